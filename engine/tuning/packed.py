@@ -65,7 +65,8 @@ class Packed(Source):
         shape = self.tensors[name].shape
         n, one = shape[0], prod(shape[1:])
         last = n * one if last is None else last
-        height = max(1, STRIP // (one * self.packing.block[0])) * self.packing.block[0] if len(shape) == 2 else 1
+        step = self.packing.block[0] if self.packing.block[0] < n else 1  # rows of a scale
+        height = max(1, STRIP // (one * step)) * step if len(shape) == 2 else 1
         for a in range(first // one // height * height, -(-last // one), height):
             b = min(a + height, n)
             begin, end = max(first - a * one, 0), min(last, b * one) - a * one
@@ -80,7 +81,7 @@ class Packed(Source):
         parts = list[tuple[np.ndarray, str, tuple[int, ...]]]()
         for part, start, own in zip(self.packing.parts, starts, self.packing.shapes(shape), strict=True):
             t = self.parts[name + part.suffix]
-            row = t.nbytes // t.shape[0]
+            row = prod(own[1:]) * ITEMSIZE[t.dtype]
             parts.append((self.bytes_of(t.file, t.offset + start * row, own[0] * row), t.dtype, own))
         return decoded(self.packing, parts, shape, dtype)
 
@@ -164,11 +165,11 @@ def _check_whole(source: Source, packing: Packing, found: Mapping[str, tuple[str
     codes, scales = packing.parts
     taken = {part for parts in found.values() for part in parts}
     for stored, t in source.tensors.items():
-        if stored in taken:
+        if stored in taken or stored.endswith(UNUSED):
             continue
         where = f"{source.folder / t.file}: {stored}"
-        if stored.endswith(scales.stored):
-            name = stored.removesuffix(scales.stored)
+        name = stored.removesuffix(scales.stored)
+        if stored.endswith(scales.stored) and name.endswith((".weight", "_proj")):
             other = source.tensors.get(name)
             wrong = (
                 f"{name} is {other.dtype}: one tensor in two forms" if other else f"{name + codes.stored} is missing"
@@ -210,7 +211,7 @@ def _looks(source: Source, packing: Packing, stored: Sequence[str], parts: list[
     """What a packed matrix looks like."""
     shape = packing.decoded(parts[0].shape)
     typed = all(t.dtype in part.dtypes for part, t in zip(packing.parts, parts, strict=True))
-    if shape is None or not typed or packing.shapes(shape) != tuple(t.shape for t in parts):
+    if shape is None or not typed or not packing.suits(shape, tuple(t.shape for t in parts)):
         shown = " and ".join(f"{n} {t.dtype} {list(t.shape)}" for n, t in zip(stored, parts, strict=True))
         shown = shown.replace(f"{stored[0]} ", f"{stored[0]} is ", 1)
         raise CheckpointError(f"{source.folder / parts[0].file}: {shown}; {packing.word} has {packing.wants}.")

@@ -6,6 +6,7 @@ and is decoded on the GPU next to its GEMMs (models/packed.py); a trained one is
 
 from __future__ import annotations
 
+import json
 from dataclasses import dataclass, replace
 from typing import Any, Literal
 
@@ -13,6 +14,7 @@ from trireme.models.families.keys import InputError, Keys
 from trireme.models.families.names import Names
 
 Shape = tuple[int, ...]
+WHOLE = 1 << 30  # rows or columns of a block: all
 BYTES = ("U8", "F8_E8M0")  # powers of two with a bias of 127
 
 
@@ -36,6 +38,18 @@ class Packing:
     block: tuple[int, int]  # rows and columns of codes that share a scale; last ones may be short
     shaped: str  # dtypes and shapes of the parts, for the user
     globs: tuple[str, ...] = ()  # over names in memory: what releases have packed; (): all matrices of blocks
+
+    def scaled(self, rows: int, columns: int) -> Packing:
+        """With blocks of that size."""
+        block = "[out / {block[0]}, in / {block[1]}], rounded up"
+        sizes = {(WHOLE, WHOLE): "[1]", (1, WHOLE): "[out, 1]"}.get((rows, columns), block)
+        return replace(self, block=(rows, columns), shaped="F8_E4M3 [out, in] and {dtypes} " + sizes)
+
+    def suits(self, shape: Shape, parts: tuple[Shape, ...]) -> bool:
+        """Whether parts have the shapes of a matrix's; a single scale may have fewer dimensions."""
+        wanted = self.shapes(shape)
+        single = lambda a, b: set(a) == {1} and set(b) <= {1} and len(b) < len(a)
+        return all(a == b or single(a, b) for a, b in zip(wanted, parts, strict=True))
 
     @property
     def wants(self) -> str:
@@ -79,16 +93,26 @@ MXFP4 = Packing(  # as gpt-oss has its experts: two numbers in a byte, 32 with a
     shaped="U8 [E, out, in / 32, 16] and U8 [E, out, in / 32]",
     globs=("*.experts.gate_up_proj", "*.experts.down_proj"),
 )
+CODES, SCALES = Part("_codes", "", ("F8_E4M3",)), ("F32", "BF16", *BYTES)
 FP8 = Packing(  # as DeepSeek, Qwen and MiniMax have it: the scale's name lies, it multiplies
     "fp8",
     "fp8",
     "e4m3",
-    (Part("_codes", "", ("F8_E4M3",)), Part("_scale_inv", "_scale_inv", ("F32", "BF16", *BYTES))),
+    (CODES, Part("_scale_inv", "_scale_inv", SCALES)),
     block=(128, 128),
     shaped="F8_E4M3 [out, in] and {dtypes} [out / {block[0]}, in / {block[1]}], rounded up",
 )
-PACKINGS = (MXFP4, FP8)
-UNUSED = (".activation_scale", ".input_scale")  # ends of names: of activations, which are not quantized here
+BY_ROW = replace(  # as Meta has it
+    FP8,
+    method="fbgemm_fp8",
+    parts=(CODES, Part("_scales", "_scale", SCALES)),
+    block=(1, WHOLE),
+    shaped="F8_E4M3 [out, in] and {dtypes} [out, 1]",
+)
+COMPRESSED = replace(BY_ROW, method="compressed-tensors")  # by row, tensor or block, as config.json says
+PACKINGS = (MXFP4, FP8, BY_ROW, COMPRESSED)
+# Ends of names: of activations and of a cache, which are not quantized here.
+UNUSED = (".activation_scale", ".input_scale", ".input_scale_ub", ".output_scale", ".k_scale", ".v_scale", ".q_scale")
 
 
 def packing_of(keys: Keys, accepted: tuple[str, ...], names: Names) -> tuple[Packing | None, tuple[str, ...]]:
@@ -102,14 +126,18 @@ def packing_of(keys: Keys, accepted: tuple[str, ...], names: Names) -> tuple[Pac
     method = found.get("quant_method") if isinstance(found, dict) else None
     for packing in PACKINGS:
         if method == packing.method and method in accepted:
-            if packing.code == "e4m3":
-                return _fp8(Keys(found, f"{keys.where}: quantization_config"), packing, names)
-            return packing, packing.globs
+            read = {"fp8": _fp8, "fbgemm_fp8": _by_row, "compressed-tensors": _compressed}.get(packing.method)
+            inner = Keys(found, f"{keys.where}: quantization_config")
+            return read(inner, packing, names) if read else (packing, packing.globs)
+    raise _unsupported(keys.where, method, f"for a {keys.raw.get('model_type')}")
+
+
+def _unsupported(where: str, method: object, what: str) -> InputError:
     named = isinstance(method, str) and method.isprintable() and len(method) < 60
     how = f"quantized by {method}" if named else "quantized in a way that it does not name"
-    raise InputError(
-        f'{keys.where}: "quantization_config" says that the weights are {how}, which is not supported for a '
-        f"{keys.raw.get('model_type')}. Take the BF16 original, or convert them."
+    return InputError(
+        f'{where}: "quantization_config" says that the weights are {how}, which is not supported {what}. '
+        "Take the BF16 original, or convert them."
     )
 
 
@@ -117,18 +145,71 @@ def _fp8(keys: Keys, packing: Packing, names: Names) -> tuple[Packing, tuple[str
     keys.refuse_unless("fmt", (None, "e4m3", "float8_e4m3fn"))
     keys.refuse_unless("expert_dtype", (None, "fp8"))
     keys.refuse_unless("scale_fmt", (None, "float", "ue8m0"))
-    block = keys.raw.get("weight_block_size", list(packing.block))
-    if not isinstance(block, list) or len(block) != 2 or any(type(n) is not int or not 0 < n < 1 << 20 for n in block):
-        raise keys.error("weight_block_size", "two positive integers")
-    packing = replace(packing, block=(block[0], block[1]))
+    block = packing.block
+    if "weight_block_size" in keys.raw:
+        block = (WHOLE, WHOLE) if keys.raw["weight_block_size"] is None else _pair(keys, "weight_block_size")
+    packing = packing.scaled(*block)
     if keys.raw.get("scale_fmt") == "ue8m0":
         packing = packing.with_dtypes(("F8_E4M3", "F8_E8M0"))
     return packing, _blocks(names, _left_out(keys))
 
 
-def _left_out(keys: Keys) -> list[str]:
+def _by_row(keys: Keys, packing: Packing, names: Names) -> tuple[Packing, tuple[str, ...]]:
+    return packing, _blocks(names, _left_out(keys))
+
+
+def _compressed(keys: Keys, packing: Packing, names: Names) -> tuple[Packing, tuple[str, ...]]:
+    """fp8 with scales by row, tensor or block."""
+    if keys.raw.get("format") != "float-quantized":
+        raise _unsupported(keys.where, packing.method, f"but in the format float-quantized, not {keys.shown('format')}")
+    if keys.raw.get("transform_config"):
+        raise keys.error("transform_config", "none: rotated weights are not supported")
+    sparsity = keys.raw.get("sparsity_config") or {}
+    sparsity = sparsity if isinstance(sparsity, dict) else {"format": sparsity}
+    Keys(sparsity, f"{keys.where}: sparsity_config").refuse_unless("format", (None, "dense"))
+    groups = keys.raw.get("config_groups")
+    if not isinstance(groups, dict) or not groups:
+        raise keys.error("config_groups", "an object of groups")
+    found = {_strategy(keys, name, group) for name, group in groups.items()}
+    if len(found) > 1:
+        raise InputError(f"{keys.where}: its groups have scales of several shapes, which is not supported.")
+    (block,) = found
+    return packing.scaled(*block), _blocks(names, [_glob(module) for module in _left_out(keys, "ignore")])
+
+
+def _strategy(keys: Keys, name: str, group: Any) -> tuple[int, int]:
+    """Rows and columns that share a scale."""
+    weights = group.get("weights") if isinstance(group, dict) else None
+    if not isinstance(weights, dict):
+        where = f"{keys.where}: config_groups: {json.dumps(name)[:40]}"
+        raise InputError(f'{where} has no "weights", which say how they are packed.')
+    inner = Keys(weights, f"{keys.where}: weights")
+    inner.refuse_unless("num_bits", (8,))
+    inner.refuse_unless("type", ("float",))
+    inner.refuse_unless("symmetric", (True,), True)
+    inner.refuse_unless("strategy", ("channel", "tensor", "block"))
+    if weights["strategy"] == "block":
+        rows, columns = _pair(inner, "block_structure")
+        return rows, columns
+    return (1 if weights["strategy"] == "channel" else WHOLE), WHOLE
+
+
+def _pair(keys: Keys, name: str) -> tuple[int, int]:
+    found = keys.raw.get(name)
+    if not isinstance(found, list) or len(found) != 2 or any(type(n) is not int or not 0 < n < 1 << 20 for n in found):
+        raise keys.error(name, "two positive integers")
+    return found[0], found[1]
+
+
+def _glob(module: str) -> str:
+    """About what a regular expression (re:...) says."""
+    return module.removeprefix("re:").strip("^$").replace("\\", "") if module.startswith("re:") else module
+
+
+def _left_out(keys: Keys, *others: str) -> list[str]:
     """Modules that are not quantized."""
-    name = "ignored_layers" if keys.raw.get("modules_to_not_convert") is None else "modules_to_not_convert"
+    spelled = ("modules_to_not_convert", "ignored_layers", *others)
+    name = next((name for name in spelled if keys.raw.get(name) is not None), spelled[0])
     found: Any = keys.raw.get(name) or []
     if not isinstance(found, list) or any(type(module) is not str for module in found):
         raise keys.error(name, "a list of names of modules")

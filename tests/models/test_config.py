@@ -13,6 +13,14 @@ from trireme.models.families.known import KNOWN
 from trireme.models.families.table import FAMILIES, WRAPPERS
 
 FP8 = dict(quant_method="fp8")
+
+
+def of_group(**weights):
+    own = dict(num_bits=8, type="float", strategy="channel") | weights
+    return dict(config_groups=dict(group_0=dict(targets=["Linear"], weights=own)))
+
+
+BY_ROW = dict(quant_method="compressed-tensors", format="float-quantized") | of_group()
 GPT2 = dict(model_type="gpt2", vocab_size=50257, n_embd=768, n_layer=12, n_head=12)
 LLAMA = dict(
     model_type="llama",
@@ -127,6 +135,21 @@ def test_attention_scale_by_layer():
         (LLAMA | dict(quantization_config=FP8 | dict(scale_fmt="e5m3")), ["scale_fmt", "ue8m0"]),
         (LLAMA | dict(quantization_config=FP8 | dict(expert_dtype="fp4")), ["expert_dtype", "fp4"]),
         (LLAMA | dict(quantization_config=FP8 | dict(ignored_layers="lm_head")), ["ignored_layers", "a list of names"]),
+        (
+            LLAMA | dict(quantization_config=BY_ROW | dict(format="pack-quantized")),
+            ["quantized by compressed-tensors", "pack-quantized", "Take the BF16 original"],
+        ),
+        (LLAMA | dict(quantization_config=BY_ROW | dict(transform_config={"r": 1})), ["transform_config"]),
+        (
+            LLAMA | dict(quantization_config=BY_ROW | dict(sparsity_config=dict(format="2:4"))),
+            ["sparsity_config", "2:4"],
+        ),
+        (LLAMA | dict(quantization_config=BY_ROW | dict(config_groups={})), ["config_groups", "an object of groups"]),
+        (LLAMA | dict(quantization_config=BY_ROW | dict(config_groups={"g": 3})), ["config_groups", "g", "weights"]),
+        (LLAMA | dict(quantization_config=BY_ROW | of_group(num_bits=4)), ["num_bits", "4"]),
+        (LLAMA | dict(quantization_config=BY_ROW | of_group(strategy="group")), ["strategy", "group", "channel"]),
+        (LLAMA | dict(quantization_config=BY_ROW | of_group(strategy="block")), ["block_structure", "two positive"]),
+        (LLAMA | dict(quantization_config=BY_ROW | dict(ignore=[1])), ["ignore", "a list of names"]),
         (LLAMA | dict(quantization_config=[4]), ["quantization_config", "does not name"]),
         (dict(), ["model_type"]),
         (GPT2 | dict(activation_function="gelu"), ["activation_function", "gelu_new"]),

@@ -1,4 +1,4 @@
-"""fp8 in blocks, as Qwen, DeepSeek and MiniMax publish it: read as transformers reads it, and trained on as it is."""
+"""fp8 as it is published, in blocks, by row or tensor: read as transformers reads it, and trained on as it is."""
 
 import json
 from dataclasses import replace
@@ -22,7 +22,7 @@ from trireme.engine.run.verify import reopen
 from trireme.engine.tuning.base import CheckpointBase, why_copied
 from trireme.engine.tuning.chosen import adapted, chosen
 from trireme.engine.tuning.merge import merge_adapter
-from trireme.engine.tuning.packed import as_stored, as_trained, check_packing, open_checkpoint
+from trireme.engine.tuning.packed import as_said, as_stored, as_trained, check_packing, open_checkpoint
 from trireme.kernels.reference import split_master
 from trireme.models import hf
 from trireme.models.config import InputError, Lora, read_config
@@ -33,6 +33,7 @@ pytestmark = pytest.mark.grid
 
 E4M3, E8M0 = torch.float8_e4m3fn, torch.float8_e8m0fnu
 PAIRS = dict(hidden_size=32, intermediate_size=48, head_dim=8)  # in blocks of 16 x 16 without a short one
+WHOLE = 1 << 30
 CASES = {  # model_type, keys, block, dtype of the scales, modules that stay
     "dense": ("qwen3", LLAMA, (16, 24), torch.float32, ["lm_head"]),  # short last blocks
     "whole blocks": ("qwen3", LLAMA | PAIRS, (16, 16), torch.bfloat16, ["lm_head"]),
@@ -40,13 +41,22 @@ CASES = {  # model_type, keys, block, dtype of the scales, modules that stay
     "experts": ("qwen3_moe", MIXTURE, (16, 24), torch.bfloat16, ["lm_head", "model.layers.0.mlp.gate"]),
     "one in bf16": ("minimax_m2", MIXTURE | dict(num_local_experts=4, intermediate_size=24, head_dim=12, rotary_dim=6),
                     (16, 16), torch.float32, ["model.layers.0.self_attn.k_proj", "lm_head"]),
+    "by row, compressed-tensors": ("qwen3", LLAMA, (1, WHOLE), torch.bfloat16, ["lm_head"]),
+    "by tensor, compressed-tensors": ("qwen3_moe", MIXTURE, (WHOLE, WHOLE), torch.float32, ["lm_head"]),
+    "by row, fbgemm": ("llama", LLAMA, (1, WHOLE), torch.float32, ["lm_head"]),
+    "by tensor": ("llama", LLAMA, (WHOLE, WHOLE), torch.float32, ["lm_head"]),
 }  # fmt: skip
-ADAPTERS = {"experts": ("q_proj", "experts"), "one in bf16": ("q_proj", "o_proj")}
+ADAPTERS = {
+    "experts": ("q_proj", "experts"),
+    "one in bf16": ("q_proj", "o_proj"),
+    "by tensor, compressed-tensors": ("experts",),
+}
 LEFT = ("embed", "norm", "lm_head", "mlp.gate.", "block_sparse_moe.gate.")
 
 
 def quantized(w, block, dtype):
     """(codes, scales, decoded in bf16), each block by its largest value; by loops."""
+    block = min(block[0], w.shape[0]), min(block[1], w.shape[1])
     w, scales = w.float(), torch.empty(-(-w.shape[0] // block[0]), -(-w.shape[1] // block[1]))
     codes, decoded = torch.empty(w.shape, dtype=E4M3), torch.empty(w.shape, dtype=torch.bfloat16)
     for i in range(scales.shape[0]):
@@ -60,6 +70,27 @@ def quantized(w, block, dtype):
     return codes, scales.to(dtype), decoded
 
 
+def said(case):
+    """(what scales have behind a matrix's name, quantization_config)."""
+    _, _, block, dtype, left = CASES[case]
+    if "compressed" in case:
+        strategy = "tensor" if block[0] == WHOLE else "channel"
+        weights = dict(num_bits=8, type="float", strategy=strategy, symmetric=True, dynamic=False, block_structure=None)
+        groups = dict(group_0=dict(targets=["Linear"], weights=weights, input_activations=dict(num_bits=8)))
+        ignored = ["lm_head", r"re:.*mlp\.gate$"]
+        return "_scale", dict(
+            quant_method="compressed-tensors", format="float-quantized", config_groups=groups, ignore=ignored,
+            sparsity_config={}, transform_config={}, kv_cache_scheme=None,
+        )  # fmt: skip
+    if "fbgemm" in case:
+        return "_scale", dict(quant_method="fbgemm_fp8", activation_scale_ub=1200.0, modules_to_not_convert=left)
+    size = None if block[0] == WHOLE else list(block)
+    return "_scale_inv", dict(
+        quant_method="fp8", fmt="e4m3", activation_scheme="dynamic", weight_block_size=size,
+        modules_to_not_convert=left, scale_fmt="ue8m0" if dtype == E8M0 else "float",
+    )  # fmt: skip
+
+
 @pytest.fixture(scope="module")
 def made(tmp_path_factory):
     """case -> (a checkpoint in fp8, the same in bf16)."""
@@ -68,6 +99,7 @@ def made(tmp_path_factory):
     def make(case):
         if case not in found:
             model_type, keys, block, dtype, left = CASES[case]
+            suffix, quantization = said(case)
             packed, plain = (tmp_path_factory.mktemp(name) for name in ("fp8", "bf16"))
             reference, _ = oracle(model_type, keys)
             reference.bfloat16().save_pretrained(plain)
@@ -76,14 +108,13 @@ def made(tmp_path_factory):
             for name, w in state.items():
                 kept = any(name.startswith(module + ".") for module in left) or any(part in name for part in LEFT)
                 if w.dim() == 2 and not kept:
-                    codes[name], codes[f"{name}_scale_inv"], state[name] = quantized(w, block, dtype)
+                    codes[name], scales, state[name] = quantized(w, block, dtype)
+                    single = () if case == "by tensor" else (1,)
+                    codes[f"{name}{suffix}"] = scales.view(single) if block == (WHOLE, WHOLE) else scales
             save_file(codes, packed / "model.safetensors", {"format": "pt"})
             save_file(state, plain / "model.safetensors", {"format": "pt"})
             config = json.loads((plain / "config.json").read_text())
-            config["quantization_config"] = dict(
-                quant_method="fp8", fmt="e4m3", activation_scheme="dynamic", weight_block_size=list(block),
-                modules_to_not_convert=left, scale_fmt="ue8m0" if dtype == E8M0 else "float",
-            )  # fmt: skip
+            config["quantization_config"] = quantization
             (packed / "config.json").write_text(json.dumps(config))
             found[case] = packed, plain
         return found[case]
@@ -131,7 +162,7 @@ def test_adapters_are_trained_on_fp8_as_on_its_copy_in_bf16(made, case, tmp_path
     losses, weights, wide = adapters(plain, targets, device, "gpu")
     ways = (("gpu", False, {}), ("host", False, {}), ("ssd", False, dict(lanes=late())), ("ssd", True, {}),
             ("host", False, dict(halves=True)), ("ssd", True, dict(halves=True, window=1, lanes=late())))  # fmt: skip
-    for tier, in_place, change in ways:
+    for tier, in_place, change in ways if case in ("dense", "experts") else ways[3:5]:
         if in_place and case == "one in bf16":
             continue  # q, k and v of one layer are decoded as they are read
         found, after, packed = adapters(folder, targets, device, tier, in_place, **change)
@@ -221,14 +252,14 @@ def test_a_merged_model_is_that_of_the_decoded_base(made, tmp_path):
 
 def test_config_alone_says_what_is_packed(made):
     """A plan without the files has the bytes of one with them."""
-    for case in ("dense", "powers of two", "experts"):
-        said = adapted(read_config(made(case)[0]), Lora(2, 4.0, ("q_proj",)))
+    for case in CASES.keys() - {"one in bf16"}:
+        planned = adapted(read_config(made(case)[0]), Lora(2, 4.0, ("q_proj",)))
         cfg, _, _ = opened(made(case)[0], lambda cfg: adapted(cfg, Lora(2, 4.0, ("q_proj",))))
         plan = gpu_plan(cfg, dtype="BF16")
         dtype = cfg.packing.parts[1].dtypes[0]
-        said = replace(said, packing=said.packing.with_dtypes(("F8_E4M3", dtype)))
+        planned = replace(planned, packing=planned.packing.with_dtypes(("F8_E4M3", dtype)))
         bytes_of = lambda cfg, plan=plan: [layout.nbytes for layout in Geometry.of(cfg, plan).base]
-        assert bytes_of(said) == bytes_of(cfg)
+        assert bytes_of(as_said(planned)) == bytes_of(planned) == bytes_of(cfg)
 
 
 NAME = "model.layers.1.mlp.down_proj.weight"  # (40, 56): scales (3, 3)
