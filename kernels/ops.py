@@ -71,6 +71,7 @@ clamped_swiglu_fwd = _op(experts.clamped_swiglu_fwd, "experts.rows")
 combine = _op(experts.combine, "experts.rows")
 mxfp4_decode = _op(packed.mxfp4_decode, "packed.mxfp4")
 e4m3_decode = _op(packed.e4m3_decode, "packed.e4m3")
+nf4_decode = _op(packed.nf4_decode, "packed.nf4")
 routed_swiglu_bwd = _op(experts.routed_swiglu_bwd, "experts.rows")
 quantize = _op(fp8.quantize, "fp8.quantize")
 turn = _op(fp8.turn, "fp8.quantize")
@@ -115,6 +116,7 @@ __all__ = [
     "lay_docs",
     "make_docs",
     "mxfp4_decode",
+    "nf4_decode",
     "place_docs",
     "product",
     "quantize",

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from math import prod
 
 import numpy as np
 import torch
@@ -12,7 +13,7 @@ from trireme.kernels import ops
 from trireme.models.families.packing import Packing, Part
 
 DTYPE = {"F32": torch.float32, "BF16": torch.bfloat16}  # of parts; others are bytes
-LARGEST = {"e2m1": 125, "e4m3": 118}  # powers of two: times the largest number they are finite
+LARGEST = {"e2m1": 125, "e4m3": 118, "nf4": 126}  # powers of two: times the largest number they are finite
 
 
 def decode(packing: Packing, parts: Sequence[Tensor], out: Tensor) -> None:
@@ -20,6 +21,9 @@ def decode(packing: Packing, parts: Sequence[Tensor], out: Tensor) -> None:
     codes, scales = parts
     if packing.code == "e2m1":
         ops.mxfp4_decode(codes, scales, out)
+    elif packing.code == "nf4":
+        n = prod(codes.shape[:-2])
+        ops.nf4_decode(codes.view(n, -1), scales.view(n, -1), out.view(n, -1))
     else:
         flat = lambda t, like: t.view(-1, *like.shape[-2:])
         ops.e4m3_decode(flat(codes.view(torch.uint8), codes), flat(scales, scales), flat(out, codes), packing.block)

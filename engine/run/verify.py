@@ -16,7 +16,8 @@ from trireme.engine.exports import BEST, half_made, remove
 from trireme.engine.run.begin.kept import config_yaml
 from trireme.engine.run.begin.owned import refuse_links, signed, unsigned
 from trireme.engine.run.options import Options, store_folders
-from trireme.engine.tuning.packed import Packed, open_checkpoint
+from trireme.engine.tuning.packed import Packed
+from trireme.engine.tuning.parts import open_checkpoint
 from trireme.models.config import InputError
 from trireme.storage import snapshots, temporary
 from trireme.storage.checkpoint import Source

@@ -15,7 +15,8 @@ from torch import Tensor
 from trireme.engine.homes import Progress, silent
 from trireme.engine.tuning.adapters import Adapter
 from trireme.engine.tuning.opened import read_adapter
-from trireme.engine.tuning.packed import Packed, check_packing, open_checkpoint, unpacked
+from trireme.engine.tuning.packed import Packed, check_packing, unpacked
+from trireme.engine.tuning.parts import open_checkpoint
 from trireme.engine.tuning.peft_config import base_of, read_adapter_config
 from trireme.models import hf
 from trireme.models.config import InputError, ModelConfig, read_config

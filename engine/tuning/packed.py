@@ -7,7 +7,7 @@ read, and all is written in bf16.
 from __future__ import annotations
 
 import json
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass, replace
 from math import prod
 from pathlib import Path
@@ -15,14 +15,15 @@ from pathlib import Path
 import numpy as np
 
 from trireme.models import hf
-from trireme.models.config import PACKINGS, UNUSED, InputError, ModelConfig, Packing
+from trireme.models.config import InputError, ModelConfig, Packing
 from trireme.models.sizes import shapes
-from trireme.storage.checkpoint import CHUNK, INDEX, NUMPY, Source, SourceTensor, open_source, stored_values
+from trireme.storage.checkpoint import CHUNK, INDEX, NUMPY, Source, SourceTensor, stored_values
 from trireme.storage.companions import CONTENT, content_of
-from trireme.storage.files import Say, to_stderr
-from trireme.storage.headers import CheckpointError, encode_header
+from trireme.storage.files import Say
+from trireme.storage.headers import encode_header
 from trireme.storage.layout import ITEMSIZE, sequential
 
+Made = Callable[[int, int], np.ndarray]  # elements [first, last) of a part
 STRIP = 1 << 22  # elements of a matrix decoded at a time
 
 
@@ -32,6 +33,7 @@ class Packed(Source):
 
     packing: Packing  # its parts have one dtype, that of these files
     parts: dict[str, SourceTensor]  # of packed matrices, by the matrix's name with a part's suffix
+    made: Mapping[str, Made]  # what makes the elements of parts that no file has
 
     @property
     def nbytes(self) -> int:
@@ -48,24 +50,27 @@ class Packed(Source):
     def values(self, name: str, first: int = 0, last: int | None = None) -> Iterator[np.ndarray]:
         """As Source.values; of parts whose dtype is not of weights their bytes."""
         if name in self.parts:
-            yield from self._of_part(self.parts[name], first, last)
+            last = self.parts[name].numel if last is None else last
+            for a in range(first, last, CHUNK // 4):
+                yield self._of_part(name, a, min(a + CHUNK // 4, last))
         elif self.packs(name):
             yield from self._decoded(name, first, last)
         else:
             yield from super().values(name, first, last)
 
-    def _of_part(self, t: SourceTensor, first: int, last: int | None) -> Iterator[np.ndarray]:
-        size, last = ITEMSIZE[t.dtype], t.numel if last is None else last
-        for a in range(first * size, last * size, CHUNK):
-            piece = self.bytes_of(t.file, t.offset + a, min(CHUNK, last * size - a))
-            yield piece.view(NUMPY.get(t.dtype, np.uint8))
+    def _of_part(self, name: str, first: int, last: int) -> np.ndarray:
+        if name in self.made:
+            return self.made[name](first, last)
+        t = self.parts[name]
+        size = ITEMSIZE[t.dtype]
+        return self.bytes_of(t.file, t.offset + first * size, (last - first) * size).view(NUMPY.get(t.dtype, np.uint8))
 
     def _decoded(self, name: str, first: int, last: int | None, dtype: str = "BF16") -> Iterator[np.ndarray]:
         """By whole experts, or some rows of a matrix."""
         shape = self.tensors[name].shape
         n, one = shape[0], prod(shape[1:])
         last = n * one if last is None else last
-        step = self.packing.block[0] if self.packing.block[0] < n else 1  # rows of a scale
+        step = self.packing.step(shape)
         height = max(1, STRIP // (one * step)) * step if len(shape) == 2 else 1
         for a in range(first // one // height * height, -(-last // one), height):
             b = min(a + height, n)
@@ -75,14 +80,14 @@ class Packed(Source):
     def _rows(self, name: str, first: int, last: int, dtype: str) -> np.ndarray:
         """Experts [first, last), or rows of a matrix, `first` of which is the first of a block."""
         shape = last - first, *self.tensors[name].shape[1:]
-        starts = first, first if len(shape) == 3 else first // self.packing.block[0]
+        starts = self.packing.starts(shape, first)
         from trireme.models.packed import decoded  # torch, which nothing else here needs
 
         parts = list[tuple[np.ndarray, str, tuple[int, ...]]]()
         for part, start, own in zip(self.packing.parts, starts, self.packing.shapes(shape), strict=True):
-            t = self.parts[name + part.suffix]
-            row = prod(own[1:]) * ITEMSIZE[t.dtype]
-            parts.append((self.bytes_of(t.file, t.offset + start * row, own[0] * row), t.dtype, own))
+            row, named = prod(own[1:]), name + part.suffix
+            values = self._of_part(named, start * row, (start + own[0]) * row)
+            parts.append((values.view(np.uint8), self.parts[named].dtype, own))
         return decoded(self.packing, parts, shape, dtype)
 
 
@@ -129,93 +134,7 @@ class Unpacked(Packed):
         return found
 
 
-# ---------------------------------------------------------------- opening
-
-
-def open_checkpoint(folder: str | Path, packing: Packing | None = None, say: Say = to_stderr) -> Source:
-    """As open_source, with packed matrices as if they were bf16. Raises CheckpointError.
-
-    `packing`: what config.json says; None looks for all.
-    """
-    source = open_source(folder, say)
-    for row in [packing] if packing else PACKINGS:
-        found = _pairs(source, row)
-        if packing:
-            _check_whole(source, row, found)
-        if found:
-            return _packed(source, row, found, say)
-    return source
-
-
-def _pairs(source: Source, packing: Packing) -> dict[str, tuple[str, ...]]:
-    """Matrix -> names of its parts, where all are there."""
-    codes = packing.parts[0]
-    found = dict[str, tuple[str, ...]]()
-    for stored, t in source.tensors.items():
-        name = stored.removesuffix(codes.stored)
-        parts = tuple(name + part.stored for part in packing.parts)
-        typed = bool(codes.stored) or t.dtype in codes.dtypes
-        if parts[0] == stored and typed and all(part in source.tensors for part in parts):
-            found[name] = parts
-    return found
-
-
-def _check_whole(source: Source, packing: Packing, found: Mapping[str, tuple[str, ...]]) -> None:
-    """Raises CheckpointError where a matrix lacks a part, or scales have a matrix that is not packed."""
-    codes, scales = packing.parts
-    taken = {part for parts in found.values() for part in parts}
-    for stored, t in source.tensors.items():
-        if stored in taken or stored.endswith(UNUSED):
-            continue
-        where = f"{source.folder / t.file}: {stored}"
-        name = stored.removesuffix(scales.stored)
-        if stored.endswith(scales.stored) and name.endswith((".weight", "_proj")):
-            other = source.tensors.get(name)
-            wrong = (
-                f"{name} is {other.dtype}: one tensor in two forms" if other else f"{name + codes.stored} is missing"
-            )
-            raise CheckpointError(f"{where} holds scales of {packing.word}, but {wrong}. Download the release again.")
-        if (codes.stored and stored.endswith(codes.stored)) or (not codes.stored and t.dtype in codes.dtypes):
-            name = stored.removesuffix(codes.stored)
-            raise CheckpointError(
-                f"{where} is {t.dtype}, and its scales, {name + scales.stored}, are missing. "
-                "Download the release again."
-            )
-
-
-def _packed(source: Source, packing: Packing, found: Mapping[str, tuple[str, ...]], say: Say) -> Packed:
-    tensors, parts = dict(source.tensors), dict[str, SourceTensor]()
-    dtypes = tuple(t.dtype for t in _parts_of(source, next(iter(found.values()))))
-    typed = all(d in part.dtypes for d, part in zip(dtypes, packing.parts, strict=True))
-    packing = packing.with_dtypes(dtypes) if typed else packing
-    for name, stored in found.items():
-        if name in source.tensors and name != stored[0]:
-            raise CheckpointError(
-                f"{source.folder}: {name} is there twice, also in {packing.word} as {stored[0]}. Remove one."
-            )
-        own = [tensors.pop(part) for part in stored]
-        parts |= {name + part.suffix: t for part, t in zip(packing.parts, own, strict=True)}
-        tensors[name] = _looks(source, packing, stored, own)
-    unused = [name for name in tensors if name.endswith(UNUSED)]
-    if unused:
-        say(f"note: {source.folder}: {len(unused):,} scales of activations, as {unused[0]}, are not used")
-    tensors = {name: t for name, t in tensors.items() if name not in set(unused)}
-    return Packed(source.folder, source.files, tensors, source.companions, packing, parts)
-
-
-def _parts_of(source: Source, stored: Iterable[str]) -> list[SourceTensor]:
-    return [source.tensors[name] for name in stored]
-
-
-def _looks(source: Source, packing: Packing, stored: Sequence[str], parts: list[SourceTensor]) -> SourceTensor:
-    """What a packed matrix looks like."""
-    shape = packing.decoded(parts[0].shape)
-    typed = all(t.dtype in part.dtypes for part, t in zip(packing.parts, parts, strict=True))
-    if shape is None or not typed or not packing.suits(shape, tuple(t.shape for t in parts)):
-        shown = " and ".join(f"{n} {t.dtype} {list(t.shape)}" for n, t in zip(stored, parts, strict=True))
-        shown = shown.replace(f"{stored[0]} ", f"{stored[0]} is ", 1)
-        raise CheckpointError(f"{source.folder / parts[0].file}: {shown}; {packing.word} has {packing.wants}.")
-    return SourceTensor("BF16", shape, "", 0)
+# ---------------------------------------------------------------- which are packed
 
 
 def check_packing(cfg: ModelConfig, source: Source, say: Say) -> None:
@@ -275,7 +194,7 @@ def outlined(cfg: ModelConfig, folder: Path) -> Source:
         for there, one in shapes.on_disk(cfg, name, shape):
             for part, own in zip(cfg.packing.parts, cfg.packing.shapes(one), strict=True):
                 parts[there + part.suffix] = SourceTensor(part.dtypes[0], own, "", 0)
-    return Packed(folder, (), tensors, {}, cfg.packing, parts)
+    return Packed(folder, (), tensors, {}, cfg.packing, parts, {})
 
 
 # ---------------------------------------------------------------- decoded as they are read
@@ -305,5 +224,5 @@ def unpacked(source: Packed, wide: frozenset[str] = frozenset()) -> Unpacked:
         headers[file] = encode_header(layout, {"format": "pt"})
         for t in layout.tensors:
             tensors[t.name] = SourceTensor(t.dtype, t.shape, file, len(headers[file]) + t.offset)
-    given = source.folder, source.files, tensors, source.companions, source.packing, source.parts
+    given = source.folder, source.files, tensors, source.companions, source.packing, source.parts, source.made
     return Unpacked(*given, source.tensors, headers, wide)

@@ -38,3 +38,24 @@ def e4m3_decode(codes: Tensor, scales: Tensor, out: Tensor, block: tuple[int, in
             wide = part.repeat_interleave(K, 1)[:, :C].repeat_interleave(B, 0)
             numbers = matrix[rows].view(torch.float8_e4m3fn).float()
             into[rows].copy_(numbers * wide[: len(numbers)])
+
+
+GROUP = 64  # numbers that share a scale in NF4
+NF4 = torch.tensor([
+    -1.0, -0.6961928009986877, -0.5250730514526367, -0.39491748809814453, -0.28444138169288635, -0.18477343022823334,
+    -0.09105003625154495, 0.0, 0.07958029955625534, 0.16093020141124725, 0.24611230194568634, 0.33791524171829224,
+    0.44070982933044434, 0.5626170039176941, 0.7229568362236023, 1.0,
+])  # fmt: skip
+
+
+def nf4_decode(codes: Tensor, scales: Tensor, out: Tensor) -> None:
+    """Fills out (M, L), L even, by codes (M, L / 2) uint8, the even number high, and scales (M, L / GROUP, rounded up),
+    fp32. In fp32, then rounded.
+    """
+    table = NF4.to(codes.device)
+    for pairs, scale, into in zip(codes, scales, out, strict=True):
+        for first in range(0, len(pairs), STRIP * GROUP):
+            part = pairs[first : first + STRIP * GROUP].int()
+            numbers = table[torch.stack((part >> 4, part & 15), 1).flatten()]
+            of_group = scale[2 * first // GROUP :].repeat_interleave(GROUP)[: len(numbers)]
+            into[2 * first : 2 * first + len(numbers)].copy_(numbers * of_group)

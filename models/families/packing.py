@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import json
 from dataclasses import dataclass, replace
+from math import gcd
 from typing import Any, Literal
 
 from trireme.models.families.keys import InputError, Keys
@@ -33,7 +34,7 @@ class Packing:
 
     word: str  # for the user
     method: str  # quant_method in config.json
-    code: Literal["e2m1", "e4m3"]  # of a number: how models/packed.py decodes them
+    code: Literal["e2m1", "e4m3", "nf4"]  # of a number: how models/packed.py decodes them
     parts: tuple[Part, ...]  # codes first, then scales
     block: tuple[int, int]  # rows and columns of codes that share a scale; last ones may be short
     shaped: str  # dtypes and shapes of the parts, for the user
@@ -71,7 +72,21 @@ class Packing:
         if self.code == "e2m1":  # (in, out), of parts (out, in)
             scales = (*lead, columns, rows // self.block[1])
             return (*scales, self.block[1] // 2), scales
+        if self.code == "nf4":  # blocks of the flattened matrix
+            return (*lead, rows, columns // 2), (*lead, -(-rows * columns // self.block[1]), 1)
         return shape, (*lead, -(-rows // self.block[0]), -(-columns // self.block[1]))
+
+    def step(self, shape: Shape) -> int:
+        """Rows of a matrix after which a block ends."""
+        if self.code == "nf4":
+            return self.block[1] // gcd(self.block[1], shape[-1])
+        return self.block[0] if self.block[0] < shape[0] else 1
+
+    def starts(self, shape: Shape, row: int) -> tuple[int, ...]:
+        """The rows of parts where a row of a matrix begins that begins a block; or an expert of several."""
+        if len(shape) == 3:
+            return row, row
+        return row, row * shape[-1] // self.block[1] if self.code == "nf4" else row // self.block[0]
 
     def decoded(self, codes: Shape) -> Shape | None:
         """The inverse of `shapes`, given that of the codes; None where they can have no such shape."""
@@ -110,7 +125,15 @@ BY_ROW = replace(  # as Meta has it
     shaped="F8_E4M3 [out, in] and {dtypes} [out, 1]",
 )
 COMPRESSED = replace(BY_ROW, method="compressed-tensors")  # by row, tensor or block, as config.json says
-PACKINGS = (MXFP4, FP8, BY_ROW, COMPRESSED)
+NF4 = Packing(  # as bitsandbytes writes it; scales that are packed again are decoded as they are read
+    "NF4",
+    "bitsandbytes",
+    "nf4",
+    (Part("_codes", "", ("U8",)), Part("_scales", ".absmax", ("F32",))),
+    block=(1, 64),
+    shaped="U8 [out * in / 2, 1], F32 or U8 [out * in / 64] and the state of the quantizer",
+)
+PACKINGS = (MXFP4, FP8, BY_ROW, COMPRESSED, NF4)
 # Ends of names: of activations and of a cache, which are not quantized here.
 UNUSED = (".activation_scale", ".input_scale", ".input_scale_ub", ".output_scale", ".k_scale", ".v_scale", ".q_scale")
 
@@ -126,7 +149,9 @@ def packing_of(keys: Keys, accepted: tuple[str, ...], names: Names) -> tuple[Pac
     method = found.get("quant_method") if isinstance(found, dict) else None
     for packing in PACKINGS:
         if method == packing.method and method in accepted:
-            read = {"fp8": _fp8, "fbgemm_fp8": _by_row, "compressed-tensors": _compressed}.get(packing.method)
+            read = {"fp8": _fp8, "fbgemm_fp8": _by_row, "compressed-tensors": _compressed, "bitsandbytes": _nf4}.get(
+                packing.method
+            )
             inner = Keys(found, f"{keys.where}: quantization_config")
             return read(inner, packing, names) if read else (packing, packing.globs)
     raise _unsupported(keys.where, method, f"for a {keys.raw.get('model_type')}")
@@ -156,6 +181,14 @@ def _fp8(keys: Keys, packing: Packing, names: Names) -> tuple[Packing, tuple[str
 
 def _by_row(keys: Keys, packing: Packing, names: Names) -> tuple[Packing, tuple[str, ...]]:
     return packing, _blocks(names, _left_out(keys))
+
+
+def _nf4(keys: Keys, packing: Packing, names: Names) -> tuple[Packing, tuple[str, ...]]:
+    keys.refuse_unless("load_in_8bit", (None, False))
+    keys.refuse_unless("load_in_4bit", (True,))
+    keys.refuse_unless("bnb_4bit_quant_type", ("nf4",), "fp4")
+    keys.refuse_unless("bnb_4bit_quant_storage", (None, "uint8"))
+    return packing, _blocks(names, _left_out(keys, "llm_int8_skip_modules"))
 
 
 def _compressed(keys: Keys, packing: Packing, names: Names) -> tuple[Packing, tuple[str, ...]]:
@@ -223,3 +256,6 @@ def _blocks(names: Names, left_out: list[str]) -> tuple[str, ...]:
     for module in (name.replace(".*", "*") for name in left_out):
         found += [f"!{module}", f"!{module}.*", f"!*{module}.weight"]
     return tuple(found)
+
+
+READ = {"fp8": _fp8, "fbgemm_fp8": _by_row, "compressed-tensors": _compressed, "bitsandbytes": _nf4}

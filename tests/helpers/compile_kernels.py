@@ -34,7 +34,7 @@ from trireme.kernels.experts import gradients, order, products, routing, rows
 from trireme.kernels.experts.reference import Order, Rule
 from trireme.kernels.fp8 import gated
 from trireme.kernels.fp8.quantize import quantize, turn
-from trireme.kernels.packed import e4m3, mxfp4
+from trireme.kernels.packed import e4m3, mxfp4, nf4
 
 BF16, FP32 = torch.bfloat16, torch.float32
 TOOLS = Path(triton.__file__).parent / "backends/nvidia/bin"  # its ptxas-blackwell is the newer assembler
@@ -260,6 +260,8 @@ def packed_calls():
         codes = torch.zeros(2, R, C, dtype=torch.uint8)
         scales = torch.zeros(2, -(-R // 128), -(-C // 128), dtype=kind)
         e4m3.e4m3_decode(codes, scales, torch.zeros(2, R, C, dtype=dtype), (128, 128))
+        pairs = torch.zeros(2, R * C // 2, dtype=torch.uint8)
+        nf4.nf4_decode(pairs, torch.zeros(2, -(-R * C // 64)), torch.zeros(2, R * C, dtype=dtype))
 
 
 def fp8_calls():

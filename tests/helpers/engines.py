@@ -20,14 +20,19 @@ import torch
 from trireme.engine import geometry
 from trireme.engine.between import Reader
 from trireme.engine.build import InRam, build, in_ram, placed
-from trireme.engine.exchange import fetch, fill, fill_base
+from trireme.engine.exchange import Exchange, fetch, fill, fill_base
 from trireme.engine.lanes.names import LANES, lanes_of
 from trireme.engine.lanes.real import InlineLanes, RealLanes, RealTask, execute
 from trireme.engine.plan import Limits, Plan, UnitPlan
 from trireme.engine.run.evaluation import load_record
 from trireme.engine.step import Engine, train_step
+from trireme.engine.tuning.base import CheckpointBase, why_copied
+from trireme.engine.tuning.chosen import adapted
+from trireme.engine.tuning.packed import as_stored, as_trained
+from trireme.engine.tuning.parts import open_checkpoint
 from trireme.engine.updates import AdamW
-from trireme.models.config import Lora, ModelConfig, Rope
+from trireme.models import hf
+from trireme.models.config import Lora, ModelConfig, Rope, read_config
 from trireme.models.families.experts import Experts
 from trireme.models.families.packing import FP8 as FP8_BLOCKS
 from trireme.models.families.packing import MXFP4
@@ -315,6 +320,40 @@ def final_weights(e: Engine, reader: Reader | None = None) -> dict[str, torch.Te
         for u, layout in enumerate(e.geo.stored)
         for t in layout.tensors
     }
+
+
+def opened(folder, change=lambda cfg: cfg):
+    """(cfg, source, names in it) of a checkpoint with packed matrices, changed before it is opened."""
+    cfg = change(read_config(folder))
+    source = open_checkpoint(folder, cfg.packing)
+    cfg = as_stored(cfg, source)
+    stored = hf.sources(cfg, {name: t.shape for name, t in source.tensors.items()})
+    return cfg, as_trained(cfg, source, stored), stored
+
+
+def exchange(cfg, source, tier="host", dtype="BF16", files=None, lanes=None, **change):
+    """An engine with all in one tier, and its Exchange."""
+    units = (UnitPlan(tier, tier, base=tier),) * replace(cfg, halves=change.get("halves", False)).n_units
+    plan = gpu_plan(cfg, units=units, dtype=dtype, record=700, **change)
+    places = dict(store=MemoryStore(), scratch=MemoryScratch(), files=files)
+    e = build(cfg, plan, LIMITS, lanes or InlineLanes(), **places, poison=True)
+    return e, Exchange(cfg, source, e.homes)
+
+
+def adapters(folder, targets, device, tier, in_place=False, **change):
+    """What three steps with adapters give, and the bytes of the base."""
+    cfg, source, stored = opened(folder, lambda cfg: adapted(cfg, Lora(2, 4.0, targets)))
+    files = None
+    if in_place:
+        assert why_copied(cfg, "BF16", source, stored, [folder]) == ""
+        geo = geometry.geometry(replace(cfg, halves=change.get("halves", False)), "BF16", 32)
+        files = CheckpointBase(dict(enumerate(geo.stored_base)), source, stored, device)
+    e, x = exchange(cfg, source, tier, files=files, **change)
+    x.load()
+    seen = train(e, batches(cfg, 3, 2, 24)), final_weights(e)
+    e.lanes.close()
+    e.close()
+    return *seen, sum(layout.nbytes for layout in e.geo.base)
 
 
 @pytest.fixture(autouse=True, scope="module")

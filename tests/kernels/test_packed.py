@@ -4,7 +4,7 @@ import pytest
 import torch
 from kernel_checks import DEVICES, DTYPES, framed
 
-from trireme.kernels.packed import e4m3, mxfp4, reference
+from trireme.kernels.packed import e4m3, mxfp4, nf4, reference
 
 pytestmark = pytest.mark.grid
 
@@ -55,3 +55,20 @@ def test_every_code_and_scale_of_e4m3(device, dtype, kind, block):
         assert torch.equal(out.cpu().isnan(), theirs.isnan())
         assert torch.equal(out.cpu()[numbers], theirs[numbers])
         assert torch.equal(out.cpu()[numbers].signbit(), theirs[numbers].signbit())
+
+
+@pytest.mark.parametrize("device", DEVICES)
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("L", [64, 5000, 4096 + 62])
+def test_every_code_of_nf4(device, dtype, L):
+    """Bitwise fp32 products, rounded once; a short last group."""
+    dice = torch.Generator().manual_seed(0)
+    codes = torch.randint(256, (3, L // 2), dtype=torch.uint8, generator=dice)
+    powers = torch.randint(-126, 127, (3, -(-L // 64)), dtype=torch.int32, generator=dice)
+    scales = torch.ldexp(torch.rand(powers.shape, generator=dice) + 0.5, powers)
+    numbers = torch.tensor(reference.NF4.tolist(), dtype=torch.float64)[torch.stack((codes >> 4, codes & 15), -1).int()]
+    theirs = (numbers.flatten(1) * scales.double().repeat_interleave(64, 1)[:, :L]).float().to(dtype)
+    for op in (nf4.nf4_decode, reference.nf4_decode):
+        out = framed(torch.full((3, L), float("nan"), dtype=dtype, device=device))
+        op(framed(codes.to(device)), framed(scales.to(device)), out)
+        assert torch.equal(out.cpu(), theirs)

@@ -20,6 +20,7 @@ def of_group(**weights):
     return dict(config_groups=dict(group_0=dict(targets=["Linear"], weights=own)))
 
 
+NF4 = dict(quant_method="bitsandbytes", load_in_4bit=True, bnb_4bit_quant_type="nf4")
 BY_ROW = dict(quant_method="compressed-tensors", format="float-quantized") | of_group()
 GPT2 = dict(model_type="gpt2", vocab_size=50257, n_embd=768, n_layer=12, n_head=12)
 LLAMA = dict(
@@ -150,6 +151,9 @@ def test_attention_scale_by_layer():
         (LLAMA | dict(quantization_config=BY_ROW | of_group(strategy="group")), ["strategy", "group", "channel"]),
         (LLAMA | dict(quantization_config=BY_ROW | of_group(strategy="block")), ["block_structure", "two positive"]),
         (LLAMA | dict(quantization_config=BY_ROW | dict(ignore=[1])), ["ignore", "a list of names"]),
+        (LLAMA | dict(quantization_config=NF4 | dict(load_in_8bit=True)), ["load_in_8bit"]),
+        (LLAMA | dict(quantization_config=NF4 | dict(bnb_4bit_quant_type="fp4")), ["bnb_4bit_quant_type", "nf4"]),
+        (LLAMA | dict(quantization_config=NF4 | dict(bnb_4bit_quant_storage="bfloat16")), ["bnb_4bit_quant_storage"]),
         (LLAMA | dict(quantization_config=[4]), ["quantization_config", "does not name"]),
         (dict(), ["model_type"]),
         (GPT2 | dict(activation_function="gelu"), ["activation_function", "gelu_new"]),

@@ -7,24 +7,19 @@ import numpy as np
 import peft
 import pytest
 import torch
-from engines import LIMITS, JitterLanes, MemoryScratch, MemoryStore, batches, final_weights, gpu_plan, train
+from engines import JitterLanes, adapters, batches, exchange, final_weights, gpu_plan, opened, train
 from safetensors.torch import load_file, save_file
 from tiny import LLAMA, MIXTURE, oracle
 from transformers import AutoModelForCausalLM
 from transformers.integrations.finegrained_fp8 import Fp8Dequantize
 
-from trireme.engine.build import build
-from trireme.engine.exchange import Exchange
-from trireme.engine.geometry import Geometry, geometry
-from trireme.engine.lanes.real import InlineLanes
-from trireme.engine.plan import UnitPlan
+from trireme.engine.geometry import Geometry
 from trireme.engine.run.verify import reopen
-from trireme.engine.tuning.base import CheckpointBase, why_copied
 from trireme.engine.tuning.chosen import adapted, chosen
 from trireme.engine.tuning.merge import merge_adapter
-from trireme.engine.tuning.packed import as_said, as_stored, as_trained, check_packing, open_checkpoint
+from trireme.engine.tuning.packed import as_said, check_packing
+from trireme.engine.tuning.parts import open_checkpoint
 from trireme.kernels.reference import split_master
-from trireme.models import hf
 from trireme.models.config import InputError, Lora, read_config
 from trireme.storage.devices import open_device
 from trireme.storage.headers import CheckpointError
@@ -120,38 +115,6 @@ def made(tmp_path_factory):
         return found[case]
 
     return make
-
-
-def opened(folder, change=lambda cfg: cfg):
-    cfg = change(read_config(folder))
-    source = open_checkpoint(folder, cfg.packing)
-    cfg = as_stored(cfg, source)
-    stored = hf.sources(cfg, {name: t.shape for name, t in source.tensors.items()})
-    return cfg, as_trained(cfg, source, stored), stored
-
-
-def exchange(cfg, source, tier="host", dtype="BF16", files=None, lanes=None, **change):
-    units = (UnitPlan(tier, tier, base=tier),) * replace(cfg, halves=change.get("halves", False)).n_units
-    plan = gpu_plan(cfg, units=units, dtype=dtype, record=700, **change)
-    places = dict(store=MemoryStore(), scratch=MemoryScratch(), files=files)
-    e = build(cfg, plan, LIMITS, lanes or InlineLanes(), **places, poison=True)
-    return e, Exchange(cfg, source, e.homes)
-
-
-def adapters(folder, targets, device, tier, in_place=False, **change):
-    """What three steps with adapters give, and the bytes of the base."""
-    cfg, source, stored = opened(folder, lambda cfg: adapted(cfg, Lora(2, 4.0, targets)))
-    files = None
-    if in_place:
-        assert why_copied(cfg, "BF16", source, stored, [folder]) == ""
-        geo = geometry(replace(cfg, halves=change.get("halves", False)), "BF16", 32)
-        files = CheckpointBase(dict(enumerate(geo.stored_base)), source, stored, device)
-    e, x = exchange(cfg, source, tier, files=files, **change)
-    x.load()
-    seen = train(e, batches(cfg, 3, 2, 24)), final_weights(e)
-    e.lanes.close()
-    e.close()
-    return *seen, sum(layout.nbytes for layout in e.geo.base)
 
 
 @pytest.mark.parametrize("case", CASES)

@@ -21,7 +21,8 @@ from trireme.engine.plan import UnitPlan
 from trireme.engine.run.verify import reopen
 from trireme.engine.tuning.base import CheckpointBase, why_copied
 from trireme.engine.tuning.chosen import adapted, chosen
-from trireme.engine.tuning.packed import as_stored, as_trained, check_packing, open_checkpoint
+from trireme.engine.tuning.packed import as_stored, as_trained, check_packing
+from trireme.engine.tuning.parts import open_checkpoint
 from trireme.models import hf
 from trireme.models.config import InputError, Lora, parse_config, read_config
 from trireme.models.families.packing import MXFP4

@@ -42,7 +42,8 @@ from trireme.engine.run.begin.settle import Planner
 from trireme.engine.run.options import Options, store_folders
 from trireme.engine.tuning.adapters import Adapter, adapter_shapes
 from trireme.engine.tuning.base import why_copied
-from trireme.engine.tuning.packed import as_said, as_stored, as_trained, check_packing, open_checkpoint, outlined
+from trireme.engine.tuning.packed import as_said, as_stored, as_trained, check_packing, outlined
+from trireme.engine.tuning.parts import open_checkpoint
 from trireme.kernels.private import cache_folder
 from trireme.models import hf
 from trireme.models.config import ModelConfig
