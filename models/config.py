@@ -18,6 +18,7 @@ from trireme.models.families.fields import heads_of, positions_of, scales_of
 from trireme.models.families.keys import InputError, Keys
 from trireme.models.families.known import why_not
 from trireme.models.families.names import Names, turned, within
+from trireme.models.families.packing import FP8 as FP8
 from trireme.models.families.packing import NF4 as NF4
 from trireme.models.families.packing import PACKINGS as PACKINGS
 from trireme.models.families.packing import UNUSED as UNUSED

@@ -8,11 +8,14 @@ from math import prod
 import numpy as np
 import torch
 from torch import Tensor
+from torch.nn.functional import pad
 
 from trireme.kernels import ops
+from trireme.kernels.packed.reference import GROUP, NF4
 from trireme.models.families.packing import Packing, Part
 
 DTYPE = {"F32": torch.float32, "BF16": torch.bfloat16}  # of parts; others are bytes
+LARGEST_CODE = 448.0  # of E4M3
 LARGEST = {"e2m1": 125, "e4m3": 118, "nf4": 126}  # powers of two: times the largest number they are finite
 
 
@@ -39,6 +42,24 @@ def decoded(
     )
     flat = out.flatten()
     return flat.view(torch.int16).numpy().view(np.uint16) if dtype == "BF16" else flat.numpy()
+
+
+def encode(packing: Packing, values: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
+    """(codes, scales), flat, of fp32 values, a matrix or several (M, R, C): as bitsandbytes' NF4, transformers' fp8."""
+    x = torch.from_numpy(values)
+    x = x.view(-1, *x.shape[-2:])
+    if packing.code == "nf4":
+        groups = pad(x.flatten(1), (0, -x[0].numel() % GROUP)).view(len(x), -1, GROUP)
+        most = groups.abs().amax(2, keepdim=True)
+        codes = torch.bucketize(groups * (1 / most).nan_to_num(), (NF4[1:] + NF4[:-1]) / 2)
+        pairs = codes.flatten(1)[:, : x[0].numel()].to(torch.uint8).view(-1, 2)
+        return (pairs[:, 0] << 4 | pairs[:, 1]).numpy(), most.flatten().numpy()
+    (B, K), (R, C) = packing.block, x.shape[1:]
+    blocks = pad(x, (0, -C % K, 0, -R % B)).unflatten(2, (-1, K)).unflatten(1, (-1, B))  # (M, S, B, T, K)
+    most = blocks.abs().amax((2, 4), keepdim=True)
+    scale = torch.where(most > 0, LARGEST_CODE / most, 1.0)
+    codes = (blocks * scale).clamp(-LARGEST_CODE, LARGEST_CODE).to(torch.float8_e4m3fn).view(torch.uint8)
+    return codes.flatten(3).flatten(1, 2)[:, :R, :C].flatten().numpy(), (1 / scale).flatten().numpy()
 
 
 def damage(packing: Packing, part: Part, values: np.ndarray) -> str:

@@ -110,7 +110,9 @@ def _packing_notes(job: Job) -> list[str]:
     notes = [f"frozen matrices stay in {packing.word}, {gib(kept)}, until the GPU decodes a layer's"] if kept else []
     if isinstance(job.source, Unpacked) or not isinstance(job.source, Packed):
         notes.append(f"{packing.word} is decoded as it is read, and the result is in bf16, as its config.json will say")
-    if job.options.merge:
+    if job.options.base:
+        notes.append("--base: they are quantized as they are loaded; what is merged or exported is not of them")
+    elif job.options.merge:
         notes.append("--merge: the merged model is in bf16 if the adapters change a packed matrix")
     if job.cfg.fp8:
         notes.append("--dtype fp8: matrices of linear layers are quantized anew, with one scale each")

@@ -159,16 +159,16 @@ def as_stored(cfg: ModelConfig, source: Source) -> ModelConfig:
         return cfg
     stored = hf.sources(cfg, {name: t.shape for name, t in source.tensors.items()})
     in_files = lambda name, shape: (stored[there] for there, _ in shapes.on_disk(cfg, name, shape))
-    packed = _globs(cfg, lambda name, shape: all(map(source.packs, in_files(name, shape))))
+    packed = globs(cfg, lambda name, shape: all(map(source.packs, in_files(name, shape))))
     return replace(cfg, packing=source.packing, packed=packed)
 
 
 def as_said(cfg: ModelConfig) -> ModelConfig:
     """`cfg` with what config.json says is packed in as few globs as that takes."""
-    return replace(cfg, packed=_globs(cfg, lambda *matrix: shapes.is_packed(cfg, [matrix])))
+    return replace(cfg, packed=globs(cfg, lambda *matrix: shapes.is_packed(cfg, [matrix])))
 
 
-def _globs(cfg: ModelConfig, is_packed: Callable[[str, tuple[int, ...]], bool]) -> tuple[str, ...]:
+def globs(cfg: ModelConfig, is_packed: Callable[[str, tuple[int, ...]], bool]) -> tuple[str, ...]:
     """Over the names of matrices that are: one for all layers where all are, else their names."""
     before, after = cfg.names.block.split("{}")
     found: dict[str, dict[str, bool]] = {}  # a name for all layers -> names -> whether packed

@@ -44,6 +44,7 @@ from trireme.engine.tuning.adapters import Adapter, adapter_shapes
 from trireme.engine.tuning.base import why_copied
 from trireme.engine.tuning.packed import as_said, as_stored, as_trained, check_packing, outlined
 from trireme.engine.tuning.parts import open_checkpoint
+from trireme.engine.tuning.quantized import quantized
 from trireme.kernels.private import cache_folder
 from trireme.models import hf
 from trireme.models.config import ModelConfig
@@ -170,7 +171,11 @@ def prepare(
             cfg = as_stored(cfg, source)
         if pinned:
             check_model(options, pinned, cfg, source)
-        stored = hf.sources(cfg, {name: t.shape for name, t in source.tensors.items()})
+        found = {name: t.shape for name, t in source.tensors.items()}
+        stored = hf.sources(cfg, found)
+        if options.base:
+            cfg, source = quantized(cfg, source, options.base, stored)
+            stored = hf.sources(cfg, found)
         source = as_trained(cfg, source, stored)
         codec, seq_len = named_codec(options, folder, date) if options.data else None, length(options, cfg)
         source = with_companions(options, cfg, folder, source, codec)
@@ -195,7 +200,8 @@ def prepare(
     work = _work(options, data, seq_len)
     files = _files(options, cfg, out, source, data, work)
     dtypes = {t.dtype for name in stored.values() if (t := source.tensors.get(name))}
-    files = replace(files, exact=bool(cfg.lora) or dtypes != {"BF16"})
+    twice = 2 * source.nbytes if options.base else 0
+    files = replace(files, exact=bool(cfg.lora) or dtypes != {"BF16"}, read=twice)
     limits, stores = planner.limits_for(work.sequences), [Path(d) for d in options.store] or [out]
     with clock.at("probe"):
         machine = assumed or this_machine(device, planner.dtype, limits, stores, cfg.fp8)
