@@ -124,7 +124,8 @@ def _finite(pieces: Iterable[np.ndarray], otherwise: str) -> Iterator[np.ndarray
 
 def _is_adapted(cfg: ModelConfig, adapter: Adapter, name: str) -> bool:
     """Whether a tensor has `factors`, or is replaced."""
-    return name in adapter.whole or bool({name.removesuffix(".weight"), shapes.within_experts(cfg, name)[0]} & adapter.ranks.keys())
+    modules = name.removesuffix(".weight"), shapes.within_experts(cfg, name)[0]
+    return name in adapter.whole or any(module in adapter.ranks for module in modules)
 
 
 def factors(cfg: ModelConfig, adapter: Adapter, tensor: Callable[[str], Tensor], name: str) -> tuple[str, Factors]:

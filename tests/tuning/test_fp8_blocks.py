@@ -119,7 +119,7 @@ def made(tmp_path_factory):
 
 @pytest.mark.parametrize("case", CASES)
 def test_adapters_are_trained_on_fp8_as_on_its_copy_in_bf16(made, case, tmp_path):
-    """Packed in every tier, in place too, whole blocks and halves: the bits of the run on decoded weights."""
+    """Packed in every tier, in place too, blocks and sub-layers: bitwise the run on decoded weights."""
     (folder, plain), targets = made(case), ADAPTERS.get(case, ("q_proj", "down_proj"))
     device, late = open_device(tmp_path), lambda: JitterLanes(1)
     losses, weights, wide = adapters(plain, targets, device, "gpu")

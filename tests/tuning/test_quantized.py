@@ -61,7 +61,7 @@ def test_fp8_is_that_of_transformers():
 @pytest.mark.parametrize(("model_type", "keys"), [("qwen3", LLAMA), ("qwen3_moe", MIXTURE)])
 @pytest.mark.parametrize("base", BASES)
 def test_adapters_are_trained_as_on_the_quantized_checkpoint(tmp_path, base, model_type, keys):
-    """In RAM and on the SSD: the bits of the run on what the quantized matrices decode to."""
+    """In RAM and on the SSD: bitwise the run on what the quantized matrices decode to."""
     folder, plain = tmp_path / "model", tmp_path / "decoded"
     for path in (folder, plain):
         oracle(model_type, keys)[0].bfloat16().save_pretrained(path)
