@@ -199,6 +199,22 @@ def test_what_stays_frozen_is_copied_as_it_is(made, tmp_path):
     assert {n for n, t in before.items() if torch.equal(t, after[n])} == {n for n in before if "norm" not in n}
 
 
+def test_one_layer_is_trained_and_the_other_stays_packed_in_memory(made, tmp_path):
+    """All is written in bf16: the frozen layer as transformers decodes it."""
+    folder, plain = made("dense")
+    cfg, source, _ = opened(folder, lambda cfg: chosen(cfg, ("*layers.0*",), ()))
+    e, x = exchange(cfg, source)
+    packed = {t.name for layout in e.geo.base for t in layout.tensors if t.name.endswith("_codes")}
+    assert packed
+    assert all(".layers.0." in name for name in packed)
+    x.load()
+    train(e, batches(cfg, 1, 2, 24))
+    x.save(tmp_path / "out")
+    exact, after = (load_file(p / "model.safetensors") for p in (plain, tmp_path / "out"))
+    assert exact.keys() == after.keys()
+    assert {name for name, t in exact.items() if torch.equal(t, after[name])} == {n for n in exact if ".layers.0." in n}
+
+
 def test_a_merged_model_is_that_of_the_decoded_base(made, tmp_path):
     folder, plain = made("dense")
     base = AutoModelForCausalLM.from_pretrained(plain, dtype=torch.float32)

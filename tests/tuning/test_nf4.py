@@ -97,7 +97,7 @@ def test_adapters_are_trained_on_nf4_as_on_its_copy_in_bf16(made, case, tmp_path
         assert packed < 0.6 * wide
     if case == "double":
         cfg, source, stored = opened(folder, lambda cfg: adapted(cfg, Lora(2, 4.0, targets)))
-        assert why_copied(cfg, "BF16", source, stored, [folder]) == "they are packed, and decoded as they are read"
+        assert why_copied(cfg, "BF16", source, stored, [folder]) == "they are converted as they are read"
 
 
 @pytest.mark.parametrize("case", ["plain", "double"])
