@@ -17,9 +17,10 @@ from trireme.engine.homes import Entry, Homes, Progress, silent
 from trireme.kernels.fp8 import reference as fp8
 from trireme.kernels.reference import join_master, split_master
 from trireme.models import hf
-from trireme.models.config import InputError, ModelConfig
+from trireme.models.config import InputError, ModelConfig, Packing
 from trireme.models.lora import initial
-from trireme.models.sizes.narrow import FP8, ROWS, SCALE, SCALES
+from trireme.models.packed import damage
+from trireme.models.sizes.narrow import FP8, ROWS, SCALE
 from trireme.models.sizes.shapes import Group
 from trireme.storage.checkpoint import NUMPY, Source, convert, dtype_of, export
 from trireme.storage.layout import TensorSpec
@@ -30,7 +31,6 @@ Read = Callable[[str, int, int], Iterable[np.ndarray]]  # (tensor, first, last) 
 LOADERS = 8  # tensors read at once
 PIECE = 1 << 18  # elements at a time, in a core's cache
 LARGEST_F16 = 65504.0
-LARGEST_SCALE = 252  # of MXFP4: times 6 it is finite
 
 
 class Exchange:
@@ -191,8 +191,8 @@ def _fill_weights(homes: Homes, entry: Entry, read: Read, pool: ThreadPoolExecut
         with Writer(homes, entry) as buffer:
             for group in homes.geo.kept_in_fp8(entry.u) if entry.kind == "base" else ():
                 sums += _fill_codes(group, homes, entry, buffer, read, pool)
-            plain = [t for t in layout.tensors if not t.name.endswith(FP8)]
-            sums += pool.map(lambda t: _fill_weight(t, buffer, read), plain)
+            plain, packing = [t for t in layout.tensors if not t.name.endswith(FP8)], homes.geo.cfg.packing
+            sums += pool.map(lambda t: _fill_weight(t, buffer, read, packing), plain)
         progress(layout.span)
     return checksum(found.encode() for found in sums)
 
@@ -280,7 +280,7 @@ def fetch(reader: Reader, u: int, name: str, exact: bool) -> Iterator[np.ndarray
 
 def _numpy(buffer: Tensor, t: TensorSpec) -> np.ndarray:
     """Flat; bf16 and codes as bits."""
-    kind = {"I16": np.int16, "U8": np.uint8, "F8_E4M3": np.uint8}.get(t.dtype) or NUMPY[t.dtype]
+    kind = {"I16": np.int16, "U8": np.uint8, "F8_E4M3": np.uint8, "F8_E8M0": np.uint8}.get(t.dtype) or NUMPY[t.dtype]
     return buffer[t.offset : t.offset + t.nbytes].numpy().view(kind)
 
 
@@ -294,17 +294,14 @@ def _pieces(values: np.ndarray) -> Iterator[np.ndarray]:
     return (values[a : a + PIECE] for a in range(0, len(values), PIECE))
 
 
-def _fill_weight(t: TensorSpec, buffer: Tensor, read: Read) -> str:
+def _fill_weight(t: TensorSpec, buffer: Tensor, read: Read, packing: Packing | None) -> str:
     """The checksum of the values read."""
     out, at, sums = _numpy(buffer, t), 0, list[str]()
+    part = packing and packing.part_of(t.name)
     for raw in summed(read(t.name, 0, t.numel), sums.append):
-        if t.dtype == "U8":  # MXFP4
-            if t.name.endswith(SCALES) and raw.max(initial=0) > LARGEST_SCALE:
-                raise InputError(f"{t.name} scales by more than 2^125; the checkpoint is damaged")
-            out[at : at + len(raw)] = raw
-            at += len(raw)
-            continue
-        values = _computed(t.name, raw, t.dtype)
+        if packing and part and (why := damage(packing, part, raw)):
+            raise InputError(f"{t.name} {why}; the checkpoint is damaged")
+        values = raw if part else _computed(t.name, raw, t.dtype)
         out[at : at + len(values)] = values
         at += len(values)
     return sums[0]

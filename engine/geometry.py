@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import replace
 from functools import cached_property, lru_cache
 from itertools import accumulate, pairwise
@@ -73,7 +73,7 @@ class Geometry:
 
     @cached_property
     def decoded(self) -> tuple[Layout, ...]:
-        """Of what a pass makes of each unit's weights: experts that are packed in `base`, and codes in fp8."""
+        """Of what a pass makes of each unit's weights: matrices that are packed in `base`, and codes in fp8."""
         made = (narrow.made_groups(self.cfg, u) for u in range(self.n_units))
         return tuple(pack(groups, self.dtype, dtypes) for groups, dtypes in made)
 
@@ -86,7 +86,8 @@ class Geometry:
         """Of a trained matrix in fp8 twice its bytes are read; in backward codes are written in both orders. Codes of a
         frozen one are read, and written in the other order.
         """
-        packed = sum(t.nbytes for t in self.base[u].tensors if t.name.endswith(narrow.MXFP4))
+        parts = narrow.packed_parts(self.cfg, u)
+        packed = sum(t.nbytes for t in self.base[u].tensors if t.name in parts)
         packed += sum(t.nbytes for t in self.decoded[u].tensors if not t.name.endswith(narrow.FP8))
         made = Counter[str]()  # codes by their order
         for t in self.decoded[u].tensors:
@@ -108,17 +109,17 @@ class Geometry:
     @cached_property
     def stored(self) -> tuple[Layout, ...]:
         """`weights` by a checkpoint's names: of the same bytes."""
-        return tuple(map(self._on_disk, self.weights))
+        return tuple(self._on_disk(layout, {}) for layout in self.weights)
 
     @cached_property
     def stored_base(self) -> tuple[Layout, ...]:
         """`base` by a checkpoint's names."""
-        return tuple(map(self._on_disk, self.base))
+        parts = (narrow.packed_parts(self.cfg, u) for u in range(self.n_units))
+        return tuple(map(self._on_disk, self.base, parts))
 
-    def _on_disk(self, layout: Layout) -> Layout:
-        return sequential(
-            [(name, t.dtype, s) for t in layout.tensors for name, s in shapes.on_disk(self.cfg, t.name, t.shape)]
-        )
+    def _on_disk(self, layout: Layout, parts: Mapping[str, narrow.PartOf]) -> Layout:
+        in_files = lambda t: parts[t.name].stored if t.name in parts else shapes.on_disk(self.cfg, t.name, t.shape)
+        return sequential([(name, t.dtype, shape) for t in layout.tensors for name, shape in in_files(t)])
 
     @cached_property
     def base_room(self) -> tuple[int, ...]:

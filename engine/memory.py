@@ -30,6 +30,7 @@ DTYPE = {
     "F16": torch.float16,
     "BF16": torch.bfloat16,
     "F8_E4M3": torch.float8_e4m3fn,
+    "F8_E8M0": torch.uint8,  # bits
     "I64": torch.int64,
     "I32": torch.int32,
     "I16": torch.int16,

@@ -19,6 +19,7 @@ from trireme.kernels.experts import reference as experts
 from trireme.kernels.experts.reference import Order, Rule
 from trireme.kernels.fp8 import reference as fp8
 from trireme.kernels.fp8.reference import Quantized
+from trireme.kernels.packed import reference as packed
 from trireme.kernels.reference import join_master, rope_table, soft_cap, split_master
 
 P = ParamSpec("P")
@@ -68,7 +69,9 @@ grouped_mm = _op(experts.grouped_mm, "experts.products")
 grouped_add_ = _op(experts.grouped_add_, "experts.gradients")
 clamped_swiglu_fwd = _op(experts.clamped_swiglu_fwd, "experts.rows")
 combine = _op(experts.combine, "experts.rows")
-mxfp4_decode = _op(experts.mxfp4_decode, "experts.mxfp4")
+mxfp4_decode = _op(packed.mxfp4_decode, "packed.mxfp4")
+e4m3_decode = _op(packed.e4m3_decode, "packed.e4m3")
+nf4_decode = _op(packed.nf4_decode, "packed.nf4")
 routed_swiglu_bwd = _op(experts.routed_swiglu_bwd, "experts.rows")
 quantize = _op(fp8.quantize, "fp8.quantize")
 turn = _op(fp8.turn, "fp8.quantize")
@@ -92,6 +95,7 @@ __all__ = [
     "bias_bwd_",
     "clamped_swiglu_fwd",
     "combine",
+    "e4m3_decode",
     "embedding_bwd_",
     "embedding_fwd",
     "geglu_bwd",
@@ -112,6 +116,7 @@ __all__ = [
     "lay_docs",
     "make_docs",
     "mxfp4_decode",
+    "nf4_decode",
     "place_docs",
     "product",
     "quantize",

@@ -18,6 +18,11 @@ from trireme.models.families.fields import heads_of, positions_of, scales_of
 from trireme.models.families.keys import InputError, Keys
 from trireme.models.families.known import why_not
 from trireme.models.families.names import Names, turned, within
+from trireme.models.families.packing import FP8 as FP8
+from trireme.models.families.packing import NF4 as NF4
+from trireme.models.families.packing import PACKINGS as PACKINGS
+from trireme.models.families.packing import UNUSED as UNUSED
+from trireme.models.families.packing import Packing, packing_of
 from trireme.models.families.rope import Rope
 from trireme.models.families.table import FAMILIES, WRAPPERS, text_of
 from trireme.storage.untrusted import read_small, shown
@@ -97,6 +102,8 @@ class ModelConfig:
     lora: Lora | None = None  # from the run's options
     fp8: bool = False  # linear layers of blocks multiply in fp8; from the run's options
     halves: bool = False  # units are half blocks; from the plan
+    packing: Packing | None = None  # of matrices in files; frozen ones stay so up to the GPU
+    packed: tuple[str, ...] = ()  # globs over their names, as `frozen`
     local_rope: Rope | None = None  # of layers with the window, if different
     full_layers: tuple[int, ...] = ()  # from window_from on, without the window
     unrotated: tuple[int, ...] = ()  # layers without rope
@@ -205,14 +212,13 @@ NESTED = {"rope": Rope, "local_rope": Rope, "experts": Experts}  # fields of Mod
 def numbers(cfg: ModelConfig) -> dict[str, Any]:
     """A config as flat JSON, without what a plan adds or how files spell it: a run compares its model by this."""
     found = json.loads(json.dumps(asdict(cfg)))
-    for name in ("halves", "media"):
+    for name in ("halves", "media", "packing", "packed"):
         del found[name]
     if found["lora"] and not found["lora"]["scales"]:
         del found["lora"]["scales"]  # as in older records
     for name in NESTED:
         found |= {f"{name}.{key}": value for key, value in (found.pop(name) or {}).items()}
-    for name in ("experts.packed", "experts.turned"):
-        found.pop(name, None)
+    found.pop("experts.turned", None)
     return found
 
 
@@ -265,7 +271,7 @@ def _parsed(raw: dict[str, Any], where: str, model_type: str) -> ModelConfig:
     for name, accepted in (INERT | family.only).items():
         if name not in family.accepts:
             keys.refuse_unless(name, accepted)
-    packed = _is_packed(keys, family.mxfp4)
+    packing, packed = packing_of(keys, family.packings, family.names)
     spelled = family.spelled
     keys.refuse_unless(spelled["act"], family.acts, family.acts[0])
     width, layers = keys.count(spelled["width"]), keys.count(spelled["n_layers"], most=MOST_LAYERS)
@@ -294,25 +300,12 @@ def _parsed(raw: dict[str, Any], where: str, model_type: str) -> ModelConfig:
         qk_norm=bool(family.qk_norm) and (not family.qk_norm_key or keys.flag(family.qk_norm_key, False)),
         parallel=family.parallel and keys.flag("use_parallel_residual", True),
         tanh_gelu=EXACT_GELU in family.acts and keys.raw.get(spelled["act"]) in GELU,
-        experts=parse_experts(keys, family.experts, layers, packed=packed),
+        experts=parse_experts(keys, family.experts, layers),
+        packing=packing,
+        packed=packed,
         mtp_layers=_mtp_layers(keys) if family.mtp else 0,
         **positions_of(keys, family, head_dim, positions, layers),
         **scales_of(keys, family, width),
-    )
-
-
-def _is_packed(keys: Keys, mxfp4: bool) -> bool:
-    """Whether experts are quantized in MXFP4, if they may be. Raises InputError on weights quantized otherwise."""
-    found = keys.raw.get("quantization_config")
-    if found is None:
-        return False
-    method = found.get("quant_method") if isinstance(found, dict) else None
-    if mxfp4 and method == "mxfp4":
-        return True
-    how = f"in {method}" if isinstance(method, str) else "in a way that it does not name"
-    raise InputError(
-        f'{keys.where}: "quantization_config" says that weights are quantized {shown(how)}, which is not supported. '
-        "Take the release in BF16, or convert it."
     )
 
 
@@ -335,13 +328,14 @@ def _mtp_layers(keys: Keys) -> int:
 def _wrapped(raw: dict[str, Any], where: str, model_type: str) -> ModelConfig:
     """Of the language model inside a multimodal one, by its text_config."""
     keys, wrapper = Keys(raw, where), WRAPPERS[model_type]
-    _is_packed(keys, False)
     inner, name = text_of(raw)
     if not isinstance(inner, dict):
         raise keys.error(name, "an object")
     where = f"{where}: {name}" if name else where
     Keys(inner, where).refuse_unless("model_type", wrapper.texts, wrapper.texts[0])
     inner = {"model_type": wrapper.texts[0]} | inner | _tied(keys, Keys(inner, where), wrapper)
+    if raw.get("quantization_config") is not None:
+        inner["quantization_config"] = raw["quantization_config"]
     media = tuple((keys.count(key, default), key) for key, default in wrapper.media.items())
     return replace(_parsed(inner, where, inner["model_type"]), wrapper=model_type, media=media)
 

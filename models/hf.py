@@ -6,7 +6,7 @@ from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import replace
 
 from trireme.models.config import InputError, ModelConfig
-from trireme.models.sizes.narrow import MXFP4, packed_groups
+from trireme.models.sizes.narrow import packed_parts
 from trireme.models.sizes.shapes import output_name, stored_tensors
 
 Shape = tuple[int, ...]
@@ -59,7 +59,7 @@ def canonical_names(cfg: ModelConfig, found: Mapping[str, Shape]) -> dict[str, s
 
 
 def sources(cfg: ModelConfig, found: Mapping[str, Shape]) -> dict[str, str]:
-    """Canonical name -> name to read, of `found`, where matrices in MXFP4 have their own name; and of their parts.
+    """Canonical name -> name to read, of `found`, where packed matrices have their own name; and of their parts.
 
     Raises as canonical_names.
     """
@@ -68,8 +68,12 @@ def sources(cfg: ModelConfig, found: Mapping[str, Shape]) -> dict[str, str]:
     for name, target in names.items():
         if target is not None and (target not in chosen or not name.endswith(_OUTPUTS)):
             chosen[target] = name
-    packed = (name for u in range(cfg.n_units) for ((name, _),) in packed_groups(cfg, u))
-    return chosen | {name + part: chosen[name] + part for name in packed for part in MXFP4}
+    for u in range(cfg.n_units):
+        for found_part in packed_parts(cfg, u).values():
+            suffix = found_part.part.suffix
+            names_of_parts = (name for name, _ in found_part.stored)
+            chosen |= {name: chosen[name.removesuffix(suffix)] + suffix for name in names_of_parts}
+    return chosen
 
 
 def carried(cfg: ModelConfig, found: Iterable[str]) -> list[str]:

@@ -18,6 +18,7 @@ from trireme.models.head import EmbedWeights, HeadWeights
 from trireme.models.linear import Codes, Linear, fuse, trained
 from trireme.models.lora import Adapters, Stacked
 from trireme.models.norm import Norm
+from trireme.models.packed import decode
 from trireme.models.rows import Rows
 from trireme.models.sizes import narrow, shapes
 
@@ -99,9 +100,10 @@ def weights(cfg: ModelConfig, u: int, views: dict[str, Tensor]) -> Any:
 
 
 def make_codes(cfg: ModelConfig, u: int, views: dict[str, Tensor], out: dict[str, Tensor], backward: bool) -> None:
-    """Fills `out`, views of narrow.made_groups, for a pass over unit u: experts decoded, codes of products in fp8."""
-    for ((name, _),) in narrow.packed_groups(cfg, u):
-        ops.mxfp4_decode(views[name + narrow.BLOCKS], views[name + narrow.SCALES], out[name])
+    """Fills `out`, views of narrow.made_groups, for a pass over unit u: matrices decoded, codes of products in fp8."""
+    for name, _ in (matrix for group in narrow.packed_groups(cfg, u) for matrix in group):
+        assert cfg.packing is not None
+        decode(cfg.packing, [views[name + part.suffix] for part in cfg.packing.parts], out[name])
     rows, columns = backward or not cfg.names.in_out, backward or cfg.names.in_out  # orders that the pass reads
     for group in narrow.fp8_groups(cfg, u):
         name = group[0][0]

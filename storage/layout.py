@@ -19,6 +19,7 @@ ITEMSIZE = {
     "BF16": 2,
     "F8_E4M3": 1,
     "F8_E5M2": 1,
+    "F8_E8M0": 1,
     "BOOL": 1,
     "I64": 8,
     "I32": 4,
@@ -91,10 +92,18 @@ def pack(
 ) -> Layout:
     """Layout of groups of (name, shape), sorted by rank; members of a group stay neighbours (q, k, v; gate, up).
 
-    `others`: name -> dtype of tensors of another dtype; wider ones come before the vectors.
+    `others`: name -> dtype of tensors of another; wider ones stand before the vectors. Those of them that would leave
+    what follows at an odd address stand among the vectors.
     """
-    of = lambda name: (others or {}).get(name, dtype)
-    ordered = sorted(groups, key=lambda group: (rank(group, of(group[0][0])), -ITEMSIZE[of(group[0][0])]))
+    others = others or {}
+    of = lambda name: others.get(name, dtype)
+
+    def place(group: Sequence[tuple[str, tuple[int, ...]]]) -> tuple[int, int, bool]:
+        name, size = group[0][0], ITEMSIZE[of(group[0][0])]
+        odd = name in others and size * sum(prod(shape) for _, shape in group) % 16 > 0
+        return 2 if odd else rank(group, of(name)), -size, odd
+
+    ordered = sorted(groups, key=place)
     return sequential([(name, of(name), shape) for group in ordered for name, shape in group])
 
 

@@ -38,6 +38,7 @@ MAY_IMPORT = {  # beside files of the same room
     "kernels/attention": {"kernels"},
     "kernels/experts": {"kernels"},
     "kernels/fp8": {"kernels"},
+    "kernels/packed": {"kernels"},
     "models": {"kernels", "models/families", "models/sizes", "storage"},
     "models/families": set(),
     "models/sizes": {"models", "models/families"},

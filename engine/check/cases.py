@@ -245,11 +245,22 @@ def sorted_rows(name: str, order: ops.Order, weights: Tensor, D: int, I: int, s:
     yield Case(f"{name} forward", "combine", (rows, order, k, weights, s.randn(N, D)), 2 * D * (P + 2 * N))
     yield Case(f"{name} backward", "combine", (rows, order, k), 2 * D * (P + N))
     yield Case(name, "routed_swiglu_bwd", (d_act, gate_up, weights, order), 12 * P * I)
-    E, G = len(order.starts) - 1, D // 32
-    blocks = torch.randint(256, (E, I, G, 16), dtype=torch.uint8, device=s.device)
-    scales = torch.randint(110, 130, (E, I, G), dtype=torch.uint8, device=s.device)
-    out = torch.empty(E, 32 * G, I, dtype=BF16, device=s.device)
-    yield Case(name, "mxfp4_decode", (blocks, scales, out), 2 * out.numel() + blocks.numel() + scales.numel())
+
+
+def packed(s: Shapes) -> Iterator[Case]:
+    """A layer's experts in each packing."""
+    name, (E, _, D, I) = next(iter(s.mixtures.items()))
+    G = D // 32
+    drawn = lambda low, high, *shape: torch.randint(low, high, shape, dtype=torch.uint8, device=s.device)
+    out = torch.zeros(E, 32 * G, I, dtype=BF16, device=s.device)
+    moved = lambda *parts: sum(t.numel() * t.element_size() for t in parts)
+    parts = drawn(0, 256, E, I, G, 16), drawn(110, 130, E, I, G)
+    yield Case(name, "mxfp4_decode", (*parts, out), moved(*parts, out))
+    scales = s.randn(E, -(-I // 128), -(-D // 128), dtype=torch.float32)
+    codes, wide = drawn(0, 127, E, I, D), torch.zeros(E, I, D, dtype=BF16, device=s.device)  # 127: NaN
+    yield Case(name, "e4m3_decode", (codes, scales, wide, (128, 128)), moved(codes, scales, wide))
+    parts = drawn(0, 256, E, I * D // 2), s.randn(E, -(-I * D // 64), dtype=torch.float32)
+    yield Case(name, "nf4_decode", (*parts, wide.view(E, -1)), moved(*parts, wide))
 
 
 GROUPS: dict[str, Callable[[Shapes], Iterator[Case]]] = {
@@ -260,6 +271,7 @@ GROUPS: dict[str, Callable[[Shapes], Iterator[Case]]] = {
     "attention": attention,
     "fp8": fp8,
     "experts": experts,
+    "packed": packed,
 }
 EXACT = (torch.int32, torch.float8_e4m3fn)
 COMPARED = (BF16, torch.float32, *EXACT)  # not a split master's low halves

@@ -30,7 +30,7 @@ from trireme.engine.updates import AdamW
 from trireme.kernels.fp8.reference import Quantized, quantize
 from trireme.models.config import ModelConfig
 from trireme.models.rows import rope_tables
-from trireme.models.sizes.narrow import BLOCKS, ROWS, SCALE, SCALES
+from trireme.models.sizes.narrow import ROWS, SCALE
 from trireme.storage.devices import open_device
 from trireme.storage.store import Store
 from trireme.storage.temporary import HIDDEN, Temporary
@@ -143,21 +143,24 @@ def _fill(
     packed: Callable[[], torch.Tensor],
     coded: Callable[[], Quantized],
 ) -> None:
-    layout, at = homes.layout(entry), 0
+    layout, at, packing = homes.layout(entry), 0, homes.geo.cfg.packing
     with Writer(homes, entry) as buffer:
         for name, tensor in views(layout, buffer).items():
+            part = packing.part_of(name) if packing else None
             if name.endswith(SCALE):
                 tensor.copy_(coded().scale)
             elif name.endswith(ROWS):
                 rows = coded().rows
                 assert rows is not None
                 at = _repeat(rows.view(torch.uint8).view(-1), tensor.view(torch.uint8).view(-1), at)
+            elif packing and part is packing.parts[1]:  # values of MXFP4 are about 3; times 2^-7 they are as the tile's
+                tensor.fill_(120 if tensor.dtype == torch.uint8 else 0.02)
+            elif part and tensor.dtype == torch.uint8:
+                at = _repeat(packed(), tensor.view(-1), at)
             elif tensor.dim() == 1:
                 tensor.fill_(0.0 if name.endswith("bias") else 1.0)
-            elif name.endswith(SCALES):
-                tensor.fill_(120)  # values of MXFP4 are about 3; times 2^-7 they are as large as the tile's
             else:
-                at = _repeat(packed() if name.endswith(BLOCKS) else tile, tensor.view(-1), at)
+                at = _repeat(tile, tensor.view(-1), at)
 
 
 def _repeat(tile: torch.Tensor, out: torch.Tensor, at: int) -> int:

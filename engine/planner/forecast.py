@@ -71,6 +71,7 @@ class Files:
     held: int = 0  # of these and the state, what the run has already
     keep: int = 1
     apart: int = 0  # checkpoints of single steps
+    read: int = 0  # to quantize a base
 
 
 class Change(NamedTuple):
@@ -150,6 +151,8 @@ class Forecast:
     def frozen_read(self) -> int:
         """Bytes read to load them: those kept in fp8 twice, in the compute dtype."""
         codes = (t.nbytes for layout in self.geo.base for t in layout.tensors if t.name.endswith(narrow.ROWS))
+        if self.files.read:
+            return self.files.read
         return self.frozen + (2 * ITEMSIZE[self.plan.dtype] - 1) * sum(codes)
 
     @property

@@ -330,11 +330,12 @@ def _why_not(geo: Geometry, plan: Plan, limits: Limits) -> str:
 
 def _experts_at_once(geo: Geometry, lacks: Mapping[str, int]) -> str:
     """Of a mixture that a GPU is too small for: its experts, of which a layer's are on the GPU at once."""
-    own = geo.cfg.experts
+    own, packing = geo.cfg.experts, geo.cfg.packing
     if own is None or "gpu" not in lacks:
         return ""
     nbytes = 3 * own.count * own.width * geo.cfg.width * ITEMSIZE[geo.dtype]
-    decoded = ", decoded from MXFP4" if own.packed else ""
+    unpacked = any(len(t.shape) == 3 for layout in geo.decoded for t in layout.tensors)
+    decoded = f", decoded from {packing.word}" if packing and unpacked else ""
     return f"; the {own.count} experts of one layer{decoded}, take {rounded_up(nbytes)} of it and are computed together"
 
 

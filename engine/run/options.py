@@ -295,6 +295,9 @@ class Options:
         metavar="NAME[,NAME]",
         also="lora-target lora-target-modules",
     )
+    base: str | None = _option(
+        TRAINING, "quantize what is frozen in the blocks as it is loaded, as in QLoRA", choices=("nf4", "fp8")
+    )
     train: tuple[str, ...] = _option(
         TRAINING, "train these tensors alone: '*.mlp.*'", (), parse=listed(named), metavar="GLOB[,GLOB]"
     )

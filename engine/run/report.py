@@ -15,9 +15,9 @@ from trireme.engine.run.begin.job import Job, shelf
 from trireme.engine.run.evaluation import LONGEST, MAX_NEW
 from trireme.engine.run.options import Every, Options
 from trireme.engine.tuning.chosen import trained_lines
-from trireme.engine.tuning.packed import Unpacked
+from trireme.engine.tuning.packed import Packed, Unpacked
 from trireme.models import hf
-from trireme.models.sizes import narrow, shapes
+from trireme.models.sizes import shapes
 
 ON_A_CPU = "known after the second step: on a CPU it is measured, not predicted"
 
@@ -27,7 +27,7 @@ def report(job: Job) -> list[str]:
     lines = [
         model_line(job),
         *_expert_lines(job),
-        *_labelled("", _carried_notes(job)),
+        *_labelled("", [*_packing_notes(job), *_carried_notes(job)]),
         *data_lines(job),
         method_line(job),
         *_labelled("trained", _trained_lines(job)),
@@ -65,9 +65,8 @@ def _labelled(label: str, lines: list[str]) -> list[str]:
 
 def model_line(job: Job) -> str:
     cfg = job.cfg
-    weights = (n for n in job.stored.values() if not n.endswith(narrow.MXFP4))
-    dtypes = "/".join(dict.fromkeys(job.source.tensors[n].dtype for n in weights))
-    dtypes += " and MXFP4" * (cfg.experts is not None and cfg.experts.packed)
+    dtypes = "/".join(dict.fromkeys(t.dtype for n in job.stored.values() if (t := job.source.tensors.get(n))))
+    dtypes += f" and {cfg.packing.word}" if cfg.packing else ""
     head = "tied head" if cfg.tied else "untied head"
     vocabulary = f"tokenizer {job.codec.facts.vocab_size:,}" if job.codec else "no tokenizer"
     files, given = count(len(job.source.files), "shard"), f"; {vocabulary}"
@@ -86,10 +85,9 @@ def _expert_lines(job: Job) -> list[str]:
     idle = (cfg.n_layers - len(own.dense)) * (own.count - own.chosen) * 3 * own.width * cfg.width
     frozen = shapes.is_frozen(cfg, [(f"{cfg.names.prefix(cfg.n_layers - 1)}{cfg.names.router}.weight", ())])
     how, given = "frozen" if frozen else "trained", f"{job.options.router_aux:g}" if job.options.router_aux else "off"
-    written = "; MXFP4, written as bf16" if isinstance(job.source, Unpacked) else ""
     return [
         f"experts  {own.count} in a layer, {own.chosen} for each token: {compact(job.parameters - idle)} parameters a "
-        f"token; router {how}, loss of balance {given} (config.json has {own.aux:g}, --router-aux decides){written}"
+        f"token; router {how}, loss of balance {given} (config.json has {own.aux:g}, --router-aux decides)"
     ]
 
 
@@ -101,6 +99,24 @@ def _carried_notes(job: Job) -> list[str]:
     if job.cfg.wrapper:
         return [f"text only; the vision part is copied unchanged{copied and ': '}{copied}"]
     return [f"copied unchanged, as not of the language model: {copied}"] if copied else []
+
+
+def _packing_notes(job: Job) -> list[str]:
+    """What becomes of packed matrices."""
+    packing, geo = job.cfg.packing, job.forecast.geo
+    if packing is None:
+        return []
+    kept = sum(t.nbytes for layout in geo.base for t in layout.tensors if packing.part_of(t.name))
+    notes = [f"frozen matrices stay in {packing.word}, {gib(kept)}, until the GPU decodes a layer's"] if kept else []
+    if isinstance(job.source, Unpacked) or not isinstance(job.source, Packed):
+        notes.append(f"{packing.word} is decoded as it is read, and the result is in bf16, as its config.json will say")
+    if job.options.base:
+        notes.append("--base: they are quantized as they are loaded; what is merged or exported is not of them")
+    elif job.options.merge:
+        notes.append("--merge: the merged model is in bf16 if the adapters change a packed matrix")
+    if job.cfg.fp8:
+        notes.append("--dtype fp8: matrices of linear layers are quantized anew, with one scale each")
+    return notes
 
 
 def data_lines(job: Job) -> list[str]:

@@ -16,7 +16,8 @@ from trireme.engine.exports import BEST, half_made, remove
 from trireme.engine.run.begin.kept import config_yaml
 from trireme.engine.run.begin.owned import refuse_links, signed, unsigned
 from trireme.engine.run.options import Options, store_folders
-from trireme.engine.tuning.packed import open_checkpoint
+from trireme.engine.tuning.packed import Packed
+from trireme.engine.tuning.parts import open_checkpoint
 from trireme.models.config import InputError
 from trireme.storage import snapshots, temporary
 from trireme.storage.checkpoint import Source
@@ -167,7 +168,8 @@ def has_begun(out: Path) -> bool:
 
 def reopen(source: Source, out: Path, opener: str = "AutoModelForCausalLM") -> list[str]:
     """Returns the lines to print. Raises StoreError where export and source differ in more than values."""
-    written = open_checkpoint(out)
+    packing = source.packing if isinstance(source, Packed) else None
+    written = open_checkpoint(out, packing)
     ours, theirs = _signature(written), _signature(source)
     if ours != theirs:
         name = sorted(set(ours.items()) ^ set(theirs.items()))[0][0]

@@ -93,7 +93,7 @@ def why_copied(cfg: ModelConfig, dtype: str, source: Source, stored: Mapping[str
         return "they are stored in other shapes"
     places = {name: source.place(stored[name]) for name in frozen}
     if not all(place.file for place in places.values()):
-        return "they are packed, and decoded as they are read"
+        return "they are converted as they are read"
     other = {place.dtype for name, place in places.items() if place.dtype != frozen[name]}
     if other:
         return f"they are {', '.join(sorted(other))}, and computed with in {dtype}"

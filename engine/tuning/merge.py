@@ -15,7 +15,8 @@ from torch import Tensor
 from trireme.engine.homes import Progress, silent
 from trireme.engine.tuning.adapters import Adapter
 from trireme.engine.tuning.opened import read_adapter
-from trireme.engine.tuning.packed import Packed, check_packing, open_checkpoint, unpacked
+from trireme.engine.tuning.packed import Packed, check_packing, unpacked
+from trireme.engine.tuning.parts import open_checkpoint
 from trireme.engine.tuning.peft_config import base_of, read_adapter_config
 from trireme.models import hf
 from trireme.models.config import InputError, ModelConfig, read_config
@@ -37,8 +38,11 @@ def merge_folder(folder: Path, model: str, out: Path, say: Say, working: Working
     if not Path(model or base or "?").is_dir():
         wrong = f"--model {model} is no folder" if model else f"{folder}: its base, {base!r}, is no folder here"
         raise InputError(f"{wrong}. Name the checkpoint: --model DIR.")
-    cfg, source = read_config(model or base), open_checkpoint(model or base, say)
+    cfg = read_config(model or base)
+    source = open_checkpoint(model or base, cfg.packing, say)
     check_packing(cfg, source, say)
+    if isinstance(source, Packed):
+        say(f"note: {source.folder}: matrices in {source.packing.word} that the adapter changes make all be in bf16")
     with _claimed(out, [*source.others, *source.files]), working("merging the adapter", 2 * source.nbytes) as more:
         merge_adapter(folder, cfg, source, out, more)
 
@@ -83,10 +87,11 @@ def merge_adapter(folder: Path, cfg: ModelConfig, source: Source, out: Path, pro
     found = {name: t.shape for name, t in source.tensors.items()}
     base = hf.as_found(replace(cfg, lora=None, frozen=()), found)
     adapter = read_adapter(folder, base, merging=True)
-    if isinstance(source, Packed) and any(map(shapes.adapts_experts, adapter.names)):
-        source = unpacked(source)
     tensor = lru_cache(4)(adapter.tensor)  # one of experts serves all of them
     names = hf.canonical_names(base, found)
+    if isinstance(source, Packed):
+        packed = (name for stored, name in names.items() if name and source.packs(stored))
+        source = unpacked(source) if any(_is_adapted(base, adapter, name) for name in packed) else source
 
     def values(stored: str) -> Iterator[np.ndarray] | None:
         name, dtype = names[stored], source.tensors[stored].dtype
@@ -115,6 +120,12 @@ def _finite(pieces: Iterable[np.ndarray], otherwise: str) -> Iterator[np.ndarray
         if not is_finite(piece):
             raise InputError(otherwise)
         yield piece
+
+
+def _is_adapted(cfg: ModelConfig, adapter: Adapter, name: str) -> bool:
+    """Whether a tensor has `factors`, or is replaced."""
+    modules = name.removesuffix(".weight"), shapes.within_experts(cfg, name)[0]
+    return name in adapter.whole or any(module in adapter.ranks for module in modules)
 
 
 def factors(cfg: ModelConfig, adapter: Adapter, tensor: Callable[[str], Tensor], name: str) -> tuple[str, Factors]:

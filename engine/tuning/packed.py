@@ -1,75 +1,114 @@
-"""Experts in MXFP4 (kernels/experts/mxfp4.py), as gpt-oss has them: X_blocks, X_scales of the matrices X (E, in, out).
+"""Checkpoints with packed matrices (models/families/packing.py), read as if they were plain.
 
-Frozen, they stay packed up to the GPU, and are copied as they are. Where experts are trained, they are decoded to bf16,
-exactly, as they are read, and all is written in bf16.
+Frozen, they stay packed up to the GPU, and are copied as they are. Where one is trained, they are decoded as they are
+read, and all is written in bf16.
 """
 
 from __future__ import annotations
 
 import json
 from collections.abc import Callable, Iterable, Iterator, Mapping
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, replace
+from math import prod
 from pathlib import Path
 
 import numpy as np
 
 from trireme.models import hf
-from trireme.models.config import InputError, ModelConfig
+from trireme.models.config import InputError, ModelConfig, Packing
 from trireme.models.sizes import shapes
-from trireme.models.sizes.narrow import BLOCKS, SCALES
-from trireme.storage.checkpoint import CHUNK, INDEX, Source, SourceTensor, open_source, stored_values
+from trireme.storage.checkpoint import CHUNK, INDEX, NUMPY, Source, SourceTensor, stored_values
 from trireme.storage.companions import CONTENT, content_of
-from trireme.storage.files import Say, to_stderr
-from trireme.storage.headers import CheckpointError, encode_header
-from trireme.storage.layout import sequential
+from trireme.storage.files import Say
+from trireme.storage.headers import encode_header
+from trireme.storage.layout import ITEMSIZE, sequential
+
+Made = Callable[[int, int], np.ndarray]  # elements [first, last) of a part
+STRIP = 1 << 22  # elements of a matrix decoded at a time
 
 
 @dataclass(frozen=True)
 class Packed(Source):
-    """A checkpoint with tensors in MXFP4, which look like bf16 without a place in a file."""
+    """A checkpoint with packed matrices, which look like bf16 without a place in a file."""
 
-    parts: dict[str, SourceTensor] = field(default_factory=dict)  # blocks and scales
+    packing: Packing  # its parts have one dtype, that of these files
+    parts: dict[str, SourceTensor]  # of packed matrices, by the matrix's name with a part's suffix
+    made: Mapping[str, Made]  # what makes the elements of parts that no file has
+
+    @property
+    def nbytes(self) -> int:
+        """As Source.nbytes, packed."""
+        plain = (t for name, t in self.tensors.items() if not self.packs(name))
+        return super().nbytes if self.files else sum(t.nbytes for t in (*self.parts.values(), *plain))
 
     def packs(self, name: str) -> bool:
-        return name + BLOCKS in self.parts
+        return name + self.packing.parts[0].suffix in self.parts
 
     def place(self, name: str) -> SourceTensor:
         return self.parts.get(name) or super().place(name)
 
     def values(self, name: str, first: int = 0, last: int | None = None) -> Iterator[np.ndarray]:
-        """As Source.values; of blocks and scales their bytes."""
+        """As Source.values; of parts whose dtype is not of weights their bytes."""
         if name in self.parts:
-            t = self.parts[name]
-            last = t.nbytes if last is None else last
-            for a in range(first, last, CHUNK):
-                yield self.bytes_of(t.file, t.offset + a, min(CHUNK, last - a))
+            last = self.parts[name].numel if last is None else last
+            for a in range(first, last, CHUNK // 4):
+                yield self._of_part(name, a, min(a + CHUNK // 4, last))
         elif self.packs(name):
             yield from self._decoded(name, first, last)
         else:
             yield from super().values(name, first, last)
 
-    def _decoded(self, name: str, first: int, last: int | None) -> Iterator[np.ndarray]:
-        experts, rows, columns = self.tensors[name].shape
-        one, last = rows * columns, experts * rows * columns if last is None else last
-        for e in range(first // one, -(-last // one)):
-            blocks, scales = (self._expert(self.parts[name + part], e) for part in (BLOCKS, SCALES))
-            begin, end = max(first - e * one, 0), min(last - e * one, one)
-            yield decode(blocks.reshape(columns, -1), scales.reshape(columns, -1)).reshape(-1)[begin:end]
+    def _of_part(self, name: str, first: int, last: int) -> np.ndarray:
+        if name in self.made:
+            return self.made[name](first, last)
+        t = self.parts[name]
+        size = ITEMSIZE[t.dtype]
+        return self.bytes_of(t.file, t.offset + first * size, (last - first) * size).view(NUMPY.get(t.dtype, np.uint8))
 
-    def _expert(self, t: SourceTensor, e: int) -> np.ndarray:
-        nbytes = t.nbytes // t.shape[0]
-        return self.bytes_of(t.file, t.offset + e * nbytes, nbytes)
+    def _decoded(self, name: str, first: int, last: int | None, dtype: str = "BF16") -> Iterator[np.ndarray]:
+        """By whole experts, or some rows of a matrix."""
+        shape = self.tensors[name].shape
+        n, one = shape[0], prod(shape[1:])
+        last = n * one if last is None else last
+        step = self.packing.step(shape)
+        height = max(1, STRIP // (one * step)) * step if len(shape) == 2 else 1
+        for a in range(first // one // height * height, -(-last // one), height):
+            b = min(a + height, n)
+            begin, end = max(first - a * one, 0), min(last, b * one) - a * one
+            yield self._rows(name, a, b, dtype)[begin:end]
+
+    def _rows(self, name: str, first: int, last: int, dtype: str) -> np.ndarray:
+        """Experts [first, last), or rows of a matrix, `first` of which is the first of a block."""
+        shape = last - first, *self.tensors[name].shape[1:]
+        starts = self.packing.starts(shape, first)
+        from trireme.models.packed import decoded  # torch, which nothing else here needs
+
+        parts = list[tuple[np.ndarray, str, tuple[int, ...]]]()
+        for part, start, own in zip(self.packing.parts, starts, self.packing.shapes(shape), strict=True):
+            row, named = prod(own[1:]), name + part.suffix
+            values = self._of_part(named, start * row, (start + own[0]) * row)
+            parts.append((values.view(np.uint8), self.parts[named].dtype, own))
+        return decoded(self.packing, parts, shape, dtype)
 
 
 @dataclass(frozen=True)
 class Unpacked(Packed):
-    """As one in bf16: so it is written, where experts are trained."""
+    """As one in bf16: so it is written, where packed matrices are trained."""
 
-    places: dict[str, SourceTensor] = field(default_factory=dict)  # of tensors that are not packed
-    headers: dict[str, bytes] = field(default_factory=dict)  # of the files
+    places: dict[str, SourceTensor]  # of tensors that are not packed
+    headers: dict[str, bytes]  # of the files
+    wide: frozenset[str] = frozenset()  # packed matrices that are read in fp32, of which bf16 would be a rounding
 
     def place(self, name: str) -> SourceTensor:
-        return self.parts.get(name) or self.places[name]
+        found = self.parts.get(name) or self.places[name]
+        return found._replace(dtype="F32") if name in self.wide else found
+
+    def values(self, name: str, first: int = 0, last: int | None = None) -> Iterator[np.ndarray]:
+        return self._decoded(name, first, last, "F32") if name in self.wide else super().values(name, first, last)
+
+    @property
+    def nbytes(self) -> int:
+        return sum(map(self.size_of, self.files))
 
     def size_of(self, file: str) -> int:
         return len(self.headers[file]) + sum(t.nbytes for t in self.tensors.values() if t.file == file)
@@ -83,7 +122,7 @@ class Unpacked(Packed):
 
     @property
     def others(self) -> dict[str, CONTENT]:
-        """Without the word of MXFP4, and with the index of these files."""
+        """Without the word of the packing, and with the index of these files."""
         found = super().others
         config = json.loads(content_of(found["config.json"]))
         config.pop("quantization_config", None)
@@ -95,83 +134,89 @@ class Unpacked(Packed):
         return found
 
 
-def decode(blocks: np.ndarray, scales: np.ndarray) -> np.ndarray:
-    """(in, out) bf16 bits of blocks (out, in / 2) and scales (out, in / 32)."""
-    import torch  # what else is here needs none
-
-    from trireme.kernels import ops
-
-    out, groups = scales.shape
-    found = torch.empty((1, 32 * groups, out), dtype=torch.bfloat16)
-    ops.mxfp4_decode(torch.from_numpy(blocks).view(1, out, groups, 16), torch.from_numpy(scales)[None], found)
-    return found[0].view(torch.int16).numpy().view(np.uint16)
-
-
-def open_checkpoint(folder: str | Path, say: Say = to_stderr) -> Source:
-    """As open_source, with tensors in MXFP4 as if they were bf16. Raises CheckpointError."""
-    source = open_source(folder, say)
-    parts, tensors = dict[str, SourceTensor](), dict(source.tensors)
-    for stored in source.tensors:
-        name = stored.removesuffix(BLOCKS)
-        if stored.endswith(BLOCKS) and name + SCALES in source.tensors:
-            if name in source.tensors:
-                raise CheckpointError(f"{source.folder}: {name} is there twice, also in MXFP4 as {stored}. Remove one.")
-            parts[stored], parts[name + SCALES] = blocks, scales = tensors.pop(stored), tensors.pop(name + SCALES)
-            tensors[name] = _decoded(source, name, blocks, scales)
-    if not parts:
-        return source
-    return Packed(source.folder, source.files, tensors, source.companions, parts)
+# ---------------------------------------------------------------- which are packed
 
 
 def check_packing(cfg: ModelConfig, source: Source, say: Say) -> None:
-    """Whether config.json and the tensors agree on MXFP4. Raises InputError where transformers would not read them."""
-    if cfg.experts is None or not cfg.family.mxfp4 or cfg.experts.packed == isinstance(source, Packed):
-        return
-    if not cfg.experts.packed:
+    """Whether config.json and the tensors agree. Raises InputError where transformers would not read them."""
+    if isinstance(source, Packed) and cfg.packing is None:
         raise InputError(
-            f'{source.folder}: there are tensors in MXFP4, but config.json has no "quantization_config". Copy it from '
-            "the release: transformers does not find these tensors without it."
+            f'{source.folder}: there are tensors in {source.packing.word}, but config.json has no "quantization_config"'
+            ". Copy it from the release: transformers does not find these tensors without it."
         )
-    say(
-        f'note: {source.folder}: config.json has a "quantization_config" of MXFP4, but no tensor is in MXFP4: all are '
-        "read as they are"
-    )
+    if cfg.packing is not None and not isinstance(source, Packed):
+        word = cfg.packing.word
+        say(
+            f'note: {source.folder}: config.json has a "quantization_config" of {word}, but no tensor is in {word}: '
+            "all are read as they are"
+        )
 
 
 def as_stored(cfg: ModelConfig, source: Source) -> ModelConfig:
-    """`cfg` with its experts as `source` has them: packed if all of them are, whatever config.json says."""
-    cfg = hf.as_found(cfg, {name: t.shape for name, t in source.tensors.items()})
-    if cfg.experts is None:
+    """`cfg` with those matrices packed that are in `source`, whatever config.json says."""
+    cfg = replace(hf.as_found(cfg, {name: t.shape for name, t in source.tensors.items()}), packing=None, packed=())
+    if not isinstance(source, Packed):
         return cfg
-    matrices = sum(len(shape) == 3 for shape in shapes.stored_tensors(cfg).values())
-    packed = isinstance(source, Packed) and 2 * matrices == len(source.parts)
-    return replace(cfg, experts=replace(cfg.experts, packed=packed))
+    stored = hf.sources(cfg, {name: t.shape for name, t in source.tensors.items()})
+    in_files = lambda name, shape: (stored[there] for there, _ in shapes.on_disk(cfg, name, shape))
+    packed = globs(cfg, lambda name, shape: all(map(source.packs, in_files(name, shape))))
+    return replace(cfg, packing=source.packing, packed=packed)
 
 
-def _decoded(source: Source, name: str, blocks: SourceTensor, scales: SourceTensor) -> SourceTensor:
-    """What a pair looks like."""
-    fits = len(scales.shape) == 3 and blocks.shape == (*scales.shape, 16)
-    if not fits or (blocks.dtype, scales.dtype) != ("U8", "U8"):
-        raise CheckpointError(
-            f"{source.folder / blocks.file}: {name}{BLOCKS} is {blocks.dtype} {list(blocks.shape)} and {name}{SCALES} "
-            f"{scales.dtype} {list(scales.shape)}; MXFP4 has U8 [E, out, in / 32, 16] and U8 [E, out, in / 32]."
-        )
-    experts, out, groups = scales.shape
-    return SourceTensor("BF16", (experts, 32 * groups, out), "", 0)
+def as_said(cfg: ModelConfig) -> ModelConfig:
+    """`cfg` with what config.json says is packed in as few globs as that takes."""
+    return replace(cfg, packed=globs(cfg, lambda *matrix: shapes.is_packed(cfg, [matrix])))
+
+
+def globs(cfg: ModelConfig, is_packed: Callable[[str, tuple[int, ...]], bool]) -> tuple[str, ...]:
+    """Over the names of matrices that are: one for all layers where all are, else their names."""
+    before, after = cfg.names.block.split("{}")
+    found: dict[str, dict[str, bool]] = {}  # a name for all layers -> names -> whether packed
+    groups = (group for u in range(cfg.n_units) for group in shapes.weight_groups(cfg, u))
+    for name, shape in (matrix for group in groups for matrix in group):
+        if len(shape) > 1:
+            number, _, rest = name.removeprefix(before).partition(after)
+            inner = name.startswith(before) and number.isdigit()
+            found.setdefault(f"{before}*{after}{rest}" if inner else name, {})[name] = is_packed(name, shape)
+    globs = list[str]()
+    for pattern, names in found.items():
+        globs += [pattern] if all(names.values()) else [name for name, packed in names.items() if packed]
+    return tuple(globs)
+
+
+def outlined(cfg: ModelConfig, folder: Path) -> Source:
+    """A checkpoint of this config, in bf16 but for what is packed, without files."""
+    tensors = {name: SourceTensor("BF16", shape, "", 0) for name, shape in shapes.stored_tensors(cfg).items()}
+    if cfg.packing is None:
+        return Source(folder, (), tensors, {})
+    parts, groups = dict[str, SourceTensor](), (g for u in range(cfg.n_units) for g in shapes.weight_groups(cfg, u))
+    for name, shape in (matrix for group in groups if shapes.is_packed(cfg, group) for matrix in group):
+        for there, one in shapes.on_disk(cfg, name, shape):
+            for part, own in zip(cfg.packing.parts, cfg.packing.shapes(one), strict=True):
+                parts[there + part.suffix] = SourceTensor(part.dtypes[0], own, "", 0)
+    return Packed(folder, (), tensors, {}, cfg.packing, parts, {})
+
+
+# ---------------------------------------------------------------- decoded as they are read
 
 
 def as_trained(cfg: ModelConfig, source: Source, stored: Mapping[str, str]) -> Source:
-    """`source`, as one in bf16 where experts in MXFP4 are trained. `stored`: canonical name -> name in `source`."""
+    """`source`, as one in bf16 where packed matrices are trained. `stored`: canonical name -> name in `source`."""
     if not isinstance(source, Packed):
         return source
-    trained = [n for n, there in stored.items() if source.packs(there) and not shapes.is_frozen(cfg, [(n, ())])]
-    return unpacked(source) if trained else source
+    groups = (group for u in range(cfg.n_units) for group in shapes.weight_groups(cfg, u))
+    trained = (matrix for group in groups if not shapes.is_frozen(cfg, group) for matrix in group)
+    files = (there for name, shape in trained for there, _ in shapes.on_disk(cfg, name, shape))
+    found = frozenset(stored[there] for there in files if source.packs(stored[there]))
+    if found and not source.files:
+        return Source(source.folder, (), source.tensors, source.companions)
+    return unpacked(source, found if not source.packing.exact else frozenset()) if found else source
 
 
-def unpacked(source: Packed) -> Unpacked:
+def unpacked(source: Packed, wide: frozenset[str] = frozenset()) -> Unpacked:
     """A checkpoint that is written in bf16: the same files, tensors in the same order."""
-    blocks = {name.removesuffix(BLOCKS): t for name, t in source.parts.items() if name.endswith(BLOCKS)}
-    places = source.tensors | blocks
+    codes = source.packing.parts[0].suffix
+    places = source.tensors | {n.removesuffix(codes): t for n, t in source.parts.items() if n.endswith(codes)}
     tensors, headers = {}, {}
     for file in source.files:
         names = sorted((t.offset, name) for name, t in places.items() if t.file == file)
@@ -179,4 +224,5 @@ def unpacked(source: Packed) -> Unpacked:
         headers[file] = encode_header(layout, {"format": "pt"})
         for t in layout.tensors:
             tensors[t.name] = SourceTensor(t.dtype, t.shape, file, len(headers[file]) + t.offset)
-    return Unpacked(source.folder, source.files, tensors, source.companions, source.parts, source.tensors, headers)
+    given = source.folder, source.files, tensors, source.companions, source.packing, source.parts, source.made
+    return Unpacked(*given, source.tensors, headers, wide)

@@ -23,7 +23,6 @@ class Experts:
     sigmoid: bool = False  # scores: chosen by their sum with a frozen correction, in fp32
     scale: float = 1.0  # of the weights
     dense: tuple[int, ...] = ()  # layers with an MLP of their own instead
-    packed: bool = False  # matrices are MXFP4 in files; frozen ones stay so up to the GPU
     turned: bool = False  # matrices are (E, out, in) in files, those of the release (E, in, out)
 
 
@@ -64,7 +63,7 @@ REFUSED = {  # key -> accepted values
 MOST = 1 << 18  # experts of all layers
 
 
-def parse_experts(keys: Keys, family: ExpertKeys | None, layers: int, packed: bool = False) -> Experts | None:
+def parse_experts(keys: Keys, family: ExpertKeys | None, layers: int) -> Experts | None:
     """Raises InputError."""
     if family is None:
         return None
@@ -87,9 +86,7 @@ def parse_experts(keys: Keys, family: ExpertKeys | None, layers: int, packed: bo
     scale = keys.number(family.scale_key, family.scale) if family.scale_key else 1.0
     dense = _dense_layers(keys, family, layers)
     bias, sigmoid = family.bias, family.sigmoid
-    return Experts(
-        count, chosen, width, renormalise, shared, bool(gated), limit, bias, aux, sigmoid, scale, dense, packed
-    )
+    return Experts(count, chosen, width, renormalise, shared, bool(gated), limit, bias, aux, sigmoid, scale, dense)
 
 
 def _dense_layers(keys: Keys, family: ExpertKeys, layers: int) -> tuple[int, ...]:

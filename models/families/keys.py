@@ -23,6 +23,10 @@ class Keys:
     def error(self, name: str, expected: str) -> InputError:
         return InputError(f'{self.where}: "{name}" is {_shown(self.raw.get(name))}, expected {expected}.')
 
+    def shown(self, name: str) -> str:
+        """A value, for the user."""
+        return _shown(self.raw.get(name))
+
     def _get(self, name: str, default: Any, null: Any = None) -> Any:
         value = self.raw.get(name, default)
         return null if value is None else value

@@ -73,7 +73,7 @@ FAMILIES = {
         experts=ExpertKeys(
             128, 4, 2880, "num_local_experts", "intermediate_size", renormalise=True, limit=7.0, bias=True
         ),
-        aliases={"num_experts": "num_local_experts"}, mxfp4=True, rope_said=True,
+        aliases={"num_experts": "num_local_experts"}, packings=("mxfp4",), rope_said=True,
     ),
     "olmoe": Family(
         "OLMoE",

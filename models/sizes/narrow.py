@@ -1,4 +1,4 @@
-"""Weights in fewer bits: frozen MXFP4 experts, and quantized weights of fp8 GEMMs; names, shapes, dtypes. No torch.
+"""Weights in fewer bits: frozen packed matrices, and quantized weights of fp8 GEMMs; names, shapes, dtypes. No torch.
 
 Legend: shapes.py.
 """
@@ -6,30 +6,52 @@ Legend: shapes.py.
 from __future__ import annotations
 
 from math import prod
+from typing import NamedTuple
 
 from trireme.models.config import ModelConfig
-from trireme.models.sizes.shapes import Group, frozen_groups, is_frozen, weight_groups
+from trireme.models.families.packing import Part
+from trireme.models.sizes.shapes import Group, frozen_groups, is_frozen, is_packed, on_disk, weight_groups
 
-MXFP4 = BLOCKS, SCALES = "_blocks", "_scales"  # behind the name of a matrix
 FP8 = ROWS, COLUMNS, SCALE = "_rows", "_columns", "_scale"  # behind the name of a product's first matrix: its codes
 MOST_CODES = 1 << 29  # elements of a unit that codes are made of once a pass, in both orders
 FP8_DTYPES = {ROWS: "F8_E4M3", COLUMNS: "F8_E4M3", SCALE: "F32"}
 FP8_SCALE = (4,)  # shape: the first is the scale, of which cuBLASLt asks that it lies at a multiple of 16 bytes
-GROUP = 32  # numbers of a scale
+
+
+class PartOf(NamedTuple):
+    """A part of a packed matrix."""
+
+    part: Part
+    shape: tuple[int, ...]  # in memory
+    stored: Group  # in files: names behind which is the part's suffix
 
 
 def packed_groups(cfg: ModelConfig, u: int) -> list[Group]:
-    """Those frozen_groups that are in MXFP4 until the GPU decodes them: matrices (E, in, out)."""
-    if cfg.experts is None or not cfg.experts.packed:
+    """Those frozen_groups that stay packed until the GPU decodes them; fp8_groups have codes of their own."""
+    if cfg.packing is None:
         return []
-    return [group for group in frozen_groups(cfg, u) if len(group[0][1]) == 3]
+    quantised = fp8_groups(cfg, u)
+    return [group for group in frozen_groups(cfg, u) if is_packed(cfg, group) and group not in quantised]
+
+
+def packed_parts(cfg: ModelConfig, u: int) -> dict[str, PartOf]:
+    """Parts of packed_groups, by their names in memory."""
+    found = dict[str, PartOf]()
+    for name, shape in (matrix for group in packed_groups(cfg, u) for matrix in group):
+        assert cfg.packing is not None
+        files = on_disk(cfg, name, shape)
+        for part, one in zip(cfg.packing.parts, cfg.packing.shapes(files[0][1]), strict=True):
+            own = one if len(files) == 1 else (len(files), *one)
+            found[name + part.suffix] = PartOf(part, own, [(stored + part.suffix, one) for stored, _ in files])
+    return found
 
 
 def base_groups(cfg: ModelConfig, u: int) -> list[Group]:
-    """frozen_groups as they lie in memory: of packed ones blocks (E, out, in / 32, 16) and scales (E, out, in / 32); of
-    fp8_groups codes as stored, and their scales, before other vectors.
+    """frozen_groups as they lie in memory: of packed ones their parts; of fp8_groups codes as stored, and their scales,
+    before other vectors.
     """
-    packed, quantised = packed_groups(cfg, u), fp8_groups(cfg, u)
+    packed, parts, quantised = packed_groups(cfg, u), packed_parts(cfg, u), fp8_groups(cfg, u)
+    suffixes = [part.suffix for part in cfg.packing.parts] if cfg.packing else []
     found: list[Group] = [[(group[0][0] + SCALE, FP8_SCALE)] for group in quantised if is_frozen(cfg, group)]
     for group in frozen_groups(cfg, u):
         if group in quantised:
@@ -38,9 +60,7 @@ def base_groups(cfg: ModelConfig, u: int) -> list[Group]:
         if group not in packed:
             found.append(group)
             continue
-        ((name, (experts, rows, columns)),) = group
-        scales = (experts, columns, rows // GROUP)
-        found += [[(name + BLOCKS, (*scales, GROUP // 2))], [(name + SCALES, scales)]]
+        found += [[(name, parts[name].shape)] for name in (n + s for n, _ in group for s in suffixes)]
     return found
 
 
@@ -49,7 +69,7 @@ def own_dtypes(cfg: ModelConfig, u: int) -> dict[str, str]:
     names = [name for group in base_groups(cfg, u) for name, _ in group]
     wide = {name: "F32" for name in names if cfg.names.correction and name.endswith(cfg.names.correction)}
     wide |= {name: FP8_DTYPES[part] for name in names for part in FP8 if name.endswith(part)}
-    return wide | {name: "U8" for name in names if name.endswith(MXFP4)}
+    return wide | {name: part.part.dtypes[0] for name, part in packed_parts(cfg, u).items()}
 
 
 def in_fp8(cfg: ModelConfig, rows: int, columns: int) -> bool:

@@ -130,6 +130,11 @@ def frozen_groups(cfg: ModelConfig, u: int) -> list[Group]:
     return [group for group in weight_groups(cfg, u) if is_frozen(cfg, group)]
 
 
+def is_packed(cfg: ModelConfig, group: Group) -> bool:
+    """Whether all matrices of a group are packed in files."""
+    return cfg.packing is not None and all(len(shape) > 1 and _matches(name, cfg.packed) for name, shape in group)
+
+
 def is_frozen(cfg: ModelConfig, group: Group) -> bool:
     """Whether a group is frozen, as a router's correction always is.
 

@@ -10,6 +10,7 @@ ROOMS = {
     "kernels": "Triton kernels; imports torch and triton, nothing of the project. One operation, one file",
     "kernels/attention": "causal flash attention over packed documents",
     "kernels/fp8": "fp8: quantization by the largest value, and matrix multiplication",
+    "kernels/packed": "packed weights: frozen matrices in fewer bits, decoded next to the GEMM",
     "kernels/experts": "mixture of experts: rows sorted by expert, grouped GEMMs",
     "models": "a block: weights, saved tensors, forward, backward; generation",
     "models/families": "the meaning of config.json, per model_type; no torch",

@@ -8,6 +8,7 @@ import pytest
 import torch
 from engines import (
     BESIDE,
+    BLOCKS,
     FP8,
     FROZEN,
     GPT,
@@ -52,7 +53,15 @@ pytestmark = pytest.mark.grid
 
 NAMES = tuple(shapes.saved_shapes(LLAMA, 1))
 MODELS = {"untied": LLAMA, "tied": replace(LLAMA, tied=True), "gpt": GPT}
-MODELS |= {"lora": LORA, "gpt lora": GPT_LORA, "frozen": FROZEN, "mixture": MIXTURE, "packed": PACKED}
+MODELS |= {
+    "lora": LORA,
+    "gpt lora": GPT_LORA,
+    "frozen": FROZEN,
+    "mixture": MIXTURE,
+    "packed": PACKED,
+    "packed in blocks": BLOCKS,
+    "packed in blocks, in fp8": replace(BLOCKS, fp8=True),
+}
 IN_FP8 = {
     "fp8": FP8,
     "gpt in fp8": replace(GPT, fp8=True, ffn=32),

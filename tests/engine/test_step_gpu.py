@@ -14,6 +14,8 @@ from trireme.engine.run.begin.rehearsal import rehearse
 from trireme.engine.updates import AdamW
 from trireme.models.config import Lora
 from trireme.models.families.experts import Experts
+from trireme.models.families.packing import FP8 as FP8_BLOCKS
+from trireme.models.families.packing import MXFP4
 from trireme.models.sizes import narrow, shapes
 
 pytestmark = pytest.mark.gpu
@@ -44,7 +46,19 @@ OTHERS = {
     "adapters of experts in MXFP4": replace(
         CFG,
         model_type="gpt_oss",
-        experts=Experts(8, 2, 32, True, limit=7.0, bias=True, packed=True),
+        experts=Experts(8, 2, 32, True, limit=7.0, bias=True),
+        packing=MXFP4,
+        packed=MXFP4.globs,
+        lora=Lora(8, 16.0, ("q_proj", "experts")),
+        frozen=("*",),
+    ),
+    "adapters of fp8 in blocks": replace(
+        CFG,
+        model_type="qwen3_moe",
+        qk_norm=True,
+        experts=Experts(8, 3, 32, True),
+        packing=replace(FP8_BLOCKS, block=(24, 32)),
+        packed=("*layers.*", "!*.mlp.gate.weight", "!*.1.self_attn.k_proj.weight"),
         lora=Lora(8, 16.0, ("q_proj", "experts")),
         frozen=("*",),
     ),

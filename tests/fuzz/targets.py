@@ -89,6 +89,7 @@ YARN = {"rope_type": "yarn", "factor": 4.0, "original_max_position_embeddings": 
 LONG = {"type": "longrope", "short_factor": [1.0] * 8, "long_factor": [2.0] * 8, "attention_factor": 1.1}
 TYPES = ["full_attention", "sliding_attention"]
 OWN = {"solar_open": {"first_k_dense_replace": 0}, "dots1": {"n_shared_experts": 1}}
+QUANTIZED = dict(fmt="e4m3", weight_block_size=[128, 128], modules_to_not_convert=["lm_head", "model.layers.0"])
 SIZES = dict(vocab=97, width=64, n_layers=2, n_heads=4, ffn=56, max_positions=64, eps=1e-5, theta=1e4)
 
 
@@ -102,7 +103,11 @@ def _config(name: str, family: Family) -> dict[str, Any]:
     found |= {"layer_types": TYPES} if family.windows == "pattern" else {}
     if family.experts:
         found |= {family.experts.count_key: 6, "num_experts_per_tok": 2, family.experts.width_key: 24}
-        found |= {"mlp_only_layers": [0], "first_k_dense_replace": 1, "quantization_config": None}
+        found |= {
+            "mlp_only_layers": [0],
+            "first_k_dense_replace": 1,
+            "quantization_config": QUANTIZED | {"quant_method": family.packings[0]},
+        }
     found |= OWN.get(name, {})
     if name == "mellum":  # its rope_parameters alone hold the base
         del found["rope_theta"]

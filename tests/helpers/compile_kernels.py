@@ -30,10 +30,11 @@ from triton.runtime import jit
 from trireme.kernels import adamw, cross_entropy, embedding, gelu, launch, layernorm, rmsnorm, rope, swiglu
 from trireme.kernels.attention import attention, sinks
 from trireme.kernels.attention.docs import make_docs
-from trireme.kernels.experts import gradients, mxfp4, order, products, routing, rows
+from trireme.kernels.experts import gradients, order, products, routing, rows
 from trireme.kernels.experts.reference import Order, Rule
 from trireme.kernels.fp8 import gated
 from trireme.kernels.fp8.quantize import quantize, turn
+from trireme.kernels.packed import e4m3, mxfp4, nf4
 
 BF16, FP32 = torch.bfloat16, torch.float32
 TOOLS = Path(triton.__file__).parent / "backends/nvidia/bin"  # its ptxas-blackwell is the newer assembler
@@ -249,6 +250,20 @@ def routing_calls(dtype=BF16):
     rows.routed_swiglu_bwd(act, gate_up, weights, found)
 
 
+def packed_calls():
+    """Matrices in fp8 with scales of each kind, into bf16 and fp32: of whole blocks, and with short last ones."""
+    for dtype, kind, (R, C) in (
+        (BF16, FP32, (4096, 14336)),
+        (BF16, BF16, (1536, 2880)),
+        (FP32, torch.uint8, (200, 300)),
+    ):
+        codes = torch.zeros(2, R, C, dtype=torch.uint8)
+        scales = torch.zeros(2, -(-R // 128), -(-C // 128), dtype=kind)
+        e4m3.e4m3_decode(codes, scales, torch.zeros(2, R, C, dtype=dtype), (128, 128))
+        pairs = torch.zeros(2, R * C // 2, dtype=torch.uint8)
+        nf4.nf4_decode(pairs, torch.zeros(2, -(-R * C // 64)), torch.zeros(2, R * C, dtype=dtype))
+
+
 def fp8_calls():
     for D in (4096, 14336):
         x = torch.zeros(256, D, dtype=BF16)
@@ -274,7 +289,7 @@ def listed(arch: int) -> list:
         calls += [lambda: attention_call(8, 4, 256, 4096, cap=50.0)]
         calls += [lambda D=D: norm_calls(D) for D in (768, 4096, 5120)]
         calls += [other_calls]
-        calls += [routing_calls, lambda: experts_call(32, 4, 2880, 2880, in_out=True)]
+        calls += [routing_calls, lambda: experts_call(32, 4, 2880, 2880, in_out=True), packed_calls]
     calls += [large_gradient_call] * (arch == 90)
     return [*calls, lambda: experts_call(128, 8, 2048, 768), fp8_calls]
 
@@ -285,7 +300,7 @@ def every(arch: int, dtype) -> list:
     calls += [lambda d=d: attention_call(4, 4, d, 100, dtype) for d in (64, 128, 256)]
     calls += [lambda d=d: attention_call(8, 4, d, 100, dtype, 50.0) for d in (128, 256)]
     calls += [lambda D=D: norm_calls(D, dtype) for D in (768, 2048, 4096, 5120, 8192, 12288, 16384)]
-    calls += [lambda: other_calls(dtype), lambda: routing_calls(dtype)]
+    calls += [lambda: other_calls(dtype), lambda: routing_calls(dtype), packed_calls]
     calls += [
         lambda: experts_call(32, 4, 2880, 2880, True, dtype),
         lambda: experts_call(128, 8, 2048, 768, False, dtype),

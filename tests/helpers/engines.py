@@ -20,17 +20,23 @@ import torch
 from trireme.engine import geometry
 from trireme.engine.between import Reader
 from trireme.engine.build import InRam, build, in_ram, placed
-from trireme.engine.exchange import fetch, fill, fill_base
+from trireme.engine.exchange import Exchange, fetch, fill, fill_base
 from trireme.engine.lanes.names import LANES, lanes_of
 from trireme.engine.lanes.real import InlineLanes, RealLanes, RealTask, execute
 from trireme.engine.plan import Limits, Plan, UnitPlan
 from trireme.engine.run.evaluation import load_record
 from trireme.engine.step import Engine, train_step
+from trireme.engine.tuning.base import CheckpointBase, why_copied
+from trireme.engine.tuning.chosen import adapted
+from trireme.engine.tuning.packed import as_stored, as_trained
+from trireme.engine.tuning.parts import open_checkpoint
 from trireme.engine.updates import AdamW
-from trireme.models.config import Lora, ModelConfig, Rope
+from trireme.models import hf
+from trireme.models.config import Lora, ModelConfig, Rope, read_config
 from trireme.models.families.experts import Experts
+from trireme.models.families.packing import FP8 as FP8_BLOCKS
+from trireme.models.families.packing import MXFP4
 from trireme.models.rows import make_load, rope_tables
-from trireme.models.sizes.narrow import BLOCKS, MXFP4
 from trireme.models.sizes.shapes import stored_tensors
 
 LIMITS = Limits(1 << 30, 1 << 30)
@@ -47,7 +53,11 @@ FP8 = replace(LLAMA, fp8=True, ffn=32)
 LORA = replace(LLAMA, lora=Lora(2, 4.0, ("q_proj", "v_proj", "o_proj", "up_proj", "down_proj")), frozen=("*",))
 PACKED = replace(  # adapters of experts in MXFP4, and beside them
     LORA, lora=Lora(2, 4.0, ("q_proj", "experts")), model_type="gpt_oss", width=32, ffn=32, tied=True,
-    experts=Experts(3, 2, 32, renormalise=True, limit=1.5, bias=True, packed=True),
+    experts=Experts(3, 2, 32, renormalise=True, limit=1.5, bias=True), packing=MXFP4, packed=MXFP4.globs,
+)  # fmt: skip
+BLOCKS = replace(  # adapters of matrices and experts in fp8 blocks, the last ones short, but one layer's k
+    MIXTURE, lora=Lora(2, 4.0, ("q_proj", "experts")), frozen=("*",), packing=replace(FP8_BLOCKS, block=(6, 10)),
+    packed=("*layers.*", "!*.mlp.gate.weight", "!*.1.self_attn.k_proj.weight"),
 )  # fmt: skip
 GPT_LORA = replace(GPT, lora=Lora(3, 3.0, ("c_attn", "c_proj")), frozen=("*",))
 # Wholly trained and wholly frozen units, and a mixture: tensors of blocks, the embedding, a layer, the last norm.
@@ -223,9 +233,14 @@ def random_weights(seed: int = 0):
 
     def read(name: str, numel: int) -> torch.Tensor:
         generator = torch.Generator().manual_seed(seed + sum(map(ord, name)) * 7919)
-        if name.endswith(MXFP4):
-            low, high = (0, 256) if name.endswith(BLOCKS) else (122, 126)
+        if part := MXFP4.part_of(name):
+            low, high = (0, 256) if part is MXFP4.parts[0] else (122, 126)
             return torch.randint(low, high, (numel,), dtype=torch.uint8, generator=generator)
+        if part := FP8_BLOCKS.part_of(name):
+            codes = torch.randint(0, 128, (numel,), dtype=torch.uint8, generator=generator)
+            signs = torch.randint(0, 2, (numel,), dtype=torch.uint8, generator=generator) << 7
+            scales = torch.rand(numel, generator=generator) * 0.001
+            return codes.clamp(max=126) | signs if part is FP8_BLOCKS.parts[0] else scales
         values = torch.randn(numel, generator=generator) * 0.1
         return values + 1 if "norm" in name or "ln_" in name else values
 
@@ -305,6 +320,40 @@ def final_weights(e: Engine, reader: Reader | None = None) -> dict[str, torch.Te
         for u, layout in enumerate(e.geo.stored)
         for t in layout.tensors
     }
+
+
+def opened(folder, change=lambda cfg: cfg):
+    """(cfg, source, names in it) of a checkpoint with packed matrices, changed before it is opened."""
+    cfg = change(read_config(folder))
+    source = open_checkpoint(folder, cfg.packing)
+    cfg = as_stored(cfg, source)
+    stored = hf.sources(cfg, {name: t.shape for name, t in source.tensors.items()})
+    return cfg, as_trained(cfg, source, stored), stored
+
+
+def exchange(cfg, source, tier="host", dtype="BF16", files=None, lanes=None, **change):
+    """An engine with all in one tier, and its Exchange."""
+    units = (UnitPlan(tier, tier, base=tier),) * replace(cfg, halves=change.get("halves", False)).n_units
+    plan = gpu_plan(cfg, units=units, dtype=dtype, record=700, **change)
+    places = dict(store=MemoryStore(), scratch=MemoryScratch(), files=files)
+    e = build(cfg, plan, LIMITS, lanes or InlineLanes(), **places, poison=True)
+    return e, Exchange(cfg, source, e.homes)
+
+
+def adapters(folder, targets, device, tier, in_place=False, **change):
+    """What three steps with adapters give, and the bytes of the base."""
+    cfg, source, stored = opened(folder, lambda cfg: adapted(cfg, Lora(2, 4.0, targets)))
+    files = None
+    if in_place:
+        assert why_copied(cfg, "BF16", source, stored, [folder]) == ""
+        geo = geometry.geometry(replace(cfg, halves=change.get("halves", False)), "BF16", 32)
+        files = CheckpointBase(dict(enumerate(geo.stored_base)), source, stored, device)
+    e, x = exchange(cfg, source, tier, files=files, **change)
+    x.load()
+    seen = train(e, batches(cfg, 3, 2, 24)), final_weights(e)
+    e.lanes.close()
+    e.close()
+    return *seen, sum(layout.nbytes for layout in e.geo.base)
 
 
 @pytest.fixture(autouse=True, scope="module")

@@ -12,6 +12,16 @@ from trireme.models.config import SUPPORTED, InputError, Rope, default_number, n
 from trireme.models.families.known import KNOWN
 from trireme.models.families.table import FAMILIES, WRAPPERS
 
+FP8 = dict(quant_method="fp8")
+
+
+def of_group(**weights):
+    own = dict(num_bits=8, type="float", strategy="channel") | weights
+    return dict(config_groups=dict(group_0=dict(targets=["Linear"], weights=own)))
+
+
+NF4 = dict(quant_method="bitsandbytes", load_in_4bit=True, bnb_4bit_quant_type="nf4")
+BY_ROW = dict(quant_method="compressed-tensors", format="float-quantized") | of_group()
 GPT2 = dict(model_type="gpt2", vocab_size=50257, n_embd=768, n_layer=12, n_head=12)
 LLAMA = dict(
     model_type="llama",
@@ -118,7 +128,32 @@ def test_attention_scale_by_layer():
         (dict(model_type="qwen_3"), ["it is not known. Did you mean qwen3?"]),
         (dict(model_type=["llama"]), ["model_type", "it is not known. docs/models.md"]),
         (dict(model_type="qwen3_vl_text"), ["qwen3_vl_text", "Did you mean qwen3_vl"]),
-        (LLAMA | dict(quantization_config=dict(quant_method="fp8")), ["quantized in fp8", "BF16"]),
+        (LLAMA | dict(quantization_config=dict(quant_method="awq")), ["quantized by awq", "Take the BF16 original"]),
+        (LLAMA | dict(quantization_config=dict(quant_method="mxfp4")), ["quantized by mxfp4", "for a llama"]),
+        (LLAMA | dict(quantization_config=FP8 | dict(fmt="e5m2")), ["quantization_config", "fmt", "e5m2", "e4m3"]),
+        (LLAMA | dict(quantization_config=FP8 | dict(weight_block_size=[128])), ["weight_block_size", "two positive"]),
+        (LLAMA | dict(quantization_config=FP8 | dict(weight_block_size=[0, 8])), ["weight_block_size", "two positive"]),
+        (LLAMA | dict(quantization_config=FP8 | dict(scale_fmt="e5m3")), ["scale_fmt", "ue8m0"]),
+        (LLAMA | dict(quantization_config=FP8 | dict(expert_dtype="fp4")), ["expert_dtype", "fp4"]),
+        (LLAMA | dict(quantization_config=FP8 | dict(ignored_layers="lm_head")), ["ignored_layers", "a list of names"]),
+        (
+            LLAMA | dict(quantization_config=BY_ROW | dict(format="pack-quantized")),
+            ["quantized by compressed-tensors", "pack-quantized", "Take the BF16 original"],
+        ),
+        (LLAMA | dict(quantization_config=BY_ROW | dict(transform_config={"r": 1})), ["transform_config"]),
+        (
+            LLAMA | dict(quantization_config=BY_ROW | dict(sparsity_config=dict(format="2:4"))),
+            ["sparsity_config", "2:4"],
+        ),
+        (LLAMA | dict(quantization_config=BY_ROW | dict(config_groups={})), ["config_groups", "an object of groups"]),
+        (LLAMA | dict(quantization_config=BY_ROW | dict(config_groups={"g": 3})), ["config_groups", "g", "weights"]),
+        (LLAMA | dict(quantization_config=BY_ROW | of_group(num_bits=4)), ["num_bits", "4"]),
+        (LLAMA | dict(quantization_config=BY_ROW | of_group(strategy="group")), ["strategy", "group", "channel"]),
+        (LLAMA | dict(quantization_config=BY_ROW | of_group(strategy="block")), ["block_structure", "two positive"]),
+        (LLAMA | dict(quantization_config=BY_ROW | dict(ignore=[1])), ["ignore", "a list of names"]),
+        (LLAMA | dict(quantization_config=NF4 | dict(load_in_8bit=True)), ["load_in_8bit"]),
+        (LLAMA | dict(quantization_config=NF4 | dict(bnb_4bit_quant_type="fp4")), ["bnb_4bit_quant_type", "nf4"]),
+        (LLAMA | dict(quantization_config=NF4 | dict(bnb_4bit_quant_storage="bfloat16")), ["bnb_4bit_quant_storage"]),
         (LLAMA | dict(quantization_config=[4]), ["quantization_config", "does not name"]),
         (dict(), ["model_type"]),
         (GPT2 | dict(activation_function="gelu"), ["activation_function", "gelu_new"]),

@@ -205,7 +205,7 @@ def test_experts_in_mxfp4_are_counted_packed_and_their_decoding_too():
     assert sum(s.nbytes for s in spans) == 2 * 36 * round(decoded.nbytes * (1 + 4.25 / 16))
     assert found.busy["h2d"] == pytest.approx(2 * 65.3 * GB / RATES.h2d, rel=0.1)
     floor = floors(geo, plan, RATES, batch)
-    without = replace(cfg, experts=replace(cfg.experts, packed=False))
+    without = replace(cfg, packing=None)
     taken = floor["compute"] - floors(Geometry.of(without, plan), plan, RATES, batch)["compute"]
     assert taken == pytest.approx(sum(s.nbytes for s in spans) / RATES.copy)
     assert max(floor.values()) <= found.step_s

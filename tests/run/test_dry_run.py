@@ -77,6 +77,25 @@ def test_adapters_on_a_packed_shape_are_planned(tmp_path, monkeypatch, capsys):
     monkeypatch.chdir(tmp_path)
     report = said(capsys, "--shape", "gpt-oss-20b", *BOX, "--lora", "4", "--seq-len", "512", "--batch-size", "2")
     assert "BF16 and MXFP4" in report
+    assert re.search("frozen matrices stay in MXFP4, 9.4[0-9] GiB, until the GPU", report)
+
+
+def test_a_release_in_fp8_is_planned_by_its_config_alone(config_alone, capsys):
+    """Half the bytes of matrices; all of them in bf16 again where they are trained."""
+    path = config_alone / "config.json"
+    plain = json.loads(path.read_text())
+    quantized = dict(quant_method="fp8", weight_block_size=[128, 128], modules_to_not_convert=["lm_head"])
+    args = ["model", *BOX, "--seq-len", "64", "--batch-size", "2"]
+    wide = said(capsys, *args, "--lora", "4")
+    path.write_text(json.dumps(plain | {"quantization_config": quantized}))
+    report = said(capsys, *args, "--lora", "4")
+    assert "BF16 and fp8" in report
+    assert "frozen matrices stay in fp8" in report
+    assert "by config.json alone, 1.63 MiB" in wide
+    assert "by config.json alone, 898.45 KiB" in report
+    everything = said(capsys, *args)
+    assert "fp8 is decoded as it is read, and the result is in bf16" in everything
+    assert "stay in fp8" not in everything
 
 
 @pytest.mark.parametrize(

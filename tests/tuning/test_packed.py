@@ -21,9 +21,12 @@ from trireme.engine.plan import UnitPlan
 from trireme.engine.run.verify import reopen
 from trireme.engine.tuning.base import CheckpointBase, why_copied
 from trireme.engine.tuning.chosen import adapted, chosen
-from trireme.engine.tuning.packed import as_stored, as_trained, check_packing, decode, open_checkpoint
+from trireme.engine.tuning.packed import as_stored, as_trained, check_packing
+from trireme.engine.tuning.parts import open_checkpoint
 from trireme.models import hf
 from trireme.models.config import InputError, Lora, parse_config, read_config
+from trireme.models.families.packing import MXFP4
+from trireme.models.packed import decode
 from trireme.storage.checkpoint import open_source
 from trireme.storage.devices import open_device
 from trireme.storage.headers import CheckpointError
@@ -80,8 +83,9 @@ def test_every_number_and_scale_is_as_transformers_decodes_it():
     blocks = torch.arange(256, dtype=torch.uint8).view(1, 16, 1, 16).repeat(1, 1, 16, 1)
     scales = torch.arange(256, dtype=torch.uint8).view(1, 16, 16).clamp(1, 252)
     theirs = convert_moe_packed_tensors(blocks.clone(), scales.clone())[0]
-    ours = torch.from_numpy(decode(blocks[0].flatten(1).numpy(), scales[0].numpy()).view(np.int16)).view(torch.bfloat16)
-    assert torch.equal(ours.view(torch.int16), theirs.view(torch.int16))
+    ours = torch.empty_like(theirs)[None]
+    decode(MXFP4, [blocks, scales], ours)
+    assert torch.equal(ours[0].view(torch.int16), theirs.view(torch.int16))
 
 
 def test_parts_of_a_tensor_are_those_of_the_whole(folder):
@@ -223,5 +227,7 @@ def test_config_and_tensors_have_to_agree(folder, tmp_path):
 
 @pytest.mark.parametrize("method", [dict(quant_method="gptq"), "mxfp4", {}])
 def test_other_methods_are_refused_by_name(method):
-    with pytest.raises(InputError, match='"quantization_config" says that weights are quantized in .*not supported'):
+    with pytest.raises(
+        InputError, match='"quantization_config" says that the weights are quantized .*not supported.*BF16 original'
+    ):
         parse_config(KEYS | dict(model_type="gpt_oss", quantization_config=method))

@@ -34,7 +34,6 @@ from trireme.engine.run.begin.model import (
     is_absent,
     length,
     named_codec,
-    outlined,
     what_is_trained,
     with_companions,
 )
@@ -43,7 +42,9 @@ from trireme.engine.run.begin.settle import Planner
 from trireme.engine.run.options import Options, store_folders
 from trireme.engine.tuning.adapters import Adapter, adapter_shapes
 from trireme.engine.tuning.base import why_copied
-from trireme.engine.tuning.packed import as_stored, as_trained, check_packing, open_checkpoint
+from trireme.engine.tuning.packed import as_said, as_stored, as_trained, check_packing, outlined
+from trireme.engine.tuning.parts import open_checkpoint
+from trireme.engine.tuning.quantized import quantized
 from trireme.kernels.private import cache_folder
 from trireme.models import hf
 from trireme.models.config import ModelConfig
@@ -161,13 +162,20 @@ def prepare(
         cfg = what_is_trained(options)
         for line in about_adapter(options, cfg):
             say(line)
-        source = outlined(cfg, folder) if is_absent(options, folder) else open_checkpoint(folder, say)
-        if not is_absent(options, folder):
+        if is_absent(options, folder):
+            cfg = as_said(cfg)
+            source = outlined(cfg, folder)
+        else:
+            source = open_checkpoint(folder, cfg.packing, say)
             check_packing(cfg, source, say)
             cfg = as_stored(cfg, source)
         if pinned:
             check_model(options, pinned, cfg, source)
-        stored = hf.sources(cfg, {name: t.shape for name, t in source.tensors.items()})
+        found = {name: t.shape for name, t in source.tensors.items()}
+        stored = hf.sources(cfg, found)
+        if options.base:
+            cfg, source = quantized(cfg, source, options.base, stored)
+            stored = hf.sources(cfg, found)
         source = as_trained(cfg, source, stored)
         codec, seq_len = named_codec(options, folder, date) if options.data else None, length(options, cfg)
         source = with_companions(options, cfg, folder, source, codec)
@@ -191,8 +199,9 @@ def prepare(
     planner = replace(planner, limits=_with_tables(limits, data))
     work = _work(options, data, seq_len)
     files = _files(options, cfg, out, source, data, work)
-    exact = bool(cfg.lora) or {source.tensors[name].dtype for name in stored.values()} != {"BF16"}
-    files = replace(files, exact=exact)
+    dtypes = {t.dtype for name in stored.values() if (t := source.tensors.get(name))}
+    twice = 2 * source.nbytes if options.base else 0
+    files = replace(files, exact=bool(cfg.lora) or dtypes != {"BF16"}, read=twice)
     limits, stores = planner.limits_for(work.sequences), [Path(d) for d in options.store] or [out]
     with clock.at("probe"):
         machine = assumed or this_machine(device, planner.dtype, limits, stores, cfg.fp8)

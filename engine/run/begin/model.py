@@ -14,8 +14,7 @@ from trireme.engine.tuning.chosen import adapted, chosen, folded, targets
 from trireme.engine.tuning.opened import read_adapter
 from trireme.engine.tuning.peft_config import MOST
 from trireme.models.config import InputError, Lora, ModelConfig, read_config, read_raw
-from trireme.models.sizes import shapes
-from trireme.storage.checkpoint import Source, SourceTensor
+from trireme.storage.checkpoint import Source
 from trireme.storage.companions import CONTENT, beside
 
 NAMED = 4  # modules named in a line
@@ -87,12 +86,6 @@ def is_absent(options: Options, folder: Path) -> bool:
     """Whether to plan for a checkpoint without its weights."""
     kinds = {".safetensors", ".bin", ".pt", ".pth", ".ckpt"}
     return bool(options.shape) or (options.dry_run and all(path.suffix not in kinds for path in folder.iterdir()))
-
-
-def outlined(cfg: ModelConfig, folder: Path) -> Source:
-    """A checkpoint of this config in bf16, without files."""
-    tensors = {name: SourceTensor("BF16", shape, "", 0) for name, shape in shapes.stored_tensors(cfg).items()}
-    return Source(folder, (), tensors, {})
 
 
 def named_codec(options: Options, folder: Path, date: str | None) -> Codec | None:

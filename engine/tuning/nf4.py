@@ -1,0 +1,149 @@
+"""Checkpoints of bitsandbytes in NF4, with and without double quantization: what each matrix X has, and its state.
+
+With it X.absmax has bytes, an offset and, for 256 of them, a scale in X.nested_absmax: they are decoded as they are
+read, as bitsandbytes does, to the fp32 scales that memory has.
+"""
+
+from __future__ import annotations
+
+import json
+from dataclasses import dataclass
+from math import isfinite, prod
+from typing import Any
+
+import numpy as np
+
+from trireme.models.config import Packing
+from trireme.storage.checkpoint import Source, SourceTensor
+from trireme.storage.headers import CheckpointError
+from trireme.storage.untrusted import parse_json
+
+STATE, FP4, INT8 = ".quant_state.bitsandbytes__nf4", ".quant_state.bitsandbytes__fp4", ".SCB"
+SCALES, MAP, NESTED, NESTED_MAP = ".absmax", ".quant_map", ".nested_absmax", ".nested_quant_map"
+LARGEST_STATE = 4096  # bytes
+NESTED_BLOCK = 256
+TABLE = (  # of kernels/packed/reference.py, which needs torch
+    -1.0, -0.6961928009986877, -0.5250730514526367, -0.39491748809814453, -0.28444138169288635, -0.18477343022833334,
+    -0.09105003625154495, 0.0, 0.07958029955625534, 0.16093020141124725, 0.24611230194568634, 0.33791524171829224,
+    0.44070982933044434, 0.5626170039176941, 0.7229568362236023, 1.0,
+)  # fmt: skip
+
+
+@dataclass(frozen=True)
+class Nested:
+    """Scales that are packed themselves."""
+
+    source: Source
+    codes: SourceTensor
+    scales: SourceTensor
+    table: np.ndarray  # (256,) fp32
+    offset: np.float32
+
+    def __call__(self, first: int, last: int) -> np.ndarray:
+        """Scales [first, last), fp32: a product, then a sum, each rounded."""
+        codes = self.source.bytes_of(self.codes.file, self.codes.offset + first, last - first)
+        a, b = first // NESTED_BLOCK, -(-last // NESTED_BLOCK)
+        scales = self.source.bytes_of(self.scales.file, self.scales.offset + 4 * a, 4 * (b - a)).view(np.float32)
+        with np.errstate(over="ignore", invalid="ignore"):
+            of_each = np.repeat(scales, NESTED_BLOCK)[first - a * NESTED_BLOCK :][: last - first]
+            return self.table[codes] * of_each + self.offset
+
+
+@dataclass(frozen=True)
+class Matrix:
+    """One in NF4: its shape, its parts in memory, and what makes its scales where no file has them."""
+
+    shape: tuple[int, int]
+    parts: tuple[SourceTensor, SourceTensor]
+    nested: Nested | None
+
+
+def matrices(source: Source, packing: Packing) -> dict[str, tuple[tuple[str, ...], Matrix]]:
+    """name -> (its tensors in files, what they are). Raises CheckpointError."""
+    found = dict[str, tuple[tuple[str, ...], Matrix]]()
+    for stored, t in source.tensors.items():
+        if stored.endswith((FP4, INT8)):
+            how = "fp4" if stored.endswith(FP4) else "8 bits"
+            raise CheckpointError(
+                f"{source.folder / t.file}: {stored} is of weights that bitsandbytes quantized to {how}, which is not "
+                "supported. Take the BF16 original."
+            )
+        if stored.endswith(STATE):
+            name = stored.removesuffix(STATE)
+            found[name] = _matrix(source, packing, name)
+    return found
+
+
+def check_whole(source: Source, taken: set[str]) -> None:
+    """Raises CheckpointError where a part lacks its state."""
+    for stored, t in source.tensors.items():
+        if stored not in taken and stored.endswith((SCALES, MAP, NESTED, NESTED_MAP)):
+            name = stored.rpartition(".")[0]
+            raise CheckpointError(
+                f"{source.folder / t.file}: {stored} is there, but {name}{STATE} is missing. Download it again."
+            )
+
+
+def _matrix(source: Source, packing: Packing, name: str) -> tuple[tuple[str, ...], Matrix]:
+    state = _state(source, name)
+    nested = "nested_offset" in state
+    names = (name, name + SCALES, name + MAP, name + STATE, *((name + NESTED, name + NESTED_MAP) if nested else ()))
+    missing = [part for part in names if part not in source.tensors]
+    if missing:
+        raise CheckpointError(f"{source.folder}: {name} is in NF4, but {missing[0]} is missing. Download it again.")
+    shape = state["shape"][0], state["shape"][1]
+    codes, scales = (source.tensors[part] for part in names[:2])
+    groups = -(-prod(shape) // packing.block[1])
+    wanted = {
+        name: ("U8", prod(shape) // 2),
+        name + SCALES: ("U8" if nested else "F32", groups),
+        name + MAP: ("F32", 16),
+    }
+    if nested:
+        wanted |= {name + NESTED: ("F32", -(-groups // NESTED_BLOCK)), name + NESTED_MAP: ("F32", 256)}
+    for part, (dtype, n) in wanted.items():
+        t = source.tensors[part]
+        if (t.dtype, t.numel) != (dtype, n):
+            raise CheckpointError(
+                f"{source.folder / t.file}: {part} is {t.dtype} {list(t.shape)}; of a matrix of {list(shape)} in NF4 "
+                f"it is {dtype} with {n:,} elements."
+            )
+    if not np.array_equal(_floats(source, name + MAP), np.array(TABLE, np.float32)):
+        raise CheckpointError(f"{source.folder}: {name}{MAP} is another table than NF4's. Download the release again.")
+    of_codes, of_scales = packing.shapes(shape)
+    kept = codes._replace(shape=of_codes), scales._replace(shape=of_scales)
+    if not nested:
+        return names, Matrix(shape, kept, None)
+    made = Nested(
+        source, scales, source.tensors[name + NESTED], _floats(source, name + NESTED_MAP), state["nested_offset"]
+    )
+    return names, Matrix(shape, (kept[0], SourceTensor("F32", of_scales, "", 0)), made)
+
+
+def _floats(source: Source, name: str) -> np.ndarray:
+    return source.read(name).view(np.float32)
+
+
+def _state(source: Source, name: str) -> dict[str, Any]:
+    """The quantizer's state, checked."""
+    t = source.tensors[name + STATE]
+    where = f"{source.folder / t.file}: {name}{STATE}"
+    if t.dtype != "U8" or t.numel > LARGEST_STATE:
+        raise CheckpointError(f"{where} is {t.dtype} {list(t.shape)}, expected U8, {LARGEST_STATE:,} at most.")
+    try:
+        state = parse_json(source.read(name + STATE).tobytes(), "state")
+    except ValueError as error:
+        raise CheckpointError(f"{where}: {error}. Download the release again.") from error
+    shape: Any = state.get("shape")
+    offset = state.get("nested_offset", 0.0)
+    right = isinstance(shape, list) and len(shape) == 2 and all(type(n) is int and 0 < n < 1 << 31 for n in shape)
+    if not right or shape[1] % 2:
+        raise CheckpointError(f"{where}: shape is {json.dumps(shape)[:60]}, expected two sizes, the second even.")
+    for key, expected in (("quant_type", "nf4"), ("blocksize", 64), ("nested_blocksize", NESTED_BLOCK)):
+        if state.get(key, expected) != expected:
+            raise CheckpointError(f"{where}: {key} is {json.dumps(state[key])[:60]}, expected {json.dumps(expected)}.")
+    if type(offset) not in (int, float) or not isfinite(offset):
+        raise CheckpointError(f"{where}: nested_offset is {json.dumps(offset)[:60]}, expected a number.")
+    if "nested_offset" in state:
+        state["nested_offset"] = np.float32(offset)
+    return state

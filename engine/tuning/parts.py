@@ -1,0 +1,115 @@
+"""Opens a checkpoint: the parts of packed matrices (models/families/packing.py) are found, and checked."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping, Sequence
+from pathlib import Path
+
+from trireme.engine.tuning import nf4
+from trireme.engine.tuning.packed import Made, Packed
+from trireme.models.config import NF4, PACKINGS, UNUSED, Packing
+from trireme.storage.checkpoint import Source, SourceTensor, open_source
+from trireme.storage.files import Say, to_stderr
+from trireme.storage.headers import CheckpointError
+
+
+def open_checkpoint(folder: str | Path, packing: Packing | None = None, say: Say = to_stderr) -> Source:
+    """As open_source, with packed matrices as if they were bf16. Raises CheckpointError.
+
+    `packing`: what config.json says; None looks for all.
+    """
+    source = open_source(folder, say)
+    if packing is NF4 or (packing is None and any(name.endswith(nf4.STATE) for name in source.tensors)):
+        return _in_nf4(source)
+    for row in [packing] if packing else PACKINGS:
+        found = _pairs(source, row)
+        if packing:
+            _check_whole(source, row, found)
+        if found:
+            return _packed(source, row, found, say)
+    return source
+
+
+def _in_nf4(source: Source) -> Source:
+    found = nf4.matrices(source, NF4)
+    taken = {part for names, _ in found.values() for part in names}
+    nf4.check_whole(source, taken)
+    tensors = {name: t for name, t in source.tensors.items() if name not in taken}
+    parts, made = dict[str, SourceTensor](), dict[str, Made]()
+    for name, (_, matrix) in found.items():
+        tensors[name] = SourceTensor("BF16", matrix.shape, "", 0)
+        named = [name + part.suffix for part in NF4.parts]
+        parts |= dict(zip(named, matrix.parts, strict=True))
+        made |= {named[1]: matrix.nested} if matrix.nested else {}
+    return Packed(source.folder, source.files, tensors, source.companions, NF4, parts, made) if found else source
+
+
+def _pairs(source: Source, packing: Packing) -> dict[str, tuple[str, ...]]:
+    """Matrix -> names of its parts, where all are there."""
+    codes = packing.parts[0]
+    found = dict[str, tuple[str, ...]]()
+    for stored, t in source.tensors.items():
+        name = stored.removesuffix(codes.stored)
+        parts = tuple(name + part.stored for part in packing.parts)
+        typed = bool(codes.stored) or t.dtype in codes.dtypes
+        if parts[0] == stored and typed and all(part in source.tensors for part in parts):
+            found[name] = parts
+    return found
+
+
+def _check_whole(source: Source, packing: Packing, found: Mapping[str, tuple[str, ...]]) -> None:
+    """Raises CheckpointError where a matrix lacks a part, or scales have a matrix that is not packed."""
+    codes, scales = packing.parts
+    taken = {part for parts in found.values() for part in parts}
+    for stored, t in source.tensors.items():
+        if stored in taken or stored.endswith(UNUSED):
+            continue
+        where = f"{source.folder / t.file}: {stored}"
+        name = stored.removesuffix(scales.stored)
+        if stored.endswith(scales.stored) and name.endswith((".weight", "_proj")):
+            other = source.tensors.get(name)
+            wrong = (
+                f"{name} is {other.dtype}: one tensor in two forms" if other else f"{name + codes.stored} is missing"
+            )
+            raise CheckpointError(f"{where} holds scales of {packing.word}, but {wrong}. Download the release again.")
+        if (codes.stored and stored.endswith(codes.stored)) or (not codes.stored and t.dtype in codes.dtypes):
+            name = stored.removesuffix(codes.stored)
+            raise CheckpointError(
+                f"{where} is {t.dtype}, and its scales, {name + scales.stored}, are missing. "
+                "Download the release again."
+            )
+
+
+def _packed(source: Source, packing: Packing, found: Mapping[str, tuple[str, ...]], say: Say) -> Packed:
+    tensors, parts = dict(source.tensors), dict[str, SourceTensor]()
+    dtypes = tuple(t.dtype for t in _parts_of(source, next(iter(found.values()))))
+    typed = all(d in part.dtypes for d, part in zip(dtypes, packing.parts, strict=True))
+    packing = packing.with_dtypes(dtypes) if typed else packing
+    for name, stored in found.items():
+        if name in source.tensors and name != stored[0]:
+            raise CheckpointError(
+                f"{source.folder}: {name} is there twice, also in {packing.word} as {stored[0]}. Remove one."
+            )
+        own = [tensors.pop(part) for part in stored]
+        parts |= {name + part.suffix: t for part, t in zip(packing.parts, own, strict=True)}
+        tensors[name] = _looks(source, packing, stored, own)
+    unused = [name for name in tensors if name.endswith(UNUSED)]
+    if unused:
+        say(f"note: {source.folder}: {len(unused):,} scales of activations, as {unused[0]}, are not used")
+    tensors = {name: t for name, t in tensors.items() if name not in set(unused)}
+    return Packed(source.folder, source.files, tensors, source.companions, packing, parts, {})
+
+
+def _parts_of(source: Source, stored: Iterable[str]) -> list[SourceTensor]:
+    return [source.tensors[name] for name in stored]
+
+
+def _looks(source: Source, packing: Packing, stored: Sequence[str], parts: list[SourceTensor]) -> SourceTensor:
+    """What a packed matrix looks like."""
+    shape = packing.decoded(parts[0].shape)
+    typed = all(t.dtype in part.dtypes for part, t in zip(packing.parts, parts, strict=True))
+    if shape is None or not typed or not packing.suits(shape, tuple(t.shape for t in parts)):
+        shown = " and ".join(f"{n} {t.dtype} {list(t.shape)}" for n, t in zip(stored, parts, strict=True))
+        shown = shown.replace(f"{stored[0]} ", f"{stored[0]} is ", 1)
+        raise CheckpointError(f"{source.folder / parts[0].file}: {shown}; {packing.word} has {packing.wants}.")
+    return SourceTensor("BF16", shape, "", 0)

@@ -1,0 +1,76 @@
+"""E4M3 with a scale for each block of a matrix, decoded into the compute dtype: fp32 products, rounded once.
+
+A number is sign, 4 bits of exponent with a bias of 7, 3 of mantissa; decoded by integers, as chips before Ada have no
+conversion. A scale is fp32, bf16, or a byte: a power of two with a bias of 127.
+Legend: M matrices of R x C numbers, in blocks of B x K, of which the last ones may be short: S x T scales each.
+"""
+
+from __future__ import annotations
+
+import torch
+import triton
+import triton.language as tl
+from torch import Tensor
+
+from trireme.kernels.launch import cdiv
+from trireme.kernels.launcher import await_previous, launcher
+
+ROWS, COLUMNS = 32, 128  # of a program; not measured
+
+
+@triton.jit
+def _number(b_byte):
+    """fp32 of a code, in int32."""
+    b_m = b_byte & 127
+    b_large = ((b_m << 20) + (120 << 23)).to(tl.float32, bitcast=True)
+    b_x = tl.where(b_m < 8, b_m.to(tl.float32) * 0.001953125, b_large)  # below 2^-6 in steps of 2^-9
+    b_x = tl.where(b_m == 127, float("nan"), b_x)
+    return tl.where(b_byte > 127, -b_x, b_x)
+
+
+@launcher
+@triton.jit
+def _e4m3_decode(
+    p_codes,
+    p_scales,
+    p_out,
+    R: tl.constexpr,
+    C: tl.constexpr,
+    S: tl.constexpr,
+    T: tl.constexpr,
+    B: tl.constexpr,
+    K: tl.constexpr,
+    BYTES: tl.constexpr,
+    ROWS: tl.constexpr,
+    COLUMNS: tl.constexpr,
+):
+    await_previous()
+    n_columns: tl.constexpr = (C + COLUMNS - 1) // COLUMNS
+    n_rows: tl.constexpr = (R + ROWS - 1) // ROWS
+    i_m = (tl.program_id(0) // (n_columns * n_rows)).to(tl.int64)
+    i_r, i_c = tl.program_id(0) // n_columns % n_rows, tl.program_id(0) % n_columns
+    o_r, o_c = i_r * ROWS + tl.arange(0, ROWS), i_c * COLUMNS + tl.arange(0, COLUMNS)
+    mask = (o_r < R)[:, None] & (o_c < C)[None, :]
+    p_scale = p_scales + (i_m * S + o_r // B) * T + i_c * COLUMNS // K  # COLUMNS divides K
+    if BYTES:
+        b_power = tl.load(p_scale, o_r < R, 0).to(tl.int32)
+        b_scale = tl.where(b_power == 0, 1 << 22, b_power << 23).to(tl.float32, bitcast=True)  # 2^-127 has no exponent
+    else:
+        b_scale = tl.load(p_scale, o_r < R, 0.0).to(tl.float32)
+    o = (i_m * R + o_r)[:, None] * C + o_c[None, :]
+    b_x = _number(tl.load(p_codes + o, mask, 0).to(tl.int32)) * b_scale[:, None]
+    tl.store(p_out + o, b_x.to(p_out.dtype.element_ty), mask)
+
+
+def e4m3_decode(codes: Tensor, scales: Tensor, out: Tensor, block: tuple[int, int]) -> None:
+    """As reference.e4m3_decode, all contiguous."""
+    M, R, C = codes.shape
+    S, T = cdiv(R, block[0]), cdiv(C, block[1])
+    assert scales.shape == (M, S, T)
+    assert out.shape == (M, R, C)
+    assert codes.dtype == torch.uint8
+    assert all(t.is_contiguous() for t in (codes, scales, out))
+    columns = min(COLUMNS, block[1] & -block[1])  # the largest power of two that divides it
+    grid = (M * cdiv(R, ROWS) * cdiv(C, columns),)
+    sizes = (R, C, S, T, *block, scales.dtype == torch.uint8, ROWS, columns)
+    _e4m3_decode[grid](codes, scales, out, *sizes, num_warps=4)

@@ -1,0 +1,61 @@
+"""Packed weights decoded in plain torch, with the names and signatures of the launchers: reference, and CPU path."""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+MAGNITUDES = [0.0, 0.5, 1.0, 1.5, 2.0, 3.0, 4.0, 6.0]
+STRIP = 1024  # rows decoded at a time
+NUMBERS = torch.tensor([*MAGNITUDES, *(-m for m in MAGNITUDES)])  # by 4 bits
+
+
+def mxfp4_decode(blocks: Tensor, scales: Tensor, out: Tensor) -> None:
+    """Fills out (E, 32 G, R), exactly, by blocks (E, R, G, 16) and scales (E, R, G), both uint8 (mxfp4.py)."""
+    byte = torch.arange(256)
+    both = torch.stack((NUMBERS[byte & 15], NUMBERS[byte >> 4]), 1).to(out.device, torch.bfloat16)
+    pairs = both.view(torch.int32)[:, 0]
+    powers = torch.where(byte == 0, 1 << 6, byte << 7).to(out.device, torch.int16).view(torch.bfloat16)
+    look_up = lambda table, index: table.index_select(0, index.flatten().int())  # thrice as fast as table[index]
+    for expert, scale, into in zip(blocks, scales, out, strict=True):
+        values = look_up(pairs, expert).view(torch.bfloat16).view(*scale.shape, 32)
+        into.copy_((values * look_up(powers, scale).view(*scale.shape, 1)).flatten(1).T)
+
+
+def e4m3_decode(codes: Tensor, scales: Tensor, out: Tensor, block: tuple[int, int]) -> None:
+    """Fills out (M, R, C) by codes (M, R, C) uint8, E4M3, times scales (M, S, T) of blocks, short last ones included:
+    fp32, bf16, or uint8, powers of two with a bias of 127. In fp32, then rounded.
+    """
+    _, R, C = codes.shape
+    if scales.dtype == torch.uint8:
+        power = scales.int()
+        scales = torch.where(power == 0, 1 << 22, power << 23).view(torch.float32)  # 2^-127 has no exponent
+    B, K = min(block[0], R), min(block[1], C)
+    step = max(1, STRIP // B)  # rows of scales at a time
+    for matrix, scale, into in zip(codes, scales.float(), out, strict=True):
+        for first, part in enumerate(scale.split(step)):
+            rows = slice(first * step * B, (first + 1) * step * B)
+            wide = part.repeat_interleave(K, 1)[:, :C].repeat_interleave(B, 0)
+            numbers = matrix[rows].view(torch.float8_e4m3fn).float()
+            into[rows].copy_(numbers * wide[: len(numbers)])
+
+
+GROUP = 64  # numbers that share a scale in NF4
+NF4 = torch.tensor([
+    -1.0, -0.6961928009986877, -0.5250730514526367, -0.39491748809814453, -0.28444138169288635, -0.18477343022823334,
+    -0.09105003625154495, 0.0, 0.07958029955625534, 0.16093020141124725, 0.24611230194568634, 0.33791524171829224,
+    0.44070982933044434, 0.5626170039176941, 0.7229568362236023, 1.0,
+])  # fmt: skip
+
+
+def nf4_decode(codes: Tensor, scales: Tensor, out: Tensor) -> None:
+    """Fills out (M, L), L even, by codes (M, L / 2) uint8, the even number high, and scales (M, L / GROUP, rounded up),
+    fp32. In fp32, then rounded.
+    """
+    table = NF4.to(codes.device)
+    for pairs, scale, into in zip(codes, scales, out, strict=True):
+        for first in range(0, len(pairs), STRIP * GROUP):
+            part = pairs[first : first + STRIP * GROUP].int()
+            numbers = table[torch.stack((part >> 4, part & 15), 1).flatten()]
+            of_group = scale[2 * first // GROUP :].repeat_interleave(GROUP)[: len(numbers)]
+            into[2 * first : 2 * first + len(numbers)].copy_(numbers * of_group)

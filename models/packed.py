@@ -1,0 +1,76 @@
+"""Packed matrices (models/families/packing.py): decoding, and what no sound file holds."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from math import prod
+
+import numpy as np
+import torch
+from torch import Tensor
+from torch.nn.functional import pad
+
+from trireme.kernels import ops
+from trireme.kernels.packed.reference import GROUP, NF4
+from trireme.models.families.packing import Packing, Part
+
+DTYPE = {"F32": torch.float32, "BF16": torch.bfloat16}  # of parts; others are bytes
+LARGEST_CODE = 448.0  # of E4M3
+LARGEST = {"e2m1": 125, "e4m3": 118, "nf4": 126}  # powers of two: times the largest number they are finite
+
+
+def decode(packing: Packing, parts: Sequence[Tensor], out: Tensor) -> None:
+    """Fills out, one or several matrices, by their parts."""
+    codes, scales = parts
+    if packing.code == "e2m1":
+        ops.mxfp4_decode(codes, scales, out)
+    elif packing.code == "nf4":
+        n = prod(codes.shape[:-2])
+        ops.nf4_decode(codes.view(n, -1), scales.view(n, -1), out.view(n, -1))
+    else:
+        flat = lambda t, like: t.view(-1, *like.shape[-2:])
+        ops.e4m3_decode(flat(codes.view(torch.uint8), codes), flat(scales, scales), flat(out, codes), packing.block)
+
+
+def decoded(
+    packing: Packing, parts: Sequence[tuple[np.ndarray, str, tuple[int, ...]]], shape: tuple[int, ...], dtype: str
+) -> np.ndarray:
+    """A matrix, flat, in F32, or BF16 as bits. `parts`: their bytes, dtypes and shapes."""
+    out = torch.empty(shape, dtype=DTYPE[dtype])
+    decode(
+        packing, [torch.from_numpy(raw).view(DTYPE.get(kind, torch.uint8)).view(own) for raw, kind, own in parts], out
+    )
+    flat = out.flatten()
+    return flat.view(torch.int16).numpy().view(np.uint16) if dtype == "BF16" else flat.numpy()
+
+
+def encode(packing: Packing, values: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
+    """(codes, scales), flat, of fp32 values, a matrix or several (M, R, C): as bitsandbytes' NF4, transformers' fp8."""
+    x = torch.from_numpy(values)
+    x = x.view(-1, *x.shape[-2:])
+    if packing.code == "nf4":
+        groups = pad(x.flatten(1), (0, -x[0].numel() % GROUP)).view(len(x), -1, GROUP)
+        most = groups.abs().amax(2, keepdim=True)
+        codes = torch.bucketize(groups * (1 / most).nan_to_num(), (NF4[1:] + NF4[:-1]) / 2)
+        pairs = codes.flatten(1)[:, : x[0].numel()].to(torch.uint8).view(-1, 2)
+        return (pairs[:, 0] << 4 | pairs[:, 1]).numpy(), most.flatten().numpy()
+    (B, K), (R, C) = packing.block, x.shape[1:]
+    blocks = pad(x, (0, -C % K, 0, -R % B)).unflatten(2, (-1, K)).unflatten(1, (-1, B))  # (M, S, B, T, K)
+    most = blocks.abs().amax((2, 4), keepdim=True)
+    scale = torch.where(most > 0, LARGEST_CODE / most, 1.0)
+    codes = (blocks * scale).clamp(-LARGEST_CODE, LARGEST_CODE).to(torch.float8_e4m3fn).view(torch.uint8)
+    return codes.flatten(3).flatten(1, 2)[:, :R, :C].flatten().numpy(), (1 / scale).flatten().numpy()
+
+
+def damage(packing: Packing, part: Part, values: np.ndarray) -> str:
+    """What is wrong with some of a part's values, bf16 as bits; "" for nothing."""
+    most = LARGEST[packing.code]
+    if part is packing.parts[0]:
+        return "holds NaN" if packing.code == "e4m3" and ((values & 127) == 127).any() else ""
+    if values.dtype == np.uint8:
+        wrong = values.max(initial=0) > most + 127
+    elif values.dtype == np.uint16:
+        wrong = (values & 0x7FFF).max(initial=0) > (most + 127) << 7
+    else:
+        wrong = not (np.abs(values) <= 2.0**most).all()  # NaN is not
+    return f"scales by more than 2^{most}" if wrong else ""

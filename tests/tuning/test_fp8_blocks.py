@@ -1,0 +1,299 @@
+"""fp8 as it is published, in blocks, by row or tensor: read as transformers reads it, and trained on as it is."""
+
+import json
+from dataclasses import replace
+
+import numpy as np
+import peft
+import pytest
+import torch
+from engines import JitterLanes, adapters, batches, exchange, final_weights, gpu_plan, opened, train
+from safetensors.torch import load_file, save_file
+from tiny import LLAMA, MIXTURE, oracle
+from transformers import AutoModelForCausalLM
+from transformers.integrations.finegrained_fp8 import Fp8Dequantize
+
+from trireme.engine.geometry import Geometry
+from trireme.engine.run.verify import reopen
+from trireme.engine.tuning.chosen import adapted, chosen
+from trireme.engine.tuning.merge import merge_adapter
+from trireme.engine.tuning.packed import as_said, check_packing
+from trireme.engine.tuning.parts import open_checkpoint
+from trireme.kernels.reference import split_master
+from trireme.models.config import InputError, Lora, read_config
+from trireme.storage.devices import open_device
+from trireme.storage.headers import CheckpointError
+
+pytestmark = pytest.mark.grid
+
+E4M3, E8M0 = torch.float8_e4m3fn, torch.float8_e8m0fnu
+PAIRS = dict(hidden_size=32, intermediate_size=48, head_dim=8)  # in blocks of 16 x 16 without a short one
+WHOLE = 1 << 30
+CASES = {  # model_type, keys, block, dtype of the scales, modules that stay
+    "dense": ("qwen3", LLAMA, (16, 24), torch.float32, ["lm_head"]),  # short last blocks
+    "whole blocks": ("qwen3", LLAMA | PAIRS, (16, 16), torch.bfloat16, ["lm_head"]),
+    "powers of two": ("llama", LLAMA, (128, 128), E8M0, ["lm_head", "model.layers.1.mlp"]),
+    "experts": ("qwen3_moe", MIXTURE, (16, 24), torch.bfloat16, ["lm_head", "model.layers.0.mlp.gate"]),
+    "one in bf16": ("minimax_m2", MIXTURE | dict(num_local_experts=4, intermediate_size=24, head_dim=12, rotary_dim=6),
+                    (16, 16), torch.float32, ["model.layers.0.self_attn.k_proj", "lm_head"]),
+    "by row, compressed-tensors": ("qwen3", LLAMA, (1, WHOLE), torch.bfloat16, ["lm_head"]),
+    "by tensor, compressed-tensors": ("qwen3_moe", MIXTURE, (WHOLE, WHOLE), torch.float32, ["lm_head"]),
+    "by row, fbgemm": ("llama", LLAMA, (1, WHOLE), torch.float32, ["lm_head"]),
+    "by tensor": ("llama", LLAMA, (WHOLE, WHOLE), torch.float32, ["lm_head"]),
+}  # fmt: skip
+ADAPTERS = {
+    "experts": ("q_proj", "experts"),
+    "one in bf16": ("q_proj", "o_proj"),
+    "by tensor, compressed-tensors": ("experts",),
+}
+LEFT = ("embed", "norm", "lm_head", "mlp.gate.", "block_sparse_moe.gate.")
+
+
+def quantized(w, block, dtype):
+    """(codes, scales, decoded in bf16), each block by its largest value; by loops."""
+    block = min(block[0], w.shape[0]), min(block[1], w.shape[1])
+    w, scales = w.float(), torch.empty(-(-w.shape[0] // block[0]), -(-w.shape[1] // block[1]))
+    codes, decoded = torch.empty(w.shape, dtype=E4M3), torch.empty(w.shape, dtype=torch.bfloat16)
+    for i in range(scales.shape[0]):
+        for j in range(scales.shape[1]):
+            part = slice(i * block[0], (i + 1) * block[0]), slice(j * block[1], (j + 1) * block[1])
+            scale = w[part].abs().max() / 448
+            scale = (scale.log2().ceil().exp2() if dtype == E8M0 else scale).to(dtype).float()
+            codes[part] = (w[part] / scale).to(E4M3)
+            decoded[part] = (codes[part].float() * scale).bfloat16()
+            scales[i, j] = scale
+    return codes, scales.to(dtype), decoded
+
+
+def said(case):
+    """(what scales have behind a matrix's name, quantization_config)."""
+    _, _, block, dtype, left = CASES[case]
+    if "compressed" in case:
+        strategy = "tensor" if block[0] == WHOLE else "channel"
+        weights = dict(num_bits=8, type="float", strategy=strategy, symmetric=True, dynamic=False, block_structure=None)
+        groups = dict(group_0=dict(targets=["Linear"], weights=weights, input_activations=dict(num_bits=8)))
+        ignored = ["lm_head", r"re:.*mlp\.gate$"]
+        return "_scale", dict(
+            quant_method="compressed-tensors", format="float-quantized", config_groups=groups, ignore=ignored,
+            sparsity_config={}, transform_config={}, kv_cache_scheme=None,
+        )  # fmt: skip
+    if "fbgemm" in case:
+        return "_scale", dict(quant_method="fbgemm_fp8", activation_scale_ub=1200.0, modules_to_not_convert=left)
+    size = None if block[0] == WHOLE else list(block)
+    return "_scale_inv", dict(
+        quant_method="fp8", fmt="e4m3", activation_scheme="dynamic", weight_block_size=size,
+        modules_to_not_convert=left, scale_fmt="ue8m0" if dtype == E8M0 else "float",
+    )  # fmt: skip
+
+
+@pytest.fixture(scope="module")
+def made(tmp_path_factory):
+    """case -> (a checkpoint in fp8, the same in bf16)."""
+    found = {}
+
+    def make(case):
+        if case not in found:
+            model_type, keys, block, dtype, left = CASES[case]
+            suffix, quantization = said(case)
+            packed, plain = (tmp_path_factory.mktemp(name) for name in ("fp8", "bf16"))
+            reference, _ = oracle(model_type, keys)
+            reference.bfloat16().save_pretrained(plain)
+            state = load_file(plain / "model.safetensors")
+            codes = dict(state)
+            for name, w in state.items():
+                kept = any(name.startswith(module + ".") for module in left) or any(part in name for part in LEFT)
+                if w.dim() == 2 and not kept:
+                    codes[name], scales, state[name] = quantized(w, block, dtype)
+                    single = () if case == "by tensor" else (1,)
+                    codes[f"{name}{suffix}"] = scales.view(single) if block == (WHOLE, WHOLE) else scales
+            save_file(codes, packed / "model.safetensors", {"format": "pt"})
+            save_file(state, plain / "model.safetensors", {"format": "pt"})
+            config = json.loads((plain / "config.json").read_text())
+            config["quantization_config"] = quantization
+            (packed / "config.json").write_text(json.dumps(config))
+            found[case] = packed, plain
+        return found[case]
+
+    return make
+
+
+@pytest.mark.parametrize("case", CASES)
+def test_adapters_are_trained_on_fp8_as_on_its_copy_in_bf16(made, case, tmp_path):
+    """Packed in every tier, in place too, blocks and sub-layers: bitwise the run on decoded weights."""
+    (folder, plain), targets = made(case), ADAPTERS.get(case, ("q_proj", "down_proj"))
+    device, late = open_device(tmp_path), lambda: JitterLanes(1)
+    losses, weights, wide = adapters(plain, targets, device, "gpu")
+    ways = (("gpu", False, {}), ("host", False, {}), ("ssd", False, dict(lanes=late())), ("ssd", True, {}),
+            ("host", False, dict(halves=True)), ("ssd", True, dict(halves=True, window=1, lanes=late())))  # fmt: skip
+    for tier, in_place, change in ways if case in ("dense", "experts") else ways[3:5]:
+        if in_place and case == "one in bf16":
+            continue  # q, k and v of one layer are decoded as they are read
+        found, after, packed = adapters(folder, targets, device, tier, in_place, **change)
+        assert found == losses, (tier, change)
+        assert all(torch.equal(t, weights[name]) for name, t in after.items())
+        assert packed < 0.8 * wide
+
+
+def test_codes_and_scales_are_what_transformers_decodes(made):
+    folder, _ = made("whole blocks")
+    source, state = open_checkpoint(folder, read_config(folder).packing), load_file(folder / "model.safetensors")
+    for name in (name for name in source.tensors if source.packs(name)):
+        parts = {"weight": state[name], "weight_scale_inv": state[f"{name}_scale_inv"]}
+        theirs = Fp8Dequantize(None)._dequantize_one(*parts.values(), torch.bfloat16)
+        whole = np.concatenate(list(source.values(name)))
+        assert np.array_equal(whole.view(np.int16), theirs.view(torch.int16).flatten().numpy())
+        for first, last in ((0, 5), (500, 700), (512, 1024), (len(whole) - 3, len(whole))):
+            assert np.array_equal(np.concatenate(list(source.values(name, first, last))), whole[first:last])
+
+
+@pytest.mark.parametrize("case", ["whole blocks", "experts"])
+def test_all_is_trained_from_exact_masters_and_written_in_bf16(made, case, tmp_path):
+    """What is written before the first step is what transformers makes of the release, but for ties, which masters
+    round up: it decodes on a CPU."""
+    folder, plain = made(case)
+    cfg, source, _ = opened(folder)
+    e, x = exchange(cfg, source)
+    x.load()
+    state = load_file(folder / "model.safetensors")
+    name = next(n for n in state if n.endswith("down_proj.weight") and f"{n}_scale_inv" in state)
+    values = np.concatenate(list(source.values(name)))
+    grid = state[f"{name}_scale_inv"].float()
+    for size, dim in zip(CASES[case][2], (0, 1), strict=True):
+        grid = grid.repeat_interleave(size, dim)
+    wide = state[name].float() * grid[: state[name].shape[0], : state[name].shape[1]]
+    assert np.array_equal(values, wide.flatten().numpy())
+    if case == "whole blocks":
+        assert torch.equal(final_weights(e)[name], wide.flatten())
+    out = tmp_path / "out"
+    x.save(out)
+    reopen(source, out)
+    assert "quantization_config" not in json.loads((out / "config.json").read_text())
+    written, exact = (load_file(p / "model.safetensors") for p in (out, plain))
+    assert written.keys() == exact.keys()
+    assert all(torch.equal(split_master(t.float())[0], t) for t in exact.values())
+    assert torch.equal(written[name], split_master(wide)[0])
+    for there, t in written.items():
+        apart = t.view(torch.int16).int() - exact[there].view(torch.int16).int()
+        assert apart.min() >= 0
+        assert apart.max() <= 1
+        assert not apart.any() or f"{there}_scale_inv" in state
+    if case == "whole blocks":
+        theirs = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.bfloat16).state_dict()
+        assert theirs.keys() == exact.keys()
+        assert all(torch.equal(t, exact[name]) for name, t in theirs.items())
+        assert AutoModelForCausalLM.from_pretrained(out, dtype=torch.bfloat16).state_dict().keys() == theirs.keys()
+    train(e, batches(cfg, 1, 2, 24))
+    x.save(tmp_path / "trained")
+    assert not torch.equal(load_file(tmp_path / "trained/model.safetensors")[name], written[name])
+
+
+def test_what_stays_frozen_is_copied_as_it_is(made, tmp_path):
+    folder, _ = made("dense")
+    cfg, source, _ = opened(folder, lambda cfg: chosen(cfg, (), ("*norm*",)))
+    e, x = exchange(cfg, source)
+    x.load()
+    train(e, batches(cfg, 1, 2, 24))
+    x.save(tmp_path / "out")
+    before, after = ({n: t.view(torch.uint8) for n, t in load_file(p / "model.safetensors").items()}
+                     for p in (folder, tmp_path / "out"))  # fmt: skip
+    assert {n for n, t in before.items() if torch.equal(t, after[n])} == {n for n in before if "norm" not in n}
+
+
+def test_one_layer_is_trained_and_the_other_stays_packed_in_memory(made, tmp_path):
+    """All is written in bf16: the frozen layer as transformers decodes it."""
+    folder, plain = made("dense")
+    cfg, source, _ = opened(folder, lambda cfg: chosen(cfg, ("*layers.0*",), ()))
+    e, x = exchange(cfg, source)
+    packed = {t.name for layout in e.geo.base for t in layout.tensors if t.name.endswith("_codes")}
+    assert packed
+    assert all(".layers.0." in name for name in packed)
+    x.load()
+    train(e, batches(cfg, 1, 2, 24))
+    x.save(tmp_path / "out")
+    exact, after = (load_file(p / "model.safetensors") for p in (plain, tmp_path / "out"))
+    assert exact.keys() == after.keys()
+    assert {name for name, t in exact.items() if torch.equal(t, after[name])} == {n for n in exact if ".layers.0." in n}
+
+
+def test_a_merged_model_is_that_of_the_decoded_base(made, tmp_path):
+    folder, plain = made("dense")
+    base = AutoModelForCausalLM.from_pretrained(plain, dtype=torch.float32)
+    keys = dict(r=2, lora_alpha=6, init_lora_weights=False, task_type="CAUSAL_LM", target_modules=["q_proj"])
+    peft.get_peft_model(base, peft.LoraConfig(**keys)).save_pretrained(tmp_path / "adapter")
+    for path in (folder, plain):
+        cfg = read_config(path)
+        merge_adapter(tmp_path / "adapter", cfg, open_checkpoint(path, cfg.packing), tmp_path / path.name)
+    ours, theirs = (load_file(tmp_path / path.name / "model.safetensors") for path in (folder, plain))
+    assert ours.keys() == theirs.keys()
+    assert all(torch.equal(t, theirs[name]) for name, t in ours.items())
+    assert "quantization_config" not in json.loads((tmp_path / folder.name / "config.json").read_text())
+
+
+def test_config_alone_says_what_is_packed(made):
+    """A plan without the files has the bytes of one with them."""
+    for case in CASES.keys() - {"one in bf16"}:
+        planned = adapted(read_config(made(case)[0]), Lora(2, 4.0, ("q_proj",)))
+        cfg, _, _ = opened(made(case)[0], lambda cfg: adapted(cfg, Lora(2, 4.0, ("q_proj",))))
+        plan = gpu_plan(cfg, dtype="BF16")
+        dtype = cfg.packing.parts[1].dtypes[0]
+        planned = replace(planned, packing=planned.packing.with_dtypes(("F8_E4M3", dtype)))
+        bytes_of = lambda cfg, plan=plan: [layout.nbytes for layout in Geometry.of(cfg, plan).base]
+        assert bytes_of(as_said(planned)) == bytes_of(planned) == bytes_of(cfg)
+
+
+NAME = "model.layers.1.mlp.down_proj.weight"  # (40, 56): scales (3, 3)
+HOSTILE = {  # case -> (change of the tensors, words)
+    "no scale": (lambda s: s.pop(f"{NAME}_scale_inv"), f"{NAME} is F8_E4M3, and its scales, {NAME}_scale_inv, are"),
+    "no codes": (lambda s: s.pop(NAME), f"{NAME}_scale_inv holds scales of fp8, but {NAME} is missing"),
+    "two forms": (lambda s: s.update({NAME: torch.zeros(40, 56)}), f"but {NAME} is F32: one tensor in two forms"),
+    "another block": (
+        lambda s: s.update({f"{NAME}_scale_inv": torch.ones(3, 2)}),
+        r"is F8_E4M3 \[40, 56\] and .* F32 \[3, 2\]; fp8 has F8_E4M3 \[out, in\] and F32 .*\[out / 16, in / 24\]",
+    ),
+    "another dtype": (lambda s: s.update({f"{NAME}_scale_inv": torch.ones(3, 3).half()}), r"_scale_inv F16 \[3, 3\]"),
+    "a vector": (
+        lambda s: s.update({NAME: torch.zeros(2240).to(E4M3)}), r"is F8_E4M3 \[2240\] and .*fp8 has F8_E4M3 \[out"),
+    "NaN in codes": (lambda s: s[NAME].view(torch.uint8)[3].fill_(127), f"{NAME}_codes holds NaN; the checkpoint"),
+    "NaN in scales": (lambda s: s[f"{NAME}_scale_inv"][1].fill_(float("nan")), r"_scale_inv scales by more than 2\^"),
+    "infinite scale": (lambda s: s[f"{NAME}_scale_inv"][1].fill_(-torch.inf), r"_scale_inv scales by more than 2\^"),
+    "another shape": (
+        lambda s: s.update({NAME: s[NAME][:39].contiguous()}), r"down_proj.weight has shape \[39, 56\], config.json"),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("case", HOSTILE)
+def test_a_malformed_release_is_one_line(made, case, tmp_path):
+    change, words = HOSTILE[case]
+    folder, _ = made("dense")
+    state = {name: t.clone() for name, t in load_file(folder / "model.safetensors").items()}
+    change(state)
+    save_file(state, tmp_path / "model.safetensors", {"format": "pt"})
+    (tmp_path / "config.json").write_bytes((folder / "config.json").read_bytes())
+    for change_of in (lambda cfg: adapted(cfg, Lora(2, 4.0, ("q_proj",))), lambda cfg: cfg):
+        all_trained = change_of(read_config(folder)).lora is None
+        expected = "NaN or infinite" if all_trained and ("NaN" in case or "infinite" in case) else words
+        with pytest.raises((CheckpointError, InputError), match=expected) as told:
+            cfg, source, _ = opened(tmp_path, change_of)
+            exchange(cfg, source)[1].load()
+        assert "\n" not in str(told.value)
+
+
+def test_config_and_tensors_have_to_agree(made, tmp_path):
+    folder, plain = made("dense")
+    cfg, said = read_config(plain), []
+    with pytest.raises(InputError, match='tensors in fp8, but config.json has no "quantization_config"'):
+        check_packing(cfg, open_checkpoint(folder, replace(read_config(folder).packing)), said.append)
+    assert not said
+    cfg = read_config(folder)
+    check_packing(cfg, open_checkpoint(plain, cfg.packing), said.append)
+    assert "no tensor is in fp8: all are read as they are" in said[0]
+
+
+def test_scales_of_activations_are_named_and_not_used(made, tmp_path):
+    folder, _ = made("dense")
+    state, said = load_file(folder / "model.safetensors"), []
+    state["model.layers.0.mlp.down_proj.activation_scale"] = torch.ones(())
+    save_file(state, tmp_path / "model.safetensors", {"format": "pt"})
+    source = open_checkpoint(tmp_path, read_config(folder).packing, said.append)
+    assert "1 scales of activations, as model.layers.0.mlp.down_proj.activation_scale, are not used" in said[0]
+    assert not any("activation_scale" in name for name in source.tensors)

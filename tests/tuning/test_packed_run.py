@@ -1,0 +1,55 @@
+"""Whole runs on a release in fp8 blocks: adapters with the merged model, and all weights."""
+
+import json
+from dataclasses import replace
+
+import pytest
+import torch
+from runs import losses, make_small, options, stopped
+from safetensors.torch import load_file, save_file
+
+from trireme.engine.run.train import finetune
+
+pytestmark = pytest.mark.full
+
+
+def in_fp8(folder):
+    """The checkpoint of make_small in fp8, in blocks of 48 x 48."""
+    path = folder / "checkpoint" / "model.safetensors"
+    state = load_file(path)
+    for name in [name for name, t in state.items() if t.dim() == 2 and "layers" in name]:
+        w = state[name].float()
+        rows, columns = w.shape
+        padded = torch.nn.functional.pad(w, (0, -columns % 48, 0, -rows % 48)).unfold(0, 48, 48).unfold(1, 48, 48)
+        scale = padded.abs().amax((2, 3)) / 448
+        wide = scale.repeat_interleave(48, 0).repeat_interleave(48, 1)[:rows, :columns]
+        state[name], state[f"{name}_scale_inv"] = (w / wide).to(torch.float8_e4m3fn), scale
+    save_file(state, path, {"format": "pt"})
+    config = json.loads((folder / "checkpoint/config.json").read_text())
+    config["quantization_config"] = dict(quant_method="fp8", weight_block_size=[48, 48])
+    (folder / "checkpoint/config.json").write_text(json.dumps(config))
+    return state
+
+
+@pytest.mark.parametrize("lora", [4, None])
+def test_a_run_on_fp8(tmp_path, capsys, monkeypatch, lora):
+    state, out = in_fp8(make_small(tmp_path)), tmp_path / "out"
+    run = options(tmp_path, out, "ssd" if lora else "gpu", **(dict(lora=lora, merge=True) if lora else {}))
+    finetune(run)
+    said = capsys.readouterr().out
+    found = losses(out)
+    assert found[6][0] < found[1][0]
+    made = out / "merged" if lora else out
+    assert "quantization_config" not in json.loads((made / "config.json").read_text())
+    written = load_file(made / "model.safetensors")
+    assert written.keys() == {name for name in state if not name.endswith("_scale_inv")}
+    assert {t.dtype for name, t in written.items() if "layers" in name and t.dim() == 2} == {torch.bfloat16}
+    if lora:
+        assert "frozen matrices stay in fp8" in said
+        assert "--merge: the merged model is in bf16" in said
+    else:
+        assert "fp8 is decoded as it is read, and the result is in bf16" in said
+    cut = tmp_path / "cut"
+    stopped(replace(run, out=str(cut)), 3, monkeypatch)
+    finetune(replace(run, out=str(cut), resume=str(cut)))
+    assert losses(cut) == found

@@ -1,0 +1,132 @@
+"""--base: what is frozen is quantized as it is read, as bitsandbytes and transformers quantize it."""
+
+from dataclasses import replace
+from types import SimpleNamespace
+
+import numpy as np
+import pytest
+import torch
+from engines import adapters, batches, exchange, final_weights, opened, train
+from runs import losses, options, stopped
+from safetensors.torch import load_file, save_file
+from tiny import LLAMA, MIXTURE, oracle
+from transformers.integrations.finegrained_fp8 import Fp8Quantize
+
+from trireme.engine.run.begin.job import prepare
+from trireme.engine.run.train import finetune
+from trireme.engine.tuning.chosen import adapted, chosen
+from trireme.engine.tuning.quantized import BASES, quantized
+from trireme.kernels.packed.reference import NF4
+from trireme.models import hf
+from trireme.models.config import InputError, Lora
+from trireme.models.packed import decode, encode
+from trireme.storage.files import StoreError
+
+pytestmark = pytest.mark.grid
+
+
+def decoded(base, w):
+    """What the GPU makes of a quantized matrix, bf16."""
+    packing, out = BASES[base], torch.empty(w.shape, dtype=torch.bfloat16)
+    codes, scales = (torch.from_numpy(part) for part in encode(packing, w.float().numpy()))
+    of_codes, of_scales = packing.shapes(tuple(w.shape))
+    decode(packing, [codes.view(of_codes), scales.view(of_scales)], out)
+    return out
+
+
+def test_nf4_is_that_of_bitsandbytes():
+    """The nearest of the table, of 64 by their largest magnitude; a short last group, a group of zeros."""
+    w = torch.randn(9, 50, generator=torch.Generator().manual_seed(0))
+    w.view(-1)[64:128] = 0
+    codes, scales = encode(BASES["nf4"], w.numpy())
+    groups = w.flatten().split(64)
+    assert np.array_equal(scales, [group.abs().max() for group in groups])
+    nearest = [(group[:, None] / group.abs().max().clamp(min=1e-9) - NF4).abs().argmin(1) for group in groups]
+    assert torch.equal(torch.cat(nearest), torch.from_numpy(np.stack((codes >> 4, codes & 15), 1).flatten()).long())
+    assert decoded("nf4", w).view(-1)[64:128].eq(0).all()
+
+
+def test_fp8_is_that_of_transformers():
+    w = torch.randn(256, 384, generator=torch.Generator().manual_seed(0))
+    w[:128, :128] = 0
+    config = SimpleNamespace(weight_block_size=[128, 128], scale_fmt="float")
+    theirs = Fp8Quantize(SimpleNamespace(quantization_config=config))._quantize_one("a.weight", w)
+    codes, scales = encode(BASES["fp8"], w.numpy())
+    assert np.array_equal(codes, theirs["a.weight"].view(torch.uint8).flatten().numpy())
+    assert np.array_equal(scales, theirs["a.weight_scale_inv"].flatten().numpy())
+    short = encode(BASES["fp8"], w[:200, :130].contiguous().numpy())
+    assert [len(part) for part in short] == [200 * 130, 4]
+
+
+@pytest.mark.parametrize(("model_type", "keys"), [("qwen3", LLAMA), ("qwen3_moe", MIXTURE)])
+@pytest.mark.parametrize("base", BASES)
+def test_adapters_are_trained_as_on_the_quantized_checkpoint(tmp_path, base, model_type, keys):
+    """In RAM and on the SSD: bitwise the run on what the quantized matrices decode to."""
+    folder, plain = tmp_path / "model", tmp_path / "decoded"
+    for path in (folder, plain):
+        oracle(model_type, keys)[0].bfloat16().save_pretrained(path)
+    state = load_file(plain / "model.safetensors")
+    kept = ("embed", "norm", "lm_head", "mlp.gate.")
+    state = {n: t if any(part in n for part in kept) else decoded(base, t) for n, t in state.items()}
+    save_file(state, plain / "model.safetensors", {"format": "pt"})
+    targets = ("q_proj", "experts" if model_type == "qwen3_moe" else "down_proj")
+    seen, weights, wide = adapters(plain, targets, None, "gpu")
+    for tier in ("host", "ssd"):
+        cfg, source, stored = opened(folder, lambda cfg: adapted(cfg, Lora(2, 4.0, targets)))
+        cfg, source = quantized(cfg, source, base, stored)
+        e, x = exchange(cfg, source, tier)
+        x.load()
+        assert train(e, batches(cfg, 3, 2, 24)) == seen
+        assert all(torch.equal(t, weights[name]) for name, t in final_weights(e).items())
+        assert sum(layout.nbytes for layout in e.geo.base) < 0.8 * wide
+
+
+def test_parts_of_a_matrix_are_those_of_the_whole(tmp_path, monkeypatch):
+    oracle("qwen3", LLAMA)[0].save_pretrained(tmp_path)
+    for base, packing in BASES.items():
+        cfg, source, stored = opened(tmp_path, lambda cfg: adapted(cfg, Lora(2, 4.0, ("q_proj",))))
+        _, source = quantized(cfg, source, base, stored)
+        for part in packing.parts:  # fp8: one block, short in both ways
+            name = f"model.layers.1.mlp.up_proj.weight{part.suffix}"
+            whole = np.concatenate(list(source.values(name)))
+            monkeypatch.setattr("trireme.engine.tuning.quantized.STRIP", 500)
+            for first, last in ((0, 1), (len(whole) // 3, len(whole)), (0, len(whole))):
+                assert np.array_equal(np.concatenate(list(source.values(name, first, last))), whole[first:last])
+            monkeypatch.undo()
+
+
+def test_what_is_not_of_it_is_refused(tmp_path):
+    oracle("qwen3", LLAMA)[0].save_pretrained(tmp_path)
+    cfg, source, stored = opened(tmp_path)
+    with pytest.raises(InputError, match="--base nf4: no matrix is frozen"):
+        quantized(cfg, source, "nf4", stored)
+    frozen = chosen(cfg, ("*.mlp.*",), ())
+    with pytest.raises(InputError, match="--base fp8: with --dtype fp8"):
+        quantized(replace(frozen, fp8=True), source, "fp8", stored)
+    found, again = quantized(frozen, source, "fp8", stored)
+    assert set(found.packed) == {f"model.layers.*.mlp.{name}_proj.weight" for name in ("gate", "up", "down")}
+    with pytest.raises(InputError, match="is in fp8 already. Leave --base out"):
+        quantized(frozen, again, "nf4", hf.sources(cfg, {name: t.shape for name, t in source.tensors.items()}))
+
+
+@pytest.mark.full
+def test_a_run_with_a_quantized_base(checkpoint, capsys, monkeypatch):
+    """Resumed to the bit, with the same base alone; merged into the checkpoint's own values."""
+    run = options(checkpoint, checkpoint / "out", "ssd", lora=4, lora_targets=("q_proj",), base="nf4", merge=True)
+    finetune(run)
+    said, found = capsys.readouterr().out, losses(checkpoint / "out")
+    assert "frozen matrices stay in NF4" in said
+    assert found[6][0] < found[1][0]
+    places = checkpoint / "checkpoint", checkpoint / "out/merged"
+    before, merged = (load_file(place / "model.safetensors") for place in places)
+    changed = {name for name, t in merged.items() if not torch.equal(t, before[name])}
+    assert changed == {name for name in before if "q_proj" in name}
+    cut = checkpoint / "cut"
+    stopped(replace(run, out=str(cut)), 3, monkeypatch)
+    with pytest.raises((InputError, StoreError)):
+        finetune(replace(run, out=str(cut), resume=str(cut), base="fp8"))
+    finetune(replace(run, out=str(cut), resume=str(cut)))
+    assert losses(cut) == found
+    planned = replace(run, out=str(checkpoint / "planned"))
+    nf4, plain = (prepare(replace(planned, base=base)).forecast.frozen for base in ("nf4", None))
+    assert nf4 < 0.5 * plain
