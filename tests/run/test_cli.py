@@ -28,6 +28,7 @@ from trireme.engine.planner import host
 from trireme.engine.run import evaluation
 from trireme.engine.run.begin import job
 from trireme.engine.run.command import parse
+from trireme.engine.run.signals import STOPS
 
 
 def set_weight(name: str, value: np.ndarray | None) -> None:
@@ -299,9 +300,6 @@ def test_dry_run_writes_nothing(here, capsys):
     assert finetune.main([*TRAIN, "--dry-run"]) == 0
     assert capsys.readouterr().out.endswith("Dry run: nothing written.\n")
     assert tree(here) == before
-
-
-STOPS = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
 
 
 def heard() -> None:

@@ -261,7 +261,7 @@ with stop_signals(lambda n: tell(f"first {n}"), lambda: tell("second")):
     signal.pthread_sigmask(signal.SIG_UNBLOCK, numbers)
     print("goes on")
 """
-INT, TERM, HUP = signal.SIGINT, signal.SIGTERM, signal.SIGHUP
+INT, TERM, HUP, USR1, USR2 = signal.SIGINT, signal.SIGTERM, signal.SIGHUP, signal.SIGUSR1, signal.SIGUSR2
 
 
 @pytest.mark.parametrize("how", ["apart", "together"])
@@ -275,6 +275,9 @@ INT, TERM, HUP = signal.SIGINT, signal.SIGTERM, signal.SIGHUP
         ([INT, TERM], True),
         ([HUP, INT, TERM], True),
         ([TERM, HUP, INT], True),
+        ([USR1], False),
+        ([USR2, USR2, TERM], False),
+        ([USR1, TERM, INT], True),
     ],
 )
 def test_who_insists(numbers, ends, how):

@@ -244,7 +244,7 @@ def test_a_store_that_is_not_there_is_not_begun_anew(checkpoint, monkeypatch):
 
 
 @pytest.mark.parametrize("resumed", [False, True])
-@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
+@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGUSR1])
 def test_asked_to_stop_while_it_loads_it_leaves_nothing_in_flight(checkpoint, resumed, number, monkeypatch):
     """Heard in the middle of a request to the drive, which ends first."""
     run, begun = options(checkpoint, checkpoint / f"loads-{resumed}-{number}", "ssd"), []
@@ -317,7 +317,7 @@ def test_what_a_run_needs_to_go_on_is_on_the_drive(checkpoint, monkeypatch):
     assert {out / ".config.yaml.partial", checkpoint, out.parent, out, out / "store", out / "store" / "files"} <= synced
 
 
-@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
+@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM, signal.SIGUSR2])
 def test_asked_to_stop_it_saves_and_goes_on(checkpoint, uninterrupted, number, monkeypatch):
     weights, seen = uninterrupted
     out = checkpoint / f"stopped-{number}"
