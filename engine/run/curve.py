@@ -66,8 +66,8 @@ def draw(train: Sequence[Point], evals: Sequence[Point]) -> str:
     parts.append(f'<polyline points="{line(_thinned(smooth))}" stroke="{TRAIN}" stroke-width="2"/>')
     parts.append(f'<polyline points="{line(evals)}" stroke="{EVAL}" stroke-width="2"/></g>')
     parts += [f'<circle cx="{to_x(x):.1f}" cy="{to_y(y):.1f}" r="3.5" fill="{EVAL}"/>' for x, y in evals]
-    if len(evals) > 1:
-        x, y = min(evals, key=lambda point: point[1])
+    if trained := [point for point in evals if point[0] > 0]:
+        x, y = min(trained, key=lambda point: point[1])
         ring = f'<circle cx="{to_x(x):.1f}" cy="{to_y(y):.1f}" r="7" fill="none" stroke="{EVAL}" stroke-width="1.5">'
         parts.append(f"{ring}<title>best: {y:.4g} at step {x:.0f}</title></circle>")
     parts += _legend(smooth, evals)
@@ -123,8 +123,8 @@ def _legend(train: Sequence[Point], evals: Sequence[Point]) -> list[str]:
     for name, points, colour in (("train (smoothed)", train, TRAIN), ("eval", evals, EVAL)):
         if points:
             text = f"{name}: {points[0][1]:.4g} to {points[-1][1]:.4g}"
-            best, at = min((y, x) for x, y in points)
-            text += f", best {best:.4g} at step {at:.0f}" if name == "eval" and len(points) > 1 else ""
+            best = min(((y, x) for x, y in points if x > 0), default=None)
+            text += ", best {:.4g} at step {:.0f}".format(*best) if name == "eval" and best else ""
             parts.append(f'<path d="M{x} 18h22" stroke="{colour}" stroke-width="3"/>')
             parts.append(f'<text x="{x + 28}" y="22">{text}</text>')
             x += 28 + 7 * len(text) + 24

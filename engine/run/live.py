@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import errno
 import gc
+import math
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager
 from dataclasses import dataclass
@@ -50,18 +51,33 @@ from trireme.storage.untrusted import checksum
 @dataclass
 class Progress:
     step: int = 0
-    best: float | None = None  # lowest eval_loss
-    best_step: int | None = None  # None: before the first step
+    start: float | None = None  # eval_loss before training
+    best: float | None = None  # lowest eval_loss of what was trained, and its step
+    best_step: int | None = None
     evaluated: int | None = None  # last evaluated step
     written: int = 0  # bytes to the SSD, by earlier processes
-    worse: int = 0  # evaluations since the best
+    worse: int = 0  # evaluations since the lowest, that before training included
     eval_rows: int | None = None  # rows an evaluation reads; None: all
 
     @classmethod
     def of(cls, snapshot: Snapshot) -> Progress:
         best, best_step = snapshot["best"]
-        evaluated, rows = Mark(*snapshot["log"]).evaluated, snapshot.get("eval_rows") or None
-        return cls(snapshot["step"], best, best_step, evaluated, snapshot["written"], snapshot.get("worse", 0), rows)
+        start = snapshot.get("start", best if best_step is None else None)
+        return cls(
+            snapshot["step"],
+            start,
+            best if best_step is not None else None,
+            best_step,
+            Mark(*snapshot["log"]).evaluated,
+            snapshot["written"],
+            snapshot.get("worse", 0),
+            snapshot.get("eval_rows") or None,
+        )
+
+    @property
+    def lowest(self) -> float:
+        """eval_loss of what was trained and of before."""
+        return min((loss for loss in (self.start, self.best) if loss is not None), default=math.inf)
 
 
 class Live:
@@ -218,6 +234,7 @@ class Live:
                 "data": self.job.data.fingerprint,
                 "computed_by": computed_by(self.job.device),
                 "best": [done.best, done.best_step],
+                "start": done.start,
                 "worse": done.worse,
                 "written": self.written,
                 "eval_rows": done.eval_rows,

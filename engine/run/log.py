@@ -92,7 +92,7 @@ class Totals:
     trained: float = 0.0
     losses: tuple[float, float] | None = None  # first and last
     evals: tuple[float, float] | None = None
-    best: tuple[float, int] | None = None  # lowest eval_loss, its step
+    best: tuple[float, int] | None = None  # lowest eval_loss of what was trained, its step
     evaluated: int | None = None  # last evaluated step
     evaluations: int = 0
     evaluating: float = 0.0  # seconds
@@ -110,7 +110,8 @@ class Totals:
             self.evaluations += 1
             self.evaluating += record.get("eval_time_s", 0.0)
             self.evals = (self.evals or (loss,))[0], loss
-            self.best = min(self.best or (math.inf, 0), (loss, record["step"]), key=lambda best: best[0])
+            if record["step"]:
+                self.best = min(self.best or (math.inf, 0), (loss, record["step"]), key=lambda best: best[0])
 
     def line(self) -> str:
         parts = [f"done     {self.steps:,} steps"]
@@ -120,8 +121,12 @@ class Totals:
             parts.append(f"{count(self.evaluations, 'evaluation')} {duration(self.evaluating)}")
         if self.losses:
             parts.append("loss {:.4g} -> {:.4g}".format(*self.losses))
-        if self.evals and self.best:
-            note = "" if self.best[1] == self.evaluated else " (best {:.4g} at step {:,})".format(*self.best)
+        if self.evals:
+            note = (
+                ""
+                if self.best is None or self.best[1] == self.evaluated
+                else " (best {:.4g} at step {:,})".format(*self.best)
+            )
             parts.append("eval {:.4g} -> {:.4g}".format(*self.evals) + note)
         if self.seconds:
             parts.append(f"{compact(self.trained)} trained tokens of {compact(self.tokens)}")
@@ -181,13 +186,14 @@ class RunLog:
 
     def eval(self, record: Record) -> None:
         """An evaluation's `step` (0 before training), `eval_loss`, `epoch`, perhaps `sample`, a text."""
-        best = self.totals.best[0] if self.totals.best else math.inf
+        best, first = self.totals.best[0] if self.totals.best else math.inf, self.totals.evals
         self._add(record)
         self._evaluated += record.get("eval_time_s", 0.0)
         loss = record["eval_loss"]
-        note = "(before training)" if record["step"] == 0 else "(best)" if loss < best else f"(best {best:.4f})"
+        above = f", not better than {first[0]:.4f} before training" if first and not loss < first[0] else ""
+        note = "(before training)" if record["step"] == 0 else f"(best{'' if loss < best else f' {best:.4f}'}{above})"
         sample = f"  sample: {json.dumps(record['sample'], ensure_ascii=False)}" if record.get("sample") else ""
-        self._screen.say(f"step {record['step']}  eval_loss {loss:.4f}  perplexity {_perplexity(loss)} {note}{sample}")
+        self._screen.say(f"step {record['step']}  eval_loss {loss:.4f}  perplexity {perplexity(loss)} {note}{sample}")
         self.draw()
 
     def summary(self) -> str:
@@ -240,5 +246,5 @@ class RunLog:
         return evaluations + left * record["step_time_s"] if "step_time_s" in record else None
 
 
-def _perplexity(loss: float) -> str:
+def perplexity(loss: float) -> str:
     return f"{math.exp(loss):.4g}" if loss < 50 else "inf"

@@ -163,7 +163,7 @@ def _train(job: Job, begun: Begun, screen: Screen, clock: Clock, told: Sequence[
 def _settle_exports(live: Live) -> None:
     """The best of the snapshot's moment."""
     out, done = live.job.out, live.progress
-    best = Best(done.best_step, done.best) if done.best_step is not None and done.best is not None else None
+    best = Best(done.best_step, done.best) if done.best_step and done.best is not None else None
     nbytes = sum(path.stat().st_size for path in out.glob(f"{BEST}*/*.safetensors"))
     with live.screen.working("checking the best", nbytes) as more:
         there = settle(out, best, more)
