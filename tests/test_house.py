@@ -32,6 +32,7 @@ ALL = BELOW | {
     "engine/planner",
     "engine/run",
     "engine/run/begin",
+    "engine/run/finished",
 }
 MAY_IMPORT = {  # beside files of the same room
     "kernels": set(),
@@ -52,6 +53,7 @@ MAY_IMPORT = {  # beside files of the same room
     "engine/planner": BELOW | {"engine", "engine/lanes"},
     "engine/run": ALL,
     "engine/run/begin": ALL,
+    "engine/run/finished": ALL,
     "engine/tuning": BELOW | {"engine"},
     "scripts": {"engine/run"},
     "scripts/command": {"engine/run"},
@@ -92,6 +94,7 @@ TORCH_FREE = [
 DEPENDENCIES = {"torch", "triton", "safetensors", "tokenizers", "numpy", "jinja2", "yaml", "xxhash"}
 PAGES = [path.relative_to(ROOT).as_posix() for path in (*ROOT.glob("*.md"), *(ROOT / "docs").glob("*.md"))]
 USERS_PAGES = [
+    "docs/after-training.md",
     "README.md",
     "docs/coming-from.md",
     "docs/data.md",
@@ -305,10 +308,22 @@ def test_the_wheel_runs_as_a_module(site, tmp_path):
     assert re.fullmatch(r"trireme \d+\.\d+\S*\n", from_wheel(site, tmp_path, code))
 
 
+def options_of_commands() -> set[str]:
+    """Of `sample` and `eval`, as they are declared."""
+    declared = [path.read_text() for path in sources("engine/run/finished")]
+    return {name for text in declared for name in re.findall(r'add(?:_argument)?\(\s*"--([a-z-]+)"', text)}
+
+
 @pytest.mark.parametrize("page", USERS_PAGES)
 def test_the_pages_name_only_options_that_exist(page):
     torchruns = {"nnodes", "node-rank", "nproc-per-node", "master-addr", "master-port", "rdzv-backend"}
-    known = {"help", "local-dir", *torchruns, *(f.name.replace("_", "-") for f in fields(Options))}
+    known = {
+        "help",
+        "local-dir",
+        *options_of_commands(),
+        *torchruns,
+        *(f.name.replace("_", "-") for f in fields(Options)),
+    }
     known |= {name for f in fields(Options) for name in f.metadata.get("also", "").split()}
     for option in re.findall(r"(?<![\w-])--([a-z][\w-]*)", (ROOT / page).read_text()):
         assert option.replace("_", "-") in known, f"{page} names --{option}"

@@ -37,7 +37,7 @@ class _Version(argparse.Action):
         parser.exit()
 
 
-class _Parser(argparse.ArgumentParser):
+class CommandParser(argparse.ArgumentParser):
     def error(self, message: str) -> NoReturn:
         raise InputError(re.sub(r"^argument (\S+)(, \S+)*: ", r"\1: ", message) + ".")
 
@@ -46,25 +46,26 @@ class _Parser(argparse.ArgumentParser):
             super()._print_message(message, file)
 
 
-def _typed(parse: Parser) -> Parser:
+def typed(parse: Parser) -> Parser:
     """Errors as argparse shows them."""
 
-    def typed(text: str) -> Any:
+    def checked(text: str) -> Any:
         try:
             return parse(text)
         except ValueError as error:
             raise argparse.ArgumentTypeError(str(error)) from None
 
-    return typed
+    return checked
 
 
 def _parser() -> argparse.ArgumentParser:
-    parser = _Parser(
+    parser = CommandParser(
         prog=program(),
         usage=f"{program()} CHECKPOINT --data FILE [--out DIR] [options]",
         description="Fine-tunes CHECKPOINT, a Hugging Face folder (--model DIR means the same), on one machine.",
         epilog="Names from Hugging Face and others work too (--learning_rate, --output_dir, ...). "
-        f"{program()} merge ADAPTER --out DIR adds an adapter to its model; {program()} check looks at this machine.",
+        f"Afterwards: {program()} sample OUT --prompt TEXT, {program()} eval OUT --data FILE, and {program()} merge "
+        "ADAPTER --out DIR, which adds an adapter to its model; each has its own --help.",
         allow_abbrev=False,
         add_help=False,
         formatter_class=lambda prog: argparse.HelpFormatter(prog, max_help_position=32, width=112),
@@ -91,7 +92,7 @@ def _kind(f: Field[Any]) -> dict[str, Any]:
     meta = f.metadata
     if meta["parse"] is bool:
         return {"action": "store_true"}
-    more: dict[str, Any] = {"metavar": meta["metavar"], "type": _typed(meta["parse"])}
+    more: dict[str, Any] = {"metavar": meta["metavar"], "type": typed(meta["parse"])}
     if meta.get("repeat"):
         more["action"] = "append"
     if f.name == "resume":
@@ -243,7 +244,7 @@ def _check_named(options: Options) -> None:
 
 def parse_check(argv: Sequence[str]) -> argparse.Namespace:
     """store and report of `check`. Raises InputError; --help exits."""
-    parser = _Parser(
+    parser = CommandParser(
         usage=f"{program()} check [--store DIR[,DIR]] [--report FILE]",
         description="Says what this machine has, how fast it is, and what to change, in two minutes. Writes a report.",
         allow_abbrev=False,
@@ -261,7 +262,7 @@ def parse_check(argv: Sequence[str]) -> argparse.Namespace:
 
 def parse_merge(argv: Sequence[str]) -> argparse.Namespace:
     """adapter, out and model of `merge`. Raises InputError; --help exits."""
-    parser = _Parser(
+    parser = CommandParser(
         usage=f"{program()} merge ADAPTER --out DIR [--model DIR]",
         description="Adds an adapter to its model, and writes an ordinary checkpoint.",
         allow_abbrev=False,

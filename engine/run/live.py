@@ -35,7 +35,7 @@ from trireme.engine.run.command import program
 from trireme.engine.run.log import RunLog, Tracker
 from trireme.engine.run.records import Mark
 from trireme.engine.run.screen import Screen
-from trireme.engine.run.verify import LOGS
+from trireme.engine.run.verify import LOGS, afterwards
 from trireme.engine.step import Engine
 from trireme.engine.tuning.adapters import WEIGHTS, save_adapter
 from trireme.engine.tuning.base import check_unchanged, stamps
@@ -378,6 +378,6 @@ def reopen_adapter(cfg: ModelConfig, model: str, out: Path) -> list[str]:
     return [
         f"output   {out}/: {', '.join([CONFIG, WEIGHTS, *logs])}",
         f"check    reopened: an adapter of rank {found.lora.rank}, {len(found.source.tensors):,} tensors",
-        f"next     PeftModel.from_pretrained({cfg.opener}.from_pretrained({model!r}), {str(out)!r}), or "
-        f"{program()} merge {out} --out DIR",
+        f"next     {afterwards(out)}; {program()} merge {out} --out DIR; "
+        f"PeftModel.from_pretrained({cfg.opener}.from_pretrained({model!r}), {str(out)!r})",
     ]

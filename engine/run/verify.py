@@ -15,6 +15,7 @@ from typing import NoReturn
 from trireme.engine.exports import BEST, half_made, remove
 from trireme.engine.run.begin.kept import config_yaml
 from trireme.engine.run.begin.owned import refuse_links, signed, unsigned
+from trireme.engine.run.command import program
 from trireme.engine.run.options import Options, store_folders
 from trireme.engine.tuning.packed import open_checkpoint
 from trireme.models.config import InputError
@@ -185,8 +186,14 @@ def reopen(source: Source, out: Path, opener: str = "AutoModelForCausalLM") -> l
         f"check    reopened: {len(ours):,} tensors, names, shapes and dtypes equal to the source; "
         f"{len(others) - len(given)} other files byte-identical"
         + (f"; as trained with: {', '.join(given)}" if given else ""),
-        f"next     {opener}.from_pretrained({str(out)!r}); the same run again: --config {out}/config.yaml",
+        f"next     {afterwards(out)}; {opener}.from_pretrained({str(out)!r}); the same run again: "
+        f"--config {out}/config.yaml",
     ]
+
+
+def afterwards(out: Path) -> str:
+    """What to type next."""
+    return f"{program()} sample {out} --prompt TEXT, or {program()} eval {out} --data FILE"
 
 
 Entry = tuple[str, tuple[int, ...], str]  # dtype, shape, file

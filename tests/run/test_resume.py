@@ -142,7 +142,9 @@ def test_a_best_that_is_not_the_snapshots_is_told_and_not_exported(checkpoint, m
     finetune(replace(run, resume=run.out, max_steps=4))
     said = capsys.readouterr()
     assert "best is not as the best of the snapshot was written, eval_loss 0.0000 at step 2: those weights" in said.out
-    assert "best     lost: eval_loss 0.0000, perplexity 1, at step 2; the output: eval_loss 1.0000, perplexity" in said.out
+    assert (
+        "best     lost: eval_loss 0.0000, perplexity 1, at step 2; the output: eval_loss 1.0000, perplexity" in said.out
+    )
     assert Path(run.out, "model.safetensors").exists()
 
 
