@@ -167,7 +167,10 @@ def run(options: Options, screen: Screen, clock: Clock, group: Alone) -> int:
         clock.spent["imports"] += clock.whole
         try:
             with demo.prepared(options, screen) if options.demo else nullcontext(options) as given:
-                train.finetune(given, screen, clock, group)
+                fitted = demo.sized(given, screen) if options.demo else given
+                train.finetune(fitted, screen, clock, group)
+                if options.demo and not options.dry_run:
+                    demo.say_after(fitted, screen)
         except loop.Interrupted:
             return 130
     return 0
