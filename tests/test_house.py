@@ -56,7 +56,7 @@ MAY_IMPORT = {  # beside files of the same room
     "engine/run/finished": ALL,
     "engine/tuning": BELOW | {"engine"},
     "scripts": {"engine/run"},
-    "scripts/command": {"engine/run"},
+    "scripts/command": {"engine/run", "engine/run/finished"},
     "scripts/bench": ALL,
     "scripts/papers": ALL,
     "scripts/dev": ALL,
@@ -76,6 +76,7 @@ TORCH_FREE = [
         f"engine/run/{name}"
         for name in [
             "begin/kept",
+            "finished/python",
             "begin/pinned",
             "command",
             "curve",
@@ -181,10 +182,10 @@ def test_the_rooms_are_those_that_are_packed():
 
 
 def test_the_package_is_links_to_the_folders():
-    """Editors and type checkers follow them. An __init__.py would make pip install a copy of the links' targets."""
+    """Editors and type checkers follow them."""
     links = {path.name: os.readlink(path) for path in (ROOT / "trireme").iterdir() if path.name != "__pycache__"}
     folders = {room: f"../{room}" for room in ROOMS if "/" not in room}
-    assert links == folders | {"__main__.py": "../scripts/command/__main__.py"}
+    assert links == folders | {name: f"../scripts/command/{name}" for name in ("__init__.py", "__main__.py")}
 
 
 def test_a_type_checker_resolves_imports_where_nothing_is_installed(tmp_path):
@@ -255,7 +256,7 @@ def wheel(tmp_path_factory) -> Path:
 def test_the_wheel_has_every_file(wheel):
     packed = {name.removeprefix("trireme/") for name in zipfile.ZipFile(wheel).namelist() if "dist-info" not in name}
     on_disk = {p for room in ROOMS for p in (ROOT / room).iterdir() if p.suffix in (".py", ".cpp", ".typed")}
-    assert packed == {p.relative_to(ROOT).as_posix() for p in on_disk} | {"__main__.py"}
+    assert packed == {p.relative_to(ROOT).as_posix() for p in on_disk} | {"__init__.py", "__main__.py"}
 
 
 @pytest.fixture(scope="module")

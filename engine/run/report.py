@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 from trireme.engine.amounts import compact, count, duration, gb, gib, seconds
 from trireme.engine.lanes.names import NET
 from trireme.engine.optimizer import learning_rate
@@ -54,6 +56,29 @@ def report(job: Job) -> list[str]:
     if on_gpu and job.options.dry_run:
         lines += _labelled("benefit", benefits(forecast.geo, forecast.work.document or forecast.work.seq_len))
     return lines
+
+
+def planned(job: Job) -> dict[str, Any]:
+    """The figures of the report."""
+    f, on_gpu = job.forecast, job.device.type == "cuda"
+    held = f.memory(all_gpus=not on_gpu)
+    tier = lambda name: sum(row[name] for row in held.values())
+    step_s = f.step.step_s if on_gpu else None
+    gpu, ram = tier("gpu"), tier("host")
+    happening = events(job, 0, job.total_steps * step_s if step_s else None)
+    return {
+        "steps": job.total_steps,
+        "tokens_per_step": f.work.tokens,
+        "step_s": step_s,
+        "tokens_per_second": f.work.tokens / step_s if step_s else None,
+        "run_s": sum(promise(job).values()) if on_gpu else None,
+        "limited_by": f.step.bound if on_gpu else None,
+        "gpu_bytes": gpu if on_gpu else 0,
+        "ram_bytes": ram if on_gpu else gpu + ram,
+        "ssd_bytes": tier("ssd"),
+        "disk_bytes": f.disk(),
+        "written_bytes": sum(written(f, job.total_steps, happening).values()) if step_s else None,
+    }
 
 
 def _labelled(label: str, lines: list[str]) -> list[str]:

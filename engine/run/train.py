@@ -35,9 +35,14 @@ from trireme.storage.untrusted import shown
 
 
 def finetune(
-    options: Options, screen: Screen | None = None, clock: Clock | None = None, group: Alone | None = None
+    options: Options,
+    screen: Screen | None = None,
+    clock: Clock | None = None,
+    group: Alone | None = None,
+    told: Sequence[Tracker] = (),
 ) -> Live | None:
-    """Returns the run, its engine closed; None of a dry run. `clock`: that of the command; `group`: the hosts.
+    """Returns the run, its engine closed; None of a dry run. `clock`: that of the command; `group`: the hosts; `told`:
+    trackers besides those of --log.
 
     Raises InputError, CheckpointError, DoesNotFit, StoreError, LostHost, Interrupted.
     """
@@ -49,7 +54,7 @@ def finetune(
         busy = f"--resume {options.out}: another process is at that run. Wait for its end."
         with taken(Path(options.out), busy) as made:
             try:
-                return _resume(options, screen, clock, group, id)
+                return _resume(options, screen, clock, group, id, told)
             finally:
                 remove_folders(made)
     if options.dry_run:
@@ -58,13 +63,13 @@ def finetune(
         return None
     if group.host:
         group.meet()  # host 0's folder may hold the others': it has to be free first
-    with new_run(options, Interrupted, id) as run, trackers(options, screen) as told:
+    with new_run(options, Interrupted, id) as run, trackers(options, screen) as asked:
         if not group.host:
             group.meet()
         job = _prepared(options, screen, clock, group)
         with clock.at("load"):
             run.store = new_store(job, screen, id)
-        return _train(job, Begun(run.store), screen, clock, told, group)
+        return _train(job, Begun(run.store), screen, clock, [*told, *asked], group)
 
 
 def _warn_of_folder(options: Options, screen: Screen) -> None:
@@ -75,7 +80,9 @@ def _warn_of_folder(options: Options, screen: Screen) -> None:
         screen.warn(f"the run itself would be refused: {error}")
 
 
-def _resume(options: Options, screen: Screen, clock: Clock, group: Alone, id: str) -> Live | None:
+def _resume(
+    options: Options, screen: Screen, clock: Clock, group: Alone, id: str, told: Sequence[Tracker]
+) -> Live | None:
     """`id`: of the run."""
     refuse_links(Path(options.out))
     with clock.at("headers"):
@@ -89,13 +96,13 @@ def _resume(options: Options, screen: Screen, clock: Clock, group: Alone, id: st
         if options.dry_run:
             _prepared(options, screen, clock, group, snapshot)
             return None
-        with trackers(options, screen) as told:
+        with trackers(options, screen) as asked:
             job = _prepared(options, screen, clock, group, snapshot)
             if snapshot:
                 _say_computed_by(snapshot, computed_by(job.device), screen)
             replace_synced(job.out / "config.yaml", signed(id, config_yaml(options)))  # keeps changed options
             store = store or new_store(job, screen, id)
-            return _train(job, begun._replace(store=store), screen, clock, told, group)
+            return _train(job, begun._replace(store=store), screen, clock, [*told, *asked], group)
     finally:
         if store is not None:
             store.close()

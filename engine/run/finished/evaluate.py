@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import argparse
+import math
 import sys
 import time
 from collections.abc import Iterator, Sequence
@@ -33,14 +34,27 @@ WAITING = 1 << 30  # bytes of activations between layers, where each pass reads 
 
 
 class Found(NamedTuple):
-    loss: float  # sum over labels
+    total: float  # of the labels' losses
     labels: int
     tokens: int
+    sequences: int
+
+    def plus(self, other: Found) -> Found:
+        labels, tokens = self.labels + other.labels, self.tokens + other.tokens
+        return Found(self.total + other.total, labels, tokens, self.sequences + other.sequences)
+
+    @property
+    def loss(self) -> float:
+        """The mean."""
+        return self.total / max(1, self.labels)
 
     def __str__(self) -> str:
-        mean = self.loss / max(1, self.labels)
-        of = f"{compact(self.labels)} trained tokens of {compact(self.tokens)}"
-        return f"loss {mean:.4f}, perplexity {perplexity(mean)}, on {of}"
+        of = f"{compact(self.labels)} trained tokens of {compact(self.tokens)}, {count(self.sequences, 'sequence')}"
+        return f"loss {self.loss:.4f}, perplexity {perplexity(self.loss)}, on {of}"
+
+    def described(self) -> dict[str, float]:
+        found = {"loss": self.loss, "perplexity": math.exp(min(self.loss, 700.0))}
+        return found | {"trained_tokens": self.labels, "tokens": self.tokens, "sequences": self.sequences}
 
 
 def parse(argv: Sequence[str]) -> argparse.Namespace:
@@ -70,28 +84,31 @@ def parse(argv: Sequence[str]) -> argparse.Namespace:
 
 def evaluate(argv: Sequence[str]) -> int:
     """Returns the exit code. Raises InputError, CheckpointError, DoesNotFit, StoreError."""
-    given, screen = parse(argv), Screen(sys.stderr)
+    given, out, all_ = parse(argv), Screen(), Found(0.0, 0, 0, 0)
+    for name, found in zip(given.data, losses(given, Screen(sys.stderr)), strict=True):
+        out.say(f"eval     {name}: {found}")
+        all_ = all_.plus(found)
+    if len(given.data) > 1:
+        out.say(f"eval     all {len(given.data)} files: {all_}")
+    return 0
+
+
+def losses(given: argparse.Namespace, screen: Screen) -> Iterator[Found]:
+    """Of each file. Raises as `evaluate`."""
     opened, codec = common.opened(given, screen)
     cfg, place = opened.cfg, common.place_of(given, opened)
     seq_len = given.seq_len or min(2048, cfg.max_positions)
     if seq_len > cfg.max_positions:
         raise InputError(f"--seq-len {seq_len}: the model has {cfg.max_positions} positions. Lower it.")
     sources = [_read(name, codec, opened, given, seq_len, screen) for name in given.data]
-    rows = max(1, AT_ONCE // seq_len) if place[0].type == "cuda" else 1
-    itemsize = DTYPE[place[1]].itemsize
-    layers = common.loaded(given, opened, place, needs(cfg, rows * seq_len, itemsize), "a pass", screen)
-    waiting = WAITING // (cfg.width * itemsize) if layers.pass_s else 0
-    total, out = Found(0.0, 0, 0), Screen()
+    rows, dtype = max(1, AT_ONCE // seq_len) if place[0].type == "cuda" else 1, DTYPE[place[1]]
+    layers = common.loaded(given, opened, place, needs(cfg, rows * seq_len, dtype.itemsize), "a pass", screen)
+    waiting = WAITING // (cfg.width * dtype.itemsize) if layers.pass_s else 0
     try:
-        for name, data in zip(given.data, sources, strict=True):
-            found = loss_on(layers, data, rows, seq_len, DTYPE[place[1]], waiting, screen)
-            out.say(f"eval     {name}: {found}, {count(data.n_sequences, 'sequence')}")
-            total = Found(total.loss + found.loss, total.labels + found.labels, total.tokens + found.tokens)
+        for data in sources:
+            yield loss_on(layers, data, rows, seq_len, dtype, waiting, screen)
     finally:
         layers.close()
-    if len(sources) > 1:
-        out.say(f"eval     all {len(sources)} files: {total}")
-    return 0
 
 
 def _read(name: str, codec: Codec, opened: Opened, given: argparse.Namespace, seq_len: int, screen: Screen) -> Dataset:
@@ -120,12 +137,13 @@ def loss_on(
     layers: Layers, data: Dataset, rows: int, seq_len: int, dtype: torch.dtype, waiting: int, screen: Screen
 ) -> Found:
     """Over all of `data`, `rows` at once; `waiting`: tokens that share a pass, at least a micro-batch's."""
-    tables, found = rope_tables(layers.cfg, seq_len, layers.device), Found(0.0, 0, 0)
+    tables, found = rope_tables(layers.cfg, seq_len, layers.device), Found(0.0, 0, 0, data.n_sequences)
     with screen.working("evaluating", data.tokens, "tokens") as more:
         for group in _grouped(data.batches(rows), waiting):
             loss = _pass(layers, group, tables, dtype)
             tokens = sum(len(mb.ids) for mb in group)
-            found = Found(found.loss + loss, found.labels + sum(mb.trained for mb in group), found.tokens + tokens)
+            labels = found.labels + sum(mb.trained for mb in group)
+            found = found._replace(total=found.total + loss, labels=labels, tokens=found.tokens + tokens)
             more(tokens)
     return found
 

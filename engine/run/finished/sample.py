@@ -156,13 +156,13 @@ class Echo:
 def sample(argv: Sequence[str]) -> int:
     """Returns the exit code. Raises InputError, CheckpointError, DoesNotFit, StoreError."""
     given, screen = parse(argv), Screen(sys.stderr)
-    opened, codec = common.opened(given, screen)
-    sampling = _sampling(given, opened, screen)
+    opened, codec, sampling = _opened(given, screen)
     by_template = bool(codec.facts.template) and not given.as_text
     if given.chat and not by_template:
         raise InputError(f"--chat: {opened.base} has no chat template. Add --chat-template chatml, or use --prompt.")
     rows = [] if given.chat else read_prompts(given, by_template)
-    with speaker(given, screen, opened, codec, sampling, [codec.prompt(row) for row in rows]) as (speaks, prompts):
+    prompts = [codec.prompt(row) for row in rows]
+    with speaker(given, screen, opened, codec, sampling, prompts) as speaks:
         how = "; a prompt is a user's message (--as-text: continued as it is)" if by_template and rows else ""
         screen.say(f"sampling {sampling}{how}")
         if given.chat:
@@ -177,6 +177,23 @@ def sample(argv: Sequence[str]) -> int:
                     what = {"prompt": row} if isinstance(row, str) else {"messages": row}
                     say(json.dumps({**what, "text": text, "tokens": tokens, "ended": ended}, ensure_ascii=False) + "\n")
     return 0
+
+
+def answer(given: argparse.Namespace, prompt: str | list[Fields], screen: Screen) -> str:
+    """To a prompt as of --prompt, or to messages. Raises as `sample`."""
+    opened, codec, sampling = _opened(given, screen)
+    if isinstance(prompt, str):
+        given.prompt = prompt
+        (prompt,) = read_prompts(given, bool(codec.facts.template) and not given.as_text)
+    prompts = [codec.prompt(prompt)]
+    with speaker(given, screen, opened, codec, sampling, prompts) as speaks:
+        ((text, _, _),) = speaks.speak(prompts)
+    return text
+
+
+def _opened(given: argparse.Namespace, screen: Screen) -> tuple[Opened, Codec, Sampling]:
+    opened, codec = common.opened(given, screen)
+    return opened, codec, _sampling(given, opened, screen)
 
 
 def _sampling(given: argparse.Namespace, opened: Opened, screen: Screen) -> Sampling:
@@ -201,7 +218,7 @@ def speaker(
     codec: Codec,
     sampling: Sampling,
     prompts: list[list[int]],
-) -> Iterator[tuple[Speaker, list[list[int]]]]:
+) -> Iterator[Speaker]:
     """The model, loaded to answer `prompts`, or for a conversation where there are none."""
     longest = max(map(len, prompts), default=min(CHAT, opened.cfg.max_positions))
     most, place = min(sampling.max_new, max(1, opened.cfg.max_positions - longest)), common.place_of(given, opened)
@@ -210,7 +227,7 @@ def speaker(
     what = "each token" if together == 1 else f"each token of {together} prompts together"
     layers = common.loaded(given, opened, place, room, what, screen)
     try:
-        yield Speaker(opened, codec, layers, sampling, place[1]), prompts
+        yield Speaker(opened, codec, layers, sampling, place[1])
     finally:
         layers.close()
 
