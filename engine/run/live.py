@@ -13,7 +13,7 @@ from pathlib import Path
 
 import torch
 
-from trireme.engine.amounts import count, duration
+from trireme.engine.amounts import compact, count, duration
 from trireme.engine.between import Reader, save_to_store
 from trireme.engine.build import InRam, dealt
 from trireme.engine.exchange import LARGEST_F16, Exchange, Kept
@@ -99,7 +99,10 @@ class Live:
         if job.options.eval_tokens or not snapshot:  # else evaluations stay comparable
             self.progress.eval_rows = job.eval_rows
         since = Mark(*snapshot["log"]) if snapshot else None
-        self.log = RunLog(job.out, job.total_steps, screen, since, job.work.evaluations, trackers)
+        title = (
+            f"{job.out.resolve().name}: {Path(job.options.model).resolve().name}, {compact(job.parameters)} parameters"
+        )
+        self.log = RunLog(job.out, job.total_steps, screen, since, job.work.evaluations, trackers, title)
         self.lanes = RealLanes(job.device, gpus=job.plan.gpus, hosts=job.plan.hosts)
         self.lanes.failed = self.group.failed  # where this thread waits for a host that waits for a lane
         self.clock, self.promised = clock or Clock(), dict[Part, float]()

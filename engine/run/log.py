@@ -145,12 +145,13 @@ class RunLog:
         since: Mark | None = None,
         evaluations: int = 0,
         trackers: Sequence[Tracker] = (),
+        title: str = "",
     ):
-        """`since`: of a resumed run's snapshot; drops later lines. `evaluations`: of the whole run.
+        """`since`: of a resumed run's snapshot; drops later lines. `evaluations`: of the whole run. `title`: of loss.svg.
 
         Raises StoreError.
         """
-        self._out, self._total, self._evaluations = out, total_steps, evaluations
+        self._out, self._total, self._evaluations, self._title = out, total_steps, evaluations, title
         self._trackers = list(trackers)
         self.totals, self._losses, self._evals = Totals(), Curve(), Curve()
         path = out / "log.jsonl"
@@ -210,7 +211,7 @@ class RunLog:
 
     def draw(self) -> None:
         try:
-            replace_synced(self._out / "loss.svg", draw(self._losses.points, self._evals.points).encode())
+            replace_synced(self._out / "loss.svg", draw(self._losses.points, self._evals.points, self._title).encode())
         except OSError as error:
             self._warn(error)
 

@@ -62,6 +62,8 @@ class Run:
         self.bound: str | None = None  # busiest lane of the last traced step
         self.moved = live.lanes.moved.copy()  # bytes by lane at the last step's end
         self.pace = Pace(live)
+        predicted = live.job.forecast.step.step_s if live.job.device.type == "cuda" else None
+        self.step_s: float | None = predicted  # of the last step
 
     def go(self) -> None:
         """Raises Interrupted, Diverged, StoreError."""
@@ -85,7 +87,8 @@ class Run:
         began = time.perf_counter()
         live.lanes.tracing = o.trace or self.pace.needs_trace or done.step % BOUND_EVERY == 0
         rate = learning_rate(done.step + 1, total, job.lr, o.schedule, o.warmup_steps(total))
-        with live.clock.at("steps"), live.watched(f"step {done.step + 1}"):
+        passing = live.screen.passing(f"step {done.step + 1}/{total}", self.step_s)
+        with live.clock.at("steps"), live.watched(f"step {done.step + 1}"), passing:
             batch = self.batches.take(*self._due())
             tokens, places = sum(mb.tokens for mb in batch), live.lanes.devices
             loads = [make_load(job.cfg, tokens, o.router_aux, device) for device in places]
@@ -95,7 +98,7 @@ class Run:
             self._diverged(stats)
         done.step += 1
         self.stop.hear(group.any(self.stop.asked and not self.stop.alone))
-        seconds = time.perf_counter() - began
+        seconds = self.step_s = time.perf_counter() - began
         spans = self._trace() if live.lanes.tracing else []
         record = self._record(stats, rate, batch, seconds) | self._load_record(loads[0])
         with live.watched("log"):
@@ -200,8 +203,8 @@ class Run:
         adapter = job.cfg.lora is not None
         base = job.options.model or ""
         with live.clock.at("check"), live.watched("check"):
-            written = reopen_adapter(job.cfg, base, job.out) if adapter else reopen(job.source, job.out, job.cfg.opener)
             summary = live.log.summary()
+            written = reopen_adapter(job.cfg, base, job.out) if adapter else reopen(job.source, job.out, job.cfg.opener)
         self._warn_of_worse(best)
         for line in (summary, *written):
             live.screen.say(line)

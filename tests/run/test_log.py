@@ -10,6 +10,7 @@ import os
 import re
 import shutil
 import sys
+import time
 import tracemalloc
 import types
 import xml.etree.ElementTree as ET
@@ -28,7 +29,7 @@ from trireme.engine.run.curve import MOST, Curve, draw
 from trireme.engine.run.log import RunLog
 from trireme.engine.run.options import Options
 from trireme.engine.run.records import COLUMNS
-from trireme.engine.run.screen import Screen, one_line, progress
+from trireme.engine.run.screen import Screen, one_line, progress, wrapped
 from trireme.engine.run.train import finetune
 from trireme.kernels import host_adamw
 from trireme.storage import devices
@@ -395,7 +396,7 @@ def test_long_work_says_how_far_it_is_and_leaves_the_step_line_as_it_was(tmp_pat
 
 
 def test_the_picture(tmp_path):
-    log = run(tmp_path, [])
+    log = RunLog(tmp_path, 3000, screen(io.StringIO()), title="<out> & more")
     log.eval({"step": 0, "eval_loss": 4.0})
     for step in range(1, 3001):
         log.step({"step": step, "loss": 4.0 / step if step != 5 else float("nan")})
@@ -413,6 +414,36 @@ def test_the_picture(tmp_path):
     assert "eval: 4 to 0.5" in text
     assert len(text) < 60_000
     assert len(list(svg.iter(ns + "circle"))) == 3, "two evaluations, and the best"
+    words = [e.text for e in svg.iter(ns + "text")]
+    assert words[0] == "<out> & more"
+    assert {"optimizer step", "loss (nats per token)"} < set(words)
+
+
+@pytest.mark.parametrize("width", [40, 60, 120])
+def test_a_terminal_breaks_no_words(width):
+    """A table's spaces stay; a path longer than a line is whole."""
+    line = "data     stories.txt: 12,480 rows, format   messages   " + "/a" * 70 + " fits and is embedded " * 5
+    parts = wrapped(line, width).split("\n")
+    assert [word for part in parts for word in part.split()] == line.split()
+    assert all(len(part) < width or len(part.split()) == 1 for part in parts)
+    assert all(part.startswith(" " * 9) and part[9] != " " for part in parts[1:])
+    assert wrapped("  short   line", width) == "  short   line"
+
+
+def test_a_long_step_shows_its_seconds(monkeypatch):
+    monkeypatch.setattr(screen_module, "PATIENCE", 0.0)
+    monkeypatch.setattr(screen_module, "TICK", 0.001)
+    stream = Terminal()
+    shown = screen(stream)
+    shown.show({"step": "step 1/9", "loss": "loss 2.0"}, False)
+    with shown.passing("step 2/9", 52.0):
+        for _ in range(10_000):
+            if "step 2/9  0s of about 52s  loss 2.0" in stream.getvalue():
+                break
+            time.sleep(0.001)
+    assert "step 2/9  0s of about 52s  loss 2.0" in stream.getvalue()
+    shown.show({"step": "step 2/9", "loss": "loss 1.5"}, False)
+    assert on_screen(stream.getvalue())[-1] == "step 2/9  loss 1.5"
 
 
 @pytest.mark.parametrize(("losses", "evals"), [([], []), ([(1.0, 2.0)], []), ([], [(3.0, 0.0)])])
