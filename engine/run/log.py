@@ -147,7 +147,7 @@ class RunLog:
         trackers: Sequence[Tracker] = (),
         title: str = "",
     ):
-        """`since`: of a resumed run's snapshot; drops later lines. `evaluations`: of the whole run. `title`: of loss.svg.
+        """`since`: of a resumed run's snapshot; drops later lines. `evaluations`: in all. `title`: of loss.svg.
 
         Raises StoreError.
         """
