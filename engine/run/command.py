@@ -63,9 +63,8 @@ def _parser() -> argparse.ArgumentParser:
         prog=program(),
         usage=f"{program()} CHECKPOINT --data FILE [--out DIR] [options]",
         description="Fine-tunes CHECKPOINT, a Hugging Face folder (--model DIR means the same), on one machine.",
-        epilog="Names from Hugging Face and others work too (--learning_rate, --output_dir, ...). "
-        f"Afterwards: {program()} sample OUT --prompt TEXT, {program()} eval OUT --data FILE, and {program()} merge "
-        "ADAPTER --out DIR, which adds an adapter to its model; each has its own --help.",
+        epilog="Names from Hugging Face and others work too (--learning_rate, --output_dir, ...). Other commands, each "
+        f"with its own --help: {program()} sample OUT, eval OUT, merge ADAPTER.",
         allow_abbrev=False,
         add_help=False,
         formatter_class=lambda prog: argparse.HelpFormatter(prog, max_help_position=32, width=112),
@@ -159,10 +158,16 @@ def parse(
         if full(given.get("out", run)) != full(run):
             raise InputError(f"--out {given['out']}: a run goes on in its own folder, {run}. Leave it out.")
         kept = from_yaml(run / "config.yaml") if begun else _as_other(from_yaml(run / "config.yaml", text), host)
-        given = {**kept, **given, "resume": str(run), "out": str(run)}
+        given = {**_without_length(kept, given), **given, "resume": str(run), "out": str(run)}
     elif "config" in given:
-        given = {**from_yaml(Path(given["config"]), typed=given, say=say), **given}
+        kept = from_yaml(Path(given["config"]), typed=given, say=say)
+        given = {**_without_length(kept, given), **given}
     return checked(Options(**given))
+
+
+def _without_length(kept: dict[str, Any], given: dict[str, Any]) -> dict[str, Any]:
+    """`kept` without epochs where steps are given instead: a config.yaml has those that a run has chosen."""
+    return {name: value for name, value in kept.items() if name != "epochs" or "max_steps" not in given}
 
 
 def _of_host(given: dict[str, Any], host: int, hosts: int) -> dict[str, Any]:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+import re
 import shutil
 import sys
 import textwrap
@@ -21,6 +22,7 @@ PLAIN_SECONDS = 10.0  # between lines in a pipe
 LIVE_SECONDS = 0.1
 PATIENCE = 3.0  # seconds before progress shows
 TICK = 1.0  # seconds between looks at a step
+COMMAND = re.compile(r"\b(?:trireme|python scripts/finetune\.py) [^;,()]*")
 INDENT = 9  # of a line's continuation: the width of its label
 
 
@@ -64,13 +66,17 @@ def one_line(parts: Mapping[str, str], width: float = math.inf) -> str:
 
 
 def wrapped(line: str, width: int) -> str:
-    """A line in lines shorter than a terminal is wide, parted between words; those behind the first are indented."""
+    """A line in lines shorter than a terminal is wide, parted between words; those behind the first are indented.
+
+    A command to be copied is not parted.
+    """
     if len(line) < width:
         return line
+    whole = COMMAND.sub(lambda found: found[0].replace(" ", "\0"), line)
     parts = textwrap.wrap(
-        line, max(20, width - 1), subsequent_indent=" " * INDENT, break_long_words=False, break_on_hyphens=False
+        whole, max(20, width - 1), subsequent_indent=" " * INDENT, break_long_words=False, break_on_hyphens=False
     )
-    return "\n".join(parts)
+    return "\n".join(parts).replace("\0", " ")
 
 
 class Screen:

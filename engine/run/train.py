@@ -67,6 +67,7 @@ def finetune(
         if not group.host:
             group.meet()
         job = _prepared(options, screen, clock, group)
+        _keep_options(job, id)
         with clock.at("load"):
             run.store = new_store(job, screen, id)
         return _train(job, Begun(run.store), screen, clock, [*told, *asked], group)
@@ -91,8 +92,6 @@ def _resume(
     try:
         if snapshot:
             check_snapshot(options, snapshot)
-            for line in changes(options, snapshot["options"]):
-                screen.say(f"changed  {line} at step {snapshot['step']:,}")
         if options.dry_run:
             _prepared(options, screen, clock, group, snapshot)
             return None
@@ -100,12 +99,17 @@ def _resume(
             job = _prepared(options, screen, clock, group, snapshot)
             if snapshot:
                 _say_computed_by(snapshot, computed_by(job.device), screen)
-            replace_synced(job.out / "config.yaml", signed(id, config_yaml(options)))  # keeps changed options
+            _keep_options(job, id)
             store = store or new_store(job, screen, id)
             return _train(job, begun._replace(store=store), screen, clock, [*told, *asked], group)
     finally:
         if store is not None:
             store.close()
+
+
+def _keep_options(job: Job, id: str) -> None:
+    """config.yaml has all that is in force: changed ones, and those that were chosen."""
+    replace_synced(job.out / "config.yaml", signed(id, config_yaml(job.options)))
 
 
 def _say_computed_by(snapshot: Snapshot, now: str, screen: Screen) -> None:
@@ -138,6 +142,8 @@ def _fitting(options: Options, screen: Screen, clock: Clock, group: Alone, snaps
         group.agree("data", {"--data": job.data.fingerprint}, "Copy host 0's")
     group.agree("checkpoints", job.pinned.model, "Copy host 0's")
     if snapshot:
+        for line in changes(job.options, snapshot["options"]):
+            screen.say(f"changed  {line} at step {snapshot['step']:,}")
         check_continues(job, snapshot)
     with clock.at("plan"):
         lines = report(job)

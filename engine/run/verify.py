@@ -13,7 +13,7 @@ from pathlib import Path
 from typing import NoReturn
 
 from trireme.engine.exports import BEST, half_made, remove
-from trireme.engine.run.begin.kept import config_yaml
+from trireme.engine.run.begin.kept import config_yaml, repeats
 from trireme.engine.run.begin.owned import refuse_links, signed, unsigned
 from trireme.engine.run.command import program
 from trireme.engine.run.options import Options, store_folders
@@ -158,7 +158,7 @@ def _is_same(options: Options, held: set[str]) -> bool:
         name in (*OURS, "store") or name.startswith(temporary.HIDDEN) or re.fullmatch(r"host-\d+", name)
         for name in held
     )
-    return ours and not begun and unsigned((out / "config.yaml").read_bytes()) == config_yaml(options)
+    return ours and not begun and repeats(unsigned((out / "config.yaml").read_bytes()), options)
 
 
 def has_begun(out: Path) -> bool:

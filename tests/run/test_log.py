@@ -428,6 +428,8 @@ def test_a_terminal_breaks_no_words(width):
     assert all(len(part) < width or len(part.split()) == 1 for part in parts)
     assert all(part.startswith(" " * 9) and part[9] != " " for part in parts[1:])
     assert wrapped("  short   line", width) == "  short   line"
+    command = "trireme --resume runs/" + "x" * 20
+    assert command in wrapped("asked to stop: saved. Resume: " + command + "; or " + "leave it. " * 12, width)
 
 
 def test_a_long_step_shows_its_seconds(monkeypatch):

@@ -11,14 +11,22 @@ from pathlib import Path
 
 import pytest
 from mutations import LAUGHS
+from runs import make_small
 from script_files import script
 
 from trireme.engine.amounts import size
-from trireme.engine.run.begin.kept import changes, config_yaml, kept
+from trireme.engine.run.begin.job import prepare
+from trireme.engine.run.begin.kept import changes, config_yaml, kept, repeats
 from trireme.engine.run.command import checked, latest_run, parse
 from trireme.engine.run.names import ELSEWHERE
 from trireme.engine.run.options import Every, Options, every
 from trireme.models.config import InputError
+
+
+@pytest.fixture
+def here(tmp_path) -> Path:
+    return make_small(tmp_path)
+
 
 BASE = ["ckpt", "--data", "a.jsonl"]
 
@@ -288,6 +296,32 @@ def test_patterns_and_system_messages_are_kept(tmp_path, monkeypatch):
     again = parse(["--config", str(tmp_path / "config.yaml")])
     assert again.data == (f"{tmp_path}/shards/*.jsonl:2", "gone.jsonl")
     assert again.system == "Be: brief."
+
+
+def test_a_runs_options_are_all_there(here, monkeypatch):
+    """Also those that it has chosen: other defaults repeat it all the same."""
+    monkeypatch.chdir(here)
+    given = parse(["checkpoint", "--data", "stories.txt", "--lora", "4", "--out", "out"])
+    job = prepare(given)
+    content = yaml.safe_load(config_yaml(job.options))
+    chosen = dict(seq_len=512, epochs=1.0, lr=2e-4, weight_decay=0.0, adam_bits=32, lora_alpha=8.0)
+    assert chosen.items() <= content.items()
+    assert {"q_proj", "down_proj"} < set(content["lora_targets"])
+    assert {f.name for f in dataclasses.fields(Options) if f.default not in (None, "", ())} - set(content) == {
+        "dry_run",
+        "demo",
+    }
+    (here / "config.yaml").write_bytes(config_yaml(job.options))
+    again = parse(["--config", "config.yaml", "--out", "out"])
+    assert config_yaml(again) == config_yaml(job.options)
+    assert prepare(again).lr == job.lr
+    assert parse(["--config", "config.yaml", "--max-steps", "5"]).epochs is None
+    assert repeats(config_yaml(job.options), given)
+    assert repeats(config_yaml(given), given)
+    assert not repeats(config_yaml(job.options), dataclasses.replace(given, lr=1e-3))
+    assert not repeats(config_yaml(job.options), dataclasses.replace(given, seed=1))
+    assert not repeats(b"- 1", given)
+    assert not repeats(b"[", given)
 
 
 def test_words_that_are_also_files_stay_words(tmp_path, monkeypatch):
