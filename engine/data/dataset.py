@@ -56,6 +56,7 @@ class DataOptions:
     long: str | None = None  # cut, drop, split, error; None: split text, else cut
     pack: bool = True  # several documents a row
     skip_bad: bool = False
+    max_samples: int | None = None  # rows of each training file, the first ones
     seed: int = 42
     vocab_size: int | None = None  # of the model
     media: tuple[tuple[int, str], ...] = ()  # tokens of images and the like, which are refused, and their names
@@ -205,7 +206,7 @@ def load_dataset(
         notes.append(f"{names}: not read, as --val is given" if options.val else f"held out, by its name: {names}")
         val_given = val_given if options.val else own
     files = tuple(tokenize(source, reading, progress) for source in given)
-    rows = documents.all_documents(files)
+    rows = documents.first_of_each(documents.all_documents(files), options.max_samples)
     held_out, apart = None, ""
     if val_given:
         val_files = tuple(tokenize(source, reading, progress) for source in val_given)

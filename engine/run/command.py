@@ -204,9 +204,11 @@ def checked(options: Options) -> Options:
             raise InputError(f"--demo trains a model of its own on stories of its own. Leave out {', '.join(own)}.")
         return options
     _check_named(options)
-    unknown = set(options.log) - {"tensorboard", "wandb", "trace"}
+    unknown = set(options.log) - {"tensorboard", "wandb", "mlflow", "comet", "trace"}
     if unknown:
-        raise InputError(f"--log {sorted(unknown)[0]}: expected tensorboard, wandb or trace; leave it out for none.")
+        raise InputError(
+            f"--log {sorted(unknown)[0]}: expected tensorboard, wandb, mlflow, comet or trace; leave it out for none."
+        )
     if (options.export == "best" or options.patience) and not options.val and options.data:
         flag = f"--patience {options.patience}" if options.patience else "--export best"
         raise InputError(f"{flag} goes by the loss on held-out data. Give --val.")

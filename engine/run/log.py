@@ -23,6 +23,7 @@ from trireme.engine.run.screen import Screen, progress
 from trireme.models.config import InputError
 from trireme.storage.files import replace_synced
 
+PACKAGES = {"comet": "comet-ml"}  # if not called as --log has it
 Tracker = tuple[Callable[[Record], None], Callable[[], None]]  # (add, close)
 
 
@@ -32,9 +33,8 @@ def _tensorboard(out: Path, _: Options) -> Tracker:
     writer = SummaryWriter(str(out / "tensorboard"))
 
     def add(record: Record) -> None:
-        for key, value in record.items():
-            if isinstance(value, (int, float)) and key != "step":
-                writer.add_scalar(key, value, record["step"])
+        for key, value in _numbers(record).items():
+            writer.add_scalar(key, value, record["step"])
 
     return add, writer.close
 
@@ -43,13 +43,58 @@ def _wandb(out: Path, options: Options) -> Tracker:
     """A resumed run goes on in its own W&B run, known by its id in OUT/wandb."""
     import wandb
 
-    held = out / "wandb" / "run-id"
-    known = held.read_text().strip() if options.resume and held.is_file() else None
+    known = _known(out, "wandb", options)
     resumed = {"id": known, "resume": "allow"} if known else {}
     run = wandb.init(project="trireme", name=out.name, dir=str(out), config=asdict(options), **resumed)
-    held.parent.mkdir(exist_ok=True)
-    replace_synced(held, run.id.encode())
+    _note(out, "wandb", run.id)
     return lambda record: run.log(record, step=record["step"]), run.finish
+
+
+def _mlflow(out: Path, options: Options) -> Tracker:
+    """As _wandb; where it logs to, its own environment says."""
+    import mlflow
+
+    known = _known(out, "mlflow", options)
+    if not known:
+        mlflow.set_experiment("trireme")
+    run = mlflow.start_run(**({"run_id": known} if known else {"run_name": out.name}))
+    if not known:
+        mlflow.log_params({name: str(value)[:500] for name, value in asdict(options).items()})
+    _note(out, "mlflow", run.info.run_id)
+    return lambda record: mlflow.log_metrics(_numbers(record), step=record["step"]), mlflow.end_run
+
+
+def _comet(out: Path, options: Options) -> Tracker:
+    """As _wandb."""
+    import comet_ml
+
+    known = _known(out, "comet", options)
+    how = {"experiment_key": known, "mode": "get"} if known else {"mode": "create"}
+    experiment = comet_ml.start(project_name="trireme", **how)
+    if not known:
+        experiment.set_name(out.name)
+        experiment.log_parameters(asdict(options))
+    _note(out, "comet", experiment.get_key())
+    return lambda record: experiment.log_metrics(_numbers(record), step=record["step"]), experiment.end
+
+
+TRACKERS = {"tensorboard": _tensorboard, "wandb": _wandb, "mlflow": _mlflow, "comet": _comet}
+
+
+def _numbers(record: Record) -> Record:
+    return {key: value for key, value in record.items() if isinstance(value, (int, float)) and key != "step"}
+
+
+def _known(out: Path, name: str, options: Options) -> str | None:
+    """What a tracker called the run that is resumed."""
+    held = out / name / "run-id"
+    return held.read_text().strip() if options.resume and held.is_file() else None
+
+
+def _note(out: Path, name: str, id: str) -> None:
+    held = out / name / "run-id"
+    held.parent.mkdir(exist_ok=True)
+    replace_synced(held, id.encode())
 
 
 @contextmanager
@@ -57,7 +102,7 @@ def trackers(options: Options, screen: Screen) -> Iterator[list[Tracker]]:
     """Those of --log, begun before anything else takes time. Raises InputError where one cannot be."""
     begun: list[Tracker] = []
     try:
-        for name, begin in (("tensorboard", _tensorboard), ("wandb", _wandb)):
+        for name, begin in TRACKERS.items():
             if name in options.log:
                 begun.append(_begun(name, begin, options))
         yield begun
@@ -73,7 +118,9 @@ def _begun(name: str, begin: Callable[[Path, Options], Tracker], options: Option
     try:
         return begin(Path(options.out), options)
     except ImportError:
-        raise InputError(f"--log {name}: it is not installed. pip install {name}, or leave it out.") from None
+        raise InputError(
+            f"--log {name}: it is not installed. pip install {PACKAGES.get(name, name)}, or leave it out."
+        ) from None
     except Exception as error:
         key = "Log in with `wandb login`, or set WANDB_MODE=offline" if name == "wandb" else "Mend that"
         why = (str(error).strip().splitlines() or [type(error).__name__])[0].rstrip(".")

@@ -28,7 +28,7 @@ from trireme.storage.store import Store
 ADAPTER = "adapter_model.safetensors"
 LOGS = ("log.jsonl", "log.csv", "loss.svg", "trace.json", "config.yaml")
 # Before the first step. config.yaml marks a killed run's folder: made first, removed last.
-OURS = ("tokens", "tensorboard", "wandb", *(partial_of(Path(name)).name for name in LOGS), *LOGS)
+OURS = ("tokens", "tensorboard", "wandb", "mlflow", "comet", *(partial_of(Path(name)).name for name in LOGS), *LOGS)
 UNFIT = (errno.EACCES, errno.EPERM, errno.EROFS, errno.ENOENT, errno.ENOTDIR, errno.ENAMETOOLONG, errno.EINVAL)
 
 

@@ -494,12 +494,12 @@ def test_a_tracker_that_fails_is_left_out(tmp_path):
 # ---------------------------------------------------------------- trackers
 
 
-@pytest.mark.parametrize("name", ["tensorboard", "wandb"])
+@pytest.mark.parametrize("name", ["tensorboard", "wandb", "mlflow", "comet"])
 def test_a_tracker_that_is_not_there_is_refused_before_the_data_is_read(here, capsys, monkeypatch, name):
     monkeypatch.setitem(sys.modules, {"tensorboard": "torch.utils.tensorboard"}.get(name, name), None)
     monkeypatch.setattr(dataset, "tokenize", None)
     said = fails(capsys, here, *TRAIN, "--log", name)
-    assert f"--log {name}: it is not installed. pip install {name}" in said
+    assert f"--log {name}: it is not installed. pip install {log_module.PACKAGES.get(name, name)}" in said
 
 
 def test_tensorboard_and_a_trace_are_left_with_the_run(here, monkeypatch):
@@ -560,11 +560,52 @@ def test_a_resumed_run_goes_on_in_its_own_run_there(here, capsys, monkeypatch):
     assert fake.got == [1, "end", 2, 3, 4, "end"]
 
 
+def played(name: str, got: list) -> types.ModuleType:
+    """The part of MLflow's or Comet's client that a run uses: what it hears, into `got`."""
+    hears = lambda call: lambda *given, **named: got.append((call, *given, *named.values()))
+    found = types.ModuleType(name)
+    if name == "mlflow":
+        start = lambda **given: (
+            got.append(("start", given)) or types.SimpleNamespace(info=types.SimpleNamespace(run_id="r1"))
+        )
+        calls = dict(set_experiment=hears("experiment"), log_params=hears("options"), log_metrics=hears("metrics"))
+        vars(found).update(calls, start_run=start, end_run=hears("end"))
+        return found
+    experiment = types.SimpleNamespace(
+        set_name=hears("name"), log_parameters=hears("options"), log_metrics=hears("metrics"), end=hears("end"),
+        get_key=lambda: "r1",
+    )  # fmt: skip
+    found.start = lambda **given: got.append(("start", given)) or experiment
+    return found
+
+
+@pytest.mark.parametrize(
+    ("name", "module", "first", "again"),
+    [
+        ("mlflow", "mlflow", {"run_name": "out"}, {"run_id": "r1"}),
+        ("comet", "comet_ml", {"project_name": "trireme", "mode": "create"},
+         {"project_name": "trireme", "experiment_key": "r1", "mode": "get"}),
+    ],
+)  # fmt: skip
+def test_other_trackers_hear_numbers_and_go_on_in_their_own_run(tmp_path, monkeypatch, name, module, first, again):
+    monkeypatch.setitem(sys.modules, module, played(module, got := []))
+    (tmp_path / "out").mkdir()
+    for resume in (None, "out"):
+        given = Options(log=(name,), out=str(tmp_path / "out"), resume=resume, lora=4)
+        with log_module.trackers(given, Screen(io.StringIO())) as told:
+            run(tmp_path, [1 if resume is None else 2], told=told)
+    assert [call[1] for call in got if call[0] == "start"] == [first, again]
+    metrics = [call[1:] for call in got if call[0] == "metrics"]
+    assert metrics == [({"loss": 5.0, "learning_rate": 0.1}, 1), ({"loss": 2.5, "learning_rate": 0.1}, 2)]
+    assert sum(call[0] == "options" for call in got) == 1
+    assert got[-1] == ("end",)
+
+
 def test_a_tracker_that_cannot_end_is_told(tmp_path, monkeypatch):
     def broken():
         raise ConnectionError("no route")
 
-    monkeypatch.setattr(log_module, "_wandb", lambda out, options: (None, broken))
+    monkeypatch.setitem(log_module.TRACKERS, "wandb", lambda out, options: (None, broken))
     stream = io.StringIO()
     with log_module.trackers(Options(log=("wandb",)), Screen(stream)):
         pass

@@ -30,6 +30,7 @@ from trireme.engine.planner.rates import Machine, reserved
 from trireme.engine.run.begin.limits import check_fp8, check_gpus, check_heads, least, place
 from trireme.engine.run.begin.model import (
     about_adapter,
+    alpha_of,
     given_adapter,
     is_absent,
     length,
@@ -230,6 +231,7 @@ def _data_options(options: Options, cfg: ModelConfig, seq_len: int) -> DataOptio
         long=options.long,
         pack=not options.no_pack,
         skip_bad=options.skip_bad,
+        max_samples=options.max_samples,
         seed=options.seed,
         vocab_size=cfg.vocab,
         media=cfg.media,
@@ -279,7 +281,7 @@ def _in_force(options: Options, cfg: ModelConfig, data: Dataset | None, seq_len:
     if data is not None and not options.max_steps:
         found = replace(found, epochs=epochs_of(options, data))
     if options.lora is not None and cfg.lora is not None:
-        found = replace(found, lora_alpha=cfg.lora.alpha, lora_targets=cfg.lora.targets)
+        found = replace(found, lora_alpha=alpha_of(options), lora_targets=cfg.lora.targets)
     return found
 
 

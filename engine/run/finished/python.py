@@ -39,6 +39,7 @@ class Given(TypedDict, total=False):
     rope_factor: float
     no_pack: bool
     skip_bad: bool
+    max_samples: int
     show_example: int
     tokenizer: str | Path
     chat_template: str | Path
@@ -65,6 +66,8 @@ class Given(TypedDict, total=False):
     adam_bits: int
     lora: int
     lora_alpha: float
+    rslora: bool
+    loraplus: float
     lora_targets: str | Sequence[str]
     train: str | Sequence[str]
     freeze: str | Sequence[str]
