@@ -10,7 +10,15 @@ from trireme.engine.optimizer import learning_rate
 from trireme.engine.planner.clock import Clock, Part, Times
 from trireme.engine.planner.forecast import ENDLESS
 from trireme.engine.planner.host import available_ram
-from trireme.engine.planner.lines import disk_line, gpu_lines, memory_lines, ready_line, unmeasured_line, wear_line
+from trireme.engine.planner.lines import (
+    disk_line,
+    gpu_lines,
+    memory_lines,
+    ready_line,
+    unmeasured_line,
+    wear_line,
+    wear_warning,
+)
 from trireme.engine.planner.reasons import benefits
 from trireme.engine.planner.whole import Events, compile_s, evaluation_s, export_s, foretold, written
 from trireme.engine.run.begin.job import Job, shelf
@@ -44,8 +52,11 @@ def report(job: Job) -> list[str]:
     if forecast.work.evaluations:
         lines.append(f"eval     {eval_line(job)}")
     seconds_of_steps = job.total_steps * forecast.step.step_s if on_gpu else None
-    if wear := wear_line(forecast, written(forecast, job.total_steps, events(job, 0, seconds_of_steps))):
+    writes = written(forecast, job.total_steps, events(job, 0, seconds_of_steps))
+    if wear := wear_line(forecast, writes):
         lines.append(f"ssd      {wear}")
+    if warning := wear_warning(forecast, writes, seconds_of_steps):
+        lines.insert(0, warning)
     lines.append(f"disk     {disk_line(forecast)}")
     if on_gpu:
         lines.append(f"ready    {ready_line(promise(job))}")

@@ -773,6 +773,7 @@ def test_the_first_rows_of_each_file(tmp_path):
         names.append(str(path))
     ids = lambda data: sorted(tuple(mb.ids[:2].tolist()) for mb in data.batches(1))
     few = load_dataset(names, None, DataOptions(seq_len=8, max_samples=3, pack=False))
+    assert "note: --max-samples 3: 8 of 16 rows" in few.report.lines()
     assert ids(few) == [(0, 0), (0, 1), (0, 2), (1, 0), (1, 1), (2, 0), (2, 1), (2, 2)]
     parted = load_dataset(names, None, DataOptions(seq_len=8, max_samples=3, pack=False, val="0.25"))
     assert (parted.n_sequences, parted.held_out.n_sequences) == (6, 2)
