@@ -17,7 +17,7 @@ from trireme.engine.planner.whole import AGAIN
 from trireme.engine.run.begin.job import Job, check_room, prepare
 from trireme.engine.run.begin.kept import changes, config_yaml, to_agree
 from trireme.engine.run.begin.opened import Begun, Snapshot, check_continues, new_store, open_run
-from trireme.engine.run.begin.otherwise import adapters_instead
+from trireme.engine.run.begin.otherwise import instead
 from trireme.engine.run.begin.owned import common_id, refuse_links, signed
 from trireme.engine.run.begin.pinned import check_snapshot, is_date
 from trireme.engine.run.command import checked
@@ -123,7 +123,7 @@ def _prepared(options: Options, screen: Screen, clock: Clock, group: Alone, snap
     try:
         return _fitting(options, screen, clock, group, snapshot)
     except DoesNotFit as error:
-        out = adapters_instead(options)
+        out = instead(options)
         raise DoesNotFit(f"{error} {out}" if out else str(error), error.need) from None
 
 
