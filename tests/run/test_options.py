@@ -10,6 +10,7 @@ import sys
 from pathlib import Path
 
 import pytest
+import yaml
 from mutations import LAUGHS
 from runs import make_small
 from script_files import script
