@@ -99,7 +99,6 @@ ELSEWHERE = (
     ),
     Theirs("lora-dropout", "adapters have no dropout here; leave it out"),
     Theirs("*use-dora", "DoRA is not supported; --lora alone"),
-    Theirs("*use-rslora", "--rslora"),
     Theirs("loraplus-* *pissa-* *init-lora-weights", "adapters begin and learn as peft's by default do; leave it out",
            "true"),
     Theirs("*modules-to-save additional-target apply-lora-to-output",

@@ -297,7 +297,7 @@ class Options:
         "adapters are scaled by alpha / sqrt(R); alpha is 8 if not given",
         False,
         parse=bool,
-        also="use-rslora",
+        also="use-rslora peft-use-rslora",
     )
     loraplus: float | None = _option(
         TRAINING,

@@ -117,6 +117,10 @@ class Screen:
             line = wrapped(line, shutil.get_terminal_size().columns)
         self._write(f"\r\x1b[K{line}\n{self._drawn()}" if self._parts else line + "\n")
 
+    def text(self, piece: str) -> None:
+        """Prints text as it is, without a line's end: what the command was called for. Raises as `say`."""
+        self._write(piece)
+
     def warn(self, line: str) -> None:
         self.say(f"warning: {line}")
 

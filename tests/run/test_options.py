@@ -132,7 +132,6 @@ def test_positional_may_stand_anywhere_and_data_may_repeat():
             "--lora-model-dir is not an option here: --adapter DIR goes on with peft's",
         ),
         (["--rank", "8"], "--rank is not an option here: --lora 16 trains adapters, and without it everything is"),
-        (["--max_samples", "9"], "--max-samples is not an option here: --data FILE:0.1 takes a tenth of its rows."),
         (
             ["--num_layers", "9"],
             "--num-layers is not an option here: adapters are in all layers, and without them",
@@ -146,7 +145,7 @@ def test_positional_may_stand_anywhere_and_data_may_repeat():
         ),
         (["--mask_prompt"], "--mask-prompt is not an option here: of conversations, and of prompts with completions"),
         (["--rope_scaling", "x"], "--rope-scaling is not an option here: --rope-factor X extends the context"),
-        (["--max_sampels", "9"], "unknown option --max_sampels. See --help."),
+        (["--max_sampels", "9"], "unknown option --max_sampels. Did you mean --max-samples?"),
         (["--sequence_length", "9"], "unknown option --sequence_length. Did you mean --sequence-len (= --seq-len)?"),
         (["--lora_aplha", "9"], "unknown option --lora_aplha. Did you mean --lora-alpha?"),
     ],

@@ -233,8 +233,7 @@ def speaker(
 
 
 def say(text: str) -> None:
-    sys.stdout.write(text)
-    sys.stdout.flush()
+    Screen().text(text)
 
 
 def read_prompts(given: argparse.Namespace, by_template: bool) -> list[Any]:
