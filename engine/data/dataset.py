@@ -226,7 +226,9 @@ def load_dataset(
     lost = [f"of the rows held out: {line}" for line in held_out.report.losses()] if held_out and apart else []
     if options.system and not all(file.meta["chats"] for file in files):
         notes.append("--system is for conversations, and not used in other rows")
-    report = replace(train.report, held_out=apart, notes=(*notes, *fewer, *lost, *notes_on(files, codec, reading.renames)))
+    report = replace(
+        train.report, held_out=apart, notes=(*notes, *fewer, *lost, *notes_on(files, codec, reading.renames))
+    )
     return replace(train, report=report, held_out=held_out, scratch=scratch)
 
 

@@ -43,6 +43,7 @@ class Given(TypedDict, total=False):
     show_example: int
     tokenizer: str | Path
     chat_template: str | Path
+    system: str
     out: str | Path
     store: Names
     save_every: str | int | float

@@ -15,7 +15,7 @@ import torch
 
 from trireme.engine.amounts import number, whole
 from trireme.engine.data.codec import Codec
-from trireme.engine.data.rows import Fields
+from trireme.engine.data.files.rows import Fields
 from trireme.engine.memory import DTYPE
 from trireme.engine.run.command import typed
 from trireme.engine.run.finished import given as common
