@@ -192,7 +192,7 @@ def _fill_weights(homes: Homes, entry: Entry, read: Read, pool: ThreadPoolExecut
             for group in homes.geo.kept_in_fp8(entry.u) if entry.kind == "base" else ():
                 sums += _fill_codes(group, homes, entry, buffer, read, pool)
             plain, packing = [t for t in layout.tensors if not t.name.endswith(FP8)], homes.geo.cfg.packing
-            sums += pool.map(lambda t: _fill_weight(t, buffer, read, packing), plain)
+            sums += pool.map(lambda t: fill_weight(t, buffer, read, packing), plain)
         progress(layout.span)
     return checksum(found.encode() for found in sums)
 
@@ -294,8 +294,8 @@ def _pieces(values: np.ndarray) -> Iterator[np.ndarray]:
     return (values[a : a + PIECE] for a in range(0, len(values), PIECE))
 
 
-def _fill_weight(t: TensorSpec, buffer: Tensor, read: Read, packing: Packing | None) -> str:
-    """The checksum of the values read."""
+def fill_weight(t: TensorSpec, buffer: Tensor, read: Read, packing: Packing | None) -> str:
+    """Fills a tensor's place in a buffer; the checksum of the values read. Raises InputError as `fill`."""
     out, at, sums = _numpy(buffer, t), 0, list[str]()
     part = packing and packing.part_of(t.name)
     for raw in summed(read(t.name, 0, t.numel), sums.append):

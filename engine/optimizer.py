@@ -24,6 +24,8 @@ from trireme.engine.lanes.task import Lanes, Task
 from trireme.engine.updates import AdamW, CpuUpdates, Kernels, OnGpuUpdates, StreamedUpdates
 from trireme.engine.weights import WeightStream
 
+LAST_RATE = 1e-7  # of the schedule "polynomial"
+DECAYED = 0.1  # share of the run in which the rate of "wsd" falls to 0
 MOMENTS_AHEAD = 2  # units from late moments to the gradient that replaces theirs
 
 
@@ -157,14 +159,20 @@ class Optimizer:
 
 
 def learning_rate(step: int, total: int, peak: float, schedule: str, warmup: int) -> float:
-    """The rate of `step` (from 1): linear from 0 over `warmup`; then constant, cosine to 10 %, or linear to 0 in step
-    total + 1 (transformers).
+    """The rate of `step` (from 1): linear from 0 over `warmup`; then constant, cosine to 10 %, linear to 0 in step
+    total + 1, polynomial (of power 1 to LAST_RATE) or wsd, as transformers has them: constant until the last DECAYED.
     """
     if step <= warmup:
         return peak * step / warmup
     left = max(1, total - warmup)
     if schedule == "cosine":
         return peak * (0.1 + 0.45 * (1 + math.cos(math.pi * min(1.0, (step - warmup) / left))))
+    gone = (step - warmup - 1) / left
     if schedule == "linear":
-        return peak * max(0.0, 1 - (step - warmup - 1) / left)
-    return peak
+        return peak * max(0.0, 1 - gone)
+    if schedule == "polynomial":
+        return LAST_RATE + (peak - LAST_RATE) * max(0.0, 1 - gone)
+    decay = max(1, round(DECAYED * total))
+    if schedule == "wsd" and step > total - decay:
+        return peak * 0.5 * (1 + math.cos(math.pi * min(1.0, (step - 1 - total + decay) / decay)))
+    return peak  # constant, constant_with_warmup

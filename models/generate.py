@@ -22,6 +22,11 @@ from trireme.models.rows import Rows, make_rows, rope_tables
 from trireme.models.sizes import shapes, workspace
 
 Units = Callable[[], Iterator[tuple[int, Any]]]
+Pick = Callable[[Tensor], list[int]]  # logits (B, V) fp32 -> a token of each
+
+
+def likeliest(logits: Tensor) -> list[int]:
+    return logits.argmax(-1).tolist()
 
 
 def generate(
@@ -35,8 +40,10 @@ def generate(
     places: Sequence[torch.device] = (),
     dtype: torch.dtype = torch.float32,
     enough: Callable[[], bool] = lambda: False,
+    pick: Pick = likeliest,
 ) -> list[list[int]]:
-    """The likeliest continuation of each prompt: up to max_new tokens, ending with the first of `eos`.
+    """A continuation of each prompt: up to max_new tokens of `pick`, by default the likeliest, ending with the first of
+    `eos`.
 
     `units()`, called once a token, yields (u, model.weights) in order, in `dtype` on `device`; with several devices on
     `places[u]`, where its layer's cache is, too. A unit's weights must last until the next, a tied embedding's until
@@ -59,7 +66,7 @@ def generate(
     single = {place: make_rows([1] * len(prompts), tables[place], place) for place in tables}
     while True:
         logits = _logits(cfg, units, torch.tensor(ids, device=places[0]), rows, cache)
-        for i, token in enumerate(logits.argmax(-1).tolist()):
+        for i, token in enumerate(pick(logits)):
             if not done(i):
                 new[i].append(token)
         if enough() or all(done(i) for i in range(len(new))):
@@ -112,7 +119,7 @@ def _logits(cfg: ModelConfig, units: Units, ids: Tensor, rows: Mapping[torch.dev
             else:
                 last = x[rows[at].docs.cu_seqlens[1:].long() - 1]
                 y = head.final_norm(cfg, w, last)[0]
-                logits = torch.mm(y, model.output_matrix(cfg, embed, w).T).float()
+                logits = ops.soft_cap(torch.mm(y, model.output_matrix(cfg, embed, w).T).float(), cfg.logit_cap)
     return logits
 
 

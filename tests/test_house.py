@@ -32,6 +32,7 @@ ALL = BELOW | {
     "engine/planner",
     "engine/run",
     "engine/run/begin",
+    "engine/run/finished",
 }
 MAY_IMPORT = {  # beside files of the same room
     "kernels": set(),
@@ -53,9 +54,10 @@ MAY_IMPORT = {  # beside files of the same room
     "engine/planner": BELOW | {"engine", "engine/lanes"},
     "engine/run": ALL,
     "engine/run/begin": ALL,
+    "engine/run/finished": ALL,
     "engine/tuning": BELOW | {"engine"},
     "scripts": {"engine/run"},
-    "scripts/command": {"engine/run"},
+    "scripts/command": {"engine/run", "engine/run/finished"},
     "scripts/bench": ALL,
     "scripts/papers": ALL,
     "scripts/dev": ALL,
@@ -75,6 +77,7 @@ TORCH_FREE = [
         f"engine/run/{name}"
         for name in [
             "begin/kept",
+            "finished/python",
             "begin/pinned",
             "command",
             "curve",
@@ -93,6 +96,7 @@ TORCH_FREE = [
 DEPENDENCIES = {"torch", "triton", "safetensors", "tokenizers", "numpy", "jinja2", "yaml", "xxhash"}
 PAGES = [path.relative_to(ROOT).as_posix() for path in (*ROOT.glob("*.md"), *(ROOT / "docs").glob("*.md"))]
 USERS_PAGES = [
+    "docs/after-training.md",
     "README.md",
     "docs/coming-from.md",
     "docs/data.md",
@@ -179,10 +183,10 @@ def test_the_rooms_are_those_that_are_packed():
 
 
 def test_the_package_is_links_to_the_folders():
-    """Editors and type checkers follow them. An __init__.py would make pip install a copy of the links' targets."""
+    """Editors and type checkers follow them."""
     links = {path.name: os.readlink(path) for path in (ROOT / "trireme").iterdir() if path.name != "__pycache__"}
     folders = {room: f"../{room}" for room in ROOMS if "/" not in room}
-    assert links == folders | {"__main__.py": "../scripts/command/__main__.py"}
+    assert links == folders | {name: f"../scripts/command/{name}" for name in ("__init__.py", "__main__.py")}
 
 
 def test_a_type_checker_resolves_imports_where_nothing_is_installed(tmp_path):
@@ -253,7 +257,7 @@ def wheel(tmp_path_factory) -> Path:
 def test_the_wheel_has_every_file(wheel):
     packed = {name.removeprefix("trireme/") for name in zipfile.ZipFile(wheel).namelist() if "dist-info" not in name}
     on_disk = {p for room in ROOMS for p in (ROOT / room).iterdir() if p.suffix in (".py", ".cpp", ".typed")}
-    assert packed == {p.relative_to(ROOT).as_posix() for p in on_disk} | {"__main__.py"}
+    assert packed == {p.relative_to(ROOT).as_posix() for p in on_disk} | {"__init__.py", "__main__.py"}
 
 
 @pytest.fixture(scope="module")
@@ -306,10 +310,22 @@ def test_the_wheel_runs_as_a_module(site, tmp_path):
     assert re.fullmatch(r"trireme \d+\.\d+\S*\n", from_wheel(site, tmp_path, code))
 
 
+def options_of_commands() -> set[str]:
+    """Of `sample` and `eval`, as they are declared."""
+    declared = [path.read_text() for path in sources("engine/run/finished")]
+    return {name for text in declared for name in re.findall(r'add(?:_argument)?\(\s*"--([a-z-]+)"', text)}
+
+
 @pytest.mark.parametrize("page", USERS_PAGES)
 def test_the_pages_name_only_options_that_exist(page):
     torchruns = {"nnodes", "node-rank", "nproc-per-node", "master-addr", "master-port", "rdzv-backend"}
-    known = {"help", "local-dir", *torchruns, *(f.name.replace("_", "-") for f in fields(Options))}
+    known = {
+        "help",
+        "local-dir",
+        *options_of_commands(),
+        *torchruns,
+        *(f.name.replace("_", "-") for f in fields(Options)),
+    }
     known |= {name for f in fields(Options) for name in f.metadata.get("also", "").split()}
     for option in re.findall(r"(?<![\w-])--([a-z][\w-]*)", (ROOT / page).read_text()):
         assert option.replace("_", "-") in known, f"{page} names --{option}"

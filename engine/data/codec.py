@@ -14,7 +14,7 @@ import numpy as np
 
 from trireme.engine.data.chat import ChatTemplate
 from trireme.engine.data.encode import TEMPLATE, TOKENIZER, Encoded, encode
-from trireme.engine.data.files.rows import BadRow
+from trireme.engine.data.files.rows import BadRow, Fields
 from trireme.engine.data.formats.examples import Example
 from trireme.engine.data.sandbox import Begin, Died, Sandbox
 from trireme.engine.data.templates import PLAIN, load_template, read_choice, standalone
@@ -94,6 +94,24 @@ class _Programs:
             raise InputError("the tokenizer or its chat template was changed while data was read. Begin again.")
         return encode(examples, self._tokenizer, self._template, self._begin)
 
+    def prompt(self, given: str | list[Fields]) -> np.ndarray:
+        """(n,) int32 of a text to continue, or of messages to answer. Raises BadRow."""
+        if isinstance(given, str):
+            self._begin(TOKENIZER, len(given))
+            (made,) = self._tokenizer.encode([given])
+            if isinstance(made, BadRow):
+                raise made
+            return self._tokenizer.wrap(made[0], end=False)[0]
+        if self._template is None:
+            raise BadRow("there is no chat template")
+        self._begin(TEMPLATE, sum(len(str(message)) for message in given))
+        text = self._template.text(given, prompt=True)
+        self._begin(TOKENIZER, len(text))
+        (made,) = self._tokenizer.encode([text])
+        if isinstance(made, BadRow):
+            raise made
+        return made[0]
+
     def parts(self, ids: np.ndarray, stops: Sequence[int], marks: bool) -> list[str]:
         """What ids[:stop] adds to the text before, for ascending stops; with `marks`, CUT in special tokens cut up."""
         self._begin(TOKENIZER, len(ids))
@@ -133,6 +151,13 @@ class Codec:
         """One more process for them."""
         return Sandbox(_Programs, *self._made_of)
 
+    def prompt(self, given: str | list[Fields]) -> list[int]:
+        """Tokens of a text to continue, or of messages to answer, with the opening of the answer. Raises InputError."""
+        try:
+            return self.sandbox.call(_Programs.prompt, given).tolist()
+        except (BadRow, Died, MemoryError) as error:
+            raise InputError(f"the prompt: {error}.") from None
+
     def decode(self, ids: Sequence[int] | np.ndarray) -> str:
         """The text, special tokens included. For show: a failure gives its reason in brackets."""
         return "".join(self._parts(ids, [len(ids)], False))
@@ -140,6 +165,10 @@ class Codec:
     def parts(self, ids: Sequence[int] | np.ndarray, stops: Sequence[int]) -> list[str]:
         """The text, parted at token counts `stops`, with CUT in special tokens that are several. Fails as `decode`."""
         return self._parts(ids, stops, True)
+
+    def after(self, ids: Sequence[int] | np.ndarray, begins: int) -> str:
+        """The text of ids[begins:], as it reads behind those before. Fails as `decode`."""
+        return self._parts(ids, [begins, len(ids)], False)[-1] if len(ids) > begins else ""
 
     def _parts(self, ids: Sequence[int] | np.ndarray, stops: Sequence[int], marks: bool) -> list[str]:
         try:

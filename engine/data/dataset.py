@@ -56,6 +56,7 @@ class DataOptions:
     long: str | None = None  # cut, drop, split, error; None: split text, else cut
     pack: bool = True  # several documents a row
     skip_bad: bool = False
+    max_samples: int | None = None  # rows of each training file, the first ones
     seed: int = 42
     vocab_size: int | None = None  # of the model
     media: tuple[tuple[int, str], ...] = ()  # tokens of images and the like, which are refused, and their names
@@ -205,7 +206,11 @@ def load_dataset(
         notes.append(f"{names}: not read, as --val is given" if options.val else f"held out, by its name: {names}")
         val_given = val_given if options.val else own
     files = tuple(tokenize(source, reading, progress) for source in given)
-    rows = documents.all_documents(files)
+    rows = documents.first_of_each(documents.all_documents(files), options.max_samples)
+    all_rows = sum(file.n_documents for file in files)
+    fewer = (
+        [f"--max-samples {options.max_samples:,}: {len(rows):,} of {all_rows:,} rows"] if len(rows) < all_rows else []
+    )
     held_out, apart = None, ""
     if val_given:
         val_files = tuple(tokenize(source, reading, progress) for source in val_given)
@@ -221,7 +226,9 @@ def load_dataset(
     lost = [f"of the rows held out: {line}" for line in held_out.report.losses()] if held_out and apart else []
     if options.system and not all(file.meta["chats"] for file in files):
         notes.append("--system is for conversations, and not used in other rows")
-    report = replace(train.report, held_out=apart, notes=(*notes, *lost, *notes_on(files, codec, reading.renames)))
+    report = replace(
+        train.report, held_out=apart, notes=(*notes, *fewer, *lost, *notes_on(files, codec, reading.renames))
+    )
     return replace(train, report=report, held_out=held_out, scratch=scratch)
 
 

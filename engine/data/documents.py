@@ -29,6 +29,16 @@ def all_documents(files: Sequence[TokenFile]) -> np.ndarray:
     return np.concatenate(tables)
 
 
+def first_of_each(documents: np.ndarray, most: int | None) -> np.ndarray:
+    """At most `most` of each file."""
+    if most is None or not len(documents):
+        return documents
+    starts = np.flatnonzero(np.diff(documents["file"], prepend=-1))
+    return documents[
+        np.concatenate([np.arange(a, b)[:most] for a, b in zip(starts, [*starts[1:], len(documents)], strict=True)])
+    ]
+
+
 def hold_out(documents: np.ndarray, share: float, seed: int, is_text: bool) -> tuple[np.ndarray, np.ndarray]:
     """(train, held out). Of a text with too few documents, the longest one's end is held out."""
     n = round(share * len(documents))

@@ -139,7 +139,8 @@ def _how(code: int, seconds: float, memory: int) -> str:
 
 def serve(fd: int, memory: int) -> None:
     """Answers calls until the connection closes."""
-    for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP):  # the parent acts on them
+    stops = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP, signal.SIGUSR1, signal.SIGUSR2)
+    for number in stops:  # the parent acts on them
         signal.signal(number, signal.SIG_IGN)
     _limit_memory(memory)
     connection, doing = Connection(fd), ""

@@ -4,10 +4,11 @@ from __future__ import annotations
 
 import re
 from collections.abc import Iterable, Mapping
+from contextlib import suppress
 
 from trireme.engine.amounts import compact, count, duration, gb, seconds
 from trireme.engine.buffers import usage
-from trireme.engine.plan import Plan, Tier
+from trireme.engine.plan import DoesNotFit, Plan, Tier
 from trireme.engine.planner.clock import PARTS, Clock, Times
 from trireme.engine.planner.forecast import BEST, Forecast
 from trireme.engine.planner.rates import ENDURANCE, TB
@@ -25,6 +26,7 @@ BINDS = {
 MEMORIES: dict[Tier, str] = {"gpu": "GPU", "host": "RAM", "ssd": "SSD"}
 MEASURED = ("H100", "H200")  # GPUs on which constants of the estimate were fitted
 LONG = 5  # seconds of a start worth a line
+WORN = 0.2  # share of what drives are rated for that is worth a warning
 LITTLE, PART = 0.001, 0.01  # of what drives are rated for, of what is written: not worth telling
 
 
@@ -152,6 +154,24 @@ def took_line(clock: Clock, promised: Times) -> str:
     parts += [f"other {duration(clock.other)}"] if clock.other >= 0.5 else []
     whole = f"{duration(clock.whole)}" + (f" of {duration(sum(promised.values()))} estimated" if promised else "")
     return f"{whole}{': ' * bool(parts)}{', '.join(parts)}"
+
+
+def wear_warning(f: Forecast, written: Mapping[str, int], run_s: float | None) -> str:
+    """Where a run wears out the drives, and what it would write otherwise; else ""."""
+    rated, total = f.machine.endurance or ENDURANCE * (f.machine.ssd or 2 * TB), sum(written.values())
+    if total <= WORN * rated:
+        return ""
+    less = [] if f.cfg.lora else ["--lora 16"]
+    if f.plan.adam_bits == 32 and f.step.ssd_written:
+        with suppress(DoesNotFit):
+            other = total - written["steps"] * (1 - f.again(adam_bits=8).step.ssd_written / f.step.ssd_written)
+            less.insert(0, f"--adam-bits 8 ({gb(other)})")
+    less.append("fewer and larger steps (--batch-size), or more RAM")
+    within = f" in {run_s / 86400:.1f} days" if run_s and run_s > 86400 else ""
+    return (
+        f"warning: the run writes {gb(total)}{within}, {total / rated:.0%} of the {gb(rated)} that drives of this "
+        f"size are often rated for. Less is written with {', '.join(less)}"
+    )
 
 
 def wear_line(f: Forecast, written: Mapping[str, int]) -> str:

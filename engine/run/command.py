@@ -37,7 +37,7 @@ class _Version(argparse.Action):
         parser.exit()
 
 
-class _Parser(argparse.ArgumentParser):
+class CommandParser(argparse.ArgumentParser):
     def error(self, message: str) -> NoReturn:
         raise InputError(re.sub(r"^argument (\S+)(, \S+)*: ", r"\1: ", message) + ".")
 
@@ -46,25 +46,25 @@ class _Parser(argparse.ArgumentParser):
             super()._print_message(message, file)
 
 
-def _typed(parse: Parser) -> Parser:
+def typed(parse: Parser) -> Parser:
     """Errors as argparse shows them."""
 
-    def typed(text: str) -> Any:
+    def checked(text: str) -> Any:
         try:
             return parse(text)
         except ValueError as error:
             raise argparse.ArgumentTypeError(str(error)) from None
 
-    return typed
+    return checked
 
 
 def _parser() -> argparse.ArgumentParser:
-    parser = _Parser(
+    parser = CommandParser(
         prog=program(),
         usage=f"{program()} CHECKPOINT --data FILE [--out DIR] [options]",
         description="Fine-tunes CHECKPOINT, a Hugging Face folder (--model DIR means the same), on one machine.",
-        epilog="Names from Hugging Face and others work too (--learning_rate, --output_dir, ...). "
-        f"{program()} merge ADAPTER --out DIR adds an adapter to its model; {program()} check looks at this machine.",
+        epilog="Names from Hugging Face and others work too (--learning_rate, --output_dir, ...). Other commands, each "
+        f"with its own --help: {program()} sample OUT, eval OUT, merge ADAPTER.",
         allow_abbrev=False,
         add_help=False,
         formatter_class=lambda prog: argparse.HelpFormatter(prog, max_help_position=32, width=112),
@@ -91,7 +91,7 @@ def _kind(f: Field[Any]) -> dict[str, Any]:
     meta = f.metadata
     if meta["parse"] is bool:
         return {"action": "store_true"}
-    more: dict[str, Any] = {"metavar": meta["metavar"], "type": _typed(meta["parse"])}
+    more: dict[str, Any] = {"metavar": meta["metavar"], "type": typed(meta["parse"])}
     if meta.get("repeat"):
         more["action"] = "append"
     if f.name == "resume":
@@ -158,10 +158,16 @@ def parse(
         if full(given.get("out", run)) != full(run):
             raise InputError(f"--out {given['out']}: a run goes on in its own folder, {run}. Leave it out.")
         kept = from_yaml(run / "config.yaml") if begun else _as_other(from_yaml(run / "config.yaml", text), host)
-        given = {**kept, **given, "resume": str(run), "out": str(run)}
+        given = {**_without_length(kept, given), **given, "resume": str(run), "out": str(run)}
     elif "config" in given:
-        given = {**from_yaml(Path(given["config"]), typed=given, say=say), **given}
+        kept = from_yaml(Path(given["config"]), typed=given, say=say)
+        given = {**_without_length(kept, given), **given}
     return checked(Options(**given))
+
+
+def _without_length(kept: dict[str, Any], given: dict[str, Any]) -> dict[str, Any]:
+    """`kept` without epochs where steps are given instead: a config.yaml has those that a run has chosen."""
+    return {name: value for name, value in kept.items() if name != "epochs" or "max_steps" not in given}
 
 
 def _of_host(given: dict[str, Any], host: int, hosts: int) -> dict[str, Any]:
@@ -198,9 +204,11 @@ def checked(options: Options) -> Options:
             raise InputError(f"--demo trains a model of its own on stories of its own. Leave out {', '.join(own)}.")
         return options
     _check_named(options)
-    unknown = set(options.log) - {"tensorboard", "wandb", "trace"}
+    unknown = set(options.log) - {"tensorboard", "wandb", "mlflow", "comet", "trace"}
     if unknown:
-        raise InputError(f"--log {sorted(unknown)[0]}: expected tensorboard, wandb or trace; leave it out for none.")
+        raise InputError(
+            f"--log {sorted(unknown)[0]}: expected tensorboard, wandb, mlflow, comet or trace; leave it out for none."
+        )
     if (options.export == "best" or options.patience) and not options.val and options.data:
         flag = f"--patience {options.patience}" if options.patience else "--export best"
         raise InputError(f"{flag} goes by the loss on held-out data. Give --val.")
@@ -243,7 +251,7 @@ def _check_named(options: Options) -> None:
 
 def parse_check(argv: Sequence[str]) -> argparse.Namespace:
     """store and report of `check`. Raises InputError; --help exits."""
-    parser = _Parser(
+    parser = CommandParser(
         usage=f"{program()} check [--store DIR[,DIR]] [--report FILE]",
         description="Says what this machine has, how fast it is, and what to change, in two minutes. Writes a report.",
         allow_abbrev=False,
@@ -261,7 +269,7 @@ def parse_check(argv: Sequence[str]) -> argparse.Namespace:
 
 def parse_merge(argv: Sequence[str]) -> argparse.Namespace:
     """adapter, out and model of `merge`. Raises InputError; --help exits."""
-    parser = _Parser(
+    parser = CommandParser(
         usage=f"{program()} merge ADAPTER --out DIR [--model DIR]",
         description="Adds an adapter to its model, and writes an ordinary checkpoint.",
         allow_abbrev=False,

@@ -5,9 +5,14 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Sequence
 from itertools import accumulate
+from xml.sax.saxutils import escape
+
+from trireme.storage.untrusted import shown
 
 WIDTH, HEIGHT = 820, 440
-LEFT, RIGHT, TOP, BOTTOM = 64, 20, 34, 46  # margins
+LEFT, RIGHT, TOP, BOTTOM = 64, 20, 58, 46  # margins
+LEGEND = 44  # its base line
+MOST_TITLE = 100  # characters
 TRAIN, TRAIN_FAINT, EVAL, INK, GRID = "#1f5fa8", "#b9cde4", "#d8572a", "#333", "#e3e3e3"
 
 MOST = 4096  # points kept, even
@@ -48,7 +53,7 @@ class Curve:
         return [*self._points, self._mean()] if self._waiting else list(self._points)
 
 
-def draw(train: Sequence[Point], evals: Sequence[Point]) -> str:
+def draw(train: Sequence[Point], evals: Sequence[Point], title: str = "") -> str:
     """SVG text."""
     smooth = _smoothed(train)
     shape = [*smooth, *evals] or [(0.0, 0.0)]
@@ -66,8 +71,8 @@ def draw(train: Sequence[Point], evals: Sequence[Point]) -> str:
     parts.append(f'<polyline points="{line(_thinned(smooth))}" stroke="{TRAIN}" stroke-width="2"/>')
     parts.append(f'<polyline points="{line(evals)}" stroke="{EVAL}" stroke-width="2"/></g>')
     parts += [f'<circle cx="{to_x(x):.1f}" cy="{to_y(y):.1f}" r="3.5" fill="{EVAL}"/>' for x, y in evals]
-    if len(evals) > 1:
-        x, y = min(evals, key=lambda point: point[1])
+    if trained := [point for point in evals if point[0] > 0]:
+        x, y = min(trained, key=lambda point: point[1])
         ring = f'<circle cx="{to_x(x):.1f}" cy="{to_y(y):.1f}" r="7" fill="none" stroke="{EVAL}" stroke-width="1.5">'
         parts.append(f"{ring}<title>best: {y:.4g} at step {x:.0f}</title></circle>")
     parts += _legend(smooth, evals)
@@ -76,7 +81,10 @@ def draw(train: Sequence[Point], evals: Sequence[Point]) -> str:
         f'font-family="system-ui, sans-serif" font-size="12" fill="{INK}">\n'
         f'<clipPath id="plot"><rect x="{LEFT}" y="{TOP}" width="{WIDTH - LEFT - RIGHT}" '
         f'height="{HEIGHT - TOP - BOTTOM}"/></clipPath>\n'
-        f'<rect width="{WIDTH}" height="{HEIGHT}" fill="white"/>\n' + "\n".join(parts) + "\n</svg>\n"
+        f'<rect width="{WIDTH}" height="{HEIGHT}" fill="white"/>\n'
+        f'<text x="{LEFT}" y="22" font-size="15">{escape(shown(title, MOST_TITLE))}</text>\n'
+        + "\n".join(parts)
+        + "\n</svg>\n"
     )
 
 
@@ -113,8 +121,9 @@ def _axes(first: float, last: float, low: float, high: float, to_x: Scale, to_y:
         if v == int(v):
             parts.append(f'<text x="{to_x(v):.1f}" y="{base + 18}" text-anchor="middle">{int(v):,}</text>')
     parts.append(f'<path d="M{LEFT} {base}H{WIDTH - RIGHT}" stroke="{INK}"/>')
-    parts.append(f'<text x="{(LEFT + WIDTH - RIGHT) / 2}" y="{HEIGHT - 8}" text-anchor="middle">step</text>')
-    parts.append(f'<text transform="rotate(-90)" x="{-(TOP + base) / 2}" y="16" text-anchor="middle">loss</text>')
+    parts.append(f'<text x="{(LEFT + WIDTH - RIGHT) / 2}" y="{HEIGHT - 8}" text-anchor="middle">optimizer step</text>')
+    what = "loss (nats per token)"
+    parts.append(f'<text transform="rotate(-90)" x="{-(TOP + base) / 2}" y="16" text-anchor="middle">{what}</text>')
     return parts
 
 
@@ -123,9 +132,9 @@ def _legend(train: Sequence[Point], evals: Sequence[Point]) -> list[str]:
     for name, points, colour in (("train (smoothed)", train, TRAIN), ("eval", evals, EVAL)):
         if points:
             text = f"{name}: {points[0][1]:.4g} to {points[-1][1]:.4g}"
-            best, at = min((y, x) for x, y in points)
-            text += f", best {best:.4g} at step {at:.0f}" if name == "eval" and len(points) > 1 else ""
-            parts.append(f'<path d="M{x} 18h22" stroke="{colour}" stroke-width="3"/>')
-            parts.append(f'<text x="{x + 28}" y="22">{text}</text>')
+            best = min(((y, x) for x, y in points if x > 0), default=None)
+            text += ", best {:.4g} at step {:.0f}".format(*best) if name == "eval" and best else ""
+            parts.append(f'<path d="M{x} {LEGEND - 4}h22" stroke="{colour}" stroke-width="3"/>')
+            parts.append(f'<text x="{x + 28}" y="{LEGEND}">{text}</text>')
             x += 28 + 7 * len(text) + 24
     return parts

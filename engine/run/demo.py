@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 import random
 import shutil
 from collections.abc import Iterator, Mapping
@@ -15,12 +16,16 @@ import numpy as np
 from safetensors.numpy import save_file
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
 
+from trireme.engine.amounts import seconds
+from trireme.engine.run.command import program
 from trireme.engine.run.options import Options, every
 from trireme.engine.run.screen import Screen
 from trireme.storage.temporary import Temporary
 
 LAYERS, WIDTH, HEADS, KV_HEADS, FFN, VOCAB, POSITIONS = 4, 128, 4, 2, 384, 512, 512
 STORIES = 4000
+STEPS, ENOUGH, FEWEST = 110, 60, 12  # at most; before steps become smaller; at least
+TRAINING_S, MEASURED = 35.0, 4  # seconds of all steps; steps that are measured before
 BOS, EOS = "<s>", "</s>"
 
 _ROWERS = ["Myrrine", "Lykos", "Timo", "Phaidra", "Kleon", "Doris", "Nikias", "Xanthe", "Agathon", "Thais"]
@@ -87,7 +92,7 @@ def prepared(options: Options, screen: Screen) -> Iterator[Options]:
             val="0.02",
             out=out,
             seq_len=options.seq_len or 256,
-            max_steps=options.max_steps or 110,
+            max_steps=options.max_steps or STEPS,
             lr=options.lr or 4e-3,
             eval_every=every("0.25") if options.eval_every == Options.eval_every else options.eval_every,
         )
@@ -96,6 +101,45 @@ def prepared(options: Options, screen: Screen) -> Iterator[Options]:
             temporary.keep()
         else:
             shutil.rmtree(folder, ignore_errors=True)
+
+
+def sized(options: Options, screen: Screen) -> Options:
+    """As long as a minute allows here, by a few steps that are measured; as it is where a length is given."""
+    from trireme.engine.run.train import finetune  # late: torch takes seconds
+
+    if options.dry_run or options.max_steps != STEPS or options.batch_size != Options.batch_size:
+        return options
+    out = Path(options.model).with_name("measured")
+    short = replace(options, max_steps=MEASURED, val=None, eval_every=Options.eval_every, log=(), out=str(out))
+    with Path(os.devnull).open("w") as nowhere:
+        finetune(short, Screen(nowhere))
+    records = [json.loads(line) for line in (out / "log.jsonl").read_text().splitlines()]
+    shutil.rmtree(out)
+    step_s = sum(record["step_time_s"] for record in records[1:]) / (MEASURED - 1)
+    batch, steps = length(step_s, options.batch_size)
+    size = "" if batch == options.batch_size else f" of {batch} sequences"
+    screen.say(f"demo     a step takes {seconds(step_s)} here, so {steps} steps{size} are made: about a minute in all")
+    return replace(options, batch_size=batch, max_steps=steps)
+
+
+def length(step_s: float, batch: int) -> tuple[int, int]:
+    """(sequences of a step, steps) that take TRAINING_S: fewer sequences before fewer than ENOUGH steps."""
+    while batch > 1 and TRAINING_S / step_s < ENOUGH:
+        batch, step_s = batch // 2, step_s / 2
+    return batch, max(FEWEST, min(STEPS, int(TRAINING_S / step_s)))
+
+
+def say_after(options: Options, screen: Screen) -> None:
+    """Text before and after, and what to type next."""
+    out, prompt = Path(options.out), "Once there was a"
+    lines = (out / "log.jsonl").read_text(encoding="utf-8").splitlines()
+    samples = [record["sample"] for record in map(json.loads, lines) if record.get("sample")]
+    if len(samples) > 1:
+        screen.say(f"before   {samples[0]!r}")
+        screen.say(f"after    {samples[-1]!r}")
+    screen.say(f'next     {program()} sample {out} --prompt "{prompt}" --temperature 0.7')
+    screen.say(f"         {program()} eval {out} --data {options.data[0]}")
+    screen.say(f"         {program()} CHECKPOINT --data FILE --dry-run    (yours: shows what a run would do)")
 
 
 def make_text(path: Path, stories: int, seed: int) -> None:

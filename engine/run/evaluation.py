@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import time
 from collections.abc import Callable, Iterator, Sequence
 from functools import reduce
@@ -161,11 +162,12 @@ class Evaluation:
         record |= {"eval_time_s": round(time.monotonic() - began, 3), "wall_time": round(time.time(), 3)}
         with live.watched("log"):
             live.log.eval(record | ({"sample": samples[0].text} if samples else {}))
-        done.worse += 1
-        if done.best is None or loss < done.best:
-            done.best, done.best_step, done.worse = loss, done.step or None, 0
-            if done.step:
-                live.keep_best()
+        done.worse = 0 if loss < done.lowest else done.worse + 1
+        if not done.step:
+            done.start = loss
+        elif loss < (math.inf if done.best is None else done.best):
+            done.best, done.best_step = loss, done.step
+            live.keep_best()
         self.ended, done.evaluated = time.monotonic(), done.step
 
     def _loss(self, held_out: Dataset) -> float:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import errno
 import gc
+import math
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager
 from dataclasses import dataclass
@@ -12,7 +13,7 @@ from pathlib import Path
 
 import torch
 
-from trireme.engine.amounts import count, duration
+from trireme.engine.amounts import compact, count, duration
 from trireme.engine.between import Reader, save_to_store
 from trireme.engine.build import InRam, dealt
 from trireme.engine.exchange import LARGEST_F16, Exchange, Kept
@@ -34,7 +35,7 @@ from trireme.engine.run.command import program
 from trireme.engine.run.log import RunLog, Tracker
 from trireme.engine.run.records import Mark
 from trireme.engine.run.screen import Screen
-from trireme.engine.run.verify import LOGS
+from trireme.engine.run.verify import LOGS, afterwards
 from trireme.engine.step import Engine
 from trireme.engine.tuning.adapters import WEIGHTS, save_adapter
 from trireme.engine.tuning.base import check_unchanged, stamps
@@ -50,18 +51,33 @@ from trireme.storage.untrusted import checksum
 @dataclass
 class Progress:
     step: int = 0
-    best: float | None = None  # lowest eval_loss
-    best_step: int | None = None  # None: before the first step
+    start: float | None = None  # eval_loss before training
+    best: float | None = None  # lowest eval_loss of what was trained, and its step
+    best_step: int | None = None
     evaluated: int | None = None  # last evaluated step
     written: int = 0  # bytes to the SSD, by earlier processes
-    worse: int = 0  # evaluations since the best
+    worse: int = 0  # evaluations since the lowest, that before training included
     eval_rows: int | None = None  # rows an evaluation reads; None: all
 
     @classmethod
     def of(cls, snapshot: Snapshot) -> Progress:
         best, best_step = snapshot["best"]
-        evaluated, rows = Mark(*snapshot["log"]).evaluated, snapshot.get("eval_rows") or None
-        return cls(snapshot["step"], best, best_step, evaluated, snapshot["written"], snapshot.get("worse", 0), rows)
+        start = snapshot.get("start", best if best_step is None else None)
+        return cls(
+            snapshot["step"],
+            start,
+            best if best_step is not None else None,
+            best_step,
+            Mark(*snapshot["log"]).evaluated,
+            snapshot["written"],
+            snapshot.get("worse", 0),
+            snapshot.get("eval_rows") or None,
+        )
+
+    @property
+    def lowest(self) -> float:
+        """eval_loss of what was trained and of before."""
+        return min((loss for loss in (self.start, self.best) if loss is not None), default=math.inf)
 
 
 class Live:
@@ -83,7 +99,10 @@ class Live:
         if job.options.eval_tokens or not snapshot:  # else evaluations stay comparable
             self.progress.eval_rows = job.eval_rows
         since = Mark(*snapshot["log"]) if snapshot else None
-        self.log = RunLog(job.out, job.total_steps, screen, since, job.work.evaluations, trackers)
+        title = (
+            f"{job.out.resolve().name}: {Path(job.options.model).resolve().name}, {compact(job.parameters)} parameters"
+        )
+        self.log = RunLog(job.out, job.total_steps, screen, since, job.work.evaluations, trackers, title)
         self.lanes = RealLanes(job.device, gpus=job.plan.gpus, hosts=job.plan.hosts)
         self.lanes.failed = self.group.failed  # where this thread waits for a host that waits for a lane
         self.clock, self.promised = clock or Clock(), dict[Part, float]()
@@ -218,6 +237,7 @@ class Live:
                 "data": self.job.data.fingerprint,
                 "computed_by": computed_by(self.job.device),
                 "best": [done.best, done.best_step],
+                "start": done.start,
                 "worse": done.worse,
                 "written": self.written,
                 "eval_rows": done.eval_rows,
@@ -361,6 +381,6 @@ def reopen_adapter(cfg: ModelConfig, model: str, out: Path) -> list[str]:
     return [
         f"output   {out}/: {', '.join([CONFIG, WEIGHTS, *logs])}",
         f"check    reopened: an adapter of rank {found.lora.rank}, {len(found.source.tensors):,} tensors",
-        f"next     PeftModel.from_pretrained({cfg.opener}.from_pretrained({model!r}), {str(out)!r}), or "
-        f"{program()} merge {out} --out DIR",
+        f"next     {afterwards(out)}; {program()} merge {out} --out DIR; "
+        f"PeftModel.from_pretrained({cfg.opener}.from_pretrained({model!r}), {str(out)!r})",
     ]

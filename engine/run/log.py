@@ -23,6 +23,7 @@ from trireme.engine.run.screen import Screen, progress
 from trireme.models.config import InputError
 from trireme.storage.files import replace_synced
 
+PACKAGES = {"comet": "comet-ml"}  # if not called as --log has it
 Tracker = tuple[Callable[[Record], None], Callable[[], None]]  # (add, close)
 
 
@@ -32,9 +33,8 @@ def _tensorboard(out: Path, _: Options) -> Tracker:
     writer = SummaryWriter(str(out / "tensorboard"))
 
     def add(record: Record) -> None:
-        for key, value in record.items():
-            if isinstance(value, (int, float)) and key != "step":
-                writer.add_scalar(key, value, record["step"])
+        for key, value in _numbers(record).items():
+            writer.add_scalar(key, value, record["step"])
 
     return add, writer.close
 
@@ -43,13 +43,58 @@ def _wandb(out: Path, options: Options) -> Tracker:
     """A resumed run goes on in its own W&B run, known by its id in OUT/wandb."""
     import wandb
 
-    held = out / "wandb" / "run-id"
-    known = held.read_text().strip() if options.resume and held.is_file() else None
+    known = _known(out, "wandb", options)
     resumed = {"id": known, "resume": "allow"} if known else {}
     run = wandb.init(project="trireme", name=out.name, dir=str(out), config=asdict(options), **resumed)
-    held.parent.mkdir(exist_ok=True)
-    replace_synced(held, run.id.encode())
+    _note(out, "wandb", run.id)
     return lambda record: run.log(record, step=record["step"]), run.finish
+
+
+def _mlflow(out: Path, options: Options) -> Tracker:
+    """As _wandb; where it logs to, its own environment says."""
+    import mlflow
+
+    known = _known(out, "mlflow", options)
+    if not known:
+        mlflow.set_experiment("trireme")
+    run = mlflow.start_run(**({"run_id": known} if known else {"run_name": out.name}))
+    if not known:
+        mlflow.log_params({name: str(value)[:500] for name, value in asdict(options).items()})
+    _note(out, "mlflow", run.info.run_id)
+    return lambda record: mlflow.log_metrics(_numbers(record), step=record["step"]), mlflow.end_run
+
+
+def _comet(out: Path, options: Options) -> Tracker:
+    """As _wandb."""
+    import comet_ml
+
+    known = _known(out, "comet", options)
+    how = {"experiment_key": known, "mode": "get"} if known else {"mode": "create"}
+    experiment = comet_ml.start(project_name="trireme", **how)
+    if not known:
+        experiment.set_name(out.name)
+        experiment.log_parameters(asdict(options))
+    _note(out, "comet", experiment.get_key())
+    return lambda record: experiment.log_metrics(_numbers(record), step=record["step"]), experiment.end
+
+
+TRACKERS = {"tensorboard": _tensorboard, "wandb": _wandb, "mlflow": _mlflow, "comet": _comet}
+
+
+def _numbers(record: Record) -> Record:
+    return {key: value for key, value in record.items() if isinstance(value, (int, float)) and key != "step"}
+
+
+def _known(out: Path, name: str, options: Options) -> str | None:
+    """What a tracker called the run that is resumed."""
+    held = out / name / "run-id"
+    return held.read_text().strip() if options.resume and held.is_file() else None
+
+
+def _note(out: Path, name: str, id: str) -> None:
+    held = out / name / "run-id"
+    held.parent.mkdir(exist_ok=True)
+    replace_synced(held, id.encode())
 
 
 @contextmanager
@@ -57,7 +102,7 @@ def trackers(options: Options, screen: Screen) -> Iterator[list[Tracker]]:
     """Those of --log, begun before anything else takes time. Raises InputError where one cannot be."""
     begun: list[Tracker] = []
     try:
-        for name, begin in (("tensorboard", _tensorboard), ("wandb", _wandb)):
+        for name, begin in TRACKERS.items():
             if name in options.log:
                 begun.append(_begun(name, begin, options))
         yield begun
@@ -73,7 +118,9 @@ def _begun(name: str, begin: Callable[[Path, Options], Tracker], options: Option
     try:
         return begin(Path(options.out), options)
     except ImportError:
-        raise InputError(f"--log {name}: it is not installed. pip install {name}, or leave it out.") from None
+        raise InputError(
+            f"--log {name}: it is not installed. pip install {PACKAGES.get(name, name)}, or leave it out."
+        ) from None
     except Exception as error:
         key = "Log in with `wandb login`, or set WANDB_MODE=offline" if name == "wandb" else "Mend that"
         why = (str(error).strip().splitlines() or [type(error).__name__])[0].rstrip(".")
@@ -92,7 +139,7 @@ class Totals:
     trained: float = 0.0
     losses: tuple[float, float] | None = None  # first and last
     evals: tuple[float, float] | None = None
-    best: tuple[float, int] | None = None  # lowest eval_loss, its step
+    best: tuple[float, int] | None = None  # lowest eval_loss of what was trained, its step
     evaluated: int | None = None  # last evaluated step
     evaluations: int = 0
     evaluating: float = 0.0  # seconds
@@ -110,7 +157,8 @@ class Totals:
             self.evaluations += 1
             self.evaluating += record.get("eval_time_s", 0.0)
             self.evals = (self.evals or (loss,))[0], loss
-            self.best = min(self.best or (math.inf, 0), (loss, record["step"]), key=lambda best: best[0])
+            if record["step"]:
+                self.best = min(self.best or (math.inf, 0), (loss, record["step"]), key=lambda best: best[0])
 
     def line(self) -> str:
         parts = [f"done     {self.steps:,} steps"]
@@ -120,8 +168,12 @@ class Totals:
             parts.append(f"{count(self.evaluations, 'evaluation')} {duration(self.evaluating)}")
         if self.losses:
             parts.append("loss {:.4g} -> {:.4g}".format(*self.losses))
-        if self.evals and self.best:
-            note = "" if self.best[1] == self.evaluated else " (best {:.4g} at step {:,})".format(*self.best)
+        if self.evals:
+            note = (
+                ""
+                if self.best is None or self.best[1] == self.evaluated
+                else " (best {:.4g} at step {:,})".format(*self.best)
+            )
             parts.append("eval {:.4g} -> {:.4g}".format(*self.evals) + note)
         if self.seconds:
             parts.append(f"{compact(self.trained)} trained tokens of {compact(self.tokens)}")
@@ -140,12 +192,13 @@ class RunLog:
         since: Mark | None = None,
         evaluations: int = 0,
         trackers: Sequence[Tracker] = (),
+        title: str = "",
     ):
-        """`since`: of a resumed run's snapshot; drops later lines. `evaluations`: of the whole run.
+        """`since`: of a resumed run's snapshot; drops later lines. `evaluations`: in all. `title`: of loss.svg.
 
         Raises StoreError.
         """
-        self._out, self._total, self._evaluations = out, total_steps, evaluations
+        self._out, self._total, self._evaluations, self._title = out, total_steps, evaluations, title
         self._trackers = list(trackers)
         self.totals, self._losses, self._evals = Totals(), Curve(), Curve()
         path = out / "log.jsonl"
@@ -181,13 +234,14 @@ class RunLog:
 
     def eval(self, record: Record) -> None:
         """An evaluation's `step` (0 before training), `eval_loss`, `epoch`, perhaps `sample`, a text."""
-        best = self.totals.best[0] if self.totals.best else math.inf
+        best, first = self.totals.best[0] if self.totals.best else math.inf, self.totals.evals
         self._add(record)
         self._evaluated += record.get("eval_time_s", 0.0)
         loss = record["eval_loss"]
-        note = "(before training)" if record["step"] == 0 else "(best)" if loss < best else f"(best {best:.4f})"
+        above = f", not better than {first[0]:.4f} before training" if first and not loss < first[0] else ""
+        note = "(before training)" if record["step"] == 0 else f"(best{'' if loss < best else f' {best:.4f}'}{above})"
         sample = f"  sample: {json.dumps(record['sample'], ensure_ascii=False)}" if record.get("sample") else ""
-        self._screen.say(f"step {record['step']}  eval_loss {loss:.4f}  perplexity {_perplexity(loss)} {note}{sample}")
+        self._screen.say(f"step {record['step']}  eval_loss {loss:.4f}  perplexity {perplexity(loss)} {note}{sample}")
         self.draw()
 
     def summary(self) -> str:
@@ -204,7 +258,7 @@ class RunLog:
 
     def draw(self) -> None:
         try:
-            replace_synced(self._out / "loss.svg", draw(self._losses.points, self._evals.points).encode())
+            replace_synced(self._out / "loss.svg", draw(self._losses.points, self._evals.points, self._title).encode())
         except OSError as error:
             self._warn(error)
 
@@ -240,5 +294,5 @@ class RunLog:
         return evaluations + left * record["step_time_s"] if "step_time_s" in record else None
 
 
-def _perplexity(loss: float) -> str:
+def perplexity(loss: float) -> str:
     return f"{math.exp(loss):.4g}" if loss < 50 else "inf"

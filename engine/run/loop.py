@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import shutil
 import time
 from collections.abc import Sequence
@@ -23,6 +24,7 @@ from trireme.engine.run.begin.opened import remove_given_up
 from trireme.engine.run.command import program
 from trireme.engine.run.evaluation import Evaluation, epoch, load_record
 from trireme.engine.run.live import Live, reopen_adapter
+from trireme.engine.run.log import perplexity
 from trireme.engine.run.pace import Pace
 from trireme.engine.run.records import Record
 from trireme.engine.run.signals import Stop, stop_signals
@@ -60,6 +62,8 @@ class Run:
         self.bound: str | None = None  # busiest lane of the last traced step
         self.moved = live.lanes.moved.copy()  # bytes by lane at the last step's end
         self.pace = Pace(live)
+        predicted = live.job.forecast.step.step_s if live.job.device.type == "cuda" else None
+        self.step_s: float | None = predicted  # of the last step
 
     def go(self) -> None:
         """Raises Interrupted, Diverged, StoreError."""
@@ -83,7 +87,8 @@ class Run:
         began = time.perf_counter()
         live.lanes.tracing = o.trace or self.pace.needs_trace or done.step % BOUND_EVERY == 0
         rate = learning_rate(done.step + 1, total, job.lr, o.schedule, o.warmup_steps(total))
-        with live.clock.at("steps"), live.watched(f"step {done.step + 1}"):
+        passing = live.screen.passing(f"step {done.step + 1}/{total}", self.step_s)
+        with live.clock.at("steps"), live.watched(f"step {done.step + 1}"), passing:
             batch = self.batches.take(*self._due())
             tokens, places = sum(mb.tokens for mb in batch), live.lanes.devices
             loads = [make_load(job.cfg, tokens, o.router_aux, device) for device in places]
@@ -93,7 +98,7 @@ class Run:
             self._diverged(stats)
         done.step += 1
         self.stop.hear(group.any(self.stop.asked and not self.stop.alone))
-        seconds = time.perf_counter() - began
+        seconds = self.step_s = time.perf_counter() - began
         spans = self._trace() if live.lanes.tracing else []
         record = self._record(stats, rate, batch, seconds) | self._load_record(loads[0])
         with live.watched("log"):
@@ -180,7 +185,7 @@ class Run:
         live, job, done = self.live, self.live.job, self.live.progress
         if done.step < job.total_steps:
             worse = count(done.worse, "evaluation")
-            live.screen.say(f"stopped  at step {done.step:,} of {job.total_steps:,}: {worse} no better than the best")
+            live.screen.say(f"stopped  at step {done.step:,} of {job.total_steps:,}: {worse} without a lower eval_loss")
         live.settle()
         self.evaluation.run_if_due(final=True)
         last_is_best = done.best_step == done.step
@@ -198,8 +203,9 @@ class Run:
         adapter = job.cfg.lora is not None
         base = job.options.model or ""
         with live.clock.at("check"), live.watched("check"):
-            written = reopen_adapter(job.cfg, base, job.out) if adapter else reopen(job.source, job.out, job.cfg.opener)
             summary = live.log.summary()
+            written = reopen_adapter(job.cfg, base, job.out) if adapter else reopen(job.source, job.out, job.cfg.opener)
+        self._warn_of_worse(best)
         for line in (summary, *written):
             live.screen.say(line)
         for prompt, text, ended in self.evaluation.samples(0 if best else 3):  # the engine has the last weights
@@ -229,14 +235,29 @@ class Run:
             remove_folders([*live.job.store_dirs, live.job.out.parent])
 
     def _about_best(self, exported: bool, there: bool) -> list[str]:
-        """Where the best weights are, if they are not the last."""
-        done, o = self.live.progress, self.live.job.options
-        if done.best is None or done.best_step == done.step:
+        """Where the best weights are, and the loss of what was exported."""
+        done, evals = self.live.progress, self.live.log.totals.evals
+        if done.best is None or evals is None:
             return []
-        if done.best_step is None:
-            what = "no evaluation was better than before training; the output is the last weights"
-            return [f"best     {what}"] if o.export == "best" or o.patience else []
-        which = "the output" if exported else f"{self.live.job.out / BEST}, to be the output by --export best"
-        if not there:
-            which = "lost, the output is the last weights"
-        return [f"best     {which}: eval_loss {done.best:.4f} at step {done.best_step}"]
+        which, last = "the output", ""
+        if not exported and done.best_step != done.step:
+            which = f"{self.live.job.out / BEST}, to be the output by --export best" if there else "lost"
+            last = f"; the output: {_evaluated(evals[1], done.step)}"
+        return [f"best     {which}: {_evaluated(done.best, done.best_step)}{last}"]
+
+    def _warn_of_worse(self, exported: bool) -> None:
+        """Where the output, the best or else the last, is no better than the model was."""
+        done, evals = self.live.progress, self.live.log.totals.evals
+        if done.start is None or evals is None:
+            return
+        loss, step = (done.best, done.best_step) if exported else (evals[1], done.step)
+        if loss is None or not loss < done.start:
+            self.live.screen.warn(
+                f"on --val the output, {_evaluated(loss, step)}, is not better than the model before training, "
+                f"{_evaluated(done.start, 0)}. Lower --lr, or train on other data"
+            )
+
+
+def _evaluated(loss: float | None, step: int | None) -> str:
+    loss = math.nan if loss is None else loss
+    return f"eval_loss {loss:.4f}, perplexity {perplexity(loss)}, at step {step}"

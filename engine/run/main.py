@@ -55,10 +55,9 @@ def main(argv: Sequence[str], began: float | None = None) -> int:
         leave(lambda: fail(f"{why.rstrip('.')}. {again(options)}", 4))
 
     try:
-        if argv[:1] == ["merge"]:
-            return merge(argv[1:], screen)
-        if argv[:1] == ["check"]:
-            return check(argv[1:], screen)
+        if argv and argv[0] in COMMANDS:
+            os.environ.update(ENVIRONMENT | os.environ)
+            return COMMANDS[argv[0]](argv[1:])
         at = place()
         if at.host:
             screen = Screen(nowhere())
@@ -168,7 +167,10 @@ def run(options: Options, screen: Screen, clock: Clock, group: Alone) -> int:
         clock.spent["imports"] += clock.whole
         try:
             with demo.prepared(options, screen) if options.demo else nullcontext(options) as given:
-                train.finetune(given, screen, clock, group)
+                fitted = demo.sized(given, screen) if options.demo else given
+                train.finetune(fitted, screen, clock, group)
+                if options.demo and not options.dry_run:
+                    demo.say_after(fitted, screen)
         except loop.Interrupted:
             return 130
     return 0
@@ -192,9 +194,9 @@ def check_paths(options: Options) -> None:
     parse_val(options.val)
 
 
-def merge(argv: Sequence[str], screen: Screen) -> int:
+def merge(argv: Sequence[str]) -> int:
     """`trireme merge ADAPTER --out DIR`. Raises InputError, CheckpointError, StoreError."""
-    given = parse_merge(argv)
+    given, screen = parse_merge(argv), Screen()
 
     def leave(_: int) -> None:
         raise KeyboardInterrupt
@@ -207,10 +209,9 @@ def merge(argv: Sequence[str], screen: Screen) -> int:
     return 0
 
 
-def check(argv: Sequence[str], screen: Screen) -> int:
+def check(argv: Sequence[str]) -> int:
     """`trireme check`. Raises InputError, StoreError, OSError."""
-    given = parse_check(argv)
-    os.environ.update(ENVIRONMENT | os.environ)
+    given, screen = parse_check(argv), Screen()
 
     def leave(_: int) -> None:
         raise KeyboardInterrupt
@@ -220,3 +221,20 @@ def check(argv: Sequence[str], screen: Screen) -> int:
 
         checks.check(checks.folders_of(given.store), Path(given.report), screen.say)
     return 0
+
+
+def sample(argv: Sequence[str]) -> int:
+    """`trireme sample FOLDER`. Raises as finished.sample.sample."""
+    from trireme.engine.run.finished.sample import sample  # late, as above
+
+    return sample(argv)
+
+
+def evaluate(argv: Sequence[str]) -> int:
+    """`trireme eval FOLDER --data FILE`. Raises as finished.evaluate.evaluate."""
+    from trireme.engine.run.finished.evaluate import evaluate  # late, as above
+
+    return evaluate(argv)
+
+
+COMMANDS = {"merge": merge, "check": check, "sample": sample, "eval": evaluate}  # besides training

@@ -12,6 +12,7 @@ from typing import Any, ClassVar
 from trireme.engine.amounts import MOST, number, positive, size, whole
 
 BELOW_ONE = 0.999999
+SCHEDULES = ("cosine", "linear", "constant", "constant_with_warmup", "polynomial", "wsd")
 Parser = Callable[[str], Any]
 DATA, OUTPUT, TRAINING, PLACEMENT, INSTEAD = (
     "model and data",
@@ -167,6 +168,9 @@ class Options:
     )
     no_pack: bool = _option(DATA, "one row a sequence", False, parse=bool)
     skip_bad: bool = _option(DATA, "drop and count rows that cannot be read, instead of stopping", False, parse=bool)
+    max_samples: int | None = _option(
+        DATA, "rows used of each file of --data, the first ones [all]", parse=whole, metavar="N"
+    )
     show_example: int = _option(
         DATA, "examples printed, the trained part in [..]", 1, parse=number(0, kind=int), metavar="N"
     )
@@ -214,7 +218,7 @@ class Options:
     keep: int = _option(OUTPUT, "snapshots kept", 1, parse=whole, metavar="N", also="save-total-limit")
     log: tuple[str, ...] = _option(
         OUTPUT,
-        "also: tensorboard, wandb, trace (a timeline of the run)",
+        "also: tensorboard, wandb, mlflow, comet, trace (a timeline of the run)",
         (),
         parse=listed(named),
         metavar="NAME[,NAME]",
@@ -250,9 +254,10 @@ class Options:
     )
     schedule: str = _option(
         TRAINING,
-        "learning rate after warm-up; cosine ends at 10 %",
+        "learning rate after warm-up: cosine (ends at 10 %), linear, constant, polynomial, wsd",
         "cosine",
-        choices=("cosine", "linear", "constant"),
+        parse=one_of(*SCHEDULES),
+        metavar="NAME",
         also="lr-scheduler-type lr-scheduler",
     )
     warmup: float = _option(
@@ -286,6 +291,20 @@ class Options:
     )
     lora_alpha: float | None = _option(
         TRAINING, "what adapters add is times this / R [2 R]", parse=positive, metavar="X"
+    )
+    rslora: bool = _option(
+        TRAINING,
+        "adapters are scaled by alpha / sqrt(R); alpha is 8 if not given",
+        False,
+        parse=bool,
+        also="use-rslora peft-use-rslora",
+    )
+    loraplus: float | None = _option(
+        TRAINING,
+        "LoRA+: learning rate of B over that of A (16 is usual)",
+        parse=number(1, 1024),
+        metavar="X",
+        also="loraplus-lr-ratio",
     )
     lora_targets: tuple[str, ...] = _option(
         TRAINING,

@@ -2,13 +2,23 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 from trireme.engine.amounts import compact, count, duration, gb, gib, seconds
 from trireme.engine.lanes.names import NET
 from trireme.engine.optimizer import learning_rate
 from trireme.engine.planner.clock import Clock, Part, Times
 from trireme.engine.planner.forecast import ENDLESS
 from trireme.engine.planner.host import available_ram
-from trireme.engine.planner.lines import disk_line, gpu_lines, memory_lines, ready_line, unmeasured_line, wear_line
+from trireme.engine.planner.lines import (
+    disk_line,
+    gpu_lines,
+    memory_lines,
+    ready_line,
+    unmeasured_line,
+    wear_line,
+    wear_warning,
+)
 from trireme.engine.planner.reasons import benefits
 from trireme.engine.planner.whole import Events, compile_s, evaluation_s, export_s, foretold, written
 from trireme.engine.run.begin.job import Job, shelf
@@ -42,8 +52,11 @@ def report(job: Job) -> list[str]:
     if forecast.work.evaluations:
         lines.append(f"eval     {eval_line(job)}")
     seconds_of_steps = job.total_steps * forecast.step.step_s if on_gpu else None
-    if wear := wear_line(forecast, written(forecast, job.total_steps, events(job, 0, seconds_of_steps))):
+    writes = written(forecast, job.total_steps, events(job, 0, seconds_of_steps))
+    if wear := wear_line(forecast, writes):
         lines.append(f"ssd      {wear}")
+    if warning := wear_warning(forecast, writes, seconds_of_steps):
+        lines.insert(0, warning)
     lines.append(f"disk     {disk_line(forecast)}")
     if on_gpu:
         lines.append(f"ready    {ready_line(promise(job))}")
@@ -54,6 +67,29 @@ def report(job: Job) -> list[str]:
     if on_gpu and job.options.dry_run:
         lines += _labelled("benefit", benefits(forecast.geo, forecast.work.batch(job.plan), job.machine.rates))
     return lines
+
+
+def planned(job: Job) -> dict[str, Any]:
+    """The figures of the report."""
+    f, on_gpu = job.forecast, job.device.type == "cuda"
+    held = f.memory(all_gpus=not on_gpu)
+    tier = lambda name: sum(row[name] for row in held.values())
+    step_s = f.step.step_s if on_gpu else None
+    gpu, ram = tier("gpu"), tier("host")
+    happening = events(job, 0, job.total_steps * step_s if step_s else None)
+    return {
+        "steps": job.total_steps,
+        "tokens_per_step": f.work.tokens,
+        "step_s": step_s,
+        "tokens_per_second": f.work.tokens / step_s if step_s else None,
+        "run_s": sum(promise(job).values()) if on_gpu else None,
+        "limited_by": f.step.bound if on_gpu else None,
+        "gpu_bytes": gpu if on_gpu else 0,
+        "ram_bytes": ram if on_gpu else gpu + ram,
+        "ssd_bytes": tier("ssd"),
+        "disk_bytes": f.disk(),
+        "written_bytes": sum(written(f, job.total_steps, happening).values()) if step_s else None,
+    }
 
 
 def _labelled(label: str, lines: list[str]) -> list[str]:

@@ -3,8 +3,11 @@
 from __future__ import annotations
 
 import math
+import re
 import shutil
 import sys
+import textwrap
+import threading
 import time
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager, suppress
@@ -18,6 +21,9 @@ OUTPUT = "standard output"
 PLAIN_SECONDS = 10.0  # between lines in a pipe
 LIVE_SECONDS = 0.1
 PATIENCE = 3.0  # seconds before progress shows
+TICK = 1.0  # seconds between looks at a step
+COMMAND = re.compile(r"\b(?:trireme|python scripts/finetune\.py) [^;,()]*")
+INDENT = 9  # of a line's continuation: the width of its label
 
 
 def progress(record: Mapping[str, Any], total_steps: int, eta: float | None) -> dict[str, str]:
@@ -59,6 +65,20 @@ def one_line(parts: Mapping[str, str], width: float = math.inf) -> str:
     return line if len(line) < width else line[: int(width) - 1]
 
 
+def wrapped(line: str, width: int) -> str:
+    """A line in lines shorter than a terminal is wide, parted between words; those behind the first are indented.
+
+    A command to be copied is not parted.
+    """
+    if len(line) < width:
+        return line
+    whole = COMMAND.sub(lambda found: found[0].replace(" ", "\0"), line)
+    parts = textwrap.wrap(
+        whole, max(20, width - 1), subsequent_indent=" " * INDENT, break_long_words=False, break_on_hyphens=False
+    )
+    return "\n".join(parts).replace("\0", " ")
+
+
 class Screen:
     """Standard output and error. One thread at a time, except `urgent`."""
 
@@ -93,7 +113,13 @@ class Screen:
     def say(self, line: str) -> None:
         """Prints above the live line. Raises StoreError, BrokenPipeError until `forgive`."""
         line = shown(line, LINE)
+        if self._live:
+            line = wrapped(line, shutil.get_terminal_size().columns)
         self._write(f"\r\x1b[K{line}\n{self._drawn()}" if self._parts else line + "\n")
+
+    def text(self, piece: str) -> None:
+        """Prints text as it is, without a line's end: what the command was called for. Raises as `say`."""
+        self._write(piece)
 
     def warn(self, line: str) -> None:
         self.say(f"warning: {line}")
@@ -101,6 +127,9 @@ class Screen:
     def urgent(self, line: str) -> None:
         """Safe in a signal handler."""
         with suppress(OSError, RuntimeError):  # a closed terminal; within another line
+            if sys.stderr.isatty():
+                width = shutil.get_terminal_size().columns
+                line = "\n".join(wrapped(part, width) for part in line.split("\n"))
             print(line, file=sys.stderr, flush=True)
 
     def show(self, parts: Mapping[str, str], final: bool) -> None:
@@ -121,6 +150,30 @@ class Screen:
     def _drawn(self) -> str:
         """In the terminal's width: a wrapped line cannot be redrawn."""
         return one_line(self._parts, shutil.get_terminal_size().columns)
+
+    @contextmanager
+    def passing(self, step: str, expected: float | None) -> Iterator[None]:
+        """On a terminal shows the seconds of a long step; meanwhile nothing but `urgent` may print."""
+        if not self._live:
+            yield
+            return
+        began, ended, before = time.monotonic(), threading.Event(), dict(self._parts)
+
+        def tell() -> None:
+            while not ended.wait(TICK):
+                passed = time.monotonic() - began
+                if passed > PATIENCE:
+                    of = f" of about {duration(expected)}" if expected and passed < expected else ""
+                    self.show(before | {"step": f"{step}  {duration(passed)}{of}"}, False)
+
+        thread = threading.Thread(target=tell, daemon=True)
+        thread.start()
+        try:
+            yield
+        finally:
+            ended.set()
+            thread.join()
+            self._last = -math.inf
 
     def clear(self) -> None:
         if self._parts:

@@ -1,6 +1,6 @@
 """Requests to stop: a signal once to save and end, twice to end at once.
 
-A hang-up is no second request: a session's end sends it with SIGTERM.
+A notice is no second request: a session's end sends a hang-up with SIGTERM, SLURM sends SIGUSR1 long before it.
 """
 
 from __future__ import annotations
@@ -15,6 +15,8 @@ from types import FrameType
 from trireme.engine.run.screen import Screen
 
 LEFT = 130  # exit code
+NOTICES = (signal.SIGHUP, signal.SIGUSR1, signal.SIGUSR2)
+STOPS = (signal.SIGINT, signal.SIGTERM, *NOTICES)
 
 
 class Stop:
@@ -56,19 +58,19 @@ class Stop:
 
 @contextmanager
 def stop_signals(first: Callable[[int], None], second: Callable[[], None]) -> Iterator[None]:
-    """The first signal calls first(number); a second that is no hang-up calls second() and exits.
+    """The first signal calls first(number); a second that is no notice calls second() and exits.
 
     Signals belong to the main thread: in another nothing changes.
     """
     if threading.current_thread() is not threading.main_thread():
         yield
         return
-    caught = [n for n in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP) if signal.getsignal(n) != signal.SIG_IGN]
+    caught = [n for n in STOPS if signal.getsignal(n) != signal.SIG_IGN]
     asked: list[int] = []
 
     def ask(number: int, _: FrameType | None) -> None:
         asked.append(number)
-        if sum(n != signal.SIGHUP for n in asked) > 1 and number != signal.SIGHUP:
+        if sum(n not in NOTICES for n in asked) > 1 and number not in NOTICES:
             second()
             os._exit(LEFT)
         if len(asked) == 1:

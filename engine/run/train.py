@@ -17,7 +17,7 @@ from trireme.engine.planner.whole import AGAIN
 from trireme.engine.run.begin.job import Job, check_room, prepare
 from trireme.engine.run.begin.kept import changes, config_yaml, to_agree
 from trireme.engine.run.begin.opened import Begun, Snapshot, check_continues, new_store, open_run
-from trireme.engine.run.begin.otherwise import adapters_instead
+from trireme.engine.run.begin.otherwise import instead
 from trireme.engine.run.begin.owned import common_id, refuse_links, signed
 from trireme.engine.run.begin.pinned import check_snapshot, is_date
 from trireme.engine.run.command import checked
@@ -35,9 +35,14 @@ from trireme.storage.untrusted import shown
 
 
 def finetune(
-    options: Options, screen: Screen | None = None, clock: Clock | None = None, group: Alone | None = None
+    options: Options,
+    screen: Screen | None = None,
+    clock: Clock | None = None,
+    group: Alone | None = None,
+    told: Sequence[Tracker] = (),
 ) -> Live | None:
-    """Returns the run, its engine closed; None of a dry run. `clock`: that of the command; `group`: the hosts.
+    """Returns the run, its engine closed; None of a dry run. `clock`: that of the command; `group`: the hosts; `told`:
+    trackers besides those of --log.
 
     Raises InputError, CheckpointError, DoesNotFit, StoreError, LostHost, Interrupted.
     """
@@ -49,7 +54,7 @@ def finetune(
         busy = f"--resume {options.out}: another process is at that run. Wait for its end."
         with taken(Path(options.out), busy) as made:
             try:
-                return _resume(options, screen, clock, group, id)
+                return _resume(options, screen, clock, group, id, told)
             finally:
                 remove_folders(made)
     if options.dry_run:
@@ -58,13 +63,14 @@ def finetune(
         return None
     if group.host:
         group.meet()  # host 0's folder may hold the others': it has to be free first
-    with new_run(options, Interrupted, id) as run, trackers(options, screen) as told:
+    with new_run(options, Interrupted, id) as run, trackers(options, screen) as asked:
         if not group.host:
             group.meet()
         job = _prepared(options, screen, clock, group)
+        _keep_options(job, id)
         with clock.at("load"):
             run.store = new_store(job, screen, id)
-        return _train(job, Begun(run.store), screen, clock, told, group)
+        return _train(job, Begun(run.store), screen, clock, [*told, *asked], group)
 
 
 def _warn_of_folder(options: Options, screen: Screen) -> None:
@@ -75,7 +81,9 @@ def _warn_of_folder(options: Options, screen: Screen) -> None:
         screen.warn(f"the run itself would be refused: {error}")
 
 
-def _resume(options: Options, screen: Screen, clock: Clock, group: Alone, id: str) -> Live | None:
+def _resume(
+    options: Options, screen: Screen, clock: Clock, group: Alone, id: str, told: Sequence[Tracker]
+) -> Live | None:
     """`id`: of the run."""
     refuse_links(Path(options.out))
     with clock.at("headers"):
@@ -84,21 +92,24 @@ def _resume(options: Options, screen: Screen, clock: Clock, group: Alone, id: st
     try:
         if snapshot:
             check_snapshot(options, snapshot)
-            for line in changes(options, snapshot["options"]):
-                screen.say(f"changed  {line} at step {snapshot['step']:,}")
         if options.dry_run:
             _prepared(options, screen, clock, group, snapshot)
             return None
-        with trackers(options, screen) as told:
+        with trackers(options, screen) as asked:
             job = _prepared(options, screen, clock, group, snapshot)
             if snapshot:
                 _say_computed_by(snapshot, computed_by(job.device), screen)
-            replace_synced(job.out / "config.yaml", signed(id, config_yaml(options)))  # keeps changed options
+            _keep_options(job, id)
             store = store or new_store(job, screen, id)
-            return _train(job, begun._replace(store=store), screen, clock, told, group)
+            return _train(job, begun._replace(store=store), screen, clock, [*told, *asked], group)
     finally:
         if store is not None:
             store.close()
+
+
+def _keep_options(job: Job, id: str) -> None:
+    """config.yaml has all that is in force: changed ones, and those that were chosen."""
+    replace_synced(job.out / "config.yaml", signed(id, config_yaml(job.options)))
 
 
 def _say_computed_by(snapshot: Snapshot, now: str, screen: Screen) -> None:
@@ -112,7 +123,7 @@ def _prepared(options: Options, screen: Screen, clock: Clock, group: Alone, snap
     try:
         return _fitting(options, screen, clock, group, snapshot)
     except DoesNotFit as error:
-        out = adapters_instead(options)
+        out = instead(options)
         raise DoesNotFit(f"{error} {out}" if out else str(error), error.need) from None
 
 
@@ -131,6 +142,8 @@ def _fitting(options: Options, screen: Screen, clock: Clock, group: Alone, snaps
         group.agree("data", {"--data": job.data.fingerprint}, "Copy host 0's")
     group.agree("checkpoints", job.pinned.model, "Copy host 0's")
     if snapshot:
+        for line in changes(job.options, snapshot["options"]):
+            screen.say(f"changed  {line} at step {snapshot['step']:,}")
         check_continues(job, snapshot)
     with clock.at("plan"):
         lines = report(job)
@@ -163,7 +176,7 @@ def _train(job: Job, begun: Begun, screen: Screen, clock: Clock, told: Sequence[
 def _settle_exports(live: Live) -> None:
     """The best of the snapshot's moment."""
     out, done = live.job.out, live.progress
-    best = Best(done.best_step, done.best) if done.best_step is not None and done.best is not None else None
+    best = Best(done.best_step, done.best) if done.best_step and done.best is not None else None
     nbytes = sum(path.stat().st_size for path in out.glob(f"{BEST}*/*.safetensors"))
     with live.screen.working("checking the best", nbytes) as more:
         there = settle(out, best, more)

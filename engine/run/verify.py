@@ -13,8 +13,9 @@ from pathlib import Path
 from typing import NoReturn
 
 from trireme.engine.exports import BEST, half_made, remove
-from trireme.engine.run.begin.kept import config_yaml
+from trireme.engine.run.begin.kept import config_yaml, repeats
 from trireme.engine.run.begin.owned import refuse_links, signed, unsigned
+from trireme.engine.run.command import program
 from trireme.engine.run.options import Options, store_folders
 from trireme.engine.tuning.packed import Packed
 from trireme.engine.tuning.parts import open_checkpoint
@@ -28,7 +29,7 @@ from trireme.storage.store import Store
 ADAPTER = "adapter_model.safetensors"
 LOGS = ("log.jsonl", "log.csv", "loss.svg", "trace.json", "config.yaml")
 # Before the first step. config.yaml marks a killed run's folder: made first, removed last.
-OURS = ("tokens", "tensorboard", "wandb", *(partial_of(Path(name)).name for name in LOGS), *LOGS)
+OURS = ("tokens", "tensorboard", "wandb", "mlflow", "comet", *(partial_of(Path(name)).name for name in LOGS), *LOGS)
 UNFIT = (errno.EACCES, errno.EPERM, errno.EROFS, errno.ENOENT, errno.ENOTDIR, errno.ENAMETOOLONG, errno.EINVAL)
 
 
@@ -158,7 +159,7 @@ def _is_same(options: Options, held: set[str]) -> bool:
         name in (*OURS, "store") or name.startswith(temporary.HIDDEN) or re.fullmatch(r"host-\d+", name)
         for name in held
     )
-    return ours and not begun and unsigned((out / "config.yaml").read_bytes()) == config_yaml(options)
+    return ours and not begun and repeats(unsigned((out / "config.yaml").read_bytes()), options)
 
 
 def has_begun(out: Path) -> bool:
@@ -187,8 +188,14 @@ def reopen(source: Source, out: Path, opener: str = "AutoModelForCausalLM") -> l
         f"check    reopened: {len(ours):,} tensors, names, shapes and dtypes equal to the source; "
         f"{len(others) - len(given)} other files byte-identical"
         + (f"; as trained with: {', '.join(given)}" if given else ""),
-        f"next     {opener}.from_pretrained({str(out)!r}); the same run again: --config {out}/config.yaml",
+        f"next     {afterwards(out)}; {opener}.from_pretrained({str(out)!r}); the same run again: "
+        f"--config {out}/config.yaml",
     ]
+
+
+def afterwards(out: Path) -> str:
+    """What to type next."""
+    return f"{program()} sample {out} --prompt TEXT, or {program()} eval {out} --data FILE"
 
 
 Entry = tuple[str, tuple[int, ...], str]  # dtype, shape, file

@@ -27,6 +27,7 @@ ROOMS = {
     "engine/planner": "how a plan is found and how long it takes",
     "engine/run": "one run, from options to the output folder",
     "engine/run/begin": "the start of a run: decisions before its first write, and resuming",
+    "engine/run/finished": "a finished model in use: text, loss, and all of it from Python",
     "scripts": "the command",
     "scripts/command": "the command as python -m trireme",
     "scripts/bench": "benchmarks: each prints a table and writes JSON",

@@ -762,3 +762,21 @@ def test_reading_is_keyed_by_content(tmp_path):
 
 
 KEY = "5a0189ea0fac1dbe02372319"
+
+
+def test_the_first_rows_of_each_file(tmp_path):
+    """Of the training files alone; what is held out of them is a share of these rows."""
+    names = []
+    for k, rows in enumerate((5, 2, 9)):
+        path = tmp_path / f"{k}.jsonl"
+        path.write_text("".join(json.dumps({"input_ids": [k, row, 7, 8]}) + "\n" for row in range(rows)))
+        names.append(str(path))
+    ids = lambda data: sorted(tuple(mb.ids[:2].tolist()) for mb in data.batches(1))
+    few = load_dataset(names, None, DataOptions(seq_len=8, max_samples=3, pack=False))
+    assert "note: --max-samples 3: 8 of 16 rows" in few.report.lines()
+    assert ids(few) == [(0, 0), (0, 1), (0, 2), (1, 0), (1, 1), (2, 0), (2, 1), (2, 2)]
+    parted = load_dataset(names, None, DataOptions(seq_len=8, max_samples=3, pack=False, val="0.25"))
+    assert (parted.n_sequences, parted.held_out.n_sequences) == (6, 2)
+    assert sorted(ids(parted) + ids(parted.held_out)) == ids(few)
+    apart = load_dataset(names[:1], None, DataOptions(seq_len=8, max_samples=3, pack=False, val=names[2]))
+    assert (apart.n_sequences, apart.held_out.n_sequences) == (3, 9)

@@ -12,6 +12,7 @@ from sandboxed import Thing, abort, compute, interrupt_the_parent, pid, raise_it
 
 from trireme.engine.data.files.rows import BadRow
 from trireme.engine.data.sandbox import Died, Sandbox
+from trireme.engine.run.signals import STOPS
 from trireme.models.config import InputError
 
 
@@ -151,7 +152,7 @@ sys.stdin.read()
 """
 
 
-@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM, signal.SIGHUP])
+@pytest.mark.parametrize("number", STOPS)
 def test_what_the_whole_group_is_told_is_the_parents_affair(box, number):
     """A session that ends tells every process of it, in any order."""
     child = box.call(pid)

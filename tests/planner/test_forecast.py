@@ -13,7 +13,7 @@ from trireme.engine.buffers import buffers, usage, workspace
 from trireme.engine.plan import TIERS, DoesNotFit, Limits, Plan
 from trireme.engine.planner.choose import first_plan
 from trireme.engine.planner.forecast import Files, Forecast, Work, check_drive
-from trireme.engine.planner.lines import cell, disk_line, gpu_lines, memory_lines, time_line, wear_line
+from trireme.engine.planner.lines import cell, disk_line, gpu_lines, memory_lines, time_line, wear_line, wear_warning
 from trireme.engine.planner.rates import assume
 from trireme.engine.planner.rule import Wanted, simple_plan
 from trireme.engine.planner.whole import written
@@ -74,6 +74,17 @@ def test_wear_is_of_the_drive_not_of_its_free_room():
     full = replace(f, machine=replace(f.machine, ssd=10**11))
     assert wear_line(f, ALL) == wear_line(full, ALL)
     assert "of the 1.2 PB that drives of this size are often rated for" in wear_line(f, ALL)
+
+
+@pytest.mark.full
+def test_a_run_that_wears_out_the_drives_is_warned_of():
+    """From a fifth of what they are rated for on, with what it would write otherwise."""
+    f = forecast("gpu=rtx4090,ram=48GiB,ssd=2TB@7/5")
+    assert wear_warning(f, {"steps": 239 * 10**12}, 1e6) == ""
+    line = wear_warning(f, {"steps": 720 * 10**12}, 10 * 86400.0)
+    assert line.startswith("warning: the run writes 720 TB in 10.0 days, 60% of the 1.2 PB that drives of this size")
+    less = float(re.search(r"--adam-bits 8 \((\d+) TB\), --lora 16, fewer and larger steps", line)[1])
+    assert less == pytest.approx(720 * f.again(adam_bits=8).step.ssd_written / f.step.ssd_written, rel=0.01)
 
 
 def test_wear_is_told_by_what_writes():

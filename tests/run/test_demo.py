@@ -94,6 +94,28 @@ def test_a_story_is_english_enough():
         assert story.endswith(".")
 
 
+@pytest.mark.parametrize(
+    ("step_s", "batch", "steps"),
+    [(0.01, 16, demo.STEPS), (0.4, 16, 87), (0.9, 8, 77), (3.0, 2, 93), (9.6, 1, 58), (200.0, 1, demo.FEWEST)],
+)
+def test_its_length_is_a_minutes(step_s, batch, steps):
+    assert demo.length(step_s, 16) == (batch, steps)
+    assert batch / 16 * step_s * steps <= 1.05 * demo.TRAINING_S or steps == demo.FEWEST
+
+
+@pytest.mark.full
+def test_it_measures_its_first_steps(tmp_path, monkeypatch, capsys):
+    monkeypatch.setattr(tempfile, "tempdir", str(tmp_path))
+    monkeypatch.setattr(demo, "STORIES", 50)
+    monkeypatch.setattr(demo, "TRAINING_S", 1e-9)
+    with demo.prepared(Options(demo=True, seq_len=32), Screen()) as options:
+        found = demo.sized(options, Screen())
+        assert (found.batch_size, found.max_steps) == (1, demo.FEWEST)
+        assert demo.sized(found, Screen()) == found, "a length that is given stays"
+        assert not Path(options.model).with_name("measured").exists()
+    assert re.search(r"demo     a step takes .* so 12 steps of 1 sequences are made", capsys.readouterr().out)
+
+
 def test_it_learns(tmp_path, capsys, monkeypatch):
     """The command from end to end, of few steps: the loss falls, and the folder opens."""
     monkeypatch.setattr(tempfile, "tempdir", str(tmp_path))
@@ -104,6 +126,11 @@ def test_it_learns(tmp_path, capsys, monkeypatch):
     assert losses[0] > 6
     assert losses[-1] < 4.6
     assert "check    reopened: 38 tensors" in said
+    before, after = re.search(r"\nbefore   '(.*)'\nafter    '(.*)'\nnext ", said).groups()
+    assert before != after
+    assert re.search(
+        r"\nnext .* sample \S+out --prompt .*\n .* eval \S+out --data .*\n .* CHECKPOINT --data FILE", said
+    )
     model, told = AutoModelForCausalLM.from_pretrained(tmp_path / "out", output_loading_info=True)
     assert not told["missing_keys"]
     assert not told["unexpected_keys"]

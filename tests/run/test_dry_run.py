@@ -281,3 +281,12 @@ def test_what_a_message_tells_works(here, capsys, name):
         assert finetune.main(completed(wrong)) == 2
         assert tells in capsys.readouterr().err
     assert finetune.main(completed(right)) == 0, capsys.readouterr().err
+
+
+@pytest.mark.full
+def test_what_fits_instead_is_offered_with_its_speed(capsys):
+    argv = ["--shape", "llama-70b", "--dry-run", "--assume", "gpu=rtx4090,ram=64GiB,ssd=2TB"]
+    assert finetune.main(argv) == 3
+    said = capsys.readouterr().err
+    assert re.search(r"Or train adapters, which fit: --lora 16, [\d.]+ s a step of 32.8k tokens, \d+ tok/s\.", said)
+    assert re.search(r"Or train all weights with --adam-bits 8, [\d.]+ s a step of 32.8k tokens, \d+ tok/s\.\n", said)

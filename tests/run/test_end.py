@@ -59,7 +59,8 @@ def test_the_best_is_exported(here, losses, capsys):
     two = at_step_two(capsys)
     report = said(capsys, *EVALUATED, "--export", "best")
     assert weights("out") == two != weights("two")
-    assert "best     the output: eval_loss 3.0000 at step 2" in report
+    assert "best     the output: eval_loss 3.0000, perplexity 20.09, at step 2\n" in report
+    assert "warning" not in report
     assert "\nsample " not in report
     assert not Path("out/best").exists()
     reopen(open_source("model"), Path("out"))
@@ -82,7 +83,8 @@ def test_without_hard_links_the_best_is_copied_and_synced(here, losses, capsys, 
 @pytest.mark.full
 def test_the_last_is_exported_and_the_best_kept(here, losses, capsys):
     report = said(capsys, *EVALUATED, "--export-every", "2")
-    assert "best     out/best, to be the output by --export best: eval_loss 3.0000 at step 2" in report
+    best = "best     out/best, to be the output by --export best: eval_loss 3.0000, perplexity 20.09, at step 2"
+    assert f"{best}; the output: eval_loss 7.0000, perplexity 1097, at step 6\n" in report
     assert weights("out/best") == weights("out/step-2") != weights("out") == weights("out/step-6")
     assert sorted(p.name for p in Path("out").glob("step-*")) == ["step-2", "step-4", "step-6"]
     for folder in ("out", "out/step-4", "out/best"):
@@ -185,17 +187,29 @@ def test_adapters_that_cannot_be_added_are_the_output_all_the_same(here, capsys)
     in_f16()
     report = said(capsys, *ONE_STEP, "--lr", "100", "--lora", "2", "--merge", "--lora-alpha", "1e6")
     assert re.search("warning: not merged: model.layers.0.* values are beyond F16", report)
-    assert "\nnext     PeftModel" in report
+    assert "; PeftModel.from_pretrained(" in report
     assert not Path("out/merged").exists()
     assert not Path("out/store").exists()
 
 
-@pytest.mark.full
-def test_where_nothing_got_better_that_is_said(here, losses, capsys):
+@pytest.mark.parametrize("export", ["best", "last"])
+def test_where_nothing_got_better_the_best_of_what_was_trained_is_exported_with_a_warning(here, losses, capsys, export):
+    """Of `--export last` the warning is of the last."""
     losses[0] = 1.0
-    report = said(capsys, *EVALUATED, "--export", "best")
-    assert "best     no evaluation was better than before training; the output is the last weights" in report
-    assert Path("out/model.safetensors").exists()
+    report = said(capsys, *EVALUATED, "--export", export, "--export-every", "2")
+    step, output = (2, "3.0000, perplexity 20.09") if export == "best" else (6, "7.0000, perplexity 1097")
+    warned = f"warning: on --val the output, eval_loss {output}, at step {step}, is not better than the model before"
+    assert report.index(warned) < report.index("\ndone     ")
+    assert "\nstep 2  eval_loss 3.0000  perplexity 20.09 (best, not better than 1.0000 before training)" in report
+    assert weights("out") == weights(f"out/step-{step}")
+
+
+@pytest.mark.full
+def test_a_loss_that_is_no_number_is_no_best(here, losses, capsys):
+    losses.update({1: float("nan"), 2: float("nan"), 3: float("nan")})
+    assert "best     the output: eval_loss 5.0000, perplexity 148.4, at step 4" in said(
+        capsys, *EVALUATED, "--export", "best"
+    )
 
 
 @pytest.mark.parametrize(("patience", "step"), [("1", 3), ("2", 4), ("9", 6)])
@@ -203,7 +217,14 @@ def test_patience_ends_the_run(here, losses, capsys, patience, step):
     report = said(capsys, *EVALUATED, "--patience", patience, "--export", "best")
     assert (f"stopped  at step {step} of 6: {patience} evaluation" in report) == (step < 6)
     assert f"done     {step} steps" in report
-    assert "eval_loss 3.0000 at step 2" in report
+    assert "eval_loss 3.0000, perplexity 20.09, at step 2" in report
+
+
+@pytest.mark.full
+def test_patience_counts_from_the_start(here, losses, capsys):
+    losses[0] = 1.0
+    report = said(capsys, *EVALUATED, "--patience", "2")
+    assert "stopped  at step 2 of 6: 2 evaluations without a lower eval_loss" in report
 
 
 @pytest.mark.full
@@ -261,7 +282,7 @@ with stop_signals(lambda n: tell(f"first {n}"), lambda: tell("second")):
     signal.pthread_sigmask(signal.SIG_UNBLOCK, numbers)
     print("goes on")
 """
-INT, TERM, HUP = signal.SIGINT, signal.SIGTERM, signal.SIGHUP
+INT, TERM, HUP, USR1, USR2 = signal.SIGINT, signal.SIGTERM, signal.SIGHUP, signal.SIGUSR1, signal.SIGUSR2
 
 
 @pytest.mark.parametrize("how", ["apart", "together"])
@@ -275,6 +296,9 @@ INT, TERM, HUP = signal.SIGINT, signal.SIGTERM, signal.SIGHUP
         ([INT, TERM], True),
         ([HUP, INT, TERM], True),
         ([TERM, HUP, INT], True),
+        ([USR1], False),
+        ([USR2, USR2, TERM], False),
+        ([USR1, TERM, INT], True),
     ],
 )
 def test_who_insists(numbers, ends, how):

@@ -313,10 +313,10 @@ def test_a_forged_snapshot_is_one_line(paused, tmp_path, name):
 
 CHANGES = {
     "--betas [0.8, 0.9], was [0.9, 0.95]": dict(betas=(0.8, 0.9)),
-    "--weight-decay 0.5, was not given": dict(weight_decay=0.5),
+    "--weight-decay 0.5, was 0.01": dict(weight_decay=0.5),
     "--schedule 'linear', was 'cosine'": dict(schedule="linear"),
     "--max-grad-norm 3.0, was 1.0": dict(max_grad_norm=3.0),
-    "--lr not given, was 0.003": dict(lr=None),
+    "--lr 2e-05, was 0.003": dict(lr=None),
     "--epochs 2.0, was not given": dict(epochs=2.0),
     "--gpu-memory '1073741823B', was '1073741824B'": dict(gpu_memory=(1 << 30) - 1),
 }

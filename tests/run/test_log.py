@@ -10,6 +10,7 @@ import os
 import re
 import shutil
 import sys
+import time
 import tracemalloc
 import types
 import xml.etree.ElementTree as ET
@@ -28,7 +29,7 @@ from trireme.engine.run.curve import MOST, Curve, draw
 from trireme.engine.run.log import RunLog
 from trireme.engine.run.options import Options
 from trireme.engine.run.records import COLUMNS
-from trireme.engine.run.screen import Screen, one_line, progress
+from trireme.engine.run.screen import Screen, one_line, progress, wrapped
 from trireme.engine.run.train import finetune
 from trireme.kernels import host_adamw
 from trireme.storage import devices
@@ -395,7 +396,7 @@ def test_long_work_says_how_far_it_is_and_leaves_the_step_line_as_it_was(tmp_pat
 
 
 def test_the_picture(tmp_path):
-    log = run(tmp_path, [])
+    log = RunLog(tmp_path, 3000, screen(io.StringIO()), title="<out> & more")
     log.eval({"step": 0, "eval_loss": 4.0})
     for step in range(1, 3001):
         log.step({"step": step, "loss": 4.0 / step if step != 5 else float("nan")})
@@ -413,6 +414,38 @@ def test_the_picture(tmp_path):
     assert "eval: 4 to 0.5" in text
     assert len(text) < 60_000
     assert len(list(svg.iter(ns + "circle"))) == 3, "two evaluations, and the best"
+    words = [e.text for e in svg.iter(ns + "text")]
+    assert words[0] == "<out> & more"
+    assert {"optimizer step", "loss (nats per token)"} < set(words)
+
+
+@pytest.mark.parametrize("width", [40, 60, 120])
+def test_a_terminal_breaks_no_words(width):
+    """A table's spaces stay; a path longer than a line is whole."""
+    line = "data     stories.txt: 12,480 rows, format   messages   " + "/a" * 70 + " fits and is embedded " * 5
+    parts = wrapped(line, width).split("\n")
+    assert [word for part in parts for word in part.split()] == line.split()
+    assert all(len(part) < width or len(part.split()) == 1 for part in parts)
+    assert all(part.startswith(" " * 9) and part[9] != " " for part in parts[1:])
+    assert wrapped("  short   line", width) == "  short   line"
+    command = "trireme --resume runs/" + "x" * 20
+    assert command in wrapped("asked to stop: saved. Resume: " + command + "; or " + "leave it. " * 12, width)
+
+
+def test_a_long_step_shows_its_seconds(monkeypatch):
+    monkeypatch.setattr(screen_module, "PATIENCE", 0.0)
+    monkeypatch.setattr(screen_module, "TICK", 0.001)
+    stream = Terminal()
+    shown = screen(stream)
+    shown.show({"step": "step 1/9", "loss": "loss 2.0"}, False)
+    with shown.passing("step 2/9", 52.0):
+        for _ in range(10_000):
+            if "step 2/9  0s of about 52s  loss 2.0" in stream.getvalue():
+                break
+            time.sleep(0.001)
+    assert "step 2/9  0s of about 52s  loss 2.0" in stream.getvalue()
+    shown.show({"step": "step 2/9", "loss": "loss 1.5"}, False)
+    assert on_screen(stream.getvalue())[-1] == "step 2/9  loss 1.5"
 
 
 @pytest.mark.parametrize(("losses", "evals"), [([], []), ([(1.0, 2.0)], []), ([], [(3.0, 0.0)])])
@@ -461,12 +494,12 @@ def test_a_tracker_that_fails_is_left_out(tmp_path):
 # ---------------------------------------------------------------- trackers
 
 
-@pytest.mark.parametrize("name", ["tensorboard", "wandb"])
+@pytest.mark.parametrize("name", ["tensorboard", "wandb", "mlflow", "comet"])
 def test_a_tracker_that_is_not_there_is_refused_before_the_data_is_read(here, capsys, monkeypatch, name):
     monkeypatch.setitem(sys.modules, {"tensorboard": "torch.utils.tensorboard"}.get(name, name), None)
     monkeypatch.setattr(dataset, "tokenize", None)
     said = fails(capsys, here, *TRAIN, "--log", name)
-    assert f"--log {name}: it is not installed. pip install {name}" in said
+    assert f"--log {name}: it is not installed. pip install {log_module.PACKAGES.get(name, name)}" in said
 
 
 def test_tensorboard_and_a_trace_are_left_with_the_run(here, monkeypatch):
@@ -527,11 +560,52 @@ def test_a_resumed_run_goes_on_in_its_own_run_there(here, capsys, monkeypatch):
     assert fake.got == [1, "end", 2, 3, 4, "end"]
 
 
+def played(name: str, got: list) -> types.ModuleType:
+    """The part of MLflow's or Comet's client that a run uses: what it hears, into `got`."""
+    hears = lambda call: lambda *given, **named: got.append((call, *given, *named.values()))
+    found = types.ModuleType(name)
+    if name == "mlflow":
+        start = lambda **given: (
+            got.append(("start", given)) or types.SimpleNamespace(info=types.SimpleNamespace(run_id="r1"))
+        )
+        calls = dict(set_experiment=hears("experiment"), log_params=hears("options"), log_metrics=hears("metrics"))
+        vars(found).update(calls, start_run=start, end_run=hears("end"))
+        return found
+    experiment = types.SimpleNamespace(
+        set_name=hears("name"), log_parameters=hears("options"), log_metrics=hears("metrics"), end=hears("end"),
+        get_key=lambda: "r1",
+    )  # fmt: skip
+    found.start = lambda **given: got.append(("start", given)) or experiment
+    return found
+
+
+@pytest.mark.parametrize(
+    ("name", "module", "first", "again"),
+    [
+        ("mlflow", "mlflow", {"run_name": "out"}, {"run_id": "r1"}),
+        ("comet", "comet_ml", {"project_name": "trireme", "mode": "create"},
+         {"project_name": "trireme", "experiment_key": "r1", "mode": "get"}),
+    ],
+)  # fmt: skip
+def test_other_trackers_hear_numbers_and_go_on_in_their_own_run(tmp_path, monkeypatch, name, module, first, again):
+    monkeypatch.setitem(sys.modules, module, played(module, got := []))
+    (tmp_path / "out").mkdir()
+    for resume in (None, "out"):
+        given = Options(log=(name,), out=str(tmp_path / "out"), resume=resume, lora=4)
+        with log_module.trackers(given, Screen(io.StringIO())) as told:
+            run(tmp_path, [1 if resume is None else 2], told=told)
+    assert [call[1] for call in got if call[0] == "start"] == [first, again]
+    metrics = [call[1:] for call in got if call[0] == "metrics"]
+    assert metrics == [({"loss": 5.0, "learning_rate": 0.1}, 1), ({"loss": 2.5, "learning_rate": 0.1}, 2)]
+    assert sum(call[0] == "options" for call in got) == 1
+    assert got[-1] == ("end",)
+
+
 def test_a_tracker_that_cannot_end_is_told(tmp_path, monkeypatch):
     def broken():
         raise ConnectionError("no route")
 
-    monkeypatch.setattr(log_module, "_wandb", lambda out, options: (None, broken))
+    monkeypatch.setitem(log_module.TRACKERS, "wandb", lambda out, options: (None, broken))
     stream = io.StringIO()
     with log_module.trackers(Options(log=("wandb",)), Screen(stream)):
         pass

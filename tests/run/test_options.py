@@ -10,15 +10,24 @@ import sys
 from pathlib import Path
 
 import pytest
+import yaml
 from mutations import LAUGHS
+from runs import make_small
 from script_files import script
 
 from trireme.engine.amounts import size
-from trireme.engine.run.begin.kept import changes, config_yaml, kept
+from trireme.engine.run.begin.job import prepare
+from trireme.engine.run.begin.kept import changes, config_yaml, kept, repeats
 from trireme.engine.run.command import checked, latest_run, parse
 from trireme.engine.run.names import ELSEWHERE
 from trireme.engine.run.options import Every, Options, every
 from trireme.models.config import InputError
+
+
+@pytest.fixture
+def here(tmp_path) -> Path:
+    return make_small(tmp_path)
+
 
 BASE = ["ckpt", "--data", "a.jsonl"]
 
@@ -48,8 +57,8 @@ def test_help_is_one_page_of_few_options():
     script = Path(__file__).parents[2] / "scripts" / "finetune.py"
     done = subprocess.run([sys.executable, str(script), "--help"], capture_output=True, text=True, check=True)
     flags = [line for line in done.stdout.splitlines() if line.startswith("  --")]
-    assert 20 < len(flags) < 60
-    assert len(done.stdout.splitlines()) < 80
+    assert 20 < len(flags) < 66
+    assert len(done.stdout.splitlines()) < 88
     for f in dataclasses.fields(Options):
         assert "--" + f.name.replace("_", "-") in done.stdout
 
@@ -105,7 +114,7 @@ def test_positional_may_stand_anywhere_and_data_may_repeat():
         (["--val", ""], "--val: it is empty; leave the option out."),
         (["--ram", "24"], "--ram: '24' is not a size; write it like 24GiB, 2TB or 512MiB."),
         (["--save-every", "x"], "--save-every: 'x' is not an interval; write 500 (steps), 0.1 (of the run), 30min"),
-        (["--log", "mlflow"], "--log mlflow: expected tensorboard, wandb or trace; leave it out for none."),
+        (["--log", "aim"], "--log aim: expected tensorboard, wandb, mlflow, comet or trace; leave it out for none."),
         (["--store", "a,b,./a"], "--store a,b,./a: a folder is named twice. Name one on each drive."),
         (
             ["--out", "a/b", "--store", "a/./b,c"],
@@ -123,7 +132,6 @@ def test_positional_may_stand_anywhere_and_data_may_repeat():
             "--lora-model-dir is not an option here: --adapter DIR goes on with peft's",
         ),
         (["--rank", "8"], "--rank is not an option here: --lora 16 trains adapters, and without it everything is"),
-        (["--max_samples", "9"], "--max-samples is not an option here: --data FILE:0.1 takes a tenth of its rows."),
         (
             ["--num_layers", "9"],
             "--num-layers is not an option here: adapters are in all layers, and without them",
@@ -137,7 +145,7 @@ def test_positional_may_stand_anywhere_and_data_may_repeat():
         ),
         (["--mask_prompt"], "--mask-prompt is not an option here: of conversations, and of prompts with completions"),
         (["--rope_scaling", "x"], "--rope-scaling is not an option here: --rope-factor X extends the context"),
-        (["--max_sampels", "9"], "unknown option --max_sampels. See --help."),
+        (["--max_sampels", "9"], "unknown option --max_sampels. Did you mean --max-samples?"),
         (["--sequence_length", "9"], "unknown option --sequence_length. Did you mean --sequence-len (= --seq-len)?"),
         (["--lora_aplha", "9"], "unknown option --lora_aplha. Did you mean --lora-alpha?"),
     ],
@@ -220,7 +228,10 @@ def test_config_file_and_flags_that_win(tmp_path):
         ("lr: true", "lr: True is not a plain value."),
         ("no_pack: 3", "no_pack: 3 is not true or false."),
         ("lrr: 1", "unknown option --lrr. Did you mean --lr?"),
-        ("schedule: square", "schedule: 'square' is not one of cosine, linear, constant."),
+        (
+            "schedule: square",
+            "schedule: 'square' is not one of cosine, linear, constant, constant_with_warmup, polynomial, wsd.",
+        ),
         ("- lr", "holds a list, expected lines like 'batch-size: 16'."),
         ("a: [", "is not YAML: "),
         ("\x00", "is not YAML: "),
@@ -288,6 +299,32 @@ def test_patterns_and_system_messages_are_kept(tmp_path, monkeypatch):
     again = parse(["--config", str(tmp_path / "config.yaml")])
     assert again.data == (f"{tmp_path}/shards/*.jsonl:2", "gone.jsonl")
     assert again.system == "Be: brief."
+
+
+def test_a_runs_options_are_all_there(here, monkeypatch):
+    """Also those that it has chosen: other defaults repeat it all the same."""
+    monkeypatch.chdir(here)
+    given = parse(["checkpoint", "--data", "stories.txt", "--lora", "4", "--out", "out"])
+    job = prepare(given)
+    content = yaml.safe_load(config_yaml(job.options))
+    chosen = dict(seq_len=512, epochs=1.0, lr=2e-4, weight_decay=0.0, adam_bits=32, lora_alpha=8.0)
+    assert chosen.items() <= content.items()
+    assert {"q_proj", "down_proj"} < set(content["lora_targets"])
+    assert {f.name for f in dataclasses.fields(Options) if f.default not in (None, "", ())} - set(content) == {
+        "dry_run",
+        "demo",
+    }
+    (here / "config.yaml").write_bytes(config_yaml(job.options))
+    again = parse(["--config", "config.yaml", "--out", "out"])
+    assert config_yaml(again) == config_yaml(job.options)
+    assert prepare(again).lr == job.lr
+    assert parse(["--config", "config.yaml", "--max-steps", "5"]).epochs is None
+    assert repeats(config_yaml(job.options), given)
+    assert repeats(config_yaml(given), given)
+    assert not repeats(config_yaml(job.options), dataclasses.replace(given, lr=1e-3))
+    assert not repeats(config_yaml(job.options), dataclasses.replace(given, seed=1))
+    assert not repeats(b"- 1", given)
+    assert not repeats(b"[", given)
 
 
 def test_words_that_are_also_files_stay_words(tmp_path, monkeypatch):

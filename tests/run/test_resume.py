@@ -127,7 +127,7 @@ def test_a_best_that_no_snapshot_has_is_lost_and_found_again(checkpoint, room, m
     assert not list(Path(killed.out).glob("best*"))
     capsys.readouterr()
     finetune(replace(killed, out=other, resume=other, eval_every=every("never"), max_steps=6, lr=0.5))
-    assert "the output: eval_loss 1.0000 at step 4" in capsys.readouterr().out
+    assert "the output: eval_loss 1.0000, perplexity 2.718, at step 4" in capsys.readouterr().out
     assert read(other, ".") == read(run.out, "step-4")
 
 
@@ -142,7 +142,9 @@ def test_a_best_that_is_not_the_snapshots_is_told_and_not_exported(checkpoint, m
     finetune(replace(run, resume=run.out, max_steps=4))
     said = capsys.readouterr()
     assert "best is not as the best of the snapshot was written, eval_loss 0.0000 at step 2: those weights" in said.out
-    assert "lost, the output is the last weights: eval_loss 0.0000 at step 2" in said.out
+    assert (
+        "best     lost: eval_loss 0.0000, perplexity 1, at step 2; the output: eval_loss 1.0000, perplexity" in said.out
+    )
     assert Path(run.out, "model.safetensors").exists()
 
 
@@ -244,7 +246,7 @@ def test_a_store_that_is_not_there_is_not_begun_anew(checkpoint, monkeypatch):
 
 
 @pytest.mark.parametrize("resumed", [False, True])
-@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
+@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGUSR1])
 def test_asked_to_stop_while_it_loads_it_leaves_nothing_in_flight(checkpoint, resumed, number, monkeypatch):
     """Heard in the middle of a request to the drive, which ends first."""
     run, begun = options(checkpoint, checkpoint / f"loads-{resumed}-{number}", "ssd"), []
@@ -317,7 +319,7 @@ def test_what_a_run_needs_to_go_on_is_on_the_drive(checkpoint, monkeypatch):
     assert {out / ".config.yaml.partial", checkpoint, out.parent, out, out / "store", out / "store" / "files"} <= synced
 
 
-@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
+@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM, signal.SIGUSR2])
 def test_asked_to_stop_it_saves_and_goes_on(checkpoint, uninterrupted, number, monkeypatch):
     weights, seen = uninterrupted
     out = checkpoint / f"stopped-{number}"

@@ -4,12 +4,17 @@ import pytest
 import torch
 from engines import LIMITS, Batch, MemoryStore
 from tiny import YARN, apart, oracle
-from transformers import get_linear_schedule_with_warmup
+from transformers import (
+    get_constant_schedule_with_warmup,
+    get_linear_schedule_with_warmup,
+    get_polynomial_decay_schedule_with_warmup,
+    get_wsd_schedule,
+)
 
 from trireme.engine.build import build, inputs
 from trireme.engine.exchange import fill, fill_base
 from trireme.engine.lanes.real import InlineLanes, RealLanes
-from trireme.engine.optimizer import learning_rate
+from trireme.engine.optimizer import DECAYED, learning_rate
 from trireme.engine.plan import Plan, UnitPlan
 from trireme.engine.step import train_step
 from trireme.engine.updates import AdamW
@@ -173,6 +178,25 @@ def test_linear_decay_as_transformers(total, warmup):
     assert ours[warmup:] == pytest.approx(theirs[warmup:])
     assert min(ours) > 0
     assert max(ours) == LR
+    assert ours[:warmup] == pytest.approx([LR * i / warmup for i in range(1, warmup + 1)])
+
+
+@pytest.mark.parametrize("schedule", ["polynomial", "wsd", "constant_with_warmup"])
+@pytest.mark.parametrize(("total", "warmup"), [(10, 0), (40, 3), (103, 10)])
+def test_other_schedules_as_transformers(schedule, total, warmup):
+    """From the end of warm-up on, as above."""
+    optimizer, theirs = torch.optim.SGD([torch.zeros(1, requires_grad=True)], lr=LR), []
+    scheduler = {
+        "polynomial": lambda: get_polynomial_decay_schedule_with_warmup(optimizer, warmup, total),
+        "wsd": lambda: get_wsd_schedule(optimizer, warmup, round(DECAYED * total), num_training_steps=total),
+        "constant_with_warmup": lambda: get_constant_schedule_with_warmup(optimizer, warmup),
+    }[schedule]()
+    for _ in range(total):
+        theirs.append(scheduler.get_last_lr()[0])
+        optimizer.step()
+        scheduler.step()
+    ours = [learning_rate(i, total, LR, schedule, warmup) for i in range(1, total + 1)]
+    assert ours[warmup:] == pytest.approx(theirs[warmup:], abs=1e-12)
     assert ours[:warmup] == pytest.approx([LR * i / warmup for i in range(1, warmup + 1)])
 
 

@@ -170,7 +170,7 @@ def _wrong(item: Item, name: str) -> str:
     if name == "val" and (number(item.value) or 0) >= 1:
         return "--val takes a file, or a share of --data such as 0.02"
     if name == "log" and not _matches(item.value, "tensorboard wandb trace *,*"):
-        return "--log takes tensorboard, wandb and trace; leave it out"
+        return "--log takes tensorboard, wandb, mlflow, comet and trace; leave it out"
     if name == "lora_targets" and re.search(r"[\\()|[\]*+?^$]", item.text):
         return "it is a regular expression; name the modules, as q_proj,v_proj"
     return "write what it stands for" if "${" in item.text else ""

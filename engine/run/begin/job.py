@@ -30,6 +30,7 @@ from trireme.engine.planner.rates import Machine, reserved
 from trireme.engine.run.begin.limits import check_fp8, check_gpus, check_heads, least, place
 from trireme.engine.run.begin.model import (
     about_adapter,
+    alpha_of,
     given_adapter,
     is_absent,
     length,
@@ -100,8 +101,7 @@ class Job:
 
     @property
     def weight_decay(self) -> float:
-        given = self.options.weight_decay
-        return given if given is not None else 0.0 if self.cfg.lora else 0.01
+        return default_decay(self.cfg) if self.options.weight_decay is None else self.options.weight_decay
 
     @property
     def seq_len(self) -> int:
@@ -214,6 +214,7 @@ def prepare(
         why = why_copied(cfg, plan.dtype, source, stored, stores)
         files = replace(files, copied=f"copied: {why}" if why else "")
     lr = options.lr or (2e-4 if cfg.lora else 2e-5 if shapes.parameters(cfg) < SMALL else 1e-5)
+    options = _in_force(options, cfg, data, seq_len, plan, lr)
     return Job(options, out, cfg, source, stored, codec, data, device, plan, because, limits, machine, work, files, lr)
 
 
@@ -239,6 +240,7 @@ def _data_options(options: Options, cfg: ModelConfig, seq_len: int) -> DataOptio
         long=options.long,
         pack=not options.no_pack,
         skip_bad=options.skip_bad,
+        max_samples=options.max_samples,
         seed=options.seed,
         vocab_size=cfg.vocab,
         media=cfg.media,
@@ -264,7 +266,7 @@ def _work(options: Options, data: Dataset | None, seq_len: int) -> Work:
     """
     if data is None:
         return Work(seq_len, options.batch_size, options.max_steps or SOME_STEPS, document=seq_len)
-    epochs = options.epochs or (1 if data.is_text else 3)
+    epochs = epochs_of(options, data)
     steps = options.max_steps or max(1, math.ceil(data.steps_per_epoch(options.batch_size) * epochs))
     sequences = min(options.batch_size, data.n_sequences)
     work = Work(seq_len, sequences, steps, data.report.used, data.document, data.trained)
@@ -275,6 +277,25 @@ def _work(options: Options, data: Dataset | None, seq_len: int) -> Work:
     share = 3 * EVALUATING * steps / (1 - EVALUATING) / evaluations  # of a step's tokens, each
     read = options.eval_tokens or math.ceil(max(1.0, share) * work.tokens)
     return replace(work, evaluations=evaluations, held_out=min(read, data.held_out.tokens))
+
+
+def epochs_of(options: Options, data: Dataset) -> float:
+    return options.epochs or (1.0 if data.is_text else 3.0)
+
+
+def _in_force(options: Options, cfg: ModelConfig, data: Dataset | None, seq_len: int, plan: Plan, lr: float) -> Options:
+    """`options` with what was chosen, so that config.yaml repeats the run where defaults are others."""
+    decay = options.weight_decay if options.weight_decay is not None else default_decay(cfg)
+    found = replace(options, seq_len=seq_len, lr=lr, weight_decay=decay, adam_bits=plan.adam_bits)
+    if data is not None and not options.max_steps:
+        found = replace(found, epochs=epochs_of(options, data))
+    if options.lora is not None and cfg.lora is not None:
+        found = replace(found, lora_alpha=alpha_of(options), lora_targets=cfg.lora.targets)
+    return found
+
+
+def default_decay(cfg: ModelConfig) -> float:
+    return 0.0 if cfg.lora else 0.01
 
 
 def _files(options: Options, cfg: ModelConfig, out: Path, source: Source, data: Dataset | None, work: Work) -> Files:

@@ -26,6 +26,7 @@ from trireme.storage.untrusted import shown
 # Raised by PyYAML's constructors where a value belies its tag or is too deep.
 _TRUSTING = (ValueError, AttributeError, TypeError, LookupError, ArithmeticError, RecursionError)
 _NOT_KEPT = ("resume", "config", "dry_run", "assume", "shape", "demo", "out")  # not of the run
+CHOSEN = ("seq_len", "epochs", "lr", "weight_decay", "adam_bits", "lora_alpha", "lora_targets")  # if not given
 _OWN = ("model", "tokenizer", "chat_template", "data", "val", "adapter", "store", "plan", "gpu_memory", "ram", "log")
 
 
@@ -162,6 +163,19 @@ def to_agree(options: Options) -> dict[str, str]:
 def config_yaml(options: Options) -> bytes:
     content = {name: value for name, value in kept(options).items() if value is not None}
     return yaml.safe_dump(content, sort_keys=False, allow_unicode=True).encode()
+
+
+def repeats(config: bytes, options: Options) -> bool:
+    """Whether a config.yaml, without its run's id, is of these options, whether or not it has what was chosen."""
+    try:
+        saved = yaml.safe_load(config)
+    except (yaml.YAMLError, *_TRUSTING):
+        return False
+    asked = yaml.safe_load(config_yaml(options))
+    asked = {name: value for name, value in asked.items() if name not in CHOSEN or value != []}
+    if not isinstance(saved, dict):
+        return False
+    return {name: value for name, value in saved.items() if name in asked or name not in CHOSEN} == asked
 
 
 def changes(options: Options, before: Mapping[str, Any]) -> list[str]:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import math
 from dataclasses import replace
 from pathlib import Path
 
@@ -26,7 +27,7 @@ def what_is_trained(options: Options) -> ModelConfig:
         raise InputError("--rope-factor changes a config.json, which --shape has not. Leave it out.")
     cfg = find_model(options.shape) if options.shape else read_config(options.model, options.rope_factor)
     cfg = replace(cfg, fp8=options.dtype == "fp8")
-    details = options.lora_alpha is not None or bool(options.lora_targets)
+    details = options.lora_alpha is not None or bool(options.lora_targets or options.rslora or options.loraplus)
     if options.router_aux and (cfg.experts is None or cfg.names.correction):
         why = "the model's experts are balanced by a bias" if cfg.experts else "the model has no experts"
         raise InputError(f"--router-aux: {why}. Leave it out.")
@@ -40,10 +41,21 @@ def what_is_trained(options: Options) -> ModelConfig:
         if details or options.merge:
             raise InputError("--lora-alpha, --lora-targets and --merge are of adapters. Give their rank: --lora 16.")
         return chosen(cfg, options.freeze, options.train)
-    alpha = 2.0 * options.lora if options.lora_alpha is None else options.lora_alpha
+    alpha = alpha_of(options) * math.sqrt(options.lora if options.rslora else 1) * (options.loraplus or 1.0)
     if (options.lora_alpha or 0) > MOST:
         raise InputError(f"--lora-alpha {options.lora_alpha:g}: expected at most {MOST:,}.")
     return adapted(cfg, Lora(options.lora, alpha, targets(cfg, options.lora_targets)))
+
+
+def alpha_of(options: Options) -> float:
+    """As peft's lora_alpha: of --rslora that of adapters scaled by alpha / sqrt(R).
+
+    LoRA+ is an alpha that is larger by its ratio: B is smaller by it, and AdamW's steps do not depend on the size of
+    gradients, so those of B are larger by the ratio.
+    """
+    assert options.lora is not None
+    default = 8.0 if options.rslora else 2.0 * options.lora
+    return default if options.lora_alpha is None else options.lora_alpha
 
 
 def given_adapter(options: Options, cfg: ModelConfig) -> Adapter | None:

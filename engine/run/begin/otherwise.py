@@ -1,4 +1,4 @@
-"""Alternatives that would fit: adapters, suggested where full fine-tuning does not fit."""
+"""What else would train: adapters or 8-bit moments, offered where everything does not fit."""
 
 from __future__ import annotations
 
@@ -18,24 +18,34 @@ from trireme.models.config import InputError
 RANK = 16  # of adapters that are offered
 
 
-def adapters_instead(options: Options) -> str:
-    """A sentence that offers adapters, with their step as predicted; "" where they fit no better. Reads no data."""
+def instead(options: Options) -> str:
+    """Sentences that offer adapters, and 8-bit moments, with their steps as predicted; "" where they fit no better.
+
+    Reads no data.
+    """
     if options.lora is not None or any((options.adapter, options.freeze, options.train, options.resume, options.plan)):
         return ""
-    lighter = replace(options, lora=RANK)
+    adapters = _tried(replace(options, lora=RANK), Files(export=1))
+    said = [f"Or train adapters, which fit: --lora {RANK}{adapters}."] if adapters is not None else []
+    if options.adam_bits in (None, 32) and (fewer := _tried(replace(options, adam_bits=8), Files())):
+        said.append(f"Or train all weights with --adam-bits 8{fewer}.")
+    return " ".join(said)
+
+
+def _tried(lighter: Options, files: Files) -> str | None:
+    """What is said of a step; "" on a CPU, where none is predicted; None where it does not fit."""
     try:
         cfg = what_is_trained(lighter)
         device, limits, assumed = place(lighter)
-        on_cuda, n, seq_len = device.type == "cuda", options.batch_size, length(lighter, cfg)
+        on_cuda, n, seq_len = device.type == "cuda", lighter.batch_size, length(lighter, cfg)
         planner, work = Planner(lighter, cfg, seq_len, on_cuda, limits, None), Work(seq_len, n, 1, document=seq_len)
-        limits, stores = planner.limits_for(n), [Path(d) for d in options.store] or [Path(options.out)]
+        limits, stores = planner.limits_for(n), [Path(d) for d in lighter.store] or [Path(lighter.out)]
         if not on_cuda:
             planner.refuse_early()
-            return f"Or train adapters, which fit: --lora {RANK}."
+            return ""
         machine = assumed or this_machine(device, planner.dtype, limits, stores, cfg.fp8)
-        settled = planner.find(work, Files(export=1), limits, machine, stores)
+        settled = planner.find(work, files, limits, machine, stores)
     except (DoesNotFit, InputError):
-        return ""
+        return None
     step = Forecast(cfg, settled.plan, settled.machine, limits, work).step.step_s
-    said = f"{seconds(step)} a step of {compact(work.tokens)} tokens, {compact(work.tokens / step)} tok/s"
-    return f"Or train adapters, which fit: --lora {RANK}, {said}."
+    return f", {seconds(step)} a step of {compact(work.tokens)} tokens, {compact(work.tokens / step)} tok/s"

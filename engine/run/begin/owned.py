@@ -22,7 +22,14 @@ from trireme.storage.untrusted import read_small, shown
 ID = re.compile(r"[0-9a-f]{32}")
 LINE = re.compile(rb"# run ([0-9a-f]{32}) [^\n]*\n")
 LARGEST = 1 << 20  # bytes of a config.yaml
-LINKED = ("merged", "tokens", "tensorboard", "wandb")  # where a link would have a run write elsewhere
+LINKED = (
+    "merged",
+    "tokens",
+    "tensorboard",
+    "wandb",
+    "mlflow",
+    "comet",
+)  # where a link would have a run write elsewhere
 
 
 def signed(run: str, config: bytes) -> bytes:

@@ -90,7 +90,8 @@ SNAPSHOT = {
     "worse": int,
     "eval_rows": {int, type(None)},  # None or missing: all
     "date": {str, type(None)},  # that the chat template writes; None or missing: none
-    "best": ({float, type(None)}, {int, type(None)}),
+    "best": ({float, type(None)}, {int, type(None)}),  # in older snapshots without a step: before training
+    "start": {float, type(None)},  # eval_loss before training; missing in older snapshots
     "base": dict,  # checksums of frozen weights, by unit
     "log": (int, {int, type(None)}, int, int),
     "cut": {
@@ -105,7 +106,8 @@ SNAPSHOT = {
 
 def check_snapshot(options: Options, said: Mapping[str, Any]) -> None:
     """Raises InputError where a snapshot is not of this version's form."""
-    missing: dict[str, Any] = {"computed_by": "", "eval_rows": None, "worse": 0, "base": {}, "date": None}
+    missing: dict[str, Any] = {"computed_by": "", "eval_rows": None, "worse": 0, "base": {}}
+    missing |= {"date": None, "start": None}
     wrong = complaint({**missing, **said}, SNAPSHOT)
     if not wrong and said.get("date") is not None and not is_date(said["date"]):
         wrong = ".date is no date"

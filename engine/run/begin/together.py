@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import math
 import re
 from pathlib import Path
 from typing import Any
@@ -115,20 +114,12 @@ def _adapters(found: Read) -> None:
 
 
 def _alpha(found: Read, kind: Item | None, rank: Any) -> None:
-    """mlx-lm's scale, and rank stabilisation, as an alpha."""
+    """mlx-lm's scale as an alpha."""
     scale = found.take("lora-parameters.scale")
     if scale is None and kind and kind.name == "fine-tune-type":
         scale = Item(kind.key, kind.name, 20.0)
     if scale:
         found.give(scale, "lora_alpha", (number(scale.value) or 0.0) * (number(rank) or 0.0))
-    stable = found.take("use-rslora", "peft-use-rslora")
-    if stable is None or stable.value is False:
-        return
-    alpha = found.take("lora-alpha")
-    if alpha and number(alpha.value) and number(rank):
-        found.give(alpha, "lora_alpha", float(alpha.value) * math.sqrt(float(rank)))
-    else:
-        found.left += [item for item in (alpha, stable) if item]
 
 
 def _steps(found: Read) -> None:

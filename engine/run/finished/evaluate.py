@@ -1,0 +1,185 @@
+"""`trireme eval FOLDER --data FILE`: loss and perplexity of a finished model on each file."""
+
+from __future__ import annotations
+
+import argparse
+import math
+import sys
+import time
+from collections.abc import Iterator, Sequence
+from typing import Any, NamedTuple
+
+import torch
+
+from trireme.engine.amounts import compact, count, number
+from trireme.engine.build import in_ram, placed
+from trireme.engine.data.codec import Codec
+from trireme.engine.data.dataset import DataOptions, Dataset, MicroBatch, load_dataset
+from trireme.engine.memory import DTYPE
+from trireme.engine.run.begin.job import shelf
+from trireme.engine.run.command import typed
+from trireme.engine.run.finished import given as common
+from trireme.engine.run.finished.layers import Layers
+from trireme.engine.run.finished.opened import Opened
+from trireme.engine.run.log import perplexity
+from trireme.engine.run.options import one_of
+from trireme.engine.run.screen import Screen
+from trireme.models import head, model
+from trireme.models.config import InputError, ModelConfig
+from trireme.models.rows import Tables, rope_tables
+from trireme.models.sizes import shapes, workspace
+
+AT_ONCE = 1 << 13  # tokens of a micro-batch, unless a sequence is longer
+WAITING = 1 << 30  # bytes of activations between layers, where each pass reads the model's files
+
+
+class Found(NamedTuple):
+    total: float  # of the labels' losses
+    labels: int
+    tokens: int
+    sequences: int
+
+    def plus(self, other: Found) -> Found:
+        labels, tokens = self.labels + other.labels, self.tokens + other.tokens
+        return Found(self.total + other.total, labels, tokens, self.sequences + other.sequences)
+
+    @property
+    def loss(self) -> float:
+        """The mean."""
+        return self.total / max(1, self.labels)
+
+    def __str__(self) -> str:
+        of = f"{compact(self.labels)} trained tokens of {compact(self.tokens)}, {count(self.sequences, 'sequence')}"
+        return f"loss {self.loss:.4f}, perplexity {perplexity(self.loss)}, on {of}"
+
+    def described(self) -> dict[str, float]:
+        found = {"loss": self.loss, "perplexity": math.exp(min(self.loss, 700.0))}
+        return found | {"trained_tokens": self.labels, "tokens": self.tokens, "sequences": self.sequences}
+
+
+def parse(argv: Sequence[str]) -> argparse.Namespace:
+    """Raises InputError; --help exits."""
+    found = common.parser(
+        "eval", "--data FILE [options]", "Computes a model's loss on data, as the evaluations of a run do."
+    )
+    data = found.add_argument_group("data, read as for training")
+    data.add_argument("--data", metavar="FILE", action="append", default=[], help="repeat it: each file has a line")
+    data.add_argument("--map", metavar="OURS=YOURS", help="your column names: prompt=question,completion=answer")
+    data.add_argument(
+        "--seq-len",
+        metavar="N",
+        type=typed(number(2, kind=int)),
+        help="tokens a sequence [2048, or what the model allows]",
+    )
+    data.add_argument(
+        "--long", metavar="{cut,drop,split,error}", type=typed(one_of("cut", "drop", "split", "error")),
+        help="what happens to longer rows [text: split, else cut]",
+    )  # fmt: skip
+    data.add_argument("--skip-bad", action="store_true", help="drop and count rows that cannot be read")
+    given = common.parse(found, "eval", argv)
+    if not given.data:
+        raise InputError("no data given. Name it: --data FILE (.jsonl .json .csv .txt .parquet).")
+    return given
+
+
+def evaluate(argv: Sequence[str]) -> int:
+    """Returns the exit code. Raises InputError, CheckpointError, DoesNotFit, StoreError."""
+    given, out, all_ = parse(argv), Screen(), Found(0.0, 0, 0, 0)
+    for name, found in zip(given.data, losses(given, Screen(sys.stderr)), strict=True):
+        out.say(f"eval     {name}: {found}")
+        all_ = all_.plus(found)
+    if len(given.data) > 1:
+        out.say(f"eval     all {len(given.data)} files: {all_}")
+    return 0
+
+
+def losses(given: argparse.Namespace, screen: Screen) -> Iterator[Found]:
+    """Of each file. Raises as `evaluate`."""
+    opened, codec = common.opened(given, screen)
+    cfg, place = opened.cfg, common.place_of(given, opened)
+    seq_len = given.seq_len or min(2048, cfg.max_positions)
+    if seq_len > cfg.max_positions:
+        raise InputError(f"--seq-len {seq_len}: the model has {cfg.max_positions} positions. Lower it.")
+    sources = [_read(name, codec, opened, given, seq_len, screen) for name in given.data]
+    rows, dtype = max(1, AT_ONCE // seq_len) if place[0].type == "cuda" else 1, DTYPE[place[1]]
+    layers = common.loaded(given, opened, place, needs(cfg, rows * seq_len, dtype.itemsize), "a pass", screen)
+    waiting = WAITING // (cfg.width * dtype.itemsize) if layers.pass_s else 0
+    try:
+        for data in sources:
+            yield loss_on(layers, data, rows, seq_len, dtype, waiting, screen)
+    finally:
+        layers.close()
+
+
+def _read(name: str, codec: Codec, opened: Opened, given: argparse.Namespace, seq_len: int, screen: Screen) -> Dataset:
+    """A source, and what the report says of it. Raises InputError."""
+    began = time.monotonic()
+    options = DataOptions(
+        seq_len=seq_len, map=given.map, long=given.long, skip_bad=given.skip_bad, vocab_size=opened.cfg.vocab,
+        media=opened.cfg.media, shelf=shelf(),
+    )  # fmt: skip
+    far = lambda file, position, size: screen.far(f"reading {file}", position, size, began)
+    data = load_dataset([name], codec, options, far)
+    screen.clear()
+    for i, line in enumerate(data.report.lines()):
+        screen.say(f"{'' if i else 'data':9}{line}")
+    return data
+
+
+def needs(cfg: ModelConfig, tokens: int, itemsize: int) -> int:
+    """Upper bound of a pass's bytes besides weights, of one micro-batch."""
+    kinds = {shapes.kind(cfg, u): u for u in range(cfg.n_units)}
+    temporaries = max(workspace.workspace_bytes(cfg, u, tokens, itemsize) for u in kinds.values())
+    return temporaries + 3 * tokens * (cfg.width * itemsize + 64) + 16 * tokens * cfg.head_dim
+
+
+def loss_on(
+    layers: Layers, data: Dataset, rows: int, seq_len: int, dtype: torch.dtype, waiting: int, screen: Screen
+) -> Found:
+    """Over all of `data`, `rows` at once; `waiting`: tokens that share a pass, at least a micro-batch's."""
+    tables, found = rope_tables(layers.cfg, seq_len, layers.device), Found(0.0, 0, 0, data.n_sequences)
+    with screen.working("evaluating", data.tokens, "tokens") as more:
+        for group in _grouped(data.batches(rows), waiting):
+            loss = _pass(layers, group, tables, dtype)
+            tokens = sum(len(mb.ids) for mb in group)
+            labels = found.labels + sum(mb.trained for mb in group)
+            found = found._replace(total=found.total + loss, labels=labels, tokens=found.tokens + tokens)
+            more(tokens)
+    return found
+
+
+def _grouped(batches: Iterator[MicroBatch], tokens: int) -> Iterator[list[MicroBatch]]:
+    group: list[MicroBatch] = []
+    for mb in batches:
+        if group and sum(len(each.ids) for each in group) + len(mb.ids) > tokens:
+            yield group
+            group = []
+        group.append(mb)
+    if group:
+        yield group
+
+
+def _pass(layers: Layers, group: Sequence[MicroBatch], tables: Tables, dtype: torch.dtype) -> float:
+    """The sum of the group's losses."""
+    cfg, device, total = layers.cfg, layers.device, 0.0
+    inputs = [placed(in_ram(cfg, mb), [(tables, device)]).on(0) for mb in group]
+    empty = lambda mb: torch.empty((len(mb.ids), cfg.width), dtype=dtype, device=device)
+    xs, embed = list[torch.Tensor](), None
+    for u, w in layers.units():
+        embed = w if u == 0 else embed
+        for b, mb in enumerate(inputs):
+            if u == 0:
+                xs.append(empty(mb))
+                head.embed_forward(w, mb.ids, mb.rows, xs[b])
+            elif u < cfg.n_units - 1:
+                out = empty(mb)
+                model.forward(cfg, u, w, xs[b], mb.rows, {}, out)
+                xs[b] = out
+            else:
+                total += _loss(cfg, w, embed, xs[b], mb)
+    return total
+
+
+def _loss(cfg: ModelConfig, w: Any, embed: Any, x: torch.Tensor, mb: Any) -> float:
+    matrix = model.output_matrix(cfg, embed, w)
+    return float(head.head_loss(cfg, w, matrix, x, mb.labels, mb.loss_rows, 1.0).double().sum())

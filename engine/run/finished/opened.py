@@ -1,0 +1,108 @@
+"""A finished model, opened: a checkpoint, a run's output, its `best` or `step-N`, or an adapter with its base."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass, replace
+from datetime import date
+from pathlib import Path
+from typing import Any
+
+from trireme.engine.data.codec import Codec, load_codec
+from trireme.engine.run.begin.kept import from_yaml, text_of
+from trireme.engine.run.verify import check_checkpoint
+from trireme.engine.tuning.adapters import Adapter
+from trireme.engine.tuning.chosen import adapted
+from trireme.engine.tuning.opened import read_adapter
+from trireme.engine.tuning.packed import as_stored, check_packing
+from trireme.engine.tuning.parts import open_checkpoint
+from trireme.engine.tuning.peft_config import CONFIG, base_of, read_adapter_config
+from trireme.models.config import InputError, ModelConfig, read_config
+from trireme.storage.checkpoint import Source
+from trireme.storage.untrusted import parse_json, read_small
+
+GENERATION = "generation_config.json"
+
+
+@dataclass(frozen=True)
+class Opened:
+    """A model whose weights are all frozen but its adapter's."""
+
+    base: Path  # the checkpoint
+    cfg: ModelConfig
+    source: Source
+    adapter: Adapter | None
+    tokenizer: Path
+    template: str | None  # as --chat-template
+
+    def codec(self, tokenizer: str | None = None, template: str | None = None) -> Codec:
+        """Tokenizer and chat template: those given, else those of the run or the checkpoint. Raises InputError."""
+        folder = Path(tokenizer) if tokenizer else self.tokenizer
+        found = load_codec(folder, template or self.template, date.today().isoformat())
+        if found is None:
+            raise InputError(f"{folder} has no tokenizer.json. Name a folder that has one: --tokenizer DIR.")
+        return found
+
+    def generation(self) -> dict[str, Any]:
+        """generation_config.json, with the end tokens of config.json where it names none. Raises InputError."""
+        found = _json(self.base / GENERATION) if (self.base / GENERATION).is_file() else {}
+        if found.get("eos_token_id") is None:
+            config = _json(self.base / "config.json")
+            text = config.get("text_config")
+            inner = text.get("eos_token_id") if isinstance(text, dict) else None
+            found["eos_token_id"] = config.get("eos_token_id", inner)
+        return found
+
+
+def open_folder(folder: str, model: str, say: Callable[[str], None]) -> Opened:
+    """`model`: the base of an adapter, if not the one that it names. Raises InputError, CheckpointError."""
+    check_checkpoint(folder)
+    path, kept = Path(folder), dict[str, Any]()
+    if not path.is_dir():
+        raise InputError(f"{folder}: no such folder. Name a checkpoint, an adapter, or a run's output.")
+    is_adapter = (path / CONFIG).is_file()
+    if is_adapter:
+        named = base_of(read_adapter_config(path))
+        if not Path(model or named or "?").is_dir():
+            wrong = f"--model {model} is no folder" if model else f"{folder}: its base, {named!r}, is no folder here"
+            raise InputError(f"{wrong}. Name the checkpoint: --model DIR.")
+        base, kept = Path(model or named), _of_run(path)
+    elif model:
+        raise InputError(f"--model {model}: {folder} is no adapter. Leave --model out.")
+    else:
+        _check_finished(path)
+        base = path
+    factor = kept.get("rope_factor")
+    cfg = read_config(base, factor)
+    source = open_checkpoint(base, cfg.packing, lambda _: None)
+    check_packing(cfg, source, say)
+    cfg = as_stored(cfg, source)
+    adapter = read_adapter(path, cfg) if is_adapter else None
+    cfg = adapted(cfg, adapter.lora) if adapter else replace(cfg, frozen=("*",))
+    return Opened(base, cfg, source, adapter, Path(kept.get("tokenizer") or base), kept.get("chat_template"))
+
+
+def _check_finished(path: Path) -> None:
+    """Raises InputError where a run has not written its output yet."""
+    if (path / "config.json").is_file() or not (path / "config.yaml").is_file():
+        return
+    others = [p for p in (path / "best", *sorted(path.glob("step-*"))) if p.is_dir()]
+    others += sorted(p for p in (path / "store").glob("snapshot-*") if (p / "config.json").is_file())
+    instead = f" There is {', '.join(map(str, others))}." if others else ""
+    raise InputError(f"{path}: that run is not finished, or its output is elsewhere.{instead} --resume {path} goes on.")
+
+
+def _of_run(path: Path) -> dict[str, Any]:
+    """Options of the run that wrote an adapter into `path`, its OUT/best or OUT/step-N; {} of another's."""
+    for place in (path / "config.yaml", path.parent / "config.yaml"):
+        if place.is_file() and text_of(place).startswith("# run "):
+            return from_yaml(place)
+    return {}
+
+
+def _json(path: Path) -> dict[str, Any]:
+    """Raises InputError."""
+    try:
+        return parse_json(read_small(path, links=True), str(path))
+    except (OSError, ValueError) as error:
+        raise InputError(str(error)) from None

@@ -1,0 +1,300 @@
+"""Trireme from Python: the command's options as keyword arguments, results as data, an exception for each exit code."""
+
+from __future__ import annotations
+
+import errno
+import inspect
+import os
+import sys
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, TypedDict
+
+from trireme.engine.run.command import parse
+from trireme.engine.run.main import ENVIRONMENT, about_disk
+from trireme.engine.run.names import flag_of
+from trireme.engine.run.options import Options
+from trireme.engine.run.screen import Screen
+from trireme.models import config
+from trireme.storage.headers import CheckpointError
+
+if TYPE_CHECKING:
+    from typing_extensions import Unpack
+
+Names = str | Path | Sequence[str | Path]
+Record = dict[str, Any]
+
+
+class Given(TypedDict, total=False):
+    """The options of `trireme --help`; sizes (24GiB) and intervals (30min) as text."""
+
+    model: str | Path
+    data: Names
+    val: str | Path | float
+    map: str
+    seq_len: int
+    long: str
+    rope_factor: float
+    no_pack: bool
+    skip_bad: bool
+    max_samples: int
+    show_example: int
+    tokenizer: str | Path
+    chat_template: str | Path
+    system: str
+    out: str | Path
+    store: Names
+    save_every: str | int | float
+    eval_every: str | int | float
+    eval_tokens: int
+    export: str
+    export_every: str | int | float
+    patience: int
+    keep: int
+    log: str | Sequence[str]
+    resume: str | Path
+    epochs: float
+    max_steps: int
+    batch_size: int
+    micro_batch: str | int
+    lr: float
+    schedule: str
+    warmup: float
+    weight_decay: float
+    betas: tuple[float, float]
+    adam_bits: int
+    lora: int
+    lora_alpha: float
+    rslora: bool
+    loraplus: float
+    lora_targets: str | Sequence[str]
+    train: str | Sequence[str]
+    freeze: str | Sequence[str]
+    router_aux: float
+    adapter: str | Path
+    base: str
+    merge: bool
+    max_grad_norm: float
+    seed: int
+    device: str
+    dtype: str
+    gpus: str | int
+    gpu_memory: str
+    ram: str
+    optimizer_mode: str
+    plan: str | Path
+    config: str | Path
+    assume: str
+    shape: str
+
+
+class Error(Exception):
+    """What the command says in one line."""
+
+    exit_code = 1
+
+
+class InputError(Error):
+    """Options, data or a checkpoint are wrong."""
+
+    exit_code = 2
+
+
+class DoesNotFit(Error):
+    """Into memory or onto the drives."""
+
+    exit_code = 3
+
+
+class DeviceError(Error):
+    """A drive failed or is full."""
+
+    exit_code = 4
+
+
+class Interrupted(Error):
+    """Asked to stop by a signal; saved, if a step was taken."""
+
+    exit_code = 130
+
+
+@contextmanager
+def _translated(options: Options) -> Iterator[None]:
+    """Raises one of the exceptions above."""
+    from trireme.engine.plan import DoesNotFit as Large  # late: torch takes seconds
+    from trireme.engine.run.loop import Interrupted as Stopped
+
+    try:
+        yield
+    except (config.InputError, CheckpointError) as error:
+        raise InputError(str(error)) from error
+    except (Large, MemoryError) as error:
+        raise DoesNotFit(str(error) or os.strerror(errno.ENOMEM)) from error
+    except (Stopped, KeyboardInterrupt) as error:
+        raise Interrupted(f"interrupted; finetune(resume={options.out!r}) goes on") from error
+    except OSError as error:
+        raise DeviceError(about_disk(error, options)) from error
+
+
+def words_of(options: Record) -> list[str]:
+    """As the command line has them."""
+    found = []
+    for name, value in options.items():
+        flag = flag_of(name)
+        if value is None or value is False:
+            continue
+        if value is True:
+            found.append(flag)
+        elif name in ("data", "dataset") and not isinstance(value, (str, os.PathLike)):
+            found += [f"{flag}={os.fspath(each)}" for each in value]
+        elif isinstance(value, (list, tuple)):
+            found.append(f"{flag}={','.join(str(each) for each in value)}")
+        else:
+            found.append(f"{flag}={value}")
+    return found
+
+
+def _options(given: Record, **more: Any) -> Options:
+    """Raises InputError."""
+    try:
+        return parse(words_of({**given, **more}))
+    except config.InputError as error:
+        raise InputError(str(error)) from error
+
+
+@contextmanager
+def _screen(show: bool) -> Iterator[Screen]:
+    os.environ.update(ENVIRONMENT | os.environ)
+    with Path(os.devnull).open("w") as nowhere:
+        yield Screen(sys.stdout if show else nowhere)
+
+
+# ---------------------------------------------------------------- results
+
+
+@dataclass(frozen=True)
+class Run:
+    """A finished run."""
+
+    folder: Path  # the checkpoint, or the adapter
+    steps: int
+    seconds: float  # of steps
+    tokens: int
+    trained_tokens: int
+    losses: list[tuple[int, float]]  # (step, loss)
+    evaluations: list[tuple[int, float]]  # (step, loss on --val); step 0: before training
+    best: tuple[int, float] | None  # (step, loss on --val), the lowest of what was trained
+
+    def sample(self, prompt: str | Sequence[dict[str, Any]], **options: Any) -> str:
+        """As `sample` of its folder."""
+        return sample(self.folder, prompt, **options)
+
+    def evaluate(self, data: str | Path, **options: Any) -> Record:
+        """As `evaluate` of its folder."""
+        return evaluate(self.folder, data, **options)
+
+
+@dataclass(frozen=True)
+class Plan:
+    """What a run would do. Bytes, seconds; on a CPU times are not estimated: None."""
+
+    steps: int
+    tokens_per_step: int
+    step_s: float | None
+    tokens_per_second: float | None
+    run_s: float | None
+    limited_by: str | None  # the queue that a step waits for: compute, ssd, ...
+    gpu_bytes: int  # of the fullest GPU; 0 on a CPU
+    ram_bytes: int
+    ssd_bytes: int  # of training state
+    disk_bytes: int  # on the drives in all, at most
+    written_bytes: int | None  # to the drives in the whole run
+    report: list[str]  # the lines of --dry-run
+
+
+# ---------------------------------------------------------------- calls
+
+
+def finetune(on_step: Callable[[Record], object] | None = None, show: bool = True, **options: Unpack[Given]) -> Run:
+    """Trains. `on_step` hears of each step and evaluation, as log.jsonl has it; `show`: print as the command does.
+
+    Raises InputError, DoesNotFit, DeviceError, Interrupted.
+    """
+    given = _options(dict(options))
+    if given.dry_run or given.demo:
+        raise InputError("finetune trains; a dry run is trireme.plan(...), the demo is on the command line.")
+    with _translated(given), _screen(show) as screen:
+        from trireme.engine.run import train  # late: torch takes seconds
+
+        told = [(lambda record: hear(on_step, record), lambda: None)] if on_step else []
+        live = train.finetune(given, screen, told=told)
+        assert live is not None
+    return result(Path(given.out))
+
+
+def hear(on_step: Callable[[Record], object], record: Record) -> None:
+    on_step(dict(record))
+
+
+def result(folder: Path) -> Run:
+    """Of a finished run's folder, by its log."""
+    from trireme.engine.run.log import Totals
+    from trireme.engine.run.records import read_log
+
+    totals, losses, evaluations = Totals(), list[tuple[int, float]](), list[tuple[int, float]]()
+    for _, record in read_log(folder / "log.jsonl"):
+        totals.add(record)
+        if "loss" in record:
+            losses.append((record["step"], record["loss"]))
+        if "eval_loss" in record:
+            evaluations.append((record["step"], record["eval_loss"]))
+    best = totals.best and (totals.best[1], totals.best[0])
+    tokens, trained = round(totals.tokens), round(totals.trained)
+    return Run(folder, totals.steps, totals.seconds, tokens, trained, losses, evaluations, best)
+
+
+def plan(**options: Unpack[Given]) -> Plan:
+    """A dry run. Raises InputError, DoesNotFit."""
+    given = _options(dict(options), dry_run=True)
+    with _translated(given), _screen(False):
+        from trireme.engine.run.begin.job import prepare  # late: torch takes seconds
+        from trireme.engine.run.command import checked
+        from trireme.engine.run.report import planned, report
+
+        job = prepare(checked(replace(given, dry_run=True)), say=lambda _: None)
+        return Plan(**planned(job), report=report(job))
+
+
+def sample(folder: str | Path, prompt: str | Sequence[dict[str, Any]], **options: Any) -> str:
+    """An answer to a prompt, or to messages; options as of `trireme sample`, as temperature=0.7, seed=1, as_text=True.
+
+    Raises InputError, DoesNotFit, DeviceError.
+    """
+    with _translated(Options(out=str(folder))), _screen(False) as screen:
+        from trireme.engine.run.finished import sample as command  # late: torch takes seconds
+
+        words = [str(folder), "--prompt=x", *words_of(options)]
+        return command.answer(command.parse(words), prompt if isinstance(prompt, str) else list(prompt), screen)
+
+
+def evaluate(folder: str | Path, data: str | Path, **options: Any) -> Record:
+    """loss, perplexity, trained_tokens and tokens of a file; options as of `trireme eval`. Raises as `sample`."""
+    with _translated(Options(out=str(folder))), _screen(False) as screen:
+        from trireme.engine.run.finished import evaluate as command  # late: torch takes seconds
+
+        (found,) = command.losses(command.parse([str(folder), *words_of({"data": data, **options})]), screen)
+        return found.described()
+
+
+def _with_names(function: Any) -> None:
+    """Options in the signature that notebooks show and complete."""
+    own = [p for p in inspect.signature(function).parameters.values() if p.kind is not p.VAR_KEYWORD]
+    own = [p.replace(kind=p.KEYWORD_ONLY) for p in own]
+    names = [inspect.Parameter(name, inspect.Parameter.KEYWORD_ONLY, default=None) for name in Given.__annotations__]
+    function.__signature__ = inspect.Signature([*names, *own])
+
+
+for _function in (finetune, plan):
+    _with_names(_function)

@@ -1,0 +1,313 @@
+"""`trireme sample FOLDER`: text of a finished model, for one prompt, for a file of them, or in a conversation."""
+
+from __future__ import annotations
+
+import argparse
+import json
+import sys
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager, suppress
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from trireme.engine.amounts import number, whole
+from trireme.engine.data.codec import Codec
+from trireme.engine.data.files.rows import Fields
+from trireme.engine.memory import DTYPE
+from trireme.engine.run.command import typed
+from trireme.engine.run.finished import given as common
+from trireme.engine.run.finished.layers import Layers
+from trireme.engine.run.finished.opened import GENERATION, Opened
+from trireme.engine.run.finished.sampling import Picker, Sampling, continued, ends_of, sampling_of
+from trireme.engine.run.screen import Screen
+from trireme.models.config import InputError
+from trireme.models.generate import generate, needs
+from trireme.storage.untrusted import parse_json, shown
+
+AT_ONCE = 64  # prompts that share passes over the layers
+CHAT = 4096  # tokens of a conversation that memory is kept for
+LOST = "\ufffd"  # half of a character
+Told = Callable[[str], object]  # hears of text as it comes
+
+
+def parse(argv: Sequence[str]) -> argparse.Namespace:
+    """Raises InputError; --help exits."""
+    found = common.parser(
+        "sample",
+        "--prompt TEXT | --chat | --prompts FILE [options]",
+        "Writes text with a model: on standard output; what it says of itself goes to standard error.",
+    )
+    what = found.add_argument_group("what is asked")
+    what.add_argument(
+        "--prompt", metavar="TEXT", help="a user's message, or where there is no chat template a text to continue"
+    )
+    what.add_argument("--chat", action="store_true", help="a conversation, line by line; /new begins another")
+    what.add_argument(
+        "--prompts", metavar="FILE", help=".jsonl with prompt or messages, else a prompt a line; answers as JSON lines"
+    )
+    what.add_argument("--as-text", action="store_true", help="continue prompts as they are, without the chat template")
+    what.add_argument("--system", metavar="TEXT", help="a system message")
+    how = found.add_argument_group(f"how it is drawn [as {GENERATION} says; else the likeliest token]")
+    how.add_argument("--temperature", metavar="X", type=typed(number(0, 100)), help="0: the likeliest token")
+    how.add_argument(
+        "--top-p", metavar="X", type=typed(number(0, 1)), help="from the fewest tokens of this share together"
+    )
+    how.add_argument("--top-k", metavar="N", type=typed(number(0, kind=int)), help="from the N likeliest; 0: all")
+    how.add_argument(
+        "--seed",
+        metavar="N",
+        type=typed(number(0, 2**32 - 1, kind=int)),
+        default=42,
+        help="equal ones, equal text [42]",
+    )
+    how.add_argument("--max-new-tokens", metavar="N", type=typed(whole), help="of an answer [512]")
+    given = common.parse(found, "sample", argv)
+    asked = [
+        flag
+        for flag, value in (("--prompt", given.prompt), ("--chat", given.chat), ("--prompts", given.prompts))
+        if value not in (None, False)
+    ]
+    if len(asked) != 1:
+        wrong = f"{' and '.join(asked)}: one of them at a time" if asked else "nothing is asked"
+        raise InputError(f"{wrong}. Say --prompt TEXT, --chat or --prompts FILE.")
+    return given
+
+
+class Speaker:
+    """A loaded model that answers."""
+
+    def __init__(self, opened: Opened, codec: Codec, layers: Layers, sampling: Sampling, dtype: str):
+        self.cfg, self.codec, self.layers, self.sampling = opened.cfg, codec, layers, sampling
+        self.dtype = DTYPE[dtype]
+        end = codec.facts.eos
+        self.ends = ends_of(opened.generation()) | frozenset([] if end is None else [end])
+
+    def fit(self, prompt: Sequence[int]) -> int:
+        """How many tokens may follow. Raises InputError."""
+        most = self.cfg.max_positions - len(prompt)
+        if most < 1:
+            raise InputError(
+                f"a prompt of {len(prompt):,} tokens: the model has {self.cfg.max_positions:,} positions. Shorten it."
+            )
+        return min(most, self.sampling.max_new)
+
+    def speak(
+        self, prompts: Sequence[Sequence[int]], told: Told | None = None, first: int = 0
+    ) -> list[tuple[str, int, bool]]:
+        """(text, its tokens, whether it ended) of each prompt; `told` of a single one's text as it comes.
+
+        `first`: the number of the first of them.
+        """
+        most, picker = min(map(self.fit, prompts)), Picker(self.sampling, len(prompts), first)
+        new = list[int]()
+        echo = Echo(self.codec, prompts[0], self.ends, told) if told else None
+
+        def pick(logits: torch.Tensor) -> list[int]:
+            found = picker(logits)
+            if echo:
+                new.append(found[0])
+                echo.show(new)
+            return found
+
+        made = generate(
+            self.cfg,
+            self.layers.units,
+            prompts,
+            most,
+            eos=self.ends,
+            device=self.layers.device,
+            dtype=self.dtype,
+            pick=pick,
+        )
+        if echo:
+            echo.show(made[0], last=True)
+        found = []
+        for prompt, ids in zip(prompts, made, strict=True):
+            whole, begins, ended = continued(prompt, ids, self.ends)
+            found.append((text_of(self.codec, whole, begins), len(ids), ended))
+        return found
+
+
+def text_of(codec: Codec, ids: Sequence[int], begins: int) -> str:
+    """The text of ids[begins:], as it reads behind those before."""
+    return codec.after(ids, begins)
+
+
+class Echo:
+    """Text shown as it comes, whole characters of it."""
+
+    def __init__(self, codec: Codec, prompt: Sequence[int], ends: frozenset[int], told: Told):
+        self.codec, self.prompt, self.ends, self.told, self.shown = codec, prompt, ends, told, 0
+
+    def show(self, new: Sequence[int], last: bool = False) -> None:
+        ids, begins, _ = continued(self.prompt, new, self.ends)
+        text = text_of(self.codec, ids, begins)
+        if last or not text.endswith(LOST):
+            self.told(text[self.shown :])
+            self.shown = len(text)
+
+
+# ---------------------------------------------------------------- the command
+
+
+def sample(argv: Sequence[str]) -> int:
+    """Returns the exit code. Raises InputError, CheckpointError, DoesNotFit, StoreError."""
+    given, screen = parse(argv), Screen(sys.stderr)
+    opened, codec, sampling = _opened(given, screen)
+    by_template = bool(codec.facts.template) and not given.as_text
+    if given.chat and not by_template:
+        raise InputError(f"--chat: {opened.base} has no chat template. Add --chat-template chatml, or use --prompt.")
+    rows = [] if given.chat else read_prompts(given, by_template)
+    prompts = [codec.prompt(row) for row in rows]
+    with speaker(given, screen, opened, codec, sampling, prompts) as speaks:
+        how = "; a prompt is a user's message (--as-text: continued as it is)" if by_template and rows else ""
+        screen.say(f"sampling {sampling}{how}")
+        if given.chat:
+            chat(speaks, given.system, screen)
+        elif given.prompts is None:
+            speaks.speak(prompts, say)
+            say("\n")
+        else:
+            for first in range(0, len(rows), AT_ONCE):
+                answers = speaks.speak(prompts[first : first + AT_ONCE], first=first)
+                for row, (text, tokens, ended) in zip(rows[first:], answers, strict=False):
+                    what = {"prompt": row} if isinstance(row, str) else {"messages": row}
+                    say(json.dumps({**what, "text": text, "tokens": tokens, "ended": ended}, ensure_ascii=False) + "\n")
+    return 0
+
+
+def answer(given: argparse.Namespace, prompt: str | list[Fields], screen: Screen) -> str:
+    """To a prompt as of --prompt, or to messages. Raises as `sample`."""
+    opened, codec, sampling = _opened(given, screen)
+    if isinstance(prompt, str):
+        given.prompt = prompt
+        (prompt,) = read_prompts(given, bool(codec.facts.template) and not given.as_text)
+    prompts = [codec.prompt(prompt)]
+    with speaker(given, screen, opened, codec, sampling, prompts) as speaks:
+        ((text, _, _),) = speaks.speak(prompts)
+    return text
+
+
+def _opened(given: argparse.Namespace, screen: Screen) -> tuple[Opened, Codec, Sampling]:
+    opened, codec = common.opened(given, screen)
+    return opened, codec, _sampling(given, opened, screen)
+
+
+def _sampling(given: argparse.Namespace, opened: Opened, screen: Screen) -> Sampling:
+    """By options and generation_config.json, of which it says what is not used. Raises InputError."""
+    found, unused = sampling_of(opened.generation(), given.seed)
+    asked = {"temperature": given.temperature, "top_p": given.top_p, "top_k": given.top_k}
+    asked["max_new"] = given.max_new_tokens
+    found = replace(found, **{name: value for name, value in asked.items() if value is not None})
+    if not found.temperature and (given.top_p is not None or given.top_k is not None):
+        flag = "--top-p" if given.top_p is not None else "--top-k"
+        raise InputError(f"{flag} is of drawn tokens, and the likeliest is taken. Add --temperature 1, for instance.")
+    if unused:
+        screen.warn(f"{opened.base / GENERATION}: not used: {', '.join(unused)}")
+    return found
+
+
+@contextmanager
+def speaker(
+    given: argparse.Namespace,
+    screen: Screen,
+    opened: Opened,
+    codec: Codec,
+    sampling: Sampling,
+    prompts: list[list[int]],
+) -> Iterator[Speaker]:
+    """The model, loaded to answer `prompts`, or for a conversation where there are none."""
+    longest = max(map(len, prompts), default=min(CHAT, opened.cfg.max_positions))
+    most, place = min(sampling.max_new, max(1, opened.cfg.max_positions - longest)), common.place_of(given, opened)
+    together = max(1, min(len(prompts), AT_ONCE))
+    room = needs(opened.cfg, together, longest, most, DTYPE[place[1]].itemsize)
+    what = "each token" if together == 1 else f"each token of {together} prompts together"
+    layers = common.loaded(given, opened, place, room, what, screen)
+    try:
+        yield Speaker(opened, codec, layers, sampling, place[1])
+    finally:
+        layers.close()
+
+
+def say(text: str) -> None:
+    Screen().text(text)
+
+
+def read_prompts(given: argparse.Namespace, by_template: bool) -> list[Any]:
+    """Texts to continue, or messages to answer. Raises InputError."""
+    system = [{"role": "system", "content": given.system}] if given.system else []
+    if system and not by_template:
+        raise InputError("--system: texts are continued as they are, without the chat template. Leave it out.")
+    asked = lambda text: [*system, {"role": "user", "content": text}] if by_template else text
+    if given.prompts is None:
+        return [asked(given.prompt)]
+    try:
+        lines = Path(given.prompts).read_text(encoding="utf-8").splitlines()
+    except (OSError, UnicodeDecodeError) as error:
+        raise InputError(f"--prompts {given.prompts}: {error}.") from None
+    found = []
+    for i, line in enumerate(lines, 1):
+        if not line.strip():
+            continue
+        row = line if not given.prompts.endswith(".jsonl") else _row(line, f"{given.prompts} line {i}", by_template)
+        found.append(asked(row) if isinstance(row, str) else row)
+    if not found:
+        raise InputError(f"--prompts {given.prompts} holds no prompts.")
+    return found
+
+
+def _row(line: str, where: str, by_template: bool) -> Any:
+    """A prompt, or messages. Raises InputError."""
+    try:
+        row = parse_json(line.encode(), "row")
+    except ValueError as error:
+        raise InputError(f"{where}: {shown(str(error), 200)}.") from None
+    if isinstance(row.get("prompt"), str):
+        return row["prompt"]
+    if by_template and isinstance(row.get("messages"), list) and row["messages"]:
+        return row["messages"]
+    raise InputError(f"{where}: expected a prompt, a string{', or messages' if by_template else ''}.")
+
+
+def chat(speaker: Speaker, system: str | None, screen: Screen) -> None:
+    """Until standard input ends. Ctrl-C ends an answer."""
+    first = [{"role": "system", "content": system}] if system else []
+    messages = list(first)
+    screen.say("chat     an empty line or Ctrl-D ends it, /new begins another, Ctrl-C ends an answer")
+    while line := ask():
+        if line == "/new":
+            messages = list(first)
+            continue
+        messages.append({"role": "user", "content": line})
+        try:
+            answer = _answer(speaker, messages)
+        except InputError as error:
+            screen.warn(f"{error} /new begins another conversation")
+            messages.pop()
+            continue
+        say("\n")
+        messages.append({"role": "assistant", "content": answer})
+
+
+def _answer(speaker: Speaker, messages: list[Fields]) -> str:
+    """As it was shown. Raises InputError."""
+    parts: list[str] = []
+
+    def told(text: str) -> None:
+        parts.append(text)
+        say(text)
+
+    with suppress(KeyboardInterrupt):
+        speaker.speak([speaker.codec.prompt(messages)], told)
+    return "".join(parts)
+
+
+def ask() -> str:
+    """A line of standard input, without its end; "" at its end."""
+    try:
+        return input("> " if sys.stdin.isatty() else "").strip()
+    except (EOFError, KeyboardInterrupt):
+        return ""

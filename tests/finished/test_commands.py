@@ -1,0 +1,245 @@
+"""`trireme sample` and `trireme eval` as a shell calls them, with transformers as the oracle."""
+
+import io
+import json
+import re
+import shutil
+import sys
+from pathlib import Path
+
+import pytest
+import torch
+from chats import CHATML, make_tokenizer
+from runs import make_small
+from tiny import LLAMA, oracle
+from transformers import (
+    AutoModelForCausalLM,
+    AutoTokenizer,
+    TemperatureLogitsWarper,
+    TopKLogitsWarper,
+    TopPLogitsWarper,
+)
+
+from trireme.engine.run.finished.sampling import Sampling, probabilities
+from trireme.engine.run.main import main
+
+pytestmark = pytest.mark.grid
+
+NEW = 12
+
+
+@pytest.fixture(scope="module")
+def made(tmp_path_factory) -> Path:
+    """A random model whose tokens are bytes, with a chat template."""
+    folder = tmp_path_factory.mktemp("made") / "model"
+    reference, _ = oracle("llama", LLAMA | dict(vocab_size=260, max_position_embeddings=256, eos_token_id=1))
+    reference.save_pretrained(folder)
+    make_tokenizer(folder, chat_template=CHATML, tokenizer_class="PreTrainedTokenizerFast")
+    return folder
+
+
+@pytest.fixture
+def here(made, tmp_path, monkeypatch) -> Path:
+    monkeypatch.chdir(tmp_path)
+    Path("model").symlink_to(made)
+    return tmp_path
+
+
+def generation(**keys) -> None:
+    """A copy of the model with this generation_config.json, as `own`."""
+    shutil.copytree("model", "own")
+    Path("own/generation_config.json").write_text(json.dumps(keys))
+
+
+def said(capsys, *argv: str, code: int = 0) -> tuple[str, str]:
+    capsys.readouterr()
+    assert main(list(argv)) == code
+    found = capsys.readouterr()
+    return found.out, found.err
+
+
+def theirs(given: str | list, new: int = NEW, ends: tuple[int, ...] = (1,)) -> str:
+    """transformers' greedy answer."""
+    tokenizer = AutoTokenizer.from_pretrained("model")
+    model = AutoModelForCausalLM.from_pretrained("model", dtype=torch.float32)
+    if isinstance(given, str):
+        ids = tokenizer(given, return_tensors="pt").input_ids
+    else:
+        ids = tokenizer.apply_chat_template(
+            given, add_generation_prompt=True, return_tensors="pt", return_dict=True
+        ).input_ids
+    out = model.generate(
+        ids,
+        max_new_tokens=new,
+        do_sample=False,
+        eos_token_id=list(ends),
+        pad_token_id=0,
+        attention_mask=torch.ones_like(ids),
+    )[0, ids.shape[1] :]
+    return tokenizer.decode([token for token in out.tolist() if token not in ends])
+
+
+def user(text: str) -> dict:
+    return {"role": "user", "content": text}
+
+
+def test_a_text_is_continued(here, capsys):
+    out, err = said(capsys, "sample", "model", "--prompt", "Once upon", "--as-text", "--max-new-tokens", str(NEW))
+    assert out == theirs("Once upon") + "\n"
+    assert re.match(
+        r"model    model, [\d,]+ parameters, .* in f32 on the CPU\nsampling the likeliest token each time\n", err
+    )
+
+
+@pytest.mark.parametrize("system", [[], ["--system", "Be brief."]])
+def test_a_message_is_answered(here, capsys, system):
+    out, _ = said(capsys, "sample", "model", "--prompt", "Why?", "--max-new-tokens", str(NEW), *system)
+    first = [{"role": "system", "content": system[1]}] if system else []
+    assert out == theirs([*first, user("Why?")]) + "\n"
+
+
+@pytest.mark.parametrize("name", ["p.txt", "p.jsonl"])
+def test_a_file_of_prompts(here, capsys, name):
+    rows = [
+        "Once",
+        {"prompt": "And then?"},
+        {"messages": [user("a"), {"role": "assistant", "content": "b"}, user("c")]},
+    ]
+    text = (
+        "Once\n\nAnd then?\n"
+        if name == "p.txt"
+        else "".join(json.dumps(r) + "\n" for r in [{"prompt": "Once"}, *rows[1:]])
+    )
+    Path(name).write_text(text)
+    out, _ = said(capsys, "sample", "model", "--prompts", name, "--max-new-tokens", str(NEW))
+    found = [json.loads(line) for line in out.splitlines()]
+    asked = [[user("Once")], [user("And then?")], rows[2]["messages"]][: len(found)]
+    assert len(found) == (2 if name == "p.txt" else 3)
+    assert [row["messages"] for row in found] == asked
+    assert [row["text"] for row in found] == [theirs(each) for each in asked]
+    assert all(row["tokens"] == NEW and not row["ended"] for row in found)
+
+
+def test_a_conversation(here, capsys, monkeypatch):
+    monkeypatch.setattr(sys, "stdin", io.StringIO("Hi\nWhy?\n/new\nWhy?\n"))
+    out, err = said(capsys, "sample", "model", "--chat", "--max-new-tokens", str(NEW))
+    first = theirs([user("Hi")])
+    second = theirs([user("Hi"), {"role": "assistant", "content": first}, user("Why?")])
+    assert out == f"{first}\n{second}\n{theirs([user('Why?')])}\n"
+    assert second != theirs([user("Why?")])
+    assert "/new begins another" in err
+
+
+def test_drawn_text_repeats_with_the_seed(here, capsys):
+    draw = lambda seed: said(capsys, "sample", "model", "--prompt", "a", "--temperature", "1", "--seed", seed)[0]
+    assert draw("1") == draw("1") != draw("2")
+
+
+@pytest.mark.parametrize("top_k", [0, 5])
+@pytest.mark.parametrize("top_p", [1.0, 0.7, 0.01])
+def test_what_is_drawn_from_is_transformers(top_k, top_p):
+    logits = torch.randn((3, 40), generator=torch.Generator().manual_seed(1)) * 3
+    scores = TemperatureLogitsWarper(0.6)(None, logits)
+    scores = TopKLogitsWarper(top_k)(None, scores) if top_k else scores
+    scores = TopPLogitsWarper(top_p)(None, scores) if top_p < 1 else scores
+    assert torch.allclose(probabilities(Sampling(0.6, top_k, top_p), logits), scores.softmax(-1))
+
+
+def test_generation_config_is_followed(here, capsys):
+    greedy = theirs("Once")
+    generation(
+        do_sample=True, temperature=0.5, top_p=0.9, top_k=None, repetition_penalty=1.1, eos_token_id=[1, 7], num_beams=1
+    )
+    _, err = said(capsys, "sample", "own", "--prompt", "Once", "--as-text")
+    assert "warning: own/generation_config.json: not used: repetition_penalty 1.1\n" in err
+    assert "sampling temperature 0.5, top-p 0.9, seed 42\n" in err
+    out, _ = said(
+        capsys, "sample", "own", "--prompt", "Once", "--as-text", "--temperature", "0", "--max-new-tokens", str(NEW)
+    )
+    assert out == greedy + "\n"
+
+
+def test_an_end_token_of_generation_config_ends(here, capsys):
+    tokenizer = AutoTokenizer.from_pretrained("model")
+    end = tokenizer("A").input_ids[-1]
+    generation(eos_token_id=[1, end])
+    out, _ = said(capsys, "sample", "own", "--prompt", "Once", "--as-text", "--max-new-tokens", str(NEW))
+    assert out == theirs("Once", ends=(1, end)) + "\n"
+    assert "A" in theirs("Once")
+    assert "A" not in out
+
+
+@pytest.mark.parametrize(
+    ("argv", "message"),
+    [
+        ([], "nothing is asked. Say --prompt TEXT, --chat or --prompts FILE."),
+        (["--prompt", "a", "--chat"], "--prompt and --chat: one of them at a time."),
+        (["--prompt", "a", "--top-p", "0.5"], "--top-p is of drawn tokens, and the likeliest is taken."),
+        (["--prompt", "a", "--temperature", "-1"], "--temperature: '-1' is not a number"),
+        (["--prompt", "a", "--beams", "3"], "--beams: unknown here. See "),
+        (["--prompt", "a" * 300], "tokens: the model has 256 positions. Shorten it."),
+        (["--prompts", "gone.txt"], "--prompts gone.txt: "),
+        (["--prompt", "a", "--as-text", "--system", "b"], "--system: texts are continued as they are"),
+        (["--prompt", "a", "--model", "x"], "--model x: model is no adapter. Leave --model out."),
+    ],
+)
+def test_what_is_wrong_is_one_line(here, capsys, argv, message):
+    _, err = said(capsys, "sample", "model", *argv, code=2)
+    (line,) = [line for line in err.splitlines() if line.startswith("error: ")]
+    assert message in line
+
+
+# ---------------------------------------------------------------- of runs
+
+
+@pytest.fixture(scope="module")
+def runs(tmp_path_factory) -> Path:
+    """A run of all weights into `out`, and one of an adapter into `adapter`."""
+    folder = make_small(tmp_path_factory.mktemp("runs"), "model")
+    (folder / "held.txt").write_text(
+        "\n<|endoftext|>\n".join(["The sea was calm.", "Once there was a rower named Timo."])
+    )
+    train = [str(folder / "model"), "--data", str(folder / "stories.txt"), "--val", str(folder / "held.txt")]
+    train += ["--seq-len", "64", "--max-steps", "4", "--batch-size", "4", "--lr", "4e-3"]
+    assert main([*train, "--export-every", "2", "--out", str(folder / "out")]) == 0
+    assert main([*train, "--lora", "2", "--chat-template", "chatml", "--out", str(folder / "adapter")]) == 0
+    return folder
+
+
+@pytest.mark.parametrize("run", ["out", "adapter"])
+def test_eval_finds_the_loss_that_the_run_found(runs, capsys, run):
+    records = [json.loads(line) for line in (runs / run / "log.jsonl").read_text().splitlines()]
+    loss = [r["eval_loss"] for r in records if "eval_loss" in r][-1]
+    out, _ = said(capsys, "eval", str(runs / run), "--data", str(runs / "held.txt"), "--seq-len", "64")
+    assert f"held.txt: loss {loss:.4f}, perplexity {torch.tensor(loss).exp():.4g}, on " in out
+    assert re.search(r"on \d+ trained tokens of \d+, 1 sequence\n", out)
+
+
+def test_eval_of_several_files_has_a_line_of_each(runs, capsys):
+    data = ["--data", str(runs / "held.txt"), "--data", str(runs / "stories.txt")]
+    lines = said(capsys, "eval", str(runs / "out"), *data)[0].splitlines()
+    assert [line.split(": loss")[0].rpartition("/")[2] for line in lines] == [
+        "held.txt",
+        "stories.txt",
+        "eval     all 2 files",
+    ]
+
+
+@pytest.mark.parametrize("folder", ["out", "out/step-2", "adapter"])
+def test_a_runs_folders_speak(runs, capsys, folder):
+    out, err = said(capsys, "sample", str(runs / folder), "--prompt", "Once", "--as-text", "--max-new-tokens", "4")
+    assert out.strip()
+    assert ("with its adapter of rank 2" in err) == (folder == "adapter")
+
+
+def test_an_adapter_has_the_template_of_its_run(runs, capsys, monkeypatch):
+    monkeypatch.setattr(sys, "stdin", io.StringIO("Hi\n"))
+    assert said(capsys, "sample", str(runs / "adapter"), "--chat", "--max-new-tokens", "4")[0].endswith("\n")
+    _, err = said(capsys, "sample", str(runs / "out"), "--chat", code=2)
+    assert "has no chat template. Add --chat-template chatml, or use --prompt." in err
+
+
+def test_eval_without_data(runs, capsys):
+    assert "no data given. Name it: --data FILE" in said(capsys, "eval", str(runs / "out"), code=2)[1]
+    _, err = said(capsys, "eval", str(runs / "out"), "--data", str(runs / "held.txt"), "--seq-len", "9999", code=2)
+    assert "--seq-len 9999: the model has 512 positions" in err

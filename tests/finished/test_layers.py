@@ -1,0 +1,160 @@
+"""A finished model's layers, in memory or read from its files: tokens and losses of transformers and peft."""
+
+import json
+from dataclasses import replace
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch
+from tiny import CASES, oracle
+from transformers import AutoModelForCausalLM
+
+from trireme.engine.data.dataset import MicroBatch
+from trireme.engine.plan import DoesNotFit, Limits
+from trireme.engine.run.finished import evaluate
+from trireme.engine.run.finished.layers import Layers
+from trireme.engine.run.finished.opened import open_folder
+from trireme.models.config import InputError
+from trireme.models.generate import generate
+from trireme.models.rows import rope_tables
+
+pytestmark = pytest.mark.grid
+
+PROMPTS = [[5, 9, 2, 44, 17, 3, 8], [11], [60, 61, 62, 1, 2, 3, 4, 5, 6, 7, 8, 9]]
+ROOMY, CPU = Limits(1 << 30, 1 << 30), torch.device("cpu")
+
+
+def of_four(case):
+    """As oracle, with four layers."""
+    model_type, keys = CASES[case]
+    return oracle(model_type, keys | {"n_layer" if model_type == "gpt2" else "num_hidden_layers": 4})
+
+
+def loaded(opened, limits=ROOMY, device=CPU, dtype="F32"):
+    layers = Layers(opened, device, dtype, limits, 0)
+    layers.load(lambda _: None)
+    return layers
+
+
+def tight(opened, device=CPU):
+    """Room for the ends and the buffers: all blocks come from the files."""
+    sizes = loaded(opened, device=device).sizes
+    room = sizes[0] + sizes[-1] + 2 * max(sizes) + (1 << 12)
+    made = max(layout.span for layout in Layers(opened, device, "F32", ROOMY, 0).geo.decoded)
+    return Limits(room + made, 0 if device.type == "cpu" else 2 * max(sizes))
+
+
+def theirs_generate(model, max_new):
+    found = []
+    for prompt in PROMPTS:
+        ids = torch.tensor([prompt])
+        keys = dict(max_new_tokens=max_new, do_sample=False, eos_token_id=None, pad_token_id=0)
+        found.append(model.generate(ids, attention_mask=torch.ones_like(ids), **keys)[0, len(prompt) :].tolist())
+    return found
+
+
+def their_losses(model, batch):
+    """Of each document."""
+    total, at = 0.0, 0
+    for n in batch.lengths:
+        ids, labels = (torch.from_numpy(a[at : at + n]).long() for a in (batch.ids, batch.labels))
+        with torch.no_grad():
+            logits = model(ids[None]).logits[0].float()
+        total += float(torch.nn.functional.cross_entropy(logits, labels, reduction="sum", ignore_index=-100))
+        at += n
+    return total
+
+
+def batch_of(vocab):
+    dice = np.random.default_rng(1)
+    lengths = (9, 1, 14)
+    ids = dice.integers(0, vocab, sum(lengths)).astype(np.int32)
+    labels = np.roll(ids, -1)
+    labels[np.cumsum(lengths) - 1] = -100
+    labels[2:4] = -100
+    return MicroBatch(ids, labels, lengths)
+
+
+def loss(layers, batches):
+    tables = rope_tables(layers.cfg, 64, layers.device)
+    return evaluate._pass(layers, batches, tables, torch.float32)
+
+
+@pytest.mark.parametrize("where", ["memory", "files"])
+@pytest.mark.parametrize("case", ["llama tied", "gpt2", "qwen3 moe", "gpt oss", "gemma2"])
+def test_tokens_and_losses_of_transformers(case, where, tmp_path):
+    reference, cfg = of_four(case)
+    reference.save_pretrained(tmp_path)
+    opened = open_folder(str(tmp_path), "", lambda _: None)
+    layers = loaded(opened, ROOMY if where == "memory" else tight(opened))
+    blocks = list(range(1, cfg.n_units - 1))
+    assert layers.streamed == ([] if where == "memory" else blocks)
+    assert bool(layers.speed_line("each token")) == (where == "files")
+    assert generate(cfg, layers.units, PROMPTS, 12) == theirs_generate(reference, 12)
+    batch = batch_of(cfg.vocab)
+    expected = their_losses(reference, batch)
+    assert loss(layers, [batch]) == pytest.approx(expected, rel=1e-5)
+    assert loss(layers, [batch, batch]) == pytest.approx(2 * expected, rel=1e-5)
+    layers.close()
+
+
+@pytest.mark.parametrize("where", ["memory", "files"])
+def test_an_adapter_as_peft(where, tmp_path):
+    peft = pytest.importorskip("peft")
+    reference, cfg = of_four("llama")
+    reference.save_pretrained(tmp_path / "base")
+    base = AutoModelForCausalLM.from_pretrained(tmp_path / "base", dtype=torch.float32)
+    config = peft.LoraConfig(r=3, lora_alpha=7, target_modules=["q_proj", "down_proj"], init_lora_weights=False)
+    theirs = peft.get_peft_model(base, config).eval()
+    theirs.save_pretrained(tmp_path / "adapter")
+    opened = open_folder(str(tmp_path / "adapter"), "", lambda _: None)
+    assert opened.base == tmp_path / "base"
+    layers = loaded(opened, ROOMY if where == "memory" else tight(opened))
+    assert (
+        generate(opened.cfg, layers.units, PROMPTS, 12) == theirs_generate(theirs, 12) != theirs_generate(reference, 12)
+    )
+    batch = batch_of(cfg.vocab)
+    assert loss(layers, [batch]) == pytest.approx(their_losses(theirs, batch), rel=1e-5)
+
+
+def test_what_is_lacking_is_said(tmp_path):
+    reference, _ = of_four("llama")
+    reference.save_pretrained(tmp_path)
+    opened = open_folder(str(tmp_path), "", lambda _: None)
+    with pytest.raises(DoesNotFit, match="even layer by layer this takes .* Raise --ram"):
+        Layers(opened, CPU, "F32", Limits(1 << 14, 0), 0)
+
+
+def test_a_folder_that_is_none(tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    fails = lambda match, *given: pytest.raises(InputError, match=match)
+    with fails("hf download Qwen/Qwen3-0.6B"):
+        open_folder("Qwen/Qwen3-0.6B", "", print)
+    with fails("nothing: no such folder"):
+        open_folder("nothing", "", print)
+    Path("run/best").mkdir(parents=True)
+    Path("run/config.yaml").write_text("# run 1\nmodel: x\n")
+    with fails("that run is not finished.* There is run/best. --resume run goes on"):
+        open_folder("run", "", print)
+    Path("adapter").mkdir()
+    Path("adapter/adapter_config.json").write_text(
+        json.dumps({"peft_type": "LORA", "base_model_name_or_path": "gone/x"})
+    )
+    with fails("its base, 'gone/x', is no folder here. Name the checkpoint: --model DIR"):
+        open_folder("adapter", "", print)
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("case", ["llama tied", "gpt oss"])
+def test_on_a_gpu_all_places_give_the_same_tokens(case, tmp_path):
+    """On the GPU, in RAM and in the files."""
+    reference, cfg = of_four(case)
+    reference.save_pretrained(tmp_path)
+    opened, gpu = open_folder(str(tmp_path), "", lambda _: None), torch.device("cuda")
+    files = tight(opened, gpu)
+    found = []
+    for limits in (ROOMY, replace(files, host=1 << 30), files):
+        layers = loaded(opened, limits, gpu)
+        found.append(generate(cfg, layers.units, PROMPTS, 12, device=gpu))
+    assert found[0] == found[1] == found[2]

@@ -1,0 +1,1 @@
+../scripts/command/__init__.py
