@@ -235,7 +235,7 @@ HINTS = {
     "a bad row": (["--data", "bad.jsonl"], "--skip-bad drops and counts them", ["--data", "bad.jsonl", "--skip-bad"]),
     "bare messages": (["--data", "lists.jsonl"], 'A conversation is a row: {"messages": [{"role"',
                       ["--data", "wrapped.jsonl", "--chat-template", "chatml"]),
-    "a folder": (["--data", "folder"], "Name files, such as folder/train.jsonl", ["--data", "folder/train.jsonl"]),
+    "a folder": (["--data", "folder"], "", ["--data", "folder"]),
     "no weight": (["--data", "rows.jsonl:0"], "Leave the file out", []),
     "hardly a weight": (["--data", "rows.jsonl:0.01"], "Raise it", ["--data", "rows.jsonl:0.5"]),
     "all held out": (["--data", "rows.jsonl", "--val", "0.99"], "Give a smaller share, or a file",

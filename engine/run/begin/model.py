@@ -111,19 +111,20 @@ def named_codec(options: Options, folder: Path, date: str | None) -> Codec | Non
 def with_companions(options: Options, cfg: ModelConfig, folder: Path, source: Source, codec: Codec | None) -> Source:
     """The source, with the companions that the output is to have. Raises InputError."""
     if codec and (options.tokenizer or options.chat_template):
-        source = replace(source, companions=_trained_with(options, folder, codec))
+        source = replace(source, companions=_trained_with(options, cfg, folder, codec))
     if options.rope_factor:
         source = replace(source, companions=source.companions | {"config.json": _extended(options, cfg, folder)})
     return source
 
 
-def _trained_with(options: Options, folder: Path, codec: Codec | None) -> dict[str, CONTENT]:
+def _trained_with(options: Options, cfg: ModelConfig, folder: Path, codec: Codec) -> dict[str, CONTENT]:
     """The output's companions, with the given tokenizer and chat template."""
     other = Path(options.tokenizer) if options.tokenizer else None
     if other and other.samefile(folder):
         other = None
-    facts = codec.facts if codec else None
-    return beside(folder, other, facts and facts.chosen, facts and facts.eos)
+    facts = codec.facts
+    known = facts.eos is not None and facts.eos < cfg.vocab  # a tokenizer may have tokens that the model has not
+    return beside(folder, other, facts.chosen, facts.eos if known else None)
 
 
 def _extended(options: Options, cfg: ModelConfig, folder: Path) -> bytes:
