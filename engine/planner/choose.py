@@ -127,8 +127,9 @@ class Trials:
 
     def _per_token(self, plan: Plan, seconds: float) -> float:
         moved = Traffic()
-        for u in range(self.geo.n_units):
-            _activations(self.geo, plan, u, moved)
+        for u, unit in enumerate(plan.units):
+            if unit.x == "ssd" or unit.names("ssd"):  # few plans write activations, and all are asked for their cost
+                _activations(self.geo, plan, u, moved)
         wear = WEAR * moved.written / self.rates.ssd_write if moved.written else 0.0
         return (seconds + wear) / (plan.tokens * plan.n_micro)
 

@@ -60,12 +60,12 @@ class Work:
 
 @dataclass(frozen=True)
 class Files:
-    """Bytes on the drives beside training state, and snapshots kept."""
+    """Bytes on the drives in addition to training state, and snapshots kept."""
 
     export: int = 0  # the written checkpoint; 0: weights in the compute dtype
     merged: int = 0  # the written model with its adapters in it
     copied: str = "the checkpoint's, or a copy"  # why they take space on the SSD; "": read from the checkpoint
-    best: bool = False  # kept for a while beside the next or the last
+    best: bool = False  # kept for a while in addition to the next or the last
     exact: bool = False  # the checkpoint is written from fp32 masters
     tokens: int = 0  # the tokenized data
     held: int = 0  # of these and the state, what the run has already
@@ -132,7 +132,7 @@ class Forecast:
 
     @property
     def kept(self) -> int:
-        """Bytes of RAM for the best weights so far; 0 where beside the plan there is no room."""
+        """Bytes of RAM for the best weights so far; 0 where the plan leaves no room."""
         if not self.files.best:
             return 0
         geo, need, low = self.geo, usage(self.geo, self.plan), 2 * (self.files.exact and self.plan.dtype == "BF16")

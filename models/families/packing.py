@@ -149,9 +149,7 @@ def packing_of(keys: Keys, accepted: tuple[str, ...], names: Names) -> tuple[Pac
     method = found.get("quant_method") if isinstance(found, dict) else None
     for packing in PACKINGS:
         if method == packing.method and method in accepted:
-            read = {"fp8": _fp8, "fbgemm_fp8": _by_row, "compressed-tensors": _compressed, "bitsandbytes": _nf4}.get(
-                packing.method
-            )
+            read = READ.get(packing.method)
             inner = Keys(found, f"{keys.where}: quantization_config")
             return read(inner, packing, names) if read else (packing, packing.globs)
     raise _unsupported(keys.where, method, f"for a {keys.raw.get('model_type')}")

@@ -7,7 +7,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 import torch
-from tiny import CASES, oracle
+from tiny import CASES, oracle, oracle_generate
 from transformers import AutoModelForCausalLM
 
 from trireme.engine.data.dataset import MicroBatch
@@ -43,15 +43,6 @@ def tight(opened, device=CPU):
     room = sizes[0] + sizes[-1] + 2 * max(sizes) + (1 << 12)
     made = max(layout.span for layout in Layers(opened, device, "F32", ROOMY, 0).geo.decoded)
     return Limits(room + made, 0 if device.type == "cpu" else 2 * max(sizes))
-
-
-def theirs_generate(model, max_new):
-    found = []
-    for prompt in PROMPTS:
-        ids = torch.tensor([prompt])
-        keys = dict(max_new_tokens=max_new, do_sample=False, eos_token_id=None, pad_token_id=0)
-        found.append(model.generate(ids, attention_mask=torch.ones_like(ids), **keys)[0, len(prompt) :].tolist())
-    return found
 
 
 def their_losses(model, batch):
@@ -91,7 +82,7 @@ def test_tokens_and_losses_of_transformers(case, where, tmp_path):
     blocks = list(range(1, cfg.n_units - 1))
     assert layers.streamed == ([] if where == "memory" else blocks)
     assert bool(layers.speed_line("each token")) == (where == "files")
-    assert generate(cfg, layers.units, PROMPTS, 12) == theirs_generate(reference, 12)
+    assert generate(cfg, layers.units, PROMPTS, 12) == oracle_generate(reference, PROMPTS, 12)
     batch = batch_of(cfg.vocab)
     expected = their_losses(reference, batch)
     assert loss(layers, [batch]) == pytest.approx(expected, rel=1e-5)
@@ -112,7 +103,9 @@ def test_an_adapter_as_peft(where, tmp_path):
     assert opened.base == tmp_path / "base"
     layers = loaded(opened, ROOMY if where == "memory" else tight(opened))
     assert (
-        generate(opened.cfg, layers.units, PROMPTS, 12) == theirs_generate(theirs, 12) != theirs_generate(reference, 12)
+        generate(opened.cfg, layers.units, PROMPTS, 12)
+        == oracle_generate(theirs, PROMPTS, 12)
+        != oracle_generate(reference, PROMPTS, 12)
     )
     batch = batch_of(cfg.vocab)
     assert loss(layers, [batch]) == pytest.approx(their_losses(theirs, batch), rel=1e-5)

@@ -301,6 +301,16 @@ class Tiny:
         return losses
 
 
+def oracle_generate(model, prompts, max_new, eos=None):
+    """transformers' greedy tokens for each prompt alone."""
+    found = []
+    for prompt in prompts:
+        ids = torch.tensor([prompt])
+        keys = dict(max_new_tokens=max_new, do_sample=False, eos_token_id=eos, pad_token_id=0)
+        found.append(model.generate(ids, attention_mask=torch.ones_like(ids), **keys)[0, len(prompt) :].tolist())
+    return found
+
+
 def own_name(cfg, name):
     """Ours of a name that transformers has in memory, where files of the model have another."""
     for here, there in cfg.names.in_modules:

@@ -8,7 +8,7 @@ import pytest
 import torch
 from engines import GPT, LLAMA, Words, batches, gpu_plan, make, train
 from safetensors.torch import load_file
-from tiny import CASES, Tiny, oracle
+from tiny import CASES, Tiny, oracle, oracle_generate
 from transformers import AutoModelForCausalLM
 
 from trireme.engine import weights
@@ -34,16 +34,6 @@ def units_of(tiny, asked=None):
             yield u, tiny.w[u]
 
     return units
-
-
-def oracle_generate(model, prompts, max_new, eos=None):
-    """transformers' greedy tokens for each prompt alone."""
-    found = []
-    for prompt in prompts:
-        ids = torch.tensor([prompt])
-        keys = dict(max_new_tokens=max_new, do_sample=False, eos_token_id=eos, pad_token_id=0)
-        found.append(model.generate(ids, attention_mask=torch.ones_like(ids), **keys)[0, len(prompt) :].tolist())
-    return found
 
 
 @pytest.mark.parametrize(
