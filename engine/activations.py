@@ -13,11 +13,11 @@ from typing import Literal, NamedTuple, Protocol
 from torch import Tensor
 
 from trireme.engine.geometry import Geometry
-from trireme.engine.homes import Homes, Space
-from trireme.engine.lanes.names import HOPS, numbered
-from trireme.engine.lanes.task import Lanes, Task
 from trireme.engine.memory import Buffer, Pool, Prefetch, flat, memory_of, views
+from trireme.engine.placement import Placement, Space
 from trireme.engine.plan import TIERS, Plan, Tier
+from trireme.engine.queues.names import HOPS, numbered
+from trireme.engine.queues.task import Queues, Task
 
 # ---------------------------------------------------------------- outside the GPU
 
@@ -25,67 +25,67 @@ from trireme.engine.plan import TIERS, Plan, Tier
 class Outside(Protocol):
     """A place for an activation in RAM or on the SSD."""
 
-    def store(self, lane: str, label: str, here: Buffer, nbytes: int) -> Task:
+    def store(self, queue: str, label: str, here: Buffer, nbytes: int) -> Task:
         """Copies `here` out; returns its last reader."""
         ...
 
-    def load(self, lane: str, label: str, here: Buffer, nbytes: int) -> Task:
+    def load(self, queue: str, label: str, here: Buffer, nbytes: int) -> Task:
         """Copies it back; returns the last writer of `here`."""
         ...
 
 
 class InRam:
-    def __init__(self, lanes: Lanes, place: Buffer):
-        self.lanes, self.place = lanes, place
+    def __init__(self, queues: Queues, place: Buffer):
+        self.queues, self.place = queues, place
 
-    def store(self, lane: str, label: str, here: Buffer, nbytes: int) -> Task:
-        return self._copy(lane, label, here, self.place, nbytes)
+    def store(self, queue: str, label: str, here: Buffer, nbytes: int) -> Task:
+        return self._copy(queue, label, here, self.place, nbytes)
 
-    def load(self, lane: str, label: str, here: Buffer, nbytes: int) -> Task:
-        return self._copy(lane, label, self.place, here, nbytes)
+    def load(self, queue: str, label: str, here: Buffer, nbytes: int) -> Task:
+        return self._copy(queue, label, self.place, here, nbytes)
 
-    def _copy(self, lane: str, label: str, source: Buffer, target: Buffer, nbytes: int) -> Task:
-        task = _copy(self.lanes, lane, label, source, target, nbytes)
+    def _copy(self, queue: str, label: str, source: Buffer, target: Buffer, nbytes: int) -> Task:
+        task = _copy(self.queues, queue, label, source, target, nbytes)
         self.place.ready = (task,)  # orders its next writer after this reader
         return task
 
 
 class OnSsd:
-    def __init__(self, lanes: Lanes, staging: Pool, space: Space, offset: int):
-        self.lanes, self.staging, self.space, self.offset = lanes, staging, space, offset
+    def __init__(self, queues: Queues, staging: Pool, space: Space, offset: int):
+        self.queues, self.staging, self.space, self.offset = queues, staging, space, offset
         self.last: tuple[Task, ...] = ()
 
-    def store(self, lane: str, label: str, here: Buffer, nbytes: int) -> Task:
+    def store(self, queue: str, label: str, here: Buffer, nbytes: int) -> Task:
         buffer, offset, space = self.staging.acquire(label), self.offset, self.space
-        task = _copy(self.lanes, lane, label, here, buffer, nbytes)
+        task = _copy(self.queues, queue, label, here, buffer, nbytes)
 
         def write() -> None:
             space.write(offset, memory_of(buffer.tensor, nbytes))
 
         ready = (task, *self.last)
-        self.last = (self.lanes.run("ssd_write", "activations", label, write, ready, nbytes=nbytes),)
+        self.last = (self.queues.run("ssd_write", "activations", label, write, ready, nbytes=nbytes),)
         buffer.free(self.last)
         return task
 
-    def load(self, lane: str, label: str, here: Buffer, nbytes: int) -> Task:
+    def load(self, queue: str, label: str, here: Buffer, nbytes: int) -> Task:
         buffer, offset, space = self.staging.acquire(label), self.offset, self.space
 
         def read() -> None:
             space.read(offset, memory_of(buffer.tensor, nbytes))
 
         ready = (*buffer.ready, *self.last)
-        buffer.ready = (self.lanes.run("ssd_read", "activations", label, read, ready, nbytes=nbytes),)
-        task = _copy(self.lanes, lane, label, buffer, here, nbytes)
+        buffer.ready = (self.queues.run("ssd_read", "activations", label, read, ready, nbytes=nbytes),)
+        task = _copy(self.queues, queue, label, buffer, here, nbytes)
         self.last = (task,)
         buffer.free(self.last)
         return task
 
 
-def _copy(lanes: Lanes, lane: str, label: str, source: Buffer, target: Buffer, nbytes: int) -> Task:
+def _copy(queues: Queues, queue: str, label: str, source: Buffer, target: Buffer, nbytes: int) -> Task:
     def copy() -> None:
         target.tensor[:nbytes].copy_(source.tensor[:nbytes], non_blocking=True)
 
-    return lanes.run(lane, "activations", label, copy, (*source.ready, *target.ready), nbytes=nbytes)
+    return queues.run(queue, "activations", label, copy, (*source.ready, *target.ready), nbytes=nbytes)
 
 
 # ---------------------------------------------------------------- one activation
@@ -94,14 +94,14 @@ def _copy(lanes: Lanes, lane: str, label: str, source: Buffer, target: Buffer, n
 class Activation:
     """Layer u's input, its gradient, or saved tensors, of micro-batch b. Frees itself after its last reader."""
 
-    def __init__(self, swap: ActivationSwap, label: str, kind: Kind, home: Home):
-        """`home`: where it is written, read, and waits between."""
+    def __init__(self, swap: ActivationSwap, label: str, kind: Kind, stored: Home):
+        """`stored`: where it is written, read, and waits between."""
         self.swap, self.label, self.kind = swap, label, kind
-        self.out, self.back, self.outside, self.at_once = home
+        self.out, self.back, self.outside, self.at_once = stored
         self.here: Buffer | None = None  # on the GPU
         self.tokens = self.reads = 0  # readers to come
         self.stored = False  # outside
-        self.lane = ""  # that brings it back
+        self.queue = ""  # that brings it back
 
     # ------------------------------------------------ written
 
@@ -117,8 +117,8 @@ class Activation:
         here.ready = (task,)
         if self.outside is None or self.reads <= self.at_once:
             return
-        lane, nbytes = self.kind.lane_out, self.kind.nbytes(self.tokens)
-        here.ready = (task, self.outside.store(lane, self.label, here, nbytes))
+        queue, nbytes = self.kind.queue_out, self.kind.nbytes(self.tokens)
+        here.ready = (task, self.outside.store(queue, self.label, here, nbytes))
         self.stored = True
         if not self.at_once:
             self._free(here.ready)
@@ -135,7 +135,7 @@ class Activation:
             return
         assert self.outside is not None
         here = self.back.acquire(self.label) if isinstance(self.back, Pool) else self.back
-        here.ready = (self.outside.load(self.lane, self.label, here, self.kind.nbytes(self.tokens)),)
+        here.ready = (self.outside.load(self.queue, self.label, here, self.kind.nbytes(self.tokens)),)
         self.here = here
 
     def read(self) -> InUse:
@@ -181,7 +181,7 @@ class Kind(NamedTuple):
     geo: Geometry
     u: int
     names: tuple[str, ...]  # of saved tensors; without them it is an input or its gradient
-    lane_out: str
+    queue_out: str
 
     def nbytes(self, tokens: int) -> int:
         return self.geo.saved_layout(self.u, self.names, tokens).span if self.names else self.geo.x_bytes(tokens)
@@ -229,17 +229,17 @@ Pools = tuple[list[Pool], list[Pool]]  # of each GPU: to fill, and to bring back
 class ActivationSwap:
     """Activations of all layers, by layer and micro-batch; transfers back in the order of their use."""
 
-    def __init__(self, geo: Geometry, plan: Plan, homes: Homes, lanes: Lanes):
-        self.geo, self.plan, self.homes, self.lanes = geo, plan, homes, lanes
+    def __init__(self, geo: Geometry, plan: Plan, placement: Placement, queues: Queues):
+        self.geo, self.plan, self.placement, self.queues = geo, plan, placement, queues
         self.hop_in, self.hop_out = HOPS if plan.gpus > 1 else ("h2d", "d2h")
         self.to_next, self.again = Prefetch(), Prefetch()  # to the next layer; in backward what forward left
-        self.staging = homes.pool("host", "staging pool")
-        self.pools = {tier: homes.gpu_pools("saved pool", tier) for tier in ("host", "ssd")}
-        self.places = [Buffer(tensor) for tensor in homes.many("host", "dx")]  # by micro-batch
+        self.staging = placement.pool("host", "staging pool")
+        self.pools = {tier: placement.gpu_pools("saved pool", tier) for tier in ("host", "ssd")}
+        self.places = [Buffer(tensor) for tensor in placement.many("host", "dx")]  # by micro-batch
         micro_batches, layers = range(plan.n_micro), range(1, geo.n_units)
         x, dx = self._between("x pool"), self._between("dx pool")
-        on_gpu = [iter(homes.many("gpu", "x", gpu=gpu)) for gpu in range(plan.gpus)]
-        in_ram = iter(homes.many("host", "x"))
+        on_gpu = [iter(placement.many("gpu", "x", gpu=gpu)) for gpu in range(plan.gpus)]
+        in_ram = iter(placement.many("host", "x"))
         self.x = [[], *([self._x(u, b, x, on_gpu[self._gpu(u)], in_ram) for b in micro_batches] for u in layers)]
         self.dx = [[], *([self._dx(u, b, dx) for b in micro_batches] for u in layers)]
         self.saved = [list(self._saved(u)) for u in range(geo.n_units)]  # of each micro-batch one for each tier
@@ -248,11 +248,11 @@ class ActivationSwap:
         """For what layers leave for each other."""
         gpus = range(self.plan.gpus)
         if self.plan.between == "gpu":
-            pools = self.homes.gpu_pools(what)
+            pools = self.placement.gpu_pools(what)
             return pools, pools
         slots = self.plan.swap_slots
         out, back = (
-            [self.homes.pool("gpu", what, gpu=gpu, part=part) for gpu in gpus]
+            [self.placement.pool("gpu", what, gpu=gpu, part=part) for gpu in gpus]
             for part in (slice(slots), slice(slots, None))
         )
         return out, back
@@ -266,27 +266,27 @@ class ActivationSwap:
         out, back, at_once = pools[0][writer], pools[1][reader], int(self.plan.between == "gpu")
         if tier == "gpu":
             own = Buffer(next(on_gpu))
-            home = Home(own, own, None) if writer == reader else Home(out, own, InRam(self.lanes, self.places[b]))
+            stored = Home(own, own, None) if writer == reader else Home(out, own, InRam(self.queues, self.places[b]))
         elif u == self.geo.head and at_once:
-            home = Home(out, back, None)
+            stored = Home(out, back, None)
         else:
-            home = Home(out, back, self._outside(tier, in_ram, self.geo.x_bytes(self.plan.tokens)), at_once)
+            stored = Home(out, back, self._outside(tier, in_ram, self.geo.x_bytes(self.plan.tokens)), at_once)
         kind = Kind(self.geo, u, (), numbered(self.hop_out, writer))
-        return Activation(self, f"{self.geo.names[u]} x {b}", kind, home)
+        return Activation(self, f"{self.geo.names[u]} x {b}", kind, stored)
 
     def _dx(self, u: int, b: int, pools: Pools) -> Activation:
         writer, reader = self._gpu(u), self._gpu(u - 1)
-        outside = InRam(self.lanes, self.places[b]) if self.plan.between == "host" else None
+        outside = InRam(self.queues, self.places[b]) if self.plan.between == "host" else None
         kind = Kind(self.geo, u, (), numbered(self.hop_out, writer))
         return Activation(self, f"{self.geo.names[u]} dx {b}", kind, Home(pools[0][writer], pools[1][reader], outside))
 
     def _saved(self, u: int) -> Iterator[list[Activation]]:
         unit, name, inner = self.plan.units[u], self.geo.names[u], 0 < u < self.geo.head
         kinds = {t: Kind(self.geo, u, unit.names(t), numbered("d2h", unit.gpu)) for t in TIERS if unit.names(t)}
-        on_gpu = iter(self.homes.many("gpu", "saved", name, unit.gpu))
-        in_ram = iter(self.homes.many("host", "saved", name))
+        on_gpu = iter(self.placement.many("gpu", "saved", name, unit.gpu))
+        in_ram = iter(self.placement.many("host", "saved", name))
 
-        def home(tier: Tier) -> Home:
+        def stored(tier: Tier) -> Home:
             if tier == "gpu":
                 own = Buffer(next(on_gpu))
                 return Home(own, own, None)
@@ -294,12 +294,12 @@ class ActivationSwap:
             return Home(pool, pool, self._outside(tier, in_ram, kinds[tier].nbytes(self.plan.tokens)))
 
         for b in range(self.plan.n_micro):
-            yield [Activation(self, f"{name} {t} {b}", kinds[t], home(t)) for t in kinds if inner]
+            yield [Activation(self, f"{name} {t} {b}", kinds[t], stored(t)) for t in kinds if inner]
 
     def _outside(self, tier: Tier, in_ram: Iterator[Tensor], nbytes: int) -> Outside:
         if tier == "host":
-            return InRam(self.lanes, Buffer(next(in_ram)))
-        return OnSsd(self.lanes, self.staging, self.homes.space, self.homes.space.reserve(nbytes))
+            return InRam(self.queues, Buffer(next(in_ram)))
+        return OnSsd(self.queues, self.staging, self.placement.space, self.placement.space.reserve(nbytes))
 
     # ------------------------------------------------ a pass
 
@@ -317,12 +317,12 @@ class ActivationSwap:
         above = [(u - 1, self.dx[u][b]) for u in range(self.geo.head, 0, -1) for b in micro_batches]
         self._expect(self.to_next, self.hop_in, above)
 
-    def _expect(self, queue: Prefetch, lane: str, read: Sequence[tuple[int, Activation]]) -> None:
+    def _expect(self, prefetch: Prefetch, queue: str, read: Sequence[tuple[int, Activation]]) -> None:
         """`read`: activations in the order in which layers read them."""
         coming = [(u, each) for u, each in read if each.outside is not None]
         for u, each in coming:
-            each.lane = numbered(lane, self._gpu(u))
-        queue.expect([each for _, each in coming])
+            each.queue = numbered(queue, self._gpu(u))
+        prefetch.expect([each for _, each in coming])
 
     def go_on(self) -> None:
         """A buffer was freed, or something stored."""

@@ -146,7 +146,7 @@ def _base_buffers(geo: Geometry, plan: Plan, units: Alike) -> Iterable[Buffers]:
 
 
 def _staging(geo: Geometry, plan: Plan, units: Alike) -> int:
-    """Bytes to load and save what is not at home in RAM."""
+    """Bytes to load and save what is not stored in RAM."""
     weights = (geo.weights[u].span for u, _ in units if plan.units[u].weights != "host")
     n, _ = _records(geo, plan, [(u, n) for u, n in units if plan.units[u].state != "host"])
     base = (geo.base[u].span for u, _ in units if plan.units[u].base != "host")
@@ -212,13 +212,13 @@ def _activation_buffers(geo: Geometry, plan: Plan, units: Alike) -> Iterable[Buf
     x, n = geo.x_bytes(plan.tokens), plan.n_micro
     away = plan.between == "host"
     inner = [(u, alike) for u, alike in units if u]  # the embedding's input is token ids
-    homes: Counter[Tier] = Counter()  # of inputs
+    placement: Counter[Tier] = Counter()  # of inputs
     for u, alike in inner:
-        homes[plan.units[u].x] += alike * n
-    yield Buffers("gpu", "x", x, homes["gpu"])
-    if homes["host"] or homes["ssd"] or plan.gpus > 1:
+        placement[plan.units[u].x] += alike * n
+    yield Buffers("gpu", "x", x, placement["gpu"])
+    if placement["host"] or placement["ssd"] or plan.gpus > 1:
         yield Buffers("gpu", "x pool", x, plan.swap_slots + (plan.swap_slots if away else n))
-        yield Buffers("host", "x", x, homes["host"])
+        yield Buffers("host", "x", x, placement["host"])
     yield Buffers("gpu", "dx pool", x, 2 * plan.swap_slots if away else n + 1)
     yield Buffers("host", "dx", x, n if away else 0)
     spans = {
@@ -229,7 +229,7 @@ def _activation_buffers(geo: Geometry, plan: Plan, units: Alike) -> Iterable[Buf
         yield Buffers("host", "saved", host, n * alike, geo.names[u])
     for tier in ("host", "ssd"):
         yield Buffers("gpu", "saved pool", max(spans[tier], default=0), plan.swap_slots, tier)
-    if homes["ssd"] or any(spans["ssd"]):
+    if placement["ssd"] or any(spans["ssd"]):
         yield Buffers("host", "staging pool", max(x, *spans["ssd"]), 2 * plan.swap_slots)
 
 

@@ -14,11 +14,11 @@ from trireme.engine.activations import ActivationSwap
 from trireme.engine.buffers import workspace
 from trireme.engine.geometry import Geometry
 from trireme.engine.gradients import Gradients
-from trireme.engine.homes import BaseFiles, Homes, Scratch, Space, Store
-from trireme.engine.lanes.task import Lanes, Task
 from trireme.engine.memory import Buffer, Memory
 from trireme.engine.optimizer import Optimizer
+from trireme.engine.placement import BaseFiles, Placement, Scratch, Space, Store
 from trireme.engine.plan import Limits, Plan
+from trireme.engine.queues.task import Queues, Task
 from trireme.engine.shared import SharedGradients, Wire
 from trireme.engine.step import Engine, Inputs, Packed
 from trireme.engine.updates import AdamW
@@ -36,7 +36,7 @@ def build(
     cfg: ModelConfig,
     plan: Plan,
     limits: Limits,
-    lanes: Lanes,
+    queues: Queues,
     *,
     adamw: AdamW | None = None,
     store: Store | None = None,
@@ -52,23 +52,25 @@ def build(
     """
     if cfg.tied and plan.units[0].gpu != plan.units[-1].gpu:
         raise InputError("plan: the embedding and the head share a matrix, and are on two GPUs")
-    assert len(lanes.devices) == plan.gpus, "lanes for other GPUs than the plan's"
-    geo, others = Geometry.of(cfg, plan), lanes.devices[1:]
-    memory = Memory(lanes.device, limits.gpu, limits.host, lanes.simulated, pinned=pinned, others=others)
+    assert len(queues.devices) == plan.gpus, "queues for other GPUs than the plan's"
+    geo, others = Geometry.of(cfg, plan), queues.devices[1:]
+    memory = Memory(queues.device, limits.gpu, limits.host, queues.simulated, pinned=pinned, others=others)
     if poison:
-        memory.poison = lambda buffer: _poison(lanes, buffer)
+        memory.poison = lambda buffer: _poison(queues, buffer)
     for gpu in range(plan.gpus):
         memory.reserve("gpu", "workspace", workspace(geo, plan, gpu), gpu=gpu)
-    homes = Homes(geo, plan, memory, lanes, store, Space(scratch), files)
-    weights = WeightStream(geo, plan, homes, lanes)
-    swap = ActivationSwap(geo, plan, homes, lanes)
+    placement = Placement(geo, plan, memory, queues, store, Space(scratch), files)
+    weights = WeightStream(geo, plan, placement, queues)
+    swap = ActivationSwap(geo, plan, placement, queues)
     alone = plan.hosts == 1
-    gradients = Gradients(geo, plan, homes, lanes) if alone else SharedGradients(geo, plan, homes, lanes, wire)
-    optimizer = Optimizer(homes, weights, gradients, lanes, adamw or AdamW())
-    return Engine(geo.cfg, geo, plan, lanes, memory, homes, weights, swap, gradients, optimizer)
+    gradients = (
+        Gradients(geo, plan, placement, queues) if alone else SharedGradients(geo, plan, placement, queues, wire)
+    )
+    optimizer = Optimizer(placement, weights, gradients, queues, adamw or AdamW())
+    return Engine(geo.cfg, geo, plan, queues, memory, placement, weights, swap, gradients, optimizer)
 
 
-def _poison(lanes: Lanes, buffer: Buffer) -> Task:
+def _poison(queues: Queues, buffer: Buffer) -> Task:
     assert buffer.pool is not None
 
     def fill() -> None:
@@ -76,7 +78,7 @@ def _poison(lanes: Lanes, buffer: Buffer) -> Task:
         if buffer.tensor.is_cuda:  # no stream orders the next user
             torch.cuda.current_stream(buffer.tensor.device).synchronize()
 
-    return lanes.run("poison", "other", f"poison {buffer.pool.name}", fill, buffer.ready)
+    return queues.run("poison", "other", f"poison {buffer.pool.name}", fill, buffer.ready)
 
 
 class MicroBatch(Protocol):

@@ -13,7 +13,7 @@ import torch
 from torch import Tensor
 
 from trireme.engine.between import Reader, Writer
-from trireme.engine.homes import Entry, Homes, Progress, silent
+from trireme.engine.placement import Entry, Placement, Progress, silent
 from trireme.kernels.fp8 import reference as fp8
 from trireme.kernels.reference import join_master, split_master
 from trireme.models import hf
@@ -34,40 +34,40 @@ LARGEST_F16 = 65504.0
 
 
 class Exchange:
-    """For use between steps: all lanes idle."""
+    """For use between steps: all queues idle."""
 
     def __init__(
         self,
         cfg: ModelConfig,
         source: Source,
-        homes: Homes,
+        placement: Placement,
         adapters: Read | None = None,
         reader: Reader | None = None,
     ):
-        """`adapters`: their values; None begins as peft does. `reader`: of what is saved, the homes by default."""
-        self.reader = reader or Reader(homes)
-        self.source, self.homes, self.adapters = source, homes, adapters
-        self.shapes = {t.name: t.shape for layout in homes.geo.stored for t in layout.tensors}
+        """`adapters`: their values; None begins as peft does. `reader`: of what is saved; default: the engine."""
+        self.reader = reader or Reader(placement)
+        self.source, self.placement, self.adapters = source, placement, adapters
+        self.shapes = {t.name: t.shape for layout in placement.geo.stored for t in layout.tensors}
         shapes = {name: t.shape for name, t in source.tensors.items()}
         self.stored = hf.sources(cfg, shapes)  # canonical -> source's name
         self.canonical = hf.canonical_names(cfg, shapes)  # source's -> canonical name, None if not trained
         self.base: dict[str, str] = {}  # checksums of frozen weights as they were loaded, by unit
         self.trained = ""  # that of trained ones
         self.beyond: dict[str, int] = {}  # values saved that F16 has not, by tensor
-        self.unit = {t.name: u for u, layout in enumerate(homes.geo.stored) for t in layout.tensors}
+        self.unit = {t.name: u for u, layout in enumerate(placement.geo.stored) for t in layout.tensors}
 
     def load(self, progress: Progress = silent, loaded: Loaded = silent) -> None:
-        """Fills the homes, moments with zeros; `loaded(u)` once unit u is. Raises InputError as `fill`, StoreError."""
+        """Fills in weights, moments with zeros; `loaded(u)` once unit u is. Raises InputError as `fill`, StoreError."""
         self._check_tied()
         in_bf16 = {name for name, stored in self.stored.items() if self.source.place(stored).dtype == "BF16"}
-        frozen = {u for u, layout in enumerate(self.homes.geo.base) if layout.tensors}
+        frozen = {u for u, layout in enumerate(self.placement.geo.base) if layout.tensors}
         whole: Loaded = lambda u: None if u in frozen else loaded(u)
-        self.trained = fill(self.homes, self._values, in_bf16, progress, whole)
+        self.trained = fill(self.placement, self._values, in_bf16, progress, whole)
         self.load_base(progress, loaded)
 
     def load_base(self, progress: Progress = silent, loaded: Loaded = silent) -> None:
-        """Fills homes of frozen weights alone; a snapshot has the rest. Errors as load."""
-        self.base = fill_base(self.homes, self._values, progress, loaded)
+        """Fills frozen weights alone; a snapshot has the rest. Errors as load."""
+        self.base = fill_base(self.placement, self._values, progress, loaded)
 
     def save(self, folder: Path, progress: Progress = silent) -> dict[str, str]:
         """Writes the checkpoint; of F16, values beyond its largest as that. Returns its files' checksums.
@@ -113,24 +113,24 @@ class Exchange:
 
 
 class Kept(Reader):
-    """Weights of one moment in RAM: all that a checkpoint is made of, whatever steps do to the homes since."""
+    """Weights of one moment in RAM: all that a checkpoint is made of, whatever steps change since."""
 
-    def __init__(self, homes: Homes, exact: bool):
+    def __init__(self, placement: Placement, exact: bool):
         """`exact`: a checkpoint is written from fp32 masters."""
-        super().__init__(homes)
-        self.exact = exact and homes.geo.dtype == "BF16"
+        super().__init__(placement)
+        self.exact = exact and placement.geo.dtype == "BF16"
         self._copies: dict[tuple[int, int, int], Tensor] = {}  # by unit and record, weights by 0, 0
 
     def take(self) -> None:
-        """Copies the homes, all lanes idle; what was kept before is gone. Raises StoreError.
+        """Copies the placement, all queues idle; what was kept before is gone. Raises StoreError.
 
         Of several hosts the first has weights for all.
         """
-        reader, geo, plan = Reader(self.homes), self.homes.geo, self.homes.plan
+        reader, geo, plan = Reader(self.placement), self.placement.geo, self.placement.plan
         for u in (u for u, n in enumerate(geo.numel) if n):
             weights = Entry("weights", u)
             if plan.host == 0:
-                self._copy((u, 0, 0), reader.read(weights)[: self.homes.layout(weights).span])
+                self._copy((u, 0, 0), reader.read(weights)[: self.placement.layout(weights).span])
             for a, b in geo.records(u, plan.record) if self.exact else ():
                 self._copy((u, a, b), reader.low(u, a, b))
 
@@ -148,60 +148,60 @@ class Kept(Reader):
         return self._copies[u, a, b]
 
 
-# ---------------------------------------------------------------- homes
+# ---------------------------------------------------------------- placement
 
 
 def fill(
-    homes: Homes, read: Read, in_bf16: Container[str] = (), progress: Progress = silent, filled: Loaded = silent
+    placement: Placement, read: Read, in_bf16: Container[str] = (), progress: Progress = silent, filled: Loaded = silent
 ) -> str:
-    """Fills every home: weights as read, moments zero. Raises InputError on values that are not finite.
+    """Fills every stored: weights as read, moments zero. Raises InputError on values that are not finite.
 
     `in_bf16`: tensors without low halves; `filled(u)` once unit u is. Returns the checksum of the values read.
     """
-    blank, homes.blank = homes.blank, False
+    blank, placement.blank = placement.blank, False
     sums = list[str]()
     with ThreadPoolExecutor(LOADERS) as pool:  # numpy and reads release the GIL
-        for u in range(homes.geo.n_units):
-            sums.append(_fill_weights(homes, Entry("weights", u), read, pool, progress))
-            for r in range(len(homes.state[u])):
-                _fill_record(homes, u, r, read, in_bf16, blank)
-                progress(homes.layout(Entry("state", u, r)).span)
+        for u in range(placement.geo.n_units):
+            sums.append(_fill_weights(placement, Entry("weights", u), read, pool, progress))
+            for r in range(len(placement.state[u])):
+                _fill_record(placement, u, r, read, in_bf16, blank)
+                progress(placement.layout(Entry("state", u, r)).span)
             filled(u)
-    for device in homes.lanes.devices:
+    for device in placement.queues.devices:
         if device.type == "cuda":  # zeros on the GPU, which other streams read
             torch.cuda.current_stream(device).synchronize()
     return checksum(found.encode() for found in sums)
 
 
-def fill_base(homes: Homes, read: Read, progress: Progress = silent, filled: Loaded = silent) -> dict[str, str]:
+def fill_base(placement: Placement, read: Read, progress: Progress = silent, filled: Loaded = silent) -> dict[str, str]:
     """Fills, or only reads, frozen weights. Returns checksums of what was read, by unit. Errors as `fill`."""
     sums = dict[str, str]()
     with ThreadPoolExecutor(LOADERS) as pool:
-        for u, name in enumerate(homes.geo.names):
-            if homes.geo.base[u].tensors:
-                sums[name] = _fill_weights(homes, Entry("base", u), read, pool, progress)
+        for u, name in enumerate(placement.geo.names):
+            if placement.geo.base[u].tensors:
+                sums[name] = _fill_weights(placement, Entry("base", u), read, pool, progress)
                 filled(u)
     return sums
 
 
-def _fill_weights(homes: Homes, entry: Entry, read: Read, pool: ThreadPoolExecutor, progress: Progress) -> str:
+def _fill_weights(placement: Placement, entry: Entry, read: Read, pool: ThreadPoolExecutor, progress: Progress) -> str:
     """The checksum of the values read."""
-    layout, sums = homes.layout(entry), list[str]()
+    layout, sums = placement.layout(entry), list[str]()
     if layout.tensors:
-        with Writer(homes, entry) as buffer:
-            for group in homes.geo.kept_in_fp8(entry.u) if entry.kind == "base" else ():
-                sums += _fill_codes(group, homes, entry, buffer, read, pool)
-            plain, packing = [t for t in layout.tensors if not t.name.endswith(FP8)], homes.geo.cfg.packing
+        with Writer(placement, entry) as buffer:
+            for group in placement.geo.kept_in_fp8(entry.u) if entry.kind == "base" else ():
+                sums += _fill_codes(group, placement, entry, buffer, read, pool)
+            plain, packing = [t for t in layout.tensors if not t.name.endswith(FP8)], placement.geo.cfg.packing
             sums += pool.map(lambda t: fill_weight(t, buffer, read, packing), plain)
         progress(layout.span)
     return checksum(found.encode() for found in sums)
 
 
 def _fill_codes(
-    group: Group, homes: Homes, entry: Entry, buffer: Tensor, read: Read, pool: ThreadPoolExecutor
+    group: Group, placement: Placement, entry: Entry, buffer: Tensor, read: Read, pool: ThreadPoolExecutor
 ) -> list[str]:
-    """Quantises a product's matrices, read twice: their largest value comes first. Checksums of the values read."""
-    layout, dtype, name = homes.layout(entry), homes.geo.dtype, group[0][0]
+    """Quantises a matmul's matrices, read twice: their largest value comes first. Checksums of the values read."""
+    layout, dtype, name = placement.layout(entry), placement.geo.dtype, group[0][0]
     sizes = {part: prod(shape) for part, shape in group}
     firsts = dict(zip(sizes, accumulate(sizes.values(), initial=0), strict=False))
     out = _numpy(buffer, layout[name + ROWS])
@@ -227,21 +227,21 @@ def _fill_codes(
     return [told for _, told in found]
 
 
-def _fill_record(homes: Homes, u: int, r: int, read: Read, in_bf16: Container[str], blank: bool) -> None:
-    """`blank`: its home in RAM is zero, and so untouched where it stays zero."""
-    a, b = homes.geo.records(u, homes.plan.record)[r]
+def _fill_record(placement: Placement, u: int, r: int, read: Read, in_bf16: Container[str], blank: bool) -> None:
+    """`blank`: its stored in RAM is zero, and so untouched where it stays zero."""
+    a, b = placement.geo.records(u, placement.plan.record)[r]
     entry = Entry("state", u, r)
-    home = homes.home(entry)
-    if home is not None and home is not homes.in_ram(entry) and _is_zero(homes, u, in_bf16):
-        home.zero_()  # on the GPU: nothing to bring
+    stored = placement.stored(entry)
+    if stored is not None and stored is not placement.in_ram(entry) and _is_zero(placement, u, in_bf16):
+        stored.zero_()  # on the GPU: nothing to bring
         return
-    with Writer(homes, entry) as buffer:
-        if not (blank and homes.in_ram(entry) is buffer):
+    with Writer(placement, entry) as buffer:
+        if not (blank and placement.in_ram(entry) is buffer):
             buffer.zero_()
-        if homes.geo.dtype == "F32":
+        if placement.geo.dtype == "F32":
             return  # the weights are the master
-        low, start = _numpy(buffer, homes.layout(entry)["lo"]), 0
-        for t in homes.geo.stored[u].tensors:
+        low, start = _numpy(buffer, placement.layout(entry)["lo"]), 0
+        for t in placement.geo.stored[u].tensors:
             first, last, at = max(a, start), min(b, start + t.numel), max(a, start) - a
             for values in read(t.name, first - start, last - start) if first < last and t.name not in in_bf16 else ():
                 master = torch.from_numpy(convert(values, dtype_of(values), "F32"))
@@ -250,23 +250,23 @@ def _fill_record(homes: Homes, u: int, r: int, read: Read, in_bf16: Container[st
             start += t.numel
 
 
-def _is_zero(homes: Homes, u: int, in_bf16: Container[str]) -> bool:
+def _is_zero(placement: Placement, u: int, in_bf16: Container[str]) -> bool:
     """Whether unit u's records begin as zeros: no low halves, no moments."""
-    return homes.geo.dtype == "F32" or all(t.name in in_bf16 for t in homes.geo.stored[u].tensors)
+    return placement.geo.dtype == "F32" or all(t.name in in_bf16 for t in placement.geo.stored[u].tensors)
 
 
 def fetch(reader: Reader, u: int, name: str, exact: bool) -> Iterator[np.ndarray]:
     """A tensor, flat, in pieces: bf16 bits, or with `exact` the fp32 master."""
-    homes, weights = reader.homes, Entry("weights", u)
-    t = homes.geo.stored[u][name]
+    placement, weights = reader.placement, Entry("weights", u)
+    t = placement.geo.stored[u][name]
     high = _numpy(reader.read(weights), t)
     if not exact or t.dtype == "F32":
         yield from _pieces(high)
         return
-    if homes.in_ram(weights) is None:
+    if placement.in_ram(weights) is None:
         high = high.copy()  # low halves come through the same buffer
     start = t.offset // 2
-    for a, b in homes.geo.all_records(u, homes.plan.record):
+    for a, b in placement.geo.all_records(u, placement.plan.record):
         first, last = max(a, start), min(b, start + t.numel)
         if first < last:
             low = reader.low(u, a, b).numpy().view(np.int16)[first - a : last - a]

@@ -67,7 +67,7 @@ class Geometry:
 
     @cached_property
     def base(self) -> tuple[Layout, ...]:
-        """Of each unit's frozen weights, those of products in fp8 as codes."""
+        """Of each unit's frozen weights, those of matmuls in fp8 as codes."""
         units = range(self.n_units)
         return tuple(pack(narrow.base_groups(self.cfg, u), self.dtype, narrow.own_dtypes(self.cfg, u)) for u in units)
 

@@ -2,7 +2,7 @@
 
 They are summed over the micro-batches on the GPU, in fp32 where there are several. Unless updated there, a gradient
 leaves in the compute dtype, piece by piece: little of it lies on the GPU twice. Where RAM cannot hold all until the
-norm is known, those with SSD-home state wait on the SSD.
+norm is known, those with SSD-stored state wait on the SSD.
 """
 
 from __future__ import annotations
@@ -14,11 +14,11 @@ import torch
 from torch import Tensor
 
 from trireme.engine.geometry import Geometry, Stretch, extent
-from trireme.engine.homes import Homes
-from trireme.engine.lanes.names import numbered
-from trireme.engine.lanes.task import Lanes, Task
 from trireme.engine.memory import NOTHING, Buffer, Pool, flat, memory_of, views
+from trireme.engine.placement import Placement
 from trireme.engine.plan import Plan
+from trireme.engine.queues.names import numbered
+from trireme.engine.queues.task import Queues, Task
 from trireme.kernels import ops
 from trireme.storage.layout import ITEMSIZE, round_up
 
@@ -63,10 +63,10 @@ class Landed:
 class Spilled:
     """A gradient that waits for its update on the SSD, in scratch space; parts pass through buffers in RAM."""
 
-    def __init__(self, name: str, nbytes: int, itemsize: int, homes: Homes, lanes: Lanes, pool: Pool):
+    def __init__(self, name: str, nbytes: int, itemsize: int, placement: Placement, queues: Queues, pool: Pool):
         self.name, self.nbytes, self.itemsize = name, nbytes, itemsize
-        self.space, self.lanes, self.pool = homes.space, lanes, pool
-        self.offset = homes.space.reserve(nbytes)
+        self.space, self.queues, self.pool = placement.space, queues, pool
+        self.offset = placement.space.reserve(nbytes)
         self.ready: tuple[Task, ...] = ()  # last task on it
 
     def write(self, source: Buffer, landed: Task) -> None:
@@ -76,7 +76,7 @@ class Spilled:
             self.space.write(self.offset, memory_of(source.tensor, self.nbytes))
 
         ready = (landed, *self.ready)
-        self.ready = (self.lanes.run("state_write", "gradient", self.name, write, ready, nbytes=self.nbytes),)
+        self.ready = (self.queues.run("state_write", "gradient", self.name, write, ready, nbytes=self.nbytes),)
         source.free(self.ready)
 
     def part(self, a: int, b: int) -> Elements:
@@ -88,7 +88,7 @@ class Spilled:
             self.space.read(self.offset + first, memory_of(buffer.tensor, end - first))
 
         ready = (*buffer.ready, *self.ready)
-        self.ready = (self.lanes.run("state_read", "gradient", self.name, read, ready, nbytes=end - first),)
+        self.ready = (self.queues.run("state_read", "gradient", self.name, read, ready, nbytes=end - first),)
         return Elements(buffer.tensor[a * self.itemsize - first : b * self.itemsize - first], self.ready, buffer)
 
     def free(self, after: Sequence[Task]) -> None:
@@ -98,23 +98,23 @@ class Spilled:
 class Gradients:
     """Sums and, in `landed`, gradients due for updates."""
 
-    def __init__(self, geo: Geometry, plan: Plan, homes: Homes, lanes: Lanes):
-        self.geo, self.plan, self.homes, self.lanes = geo, plan, homes, lanes
+    def __init__(self, geo: Geometry, plan: Plan, placement: Placement, queues: Queues):
+        self.geo, self.plan, self.placement, self.queues = geo, plan, placement, queues
         self.wide = geo.gradients if plan.sums_wide else geo.weights  # of the accumulators
-        self.accumulators, self.tied = homes.gpu_pools("sum"), homes.gpu_pools("sum of embedding")
-        self.out = homes.gpu_pools("rounded pool")  # rounded
-        self.landings, back = homes.pools("host", "gradient"), homes.pool("host", "gradient pool")
+        self.accumulators, self.tied = placement.gpu_pools("sum"), placement.gpu_pools("sum of embedding")
+        self.out = placement.gpu_pools("rounded pool")  # rounded
+        self.landings, back = placement.pools("host", "gradient"), placement.pool("host", "gradient pool")
         self.holding: dict[int, Buffer] = {}  # accumulators in use, by unit
         self.landed: dict[int, Landed | Spilled] = {}
         self.itemsize = ITEMSIZE[geo.dtype]
-        self.on_gpu = [Buffer(tensor) for tensor in homes.gradients]  # of layers that are updated there
+        self.on_gpu = [Buffer(tensor) for tensor in placement.gradients]  # of layers that are updated there
         self.on_ssd = {
-            u: Spilled(geo.names[u], geo.weights[u].span, self.itemsize, homes, lanes, back)
+            u: Spilled(geo.names[u], geo.weights[u].span, self.itemsize, placement, queues, back)
             for u in range(geo.n_units)
             if plan.spilled(u)
         }
-        if not lanes.simulated:
-            sums = (torch.zeros(geo.first_stretch[-1], device=device) for device in lanes.devices)
+        if not queues.simulated:
+            sums = (torch.zeros(geo.first_stretch[-1], device=device) for device in queues.devices)
             self.sums = list(sums)  # of squares by stretch, by GPU: each its units'
 
     def get(self, u: int) -> Gradient:
@@ -135,8 +135,8 @@ class Gradients:
         def zero() -> None:
             buffer.tensor[:nbytes].zero_()
 
-        lane = numbered("compute", self.plan.units[u].gpu)
-        buffer.ready = (self.lanes.run(lane, "zero", self.geo.names[u], zero, buffer.ready, nbytes=nbytes),)
+        queue = numbered("compute", self.plan.units[u].gpu)
+        buffer.ready = (self.queues.run(queue, "zero", self.geo.names[u], zero, buffer.ready, nbytes=nbytes),)
 
     def _accumulator(self, u: int) -> Buffer:
         pools = self.tied if u == 0 and self.geo.cfg.tied else self.accumulators
@@ -205,7 +205,7 @@ class Gradients:
                 ops.grad_finish(wide[start:stop], out=narrow[start - first : stop - first], total=total)
 
         nbytes = 3 * n * ITEMSIZE[self.geo.dtype]
-        return self.lanes.run(numbered("compute", gpu), "finish", self.geo.names[u], finish, after, nbytes=nbytes)
+        return self.queues.run(numbered("compute", gpu), "finish", self.geo.names[u], finish, after, nbytes=nbytes)
 
     def _land(self, u: int, piece: Sequence[Stretch], out: Buffer, host: Buffer, rounded: Task) -> Task:
         """Copies a rounded piece to RAM."""
@@ -215,8 +215,8 @@ class Gradients:
         def land() -> None:
             host.tensor[first : first + nbytes].copy_(out.tensor[:nbytes], non_blocking=True)
 
-        lane = numbered("d2h", self.plan.units[u].gpu)
-        return self.lanes.run(lane, "gradient", self.geo.names[u], land, (rounded, *host.ready), nbytes=nbytes)
+        queue = numbered("d2h", self.plan.units[u].gpu)
+        return self.queues.run(queue, "gradient", self.geo.names[u], land, (rounded, *host.ready), nbytes=nbytes)
 
     def norm(self, gpu: int, others: Sequence[Tensor]) -> Tensor:
         """A step's global norm, fp64 on a GPU; `others`: sums of the others, in RAM."""

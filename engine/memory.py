@@ -19,9 +19,9 @@ import torch
 from torch import Tensor
 
 from trireme.engine.amounts import gib
-from trireme.engine.lanes.names import numbered
-from trireme.engine.lanes.task import Task
 from trireme.engine.plan import DoesNotFit
+from trireme.engine.queues.names import numbered
+from trireme.engine.queues.task import Task
 from trireme.storage.layout import Layout, round_up
 
 DTYPE = {

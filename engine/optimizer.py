@@ -18,9 +18,9 @@ import torch
 from torch import Tensor
 
 from trireme.engine.gradients import Gradients, Landed
-from trireme.engine.homes import Homes
-from trireme.engine.lanes.names import numbered
-from trireme.engine.lanes.task import Lanes, Task
+from trireme.engine.placement import Placement
+from trireme.engine.queues.names import numbered
+from trireme.engine.queues.task import Queues, Task
 from trireme.engine.updates import AdamW, CpuUpdates, Kernels, OnGpuUpdates, StreamedUpdates
 from trireme.engine.weights import WeightStream
 
@@ -39,19 +39,19 @@ class StepStats:
 
 
 class Optimizer:
-    def __init__(self, homes: Homes, weights: WeightStream, gradients: Gradients, lanes: Lanes, adamw: AdamW):
-        self.geo, self.plan, self.lanes = homes.geo, homes.plan, lanes
+    def __init__(self, placement: Placement, weights: WeightStream, gradients: Gradients, queues: Queues, adamw: AdamW):
+        self.geo, self.plan, self.queues = placement.geo, placement.plan, queues
         self.weights, self.gradients = weights, gradients
-        self.kernels = Kernels(self.geo, self.plan, lanes, adamw)
-        self.on_gpu = OnGpuUpdates(self.kernels, homes, weights, lanes)
-        self.streamed = StreamedUpdates(self.kernels, homes, weights, lanes)
-        self.on_cpu = CpuUpdates(self.kernels, homes, weights, gradients, lanes)
+        self.kernels = Kernels(self.geo, self.plan, queues, adamw)
+        self.on_gpu = OnGpuUpdates(self.kernels, placement, weights, queues)
+        self.streamed = StreamedUpdates(self.kernels, placement, weights, queues)
+        self.on_cpu = CpuUpdates(self.kernels, placement, weights, gradients, queues)
         self.early = [u for u in range(self.geo.n_units) if self._is_early(u)]
-        if not lanes.simulated:
-            self.stats = torch.zeros(3, dtype=torch.float64, device=lanes.devices[self._home])
+        if not queues.simulated:
+            self.stats = torch.zeros(3, dtype=torch.float64, device=queues.devices[self._first_gpu])
 
     @property
-    def _home(self) -> int:
+    def _first_gpu(self) -> int:
         """The GPU of the losses."""
         return self.plan.units[self.geo.head].gpu
 
@@ -74,25 +74,25 @@ class Optimizer:
     def conclude(self, losses: list[Tensor], trained: int) -> StepStats:
         """Waits for backward; returns its statistics, sets the updates' clip factor."""
         limit, clip, clipped = self.kernels.adamw.max_grad_norm, self.kernels.clip, self.plan.mode == "forward"
-        home, others = self._home, [gpu for gpu in range(self.plan.gpus) if gpu != self._home]
+        first, others = self._first_gpu, [gpu for gpu in range(self.plan.gpus) if gpu != self._first_gpu]
         sums = [self._on(gpu, "sums of squares", partial(self._sums_of, gpu)) for gpu in others]
 
         def add(begun: Tensor) -> Tensor:
             return sum((part.double().sum() for part in losses), begun)
 
         def conclude() -> Tensor:
-            loss, norm = self.gradients.totals(add, home, [task.wait() for task in sums])
+            loss, norm = self.gradients.totals(add, first, [task.wait() for task in sums])
             self.stats[0] = loss / trained
             self.stats[1] = norm
             self.stats[2] = torch.clamp(limit / (norm + 1e-6), max=1.0) if limit else 1.0
             if clipped:
-                clip.on_device[home].copy_(self.stats[2:])
+                clip.on_device[first].copy_(self.stats[2:])
             return self.stats.to("cpu")
 
-        task = self.lanes.run(numbered("compute", home), "statistics", "", conclude, sums)
+        task = self.queues.run(numbered("compute", first), "statistics", "", conclude, sums)
         if clipped:
             clip.known = (task, *(self._on(gpu, "clip", partial(self._set_clip, gpu, task), (task,)) for gpu in others))
-        if self.lanes.simulated:
+        if self.queues.simulated:
             return StepStats(0.0, 0.0, 1.0)
         loss, norm, factor = task.wait().tolist()
         if clipped:
@@ -100,7 +100,7 @@ class Optimizer:
         return StepStats(loss, norm, factor)
 
     def _on(self, gpu: int, of: str, fn: Callable[[], object], after: Sequence[Task] = ()) -> Task:
-        return self.lanes.run(numbered("compute", gpu), "other", of, fn, after)
+        return self.queues.run(numbered("compute", gpu), "other", of, fn, after)
 
     def _sums_of(self, gpu: int) -> Tensor:
         return self.gradients.sums[gpu].to("cpu")

@@ -54,7 +54,7 @@ class Limits:
 
 @dataclass(frozen=True)
 class UnitPlan:
-    """Homes of a unit. `state` "gpu": weights and update there too."""
+    """Placement of a unit. `state` "gpu": weights and update there too."""
 
     weights: Tier = "gpu"  # of hi, the compute copy
     state: Tier = "gpu"  # of lo, m, v
@@ -81,14 +81,14 @@ class Plan:
     adam_bits: int = 32  # of each moment: 32, 16 or 8
     late_moments: tuple[Tier, ...] = ()  # tiers with moments under backward: optimizer.py
     window: int = 2  # GPU slots of weights: one in use, others prefetched
-    host_window: int = 2  # host slots of SSD-home weights, of gradients passing through
-    state_slots: int = 4  # host slots of SSD-home records
+    host_window: int = 2  # host slots of SSD-stored weights, of gradients passing through
+    state_slots: int = 4  # host slots of SSD-stored records
     record: int = 1 << 24  # parameters of an optimizer record
     stream_slots: int = 3  # GPU slots of streamed records
     piece: int = 1 << 40  # most elements of a gradient leaving the GPU at once
     swap_slots: int = 2  # of each ring of swapped activations
     between: Literal["gpu", "host"] = "gpu"  # tier of x and dx until the next unit
-    gradients: Literal["host", "ssd"] = "host"  # where those with SSD-home state wait
+    gradients: Literal["host", "ssd"] = "host"  # where those with SSD-stored state wait
     halves: bool = False  # half blocks as units
     hosts: int = 1  # that deal a step's micro-batches among themselves; n_micro: of each, at most
     host: int = 0  # this one
@@ -213,7 +213,7 @@ class Plan:
         return any(tier in (u.weights, u.state, u.base, u.x, *(t for _, t in u.saved)) for u in units)
 
     @property
-    def homes_on_ssd(self) -> bool:
+    def stored_on_ssd(self) -> bool:
         """Whether steps write weights or state to the store."""
         return any("ssd" in (u.weights, u.state) for u in map(self.units.__getitem__, self.distinct()))
 

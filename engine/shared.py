@@ -2,7 +2,7 @@
 
 A sum of gradients goes from host to host: each begins with the sum of the one before, so that the order of additions,
 and with it every bit, is that of one host. The last rounds it and deals it out; each host updates its share (as in
-ZeRO, Rajbhandari et al. 2020), and sends the new weights to all. Sums have lanes of their own: a host that waits for
+ZeRO, Rajbhandari et al. 2020), and sends the new weights to all. Sums have queues of their own: a host that waits for
 its share must not hold them up.
 """
 
@@ -17,28 +17,28 @@ from torch import Tensor
 
 from trireme.engine.geometry import Geometry, extent
 from trireme.engine.gradients import Gradient, Gradients, Landed
-from trireme.engine.homes import Homes
-from trireme.engine.lanes.names import numbered
-from trireme.engine.lanes.task import Lanes, Task
 from trireme.engine.memory import NOTHING, Buffer, flat
+from trireme.engine.placement import Placement
 from trireme.engine.plan import Plan
+from trireme.engine.queues.names import numbered
+from trireme.engine.queues.task import Queues, Task
 from trireme.storage.layout import ITEMSIZE
 
-BETWEEN = "net_between"  # of the lane net, which is idle, by the run's own thread
+BETWEEN = "net_between"  # of the queue net, which is idle, by the run's own thread
 
 
 class Wire(Protocol):
-    """Tensors in RAM between hosts, for each lane in the order of its calls. A call returns when they are there."""
+    """Tensors in RAM between hosts, for each queue in the order of its calls. A call returns when they are there."""
 
-    def send(self, lane: str, host: int, what: Tensor) -> None: ...
+    def send(self, queue: str, host: int, what: Tensor) -> None: ...
 
-    def receive(self, lane: str, host: int, what: Tensor) -> None: ...
+    def receive(self, queue: str, host: int, what: Tensor) -> None: ...
 
-    def deal(self, lane: str, root: int, parts: Sequence[Tensor]) -> None:
+    def deal(self, queue: str, root: int, parts: Sequence[Tensor]) -> None:
         """Sends each host's part from `root`; elsewhere receives the own one, the others are not looked at."""
         ...
 
-    def gather(self, lane: str, parts: Sequence[Tensor]) -> None:
+    def gather(self, queue: str, parts: Sequence[Tensor]) -> None:
         """Sends the own part to all, receives theirs."""
         ...
 
@@ -46,12 +46,12 @@ class Wire(Protocol):
 class SharedGradients(Gradients):
     """Gradients of several hosts."""
 
-    def __init__(self, geo: Geometry, plan: Plan, homes: Homes, lanes: Lanes, wire: Wire | None):
+    def __init__(self, geo: Geometry, plan: Plan, placement: Placement, queues: Queues, wire: Wire | None):
         """`wire`: None in a simulation."""
-        super().__init__(geo, plan, homes, lanes)
+        super().__init__(geo, plan, placement, queues)
         self._wire = wire
-        self.into, self.onward = homes.pool("host", "sums", "in"), homes.pool("host", "sums", "out")
-        self.whole = homes.pools("host", "whole gradient")
+        self.into, self.onward = placement.pool("host", "sums", "in"), placement.pool("host", "sums", "out")
+        self.whole = placement.pools("host", "whole gradient")
         order = [geo.head, *[0] * geo.cfg.tied, *range(geo.head - 1, -1, -1)]  # of backward
         self.following = dict(pairwise(u for u in order if geo.numel[u]))
         self.aside: set[int] = set()  # units with sums at the next host, to come back
@@ -83,9 +83,9 @@ class SharedGradients(Gradients):
             def up(piece: Buffer = piece, first: int = first, n: int = n) -> None:
                 buffer.tensor[4 * first : 4 * (first + n)].copy_(piece.tensor[: 4 * n], non_blocking=True)
 
-            here = self.lanes.run("sum_in", "gradient", name, receive, piece.ready, nbytes=4 * n)
+            here = self.queues.run("sum_in", "gradient", name, receive, piece.ready, nbytes=4 * n)
             ready = (here, *buffer.ready)
-            come.append(self.lanes.run(numbered("sum_up", gpu), "gradient", name, up, ready, nbytes=4 * n))
+            come.append(self.queues.run(numbered("sum_up", gpu), "gradient", name, up, ready, nbytes=4 * n))
             piece.free(come[-1:])
         buffer.ready = tuple(come[-1:])  # first in, first out: the last piece arrives last
 
@@ -118,7 +118,7 @@ class SharedGradients(Gradients):
 
         nbytes = size * (self.geo.numel[u] if whole is not None else own.stop - own.start)
         ready = (*([landed] if landed else ()), *(mine.ready if mine else ()))
-        dealt = self.lanes.run("net", "gradient", name, deal, ready, nbytes=nbytes)
+        dealt = self.queues.run("net", "gradient", name, deal, ready, nbytes=nbytes)
         if whole is not None:
             whole.free((dealt,))
         self.landed[u] = Landed(mine or Buffer(NOTHING), (dealt,), size, own.start)
@@ -143,8 +143,8 @@ class SharedGradients(Gradients):
                 self.wire.send("sum_out", (self.plan.host + 1) % self.plan.hosts, flat(piece.tensor, "F32", n))
 
             ready = (*accumulator.ready, *piece.ready)
-            left = self.lanes.run(numbered("sum_down", gpu), "gradient", name, down, ready, nbytes=4 * n)
-            gone = self.lanes.run("sum_out", "gradient", name, send, (left,), nbytes=4 * n)
+            left = self.queues.run(numbered("sum_down", gpu), "gradient", name, down, ready, nbytes=4 * n)
+            gone = self.queues.run("sum_out", "gradient", name, send, (left,), nbytes=4 * n)
             piece.free((gone,))
         return left
 
@@ -155,7 +155,7 @@ class SharedGradients(Gradients):
         def gather() -> None:
             self.wire.gather("net", [hi[s.start * size : s.stop * size] for s in shares])
 
-        return self.lanes.run("net", "weights", self.geo.names[u], gather, (updated,), nbytes=nbytes)
+        return self.queues.run("net", "weights", self.geo.names[u], gather, (updated,), nbytes=nbytes)
 
     def over_hosts(self, loads: list[tuple[Tensor, Tensor]]) -> list[tuple[Tensor, Tensor]]:
         own = torch.stack([torch.stack(of_all).sum(0).double() for of_all in zip(*loads, strict=True)])

@@ -16,12 +16,12 @@ from torch import Tensor
 from trireme.engine.activations import ActivationSwap, saved_tensors
 from trireme.engine.geometry import Geometry
 from trireme.engine.gradients import Gradient, Gradients
-from trireme.engine.homes import Homes
-from trireme.engine.lanes.names import numbered
-from trireme.engine.lanes.task import Kind, Lanes, Task
 from trireme.engine.memory import NOTHING, Memory, Use
 from trireme.engine.optimizer import Optimizer, StepStats
+from trireme.engine.placement import Placement
 from trireme.engine.plan import Plan
+from trireme.engine.queues.names import numbered
+from trireme.engine.queues.task import Kind, Queues, Task
 from trireme.engine.weights import LayerWeights, WeightStream
 from trireme.models import head, model
 from trireme.models.config import InputError, ModelConfig
@@ -60,9 +60,9 @@ class Engine:
     cfg: ModelConfig
     geo: Geometry
     plan: Plan
-    lanes: Lanes
+    queues: Queues
     memory: Memory
-    homes: Homes
+    placement: Placement
     weights: WeightStream
     activations: ActivationSwap
     gradients: Gradients
@@ -73,21 +73,21 @@ class Engine:
 
     def claim_scratch(self, devices: Sequence[Device]) -> None:
         """Takes scratch space for frozen weights, activations and gradients. Raises StoreError."""
-        self.homes.space.claim(devices)
+        self.placement.space.claim(devices)
 
     def close(self) -> None:
-        """Ends threads; frees scratch space and memory. The lanes are the caller's."""
+        """Ends threads; frees scratch space and memory. The queues are the caller's."""
         self.optimizer.close()
         self.views.clear()
-        self.homes.space.close()
-        if self.homes.files is not None:
-            self.homes.files.close()
+        self.placement.space.close()
+        if self.placement.files is not None:
+            self.placement.files.close()
         self.memory.close()
 
     def compute(self, kind: Kind, u: int, fn: Callable[[], object], uses: Sequence[Use], flops: float = 0) -> Task:
         """Queues `fn` on layer u's GPU after its uses' `ready`, and tells them, in the order in which copies leave."""
         ready = [task for use in uses for task in use.ready]
-        done = self.lanes.run(numbered("compute", self.gpu(u)), kind, self.geo.names[u], fn, ready, flops=flops)
+        done = self.queues.run(numbered("compute", self.gpu(u)), kind, self.geo.names[u], fn, ready, flops=flops)
         for use in uses:
             use.done(done)
         return done
@@ -122,7 +122,7 @@ def evaluate(e: Engine, batch: Sequence[Inputs]) -> list[Tensor]:
     """Each micro-batch's losses (N,), zero without a label. Runs updates that are due."""
     _forward(e, batch, train=False)
     losses, done = _head(e, batch, train=False)
-    if e.plan.gpus > 1 and not e.lanes.simulated:
+    if e.plan.gpus > 1 and not e.queues.simulated:
         done.wait()  # a thread of its own makes them
     return losses
 
@@ -234,7 +234,7 @@ def _pool_load(e: Engine, batch: Sequence[Inputs]) -> None:
             load = batch[0].on(gpu).rows.load
             return None if load is None or not (load.weight or e.plan.gpus > 1) else fn(load)
 
-        return e.lanes.run(numbered("compute", gpu), "other", "load", with_load, after)
+        return e.queues.run(numbered("compute", gpu), "other", "load", with_load, after)
 
     def of_hosts(load: Load) -> list[tuple[Tensor, Tensor]]:
         here = [task.wait() for task in told]
@@ -296,7 +296,7 @@ def backward_embedding(e: Engine, b: int, gradient: Gradient, mb: Inputs) -> Tas
 
 def weights_of(e: Engine, layer: LayerWeights) -> Any:
     """A layer's weights in use by the block's names, as model.weights. A simulation has none."""
-    if e.lanes.simulated:
+    if e.queues.simulated:
         return None
     key = layer.u, layer.trained.get().tensor.data_ptr(), layer.frozen.get().tensor.data_ptr()
     if key not in e.views:
@@ -306,7 +306,7 @@ def weights_of(e: Engine, layer: LayerWeights) -> Any:
 
 def gradients_of(e: Engine, u: int, gradient: Gradient) -> Any:
     """As `weights_of`, of its gradients."""
-    if e.lanes.simulated:
+    if e.queues.simulated:
         return None
     key = u, gradient.buffer.tensor.data_ptr()
     if key not in e.views:

@@ -16,12 +16,12 @@ from torch import Tensor
 
 from trireme.engine.geometry import GPU_BYTES, PART_BYTES, Geometry, Part
 from trireme.engine.gradients import Elements, Gradients, Landed, Spilled
-from trireme.engine.homes import Homes
-from trireme.engine.lanes.cgroups import update_threads
-from trireme.engine.lanes.names import numbered
-from trireme.engine.lanes.task import Kind, Lanes, Task
 from trireme.engine.memory import NOTHING, Buffer, flat, views
+from trireme.engine.placement import Placement
 from trireme.engine.plan import Plan
+from trireme.engine.queues.cgroups import update_threads
+from trireme.engine.queues.names import numbered
+from trireme.engine.queues.task import Kind, Queues, Task
 from trireme.engine.weights import WeightStream
 from trireme.kernels import ops
 from trireme.kernels.host_adamw import Workers
@@ -46,10 +46,10 @@ class AdamW:
 class Clip:
     """The factor of a step's gradients; 1 until a norm is known."""
 
-    def __init__(self, lanes: Lanes):
+    def __init__(self, queues: Queues):
         self.known: tuple[Task, ...] = ()  # sets it; clipped updates come after
-        if not lanes.simulated:
-            self.on_device = [torch.ones(1, dtype=torch.float32, device=device) for device in lanes.devices]
+        if not queues.simulated:
+            self.on_device = [torch.ones(1, dtype=torch.float32, device=device) for device in queues.devices]
             self.in_ram = torch.ones(1, dtype=torch.float32)
 
     def set_in_ram(self, factor: float) -> None:
@@ -60,11 +60,11 @@ class Clip:
 class Kernels:
     """AdamW with the current step's hyper-parameters."""
 
-    def __init__(self, geo: Geometry, plan: Plan, lanes: Lanes, adamw: AdamW):
-        self.geo, self.plan, self.adamw, self.clip = geo, plan, adamw, Clip(lanes)
-        self.on_cuda = lanes.device.type == "cuda"
+    def __init__(self, geo: Geometry, plan: Plan, queues: Queues, adamw: AdamW):
+        self.geo, self.plan, self.adamw, self.clip = geo, plan, adamw, Clip(queues)
+        self.on_cuda = queues.device.type == "cuda"
         self.step, self.lr = 0, 0.0
-        self.workers = None if lanes.simulated else Workers(update_threads())
+        self.workers = None if queues.simulated else Workers(update_threads())
 
     def bind(self, u: int, a: int, b: int, on_gpu: bool = False, part: Part = "all") -> Kernel:
         """Updates elements a..b of unit u, or a `part` of them."""
@@ -100,14 +100,19 @@ def _nothing(w: Tensor, state: Mapping[str, Tensor], grad: Tensor) -> None:
 
 
 class OnGpuUpdates:
-    """Updates of units at home on the GPU, on its compute stream."""
+    """Updates of units stored on the GPU, on its compute stream."""
 
-    def __init__(self, kernels: Kernels, homes: Homes, weights: WeightStream, lanes: Lanes):
+    def __init__(self, kernels: Kernels, placement: Placement, weights: WeightStream, queues: Queues):
         self.kernels, self.geo, self.plan = kernels, kernels.geo, kernels.plan
-        self.homes, self.weights, self.lanes = homes, weights, lanes
+        self.placement, self.weights, self.queues = placement, weights, queues
 
     def hand_over(self, u: int, gradient: Landed) -> None:
-        hi, grad, states, dtype = self.homes.weights[u], gradient.buffer.tensor, self.homes.state[u], self.geo.dtype
+        hi, grad, states, dtype = (
+            self.placement.weights[u],
+            gradient.buffer.tensor,
+            self.placement.state[u],
+            self.geo.dtype,
+        )
         records = [(a, b, self.kernels.bind(u, a, b, on_gpu=True)) for a, b in self.geo.records(u, self.plan.record)]
 
         def update() -> None:
@@ -115,18 +120,18 @@ class OnGpuUpdates:
                 layout = self.geo.state_layout(b - a)
                 adamw(flat(hi, dtype, b)[a:], views(layout, state), flat(grad, dtype, b)[a:])
 
-        nbytes, lane = GPU_BYTES * self.geo.numel[u], numbered("compute", self.plan.units[u].gpu)
-        task = self.lanes.run(lane, "adamw", self.geo.names[u], update, gradient.ready, nbytes=nbytes)
+        nbytes, queue = GPU_BYTES * self.geo.numel[u], numbered("compute", self.plan.units[u].gpu)
+        task = self.queues.run(queue, "adamw", self.geo.names[u], update, gradient.ready, nbytes=nbytes)
         self.weights.layers[u].trained.publish(task)
 
 
 class StreamedUpdates:
     """Updates on the GPU of state in RAM, record by record."""
 
-    def __init__(self, kernels: Kernels, homes: Homes, weights: WeightStream, lanes: Lanes):
+    def __init__(self, kernels: Kernels, placement: Placement, weights: WeightStream, queues: Queues):
         self.kernels, self.geo, self.plan = kernels, kernels.geo, kernels.plan
-        self.homes, self.weights, self.lanes = homes, weights, lanes
-        self.pools = homes.gpu_pools("state pool")
+        self.placement, self.weights, self.queues = placement, weights, queues
+        self.pools = placement.gpu_pools("state pool")
         self.written: dict[tuple[int, int], Task] = {}
 
     def hand_over(self, u: int, gradient: Landed) -> None:
@@ -141,12 +146,12 @@ class StreamedUpdates:
     def _record(self, u: int, r: int, hi: Tensor, come: Sequence[Task], grad: Elements) -> tuple[Task, Task]:
         """(copy to the GPU, update of weights `hi`, there after `come`); queues the copy back too."""
         a, b = self.geo.records(u, self.plan.record)[r]
-        dtype, layout, home = self.geo.dtype, self.geo.state_layout(b - a), self.homes.state[u][r]
+        dtype, layout, stored = self.geo.dtype, self.geo.state_layout(b - a), self.placement.state[u][r]
         of, adamw, gpu = f"{self.geo.names[u]} {r}", self.kernels.bind(u, a, b, on_gpu=True), self.plan.units[u].gpu
         buffer = self.pools[gpu].acquire(of)
 
         def up() -> None:
-            buffer.tensor[: layout.span].copy_(home, non_blocking=True)
+            buffer.tensor[: layout.span].copy_(stored, non_blocking=True)
             gradient = flat(buffer.tensor[layout.span :], dtype, b - a)
             gradient.copy_(flat(grad.tensor, dtype, b - a), non_blocking=True)
 
@@ -155,15 +160,17 @@ class StreamedUpdates:
             adamw(hi, views(layout, buffer.tensor), gradient)
 
         def down() -> None:
-            home.copy_(buffer.tensor[: layout.span], non_blocking=True)
+            stored.copy_(buffer.tensor[: layout.span], non_blocking=True)
 
         last = (self.written[u, r],) if (u, r) in self.written else ()
         before = (*buffer.ready, *grad.ready, *self.kernels.clip.known, *last)
         nbytes = layout.span + ITEMSIZE[dtype] * (b - a)
-        gone = self.lanes.run(numbered("h2d", gpu), "state", of, up, before, nbytes=nbytes)
+        gone = self.queues.run(numbered("h2d", gpu), "state", of, up, before, nbytes=nbytes)
         ready = (gone, *come)
-        done = self.lanes.run(numbered("update", gpu), "adamw", of, update, ready, nbytes=GPU_BYTES * (b - a))
-        back = self.written[u, r] = self.lanes.run(numbered("d2h", gpu), "state", of, down, (done,), nbytes=layout.span)
+        done = self.queues.run(numbered("update", gpu), "adamw", of, update, ready, nbytes=GPU_BYTES * (b - a))
+        back = self.written[u, r] = self.queues.run(
+            numbered("d2h", gpu), "state", of, down, (done,), nbytes=layout.span
+        )
         buffer.free((back,))
         return gone, done
 
@@ -175,10 +182,10 @@ class CpuWork:
     """A layer's update on the CPU, or a part of it."""
 
     def __init__(
-        self, kernels: Kernels, lanes: Lanes, u: int, gradient: Landed | Spilled, part: Part, hi: Tensor = NOTHING
+        self, kernels: Kernels, queues: Queues, u: int, gradient: Landed | Spilled, part: Part, hi: Tensor = NOTHING
     ):
         """`hi`: the weights in RAM; the part "moments" reads none."""
-        self.kernels, self.geo, self.lanes = kernels, kernels.geo, lanes
+        self.kernels, self.geo, self.queues = kernels, kernels.geo, queues
         self.u, self.gradient, self.part, self.hi = u, gradient, part, hi
         self.ranges = self.geo.records(u, kernels.plan.record)
         self.updates = [kernels.bind(u, a, b, part=part) for a, b in self.ranges]
@@ -209,7 +216,7 @@ class CpuWork:
         return task
 
     def _run(self, of: str, update: Callable[[], None], after: Sequence[Task], n: int) -> Task:
-        return self.lanes.run("cpu", KIND[self.part], of, update, after, nbytes=PART_BYTES[self.part] * n)
+        return self.queues.run("cpu", KIND[self.part], of, update, after, nbytes=PART_BYTES[self.part] * n)
 
     def _workers(self) -> Workers:
         assert self.kernels.workers is not None, "simulated work is never run"
@@ -232,11 +239,11 @@ class Read(NamedTuple):
 
 
 class Records:
-    """Records at home on the SSD, read ahead while the ring has slots."""
+    """Records stored on the SSD, read ahead while the ring has slots."""
 
-    def __init__(self, geo: Geometry, plan: Plan, homes: Homes):
-        self.geo, self.plan, self.homes = geo, plan, homes
-        self.pool = homes.pool("host", "state pool")
+    def __init__(self, geo: Geometry, plan: Plan, placement: Placement):
+        self.geo, self.plan, self.placement = geo, plan, placement
+        self.pool = placement.pool("host", "state pool")
         units = range(geo.n_units) if plan.mode == "forward" else reversed(range(geo.n_units))
         on_ssd = (u for u in units if plan.units[u].state == "ssd")
         self.order = [(u, r) for u in on_ssd for r in range(len(geo.records(u, plan.record)))]
@@ -258,7 +265,7 @@ class Records:
     def _start(self, u: int, r: int, *parts: str) -> Read:
         buffer = self.pool.acquire(f"{self.geo.names[u]} state {r}")
         last = (self.written[u, r],) if (u, r) in self.written else ()
-        return Read(u, r, buffer, self.homes.read_state(u, r, buffer.tensor, (*buffer.ready, *last), *parts))
+        return Read(u, r, buffer, self.placement.read_state(u, r, buffer.tensor, (*buffer.ready, *last), *parts))
 
     def take(self, u: int, r: int) -> Read:
         """Record r of unit u, the next in order."""
@@ -274,7 +281,7 @@ class Records:
 
     def put_back(self, read: Read, done: Task, *parts: str) -> None:
         """Writes it, or `parts`, after `done`, and releases its slot."""
-        write = self.homes.write_state(read.u, read.r, read.buffer.tensor, (done,), *parts)
+        write = self.placement.write_state(read.u, read.r, read.buffer.tensor, (done,), *parts)
         self.written[read.u, read.r] = write
         read.buffer.free((write,))
 
@@ -282,10 +289,12 @@ class Records:
 class CpuUpdates:
     """Updates on the CPU. With late moments `hand_over` queues the weights, `moments` the rest."""
 
-    def __init__(self, kernels: Kernels, homes: Homes, weights: WeightStream, gradients: Gradients, lanes: Lanes):
+    def __init__(
+        self, kernels: Kernels, placement: Placement, weights: WeightStream, gradients: Gradients, queues: Queues
+    ):
         self.kernels, self.geo, self.plan = kernels, kernels.geo, kernels.plan
-        self.homes, self.weights, self.gradients, self.lanes = homes, weights, gradients, lanes
-        self.records = Records(self.geo, self.plan, homes)
+        self.placement, self.weights, self.gradients, self.queues = placement, weights, gradients, queues
+        self.records = Records(self.geo, self.plan, placement)
         self.late: list[tuple[CpuWork, Task]] = []  # moments that are due, their weights' update
 
     def hand_over(self, u: int, gradient: Landed | Spilled) -> None:
@@ -293,15 +302,15 @@ class CpuUpdates:
         unit, weights = self.plan.units[u], self.weights.in_ram(u)
         taken, late = weights.take(), unit.state in self.plan.late_moments
         after = (*taken.ready, *self.kernels.clip.known)
-        work = CpuWork(self.kernels, self.lanes, u, gradient, "weights" if late else "all", taken.tensor)
+        work = CpuWork(self.kernels, self.queues, u, gradient, "weights" if late else "all", taken.tensor)
         if unit.state == "ssd" and work.ranges:
             for r in range(len(work.ranges)):  # first in, first out: the last record ends last
                 done = self._record(work, r, after, late)
         else:
-            done = work.whole(self.homes.state[u], after)
+            done = work.whole(self.placement.state[u], after)
         current = self.gradients.shared(u, taken.tensor, done)
         if late:
-            self.late.append((CpuWork(self.kernels, self.lanes, u, gradient, "moments"), done))
+            self.late.append((CpuWork(self.kernels, self.queues, u, gradient, "moments"), done))
         else:
             gradient.free((done,))
         weights.put(taken, current)
@@ -331,5 +340,5 @@ class CpuUpdates:
                     self.records.put_back(read, done, "moments")
                 self.records.readable += len(work.ranges)
             else:
-                done = work.whole(self.homes.state[work.u], (weights,))
+                done = work.whole(self.placement.state[work.u], (weights,))
             work.gradient.free((done,))

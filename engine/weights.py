@@ -14,11 +14,11 @@ from torch import Tensor
 
 from trireme.engine.buffers import What
 from trireme.engine.geometry import Geometry
-from trireme.engine.homes import Entry, Homes
-from trireme.engine.lanes.names import numbered
-from trireme.engine.lanes.task import Lanes, Task
 from trireme.engine.memory import Buffer, Pool, Prefetch, views
+from trireme.engine.placement import Entry, Placement
 from trireme.engine.plan import Plan
+from trireme.engine.queues.names import numbered
+from trireme.engine.queues.task import Queues, Task
 from trireme.models import model
 
 # ---------------------------------------------------------------- one layer's trained or frozen weights
@@ -55,9 +55,9 @@ class OnGpu:
 class InRam(OnGpu):
     """Weights stored in RAM. After `updated` they are current there."""
 
-    def __init__(self, name: str, homes: Homes, entry: Entry, pool: Pool, gpu: int):
-        self.name, self.homes, self.entry, self.pool, self.gpu = name, homes, entry, pool, gpu
-        self.nbytes = homes.layout(entry).span
+    def __init__(self, name: str, placement: Placement, entry: Entry, pool: Pool, gpu: int):
+        self.name, self.placement, self.entry, self.pool, self.gpu = name, placement, entry, pool, gpu
+        self.nbytes = placement.layout(entry).span
         self.here = None  # while in use
         self.ready = ()
         self.updated: tuple[Task, ...] = ()
@@ -87,17 +87,17 @@ class InRam(OnGpu):
         return self._copy(self._stored(), self.updated, here)
 
     def _copy(self, source: Tensor, come: Sequence[Task], here: Buffer) -> Task:
-        pieces = self.homes.pieces(self.entry)
+        pieces = self.placement.pieces(self.entry)
 
         def up() -> None:
             for first, offset, n in pieces:
                 here.tensor[offset : offset + n].copy_(source[first : first + n], non_blocking=True)
 
-        label, lane = self.homes.label(self.entry), numbered("h2d", self.gpu)
-        return self.homes.lanes.run(lane, "weights", label, up, (*here.ready, *come), nbytes=self.nbytes)
+        label, queue = self.placement.label(self.entry), numbered("h2d", self.gpu)
+        return self.placement.queues.run(queue, "weights", label, up, (*here.ready, *come), nbytes=self.nbytes)
 
     def _stored(self) -> Tensor:
-        stored = self.homes.home(self.entry)
+        stored = self.placement.stored(self.entry)
         assert stored is not None
         return stored
 
@@ -120,21 +120,21 @@ class InRam(OnGpu):
         def down() -> None:
             stored[: self.nbytes].copy_(here.tensor[: self.nbytes], non_blocking=True)
 
-        lane = numbered("d2h", self.gpu)
+        queue = numbered("d2h", self.gpu)
         self.ready = (done,)
-        self.updated = (self.homes.lanes.run(lane, "weights", self.name, down, (done,), nbytes=self.nbytes),)
+        self.updated = (self.placement.queues.run(queue, "weights", self.name, down, (done,), nbytes=self.nbytes),)
 
 
 class OnSsd(InRam):
     """Weights stored on the SSD, which pass through a staging buffer in RAM."""
 
-    def __init__(self, name: str, homes: Homes, entry: Entry, pool: Pool, gpu: int, staging: Pool):
-        super().__init__(name, homes, entry, pool, gpu)
+    def __init__(self, name: str, placement: Placement, entry: Entry, pool: Pool, gpu: int, staging: Pool):
+        super().__init__(name, placement, entry, pool, gpu)
         self.staging = staging
         self.fresh: Buffer | None = None  # new weights that are still in RAM
 
     def _copy_up(self, here: Buffer) -> Task:
-        source, self.fresh = self.fresh or self._read(self.homes.label(self.entry)), None
+        source, self.fresh = self.fresh or self._read(self.placement.label(self.entry)), None
         done = self._copy(source.tensor, source.ready, here)
         source.free((done, *self.updated))
         return done
@@ -142,7 +142,7 @@ class OnSsd(InRam):
     def _read(self, owner: str) -> Buffer:
         buffer = self.staging.acquire(owner)
         ready = (*buffer.ready, *self.updated)
-        buffer.ready = (self.homes.read_weights(self.entry, buffer.tensor, ready),)
+        buffer.ready = (self.placement.read_weights(self.entry, buffer.tensor, ready),)
         return buffer
 
     def take(self) -> Buffer:
@@ -150,7 +150,7 @@ class OnSsd(InRam):
 
     def put(self, taken: Buffer, done: Task) -> None:
         self.publish(done)
-        self.updated = (self.homes.write_weights(self.entry.u, taken.tensor, (done,)),)
+        self.updated = (self.placement.write_weights(self.entry.u, taken.tensor, (done,)),)
         taken.ready, self.fresh = (done,), taken
 
     def settle(self) -> None:
@@ -193,30 +193,30 @@ class LayerWeights:
 class WeightStream:
     """The weights of all layers."""
 
-    def __init__(self, geo: Geometry, plan: Plan, homes: Homes, lanes: Lanes):
-        self.geo, self.plan, self.homes, self.lanes = geo, plan, homes, lanes
-        self.for_decoded = homes.gpu_pools("decoded")
+    def __init__(self, geo: Geometry, plan: Plan, placement: Placement, queues: Queues):
+        self.geo, self.plan, self.placement, self.queues = geo, plan, placement, queues
+        self.for_decoded = placement.gpu_pools("decoded")
         trained, frozen = self._stored("weights", "weights pool"), self._stored("base", "base pool")
         self.layers = [LayerWeights(u, *both) for u, both in enumerate(zip(trained, frozen, strict=True))]
         self.coming = Prefetch()
         self.in_use: dict[int, LayerWeights] = {}
 
     def _stored(self, kind: Literal["weights", "base"], pool: What) -> Iterable[OnGpu]:
-        homes, geo = self.homes, self.geo
-        pools = [homes.pools("gpu", pool, gpu) for gpu in range(self.plan.gpus)]
-        staging = homes.pools("host", pool)
+        placement, geo = self.placement, self.geo
+        pools = [placement.pools("gpu", pool, gpu) for gpu in range(self.plan.gpus)]
+        staging = placement.pools("host", pool)
         for u, unit in enumerate(self.plan.units):
             entry, name, size, gpu = Entry(kind, u), geo.names[u], geo.size_class(u), unit.gpu
-            tier, layouts = homes.tier(entry), geo.weights if kind == "weights" else geo.base
+            tier, layouts = placement.tier(entry), geo.weights if kind == "weights" else geo.base
             if tier == "gpu" or not layouts[u].tensors:
-                yield OnGpu((homes.weights if kind == "weights" else homes.base)[u])
+                yield OnGpu((placement.weights if kind == "weights" else placement.base)[u])
                 continue
             resident = kind == "weights" and unit.resident
-            to = homes.pool("gpu", "weights", name, gpu) if resident else pools[gpu][size]
+            to = placement.pool("gpu", "weights", name, gpu) if resident else pools[gpu][size]
             if tier == "host":
-                yield InRam(name, homes, entry, to, gpu)
+                yield InRam(name, placement, entry, to, gpu)
             else:
-                yield OnSsd(name, homes, entry, to, gpu, staging[size])
+                yield OnSsd(name, placement, entry, to, gpu, staging[size])
 
     # ------------------------------------------------ a pass
 
@@ -277,8 +277,8 @@ class WeightStream:
             model.make_codes(geo.cfg, u, given, views(geo.decoded[u], decoded.tensor), backward)
 
         after = (*(layer.trained.ready if geo.quantised[u] else ()), *layer.frozen.ready, *decoded.ready)
-        lane = numbered("compute", gpu)
-        decoded.ready = (self.lanes.run(lane, "decode", geo.names[u], decode, after, nbytes=nbytes),)
+        queue = numbered("compute", gpu)
+        decoded.ready = (self.queues.run(queue, "decode", geo.names[u], decode, after, nbytes=nbytes),)
         return decoded
 
     def tensors(self, layer: LayerWeights) -> dict[str, Tensor]:

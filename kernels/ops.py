@@ -65,7 +65,7 @@ linear_cross_entropy = _op(reference.linear_cross_entropy, "cross_entropy")
 route_fwd = _op(experts.route_fwd, "experts.routing")
 route_bwd = _op(experts.route_bwd, "experts.routing")
 sort_pairs = _op(experts.sort_pairs, "experts.order")
-grouped_mm = _op(experts.grouped_mm, "experts.products")
+grouped_mm = _op(experts.grouped_mm, "experts.matmuls")
 grouped_add_ = _op(experts.grouped_add_, "experts.gradients")
 clamped_swiglu_fwd = _op(experts.clamped_swiglu_fwd, "experts.rows")
 combine = _op(experts.combine, "experts.rows")
@@ -79,7 +79,7 @@ swiglu_codes_fwd = _op(fp8.swiglu_codes_fwd, "fp8.gated")
 swiglu_codes_bwd = _op(fp8.swiglu_codes_bwd, "fp8.gated")
 geglu_codes_fwd = _op(fp8.geglu_codes_fwd, "fp8.gated")
 geglu_codes_bwd = _op(fp8.geglu_codes_bwd, "fp8.gated")
-product = _op(fp8.product, "fp8.products")
+fp8_matmul = _op(fp8.fp8_matmul, "fp8.matmuls")
 grad_finish = _op(reference.grad_finish, "adamw")
 adamw_ = _op(reference.adamw_, "adamw")
 
@@ -118,7 +118,7 @@ __all__ = [
     "mxfp4_decode",
     "nf4_decode",
     "place_docs",
-    "product",
+    "fp8_matmul",
     "quantize",
     "rmsnorm_bwd",
     "rmsnorm_fwd",

@@ -15,7 +15,7 @@ import torch
 from torch import Tensor
 
 from trireme.kernels import ops
-from trireme.models.branch import add_branch, add_product, branch_backward, copies
+from trireme.models.branch import add_branch, add_matmul, branch_backward, copies
 from trireme.models.config import ModelConfig
 from trireme.models.linear import (
     Linear,
@@ -115,16 +115,16 @@ def recall(cfg: ModelConfig, layer: int, w: Weights, x: Tensor, saved: dict[str,
 
 
 def residual(
-    cfg: ModelConfig, w: Weights, x: Tensor, attn_out: Tensor, product: Tensor | None
+    cfg: ModelConfig, w: Weights, x: Tensor, attn_out: Tensor, matmul: Tensor | None
 ) -> tuple[Tensor, Tensor | None]:
-    """Forward's `out` again, and the argument of a norm behind o, `product` if given."""
+    """Forward's `out` again, and the argument of a norm behind o, `matmul` if given."""
     out = x.clone() if copies(w.norm, w.post) else torch.empty_like(x)
     if w.post is None:
         add_branch(cfg, x, attn_out, w.o, w.norm, w.post, out)
         return out, None
-    product = linear(attn_out, w.o) if product is None else product
-    add_product(cfg, x, product, w.post, out)
-    return out, product
+    matmul = linear(attn_out, w.o) if matmul is None else matmul
+    add_matmul(cfg, x, matmul, w.post, out)
+    return out, matmul
 
 
 def backward_to_qkv(
@@ -135,10 +135,10 @@ def backward_to_qkv(
     result: Result,
     dy: Tensor,
     rows: Rows,
-    product: Tensor | None,
+    matmul: Tensor | None,
 ) -> Tensor:
-    """Gradient of qkv, packed (N, (H + 2K) d). `product`: attn_branch, if saved."""
-    d_o = upstream(branch_backward(cfg, dy, result.out, w.o, w.post, g.post, product), w.o, g.o)
+    """Gradient of qkv, packed (N, (H + 2K) d). `matmul`: attn_branch, if saved."""
+    d_o = upstream(branch_backward(cfg, dy, result.out, w.o, w.post, g.post, matmul), w.o, g.o)
     add_gradients_(g.o, w.o, result.out, d_o)
     q, k, v, q_rstd, k_rstd = result.heads
     dout, out = linear_backward(d_o, w.o).view(q.shape), result.out.view(q.shape)

@@ -56,21 +56,21 @@ def backward(
 ) -> None:
     """Fills dx (N, D), adds to g, given dy (N, D); recomputes what is not in `saved`."""
     recall = lambda: attention.recall(cfg, layer, w.attention, x, saved, rows)
-    result, product = None, saved.get("attn_branch")
+    result, matmul = None, saved.get("attn_branch")
     if cfg.parallel:
         resid = x
     elif "resid" in saved:
         resid = saved["resid"]
     else:
         result = recall()
-        resid, product = attention.residual(cfg, w.attention, x, result.out, product)
+        resid, matmul = attention.residual(cfg, w.attention, x, result.out, matmul)
     dresid = mlp_backward(cfg, w.mlp, g.mlp, resid, rows, saved, dy)
     del resid  # workspace._block_workspace
     result = result or recall()
     dbranch = dy if cfg.parallel else dresid
     half, grads = w.attention, g.attention
-    d_qkv: Upstream = attention.backward_to_qkv(cfg, layer, half, grads, result, dbranch, rows, product)
-    del result, product  # workspace._block_workspace
+    d_qkv: Upstream = attention.backward_to_qkv(cfg, layer, half, grads, result, dbranch, rows, matmul)
+    del result, matmul  # workspace._block_workspace
     d_qkv = upstream(d_qkv, half.qkv, grads.qkv)
     attention.backward_to_x(cfg, half, grads, x, d_qkv, dresid, dx)
 

@@ -28,23 +28,23 @@ def add_branch(
     before: Norm | None,
     after: Norm | None,
     out: Tensor,
-    product: Tensor | None = None,
+    matmul: Tensor | None = None,
 ) -> None:
-    """Fills out (N, D), which may be x, and `product` (N, D), the argument of a norm behind.
+    """Fills out (N, D), which may be x, and `matmul` (N, D), the argument of a norm behind.
 
     Where `copies`, out holds x.
     """
     if after is not None:
-        add_product(cfg, x, linear(inner, w, product, x.dtype), after, out)
+        add_matmul(cfg, x, linear(inner, w, matmul, x.dtype), after, out)
     elif copies(before, after):
         add_linear_(out, inner, w, cfg.branch_scale)
     else:
         torch.add(x, linear(inner, w, dtype=x.dtype), alpha=cfg.branch_scale, out=out)
 
 
-def add_product(cfg: ModelConfig, x: Tensor, product: Tensor, after: Norm, out: Tensor) -> None:
+def add_matmul(cfg: ModelConfig, x: Tensor, matmul: Tensor, after: Norm, out: Tensor) -> None:
     """As add_branch with a norm behind, from its argument (N, D)."""
-    y, _ = norm(product, after, cfg.eps)
+    y, _ = norm(matmul, after, cfg.eps)
     torch.add(x, y, alpha=cfg.branch_scale, out=out)
 
 
@@ -55,13 +55,13 @@ def branch_backward(
     w: Linear,
     after: Norm | None,
     g_after: Norm | None,
-    product: Tensor | None,
+    matmul: Tensor | None,
 ) -> Tensor:
-    """Gradient (N, D) of the linear layer's result; recomputes `product` if None."""
+    """Gradient (N, D) of the linear layer's result; recomputes `matmul` if None."""
     if cfg.branch_scale != 1.0:
         dy = dy * cfg.branch_scale
     if after is None or g_after is None:
         return dy
-    product = linear(inner, w, dtype=dy.dtype) if product is None else product
-    _, stats = norm(product, after, cfg.eps)
-    return norm_backward(dy, product, after, stats, g_after)
+    matmul = linear(inner, w, dtype=dy.dtype) if matmul is None else matmul
+    _, stats = norm(matmul, after, cfg.eps)
+    return norm_backward(dy, matmul, after, stats, g_after)

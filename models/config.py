@@ -158,7 +158,7 @@ class ModelConfig:
 
     @property
     def relu2(self) -> bool:
-        """Relu squared between two products, without a gate."""
+        """Relu squared between two matmuls, without a gate."""
         return self.family.acts is RELU2
 
     @property

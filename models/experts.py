@@ -19,7 +19,7 @@ from torch import Tensor
 from trireme.kernels import ops
 from trireme.models import shared
 from trireme.models.config import ModelConfig
-from trireme.models.linear import Linear, add_gradients_, add_product_, linear, product_in_fp32, trained
+from trireme.models.linear import Linear, add_gradients_, add_matmul_, linear, product_in_fp32, trained
 from trireme.models.lora import Stacked
 from trireme.models.norm import Norm, norm, norm_backward
 from trireme.models.rows import Rows
@@ -165,4 +165,4 @@ def _bias_gradients_(w: Weights, g: Weights, found: Routes, d_weights_: Tensor, 
         d_weights_ += torch.mm(dy, w.down_bias.T).float().gather(1, chosen)
         if g.down_bias is not None and trained(g.down_bias):
             by_expert = torch.zeros_like(found.logits).scatter_(1, chosen, found.weights.to(dy.dtype))
-            add_product_(g.down_bias, by_expert, dy)
+            add_matmul_(g.down_bias, by_expert, dy)

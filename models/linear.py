@@ -13,7 +13,7 @@ from trireme.models.sizes.workspace import slice_rows
 
 
 class Codes(NamedTuple):
-    """A weight in E4M3, as each product reads it."""
+    """A weight in E4M3, as each matmul reads it."""
 
     forward: Tensor  # (out, in)
     backward: Tensor  # (in, out)
@@ -26,8 +26,8 @@ class Linear(NamedTuple):
     weight: Tensor  # (in, out); transposed view where stored (out, in); empty where only codes are there
     bias: Tensor | None = None  # (out,)
     adapters: lora.Adapters | None = None
-    fp8: bool = False  # of the weight's products
-    codes: Codes | None = None  # None: made for each product
+    fp8: bool = False  # of the weight's matmuls
+    codes: Codes | None = None  # None: made for each matmul
 
     @property
     def features(self) -> tuple[int, int]:
@@ -42,7 +42,7 @@ class Linear(NamedTuple):
 
 
 class Gradient(NamedTuple):
-    """A gradient dy (N, out) for the products of backward."""
+    """A gradient dy (N, out) for the matmuls of backward."""
 
     codes: ops.Quantized
     dtype: torch.dtype  # of dy
@@ -74,7 +74,7 @@ def linear(x: Operand, w: Linear, out: Tensor | None = None, dtype: torch.dtype 
             dtype = x.dtype if isinstance(x, Tensor) else dtype
             assert dtype is not None
             out = codes.rows.new_empty((len(codes.rows), w.features[1]), dtype=dtype)
-        y = _product(codes, w, True, out, w.bias)
+        y = _matmul(codes, w, True, out, w.bias)
     else:
         assert isinstance(x, Tensor)
         y = torch.mm(x, w.weight, out=out) if w.bias is None else torch.addmm(w.bias, x, w.weight, out=out)
@@ -85,7 +85,7 @@ def linear(x: Operand, w: Linear, out: Tensor | None = None, dtype: torch.dtype 
 
 
 def add_linear_(out_: Tensor, x: Operand, w: Linear, times: float) -> None:
-    """out_ (N, out) += times * linear(x, w); without a bias and in one product the sum is rounded once."""
+    """out_ (N, out) += times * linear(x, w); without a bias and in one matmul the sum is rounded once."""
     if w.fp8:
         out_.add_(linear(x, w, dtype=out_.dtype), alpha=times)
         return
@@ -110,7 +110,7 @@ def linear_backward(dy: Upstream, w: Linear) -> Tensor:
     if isinstance(dy, Gradient):
         rows = dy.codes.rows
         assert rows is not None
-        dx = _product(dy.codes, w, False, rows.new_empty((len(rows), w.features[0]), dtype=dy.dtype))
+        dx = _matmul(dy.codes, w, False, rows.new_empty((len(rows), w.features[0]), dtype=dy.dtype))
         dy = dy.dy if dy.dy is not None else dx
     else:
         dx = torch.mm(dy, w.weight.T)
@@ -119,14 +119,14 @@ def linear_backward(dy: Upstream, w: Linear) -> Tensor:
     return dx
 
 
-def _product(a: ops.Quantized, w: Linear, forward: bool, out: Tensor, bias: Tensor | None = None) -> Tensor:
+def _matmul(a: ops.Quantized, w: Linear, forward: bool, out: Tensor, bias: Tensor | None = None) -> Tensor:
     """Fills out with a (N, in) @ weight + bias, or with a (N, out) @ weight.T."""
     assert a.rows is not None
     if w.codes is not None:
         codes, scale = w.codes.forward if forward else w.codes.backward, w.codes.scale
     else:
         codes, scale = _codes(w.weight.T if forward else w.weight)
-    return ops.product(a.rows, a.scale, codes, scale, out, bias)
+    return ops.fp8_matmul(a.rows, a.scale, codes, scale, out, bias)
 
 
 def _codes(weight: Tensor) -> tuple[Tensor, Tensor]:
@@ -154,25 +154,25 @@ def add_gradients_(g: Linear, w: Linear, x: Operand, dy: Upstream) -> None:
     elif trained(g.weight):
         assert isinstance(x, Tensor)
         if g.weight.is_contiguous():
-            add_product_(g.weight, x, dy)
+            add_matmul_(g.weight, x, dy)
         else:  # stored (out, in)
-            add_product_(g.weight.T, dy, x)
+            add_matmul_(g.weight.T, dy, x)
     if g.bias is not None and trained(g.bias):
         ops.bias_bwd_(g.bias, dy)
     if g.adapters is not None and w.adapters is not None:
         assert isinstance(x, Tensor)
-        add_product_(g.adapters.a, lora.down_gradient(dy, w.adapters), x)
+        add_matmul_(g.adapters.a, lora.down_gradient(dy, w.adapters), x)
         for b, h, (start, stop) in zip(g.adapters.b, lora.scaled_down(x, w.adapters), w.adapters.columns, strict=True):
-            add_product_(b, dy[:, start:stop], h)
+            add_matmul_(b, dy[:, start:stop], h)
 
 
 def _add_slices_(grad_: Tensor, a: ops.Quantized, b: ops.Quantized) -> None:
-    """grad_ (m, n) += a.T @ b, some rows at a time: the product passes through L2."""
+    """grad_ (m, n) += a.T @ b, some rows at a time: the matmul passes through L2."""
     assert a.columns is not None
     assert b.columns is not None
     step = slice_rows(grad_.shape[1], grad_.element_size())
     for codes, part in zip(a.columns.split(step), grad_.split(step), strict=True):
-        part.add_(ops.product(codes, a.scale, b.columns, b.scale, torch.empty_like(part)))
+        part.add_(ops.fp8_matmul(codes, a.scale, b.columns, b.scale, torch.empty_like(part)))
 
 
 def trained(gradient: Tensor) -> bool:
@@ -189,14 +189,14 @@ def product_in_fp32(a: Tensor, b: Tensor) -> Tensor:
     """a (m, k) @ b (k, n), fp32."""
     if a.is_cuda and a.dtype != torch.float32:
         return torch.mm(a, b, out_dtype=torch.float32)
-    return torch.mm(a.float(), b.float())  # the CPU has no mixed product
+    return torch.mm(a.float(), b.float())  # the CPU has no mixed matmul
 
 
-def add_product_(grad_: Tensor, a: Tensor, b: Tensor) -> None:
+def add_matmul_(grad_: Tensor, a: Tensor, b: Tensor) -> None:
     """grad_ (m, n) += a.T @ b; grad_ may be fp32."""
     if grad_.dtype == a.dtype:
         grad_.addmm_(a.T, b)
     elif grad_.is_cuda:
         torch.addmm(grad_, a.T, b, out_dtype=grad_.dtype, out=grad_)
-    else:  # the CPU has no mixed product
+    else:  # the CPU has no mixed matmul
         grad_.addmm_(a.T.to(grad_.dtype), b.to(grad_.dtype))

@@ -18,7 +18,7 @@ from trireme.kernels import ops
 class Adapters(NamedTuple):
     """A layer's adapters, or their gradients."""
 
-    a: Tensor  # (K R, in): one product
+    a: Tensor  # (K R, in): one matmul
     b: tuple[Tensor, ...]  # K of (features, R)
     columns: tuple[tuple[int, int], ...]  # of the layer's features
     scales: tuple[float, ...]

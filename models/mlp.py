@@ -83,10 +83,10 @@ def backward(
 def _branch_backward(
     cfg: ModelConfig, w: Weights, g: Weights, dy: Tensor, up: Tensor, saved: dict[str, Tensor]
 ) -> Tensor:
-    product = saved.get("mlp_branch")
-    again = w.post is not None and product is None
+    matmul = saved.get("mlp_branch")
+    again = w.post is not None and matmul is None
     act: Operand = _activation(cfg, up, w) if again else up  # unread unless recomputing
-    return branch_backward(cfg, dy, act, w.down, w.post, g.post, product)
+    return branch_backward(cfg, dy, act, w.down, w.post, g.post, matmul)
 
 
 def _activation(cfg: ModelConfig, up: Tensor, w: Weights) -> Operand:

@@ -100,7 +100,7 @@ def weights(cfg: ModelConfig, u: int, views: dict[str, Tensor]) -> Any:
 
 
 def make_codes(cfg: ModelConfig, u: int, views: dict[str, Tensor], out: dict[str, Tensor], backward: bool) -> None:
-    """Fills `out`, views of narrow.made_groups, for a pass over unit u: matrices decoded, codes of products in fp8."""
+    """Fills `out`, views of narrow.made_groups, for a pass over unit u: matrices decoded, codes of matmuls in fp8."""
     for name, _ in (matrix for group in narrow.packed_groups(cfg, u) for matrix in group):
         assert cfg.packing is not None
         decode(cfg.packing, [views[name + part.suffix] for part in cfg.packing.parts], out[name])

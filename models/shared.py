@@ -13,7 +13,7 @@ import torch
 from torch import Tensor
 
 from trireme.kernels import ops
-from trireme.models.linear import Linear, add_gradients_, add_product_, linear, linear_backward, trained, upstream
+from trireme.models.linear import Linear, add_gradients_, add_matmul_, linear, linear_backward, trained, upstream
 
 
 class Weights(NamedTuple):
@@ -47,7 +47,7 @@ def backward(w: Weights, g: Weights, y: Tensor, saved: dict[str, Tensor], dy: Te
     if w.gate is not None and g.gate is not None:
         d_gate = (ds * s * (1 - s)).to(y.dtype)
         if trained(g.gate):
-            add_product_(g.gate, d_gate, y)
+            add_matmul_(g.gate, d_gate, y)
         d_norm_.addmm_(d_gate, w.gate)
     d_norm_.add_(linear_backward(d_up, w.up))
 

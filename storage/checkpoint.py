@@ -16,7 +16,7 @@ from typing import NamedTuple
 
 import numpy as np
 
-from trireme.storage.companions import CONTENT, beside, content_of, left_behind
+from trireme.storage.auxiliary import CONTENT, beside, content_of, left_behind
 from trireme.storage.files import (
     AnyPath,
     Say,
@@ -64,13 +64,13 @@ class Source:
     folder: Path
     files: tuple[str, ...]
     tensors: dict[str, SourceTensor]
-    companions: dict[str, CONTENT]  # other files, by name
+    auxiliary: dict[str, CONTENT]  # other files, by name
 
     @property
     def others(self) -> dict[str, CONTENT]:
         """All but weights; without the index if there is a model.safetensors, where libraries ignore it."""
         index = SINGLE not in self.files and (self.folder / INDEX).exists()
-        return self.companions | ({INDEX: self.folder / INDEX} if index else {})
+        return self.auxiliary | ({INDEX: self.folder / INDEX} if index else {})
 
     @property
     def nbytes(self) -> int:
@@ -303,10 +303,10 @@ def export(
 
 
 def _size(source: Source, file: str) -> int:
-    companion = source.others.get(file)
-    if companion is None:
+    auxiliary = source.others.get(file)
+    if auxiliary is None:
         return source.size_of(file)
-    return len(companion) if isinstance(companion, bytes) else companion.stat().st_size
+    return len(auxiliary) if isinstance(auxiliary, bytes) else auxiliary.stat().st_size
 
 
 def _copied(source: Source, file: str) -> Iterator[np.ndarray]:

@@ -17,8 +17,8 @@ from pathlib import Path
 from typing import NamedTuple
 
 from trireme.storage import scratch, snapshots
+from trireme.storage.auxiliary import TEMPLATES
 from trireme.storage.checkpoint import INDEX
-from trireme.storage.companions import TEMPLATES
 from trireme.storage.devices import LINKED, PROBE
 from trireme.storage.files import (
     LOCK,
@@ -35,7 +35,7 @@ from trireme.storage.versions import FOLDER, version_files
 IDENTITY, FINISHED = "store.id", "store.finished"
 FORMAT = 3
 LARGEST = 1 << 20
-SHAPE = {"store": str, "device": int, "devices": int, "companions": [str], "run": str, "folder": str}
+SHAPE = {"store": str, "device": int, "devices": int, "auxiliary": [str], "run": str, "folder": str}
 
 
 class Owner(NamedTuple):
@@ -52,7 +52,7 @@ class Identity:
     store: str
     device: int
     devices: int
-    companions: tuple[str, ...] = ()
+    auxiliary: tuple[str, ...] = ()
     run: str = ""
     folder: str = ""
 
@@ -71,10 +71,10 @@ def read_identity(folder: Path, name: str = IDENTITY) -> Identity:
         fields = unseal(text, FORMAT, "identity")
         if wrong := complaint(fields, SHAPE):
             raise ValueError(f"it{wrong}")
-        for beside in fields["companions"]:
+        for beside in fields["auxiliary"]:
             if not snapshots.may_lie_beside(beside):
-                raise ValueError(f"{shown(beside)!r} is not the name of a companion")
-        return Identity(**fields | {"companions": tuple(fields["companions"])})
+                raise ValueError(f"{shown(beside)!r} is not the name of an auxiliary file")
+        return Identity(**fields | {"auxiliary": tuple(fields["auxiliary"])})
     except FileNotFoundError as e:
         raise NoSnapshot(errno.ENOENT, "holds no store", str(folder)) from e
     except OSError as e:
@@ -121,7 +121,7 @@ def in_order(folders: Sequence[Path], run: str = "") -> list[int]:
     return order
 
 
-def take(paths: Sequence[Path], companions: Sequence[str], stack: ExitStack, undo: ExitStack) -> list[Path]:
+def take(paths: Sequence[Path], auxiliary: Sequence[str], stack: ExitStack, undo: ExitStack) -> list[Path]:
     """Locks the folders for a new store until `stack` closes; clears stores without a snapshot.
 
     Returns folders made; `undo` reverts. Raises StoreError where a folder is in use, holds a snapshot, or a foreign
@@ -140,18 +140,18 @@ def take(paths: Sequence[Path], companions: Sequence[str], stack: ExitStack, und
     for path in paths:
         if (path / IDENTITY).exists():
             _empty(path, _read(path, IDENTITY))
-    _refuse_others(paths, companions)
+    _refuse_others(paths, auxiliary)
     return made
 
 
-def sign(paths: Sequence[Path], companions: Sequence[str], owner: Owner, undo: ExitStack) -> None:
+def sign(paths: Sequence[Path], auxiliary: Sequence[str], owner: Owner, undo: ExitStack) -> None:
     """Writes a new store's identities. `undo` ends it."""
     name = uuid.uuid4().hex
     for k, path in enumerate(paths):
         undo.callback(remove_folders, [path / FOLDER])
         undo.callback(finish, path)
         (path / FOLDER).mkdir(exist_ok=True)
-        write_identity(path, Identity(name, k, len(paths), tuple(companions), *owner))
+        write_identity(path, Identity(name, k, len(paths), tuple(auxiliary), *owner))
 
 
 def adopt(paths: Sequence[Path], owner: Owner) -> None:
@@ -232,7 +232,7 @@ def _empty(path: Path, identity: Identity | None, progress: Callable[[int], obje
 
     Raises StoreError if FOLDER is a link.
     """
-    beside = (*identity.companions, INDEX) if identity and identity.device == 0 else ()
+    beside = (*identity.auxiliary, INDEX) if identity and identity.device == 0 else ()
     for name in (*beside, scratch.NAME, PROBE, LINKED):
         if not (path / name).parent.is_symlink() or (path / name).parent == path:
             (path / name).unlink(missing_ok=True)
@@ -257,9 +257,9 @@ def _read(path: Path, name: str) -> Identity | None:
         return None
 
 
-def _refuse_others(paths: Sequence[Path], companions: Sequence[str]) -> None:
+def _refuse_others(paths: Sequence[Path], auxiliary: Sequence[str]) -> None:
     """Raises StoreError for foreign files of a store's names."""
-    names = [(paths[0], name) for name in (*companions, INDEX)] + [(path, scratch.NAME) for path in paths]
+    names = [(paths[0], name) for name in (*auxiliary, INDEX)] + [(path, scratch.NAME) for path in paths]
     there = [(path, path / name) for path, name in names if os.path.lexists(path / name)]
     for path in paths:
         there += [(path, theirs) for theirs in (*version_files(path), *snapshots.leftovers(path))]

@@ -16,8 +16,8 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from trireme.storage.auxiliary import is_auxiliary
 from trireme.storage.checkpoint import INDEX
-from trireme.storage.companions import is_companion
 from trireme.storage.files import StoreError, check_folder, make_place, replace_synced, sync_folder, write_synced
 from trireme.storage.headers import list_tensors, parse_tensors
 from trireme.storage.layout import Layout
@@ -40,7 +40,7 @@ SHAPE = {
     "sequence": int,
     "step": int,
     "extra": dict,
-    "companions": {str: str},
+    "auxiliary": {str: str},
     "shards": {str: {"tensors": _TENSORS, "weights": bool, "stripes": [_STRIPE]}},
 }
 
@@ -66,7 +66,7 @@ class Snapshot:
     sequence: int
     step: int
     extra: dict[str, Any]
-    companions: dict[str, str]  # name -> checksum
+    auxiliary: dict[str, str]  # name -> checksum
     shards: dict[str, Record]
 
     @property
@@ -108,7 +108,7 @@ def write(snapshot: Snapshot, devices: Sequence[Path]) -> None:
             os.link(devices[device] / FOLDER / f"{id:06d}.safetensors", places[device] / name)
             if device:  # for readers of the first folder
                 (partial / name).symlink_to((places[device] / name).resolve())
-        for name in snapshot.companions:
+        for name in snapshot.auxiliary:
             (partial / name).parent.mkdir(exist_ok=True)
             os.link(first / name, partial / name)
         write_synced(partial / INDEX, [snapshot.index()])
@@ -207,7 +207,7 @@ def check(snapshot: Snapshot, devices: Sequence[Path]) -> None:
             path = devices[device] / snapshot.folder / name
             check_header(path, stripe, back)
             _link(path, devices[device] / FOLDER / f"{id:06d}.safetensors")
-        for name, known in snapshot.companions.items():
+        for name, known in snapshot.auxiliary.items():
             path = first / name
             check_folder(path.parent)
             make_place(devices[0] / name, devices[0])
@@ -253,7 +253,7 @@ def _to_json(snapshot: Snapshot) -> dict[str, Any]:
         ]
         shards[name] = {"tensors": list_tensors(r.layout), "weights": r.weights, "stripes": stripes}
     head = {"sequence": snapshot.sequence, "step": snapshot.step, "extra": snapshot.extra}
-    return head | {"companions": snapshot.companions, "shards": shards}
+    return head | {"auxiliary": snapshot.auxiliary, "shards": shards}
 
 
 def parse(manifest: bytes) -> Snapshot:
@@ -263,19 +263,19 @@ def parse(manifest: bytes) -> Snapshot:
     fields = unseal(manifest, FORMAT, "manifest")
     if wrong := complaint(fields, SHAPE):
         raise ValueError(f"its manifest{wrong}")
-    for name in fields["companions"]:
+    for name in fields["auxiliary"]:
         if not may_lie_beside(name):
-            raise ValueError(f"{shown(name)!r} is not the name of a companion")
+            raise ValueError(f"{shown(name)!r} is not the name of an auxiliary file")
     shards = {name: _record(name, r) for name, r in fields["shards"].items()}
     keys = [key for record in shards.values() for key in record.keys]
     if len(set(keys)) < len(keys):
         raise ValueError("two spans are in one file")
-    return Snapshot(fields["sequence"], fields["step"], fields["extra"], fields["companions"], shards)
+    return Snapshot(fields["sequence"], fields["step"], fields["extra"], fields["auxiliary"], shards)
 
 
 def may_lie_beside(name: str) -> bool:
     """Whether it can be the name of an auxiliary file, and is none of ours."""
-    return is_companion(name) and name not in (MANIFEST, INDEX)
+    return is_auxiliary(name) and name not in (MANIFEST, INDEX)
 
 
 def _record(name: str, r: dict[str, Any]) -> Record:

@@ -1,6 +1,6 @@
 """The store: one safetensors file per shard and drive, and snapshots without copies.
 
-    store = Store.create(["/nvme0/run", "/nvme1/run"], companions=checkpoint_folder)
+    store = Store.create(["/nvme0/run", "/nvme1/run"], auxiliary=checkpoint_folder)
     store.add("block-000", weights_layout, weights=True)   # indexed for Hugging Face
     store.add("block-000.adam", state_layout)
     store.reserve()                                        # disk space
@@ -27,7 +27,7 @@ from pathlib import Path
 from typing import Any
 
 from trireme.storage import folders, snapshots
-from trireme.storage.companions import CONTENT, beside, content_of
+from trireme.storage.auxiliary import CONTENT, beside, content_of
 from trireme.storage.devices import Device, check_links, open_device
 from trireme.storage.files import (
     AnyPath,
@@ -52,7 +52,7 @@ class Store(Shards):
     def __init__(self, devices: Sequence[Device], keep: int):
         super().__init__(devices, keep)
         self.made: list[Path] = []  # by this process, innermost first
-        self._companions: dict[str, str] = {}  # name -> checksum
+        self._auxiliary: dict[str, str] = {}  # name -> checksum
         self._resources = ExitStack()
 
     @classmethod
@@ -60,26 +60,26 @@ class Store(Shards):
         cls,
         dirs: Sequence[AnyPath | Device],
         keep: int = 1,
-        companions: AnyPath | Mapping[str, CONTENT] | None = None,
+        auxiliary: AnyPath | Mapping[str, CONTENT] | None = None,
         trial: int = 256 << 20,
         say: Say = to_stderr,
         owner: Owner = Owner(),  # noqa: B008, immutable
     ) -> Store:
         """A new store that keeps `keep` snapshots; clears remains of stores without one.
 
-        `companions`: a checkpoint's folder, or its files besides weights. `trial`: bytes written to measure a drive;
+        `auxiliary`: a checkpoint's folder, or its files besides weights. `trial`: bytes written to measure a drive;
         `say` is called with what slows it down. Raises StoreError, leaving nothing, where a folder is in use, or has a
         snapshot or a foreign file with a name that a store uses.
         """
         paths = [_path(d) for d in dirs]
-        content = _companions(companions)
+        content = _auxiliary(auxiliary)
         names = list(content)
         with ExitStack() as stack, ExitStack() as undo:
             made = folders.take(paths, names, stack, undo)
             store = cls([_device(d, stack, trial, say) for d in dirs], keep)
             stack.callback(store._end)
             folders.sign(paths, names, owner, undo)
-            store._copy_companions(content)
+            store._copy_auxiliary(content)
             store.made = made
             store._resources = stack.pop_all()
             undo.pop_all()
@@ -114,13 +114,13 @@ class Store(Shards):
             store._resources = stack.pop_all()
         return store
 
-    def _copy_companions(self, companions: Mapping[str, CONTENT]) -> None:
-        for name, companion in companions.items():
+    def _copy_auxiliary(self, auxiliary: Mapping[str, CONTENT]) -> None:
+        for name, given in auxiliary.items():
             target = self.paths[0] / name
             make_place(target, self.paths[0])
-            content = content_of(companion)
+            content = content_of(given)
             write_synced(target, [content])
-            self._companions[name] = checksum([content])
+            self._auxiliary[name] = checksum([content])
 
     def _adopt(self, loaded: list[snapshots.Snapshot]) -> None:
         snapshots.clean(self.paths, {s.folder for s in loaded})
@@ -130,7 +130,7 @@ class Store(Shards):
         self._versions.adopt(
             {key: stripe.capacity for r in records for key, stripe in zip(r.keys, r.stripes, strict=True)}
         )
-        self.snapshots, self._companions = loaded, loaded[-1].companions
+        self.snapshots, self._auxiliary = loaded, loaded[-1].auxiliary
         for snapshot in loaded:
             self._versions.hold(self._held(snapshot))
         for key, sum in (pair for r in records for pair in zip(r.keys, r.sums, strict=True)):
@@ -161,7 +161,7 @@ class Store(Shards):
             files, sums = tuple(v.id for v in versions), tuple(v.sum for v in versions)
             records[name] = snapshots.Record(shard.layout, shard.weights, shard.stripes, files, sums)
         sequence = self.snapshots[-1].sequence + 1 if self.snapshots else 1
-        snapshot = snapshots.Snapshot(sequence, step, extra, self._companions, records)
+        snapshot = snapshots.Snapshot(sequence, step, extra, self._auxiliary, records)
         try:
             self._sync(snapshot, progress)
             snapshots.write(snapshot, self.paths)
@@ -250,10 +250,10 @@ def _device(d: AnyPath | Device, stack: ExitStack, trial: int, say: Say) -> Devi
     return device
 
 
-def _companions(given: AnyPath | Mapping[str, CONTENT] | None) -> dict[str, CONTENT]:
+def _auxiliary(given: AnyPath | Mapping[str, CONTENT] | None) -> dict[str, CONTENT]:
     """Those that may be stored with snapshots."""
     found = given if isinstance(given, Mapping) else beside(Path(given)) if given else {}
-    return {name: companion for name, companion in found.items() if snapshots.may_lie_beside(name)}
+    return {name: auxiliary for name, auxiliary in found.items() if snapshots.may_lie_beside(name)}
 
 
 def _sync(version: Version, nbytes: int) -> None:

@@ -64,7 +64,7 @@ class Shapes:
     chunks: tuple[int, ...] = (8192, 4096, 2048)
     block: int = 218_112_000  # parameters of a LLaMA-3-8B block
     attention: tuple[tuple[Any, int, int, int], ...] = ATTENTION
-    products: tuple[tuple[int, int, int], ...] = PRODUCTS
+    matmuls: tuple[tuple[int, int, int], ...] = PRODUCTS
     quantized: tuple[int, ...] = (4096, 14336, 28672)
     mixtures: Mapping[str, Mixture] = field(default_factory=lambda: MIXTURES)
     mixed: int = 32768  # tokens of a mixture
@@ -166,11 +166,11 @@ def fp8(s: Shapes) -> Iterator[Case]:
     for name in ("swiglu", "geglu"):
         yield Case(f"{N}x{F}", f"{name}_codes_fwd", (gate_up,), 9 * N * F)
         yield Case(f"{N}x{F}", f"{name}_codes_bwd", (dy, gate_up), 17 * N * F)
-    for M, K, O in s.products:
+    for M, K, O in s.matmuls:
         a, b = ops.quantize(randn(M, K)), ops.quantize(randn(O, K))
         for dtype in (BF16, torch.float32):
             args = (a.rows, a.scale, b.rows, b.scale, s.zeros(M, O, dtype=dtype))
-            yield Case(f"{M}x{K}x{O} to {dtype}", "product", args, 2 * M * K * O, flops=True)
+            yield Case(f"{M}x{K}x{O} to {dtype}", "fp8_matmul", args, 2 * M * K * O, flops=True)
 
 
 class Attention(NamedTuple):
@@ -222,8 +222,8 @@ def experts(s: Shapes) -> Iterator[Case]:
             yield from sorted_rows(name, order, weights, D, I, s)
         x, d_gate_up, act = s.randn(N, D), s.randn(P, 2 * I), s.randn(P, I)
         up, down = (s.randn(E, 2 * I, D) * D**-0.5).mT, (s.randn(E, D, I) * I**-0.5).mT
-        products = (("up", x, up, k), ("down", act, down, 0), ("d_act", x, down.mT, k), ("d_rows", d_gate_up, up.mT, 0))
-        for label, a, w, by_token in products:
+        matmuls = (("up", x, up, k), ("down", act, down, 0), ("d_act", x, down.mT, k), ("d_rows", d_gate_up, up.mT, 0))
+        for label, a, w, by_token in matmuls:
             flops = 2 * P * w.shape[1] * w.shape[2]
             yield Case(f"{name} {label}", "grouped_mm", (a, w, order, by_token), flops, flops=True)
         for label, w, a, b, k_a, k_b in (("up", up, x, d_gate_up, k, 0), ("down", down, act, x, 0, k)):

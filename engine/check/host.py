@@ -11,9 +11,9 @@ import torch
 
 from trireme.engine.amounts import gib
 from trireme.engine.check.row import Row
-from trireme.engine.lanes.cgroups import cores, update_threads
 from trireme.engine.planner.host import available_ram, on_battery
 from trireme.engine.planner.rates import CORE_ADAM, GB
+from trireme.engine.queues.cgroups import cores, update_threads
 from trireme.kernels.host_adamw import why_slow
 
 PACKAGES = ("torch", "triton", "safetensors", "tokenizers", "numpy")

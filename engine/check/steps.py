@@ -16,15 +16,15 @@ import torch
 from trireme.engine.between import Writer
 from trireme.engine.build import build, inputs_on
 from trireme.engine.data.dataset import MicroBatch
-from trireme.engine.homes import Entry, Homes
-from trireme.engine.lanes.real import InlineLanes, RealLanes
 from trireme.engine.memory import DTYPE, views
+from trireme.engine.placement import Entry, Placement
 from trireme.engine.plan import DoesNotFit, Limits, Plan
 from trireme.engine.planner.predict import Batch, predict
 from trireme.engine.planner.rates import Rates
-from trireme.engine.planner.rule import Homes as Where
+from trireme.engine.planner.rule import Placement as Where
 from trireme.engine.planner.rule import Wanted, simple_plan
 from trireme.engine.planner.sizes import find_model
+from trireme.engine.queues.real import InlineQueues, RealQueues
 from trireme.engine.step import Engine, train_step
 from trireme.engine.updates import AdamW
 from trireme.kernels.fp8.reference import Quantized, quantize
@@ -60,11 +60,13 @@ def steps(device: torch.device, limits: Limits, rates: Rates, folder: Path | Non
     cuda = device.type == "cuda"
     name, tokens, n_micro = MODEL[cuda]
     cfg = find_model(name)
-    for place, homes in PLACES[cuda].items():
+    for place, placement in PLACES[cuda].items():
         what = f"{name}, {place}"
-        wanted = Wanted(((tokens, n_micro),), "BF16" if cuda else "F32", record=1 << 22, homes=homes, on_cuda=cuda,
-                        document=tokens // 8)  # fmt: skip
-        if homes == "ssd" and folder is None:
+        dtype = "BF16" if cuda else "F32"
+        wanted = Wanted(
+            ((tokens, n_micro),), dtype, record=1 << 22, placement=placement, on_cuda=cuda, document=tokens // 8
+        )
+        if placement == "ssd" and folder is None:
             yield Step(what, why="no drive was tried")
             continue
         if time.monotonic() > end:
@@ -76,13 +78,13 @@ def steps(device: torch.device, limits: Limits, rates: Rates, folder: Path | Non
             yield Step(what, why=str(error).split(". ")[0])
             continue
         found = predict(cfg, plan, rates, Batch(tokens, wanted.document, n_micro))
-        with random_engine(cfg, plan, limits, RealLanes(device), folder if homes == "ssd" else None) as e:
+        with random_engine(cfg, plan, limits, RealQueues(device), folder if placement == "ssd" else None) as e:
             yield Step(what, _timed(e, wanted.document), found.step_s)
 
 
 def _timed(e: Engine, seq: int) -> float:
     """The median of steps after the first."""
-    places = [(rope_tables(e.cfg, seq, gpu), gpu) for gpu in e.lanes.devices]
+    places = [(rope_tables(e.cfg, seq, gpu), gpu) for gpu in e.queues.devices]
     times = []
     for step in range(1, WARM + TIMED + 1):
         batch = make_batch(e.cfg, e.plan.tokens * e.plan.n_micro, seq, e.plan.tokens // seq, step)
@@ -90,7 +92,7 @@ def _timed(e: Engine, seq: int) -> float:
         train_step(e, [inputs_on(e.cfg, mb, places) for mb in batch], step, 1e-5)
         times.append(time.perf_counter() - start)
     e.optimizer.flush()
-    e.lanes.drain()
+    e.queues.drain()
     return statistics.median(times[WARM:])
 
 
@@ -99,52 +101,52 @@ def random_engine(
     cfg: ModelConfig,
     plan: Plan,
     limits: Limits,
-    lanes: RealLanes | InlineLanes,
+    queues: RealQueues | InlineQueues,
     folder: Path | None,
     max_grad_norm: float = 1.0,
     pinned: bool = True,
 ) -> Iterator[Engine]:
-    """An engine with random weights, its store in `folder` while it is open. Closes `lanes`."""
+    """An engine with random weights, its store in `folder` while it is open. Closes `queues`."""
     with ExitStack() as stack:
         store = None
         if folder is not None:
             store = Store.create([open_device(stack.enter_context(Temporary(HIDDEN, folder)), say=lambda _: None)])
             stack.callback(store.close)
-        e = build(cfg, plan, limits, lanes, adamw=AdamW(max_grad_norm=max_grad_norm), store=store, pinned=pinned)
+        e = build(cfg, plan, limits, queues, adamw=AdamW(max_grad_norm=max_grad_norm), store=store, pinned=pinned)
         stack.callback(e.close)
-        stack.callback(lanes.close)
+        stack.callback(queues.close)
         if store is not None:
-            for shard in e.homes.shards():
-                if e.homes.tier(shard.entry) == "ssd":
+            for shard in e.placement.shards():
+                if e.placement.tier(shard.entry) == "ssd":
                     store.add(shard.name, shard.layout)
             e.claim_scratch(store.devices)
-        random_homes(e.homes)
+        random_state(e.placement)
         yield e
 
 
-def random_homes(homes: Homes) -> None:
+def random_state(placement: Placement) -> None:
     """Stores random weights, and moments of zero."""
-    tile = (torch.randn(1 << 24) * 0.02).to(DTYPE[homes.geo.dtype])
+    tile = (torch.randn(1 << 24) * 0.02).to(DTYPE[placement.geo.dtype])
     packed = cache(lambda: torch.randint(256, (1 << 24,), dtype=torch.uint8))
     coded = cache(lambda: quantize(tile.view(1 << 12, -1)))
-    for u in range(homes.geo.n_units):
+    for u in range(placement.geo.n_units):
         for entry in (Entry("weights", u), Entry("base", u)):
-            if homes.layout(entry).tensors:
-                _fill(homes, entry, tile, packed, coded)
-        for r in range(len(homes.state[u])):
-            with Writer(homes, Entry("state", u, r)) as buffer:
+            if placement.layout(entry).tensors:
+                _fill(placement, entry, tile, packed, coded)
+        for r in range(len(placement.state[u])):
+            with Writer(placement, Entry("state", u, r)) as buffer:
                 buffer.zero_()
 
 
 def _fill(
-    homes: Homes,
+    placement: Placement,
     entry: Entry,
     tile: torch.Tensor,
     packed: Callable[[], torch.Tensor],
     coded: Callable[[], Quantized],
 ) -> None:
-    layout, at, packing = homes.layout(entry), 0, homes.geo.cfg.packing
-    with Writer(homes, entry) as buffer:
+    layout, at, packing = placement.layout(entry), 0, placement.geo.cfg.packing
+    with Writer(placement, entry) as buffer:
         for name, tensor in views(layout, buffer).items():
             part = packing.part_of(name) if packing else None
             if name.endswith(SCALE):

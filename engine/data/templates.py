@@ -10,7 +10,7 @@ import jinja2
 from trireme.engine.data.chat import ChatTemplate
 from trireme.engine.data.tokens import Tokenizer
 from trireme.models.config import InputError
-from trireme.storage.companions import TEMPLATES
+from trireme.storage.auxiliary import TEMPLATES
 from trireme.storage.untrusted import parse_json
 
 # For models without a template; the tokenizer's end token follows every message.

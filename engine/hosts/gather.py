@@ -12,8 +12,8 @@ import torch
 from torch import Tensor
 
 from trireme.engine.between import Reader
-from trireme.engine.homes import Entry
 from trireme.engine.hosts.group import refuse_text
+from trireme.engine.placement import Entry
 from trireme.engine.shared import BETWEEN, Wire
 
 EXPORTS = 0
@@ -25,7 +25,7 @@ class Gatherer(Reader):
 
     def __init__(self, own: Reader, wire: Wire):
         """`own`: of this host's."""
-        super().__init__(own.homes)
+        super().__init__(own.placement)
         self.own, self.wire = own, wire
         self.came = torch.empty(0, dtype=torch.uint8)
 
@@ -33,8 +33,8 @@ class Gatherer(Reader):
         return self.own.read(entry, *parts)
 
     def low(self, u: int, a: int, b: int) -> Tensor:
-        host = self.homes.geo.owner(u, a, self.homes.plan.record)
-        if host == self.homes.plan.host:
+        host = self.placement.geo.owner(u, a, self.placement.plan.record)
+        if host == self.placement.plan.host:
             return self.own.low(u, a, b)
         if len(self.came) < 2 * (b - a):
             self.came = torch.empty(2 * (b - a), dtype=torch.uint8)
@@ -45,11 +45,11 @@ class Gatherer(Reader):
 
 @contextmanager
 def masters(own: Reader, wire: Wire | None) -> Iterator[Reader | None]:
-    """On all hosts at once, lanes idle: a reader where the export is made, None on the others, which answer it.
+    """On all hosts at once, queues idle: a reader where the export is made, None on the others, which answer it.
 
     `own`: of each host's share. Raises LostHost, InputError.
     """
-    plan = own.homes.plan
+    plan = own.placement.plan
     if wire is None:
         yield own
     elif plan.host == EXPORTS:
@@ -69,7 +69,7 @@ def _answer(own: Reader, wire: Wire) -> None:
         u, a = asked.tolist()
         if u == END:
             return
-        geo, record = own.homes.geo, own.homes.plan.record
+        geo, record = own.placement.geo, own.placement.plan.record
         bounds = dict(geo.records(u, record) if 0 <= u < geo.n_units else ())
         if a not in bounds:
             refuse_text(EXPORTS, f": a record of unit {u} that begins at {a}")

@@ -14,26 +14,26 @@ from torch import Tensor
 
 from trireme.engine.between import Writer
 from trireme.engine.geometry import Geometry
-from trireme.engine.homes import Entry, Homes, Progress, Stored, silent, stored
 from trireme.engine.hosts.group import refuse_text
 from trireme.engine.hosts.held import Held, Whole
+from trireme.engine.placement import Entry, Placement, Progress, Stored, silent, stored
 from trireme.engine.shared import BETWEEN, Wire
 
 
-def fill(homes: Homes, whole: Whole, wire: Wire | None, progress: Progress = silent) -> None:
-    """Fills the homes of trained weights and state. Raises StoreError, LostHost, InputError."""
-    homes.blank = False
-    plan, same = homes.plan, (homes.geo.cfg, homes.geo.dtype, homes.geo.adam_bits)
+def fill(placement: Placement, whole: Whole, wire: Wire | None, progress: Progress = silent) -> None:
+    """Fills in trained weights and state. Raises StoreError, LostHost, InputError."""
+    placement.blank = False
+    plan, same = placement.plan, (placement.geo.cfg, placement.geo.dtype, placement.geo.adam_bits)
     then = Geometry(*same, 0, whole.key.hosts)
     for host in range(plan.hosts):
-        geo = homes.geo if host == plan.host else Geometry(*same, host, plan.hosts)
+        geo = placement.geo if host == plan.host else Geometry(*same, host, plan.hosts)
         for entry in _entries(geo, plan.record):
             source = _source(whole, host, geo, then, entry, plan.record)
             shards = stored(geo, plan.record, entry)
             if host == plan.host:
-                with Writer(homes, entry) as buffer:
+                with Writer(placement, entry) as buffer:
                     _bring(buffer, shards, whole, source, wire)
-                progress(homes.layout(entry).span)
+                progress(placement.layout(entry).span)
             elif source not in whole.sights[host] and whole.seer(source) == plan.host:
                 assert wire is not None
                 _send(wire, host, whole.mine[source], shards)

@@ -40,26 +40,26 @@ class Wire:
         finally:
             self.waits = False
 
-    def _group(self, lane: str) -> dist.ProcessGroup:
-        return self._groups[lane.partition("_")[0]]
+    def _group(self, queue: str) -> dist.ProcessGroup:
+        return self._groups[queue.partition("_")[0]]
 
-    def send(self, lane: str, host: int, what: Tensor) -> None:
-        with self.waiting() if lane == BETWEEN else answered():
-            dist.send(what, host, group=self._group(lane))
+    def send(self, queue: str, host: int, what: Tensor) -> None:
+        with self.waiting() if queue == BETWEEN else answered():
+            dist.send(what, host, group=self._group(queue))
 
-    def receive(self, lane: str, host: int, what: Tensor) -> None:
-        with self.waiting() if lane == BETWEEN else answered():
-            dist.recv(what, host, group=self._group(lane))
+    def receive(self, queue: str, host: int, what: Tensor) -> None:
+        with self.waiting() if queue == BETWEEN else answered():
+            dist.recv(what, host, group=self._group(queue))
 
-    def exchange(self, lane: str, to: int, source: int, block: Tensor) -> None:
+    def exchange(self, queue: str, to: int, source: int, block: Tensor) -> None:
         """Sends `block` to one host while receiving as much from another."""
-        group = self._group(lane)
+        group = self._group(queue)
         with answered():
             came = dist.irecv(block.clone(), source, group=group)
             _wait([came, dist.isend(block, to, group=group)])
 
-    def deal(self, lane: str, root: int, parts: Sequence[Tensor]) -> None:
-        group, own = self._group(lane), parts[self.host]
+    def deal(self, queue: str, root: int, parts: Sequence[Tensor]) -> None:
+        group, own = self._group(queue), parts[self.host]
         with answered():
             if self.host == root:
                 others = [(host, part) for host, part in enumerate(parts) if host != root and part.numel()]
@@ -67,8 +67,8 @@ class Wire:
             elif own.numel():
                 dist.recv(own, root, group=group)
 
-    def gather(self, lane: str, parts: Sequence[Tensor]) -> None:
-        group, own = self._group(lane), parts[self.host]
+    def gather(self, queue: str, parts: Sequence[Tensor]) -> None:
+        group, own = self._group(queue), parts[self.host]
         others = [(host, part) for host, part in enumerate(parts) if host != self.host]
         with answered():
             coming = [dist.irecv(part, host, group=group) for host, part in others if part.numel()]

@@ -14,15 +14,15 @@ from itertools import product
 from trireme.engine.amounts import gib
 from trireme.engine.buffers import fits
 from trireme.engine.geometry import PART_BYTES, Geometry
-from trireme.engine.lanes.names import LANES, numbered
 from trireme.engine.plan import DoesNotFit, Limits, Plan
 from trireme.engine.planner import variants
 from trireme.engine.planner.predict import FEW, Batch, Prediction, predict, together, unit_seconds
 from trireme.engine.planner.rates import Rates
 from trireme.engine.planner.reasons import reasons
 from trireme.engine.planner.rule import Lean, Wanted, longer_pieces, simple_plan
-from trireme.engine.planner.simulate import drive_seconds, lane_seconds
+from trireme.engine.planner.simulate import drive_seconds, queue_seconds
 from trireme.engine.planner.variants import LEANS, Move, moves, updated_alike
+from trireme.engine.queues.names import QUEUES, numbered
 from trireme.models.config import ModelConfig
 
 WEAR = 0.5  # of the seconds that writing activations to the SSD takes: a charge for its wear
@@ -187,10 +187,10 @@ def _around_the_best(
 
 @dataclass
 class Traffic:
-    """Bytes of each lane in forward and in backward, and of the drives."""
+    """Bytes of each queue in forward and in backward, and of the drives."""
 
-    forward: dict[str, float] = field(default_factory=lambda: dict.fromkeys(LANES, 0.0))
-    backward: dict[str, float] = field(default_factory=lambda: dict.fromkeys(LANES, 0.0))
+    forward: dict[str, float] = field(default_factory=lambda: dict.fromkeys(QUEUES, 0.0))
+    backward: dict[str, float] = field(default_factory=lambda: dict.fromkeys(QUEUES, 0.0))
     read: int = 0
     written: int = 0
 
@@ -198,7 +198,7 @@ class Traffic:
 def floors(geo: Geometry, plan: Plan, rates: Rates, batch: Batch) -> dict[str, float]:
     """Seconds of a step that each resource needs if it never waits.
 
-    "passes" sums both passes, each as long as its slowest lane. Activations leave in forward and return in backward;
+    "passes" sums both passes, each as long as its slowest queue. Activations leave in forward and return in backward;
     updates that wait for the norm run in forward. Several GPUs share computation and the bus at best evenly.
     """
     seconds = unit_seconds(geo.cfg, plan, rates, batch)
@@ -213,12 +213,12 @@ def floors(geo: Geometry, plan: Plan, rates: Rates, batch: Batch) -> dict[str, f
         _base(geo, plan, u, moved)
     for way, half in product(("h2d", "d2h"), (moved.forward, moved.backward)):
         half.update(dict.fromkeys((numbered(way, gpu) for gpu in range(plan.gpus)), half[way] / plan.gpus))
-    up, down = lane_seconds(moved.forward, rates), lane_seconds(moved.backward, rates)
+    up, down = queue_seconds(moved.forward, rates), queue_seconds(moved.backward, rates)
     passes = max(forward, *up.values()) + max(compute - forward, down["h2d"], down["d2h"])
-    lanes = {lane: up[lane] + down[lane] for lane in up}
+    queues = {queue: up[queue] + down[queue] for queue in up}
     ssd = drive_seconds(moved.read, moved.written, rates)
     copied = plan.gpus * sum(half[way] for half in (moved.forward, moved.backward) for way in ("h2d", "d2h"))
-    return {"compute": compute, "ssd": ssd, "dram": copied / rates.dram, "passes": passes, **lanes}
+    return {"compute": compute, "ssd": ssd, "dram": copied / rates.dram, "passes": passes, **queues}
 
 
 def _activations(geo: Geometry, plan: Plan, u: int, moved: Traffic) -> None:

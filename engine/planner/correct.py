@@ -10,11 +10,11 @@ from collections import defaultdict
 from collections.abc import Sequence
 from dataclasses import replace
 
-from trireme.engine.lanes.names import NET, READS, WRITES, kind_of, plain
-from trireme.engine.lanes.trace import Span, busy
 from trireme.engine.planner.predict import Batch, Prediction
 from trireme.engine.planner.rates import COMPUTATION, Rates
 from trireme.engine.planner.simulate import drive_seconds
+from trireme.engine.queues.names import NET, READS, WRITES, kind_of, plain
+from trireme.engine.queues.trace import Span, busy
 from trireme.engine.step import Inputs
 
 TIMED_BY = {  # kind of tasks -> their rates
@@ -24,26 +24,26 @@ TIMED_BY = {  # kind of tasks -> their rates
     "cpu": ("adam", "dram"),
     "ssd": ("ssd_read", "ssd_write"),
 }
-SHARE = 0.05  # of a step that a lane works, from which it counts
+SHARE = 0.05  # of a step that a queue works, from which it counts
 
 
 def measured(spans: Sequence[Span]) -> dict[str, float]:
     """Seconds of each of TIMED_BY at work; of the drive, with requests in flight."""
     found, end = defaultdict[str, float](float), 0.0
-    for lane, seconds in busy(spans).items():
-        found[plain(lane)] += seconds
+    for queue, seconds in busy(spans).items():
+        found[plain(queue)] += seconds
     for span in spans:
-        if kind_of(span.lane) == "compute":
+        if kind_of(span.queue) == "compute":
             found[span.kind] += span.end - span.start
-    for span in sorted((s for s in spans if s.lane in READS + WRITES), key=lambda s: s.start):
+    for span in sorted((s for s in spans if s.queue in READS + WRITES), key=lambda s: s.start):
         found["ssd"] += max(0.0, span.end - max(end, span.start))
         end = max(end, span.end)
     return {kind: found[kind] for kind in TIMED_BY}
 
 
 def at_work(spans: Sequence[Span]) -> dict[str, float]:
-    """Seconds of each lane at work, the drive's as "ssd"; not those between hosts, which wait for each other."""
-    found = {lane: seconds for lane, seconds in busy(spans).items() if lane not in READS + WRITES + NET}
+    """Seconds of each queue at work, the drive's as "ssd"; not those between hosts, which wait for each other."""
+    found = {queue: seconds for queue, seconds in busy(spans).items() if queue not in READS + WRITES + NET}
     return found | {"ssd": measured(spans)["ssd"]}
 
 
@@ -59,7 +59,7 @@ def until_its_end(spans: Sequence[Span]) -> list[Span]:
 
     The rest is the drain: last updates, and reads for the next step.
     """
-    end, done = max((s.end for s in spans if kind_of(s.lane) == "compute"), default=float("inf")), []
+    end, done = max((s.end for s in spans if kind_of(s.queue) == "compute"), default=float("inf")), []
     for span in spans:
         if span.end <= end:
             done.append(span)
@@ -79,10 +79,10 @@ def corrected(rates: Rates, found: Prediction, spans: Sequence[Span], seconds: f
     here, there = defaultdict[str, float](float), defaultdict[str, float](float)
     for moved, traced in ((here, spans), (there, found.spans)):
         for span in traced:
-            moved[plain(span.lane)] += span.nbytes
+            moved[plain(span.queue)] += span.nbytes
     for kind in ("h2d", "d2h", "cpu"):
         said[kind] *= here[kind] / there[kind] if there[kind] else 0.0
-    read, written = (sum(here[lane] for lane in way) for way in (READS, WRITES))
+    read, written = (sum(here[queue] for queue in way) for way in (READS, WRITES))
     said["ssd"] = drive_seconds(read, written, rates)
     for kind in TIMED_BY:
         if min(took[kind], said[kind]) > (0 if kind in COMPUTATION else SHARE * seconds):

@@ -273,7 +273,7 @@ def scratch(geo: Geometry, plan: Plan) -> tuple[int, int]:
 
 def spares(geo: Geometry, plan: Plan) -> int:
     """Bytes of spare files, as in Store.reserve."""
-    if not plan.homes_on_ssd:
+    if not plan.stored_on_ssd:
         return 0
     sizes = {layout.span for layout in geo.weights}
     sizes |= {geo.state_layout(n).span for u in range(geo.n_units) for n in geo.record_sizes(u, plan.record)}

@@ -13,9 +13,9 @@ from pathlib import Path
 import torch
 
 from trireme.engine.amounts import gib
-from trireme.engine.lanes.cgroups import groups
 from trireme.engine.plan import MOST_GPUS, DoesNotFit, Limits
 from trireme.engine.planner.rates import CODE, RAM_SHARE
+from trireme.engine.queues.cgroups import groups
 from trireme.models.config import InputError
 from trireme.storage.files import existing
 from trireme.storage.layout import round_up

@@ -144,15 +144,15 @@ def ready_line(parts: Times) -> str:
     return f"in about {duration(sum(parts.values()))}{f': {listed}' if listed else ''}"
 
 
-def took_line(clock: Clock, promised: Times) -> str:
-    """Time taken, by part, and promised where that differs."""
+def took_line(clock: Clock, estimated: Times) -> str:
+    """Time taken, by part, and estimated where that differs."""
     parts = []
     for part in PARTS:
-        took, told = duration(clock.spent[part]), duration(promised.get(part, 0.0))
-        if max(clock.spent[part], promised.get(part, 0.0)) >= 0.5:
-            parts.append(f"{part} {took}" + f" of {told}" * (bool(promised) and told != took))
+        took, told = duration(clock.spent[part]), duration(estimated.get(part, 0.0))
+        if max(clock.spent[part], estimated.get(part, 0.0)) >= 0.5:
+            parts.append(f"{part} {took}" + f" of {told}" * (bool(estimated) and told != took))
     parts += [f"other {duration(clock.other)}"] if clock.other >= 0.5 else []
-    whole = f"{duration(clock.whole)}" + (f" of {duration(sum(promised.values()))} estimated" if promised else "")
+    whole = f"{duration(clock.whole)}" + (f" of {duration(sum(estimated.values()))} estimated" if estimated else "")
     return f"{whole}{': ' * bool(parts)}{', '.join(parts)}"
 
 

@@ -11,12 +11,12 @@ from functools import partial
 
 from trireme.engine.build import build
 from trireme.engine.geometry import ADAM_BYTES, Geometry
-from trireme.engine.lanes.names import NET, gpu_of, plain
-from trireme.engine.lanes.task import Kind, Task
-from trireme.engine.lanes.trace import Span
 from trireme.engine.plan import Limits, Plan
 from trireme.engine.planner.rates import Rates
-from trireme.engine.planner.simulate import DRIVE, SimulatedLanes, drive_seconds, is_copy
+from trireme.engine.planner.simulate import DRIVE, SimulatedQueues, drive_seconds, is_copy
+from trireme.engine.queues.names import NET, gpu_of, plain
+from trireme.engine.queues.task import Kind, Task
+from trireme.engine.queues.trace import Span
 from trireme.engine.step import Engine, Inputs, train_step
 from trireme.models.config import ModelConfig
 from trireme.models.sizes import costs, shapes, workspace
@@ -39,7 +39,7 @@ STEADY, STEPS = 1e-4, 12  # change of a steady state's steps; steps before extra
 
 @dataclass(frozen=True)
 class Prediction:
-    """A steady state's step. `bound`: the busiest lane.
+    """A steady state's step. `bound`: the busiest queue.
 
     `busy`: seconds of compute, h2d, d2h, ssd, cpu, update, with several hosts net, of several GPUs the most; dram: that
     copies take of RAM alone.
@@ -94,35 +94,37 @@ def predict(cfg: ModelConfig, plan: Plan, rates: Rates, batch: Batch, roughly: b
     if plan.gpus > 1:
         rates = replace(rates, host=plan.gpus * rates.host)  # one interpreter launches for all
     issue = issues(cfg, plan, rates, batch, k)
-    lanes = SimulatedLanes(durations(cfg, plan, rates, batch, k), rates, plan.gpus, issue, plan.hosts)
+    queues = SimulatedQueues(durations(cfg, plan, rates, batch, k), rates, plan.gpus, issue, plan.hosts)
     if k > 1:
         plan = replace(plan, tokens=k * plan.tokens, n_micro=batch.n_micro // k)
         batch = replace(batch, tokens=k * batch.tokens, n_micro=batch.n_micro // k)
     if roughly:
         plan = replace(plan, piece=max(plan.piece, max(Geometry.of(cfg, plan).numel) // PIECES))
     with _no_collection():
-        e = build(cfg, plan, Limits(1 << 60, 1 << 60), lanes)
-        seconds = _steady(e, lanes, batch.inputs(cfg)) + _lag(plan, unit_seconds(cfg, plan, rates, batch), e.geo, rates)
-        found = _prediction(seconds, lanes, () if roughly else tuple(lanes.trace()))
-        lanes.close()
+        e = build(cfg, plan, Limits(1 << 60, 1 << 60), queues)
+        seconds = _steady(e, queues, batch.inputs(cfg)) + _lag(
+            plan, unit_seconds(cfg, plan, rates, batch), e.geo, rates
+        )
+        found = _prediction(seconds, queues, () if roughly else tuple(queues.trace()))
+        queues.close()
     return found
 
 
-def _steady(e: Engine, lanes: SimulatedLanes, inputs: Sequence[Inputs]) -> float:
-    """Seconds of a steady state's step, noted in `lanes`."""
+def _steady(e: Engine, queues: SimulatedQueues, inputs: Sequence[Inputs]) -> float:
+    """Seconds of a steady state's step, noted in `queues`."""
     for step, part in enumerate((inputs[:1], inputs), 1):  # the first makes gradients
-        lanes.begin()
+        queues.begin()
         train_step(e, part, step, 0.0)
-        seconds = lanes.time()
-    lanes.repeat()
-    now = [seconds, *lanes.behind()]
+        seconds = queues.time()
+    queues.repeat()
+    now = [seconds, *queues.behind()]
     for _ in range(STEPS):
-        before, seconds = now, lanes.time()
-        now = [seconds, *lanes.behind()]
+        before, seconds = now, queues.time()
+        now = [seconds, *queues.behind()]
         grown = [a - b for a, b in zip(now, before, strict=True)]
         if all(abs(more) < STEADY * seconds for more in grown):
             return seconds
-    return seconds + max(grown[1:])  # once slots wait for the lane that falls behind
+    return seconds + max(grown[1:])  # once slots wait for the queue that falls behind
 
 
 def _lag(plan: Plan, known: Mapping[tuple[Kind, str], float], geo: Geometry, rates: Rates) -> float:
@@ -149,19 +151,21 @@ def together(n_micro: int, gpus: int = 1) -> int:
     return max(k for k in range(1, n_micro + 1) if n_micro % k == 0 and (k == 1 or n_micro // k >= few))
 
 
-def _prediction(seconds: float, lanes: SimulatedLanes, spans: tuple[Span, ...]) -> Prediction:
+def _prediction(seconds: float, queues: SimulatedQueues, spans: tuple[Span, ...]) -> Prediction:
     busy, moved = dict.fromkeys(("compute", "h2d", "d2h", "ssd", "cpu", "update"), 0.0), {"ssd_read": 0, "ssd_write": 0}
-    working = defaultdict[tuple[str, int], float](float)  # seconds by lane and GPU
-    for t in lanes.tasks:
-        if t.lane in DRIVE:
-            moved[DRIVE[t.lane]] += int(t.nbytes)
+    working = defaultdict[tuple[str, int], float](float)  # seconds by queue and GPU
+    for t in queues.tasks:
+        if t.queue in DRIVE:
+            moved[DRIVE[t.queue]] += int(t.nbytes)
         else:
-            working[plain(t.lane), gpu_of(t.lane)] += t.end - t.start
-    for (lane, _), at_work in working.items():
-        name = "net" if lane in NET else lane
+            working[plain(t.queue), gpu_of(t.queue)] += t.end - t.start
+    for (queue, _), at_work in working.items():
+        name = "net" if queue in NET else queue
         busy[name] = max(busy.get(name, 0.0), at_work)
-    busy["ssd"] = drive_seconds(moved["ssd_read"], moved["ssd_write"], lanes.rates)  # spans include waits for the drive
-    busy["dram"] = sum(t.nbytes for t in lanes.tasks if is_copy(t.lane)) / lanes.rates.dram
+    busy["ssd"] = drive_seconds(
+        moved["ssd_read"], moved["ssd_write"], queues.rates
+    )  # spans include waits for the drive
+    busy["dram"] = sum(t.nbytes for t in queues.tasks if is_copy(t.queue)) / queues.rates.dram
     bound = max(busy, key=busy.__getitem__)
     return Prediction(seconds, busy, bound, moved["ssd_read"], moved["ssd_write"], spans)
 
@@ -174,13 +178,13 @@ def durations(cfg: ModelConfig, plan: Plan, rates: Rates, batch: Batch, k: int =
     cfg = plan.cut(cfg)
     latency, known = rates.latency, unit_seconds(cfg, plan, rates, batch)
     passes: dict[Kind, float] = PASSES | {"finish": PASSES["finish"] / rates.finish}
-    speed = {lane: getattr(rates, DRIVE.get(lane, lane)) for lane in ("h2d", "d2h", *DRIVE)}
+    speed = {queue: getattr(rates, DRIVE.get(queue, queue)) for queue in ("h2d", "d2h", *DRIVE)}
     speed |= dict.fromkeys(NET, rates.net)
     speed["cpu"] = ADAM_BYTES * rates.adam * rates.beside
 
     def duration(task: Task) -> float:
-        if (lane := plain(task.lane)) in speed:
-            return latency + task.nbytes / speed[lane]
+        if (queue := plain(task.queue)) in speed:
+            return latency + task.nbytes / speed[queue]
         if (task.kind, task.of) in known:
             return k * known[task.kind, task.of]
         kernels, passed = kernels_of(cfg, task.kind, False, batch.learned), passes.get(task.kind, 1.0)
@@ -195,7 +199,7 @@ def issues(cfg: ModelConfig, plan: Plan, rates: Rates, batch: Batch, k: int = 1)
     embed = shapes.unit_names(cfg)[0]
 
     def issue(task: Task) -> float:
-        if plain(task.lane) != "compute" or plan.gpus > 1:
+        if plain(task.queue) != "compute" or plan.gpus > 1:
             return 0.0
         started = rates.host * kernels_of(cfg, task.kind, task.of == embed, batch.learned)
         if task.kind not in MICRO:
@@ -326,7 +330,7 @@ def _features(cfg: ModelConfig, kind: str) -> float:
 
 
 def _beside(cfg: ModelConfig, u: int) -> tuple[int, int]:
-    """Features of a token that adapters read and write, in forward and backward: products too thin for their FLOPs."""
+    """Features of a token that adapters read and write, in forward and backward: matmuls too thin for their FLOPs."""
     tensors = [group for part in shapes.trained_parts(cfg, u) for group in part if ".lora_" in group[0][0]]
     rows = lambda name: shapes.chosen(cfg) if shapes.adapts_experts(name) else 1
     out = lambda name, shape: shape[1] if shapes.adapts_experts(name) else shape[0]

@@ -24,11 +24,11 @@ from typing import Any, NamedTuple
 import torch
 
 from trireme.engine.geometry import ADAM_BYTES
-from trireme.engine.lanes.cgroups import cores, update_threads
-from trireme.engine.lanes.real import RealLanes
-from trireme.engine.lanes.task import Task
 from trireme.engine.memory import DTYPE, Memory
 from trireme.engine.planner.host import gpu_state, on_battery
+from trireme.engine.queues.cgroups import cores, update_threads
+from trireme.engine.queues.real import RealQueues
+from trireme.engine.queues.task import Task
 from trireme.kernels import ops
 from trireme.kernels.host_adamw import Workers
 from trireme.kernels.private import cache_folder
@@ -105,7 +105,7 @@ def _place(identity: dict[str, Any]) -> tuple[Path | None, dict[str, Any]]:
 
 
 def matmul_rate(device: torch.device, dtype: torch.dtype) -> float:
-    """FLOP/s of a large square product on random data: the base of MFU."""
+    """FLOP/s of a large square matmul on random data: the base of MFU."""
     n = 8192 if device.type == "cuda" else 512
     a, b = (torch.randn(n, n, device=device, dtype=dtype) for _ in range(2))
     for _ in range(2):
@@ -114,13 +114,13 @@ def matmul_rate(device: torch.device, dtype: torch.dtype) -> float:
 
 
 def fp8_rate(device: torch.device) -> float:
-    """FLOP/s of a large square product in fp8, codes made before."""
+    """FLOP/s of a large square matmul in fp8, codes made before."""
     n = 8192 if device.type == "cuda" else 512
     a, b = (ops.quantize(torch.randn(n, n, device=device, dtype=torch.bfloat16)) for _ in range(2))
     assert a.rows is not None
     assert b.rows is not None
     out = torch.empty(n, n, device=device, dtype=torch.bfloat16)
-    once = partial(ops.product, a.rows, a.scale, b.rows, b.scale, out)
+    once = partial(ops.fp8_matmul, a.rows, a.scale, b.rows, b.scale, out)
     for _ in range(2):
         once()
     return 2 * n**3 * 5 / timed(lambda: [once() for _ in range(5)], device)
@@ -190,18 +190,18 @@ def start_seconds(device: torch.device) -> float:
 
 
 def task_seconds() -> float:
-    """Seconds of the interpreter for a task without work, a quarter of them on another lane."""
-    lanes, took = RealLanes(), []
+    """Seconds of the interpreter for a task without work, a quarter of them on another queue."""
+    queues, took = RealQueues(), []
     try:
         for _ in range(TURNS):
             begun, after = time.process_time(), tuple[Task, ...]()
             for i in range(STARTS):
-                task = lanes.run("compute", "other", "probe", lambda: None, after)
-                after = (task if i % 3 else lanes.run("update", "other", "probe", lambda: None, (task,)),)
-            lanes.drain()
+                task = queues.run("compute", "other", "probe", lambda: None, after)
+                after = (task if i % 3 else queues.run("update", "other", "probe", lambda: None, (task,)),)
+            queues.drain()
             took.append((time.process_time() - begun) / (STARTS + len(range(0, STARTS, 3))))
     finally:
-        lanes.close()
+        queues.close()
     return min(took)
 
 

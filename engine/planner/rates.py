@@ -23,7 +23,7 @@ GB, TB = 10**9, 10**12
 class Rates:
     """Of each resource alone, in the long run: FLOP/s, bytes/s, parameters/s, seconds."""
 
-    matmul: float  # a large square product of the compute dtype on random data
+    matmul: float  # a large square matmul of the compute dtype on random data
     copy: float  # GPU memory, read plus written
     h2d: float
     d2h: float
@@ -38,12 +38,12 @@ class Rates:
     launch: float = 3e-6  # the gap before a kernel
     host: float = 0.0  # seconds of the host to start a kernel; 0: it computes itself
     task: float = 0.0  # of the interpreter to hand over and run a task, kernels and copies left out
-    latency: float = 5e-5  # of handing a task to another lane
+    latency: float = 5e-5  # of handing a task to another queue
     pin: float = 3e9  # bytes/s of pinning RAM
     mixed: float = 1.0  # share of ssd_read and ssd_write left when both happen
-    fp8: float = 0.0  # FLOP/s of a large fp8 product, sums in fp32; 0: none
+    fp8: float = 0.0  # FLOP/s of a large fp8 matmul, sums in fp32; 0: none
     net: float = 1.25e9  # bytes/s from a host to another; 10 Gb/s where not measured
-    # Share of `matmul`: a block's products, attention over long documents (d 128). Medians of task times on an H200,
+    # Share of `matmul`: a block's matmuls, attention over long documents (d 128). Medians of task times on an H200,
     # LLaMA shapes of 1.3B to 13B, and attention's benchmark.
     gemm: float = 0.885
     gemm_fp8: float = 0.84  # of `fp8`
@@ -180,7 +180,7 @@ def assume(text: str) -> Machine:
     """The machine of `gpu=rtx4090,ram=128GiB,ssd=2x2TB@7/5,dram=70,bus=x8,tflops=150,cores=16`. Raises InputError.
 
     `gpu=2xrtx4090`: two; `gpu=24GiB`: an RTX 4090 of that memory. `ssd` without @READ/WRITE (GB/s a drive):
-    DRIVES["gen4"]. `dram` (GB/s) and `bus` (lanes, or GB/s) are each of the whole machine and of each GPU. `tflops`:
+    DRIVES["gen4"]. `dram` (GB/s) and `bus` (queues, or GB/s) are each of the whole machine and of each GPU. `tflops`:
     of a bf16 matrix multiplication. `cores` that update on the CPU.
     """
     words = [part.split("=", 1) for part in text.replace(" ", "").split(",")]

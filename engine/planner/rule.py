@@ -15,14 +15,14 @@ from trireme.models.config import ModelConfig
 from trireme.storage.layout import ITEMSIZE
 
 UPDATE_TOKENS = 50_000  # a step with a forward as long as the CPU's updates
-GPU_UPDATES = 0.3  # of RAM-home units: 14 B a parameter over PCIe against 19 B of DRAM
+GPU_UPDATES = 0.3  # of RAM-stored units: 14 B a parameter over PCIe against 19 B of DRAM
 MARGIN = {"gpu": 1.0, "host": 1.25}  # of lacking memory: more RAM, larger records
 LATE_TOKENS = 12_000  # a step from which moments are written apart from weights
 
 Between = Literal["gpu", "host"]  # of x and dx
 Waiting = Literal["host", "ssd"]  # of gradients, for the norm
-Homes = Literal["auto", "gpu", "host", "ssd", "state-ssd"]
-LOWEST: dict[Homes, tuple[Tier, Tier]] = {  # of weights, of state
+Placement = Literal["auto", "gpu", "host", "ssd", "state-ssd"]
+LOWEST: dict[Placement, tuple[Tier, Tier]] = {  # of weights, of state
     "auto": ("ssd", "ssd"),
     "gpu": ("gpu", "gpu"),
     "host": ("host", "host"),
@@ -38,7 +38,7 @@ class Wanted:
     mode: Mode = "forward"
     record: int = 1 << 24
     adam_bits: int = 32
-    homes: Homes = "auto"  # or the tier of weights and state; "state-ssd": weights in RAM
+    placement: Placement = "auto"  # or the tier of weights and state; "state-ssd": weights in RAM
     halves: bool | None = None  # half blocks; None: if whole blocks do not fit
     on_cuda: bool = True
     document: int = 1024  # tokens of a usual document
@@ -55,7 +55,7 @@ class Wanted:
 
     @property
     def free(self) -> bool:
-        return self.homes == "auto"
+        return self.placement == "auto"
 
     @property
     def gpu_updates(self) -> bool:
@@ -124,8 +124,8 @@ def _smallest(geo: Geometry, limits: Limits, wanted: Wanted, lean: Lean) -> Plan
 
 
 def _low_plans(geo: Geometry, wanted: Wanted, lean: Lean) -> Iterable[Plan]:
-    """Plans with everything as low as `homes` allows, the roomiest first."""
-    weights, state = LOWEST[wanted.homes]
+    """Plans with everything as low as `placement` allows, the roomiest first."""
+    weights, state = LOWEST[wanted.placement]
     frozen = any(layout.tensors for layout in geo.base)
     small = geo.cfg.lora is not None and weights != "gpu"
     inputs = TIERS[TIERS.index(lean.x) : 3 if "ssd" in (weights, state) else 2]
@@ -284,7 +284,7 @@ def _useful(geo: Geometry, plan: Plan) -> int:
 
 
 def share_updates(geo: Geometry, plan: Plan, limits: Limits, share: float = GPU_UPDATES) -> Plan:
-    """Has the GPU update `share` of the RAM-home units: forward is too short for either processor's updates alone."""
+    """Has the GPU update `share` of the RAM-stored units: forward is too short for either processor's updates alone."""
     in_ram = [u for u, unit in enumerate(plan.units) if unit.state == unit.weights == "host" and not unit.resident]
     chosen = {in_ram[i] for i in spread(len(in_ram), round(share * len(in_ram)))}
     shared = plan.changed(set(in_ram) - chosen, update="cpu").changed(chosen, update="gpu")

@@ -1,9 +1,9 @@
 """Simulated queues: when each task of a step would start and end.
 
-- **One drive**: lanes of the SSD are queues of one half-duplex device of all drives' rate. A request takes the time
+- **One drive**: queues of the SSD share one half-duplex device of all drives' rate. A request takes the time
   that earlier ones left free.
 - **One memory**: copies and CPU AdamW slow each other, as do both directions of the bus, by the bytes of a whole pass:
-  moment by moment a faster lane would slow others. Where buses and drives together are faster than RAM, a copy also
+  moment by moment a faster queue would slow others. Where buses and drives together are faster than RAM, a copy also
   takes RAM's time that earlier ones left free.
 - **One wait**: tasks handed over after the step's statistics begin after them.
 - **One interpreter**: a task begins once it is handed over, its kernels once they are started, in program order.
@@ -20,18 +20,18 @@ from typing import Any
 import torch
 
 from trireme.engine.geometry import ADAM_BYTES
-from trireme.engine.lanes.names import BUS, READS, WRITES, gpu_of, lanes_of, numbered, plain
-from trireme.engine.lanes.task import Kind, Task
-from trireme.engine.lanes.trace import Span
 from trireme.engine.planner.rates import Rates
+from trireme.engine.queues.names import BUS, READS, WRITES, gpu_of, numbered, plain, queues_of
+from trireme.engine.queues.task import Kind, Task
+from trireme.engine.queues.trace import Span
 
-DRIVE = dict.fromkeys(READS, "ssd_read") | dict.fromkeys(WRITES, "ssd_write")  # lane -> its rate
+DRIVE = dict.fromkeys(READS, "ssd_read") | dict.fromkeys(WRITES, "ssd_write")  # queue -> its rate
 TURN: tuple[Kind, ...] = ("loss", "adamw moments")  # tasks that begin backward
 
 
-def is_copy(lane: str) -> bool:
+def is_copy(queue: str) -> bool:
     """Whether its tasks move bytes of RAM: to and from GPUs and drives."""
-    return plain(lane) in ("h2d", "d2h") or lane in DRIVE
+    return plain(queue) in ("h2d", "d2h") or queue in DRIVE
 
 
 class Noted(Task):
@@ -39,12 +39,12 @@ class Noted(Task):
 
     __slots__ = ("after", "seconds", "issue", "in_ram")
 
-    def __init__(self, lane: str, kind: Kind, of: str, nbytes: float, flops: float, after: Sequence[Task]):
-        super().__init__(lane, kind, of, nbytes, flops)
+    def __init__(self, queue: str, kind: Kind, of: str, nbytes: float, flops: float, after: Sequence[Task]):
+        super().__init__(queue, kind, of, nbytes, flops)
         self.after, self.seconds, self.issue, self.in_ram = after, 0.0, 0.0, 0.0
 
 
-class SimulatedLanes:
+class SimulatedQueues:
     """Notes the tasks of a step, then times them. `duration`: seconds of a task alone; `issue`: to start its kernels.
 
     Steady steps are alike: timing one's tasks again is ten times as fast as the step's code.
@@ -63,8 +63,8 @@ class SimulatedLanes:
         self.duration, self.rates, self.issue = duration, rates, issue
         self.devices: Sequence[torch.device] = [torch.device("cpu")] * gpus
         self.tasks: list[Noted] = []  # of a step, in program order
-        self.parts: list[tuple[int, int, dict[str, float]]] = []  # [start, stop) of them, slow-down of each lane
-        self.free = dict.fromkeys(lanes_of(gpus, hosts), 0.0)
+        self.parts: list[tuple[int, int, dict[str, float]]] = []  # [start, stop) of them, slow-down of each queue
+        self.free = dict.fromkeys(queues_of(gpus, hosts), 0.0)
         self.drive, self.ram = Intervals(), Intervals()
         self.crowded = gpus * (rates.h2d + rates.d2h) + max(rates.ssd_read, rates.ssd_write) > rates.dram
         self.waited = 0.0  # end of the last statistics
@@ -76,7 +76,7 @@ class SimulatedLanes:
 
     def run(
         self,
-        lane: str,
+        queue: str,
         kind: Kind,
         of: str,
         fn: Callable[[], Any],  # noqa: ARG002 (nothing runs)
@@ -84,10 +84,10 @@ class SimulatedLanes:
         nbytes: float = 0,
         flops: float = 0,
     ) -> Noted:
-        task = Noted(lane, kind, of, nbytes, flops, after)
+        task = Noted(queue, kind, of, nbytes, flops, after)
         task.seconds = self.duration(task)
         task.issue = self.issue(task) if self.issue else 0.0
-        task.in_ram = nbytes / self.rates.dram if self.crowded and is_copy(lane) else 0.0
+        task.in_ram = nbytes / self.rates.dram if self.crowded and is_copy(queue) else 0.0
         self.tasks.append(task)
         return task
 
@@ -111,11 +111,11 @@ class SimulatedLanes:
         """Makes the noted step follow itself: a wait for the step before becomes one for the last like task here, or
         none where that comes before the waiter: it ended long ago.
         """
-        last = {(task.lane, task.kind, task.of): i for i, task in enumerate(self.tasks)}
+        last = {(task.queue, task.kind, task.of): i for i, task in enumerate(self.tasks)}
         mine = set(self.tasks)
         for i, task in enumerate(self.tasks):
             if not mine.issuperset(task.after):
-                before = [last.get((t.lane, t.kind, t.of), -1) for t in task.after if t not in mine]
+                before = [last.get((t.queue, t.kind, t.of), -1) for t in task.after if t not in mine]
                 task.after = [t for t in task.after if t in mine] + [self.tasks[j] for j in before if j >= i]
 
     def time(self) -> float:
@@ -125,12 +125,12 @@ class SimulatedLanes:
             self._time(self.tasks[a:b], slow)
             if self.tasks[b - 1].kind == "statistics":
                 self.waited = self.tasks[b - 1].end
-                self.free = {lane: max(t, self.waited) for lane, t in self.free.items()}
+                self.free = {queue: max(t, self.waited) for queue, t in self.free.items()}
                 self.handed = self.waited
         return self.waited - begun
 
     def behind(self) -> list[float]:
-        """Seconds that each lane works past the step's end."""
+        """Seconds that each queue works past the step's end."""
         return [end - self.waited for end in self.free.values()]
 
     def _halves(self) -> list[tuple[int, int, dict[str, float]]]:
@@ -147,22 +147,22 @@ class SimulatedLanes:
         through_ram = self.ram.take
         inline = each > 0 and self.rates.host == 0  # on a CPU
         for task in tasks:
-            lane = task.lane
+            queue = task.queue
             handed += each
-            start, seconds = max(free[lane], handed), task.seconds * slow[lane]
+            start, seconds = max(free[queue], handed), task.seconds * slow[queue]
             for other in task.after:
                 if other.end > start:
                     start = other.end
             end = start + seconds
-            if lane in DRIVE:
+            if queue in DRIVE:
                 end = take(start, seconds)
-                if DRIVE[lane] == lane:  # beside two queues of records at most
+                if DRIVE[queue] == queue:  # beside two queues of records at most
                     end = min(end, start + 3 * seconds)
             if task.in_ram:
                 end = max(end, through_ram(start, task.in_ram))
             task.start, task.end = start, end
-            free[lane] = end
-            handed = end if inline and lane == "compute" else handed + task.issue
+            free[queue] = end
+            handed = end if inline and queue == "compute" else handed + task.issue
         self.handed = handed
 
 
@@ -189,13 +189,13 @@ class Intervals:
 # ---------------------------------------------------------------- slow-down
 
 
-def _slowness(halves: Sequence[Sequence[Noted]], rates: Rates, lanes: Iterable[str]) -> list[dict[str, float]]:
-    """For each pass, the slow-down of each lane by others."""
-    moved = [dict.fromkeys(lanes, 0.0) for _ in halves]
+def _slowness(halves: Sequence[Sequence[Noted]], rates: Rates, queues: Iterable[str]) -> list[dict[str, float]]:
+    """For each pass, the slow-down of each queue by others."""
+    moved = [dict.fromkeys(queues, 0.0) for _ in halves]
     for half, tasks in zip(moved, halves, strict=True):
         for task in tasks:
-            half[task.lane] += task.nbytes
-    read, written = (sum(half[lane] for half in moved for lane in way) for way in (READS, WRITES))
+            half[task.queue] += task.nbytes
+    read, written = (sum(half[queue] for half in moved for queue in way) for way in (READS, WRITES))
     alone = drive_seconds(read, written, replace(rates, mixed=1.0)) or 1.0
     both = dict.fromkeys(DRIVE, drive_seconds(read, written, rates) / alone or 1.0)
     return [dict.fromkeys(half, 1.0) | _sharing(half, rates) | both for half in moved]
@@ -210,24 +210,24 @@ def drive_seconds(read: float, written: float, rates: Rates) -> float:
 
 
 def _sharing(moved: dict[str, float], rates: Rates) -> dict[str, float]:
-    """The slow-down of buses and the CPU, from a pass's bytes of each lane. On a GPU's bus hops and sums go first."""
-    beside = sum(moved[lane] for lane in moved if is_copy(lane))
+    """The slow-down of buses and the CPU, from a pass's bytes of each queue. On a GPU's bus hops and sums go first."""
+    beside = sum(moved[queue] for queue in moved if is_copy(queue))
     crowd = 1 + ADAM_BYTES * rates.adam / rates.dram * beside / moved["cpu"] if moved["cpu"] else 1.0
     slow = {"cpu": crowd}
-    for gpu in {gpu_of(lane) for lane in moved}:
-        ways = {way: [numbered(lane, gpu) for lane in BUS if BUS[lane] == way] for way in ("h2d", "d2h")}
-        first = {way: sum(moved.get(lane, 0.0) for lane in lanes) for way, lanes in ways.items()}
+    for gpu in {gpu_of(queue) for queue in moved}:
+        ways = {way: [numbered(queue, gpu) for queue in BUS if BUS[queue] == way] for way in ("h2d", "d2h")}
+        first = {way: sum(moved.get(queue, 0.0) for queue in queues) for way, queues in ways.items()}
         total = {way: moved.get(numbered(way, gpu), 0.0) + first[way] for way in ways}
         lost = dict.fromkeys(ways, (1 / rates.duplex - 1) * min(total.values()))
         lost["h2d"] += (1 / rates.reading - 1) * min(total["h2d"], moved["cpu"] / ADAM_BYTES / rates.adam * rates.h2d)
         for way in ways:
-            lane = numbered(way, gpu)
-            slow[lane] = 1 + (lost[way] + first[way]) / moved[lane] if moved[lane] else 1.0
+            queue = numbered(way, gpu)
+            slow[queue] = 1 + (lost[way] + first[way]) / moved[queue] if moved[queue] else 1.0
     return slow
 
 
-def lane_seconds(moved: dict[str, float], rates: Rates) -> dict[str, float]:
+def queue_seconds(moved: dict[str, float], rates: Rates) -> dict[str, float]:
     """Seconds of the bus and the CPU for a pass's bytes."""
     slow = _sharing(moved, rates)
     alone = {"h2d": rates.h2d, "d2h": rates.d2h, "cpu": ADAM_BYTES * rates.adam * rates.beside}
-    return {lane: moved[lane] / rate * slow[lane] for lane, rate in alone.items()}
+    return {queue: moved[queue] / rate * slow[queue] for queue, rate in alone.items()}

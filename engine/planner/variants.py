@@ -37,7 +37,7 @@ LEANS = (
     *(Lean(x, resident=True, updates=0.0) for x in ("gpu", "host")),
 )
 BASE_RAM = (1.0, 0.7, 0.4, 0.0)  # shares of the frozen units in RAM that activations leave there
-UPDATES = (0.0, 0.15, 0.3, 0.45, 0.6)  # shares of RAM-home units updated on the GPU
+UPDATES = (0.0, 0.15, 0.3, 0.45, 0.6)  # shares of RAM-stored units updated on the GPU
 WINDOWS = (2, 3, 4)
 SLOTS = (2, 3, 4)  # of swap rings; more absorb bursts
 LATE: tuple[tuple[Tier, ...], ...] = ((), ("host",), ("host", "ssd"))  # late moments
@@ -143,7 +143,7 @@ def updates(geo: Geometry, plan: Plan, limits: Limits, piece: int) -> Iterable[P
 
 
 def updated_alike(plan: Plan, begun: Plan) -> Plan | None:
-    """`plan` with updates on the processors of `begun`; None if its homes forbid that."""
+    """`plan` with updates on the processors of `begun`; None if its placement forbids that."""
     units = []
     for unit, other in zip(plan.units, begun.units, strict=True):
         on_gpu = other.state == "gpu" or other.update == "gpu"

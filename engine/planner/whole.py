@@ -24,12 +24,12 @@ NEW, SOME, KNOWN = 9.5, 4.0, 1.0  # of compilation: Triton's cache has no model'
 ENTRIES = 20  # entries in Triton's cache: a probe leaves 3, a model about 40
 FIRST: Times = {"evaluations": 0.2, "samples": 0.3}  # on a GPU the first time: a pass without backward
 FIXED, CLOSING = 0.1, 0.25  # of files written and made durable; of the end: threads, pinned memory, the store
-LOADING, OPENED = 1.7e9, 0.2  # bytes/s of values from a checkpoint to their homes, at most; seconds beside
+LOADING, OPENED = 1.7e9, 0.2  # bytes/s of values from a checkpoint to their placement, at most; seconds beside
 COPIED = 4e9  # bytes/s of a copy from RAM or a GPU to RAM that is not pinned
 SAMPLED = 40  # kernels of a block for a token that is sampled, 0.65 ms
 OPS = 4  # operations of torch on a CPU that take the interpreter as long as a task
 AGAIN = 0.5  # of planning before the first step: plans are sought again after the second
-LOSS_FORWARD = 1 / 3  # of the loss's three products
+LOSS_FORWARD = 1 / 3  # of the loss's three matmuls
 LARGE = 1 << 28  # bytes of a checkpoint whose export tells a drive's rate
 
 
@@ -51,7 +51,7 @@ def foretold(f: Forecast, steps: int, events: Events, known: Times | None = None
 
     `known`: seconds of one event of a part, in place of a floor.
     """
-    twice = 1 / _write(f) + 1 / _read(f) + 1 / COPIED  # written and read back, from where homes are
+    twice = 1 / _write(f) + 1 / _read(f) + 1 / COPIED  # written and read back, from where they are stored
     each: dict[Part, float] = {
         "evaluations": evaluation_s(f, events.held_out) + f.kept / min(COPIED, f.machine.rates.d2h),
         "samples": min(events.longest, events.tokens * token_s(f)) if events.samples else 0.0,
@@ -96,7 +96,7 @@ def note_export(f: Forecast, folder: Path, seconds: float) -> None:
 
 
 def _exported(f: Forecast, folder: Path) -> dict[str, Any]:
-    return probe.drive(existing(folder)) | {"what": "exports", "from the SSD": f.plan.homes_on_ssd}
+    return probe.drive(existing(folder)) | {"what": "exports", "from the SSD": f.plan.stored_on_ssd}
 
 
 def unsaved(f: Forecast) -> int:
@@ -121,7 +121,7 @@ def written(f: Forecast, steps: int, events: Events) -> dict[str, int]:
 
 
 def removed(f: Forecast, snapshots: int) -> int:
-    """Bytes of the store at the end: homes on the SSD, and what the last snapshots keep."""
+    """Bytes of the store at the end: what is placed on the SSD, and what the last snapshots keep."""
     return f.stored() - unsaved(f) + min(snapshots, f.files.keep) * f.stored()
 
 
@@ -140,7 +140,7 @@ def evaluation_s(f: Forecast, sequences: int) -> float:
 
 def token_s(f: Forecast) -> float:
     """Of a sampled token: weights read once, kernels started."""
-    rates, resident = f.machine.rates, sum(nbytes for tier, nbytes in _homes(f) if tier == "gpu")
+    rates, resident = f.machine.rates, sum(nbytes for tier, nbytes in _stored(f) if tier == "gpu")
     each = max(rates.host or rates.task / OPS, rates.launch)
     started = f.cfg.n_layers * SAMPLED * each + 2 * f.cfg.n_units * rates.task  # waits for a unit, and has read it
     return max(resident / rates.copy + sum(_streamed(f).values()), started)
@@ -148,12 +148,12 @@ def token_s(f: Forecast) -> float:
 
 def _streamed(f: Forecast) -> dict[str, float]:
     """Seconds to bring all weights once."""
-    up = sum(nbytes for tier, nbytes in _homes(f) if tier != "gpu")
-    read = sum(nbytes for tier, nbytes in _homes(f) if tier == "ssd")
+    up = sum(nbytes for tier, nbytes in _stored(f) if tier != "gpu")
+    read = sum(nbytes for tier, nbytes in _stored(f) if tier == "ssd")
     return {"h2d": up / f.machine.rates.h2d / f.plan.gpus, "ssd": read / _read(f)}
 
 
-def _homes(f: Forecast) -> Iterator[tuple[Tier, int]]:
+def _stored(f: Forecast) -> Iterator[tuple[Tier, int]]:
     """(tier, bytes) of trained and frozen weights, by the tier that a pass takes them from."""
     for u, unit in enumerate(f.plan.units):
         yield "gpu" if unit.resident else unit.weights, f.geo.weights[u].span

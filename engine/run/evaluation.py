@@ -17,9 +17,9 @@ from trireme.engine.buffers import workspace
 from trireme.engine.build import InRam, in_ram, placed
 from trireme.engine.data.codec import Codec
 from trireme.engine.data.dataset import Dataset
-from trireme.engine.lanes.names import numbered
 from trireme.engine.memory import DTYPE
 from trireme.engine.planner.rule import largest
+from trireme.engine.queues.names import numbered
 from trireme.engine.run.live import Live
 from trireme.engine.run.records import Record
 from trireme.engine.run.signals import Stop
@@ -80,7 +80,7 @@ def sample(
     if not all(given):
         return none
     eos = frozenset([codec.facts.eos]) if codec.facts.eos is not None else frozenset()
-    places, dtype = [e.lanes.devices[e.gpu(u)] for u in range(e.cfg.n_units)], DTYPE[e.plan.dtype]
+    places, dtype = [e.queues.devices[e.gpu(u)] for u in range(e.cfg.n_units)], DTYPE[e.plan.dtype]
     try:
         out = generate(e.cfg, lambda: _one_pass(e), given, max_new, eos=eos, places=places, dtype=dtype, enough=enough)
     except torch.OutOfMemoryError:
@@ -95,12 +95,12 @@ def _one_pass(e: Engine) -> Iterator[tuple[int, Any]]:
     e.weights.expect(range(e.geo.n_units), before=e.optimizer.update_before_forward)
     for u in range(e.geo.n_units):
         held = e.weights.get(u)
-        lane = numbered("compute", e.gpu(u))
-        arrived = e.lanes.run(lane, "other", f"wait for {e.geo.names[u]}", lambda: None, held.ready)
+        queue = numbered("compute", e.gpu(u))
+        arrived = e.queues.run(queue, "other", f"wait for {e.geo.names[u]}", lambda: None, held.ready)
         if e.plan.gpus > 1:
-            arrived.wait()  # another thread's lane
+            arrived.wait()  # another thread's queue
         yield u, weights_of(e, held)
-        done = e.lanes.run(lane, "other", f"read {e.geo.names[u]}", lambda: None)
+        done = e.queues.run(queue, "other", f"read {e.geo.names[u]}", lambda: None)
         held.done(done)
         if u > 0 or not e.cfg.tied:
             e.weights.release(u)
@@ -113,7 +113,7 @@ def _let_go(e: Engine) -> None:
     """Releases the layers of a pass that was broken off."""
     in_flight = [task for held in e.weights.held for task in held.ready]
     for gpu in range(e.plan.gpus):  # each after the one before: the last is over when all are
-        done = e.lanes.run(numbered("compute", gpu), "other", "break off the sample", lambda: None, in_flight)
+        done = e.queues.run(numbered("compute", gpu), "other", "break off the sample", lambda: None, in_flight)
         in_flight = [done]
     e.weights.break_off(done)
 
@@ -128,7 +128,7 @@ class Evaluation:
         self.live, self.stop = live, stop
         self.ended = time.monotonic()  # of the last one
         job = live.job
-        self.places = [(rope_tables(job.cfg, job.seq_len, device), device) for device in live.lanes.devices]
+        self.places = [(rope_tables(job.cfg, job.seq_len, device), device) for device in live.queues.devices]
 
     def inputs(self, mb: InRam, loads: Sequence[Load | None] = ()) -> Inputs:
         return placed(mb, self.places, loads)

@@ -21,11 +21,11 @@ from trireme.engine.exports import BEST, Best, forget_old, replace_best, replace
 from trireme.engine.hosts.gather import masters
 from trireme.engine.hosts.group import Alone
 from trireme.engine.hosts.held import Whole
-from trireme.engine.lanes.real import RealLanes
-from trireme.engine.lanes.watchdog import leave, patience, watched
 from trireme.engine.planner.clock import Clock, Part
 from trireme.engine.planner.host import computed_by
 from trireme.engine.planner.whole import note_export
+from trireme.engine.queues.real import RealQueues
+from trireme.engine.queues.watchdog import leave, patience, watched
 from trireme.engine.run.begin.filled import claim_space, fill_engine, make_engine
 from trireme.engine.run.begin.job import Job
 from trireme.engine.run.begin.kept import kept
@@ -103,9 +103,9 @@ class Live:
             f"{job.out.resolve().name}: {Path(job.options.model).resolve().name}, {compact(job.parameters)} parameters"
         )
         self.log = RunLog(job.out, job.total_steps, screen, since, job.work.evaluations, trackers, title)
-        self.lanes = RealLanes(job.device, gpus=job.plan.gpus, hosts=job.plan.hosts)
-        self.lanes.failed = self.group.failed  # where this thread waits for a host that waits for a lane
-        self.clock, self.promised = clock or Clock(), dict[Part, float]()
+        self.queues = RealQueues(job.device, gpus=job.plan.gpus, hosts=job.plan.hosts)
+        self.queues.failed = self.group.failed  # where this thread waits for a host that waits for a queue
+        self.clock, self.estimated = clock or Clock(), dict[Part, float]()
         self._engine: Engine | None = None
         self.base: dict[str, str] = snapshot.get("base", {}) if snapshot else {}  # checksums of frozen weights, by unit
         self._stamps = stamps(job.source)
@@ -129,7 +129,7 @@ class Live:
         Raises DoesNotFit, InputError, StoreError; KeyboardInterrupt between pieces once `asked` is not empty.
         """
         with self.clock.at("load"):
-            self._engine = make_engine(self.job, self.lanes, self.store, self.screen, self.group)
+            self._engine = make_engine(self.job, self.queues, self.store, self.screen, self.group)
             if reason := host_adamw.why_slow():
                 self.screen.warn(f"AdamW runs in torch on the CPU, several times slower: {reason}")
             claim_space(self._engine, self.job, self.store, anew=not self.resumed or self.whole is not None)
@@ -163,7 +163,7 @@ class Live:
 
     def _check_base(self, copied: bool = False) -> None:
         """Raises StoreError where frozen weights that steps read, or that are to be `copied`, have changed."""
-        if self.engine.homes.files is not None or (copied and self.base):
+        if self.engine.placement.files is not None or (copied and self.base):
             check_unchanged(self.job.source, self._stamps)
 
     def move(self, job: Job) -> None:
@@ -172,18 +172,18 @@ class Live:
         self.give_back()
         self.job = job
         with self.clock.at("load"):
-            self._engine = make_engine(job, self.lanes, self.store, self.screen)
+            self._engine = make_engine(job, self.queues, self.store, self.screen)
             claim_space(self._engine, job, self.store, anew=False)
-            if job.plan.homes_on_ssd:
+            if job.plan.stored_on_ssd:
                 self.store.reserve()
             with self.watched("loading"):
                 self._loaded(fill_engine(self._engine, job, self.store, self.screen, resumed=True, everything=False))
 
     def settle(self) -> None:
-        """Applies all updates; drains lanes."""
+        """Applies all updates; drains queues."""
         with self.clock.at("steps"), self.watched("updates"):
             self.engine.optimizer.flush()
-            self.lanes.drain()
+            self.queues.drain()
 
     def watched(self, what: str) -> AbstractContextManager[None]:
         """Within, a task, a read or a write that hangs ends the process with code 4."""
@@ -195,7 +195,7 @@ class Live:
             self.group.tell(how)
             leave(lambda: self._last_words(f"{said}. To go on: --resume {self.job.out}"))
 
-        return watched(self.lanes, limit, late, self._progress)
+        return watched(self.queues, limit, late, self._progress)
 
     def _progress(self) -> tuple[int, object]:
         """Of what is no task; another each time while a terminal or another host is waited for."""
@@ -227,9 +227,9 @@ class Live:
             self._write(keep)
 
     def _write(self, keep: int | None) -> None:
-        homes, done = self.engine.homes, self.progress
-        with self.screen.working("saving", homes.nbytes(everything=False)) as more:
-            save_to_store(homes, more)
+        placement, done = self.engine.placement, self.progress
+        with self.screen.working("saving", placement.nbytes(everything=False)) as more:
+            save_to_store(placement, more)
             says = {
                 "step": done.step,
                 "options": kept(self.job.options),
@@ -258,7 +258,7 @@ class Live:
         if self.group.any(not self.job.forecast.kept):
             self.export(self.job.out / BEST)
         else:
-            self._best = self._best or Kept(self.engine.homes, self.job.files.exact)
+            self._best = self._best or Kept(self.engine.placement, self.job.files.exact)
             with self.watched("the best"):
                 self._best.take()
             self.best_kept = True
@@ -274,7 +274,7 @@ class Live:
 
         Host 0 does, and asks the others for what it lacks.
         """
-        own = kept or Reader(self.engine.homes)
+        own = kept or Reader(self.engine.placement)
         with self.clock.at("export"), self.watched("export"), masters(own, self.group.wire) as reader:
             if reader is not None:
                 self._check_base(copied=self.job.cfg.lora is None)
@@ -302,7 +302,7 @@ class Live:
             save_adapter(folder, job.cfg, reader, str(Path(job.options.model or "").resolve()))
             self.exported += sum((folder / name).stat().st_size for name in (CONFIG, WEIGHTS))
             return {name: checksum(read_back(folder / name)) for name in (CONFIG, WEIGHTS)}
-        exchange = Exchange(job.cfg, job.source, self.engine.homes, reader=reader)
+        exchange = Exchange(job.cfg, job.source, self.engine.placement, reader=reader)
         with self._writing("writing the checkpoint", job.source.nbytes, 2) as more:  # and reading it back
             sums = exchange.save(folder, more)
         if beyond := exchange.beyond:
@@ -361,9 +361,9 @@ class Live:
                 torch.cuda.empty_cache()
 
     def close(self) -> None:
-        """Ends the lanes; gives back. Idempotent."""
+        """Ends the queues; gives back. Idempotent."""
         with self.watched("close"):
-            self.lanes.close()
+            self.queues.close()
             self.give_back()
 
     def close_log(self) -> None:

@@ -14,12 +14,12 @@ import torch
 from trireme.engine.amounts import count
 from trireme.engine.build import Ahead, InRam, in_ram
 from trireme.engine.exports import BEST, set_aside
-from trireme.engine.lanes.names import READS
-from trireme.engine.lanes.trace import Span, perfetto
 from trireme.engine.optimizer import StepStats, learning_rate
 from trireme.engine.planner.correct import at_work, until_its_end
 from trireme.engine.planner.host import memory_in_use
 from trireme.engine.planner.lines import took_line
+from trireme.engine.queues.names import READS
+from trireme.engine.queues.trace import Span, perfetto
 from trireme.engine.run.begin.opened import remove_given_up
 from trireme.engine.run.command import program
 from trireme.engine.run.evaluation import Evaluation, epoch, load_record
@@ -35,7 +35,7 @@ from trireme.models.rows import Load, make_load
 from trireme.models.sizes import costs
 from trireme.storage.files import remove_folders, replace_synced
 
-BOUND_EVERY = 50  # steps between timings of lanes
+BOUND_EVERY = 50  # steps between timings of queues
 
 
 class Interrupted(Exception):
@@ -59,8 +59,8 @@ class Run:
         gpus = live.job.plan.gpus if live.job.device.type == "cuda" else 1
         rates, hosts = live.job.machine.rates, live.group.hosts
         self.peak = hosts * gpus * (rates.fp8 if live.job.cfg.fp8 else rates.matmul)  # FLOPs a second, for mfu
-        self.bound: str | None = None  # busiest lane of the last traced step
-        self.moved = live.lanes.moved.copy()  # bytes by lane at the last step's end
+        self.bound: str | None = None  # busiest queue of the last traced step
+        self.moved = live.queues.moved.copy()  # bytes by queue at the last step's end
         self.pace = Pace(live)
         predicted = live.job.forecast.step.step_s if live.job.device.type == "cuda" else None
         self.step_s: float | None = predicted  # of the last step
@@ -85,12 +85,12 @@ class Run:
         live, job, o, group = self.live, self.live.job, self.live.job.options, self.live.group
         done, total = live.progress, job.total_steps
         began = time.perf_counter()
-        live.lanes.tracing = o.trace or self.pace.needs_trace or done.step % BOUND_EVERY == 0
+        live.queues.tracing = o.trace or self.pace.needs_trace or done.step % BOUND_EVERY == 0
         rate = learning_rate(done.step + 1, total, job.lr, o.schedule, o.warmup_steps(total))
         passing = live.screen.passing(f"step {done.step + 1}/{total}", self.step_s)
         with live.clock.at("steps"), live.watched(f"step {done.step + 1}"), passing:
             batch = self.batches.take(*self._due())
-            tokens, places = sum(mb.tokens for mb in batch), live.lanes.devices
+            tokens, places = sum(mb.tokens for mb in batch), live.queues.devices
             loads = [make_load(job.cfg, tokens, o.router_aux, device) for device in places]
             micro = [self.evaluation.inputs(mb, loads) for mb in live.dealt(batch)]
             stats = train_step(live.engine, micro, done.step + 1, rate, sum(mb.trained for mb in batch))
@@ -99,7 +99,7 @@ class Run:
         done.step += 1
         self.stop.hear(group.any(self.stop.asked and not self.stop.alone))
         seconds = self.step_s = time.perf_counter() - began
-        spans = self._trace() if live.lanes.tracing else []
+        spans = self._trace() if live.queues.tracing else []
         record = self._record(stats, rate, batch, seconds) | self._load_record(loads[0])
         with live.watched("log"):
             live.log.step(record)
@@ -139,8 +139,8 @@ class Run:
         tokens, trained = sum(mb.tokens for mb in batch), sum(mb.trained for mb in batch)
         flops = sum(costs.model_flops(job.cfg, mb.tokens, mb.pairs) for mb in batch)
         gpu, ram = memory_in_use(job.device, job.limits.gpus)
-        read = sum(live.lanes.moved[lane] - self.moved[lane] for lane in READS)
-        self.moved = live.lanes.moved.copy()
+        read = sum(live.queues.moved[queue] - self.moved[queue] for queue in READS)
+        self.moved = live.queues.moved.copy()
         record = {
             "step": live.progress.step,
             "epoch": epoch(live),
@@ -169,16 +169,16 @@ class Run:
         )
 
     def _trace(self) -> list[Span]:
-        """The last step's tasks; notes the busiest lane."""
+        """The last step's tasks; notes the busiest queue."""
         live = self.live
         with live.clock.at("steps"), live.watched(f"step {live.progress.step}"):
-            live.lanes.drain()
-        spans = live.lanes.trace()
+            live.queues.drain()
+        spans = live.queues.trace()
         found = at_work(until_its_end(spans))
-        self.bound = max(found, key=lambda lane: found[lane])
+        self.bound = max(found, key=lambda queue: found[queue])
         if live.job.options.trace:
             replace_synced(live.job.out / "trace.json", perfetto(spans).encode())
-            live.screen.say("lanes    " + ", ".join(f"{lane} {seconds:.3f} s" for lane, seconds in found.items()))
+            live.screen.say("queues    " + ", ".join(f"{queue} {seconds:.3f} s" for queue, seconds in found.items()))
         return spans
 
     def _finish(self) -> None:
@@ -222,7 +222,7 @@ class Run:
         live.group.meet()
         with live.watched("close"), live.screen.working("removing what other hosts left", 0) as more:
             remove_given_up(job.out, live.group.hosts, more)
-        live.screen.say(f"took     {took_line(live.clock, live.promised)}")
+        live.screen.say(f"took     {took_line(live.clock, live.estimated)}")
 
     def _leave(self) -> None:
         """On other hosts than the first: removes all once the checkpoint is written."""

@@ -50,7 +50,7 @@ def main(argv: Sequence[str], began: float | None = None) -> int:
         return code
 
     def late(why: str) -> None:
-        from trireme.engine.lanes.watchdog import leave  # late: torch takes seconds
+        from trireme.engine.queues.watchdog import leave  # late: torch takes seconds
 
         leave(lambda: fail(f"{why.rstrip('.')}. {again(options)}", 4))
 

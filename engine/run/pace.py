@@ -6,7 +6,6 @@ from collections.abc import Sequence
 from dataclasses import replace
 
 from trireme.engine.amounts import count, duration
-from trireme.engine.lanes.trace import Span
 from trireme.engine.plan import Plan
 from trireme.engine.planner.choose import Choice, choose
 from trireme.engine.planner.clock import DIFFERENT, Watch
@@ -18,9 +17,10 @@ from trireme.engine.planner.predict import Batch, Prediction, predict
 from trireme.engine.planner.rule import Wanted
 from trireme.engine.planner.variants import updated_alike
 from trireme.engine.planner.whole import note_compilation
+from trireme.engine.queues.trace import Span
 from trireme.engine.run.begin.job import Job
 from trireme.engine.run.live import Live
-from trireme.engine.run.report import promise
+from trireme.engine.run.report import estimate
 from trireme.engine.step import Inputs
 
 WORTH_A_MOVE = 0.9  # of a step's time, at most
@@ -66,7 +66,7 @@ class Pace:
         return self.differs or self.live.progress.step + 1 == self.warm
 
     def compare(self, spans: Sequence[Span], micro: Sequence[Inputs], seconds: float) -> bool:
-        """After a step: tells the promise again after the second or, of short ones, the fifth, and after those that
+        """After a step: tells the estimate again after the second or, of short ones, the fifth, and after those that
         differed for minutes.
 
         Returns whether that moved the run to another plan, through a snapshot.
@@ -145,13 +145,13 @@ class Pace:
         return found
 
     def _tell(self, left: int, step_s: float | None = None) -> bool:
-        """The promise of `left` steps; moves to another plan if that pays, and returns whether it did."""
+        """The estimate of `left` steps; moves to another plan if that pays, and returns whether it did."""
         live = self.live
         with live.clock.at("plan"):
-            after = promise(live.job, live.progress.step, live.clock, step_s)
+            after = estimate(live.job, live.progress.step, live.clock, step_s)
             choice = better(live.job, left) if left else None
-        if not live.promised:  # on a CPU
-            live.promised = live.clock.with_spent(after)
+        if not live.estimated:  # on a CPU
+            live.estimated = live.clock.with_spent(after)
         live.screen.say(f"ready    {ready_line(after)}")
         if choice:
             live.screen.say(f"plan     changed: {choice.found.step_s:.3g} s a step; " + "; ".join(choice.because))

@@ -13,7 +13,7 @@ from contextlib import nullcontext
 from pathlib import Path
 from typing import Any, NamedTuple
 
-from trireme.engine.lanes.names import LANES, NET, ON_GPU, kind_of
+from trireme.engine.queues.names import NET, ON_GPU, QUEUES, kind_of
 from trireme.storage.files import partial_of, sync_folder, write_synced
 
 COLUMNS = [
@@ -40,7 +40,7 @@ COLUMNS = [
 ]
 DIVERGING = ("loss", "eval_loss", "grad_norm")  # may be NaN or infinite
 HUGE = 1e15  # the largest of the others
-BOUNDS, LONGEST = {*LANES, *ON_GPU, *NET, "ssd"}, 16  # "bound": a lane, of at most so many characters
+BOUNDS, LONGEST = {*QUEUES, *ON_GPU, *NET, "ssd"}, 16  # "bound": a queue, of at most so many characters
 Record = dict[str, Any]  # of a step or evaluation, by column
 
 

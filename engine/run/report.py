@@ -5,7 +5,6 @@ from __future__ import annotations
 from typing import Any
 
 from trireme.engine.amounts import compact, count, duration, gb, gib, seconds
-from trireme.engine.lanes.names import NET
 from trireme.engine.optimizer import learning_rate
 from trireme.engine.planner.clock import Clock, Part, Times
 from trireme.engine.planner.forecast import ENDLESS
@@ -21,6 +20,7 @@ from trireme.engine.planner.lines import (
 )
 from trireme.engine.planner.reasons import benefits
 from trireme.engine.planner.whole import Events, compile_s, evaluation_s, export_s, foretold, written
+from trireme.engine.queues.names import NET
 from trireme.engine.run.begin.job import Job, shelf
 from trireme.engine.run.evaluation import LONGEST, MAX_NEW
 from trireme.engine.run.options import Every, Options
@@ -59,7 +59,7 @@ def report(job: Job) -> list[str]:
         lines.insert(0, warning)
     lines.append(f"disk     {disk_line(forecast)}")
     if on_gpu:
-        lines.append(f"ready    {ready_line(promise(job))}")
+        lines.append(f"ready    {ready_line(estimate(job))}")
     if on_gpu and job.options.dry_run:  # planning each takes seconds
         changes = forecast.faster(job.data.n_sequences if job.read else ENDLESS, bits_open=job.options.resume is None)
         lines += [f"faster   {c.what}: {c.gain:.1f} times the tokens/s ({seconds(c.step_s)} a step)" for c in changes]
@@ -82,7 +82,7 @@ def planned(job: Job) -> dict[str, Any]:
         "tokens_per_step": f.work.tokens,
         "step_s": step_s,
         "tokens_per_second": f.work.tokens / step_s if step_s else None,
-        "run_s": sum(promise(job).values()) if on_gpu else None,
+        "run_s": sum(estimate(job).values()) if on_gpu else None,
         "limited_by": f.step.bound if on_gpu else None,
         "gpu_bytes": gpu if on_gpu else 0,
         "ram_bytes": ram if on_gpu else gpu + ram,
@@ -220,7 +220,7 @@ def hosts_lines(job: Job, on_gpu: bool) -> list[str]:
     hosts, step, rate = job.plan.hosts, job.forecast.step, job.machine.rates.net
     if hosts == 1:
         return []
-    moved = sum(span.nbytes for span in step.spans if span.lane in NET)
+    moved = sum(span.nbytes for span in step.spans if span.queue in NET)
     share = f": {seconds(step.busy['net'])} of a step of {seconds(step.step_s)}" if on_gpu else ""
     return [
         f"hosts    {hosts}, each with a share of micro-batches and optimizer state, and all weights; "
@@ -250,7 +250,7 @@ def _length_notes(job: Job) -> list[str]:
 # ---------------------------------------------------------------- the whole run
 
 
-def promise(job: Job, done: int = 0, clock: Clock | None = None, step_s: float | None = None) -> dict[Part, float]:
+def estimate(job: Job, done: int = 0, clock: Clock | None = None, step_s: float | None = None) -> dict[Part, float]:
     """Seconds by part of the run after `done` steps; without a clock, from before its start.
 
     `clock`: parts that have happened are taken as they were. `step_s`: measured seconds of a step.

@@ -25,7 +25,7 @@ from trireme.engine.run.live import Live
 from trireme.engine.run.log import Tracker, trackers
 from trireme.engine.run.loop import Interrupted, Run
 from trireme.engine.run.options import Options
-from trireme.engine.run.report import dry_line, promise, report
+from trireme.engine.run.report import dry_line, estimate, report
 from trireme.engine.run.screen import Screen
 from trireme.engine.run.signals import stop_signals
 from trireme.engine.run.verify import check_checkpoint, check_free, new_run, taken
@@ -162,8 +162,8 @@ def _train(job: Job, begun: Begun, screen: Screen, clock: Clock, told: Sequence[
     _settle_exports(live)
     if job.device.type == "cuda":
         with clock.at("plan"):
-            left = promise(job, live.progress.step)
-        live.promised = clock.with_spent(left | {"plan": AGAIN * clock.spent["plan"]})
+            left = estimate(job, live.progress.step)
+        live.estimated = clock.with_spent(left | {"plan": AGAIN * clock.spent["plan"]})
     with ExitStack() as stack:
         stack.callback(live.close_log)
         stack.enter_context(closing(live))

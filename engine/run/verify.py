@@ -21,8 +21,8 @@ from trireme.engine.tuning.packed import Packed
 from trireme.engine.tuning.parts import open_checkpoint
 from trireme.models.config import InputError
 from trireme.storage import snapshots, temporary
+from trireme.storage.auxiliary import content_of
 from trireme.storage.checkpoint import Source
-from trireme.storage.companions import content_of
 from trireme.storage.files import StoreError, existing, lock, make_folder, partial_of, remove_folders, replace_synced
 from trireme.storage.store import Store
 
@@ -176,9 +176,9 @@ def reopen(source: Source, out: Path, opener: str = "AutoModelForCausalLM") -> l
         name = sorted(set(ours.items()) ^ set(theirs.items()))[0][0]
         _differs(out, f"{name} is {_show(ours.get(name))} here and {_show(theirs.get(name))} in {source.folder}")
     others = source.others
-    given = [name for name, companion in others.items() if companion != source.folder / name]
-    for name, companion in others.items():
-        if not (out / name).is_file() or (out / name).read_bytes() != content_of(companion):
+    given = [name for name, auxiliary in others.items() if auxiliary != source.folder / name]
+    for name, auxiliary in others.items():
+        if not (out / name).is_file() or (out / name).read_bytes() != content_of(auxiliary):
             whose = "the one that was trained with" if name in given else f"the one of {source.folder}"
             _differs(out, f"{name} is not {whose}")
     files = written.files[0] if len(written.files) == 1 else f"{len(written.files)} model shards"

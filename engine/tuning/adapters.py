@@ -130,7 +130,7 @@ def adapter_shapes(cfg: ModelConfig) -> dict[str, tuple[int, ...]]:
 def save_adapter(folder: Path, cfg: ModelConfig, reader: Reader, base: str) -> None:
     """Writes the adapters; `base` names their model. Raises StoreError."""
     assert cfg.lora is not None
-    unit = {t.name: u for u, layout in enumerate(reader.homes.geo.weights) for t in layout.tensors}
+    unit = {t.name: u for u, layout in enumerate(reader.placement.geo.weights) for t in layout.tensors}
     names, rank = peft_names(cfg), cfg.lora.rank
     stored = {name: shape[::-1] if turned(name) else shape for name, shape in adapter_shapes(cfg).items()}
     layout = sequential([(names[name], "F32", shape) for name, shape in stored.items()])

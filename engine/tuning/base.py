@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import NamedTuple
 
 from trireme.engine.geometry import geometry
-from trireme.engine.homes import Piece
+from trireme.engine.placement import Piece
 from trireme.models.config import ModelConfig
 from trireme.models.sizes.narrow import FP8
 from trireme.storage.aio import File, together
@@ -54,10 +54,10 @@ def way(layout: Layout, source: Source, stored: Mapping[str, str]) -> Way:
 
 
 class CheckpointBase:
-    """homes.BaseFiles of a checkpoint, read by the requests of the drive that it lies on."""
+    """placement.BaseFiles of a checkpoint, read by the requests of the drive that it lies on."""
 
     def __init__(self, layouts: Mapping[int, Layout], source: Source, stored: Mapping[str, str], device: Device):
-        """`layouts`: of units at home on the SSD. Raises StoreError where a file does not open as the drive's own."""
+        """`layouts`: of units stored on the SSD. Raises StoreError where a file does not open as the drive's own."""
         self.device, self.sizes = device, {name: (source.folder / name).stat().st_size for name in source.files}
         self.ways = {u: way(layout, source, stored) for u, layout in layouts.items()}
         self.files: dict[str, File] = {}

@@ -19,7 +19,7 @@ ALL = ("all", "all-linear")  # words of other trainers for every target
 def chosen(cfg: ModelConfig, freeze: Sequence[str], train: Sequence[str]) -> ModelConfig:
     """`cfg` that trains what matches `train`, all if empty, and not `freeze`: globs over Hugging Face names.
 
-    Raises InputError where a pattern matches nothing, splits a product, or nothing is left to train.
+    Raises InputError where a pattern matches nothing, splits a matmul, or nothing is left to train.
     """
     for flag, patterns in (("--train", train), ("--freeze", freeze)):
         for pattern in patterns:

@@ -12,7 +12,7 @@ from pathlib import Path
 import numpy as np
 from torch import Tensor
 
-from trireme.engine.homes import Progress, silent
+from trireme.engine.placement import Progress, silent
 from trireme.engine.tuning.adapters import Adapter
 from trireme.engine.tuning.opened import read_adapter
 from trireme.engine.tuning.packed import Packed, check_packing, unpacked
@@ -129,7 +129,7 @@ def _is_adapted(cfg: ModelConfig, adapter: Adapter, name: str) -> bool:
 
 
 def factors(cfg: ModelConfig, adapter: Adapter, tensor: Callable[[str], Tensor], name: str) -> tuple[str, Factors]:
-    """(adapted module, what a tensor's matrices, one after another, get the products of); no products without one."""
+    """(adapted module, what a tensor's matrices, one after another, get the matmuls of); no matmuls without one."""
     module = name.removesuffix(".weight")
     parts = shapes.adapter_names(module)
     if module in adapter.ranks and not shapes.adapts_experts(parts[0]):

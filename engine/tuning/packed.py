@@ -17,8 +17,8 @@ import numpy as np
 from trireme.models import hf
 from trireme.models.config import InputError, ModelConfig, Packing
 from trireme.models.sizes import shapes
+from trireme.storage.auxiliary import CONTENT, content_of
 from trireme.storage.checkpoint import CHUNK, INDEX, NUMPY, Source, SourceTensor, stored_values
-from trireme.storage.companions import CONTENT, content_of
 from trireme.storage.files import Say
 from trireme.storage.headers import encode_header
 from trireme.storage.layout import ITEMSIZE, sequential
@@ -209,7 +209,7 @@ def as_trained(cfg: ModelConfig, source: Source, stored: Mapping[str, str]) -> S
     files = (there for name, shape in trained for there, _ in shapes.on_disk(cfg, name, shape))
     found = frozenset(stored[there] for there in files if source.packs(stored[there]))
     if found and not source.files:
-        return Source(source.folder, (), source.tensors, source.companions)
+        return Source(source.folder, (), source.tensors, source.auxiliary)
     return unpacked(source, found if not source.packing.exact else frozenset()) if found else source
 
 
@@ -224,5 +224,5 @@ def unpacked(source: Packed, wide: frozenset[str] = frozenset()) -> Unpacked:
         headers[file] = encode_header(layout, {"format": "pt"})
         for t in layout.tensors:
             tensors[t.name] = SourceTensor(t.dtype, t.shape, file, len(headers[file]) + t.offset)
-    given = source.folder, source.files, tensors, source.companions, source.packing, source.parts, source.made
+    given = source.folder, source.files, tensors, source.auxiliary, source.packing, source.parts, source.made
     return Unpacked(*given, source.tensors, headers, wide)

@@ -41,7 +41,7 @@ def _in_nf4(source: Source) -> Source:
         named = [name + part.suffix for part in NF4.parts]
         parts |= dict(zip(named, matrix.parts, strict=True))
         made |= {named[1]: matrix.nested} if matrix.nested else {}
-    return Packed(source.folder, source.files, tensors, source.companions, NF4, parts, made) if found else source
+    return Packed(source.folder, source.files, tensors, source.auxiliary, NF4, parts, made) if found else source
 
 
 def _pairs(source: Source, packing: Packing) -> dict[str, tuple[str, ...]]:
@@ -97,7 +97,7 @@ def _packed(source: Source, packing: Packing, found: Mapping[str, tuple[str, ...
     if unused:
         say(f"note: {source.folder}: {len(unused):,} scales of activations, as {unused[0]}, are not used")
     tensors = {name: t for name, t in tensors.items() if name not in set(unused)}
-    return Packed(source.folder, source.files, tensors, source.companions, packing, parts, {})
+    return Packed(source.folder, source.files, tensors, source.auxiliary, packing, parts, {})
 
 
 def _parts_of(source: Source, stored: Iterable[str]) -> list[SourceTensor]:

@@ -96,5 +96,5 @@ def quantized(cfg: ModelConfig, source: Source, base: str, stored: dict[str, str
                 made[stored[there] + part.suffix] = Encoded(source, stored[there], packing, i)
     if not parts:
         raise InputError(f"--base {base}: no matrix is frozen. It is of --lora, --adapter, --freeze and --train.")
-    given = source.folder, source.files, source.tensors, source.companions, packing, parts, made
+    given = source.folder, source.files, source.tensors, source.auxiliary, packing, parts, made
     return cfg, Quantized(*given, source)

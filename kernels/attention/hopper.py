@@ -53,7 +53,7 @@ def copy_layout(warps, block_d):
 
 
 @gluon.constexpr_function
-def product_layout(warps, columns):
+def matmul_layout(warps, columns):
     """Layout of an accumulator."""
     return gl.NVMMADistributedLayout([3, 0], [warps, 1], [16, columns, 16])
 

@@ -20,7 +20,7 @@ from trireme.kernels.attention.hopper import (
     cta_barrier,
     first_keys,
     keys_copy,
-    product_layout,
+    matmul_layout,
     program_tile,
     turn,
 )
@@ -81,8 +81,8 @@ def fwd_kernel(
     WARPS: gl.constexpr = gl.num_warps()
     wide: gl.constexpr = copy_layout(WARPS, BLOCK_D)
     tile: gl.constexpr = gl.NVMMASharedLayout(128, 16, rank=2)
-    scores: gl.constexpr = product_layout(WARPS, BLOCK_K)
-    heads: gl.constexpr = product_layout(WARPS, BLOCK_D)
+    scores: gl.constexpr = matmul_layout(WARPS, BLOCK_K)
+    heads: gl.constexpr = matmul_layout(WARPS, BLOCK_D)
     operand: gl.constexpr = gl.DotOperandLayout(0, heads, 2)
     dtype: gl.constexpr = p_q.dtype.element_ty
 

@@ -1,7 +1,7 @@
 """Gradients of the experts' weights: grouped GEMMs over each expert's rows, added to the sum of earlier micro-batches.
 
 A tile of a gradient belongs to one program, which adds its expert's rows in order: no atomics, and every sum has one
-order. Legend: products.py.
+order. Legend: matmuls.py.
 """
 
 from __future__ import annotations
@@ -12,7 +12,7 @@ from torch import Tensor
 
 from trireme.kernels import launch
 from trireme.kernels.experts import hopper
-from trireme.kernels.experts.products import find_rows, place_of
+from trireme.kernels.experts.matmuls import find_rows, place_of
 from trireme.kernels.experts.reference import Order
 from trireme.kernels.launch import cdiv
 from trireme.kernels.launcher import await_previous, launcher

@@ -3,7 +3,7 @@
 Triton copies rows that it must look up into one buffer and waits; here they are copied into ring buffers of STAGES
 slots, looked up a step ahead, and a slot is refilled during the next matrix multiplication. Where the sums are fp32, a
 tile is written to shared memory and the copy engine adds it to the sum (cp.reduce.async.bulk.tensor): no thread reads
-the sum, and values are added and rounded as a thread would. Subnormal sums become zero. Legend: products.py.
+the sum, and values are added and rounded as a thread would. Subnormal sums become zero. Legend: matmuls.py.
 """
 
 from __future__ import annotations
@@ -19,8 +19,8 @@ from triton.experimental.gluon.language.nvidia.hopper import fence_async_shared,
 from triton.experimental.gluon.nvidia.hopper import TensorDescriptor
 
 from trireme.kernels import launch
-from trireme.kernels.attention.hopper import copy_async, copy_layout, cta_barrier, product_layout, turn
-from trireme.kernels.experts.products import find_rows, place_of
+from trireme.kernels.attention.hopper import copy_async, copy_layout, cta_barrier, matmul_layout, turn
+from trireme.kernels.experts.matmuls import find_rows, place_of
 from trireme.kernels.experts.reference import Order
 from trireme.kernels.launch import Grouped, cdiv
 from trireme.kernels.launcher import await_previous, launcher
@@ -78,7 +78,7 @@ def add_kernel(
     wide_a: gl.constexpr = copy_layout(WARPS, BLOCK_A)
     wide_b: gl.constexpr = copy_layout(WARPS, BLOCK_B)
     tile: gl.constexpr = gl.NVMMASharedLayout(128, 16, rank=2)
-    sums: gl.constexpr = product_layout(WARPS, BLOCK_B)
+    sums: gl.constexpr = matmul_layout(WARPS, BLOCK_B)
     dtype: gl.constexpr = p_a.dtype.element_ty
 
     i_e = gl.program_id(0) // (TILES_A * TILES_B)

@@ -65,7 +65,9 @@ def power2(power: Tensor) -> Tensor:
     return ((power + 127) << 23).view(torch.float32)
 
 
-def product(a: Tensor, scale_a: Tensor, b: Tensor, scale_b: Tensor, out: Tensor, bias: Tensor | None = None) -> Tensor:
+def fp8_matmul(
+    a: Tensor, scale_a: Tensor, b: Tensor, scale_b: Tensor, out: Tensor, bias: Tensor | None = None
+) -> Tensor:
     """Fills out (M, N) with a @ b.T * scale_a * scale_b + bias (N,), given a (M, K), b (N, K) E4M3; summed in fp32.
 
     All but bias are aligned to 16 bytes, as cuBLASLt requires.

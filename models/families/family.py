@@ -50,7 +50,7 @@ class Family:
     spelled: dict[str, str] = field(default_factory=lambda: SPELLED)
     layer_norm: bool = False  # LayerNorms with a bias, not RMSNorms
     add_one: bool = False  # norms multiply by 1 + weight
-    gated: bool = True  # otherwise an activation between two products
+    gated: bool = True  # otherwise an activation between two matmuls
     acts: tuple[str, ...] = SILU  # the first is the default
     qk_norm: Literal["", "head", "width"] = ""  # norms of q and k: per head, or over all
     qk_norm_key: str = ""  # there are any; "": always

@@ -31,7 +31,7 @@ from trireme.models.sizes.shapes import (
 )
 
 KNOWN = 4096  # counts that are kept: a step asks for each of its tasks
-TILE = 128  # rows of a tile of grouped products
+TILE = 128  # rows of a tile of grouped matmuls
 
 
 def attended_pairs(lengths: Iterable[int], window: int = 0) -> int:
@@ -53,7 +53,7 @@ def layer_pairs(cfg: ModelConfig, lengths: Iterable[int]) -> int:
 
 
 def _linear_layers(cfg: ModelConfig, kind: str) -> dict[str, tuple[int, int]]:
-    """(in, out) features of a block's linear layers, by the name of their product; without a router and its experts."""
+    """(in, out) features of a block's linear layers, by the name of their matmul; without a router and its experts."""
     found = {}
     if kind != "mlp":
         found["qkv"] = cfg.width, cfg.qkv_width
@@ -68,7 +68,7 @@ def _linear_layers(cfg: ModelConfig, kind: str) -> dict[str, tuple[int, int]]:
 
 @lru_cache(KNOWN)
 def _linear_params(cfg: ModelConfig, kind: str = "block") -> dict[str, int]:
-    """Elements of a block's matrices that a token is multiplied with, by the name of their product."""
+    """Elements of a block's matrices that a token is multiplied with, by the name of their matmul."""
     cfg, kind = seen(cfg, kind)
     found = {name: inside * outside for name, (inside, outside) in _linear_layers(cfg, kind).items()}
     if kind != "attention" and cfg.experts:
@@ -123,7 +123,7 @@ def forward_flops(cfg: ModelConfig, u: int, tokens: int, pairs: int) -> int:
 
 
 def backward_flops(cfg: ModelConfig, u: int, tokens: int, pairs: int) -> int:
-    """Backward of a unit, nothing recomputed: two products for each of forward's, one if frozen; attention five for
+    """Backward of a unit, nothing recomputed: two matmuls for each of forward's, one if frozen; attention five for
     two.
     """
     cfg, what = seen(cfg, kind(cfg, u))
@@ -131,9 +131,9 @@ def backward_flops(cfg: ModelConfig, u: int, tokens: int, pairs: int) -> int:
         frozen = is_frozen(cfg, [(output_name(cfg), ())])
         return (1 if frozen else 2) * forward_flops(cfg, u, tokens, pairs)
     attention = attention_flops(cfg, pairs) if what != "mlp" else 0
-    products = sum(_linear_params(cfg, what).values()) + _trained_params(cfg, u) + 2 * _adapter_params(cfg, u)
-    products += _expert_bias_params(cfg, u) if what != "attention" else 0
-    return 2 * tokens * products + attention * 5 // 2
+    matmuls = sum(_linear_params(cfg, what).values()) + _trained_params(cfg, u) + 2 * _adapter_params(cfg, u)
+    matmuls += _expert_bias_params(cfg, u) if what != "attention" else 0
+    return 2 * tokens * matmuls + attention * 5 // 2
 
 
 def recompute_flops(cfg: ModelConfig, kept: frozenset[str], tokens: int, pairs: int, kind: str = "block") -> int:
@@ -146,7 +146,7 @@ def recompute_flops(cfg: ModelConfig, kept: frozenset[str], tokens: int, pairs: 
 
 
 class Grouped(NamedTuple):
-    """FLOPs of a unit's work that are experts' products, with the rows that their tiles pad."""
+    """FLOPs of a unit's work that are experts' matmuls, with the rows that their tiles pad."""
 
     forward: float = 0.0
     backward: float = 0.0  # gradients of rows
@@ -190,7 +190,7 @@ def in_fp8_work(cfg: ModelConfig, u: int, kept: frozenset[str], tokens: int) -> 
     again = {name: size for name, size in found.items() if name in missing}
     flops = lambda sizes: 2 * N * sum(a * b for a, b in sizes.values())
     # Read twice, written once: x; behind, dy in both orders; a slice written and read. Matrices: Geometry.decode_bytes,
-    # or where each product quantises them as x.
+    # or where each matmul quantises them as x.
     moved = lambda sizes: sum(5 * (N * a + each * a * b) for a, b in sizes.values())
     behind = sum(
         (5 + trained) * N * b + trained * (5 * N * a + 8 * a * b) + 5 * each * a * b for a, b in found.values()

@@ -12,7 +12,7 @@ from trireme.models.config import ModelConfig
 from trireme.models.families.packing import Part
 from trireme.models.sizes.shapes import Group, frozen_groups, is_frozen, is_packed, on_disk, weight_groups
 
-FP8 = ROWS, COLUMNS, SCALE = "_rows", "_columns", "_scale"  # behind the name of a product's first matrix: its codes
+FP8 = ROWS, COLUMNS, SCALE = "_rows", "_columns", "_scale"  # behind the name of a matmul's first matrix: its codes
 MOST_CODES = 1 << 29  # elements of a unit that codes are made of once a pass, in both orders
 FP8_DTYPES = {ROWS: "F8_E4M3", COLUMNS: "F8_E4M3", SCALE: "F32"}
 FP8_SCALE = (4,)  # shape: the first is the scale, of which cuBLASLt asks that it lies at a multiple of 16 bytes
@@ -73,12 +73,12 @@ def own_dtypes(cfg: ModelConfig, u: int) -> dict[str, str]:
 
 
 def in_fp8(cfg: ModelConfig, rows: int, columns: int) -> bool:
-    """Whether a linear layer's matrix is multiplied in fp8: the hardware's products are of multiples of 16."""
+    """Whether a linear layer's matrix is multiplied in fp8: the hardware's matmuls are of multiples of 16."""
     return cfg.fp8 and rows % 16 == 0 and columns % 16 == 0
 
 
 def fp8_groups(cfg: ModelConfig, u: int) -> list[Group]:
-    """Matrices of the products in fp8."""
+    """Matrices of the matmuls in fp8."""
     if not cfg.fp8 or u in (0, cfg.n_units - 1):
         return []
     router = f".{cfg.names.router}.weight"
@@ -87,12 +87,12 @@ def fp8_groups(cfg: ModelConfig, u: int) -> list[Group]:
 
 
 def fused(group: Group) -> tuple[int, int]:
-    """Shape of a product's matrices as one."""
+    """Shape of a matmul's matrices as one."""
     return sum(shape[0] for _, shape in group), group[0][1][1]
 
 
 def quantised_each(cfg: ModelConfig, u: int) -> bool:
-    """Whether each product quantises unit u's trained matrices: codes of all would leave too little of a GPU."""
+    """Whether each matmul quantises unit u's trained matrices: codes of all would leave too little of a GPU."""
     return sum(prod(fused(group)) for group in fp8_groups(cfg, u) if not is_frozen(cfg, group)) > MOST_CODES
 
 

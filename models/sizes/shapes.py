@@ -138,13 +138,15 @@ def is_packed(cfg: ModelConfig, group: Group) -> bool:
 def is_frozen(cfg: ModelConfig, group: Group) -> bool:
     """Whether a group is frozen, as a router's correction always is.
 
-    Raises InputError where only some tensors of the one product are.
+    Raises InputError where only some tensors of the one matmul are.
     """
     if len(group) == 1 and cfg.names.correction and group[0][0].endswith(cfg.names.correction):
         return True
     found = [_matches(name, cfg.frozen) for name, _ in group]
     if any(found) and not all(found):
-        raise InputError(f"{', '.join(name for name, _ in group)} are one product here: freeze all of them, or none.")
+        raise InputError(
+            f"{', '.join(name for name, _ in group)} are multiplied as one matrix: freeze all of them, or none."
+        )
     return all(found)
 
 
@@ -155,7 +157,7 @@ def _matches(name: str, patterns: tuple[str, ...]) -> bool:
 
 
 def _adapter_groups(cfg: ModelConfig, lora: Lora, groups: list[Group]) -> list[Group]:
-    """Adapters of a part: of each product every A (rank, in), neighbours, then every B (out, rank).
+    """Adapters of a part: of each matmul every A (rank, in), neighbours, then every B (out, rank).
 
     Of experts all A, by expert and rank (E rank, in), and all B (E rank, out).
     """
@@ -181,7 +183,7 @@ def adapts_experts(name: str) -> bool:
 
 
 def features(cfg: ModelConfig, names: tuple[str, ...]) -> tuple[int, ...]:
-    """Features of each matrix of a product, given their names within a block."""
+    """Features of each matrix of a matmul, given their names within a block."""
     own = cfg.names
     if names == own.qkv:
         return (cfg.qkv_width,) if len(names) == 1 else (cfg.q_width, cfg.kv_width, cfg.kv_width)
@@ -290,12 +292,12 @@ def parameters(cfg: ModelConfig, u: int | None = None) -> int:
 
 
 def up_name(cfg: ModelConfig) -> str:
-    """The MLP's first product."""
+    """The MLP's first matmul."""
     return "gate_up" if cfg.gated else "fc"
 
 
 def up_width(cfg: ModelConfig) -> int:
-    """Features of the MLP's first product."""
+    """Features of the MLP's first matmul."""
     ffn = cfg.experts.width if cfg.experts else cfg.ffn
     return 2 * ffn if cfg.gated else ffn
 
@@ -306,7 +308,7 @@ def hidden_width(cfg: ModelConfig) -> int:
 
 
 def chosen(cfg: ModelConfig) -> int:
-    """Rows of the MLP's products for each token."""
+    """Rows of the MLP's matmuls for each token."""
     return cfg.experts.chosen if cfg.experts else 1
 
 

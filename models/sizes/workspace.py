@@ -12,7 +12,7 @@ from trireme.models.sizes.narrow import in_fp8, quantised_each
 from trireme.models.sizes.shapes import chosen, hidden_width, is_frozen, kind, output_name, seen, up_width
 
 LOSS_CHUNK = 2048  # rows of logits; default of linear_cross_entropy
-SLICE = 1 << 25  # bytes of an fp8 product on its way to a gradient's sum
+SLICE = 1 << 25  # bytes of an fp8 matmul on its way to a gradient's sum
 PROGRAMS = 1024  # most rows of fp32 partial sums in a norm's backward
 SLACK = 1 << 20
 
@@ -47,13 +47,13 @@ class _Sizes(NamedTuple):
 
 
 class _Codes(NamedTuple):
-    """Bytes that a linear layer's products take in fp8 (linear.py); in bf16 only `held`."""
+    """Bytes that a linear layer's matmuls take in fp8 (linear.py); in bf16 only `held`."""
 
     x: int = 0  # codes of x, and of the matrix
-    matrix: int = 0  # where each product makes them
+    matrix: int = 0  # where each matmul makes them
     dy: int = 0  # codes of dy, in both orders
     add: int = 0  # codes of x, and a slice of the gradient
-    held: int = 0  # what backward's products read of dy
+    held: int = 0  # what backward's matmuls read of dy
 
 
 def _codes(cfg: ModelConfig, sizes: _Sizes, inside: int, outside: int, keeps: bool = False) -> _Codes:
@@ -75,7 +75,7 @@ def _block_workspace(cfg: ModelConfig, kind: str, sizes: _Sizes) -> int:
     tokens, itemsize, *_ = sizes
     x, tile = tokens * cfg.width * itemsize, min(tokens, cfg.mlp_rows)  # block.mlp_forward
     y, row = tile * cfg.width * itemsize, tokens * 4  # one fp32 a token
-    # branch.branch_backward: scaled dy; product, norm, gradient; the other half's product
+    # branch.branch_backward: scaled dy; matmul, norm, gradient; the other half's matmul
     behind = (y if kind == "mlp" else x) * ((cfg.branch_scale != 1.0) + 4 * bool(cfg.names.post1))
     mlp_forward, mlp_backward = _mlp_moments(cfg, sizes._replace(tokens=tile))
     result, attention = _attention_moments(cfg, sizes)
@@ -104,11 +104,11 @@ def _attention_moments(cfg: ModelConfig, sizes: _Sizes) -> tuple[int, list[int]]
     result = qkv + normed + attn + lse
     first = _codes(cfg, sizes, cfg.width, cfg.qkv_width, cfg.qkv_bias)
     last = _codes(cfg, sizes, cfg.q_width, cfg.width)  # dy is the caller's
-    product = x * (last.x > 0)  # added to what there is
+    matmul = x * (last.x > 0)  # added to what there is
     return result, [
         x + first.x + qkv,  # attention._project
-        attn + last.x + product,  # add_branch
-        result + last.x + product,  # attention.residual: beside it `out`
+        attn + last.x + matmul,  # add_branch
+        result + last.x + matmul,  # attention.residual: beside it `out`
         result + last.dy + last.add,  # attention.backward_to_qkv
         result + last.dy + last.matrix + attn,
         result + attn + qkv + lse,  # dout, dqkv, row sums of dout * out
@@ -129,7 +129,7 @@ def _mlp_moments(cfg: ModelConfig, sizes: _Sizes) -> tuple[list[int], list[int]]
         forward = [routes + y + up, routes + up + act, routes + act + wide]
         backward = [routes + y + activation, routes + y + up + wide, routes + y + wide + y]
         forward.append(y + routes + tile * 8 * cfg.experts.count)  # rows.Load.add: y, softmax in fp32
-        if cfg.lora and cfg.lora.adapts(cfg.names.experts):  # lora.Stacked: products before they are added
+        if cfg.lora and cfg.lora.adapts(cfg.names.experts):  # lora.Stacked: matmuls before they are added
             thin = routes + 5 * tile * chosen(cfg) * cfg.lora.rank * itemsize
             forward += [thin + y + 2 * up, thin + act + 2 * wide]
             backward += [thin + y + max(activation, 2 * up), thin + y + up + 2 * wide]

@@ -160,9 +160,9 @@ def gemms(cfg: ModelConfig, tokens: int, device: torch.device | str) -> tuple[li
         if narrow.in_fp8(cfg, rows, columns):
             w8, x8, dy8 = (ops.quantize(t, columns=True) for t in (w, x, dy))
             calls = [
-                partial(ops.product, x8.rows, x8.scale, w8.rows, w8.scale, y),
-                partial(ops.product, dy8.rows, dy8.scale, w8.columns, w8.scale, dx),
-                partial(ops.product, dy8.columns, dy8.scale, x8.columns, x8.scale, dw),
+                partial(ops.fp8_matmul, x8.rows, x8.scale, w8.rows, w8.scale, y),
+                partial(ops.fp8_matmul, dy8.rows, dy8.scale, w8.columns, w8.scale, dx),
+                partial(ops.fp8_matmul, dy8.columns, dy8.scale, x8.columns, x8.scale, dw),
             ]
         else:
             pairs = (x, w.T, y), (dy, w, dx), (dy.T, x, dw)

@@ -13,12 +13,12 @@ from typing import Any
 import block_parts
 import torch
 
-from trireme.engine.lanes.names import READS, WRITES, kind_of
-from trireme.engine.lanes.trace import Span
 from trireme.engine.memory import DTYPE
 from trireme.engine.plan import Plan
 from trireme.engine.planner.probe import drive_rates, fp8_rate, matmul_rate, processor_rates
 from trireme.engine.planner.rates import Rates, rates_of
+from trireme.engine.queues.names import READS, WRITES, kind_of
+from trireme.engine.queues.trace import Span
 from trireme.models.config import ModelConfig
 from trireme.models.sizes import costs, shapes
 
@@ -48,16 +48,16 @@ def lower_bounds(spans: Sequence[Span], ceilings: Rates, adam_params: float) -> 
     flops: Counter[str] = Counter()
     moved: Counter[str] = Counter()
     for s in spans:
-        flops[s.lane] += s.flops
-        moved[s.lane] += s.nbytes
+        flops[s.queue] += s.flops
+        moved[s.queue] += s.nbytes
 
     def most(amounts: Counter[str], name: str) -> float:
-        return max((n for lane, n in amounts.items() if kind_of(lane) == name), default=0)
+        return max((n for queue, n in amounts.items() if kind_of(queue) == name), default=0)
 
     ssd = 0.0
     if ceilings.ssd_read:
-        ssd += sum(moved[lane] for lane in READS) / ceilings.ssd_read
-        ssd += sum(moved[lane] for lane in WRITES) / ceilings.ssd_write
+        ssd += sum(moved[queue] for queue in READS) / ceilings.ssd_read
+        ssd += sum(moved[queue] for queue in WRITES) / ceilings.ssd_write
     return {
         "compute": most(flops, "compute") / ceilings.matmul,
         "h2d": most(moved, "h2d") / ceilings.h2d,
@@ -89,9 +89,9 @@ def sustained_rates(cfg: ModelConfig, plan: Plan, seq: int, device: torch.device
 
 def against(result: dict[str, Any], ceilings: Rates, what: str, rate: float) -> dict[str, float]:
     """Prints and returns lower bound and ratio at the `rate` of `what`."""
-    lanes = {lane: times["bound_s"] for lane, times in result["lanes"].items() if lane != "measured"}
-    lanes["compute"] *= ceilings.matmul / rate
-    bound_s = max(lanes.values())
+    queues = {queue: times["bound_s"] for queue, times in result["queues"].items() if queue != "measured"}
+    queues["compute"] *= ceilings.matmul / rate
+    bound_s = max(queues.values())
     ratio = result["step_s"] / bound_s
     print(f"sustained rate of {what}: {rate / 1e12:.0f} TFLOP/s, lower bound {bound_s:.3f} s, ratio {ratio:.3f}")
     return {"rate": rate, "bound_s": bound_s, "ratio": ratio}

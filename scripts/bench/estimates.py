@@ -38,10 +38,10 @@ STEPS = (  # arguments of step.py; --store is given a folder
     "llama-1.3b --gpu-memory 24GiB --ram 60GiB --tokens 8192",
     "llama-1.3b --gpu-memory 80GiB --ram 60GiB --seq 8192",
     "llama-1.3b --gpu-memory 12GiB --ram 40GiB --seq 512",
-    "llama-1.3b --gpu-memory 16GiB --ram 60GiB --homes host --tokens 4096",
+    "llama-1.3b --gpu-memory 16GiB --ram 60GiB --placement host --tokens 4096",
     "llama-1.3b --gpu-memory 12GiB --ram 10GiB --store",
-    "llama-1.3b --gpu-memory 24GiB --ram 16GiB --homes state-ssd --adam-bits 8 --store",
-    "llama-1.3b --gpu-memory 24GiB --ram 16GiB --homes state-ssd --tokens 65536 --store",
+    "llama-1.3b --gpu-memory 24GiB --ram 16GiB --placement state-ssd --adam-bits 8 --store",
+    "llama-1.3b --gpu-memory 24GiB --ram 16GiB --placement state-ssd --tokens 65536 --store",
     "llama-3b --gpu-memory 24GiB --ram 100GiB",
     "llama-3b --gpu-memory 12GiB --ram 60GiB --clip 0 --seq 2048 --tokens 8192",
     "llama-3b --gpu-memory 16GiB --ram 30GiB --clip 0 --store",
@@ -109,7 +109,7 @@ def one_run(words: list[str], path: Path) -> None:
     clock.spent["imports"] += clock.whole
     live = finetune(options, clock=clock)
     assert live is not None
-    estimated, took = live.promised, live.clock.spent
+    estimated, took = live.estimated, live.clock.spent
     need = usage(live.job.forecast.geo, live.job.plan)
     gpu, ram = memory_in_use(live.job.device)
     code = CODE if live.job.device.type == "cuda" else need["gpu"]

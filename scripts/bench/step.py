@@ -29,8 +29,6 @@ from trireme.engine.buffers import usage
 from trireme.engine.build import inputs_on
 from trireme.engine.check.steps import make_batch, random_engine
 from trireme.engine.data.dataset import MicroBatch
-from trireme.engine.lanes.real import InlineLanes, RealLanes
-from trireme.engine.lanes.trace import Span, busy, perfetto
 from trireme.engine.optimizer import StepStats
 from trireme.engine.plan import DoesNotFit, Limits, Plan
 from trireme.engine.planner.choose import choose
@@ -40,6 +38,8 @@ from trireme.engine.planner.predict import Batch, predict
 from trireme.engine.planner.rates import CODE, Rates
 from trireme.engine.planner.rule import Wanted, simple_plan, sizes_of
 from trireme.engine.planner.sizes import MODELS
+from trireme.engine.queues.real import InlineQueues, RealQueues
+from trireme.engine.queues.trace import Span, busy, perfetto
 from trireme.engine.run.begin.settle import record_size
 from trireme.engine.step import Engine, train_step
 from trireme.models.config import ModelConfig
@@ -64,7 +64,7 @@ def wanted_of(a: Arguments, cfg: ModelConfig, dtype: str, limits: Limits) -> Wan
         mode="forward" if a.clip else "backward",
         record=a.record or record_size(shapes.parameters(cfg), limits.host),
         adam_bits=a.adam_bits,
-        homes=a.homes,
+        placement=a.placement,
         on_cuda=dtype == "BF16",
         document=a.seq,
         gpus=a.gpus,
@@ -72,11 +72,11 @@ def wanted_of(a: Arguments, cfg: ModelConfig, dtype: str, limits: Limits) -> Wan
 
 
 def make_plan(a: Arguments, cfg: ModelConfig, dtype: str, limits: Limits, rates: Rates) -> Plan:
-    """The plan of --plan, of the rule (--homes, --rule) or of a run; with one buffer of weights for --off prefetch."""
+    """The plan of --plan, of the rule (--placement, --rule) or of a run; one buffer of weights for --off prefetch."""
     wanted = wanted_of(a, cfg, dtype, limits)
     if a.plan:
         plan = Plan.load(Path(a.plan))
-    elif a.rule or a.homes != "auto":
+    elif a.rule or a.placement != "auto":
         plan = simple_plan(cfg, limits, wanted)
     else:
         choice = choose(cfg, limits, rates, wanted)
@@ -105,26 +105,26 @@ def run_steps(a: Arguments, e: Engine, batch_of: Callable[[int], list[MicroBatch
     Of three or more warm-up steps the last but one is traced, with the queues empty before and after it, as a run
     traces its second step: the first compiles kernels.
     """
-    places = [(rope_tables(e.cfg, a.seq, gpu), gpu) for gpu in e.lanes.devices]
+    places = [(rope_tables(e.cfg, a.seq, gpu), gpu) for gpu in e.queues.devices]
     times, losses, warm = [], [], []
     traced = a.warmup - 1 if a.warmup > 2 else 0
     for step in range(1, a.warmup + a.steps + 1):
         batch = batch_of(step)
         start = time.perf_counter()
-        e.lanes.tracing = step in (traced, a.warmup + a.steps)
+        e.queues.tracing = step in (traced, a.warmup + a.steps)
         stats = _step(a, e, batch, places, step)
         times.append(time.perf_counter() - start)
         losses.append(stats.loss)
         print(f"step {step}: {times[-1]:.3f} s, loss {stats.loss:.4f}, norm {stats.grad_norm:.3f}", flush=True)
         if traced and step in (traced - 1, traced):
-            e.lanes.drain()
-            warm = e.lanes.trace()
-    e.lanes.tracing = False
+            e.queues.drain()
+            warm = e.queues.trace()
+    e.queues.tracing = False
     start = time.perf_counter()
     e.optimizer.flush()
-    e.lanes.drain()
+    e.queues.drain()
     print(f"last updates: {time.perf_counter() - start:.3f} s")
-    return Run(times[a.warmup :], times[a.warmup - 2], losses, warm, e.lanes.trace())
+    return Run(times[a.warmup :], times[a.warmup - 2], losses, warm, e.queues.trace())
 
 
 def _step(
@@ -144,11 +144,11 @@ def _step(
 @contextmanager
 def engine_of(a: Arguments, cfg: ModelConfig, plan: Plan, limits: Limits, device: torch.device) -> Iterator[Engine]:
     torch.manual_seed(0)
-    lanes = (InlineLanes if "overlap" in a.off else RealLanes)(device, gpus=plan.gpus)
+    queues = (InlineQueues if "overlap" in a.off else RealQueues)(device, gpus=plan.gpus)
     start = time.perf_counter()
     hold_to(limits, device)
     folder = Path(a.store) if a.store else None
-    with random_engine(cfg, plan, limits, lanes, folder, a.clip, "pinning" not in a.off) as e:
+    with random_engine(cfg, plan, limits, queues, folder, a.clip, "pinning" not in a.off) as e:
         for line in e.memory.describe():
             print(line)
         print(f"set-up {time.perf_counter() - start:.1f} s; {plan.n_micro} micro-batches of {plan.tokens} tokens")
@@ -189,17 +189,17 @@ def against_bound(a: Arguments, e: Engine, rates: Rates, run: Run) -> dict[str, 
     ceilings = blended(e.cfg, e.plan, a.tokens, a.seq, rates)
     step_s, bounds = statistics.median(run.times), lower_bounds(run.last, ceilings, on_cpu)
     at_work = busy(run.last) | {"ssd": measured(run.last)["ssd"]}
-    bound = max(bounds, key=lambda lane: bounds[lane])
+    bound = max(bounds, key=lambda queue: bounds[queue])
     flops = costs.model_flops(e.cfg, a.tokens, costs.layer_pairs(e.cfg, [a.seq] * (a.tokens // a.seq)))
     print(f"{'queue':10} {'bound s':>9} {'busy s':>9}")
-    for lane in bounds:
-        print(f"{lane:10} {bounds[lane]:9.3f} {at_work.get(lane, 0):9.3f}")
+    for queue in bounds:
+        print(f"{queue:10} {bounds[queue]:9.3f} {at_work.get(queue, 0):9.3f}")
     found = {
         "bound_s": bounds[bound],
         "ratio": step_s / bounds[bound],
         "bound": bound,
         "ceilings": vars(rates),
-        "lanes": {k: {"bound_s": v, "busy_s": at_work.get(k, 0)} for k, v in bounds.items()} | {"measured": at_work},
+        "queues": {k: {"bound_s": v, "busy_s": at_work.get(k, 0)} for k, v in bounds.items()} | {"measured": at_work},
         "tokens_per_s": a.tokens / step_s,
         "model_tflops": flops / step_s / 1e12,
     }
@@ -277,7 +277,7 @@ def arguments(argv: list[str]) -> Arguments:
     p.add_argument("--ram", type=size)
     p.add_argument("--store", help="a folder on the SSD; without it the SSD is not used")
     p.add_argument(
-        "--homes",
+        "--placement",
         choices=("auto", "gpu", "host", "ssd", "state-ssd"),
         default="auto",
         help="store everything in one tier",

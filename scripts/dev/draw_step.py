@@ -8,13 +8,13 @@ from __future__ import annotations
 import sys
 from dataclasses import replace
 
-from trireme.engine.lanes.task import Kind
-from trireme.engine.lanes.trace import Span
 from trireme.engine.plan import Plan, UnitPlan
 from trireme.engine.planner.predict import Batch, Prediction, predict
 from trireme.engine.planner.rates import Rates
 from trireme.engine.planner.rule import spread
 from trireme.engine.planner.sizes import MODELS
+from trireme.engine.queues.task import Kind
+from trireme.engine.queues.trace import Span
 
 # Of an RTX 4090 and fast drives.
 MODEL = replace(MODELS["llama-7b"], n_layers=12)
@@ -54,17 +54,17 @@ def plan() -> Plan:
 
 def picture(found: Prediction) -> str:
     """The last simulated step as SVG."""
-    begin = min(s.start for s in found.spans if s.lane == "compute")
+    begin = min(s.start for s in found.spans if s.queue == "compute")
     end = max(s.end for s in found.spans if s.kind == "statistics")
     colour = {kind: colour for colour, kinds in KINDS.values() for kind in kinds}
     to_x = lambda seconds: LEFT + (seconds - begin) / (end - begin) * (WIDTH - LEFT - RIGHT)
     height = TOP + len(ROWS) * ROW + 26
     parts = [_legend()]
-    for i, (lane, label) in enumerate(ROWS.items()):
+    for i, (queue, label) in enumerate(ROWS.items()):
         y = TOP + i * ROW
         parts.append(f'<text x="{LEFT - 10}" y="{y + 15}" text-anchor="end">{label}</text>')
         parts.append(f'<path d="M{LEFT} {y + BAR}H{WIDTH - RIGHT}" stroke="#e3e3e3"/>')
-        for s in _joined([s for s in found.spans if s.lane == lane and s.kind in colour]):
+        for s in _joined([s for s in found.spans if s.queue == queue and s.kind in colour]):
             a, b = to_x(max(s.start, begin)), to_x(min(s.end, end))
             if b - a < 0.4:
                 continue

@@ -22,7 +22,7 @@ ROOMS = {
     "engine/data/files": "from files to rows",
     "engine/data/formats": "from rows to examples: the text, and what is trained on",
     "engine/hosts": "several hosts: membership, agreement, transfers between them",
-    "engine/lanes": "queues that execute the tasks of a step, and their trace",
+    "engine/queues": "queues that execute the tasks of a step, and their trace",
     "engine/tuning": "which weights are trained: some tensors, or adapters",
     "engine/planner": "how a plan is found and how long it takes",
     "engine/run": "one run, from options to the output folder",

@@ -112,22 +112,22 @@ THROUGHPUT = (
 # ---------------------------------------------------------------- Trireme
 
 
-def forecast(cfg: ModelConfig, m: Machine, sequences: int, mode: str = "forward", homes: str = "auto") -> Forecast:
+def forecast(cfg: ModelConfig, m: Machine, sequences: int, mode: str = "forward", placement: str = "auto") -> Forecast:
     """By the rule's plan; `sequences` of 1,024 tokens. Raises DoesNotFit."""
     rows = [k for k in (16, 8, 4, 2, 1) if k <= sequences]
     record = record_size(shapes.parameters(cfg), m.limits.host)
-    wanted = Wanted(sizes_of(rows, sequences, SEQ), mode=mode, homes=homes, record=record)
+    wanted = Wanted(sizes_of(rows, sequences, SEQ), mode=mode, placement=placement, record=record)
     made = Forecast(cfg, simple_plan(cfg, m.limits, wanted), m, m.limits, Work(SEQ, sequences, 1))
     check_drive(made)
     return made
 
 
-def faster(made: Forecast, homes: str) -> Forecast:
+def faster(made: Forecast, placement: str) -> Forecast:
     """The same step by a run's plan."""
     p = made.plan
     sizes = [(2 * p.tokens, p.n_micro // 2), (p.tokens, p.n_micro), (p.tokens // 2, 2 * p.n_micro)]
     sizes = sizes[p.n_micro % 2 : 2 + (p.tokens > SEQ)]
-    wanted = Wanted(tuple(sizes), p.dtype, p.mode, p.record, homes=homes, document=SEQ)
+    wanted = Wanted(tuple(sizes), p.dtype, p.mode, p.record, placement=placement, document=SEQ)
     return replace(made, plan=choose(made.cfg, made.limits, made.machine.rates, wanted).plan)
 
 
@@ -136,11 +136,11 @@ def with_adapters(cfg: ModelConfig, rank: int) -> ModelConfig:
     return adapted(cfg, Lora(rank, 2.0 * rank, targets(cfg, ()))) if rank else cfg
 
 
-def best(cfg: ModelConfig, m: Machine, most: int, mode: str, homes: str = "auto") -> Forecast | None:
+def best(cfg: ModelConfig, m: Machine, most: int, mode: str, placement: str = "auto") -> Forecast | None:
     """The largest step that fits, halving from `most` sequences."""
     while most:
         try:
-            return faster(forecast(cfg, m, most, mode, homes), homes)
+            return faster(forecast(cfg, m, most, mode, placement), placement)
         except DoesNotFit:
             most //= 2
     return None
@@ -206,7 +206,7 @@ def windows() -> list[Row]:
     m, rows = machine(GPUS["v100-32g"], 755 * 10**9, None, dram=SERVER_DRAM), []
     for name, cfg, sequences in (("1.7B", NARROW["1.7B"], 4), ("1.7B", NARROW["1.7B"], 16), ("40B", NARROW["40B"], 4)):
         record = record_size(shapes.parameters(cfg), m.limits.host)
-        wanted = Wanted(((sequences * SEQ, 1),), mode="backward", record=record, homes="host")
+        wanted = Wanted(((sequences * SEQ, 1),), mode="backward", record=record, placement="host")
         plan = simple_plan(cfg, m.limits, wanted)
         made = [replace(plan, window=n, units=tuple(replace(u, saved=()) for u in plan.units)) for n in WINDOWS]
         made = [p for p in made if fits(Geometry.of(cfg, p), p, m.limits)]

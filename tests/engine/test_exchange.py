@@ -1,4 +1,4 @@
-"""From a checkpoint into the homes and back: exact in every dtype and tier, tied weights checked, the old one safe."""
+"""From a checkpoint into the engine and back: exact in every dtype and tier, tied weights checked, the old one safe."""
 
 from dataclasses import replace
 
@@ -12,10 +12,10 @@ from trireme.engine import exchange as module
 from trireme.engine.between import Reader, Writer
 from trireme.engine.build import build
 from trireme.engine.exchange import Exchange, Kept
-from trireme.engine.homes import Entry
-from trireme.engine.lanes.real import InlineLanes
 from trireme.engine.memory import views
+from trireme.engine.placement import Entry
 from trireme.engine.plan import UnitPlan
+from trireme.engine.queues.real import InlineQueues
 from trireme.kernels.fp8.reference import quantize
 from trireme.kernels.reference import split_master
 from trireme.models.config import InputError
@@ -51,7 +51,7 @@ def checkpoint(folder, cfg, dtype="F32", seed=0, **extra):
 
 def exchange(cfg, source, tier="gpu", dtype="BF16"):
     plan = gpu_plan(cfg, units=(UnitPlan(tier, tier),) * cfg.n_units, dtype=dtype, record=700)
-    return Exchange(cfg, source, build(cfg, plan, LIMITS, InlineLanes(), store=MemoryStore()).homes)
+    return Exchange(cfg, source, build(cfg, plan, LIMITS, InlineQueues(), store=MemoryStore()).placement)
 
 
 @pytest.mark.parametrize("tier", ["gpu", "host", "ssd"])
@@ -72,7 +72,7 @@ def test_what_f16_cannot_hold_is_limited_and_counted(tmp_path, compute):
     name = "lm_head.weight"
     trained = exchange(LLAMA, checkpoint(tmp_path / "in", LLAMA, **{name: large}), dtype=compute)
     trained.load()
-    x = Exchange(LLAMA, checkpoint(tmp_path / "f16", LLAMA, "F16"), trained.homes)
+    x = Exchange(LLAMA, checkpoint(tmp_path / "f16", LLAMA, "F16"), trained.placement)
     for _ in range(2):
         x.save(tmp_path / "out")
         assert x.beyond == {name: 2}
@@ -88,49 +88,51 @@ def test_what_is_kept_is_of_its_moment(tmp_path, tier, stored, compute):
     """Twice: of the second moment. In as many bytes as are foretold."""
     one, two = (checkpoint(tmp_path / name, LLAMA, stored, seed=seed) for seed, name in enumerate(("one", "two")))
     x = exchange(LLAMA, one, tier, compute)
-    kept = Kept(x.homes, exact=stored == "F32")
+    kept = Kept(x.placement, exact=stored == "F32")
     for source in (two, one):
-        Exchange(LLAMA, source, x.homes).load()
+        Exchange(LLAMA, source, x.placement).load()
         kept.take()
-    Exchange(LLAMA, two, x.homes).load()
-    Exchange(LLAMA, one, x.homes, reader=kept).save(tmp_path / "out")
+    Exchange(LLAMA, two, x.placement).load()
+    Exchange(LLAMA, one, x.placement, reader=kept).save(tmp_path / "out")
     assert (tmp_path / "out/model.safetensors").read_bytes() == (tmp_path / "one/model.safetensors").read_bytes()
-    low = 2 * sum(x.homes.geo.numel) * (stored == "F32" and compute == "BF16")
-    assert sum(map(len, kept._copies.values())) == sum(layout.span for layout in x.homes.geo.weights) + low
+    low = 2 * sum(x.placement.geo.numel) * (stored == "F32" and compute == "BF16")
+    assert sum(map(len, kept._copies.values())) == sum(layout.span for layout in x.placement.geo.weights) + low
 
 
 @pytest.mark.parametrize("tier", ["gpu", "host", "ssd"])
 def test_moments_are_zero_however_often_homes_are_filled(tmp_path, tier):
-    """The first time, homes in RAM are zero already; a later time they are not."""
+    """The first time, placement in RAM are zero already; a later time they are not."""
     x = exchange(LLAMA, checkpoint(tmp_path / "in", LLAMA), tier)
     x.load()
-    states = [Reader(x.homes).read(entry).clone() for entry in x.homes.entries() if entry.kind == "state"]
-    for u in range(x.homes.geo.n_units):
-        for r in range(len(x.homes.state[u])):
-            with Writer(x.homes, Entry("state", u, r)) as buffer:
+    states = [Reader(x.placement).read(entry).clone() for entry in x.placement.entries() if entry.kind == "state"]
+    for u in range(x.placement.geo.n_units):
+        for r in range(len(x.placement.state[u])):
+            with Writer(x.placement, Entry("state", u, r)) as buffer:
                 buffer.fill_(7)
     x.load()
-    entries = [entry for entry in x.homes.entries() if entry.kind == "state"]
+    entries = [entry for entry in x.placement.entries() if entry.kind == "state"]
     assert states
     for entry, first in zip(entries, states, strict=True):
-        found, m = Reader(x.homes).read(entry), x.homes.layout(entry)["m"]
+        found, m = Reader(x.placement).read(entry), x.placement.layout(entry)["m"]
         assert torch.equal(first, found), entry
         assert not found[m.offset : m.offset + m.nbytes].any(), entry
 
 
 @pytest.mark.parametrize("stored", ["F32", "BF16"])
 def test_zeros_are_not_brought_to_a_gpu(tmp_path, monkeypatch, stored):
-    """Pretended: a home that the CPU cannot address. A checkpoint in bf16 has no low halves."""
+    """Pretended: a place that the CPU cannot address. A checkpoint in bf16 has no low halves."""
     x, brought = exchange(LLAMA, checkpoint(tmp_path / "in", LLAMA, stored)), []
     x.load()
-    first = [home.clone() for unit in x.homes.state for home in unit]
-    for home in (home for unit in x.homes.state for home in unit):
-        home.fill_(7)
-    in_ram = x.homes.in_ram
-    monkeypatch.setattr(x.homes, "in_ram", lambda entry: None if entry.kind == "state" else in_ram(entry))
-    monkeypatch.setattr(module, "Writer", lambda homes, entry: brought.append(entry.kind) or Writer(homes, entry))
+    first = [record.clone() for unit in x.placement.state for record in unit]
+    for record in (record for unit in x.placement.state for record in unit):
+        record.fill_(7)
+    in_ram = x.placement.in_ram
+    monkeypatch.setattr(x.placement, "in_ram", lambda entry: None if entry.kind == "state" else in_ram(entry))
+    monkeypatch.setattr(
+        module, "Writer", lambda placement, entry: brought.append(entry.kind) or Writer(placement, entry)
+    )
     x.load()
-    assert all(map(torch.equal, first, (home for unit in x.homes.state for home in unit)))
+    assert all(map(torch.equal, first, (record for unit in x.placement.state for record in unit)))
     assert ("state" in brought) == (stored == "F32")
 
 
@@ -154,16 +156,16 @@ def test_a_value_that_is_not_finite_is_refused_by_name(tmp_path):
 @pytest.mark.parametrize("tier", ["gpu", "host", "ssd"])
 @pytest.mark.parametrize(("stored", "compute"), [("F32", "BF16"), ("BF16", "BF16"), ("F16", "F32")])
 def test_frozen_matrices_are_loaded_as_codes(tmp_path, tier, stored, compute, monkeypatch):
-    """Of what bf16 keeps of them, a product's as one matrix, read in pieces: half the bytes, and a scale."""
+    """Of what bf16 keeps of them, a matmul's as one matrix, read in pieces: half the bytes, and a scale."""
     monkeypatch.setattr(module, "PIECE", 100)
     cfg = replace(LLAMA, ffn=32, fp8=True, frozen=("*",))
     source = checkpoint(tmp_path / "in", cfg, stored)
     plan = gpu_plan(cfg, units=(UnitPlan(base=tier),) * cfg.n_units, dtype=compute)
-    x = Exchange(cfg, source, build(cfg, plan, LIMITS, InlineLanes(), scratch=MemoryScratch()).homes)
+    x = Exchange(cfg, source, build(cfg, plan, LIMITS, InlineQueues(), scratch=MemoryScratch()).placement)
     x.load()
-    geo, dtype = x.homes.geo, {"F32": torch.float32, "BF16": torch.bfloat16}[compute]
+    geo, dtype = x.placement.geo, {"F32": torch.float32, "BF16": torch.bfloat16}[compute]
     for u in range(1, geo.head):
-        found = views(geo.base[u], Reader(x.homes).read(Entry("base", u)))
+        found = views(geo.base[u], Reader(x.placement).read(Entry("base", u)))
         assert len(narrow.fp8_groups(cfg, u)) == 4
         for group in narrow.fp8_groups(cfg, u):
             name, parts = group[0][0], [np.concatenate(list(source.values(name))) for name, _ in group]
@@ -191,9 +193,11 @@ def test_a_master_is_split_as_the_kernels_split_it(tmp_path):
     values.reshape(-1)[: len(tie)] = tie
     x = exchange(LLAMA, checkpoint(tmp_path / "in", LLAMA, **{"lm_head.weight": values}), "host")
     x.load()
-    head, layout = LLAMA.n_units - 1, x.homes.geo.weights[-1]["lm_head.weight"]
+    head, layout = LLAMA.n_units - 1, x.placement.geo.weights[-1]["lm_head.weight"]
     hi, lo = split_master(torch.from_numpy(values).flatten())
-    bits = x.homes.weights[head][layout.offset : layout.offset + layout.nbytes].view(torch.bfloat16)
+    bits = x.placement.weights[head][layout.offset : layout.offset + layout.nbytes].view(torch.bfloat16)
     assert torch.equal(bits.view(torch.int16), hi.view(torch.int16))
-    records = [views(x.homes.layout(Entry("state", head, r)), b)["lo"] for r, b in enumerate(x.homes.state[head])]
+    records = [
+        views(x.placement.layout(Entry("state", head, r)), b)["lo"] for r, b in enumerate(x.placement.state[head])
+    ]
     assert torch.equal(torch.cat(records)[: layout.numel], lo)

@@ -7,14 +7,14 @@ from dataclasses import replace
 import pytest
 import torch
 from engines import LIMITS, MemoryStore, gpu_plan
-from runs import make_small, options, stopped
 from tiny import CASES, oracle, relative
 from transformers import AutoModelForCausalLM
 
+from runs import make_small, options, stopped
 from trireme.engine.build import build
 from trireme.engine.exchange import Exchange
-from trireme.engine.lanes.real import InlineLanes
 from trireme.engine.plan import UnitPlan
+from trireme.engine.queues.real import InlineQueues
 from trireme.engine.run import demo
 from trireme.engine.run.begin.job import prepare
 from trireme.engine.run.train import finetune
@@ -38,7 +38,7 @@ def folder(tmp_path_factory):
 
 def exchange(cfg, source, tier="gpu", dtype="BF16"):
     plan = gpu_plan(cfg, units=(UnitPlan(tier, tier, base=tier),) * cfg.n_units, dtype=dtype, record=700)
-    return Exchange(cfg, source, build(cfg, plan, LIMITS, InlineLanes(), store=MemoryStore()).homes)
+    return Exchange(cfg, source, build(cfg, plan, LIMITS, InlineQueues(), store=MemoryStore()).placement)
 
 
 @pytest.mark.parametrize(("tier", "dtype"), [("gpu", "F32"), ("ssd", "BF16")])
@@ -55,9 +55,9 @@ def test_in_and_out_again_is_the_same_bytes(folder, tmp_path, tier, dtype):
 
 def test_files_name_each_expert_and_the_engine_all(folder):
     x = exchange(read_config(folder), open_source(folder))
-    shard = next(s for s in x.homes.shards() if s.entry.kind == "weights" and s.entry.u == 1)
+    shard = next(s for s in x.placement.shards() if s.entry.kind == "weights" and s.entry.u == 1)
     stored = {t.name: t for t in shard.layout.tensors}
-    fused = x.homes.geo.weights[1]["model.layers.0.mlp.experts.gate_up_proj"]
+    fused = x.placement.geo.weights[1]["model.layers.0.mlp.experts.gate_up_proj"]
     up = stored["model.layers.0.mlp.experts.1.up_proj.weight"]
     assert fused.shape == (6, 48, 40)
     assert up.shape == (24, 40)
@@ -69,7 +69,7 @@ def test_experts_may_be_frozen_and_adapters_stand_beside_attention(folder, tmp_p
     cfg, source = read_config(folder), open_source(folder)
     frozen = chosen(cfg, ("*.experts.*", "*.mlp.gate.*"), ())
     x = exchange(frozen, source, "host")
-    assert not [t.name for layout in x.homes.geo.stored for t in layout.tensors if ".mlp." in t.name]
+    assert not [t.name for layout in x.placement.geo.stored for t in layout.tensors if ".mlp." in t.name]
     assert [name.rpartition(".")[2] for name in targets(cfg, ())] == ["q_proj", "k_proj", "v_proj", "o_proj"]
     with pytest.raises(InputError, match="no linear layer of the blocks is called gate_proj"):
         adapted(cfg, Lora(2, 4.0, ("gate_proj",)))

@@ -7,8 +7,8 @@ import torch
 from engines import batches, final_weights, gpu_plan, make, small_stretches, train  # noqa: F401  autouse fixture
 from tiny import CASES
 
-from trireme.engine.lanes.real import InlineLanes, RealLanes
 from trireme.engine.plan import UnitPlan
+from trireme.engine.queues.real import InlineQueues, RealQueues
 from trireme.models.config import parse_config
 from trireme.models.sizes import shapes
 
@@ -20,11 +20,11 @@ def config(case):
     return parse_config(keys | dict(model_type=model_type))
 
 
-def trained(cfg, plan, lanes):
-    e = make(cfg, plan, lanes)
+def trained(cfg, plan, queues):
+    e = make(cfg, plan, queues)
     seen = train(e, batches(cfg, 2, plan.n_micro, 24))
     weights = final_weights(e)
-    e.lanes.close()
+    e.queues.close()
     e.close()
     return seen, weights
 
@@ -64,7 +64,7 @@ def test_attention_and_mlp_of_one_input():
 
 
 def check_placement(cfg, halves):
-    alone, weights = trained(cfg, gpu_plan(cfg, dtype="BF16"), InlineLanes())
+    alone, weights = trained(cfg, gpu_plan(cfg, dtype="BF16"), InlineQueues())
     units = []
     plan = gpu_plan(cfg, halves=halves, dtype="BF16", window=1)
     cut = plan.cut(cfg)
@@ -74,7 +74,7 @@ def check_placement(cfg, halves):
         names = list(shapes.saved_shapes(cut, 1, shapes.kind(cut, u))) if inner else []
         saved = tuple((name, ("gpu", "host", "ssd")[(u + i) % 3]) for i, name in enumerate(names) if (u + i) % 4)
         units.append(UnitPlan(tier, tier, x="host", saved=saved, base=tier))
-    for lanes in (InlineLanes(), RealLanes("cpu", extra=("poison",))):
-        seen, found = trained(cfg, replace(plan, units=tuple(units)), lanes)
+    for queues in (InlineQueues(), RealQueues("cpu", extra=("poison",))):
+        seen, found = trained(cfg, replace(plan, units=tuple(units)), queues)
         assert seen == alone
         assert all(torch.equal(t, weights[name]) for name, t in found.items())

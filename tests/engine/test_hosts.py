@@ -16,7 +16,7 @@ from engines import (
     LORA,
     MIXTURE,
     PACKED,
-    JitterLanes,
+    JitterQueues,
     batches,
     gpu_plan,
     make,
@@ -47,58 +47,58 @@ PATIENCE = 60.0
 class ThreadWire:
     """A wire between threads. A call returns when others have what it sent, as it may on a real one."""
 
-    def __init__(self, host, hosts, queues):
-        self.host, self.hosts, self.queues = host, hosts, queues
+    def __init__(self, host, hosts, mail):
+        self.host, self.hosts, self.mail = host, hosts, mail
 
-    def send(self, lane, host, what):
-        self.wait(self.put(lane, host, what))
+    def send(self, queue, host, what):
+        self.wait(self.put(queue, host, what))
 
-    def put(self, lane, host, what):
+    def put(self, queue, host, what):
         taken = threading.Event()
-        self.queues[lane.removesuffix("_in").removesuffix("_out"), self.host, host].put((what, taken))
+        self.mail[queue.removesuffix("_in").removesuffix("_out"), self.host, host].put((what, taken))
         return taken
 
     def wait(self, *sent):
         if not all(taken.wait(PATIENCE) for taken in sent):
             raise queue.Full
 
-    def receive(self, lane, host, what):
-        queue = self.queues[lane.removesuffix("_in").removesuffix("_out"), host, self.host]
-        came, taken = queue.get(timeout=PATIENCE)
+    def receive(self, queue, host, what):
+        box = self.mail[queue.removesuffix("_in").removesuffix("_out"), host, self.host]
+        came, taken = box.get(timeout=PATIENCE)
         assert came.shape == what.shape
         what.copy_(came)
         taken.set()
 
-    def deal(self, lane, root, parts):
+    def deal(self, queue, root, parts):
         if self.host == root:
-            self.wait(*[self.put(lane, host, parts[host]) for host in range(self.hosts) if host != root])
+            self.wait(*[self.put(queue, host, parts[host]) for host in range(self.hosts) if host != root])
         else:
-            self.receive(lane, root, parts[self.host])
+            self.receive(queue, root, parts[self.host])
 
-    def gather(self, lane, parts):
+    def gather(self, queue, parts):
         others = [host for host in range(self.hosts) if host != self.host]
-        sent = [self.put(lane, host, parts[self.host]) for host in others]
+        sent = [self.put(queue, host, parts[self.host]) for host in others]
         for host in others:
-            self.receive(lane, host, parts[host])
+            self.receive(queue, host, parts[host])
         self.wait(*sent)
 
 
-def on_hosts(cfg, plan, hosts, lanes, steps, clip=1.0):
+def on_hosts(cfg, plan, hosts, queues, steps, clip=1.0):
     """(losses and norms, engine, where exports are made the masters) of each host, run side by side."""
     ways = [
-        (lane, a, b) for lane in ("net", "net_between", "sum", "statistics") for a in range(hosts) for b in range(hosts)
+        (kind, a, b) for kind in ("net", "net_between", "sum", "statistics") for a in range(hosts) for b in range(hosts)
     ]
-    queues, found = {way: queue.Queue() for way in ways}, [None] * hosts
+    mail, found = {way: queue.Queue() for way in ways}, [None] * hosts
     steps = [[in_ram(cfg, mb) for mb in step] for step in steps]
 
     def run(host):
         own = replace(plan, hosts=hosts, host=host, n_micro=-(-plan.n_micro // hosts))
-        wire = ThreadWire(host, hosts, queues)
-        with closing(lanes(host)) as made:
+        wire = ThreadWire(host, hosts, mail)
+        with closing(queues(host)) as made:
             try:
                 e = make(cfg, own, made, AdamW(max_grad_norm=clip), wire=wire)
                 told = train(e, [dealt(step, host, hosts) for step in steps], of=steps)
-                with masters(Reader(e.homes), wire) as reader:
+                with masters(Reader(e.placement), wire) as reader:
                     found[host] = told, e, reader and exported(reader)
             except BaseException as error:
                 found[host] = error
@@ -116,7 +116,7 @@ def on_hosts(cfg, plan, hosts, lanes, steps, clip=1.0):
 
 def exported(reader):
     """The fp32 master of each trained tensor, as it would be written."""
-    layouts = enumerate(reader.homes.geo.stored)
+    layouts = enumerate(reader.placement.geo.stored)
     return {t.name: b"".join(piece.tobytes() for piece in fetch(reader, u, t.name, exact=True))
             for u, layout in layouts for t in layout.tensors}  # fmt: skip
 
@@ -127,20 +127,20 @@ def alone(model, dtype, n_micro, clip, adam_bits, halves, record):
     cfg = MODELS[model]
     plan = gpu_plan(cfg, dtype=dtype, n_micro=n_micro, adam_bits=adam_bits, halves=halves, record=record)
     e = make(cfg, plan, adamw=AdamW(max_grad_norm=clip))
-    return train(e, batches(cfg, 3, n_micro, 24)), contents(e), exported(Reader(e.homes))
+    return train(e, batches(cfg, 3, n_micro, 24)), contents(e), exported(Reader(e.placement))
 
 
 def contents(e):
     """The bytes of each shard of a host's snapshot by name."""
-    reader, found = Reader(e.homes), {}
-    for shard in e.homes.shards():
+    reader, found = Reader(e.placement), {}
+    for shard in e.placement.shards():
         held = reader.read(shard.entry)[shard.first :]
         for t in shard.layout.tensors:
             found[shard.name, t.name] = bytes(held[t.offset : t.offset + t.nbytes].numpy())
     return found
 
 
-def check(model, plan, hosts, lanes, clip=1.0):
+def check(model, plan, hosts, queues, clip=1.0):
     """Every host has the losses and weights of one alone, and of its state a share; together all of it.
 
     The first exports its masters.
@@ -148,7 +148,7 @@ def check(model, plan, hosts, lanes, clip=1.0):
     cfg = MODELS[model]
     seen, all_of_it, masters = alone(model, plan.dtype, plan.n_micro, clip, plan.adam_bits, plan.halves, plan.record)
     states = Counter()
-    for told, e, written in on_hosts(cfg, plan, hosts, lanes, batches(cfg, 3, plan.n_micro, 24), clip):
+    for told, e, written in on_hosts(cfg, plan, hosts, queues, batches(cfg, 3, plan.n_micro, 24), clip):
         assert told == seen
         assert written == (None if e.plan.host else masters)
         held = contents(e)
@@ -163,7 +163,7 @@ def check(model, plan, hosts, lanes, clip=1.0):
 
 
 def real(host):
-    return JitterLanes(host, 0.0, hosts=2)
+    return JitterQueues(host, 0.0, hosts=2)
 
 
 @pytest.mark.parametrize(
@@ -221,5 +221,5 @@ SLOW = dict(deadline=None, suppress_health_check=[HealthCheck.too_slow])
 @given(plans(), st.integers(2, 4), st.integers(0, 99), st.sampled_from((0.0, 1e-2, 1.0)))
 def test_any_plan_with_any_delays(drawn, hosts, seed, clip):
     model, plan = drawn
-    lanes = lambda host: JitterLanes(seed + host, 0.001, plan.gpus, hosts)
-    check(model, plan, hosts, lanes, clip)
+    queues = lambda host: JitterQueues(seed + host, 0.001, plan.gpus, hosts)
+    check(model, plan, hosts, queues, clip)

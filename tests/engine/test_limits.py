@@ -16,9 +16,9 @@ from engines import LLAMA, batches, fork
 from trireme.engine import memory
 from trireme.engine.build import build, inputs
 from trireme.engine.exchange import fill
-from trireme.engine.lanes.real import RealLanes
 from trireme.engine.plan import DoesNotFit, Limits
 from trireme.engine.planner.rule import Wanted, simple_plan
+from trireme.engine.queues.real import RealQueues
 from trireme.engine.run import demo
 from trireme.engine.run.begin import filled
 from trireme.engine.run.options import Options
@@ -33,7 +33,7 @@ from trireme.storage.store import Store
 MIB = 1 << 20
 BIG = replace(LLAMA, width=512, n_layers=6, n_heads=8, n_kv_heads=8, head_dim=64, ffn=1376, vocab=4096, rope=Rope(1e4))
 LIMITS = Limits(112 * MIB, 176 * MIB)
-SLACK = 48 * MIB  # stacks of the lanes' threads, allocator arenas, code touched for the first time: 27 to 35 were seen
+SLACK = 48 * MIB  # stacks of the queues' threads, allocator arenas, code touched for the first time: 27 to 35 were seen
 
 
 def resident(kind: str) -> int:
@@ -52,22 +52,22 @@ def a_few_steps(folder: Path) -> dict:
     a_run(LLAMA, Limits(8 * MIB, 8 * MIB), folder / "small")  # libraries load their code at first use
     Path("/proc/self/clear_refs").write_text("5")  # forgets the highest so far
     before = resident("VmRSS")
-    return {"before": before, "homes": a_run(BIG, LIMITS, folder / "big"), "highest": resident("VmHWM")}
+    return {"before": before, "placement": a_run(BIG, LIMITS, folder / "big"), "highest": resident("VmHWM")}
 
 
 def a_run(cfg: ModelConfig, limits: Limits, folder: Path) -> list[str]:
-    """Trains a few steps within the limits, with a store; returns the homes of states."""
+    """Trains a few steps within the limits, with a store; returns the placement of states."""
     plan = simple_plan(cfg, limits, Wanted(((64, 2),), "F32", record=1 << 18, on_cuda=False))
     with Store.create([open_device(folder, 0)]) as store:
-        e = build(cfg, plan, limits, RealLanes(), store=store)
-        for shard in e.homes.shards():
+        e = build(cfg, plan, limits, RealQueues(), store=store)
+        for shard in e.placement.shards():
             store.add(shard.name, shard.layout)
-        fill(e.homes, random_pieces)
+        fill(e.placement, random_pieces)
         tables = rope_tables(cfg, 64, "cpu")
         for i, step in enumerate(batches(cfg, 3, 2, 64), 1):
             train_step(e, [inputs(cfg, mb, tables, e.memory.device) for mb in step], i, 1e-3)
         e.optimizer.flush()
-        e.lanes.close()
+        e.queues.close()
     return sorted({unit.state for unit in plan.units})
 
 
@@ -88,7 +88,7 @@ def test_resident_memory_stays_within_the_limits(tmp_path):
             os._exit(code)
     assert os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1]) == 0
     took = json.loads(answer.read_text())
-    assert "ssd" in took["homes"]
+    assert "ssd" in took["placement"]
     assert shapes.parameters(BIG) * 16 > LIMITS.both  # it would not fit without the SSD
     assert took["highest"] - took["before"] <= LIMITS.both + SLACK
 

@@ -9,12 +9,12 @@ from engines import Batch
 
 from trireme.engine.build import build, inputs
 from trireme.engine.exchange import fill, fill_base
-from trireme.engine.lanes.real import RealLanes
 from trireme.engine.plan import DoesNotFit, Limits
 from trireme.engine.planner.choose import choose
 from trireme.engine.planner.host import GPU_RESERVE
 from trireme.engine.planner.rates import DRIVES, GPUS, machine
 from trireme.engine.planner.rule import Wanted
+from trireme.engine.queues.real import RealQueues
 from trireme.engine.step import train_step
 from trireme.models.config import Lora, ModelConfig, Rope
 from trireme.models.families.experts import Experts
@@ -64,13 +64,13 @@ def test_refused_or_within_the_limits(seed, tmp_path):
         torch.cuda.empty_cache()
         torch.cuda.reset_peak_memory_stats()
         before = torch.cuda.memory_reserved()
-        e = build(cfg, plan, limits, RealLanes("cuda"), store=store)
-        for shard in e.homes.shards():
+        e = build(cfg, plan, limits, RealQueues("cuda"), store=store)
+        for shard in e.placement.shards():
             store.add(shard.name, shard.layout)
         e.claim_scratch(store.devices)
         values = lambda name, a, b: [0.02 * torch.randn(b - a).numpy()]
-        fill(e.homes, values)
-        fill_base(e.homes, values)
+        fill(e.placement, values)
+        fill_base(e.placement, values)
         tables = rope_tables(cfg, seq, "cuda")
         per = plan.tokens // seq
         for step in (1, 2):
@@ -81,7 +81,7 @@ def test_refused_or_within_the_limits(seed, tmp_path):
                 rows_left -= k
             train_step(e, batch, step, 1e-4)
         e.optimizer.flush()
-        e.lanes.close()
+        e.queues.close()
         e.optimizer.close()
         peak, in_ram = torch.cuda.max_memory_reserved() - before, e.memory.used("host")
         e.memory.close()

@@ -7,11 +7,11 @@ import torch
 from engines import LIMITS, LORA, gpu_plan
 
 from trireme.engine.build import build
-from trireme.engine.lanes.names import kind_of
 from trireme.engine.memory import Pool, Prefetch
 from trireme.engine.plan import UnitPlan
 from trireme.engine.planner.rates import Rates
-from trireme.engine.planner.simulate import SimulatedLanes
+from trireme.engine.planner.simulate import SimulatedQueues
+from trireme.engine.queues.names import kind_of
 from trireme.engine.step import Inputs, train_step
 
 
@@ -69,11 +69,11 @@ def test_transfers_start_in_order_and_none_overtakes_one_that_waits():
 @pytest.mark.parametrize("window", [1, 2, 3])
 def test_what_is_frozen_stays_in_the_window_from_pass_to_pass(window):
     """Blocks cross the bus 2 n - 2 window times a step."""
-    lanes = SimulatedLanes(lambda task: 1.0, Rates(1.0, 1.0, 1.0, 1.0, 1.0, 1.0))
+    queues = SimulatedQueues(lambda task: 1.0, Rates(1.0, 1.0, 1.0, 1.0, 1.0, 1.0))
     n, frozen = LORA.n_layers, UnitPlan("gpu", "gpu", base="host")
-    e = build(LORA, gpu_plan(LORA, units=(frozen,) * LORA.n_units, window=window), LIMITS, lanes)
+    e = build(LORA, gpu_plan(LORA, units=(frozen,) * LORA.n_units, window=window), LIMITS, queues)
     for step in (1, 2):
-        lanes.begin()
+        queues.begin()
         train_step(e, [Inputs(24, 20, 100)] * 2, step, 1e-3)
-    of_blocks = [t for t in lanes.tasks if kind_of(t.lane) == "h2d" and t.of.startswith("block")]
+    of_blocks = [t for t in queues.tasks if kind_of(t.queue) == "h2d" and t.of.startswith("block")]
     assert len(of_blocks) == 2 * n - 2 * window

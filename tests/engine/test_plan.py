@@ -1,4 +1,4 @@
-"""Plans: what they promise is what is allocated, what cannot fit is refused, and files of plans are checked."""
+"""Plans: what they estimate is what is allocated, what cannot fit is refused, and files of plans are checked."""
 
 import json
 import re
@@ -16,7 +16,7 @@ from trireme.engine.geometry import Geometry
 from trireme.engine.plan import DoesNotFit, Limits, Plan
 from trireme.engine.planner.rates import Rates
 from trireme.engine.planner.rule import MARGIN, Wanted, largest, simple_plan, spread
-from trireme.engine.planner.simulate import SimulatedLanes
+from trireme.engine.planner.simulate import SimulatedQueues
 from trireme.models.config import InputError, Rope
 
 SMALL = replace(LLAMA, width=256, n_layers=8, n_heads=4, head_dim=64, ffn=688, vocab=1000, rope=Rope(1e4))
@@ -46,11 +46,11 @@ def test_a_plan_fits_or_is_refused_with_the_way_out(gpu, host, mode, bits):
         plan_for(**limits, mode=mode, adam_bits=bits)
         return
     geo = Geometry.of(SMALL, plan)
-    promised = usage(geo, plan)
+    estimated = usage(geo, plan)
     assert fits(geo, plan, Limits(**limits))
-    e = build(SMALL, plan, Limits(**limits), SimulatedLanes(lambda *task: 0.0, RATES))
+    e = build(SMALL, plan, Limits(**limits), SimulatedQueues(lambda *task: 0.0, RATES))
     for tier in limits:
-        assert e.memory.used(tier) == pytest.approx(promised[tier], abs=4096 * 200)
+        assert e.memory.used(tier) == pytest.approx(estimated[tier], abs=4096 * 200)
         assert e.memory.used(tier) <= limits[tier]
 
 
@@ -78,7 +78,7 @@ def test_the_largest_is_found(n, most):
 
 def test_gradients_that_do_not_wait_take_few_slots():
     """In RAM those of all blocks wait for their norm, unless there is none or they wait on the SSD."""
-    all_wait = plan_for(64 * MIB, 300 * MIB, homes="ssd")
+    all_wait = plan_for(64 * MIB, 300 * MIB, placement="ssd")
     geo, less = Geometry.of(SMALL, all_wait), {"backward": dict(mode="backward"), "ssd": dict(gradients="ssd")}
     block = geo.weights[1].span
     for how in less.values():
@@ -164,7 +164,7 @@ def test_a_step_may_have_any_number_of_micro_batches():
     assert [plan.between for plan in plans] == ["gpu", "host", "host"]
     geo = Geometry(SMALL, "BF16")
     with pytest.raises(DoesNotFit, match="GPU memory|RAM"):
-        plan_for(24 * MIB, 12 * MIB, sizes=((256, 200),), homes="host")
+        plan_for(24 * MIB, 12 * MIB, sizes=((256, 200),), placement="host")
     assert usage(geo, plans[2])["gpu"] - usage(geo, plans[1])["gpu"] < 4 * MIB
 
 

@@ -14,7 +14,7 @@ from engines import (
     LLAMA,
     MIXTURE,
     PACKED,
-    LateLanes,
+    LateQueues,
     batches,
     final_weights,
     fork,
@@ -29,12 +29,12 @@ from trireme.engine import step
 from trireme.engine.buffers import buffers, usage
 from trireme.engine.build import build
 from trireme.engine.geometry import Geometry
-from trireme.engine.lanes.names import ON_GPU, gpu_of, kind_of, lanes_of
-from trireme.engine.lanes.real import InlineLanes, RealLanes
 from trireme.engine.memory import Memory
 from trireme.engine.plan import TIERS, UnitPlan
 from trireme.engine.planner.rates import Rates
-from trireme.engine.planner.simulate import SimulatedLanes
+from trireme.engine.planner.simulate import SimulatedQueues
+from trireme.engine.queues.names import ON_GPU, gpu_of, kind_of, queues_of
+from trireme.engine.queues.real import InlineQueues, RealQueues
 from trireme.engine.step import Inputs, evaluate, train_step
 from trireme.models.config import InputError
 
@@ -53,14 +53,14 @@ def in_one_memory():
     return {tied: run(tied) for tied in (False, True)}
 
 
-def check(plan, lanes, expected, tied=False):
-    e = make(replace(DEEP, tied=tied), plan, lanes)
+def check(plan, queues, expected, tied=False):
+    e = make(replace(DEEP, tied=tied), plan, queues)
     losses, weights = expected[tied]
     assert train(e, batches(DEEP, 3, 3, 24)) == losses
     for name, value in final_weights(e).items():
         assert torch.equal(value, weights[name]), name
     assert e.memory.owned() == len(e.optimizer.on_cpu.records.ahead)
-    lanes.close()
+    queues.close()
     e.close()
 
 
@@ -72,11 +72,11 @@ def test_units_on_several_gpus_leave_the_bits_of_one(in_one_memory, deal, tied, 
     unit = UnitPlan(tier, tier, x=tier, saved=(("qkv", tier),))
     plan = gpu_plan(DEEP, units=(unit,) * 8, dtype="BF16", n_micro=3, record=700)
     plan = relayed(plan, DEALS[deal], tied)
-    check(plan, RealLanes("cpu", extra=("poison",), gpus=plan.gpus), in_one_memory, tied)
+    check(plan, RealQueues("cpu", extra=("poison",), gpus=plan.gpus), in_one_memory, tied)
 
 
-@pytest.mark.parametrize("late", lanes_of(2))
-def test_any_lane_of_any_gpu_may_be_late(in_one_memory, late):
+@pytest.mark.parametrize("late", queues_of(2))
+def test_any_queue_of_any_gpu_may_be_late(in_one_memory, late):
     units = (
         UnitPlan("host", "host", "gpu"),
         UnitPlan(x="host", saved=(("qkv", "gpu"),)),
@@ -84,7 +84,7 @@ def test_any_lane_of_any_gpu_may_be_late(in_one_memory, late):
         UnitPlan("host", "host"),
     ) * 2
     plan = relayed(gpu_plan(DEEP, units=units, dtype="BF16", n_micro=3, record=700), (0, 1))
-    check(plan, LateLanes({late}, 2), in_one_memory)
+    check(plan, LateQueues({late}, 2), in_one_memory)
 
 
 OF_EXPERTS = {"mixture": replace(MIXTURE, n_layers=4), "packed": replace(PACKED, n_layers=4)}
@@ -99,53 +99,53 @@ def experts_in_one_memory(request):
     return cfg, train(e, batches(cfg, 3, 3, 24)), final_weights(e)
 
 
-def check_experts(expected, lanes, deal):
+def check_experts(expected, queues, deal):
     cfg, losses, weights = expected
     plan = relayed(gpu_plan(cfg, units=BASES * 2, dtype="BF16", n_micro=3, record=700), deal, cfg.tied)
-    e = make(cfg, plan, lanes(plan.gpus))
+    e = make(cfg, plan, queues(plan.gpus))
     assert train(e, batches(cfg, 3, 3, 24)) == losses
     for name, value in final_weights(e).items():
         assert torch.equal(value, weights[name]), name
-    e.lanes.close()
+    e.queues.close()
     e.close()
 
 
 @pytest.mark.parametrize("deal", [(0, 1), (2, 0, 1, 3)])
 def test_the_load_of_experts_is_that_of_all_gpus(experts_in_one_memory, deal):
-    check_experts(experts_in_one_memory, lambda gpus: RealLanes("cpu", extra=("poison",), gpus=gpus), deal)
+    check_experts(experts_in_one_memory, lambda gpus: RealQueues("cpu", extra=("poison",), gpus=gpus), deal)
 
 
 @pytest.mark.parametrize("late", ["compute", "compute1", "hop_in"])
-def test_the_load_of_experts_waits_for_any_lane(experts_in_one_memory, late):
-    check_experts(experts_in_one_memory, lambda gpus: LateLanes({late}, gpus), (0, 1))
+def test_the_load_of_experts_waits_for_any_queue(experts_in_one_memory, late):
+    check_experts(experts_in_one_memory, lambda gpus: LateQueues({late}, gpus), (0, 1))
 
 
 def test_without_the_load_of_all_gpus_a_mixture_learns_something_else(experts_in_one_memory, monkeypatch):
     monkeypatch.setattr(step, "_pool_load", lambda e, batch: None)
     with pytest.raises(AssertionError):
-        check_experts(experts_in_one_memory, lambda gpus: InlineLanes(gpus=gpus), (0, 1))
+        check_experts(experts_in_one_memory, lambda gpus: InlineQueues(gpus=gpus), (0, 1))
 
 
 def test_an_input_at_home_on_its_gpu_hops_there_once():
     """Backward brings none, RAM has one place for each micro-batch, and the next pass waits for the last reader."""
     plan = relayed(gpu_plan(DEEP, dtype="BF16", n_micro=2), (0, 1))
-    lanes = SimulatedLanes(lambda task: 1.0, Rates(1.0, 1.0, 1.0, 1.0, 1.0, 1.0), 2)
-    e, batch = build(DEEP, plan, LIMITS, lanes), [Inputs(24, 20, 300)] * 2
+    queues = SimulatedQueues(lambda task: 1.0, Rates(1.0, 1.0, 1.0, 1.0, 1.0, 1.0), 2)
+    e, batch = build(DEEP, plan, LIMITS, queues), [Inputs(24, 20, 300)] * 2
     train_step(e, batch, 1, 1e-3)
-    turn = next(i for i, task in enumerate(lanes.tasks) if task.kind == "loss")
-    hops = [task for task in lanes.tasks if kind_of(task.lane) == "hop_in" and " x " in task.of]
+    turn = next(i for i, task in enumerate(queues.tasks) if task.kind == "loss")
+    hops = [task for task in queues.tasks if kind_of(task.queue) == "hop_in" and " x " in task.of]
     assert len(hops) == 2 * sum(a.gpu != b.gpu for a, b in zip(plan.units, plan.units[1:], strict=False))
-    assert all(task in lanes.tasks[: turn + 1] for task in hops)
+    assert all(task in queues.tasks[: turn + 1] for task in hops)
     assert {b.what: b.count for b in buffers(e.geo, plan) if b.tier == "host" and b.what in ("x", "dx")} == {"dx": 2}
-    readers = {f"{task.of} x": task for task in lanes.tasks if task.kind == "backward"}  # of the last micro-batch
-    begun = len(lanes.tasks)
+    readers = {f"{task.of} x": task for task in queues.tasks if task.kind == "backward"}  # of the last micro-batch
+    begun = len(queues.tasks)
     evaluate(e, batch)
-    again = {task.of: task for task in lanes.tasks[begun:] if kind_of(task.lane) == "hop_in"}
+    again = {task.of: task for task in queues.tasks[begun:] if kind_of(task.queue) == "hop_in"}
     for name in e.geo.names[2 : e.geo.head]:
         assert readers[f"{name} x"] in again[f"{name} x 1"].after
 
 
-class Guarded(InlineLanes):
+class Guarded(InlineQueues):
     """While a task of a GPU runs, the memory of the others gives no access; in a task of RAM that of all."""
 
     def __init__(self, gpus):
@@ -157,25 +157,25 @@ class Guarded(InlineLanes):
             access = mmap.PROT_READ | mmap.PROT_WRITE if own in (gpu, "all") else 0
             assert self.libc.mprotect(ctypes.c_void_p(address), ctypes.c_size_t(nbytes), access) == 0
 
-    def run(self, lane, kind, of, fn, after=(), nbytes=0, flops=0):
+    def run(self, queue, kind, of, fn, after=(), nbytes=0, flops=0):
         def guarded():
-            self.guard(gpu_of(lane) if kind_of(lane) in ON_GPU else None)
+            self.guard(gpu_of(queue) if kind_of(queue) in ON_GPU else None)
             try:
                 return fn()
             finally:
                 self.guard("all")
 
-        return super().run(lane, kind, of, guarded, after, nbytes, flops)
+        return super().run(queue, kind, of, guarded, after, nbytes, flops)
 
 
 def guarded_run(monkeypatch, swapped) -> int:
     """Exit code of a child that trains with each GPU's memory guarded; `swapped`: two units' weights on wrong GPUs."""
-    lanes, alloc = Guarded(2), Memory.alloc
+    queues, alloc = Guarded(2), Memory.alloc
 
     def noted(memory, tier, name, nbytes, count=1, gpu=0):
         made = alloc(memory, tier, name, nbytes, count, gpu)
         if tier == "gpu" and nbytes:
-            lanes.maps.append((gpu, made[0].data_ptr(), sum(map(len, made))))
+            queues.maps.append((gpu, made[0].data_ptr(), sum(map(len, made))))
         return made
 
     monkeypatch.setattr(Memory, "alloc", noted)
@@ -191,9 +191,9 @@ def guarded_run(monkeypatch, swapped) -> int:
             UnitPlan("host", "host"),
         )
         plan = relayed(gpu_plan(DEEP, units=units * 2, dtype="BF16", record=700), (0, 1))
-        e = make(DEEP, plan, lanes, poison=False)
+        e = make(DEEP, plan, queues, poison=False)
         if swapped:
-            e.homes.weights[1], e.homes.weights[4] = e.homes.weights[4], e.homes.weights[1]
+            e.placement.weights[1], e.placement.weights[4] = e.placement.weights[4], e.placement.weights[1]
         train(e, batches(DEEP, 2, plan.n_micro, 24), between=lambda i, micro: evaluate(e, micro))
         os._exit(0)
     finally:
@@ -221,7 +221,7 @@ def test_each_gpu_has_the_memory_of_its_units_and_the_fullest_counts():
     kept = UnitPlan(x="host", saved=(("qkv", "gpu"),))
     plan = gpu_plan(DEEP, units=(kept,) * 8, between="host", dtype="BF16")
     two, one = relayed(plan, (0, 1)), usage(Geometry.of(DEEP, plan), plan)
-    e = make(DEEP, two, InlineLanes(gpus=2))
+    e = make(DEEP, two, InlineQueues(gpus=2))
     each = [e.memory.used("gpu", gpu) for gpu in range(2)]
     assert usage(e.geo, two)["gpu"] == max(each) == e.memory.used("gpu")
     assert max(each) < one["gpu"] < sum(each)  # rings and workspace are on both

@@ -1,4 +1,4 @@
-"""Placement never changes the numbers: any plan, any lanes, any delays, the same bits as the run in one memory."""
+"""Placement never changes the numbers: any plan, any queues, any delays, the same bits as the run in one memory."""
 
 from collections import Counter
 from dataclasses import replace
@@ -18,8 +18,8 @@ from engines import (
     LORA,
     MIXTURE,
     PACKED,
-    JitterLanes,
-    LateLanes,
+    JitterQueues,
+    LateQueues,
     Words,
     batches,
     final_weights,
@@ -34,12 +34,12 @@ from hypothesis import strategies as st
 from trireme.engine import geometry
 from trireme.engine.between import Reader
 from trireme.engine.build import build, inputs, inputs_on
-from trireme.engine.homes import Entry
-from trireme.engine.lanes.names import READS, WRITES, lanes_of
-from trireme.engine.lanes.real import InlineLanes, RealLanes
+from trireme.engine.placement import Entry
 from trireme.engine.plan import TIERS, UnitPlan
 from trireme.engine.planner.rates import Rates
-from trireme.engine.planner.simulate import SimulatedLanes
+from trireme.engine.planner.simulate import SimulatedQueues
+from trireme.engine.queues.names import READS, WRITES, queues_of
+from trireme.engine.queues.real import InlineQueues, RealQueues
 from trireme.engine.run.begin.rehearsal import rehearse
 from trireme.engine.run.evaluation import sample
 from trireme.engine.step import Inputs, evaluate, train_step
@@ -72,7 +72,7 @@ IN_FP8 = {
 }
 MODELS |= IN_FP8
 LLAMAS = ("untied", "tied")
-LAGS = (BESIDE, {"compute"}, {"cpu"}, {"h2d"}, {"d2h"})  # lanes that are late: all but the caller's, or one alone
+LAGS = (BESIDE, {"compute"}, {"cpu"}, {"h2d"}, {"d2h"})  # queues that are late: all but the caller's, or one alone
 
 
 # What a run may do before, between and after its steps: name -> what comes of it.
@@ -80,7 +80,7 @@ BETWEEN = {
     "evaluate": evaluate,
     "sample": lambda e, micro: sample(e, Words(), [[1, 2, 3], [4]], max_new=2),
     "flush": lambda e, micro: e.optimizer.flush(),
-    "drain": lambda e, micro: e.lanes.drain(),
+    "drain": lambda e, micro: e.queues.drain(),
     "rehearse": lambda e, micro: rehearse(e, micro[0], range(e.geo.n_units)) if e.plan.gpus == 1 else None,
 }
 ALWAYS = ("evaluate", "sample")
@@ -106,9 +106,9 @@ def in_one_memory(model: str, dtype: str, n_micro: int, clip: float, adam_bits: 
     return *run(e, n_micro, (ALWAYS,) * 4), final_weights(e)
 
 
-def check(plan, lanes, model="untied", clip=1.0, between=((),) * 4):
+def check(plan, queues, model="untied", clip=1.0, between=((),) * 4):
     cfg = MODELS[model]
-    e = make(cfg, plan, lanes, AdamW(max_grad_norm=clip))
+    e = make(cfg, plan, queues, AdamW(max_grad_norm=clip))
     halves = plan.halves and plan.adam_bits < 32  # narrow moments are rounded at random, by places in a unit
     given = plan.dtype, plan.n_micro, clip, plan.adam_bits, halves
     losses, all_told, weights = in_one_memory(model, *given)
@@ -123,7 +123,7 @@ def check(plan, lanes, model="untied", clip=1.0, between=((),) * 4):
     for name, value in final_weights(e).items():
         assert torch.equal(value, weights[name]), name
     assert e.memory.owned() == len(e.optimizer.on_cpu.records.ahead)  # what is held is only what was read ahead
-    e.lanes.close()
+    e.queues.close()
     e.close()
 
 
@@ -132,7 +132,7 @@ def check(plan, lanes, model="untied", clip=1.0, between=((),) * 4):
 @pytest.mark.parametrize("tier", ["host", "ssd"])
 def test_everything_in_one_tier(model, dtype, tier):
     unit = UnitPlan(weights=tier, state=tier, x="host", saved=tuple((n, tier) for n in NAMES))
-    check(gpu_plan(LLAMA, units=(unit,) * 5, dtype=dtype, record=700), InlineLanes(), model)
+    check(gpu_plan(LLAMA, units=(unit,) * 5, dtype=dtype, record=700), InlineQueues(), model)
 
 
 @pytest.mark.parametrize("model", MODELS)
@@ -142,7 +142,7 @@ def test_half_blocks_are_the_same_to_the_bit(model, dtype, n_micro, clip):
     for tier in ("gpu", "host"):
         plan = gpu_plan(MODELS[model], halves=True, dtype=dtype, n_micro=n_micro)
         plan = replace(plan, units=(UnitPlan(tier, tier, x=tier),) * 8, window=1, piece=1)
-        check(plan, RealLanes("cpu", extra=("poison",)), model, clip)
+        check(plan, RealQueues("cpu", extra=("poison",)), model, clip)
 
 
 @pytest.mark.parametrize("tier", ["gpu", "host", "ssd"])
@@ -150,9 +150,9 @@ def test_what_units_leave_for_each_other_may_wait_outside_the_gpu(tier):
     """More micro-batches than slots; a memory table that no longer grows with them."""
     units = tuple(UnitPlan("host", "host", x=tier if u < 4 else "host") for u in range(5))
     plan = gpu_plan(LLAMA, units=units, dtype="BF16", n_micro=7, between="host")
-    check(plan, RealLanes("cpu", extra=("poison",)))
+    check(plan, RealQueues("cpu", extra=("poison",)))
     for late in LAGS:
-        check(plan, LateLanes(late))
+        check(plan, LateQueues(late))
 
 
 @pytest.mark.parametrize("dtype", ["F32", "BF16"])
@@ -166,9 +166,9 @@ def test_moments_after_the_weights(dtype):
         UnitPlan("ssd", "host"),
     )
     plan = gpu_plan(LLAMA, units=units, dtype=dtype, late_moments=("host", "ssd"), record=700)
-    check(plan, RealLanes("cpu", extra=("poison",)))
+    check(plan, RealQueues("cpu", extra=("poison",)))
     for late in LAGS:
-        check(plan, LateLanes(late))
+        check(plan, LateQueues(late))
 
 
 @pytest.mark.parametrize("window", [1, 2])
@@ -176,7 +176,7 @@ def test_updates_streamed_through_the_gpu(window):
     """New weights are on their way home when their slot is wanted for another unit's."""
     plan = gpu_plan(LLAMA, units=(UnitPlan("host", "host", "gpu"),) * 5, dtype="BF16", window=window, record=700)
     for late in LAGS:
-        check(plan, LateLanes(late))
+        check(plan, LateQueues(late))
 
 
 @pytest.mark.parametrize("dtype", ["F32", "BF16"])
@@ -185,9 +185,9 @@ def test_gradients_may_wait_on_the_ssd(dtype, late):
     far = UnitPlan("ssd", "ssd", x="ssd")
     units = (far, replace(far, weights="host"), UnitPlan("host", "host"), UnitPlan(), far)
     plan = gpu_plan(LLAMA, units=units, dtype=dtype, record=700, late_moments=late, gradients="ssd", piece=1000)
-    check(plan, RealLanes("cpu", extra=("poison",)))
+    check(plan, RealQueues("cpu", extra=("poison",)))
     for late in LAGS:
-        check(plan, LateLanes(late), "tied")
+        check(plan, LateQueues(late), "tied")
 
 
 @pytest.mark.parametrize(
@@ -203,7 +203,7 @@ def test_evaluations_samples_and_flushes_between_steps_change_nothing(model, win
     plan = gpu_plan(LLAMA, units=units, dtype="BF16", late_moments=late, record=700, state_slots=2, window=window)
     for twice in (("evaluate", "evaluate"), ("sample", "sample"), ("evaluate", "sample")):
         between = (twice, twice[:1], (*twice, "flush", "drain"), twice)
-        check(plan, RealLanes("cpu", extra=("poison",)), model, between=between)
+        check(plan, RealQueues("cpu", extra=("poison",)), model, between=between)
 
 
 LATE = st.lists(st.sampled_from(("host", "ssd")), unique=True).map(tuple)
@@ -260,18 +260,18 @@ def plans(draw):
 def test_any_plan_with_any_delays(drawn, seed, jitter, between):
     model, plan = drawn
     gpus = plan.gpus
-    lanes = JitterLanes(seed, 0.001, gpus) if jitter else RealLanes("cpu", extra=("poison",), gpus=gpus)
-    check(plan, lanes, model, 0.0 if plan.mode == "backward" else 1.0, between)
+    queues = JitterQueues(seed, 0.001, gpus) if jitter else RealQueues("cpu", extra=("poison",), gpus=gpus)
+    check(plan, queues, model, 0.0 if plan.mode == "backward" else 1.0, between)
 
 
 @pytest.mark.full
 @settings(max_examples=30, deadline=None, suppress_health_check=[HealthCheck.too_slow])
-@given(plans(), st.sets(st.sampled_from((*lanes_of(4), "poison"))), PLACES)
-def test_any_plan_with_any_lanes_late(drawn, late, between):
+@given(plans(), st.sets(st.sampled_from((*queues_of(4), "poison"))), PLACES)
+def test_any_plan_with_any_queues_late(drawn, late, between):
     model, plan = drawn
-    if "compute" in late and plan.gpus == 1:  # generate works beside the lanes, and reads its weights at once
+    if "compute" in late and plan.gpus == 1:  # generate works beside the queues, and reads its weights at once
         between = [[name for name in names if name != "sample"] for names in between]
-    check(plan, LateLanes(late, plan.gpus), model, 0.0 if plan.mode == "backward" else 1.0, between)
+    check(plan, LateQueues(late, plan.gpus), model, 0.0 if plan.mode == "backward" else 1.0, between)
 
 
 @pytest.mark.full
@@ -281,14 +281,14 @@ def test_any_plan_with_any_lanes_late(drawn, late, between):
 def test_what_is_simulated_is_what_runs(drawn, evaluations):
     """Three steps of any plan, evaluations between: the same tasks in the same order, of the same bytes and FLOPs."""
     model, plan = drawn
-    cfg, real = MODELS[model], RealLanes("cpu", gpus=plan.gpus)
+    cfg, real = MODELS[model], RealQueues("cpu", gpus=plan.gpus)
     drive = Rates(1.0, 1.0, 1.0, 1.0, 1.0, 1.0, ssd_read=1.0, ssd_write=1.0)
-    simulated = SimulatedLanes(lambda task: 1.0, drive, plan.gpus)
+    simulated = SimulatedQueues(lambda task: 1.0, drive, plan.gpus)
     adamw = AdamW(max_grad_norm=0.0 if plan.mode == "backward" else 1.0)
     runs, thought = make(cfg, plan, real, adamw, poison=False), build(cfg, plan, LIMITS, simulated, adamw=adamw)
     tables, tasks = (
         rope_tables(cfg, 64, "cpu"),
-        lambda spans: [(s.lane, s.kind, s.of, s.nbytes, s.flops) for s in spans],
+        lambda spans: [(s.queue, s.kind, s.of, s.nbytes, s.flops) for s in spans],
     )
     real.tracing = True
     for i, step in enumerate(batches(cfg, 3, plan.n_micro, 24), 1):
@@ -311,14 +311,14 @@ def _without_tensors(mb: Inputs) -> Inputs:
 
 
 def handed_over(plan) -> list[tuple[str, str, str]]:
-    """(lane, kind, of) of a step's tasks in the order of the program."""
+    """(queue, kind, of) of a step's tasks in the order of the program."""
     cfg, drive = replace(LLAMA, n_layers=len(plan.units) - 2), Rates(1.0, 1.0, 1.0, 1.0, 1.0, 1.0, 1.0, 1.0)
-    lanes = SimulatedLanes(lambda task: 1.0, drive)
-    e, batch = build(cfg, plan, LIMITS, lanes), [Inputs(24, 20, 100)] * plan.n_micro
+    queues = SimulatedQueues(lambda task: 1.0, drive)
+    e, batch = build(cfg, plan, LIMITS, queues), [Inputs(24, 20, 100)] * plan.n_micro
     for step in (1, 2):
-        lanes.begin()
+        queues.begin()
         train_step(e, batch, step, 1e-3)
-    return [(task.lane, task.kind, task.of) for task in lanes.tasks]
+    return [(task.queue, task.kind, task.of) for task in queues.tasks]
 
 
 @pytest.mark.parametrize("between", ["gpu", "host"])
@@ -355,26 +355,26 @@ def test_what_is_needed_next_is_on_its_way_before(between, slots):
 def test_frozen_weights_in_any_tier(model, base, tier):
     cfg = MODELS[model]
     units = (UnitPlan(tier, tier, base=base, x="host"),) * 5
-    check(gpu_plan(cfg, units=units, dtype="BF16", record=700, window=1), RealLanes("cpu", extra=("poison",)), model)
+    check(gpu_plan(cfg, units=units, dtype="BF16", record=700, window=1), RealQueues("cpu", extra=("poison",)), model)
     for late in LAGS:
-        check(gpu_plan(cfg, units=units, dtype="BF16", record=700), LateLanes(late), model)
+        check(gpu_plan(cfg, units=units, dtype="BF16", record=700), LateQueues(late), model)
 
 
 @pytest.mark.parametrize("base", TIERS, ids="base on {}".format)
 def test_what_is_frozen_is_read_alone(base):
     """It is as it was, and no byte of it is written to the SSD in a step."""
-    lanes = InlineLanes()
-    e = make(LORA, gpu_plan(LORA, units=(UnitPlan("host", "host", base=base),) * 5, dtype="BF16"), lanes)
-    before, moved = frozen_bytes(e), lanes.moved.copy()
+    queues = InlineQueues()
+    e = make(LORA, gpu_plan(LORA, units=(UnitPlan("host", "host", base=base),) * 5, dtype="BF16"), queues)
+    before, moved = frozen_bytes(e), queues.moved.copy()
     run(e, 2)
-    assert sum(lanes.moved[lane] - moved[lane] for lane in WRITES) == 0
-    read = sum(lanes.moved[lane] - moved[lane] for lane in READS)
+    assert sum(queues.moved[queue] - moved[queue] for queue in WRITES) == 0
+    read = sum(queues.moved[queue] - moved[queue] for queue in READS)
     assert (read > 0) == (base == "ssd")
     assert frozen_bytes(e) == before
 
 
 def frozen_bytes(e) -> list[bytes]:
-    reader = Reader(e.homes)
+    reader = Reader(e.placement)
     entries = [Entry("base", u) for u in range(e.geo.n_units) if e.geo.base[u].tensors]
     return [bytes(reader.read(entry)[: e.geo.base[entry.u].nbytes].numpy()) for entry in entries]
 
@@ -382,18 +382,18 @@ def frozen_bytes(e) -> list[bytes]:
 @pytest.mark.parametrize("model", IN_FP8)
 @pytest.mark.parametrize("dtype", ["F32", "BF16"])
 def test_matrices_are_quantised_once_a_pass(model, dtype, monkeypatch):
-    """Frozen ones once, as they are loaded: to the bit as each micro-batch's products would quantise them."""
+    """Frozen ones once, as they are loaded: to the bit as each micro-batch's matmuls would quantise them."""
     cfg = IN_FP8[model]
     plan = gpu_plan(cfg, dtype=dtype, n_micro=3)
-    e, micro = make(cfg, plan, RealLanes("cpu", extra=("poison",))), batches(cfg, 2, 3, 24)
-    e.lanes.tracing = True
+    e, micro = make(cfg, plan, RealQueues("cpu", extra=("poison",))), batches(cfg, 2, 3, 24)
+    e.queues.tracing = True
     seen = train(e, micro), final_weights(e)
-    made = Counter((task.of, task.kind) for task in e.lanes.trace())
+    made = Counter((task.of, task.kind) for task in e.queues.trace())
     blocks = e.geo.names[1:-1]
     passes = {"fp8 lora": {1}, "some frozen, in fp8": {1, 2}}.get(model, {2})  # forward reads codes as they lie
     assert {made[name, "decode"] for name in blocks} == {n * len(micro) for n in passes}
     assert {made[name, "backward"] for name in blocks} == {3 * len(micro)}
-    e.lanes.close()
+    e.queues.close()
     monkeypatch.setattr(narrow, "fp8_groups", lambda cfg, u: [])
     geometry.geometry.cache_clear()
     each = make(cfg, plan)
@@ -410,14 +410,14 @@ def test_codes_that_would_take_too_much_of_a_gpu_are_made_by_each_product(monkey
     weights = in_one_memory("fp8", "BF16", 2, 1.0, 32)[2]
     monkeypatch.setattr(narrow, "MOST_CODES", 32 * 16 + 16 * 16)  # attention's
     geometry.geometry.cache_clear()
-    e = make(FP8, plan, RealLanes("cpu", extra=("poison",)), AdamW(max_grad_norm=1.0))
-    e.lanes.tracing = True
+    e = make(FP8, plan, RealQueues("cpu", extra=("poison",)), AdamW(max_grad_norm=1.0))
+    e.queues.tracing = True
     train(e, batches(e.cfg, 3, 2, 24))
-    made = Counter(task.of for task in e.lanes.trace() if task.kind == "decode")
+    made = Counter(task.of for task in e.queues.trace() if task.kind == "decode")
     assert made == dict.fromkeys(("attn000", "attn001", "attn002"), 2 * 3)
     for name, value in final_weights(e).items():
         assert torch.equal(value, weights[name]), name
-    e.lanes.close()
+    e.queues.close()
     geometry.geometry.cache_clear()
 
 
@@ -440,9 +440,9 @@ def test_an_evaluation_sends_no_input_to_its_tier(tier):
     e = make(LLAMA, replace(plan, units=(plan.units[0], *inner, plan.units[-1])), poison=False)
     micro = [inputs(LLAMA, mb, rope_tables(LLAMA, 64, "cpu"), "cpu") for mb in batches(LLAMA, 1, 2, 24)[0]]
     before = evaluate(e, micro)
-    assert not e.lanes.moved["d2h"] + e.lanes.moved["ssd_write"]
+    assert not e.queues.moved["d2h"] + e.queues.moved["ssd_write"]
     train_step(e, micro, 1, 0.0)
-    assert (e.lanes.moved["d2h"] > 0, e.lanes.moved["ssd_write"] > 0) == (tier != "gpu", tier == "ssd")
+    assert (e.queues.moved["d2h"] > 0, e.queues.moved["ssd_write"] > 0) == (tier != "gpu", tier == "ssd")
     assert all(map(torch.equal, evaluate(e, micro), before))
 
 
@@ -461,8 +461,8 @@ def test_views_of_slots_are_made_once(monkeypatch):
     """They cost more Python than all else in a step."""
     made, weights = [], model.weights
     monkeypatch.setattr(model, "weights", lambda cfg, u, views: made.append(u) or weights(cfg, u, views))
-    lanes = InlineLanes()
-    e = make(LLAMA, gpu_plan(LLAMA), lanes)
+    queues = InlineQueues()
+    e = make(LLAMA, gpu_plan(LLAMA), queues)
     train(e, batches(LLAMA, 2, 2, 24))
     first, made[:] = len(made), []
     train(e, batches(LLAMA, 2, 2, 24))

@@ -5,7 +5,7 @@ from functools import cache
 
 import pytest
 import torch
-from engines import LLAMA, RealLanes, batches, cards, final_weights, gpu_plan, make, relayed, train
+from engines import LLAMA, RealQueues, batches, cards, final_weights, gpu_plan, make, relayed, train
 
 from trireme.engine import geometry
 from trireme.engine.exchange import Kept
@@ -83,7 +83,7 @@ def on_the_gpu(n_micro: int, clip: float, cfg=CFG):
     e = make(
         cfg,
         gpu_plan(cfg, dtype="BF16", n_micro=n_micro, tokens=48),
-        RealLanes("cuda", extra=("poison",)),
+        RealQueues("cuda", extra=("poison",)),
         AdamW(max_grad_norm=clip),
     )
     return train(e, batches(cfg, 4, n_micro, 48)), final_weights(e)
@@ -108,12 +108,12 @@ def test_placement_never_changes_the_numbers(units, n_micro, mode, between):
     )
     plan = replace(plan, between=between, late_moments=("host", "ssd") if mode == "forward" and n_micro == 3 else ())
     plan = replace(plan, gradients="ssd" if between == "host" else "host")
-    e = make(CFG, plan, RealLanes("cuda", extra=("poison",)), AdamW(max_grad_norm=clip))
+    e = make(CFG, plan, RealQueues("cuda", extra=("poison",)), AdamW(max_grad_norm=clip))
     losses, weights = on_the_gpu(n_micro, clip)
     assert train(e, batches(CFG, 4, n_micro, 48), between=rehearsed(e)) == losses
     for name, value in final_weights(e).items():
         assert torch.equal(value, weights[name]), name
-    e.lanes.close()
+    e.queues.close()
     e.close()
 
 
@@ -121,8 +121,8 @@ def test_placement_never_changes_the_numbers(units, n_micro, mode, between):
 def test_what_is_kept_is_of_its_moment(units):
     """As a checkpoint of those steps, after more of them."""
     plan = gpu_plan(CFG, dtype="BF16", tokens=48, units=UNITS.get(units, (UnitPlan(),) * CFG.n_units), record=5000)
-    e = make(CFG, plan, RealLanes("cuda", extra=("poison",)))
-    kept = Kept(e.homes, exact=True)
+    e = make(CFG, plan, RealQueues("cuda", extra=("poison",)))
+    kept = Kept(e.placement, exact=True)
     for steps in (1, 2):
         train(e, batches(CFG, steps, 1, 48))
         before = final_weights(e)
@@ -132,7 +132,7 @@ def test_what_is_kept_is_of_its_moment(units):
     for name, value in before.items():
         assert torch.equal(found[name], value), name
     assert any(not torch.equal(after[name], value) for name, value in before.items())
-    e.lanes.close()
+    e.queues.close()
     e.close()
 
 
@@ -140,12 +140,12 @@ def test_what_is_kept_is_of_its_moment(units):
 @pytest.mark.parametrize("tier", ["gpu", "host", "ssd"])
 def test_half_blocks_are_the_same_to_the_bit(tier, n_micro):
     plan = gpu_plan(CFG, dtype="BF16", n_micro=n_micro, tokens=48, halves=True, window=1, piece=1)
-    e = make(CFG, replace(plan, units=(UnitPlan(tier, tier, x=tier),) * 10), RealLanes("cuda", extra=("poison",)))
+    e = make(CFG, replace(plan, units=(UnitPlan(tier, tier, x=tier),) * 10), RealQueues("cuda", extra=("poison",)))
     losses, weights = on_the_gpu(n_micro, 1.0)
     assert train(e, batches(CFG, 4, n_micro, 48)) == losses
     for name, value in final_weights(e).items():
         assert torch.equal(value, weights[name]), name
-    e.lanes.close()
+    e.queues.close()
     e.close()
 
 
@@ -161,12 +161,12 @@ def test_every_kind_of_unit_is_placed_without_changing_a_bit(name, tier, halves)
         names = shapes.saved_shapes(cut, 1, shapes.kind(cut, u)) if inner else ()
         saved = tuple((n, tier) for i, n in enumerate(names) if (u + i) % 3)
         units.append(UnitPlan(tier, tier, x=tier, saved=saved, base=tier))
-    e = make(cfg, replace(plan, units=tuple(units)), RealLanes("cuda", extra=("poison",)))
+    e = make(cfg, replace(plan, units=tuple(units)), RealQueues("cuda", extra=("poison",)))
     losses, weights = on_the_gpu(2, 1.0, cfg)
     assert train(e, batches(cfg, 4, 2, 48), between=rehearsed(e)) == losses
     for tensor, value in final_weights(e).items():
         assert torch.equal(value, weights[tensor]), tensor
-    e.lanes.close()
+    e.queues.close()
     e.close()
 
 
@@ -177,13 +177,13 @@ def test_codes_of_a_pass_are_those_of_each_product(name, monkeypatch):
     losses, weights = on_the_gpu(2, 1.0, cfg)
     monkeypatch.setattr(narrow, "fp8_groups", lambda cfg, u: [])
     geometry.geometry.cache_clear()
-    e = make(cfg, gpu_plan(cfg, dtype="BF16", n_micro=2, tokens=48), RealLanes("cuda", extra=("poison",)))
+    e = make(cfg, gpu_plan(cfg, dtype="BF16", n_micro=2, tokens=48), RealQueues("cuda", extra=("poison",)))
     assert not any(layout.tensors for layout in e.geo.decoded)
     assert train(e, batches(cfg, 4, 2, 48)) == losses
     for tensor, value in final_weights(e).items():
         assert torch.equal(value, weights[tensor]), tensor
     geometry.geometry.cache_clear()
-    e.lanes.close()
+    e.queues.close()
     e.close()
 
 
@@ -203,5 +203,5 @@ def test_units_on_two_gpus_leave_the_bits_of_one(name, tier, deal):
     assert train(e, batches(cfg, 4, 3, 48)) == losses
     for name, value in final_weights(e).items():
         assert torch.equal(value, weights[name]), name
-    e.lanes.close()
+    e.queues.close()
     e.close()

@@ -176,13 +176,13 @@ def _forged(content: bytes) -> bytes:
 
 def _store(folder: Path, name: str) -> Target:
     """A store with a snapshot, of which the file `name` is changed. Nothing outside of it may be touched."""
-    good, victim, here, companions = (folder / name for name in ("good", "victim", "store", "companions"))
+    good, victim, here, auxiliary = (folder / name for name in ("good", "victim", "store", "auxiliary"))
     span = sequential([("w", "F32", (1024,)), ("n", "F32", (7,))])
     good.mkdir()
-    companions.mkdir()
-    (companions / "config.json").write_text("{}")
+    auxiliary.mkdir()
+    (auxiliary / "config.json").write_text("{}")
     uuid.uuid4 = lambda: uuid.UUID(int=1)  # the same files every time
-    with Store.create([Device(good, ThreadIO(), False)], companions=companions) as store:
+    with Store.create([Device(good, ThreadIO(), False)], auxiliary=auxiliary) as store:
         for shard in ("weights-00000", "moments-00000-0000"):
             store.add(shard, span, weights=shard.startswith("w"))
             store.write(shard, arena(span.span)).result()

@@ -7,7 +7,7 @@
 
 One JSON line per kernel: chip, name, constants, shared memory in bytes. Without `--memory` also registers, stack bytes
 (spills), widest global access in bytes, whether it uses Hopper's matrix instruction, whether the copy engine adds, and
-whether ptxas serialises products. Run outside the interpreter: TRITON_INTERPRET must be unset.
+whether ptxas serialises matmuls. Run outside the interpreter: TRITON_INTERPRET must be unset.
 """
 
 import argparse
@@ -30,7 +30,7 @@ from triton.runtime import jit
 from trireme.kernels import adamw, cross_entropy, embedding, gelu, launch, layernorm, rmsnorm, rope, swiglu
 from trireme.kernels.attention import attention, sinks
 from trireme.kernels.attention.docs import make_docs
-from trireme.kernels.experts import gradients, order, products, routing, rows
+from trireme.kernels.experts import gradients, matmuls, order, routing, rows
 from trireme.kernels.experts.reference import Order, Rule
 from trireme.kernels.fp8 import gated
 from trireme.kernels.fp8.quantize import quantize, turn
@@ -197,16 +197,16 @@ def other_calls(dtype=BF16):
 
 
 def experts_call(E, k, D, I, in_out=False, dtype=BF16):
-    """One layer's grouped products; matrices stored (out, in), or as gpt-oss has them."""
+    """One layer's grouped matmuls; matrices stored (out, in), or as gpt-oss has them."""
     N, P = 16, 16 * k
     x, d_gate_up, act = (torch.zeros(shape, dtype=dtype) for shape in ((N, D), (P, 2 * I), (P, I)))
     place = torch.zeros(P, dtype=torch.int32)
     found = Order(place, place, torch.zeros(E + 1, dtype=torch.int32))
     stored = lambda a, b: torch.zeros(E, a, b, dtype=dtype) if in_out else torch.zeros(E, b, a, dtype=dtype).mT
     up, down = stored(D, 2 * I), stored(I, D)
-    products.grouped_mm(x, up, found, k, bias=torch.zeros(E, 2 * I, dtype=dtype) if in_out else None)
-    products.grouped_mm(x, down.mT, found, k)
-    products.grouped_mm(d_gate_up, up.mT, found)
+    matmuls.grouped_mm(x, up, found, k, bias=torch.zeros(E, 2 * I, dtype=dtype) if in_out else None)
+    matmuls.grouped_mm(x, down.mT, found, k)
+    matmuls.grouped_mm(d_gate_up, up.mT, found)
     gradients.grouped_add_(torch.zeros_like(up, dtype=torch.float32), x, d_gate_up, found, k, 0)
     gradients.grouped_add_(torch.zeros_like(down, dtype=torch.float32), act, x, found, 0, k)
     gradients.grouped_add_(torch.zeros_like(up), x, d_gate_up, found, k, 0)  # into bf16
@@ -233,7 +233,7 @@ def products_call():
     found = Order(
         torch.zeros(16, dtype=torch.int32), torch.zeros(16, dtype=torch.int32), torch.zeros(9, dtype=torch.int32)
     )
-    products.grouped_mm(x, w, found)
+    matmuls.grouped_mm(x, w, found)
     gradients.grouped_add_(w.float(), x, x, found)
 
 

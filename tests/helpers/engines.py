@@ -21,9 +21,9 @@ from trireme.engine import geometry
 from trireme.engine.between import Reader
 from trireme.engine.build import InRam, build, in_ram, placed
 from trireme.engine.exchange import Exchange, fetch, fill, fill_base
-from trireme.engine.lanes.names import LANES, lanes_of
-from trireme.engine.lanes.real import InlineLanes, RealLanes, RealTask, execute
 from trireme.engine.plan import Limits, Plan, UnitPlan
+from trireme.engine.queues.names import QUEUES, queues_of
+from trireme.engine.queues.real import InlineQueues, RealQueues, RealTask, execute
 from trireme.engine.run.evaluation import load_record
 from trireme.engine.step import Engine, train_step
 from trireme.engine.tuning.base import CheckpointBase, why_copied
@@ -108,7 +108,7 @@ def _done() -> Future:
     return future
 
 
-BESIDE = (*LANES[1:], "poison")  # all lanes but compute
+BESIDE = (*QUEUES[1:], "poison")  # all queues but compute
 BALANCE = 0.3  # weight of the loss of balance
 
 
@@ -125,82 +125,82 @@ def relayed(plan: Plan, gpus: Sequence[int], tied: bool = False) -> Plan:
     return replace(plan, units=tuple(units), between="host")
 
 
-class JitterLanes(RealLanes):
-    """Real lanes that start every task after a random delay; slots of each ring are poisoned on a lane of their own.
+class JitterQueues(RealQueues):
+    """Real queues that start every task after a random delay; slots of each ring are poisoned on a queue of their own.
 
-    On one lane what waits for another host would hold up the slots that this one needs.
+    On one queue what waits for another host would hold up the slots that this one needs.
     """
 
     def __init__(self, seed: int, most: float = 0.002, gpus: int = 1, hosts: int = 1):
         super().__init__("cpu", gpus=gpus, hosts=hosts)
         self.random, self.most = np.random.default_rng(seed), most
 
-    def run(self, lane, kind, of, fn, after=(), nbytes=0, flops=0):
+    def run(self, queue, kind, of, fn, after=(), nbytes=0, flops=0):
         delay = float(self.random.random()) * self.most
-        lane = of if lane == "poison" else lane
-        if lane not in self.queues and lane != "compute":
-            self._start(lane)
+        queue = of if queue == "poison" else queue
+        if queue not in self.queues and queue != "compute":
+            self._start(queue)
 
         def late():
             time.sleep(delay)
             return fn()
 
-        return super().run(lane, kind, of, late, after, nbytes, flops)
+        return super().run(queue, kind, of, late, after, nbytes, flops)
 
 
 class LateTask(RealTask):
-    """A task of LateLanes, which runs at the latest when it is waited for."""
+    """A task of LateQueues, which runs at the latest when it is waited for."""
 
-    __slots__ = ("lanes",)
+    __slots__ = ("queues",)
 
     def wait(self):
-        self.lanes.reach(self)
+        self.queues.reach(self)
         return super().wait()
 
 
-class LateLanes(InlineLanes):
-    """Lanes in one thread, some of them as late and the others as early as what tasks wait for allows.
+class LateQueues(InlineQueues):
+    """Queues in one thread, some of them as late and the others as early as what tasks wait for allows.
 
-    A task of a `late` lane runs when something that is not late, or the caller, cannot go on without it; of the others,
+    A task of a `late` queue runs when something that is not late, or the caller, cannot go on without it; of others,
     as soon as those that it waits for are over. What was not waited for is found whatever the machine's timing. The
-    compute lane is the caller's thread as on a CPU, or where it is late, what a GPU does that has much in its queue.
+    compute queue is the caller's thread as on a CPU, or where it is late, what a GPU does that has much in its queue.
     """
 
     def __init__(self, late: Collection[str], gpus: int = 1):
         super().__init__("cpu", gpus)
-        self.late, self.queues = late, {lane: deque() for lane in (*lanes_of(gpus), "poison")}
+        self.late, self.queues = late, {queue: deque() for queue in (*queues_of(gpus), "poison")}
 
-    def run(self, lane, kind, of, fn, after=(), nbytes=0, flops=0):
-        task = LateTask(lane, kind, of, nbytes, flops)
-        task.lanes = self
-        self.queues[lane].append((task, fn, tuple(after)))
-        if lane == "compute" and lane not in self.late and len(self.devices) == 1:
+    def run(self, queue, kind, of, fn, after=(), nbytes=0, flops=0):
+        task = LateTask(queue, kind, of, nbytes, flops)
+        task.queues = self
+        self.queues[queue].append((task, fn, tuple(after)))
+        if queue == "compute" and queue not in self.late and len(self.devices) == 1:
             self.reach(task)
         self._go_on()
         return task
 
     def drain(self):
-        for queue in self.queues.values():
-            while queue:
-                self.reach(queue[0][0])
+        for tasks in self.queues.values():
+            while tasks:
+                self.reach(tasks[0][0])
 
     def reach(self, task):
-        """Runs a task, after those of its lane before it, and each after those that it waits for."""
-        queue = self.queues[task.lane]
+        """Runs a task, after those of its queue before it, and each after those that it waits for."""
+        tasks = self.queues[task.queue]
         while not task._issued.is_set():
-            for other in queue[0][2]:
+            for other in tasks[0][2]:
                 self.reach(other)
-            first, fn, _ = queue.popleft()
+            first, fn, _ = tasks.popleft()
             execute(first, fn, (), None, self.zero)
             if first.error is not None:
                 raise first.error
 
     def _go_on(self):
-        """Runs all that can run by now on the lanes that are not late."""
-        early = [queue for lane, queue in self.queues.items() if lane not in self.late]
+        """Runs all that can run by now on the queues that are not late."""
+        early = [tasks for queue, tasks in self.queues.items() if queue not in self.late]
         while ready := [q for q in early if q and all(other._issued.is_set() for other in q[0][2])]:
-            for queue in ready:
-                self.reach(queue[0][0])
+            for tasks in ready:
+                self.reach(tasks[0][0])
 
 
 class Batch:
@@ -247,8 +247,8 @@ def random_weights(seed: int = 0):
     return read
 
 
-class OnOneCard(RealLanes):
-    """Lanes of several GPUs on the first, with threads and streams of their own; but `compute` lanes share a stream."""
+class OnOneCard(RealQueues):
+    """Queues of several GPUs on the first, with own threads and streams; but `compute` queues share a stream."""
 
     @property
     def devices(self) -> list[torch.device]:
@@ -259,24 +259,24 @@ class OnOneCard(RealLanes):
         self.played = found[:1] * len(found)
 
 
-def cards(gpus: int) -> RealLanes:
-    """Lanes with a poisoner of as many GPUs, played on one where there are fewer."""
-    lanes = RealLanes if torch.cuda.device_count() >= gpus else OnOneCard
-    return lanes("cuda", extra=("poison",), gpus=gpus)
+def cards(gpus: int) -> RealQueues:
+    """Queues with a poisoner of as many GPUs, played on one where there are fewer."""
+    queues = RealQueues if torch.cuda.device_count() >= gpus else OnOneCard
+    return queues("cuda", extra=("poison",), gpus=gpus)
 
 
-def make(cfg: ModelConfig, plan: Plan, lanes=None, adamw: AdamW | None = None, poison: bool = True, **more) -> Engine:
-    """A loaded engine on the device of its lanes, the CPU by default."""
-    lanes = lanes or InlineLanes()
+def make(cfg: ModelConfig, plan: Plan, queues=None, adamw: AdamW | None = None, poison: bool = True, **more) -> Engine:
+    """A loaded engine on the device of its queues, the CPU by default."""
+    queues = queues or InlineQueues()
     e = build(
-        cfg, plan, LIMITS, lanes, adamw=adamw, store=MemoryStore(), scratch=MemoryScratch(), poison=poison, **more
+        cfg, plan, LIMITS, queues, adamw=adamw, store=MemoryStore(), scratch=MemoryScratch(), poison=poison, **more
     )
     sizes = {name: prod(shape) for name, shape in stored_tensors(e.cfg).items()}
     sizes |= {t.name: t.numel for layout in (*e.geo.stored, *e.geo.stored_base) for t in layout.tensors}
     read = random_weights()
     values = lambda name, a, b: [read(name, sizes[name])[a:b].numpy()]
-    fill(e.homes, values)
-    fill_base(e.homes, values)
+    fill(e.placement, values)
+    fill_base(e.placement, values)
     return e
 
 
@@ -293,7 +293,7 @@ def train(e: Engine, steps: list[list[Batch]], lr: float = 1e-2, between=lambda 
     """(loss, gradient norm) of each step, of a mixture its load too, with a loss that evens it out; all
     updates applied at the end. `between(i, micro)` is called after i steps with the first step's micro-batches on the
     device. `of`: the steps of all hosts."""
-    places = [(rope_tables(e.cfg, 64, device), device) for device in e.lanes.devices]
+    places = [(rope_tables(e.cfg, 64, device), device) for device in e.queues.devices]
     made = [[mb if isinstance(mb, InRam) else in_ram(e.cfg, mb) for mb in step] for step in steps]
     first = [placed(mb, places) for mb in made[0]]
     weight = BALANCE if e.cfg.experts and not e.cfg.experts.sigmoid else 0.0
@@ -302,19 +302,19 @@ def train(e: Engine, steps: list[list[Batch]], lr: float = 1e-2, between=lambda 
         between(i, first)
         whole = (of or made)[i]
         tokens, trained = sum(mb.tokens for mb in whole), sum(mb.trained for mb in whole)
-        loads = [make_load(e.cfg, tokens, weight, device) for device in e.lanes.devices]
+        loads = [make_load(e.cfg, tokens, weight, device) for device in e.queues.devices]
         micro = [placed(mb, places, loads) for mb in step]
         stats = train_step(e, micro, i + 1, lr, trained)
         seen.append((stats.loss, stats.grad_norm, *(load_record(loads[0]).values() if loads[0] else ())))
     between(len(made), first)
     e.optimizer.flush()
-    e.lanes.drain()
+    e.queues.drain()
     return seen
 
 
 def final_weights(e: Engine, reader: Reader | None = None) -> dict[str, torch.Tensor]:
-    """Every tensor's fp32 master by name; of the homes, or as `reader` has them."""
-    reader = reader or Reader(e.homes)
+    """Every tensor's fp32 master by name; of the placement, or as `reader` has them."""
+    reader = reader or Reader(e.placement)
     return {
         t.name: torch.from_numpy(np.concatenate([piece.copy() for piece in fetch(reader, u, t.name, exact=True)]))
         for u, layout in enumerate(e.geo.stored)
@@ -331,13 +331,13 @@ def opened(folder, change=lambda cfg: cfg):
     return cfg, as_trained(cfg, source, stored), stored
 
 
-def exchange(cfg, source, tier="host", dtype="BF16", files=None, lanes=None, **change):
+def exchange(cfg, source, tier="host", dtype="BF16", files=None, queues=None, **change):
     """An engine with all in one tier, and its Exchange."""
     units = (UnitPlan(tier, tier, base=tier),) * replace(cfg, halves=change.get("halves", False)).n_units
     plan = gpu_plan(cfg, units=units, dtype=dtype, record=700, **change)
     places = dict(store=MemoryStore(), scratch=MemoryScratch(), files=files)
-    e = build(cfg, plan, LIMITS, lanes or InlineLanes(), **places, poison=True)
-    return e, Exchange(cfg, source, e.homes)
+    e = build(cfg, plan, LIMITS, queues or InlineQueues(), **places, poison=True)
+    return e, Exchange(cfg, source, e.placement)
 
 
 def adapters(folder, targets, device, tier, in_place=False, **change):
@@ -351,7 +351,7 @@ def adapters(folder, targets, device, tier, in_place=False, **change):
     e, x = exchange(cfg, source, tier, files=files, **change)
     x.load()
     seen = train(e, batches(cfg, 3, 2, 24)), final_weights(e)
-    e.lanes.close()
+    e.queues.close()
     e.close()
     return *seen, sum(layout.nbytes for layout in e.geo.base)
 

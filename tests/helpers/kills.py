@@ -371,7 +371,7 @@ KINDS = {
     "state": "store/snapshot-*/*-?????-????.safetensors",
     "manifest": "store/snapshot-*/manifest.json",
     "index": "store/**/model.safetensors.index.json",
-    "companions": "store/**/*config.json",
+    "auxiliary": "store/**/*config.json",
     "store.id": "store/store.id",
     "tokens": "tokens/*/tokens",
     "tables": "tokens/*/*.npy",

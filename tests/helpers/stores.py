@@ -66,8 +66,8 @@ def content(layout: Layout, seed: int) -> memoryview:
     return buffer
 
 
-def create(folder: Path, count: int = 1, keep: int = 1, companions: Path | None = None, **kwargs) -> Store:
-    store = Store.create(devices(folder, count, **kwargs), keep, companions)
+def create(folder: Path, count: int = 1, keep: int = 1, auxiliary: Path | None = None, **kwargs) -> Store:
+    store = Store.create(devices(folder, count, **kwargs), keep, auxiliary)
     for name, layout in LAYOUTS.items():
         store.add(name, layout, weights="adam" not in name)
     return store

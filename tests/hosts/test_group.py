@@ -9,8 +9,8 @@ from pathlib import Path
 import pytest
 import torch
 import torch.distributed as dist
-from runs import Hosts
 
+from runs import Hosts
 from trireme.engine.hosts import group, held, watch
 from trireme.engine.hosts.watch import LostHost
 from trireme.engine.hosts.wire import Wire
@@ -130,14 +130,14 @@ def test_a_host_that_dies_or_hangs_is_named_in_time(told, how):
 
 
 def test_a_wait_for_another_host_is_known_as_one(monkeypatch):
-    """Between steps alone: in a step the lanes are watched."""
+    """Between steps alone: in a step the queues are watched."""
     wire, seen = Wire(0, {"net": None, "sum": None}), []
     waits = lambda what, host, group: seen.append(wire.waits)
     monkeypatch.setattr(dist, "send", waits)
     monkeypatch.setattr(dist, "recv", waits)
-    for lane in (BETWEEN, "sum_in"):
-        wire.send(lane, 1, None)
-        wire.receive(lane, 1, None)
+    for queue in (BETWEEN, "sum_in"):
+        wire.send(queue, 1, None)
+        wire.receive(queue, 1, None)
     assert seen == [True, True, False, False]
     assert not wire.waits
 

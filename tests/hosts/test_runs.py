@@ -13,13 +13,13 @@ from pathlib import Path
 from types import SimpleNamespace
 
 import pytest
-from runs import Hosts, hold, losses, make_small
 from script_files import ROOT
 from tiny import CASES, oracle
 
+from runs import Hosts, hold, losses, make_small
 from trireme.engine.hosts import group, watch
 from trireme.engine.hosts.watch import LostHost
-from trireme.engine.lanes import watchdog
+from trireme.engine.queues import watchdog
 from trireme.engine.run import demo, evaluation, live, loop, main
 from trireme.engine.run.begin import job, opened
 from trireme.engine.shared import SharedGradients
@@ -120,8 +120,8 @@ def test_torchrun_begins_hosts(folder, whole):
         port = str(free.getsockname()[1])
     begin = [sys.executable, "-m", "torch.distributed.run", "--nproc-per-node", "2", "--rdzv-backend", "static"]
     begin += ["--master-addr", "127.0.0.1", "--master-port", port, str(ROOT / "scripts" / "finetune.py")]
-    lanes = {"GLOO_SOCKET_IFNAME": "lo", "OMP_NUM_THREADS": "1"}
-    done = subprocess.run([*begin, *command(folder, out)], capture_output=True, text=True, env=os.environ | lanes)
+    queues = {"GLOO_SOCKET_IFNAME": "lo", "OMP_NUM_THREADS": "1"}
+    done = subprocess.run([*begin, *command(folder, out)], capture_output=True, text=True, env=os.environ | queues)
     assert done.returncode == 0, done.stderr[-2000:]
     assert "hosts    2, each with a share of micro-batches" in done.stdout
     assert same(out, whole)
@@ -243,8 +243,8 @@ def test_a_drive_that_hangs_in_a_snapshot_ends_all_hosts(folder):
     run = Run(out, 2, command(folder, out), hanging_drive)
     assert run.ended() == [4, 4]
     first, second = run.errors()
-    assert second.startswith("error: snapshot: no progress for 0s; no lane has a task. Is the GPU or a drive failing?")
-    assert "host 1: no progress for 0s; no lane has a task" in first
+    assert second.startswith("error: snapshot: no progress for 0s; no queue has a task. Is the GPU or a drive failing?")
+    assert "host 1: no progress for 0s; no queue has a task" in first
     shutil.rmtree(out)
 
 
@@ -261,7 +261,7 @@ def ailing(error: Exception):
 
         def finish(self, u):
             if host == 0 and u == 0:
-                self.lanes.run("sum_out", "other", "sum", fail)
+                self.queues.run("sum_out", "other", "sum", fail)
             real(self, u)
 
         SharedGradients.finish = finish
@@ -332,7 +332,7 @@ def apart(host: int) -> None:
 @pytest.mark.full
 @pytest.mark.parametrize(("before", "hosts", "sight"), [(1, 2, None), (2, 1, None), (2, 3, apart)])
 def test_another_number_of_hosts_goes_on_to_the_same_bytes(stopped, whole, before, hosts, sight):
-    """Those with disks of their own have no RAM for homes either."""
+    """Those with disks of their own have no RAM for placement either."""
     out = stopped(before, f"{before}-then-{hosts}")
     little = ["--gpu-memory", "14MiB", "--ram", "9MiB"] if sight else []
     run = Run(out, hosts, ["--resume", str(out), *little], sight or (lambda host: None))

@@ -4,7 +4,7 @@ import pytest
 import torch
 from kernel_checks import DEVICES, DTYPES, FP32_SUM, LOADS, ONE_ROUNDING, check, choices, framed, randn, up
 
-from trireme.kernels.experts import gradients, products, reference, routing, rows
+from trireme.kernels.experts import gradients, matmuls, reference, routing, rows
 from trireme.kernels.experts import order as order_
 from trireme.kernels.experts.reference import Rule
 
@@ -102,11 +102,11 @@ def test_grouped_products(device, dtype, load, N, E, k, A, B):
     turned = randn(E, B, A, device=device, dtype=dtype, scale=A**-0.5).transpose(1, 2)
     bound = ONE_ROUNDING[dtype]
     for w in (stored, turned):
-        check(products.grouped_mm(by_token, w, order, k), reference.grouped_mm(*up(by_token, w), order, k), bound)
+        check(matmuls.grouped_mm(by_token, w, order, k), reference.grouped_mm(*up(by_token, w), order, k), bound)
         bias = randn(E, B, device=device, dtype=dtype)
-        biased = products.grouped_mm(sorted_rows, w, order, bias=bias)
+        biased = matmuls.grouped_mm(sorted_rows, w, order, bias=bias)
         check(biased, reference.grouped_mm(*up(sorted_rows, w), order, bias=bias.double()), bound)
-        check(products.grouped_mm(sorted_rows, w, order), reference.grouped_mm(*up(sorted_rows, w), order), bound)
+        check(matmuls.grouped_mm(sorted_rows, w, order), reference.grouped_mm(*up(sorted_rows, w), order), bound)
     dy, dy_token = randn(N * k, B, device=device, dtype=dtype), randn(N, B, device=device, dtype=dtype)
     for a, b, k_a, k_b in ((by_token, dy, k, 0), (sorted_rows, dy_token, 0, k)):
         for grad in (torch.ones(E, A, B, device=device), torch.ones(E, B, A, device=device).transpose(1, 2)):
@@ -202,7 +202,7 @@ def test_experts_repeat_bit_by_bit():
     def run():
         weights, experts = routing.route_fwd(logits, Rule(k))
         order = order_.sort_pairs(experts, E)
-        y = products.grouped_mm(x, w.mT, order, k)
+        y = matmuls.grouped_mm(x, w.mT, order, k)
         grad = torch.zeros(w.shape, device="cuda")
         gradients.grouped_add_(grad.mT, x, y, order, k)
         return *order, y, grad, rows.combine(y, order, k, weights)

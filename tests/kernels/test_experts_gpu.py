@@ -5,7 +5,7 @@ import torch
 from kernel_checks import FP32_SUM, LOADS, ONE_ROUNDING, check, choices, randn, up
 
 from trireme.kernels import launch, ops, swiglu
-from trireme.kernels.experts import gradients, hopper, products, reference, routing, rows
+from trireme.kernels.experts import gradients, hopper, matmuls, reference, routing, rows
 from trireme.kernels.experts import order as order_
 from trireme.kernels.experts.reference import Rule
 
@@ -44,7 +44,7 @@ def test_products_over_many_tiles(load, dtype, E, k, A, B):
     for w in (stored, turned):
         for x, chosen in ((by_token, k), (sorted_rows, 0)):
             expected = reference.grouped_mm(*up(x, w), order, chosen)
-            check(products.grouped_mm(x, w, order, chosen), expected, bound)
+            check(matmuls.grouped_mm(x, w, order, chosen), expected, bound)
     for a, b, k_a, k_b in ((by_token, dy, k, 0), (sorted_rows, dy_token, 0, k)):
         for grad in (torch.ones(E, A, B, device="cuda"), torch.ones(E, B, A, device="cuda").mT):
             expected = grad.double()
@@ -63,7 +63,7 @@ def needs_chip(*archs: int) -> None:
 @pytest.mark.parametrize("name", MIXTURES)
 def test_the_librarys_products_have_the_bits_of_ours(name, N, load):
     """In 20 runs, with few rows for each expert and many, and with none for some."""
-    needs_chip(*products.LIBRARY)
+    needs_chip(*matmuls.LIBRARY)
     needs(8)
     E, k, D, I = MIXTURES[name]
     order = order_.sort_pairs(choices(load, N, E, k, "cuda"), E)
@@ -71,28 +71,28 @@ def test_the_librarys_products_have_the_bits_of_ours(name, N, load):
     by_column = (stored(D, I).mT, stored(2 * I, D)) if name != "gpt-oss-20b" else (stored(I, D), stored(D, 2 * I).mT)
     for w in by_column:  # down, and the gradient of the rows
         x = randn(N * k, w.shape[1], device="cuda", dtype=BF16)
-        assert products.by_library(x, w)
-        ours = products.grouped_mm(x, w, order, out=torch.empty(N * k, w.shape[2], device="cuda", dtype=BF16))
+        assert matmuls.by_library(x, w)
+        ours = matmuls.grouped_mm(x, w, order, out=torch.empty(N * k, w.shape[2], device="cuda", dtype=BF16))
         for _ in range(20):
-            assert torch.equal(products.grouped_mm(x, w, order), ours)
+            assert torch.equal(matmuls.grouped_mm(x, w, order), ours)
 
 
 def test_what_the_library_does_not_take_is_ours():
     """Rows and matrices that are not aligned to 16 bytes, biases, too many experts, other dtypes."""
-    needs_chip(*products.LIBRARY)
+    needs_chip(*matmuls.LIBRARY)
     E, N, A, B = 3, 40, 512, 264
     order = order_.sort_pairs(choices(LOADS[0], N, E, 1, "cuda"), E)
     x, w = randn(N, A, device="cuda", dtype=BF16), randn(E, A, B, device="cuda", dtype=BF16)
     odd = torch.empty(x.numel() + 1, device="cuda", dtype=BF16)[1:].view_as(x).copy_(x)
     cut = w[..., :260].contiguous()
-    assert products.by_library(x, w)
-    assert not products.by_library(odd, w)
-    assert not products.by_library(x, cut)
-    assert not products.by_library(x, w[..., :128].contiguous())
-    assert not products.by_library(x.float(), w.float())
-    assert not products.by_library(x[:, :256], torch.empty(1024, 256, 256, device="cuda", dtype=BF16))
+    assert matmuls.by_library(x, w)
+    assert not matmuls.by_library(odd, w)
+    assert not matmuls.by_library(x, cut)
+    assert not matmuls.by_library(x, w[..., :128].contiguous())
+    assert not matmuls.by_library(x.float(), w.float())
+    assert not matmuls.by_library(x[:, :256], torch.empty(1024, 256, 256, device="cuda", dtype=BF16))
     for a, b in ((odd, w), (x, cut)):
-        check(products.grouped_mm(a, b, order), reference.grouped_mm(*up(a, b), order), ONE_ROUNDING[BF16])
+        check(matmuls.grouped_mm(a, b, order), reference.grouped_mm(*up(a, b), order), ONE_ROUNDING[BF16])
 
 
 @pytest.mark.parametrize("load", LOADS)
@@ -146,7 +146,7 @@ def test_matrices_beyond_32_bits():
     w[-1] = torch.randn(A, B, device="cuda") * A**-0.5
     for stored in (w, w.view(E, B, A).mT):
         expected = x.double() @ stored[-1].double()
-        check(products.grouped_mm(x, stored, order), expected, ONE_ROUNDING[BF16])
+        check(matmuls.grouped_mm(x, stored, order), expected, ONE_ROUNDING[BF16])
     del w, stored
     grad = torch.zeros(E, A, B, device="cuda")
     gradients.grouped_add_(grad, x, dy, order)
@@ -163,7 +163,7 @@ def test_rows_beyond_32_bits():
     x, weights = randn(N, D, device="cuda", dtype=BF16), randn(N, k, device="cuda", dtype=torch.float32)
     up_ = randn(E, 2 * I, D, device="cuda", dtype=BF16, scale=D**-0.5).mT
     last = slice(N - 100, N)  # tokens; and of the sorted rows those of the last expert
-    gate_up = products.grouped_mm(x, up_, order, k)
+    gate_up = matmuls.grouped_mm(x, up_, order, k)
     expected = x[last].double() @ up_[-1].double()
     check(gate_up[-100:], expected, ONE_ROUNDING[BF16])
     act = swiglu.swiglu_fwd(gate_up)
@@ -181,7 +181,7 @@ def test_rows_beyond_32_bits():
 
 def test_nothing_waits_for_the_gpu_and_no_number_of_tokens_compiles_anew():
     E, k, D, I = 24, 3, 512, 256  # widths that the library and the copy engine take
-    launchers = (order_._count, order_._scan, order_._place, products._grouped_mm, gradients._grouped_add)
+    launchers = (order_._count, order_._scan, order_._place, matmuls._grouped_mm, gradients._grouped_add)
     launchers += (hopper.add_kernel, routing._route_fwd, routing._route_bwd, rows._combine, rows._routed_swiglu_bwd)
     w_up, w_down = (torch.zeros(E, *shape, device="cuda", dtype=BF16) for shape in ((2 * I, D), (D, I)))
     g_up, g_down = (torch.zeros_like(w, dtype=torch.float32) for w in (w_up, w_down))

@@ -1,4 +1,4 @@
-"""fp8: codes and scales of the kernels are those of plain torch to the bit; products of codes."""
+"""fp8: codes and scales of the kernels are those of plain torch to the bit; matmuls of codes."""
 
 import pytest
 import torch
@@ -150,7 +150,7 @@ def test_products_are_those_of_the_codes(rows, out_dtype, device):
     bias = torch.randn(64).to(device, torch.bfloat16) if out_dtype == torch.bfloat16 else None
     a, b = ops.quantize(x), ops.quantize(w)
     out = torch.empty(rows, 64, dtype=out_dtype, device=device)
-    assert ops.product(a.rows, a.scale, b.rows, b.scale, out, bias) is out
+    assert ops.fp8_matmul(a.rows, a.scale, b.rows, b.scale, out, bias) is out
     exact = (a.rows.double() * a.scale) @ (b.rows.double() * b.scale).T + (0 if bias is None else bias.double())
     error = (out.double() - exact).norm() / exact.norm()
     assert error < (2.4e-3 if out_dtype == torch.bfloat16 else 1e-6 if device == "cpu" else 3e-4)
@@ -166,11 +166,11 @@ def test_products_hide_no_nan(device):
     for bad in ("inf", "nan"):
         x, w = inputs(bad, 37, 80).to(device), torch.randn(32, 80, device=device).bfloat16()
         a, b = ops.quantize(x, columns=True), ops.quantize(w)
-        y = ops.product(a.rows, a.scale, b.rows, b.scale, torch.empty(37, 32, dtype=torch.bfloat16, device=device))
+        y = ops.fp8_matmul(a.rows, a.scale, b.rows, b.scale, torch.empty(37, 32, dtype=torch.bfloat16, device=device))
         assert torch.equal(y.isnan().all(1), ~x.isfinite().all(1))
         assert torch.equal(y.isnan().any(1), ~x.isfinite().all(1))
         dy = ops.quantize(torch.randn(37, 32, device=device).bfloat16(), columns=True)
-        dw = ops.product(a.columns, a.scale, dy.columns, dy.scale, torch.empty(80, 32, device=device))
+        dw = ops.fp8_matmul(a.columns, a.scale, dy.columns, dy.scale, torch.empty(80, 32, device=device))
         assert torch.equal(dw.isnan().any(1), ~x.isfinite().all(0))
 
 

@@ -1,4 +1,4 @@
-"""Blocks in fp8: which products are, the error that the format leaves, the same bits whatever is saved."""
+"""Blocks in fp8: which matmuls are, the error that the format leaves, the same bits whatever is saved."""
 
 from dataclasses import replace
 
@@ -33,13 +33,13 @@ FAMILIES = {
     "phi3": CASES["phi3"],
     "qwen2 moe": ("qwen2_moe", CASES["qwen2 moe"][1] | KEYS),
 }
-EPSILON = 2**-4 / 3**0.5 * 2**0.5  # of a product, relative: two operands, each off by at most 2^-4, evenly spread
-DEEP = 8  # products between a block's ends and any of its gradients, at most
+EPSILON = 2**-4 / 3**0.5 * 2**0.5  # of a matmul, relative: two operands, each off by at most 2^-4, evenly spread
+DEEP = 8  # matmuls between a block's ends and any of its gradients, at most
 
 
-@pytest.mark.parametrize("name", [name for name in FAMILIES if "moe" not in name])  # a choice of experts is no product
+@pytest.mark.parametrize("name", [name for name in FAMILIES if "moe" not in name])  # a choice of experts is no matmul
 def test_gradients_of_a_block_are_within_the_error_of_the_format(name):
-    """Errors of products are independent: their squares add up along the way."""
+    """Errors of matmuls are independent: their squares add up along the way."""
     reference, cfg = oracle(*FAMILIES[name])
     exact = block_gradients(Tiny(cfg, reference.state_dict()), ())
     found = block_gradients(Tiny(replace(cfg, fp8=True), reference.state_dict(), "BF16", "F32"), ())

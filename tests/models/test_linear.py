@@ -16,7 +16,7 @@ def test_fused_operand_is_a_view_of_neighbours():
 
 
 def test_gradients_of_a_matrix_in_either_order():
-    """The product is made in the order of the memory: a transposed view gets what the matrix itself does."""
+    """The matmul is made in the order of the memory: a transposed view gets what the matrix itself does."""
     x, dy, g = torch.randn(7, 3), torch.randn(7, 5), torch.zeros(5, 3)
     add_gradients_(Linear(g.T), Linear(g.T), x, dy)
     assert torch.equal(g, torch.zeros(5, 3).addmm_(dy.T, x))

@@ -96,7 +96,7 @@ def test_losses_and_gradients_are_those_of_peft(case, keep):
 
 @pytest.mark.parametrize("case", LATER)
 def test_the_dialects_of_other_families(case):
-    """What they multiply, norm and pack differently; the branch's product is kept in one, made again in the other."""
+    """What they multiply, norm and pack differently; the branch's matmul is kept in one, made again in the other."""
     for keep in (("qkv", "attn_branch", "mlp_branch", "gate_up"), ()):
         check(case, LATER[case], keep, 1e-4)  # longer sums, larger factors; 3e-5 on some processors
 
@@ -116,5 +116,5 @@ def test_the_gradients_of_what_is_trained_do_not_change(case, frozen):
 
 def test_one_product_is_frozen_as_a_whole():
     _, cfg = oracle(*CASES["llama"])
-    with pytest.raises(InputError, match="are one product here"):
+    with pytest.raises(InputError, match="are multiplied as one matrix"):
         shapes.trained_parts(replace(cfg, frozen=("*q_proj*",)), 1)

@@ -14,7 +14,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from trireme.engine.memory import views
 from trireme.engine.planner.sizes import find_model
 from trireme.kernels import cross_entropy, ops
-from trireme.kernels.fp8.products import product
+from trireme.kernels.fp8.matmuls import fp8_matmul
 from trireme.kernels.fp8.reference import E4M3, PAD
 from trireme.models import attention, experts, head, linear, lora, mlp, model, norm, shared
 from trireme.models.config import Lora, parse_config
@@ -200,7 +200,7 @@ def _bare_ops():
         quantize=_bare_codes,
         **dict.fromkeys(("swiglu_codes_fwd", "geglu_codes_fwd"), _bare_glu_codes),
         **dict.fromkeys(("swiglu_codes_bwd", "geglu_codes_bwd"), _bare_glu_codes_bwd),
-        product=product,
+        fp8_matmul=fp8_matmul,
     )
 
 
@@ -256,7 +256,7 @@ TOKENS = 64
 
 
 class Watch(TorchDispatchMode):
-    """Counts the bytes of every storage that an operation makes, while it lives, and the FLOPs of matrix products."""
+    """Counts the bytes of every storage that an operation makes, while it lives, and the FLOPs of matrix matmuls."""
 
     def __init__(self):
         super().__init__()
@@ -368,7 +368,7 @@ def test_workspace_of_a_long_text_is_that_of_a_tile(name, halves, u, monkeypatch
 @pytest.mark.parametrize("name", SMALL_MODELS | DIALECTS)
 @pytest.mark.parametrize("most", [1 << 29, 0])
 def test_workspace_holds_the_codes_of_fp8(name, most, halves, u, monkeypatch):
-    """`most`: whether matrices' codes are made before, or by each product."""
+    """`most`: whether matrices' codes are made before, or by each fp8_matmul."""
     monkeypatch.setattr(narrow, "MOST_CODES", most)
     cfg = replace(parse_config((SMALL_MODELS | DIALECTS)[name]), halves=halves, fp8=True)
     forward, backward = Watch(), Watch()

@@ -18,7 +18,7 @@ from trireme.engine.planner.predict import Batch, predict, rebuilt_seconds
 from trireme.engine.planner.rates import DRIVES, GPUS, Rates, machine
 from trireme.engine.planner.reasons import reasons
 from trireme.engine.planner.rule import Wanted, cuts, simple_plan
-from trireme.engine.planner.simulate import SimulatedLanes
+from trireme.engine.planner.simulate import SimulatedQueues
 from trireme.engine.planner.sizes import MODELS
 from trireme.engine.planner.variants import moves, swap_slots, updated_alike
 from trireme.engine.run.begin.pinned import misfit
@@ -58,7 +58,7 @@ def test_never_slower_than_the_rule_and_within_its_limits(cfg, gpu, host, mode, 
     batch = Batch(first.tokens, 256, first.n_micro)
     assert choice.found.step_s <= predict(cfg, first, rates, batch).step_s
     assert fits(Geometry.of(cfg, choice.plan), choice.plan, limits)
-    build(cfg, choice.plan, limits, SimulatedLanes(lambda *task: 0.0, RATES))
+    build(cfg, choice.plan, limits, SimulatedQueues(lambda *task: 0.0, RATES))
     assert choice == choose(cfg, limits, rates, wanted)
 
 
@@ -153,7 +153,7 @@ def test_fast_drives_take_activations_that_ram_does_not_hold():
 
 def test_homes_that_are_forced_stay():
     m = machine(GPUS["rtx4090"], 768 * 10**9, DRIVES["p5510"], 1, 150e9)
-    wanted = Wanted(((16384, 2), (8192, 4)), mode="backward", record=50 << 20, homes="state-ssd")
+    wanted = Wanted(((16384, 2), (8192, 4)), mode="backward", record=50 << 20, placement="state-ssd")
     plan = choose(GPT3_13B, m.limits, m.rates, wanted).plan
     assert {unit.state for unit in plan.units} == {"ssd"}
 
@@ -295,8 +295,8 @@ def test_activations_travel_where_ram_and_the_bus_have_room():
 def test_the_largest_models_are_planned_with_few_simulations(monkeypatch, gpu, ram, drive, drives, sizes):
     """In whole blocks, and in halves of them. Of the 3 to 15 s that it takes, 2 to 10 are the simulations."""
     tasks = []
-    run = SimulatedLanes.run
-    monkeypatch.setattr(SimulatedLanes, "run", lambda *given, **more: tasks.append(0) or run(*given, **more))
+    run = SimulatedQueues.run
+    monkeypatch.setattr(SimulatedQueues, "run", lambda *given, **more: tasks.append(0) or run(*given, **more))
     m = machine(GPUS[gpu], ram << 30, DRIVES[drive], drives)
     wanted = Wanted(sizes, record=record_size(shapes.parameters(LLAMA_405B), m.limits.host))
     choice = choose(LLAMA_405B, m.limits, m.rates, wanted)
@@ -346,7 +346,7 @@ def test_half_blocks_keep_to_the_limits(gpu, host, mode, bus):
     except DoesNotFit:
         return
     assert fits(Geometry.of(SMALL, choice.plan), choice.plan, limits)
-    build(SMALL, choice.plan, limits, SimulatedLanes(lambda *task: 0.0, RATES))
+    build(SMALL, choice.plan, limits, SimulatedQueues(lambda *task: 0.0, RATES))
 
 
 @pytest.mark.parametrize("ram", [64, 256])

@@ -13,7 +13,7 @@ from trireme.engine.plan import Limits, UnitPlan
 from trireme.engine.planner.choose import choose, floors
 from trireme.engine.planner.predict import Batch, predict
 from trireme.engine.planner.rule import Lean, Wanted, simple_plan
-from trireme.engine.planner.simulate import SimulatedLanes
+from trireme.engine.planner.simulate import SimulatedQueues
 from trireme.engine.step import Inputs, train_step
 
 MIB = 1 << 20
@@ -49,12 +49,12 @@ def test_equal_blocks_take_the_time_of_a_filled_and_drained_relay(gpus, n_micro)
     seconds = {"forward": 1.0, "backward": 3.0}
     of_a_block = lambda task: seconds.get(task.kind, 0.0) if task.of.startswith("block") else 0.0
     made = deal(DEEP, gpu_plan(DEEP, n_micro=n_micro, units=(UnitPlan(x="host"),) * 10, window=4), gpus)
-    lanes = SimulatedLanes(of_a_block, H200, gpus)
-    e = build(DEEP, made, LIMITS, lanes)
+    queues = SimulatedQueues(of_a_block, H200, gpus)
+    e = build(DEEP, made, LIMITS, queues)
     for step in (1, 2):
-        lanes.begin()
+        queues.begin()
         train_step(e, [Inputs(24, 20, 300)] * n_micro, step, 0.0)
-        taken = lanes.time()
+        taken = queues.time()
     slots = 8 * n_micro / gpus + gpus - 1
     assert taken == pytest.approx(4.0 * slots, rel=0.01)
 
@@ -90,7 +90,7 @@ def test_the_planner_deals_and_fills_each_gpu():
 
 def test_where_ram_is_short_inputs_are_at_home_on_their_gpus():
     """Each GPU has those of its own blocks: a plan fits that has no room for them in RAM."""
-    wanted = Wanted(((512, 8),), document=512, gpus=2, homes="host")
+    wanted = Wanted(((512, 8),), document=512, gpus=2, placement="host")
     roomy = Limits(300 * MIB, 4000 * MIB, 2)
     low = simple_plan(SMALL, roomy, wanted, Lean("host"))
     assert all(unit.x == "host" for unit in low.units)

@@ -8,11 +8,11 @@ from plans import RATES, SEVEN_B, SMALL
 
 from trireme.engine.buffers import usage
 from trireme.engine.geometry import Geometry
-from trireme.engine.lanes.names import NET
 from trireme.engine.plan import Limits, Plan, UnitPlan
 from trireme.engine.planner.choose import choose
 from trireme.engine.planner.predict import Batch, predict
 from trireme.engine.planner.rule import Wanted, simple_plan
+from trireme.engine.queues.names import NET
 from trireme.engine.run.begin.pinned import Pinned, check_updates
 from trireme.engine.run.options import Options
 from trireme.models.config import InputError
@@ -52,17 +52,17 @@ def test_a_choice_for_hosts_is_one_that_hosts_can_run():
 
 
 def test_a_slow_network_takes_its_time():
-    """The last host's lanes: a sum of 4 bytes a parameter in, shares out, weights both ways."""
+    """The last host's queues: a sum of 4 bytes a parameter in, shares out, weights both ways."""
     plan = planned(2)
     batch, geo = Batch(plan.tokens, 2048, plan.n_micro), Geometry.of(SEVEN_B, plan)
     fast, slow = (predict(SEVEN_B, plan, replace(RATES, net=net), batch) for net in (1e11, 1e9))
     assert slow.bound == "net"
     assert slow.step_s > fast.step_s
     n = sum(geo.numel)
-    sums = sum(span.nbytes for span in fast.spans if span.lane == "sum_in")
+    sums = sum(span.nbytes for span in fast.spans if span.queue == "sum_in")
     assert sums == 4 * n
     assert slow.busy["net"] == pytest.approx(4 * n / 1e9, rel=0.05)
-    assert not any(span.lane in NET for span in predict(SEVEN_B, planned(1), RATES, batch).spans)
+    assert not any(span.queue in NET for span in predict(SEVEN_B, planned(1), RATES, batch).spans)
 
 
 @pytest.mark.parametrize(

@@ -10,11 +10,11 @@ import pytest
 import torch
 
 from trireme.engine.geometry import ADAM_BYTES
-from trireme.engine.lanes import cgroups
 from trireme.engine.plan import Limits
 from trireme.engine.planner import host, probe
 from trireme.engine.planner.machine import note_drives, note_pinned, this_machine, with_drives
 from trireme.engine.planner.rates import ENDURANCE, Machine, rates_of
+from trireme.engine.queues import cgroups
 from trireme.engine.run.begin import limits as begin
 from trireme.engine.run.options import Options
 from trireme.models.config import InputError

@@ -70,7 +70,7 @@ def test_a_plan_that_uses_a_drive_needs_one():
 
 
 def test_a_frozen_matrix_has_one_product_in_backward():
-    """Beside recomputation and what is read and written, of LoRA about half of the backward's products are left."""
+    """Beside recomputation and what is read and written, of LoRA about half of the backward's matmuls are left."""
     fast = replace(RATES, copy=1e15, launch=0.0)
     seconds = lambda cfg, kind: sum(
         s for (k, _), s in unit_seconds(cfg, plan(cfg, UnitPlan(), 6), fast, Batch(512, 256, 2)).items() if k == kind
@@ -89,8 +89,8 @@ def test_a_frozen_matrix_has_one_product_in_backward():
     st.sampled_from((("gpu", "gpu"), ("host", "host"), ("host", "ssd"), ("ssd", "ssd"))),
     st.sampled_from(("forward", "backward")),
 )
-def test_faster_is_never_slower(resource, times, homes, mode):
-    p = plan(SMALL, UnitPlan(*homes), keep=2, tokens=512, mode=mode, record=1 << 22)
+def test_faster_is_never_slower(resource, times, placement, mode):
+    p = plan(SMALL, UnitPlan(*placement), keep=2, tokens=512, mode=mode, record=1 << 22)
     before = predict(SMALL, p, RATES, Batch(512, 256, 2)).step_s
     most = 1.0 if resource in ("duplex", "reading", "beside") else math.inf
     faster = replace(RATES, **{resource: min(most, getattr(RATES, resource) * times)})
@@ -211,7 +211,7 @@ def test_copies_take_no_less_time_than_their_bytes_of_ram():
     """Of all GPUs and both ways; where RAM is faster than what copies, nothing changes."""
     p = plan(SMALL, UnitPlan("host", "host", update="gpu"), tokens=512)
     slow, usual, fast = (predict(SMALL, p, replace(RATES, dram=dram), Batch(512, 256, 2)) for dram in (5e9, 6e10, 6e11))
-    copied = sum(span.nbytes for span in slow.spans if span.lane in ("h2d", "d2h"))
+    copied = sum(span.nbytes for span in slow.spans if span.queue in ("h2d", "d2h"))
     assert slow.busy["dram"] == copied / 5e9
     assert slow.busy["dram"] < slow.step_s < 1.3 * slow.busy["dram"]
     assert slow.bound == "dram"
@@ -256,10 +256,10 @@ def test_what_is_no_machine_is_refused(text):
         assume(text)
 
 
-@pytest.mark.parametrize(("homes", "off"), [("host", 0.01), ("ssd", 0.02)])
-def test_very_many_micro_batches_pass_some_as_one(homes, off, monkeypatch):
+@pytest.mark.parametrize(("placement", "off"), [("host", 0.01), ("ssd", 0.02)])
+def test_very_many_micro_batches_pass_some_as_one(placement, off, monkeypatch):
     m = assume("gpu=rtx4090,ram=512GiB,ssd=2x2TB@7/5")
-    by_rule = simple_plan(SEVEN_B, m.limits, Wanted(((2048, 48),), homes=homes))
+    by_rule = simple_plan(SEVEN_B, m.limits, Wanted(((2048, 48),), placement=placement))
     batch = Batch(by_rule.tokens, 2048, by_rule.n_micro)
     assert (together(48), together(15), together(17)) == (6, 1, 1)
     found = predict(SEVEN_B, by_rule, m.rates, batch)

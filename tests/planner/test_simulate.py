@@ -1,4 +1,4 @@
-"""Simulated lanes: a device does one thing at a time, and a step that is timed again is the one that is run again."""
+"""Simulated queues: a device does one thing at a time, and a step that is timed again is the one that is run again."""
 
 from dataclasses import replace
 
@@ -13,7 +13,7 @@ from trireme.engine.planner import predict as predicting
 from trireme.engine.planner.forecast import scratch
 from trireme.engine.planner.predict import Batch, durations, predict
 from trireme.engine.planner.rates import Rates
-from trireme.engine.planner.simulate import Intervals, SimulatedLanes
+from trireme.engine.planner.simulate import Intervals, SimulatedQueues
 from trireme.engine.step import train_step
 
 RATES = Rates(matmul=1e14, copy=1e12, h2d=2e10, d2h=2e10, adam=2e9, dram=6e10, ssd_read=6e9, ssd_write=4e9)
@@ -61,15 +61,15 @@ def plans(draw) -> Plan:
 
 
 def steps(plan: Plan, rates: Rates, batch: Batch, most: int = 60) -> list[float]:
-    """Seconds of steps, each by the step's own code, until two are alike in all that lanes still do after them."""
+    """Seconds of steps, each by the step's own code, until two are alike in all that queues still do after them."""
     cfg, seconds, states = plan.cut(SMALL), [], []
-    lanes = SimulatedLanes(durations(cfg, plan, rates, batch), rates)
-    e = build(cfg, plan, ROOM, lanes)
+    queues = SimulatedQueues(durations(cfg, plan, rates, batch), rates)
+    e = build(cfg, plan, ROOM, queues)
     for step in range(1, most + 1):
-        lanes.begin()
+        queues.begin()
         train_step(e, batch.inputs(cfg), step, 0.0)
-        seconds.append(lanes.time())
-        states.append([seconds[-1], *lanes.behind()])
+        seconds.append(queues.time())
+        states.append([seconds[-1], *queues.behind()])
         if step > 2 and states[-1] == pytest.approx(states[-2], rel=1e-9, abs=1e-12):
             break
     return seconds
@@ -78,8 +78,8 @@ def steps(plan: Plan, rates: Rates, batch: Batch, most: int = 60) -> list[float]
 @settings(max_examples=100, deadline=None)
 @given(plans())
 def test_what_the_drives_are_said_to_hold_is_what_the_engine_claims(plan):
-    e = build(SMALL, plan, ROOM, SimulatedLanes(lambda *task: 0.0, RATES))
-    assert sum(scratch(e.geo, plan)) == e.homes.space.nbytes
+    e = build(SMALL, plan, ROOM, SimulatedQueues(lambda *task: 0.0, RATES))
+    assert sum(scratch(e.geo, plan)) == e.placement.space.nbytes
 
 
 @pytest.mark.full
@@ -110,7 +110,7 @@ def test_steps_that_a_drive_falls_behind_are_not_the_steady_state():
 
 
 @pytest.mark.parametrize("passes", [4, 12])
-def test_a_lane_that_falls_behind_slowly_holds_steps_up_in_the_end(passes, monkeypatch):
+def test_a_queue_that_falls_behind_slowly_holds_steps_up_in_the_end(passes, monkeypatch):
     """It has slots for some steps of 39 ms; then they take as long as it does, 40.5 ms. Fewer passes extrapolate."""
     here, host, ssd = UnitPlan("gpu", "gpu"), *(UnitPlan("host", tier, resident=True) for tier in ("host", "ssd"))
     kept, sent = (lambda unit, tier=tier: replace(unit, saved=(("gate_up", tier),)) for tier in ("gpu", "ssd"))

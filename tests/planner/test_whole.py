@@ -30,7 +30,7 @@ from trireme.engine.planner.whole import (
 from trireme.engine.run import demo, loop, train
 from trireme.engine.run.begin.job import prepare
 from trireme.engine.run.options import Every, Options
-from trireme.engine.run.report import often, promise
+from trireme.engine.run.report import estimate, often
 
 EXPORT = 10**9
 
@@ -82,7 +82,7 @@ def test_exports_are_foretold_by_snapshots_or_by_evaluations(tmp_path, monkeypat
     )
     if not room:
         monkeypatch.setattr(Forecast, "kept", 0)
-    promise(job)
+    estimate(job)
     assert (found[0].exports, found[0].evaluations, found[0].snapshots) == (exports, 6, 1)
 
 
@@ -116,7 +116,7 @@ def test_a_snapshot_writes_only_what_is_on_no_drive():
 
 
 def test_what_a_drive_takes_to_remove_the_store_is_the_end():
-    """Homes on it and, once there is one, the last snapshot's files."""
+    """Placement on it and, once there is one, the last snapshot's files."""
     closing = lambda f, **rates: foretold(
         replace(f, machine=replace(f.machine, rates=replace(f.machine.rates, **rates))), 10, Events(snapshots=3)
     )["close"]
@@ -179,10 +179,10 @@ def test_a_run_says_when_it_will_be_ready_and_what_it_took(tmp_path, capsys, mon
     demo.make_text(tmp_path / "stories.txt", 40, seed=1)
     demo.make_checkpoint(tmp_path / "model", tmp_path / "stories.txt", seed=1)
     model, text, out = (str(tmp_path / name) for name in ("model", "stories.txt", "out"))
-    promised, spent, whole = [], [], []
+    estimated, spent, whole = [], [], []
 
     def look(clock, said):
-        promised.append(said)
+        estimated.append(said)
         spent.append(clock.spent)
         whole.append(clock.whole)
         return took_line(clock, said)
@@ -206,6 +206,6 @@ def test_a_run_says_when_it_will_be_ready_and_what_it_took(tmp_path, capsys, mon
         "close",
     )
     assert all(spent[0][part] > 0 for part in parts)
-    assert spent[0]["snapshots"] == promised[0]["snapshots"] == 0
-    assert promised[0]["load"] == spent[0]["load"], "what has happened is not foretold"
+    assert spent[0]["snapshots"] == estimated[0]["snapshots"] == 0
+    assert estimated[0]["load"] == spent[0]["load"], "what has happened is not foretold"
     assert sum(spent[0].values()) < 1.001 * whole[0], "no second is in two parts"

@@ -10,11 +10,10 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from plans import RATES, SMALL, plan
-from runs import losses, options
 
+from runs import losses, options
 from trireme.engine.buffers import fits
 from trireme.engine.geometry import Geometry
-from trireme.engine.lanes.trace import Span
 from trireme.engine.plan import Plan, UnitPlan
 from trireme.engine.planner import probe
 from trireme.engine.planner.choose import Choice
@@ -23,6 +22,7 @@ from trireme.engine.planner.correct import TIMED_BY, corrected, measured
 from trireme.engine.planner.forecast import Forecast, Work
 from trireme.engine.planner.predict import Batch, predict
 from trireme.engine.planner.rates import assume
+from trireme.engine.queues.trace import Span
 from trireme.engine.run import pace, train
 from trireme.engine.run.live import Live
 from trireme.engine.run.options import Options
@@ -37,16 +37,16 @@ BATCH = Batch(16384, 256, 2)
     st.dictionaries(st.sampled_from(sorted(TIMED_BY)), st.floats(0.3, 3), min_size=1),
     st.sampled_from((("host", "host"), ("host", "ssd"), ("ssd", "ssd"))),
 )
-def test_corrected_rates_predict_what_was_measured(changes, homes):
-    p = plan(SMALL, UnitPlan(*homes), keep=2, tokens=16384, record=1 << 22)
-    times = {name: getattr(RATES, name) * times for lane, times in changes.items() for name in TIMED_BY[lane]}
+def test_corrected_rates_predict_what_was_measured(changes, placement):
+    p = plan(SMALL, UnitPlan(*placement), keep=2, tokens=16384, record=1 << 22)
+    times = {name: getattr(RATES, name) * times for queue, times in changes.items() for name in TIMED_BY[queue]}
     true = replace(RATES, **times)
     real, found = predict(SMALL, p, true, BATCH), predict(SMALL, p, RATES, BATCH)
     known = corrected(RATES, found, real.spans, real.step_s)
     assert predict(SMALL, p, known, BATCH).step_s == pytest.approx(real.step_s, rel=0.05)
 
 
-def test_a_lane_that_hardly_works_says_nothing():
+def test_a_queue_that_hardly_works_says_nothing():
     p = plan(SMALL, UnitPlan("host", "host"), tokens=16384)
     found = predict(SMALL, p, RATES, BATCH)
     assert corrected(RATES, found, [Span("h2d", "weights", "x", 0.0, 1e-9, 1e9, 0)], 1.0) == RATES
@@ -54,7 +54,7 @@ def test_a_lane_that_hardly_works_says_nothing():
 
 @given(st.floats(0.4, 2.0), st.sampled_from(("backward", "forward")))
 @settings(max_examples=10, deadline=None)
-def test_what_a_drained_lane_does_after_a_step_says_nothing(slower, mode):
+def test_what_a_drained_queue_does_after_a_step_says_nothing(slower, mode):
     """The second step of a run reads its own records and, while it is drained, the next one's.
 
     Of a record that is under way as the step ends, the share that was done is a guess: many blocks make it small.
@@ -71,7 +71,7 @@ def test_what_a_drained_lane_does_after_a_step_says_nothing(slower, mode):
 
 def test_a_drive_is_at_work_while_anything_is_in_flight():
     times = (("ssd_read", 0, 4), ("ssd_write", 2, 3), ("ssd_write", 6, 9))
-    assert measured([Span(lane, "weights", "x", start, end, 1, 0) for lane, start, end in times])["ssd"] == 7
+    assert measured([Span(queue, "weights", "x", start, end, 1, 0) for queue, start, end in times])["ssd"] == 7
 
 
 def another(now: Plan) -> Plan:
@@ -107,7 +107,7 @@ def moved(stay: Options, monkeypatch, capsys) -> None:
     monkeypatch.setattr(pace, "better", better)
     train.finetune(replace(stay, out=str(after)))
     assert len(moves) == 2
-    assert 2 not in files or not moves[1].homes_on_ssd, "steps and snapshots behind the move take what it reserved"
+    assert 2 not in files or not moves[1].stored_on_ssd, "steps and snapshots behind the move take what it reserved"
     assert moves[0].units != ()
     assert "plan     changed" in capsys.readouterr().out
     assert losses(before) == losses(after)
@@ -128,7 +128,7 @@ def test_a_move_needs_room_on_drives_that_are_measured():
 
 
 @pytest.mark.full
-@pytest.mark.parametrize("where", ["gpu", "host", "ssd"], ids="at home on {}".format)
+@pytest.mark.parametrize("where", ["gpu", "host", "ssd"], ids="stored on {}".format)
 def test_a_move_to_another_plan_changes_no_bit(checkpoint, where, monkeypatch, capsys):
     moved(options(checkpoint, checkpoint / f"from-{where}", where), monkeypatch, capsys)
 

@@ -22,15 +22,15 @@ from types import SimpleNamespace
 
 import pytest
 from engines import fork
+
 from runs import child as resumed
 from runs import ended, finished, losses, options
-
-from trireme.engine.lanes import watchdog
-from trireme.engine.lanes.names import LANES
-from trireme.engine.lanes.real import RealLanes
 from trireme.engine.plan import UnitPlan
 from trireme.engine.planner.choose import Choice
 from trireme.engine.planner.predict import Prediction
+from trireme.engine.queues import watchdog
+from trireme.engine.queues.names import LANES
+from trireme.engine.queues.real import RealQueues
 from trireme.engine.run import live, loop, pace, train
 from trireme.engine.run.begin.job import prepare
 from trireme.engine.run.options import Options, every
@@ -64,15 +64,15 @@ class Faults:
             return (place, self.count[place]) == (self.place, self.fatal)
 
     def install(self) -> None:
-        run, finish = RealLanes.run, IO._finish
+        run, finish = RealQueues.run, IO._finish
 
-        def run_or_fail(lanes, lane, kind, of, fn, after=(), nbytes=0, flops=0):
-            return run(lanes, lane, kind, of, self.fail if self.due(lane) else fn, after, nbytes, flops)
+        def run_or_fail(queues, queue, kind, of, fn, after=(), nbytes=0, flops=0):
+            return run(queues, queue, kind, of, self.fail if self.due(queue) else fn, after, nbytes, flops)
 
         def finish_or_fail(io, piece, result):
             finish(io, piece, -errno.EIO if self.due("write" if piece.write else "read") else result)
 
-        RealLanes.run, IO._finish = run_or_fail, finish_or_fail
+        RealQueues.run, IO._finish = run_or_fail, finish_or_fail
         for name in (*CALLS, *OTHERS):
             setattr(os, name, self.wrapped(name, getattr(os, name)))
         self.look_for_waits()
@@ -135,7 +135,7 @@ def child(given: Options, faults: Faults, plan_after) -> int:
             train.finetune(given)
         code = 0
     except BaseException as error:
-        if getattr(error, "errno", None) == errno.EIO and not any("lane" in t.name for t in threading.enumerate()):
+        if getattr(error, "errno", None) == errno.EIO and not any("queue" in t.name for t in threading.enumerate()):
             code = FAILED
         else:
             os.write(2, f"child: {error!r} {threading.enumerate()}\n".encode())
@@ -188,18 +188,20 @@ def test_whatever_fails_the_run_ends_with_it_and_goes_on(checkpoint, whole, plac
 HANGS = {"cpu": lambda: threading.Event().wait(), "compute": lambda: time.sleep(1000)}  # Python's wait, or the driver's
 
 
-def hangs(opts, lane: str, step: int, errors: str) -> None:
-    """In a forked child: the run, in which a lane hangs in its first task of `step`."""
-    real, run, at = loop.train_step, RealLanes.run, [0]
+def hangs(opts, queue: str, step: int, errors: str) -> None:
+    """In a forked child: the run, in which a queue hangs in its first task of `step`."""
+    real, run, at = loop.train_step, RealQueues.run, [0]
 
     def train_step(e, micro, number, rate, trained=None):
         at[0] = number
         return real(e, micro, number, rate, trained)
 
-    def run_or_hang(lanes, where, kind, of, fn, after=(), nbytes=0, flops=0):
-        return run(lanes, where, kind, of, HANGS[lane] if (where, at[0]) == (lane, step) else fn, after, nbytes, flops)
+    def run_or_hang(queues, where, kind, of, fn, after=(), nbytes=0, flops=0):
+        return run(
+            queues, where, kind, of, HANGS[queue] if (where, at[0]) == (queue, step) else fn, after, nbytes, flops
+        )
 
-    loop.train_step, RealLanes.run = train_step, run_or_hang
+    loop.train_step, RealQueues.run = train_step, run_or_hang
     live.patience = lambda step_s: 1.0 if at[0] == step - 1 else 600.0
     with open(errors, "w") as said, open(os.devnull, "w") as nowhere, redirect_stderr(said), redirect_stdout(nowhere):
         train.finetune(opts)
@@ -231,23 +233,23 @@ def test_a_snapshot_that_hangs_ends_the_run(checkpoint):
     assert ended(pid) == 4
     (line,) = errors.read_text().splitlines()
     assert line == (
-        "error: snapshot: no progress for 0s; no lane has a task. Is the GPU or a drive failing? There is no snapshot "
+        "error: snapshot: no progress for 0s; no queue has a task. Is the GPU or a drive failing? There is no snapshot "
         f"yet. To go on: --resume {out}"
     )
 
 
-@pytest.mark.parametrize("lane", HANGS)
-def test_a_lane_that_hangs_ends_the_run_which_goes_on(checkpoint, lane):
-    out, errors = checkpoint / f"hangs-{lane}", checkpoint / f"hangs-{lane}.txt"
+@pytest.mark.parametrize("queue", HANGS)
+def test_a_queue_that_hangs_ends_the_run_which_goes_on(checkpoint, queue):
+    out, errors = checkpoint / f"hangs-{queue}", checkpoint / f"hangs-{queue}.txt"
     pid = fork()
     if not pid:
         try:
-            hangs(options(checkpoint, out, "host"), lane, 6, str(errors))
+            hangs(options(checkpoint, out, "host"), queue, 6, str(errors))
         finally:
             os._exit(1)
     assert ended(pid) == 4
     (line,) = errors.read_text().splitlines()
-    assert line.startswith(f"error: step 6: no progress for 1s; lane {lane} hangs in "), line
+    assert line.startswith(f"error: step 6: no progress for 1s; queue {queue} hangs in "), line
     assert line.endswith(f"Last snapshot: step 4. To go on: --resume {out}")
     assert ended(resumed(options(checkpoint, out, "host", resume=str(out)))) == 0
     assert finished(out)

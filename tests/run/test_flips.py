@@ -12,10 +12,10 @@ from pathlib import Path
 
 import pytest
 from command import finetune as command
-from runs import losses, options, stopped
 
-from trireme.engine.lanes.real import InlineLanes
+from runs import losses, options, stopped
 from trireme.engine.plan import UnitPlan
+from trireme.engine.queues.real import InlineQueues
 from trireme.engine.run import loop
 from trireme.engine.run.begin import filled, opened
 from trireme.engine.run.begin.job import Job, prepare
@@ -41,7 +41,7 @@ KINDS = {
     "low halves": (LOW,),
     "manifest": ("snapshot-*/" + MANIFEST,),
     "identity": ("store.id",),
-    "companions": ("snapshot-*/*config.json", "snapshot-*/tokenizer.json", "*config.json", "tokenizer.json"),
+    "auxiliary": ("snapshot-*/*config.json", "snapshot-*/tokenizer.json", "*config.json", "tokenizer.json"),
     "index": (INDEX, "snapshot-*/" + INDEX),
     "spares": ("files/*",),  # by these names: a snapshot's own are other files then
 }
@@ -56,8 +56,8 @@ def given(folder: Path, out: Path, **more) -> Options:
 @pytest.fixture(scope="module")
 def spread(checkpoint):
     first = prepare(options(checkpoint, checkpoint / "planned", "gpu", dtype="bf16")).plan
-    homes = [UnitPlan("ssd", "ssd"), UnitPlan("host", "ssd"), UnitPlan("host", "host"), UnitPlan("gpu", "gpu")]
-    units = tuple(homes[u % 4] for u in range(len(first.units)))
+    placement = [UnitPlan("ssd", "ssd"), UnitPlan("host", "ssd"), UnitPlan("host", "host"), UnitPlan("gpu", "gpu")]
+    units = tuple(placement[u % 4] for u in range(len(first.units)))
     replace(first, units=units, record=1 << 17, mode="forward", late_moments=("host", "ssd")).save(
         checkpoint / "spread.json"
     )
@@ -94,11 +94,11 @@ def flip(path: Path, dice: random.Random) -> None:
 
 
 def resumed(job: Job, run: Options) -> dict[str, bytes]:
-    """Everything that the run goes on with, loaded as by a resumed run: spans, what the snapshot says, companions."""
+    """Everything that the run goes on with, loaded as by a resumed run: spans, what the snapshot says, auxiliary."""
     screen = Screen(io.StringIO())
     store, said = opened.open_snapshot(run, screen, run_of(Path(run.out)))
     with store:
-        e = filled.make_engine(job, InlineLanes(), store, screen)
+        e = filled.make_engine(job, InlineQueues(), store, screen)
         with closing(e):
             filled.claim_space(e, job, store, anew=False)
             filled.fill_engine(e, job, store, screen, resumed=True)
@@ -107,7 +107,7 @@ def resumed(job: Job, run: Options) -> dict[str, bytes]:
                 buffer = arena(shard.layout.span)
                 store.read(name, buffer).result()
                 found[name] = bytes(buffer[: shard.layout.nbytes])
-            names = store.snapshots[-1].companions
+            names = store.snapshots[-1].auxiliary
             found |= {name: (store.devices[0].path / name).read_bytes() for name in names}
     return found
 

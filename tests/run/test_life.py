@@ -15,9 +15,9 @@ from pathlib import Path
 import pytest
 import torch
 from engines import fork
-from runs import ended, go, losses, options, stopped
 from safetensors.numpy import load_file, save_file
 
+from runs import ended, go, losses, options, stopped
 from trireme.engine.data.cache import TokenWriter
 from trireme.engine.data.dataset import Dataset
 from trireme.engine.run import demo, live, loop, train, verify
@@ -84,7 +84,7 @@ BEFORE_A_STEP = {
     "config.yaml": (verify, "replace_synced", False),
     "half of its tokens": (TokenWriter, "finish", True),
     "its tokens": (job, "load_dataset", False),
-    "half of its store": (store.Store, "_copy_companions", True),
+    "half of its store": (store.Store, "_copy_auxiliary", True),
     "its store": (train, "new_store", False),
     "its log": (live, "RunLog", False),
     "its engine": (live, "fill_engine", False),

@@ -514,9 +514,9 @@ def test_tensorboard_and_a_trace_are_left_with_the_run(here, monkeypatch):
     assert (got[0], got[-1]) == ("out/tensorboard", "end")
     assert {("loss", 1), ("loss", 2), ("learning_rate", 2), ("grad_norm", 2)} <= set(got)
     events = json.loads(Path("out/trace.json").read_text())["traceEvents"]
-    lanes = {event["args"]["name"]: event["tid"] for event in events if event["ph"] == "M"}
+    queues = {event["args"]["name"]: event["tid"] for event in events if event["ph"] == "M"}
     spans = [event for event in events if event["ph"] == "X"]
-    assert {event["name"].split()[0] for event in spans if event["tid"] == lanes["compute"]} >= {"forward", "backward"}
+    assert {event["name"].split()[0] for event in spans if event["tid"] == queues["compute"]} >= {"forward", "backward"}
     assert all(event["dur"] >= 0 for event in spans)
 
 

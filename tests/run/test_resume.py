@@ -13,11 +13,11 @@ from pathlib import Path
 from types import SimpleNamespace
 
 import pytest
-from runs import STEPS, child, ended, hold, losses, make_small, options, stopped
 
+from runs import STEPS, child, ended, hold, losses, make_small, options, stopped
 from trireme.engine import exchange
 from trireme.engine.between import READ_AHEAD
-from trireme.engine.homes import Homes
+from trireme.engine.placement import Placement
 from trireme.engine.plan import DoesNotFit, Plan, UnitPlan
 from trireme.engine.planner.clock import Clock
 from trireme.engine.planner.forecast import Forecast
@@ -253,7 +253,7 @@ def test_asked_to_stop_while_it_loads_it_leaves_nothing_in_flight(checkpoint, re
     if resumed:
         stopped(run, 3, monkeypatch)
         run = replace(run, resume=run.out)
-    start = Homes.start
+    start = Placement.start
 
     def asked(*args):
         begun.append(start(*args))
@@ -261,7 +261,7 @@ def test_asked_to_stop_while_it_loads_it_leaves_nothing_in_flight(checkpoint, re
             os.kill(os.getpid(), number)
         return begun[-1]
 
-    monkeypatch.setattr(Homes, "start", asked)
+    monkeypatch.setattr(Placement, "start", asked)
     with pytest.raises(KeyboardInterrupt):
         finetune(run)
     assert all(future.done() for moving in begun for future in moving)

@@ -13,9 +13,9 @@ from transformers import (
 
 from trireme.engine.build import build, inputs
 from trireme.engine.exchange import fill, fill_base
-from trireme.engine.lanes.real import InlineLanes, RealLanes
 from trireme.engine.optimizer import DECAYED, learning_rate
 from trireme.engine.plan import Plan, UnitPlan
+from trireme.engine.queues.real import InlineQueues, RealQueues
 from trireme.engine.step import train_step
 from trireme.engine.updates import AdamW
 from trireme.models import hf
@@ -102,33 +102,33 @@ def with_transformers(model, steps, device):
     return seen
 
 
-def with_trireme(cfg, state, steps, lanes, dtype):
+def with_trireme(cfg, state, steps, queues, dtype):
     plan = Plan((UnitPlan(),) * cfg.n_units, tokens=48, n_micro=2, dtype=dtype)
-    e = build(cfg, plan, LIMITS, lanes, adamw=AdamW(weight_decay=0.1), store=MemoryStore())
+    e = build(cfg, plan, LIMITS, queues, adamw=AdamW(weight_decay=0.1), store=MemoryStore())
     state = dict(part for name, t in state.items() for part in apart(cfg, name, t))
     names = hf.sources(cfg, {n: tuple(t.shape) for n, t in state.items()})
     read = lambda name, a, b: [state[names[name]].float().flatten()[a:b].numpy()]
-    fill(e.homes, read)
-    fill_base(e.homes, read)
-    tables, seen = rope_tables(cfg, 64, lanes.device), []
+    fill(e.placement, read)
+    fill_base(e.placement, read)
+    tables, seen = rope_tables(cfg, 64, queues.device), []
     for i, (batch, rate) in enumerate(zip(steps, rates(), strict=True), 1):
-        stats = train_step(e, [inputs(cfg, mb, tables, lanes.device) for mb in batch], i, rate)
+        stats = train_step(e, [inputs(cfg, mb, tables, queues.device) for mb in batch], i, rate)
         seen.append((stats.loss, stats.grad_norm))
-    lanes.close()
+    queues.close()
     e.close()
     return seen
 
 
-def both(family, lanes, dtype):
+def both(family, queues, dtype):
     model, cfg = oracle(family, FAMILIES[family])
     state = {name: t.detach().clone().cpu() for name, t in model.state_dict().items()}
     steps = [[Batch(cfg.vocab, (20, 28), 0), Batch(cfg.vocab, (1, 11, 30), 1)] for _ in range(STEPS)]
-    return with_trireme(cfg, state, steps, lanes, dtype), with_transformers(model, steps, lanes.device)
+    return with_trireme(cfg, state, steps, queues, dtype), with_transformers(model, steps, queues.device)
 
 
 @pytest.mark.parametrize("family", FAMILIES)
 def test_twenty_steps_in_fp32(family):
-    ours, theirs = both(family, InlineLanes(), "F32")
+    ours, theirs = both(family, InlineQueues(), "F32")
     assert ours[-1][0] < 0.6 * ours[0][0]  # the batch is the same every step: it is learnt
     for (loss, norm), (expected, expected_norm) in zip(ours, theirs, strict=True):
         assert loss == pytest.approx(expected, rel=1e-4, abs=2e-5)  # small at the end
@@ -160,7 +160,7 @@ DEVICES = ["cpu", pytest.param("cuda", marks=pytest.mark.gpu)]
 @pytest.mark.parametrize("family", IN_BF16)
 def test_twenty_steps_in_bf16(family, device):
     """bf16 computes with three digits and the masters are fp32: the losses stay beside those of fp32 training."""
-    ours, theirs = both(family, RealLanes(device), "BF16")
+    ours, theirs = both(family, RealQueues(device), "BF16")
     for (loss, _), (expected, _) in zip(ours, theirs, strict=True):
         assert loss == pytest.approx(expected, rel=0.03, abs=0.03)
 

@@ -284,7 +284,7 @@ def test_a_second_run_with_the_store_of_another_is_refused(tmp_path, step):
     stopped(tmp_path / "mine", tmp_path / "drive", step=step)
     job = SimpleNamespace(
         store_dirs=[tmp_path / "drive"], out=tmp_path / "second", parameters=8, options=options("second", keep=1),
-        plan=SimpleNamespace(uses=lambda tier: False), source=SimpleNamespace(companions={}),
+        plan=SimpleNamespace(uses=lambda tier: False), source=SimpleNamespace(auxiliary={}),
     )  # fmt: skip
     job.out.mkdir()
     before = tree(tmp_path)

@@ -17,8 +17,8 @@ from hypothesis import strategies as st
 from hypothesis.extra import numpy as hnp
 
 from trireme.storage import checkpoint
+from trireme.storage.auxiliary import auxiliary, beside
 from trireme.storage.checkpoint import INDEX, CheckpointError, convert, export, open_source
-from trireme.storage.companions import beside, companions
 from trireme.storage.files import StoreError
 
 RNG = np.random.default_rng(0)
@@ -330,7 +330,7 @@ def test_a_companion_of_gigabytes_is_left(tmp_path):
     folder = save(tmp_path / "in")
     (folder / "rows.json").touch()
     os.truncate(folder / "rows.json", 1 << 33)
-    assert "rows.json" not in companions(folder)
+    assert "rows.json" not in auxiliary(folder)
     said = []
     open_source(folder, said.append)
     assert "rows.json has more than 256 MiB" in said[0]
@@ -348,7 +348,7 @@ def test_another_tokenizer_takes_the_place_of_the_first_one_whole(tmp_path):
     ours = {name for name, path in found.items() if path == folder / name}
     assert theirs == {"tokenizer.json", "vocab.txt"}
     assert ours == {"config.json", "generation_config.json", "LICENSE.txt"}
-    assert beside(folder) == {name: folder / name for name in companions(folder)}
+    assert beside(folder) == {name: folder / name for name in auxiliary(folder)}
     ended = beside(folder, other, end=7)
     for name in ("config.json", "generation_config.json"):
         before = json.loads((folder / name).read_text())

@@ -9,7 +9,7 @@ import pytest
 from stores import STATE, WEIGHTS, create, devices, holds, write_all
 
 from trireme.storage import folders, snapshots
-from trireme.storage.companions import TEMPLATES
+from trireme.storage.auxiliary import TEMPLATES
 from trireme.storage.files import StoreError
 from trireme.storage.snapshots import FORMAT, MANIFEST
 from trireme.storage.store import Store
@@ -25,7 +25,7 @@ def made(tmp_path_factory) -> Path:
     (folder / "source" / TEMPLATES).mkdir(parents=True)
     (folder / "source" / "config.json").write_text("{}")
     (folder / "source" / TEMPLATES / "tool.jinja").write_text("{{ tools }}")
-    with create(folder, 2, companions=folder / "source") as store:
+    with create(folder, 2, auxiliary=folder / "source") as store:
         write_all(store, 1)
         store.commit(1, {"step": 1, "rng": [1, 2.5, None]})
     return folder
@@ -63,8 +63,8 @@ def first(content: dict) -> dict:
 
 
 BAD = {
-    "not the name of a companion": [
-        lambda m, name=name: m["companions"].update({name: "0" * 16})
+    "not the name of an auxiliary file": [
+        lambda m, name=name: m["auxiliary"].update({name: "0" * 16})
         for name in [
             "../../victim.json",
             "/etc/victim.json",
@@ -87,12 +87,12 @@ BAD = {
         *(lambda m, x=x: first(m)["stripes"][0].update(segments=x) for x in [0, [[0, 0]], [[0, 0, -1]], [5], {"a": 1}]),
         *(lambda m, x=x: first(m).update(tensors=x) for x in [[], None, {"q": []}, {"q": 3}]),
         *(lambda m, x=x: m.update(sequence=x) for x in [-1, "1", 1.0, None, 1 << 63]),
-        *(lambda m, x=x: m.update(companions=x) for x in [[], ["config.json"], {"config.json": 1}]),
+        *(lambda m, x=x: m.update(auxiliary=x) for x in [[], ["config.json"], {"config.json": 1}]),
         *(lambda m, x=x: m.update(extra=x) for x in [[], None, "x"]),
         lambda m: first(m).update(weights=1),
     ],
     "lacks|has": [
-        *(lambda m, key=key: m.pop(key) for key in ("sequence", "step", "extra", "companions", "shards")),
+        *(lambda m, key=key: m.pop(key) for key in ("sequence", "step", "extra", "auxiliary", "shards")),
         *(lambda m, key=key: first(m).pop(key) for key in ("tensors", "weights", "stripes")),
         lambda m: m.update(more=1),
         lambda m: m.update({"\x1b]0;x\x07": 1}),
@@ -220,7 +220,7 @@ def test_the_folders_of_a_store_may_be_links_themselves(tmp_path):
     for k in range(2):
         (tmp_path / f"drive{k}").mkdir()
         (tmp_path / f"d{k}").symlink_to(tmp_path / f"drive{k}")
-    with create(tmp_path, 2, companions=tmp_path / "source") as store:
+    with create(tmp_path, 2, auxiliary=tmp_path / "source") as store:
         write_all(store, 1)
         store.commit(1, {})
     with Store.open(devices(tmp_path, 2)) as store:
@@ -239,7 +239,7 @@ def test_a_new_store_in_place_of_one_without_a_snapshot_leaves_what_links_lead_t
         shutil.rmtree(ours / f"d{k}" / SNAPSHOT)
     before = outside(victim)
     with pytest.raises(StoreError, match="has to be a folder, and no link|which is no store.s"):
-        Store.create(devices(ours, 2), companions=made / "source")
+        Store.create(devices(ours, 2), auxiliary=made / "source")
     assert outside(victim) == before
 
 
@@ -288,7 +288,7 @@ def test_a_checkpoint_with_a_manifest_of_its_own_keeps_out_of_ours(tmp_path):
     (tmp_path / "source").mkdir()
     for name in (MANIFEST, "config.json"):
         (tmp_path / "source" / name).write_text("{}")
-    with create(tmp_path, keep=2, companions=tmp_path / "source") as store:
+    with create(tmp_path, keep=2, auxiliary=tmp_path / "source") as store:
         for seed in (1, 2):
             write_all(store, seed)
             store.commit(seed, {})

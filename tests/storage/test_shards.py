@@ -17,9 +17,9 @@ import pytest
 import safetensors
 import torch
 import transformers
-from runs import make_small
 from stores import LAYOUTS, STATE, WEIGHTS, K, content, create, devices, holds, write_all
 
+from runs import make_small
 from trireme.storage import folders, shards, snapshots
 from trireme.storage import store as store_module
 from trireme.storage.aio import arena
@@ -142,7 +142,7 @@ def test_snapshots_are_checkpoints_for_every_reader(tmp_path):
     source.mkdir()
     (source / "config.json").write_text('{"model_type": "x"}')
     (source / "tokenizer.json").write_bytes(b"\x00\x01")
-    with create(tmp_path, 2, companions=source) as store:
+    with create(tmp_path, 2, auxiliary=source) as store:
         write_all(store, 1)
         store.commit(1, {})
         write_all(store, 2)  # what is under way does not show
@@ -165,7 +165,7 @@ def test_transformers_loads_the_folder_of_an_idle_run(tmp_path):
     units: dict[str, list[str]] = {}
     for name in source.tensors:
         units.setdefault(name.split(".")[2] if ".layers." in name else "rest", []).append(name)
-    with Store.create(devices(tmp_path, 2), companions=source.folder) as store:
+    with Store.create(devices(tmp_path, 2), auxiliary=source.folder) as store:
         for unit, names in units.items():
             layout = pack([[(n, source.tensors[n].shape)] for n in names], "F32")
             store.add(f"unit-{unit}", layout, weights=True)
@@ -295,10 +295,10 @@ def test_a_store_that_cannot_be_made_leaves_nothing(tmp_path, monkeypatch, call)
 
     monkeypatch.setattr(of, name, fail)
     with pytest.raises(OSError, match="No space|in use"):
-        Store.create([tmp_path / "d0", tmp_path / "deep" / "d1"], companions=source, trial=0)
+        Store.create([tmp_path / "d0", tmp_path / "deep" / "d1"], auxiliary=source, trial=0)
     assert sorted(tmp_path.rglob("*")) == before
     monkeypatch.undo()
-    with Store.create([tmp_path / "d0", tmp_path / "deep" / "d1"], companions=source, trial=0) as store:
+    with Store.create([tmp_path / "d0", tmp_path / "deep" / "d1"], auxiliary=source, trial=0) as store:
         assert store.made == [tmp_path / "deep" / "d1", tmp_path / "deep"]
 
 
@@ -370,7 +370,7 @@ def test_a_store_that_is_finished_leaves_only_what_is_not_its_own(tmp_path, monk
     for name in ("config.json", "additional_chat_templates/tool.jinja"):
         (source / name).write_text("{}")
     for stopped in (False, True):  # killed half-way, the next store there takes the rest away
-        with create(tmp_path, 2, companions=source) as store:
+        with create(tmp_path, 2, auxiliary=source) as store:
             for seed in range(2):
                 write_all(store, seed)
                 store.commit(seed, {})
@@ -402,7 +402,7 @@ def test_killed_at_any_moment_of_its_removal_the_folders_can_be_used_again(tmp_p
     for fatal in range(1000):
         folder = tmp_path / f"{fatal}"
         folder.mkdir()
-        store = create(folder, 2, companions=source)
+        store = create(folder, 2, auxiliary=source)
         write_all(store, 0)
         store.commit(0, {})
         with monkeypatch.context() as m:
@@ -444,7 +444,7 @@ def test_what_a_finished_store_removes_are_companions(tmp_path, names):
     (tmp_path / "d0" / "additional_chat_templates").symlink_to(tmp_path / "elsewhere")
     before = sorted(tmp_path.rglob("*"))
     for beside in (names, ["additional_chat_templates/x.jinja"]):
-        facts = {"store": "x", "device": 0, "devices": 1, "companions": beside, "run": "", "folder": ""}
+        facts = {"store": "x", "device": 0, "devices": 1, "auxiliary": beside, "run": "", "folder": ""}
         (tmp_path / "d0" / "store.finished").write_bytes(seal(folders.FORMAT, facts))
         folders.remove_finished([tmp_path / "d0"])
         assert sorted(tmp_path.rglob("*")) == before
@@ -460,10 +460,10 @@ def test_a_folder_with_files_that_a_store_would_replace_is_refused(tmp_path, nam
     if name != "config.json":
         (tmp_path / "d0" / "config.json").rename(tmp_path / "d0" / name)
     with pytest.raises(StoreError, match=f"{name}, which is no store's"):
-        create(tmp_path, 2, companions=source)
+        create(tmp_path, 2, auxiliary=source)
     assert [p.name for p in (tmp_path / "d0").iterdir()] == [name]
     with pytest.raises(StoreError, match="config.json, which is no store's"):
-        Store.create([source], companions=source)
+        Store.create([source], auxiliary=source)
 
 
 def test_a_copy_of_a_store_that_lost_its_hard_links_goes_on(tmp_path):

@@ -11,7 +11,7 @@ from pathlib import Path
 
 import pytest
 
-from trireme.storage import companions, snapshots
+from trireme.storage import auxiliary, snapshots
 from trireme.storage.aio import ThreadIO, arena
 from trireme.storage.devices import Device, is_direct
 from trireme.storage.folders import FINISHED, IDENTITY
@@ -38,7 +38,7 @@ class Inode:
 
 
 class Drive:
-    """A model of a filesystem that keeps no promise but fsync's: without it, writes and names arrive in any order.
+    """A model of a filesystem that keeps no estimate but fsync's: without it, writes and names arrive in any order.
 
     It follows the real calls of a store and asks `judge` after each what every power failure would leave.
     """
@@ -217,19 +217,19 @@ def test_after_a_power_failure_at_any_moment_what_a_manifest_names_is_there(tmp_
             assert zlib.crc32(span) == snapshot.extra["crc"][record_name], (name, record_name)
         assert folder["model.safetensors.index.json"] == snapshot.index()
         assert folder["config.json"] == b"{}"
-        assert folder[companions.TEMPLATES] == {"tool.jinja": b"{{ tools }}"}
+        assert folder[auxiliary.TEMPLATES] == {"tool.jinja": b"{{ tools }}"}
         return snapshot.step
 
     source = tmp_path / "source"
-    (source / companions.TEMPLATES).mkdir(parents=True)
+    (source / auxiliary.TEMPLATES).mkdir(parents=True)
     (source / "config.json").write_text("{}")
-    (source / companions.TEMPLATES / "tool.jinja").write_text("{{ tools }}")
+    (source / auxiliary.TEMPLATES / "tool.jinja").write_text("{{ tools }}")
     root = tmp_path / "root"
     root.mkdir()
     direct = is_direct(root)
     made = [Device(root / f"d{k}", ThreadIO(8192, 1, 1), direct, 1.0 + k, 1.0) for k in range(2)]
     drive = Drive(monkeypatch, root, judge)
-    with Store.create(made, companions=source) as store:
+    with Store.create(made, auxiliary=source) as store:
         for name, layout in LAYOUTS.items():
             store.add(name, layout, weights=weights and name == "w")
         buffers = {name: arena(layout.span) for name, layout in LAYOUTS.items()}

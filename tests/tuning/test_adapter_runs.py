@@ -8,13 +8,13 @@ from pathlib import Path
 
 import pytest
 import torch
-from runs import losses, options, stopped
 from safetensors.torch import load_file, save_file
 
+from runs import losses, options, stopped
 from trireme.engine.amounts import gb
-from trireme.engine.lanes.names import WRITES
 from trireme.engine.plan import DoesNotFit, Plan, UnitPlan
 from trireme.engine.planner.lines import disk_line
+from trireme.engine.queues.names import WRITES
 from trireme.engine.run import loop
 from trireme.engine.run.begin import job
 from trireme.engine.run.begin.job import prepare
@@ -60,11 +60,11 @@ def test_the_base_may_lie_on_the_ssd_and_nothing_is_written_there(checkpoint, wh
     moved, real = [], loop.train_step
 
     def counted(e, micro, number, rate, trained=None):
-        assert e.homes.files is not None, "the base is copied"
-        before = [e.lanes.moved[lane] for lane in WRITES]
+        assert e.placement.files is not None, "the base is copied"
+        before = [e.queues.moved[queue] for queue in WRITES]
         stats = real(e, micro, number, rate, trained)
         weights = sum(e.geo.x_bytes(mb.tokens) for mb in micro) * (e.geo.n_units - 2)  # x of blocks is swapped there
-        moved.append(sum(e.lanes.moved[lane] for lane in WRITES) - sum(before) - weights)
+        moved.append(sum(e.queues.moved[queue] for queue in WRITES) - sum(before) - weights)
         return stats
 
     monkeypatch.setattr(loop, "train_step", counted)

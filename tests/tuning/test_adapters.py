@@ -14,8 +14,8 @@ from transformers import AutoModelForCausalLM
 from trireme.engine.between import Reader
 from trireme.engine.build import build, inputs
 from trireme.engine.exchange import Exchange
-from trireme.engine.lanes.real import InlineLanes
 from trireme.engine.plan import UnitPlan
+from trireme.engine.queues.real import InlineQueues
 from trireme.engine.step import evaluate
 from trireme.engine.tuning.adapters import WEIGHTS, adapter_shapes, save_adapter
 from trireme.engine.tuning.chosen import adapted, targets
@@ -43,8 +43,8 @@ def based(case, folder):
 
 def engine(cfg, source, adapters=None, tier="ssd"):
     plan = gpu_plan(cfg, units=(UnitPlan("host", "host", base=tier),) * cfg.n_units, record=700)
-    e = build(cfg, plan, LIMITS, InlineLanes(), store=MemoryStore(), scratch=MemoryScratch())
-    Exchange(cfg, source, e.homes, adapters).load()
+    e = build(cfg, plan, LIMITS, InlineQueues(), store=MemoryStore(), scratch=MemoryScratch())
+    Exchange(cfg, source, e.placement, adapters).load()
     return e
 
 
@@ -52,7 +52,7 @@ def trained(case, folder):
     cfg, source = based(case, folder / "base")
     e = engine(cfg, source)
     train(e, batches(cfg, 3, 2, 24), lr=0.05)
-    save_adapter(folder / "adapter", cfg, Reader(e.homes), str(folder / "base"))
+    save_adapter(folder / "adapter", cfg, Reader(e.placement), str(folder / "base"))
     return cfg, source, e
 
 
@@ -97,7 +97,7 @@ def test_peft_opens_all_linear_layers_of_a_mixture(case, experts, tmp_path):
     cfg, source = adapted(cfg, Lora(2, 8.0, (*targets(cfg, ("all-linear",)), *experts))), open_source(tmp_path / "base")
     values = {name: initial(f"{name}.lora_A.weight", shape) for name, shape in adapter_shapes(cfg).items()}
     e = engine(cfg, source, lambda name, first, last: [values[name].flatten()[first:last].numpy()], "gpu")
-    save_adapter(tmp_path / "adapter", cfg, Reader(e.homes), str(tmp_path / "base"))
+    save_adapter(tmp_path / "adapter", cfg, Reader(e.placement), str(tmp_path / "base"))
     merge_adapter(tmp_path / "adapter", cfg, source, tmp_path / "merged")
     ids = torch.arange(3, 30)
     base, merged = (
@@ -136,7 +136,7 @@ def test_a_merged_checkpoint_computes_the_same(case, tmp_path):
 
 def test_frozen_tensors_are_exported_as_they_were(tmp_path):
     _, source, e = trained("llama", tmp_path)
-    Exchange(e.cfg, source, e.homes).save(tmp_path / "out")
+    Exchange(e.cfg, source, e.placement).save(tmp_path / "out")
     assert (tmp_path / "out/model.safetensors").read_bytes() == (tmp_path / "base/model.safetensors").read_bytes()
 
 

@@ -15,8 +15,8 @@ from tiny import CASES, oracle
 from trireme.engine.build import build
 from trireme.engine.exchange import Exchange
 from trireme.engine.geometry import Geometry
-from trireme.engine.lanes.real import RealLanes
 from trireme.engine.plan import UnitPlan
+from trireme.engine.queues.real import RealQueues
 from trireme.engine.tuning.base import CheckpointBase, check_unchanged, stamps, way, why_copied
 from trireme.engine.tuning.chosen import adapted, chosen
 from trireme.models import hf
@@ -81,15 +81,15 @@ def test_a_base_read_in_place_trains_the_same(case, device, tmp_path):
         plan = gpu_plan(cfg, units=(UnitPlan("host", "host", base=tier),) * cfg.n_units, record=700, window=1)
         layouts = dict(enumerate(Geometry.of(cfg, plan).stored_base))
         files = CheckpointBase(layouts, source, stored, device) if in_place else None
-        lanes = RealLanes("cpu", extra=("poison",))
+        queues = RealQueues("cpu", extra=("poison",))
         places = dict(store=MemoryStore(), scratch=MemoryScratch(), files=files)
-        e = build(cfg, plan, LIMITS, lanes, **places, poison=True, pinned=False)
-        assert bool(e.homes.base_offset) == (tier == "ssd" and not in_place)
-        exchange = Exchange(cfg, source, e.homes)
+        e = build(cfg, plan, LIMITS, queues, **places, poison=True, pinned=False)
+        assert bool(e.placement.base_offset) == (tier == "ssd" and not in_place)
+        exchange = Exchange(cfg, source, e.placement)
         exchange.load()
         seen = train(e, batches(cfg, 3, 2, 24))
         found.append((seen, exchange.base, {name: t.tolist() for name, t in final_weights(e).items()}))
-        lanes.close()
+        queues.close()
         e.close()
     assert len(source.files) > 2
     assert found[0] == found[1] == found[2]

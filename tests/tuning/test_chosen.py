@@ -42,7 +42,7 @@ def test_what_matches_is_trained_or_frozen(train, freeze, words):
     (("*.mlp.donw_proj.*",), (), r"--freeze \*.mlp.donw_proj.\*: no tensor .* model.layers.0-\d.mlp.down_proj.weight"),
     (("model.embed_tokens",), (), r"Near it: model.embed_tokens.weight"),
     ((), ("lm_haed",), r"--train lm_haed: no tensor .* Near it: lm_head.weight"),
-    (("*q_proj*",), (), "are one product here"),
+    (("*q_proj*",), (), "are multiplied as one matrix"),
 ])  # fmt: skip
 def test_patterns_that_fit_nothing_are_one_line_with_the_nearest_names(freeze, train, words):
     with pytest.raises(InputError, match=words) as refused:

@@ -7,7 +7,7 @@ import numpy as np
 import peft
 import pytest
 import torch
-from engines import JitterLanes, adapters, batches, exchange, final_weights, gpu_plan, opened, train
+from engines import JitterQueues, adapters, batches, exchange, final_weights, gpu_plan, opened, train
 from safetensors.torch import load_file, save_file
 from tiny import LLAMA, MIXTURE, oracle
 from transformers import AutoModelForCausalLM
@@ -121,10 +121,10 @@ def made(tmp_path_factory):
 def test_adapters_are_trained_on_fp8_as_on_its_copy_in_bf16(made, case, tmp_path):
     """Packed in every tier, in place too, blocks and sub-layers: bitwise the run on decoded weights."""
     (folder, plain), targets = made(case), ADAPTERS.get(case, ("q_proj", "down_proj"))
-    device, late = open_device(tmp_path), lambda: JitterLanes(1)
+    device, late = open_device(tmp_path), lambda: JitterQueues(1)
     losses, weights, wide = adapters(plain, targets, device, "gpu")
-    ways = (("gpu", False, {}), ("host", False, {}), ("ssd", False, dict(lanes=late())), ("ssd", True, {}),
-            ("host", False, dict(halves=True)), ("ssd", True, dict(halves=True, window=1, lanes=late())))  # fmt: skip
+    ways = (("gpu", False, {}), ("host", False, {}), ("ssd", False, dict(queues=late())), ("ssd", True, {}),
+            ("host", False, dict(halves=True)), ("ssd", True, dict(halves=True, window=1, queues=late())))  # fmt: skip
     for tier, in_place, change in ways if case in ("dense", "experts") else ways[3:5]:
         if in_place and case == "one in bf16":
             continue  # q, k and v of one layer are decoded as they are read

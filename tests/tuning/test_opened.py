@@ -14,7 +14,7 @@ from transformers import AutoModelForCausalLM
 from trireme.engine.between import Reader
 from trireme.engine.build import build
 from trireme.engine.exchange import Exchange
-from trireme.engine.lanes.real import InlineLanes
+from trireme.engine.queues.real import InlineQueues
 from trireme.engine.run.begin.model import about_adapter
 from trireme.engine.run.options import Options
 from trireme.engine.tuning.adapters import PREFIX, WEIGHTS, save_adapter
@@ -221,11 +221,11 @@ def trained_logits(folder, cfg, steps):
     """(ours, peft's) after as many steps on IDS."""
     found, source = read_adapter(folder / "adapter", cfg), open_source(folder / "base")
     cfg, adamw = adapted(cfg, found.lora), AdamW(weight_decay=0.0, max_grad_norm=0.0)
-    e = build(cfg, gpu_plan(cfg, n_micro=1), LIMITS, InlineLanes(), adamw=adamw)
-    Exchange(cfg, source, e.homes, found.values).load()
+    e = build(cfg, gpu_plan(cfg, n_micro=1), LIMITS, InlineQueues(), adamw=adamw)
+    Exchange(cfg, source, e.placement, found.values).load()
     batch = batches(cfg, 1, 1, 24)[0]
     train(e, [batch] * steps, lr=0.01)
-    save_adapter(folder / "further", cfg, Reader(e.homes), str(folder / "base"))
+    save_adapter(folder / "further", cfg, Reader(e.placement), str(folder / "base"))
     base = AutoModelForCausalLM.from_pretrained(folder / "base", dtype=torch.float32)
     theirs = peft.PeftModel.from_pretrained(base, folder / "adapter", is_trainable=True)
     optimizer = torch.optim.AdamW(theirs.parameters(), 0.01, (adamw.beta1, adamw.beta2), adamw.eps, weight_decay=0.0)
@@ -249,7 +249,7 @@ FURTHER = {
         "zeros behind",
     ),
     "stabilised": (lambda folder: make(folder, target_modules=MODULES, **RANKS["stabilised"]), "zeros behind"),
-    "scales within one product": (
+    "scales within one matmul": (
         lambda folder: make(
             folder, target_modules=["q_proj", "k_proj", "v_proj"], alpha_pattern={"q_proj": 1, "1.self_attn.v_proj": 9}
         ),

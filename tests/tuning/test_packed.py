@@ -7,7 +7,7 @@ from dataclasses import replace
 import numpy as np
 import pytest
 import torch
-from engines import LIMITS, JitterLanes, MemoryScratch, MemoryStore, batches, final_weights, gpu_plan, train
+from engines import LIMITS, JitterQueues, MemoryScratch, MemoryStore, batches, final_weights, gpu_plan, train
 from safetensors.torch import load_file, save_file
 from tiny import CASES, oracle
 from transformers import AutoModelForCausalLM
@@ -16,8 +16,8 @@ from transformers.integrations.mxfp4 import convert_moe_packed_tensors
 from trireme.engine.build import build
 from trireme.engine.exchange import Exchange
 from trireme.engine.geometry import geometry
-from trireme.engine.lanes.real import InlineLanes
 from trireme.engine.plan import UnitPlan
+from trireme.engine.queues.real import InlineQueues
 from trireme.engine.run.verify import reopen
 from trireme.engine.tuning.base import CheckpointBase, why_copied
 from trireme.engine.tuning.chosen import adapted, chosen
@@ -70,13 +70,13 @@ def opened(folder, cfg):
     return cfg, source, hf.sources(cfg, {name: t.shape for name, t in source.tensors.items()})
 
 
-def exchange(cfg, source, tier="host", dtype="BF16", files=None, lanes=None, **change):
+def exchange(cfg, source, tier="host", dtype="BF16", files=None, queues=None, **change):
     halves = change.get("halves", False)
     units = (UnitPlan(tier, tier, base=tier),) * replace(cfg, halves=halves).n_units
     plan = gpu_plan(cfg, units=units, dtype=dtype, record=700, **change)
-    lanes = lanes or InlineLanes()
-    e = build(cfg, plan, LIMITS, lanes, store=MemoryStore(), scratch=MemoryScratch(), files=files, poison=True)
-    return e, Exchange(cfg, source, e.homes)
+    queues = queues or InlineQueues()
+    e = build(cfg, plan, LIMITS, queues, store=MemoryStore(), scratch=MemoryScratch(), files=files, poison=True)
+    return e, Exchange(cfg, source, e.placement)
 
 
 def test_every_number_and_scale_is_as_transformers_decodes_it():
@@ -109,7 +109,7 @@ def adapters(folder, cfg, device, tier, in_place=False, **change):
     x.load()
     seen = train(e, batches(cfg, 3, 2, 24)), final_weights(e)
     base = sum(layout.nbytes for layout in e.geo.base)
-    e.lanes.close()
+    e.queues.close()
     e.close()
     return seen, base
 
@@ -122,9 +122,9 @@ def test_adapters_are_trained_on_the_release_as_on_its_copy_in_bf16(folder, tmp_
     (tmp_path / "config.json").write_bytes((path / "config.json").read_bytes())
     cfg, device = adapted(read_config(path), Lora(2, 4.0, ("q_proj", "experts"))), open_device(tmp_path)
     (losses, weights), decoded = adapters(tmp_path, cfg, device, "gpu")
-    late = lambda: JitterLanes(1)
-    ways = (("gpu", False, {}), ("host", False, {}), ("ssd", False, dict(lanes=late())), ("ssd", True, {}),
-            ("host", False, dict(halves=True)), ("ssd", True, dict(halves=True, window=1, lanes=late())))  # fmt: skip
+    late = lambda: JitterQueues(1)
+    ways = (("gpu", False, {}), ("host", False, {}), ("ssd", False, dict(queues=late())), ("ssd", True, {}),
+            ("host", False, dict(halves=True)), ("ssd", True, dict(halves=True, window=1, queues=late())))  # fmt: skip
     for tier, in_place, change in ways:
         (found, after), packed = adapters(path, cfg, device, tier, in_place, **change)
         assert found == losses, (tier, change)

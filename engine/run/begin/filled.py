@@ -16,10 +16,10 @@ from trireme.engine.exchange import Exchange
 from trireme.engine.hosts import reshare
 from trireme.engine.hosts.group import Alone
 from trireme.engine.hosts.held import Whole
-from trireme.engine.lanes.real import RealLanes
 from trireme.engine.planner.clock import Clock
 from trireme.engine.planner.host import hold_to
 from trireme.engine.planner.machine import note_pinned
+from trireme.engine.queues.real import RealQueues
 from trireme.engine.run.begin.job import Job
 from trireme.engine.run.begin.rehearsal import rehearse
 from trireme.engine.run.screen import Screen
@@ -33,13 +33,13 @@ from trireme.storage.snapshots import NO_WAY_BACK, NONE_OLDER
 from trireme.storage.store import Store
 
 
-def make_engine(job: Job, lanes: RealLanes, store: Store, screen: Screen, group: Alone | None = None) -> Engine:
-    """An engine with empty homes. Raises DoesNotFit."""
+def make_engine(job: Job, queues: RealQueues, store: Store, screen: Screen, group: Alone | None = None) -> Engine:
+    """An engine with empty placement. Raises DoesNotFit."""
     o = job.options
     adamw = AdamW(o.beta1, o.beta2, o.eps, job.weight_decay, o.max_grad_norm)
     hold_to(job.limits, job.device)
     wire, files = group.wire if group else None, _base_files(job, store, screen)
-    e = build(job.cfg, job.plan, job.limits, lanes, adamw=adamw, store=store, files=files, wire=wire)
+    e = build(job.cfg, job.plan, job.limits, queues, adamw=adamw, store=store, files=files, wire=wire)
     if e.memory.refused:
         pinned = e.memory.used("host") - e.memory.refused
         note_pinned(job.device, pinned)
@@ -76,22 +76,22 @@ def fill_engine(
 ) -> dict[str, str]:
     """Loads the snapshot if `resumed`, or a share of `whole`, else the checkpoint. Returns Exchange.base.
 
-    `clock`: within its part "load". Without `everything`, homes on the SSD are not read. Raises as Live.load.
+    `clock`: within its part "load". Without `everything`, what is stored on the SSD is not read. Raises as Live.load.
     """
     adapter = None if resumed else job.adapter
-    exchange = Exchange(job.cfg, job.source, e.homes, adapter.values if adapter else None)
+    exchange = Exchange(job.cfg, job.source, e.placement, adapter.values if adapter else None)
     if resumed:
         if whole is None:
             _load_snapshot(e, store, screen, asked, everything)
         else:
             what = f"dealing anew the state of {count(whole.key.hosts, 'host')}"
-            with _loading(screen, what, e.homes.nbytes(), asked) as more:
-                reshare.fill(e.homes, whole, group.wire if group else None, more)
-        if e.homes.frozen_bytes:
-            with _loading(screen, "loading what is frozen", e.homes.frozen_bytes, asked) as more:
+            with _loading(screen, what, e.placement.nbytes(), asked) as more:
+                reshare.fill(e.placement, whole, group.wire if group else None, more)
+        if e.placement.frozen_bytes:
+            with _loading(screen, "loading what is frozen", e.placement.frozen_bytes, asked) as more:
                 exchange.load_base(more)
         return exchange.base
-    with _loading(screen, "loading", e.homes.nbytes() + e.homes.frozen_bytes, asked) as more:
+    with _loading(screen, "loading", e.placement.nbytes() + e.placement.frozen_bytes, asked) as more:
         _load_and_rehearse(e, job, exchange, more, clock or Clock())
     if group:
         group.agree("weights", exchange.base | {"those that are trained": exchange.trained}, "Copy host 0's checkpoint")
@@ -132,20 +132,20 @@ def claim_space(e: Engine, job: Job, store: Store, anew: bool) -> None:
     if not anew:
         return
     store.clear()
-    for shard in e.homes.shards():
+    for shard in e.placement.shards():
         store.add(shard.name, shard.layout, weights=shard.entry.kind == "weights")
-    if job.plan.homes_on_ssd:
+    if job.plan.stored_on_ssd:
         store.reserve()
 
 
 def _load_snapshot(e: Engine, store: Store, screen: Screen, asked: Sequence[int], everything: bool) -> None:
-    expected = {shard.name: shard.layout for shard in e.homes.shards()}
+    expected = {shard.name: shard.layout for shard in e.placement.shards()}
     if {name: shard.layout for name, shard in store.shards.items()} != expected:
         folder = Path(store.devices[0].path) / store.snapshots[-1].folder
         raise StoreError(errno.EINVAL, "is the state of another model, or in other shards", str(folder))
     try:
-        with _loading(screen, "loading", e.homes.nbytes(everything), asked) as more:
-            load_from_store(e.homes, more, everything)
+        with _loading(screen, "loading", e.placement.nbytes(everything), asked) as more:
+            load_from_store(e.placement, more, everything)
     except Damaged as damage:
         back = _way_back(e, store, screen, asked)
         raise StoreError(damage.errno, f"{DAMAGED}. {back}", damage.filename) from damage
@@ -158,8 +158,8 @@ def _way_back(e: Engine, store: Store, screen: Screen, asked: Sequence[int]) -> 
     for snapshot in reversed(older):
         store.restore(snapshot.step)
         try:
-            with _loading(screen, f"checking step {snapshot.step}", e.homes.nbytes(), asked) as more:
-                load_from_store(e.homes, more)
+            with _loading(screen, f"checking step {snapshot.step}", e.placement.nbytes(), asked) as more:
+                load_from_store(e.placement, more)
         except Damaged:
             newer.append(snapshot.folder)
         else:

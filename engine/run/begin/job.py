@@ -36,7 +36,7 @@ from trireme.engine.run.begin.model import (
     length,
     named_codec,
     what_is_trained,
-    with_companions,
+    with_auxiliary,
 )
 from trireme.engine.run.begin.pinned import Pinned, check_model, check_updates, identity, pinned_of
 from trireme.engine.run.begin.settle import Planner
@@ -178,7 +178,7 @@ def prepare(
             stored = hf.sources(cfg, found)
         source = as_trained(cfg, source, stored)
         codec, seq_len = named_codec(options, folder, date) if options.data else None, length(options, cfg)
-        source = with_companions(options, cfg, folder, source, codec)
+        source = with_auxiliary(options, cfg, folder, source, codec)
     with clock.at("probe"):
         device, limits, assumed = place(options)
         if not assumed:

@@ -15,8 +15,8 @@ from trireme.engine.tuning.chosen import adapted, chosen, folded, targets
 from trireme.engine.tuning.opened import read_adapter
 from trireme.engine.tuning.peft_config import MOST
 from trireme.models.config import InputError, Lora, ModelConfig, read_config, read_raw
+from trireme.storage.auxiliary import CONTENT, beside
 from trireme.storage.checkpoint import Source
-from trireme.storage.companions import CONTENT, beside
 
 NAMED = 4  # modules named in a line
 
@@ -108,17 +108,17 @@ def named_codec(options: Options, folder: Path, date: str | None) -> Codec | Non
     return codec
 
 
-def with_companions(options: Options, cfg: ModelConfig, folder: Path, source: Source, codec: Codec | None) -> Source:
-    """The source, with the companions that the output is to have. Raises InputError."""
+def with_auxiliary(options: Options, cfg: ModelConfig, folder: Path, source: Source, codec: Codec | None) -> Source:
+    """The source, with the auxiliary that the output is to have. Raises InputError."""
     if codec and (options.tokenizer or options.chat_template):
-        source = replace(source, companions=_trained_with(options, cfg, folder, codec))
+        source = replace(source, auxiliary=_trained_with(options, cfg, folder, codec))
     if options.rope_factor:
-        source = replace(source, companions=source.companions | {"config.json": _extended(options, cfg, folder)})
+        source = replace(source, auxiliary=source.auxiliary | {"config.json": _extended(options, cfg, folder)})
     return source
 
 
 def _trained_with(options: Options, cfg: ModelConfig, folder: Path, codec: Codec) -> dict[str, CONTENT]:
-    """The output's companions, with the given tokenizer and chat template."""
+    """The output's auxiliary, with the given tokenizer and chat template."""
     other = Path(options.tokenizer) if options.tokenizer else None
     if other and other.samefile(folder):
         other = None

@@ -9,9 +9,9 @@ from contextlib import suppress
 from pathlib import Path
 from typing import Any, NamedTuple
 
-from trireme.engine.homes import Progress, silent
 from trireme.engine.hosts.group import Alone, told
 from trireme.engine.hosts.held import Held, Whole, held_in, last_whole
+from trireme.engine.placement import Progress, silent
 from trireme.engine.run.begin.job import Job
 from trireme.engine.run.begin.kept import stores_of
 from trireme.engine.run.begin.owned import check_not_taken, check_own, owned, owner, run_of
@@ -34,7 +34,7 @@ def new_store(job: Job, screen: Screen, run: str) -> Store:
     """Its drives are measured where steps use them. `run`: its id. Raises StoreError, InputError."""
     trial, dirs = min(TRIAL, 4 * job.parameters) * job.plan.uses("ssd"), job.store_dirs
     check_not_taken(dirs, run, job.out)
-    return Store.create(dirs, job.options.keep, job.source.companions, trial, screen.warn, owner(job.out, run))
+    return Store.create(dirs, job.options.keep, job.source.auxiliary, trial, screen.warn, owner(job.out, run))
 
 
 def is_finished(options: Options, run: str) -> bool:

@@ -20,7 +20,7 @@ from trireme.storage.checkpoint import Source
 from trireme.storage.untrusted import complaint
 
 SAID = ("frozen", "lora")  # of a config: what a run says, not config.json
-DTYPES = {"bf16": "BF16", "fp32": "F32", "fp8": "BF16"}  # of all but the products
+DTYPES = {"bf16": "BF16", "fp32": "F32", "fp8": "BF16"}  # of all but the matmuls
 
 
 @dataclass(frozen=True)

@@ -33,14 +33,14 @@ def rehearse(e: Engine, mb: Inputs, loaded: Iterable[int]) -> None:
         if form not in seen:
             seen.add(form)
             {0: _embedding, e.geo.head: _head}.get(u, _block)(e, u, mb)
-    e.lanes.drain()
+    e.queues.drain()
 
 
 def _arrives(e: Engine, activation: Activation, tokens: int, reads: int = 1) -> None:
     """An activation of zeros, sent and brought back as a step would."""
     here = activation.fill(tokens, reads)
     e.compute("zero", activation.kind.u, here.buffer.tensor.zero_, (here,))
-    activation.lane = e.activations.hop_in
+    activation.queue = e.activations.hop_in
     activation.fetch()
 
 
@@ -61,7 +61,7 @@ def _block(e: Engine, u: int, mb: Inputs) -> None:
     e.weights.release(u)
     _arrives(e, dx[u + 1][0], mb.tokens)
     for left in (x[u][0], *saved[u][0]):
-        left.lane = "h2d"
+        left.queue = "h2d"
         left.fetch()
     done = backward_block(e, u, 0, e.weights.get(u, backward=True), e.gradients.get(u), mb)
     dx[u][0].discard(done)

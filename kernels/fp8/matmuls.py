@@ -11,7 +11,9 @@ from torch import Tensor
 FAST = False  # True: sums of sm_90's matrix unit alone, off by 2e-3, and no faster there; False: in fp32 now and then
 
 
-def product(a: Tensor, scale_a: Tensor, b: Tensor, scale_b: Tensor, out: Tensor, bias: Tensor | None = None) -> Tensor:
-    """As reference.product. K and N are multiples of 16."""
+def fp8_matmul(
+    a: Tensor, scale_a: Tensor, b: Tensor, scale_b: Tensor, out: Tensor, bias: Tensor | None = None
+) -> Tensor:
+    """As reference.fp8_matmul. K and N are multiples of 16."""
     torch._scaled_mm(a, b.T, scale_a, scale_b, bias, None, out.dtype, FAST, out=out)
     return out

@@ -18,7 +18,7 @@ BLOB = re.compile(r"[0-9a-f]{40}|[0-9a-f]{64}")  # hashes that name files of dow
 NAMED = 3  # files named in a message
 
 
-def companions(folder: Path) -> list[str]:
+def auxiliary(folder: Path) -> list[str]:
     """Their names, relative to `folder`."""
     return sorted(name for name, why in _looks_alike(folder).items() if not why)
 
@@ -31,9 +31,9 @@ def beside(
 
     Raises StoreError, CheckpointError where the tokenizer cannot be copied or its configuration is not JSON.
     """
-    files: dict[str, CONTENT] = {name: folder / name for name in companions(folder)}
+    files: dict[str, CONTENT] = {name: folder / name for name in auxiliary(folder)}
     if tokenizer:
-        found = [name for name in companions(tokenizer) if _is_tokenizers(name)]
+        found = [name for name in auxiliary(tokenizer) if _is_tokenizers(name)]
         if "tokenizer.json" not in found:
             raise CheckpointError(
                 f"{tokenizer / 'tokenizer.json'} is not a file of its folder. Put the file itself there."
@@ -51,9 +51,9 @@ def beside(
     return dict(sorted(files.items()))
 
 
-def content_of(companion: CONTENT) -> bytes:
+def content_of(auxiliary: CONTENT) -> bytes:
     """Raises OSError, StoreError."""
-    return companion if isinstance(companion, bytes) else read_small(companion, links=True)
+    return auxiliary if isinstance(auxiliary, bytes) else read_small(auxiliary, links=True)
 
 
 def _is_tokenizers(name: str) -> bool:
@@ -86,7 +86,7 @@ def left_behind(folder: Path) -> str:
     return f"{folder}: not copied with the weights: {names}{more}" if left else ""
 
 
-def is_companion(name: str) -> bool:
+def is_auxiliary(name: str) -> bool:
     """Whether the name stays in its folder."""
     folder, _, file = name.rpartition("/")
     return is_plain(name) and folder in ("", TEMPLATES) and Path(file).suffix in SUFFIXES
@@ -105,7 +105,7 @@ def _unfit(folder: Path, path: Path) -> str:
     A link out of the folder may lead to a key. Download caches of Hugging Face are links: snapshots/<revision>/<file>
     -> ../../blobs/<hash>.
     """
-    if not is_companion(str(path.relative_to(folder))):
+    if not is_auxiliary(str(path.relative_to(folder))):
         return "has no plain name"
     if not path.is_file():
         return "is not a regular file"

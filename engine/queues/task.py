@@ -1,10 +1,10 @@
-"""Tasks, and the queues (lanes) that execute them in order, one for each resource.
+"""Tasks, and the queues that execute them in order, one for each resource.
 
-A task waits only for tasks handed over before it, and lanes are first in, first out: no deadlock. Three kinds:
+A task waits only for tasks handed over before it, and queues are first in, first out: no deadlock. Three kinds:
 
-- `InlineLanes` (real.py): every task at once;
-- `RealLanes` (real.py): a thread per lane and, for copies to and from a GPU, a stream; ordered by events or futures;
-- `SimulatedLanes` (planner/simulate.py): times alone; start = max(lane free, inputs ready), end = start + seconds.
+- `InlineQueues` (real.py): every task at once;
+- `RealQueues` (real.py): a thread per queue and, for copies to and from a GPU, a stream; ordered by events or futures;
+- `SimulatedQueues` (planner/simulate.py): times alone; start = max(queue free, inputs ready), end = start + seconds.
 """
 
 from __future__ import annotations
@@ -28,12 +28,12 @@ def named(kind: Kind, of: str) -> str:
 
 
 class Task:
-    """Work on a lane, its amounts and times."""
+    """Work on a queue, its amounts and times."""
 
-    __slots__ = ("lane", "kind", "of", "nbytes", "flops", "start", "end")
+    __slots__ = ("queue", "kind", "of", "nbytes", "flops", "start", "end")
 
-    def __init__(self, lane: str, kind: Kind, of: str, nbytes: float = 0, flops: float = 0):
-        self.lane, self.kind, self.of, self.nbytes, self.flops = lane, kind, of, nbytes, flops
+    def __init__(self, queue: str, kind: Kind, of: str, nbytes: float = 0, flops: float = 0):
+        self.queue, self.kind, self.of, self.nbytes, self.flops = queue, kind, of, nbytes, flops
         self.start = self.end = 0.0  # seconds; on streams set when the trace is read
 
     @property
@@ -45,7 +45,7 @@ class Task:
         raise NotImplementedError(f"{self.name}: simulated work has no result")
 
 
-class Lanes(Protocol):
+class Queues(Protocol):
     simulated: bool
     devices: Sequence[torch.device]  # GPUs; on the CPU pretended
 
@@ -56,7 +56,7 @@ class Lanes(Protocol):
 
     def run(
         self,
-        lane: str,
+        queue: str,
         kind: Kind,
         of: str,
         fn: Callable[[], Any],

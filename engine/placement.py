@@ -14,10 +14,10 @@ from torch import Tensor
 
 from trireme.engine.buffers import ENDS, What, buffers
 from trireme.engine.geometry import Geometry
-from trireme.engine.lanes.names import READS, numbered
-from trireme.engine.lanes.task import Kind, Lanes, Task
 from trireme.engine.memory import NOTHING, Memory, Pool, memory_of
 from trireme.engine.plan import Plan, Tier
+from trireme.engine.queues.names import READS, numbered
+from trireme.engine.queues.task import Kind, Queues, Task
 from trireme.models.sizes.shapes import HALVES
 from trireme.storage.devices import Device
 from trireme.storage.layout import Layout
@@ -135,7 +135,7 @@ def _by_names(geo: Geometry, entry: Entry) -> Layout:
     return (geo.stored if entry.kind == "weights" else geo.stored_base)[entry.u]
 
 
-class Homes:
+class Placement:
     """The plan's buffers, made at once, and the store."""
 
     def __init__(
@@ -143,15 +143,15 @@ class Homes:
         geo: Geometry,
         plan: Plan,
         memory: Memory,
-        lanes: Lanes,
+        queues: Queues,
         store: Store | None = None,
         space: Space | None = None,
         files: BaseFiles | None = None,
     ):
         """`files`: of frozen weights on the SSD; without them, they are copied to the scratch space."""
-        self.geo, self.plan, self.memory, self.lanes = geo, plan, memory, lanes
+        self.geo, self.plan, self.memory, self.queues = geo, plan, memory, queues
         self.store, self.space, self.files = store, space or Space(), files
-        self.blank = True  # homes in RAM are as the system gives memory: zero
+        self.blank = True  # buffers in RAM are as the system gives memory: zero
         copied = [u for u, unit in enumerate(plan.units) if unit.base == "ssd" and files is None]
         self.base_offset = {u: self.space.reserve(geo.base[u].span) for u in copied}  # in the scratch space
         self._made = {
@@ -203,7 +203,7 @@ class Homes:
         unit = self.plan.units[entry.u]
         return {"weights": unit.weights, "base": unit.base, "state": unit.state}[entry.kind]
 
-    def home(self, entry: Entry) -> Tensor | None:
+    def stored(self, entry: Entry) -> Tensor | None:
         """Its buffer; None on the SSD."""
         if self.tier(entry) == "ssd":
             return None
@@ -213,8 +213,8 @@ class Homes:
 
     def in_ram(self, entry: Entry) -> Tensor | None:
         """Its buffer if the CPU can address it."""
-        home = self.home(entry)
-        return home if home is not None and home.device.type == "cpu" else None
+        stored = self.stored(entry)
+        return stored if stored is not None and stored.device.type == "cpu" else None
 
     def in_place(self, entry: Entry) -> bool:
         """Whether an entry is read from the user's checkpoint, and written nowhere."""
@@ -267,7 +267,7 @@ class Homes:
         def io() -> None:
             files.read(entry.u, memory_of(buffer, self.geo.base_room[entry.u])).result()
 
-        return self.lanes.run("ssd_read", "weights", self.label(entry), io, after, nbytes=nbytes)
+        return self.queues.run("ssd_read", "weights", self.label(entry), io, after, nbytes=nbytes)
 
     def label(self, entry: Entry) -> str:
         """Label of its tasks."""
@@ -287,12 +287,12 @@ class Homes:
         return self._io("state_write", "state", " ".join((self.geo.names[u], str(r), *parts)), shards, buffer, after)
 
     def _io(
-        self, lane: str, kind: Kind, of: str, shards: Sequence[Stored], buffer: Tensor, after: Sequence[Task]
+        self, queue: str, kind: Kind, of: str, shards: Sequence[Stored], buffer: Tensor, after: Sequence[Task]
     ) -> Task:
         def io() -> None:
-            self.move(self.transfer(shards[0].entry, "read" if lane in READS else "write"), shards, buffer)
+            self.move(self.transfer(shards[0].entry, "read" if queue in READS else "write"), shards, buffer)
 
-        return self.lanes.run(lane, kind, of, io, after, nbytes=sum(shard.layout.span for shard in shards))
+        return self.queues.run(queue, kind, of, io, after, nbytes=sum(shard.layout.span for shard in shards))
 
     @property
     def ssd(self) -> Store:

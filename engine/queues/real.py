@@ -2,26 +2,26 @@
 
 from __future__ import annotations
 
-import queue
 import sys
 import threading
 import time
 from collections import Counter
 from collections.abc import Callable, Sequence
+from queue import SimpleQueue
 from typing import Any
 
 import torch
 
-from trireme.engine.lanes.names import ON_GPU, gpu_of, kind_of, lanes_of, numbered
-from trireme.engine.lanes.task import Kind, Task
-from trireme.engine.lanes.trace import Span
+from trireme.engine.queues.names import ON_GPU, gpu_of, kind_of, numbered, queues_of
+from trireme.engine.queues.task import Kind, Task
+from trireme.engine.queues.trace import Span
 
 
 class RealTask(Task):
     __slots__ = ("result", "error", "began", "ended", "_issued")
 
-    def __init__(self, lane: str, kind: Kind, of: str, nbytes: float = 0, flops: float = 0):
-        super().__init__(lane, kind, of, nbytes, flops)
+    def __init__(self, queue: str, kind: Kind, of: str, nbytes: float = 0, flops: float = 0):
+        super().__init__(queue, kind, of, nbytes, flops)
         self.result: Any = None
         self.error: BaseException | None = None
         self.began: torch.cuda.Event | None = None  # on a stream: over once `ended` has happened
@@ -48,7 +48,7 @@ class RealTask(Task):
             stream.wait_event(self.ended)
 
 
-class InlineLanes:
+class InlineQueues:
     """Every task at once in the calling thread: the reference."""
 
     simulated = False
@@ -63,7 +63,7 @@ class InlineLanes:
         ]
         self.tasks: list[RealTask] = []
         self.tracing = False
-        self.moved: Counter[str] = Counter()  # bytes by lane
+        self.moved: Counter[str] = Counter()  # bytes by queue
         self.zero = time.perf_counter()
 
     @property
@@ -72,7 +72,7 @@ class InlineLanes:
 
     def run(
         self,
-        lane: str,
+        queue: str,
         kind: Kind,
         of: str,
         fn: Callable[[], Any],
@@ -80,7 +80,7 @@ class InlineLanes:
         nbytes: float = 0,
         flops: float = 0,
     ) -> Task:
-        task = self._noted(RealTask(lane, kind, of, nbytes, flops))
+        task = self._noted(RealTask(queue, kind, of, nbytes, flops))
         execute(task, fn, after, None, self.zero)
         if task.error is not None:
             raise task.error
@@ -89,7 +89,7 @@ class InlineLanes:
         return task
 
     def _noted(self, task: RealTask) -> RealTask:
-        self.moved[task.lane] += int(task.nbytes)
+        self.moved[task.queue] += int(task.nbytes)
         if self.tracing:
             self.tasks.append(task)
         return task
@@ -131,48 +131,48 @@ def execute(
 
 
 SWITCH = 5e-4  # seconds between GIL switches; the usual 5e-3 is a whole copy or update
-USUAL: list[float] = []  # the interval without lanes, for each RealLanes that is open
+USUAL: list[float] = []  # the interval without queues, for each RealQueues that is open
 SWITCHING = threading.Lock()
 
 
-class RealLanes(InlineLanes):
-    """A thread per lane, on CUDA with a stream where it is a GPU's; one GPU's `compute`: the caller's.
+class RealQueues(InlineQueues):
+    """A thread per queue, on CUDA with a stream where it is a GPU's; one GPU's `compute`: the caller's.
 
     SWITCH is the interpreter's switch interval until all are closed.
     """
 
     def __init__(self, device: torch.device | str = "cpu", extra: Sequence[str] = (), gpus: int = 1, hosts: int = 1):
         super().__init__(device, gpus)
-        self.names = lanes_of(gpus, hosts)
+        self.names = queues_of(gpus, hosts)
         with SWITCHING:
             USUAL.append(USUAL[0] if USUAL else sys.getswitchinterval())
             sys.setswitchinterval(SWITCH)
         self.open = True
         self.error: BaseException | None = None
         self.failed: Callable[[BaseException], object] = lambda _: None  # hears of the first of a thread
-        self.at: dict[str, RealTask] = {}  # by lane: its task, waiting or begun
-        self.over: Counter[str] = Counter()  # by lane: tasks executed, on streams issued
+        self.at: dict[str, RealTask] = {}  # by queue: its task, waiting or begun
+        self.over: Counter[str] = Counter()  # by queue: tasks executed, on streams issued
         self.streams: dict[str, torch.cuda.Stream] = {}
         self.origins: list[tuple[torch.cuda.Event, float]] = []  # by GPU: an event, its time
         if self.device.type == "cuda":
             for gpu in range(gpus):
                 self._open(gpu)
             self.zero = self.origins[0][1]
-        self.queues: dict[str, queue.SimpleQueue[Any]] = {}
+        self.queues: dict[str, SimpleQueue[Any]] = {}
         self.threads: list[threading.Thread] = []
         for name in (*self.names[gpus == 1 :], *extra):
             self._start(name)
 
-    def _start(self, lane: str) -> None:
-        self.queues[lane] = queue.SimpleQueue()
-        thread = threading.Thread(target=self._serve, args=(lane,), name=f"lane-{lane}", daemon=True)
+    def _start(self, queue: str) -> None:
+        self.queues[queue] = SimpleQueue()
+        thread = threading.Thread(target=self._serve, args=(queue,), name=f"queue-{queue}", daemon=True)
         thread.start()
         self.threads.append(thread)
 
     def _open(self, gpu: int) -> None:
         """Makes its streams; `compute` shares the caller's, which brings inputs."""
         device = self.devices[gpu]
-        for name in (lane for lane in ON_GPU[1:] if lane in self.names):
+        for name in (queue for queue in ON_GPU[1:] if queue in self.names):
             self.streams[numbered(name, gpu)] = torch.cuda.Stream(device)
         stream = self.streams[numbered("compute", gpu)] = torch.cuda.current_stream(device)
         origin = torch.cuda.Event(enable_timing=True)
@@ -182,7 +182,7 @@ class RealLanes(InlineLanes):
 
     def run(
         self,
-        lane: str,
+        queue: str,
         kind: Kind,
         of: str,
         fn: Callable[[], Any],
@@ -192,32 +192,32 @@ class RealLanes(InlineLanes):
     ) -> Task:
         if self.error is not None:
             raise self.error
-        task = self._noted(RealTask(lane, kind, of, nbytes, flops))
-        if lane == "compute" and len(self.devices) == 1:
-            self._execute(task, fn, after, self.streams.get(lane))
+        task = self._noted(RealTask(queue, kind, of, nbytes, flops))
+        if queue == "compute" and len(self.devices) == 1:
+            self._execute(task, fn, after, self.streams.get(queue))
             if task.error is not None:
                 raise task.error
         else:
-            self.queues[lane].put((task, fn, tuple(after)))
+            self.queues[queue].put((task, fn, tuple(after)))
         return task
 
     def _execute(
         self, task: RealTask, fn: Callable[[], Any], after: Sequence[Task], stream: torch.cuda.Stream | None
     ) -> None:
-        self.at[task.lane] = task
+        self.at[task.queue] = task
         execute(task, fn, after, stream, self.zero)
-        self.over[task.lane] += 1
-        del self.at[task.lane]  # its result may be large
+        self.over[task.queue] += 1
+        del self.at[task.queue]  # its result may be large
 
-    def _serve(self, lane: str) -> None:
-        stream = self.streams.get(lane)
+    def _serve(self, queue: str) -> None:
+        stream = self.streams.get(queue)
         try:
             if stream is not None:
-                torch.cuda.set_device(self.devices[gpu_of(lane)])
+                torch.cuda.set_device(self.devices[gpu_of(queue)])
                 torch.cuda.set_stream(stream)
-        except BaseException as error:  # kept for the lane's tasks
+        except BaseException as error:  # kept for the queue's tasks
             self.error = self.error or error
-        while (item := self.queues[lane].get()) is not None:
+        while (item := self.queues[queue].get()) is not None:
             task, fn, after = item
             if self.error is not None:
                 task.error = self.error
@@ -237,13 +237,13 @@ class RealLanes(InlineLanes):
                 task.ended.synchronize()
         if self.error is not None:
             raise self.error
-        for lane, stream in self.streams.items():
-            if kind_of(lane) == "compute":
+        for queue, stream in self.streams.items():
+            if kind_of(queue) == "compute":
                 stream.synchronize()
 
-    def _sentinel(self, lane: str) -> RealTask:
-        task = RealTask(lane, "other", "drain")
-        self.queues[lane].put((task, lambda: None, ()))
+    def _sentinel(self, queue: str) -> RealTask:
+        task = RealTask(queue, "other", "drain")
+        self.queues[queue].put((task, lambda: None, ()))
         return task
 
     def close(self) -> None:
@@ -264,7 +264,7 @@ class RealLanes(InlineLanes):
     def trace(self) -> list[Span]:
         for t in self.tasks:
             if t.began is not None and t.ended is not None:
-                origin, at = self.origins[gpu_of(t.lane)]
+                origin, at = self.origins[gpu_of(t.queue)]
                 t.start = origin.elapsed_time(t.began) / 1e3 + (at - self.zero)
                 t.end = origin.elapsed_time(t.ended) / 1e3 + (at - self.zero)
         return super().trace()

@@ -1,7 +1,7 @@
 """The watchdog: ends a run that makes no more progress.
 
 A wedged GPU or drive would be waited for without end, in calls that no exception interrupts. So a thread of its own
-says what hangs and ends the process at once: unwinding would free memory that a late lane may still write to.
+says what hangs and ends the process at once: unwinding would free memory that a late queue may still write to.
 """
 
 from __future__ import annotations
@@ -11,7 +11,7 @@ import threading
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 
-from trireme.engine.lanes.real import RealLanes
+from trireme.engine.queues.real import RealQueues
 
 HUNG = 4  # exit code
 LEAST, STEPS = 600.0, 20  # seconds without progress, at least; steps as predicted
@@ -24,18 +24,18 @@ def patience(step_s: float) -> float:
 
 
 def nothing() -> None:
-    """Of a run that has no other progress than its lanes'."""
+    """Of a run that has no other progress than its queues'."""
 
 
 @contextmanager
 def watched(
-    lanes: RealLanes, limit: float, late: Callable[[str], object], other: Callable[[], object] = nothing
+    queues: RealQueues, limit: float, late: Callable[[str], object], other: Callable[[], object] = nothing
 ) -> Iterator[None]:
     """Within, calls late(what hangs) from another thread once for `limit` seconds no task was over and `other` returned
-    equal values: progress outside the lanes.
+    equal values: progress outside the queues.
     """
     left = threading.Event()
-    args = (left, lanes, limit, late, other)
+    args = (left, queues, limit, late, other)
     threading.Thread(target=watch, args=args, name="watchdog", daemon=True).start()
     try:
         yield
@@ -45,32 +45,32 @@ def watched(
 
 def watch(
     left: threading.Event,
-    lanes: RealLanes,
+    queues: RealQueues,
     limit: float,
     late: Callable[[str], object],
     other: Callable[[], object] = nothing,
 ) -> None:
     """Until `left` is set or, once, `late` is called."""
-    before, silent = (dict(lanes.over), other()), 0
+    before, silent = (dict(queues.over), other()), 0
     while not left.wait(limit / HALVES):
-        now = dict(lanes.over), other()
+        now = dict(queues.over), other()
         silent, before = (silent + 1 if now == before else 0), now
         if silent == HALVES:
-            late(_hanging(lanes))
+            late(_hanging(queues))
             return
 
 
-def _hanging(lanes: RealLanes) -> str:
-    """The lane and task that others wait for: of those that have begun, the first; none on a GPU's streams."""
-    tasks = list(lanes.at.values())
+def _hanging(queues: RealQueues) -> str:
+    """The queue and task that others wait for: of those that have begun, the first; none on a GPU's streams."""
+    tasks = list(queues.at.values())
     begun = [task for task in tasks if task.start]
-    if not begun and lanes.streams:
+    if not begun and queues.streams:
         return "the GPU does not end what was issued to it"
     begun = begun or tasks
     if not begun:
-        return "no lane has a task"
+        return "no queue has a task"
     task = min(begun, key=lambda task: task.start)
-    return f"lane {task.lane} hangs in {task.name}"
+    return f"queue {task.queue} hangs in {task.name}"
 
 
 def leave(say: Callable[[], object], at_most: float = 5.0) -> None:

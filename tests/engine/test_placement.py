@@ -1,4 +1,4 @@
-"""Traffic between homes and the store: an error comes when nothing of the buffer is in flight any more."""
+"""Traffic between placement and the store: an error comes when nothing of the buffer is in flight any more."""
 
 import errno
 import subprocess
@@ -11,9 +11,9 @@ from engines import LIMITS, LLAMA, gpu_plan
 
 from trireme.engine.between import READ_AHEAD, load_from_store
 from trireme.engine.build import build
-from trireme.engine.homes import Entry
-from trireme.engine.lanes.real import InlineLanes
+from trireme.engine.placement import Entry
 from trireme.engine.plan import UnitPlan
+from trireme.engine.queues.real import InlineQueues
 from trireme.storage.aio import address_of
 from trireme.storage.files import StoreError
 
@@ -46,9 +46,9 @@ def test_after_an_error_nothing_of_the_buffer_is_in_flight(way, how):
     """The parts of a record, moments and low halves, travel as two shards."""
     plan = gpu_plan(LLAMA, units=(UnitPlan("host", "host"),) * 5, dtype="BF16")
     store = SickStore(*how)
-    homes = build(LLAMA, plan, LIMITS, InlineLanes(), store=store).homes
+    placement = build(LLAMA, plan, LIMITS, InlineQueues(), store=store).placement
     with pytest.raises(StoreError, match="Input/output error"):
-        homes.move(getattr(store, way), homes.shards_of(Entry("state", 1)), homes.state[1][0])
+        placement.move(getattr(store, way), placement.shards_of(Entry("state", 1)), placement.state[1][0])
     assert all(future.done() for future in store.slow)
 
 
@@ -71,10 +71,10 @@ class SlowStore(SickStore):
 @pytest.mark.parametrize("everything", [False, True])
 def test_who_leaves_while_all_is_read_leaves_nothing_in_flight(last, everything):
     """Of weights and states on the SSD and in RAM several are under way at once."""
-    homes = [UnitPlan("ssd", "ssd"), UnitPlan("host", "ssd"), UnitPlan("host", "host")]
-    plan = gpu_plan(LLAMA, units=tuple(homes[u % 3] for u in range(5)), dtype="BF16", record=512, state_slots=2)
+    placement = [UnitPlan("ssd", "ssd"), UnitPlan("host", "ssd"), UnitPlan("host", "host")]
+    plan = gpu_plan(LLAMA, units=tuple(placement[u % 3] for u in range(5)), dtype="BF16", record=512, state_slots=2)
     store, told = SlowStore(), []
-    homes = build(LLAMA, plan, LIMITS, InlineLanes(), store=store).homes
+    placement = build(LLAMA, plan, LIMITS, InlineQueues(), store=store).placement
 
     def progress(nbytes: int) -> None:
         told.append(nbytes)
@@ -82,13 +82,13 @@ def test_who_leaves_while_all_is_read_leaves_nothing_in_flight(last, everything)
             raise KeyboardInterrupt
 
     with pytest.raises(KeyboardInterrupt):
-        load_from_store(homes, progress, everything)
+        load_from_store(placement, progress, everything)
     assert len(told) == last
     assert all(future.done() for future in store.slow)
     assert len(store.slow) <= 2 * (last + READ_AHEAD)
     told.clear()
-    load_from_store(homes, told.append, everything)
-    assert sum(told) == homes.nbytes(everything)
+    load_from_store(placement, told.append, everything)
+    assert sum(told) == placement.nbytes(everything)
     assert all(future.done() for future in store.slow)
 
 

@@ -6,15 +6,15 @@ import json
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-from trireme.engine.lanes.names import LANES
-from trireme.engine.lanes.task import Kind, Task, named
+from trireme.engine.queues.names import QUEUES
+from trireme.engine.queues.task import Kind, Task, named
 
 
 @dataclass(frozen=True)
 class Span:
     """A task in a trace; seconds since its beginning."""
 
-    lane: str
+    queue: str
     kind: Kind
     of: str
     start: float
@@ -24,7 +24,7 @@ class Span:
 
     @staticmethod
     def over(t: Task) -> Span:
-        return Span(t.lane, t.kind, t.of, t.start, t.end, t.nbytes, t.flops)
+        return Span(t.queue, t.kind, t.of, t.start, t.end, t.nbytes, t.flops)
 
     @property
     def name(self) -> str:
@@ -32,21 +32,22 @@ class Span:
 
 
 def busy(spans: Sequence[Span]) -> dict[str, float]:
-    """Seconds of work by lane."""
+    """Seconds of work by queue."""
     total: dict[str, float] = {}
     for s in spans:
-        total[s.lane] = total.get(s.lane, 0.0) + s.end - s.start
+        total[s.queue] = total.get(s.queue, 0.0) + s.end - s.start
     return total
 
 
 def perfetto(spans: Sequence[Span], process: str = "measured") -> str:
-    """A Chrome trace (ui.perfetto.dev): a row a lane, microseconds."""
-    rows = {lane: i for i, lane in enumerate(dict.fromkeys((*LANES, *(s.lane for s in spans))))}
+    """A Chrome trace (ui.perfetto.dev): a row a queue, microseconds."""
+    rows = {queue: i for i, queue in enumerate(dict.fromkeys((*QUEUES, *(s.queue for s in spans))))}
     events = [
-        {"ph": "M", "name": "thread_name", "pid": process, "tid": i, "args": {"name": lane}} for lane, i in rows.items()
+        {"ph": "M", "name": "thread_name", "pid": process, "tid": i, "args": {"name": queue}}
+        for queue, i in rows.items()
     ]
     for s in spans:
         args = {"MB": round(s.nbytes / 1e6, 3), "GFLOP": round(s.flops / 1e9, 3)}
         times = {"ts": s.start * 1e6, "dur": (s.end - s.start) * 1e6}
-        events.append({"ph": "X", "name": s.name, "pid": process, "tid": rows[s.lane], "args": args, **times})
+        events.append({"ph": "X", "name": s.name, "pid": process, "tid": rows[s.queue], "args": args, **times})
     return json.dumps({"traceEvents": events})

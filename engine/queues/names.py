@@ -1,0 +1,41 @@
+"""The names of the queues: what each one transfers, for which GPU, over which link. No torch.
+
+With one GPU `compute` is the calling thread with its CUDA stream. Several GPUs have queues of their own, threads all:
+`compute`, `compute1`, ... On the CPU they are pretended.
+"""
+
+from __future__ import annotations
+
+# What a step waits for; optimizer records, which would hold it up in the same queue.
+READS, WRITES = ("ssd_read", "state_read"), ("ssd_write", "state_write")
+QUEUES = ("compute", "h2d", "d2h", *READS, *WRITES, "cpu", "update")  # update: optimizer on the GPU
+HOPS = ("hop_in", "hop_out")  # activations between GPUs, which would wait behind weights
+# Between hosts: shares and weights; sums from the host before, to the next. On the bus too a sum would hold others up.
+NET, SUMS = ("net", "sum_in", "sum_out"), ("sum_up", "sum_down")
+ON_GPU = ("compute", "h2d", "d2h", "update", *HOPS, *SUMS)
+BUS = {"hop_in": "h2d", "hop_out": "d2h", "sum_up": "h2d", "sum_down": "d2h"}  # queue -> the way that it shares
+
+
+def numbered(name: str, gpu: int) -> str:
+    """A GPU's queue or tier."""
+    return f"{name}{gpu}" if gpu else name
+
+
+def kind_of(queue: str) -> str:
+    """A queue's name without its GPU."""
+    return queue.rstrip("0123456789")
+
+
+def gpu_of(queue: str) -> int:
+    return int(queue[len(kind_of(queue)) :] or 0)
+
+
+def plain(queue: str) -> str:
+    """A queue's kind; of hops and sums, the way on the bus that they take."""
+    return BUS.get(kind_of(queue), kind_of(queue))
+
+
+def queues_of(gpus: int, hosts: int = 1) -> tuple[str, ...]:
+    own = tuple(queue for queue in ON_GPU if (gpus > 1 or queue not in HOPS) and (hosts > 1 or queue not in SUMS))
+    others = (numbered(queue, gpu) for gpu in range(1, gpus) for queue in own)
+    return (*QUEUES, *(queue for queue in own if queue not in QUEUES), *(NET if hosts > 1 else ()), *others)
