@@ -68,7 +68,7 @@ def read_identity(folder: Path, name: str = IDENTITY) -> Identity:
         text = read_small(path, LARGEST)
         if text.startswith(b'{"store"'):
             raise StoreError(errno.EINVAL, "is of format 1. Go on with the version that wrote it")
-        fields = unseal(text, FORMAT, "identity")
+        fields = snapshots.renamed(unseal(text, FORMAT, "identity"))
         if wrong := complaint(fields, SHAPE):
             raise ValueError(f"it{wrong}")
         for beside in fields["auxiliary"]:

@@ -256,11 +256,18 @@ def _to_json(snapshot: Snapshot) -> dict[str, Any]:
     return head | {"auxiliary": snapshot.auxiliary, "shards": shards}
 
 
+def renamed(fields: Any) -> Any:
+    """`fields` with today's name of the key that stores were first written with."""
+    if isinstance(fields, dict) and "companions" in fields and "auxiliary" not in fields:
+        fields["auxiliary"] = fields.pop("companions")
+    return fields
+
+
 def parse(manifest: bytes) -> Snapshot:
     """The snapshot of a manifest. Raises ValueError for what `write` cannot have written, StoreError for another
     format.
     """
-    fields = unseal(manifest, FORMAT, "manifest")
+    fields = renamed(unseal(manifest, FORMAT, "manifest"))
     if wrong := complaint(fields, SHAPE):
         raise ValueError(f"its manifest{wrong}")
     for name in fields["auxiliary"]:

@@ -328,3 +328,14 @@ def test_a_manifest_says_what_was_written(ours):
     assert snapshot.extra == {"step": 1, "rng": [1, 2.5, None]}
     assert json.loads(text)["format"] == FORMAT
     assert seal(FORMAT, snapshots._to_json(snapshot)) == text
+
+
+def test_a_store_of_the_first_version_opens(ours):
+    """Its auxiliary files were under another key."""
+    identities = [ours / f"d{k}" / folders.IDENTITY for k in range(2)]
+    for path, version in [(ours / "d0" / SNAPSHOT / MANIFEST, FORMAT), *((p, folders.FORMAT) for p in identities)]:
+        found = unseal(path.read_bytes(), version, "file")
+        put(path, seal(version, found | {"companions": found.pop("auxiliary")}))
+    with Store.open(devices(ours, 2)) as store:
+        assert store.snapshots[-1].step == 1
+        assert store.snapshots[-1].auxiliary
