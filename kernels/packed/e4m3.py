@@ -25,7 +25,7 @@ def _number(b_byte):
     b_large = ((b_m << 20) + (120 << 23)).to(tl.float32, bitcast=True)
     b_x = tl.where(b_m < 8, b_m.to(tl.float32) * 0.001953125, b_large)  # below 2^-6 in steps of 2^-9
     b_x = tl.where(b_m == 127, float("nan"), b_x)
-    return tl.where(b_byte > 127, -b_x, b_x)
+    return (b_x.to(tl.int32, bitcast=True) | ((b_byte & 128) << 24)).to(tl.float32, bitcast=True)  # -0 too
 
 
 @launcher

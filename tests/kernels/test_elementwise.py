@@ -83,12 +83,15 @@ def test_gelu_bias(device, dtype, shape, exact):
 @pytest.mark.parametrize("dtype", DTYPES)
 @pytest.mark.parametrize("shape", SHAPES)
 def test_relu_squared(device, dtype, shape):
+    """Each value to half a unit of its last place, and fp32's roundings."""
+    half, roundings = {torch.float32: 2.0**-24, torch.bfloat16: 2.0**-9}[dtype], 3 * 2.0**-24
+    near = lambda out, exact: bool(((out.double() - exact).abs() <= (half + roundings) * exact.abs()).all())
     torch.manual_seed(0)
     h, dy = (randn(*shape, device=device, dtype=dtype, outliers=True) for _ in range(2))
     y = gelu.relu2_fwd(h)
-    check(y, reference.relu2_fwd(*up(h)), ONE_ROUNDING[dtype])
+    assert near(y, reference.relu2_fwd(*up(h)))
     dh, again = gelu.relu2_bwd(dy, h)
-    check(dh, reference.relu2_bwd(*up(dy, h))[0], ONE_ROUNDING[dtype])
+    assert near(dh, reference.relu2_bwd(*up(dy, h))[0])
     assert torch.equal(again, y)
     nan = torch.full((1, 1), float("nan"), device=device)
     assert gelu.relu2_fwd(nan).isnan().all()

@@ -29,7 +29,7 @@ from trireme.engine.plan import UnitPlan
 from trireme.engine.planner.choose import Choice
 from trireme.engine.planner.predict import Prediction
 from trireme.engine.queues import watchdog
-from trireme.engine.queues.names import LANES
+from trireme.engine.queues.names import QUEUES
 from trireme.engine.queues.real import RealQueues
 from trireme.engine.run import live, loop, pace, train
 from trireme.engine.run.begin.job import prepare
@@ -41,7 +41,7 @@ pytestmark = pytest.mark.full
 
 CALLS = ("fsync", "rename", "ftruncate", "posix_fallocate")
 OTHERS = ("open", "unlink", "pwrite", "preadv")
-PLACES = (*LANES, "read", "write", *CALLS)
+PLACES = (*QUEUES, "read", "write", *CALLS)
 UNWATCHED = "unwatched"
 WATCH = 120  # seconds after which a run counts as one that hangs
 FAILED, OTHER = 3, 4
