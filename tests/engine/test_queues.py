@@ -4,8 +4,10 @@ import json
 import queue
 import sys
 import threading
+from contextlib import nullcontext
 
 import pytest
+import torch
 from engines import LIMITS, LLAMA, batches, gpu_plan, make, relayed
 
 from trireme.engine.build import build, inputs_on
@@ -14,7 +16,7 @@ from trireme.engine.planner.rates import Rates
 from trireme.engine.planner.simulate import SimulatedQueues
 from trireme.engine.queues import real
 from trireme.engine.queues.names import QUEUES, kind_of, queues_of
-from trireme.engine.queues.real import RealQueues
+from trireme.engine.queues.real import InlineQueues, RealQueues
 from trireme.engine.queues.trace import busy, perfetto
 from trireme.engine.step import Inputs, train_step
 from trireme.models.rows import rope_tables
@@ -130,6 +132,15 @@ def simulate(plan, rates):
     e.optimizer.flush()
     assert e.memory.owned() == len(e.optimizer.on_cpu.records.ahead)
     return seconds, spans
+
+
+def test_a_profiler_sees_each_task_by_its_name(monkeypatch):
+    seen = []
+    monkeypatch.setattr(real, "PROFILED", True)
+    monkeypatch.setattr(torch.cuda.nvtx, "range", lambda name: seen.append(name) or nullcontext())
+    queues = InlineQueues()
+    assert queues.run("compute", "forward", "block 3", lambda: 7).wait() == 7
+    assert seen == ["forward block 3"]
 
 
 def test_a_simulated_step_is_as_long_as_its_slowest_queue():
