@@ -17,8 +17,8 @@ class Row:
     numbers: dict[str, float | int | str | bool] = field(default_factory=dict)  # for the report
 
     def line(self) -> str:
-        mark = "!" if self.change else " "
-        return f"{mark} {self.part:{WIDTHS[0]}}{self.what:{WIDTHS[1]}}{self.found}"
+        mark, what = "!" if self.change else " ", f"{self.what} "
+        return f"{mark} {self.part:{WIDTHS[0]}}{what:{WIDTHS[1]}}{self.found}"
 
 
 def changes(rows: Iterable[Row]) -> list[str]:

@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
+import gc
 import statistics
 import time
 from collections.abc import Callable, Iterator
-from contextlib import ExitStack, contextmanager
-from functools import cache
+from contextlib import AbstractContextManager, ExitStack, contextmanager
+from functools import cache, partial
 from pathlib import Path
 from typing import NamedTuple
 
@@ -78,8 +79,17 @@ def steps(device: torch.device, limits: Limits, rates: Rates, folder: Path | Non
             yield Step(what, why=str(error).split(". ")[0])
             continue
         found = predict(cfg, plan, rates, Batch(tokens, wanted.document, n_micro))
-        with random_engine(cfg, plan, limits, RealQueues(device), folder if placement == "ssd" else None) as e:
-            yield Step(what, _timed(e, wanted.document), found.step_s)
+        open_engine = partial(random_engine, cfg, plan, limits, folder=folder if placement == "ssd" else None)
+        yield Step(what, _seconds(open_engine, device, wanted.document), found.step_s)
+
+
+def _seconds(open_engine: Callable[..., AbstractContextManager[Engine]], device: torch.device, seq: int) -> float:
+    """Of a step; the engine's buffers are free afterwards."""
+    with open_engine(queues=RealQueues(device)) as e:
+        seconds = _timed(e, seq)
+    del e
+    gc.collect()
+    return seconds
 
 
 def _timed(e: Engine, seq: int) -> float:

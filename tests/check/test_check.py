@@ -3,12 +3,15 @@
 import json
 import os
 import time
+import weakref
+from contextlib import contextmanager
 from types import SimpleNamespace
 
 import pytest
 import torch
 
 from trireme.engine.check import check, gpu, host
+from trireme.engine.check import steps as module
 from trireme.engine.check.cases import GROUPS, Mixture, Shapes, error
 from trireme.engine.check.drives import drives
 from trireme.engine.check.row import Row, changes
@@ -233,12 +236,24 @@ def test_a_gpu_without_room_leaves_the_rest(monkeypatch):
 
 
 @pytest.mark.full
-def test_steps_are_run_next_to_their_estimates(tmp_path):
+def test_steps_are_run_next_to_their_estimates(tmp_path, monkeypatch):
+    """One engine after the other: the buffers of one are free before the next is made."""
+    made, usual = [], module.random_engine
+
+    @contextmanager
+    def watched(*args, **more):
+        assert all(engine() is None for engine in made)
+        with usual(*args, **more) as e:
+            made.append(weakref.ref(e))
+            yield e
+
+    monkeypatch.setattr(module, "random_engine", watched)
     rates, end = rates_of(RATES | DRIVE), time.monotonic() + 60
     cpu, room = torch.device("cpu"), Limits(1 << 30, 1 << 30)
     in_ram, on_ssd = steps(cpu, room, rates, tmp_path, end)
     assert min(in_ram.seconds, in_ram.estimate, on_ssd.seconds, on_ssd.estimate) > 0
     assert os.listdir(tmp_path) == []
+    assert len(made) == 2
     assert [step.why for step in steps(cpu, Limits(1 << 20, 1 << 30), rates, None, end)] == [
         "even the smallest plan needs 70.85 MiB of GPU memory, the limit is 1.00 MiB", "no drive was tried",
     ]  # fmt: skip
