@@ -204,6 +204,22 @@ def gated_codes(device: torch.device) -> Codes:
     return Codes(32, 32, 4) if chip(device).arch == 0 else Codes(64, 64, 8)
 
 
+class BlockScaled(NamedTuple):
+    """An fp8 matmul on sm_120: rows, columns and depth of a tile, rows of tiles in L2 at once, warps, stages."""
+
+    rows: int
+    columns: int
+    depth: int
+    group: int
+    warps: int
+    stages: int
+
+
+def block_scaled(device: torch.device) -> BlockScaled:
+    """By the 99 KiB of shared memory that a program can have; never measured."""
+    return BlockScaled(32, 32, 64, 2, 4, 2) if chip(device).arch == 0 else BlockScaled(128, 128, 128, 8, 8, 3)
+
+
 def maxima(device: torch.device, blocks: int) -> int:
     """Programs that each take the maximum of some of the blocks."""
     return min(power2(blocks), power2(4 * chip(device).sms) // 2)

@@ -32,7 +32,7 @@ from trireme.kernels.attention import attention, sinks
 from trireme.kernels.attention.docs import make_docs
 from trireme.kernels.experts import gradients, matmuls, order, routing, rows
 from trireme.kernels.experts.reference import Order, Rule
-from trireme.kernels.fp8 import gated
+from trireme.kernels.fp8 import block_scaled, gated
 from trireme.kernels.fp8.quantize import quantize, turn
 from trireme.kernels.packed import e4m3, mxfp4, nf4
 
@@ -71,6 +71,7 @@ def _resources(kernel) -> dict:
         shared=kernel.metadata.shared,
         widest=max(widths, default=0),
         wgmma=wgmma,
+        block_scales="mxf8f6f4.block_scale" in ptx,
         reduces="cp.reduce.async.bulk.tensor" in ptx,
         serialised="wgmma.mma_async instructions are serialized" in notes,
     )
@@ -279,8 +280,16 @@ def fp8_calls():
         act(torch.zeros(64, 14336, dtype=BF16), torch.zeros(64, 28672, dtype=BF16), columns)
 
 
+def block_scaled_calls():
+    (a, b), one = (torch.zeros(n, 4096, dtype=torch.float8_e4m3fn) for n in (256, 512)), torch.ones(1)
+    for dtype, bias in ((BF16, torch.zeros(512, dtype=BF16)), (FP32, None)):
+        block_scaled.fp8_matmul(a, one, b, one, torch.zeros(256, 512, dtype=dtype), bias)
+
+
 def listed(arch: int) -> list:
     """What the tests compile in full: on Hopper only what Ada does not have."""
+    if arch == 120:
+        return [block_scaled_calls]
     if arch >= 90:
         calls = [lambda d=d: attention_call(8, 2, d) for d in (64, 80, 128)]
     else:
@@ -305,6 +314,7 @@ def every(arch: int, dtype) -> list:
         lambda: experts_call(32, 4, 2880, 2880, True, dtype),
         lambda: experts_call(128, 8, 2048, 768, False, dtype),
     ]
+    calls += [block_scaled_calls] * (dtype == BF16 and arch == 120)
     return calls + [fp8_calls] * (dtype == BF16 and arch >= 89)
 
 

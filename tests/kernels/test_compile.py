@@ -56,6 +56,17 @@ def test_kernels_fit_ada():
 
 
 @pytest.mark.full
+def test_fp8_has_the_full_rate_of_an_rtx_50():
+    """By the instruction with block scales: plain ones have half of it there."""
+    kernels = _compile("120")
+    assert [kernel["name"] for kernel in kernels] == ["_fp8_matmul"] * 2
+    for kernel in kernels:
+        assert kernel["block_scales"], kernel
+        assert kernel["stack"] == 0, kernel
+        assert kernel["widest"] == 16, kernel
+
+
+@pytest.mark.full
 def test_products_use_hopper():
     kernels = _compile("90")
     assert {"fwd_kernel", "dq_kernel", "dkv_kernel", "_grouped_mm", "add_kernel"} <= {

@@ -159,6 +159,28 @@ def test_products_are_those_of_the_codes(rows, out_dtype, device):
 
 
 @DEVICE
+@pytest.mark.parametrize("out_dtype", [torch.bfloat16, torch.float32], ids=str)
+@pytest.mark.parametrize(("M", "N", "K"), [(50, 70, 96), (1, 32, 16), (300, 130, 272)])
+def test_products_with_block_scales_of_one(M, N, K, out_dtype, device):
+    """In fp64, as those without scales; NaN in a row stays there."""
+    from trireme.kernels.fp8 import block_scaled
+
+    torch.manual_seed(2)
+    x, w = torch.randn(M, K).bfloat16().to(device), torch.randn(N, K).bfloat16().to(device)
+    bias = torch.randn(N).to(device, torch.bfloat16) if out_dtype == torch.bfloat16 else None
+    a, b = ops.quantize(x), ops.quantize(w)
+    out = torch.empty(M, N, dtype=out_dtype, device=device)
+    assert block_scaled.fp8_matmul(a.rows, a.scale, b.rows, b.scale, out, bias) is out
+    exact = (a.rows.double() * a.scale) @ (b.rows.double() * b.scale).T + (0 if bias is None else bias.double())
+    error = (out.double() - exact).norm() / exact.norm()
+    assert error < (2.4e-3 if out_dtype == torch.bfloat16 else 1e-6 if device == "cpu" else 3e-4)
+    a.rows[0, -1] = float("nan")
+    block_scaled.fp8_matmul(a.rows, a.scale, b.rows, b.scale, out, bias)
+    assert out[0].isnan().all()
+    assert out[1:].isfinite().all()
+
+
+@DEVICE
 def test_products_hide_no_nan(device):
     """A row that is not finite leaves a row of NaN, and no other."""
     if device == "cuda" and torch.cuda.get_device_capability() < (8, 9):
