@@ -15,6 +15,7 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field, replace
 from functools import cached_property
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 
@@ -63,6 +64,7 @@ class DataOptions:
     cache: Path | None = None  # None: temporary
     shelf: Shelf | None = None  # comes first
     system: str | None = None  # system message of conversations that have none
+    variables: dict[str, Any] = field(default_factory=dict)  # of the chat template; a row's own win
 
 
 @dataclass(frozen=True)
@@ -196,6 +198,7 @@ def load_dataset(
         options.shelf,
         options.media,
         options.system,
+        options.variables,
     )
     found = [_named(text, reading.folder) for text in sources]
     given = [file for each in found for file in each.files]
@@ -226,6 +229,8 @@ def load_dataset(
     lost = [f"of the rows held out: {line}" for line in held_out.report.losses()] if held_out and apart else []
     if options.system and not all(file.meta["chats"] for file in files):
         notes.append("--system is for conversations, and not used in other rows")
+    if options.variables and not all(file.meta["chats"] for file in files):
+        notes.append("--chat-template-kwargs is for conversations, and not used in other rows")
     report = replace(
         train.report, held_out=apart, notes=(*notes, *fewer, *lost, *notes_on(files, codec, reading.renames))
     )

@@ -6,6 +6,7 @@ import os
 from collections.abc import Callable
 from dataclasses import dataclass, field, replace
 from pathlib import Path
+from typing import Any
 
 from trireme.engine.data.cache import Shelf, TokenFile, TokenWriter, cache_key, digest, open_tokens
 from trireme.engine.data.codec import Codec, Encoders, Numbered, RowDied
@@ -38,11 +39,13 @@ class Reading:
     shelf: Shelf | None = None
     media: tuple[tuple[int, str], ...] = ()  # as DataOptions
     system: str | None = None  # as DataOptions
+    variables: dict[str, Any] = field(default_factory=dict)  # as DataOptions
 
     def key(self, source: DataFile) -> str:
         """Of the content and all that decides its tokens."""
         tokenizer, template = (self.codec.facts.tokenizer, self.codec.facts.template) if self.codec else (None, None)
         more = [*([self.media] if self.media else []), *([{"system": self.system}] if self.system else [])]
+        more += [{"variables": self.variables}] if self.variables else []
         sums = [digest(path) for path in source.files]
         content = sums if source.parts else sums[0]
         return cache_key(content, source.kind, tokenizer, template, self.renames, self.skip_bad, *more)
@@ -165,6 +168,8 @@ def _take(row: Row, reading: Reading, tally: _Tally) -> None:
         tally.format, example, unused = read_row(value, tally.format, reading.renames)
         if isinstance(example, Chat) and reading.system:
             example = with_system(example, reading.system)
+        if isinstance(example, Chat) and reading.variables:
+            example = example._replace(variables=reading.variables | (example.variables or {}))
         example = _without_template(example, reading)
         if isinstance(example, Text):
             example = Text(example.text, row.starts, row.ends, row.before, row.after)

@@ -52,7 +52,6 @@ ELSEWHERE = (
         "of conversations, and of prompts with completions, answers alone are trained on; leave it out",
         "true",
     ),
-    Theirs("enable-thinking", "the chat template decides; leave it out", "true"),
     Theirs("mask-history", "all answers of a conversation are trained on; leave it out"),
     Theirs("roles-to-train *.roles-to-train", "the assistant's turns are trained on; leave it out", "assistant gpt"),
     Theirs("dataset-text-field *.field", "--map text=NAME", "text"),

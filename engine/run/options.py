@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import re
 from collections.abc import Callable, Sequence
 from contextlib import suppress
@@ -119,6 +120,17 @@ def listed(parser: Parser, like: str = "") -> Parser:
     return parse
 
 
+def json_object(text: str) -> str:
+    """An object in JSON, as it is written again."""
+    try:
+        value = json.loads(text)
+    except (ValueError, RecursionError):
+        value = None
+    if not isinstance(value, dict):
+        raise ValueError(f'{text[:60]!r} is no object in JSON, such as {{"enable_thinking": false}}')
+    return json.dumps(value, sort_keys=True)
+
+
 def named(text: str) -> str:
     """Any text but an empty one, which an unset variable of a shell gives."""
     if not text.strip():
@@ -180,6 +192,9 @@ class Options:
     chat_template: str | None = _option(DATA, "another chat template: a .jinja file, chatml or plain", metavar="FILE")
     system: str | None = _option(
         DATA, "system message of chats that have none", metavar="TEXT", also="default-system default-system-message"
+    )
+    chat_template_kwargs: str | None = _option(
+        DATA, "variables of the chat template, as '{\"enable_thinking\": false}'", parse=json_object, metavar="JSON"
     )
 
     out: str = _option(OUTPUT, "folder to write [runs/NAME of the checkpoint]", "", metavar="DIR", also="output-dir")

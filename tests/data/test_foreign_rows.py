@@ -437,6 +437,25 @@ def test_a_system_message_for_rows_that_have_none(tmp_path):
     assert "note: --system is for conversations, and not used in other rows" in data.report.lines()
 
 
+def test_variables_of_the_template_for_all_rows(tmp_path):
+    """A row's own win; those that the template does not read are named."""
+    template = "{{ mood }}" + TAGLESS
+    tokenizer = make_tokenizer(tmp_path, bos="", chat_template=template)
+    rows = [{"messages": TALK[:2]}, {"messages": TALK[:2], "chat_template_kwargs": {"mood": "calm "}}]
+    (tmp_path / "a.jsonl").write_text("\n".join(map(json.dumps, rows)))
+    codec, keys = load_codec(tokenizer.folder), set()
+    for mood in ("kind ", "glad "):
+        options = DataOptions(seq_len=128, variables={"mood": mood, "tone": 1}, cache=tmp_path / "cache")
+        data = load_dataset([str(tmp_path / "a.jsonl")], codec, options)
+        assert [data.example(k).split("<|im_start|>")[0] for k in (0, 1)] == [mood, "calm "]
+        assert "not used: chat_template_kwargs.tone" in "\n".join(data.report.lines())
+        keys.add(data.files[0].meta["key"])
+    assert len(keys) == 2
+    (tmp_path / "b.jsonl").write_text('{"text": "once"}')
+    data = load_dataset([str(tmp_path / "b.jsonl")], codec, DataOptions(seq_len=64, variables={"mood": "kind"}))
+    assert "note: --chat-template-kwargs is for conversations, and not used in other rows" in data.report.lines()
+
+
 def test_a_share_of_a_file_is_the_same_in_every_epoch_and_that_is_said(tmp_path):
     (tmp_path / "a.jsonl").write_text("".join(f'{{"text": "row {i}"}}\n' for i in range(10)))
     codec = load_codec(make_tokenizer(tmp_path).folder)

@@ -7,10 +7,10 @@ from dataclasses import replace
 import pytest
 import torch
 from engines import LIMITS, MemoryStore, gpu_plan
+from runs import make_small, options, stopped
 from tiny import CASES, oracle, relative
 from transformers import AutoModelForCausalLM
 
-from runs import make_small, options, stopped
 from trireme.engine.build import build
 from trireme.engine.exchange import Exchange
 from trireme.engine.plan import UnitPlan

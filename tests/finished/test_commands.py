@@ -10,6 +10,7 @@ from pathlib import Path
 import pytest
 import torch
 from chats import CHATML, make_tokenizer
+from runs import make_small
 from tiny import LLAMA, oracle
 from transformers import (
     AutoModelForCausalLM,
@@ -19,7 +20,6 @@ from transformers import (
     TopPLogitsWarper,
 )
 
-from runs import make_small
 from trireme.engine.run.finished.sampling import Sampling, probabilities
 from trireme.engine.run.main import main
 

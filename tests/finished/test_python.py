@@ -12,8 +12,8 @@ from dataclasses import fields
 from pathlib import Path
 
 import pytest
-
 from runs import make_small
+
 from trireme.engine.run.finished import python as trireme
 from trireme.engine.run.options import Options
 from trireme.storage.files import StoreError

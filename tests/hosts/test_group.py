@@ -9,8 +9,8 @@ from pathlib import Path
 import pytest
 import torch
 import torch.distributed as dist
-
 from runs import Hosts
+
 from trireme.engine.hosts import group, held, watch
 from trireme.engine.hosts.watch import LostHost
 from trireme.engine.hosts.wire import Wire

@@ -13,10 +13,10 @@ from pathlib import Path
 from types import SimpleNamespace
 
 import pytest
+from runs import Hosts, hold, losses, make_small
 from script_files import ROOT
 from tiny import CASES, oracle
 
-from runs import Hosts, hold, losses, make_small
 from trireme.engine.hosts import group, watch
 from trireme.engine.hosts.watch import LostHost
 from trireme.engine.queues import watchdog

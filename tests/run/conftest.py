@@ -4,8 +4,8 @@ import shutil
 from pathlib import Path
 
 import pytest
-
 from runs import child, ended, losses, make_small, options
+
 from trireme.engine.planner import host
 
 

@@ -20,10 +20,10 @@ import numpy as np
 import pytest
 from command import TRAIN, fails, finetune, on_screen, set_config, tree, write
 from engines import fork
+from runs import ended
 from safetensors.numpy import load_file, save_file
 from script_files import ROOT
 
-from runs import ended
 from trireme.engine.planner import host
 from trireme.engine.run import evaluation
 from trireme.engine.run.begin import job

@@ -10,8 +10,8 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from plans import RATES, SMALL, plan
-
 from runs import losses, options
+
 from trireme.engine.buffers import fits
 from trireme.engine.geometry import Geometry
 from trireme.engine.plan import Plan, UnitPlan

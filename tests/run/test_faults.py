@@ -22,9 +22,9 @@ from types import SimpleNamespace
 
 import pytest
 from engines import fork
-
 from runs import child as resumed
 from runs import ended, finished, losses, options
+
 from trireme.engine.plan import UnitPlan
 from trireme.engine.planner.choose import Choice
 from trireme.engine.planner.predict import Prediction

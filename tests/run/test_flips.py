@@ -12,8 +12,8 @@ from pathlib import Path
 
 import pytest
 from command import finetune as command
-
 from runs import losses, options, stopped
+
 from trireme.engine.plan import UnitPlan
 from trireme.engine.queues.real import InlineQueues
 from trireme.engine.run import loop

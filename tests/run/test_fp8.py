@@ -4,9 +4,9 @@ from dataclasses import replace
 
 import pytest
 import torch
+from runs import losses, options, stopped
 from safetensors.torch import load_file
 
-from runs import losses, options, stopped
 from trireme.engine.plan import Limits, UnitPlan
 from trireme.engine.planner.machine import this_machine
 from trireme.engine.planner.rates import assume

@@ -15,9 +15,9 @@ from pathlib import Path
 import pytest
 import torch
 from engines import fork
+from runs import ended, go, losses, options, stopped
 from safetensors.numpy import load_file, save_file
 
-from runs import ended, go, losses, options, stopped
 from trireme.engine.data.cache import TokenWriter
 from trireme.engine.data.dataset import Dataset
 from trireme.engine.run import demo, live, loop, train, verify

@@ -12,9 +12,9 @@ from pathlib import Path
 import pytest
 import yaml
 from mutations import LAUGHS
+from runs import make_small
 from script_files import script
 
-from runs import make_small
 from trireme.engine.amounts import size
 from trireme.engine.run.begin.job import prepare
 from trireme.engine.run.begin.kept import changes, config_yaml, kept, repeats

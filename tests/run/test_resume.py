@@ -13,8 +13,8 @@ from pathlib import Path
 from types import SimpleNamespace
 
 import pytest
-
 from runs import STEPS, child, ended, hold, losses, make_small, options, stopped
+
 from trireme.engine import exchange
 from trireme.engine.between import READ_AHEAD
 from trireme.engine.placement import Placement

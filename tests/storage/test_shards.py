@@ -17,9 +17,9 @@ import pytest
 import safetensors
 import torch
 import transformers
+from runs import make_small
 from stores import LAYOUTS, STATE, WEIGHTS, K, content, create, devices, holds, write_all
 
-from runs import make_small
 from trireme.storage import folders, shards, snapshots
 from trireme.storage import store as store_module
 from trireme.storage.aio import arena

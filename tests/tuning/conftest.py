@@ -3,7 +3,6 @@
 from pathlib import Path
 
 import pytest
-
 from runs import make_small
 
 

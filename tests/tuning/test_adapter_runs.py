@@ -8,9 +8,9 @@ from pathlib import Path
 
 import pytest
 import torch
+from runs import losses, options, stopped
 from safetensors.torch import load_file, save_file
 
-from runs import losses, options, stopped
 from trireme.engine.amounts import gb
 from trireme.engine.plan import DoesNotFit, Plan, UnitPlan
 from trireme.engine.planner.lines import disk_line

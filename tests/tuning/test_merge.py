@@ -13,10 +13,10 @@ from pathlib import Path
 import pytest
 import torch
 from engines import fork
+from runs import ended
 from safetensors.torch import load_file, save_file
 from tiny import CASES, oracle
 
-from runs import ended
 from trireme.engine.placement import silent
 from trireme.engine.tuning.adapters import PREFIX, WEIGHTS
 from trireme.engine.tuning.merge import merge_folder

@@ -5,9 +5,9 @@ from dataclasses import replace
 
 import pytest
 import torch
+from runs import losses, make_small, options, stopped
 from safetensors.torch import load_file, save_file
 
-from runs import losses, make_small, options, stopped
 from trireme.engine.run.train import finetune
 
 pytestmark = pytest.mark.full

@@ -7,11 +7,11 @@ import numpy as np
 import pytest
 import torch
 from engines import adapters, batches, exchange, final_weights, opened, train
+from runs import losses, options, stopped
 from safetensors.torch import load_file, save_file
 from tiny import LLAMA, MIXTURE, oracle
 from transformers.integrations.finegrained_fp8 import Fp8Quantize
 
-from runs import losses, options, stopped
 from trireme.engine.run.begin.job import prepare
 from trireme.engine.run.train import finetune
 from trireme.engine.tuning.chosen import adapted, chosen

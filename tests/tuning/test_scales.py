@@ -2,8 +2,8 @@
 
 import pytest
 import torch
-
 from runs import make_small
+
 from trireme.engine.run.begin.model import what_is_trained
 from trireme.engine.run.options import Options
 from trireme.models.config import InputError

@@ -67,6 +67,7 @@ def read_row(
     if absent := [repr(key) for key in form.keys if key not in row]:
         other, more = ", ".join(map(repr, list(row)[:8])), f".{hint}" if hint else ""
         what = f"has no {' and no '.join(absent)} (its keys: {other}); the file's format is {form.name!r}"
+        what += ". Rows of another format go into a file of their own" if _fitting(row) else ""
         raise BadRow(what + more)
     example = form.read(row)
     return form, example, form.unused(row, example)

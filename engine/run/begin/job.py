@@ -247,6 +247,7 @@ def _data_options(options: Options, cfg: ModelConfig, seq_len: int) -> DataOptio
         cache=None if options.dry_run or not options.out else Path(options.out) / "tokens",
         shelf=shelf(),
         system=options.system,
+        variables=json.loads(options.chat_template_kwargs or "{}"),
     )
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import re
 from pathlib import Path
 from typing import Any
@@ -68,6 +69,18 @@ def _packing(found: Read) -> None:
         found.give(item, "no_pack", True)
     else:
         found.left.append(item)
+
+
+def _template_variables(found: Read) -> None:
+    """Variables of the chat template, as an object; of LLaMA-Factory and ms-swift a single one."""
+    item, thinking = found.take("chat-template-kwargs"), found.take("enable-thinking")
+    if item and not isinstance(item.value, dict):
+        found.left.append(item)
+        item = None
+    given = item.value if item else {}
+    given = given | ({"enable_thinking": thinking.value} if thinking and thinking.value is not None else {})
+    if given and (first := item or thinking):
+        found.give(first, "chat_template_kwargs", json.dumps(given, default=str))
 
 
 def _torchtune(found: Read) -> None:
@@ -192,4 +205,7 @@ def _info(path: Path) -> dict[str, str]:
 
 
 # In this order: some need what others have given.
-STEPS = (_batch, _betas, _warmup, _optimizer, _packing, _torchtune, _adapters, _steps, _datasets, _named_data)
+STEPS = (
+    _batch, _betas, _warmup, _optimizer, _packing, _template_variables, _torchtune, _adapters, _steps, _datasets,
+    _named_data,
+)  # fmt: skip
