@@ -2,9 +2,9 @@
 
     python scripts/bench/blocks.py --peers
 
-Blocks are of LLaMA-3-8B and LLaMA-2-13B, with --experts of Qwen3-30B. The parts are the GEMMs by cuBLAS and the fastest
-attention (cuDNN, FlashAttention-2, ours), each timed alone with a cold L2. transformers and ours are timed in rounds of
-a second after both are warm: medians, with the GPU's clock and power.
+Blocks are of LLaMA-3-8B and LLaMA-2-13B, with --experts of Qwen3-30B or of the mixtures that are named. The parts are
+the GEMMs by cuBLAS and the fastest attention (cuDNN, FlashAttention-2, ours), each timed alone with a cold L2.
+transformers and ours are timed in rounds of a second after both are warm: medians, with the GPU's clock and power.
 """
 
 from __future__ import annotations
@@ -38,6 +38,11 @@ from trireme.models.sizes import narrow, shapes
 from trireme.storage.layout import pack
 
 LARGE = {"LLaMA-3-8B": MODELS["llama-8b"], "LLaMA-2-13B": MODELS["llama-13b"]}
+MIXTURES = {  # model, transformers' type and what its defaults are not
+    "Qwen3-30B": ("qwen3-30b", "qwen3_moe", dict(norm_topk_prob=True)),
+    "MiniMax-M2": ("minimax-m2", "minimax_m2", {}),
+    "Hy3": ("hy3-295b", "hy_v3", {}),
+}
 SMALL = {"125M": llama_shape(768, 1, 12, 2048), "350M": llama_shape(1024, 1, 16, 2816), "1.3B": MODELS["llama-1.3b"]}
 
 
@@ -45,6 +50,7 @@ class Block(NamedTuple):
     """A block's tensors for N tokens in documents of one length."""
 
     cfg: ModelConfig
+    u: int  # which unit: the first block with experts where there are some
     w: model.BlockWeights
     g: model.BlockWeights
     rows: Rows
@@ -55,10 +61,10 @@ class Block(NamedTuple):
     dx: Tensor
 
     def forward(self) -> None:
-        model.forward(self.cfg, 1, self.w, self.x, self.rows, self.saved, self.out)
+        model.forward(self.cfg, self.u, self.w, self.x, self.rows, self.saved, self.out)
 
     def backward(self) -> None:
-        model.backward(self.cfg, 1, self.w, self.g, self.x, self.saved, self.dy, self.rows, self.dx)
+        model.backward(self.cfg, self.u, self.w, self.g, self.x, self.saved, self.dy, self.rows, self.dx)
 
     def both(self) -> None:
         self.forward()
@@ -73,20 +79,21 @@ def zeros(groups: Sequence[shapes.Group], others: Mapping[str, str] | None = Non
 
 def make_block(cfg: ModelConfig, N: int, documents: int = 1) -> Block:
     """For N tokens in so many documents. Norms are ones. fp8 codes are made here: a step makes them once per pass."""
-    groups = shapes.weight_groups(cfg, 1)
-    stored, made = zeros(groups), zeros(*narrow.made_groups(cfg, 1))
+    u = 1 + len(cfg.experts.dense if cfg.experts else ())
+    groups = shapes.weight_groups(cfg, u)
+    stored, made = zeros(groups), zeros(*narrow.made_groups(cfg, u))
     for weight in stored.values():
         weight.normal_(std=0.02) if weight.dim() > 1 else weight.fill_(1.0)
-    model.make_codes(cfg, 1, stored, made, backward=True)
+    model.make_codes(cfg, u, stored, made, backward=True)
     kinds = {"compute": BF16, "F32": torch.float32}
     saved = {
         name: torch.empty(shape, dtype=kinds[kind], device=DEVICE)
-        for name, (shape, kind) in shapes.saved_shapes(cfg, N).items()
+        for name, (shape, kind) in shapes.saved_shapes(cfg, N, shapes.kind(cfg, u)).items()
     }
     rows = make_rows([N // documents] * documents, rope_tables(cfg, N, DEVICE), DEVICE)
     x, dy = randn(N, cfg.width), randn(N, cfg.width) * 1e-3
-    w, g = model.weights(cfg, 1, stored | made), model.gradients(cfg, 1, zeros(groups))
-    return Block(cfg, w, g, rows, saved, x, dy, torch.empty_like(x), torch.empty_like(x))
+    w, g = model.weights(cfg, u, stored | made), model.gradients(cfg, u, zeros(groups))
+    return Block(cfg, u, w, g, rows, saved, x, dy, torch.empty_like(x), torch.empty_like(x))
 
 
 # ---------------------------------------------------------------- the parts
@@ -110,31 +117,34 @@ def best_attention(b: Block) -> tuple[tuple[float, str], tuple[float, str]]:
 # ---------------------------------------------------------------- transformers
 
 
-def peer_layer(cfg: ModelConfig, liger: bool):
-    """A layer of transformers' LLaMA or Qwen3-MoE in bf16 and its rotation.
+def peer_layer(b: Block, liger: bool):
+    """A layer of transformers' LLaMA or of a mixture in bf16 and its rotation.
 
     With Liger's kernels if asked; experts by torch._grouped_mm.
     """
-    from transformers import LlamaConfig, Qwen3MoeConfig
+    from transformers import AutoConfig, AutoModel, LlamaConfig
     from transformers.models.llama import modeling_llama as llama
-    from transformers.models.qwen3_moe import modeling_qwen3_moe as mixture
 
     importlib.reload(llama)  # without Liger's patches
     if liger:
         from liger_kernel.transformers import apply_liger_kernel_to_llama
 
         apply_liger_kernel_to_llama(cross_entropy=False, fused_linear_cross_entropy=False)
-    keys: dict = dict(hidden_size=cfg.width, intermediate_size=cfg.ffn, num_hidden_layers=1, vocab_size=cfg.vocab)
-    keys |= dict(num_attention_heads=cfg.n_heads, num_key_value_heads=cfg.n_kv_heads, head_dim=cfg.head_dim)
-    keys |= dict(max_position_embeddings=cfg.max_positions, attn_implementation="sdpa")
-    if (found := cfg.experts) is None:
-        hf, layer_of, rotation_of = LlamaConfig(**keys), llama.LlamaDecoderLayer, llama.LlamaRotaryEmbedding
-    else:
-        keys |= dict(num_experts=found.count, num_experts_per_tok=found.chosen, moe_intermediate_size=found.width)
-        hf = Qwen3MoeConfig(**keys, norm_topk_prob=True, experts_implementation="grouped_mm")
-        layer_of, rotation_of = mixture.Qwen3MoeDecoderLayer, mixture.Qwen3MoeRotaryEmbedding
+    cfg = b.cfg
+    keys: dict = dict(hidden_size=cfg.width, num_hidden_layers=b.u, vocab_size=8, num_attention_heads=cfg.n_heads)
+    keys |= dict(num_key_value_heads=cfg.n_kv_heads, head_dim=cfg.head_dim, max_position_embeddings=cfg.max_positions)
+    keys |= dict(attn_implementation="sdpa")
     with torch.device(DEVICE):
-        layer, rotation = layer_of(hf, 0).to(BF16), rotation_of(hf)
+        if cfg.experts is None:
+            hf = LlamaConfig(**keys, intermediate_size=cfg.ffn)
+            layer, rotation = llama.LlamaDecoderLayer(hf, 0).to(BF16), llama.LlamaRotaryEmbedding(hf)
+        else:
+            kind, more = next(theirs for ours, *theirs in MIXTURES.values() if MODELS[ours] == cfg)
+            hf = AutoConfig.for_model(kind, **keys, **more, experts_implementation="grouped_mm")
+            whole = AutoModel.from_config(hf)
+            layer, rotation = whole.layers[b.u - 1].to(BF16), whole.rotary_emb
+            stored = (*layer.parameters(), *layer.buffers())
+            assert sum(t.numel() for t in stored) == shapes.parameters(cfg, b.u), hf
     for weight in layer.parameters():
         torch.nn.init.normal_(weight, std=0.02) if weight.dim() > 1 else torch.nn.init.ones_(weight)
     return layer.train(), rotation
@@ -142,7 +152,7 @@ def peer_layer(cfg: ModelConfig, liger: bool):
 
 def peer_call(b: Block, liger: bool, compile: bool) -> Callable[[], None]:
     """Forward and backward of transformers' layer, of `b.cfg.fp8` by torchao; gradients accumulate, like ours."""
-    layer, rotation = peer_layer(b.cfg, liger)
+    layer, rotation = peer_layer(b, liger)
     if b.cfg.fp8:
         from torchao.float8 import convert_to_float8_training
 
@@ -303,7 +313,12 @@ def main() -> None:
         "--small", action="store_true", help="the share of time in which blocks of small models keep the GPU busy"
     )
     parser.add_argument("--fp8", action="store_true", help="blocks in fp8 compared with bf16")
-    parser.add_argument("--experts", action="store_true", help="a block of Qwen3-30B, documents of 32k and 4k")
+    parser.add_argument(
+        "--experts",
+        nargs="?",
+        const="Qwen3-30B",
+        help=f"blocks of {', '.join(MIXTURES)}, NAME,NAME; in documents of 32k and 4k",
+    )
     parser.add_argument("--profile", action="store_true", help="print the kernels of each block")
     parser.add_argument("--json", help="write the figures to this file")
     args = parser.parse_args()
@@ -311,10 +326,10 @@ def main() -> None:
     if args.small:
         rows = [busy(name, cfg, 4096) for name, cfg in SMALL.items()]
     elif args.experts:
-        mixture = "Qwen3-30B", MODELS["qwen3-30b"], 32768
-        if args.profile:
+        mixtures = [(name, MODELS[MIXTURES[name][0]], 32768) for name in args.experts.split(",")]
+        for mixture in mixtures if args.profile else ():
             profile(*mixture, documents=8)
-        rows = [with_experts(*mixture, documents, args.peers) for documents in (1, 8)]
+        rows = [with_experts(*mixture, documents, args.peers) for mixture in mixtures for documents in (1, 8)]
     else:
         if args.profile:
             for name, cfg in LARGE.items():
