@@ -1,0 +1,51 @@
+"""Steps of every model type are those of transformers and torch's AdamW, one document at a time."""
+
+import engines
+import pytest
+import torch
+from engines import LIMITS, batches, gpu_plan, opened, train
+from tiny import CASES, oracle
+
+from trireme.engine.build import build
+from trireme.engine.exchange import Exchange
+from trireme.engine.queues.real import InlineQueues
+from trireme.engine.updates import AdamW
+
+pytestmark = pytest.mark.grid
+
+FIRST = {model_type: name for name, (model_type, _) in reversed(CASES.items())}
+STEPS, LR, EPS = 4, 1e-2, 1e-3  # eps: of gradients near zero Adam takes little but their rounding
+
+
+def losses_of(model, steps):
+    """(loss, norm of the gradient) of each step, of two packed micro-batches."""
+    adamw = AdamW()
+    optimizer = torch.optim.AdamW(model.parameters(), LR, (adamw.beta1, adamw.beta2), EPS, weight_decay=0.0)
+    for step in steps:
+        trained, whole = sum(int((mb.labels >= 0).sum()) for mb in step), 0.0
+        for mb in step:
+            parts = (torch.from_numpy(values).long().split(mb.lengths) for values in (mb.ids, mb.labels))
+            for ids, labels in zip(*parts, strict=True):
+                logits = model(ids[None]).logits[0]
+                loss = torch.nn.functional.cross_entropy(logits, labels, reduction="sum") / trained
+                loss.backward()
+                whole += loss.item()
+        norm = torch.nn.utils.get_total_norm([p.grad for p in model.parameters() if p.grad is not None])
+        yield pytest.approx(whole, rel=1e-5), pytest.approx(norm.item(), rel=5e-4)
+        optimizer.step()
+        optimizer.zero_grad()
+
+
+@pytest.mark.parametrize("model_type", sorted(FIRST))
+def test_steps_are_those_of_torch(model_type, tmp_path, monkeypatch):
+    """A step's loss has the updates of those before it."""
+    monkeypatch.setattr(engines, "BALANCE", 0.0)
+    theirs, _ = oracle(*CASES[FIRST[model_type]])
+    theirs.get_input_embeddings().padding_idx = None  # nothing is padded here: that token is one of the text
+    theirs.save_pretrained(tmp_path)
+    cfg, source, _ = opened(tmp_path)
+    adamw = AdamW(eps=EPS, weight_decay=0.0, max_grad_norm=0.0)
+    e = build(cfg, gpu_plan(cfg), LIMITS, InlineQueues(), adamw=adamw)
+    Exchange(cfg, source, e.placement).load()
+    steps = batches(cfg, STEPS, 2, 24)
+    assert [seen[:2] for seen in train(e, steps, LR)] == list(losses_of(theirs, steps))
