@@ -323,6 +323,7 @@ def test_messages_of_openai():
         ({"messages": ["hi"]}, "messages[0] is a string, expected {role, content}"),
         ({"messages": [{"content": "x"}]}, "messages[0] has no 'role'; its keys are 'content'"),
         ({"messages": [{"role": "assistant"}]}, "messages[0] has no 'content'"),
+        ({"messages": [{"role": "assistant", "content": None}]}, "messages[0] has content null"),
         ({"messages": [{"role": "user", "content": 5}]}, "messages[0]: 'content' is a number, expected a string"),
         ({"messages": [{"role": "user", "content": [{"type": "image"}]}]}, "messages[0] holds a part of type 'image'"),
         ({"messages": TALK[:1]}, "no message has the role 'assistant'"),

@@ -64,7 +64,8 @@ def read_message(turn: Any, where: str, unused: dict[str, None]) -> Fields:
             message["tool_calls"] = calls
     trained = _trained(message, where, unused)
     if message["role"] != CALL and "content" not in message and not any(message.get(key) for key in SAID):
-        raise BadRow(f"{where} has no 'content'; its keys are {', '.join(map(repr, turn))}")
+        absent = "has content null" if "content" in turn else "has no 'content'"
+        raise BadRow(f"{where} {absent}; its keys are {', '.join(map(repr, turn))}")
     return message if trained else {**message, "train": False}
 
 
