@@ -145,6 +145,12 @@ def test_a_bad_line_does_not_stop_the_file(tmp_path, line, what):
     assert str(found[1].value) == what
 
 
+def test_a_file_that_is_not_there(tmp_path):
+    for name in ("a", "a.jsonl", "a.xml"):
+        with pytest.raises(InputError, match="No such file or directory. Correct the path"):
+            values(tmp_path / name)
+
+
 @pytest.mark.parametrize(
     ("name", "content", "what"),
     [

@@ -64,7 +64,7 @@ def check_file(path: Path) -> None:
     if path.exists() and not path.is_file():
         raise InputError(f"{path} is not a regular file. Pipe it into standard input: --data -.")
     kind = DataFile(path).kind
-    if kind not in KINDS:
+    if kind not in KINDS and path.exists():  # opening says that it does not
         raise InputError(f"{path}: unknown kind of data. Expected {', '.join(KINDS)}, or {', '.join(PACKINGS)} of one.")
     try:
         with path.open("rb") as file:
