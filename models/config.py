@@ -17,14 +17,15 @@ from trireme.models.families.family import EXACT_GELU, GELU, RELU2, SILU, Family
 from trireme.models.families.fields import heads_of, positions_of, scales_of
 from trireme.models.families.keys import InputError, Keys
 from trireme.models.families.known import why_not
-from trireme.models.families.names import Names, turned, within
+from trireme.models.families.latent import Latent, parse_latent
+from trireme.models.families.names import Names, direct, turned, within
 from trireme.models.families.packing import FP8 as FP8
 from trireme.models.families.packing import NF4 as NF4
 from trireme.models.families.packing import PACKINGS as PACKINGS
 from trireme.models.families.packing import UNUSED as UNUSED
 from trireme.models.families.packing import Packing, packing_of
 from trireme.models.families.rope import Rope
-from trireme.models.families.table import FAMILIES, WRAPPERS, text_of
+from trireme.models.families.table import FAMILIES, OTHER_NAMES, WRAPPERS, text_of
 from trireme.storage.untrusted import read_small, shown
 
 LARGEST = 1 << 20  # of config.json
@@ -46,7 +47,7 @@ INERT = {
     "no_rope_layers": (None,),
     "per_layer_config": (None,),
 }
-SUPPORTED = (*(name for name, family in FAMILIES.items() if not family.inner), *WRAPPERS)
+SUPPORTED = (*(name for name, family in FAMILIES.items() if not family.inner), *OTHER_NAMES, *WRAPPERS)
 
 
 @dataclass(frozen=True)
@@ -114,6 +115,7 @@ class ModelConfig:
     attention_cap: float = 0.0  # scores s are cap * tanh(s / cap); 0: s
     logit_cap: float = 0.0  # of logits, likewise
     experts: Experts | None = None
+    latent: Latent | None = None  # queries, keys and values are made of latents; head_dim is of queries and keys
     mtp_layers: int = 0  # behind the last, carried through
     wrapper: str = ""  # the model_type around it
     media: tuple[tuple[int, str], ...] = ()  # tokens that images and the like take the place of, and their keys
@@ -129,6 +131,7 @@ class ModelConfig:
     def names(self) -> Names:
         own = self.family.dense_names if self.family.experts and self.experts is None else self.family.names
         own = turned(own) if self.experts is not None and self.experts.turned else own
+        own = direct(own) if self.latent is not None and not self.latent.q_rank else own
         return within(own) if self.wrapper else own
 
     @property
@@ -184,7 +187,19 @@ class ModelConfig:
         return self.n_kv_heads * self.head_dim
 
     @property
+    def value_dim(self) -> int:
+        return self.latent.value if self.latent else self.head_dim
+
+    @property
+    def attn_width(self) -> int:
+        """Features of attention's result."""
+        return self.n_heads * self.value_dim
+
+    @property
     def qkv_width(self) -> int:
+        """Features of attention's first matmul."""
+        if self.latent:
+            return (self.latent.q_rank or self.q_width) + self.latent.kv_rank + self.latent.rope
         return self.q_width + 2 * self.kv_width
 
     @cached_property
@@ -206,7 +221,7 @@ class ModelConfig:
         return scale / (layer + 1) if self.scale_attn_by_layer else scale
 
 
-NESTED = {"rope": Rope, "local_rope": Rope, "experts": Experts}  # fields of ModelConfig
+NESTED = {"rope": Rope, "local_rope": Rope, "experts": Experts, "latent": Latent}  # fields of ModelConfig
 
 
 def numbers(cfg: ModelConfig) -> dict[str, Any]:
@@ -259,6 +274,7 @@ def parse_config(raw: dict[str, Any], where: str = "config.json") -> ModelConfig
         raise InputError(f'{where}: model_type "{shown(str(model_type))}" is not supported: {why}')
     if model_type in WRAPPERS:
         return _wrapped(raw, where, model_type)
+    model_type = OTHER_NAMES.get(model_type, model_type)
     listed = FAMILIES[model_type].listed_type if "layer_types" in raw else ""
     return _parsed(raw, where, listed or model_type)
 
@@ -276,7 +292,8 @@ def _parsed(raw: dict[str, Any], where: str, model_type: str) -> ModelConfig:
     keys.refuse_unless(spelled["act"], family.acts, family.acts[0])
     width, layers = keys.count(spelled["width"]), keys.count(spelled["n_layers"], most=MOST_LAYERS)
     heads = keys.count(spelled["n_heads"], family.n_heads)
-    kv_heads, head_dim = heads_of(keys, family, width, heads)
+    latent = parse_latent(keys, family.latent, heads)
+    kv_heads, head_dim = (heads, latent.head_dim) if latent else heads_of(keys, family, width, heads)
     positions = keys.count(spelled["max_positions"], family.max_positions)
     usual_ffn = family.ffn if family.rotary else 4 * width
     if family.mlp_bias is True:
@@ -301,10 +318,11 @@ def _parsed(raw: dict[str, Any], where: str, model_type: str) -> ModelConfig:
         parallel=family.parallel and keys.flag("use_parallel_residual", True),
         tanh_gelu=EXACT_GELU in family.acts and keys.raw.get(spelled["act"]) in GELU,
         experts=parse_experts(keys, family.experts, layers),
+        latent=latent,
         packing=packing,
         packed=packed,
         mtp_layers=_mtp_layers(keys) if family.mtp else 0,
-        **positions_of(keys, family, head_dim, positions, layers),
+        **positions_of(keys, family, head_dim, positions, layers, latent),
         **scales_of(keys, family, width),
     )
 
@@ -332,8 +350,10 @@ def _wrapped(raw: dict[str, Any], where: str, model_type: str) -> ModelConfig:
     if not isinstance(inner, dict):
         raise keys.error(name, "an object")
     where = f"{where}: {name}" if name else where
-    Keys(inner, where).refuse_unless("model_type", wrapper.texts, wrapper.texts[0])
-    inner = {"model_type": wrapper.texts[0]} | inner | _tied(keys, Keys(inner, where), wrapper)
+    if isinstance(said := inner.get("model_type", wrapper.texts[0]), str):
+        inner = inner | {"model_type": OTHER_NAMES.get(said, said)}
+    Keys(inner, where).refuse_unless("model_type", wrapper.texts)
+    inner = inner | _tied(keys, Keys(inner, where), wrapper)
     if raw.get("quantization_config") is not None:
         inner["quantization_config"] = raw["quantization_config"]
     media = tuple((keys.count(key, default), key) for key, default in wrapper.media.items())
@@ -345,4 +365,4 @@ def _tied(keys: Keys, inner: Keys, wrapper: Wrapper) -> dict[str, bool]:
     name = "tie_word_embeddings"
     if wrapper.tied == "text":
         return {name: keys.flag(name, False)} if keys.raw.get(name) is not None else {}
-    return {name: keys.flag(name, False) or (wrapper.tied == "either" and inner.flag(name, False))}
+    return {name: keys.flag(name, wrapper.tied_default) or (wrapper.tied == "either" and inner.flag(name, False))}

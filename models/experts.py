@@ -43,7 +43,7 @@ class Weights(NamedTuple):
 class Routes(NamedTuple):
     """Where tokens go."""
 
-    logits: Tensor  # (N, E), fp32 with a correction
+    logits: Tensor  # (N, E), fp32 where so ruled
     weights: Tensor  # (N, k) fp32
     experts: Tensor  # (N, k) int32
     order: ops.Order
@@ -52,7 +52,8 @@ class Routes(NamedTuple):
 def rule(cfg: ModelConfig) -> ops.Rule:
     """How logits become weights."""
     assert cfg.experts is not None
-    return ops.Rule(cfg.experts.chosen, cfg.experts.renormalise, cfg.experts.sigmoid, cfg.experts.scale)
+    own = cfg.experts
+    return ops.Rule(own.chosen, own.renormalise, own.sigmoid, own.scale, own.groups, own.kept, own.two)
 
 
 def forward(
@@ -89,7 +90,9 @@ def _up(w: Weights, y: Tensor, order: ops.Order, k: int, out: Tensor | None = No
 
 def route(cfg: ModelConfig, w: Weights, y: Tensor) -> Routes:
     """Of normalised tokens y (N, D). Never saved: made again in backward."""
-    logits = linear(y, w.router) if w.correction is None else product_in_fp32(y, w.router.weight)
+    assert cfg.experts is not None
+    fp32 = cfg.experts.fp32 or w.correction is not None
+    logits = product_in_fp32(y, w.router.weight) if fp32 else linear(y, w.router)
     weights, experts = ops.route_fwd(logits, rule(cfg), w.correction)
     return Routes(logits, weights, experts, ops.sort_pairs(experts, logits.shape[1]))
 

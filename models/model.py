@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 from trireme.kernels import ops
-from trireme.models import attention, block, experts, head, mlp, shared
+from trireme.models import attention, block, experts, head, latent, mlp, shared
 from trireme.models.attention import Attend
 from trireme.models.config import ModelConfig
 from trireme.models.families.names import adapter_names
@@ -130,6 +130,11 @@ def _attention_weights(cfg: ModelConfig, views: dict[str, Tensor]) -> attention.
         _norm(cfg, name, views) for name in (names.norm1, names.post1, names.q_norm, names.k_norm)
     )
     qkv, o = _linear(cfg, names.qkv, views), _linear(cfg, (names.o,), views)
+    if cfg.latent is not None:
+        assert k_norm is not None
+        q_b = _linear(cfg, (names.q_b,), views) if names.q_b else None
+        inner = latent.Weights(k_norm, _linear(cfg, (names.kv_b,), views), q_norm, q_b)
+        return attention.Weights(norm, qkv, o, post, latent=inner)
     return attention.Weights(norm, qkv, o, post, q_norm, k_norm, views.get(names.sinks))
 
 

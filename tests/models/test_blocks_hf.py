@@ -76,15 +76,17 @@ def test_tables_of_angles_are_those_of_transformers(case):
     rotary = getattr(reference.base_model, "rotary_emb", None)
     tables = rope_tables(cfg, 40, "cpu")
     if rotary is None:
-        assert tables == (None, None, None) or len(cfg.unrotated) == cfg.n_layers
+        assert not any(tables) or len(cfg.unrotated) == cfg.n_layers
         return
     x, positions = torch.zeros(1), torch.arange(40)[None]
     kinds = getattr(rotary, "layer_types", [None])
     for kind in kinds:
-        cos, sin = rotary(x, positions, *([] if kind is None else [kind]))
+        found = rotary(x, positions, *([] if kind is None else [kind]))
+        cos, sin = (found.real, found.imag) if torch.is_tensor(found) else found  # DeepSeek-V2's are complex
         table = tables[1] if kind == "sliding_attention" and tables[1] is not None else tables[0]
-        assert torch.equal(table.cos, cos[0, :, : table.cos.shape[1]])
-        assert torch.equal(table.sin, sin[0, :, : table.sin.shape[1]])
+        for ours, theirs in (table.cos, cos[0]), (table.sin, sin[0]):
+            theirs_too = theirs[:, : ours.shape[1]]
+            assert torch.equal(ours, theirs_too) or torch.is_tensor(found) and relative(ours, theirs_too) < 1e-7
 
 
 @pytest.mark.parametrize("folder", ["stories260k", "capp-gpt2"])

@@ -16,7 +16,7 @@ from trireme.engine.planner.sizes import find_model
 from trireme.kernels import cross_entropy, ops
 from trireme.kernels.fp8.matmuls import fp8_matmul
 from trireme.kernels.fp8.reference import E4M3, PAD
-from trireme.models import attention, experts, head, linear, lora, mlp, model, norm, shared
+from trireme.models import attention, experts, head, latent, linear, lora, mlp, model, norm, shared
 from trireme.models.config import Lora, parse_config
 from trireme.models.sizes import costs, narrow, shapes, workspace
 from trireme.storage.layout import pack
@@ -49,6 +49,11 @@ QWEN3_30B = dict(
     num_experts_per_tok=8,
     moe_intermediate_size=768,
 )
+LATENT = SMALL | dict(
+    q_lora_rank=40, kv_lora_rank=24, qk_nope_head_dim=24, qk_rope_head_dim=8, v_head_dim=16, n_routed_experts=8,
+    num_experts_per_tok=3, moe_intermediate_size=48, first_k_dense_replace=0, n_shared_experts=1, n_group=1,
+    topk_group=1,
+)  # fmt: skip
 SMALL_MODELS = {
     "gpt2": dict(model_type="gpt2", vocab_size=50, n_embd=64, n_layer=1, n_head=4, n_positions=64),
     "llama": SMALL | dict(model_type="llama", num_key_value_heads=2, head_dim=24),
@@ -76,6 +81,8 @@ DIALECTS = {
     | dict(model_type="granitemoe", num_local_experts=8, intermediate_size=48, residual_multiplier=0.5),
     "ernie moe": MIXTURE
     | dict(model_type="ernie4_5_moe", moe_num_experts=8, moe_k=MIXTURE["num_experts_per_tok"], moe_layer_start_index=0),
+    "deepseek v3": LATENT | dict(model_type="deepseek_v3", num_nextn_predict_layers=0),
+    "deepseek v2, queries without a latent": LATENT | dict(model_type="deepseek_v2", q_lora_rank=None),
     "gemma3": SMALL | dict(model_type="gemma3_text", head_dim=32, hidden_activation="gelu_pytorch_tanh"),
 }
 
@@ -190,8 +197,8 @@ def _bare_ops():
         relu2_fwd=new,
         relu2_bwd=lambda dy, h: (new(h), new(h)),
         bias_bwd_=lambda *_: None,
-        attention_fwd=lambda q, *_, out=None: (
-            q.new_empty(q.shape) if out is None else out,
+        attention_fwd=lambda q, k, v, *_, out=None: (
+            q.new_empty((*q.shape[:2], v.shape[2])) if out is None else out,
             torch.empty(q.shape[1], q.shape[0]),
         ),
         attention_bwd=lambda *_: None,
@@ -290,7 +297,7 @@ def _watched(cfg, u, monkeypatch, keep, forward, backward, dtype="F32", grads=No
     groups, dtypes = narrow.made_groups(cfg, u)  # codes are a step's, as weights are
     codes = views(layout := pack(groups, "F32", dtypes), torch.zeros(layout.span, dtype=torch.uint8))
     tiny.w[u] = model.weights(cfg, u, tiny.views[u] | codes)
-    for module in (attention, experts, linear, lora, mlp, norm, shared):
+    for module in (attention, experts, latent, linear, lora, mlp, norm, shared):
         monkeypatch.setattr(module, "ops", BARE)
     with forward:
         model.forward(cfg, u, tiny.w[u], x, rows, saved, out)
