@@ -106,7 +106,8 @@ def special(family: Family) -> list[str]:
         "experts chosen with a frozen correction bias": bool(n.correction),
         "MTP layers are copied": family.mtp,
         "latent attention": family.latent is not None,
-        "groups of experts": family.experts is not None and family.experts.groups not in (None, (1, 1)),
+        "groups of experts": family.experts is not None
+        and (family.experts.method or family.experts.groups not in (None, (1, 1))),
         "attention sinks": bool(n.sinks),
         "relu squared between two matrices": family.acts is RELU2,
         "q and k rotated before their norms": family.rope_first,

@@ -13,6 +13,7 @@ from engines import (
     FROZEN,
     GPT,
     GPT_LORA,
+    LATENT,
     LIMITS,
     LLAMA,
     LORA,
@@ -60,6 +61,7 @@ MODELS |= {
     "mixture": MIXTURE,
     "packed": PACKED,
     "packed in blocks": BLOCKS,
+    "latent": LATENT,
     "packed in blocks, in fp8": replace(BLOCKS, fp8=True),
 }
 IN_FP8 = {
