@@ -21,6 +21,7 @@ from trireme.models.norm import Norm
 from trireme.models.packed import decode
 from trireme.models.rows import Rows
 from trireme.models.sizes import narrow, shapes
+from trireme.models.slices import Sliced, Stack
 
 EMPTY = torch.empty(0, 0)  # a frozen tensor's gradient; a matrix that is there as codes alone
 
@@ -101,7 +102,8 @@ def weights(cfg: ModelConfig, u: int, views: dict[str, Tensor]) -> Any:
 
 def make_codes(cfg: ModelConfig, u: int, views: dict[str, Tensor], out: dict[str, Tensor], backward: bool) -> None:
     """Fills `out`, views of narrow.made_groups, for a pass over unit u: matrices decoded, codes of matmuls in fp8."""
-    for name, _ in (matrix for group in narrow.packed_groups(cfg, u) for matrix in group):
+    packed = [name for group in narrow.packed_groups(cfg, u) for name, _ in group]
+    for name in (name for name in packed if name in out):
         assert cfg.packing is not None
         decode(cfg.packing, [views[name + part.suffix] for part in cfg.packing.parts], out[name])
     rows, columns = backward or not cfg.names.in_out, backward or cfg.names.in_out  # orders that the pass reads
@@ -155,13 +157,18 @@ def _mlp_weights(cfg: ModelConfig, views: dict[str, Tensor]) -> mlp.Weights | ex
     return mlp.Weights(norm, first._replace(bias=None), second, post, gelu_bias=first.bias)
 
 
-def _stack(cfg: ModelConfig, name: str, views: dict[str, Tensor]) -> tuple[Tensor, Tensor | None]:
+def _stack(cfg: ModelConfig, name: str, views: dict[str, Tensor]) -> tuple[Stack, Tensor | None]:
     """(matrices (E, in, out), biases (E, out)) of a layer's experts."""
     assert cfg.experts is not None
-    matrices, bias = views[name], views.get(f"{name}_bias")
+    bias = views.get(f"{name}_bias")
     if bias is not None and trained(bias):
         bias = bias.view(cfg.experts.count, -1)
-    return matrices if cfg.names.experts_in_out else matrices.mT, bias
+    if name in views:
+        return views[name] if cfg.names.experts_in_out else views[name].mT, bias
+    assert cfg.packing is not None
+    shape = shapes.expert_shape(cfg, name.rpartition(".")[2])
+    parts = tuple(views[name + part.suffix] for part in cfg.packing.parts)
+    return Sliced(cfg.packing, parts, shape, not cfg.names.experts_in_out, cfg.at_once), bias
 
 
 def _stacked(cfg: ModelConfig, name: str, views: dict[str, Tensor]) -> Stacked | None:

@@ -19,7 +19,7 @@ from trireme.engine.queues.task import Kind, Task
 from trireme.engine.queues.trace import Span
 from trireme.engine.step import Engine, Inputs, train_step
 from trireme.models.config import ModelConfig
-from trireme.models.sizes import costs, shapes, workspace
+from trireme.models.sizes import costs, narrow, shapes, workspace
 from trireme.storage.layout import ITEMSIZE
 
 PASSES: dict[Kind, float] = {"finish": 1.9, "zero": 1.3, "decode": 1.3}  # bytes copied for each byte of a task
@@ -261,6 +261,7 @@ def unit_seconds(cfg: ModelConfig, plan: Plan, rates: Rates, batch: Batch) -> di
         up, down = (row * n / rates.copy for n in _beside(cfg, u))
         quick, own = costs.in_fp8_work(cfg, u, kept, N), costs.grouped_work(cfg, u, kept, N)
         small = row * _features(cfg, kind) / rates.copy
+        sliced = narrow.sliced_bytes(cfg, u, N, ITEMSIZE[plan.dtype])
         summed = wide * trained[u] / rates.copy
         forward = multiplied(once, quick.forward, quick.forward_bytes) + attends * forward_attention + small + up
         backward = (
@@ -270,9 +271,10 @@ def unit_seconds(cfg: ModelConfig, plan: Plan, rates: Rates, batch: Batch) -> di
             + summed
             + down
             + slower(own.backward, own.gradients)
+            + sliced.backward / rates.copy
             + rebuilt_seconds(cfg, u, kept, rates, batch, ITEMSIZE[plan.dtype])
         )
-        forward += slower(own.forward)
+        forward += slower(own.forward) + sliced.forward / rates.copy
         known["forward", names[u]] = launched("forward", forward) / rates.forward
         known["backward", names[u]] = launched("backward", backward) / rates.backward
     return known
@@ -295,6 +297,7 @@ def rebuilt_seconds(
         + again * _attention_seconds(cfg, rates, batch)
         + row * _beside(cfg, u)[0] * rebuilt / once
         + _slower(rates, own.rebuilt)
+        + ("gate_up" in missing) * narrow.sliced_bytes(cfg, u, N, itemsize).rebuilt / rates.copy
     )
 
 

@@ -268,13 +268,19 @@ def _mlp_groups(cfg: ModelConfig) -> list[Group]:
     return groups
 
 
+def expert_shape(cfg: ModelConfig, matrix: str) -> tuple[int, int]:
+    """Of one expert's GATE_UP or DOWN, in memory."""
+    assert cfg.experts is not None
+    rows, columns = (2 * cfg.experts.width, cfg.width) if matrix == GATE_UP else (cfg.width, cfg.experts.width)
+    return (columns, rows) if cfg.names.experts_in_out else (rows, columns)
+
+
 def _expert_groups(cfg: ModelConfig) -> list[Group]:
     names, own, D = cfg.names, cfg.experts, cfg.width
     assert own is not None
-    stored = lambda rows, columns: (own.count, *((columns, rows) if names.experts_in_out else (rows, columns)))
     groups: list[Group] = [
-        [(f"{names.experts}.{GATE_UP}", stored(2 * own.width, D))],
-        [(f"{names.experts}.{DOWN}", stored(D, own.width))],
+        [(f"{names.experts}.{GATE_UP}", (own.count, *expert_shape(cfg, GATE_UP)))],
+        [(f"{names.experts}.{DOWN}", (own.count, *expert_shape(cfg, DOWN)))],
         [(f"{names.router}.weight", (own.count, D))],
     ]
     if own.bias:  # flat: vectors have no weight decay

@@ -8,7 +8,7 @@ from __future__ import annotations
 from typing import NamedTuple
 
 from trireme.models.config import ModelConfig
-from trireme.models.sizes.narrow import in_fp8, quantised_each
+from trireme.models.sizes.narrow import in_fp8, quantised_each, slice_bytes
 from trireme.models.sizes.shapes import chosen, hidden_width, is_frozen, kind, output_name, seen, up_width
 
 LOSS_CHUNK = 2048  # rows of logits; default of linear_cross_entropy
@@ -31,7 +31,7 @@ def workspace_bytes(cfg: ModelConfig, u: int, tokens: int, itemsize: int, grad_i
     if u == cfg.n_units - 1:
         return _head_workspace(cfg, tokens, itemsize, grad_itemsize or itemsize) + partials
     sizes = _Sizes(tokens, itemsize, grad_itemsize or itemsize, quantised_each(cfg, u))
-    return _block_workspace(cfg, kind(cfg, u), sizes) + partials
+    return _block_workspace(cfg, kind(cfg, u), sizes) + slice_bytes(cfg, u, itemsize) + partials
 
 
 def slice_rows(columns: int, itemsize: int) -> int:

@@ -18,7 +18,9 @@ from trireme.kernels.fp8.matmuls import fp8_matmul
 from trireme.kernels.fp8.reference import E4M3, PAD
 from trireme.models import attention, experts, head, latent, linear, lora, mlp, model, norm, shared
 from trireme.models.config import Lora, parse_config
+from trireme.models.families.packing import FP8
 from trireme.models.sizes import costs, narrow, shapes, workspace
+from trireme.models.slices import Sliced, grouped_mm
 from trireme.storage.layout import pack
 
 GPT2 = dict(model_type="gpt2", vocab_size=50257, n_embd=768, n_layer=12, n_head=12)
@@ -466,3 +468,24 @@ def test_attention_flops():
     assert costs.recompute_flops(cfg, kept, 100, pairs) == 0
     for name in ("attn_out", "lse"):
         assert costs.recompute_flops(cfg, kept - {name}, 100, pairs) == attention
+
+
+def test_no_more_than_a_slice_is_decoded():
+    raw = MIXTURE | dict(quantization_config=dict(quant_method="fp8", weight_block_size=[16, 16]))
+    cfg = replace(parse_config(raw), lora=Lora(2, 4.0, ("q_proj",)), frozen=("*",), at_once=3, halves=True)
+    assert cfg.packing is not None
+    E, D, F = cfg.experts.count, cfg.width, 2 * cfg.experts.width
+    assert narrow.slice_bytes(cfg, 2, 2) == 3 * F * D * 2
+    assert narrow.slice_bytes(cfg, 1, 2) == narrow.slice_bytes(replace(cfg, at_once=0), 2, 2) == 0
+    codes, scales = E * F * D, E * F * D // 256 * 4
+    up, down = codes + scales + 2 * codes, (codes + scales + 2 * codes) // 2
+    assert narrow.sliced_bytes(cfg, 2, cfg.mlp_rows + 1, 2) == (2 * (up + down), 2 * (up + down), 2 * up)
+    packing = replace(FP8, block=(16, 16))
+    parts = torch.zeros((E, F, D), dtype=torch.uint8), torch.ones(E, F // 16, D // 16)
+    order = ops.sort_pairs(torch.tensor([[0, 1], [2, 7]], dtype=torch.int32), E)
+    x, out = torch.zeros(2, D).bfloat16(), torch.zeros(4, F).bfloat16()
+    whole, some = Watch(), Watch()
+    for at_once, watch in ((E, whole), (3, some)):
+        with watch:
+            grouped_mm(x, Sliced(packing, parts, (F, D), True, at_once), order, 2, out)
+    assert whole.peak - some.peak >= 0.9 * (E - 3) * F * D * 2
