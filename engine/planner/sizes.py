@@ -96,6 +96,11 @@ MODELS = {
                                num_experts_per_tok=6, moe_intermediate_size=1408, first_k_dense_replace=1),
     "kimi-k2": config("kimi_k2", 7168, 61, 64, 64, 163840, n_routed_experts=384, n_group=1, topk_group=1,
                       first_k_dense_replace=1, routed_scaling_factor=2.827),
+    "mistral-small-4": parse_config(dict(
+        model_type="mistral3", tie_word_embeddings=False, text_config=dict(
+            model_type="mistral4", hidden_size=4096, num_hidden_layers=36, rope_parameters=dict(
+                rope_type="yarn", rope_theta=10000.0, factor=128.0, original_max_position_embeddings=8192,
+                mscale=1.0, mscale_all_dim=1.0, llama_4_scaling_beta=0.1, partial_rotary_factor=0.5)))),
     "glm-4.7-flash": config("glm4_moe_lite", 2048, 47, 20, 20, 154880),
     "mixtral-8x7b": config("mixtral", 4096, 32, 32, 8, 32000, intermediate_size=14336),
     "mixtral-8x22b": config("mixtral", 6144, 56, 48, 8, 32768, intermediate_size=16384),
