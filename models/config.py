@@ -87,7 +87,7 @@ class ModelConfig:
     n_kv_heads: int
     head_dim: int
     ffn: int
-    max_positions: int
+    max_positions: int  # of a document
     eps: float
     tied: bool
     qkv_bias: bool = False
@@ -115,6 +115,7 @@ class ModelConfig:
     logit_scale: float = 1.0
     attention_cap: float = 0.0  # scores s are cap * tanh(s / cap); 0: s
     logit_cap: float = 0.0  # of logits, likewise
+    indexed: bool = False  # of longer documents an indexer chooses keys, which is not supported
     experts: Experts | None = None
     latent: Latent | None = None  # queries, keys and values are made of latents; head_dim is of queries and keys
     mtp_layers: int = 0  # behind the last, carried through
@@ -140,6 +141,10 @@ class ModelConfig:
         """What names of tensors begin with that are copied and not used."""
         behind = (self.names.prefix(self.n_layers + i) for i in range(self.mtp_layers))
         return (*(WRAPPERS[self.wrapper].carried if self.wrapper else ()), *self.family.carried, *behind)
+
+    def carries(self, name: str) -> bool:
+        """Whether a tensor is copied and not used."""
+        return name.startswith(self.carried) or self.indexed and ".self_attn.indexer." in name
 
     @property
     def flat(self) -> bool:
@@ -309,7 +314,7 @@ def _parsed(raw: dict[str, Any], where: str, model_type: str) -> ModelConfig:
         n_kv_heads=kv_heads,
         head_dim=head_dim,
         ffn=keys.count(spelled["ffn"], usual_ffn, null=usual_ffn),
-        max_positions=positions,
+        max_positions=min(positions, keys.count("index_topk", 2048)) if family.indexed else positions,
         eps=keys.number(spelled["eps"], family.eps),
         tied=keys.flag("tie_word_embeddings", family.tied),
         qkv_bias=flag(family.qkv_bias),
@@ -322,6 +327,7 @@ def _parsed(raw: dict[str, Any], where: str, model_type: str) -> ModelConfig:
         latent=latent,
         packing=packing,
         packed=packed,
+        indexed=family.indexed,
         mtp_layers=_mtp_layers(keys) if family.mtp else 0,
         **positions_of(keys, family, head_dim, positions, layers, latent),
         **scales_of(keys, family, width),

@@ -22,8 +22,8 @@ from trireme.models.config import ModelConfig
 from trireme.models.linear import Linear, add_gradients_, add_matmul_, linear, product_in_fp32, trained
 from trireme.models.lora import Stacked
 from trireme.models.norm import Norm, norm, norm_backward
+from trireme.models.packed import Stack, grouped_mm
 from trireme.models.rows import Rows
-from trireme.models.slices import Stack, grouped_mm
 
 
 class Weights(NamedTuple):

@@ -18,10 +18,9 @@ from trireme.models.head import EmbedWeights, HeadWeights
 from trireme.models.linear import Codes, Linear, fuse, trained
 from trireme.models.lora import Adapters, Stacked
 from trireme.models.norm import Norm
-from trireme.models.packed import decode
+from trireme.models.packed import Sliced, Stack, decode
 from trireme.models.rows import Rows
 from trireme.models.sizes import narrow, shapes
-from trireme.models.slices import Sliced, Stack
 
 EMPTY = torch.empty(0, 0)  # a frozen tensor's gradient; a matrix that is there as codes alone
 

@@ -41,6 +41,8 @@ def _extended(raw: dict[str, Any], factor: float, where: str) -> dict[str, Any]:
         said = "are learned"
     elif family.local_theta not in (None, family.theta) or any(isinstance(value, dict) for value in params.values()):
         said = "are of two kinds"
+    elif family.indexed:
+        said = "are as many as its attention is dense for"
     elif family.longrope:
         said = "are scaled by longrope alone"
     else:

@@ -66,6 +66,7 @@ class Family:
     alpha: bool = False  # rope of type dynamic has an alpha, which makes theta another
     pairs_key: bool = False  # reads rope_interleave: pairs, or halves
     latent: LatentKeys | None = None  # attention over latents
+    indexed: bool = False  # reads index_topk: in longer documents an indexer chooses keys; it is copied, not used
     query_beta: bool = False  # reads llama_4_scaling_beta: queries scaled by position
     theta: float = 10000.0
     local_theta: float | None = None  # of layers with a window, whose rope is their own; None: one rope for all

@@ -28,6 +28,9 @@ _BESIDE: dict[str, Any] = dict(
     beside=1, beside_key="n_shared_experts", sigmoid=True, scale_key="routed_scaling_factor",
 )  # fmt: skip
 _LATENT: dict[str, Any] = dict(moe_layer_freq=(None, 1))
+_INDEXED = _LATENT | dict(
+    topk_method=(None, "noaux_tc"), scoring_func=(None, "sigmoid"), mlp_bias=(None, False), rope_interleave=(None, True)
+)
 _QWEN_VL: dict[str, Any] = dict(
     kv_heads=8, max_positions=32768, eps=1e-5, theta=1e6, qkv_bias=True, windows="above", above=80,
     rope_types={"mrope": "default"}, inner=True,
@@ -267,6 +270,27 @@ FAMILIES = {
         ),
         aliases={"num_local_experts": "n_routed_experts", "num_mtp_layers": "num_nextn_predict_layers"},
         only=_LATENT | dict(topk_method=(None, "noaux_tc"), scoring_func=(None, "sigmoid")),
+    ),
+    "deepseek_v32": Family(
+        "DeepSeek-V3.2 (documents of up to 2,048 tokens, where its attention is dense)",
+        names=names.LATENT_CORRECTED, dense_names=names.LATENT, vocab=129280, ffn=18432, n_heads=128,
+        max_positions=163840, latent=LatentKeys(), pairs=True, indexed=True, qkv_bias=BIAS, o_bias=BIAS, mtp=True,
+        experts=ExpertKeys(
+            256, 8, 2048, "n_routed_experts", normalised=True, leading=3, listed=True, groups=(8, 4),
+            **_BESIDE | dict(scale=2.5),
+        ),
+        aliases={"num_local_experts": "n_routed_experts"}, only=_INDEXED,
+    ),
+    "glm_moe_dsa": Family(
+        "GLM-5 (documents of up to 2,048 tokens, where its attention is dense)",
+        names=names.LATENT_CORRECTED, dense_names=names.LATENT, vocab=154880, ffn=12288, n_heads=64,
+        max_positions=202752, eps=1e-5, latent=LatentKeys(q_rank=2048, nope=192, value=256), pairs=True, indexed=True,
+        qkv_bias=BIAS, o_bias=BIAS, mtp=True,
+        experts=ExpertKeys(
+            256, 8, 2048, "n_routed_experts", normalised=True, leading=3, listed=True, groups=(1, 1),
+            **_BESIDE | dict(scale=2.5),
+        ),
+        aliases={"num_local_experts": "n_routed_experts"}, only=_INDEXED,
     ),
     "glm4_moe_lite": Family(
         "GLM-4.7-Flash",

@@ -35,7 +35,7 @@ def packed_groups(cfg: ModelConfig, u: int) -> list[Group]:
 
 
 def sliced_groups(cfg: ModelConfig, u: int) -> list[Group]:
-    """Experts' matrices among packed_groups of which each matmul decodes some at a time (slices.py), not a pass all."""
+    """Experts' matrices among packed_groups of which each matmul decodes some at a time (packed.py), not a pass all."""
     return [group for group in packed_groups(cfg, u) if cfg.at_once and len(group[0][1]) == 3]
 
 

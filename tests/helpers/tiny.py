@@ -59,6 +59,7 @@ LATENT = dict(
     qk_nope_head_dim=12, qk_rope_head_dim=8, v_head_dim=10, n_routed_experts=6, num_experts_per_tok=2,
     moe_intermediate_size=24, routed_scaling_factor=1.7,
 )  # fmt: skip
+INDEXER = dict(index_topk=40, index_head_dim=16, index_n_heads=2)
 OSS = MIXTURE | dict(
     num_local_experts=6,
     sliding_window=5,
@@ -233,6 +234,9 @@ CASES = {
     "deepseek v3 biases, halves, yarn": ("deepseek_v3", LATENT | dict(
         first_k_dense_replace=0, n_group=1, topk_group=1, norm_topk_prob=False, attention_bias=True,
         rope_interleave=False, tie_word_embeddings=True, rope_parameters=YARN | dict(mscale=1.0, mscale_all_dim=1.0))),
+    "deepseek v32": ("deepseek_v32", LATENT | INDEXER | dict(first_k_dense_replace=1, n_group=3, topk_group=2)),
+    "glm moe dsa, a shared index": ("glm_moe_dsa", LATENT | INDEXER | dict(
+        num_hidden_layers=3, first_k_dense_replace=1, index_topk_freq=2, attention_bias=True, norm_topk_prob=False)),
     "glm4 moe lite": ("glm4_moe_lite", LATENT | dict(qk_nope_head_dim=16, v_head_dim=24, norm_topk_prob=True)),
     "youtu": ("youtu", LATENT),
     "youtu untied, queries without a latent": ("youtu", LATENT | dict(q_lora_rank=None, tie_word_embeddings=False)),

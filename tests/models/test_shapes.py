@@ -19,8 +19,8 @@ from trireme.kernels.fp8.reference import E4M3, PAD
 from trireme.models import attention, experts, head, latent, linear, lora, mlp, model, norm, shared
 from trireme.models.config import Lora, parse_config
 from trireme.models.families.packing import FP8
+from trireme.models.packed import Sliced, grouped_mm
 from trireme.models.sizes import costs, narrow, shapes, workspace
-from trireme.models.slices import Sliced, grouped_mm
 from trireme.storage.layout import pack
 
 GPT2 = dict(model_type="gpt2", vocab_size=50257, n_embd=768, n_layer=12, n_head=12)

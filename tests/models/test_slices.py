@@ -7,8 +7,7 @@ import torch
 
 from trireme.kernels import ops
 from trireme.models.families.packing import FP8, MXFP4, NF4
-from trireme.models.packed import decode
-from trireme.models.slices import Sliced, grouped_mm
+from trireme.models.packed import Sliced, decode, grouped_mm
 
 PACKINGS = {"mxfp4": MXFP4, "fp8": replace(FP8, block=(24, 20)), "nf4": NF4}
 BIASED = pytest.mark.parametrize("biased", [False, True])
