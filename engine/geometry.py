@@ -87,7 +87,8 @@ class Geometry:
         frozen one are read, and written in the other order.
         """
         parts = narrow.packed_parts(self.cfg, u)
-        packed = sum(t.nbytes for t in self.base[u].tensors if t.name in parts)
+        sliced = tuple(name for ((name, _),) in narrow.sliced_groups(self.cfg, u))
+        packed = sum(t.nbytes for t in self.base[u].tensors if t.name in parts and not t.name.startswith(sliced))
         packed += sum(t.nbytes for t in self.decoded[u].tensors if not t.name.endswith(narrow.FP8))
         made = Counter[str]()  # codes by their order
         for t in self.decoded[u].tensors:

@@ -90,6 +90,7 @@ class Plan:
     between: Literal["gpu", "host"] = "gpu"  # tier of x and dx until the next unit
     gradients: Literal["host", "ssd"] = "host"  # where those with SSD-stored state wait
     halves: bool = False  # half blocks as units
+    at_once: int = 0  # packed experts that a matmul decodes at a time; 0: all of a layer's, once a pass
     hosts: int = 1  # that deal a step's micro-batches among themselves; n_micro: of each, at most
     host: int = 0  # this one
 
@@ -98,6 +99,8 @@ class Plan:
             value = getattr(self, name)
             if type(value) is not int or not 0 < value <= MOST:
                 raise InputError(f"plan: {name} is {value!r}, expected a whole number from 1 to {MOST:,}")
+        if type(self.at_once) is not int or not 0 <= self.at_once <= MOST:
+            raise InputError(f"plan: at_once is {self.at_once!r}, expected a whole number from 0 to {MOST:,}")
         if self.dtype not in ("BF16", "F32") or self.adam_bits not in (32, 16, 8):
             raise InputError(
                 f"plan: dtype {self.dtype!r}, adam_bits {self.adam_bits!r}: there are BF16, F32; 32, 16, 8"
@@ -191,7 +194,7 @@ class Plan:
 
     def cut(self, cfg: ModelConfig) -> ModelConfig:
         """`cfg` with this plan's units."""
-        return replace(cfg, halves=self.halves)
+        return replace(cfg, halves=self.halves, at_once=self.at_once)
 
     @property
     def ahead(self) -> int:

@@ -2,8 +2,9 @@
 
     out = x + attention(norm(x) @ qkv) @ o        (branch.py adds a norm behind o, a factor)
 
-Legend: shapes.py. Saved: x (by the caller), qkv (N, (H + 2K) d), attn_out (N, H d) with lse (H, N) fp32, and before a
-norm behind o attn_branch (N, D). q and k in qkv are rotated already where cfg.rotated_first.
+Legend: shapes.py. Saved: x (by the caller), qkv (N, (H + 2K) d), attn_out (N, H e) with lse (H, N) fp32, and before a
+norm behind o attn_branch (N, D). q and k in qkv are rotated already where cfg.rotated_first. With cfg.latent, qkv is
+(N, cfg.qkv_width) of latents (latent.py), and values have a width of their own, e; else e is d.
 """
 
 from __future__ import annotations
@@ -15,6 +16,7 @@ import torch
 from torch import Tensor
 
 from trireme.kernels import ops
+from trireme.models import latent
 from trireme.models.branch import add_branch, add_matmul, branch_backward, copies
 from trireme.models.config import ModelConfig
 from trireme.models.linear import (
@@ -28,7 +30,7 @@ from trireme.models.linear import (
     upstream,
 )
 from trireme.models.norm import Norm, norm, norm_backward
-from trireme.models.rows import Rows, Table
+from trireme.models.rows import Rows, rotate_
 
 # signature of ops.attention_fwd
 Attend = Callable[[Tensor, Tensor, Tensor, ops.Docs, float, int, "Tensor | None", float], tuple[Tensor, Tensor]]
@@ -39,17 +41,18 @@ class Weights(NamedTuple):
 
     norm: Norm | None
     qkv: Linear  # (D, (H + 2K) d)
-    o: Linear  # (H d, D)
+    o: Linear  # (H e, D)
     post: Norm | None = None
     q_norm: Norm | None = None  # (d,), or (H d,) over all heads
     k_norm: Norm | None = None
     sinks: Tensor | None = None  # (H,)
+    latent: latent.Weights | None = None
 
 
 class _Heads(NamedTuple):
     q: Tensor  # (N, H, d)
     k: Tensor  # (N, K, d)
-    v: Tensor  # (N, K, d)
+    v: Tensor  # (N, K, e)
     q_rstd: Tensor | None = None  # (N, H) or (N, 1) fp32
     k_rstd: Tensor | None = None
 
@@ -57,9 +60,9 @@ class _Heads(NamedTuple):
 class Result(NamedTuple):
     """What backward needs of forward."""
 
-    qkv: Tensor  # (N, (H + 2K) d)
+    qkv: Tensor  # (N, cfg.qkv_width)
     heads: _Heads
-    out: Tensor  # (N, H d)
+    out: Tensor  # (N, H e)
     lse: Tensor  # (H, N) fp32
 
 
@@ -137,17 +140,23 @@ def backward_to_qkv(
     rows: Rows,
     matmul: Tensor | None,
 ) -> Tensor:
-    """Gradient of qkv, packed (N, (H + 2K) d). `matmul`: attn_branch, if saved."""
+    """Gradient of qkv (N, cfg.qkv_width). `matmul`: attn_branch, if saved."""
     d_o = upstream(branch_backward(cfg, dy, result.out, w.o, w.post, g.post, matmul), w.o, g.o)
     add_gradients_(g.o, w.o, result.out, d_o)
     q, k, v, q_rstd, k_rstd = result.heads
-    dout, out = linear_backward(d_o, w.o).view(q.shape), result.out.view(q.shape)
+    dout, out = (t.unflatten(1, (cfg.n_heads, -1)) for t in (linear_backward(d_o, w.o), result.out))
     del d_o  # workspace._block_workspace
     if w.sinks is not None and g.sinks is not None and trained(g.sinks):
         ops.sinks_bwd_(g.sinks, dout, out, result.lse, w.sinks)
     dqkv = torch.empty_like(result.qkv)
-    dq, dk, dv = _split(cfg, dqkv)
     scale, window = cfg.layer_scale(layer), cfg.layer_window(layer)
+    if w.latent is not None and g.latent is not None:
+        d = latent.gradients(cfg, dqkv)
+        ops.attention_bwd(dout, q, k, v, out, result.lse, rows.docs, scale, d.q, d.k, d.v, window, cfg.attention_cap)
+        del dout  # workspace._latent_moments
+        latent.backward(cfg, layer, w.latent, g.latent, result.qkv, d, rows, dqkv)
+        return dqkv
+    dq, dk, dv = _split(cfg, dqkv)
     ops.attention_bwd(dout, q, k, v, out, result.lse, rows.docs, scale, dq, dk, dv, window, cfg.attention_cap)
     if not cfg.rotated_first:
         _rotate_(cfg, layer, dqkv, rows, inverse=True)
@@ -178,19 +187,23 @@ def _project(
 ) -> Tensor:
     y, _ = norm(x, w.norm, cfg.eps, copy)
     qkv = linear(y, w.qkv, out)
-    if cfg.rotated_first:
+    if cfg.latent is not None:
+        latent.rotate_made_(cfg, layer, qkv, rows)
+    elif cfg.rotated_first:
         _rotate_(cfg, layer, qkv, rows)
     return qkv
 
 
 def _heads(cfg: ModelConfig, layer: int, w: Weights, qkv: Tensor, rows: Rows) -> _Heads:
+    if w.latent is not None:
+        return _Heads(*latent.heads(cfg, layer, w.latent, qkv, rows))
     q, k, v = _split(cfg, qkv)
     if w.q_norm is None or w.k_norm is None:
         return _Heads(q, k, v)
     q, q_rstd = _head_norm(q, w.q_norm, cfg.eps)
     k, k_rstd = _head_norm(k, w.k_norm, cfg.eps)
     for heads, table in zip((q, k), rows.of(cfg, layer), strict=True) if not cfg.rotated_first else ():
-        _rope_(heads, table, rows)
+        rotate_(heads, table, rows)
     return _Heads(q, k, v, q_rstd, k_rstd)
 
 
@@ -217,7 +230,7 @@ def _attend(
     attend: Attend = ops.attention_fwd,
 ) -> tuple[Tensor, Tensor]:
     q, k, v = heads[:3]
-    out = None if out is None else out.view(q.shape)
+    out = None if out is None else out.unflatten(1, (cfg.n_heads, -1))
     out, lse = attend(q, k, v, rows.docs, cfg.layer_scale(layer), cfg.layer_window(layer), out, cfg.attention_cap)
     if w.sinks is not None:
         ops.sinks_fwd_(out, lse, w.sinks)
@@ -237,15 +250,8 @@ def _rotate_(cfg: ModelConfig, layer: int, qkv_: Tensor, rows: Rows, inverse: bo
     of_q, of_k = rows.of(cfg, layer)
     if of_q is of_k and not cfg.names.by_head:
         heads = qkv_.view(qkv_.shape[0], -1, cfg.head_dim)[:, : cfg.n_heads + cfg.n_kv_heads]
-        _rope_(heads, of_k, rows, inverse)
+        rotate_(heads, of_k, rows, inverse)
     else:
         q, k, _ = _split(cfg, qkv_)
-        _rope_(q, of_q, rows, inverse)
-        _rope_(k, of_k, rows, inverse)
-
-
-def _rope_(heads_: Tensor, table: Table | None, rows: Rows, inverse: bool = False) -> None:
-    """Rotates as many features of heads_ (N, heads, d) as the table has."""
-    if table is not None:
-        turned = heads_[..., : 2 * table.cos.shape[1]]
-        ops.rope_(turned, table.cos, table.sin, rows.docs.positions, inverse, table.pairs)
+        rotate_(q, of_q, rows, inverse)
+        rotate_(k, of_k, rows, inverse)

@@ -17,14 +17,15 @@ from trireme.models.families.family import EXACT_GELU, GELU, RELU2, SILU, Family
 from trireme.models.families.fields import heads_of, positions_of, scales_of
 from trireme.models.families.keys import InputError, Keys
 from trireme.models.families.known import why_not
-from trireme.models.families.names import Names, turned, within
+from trireme.models.families.latent import Latent, parse_latent
+from trireme.models.families.names import Names, direct, turned, within
 from trireme.models.families.packing import FP8 as FP8
 from trireme.models.families.packing import NF4 as NF4
 from trireme.models.families.packing import PACKINGS as PACKINGS
 from trireme.models.families.packing import UNUSED as UNUSED
 from trireme.models.families.packing import Packing, packing_of
 from trireme.models.families.rope import Rope
-from trireme.models.families.table import FAMILIES, WRAPPERS, text_of
+from trireme.models.families.table import FAMILIES, OTHER_NAMES, WRAPPERS, text_of
 from trireme.storage.untrusted import read_small, shown
 
 LARGEST = 1 << 20  # of config.json
@@ -46,7 +47,7 @@ INERT = {
     "no_rope_layers": (None,),
     "per_layer_config": (None,),
 }
-SUPPORTED = (*(name for name, family in FAMILIES.items() if not family.inner), *WRAPPERS)
+SUPPORTED = (*(name for name, family in FAMILIES.items() if not family.inner), *OTHER_NAMES, *WRAPPERS)
 
 
 @dataclass(frozen=True)
@@ -86,7 +87,7 @@ class ModelConfig:
     n_kv_heads: int
     head_dim: int
     ffn: int
-    max_positions: int
+    max_positions: int  # of a document
     eps: float
     tied: bool
     qkv_bias: bool = False
@@ -102,6 +103,7 @@ class ModelConfig:
     lora: Lora | None = None  # from the run's options
     fp8: bool = False  # linear layers of blocks multiply in fp8; from the run's options
     halves: bool = False  # units are half blocks; from the plan
+    at_once: int = 0  # packed experts that a matmul decodes at a time; 0: a pass decodes all; from the plan
     packing: Packing | None = None  # of matrices in files; frozen ones stay so up to the GPU
     packed: tuple[str, ...] = ()  # globs over their names, as `frozen`
     local_rope: Rope | None = None  # of layers with the window, if different
@@ -113,7 +115,9 @@ class ModelConfig:
     logit_scale: float = 1.0
     attention_cap: float = 0.0  # scores s are cap * tanh(s / cap); 0: s
     logit_cap: float = 0.0  # of logits, likewise
+    indexed: bool = False  # of longer documents an indexer chooses keys, which is not supported
     experts: Experts | None = None
+    latent: Latent | None = None  # queries, keys and values are made of latents; head_dim is of queries and keys
     mtp_layers: int = 0  # behind the last, carried through
     wrapper: str = ""  # the model_type around it
     media: tuple[tuple[int, str], ...] = ()  # tokens that images and the like take the place of, and their keys
@@ -129,6 +133,7 @@ class ModelConfig:
     def names(self) -> Names:
         own = self.family.dense_names if self.family.experts and self.experts is None else self.family.names
         own = turned(own) if self.experts is not None and self.experts.turned else own
+        own = direct(own) if self.latent is not None and not self.latent.q_rank else own
         return within(own) if self.wrapper else own
 
     @property
@@ -136,6 +141,10 @@ class ModelConfig:
         """What names of tensors begin with that are copied and not used."""
         behind = (self.names.prefix(self.n_layers + i) for i in range(self.mtp_layers))
         return (*(WRAPPERS[self.wrapper].carried if self.wrapper else ()), *self.family.carried, *behind)
+
+    def carries(self, name: str) -> bool:
+        """Whether a tensor is copied and not used."""
+        return name.startswith(self.carried) or self.indexed and ".self_attn.indexer." in name
 
     @property
     def flat(self) -> bool:
@@ -184,7 +193,19 @@ class ModelConfig:
         return self.n_kv_heads * self.head_dim
 
     @property
+    def value_dim(self) -> int:
+        return self.latent.value if self.latent else self.head_dim
+
+    @property
+    def attn_width(self) -> int:
+        """Features of attention's result."""
+        return self.n_heads * self.value_dim
+
+    @property
     def qkv_width(self) -> int:
+        """Features of attention's first matmul."""
+        if self.latent:
+            return (self.latent.q_rank or self.q_width) + self.latent.kv_rank + self.latent.rope
         return self.q_width + 2 * self.kv_width
 
     @cached_property
@@ -206,13 +227,13 @@ class ModelConfig:
         return scale / (layer + 1) if self.scale_attn_by_layer else scale
 
 
-NESTED = {"rope": Rope, "local_rope": Rope, "experts": Experts}  # fields of ModelConfig
+NESTED = {"rope": Rope, "local_rope": Rope, "experts": Experts, "latent": Latent}  # fields of ModelConfig
 
 
 def numbers(cfg: ModelConfig) -> dict[str, Any]:
     """A config as flat JSON, without what a plan adds or how files spell it: a run compares its model by this."""
     found = json.loads(json.dumps(asdict(cfg)))
-    for name in ("halves", "media", "packing", "packed"):
+    for name in ("halves", "at_once", "media", "packing", "packed"):
         del found[name]
     if found["lora"] and not found["lora"]["scales"]:
         del found["lora"]["scales"]  # as in older records
@@ -259,6 +280,7 @@ def parse_config(raw: dict[str, Any], where: str = "config.json") -> ModelConfig
         raise InputError(f'{where}: model_type "{shown(str(model_type))}" is not supported: {why}')
     if model_type in WRAPPERS:
         return _wrapped(raw, where, model_type)
+    model_type = OTHER_NAMES.get(model_type, model_type)
     listed = FAMILIES[model_type].listed_type if "layer_types" in raw else ""
     return _parsed(raw, where, listed or model_type)
 
@@ -276,7 +298,8 @@ def _parsed(raw: dict[str, Any], where: str, model_type: str) -> ModelConfig:
     keys.refuse_unless(spelled["act"], family.acts, family.acts[0])
     width, layers = keys.count(spelled["width"]), keys.count(spelled["n_layers"], most=MOST_LAYERS)
     heads = keys.count(spelled["n_heads"], family.n_heads)
-    kv_heads, head_dim = heads_of(keys, family, width, heads)
+    latent = parse_latent(keys, family.latent, heads)
+    kv_heads, head_dim = (heads, latent.head_dim) if latent else heads_of(keys, family, width, heads)
     positions = keys.count(spelled["max_positions"], family.max_positions)
     usual_ffn = family.ffn if family.rotary else 4 * width
     if family.mlp_bias is True:
@@ -291,7 +314,7 @@ def _parsed(raw: dict[str, Any], where: str, model_type: str) -> ModelConfig:
         n_kv_heads=kv_heads,
         head_dim=head_dim,
         ffn=keys.count(spelled["ffn"], usual_ffn, null=usual_ffn),
-        max_positions=positions,
+        max_positions=min(positions, keys.count("index_topk", 2048)) if family.indexed else positions,
         eps=keys.number(spelled["eps"], family.eps),
         tied=keys.flag("tie_word_embeddings", family.tied),
         qkv_bias=flag(family.qkv_bias),
@@ -301,10 +324,12 @@ def _parsed(raw: dict[str, Any], where: str, model_type: str) -> ModelConfig:
         parallel=family.parallel and keys.flag("use_parallel_residual", True),
         tanh_gelu=EXACT_GELU in family.acts and keys.raw.get(spelled["act"]) in GELU,
         experts=parse_experts(keys, family.experts, layers),
+        latent=latent,
         packing=packing,
         packed=packed,
+        indexed=family.indexed,
         mtp_layers=_mtp_layers(keys) if family.mtp else 0,
-        **positions_of(keys, family, head_dim, positions, layers),
+        **positions_of(keys, family, head_dim, positions, layers, latent),
         **scales_of(keys, family, width),
     )
 
@@ -332,8 +357,10 @@ def _wrapped(raw: dict[str, Any], where: str, model_type: str) -> ModelConfig:
     if not isinstance(inner, dict):
         raise keys.error(name, "an object")
     where = f"{where}: {name}" if name else where
-    Keys(inner, where).refuse_unless("model_type", wrapper.texts, wrapper.texts[0])
-    inner = {"model_type": wrapper.texts[0]} | inner | _tied(keys, Keys(inner, where), wrapper)
+    if isinstance(said := inner.get("model_type", wrapper.texts[0]), str):
+        inner = inner | {"model_type": OTHER_NAMES.get(said, said)}
+    Keys(inner, where).refuse_unless("model_type", wrapper.texts)
+    inner = inner | _tied(keys, Keys(inner, where), wrapper)
     if raw.get("quantization_config") is not None:
         inner["quantization_config"] = raw["quantization_config"]
     media = tuple((keys.count(key, default), key) for key, default in wrapper.media.items())
@@ -345,4 +372,4 @@ def _tied(keys: Keys, inner: Keys, wrapper: Wrapper) -> dict[str, bool]:
     name = "tie_word_embeddings"
     if wrapper.tied == "text":
         return {name: keys.flag(name, False)} if keys.raw.get(name) is not None else {}
-    return {name: keys.flag(name, False) or (wrapper.tied == "either" and inner.flag(name, False))}
+    return {name: keys.flag(name, wrapper.tied_default) or (wrapper.tied == "either" and inner.flag(name, False))}

@@ -22,6 +22,7 @@ from trireme.models.config import ModelConfig
 from trireme.models.linear import Linear, add_gradients_, add_matmul_, linear, product_in_fp32, trained
 from trireme.models.lora import Stacked
 from trireme.models.norm import Norm, norm, norm_backward
+from trireme.models.packed import Stack, grouped_mm
 from trireme.models.rows import Rows
 
 
@@ -30,8 +31,8 @@ class Weights(NamedTuple):
 
     norm: Norm | None
     router: Linear  # (D, E)
-    up: Tensor  # (E, D, 2I), gate first or, with a limit, interleaved; perhaps a transposed view
-    down: Tensor  # (E, I, D), likewise
+    up: Stack  # (E, D, 2I), gate first or, with a limit, interleaved; perhaps a transposed view
+    down: Stack  # (E, I, D), likewise
     shared: shared.Weights | None = None
     up_bias: Tensor | None = None  # (E, 2I)
     down_bias: Tensor | None = None  # (E, D)
@@ -43,7 +44,7 @@ class Weights(NamedTuple):
 class Routes(NamedTuple):
     """Where tokens go."""
 
-    logits: Tensor  # (N, E), fp32 with a correction
+    logits: Tensor  # (N, E), fp32 where so ruled
     weights: Tensor  # (N, k) fp32
     experts: Tensor  # (N, k) int32
     order: ops.Order
@@ -52,7 +53,8 @@ class Routes(NamedTuple):
 def rule(cfg: ModelConfig) -> ops.Rule:
     """How logits become weights."""
     assert cfg.experts is not None
-    return ops.Rule(cfg.experts.chosen, cfg.experts.renormalise, cfg.experts.sigmoid, cfg.experts.scale)
+    own = cfg.experts
+    return ops.Rule(own.chosen, own.renormalise, own.sigmoid, own.scale, own.groups, own.kept, own.two)
 
 
 def forward(
@@ -73,7 +75,7 @@ def forward(
     limit = _limit(cfg)
     act = ops.clamped_swiglu_fwd(gate_up, limit) if limit else ops.swiglu_fwd(gate_up)
     del gate_up  # workspace._block_workspace
-    ranked = ops.grouped_mm(act, w.down, found.order, bias=w.down_bias)
+    ranked = grouped_mm(act, w.down, found.order, bias=w.down_bias)
     if w.down_adapters is not None:
         w.down_adapters.add_(ranked, act, found.order)
     del act  # workspace._block_workspace
@@ -81,7 +83,7 @@ def forward(
 
 
 def _up(w: Weights, y: Tensor, order: ops.Order, k: int, out: Tensor | None = None) -> Tensor:
-    gate_up = ops.grouped_mm(y, w.up, order, k, out, w.up_bias)
+    gate_up = grouped_mm(y, w.up, order, k, out, w.up_bias)
     if w.up_adapters is not None:
         w.up_adapters.add_(gate_up, y, order, k)
     return gate_up
@@ -89,7 +91,9 @@ def _up(w: Weights, y: Tensor, order: ops.Order, k: int, out: Tensor | None = No
 
 def route(cfg: ModelConfig, w: Weights, y: Tensor) -> Routes:
     """Of normalised tokens y (N, D). Never saved: made again in backward."""
-    logits = linear(y, w.router) if w.correction is None else product_in_fp32(y, w.router.weight)
+    assert cfg.experts is not None
+    fp32 = cfg.experts.fp32 or w.correction is not None
+    logits = product_in_fp32(y, w.router.weight) if fp32 else linear(y, w.router)
     weights, experts = ops.route_fwd(logits, rule(cfg), w.correction)
     return Routes(logits, weights, experts, ops.sort_pairs(experts, logits.shape[1]))
 
@@ -113,22 +117,22 @@ def backward(
     found = route(cfg, w, y)
     order, k = found.order, rule(cfg).k
     gate_up = saved["gate_up"] if "gate_up" in saved else _up(w, y, order, k)
-    d_act = ops.grouped_mm(dy, w.down.mT, order, k)
+    d_act = grouped_mm(dy, w.down, order, k, back=True)
     d_down = None
     if w.down_adapters is not None:
         d_down = w.down_adapters.down_gradient(dy, order, k)
         d_act += ops.grouped_mm(d_down, w.down_adapters.a, order)
     d_gate_up, act, d_weights = ops.routed_swiglu_bwd(d_act, gate_up, found.weights, order, _limit(cfg))
     del gate_up, d_act  # workspace._block_workspace
-    if trained(g.down):
+    if isinstance(g.down, Tensor) and trained(g.down):
         ops.grouped_add_(g.down, act, dy, order, 0, k)
     if d_down is not None:
         _adapter_gradients_(w.down_adapters, g.down_adapters, act, d_down, dy, order, k_dy=k)
     del act  # workspace._block_workspace
-    if trained(g.up):
+    if isinstance(g.up, Tensor) and trained(g.up):
         ops.grouped_add_(g.up, y, d_gate_up, order, k)
     _bias_gradients_(w, g, found, d_weights, d_gate_up, dy)
-    d_rows = ops.grouped_mm(d_gate_up, w.up.mT, order)
+    d_rows = grouped_mm(d_gate_up, w.up, order, back=True)
     if w.up_adapters is not None:
         d_up = w.up_adapters.down_gradient(d_gate_up, order)
         _adapter_gradients_(w.up_adapters, g.up_adapters, y, d_up, d_gate_up, order, k)

@@ -82,11 +82,11 @@ def generate(
 def needs(cfg: ModelConfig, n_prompts: int, length: int, max_new: int, itemsize: int) -> int:
     """Upper bound of generate's bytes, besides a unit's weights. `itemsize` is of the compute dtype."""
     positions, tokens = n_prompts * (length + max_new), n_prompts * length
-    cache = 2 * cfg.n_layers * positions * cfg.kv_width * itemsize
+    cache = cfg.n_layers * positions * cfg.n_kv_heads * (cfg.head_dim + cfg.value_dim) * itemsize
     kinds = {shapes.kind(cfg, u): u for u in range(1, cfg.n_units - 1)}
     blocks = [workspace.workspace_bytes(cfg, u, tokens, itemsize) for u in kinds.values()]
     whole = 2 * tokens * cfg.width * itemsize + max(blocks)  # a block's input and output
-    single = 2 * positions * cfg.q_width * (itemsize + 4)  # a layer's cache, repeated per head, and in fp32
+    single = positions * (cfg.q_width + cfg.attn_width) * (itemsize + 4)  # a layer's cache by head, and in fp32
     ends = 16 * (length + max_new) * cfg.head_dim + 12 * n_prompts * cfg.vocab  # rotary tables; logits, copied
     return cache + max(whole, single) + ends
 
@@ -124,19 +124,19 @@ def _logits(cfg: ModelConfig, units: Units, ids: Tensor, rows: Mapping[torch.dev
 
 
 class _Cache:
-    """Keys and values of every layer, (B, T, K, d) each, on its unit's device."""
+    """Keys (B, T, K, d) and values (B, T, K, e) of every layer, on its unit's device."""
 
     def __init__(
         self, cfg: ModelConfig, n_prompts: int, positions: int, places: Sequence[torch.device], dtype: torch.dtype
     ):
-        shape = (n_prompts, positions, cfg.n_kv_heads, cfg.head_dim)
+        shape = (n_prompts, positions, cfg.n_kv_heads)
         self.dtype, self.places, self.positions = dtype, places, positions
         at = {shapes.layer(cfg, u): places[u] for u in range(cfg.n_units - 2, 0, -1)}  # a layer's first unit
         self.k, self.v = dict[int, Tensor](), dict[int, Tensor]()
         for place in dict.fromkeys(at.values()):
             layers = [layer for layer in at if at[layer] == place]
-            for all_layers in self.k, self.v:  # no NaN: masked values are multiplied by 0
-                made = torch.zeros((len(layers), *shape), dtype=dtype, device=place)
+            for all_layers, d in (self.k, cfg.head_dim), (self.v, cfg.value_dim):
+                made = torch.zeros((len(layers), *shape, d), dtype=dtype, device=place)  # no NaN: masked are times 0
                 all_layers.update(zip(layers, made, strict=True))
 
     def into(self, docs: ops.Docs) -> Tensor:

@@ -78,7 +78,7 @@ def sources(cfg: ModelConfig, found: Mapping[str, Shape]) -> dict[str, str]:
 
 def carried(cfg: ModelConfig, found: Iterable[str]) -> list[str]:
     """Those of the names `found` whose tensors the language model does not use: they are copied as they are."""
-    return [name for name in found if any(full.startswith(cfg.carried) for full in _in_full(cfg, name))]
+    return [name for name in found if any(cfg.carries(full) for full in _in_full(cfg, name))]
 
 
 def _canonical(cfg: ModelConfig, name: str, wanted: Mapping[str, Shape]) -> str | None:
@@ -87,7 +87,7 @@ def _canonical(cfg: ModelConfig, name: str, wanted: Mapping[str, Shape]) -> str 
             return full
         if full in _OUTPUTS:
             return output_name(cfg)
-        if full.startswith(cfg.carried) or full.endswith(_BUFFERS):
+        if cfg.carries(full) or full.endswith(_BUFFERS):
             return None
     raise InputError(
         f"{name} is not a tensor of a {cfg.model_type} language model as config.json describes it. "

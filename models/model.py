@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 from trireme.kernels import ops
-from trireme.models import attention, block, experts, head, mlp, shared
+from trireme.models import attention, block, experts, head, latent, mlp, shared
 from trireme.models.attention import Attend
 from trireme.models.config import ModelConfig
 from trireme.models.families.names import adapter_names
@@ -18,7 +18,7 @@ from trireme.models.head import EmbedWeights, HeadWeights
 from trireme.models.linear import Codes, Linear, fuse, trained
 from trireme.models.lora import Adapters, Stacked
 from trireme.models.norm import Norm
-from trireme.models.packed import decode
+from trireme.models.packed import Sliced, Stack, decode
 from trireme.models.rows import Rows
 from trireme.models.sizes import narrow, shapes
 
@@ -101,7 +101,8 @@ def weights(cfg: ModelConfig, u: int, views: dict[str, Tensor]) -> Any:
 
 def make_codes(cfg: ModelConfig, u: int, views: dict[str, Tensor], out: dict[str, Tensor], backward: bool) -> None:
     """Fills `out`, views of narrow.made_groups, for a pass over unit u: matrices decoded, codes of matmuls in fp8."""
-    for name, _ in (matrix for group in narrow.packed_groups(cfg, u) for matrix in group):
+    packed = [name for group in narrow.packed_groups(cfg, u) for name, _ in group]
+    for name in (name for name in packed if name in out):
         assert cfg.packing is not None
         decode(cfg.packing, [views[name + part.suffix] for part in cfg.packing.parts], out[name])
     rows, columns = backward or not cfg.names.in_out, backward or cfg.names.in_out  # orders that the pass reads
@@ -130,6 +131,11 @@ def _attention_weights(cfg: ModelConfig, views: dict[str, Tensor]) -> attention.
         _norm(cfg, name, views) for name in (names.norm1, names.post1, names.q_norm, names.k_norm)
     )
     qkv, o = _linear(cfg, names.qkv, views), _linear(cfg, (names.o,), views)
+    if cfg.latent is not None:
+        assert k_norm is not None
+        q_b = _linear(cfg, (names.q_b,), views) if names.q_b else None
+        inner = latent.Weights(k_norm, _linear(cfg, (names.kv_b,), views), q_norm, q_b)
+        return attention.Weights(norm, qkv, o, post, latent=inner)
     return attention.Weights(norm, qkv, o, post, q_norm, k_norm, views.get(names.sinks))
 
 
@@ -150,13 +156,18 @@ def _mlp_weights(cfg: ModelConfig, views: dict[str, Tensor]) -> mlp.Weights | ex
     return mlp.Weights(norm, first._replace(bias=None), second, post, gelu_bias=first.bias)
 
 
-def _stack(cfg: ModelConfig, name: str, views: dict[str, Tensor]) -> tuple[Tensor, Tensor | None]:
+def _stack(cfg: ModelConfig, name: str, views: dict[str, Tensor]) -> tuple[Stack, Tensor | None]:
     """(matrices (E, in, out), biases (E, out)) of a layer's experts."""
     assert cfg.experts is not None
-    matrices, bias = views[name], views.get(f"{name}_bias")
+    bias = views.get(f"{name}_bias")
     if bias is not None and trained(bias):
         bias = bias.view(cfg.experts.count, -1)
-    return matrices if cfg.names.experts_in_out else matrices.mT, bias
+    if name in views:
+        return views[name] if cfg.names.experts_in_out else views[name].mT, bias
+    assert cfg.packing is not None
+    shape = shapes.expert_shape(cfg, name.rpartition(".")[2])
+    parts = tuple(views[name + part.suffix] for part in cfg.packing.parts)
+    return Sliced(cfg.packing, parts, shape, not cfg.names.experts_in_out, cfg.at_once), bias
 
 
 def _stacked(cfg: ModelConfig, name: str, views: dict[str, Tensor]) -> Stacked | None:

@@ -26,6 +26,7 @@ class Tables(NamedTuple):
     rope: Table | None  # None: learned positions
     local: Table | None = None  # of layers with a window, if different
     query: Table | None = None  # of queries, if different: scaled by position
+    rest: Table | None = None  # of latent attention's queries: scales those features that are not rotated
 
 
 class Load(NamedTuple):
@@ -88,11 +89,18 @@ class Rows(NamedTuple):
 
     def of(self, cfg: ModelConfig, layer: int) -> tuple[Table | None, Table | None]:
         """A layer's tables of queries and keys; None without rope."""
-        rope, local, query = self.tables
+        rope, local, query, _ = self.tables
         if layer in cfg.unrotated:
             return None, None
         table = local if local is not None and cfg.layer_window(layer) else rope
         return query or table, table
+
+
+def rotate_(heads_: Tensor, table: Table | None, rows: Rows, inverse: bool = False) -> None:
+    """Rotates as many features of heads_ (N, heads, d) as the table has."""
+    if table is not None:
+        turned = heads_[..., : 2 * table.cos.shape[1]]
+        ops.rope_(turned, table.cos, table.sin, rows.docs.positions, inverse, table.pairs)
 
 
 def make_rows(lengths: Sequence[int], tables: Tables, device: torch.device | str, load: Load | None = None) -> Rows:
@@ -111,8 +119,13 @@ def rope_tables(cfg: ModelConfig, length: int, device: torch.device | str) -> Ta
         return Table(cos, sin, rope.pairs)
 
     scaled = cfg.rope is not None and cfg.rope.query_beta and length > cfg.rope.original_positions
-    query = table(cfg.rope, _query_scale(cfg.rope, length)) if cfg.rope and scaled else None
-    return Tables(table(cfg.rope), table(cfg.local_rope), query)
+    if cfg.rope is None or not scaled:
+        return Tables(table(cfg.rope), table(cfg.local_rope))
+    by, rest = _query_scale(cfg.rope, length), None
+    if cfg.latent is not None:
+        cos = by.expand(-1, cfg.latent.nope // 2).contiguous().to(device)
+        rest = Table(cos, torch.zeros_like(cos))
+    return Tables(table(cfg.rope), table(cfg.local_rope), table(cfg.rope, by), rest)
 
 
 def _query_scale(rope: Rope, length: int) -> Tensor:

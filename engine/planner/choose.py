@@ -62,7 +62,7 @@ def choose(
             f"RAM of {gib(limits.host, 1)} and GPU memory of {gib(limits.gpu, 1)} do not hold everything, and there is "
             "no drive for the rest."
         )
-    wanted = replace(wanted, halves=first.halves)
+    wanted = replace(wanted, halves=first.halves, at_once=first.at_once)
     trials = Trials(Geometry.of(cfg, first), rates, wanted)
     before, steps = trials.simulate(first), moves(trials.geo, trials.batch(first), rates)
     plans = _candidates(trials, limits, first, begun, steps, leans)

@@ -19,7 +19,7 @@ from trireme.engine.queues.task import Kind, Task
 from trireme.engine.queues.trace import Span
 from trireme.engine.step import Engine, Inputs, train_step
 from trireme.models.config import ModelConfig
-from trireme.models.sizes import costs, shapes, workspace
+from trireme.models.sizes import costs, narrow, shapes, workspace
 from trireme.storage.layout import ITEMSIZE
 
 PASSES: dict[Kind, float] = {"finish": 1.9, "zero": 1.3, "decode": 1.3}  # bytes copied for each byte of a task
@@ -237,7 +237,8 @@ def unit_seconds(cfg: ModelConfig, plan: Plan, rates: Rates, batch: Batch) -> di
     attended = costs.attention_flops(cfg, pairs)
     gemm, long = rates.matmul * rates.gemm, _long(batch)
     forward_attention = _attention_seconds(cfg, rates, batch)
-    backward_attention = 2.5 * attended / (rates.matmul * rates.attention_backward * long)
+    attended_back = costs.attention_backward_flops(cfg, pairs)
+    backward_attention = attended_back / (rates.matmul * rates.attention_backward * long)
 
     def launched(kind: Kind, seconds: float, embeds: bool = False) -> float:
         return _launched(kernels_of(cfg, kind, embeds, batch.learned), seconds, rates)
@@ -256,10 +257,11 @@ def unit_seconds(cfg: ModelConfig, plan: Plan, rates: Rates, batch: Batch) -> di
         kept = frozenset(name for name, _ in plan.units[u].saved)
         attends = not kind.endswith("mlp")
         once = costs.forward_flops(cfg, u, N, pairs) - attends * attended
-        back = costs.backward_flops(cfg, u, N, pairs) - attends * (attended * 5 // 2)
+        back = costs.backward_flops(cfg, u, N, pairs) - attends * attended_back
         up, down = (row * n / rates.copy for n in _beside(cfg, u))
         quick, own = costs.in_fp8_work(cfg, u, kept, N), costs.grouped_work(cfg, u, kept, N)
         small = row * _features(cfg, kind) / rates.copy
+        sliced = narrow.sliced_bytes(cfg, u, N, ITEMSIZE[plan.dtype])
         summed = wide * trained[u] / rates.copy
         forward = multiplied(once, quick.forward, quick.forward_bytes) + attends * forward_attention + small + up
         backward = (
@@ -269,9 +271,10 @@ def unit_seconds(cfg: ModelConfig, plan: Plan, rates: Rates, batch: Batch) -> di
             + summed
             + down
             + slower(own.backward, own.gradients)
+            + sliced.backward / rates.copy
             + rebuilt_seconds(cfg, u, kept, rates, batch, ITEMSIZE[plan.dtype])
         )
-        forward += slower(own.forward)
+        forward += slower(own.forward) + sliced.forward / rates.copy
         known["forward", names[u]] = launched("forward", forward) / rates.forward
         known["backward", names[u]] = launched("backward", backward) / rates.backward
     return known
@@ -294,6 +297,7 @@ def rebuilt_seconds(
         + again * _attention_seconds(cfg, rates, batch)
         + row * _beside(cfg, u)[0] * rebuilt / once
         + _slower(rates, own.rebuilt)
+        + ("gate_up" in missing) * narrow.sliced_bytes(cfg, u, N, itemsize).rebuilt / rates.copy
     )
 
 
@@ -324,6 +328,7 @@ def _features(cfg: ModelConfig, kind: str) -> float:
     """Features of a token that norms, residuals, rotation, activation read and write once, in backward twice."""
     cfg, kind = shapes.seen(cfg, kind)
     attention = 4.5 * cfg.width + 2 * (cfg.q_width + cfg.kv_width)
+    attention += (cfg.qkv_width + 3 * cfg.q_width) * bool(cfg.latent)  # norms of latents, keys put together
     mlp = 4.5 * cfg.width + (3 if cfg.gated else 2) * shapes.hidden_width(cfg)
     mlp += 2 * shapes.chosen(cfg) * cfg.width if cfg.experts else 0  # rows by expert, and their sum
     return {"attention": attention, "mlp": mlp, "block": attention + mlp}[kind]

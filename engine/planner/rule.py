@@ -5,18 +5,20 @@ from __future__ import annotations
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from itertools import product
-from typing import Literal
+from typing import Literal, NamedTuple
 
 from trireme.engine.amounts import rounded_up
 from trireme.engine.buffers import fits, usage
 from trireme.engine.geometry import STRETCH, Geometry, geometry
 from trireme.engine.plan import TIERS, DoesNotFit, Limits, Mode, Plan, Tier, UnitPlan
 from trireme.models.config import ModelConfig
+from trireme.models.sizes import narrow
 from trireme.storage.layout import ITEMSIZE
 
 UPDATE_TOKENS = 50_000  # a step with a forward as long as the CPU's updates
 GPU_UPDATES = 0.3  # of RAM-stored units: 14 B a parameter over PCIe against 19 B of DRAM
 MARGIN = {"gpu": 1.0, "host": 1.25}  # of lacking memory: more RAM, larger records
+SLICES = 16  # of a layer's packed experts, where not all fit decoded
 LATE_TOKENS = 12_000  # a step from which moments are written apart from weights
 
 Between = Literal["gpu", "host"]  # of x and dx
@@ -40,6 +42,7 @@ class Wanted:
     adam_bits: int = 32
     placement: Placement = "auto"  # or the tier of weights and state; "state-ssd": weights in RAM
     halves: bool | None = None  # half blocks; None: if whole blocks do not fit
+    at_once: int | None = None  # packed experts that are decoded at a time; None: all, or a slice if they do not fit
     on_cuda: bool = True
     document: int = 1024  # tokens of a usual document
     trained: float = 1.0  # share of tokens with a label
@@ -92,17 +95,30 @@ def furthest(geo: Geometry, limits: Limits, n: int, plan: Callable[[int], Plan])
     return plan(largest(n, lambda k: fits(geo, plan(k), limits)))
 
 
-def cuts(cfg: ModelConfig, wanted: Wanted) -> tuple[bool, ...]:
-    """Whole blocks before half blocks, where the model has any."""
-    return (False, True)[: 1 if cfg.parallel else 2] if wanted.halves is None else (wanted.halves,)
+class Cut(NamedTuple):
+    """How finely a model is cut."""
+
+    halves: bool
+    at_once: int
+
+
+def cuts(cfg: ModelConfig, wanted: Wanted) -> list[Cut]:
+    """The coarsest first: whole blocks before half blocks, where the model has any, then slices of packed experts."""
+    halves = (False, True)[: 1 if cfg.parallel else 2] if wanted.halves is None else (wanted.halves,)
+    whole = 0 if wanted.at_once is None else wanted.at_once
+    found = [Cut(half, whole) for half in halves]
+    one = replace(cfg, at_once=1)
+    if wanted.at_once is None and cfg.experts and any(narrow.sliced_groups(one, u) for u in range(one.n_units)):
+        found.append(Cut(halves[-1], -(-cfg.experts.count // SLICES)))
+    return found
 
 
 def simple_plan(cfg: ModelConfig, limits: Limits, wanted: Wanted, lean: Lean = Lean()) -> Plan:
     """The rule's plan, with the first of `wanted.sizes` that fits. Raises DoesNotFit with numbers and ways out."""
     refused = []
-    for halves in cuts(cfg, wanted):
+    for cut in cuts(cfg, wanted):
         last = wanted.hosts - 1, wanted.hosts
-        geo = geometry(replace(cfg, halves=halves), wanted.dtype, wanted.adam_bits, *last)
+        geo = geometry(replace(cfg, **cut._asdict()), wanted.dtype, wanted.adam_bits, *last)
         plan = _smallest(geo, limits, wanted, lean)
         if fits(geo, plan, limits):
             return _fill(geo, plan, limits, wanted, lean)
@@ -157,6 +173,7 @@ def _low_plans(geo: Geometry, wanted: Wanted, lean: Lean) -> Iterable[Plan]:
                 between=between,
                 gradients=waiting,
                 halves=geo.cfg.halves,
+                at_once=geo.cfg.at_once,
                 hosts=wanted.hosts,
                 host=wanted.hosts - 1,
             )
@@ -333,6 +350,9 @@ def _experts_at_once(geo: Geometry, lacks: Mapping[str, int]) -> str:
     own, packing = geo.cfg.experts, geo.cfg.packing
     if own is None or "gpu" not in lacks:
         return ""
+    if geo.cfg.at_once and packing:
+        nbytes = max(layout.span for layout in geo.base[1:-1])
+        return f"; the {own.count} experts of one layer take {rounded_up(nbytes)} of it in {packing.word}"
     nbytes = 3 * own.count * own.width * geo.cfg.width * ITEMSIZE[geo.dtype]
     unpacked = any(len(t.shape) == 3 for layout in geo.decoded for t in layout.tensors)
     decoded = f", decoded from {packing.word}" if packing and unpacked else ""

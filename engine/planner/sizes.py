@@ -88,6 +88,20 @@ MODELS = {
                           moe_intermediate_size=1536, norm_topk_prob=True),
     "qwen3-coder-480b-a35b": config("qwen3_moe", 6144, 62, 96, 8, 151936, intermediate_size=8192, head_dim=128,
                                     rope_theta=1e7, num_experts=160, moe_intermediate_size=2560, norm_topk_prob=True),
+    "deepseek-v3": config("deepseek_v3", 7168, 61, 128, 128, 129280),
+    "deepseek-v2": config("deepseek_v2", 5120, 60, 128, 128, 102400, intermediate_size=12288, n_routed_experts=160,
+                          num_experts_per_tok=6, moe_intermediate_size=1536, first_k_dense_replace=1, n_group=8,
+                          topk_group=3, topk_method="group_limited_greedy", routed_scaling_factor=16.0),
+    "deepseek-v2-lite": config("deepseek_v2", 2048, 27, 16, 16, 102400, intermediate_size=10944, q_lora_rank=None,
+                               num_experts_per_tok=6, moe_intermediate_size=1408, first_k_dense_replace=1),
+    "kimi-k2": config("kimi_k2", 7168, 61, 64, 64, 163840, n_routed_experts=384, n_group=1, topk_group=1,
+                      first_k_dense_replace=1, routed_scaling_factor=2.827),
+    "mistral-small-4": parse_config(dict(
+        model_type="mistral3", tie_word_embeddings=False, text_config=dict(
+            model_type="mistral4", hidden_size=4096, num_hidden_layers=36, rope_parameters=dict(
+                rope_type="yarn", rope_theta=10000.0, factor=128.0, original_max_position_embeddings=8192,
+                mscale=1.0, mscale_all_dim=1.0, llama_4_scaling_beta=0.1, partial_rotary_factor=0.5)))),
+    "glm-4.7-flash": config("glm4_moe_lite", 2048, 47, 20, 20, 154880),
     "mixtral-8x7b": config("mixtral", 4096, 32, 32, 8, 32000, intermediate_size=14336),
     "mixtral-8x22b": config("mixtral", 6144, 56, 48, 8, 32768, intermediate_size=16384),
     "gpt-oss-20b": config("gpt_oss", layers=24, num_local_experts=32, **_OSS),
@@ -110,6 +124,7 @@ _ALSO = {
     "llama-3.1-405b": "llama-405b", "deepseek-r1-distill-llama-8b": "llama-8b",
     "deepseek-r1-distill-llama-70b": "llama-3.3-70b", "qwen3-30b-a3b": "qwen3-30b", "qwen3-coder-30b-a3b": "qwen3-30b",
     "qwen3-235b-a22b": "qwen3-235b", "glm-4.5-air": "glm-air", "minimax-m2.1": "minimax-m2",
+    "deepseek-r1": "deepseek-v3", "deepseek-v3.1": "deepseek-v3", "kimi-k2-instruct": "kimi-k2",
     "mistral-small-3": "mistral-small-24b", "meta-llama-3-8b": "llama-8b", "meta-llama-3.1-8b": "llama-8b",
 }  # fmt: skip
 # Of a published name: its organisation, and what does not change the shape.

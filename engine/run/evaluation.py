@@ -60,7 +60,7 @@ def fitted(e: Engine, given: list[list[int]], max_new: int = MAX_NEW) -> list[li
     """The prompts' ends, as long as memory, a step's free workspace included, allows."""
     room = e.memory.gpu_limit - e.memory.used("gpu") + workspace(e.geo, e.plan)
     most = max(map(len, given), default=0)
-    most = min(most, e.cfg.max_positions - 1) if e.cfg.rope is None else most
+    most = min(most, e.cfg.max_positions - 1) if e.cfg.rope is None or e.cfg.indexed else most
     itemsize = DTYPE[e.plan.dtype].itemsize
     length = largest(most, lambda n: needs(e.cfg, len(given), n, max_new, itemsize) <= room)
     return [prompt[max(0, len(prompt) - length) :] for prompt in given]

@@ -33,7 +33,7 @@ def better(job: Job, steps: int) -> Choice | None:
     if job.device.type != "cuda" or job.options.plan or job.plan.hosts > 1:
         return None
     p, rates, document, trained = job.plan, job.machine.rates, job.data.document, job.data.trained
-    wanted = replace(Wanted.like(p, document, trained), halves=p.halves)
+    wanted = replace(Wanted.like(p, document, trained), halves=p.halves, at_once=p.at_once)
     choice = choose(job.cfg, job.limits, rates, wanted, begun=p)
     now = predict(job.cfg, p, rates, Batch(p.tokens, document, p.n_micro, trained), roughly=True).step_s
     move = 14 * job.trained_parameters * (1 / rates.ssd_read + 1 / rates.ssd_write)

@@ -34,15 +34,16 @@ def attention_fwd(
 ) -> tuple[Tensor, Tensor]:
     """As reference.attention_fwd; heads contiguous, tokens and heads may be strided."""
     N, H, d = q.shape
+    widths = d, v.shape[2]
     _check(q, k, v, scale)
-    if not cap and attention_cudnn.suits(q, docs, window):
+    if not cap and d == v.shape[2] and attention_cudnn.suits(q, docs, window):
         return attention_cudnn.attention_fwd(q, k, v, docs, scale, out)
-    out = q.new_empty((N, H, d)) if out is None else out
-    assert out.shape == q.shape
+    out = q.new_empty((N, H, v.shape[2])) if out is None else out
+    assert out.shape == (N, H, v.shape[2])
     lse = torch.empty((H, N), dtype=torch.float32, device=q.device)
     types, strides = (q.dtype, out.dtype), (q.stride(), k.stride(), v.stride(), out.stride())
     aligned = (q.data_ptr() | k.data_ptr() | v.data_ptr()) % 16 == 0
-    how = _forward(q.device, types, H, k.shape[1], d, window, strides, aligned, cap)
+    how = _forward(q.device, types, H, k.shape[1], widths, window, strides, aligned, cap)
     tiles = docs.query_tiles[how.rows]
     how.run(len(tiles) * H, (q, k, v, out, lse, tiles), (N, scale))
     return out, lse
@@ -65,17 +66,17 @@ def attention_bwd(
 ) -> None:
     """As reference.attention_bwd; strides as attention_fwd."""
     N, H, d = q.shape
-    K = k.shape[1]
+    K, widths = k.shape[1], (d, v.shape[2])
     _check(q, k, v, scale)
-    assert dout.shape == out.shape == dq_.shape == q.shape
-    assert dk_.shape == dv_.shape == k.shape
+    assert dout.shape == out.shape == (N, H, v.shape[2])
+    assert (dq_.shape, dk_.shape, dv_.shape) == (q.shape, k.shape, v.shape)
     assert lse.shape == (H, N)
     assert lse.is_contiguous()
     assert lse.dtype == torch.float32
     tensors = dout, q, k, v, out, dq_, dk_, dv_
     types, strides = tuple([t.dtype for t in tensors]), tuple([t.stride() for t in tensors])
     aligned = (dout.data_ptr() | q.data_ptr() | k.data_ptr() | v.data_ptr()) % 16 == 0
-    how = _backward(q.device, types, H, K, d, window, strides, aligned, cap)
+    how = _backward(q.device, types, H, K, widths, window, strides, aligned, cap)
     delta = torch.empty_like(lse)
     tiles = docs.query_tiles[how.query_rows]
     how.dq(len(tiles) * H, (dout, q, k, v, out, lse, delta, dq_, tiles), (N, scale))
@@ -84,7 +85,7 @@ def attention_bwd(
 
 
 def _check(q: Tensor, k: Tensor, v: Tensor, scale: float) -> None:
-    assert k.shape == v.shape
+    assert k.shape[:2] == v.shape[:2]
     assert k.shape[0] == q.shape[0]
     assert k.shape[2] == q.shape[2]
     assert scale > 0
@@ -93,25 +94,27 @@ def _check(q: Tensor, k: Tensor, v: Tensor, scale: float) -> None:
 
 @cache
 def _forward(
-    device, types, H: int, K: int, d: int, window: int, strides, aligned: bool, cap: float
+    device, types, H: int, K: int, widths: tuple[int, int], window: int, strides, aligned: bool, cap: float
 ) -> triton_fwd.Forward:
-    """types of (q, out), strides of (q, k, v, out)."""
+    """types of (q, out), widths of (keys, values), strides of (q, k, v, out)."""
+    d, e = widths
     assert H % K == 0
-    assert 8 <= d <= launch.WIDEST_HEAD
+    assert all(8 <= width <= launch.WIDEST_HEAD for width in widths)
     assert all(s[2] == 1 for s in strides)
-    if aligned and not cap and attention_hopper.suits(device, types[0], d, window, strides[:3]):
+    if aligned and not cap and d == e and attention_hopper.suits(device, types[0], d, window, strides[:3]):
         return attention_hopper_fwd.plan(H, K, d, strides)
-    return triton_fwd.plan(device, types[0], H, K, d, window, strides, cap)
+    return triton_fwd.plan(device, types[0], H, K, d, e, window, strides, cap)
 
 
 @cache
 def _backward(
-    device, types, H: int, K: int, d: int, window: int, strides, aligned: bool, cap: float
+    device, types, H: int, K: int, widths: tuple[int, int], window: int, strides, aligned: bool, cap: float
 ) -> triton_bwd.Backward:
-    """types and strides of (dout, q, k, v, out, dq, dk, dv)."""
+    """As _forward; types and strides of (dout, q, k, v, out, dq, dk, dv)."""
+    d, e = widths
     assert H % K == 0
-    assert 8 <= d <= launch.WIDEST_HEAD
+    assert all(8 <= width <= launch.WIDEST_HEAD for width in widths)
     assert all(s[2] == 1 for s in strides)
-    if aligned and not cap and attention_hopper.suits(device, types[1], d, window, strides[:4]):
+    if aligned and not cap and d == e and attention_hopper.suits(device, types[1], d, window, strides[:4]):
         return attention_hopper_bwd.plan(H, K, d, strides)
-    return triton_bwd.plan(device, types[1], H, K, d, window, strides, cap)
+    return triton_bwd.plan(device, types[1], H, K, d, e, window, strides, cap)

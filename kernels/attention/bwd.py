@@ -39,6 +39,8 @@ def _dq_range(
     window,
     D: tl.constexpr,
     BLOCK_D: tl.constexpr,
+    V: tl.constexpr,
+    BLOCK_V: tl.constexpr,
     BLOCK_K: tl.constexpr,
     WINDOWED: tl.constexpr,
     MASKED: tl.constexpr,
@@ -46,13 +48,14 @@ def _dq_range(
 ):
     """Adds ds k over keys [lo, hi)."""
     o_d = tl.arange(0, BLOCK_D)
+    o_v = tl.arange(0, BLOCK_V)
     o_tile = tl.arange(0, BLOCK_K)
     p_k += tl.cast(lo, tl.int64) * k_n + o_tile[:, None] * k_n + o_d[None, :]
-    p_v += tl.cast(lo, tl.int64) * v_n + o_tile[:, None] * v_n + o_d[None, :]
+    p_v += tl.cast(lo, tl.int64) * v_n + o_tile[:, None] * v_n + o_v[None, :]
     for i_k in tl.range(lo, hi, BLOCK_K):
         o_k = i_k + o_tile
         b_k = _load_rows(p_k, o_k, length, o_d, D, BLOCK_D, MASKED)
-        b_v = _load_rows(p_v, o_k, length, o_d, D, BLOCK_D, MASKED)
+        b_v = _load_rows(p_v, o_k, length, o_v, V, BLOCK_V, MASKED)
         b_s = tl.dot(b_q, tl.trans(b_k), input_precision="ieee")
         b_dp = tl.dot(b_do, tl.trans(b_v), input_precision="ieee")
         b_s = soft_cap(b_s * qk_scale, CAP)
@@ -99,6 +102,8 @@ def _attention_bwd_dq(
     GROUP: tl.constexpr,
     D: tl.constexpr,
     BLOCK_D: tl.constexpr,
+    V: tl.constexpr,
+    BLOCK_V: tl.constexpr,
     BLOCK_Q: tl.constexpr,
     BLOCK_K: tl.constexpr,
     WINDOWED: tl.constexpr,
@@ -113,15 +118,16 @@ def _attention_bwd_dq(
     qk_scale = scale * LOG2E
 
     o_d = tl.arange(0, BLOCK_D)
+    o_v = tl.arange(0, BLOCK_V)
     o_row = tl.arange(0, BLOCK_Q)
     o_q = offset + o_row
     m_q = o_q < length
     first = start + offset
-    p_do += first * do_n + i_h * do_h + o_row[:, None] * do_n + o_d[None, :]
-    p_out += first * o_n + i_h * o_h + o_row[:, None] * o_n + o_d[None, :]
+    p_do += first * do_n + i_h * do_h + o_row[:, None] * do_n + o_v[None, :]
+    p_out += first * o_n + i_h * o_h + o_row[:, None] * o_n + o_v[None, :]
     p_q += first * q_n + i_h * q_h + o_row[:, None] * q_n + o_d[None, :]
-    b_do = _load_rows(p_do, o_q, length, o_d, D, BLOCK_D, True)
-    b_out = _load_rows(p_out, o_q, length, o_d, D, BLOCK_D, True)
+    b_do = _load_rows(p_do, o_q, length, o_v, V, BLOCK_V, True)
+    b_out = _load_rows(p_out, o_q, length, o_v, V, BLOCK_V, True)
     b_delta = tl.sum(b_do.to(tl.float32) * b_out.to(tl.float32), 1)
     o_stat = i_h.to(tl.int64) * N + first + o_row
     tl.store(p_delta + o_stat, b_delta, m_q)
@@ -135,15 +141,15 @@ def _attention_bwd_dq(
     if WINDOWED:
         b_dq = _dq_range(
             b_dq, b_q, b_do, b_lse, b_delta, p_k, p_v, k_n, v_n, a, b, o_q, length, qk_scale, window,
-            D, BLOCK_D, BLOCK_K, True, True, CAP,
+            D, BLOCK_D, V, BLOCK_V, BLOCK_K, True, True, CAP,
         )  # fmt: skip
     b_dq = _dq_range(
         b_dq, b_q, b_do, b_lse, b_delta, p_k, p_v, k_n, v_n, b, c, o_q, length, qk_scale, window,
-        D, BLOCK_D, BLOCK_K, WINDOWED, False, CAP,
+        D, BLOCK_D, V, BLOCK_V, BLOCK_K, WINDOWED, False, CAP,
     )  # fmt: skip
     b_dq = _dq_range(
         b_dq, b_q, b_do, b_lse, b_delta, p_k, p_v, k_n, v_n, c, end, o_q, length, qk_scale, window,
-        D, BLOCK_D, BLOCK_K, WINDOWED, True, CAP,
+        D, BLOCK_D, V, BLOCK_V, BLOCK_K, WINDOWED, True, CAP,
     )  # fmt: skip
     p_dq += first * dq_n + i_h * dq_h + o_row[:, None] * dq_n + o_d[None, :]
     tl.store(p_dq, (b_dq * scale).to(p_dq.dtype.element_ty), m_q[:, None] & (o_d < D)[None, :])
@@ -173,6 +179,8 @@ def _dkv_range(
     GROUP: tl.constexpr,
     D: tl.constexpr,
     BLOCK_D: tl.constexpr,
+    V: tl.constexpr,
+    BLOCK_V: tl.constexpr,
     BLOCK_Q: tl.constexpr,
     WINDOWED: tl.constexpr,
     MASKED: tl.constexpr,
@@ -180,6 +188,7 @@ def _dkv_range(
 ):
     """Adds p^T do and ds^T q over queries [lo, hi) of the group's heads, in one loop: loads run ahead."""
     o_d = tl.arange(0, BLOCK_D)
+    o_v = tl.arange(0, BLOCK_V)
     o_tile = tl.arange(0, BLOCK_Q)
     steps = tl.cdiv(tl.maximum(hi - lo, 0), BLOCK_Q)
     for i in tl.range(0, GROUP * steps):
@@ -191,7 +200,7 @@ def _dkv_range(
             p_q + i_g * q_h + row * q_n + o_tile[:, None] * q_n + o_d[None, :], o_q, length, o_d, D, BLOCK_D, True
         )
         b_do = _load_rows(
-            p_do + i_g * do_h + row * do_n + o_tile[:, None] * do_n + o_d[None, :], o_q, length, o_d, D, BLOCK_D, True
+            p_do + i_g * do_h + row * do_n + o_tile[:, None] * do_n + o_v[None, :], o_q, length, o_v, V, BLOCK_V, True
         )
         o_stat = tl.cast(i_g, tl.int64) * N + o_q
         b_lse = tl.load(p_lse + o_stat, o_q < length, float("inf")) * LOG2E  # inf: p = 0 past the end
@@ -241,6 +250,8 @@ def _attention_bwd_dkv(
     GROUP: tl.constexpr,
     D: tl.constexpr,
     BLOCK_D: tl.constexpr,
+    V: tl.constexpr,
+    BLOCK_V: tl.constexpr,
     BLOCK_Q: tl.constexpr,
     BLOCK_K: tl.constexpr,
     WINDOWED: tl.constexpr,
@@ -255,13 +266,14 @@ def _attention_bwd_dkv(
     qk_scale = scale * LOG2E
 
     o_d = tl.arange(0, BLOCK_D)
+    o_v = tl.arange(0, BLOCK_V)
     o_row = tl.arange(0, BLOCK_K)
     o_k = offset + o_row
     first = start + offset
     p_k += first * k_n + i_h * k_h + o_row[:, None] * k_n + o_d[None, :]
-    p_v += first * v_n + i_h * v_h + o_row[:, None] * v_n + o_d[None, :]
+    p_v += first * v_n + i_h * v_h + o_row[:, None] * v_n + o_v[None, :]
     b_k = _load_rows(p_k, o_k, length, o_d, D, BLOCK_D, True)
-    b_v = _load_rows(p_v, o_k, length, o_d, D, BLOCK_D, True)
+    b_v = _load_rows(p_v, o_k, length, o_v, V, BLOCK_V, True)
     i_group = i_h.to(tl.int64) * GROUP
     p_q += start * q_n + i_group * q_h
     p_do += start * do_n + i_group * do_h
@@ -277,25 +289,25 @@ def _attention_bwd_dkv(
         end = tl.minimum(offset + BLOCK_K - 1 + window, length)
         c = tl.minimum(tl.maximum((offset + window) // BLOCK_Q * BLOCK_Q, b), end)
     b_dk = tl.zeros((BLOCK_K, BLOCK_D), tl.float32)
-    b_dv = tl.zeros((BLOCK_K, BLOCK_D), tl.float32)
+    b_dv = tl.zeros((BLOCK_K, BLOCK_V), tl.float32)
     b_dk, b_dv = _dkv_range(
         b_dk, b_dv, b_k, b_v, p_do, p_q, p_lse, p_delta, N, do_n, do_h, q_n, q_h, a, b, o_k, length,
-        qk_scale, window, GROUP, D, BLOCK_D, BLOCK_Q, WINDOWED, True, CAP,
+        qk_scale, window, GROUP, D, BLOCK_D, V, BLOCK_V, BLOCK_Q, WINDOWED, True, CAP,
     )  # fmt: skip
     b_dk, b_dv = _dkv_range(
         b_dk, b_dv, b_k, b_v, p_do, p_q, p_lse, p_delta, N, do_n, do_h, q_n, q_h, b, c, o_k, length,
-        qk_scale, window, GROUP, D, BLOCK_D, BLOCK_Q, WINDOWED, False, CAP,
+        qk_scale, window, GROUP, D, BLOCK_D, V, BLOCK_V, BLOCK_Q, WINDOWED, False, CAP,
     )  # fmt: skip
     if WINDOWED:
         b_dk, b_dv = _dkv_range(
             b_dk, b_dv, b_k, b_v, p_do, p_q, p_lse, p_delta, N, do_n, do_h, q_n, q_h, c, end, o_k, length,
-            qk_scale, window, GROUP, D, BLOCK_D, BLOCK_Q, True, True, CAP,
+            qk_scale, window, GROUP, D, BLOCK_D, V, BLOCK_V, BLOCK_Q, True, True, CAP,
         )  # fmt: skip
-    mask = (o_k < length)[:, None] & (o_d < D)[None, :]
+    m_k = (o_k < length)[:, None]
     p_dk += first * dk_n + i_h * dk_h + o_row[:, None] * dk_n + o_d[None, :]
-    p_dv += first * dv_n + i_h * dv_h + o_row[:, None] * dv_n + o_d[None, :]
-    tl.store(p_dk, (b_dk * scale).to(p_dk.dtype.element_ty), mask)
-    tl.store(p_dv, b_dv.to(p_dv.dtype.element_ty), mask)
+    p_dv += first * dv_n + i_h * dv_h + o_row[:, None] * dv_n + o_v[None, :]
+    tl.store(p_dk, (b_dk * scale).to(p_dk.dtype.element_ty), m_k & (o_d < D)[None, :])
+    tl.store(p_dv, b_dv.to(p_dv.dtype.element_ty), m_k & (o_v < V)[None, :])
 
 
 class Backward(NamedTuple):
@@ -308,12 +320,12 @@ class Backward(NamedTuple):
 
 
 def plan(
-    device: torch.device, dtype: torch.dtype, H: int, K: int, D: int, window: int, strides, cap: float = 0.0
+    device: torch.device, dtype: torch.dtype, H: int, K: int, D: int, V: int, window: int, strides, cap: float = 0.0
 ) -> Backward:
     """Backward for the strides of (dout, q, k, v, out, dq, dk, dv)."""
     dout, q, k, v, out, dq, dk, dv = strides
-    sizes = H // K, D, launch.head_block(D)
-    _, by_query, by_key = launch.attention(device, dtype, D)
+    sizes = H // K, D, launch.head_block(D), V, launch.head_block(V)
+    _, by_query, by_key = launch.attention(device, dtype, max(D, V))
     return Backward(
         by_query.q,
         Fixed(

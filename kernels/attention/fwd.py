@@ -3,7 +3,8 @@
     s = scale * q k^T, or cap * tanh(scale * q k^T / cap),  p = exp(s - lse),  out = p v
 
 Online softmax in base 2. Score tiles below the diagonal, within the window, need no mask.
-Legend: N tokens, H query heads, K key/value heads, GROUP = H / K, D head width, BLOCK_Q x BLOCK_K the tile of scores.
+Legend: N tokens, H query heads, K key/value heads, GROUP = H / K, D width of queries and keys, V of values,
+BLOCK_Q x BLOCK_K the tile of scores.
 """
 
 from __future__ import annotations
@@ -81,6 +82,8 @@ def _fwd_range(
     window,
     D: tl.constexpr,
     BLOCK_D: tl.constexpr,
+    V: tl.constexpr,
+    BLOCK_V: tl.constexpr,
     BLOCK_K: tl.constexpr,
     WINDOWED: tl.constexpr,
     MASKED: tl.constexpr,
@@ -88,9 +91,10 @@ def _fwd_range(
 ):
     """Online softmax over keys [lo, hi)."""
     o_d = tl.arange(0, BLOCK_D)
+    o_v = tl.arange(0, BLOCK_V)
     o_tile = tl.arange(0, BLOCK_K)
     p_k += tl.cast(lo, tl.int64) * k_n + o_tile[:, None] * k_n + o_d[None, :]
-    p_v += tl.cast(lo, tl.int64) * v_n + o_tile[:, None] * v_n + o_d[None, :]
+    p_v += tl.cast(lo, tl.int64) * v_n + o_tile[:, None] * v_n + o_v[None, :]
     for i_k in tl.range(lo, hi, BLOCK_K):
         o_k = i_k + o_tile
         b_k = _load_rows(p_k, o_k, length, o_d, D, BLOCK_D, MASKED)
@@ -110,7 +114,7 @@ def _fwd_range(
             b_p = tl.exp2(b_s * qk_scale - b_m_new[:, None])
         b_shrink = tl.exp2(b_m - b_m_new)
         b_l = b_l * b_shrink + tl.sum(b_p, 1)
-        b_v = _load_rows(p_v, o_k, length, o_d, D, BLOCK_D, MASKED)
+        b_v = _load_rows(p_v, o_k, length, o_v, V, BLOCK_V, MASKED)
         b_acc = tl.dot(b_p.to(b_v.dtype), b_v, b_acc * b_shrink[:, None], input_precision="ieee")
         b_m = b_m_new
         p_k += BLOCK_K * k_n
@@ -142,6 +146,8 @@ def _attention_fwd(
     GROUP: tl.constexpr,
     D: tl.constexpr,
     BLOCK_D: tl.constexpr,
+    V: tl.constexpr,
+    BLOCK_V: tl.constexpr,
     BLOCK_Q: tl.constexpr,
     BLOCK_K: tl.constexpr,
     WINDOWED: tl.constexpr,
@@ -158,6 +164,7 @@ def _attention_fwd(
     qk_scale = scale * LOG2E
 
     o_d = tl.arange(0, BLOCK_D)
+    o_v = tl.arange(0, BLOCK_V)
     o_row = tl.arange(0, BLOCK_Q)
     o_q = offset + o_row
     first = start + offset
@@ -166,29 +173,29 @@ def _attention_fwd(
     p_k += start * k_n + (i_h // GROUP) * k_h
     p_v += start * v_n + (i_h // GROUP) * v_h
 
-    b_acc = tl.zeros((BLOCK_Q, BLOCK_D), tl.float32)
+    b_acc = tl.zeros((BLOCK_Q, BLOCK_V), tl.float32)
     b_m = tl.full((BLOCK_Q,), float("-inf"), tl.float32)
     b_l = tl.zeros((BLOCK_Q,), tl.float32)
     a, b, c, end = _key_ranges(offset, length, window, BLOCK_Q, BLOCK_K, WINDOWED)
     if WINDOWED:
         b_acc, b_m, b_l = _fwd_range(
             b_acc, b_m, b_l, b_q, p_k, p_v, k_n, v_n, a, b, o_q, length, qk_scale, window,
-            D, BLOCK_D, BLOCK_K, True, True, CAP,
+            D, BLOCK_D, V, BLOCK_V, BLOCK_K, True, True, CAP,
         )  # fmt: skip
     b_acc, b_m, b_l = _fwd_range(
         b_acc, b_m, b_l, b_q, p_k, p_v, k_n, v_n, b, c, o_q, length, qk_scale, window,
-        D, BLOCK_D, BLOCK_K, WINDOWED, False, CAP,
+        D, BLOCK_D, V, BLOCK_V, BLOCK_K, WINDOWED, False, CAP,
     )  # fmt: skip
     b_acc, b_m, b_l = _fwd_range(
         b_acc, b_m, b_l, b_q, p_k, p_v, k_n, v_n, c, end, o_q, length, qk_scale, window,
-        D, BLOCK_D, BLOCK_K, WINDOWED, True, CAP,
+        D, BLOCK_D, V, BLOCK_V, BLOCK_K, WINDOWED, True, CAP,
     )  # fmt: skip
 
     m_q = o_q < length
     tl.store(p_lse + i_h.to(tl.int64) * N + first + o_row, (b_m + tl.log2(b_l)) * LN2, m_q)
-    p_out += first * o_n + i_h * o_h + o_row[:, None] * o_n + o_d[None, :]
+    p_out += first * o_n + i_h * o_h + o_row[:, None] * o_n + o_v[None, :]
     b_out = b_acc / b_l[:, None]
-    tl.store(p_out, b_out.to(p_out.dtype.element_ty), m_q[:, None] & (o_d < D)[None, :])
+    tl.store(p_out, b_out.to(p_out.dtype.element_ty), m_q[:, None] & (o_v < V)[None, :])
 
 
 class Forward(NamedTuple):
@@ -199,11 +206,12 @@ class Forward(NamedTuple):
 
 
 def plan(
-    device: torch.device, dtype: torch.dtype, H: int, K: int, D: int, window: int, strides, cap: float = 0.0
+    device: torch.device, dtype: torch.dtype, H: int, K: int, D: int, V: int, window: int, strides, cap: float = 0.0
 ) -> Forward:
     """Forward for the strides of (q, k, v, out)."""
-    tile = launch.attention(device, dtype, D).fwd
-    constants = H, H // K, D, launch.head_block(D), tile.q, tile.k, window > 0, cap
+    tile = launch.attention(device, dtype, max(D, V)).fwd
+    widths = D, launch.head_block(D), V, launch.head_block(V)
+    constants = H, H // K, *widths, tile.q, tile.k, window > 0, cap
     return Forward(
         tile.q,
         Fixed(_attention_fwd, window, *flat(strides), *constants, num_warps=tile.warps, num_stages=tile.stages),

@@ -1,6 +1,7 @@
 """Attention in plain torch, with the names and signatures of the launchers: reference for tests, and CPU path.
 
-Legend: N packed tokens, T tokens of a document, H query heads, K key/value heads, d head width.
+Legend: N packed tokens, T tokens of a document, H query heads, K key/value heads, d width of queries and keys,
+e of values.
 """
 
 from __future__ import annotations
@@ -31,14 +32,14 @@ def attention_fwd(
     out: Tensor | None = None,
     cap: float = 0.0,
 ) -> tuple[Tensor, Tensor]:
-    """Causal attention by document. q (N, H, d); k, v (N, K, d), K divides H; tokens may be strided.
+    """Causal attention by document. q (N, H, d); k (N, K, d), v (N, K, e), K divides H; tokens may be strided.
 
     `window` > 0: a token sees itself and the window - 1 before it. `cap` > 0: scores s are cap * tanh(s / cap).
-    Returns (out (N, H, d), lse (H, N) fp32, natural log).
+    Returns (out (N, H, e), lse (H, N) fp32, natural log).
     """
     N, H, _ = q.shape
     group = H // k.shape[1]
-    out = torch.empty(q.shape, dtype=q.dtype, device=q.device) if out is None else out
+    out = q.new_empty((N, H, v.shape[2])) if out is None else out
     lse = torch.empty((H, N), dtype=upcast(q).dtype, device=q.device)
     start = 0
     for length in docs.lengths:
@@ -66,7 +67,7 @@ def attention_bwd(
     window: int = 0,
     cap: float = 0.0,
 ) -> None:
-    """Writes dq_ (N, H, d), dk_ and dv_ (N, K, d), perhaps strided."""
+    """Writes dq_ (N, H, d), dk_ (N, K, d) and dv_ (N, K, e), perhaps strided."""
     group = q.shape[1] // k.shape[1]
     start = 0
     for length in docs.lengths:

@@ -19,12 +19,17 @@ class Rule(NamedTuple):
 
     Scores are the softmax over all experts, or sigmoids. The weights are the scores of the chosen, divided by their sum
     where `renormalise`, times `scale`. Softmax and renormalise is the softmax over the chosen.
+    Of several `groups` of experts with neighbouring numbers only the best `kept` are chosen from (DeepSeek-V2 and V3,
+    arXiv:2405.04434, 2412.19437), by the sum of a group's two best or, without `two`, by its best.
     """
 
     k: int
     renormalise: bool = True
     sigmoid: bool = False
     scale: float = 1.0
+    groups: int = 1
+    kept: int = 1
+    two: bool = True
 
 
 class Order(NamedTuple):
@@ -44,13 +49,14 @@ TINY = 1e-20  # added to a sum of sigmoids
 def route_fwd(logits: Tensor, rule: Rule, correction: Tensor | None = None) -> tuple[Tensor, Tensor]:
     """(weights (N, k) fp32, experts (N, k) int32, ascending) of logits (N, E).
 
-    The k largest logits are chosen, or with a correction (E,) fp32 the k largest of score + correction; of equal ones
-    the lower index. NaN is chosen last, and makes the weights NaN.
+    The k largest logits are chosen, or with a correction (E,) fp32 the k largest of score + correction, in groups of
+    these, or of scores; of equal ones the lower index. NaN is chosen last, and makes the weights NaN.
     """
     x = upcast(logits)
     score = torch.sigmoid(x) if rule.sigmoid else torch.softmax(x, -1)
-    key = x if correction is None else score + correction
+    key = score if correction is None and rule.groups > 1 else x if correction is None else score + correction
     key = torch.where(key.isnan(), float("-inf"), key)
+    key = _of_best_groups(key, rule) if rule.groups > 1 else key
     experts = torch.sort(key, dim=-1, descending=True, stable=True).indices[:, : rule.k].sort(-1).values
     return _scores(x, rule, _chosen(experts, x)).gather(-1, experts), experts.int()
 
@@ -76,6 +82,14 @@ def route_bwd(dweights: Tensor, logits: Tensor, experts: Tensor, rule: Rule, bal
         p = torch.softmax(x, -1)
         dx += p * (balance - (p * balance).sum(-1, keepdim=True))
     return dx.to(logits.dtype)
+
+
+def _of_best_groups(key: Tensor, rule: Rule) -> Tensor:
+    """key (N, E), -inf outside the groups that are kept."""
+    grouped = key.unflatten(-1, (rule.groups, -1))
+    best = grouped.topk(2).values.sum(-1) if rule.two else grouped.amax(-1)
+    kept = torch.sort(best, dim=-1, descending=True, stable=True).indices[:, : rule.kept]
+    return grouped.masked_fill(~_chosen(kept, best)[..., None], float("-inf")).flatten(1)
 
 
 def _chosen(experts: Tensor, x: Tensor) -> Tensor:

@@ -53,6 +53,26 @@ def _scores(b_x, b_chosen, SIGMOID: tl.constexpr, RENORMALISE: tl.constexpr):
     return b_s
 
 
+@triton.jit
+def _of_best_groups(b_key, b_real, o_e, E: tl.constexpr, GROUPS: tl.constexpr, KEPT: tl.constexpr, TWO: tl.constexpr):
+    """-inf outside the KEPT groups that are best. b_real: not a column beyond the experts."""
+    o_group = o_e // (E // GROUPS)
+    b_best = b_key
+    for i_group in range(GROUPS):
+        b_own = tl.where(b_real & (o_group == i_group)[None, :], b_key, float("-inf"))
+        b_max = tl.max(b_own, 1)
+        if TWO:
+            b_first = tl.min(tl.where((o_group == i_group)[None, :] & (b_own >= b_max[:, None]), o_e[None, :], NONE), 1)
+            b_max += tl.max(tl.where(o_e[None, :] == b_first[:, None], float("-inf"), b_own), 1)
+        b_best = tl.where((o_group == i_group)[None, :], b_max[:, None], b_best)
+    b_left = b_real
+    for _ in range(KEPT):
+        b_max = tl.max(tl.where(b_left, b_best, float("-inf")), 1)
+        b_first = tl.min(tl.where(b_left & (b_best >= b_max[:, None]), o_e[None, :], NONE), 1)
+        b_left = b_left & (o_group[None, :] != (b_first // (E // GROUPS))[:, None])
+    return tl.where(b_left, float("-inf"), b_key)
+
+
 @launcher
 @triton.jit(do_not_specialize=["N"])
 def _route_fwd(
@@ -66,6 +86,9 @@ def _route_fwd(
     CHOSEN: tl.constexpr,
     SIGMOID: tl.constexpr,
     RENORMALISE: tl.constexpr,
+    GROUPS: tl.constexpr,
+    KEPT: tl.constexpr,
+    TWO: tl.constexpr,
     ROWS: tl.constexpr,
     BLOCK_E: tl.constexpr,
 ):
@@ -75,11 +98,14 @@ def _route_fwd(
     o_e = tl.arange(0, BLOCK_E)
     b_x = _load_logits(p_logits, o_n, o_e, N, E)
     b_key = b_x
+    if p_correction is not None or GROUPS > 1:
+        b_key = tl.sigmoid(b_x) if SIGMOID else _softmax(b_x)
     if p_correction is not None:
-        b_score = tl.sigmoid(b_x) if SIGMOID else _softmax(b_x)
-        b_key = b_score + tl.load(p_correction + o_e, o_e < E, 0.0)[None, :]
+        b_key += tl.load(p_correction + o_e, o_e < E, 0.0)[None, :]
     b_key = tl.where(b_key == b_key, b_key, float("-inf"))
     b_left = (o_e < E)[None, :] & (o_n >= 0)[:, None]
+    if GROUPS > 1:
+        b_key = _of_best_groups(b_key, b_left, o_e, E, GROUPS, KEPT, TWO)
     for _ in range(CHOSEN):
         b_max = tl.max(tl.where(b_left, b_key, float("-inf")), 1)
         b_first = tl.min(tl.where(b_left & (b_key >= b_max[:, None]), o_e[None, :], NONE), 1)
@@ -144,13 +170,15 @@ def route_fwd(logits: Tensor, rule: Rule, correction: Tensor | None = None) -> t
     N, E = logits.shape
     assert logits.is_contiguous()
     assert 0 < rule.k <= E
+    assert E % rule.groups == 0
+    assert rule.k * rule.groups <= E * rule.kept
     assert correction is None or (correction.shape == (E,) and correction.dtype == torch.float32)
     weights = torch.empty((N, rule.k), dtype=torch.float32, device=logits.device)
     experts = torch.empty((N, rule.k), dtype=torch.int32, device=logits.device)
     rows, columns = _block(E)
     _route_fwd[(cdiv(N, rows),)](
         logits, correction, weights, experts, float(rule.scale), N,
-        E, rule.k, rule.sigmoid, rule.renormalise, rows, columns, num_warps=4,
+        E, rule.k, rule.sigmoid, rule.renormalise, rule.groups, rule.kept, rule.two, rows, columns, num_warps=4,
     )  # fmt: skip
     return weights, experts
 

@@ -23,6 +23,10 @@ class Experts:
     sigmoid: bool = False  # scores: chosen by their sum with a frozen correction, in fp32
     scale: float = 1.0  # of the weights
     dense: tuple[int, ...] = ()  # layers with an MLP of their own instead
+    fp32: bool = False  # the router's product, as always with a correction
+    groups: int = 1  # of experts; those of the best are chosen from
+    kept: int = 1  # groups that are
+    two: bool = True  # a group is as good as the sum of its two best, not as its best
     turned: bool = False  # matrices are (E, out, in) in files, those of the release (E, in, out)
 
 
@@ -50,6 +54,9 @@ class ExpertKeys:
     spaced: bool = False  # by moe_layer_start_index, moe_layer_end_index and moe_layer_interval
     limit: float = 0.0  # swiglu_limit; 0: none
     bias: bool = False
+    fp32: bool = False  # the router's product, which one with a correction always has
+    groups: tuple[int, int] | None = None  # n_group, topk_group; None: not read
+    method: bool = False  # reads topk_method: greedy, or by a group's best
 
 
 REFUSED = {  # key -> accepted values
@@ -57,9 +64,8 @@ REFUSED = {  # key -> accepted values
     "use_sliding_window": (None, False),
     "moe_latent_size": (None,),
     "swiglu_alpha": (None, 1.702),
-    "n_group": (None, 1),
-    "topk_group": (None, 1),
 }
+UNGROUPED = {"n_group": (None, 1), "topk_group": (None, 1)}
 MOST = 1 << 18  # experts of all layers
 
 
@@ -67,7 +73,7 @@ def parse_experts(keys: Keys, family: ExpertKeys | None, layers: int) -> Experts
     """Raises InputError."""
     if family is None:
         return None
-    for name, accepted in REFUSED.items():
+    for name, accepted in (REFUSED if family.groups else REFUSED | UNGROUPED).items():
         keys.refuse_unless(name, accepted)
     counted = family.count_key
     count, chosen = keys.count(counted, family.count), keys.count(family.chosen_key, family.chosen)
@@ -85,8 +91,27 @@ def parse_experts(keys: Keys, family: ExpertKeys | None, layers: int) -> Experts
     limit = keys.number("swiglu_limit", family.limit) if family.limit else 0.0
     scale = keys.number(family.scale_key, family.scale) if family.scale_key else 1.0
     dense = _dense_layers(keys, family, layers)
-    bias, sigmoid = family.bias, family.sigmoid
-    return Experts(count, chosen, width, renormalise, shared, bool(gated), limit, bias, aux, sigmoid, scale, dense)
+    return Experts(
+        count, chosen, width, renormalise, shared, bool(gated), limit, family.bias, aux, family.sigmoid, scale, dense,
+        family.fp32, *_groups(keys, family, count, chosen),
+    )  # fmt: skip
+
+
+def _groups(keys: Keys, family: ExpertKeys, count: int, chosen: int) -> tuple[int, int, bool]:
+    """(groups, those that are kept, whether a group is as good as its two best)."""
+    if family.groups is None:
+        return 1, 1, True
+    if family.method:
+        keys.refuse_unless("topk_method", ("greedy", "group_limited_greedy"), "greedy")
+        if keys.raw.get("topk_method", "greedy") == "greedy":
+            return 1, 1, True
+    groups, kept = keys.count("n_group", family.groups[0]), keys.count("topk_group", family.groups[1])
+    least = 1 if family.method or groups == 1 else 2
+    if count % groups or count // groups < least:
+        raise keys.error("n_group", f"a divisor of {count}, with {least} experts or more in each group")
+    if kept > groups or kept * (count // groups) < chosen:
+        raise keys.error("topk_group", f"at most {groups}, with at least {chosen} experts in the groups")
+    return (groups, kept, not family.method) if groups > 1 else (1, 1, True)
 
 
 def _dense_layers(keys: Keys, family: ExpertKeys, layers: int) -> tuple[int, ...]:

@@ -5,7 +5,7 @@ from __future__ import annotations
 from typing import Any
 
 from trireme.models.families.keys import InputError, Keys
-from trireme.models.families.table import FAMILIES, WRAPPERS, text_of
+from trireme.models.families.table import FAMILIES, OTHER_NAMES, WRAPPERS, text_of
 
 
 def extended(raw: dict[str, Any], factor: float, where: str) -> dict[str, Any]:
@@ -27,6 +27,7 @@ def extended(raw: dict[str, Any], factor: float, where: str) -> dict[str, Any]:
 
 def _extended(raw: dict[str, Any], factor: float, where: str) -> dict[str, Any]:
     model_type = raw.get("model_type")
+    model_type = OTHER_NAMES.get(model_type, model_type) if isinstance(model_type, str) else model_type
     if model_type not in (*FAMILIES,):
         return raw  # refused by parse_config
     keys, family = Keys(raw, where), FAMILIES[model_type]
@@ -40,6 +41,8 @@ def _extended(raw: dict[str, Any], factor: float, where: str) -> dict[str, Any]:
         said = "are learned"
     elif family.local_theta not in (None, family.theta) or any(isinstance(value, dict) for value in params.values()):
         said = "are of two kinds"
+    elif family.indexed:
+        said = "are as many as its attention is dense for"
     elif family.longrope:
         said = "are scaled by longrope alone"
     else:

@@ -7,6 +7,7 @@ from typing import Any, Literal
 
 from trireme.models.families import names
 from trireme.models.families.experts import ExpertKeys
+from trireme.models.families.latent import LatentKeys
 from trireme.models.families.names import Names
 
 SILU, GELU = ("silu", "swish"), ("gelu_pytorch_tanh", "gelu_new", "gelu_fast")  # the last three: one formula
@@ -63,6 +64,9 @@ class Family:
     longrope: bool = False  # what scales positions is longrope, and nothing else
     rope_types: dict[str, str] = field(default_factory=dict)  # other names of rope's types
     alpha: bool = False  # rope of type dynamic has an alpha, which makes theta another
+    pairs_key: bool = False  # reads rope_interleave: pairs, or halves
+    latent: LatentKeys | None = None  # attention over latents
+    indexed: bool = False  # reads index_topk: in longer documents an indexer chooses keys; it is copied, not used
     query_beta: bool = False  # reads llama_4_scaling_beta: queries scaled by position
     theta: float = 10000.0
     local_theta: float | None = None  # of layers with a window, whose rope is their own; None: one rope for all
@@ -130,4 +134,5 @@ class Wrapper:
     media: dict[str, int]  # keys of the tokens that stand for images and the like -> defaults
     carried: tuple[str, ...] = ("model.visual.",)
     tied: Literal["text", "outside", "either"] = "text"  # tie_word_embeddings; "text": outside, then there
+    tied_default: bool = False  # of that outside
     flat: bool = False  # keys and names of tensors may be those of a text model with a tower beside it

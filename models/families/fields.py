@@ -7,6 +7,7 @@ from typing import Any
 
 from trireme.models.families.family import Family
 from trireme.models.families.keys import InputError, Keys, is_number
+from trireme.models.families.latent import Latent
 from trireme.models.families.rope import Rope, parse_ropes
 from trireme.models.families.windows import sliding_window, unrotated_layers
 
@@ -27,13 +28,22 @@ def heads_of(keys: Keys, family: Family, width: int, heads: int) -> tuple[int, i
     return kv_heads, head_dim
 
 
-def positions_of(keys: Keys, family: Family, head_dim: int, positions: int, layers: int) -> dict[str, Any]:
+def positions_of(
+    keys: Keys, family: Family, head_dim: int, positions: int, layers: int, latent: Latent | None = None
+) -> dict[str, Any]:
     """Fields of ModelConfig."""
     window, first, full = sliding_window(keys, family, layers)
     if not family.rotary:
         return {}
     if family.rope_said and not (keys.raw.get("rope_scaling") or keys.raw.get("rope_parameters")):
         raise keys.error("rope_parameters", "an object")
+    if latent is not None:
+        rope, _ = parse_ropes(keys, family, head_dim if family.partial else latent.rope, positions)
+        if (rope.width or head_dim) != latent.rope and family.partial:
+            raise keys.error("partial_rotary_factor", f"{latent.rope} of {head_dim} features, by qk_rope_head_dim")
+        pairs = keys.flag("rope_interleave", True) if family.pairs_key else family.pairs
+        rope = replace(rope, width=latent.rope, pairs=pairs)
+        return dict(rope=rope, attention_scale=head_dim**-0.5 * rope.sharpness)
     rope, local = parse_ropes(keys, family, head_dim, positions)
     if (rope.width or local.width) and not family.partial:
         raise InputError(f'{keys.where}: "partial_rotary_factor" is not supported for {keys.raw["model_type"]}.')

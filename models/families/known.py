@@ -19,13 +19,9 @@ KNOWN = {  # (what they have, the nearest that is supported) -> their model type
     ("Mamba layers, and experts with relu squared", "qwen3_moe"): "nemotron_h nemotron_h_omni",
     ("short convolutions in place of attention", "llama"): "lfm2 lfm3 lfm2_vl lfm3_vl",
     ("short convolutions in place of attention, and experts", "qwen3_moe"): "lfm2_moe",
-    ("multi-head latent attention, and experts", "glm4_moe"): (
-        "deepseek_v2 deepseek_v3 kimi_k2 kimi_k25 glm4_moe_lite mistral4 longcat_flash sarvam_mla axk1"
-    ),
-    ("multi-head latent attention", "llama"): "minicpm3 youtu",
-    ("sparse attention with an indexer of its keys", "glm4_moe"): (
-        "deepseek_v32 deepseek_v4 glm_moe_dsa hy_v4 hy_v4_vl mistral_large4 axk2"
-    ),
+    ("multi-head latent attention of another kind, and experts", "deepseek_v3"): ("longcat_flash sarvam_mla axk1"),
+    ("multi-head latent attention with scaled branches", "youtu"): "minicpm3",
+    ("sparse attention with an indexer of its keys", "deepseek_v3"): ("deepseek_v4 hy_v4 hy_v4_vl mistral_large4 axk2"),
     ("sparse attention with an indexer of its keys, and images", "minimax_m2"): "minimax_m3_vl minimax_m3_vl_text",
     ("a gate on the result of attention, and experts", "glm4_moe"): "afmoe laguna step3p7",
     ("a gate on the result of attention", "llama"): "muse_glimmer",

@@ -33,6 +33,8 @@ class Names:
     stacked: tuple[str, ...] = ()  # names of the two on disk, (E, out, in), without `each`; (): as above, (E, in, out)
     either: bool = False  # or (E, out, in) by the same names: so transformers writes what it has read otherwise
     sinks: str = ""
+    q_b: str = ""  # of latent attention: behind q_norm
+    kv_b: str = ""  # behind k_norm
     correction: str = ""  # (E,) fp32, frozen
     correction_row: bool = False  # (1, E) on disk
     by_head: bool = False  # in the packed matrix q, k and v of a head stand together
@@ -46,6 +48,11 @@ class Names:
     def experts_in_out(self) -> bool:
         """Whether a layer's experts are (E, in, out), not (E, out, in)."""
         return not self.each and not self.stacked
+
+    @property
+    def attention(self) -> tuple[str, ...]:
+        """Attention's linear layers."""
+        return (*self.qkv, *(name for name in (self.q_b, self.kv_b) if name), self.o)
 
     def module(self, name: str) -> str:
         """The name of transformers' module or parameter."""
@@ -65,6 +72,12 @@ def within(names: Names) -> Names:
 def turned(names: Names) -> Names:
     """Of files with experts (E, out, in), where those of the release are (E, in, out)."""
     return replace(names, stacked=(f"{names.experts}.gate_up_proj", f"{names.experts}.down_proj"))
+
+
+@lru_cache
+def direct(names: Names) -> Names:
+    """Of latent attention whose queries have no latent."""
+    return replace(names, qkv=("self_attn.q_proj", names.qkv[1]), q_norm="", q_b="")
 
 
 def adapter_names(module: str) -> tuple[str, str]:
@@ -99,6 +112,23 @@ CORRECTED = replace(
     down="mlp.shared_experts.down_proj",
     correction="mlp.gate.e_score_correction_bias",
 )
+LATENT = replace(
+    SPLIT,
+    qkv=("self_attn.q_a_proj", "self_attn.kv_a_proj_with_mqa"),
+    q_norm="self_attn.q_a_layernorm",
+    k_norm="self_attn.kv_a_layernorm",
+    q_b="self_attn.q_b_proj",
+    kv_b="self_attn.kv_b_proj",
+)
+LATENT_MIXTURE = replace(
+    LATENT,
+    up=("mlp.shared_experts.gate_proj", "mlp.shared_experts.up_proj"),
+    down="mlp.shared_experts.down_proj",
+    router="mlp.gate",
+    experts="mlp.experts",
+)
+LATENT_STACKED = replace(LATENT_MIXTURE, each=(), stacked=("mlp.experts.gate_up_proj", "mlp.experts.down_proj"))
+LATENT_CORRECTED = replace(LATENT_MIXTURE, correction="mlp.gate.e_score_correction_bias")
 FUSED = replace(SPLIT, router="mlp.router", experts="mlp.experts", each=(), sinks="self_attn.sinks")
 IN_ONE = replace(MIXTURE, each=(), either=True)
 SPARSE = replace(

@@ -27,6 +27,10 @@ class Part:
     stored: str  # in files, behind the matrix's name
     dtypes: tuple[str, ...]  # that it may have in files; of a matrix that is read, or planned, the first
 
+    @property
+    def itemsize(self) -> int:
+        return {"F32": 4, "BF16": 2}.get(self.dtypes[0], 1)
+
 
 @dataclass(frozen=True)
 class Packing:

@@ -32,6 +32,7 @@ class Rope:
     short_factors: tuple[float, ...] = ()  # longrope: frequencies' divisors up to original_positions
     long_factors: tuple[float, ...] = ()  # longrope: beyond
     pairs: bool = False  # neighbouring features are turned, not halves
+    sharpness: float = 1.0  # yarn: latent attention's scores times this
     query_beta: float = 0.0  # yarn: queries times 1 + this * log(1 + position // original_positions)
 
 
@@ -107,8 +108,10 @@ def _parse(keys: Keys, inner: Keys, family: Family, theta: float, head_dim: int,
         factor = inner.number("factor", positions / original)
         fast, slow = inner.number("beta_fast", 32.0), inner.number("beta_slow", 1.0)
         attention = inner.number("attention_factor", _yarn_attention(inner, factor))
+        sharp = _sharpness(inner, factor) if family.latent else 1.0
         return Rope(theta, kind, factor, attention_factor=attention, beta_fast=fast, beta_slow=slow,
-                    truncate=_truncate(inner, family), query_beta=_query_beta(inner, family), **common)  # fmt: skip
+                    truncate=_truncate(inner, family), query_beta=_query_beta(inner, family), sharpness=sharp,
+                    **common)  # fmt: skip
     factor = inner.number("factor", positions / original)
     if factor > 1 and original == 1:
         raise InputError(f'{inner.where}: "original_max_position_embeddings" is 1, expected more.')
@@ -154,6 +157,13 @@ def _width(keys: Keys, inner: Keys, family: Family, head_dim: int) -> int:
         holder, name = (inner, "partial_rotary_factor") if "partial_rotary_factor" in inner.raw else (keys, name)
         raise holder.error(name, f"a share of {head_dim} features that is an even number")
     return 0 if width == head_dim else width
+
+
+def _sharpness(inner: Keys, factor: float) -> float:
+    """Of latent attention's scores, as DeepSeek-V2 has it."""
+    if not inner.raw.get("mscale_all_dim") or factor <= 1:
+        return 1.0
+    return (0.1 * inner.number("mscale_all_dim") * math.log(factor) + 1.0) ** 2
 
 
 def _yarn_attention(inner: Keys, factor: float) -> float:

@@ -18,6 +18,7 @@ from trireme.models.families.family import (
     Family,
     Wrapper,
 )
+from trireme.models.families.latent import LatentKeys
 
 _GLM: dict[str, Any] = dict(
     partial=0.5, pairs=True, kv_heads=2, head_dim=128, max_positions=131072, eps=1.5625e-7,
@@ -26,6 +27,10 @@ _GLM: dict[str, Any] = dict(
 _BESIDE: dict[str, Any] = dict(
     beside=1, beside_key="n_shared_experts", sigmoid=True, scale_key="routed_scaling_factor",
 )  # fmt: skip
+_LATENT: dict[str, Any] = dict(moe_layer_freq=(None, 1))
+_INDEXED = _LATENT | dict(
+    topk_method=(None, "noaux_tc"), scoring_func=(None, "sigmoid"), mlp_bias=(None, False), rope_interleave=(None, True)
+)
 _QWEN_VL: dict[str, Any] = dict(
     kv_heads=8, max_positions=32768, eps=1e-5, theta=1e6, qkv_bias=True, windows="above", above=80,
     rope_types={"mrope": "default"}, inner=True,
@@ -244,6 +249,79 @@ FAMILIES = {
         experts=ExpertKeys(128, 8, 1408, "n_routed_experts", normalised=True, leading=1, **_BESIDE),
         aliases={"num_local_experts": "n_routed_experts"},
     ),
+    "deepseek_v2": Family(
+        "DeepSeek-V2, V2-Lite, Coder-V2",
+        names=names.LATENT_MIXTURE, dense_names=names.LATENT, latent=LatentKeys(), pairs=True, qkv_bias=BIAS,
+        o_bias=BIAS,
+        experts=ExpertKeys(
+            64, None, 1407, "n_routed_experts", renormalise=False, leading=0, fp32=True, groups=(1, 1), method=True,
+            **_BESIDE | dict(beside=2, sigmoid=False),
+        ),
+        aliases={"num_experts": "n_routed_experts"},
+        only=_LATENT | dict(norm_topk_prob=(None, False), scoring_func=(None, "softmax"), mlp_bias=(None, False)),
+    ),
+    "deepseek_v3": Family(
+        "DeepSeek-V3, V3.1, R1; Moonlight; Kimi K2 in BF16 or fp8",
+        names=names.LATENT_CORRECTED, dense_names=names.LATENT,
+        vocab=129280, ffn=18432, n_heads=128, max_positions=4096, latent=LatentKeys(),
+        pairs=True, pairs_key=True, qkv_bias=BIAS, o_bias=BIAS, mtp=True,
+        experts=ExpertKeys(
+            256, 8, 2048, "n_routed_experts", normalised=True, leading=3, groups=(8, 4), **_BESIDE | dict(scale=2.5)
+        ),
+        aliases={"num_local_experts": "n_routed_experts", "num_mtp_layers": "num_nextn_predict_layers"},
+        only=_LATENT | dict(topk_method=(None, "noaux_tc"), scoring_func=(None, "sigmoid")),
+    ),
+    "deepseek_v32": Family(
+        "DeepSeek-V3.2 (documents of up to 2,048 tokens, where its attention is dense)",
+        names=names.LATENT_CORRECTED, dense_names=names.LATENT, vocab=129280, ffn=18432, n_heads=128,
+        max_positions=163840, latent=LatentKeys(), pairs=True, indexed=True, qkv_bias=BIAS, o_bias=BIAS, mtp=True,
+        experts=ExpertKeys(
+            256, 8, 2048, "n_routed_experts", normalised=True, leading=3, listed=True, groups=(8, 4),
+            **_BESIDE | dict(scale=2.5),
+        ),
+        aliases={"num_local_experts": "n_routed_experts"}, only=_INDEXED,
+    ),
+    "glm_moe_dsa": Family(
+        "GLM-5 (documents of up to 2,048 tokens, where its attention is dense)",
+        names=names.LATENT_CORRECTED, dense_names=names.LATENT, vocab=154880, ffn=12288, n_heads=64,
+        max_positions=202752, eps=1e-5, latent=LatentKeys(q_rank=2048, nope=192, value=256), pairs=True, indexed=True,
+        qkv_bias=BIAS, o_bias=BIAS, mtp=True,
+        experts=ExpertKeys(
+            256, 8, 2048, "n_routed_experts", normalised=True, leading=3, listed=True, groups=(1, 1),
+            **_BESIDE | dict(scale=2.5),
+        ),
+        aliases={"num_local_experts": "n_routed_experts"}, only=_INDEXED,
+    ),
+    "glm4_moe_lite": Family(
+        "GLM-4.7-Flash",
+        names=names.LATENT_CORRECTED, dense_names=names.LATENT,
+        vocab=154880, ffn=10240, n_heads=20, max_positions=202752, eps=1e-5,
+        latent=LatentKeys(q_rank=768, nope=192, value=256), pairs=True, pairs_key=True, qkv_bias=BIAS, o_bias=BIAS,
+        mtp=True,
+        experts=ExpertKeys(
+            64, 4, 1536, "n_routed_experts", normalised=True, leading=1, listed=True, groups=(1, 1),
+            **_BESIDE | dict(scale=1.8),
+        ),
+        aliases={"num_local_experts": "n_routed_experts"},
+        only=_LATENT | dict(topk_method=(None, "noaux_tc"), scoring_func=(None, "sigmoid")),
+    ),
+    "mistral4": Family(
+        "Mistral Small 4 (119B)",
+        names=names.LATENT_STACKED, dense_names=names.LATENT, inner=True,
+        vocab=131072, ffn=12288, n_heads=32, max_positions=1048576,
+        latent=LatentKeys(q_rank=1024, kv_rank=256, nope=64), pairs=True, pairs_key=True, partial=1.0,
+        query_beta=True, rope_said=True, qkv_bias=BIAS, o_bias=BIAS,
+        experts=ExpertKeys(
+            128, 4, 2048, "n_routed_experts", normalised=True, leading=0, groups=(1, 1),
+            **_BESIDE | dict(sigmoid=False),
+        ),
+        aliases={"num_local_experts": "n_routed_experts"}, only=_LATENT,
+    ),
+    "youtu": Family(
+        "Youtu-LLM 2B",
+        names=names.LATENT, vocab=128256, ffn=6144, n_heads=16, max_positions=131072, tied=True, latent=LatentKeys(),
+        pairs=True, pairs_key=True, qkv_bias=BIAS, o_bias=BIAS, only=_LATENT | dict(mlp_bias=(None, False)),
+    ),
     "granitemoe": Family(
         "Granite 3 (1B-A400M, 3B-A800M)",
         names=names.STACKED, qkv_bias=BIAS, o_bias=BIAS, scaled=True,
@@ -281,12 +359,17 @@ FAMILIES = {
 }  # fmt: skip
 
 
+OTHER_NAMES = {"kimi_k2": "deepseek_v3"}  # of a row: model_type in files of the same model
 _LLAVA = "model.vision_tower.", "model.multi_modal_projector."
 _QWEN_MEDIA = {"image_token_id": 151655, "video_token_id": 151656}
+_KIMI = "model.vision_tower.", "model.mm_projector.", "vision_tower.", "mm_projector."
 _GLM_MEDIA = {"image_token_id": 151343, "video_token_id": 151344}
 WRAPPERS = {
     "gemma3": Wrapper(("gemma3_text",), {"image_token_index": 262144}, _LLAVA),
-    "mistral3": Wrapper(("mistral", "ministral3"), {"image_token_index": 10}, _LLAVA),
+    "mistral3": Wrapper(("mistral", "ministral3", "mistral4"), {"image_token_index": 10}, _LLAVA),
+    "kimi_k25": Wrapper(
+        ("deepseek_v3",), {"image_token_id": 163605, "video_token_id": 163840}, _KIMI, tied="outside", tied_default=True
+    ),
     "qwen3_vl": Wrapper(("qwen3_vl_text",), _QWEN_MEDIA, tied="outside"),
     "qwen3_vl_moe": Wrapper(("qwen3_vl_moe_text",), _QWEN_MEDIA, tied="outside"),
     "qwen2_5_vl": Wrapper(("qwen2_5_vl_text",), _QWEN_MEDIA, tied="either", flat=True),

@@ -6,6 +6,8 @@ from trireme.models.families.family import Family
 from trireme.models.families.keys import InputError, Keys
 from trireme.models.families.rope import GLOBAL, LOCAL
 
+INDEXED = "indexed_attention"  # in layer_types: an indexer chooses keys
+
 
 def sliding_window(keys: Keys, family: Family, layers: int) -> tuple[int, int, tuple[int, ...]]:
     """(window, its first layer, later layers without it); (0, 0, ()) for none."""
@@ -23,10 +25,11 @@ def sliding_window(keys: Keys, family: Family, layers: int) -> tuple[int, int, t
         first = _first_window(keys, family, layers) if keys.flag("use_sliding_window", False) else layers
     first = first if window else layers
     types = keys.raw.get("layer_types")
-    wanted = lambda: [GLOBAL] * first + [LOCAL] * (layers - first)
+    whole = INDEXED if family.indexed else GLOBAL
+    wanted = lambda: [whole] * first + [LOCAL] * (layers - first)
     if types is not None and not (isinstance(types, list) and len(types) == layers and types == wanted()):
-        some = f"{GLOBAL} in the first {first} layers and {LOCAL} in the others" if 0 < first < layers else ""
-        every = f"{LOCAL if first == 0 else GLOBAL} in all {layers} layers"
+        some = f"{whole} in the first {first} layers and {LOCAL} in the others" if 0 < first < layers else ""
+        every = f"{LOCAL if first == 0 else whole} in all {layers} layers"
         raise InputError(
             f'{keys.where}: "layer_types" must be {some or every}, as the other keys say; other patterns are not '
             f"supported for {keys.raw['model_type']}."

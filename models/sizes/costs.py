@@ -31,6 +31,7 @@ from trireme.models.sizes.shapes import (
 )
 
 KNOWN = 4096  # counts that are kept: a step asks for each of its tasks
+NEVER_SAVED = {"router", "q_b", "kv_b"}  # matmuls that backward always repeats
 TILE = 128  # rows of a tile of grouped matmuls
 
 
@@ -57,7 +58,11 @@ def _linear_layers(cfg: ModelConfig, kind: str) -> dict[str, tuple[int, int]]:
     found = {}
     if kind != "mlp":
         found["qkv"] = cfg.width, cfg.qkv_width
-        found["attn_branch" if cfg.names.post1 else "resid"] = cfg.q_width, cfg.width
+        found["attn_branch" if cfg.names.post1 else "resid"] = cfg.attn_width, cfg.width
+        if cfg.latent:
+            found["kv_b"] = cfg.latent.kv_rank, cfg.n_heads * (cfg.latent.nope + cfg.latent.value)
+        if cfg.latent and cfg.latent.q_rank:
+            found["q_b"] = cfg.latent.q_rank, cfg.q_width
     if kind != "attention" and cfg.experts is None:
         found[up_name(cfg)] = cfg.width, up_width(cfg)
         found["mlp_branch" if cfg.names.post2 else "out"] = cfg.ffn, cfg.width
@@ -80,7 +85,12 @@ def _linear_params(cfg: ModelConfig, kind: str = "block") -> dict[str, int]:
 
 def attention_flops(cfg: ModelConfig, pairs: int) -> int:
     """Forward of one layer's attention: scores and weighted values."""
-    return 4 * pairs * cfg.q_width
+    return 2 * pairs * (cfg.q_width + cfg.attn_width)
+
+
+def attention_backward_flops(cfg: ModelConfig, pairs: int) -> int:
+    """Scores and their gradient, and the gradients of queries, keys and values."""
+    return 2 * pairs * (3 * cfg.q_width + 2 * cfg.attn_width)
 
 
 @lru_cache(KNOWN)
@@ -130,16 +140,16 @@ def backward_flops(cfg: ModelConfig, u: int, tokens: int, pairs: int) -> int:
     if what in ("embed", "head"):
         frozen = is_frozen(cfg, [(output_name(cfg), ())])
         return (1 if frozen else 2) * forward_flops(cfg, u, tokens, pairs)
-    attention = attention_flops(cfg, pairs) if what != "mlp" else 0
+    attention = attention_backward_flops(cfg, pairs) if what != "mlp" else 0
     matmuls = sum(_linear_params(cfg, what).values()) + _trained_params(cfg, u) + 2 * _adapter_params(cfg, u)
     matmuls += _expert_bias_params(cfg, u) if what != "attention" else 0
-    return 2 * tokens * matmuls + attention * 5 // 2
+    return 2 * tokens * matmuls + attention
 
 
 def recompute_flops(cfg: ModelConfig, kept: frozenset[str], tokens: int, pairs: int, kind: str = "block") -> int:
     """What backward adds to rebuild saved_shapes not in `kept`."""
     missing = saved_shapes(cfg, tokens, kind).keys() - kept
-    again = missing | {"router"}  # never saved
+    again = missing | NEVER_SAVED
     linear = sum(n for name, n in _linear_params(cfg, kind).items() if name in again)
     attention = attention_flops(cfg, pairs) if missing & {"attn_out", "lse"} else 0
     return 2 * tokens * linear + attention
@@ -187,7 +197,7 @@ def in_fp8_work(cfg: ModelConfig, u: int, kept: frozenset[str], tokens: int) -> 
     cfg, what = seen(cfg, what)
     sizes = _linear_layers(cfg, what)
     found = {name: (a, b) for name, (a, b) in sizes.items() if in_fp8(cfg, a, b)}
-    again = {name: size for name, size in found.items() if name in missing}
+    again = {name: size for name, size in found.items() if name in missing | NEVER_SAVED}
     flops = lambda sizes: 2 * N * sum(a * b for a, b in sizes.values())
     # Read twice, written once: x; behind, dy in both orders; a slice written and read. Matrices: Geometry.decode_bytes,
     # or where each matmul quantises them as x.

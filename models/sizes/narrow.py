@@ -10,7 +10,7 @@ from typing import NamedTuple
 
 from trireme.models.config import ModelConfig
 from trireme.models.families.packing import Part
-from trireme.models.sizes.shapes import Group, frozen_groups, is_frozen, is_packed, on_disk, weight_groups
+from trireme.models.sizes.shapes import GATE_UP, Group, frozen_groups, is_frozen, is_packed, on_disk, weight_groups
 
 FP8 = ROWS, COLUMNS, SCALE = "_rows", "_columns", "_scale"  # behind the name of a matmul's first matrix: its codes
 MOST_CODES = 1 << 29  # elements of a unit that codes are made of once a pass, in both orders
@@ -32,6 +32,35 @@ def packed_groups(cfg: ModelConfig, u: int) -> list[Group]:
         return []
     quantised = fp8_groups(cfg, u)
     return [group for group in frozen_groups(cfg, u) if is_packed(cfg, group) and group not in quantised]
+
+
+def sliced_groups(cfg: ModelConfig, u: int) -> list[Group]:
+    """Experts' matrices among packed_groups of which each matmul decodes some at a time (packed.py), not a pass all."""
+    return [group for group in packed_groups(cfg, u) if cfg.at_once and len(group[0][1]) == 3]
+
+
+def slice_bytes(cfg: ModelConfig, u: int, itemsize: int) -> int:
+    """Of the largest of their slices, decoded."""
+    return max((cfg.at_once * prod(shape[1:]) * itemsize for ((_, shape),) in sliced_groups(cfg, u)), default=0)
+
+
+class Decoded(NamedTuple):
+    """Bytes that decoding them reads and writes in a micro-batch."""
+
+    forward: int = 0
+    backward: int = 0
+    rebuilt: int = 0  # of forward, in backward
+
+
+def sliced_bytes(cfg: ModelConfig, u: int, tokens: int, itemsize: int) -> Decoded:
+    """Each tile of tokens (block.mlp_forward) decodes all."""
+    parts, found = packed_parts(cfg, u), dict[str, int]()
+    for ((name, shape),) in sliced_groups(cfg, u):
+        assert cfg.packing is not None
+        read = sum(prod(parts[name + part.suffix].shape) * part.itemsize for part in cfg.packing.parts)
+        found[name.rpartition(".")[2]] = (read + prod(shape) * itemsize) * -(-tokens // cfg.mlp_rows)
+    both = sum(found.values())
+    return Decoded(both, both, found.get(GATE_UP, 0))
 
 
 def packed_parts(cfg: ModelConfig, u: int) -> dict[str, PartOf]:
@@ -97,10 +126,11 @@ def quantised_each(cfg: ModelConfig, u: int) -> bool:
 
 
 def made_groups(cfg: ModelConfig, u: int) -> tuple[list[Group], dict[str, str]]:
-    """(what a pass makes of a unit's weights, dtypes that are not of the run's): packed_groups, and of fp8_groups codes
-    in both orders, if frozen in the one that base_groups lack.
+    """(what a pass makes of a unit's weights, dtypes that are not of the run's): packed_groups without sliced_groups;
+    of fp8_groups codes in both orders, if frozen in the one that base_groups lack.
     """
-    found, dtypes, each = packed_groups(cfg, u), dict[str, str](), quantised_each(cfg, u)
+    sliced, dtypes, each = sliced_groups(cfg, u), dict[str, str](), quantised_each(cfg, u)
+    found = [group for group in packed_groups(cfg, u) if group not in sliced]
     for group in fp8_groups(cfg, u):
         if each and not is_frozen(cfg, group):
             continue

@@ -185,6 +185,10 @@ def adapts_experts(name: str) -> bool:
 def features(cfg: ModelConfig, names: tuple[str, ...]) -> tuple[int, ...]:
     """Features of each matrix of a matmul, given their names within a block."""
     own = cfg.names
+    if cfg.latent and names == own.qkv:
+        return cfg.latent.q_rank or cfg.q_width, cfg.latent.kv_rank + cfg.latent.rope
+    if cfg.latent and names in ((own.q_b,), (own.kv_b,)):
+        return (cfg.q_width if names == (own.q_b,) else cfg.n_heads * (cfg.latent.nope + cfg.latent.value),)
     if names == own.qkv:
         return (cfg.qkv_width,) if len(names) == 1 else (cfg.q_width, cfg.kv_width, cfg.kv_width)
     if names == own.up:
@@ -231,9 +235,13 @@ def _attention_groups(cfg: ModelConfig) -> list[Group]:
     rows = features(cfg, names.qkv)
     groups = [
         _matrix(cfg, names.qkv, rows, D),
-        _matrix(cfg, (names.o,), (D,), cfg.q_width),
+        _matrix(cfg, (names.o,), (D,), cfg.attn_width),
         *_norm(cfg, names.norm1, names.post1),
     ]
+    if cfg.latent:
+        ranks = [(names.q_b, names.q_norm, cfg.latent.q_rank), (names.kv_b, names.k_norm, cfg.latent.kv_rank)]
+        for matrix, norm, rank in ranks[not names.q_b :]:
+            groups += [_matrix(cfg, (matrix,), features(cfg, (matrix,)), rank), [(f"{norm}.weight", (rank,))]]
     if cfg.qk_norm:
         wide = cfg.family.qk_norm == "width"
         widths = (cfg.q_width, cfg.kv_width) if wide else (cfg.head_dim, cfg.head_dim)
@@ -260,13 +268,19 @@ def _mlp_groups(cfg: ModelConfig) -> list[Group]:
     return groups
 
 
+def expert_shape(cfg: ModelConfig, matrix: str) -> tuple[int, int]:
+    """Of one expert's GATE_UP or DOWN, in memory."""
+    assert cfg.experts is not None
+    rows, columns = (2 * cfg.experts.width, cfg.width) if matrix == GATE_UP else (cfg.width, cfg.experts.width)
+    return (columns, rows) if cfg.names.experts_in_out else (rows, columns)
+
+
 def _expert_groups(cfg: ModelConfig) -> list[Group]:
     names, own, D = cfg.names, cfg.experts, cfg.width
     assert own is not None
-    stored = lambda rows, columns: (own.count, *((columns, rows) if names.experts_in_out else (rows, columns)))
     groups: list[Group] = [
-        [(f"{names.experts}.{GATE_UP}", stored(2 * own.width, D))],
-        [(f"{names.experts}.{DOWN}", stored(D, own.width))],
+        [(f"{names.experts}.{GATE_UP}", (own.count, *expert_shape(cfg, GATE_UP)))],
+        [(f"{names.experts}.{DOWN}", (own.count, *expert_shape(cfg, DOWN)))],
         [(f"{names.router}.weight", (own.count, D))],
     ]
     if own.bias:  # flat: vectors have no weight decay
@@ -321,7 +335,7 @@ def saved_shapes(cfg: ModelConfig, tokens: int, kind: str = "block") -> dict[str
     found: dict[str, tuple[tuple[int, ...], str]] = {}
     if kind != "mlp":
         found["qkv"] = (N, cfg.qkv_width), "compute"
-        found["attn_out"] = (N, cfg.q_width), "compute"
+        found["attn_out"] = (N, cfg.attn_width), "compute"
         found["lse"] = (cfg.n_heads, N), "F32"
         if cfg.names.post1:
             found["attn_branch"] = (N, cfg.width), "compute"

@@ -8,7 +8,7 @@ from __future__ import annotations
 from typing import NamedTuple
 
 from trireme.models.config import ModelConfig
-from trireme.models.sizes.narrow import in_fp8, quantised_each
+from trireme.models.sizes.narrow import in_fp8, quantised_each, slice_bytes
 from trireme.models.sizes.shapes import chosen, hidden_width, is_frozen, kind, output_name, seen, up_width
 
 LOSS_CHUNK = 2048  # rows of logits; default of linear_cross_entropy
@@ -31,7 +31,7 @@ def workspace_bytes(cfg: ModelConfig, u: int, tokens: int, itemsize: int, grad_i
     if u == cfg.n_units - 1:
         return _head_workspace(cfg, tokens, itemsize, grad_itemsize or itemsize) + partials
     sizes = _Sizes(tokens, itemsize, grad_itemsize or itemsize, quantised_each(cfg, u))
-    return _block_workspace(cfg, kind(cfg, u), sizes) + partials
+    return _block_workspace(cfg, kind(cfg, u), sizes) + slice_bytes(cfg, u, itemsize) + partials
 
 
 def slice_rows(columns: int, itemsize: int) -> int:
@@ -100,6 +100,8 @@ def _attention_moments(cfg: ModelConfig, sizes: _Sizes) -> tuple[int, list[int]]
     tokens, itemsize, *_ = sizes
     x, attn, qkv = (tokens * width * itemsize for width in (cfg.width, cfg.q_width, cfg.qkv_width))
     lse = cfg.n_heads * tokens * 4
+    if cfg.latent:
+        return _latent_moments(cfg, sizes)
     normed = tokens * (cfg.q_width + cfg.kv_width) * itemsize + 2 * lse if cfg.qk_norm else 0  # normed q, k
     result = qkv + normed + attn + lse
     first = _codes(cfg, sizes, cfg.width, cfg.qkv_width, cfg.qkv_bias)
@@ -116,6 +118,46 @@ def _attention_moments(cfg: ModelConfig, sizes: _Sizes) -> tuple[int, list[int]]
         first.held + x + first.add,  # attention.backward_to_x: d_qkv; y or its gradient
         first.held + first.matrix + x,
     ]
+
+
+def _latent_moments(cfg: ModelConfig, sizes: _Sizes) -> tuple[int, list[int]]:
+    """As _attention_moments, of latent attention (latent.py)."""
+    own, (tokens, itemsize, *_) = cfg.latent, sizes
+    assert own is not None
+    of = lambda width: tokens * width * itemsize
+    x, attn, qkv, heads = (of(width) for width in (cfg.width, cfg.attn_width, cfg.qkv_width, cfg.q_width))
+    kv, lse = of(cfg.n_heads * (own.nope + own.value)), cfg.n_heads * tokens * 4
+    q = heads if own.q_rank else 0
+    result = qkv + q + heads + kv + attn + lse
+    d_heads = result + qkv + q + kv  # and in attention's backward those of keys
+    first = _codes(cfg, sizes, cfg.width, cfg.qkv_width, cfg.qkv_bias)
+    last = _codes(cfg, sizes, cfg.attn_width, cfg.width)  # dy is the caller's
+    matmul = x * (last.x > 0)  # added to what there is
+    moments = [
+        x + first.x + qkv,  # attention._project
+        result,
+        attn + last.x + matmul,  # add_branch
+        result + last.x + matmul,  # attention.residual: beside it `out`
+        result + last.dy + last.add,  # attention.backward_to_qkv
+        result + last.dy + last.matrix + attn,
+        d_heads + heads + attn + lse,  # dout, row sums of dout * out
+        d_heads + heads + tokens * own.rope * max(itemsize, 4),  # latent.backward: the keys' shared part
+        qkv + first.dy,
+        first.held + x + first.add,  # attention.backward_to_x: d_qkv; y or its gradient
+        first.held + first.matrix + x,
+    ]
+    for rank, inside, outside, made in ((own.q_rank, own.q_rank, cfg.q_width, q), (own.kv_rank, own.kv_rank, 0, kv)):
+        if not rank:
+            continue
+        codes = _codes(cfg, sizes, inside, outside or cfg.n_heads * (own.nope + own.value))
+        moments += [
+            qkv + q + of(rank) + codes.x + made,  # latent.heads
+            d_heads
+            + 2 * of(rank)
+            + max(codes.dy, codes.held - made)
+            + max(codes.add, codes.matrix),  # _latent_backward
+        ]
+    return result, moments
 
 
 def _mlp_moments(cfg: ModelConfig, sizes: _Sizes) -> tuple[list[int], list[int]]:
@@ -162,7 +204,7 @@ def _routes_bytes(cfg: ModelConfig, tokens: int, itemsize: int) -> int:
     """experts.Routes with the gradients of logits and weights, and what sorting takes."""
     assert cfg.experts is not None
     own = cfg.experts
-    logits = (8 + itemsize if cfg.names.correction else 2 * itemsize) * own.count  # and their gradient
+    logits = (8 + itemsize if own.fp32 or cfg.names.correction else 2 * itemsize) * own.count  # and their gradient
     logits += own.bias * (2 * itemsize * own.count + own.chosen * (itemsize + 8))  # experts._bias_gradients_
     sorting = own.chosen * (20 + own.count // 16 + 1)
     return tokens * (logits + sorting) + 8 * own.count

@@ -7,7 +7,7 @@ from pathlib import Path
 from trireme.models.families.family import EXACT_GELU, GELU, RELU2, SILU, Family
 from trireme.models.families.known import KNOWN
 from trireme.models.families.rope import KINDS
-from trireme.models.families.table import FAMILIES, WRAPPERS
+from trireme.models.families.table import FAMILIES, OTHER_NAMES, WRAPPERS
 
 ROOT = Path(__file__).parents[2]
 PAGE = ROOT / "docs" / "models.md"
@@ -52,10 +52,11 @@ MAKERS = {
     "LLaMA and similar": "llama seed_oss smollm3 cwm helium arcee",
     "GPT": "gpt2 gpt_neox gpt_oss starcoder2",
     "Qwen": ("qwen2 qwen3 qwen2_moe qwen3_moe qwen2_vl_text qwen2_5_vl_text qwen3_vl_text qwen3_vl_moe_text"),
-    "GLM": "glm glm4 glm4_moe glm4v_text glm4v_moe_text",
-    "Mistral": "mistral ministral ministral3 mixtral",
+    "GLM": "glm glm4 glm4_moe glm4_moe_lite glm_moe_dsa glm4v_text glm4v_moe_text",
+    "Mistral": "mistral ministral ministral3 mistral4 mixtral",
+    "DeepSeek, Moonshot": "deepseek_v2 deepseek_v3 deepseek_v32",
     "MiniMax": "minimax_m2",
-    "Tencent": "hunyuan_v1_dense hy_v3",
+    "Tencent": "hunyuan_v1_dense hy_v3 youtu",
     "EXAONE": "exaone4 exaone_moe",
     "Upstage": "solar_open",
     "rednote": "dots1",
@@ -104,6 +105,10 @@ def special(family: Family) -> list[str]:
         "dense layers first": family.experts is not None and bool(family.experts.leading),
         "experts chosen with a frozen correction bias": bool(n.correction),
         "MTP layers are copied": family.mtp,
+        "an indexer, which is copied": family.indexed,
+        "latent attention": family.latent is not None,
+        "groups of experts": family.experts is not None
+        and (family.experts.method or family.experts.groups not in (None, (1, 1))),
         "attention sinks": bool(n.sinks),
         "relu squared between two matrices": family.acts is RELU2,
         "q and k rotated before their norms": family.rope_first,
@@ -124,7 +129,8 @@ def verified(model_type: str) -> str:
 def row(maker: str, model_type: str) -> str:
     family = FAMILIES[model_type]
     outer = [f"`{name}`" for name, wrapper in WRAPPERS.items() if model_type in wrapper.texts]
-    own = [f"`{model_type}`"] if not family.inner else []
+    same = [name for name, own in OTHER_NAMES.items() if own == model_type]
+    own = [f"`{name}`" for name in (model_type, *same)] if not family.inner else []
     types = ", ".join([*own, *(f"{name} (`{model_type}`)" for name in outer)])
     return f"| {maker} | {types} | {family.known_as} | {', '.join(special(family)) or '-'} | {verified(model_type)} |"
 

@@ -45,6 +45,8 @@ def trained(cfg, plan, queues):
         "minimax m2",
         "exaone moe",
         "hy v3",
+        "deepseek v3",
+        "deepseek v2, groups, queries without a latent, yarn",
     ],
 )
 def test_placement_never_changes_the_numbers(case, halves):

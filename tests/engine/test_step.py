@@ -13,6 +13,7 @@ from engines import (
     FROZEN,
     GPT,
     GPT_LORA,
+    LATENT,
     LIMITS,
     LLAMA,
     LORA,
@@ -60,6 +61,7 @@ MODELS |= {
     "mixture": MIXTURE,
     "packed": PACKED,
     "packed in blocks": BLOCKS,
+    "latent": LATENT,
     "packed in blocks, in fp8": replace(BLOCKS, fp8=True),
 }
 IN_FP8 = {
@@ -207,6 +209,19 @@ def test_evaluations_samples_and_flushes_between_steps_change_nothing(model, win
 
 
 LATE = st.lists(st.sampled_from(("host", "ssd")), unique=True).map(tuple)
+
+
+@pytest.mark.parametrize("model", ["packed", "packed in blocks", "latent"])
+@pytest.mark.parametrize("at_once", [1, 2, 100])
+def test_where_packed_experts_are_cut_changes_no_bit(model, at_once):
+    """Nor what else a plan does; they are never decoded all, but where a slice holds all."""
+    unit = UnitPlan("host", "host", base="ssd", x="host")
+    plan = gpu_plan(MODELS[model], units=(unit,) * 8, dtype="BF16", n_micro=2, halves=True, window=1, at_once=at_once)
+    check(plan, RealQueues("cpu", extra=("poison",)), model)
+    made = geometry.Geometry.of(MODELS[model], plan).decoded
+    assert not [t.name for layout in made for t in layout.tensors if len(t.shape) == 3]
+
+
 PLACES = st.tuples(*[st.lists(st.sampled_from(tuple(BETWEEN)), max_size=3)] * 4)
 
 
@@ -251,6 +266,7 @@ def plans(draw):
         swap_slots=draw(st.integers(2, 4)),
         between=draw(st.sampled_from(("gpu", "host"))),
         gradients="host" if mode == "backward" else draw(st.sampled_from(("host", "ssd"))),
+        at_once=draw(st.sampled_from((0, 1, 2, 4))),
     )
     return model, relayed(plan, dealt, cfg.tied)
 

@@ -98,6 +98,9 @@ def _config(name: str, family: Family) -> dict[str, Any]:
     found = {family.spelled[field]: size for field, size in SIZES.items() if field in family.spelled}
     found |= {"model_type": name, family.spelled["act"]: family.acts[0], "sliding_window": 4}
     found |= {"num_key_value_heads": 2, "head_dim": 16, "use_sliding_window": not family.experts}
+    if family.latent:
+        found |= {"num_key_value_heads": 4, "qk_nope_head_dim": 8, "qk_rope_head_dim": 8, "v_head_dim": 10}
+        found |= {"head_dim": 8, "q_lora_rank": 12, "kv_lora_rank": 16, "n_group": 2, "topk_group": 1}
     found |= {"max_window_layers": 1, "no_rope_layers": [1, 0]} if family.unrotated == "listed" else {}
     found |= {"num_local_experts": 0, "layer_types": ["attention"] * 2} if family.windows == "dense" else {}
     found |= {"layer_types": TYPES} if family.windows == "pattern" else {}

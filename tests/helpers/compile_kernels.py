@@ -141,9 +141,12 @@ def compiled(arch: int, calls):
         yield dict(chip=arch, name=fn.__name__, constants=shown, **_measured(source, options, arch))
 
 
-def attention_call(H, K, d, window=0, dtype=BF16, cap=0.0):
+def attention_call(H, K, d, window=0, dtype=BF16, cap=0.0, values=0):
+    """Of values of another width behind their keys, if given."""
     docs, N = make_docs([200, 100], "cpu"), 300
     q, k, v = torch.zeros(N, (H + 2 * K) * d, dtype=dtype).view(N, H + 2 * K, d).split([H, K, K], 1)
+    if values:
+        v = torch.zeros(N, K, d + values, dtype=dtype)[..., d:]
     out, lse = attention.attention_fwd(q, k, v, docs, 0.1, window, cap=cap)
     attention.attention_bwd(out, q, k, v, out, lse, docs, 0.1, q, k, v, window, cap)
 
@@ -241,7 +244,7 @@ def products_call():
 def routing_calls(dtype=BF16):
     N, E, k, D, I = 16, 128, 8, 2048, 768
     x, logits, bias = torch.zeros(N, D, dtype=dtype), torch.zeros(N, E, dtype=dtype), torch.zeros(E)
-    for rule in (Rule(k), Rule(k, sigmoid=True)):
+    for rule in (Rule(k), Rule(k, sigmoid=True), Rule(k, sigmoid=True, groups=8, kept=4)):
         weights, chosen = routing.route_fwd(logits, rule, bias if rule.sigmoid else None)
         routing.route_bwd(weights, logits, chosen, rule, bias)
     found = order.sort_pairs(chosen, E)
@@ -295,7 +298,7 @@ def listed(arch: int) -> list:
     else:
         calls = [lambda d=d: attention_call(8, 2, d) for d in (64, 128, 256)] + [lambda: attention_call(4, 4, 80)]
         calls += [lambda: attention_call(8, 2, 128, 256), lambda: attention_call(8, 2, 128, dtype=FP32)]
-        calls += [lambda: attention_call(8, 4, 256, 4096, cap=50.0)]
+        calls += [lambda: attention_call(8, 4, 256, 4096, cap=50.0), lambda: attention_call(8, 8, 192, values=128)]
         calls += [lambda D=D: norm_calls(D) for D in (768, 4096, 5120)]
         calls += [other_calls]
         calls += [routing_calls, lambda: experts_call(32, 4, 2880, 2880, in_out=True), packed_calls]
@@ -308,6 +311,7 @@ def every(arch: int, dtype) -> list:
     calls = [lambda d=d: attention_call(8, 2, d, dtype=dtype) for d in (64, 80, 96, 112, 128, 192, 256)]
     calls += [lambda d=d: attention_call(4, 4, d, 100, dtype) for d in (64, 128, 256)]
     calls += [lambda d=d: attention_call(8, 4, d, 100, dtype, 50.0) for d in (128, 256)]
+    calls += [lambda: attention_call(8, 8, 192, dtype=dtype, values=128)]
     calls += [lambda D=D: norm_calls(D, dtype) for D in (768, 2048, 4096, 5120, 8192, 12288, 16384)]
     calls += [lambda: other_calls(dtype), lambda: routing_calls(dtype), packed_calls]
     calls += [

@@ -34,6 +34,7 @@ from trireme.engine.updates import AdamW
 from trireme.models import hf
 from trireme.models.config import Lora, ModelConfig, Rope, read_config
 from trireme.models.families.experts import Experts
+from trireme.models.families.latent import Latent
 from trireme.models.families.packing import FP8 as FP8_BLOCKS
 from trireme.models.families.packing import MXFP4
 from trireme.models.rows import make_load, rope_tables
@@ -58,6 +59,13 @@ PACKED = replace(  # adapters of experts in MXFP4, and beside them
 BLOCKS = replace(  # adapters of matrices and experts in fp8 blocks, the last ones short, but one layer's k
     MIXTURE, lora=Lora(2, 4.0, ("q_proj", "experts")), frozen=("*",), packing=replace(FP8_BLOCKS, block=(6, 10)),
     packed=("*layers.*", "!*.mlp.gate.weight", "!*.1.self_attn.k_proj.weight"),
+)  # fmt: skip
+LATENT = replace(  # latent attention in fp8 blocks, groups of experts beside a shared one, a dense layer
+    LORA, model_type="deepseek_v3", n_kv_heads=4, head_dim=12, rope=Rope(1e4, width=4, pairs=True),
+    latent=Latent(q_rank=10, kv_rank=6, nope=8, rope=4, value=6),
+    lora=Lora(2, 4.0, ("q_a_proj", "kv_b_proj", "o_proj")),
+    experts=Experts(6, 2, 8, renormalise=True, shared=8, sigmoid=True, scale=1.5, dense=(0,), groups=3, kept=2),
+    packing=replace(FP8_BLOCKS, block=(6, 10)), packed=("*layers.*", "!*.mlp.gate.weight"),
 )  # fmt: skip
 GPT_LORA = replace(GPT, lora=Lora(3, 3.0, ("c_attn", "c_proj")), frozen=("*",))
 # Wholly trained and wholly frozen units, and a mixture: tensors of blocks, the embedding, a layer, the last norm.

@@ -53,6 +53,13 @@ GLM = LLAMA | dict(
     num_hidden_layers=3, head_dim=12, n_routed_experts=6, num_experts_per_tok=2, moe_intermediate_size=24,
     routed_scaling_factor=1.7, pad_token_id=None,
 )  # fmt: skip
+LATENT = dict(
+    vocab_size=97, hidden_size=40, intermediate_size=56, num_hidden_layers=2, num_attention_heads=4,
+    num_key_value_heads=4, max_position_embeddings=64, pad_token_id=None, q_lora_rank=20, kv_lora_rank=24,
+    qk_nope_head_dim=12, qk_rope_head_dim=8, v_head_dim=10, n_routed_experts=6, num_experts_per_tok=2,
+    moe_intermediate_size=24, routed_scaling_factor=1.7,
+)  # fmt: skip
+INDEXER = dict(index_topk=40, index_head_dim=16, index_n_heads=2)
 OSS = MIXTURE | dict(
     num_local_experts=6,
     sliding_window=5,
@@ -218,6 +225,21 @@ CASES = {
     "qwen3 moe of one expert": ("qwen3_moe", MIXTURE | dict(num_experts=1, num_experts_per_tok=1)),
     "qwen3": ("qwen3", LLAMA),
     "qwen3 tied, biases": ("qwen3", LLAMA | dict(tie_word_embeddings=True, attention_bias=True, head_dim=16)),
+    "deepseek v2": ("deepseek_v2", LATENT | dict(first_k_dense_replace=1)),
+    "deepseek v2, groups, queries without a latent, yarn": ("deepseek_v2", LATENT | dict(
+        q_lora_rank=None, topk_method="group_limited_greedy", n_group=3, topk_group=2, n_shared_experts=1,
+        rope_parameters=YARN | dict(mscale=0.7, mscale_all_dim=0.7))),
+    "deepseek v3": ("deepseek_v3", LATENT | dict(
+        first_k_dense_replace=1, n_group=3, topk_group=2, norm_topk_prob=True)),
+    "deepseek v3 biases, halves, yarn": ("deepseek_v3", LATENT | dict(
+        first_k_dense_replace=0, n_group=1, topk_group=1, norm_topk_prob=False, attention_bias=True,
+        rope_interleave=False, tie_word_embeddings=True, rope_parameters=YARN | dict(mscale=1.0, mscale_all_dim=1.0))),
+    "deepseek v32": ("deepseek_v32", LATENT | INDEXER | dict(first_k_dense_replace=1, n_group=3, topk_group=2)),
+    "glm moe dsa, a shared index": ("glm_moe_dsa", LATENT | INDEXER | dict(
+        num_hidden_layers=3, first_k_dense_replace=1, index_topk_freq=2, attention_bias=True, norm_topk_prob=False)),
+    "glm4 moe lite": ("glm4_moe_lite", LATENT | dict(qk_nope_head_dim=16, v_head_dim=24, norm_topk_prob=True)),
+    "youtu": ("youtu", LATENT),
+    "youtu untied, queries without a latent": ("youtu", LATENT | dict(q_lora_rank=None, tie_word_embeddings=False)),
 }  # fmt: skip
 
 

@@ -5,12 +5,14 @@ from __future__ import annotations
 import json
 
 import torch
-from tiny import DIALECTS, GLM, LLAMA, MIXTURE, PLAIN, TYPES, YARN
+from tiny import DIALECTS, GLM, LATENT, LLAMA, MIXTURE, PLAIN, TYPES, YARN
 from transformers import AutoConfig, AutoModelForImageTextToText
 from transformers.core_model_loading import revert_weight_conversion
 
 SIGLIP = dict(hidden_size=16, intermediate_size=24, num_hidden_layers=1, num_attention_heads=2, image_size=28,
               patch_size=14)  # fmt: skip
+KIMI = dict(hidden_size=16, intermediate_size=24, num_hidden_layers=1, num_attention_heads=2, patch_size=14,
+            pos_emb_height=4, pos_emb_width=4)  # fmt: skip
 PIXTRAL = SIGLIP | dict(head_dim=8)
 TOWER = dict(depth=1, hidden_size=16, intermediate_size=24, num_heads=2, out_hidden_size=40, patch_size=4)
 DEEP = TOWER | dict(deepstack_visual_indexes=[0], num_position_embeddings=16)
@@ -30,6 +32,39 @@ CASES = {  # name -> (model_type, text_config, vision_config, other keys)
         PIXTRAL,
         UNTIED,
     ),
+    "mistral4 in mistral3": (
+        "mistral3",
+        LATENT
+        | dict(
+            model_type="mistral4",
+            norm_topk_prob=True,
+            rope_parameters=YARN
+            | dict(
+                llama_4_scaling_beta=0.5,
+                original_max_position_embeddings=5,
+                mscale=1.0,
+                mscale_all_dim=1.0,
+                partial_rotary_factor=0.4,
+            ),
+        ),
+        PIXTRAL,
+        UNTIED,
+    ),
+    "mistral4 in mistral3, groups, dense layers": (
+        "mistral3",
+        LATENT
+        | dict(
+            model_type="mistral4",
+            norm_topk_prob=False,
+            first_k_dense_replace=1,
+            n_group=2,
+            topk_group=1,
+            rope_parameters=YARN | dict(llama_4_scaling_beta=0.1, partial_rotary_factor=0.4),
+        ),
+        PIXTRAL,
+        UNTIED,
+    ),
+    "kimi k2.5": ("kimi_k25", LATENT | dict(first_k_dense_replace=1, n_group=1, topk_group=1), KIMI, UNTIED),
     "mistral3 tied": ("mistral3", PLAIN | dict(model_type="mistral", sliding_window=5), PIXTRAL, TIED),
     "qwen3 vl": ("qwen3_vl", LLAMA | dict(rope_parameters=FIFTHS), DEEP, {}),
     "qwen3 vl tied, biases": (
@@ -92,4 +127,5 @@ def oracle(case, **text):
 
 def spelled(model, tensors):
     """As files of the model name and shape them."""
-    return {name: t.contiguous() for name, t in revert_weight_conversion(model, dict(tensors)).items()}
+    released = lambda name: name.replace("language_model.model.blocks.", "language_model.model.layers.")  # Kimi's
+    return {released(name): t.contiguous() for name, t in revert_weight_conversion(model, dict(tensors)).items()}

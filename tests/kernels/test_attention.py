@@ -14,7 +14,7 @@ OUT = {torch.float32: 2e-6, torch.bfloat16: 2.5e-3}
 GRADIENT = {torch.float32: 5e-6, torch.bfloat16: 4e-3}
 BF16, FP32 = torch.bfloat16, torch.float32
 
-CASES = [  # documents, query heads, key heads, head width, window, dtype, and perhaps a cap of scores
+CASES = [  # documents, query heads, key heads, head width or (of keys, of values), window, dtype, perhaps a cap
     ([100], 1, 1, 16, 0, FP32),
     ([150, 1, 30], 2, 1, 16, 0, FP32),
     ([64, 128], 2, 2, 8, 0, FP32),
@@ -29,6 +29,9 @@ CASES = [  # documents, query heads, key heads, head width, window, dtype, and p
     ([150, 1, 30], 2, 1, 16, 0, FP32, 1.5),
     ([140], 2, 1, 32, 33, BF16, 2.0),
     ([65], 1, 1, 256, 0, BF16, 50.0),
+    ([100, 1, 30], 2, 2, (24, 16), 0, FP32),
+    ([65], 1, 1, (192, 128), 0, BF16),
+    ([70], 2, 1, (16, 40), 33, FP32, 1.5),
 ]
 GPU_CASES = [
     ([1000, 1, 3, 500, 129, 128, 127, 2], 8, 2, 128, 0, BF16),
@@ -61,6 +64,11 @@ GPU_CASES = [
     ([1024, 1024], 4, 2, 128, 0, BF16, 2.0),
     ([700, 333], 4, 2, 128, 100, BF16, 50.0),
     ([333, 100], 2, 1, 64, 50, FP32, 2.0),
+    ([1024, 1024], 4, 4, (192, 128), 0, BF16),
+    ([700, 333, 1], 4, 4, (192, 128), 0, BF16),
+    ([700, 333], 2, 2, (192, 256), 100, BF16),
+    ([700, 333], 4, 2, (64, 128), 0, BF16),
+    ([333, 100], 2, 2, (192, 128), 0, FP32),
 ]
 
 
@@ -70,13 +78,15 @@ def _run(case, device, outliers=False, by_head=False):
     `by_head`: q, k and v of a head stand together, as GPT-NeoX has them.
     """
     lengths, H, K, d, window, dtype, cap = (*case, 0.0)[:7]
+    d, e = d if isinstance(d, tuple) else (d, d)
     N, scale = sum(lengths), d**-0.5
     docs = make_docs(lengths, device)
-    split = lambda t: t.view(N, H, 3, d).unbind(2) if by_head else t.view(N, H + 2 * K, d).split([H, K, K], 1)
-    q, k, v = split(randn(N, (H + 2 * K) * d, device=device, dtype=dtype, outliers=outliers))
-    dout = randn(N, H, d, device=device, dtype=dtype)
+    split = lambda t: _split(t, H, K, d, e, by_head)
+    width = (H + K) * d + K * (d if d == e else d + e)
+    q, k, v = split(randn(N, width, device=device, dtype=dtype, outliers=outliers))
+    dout = randn(N, H, e, device=device, dtype=dtype)
     out, lse = attention.attention_fwd(q, k, v, docs, scale, window, cap=cap)
-    dqkv = split(torch.full((N, (H + 2 * K) * d), float("nan"), device=device, dtype=dtype))
+    dqkv = split(torch.full((N, width), float("nan"), device=device, dtype=dtype))
     attention.attention_bwd(dout, q, k, v, out, lse, docs, scale, *dqkv, window, cap)
 
     q64, k64, v64, dout64 = up(q, k, v, dout)
@@ -84,6 +94,17 @@ def _run(case, device, outliers=False, by_head=False):
     dqkv64 = [torch.empty_like(t) for t in (q64, k64, v64)]
     reference.attention_bwd(dout64, q64, k64, v64, out64, lse64, docs, scale, *dqkv64, window, cap)
     return (q, k, v, dout), (out, lse, *dqkv), (out64, lse64, *dqkv64)
+
+
+def _split(t, H, K, d, e, by_head):
+    """q, k, v in one buffer; values of another width stand behind other features, as those of a latent do."""
+    N = len(t)
+    if by_head:
+        return t.view(N, H, 3, d).unbind(2)
+    if d == e:
+        return t.view(N, H + 2 * K, d).split([H, K, K], 1)
+    q, k, kv = t.split([H * d, K * d, K * (d + e)], 1)
+    return q.view(N, H, d), k.view(N, K, d), kv.view(N, K, d + e)[..., d:]
 
 
 def _compare(case, device, outliers=False):

@@ -11,6 +11,11 @@ from trireme.kernels.experts.reference import Rule
 pytestmark = pytest.mark.grid
 
 RULES = [Rule(2), Rule(3, renormalise=False), Rule(2, sigmoid=True, scale=1.5), Rule(1, False, True, 2.0), Rule(5)]
+GROUPED = [  # of 12 experts
+    Rule(3, True, True, 2.5, groups=4, kept=2),
+    Rule(3, False, groups=3, kept=1, two=False),
+    Rule(4, groups=2, kept=1),
+]
 
 
 def logits_of(N: int, E: int, device: str, dtype: torch.dtype) -> torch.Tensor:
@@ -54,6 +59,34 @@ def test_ties_go_to_the_lower_index_and_nan_is_chosen_last(device):
         assert weights[:2].isfinite().all()
     _, experts = routing.route_fwd(logits, Rule(2, sigmoid=True), torch.zeros(5, device=device))
     assert experts.tolist() == expected
+
+
+@pytest.mark.parametrize("device", DEVICES)
+@pytest.mark.parametrize("E", [12, 36])
+@pytest.mark.parametrize("rule", GROUPED)
+def test_groups_of_experts(device, E, rule):
+    torch.manual_seed(0)
+    logits = framed(randn(37, E, device=device, dtype=torch.float32))
+    correction = randn(E, device=device, dtype=torch.float32) if rule.sigmoid else None
+    weights, experts = routing.route_fwd(logits, rule, correction)
+    weights64, experts64 = reference.route_fwd(logits.double(), rule, correction)
+    assert torch.equal(experts, experts64)
+    check(weights, weights64, FP32_SUM)
+    score = torch.sigmoid(logits) + correction if rule.sigmoid else torch.softmax(logits, -1)
+    for chosen, by_group in zip(experts.tolist(), score.unflatten(1, (rule.groups, -1)).tolist(), strict=True):
+        best = [sum(sorted(own)[-2:]) if rule.two else max(own) for own in by_group]
+        kept = sorted(range(rule.groups), key=best.__getitem__)[-rule.kept :]
+        assert {e // (E // rule.groups) for e in chosen} <= set(kept)
+
+
+@pytest.mark.parametrize("device", DEVICES)
+def test_of_equal_groups_the_lower_is_kept_and_nan_is_no_reason(device):
+    nan = float("nan")
+    logits = torch.tensor([[1.0, 1, 1, 1], [0, 2, 2, 0], [nan, nan, 1, 0], [nan] * 4], device=device)
+    for route in (routing.route_fwd, reference.route_fwd):
+        for two in (True, False):
+            _, experts = route(logits, Rule(2, True, True, groups=2, two=two), torch.zeros(4, device=device))
+            assert experts.tolist() == [[0, 1], [0, 1], [2, 3], [0, 1]]
 
 
 @pytest.mark.parametrize("rule", RULES)

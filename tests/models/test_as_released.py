@@ -44,7 +44,8 @@ def released(model_type: str, **keys) -> dict:
 
 def keys_of(model_type: str) -> dict:
     """Those of the first case of a model_type."""
-    inner = [keys for wrapper, keys, *_ in WRAPPED.values() if WRAPPERS[wrapper].texts[0] == model_type]
+    said = lambda wrapper, keys: keys.get("model_type", WRAPPERS[wrapper].texts[0])
+    inner = [keys for wrapper, keys, *_ in WRAPPED.values() if said(wrapper, keys) == model_type]
     return next((own for kind, own in CASES.values() if kind == model_type), *inner[:1])
 
 
@@ -341,6 +342,12 @@ REFUSED = [
     ("gpt_neox", {"hidden_act": "quick_gelu"}, "hidden_act"),
     ("gpt_neox", {"head_dim": 8}, "head_dim"),
     ("glm4_moe", {"topk_group": 2}, "topk_group"),
+    ("deepseek_v3", {"num_key_value_heads": 2}, "num_key_value_heads"),
+    ("deepseek_v3", {"n_group": 4}, "n_group"),
+    ("deepseek_v3", {"qk_nope_head_dim": 7}, "qk_nope_head_dim"),
+    ("deepseek_v3", {"q_lora_rank": None, "attention_bias": True}, "attention_bias.*q_lora_rank"),
+    ("deepseek_v2", {"topk_method": "noaux_tc"}, "topk_method"),
+    ("deepseek_v32", {"layer_types": [GLOBAL] * LAYERS}, "indexed_attention in all 4"),
     ("granite_swa", {"layer_rope_theta": [1.0, 2.0, 3.0, 3.0]}, "one theta of the layers with a window"),
     ("granite_swa", {"layer_rope_theta": [-1.0] * LAYERS}, "layer_rope_theta"),
     ("granite_swa", {"layer_rope_theta": [5.0]}, "a list of 4 numbers"),

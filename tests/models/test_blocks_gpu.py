@@ -32,6 +32,9 @@ KINDS = [
     "olmoe",
     "gpt oss, other limits",
     "glm4 moe, q and k norms, biases",
+    "deepseek v3",
+    "deepseek v2, groups, queries without a latent, yarn",
+    "youtu",
 ]
 
 

@@ -51,6 +51,7 @@ def units_of(tiny, asked=None):
         "olmo3",
         "gemma3",
         "gemma2",
+        "deepseek v3",
     ],  # fmt: skip
 )
 def test_greedy_as_transformers(case):

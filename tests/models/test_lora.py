@@ -22,6 +22,8 @@ LATER = {  # other families -> targets
     "starcoder2": ("q_proj", "k_proj", "c_fc", "c_proj"), "olmo2": TARGETS["llama"], "exaone4": ("k_proj", "up_proj"),
     "qwen2 moe": ("q_proj", "shared_expert.gate_proj", "shared_expert.down_proj"),
     "qwen3 moe": ("q_proj", "k_proj", "v_proj", "o_proj"), "mixtral": ("experts",), "gpt oss": ("experts", "k_proj"),
+    "deepseek v3": ("q_a_proj", "q_b_proj", "kv_a_proj_with_mqa", "kv_b_proj", "o_proj", "experts"),
+    "youtu untied, queries without a latent": ("q_proj", "kv_b_proj"),
     "glm4 moe": ("experts", "o_proj"), "qwen3 moe among dense layers": ("experts",),
     "arcee": ("k_proj", "up_proj", "down_proj"), "hunyuan": TARGETS["llama"],
     "gemma3": TARGETS["llama"], "glm4": ("v_proj", *PACKED[1:]),

@@ -8,11 +8,14 @@ from transformers import AutoConfig, AutoModelForCausalLM, AutoModelForImageText
 from wrapped import spelled
 
 from trireme.models.config import parse_config
+from trireme.models.families.table import OTHER_NAMES
 from trireme.models.hf import as_found, canonical_names, carried
 from trireme.models.sizes import shapes
 
 YARN = dict(rope_type="yarn", factor=16.0, original_max_position_embeddings=16384, beta_fast=32.0, beta_slow=1.0,
             mscale=1.0, mscale_all_dim=1.0, rope_theta=1e6, llama_4_scaling_beta=0.1)  # fmt: skip
+YARN_MLA = dict(type="yarn", factor=40.0, original_max_position_embeddings=4096, beta_fast=32, beta_slow=1, mscale=1.0,
+                mscale_all_dim=1.0)  # fmt: skip
 PIXTRAL = dict(model_type="pixtral", hidden_size=64, intermediate_size=64, num_attention_heads=4, num_hidden_layers=1,
                head_dim=16, image_size=28, patch_size=14)  # fmt: skip
 
@@ -29,6 +32,15 @@ def mixture(model_type, vocab, width, ffn, layers, heads, kv_heads, inner, exper
     keys = dict(moe_intermediate_size=inner, norm_topk_prob=True) | ({} if "moe_k" in more else TOP)
     keys |= {COUNTS[model_type]: experts} | more
     return sizes(model_type, vocab, width, ffn, layers, heads, kv_heads, **keys)
+
+
+def latent(model_type, vocab, width, ffn, layers, heads, inner, experts, **more):
+    """As mixture, of latent attention; the first layer is dense."""
+    keys = dict(q_lora_rank=1536, kv_lora_rank=512, qk_nope_head_dim=128, qk_rope_head_dim=64, v_head_dim=128)
+    if experts:
+        keys |= dict(moe_intermediate_size=inner, n_routed_experts=experts, n_shared_experts=1, num_experts_per_tok=8,
+                     norm_topk_prob=True, first_k_dense_replace=1)  # fmt: skip
+    return sizes(model_type, vocab, width, ffn, layers, heads, heads, **keys | more)
 
 
 def wrapped(text, vision, **more):
@@ -129,6 +141,27 @@ RELEASED = {  # name -> ((config.json, layers), parameters as the name or the ca
     "Qwen3-VL 235B": (wrapped(mixture("qwen3_vl_moe_text", 151936, 4096, 12288, 94, 64, 4, 1536, 128, head_dim=128,
                                       rope_theta=5e6, decoder_sparse_step=1, mlp_only_layers=[], rope_scaling=MROPE),
                               DEEP, tie_word_embeddings=False), 235.1),
+    "DeepSeek-V3": (latent("deepseek_v3", 129280, 7168, 18432, 59, 128, 2048, 256, n_group=8, topk_group=4,
+                           routed_scaling_factor=2.5, topk_method="noaux_tc", scoring_func="sigmoid", moe_layer_freq=1,
+                           num_nextn_predict_layers=1, rope_scaling=YARN_MLA), 671.0),  # two more layers are dense
+    "Kimi K2": (latent("kimi_k2", 163840, 7168, 18432, 61, 64, 2048, 384, n_group=1, topk_group=1, rope_theta=50000.0,
+                       routed_scaling_factor=2.827, topk_method="noaux_tc", scoring_func="sigmoid", moe_layer_freq=1,
+                       num_nextn_predict_layers=0, rope_scaling=YARN_MLA | dict(factor=32.0)), 1026.5),
+    "DeepSeek-V2-Lite": (latent("deepseek_v2", 102400, 2048, 10944, 27, 16, 1408, 64, num_experts_per_tok=6,
+                                q_lora_rank=None, n_shared_experts=2, n_group=1, topk_group=1, topk_method="greedy",
+                                norm_topk_prob=False, scoring_func="softmax", moe_layer_freq=1,
+                                rope_scaling=YARN_MLA | dict(mscale=0.707, mscale_all_dim=0.707)), 15.7),
+    "GLM-4.7-Flash": (latent("glm4_moe_lite", 154880, 2048, 10240, 47, 20, 1536, 64, num_experts_per_tok=4,
+                             q_lora_rank=768, qk_nope_head_dim=192, v_head_dim=256, routed_scaling_factor=1.8,
+                             n_group=1, topk_group=1, topk_method="noaux_tc", rope_theta=1e6, partial_rotary_factor=1.0,
+                             num_nextn_predict_layers=1), 29.9),
+    "Mistral Small 4 119B": ((dict(
+        model_type="mistral3", vision_config=PIXTRAL, tie_word_embeddings=False,
+        text_config=latent("mistral4", 131072, 4096, 12288, 36, 32, 2048, 128, num_experts_per_tok=4, q_lora_rank=1024,
+                           kv_lora_rank=256, qk_nope_head_dim=64, n_group=1, topk_group=1, first_k_dense_replace=0,
+                           rope_parameters=YARN | dict(factor=128.0, partial_rotary_factor=0.5))[0]), 36), 118.0),
+    "Youtu-LLM 2B": (latent("youtu", 128256, 2048, 6144, 32, 16, 0, 0, tie_word_embeddings=True, rope_theta=1.6e6,
+                            rope_scaling=None), 1.96),
     "GLM-4.1V 9B": (wrapped(sizes("glm4v_text", 151552, 4096, 13696, 40, 32, 2, partial_rotary_factor=0.5,
                                   rope_scaling=dict(type="default", mrope_section=[8, 12, 12])), TOWER), 9.4),
     "GLM-4.5V": (wrapped(mixture("glm4v_moe_text", 151552, 4096, 10944, 46, 96, 8, 1408, 128, head_dim=128,
@@ -150,7 +183,8 @@ def test_tensors_are_those_of_transformers(name):
     cfg = parse_config(raw)
     auto = AutoModelForImageTextToText if cfg.wrapper else AutoModelForCausalLM
     with torch.device("meta"):
-        model = auto.from_config(AutoConfig.for_model(**raw))
+        known = raw | dict(model_type=OTHER_NAMES.get(raw["model_type"], raw["model_type"]))
+        model = auto.from_config(AutoConfig.for_model(**known))
         state = spelled(model, {key: t.to("meta") for key, t in model.state_dict().items()})
     found = {key: tuple(t.shape) for key, t in state.items() if not (cfg.tied and key.endswith("lm_head.weight"))}
     cfg = as_found(cfg, found)

@@ -16,8 +16,10 @@ from trireme.engine.planner.sizes import find_model
 from trireme.kernels import cross_entropy, ops
 from trireme.kernels.fp8.matmuls import fp8_matmul
 from trireme.kernels.fp8.reference import E4M3, PAD
-from trireme.models import attention, experts, head, linear, lora, mlp, model, norm, shared
+from trireme.models import attention, experts, head, latent, linear, lora, mlp, model, norm, shared
 from trireme.models.config import Lora, parse_config
+from trireme.models.families.packing import FP8
+from trireme.models.packed import Sliced, grouped_mm
 from trireme.models.sizes import costs, narrow, shapes, workspace
 from trireme.storage.layout import pack
 
@@ -49,6 +51,11 @@ QWEN3_30B = dict(
     num_experts_per_tok=8,
     moe_intermediate_size=768,
 )
+LATENT = SMALL | dict(
+    q_lora_rank=40, kv_lora_rank=24, qk_nope_head_dim=24, qk_rope_head_dim=8, v_head_dim=16, n_routed_experts=8,
+    num_experts_per_tok=3, moe_intermediate_size=48, first_k_dense_replace=0, n_shared_experts=1, n_group=1,
+    topk_group=1,
+)  # fmt: skip
 SMALL_MODELS = {
     "gpt2": dict(model_type="gpt2", vocab_size=50, n_embd=64, n_layer=1, n_head=4, n_positions=64),
     "llama": SMALL | dict(model_type="llama", num_key_value_heads=2, head_dim=24),
@@ -76,6 +83,8 @@ DIALECTS = {
     | dict(model_type="granitemoe", num_local_experts=8, intermediate_size=48, residual_multiplier=0.5),
     "ernie moe": MIXTURE
     | dict(model_type="ernie4_5_moe", moe_num_experts=8, moe_k=MIXTURE["num_experts_per_tok"], moe_layer_start_index=0),
+    "deepseek v3": LATENT | dict(model_type="deepseek_v3", num_nextn_predict_layers=0),
+    "deepseek v2, queries without a latent": LATENT | dict(model_type="deepseek_v2", q_lora_rank=None),
     "gemma3": SMALL | dict(model_type="gemma3_text", head_dim=32, hidden_activation="gelu_pytorch_tanh"),
 }
 
@@ -190,8 +199,8 @@ def _bare_ops():
         relu2_fwd=new,
         relu2_bwd=lambda dy, h: (new(h), new(h)),
         bias_bwd_=lambda *_: None,
-        attention_fwd=lambda q, *_, out=None: (
-            q.new_empty(q.shape) if out is None else out,
+        attention_fwd=lambda q, k, v, *_, out=None: (
+            q.new_empty((*q.shape[:2], v.shape[2])) if out is None else out,
             torch.empty(q.shape[1], q.shape[0]),
         ),
         attention_bwd=lambda *_: None,
@@ -290,7 +299,7 @@ def _watched(cfg, u, monkeypatch, keep, forward, backward, dtype="F32", grads=No
     groups, dtypes = narrow.made_groups(cfg, u)  # codes are a step's, as weights are
     codes = views(layout := pack(groups, "F32", dtypes), torch.zeros(layout.span, dtype=torch.uint8))
     tiny.w[u] = model.weights(cfg, u, tiny.views[u] | codes)
-    for module in (attention, experts, linear, lora, mlp, norm, shared):
+    for module in (attention, experts, latent, linear, lora, mlp, norm, shared):
         monkeypatch.setattr(module, "ops", BARE)
     with forward:
         model.forward(cfg, u, tiny.w[u], x, rows, saved, out)
@@ -459,3 +468,24 @@ def test_attention_flops():
     assert costs.recompute_flops(cfg, kept, 100, pairs) == 0
     for name in ("attn_out", "lse"):
         assert costs.recompute_flops(cfg, kept - {name}, 100, pairs) == attention
+
+
+def test_no_more_than_a_slice_is_decoded():
+    raw = MIXTURE | dict(quantization_config=dict(quant_method="fp8", weight_block_size=[16, 16]))
+    cfg = replace(parse_config(raw), lora=Lora(2, 4.0, ("q_proj",)), frozen=("*",), at_once=3, halves=True)
+    assert cfg.packing is not None
+    E, D, F = cfg.experts.count, cfg.width, 2 * cfg.experts.width
+    assert narrow.slice_bytes(cfg, 2, 2) == 3 * F * D * 2
+    assert narrow.slice_bytes(cfg, 1, 2) == narrow.slice_bytes(replace(cfg, at_once=0), 2, 2) == 0
+    codes, scales = E * F * D, E * F * D // 256 * 4
+    up, down = codes + scales + 2 * codes, (codes + scales + 2 * codes) // 2
+    assert narrow.sliced_bytes(cfg, 2, cfg.mlp_rows + 1, 2) == (2 * (up + down), 2 * (up + down), 2 * up)
+    packing = replace(FP8, block=(16, 16))
+    parts = torch.zeros((E, F, D), dtype=torch.uint8), torch.ones(E, F // 16, D // 16)
+    order = ops.sort_pairs(torch.tensor([[0, 1], [2, 7]], dtype=torch.int32), E)
+    x, out = torch.zeros(2, D).bfloat16(), torch.zeros(4, F).bfloat16()
+    whole, some = Watch(), Watch()
+    for at_once, watch in ((E, whole), (3, some)):
+        with watch:
+            grouped_mm(x, Sliced(packing, parts, (F, D), True, at_once), order, 2, out)
+    assert whole.peak - some.peak >= 0.9 * (E - 3) * F * D * 2

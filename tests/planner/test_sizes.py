@@ -39,6 +39,8 @@ PUBLISHED = {  # as the hub counts them
     "mixtral-8x22b": 140_630_071_296,
     "gpt-oss-20b": 20_914_757_184,
     "gpt-oss-120b": 116_829_156_672,
+    "deepseek-ai/DeepSeek-V2-Lite": 15_706_484_224,
+    "DeepSeek-V3": 671_026_419_200,
 }
 
 

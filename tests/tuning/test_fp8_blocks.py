@@ -9,7 +9,7 @@ import pytest
 import torch
 from engines import JitterQueues, adapters, batches, exchange, final_weights, gpu_plan, opened, train
 from safetensors.torch import load_file, save_file
-from tiny import LLAMA, MIXTURE, oracle
+from tiny import LATENT, LLAMA, MIXTURE, oracle
 from transformers import AutoModelForCausalLM
 from transformers.integrations.finegrained_fp8 import Fp8Dequantize
 
@@ -36,6 +36,8 @@ CASES = {  # model_type, keys, block, dtype of the scales, modules that stay
     "experts": ("qwen3_moe", MIXTURE, (16, 24), torch.bfloat16, ["lm_head", "model.layers.0.mlp.gate"]),
     "one in bf16": ("minimax_m2", MIXTURE | dict(num_local_experts=4, intermediate_size=24, head_dim=12, rotary_dim=6),
                     (16, 16), torch.float32, ["model.layers.0.self_attn.k_proj", "lm_head"]),
+    "latent": ("deepseek_v3", LATENT | dict(first_k_dense_replace=1, n_group=3, topk_group=2), (16, 16),
+               torch.float32, ["lm_head"]),
     "by row, compressed-tensors": ("qwen3", LLAMA, (1, WHOLE), torch.bfloat16, ["lm_head"]),
     "by tensor, compressed-tensors": ("qwen3_moe", MIXTURE, (WHOLE, WHOLE), torch.float32, ["lm_head"]),
     "by row, fbgemm": ("llama", LLAMA, (1, WHOLE), torch.float32, ["lm_head"]),
@@ -44,6 +46,7 @@ CASES = {  # model_type, keys, block, dtype of the scales, modules that stay
 ADAPTERS = {
     "experts": ("q_proj", "experts"),
     "one in bf16": ("q_proj", "o_proj"),
+    "latent": ("q_a_proj", "kv_b_proj", "o_proj"),
     "by tensor, compressed-tensors": ("experts",),
 }
 LEFT = ("embed", "norm", "lm_head", "mlp.gate.", "block_sparse_moe.gate.")
@@ -99,6 +102,7 @@ def made(tmp_path_factory):
             reference, _ = oracle(model_type, keys)
             reference.bfloat16().save_pretrained(plain)
             state = load_file(plain / "model.safetensors")
+            state = {name: t.float() if name.endswith("correction_bias") else t for name, t in state.items()}
             codes = dict(state)
             for name, w in state.items():
                 kept = any(name.startswith(module + ".") for module in left) or any(part in name for part in LEFT)

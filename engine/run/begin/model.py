@@ -89,6 +89,11 @@ def about_adapter(options: Options, cfg: ModelConfig) -> list[str]:
 def length(options: Options, cfg: ModelConfig) -> int:
     seq_len = options.seq_len or min(2048, cfg.max_positions)
     if seq_len > cfg.max_positions:
+        if cfg.indexed:
+            raise InputError(
+                f"--seq-len {seq_len}: in documents of more than {cfg.max_positions:,} tokens an indexer chooses what "
+                f"this {cfg.model_type} attends to, which is not supported. Lower it."
+            )
         longer = f", or extend them: --rope-factor {-(-seq_len // cfg.max_positions)}" if cfg.rope else ""
         raise InputError(f"--seq-len {seq_len}: the model has {cfg.max_positions} positions. Lower it{longer}.")
     return seq_len

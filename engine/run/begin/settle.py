@@ -163,8 +163,8 @@ class Planner:
         if not self._one_memory:
             return self.limits
         wanted, room, refused = self.wanted(sequences), self.limits.both, []
-        for halves in cuts(self.cfg, wanted):
-            need = self._lacking(replace(wanted, halves=halves))
+        for cut in cuts(self.cfg, wanted):
+            need = self._lacking(replace(wanted, **cut._asdict()))
             if need is None:
                 return self.limits
             spare = room - need.both

@@ -1,0 +1,132 @@
+"""Multi-head latent attention (DeepSeek-V2, arXiv:2405.04434) in its training form: heads from latents, and back.
+
+    [q' | c' | s] = norm(x) @ qkv,   q = rope(norm(q') @ q_b),   [k_n | v] = norm(c') @ kv_b,   k = [k_n | rope(s)]
+
+s is one rotated part for the keys of all heads; without q_b, q' are the queries. attention.py saves qkv,
+s rotated: queries, keys and values are made again in backward. Legend: N tokens, H heads, d width of queries and keys,
+of which the first n are not rotated, e width of values, R rank of the latent, Q of the queries'.
+"""
+
+from __future__ import annotations
+
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+
+from trireme.kernels import ops
+from trireme.models.config import ModelConfig
+from trireme.models.families.latent import Latent
+from trireme.models.linear import Linear, Upstream, add_gradients_, linear, linear_backward, or_scratch, upstream
+from trireme.models.norm import Norm
+from trireme.models.rows import Rows, rotate_
+
+EPS = 1e-6  # of the latents' norms, whatever config.json says of the others
+
+
+class Weights(NamedTuple):
+    """What makes heads of latents, or its gradients."""
+
+    kv_norm: Norm  # (R,)
+    kv_b: Linear  # (R, H (n + e)), by head keys, then values
+    q_norm: Norm | None = None  # (Q,)
+    q_b: Linear | None = None  # (Q, H d)
+
+
+class Gradients(NamedTuple):
+    """Of heads, as attention's backward fills them."""
+
+    q: Tensor  # (N, H, d)
+    k: Tensor  # (N, H, d)
+    v: Tensor  # (N, H, e), a view of kv
+    kv: Tensor  # (N, H, n + e)
+
+
+def rotate_made_(cfg: ModelConfig, layer: int, qkv_: Tensor, rows: Rows, inverse: bool = False) -> None:
+    """Rotates what of qkv (N, Q + R + d - n) is rotated where it is made: s, and queries without a latent."""
+    first, _, shared = _split(cfg, qkv_)
+    rotate_(shared[:, None], rows.of(cfg, layer)[1], rows, inverse)
+    if not _own(cfg).q_rank:
+        _rotate_queries_(cfg, layer, first.unflatten(1, (cfg.n_heads, -1)), rows, inverse)
+
+
+def heads(cfg: ModelConfig, layer: int, w: Weights, qkv: Tensor, rows: Rows) -> tuple[Tensor, Tensor, Tensor]:
+    """(q (N, H, d), k (N, H, d), v (N, H, e)), rotated, of qkv behind rotate_made_."""
+    first, latent, shared = _split(cfg, qkv)
+    n = _own(cfg).nope
+    q = first
+    if w.q_b is not None:
+        q = linear(_normed(first, w.q_norm)[0], w.q_b)
+    q = q.unflatten(1, (cfg.n_heads, -1))
+    if w.q_b is not None:
+        _rotate_queries_(cfg, layer, q, rows)
+    kv = linear(_normed(latent, w.kv_norm)[0], w.kv_b).unflatten(1, (cfg.n_heads, -1))
+    k = q.new_empty(q.shape)
+    k[..., :n] = kv[..., :n]
+    k[..., n:] = shared[:, None]
+    return q, k, kv[..., n:]
+
+
+def gradients(cfg: ModelConfig, dqkv: Tensor) -> Gradients:
+    """Room for them: where queries have no latent, they are in dqkv."""
+    N, H, d, own = len(dqkv), cfg.n_heads, cfg.head_dim, _own(cfg)
+    q = dqkv.new_empty((N, H, d)) if own.q_rank else _split(cfg, dqkv)[0].unflatten(1, (H, d))
+    kv = dqkv.new_empty((N, H, own.nope + own.value))
+    return Gradients(q, dqkv.new_empty((N, H, d)), kv[..., own.nope :], kv)
+
+
+def backward(
+    cfg: ModelConfig, layer: int, w: Weights, g: Weights, qkv: Tensor, d: Gradients, rows: Rows, dqkv: Tensor
+) -> None:
+    """Fills dqkv, the gradient before rotate_made_, given those of heads; adds to g."""
+    first, latent, _ = _split(cfg, qkv)
+    d_first, d_latent, d_shared = _split(cfg, dqkv)
+    n = _own(cfg).nope
+    d_q, d_k, _, d_kv = d
+    d_kv[..., :n] = d_k[..., :n]
+    torch.sum(d_k[..., n:], 1, out=d_shared)
+    del d_k, d  # workspace._latent_moments: the caller holds none
+    _latent_backward(latent, w.kv_norm, g.kv_norm, w.kv_b, g.kv_b, d_kv.flatten(1), d_latent)
+    if w.q_b is not None and g.q_b is not None:
+        _rotate_queries_(cfg, layer, d_q, rows, inverse=True)
+        _latent_backward(first, w.q_norm, g.q_norm, w.q_b, g.q_b, d_q.flatten(1), d_first)
+    rotate_made_(cfg, layer, dqkv, rows, inverse=True)
+
+
+def _own(cfg: ModelConfig) -> Latent:
+    assert cfg.latent is not None
+    return cfg.latent
+
+
+def _split(cfg: ModelConfig, qkv: Tensor) -> list[Tensor]:
+    """Views: queries or their latent, the latent of keys and values (N, R), s (N, d - n)."""
+    own = _own(cfg)
+    return list(qkv.split((own.q_rank or cfg.q_width, own.kv_rank, own.rope), 1))
+
+
+def _rotate_queries_(cfg: ModelConfig, layer: int, q_: Tensor, rows: Rows, inverse: bool = False) -> None:
+    """q_ (N, H, d); its first features are scaled where queries are scaled by position."""
+    n = _own(cfg).nope
+    rotate_(q_[..., n:], rows.of(cfg, layer)[0], rows, inverse)
+    rotate_(q_[..., :n], rows.tables.rest, rows, inverse)
+
+
+def _normed(x: Tensor, w: Norm | None) -> tuple[Tensor, Tensor]:
+    """(normed x (N, R), rstd (N, 1) fp32)."""
+    assert w is not None
+    y, rstd = ops.head_rmsnorm_fwd(x[:, None], w.factor, EPS)
+    return y[:, 0], rstd
+
+
+def _latent_backward(
+    x: Tensor, norm: Norm | None, g_norm: Norm | None, w: Linear, g: Linear, dy: Tensor, dx: Tensor
+) -> None:
+    """Fills dx (N, R), adds to g_norm and g, given dy of norm(x) @ w."""
+    assert norm is not None
+    assert g_norm is not None
+    y, rstd = _normed(x, norm)
+    d: Upstream = upstream(dy, w, g)
+    add_gradients_(g, w, y, d)
+    del y  # workspace._latent_moments
+    d_y = linear_backward(d, w)[:, None]
+    ops.head_rmsnorm_bwd(d_y, x[:, None], norm.factor, rstd, or_scratch(g_norm.weight, norm.weight), dx[:, None])
