@@ -13,11 +13,11 @@ from math import prod
 import numpy as np
 
 from trireme.engine.tuning.packed import STRIP, Made, Packed, globs
-from trireme.models.config import FP8, NF4, InputError, ModelConfig, Packing
+from trireme.models.config import FP8, MX, NF4, InputError, ModelConfig, Packing
 from trireme.models.sizes import shapes
 from trireme.storage.checkpoint import Source, SourceTensor, convert, dtype_of
 
-BASES = {"nf4": NF4, "fp8": FP8.with_dtypes(("F8_E4M3", "F32"))}
+BASES = {"nf4": NF4, "fp8": FP8.with_dtypes(("F8_E4M3", "F32")), "mxfp4": MX}
 
 
 @dataclass(frozen=True)
@@ -83,8 +83,8 @@ def quantized(cfg: ModelConfig, source: Source, base: str, stored: dict[str, str
 
     def is_packed(name: str, shape: tuple[int, ...]) -> bool:
         frozen = shapes.is_frozen(cfg, [(name, shape)]) and not name.endswith(small)
-        even = packing is not NF4 or shapes.on_disk(cfg, name, shape)[0][1][-1] % 2 == 0
-        return frozen and even and name.startswith(cfg.names.block.split("{}")[0])
+        held = packing.holds(shapes.on_disk(cfg, name, shape)[0][1])
+        return frozen and held and name.startswith(cfg.names.block.split("{}")[0])
 
     cfg = replace(cfg, packing=packing, packed=globs(cfg, is_packed))
     parts, made = dict[str, SourceTensor](), dict[str, Made]()

@@ -17,6 +17,7 @@ from engines import (
     LLAMA,
     LORA,
     MIXTURE,
+    NVFP4,
     PACKED,
     JitterQueues,
     LateQueues,
@@ -61,6 +62,7 @@ MODELS |= {
     "packed": PACKED,
     "packed in blocks": BLOCKS,
     "packed in blocks, in fp8": replace(BLOCKS, fp8=True),
+    "packed in nvfp4": NVFP4,
 }
 IN_FP8 = {
     "fp8": FP8,

@@ -35,6 +35,7 @@ from trireme.models import hf
 from trireme.models.config import Lora, ModelConfig, Rope, read_config
 from trireme.models.families.experts import Experts
 from trireme.models.families.packing import FP8 as FP8_BLOCKS
+from trireme.models.families.packing import MODELOPT
 from trireme.models.families.packing import MXFP4
 from trireme.models.rows import make_load, rope_tables
 from trireme.models.sizes.shapes import stored_tensors
@@ -58,6 +59,9 @@ PACKED = replace(  # adapters of experts in MXFP4, and beside them
 BLOCKS = replace(  # adapters of matrices and experts in fp8 blocks, the last ones short, but one layer's k
     MIXTURE, lora=Lora(2, 4.0, ("q_proj", "experts")), frozen=("*",), packing=replace(FP8_BLOCKS, block=(6, 10)),
     packed=("*layers.*", "!*.mlp.gate.weight", "!*.1.self_attn.k_proj.weight"),
+)  # fmt: skip
+NVFP4 = replace(  # of three parts
+    BLOCKS, experts=replace(MIXTURE.experts, width=16), packing=MODELOPT.with_dtypes(("U8", "F8_E4M3", "F32")),
 )  # fmt: skip
 GPT_LORA = replace(GPT, lora=Lora(3, 3.0, ("c_attn", "c_proj")), frozen=("*",))
 # Wholly trained and wholly frozen units, and a mixture: tensors of blocks, the embedding, a layer, the last norm.
@@ -241,7 +245,7 @@ def random_weights(seed: int = 0):
             signs = torch.randint(0, 2, (numel,), dtype=torch.uint8, generator=generator) << 7
             scales = torch.rand(numel, generator=generator) * 0.001
             return codes.clamp(max=126) | signs if part is FP8_BLOCKS.parts[0] else scales
-        values = torch.randn(numel, generator=generator) * 0.1
+        values = torch.randn(numel, generator=generator) * (1e-4 if MODELOPT.part_of(name) else 0.1)
         return values + 1 if "norm" in name or "ln_" in name else values
 
     return read

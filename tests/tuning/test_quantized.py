@@ -1,6 +1,7 @@
-"""--base: what is frozen is quantized as it is read, as bitsandbytes and transformers quantize it."""
+"""--base: what is frozen is quantized as it is read, as bitsandbytes, transformers and MXFP4's specification quantize it."""
 
 from dataclasses import replace
+from math import copysign, floor, log2
 from types import SimpleNamespace
 
 import numpy as np
@@ -58,10 +59,33 @@ def test_fp8_is_that_of_transformers():
     assert [len(part) for part in short] == [200 * 130, 4]
 
 
+def test_mxfp4_is_that_of_its_specification():
+    """The power of two of the largest of 32 over that of 6; the nearest of the numbers, of two the even code; by loops,
+    with ties, zeros, subnormal and huge groups.
+    """
+    w = torch.randn(16, 96, generator=torch.Generator().manual_seed(0))
+    w[0, :32] = torch.tensor([0.25, 0.75, 1.25, 1.75, 2.5, 3.5, 5.0, 4.0] * 4) * torch.tensor([1.0, -1.0] * 16)
+    w[1, :32], w[2, :32], w[3, 32:64] = 0, w[2, :32] * 2.0**-148, w[3, 32:64] * 2.0**125
+    codes, scales = encode(BASES["mxfp4"], w.numpy())
+    numbers = [0, 0.5, 1, 1.5, 2, 3, 4, 6]
+    for group, pairs, scale in zip(w.view(-1, 32).tolist(), codes.reshape(-1, 16), scales, strict=True):
+        most = max(map(abs, group))
+        power = max(floor(log2(most)) - 2, -127) if most else -127
+        assert scale == power + 127
+        for value, code in zip(group, np.stack((pairs & 15, pairs >> 4), 1).flatten().tolist(), strict=True):
+            scaled = abs(value) / 2.0**power
+            apart = [(abs(scaled - number), i % 2, i) for i, number in enumerate(numbers)]
+            assert code == min(apart)[2] + 8 * (copysign(1, value) < 0)
+
+
+EVEN = dict(hidden_size=64, intermediate_size=96, moe_intermediate_size=32, head_dim=16)
+
+
 @pytest.mark.parametrize(("model_type", "keys"), [("qwen3", LLAMA), ("qwen3_moe", MIXTURE)])
 @pytest.mark.parametrize("base", BASES)
 def test_adapters_are_trained_as_on_the_quantized_checkpoint(tmp_path, base, model_type, keys):
     """In RAM and on the SSD: bitwise the run on what the quantized matrices decode to."""
+    keys = keys | EVEN if base == "mxfp4" else keys
     folder, plain = tmp_path / "model", tmp_path / "decoded"
     for path in (folder, plain):
         oracle(model_type, keys)[0].bfloat16().save_pretrained(path)
@@ -82,8 +106,8 @@ def test_adapters_are_trained_as_on_the_quantized_checkpoint(tmp_path, base, mod
 
 
 def test_parts_of_a_matrix_are_those_of_the_whole(tmp_path, monkeypatch):
-    oracle("qwen3", LLAMA)[0].save_pretrained(tmp_path)
     for base, packing in BASES.items():
+        oracle("qwen3", LLAMA | EVEN if base == "mxfp4" else LLAMA)[0].save_pretrained(tmp_path)
         cfg, source, stored = opened(tmp_path, lambda cfg: adapted(cfg, Lora(2, 4.0, ("q_proj",))))
         _, source = quantized(cfg, source, base, stored)
         for part in packing.parts:  # fp8: one block, short in both ways
@@ -93,6 +117,13 @@ def test_parts_of_a_matrix_are_those_of_the_whole(tmp_path, monkeypatch):
             for first, last in ((0, 1), (len(whole) // 3, len(whole)), (0, len(whole))):
                 assert np.array_equal(np.concatenate(list(source.values(name, first, last))), whole[first:last])
             monkeypatch.undo()
+
+
+def test_matrices_whose_rows_end_within_a_group_stay_as_they_are(tmp_path):
+    oracle("qwen3", LLAMA | dict(intermediate_size=96))[0].save_pretrained(tmp_path)
+    cfg, source, stored = opened(tmp_path, lambda cfg: adapted(cfg, Lora(2, 4.0, ("q_proj",))))
+    found, _ = quantized(cfg, source, "mxfp4", stored)
+    assert found.packed == ("model.layers.*.mlp.down_proj.weight",)
 
 
 def test_what_is_not_of_it_is_refused(tmp_path):
