@@ -1,7 +1,8 @@
-"""--base: what is frozen is quantized as it is read, as bitsandbytes, transformers and MXFP4's specification quantize it."""
+"""--base: what is frozen is quantized as it is read, as bitsandbytes, transformers and MXFP4's specification do."""
 
 from dataclasses import replace
 from math import copysign, floor, log2
+from os import truncate, utime
 from types import SimpleNamespace
 
 import numpy as np
@@ -13,14 +14,18 @@ from tiny import LLAMA, MIXTURE, oracle
 from transformers.integrations.finegrained_fp8 import Fp8Quantize
 
 from runs import losses, options, stopped
+from trireme.engine.geometry import geometry
 from trireme.engine.run.begin.job import prepare
 from trireme.engine.run.train import finetune
+from trireme.engine.tuning.base import CheckpointBase, why_copied
+from trireme.engine.tuning.cached import cached
 from trireme.engine.tuning.chosen import adapted, chosen
-from trireme.engine.tuning.quantized import BASES, quantized
+from trireme.engine.tuning.quantized import BASES, Encoder, quantized
 from trireme.kernels.packed.reference import NF4
 from trireme.models import hf
 from trireme.models.config import InputError, Lora
 from trireme.models.packed import decode, encode
+from trireme.storage.devices import open_device
 from trireme.storage.files import StoreError
 
 pytestmark = pytest.mark.grid
@@ -119,6 +124,76 @@ def test_parts_of_a_matrix_are_those_of_the_whole(tmp_path, monkeypatch):
             monkeypatch.undo()
 
 
+def test_with_a_store_a_base_is_quantized_once(tmp_path, monkeypatch):
+    """Into a file that is read in place: bitwise the same. A checkpoint of other values makes another."""
+    for model_type, keys in (("qwen3", LLAMA), ("qwen3_moe", MIXTURE)):
+        folder, store = tmp_path / model_type, tmp_path / "store"
+        store.mkdir(exist_ok=True)
+        oracle(model_type, keys)[0].bfloat16().save_pretrained(folder)
+        monkeypatch.setattr("trireme.engine.tuning.quantized.STRIP", 500)
+        cfg, source, stored = opened(folder, lambda cfg: adapted(cfg, Lora(2, 4.0, ("q_proj",))))
+        cfg, anew = quantized(cfg, source, "nf4", stored)
+        kept = cached(anew, store)
+        assert not kept.is_made()
+        kept.make(lambda n: None)
+        assert kept.is_made()
+        assert kept.file.stat().st_size == kept.file_bytes
+        for name in kept.parts:
+            assert np.array_equal(np.concatenate(list(kept.values(name))), np.concatenate(list(anew.values(name))))
+        seen = []
+        for of, tier, in_place in ((anew, "host", False), (kept, "host", False), (kept, "ssd", True)):
+            named = hf.sources(cfg, {name: t.shape for name, t in of.tensors.items()})
+            files = None
+            if in_place:
+                assert why_copied(cfg, "BF16", of, named, [store]) == ""
+                stored_base = geometry(cfg, "BF16", 32).stored_base
+                files = CheckpointBase(dict(enumerate(stored_base)), of, named, open_device(store))
+            e, x = exchange(cfg, of, tier, files=files)
+            x.load()
+            seen.append((train(e, batches(cfg, 2, 2, 24)), x.base))
+        assert seen[0] == seen[1] == seen[2]
+
+
+def test_a_kept_base_is_that_of_the_checkpoint(tmp_path, monkeypatch):
+    """By time of change, else by content; a file that is cut short, or whose record is, is written again."""
+    oracle("llama", LLAMA)[0].bfloat16().save_pretrained(tmp_path)
+    file, written = tmp_path / "model.safetensors", []
+    cfg, source, stored = opened(tmp_path, lambda cfg: adapted(cfg, Lora(2, 4.0, ("q_proj",))))
+    kept = cached(quantized(cfg, source, "fp8", stored)[1], tmp_path)
+    encode = Encoder.strip
+    monkeypatch.setattr(Encoder, "strip", lambda *given: written.append(1) or encode(*given))
+    changes = {
+        "anew": (lambda: None, True),
+        "as it was": (lambda: None, False),
+        "touched": (lambda: utime(file, ns=(5, 5)), False),
+        "other values": (lambda: flip(file, -1), True),
+        "cut short": (lambda: truncate(kept.file, 5000), True),
+        "no record": (kept.record.unlink, True),
+        "a torn record": (lambda: truncate(kept.record, 9), True),
+    }
+    for case, (change, anew) in changes.items():
+        change()
+        written.clear()
+        kept.make(lambda n: None)
+        assert bool(written) == anew, case
+        assert kept.is_made()
+    assert {path.name for path in kept.file.parent.iterdir()} == {kept.file.name, kept.record.name}
+    kept.record.unlink()
+
+    def stop(nbytes):
+        raise KeyboardInterrupt
+
+    with pytest.raises(KeyboardInterrupt):
+        kept.make(stop)
+    assert not kept.is_made()
+
+
+def flip(path, at):
+    data = bytearray(path.read_bytes())
+    data[at] ^= 1
+    path.write_bytes(data)
+
+
 def test_matrices_whose_rows_end_within_a_group_stay_as_they_are(tmp_path):
     oracle("qwen3", LLAMA | dict(intermediate_size=96))[0].save_pretrained(tmp_path)
     cfg, source, stored = opened(tmp_path, lambda cfg: adapted(cfg, Lora(2, 4.0, ("q_proj",))))
@@ -161,3 +236,19 @@ def test_a_run_with_a_quantized_base(checkpoint, capsys, monkeypatch):
     planned = replace(run, out=str(checkpoint / "planned"))
     nf4, plain = (prepare(replace(planned, base=base)).forecast.frozen for base in ("nf4", None))
     assert nf4 < 0.5 * plain
+
+
+@pytest.mark.full
+def test_runs_with_a_store_quantize_a_base_once(checkpoint, capsys):
+    """From the SSD in place; the file stays, and the next run says that it reads it."""
+    plain = options(checkpoint, checkpoint / "plain", "ssd", lora=4, lora_targets=("q_proj",), base="nf4")
+    finetune(plain)
+    capsys.readouterr()
+    seen, store = [], (str(checkpoint / "drive"),)
+    for out in ("first", "second"):
+        finetune(replace(plain, out=str(checkpoint / out), store=store))
+        seen.append(capsys.readouterr().out)
+        assert losses(checkpoint / out) == losses(checkpoint / "plain")
+    (file,) = (checkpoint / "drive/bases").glob("nf4-*.safetensors")
+    assert f"they are quantized into {file}" in seen[0]
+    assert f"read from {file}, where an earlier run has quantized them" in seen[1]
