@@ -280,7 +280,8 @@ def fetch(reader: Reader, u: int, name: str, exact: bool) -> Iterator[np.ndarray
 
 def _numpy(buffer: Tensor, t: TensorSpec) -> np.ndarray:
     """Flat; bf16 and codes as bits."""
-    kind = {"I16": np.int16, "U8": np.uint8, "F8_E4M3": np.uint8, "F8_E8M0": np.uint8}.get(t.dtype) or NUMPY[t.dtype]
+    others = {"I16": np.int16, "I32": np.int32, "U8": np.uint8, "F8_E4M3": np.uint8, "F8_E8M0": np.uint8}
+    kind = others.get(t.dtype) or NUMPY[t.dtype]
     return buffer[t.offset : t.offset + t.nbytes].numpy().view(kind)
 
 

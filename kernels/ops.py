@@ -72,6 +72,8 @@ combine = _op(experts.combine, "experts.rows")
 mxfp4_decode = _op(packed.mxfp4_decode, "packed.mxfp4")
 e4m3_decode = _op(packed.e4m3_decode, "packed.e4m3")
 nf4_decode = _op(packed.nf4_decode, "packed.nf4")
+fp4_decode = _op(packed.fp4_decode, "packed.fp4")
+int4_decode = _op(packed.int4_decode, "packed.int4")
 routed_swiglu_bwd = _op(experts.routed_swiglu_bwd, "experts.rows")
 quantize = _op(fp8.quantize, "fp8.quantize")
 turn = _op(fp8.turn, "fp8.quantize")
@@ -109,6 +111,7 @@ __all__ = [
     "grouped_mm",
     "head_rmsnorm_bwd",
     "head_rmsnorm_fwd",
+    "int4_decode",
     "join_master",
     "layernorm_bwd",
     "layernorm_fwd",
@@ -118,6 +121,7 @@ __all__ = [
     "mxfp4_decode",
     "nf4_decode",
     "place_docs",
+    "fp4_decode",
     "fp8_matmul",
     "quantize",
     "rmsnorm_bwd",

@@ -20,10 +20,13 @@ from trireme.models.families.known import why_not
 from trireme.models.families.latent import Latent, parse_latent
 from trireme.models.families.names import Names, direct, turned, within
 from trireme.models.families.packing import FP8 as FP8
+from trireme.models.families.packing import MX as MX
+from trireme.models.families.packing import MXFP4 as MXFP4
 from trireme.models.families.packing import NF4 as NF4
 from trireme.models.families.packing import PACKINGS as PACKINGS
 from trireme.models.families.packing import UNUSED as UNUSED
-from trireme.models.families.packing import Packing, packing_of
+from trireme.models.families.packing import Packing
+from trireme.models.families.quantization import packing_of
 from trireme.models.families.rope import Rope
 from trireme.models.families.table import FAMILIES, OTHER_NAMES, WRAPPERS, text_of
 from trireme.storage.untrusted import read_small, shown

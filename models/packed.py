@@ -18,21 +18,33 @@ from trireme.kernels import ops
 from trireme.kernels.packed.reference import GROUP, NF4
 from trireme.models.families.packing import Packing, Part
 
-DTYPE = {"F32": torch.float32, "BF16": torch.bfloat16}  # of parts; others are bytes
+DTYPE = {"F32": torch.float32, "BF16": torch.bfloat16, "F16": torch.float16, "I32": torch.int32}  # others are bytes
 LARGEST_CODE = 448.0  # of E4M3
-LARGEST = {"e2m1": 125, "e4m3": 118, "nf4": 126}  # powers of two: times the largest number they are finite
+LARGEST = {"e2m1": 125, "fp4": 125, "e4m3": 118, "nf4": 126, "int4": 123}  # powers of two: times the largest number
+LARGEST_FACTOR = 116  # as LARGEST, of scales of E4M3 scales of E2M1
 
 
 def decode(packing: Packing, parts: Sequence[Tensor], out: Tensor) -> None:
     """Fills out, one or several matrices, by their parts."""
-    codes, scales = parts
+    codes, scales = parts[:2]
+    more = parts[2] if len(parts) > 2 else None
+    flat = lambda t, like: t.view(-1, *like.shape[-2:])
     if packing.code == "e2m1":
         ops.mxfp4_decode(codes, scales, out)
     elif packing.code == "nf4":
         n = prod(codes.shape[:-2])
         ops.nf4_decode(codes.view(n, -1), scales.view(n, -1), out.view(n, -1))
+    elif packing.code == "fp4":
+        into = out.view(-1, codes.shape[-2], 2 * codes.shape[-1])
+        of_all = None if more is None else more.view(-1)
+        ops.fp4_decode(flat(codes, codes), flat(scales.view(torch.uint8), scales), of_all, into, packing.divides)
+    elif packing.code == "int4":
+        a, b = codes.shape[-2:]
+        shape = {"rows": (a, 8 * b), "gptq": (b, 8 * a), "awq": (8 * b, a)}[packing.order]
+        zeros = None if more is None else flat(more, more)
+        how = packing.block[1], packing.order, packing.offset
+        ops.int4_decode(flat(codes, codes), flat(scales, scales), zeros, out.view(-1, *shape), *how)
     else:
-        flat = lambda t, like: t.view(-1, *like.shape[-2:])
         ops.e4m3_decode(flat(codes.view(torch.uint8), codes), flat(scales, scales), flat(out, codes), packing.block)
 
 
@@ -49,7 +61,9 @@ def decoded(
 
 
 def encode(packing: Packing, values: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
-    """(codes, scales), flat, of fp32 values, a matrix or several (M, R, C): as bitsandbytes' NF4, transformers' fp8."""
+    """(codes, scales), flat, of fp32 values, a matrix or several (M, R, C): as bitsandbytes' NF4, transformers' fp8,
+    MXFP4 of OCP Microscaling Formats 1.0.
+    """
     x = torch.from_numpy(values)
     x = x.view(-1, *x.shape[-2:])
     if packing.code == "nf4":
@@ -58,6 +72,8 @@ def encode(packing: Packing, values: np.ndarray) -> tuple[np.ndarray, np.ndarray
         codes = torch.bucketize(groups * (1 / most).nan_to_num(), (NF4[1:] + NF4[:-1]) / 2)
         pairs = codes.flatten(1)[:, : x[0].numel()].to(torch.uint8).view(-1, 2)
         return (pairs[:, 0] << 4 | pairs[:, 1]).numpy(), most.flatten().numpy()
+    if packing.code == "fp4":
+        return _in_mxfp4(x, packing.block[1])
     (B, K), (R, C) = packing.block, x.shape[1:]
     blocks = pad(x, (0, -C % K, 0, -R % B)).unflatten(2, (-1, K)).unflatten(1, (-1, B))  # (M, S, B, T, K)
     most = blocks.abs().amax((2, 4), keepdim=True)
@@ -66,18 +82,49 @@ def encode(packing: Packing, values: np.ndarray) -> tuple[np.ndarray, np.ndarray
     return codes.flatten(3).flatten(1, 2)[:, :R, :C].flatten().numpy(), (1 / scale).flatten().numpy()
 
 
+def _in_mxfp4(x: Tensor, group: int) -> tuple[np.ndarray, np.ndarray]:
+    """As `encode` (section 6.3): a group's power of two is that of its largest value over that of 6; to nearest even,
+    larger ones to 6.
+    """
+    groups = x.unflatten(2, (-1, group))  # (M, R, G, group)
+    most = groups.abs().amax(3, keepdim=True)
+    power = torch.where(most > 0, torch.frexp(most).exponent + (127 - 3), 0).clamp(0, 254)
+    numbers = torch.ldexp(groups, 127 - power).abs()
+    codes = torch.signbit(groups).to(torch.uint8) * 8
+    for i, middle in enumerate((0.25, 0.75, 1.25, 1.75, 2.5, 3.5, 5.0)):
+        codes += numbers >= middle if i % 2 else numbers > middle
+    pairs = codes.view(-1, 2)
+    scales = torch.where(most.isfinite(), power, 255).to(torch.uint8)  # 255: NaN
+    return (pairs[:, 0] | pairs[:, 1] << 4).numpy(), scales.flatten().numpy()
+
+
 def damage(packing: Packing, part: Part, values: np.ndarray) -> str:
     """What is wrong with some of a part's values, bf16 as bits; "" for nothing."""
+    index = packing.parts.index(part)
+    e4m3 = (packing.code, index, len(packing.parts)) in (("e4m3", 0, 2), ("fp4", 1, 3))
+    if e4m3 or index == 0:
+        return "holds NaN" if e4m3 and ((values & 127) == 127).any() else ""
+    if index == 2:
+        return _damage_of_third(packing, values)
     most = LARGEST[packing.code]
-    if part is packing.parts[0]:
-        return "holds NaN" if packing.code == "e4m3" and ((values & 127) == 127).any() else ""
     if values.dtype == np.uint8:
         wrong = values.max(initial=0) > most + 127
     elif values.dtype == np.uint16:
         wrong = (values & 0x7FFF).max(initial=0) > (most + 127) << 7
     else:
-        wrong = not (np.abs(values) <= 2.0**most).all()  # NaN is not
+        wrong = not (np.abs(values.astype(np.float32, copy=False)) <= 2.0**most).all()  # NaN is not
     return f"scales by more than 2^{most}" if wrong else ""
+
+
+def _damage_of_third(packing: Packing, values: np.ndarray) -> str:
+    """As `damage`, of zero points, or of the scale of the scales."""
+    if packing.code == "int4":
+        bits = values.view(np.uint32)
+        full = bits & bits >> 1 & bits >> 2 & bits >> 3 & 0x11111111
+        return "has zero points that programs read as 0 or as 16" if packing.offset and full.any() else ""
+    least, most = (2.0**-LARGEST_FACTOR, np.inf) if packing.divides else (0, 2.0**LARGEST_FACTOR)
+    right = (np.isfinite(values) & (least <= np.abs(values)) & (np.abs(values) <= most)).all()
+    return "" if right else f"scales by more than 2^{LARGEST_FACTOR}"
 
 
 # ---------------------------------------------------------------- experts in slices

@@ -261,6 +261,21 @@ def packed(s: Shapes) -> Iterator[Case]:
     yield Case(name, "e4m3_decode", (codes, scales, wide, (128, 128)), moved(codes, scales, wide))
     parts = drawn(0, 256, E, I * D // 2), s.randn(E, -(-I * D // 64), dtype=torch.float32)
     yield Case(name, "nf4_decode", (*parts, wide.view(E, -1)), moved(*parts, wide))
+    codes, factor = drawn(0, 256, E, I, D // 2), s.randn(E, dtype=torch.float32)
+    for group, of_all in ((32, None), (16, factor)):
+        scales = drawn(110, 127, E, I, D // group)
+        yield Case(name, "fp4_decode", (codes, scales, of_all, wide), moved(codes, scales, wide))
+    yield from _int4(name, E, I, D, s, wide)
+
+
+def _int4(name: str, E: int, I: int, D: int, s: Shapes, wide: Tensor) -> Iterator[Case]:
+    """In each order, with zero points but for compressed-tensors."""
+    words = lambda *shape: torch.randint(-(1 << 31), 1 << 31, shape, dtype=torch.int32, device=s.device)
+    G, moved = D // 32, wide.numel() * 5 // 2
+    yield Case(f"{name} rows", "int4_decode", (words(E, I, D // 8), s.randn(E, I, G), None, wide, 32, "rows"), moved)
+    zeros, scales = words(E, G, I // 8), s.randn(E, G, I)
+    yield Case(f"{name} gptq", "int4_decode", (words(E, D // 8, I), scales, zeros, wide, 32, "gptq"), moved)
+    yield Case(f"{name} awq", "int4_decode", (words(E, D, I // 8), scales, zeros, wide, 32, "awq"), moved)
 
 
 GROUPS: dict[str, Callable[[Shapes], Iterator[Case]]] = {

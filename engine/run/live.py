@@ -26,7 +26,7 @@ from trireme.engine.planner.host import computed_by
 from trireme.engine.planner.whole import note_export
 from trireme.engine.queues.real import RealQueues
 from trireme.engine.queues.watchdog import leave, patience, watched
-from trireme.engine.run.begin.filled import claim_space, fill_engine, make_engine
+from trireme.engine.run.begin.filled import claim_space, fill_engine, make_base, make_engine
 from trireme.engine.run.begin.job import Job
 from trireme.engine.run.begin.kept import kept
 from trireme.engine.run.begin.opened import Begun, Snapshot, hosts_in, remove_host, run_folder
@@ -129,6 +129,8 @@ class Live:
         Raises DoesNotFit, InputError, StoreError; KeyboardInterrupt between pieces once `asked` is not empty.
         """
         with self.clock.at("load"):
+            with self.watched("quantizing"):
+                make_base(self.job, self.screen, asked)
             self._engine = make_engine(self.job, self.queues, self.store, self.screen, self.group)
             if reason := host_adamw.why_slow():
                 self.screen.warn(f"AdamW runs in torch on the CPU, several times slower: {reason}")

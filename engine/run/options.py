@@ -330,7 +330,7 @@ class Options:
         also="lora-target lora-target-modules",
     )
     base: str | None = _option(
-        TRAINING, "quantize what is frozen in the blocks as it is loaded, as in QLoRA", choices=("nf4", "fp8")
+        TRAINING, "quantize what is frozen in the blocks as it is loaded, as in QLoRA", choices=("nf4", "fp8", "mxfp4")
     )
     train: tuple[str, ...] = _option(
         TRAINING, "train these tensors alone: '*.mlp.*'", (), parse=listed(named), metavar="GLOB[,GLOB]"

@@ -24,10 +24,12 @@ from trireme.engine.queues.names import NET
 from trireme.engine.run.begin.job import Job, shelf
 from trireme.engine.run.evaluation import LONGEST, MAX_NEW
 from trireme.engine.run.options import Every, Options
+from trireme.engine.tuning.cached import Cached
 from trireme.engine.tuning.chosen import trained_lines
 from trireme.engine.tuning.packed import Packed, Unpacked
 from trireme.models import hf
 from trireme.models.sizes import shapes
+from trireme.storage.checkpoint import Source
 
 ON_A_CPU = "known after the second step: on a CPU it is measured, not predicted"
 
@@ -147,12 +149,21 @@ def _packing_notes(job: Job) -> list[str]:
     if isinstance(job.source, Unpacked) or not isinstance(job.source, Packed):
         notes.append(f"{packing.word} is decoded as it is read, and the result is in bf16, as its config.json will say")
     if job.options.base:
-        notes.append("--base: they are quantized as they are loaded; what is merged or exported is not of them")
+        notes.append(f"--base: they are {_quantized(job.source)}; what is merged or exported is not of them")
     elif job.options.merge:
         notes.append("--merge: the merged model is in bf16 if the adapters change a packed matrix")
     if job.cfg.fp8:
         notes.append("--dtype fp8: matrices of linear layers are quantized anew, with one scale each")
     return notes
+
+
+def _quantized(source: Source) -> str:
+    """When a base is."""
+    if not isinstance(source, Cached):
+        return "quantized as they are loaded"
+    if source.is_made():
+        return f"read from {source.file}, where an earlier run has quantized them"
+    return f"quantized into {source.file}, {gib(source.file_bytes)}, which later runs read"
 
 
 def data_lines(job: Job) -> list[str]:

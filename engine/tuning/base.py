@@ -58,11 +58,12 @@ class CheckpointBase:
 
     def __init__(self, layouts: Mapping[int, Layout], source: Source, stored: Mapping[str, str], device: Device):
         """`layouts`: of units stored on the SSD. Raises StoreError where a file does not open as the drive's own."""
-        self.device, self.sizes = device, {name: (source.folder / name).stat().st_size for name in source.files}
+        self.device = device
         self.ways = {u: way(layout, source, stored) for u, layout in layouts.items()}
-        self.files: dict[str, File] = {}
+        self.sizes, self.files = dict[str, int](), dict[str, File]()
         try:
             for name in {extent.file for found in self.ways.values() for extent in found.extents}:
+                self.sizes[name] = (source.folder / name).stat().st_size
                 self.files[name] = File(source.folder / name, device.direct, write=False)
         except StoreError:
             self.close()
@@ -99,8 +100,8 @@ def why_copied(cfg: ModelConfig, dtype: str, source: Source, stored: Mapping[str
         return f"they are {', '.join(sorted(other))}, and computed with in {dtype}"
     if len(stores) > 1:
         return f"{len(stores)} drives read faster than one"
-    drives = {(source.folder / name).stat().st_dev for name in source.files}
-    if drives != {existing(stores[0]).stat().st_dev}:
+    drives = {existing(source.folder / place.file).stat().st_dev for place in places.values()}
+    if drives - {existing(stores[0]).stat().st_dev}:
         return f"{source.folder} is on another drive than {stores[0]}"
     return ""
 

@@ -20,11 +20,12 @@ from trireme.models.sizes import shapes
 from trireme.storage.auxiliary import CONTENT, content_of
 from trireme.storage.checkpoint import CHUNK, INDEX, NUMPY, Source, SourceTensor, stored_values
 from trireme.storage.files import Say
-from trireme.storage.headers import encode_header
+from trireme.storage.headers import CheckpointError, encode_header
 from trireme.storage.layout import ITEMSIZE, sequential
 
 Made = Callable[[int, int], np.ndarray]  # elements [first, last) of a part
 STRIP = 1 << 22  # elements of a matrix decoded at a time
+OF_PARTS = NUMPY | {"I32": np.int32}  # others are bytes
 
 
 @dataclass(frozen=True)
@@ -63,7 +64,15 @@ class Packed(Source):
             return self.made[name](first, last)
         t = self.parts[name]
         size = ITEMSIZE[t.dtype]
-        return self.bytes_of(t.file, t.offset + first * size, (last - first) * size).view(NUMPY.get(t.dtype, np.uint8))
+        return self.bytes_of(t.file, t.offset + first * size, (last - first) * size).view(
+            OF_PARTS.get(t.dtype, np.uint8)
+        )
+
+    def _columns_of_part(self, name: str, first: int, shape: tuple[int, ...]) -> np.ndarray:
+        """Columns of a matrix as files have it: `shape` of them, flat."""
+        width = self.parts[name].shape[-1]
+        rows = range(first, first + shape[0] * width, width)
+        return np.concatenate([self._of_part(name, a, a + shape[1]) for a in rows])
 
     def _decoded(self, name: str, first: int, last: int | None, dtype: str = "BF16") -> Iterator[np.ndarray]:
         """By whole experts, or some rows of a matrix."""
@@ -78,15 +87,22 @@ class Packed(Source):
             yield self._rows(name, a, b, dtype)[begin:end]
 
     def _rows(self, name: str, first: int, last: int, dtype: str) -> np.ndarray:
-        """Experts [first, last), or rows of a matrix, `first` of which is the first of a block."""
+        """Experts [first, last), or rows of a matrix, `first` of which is the first of a block. Raises
+        CheckpointError.
+        """
         shape = last - first, *self.tensors[name].shape[1:]
         starts = self.packing.starts(shape, first)
-        from trireme.models.packed import decoded  # torch, which nothing else here needs
+        from trireme.models.packed import damage, decoded  # torch, which nothing else here needs
 
         parts = list[tuple[np.ndarray, str, tuple[int, ...]]]()
         for part, start, own in zip(self.packing.parts, starts, self.packing.shapes(shape), strict=True):
             row, named = prod(own[1:]), name + part.suffix
-            values = self._of_part(named, start * row, (start + own[0]) * row)
+            if self.packing.across:
+                values = self._columns_of_part(named, start, own)
+            else:
+                values = self._of_part(named, start * row, (start + own[0]) * row)
+            if why := damage(self.packing, part, values):
+                raise CheckpointError(f"{self.folder}: {named} {why}; the checkpoint is damaged. Download it again.")
             parts.append((values.view(np.uint8), self.parts[named].dtype, own))
         return decoded(self.packing, parts, shape, dtype)
 

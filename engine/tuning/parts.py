@@ -5,9 +5,9 @@ from __future__ import annotations
 from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
 
-from trireme.engine.tuning import nf4
+from trireme.engine.tuning import int4, nf4
 from trireme.engine.tuning.packed import Made, Packed
-from trireme.models.config import NF4, PACKINGS, UNUSED, Packing
+from trireme.models.config import MXFP4, NF4, PACKINGS, UNUSED, Packing
 from trireme.storage.checkpoint import Source, SourceTensor, open_source
 from trireme.storage.files import Say, to_stderr
 from trireme.storage.headers import CheckpointError
@@ -22,7 +22,7 @@ def open_checkpoint(folder: str | Path, packing: Packing | None = None, say: Say
     if packing is NF4 or (packing is None and any(name.endswith(nf4.STATE) for name in source.tensors)):
         return _in_nf4(source)
     for row in [packing] if packing else PACKINGS:
-        found = _pairs(source, row)
+        found = _found(source, row)
         if packing:
             _check_whole(source, row, found)
         if found:
@@ -44,38 +44,42 @@ def _in_nf4(source: Source) -> Source:
     return Packed(source.folder, source.files, tensors, source.auxiliary, NF4, parts, made) if found else source
 
 
-def _pairs(source: Source, packing: Packing) -> dict[str, tuple[str, ...]]:
+def _found(source: Source, packing: Packing) -> dict[str, tuple[str, ...]]:
     """Matrix -> names of its parts, where all are there."""
     codes = packing.parts[0]
     found = dict[str, tuple[str, ...]]()
     for stored, t in source.tensors.items():
-        name = stored.removesuffix(codes.stored)
-        parts = tuple(name + part.stored for part in packing.parts)
-        typed = bool(codes.stored) or t.dtype in codes.dtypes
-        if parts[0] == stored and typed and all(part in source.tensors for part in parts):
-            found[name] = parts
+        if stored.endswith(codes.stored) and (t.dtype in codes.dtypes or packing is MXFP4):
+            name = packing.matrix(stored, codes.stored)
+            parts = tuple(packing.named(name, part.stored) for part in packing.parts)
+            if all(part in source.tensors for part in parts):
+                found[name] = parts
     return found
 
 
 def _check_whole(source: Source, packing: Packing, found: Mapping[str, tuple[str, ...]]) -> None:
     """Raises CheckpointError where a matrix lacks a part, or scales have a matrix that is not packed."""
-    codes, scales = packing.parts
+    codes, *others = packing.parts
     taken = {part for parts in found.values() for part in parts}
     for stored, t in source.tensors.items():
         if stored in taken or stored.endswith(UNUSED):
             continue
         where = f"{source.folder / t.file}: {stored}"
-        name = stored.removesuffix(scales.stored)
-        if stored.endswith(scales.stored) and name.endswith((".weight", "_proj")):
-            other = source.tensors.get(name)
-            wrong = (
-                f"{name} is {other.dtype}: one tensor in two forms" if other else f"{name + codes.stored} is missing"
-            )
-            raise CheckpointError(f"{where} holds scales of {packing.word}, but {wrong}. Download the release again.")
-        if (codes.stored and stored.endswith(codes.stored)) or (not codes.stored and t.dtype in codes.dtypes):
-            name = stored.removesuffix(codes.stored)
+        for part in others:
+            name = packing.matrix(stored, part.stored)
+            there = packing.named(name, codes.stored)
+            other = source.tensors.get(there)
+            if stored.endswith(part.stored) and name.endswith((".weight", "_proj")):
+                wrong = f"{there} is {other.dtype}: one tensor in two forms" if other else f"{there} is missing"
+                if other is None or other.dtype not in codes.dtypes:
+                    raise CheckpointError(
+                        f"{where} holds {part.word} of {packing.word}, but {wrong}. Download the release again."
+                    )
+        if stored.endswith(codes.stored) and (codes.stored or t.dtype in codes.dtypes):
+            name = packing.matrix(stored, codes.stored)
+            lacks = next(part for part in others if packing.named(name, part.stored) not in source.tensors)
             raise CheckpointError(
-                f"{where} is {t.dtype}, and its scales, {name + scales.stored}, are missing. "
+                f"{where} is {t.dtype}, and its {lacks.word}, {packing.named(name, lacks.stored)}, are missing. "
                 "Download the release again."
             )
 
@@ -93,6 +97,10 @@ def _packed(source: Source, packing: Packing, found: Mapping[str, tuple[str, ...
         own = [tensors.pop(part) for part in stored]
         parts |= {name + part.suffix: t for part, t in zip(packing.parts, own, strict=True)}
         tensors[name] = _looks(source, packing, stored, own)
+        for end in packing.checked:
+            if packing.named(name, end) in tensors:
+                int4.check(source, packing, packing.named(name, end), tensors[name].shape)
+                del tensors[packing.named(name, end)]
     unused = [name for name in tensors if name.endswith(UNUSED)]
     if unused:
         say(f"note: {source.folder}: {len(unused):,} scales of activations, as {unused[0]}, are not used")

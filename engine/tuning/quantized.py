@@ -13,11 +13,11 @@ from math import prod
 import numpy as np
 
 from trireme.engine.tuning.packed import STRIP, Made, Packed, globs
-from trireme.models.config import FP8, NF4, InputError, ModelConfig, Packing
+from trireme.models.config import FP8, MX, NF4, InputError, ModelConfig, Packing
 from trireme.models.sizes import shapes
 from trireme.storage.checkpoint import Source, SourceTensor, convert, dtype_of
 
-BASES = {"nf4": NF4, "fp8": FP8.with_dtypes(("F8_E4M3", "F32"))}
+BASES = {"nf4": NF4, "fp8": FP8.with_dtypes(("F8_E4M3", "F32")), "mxfp4": MX}
 
 
 @dataclass(frozen=True)
@@ -25,6 +25,8 @@ class Quantized(Packed):
     """`original` with parts of quantized matrices beside its tensors."""
 
     original: Source
+    encoders: tuple[Encoder, ...]  # in the order of `parts`
+    base: str  # of BASES
 
     def packs(self, name: str) -> bool:  # noqa: ARG002 (its files have none)
         return False
@@ -35,33 +37,50 @@ class Quantized(Packed):
 
 
 @dataclass(frozen=True)
-class Encoded:
-    """A part of a matrix, quantized anew each time that it is read."""
+class Encoder:
+    """Quantizes a matrix, some rows at a time; several in one tensor by whole ones."""
 
     source: Source
     name: str
     packing: Packing
+
+    @property
+    def shape(self) -> tuple[int, ...]:
+        return self.source.tensors[self.name].shape
+
+    @property
+    def height(self) -> int:
+        """Rows, whole blocks of them, or matrices at a time."""
+        shape = self.shape
+        step = max(self.packing.step(shape), min(self.packing.block[0], shape[0]))
+        return max(1, STRIP // (prod(shape[1:]) * step)) * step if len(shape) == 2 else 1
+
+    def strip(self, a: int, b: int) -> tuple[np.ndarray, np.ndarray]:
+        """(codes, scales), flat, of rows or matrices [a, b)."""
+        from trireme.models.packed import encode  # torch, which nothing else here needs
+
+        rest = self.shape[1:]
+        values = np.concatenate(list(_in_fp32(self.source, self.name, a * prod(rest), b * prod(rest))))
+        return encode(self.packing, values.reshape(b - a, *rest))
+
+
+@dataclass(frozen=True)
+class Encoded:
+    """A part of a matrix, quantized anew each time that it is read."""
+
+    encoder: Encoder
     part: int
 
     def __call__(self, first: int, last: int) -> np.ndarray:
         """Its elements [first, last), flat."""
-        shape = self.source.tensors[self.name].shape
-        step = max(self.packing.step(shape), min(self.packing.block[0], shape[0]))  # whole blocks
-        height = max(1, STRIP // (prod(shape[1:]) * step)) * step if len(shape) == 2 else 1
-        each = prod(self.packing.shapes((height, *shape[1:]))[self.part])
+        encoder, height = self.encoder, self.encoder.height
+        rows, *rest = encoder.shape
+        each = prod(encoder.packing.shapes((height, *rest))[self.part])
         found = list[np.ndarray]()
         for i in range(first // each, -(-last // each)):
-            part = self._strip(i * height, min((i + 1) * height, shape[0]))
+            part = encoder.strip(i * height, min((i + 1) * height, rows))[self.part]
             found.append(part[max(first - i * each, 0) : last - i * each])
         return np.concatenate(found)
-
-    def _strip(self, a: int, b: int) -> np.ndarray:
-        """Of rows of a matrix, or of experts."""
-        from trireme.models.packed import encode  # torch, which nothing else here needs
-
-        rest = self.source.tensors[self.name].shape[1:]
-        values = np.concatenate(list(_in_fp32(self.source, self.name, a * prod(rest), b * prod(rest))))
-        return encode(self.packing, values.reshape(b - a, *rest))[self.part]
 
 
 def _in_fp32(source: Source, name: str, first: int, last: int) -> Iterator[np.ndarray]:
@@ -69,7 +88,7 @@ def _in_fp32(source: Source, name: str, first: int, last: int) -> Iterator[np.nd
         yield np.array(convert(piece, dtype_of(piece), "F32"))
 
 
-def quantized(cfg: ModelConfig, source: Source, base: str, stored: dict[str, str]) -> tuple[ModelConfig, Source]:
+def quantized(cfg: ModelConfig, source: Source, base: str, stored: dict[str, str]) -> tuple[ModelConfig, Quantized]:
     """(cfg, source) whose frozen matrices of blocks are in `base`. `stored`: canonical name -> name in `source`.
 
     Raises InputError where nothing is frozen, or the checkpoint is packed.
@@ -83,18 +102,19 @@ def quantized(cfg: ModelConfig, source: Source, base: str, stored: dict[str, str
 
     def is_packed(name: str, shape: tuple[int, ...]) -> bool:
         frozen = shapes.is_frozen(cfg, [(name, shape)]) and not name.endswith(small)
-        even = packing is not NF4 or shapes.on_disk(cfg, name, shape)[0][1][-1] % 2 == 0
-        return frozen and even and name.startswith(cfg.names.block.split("{}")[0])
+        held = packing.holds(shapes.on_disk(cfg, name, shape)[0][1])
+        return frozen and held and name.startswith(cfg.names.block.split("{}")[0])
 
     cfg = replace(cfg, packing=packing, packed=globs(cfg, is_packed))
-    parts, made = dict[str, SourceTensor](), dict[str, Made]()
+    parts, made, encoders = dict[str, SourceTensor](), dict[str, Made](), list[Encoder]()
     groups = (group for u in range(cfg.n_units) for group in shapes.weight_groups(cfg, u))
     for name, shape in (matrix for group in groups if shapes.is_packed(cfg, group) for matrix in group):
         for there, one in shapes.on_disk(cfg, name, shape):
+            encoders.append(Encoder(source, stored[there], packing))
             for i, (part, own) in enumerate(zip(packing.parts, packing.shapes(one), strict=True)):
                 parts[stored[there] + part.suffix] = SourceTensor(part.dtypes[0], own, "", 0)
-                made[stored[there] + part.suffix] = Encoded(source, stored[there], packing, i)
+                made[stored[there] + part.suffix] = Encoded(encoders[-1], i)
     if not parts:
         raise InputError(f"--base {base}: no matrix is frozen. It is of --lora, --adapter, --freeze and --train.")
     given = source.folder, source.files, source.tensors, source.auxiliary, packing, parts, made
-    return cfg, Quantized(*given, source)
+    return cfg, Quantized(*given, source, tuple(encoders), base)

@@ -19,7 +19,7 @@ ROWS, COLUMNS = 32, 128  # of a program; not measured
 
 
 @triton.jit
-def _number(b_byte):
+def number(b_byte):
     """fp32 of a code, in int32."""
     b_m = b_byte & 127
     b_large = ((b_m << 20) + (120 << 23)).to(tl.float32, bitcast=True)
@@ -58,7 +58,7 @@ def _e4m3_decode(
     else:
         b_scale = tl.load(p_scale, o_r < R, 0.0).to(tl.float32)
     o = (i_m * R + o_r)[:, None] * C + o_c[None, :]
-    b_x = _number(tl.load(p_codes + o, mask, 0).to(tl.int32)) * b_scale[:, None]
+    b_x = number(tl.load(p_codes + o, mask, 0).to(tl.int32)) * b_scale[:, None]
     tl.store(p_out + o, b_x.to(p_out.dtype.element_ty), mask)
 
 

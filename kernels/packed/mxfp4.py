@@ -19,7 +19,7 @@ ROWS, GROUPS = 128, 4  # of a program: 3.3 of 4.3 TB/s on an H200
 
 
 @triton.jit
-def _number(b_bits, b_scale):
+def number(b_bits, b_scale):
     """fp32 of 4 bits, in int32, times the scale."""
     b_m = b_bits & 7
     b_large = (((b_m >> 1) + 126) << 23) | ((b_m & 1) << 22)
@@ -45,7 +45,7 @@ def _mxfp4_decode(
     b_pair = tl.load(p_blocks + o_row * (G * 16) + o_b[None, :], mask, 0).to(tl.int32)
     b_power = tl.load(p_scales + o_row * G + (o_b // 16)[None, :], mask, 0).to(tl.int32)
     b_scale = tl.where(b_power == 0, 1 << 22, b_power << 23).to(tl.float32, bitcast=True)  # 2^-127 has no exponent
-    b_low, b_high = _number(b_pair & 15, b_scale), _number(b_pair >> 4, b_scale)
+    b_low, b_high = number(b_pair & 15, b_scale), number(b_pair >> 4, b_scale)
     b_x = tl.interleave(b_low.to(p_out.dtype.element_ty), b_high.to(p_out.dtype.element_ty))
     o_c = i_g * (GROUPS * 32) + tl.arange(0, GROUPS * 32)
     p_x = p_out + (i_e * (G * 32) + o_c[:, None]) * R + o_r[None, :]

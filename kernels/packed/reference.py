@@ -59,3 +59,48 @@ def nf4_decode(codes: Tensor, scales: Tensor, out: Tensor) -> None:
             numbers = table[torch.stack((part >> 4, part & 15), 1).flatten()]
             of_group = scale[2 * first // GROUP :].repeat_interleave(GROUP)[: len(numbers)]
             into[2 * first : 2 * first + len(numbers)].copy_(numbers * of_group)
+
+
+def fp4_decode(codes: Tensor, scales: Tensor, scale: Tensor | None, out: Tensor, divide: bool = False) -> None:
+    """Fills out (M, R, C) by codes (M, R, C / 2) uint8, E2M1, the even number low, times scales (M, R, G) uint8 of
+    groups of C / G: powers of two with a bias of 127; or, given the scale (M) fp32 of each matrix's, E4M3, multiplied
+    or divided by it. In fp32, then rounded.
+    """
+    for i, (pairs, of_groups, into) in enumerate(zip(codes, scales, out, strict=True)):
+        if scale is None:
+            power = of_groups.int()
+            wide = torch.where(power == 0, 1 << 22, power << 23).view(torch.float32)  # 2^-127 has no exponent
+        else:
+            wide = of_groups.view(torch.float8_e4m3fn).float()
+            wide = wide / scale[i] if divide else wide * scale[i]
+        for a in range(0, len(pairs), STRIP):
+            part = pairs[a : a + STRIP].int()
+            numbers = NUMBERS.to(codes.device)[torch.stack((part & 15, part >> 4), -1).flatten(1)]
+            of_each = wide[a : a + STRIP].repeat_interleave(out.shape[2] // of_groups.shape[1], 1)
+            into[a : a + STRIP].copy_(numbers * of_each)
+
+
+AWQ = (0, 4, 1, 5, 2, 6, 3, 7)  # of eight numbers in a word, by their place in the matrix: which four bits
+
+
+def int4_decode(
+    codes: Tensor, scales: Tensor, zeros: Tensor | None, out: Tensor, group: int, order: str, offset: int = 0
+) -> None:
+    """Fills out (M, R, C): (code - zero) * scale of `group` columns, in fp32, then rounded. A zero is 8, or that of
+    `zeros` plus `offset`. int32, eight numbers in a word, the first low, but for "awq" in the order AWQ:
+
+    "rows": codes (M, R, C / 8), scales (M, R, G), zeros (M, R / 8, G), eight rows in a word
+    "gptq": codes (M, C / 8, R), scales (M, G, R), zeros (M, G, R / 8)
+    "awq": codes (M, C, R / 8), scales (M, G, R), zeros (M, G, R / 8)
+    """
+    _, R, C = out.shape
+    bits = 4 * torch.tensor(AWQ if order == "awq" else range(8), device=codes.device, dtype=torch.int32)
+    unpacked = lambda words: (words[..., None] >> bits & 15).flatten(-2)  # along the last dimension
+    down = lambda words: unpacked(words.mT).mT
+    for i, (words, scale, into) in enumerate(zip(codes, scales, out, strict=True)):
+        code = {"rows": unpacked, "gptq": down, "awq": unpacked}[order](words)
+        zero = 8 if zeros is None else (down(zeros[i])[:R] if order == "rows" else unpacked(zeros[i])) + offset
+        along = int(order == "rows")  # dimension of groups
+        wide = lambda t, along=along: t.repeat_interleave(min(group, C), along).narrow(along, 0, C)
+        found = (code - (zero if zeros is None else wide(zero))).float() * wide(scale.float())
+        into.copy_(found if along else found.mT)

@@ -99,12 +99,9 @@ class Family:
     query_scale: bool = False  # attention's scale is query_pre_attn_scalar ** -0.5
     embed_root: bool = False  # the embedding's factor is sqrt(width)
     experts: ExpertKeys | None = None  # in place of the MLP
-    packings: tuple[str, ...] = (
-        "fp8",
-        "fbgemm_fp8",
-        "compressed-tensors",
-        "bitsandbytes",
-    )  # quant_method: matrices may be packed so
+    packings: tuple[str, ...] = (  # quant_method: matrices may be packed so
+        "fp8", "fbgemm_fp8", "compressed-tensors", "modelopt", "gptq", "awq", "bitsandbytes",
+    )  # fmt: skip
     mtp: bool = False  # num_nextn_predict_layers more in the file, which predict further tokens
     carried: tuple[str, ...] = ()  # what names of tensors begin with that are copied and not used
     rope_said: bool = False  # config.json must describe rope: the default of transformers is no plain one

@@ -6,13 +6,9 @@ and is decoded on the GPU next to its GEMMs (models/packed.py); a trained one is
 
 from __future__ import annotations
 
-import json
 from dataclasses import dataclass, replace
 from math import gcd
-from typing import Any, Literal
-
-from trireme.models.families.keys import InputError, Keys
-from trireme.models.families.names import Names
+from typing import Literal
 
 Shape = tuple[int, ...]
 WHOLE = 1 << 30  # rows or columns of a block: all
@@ -24,8 +20,9 @@ class Part:
     """A tensor of a packed matrix."""
 
     suffix: str  # in memory, behind the matrix's name
-    stored: str  # in files, behind the matrix's name
+    stored: str  # in files, behind the name of the matrix, or of its module
     dtypes: tuple[str, ...]  # that it may have in files; of a matrix that is read, or planned, the first
+    word: str = "scales"  # for the user
 
     @property
     def itemsize(self) -> int:
@@ -37,12 +34,16 @@ class Packing:
     """How matrices are packed."""
 
     word: str  # for the user
-    method: str  # quant_method in config.json
-    code: Literal["e2m1", "e4m3", "nf4"]  # of a number: how models/packed.py decodes them
-    parts: tuple[Part, ...]  # codes first, then scales
+    code: Literal["e2m1", "fp4", "e4m3", "nf4", "int4"]  # of a number: how models/packed.py decodes them
+    parts: tuple[Part, ...]  # codes, scales, and what some have besides: zero points, a scale of the scales
     block: tuple[int, int]  # rows and columns of codes that share a scale; last ones may be short
     shaped: str  # dtypes and shapes of the parts, for the user
     globs: tuple[str, ...] = ()  # over names in memory: what releases have packed; (): all matrices of blocks
+    of_module: bool = False  # parts are named after the module of the matrix
+    order: Literal["rows", "gptq", "awq"] = "rows"  # of int4: how eight numbers lie in a word
+    offset: int = 0  # of int4: added to stored zero points
+    divides: bool = False  # of fp4: scales are divided by that of the scales
+    checked: tuple[str, ...] = ()  # ends of names, as `stored`, of what parts.py checks and nothing else needs
 
     def scaled(self, rows: int, columns: int) -> Packing:
         """With blocks of that size."""
@@ -59,43 +60,91 @@ class Packing:
     @property
     def wants(self) -> str:
         """`shaped`, of these files."""
-        return self.shaped.format(block=self.block, dtypes=" or ".join(self.parts[1].dtypes))
+        groups = "1" if self.block[1] == WHOLE else f"in / {self.block[1]}"
+        return self.shaped.format(block=self.block, groups=groups, dtypes=" or ".join(self.parts[1].dtypes))
 
     @property
     def exact(self) -> bool:
         """Whether bf16 holds every value."""
-        return self.code == "e2m1"
+        return self.code in ("e2m1", "fp4") and len(self.parts) == 2
+
+    @property
+    def across(self) -> bool:
+        """Whether rows of a matrix are columns of its parts."""
+        return self.order != "rows"
 
     def part_of(self, name: str) -> Part | None:
         """Of a tensor in memory."""
         return next((part for part in self.parts if name.endswith(part.suffix)), None)
 
+    def named(self, name: str, end: str) -> str:
+        """A tensor in files, by its matrix and the end of its name."""
+        return (name.removesuffix(".weight") if self.of_module else name) + end
+
+    def matrix(self, stored: str, end: str) -> str:
+        """The inverse of `named`."""
+        return stored.removesuffix(end) + (".weight" if self.of_module else "")
+
+    def holds(self, shape: Shape) -> bool:
+        """Whether a matrix, or each of several, can be packed so."""
+        rows, columns = shape[-2:]
+        if self.code == "int4":
+            return columns % 8 == 0 and (rows % 8 == 0 or not self.across)
+        if self.code == "e2m1":
+            return rows % self.block[1] == 0
+        return columns % {"nf4": 2, "fp4": self.block[1]}.get(self.code, 1) == 0
+
     def shapes(self, shape: Shape) -> tuple[Shape, ...]:
         """Of the parts of a matrix, given its shape as a file would have it decoded."""
         *lead, rows, columns = shape
+        groups = -(-columns // self.block[1])
         if self.code == "e2m1":  # (in, out), of parts (out, in)
             scales = (*lead, columns, rows // self.block[1])
             return (*scales, self.block[1] // 2), scales
         if self.code == "nf4":  # blocks of the flattened matrix
             return (*lead, rows, columns // 2), (*lead, -(-rows * columns // self.block[1]), 1)
-        return shape, (*lead, -(-rows // self.block[0]), -(-columns // self.block[1]))
+        found = {
+            "e4m3": ((rows, columns), (-(-rows // self.block[0]), groups)),
+            "fp4": ((rows, columns // 2), (rows, groups), (1, 1)),
+            "rows": ((rows, columns // 8), (rows, groups), (-(-rows // 8), groups)),
+            "gptq": ((columns // 8, rows), (groups, rows), (groups, rows // 8)),
+            "awq": ((columns, rows // 8), (groups, rows), (groups, rows // 8)),
+        }[self.order if self.code == "int4" else self.code]
+        return tuple((*lead, *one) for one in found[: len(self.parts)])
 
     def step(self, shape: Shape) -> int:
-        """Rows of a matrix after which a block ends."""
+        """Rows of a matrix after which a block, or a word of zero points, ends."""
         if self.code == "nf4":
             return self.block[1] // gcd(self.block[1], shape[-1])
+        if self.code == "int4":
+            return 8
         return self.block[0] if self.block[0] < shape[0] else 1
 
     def starts(self, shape: Shape, row: int) -> tuple[int, ...]:
-        """The rows of parts where a row of a matrix begins that begins a block; or an expert of several."""
+        """The rows of parts, or columns where they are `across`, where a row of a matrix begins that begins a block; or
+        an expert of several.
+        """
         if len(shape) == 3:
-            return row, row
-        return row, row * shape[-1] // self.block[1] if self.code == "nf4" else row // self.block[0]
+            return (row,) * len(self.parts)
+        if self.code == "nf4":
+            return row, row * shape[-1] // self.block[1]
+        found = {
+            "fp4": (row, row, 0),
+            "int4": (row // 8 if self.order == "awq" else row, row, row // 8),
+        }.get(self.code, (row, row // self.block[0]))
+        return found[: len(self.parts)]
 
     def decoded(self, codes: Shape) -> Shape | None:
         """The inverse of `shapes`, given that of the codes; None where they can have no such shape."""
         if self.code == "e2m1":
             return (codes[0], codes[2] * self.block[1], codes[1]) if len(codes) == 4 else None
+        if self.code in ("fp4", "int4"):
+            if len(codes) != 2:
+                return None
+            a, b = codes
+            by_order = {"rows": (a, 8 * b), "gptq": (b, 8 * a), "awq": (8 * b, a)}
+            shape = (a, 2 * b) if self.code == "fp4" else by_order[self.order]
+            return shape if self.holds(shape) else None
         return codes if len(codes) in (2, 3) else None
 
     def with_dtypes(self, dtypes: tuple[str, ...]) -> Packing:
@@ -105,7 +154,6 @@ class Packing:
 
 MXFP4 = Packing(  # as gpt-oss has its experts: two numbers in a byte, 32 with a power of two
     "MXFP4",
-    "mxfp4",
     "e2m1",
     (Part("_blocks", "_blocks", ("U8",)), Part("_scales", "_scales", ("U8",))),
     block=(1, 32),
@@ -115,149 +163,88 @@ MXFP4 = Packing(  # as gpt-oss has its experts: two numbers in a byte, 32 with a
 CODES, SCALES = Part("_codes", "", ("F8_E4M3",)), ("F32", "BF16", *BYTES)
 FP8 = Packing(  # as DeepSeek, Qwen and MiniMax have it: the scale's name lies, it multiplies
     "fp8",
-    "fp8",
     "e4m3",
     (CODES, Part("_scale_inv", "_scale_inv", SCALES)),
     block=(128, 128),
     shaped="F8_E4M3 [out, in] and {dtypes} [out / {block[0]}, in / {block[1]}], rounded up",
 )
-BY_ROW = replace(  # as Meta has it
+BY_ROW = replace(  # as Meta has it; by row, tensor or block as compressed-tensors and modelopt write it
     FP8,
-    method="fbgemm_fp8",
     parts=(CODES, Part("_scales", "_scale", SCALES)),
     block=(1, WHOLE),
     shaped="F8_E4M3 [out, in] and {dtypes} [out, 1]",
 )
-COMPRESSED = replace(BY_ROW, method="compressed-tensors")  # by row, tensor or block, as config.json says
 NF4 = Packing(  # as bitsandbytes writes it; scales that are packed again are decoded as they are read
     "NF4",
-    "bitsandbytes",
     "nf4",
     (Part("_codes", "", ("U8",)), Part("_scales", ".absmax", ("F32",))),
     block=(1, 64),
     shaped="U8 [out * in / 2, 1], F32 or U8 [out * in / 64] and the state of the quantizer",
 )
-PACKINGS = (MXFP4, FP8, BY_ROW, COMPRESSED, NF4)
+MX = Packing(  # as compressed-tensors writes MXFP4, and as --base does: of any matrix, in its own order
+    "MXFP4",
+    "fp4",
+    (Part("_codes", "_packed", ("U8",)), Part("_scales", "_scale", BYTES)),
+    block=(1, 32),
+    shaped="U8 [out, in / 2] and {dtypes} [out, in / 32]",
+)
+NVFP4 = replace(  # the same with scales in E4M3, and one of all of them, by which they are divided
+    MX,
+    word="NVFP4",
+    parts=(
+        MX.parts[0],
+        Part("_scales", "_scale", ("F8_E4M3",)),
+        Part("_divisor", "_global_scale", ("F32",), "global scale"),
+    ),
+    block=(1, 16),
+    shaped="U8 [out, in / 2], {dtypes} [out, in / 16] and F32 [1]",
+    divides=True,
+)
+MODELOPT = replace(  # as NVIDIA's modelopt writes NVFP4: they are multiplied
+    NVFP4,
+    parts=(Part("_codes", "", ("U8",)), NVFP4.parts[1], Part("_factor", "_scale_2", ("F32",), "global scale")),
+    divides=False,
+)
+WORDS, OF_GROUPS = ("I32",), ("F16", "BF16", "F32")
+INT4 = Packing(  # of compressed-tensors: a number is a code less 8, or less a zero point, times its group's scale
+    "int4",
+    "int4",
+    (Part("_codes", "_packed", WORDS), Part("_scales", "_scale", OF_GROUPS)),
+    block=(1, 128),
+    shaped="I32 [out, in / 8] and {dtypes} [out, {groups}]",
+    checked=("_shape", "_g_idx"),
+)
+INT4_ZEROS = replace(
+    INT4,
+    parts=(*INT4.parts, Part("_zeros", "_zero_point", WORDS, "zero points")),
+    shaped="I32 [out, in / 8], {dtypes} [out, {groups}] and I32 [out / 8, {groups}]",
+)
+GPTQ = replace(  # stored zero points are less by one
+    INT4,
+    word="GPTQ",
+    parts=(
+        Part("_codes", ".qweight", WORDS),
+        Part("_scales", ".scales", OF_GROUPS),
+        Part("_zeros", ".qzeros", WORDS, "zero points"),
+    ),
+    shaped="I32 [in / 8, out], {dtypes} [{groups}, out] and I32 [{groups}, out / 8]",
+    of_module=True,
+    order="gptq",
+    offset=1,
+    checked=(".g_idx",),
+)
+GPTQ_2 = replace(GPTQ, offset=0)
+AWQ = replace(
+    GPTQ_2,
+    word="AWQ",
+    shaped="I32 [in, out / 8], {dtypes} [{groups}, out] and I32 [{groups}, out / 8]",
+    order="awq",
+    checked=(),
+)
+# In the order in which they are looked for where config.json says nothing: those with more parts first.
+PACKINGS = (MXFP4, FP8, BY_ROW, NF4, NVFP4, MODELOPT, MX, INT4_ZEROS, INT4, GPTQ, AWQ)
 # Ends of names: of activations and of a cache, which are not quantized here.
-UNUSED = (".activation_scale", ".input_scale", ".input_scale_ub", ".output_scale", ".k_scale", ".v_scale", ".q_scale")
-
-
-def packing_of(keys: Keys, accepted: tuple[str, ...], names: Names) -> tuple[Packing | None, tuple[str, ...]]:
-    """(what "quantization_config" says, globs over names in memory: what is packed). `accepted`: methods of the family.
-
-    Raises InputError on other methods, and on what changes the numbers.
-    """
-    found = keys.raw.get("quantization_config")
-    if found is None:
-        return None, ()
-    method = found.get("quant_method") if isinstance(found, dict) else None
-    for packing in PACKINGS:
-        if method == packing.method and method in accepted:
-            read = READ.get(packing.method)
-            inner = Keys(found, f"{keys.where}: quantization_config")
-            return read(inner, packing, names) if read else (packing, packing.globs)
-    raise _unsupported(keys.where, method, f"for a {keys.raw.get('model_type')}")
-
-
-def _unsupported(where: str, method: object, what: str) -> InputError:
-    named = isinstance(method, str) and method.isprintable() and len(method) < 60
-    how = f"quantized by {method}" if named else "quantized in a way that it does not name"
-    return InputError(
-        f'{where}: "quantization_config" says that the weights are {how}, which is not supported {what}. '
-        "Take the BF16 original, or convert them."
-    )
-
-
-def _fp8(keys: Keys, packing: Packing, names: Names) -> tuple[Packing, tuple[str, ...]]:
-    keys.refuse_unless("fmt", (None, "e4m3", "float8_e4m3fn"))
-    keys.refuse_unless("expert_dtype", (None, "fp8"))
-    keys.refuse_unless("scale_fmt", (None, "float", "ue8m0"))
-    block = packing.block
-    if "weight_block_size" in keys.raw:
-        block = (WHOLE, WHOLE) if keys.raw["weight_block_size"] is None else _pair(keys, "weight_block_size")
-    packing = packing.scaled(*block)
-    if keys.raw.get("scale_fmt") == "ue8m0":
-        packing = packing.with_dtypes(("F8_E4M3", "F8_E8M0"))
-    return packing, _blocks(names, _left_out(keys))
-
-
-def _by_row(keys: Keys, packing: Packing, names: Names) -> tuple[Packing, tuple[str, ...]]:
-    return packing, _blocks(names, _left_out(keys))
-
-
-def _nf4(keys: Keys, packing: Packing, names: Names) -> tuple[Packing, tuple[str, ...]]:
-    keys.refuse_unless("load_in_8bit", (None, False))
-    keys.refuse_unless("load_in_4bit", (True,))
-    keys.refuse_unless("bnb_4bit_quant_type", ("nf4",), "fp4")
-    keys.refuse_unless("bnb_4bit_quant_storage", (None, "uint8"))
-    return packing, _blocks(names, _left_out(keys, "llm_int8_skip_modules"))
-
-
-def _compressed(keys: Keys, packing: Packing, names: Names) -> tuple[Packing, tuple[str, ...]]:
-    """fp8 with scales by row, tensor or block."""
-    if keys.raw.get("format") != "float-quantized":
-        raise _unsupported(keys.where, packing.method, f"but in the format float-quantized, not {keys.shown('format')}")
-    if keys.raw.get("transform_config"):
-        raise keys.error("transform_config", "none: rotated weights are not supported")
-    sparsity = keys.raw.get("sparsity_config") or {}
-    sparsity = sparsity if isinstance(sparsity, dict) else {"format": sparsity}
-    Keys(sparsity, f"{keys.where}: sparsity_config").refuse_unless("format", (None, "dense"))
-    groups = keys.raw.get("config_groups")
-    if not isinstance(groups, dict) or not groups:
-        raise keys.error("config_groups", "an object of groups")
-    found = {_strategy(keys, name, group) for name, group in groups.items()}
-    if len(found) > 1:
-        raise InputError(f"{keys.where}: its groups have scales of several shapes, which is not supported.")
-    (block,) = found
-    return packing.scaled(*block), _blocks(names, [_glob(module) for module in _left_out(keys, "ignore")])
-
-
-def _strategy(keys: Keys, name: str, group: Any) -> tuple[int, int]:
-    """Rows and columns that share a scale."""
-    weights = group.get("weights") if isinstance(group, dict) else None
-    if not isinstance(weights, dict):
-        where = f"{keys.where}: config_groups: {json.dumps(name)[:40]}"
-        raise InputError(f'{where} has no "weights", which say how they are packed.')
-    inner = Keys(weights, f"{keys.where}: weights")
-    inner.refuse_unless("num_bits", (8,))
-    inner.refuse_unless("type", ("float",))
-    inner.refuse_unless("symmetric", (True,), True)
-    inner.refuse_unless("strategy", ("channel", "tensor", "block"))
-    if weights["strategy"] == "block":
-        rows, columns = _pair(inner, "block_structure")
-        return rows, columns
-    return (1 if weights["strategy"] == "channel" else WHOLE), WHOLE
-
-
-def _pair(keys: Keys, name: str) -> tuple[int, int]:
-    found = keys.raw.get(name)
-    if not isinstance(found, list) or len(found) != 2 or any(type(n) is not int or not 0 < n < 1 << 20 for n in found):
-        raise keys.error(name, "two positive integers")
-    return found[0], found[1]
-
-
-def _glob(module: str) -> str:
-    """About what a regular expression (re:...) says."""
-    return module.removeprefix("re:").strip("^$").replace("\\", "") if module.startswith("re:") else module
-
-
-def _left_out(keys: Keys, *others: str) -> list[str]:
-    """Modules that are not quantized."""
-    spelled = ("modules_to_not_convert", "ignored_layers", *others)
-    name = next((name for name in spelled if keys.raw.get(name) is not None), spelled[0])
-    found: Any = keys.raw.get(name) or []
-    if not isinstance(found, list) or any(type(module) is not str for module in found):
-        raise keys.error(name, "a list of names of modules")
-    return found
-
-
-def _blocks(names: Names, left_out: list[str]) -> tuple[str, ...]:
-    """Globs over all matrices of blocks but routers and those of modules `left_out`. Files say it exactly."""
-    inner = "*" + names.block.removeprefix(names.base).format("*")  # also within a wrapper
-    found = [f"{inner}*", *(f"!{inner}{name}.weight" for name in (names.router, names.shared_gate) if name)]
-    for module in (name.replace(".*", "*") for name in left_out):
-        found += [f"!{module}", f"!{module}.*", f"!*{module}.weight"]
-    return tuple(found)
-
-
-READ = {"fp8": _fp8, "fbgemm_fp8": _by_row, "compressed-tensors": _compressed, "bitsandbytes": _nf4}
+UNUSED = (
+    ".activation_scale", ".input_scale", ".input_scale_ub", ".input_global_scale", ".output_scale",
+    ".k_scale", ".v_scale", ".q_scale",
+)  # fmt: skip

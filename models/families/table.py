@@ -177,7 +177,7 @@ FAMILIES = {
         aliases={"num_local_experts": "n_routed_experts"},
     ),
     "minimax_m2": Family(
-        "MiniMax-M2 to M2.7 (released in fp8 blocks)",
+        "MiniMax-M2 to M2.7, in fp8",
         names=names.SPARSE_CORRECTED, kv_heads=8, head_dim=128, max_positions=196608, theta=5e6, qk_norm="width",
         partial=1.0, rotary_dim=True,
         experts=ExpertKeys(256, 8, 1536, "num_local_experts", "intermediate_size", renormalise=True, sigmoid=True),

@@ -32,15 +32,13 @@ Rope, in the notations of transformers 4 and 5: {kinds}. With `longrope` the run
 are used, the short ones up to `original_max_position_embeddings`. `--rope-factor X` extends a context X times by
 YaRN, in training and in the result's `config.json`.
 
-Packed weights are read as published: fp8 (E4M3) of linear layers and experts, with scales in F32, BF16 or powers of
-two, in blocks as in Qwen3-FP8, MiniMax-M2 and Hy3-FP8 (`quant_method: fp8`, any `weight_block_size`, or null), by row
-or tensor as compressed-tensors writes them (`float-quantized`), by row (`fbgemm_fp8`); NF4 as bitsandbytes writes it,
-with and without double quantization; and gpt-oss's experts in MXFP4. The files decide which tensors are packed. Frozen,
-as under LoRA, they stay packed on the drive, in RAM and in transfers; trained, they are decoded once, and the result is
-in bf16. `--base nf4` or `--base fp8` quantizes the frozen matrices of a plain checkpoint as they are loaded.
+Packed weights are read as published: fp8 in blocks, by row or tensor; int4 of compressed-tensors, GPTQ and AWQ in four
+bits, NVFP4, MXFP4, NF4: see [packed weights](packed.md). The files decide which tensors are packed. Frozen, as under
+LoRA, they stay packed on the drive, in RAM and in transfers; trained, they are decoded once, and the result is in bf16.
+`--base nf4`, `fp8` or `mxfp4` quantizes the frozen matrices of a plain checkpoint as they are loaded.
 
-These are refused with one line that names the key: other activations, weights quantized otherwise (GPTQ, AWQ, 8 bits of
-bitsandbytes, other formats of compressed-tensors), heads for other tasks, routing by groups of experts (`n_group`).
+These are refused with one line that names the key: other activations, weights quantized otherwise (GPTQ in other
+than four bits, 8 bits of bitsandbytes, GGUF), heads for other tasks, routing by groups of experts (`n_group`).
 
 ## Known, and not supported
 

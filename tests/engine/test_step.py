@@ -18,6 +18,7 @@ from engines import (
     LLAMA,
     LORA,
     MIXTURE,
+    NVFP4,
     PACKED,
     JitterQueues,
     LateQueues,
@@ -63,6 +64,7 @@ MODELS |= {
     "packed in blocks": BLOCKS,
     "latent": LATENT,
     "packed in blocks, in fp8": replace(BLOCKS, fp8=True),
+    "packed in nvfp4": NVFP4,
 }
 IN_FP8 = {
     "fp8": FP8,

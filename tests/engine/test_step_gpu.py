@@ -15,7 +15,7 @@ from trireme.engine.updates import AdamW
 from trireme.models.config import Lora
 from trireme.models.families.experts import Experts
 from trireme.models.families.packing import FP8 as FP8_BLOCKS
-from trireme.models.families.packing import MXFP4
+from trireme.models.families.packing import MODELOPT, MXFP4
 from trireme.models.sizes import narrow, shapes
 
 pytestmark = pytest.mark.gpu
@@ -58,6 +58,16 @@ OTHERS = {
         qk_norm=True,
         experts=Experts(8, 3, 32, True),
         packing=replace(FP8_BLOCKS, block=(24, 32)),
+        packed=("*layers.*", "!*.mlp.gate.weight", "!*.1.self_attn.k_proj.weight"),
+        lora=Lora(8, 16.0, ("q_proj", "experts")),
+        frozen=("*",),
+    ),
+    "adapters of nvfp4": replace(
+        CFG,
+        model_type="qwen3_moe",
+        qk_norm=True,
+        experts=Experts(8, 3, 32, True),
+        packing=MODELOPT.with_dtypes(("U8", "F8_E4M3", "F32")),
         packed=("*layers.*", "!*.mlp.gate.weight", "!*.1.self_attn.k_proj.weight"),
         lora=Lora(8, 16.0, ("q_proj", "experts")),
         frozen=("*",),

@@ -34,7 +34,7 @@ from trireme.kernels.experts import gradients, matmuls, order, routing, rows
 from trireme.kernels.experts.reference import Order, Rule
 from trireme.kernels.fp8 import block_scaled, gated
 from trireme.kernels.fp8.quantize import quantize, turn
-from trireme.kernels.packed import e4m3, mxfp4, nf4
+from trireme.kernels.packed import e4m3, fp4, int4, mxfp4, nf4
 
 BF16, FP32 = torch.bfloat16, torch.float32
 TOOLS = Path(triton.__file__).parent / "backends/nvidia/bin"  # its ptxas-blackwell is the newer assembler
@@ -268,6 +268,21 @@ def packed_calls():
         nf4.nf4_decode(pairs, torch.zeros(2, -(-R * C // 64)), torch.zeros(2, R * C, dtype=dtype))
 
 
+def small_packed_calls():
+    """Matrices in fp4 with scales of each kind, and in int4 in each order, into bf16 and fp32."""
+    for dtype, kind, (R, C) in ((BF16, torch.float16, (4096, 14336)), (FP32, BF16, (200, 320))):
+        out = torch.zeros(2, R, C, dtype=dtype)
+        pairs, all_of = torch.zeros(2, R, C // 2, dtype=torch.uint8), torch.zeros(2)
+        for group, scale, divide in ((32, None, False), (16, all_of, False), (16, all_of, True)):
+            fp4.fp4_decode(pairs, torch.zeros(2, R, C // group, dtype=torch.uint8), scale, out, divide)
+        word = lambda *shape: torch.zeros(2, *shape, dtype=torch.int32)
+        G, scales = -(-C // 128), lambda *shape, kind=kind: torch.zeros(2, *shape, dtype=kind)
+        int4.int4_decode(word(R, C // 8), scales(R, G), None, out, 128, "rows")
+        int4.int4_decode(word(R, C // 8), scales(R, G), word(R // 8, G), out, 128, "rows")
+        int4.int4_decode(word(C // 8, R), scales(G, R), word(G, R // 8), out, 128, "gptq", 1)
+        int4.int4_decode(word(C, R // 8), scales(G, R), word(G, R // 8), out, 128, "awq")
+
+
 def fp8_calls():
     for D in (4096, 14336):
         x = torch.zeros(256, D, dtype=BF16)
@@ -301,7 +316,7 @@ def listed(arch: int) -> list:
         calls += [lambda: attention_call(8, 4, 256, 4096, cap=50.0), lambda: attention_call(8, 8, 192, values=128)]
         calls += [lambda D=D: norm_calls(D) for D in (768, 4096, 5120)]
         calls += [other_calls]
-        calls += [routing_calls, lambda: experts_call(32, 4, 2880, 2880, in_out=True), packed_calls]
+        calls += [routing_calls, lambda: experts_call(32, 4, 2880, 2880, in_out=True), packed_calls, small_packed_calls]
     calls += [large_gradient_call] * (arch == 90)
     return [*calls, lambda: experts_call(128, 8, 2048, 768), fp8_calls]
 
@@ -313,7 +328,7 @@ def every(arch: int, dtype) -> list:
     calls += [lambda d=d: attention_call(8, 4, d, 100, dtype, 50.0) for d in (128, 256)]
     calls += [lambda: attention_call(8, 8, 192, dtype=dtype, values=128)]
     calls += [lambda D=D: norm_calls(D, dtype) for D in (768, 2048, 4096, 5120, 8192, 12288, 16384)]
-    calls += [lambda: other_calls(dtype), lambda: routing_calls(dtype), packed_calls]
+    calls += [lambda: other_calls(dtype), lambda: routing_calls(dtype), packed_calls, small_packed_calls]
     calls += [
         lambda: experts_call(32, 4, 2880, 2880, True, dtype),
         lambda: experts_call(128, 8, 2048, 768, False, dtype),

@@ -36,7 +36,7 @@ from trireme.models.config import Lora, ModelConfig, Rope, read_config
 from trireme.models.families.experts import Experts
 from trireme.models.families.latent import Latent
 from trireme.models.families.packing import FP8 as FP8_BLOCKS
-from trireme.models.families.packing import MXFP4
+from trireme.models.families.packing import MODELOPT, MXFP4
 from trireme.models.rows import make_load, rope_tables
 from trireme.models.sizes.shapes import stored_tensors
 
@@ -66,6 +66,9 @@ LATENT = replace(  # latent attention in fp8 blocks, groups of experts beside a 
     lora=Lora(2, 4.0, ("q_a_proj", "kv_b_proj", "o_proj")),
     experts=Experts(6, 2, 8, renormalise=True, shared=8, sigmoid=True, scale=1.5, dense=(0,), groups=3, kept=2),
     packing=replace(FP8_BLOCKS, block=(6, 10)), packed=("*layers.*", "!*.mlp.gate.weight"),
+)  # fmt: skip
+NVFP4 = replace(  # of three parts
+    BLOCKS, experts=replace(MIXTURE.experts, width=16), packing=MODELOPT.with_dtypes(("U8", "F8_E4M3", "F32")),
 )  # fmt: skip
 GPT_LORA = replace(GPT, lora=Lora(3, 3.0, ("c_attn", "c_proj")), frozen=("*",))
 # Wholly trained and wholly frozen units, and a mixture: tensors of blocks, the embedding, a layer, the last norm.
@@ -249,7 +252,7 @@ def random_weights(seed: int = 0):
             signs = torch.randint(0, 2, (numel,), dtype=torch.uint8, generator=generator) << 7
             scales = torch.rand(numel, generator=generator) * 0.001
             return codes.clamp(max=126) | signs if part is FP8_BLOCKS.parts[0] else scales
-        values = torch.randn(numel, generator=generator) * 0.1
+        values = torch.randn(numel, generator=generator) * (1e-4 if MODELOPT.part_of(name) else 0.1)
         return values + 1 if "norm" in name or "ln_" in name else values
 
     return read

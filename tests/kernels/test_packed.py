@@ -1,10 +1,12 @@
 """Packed weights: launchers and references decode to the same bits, those of the format."""
 
+import numpy as np
 import pytest
 import torch
+from four_bits import in_words
 from kernel_checks import DEVICES, DTYPES, framed
 
-from trireme.kernels.packed import e4m3, mxfp4, nf4, reference
+from trireme.kernels.packed import e4m3, fp4, int4, mxfp4, nf4, reference
 
 pytestmark = pytest.mark.grid
 
@@ -72,4 +74,62 @@ def test_every_code_of_nf4(device, dtype, L):
     for op in (nf4.nf4_decode, reference.nf4_decode):
         out = framed(torch.full((3, L), float("nan"), dtype=dtype, device=device))
         op(framed(codes.to(device)), framed(scales.to(device)), out)
+        assert torch.equal(out.cpu(), theirs)
+
+
+@pytest.mark.parametrize("device", DEVICES)
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("kind", ["powers", "factor", "divisor"])
+def test_every_code_and_scale_of_fp4(device, dtype, kind):
+    """Rounded as their formats say: by numpy's fp32, one operation after another."""
+    M, R, group = 2, 33, 32 if kind == "powers" else 16
+    C = 3 * group
+    dice = torch.Generator().manual_seed(0)
+    codes = torch.arange(M * R * C // 2).remainder(256).to(torch.uint8)
+    codes = codes[torch.randperm(len(codes), generator=dice)].view(M, R, C // 2)
+    scales = torch.arange(M * R * 3).remainder(252 if kind == "powers" else 127).to(torch.uint8).view(M, R, 3)
+    scale = None if kind == "powers" else torch.tensor([0.0123456789, 3.7e-5])
+    if kind == "powers":
+        wide = np.ldexp(np.float32(1), scales.numpy().astype(np.int32) - 127)
+    else:
+        factor = scale.numpy()[:, None, None]
+        wide = scales.view(torch.float8_e4m3fn).float().numpy()
+        wide = wide / factor if kind == "divisor" else wide * factor
+    magnitudes = np.float32([0, 0.5, 1, 1.5, 2, 3, 4, 6])
+    nibbles = np.stack((codes.numpy() & 15, codes.numpy() >> 4), -1).reshape(M, R, C)
+    numbers = np.where(nibbles > 7, -magnitudes[nibbles & 7], magnitudes[nibbles & 7])
+    theirs = torch.from_numpy(numbers * wide.repeat(group, 2)).to(dtype)
+    on = lambda t: None if t is None else framed(t.to(device))
+    for op in (fp4.fp4_decode, reference.fp4_decode):
+        out = framed(torch.full((M, R, C), float("nan"), dtype=dtype, device=device))
+        op(on(codes), on(scales), on(scale), out, kind == "divisor")
+        assert torch.equal(out.cpu(), theirs)
+        assert torch.equal(out.cpu().signbit(), theirs.signbit())
+
+
+@pytest.mark.parametrize("device", DEVICES)
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize(("order", "zeros", "offset", "group", "kind"), [
+    ("rows", False, 0, 32, torch.bfloat16), ("rows", True, 0, 48, torch.float16), ("rows", True, 0, 1 << 30, None),
+    ("gptq", True, 1, 24, torch.float16), ("gptq", True, 0, 1 << 30, torch.bfloat16), ("awq", True, 0, 32, None),
+])  # fmt: skip
+def test_every_code_and_zero_point_of_int4(device, dtype, order, zeros, offset, group, kind):
+    """Bitwise (code - zero) * scale in fp64, rounded to fp32, then once; a short last group."""
+    M, R, C = 2, 43 if order == "rows" else 40, 136
+    G, dice = -(-C // group), torch.Generator().manual_seed(0)
+    draw = lambda *shape: torch.randint(16, shape, generator=dice)
+    q, z = draw(M, R, C), draw(M, R, G)
+    z = z if zeros else torch.full_like(z, 8)
+    scales = (torch.randn(M, R, G, generator=dice) / 100).to(kind or torch.float32)
+    wide = lambda t: t.repeat_interleave(min(group, C), 2)[..., :C]
+    theirs = ((q - wide(z + offset)).double() * wide(scales).double()).float().to(dtype)
+    if order == "rows":
+        parts = in_words(q, order, 2), scales, in_words(z, order, 1)
+    else:
+        words = in_words(q, order, 2).mT if order == "gptq" else in_words(q, order, 1).mT
+        parts = words.contiguous(), scales.mT.contiguous(), in_words(z, order, 1).mT.contiguous()
+    codes, scales, points = (framed(part.to(device)) for part in parts)
+    for op in (int4.int4_decode, reference.int4_decode):
+        out = framed(torch.full((M, R, C), float("nan"), dtype=dtype, device=device))
+        op(codes, scales, points if zeros else None, out, group, order, offset)
         assert torch.equal(out.cpu(), theirs)

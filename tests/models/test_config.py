@@ -22,6 +22,12 @@ def of_group(**weights):
 
 NF4 = dict(quant_method="bitsandbytes", load_in_4bit=True, bnb_4bit_quant_type="nf4")
 BY_ROW = dict(quant_method="compressed-tensors", format="float-quantized") | of_group()
+OF_INT4 = dict(num_bits=4, type="int", strategy="group", group_size=32)
+OF_FP4 = dict(num_bits=4, strategy="tensor_group", group_size=16)
+INT4, NVFP4 = (
+    dict(quant_method="compressed-tensors", format=form) for form in ("pack-quantized", "nvfp4-pack-quantized")
+)
+GPTQ, AWQ = (dict(quant_method=method, bits=4, group_size=128) for method in ("gptq", "awq"))
 GPT2 = dict(model_type="gpt2", vocab_size=50257, n_embd=768, n_layer=12, n_head=12)
 LLAMA = dict(
     model_type="llama",
@@ -128,7 +134,10 @@ def test_attention_scale_by_layer():
         (dict(model_type="qwen_3"), ["it is not known. Did you mean qwen3?"]),
         (dict(model_type=["llama"]), ["model_type", "it is not known. docs/models.md"]),
         (dict(model_type="qwen3_vl_text"), ["qwen3_vl_text", "Did you mean qwen3_vl"]),
-        (LLAMA | dict(quantization_config=dict(quant_method="awq")), ["quantized by awq", "Take the BF16 original"]),
+        (
+            LLAMA | dict(quantization_config=dict(quant_method="quark")),
+            ["quantized by quark", "Take the BF16 original"],
+        ),
         (LLAMA | dict(quantization_config=dict(quant_method="mxfp4")), ["quantized by mxfp4", "for a llama"]),
         (LLAMA | dict(quantization_config=FP8 | dict(fmt="e5m2")), ["quantization_config", "fmt", "e5m2", "e4m3"]),
         (LLAMA | dict(quantization_config=FP8 | dict(weight_block_size=[128])), ["weight_block_size", "two positive"]),
@@ -137,9 +146,30 @@ def test_attention_scale_by_layer():
         (LLAMA | dict(quantization_config=FP8 | dict(expert_dtype="fp4")), ["expert_dtype", "fp4"]),
         (LLAMA | dict(quantization_config=FP8 | dict(ignored_layers="lm_head")), ["ignored_layers", "a list of names"]),
         (
-            LLAMA | dict(quantization_config=BY_ROW | dict(format="pack-quantized")),
-            ["quantized by compressed-tensors", "pack-quantized", "Take the BF16 original"],
+            LLAMA | dict(quantization_config=BY_ROW | dict(format="int-quantized")),
+            ["quantized by compressed-tensors", 'mxfp4-pack-quantized, not "int-quantized"', "Take the BF16 original"],
         ),
+        (LLAMA | dict(quantization_config=BY_ROW | dict(format=["int"])), ["quantized by compressed-tensors"]),
+        (LLAMA | dict(quantization_config=INT4 | of_group(num_bits=8, type="int")), ["num_bits", "8", "4"]),
+        (LLAMA | dict(quantization_config=INT4 | of_group(**OF_INT4, actorder="group")), ["actorder", "group"]),
+        (LLAMA | dict(quantization_config=INT4 | of_group(**OF_INT4 | dict(group_size=0))), ["group_size", "positive"]),
+        (LLAMA | dict(quantization_config=INT4 | of_group(**OF_INT4 | dict(symmetric=1))), ["symmetric", "true or"]),
+        (
+            LLAMA | dict(quantization_config=NVFP4 | of_group(**OF_FP4 | dict(group_size=32))),
+            ["group_size", "32", "16"],
+        ),
+        (
+            LLAMA | dict(quantization_config=NVFP4 | of_group(**OF_FP4 | dict(strategy="group"))),
+            ["strategy", "tensor_"],
+        ),
+        (LLAMA | dict(quantization_config=dict(quant_method="modelopt", quant_algo="W4A8")), ["quant_algo", "NVFP4"]),
+        (LLAMA | dict(quantization_config=GPTQ | dict(bits=3)), ["bits", "3", "4"]),
+        (LLAMA | dict(quantization_config=GPTQ | dict(group_size=-2)), ["group_size", "-2"]),
+        (LLAMA | dict(quantization_config=GPTQ | dict(checkpoint_format="marlin")), ["checkpoint_format", "marlin"]),
+        (LLAMA | dict(quantization_config=GPTQ | dict(dynamic={"+:.*": {"bits": 8}})), ["dynamic", "left out"]),
+        (LLAMA | dict(quantization_config=AWQ | dict(version="gemv")), ["version", "gemv"]),
+        (LLAMA | dict(quantization_config=AWQ | dict(zero_point=False)), ["zero_point", "false"]),
+        (LLAMA | dict(quantization_config=AWQ | dict(bits=8)), ["bits", "8"]),
         (LLAMA | dict(quantization_config=BY_ROW | dict(transform_config={"r": 1})), ["transform_config"]),
         (
             LLAMA | dict(quantization_config=BY_ROW | dict(sparsity_config=dict(format="2:4"))),
@@ -173,7 +203,7 @@ def test_attention_scale_by_layer():
         (LLAMA | dict(rope_parameters=dict(partial_rotary_factor=0.5)), ["partial_rotary_factor"]),
         (LLAMA | dict(attn_logit_softcapping=50.0), ["attn_logit_softcapping"]),
         (LLAMA | dict(final_logit_softcapping=30.0), ["final_logit_softcapping"]),
-        (LLAMA | dict(quantization_config=dict(quant_method="gptq")), ["quantization_config", "gptq"]),
+        (LLAMA | dict(quantization_config=dict(quant_method="gptq")), ["quantization_config", "bits"]),
         (LLAMA | dict(rope_scaling=dict(type="ntk", factor=4.0)), ["ntk", "default, linear, llama3, yarn, longrope"]),
         (LLAMA | dict(rope_scaling=dict(type="yarn", factor=-1)), ["factor", "-1"]),
         (LLAMA | dict(rope_scaling=dict(type="longrope", short_factor=[1.0] * 64)), ["long_factor", "64"]),

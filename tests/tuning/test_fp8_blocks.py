@@ -274,9 +274,7 @@ def test_a_malformed_release_is_one_line(made, case, tmp_path):
     save_file(state, tmp_path / "model.safetensors", {"format": "pt"})
     (tmp_path / "config.json").write_bytes((folder / "config.json").read_bytes())
     for change_of in (lambda cfg: adapted(cfg, Lora(2, 4.0, ("q_proj",))), lambda cfg: cfg):
-        all_trained = change_of(read_config(folder)).lora is None
-        expected = "NaN or infinite" if all_trained and ("NaN" in case or "infinite" in case) else words
-        with pytest.raises((CheckpointError, InputError), match=expected) as told:
+        with pytest.raises((CheckpointError, InputError), match=words) as told:
             cfg, source, _ = opened(tmp_path, change_of)
             exchange(cfg, source)[1].load()
         assert "\n" not in str(told.value)

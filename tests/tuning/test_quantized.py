@@ -1,6 +1,8 @@
-"""--base: what is frozen is quantized as it is read, as bitsandbytes and transformers quantize it."""
+"""--base: what is frozen is quantized as it is read, as bitsandbytes, transformers and MXFP4's specification do."""
 
 from dataclasses import replace
+from math import copysign, floor, log2
+from os import truncate, utime
 from types import SimpleNamespace
 
 import numpy as np
@@ -12,14 +14,18 @@ from safetensors.torch import load_file, save_file
 from tiny import LLAMA, MIXTURE, oracle
 from transformers.integrations.finegrained_fp8 import Fp8Quantize
 
+from trireme.engine.geometry import geometry
 from trireme.engine.run.begin.job import prepare
 from trireme.engine.run.train import finetune
+from trireme.engine.tuning.base import CheckpointBase, why_copied
+from trireme.engine.tuning.cached import cached
 from trireme.engine.tuning.chosen import adapted, chosen
-from trireme.engine.tuning.quantized import BASES, quantized
+from trireme.engine.tuning.quantized import BASES, Encoder, quantized
 from trireme.kernels.packed.reference import NF4
 from trireme.models import hf
 from trireme.models.config import InputError, Lora
 from trireme.models.packed import decode, encode
+from trireme.storage.devices import open_device
 from trireme.storage.files import StoreError
 
 pytestmark = pytest.mark.grid
@@ -58,10 +64,33 @@ def test_fp8_is_that_of_transformers():
     assert [len(part) for part in short] == [200 * 130, 4]
 
 
+def test_mxfp4_is_that_of_its_specification():
+    """The power of two of the largest of 32 over that of 6; the nearest of the numbers, of two the even code; by loops,
+    with ties, zeros, subnormal and huge groups.
+    """
+    w = torch.randn(16, 96, generator=torch.Generator().manual_seed(0))
+    w[0, :32] = torch.tensor([0.25, 0.75, 1.25, 1.75, 2.5, 3.5, 5.0, 4.0] * 4) * torch.tensor([1.0, -1.0] * 16)
+    w[1, :32], w[2, :32], w[3, 32:64] = 0, w[2, :32] * 2.0**-148, w[3, 32:64] * 2.0**125
+    codes, scales = encode(BASES["mxfp4"], w.numpy())
+    numbers = [0, 0.5, 1, 1.5, 2, 3, 4, 6]
+    for group, pairs, scale in zip(w.view(-1, 32).tolist(), codes.reshape(-1, 16), scales, strict=True):
+        most = max(map(abs, group))
+        power = max(floor(log2(most)) - 2, -127) if most else -127
+        assert scale == power + 127
+        for value, code in zip(group, np.stack((pairs & 15, pairs >> 4), 1).flatten().tolist(), strict=True):
+            scaled = abs(value) / 2.0**power
+            apart = [(abs(scaled - number), i % 2, i) for i, number in enumerate(numbers)]
+            assert code == min(apart)[2] + 8 * (copysign(1, value) < 0)
+
+
+EVEN = dict(hidden_size=64, intermediate_size=96, moe_intermediate_size=32, head_dim=16)
+
+
 @pytest.mark.parametrize(("model_type", "keys"), [("qwen3", LLAMA), ("qwen3_moe", MIXTURE)])
 @pytest.mark.parametrize("base", BASES)
 def test_adapters_are_trained_as_on_the_quantized_checkpoint(tmp_path, base, model_type, keys):
     """In RAM and on the SSD: bitwise the run on what the quantized matrices decode to."""
+    keys = keys | EVEN if base == "mxfp4" else keys
     folder, plain = tmp_path / "model", tmp_path / "decoded"
     for path in (folder, plain):
         oracle(model_type, keys)[0].bfloat16().save_pretrained(path)
@@ -82,8 +111,8 @@ def test_adapters_are_trained_as_on_the_quantized_checkpoint(tmp_path, base, mod
 
 
 def test_parts_of_a_matrix_are_those_of_the_whole(tmp_path, monkeypatch):
-    oracle("qwen3", LLAMA)[0].save_pretrained(tmp_path)
     for base, packing in BASES.items():
+        oracle("qwen3", LLAMA | EVEN if base == "mxfp4" else LLAMA)[0].save_pretrained(tmp_path)
         cfg, source, stored = opened(tmp_path, lambda cfg: adapted(cfg, Lora(2, 4.0, ("q_proj",))))
         _, source = quantized(cfg, source, base, stored)
         for part in packing.parts:  # fp8: one block, short in both ways
@@ -93,6 +122,83 @@ def test_parts_of_a_matrix_are_those_of_the_whole(tmp_path, monkeypatch):
             for first, last in ((0, 1), (len(whole) // 3, len(whole)), (0, len(whole))):
                 assert np.array_equal(np.concatenate(list(source.values(name, first, last))), whole[first:last])
             monkeypatch.undo()
+
+
+def test_with_a_store_a_base_is_quantized_once(tmp_path, monkeypatch):
+    """Into a file that is read in place: bitwise the same. A checkpoint of other values makes another."""
+    for model_type, keys in (("qwen3", LLAMA), ("qwen3_moe", MIXTURE)):
+        folder, store = tmp_path / model_type, tmp_path / "store"
+        store.mkdir(exist_ok=True)
+        oracle(model_type, keys)[0].bfloat16().save_pretrained(folder)
+        monkeypatch.setattr("trireme.engine.tuning.quantized.STRIP", 500)
+        cfg, source, stored = opened(folder, lambda cfg: adapted(cfg, Lora(2, 4.0, ("q_proj",))))
+        cfg, anew = quantized(cfg, source, "nf4", stored)
+        kept = cached(anew, store)
+        assert not kept.is_made()
+        kept.make(lambda n: None)
+        assert kept.is_made()
+        assert kept.file.stat().st_size == kept.file_bytes
+        for name in kept.parts:
+            assert np.array_equal(np.concatenate(list(kept.values(name))), np.concatenate(list(anew.values(name))))
+        seen = []
+        for of, tier, in_place in ((anew, "host", False), (kept, "host", False), (kept, "ssd", True)):
+            named = hf.sources(cfg, {name: t.shape for name, t in of.tensors.items()})
+            files = None
+            if in_place:
+                assert why_copied(cfg, "BF16", of, named, [store]) == ""
+                stored_base = geometry(cfg, "BF16", 32).stored_base
+                files = CheckpointBase(dict(enumerate(stored_base)), of, named, open_device(store))
+            e, x = exchange(cfg, of, tier, files=files)
+            x.load()
+            seen.append((train(e, batches(cfg, 2, 2, 24)), x.base))
+        assert seen[0] == seen[1] == seen[2]
+
+
+def test_a_kept_base_is_that_of_the_checkpoint(tmp_path, monkeypatch):
+    """By time of change, else by content; a file that is cut short, or whose record is, is written again."""
+    oracle("llama", LLAMA)[0].bfloat16().save_pretrained(tmp_path)
+    file, written = tmp_path / "model.safetensors", []
+    cfg, source, stored = opened(tmp_path, lambda cfg: adapted(cfg, Lora(2, 4.0, ("q_proj",))))
+    kept = cached(quantized(cfg, source, "fp8", stored)[1], tmp_path)
+    encode = Encoder.strip
+    monkeypatch.setattr(Encoder, "strip", lambda *given: written.append(1) or encode(*given))
+    changes = {
+        "anew": (lambda: None, True),
+        "as it was": (lambda: None, False),
+        "touched": (lambda: utime(file, ns=(5, 5)), False),
+        "other values": (lambda: flip(file, -1), True),
+        "cut short": (lambda: truncate(kept.file, 5000), True),
+        "no record": (kept.record.unlink, True),
+        "a torn record": (lambda: truncate(kept.record, 9), True),
+    }
+    for case, (change, anew) in changes.items():
+        change()
+        written.clear()
+        kept.make(lambda n: None)
+        assert bool(written) == anew, case
+        assert kept.is_made()
+    assert {path.name for path in kept.file.parent.iterdir()} == {kept.file.name, kept.record.name}
+    kept.record.unlink()
+
+    def stop(nbytes):
+        raise KeyboardInterrupt
+
+    with pytest.raises(KeyboardInterrupt):
+        kept.make(stop)
+    assert not kept.is_made()
+
+
+def flip(path, at):
+    data = bytearray(path.read_bytes())
+    data[at] ^= 1
+    path.write_bytes(data)
+
+
+def test_matrices_whose_rows_end_within_a_group_stay_as_they_are(tmp_path):
+    oracle("qwen3", LLAMA | dict(intermediate_size=96))[0].save_pretrained(tmp_path)
+    cfg, source, stored = opened(tmp_path, lambda cfg: adapted(cfg, Lora(2, 4.0, ("q_proj",))))
+    found, _ = quantized(cfg, source, "mxfp4", stored)
+    assert found.packed == ("model.layers.*.mlp.down_proj.weight",)
 
 
 def test_what_is_not_of_it_is_refused(tmp_path):
@@ -130,3 +236,19 @@ def test_a_run_with_a_quantized_base(checkpoint, capsys, monkeypatch):
     planned = replace(run, out=str(checkpoint / "planned"))
     nf4, plain = (prepare(replace(planned, base=base)).forecast.frozen for base in ("nf4", None))
     assert nf4 < 0.5 * plain
+
+
+@pytest.mark.full
+def test_runs_with_a_store_quantize_a_base_once(checkpoint, capsys):
+    """From the SSD in place; the file stays, and the next run says that it reads it."""
+    plain = options(checkpoint, checkpoint / "plain", "ssd", lora=4, lora_targets=("q_proj",), base="nf4")
+    finetune(plain)
+    capsys.readouterr()
+    seen, store = [], (str(checkpoint / "drive"),)
+    for out in ("first", "second"):
+        finetune(replace(plain, out=str(checkpoint / out), store=store))
+        seen.append(capsys.readouterr().out)
+        assert losses(checkpoint / out) == losses(checkpoint / "plain")
+    (file,) = (checkpoint / "drive/bases").glob("nf4-*.safetensors")
+    assert f"they are quantized into {file}" in seen[0]
+    assert f"read from {file}, where an earlier run has quantized them" in seen[1]

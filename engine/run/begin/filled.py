@@ -25,6 +25,7 @@ from trireme.engine.run.begin.rehearsal import rehearse
 from trireme.engine.run.screen import Screen
 from trireme.engine.step import Engine, Inputs
 from trireme.engine.tuning.base import CheckpointBase
+from trireme.engine.tuning.cached import Cached
 from trireme.engine.updates import AdamW
 from trireme.models.rows import make_load, rope_tables
 from trireme.storage.files import StoreError
@@ -48,6 +49,14 @@ def make_engine(job: Job, queues: RealQueues, store: Store, screen: Screen, grou
             f"several times slower than predicted. The next run plans with {gib(pinned)}, unless --ram is given"
         )
     return e
+
+
+def make_base(job: Job, screen: Screen, asked: Sequence[int]) -> None:
+    """Writes the file of --base in the store, unless it is there. Raises StoreError, KeyboardInterrupt as Live.load."""
+    if isinstance(job.source, Cached) and not job.source.is_made():
+        nbytes = job.source.original.nbytes + job.source.file_bytes
+        with _loading(screen, f"quantizing the base to {job.source.base}", nbytes, asked) as more:
+            job.source.make(more)
 
 
 def _base_files(job: Job, store: Store, screen: Screen) -> CheckpointBase | None:

@@ -43,6 +43,7 @@ from trireme.engine.run.begin.settle import Planner
 from trireme.engine.run.options import Options, store_folders
 from trireme.engine.tuning.adapters import Adapter, adapter_shapes
 from trireme.engine.tuning.base import why_copied
+from trireme.engine.tuning.cached import Cached, cached
 from trireme.engine.tuning.packed import as_said, as_stored, as_trained, check_packing, outlined
 from trireme.engine.tuning.parts import open_checkpoint
 from trireme.engine.tuning.quantized import quantized
@@ -174,7 +175,10 @@ def prepare(
         found = {name: t.shape for name, t in source.tensors.items()}
         stored = hf.sources(cfg, found)
         if options.base:
-            cfg, source = quantized(cfg, source, options.base, stored)
+            cfg, made = quantized(cfg, source, options.base, stored)
+            source = (
+                cached(made, Path(options.store[0])) if options.store and source.files and group.hosts == 1 else made
+            )
             stored = hf.sources(cfg, found)
         source = as_trained(cfg, source, stored)
         codec, seq_len = named_codec(options, folder, date) if options.data else None, length(options, cfg)
@@ -200,8 +204,9 @@ def prepare(
     work = _work(options, data, seq_len)
     files = _files(options, cfg, out, source, data, work)
     dtypes = {t.dtype for name in stored.values() if (t := source.tensors.get(name))}
-    twice = 2 * source.nbytes if options.base else 0
-    files = replace(files, exact=bool(cfg.lora) or dtypes != {"BF16"}, read=twice)
+    if options.base:
+        files = replace(files, read=_read_for_base(source))
+    files = replace(files, exact=bool(cfg.lora) or dtypes != {"BF16"})
     limits, stores = planner.limits_for(work.sequences), [Path(d) for d in options.store] or [out]
     with clock.at("probe"):
         machine = assumed or this_machine(device, planner.dtype, limits, stores, cfg.fp8)
@@ -216,6 +221,11 @@ def prepare(
     lr = options.lr or (2e-4 if cfg.lora else 2e-5 if shapes.parameters(cfg) < SMALL else 1e-5)
     options = _in_force(options, cfg, data, seq_len, plan, lr)
     return Job(options, out, cfg, source, stored, codec, data, device, plan, because, limits, machine, work, files, lr)
+
+
+def _read_for_base(source: Source) -> int:
+    """Bytes of the checkpoint that are read to quantize it: twice, or once into a file, and no more."""
+    return 2 * source.nbytes if not isinstance(source, Cached) else 0 if source.is_made() else source.nbytes
 
 
 def _with_tables(limits: Limits, data: Dataset | None) -> Limits:
@@ -319,6 +329,8 @@ def check_room(job: Job) -> None:
     if job.plan.uses("ssd"):
         each = (part["store"] + part["spares"] + part["scratch"] + part["frozen"]) // len(job.store_dirs)
         wanted += [(d, each, "--store") for d in job.store_dirs]
+    if isinstance(job.source, Cached) and not job.source.is_made():
+        wanted.append((job.store_dirs[0], job.source.file_bytes, "--store"))
     by_drive: dict[int, list[tuple[Path, int, str]]] = defaultdict(list)
     for folder, need, option in wanted:
         by_drive[drive_of(folder)].append((folder, need, option))

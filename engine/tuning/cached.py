@@ -1,0 +1,142 @@
+"""--base with --store: what is quantized is kept in a file of the store, for this run and for later ones.
+
+DIR/bases/nf4-KEY.safetensors has the parts of all matrices, by their names in memory; beside it .json has checksums of
+the checkpoint's files that they were made of, and their stamps. A checkpoint with these stamps, or else with these
+checksums, is not quantized again. KEY tells shapes apart, and by some of the values checkpoints.
+"""
+
+from __future__ import annotations
+
+import json
+from collections import deque
+from collections.abc import Callable, Iterator
+from concurrent.futures import Future, ThreadPoolExecutor
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from trireme.engine.tuning.base import check_unchanged, stamps
+from trireme.engine.tuning.quantized import Encoder, Quantized
+from trireme.storage.checkpoint import CHUNK, Source, SourceTensor
+from trireme.storage.files import check_space, make_place, partial_of, replace_synced, sync_folder, write_synced
+from trireme.storage.headers import encode_header
+from trireme.storage.layout import sequential
+from trireme.storage.untrusted import checksum, parse_json, read_small
+
+FOLDER = "bases"
+ENCODING = 1  # of this code: another one has other values
+THREADS = 8
+SAMPLE = 4096  # bytes of each file
+LARGEST = 1 << 24  # of the record
+
+Progress = Callable[[int], object]
+
+
+@dataclass(frozen=True)
+class Cached(Quantized):
+    """With all parts in `file`, which `make` writes."""
+
+    file: Path
+    header: bytes
+
+    @property
+    def file_bytes(self) -> int:
+        return len(self.header) + sum(t.nbytes for t in self.parts.values())
+
+    def is_made(self) -> bool:
+        """Whether the file is there, and the checkpoint as it was when it was made."""
+        return self._is_whole() and self._record().get("stamps") == self._stamps()
+
+    def make(self, progress: Progress) -> None:
+        """Writes the file, unless it is there. Raises StoreError."""
+        if self.is_made():
+            return
+        before = stamps(self.original)
+        record = {"stamps": self._stamps(), "content": _content(self.original, progress)}
+        if not (self._is_whole() and self._record().get("content") == record["content"]):
+            folder = self.file.parent
+            make_place(self.file, folder.parent)
+            check_space(folder, self.file_bytes, "the quantized base")
+            self.record.unlink(missing_ok=True)
+            try:
+                write_synced(partial_of(self.file), self._written(progress))
+                check_unchanged(self.original, before)
+                partial_of(self.file).replace(self.file)
+            finally:
+                partial_of(self.file).unlink(missing_ok=True)
+            sync_folder(folder)
+        replace_synced(self.record, json.dumps(record).encode())
+
+    @property
+    def record(self) -> Path:
+        return self.file.with_suffix(".json")
+
+    def _is_whole(self) -> bool:
+        return self.file.is_file() and self.file.stat().st_size == self.file_bytes
+
+    def _record(self) -> dict[str, Any]:
+        """{} where there is none to be read."""
+        try:
+            return parse_json(read_small(self.record, LARGEST), "record")
+        except (OSError, ValueError):
+            return {}
+
+    def _stamps(self) -> dict[str, list[int]]:
+        return {str(path.absolute()): list(stamp) for path, stamp in stamps(self.original).items()}
+
+    def _written(self, progress: Progress) -> Iterator[memoryview]:
+        """The file. Of a matrix the codes come first, so its scales wait."""
+        yield memoryview(self.header)
+        with ThreadPoolExecutor(THREADS) as pool:  # torch and reads release the GIL
+            scales = list[np.ndarray]()
+            for last, (codes, some) in _ahead(pool, self.encoders):
+                scales.append(some)
+                yield codes.view(np.uint8).data
+                if last:
+                    yield np.concatenate(scales).view(np.uint8).data
+                    scales.clear()
+                progress(codes.nbytes + some.nbytes)
+
+
+def _ahead(pool: ThreadPoolExecutor, encoders: tuple[Encoder, ...]) -> Iterator[tuple[bool, Any]]:
+    """(whether it is a matrix's last, Encoder.strip) of all strips in order, a few of them made ahead."""
+    waiting = deque[tuple[bool, Future[Any]]]()
+    for encoder in encoders:
+        rows, height = encoder.shape[0], encoder.height
+        for a in range(0, rows, height):
+            waiting.append((a + height >= rows, pool.submit(encoder.strip, a, min(a + height, rows))))
+            if len(waiting) > 2 * THREADS:
+                last, strip = waiting.popleft()
+                yield last, strip.result()
+    for last, strip in waiting:
+        yield last, strip.result()
+
+
+def cached(source: Quantized, store: Path) -> Cached:
+    """`source` with its parts in a file of the store."""
+    layout = sequential([(name, t.dtype, t.shape) for name, t in source.parts.items()])
+    header, original = encode_header(layout), source.original
+    sizes = {name: original.size_of(name) for name in original.files}
+    samples = [original.bytes_of(name, n // 2, min(SAMPLE, n - n // 2)).data for name, n in sizes.items()]
+    key = checksum([header, json.dumps([ENCODING, sizes]).encode(), *samples])
+    file = store.absolute() / FOLDER / f"{source.base}-{key}.safetensors"
+    parts = {t.name: SourceTensor(t.dtype, t.shape, str(file), len(header) + t.offset) for t in layout.tensors}
+    given = source.folder, source.files, source.tensors, source.auxiliary, source.packing, parts
+    return Cached(*given, {}, original, source.encoders, source.base, file, header)
+
+
+def _content(source: Source, progress: Progress) -> dict[str, str]:
+    """Checksums of its files."""
+
+    def of(name: str) -> str:
+        size = source.size_of(name)
+        return checksum(source.bytes_of(name, a, min(CHUNK, size - a)).data for a in range(0, size, CHUNK))
+
+    found = dict[str, str]()
+    with ThreadPoolExecutor(THREADS) as pool:
+        for name, sum in zip(source.files, pool.map(of, source.files), strict=True):
+            found[name] = sum
+            progress(source.size_of(name))
+    return found

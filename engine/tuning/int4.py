@@ -1,0 +1,30 @@
+"""What int4 checkpoints say of a matrix besides its parts: its shape (compressed-tensors), groups of columns (GPTQ)."""
+
+from __future__ import annotations
+
+import numpy as np
+
+from trireme.models.config import Packing
+from trireme.storage.checkpoint import Source
+from trireme.storage.headers import CheckpointError
+
+INTEGERS = {"I32": np.int32, "I64": np.int64}
+LARGEST = 1 << 20  # columns
+
+
+def check(source: Source, packing: Packing, name: str, shape: tuple[int, ...]) -> None:
+    """Of a tensor that `packing.checked` names, given the shape of its matrix. Raises CheckpointError."""
+    t = source.tensors[name]
+    where, columns = f"{source.folder / t.file}: {name}", shape[-1]
+    order = name.endswith("_idx")
+    n = columns if order else 2
+    if t.dtype not in INTEGERS or t.shape != (n,) or n > LARGEST:
+        raise CheckpointError(f"{where} is {t.dtype} {list(t.shape)}, expected I32 or I64 [{n}].")
+    values = source.read(name).view(INTEGERS[t.dtype])
+    if order and not np.array_equal(values, np.arange(columns) // packing.block[1]):
+        raise CheckpointError(
+            f"{where}: its columns are in groups by activation order (desc_act, actorder), which is not supported. "
+            "Take a release without it, or the BF16 original."
+        )
+    if not order and tuple(values.tolist()) != shape:
+        raise CheckpointError(f"{where} is {values.tolist()}, its codes are of {list(shape)}. Download it again.")

@@ -1,0 +1,69 @@
+"""E2M1 in rows, with scales of groups, decoded into the compute dtype: fp32 products, rounded once.
+
+Scales are powers of two with a bias of 127 (OCP Microscaling Formats 1.0), exact; or E4M3, multiplied or divided by the
+fp32 scale of the matrix (NVFP4): a rounded product, then that with the number.
+Legend: M matrices of R x C numbers, two in a byte, the even one low; G groups in a row.
+"""
+
+from __future__ import annotations
+
+import torch
+import triton
+import triton.language as tl
+from torch import Tensor
+
+from trireme.kernels.launch import cdiv
+from trireme.kernels.launcher import await_previous, launcher
+from trireme.kernels.packed import e4m3, mxfp4
+
+BLOCK = 1024  # bytes of a program; not measured
+e4m3_number, e2m1_number = e4m3.number, mxfp4.number
+
+
+@launcher
+@triton.jit
+def _fp4_decode(
+    p_codes,
+    p_scales,
+    p_scale,
+    p_out,
+    L: tl.constexpr,
+    GROUP: tl.constexpr,
+    SCALED: tl.constexpr,
+    DIVIDE: tl.constexpr,
+    BLOCK: tl.constexpr,
+):
+    await_previous()
+    n_blocks: tl.constexpr = (L // 2 + BLOCK - 1) // BLOCK
+    i_m, i_b = (tl.program_id(0) // n_blocks).to(tl.int64), tl.program_id(0) % n_blocks
+    o_b = i_b * BLOCK + tl.arange(0, BLOCK)
+    mask = o_b < L // 2
+    b_pair = tl.load(p_codes + i_m * (L // 2) + o_b, mask, 0).to(tl.int32)
+    b_byte = tl.load(p_scales + i_m * (L // GROUP) + o_b // (GROUP // 2), mask, 0).to(tl.int32)
+    if SCALED:
+        b_all = tl.load(p_scale + i_m)
+        b_scale = e4m3_number(b_byte)
+        b_scale = tl.div_rn(b_scale, b_all) if DIVIDE else b_scale * b_all
+    else:
+        b_scale = tl.where(b_byte == 0, 1 << 22, b_byte << 23).to(tl.float32, bitcast=True)  # 2^-127 has no exponent
+    b_low, b_high = e2m1_number(b_pair & 15, b_scale), e2m1_number(b_pair >> 4, b_scale)
+    b_x = tl.interleave(b_low.to(p_out.dtype.element_ty), b_high.to(p_out.dtype.element_ty))
+    o_x = i_b * (2 * BLOCK) + tl.arange(0, 2 * BLOCK)
+    tl.store(p_out + i_m * L + o_x, b_x, o_x < L)
+
+
+def fp4_decode(codes: Tensor, scales: Tensor, scale: Tensor | None, out: Tensor, divide: bool = False) -> None:
+    """As reference.fp4_decode, all contiguous."""
+    M, R, C = out.shape
+    G = scales.shape[2]
+    group = C // G
+    assert G * group == C
+    assert group % 2 == 0
+    assert codes.shape == (M, R, C // 2)
+    assert scales.shape == (M, R, G)
+    assert codes.dtype == scales.dtype == torch.uint8
+    assert scale is None or (scale.shape == (M,) and scale.dtype == torch.float32)
+    assert all(t.is_contiguous() for t in (codes, scales, out))
+    sizes = (R * C, group, scale is not None, divide, BLOCK)
+    of_all = scales if scale is None else scale
+    _fp4_decode[(M * cdiv(R * C // 2, BLOCK),)](codes, scales, of_all, out, *sizes, num_warps=4)

@@ -1,0 +1,89 @@
+"""Integers of four bits, eight in a word of 32, decoded into the compute dtype: fp32 products, rounded once.
+
+A number is a code less a zero point, times the scale of its group of columns. The orders are those of
+compressed-tensors ("rows"), GPTQ (Frantar et al. 2022, as AutoGPTQ stores it) and AWQ (Lin et al. 2023, as AutoAWQ's
+GEMM has it): reference.int4_decode.
+Legend: M matrices of R x C numbers, G groups of K columns, the last of which may be short.
+"""
+
+from __future__ import annotations
+
+import torch
+import triton
+import triton.language as tl
+from torch import Tensor
+
+from trireme.kernels.launch import cdiv
+from trireme.kernels.launcher import await_previous, launcher
+
+ROWS, COLUMNS = 32, 64  # of a program; not measured
+ORDERS = {"rows": 0, "gptq": 1, "awq": 2}
+
+
+@triton.jit
+def _bits(b_word, o, ORDER: tl.constexpr):
+    """The code of index o, of eight in a word."""
+    o_in = o % 8
+    if ORDER == 2:
+        o_in = o_in // 2 + o_in % 2 * 4
+    return (b_word >> (4 * o_in)) & 15
+
+
+@launcher
+@triton.jit
+def _int4_decode(
+    p_codes,
+    p_scales,
+    p_zeros,
+    p_out,
+    R: tl.constexpr,
+    C: tl.constexpr,
+    G: tl.constexpr,
+    K: tl.constexpr,
+    ORDER: tl.constexpr,
+    ZEROS: tl.constexpr,
+    OFFSET: tl.constexpr,
+    ROWS: tl.constexpr,
+    COLUMNS: tl.constexpr,
+):
+    await_previous()
+    n_columns: tl.constexpr = (C + COLUMNS - 1) // COLUMNS
+    n_rows: tl.constexpr = (R + ROWS - 1) // ROWS
+    i_m = (tl.program_id(0) // (n_columns * n_rows)).to(tl.int64)
+    i_r, i_c = tl.program_id(0) // n_columns % n_rows, tl.program_id(0) % n_columns
+    o_r, o_c = (i_r * ROWS + tl.arange(0, ROWS))[:, None], (i_c * COLUMNS + tl.arange(0, COLUMNS))[None, :]
+    mask = (o_r < R) & (o_c < C)
+    o_g = o_c // K
+    if ORDER == 0:
+        o_word, o_scale, o_zero = o_r * (C // 8) + o_c // 8, o_r * G + o_g, o_r // 8 * G + o_g
+    else:
+        o_word = o_c // 8 * R + o_r if ORDER == 1 else o_c * (R // 8) + o_r // 8
+        o_scale, o_zero = o_g * R + o_r, o_g * (R // 8) + o_r // 8
+    b_word = tl.load(p_codes + i_m * (R * C // 8) + o_word, mask, 0)
+    b_code = _bits(b_word, o_r if ORDER == 2 else o_c, ORDER)
+    b_zero = 8
+    if ZEROS:
+        n_words: tl.constexpr = (R + 7) // 8 * G
+        b_zero = _bits(tl.load(p_zeros + i_m * n_words + o_zero, mask, 0), o_r, ORDER) + OFFSET
+    b_scale = tl.load(p_scales + i_m * (R * G) + o_scale, mask, 0.0).to(tl.float32)
+    b_x = (b_code - b_zero).to(tl.float32) * b_scale
+    tl.store(p_out + (i_m * R + o_r) * C + o_c, b_x.to(p_out.dtype.element_ty), mask)
+
+
+def int4_decode(
+    codes: Tensor, scales: Tensor, zeros: Tensor | None, out: Tensor, group: int, order: str, offset: int = 0
+) -> None:
+    """As reference.int4_decode, all contiguous."""
+    M, R, C = out.shape
+    G, rows = cdiv(C, group), order == "rows"
+    words = {"rows": (R, C // 8), "gptq": (C // 8, R), "awq": (C, R // 8)}[order]
+    assert C % 8 == 0
+    assert rows or R % 8 == 0
+    assert codes.shape == (M, *words)
+    assert scales.shape == ((M, R, G) if rows else (M, G, R))
+    assert zeros is None or zeros.shape == ((M, cdiv(R, 8), G) if rows else (M, G, R // 8))
+    assert codes.dtype == torch.int32
+    assert all(t.is_contiguous() for t in (codes, scales, out))
+    grid = (M * cdiv(R, ROWS) * cdiv(C, COLUMNS),)
+    sizes = (R, C, G, group, ORDERS[order], zeros is not None, offset, ROWS, COLUMNS)
+    _int4_decode[grid](codes, scales, codes if zeros is None else zeros, out, *sizes, num_warps=4)

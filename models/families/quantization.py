@@ -1,0 +1,221 @@
+"""What config.json's "quantization_config" says is packed, by whom: read, or refused by name. No torch."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable
+from dataclasses import replace
+from functools import partial
+from typing import Any
+
+from trireme.models.families.keys import InputError, Keys
+from trireme.models.families.names import Names
+from trireme.models.families.packing import (
+    AWQ,
+    BY_ROW,
+    FP8,
+    GPTQ,
+    GPTQ_2,
+    INT4,
+    INT4_ZEROS,
+    MODELOPT,
+    MX,
+    MXFP4,
+    NF4,
+    NVFP4,
+    WHOLE,
+    Packing,
+)
+
+
+def packing_of(keys: Keys, accepted: tuple[str, ...], names: Names) -> tuple[Packing | None, tuple[str, ...]]:
+    """(what "quantization_config" says, globs over names in memory: what is packed). `accepted`: methods of the family.
+
+    Raises InputError on other methods, and on what changes the numbers.
+    """
+    found = keys.raw.get("quantization_config")
+    if found is None:
+        return None, ()
+    method = found.get("quant_method") if isinstance(found, dict) else None
+    if method in accepted and isinstance(method, str):
+        return READ[method](Keys(found, f"{keys.where}: quantization_config"), names)
+    raise _unsupported(keys.where, method, f"for a {keys.raw.get('model_type')}")
+
+
+def _unsupported(where: str, method: object, what: str) -> InputError:
+    named = isinstance(method, str) and method.isprintable() and len(method) < 60
+    how = f"quantized by {method}" if named else "quantized in a way that it does not name"
+    return InputError(
+        f'{where}: "quantization_config" says that the weights are {how}, which is not supported {what}. '
+        "Take the BF16 original, or convert them."
+    )
+
+
+def _mxfp4(keys: Keys, names: Names) -> tuple[Packing, tuple[str, ...]]:  # noqa: ARG001
+    return MXFP4, MXFP4.globs
+
+
+def _fp8(keys: Keys, names: Names) -> tuple[Packing, tuple[str, ...]]:
+    keys.refuse_unless("fmt", (None, "e4m3", "float8_e4m3fn"))
+    keys.refuse_unless("expert_dtype", (None, "fp8"))
+    keys.refuse_unless("scale_fmt", (None, "float", "ue8m0"))
+    block = FP8.block
+    if "weight_block_size" in keys.raw:
+        block = (WHOLE, WHOLE) if keys.raw["weight_block_size"] is None else _pair(keys, "weight_block_size")
+    packing = FP8.scaled(*block)
+    if keys.raw.get("scale_fmt") == "ue8m0":
+        packing = packing.with_dtypes(("F8_E4M3", "F8_E8M0"))
+    return packing, _blocks(names, _left_out(keys))
+
+
+def _fbgemm(keys: Keys, names: Names) -> tuple[Packing, tuple[str, ...]]:
+    return BY_ROW, _blocks(names, _left_out(keys))
+
+
+def _nf4(keys: Keys, names: Names) -> tuple[Packing, tuple[str, ...]]:
+    keys.refuse_unless("load_in_8bit", (None, False))
+    keys.refuse_unless("load_in_4bit", (True,))
+    keys.refuse_unless("bnb_4bit_quant_type", ("nf4",), "fp4")
+    keys.refuse_unless("bnb_4bit_quant_storage", (None, "uint8"))
+    return NF4, _blocks(names, _left_out(keys, "llm_int8_skip_modules"))
+
+
+def _gptq(keys: Keys, names: Names) -> tuple[Packing, tuple[str, ...]]:
+    """Of act-order (desc_act) g_idx tells, in the files."""
+    keys.refuse_unless("bits", (4,))
+    form = "checkpoint_format" if "checkpoint_format" in keys.raw else "format"
+    keys.refuse_unless(form, (None, "gptq", "gptq_v2"))
+    packing = GPTQ_2 if keys.raw.get(form) == "gptq_v2" else GPTQ
+    others = keys.raw.get("dynamic") or {}
+    if not isinstance(others, dict) or not all(name.startswith("-:") for name in others):
+        raise keys.error("dynamic", "none, or modules that are left out (-:): others have settings of their own")
+    left = [_glob("re:" + name.removeprefix("-:")) for name in others]
+    return replace(packing, block=(1, _group(keys, "group_size"))), _blocks(names, left)
+
+
+def _awq(keys: Keys, names: Names) -> tuple[Packing, tuple[str, ...]]:
+    said = lambda *spelled: next((name for name in spelled if name in keys.raw), spelled[0])
+    keys.refuse_unless(said("bits", "w_bit"), (4,), 4)
+    keys.refuse_unless(said("version", "format"), (None, "gemm", "GEMM"))
+    keys.refuse_unless("zero_point", (True,), True)
+    packing = replace(AWQ, block=(1, _group(keys, said("group_size", "q_group_size"))))
+    return packing, _blocks(names, _left_out(keys))
+
+
+def _modelopt(keys: Keys, names: Names) -> tuple[Packing, tuple[str, ...]]:
+    keys.refuse_unless("quant_algo", ("NVFP4", "FP8"))
+    packing = MODELOPT if keys.raw["quant_algo"] == "NVFP4" else BY_ROW.scaled(WHOLE, WHOLE)
+    keys.refuse_unless("group_size", (None, 16))
+    return packing, _blocks(names, _left_out(keys, "ignore", "exclude_modules"))
+
+
+def _compressed(keys: Keys, names: Names) -> tuple[Packing, tuple[str, ...]]:
+    form = keys.raw.get("format")
+    if not isinstance(form, str) or form not in FORMATS:
+        of = f"but in the formats {', '.join(FORMATS)}, not {keys.shown('format')}"
+        raise _unsupported(keys.where, "compressed-tensors", of)
+    if keys.raw.get("transform_config"):
+        raise keys.error("transform_config", "none: rotated weights are not supported")
+    sparsity = keys.raw.get("sparsity_config") or {}
+    sparsity = sparsity if isinstance(sparsity, dict) else {"format": sparsity}
+    Keys(sparsity, f"{keys.where}: sparsity_config").refuse_unless("format", (None, "dense"))
+    groups = keys.raw.get("config_groups")
+    if not isinstance(groups, dict) or not groups:
+        raise keys.error("config_groups", "an object of groups")
+    found = {FORMATS[form](_weights(keys, name, group)) for name, group in groups.items()}
+    if len(found) > 1:
+        raise InputError(f"{keys.where}: its groups have scales of several shapes, which is not supported.")
+    return found.pop(), _blocks(names, [_glob(module) for module in _left_out(keys, "ignore")])
+
+
+def _weights(keys: Keys, name: str, group: Any) -> Keys:
+    """What a group says of weights."""
+    weights = group.get("weights") if isinstance(group, dict) else None
+    if not isinstance(weights, dict):
+        where = f"{keys.where}: config_groups: {json.dumps(name)[:40]}"
+        raise InputError(f'{where} has no "weights", which say how they are packed.')
+    Keys(group, f"{keys.where}: {json.dumps(name)[:40]}").refuse_unless("format", (None, keys.raw["format"]))
+    return Keys(weights, f"{keys.where}: weights")
+
+
+def _float(weights: Keys) -> Packing:
+    """fp8 with scales by row, tensor or block."""
+    weights.refuse_unless("num_bits", (8,))
+    weights.refuse_unless("type", ("float",))
+    weights.refuse_unless("symmetric", (True,), True)
+    weights.refuse_unless("strategy", ("channel", "tensor", "block"))
+    if weights.raw["strategy"] == "block":
+        return BY_ROW.scaled(*_pair(weights, "block_structure"))
+    return BY_ROW.scaled(1 if weights.raw["strategy"] == "channel" else WHOLE, WHOLE)
+
+
+def _int4(weights: Keys) -> Packing:
+    weights.refuse_unless("num_bits", (4,))
+    weights.refuse_unless("type", ("int",))
+    weights.refuse_unless("strategy", ("group", "channel"))
+    weights.refuse_unless("actorder", (None, "static", "weight"))  # others have columns in an order of their own
+    size = _group(weights, "group_size") if weights.raw["strategy"] == "group" else WHOLE
+    return replace(INT4 if weights.flag("symmetric", True) else INT4_ZEROS, block=(1, size))
+
+
+def _fp4(packing: Packing, strategy: str, weights: Keys) -> Packing:
+    weights.refuse_unless("num_bits", (4,))
+    weights.refuse_unless("type", ("float",))
+    weights.refuse_unless("symmetric", (True,), True)
+    weights.refuse_unless("strategy", (strategy,))
+    weights.refuse_unless("group_size", (packing.block[1],))
+    return packing
+
+
+def _group(keys: Keys, name: str) -> int:
+    """Columns that share a scale; -1 is all."""
+    return WHOLE if keys.raw.get(name) == -1 else keys.count(name, most=1 << 20)
+
+
+def _pair(keys: Keys, name: str) -> tuple[int, int]:
+    found = keys.raw.get(name)
+    if not isinstance(found, list) or len(found) != 2 or any(type(n) is not int or not 0 < n < 1 << 20 for n in found):
+        raise keys.error(name, "two positive integers")
+    return found[0], found[1]
+
+
+def _glob(module: str) -> str:
+    """About what a regular expression (re:...) says."""
+    return module.removeprefix("re:").strip("^$").replace("\\", "") if module.startswith("re:") else module
+
+
+def _left_out(keys: Keys, *others: str) -> list[str]:
+    """Modules that are not quantized."""
+    spelled = ("modules_to_not_convert", "ignored_layers", *others)
+    name = next((name for name in spelled if keys.raw.get(name) is not None), spelled[0])
+    found: Any = keys.raw.get(name) or []
+    if not isinstance(found, list) or any(type(module) is not str for module in found):
+        raise keys.error(name, "a list of names of modules")
+    return found
+
+
+def _blocks(names: Names, left_out: list[str]) -> tuple[str, ...]:
+    """Globs over all matrices of blocks but routers and those of modules `left_out`. Files say it exactly."""
+    inner = "*" + names.block.removeprefix(names.base).format("*")  # also within a wrapper
+    found = [f"{inner}*", *(f"!{inner}{name}.weight" for name in (names.router, names.shared_gate) if name)]
+    for module in (name.replace(".*", "*") for name in left_out):
+        found += [f"!{module}", f"!{module}.*", f"!*{module}.weight"]
+    return tuple(found)
+
+
+FORMATS: dict[str, Callable[[Keys], Packing]] = {
+    "float-quantized": _float,
+    "pack-quantized": _int4,
+    "nvfp4-pack-quantized": partial(_fp4, NVFP4, "tensor_group"),
+    "mxfp4-pack-quantized": partial(_fp4, MX, "group"),
+}
+READ = {
+    "mxfp4": _mxfp4,
+    "fp8": _fp8,
+    "fbgemm_fp8": _fbgemm,
+    "compressed-tensors": _compressed,
+    "modelopt": _modelopt,
+    "gptq": _gptq,
+    "awq": _awq,
+    "bitsandbytes": _nf4,
+}

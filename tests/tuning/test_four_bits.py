@@ -1,0 +1,246 @@
+"""int4 of compressed-tensors, GPTQ, AWQ, NVFP4 and MXFP4 as published: decoded, and trained on as they are."""
+
+import json
+
+import numpy as np
+import pytest
+import torch
+from engines import JitterQueues, adapters, batches, exchange, final_weights, gpu_plan, opened, train
+from four_bits import in_fp4, in_int4
+from safetensors.torch import load_file, save_file
+from tiny import LLAMA, MIXTURE, oracle
+
+from trireme.engine.geometry import Geometry
+from trireme.engine.run.verify import reopen
+from trireme.engine.tuning.chosen import adapted
+from trireme.engine.tuning.packed import as_said, check_packing
+from trireme.engine.tuning.parts import open_checkpoint
+from trireme.kernels.reference import split_master
+from trireme.models.config import InputError, Lora, read_config
+from trireme.storage.devices import open_device
+from trireme.storage.headers import CheckpointError
+
+pytestmark = pytest.mark.grid
+
+EVEN = dict(hidden_size=64, intermediate_size=96, head_dim=16)
+MANY = MIXTURE | EVEN | dict(moe_intermediate_size=32)
+FP4 = ("nvfp4", "modelopt", "mxfp4")
+LEFT = ("embed", "norm", "lm_head", "mlp.gate.")
+CASES = {  # model_type, keys, form, columns of a group
+    "int4": ("qwen3", LLAMA, "int4", 8),
+    "int4 zeros": ("llama", LLAMA | EVEN, "int4 zeros", 32),
+    "int4 by row": ("qwen3", LLAMA, "int4 zeros", -1),
+    "int4 experts": ("qwen3_moe", MIXTURE, "int4", 8),
+    "gptq": ("qwen3", LLAMA | EVEN, "gptq", 16),
+    "gptq v2": ("llama", LLAMA | EVEN, "gptq_v2", -1),
+    "awq": ("qwen3", LLAMA | EVEN, "awq", 32),
+    "awq experts": ("qwen3_moe", MANY, "awq", 16),
+    "nvfp4": ("qwen3", LLAMA | EVEN, "nvfp4", 16),
+    "modelopt": ("llama", LLAMA | EVEN, "modelopt", 16),
+    "modelopt experts": ("qwen3_moe", MANY, "modelopt", 16),
+    "mxfp4": ("qwen3", LLAMA | EVEN, "mxfp4", 32),
+}
+
+
+def said(form, group):
+    """quantization_config."""
+    if form in ("gptq", "gptq_v2"):
+        return dict(quant_method="gptq", bits=4, group_size=group, desc_act=False, sym=False, checkpoint_format=form)
+    if form == "awq":
+        return dict(quant_method="awq", bits=4, group_size=group, zero_point=True, version="gemm",
+                    modules_to_not_convert=["lm_head"])  # fmt: skip
+    if form == "modelopt":
+        return dict(quant_method="modelopt", quant_algo="NVFP4", ignore=["lm_head", "model.layers.*.mlp.gate"])
+    weights = dict(num_bits=4, type="float", symmetric=True, dynamic=False)
+    weights |= {
+        "nvfp4": dict(strategy="tensor_group", group_size=16),
+        "mxfp4": dict(strategy="group", group_size=32),
+    }.get(form, dict(type="int", symmetric=form == "int4", strategy="group" if group > 0 else "channel",
+                     group_size=group if group > 0 else None, actorder="static"))  # fmt: skip
+    return dict(
+        quant_method="compressed-tensors", format=f"{form}-pack-quantized" if "fp4" in form else "pack-quantized",
+        config_groups=dict(group_0=dict(targets=["Linear"], weights=weights, input_activations=None)),
+        ignore=["lm_head", r"re:.*mlp\.gate$"],
+    )  # fmt: skip
+
+
+@pytest.fixture(scope="module")
+def made(tmp_path_factory):
+    """case -> (a checkpoint in it, the same in bf16, decoded matrices)."""
+    found = {}
+
+    def make(case):
+        if case not in found:
+            model_type, keys, form, group = CASES[case]
+            packed, plain = (tmp_path_factory.mktemp(name) for name in ("packed", "bf16"))
+            oracle(model_type, keys)[0].bfloat16().save_pretrained(plain)
+            state = load_file(plain / "model.safetensors")
+            files, wide = dict(state), {}
+            for name, w in state.items():
+                if w.dim() == 2 and not any(part in name for part in LEFT):
+                    parts, wide[name] = in_fp4(w, form) if form in FP4 else in_int4(w, form, group)
+                    del files[name]
+                    files |= {name.removesuffix(".weight") + end: part for end, part in parts.items()}
+                    state[name] = wide[name].bfloat16()
+            save_file(files, packed / "model.safetensors", {"format": "pt"})
+            save_file(state, plain / "model.safetensors", {"format": "pt"})
+            config = json.loads((plain / "config.json").read_text())
+            (packed / "config.json").write_text(json.dumps(config | dict(quantization_config=said(form, group))))
+            found[case] = packed, plain, wide
+        return found[case]
+
+    return make
+
+
+@pytest.mark.parametrize("case", CASES)
+def test_adapters_are_trained_as_on_its_copy_in_bf16(made, case, tmp_path):
+    """Packed in every tier, in place too, blocks and sub-layers: bitwise the run on decoded weights."""
+    (folder, plain, _), device = made(case), open_device(tmp_path)
+    targets = ("q_proj", "experts" if "experts" in case else "down_proj")
+    losses, weights, wide = adapters(plain, targets, device, "gpu")
+    late = lambda: JitterQueues(1)
+    ways = (("gpu", False, {}), ("host", False, {}), ("ssd", False, dict(queues=late())), ("ssd", True, {}),
+            ("host", False, dict(halves=True)), ("ssd", True, dict(halves=True, window=1, queues=late())))  # fmt: skip
+    for tier, in_place, change in ways if case in ("gptq", "nvfp4") else ways[5:]:
+        found, after, packed = adapters(folder, targets, device, tier, in_place, **change)
+        assert found == losses, (tier, change)
+        assert all(torch.equal(t, weights[name]) for name, t in after.items())
+        assert packed < 0.8 * wide
+
+
+@pytest.mark.parametrize("case", CASES)
+def test_all_is_trained_from_exact_masters_and_written_in_bf16(made, case, tmp_path):
+    folder, plain, wide = made(case)
+    cfg, source, _ = opened(folder)
+    for name, values in wide.items():
+        whole = np.concatenate(list(source.values(name)))
+        exact = (values.bfloat16().view(torch.uint16) if case == "mxfp4" else values).flatten().numpy()
+        assert np.array_equal(whole, exact)
+        for first, last in ((0, 5), (500, 700), (64, 1024), (len(whole) - 3, len(whole))):
+            assert np.array_equal(np.concatenate(list(source.values(name, first, last))), whole[first:last])
+    e, x = exchange(cfg, source)
+    x.load()
+    masters = final_weights(e)
+    assert all(torch.equal(masters[name], w.flatten()) for name, w in wide.items() if name in masters)
+    train(e, batches(cfg, 1, 2, 24))
+    e, x = exchange(cfg, source)
+    x.load()
+    x.save(tmp_path)
+    reopen(source, tmp_path)
+    config = json.loads((tmp_path / "config.json").read_text())
+    assert "quantization_config" not in config
+    assert config["dtype"] == "bfloat16"
+    written = load_file(tmp_path / "model.safetensors")
+    assert all(torch.equal(written[name], split_master(values)[0]) for name, values in wide.items())
+    assert written.keys() == load_file(plain / "model.safetensors").keys()
+
+
+def test_config_alone_says_what_is_packed(made):
+    """A plan without the files has the bytes of one with them."""
+    for case in CASES:
+        planned = adapted(read_config(made(case)[0]), Lora(2, 4.0, ("q_proj",)))
+        cfg, _, _ = opened(made(case)[0], lambda cfg: adapted(cfg, Lora(2, 4.0, ("q_proj",))))
+        plan = gpu_plan(cfg, dtype="BF16")
+        bytes_of = lambda cfg, plan=plan: [layout.nbytes for layout in Geometry.of(cfg, plan).base]
+        if cfg.packing.parts[1].dtypes == planned.packing.parts[1].dtypes[:1]:
+            assert bytes_of(as_said(planned)) == bytes_of(planned) == bytes_of(cfg), case
+
+
+def test_config_and_tensors_have_to_agree(made):
+    for case, word in (("int4", "int4"), ("awq", "AWQ"), ("nvfp4", "NVFP4"), ("modelopt", "NVFP4"), ("mxfp4", "MXFP4")):
+        folder, plain, _ = made(case)
+        said = []
+        check_packing(read_config(folder), open_checkpoint(plain, read_config(folder).packing), said.append)
+        assert f"no tensor is in {word}: all are read as they are" in said[0]
+        if case in ("nvfp4", "modelopt", "mxfp4"):  # whose groups are of one size
+            with pytest.raises(InputError, match=f'tensors in {word}, but config.json has no "quantization_config"'):
+                check_packing(read_config(plain), open_checkpoint(folder), said.append)
+
+
+M = "model.layers.1.mlp.down_proj"  # (64, 96), of int4 (40, 56)
+PACKED_, SCALE, SHAPE, ORDER = (f"{M}.weight_{end}" for end in ("packed", "scale", "shape", "g_idx"))
+ZEROS, OF_ALL, FACTOR = (f"{M}.weight_{end}" for end in ("zero_point", "global_scale", "scale_2"))
+HOSTILE = {  # case -> (checkpoint, change of the tensors, words)
+    "no scales": ("int4", lambda s: s.pop(SCALE), f"{PACKED_} is I32, and its scales, {SCALE}, are missing"),
+    "no codes": ("int4", lambda s: s.pop(PACKED_), f"{SCALE} holds scales of int4, but {PACKED_} is missing"),
+    "no zeros": ("int4 zeros", lambda s: s.pop(ZEROS), f"and its zero points, {ZEROS}, are missing"),
+    "two forms": ("int4", lambda s: s.update({f"{M}.weight": torch.zeros(40, 56)}), f"{M}.weight is there twice, also"),
+    "few codes": (
+        "int4",
+        lambda s: s.update({PACKED_: s[PACKED_][:, :6].contiguous()}),
+        r"_packed is I32 \[40, 6\] and .*int4 has I32 \[out, in / 8\] and BF16 \[out, in / 8\]",
+    ),
+    "another shape": ("int4", lambda s: s[SHAPE].copy_(torch.tensor([56, 40])), r"is \[56, 40\], its codes are of"),
+    "no shape": ("int4", lambda s: s.update({SHAPE: torch.ones(3)}), r"_shape is F32 \[3\], expected I32 or I64 \[2\]"),
+    "in bytes": (
+        "int4",
+        lambda s: s.update({PACKED_: torch.zeros(40, 28).to(torch.uint8)}),
+        f"holds scales of int4, but {PACKED_} is U8: one tensor in two forms",
+    ),
+    "NaN": ("int4", lambda s: s[SCALE][1].fill_(float("nan")), r"scales by more than 2\^123"),
+    "an order": ("int4", lambda s: s.update({ORDER: torch.arange(56).flip(0) // 8}), "by activation order"),
+    "act-order": ("gptq", lambda s: s[f"{M}.g_idx"].copy_(s[f"{M}.g_idx"].flip(0)), "by activation order .desc_act"),
+    "no act-order": (
+        "gptq",
+        lambda s: s.update({f"{M}.g_idx": torch.zeros(5)}),
+        r"g_idx is F32 \[5\], expected I32 or",
+    ),
+    "no qzeros": ("gptq", lambda s: s.pop(f"{M}.qzeros"), f"{M}.qweight is I32, and its zero points, {M}.qzeros, are"),
+    "no qweight": ("gptq", lambda s: s.pop(f"{M}.qweight"), f"holds .* of GPTQ, but {M}.qweight is missing"),
+    "zero of 15": ("gptq", lambda s: s[f"{M}.qzeros"][0].fill_(15), "has zero points that programs read as 0 or as 16"),
+    "huge scale": ("gptq", lambda s: s[f"{M}.scales"][0].fill_(float("inf")), r"scales by more than 2\^123"),
+    "gemv": (
+        "awq",
+        lambda s: s.update({f"{M}.qweight": s[f"{M}.qweight"].mT.contiguous()}),
+        r"AWQ has I32 \[in, out / 8\], F16 \[in / 32, out\] and I32 \[in / 32, out / 8\]",
+    ),
+    "not scaled": ("nvfp4", lambda s: s.pop(OF_ALL), f"and its global scale, {OF_ALL}, are missing"),
+    "zero": ("nvfp4", lambda s: s[OF_ALL].zero_(), r"_divisor scales by more than 2\^116"),
+    "in 8": ("nvfp4", lambda s: s[SCALE].view(torch.uint8)[3].fill_(127), "_scales holds NaN"),
+    "infinite": ("modelopt", lambda s: s[FACTOR].fill_(float("inf")), r"_factor scales by more than 2\^116"),
+    "255": ("mxfp4", lambda s: s[SCALE][3].fill_(255), r"scales by more than 2\^125"),
+    "other groups": (
+        "mxfp4",
+        lambda s: s.update({SCALE: torch.zeros(64, 6).to(torch.uint8)}),
+        r"MXFP4 has U8 \[out, in / 2\] and U8 \[out, in / 32\]",
+    ),
+}
+
+
+@pytest.mark.parametrize("case", HOSTILE)
+def test_a_malformed_release_is_one_line(made, case, tmp_path):
+    of, change, words = HOSTILE[case]
+    folder = made(of)[0]
+    state = {name: t.clone() for name, t in load_file(folder / "model.safetensors").items()}
+    change(state)
+    save_file(state, tmp_path / "model.safetensors", {"format": "pt"})
+    (tmp_path / "config.json").write_bytes((folder / "config.json").read_bytes())
+    for change_of in (lambda cfg: adapted(cfg, Lora(2, 4.0, ("q_proj",))), lambda cfg: cfg):
+        with pytest.raises((CheckpointError, InputError), match=words) as told:
+            cfg, source, _ = opened(tmp_path, change_of)
+            exchange(cfg, source)[1].load()
+        assert "\n" not in str(told.value)
+
+
+def test_matrices_that_are_left_out_stay_as_they_are(made, tmp_path):
+    """The files decide, whatever the patterns of config.json; one by regular expression is in a plan too."""
+    for case in ("int4", "gptq", "awq", "modelopt"):
+        folder, plain, wide = made(case)
+        state, exact = (load_file(path / "model.safetensors") for path in (folder, plain))
+        state = {n: t for n, t in state.items() if not n.startswith(f"{M}.")} | {f"{M}.weight": exact[f"{M}.weight"]}
+        save_file(state, tmp_path / "model.safetensors", {"format": "pt"})
+        config = json.loads((folder / "config.json").read_text())
+        key, value = {
+            "int4": ("ignore", [r"re:.*layers\.1\.mlp\.down_proj"]),
+            "gptq": ("dynamic", {r"-:.*layers\.1\.mlp\.down_proj": {}}),
+            "awq": ("modules_to_not_convert", [M]),
+            "modelopt": ("ignore", ["model.layers.1.mlp.down_proj*"]),
+        }[case]
+        config["quantization_config"][key] = value
+        (tmp_path / "config.json").write_text(json.dumps(config))
+        cfg, source, _ = opened(tmp_path, lambda cfg: adapted(cfg, Lora(2, 4.0, ("q_proj",))))
+        planned = adapted(read_config(tmp_path), Lora(2, 4.0, ("q_proj",)))
+        assert {name for name in wide if source.packs(name)} == wide.keys() - {f"{M}.weight"}
+        assert f"{M}.weight" not in as_said(planned).packed
+        assert as_said(planned).packed == cfg.packed
+        exchange(cfg, source)[1].load()
