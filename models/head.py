@@ -79,15 +79,16 @@ def head_loss(
     g: HeadWeights | None = None,
     g_out: Tensor | None = None,
     dx: Tensor | None = None,
+    factors: Tensor | None = None,
 ) -> Tensor:
-    """Loss by token, (N,) fp32; with g, g_out and dx also the gradients of scale * sum(loss).
+    """Loss by token, (N,) fp32; with g, g_out and dx also the gradients of scale * sum(factors * loss).
 
-    x (N, D); labels (N,) int64, the next tokens; loss_rows (M,) int64, those that count. w_out, g_out (V, D), the
-    embedding's if tied. Adds to g and g_out where trained, fills dx (N, D).
+    x (N, D); labels (N,) int64, the next tokens; loss_rows (M,) int64, those that count; factors (N,) fp32 of the
+    losses, None: 1. w_out, g_out (V, D), the embedding's if tied. Adds to g and g_out where trained, fills dx (N, D).
     """
     y, stats = final_norm(cfg, w, x)
     g_out = g_out if g_out is not None and trained(g_out) else None
-    losses = ops.linear_cross_entropy(y, w_out, labels, loss_rows, scale, g_out, dx, cap=cfg.logit_cap)
+    losses = ops.linear_cross_entropy(y, w_out, labels, loss_rows, scale, g_out, dx, cap=cfg.logit_cap, factors=factors)
     if dx is not None:
         assert g is not None
         if cfg.logit_scale != 1.0:

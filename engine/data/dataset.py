@@ -42,6 +42,8 @@ class MicroBatch:
     ids: np.ndarray  # (N,) int32
     labels: np.ndarray  # (N,) int32: the token after ids[t] in its document if trained, else IGNORED
     lengths: tuple[int, ...]  # of documents; sum N
+    weights: np.ndarray | None = None  # (documents,) float64; None: 1. Of kto's undesirable answers below 0
+    reference: np.ndarray | None = None  # (documents,) float64, of pairs: log-probabilities by the reference, or 0
 
     @property
     def trained(self) -> int:
