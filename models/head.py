@@ -17,6 +17,8 @@ from trireme.models.norm import Norm, Stats, norm, norm_backward
 from trireme.models.rows import Rows
 from trireme.models.sizes.shapes import embedding_name, output_name
 
+TOP_CHUNK = 512  # rows of fp32 logits
+
 
 class EmbedWeights(NamedTuple):
     """The embedding's weights, or their gradients."""
@@ -95,6 +97,23 @@ def head_loss(
             dx.mul_(cfg.logit_scale)
         norm_backward(dx, x, w.norm, stats, g.norm, out=dx)
     return losses
+
+
+def head_top(
+    cfg: ModelConfig, w: HeadWeights, w_out: Tensor, x: Tensor, loss_rows: Tensor, k: int, chunk: int = TOP_CHUNK
+) -> tuple[Tensor, Tensor, Tensor]:
+    """The k likeliest tokens after each of M rows: (ids (M, k) int64, log-probabilities (M, k) fp32, the logarithm of
+    the probability of all others (M,) fp32). x (N, D); logits exist `chunk` rows at a time."""
+    y, _ = final_norm(cfg, w, x)
+    found = []
+    for part in loss_rows.split(chunk):
+        logits = ops.soft_cap((y[part] @ w_out.T).float(), cfg.logit_cap)
+        lse = torch.logsumexp(logits, -1, keepdim=True)
+        top, ids = logits.topk(k, dim=-1)
+        rest = torch.logsumexp(logits.scatter_(1, ids, float("-inf")), -1, keepdim=True) - lse
+        found.append((ids, top - lse, rest[:, 0]))
+    ids, logps, rests = (torch.cat(parts) for parts in zip(*found, strict=True))
+    return ids, logps, rests
 
 
 def _rounded(scale: float, dtype: torch.dtype) -> float:

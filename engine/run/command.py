@@ -65,7 +65,7 @@ def _parser() -> argparse.ArgumentParser:
         usage=f"{program()} CHECKPOINT --data FILE [--out DIR] [options]",
         description="Fine-tunes CHECKPOINT, a Hugging Face folder (--model DIR means the same), on one machine.",
         epilog="Names from Hugging Face and others work too (--learning_rate, --output_dir, ...). Other commands, each "
-        f"with its own --help: {program()} sample OUT, eval OUT, merge ADAPTER.",
+        f"with its own --help: {program()} sample OUT, eval OUT, score OUT, merge ADAPTER.",
         allow_abbrev=False,
         add_help=False,
         formatter_class=lambda prog: argparse.HelpFormatter(prog, max_help_position=32, width=112),
