@@ -2,10 +2,13 @@
 
 import csv
 import json
+from contextlib import suppress
 
 import numpy as np
 import pytest
 from chats import CHATML, make_tokenizer
+from hypothesis import given, settings
+from hypothesis import strategies as st
 
 from trireme.engine.data.codec import load_codec
 from trireme.engine.data.dataset import DataOptions, load_dataset
@@ -13,6 +16,8 @@ from trireme.engine.data.files.rows import BadRow
 from trireme.engine.data.formats.pairs import is_weighted, read_answers, weight_of
 from trireme.engine.data.pairs import fit, packed
 from trireme.models.config import InputError
+
+KINDS = ("pairs", "labels")
 
 
 @pytest.fixture(scope="module")
@@ -167,6 +172,30 @@ def test_pairs_are_two_labelled_answers(tmp_path, codecs):
 def test_a_labelled_answer_alone_has_no_counterpart(tmp_path, codecs):
     with pytest.raises(InputError, match="one row alone"):
         load(tmp_path, [dict(prompt="a", completion="1", label=True)], codecs[0], "labels")
+
+
+WORDS = ("prompt", "chosen", "rejected", "completion", "label", "messages", "conversations", "instruction", "output")
+VALUES = st.recursive(
+    st.none()
+    | st.booleans()
+    | st.integers(-1, 2)
+    | st.sampled_from(["", "a b", "\n\nHuman: a\n\nAssistant: b", "true"]),
+    lambda inner: (
+        st.lists(inner, max_size=3)
+        | st.dictionaries(st.sampled_from(["role", "content", "from", "value", "weight"]), inner, max_size=3)
+        | st.fixed_dictionaries({"role": st.sampled_from(["user", "assistant", "x", ""]), "content": inner})
+    ),
+    max_leaves=6,
+)
+
+
+@settings(max_examples=100, deadline=None)
+@given(st.dictionaries(st.sampled_from((*WORDS, "weight", "history", "system")), VALUES), st.sampled_from(KINDS))
+def test_any_row_is_read_or_bad(row, kind):
+    with suppress(BadRow):
+        form, answers, _ = read_answers(row, None, kind)
+        assert len(answers) == (1 if form.labelled else 2)
+        assert all(abs(weight) > 0 for _, weight in answers)
 
 
 BAD = {

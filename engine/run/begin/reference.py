@@ -76,7 +76,7 @@ def with_reference(
         same = [each for each in others if each and each.key == key]
         found = max(same, key=lambda each: each.done, default=Known(key, np.zeros(total)))
         if found.done == total:
-            screen.say(f"compared {count(total // 2, 'pair')}: the reference is known from an earlier run")
+            screen.say(f"compared {_many(job, total)}: the reference is known from an earlier run")
         else:
             _compute(job, e, screen, found, parts, stopped)
         _keep(path, found, len(data.pieces))
@@ -109,7 +109,12 @@ def _compute(
                 _keep(job.out / FOLDER / NAME, known, len(parts[0].pieces))
                 kept = time.monotonic()
     if known.done == len(known.values):
-        screen.say(f"compared {count(known.done // 2, 'pair')}: the reference took {seconds(time.monotonic() - began)}")
+        took = seconds(time.monotonic() - began)
+        screen.say(f"compared {_many(job, known.done)}: the reference took {took}")
+
+
+def _many(job: Job, documents: int) -> str:
+    return count(documents // 2, "answer" if job.data.kind == "labels" else "pair")
 
 
 def _batches(job: Job, parts: list[Dataset]) -> Iterator[MicroBatch]:
