@@ -309,6 +309,11 @@ class ActivationSwap:
             inputs = [(u, x) for u, of_layer in enumerate(self.x) for x in of_layer[:n_micro]]
             self._expect(self.to_next, self.hop_in, inputs)
 
+    def expect_head(self, n_micro: int) -> None:
+        """The head reads its inputs again."""
+        if self.plan.between == "host":
+            self._expect(self.to_next, self.hop_in, [(self.geo.head, x) for x in self.x[self.geo.head][:n_micro]])
+
     def expect_backward(self, n_micro: int) -> None:
         """Backward brings what forward left outside, and each gradient that leaves the GPU before its layer."""
         blocks, micro_batches = range(self.geo.head - 1, 0, -1), range(n_micro)

@@ -25,6 +25,7 @@ from trireme.engine.updates import AdamW
 from trireme.engine.weights import WeightStream
 from trireme.kernels import ops
 from trireme.models.config import InputError, ModelConfig
+from trireme.models.losses.preferences import Documents
 from trireme.models.rows import Load, Rows, Tables
 from trireme.models.sizes import costs
 
@@ -91,6 +92,12 @@ class MicroBatch(Protocol):
     @property
     def lengths(self) -> Sequence[int]: ...  # of documents
 
+    @property
+    def weights(self) -> np.ndarray | None: ...  # of documents, float64; None: 1
+
+    @property
+    def reference(self) -> np.ndarray | None: ...  # log-probabilities of documents, float64, by the reference
+
 
 def inputs(
     cfg: ModelConfig,
@@ -122,6 +129,15 @@ class InRam(NamedTuple):
     loss_rows: Tensor  # (M,) int64
     docs: ops.Laid
     idle: bool = False  # of a host without any
+    of_docs: Documents | None = None
+    factors: Tensor | None = None  # (N,) fp32: weights of documents
+
+    @property
+    def weight(self) -> float:
+        """Of all labels, or of all pairs."""
+        if self.of_docs is not None:
+            return float(self.of_docs.pairs.sum())
+        return self.trained if self.factors is None else float(self.factors[self.loss_rows].double().sum())
 
 
 def in_ram(cfg: ModelConfig, micro_batch: MicroBatch, pinned: bool = False) -> InRam:
@@ -129,18 +145,32 @@ def in_ram(cfg: ModelConfig, micro_batch: MicroBatch, pinned: bool = False) -> I
     given = micro_batch.ids, micro_batch.labels, np.flatnonzero(micro_batch.labels >= 0)
     ids, labels, loss_rows = (torch.from_numpy(array.astype(np.int64)) for array in given)
     docs = ops.lay_docs(micro_batch.lengths)
+    weights = micro_batch.weights
+    of_docs, factors = documents_of(micro_batch), None
+    if weights is not None and of_docs is None:
+        factors = torch.from_numpy(np.repeat(weights, micro_batch.lengths).astype(np.float32))
     if pinned:
         ids, labels, loss_rows = (t.pin_memory() for t in (ids, labels, loss_rows))
+        factors = factors.pin_memory() if factors is not None else None
         docs = docs._replace(content=docs.content.pin_memory())
     pairs = costs.layer_pairs(cfg, micro_batch.lengths)
-    return InRam(len(labels), len(loss_rows), pairs, ids, labels, loss_rows, docs)
+    return InRam(len(labels), len(loss_rows), pairs, ids, labels, loss_rows, docs, of_docs=of_docs, factors=factors)
+
+
+def documents_of(micro_batch: MicroBatch) -> Documents | None:
+    """Pairs of documents; None of other data."""
+    if micro_batch.reference is None or micro_batch.weights is None:
+        return None
+    lengths = np.array(micro_batch.lengths, np.int64)
+    trained = np.add.reduceat((micro_batch.labels >= 0).astype(np.int64), np.cumsum(lengths) - lengths)
+    return Documents(lengths, trained, micro_batch.weights, micro_batch.reference)
 
 
 def dealt(batch: Sequence[InRam], host: int, hosts: int) -> Sequence[InRam]:
     """A host's micro-batches of a step, in a row; where there are too few, one without a label, which adds zeros."""
     n, first = len(batch), batch[0]
     no_label = torch.full_like(first.labels, -100)
-    unlabelled = first._replace(trained=0, labels=no_label, loss_rows=first.loss_rows[:0], idle=True)
+    unlabelled = first._replace(trained=0, labels=no_label, loss_rows=first.loss_rows[:0], idle=True, factors=None)
     return batch[n * host // hosts : n * (host + 1) // hosts] or [unlabelled]
 
 
@@ -150,8 +180,9 @@ def placed(mb: InRam, places: Sequence[tuple[Tables, torch.device | str]], loads
     for (tables, device), load in zip(places, loads or [None] * len(places), strict=True):
         ids, labels, loss_rows = (t.to(device, non_blocking=True) for t in (mb.ids, mb.labels, mb.loss_rows))
         counts = load and load._replace(counted=not mb.idle)
-        packed.append(Packed(ids, labels, loss_rows, Rows(ops.place_docs(mb.docs, device), tables, counts)))
-    return Inputs(mb.tokens, mb.trained, mb.pairs, tuple(packed))
+        factors = None if mb.factors is None else mb.factors.to(device, non_blocking=True)
+        packed.append(Packed(ids, labels, loss_rows, Rows(ops.place_docs(mb.docs, device), tables, counts), factors))
+    return Inputs(mb.tokens, mb.trained, mb.pairs, tuple(packed), mb.of_docs)
 
 
 class Ahead(Generic[Key, Value]):

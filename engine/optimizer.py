@@ -11,7 +11,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from functools import partial
 
 import torch
@@ -36,6 +36,7 @@ class StepStats:
     loss: float
     grad_norm: float
     clip: float
+    metrics: dict[str, float] = field(default_factory=dict)  # of a comparison
 
 
 class Optimizer:
@@ -71,7 +72,7 @@ class Optimizer:
             self.update(u)
             self.weights.layers[u].trained.settle()  # its next forward is far off
 
-    def conclude(self, losses: list[Tensor], trained: int) -> StepStats:
+    def conclude(self, losses: list[Tensor], trained: float) -> StepStats:
         """Waits for backward; returns its statistics, sets the updates' clip factor."""
         limit, clip, clipped = self.kernels.adamw.max_grad_norm, self.kernels.clip, self.plan.mode == "forward"
         first, others = self._first_gpu, [gpu for gpu in range(self.plan.gpus) if gpu != self._first_gpu]

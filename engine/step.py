@@ -8,7 +8,7 @@ it comes after their `ready`, and they free or send their buffers when they are 
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any, NamedTuple
 
 from torch import Tensor
@@ -25,6 +25,8 @@ from trireme.engine.queues.task import Kind, Queues, Task
 from trireme.engine.weights import LayerWeights, WeightStream
 from trireme.models import head, model
 from trireme.models.config import InputError, ModelConfig
+from trireme.models.losses.comparison import Comparison
+from trireme.models.losses.preferences import Documents, Preference
 from trireme.models.rows import Load, Rows
 from trireme.models.sizes import costs
 from trireme.storage.devices import Device
@@ -37,6 +39,7 @@ class Packed(NamedTuple):
     labels: Tensor  # (N,) int64: the next token, -100 for none
     loss_rows: Tensor  # (M,) int64: rows with a label
     rows: Rows
+    factors: Tensor | None = None  # (N,) fp32, of the tokens' losses; None: 1
 
 
 @dataclass(frozen=True)
@@ -47,6 +50,7 @@ class Inputs:
     trained: int  # M
     pairs: int  # (query, key) pairs in a layer's attention
     packed: tuple[Packed, ...] = ()  # on each GPU
+    docs: Documents | None = None  # in RAM
 
     def on(self, gpu: int) -> Packed:
         assert self.packed, "a simulation has no tensors"
@@ -99,23 +103,32 @@ class Engine:
 # ---------------------------------------------------------------- the step
 
 
-def train_step(e: Engine, batch: Sequence[Inputs], step: int, lr: float, trained: int | None = None) -> StepStats:
-    """Forward, backward and update; `step` counts from 1. `trained`: labels of all hosts, if several.
+def train_step(
+    e: Engine,
+    batch: Sequence[Inputs],
+    step: int,
+    lr: float,
+    trained: float | None = None,
+    preference: Preference | None = None,
+) -> StepStats:
+    """Forward, backward and update; `step` counts from 1. `trained`: labels of all hosts, or the sum of their weights;
+    with `preference`, the sum of pairs' weights. None: of `batch`.
 
     In mode `forward` the next call runs the update, ahead of each layer's forward, or `e.optimizer.flush()` does.
     Raises InputError where no token has a label: there is no mean of the loss.
     """
     trained = sum(mb.trained for mb in batch) if trained is None else trained
+    comparison = Comparison(preference) if preference else None
     if not trained:
         raise InputError(f"step {step}: none of its tokens has a label. Leave rows without labels out of the data.")
-    _forward(e, batch, train=True)
+    _forward(e, batch, train=True, twice=comparison is not None)
     e.optimizer.begin(step, lr)
-    losses, _ = _head(e, batch, train=True, scale=1 / trained)
+    losses, _ = _head(e, batch, train=True, scale=1 / trained, comparison=comparison)
     _pool_load(e, batch)
     _backward(e, batch)
     stats = e.optimizer.conclude(losses, trained)
     e.optimizer.read_ahead()
-    return stats
+    return replace(stats, metrics=comparison.metrics) if comparison else stats
 
 
 def evaluate(e: Engine, batch: Sequence[Inputs]) -> list[Tensor]:
@@ -130,8 +143,8 @@ def evaluate(e: Engine, batch: Sequence[Inputs]) -> list[Tensor]:
 # ---------------------------------------------------------------- forward
 
 
-def _forward(e: Engine, batch: Sequence[Inputs], train: bool) -> None:
-    """All layers but the head, whose weights come too."""
+def _forward(e: Engine, batch: Sequence[Inputs], train: bool, twice: bool = False) -> None:
+    """All layers but the head, whose weights come too. `twice`: the head reads its input so often."""
     e.weights.expect(range(e.geo.n_units), before=e.optimizer.update_before_forward)
     e.activations.expect_forward(len(batch))
     for u in range(e.geo.head):
@@ -140,7 +153,7 @@ def _forward(e: Engine, batch: Sequence[Inputs], train: bool) -> None:
             if u == 0:
                 forward_embedding(e, b, w, mb, train)
             else:
-                forward_block(e, u, b, w, mb, train)
+                forward_block(e, u, b, w, mb, train, twice)
         if u > 0 or not e.cfg.tied:  # a tied embedding stays for the head
             e.weights.release(u)
 
@@ -156,9 +169,9 @@ def forward_embedding(e: Engine, b: int, w: LayerWeights, mb: Inputs, train: boo
     return e.compute("forward", 0, forward, (w, out))
 
 
-def forward_block(e: Engine, u: int, b: int, w: LayerWeights, mb: Inputs, train: bool) -> Task:
+def forward_block(e: Engine, u: int, b: int, w: LayerWeights, mb: Inputs, train: bool, twice: bool = False) -> Task:
     x = e.activations.x[u][b].read()
-    out = e.activations.x[u + 1][b].fill(mb.tokens, reads=_reads(e, u + 1, train))
+    out = e.activations.x[u + 1][b].fill(mb.tokens, reads=_reads(e, u + 1, train, twice))
     saved = [each.fill(mb.tokens) for each in e.activations.saved[u][b]] if train else []
 
     def forward() -> None:
@@ -170,30 +183,47 @@ def forward_block(e: Engine, u: int, b: int, w: LayerWeights, mb: Inputs, train:
     return e.compute("forward", u, forward, (w, *saved, x, out), flops)
 
 
-def _reads(e: Engine, u: int, train: bool) -> int:
-    """How often layer u reads its input: blocks in backward again."""
-    return 2 if train and u < e.geo.head else 1
+def _reads(e: Engine, u: int, train: bool, twice: bool = False) -> int:
+    """How often layer u reads its input: blocks in backward again, the head `twice`."""
+    return 2 if train and (u < e.geo.head or twice) else 1
 
 
 # ---------------------------------------------------------------- the head
 
 
-def _head(e: Engine, batch: Sequence[Inputs], train: bool, scale: float = 1.0) -> tuple[list[Tensor], Task]:
-    """Each micro-batch's losses, and the last task. In training the head's gradients of scale * their sum."""
+def _head(
+    e: Engine, batch: Sequence[Inputs], train: bool, scale: float = 1.0, comparison: Comparison | None = None
+) -> tuple[list[Tensor], Task]:
+    """Each micro-batch's losses, and the last task. In training the head's gradients of scale * their sum.
+
+    With `comparison` all losses come first; it makes the factors of their gradients, and the losses that are returned.
+    """
     u = e.geo.head
     read = (u, 0) if e.cfg.tied else (u,)  # layers that the loss reads
     w = {v: e.weights.get(v) for v in read}
     g = {v: e.gradients.get(v) for v in read} if train else {}
     losses = [NOTHING] * len(batch)
+    if comparison:
+        for b, mb in enumerate(batch):
+            loss(e, b, w, {}, mb, scale, losses)
+        _compare(e, batch, comparison, losses)
+        e.activations.expect_head(len(batch))
     for b, mb in enumerate(batch):
-        done = loss(e, b, w, g, mb, scale, losses)
+        done = loss(e, b, w, g, mb, scale, list(losses) if comparison else losses, comparison)
     for v in read:
         e.weights.release(v)
     if train:
         e.optimizer.finish(u)
         for v in read[1:]:
             e.gradients.set_aside(v)
-    return losses, done
+    return comparison.losses if comparison else losses, done
+
+
+def _compare(e: Engine, batch: Sequence[Inputs], comparison: Comparison, losses: list[Tensor]) -> Task:
+    def compare() -> None:
+        comparison.run([mb.docs for mb in batch if mb.docs], losses)
+
+    return e.queues.run(numbered("compute", e.gpu(e.geo.head)), "other", "comparison", compare)
 
 
 def loss(
@@ -204,18 +234,22 @@ def loss(
     mb: Inputs,
     scale: float,
     losses: list[Tensor],
+    comparison: Comparison | None = None,
 ) -> Task:
-    """Sets micro-batch b's losses; with `g` adds gradients too."""
+    """Sets micro-batch b's losses, times their factors; with `g` adds gradients too. `comparison`: has the factors."""
     u = e.geo.head
     x = e.activations.x[u][b].read()
     dx = e.activations.dx[u][b].fill(mb.tokens) if g else None
 
     def add() -> None:
-        labels, rows, out = mb.on(e.gpu(u)).labels, mb.on(e.gpu(u)).loss_rows, dx.rows() if dx else None
+        at, out = mb.on(e.gpu(u)), dx.rows() if dx else None
         w_out = model.output_matrix(e.cfg, weights.get(0), weights[u])
         g_out = model.output_matrix(e.cfg, grads.get(0), grads[u]) if g else None
-        given = (weights[u], w_out, x.rows(), labels, rows)
-        losses[b] = head.head_loss(e.cfg, *given, scale, grads.get(u), g_out, out)
+        factors = comparison.factors[b] if comparison else at.factors
+        given = (weights[u], w_out, x.rows(), at.labels, at.loss_rows)
+        losses[b] = head.head_loss(e.cfg, *given, scale, grads.get(u), g_out, out, factors)
+        if factors is not None:
+            losses[b] = losses[b] * factors
 
     weights = {v: weights_of(e, layer) for v, layer in w.items()}
     grads = {v: gradients_of(e, v, gradient) for v, gradient in g.items()}

@@ -1,6 +1,7 @@
 """Linear layer and cross-entropy in one operation, a chunk of rows at a time: the full logits never exist.
 
-    loss = lse - logits[label],  lse = log(sum(exp(logits)));  dlogits = scale * (exp(logits - lse) - onehot(label))
+    loss = lse - logits[label],  lse = log(sum(exp(logits)))
+    dlogits = scale * factor * (exp(logits - lse) - onehot(label)), factor of the token, 1 where none is given
 
 Logits, in the compute dtype, become dlogits in place; cuBLAS does the GEMMs. The label's logit is recomputed in
 fp32: its rounding would be the loss's error. With a cap, logits are cap * tanh(z / cap), z the result of the GEMM, and
@@ -29,6 +30,7 @@ def _cross_entropy(
     p_labels,
     p_rows,
     p_losses,
+    p_factors,
     scale,
     M,
     V: tl.constexpr,
@@ -37,6 +39,7 @@ def _cross_entropy(
     BLOCK_D: tl.constexpr,
     GRADIENT: tl.constexpr,
     CAP: tl.constexpr,
+    FACTORS: tl.constexpr,
 ):
     """The second pass goes backwards, so that what was read last is still in L2."""
     await_previous()
@@ -70,6 +73,9 @@ def _cross_entropy(
         lse = m + tl.log2(tl.sum(b_l * tl.exp2(b_m - m), 0))
         tl.store(p_losses + i_token, (lse - target) * LN2)
         if GRADIENT:
+            factor = scale
+            if FACTORS:
+                factor = scale * tl.load(p_factors + i_token)
             for i_v in range(0, V, BLOCK):
                 p_v = p_z + LAST - i_v + o_v
                 mask = LAST - i_v + o_v < V
@@ -78,7 +84,7 @@ def _cross_entropy(
                 b_p = tl.where(o_v == label - (LAST - i_v), tl.exp2(target - lse) - 1.0, tl.exp2(b_x - lse))
                 if CAP > 0.0:
                     b_p = b_p * cap_slope(tl.where(o_v == label - (LAST - i_v), target, b_x), CAP)
-                tl.store(p_v, (b_p * scale).to(p_logits.dtype.element_ty), mask, eviction_policy="evict_first")
+                tl.store(p_v, (b_p * factor).to(p_logits.dtype.element_ty), mask, eviction_policy="evict_first")
 
 
 def linear_cross_entropy(
@@ -91,6 +97,7 @@ def linear_cross_entropy(
     dx_: Tensor | None = None,
     chunk: int = 2048,
     cap: float = 0.0,
+    factors: Tensor | None = None,
 ) -> Tensor:
     """As reference.linear_cross_entropy, x and weight contiguous.
 
@@ -103,6 +110,7 @@ def linear_cross_entropy(
     assert labels.shape == (N,)
     assert rows.dtype == torch.int64
     assert dx_ is not None or dweight_ is None
+    assert factors is None or (factors.shape == (N,) and factors.dtype == torch.float32 and factors.is_contiguous())
     losses = torch.zeros(N, dtype=torch.float32, device=x.device)
     if dx_ is not None and M < N:
         dx_.zero_()
@@ -120,8 +128,9 @@ def linear_cross_entropy(
         how = launch.cross_entropy(V)
         programs = min(len(part), how.each * launch.chip(x.device).sms)
         _cross_entropy[(programs,)](
-            z, xs, weight, labels, part, losses, scale, len(part), V, D, how.block,
-            min(how.block, launch.power2(D)), dx_ is not None, cap, num_warps=how.warps,
+            z, xs, weight, labels, part, losses, losses if factors is None else factors, scale, len(part), V, D,
+            how.block, min(how.block, launch.power2(D)), dx_ is not None, cap, factors is not None,
+            num_warps=how.warps,
         )  # fmt: skip
         if dx_ is None:
             continue

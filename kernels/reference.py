@@ -261,10 +261,11 @@ def linear_cross_entropy(
     dx_: Tensor | None = None,
     chunk: int = 2048,
     cap: float = 0.0,
+    factors: Tensor | None = None,
 ) -> Tensor:
-    """Loss by token under softmax(x @ weight.T), (N,) fp32; with dx_ also gradients of scale * sum(loss).
+    """Loss by token under softmax(x @ weight.T), (N,) fp32; with dx_ also gradients of scale * sum(factors * loss).
 
-    `cap` > 0: under softmax(cap * tanh(x @ weight.T / cap)).
+    `cap` > 0: under softmax(cap * tanh(x @ weight.T / cap)). factors (N,) fp32, by token; None: 1.
 
     x (N, D), weight (V, D), labels (N,) int64; rows (M,) int64, indices of labels >= 0. Writes dx_ (N, D), adds to
     dweight_ (V, D); elsewhere losses and dx_ are zero. Logits exist `chunk` rows at a time.
@@ -282,7 +283,8 @@ def linear_cross_entropy(
         slope = 1 - (logits / cap) ** 2 if cap else 1.0
         logits.sub_(lse[:, None]).exp_()
         logits[torch.arange(len(part), device=x.device), target] -= 1
-        dlogits = logits.mul_(scale).mul_(slope).to(x.dtype)
+        each = scale if factors is None else scale * factors[part][:, None]
+        dlogits = logits.mul_(each).mul_(slope).to(x.dtype)
         dx_[part] = dlogits @ weight
         if dweight_ is not None:
             add_(dweight_, upcast(dlogits.T @ xs) if dweight_.dtype == x.dtype else upcast(dlogits).T @ upcast(xs))

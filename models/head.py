@@ -17,6 +17,8 @@ from trireme.models.norm import Norm, Stats, norm, norm_backward
 from trireme.models.rows import Rows
 from trireme.models.sizes.shapes import embedding_name, output_name
 
+TOP_CHUNK = 512  # rows of fp32 logits
+
 
 class EmbedWeights(NamedTuple):
     """The embedding's weights, or their gradients."""
@@ -79,21 +81,39 @@ def head_loss(
     g: HeadWeights | None = None,
     g_out: Tensor | None = None,
     dx: Tensor | None = None,
+    factors: Tensor | None = None,
 ) -> Tensor:
-    """Loss by token, (N,) fp32; with g, g_out and dx also the gradients of scale * sum(loss).
+    """Loss by token, (N,) fp32; with g, g_out and dx also the gradients of scale * sum(factors * loss).
 
-    x (N, D); labels (N,) int64, the next tokens; loss_rows (M,) int64, those that count. w_out, g_out (V, D), the
-    embedding's if tied. Adds to g and g_out where trained, fills dx (N, D).
+    x (N, D); labels (N,) int64, the next tokens; loss_rows (M,) int64, those that count; factors (N,) fp32 of the
+    losses, None: 1. w_out, g_out (V, D), the embedding's if tied. Adds to g and g_out where trained, fills dx (N, D).
     """
     y, stats = final_norm(cfg, w, x)
     g_out = g_out if g_out is not None and trained(g_out) else None
-    losses = ops.linear_cross_entropy(y, w_out, labels, loss_rows, scale, g_out, dx, cap=cfg.logit_cap)
+    losses = ops.linear_cross_entropy(y, w_out, labels, loss_rows, scale, g_out, dx, cap=cfg.logit_cap, factors=factors)
     if dx is not None:
         assert g is not None
         if cfg.logit_scale != 1.0:
             dx.mul_(cfg.logit_scale)
         norm_backward(dx, x, w.norm, stats, g.norm, out=dx)
     return losses
+
+
+def head_top(
+    cfg: ModelConfig, w: HeadWeights, w_out: Tensor, x: Tensor, loss_rows: Tensor, k: int, chunk: int = TOP_CHUNK
+) -> tuple[Tensor, Tensor, Tensor]:
+    """The k likeliest tokens after each of M rows: (ids (M, k) int64, log-probabilities (M, k) fp32, the logarithm of
+    the probability of all others (M,) fp32). x (N, D); logits exist `chunk` rows at a time."""
+    y, _ = final_norm(cfg, w, x)
+    found = []
+    for part in loss_rows.split(chunk):
+        logits = ops.soft_cap((y[part] @ w_out.T).float(), cfg.logit_cap)
+        lse = torch.logsumexp(logits, -1, keepdim=True)
+        top, ids = logits.topk(k, dim=-1)
+        rest = torch.logsumexp(logits.scatter_(1, ids, float("-inf")), -1, keepdim=True) - lse
+        found.append((ids, top - lse, rest[:, 0]))
+    ids, logps, rests = (torch.cat(parts) for parts in zip(*found, strict=True))
+    return ids, logps, rests
 
 
 def _rounded(scale: float, dtype: torch.dtype) -> float:

@@ -18,7 +18,7 @@ from script_files import script
 from trireme.engine.run.options import Options
 
 ROOT = Path(__file__).parents[1]
-BELOW = {"models", "models/sizes", "storage", "kernels"}
+BELOW = {"models", "models/losses", "models/sizes", "storage", "kernels"}
 ALL = BELOW | {
     "models/families",
     "engine",
@@ -42,6 +42,7 @@ MAY_IMPORT = {  # beside files of the same room
     "kernels/packed": {"kernels"},
     "models": {"kernels", "models/families", "models/sizes", "storage"},
     "models/families": set(),
+    "models/losses": {"models"},
     "models/sizes": {"models", "models/families"},
     "storage": set(),
     "engine": BELOW | {"engine/queues"},

@@ -4,6 +4,7 @@ A cache is a folder tokens-<key>/, renamed when complete; the key hashes all tha
   tokens       ids, the top bit: trained
   offsets.npy  (documents + 1,) int64
   trained.npy  (documents,) int64, trained tokens
+  weights.npy  (documents,) float64, as int64, of data with weights other than 1
   meta.json    what was read, size of `tokens`, checksums, its own too
 Not mapped: truncating a mapped file kills the process.
 """
@@ -61,6 +62,7 @@ class TokenFile:
     offsets: np.ndarray  # (documents + 1,) int64
     trained: np.ndarray  # (documents,) int64
     meta: dict[str, Any]
+    own_weights: np.ndarray | None = None  # (documents,) float64
 
     @property
     def n_documents(self) -> int:
@@ -69,6 +71,10 @@ class TokenFile:
     @property
     def lengths(self) -> np.ndarray:
         return np.diff(self.offsets)
+
+    @property
+    def weights(self) -> np.ndarray | float:
+        return 1.0 if self.own_weights is None else self.own_weights
 
     def read(self, start: int, stop: int) -> np.ndarray:
         """Tokens [start, stop) as stored, for `decode`. Raises StoreError."""
@@ -105,11 +111,12 @@ class TokenWriter:
         self._file = (self.scratch / "tokens").open("wb")
         self._lengths = array("q")  # there may be many millions
         self._trained = array("q")
+        self._weights = array("d")
         self._crc = 0
         self.max_id = -1
 
-    def add(self, ids: np.ndarray, trained: np.ndarray, starts: bool = True) -> None:
-        """ids (n,) int32, trained (n,) bool. Continues the last document unless `starts`."""
+    def add(self, ids: np.ndarray, trained: np.ndarray, starts: bool = True, weight: float = 1.0) -> None:
+        """ids (n,) int32, trained (n,) bool. Continues the last document unless `starts`. `weight`: its own."""
         if len(ids):
             self.max_id = max(self.max_id, int(ids.max()))
         top = _top_bit(self._dtype)
@@ -120,6 +127,7 @@ class TokenWriter:
         if starts:
             self._lengths.append(0)
             self._trained.append(0)
+            self._weights.append(weight)
         self._lengths[-1] += len(ids)
         self._trained[-1] += int(trained.sum())
 
@@ -130,12 +138,19 @@ class TokenWriter:
             _sync(file)
         offsets = np.concatenate([[0], np.cumsum(np.array(self._lengths, np.int64))]).astype(np.int64)
         trained = np.array(self._trained, np.int64)
-        for name, table in (("offsets", offsets), ("trained", trained)):
+        tables = {"offsets": offsets, "trained": trained}
+        if any(weight != 1.0 for weight in self._weights):
+            tables["weights"] = np.array(self._weights, np.float64).view(np.int64)
+        for name, table in tables.items():
             with (self.scratch / f"{name}.npy").open("wb") as file:
                 np.save(file, table)
                 _sync(file)
-        sums = [self._crc, zlib.crc32(offsets.tobytes()), zlib.crc32(trained.tobytes())]
-        meta = meta | {"dtype": self._dtype.str, "bytes": size, "max_id": self.max_id, "crc32": sums}
+        sums = [self._crc, *(zlib.crc32(table.tobytes()) for table in tables.values())]
+        meta = (
+            meta
+            | {"weighted": "weights" in tables}
+            | {"dtype": self._dtype.str, "bytes": size, "max_id": self.max_id, "crc32": sums}
+        )
         with (self.scratch / "meta.json").open("wb") as file:
             file.write(seal(_VERSION, meta))
             _sync(file)
@@ -208,7 +223,7 @@ def _used(place: Path) -> tuple[float, int, Path]:
 
 _META = dict(key=str, name=str, format=str, rows=int, bad=int, first_bad=str, max_id=int, bytes=int)
 _COUNTS = dict(
-    unused=list, characters=int, unknown=int, said=int, unwritten=int, chats=int, early=int
+    unused=list, characters=int, unknown=int, said=int, unwritten=int, chats=int, early=int, weighted=bool
 )  # in later versions
 
 
@@ -232,7 +247,8 @@ def _checked(folder: Path, fd: int) -> TokenFile | None:
     """`fd`: of `tokens`."""
     try:
         meta = unseal(read_small(folder / "meta.json"), _VERSION, "meta.json")
-        offsets, trained = (_table(folder / f"{name}.npy") for name in ("offsets", "trained"))
+        names = ("offsets", "trained", *(["weights"] if meta.get("weighted") else []))
+        offsets, trained, *weights = tables = [_table(folder / f"{name}.npy") for name in names]
         dtype = np.dtype({"<u2": "<u2", "<u4": "<u4"}[meta["dtype"]])
         lengths = np.diff(offsets)
         if not all(type(meta[name]) is kind for name, kind in _META.items()) or folder.name != f"tokens-{meta['key']}":
@@ -247,11 +263,14 @@ def _checked(folder: Path, fd: int) -> TokenFile | None:
         if os.fstat(fd).st_size != meta["bytes"] or int(offsets[-1]) * dtype.itemsize != meta["bytes"]:
             return None
         crc, max_id = _read_through(fd, dtype)
-        if [crc, zlib.crc32(offsets.tobytes()), zlib.crc32(trained.tobytes())] != meta["crc32"]:
+        if [crc, *(zlib.crc32(table.tobytes()) for table in tables)] != meta["crc32"]:
             return None
         if max_id != meta["max_id"]:
             return None
-        return TokenFile(folder / "tokens", fd, dtype, offsets, trained, meta)
+        own = weights[0].view(np.float64) if weights else None
+        if own is not None and (len(own) != len(trained) or not np.isfinite(own).all()):
+            return None
+        return TokenFile(folder / "tokens", fd, dtype, offsets, trained, meta, own)
     except (OSError, ValueError, KeyError, TypeError, IndexError, EOFError, OverflowError, MemoryError, RecursionError):
         return None
 

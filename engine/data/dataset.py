@@ -18,14 +18,16 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
+from numpy.lib.recfunctions import repack_fields
 
 from trireme.engine.amounts import compact, count
-from trireme.engine.data import documents, pack
+from trireme.engine.data import documents, pack, pairs
 from trireme.engine.data.cache import Shelf, TokenFile, decode
 from trireme.engine.data.codec import Codec
 from trireme.engine.data.files.folders import Found, find_data
 from trireme.engine.data.files.sources import DataFile, spool
 from trireme.engine.data.formats.formats import parse_map
+from trireme.engine.data.formats.pairs import Kind
 from trireme.engine.data.prepare import Progress, Reading, tokenize
 from trireme.engine.data.report import Counts, FileReport, Report, example_text, notes_on
 from trireme.models.config import InputError
@@ -42,6 +44,8 @@ class MicroBatch:
     ids: np.ndarray  # (N,) int32
     labels: np.ndarray  # (N,) int32: the token after ids[t] in its document if trained, else IGNORED
     lengths: tuple[int, ...]  # of documents; sum N
+    weights: np.ndarray | None = None  # (documents,) float64; None: 1. Of kto's undesirable answers below 0
+    reference: np.ndarray | None = None  # (documents,) float64, of pairs: log-probabilities by the reference, or 0
 
     @property
     def trained(self) -> int:
@@ -65,6 +69,7 @@ class DataOptions:
     shelf: Shelf | None = None  # comes first
     system: str | None = None  # system message of conversations that have none
     variables: dict[str, Any] = field(default_factory=dict)  # of the chat template; a row's own win
+    kind: Kind = ""  # of rows: with answers that are compared
 
 
 @dataclass(frozen=True)
@@ -78,6 +83,8 @@ class Dataset:
     held_out: Dataset | None = None
     left_out: int = 0  # rows without a label
     scratch: Temporary | None = field(default=None, repr=False)  # removed with this object
+    kind: Kind = ""
+    reference: np.ndarray | None = field(default=None, repr=False)  # (pieces,) float64, as a MicroBatch's
 
     @property
     def n_sequences(self) -> int:
@@ -125,7 +132,8 @@ class Dataset:
     def fingerprint(self) -> str:
         """Equal fingerprints, equal micro-batches."""
         keys = "".join(file.meta["key"] for file in self.files)
-        layout = [zlib.crc32(array.tobytes()) for array in (self.pieces, self.rows)]
+        pieces = repack_fields(self.pieces[["file", "start", "length", "goes_on"]])  # weights go with the key
+        layout = [zlib.crc32(array.tobytes()) for array in (pieces, self.rows)]
         return f"{zlib.crc32(f'{keys} {layout} {self.seed}'.encode()):08x}"
 
     def steps_per_epoch(self, batch_size: int) -> int:
@@ -153,16 +161,32 @@ class Dataset:
     def example(self, k: int = 0) -> str:
         """The beginning of document k, decoded; the trained part in [..]."""
         in_order = np.lexsort((self.pieces["start"], self.pieces["file"]))
-        ids, labels = self._read(self.pieces[in_order[[k % len(in_order)]]])
+        if not self.kind:
+            return self._shown(in_order[k % len(in_order)])
+        first = in_order[2 * k % len(in_order)]  # a pair's pieces are side by side
+        good = "bad" if self.pieces["weight"][first] < 0 else "good"
+        second = "" if self.kind == "labels" else f"\n         bad:  {self._shown(first + 1)}"
+        return f"{good}: {self._shown(first)}{second}"
+
+    def _shown(self, piece: int) -> str:
+        ids, labels = self._read(self.pieces[[piece]])
         learned = np.concatenate([[False], labels[:-1] >= 0])  # labels are shifted by one
         return example_text(ids, learned, self.codec)
 
     def _order(self, epoch: int) -> np.ndarray:
         return pack.shuffled(self.n_sequences, self.seed, epoch)
 
+    @property
+    def weighted(self) -> bool:
+        return bool(self.kind) or any(file.own_weights is not None for file in self.files)
+
     def _gather(self, rows: np.ndarray) -> MicroBatch:
-        pieces = np.concatenate([self.pieces[self.rows[r] : self.rows[r + 1]] for r in rows])
-        return MicroBatch(*self._read(pieces), tuple(pieces["length"].tolist()))
+        at = np.concatenate([np.arange(self.rows[r], self.rows[r + 1]) for r in rows])
+        pieces, reference = self.pieces[at], None
+        if self.kind:
+            reference = np.zeros(len(at)) if self.reference is None else self.reference[at]
+        weights = pieces["weight"].copy() if self.weighted else None
+        return MicroBatch(*self._read(pieces), tuple(pieces["length"].tolist()), weights, reference)
 
     def _read(self, pieces: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
         """(ids, labels) of the pieces, one after another, each (N,) int32."""
@@ -199,6 +223,7 @@ def load_dataset(
         options.media,
         options.system,
         options.variables,
+        options.kind,
     )
     found = [_named(text, reading.folder) for text in sources]
     given = [file for each in found for file in each.files]
@@ -209,15 +234,16 @@ def load_dataset(
         notes.append(f"{names}: not read, as --val is given" if options.val else f"held out, by its name: {names}")
         val_given = val_given if options.val else own
     files = tuple(tokenize(source, reading, progress) for source in given)
-    rows = documents.first_of_each(documents.all_documents(files), options.max_samples)
-    all_rows = sum(file.n_documents for file in files)
+    each = 2 if options.kind else 1  # documents of a row
+    rows = documents.first_of_each(documents.all_documents(files)[::each], options.max_samples)
+    all_rows = sum(file.n_documents for file in files) // each
     fewer = (
         [f"--max-samples {options.max_samples:,}: {len(rows):,} of {all_rows:,} rows"] if len(rows) < all_rows else []
     )
     held_out, apart = None, ""
     if val_given:
         val_files = tuple(tokenize(source, reading, progress) for source in val_given)
-        held_out = _lay_out(val_given, val_files, documents.all_documents(val_files), codec, options)
+        held_out = _lay_out(val_given, val_files, documents.all_documents(val_files)[::each], codec, options)
     elif share:
         is_text = all(file.meta["format"] == "text" for file in files)
         before = len(rows)
@@ -231,6 +257,10 @@ def load_dataset(
         notes.append("--system is for conversations, and not used in other rows")
     if options.variables and not all(file.meta["chats"] for file in files):
         notes.append("--chat-template-kwargs is for conversations, and not used in other rows")
+    if weights := [file.own_weights for file in files if file.own_weights is not None]:
+        sizes = np.abs(np.concatenate(weights))
+        if (sizes != 1).any():
+            notes.append(f"rows count by their column 'weight', {sizes.min():g} to {sizes.max():g}")
     report = replace(
         train.report, held_out=apart, notes=(*notes, *fewer, *lost, *notes_on(files, codec, reading.renames))
     )
@@ -274,21 +304,28 @@ def _lay_out(
     if unused := set(rows["file"]) - set(weighed["file"]):
         source = given[min(unused)]
         raise InputError(f"{source}:{source.weight:g}: the weight leaves none of its rows. Raise it.")
-    fitted = documents.fit(weighed, files, options.seq_len, options.long)
+    if options.kind:
+        fitted = pairs.fit(pairs.both(weighed, files), files, options.seq_len, options.long)
+    else:
+        fitted = documents.fit(weighed, files, options.seq_len, options.long)
     pieces = fitted.pieces
     if not len(pieces):
         texts = all(file.meta["format"] == "text" for file in files)
         why = "" if texts else ", or answer only after it"
         raise InputError(f"no row is left: all are longer than --seq-len {options.seq_len}{why}.")
-    lengths = pieces["length"]
-    order, packed = pack.best_fit(lengths, options.seq_len) if options.pack else pack.one_per_row(len(pieces))
+    if options.kind:
+        order, packed = pairs.packed(pieces, options.seq_len, options.pack)
+    else:
+        lengths = pieces["length"]
+        order, packed = pack.best_fit(lengths, options.seq_len) if options.pack else pack.one_per_row(len(pieces))
     pieces, bounds = documents.with_labels(pieces[order], packed)
     n = len(bounds) - 1
     used = float(pieces["length"].sum()) / (n * options.seq_len)
     fitted = replace(fitted, pieces=pieces[:0])
-    report = Report(_file_reports(given, files), Counts.of(rows), fitted, options.seq_len, n, used, options.pack)
+    counts = Counts.of(pairs.both(rows, files))._replace(rows=len(rows)) if options.kind else Counts.of(rows)
+    report = Report(_file_reports(given, files), counts, fitted, options.seq_len, n, used, options.pack)
     left_out = len(packed) - len(bounds)
-    return Dataset(files, pieces, bounds, options.seed, codec, report, left_out=left_out)
+    return Dataset(files, pieces, bounds, options.seed, codec, report, left_out=left_out, kind=options.kind)
 
 
 def _file_reports(given: Sequence[DataFile], files: Sequence[TokenFile]) -> tuple[FileReport, ...]:

@@ -12,10 +12,10 @@ from trireme.engine.data.pack import cut_points, shuffled
 from trireme.models.config import InputError
 
 # Tokens [start, start + length) of a file, `trained` of them learned.
-DOCUMENT = np.dtype([("file", "<u2"), ("start", "<i8"), ("length", "<i8"), ("trained", "<i8")])
+DOCUMENT = np.dtype([("file", "<u2"), ("start", "<i8"), ("length", "<i8"), ("trained", "<i8"), ("weight", "<f8")])
 
 # Part of a document. `goes_on`: the token after it is its last label.
-PIECE = np.dtype([("file", "<u2"), ("start", "<i8"), ("length", "<i4"), ("goes_on", "?")])
+PIECE = np.dtype([("file", "<u2"), ("start", "<i8"), ("length", "<i4"), ("goes_on", "?"), ("weight", "<f8")])
 
 
 def all_documents(files: Sequence[TokenFile]) -> np.ndarray:
@@ -24,7 +24,7 @@ def all_documents(files: Sequence[TokenFile]) -> np.ndarray:
     for i, file in enumerate(files):
         table = np.zeros(file.n_documents, DOCUMENT)
         table["file"], table["start"] = i, file.offsets[:-1]
-        table["length"], table["trained"] = file.lengths, file.trained
+        table["length"], table["trained"], table["weight"] = file.lengths, file.trained, file.weights
         tables.append(table)
     return np.concatenate(tables)
 
@@ -116,7 +116,7 @@ def fit(documents: np.ndarray, files: Sequence[TokenFile], seq_len: int, long: s
     pieces, document = _pieces(documents, split, seq_len)
     keep = np.ones(len(pieces), bool)
     for i in np.flatnonzero((longer & ~text)[document]):
-        keep[i] = _learns(pieces[i], files)
+        keep[i] = learns(pieces[i], files)
     lost = int((~split[document] & ~keep).sum())
     n_split = int(split.sum())
     return Fitted(pieces[keep], n_longer, n_longer - dropped - n_split - lost, n_split, dropped, unlearnable + lost)
@@ -143,12 +143,13 @@ def _pieces(documents: np.ndarray, split: np.ndarray, seq_len: int) -> tuple[np.
     pieces = np.zeros(len(document), PIECE)
     pieces["file"] = documents["file"][document]
     pieces["start"] = documents["start"][document] + start
-    pieces["length"] = length
+    pieces["length"], pieces["weight"] = length, documents["weight"][document]
     pieces["goes_on"] = split[document] & (start + length < documents["length"][document])
     return pieces, document
 
 
-def _learns(piece: np.void, files: Sequence[TokenFile]) -> bool:
+def learns(piece: np.void, files: Sequence[TokenFile]) -> bool:
+    """Whether a token of it is trained."""
     start = int(piece["start"])
     stop = start + int(piece["length"]) + bool(piece["goes_on"])
     _, trained = decode(files[piece["file"]].read(start + 1, stop))

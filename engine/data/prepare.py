@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+from collections import deque
 from collections.abc import Callable
 from dataclasses import dataclass, field, replace
 from pathlib import Path
@@ -10,12 +11,14 @@ from typing import Any
 
 from trireme.engine.data.cache import Shelf, TokenFile, TokenWriter, cache_key, digest, open_tokens
 from trireme.engine.data.codec import Codec, Encoders, Numbered, RowDied
-from trireme.engine.data.encode import size
-from trireme.engine.data.files.rows import BadRow, Row
+from trireme.engine.data.encode import Encoded, size
+from trireme.engine.data.files.rows import BadRow, Fields, Row
 from trireme.engine.data.files.sources import DataFile, Reader
 from trireme.engine.data.formats.conversations import with_system
 from trireme.engine.data.formats.examples import Chat, Example, Ids, Text
-from trireme.engine.data.formats.formats import Format, read_row
+from trireme.engine.data.formats.formats import Format, parsed, read_row, rename
+from trireme.engine.data.formats.pairs import Answer, AnswerFormat, Kind, is_weighted, read_answers, weight_of
+from trireme.engine.data.pairs import PairWriter
 from trireme.models.config import InputError
 from trireme.storage.temporary import Temporary
 from trireme.storage.untrusted import shown
@@ -40,12 +43,14 @@ class Reading:
     media: tuple[tuple[int, str], ...] = ()  # as DataOptions
     system: str | None = None  # as DataOptions
     variables: dict[str, Any] = field(default_factory=dict)  # as DataOptions
+    kind: Kind = ""
 
     def key(self, source: DataFile) -> str:
         """Of the content and all that decides its tokens."""
         tokenizer, template = (self.codec.facts.tokenizer, self.codec.facts.template) if self.codec else (None, None)
         more = [*([self.media] if self.media else []), *([{"system": self.system}] if self.system else [])]
         more += [{"variables": self.variables}] if self.variables else []
+        more += [{"kind": self.kind}] if self.kind else []
         sums = [digest(path) for path in source.files]
         content = sums if source.parts else sums[0]
         return cache_key(content, source.kind, tokenizer, template, self.renames, self.skip_bad, *more)
@@ -56,12 +61,13 @@ class _Tally:
     """Counts of a file so far."""
 
     unit: str = "line"
-    format: Format | None = None
+    format: Format | AnswerFormat | None = None
     rows: int = 0
     bad: int = 0
     first: tuple[int, str] | None = None  # bad row, its fault
     skip_bad: bool = False
     batch: Numbered = field(default_factory=list)  # read, not yet tokenized
+    weights: deque[float] = field(default_factory=deque)  # of what is read and not yet written
     characters: int = 0
     unused: dict[str, None] = field(default_factory=dict)  # keys, in order
     encoded: int = 0  # characters
@@ -130,18 +136,21 @@ def _build(source: DataFile, reading: Reading, key: str, progress: Progress | No
     cpus = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
     encoders = Encoders(codec, min(cpus, 16, 1 + reader.size // _SHARE))
     tally = _Tally(skip_bad=reading.skip_bad)
+    sink = PairWriter(reading.kind, writer) if reading.kind else writer
     try:
         for row in reader.rows():
             tally.unit = reader.unit
             _take(row, reading, tally)
             if len(tally.batch) >= _BATCH_ROWS or tally.characters >= _BATCH_CHARACTERS:
                 _flush(encoders, tally)
-                _put(encoders, writer, tally, vocabulary, reading)
+                _put(encoders, sink, tally, vocabulary, reading)
                 if progress:
                     progress(source.path.name, reader.position, reader.size)
         _flush(encoders, tally)
-        _put(encoders, writer, tally, vocabulary, reading, all=True)
+        _put(encoders, sink, tally, vocabulary, reading, all=True)
         _judge(source, tally)
+        if isinstance(sink, PairWriter):
+            sink.finish()
         form = tally.format.name if tally.format else ""  # _judge has seen a good row
         meta = {"key": key, "name": source.path.name, "format": form, "rows": tally.rows, "bad": tally.bad}
         unused = [shown(key) if key.strip() else "a column without a name" for key in list(tally.unused)[:_NAMED]]
@@ -165,22 +174,45 @@ def _take(row: Row, reading: Reading, tally: _Tally) -> None:
     try:
         if isinstance(value, BadRow):
             raise value
-        tally.format, example, unused = read_row(value, tally.format, reading.renames)
-        if isinstance(example, Chat) and reading.system:
-            example = with_system(example, reading.system)
-        if isinstance(example, Chat) and reading.variables:
-            example = example._replace(variables=reading.variables | (example.variables or {}))
-        example = _without_template(example, reading)
-        if isinstance(example, Text):
-            example = Text(example.text, row.starts, row.ends, row.before, row.after)
+        answers, unused = _answers(value, reading, tally)
+        examples = [(_dressed(example, row, reading), weight) for example, weight in answers]
     except BadRow as error:
         tally.reject(row.number, error)
         return
     if not tally.hopeless:
         tally.unused |= dict.fromkeys(unused)
-        tally.chats += isinstance(example, Chat)
-        tally.batch.append((row.number, example))
-        tally.characters += size(example)
+        for example, weight in examples:
+            tally.chats += isinstance(example, Chat)
+            tally.batch.append((row.number, example))
+            tally.weights.append(weight)
+            tally.characters += size(example)
+
+
+def _answers(value: Fields, reading: Reading, tally: _Tally) -> tuple[list[Answer], list[str]]:
+    """(what a row says, each with its weight; keys that are not read). Raises BadRow."""
+    if reading.kind:
+        assert tally.format is None or isinstance(tally.format, AnswerFormat)
+        row = parsed(rename(value, reading.renames))
+        tally.format, answers, unused = read_answers(row, tally.format, reading.kind)
+        return answers, unused
+    assert tally.format is None or isinstance(tally.format, Format)
+    tally.format, example, unused = read_row(value, tally.format, reading.renames)
+    row = rename(value, reading.renames)
+    if is_weighted(row):
+        unused = [key for key in unused if key != "weight"]
+    return [(example, weight_of(row))], unused
+
+
+def _dressed(example: Example, row: Row, reading: Reading) -> Example:
+    """With --system and --chat-template-kwargs, and as the checkpoint can read it."""
+    if isinstance(example, Chat) and reading.system:
+        example = with_system(example, reading.system)
+    if isinstance(example, Chat) and reading.variables:
+        example = example._replace(variables=reading.variables | (example.variables or {}))
+    example = _without_template(example, reading)
+    if isinstance(example, Text):
+        example = Text(example.text, row.starts, row.ends, row.before, row.after)
+    return example
 
 
 def _without_template(example: Example, reading: Reading) -> Example:
@@ -210,23 +242,39 @@ def _flush(encoders: Encoders, tally: _Tally) -> None:
 
 
 def _put(
-    encoders: Encoders, writer: TokenWriter, tally: _Tally, vocabulary: int, reading: Reading, all: bool = False
+    encoders: Encoders,
+    sink: TokenWriter | PairWriter,
+    tally: _Tally,
+    vocabulary: int,
+    reading: Reading,
+    all: bool = False,
 ) -> None:
-    for number, result in encoders.results(all):
-        if isinstance(result, BadRow):
+    for number, found in encoders.results(all):
+        result, weight = _checked(found, vocabulary, reading), tally.weights.popleft()
+        if isinstance(sink, PairWriter):
+            if fault := sink.add(result, weight):
+                tally.reject(number, fault)
+        elif isinstance(result, BadRow):
             tally.reject(number, result)
-        elif found := [key for token, key in reading.media if token in result.ids]:
-            tally.reject(number, BadRow(f'holds the token of "{found[0]}" in config.json, but only text is trained'))
-        elif len(result.ids) and result.ids.max() >= vocabulary:
-            tally.reject(number, BadRow(f"token id {result.ids.max()} is in no vocabulary of {vocabulary}"))
         else:
-            writer.add(result.ids, result.trained, result.starts)
+            sink.add(result.ids, result.trained, result.starts, weight)
+        if isinstance(result, Encoded):
             tally.encoded += result.characters
             tally.unknown += result.unknown
             tally.said += result.said
             tally.unwritten += result.unwritten
             tally.unused |= dict.fromkeys(result.unread)
             tally.early += result.early
+
+
+def _checked(found: Encoded | BadRow, vocabulary: int, reading: Reading) -> Encoded | BadRow:
+    if isinstance(found, BadRow):
+        return found
+    if media := [key for token, key in reading.media if token in found.ids]:
+        return BadRow(f'holds the token of "{media[0]}" in config.json, but only text is trained')
+    if len(found.ids) and found.ids.max() >= vocabulary:
+        return BadRow(f"token id {found.ids.max()} is in no vocabulary of {vocabulary}")
+    return found
 
 
 def _judge(source: DataFile, tally: _Tally) -> None:

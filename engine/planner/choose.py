@@ -123,7 +123,7 @@ class Trials:
         return min(self.found, key=self.cost)
 
     def batch(self, plan: Plan) -> Batch:
-        return Batch(plan.tokens, self.wanted.document, plan.n_micro, self.wanted.trained)
+        return Batch(plan.tokens, self.wanted.document, plan.n_micro, self.wanted.trained, self.wanted.compared)
 
     def _per_token(self, plan: Plan, seconds: float) -> float:
         moved = Traffic()

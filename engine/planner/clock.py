@@ -13,7 +13,7 @@ from pathlib import Path
 from typing import Literal, get_args
 
 Part = Literal[
-    "imports", "headers", "tokens", "probe", "plan", "load", "compile", "steps",
+    "imports", "headers", "tokens", "probe", "plan", "load", "compile", "reference", "steps",
     "evaluations", "samples", "snapshots", "export", "check", "close",
 ]  # fmt: skip
 PARTS: tuple[Part, ...] = get_args(Part)

@@ -51,7 +51,7 @@ def batch_of(micro: Sequence[Inputs]) -> Batch:
     """A step's micro-batches for a prediction: as many, each like the largest."""
     most = max(micro, key=lambda mb: mb.tokens)
     document = max(1, round(2 * most.pairs / most.tokens) - 1)
-    return Batch(most.tokens, document, len(micro), most.trained / most.tokens)
+    return Batch(most.tokens, document, len(micro), most.trained / most.tokens, most.docs is not None)
 
 
 def until_its_end(spans: Sequence[Span]) -> list[Span]:

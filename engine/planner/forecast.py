@@ -37,6 +37,7 @@ class Work:
     used: float = 1.0  # share of a sequence with tokens
     document: int = 0  # tokens of a usual document; 0: seq_len
     trained: float = 1.0  # share of tokens with a label
+    compared: bool = False  # as Batch
     evaluations: int = 0  # of the run
     held_out: int = 0  # tokens of an evaluation
 
@@ -54,7 +55,11 @@ class Work:
     def batch(self, plan: Plan) -> Batch:
         n_micro = min(plan.n_micro, math.ceil(self.sequences * self.seq_len / plan.tokens / plan.hosts))
         return Batch(
-            math.ceil(self.tokens / plan.hosts / n_micro), self.document or self.seq_len, n_micro, self.trained
+            math.ceil(self.tokens / plan.hosts / n_micro),
+            self.document or self.seq_len,
+            n_micro,
+            self.trained,
+            self.compared,
         )
 
 
@@ -233,7 +238,7 @@ class Forecast:
         """Planned anew by a short search. Raises DoesNotFit."""
         p, limits, work = self.plan, limits or self.limits, self.work
         changed = replace(p, n_micro=n_micro or p.n_micro)
-        wanted = Wanted.like(changed, work.document or work.seq_len, work.trained)
+        wanted = Wanted.like(changed, work.document or work.seq_len, work.trained, work.compared)
         wanted = replace(wanted, adam_bits=adam_bits or p.adam_bits)
         choice = choose(self.cfg, limits, self.machine.rates, wanted, leans=LEANS[:SHORT])
         return replace(self, plan=choice.plan, limits=limits)
@@ -243,7 +248,7 @@ def check_drive(f: Forecast) -> None:
     """Raises DoesNotFit where the plan needs a missing drive, or more than it holds."""
     plan, room, need, drive = f.plan, f.room, f.disk(), f.machine.ssd + f.files.held > 0
     if plan.uses("ssd") and not drive:
-        wanted = Wanted.like(plan, f.work.document or f.work.seq_len, f.work.trained)
+        wanted = Wanted.like(plan, f.work.document or f.work.seq_len, f.work.trained, f.work.compared)
 
         def enough(ram: int) -> bool:
             return not first_plan(f.cfg, replace(f.limits, host=ram), wanted, drive=False).uses("ssd")

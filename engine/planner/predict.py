@@ -24,6 +24,7 @@ from trireme.storage.layout import ITEMSIZE
 
 PASSES: dict[Kind, float] = {"finish": 1.9, "zero": 1.3, "decode": 1.3}  # bytes copied for each byte of a task
 KERNELS: dict[Kind, int] = {"forward": 12, "backward": 40, "finish": 8, "statistics": 10}  # others: 1
+LOSS_FORWARD = 1 / 3  # of the loss's three matmuls
 LOSS_KERNELS = 12, 6  # and for each chunk of logits
 FP8_LAYERS = 4  # of a block: two kernels each make a matrix's codes
 EMBED_KERNELS: dict[Kind, int] = {"forward": 1, "backward": 4}  # sorts ids, adds in place
@@ -61,6 +62,7 @@ class Batch:
     seq_len: int
     n_micro: int
     trained: float = 1.0  # share of tokens with a label
+    compared: bool = False  # the head's losses come before their gradients
 
     @property
     def learned(self) -> int:
@@ -249,6 +251,8 @@ def unit_seconds(cfg: ModelConfig, plan: Plan, rates: Rates, batch: Batch) -> di
         ("backward", names[0]): launched("backward", 7 * row * cfg.width / rates.copy, embeds=True),
         ("loss", names[-1]): _loss_seconds(cfg, rates, batch.learned, ITEMSIZE[plan.dtype], gemm) / rates.loss,
     }
+    if batch.compared:
+        known["loss", names[-1]] *= 1 + LOSS_FORWARD
     # Gradients are read and written each micro-batch, in fp32 if several.
     wide = 8 if batch.n_micro > 1 or plan.hosts > 1 else 2 * ITEMSIZE[plan.dtype]
     trained = Geometry.of(cfg, plan).numel

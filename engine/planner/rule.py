@@ -46,15 +46,17 @@ class Wanted:
     on_cuda: bool = True
     document: int = 1024  # tokens of a usual document
     trained: float = 1.0  # share of tokens with a label
+    compared: bool = False  # as Batch
     gpus: int = 1
     hosts: int = 1  # plans are of the last, which needs most
 
     @classmethod
-    def like(cls, plan: Plan, document: int, trained: float) -> Wanted:
+    def like(cls, plan: Plan, document: int, trained: float, compared: bool = False) -> Wanted:
         """The same step and records, for a GPU."""
         sizes = ((plan.tokens, plan.n_micro),)
         same = plan.dtype, plan.mode, plan.record, plan.adam_bits
-        return cls(sizes, *same, document=document, trained=trained, gpus=plan.gpus, hosts=plan.hosts)
+        found = cls(sizes, *same, document=document, trained=trained, gpus=plan.gpus, hosts=plan.hosts)
+        return replace(found, compared=compared)
 
     @property
     def free(self) -> bool:

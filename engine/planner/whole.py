@@ -14,7 +14,7 @@ from trireme.engine.plan import Plan, Tier
 from trireme.engine.planner import probe
 from trireme.engine.planner.clock import Part, Times
 from trireme.engine.planner.forecast import Forecast
-from trireme.engine.planner.predict import unit_seconds
+from trireme.engine.planner.predict import LOSS_FORWARD, unit_seconds
 from trireme.engine.planner.rates import DRIVES
 from trireme.models.config import ModelConfig, numbers
 from trireme.storage.files import existing
@@ -29,7 +29,6 @@ COPIED = 4e9  # bytes/s of a copy from RAM or a GPU to RAM that is not pinned
 SAMPLED = 40  # kernels of a block for a token that is sampled, 0.65 ms
 OPS = 4  # operations of torch on a CPU that take the interpreter as long as a task
 AGAIN = 0.5  # of planning before the first step: plans are sought again after the second
-LOSS_FORWARD = 1 / 3  # of the loss's three matmuls
 LARGE = 1 << 28  # bytes of a checkpoint whose export tells a drive's rate
 
 
@@ -39,6 +38,7 @@ class Events:
 
     evaluations: int = 0
     held_out: int = 0  # sequences of each
+    reference: int = 0  # sequences of a pass before training
     exports: int = 1  # the result, the best so far
     snapshots: int = 0
     samples: int = 0
@@ -64,6 +64,7 @@ def foretold(f: Forecast, steps: int, events: Events, known: Times | None = None
     many = lambda part, times: times * each[part] + (times > 0) * first.get(part, 0.0)
     return {
         "load": OPENED + max(f.files.export, f.frozen_read) / min(LOADING, _read(f)) + f.pinning_s(),
+        "reference": evaluation_s(f, events.reference),
         "steps": steps * f.step.step_s,
         "evaluations": events.evaluations * each["evaluations"]
         + (events.evaluations > 0) * first.get("evaluations", 0),
@@ -130,7 +131,7 @@ def evaluation_s(f: Forecast, sequences: int) -> float:
     if not sequences:
         return 0.0
     work = replace(f.work, sequences=min(sequences, f.work.sequences))
-    batch = work.batch(f.plan)
+    batch = replace(work.batch(f.plan), compared=False)
     known = unit_seconds(f.cfg, f.plan, f.machine.rates, batch)
     forward = sum(seconds for (kind, _), seconds in known.items() if kind == "forward")
     loss = LOSS_FORWARD * sum(seconds for (kind, _), seconds in known.items() if kind == "loss")

@@ -13,6 +13,7 @@ from pathlib import Path
 from typing import Any, NoReturn
 
 from trireme.engine.run.begin.kept import from_yaml, full, text_of
+from trireme.engine.run.begin.preference import preference_of
 from trireme.engine.run.names import flag_of, resolve
 from trireme.engine.run.options import DATA, INSTEAD, OUTPUT, PLACEMENT, TRAINING, Options, Parser
 from trireme.engine.run.screen import Screen
@@ -64,7 +65,7 @@ def _parser() -> argparse.ArgumentParser:
         usage=f"{program()} CHECKPOINT --data FILE [--out DIR] [options]",
         description="Fine-tunes CHECKPOINT, a Hugging Face folder (--model DIR means the same), on one machine.",
         epilog="Names from Hugging Face and others work too (--learning_rate, --output_dir, ...). Other commands, each "
-        f"with its own --help: {program()} sample OUT, eval OUT, merge ADAPTER.",
+        f"with its own --help: {program()} sample OUT, eval OUT, score OUT, merge ADAPTER.",
         allow_abbrev=False,
         add_help=False,
         formatter_class=lambda prog: argparse.HelpFormatter(prog, max_help_position=32, width=112),
@@ -204,6 +205,9 @@ def checked(options: Options) -> Options:
             raise InputError(f"--demo trains a model of its own on stories of its own. Leave out {', '.join(own)}.")
         return options
     _check_named(options)
+    preference_of(options)
+    if options.long == "split" and options.method != "sft":
+        raise InputError(f"--long split: --method {options.method} compares whole answers. Take cut, drop or error.")
     unknown = set(options.log) - {"tensorboard", "wandb", "mlflow", "comet", "trace"}
     if unknown:
         raise InputError(

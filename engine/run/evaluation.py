@@ -25,6 +25,7 @@ from trireme.engine.run.records import Record
 from trireme.engine.run.signals import Stop
 from trireme.engine.step import Engine, Inputs, evaluate, weights_of
 from trireme.models.generate import generate, needs
+from trireme.models.losses.preferences import Documents, compare, joined
 from trireme.models.rows import Load, rope_tables
 
 LEAD = 8  # tokens of a prompt from running text
@@ -154,11 +155,12 @@ class Evaluation:
         live, done = self.live, self.live.progress
         began = time.monotonic()
         with live.watched("evaluation"):
-            loss = self._loss(held_out)
+            loss, metrics = self._loss(held_out)
         samples = self.samples(1)
         if self.stop.leaving:
             return
         record: Record = {"step": done.step, "epoch": epoch(live), "eval_loss": loss}
+        record |= {f"eval_{name}": round(value, 6) for name, value in metrics.items()}
         record |= {"eval_time_s": round(time.monotonic() - began, 3), "wall_time": round(time.time(), 3)}
         with live.watched("log"):
             live.log.eval(record | ({"sample": samples[0].text} if samples else {}))
@@ -170,9 +172,10 @@ class Evaluation:
             live.keep_best()
         self.ended, done.evaluated = time.monotonic(), done.step
 
-    def _loss(self, held_out: Dataset) -> float:
-        """Mean over labels."""
-        live, job, total, count = self.live, self.live.job, 0.0, 0
+    def _loss(self, held_out: Dataset) -> tuple[float, dict[str, float]]:
+        """Mean over labels, or over pairs with what is said of them."""
+        live, job, total, count = self.live, self.live.job, 0.0, 0.0
+        docs, logps = list[Documents](), list[np.ndarray]()
         rows = live.progress.eval_rows
         batches = held_out.batches(job.micro_rows, rows)
         tokens = held_out.tokens if rows is None else held_out.tokens * rows // held_out.n_sequences
@@ -180,11 +183,17 @@ class Evaluation:
             while (group := list(islice(batches, job.n_micro))) and not self.stop.leaving:
                 step = [in_ram(job.cfg, mb) for mb in group]
                 losses = evaluate(live.engine, [self.inputs(mb) for mb in live.dealt(step)])
+                compared = [(mb.of_docs, of) for mb, of in zip(step, losses, strict=False) if mb.of_docs]
+                docs += [each for each, _ in compared]
+                logps += [each.sums(of.cpu().numpy()) for each, of in compared]
                 own = [float(each.double().sum()) for each in losses]
                 total += reduce(add, live.group.numbers(own, job.plan.n_micro))
-                count += sum(mb.trained for mb in step)
+                count += sum(mb.weight for mb in step)
                 more(sum(mb.tokens for mb in step))
-        return total / max(1, count)
+        if live.preference and docs:
+            found = compare(live.preference, joined(docs), np.concatenate(logps))
+            return found.loss, found.metrics()
+        return total / (count or 1), {}
 
     def samples(self, count: int) -> list[Sample]:
         """Greedy continuations of `count` documents' beginnings, held-out if any."""

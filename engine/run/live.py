@@ -31,6 +31,8 @@ from trireme.engine.run.begin.job import Job
 from trireme.engine.run.begin.kept import kept
 from trireme.engine.run.begin.opened import Begun, Snapshot, hosts_in, remove_host, run_folder
 from trireme.engine.run.begin.owned import run_of
+from trireme.engine.run.begin.preference import preference_of
+from trireme.engine.run.begin.reference import with_reference
 from trireme.engine.run.command import program
 from trireme.engine.run.log import RunLog, Tracker
 from trireme.engine.run.records import Mark
@@ -107,6 +109,7 @@ class Live:
         self.queues.failed = self.group.failed  # where this thread waits for a host that waits for a queue
         self.clock, self.estimated = clock or Clock(), dict[Part, float]()
         self._engine: Engine | None = None
+        self.preference, self.loaded = preference_of(job.options), ""  # checksum of what is trained, as it was loaded
         self.base: dict[str, str] = snapshot.get("base", {}) if snapshot else {}  # checksums of frozen weights, by unit
         self._stamps = stamps(job.source)
         self._best: Kept | None = None  # where there is room for it
@@ -137,9 +140,20 @@ class Live:
             claim_space(self._engine, self.job, self.store, anew=not self.resumed or self.whole is not None)
             given = self._engine, self.job, self.store, self.screen, self.resumed, asked
             with self.watched("loading"):
-                self._loaded(fill_engine(*given, group=self.group, whole=self.whole, clock=self.clock))
+                base, self.loaded = fill_engine(*given, group=self.group, whole=self.whole, clock=self.clock)
+                self._loaded(base)
+        self.compare(asked)
         if self.whole is not None and not asked:
             self._settle_in(self.whole)
+
+    def compare(self, asked: Sequence[int] = ()) -> None:
+        """Gives the data what the reference says of it, where --method compares with it. Raises as `load`."""
+        if self.preference is None or not self.preference.compares:
+            return
+        sums = {} if self.resumed else self.base | {"trained": self.loaded}
+        with self.clock.at("reference"), self.watched("the reference"):
+            given = self.job, self.engine, self.screen, sums, self.resumed, lambda: bool(asked)
+            self.job = with_reference(*given)
 
     def _settle_in(self, whole: Whole) -> None:
         """Saves what was dealt anew; then the state of hosts that are no more can go."""
@@ -179,7 +193,7 @@ class Live:
             if job.plan.stored_on_ssd:
                 self.store.reserve()
             with self.watched("loading"):
-                self._loaded(fill_engine(self._engine, job, self.store, self.screen, resumed=True, everything=False))
+                self._loaded(fill_engine(self._engine, job, self.store, self.screen, resumed=True, everything=False)[0])
 
     def settle(self) -> None:
         """Applies all updates; drains queues."""

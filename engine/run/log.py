@@ -241,7 +241,8 @@ class RunLog:
         above = f", not better than {first[0]:.4f} before training" if first and not loss < first[0] else ""
         note = "(before training)" if record["step"] == 0 else f"(best{'' if loss < best else f' {best:.4f}'}{above})"
         sample = f"  sample: {json.dumps(record['sample'], ensure_ascii=False)}" if record.get("sample") else ""
-        self._screen.say(f"step {record['step']}  eval_loss {loss:.4f}  perplexity {perplexity(loss)} {note}{sample}")
+        said = evaluated(loss, record)
+        self._screen.say(f"step {record['step']}  {said} {note}{sample}")
         self.draw()
 
     def summary(self) -> str:
@@ -292,6 +293,14 @@ class RunLog:
         if len(self._ends) > 1:
             return evaluations + left * (self._ends[-1] - self._ends[0]) / (len(self._ends) - 1)
         return evaluations + left * record["step_time_s"] if "step_time_s" in record else None
+
+
+def evaluated(loss: float, record: Record) -> str:
+    """eval_loss, and what it is to be read with."""
+    shown = {"accuracy": "eval_rewards/accuracies", "margin": "eval_rewards/margins"}
+    parts = [f"{word} {record[key]:.4g}" for word, key in shown.items() if key in record]
+    parts = parts if any(key.startswith("eval_rewards/") for key in record) else [f"perplexity {perplexity(loss)}"]
+    return "  ".join([f"eval_loss {loss:.4f}", *parts])
 
 
 def perplexity(loss: float) -> str:

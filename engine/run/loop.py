@@ -93,7 +93,7 @@ class Run:
             tokens, places = sum(mb.tokens for mb in batch), live.queues.devices
             loads = [make_load(job.cfg, tokens, o.router_aux, device) for device in places]
             micro = [self.evaluation.inputs(mb, loads) for mb in live.dealt(batch)]
-            stats = train_step(live.engine, micro, done.step + 1, rate, sum(mb.trained for mb in batch))
+            stats = train_step(live.engine, micro, done.step + 1, rate, sum(mb.weight for mb in batch), live.preference)
         if not np.isfinite([stats.loss, stats.grad_norm]).all():
             self._diverged(stats)
         done.step += 1
@@ -156,7 +156,7 @@ class Run:
             "ssd_read_gbs": round(read / seconds / 1e9, 3),
             "ssd_written_tb": round(live.written / 1e12, 6),
             "bound": self.bound,
-        }
+        } | {name: round(value, 6) for name, value in stats.metrics.items()}
         return record | ({"gpu_mem_gib": round(gpu, 3)} if job.device.type == "cuda" else {})
 
     def _diverged(self, stats: StepStats) -> None:
@@ -242,8 +242,8 @@ class Run:
         which, last = "the output", ""
         if not exported and done.best_step != done.step:
             which = f"{self.live.job.out / BEST}, to be the output by --export best" if there else "lost"
-            last = f"; the output: {_evaluated(evals[1], done.step)}"
-        return [f"best     {which}: {_evaluated(done.best, done.best_step)}{last}"]
+            last = f"; the output: {self._evaluated(evals[1], done.step)}"
+        return [f"best     {which}: {self._evaluated(done.best, done.best_step)}{last}"]
 
     def _warn_of_worse(self, exported: bool) -> None:
         """Where the output, the best or else the last, is no better than the model was."""
@@ -253,11 +253,11 @@ class Run:
         loss, step = (done.best, done.best_step) if exported else (evals[1], done.step)
         if loss is None or not loss < done.start:
             self.live.screen.warn(
-                f"on --val the output, {_evaluated(loss, step)}, is not better than the model before training, "
-                f"{_evaluated(done.start, 0)}. Lower --lr, or train on other data"
+                f"on --val the output, {self._evaluated(loss, step)}, is not better than the model before training, "
+                f"{self._evaluated(done.start, 0)}. Lower --lr, or train on other data"
             )
 
-
-def _evaluated(loss: float | None, step: int | None) -> str:
-    loss = math.nan if loss is None else loss
-    return f"eval_loss {loss:.4f}, perplexity {perplexity(loss)}, at step {step}"
+    def _evaluated(self, loss: float | None, step: int | None) -> str:
+        loss = math.nan if loss is None else loss
+        more = "" if self.live.preference else f", perplexity {perplexity(loss)}"
+        return f"eval_loss {loss:.4f}{more}, at step {step}"

@@ -237,4 +237,11 @@ def evaluate(argv: Sequence[str]) -> int:
     return evaluate(argv)
 
 
-COMMANDS = {"merge": merge, "check": check, "sample": sample, "eval": evaluate}  # besides training
+def score(argv: Sequence[str]) -> int:
+    """`trireme score FOLDER --data FILE --out DIR`. Raises as finished.score.score."""
+    from trireme.engine.run.finished.score import score  # late, as above
+
+    return score(argv)
+
+
+COMMANDS = {"merge": merge, "check": check, "sample": sample, "eval": evaluate, "score": score}  # besides training

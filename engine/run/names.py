@@ -190,8 +190,14 @@ ELSEWHERE = (
     Theirs("do-eval", "--val is evaluated if given", "*"),
     Theirs("push-to-hub hub-*", "nothing is uploaded; leave it out"),
     Theirs("auto-resume-from-checkpoints", "--resume, on the command line"),
-    Theirs("stage", "it is supervised fine-tuning; leave it out", "sft pt"),
-    Theirs("rl dpo-* pref-* kto-*", "preference training is not supported"),
+    Theirs("stage", "--method is sft, dpo, ipo, orpo, simpo or kto", "sft pt"),
+    Theirs("pref-loss", "--method dpo, ipo, orpo or simpo"),
+    Theirs("pref-ftx rpo-alpha dpo-norm-loss", "no loss of the chosen answers is added; --method orpo has one"),
+    Theirs("cpo-alpha", "--method simpo is without it; leave it out", "0 0.0"),
+    Theirs("ref-model* reference-model* precompute-ref-* reference-free sync-ref-model force-use-ref-model",
+           "the reference is the model before training, computed once; leave it out", "*"),
+    Theirs("max-prompt-length max-completion-length", "--seq-len holds a pair; leave it out"),
+    Theirs("dpo-* pref-* kto-*", "--method dpo, ipo, orpo, simpo or kto, with --beta and others"),
     Theirs(
         "do-train dataset-prepared-path overwrite-cache save-only-model save-safetensors save-adapter-weights-only "
         "run-name project-name checkpointer.* tokenizer.* data-seed remove-unused-columns loss-watchdog-* "

@@ -243,9 +243,47 @@ class Options:
         OUTPUT, "go on with RUN, or with the latest one", parse=str, metavar="RUN", also="resume-from-checkpoint"
     )
 
+    method: str = _option(
+        TRAINING,
+        "what is learned: the rows (sft), or which answers are preferred",
+        "sft",
+        choices=("sft", "dpo", "ipo", "orpo", "simpo", "kto"),
+        also="rl",
+    )
+    beta: float | None = _option(
+        TRAINING,
+        "with a method of preferences: how much it weighs [0.1]",
+        parse=positive,
+        metavar="X",
+        also="pref-beta rl-beta dpo-beta kto-beta orpo-alpha orpo-beta",
+    )
+    label_smoothing: float | None = _option(
+        TRAINING,
+        "dpo, simpo: share of pairs whose labels may be wrong [0]",
+        parse=number(0, 0.499999),
+        metavar="X",
+        also="dpo-label-smoothing",
+    )
+    simpo_gamma: float | None = _option(
+        TRAINING, "simpo: margin that a reward is to have [0.5]", parse=number(0), metavar="X"
+    )
+    desirable_weight: float | None = _option(
+        TRAINING,
+        "kto: weight of good answers [1]",
+        parse=positive,
+        metavar="X",
+        also="kto-chosen-weight kto-desirable-weight",
+    )
+    undesirable_weight: float | None = _option(
+        TRAINING,
+        "kto: weight of bad answers [1]",
+        parse=positive,
+        metavar="X",
+        also="kto-rejected-weight kto-undesirable-weight",
+    )
     epochs: float | None = _option(
         TRAINING,
-        "passes over the data [text 1, chats 3]",
+        "passes over the data [text 1, preferences 1, chats 3]",
         parse=positive,
         metavar="X",
         also="num-train-epochs num-epochs",
@@ -262,7 +300,7 @@ class Options:
     )
     lr: float | None = _option(
         TRAINING,
-        "peak learning rate [1e-5; below 3 B parameters 2e-5; of adapters 2e-4]",
+        "peak learning rate [1e-5; below 3 B parameters 2e-5; of adapters 2e-4; of preferences 1e-6 and 1e-5]",
         parse=positive,
         metavar="X",
         also="learning-rate",

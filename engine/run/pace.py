@@ -33,9 +33,11 @@ def better(job: Job, steps: int) -> Choice | None:
     if job.device.type != "cuda" or job.options.plan or job.plan.hosts > 1:
         return None
     p, rates, document, trained = job.plan, job.machine.rates, job.data.document, job.data.trained
-    wanted = replace(Wanted.like(p, document, trained), halves=p.halves, at_once=p.at_once)
+    wanted = replace(Wanted.like(p, document, trained, job.work.compared), halves=p.halves, at_once=p.at_once)
     choice = choose(job.cfg, job.limits, rates, wanted, begun=p)
-    now = predict(job.cfg, p, rates, Batch(p.tokens, document, p.n_micro, trained), roughly=True).step_s
+    now = predict(
+        job.cfg, p, rates, Batch(p.tokens, document, p.n_micro, trained, job.work.compared), roughly=True
+    ).step_s
     move = 14 * job.trained_parameters * (1 / rates.ssd_read + 1 / rates.ssd_write)
     move += job.forecast.frozen_read / rates.ssd_read
     worth = choice.found.step_s < WORTH_A_MOVE * now and steps * (now - choice.found.step_s) > 2 * move

@@ -22,6 +22,7 @@ from trireme.engine.planner.reasons import benefits
 from trireme.engine.planner.whole import Events, compile_s, evaluation_s, export_s, foretold, written
 from trireme.engine.queues.names import NET
 from trireme.engine.run.begin.job import Job, shelf
+from trireme.engine.run.begin.preference import described, preference_of
 from trireme.engine.run.evaluation import LONGEST, MAX_NEW
 from trireme.engine.run.options import Every, Options
 from trireme.engine.tuning.cached import Cached
@@ -186,9 +187,11 @@ def method_line(job: Job) -> str:
     o, master = job.options, "split fp32 master" if job.plan.dtype == "BF16" else "fp32"
     lora = job.cfg.lora
     what = "fine-tuning of some tensors" if job.cfg.frozen else "full fine-tuning"
+    of = preference_of(o)
     what = f"LoRA, rank {lora.rank}, alpha {lora.alpha:g}, on {', '.join(lora.targets)}" if lora else what
     what += f"; {compact(job.trained_parameters)} parameters trained" if job.cfg.frozen else ""
     fp8 = ", linear layers of blocks in fp8 (mfu is of its rate)" if job.cfg.fp8 else ""
+    what = f"{described(of)}, {what}" if of else what
     return (
         f"method   {what}, AdamW ({master}, {job.plan.adam_bits}-bit moments), peak lr {job.lr:g}, "
         f"{o.schedule}, clip {o.max_grad_norm or 'off'}; compute in {job.plan.dtype.lower()}{fp8}"
@@ -285,10 +288,15 @@ def events(job: Job, done: int, steps_s: float | None) -> Events:
     if held_out:
         evaluations = often(o.eval_every, done, total, steps_s) + (done == 0)
         evaluations += total > done and not o.eval_every.due(total, total, 0)  # the last
+    of = preference_of(o)
+    compared = (
+        job.data.n_sequences + (held_out.n_sequences if held_out else 0) if job.read and of and of.compares else 0
+    )
     snapshots, bests = often(o.save_every, done, total, steps_s), max(0, evaluations - (done == 0) - 1)
     return Events(
         evaluations=evaluations,
         held_out=job.eval_rows or (held_out.n_sequences if held_out else 0),
+        reference=compared if done == 0 else 0,
         exports=1  # the result, which is the last best where each is better
         + (min(bests, snapshots) if job.forecast.kept else bests)
         + often(o.export_every, done, total, steps_s),

@@ -30,6 +30,10 @@ def progress(record: Mapping[str, Any], total_steps: int, eta: float | None) -> 
     """A step's line by part, in order."""
     r = {key: value for key, value in record.items() if value is not None}
     parts = {"step": f"step {r['step']:>{len(str(total_steps))}}/{total_steps}", "loss": f"loss {r['loss']:.4f}"}
+    if "rewards/accuracies" in r:
+        parts["accuracy"] = f"accuracy {r['rewards/accuracies']:.2f}"
+    if "rewards/margins" in r:
+        parts["margin"] = f"margin {r['rewards/margins']:.3g}"
     if "learning_rate" in r:
         parts["lr"] = f"lr {r['learning_rate']:.1e}"
     if "grad_norm" in r:

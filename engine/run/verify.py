@@ -27,9 +27,19 @@ from trireme.storage.files import StoreError, existing, lock, make_folder, parti
 from trireme.storage.store import Store
 
 ADAPTER = "adapter_model.safetensors"
+REFERENCE = "reference"  # begin/reference.py
 LOGS = ("log.jsonl", "log.csv", "loss.svg", "trace.json", "config.yaml")
 # Before the first step. config.yaml marks a killed run's folder: made first, removed last.
-OURS = ("tokens", "tensorboard", "wandb", "mlflow", "comet", *(partial_of(Path(name)).name for name in LOGS), *LOGS)
+OURS = (
+    "tokens",
+    REFERENCE,
+    "tensorboard",
+    "wandb",
+    "mlflow",
+    "comet",
+    *(partial_of(Path(name)).name for name in LOGS),
+    *LOGS,
+)
 UNFIT = (errno.EACCES, errno.EPERM, errno.EROFS, errno.ENOENT, errno.ENOTDIR, errno.ENAMETOOLONG, errno.EINVAL)
 
 
@@ -90,7 +100,7 @@ def _undo(run: NewRun, folders: Sequence[Path], own: Sequence[Path]) -> None:
 
 def tidy(out: Path) -> None:
     """Removes a finished run's leftovers, after its store."""
-    for folder in (out / "tokens", out / f"{BEST}.new", out / f"{BEST}.old", *half_made(out)):
+    for folder in (out / "tokens", out / REFERENCE, out / f"{BEST}.new", out / f"{BEST}.old", *half_made(out)):
         remove(folder)
     temporary.sweep(temporary.HIDDEN, out)
     for name in LOGS:

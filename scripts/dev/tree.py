@@ -14,6 +14,7 @@ ROOMS = {
     "kernels/experts": "mixture of experts: rows sorted by expert, grouped GEMMs",
     "models": "a block: weights, saved tensors, forward, backward; generation",
     "models/families": "the meaning of config.json, per model_type; no torch",
+    "models/losses": "what preferences make of log-probabilities",
     "models/sizes": "counted without computing: names, shapes, bytes, FLOPs; no torch",
     "storage": "files on the SSD; imports no torch and nothing of the project",
     "engine": "the parts of a training step",

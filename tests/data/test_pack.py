@@ -104,6 +104,7 @@ class File:
         self.flags = np.concatenate([np.array(f, bool) for f in flags])
         self.trained = np.array([sum(f) for f in flags], np.int64)
         self.lengths, self.n_documents = np.diff(self.offsets), len(flags)
+        self.weights, self.own_weights = 1.0, None
         self.meta = {"format": form, "rows": 1, "bad": 0, "first_bad": "", "unused": []}
 
     def read(self, start, stop):
@@ -117,7 +118,7 @@ def text(*lengths):
 
 def fit(files, seq_len, long=None):
     fitted = documents.fit(documents.all_documents(files), files, seq_len, long)
-    return [tuple(p) for p in fitted.pieces], fitted
+    return fitted.pieces[["file", "start", "length", "goes_on"]].tolist(), fitted
 
 
 def test_text_is_split_by_default_and_loses_no_label():

@@ -27,6 +27,7 @@ from engines import (
     final_weights,
     gpu_plan,
     make,
+    pairs,
     relayed,
     train,
 )
@@ -48,6 +49,7 @@ from trireme.engine.step import Inputs, evaluate, train_step
 from trireme.engine.updates import AdamW
 from trireme.models import model
 from trireme.models.config import InputError
+from trireme.models.losses.preferences import Preference
 from trireme.models.rows import rope_tables
 from trireme.models.sizes import narrow, shapes
 
@@ -90,7 +92,7 @@ BETWEEN = {
 ALWAYS = ("evaluate", "sample")
 
 
-def run(e, n_micro: int, between=((),) * 4):
+def run(e, n_micro: int, between=((),) * 4, method=None):
     """(losses of three steps, what came of `between`: names of BETWEEN for each place, by place and name)."""
     told = {}
 
@@ -99,24 +101,26 @@ def run(e, n_micro: int, between=((),) * 4):
             told[i, name] = BETWEEN[name](e, micro)
             assert not e.weights.held, f"after {name} a buffer stays owned"
 
-    return train(e, batches(e.cfg, 3, n_micro, 24), between=do), told
+    if method is None:
+        return train(e, batches(e.cfg, 3, n_micro, 24), between=do), told
+    return train(e, pairs(e.cfg, 3, n_micro, 24, method == "kto"), between=do, preference=Preference(method)), told
 
 
 @cache
-def in_one_memory(model: str, dtype: str, n_micro: int, clip: float, adam_bits: int, halves: bool = False):
+def in_one_memory(model: str, dtype: str, n_micro: int, clip: float, adam_bits: int, halves: bool = False, method=None):
     cfg = MODELS[model]
     plan = gpu_plan(cfg, dtype=dtype, n_micro=n_micro, adam_bits=adam_bits, halves=halves)
     e = make(cfg, plan, adamw=AdamW(max_grad_norm=clip))
-    return *run(e, n_micro, (ALWAYS,) * 4), final_weights(e)
+    return *run(e, n_micro, (ALWAYS,) * 4, method), final_weights(e)
 
 
-def check(plan, queues, model="untied", clip=1.0, between=((),) * 4):
+def check(plan, queues, model="untied", clip=1.0, between=((),) * 4, method=None):
     cfg = MODELS[model]
     e = make(cfg, plan, queues, AdamW(max_grad_norm=clip))
     halves = plan.halves and plan.adam_bits < 32  # narrow moments are rounded at random, by places in a unit
-    given = plan.dtype, plan.n_micro, clip, plan.adam_bits, halves
+    given = plan.dtype, plan.n_micro, clip, plan.adam_bits, halves, method
     losses, all_told, weights = in_one_memory(model, *given)
-    seen, told = run(e, plan.n_micro, between)
+    seen, told = run(e, plan.n_micro, between, method)
     assert seen == losses
     for (i, name), value in told.items():
         if name == "evaluate":
@@ -157,6 +161,16 @@ def test_what_units_leave_for_each_other_may_wait_outside_the_gpu(tier):
     check(plan, RealQueues("cpu", extra=("poison",)))
     for late in LAGS:
         check(plan, LateQueues(late))
+
+
+@pytest.mark.parametrize("method", ["dpo", "ipo", "orpo", "simpo", "kto"])
+@pytest.mark.parametrize("between", ["gpu", "host"])
+def test_the_head_reads_its_input_twice_where_documents_are_compared(method, between):
+    units = tuple(UnitPlan("host", "host", x=tier) for tier in ("gpu", "host", "ssd", "host", "ssd"))
+    plan = gpu_plan(LLAMA, units=units, dtype="BF16", n_micro=4, between=between, swap_slots=2)
+    check(plan, RealQueues("cpu", extra=("poison",)), "tied", method=method)
+    for late in LAGS:
+        check(plan, LateQueues(late), method=method)
 
 
 @pytest.mark.parametrize("dtype", ["F32", "BF16"])
@@ -224,6 +238,7 @@ def test_where_packed_experts_are_cut_changes_no_bit(model, at_once):
     assert not [t.name for layout in made for t in layout.tensors if len(t.shape) == 3]
 
 
+LOSSES = st.sampled_from((None, None, "dpo", "kto"))
 PLACES = st.tuples(*[st.lists(st.sampled_from(tuple(BETWEEN)), max_size=3)] * 4)
 
 
@@ -274,29 +289,29 @@ def plans(draw):
 
 
 @settings(max_examples=15, deadline=None, suppress_health_check=[HealthCheck.too_slow])
-@given(plans(), st.integers(0, 99), st.booleans(), PLACES)
-def test_any_plan_with_any_delays(drawn, seed, jitter, between):
+@given(plans(), st.integers(0, 99), st.booleans(), PLACES, LOSSES)
+def test_any_plan_with_any_delays(drawn, seed, jitter, between, method):
     model, plan = drawn
     gpus = plan.gpus
     queues = JitterQueues(seed, 0.001, gpus) if jitter else RealQueues("cpu", extra=("poison",), gpus=gpus)
-    check(plan, queues, model, 0.0 if plan.mode == "backward" else 1.0, between)
+    check(plan, queues, model, 0.0 if plan.mode == "backward" else 1.0, between, method)
 
 
 @pytest.mark.full
 @settings(max_examples=30, deadline=None, suppress_health_check=[HealthCheck.too_slow])
-@given(plans(), st.sets(st.sampled_from((*queues_of(4), "poison"))), PLACES)
-def test_any_plan_with_any_queues_late(drawn, late, between):
+@given(plans(), st.sets(st.sampled_from((*queues_of(4), "poison"))), PLACES, LOSSES)
+def test_any_plan_with_any_queues_late(drawn, late, between, method):
     model, plan = drawn
     if "compute" in late and plan.gpus == 1:  # generate works beside the queues, and reads its weights at once
         between = [[name for name in names if name != "sample"] for names in between]
-    check(plan, LateQueues(late, plan.gpus), model, 0.0 if plan.mode == "backward" else 1.0, between)
+    check(plan, LateQueues(late, plan.gpus), model, 0.0 if plan.mode == "backward" else 1.0, between, method)
 
 
 @pytest.mark.full
 @settings(max_examples=20, deadline=None, suppress_health_check=[HealthCheck.too_slow])
-@given(plans(), st.tuples(*[st.integers(0, 2)] * 3))
-@example(("untied", gpu_plan(LLAMA, units=(UnitPlan("host", "host"),) * 5, window=1)), (0, 1, 2))
-def test_what_is_simulated_is_what_runs(drawn, evaluations):
+@given(plans(), st.tuples(*[st.integers(0, 2)] * 3), LOSSES)
+@example(("untied", gpu_plan(LLAMA, units=(UnitPlan("host", "host"),) * 5, window=1)), (0, 1, 2), None)
+def test_what_is_simulated_is_what_runs(drawn, evaluations, method):
     """Three steps of any plan, evaluations between: the same tasks in the same order, of the same bytes and FLOPs."""
     model, plan = drawn
     cfg, real = MODELS[model], RealQueues("cpu", gpus=plan.gpus)
@@ -309,14 +324,18 @@ def test_what_is_simulated_is_what_runs(drawn, evaluations):
         lambda spans: [(s.queue, s.kind, s.of, s.nbytes, s.flops) for s in spans],
     )
     real.tracing = True
-    for i, step in enumerate(batches(cfg, 3, plan.n_micro, 24), 1):
+    steps, preference = (
+        batches(cfg, 3, plan.n_micro, 24) if method is None else pairs(cfg, 3, plan.n_micro, 24, method == "kto"),
+        method and Preference(method),
+    )
+    for i, step in enumerate(steps, 1):
         micro = [inputs_on(runs.cfg, mb, [(tables, "cpu")] * plan.gpus) for mb in step]
         real.trace()
         simulated.begin()
         for e, batch in ((runs, micro), (thought, [_without_tensors(mb) for mb in micro])):
             for _ in range(evaluations[i - 1]):
                 evaluate(e, batch)
-            train_step(e, batch, i, 1e-3)
+            train_step(e, batch, i, 1e-3, preference=preference)
             assert not e.weights.held
         assert tasks(real.trace()) == tasks(simulated.trace())
     real.drain()

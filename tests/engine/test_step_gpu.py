@@ -5,7 +5,7 @@ from functools import cache
 
 import pytest
 import torch
-from engines import LLAMA, RealQueues, batches, cards, final_weights, gpu_plan, make, relayed, train
+from engines import LLAMA, RealQueues, batches, cards, final_weights, gpu_plan, make, pairs, relayed, train
 
 from trireme.engine import geometry
 from trireme.engine.exchange import Kept
@@ -16,6 +16,7 @@ from trireme.models.config import Lora
 from trireme.models.families.experts import Experts
 from trireme.models.families.packing import FP8 as FP8_BLOCKS
 from trireme.models.families.packing import MODELOPT, MXFP4
+from trireme.models.losses.preferences import Preference
 from trireme.models.sizes import narrow, shapes
 
 pytestmark = pytest.mark.gpu
@@ -125,6 +126,25 @@ def test_placement_never_changes_the_numbers(units, n_micro, mode, between):
         assert torch.equal(value, weights[name]), name
     e.queues.close()
     e.close()
+
+
+@pytest.mark.parametrize("between", ["gpu", "host"])
+@pytest.mark.parametrize("units", ["host", "ssd", "swap to ssd", "mixed"])
+@pytest.mark.parametrize(("cfg", "method"), [(CFG, "dpo"), (CFG, "kto"), (OTHERS["adapters"], "orpo")])
+def test_documents_are_compared_wherever_they_are(units, between, cfg, method):
+    found = []
+    for given in (None, UNITS[units]):
+        plan = gpu_plan(cfg, dtype="BF16", n_micro=3, tokens=48, record=5000, piece=1000)
+        plan = replace(plan, units=given, between=between, swap_slots=2) if given else plan
+        e = make(cfg, plan, RealQueues("cuda", extra=("poison",)))
+        seen = train(e, pairs(cfg, 3, 3, 48, method == "kto"), preference=Preference(method))
+        found.append((seen, final_weights(e)))
+        e.queues.close()
+        e.close()
+    (losses, weights), (again, placed) = found
+    assert again == losses
+    for name, value in placed.items():
+        assert torch.equal(value, weights[name]), name
 
 
 @pytest.mark.parametrize("units", ["all on the GPU", "host", "ssd", "mixed"])

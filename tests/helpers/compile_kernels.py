@@ -192,7 +192,8 @@ def other_calls(dtype=BF16):
     y = embedding.embedding_fwd(ids, table)
     embedding.embedding_bwd_(table, y, ids)
     for cap in (0.0, 30.0):
-        cross_entropy.linear_cross_entropy(y, table, ids, ids, 1.0, table, y, cap=cap)
+        for factors in (None, torch.ones(N)):
+            cross_entropy.linear_cross_entropy(y, table, ids, ids, 1.0, table, y, cap=cap, factors=factors)
     state = [torch.zeros(4096, dtype=t) for t in (BF16, torch.int16, torch.float32, torch.float32, BF16)]
     clip = torch.ones(1)
     adamw.adamw_(*state, clip, lr=0.1, beta1=0.9, beta2=0.99, eps=1e-8, weight_decay=0.1, n_decay=100, step=1)

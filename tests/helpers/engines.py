@@ -217,7 +217,8 @@ class LateQueues(InlineQueues):
 class Batch:
     """A data.MicroBatch of random tokens."""
 
-    def __init__(self, vocab: int, lengths: tuple[int, ...], seed: int):
+    def __init__(self, vocab: int, lengths: tuple[int, ...], seed: int, weights=None, reference=None):
+        self.weights, self.reference = weights, reference
         random = np.random.default_rng(seed)
         self.lengths = lengths
         self.ids = random.integers(0, vocab, sum(lengths)).astype(np.int32)
@@ -231,6 +232,23 @@ def batches(cfg: ModelConfig, steps: int, n_micro: int, tokens: int, seed: int =
     third = tokens // 3
     shapes = [(tokens,), (third, tokens - third), (1, tokens - 2), (tokens - 3,)]
     return [[Batch(cfg.vocab, shapes[(s + b) % 4], seed + 100 * s + b) for b in range(n_micro)] for s in range(steps)]
+
+
+def pairs(cfg: ModelConfig, steps: int, n_micro: int, tokens: int, kto: bool = False) -> list[list[Batch]]:
+    """Pairs of documents with weights and a reference; of kto good and bad answers."""
+    half = tokens // 2
+    shapes = [(half, tokens - half), (5, 4, tokens - 12, 3), (half - 2, 6)]
+
+    def batch(s: int, b: int) -> Batch:
+        lengths, seed = shapes[(s + b) % 3], 100 * s + b
+        random = np.random.default_rng(seed)
+        weights = np.repeat(random.uniform(0.5, 1.5, len(lengths) // 2), 2)
+        weights *= np.repeat(random.choice([-1, 1], len(lengths) // 2), 2) if kto else 1.0
+        made = Batch(cfg.vocab, lengths, seed, weights, random.normal(-3.0 * tokens / 4, 1.0, len(lengths)))
+        made.labels[np.cumsum(lengths) - 2] = 1  # one of each at least
+        return made
+
+    return [[batch(s, b) for b in range(n_micro)] for s in range(steps)]
 
 
 def gpu_plan(cfg: ModelConfig, tokens: int = 24, n_micro: int = 2, halves: bool = False, **change) -> Plan:
@@ -300,7 +318,9 @@ class Words:
         return " ".join(map(str, ids))
 
 
-def train(e: Engine, steps: list[list[Batch]], lr: float = 1e-2, between=lambda i, micro: None, of=None):
+def train(
+    e: Engine, steps: list[list[Batch]], lr: float = 1e-2, between=lambda i, micro: None, of=None, preference=None
+):
     """(loss, gradient norm) of each step, of a mixture its load too, with a loss that evens it out; all
     updates applied at the end. `between(i, micro)` is called after i steps with the first step's micro-batches on the
     device. `of`: the steps of all hosts."""
@@ -312,11 +332,13 @@ def train(e: Engine, steps: list[list[Batch]], lr: float = 1e-2, between=lambda 
     for i, step in enumerate(made):
         between(i, first)
         whole = (of or made)[i]
-        tokens, trained = sum(mb.tokens for mb in whole), sum(mb.trained for mb in whole)
+        tokens, trained = sum(mb.tokens for mb in whole), sum(mb.weight for mb in whole)
         loads = [make_load(e.cfg, tokens, weight, device) for device in e.queues.devices]
         micro = [placed(mb, places, loads) for mb in step]
-        stats = train_step(e, micro, i + 1, lr, trained)
-        seen.append((stats.loss, stats.grad_norm, *(load_record(loads[0]).values() if loads[0] else ())))
+        stats = train_step(e, micro, i + 1, lr, trained, preference)
+        seen.append(
+            (stats.loss, stats.grad_norm, *stats.metrics.items(), *(load_record(loads[0]).values() if loads[0] else ()))
+        )
     between(len(made), first)
     e.optimizer.flush()
     e.queues.drain()

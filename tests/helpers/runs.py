@@ -81,10 +81,10 @@ def stopped(run: Options, step: int, monkeypatch) -> None:
     """Starts a run that is asked to stop in a step, and saves."""
     real = loop.train_step
 
-    def asked(e, micro, number, rate, trained=None):
+    def asked(e, micro, number, *more):
         if number == step:
             os.kill(os.getpid(), signal.SIGTERM)
-        return real(e, micro, number, rate, trained)
+        return real(e, micro, number, *more)
 
     with monkeypatch.context() as m, pytest.raises(Interrupted):
         m.setattr(loop, "train_step", asked)

@@ -100,13 +100,26 @@ def test_logits_with_a_cap(device, dtype, cap, V):
     _compare_loss(3 * x, w, labels, rows, dw, 100, FEW if dtype == torch.bfloat16 else (1e-6, 1e-5, 1e-5), cap)
 
 
-def _compare_loss(x, w, labels, rows, dw, chunk, bounds, cap=0.0):
+@pytest.mark.parametrize("device", DEVICES)
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize(("M", "cap"), [(9, 0.0), (20, 0.0), (9, 0.7)])
+def test_losses_with_factors(device, dtype, M, cap):
+    """Of either sign, and 0: those of a token without a label are not read."""
+    torch.manual_seed(0)
+    x, w, labels, rows, dw = _loss_case(20, 16, 101, M, dtype, device, torch.float32)
+    factors = torch.randn(20, device=device)
+    factors[rows[0]] = 0.0
+    factors[labels < 0] = float("nan")
+    _compare_loss(x, w, labels, rows, dw, 4, FEW if dtype == torch.bfloat16 else (1e-6, 1e-5, 1e-5), cap, factors)
+
+
+def _compare_loss(x, w, labels, rows, dw, chunk, bounds, cap=0.0, factors=None):
     scale = 1 / 37
     dx = torch.full_like(x, float("nan"))
     dw.mul_(scale)
     dx64, dw64 = torch.empty_like(x, dtype=torch.float64), dw.double()
-    losses = cross_entropy.linear_cross_entropy(x, w, labels, rows, scale, dw, dx, chunk, cap)
-    losses64 = reference.linear_cross_entropy(*up(x, w), labels, rows, scale, dw64, dx64, chunk, cap)
+    losses = cross_entropy.linear_cross_entropy(x, w, labels, rows, scale, dw, dx, chunk, cap, factors)
+    losses64 = reference.linear_cross_entropy(*up(x, w), labels, rows, scale, dw64, dx64, chunk, cap, factors)
     check(losses, losses64, bounds[0])
     check(dx, dx64, bounds[1])
     check(dw, dw64, bounds[2])

@@ -59,10 +59,10 @@ def far(checkpoint):
 def test_the_base_may_lie_on_the_ssd_and_nothing_is_written_there(checkpoint, whole, far, monkeypatch):
     moved, real = [], loop.train_step
 
-    def counted(e, micro, number, rate, trained=None):
+    def counted(e, micro, number, *more):
         assert e.placement.files is not None, "the base is copied"
         before = [e.queues.moved[queue] for queue in WRITES]
-        stats = real(e, micro, number, rate, trained)
+        stats = real(e, micro, number, *more)
         weights = sum(e.geo.x_bytes(mb.tokens) for mb in micro) * (e.geo.n_units - 2)  # x of blocks is swapped there
         moved.append(sum(e.queues.moved[queue] for queue in WRITES) - sum(before) - weights)
         return stats
@@ -113,10 +113,10 @@ def test_a_base_that_changed_is_refused(checkpoint, whole, far, monkeypatch):
     changed(checkpoint)
     real = loop.train_step
 
-    def meanwhile(e, micro, number, rate, trained=None):
+    def meanwhile(e, micro, number, *more):
         if number == 5:
             changed(checkpoint)
-        return real(e, micro, number, rate, trained)
+        return real(e, micro, number, *more)
 
     with monkeypatch.context() as m, pytest.raises(StoreError, match="was changed while the run trained"):
         m.setattr(loop, "train_step", meanwhile)

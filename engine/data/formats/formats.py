@@ -13,6 +13,7 @@ from trireme.engine.data.formats.conversations import read_alpaca, read_messages
 from trireme.engine.data.formats.examples import Chat, Completion, Example, Text, string
 from trireme.engine.data.formats.ids import SAYS_MORE, read_ids
 from trireme.engine.data.formats.messages import refuse_media
+from trireme.engine.data.formats.pairs import COLUMNS
 from trireme.engine.data.formats.preferences import refuse_preferences
 from trireme.models.config import InputError
 from trireme.storage.untrusted import shown
@@ -128,7 +129,7 @@ def parse_map(text: str | None) -> dict[str, str]:
             raise InputError(f"--map {text}: expected OURS=YOURS, such as prompt=question,completion=answer.")
         if part:
             renames[theirs.strip()] = ours.strip()
-    known = {UNUSED, *(key for form in FORMATS for key in (*form.keys, *form.more))}
+    known = {UNUSED, *COLUMNS, *(key for form in FORMATS for key in (*form.keys, *form.more))}
     for ours in renames.values():
         if ours not in known:
             turned = ",".join(f"{theirs}={ours}" for theirs, ours in renames.items())

@@ -82,8 +82,8 @@ def fill_engine(
     group: Alone | None = None,
     whole: Whole | None = None,
     clock: Clock | None = None,
-) -> dict[str, str]:
-    """Loads the snapshot if `resumed`, or a share of `whole`, else the checkpoint. Returns Exchange.base.
+) -> tuple[dict[str, str], str]:
+    """Loads the snapshot if `resumed`, or a share of `whole`, else the checkpoint. Returns Exchange.base and .trained.
 
     `clock`: within its part "load". Without `everything`, what is stored on the SSD is not read. Raises as Live.load.
     """
@@ -99,12 +99,12 @@ def fill_engine(
         if e.placement.frozen_bytes:
             with _loading(screen, "loading what is frozen", e.placement.frozen_bytes, asked) as more:
                 exchange.load_base(more)
-        return exchange.base
+        return exchange.base, exchange.trained
     with _loading(screen, "loading", e.placement.nbytes() + e.placement.frozen_bytes, asked) as more:
         _load_and_rehearse(e, job, exchange, more, clock or Clock())
     if group:
         group.agree("weights", exchange.base | {"those that are trained": exchange.trained}, "Copy host 0's checkpoint")
-    return exchange.base
+    return exchange.base, exchange.trained
 
 
 def _load_and_rehearse(e: Engine, job: Job, exchange: Exchange, more: Callable[[int], None], clock: Clock) -> None:

@@ -39,6 +39,7 @@ from trireme.engine.run.begin.model import (
     with_auxiliary,
 )
 from trireme.engine.run.begin.pinned import Pinned, check_model, check_updates, identity, pinned_of
+from trireme.engine.run.begin.preference import kind_of_data, preference_of
 from trireme.engine.run.begin.settle import Planner
 from trireme.engine.run.options import Options, store_folders
 from trireme.engine.tuning.adapters import Adapter, adapter_shapes
@@ -49,7 +50,7 @@ from trireme.engine.tuning.parts import open_checkpoint
 from trireme.engine.tuning.quantized import quantized
 from trireme.kernels.private import cache_folder
 from trireme.models import hf
-from trireme.models.config import ModelConfig
+from trireme.models.config import InputError, ModelConfig
 from trireme.models.sizes import shapes
 from trireme.storage.checkpoint import Source
 from trireme.storage.files import Say, existing, to_stderr
@@ -157,6 +158,9 @@ def prepare(
     """
     assert options.model or options.shape
     assert options.out
+    preference = preference_of(options)
+    if preference and group and group.hosts > 1:
+        raise InputError(f"--method {preference.method} runs on one host. Start it without torchrun, or with one.")
     clock, folder, out, group = clock or Clock(), Path(options.model), Path(options.out), group or Alone()
     with clock.at("headers"):
         pinned = None if kept is None else pinned_of(options, kept, group.host, group.hosts)
@@ -218,7 +222,7 @@ def prepare(
     if not (assumed or is_absent(options, folder)):
         why = why_copied(cfg, plan.dtype, source, stored, stores)
         files = replace(files, copied=f"copied: {why}" if why else "")
-    lr = options.lr or (2e-4 if cfg.lora else 2e-5 if shapes.parameters(cfg) < SMALL else 1e-5)
+    lr = options.lr or default_rate(options, cfg)
     options = _in_force(options, cfg, data, seq_len, plan, lr)
     return Job(options, out, cfg, source, stored, codec, data, device, plan, because, limits, machine, work, files, lr)
 
@@ -226,6 +230,12 @@ def prepare(
 def _read_for_base(source: Source) -> int:
     """Bytes of the checkpoint that are read to quantize it: twice, or once into a file, and no more."""
     return 2 * source.nbytes if not isinstance(source, Cached) else 0 if source.is_made() else source.nbytes
+
+
+def default_rate(options: Options, cfg: ModelConfig) -> float:
+    if preference_of(options):
+        return 1e-5 if cfg.lora else 1e-6
+    return 2e-4 if cfg.lora else 2e-5 if shapes.parameters(cfg) < SMALL else 1e-5
 
 
 def _with_tables(limits: Limits, data: Dataset | None) -> Limits:
@@ -258,6 +268,7 @@ def _data_options(options: Options, cfg: ModelConfig, seq_len: int) -> DataOptio
         shelf=shelf(),
         system=options.system,
         variables=json.loads(options.chat_template_kwargs or "{}"),
+        kind=kind_of_data(options),
     )
 
 
@@ -280,7 +291,7 @@ def _work(options: Options, data: Dataset | None, seq_len: int) -> Work:
     epochs = epochs_of(options, data)
     steps = options.max_steps or max(1, math.ceil(data.steps_per_epoch(options.batch_size) * epochs))
     sequences = min(options.batch_size, data.n_sequences)
-    work = Work(seq_len, sequences, steps, data.report.used, data.document, data.trained)
+    work = Work(seq_len, sequences, steps, data.report.used, data.document, data.trained, bool(data.kind))
     if data.held_out is None:
         return work
     due = options.eval_every.count(steps)
@@ -291,7 +302,7 @@ def _work(options: Options, data: Dataset | None, seq_len: int) -> Work:
 
 
 def epochs_of(options: Options, data: Dataset) -> float:
-    return options.epochs or (1.0 if data.is_text else 3.0)
+    return options.epochs or (1.0 if data.is_text or data.kind else 3.0)
 
 
 def _in_force(options: Options, cfg: ModelConfig, data: Dataset | None, seq_len: int, plan: Plan, lr: float) -> Options:

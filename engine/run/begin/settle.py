@@ -198,7 +198,8 @@ class Planner:
 
     def find(self, work: Work, files: Files, limits: Limits, machine: Machine, stores: Sequence[Path]) -> Settled:
         """`limits`: of limits_for; `stores`: folders on drives. Raises InputError, DoesNotFit."""
-        o, wanted = self.options, replace(self.wanted(work.sequences), document=work.document, trained=work.trained)
+        o, wanted = self.options, self.wanted(work.sequences)
+        wanted = replace(wanted, document=work.document, trained=work.trained, compared=work.compared)
         if self.given:
             check_memory(o, self.cfg, self.given, limits)  # the data has taken its part
             check_step(o, self.given, work.sequences, self.seq_len)

@@ -6,7 +6,7 @@ import argparse
 import math
 import sys
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any, NamedTuple
 
 import torch
@@ -59,9 +59,13 @@ class Found(NamedTuple):
 
 def parse(argv: Sequence[str]) -> argparse.Namespace:
     """Raises InputError; --help exits."""
-    found = common.parser(
-        "eval", "--data FILE [options]", "Computes a model's loss on data, as the evaluations of a run do."
-    )
+    text = "Computes a model's loss on data, as the evaluations of a run do."
+    return given_by(parser("eval", "--data FILE [options]", text), "eval", argv)
+
+
+def parser(name: str, usage: str, text: str) -> argparse.ArgumentParser:
+    """With the options of data."""
+    found = common.parser(name, usage, text)
     data = found.add_argument_group("data, read as for training")
     data.add_argument("--data", metavar="FILE", action="append", default=[], help="repeat it: each file has a line")
     data.add_argument("--map", metavar="OURS=YOURS", help="your column names: prompt=question,completion=answer")
@@ -76,7 +80,12 @@ def parse(argv: Sequence[str]) -> argparse.Namespace:
         help="what happens to longer rows [text: split, else cut]",
     )  # fmt: skip
     data.add_argument("--skip-bad", action="store_true", help="drop and count rows that cannot be read")
-    given = common.parse(found, "eval", argv)
+    return found
+
+
+def given_by(found: argparse.ArgumentParser, name: str, argv: Sequence[str]) -> argparse.Namespace:
+    """Raises InputError; --help exits."""
+    given = common.parse(found, name, argv)
     if not given.data:
         raise InputError("no data given. Name it: --data FILE (.jsonl .json .csv .txt .parquet).")
     return given
@@ -93,8 +102,30 @@ def evaluate(argv: Sequence[str]) -> int:
     return 0
 
 
+class Ready(NamedTuple):
+    """Data that was read, and the layers for it."""
+
+    opened: Opened
+    layers: Layers
+    sources: list[Dataset]
+    rows: int  # at once
+    seq_len: int
+    dtype: torch.dtype
+    waiting: int  # tokens that share a pass, at least a micro-batch's
+
+
 def losses(given: argparse.Namespace, screen: Screen) -> Iterator[Found]:
     """Of each file. Raises as `evaluate`."""
+    ready = make_ready(given, screen)
+    try:
+        for data in ready.sources:
+            yield loss_on(ready.layers, data, ready.rows, ready.seq_len, ready.dtype, ready.waiting, screen)
+    finally:
+        ready.layers.close()
+
+
+def make_ready(given: argparse.Namespace, screen: Screen, logits: int = 0) -> Ready:
+    """`logits`: rows of them in fp32 that a pass needs. Raises as `evaluate`."""
     opened, codec = common.opened(given, screen)
     cfg, place = opened.cfg, common.place_of(given, opened)
     seq_len = given.seq_len or min(2048, cfg.max_positions)
@@ -102,13 +133,10 @@ def losses(given: argparse.Namespace, screen: Screen) -> Iterator[Found]:
         raise InputError(f"--seq-len {seq_len}: the model has {cfg.max_positions} positions. Lower it.")
     sources = [_read(name, codec, opened, given, seq_len, screen) for name in given.data]
     rows, dtype = max(1, AT_ONCE // seq_len) if place[0].type == "cuda" else 1, DTYPE[place[1]]
-    layers = common.loaded(given, opened, place, needs(cfg, rows * seq_len, dtype.itemsize), "a pass", screen)
+    room = needs(cfg, rows * seq_len, dtype.itemsize) + 3 * 4 * logits * cfg.vocab
+    layers = common.loaded(given, opened, place, room, "a pass", screen)
     waiting = WAITING // (cfg.width * dtype.itemsize) if layers.pass_s else 0
-    try:
-        for data in sources:
-            yield loss_on(layers, data, rows, seq_len, dtype, waiting, screen)
-    finally:
-        layers.close()
+    return Ready(opened, layers, sources, rows, seq_len, dtype, waiting)
 
 
 def _read(name: str, codec: Codec, opened: Opened, given: argparse.Namespace, seq_len: int, screen: Screen) -> Dataset:
@@ -139,7 +167,7 @@ def loss_on(
     """Over all of `data`, `rows` at once; `waiting`: tokens that share a pass, at least a micro-batch's."""
     tables, found = rope_tables(layers.cfg, seq_len, layers.device), Found(0.0, 0, 0, data.n_sequences)
     with screen.working("evaluating", data.tokens, "tokens") as more:
-        for group in _grouped(data.batches(rows), waiting):
+        for group in grouped(data.batches(rows), waiting):
             loss = _pass(layers, group, tables, dtype)
             tokens = sum(len(mb.ids) for mb in group)
             labels = found.labels + sum(mb.trained for mb in group)
@@ -148,7 +176,7 @@ def loss_on(
     return found
 
 
-def _grouped(batches: Iterator[MicroBatch], tokens: int) -> Iterator[list[MicroBatch]]:
+def grouped(batches: Iterator[MicroBatch], tokens: int) -> Iterator[list[MicroBatch]]:
     group: list[MicroBatch] = []
     for mb in batches:
         if group and sum(len(each.ids) for each in group) + len(mb.ids) > tokens:
@@ -161,7 +189,21 @@ def _grouped(batches: Iterator[MicroBatch], tokens: int) -> Iterator[list[MicroB
 
 def _pass(layers: Layers, group: Sequence[MicroBatch], tables: Tables, dtype: torch.dtype) -> float:
     """The sum of the group's losses."""
-    cfg, device, total = layers.cfg, layers.device, 0.0
+    found: list[float] = []
+
+    def take(_: int, w: Any, embed: Any, x: torch.Tensor, mb: Any) -> None:
+        found.append(float(losses_of(layers.cfg, w, embed, x, mb).double().sum()))
+
+    forward(layers, group, tables, dtype, take)
+    return sum(found)
+
+
+Take = Callable[[int, Any, Any, torch.Tensor, Any], None]  # (micro-batch, head, embedding, its input, what it is of)
+
+
+def forward(layers: Layers, group: Sequence[MicroBatch], tables: Tables, dtype: torch.dtype, take: Take) -> None:
+    """A pass; `take` gets what reaches the head."""
+    cfg, device = layers.cfg, layers.device
     inputs = [placed(in_ram(cfg, mb), [(tables, device)]).on(0) for mb in group]
     empty = lambda mb: torch.empty((len(mb.ids), cfg.width), dtype=dtype, device=device)
     xs, embed = list[torch.Tensor](), None
@@ -176,10 +218,10 @@ def _pass(layers: Layers, group: Sequence[MicroBatch], tables: Tables, dtype: to
                 model.forward(cfg, u, w, xs[b], mb.rows, {}, out)
                 xs[b] = out
             else:
-                total += _loss(cfg, w, embed, xs[b], mb)
-    return total
+                take(b, w, embed, xs[b], mb)
 
 
-def _loss(cfg: ModelConfig, w: Any, embed: Any, x: torch.Tensor, mb: Any) -> float:
+def losses_of(cfg: ModelConfig, w: Any, embed: Any, x: torch.Tensor, mb: Any) -> torch.Tensor:
+    """By token, (N,) fp32."""
     matrix = model.output_matrix(cfg, embed, w)
-    return float(head.head_loss(cfg, w, matrix, x, mb.labels, mb.loss_rows, 1.0).double().sum())
+    return head.head_loss(cfg, w, matrix, x, mb.labels, mb.loss_rows, 1.0)

@@ -55,6 +55,12 @@ class Given(TypedDict, total=False):
     keep: int
     log: str | Sequence[str]
     resume: str | Path
+    method: str
+    beta: float
+    label_smoothing: float
+    simpo_gamma: float
+    desirable_weight: float
+    undesirable_weight: float
     epochs: float
     max_steps: int
     batch_size: int

@@ -153,7 +153,7 @@ def test_data_of_others(text, files):
 REFUSED = [
     ("optim: adafactor", "optim adafactor: the optimizer is AdamW, and --adam-bits 8 keeps its moments in 8 bits"),
     ("adam_epsilon: 1.0e-6", "adam_epsilon 1e-06: it is 1e-8; leave it out."),
-    ("stage: dpo", "stage dpo: it is supervised fine-tuning; leave it out."),
+    ("stage: dpo", "stage dpo: --method is sft, dpo, ipo, orpo, simpo or kto."),
     ("assistant_only_loss: false", "assistant_only_loss false: of conversations, and of prompts with completions"),
     ("train_on_inputs: true", "train_on_inputs true: prompts are not trained on; leave it out."),
     ("shuffle: false", "shuffle false: rows are shuffled by --seed; leave it out."),

@@ -1,0 +1,261 @@
+"""Answers that are compared: a good and a bad one for each row, or one that is labelled, in the popular spellings."""
+
+from __future__ import annotations
+
+import json
+import math
+import os
+import re
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from typing import Any, Literal
+
+from trireme.engine.data.files.rows import BadRow, Fields, kind_of
+from trireme.engine.data.formats.conversations import SAYS_MORE, read_alpaca, read_messages, read_sharegpt, read_talk
+from trireme.engine.data.formats.examples import Chat, Completion, Example, string
+from trireme.engine.data.formats.messages import ROLES
+
+Kind = Literal["", "pairs", "labels"]  # of data: rows of their own, pairs, labelled answers
+Answer = tuple[Example, float]  # its weight; of a labelled one that is bad below 0
+HUMAN, ASSISTANT = "\n\nHuman:", "\n\nAssistant:"  # of Anthropic's hh-rlhf
+LABELS = ("label", "kto_tag")
+_GOOD, _BAD = ("true", "1", "1.0", "yes", "good", "desirable"), ("false", "0", "0.0", "-1", "no", "bad", "undesirable")
+_TALKS = ("messages", "conversations")
+
+
+@dataclass(frozen=True)
+class AnswerFormat:
+    """`read` makes the answers of a row with these keys."""
+
+    name: str
+    keys: tuple[str, ...]
+    read: Callable[[Fields], list[Answer]]
+    more: tuple[str, ...] = SAYS_MORE
+    labelled: bool = False
+
+    def unused(self, row: Fields, answers: list[Answer]) -> list[str]:
+        """Keys with values that are not read."""
+        known = {*self.keys, "weight", "unused"}
+        known |= set(self.more) if any(isinstance(example, Chat) for example, _ in answers) else set()
+        here = [key for key, value in row.items() if key not in known and value not in (None, "", [], {})]
+        inside = [key for example, _ in answers if isinstance(example, Chat) for key in example.unused]
+        return [*here, *dict.fromkeys(inside)]
+
+
+def read_answers(row: Fields, form: AnswerFormat | None, kind: Kind) -> tuple[AnswerFormat, list[Answer], list[str]]:
+    """(its format, its answers, keys that are not read). `row`: renamed by --map. `form`: that of the rows before.
+
+    Raises BadRow.
+    """
+    row = {("label" if key == LABELS[1] and "label" not in row else key): value for key, value in row.items()}
+    form = form or _found(row, kind)
+    if absent := [repr(key) for key in form.keys if row.get(key) is None]:
+        raise BadRow(f"has no {' and no '.join(absent)}; the file's format is {form.name!r}")
+    weight, answers = weight_of(row), form.read(row)
+    if kind == "labels" and not form.labelled:
+        answers = [(good, w) for good, w in answers[:1]] + [(bad, -w) for bad, w in answers[1:]]
+    return form, [(example, weight * sign) for example, sign in answers], form.unused(row, answers)
+
+
+def is_weighted(row: Mapping[str, Any]) -> bool:
+    """Whether its column "weight" is a number."""
+    value = row.get("weight")
+    if isinstance(value, str):
+        return re.fullmatch(r"\s*[-+]?(\d+\.?\d*|\.\d+)(e[-+]?\d+)?\s*", value) is not None
+    return isinstance(value, (int, float)) and not isinstance(value, bool)
+
+
+def weight_of(row: Mapping[str, Any]) -> float:
+    """Of a row: its column "weight" where that is a number, else 1. Raises BadRow."""
+    if not is_weighted(row):
+        return 1.0
+    weight = float(row["weight"])
+    if not 0 < weight < math.inf:
+        raise BadRow(f"'weight' is {weight:g}, expected a number above 0; leave out a row that is not to count")
+    return weight
+
+
+def _found(row: Fields, kind: Kind) -> AnswerFormat:
+    for form in FORMATS:
+        if all(row.get(key) is not None for key in form.keys) and (kind == "labels" or not form.labelled):
+            return form
+    expected = (
+        "prompt, chosen, rejected" if kind == "pairs" else "prompt, completion, label; or prompt, chosen, rejected"
+    )
+    keys = ", ".join(repr(key[:60]) for key in list(row)[:8]) or "none"
+    near = (
+        "" if kind == "labels" or not any(key in row for key in LABELS) else " Labelled answers are for --method kto."
+    )
+    raise BadRow(f"no format of preferences has its keys ({keys}); expected {expected}.{near} --map names your columns")
+
+
+# ---------------------------------------------------------------- pairs
+
+
+def _pair(row: Fields) -> list[Answer]:
+    """`chosen` and `rejected`: texts, or messages, with or without those of the prompt."""
+    chosen, rejected = (_messages(row[key]) for key in ("chosen", "rejected"))
+    if bool(chosen) != bool(rejected):
+        raise BadRow("'chosen' and 'rejected' are of different kinds, a text and messages")
+    prompt = row.get("prompt")
+    if chosen and rejected:
+        context = _messages(prompt) if prompt is not None else []
+        if not context and isinstance(prompt, str) and prompt.strip():
+            context = [{"role": "user", "content": prompt}]
+        return [(_talk(row, *_apart(context, mine, other)), 1.0) for mine, other in _both_ways(chosen, rejected)]
+    texts = string(row, "chosen"), string(row, "rejected")
+    if context := _messages(prompt):
+        return [(_talk(row, context, [{"role": "assistant", "content": text}]), 1.0) for text in texts]
+    if prompt is not None:
+        return [(_completion(string(row, "prompt"), text), 1.0) for text in texts]
+    return [(_of_dialogue(mine, other), 1.0) for mine, other in _both_ways(*texts)]
+
+
+def _both_ways(chosen: Any, rejected: Any) -> tuple[tuple[Any, Any], tuple[Any, Any]]:
+    return (chosen, rejected), (rejected, chosen)
+
+
+def _messages(value: Any) -> list[Any]:
+    """Messages, also one alone, and as JSON in a string; empty where it is a text."""
+    if isinstance(value, str) and value.lstrip()[:2] in ("[{", '{"'):
+        try:
+            value = json.loads(value)
+        except (ValueError, RecursionError):
+            return []
+    if isinstance(value, dict) and ({"role", "content"} <= value.keys() or {"from", "value"} <= value.keys()):
+        return [value]
+    return value if isinstance(value, list) else []
+
+
+def _role(message: Any) -> str:
+    said = (message.get("role") or message.get("from") or "") if isinstance(message, dict) else ""
+    return ROLES.get(said.lower(), said) if isinstance(said, str) else ""
+
+
+def _content(message: Any) -> Any:
+    return (message.get("content") or message.get("value")) if isinstance(message, dict) else None
+
+
+def _apart(context: list[Any], mine: list[Any], other: list[Any]) -> tuple[list[Any], list[Any]]:
+    """(messages before the answer, the answer's). What both sides begin with is before. Raises BadRow."""
+    same = 0
+    while same < min(len(mine), len(other)) - 1 and mine[same] == other[same]:
+        same += 1
+    shared, answer = mine[:same], mine[same:]
+    if shared and context and [_content(m) for m in shared[-len(context) :]] != [_content(m) for m in context]:
+        first = [_content(m) for m in shared if _role(m) == "user"][:1]
+        if first != [_content(context[-1])]:
+            raise BadRow("'prompt' is not what 'chosen' and 'rejected' begin with; leave it out: --map unused=prompt")
+    before = shared or context
+    if not before:
+        raise BadRow("'chosen' and 'rejected' have no message in common, and there is no 'prompt'")
+    return before, answer
+
+
+def _talk(row: Fields, context: list[Any], answer: list[Any]) -> Chat:
+    more = {key: row[key] for key in SAYS_MORE if key in row}
+    chat = read_talk({**more, "prompt": context, "completion": answer})
+    if chat.messages[-1]["role"] != "assistant":
+        raise BadRow(f"its last message has the role {chat.messages[-1]['role']!r}, expected 'assistant'")
+    return chat
+
+
+def _completion(prompt: str, text: str) -> Completion:
+    if not text.strip():
+        raise BadRow("an answer is empty")
+    return Completion(prompt, text)
+
+
+def _of_dialogue(mine: str, other: str) -> Example:
+    """A whole dialogue as text; the prompt is what both begin with, of hh-rlhf in whole turns."""
+    same = len(os.path.commonprefix([mine, other]))
+    if not mine.startswith(HUMAN):
+        while same and not mine[same - 1].isspace():
+            same -= 1
+        return _completion(mine[:same].rstrip(), mine[len(mine[:same].rstrip()) :])
+    start = mine.rfind(ASSISTANT, 0, same)
+    if start < 0 or other[start : start + len(ASSISTANT)] != ASSISTANT:
+        raise BadRow("'chosen' and 'rejected' do not share a turn of the human")
+    start += len(ASSISTANT)
+    turns = re.split(r"\n\n(Human|Assistant):", mine)[1:]
+    messages = [
+        {"role": ROLES[who.lower()], "content": what.strip()} for who, what in zip(turns[::2], turns[1::2], strict=True)
+    ]
+    before = len(re.findall(r"\n\n(?:Human|Assistant):", mine[:start])) - 1
+    for message in messages[:before]:
+        message["train"] = False
+    plain = _completion(mine[:start], mine[start:])
+    if messages[-1]["role"] != "assistant":
+        raise BadRow("its last turn is the human's")
+    return Chat(messages, None, plain)
+
+
+def _alpaca_pair(row: Fields) -> list[Answer]:
+    """LLaMA-Factory's: `instruction`, `input`, `chosen`, `rejected`."""
+    return [(_last(read_alpaca(row | {"output": string(row, key)})), 1.0) for key in ("chosen", "rejected")]
+
+
+def _talk_pair(row: Fields) -> list[Answer]:
+    """LLaMA-Factory's: `conversations` or `messages`, and a turn `chosen` and one `rejected`."""
+    context = next(row[key] for key in _TALKS if row.get(key) is not None)
+    if not isinstance(context, list):
+        raise BadRow(f"the conversation is {kind_of(context)}, expected a list of messages")
+    answers = [_messages(row[key]) or [{"role": "assistant", "content": row[key]}] for key in ("chosen", "rejected")]
+    if any(len(answer) > 1 and answer[: len(context)] == context for answer in answers):
+        return _pair(row)  # UltraFeedback's has both
+    return [(_talk(row, context, answer), 1.0) for answer in answers]
+
+
+def _last(chat: Chat) -> Chat:
+    """With the last message alone to learn."""
+    before = [{**message, "train": False} for message in chat.messages[:-1]]
+    return chat._replace(messages=[*before, chat.messages[-1]])
+
+
+# ---------------------------------------------------------------- labelled answers
+
+
+def _labelled(row: Fields) -> list[Answer]:
+    if (context := _messages(row["prompt"])) or _messages(row["completion"]):
+        context = context or [{"role": "user", "content": string(row, "prompt")}]
+        answer = _messages(row["completion"]) or [{"role": "assistant", "content": string(row, "completion")}]
+        return [(_talk(row, context, answer), _sign(row))]
+    return [(_completion(string(row, "prompt"), string(row, "completion")), _sign(row))]
+
+
+def _labelled_talk(row: Fields) -> list[Answer]:
+    read = read_messages if row.get("messages") is not None else read_sharegpt
+    chat = read(row)
+    if chat.messages[-1]["role"] != "assistant":
+        raise BadRow("the conversation does not end with the assistant's message, which the label is about")
+    return [(_last(chat), _sign(row))]
+
+
+def _labelled_alpaca(row: Fields) -> list[Answer]:
+    return [(_last(read_alpaca(row)), _sign(row))]
+
+
+def _sign(row: Fields) -> float:
+    """1 of a good answer, -1 of a bad one. Raises BadRow."""
+    word = str(row["label"]).strip().lower()
+    if word in _GOOD or word in _BAD:
+        return 1.0 if word in _GOOD else -1.0
+    raise BadRow(f"'label' is {word[:40]!r}, expected true or false")
+
+
+FORMATS = (
+    AnswerFormat("prompt,chosen,rejected", ("prompt", "chosen", "rejected"), _pair),
+    AnswerFormat(
+        "instruction,chosen,rejected", ("instruction", "chosen", "rejected"), _alpaca_pair,
+        ("input", "history", *SAYS_MORE)),
+    AnswerFormat("conversations,chosen,rejected", ("conversations", "chosen", "rejected"), _talk_pair),
+    AnswerFormat("messages,chosen,rejected", ("messages", "chosen", "rejected"), _talk_pair),
+    AnswerFormat("chosen,rejected", ("chosen", "rejected"), _pair),
+    AnswerFormat("prompt,completion,label", ("prompt", "completion", "label"), _labelled, SAYS_MORE, True),
+    AnswerFormat("messages,label", ("messages", "label"), _labelled_talk, SAYS_MORE, True),
+    AnswerFormat("conversations,label", ("conversations", "label"), _labelled_talk, SAYS_MORE, True),
+    AnswerFormat(
+        "instruction,output,label", ("instruction", "output", "label"), _labelled_alpaca,
+        ("input", "history", *SAYS_MORE), True),
+)  # fmt: skip
+COLUMNS = ("chosen", "rejected", "label", "weight")  # that --map may name besides those of examples

@@ -1,0 +1,125 @@
+"""Pairs of documents that a step compares: written one after the other, cut and packed together."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+
+import numpy as np
+
+from trireme.engine.data import pack
+from trireme.engine.data.cache import TokenFile, TokenWriter
+from trireme.engine.data.documents import PIECE, Fitted, learns
+from trireme.engine.data.encode import Encoded
+from trireme.engine.data.files.rows import BadRow
+from trireme.engine.data.formats.pairs import Kind
+from trireme.models.config import InputError
+
+# ---------------------------------------------------------------- written
+
+
+@dataclass
+class PairWriter:
+    """Takes the answers of rows in order, and writes pairs: of a row's two, or of an answer and its counterpart.
+
+    The counterpart of a labelled answer is its prompt with the answer of the row before (of the first row: of the row
+    behind it), as kto measures its KL.
+    """
+
+    kind: Kind
+    writer: TokenWriter
+    waiting: list[tuple[Encoded | BadRow, float]] = field(default_factory=list)
+    last: Encoded | None = None  # labelled
+
+    def add(self, made: Encoded | BadRow, weight: float) -> BadRow | None:
+        """The fault of the row, told once."""
+        if isinstance(made, Encoded) and not made.trained.any():
+            made = BadRow("an answer has no token to learn")
+        if self.kind == "labels":
+            if isinstance(made, BadRow):
+                return made
+            self._labelled(made, weight)
+            return None
+        self.waiting.append((made, weight))
+        if len(self.waiting) < 2:
+            return None
+        both, self.waiting = self.waiting, []
+        if fault := next((each for each, _ in both if isinstance(each, BadRow)), None):
+            return fault
+        for each, weight in both:
+            assert isinstance(each, Encoded)
+            self.writer.add(each.ids, each.trained, weight=weight)
+        return None
+
+    def _labelled(self, made: Encoded, weight: float) -> None:
+        if self.last is None and not self.waiting:
+            self.waiting.append((made, weight))
+            return
+        for first, its_weight in self.waiting:
+            assert isinstance(first, Encoded)
+            self._put(first, made, its_weight)
+            self.last = first
+        self.waiting = []
+        assert self.last is not None
+        self._put(made, self.last, weight)
+        self.last = made
+
+    def _put(self, made: Encoded, other: Encoded, weight: float) -> None:
+        self.writer.add(made.ids, made.trained, weight=weight)
+        mine, theirs = int(made.trained.argmax()), int(other.trained.argmax())
+        trained = np.concatenate([np.zeros(mine, bool), other.trained[theirs:]])
+        self.writer.add(np.concatenate([made.ids[:mine], other.ids[theirs:]]), trained, weight=weight)
+
+    def finish(self) -> None:
+        """Raises InputError where an answer is left without a counterpart."""
+        if self.waiting:
+            raise InputError("--method kto compares each answer with that of another row, and there is one row alone.")
+
+
+# ---------------------------------------------------------------- laid out
+
+
+def both(firsts: np.ndarray, files: Sequence[TokenFile]) -> np.ndarray:
+    """(2n,) DOCUMENT: each pair's first document, of `firsts`, (n,), and its second, which lies behind it."""
+    found = np.repeat(firsts, 2)
+    seconds = found[1::2]
+    for i, file in enumerate(files):
+        mine = firsts["file"] == i
+        at = np.searchsorted(file.offsets, firsts["start"][mine]) + 1
+        rows = seconds[mine]
+        rows["start"], rows["length"], rows["trained"] = file.offsets[at], file.lengths[at], file.trained[at]
+        seconds[mine] = rows
+    return found
+
+
+def fit(documents: np.ndarray, files: Sequence[TokenFile], seq_len: int, long: str | None) -> Fitted:
+    """Fits pairs, (2n,) DOCUMENT, into seq_len tokens: answers' ends are cut, the longer one's first. Counts pairs."""
+    if long == "split":
+        raise InputError("--long split: a pair's documents are compared as wholes. Take cut, drop or error.")
+    lengths = documents["length"].reshape(-1, 2)
+    longer = lengths.sum(1) > seq_len
+    if long == "error" and longer.any():
+        raise InputError(
+            f"{int(longer.sum()):,} pairs have more than --seq-len {seq_len} tokens, the longest "
+            f"{lengths.sum(1).max():,}. Give a larger --seq-len, or --long cut or drop."
+        )
+    limits = np.maximum(seq_len // 2, seq_len - lengths[:, ::-1])
+    pieces = np.zeros(len(documents), PIECE)
+    for name in ("file", "start", "weight"):
+        pieces[name] = documents[name]
+    pieces["length"] = np.minimum(lengths, limits).reshape(-1)
+    keep = ~longer if long == "drop" else np.ones(len(lengths), bool)
+    dropped = int((~keep).sum())
+    for i in np.flatnonzero(longer & keep):
+        keep[i] = all(learns(piece, files) for piece in pieces[2 * i : 2 * i + 2])
+    lost = int((~keep).sum()) - dropped
+    return Fitted(
+        pieces[np.repeat(keep, 2)], int(longer.sum()), int((longer & keep).sum()), dropped=dropped, unlearnable=lost
+    )
+
+
+def packed(pieces: np.ndarray, seq_len: int, together: bool) -> tuple[np.ndarray, np.ndarray]:
+    """As pack.best_fit, each pair in one row; not `together`: a pair a row."""
+    lengths = pieces["length"].reshape(-1, 2).sum(1)
+    order, rows = pack.best_fit(lengths, seq_len) if together else pack.one_per_row(len(lengths))
+    return (2 * order[:, None] + np.arange(2)).reshape(-1), 2 * rows

@@ -1,0 +1,178 @@
+"""Log-probabilities of the data by the reference, the model before training: one streamed forward pass.
+
+They are kept in OUT/reference/logps.safetensors: tensors `train` and `val`, (documents,) float64, sums over documents'
+trained tokens, in the order of the packed data; the metadata's `key` names weights and data, `done` how many documents
+are known. A killed run goes on behind these. The user's cache keeps them too, by that key.
+"""
+
+from __future__ import annotations
+
+import errno
+import hashlib
+import json
+import time
+from collections.abc import Callable, Iterator, Mapping
+from dataclasses import dataclass, replace
+from itertools import islice
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+from safetensors import SafetensorError
+from safetensors.numpy import load, save
+
+from trireme.engine.amounts import count, seconds
+from trireme.engine.build import documents_of, in_ram, placed
+from trireme.engine.data.dataset import Dataset, MicroBatch
+from trireme.engine.planner.host import computed_by
+from trireme.engine.run.begin.job import Job
+from trireme.engine.run.screen import Screen
+from trireme.engine.step import Engine, evaluate
+from trireme.kernels.private import cache_folder
+from trireme.models.config import InputError
+from trireme.models.rows import rope_tables
+from trireme.storage.files import replace_synced
+
+FOLDER, NAME = "reference", "logps.safetensors"
+KEPT_EVERY = 20.0  # seconds between writes of what is known so far
+LATER = 50  # runs whose numbers are kept for later ones
+
+
+@dataclass
+class Known:
+    """What is known so far, of all documents: training data first."""
+
+    key: str
+    values: np.ndarray  # (documents,) float64
+    done: int = 0
+
+    def encoded(self, train: int) -> bytes:
+        """`train`: documents of the training data."""
+        tensors = {"train": self.values[:train], "val": self.values[train:]}
+        return save(tensors, {"format": "trireme reference 1", "key": self.key, "done": str(self.done)})
+
+
+def with_reference(
+    job: Job, e: Engine, screen: Screen, sums: Mapping[str, str], resumed: bool, stopped: Callable[[], bool]
+) -> Job:
+    """The job with the reference's numbers in its data: read, or computed by `e`, which has the model before training.
+
+    `sums`: checksums of all weights, empty of a resumed run, which needs what it began with. Leaves early, with what is
+    known kept, once `stopped()`. Raises InputError, StoreError.
+    """
+    data, held = job.data, job.data.held_out
+    parts, path = [data, *([held] if held else [])], job.out / FOLDER / NAME
+    key, total = _key(job, sums), sum(len(part.pieces) for part in parts)
+    found = _read(path, total)
+    if resumed:
+        if found is None or found.done < total or not _of_data(found.key, job):
+            raise InputError(
+                f"{path} is lost or was changed: the run compares with what the model said before training. "
+                "Restore it from a copy, or start again."
+            )
+    else:
+        later = _later(key)
+        others = [found, _read(later, total) if later else None]
+        same = [each for each in others if each and each.key == key]
+        found = max(same, key=lambda each: each.done, default=Known(key, np.zeros(total)))
+        if found.done == total:
+            screen.say(f"compared {_many(job, total)}: the reference is known from an earlier run")
+        else:
+            _compute(job, e, screen, found, parts, stopped)
+        _keep(path, found, len(data.pieces))
+        if later:
+            _keep_for_later(later, found, len(data.pieces))
+    train, val = found.values[: len(data.pieces)], found.values[len(data.pieces) :]
+    return replace(job, read=replace(data, reference=train, held_out=held and replace(held, reference=val)))
+
+
+def _compute(
+    job: Job, e: Engine, screen: Screen, known: Known, parts: list[Dataset], stopped: Callable[[], bool]
+) -> None:
+    """Fills `known` from where it ends."""
+    places = [(rope_tables(job.cfg, job.seq_len, device), device) for device in e.queues.devices]
+    began = kept = time.monotonic()
+    batches, documents = _batches(job, parts), 0
+    tokens = sum(part.tokens for part in parts)
+    with screen.working("the reference", tokens, "tokens") as more:
+        while (group := list(islice(batches, job.n_micro))) and not stopped():
+            many = sum(len(mb.lengths) for mb in group)
+            if documents >= known.done:
+                losses = evaluate(e, [placed(in_ram(job.cfg, mb), places) for mb in group])
+                docs = [found for mb in group if (found := documents_of(mb))]
+                logps = [each.sums(of.cpu().numpy()) for each, of in zip(docs, losses, strict=True)]
+                known.values[documents : documents + many] = np.concatenate(logps)
+                known.done = documents + many
+            documents += many
+            more(sum(len(mb.ids) for mb in group))
+            if time.monotonic() - kept > KEPT_EVERY:
+                _keep(job.out / FOLDER / NAME, known, len(parts[0].pieces))
+                kept = time.monotonic()
+    if known.done == len(known.values):
+        took = seconds(time.monotonic() - began)
+        screen.say(f"compared {_many(job, known.done)}: the reference took {took}")
+
+
+def _many(job: Job, documents: int) -> str:
+    return count(documents // 2, "answer" if job.data.kind == "labels" else "pair")
+
+
+def _batches(job: Job, parts: list[Dataset]) -> Iterator[MicroBatch]:
+    """In groups of a step's micro-batches, none of two parts."""
+    for part in parts:
+        yield from part.batches(job.micro_rows)
+
+
+def _key(job: Job, sums: Mapping[str, str]) -> str:
+    """Of the weights, of the data, and of what decides roundings."""
+    said: dict[str, Any] = {"weights": dict(sorted(sums.items())), "dtype": job.plan.dtype, "fp8": job.cfg.fp8}
+    said |= {"rows": job.micro_rows, "together": job.n_micro, "by": computed_by(job.device)}
+    said["model"] = job.pinned.model["config"]
+    return f"{hashlib.sha256(json.dumps(said, sort_keys=True).encode()).hexdigest()[:24]}-{_data_key(job)}"
+
+
+def _data_key(job: Job) -> str:
+    held = job.data.held_out
+    return job.data.fingerprint + (f"-{held.fingerprint}" if held else "")
+
+
+def _of_data(key: str, job: Job) -> bool:
+    return key.partition("-")[2] == _data_key(job)
+
+
+def _read(path: Path, total: int) -> Known | None:
+    """None where it is not there, or not of so many documents."""
+    try:
+        content = path.read_bytes()
+        length = int.from_bytes(content[:8], "little")
+        said = json.loads(content[8 : 8 + length])["__metadata__"]
+        tensors = load(content)
+        values = np.concatenate([tensors["train"], tensors["val"]])
+        known = Known(str(said["key"]), values, int(said["done"]))
+    except (OSError, ValueError, KeyError, TypeError, SafetensorError, RecursionError):
+        return None
+    sound = values.dtype == np.float64 and values.shape == (total,) and np.isfinite(values).all()
+    return known if sound and 0 <= known.done <= total else None
+
+
+def _keep(path: Path, known: Known, train: int) -> None:
+    path.parent.mkdir(exist_ok=True)
+    replace_synced(path, known.encoded(train))
+
+
+def _later(key: str) -> Path | None:
+    folder = cache_folder()
+    return folder / "reference" / f"{key}.safetensors" if folder else None
+
+
+def _keep_for_later(path: Path, known: Known, train: int) -> None:
+    """The oldest make room."""
+    try:
+        path.parent.mkdir(exist_ok=True, parents=True)
+        replace_synced(path, known.encoded(train))
+        others = sorted(path.parent.glob("*.safetensors"), key=lambda each: each.stat().st_mtime)
+        for old in others[:-LATER]:
+            old.unlink(missing_ok=True)
+    except OSError as error:
+        if error.errno not in (errno.ENOSPC, errno.EROFS, errno.EACCES, errno.ENOENT, errno.EDQUOT):
+            raise

@@ -1,0 +1,225 @@
+"""`trireme score FOLDER --data FILE --out DIR`: what a model of any size says of data, written to files.
+
+DIR/scores.json names model and data. DIR/000/part-00000.safetensors and so on are of the first --data, in order:
+
+    document  (n,) I64   number of the document among those that were read; a text or a long row may be in pieces
+    start     (n,) I64   its token at which the piece begins
+    length    (n,) I64   tokens of the piece
+    trained   (n,) I64   of them with a label: tokens that are trained, but a piece's first
+    logp      (n,) F64   sum of their log-probabilities
+
+and with --top-k K, of all M labels of these pieces one after another:
+
+    label     (M,) I32   the token that comes
+    ids       (M, K) I32  the K likeliest tokens
+    logps     (M, K) F16  their log-probabilities
+    rest      (M,) F32   logarithm of the probability of all others
+
+A part's metadata has `key`, equal in all of a source, and `batches`, how many micro-batches it holds. The same command
+goes on behind the parts that are there.
+"""
+
+from __future__ import annotations
+
+import argparse
+import hashlib
+import json
+import sys
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, field
+from itertools import islice
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+from safetensors import SafetensorError, safe_open
+from safetensors.numpy import save
+
+from trireme.engine.amounts import count, number
+from trireme.engine.data.dataset import Dataset, MicroBatch
+from trireme.engine.run.command import program, typed
+from trireme.engine.run.finished import evaluate
+from trireme.engine.run.finished.evaluate import Found, Ready
+from trireme.engine.run.screen import Screen
+from trireme.engine.tuning.base import stamps
+from trireme.models import head, model
+from trireme.models.config import InputError
+from trireme.models.rows import rope_tables
+from trireme.storage.files import replace_synced
+
+FORMAT = "trireme scores 1"
+PART = 1 << 26  # bytes of a part, about
+MOST = 256  # of --top-k
+
+
+def parse(argv: Sequence[str]) -> argparse.Namespace:
+    """Raises InputError; --help exits."""
+    text = "Writes a model's log-probabilities of data: of documents, and with --top-k of each token's likeliest ones."
+    found = evaluate.parser("score", "--data FILE --out DIR [options]", text)
+    found.add_argument("--out", metavar="DIR", default="", help="folder to write, or to go on with")
+    found.add_argument("--top-k", metavar="K", type=typed(number(1, MOST, kind=int)), help=f"at most {MOST} [none]")
+    given = evaluate.given_by(found, "score", argv)
+    if not given.out:
+        raise InputError(f"--out is missing. Name the folder to write: {program()} score {given.folder} --out DIR.")
+    return given
+
+
+def score(argv: Sequence[str]) -> int:
+    """Returns the exit code. Raises InputError, CheckpointError, DoesNotFit, StoreError."""
+    given, out, say = parse(argv), Screen(), Screen(sys.stderr)
+    folder, all_ = Path(given.out), Found(0.0, 0, 0, 0)
+    ready = evaluate.make_ready(given, say, head.TOP_CHUNK if given.top_k else 0)
+    try:
+        _keep_names(folder, given, ready)
+        for i, (name, data) in enumerate(zip(given.data, ready.sources, strict=True)):
+            found = score_source(ready, data, folder / f"{i:03}", given.top_k or 0, say)
+            out.say(f"score    {name}: {found}")
+            all_ = all_.plus(found)
+    finally:
+        ready.layers.close()
+    if len(given.data) > 1:
+        out.say(f"score    all {len(given.data)} files: {all_}")
+    out.say(f"output   {folder}/: {count(len(list(folder.glob('*/*.safetensors'))), 'part')}, scores.json")
+    return 0
+
+
+def _keep_names(folder: Path, given: argparse.Namespace, ready: Ready) -> None:
+    """Raises InputError where the folder has scores of something else."""
+    said = {"format": FORMAT, "model": str(Path(given.folder).resolve()), "top_k": given.top_k or 0}
+    said["sources"] = [{"data": name, "folder": f"{i:03}"} for i, name in enumerate(given.data)]
+    path = folder / "scores.json"
+    try:
+        before = json.loads(path.read_text()) if path.is_file() else said
+    except ValueError:
+        before = None
+    if before != said:
+        raise InputError(f"--out {folder} holds scores of another model or of other data. Name another folder.")
+    if not path.is_file() and folder.is_dir() and any(folder.iterdir()):
+        raise InputError(f"--out {folder} is not empty. Name another folder.")
+    for i, _ in enumerate(ready.sources):
+        (folder / f"{i:03}").mkdir(parents=True, exist_ok=True)
+    replace_synced(path, json.dumps(said, indent=1).encode())
+
+
+# ---------------------------------------------------------------- a source
+
+
+@dataclass
+class Part:
+    """Scores that are not written yet."""
+
+    pieces: list[dict[str, np.ndarray]] = field(default_factory=list)  # of micro-batches
+    nbytes: int = 0
+
+    def add(self, scores: dict[str, np.ndarray]) -> None:
+        self.pieces.append(scores)
+        self.nbytes += sum(each.nbytes for each in scores.values())
+
+    def write(self, path: Path, key: str) -> None:
+        tensors = {name: np.concatenate([each[name] for each in self.pieces]) for name in self.pieces[0]}
+        replace_synced(path, save(tensors, {"format": FORMAT, "key": key, "batches": str(len(self.pieces))}))
+        self.pieces, self.nbytes = [], 0
+
+
+def score_source(ready: Ready, data: Dataset, folder: Path, k: int, screen: Screen, most: int = PART) -> Found:
+    """Writes the parts that are missing; returns the loss of all. Raises InputError, StoreError."""
+    key = _key(ready, data, k)
+    parts, done, found = _there(folder, key, data.n_sequences)
+    batches, waiting = _numbered(ready, data), Part()
+    with screen.working("scoring", data.tokens, "tokens") as more:
+        for mb in islice(batches, done):
+            more(len(mb.ids))
+        for group in evaluate.grouped(batches, ready.waiting):
+            for scores in _scores(ready, group, k):
+                waiting.add(scores)
+                found = _with(found, scores)
+            more(sum(len(mb.ids) for mb in group))
+            if waiting.nbytes >= most:
+                waiting.write(folder / f"part-{parts:05}.safetensors", key)
+                parts += 1
+        if waiting.pieces:
+            waiting.write(folder / f"part-{parts:05}.safetensors", key)
+    return found
+
+
+def _with(found: Found, scores: Any) -> Found:
+    total, labels, tokens = (scores[name].sum() for name in ("logp", "trained", "length"))
+    return found.plus(Found(-float(total), int(labels), int(tokens), 0))
+
+
+def _there(folder: Path, key: str, sequences: int) -> tuple[int, int, Found]:
+    """(parts, micro-batches in them, their loss). Raises InputError where they are of something else."""
+    parts, done, found = 0, 0, Found(0.0, 0, 0, sequences)
+    while (path := folder / f"part-{parts:05}.safetensors").is_file():
+        try:
+            with safe_open(path, "numpy") as file:
+                said, scores = file.metadata() or {}, {n: file.get_tensor(n) for n in ("logp", "trained", "length")}
+        except (SafetensorError, ValueError) as error:
+            raise InputError(f"{path} cannot be read ({error}). Remove it and those behind it.") from None
+        if said.get("key") != key or not said.get("batches", "").isdigit():
+            raise InputError(f"{path} is of another model, of other data or options. Name another --out.")
+        parts, done, found = parts + 1, done + int(said["batches"]), _with(found, scores)
+    return parts, done, found
+
+
+def _key(ready: Ready, data: Dataset, k: int) -> str:
+    """Of weights by the names, sizes and times of their files, of data, and of what decides the numbers."""
+    files = {str(path): stamp for path, stamp in stamps(ready.opened.source).items()}
+    adapter = ready.opened.adapter
+    files |= {str(path): stamp for path, stamp in stamps(adapter.source).items()} if adapter else {}
+    said = [files, data.fingerprint, str(ready.dtype), ready.rows, ready.seq_len, k, ready.layers.device.type]
+    return hashlib.sha256(json.dumps(said, sort_keys=True).encode()).hexdigest()[:24]
+
+
+@dataclass(frozen=True)
+class Numbered(MicroBatch):
+    """With what its documents are."""
+
+    pieces: np.ndarray = field(
+        default_factory=lambda: np.zeros((0, 2), np.int64)
+    )  # (documents, 2): number, first token
+
+
+def _numbered(ready: Ready, data: Dataset) -> Iterator[Numbered]:
+    first = np.cumsum([0, *(file.n_documents for file in data.files)])
+    at = 0
+    for mb in data.batches(ready.rows):
+        pieces = data.pieces[at : at + len(mb.lengths)]
+        at += len(mb.lengths)
+        where = np.zeros((len(pieces), 2), np.int64)
+        for j, piece in enumerate(pieces):
+            file = data.files[piece["file"]]
+            number = int(np.searchsorted(file.offsets, piece["start"], "right")) - 1
+            where[j] = first[piece["file"]] + number, piece["start"] - file.offsets[number]
+        yield Numbered(mb.ids, mb.labels, mb.lengths, mb.weights, mb.reference, where)
+
+
+def _scores(ready: Ready, group: Sequence[MicroBatch], k: int) -> list[dict[str, np.ndarray]]:
+    """Of each micro-batch, the tensors of a part."""
+    cfg, found = ready.layers.cfg, list[dict[str, np.ndarray]]()
+
+    def take(b: int, w: Any, embed: Any, x: torch.Tensor, mb: Any) -> None:
+        given = group[b]
+        assert isinstance(given, Numbered)
+        lengths = np.array(given.lengths, np.int64)
+        starts = np.cumsum(lengths) - lengths
+        losses = evaluate.losses_of(cfg, w, embed, x, mb).cpu().numpy().astype(np.float64)
+        scores = {
+            "document": given.pieces[:, 0].copy(),
+            "start": given.pieces[:, 1].copy(),
+            "length": lengths,
+            "trained": np.add.reduceat((given.labels >= 0).astype(np.int64), starts),
+            "logp": -np.add.reduceat(losses, starts),
+        }
+        if k:
+            top = head.head_top(cfg, w, model.output_matrix(cfg, embed, w), x, mb.loss_rows, min(k, cfg.vocab))
+            ids, logps, rest = (each.cpu().numpy() for each in top)
+            lowest = np.finfo(np.float16).min
+            scores |= {"label": given.labels[given.labels >= 0].astype(np.int32), "ids": ids.astype(np.int32)}
+            scores |= {"logps": np.maximum(logps, lowest).astype(np.float16), "rest": rest.astype(np.float32)}
+        found.append(scores)
+
+    tables = rope_tables(cfg, ready.seq_len, ready.layers.device)
+    evaluate.forward(ready.layers, group, tables, ready.dtype, take)
+    return found

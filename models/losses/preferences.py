@@ -1,0 +1,145 @@
+"""Losses of preferences: from log-probabilities of documents to a loss for each pair and its derivatives. No torch.
+
+A pair is two documents in a row. Of kto the second is the first's prompt with another row's completion, which measures
+how far the model has moved (its gradient is 0); the first is desirable where its weight is above 0.
+Legend: P pairs; logps are sums over a document's trained tokens; sigma(x) = 1 / (1 + exp(-x)).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Literal, NamedTuple
+
+import numpy as np
+
+Method = Literal["dpo", "ipo", "orpo", "simpo", "kto"]
+METHODS: tuple[Method, ...] = ("dpo", "ipo", "orpo", "simpo", "kto")
+COMPARED: tuple[Method, ...] = ("dpo", "ipo", "kto")  # with a reference: the model before training
+SURE = -1e-7  # a mean log-probability above it is rounding, and has no odds
+
+
+@dataclass(frozen=True)
+class Preference:
+    """A method and its parameters, named as in TRL."""
+
+    method: Method
+    beta: float = 0.1
+    label_smoothing: float = 0.0
+    simpo_gamma: float = 0.5
+    desirable_weight: float = 1.0
+    undesirable_weight: float = 1.0
+
+    @property
+    def compares(self) -> bool:
+        """Whether it needs the reference's log-probabilities."""
+        return self.method in COMPARED
+
+
+class Documents(NamedTuple):
+    """Documents of some micro-batches, pairs together."""
+
+    lengths: np.ndarray  # (2P,) int64, tokens
+    trained: np.ndarray  # (2P,) int64, of them with a label
+    weights: np.ndarray  # (2P,) float64; of kto's undesirable answers below 0
+    reference: np.ndarray  # (2P,) float64: logps; 0 where there is none
+
+    @property
+    def pairs(self) -> np.ndarray:
+        """Weight of each pair, (P,)."""
+        return np.abs(self.weights[::2])
+
+    def sums(self, losses: np.ndarray) -> np.ndarray:
+        """logps, (2P,) float64, of losses by token, (N,)."""
+        return -np.add.reduceat(losses.astype(np.float64), np.cumsum(self.lengths) - self.lengths)
+
+
+def joined(parts: Sequence[Documents]) -> Documents:
+    return Documents(*(np.concatenate(each) for each in zip(*parts, strict=True)))
+
+
+class Compared(NamedTuple):
+    losses: np.ndarray  # (P,) float64, without weights
+    slopes: np.ndarray  # (2P,) float64: derivatives of the weighted losses' sum by logps
+    chosen: np.ndarray  # (2P,) bool: documents that count as good; `rejected` as bad
+    rejected: np.ndarray
+    rewards: np.ndarray  # (2P,) float64
+    logps: np.ndarray  # (2P,) float64
+    weights: np.ndarray  # (P,) float64
+    kl: float | None = None
+
+    @property
+    def loss(self) -> float:
+        """The weighted mean."""
+        return float((self.weights * self.losses).sum() / self.weights.sum())
+
+    def metrics(self) -> dict[str, float]:
+        """By TRL's names. A side that no document has is left out."""
+        found, sides = dict[str, float](), {"chosen": self.chosen, "rejected": self.rejected}
+        for what, values in (("rewards", self.rewards), ("logps", self.logps)):
+            found |= {f"{what}/{side}": float(values[which].mean()) for side, which in sides.items() if which.any()}
+        if self.kl is None:
+            found["rewards/accuracies"] = float((self.rewards[::2] > self.rewards[1::2]).mean())
+        else:
+            found["kl"] = self.kl
+        if {"rewards/chosen", "rewards/rejected"} <= found.keys():
+            found["rewards/margins"] = found["rewards/chosen"] - found["rewards/rejected"]
+        return found
+
+
+def compare(of: Preference, docs: Documents, logps: np.ndarray) -> Compared:
+    """Losses and derivatives of all pairs of a step. logps (2P,) float64.
+
+    Formulas and defaults as in TRL; sources: DPO (Rafailov et al. 2023, arXiv:2305.18290) with label smoothing
+    (Mitchell 2023), IPO (Azar et al. 2023, arXiv:2310.12036) of means, ORPO (Hong et al. 2024, arXiv:2403.07691), whose
+    likelihood term is the mean over the chosen answer's tokens as in the paper, SimPO (Meng et al. 2024,
+    arXiv:2405.14734), KTO (Ethayarajh et al. 2024, arXiv:2402.01306).
+    """
+    if of.method == "kto":
+        return _kto(of, docs, logps)
+    lengths = docs.trained if of.method != "dpo" else np.ones(len(logps))
+    values = (logps - docs.reference if of.compares else logps) / lengths
+    good, bad = values[::2], values[1::2]
+    if of.method == "orpo":
+        losses, by_good, by_bad = _orpo(of, good, bad)
+    elif of.method == "ipo":
+        above = good - bad - 1 / (2 * of.beta)
+        losses, by_good, by_bad = above**2, 2 * above, -2 * above
+    else:
+        z = of.beta * (good - bad) - (of.simpo_gamma if of.method == "simpo" else 0.0)
+        losses = -(1 - of.label_smoothing) * _log_sigma(z) - of.label_smoothing * _log_sigma(-z)
+        by_good = of.beta * (of.label_smoothing * _sigma(z) - (1 - of.label_smoothing) * _sigma(-z))
+        by_bad = -by_good
+    slopes = np.stack([by_good, by_bad], 1).reshape(-1) / lengths * np.repeat(docs.pairs, 2)
+    chosen = np.arange(len(logps)) % 2 == 0
+    means = logps / lengths
+    return Compared(losses, slopes, chosen, ~chosen, of.beta * values, means, docs.pairs)
+
+
+def _orpo(of: Preference, good: np.ndarray, bad: np.ndarray) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
+    """(losses, derivatives by the mean log-probability of either side)."""
+    good, bad = np.minimum(good, SURE), np.minimum(bad, SURE)
+    odds = good - np.log(-np.expm1(good)) - bad + np.log(-np.expm1(bad))
+    slope = of.beta * _sigma(-odds)
+    return -good - of.beta * _log_sigma(odds), -1 + slope / np.expm1(good), -slope / np.expm1(bad)
+
+
+def _kto(of: Preference, docs: Documents, logps: np.ndarray) -> Compared:
+    ratios = logps - docs.reference
+    kl, answers, signs = max(0.0, float(ratios[1::2].mean())), ratios[::2], np.sign(docs.weights[::2])
+    each = docs.pairs * np.where(signs > 0, of.desirable_weight, of.undesirable_weight)
+    value = _sigma(signs * of.beta * (answers - kl))
+    losses = np.where(signs > 0, of.desirable_weight, of.undesirable_weight) * (1 - value)
+    slopes = np.zeros(len(logps))
+    slopes[::2] = -each * signs * of.beta * value * (1 - value)
+    chosen, rejected = np.zeros(len(logps), bool), np.zeros(len(logps), bool)
+    chosen[::2], rejected[::2] = signs > 0, signs < 0
+    return Compared(losses, slopes, chosen, rejected, of.beta * ratios, logps, docs.pairs, kl)
+
+
+def _sigma(x: np.ndarray) -> np.ndarray:
+    return np.exp(_log_sigma(x))
+
+
+def _log_sigma(x: np.ndarray) -> np.ndarray:
+    return -np.logaddexp(0.0, -x)

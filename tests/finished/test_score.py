@@ -1,0 +1,122 @@
+"""`trireme score`: log-probabilities of transformers, for each document and each label, killed and gone on."""
+
+import json
+
+import numpy as np
+import pytest
+import torch
+from runs import make_small
+from safetensors import safe_open
+from safetensors.numpy import load_file
+from transformers import AutoModelForCausalLM, AutoTokenizer
+
+from trireme.engine.run.finished import evaluate, score
+from trireme.models.config import InputError
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory):
+    where = make_small(tmp_path_factory.mktemp("score"))
+    rows = [dict(prompt="Once", completion=f" there was a {'big ' * i}cat.") for i in range(9)]
+    (where / "rows.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
+    return where
+
+
+def command(folder, out, *more):
+    data = ["--data", str(folder / "rows.jsonl"), "--data", str(folder / "stories.txt")]
+    return [str(folder / "checkpoint"), *data, "--seq-len", "48", "--out", str(out), *more]
+
+
+def parts(out, source="000"):
+    found = [load_file(path) for path in sorted((out / source).glob("part-*.safetensors"))]
+    return {name: np.concatenate([part[name] for part in found]) for name in found[0]}
+
+
+@pytest.mark.full
+def test_scores_are_those_of_transformers(folder, tmp_path, capsys):
+    assert score.score(command(folder, tmp_path / "out", "--top-k", "7")) == 0
+    lines = capsys.readouterr().out.splitlines()
+    found = parts(tmp_path / "out")
+    model = AutoModelForCausalLM.from_pretrained(folder / "checkpoint", dtype=torch.float32).eval()
+    tokenizer = AutoTokenizer.from_pretrained(folder / "checkpoint")
+    rows = [json.loads(line) for line in (folder / "rows.jsonl").read_text().splitlines()]
+    assert sorted(found["document"]) == list(range(9))
+    ends, total = np.cumsum(found["trained"]), 0.0
+    for i, number in enumerate(found["document"]):
+        ids = tokenizer(rows[number]["prompt"] + rows[number]["completion"], add_special_tokens=False)["input_ids"]
+        length, trained = int(found["length"][i]), int(found["trained"][i])
+        whole = [tokenizer.bos_token_id, *ids, tokenizer.eos_token_id][-length:]
+        with torch.no_grad():
+            logps = torch.log_softmax(model(torch.tensor([whole])).logits[0].double(), -1)
+        mine = slice(ends[i] - trained, ends[i])
+        labels, before = np.array(whole[-trained:]), logps[length - trained - 1 : length - 1]
+        assert found["label"][mine].tolist() == labels.tolist()
+        logp = float(before[np.arange(trained), labels].sum())
+        assert found["logp"][i] == pytest.approx(logp, rel=1e-5)
+        total -= logp
+        top, ids = before.topk(7)
+        np.testing.assert_array_equal(found["ids"][mine], ids)
+        np.testing.assert_allclose(found["logps"][mine], top, rtol=1e-3)
+        rest = before.exp().scatter(1, ids, 0.0).sum(1).log()
+        np.testing.assert_allclose(found["rest"][mine], rest, rtol=1e-4)
+    assert f"loss {total / found['trained'].sum():.4f}" in lines[0]
+    evaluate.evaluate(command(folder, tmp_path, "--top-k", "7")[:-4])
+    for mine, theirs in zip(lines, capsys.readouterr().out.splitlines(), strict=False):
+        assert mine.replace("score ", "eval  ") == theirs
+    assert (found["start"] == 0).all()
+    text = parts(tmp_path / "out", "001")
+    assert (text["start"] > 0).any()
+
+
+@pytest.mark.full
+def test_a_killed_command_goes_on_behind_its_parts(folder, tmp_path, monkeypatch, capsys):
+    monkeypatch.setattr(score.score_source, "__defaults__", (1,))  # bytes of a part
+    score.score(command(folder, tmp_path / "whole", "--top-k", "3"))
+    line, passes, real = capsys.readouterr().out, [], evaluate.forward
+
+    def dies(*given):
+        passes.append(given)
+        if len(passes) == 3:
+            raise KeyboardInterrupt
+        real(*given)
+
+    with monkeypatch.context() as m, pytest.raises(KeyboardInterrupt):
+        m.setattr(evaluate, "forward", dies)
+        score.score(command(folder, tmp_path / "killed", "--top-k", "3"))
+    there = sorted((tmp_path / "killed").glob("*/part-*"))
+    assert len(there) == 2
+    times = [path.stat().st_mtime_ns for path in there]
+    score.score(command(folder, tmp_path / "killed", "--top-k", "3"))
+    assert [path.stat().st_mtime_ns for path in there] == times
+    assert capsys.readouterr().out.splitlines()[:-1] == line.splitlines()[:-1]
+    for path in (tmp_path / "whole").glob("*/part-*"):
+        other = tmp_path / "killed" / path.relative_to(tmp_path / "whole")
+        ours, theirs = load_file(other), load_file(path)
+        assert all(np.array_equal(ours[name], theirs[name]) for name in ours.keys() | theirs.keys())
+    with safe_open(path, "numpy") as file:
+        assert file.metadata()["format"] == score.FORMAT
+
+
+def test_a_folder_of_something_else_is_refused(folder, tmp_path):
+    for more, says in ((("--top-k", "2"), "holds scores of another model"), ((), "")):
+        given = score.parse(command(folder, tmp_path / "out", *more))
+        ready = type("Ready", (), {"sources": [1, 2]})
+        if says:
+            score._keep_names(tmp_path / "out", score.parse(command(folder, tmp_path / "out")), ready)
+            with pytest.raises(InputError, match=says):
+                score._keep_names(tmp_path / "out", given, ready)
+    (tmp_path / "other").mkdir()
+    (tmp_path / "other" / "a").write_text("")
+    with pytest.raises(InputError, match="is not empty"):
+        score._keep_names(tmp_path / "other", given, ready)
+    with pytest.raises(InputError, match="--out is missing"):
+        score.parse([str(folder / "checkpoint"), "--data", "a"])
+
+
+@pytest.mark.full
+def test_parts_of_another_model_are_refused(folder, tmp_path):
+    score.score(command(folder, tmp_path / "out"))
+    path = folder / "checkpoint" / "model.safetensors"
+    path.touch()
+    with pytest.raises(InputError, match="is of another model"):
+        score.score(command(folder, tmp_path / "out"))

@@ -1,0 +1,279 @@
+"""Runs with --method: the same losses, rewards and weights as TRL's formulas with transformers and torch's AdamW."""
+
+import json
+import os
+import shutil
+import signal
+from dataclasses import replace
+
+import numpy as np
+import pytest
+import torch
+from engines import fork
+from runs import ended, go, losses, make_small, options, stopped
+from safetensors.numpy import load_file
+from transformers import AutoModelForCausalLM
+
+from trireme.engine.run.begin import reference
+from trireme.engine.run.begin.job import prepare
+from trireme.engine.run.begin.preference import preference_of
+from trireme.engine.run.command import parse
+from trireme.engine.run.options import Options, every
+from trireme.engine.run.train import finetune
+from trireme.models.config import InputError
+from trireme.models.losses.preferences import Documents, compare
+
+METHODS = {
+    "dpo": dict(method="dpo", beta=0.5, label_smoothing=0.1),
+    "ipo": dict(method="ipo", beta=0.4),
+    "orpo": dict(method="orpo", beta=0.3),
+    "simpo": dict(method="simpo", beta=2.0, simpo_gamma=0.4),
+    "kto": dict(method="kto", beta=0.5, desirable_weight=1.2, undesirable_weight=0.8),
+}
+WORDS = ["the", "cat", "sat", "on", "mat", "and", "dog", "ran", "to", "old", "red", "house", "by", "sea"]
+
+
+def text(random, few, many):
+    return " ".join(random.choice(WORDS, random.integers(few, many)))
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory):
+    where = make_small(tmp_path_factory.mktemp("preferences"))
+    random = np.random.default_rng(0)
+    rows = [
+        dict(prompt=text(random, 2, 6), chosen=" " + text(random, 2, 9), rejected=" " + text(random, 1, 7),
+             weight=float(random.choice([1.0, 0.5, 2.0])))
+        for _ in range(24)
+    ]  # fmt: skip
+    (where / "pairs.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
+    return where
+
+
+@pytest.fixture(autouse=True)
+def cache(tmp_path, monkeypatch):
+    """Where the reference's numbers are kept for later runs."""
+    monkeypatch.setattr(reference, "cache_folder", lambda: tmp_path)
+    return tmp_path / "reference"
+
+
+def run(folder, out, method="dpo", **more) -> Options:
+    given = dict(
+        data=(str(folder / "pairs.jsonl"),), val="0.25", max_steps=3, eval_every=every("1"), warmup=0.0,
+        schedule="constant", batch_size=2, lr=5e-4,
+    )  # fmt: skip
+    return replace(options(folder, folder / out, "gpu"), **given | METHODS[method] | more)
+
+
+def logps(model, mb):
+    """Of each document of a micro-batch, alone, (documents,) float64 with gradients."""
+    found, at = [], 0
+    for length in mb.lengths:
+        ids = torch.from_numpy(mb.ids[at : at + length]).long()
+        labels = torch.from_numpy(mb.labels[at : at + length]).long()
+        logits = model(input_ids=ids[None]).logits[0].double()
+        each = torch.log_softmax(logits, -1).gather(1, labels.clamp(min=0)[:, None])[:, 0]
+        found.append(each[labels >= 0].sum())
+        at += length
+    return torch.stack(found)
+
+
+def of(mb, known):
+    trained = np.array([int((part >= 0).sum()) for part in np.split(mb.labels, np.cumsum(mb.lengths)[:-1])])
+    return Documents(np.array(mb.lengths), trained, mb.weights, known)
+
+
+def expected(opts, steps):
+    """[(loss, metrics)] of as many steps, and the weights after them. Gradients by autograd of each document alone."""
+    data, preference = prepare(replace(opts, dry_run=True)).data, preference_of(opts)
+    model = AutoModelForCausalLM.from_pretrained(opts.model, dtype=torch.float32).eval()
+    before = AutoModelForCausalLM.from_pretrained(opts.model, dtype=torch.float32).eval()
+    named = list(model.named_parameters())
+    decay = lambda n, p: p.dim() > 1 and not n.endswith("bias")
+    groups = [dict(params=[p for n, p in named if decay(n, p)], weight_decay=0.01)]
+    groups += [dict(params=[p for n, p in named if not decay(n, p)], weight_decay=0.0)]
+    adamw, seen = torch.optim.AdamW(groups, lr=opts.lr, betas=(0.9, 0.95), eps=1e-8), []
+    for i in range(steps):
+        (mb,) = data.step(i, opts.batch_size, opts.batch_size)
+        with torch.no_grad():
+            known = logps(before, mb).numpy() if preference.compares else np.zeros(len(mb.lengths))
+        values = logps(model, mb)
+        found = compare(preference, of(mb, known), values.detach().numpy())
+        (values @ torch.from_numpy(found.slopes) / found.weights.sum()).backward()
+        torch.nn.utils.clip_grad_norm_(model.parameters(), 1.0)
+        adamw.step()
+        adamw.zero_grad()
+        seen.append((found.loss, found.metrics()))
+    return seen, {name: p.detach() for name, p in named}
+
+
+def records(out):
+    return [json.loads(line) for line in (out / "log.jsonl").read_text().splitlines()]
+
+
+@pytest.mark.full
+@pytest.mark.parametrize("method", METHODS)
+def test_three_steps_are_those_of_the_formulas(folder, method):
+    opts = run(folder, f"{method}-run", method)
+    seen, weights = expected(opts, 3)
+    finetune(opts)
+    logged = [record for record in records(folder / f"{method}-run") if "loss" in record]
+    for (loss, metrics), record in zip(seen, logged, strict=True):
+        assert record["loss"] == pytest.approx(loss, rel=1e-5, abs=1e-6)
+        for name, value in metrics.items():
+            assert record[name] == pytest.approx(value, rel=1e-4, abs=1e-4), name
+    written = load_file(folder / f"{method}-run" / "model.safetensors")
+    for name, value in written.items():
+        # AdamW's first steps are about the sign of the gradient: where it is near 0, a rounding is a step
+        assert np.abs(value - weights[name].numpy()).max() < 0.1 * opts.lr, name
+
+
+@pytest.mark.full
+def test_adapters_are_trained_as_by_peft(folder):
+    """The reference is the base: an adapter begins as nothing."""
+    peft = pytest.importorskip("peft")
+    opts = run(folder, "lora", lora=4, lora_alpha=8.0, lora_targets=("q_proj", "v_proj"), weight_decay=0.0)
+    finetune(replace(opts, out=str(folder / "begun"), max_steps=1, lr=1e-30))
+    base = AutoModelForCausalLM.from_pretrained(opts.model, dtype=torch.float32).eval()
+    theirs = peft.PeftModel.from_pretrained(base, folder / "begun", is_trainable=True)
+    data, preference = prepare(replace(opts, dry_run=True)).data, preference_of(opts)
+    trained = [p for p in theirs.parameters() if p.requires_grad]
+    adamw, seen = torch.optim.AdamW(trained, lr=opts.lr, betas=(0.9, 0.95), eps=1e-8, weight_decay=0.0), []
+    for i in range(3):
+        (mb,) = data.step(i, opts.batch_size, opts.batch_size)
+        with torch.no_grad(), theirs.disable_adapter():
+            known = logps(theirs, mb).numpy()
+        values = logps(theirs, mb)
+        found = compare(preference, of(mb, known), values.detach().numpy())
+        (values @ torch.from_numpy(found.slopes) / found.weights.sum()).backward()
+        torch.nn.utils.clip_grad_norm_(trained, 1.0)
+        adamw.step()
+        adamw.zero_grad()
+        seen.append((found.loss, found.metrics()))
+    finetune(opts)
+    logged = [record for record in records(folder / "lora") if "loss" in record]
+    for (loss, metrics), record in zip(seen, logged, strict=True):
+        assert record["loss"] == pytest.approx(loss, rel=1e-5, abs=1e-6)
+        assert record["rewards/margins"] == pytest.approx(metrics["rewards/margins"], rel=1e-4, abs=1e-5)
+
+
+@pytest.mark.full
+def test_packing_changes_no_loss_and_evaluations_compare_held_out_pairs(folder, capsys):
+    """All pairs in one step: packed or each alone, in one micro-batch or several."""
+    outs = {}
+    for name, more in {"packed": {}, "alone": dict(no_pack=True), "several": dict(micro_batch=1)}.items():
+        finetune(run(folder, name, batch_size=99, max_steps=1, **more))
+        outs[name] = records(folder / name)
+    said = capsys.readouterr().out
+    assert "compared 24 pairs: the reference took" in said
+    assert "method   dpo (beta 0.5, label_smoothing 0.1), full fine-tuning" in said
+    assert "accuracy" in said
+    assert "perplexity" not in said
+    for record in outs["packed"]:
+        for other in ("alone", "several"):
+            (same,) = [r for r in outs[other] if r["step"] == record["step"] and ("loss" in r) == ("loss" in record)]
+            for name in record:
+                if name.startswith(("loss", "eval_loss", "rewards", "eval_rewards")):
+                    assert same[name] == pytest.approx(record[name], rel=1e-4, abs=1e-5), name
+    first = next(r for r in outs["packed"] if "eval_loss" in r)
+    assert first["step"] == 0
+    assert first["eval_loss"] == pytest.approx(np.log(2))
+    assert first["eval_rewards/margins"] == 0
+    assert not (folder / "packed" / "reference").exists()
+
+
+@pytest.mark.full
+@pytest.mark.parametrize("method", ["dpo", "kto"])
+def test_a_stopped_run_goes_on_to_the_same_bits(folder, monkeypatch, method):
+    whole, parts = (
+        run(folder, f"{method}-whole", method, max_steps=4),
+        run(folder, f"{method}-parts", method, max_steps=4),
+    )
+    finetune(whole)
+    stopped(parts, 2, monkeypatch)
+    finetune(replace(parts, resume=parts.out))
+    a, b = (folder / f"{method}-{name}" for name in ("whole", "parts"))
+    assert losses(a) == losses(b)
+    assert (a / "model.safetensors").read_bytes() == (b / "model.safetensors").read_bytes()
+
+
+@pytest.mark.full
+def test_killed_while_the_reference_is_asked_it_goes_on_there(folder, cache, monkeypatch):
+    """What is known is not computed again, here or in a later run of the same weights and data."""
+    monkeypatch.setattr(reference, "KEPT_EVERY", 0.0)
+    whole, killed = run(folder, "not-killed", max_steps=1), run(folder, "killed", max_steps=1)
+    asked, real = [], reference.evaluate
+
+    def counted(e, micro):
+        asked.append(sum(len(mb.docs.lengths) for mb in micro))
+        return real(e, micro)
+
+    def dies(e, micro):
+        if len(asked) == 2:
+            os.kill(os.getpid(), signal.SIGKILL)
+        return counted(e, micro)
+
+    pid = fork()
+    if not pid:
+        reference.evaluate = dies
+        go(killed)
+    assert ended(pid) == -signal.SIGKILL
+    assert not cache.exists()
+    monkeypatch.setattr(reference, "evaluate", counted)
+    finetune(killed)
+    rest = sum(asked)
+    asked.clear()
+    shutil.rmtree(cache)
+    finetune(whole)
+    assert 0 < rest < sum(asked) == 48
+    a, b = (folder / name / "model.safetensors" for name in ("not-killed", "killed"))
+    assert a.read_bytes() == b.read_bytes()
+    asked.clear()
+    finetune(run(folder, "later", max_steps=1))
+    assert not asked
+    assert (folder / "later" / "model.safetensors").read_bytes() == a.read_bytes()
+
+
+def test_options_are_of_their_methods(folder):
+    data = ["checkpoint", "--data", "pairs.jsonl"]
+    assert preference_of(parse([*data, "--rl", "dpo", "--pref-beta", "0.2"])).beta == 0.2
+    assert preference_of(parse([*data, "--method", "kto", "--kto-chosen-weight", "2"])).desirable_weight == 2
+    assert preference_of(parse(data)) is None
+    for wrong, says in {
+        "--beta 0.1": "--beta 0.1 is for --method dpo and its relatives",
+        "--method dpo --simpo-gamma 1": "--simpo-gamma 1 is for --method simpo",
+        "--method ipo --label-smoothing 0.1": "is for --method dpo or simpo",
+        "--method dpo --long split": "compares whole answers",
+        "--method ppo": "is not one of sft, dpo",
+    }.items():
+        with pytest.raises(InputError, match=says):
+            parse([*data, *wrong.split()])
+
+
+def test_defaults_are_those_of_trl(folder):
+    job = prepare(replace(run(folder, "dry", beta=None, label_smoothing=None), lr=None, dry_run=True))
+    of = preference_of(job.options)
+    assert (of.beta, of.label_smoothing, of.simpo_gamma, of.desirable_weight, job.lr) == (0.1, 0.0, 0.5, 1.0, 1e-6)
+
+
+@pytest.mark.full
+def test_rows_with_weights_are_trained_by_them(folder):
+    """A weighted mean over the step's tokens; weights alike change nothing."""
+    rows = [dict(prompt="the", completion=f" {word} sat") for word in WORDS[:6]]
+    cases = {"alike": [3] * 6, "weighted": [1, 2, 3, 1, 2, 3]}
+    outs = {}
+    for name, weights in cases.items():
+        path = folder / f"{name}.jsonl"
+        path.write_text("".join(json.dumps(row | {"weight": w}) + "\n" for row, w in zip(rows, weights, strict=True)))
+        opts = replace(options(folder, folder / f"rows-{name}", "gpu"), data=(str(path),), max_steps=1, batch_size=9)
+        if name == "weighted":
+            (mb,) = prepare(replace(opts, dry_run=True)).data.step(0, 9, 9)
+        finetune(opts)
+        outs[name] = list(losses(folder / f"rows-{name}").values())
+    for name, weights in {"alike": np.ones(len(mb.lengths)), "weighted": mb.weights}.items():
+        model = AutoModelForCausalLM.from_pretrained(opts.model, dtype=torch.float32).eval()
+        loss = (torch.from_numpy(weights) @ -logps(model, mb)) / (weights @ of(mb, None).trained)
+        loss.backward()
+        norm = torch.nn.utils.clip_grad_norm_(model.parameters(), 1.0)
+        np.testing.assert_allclose(outs[name][0], (loss.item(), norm.item()), rtol=1e-5)
+    assert outs["weighted"][0] != pytest.approx(outs["alike"][0], rel=1e-3)
