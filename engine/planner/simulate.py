@@ -1,7 +1,7 @@
 """Simulated queues: when each task of a step would start and end.
 
-- **One drive**: queues of the SSD share one half-duplex device of all drives' rate. A request takes the time
-  that earlier ones left free.
+- **One drive**: queues of the SSD share one half-duplex device of all drives' rate. A request takes the time that
+  earlier ones of its class and of higher ones left free, and its share of the others' (storage/aio.py).
 - **One memory**: copies and CPU AdamW slow each other, as do both directions of the bus, by the bytes of a whole pass:
   moment by moment a faster queue would slow others. Where buses and drives together are faster than RAM, a copy also
   takes RAM's time that earlier ones left free.
@@ -21,11 +21,13 @@ import torch
 
 from trireme.engine.geometry import ADAM_BYTES
 from trireme.engine.planner.rates import Rates
-from trireme.engine.queues.names import BUS, READS, WRITES, gpu_of, numbered, plain, queues_of
+from trireme.engine.queues.names import BUS, LATER, READS, WRITES, gpu_of, numbered, plain, queues_of
 from trireme.engine.queues.task import Kind, Task
 from trireme.engine.queues.trace import Span
+from trireme.storage.aio import BOUND, CLASSES, READ, WRITE
 
 DRIVE = dict.fromkeys(READS, "ssd_read") | dict.fromkeys(WRITES, "ssd_write")  # queue -> its rate
+CLASS = {queue: (WRITE if queue in WRITES else READ) + (queue in LATER) for queue in DRIVE}  # of its requests
 TURN: tuple[Kind, ...] = ("loss", "adamw moments")  # tasks that begin backward
 
 
@@ -65,7 +67,7 @@ class SimulatedQueues:
         self.tasks: list[Noted] = []  # of a step, in program order
         self.parts: list[tuple[int, int, dict[str, float]]] = []  # [start, stop) of them, slow-down of each queue
         self.free = dict.fromkeys(queues_of(gpus, hosts), 0.0)
-        self.drive, self.ram = Intervals(), Intervals()
+        self.drives, self.ram = Drives(), Intervals()
         self.crowded = gpus * (rates.h2d + rates.d2h) + max(rates.ssd_read, rates.ssd_write) > rates.dram
         self.waited = 0.0  # end of the last statistics
         self.handed = 0.0  # the interpreter is done with the last task
@@ -143,7 +145,7 @@ class SimulatedQueues:
         return [(a, b, down if turn <= a < end else up) for a, b in places]
 
     def _time(self, tasks: Sequence[Noted], slow: dict[str, float]) -> None:
-        free, take, each, handed = self.free, self.drive.take, self.rates.task, self.handed
+        free, take, each, handed = self.free, self.drives.take, self.rates.task, self.handed
         through_ram = self.ram.take
         inline = each > 0 and self.rates.host == 0  # on a CPU
         for task in tasks:
@@ -155,9 +157,7 @@ class SimulatedQueues:
                     start = other.end
             end = start + seconds
             if queue in DRIVE:
-                end = take(start, seconds)
-                if DRIVE[queue] == queue:  # beside two queues of records at most
-                    end = min(end, start + 3 * seconds)
+                end = take(CLASS[queue], start, seconds)
             if task.in_ram:
                 end = max(end, through_ram(start, task.in_ram))
             task.start, task.end = start, end
@@ -184,6 +184,23 @@ class Intervals:
         met = self.starts[first : first + 1] if i > first else []
         self.starts[first:i], self.ends[first:i] = [min([start, *met])], [at + left]
         return at + left
+
+
+class Drives:
+    """Drives whose requests have classes, as in storage/aio.py."""
+
+    def __init__(self) -> None:
+        self.busy = [Intervals() for _ in CLASSES]  # with requests of a class and of higher ones
+
+    def take(self, rank: int, start: float, seconds: float) -> float:
+        """Books `seconds` of a request of class `rank` from `start` on; returns its end.
+
+        It delays lower classes, but each that waits has one piece after BOUND of higher classes.
+        """
+        ends = [busy.take(start, seconds) for busy in self.busy[rank:]]
+        waiting = sum(a < b for a, b in pairwise(ends))
+        end = min(ends[-1], start + (ends[0] - start) * (1 + waiting / BOUND))
+        return min(end, start + (1 + BOUND) * seconds) if rank else end
 
 
 # ---------------------------------------------------------------- slow-down

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 # What a step waits for; optimizer records, which would hold it up in the same queue.
 READS, WRITES = ("ssd_read", "state_read"), ("ssd_write", "state_write")
+LATER = ("state_read", "state_write")  # their requests let others go first
 QUEUES = ("compute", "h2d", "d2h", *READS, *WRITES, "cpu", "update")  # update: optimizer on the GPU
 HOPS = ("hop_in", "hop_out")  # activations between GPUs, which would wait behind weights
 # Between hosts: shares and weights; sums from the host before, to the next. On the bus too a sum would hold others up.

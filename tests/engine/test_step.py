@@ -32,6 +32,7 @@ from engines import (
 )
 from hypothesis import HealthCheck, example, given, settings
 from hypothesis import strategies as st
+from stores import OneDrive
 
 from trireme.engine import geometry
 from trireme.engine.between import Reader
@@ -110,9 +111,9 @@ def in_one_memory(model: str, dtype: str, n_micro: int, clip: float, adam_bits: 
     return *run(e, n_micro, (ALWAYS,) * 4), final_weights(e)
 
 
-def check(plan, queues, model="untied", clip=1.0, between=((),) * 4):
+def check(plan, queues, model="untied", clip=1.0, between=((),) * 4, **more):
     cfg = MODELS[model]
-    e = make(cfg, plan, queues, AdamW(max_grad_norm=clip))
+    e = make(cfg, plan, queues, AdamW(max_grad_norm=clip), **more)
     halves = plan.halves and plan.adam_bits < 32  # narrow moments are rounded at random, by places in a unit
     given = plan.dtype, plan.n_micro, clip, plan.adam_bits, halves
     losses, all_told, weights = in_one_memory(model, *given)
@@ -280,6 +281,16 @@ def test_any_plan_with_any_delays(drawn, seed, jitter, between):
     gpus = plan.gpus
     queues = JitterQueues(seed, 0.001, gpus) if jitter else RealQueues("cpu", extra=("poison",), gpus=gpus)
     check(plan, queues, model, 0.0 if plan.mode == "backward" else 1.0, between)
+
+
+@pytest.mark.full
+@settings(max_examples=8, deadline=None, suppress_health_check=[HealthCheck.too_slow])
+@given(plans(), PLACES)
+def test_any_plan_with_requests_of_classes(drawn, between):
+    """Requests wait for one slow drive, and those of lower classes are passed."""
+    model, plan = drawn
+    drive, queues = OneDrive(), RealQueues("cpu", extra=("poison",), gpus=plan.gpus)
+    check(plan, queues, model, 0.0 if plan.mode == "backward" else 1.0, between, store=drive, scratch=drive)
 
 
 @pytest.mark.full
