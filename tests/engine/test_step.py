@@ -170,16 +170,20 @@ def test_moments_after_the_weights(dtype):
         replace(host, update="gpu"),
         UnitPlan("ssd", "host"),
     )
-    plan = gpu_plan(LLAMA, units=units, dtype=dtype, late_moments=("host", "ssd"), record=700)
+    plan = gpu_plan(LLAMA, units=units, dtype=dtype, late_moments=TIERS, record=700)
     check(plan, RealQueues("cpu", extra=("poison",)))
     for late in LAGS:
         check(plan, LateQueues(late))
 
 
-@pytest.mark.parametrize("window", [1, 2])
-def test_updates_streamed_through_the_gpu(window):
-    """New weights are on their way home when their slot is wanted for another unit's."""
-    plan = gpu_plan(LLAMA, units=(UnitPlan("host", "host", "gpu"),) * 5, dtype="BF16", window=window, record=700)
+@pytest.mark.parametrize("dtype", ["F32", "BF16"])
+@pytest.mark.parametrize("moments", [(), ("host",), ("gpu", "host")])
+@pytest.mark.parametrize("slots", [1, 3])
+def test_updates_streamed_through_the_gpu(dtype, moments, slots):
+    """Of some layers, beside those of the CPU; records pass one by one, or several at once."""
+    streamed, other = UnitPlan("host", "host", "gpu"), UnitPlan("host", "host")
+    units = (other, streamed, streamed, other, streamed)
+    plan = gpu_plan(LLAMA, units=units, dtype=dtype, window=1, record=700, stream_slots=slots, late_moments=moments)
     for late in LAGS:
         check(plan, LateQueues(late))
 
@@ -211,9 +215,6 @@ def test_evaluations_samples_and_flushes_between_steps_change_nothing(model, win
         check(plan, RealQueues("cpu", extra=("poison",)), model, between=between)
 
 
-LATE = st.lists(st.sampled_from(("host", "ssd")), unique=True).map(tuple)
-
-
 @pytest.mark.parametrize("model", ["packed", "packed in blocks", "latent"])
 @pytest.mark.parametrize("at_once", [1, 2, 100])
 def test_where_packed_experts_are_cut_changes_no_bit(model, at_once):
@@ -225,6 +226,7 @@ def test_where_packed_experts_are_cut_changes_no_bit(model, at_once):
     assert not [t.name for layout in made for t in layout.tensors if len(t.shape) == 3]
 
 
+LATE = st.lists(st.sampled_from(TIERS), unique=True).map(tuple)
 PLACES = st.tuples(*[st.lists(st.sampled_from(tuple(BETWEEN)), max_size=3)] * 4)
 
 
