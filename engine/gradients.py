@@ -73,7 +73,7 @@ class Spilled:
         """Frees `source`."""
 
         def write() -> None:
-            self.space.write(self.offset, memory_of(source.tensor, self.nbytes))
+            self.space.write(self.offset, memory_of(source.tensor, self.nbytes), later=True)
 
         ready = (landed, *self.ready)
         self.ready = (self.queues.run("state_write", "gradient", self.name, write, ready, nbytes=self.nbytes),)
@@ -85,7 +85,7 @@ class Spilled:
         first, end = a * self.itemsize // 4096 * 4096, round_up(b * self.itemsize)
 
         def read() -> None:
-            self.space.read(self.offset + first, memory_of(buffer.tensor, end - first))
+            self.space.read(self.offset + first, memory_of(buffer.tensor, end - first), later=True)
 
         ready = (*buffer.ready, *self.ready)
         self.ready = (self.queues.run("state_read", "gradient", self.name, read, ready, nbytes=end - first),)

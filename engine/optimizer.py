@@ -3,7 +3,8 @@ rates.
 
 - Mode `forward`: when the norm is known, ahead of the unit's next forward. `late_moments` are the second part of an
   update: weights under forward (in RAM 18 of 26 bytes a parameter; on the SSD 10 read and 2 written of 10 and 10),
-  moments under backward, computed from the same gradient (18; 8 and 8). The bits are those of one update.
+  moments under backward, computed from the same gradient (18; 8 and 8). The bits are those of one update. Also of
+  updates that stream through the GPU: 14 bytes to it and 4 back for the weights, moments by the CPU.
 - Mode `backward`: when the gradient has landed, under the rest of backward. No clipping.
 """
 
@@ -45,9 +46,9 @@ class Optimizer:
         self.weights, self.gradients = weights, gradients
         self.kernels = Kernels(self.geo, self.plan, queues, adamw)
         self.on_gpu = OnGpuUpdates(self.kernels, placement, weights, queues)
-        self.streamed = StreamedUpdates(self.kernels, placement, weights, queues)
         self.on_cpu = CpuUpdates(self.kernels, placement, weights, gradients, queues)
-        self.early = [u for u in range(self.geo.n_units) if self._is_early(u)]
+        self.streamed = StreamedUpdates(self.kernels, placement, weights, self.on_cpu, queues)
+        self.early = [u for u, unit in enumerate(self.plan.units) if unit.weights != "gpu" and unit.update == "cpu"]
         if not queues.simulated:
             self.stats = torch.zeros(3, dtype=torch.float64, device=queues.devices[self._first_gpu])
 
@@ -128,11 +129,6 @@ class Optimizer:
         self.run_ahead()
         self.update(u)
         self.run_ahead()
-
-    def _is_early(self, u: int) -> bool:
-        """Whether run_ahead looks at it: the CPU updates beside forward."""
-        unit = self.plan.units[u]
-        return unit.weights == "ssd" or (unit.weights == "host" and unit.update == "cpu")
 
     def run_ahead(self) -> None:
         """Hands over early updates, in forward order, up to the first that needs a staging buffer."""

@@ -8,6 +8,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from concurrent.futures import Future, wait
 from dataclasses import dataclass
+from functools import partial
 from typing import Literal, NamedTuple, Protocol
 
 from torch import Tensor
@@ -16,7 +17,7 @@ from trireme.engine.buffers import ENDS, What, buffers
 from trireme.engine.geometry import Geometry
 from trireme.engine.memory import NOTHING, Memory, Pool, memory_of
 from trireme.engine.plan import Plan, Tier
-from trireme.engine.queues.names import READS, numbered
+from trireme.engine.queues.names import LATER, READS, numbered
 from trireme.engine.queues.task import Kind, Queues, Task
 from trireme.models.sizes.shapes import HALVES
 from trireme.storage.devices import Device
@@ -25,6 +26,7 @@ from trireme.storage.scratch import Scratch as OnDrives
 
 Progress = Callable[[int], None]  # (bytes just moved)
 Transfer = Callable[[str, memoryview], "Future[None]"]  # (shard's name, bytes)
+Way = Literal["read", "verify", "write"]
 
 
 def silent(nbytes: int) -> None:
@@ -34,21 +36,25 @@ def silent(nbytes: int) -> None:
 class Store(Protocol):
     """Shards on the SSD, by name."""
 
-    def read(self, name: str, buffer: memoryview) -> Future[None]: ...
+    def read(self, name: str, buffer: memoryview, later: bool = False) -> Future[None]:
+        """`later`: no task waits for it yet; requests of others go first."""
+        ...
 
     def verify(self, name: str, buffer: memoryview) -> Future[None]:
         """Reads and compares with the checksum."""
         ...
 
-    def write(self, name: str, buffer: memoryview) -> Future[None]: ...
+    def write(self, name: str, buffer: memoryview, later: bool = False) -> Future[None]: ...
 
 
 class Scratch(Protocol):
     """Bytes by offset on the SSD, for one run."""
 
-    def read(self, offset: int, buffer: memoryview) -> Future[None]: ...
+    def read(self, offset: int, buffer: memoryview, later: bool = False) -> Future[None]:
+        """`later` as of Store."""
+        ...
 
-    def write(self, offset: int, buffer: memoryview) -> Future[None]: ...
+    def write(self, offset: int, buffer: memoryview, later: bool = False) -> Future[None]: ...
 
     def close(self) -> None: ...
 
@@ -69,15 +75,15 @@ class Space:
         if self.nbytes:
             self.scratch = OnDrives(devices, self.nbytes)
 
-    def start(self, way: Literal["read", "write"], offset: int, buffer: memoryview) -> Future[None]:
+    def claimed(self) -> Scratch:
         assert self.scratch is not None, "the plan uses scratch space on the SSD, and none was claimed"
-        return (self.scratch.write if way == "write" else self.scratch.read)(offset, buffer)
+        return self.scratch
 
-    def read(self, offset: int, buffer: memoryview) -> None:
-        self.start("read", offset, buffer).result()
+    def read(self, offset: int, buffer: memoryview, later: bool = False) -> None:
+        self.claimed().read(offset, buffer, later).result()
 
-    def write(self, offset: int, buffer: memoryview) -> None:
-        self.start("write", offset, buffer).result()
+    def write(self, offset: int, buffer: memoryview, later: bool = False) -> None:
+        self.claimed().write(offset, buffer, later).result()
 
     def close(self) -> None:
         if self.scratch is not None:
@@ -290,7 +296,8 @@ class Placement:
         self, queue: str, kind: Kind, of: str, shards: Sequence[Stored], buffer: Tensor, after: Sequence[Task]
     ) -> Task:
         def io() -> None:
-            self.move(self.transfer(shards[0].entry, "read" if queue in READS else "write"), shards, buffer)
+            way: Way = "read" if queue in READS else "write"
+            self.move(self.transfer(shards[0].entry, way, later=queue in LATER), shards, buffer)
 
         return self.queues.run(queue, kind, of, io, after, nbytes=sum(shard.layout.span for shard in shards))
 
@@ -299,12 +306,17 @@ class Placement:
         assert self.store is not None, "the plan uses the SSD, and the engine was built without a store"
         return self.store
 
-    def transfer(self, entry: Entry, way: Literal["read", "verify", "write"]) -> Transfer:
-        """The method that moves an entry's shards: the store's or, for frozen weights, the scratch space's."""
+    def transfer(self, entry: Entry, way: Way, later: bool = False) -> Transfer:
+        """The method that moves an entry's shards: the store's or, for frozen weights, the scratch space's.
+
+        `later`: no task waits for it yet.
+        """
         if entry.kind != "base":
-            return {"read": self.ssd.read, "verify": self.ssd.verify, "write": self.ssd.write}[way]
-        space, offset = self.space, self.base_offset[entry.u]
-        return lambda _, buffer: space.start("write" if way == "write" else "read", offset, buffer)
+            if way == "verify":
+                return self.ssd.verify
+            return partial(self.ssd.write if way == "write" else self.ssd.read, later=later)
+        scratch, offset = self.space.claimed(), self.base_offset[entry.u]
+        return lambda _, buffer: (scratch.write if way == "write" else scratch.read)(offset, buffer)
 
     def move(self, transfer: Transfer, shards: Sequence[Stored], buffer: Tensor) -> None:
         """Moves shards from or to their offsets in `buffer`. Even on errors nothing is in flight afterwards."""

@@ -79,7 +79,7 @@ class Plan:
     dtype: str = "BF16"  # or F32
     mode: Mode = "forward"  # when updates run: optimizer.py; what `backward` gains: docs/design.md
     adam_bits: int = 32  # of each moment: 32, 16 or 8
-    late_moments: tuple[Tier, ...] = ()  # tiers with moments under backward: optimizer.py
+    late_moments: tuple[Tier, ...] = ()  # tiers with moments under backward, gpu: of streamed updates; optimizer.py
     window: int = 2  # GPU slots of weights: one in use, others prefetched
     host_window: int = 2  # host slots of SSD-stored weights, of gradients passing through
     state_slots: int = 4  # host slots of SSD-stored records
@@ -124,8 +124,8 @@ class Plan:
             raise InputError("plan: updates streamed through the gpu need mode forward")
         if self.late_moments and (self.mode, self.adam_bits) != ("forward", 32):
             raise InputError("plan: late_moments needs mode forward and adam_bits 32")
-        if not {"host", "ssd"} >= set(self.late_moments):
-            raise InputError(f"plan: late_moments {', '.join(self.late_moments)}: there are host and ssd")
+        if not set(TIERS) >= set(self.late_moments):
+            raise InputError(f"plan: late_moments {', '.join(self.late_moments)}: there are {', '.join(TIERS)}")
         if self.between not in ("gpu", "host"):
             raise InputError(f"plan: between {self.between!r} is neither gpu nor host")
         if self.gradients not in ("host", "ssd") or (self.gradients, self.mode) == ("ssd", "backward"):

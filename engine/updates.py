@@ -1,4 +1,4 @@
-"""How a unit is updated: on the GPU, streamed through it, or on the CPU, whole or in two parts.
+"""How a unit is updated: on the GPU, on the CPU, or streamed through the GPU, the latter two whole or in two parts.
 
 Tasks keep the hyper-parameters of their step: the next may begin before they run. State in RAM may stream through the
 GPU: PCIe and RAM together are faster than either.
@@ -125,56 +125,6 @@ class OnGpuUpdates:
         self.weights.layers[u].trained.publish(task)
 
 
-class StreamedUpdates:
-    """Updates on the GPU of state in RAM, record by record."""
-
-    def __init__(self, kernels: Kernels, placement: Placement, weights: WeightStream, queues: Queues):
-        self.kernels, self.geo, self.plan = kernels, kernels.geo, kernels.plan
-        self.placement, self.weights, self.queues = placement, weights, queues
-        self.pools = placement.gpu_pools("state pool")
-        self.written: dict[tuple[int, int], Task] = {}
-
-    def hand_over(self, u: int, gradient: Landed) -> None:
-        weights, read = self.weights.in_ram(u), []
-        held, come = weights.get(), weights.ready
-        for r, (a, b) in enumerate(self.geo.records(u, self.plan.record)):
-            up, done = self._record(u, r, flat(held.tensor, self.geo.dtype, b)[a:], come, gradient.part(a, b))
-            read.append(up)
-        gradient.free(read)
-        weights.write_back(done)
-
-    def _record(self, u: int, r: int, hi: Tensor, come: Sequence[Task], grad: Elements) -> tuple[Task, Task]:
-        """(copy to the GPU, update of weights `hi`, there after `come`); queues the copy back too."""
-        a, b = self.geo.records(u, self.plan.record)[r]
-        dtype, layout, stored = self.geo.dtype, self.geo.state_layout(b - a), self.placement.state[u][r]
-        of, adamw, gpu = f"{self.geo.names[u]} {r}", self.kernels.bind(u, a, b, on_gpu=True), self.plan.units[u].gpu
-        buffer = self.pools[gpu].acquire(of)
-
-        def up() -> None:
-            buffer.tensor[: layout.span].copy_(stored, non_blocking=True)
-            gradient = flat(buffer.tensor[layout.span :], dtype, b - a)
-            gradient.copy_(flat(grad.tensor, dtype, b - a), non_blocking=True)
-
-        def update() -> None:
-            gradient = flat(buffer.tensor[layout.span :], dtype, b - a)
-            adamw(hi, views(layout, buffer.tensor), gradient)
-
-        def down() -> None:
-            stored.copy_(buffer.tensor[: layout.span], non_blocking=True)
-
-        last = (self.written[u, r],) if (u, r) in self.written else ()
-        before = (*buffer.ready, *grad.ready, *self.kernels.clip.known, *last)
-        nbytes = layout.span + ITEMSIZE[dtype] * (b - a)
-        gone = self.queues.run(numbered("h2d", gpu), "state", of, up, before, nbytes=nbytes)
-        ready = (gone, *come)
-        done = self.queues.run(numbered("update", gpu), "adamw", of, update, ready, nbytes=GPU_BYTES * (b - a))
-        back = self.written[u, r] = self.queues.run(
-            numbered("d2h", gpu), "state", of, down, (done,), nbytes=layout.span
-        )
-        buffer.free((back,))
-        return gone, done
-
-
 # ---------------------------------------------------------------- on the CPU
 
 
@@ -295,7 +245,8 @@ class CpuUpdates:
         self.kernels, self.geo, self.plan = kernels, kernels.geo, kernels.plan
         self.placement, self.weights, self.gradients, self.queues = placement, weights, gradients, queues
         self.records = Records(self.geo, self.plan, placement)
-        self.late: list[tuple[CpuWork, Task]] = []  # moments that are due, their weights' update
+        self.late: dict[int, tuple[CpuWork, Sequence[Task]]] = {}  # moments that are due, and what they come after
+        self.written: dict[int, Task] = {}  # the last moments of a layer with state in RAM
 
     def hand_over(self, u: int, gradient: Landed | Spilled) -> None:
         """Queues layer u's update."""
@@ -310,10 +261,18 @@ class CpuUpdates:
             done = work.whole(self.placement.state[u], after)
         current = self.gradients.shared(u, taken.tensor, done)
         if late:
-            self.late.append((CpuWork(self.kernels, self.queues, u, gradient, "moments"), done))
+            self.moments_later(u, gradient, (done,))
         else:
             gradient.free((done,))
         weights.put(taken, current)
+
+    def moments_later(self, u: int, gradient: Landed | Spilled, after: Sequence[Task]) -> None:
+        """Layer u's moments are due, `after` its weights' update."""
+        self.late[u] = CpuWork(self.kernels, self.queues, u, gradient, "moments"), after
+
+    def moments_of(self, u: int) -> tuple[Task, ...]:
+        """The last task on the moments of a layer with state in RAM, where they were late."""
+        return (self.written[u],) if u in self.written else ()
 
     def _record(self, work: CpuWork, r: int, after: Sequence[Task], late: bool) -> Task:
         """Updates one record from the SSD; with late moments only its low halves go back."""
@@ -331,14 +290,85 @@ class CpuUpdates:
 
     def moments(self, first: int) -> None:
         """Queues due moments, last layer first, down to layer `first`."""
-        while self.late and self.late[-1][0].u >= first:
-            work, weights = self.late.pop()
+        for u in sorted((u for u in self.late if u >= first), reverse=True):
+            work, after = self.late.pop(u)
             if self.plan.units[work.u].state == "ssd" and work.ranges:
                 for r in range(len(work.ranges)):
                     read = self.records.take_moments(work.u, r)
-                    done = work.record(r, read.buffer.tensor, (weights, read.task))
+                    done = work.record(r, read.buffer.tensor, (*after, read.task))
                     self.records.put_back(read, done, "moments")
                 self.records.readable += len(work.ranges)
             else:
-                done = work.whole(self.placement.state[work.u], (weights,))
+                done = self.written[work.u] = work.whole(self.placement.state[work.u], after)
             work.gradient.free((done,))
+
+
+# ---------------------------------------------------------------- streamed through the GPU
+
+
+class StreamedUpdates:
+    """Updates on the GPU of state in RAM, record by record, in queues of their own: beside updates on the CPU, when a
+    layer's weights come for forward. Late moments follow on the CPU.
+    """
+
+    def __init__(
+        self, kernels: Kernels, placement: Placement, weights: WeightStream, on_cpu: CpuUpdates, queues: Queues
+    ):
+        self.kernels, self.geo, self.plan = kernels, kernels.geo, kernels.plan
+        self.placement, self.weights, self.on_cpu, self.queues = placement, weights, on_cpu, queues
+        self.pools = placement.gpu_pools("state pool")
+        self.written: dict[tuple[int, int], Task] = {}
+        self.part: Part = "weights" if "gpu" in self.plan.late_moments else "all"
+
+    def hand_over(self, u: int, gradient: Landed) -> None:
+        weights, read = self.weights.in_ram(u), []
+        held, come = weights.get(), weights.ready
+        for r, (a, b) in enumerate(self.geo.records(u, self.plan.record)):
+            up, done = self._record(u, r, flat(held.tensor, self.geo.dtype, b)[a:], come, gradient.part(a, b))
+            read.append(up)
+        if self.part == "weights":
+            self.on_cpu.moments_later(u, gradient, read)
+        else:
+            gradient.free(read)
+        weights.write_back(done)
+
+    def _record(self, u: int, r: int, hi: Tensor, come: Sequence[Task], grad: Elements) -> tuple[Task, Task]:
+        """(copy to the GPU, update of weights `hi`, there after `come`); queues the copy back too."""
+        a, b = self.geo.records(u, self.plan.record)[r]
+        dtype, layout, stored = self.geo.dtype, self.geo.state_layout(b - a), self.placement.state[u][r]
+        of, gpu = f"{self.geo.names[u]} {r}", self.plan.units[u].gpu
+        adamw, buffer = self.kernels.bind(u, a, b, on_gpu=True, part=self.part), self.pools[gpu].acquire(of)
+
+        def up() -> None:
+            buffer.tensor[: layout.span].copy_(stored, non_blocking=True)
+            gradient = flat(buffer.tensor[layout.span :], dtype, b - a)
+            gradient.copy_(flat(grad.tensor, dtype, b - a), non_blocking=True)
+
+        def update() -> None:
+            gradient = flat(buffer.tensor[layout.span :], dtype, b - a)
+            adamw(hi, views(layout, buffer.tensor), gradient)
+
+        last = (*((self.written[u, r],) if (u, r) in self.written else ()), *self.on_cpu.moments_of(u))
+        before = (*buffer.ready, *grad.ready, *self.kernels.clip.known, *last)
+        nbytes = layout.span + ITEMSIZE[dtype] * (b - a)
+        gone = self.queues.run(numbered("update_in", gpu), "state", of, up, before, nbytes=nbytes)
+        done = self.queues.run(numbered("update", gpu), "adamw", of, update, (gone, *come), nbytes=GPU_BYTES * (b - a))
+        buffer.free((self._back(u, r, buffer.tensor, done),))
+        return gone, done
+
+    def _back(self, u: int, r: int, updated: Tensor, done: Task) -> Task:
+        """Copies what changed of a record to RAM, before late moments its low halves; the last task on its buffer."""
+        (a, b), stored = self.geo.records(u, self.plan.record)[r], self.placement.state[u][r]
+        first, layout = 0, self.geo.state_layout(b - a)
+        if self.part == "weights":
+            if self.geo.dtype == "F32":  # the weights are the master, the record is unchanged
+                return done
+            first, layout = self.geo.state_parts(b - a)["low"]
+        changed = slice(first, first + layout.span)
+
+        def down() -> None:
+            stored[changed].copy_(updated[changed], non_blocking=True)
+
+        queue, of = numbered("update_out", self.plan.units[u].gpu), f"{self.geo.names[u]} {r}"
+        self.written[u, r] = self.queues.run(queue, "state", of, down, (done,), nbytes=layout.span)
+        return self.written[u, r]

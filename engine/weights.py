@@ -120,7 +120,7 @@ class InRam(OnGpu):
         def down() -> None:
             stored[: self.nbytes].copy_(here.tensor[: self.nbytes], non_blocking=True)
 
-        queue = numbered("d2h", self.gpu)
+        queue = numbered("update_out", self.gpu)
         self.ready = (done,)
         self.updated = (self.placement.queues.run(queue, "weights", self.name, down, (done,), nbytes=self.nbytes),)
 

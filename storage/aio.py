@@ -1,8 +1,9 @@
 """Asynchronous reads and writes of large aligned buffers, many in flight, results as futures.
 
-Requests are cut into pieces of `block` bytes, and those of one direction alternate. `depth` pieces are in flight, or
-`mixed` in each direction while both have work (devices.py measures them). A future ends, also with an error, when none
-of its pieces is in flight: its buffer is free.
+Requests are cut into pieces of `block` bytes, and have a class: those of the highest go first, but after `BOUND` pieces
+of higher classes a waiting class has its turn, so that none starves. Requests of one class alternate. `depth` pieces
+are in flight, or `mixed` in a direction beside more of the other (devices.py measures them). A future ends, also with
+an error, when none of its pieces is in flight: its buffer is free.
 """
 
 from __future__ import annotations
@@ -29,6 +30,9 @@ if TYPE_CHECKING:
     from typing_extensions import Buffer
 
 HUGE_PAGE = 2 << 20
+# Classes of requests, highest first: reads that the caller waits for, reads ahead, writes, write-back.
+READ, READ_AHEAD, WRITE, WRITE_BACK = CLASSES = range(4)
+BOUND = 8  # pieces of higher classes that pass a waiting class before one of its own starts
 
 
 def arena(nbytes: int) -> memoryview:
@@ -95,16 +99,20 @@ def _open(path: str, flags: int) -> int:
 
 
 class _Request:
-    __slots__ = ("file", "write", "end", "future", "waiting", "left", "error")
+    __slots__ = ("file", "rank", "end", "future", "waiting", "left", "error")
 
-    def __init__(self, file: File, write: bool, offset: int, view: memoryview, block: int, need: int):
-        self.file, self.write, self.end = file, write, offset + need
+    def __init__(self, file: File, rank: int, offset: int, view: memoryview, block: int, need: int):
+        self.file, self.rank, self.end = file, rank, offset + need
         starts = range(0, len(view), block)
         self.waiting = deque(Piece(self, offset + i, view[i : i + block]) for i in starts)  # not started
         self.left = len(starts)  # not over
         self.error: StoreError | None = None
         self.future: Future[None] = Future()
         self.future.set_running_or_notify_cancel()  # the kernel cannot cancel
+
+    @property
+    def write(self) -> bool:
+        return self.rank >= WRITE
 
 
 class Piece:
@@ -135,21 +143,24 @@ class IO:
         self.block, self.depth, self.mixed = block, depth, mixed
         self._lock = threading.Lock()
         self._idle = threading.Condition(self._lock)
-        self._waiting: tuple[deque[_Request], deque[_Request]] = (deque(), deque())  # reads, writes; whose turn is next
-        self._flying = [0, 0]
+        self._waiting: tuple[deque[_Request], ...] = tuple(deque() for _ in CLASSES)  # whose turn is next
+        self._passed = [0 for _ in CLASSES]  # pieces of higher classes started while a class waited
+        self._flying = [0, 0]  # reads, writes
         self._closed = False
         self.written = 0  # bytes asked to be
 
     def __str__(self) -> str:
         return f"{self.name}, {self.block >> 10} KiB x {self.depth} ({self.mixed} + {self.mixed} mixed)"
 
-    def read(self, file: File, offset: int, buffer: Buffer, need: int | None = None) -> Future[None]:
-        """Fills `buffer`; the file may end after `need` bytes (default all)."""
-        return self._request(file, False, offset, buffer, need)
+    def read(
+        self, file: File, offset: int, buffer: Buffer, need: int | None = None, later: bool = False
+    ) -> Future[None]:
+        """Fills `buffer`; the file may end after `need` bytes (default all). `later`: nobody waits for it yet."""
+        return self._request(file, READ_AHEAD if later else READ, offset, buffer, need)
 
-    def write(self, file: File, offset: int, buffer: Buffer) -> Future[None]:
-        """Writes `buffer` at `offset`; durable only after fsync."""
-        return self._request(file, True, offset, buffer, None)
+    def write(self, file: File, offset: int, buffer: Buffer, later: bool = False) -> Future[None]:
+        """Writes `buffer` at `offset`; durable only after fsync. `later` as of `read`."""
+        return self._request(file, WRITE_BACK if later else WRITE, offset, buffer, None)
 
     def close(self) -> None:
         """Waits for pieces in flight; other requests fail."""
@@ -168,16 +179,16 @@ class IO:
     def _stop(self) -> None:
         """When nothing is in flight."""
 
-    def _request(self, file: File, write: bool, offset: int, buffer: Buffer, need: int | None) -> Future[None]:
+    def _request(self, file: File, rank: int, offset: int, buffer: Buffer, need: int | None) -> Future[None]:
         view = memoryview(buffer).cast("B")
         assert view
         assert not (file.direct and (address_of(view) | offset | len(view)) % ALIGN), (file.path, offset)
-        request = _Request(file, write, offset, view, self.block, len(view) if need is None else need)
+        request = _Request(file, rank, offset, view, self.block, len(view) if need is None else need)
         with self._lock:
             closed = self._closed
             if not closed:
-                self._waiting[write].append(request)
-                self.written += len(view) * write
+                self._waiting[rank].append(request)
+                self.written += len(view) * request.write
         if closed:
             request.future.set_exception(StoreError(errno.EBADF, "the store is closed", file.path))
         self._pump()
@@ -187,19 +198,35 @@ class IO:
         """Starts waiting pieces up to the limit."""
         while True:
             with self._lock:
-                busy = [bool(n or w) for n, w in zip(self._flying, self._waiting, strict=True)]
-                limit = self.mixed if all(busy) else self.depth
                 batch = []
-                for write in (False, True):
-                    while self._waiting[write] and self._flying[write] < limit:
-                        request = self._waiting[write].popleft()
-                        batch.append(request.waiting.popleft())
-                        self._flying[write] += 1
-                        if request.waiting:
-                            self._waiting[write].append(request)
+                while (rank := self._next()) is not None:
+                    request = self._waiting[rank].popleft()
+                    batch.append(request.waiting.popleft())
+                    self._flying[request.write] += 1
+                    if request.waiting:
+                        self._waiting[rank].append(request)
+                    self._count(rank)
             if not batch:
                 return
             self._start(batch)
+
+    def _next(self) -> int | None:
+        """The class whose piece starts next; None while there is none, or the drive is full."""
+        waiting = [rank for rank in CLASSES if self._waiting[rank]]
+        due = [rank for rank in waiting if self._passed[rank] >= BOUND and self._may_start(rank)]
+        if due or not waiting:
+            return due[0] if due else None
+        return waiting[0] if self._may_start(waiting[0]) else None
+
+    def _may_start(self, rank: int) -> bool:
+        write = rank >= WRITE
+        return self._flying[write] < max(self.mixed, self.depth - self._flying[not write])
+
+    def _count(self, rank: int) -> None:
+        """Counts a started piece of class `rank`."""
+        self._passed[rank] = 0
+        for lower in range(rank + 1, len(CLASSES)):
+            self._passed[lower] = self._passed[lower] + 1 if self._waiting[lower] else 0
 
     def _start(self, pieces: list[Piece]) -> None:
         """`_finish` must follow for each, from any thread."""
@@ -236,7 +263,7 @@ class IO:
             if self._closed or request.error:
                 return False
             if not request.waiting:
-                self._waiting[piece.write].append(request)
+                self._waiting[request.rank].append(request)
             request.waiting.appendleft(piece)
             return True
 
@@ -246,8 +273,8 @@ class IO:
             before, request.left = request.left, request.left - pieces
             if error and not request.error:
                 request.error = error
-                if request in self._waiting[request.write]:
-                    self._waiting[request.write].remove(request)
+                if request in self._waiting[request.rank]:
+                    self._waiting[request.rank].remove(request)
                 request.left -= len(request.waiting)
                 request.waiting.clear()
             over = before > request.left == 0  # once: close() may have dropped it already

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import Future
+from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -36,13 +37,13 @@ class Scratch:
             self.close()
             raise
 
-    def read(self, offset: int, buffer: Buffer) -> Future[None]:
-        """Fills `buffer`; offset and size are multiples of 4,096."""
-        return self._move([device.io.read for device in self.devices], offset, buffer)
+    def read(self, offset: int, buffer: Buffer, later: bool = False) -> Future[None]:
+        """Fills `buffer`; offset and size are multiples of 4,096. `later` as in aio.py."""
+        return self._move([partial(device.io.read, later=later) for device in self.devices], offset, buffer)
 
-    def write(self, offset: int, buffer: Buffer) -> Future[None]:
-        """Writes `buffer`; offset and size are multiples of 4,096."""
-        return self._move([device.io.write for device in self.devices], offset, buffer)
+    def write(self, offset: int, buffer: Buffer, later: bool = False) -> Future[None]:
+        """Writes `buffer`; offset and size are multiples of 4,096. `later` as in aio.py."""
+        return self._move([partial(device.io.write, later=later) for device in self.devices], offset, buffer)
 
     def close(self) -> None:
         """Nothing may be in flight."""

@@ -88,15 +88,15 @@ class Shards:
 
     # ------------------------------------------------------------ reading
 
-    def read(self, name: str, buffer: Buffer) -> Future[None]:
-        """Fills `buffer` (page-aligned, layout.span bytes). The future raises StoreError."""
-        return self._read(name, buffer, verify=False)
+    def read(self, name: str, buffer: Buffer, later: bool = False) -> Future[None]:
+        """Fills `buffer` (page-aligned, layout.span bytes). The future raises StoreError. `later` as in aio.py."""
+        return self._read(name, buffer, later=later)
 
     def verify(self, name: str, buffer: Buffer) -> Future[None]:
         """read, compared by checksum; the future may raise Damaged."""
         return self._read(name, buffer, verify=True)
 
-    def _read(self, name: str, buffer: Buffer, verify: bool) -> Future[None]:
+    def _read(self, name: str, buffer: Buffer, verify: bool = False, later: bool = False) -> Future[None]:
         shard = self.shards[name]
         view = _view(shard, buffer)
         with self._versions.lock:
@@ -107,7 +107,7 @@ class Shards:
         for k, (stripe, version) in enumerate(zip(shard.stripes, versions, strict=True)):
             io, data = self.devices[stripe.device].io, len(stripe.header)
             reads = [
-                io.read(version.file, data + offset, view[at : at + round_up(n)], n)
+                io.read(version.file, data + offset, view[at : at + round_up(n)], n, later)
                 for at, offset, n in stripe.segments
             ]
             if verify:
@@ -138,11 +138,11 @@ class Shards:
 
     # ------------------------------------------------------------ writing
 
-    def write(self, name: str, buffer: Buffer) -> Future[None]:
+    def write(self, name: str, buffer: Buffer, later: bool = False) -> Future[None]:
         """Writes `buffer` (page-aligned, layout.span bytes) as a new version, current once done; after an error the old
         one stays.
 
-        One write of a name at a time. Raises StoreError at once without space.
+        One write of a name at a time. `later` as in aio.py. Raises StoreError at once without space.
         """
         shard = self.shards[name]
         view = _view(shard, buffer)
@@ -150,9 +150,9 @@ class Shards:
         parts = []
         for stripe, header, version in zip(shard.stripes, shard.headers, versions, strict=True):
             io = self.devices[stripe.device].io
-            parts.append(io.write(version.file, 0, header))
+            parts.append(io.write(version.file, 0, header, later))
             for at, offset, n in stripe.segments:
-                parts.append(io.write(version.file, len(header) + offset, view[at : at + round_up(n)]))
+                parts.append(io.write(version.file, len(header) + offset, view[at : at + round_up(n)], later))
         for stripe, version in zip(shard.stripes, versions, strict=True):
             parts.append(self._sums.submit(_take_sum, version, stripe.data_of(view)))
 

@@ -28,7 +28,7 @@ from trireme.models.config import ModelConfig
 WEAR = 0.5  # of the seconds that writing activations to the SSD takes: a charge for its wear
 HOPEFUL = 0.995  # of the best time: plans with a floor above are not simulated
 REFINED = 4  # best plans that are varied
-WITHOUT_A_DRIVE = Lean(states=1.0), Lean("host", states=1.0)
+WITHOUT_A_DRIVE = Lean(states=1.0), Lean("host", states=1.0), Lean("host", states=1.0, updates=0.0)
 # Units x micro-batches in all simulations of the search, twice as many for several GPUs; simulations at least. As many
 # again vary the best.
 WORK, LEAST = 8000, 3
@@ -262,13 +262,15 @@ def _weights_and_state(geo: Geometry, plan: Plan, u: int, moved: Traffic) -> Non
     """Adds unit u's weights, gradient and optimizer state."""
     unit, numel = plan.units[u], geo.numel[u]
     weights, state = geo.weights[u].span, geo.state_span(u, plan.record)
-    spilled, late = weights * plan.spilled(u), unit.state in plan.late_moments
+    spilled = weights * plan.spilled(u)
+    late = ("gpu" if unit.update == "gpu" else unit.state) in plan.late_moments and unit.state != "gpu"
     changed_outside = unit.weights != "gpu" and not (unit.update == "gpu" and _stays(geo, plan, u))
     moved.forward["h2d"] += weights * changed_outside
     moved.backward["d2h"] += weights * (unit.state != "gpu")
     if unit.update == "gpu":
         moved.forward["h2d"] += state + weights
-        moved.forward["d2h"] += state + weights
+        moved.forward["d2h"] += (2 * numel * (geo.dtype == "BF16") if late else state) + weights
+        moved.backward["cpu"] += numel * PART_BYTES["moments"] * late
     elif unit.state != "gpu":
         updates = moved.backward if plan.mode == "backward" else moved.forward
         updates["cpu"] += numel * PART_BYTES["weights" if late else "all"]

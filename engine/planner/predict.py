@@ -13,7 +13,7 @@ from trireme.engine.build import build
 from trireme.engine.geometry import ADAM_BYTES, Geometry
 from trireme.engine.plan import Limits, Plan
 from trireme.engine.planner.rates import Rates
-from trireme.engine.planner.simulate import DRIVE, SimulatedQueues, drive_seconds, is_copy
+from trireme.engine.planner.simulate import DRIVE, Noted, SimulatedQueues, drive_seconds, is_copy
 from trireme.engine.queues.names import NET, gpu_of, plain
 from trireme.engine.queues.task import Kind, Task
 from trireme.engine.queues.trace import Span
@@ -155,21 +155,32 @@ def together(n_micro: int, gpus: int = 1) -> int:
 
 def _prediction(seconds: float, queues: SimulatedQueues, spans: tuple[Span, ...]) -> Prediction:
     busy, moved = dict.fromkeys(("compute", "h2d", "d2h", "ssd", "cpu", "update"), 0.0), {"ssd_read": 0, "ssd_write": 0}
-    working = defaultdict[tuple[str, int], float](float)  # seconds by queue and GPU
+    working = defaultdict[tuple[str, int], list[Noted]](list)  # tasks by queue and GPU
     for t in queues.tasks:
         if t.queue in DRIVE:
             moved[DRIVE[t.queue]] += int(t.nbytes)
         else:
-            working[plain(t.queue), gpu_of(t.queue)] += t.end - t.start
-    for (queue, _), at_work in working.items():
+            working[plain(t.queue), gpu_of(t.queue)].append(t)
+    for (queue, _), tasks in working.items():
         name = "net" if queue in NET else queue
-        busy[name] = max(busy.get(name, 0.0), at_work)
+        busy[name] = max(busy.get(name, 0.0), _covered(tasks))
     busy["ssd"] = drive_seconds(
         moved["ssd_read"], moved["ssd_write"], queues.rates
     )  # spans include waits for the drive
     busy["dram"] = sum(t.nbytes for t in queues.tasks if is_copy(t.queue)) / queues.rates.dram
     bound = max(busy, key=busy.__getitem__)
     return Prediction(seconds, busy, bound, moved["ssd_read"], moved["ssd_write"], spans)
+
+
+def _covered(tasks: Sequence[Task]) -> float:
+    """Seconds in which any of them is under way: those of a bus overlap."""
+    if len({task.queue for task in tasks}) == 1:
+        return sum(task.end - task.start for task in tasks)
+    seconds = end = 0.0
+    for task in sorted(tasks, key=lambda task: task.start):
+        seconds += max(0.0, task.end - max(task.start, end))
+        end = max(end, task.end)
+    return seconds
 
 
 # ---------------------------------------------------------------- tasks

@@ -7,7 +7,7 @@ from collections.abc import Iterable, Sequence
 
 from trireme.engine.amounts import gib, seconds
 from trireme.engine.geometry import Geometry
-from trireme.engine.plan import Plan, Tier
+from trireme.engine.plan import TIERS, Plan, Tier
 from trireme.engine.planner.predict import Batch, Prediction
 from trireme.engine.planner.rates import Rates
 from trireme.engine.planner.variants import moves
@@ -30,7 +30,8 @@ def reasons(geo: Geometry, first: Plan, before: Prediction, plan: Plan, found: P
         said.append(f"micro-batches of {plan.tokens:,} tokens rather than {first.tokens:,} {gain}")
     said += _activations(geo, plan, found.busy["compute"], before.busy["compute"])
     said += _gradients(geo, plan)
-    late = [t for t in plan.late_moments if any((u.state, u.update) == (t, "cpu") for u in plan.units)]
+    states = {"host" if t == "gpu" else t for t in plan.late_moments}
+    late = [t for t in TIERS if t in states and any(u.state == t for u in plan.units)]
     if late:
         where = " and ".join(f"{'on' if tier == 'ssd' else 'in'} {PLACES[tier]}" for tier in late)
         said.append(f"moments of the state {where} are written during backward, which is longer than forward")

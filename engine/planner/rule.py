@@ -167,7 +167,7 @@ def _low_plans(geo: Geometry, wanted: Wanted, lean: Lean) -> Iterable[Plan]:
                 dtype=geo.dtype,
                 mode=wanted.mode,
                 adam_bits=geo.adam_bits,
-                late_moments=("host",) if apart else (),
+                late_moments=("gpu", "host") if apart else (),
                 window=rings[0],
                 piece=rings[1],
                 host_window=rings[2],

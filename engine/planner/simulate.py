@@ -1,7 +1,8 @@
 """Simulated queues: when each task of a step would start and end.
 
-- **One drive**: queues of the SSD share one half-duplex device of all drives' rate. A request takes the time
-  that earlier ones left free.
+- **One drive**: queues of the SSD share one half-duplex device of all drives' rate. A request takes the time that
+  earlier ones of its class and of higher ones left free, and its share of the others' (storage/aio.py).
+- **One bus a way**: copies of streamed updates and those of weights and activations take turns.
 - **One memory**: copies and CPU AdamW slow each other, as do both directions of the bus, by the bytes of a whole pass:
   moment by moment a faster queue would slow others. Where buses and drives together are faster than RAM, a copy also
   takes RAM's time that earlier ones left free.
@@ -21,11 +22,13 @@ import torch
 
 from trireme.engine.geometry import ADAM_BYTES
 from trireme.engine.planner.rates import Rates
-from trireme.engine.queues.names import BUS, READS, WRITES, gpu_of, numbered, plain, queues_of
+from trireme.engine.queues.names import BUS, LATER, READS, STREAMED, WRITES, gpu_of, numbered, plain, queues_of
 from trireme.engine.queues.task import Kind, Task
 from trireme.engine.queues.trace import Span
+from trireme.storage.aio import BOUND, CLASSES, READ, WRITE
 
 DRIVE = dict.fromkeys(READS, "ssd_read") | dict.fromkeys(WRITES, "ssd_write")  # queue -> its rate
+CLASS = {queue: (WRITE if queue in WRITES else READ) + (queue in LATER) for queue in DRIVE}  # of its requests
 TURN: tuple[Kind, ...] = ("loss", "adamw moments")  # tasks that begin backward
 
 
@@ -65,7 +68,9 @@ class SimulatedQueues:
         self.tasks: list[Noted] = []  # of a step, in program order
         self.parts: list[tuple[int, int, dict[str, float]]] = []  # [start, stop) of them, slow-down of each queue
         self.free = dict.fromkeys(queues_of(gpus, hosts), 0.0)
-        self.drive, self.ram = Intervals(), Intervals()
+        self.drives, self.ram = Classes(len(CLASSES), BOUND), Intervals()
+        ways = {numbered(BUS[queue], gpu) for queue in (STREAMED[0], STREAMED[-1]) for gpu in range(gpus)}
+        self.buses = {way: Classes(2, 1) for way in ways}
         self.crowded = gpus * (rates.h2d + rates.d2h) + max(rates.ssd_read, rates.ssd_write) > rates.dram
         self.waited = 0.0  # end of the last statistics
         self.handed = 0.0  # the interpreter is done with the last task
@@ -143,7 +148,10 @@ class SimulatedQueues:
         return [(a, b, down if turn <= a < end else up) for a, b in places]
 
     def _time(self, tasks: Sequence[Noted], slow: dict[str, float]) -> None:
-        free, take, each, handed = self.free, self.drive.take, self.rates.task, self.handed
+        streamed = {task.queue for task in tasks if task.queue.startswith(STREAMED)}
+        shared = {queue: (self.buses[numbered(plain(queue), gpu_of(queue))], 1) for queue in streamed if is_copy(queue)}
+        shared |= {way: (bus, 0) for way, bus in self.buses.items() if (bus, 1) in shared.values()}
+        free, take, each, handed = self.free, self.drives.take, self.rates.task, self.handed
         through_ram = self.ram.take
         inline = each > 0 and self.rates.host == 0  # on a CPU
         for task in tasks:
@@ -155,9 +163,10 @@ class SimulatedQueues:
                     start = other.end
             end = start + seconds
             if queue in DRIVE:
-                end = take(start, seconds)
-                if DRIVE[queue] == queue:  # beside two queues of records at most
-                    end = min(end, start + 3 * seconds)
+                end = take(CLASS[queue], start, seconds)
+            elif queue in shared:
+                bus, rank = shared[queue]
+                end = bus.take(rank, start, seconds)
             if task.in_ram:
                 end = max(end, through_ram(start, task.in_ram))
             task.start, task.end = start, end
@@ -184,6 +193,25 @@ class Intervals:
         met = self.starts[first : first + 1] if i > first else []
         self.starts[first:i], self.ends[first:i] = [min([start, *met])], [at + left]
         return at + left
+
+
+class Classes:
+    """A device whose requests have classes, highest first, as drives in storage/aio.py."""
+
+    def __init__(self, count: int, bound: int):
+        """`bound`: pieces of higher classes that pass a waiting class before one of its own."""
+        self.bound = bound
+        self.busy = [Intervals() for _ in range(count)]  # with requests of a class and of higher ones
+
+    def take(self, rank: int, start: float, seconds: float) -> float:
+        """Books `seconds` of a request of class `rank` from `start` on; returns its end.
+
+        It delays lower classes, but for the share that they keep.
+        """
+        ends = [busy.take(start, seconds) for busy in self.busy[rank:]]
+        waiting = sum(a < b for a, b in pairwise(ends))
+        end = min(ends[-1], start + (ends[0] - start) * (1 + waiting / self.bound))
+        return min(end, start + (1 + self.bound) * seconds) if rank else end
 
 
 # ---------------------------------------------------------------- slow-down
@@ -215,14 +243,16 @@ def _sharing(moved: dict[str, float], rates: Rates) -> dict[str, float]:
     crowd = 1 + ADAM_BYTES * rates.adam / rates.dram * beside / moved["cpu"] if moved["cpu"] else 1.0
     slow = {"cpu": crowd}
     for gpu in {gpu_of(queue) for queue in moved}:
-        ways = {way: [numbered(queue, gpu) for queue in BUS if BUS[queue] == way] for way in ("h2d", "d2h")}
-        first = {way: sum(moved.get(queue, 0.0) for queue in queues) for way, queues in ways.items()}
-        total = {way: moved.get(numbered(way, gpu), 0.0) + first[way] for way in ways}
+        ways = {way: [queue for queue in BUS if BUS[queue] == way] for way in ("h2d", "d2h")}
+        amount = lambda queues, gpu=gpu: sum(moved.get(numbered(queue, gpu), 0.0) for queue in queues)
+        first = {way: amount(queue for queue in queues if queue not in STREAMED) for way, queues in ways.items()}
+        turns = {way: amount((way, *(queue for queue in queues if queue in STREAMED))) for way, queues in ways.items()}
+        total = {way: turns[way] + first[way] for way in ways}
         lost = dict.fromkeys(ways, (1 / rates.duplex - 1) * min(total.values()))
         lost["h2d"] += (1 / rates.reading - 1) * min(total["h2d"], moved["cpu"] / ADAM_BYTES / rates.adam * rates.h2d)
-        for way in ways:
-            queue = numbered(way, gpu)
-            slow[queue] = 1 + (lost[way] + first[way]) / moved[queue] if moved[queue] else 1.0
+        for way, queues in ways.items():
+            slower = 1 + (lost[way] + first[way]) / turns[way] if turns[way] else 1.0
+            slow |= {numbered(queue, gpu): slower for queue in (way, *queues) if queue == way or queue in STREAMED}
     return slow
 
 

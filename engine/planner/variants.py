@@ -40,7 +40,7 @@ BASE_RAM = (1.0, 0.7, 0.4, 0.0)  # shares of the frozen units in RAM that activa
 UPDATES = (0.0, 0.15, 0.3, 0.45, 0.6)  # shares of RAM-stored units updated on the GPU
 WINDOWS = (2, 3, 4)
 SLOTS = (2, 3, 4)  # of swap rings; more absorb bursts
-LATE: tuple[tuple[Tier, ...], ...] = ((), ("host",), ("host", "ssd"))  # late moments
+LATE: tuple[tuple[Tier, ...], ...] = ((), ("host",), ("host", "ssd"), ("gpu", "host"), ("gpu", "host", "ssd"))
 
 
 def variants(
@@ -127,7 +127,8 @@ def _with_slots(geo: Geometry, plan: Plan, limits: Limits, slots: int, piece: in
 
 
 def late_moments(plan: Plan) -> Iterable[Plan]:
-    tiers = {unit.state for unit in plan.units if unit.update == "cpu"}
+    tiers: set[Tier] = {unit.state for unit in plan.units if unit.update == "cpu"} - {"gpu"}
+    tiers |= {"gpu"} if any(unit.update == "gpu" for unit in plan.units) else set()
     tried = [tiers.intersection(plan.late_moments)]
     for late in LATE if plan.mode == "forward" and plan.adam_bits == 32 else ():
         if tiers.intersection(late) not in tried:
@@ -136,9 +137,13 @@ def late_moments(plan: Plan) -> Iterable[Plan]:
 
 
 def updates(geo: Geometry, plan: Plan, limits: Limits, piece: int) -> Iterable[Plan]:
+    """Other shares of units updated on the GPU, with their moments late or not."""
     if any(unit.update == "gpu" for unit in plan.units):
-        short = replace(plan, piece=min(plan.piece, piece))
-        for other in dict.fromkeys(share_updates(geo, short, limits, share) for share in UPDATES):
+        others: tuple[Tier, ...] = tuple(tier for tier in plan.late_moments if tier != "gpu")
+        both: tuple[Tier, ...] = ("gpu", *others)
+        late = [others, both] if others else [others]
+        shorts = [replace(plan, piece=min(plan.piece, piece), late_moments=tiers) for tiers in late]
+        for other in dict.fromkeys(share_updates(geo, *each) for each in product(shorts, (limits,), UPDATES)):
             yield longer_pieces(geo, other, limits)
 
 

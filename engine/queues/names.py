@@ -8,12 +8,17 @@ from __future__ import annotations
 
 # What a step waits for; optimizer records, which would hold it up in the same queue.
 READS, WRITES = ("ssd_read", "state_read"), ("ssd_write", "state_write")
-QUEUES = ("compute", "h2d", "d2h", *READS, *WRITES, "cpu", "update")  # update: optimizer on the GPU
+LATER = ("state_read", "state_write")  # their requests let others go first
+# Streamed updates: state to the GPU, the update, state back. Behind weights and activations they would wait for both.
+STREAMED = ("update_in", "update", "update_out")
+QUEUES = ("compute", "h2d", "d2h", *READS, *WRITES, "cpu", *STREAMED)
 HOPS = ("hop_in", "hop_out")  # activations between GPUs, which would wait behind weights
 # Between hosts: shares and weights; sums from the host before, to the next. On the bus too a sum would hold others up.
 NET, SUMS = ("net", "sum_in", "sum_out"), ("sum_up", "sum_down")
-ON_GPU = ("compute", "h2d", "d2h", "update", *HOPS, *SUMS)
-BUS = {"hop_in": "h2d", "hop_out": "d2h", "sum_up": "h2d", "sum_down": "d2h"}  # queue -> the way that it shares
+ON_GPU = ("compute", "h2d", "d2h", *STREAMED, *HOPS, *SUMS)
+BUS = {  # queue -> the way that it shares
+    "hop_in": "h2d", "hop_out": "d2h", "sum_up": "h2d", "sum_down": "d2h", "update_in": "h2d", "update_out": "d2h",
+}  # fmt: skip
 
 
 def numbered(name: str, gpu: int) -> str:

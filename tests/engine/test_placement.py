@@ -26,7 +26,7 @@ class SickStore:
     def __init__(self, *how: str):
         self.how, self.slow = list(how), []
 
-    def read(self, name: str, buffer: memoryview) -> Future:
+    def read(self, name: str, buffer: memoryview, later: bool = False) -> Future:
         future, how, sick = Future(), self.how.pop(0), StoreError(errno.EIO, "Input/output error", name)
         if how == "slow":
             self.slow.append(future)

@@ -33,6 +33,7 @@ from engines import (
 )
 from hypothesis import HealthCheck, example, given, settings
 from hypothesis import strategies as st
+from stores import OneDrive
 
 from trireme.engine import geometry
 from trireme.engine.between import Reader
@@ -114,9 +115,9 @@ def in_one_memory(model: str, dtype: str, n_micro: int, clip: float, adam_bits: 
     return *run(e, n_micro, (ALWAYS,) * 4, method), final_weights(e)
 
 
-def check(plan, queues, model="untied", clip=1.0, between=((),) * 4, method=None):
+def check(plan, queues, model="untied", clip=1.0, between=((),) * 4, method=None, **more):
     cfg = MODELS[model]
-    e = make(cfg, plan, queues, AdamW(max_grad_norm=clip))
+    e = make(cfg, plan, queues, AdamW(max_grad_norm=clip), **more)
     halves = plan.halves and plan.adam_bits < 32  # narrow moments are rounded at random, by places in a unit
     given = plan.dtype, plan.n_micro, clip, plan.adam_bits, halves, method
     losses, all_told, weights = in_one_memory(model, *given)
@@ -183,16 +184,20 @@ def test_moments_after_the_weights(dtype):
         replace(host, update="gpu"),
         UnitPlan("ssd", "host"),
     )
-    plan = gpu_plan(LLAMA, units=units, dtype=dtype, late_moments=("host", "ssd"), record=700)
+    plan = gpu_plan(LLAMA, units=units, dtype=dtype, late_moments=TIERS, record=700)
     check(plan, RealQueues("cpu", extra=("poison",)))
     for late in LAGS:
         check(plan, LateQueues(late))
 
 
-@pytest.mark.parametrize("window", [1, 2])
-def test_updates_streamed_through_the_gpu(window):
-    """New weights are on their way home when their slot is wanted for another unit's."""
-    plan = gpu_plan(LLAMA, units=(UnitPlan("host", "host", "gpu"),) * 5, dtype="BF16", window=window, record=700)
+@pytest.mark.parametrize("dtype", ["F32", "BF16"])
+@pytest.mark.parametrize("moments", [(), ("host",), ("gpu", "host")])
+@pytest.mark.parametrize("slots", [1, 3])
+def test_updates_streamed_through_the_gpu(dtype, moments, slots):
+    """Of some layers, beside those of the CPU; records pass one by one, or several at once."""
+    streamed, other = UnitPlan("host", "host", "gpu"), UnitPlan("host", "host")
+    units = (other, streamed, streamed, other, streamed)
+    plan = gpu_plan(LLAMA, units=units, dtype=dtype, window=1, record=700, stream_slots=slots, late_moments=moments)
     for late in LAGS:
         check(plan, LateQueues(late))
 
@@ -224,9 +229,6 @@ def test_evaluations_samples_and_flushes_between_steps_change_nothing(model, win
         check(plan, RealQueues("cpu", extra=("poison",)), model, between=between)
 
 
-LATE = st.lists(st.sampled_from(("host", "ssd")), unique=True).map(tuple)
-
-
 @pytest.mark.parametrize("model", ["packed", "packed in blocks", "latent"])
 @pytest.mark.parametrize("at_once", [1, 2, 100])
 def test_where_packed_experts_are_cut_changes_no_bit(model, at_once):
@@ -239,6 +241,7 @@ def test_where_packed_experts_are_cut_changes_no_bit(model, at_once):
 
 
 LOSSES = st.sampled_from((None, None, "dpo", "kto"))
+LATE = st.lists(st.sampled_from(TIERS), unique=True).map(tuple)
 PLACES = st.tuples(*[st.lists(st.sampled_from(tuple(BETWEEN)), max_size=3)] * 4)
 
 
@@ -295,6 +298,16 @@ def test_any_plan_with_any_delays(drawn, seed, jitter, between, method):
     gpus = plan.gpus
     queues = JitterQueues(seed, 0.001, gpus) if jitter else RealQueues("cpu", extra=("poison",), gpus=gpus)
     check(plan, queues, model, 0.0 if plan.mode == "backward" else 1.0, between, method)
+
+
+@pytest.mark.full
+@settings(max_examples=8, deadline=None, suppress_health_check=[HealthCheck.too_slow])
+@given(plans(), PLACES)
+def test_any_plan_with_requests_of_classes(drawn, between):
+    """Requests wait for one slow drive, and those of lower classes are passed."""
+    model, plan = drawn
+    drive, queues = OneDrive(), RealQueues("cpu", extra=("poison",), gpus=plan.gpus)
+    check(plan, queues, model, 0.0 if plan.mode == "backward" else 1.0, between, store=drive, scratch=drive)
 
 
 @pytest.mark.full

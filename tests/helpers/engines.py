@@ -81,11 +81,11 @@ class MemoryStore:
     def __init__(self):
         self.shards: dict[str, bytes] = {}
 
-    def write(self, name: str, buffer: memoryview) -> Future:
+    def write(self, name: str, buffer: memoryview, later: bool = False) -> Future:
         self.shards[name] = bytes(buffer)
         return _done()
 
-    def read(self, name: str, buffer: memoryview) -> Future:
+    def read(self, name: str, buffer: memoryview, later: bool = False) -> Future:
         buffer[:] = self.shards[name]
         return _done()
 
@@ -98,13 +98,13 @@ class MemoryScratch:
     def __init__(self):
         self.bytes = bytearray(1 << 22)
 
-    def write(self, offset: int, buffer: memoryview) -> Future:
+    def write(self, offset: int, buffer: memoryview, later: bool = False) -> Future:
         assert offset % 4096 == len(buffer) % 4096 == 0
         assert offset + len(buffer) <= len(self.bytes)
         self.bytes[offset : offset + len(buffer)] = buffer
         return _done()
 
-    def read(self, offset: int, buffer: memoryview) -> Future:
+    def read(self, offset: int, buffer: memoryview, later: bool = False) -> Future:
         assert offset % 4096 == len(buffer) % 4096 == 0
         buffer[:] = self.bytes[offset : offset + len(buffer)]
         return _done()
@@ -297,9 +297,8 @@ def cards(gpus: int) -> RealQueues:
 def make(cfg: ModelConfig, plan: Plan, queues=None, adamw: AdamW | None = None, poison: bool = True, **more) -> Engine:
     """A loaded engine on the device of its queues, the CPU by default."""
     queues = queues or InlineQueues()
-    e = build(
-        cfg, plan, LIMITS, queues, adamw=adamw, store=MemoryStore(), scratch=MemoryScratch(), poison=poison, **more
-    )
+    more = {"store": MemoryStore(), "scratch": MemoryScratch()} | more
+    e = build(cfg, plan, LIMITS, queues, adamw=adamw, poison=poison, **more)
     sizes = {name: prod(shape) for name, shape in stored_tensors(e.cfg).items()}
     sizes |= {t.name: t.numel for layout in (*e.geo.stored, *e.geo.stored_base) for t in layout.tensors}
     read = random_weights()

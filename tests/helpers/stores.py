@@ -1,6 +1,9 @@
 """Stores with two weights and one state, on drives that fail when told to, or in memory."""
 
+import time
+from concurrent.futures import Future
 from pathlib import Path
+from types import SimpleNamespace
 
 import numpy as np
 
@@ -35,6 +38,28 @@ class MemoryIO(ThreadIO):
         found = data[begin:end]
         piece.view[: len(found)] = found
         return len(found)
+
+
+class OneDrive:
+    """Store and scratch space of an engine on one slow drive, a piece at a time: requests wait, by class."""
+
+    def __init__(self):
+        self.io = MemoryIO(lambda piece: time.sleep(1e-5), block=4 * K, depth=1, mixed=1)
+
+    def read(self, at: str | int, buffer: memoryview, later: bool = False) -> Future:
+        return self.io.read(*self._place(at), buffer, later=later)
+
+    def write(self, at: str | int, buffer: memoryview, later: bool = False) -> Future:
+        return self.io.write(*self._place(at), buffer, later=later)
+
+    verify = read
+
+    def _place(self, at: str | int) -> tuple[SimpleNamespace, int]:
+        name, offset = (at, 0) if isinstance(at, str) else ("scratch", at)
+        return SimpleNamespace(path=name, direct=False), offset
+
+    def close(self) -> None:
+        self.io.close()
 
 
 class FaultyIO(ThreadIO):

@@ -15,6 +15,7 @@ from trireme.engine.plan import Limits, Plan, UnitPlan
 from trireme.engine.planner.predict import WITHIN, Batch, predict, together, unit_seconds
 from trireme.engine.planner.rates import GPUS, Rates, assume, rates_of
 from trireme.engine.planner.rule import Wanted, simple_plan
+from trireme.engine.planner.simulate import is_copy
 from trireme.engine.planner.sizes import MODELS
 from trireme.engine.tuning.chosen import adapted, targets
 from trireme.models.config import InputError, Lora
@@ -211,7 +212,7 @@ def test_copies_take_no_less_time_than_their_bytes_of_ram():
     """Of all GPUs and both ways; where RAM is faster than what copies, nothing changes."""
     p = plan(SMALL, UnitPlan("host", "host", update="gpu"), tokens=512)
     slow, usual, fast = (predict(SMALL, p, replace(RATES, dram=dram), Batch(512, 256, 2)) for dram in (5e9, 6e10, 6e11))
-    copied = sum(span.nbytes for span in slow.spans if span.queue in ("h2d", "d2h"))
+    copied = sum(span.nbytes for span in slow.spans if is_copy(span.queue))
     assert slow.busy["dram"] == copied / 5e9
     assert slow.busy["dram"] < slow.step_s < 1.3 * slow.busy["dram"]
     assert slow.bound == "dram"

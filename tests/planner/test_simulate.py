@@ -10,11 +10,18 @@ from hypothesis import strategies as st
 from trireme.engine.build import build
 from trireme.engine.plan import Limits, Plan, UnitPlan
 from trireme.engine.planner import predict as predicting
+from trireme.engine.planner.choose import choose
 from trireme.engine.planner.forecast import scratch
+from trireme.engine.planner.gpus import GPUS
 from trireme.engine.planner.predict import Batch, durations, predict
-from trireme.engine.planner.rates import Rates
-from trireme.engine.planner.simulate import Intervals, SimulatedQueues
+from trireme.engine.planner.rates import DRIVES, Rates, machine
+from trireme.engine.planner.rule import Wanted
+from trireme.engine.planner.simulate import Classes, Intervals, SimulatedQueues
+from trireme.engine.planner.sizes import MODELS
+from trireme.engine.run.begin.settle import record_size
 from trireme.engine.step import train_step
+from trireme.models.sizes import shapes
+from trireme.storage.aio import BOUND, READ, READ_AHEAD, WRITE, WRITE_BACK
 
 RATES = Rates(matmul=1e14, copy=1e12, h2d=2e10, d2h=2e10, adam=2e9, dram=6e10, ssd_read=6e9, ssd_write=4e9)
 SMALL = replace(LLAMA, width=1024, n_layers=6, n_heads=8, n_kv_heads=8, head_dim=128, ffn=2816, vocab=4096)
@@ -37,6 +44,35 @@ def test_a_drive_fills_its_gaps():
     assert device.take(10, 5) == 15
     assert device.take(0, 4) == 4  # before it, although handed over later
     assert device.take(3, 8) == 17  # what is left before it, and after
+
+
+def test_a_waiting_class_has_its_share_of_the_drives():
+    """What a step waits for is delayed by one part in BOUND at most; a write gets at least that much."""
+    drives = Classes(4, BOUND)
+    assert drives.take(WRITE_BACK, 0, 4) == 4
+    assert drives.take(READ, 0, 8) == 8 * (1 + 1 / BOUND)  # nothing is left of the four seconds before it
+    assert drives.take(READ, 0, 8) == 16 * (1 + 1 / BOUND)
+    assert drives.take(READ_AHEAD, 0, 1) == 1 + BOUND
+    assert drives.take(WRITE, 0, 4) == (16 + 1 + 4) * (1 + 1 / BOUND)  # after both kinds of reads
+    assert drives.take(WRITE_BACK, 100, 4) == 104
+
+
+def in_turn(self: Classes, rank: int, start: float, seconds: float) -> float:
+    """Drives without classes, whose queues take turns."""
+    assert self.bound == BOUND
+    end = self.busy[0].take(start, seconds)
+    return end if rank in (READ_AHEAD, WRITE_BACK) else min(end, start + 3 * seconds)
+
+
+@pytest.mark.full
+def test_classes_make_175b_on_fuyous_machine_faster(monkeypatch):
+    """RTX 4090, 256 GB, 12 drives, 16 sequences, with clipping: 206.8 s in turn, 198.4 by class."""
+    cfg, m = MODELS["gpt3-175b"], machine(GPUS["rtx4090"], 256 * 10**9, DRIVES["p5510"], 12, 150e9)
+    record = record_size(shapes.parameters(cfg), m.limits.host)
+    plan = choose(cfg, m.limits, m.rates, Wanted(((2048, 8),), record=record)).plan
+    by_class = predict(cfg, plan, m.rates, Batch(2048, 1024, 8)).step_s
+    monkeypatch.setattr(Classes, "take", in_turn)
+    assert predict(cfg, plan, m.rates, Batch(2048, 1024, 8)).step_s > 1.04 * by_class
 
 
 @st.composite
@@ -98,15 +134,16 @@ def test_a_step_timed_again_is_the_step_run_again(plan, drive):
 def test_steps_that_a_drive_falls_behind_are_not_the_steady_state():
     """Two steps take equally long while activations wait for the drive in slots that are still free; later ones not."""
     here = UnitPlan("gpu", "gpu")
-    kept, sent = (replace(here, saved=(("gate_up", tier),)) for tier in ("gpu", "ssd"))
-    units = [here] + 4 * [replace(here, saved=(("qkv", "gpu"),)), kept] + [here]
-    units += [replace(sent, weights="host", state="ssd", resident=True), here, sent, here]
-    plan = Plan(tuple(units), 256, 6, mode="backward", state_slots=3, record=1 << 22, halves=True)
-    rates, batch = replace(RATES, ssd_read=3e8, ssd_write=2e8), Batch(256, 256, 6)
-    seconds = steps(plan, rates, batch)
+    qkv, mlp = (replace(here, saved=((name, "ssd"),)) for name in ("qkv", "gate_up"))
+    updated = replace(qkv, weights="host", state="ssd", resident=True)
+    inner = [qkv, mlp, here, mlp, replace(here, saved=(("qkv", "gpu"),)), mlp, updated, mlp, here, mlp, qkv, mlp]
+    plan = Plan((here, *inner, here), 256, 6, mode="backward", state_slots=50, record=1 << 22, halves=True,
+                swap_slots=12)  # fmt: skip
+    batch = Batch(256, 256, 6)
+    seconds = steps(plan, RATES, batch)
     assert seconds[2] == pytest.approx(seconds[3])
-    assert seconds[-1] > 1.2 * seconds[3]
-    assert predict(SMALL, plan, rates, batch).step_s == pytest.approx(seconds[-1], rel=1e-4)
+    assert seconds[-1] > 1.05 * seconds[3]
+    assert predict(SMALL, plan, RATES, batch).step_s == pytest.approx(seconds[-1], rel=1e-4)
 
 
 @pytest.mark.parametrize("passes", [4, 12])

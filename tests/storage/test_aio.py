@@ -7,6 +7,7 @@ import subprocess
 import sys
 import threading
 import time
+from itertools import pairwise
 from pathlib import Path
 
 import numpy as np
@@ -14,7 +15,21 @@ import pytest
 from stores import MemoryIO
 
 from trireme.storage import kernel_aio
-from trireme.storage.aio import HUGE_PAGE, IO, File, Piece, ThreadIO, address_of, arena
+from trireme.storage.aio import (
+    BOUND,
+    CLASSES,
+    HUGE_PAGE,
+    IO,
+    READ,
+    READ_AHEAD,
+    WRITE,
+    WRITE_BACK,
+    File,
+    Piece,
+    ThreadIO,
+    address_of,
+    arena,
+)
 from trireme.storage.devices import is_direct, open_device
 from trireme.storage.files import StoreError
 from trireme.storage.kernel_aio import KernelIO
@@ -224,6 +239,58 @@ def test_a_small_request_does_not_wait_for_a_large_one(file: File):
     large.result(60)
     assert begun.index(512 * K) <= 2
     assert sorted(begun) == [*range(0, 256 * K, 16 * K), 512 * K]
+    io.close()
+
+
+class SlowDrive(IO):
+    """A drive that does what the test says, piece by piece; `begun` has classes in the order of their start."""
+
+    def __init__(self, **limits):
+        super().__init__(**limits)
+        self.begun, self.flying = [], []
+
+    def _start(self, pieces):
+        self.flying += pieces
+        self.begun += [piece.request.rank for piece in pieces]
+
+    def end_one(self):
+        piece = self.flying.pop(0)
+        self._finish(piece, len(piece.view))
+        self._pump()
+
+
+def test_what_is_waited_for_goes_first_and_nothing_starves(file: File):
+    """Classes end in their order, each waiting one has a piece after BOUND others, each piece is moved once."""
+    io, n = SlowDrive(block=4 * K, depth=1, mixed=1), 2 * BOUND + 4
+    calls = [(io.write, True), (io.write, False), (io.read, True), (io.read, False)]
+    requests = [move(file, 0, arena(n * 4 * K), later=later) for move, later in calls]
+    while io.flying:
+        io.end_one()
+    assert all(request.done() for request in requests)
+    assert sorted(io.begun) == sorted(n * list(CLASSES))
+    assert io.begun[:9] == [WRITE_BACK, READ_AHEAD] + 7 * [READ]  # the first two were in flight
+    ends = [max(i for i, rank in enumerate(io.begun) if rank == each) for each in CLASSES]
+    assert ends == sorted(ends)
+    assert ends[READ] <= n * (1 + 3 / BOUND) + 2  # three classes have one piece after BOUND
+    for rank in CLASSES[1:]:
+        places = [i for i, each in enumerate(io.begun) if each == rank]
+        assert max(b - a for a, b in pairwise(places)) <= BOUND + len(CLASSES)
+    io.close()
+
+
+def test_a_read_that_is_waited_for_has_the_drive_beside_writes(file: File):
+    """Writes in flight stay; no more than `mixed` of them are there when reads have to wait."""
+    io = SlowDrive(block=4 * K, depth=4, mixed=2)
+    io.write(file, 0, arena(40 * K))
+    assert io.begun == 4 * [WRITE]
+    io.read(file, 0, arena(16 * K))
+    assert io.begun[4:] == 2 * [READ]
+    for _ in range(4):
+        io.end_one()
+    assert io.begun[6:8] == 2 * [READ]
+    assert sum(piece.write for piece in io.flying) <= 2
+    while io.flying:
+        io.end_one()
     io.close()
 
 

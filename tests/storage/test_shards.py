@@ -125,7 +125,7 @@ def test_a_read_under_way_keeps_its_version(tmp_path):
         if not piece.write:
             gate.wait(60)
 
-    with create(tmp_path, fault=fault, depth=8) as store:
+    with create(tmp_path, fault=fault, depth=32) as store:
         write_all(store, 0)
         got = arena(STATE.span)
         read = store.read("block-0.adam", got)

@@ -1,0 +1,97 @@
+"""What waits for the gradient norm: the lower bound of a step with clipping, next to the simulated step.
+
+python scripts/bench/clipping.py [--gpu h100] [--gpu-memory 23] [--ram 104] [--adam 6.3] [--dram 194]
+
+The factor of clipping multiplies every gradient, and the last gradient of a step is that of its first layer: no
+update can begin before backward ends. The loss needs the new weights of all layers, so all weights are updated
+between the norm and the loss, while the GPU has one forward to compute. The new moments are needed a step later; they
+are written during backward. What is left: the CPU updates weights at 20 bytes of RAM traffic per parameter, and the
+GPU those of a share of the layers, whose state is transferred, 14 bytes up and 4 down. Copies take bandwidth of RAM
+from the CPU.
+"""
+
+from __future__ import annotations
+
+import argparse
+from dataclasses import dataclass, replace
+
+from trireme.engine.geometry import ADAM_BYTES, PART_BYTES, Geometry
+from trireme.engine.plan import Limits, Plan
+from trireme.engine.planner.choose import choose
+from trireme.engine.planner.gpus import GPUS
+from trireme.engine.planner.predict import Batch, predict, unit_seconds
+from trireme.engine.planner.rates import Rates, machine
+from trireme.engine.planner.rule import Wanted, sizes_of
+from trireme.engine.planner.sizes import MODELS
+from trireme.engine.run.begin.settle import record_size
+from trireme.models.config import ModelConfig
+from trireme.models.sizes import shapes
+
+GIB, SEQ, SEQUENCES = 1 << 30, 2048, 16
+CASES = ("llama-7b", False), ("llama-8b", True)  # fp8
+
+
+@dataclass(frozen=True)
+class Bound:
+    """Seconds of a step: forward, loss and backward on the GPU; all weights' updates, by the CPU alone and divided."""
+
+    forward: float
+    rest: float
+    alone: float
+    divided: float
+
+    @property
+    def step(self) -> float:
+        return max(self.forward, self.divided) + self.rest
+
+
+def bound(cfg: ModelConfig, plan: Plan, rates: Rates, batch: Batch) -> Bound:
+    """Of a plan with state in RAM or on the GPU, in bf16."""
+    cfg = plan.cut(cfg)
+    geo, seconds = Geometry.of(cfg, plan), unit_seconds(cfg, plan, rates, batch)
+    forward = batch.n_micro * sum(s for (kind, _), s in seconds.items() if kind == "forward")
+    n = sum(geo.numel[u] for u, unit in enumerate(plan.units) if unit.state != "gpu")
+
+    def updates(share: float) -> float:
+        """Seconds of the weights' updates with a share of them on the GPU; weights are transferred for forward."""
+        cpu = (1 - share) * n * PART_BYTES["weights"] / (ADAM_BYTES * rates.adam * rates.beside)
+        up, down = n * (2 + 12 * share), n * 4 * share
+        return max(cpu + (up + down) / rates.dram, up / rates.h2d, down / rates.d2h)
+
+    shares = [updates(i / 100) for i in range(100)]
+    return Bound(forward, batch.n_micro * sum(seconds.values()) - forward, shares[0], min(shares))
+
+
+def case(model: str, fp8: bool, limits: Limits, rates: Rates) -> tuple[Bound, float, float]:
+    """(bound, simulated seconds, computing) of the chosen plan."""
+    cfg = replace(MODELS[model], fp8=fp8)
+    record = record_size(shapes.parameters(cfg), limits.host)
+    wanted = Wanted(sizes_of((16, 8, 4, 2, 1), SEQUENCES, SEQ), record=record, document=SEQ)
+    plan = choose(cfg, limits, rates, wanted).plan
+    batch = Batch(plan.tokens, SEQ, plan.n_micro)
+    found = predict(cfg, plan, rates, batch)
+    return bound(cfg, plan, rates, batch), found.step_s, found.busy["compute"]
+
+
+def main() -> None:
+    p = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    p.add_argument("--gpu", default="h100", choices=GPUS)
+    p.add_argument("--gpu-memory", type=float, default=23, help="GiB for the plan")
+    p.add_argument("--ram", type=float, default=104, help="GiB for the plan")
+    p.add_argument("--adam", type=float, default=6.3, help="AdamW on the CPU, G parameters/s")
+    p.add_argument("--dram", type=float, default=194, help="RAM, GB/s")
+    given = p.parse_args()
+    made = machine(GPUS[given.gpu], round(given.ram * GIB)).rates
+    rates = replace(made, adam=given.adam * 1e9, dram=given.dram * 1e9, beside=1.0)
+    limits = Limits(round(given.gpu_memory * GIB), round(given.ram * GIB))
+    print("| model | forward | updates by the CPU | divided | loss, backward | bound | simulated | computing |")
+    print(f"|{'---|' * 8}")
+    for model, fp8 in CASES:
+        b, step, busy = case(model, fp8, limits, rates)
+        name = model + " fp8" * fp8
+        print(f"| {name} | {b.forward:.2f} s | {b.alone:.2f} | {b.divided:.2f} | {b.rest:.2f} | {b.step:.2f}", end="")
+        print(f" | {step:.2f} | {busy:.2f} ({busy / step:.0%}) |")
+
+
+if __name__ == "__main__":
+    main()
