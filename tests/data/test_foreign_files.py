@@ -88,7 +88,7 @@ def test_damaged_packed_files(tmp_path, suffix):
 @pytest.mark.parametrize(
     ("name", "content", "says"),
     [
-        ("a.jsonl", gzip.compress(LINES), "is gzip by another name. Rename it: mv {0} {0}.gz"),
+        ("a.jsonl", gzip.compress(LINES, mtime=0), "is gzip by another name. Rename it: mv {0} {0}.gz"),
         ("a.json", lzma.compress(LINES), "is xz by another name. Rename it: mv {0} {0}.xz"),
         ("a.txt", bz2.compress(LINES), "is bzip2 by another name"),
         ("a.jsonl", b"\x28\xb5\x2f\xfd" + LINES, "is Zstandard by another name"),
