@@ -93,6 +93,7 @@ def test_every_option_is_a_keyword():
         (dict(lora=16, no_pack=True, skip_bad=False, val=None), ["--lora=16", "--no-pack"]),
         (dict(data=["a", Path("b")], store=["c", "d"]), ["--data=a", "--data=b", "--store=c,d"]),
         (dict(betas=(0.9, 0.95), learning_rate=1e-5), ["--betas=0.9,0.95", "--learning-rate=1e-05"]),
+        (dict(chat_template_kwargs={"a": False}), ['--chat-template-kwargs={"a": false}']),
     ],
 )
 def test_options_are_those_of_the_command_line(given, argv):

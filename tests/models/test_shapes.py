@@ -16,7 +16,7 @@ from trireme.engine.planner.sizes import find_model
 from trireme.kernels import cross_entropy, ops
 from trireme.kernels.fp8.matmuls import fp8_matmul
 from trireme.kernels.fp8.reference import E4M3, PAD
-from trireme.models import attention, experts, head, latent, linear, lora, mlp, model, norm, shared
+from trireme.models import attention, experts, head, latent, linear, lora, mlp, model, norm, packed, shared
 from trireme.models.config import Lora, parse_config
 from trireme.models.families.packing import FP8
 from trireme.models.packed import Sliced, grouped_mm
@@ -299,7 +299,7 @@ def _watched(cfg, u, monkeypatch, keep, forward, backward, dtype="F32", grads=No
     groups, dtypes = narrow.made_groups(cfg, u)  # codes are a step's, as weights are
     codes = views(layout := pack(groups, "F32", dtypes), torch.zeros(layout.span, dtype=torch.uint8))
     tiny.w[u] = model.weights(cfg, u, tiny.views[u] | codes)
-    for module in (attention, experts, latent, linear, lora, mlp, norm, shared):
+    for module in (attention, experts, latent, linear, lora, mlp, norm, packed, shared):
         monkeypatch.setattr(module, "ops", BARE)
     with forward:
         model.forward(cfg, u, tiny.w[u], x, rows, saved, out)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import errno
 import inspect
+import json
 import os
 import sys
 from collections.abc import Callable, Iterator, Sequence
@@ -44,6 +45,7 @@ class Given(TypedDict, total=False):
     tokenizer: str | Path
     chat_template: str | Path
     system: str
+    chat_template_kwargs: Record
     out: str | Path
     store: Names
     save_every: str | int | float
@@ -157,6 +159,8 @@ def words_of(options: Record) -> list[str]:
             found += [f"{flag}={os.fspath(each)}" for each in value]
         elif isinstance(value, (list, tuple)):
             found.append(f"{flag}={','.join(str(each) for each in value)}")
+        elif isinstance(value, dict):
+            found.append(f"{flag}={json.dumps(value)}")
         else:
             found.append(f"{flag}={value}")
     return found
