@@ -17,7 +17,7 @@ from trireme.engine.planner.simulate import DRIVE, Noted, SimulatedQueues, drive
 from trireme.engine.queues.names import NET, gpu_of, plain
 from trireme.engine.queues.task import Kind, Task
 from trireme.engine.queues.trace import Span
-from trireme.engine.step import Engine, Inputs, train_step
+from trireme.engine.step import Engine, Inputs, evaluate, train_step
 from trireme.models.config import ModelConfig
 from trireme.models.sizes import costs, narrow, shapes, workspace
 from trireme.storage.layout import ITEMSIZE
@@ -89,6 +89,29 @@ def predict(cfg: ModelConfig, plan: Plan, rates: Rates, batch: Batch, roughly: b
     Several micro-batches are simulated as one (within 2 %). Only `roughly`: the same where `between` is "host", and
     merged pieces of gradients.
     """
+    with _engine(cfg, plan, rates, batch, roughly) as (e, queues, inputs):
+        seconds = _steady(e, queues, inputs) + _lag(plan, unit_seconds(cfg, plan, rates, batch), e.geo, rates)
+        return _prediction(seconds, queues, () if roughly else tuple(queues.trace()))
+
+
+def predict_evaluation(cfg: ModelConfig, plan: Plan, rates: Rates, batch: Batch) -> Prediction:
+    """An evaluation of `batch` among others, while no update is due: the second of two. Raises as `predict`."""
+    ends = []
+    with _engine(cfg, plan, rates, batch) as (e, queues, inputs):
+        train = queues.duration
+        queues.duration = lambda task: train(task) * (LOSS_FORWARD if task.kind == "loss" else 1)
+        for _ in range(2):
+            queues.begin()
+            evaluate(e, inputs)
+            ends.append(queues.time_alone())
+        return _prediction(ends[1] - ends[0], queues, tuple(queues.trace()))
+
+
+@contextmanager
+def _engine(
+    cfg: ModelConfig, plan: Plan, rates: Rates, batch: Batch, roughly: bool = False
+) -> Iterator[tuple[Engine, SimulatedQueues, list[Inputs]]]:
+    """An engine on simulated queues, and its inputs: micro-batches as one, as far as `predict` says."""
     if plan.uses("ssd") and not (rates.ssd_read and rates.ssd_write):
         raise ValueError("the plan uses a drive and the machine has none")
     cfg = plan.cut(cfg)
@@ -103,13 +126,8 @@ def predict(cfg: ModelConfig, plan: Plan, rates: Rates, batch: Batch, roughly: b
     if roughly:
         plan = replace(plan, piece=max(plan.piece, max(Geometry.of(cfg, plan).numel) // PIECES))
     with _no_collection():
-        e = build(cfg, plan, Limits(1 << 60, 1 << 60), queues)
-        seconds = _steady(e, queues, batch.inputs(cfg)) + _lag(
-            plan, unit_seconds(cfg, plan, rates, batch), e.geo, rates
-        )
-        found = _prediction(seconds, queues, () if roughly else tuple(queues.trace()))
+        yield build(cfg, plan, Limits(1 << 60, 1 << 60), queues), queues, batch.inputs(cfg)
         queues.close()
-    return found
 
 
 def _steady(e: Engine, queues: SimulatedQueues, inputs: Sequence[Inputs]) -> float:

@@ -134,6 +134,12 @@ class SimulatedQueues:
                 self.handed = self.waited
         return self.waited - begun
 
+    def time_alone(self) -> float:
+        """The end, in seconds, of the noted tasks, which are a forward pass alone."""
+        (slow,) = _slowness((self.tasks,), self.rates, self.free)
+        self._time(self.tasks, slow)
+        return max(task.end for task in self.tasks)
+
     def behind(self) -> list[float]:
         """Seconds that each queue works past the step's end."""
         return [end - self.waited for end in self.free.values()]

@@ -14,7 +14,7 @@ from trireme.engine.plan import Plan, Tier
 from trireme.engine.planner import probe
 from trireme.engine.planner.clock import Part, Times
 from trireme.engine.planner.forecast import Forecast
-from trireme.engine.planner.predict import LOSS_FORWARD, unit_seconds
+from trireme.engine.planner.predict import Prediction, predict_evaluation
 from trireme.engine.planner.rates import DRIVES
 from trireme.models.config import ModelConfig, numbers
 from trireme.storage.files import existing
@@ -109,12 +109,13 @@ def unsaved(f: Forecast) -> int:
 
 def written(f: Forecast, steps: int, events: Events) -> dict[str, int]:
     """Bytes that the run writes to drives, by what writes them."""
-    inputs = sum(unit.x == "ssd" for unit in f.plan.units[1:]) if f.plan.between == "host" else 0
-    tokens = math.ceil(events.held_out * f.work.seq_len * f.work.used)
-    part = f.disk_parts()
+    part, evaluated = f.disk_parts(), 0.0
+    if events.evaluations and events.held_out and f.plan.uses("ssd"):
+        groups, found = _evaluation(f, events.held_out)
+        evaluated = events.evaluations * groups * found.ssd_written
     return {
         "steps": steps * f.step.ssd_written,
-        "evaluations": events.evaluations * inputs * f.geo.x_bytes(tokens),
+        "evaluations": math.ceil(evaluated),
         "snapshots": events.snapshots * unsaved(f),
         "checkpoints": events.exports * (part["export"] - f.files.merged) + f.files.merged,
         "start": f.stored() - unsaved(f) + part["frozen"],
@@ -127,16 +128,18 @@ def removed(f: Forecast, snapshots: int) -> int:
 
 
 def evaluation_s(f: Forecast, sequences: int) -> float:
-    """Seconds of a forward pass, in groups of a step's sequences."""
+    """Seconds of an evaluation, in groups of a step's sequences."""
     if not sequences:
         return 0.0
+    groups, found = _evaluation(f, sequences)
+    return groups * found.step_s
+
+
+def _evaluation(f: Forecast, sequences: int) -> tuple[float, Prediction]:
+    """Groups of sequences, and one of them simulated."""
     work = replace(f.work, sequences=min(sequences, f.work.sequences))
     batch = replace(work.batch(f.plan), compared=False)
-    known = unit_seconds(f.cfg, f.plan, f.machine.rates, batch)
-    forward = sum(seconds for (kind, _), seconds in known.items() if kind == "forward")
-    loss = LOSS_FORWARD * sum(seconds for (kind, _), seconds in known.items() if kind == "loss")
-    group = max(batch.n_micro * (forward + loss) / f.plan.gpus, *_streamed(f).values())
-    return sequences / work.sequences * group
+    return sequences / work.sequences, predict_evaluation(f.cfg, f.plan, f.machine.rates, batch)
 
 
 def token_s(f: Forecast) -> float:

@@ -15,7 +15,7 @@ from trireme.engine.plan import UnitPlan
 from trireme.engine.planner.rates import Rates
 from trireme.engine.planner.simulate import SimulatedQueues
 from trireme.engine.queues import real
-from trireme.engine.queues.names import QUEUES, kind_of, queues_of
+from trireme.engine.queues.names import QUEUES, STREAMED, kind_of, queues_of
 from trireme.engine.queues.real import InlineQueues, RealQueues
 from trireme.engine.queues.trace import busy, perfetto
 from trireme.engine.step import Inputs, train_step
@@ -93,7 +93,7 @@ def test_the_interpreter_switches_threads_as_before_once_all_queues_are_closed(m
     assert said == [real.SWITCH] * 2 + [before]
 
 
-@pytest.mark.parametrize("queue", [queue for queue in queues_of(2) if kind_of(queue) != "update"])
+@pytest.mark.parametrize("queue", [queue for queue in queues_of(2) if kind_of(queue) not in STREAMED])
 def test_an_error_in_any_queue_ends_the_step_with_that_error(queue):
     class Failing(RealQueues):
         count = 0
