@@ -356,9 +356,7 @@ def _experts_at_once(geo: Geometry, lacks: Mapping[str, int]) -> str:
         nbytes = max(layout.span for layout in geo.base[1:-1])
         return f"; the {own.count} experts of one layer take {rounded_up(nbytes)} of it in {packing.word}"
     nbytes = 3 * own.count * own.width * geo.cfg.width * ITEMSIZE[geo.dtype]
-    unpacked = any(len(t.shape) == 3 for layout in geo.decoded for t in layout.tensors)
-    decoded = f", decoded from {packing.word}" if packing and unpacked else ""
-    return f"; the {own.count} experts of one layer{decoded}, take {rounded_up(nbytes)} of it and are computed together"
+    return f"; the {own.count} experts of one layer take {rounded_up(nbytes)} of it and are computed together"
 
 
 def with_micro_batches(plan: Plan, n: int) -> Plan:

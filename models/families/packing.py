@@ -26,7 +26,7 @@ class Part:
 
     @property
     def itemsize(self) -> int:
-        return {"F32": 4, "BF16": 2}.get(self.dtypes[0], 1)
+        return {"F32": 4, "I32": 4, "BF16": 2, "F16": 2}.get(self.dtypes[0], 1)
 
 
 @dataclass(frozen=True)

@@ -229,7 +229,7 @@ def test_evaluations_samples_and_flushes_between_steps_change_nothing(model, win
         check(plan, RealQueues("cpu", extra=("poison",)), model, between=between)
 
 
-@pytest.mark.parametrize("model", ["packed", "packed in blocks", "latent"])
+@pytest.mark.parametrize("model", ["packed", "packed in blocks", "packed in nvfp4", "latent"])
 @pytest.mark.parametrize("at_once", [1, 2, 100])
 def test_where_packed_experts_are_cut_changes_no_bit(model, at_once):
     """Nor what else a plan does; they are never decoded all, but where a slice holds all."""

@@ -363,13 +363,23 @@ def test_405b_on_24_gib(ram):
 
 def test_a_parallel_block_is_not_cut():
     cfg = replace(SMALL, parallel=True)
-    assert (cuts(SMALL, WANTED), cuts(cfg, WANTED)) == ((False, True), (False,))
+    assert (cuts(SMALL, WANTED), cuts(cfg, WANTED)) == ([(False, 0), (True, 0)], [(False, 0)])
     narrow = Limits(min(need(SMALL, halves) for halves in (False, True)), 1 << 34)
     assert simple_plan(SMALL, narrow, WANTED).halves
     with pytest.raises(DoesNotFit):
         simple_plan(cfg, narrow, WANTED)
     assert misfit(gpu_plan(cfg, halves=True), cfg)
     assert not misfit(gpu_plan(cfg), cfg)
+
+
+def test_packed_experts_are_decoded_in_slices_where_all_do_not_fit():
+    """gpt-oss-120b on 8 GB: a layer's experts in bf16 would be nearly all of it."""
+    cfg = adapted(MODELS["gpt-oss-120b"], Lora(16, 32.0, ("q_proj",)))
+    assert cuts(cfg, WANTED) == [(False, 0), (True, 0), (True, 8)]
+    found = [simple_plan(cfg, Limits(gib << 30, 64 << 30), WANTED) for gib in (16, 7)]
+    assert [(plan.halves, plan.at_once) for plan in found] == [(False, 0), (True, 8)]
+    assert cuts(cfg, replace(WANTED, halves=True, at_once=8)) == [(True, 8)]
+    assert cuts(replace(cfg, lora=None, frozen=()), WANTED) == [(False, 0), (True, 0)]  # trained ones are not packed
 
 
 def need(cfg, halves):
