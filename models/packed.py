@@ -37,6 +37,7 @@ def decode(packing: Packing, parts: Sequence[Tensor], out: Tensor) -> None:
     elif packing.code == "fp4":
         into = out.view(-1, codes.shape[-2], 2 * codes.shape[-1])
         of_all = None if more is None else more.view(-1)
+        codes = codes.view(torch.uint8)
         ops.fp4_decode(flat(codes, codes), flat(scales.view(torch.uint8), scales), of_all, into, packing.divides)
     elif packing.code == "int4":
         a, b = codes.shape[-2:]

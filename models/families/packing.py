@@ -43,7 +43,12 @@ class Packing:
     order: Literal["rows", "gptq", "awq"] = "rows"  # of int4: how eight numbers lie in a word
     offset: int = 0  # of int4: added to stored zero points
     divides: bool = False  # of fp4: scales are divided by that of the scales
+    experts: Packing | None = None  # of experts, in parts of the same names, where theirs is another
     checked: tuple[str, ...] = ()  # ends of names, as `stored`, of what parts.py checks and nothing else needs
+
+    def of(self, name: str) -> Packing:
+        """That of a matrix, of a part of it, or of all experts of a layer."""
+        return self.experts if self.experts and ".experts." in name else self
 
     def scaled(self, rows: int, columns: int) -> Packing:
         """With blocks of that size."""
@@ -66,7 +71,7 @@ class Packing:
     @property
     def exact(self) -> bool:
         """Whether bf16 holds every value."""
-        return self.code in ("e2m1", "fp4") and len(self.parts) == 2
+        return self.code in ("e2m1", "fp4") and len(self.parts) == 2  # their experts are not others
 
     @property
     def across(self) -> bool:
@@ -240,6 +245,12 @@ AWQ = replace(
     shaped="I32 [in, out / 8], {dtypes} [{groups}, out] and I32 [{groups}, out / 8]",
     order="awq",
     checked=(),
+)
+FP4 = replace(  # as DeepSeek-V4 has experts, among matrices in fp8 blocks
+    MX,
+    word="fp4",
+    parts=(Part("_codes", "", ("I8", "U8")), Part("_scale_inv", "_scale_inv", ("F8_E8M0", "U8"))),
+    shaped="I8 [out, in / 2] and {dtypes} [out, in / 32]",
 )
 # In the order in which they are looked for where config.json says nothing: those with more parts first.
 PACKINGS = (MXFP4, FP8, BY_ROW, NF4, NVFP4, MODELOPT, MX, INT4_ZEROS, INT4, GPTQ, AWQ)

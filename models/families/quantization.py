@@ -13,6 +13,7 @@ from trireme.models.families.names import Names
 from trireme.models.families.packing import (
     AWQ,
     BY_ROW,
+    FP4,
     FP8,
     GPTQ,
     GPTQ_2,
@@ -57,7 +58,7 @@ def _mxfp4(keys: Keys, names: Names) -> tuple[Packing, tuple[str, ...]]:  # noqa
 
 def _fp8(keys: Keys, names: Names) -> tuple[Packing, tuple[str, ...]]:
     keys.refuse_unless("fmt", (None, "e4m3", "float8_e4m3fn"))
-    keys.refuse_unless("expert_dtype", (None, "fp8"))
+    keys.refuse_unless("expert_dtype", (None, "fp8", "fp4"))
     keys.refuse_unless("scale_fmt", (None, "float", "ue8m0"))
     block = FP8.block
     if "weight_block_size" in keys.raw:
@@ -65,6 +66,8 @@ def _fp8(keys: Keys, names: Names) -> tuple[Packing, tuple[str, ...]]:
     packing = FP8.scaled(*block)
     if keys.raw.get("scale_fmt") == "ue8m0":
         packing = packing.with_dtypes(("F8_E4M3", "F8_E8M0"))
+    if keys.raw.get("expert_dtype") == "fp4":
+        packing = replace(packing, experts=FP4)
     return packing, _blocks(names, _left_out(keys))
 
 
