@@ -70,6 +70,8 @@ class Packed(Source):
 
     def _columns_of_part(self, name: str, first: int, shape: tuple[int, ...]) -> np.ndarray:
         """Columns of a matrix as files have it: `shape` of them, flat."""
+        if len(shape) == 1:  # one for all rows
+            return self._of_part(name, 0, shape[0])
         width = self.parts[name].shape[-1]
         rows = range(first, first + shape[0] * width, width)
         return np.concatenate([self._of_part(name, a, a + shape[1]) for a in rows])

@@ -84,7 +84,6 @@ def _nf4(keys: Keys, names: Names) -> tuple[Packing, tuple[str, ...]]:
 
 
 def _gptq(keys: Keys, names: Names) -> tuple[Packing, tuple[str, ...]]:
-    """Of act-order (desc_act) g_idx tells, in the files."""
     keys.refuse_unless("bits", (4,))
     form = "checkpoint_format" if "checkpoint_format" in keys.raw else "format"
     keys.refuse_unless(form, (None, "gptq", "gptq_v2"))
@@ -93,7 +92,9 @@ def _gptq(keys: Keys, names: Names) -> tuple[Packing, tuple[str, ...]]:
     if not isinstance(others, dict) or not all(name.startswith("-:") for name in others):
         raise keys.error("dynamic", "none, or modules that are left out (-:): others have settings of their own")
     left = [_glob("re:" + name.removeprefix("-:")) for name in others]
-    return replace(packing, block=(1, _group(keys, "group_size"))), _blocks(names, left)
+    packing = replace(packing, block=(1, _group(keys, "group_size")))
+    ordered = keys.flag("desc_act", False) and packing.block[1] != WHOLE
+    return packing.with_groups() if ordered else packing, _blocks(names, left)
 
 
 def _awq(keys: Keys, names: Names) -> tuple[Packing, tuple[str, ...]]:

@@ -34,6 +34,7 @@ CASES = {  # model_type, keys, form, columns of a group
     "int4 experts": ("qwen3_moe", MIXTURE, "int4", 8),
     "gptq": ("qwen3", LLAMA | EVEN, "gptq", 16),
     "gptq v2": ("llama", LLAMA | EVEN, "gptq_v2", -1),
+    "gptq by activation": ("qwen3", LLAMA | EVEN, "gptq by activation", 16),
     "awq": ("qwen3", LLAMA | EVEN, "awq", 32),
     "awq experts": ("qwen3_moe", MANY, "awq", 16),
     "nvfp4": ("qwen3", LLAMA | EVEN, "nvfp4", 16),
@@ -64,8 +65,9 @@ def said(form, group):
     """quantization_config."""
     if form == "deepseek":
         return dict(quant_method="fp8", weight_block_size=[32, 32], scale_fmt="ue8m0", expert_dtype="fp4")
-    if form in ("gptq", "gptq_v2"):
-        return dict(quant_method="gptq", bits=4, group_size=group, desc_act=False, sym=False, checkpoint_format=form)
+    if form.startswith("gptq"):
+        kind = dict(desc_act="act" in form, sym=False, checkpoint_format=form.split()[0])
+        return dict(quant_method="gptq", bits=4, group_size=group) | kind
     if form == "awq":
         return dict(quant_method="awq", bits=4, group_size=group, zero_point=True, version="gemm",
                     modules_to_not_convert=["lm_head"])  # fmt: skip
@@ -202,12 +204,31 @@ HOSTILE = {  # case -> (checkpoint, change of the tensors, words)
         f"holds scales of int4, but {PACKED_} is U8: one tensor in two forms",
     ),
     "NaN": ("int4", lambda s: s[SCALE][1].fill_(float("nan")), r"scales by more than 2\^123"),
-    "an order": ("int4", lambda s: s.update({ORDER: torch.arange(56).flip(0) // 8}), "by activation order"),
-    "act-order": ("gptq", lambda s: s[f"{M}.g_idx"].copy_(s[f"{M}.g_idx"].flip(0)), "by activation order .desc_act"),
+    "an order": (
+        "int4",
+        lambda s: s.update({ORDER: torch.arange(56).flip(0) // 8}),
+        "by activation order, which is not supported .actor",
+    ),
+    "act-order": (
+        "gptq",
+        lambda s: s[f"{M}.g_idx"].copy_(s[f"{M}.g_idx"].flip(0)),
+        "by activation order, but config.json has no .desc_act",
+    ),
     "no act-order": (
         "gptq",
         lambda s: s.update({f"{M}.g_idx": torch.zeros(5)}),
         r"g_idx is F32 \[5\], expected I32 or",
+    ),
+    "no groups": (
+        "gptq by activation",
+        lambda s: s.pop(f"{M}.g_idx"),
+        f"its groups of columns, {M}.g_idx, are missing",
+    ),
+    "a group": ("gptq by activation", lambda s: s[f"{M}.g_idx"][5].fill_(6), f"{M}.g_idx has groups beyond 0 to 5"),
+    "few groups": (
+        "gptq by activation",
+        lambda s: s.update({f"{M}.g_idx": s[f"{M}.g_idx"][:9].clone()}),
+        r"g_idx I32 \[9\]; GPTQ has I32 \[in / 8, out\], F16 .* and I32 \[in / 16, out / 8\], and I32 \[in\]",
     ),
     "no qzeros": ("gptq", lambda s: s.pop(f"{M}.qzeros"), f"{M}.qweight is I32, and its zero points, {M}.qzeros, are"),
     "no qweight": ("gptq", lambda s: s.pop(f"{M}.qweight"), f"holds .* of GPTQ, but {M}.qweight is missing"),
