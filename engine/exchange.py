@@ -280,7 +280,14 @@ def fetch(reader: Reader, u: int, name: str, exact: bool) -> Iterator[np.ndarray
 
 def _numpy(buffer: Tensor, t: TensorSpec) -> np.ndarray:
     """Flat; bf16 and codes as bits."""
-    others = {"I16": np.int16, "I32": np.int32, "U8": np.uint8, "F8_E4M3": np.uint8, "F8_E8M0": np.uint8}
+    others = {
+        "I16": np.int16,
+        "I32": np.int32,
+        "I8": np.uint8,
+        "U8": np.uint8,
+        "F8_E4M3": np.uint8,
+        "F8_E8M0": np.uint8,
+    }
     kind = others.get(t.dtype) or NUMPY[t.dtype]
     return buffer[t.offset : t.offset + t.nbytes].numpy().view(kind)
 
@@ -298,6 +305,7 @@ def _pieces(values: np.ndarray) -> Iterator[np.ndarray]:
 def fill_weight(t: TensorSpec, buffer: Tensor, read: Read, packing: Packing | None) -> str:
     """Fills a tensor's place in a buffer; the checksum of the values read. Raises InputError as `fill`."""
     out, at, sums = _numpy(buffer, t), 0, list[str]()
+    packing = packing and packing.of(t.name)
     part = packing and packing.part_of(t.name)
     for raw in summed(read(t.name, 0, t.numel), sums.append):
         if packing and part and (why := damage(packing, part, raw)):

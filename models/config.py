@@ -19,6 +19,7 @@ from trireme.models.families.keys import InputError, Keys
 from trireme.models.families.known import why_not
 from trireme.models.families.latent import Latent, parse_latent
 from trireme.models.families.names import Names, direct, turned, within
+from trireme.models.families.packing import COLUMN_GROUPS as COLUMN_GROUPS
 from trireme.models.families.packing import FP8 as FP8
 from trireme.models.families.packing import MX as MX
 from trireme.models.families.packing import MXFP4 as MXFP4

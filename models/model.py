@@ -104,7 +104,8 @@ def make_codes(cfg: ModelConfig, u: int, views: dict[str, Tensor], out: dict[str
     packed = [name for group in narrow.packed_groups(cfg, u) for name, _ in group]
     for name in (name for name in packed if name in out):
         assert cfg.packing is not None
-        decode(cfg.packing, [views[name + part.suffix] for part in cfg.packing.parts], out[name])
+        packing = cfg.packing.of(name)
+        decode(packing, [views[name + part.suffix] for part in packing.parts], out[name])
     rows, columns = backward or not cfg.names.in_out, backward or cfg.names.in_out  # orders that the pass reads
     for group in narrow.fp8_groups(cfg, u):
         name = group[0][0]

@@ -27,7 +27,7 @@ LARGEST_FACTOR = 116  # as LARGEST, of scales of E4M3 scales of E2M1
 def decode(packing: Packing, parts: Sequence[Tensor], out: Tensor) -> None:
     """Fills out, one or several matrices, by their parts."""
     codes, scales = parts[:2]
-    more = parts[2] if len(parts) > 2 else None
+    more, groups = (parts[i] if len(parts) > i else None for i in (2, 3))
     flat = lambda t, like: t.view(-1, *like.shape[-2:])
     if packing.code == "e2m1":
         ops.mxfp4_decode(codes, scales, out)
@@ -37,12 +37,14 @@ def decode(packing: Packing, parts: Sequence[Tensor], out: Tensor) -> None:
     elif packing.code == "fp4":
         into = out.view(-1, codes.shape[-2], 2 * codes.shape[-1])
         of_all = None if more is None else more.view(-1)
+        codes = codes.view(torch.uint8)
         ops.fp4_decode(flat(codes, codes), flat(scales.view(torch.uint8), scales), of_all, into, packing.divides)
     elif packing.code == "int4":
         a, b = codes.shape[-2:]
         shape = {"rows": (a, 8 * b), "gptq": (b, 8 * a), "awq": (8 * b, a)}[packing.order]
         zeros = None if more is None else flat(more, more)
-        how = packing.block[1], packing.order, packing.offset
+        of_columns = None if groups is None else groups.view(-1, groups.shape[-1])
+        how = packing.block[1], packing.order, packing.offset, of_columns
         ops.int4_decode(flat(codes, codes), flat(scales, scales), zeros, out.view(-1, *shape), *how)
     else:
         ops.e4m3_decode(flat(codes.view(torch.uint8), codes), flat(scales, scales), flat(out, codes), packing.block)
@@ -104,6 +106,8 @@ def damage(packing: Packing, part: Part, values: np.ndarray) -> str:
     e4m3 = (packing.code, index, len(packing.parts)) in (("e4m3", 0, 2), ("fp4", 1, 3))
     if e4m3 or index == 0:
         return "holds NaN" if e4m3 and ((values & 127) == 127).any() else ""
+    if index == 3:
+        return ""  # groups of columns: parts.py has seen them
     if index == 2:
         return _damage_of_third(packing, values)
     most = LARGEST[packing.code]

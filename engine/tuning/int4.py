@@ -12,6 +12,14 @@ INTEGERS = {"I32": np.int32, "I64": np.int64}
 LARGEST = 1 << 20  # columns
 
 
+def check_groups(source: Source, packing: Packing, name: str, shape: tuple[int, ...]) -> None:
+    """Of the groups of columns of a matrix that stay a part of it. Raises CheckpointError."""
+    values, groups = source.read(name).view(np.int32), -(-shape[-1] // packing.block[1])
+    if not (values.min(initial=0) >= 0 and values.max(initial=0) < groups):
+        where = source.folder / source.tensors[name].file
+        raise CheckpointError(f"{where}: {name} has groups beyond 0 to {groups - 1}. Download it again.")
+
+
 def check(source: Source, packing: Packing, name: str, shape: tuple[int, ...]) -> None:
     """Of a tensor that `packing.checked` names, given the shape of its matrix. Raises CheckpointError."""
     t = source.tensors[name]
@@ -22,9 +30,9 @@ def check(source: Source, packing: Packing, name: str, shape: tuple[int, ...]) -
         raise CheckpointError(f"{where} is {t.dtype} {list(t.shape)}, expected I32 or I64 [{n}].")
     values = source.read(name).view(INTEGERS[t.dtype])
     if order and not np.array_equal(values, np.arange(columns) // packing.block[1]):
-        raise CheckpointError(
-            f"{where}: its columns are in groups by activation order (desc_act, actorder), which is not supported. "
-            "Take a release without it, or the BF16 original."
-        )
+        not_so = "which is not supported (actorder). Take a release without it, or the BF16 original"
+        unsaid = 'but config.json has no "desc_act": true. Copy it from the release'
+        how = unsaid if packing.across else not_so
+        raise CheckpointError(f"{where}: its columns are in groups by activation order, {how}.")
     if not order and tuple(values.tolist()) != shape:
         raise CheckpointError(f"{where} is {values.tolist()}, its codes are of {list(shape)}. Download it again.")

@@ -70,6 +70,8 @@ class Packed(Source):
 
     def _columns_of_part(self, name: str, first: int, shape: tuple[int, ...]) -> np.ndarray:
         """Columns of a matrix as files have it: `shape` of them, flat."""
+        if len(shape) == 1:  # one for all rows
+            return self._of_part(name, 0, shape[0])
         width = self.parts[name].shape[-1]
         rows = range(first, first + shape[0] * width, width)
         return np.concatenate([self._of_part(name, a, a + shape[1]) for a in rows])
@@ -79,7 +81,7 @@ class Packed(Source):
         shape = self.tensors[name].shape
         n, one = shape[0], prod(shape[1:])
         last = n * one if last is None else last
-        step = self.packing.step(shape)
+        step = self.packing.of(name).step(shape)
         height = max(1, STRIP // (one * step)) * step if len(shape) == 2 else 1
         for a in range(first // one // height * height, -(-last // one), height):
             b = min(a + height, n)
@@ -91,20 +93,21 @@ class Packed(Source):
         CheckpointError.
         """
         shape = last - first, *self.tensors[name].shape[1:]
-        starts = self.packing.starts(shape, first)
+        packing = self.packing.of(name)
+        starts = packing.starts(shape, first)
         from trireme.models.packed import damage, decoded  # torch, which nothing else here needs
 
         parts = list[tuple[np.ndarray, str, tuple[int, ...]]]()
-        for part, start, own in zip(self.packing.parts, starts, self.packing.shapes(shape), strict=True):
+        for part, start, own in zip(packing.parts, starts, packing.shapes(shape), strict=True):
             row, named = prod(own[1:]), name + part.suffix
-            if self.packing.across:
+            if packing.across:
                 values = self._columns_of_part(named, start, own)
             else:
                 values = self._of_part(named, start * row, (start + own[0]) * row)
-            if why := damage(self.packing, part, values):
+            if why := damage(packing, part, values):
                 raise CheckpointError(f"{self.folder}: {named} {why}; the checkpoint is damaged. Download it again.")
             parts.append((values.view(np.uint8), self.parts[named].dtype, own))
-        return decoded(self.packing, parts, shape, dtype)
+        return decoded(packing, parts, shape, dtype)
 
 
 @dataclass(frozen=True)
@@ -208,7 +211,8 @@ def outlined(cfg: ModelConfig, folder: Path) -> Source:
     parts, groups = dict[str, SourceTensor](), (g for u in range(cfg.n_units) for g in shapes.weight_groups(cfg, u))
     for name, shape in (matrix for group in groups if shapes.is_packed(cfg, group) for matrix in group):
         for there, one in shapes.on_disk(cfg, name, shape):
-            for part, own in zip(cfg.packing.parts, cfg.packing.shapes(one), strict=True):
+            packing = cfg.packing.of(name)
+            for part, own in zip(packing.parts, packing.shapes(one), strict=True):
                 parts[there + part.suffix] = SourceTensor(part.dtypes[0], own, "", 0)
     return Packed(folder, (), tensors, {}, cfg.packing, parts, {})
 

@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
+from dataclasses import replace
 from pathlib import Path
 
 from trireme.engine.tuning import int4, nf4
 from trireme.engine.tuning.packed import Made, Packed
-from trireme.models.config import MXFP4, NF4, PACKINGS, UNUSED, Packing
+from trireme.models.config import COLUMN_GROUPS, MXFP4, NF4, PACKINGS, UNUSED, Packing
 from trireme.storage.checkpoint import Source, SourceTensor, open_source
 from trireme.storage.files import Say, to_stderr
 from trireme.storage.headers import CheckpointError
@@ -46,12 +47,13 @@ def _in_nf4(source: Source) -> Source:
 
 def _found(source: Source, packing: Packing) -> dict[str, tuple[str, ...]]:
     """Matrix -> names of its parts, where all are there."""
-    codes = packing.parts[0]
     found = dict[str, tuple[str, ...]]()
     for stored, t in source.tensors.items():
+        row = packing.of(stored)
+        codes = row.parts[0]
         if stored.endswith(codes.stored) and (t.dtype in codes.dtypes or packing is MXFP4):
-            name = packing.matrix(stored, codes.stored)
-            parts = tuple(packing.named(name, part.stored) for part in packing.parts)
+            name = row.matrix(stored, codes.stored)
+            parts = tuple(row.named(name, part.stored) for part in row.parts)
             if all(part in source.tensors for part in parts):
                 found[name] = parts
     return found
@@ -59,44 +61,47 @@ def _found(source: Source, packing: Packing) -> dict[str, tuple[str, ...]]:
 
 def _check_whole(source: Source, packing: Packing, found: Mapping[str, tuple[str, ...]]) -> None:
     """Raises CheckpointError where a matrix lacks a part, or scales have a matrix that is not packed."""
-    codes, *others = packing.parts
     taken = {part for parts in found.values() for part in parts}
     for stored, t in source.tensors.items():
         if stored in taken or stored.endswith(UNUSED):
             continue
-        where = f"{source.folder / t.file}: {stored}"
+        where, row = f"{source.folder / t.file}: {stored}", packing.of(stored)
+        codes, *others = row.parts
         for part in others:
-            name = packing.matrix(stored, part.stored)
-            there = packing.named(name, codes.stored)
+            name = row.matrix(stored, part.stored)
+            there = row.named(name, codes.stored)
             other = source.tensors.get(there)
             if stored.endswith(part.stored) and name.endswith((".weight", "_proj")):
                 wrong = f"{there} is {other.dtype}: one tensor in two forms" if other else f"{there} is missing"
                 if other is None or other.dtype not in codes.dtypes:
                     raise CheckpointError(
-                        f"{where} holds {part.word} of {packing.word}, but {wrong}. Download the release again."
+                        f"{where} holds {part.word} of {row.word}, but {wrong}. Download the release again."
                     )
         if stored.endswith(codes.stored) and (codes.stored or t.dtype in codes.dtypes):
-            name = packing.matrix(stored, codes.stored)
-            lacks = next(part for part in others if packing.named(name, part.stored) not in source.tensors)
+            name = row.matrix(stored, codes.stored)
+            lacks = next(part for part in others if row.named(name, part.stored) not in source.tensors)
             raise CheckpointError(
-                f"{where} is {t.dtype}, and its {lacks.word}, {packing.named(name, lacks.stored)}, are missing. "
+                f"{where} is {t.dtype}, and its {lacks.word}, {row.named(name, lacks.stored)}, are missing. "
                 "Download the release again."
             )
 
 
 def _packed(source: Source, packing: Packing, found: Mapping[str, tuple[str, ...]], say: Say) -> Packed:
     tensors, parts = dict(source.tensors), dict[str, SourceTensor]()
-    dtypes = tuple(t.dtype for t in _parts_of(source, next(iter(found.values()))))
-    typed = all(d in part.dtypes for d, part in zip(dtypes, packing.parts, strict=True))
-    packing = packing.with_dtypes(dtypes) if typed else packing
+    outer = [stored for name, stored in found.items() if packing.of(name) is packing]
+    inner = [stored for name, stored in found.items() if packing.of(name) is packing.experts]
+    experts = packing.experts and _typed(source, packing.experts, inner)
+    packing = replace(_typed(source, packing, outer), experts=experts)
     for name, stored in found.items():
         if name in source.tensors and name != stored[0]:
             raise CheckpointError(
                 f"{source.folder}: {name} is there twice, also in {packing.word} as {stored[0]}. Remove one."
             )
         own = [tensors.pop(part) for part in stored]
-        parts |= {name + part.suffix: t for part, t in zip(packing.parts, own, strict=True)}
-        tensors[name] = _looks(source, packing, stored, own)
+        parts |= {name + part.suffix: t for part, t in zip(packing.of(name).parts, own, strict=True)}
+        tensors[name] = _looks(source, packing.of(name), stored, own)
+        if packing.parts[-1] == COLUMN_GROUPS:
+            int4.check_groups(source, packing, stored[-1], tensors[name].shape)
         for end in packing.checked:
             if packing.named(name, end) in tensors:
                 int4.check(source, packing, packing.named(name, end), tensors[name].shape)
@@ -108,8 +113,11 @@ def _packed(source: Source, packing: Packing, found: Mapping[str, tuple[str, ...
     return Packed(source.folder, source.files, tensors, source.auxiliary, packing, parts, {})
 
 
-def _parts_of(source: Source, stored: Iterable[str]) -> list[SourceTensor]:
-    return [source.tensors[name] for name in stored]
+def _typed(source: Source, packing: Packing, matrices: Sequence[Sequence[str]]) -> Packing:
+    """With the dtypes of the first of its matrices, if it may have these."""
+    dtypes = tuple(source.tensors[name].dtype for name in matrices[0]) if matrices else ()
+    right = all(d in part.dtypes for d, part in zip(dtypes, packing.parts, strict=False))
+    return packing.with_dtypes(dtypes) if dtypes and right else packing
 
 
 def _looks(source: Source, packing: Packing, stored: Sequence[str], parts: list[SourceTensor]) -> SourceTensor:

@@ -35,6 +35,7 @@ def _int4_decode(
     p_codes,
     p_scales,
     p_zeros,
+    p_groups,
     p_out,
     R: tl.constexpr,
     C: tl.constexpr,
@@ -43,6 +44,7 @@ def _int4_decode(
     ORDER: tl.constexpr,
     ZEROS: tl.constexpr,
     OFFSET: tl.constexpr,
+    ORDERED: tl.constexpr,
     ROWS: tl.constexpr,
     COLUMNS: tl.constexpr,
 ):
@@ -53,7 +55,7 @@ def _int4_decode(
     i_r, i_c = tl.program_id(0) // n_columns % n_rows, tl.program_id(0) % n_columns
     o_r, o_c = (i_r * ROWS + tl.arange(0, ROWS))[:, None], (i_c * COLUMNS + tl.arange(0, COLUMNS))[None, :]
     mask = (o_r < R) & (o_c < C)
-    o_g = o_c // K
+    o_g = o_c // K if ORDERED else tl.load(p_groups + i_m * C + o_c, o_c < C, 0)
     if ORDER == 0:
         o_word, o_scale, o_zero = o_r * (C // 8) + o_c // 8, o_r * G + o_g, o_r // 8 * G + o_g
     else:
@@ -71,7 +73,14 @@ def _int4_decode(
 
 
 def int4_decode(
-    codes: Tensor, scales: Tensor, zeros: Tensor | None, out: Tensor, group: int, order: str, offset: int = 0
+    codes: Tensor,
+    scales: Tensor,
+    zeros: Tensor | None,
+    out: Tensor,
+    group: int,
+    order: str,
+    offset: int = 0,
+    groups: Tensor | None = None,
 ) -> None:
     """As reference.int4_decode, all contiguous."""
     M, R, C = out.shape
@@ -82,8 +91,10 @@ def int4_decode(
     assert codes.shape == (M, *words)
     assert scales.shape == ((M, R, G) if rows else (M, G, R))
     assert zeros is None or zeros.shape == ((M, cdiv(R, 8), G) if rows else (M, G, R // 8))
+    assert groups is None or (groups.shape == (M, C) and groups.dtype == torch.int32 and groups.is_contiguous())
     assert codes.dtype == torch.int32
     assert all(t.is_contiguous() for t in (codes, scales, out))
     grid = (M * cdiv(R, ROWS) * cdiv(C, COLUMNS),)
-    sizes = (R, C, G, group, ORDERS[order], zeros is not None, offset, ROWS, COLUMNS)
-    _int4_decode[grid](codes, scales, codes if zeros is None else zeros, out, *sizes, num_warps=4)
+    sizes = (R, C, G, group, ORDERS[order], zeros is not None, offset, groups is None, ROWS, COLUMNS)
+    others = (codes if part is None else part for part in (zeros, groups))
+    _int4_decode[grid](codes, scales, *others, out, *sizes, num_warps=4)

@@ -84,7 +84,14 @@ AWQ = (0, 4, 1, 5, 2, 6, 3, 7)  # of eight numbers in a word, by their place in 
 
 
 def int4_decode(
-    codes: Tensor, scales: Tensor, zeros: Tensor | None, out: Tensor, group: int, order: str, offset: int = 0
+    codes: Tensor,
+    scales: Tensor,
+    zeros: Tensor | None,
+    out: Tensor,
+    group: int,
+    order: str,
+    offset: int = 0,
+    groups: Tensor | None = None,
 ) -> None:
     """Fills out (M, R, C): (code - zero) * scale of `group` columns, in fp32, then rounded. A zero is 8, or that of
     `zeros` plus `offset`. int32, eight numbers in a word, the first low, but for "awq" in the order AWQ:
@@ -92,8 +99,11 @@ def int4_decode(
     "rows": codes (M, R, C / 8), scales (M, R, G), zeros (M, R / 8, G), eight rows in a word
     "gptq": codes (M, C / 8, R), scales (M, G, R), zeros (M, G, R / 8)
     "awq": codes (M, C, R / 8), scales (M, G, R), zeros (M, G, R / 8)
+
+    `groups` (M, C) int32: of each column, where they are not in order.
     """
     _, R, C = out.shape
+    in_order = torch.arange(C, device=codes.device) // group
     bits = 4 * torch.tensor(AWQ if order == "awq" else range(8), device=codes.device, dtype=torch.int32)
     unpacked = lambda words: (words[..., None] >> bits & 15).flatten(-2)  # along the last dimension
     down = lambda words: unpacked(words.mT).mT
@@ -101,6 +111,7 @@ def int4_decode(
         code = {"rows": unpacked, "gptq": down, "awq": unpacked}[order](words)
         zero = 8 if zeros is None else (down(zeros[i])[:R] if order == "rows" else unpacked(zeros[i])) + offset
         along = int(order == "rows")  # dimension of groups
-        wide = lambda t, along=along: t.repeat_interleave(min(group, C), along).narrow(along, 0, C)
+        index = in_order if groups is None else groups[i].long()
+        wide = lambda t, along=along, index=index: t.index_select(along, index)
         found = (code - (zero if zeros is None else wide(zero))).float() * wide(scale.float())
         into.copy_(found if along else found.mT)

@@ -35,7 +35,7 @@ class Packing:
 
     word: str  # for the user
     code: Literal["e2m1", "fp4", "e4m3", "nf4", "int4"]  # of a number: how models/packed.py decodes them
-    parts: tuple[Part, ...]  # codes, scales, and what some have besides: zero points, a scale of the scales
+    parts: tuple[Part, ...]  # codes, scales, and what some have besides: zero points, groups; a scale of the scales
     block: tuple[int, int]  # rows and columns of codes that share a scale; last ones may be short
     shaped: str  # dtypes and shapes of the parts, for the user
     globs: tuple[str, ...] = ()  # over names in memory: what releases have packed; (): all matrices of blocks
@@ -43,7 +43,12 @@ class Packing:
     order: Literal["rows", "gptq", "awq"] = "rows"  # of int4: how eight numbers lie in a word
     offset: int = 0  # of int4: added to stored zero points
     divides: bool = False  # of fp4: scales are divided by that of the scales
+    experts: Packing | None = None  # of experts, in parts of the same names, where theirs is another
     checked: tuple[str, ...] = ()  # ends of names, as `stored`, of what parts.py checks and nothing else needs
+
+    def of(self, name: str) -> Packing:
+        """That of a matrix, of a part of it, or of all experts of a layer."""
+        return self.experts if self.experts and ".experts." in name else self
 
     def scaled(self, rows: int, columns: int) -> Packing:
         """With blocks of that size."""
@@ -66,7 +71,7 @@ class Packing:
     @property
     def exact(self) -> bool:
         """Whether bf16 holds every value."""
-        return self.code in ("e2m1", "fp4") and len(self.parts) == 2
+        return self.code in ("e2m1", "fp4") and len(self.parts) == 2  # their experts are not others
 
     @property
     def across(self) -> bool:
@@ -107,7 +112,7 @@ class Packing:
             "e4m3": ((rows, columns), (-(-rows // self.block[0]), groups)),
             "fp4": ((rows, columns // 2), (rows, groups), (1, 1)),
             "rows": ((rows, columns // 8), (rows, groups), (-(-rows // 8), groups)),
-            "gptq": ((columns // 8, rows), (groups, rows), (groups, rows // 8)),
+            "gptq": ((columns // 8, rows), (groups, rows), (groups, rows // 8), (columns,)),
             "awq": ((columns, rows // 8), (groups, rows), (groups, rows // 8)),
         }[self.order if self.code == "int4" else self.code]
         return tuple((*lead, *one) for one in found[: len(self.parts)])
@@ -130,7 +135,7 @@ class Packing:
             return row, row * shape[-1] // self.block[1]
         found = {
             "fp4": (row, row, 0),
-            "int4": (row // 8 if self.order == "awq" else row, row, row // 8),
+            "int4": (row // 8 if self.order == "awq" else row, row, row // 8, 0),
         }.get(self.code, (row, row // self.block[0]))
         return found[: len(self.parts)]
 
@@ -146,6 +151,10 @@ class Packing:
             shape = (a, 2 * b) if self.code == "fp4" else by_order[self.order]
             return shape if self.holds(shape) else None
         return codes if len(codes) in (2, 3) else None
+
+    def with_groups(self) -> Packing:
+        """Of GPTQ: columns are in groups by activation order, of which each has its group's number."""
+        return replace(self, parts=(*self.parts, COLUMN_GROUPS), shaped=self.shaped + ", and I32 [in]", checked=())
 
     def with_dtypes(self, dtypes: tuple[str, ...]) -> Packing:
         """As a checkpoint has it, whose parts are of these."""
@@ -234,12 +243,19 @@ GPTQ = replace(  # stored zero points are less by one
     checked=(".g_idx",),
 )
 GPTQ_2 = replace(GPTQ, offset=0)
+COLUMN_GROUPS = Part("_groups", ".g_idx", WORDS, "groups of columns")
 AWQ = replace(
     GPTQ_2,
     word="AWQ",
     shaped="I32 [in, out / 8], {dtypes} [{groups}, out] and I32 [{groups}, out / 8]",
     order="awq",
     checked=(),
+)
+FP4 = replace(  # as DeepSeek-V4 has experts, among matrices in fp8 blocks
+    MX,
+    word="fp4",
+    parts=(Part("_codes", "", ("I8", "U8")), Part("_scale_inv", "_scale_inv", ("F8_E8M0", "U8"))),
+    shaped="I8 [out, in / 2] and {dtypes} [out, in / 32]",
 )
 # In the order in which they are looked for where config.json says nothing: those with more parts first.
 PACKINGS = (MXFP4, FP8, BY_ROW, NF4, NVFP4, MODELOPT, MX, INT4_ZEROS, INT4, GPTQ, AWQ)

@@ -13,6 +13,7 @@ from trireme.models.families.names import Names
 from trireme.models.families.packing import (
     AWQ,
     BY_ROW,
+    FP4,
     FP8,
     GPTQ,
     GPTQ_2,
@@ -57,7 +58,7 @@ def _mxfp4(keys: Keys, names: Names) -> tuple[Packing, tuple[str, ...]]:  # noqa
 
 def _fp8(keys: Keys, names: Names) -> tuple[Packing, tuple[str, ...]]:
     keys.refuse_unless("fmt", (None, "e4m3", "float8_e4m3fn"))
-    keys.refuse_unless("expert_dtype", (None, "fp8"))
+    keys.refuse_unless("expert_dtype", (None, "fp8", "fp4"))
     keys.refuse_unless("scale_fmt", (None, "float", "ue8m0"))
     block = FP8.block
     if "weight_block_size" in keys.raw:
@@ -65,6 +66,8 @@ def _fp8(keys: Keys, names: Names) -> tuple[Packing, tuple[str, ...]]:
     packing = FP8.scaled(*block)
     if keys.raw.get("scale_fmt") == "ue8m0":
         packing = packing.with_dtypes(("F8_E4M3", "F8_E8M0"))
+    if keys.raw.get("expert_dtype") == "fp4":
+        packing = replace(packing, experts=FP4)
     return packing, _blocks(names, _left_out(keys))
 
 
@@ -81,7 +84,6 @@ def _nf4(keys: Keys, names: Names) -> tuple[Packing, tuple[str, ...]]:
 
 
 def _gptq(keys: Keys, names: Names) -> tuple[Packing, tuple[str, ...]]:
-    """Of act-order (desc_act) g_idx tells, in the files."""
     keys.refuse_unless("bits", (4,))
     form = "checkpoint_format" if "checkpoint_format" in keys.raw else "format"
     keys.refuse_unless(form, (None, "gptq", "gptq_v2"))
@@ -90,7 +92,9 @@ def _gptq(keys: Keys, names: Names) -> tuple[Packing, tuple[str, ...]]:
     if not isinstance(others, dict) or not all(name.startswith("-:") for name in others):
         raise keys.error("dynamic", "none, or modules that are left out (-:): others have settings of their own")
     left = [_glob("re:" + name.removeprefix("-:")) for name in others]
-    return replace(packing, block=(1, _group(keys, "group_size"))), _blocks(names, left)
+    packing = replace(packing, block=(1, _group(keys, "group_size")))
+    ordered = keys.flag("desc_act", False) and packing.block[1] != WHOLE
+    return packing.with_groups() if ordered else packing, _blocks(names, left)
 
 
 def _awq(keys: Keys, names: Names) -> tuple[Packing, tuple[str, ...]]:

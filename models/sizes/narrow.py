@@ -68,8 +68,8 @@ def packed_parts(cfg: ModelConfig, u: int) -> dict[str, PartOf]:
     found = dict[str, PartOf]()
     for name, shape in (matrix for group in packed_groups(cfg, u) for matrix in group):
         assert cfg.packing is not None
-        files = on_disk(cfg, name, shape)
-        for part, one in zip(cfg.packing.parts, cfg.packing.shapes(files[0][1]), strict=True):
+        files, packing = on_disk(cfg, name, shape), cfg.packing.of(name)
+        for part, one in zip(packing.parts, packing.shapes(files[0][1]), strict=True):
             own = one if len(files) == 1 else (len(files), *one)
             found[name + part.suffix] = PartOf(part, own, [(stored + part.suffix, one) for stored, _ in files])
     return found

@@ -281,6 +281,7 @@ def small_packed_calls():
         int4.int4_decode(word(R, C // 8), scales(R, G), None, out, 128, "rows")
         int4.int4_decode(word(R, C // 8), scales(R, G), word(R // 8, G), out, 128, "rows")
         int4.int4_decode(word(C // 8, R), scales(G, R), word(G, R // 8), out, 128, "gptq", 1)
+        int4.int4_decode(word(C // 8, R), scales(G, R), word(G, R // 8), out, 128, "gptq", 0, word(C))
         int4.int4_decode(word(C, R // 8), scales(G, R), word(G, R // 8), out, 128, "awq")
 
 

@@ -21,6 +21,8 @@ def in_int4(w, form, group):
     """
     (R, C), rows = w.shape, form.startswith("int4")
     group = group if group > 0 else C
+    if form == "gptq by activation":
+        return _by_activation(w, group)
     low, high = w.float().unflatten(1, (-1, group)).aminmax(dim=2)
     scales = ((high - low).clamp(min=1e-4) / 15).to(torch.bfloat16 if rows else torch.float16)
     zeros = (-low / scales.float()).round().clamp(0 if rows else 1, 15).int()
@@ -42,6 +44,17 @@ def in_int4(w, form, group):
     if form != "awq":
         parts[".g_idx"] = torch.arange(C, dtype=torch.int32) // group
     return parts, decoded
+
+
+def _by_activation(w, group):
+    """As GPTQ has it whose columns were sorted, here at random, and are stored in their own order."""
+    order = torch.randperm(w.shape[1], generator=torch.Generator().manual_seed(0))
+    back = order.argsort()
+    parts, decoded = in_int4(w[:, order], "gptq", group)
+    codes = parts[".qweight"].unsqueeze(1) >> 4 * torch.arange(8, dtype=torch.int32)[:, None] & 15  # (C / 8, 8, R)
+    parts[".qweight"] = in_words(codes.flatten(0, 1)[back], "gptq", 0)
+    parts[".g_idx"] = parts[".g_idx"][back].contiguous()
+    return parts, decoded[:, back]
 
 
 NUMBERS = torch.tensor([0, 0.5, 1, 1.5, 2, 3, 4, 6])

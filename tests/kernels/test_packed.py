@@ -110,6 +110,7 @@ def test_every_code_and_scale_of_fp4(device, dtype, kind):
 @pytest.mark.parametrize("device", DEVICES)
 @pytest.mark.parametrize("dtype", DTYPES)
 @pytest.mark.parametrize(("order", "zeros", "offset", "group", "kind"), [
+    ("gptq by activation", True, 1, 24, torch.float16),
     ("rows", False, 0, 32, torch.bfloat16), ("rows", True, 0, 48, torch.float16), ("rows", True, 0, 1 << 30, None),
     ("gptq", True, 1, 24, torch.float16), ("gptq", True, 0, 1 << 30, torch.bfloat16), ("awq", True, 0, 32, None),
 ])  # fmt: skip
@@ -121,7 +122,12 @@ def test_every_code_and_zero_point_of_int4(device, dtype, order, zeros, offset, 
     q, z = draw(M, R, C), draw(M, R, G)
     z = z if zeros else torch.full_like(z, 8)
     scales = (torch.randn(M, R, G, generator=dice) / 100).to(kind or torch.float32)
-    wide = lambda t: t.repeat_interleave(min(group, C), 2)[..., :C]
+    groups = None
+    if order == "gptq by activation":
+        groups, order = torch.randint(G, (M, C), dtype=torch.int32, generator=dice), "gptq"
+        wide = lambda t: torch.stack([one[:, index.long()] for one, index in zip(t, groups, strict=True)])
+    else:
+        wide = lambda t: t.repeat_interleave(min(group, C), 2)[..., :C]
     theirs = ((q - wide(z + offset)).double() * wide(scales).double()).float().to(dtype)
     if order == "rows":
         parts = in_words(q, order, 2), scales, in_words(z, order, 1)
@@ -129,7 +135,8 @@ def test_every_code_and_zero_point_of_int4(device, dtype, order, zeros, offset, 
         words = in_words(q, order, 2).mT if order == "gptq" else in_words(q, order, 1).mT
         parts = words.contiguous(), scales.mT.contiguous(), in_words(z, order, 1).mT.contiguous()
     codes, scales, points = (framed(part.to(device)) for part in parts)
+    columns = None if groups is None else framed(groups.to(device))
     for op in (int4.int4_decode, reference.int4_decode):
         out = framed(torch.full((M, R, C), float("nan"), dtype=dtype, device=device))
-        op(codes, scales, points if zeros else None, out, group, order, offset)
+        op(codes, scales, points if zeros else None, out, group, order, offset, columns)
         assert torch.equal(out.cpu(), theirs)

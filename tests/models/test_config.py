@@ -143,7 +143,7 @@ def test_attention_scale_by_layer():
         (LLAMA | dict(quantization_config=FP8 | dict(weight_block_size=[128])), ["weight_block_size", "two positive"]),
         (LLAMA | dict(quantization_config=FP8 | dict(weight_block_size=[0, 8])), ["weight_block_size", "two positive"]),
         (LLAMA | dict(quantization_config=FP8 | dict(scale_fmt="e5m3")), ["scale_fmt", "ue8m0"]),
-        (LLAMA | dict(quantization_config=FP8 | dict(expert_dtype="fp4")), ["expert_dtype", "fp4"]),
+        (LLAMA | dict(quantization_config=FP8 | dict(expert_dtype="fp6")), ["expert_dtype", "fp6"]),
         (LLAMA | dict(quantization_config=FP8 | dict(ignored_layers="lm_head")), ["ignored_layers", "a list of names"]),
         (
             LLAMA | dict(quantization_config=BY_ROW | dict(format="int-quantized")),

@@ -9,6 +9,7 @@ from engines import JitterQueues, adapters, batches, exchange, final_weights, gp
 from four_bits import in_fp4, in_int4
 from safetensors.torch import load_file, save_file
 from tiny import LLAMA, MIXTURE, oracle
+from transformers.integrations.finegrained_fp8 import Fp8Dequantize
 
 from trireme.engine.geometry import Geometry
 from trireme.engine.run.verify import reopen
@@ -33,19 +34,40 @@ CASES = {  # model_type, keys, form, columns of a group
     "int4 experts": ("qwen3_moe", MIXTURE, "int4", 8),
     "gptq": ("qwen3", LLAMA | EVEN, "gptq", 16),
     "gptq v2": ("llama", LLAMA | EVEN, "gptq_v2", -1),
+    "gptq by activation": ("qwen3", LLAMA | EVEN, "gptq by activation", 16),
     "awq": ("qwen3", LLAMA | EVEN, "awq", 32),
     "awq experts": ("qwen3_moe", MANY, "awq", 16),
     "nvfp4": ("qwen3", LLAMA | EVEN, "nvfp4", 16),
     "modelopt": ("llama", LLAMA | EVEN, "modelopt", 16),
     "modelopt experts": ("qwen3_moe", MANY, "modelopt", 16),
     "mxfp4": ("qwen3", LLAMA | EVEN, "mxfp4", 32),
+    "deepseek experts": ("qwen3_moe", MANY, "deepseek", 32),
 }
+
+
+def as_deepseek(name, w):
+    """(parts, decoded): experts in fp4, others in fp8 blocks of 32 x 32, scales that are powers of two."""
+    if ".experts." in name:
+        parts, decoded = in_fp4(w, "mxfp4")
+        codes, scales = parts[".weight_packed"].view(torch.int8), parts[".weight_scale"].view(torch.float8_e8m0fnu)
+        theirs = Fp8Dequantize(None)._dequantize_one(codes, scales, torch.bfloat16)
+        assert torch.equal(theirs.float(), decoded)
+    else:
+        blocks = w.float().unfold(0, 32, 32).unfold(1, 32, 32)
+        scales = (blocks.abs().amax((2, 3)) / 448).log2().ceil().exp2().to(torch.float8_e8m0fnu)
+        wide = scales.float().repeat_interleave(32, 0).repeat_interleave(32, 1)
+        codes = (w.float() / wide).to(torch.float8_e4m3fn)
+        decoded = codes.float() * wide
+    return {".weight": codes, ".weight_scale_inv": scales}, decoded
 
 
 def said(form, group):
     """quantization_config."""
-    if form in ("gptq", "gptq_v2"):
-        return dict(quant_method="gptq", bits=4, group_size=group, desc_act=False, sym=False, checkpoint_format=form)
+    if form == "deepseek":
+        return dict(quant_method="fp8", weight_block_size=[32, 32], scale_fmt="ue8m0", expert_dtype="fp4")
+    if form.startswith("gptq"):
+        kind = dict(desc_act="act" in form, sym=False, checkpoint_format=form.split()[0])
+        return dict(quant_method="gptq", bits=4, group_size=group) | kind
     if form == "awq":
         return dict(quant_method="awq", bits=4, group_size=group, zero_point=True, version="gemm",
                     modules_to_not_convert=["lm_head"])  # fmt: skip
@@ -78,7 +100,10 @@ def made(tmp_path_factory):
             files, wide = dict(state), {}
             for name, w in state.items():
                 if w.dim() == 2 and not any(part in name for part in LEFT):
-                    parts, wide[name] = in_fp4(w, form) if form in FP4 else in_int4(w, form, group)
+                    if form == "deepseek":
+                        parts, wide[name] = as_deepseek(name, w)
+                    else:
+                        parts, wide[name] = in_fp4(w, form) if form in FP4 else in_int4(w, form, group)
                     del files[name]
                     files |= {name.removesuffix(".weight") + end: part for end, part in parts.items()}
                     state[name] = wide[name].bfloat16()
@@ -158,6 +183,7 @@ def test_config_and_tensors_have_to_agree(made):
 
 
 M = "model.layers.1.mlp.down_proj"  # (64, 96), of int4 (40, 56)
+EXPERT = "model.layers.1.mlp.experts.3.up_proj.weight"  # (32, 64)
 PACKED_, SCALE, SHAPE, ORDER = (f"{M}.weight_{end}" for end in ("packed", "scale", "shape", "g_idx"))
 ZEROS, OF_ALL, FACTOR = (f"{M}.weight_{end}" for end in ("zero_point", "global_scale", "scale_2"))
 HOSTILE = {  # case -> (checkpoint, change of the tensors, words)
@@ -178,12 +204,31 @@ HOSTILE = {  # case -> (checkpoint, change of the tensors, words)
         f"holds scales of int4, but {PACKED_} is U8: one tensor in two forms",
     ),
     "NaN": ("int4", lambda s: s[SCALE][1].fill_(float("nan")), r"scales by more than 2\^123"),
-    "an order": ("int4", lambda s: s.update({ORDER: torch.arange(56).flip(0) // 8}), "by activation order"),
-    "act-order": ("gptq", lambda s: s[f"{M}.g_idx"].copy_(s[f"{M}.g_idx"].flip(0)), "by activation order .desc_act"),
+    "an order": (
+        "int4",
+        lambda s: s.update({ORDER: torch.arange(56).flip(0) // 8}),
+        "by activation order, which is not supported .actor",
+    ),
+    "act-order": (
+        "gptq",
+        lambda s: s[f"{M}.g_idx"].copy_(s[f"{M}.g_idx"].flip(0)),
+        "by activation order, but config.json has no .desc_act",
+    ),
     "no act-order": (
         "gptq",
         lambda s: s.update({f"{M}.g_idx": torch.zeros(5)}),
         r"g_idx is F32 \[5\], expected I32 or",
+    ),
+    "no groups": (
+        "gptq by activation",
+        lambda s: s.pop(f"{M}.g_idx"),
+        f"its groups of columns, {M}.g_idx, are missing",
+    ),
+    "a group": ("gptq by activation", lambda s: s[f"{M}.g_idx"][5].fill_(6), f"{M}.g_idx has groups beyond 0 to 5"),
+    "few groups": (
+        "gptq by activation",
+        lambda s: s.update({f"{M}.g_idx": s[f"{M}.g_idx"][:9].clone()}),
+        r"g_idx I32 \[9\]; GPTQ has I32 \[in / 8, out\], F16 .* and I32 \[in / 16, out / 8\], and I32 \[in\]",
     ),
     "no qzeros": ("gptq", lambda s: s.pop(f"{M}.qzeros"), f"{M}.qweight is I32, and its zero points, {M}.qzeros, are"),
     "no qweight": ("gptq", lambda s: s.pop(f"{M}.qweight"), f"holds .* of GPTQ, but {M}.qweight is missing"),
@@ -199,6 +244,17 @@ HOSTILE = {  # case -> (checkpoint, change of the tensors, words)
     "in 8": ("nvfp4", lambda s: s[SCALE].view(torch.uint8)[3].fill_(127), "_scales holds NaN"),
     "infinite": ("modelopt", lambda s: s[FACTOR].fill_(float("inf")), r"_factor scales by more than 2\^116"),
     "255": ("mxfp4", lambda s: s[SCALE][3].fill_(255), r"scales by more than 2\^125"),
+    "fp4 in floats": (
+        "deepseek experts",
+        lambda s: s.update({EXPERT: torch.zeros(32, 64)}),
+        f"{EXPERT} is F32: one ten",
+    ),
+    "no fp4 scales": ("deepseek experts", lambda s: s.pop(f"{EXPERT}_scale_inv"), f"{EXPERT} is I8, and its scales, "),
+    "fp4 blocks": (
+        "deepseek experts",
+        lambda s: s.update({f"{EXPERT}_scale_inv": torch.ones(1, 2).to(torch.float8_e8m0fnu)}),
+        r"fp4 has I8 \[out, in / 2\] and F8_E8M0 \[out, in / 32\]",
+    ),
     "other groups": (
         "mxfp4",
         lambda s: s.update({SCALE: torch.zeros(64, 6).to(torch.uint8)}),

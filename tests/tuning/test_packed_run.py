@@ -1,10 +1,11 @@
-"""Whole runs on a release in fp8 blocks: adapters with the merged model, and all weights."""
+"""Whole runs on packed releases: adapters with the merged model, and all weights."""
 
 import json
 from dataclasses import replace
 
 import pytest
 import torch
+from four_bits import in_fp4, in_int4
 from runs import losses, make_small, options, stopped
 from safetensors.torch import load_file, save_file
 
@@ -13,8 +14,27 @@ from trireme.engine.run.train import finetune
 pytestmark = pytest.mark.full
 
 
+GPTQ = dict(quant_method="gptq", bits=4, group_size=16, checkpoint_format="gptq")
+NVFP4 = dict(quant_method="modelopt", quant_algo="NVFP4")
+
+
+def in_four_bits(folder, said):
+    """As in_fp8, in GPTQ or NVFP4."""
+    path = folder / "checkpoint" / "model.safetensors"
+    state = load_file(path)
+    packed = dict(state)
+    for name in [name for name, t in state.items() if t.dim() == 2 and "layers" in name]:
+        parts, _ = in_int4(state[name], "gptq", 16) if said is GPTQ else in_fp4(state[name], "modelopt")
+        del packed[name]
+        packed |= {name.removesuffix(".weight") + end: part for end, part in parts.items()}
+    save_file(packed, path, {"format": "pt"})
+    config = json.loads((folder / "checkpoint/config.json").read_text())
+    (folder / "checkpoint/config.json").write_text(json.dumps(config | dict(quantization_config=said)))
+    return state
+
+
 def in_fp8(folder):
-    """The checkpoint of make_small in fp8, in blocks of 48 x 48."""
+    """The checkpoint of make_small in fp8, in blocks of 48 x 48; its tensors."""
     path = folder / "checkpoint" / "model.safetensors"
     state = load_file(path)
     for name in [name for name, t in state.items() if t.dim() == 2 and "layers" in name]:
@@ -31,9 +51,10 @@ def in_fp8(folder):
     return state
 
 
-@pytest.mark.parametrize("lora", [4, None])
-def test_a_run_on_fp8(tmp_path, capsys, monkeypatch, lora):
-    state, out = in_fp8(make_small(tmp_path)), tmp_path / "out"
+@pytest.mark.parametrize(("word", "lora"), [("fp8", 4), ("fp8", None), ("GPTQ", 4), ("NVFP4", None)])
+def test_a_run_on_packed_weights(tmp_path, capsys, monkeypatch, word, lora):
+    folder, out = make_small(tmp_path), tmp_path / "out"
+    state = in_fp8(folder) if word == "fp8" else in_four_bits(folder, GPTQ if word == "GPTQ" else NVFP4)
     run = options(tmp_path, out, "ssd" if lora else "gpu", **(dict(lora=lora, merge=True) if lora else {}))
     finetune(run)
     said = capsys.readouterr().out
@@ -45,10 +66,10 @@ def test_a_run_on_fp8(tmp_path, capsys, monkeypatch, lora):
     assert written.keys() == {name for name in state if not name.endswith("_scale_inv")}
     assert {t.dtype for name, t in written.items() if "layers" in name and t.dim() == 2} == {torch.bfloat16}
     if lora:
-        assert "frozen matrices stay in fp8" in said
+        assert f"frozen matrices stay in {word}" in said
         assert "--merge: the merged model is in bf16" in said
     else:
-        assert "fp8 is decoded as it is read, and the result is in bf16" in said
+        assert f"{word} is decoded as it is read, and the result is in bf16" in said
     cut = tmp_path / "cut"
     stopped(replace(run, out=str(cut)), 3, monkeypatch)
     finetune(replace(run, out=str(cut), resume=str(cut)))
