@@ -192,7 +192,7 @@ ELSEWHERE = (
     Theirs("auto-resume-from-checkpoints", "--resume, on the command line"),
     Theirs("stage", "--method is sft, dpo, ipo, orpo, simpo or kto", "sft pt"),
     Theirs("pref-loss", "--method dpo, ipo, orpo or simpo"),
-    Theirs("pref-ftx rpo-alpha dpo-norm-loss", "no loss of the chosen answers is added; --method orpo has one"),
+    Theirs("pref-ftx rpo-alpha dpo-norm-loss", "no loss of chosen answers is added; --method orpo has one", "0 0.0"),
     Theirs("cpo-alpha", "--method simpo is without it; leave it out", "0 0.0"),
     Theirs("ref-model* reference-model* precompute-ref-* reference-free sync-ref-model force-use-ref-model",
            "the reference is the model before training, computed once; leave it out", "*"),

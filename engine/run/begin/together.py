@@ -14,6 +14,7 @@ from trireme.storage.untrusted import parse_json, read_small, shown
 LARGEST = 1 << 40  # of a batch and of steps
 KINDS_OF_ADAPTERS = ("lora", "qlora", "dora", "full")
 OF_ADAPTERS = "lora|(lora|qlora|peft)-.*"
+LOSSES = {"sigmoid": "dpo", "ipo": "ipo", "orpo": "orpo", "simpo": "simpo"}  # of stage dpo
 KINDS = ("json", "csv", "parquet", "text")  # paths of data sets whose files are named beside
 
 
@@ -81,6 +82,20 @@ def _template_variables(found: Read) -> None:
     given = given | ({"enable_thinking": thinking.value} if thinking and thinking.value is not None else {})
     if given and (first := item or thinking):
         found.give(first, "chat_template_kwargs", json.dumps(given, default=str))
+
+
+def _method(found: Read) -> None:
+    """LLaMA-Factory's stage, of dpo with a loss."""
+    stage, loss = found.take("stage"), found.take("pref-loss")
+    word, name = (item.text.lower() if item else "" for item in (stage, loss))
+    if stage and word in ("dpo", "kto"):
+        found.give(stage, "method", LOSSES.get(name, "dpo") if word == "dpo" else "kto")
+    elif stage:
+        found.left.append(stage)
+    if loss and word == "dpo" and name in LOSSES:
+        found.ignored.append(loss.key)
+    elif loss:
+        found.left.append(loss)
 
 
 def _torchtune(found: Read) -> None:
@@ -206,6 +221,6 @@ def _info(path: Path) -> dict[str, str]:
 
 # In this order: some need what others have given.
 STEPS = (
-    _batch, _betas, _warmup, _optimizer, _packing, _template_variables, _torchtune, _adapters, _steps, _datasets,
-    _named_data,
+    _batch, _betas, _warmup, _optimizer, _packing, _template_variables, _method, _torchtune, _adapters, _steps,
+    _datasets, _named_data,
 )  # fmt: skip

@@ -150,10 +150,24 @@ def test_data_of_others(text, files):
     assert read(f"model: m\n{text}\n").data == files
 
 
+@pytest.mark.parametrize(("text", "method", "beta"), [
+    ("stage: dpo\npref_beta: 0.2\npref_ftx: 0.0", "dpo", 0.2),
+    ("stage: dpo\npref_loss: sigmoid", "dpo", None),
+    ("stage: dpo\npref_loss: simpo", "simpo", None),
+    ("stage: kto\npref_beta: 0.1", "kto", 0.1),
+    ("stage: sft", "sft", None),
+    ("rl: orpo\nrl_beta: 0.3", "orpo", 0.3),
+])  # fmt: skip
+def test_preferences_of_others(text, method, beta):
+    found = read(f"{BASE}{text}\n")
+    assert (found.method, found.beta) == (method, beta)
+
+
 REFUSED = [
     ("optim: adafactor", "optim adafactor: the optimizer is AdamW, and --adam-bits 8 keeps its moments in 8 bits"),
     ("adam_epsilon: 1.0e-6", "adam_epsilon 1e-06: it is 1e-8; leave it out."),
-    ("stage: dpo", "stage dpo: --method is sft, dpo, ipo, orpo, simpo or kto."),
+    ("stage: rm", "stage rm: --method is sft, dpo, ipo, orpo, simpo or kto."),
+    ("stage: dpo\npref_loss: hinge", "pref_loss hinge: --method dpo, ipo, orpo or simpo."),
     ("assistant_only_loss: false", "assistant_only_loss false: of conversations, and of prompts with completions"),
     ("train_on_inputs: true", "train_on_inputs true: prompts are not trained on; leave it out."),
     ("shuffle: false", "shuffle false: rows are shuffled by --seed; leave it out."),
