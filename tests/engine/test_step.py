@@ -169,7 +169,8 @@ def test_what_units_leave_for_each_other_may_wait_outside_the_gpu(tier):
 def test_the_head_reads_its_input_twice_where_documents_are_compared(method, between):
     units = tuple(UnitPlan("host", "host", x=tier) for tier in ("gpu", "host", "ssd", "host", "ssd"))
     plan = gpu_plan(LLAMA, units=units, dtype="BF16", n_micro=4, between=between, swap_slots=2)
-    check(plan, RealQueues("cpu", extra=("poison",)), "tied", method=method)
+    before = (("rehearse", "evaluate"), ("rehearse",), (), ())
+    check(plan, RealQueues("cpu", extra=("poison",)), "tied", between=before, method=method)
     for late in LAGS:
         check(plan, LateQueues(late), method=method)
 

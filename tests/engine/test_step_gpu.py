@@ -137,7 +137,7 @@ def test_documents_are_compared_wherever_they_are(units, between, cfg, method):
         plan = gpu_plan(cfg, dtype="BF16", n_micro=3, tokens=48, record=5000, piece=1000)
         plan = replace(plan, units=given, between=between, swap_slots=2) if given else plan
         e = make(cfg, plan, RealQueues("cuda", extra=("poison",)))
-        seen = train(e, pairs(cfg, 3, 3, 48, method == "kto"), preference=Preference(method))
+        seen = train(e, pairs(cfg, 3, 3, 48, method == "kto"), between=rehearsed(e), preference=Preference(method))
         found.append((seen, final_weights(e)))
         e.queues.close()
         e.close()

@@ -8,6 +8,8 @@ from __future__ import annotations
 
 from collections.abc import Iterable
 
+import torch
+
 from trireme.engine.activations import Activation
 from trireme.engine.memory import NOTHING
 from trireme.engine.step import (
@@ -19,6 +21,8 @@ from trireme.engine.step import (
     forward_embedding,
     loss,
 )
+from trireme.models.losses.comparison import Comparison
+from trireme.models.losses.preferences import Preference
 from trireme.models.sizes.shapes import layer
 
 
@@ -71,9 +75,15 @@ def _block(e: Engine, u: int, mb: Inputs) -> None:
 
 def _head(e: Engine, u: int, mb: Inputs) -> None:
     read = (u, 0) if e.cfg.tied else (u,)
-    _arrives(e, e.activations.x[u][0], mb.tokens)
+    x, comparison = e.activations.x[u][0], None
+    _arrives(e, x, mb.tokens, reads=2 if mb.docs else 1)
     w, g = {v: e.weights.get(v) for v in read}, {v: e.gradients.get(v) for v in read}
-    done = loss(e, 0, w, g, mb, 1.0, [NOTHING])
+    if mb.docs:
+        loss(e, 0, w, {}, mb, 1.0, [NOTHING])
+        x.fetch()
+        factors = torch.zeros(mb.tokens, device=mb.on(e.gpu(u)).labels.device)
+        comparison = Comparison(Preference("dpo"), [factors])
+    done = loss(e, 0, w, g, mb, 1.0, [NOTHING], comparison)
     e.activations.dx[u][0].discard(done)
     for v in read:
         e.weights.release(v)
