@@ -15,6 +15,11 @@ from trireme.engine.data.documents import Fitted
 
 SHOWN = 2000  # characters, and tokens, of an example
 LISTED = 12  # files
+AS_CHAT = {  # formats of joined texts: columns by which they are read as question and answer
+    "prompt,completion": (("instruction", "prompt"), ("output", "completion")),
+    "prompt,completion,label": (("instruction", "prompt"), ("output", "completion")),
+    "prompt,chosen,rejected": (("instruction", "prompt"),),
+}
 DROPPED = 20  # characters a token; beyond, a tokenizer drops text
 
 
@@ -133,12 +138,14 @@ def notes_on(files: Sequence[TokenFile], codec: Codec | None, renames: Mapping[s
     if characters > DROPPED * tokens:
         made = f"{compact(characters)} characters become {count(tokens, 'token')}"
         notes.append(f"{made}: the tokenizer drops what it does not know. Is it the one for this text?")
-    joined = [file for file in files if file.meta["format"] == "prompt,completion" and not file.meta["chats"]]
+    joined = [file for file in files if file.meta["format"] in AS_CHAT and not file.meta["chats"]]
     if facts.template and joined:
         theirs = {ours: name for name, ours in renames.items()}
-        as_chat = [f"{o}={theirs.get(t, t)}" for o, t in (("instruction", "prompt"), ("output", "completion"))]
+        form = joined[0].meta["format"]
+        as_chat = [f"{o}={theirs.get(t, t)}" for o, t in AS_CHAT[form]]
+        answer = "answers" if "chosen" in form else "completion"
         notes.append(
-            "prompt and completion are joined as they are, without the chat template; "
+            f"prompt and {answer} are joined as they are, without the chat template; "
             f"as question and answer, with it: --map {','.join(as_chat)}"
         )
     texts = [file for file in files if not (facts.template and file.meta["chats"])]

@@ -317,6 +317,22 @@ def test_pairs_share_a_row(together):
     assert (len(sums) == 20) == (not together)
 
 
+@pytest.mark.parametrize(
+    ("row", "kind", "names"),
+    [
+        (dict(prompt="q", chosen="good", rejected="bad"), "pairs", "instruction=prompt"),
+        (dict(prompt="q", completion="good", label=True), "labels", "instruction=prompt,output=completion"),
+    ],
+)
+def test_texts_are_offered_the_chat_template(tmp_path, codecs, row, kind, names):
+    data = load(tmp_path, [row, row], codecs[1], kind)
+    (note,) = [note for note in data.report.notes if "chat template" in note]
+    assert note.endswith(f"--map {names}")
+    data = load(tmp_path, [row, row], codecs[1], kind, map=names)
+    assert documents(data)[0][0].removeprefix("<s>") == ASKED.removeprefix("<s>") + "good<|im_end|>\n"
+    assert load(tmp_path, [row, row], codecs[0], kind).report.notes == ()
+
+
 def test_held_out_pairs_are_whole(tmp_path, codecs):
     rows = [dict(prompt=f"{i:02}", chosen="good", rejected="bad") for i in range(20)]
     data = load(tmp_path, rows, codecs[0], val="0.25")

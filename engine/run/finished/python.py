@@ -44,7 +44,6 @@ class Given(TypedDict, total=False):
     show_example: int
     tokenizer: str | Path
     chat_template: str | Path
-    chat_template_kwargs: str
     system: str
     chat_template_kwargs: Record
     out: str | Path
