@@ -64,6 +64,7 @@ class Shapes:
     chunks: tuple[int, ...] = (8192, 4096, 2048)
     block: int = 218_112_000  # parameters of a LLaMA-3-8B block
     attention: tuple[tuple[Any, int, int, int], ...] = ATTENTION
+    latent: tuple[tuple[Any, int, int, int, int], ...] = ()  # as attention, and the width of values
     matmuls: tuple[tuple[int, int, int], ...] = PRODUCTS
     quantized: tuple[int, ...] = (4096, 14336, 28672)
     mixtures: Mapping[str, Mixture] = field(default_factory=lambda: MIXTURES)
@@ -187,23 +188,30 @@ class Attention(NamedTuple):
     scale: float
 
 
-def attention_inputs(lengths: Any, H: int, K: int, d: int, s: Shapes = Shapes()) -> Attention:
+def attention_inputs(lengths: Any, H: int, K: int, d: int, s: Shapes = Shapes(), e: int = 0) -> Attention:
+    """`e`: width of values, if another than d of queries and keys."""
     N = sum(lengths)
+    if e:
+        q, dq, k, dk, v, dv = (s.randn(N, n, width) for n, width in ((H, d), (K, d), (K, e)) for _ in range(2))
+        return Attention(q, k, v, dq, dk, dv, s.randn(N, H, e), ops.make_docs(lengths, s.device), d**-0.5)
     inputs, gradients = (s.randn(N, (H + 2 * K) * d).view(N, H + 2 * K, d).split([H, K, K], 1) for _ in range(2))
     (q, k, v), (dq, dk, dv) = inputs, gradients
     return Attention(q, k, v, dq, dk, dv, s.randn(N, H, d), ops.make_docs(lengths, s.device), d**-0.5)
 
 
 def attention(s: Shapes) -> Iterator[Case]:
-    for lengths, H, K, d in s.attention:
-        a = attention_inputs(lengths, H, K, d, s)
-        flops = 4 * d * H * sum(n * (n + 1) // 2 for n in lengths)  # of attended pairs
+    for lengths, H, K, d, e in (*s.latent, *((*case, case[3]) for case in s.attention)):
+        a = attention_inputs(lengths, H, K, d, s, e if e != d else 0)
+        pairs = H * sum(n * (n + 1) // 2 for n in lengths)  # attended
+        flops, back = 2 * (d + e) * pairs, 2 * (3 * d + 2 * e) * pairs
         equal = len(set(lengths)) == 1
-        label = f"d{d} {H}/{K} " + (f"{len(lengths)}x{lengths[0]}" if equal else f"{len(lengths)} documents")
+        label = f"d{d}{f'+{e}' if e != d else ''} {H}/{K} " + (
+            f"{len(lengths)}x{lengths[0]}" if equal else f"{len(lengths)} documents"
+        )
         out, lse = ops.attention_fwd(a.q, a.k, a.v, a.docs, a.scale)
         yield Case(label, "attention_fwd", (a.q, a.k, a.v, a.docs, a.scale), flops, flops=True)
         args = (a.dout, a.q, a.k, a.v, out, lse, a.docs, a.scale, a.dq, a.dk, a.dv)
-        yield Case(label, "attention_bwd", args, 2.5 * flops, flops=True)
+        yield Case(label, "attention_bwd", args, back, flops=True)
     size, sinks = 2 * a.q.numel(), s.randn(H, dtype=torch.float32)  # of the last
     yield Case(label, "sinks_fwd_", (out, lse, sinks), 2 * size)
     yield Case(label, "sinks_bwd_", (s.zeros(H), a.dout, out, lse, sinks), 2 * size)

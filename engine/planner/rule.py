@@ -18,7 +18,6 @@ from trireme.storage.layout import ITEMSIZE
 UPDATE_TOKENS = 50_000  # a step with a forward as long as the CPU's updates
 GPU_UPDATES = 0.3  # of RAM-stored units: 14 B a parameter over PCIe against 19 B of DRAM
 MARGIN = {"gpu": 1.0, "host": 1.25}  # of lacking memory: more RAM, larger records
-SLICES = 16  # of a layer's packed experts, where not all fit decoded
 LATE_TOKENS = 12_000  # a step from which moments are written apart from weights
 
 Between = Literal["gpu", "host"]  # of x and dx
@@ -109,9 +108,8 @@ def cuts(cfg: ModelConfig, wanted: Wanted) -> list[Cut]:
     halves = (False, True)[: 1 if cfg.parallel else 2] if wanted.halves is None else (wanted.halves,)
     whole = 0 if wanted.at_once is None else wanted.at_once
     found = [Cut(half, whole) for half in halves]
-    one = replace(cfg, at_once=1)
-    if wanted.at_once is None and cfg.experts and any(narrow.sliced_groups(one, u) for u in range(one.n_units)):
-        found.append(Cut(halves[-1], -(-cfg.experts.count // SLICES)))
+    if wanted.at_once is None and (at_once := narrow.slice_of(cfg)):
+        found.append(Cut(halves[-1], at_once))
     return found
 
 

@@ -5,6 +5,7 @@ Legend: shapes.py.
 
 from __future__ import annotations
 
+from dataclasses import replace
 from math import prod
 from typing import NamedTuple
 
@@ -13,6 +14,7 @@ from trireme.models.families.packing import Part
 from trireme.models.sizes.shapes import GATE_UP, Group, frozen_groups, is_frozen, is_packed, on_disk, weight_groups
 
 FP8 = ROWS, COLUMNS, SCALE = "_rows", "_columns", "_scale"  # behind the name of a matmul's first matrix: its codes
+SLICES = 16  # of a layer's packed experts, where not all fit decoded
 MOST_CODES = 1 << 29  # elements of a unit that codes are made of once a pass, in both orders
 FP8_DTYPES = {ROWS: "F8_E4M3", COLUMNS: "F8_E4M3", SCALE: "F32"}
 FP8_SCALE = (4,)  # shape: the first is the scale, of which cuBLASLt asks that it lies at a multiple of 16 bytes
@@ -37,6 +39,13 @@ def packed_groups(cfg: ModelConfig, u: int) -> list[Group]:
 def sliced_groups(cfg: ModelConfig, u: int) -> list[Group]:
     """Experts' matrices among packed_groups of which each matmul decodes some at a time (packed.py), not a pass all."""
     return [group for group in packed_groups(cfg, u) if cfg.at_once and len(group[0][1]) == 3]
+
+
+def slice_of(cfg: ModelConfig) -> int:
+    """Experts of a slice, where not all of a layer's packed ones are to be decoded; 0: there are none."""
+    one = replace(cfg, at_once=1)
+    sliced = cfg.experts and any(sliced_groups(one, u) for u in range(one.n_units))
+    return -(-cfg.experts.count // SLICES) if cfg.experts and sliced else 0
 
 
 def slice_bytes(cfg: ModelConfig, u: int, itemsize: int) -> int:

@@ -54,7 +54,7 @@ def _of_attention(case: Case) -> op_peers.Peers:
     q, k, v, docs, scale = case.args if forward else (*case.args[1:4], *case.args[6:8])
     if len(set(docs.lengths)) > 1:
         return {}
-    dout = randn(*q.shape) if forward else case.args[0]
+    dout = randn(*q.shape[:2], v.shape[2]) if forward else case.args[0]
     return dense_peers(Attention(q, k, v, q, k, v, dout, docs, scale))[0 if forward else 1]
 
 

@@ -35,6 +35,7 @@ from trireme.kernels import launch, ops
 from trireme.kernels.attention import attention as attention_module
 from trireme.kernels.launcher import Fixed, Kernel
 
+LATENT = (([4096] * 2, 16, 16, 192, 128), ([4096] * 2, 20, 20, 256, 256))  # of DeepSeek-V3 (an eighth), GLM-4.7-Flash
 TILES = [(64, k, 4, stages) for k in (32, 64, 128) for stages in (2, 3, 4)]  # rows, columns, warps, stages
 TILES += [(128, k, 8, stages) for k in (32, 64, 128) for stages in (2, 3, 4)]
 
@@ -248,7 +249,7 @@ def main() -> None:
     cases = (
         case
         for g in args.groups or GROUPS
-        for case in GROUPS[g](Shapes(DEVICE))
+        for case in GROUPS[g](Shapes(DEVICE, latent=LATENT))
         if args.only in f"{case.op} {case.label}"
     )
     rows = [row for case in cases for row in report(case, peers, matmul, copies)]

@@ -7,6 +7,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 import torch
+from safetensors.torch import load_file, save_file
 from tiny import CASES, oracle, oracle_generate
 from transformers import AutoModelForCausalLM
 
@@ -16,7 +17,9 @@ from trireme.engine.run.finished import evaluate
 from trireme.engine.run.finished.layers import Layers
 from trireme.engine.run.finished.opened import open_folder
 from trireme.models.config import InputError
+from trireme.models.families.packing import FP8
 from trireme.models.generate import generate
+from trireme.models.packed import encode
 from trireme.models.rows import rope_tables
 
 pytestmark = pytest.mark.grid
@@ -151,3 +154,30 @@ def test_on_a_gpu_all_places_give_the_same_tokens(case, tmp_path):
         layers = loaded(opened, limits, gpu)
         found.append(generate(cfg, layers.units, PROMPTS, 12, device=gpu))
     assert found[0] == found[1] == found[2]
+
+
+def test_packed_experts_are_decoded_in_slices_where_all_do_not_fit(tmp_path):
+    """The same tokens, in less memory than a layer's experts take decoded."""
+    reference, _ = of_four("qwen3 moe")
+    reference.save_pretrained(tmp_path)
+    state = load_file(tmp_path / "model.safetensors")
+    packing = replace(FP8, block=(16, 16))
+    for name in [name for name in state if ".experts." in name]:
+        codes, scales = (torch.from_numpy(part) for part in encode(packing, state[name].float().numpy()))
+        _, grid = packing.shapes(tuple(state[name].shape))
+        state[name] = codes.view(torch.float8_e4m3fn).view(state[name].shape)
+        state[f"{name}_scale_inv"] = scales.view(grid)
+    save_file(state, tmp_path / "model.safetensors", {"format": "pt"})
+    said = dict(quant_method="fp8", weight_block_size=[16, 16], modules_to_not_convert=["lm_head", "self_attn"])
+    config = json.loads((tmp_path / "config.json").read_text())
+    (tmp_path / "config.json").write_text(json.dumps(config | dict(quantization_config=said)))
+    opened = open_folder(str(tmp_path), "", lambda _: None)
+    roomy, limits = loaded(opened), tight(opened)
+    made = max(layout.span for layout in roomy.geo.decoded)
+    sliced = loaded(opened, replace(limits, gpu=limits.gpu - made // 2))
+    assert (roomy.cfg.at_once, sliced.cfg.at_once) == (0, 1)
+    assert max((layout.span for layout in sliced.geo.decoded), default=0) < made // 4
+    tokens = [generate(layers.cfg, layers.units, PROMPTS, 8) for layers in (roomy, sliced)]
+    assert tokens[0] == tokens[1]
+    with pytest.raises(DoesNotFit):
+        loaded(opened, replace(limits, gpu=limits.gpu - made))

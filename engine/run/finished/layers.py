@@ -5,6 +5,7 @@ from __future__ import annotations
 import time
 from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
+from dataclasses import replace
 from itertools import cycle
 from typing import Any
 
@@ -20,7 +21,8 @@ from trireme.engine.memory import views
 from trireme.engine.plan import DoesNotFit, Limits
 from trireme.engine.run.finished.opened import Opened
 from trireme.models import hf, model
-from trireme.storage.layout import ALIGN, round_up
+from trireme.models.sizes import narrow
+from trireme.storage.layout import ALIGN, ITEMSIZE, round_up
 
 
 class Layers:
@@ -29,14 +31,18 @@ class Layers:
     def __init__(self, opened: Opened, device: torch.device, dtype: str, limits: Limits, needs: int):
         """`dtype`: F32 or BF16; `needs`: bytes of the device beside weights. Raises DoesNotFit, InputError."""
         self.cfg, self.device, self.opened = opened.cfg, device, opened
-        self.geo = Geometry(opened.cfg, dtype)
+        self._on_cpu = device.type == "cpu"
+        try:
+            self._place(dtype, limits, needs)
+        except DoesNotFit:
+            at_once = narrow.slice_of(opened.cfg)
+            if not at_once:
+                raise
+            self.cfg = replace(opened.cfg, at_once=at_once)
+            self._place(dtype, limits, needs)
         source = opened.source
         self.stored = hf.sources(opened.cfg, {name: t.shape for name, t in source.tensors.items()})
-        geo, units = self.geo, range(self.geo.n_units)
-        self._second = [round_up(geo.base[u].span, ALIGN) for u in units]  # offset of adapters
-        self.sizes = [self._second[u] + geo.weights[u].span for u in units]
-        self._on_cpu = device.type == "cpu"
-        self._place(limits, needs)
+        units = range(self.geo.n_units)
         self._read_s, self._copy_s = [0, 0.0], [0, 0.0]  # bytes, seconds
         self._held: dict[int, Tensor] = {}
         make = lambda nbytes: torch.empty(nbytes, dtype=torch.uint8)
@@ -44,16 +50,21 @@ class Layers:
         self._slots = [make(largest) for _ in range(2 * bool(self.streamed))]
         brought = 0 if self._on_cpu else max((self.sizes[u] for u in units if u not in self.resident), default=0)
         self._slot = torch.empty(brought, dtype=torch.uint8, device=device)
-        made = max(layout.span for layout in geo.decoded)
+        made = max(layout.span for layout in self.geo.decoded)
         self._made = torch.empty(made, dtype=torch.uint8, device=device)
         self._pool = ThreadPoolExecutor(LOADERS)
         self._ahead = Ahead(self._bring)
 
-    def _place(self, limits: Limits, needs: int) -> None:
+    def _place(self, dtype: str, limits: Limits, needs: int) -> None:
         """Which layers lie on the device, in RAM, and in the files alone."""
-        sizes, largest = self.sizes, max(self.sizes)
+        self.geo = geo = Geometry(self.cfg, dtype)
+        units = range(geo.n_units)
+        self._second = [round_up(geo.base[u].span, ALIGN) for u in units]  # offset of adapters
+        self.sizes = sizes = [self._second[u] + geo.weights[u].span for u in units]
+        largest = max(sizes)
         rooms = [limits.both - needs] if self._on_cpu else [limits.gpu - needs, limits.host]
-        made = max(layout.span for layout in self.geo.decoded)
+        sliced = max(narrow.slice_bytes(self.cfg, u, ITEMSIZE[dtype]) for u in units)
+        made = max(layout.span for layout in geo.decoded) + sliced
         last = self.geo.n_units - 1
         first = [0, last, *range(1, last)]  # the ends: a tied embedding is read at both
         if sum(sizes) + made <= rooms[0]:
