@@ -79,7 +79,9 @@ def _check_whole(source: Source, packing: Packing, found: Mapping[str, tuple[str
                     )
         if stored.endswith(codes.stored) and (codes.stored or t.dtype in codes.dtypes):
             name = row.matrix(stored, codes.stored)
-            lacks = next(part for part in others if row.named(name, part.stored) not in source.tensors)
+            lacks = next((part for part in others if row.named(name, part.stored) not in source.tensors), None)
+            if lacks is None:
+                raise CheckpointError(f"{where} is {t.dtype} {list(t.shape)}; {row.word} has {row.wants}.")
             raise CheckpointError(
                 f"{where} is {t.dtype}, and its {lacks.word}, {row.named(name, lacks.stored)}, are missing. "
                 "Download the release again."

@@ -234,6 +234,11 @@ HOSTILE = {  # case -> (checkpoint, change of the tensors, words)
     "no qweight": ("gptq", lambda s: s.pop(f"{M}.qweight"), f"holds .* of GPTQ, but {M}.qweight is missing"),
     "zero of 15": ("gptq", lambda s: s[f"{M}.qzeros"][0].fill_(15), "has zero points that programs read as 0 or as 16"),
     "huge scale": ("gptq", lambda s: s[f"{M}.scales"][0].fill_(float("inf")), r"scales by more than 2\^123"),
+    "words of 64": (
+        "gptq",
+        lambda s: s.update({f"{M}.qweight": s[f"{M}.qweight"].long()}),
+        rf"{M}.qweight is I64 \[12, 64\]; GPTQ has I32|{M}.qweight is I64: one tensor in two forms",
+    ),
     "gemv": (
         "awq",
         lambda s: s.update({f"{M}.qweight": s[f"{M}.qweight"].mT.contiguous()}),
