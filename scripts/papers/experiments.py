@@ -5,6 +5,7 @@ Prints the tables of docs/papers.md. Machines and shapes are those of figures.py
 
 from __future__ import annotations
 
+import argparse
 import sys
 from collections.abc import Callable
 from dataclasses import replace
@@ -140,8 +141,12 @@ TABLES: dict[str, tuple[Callable[[], list[Row]], str]] = {
 }
 
 
-def main(names: list[str]) -> int:
-    for name in names or TABLES:
+def main(argv: list[str]) -> int:
+    p = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    p.add_argument("names", nargs="*", metavar="NAME", help=f"of {', '.join(TABLES)}; all if none")
+    for name in p.parse_args(argv).names or TABLES:
+        if name not in TABLES:
+            p.error(f"there is no table {name}")
         make, heads = TABLES[name]
         print(f"\n{(make.__doc__ or '').splitlines()[0]}\n")
         try:
