@@ -4,8 +4,9 @@ Small models compared with torch.compile: python scripts/bench/rivals.py small
 One of them alone: python scripts/bench/rivals.py zero-offload llama-1.3b --tokens 8192 --gpu-memory 24GiB
 
 `torch` is transformers with torch's fused AdamW on bf16; with --lora, peft's adapters; with --compile, the whole model
-compiled and nothing recomputed. `zero-offload` is DeepSpeed with fp32 AdamW on the CPU. Both use Liger where it is
-installed, unless compiled. A step is one micro-batch, which transfers weights and gradients once, without clipping.
+compiled and nothing recomputed. `zero-offload` is DeepSpeed with fp32 AdamW on the CPU, `zero-infinity` with weights
+and optimizer state in files of --store too. All use Liger where it is installed, unless compiled. A step is one micro-
+batch, which transfers weights and gradients once, without clipping.
 """
 
 from __future__ import annotations
@@ -43,6 +44,7 @@ LINES = (
     ("zero-offload", "llama-1.3b", 8192, GPU, f"{GPU} --ram 60GiB"),
     ("zero-offload", "llama-1.3b", 32768, GPU, f"{GPU} --ram 60GiB"),
     ("zero-offload", "llama-3b", 32768, GPU, f"{GPU} --ram 60GiB"),
+    ("zero-infinity", "llama-1.3b", 32768, GPU, f"{GPU} --ram 16GiB --placement ssd --clip 0"),
     ("torch", "llama-1.3b", 32768, "", "--ram 60GiB"),
     ("torch", "llama-8b", 8192, "--lora 16", "--lora 16 --ram 60GiB"),
     ("torch", "llama-8b", 32768, "--lora 16", "--lora 16 --ram 60GiB"),
@@ -76,7 +78,7 @@ def with_peft(model, rank: int):
     return get_peft_model(model, LoraConfig(r=rank, lora_alpha=2 * rank, target_modules="all-linear"))
 
 
-def torch_rival(model):
+def torch_rival(model, store: str):  # noqa: ARG001 (of zero-infinity)
     """A step: ids [rows, seq] -> loss."""
     adamw = torch.optim.AdamW([p for p in model.parameters() if p.requires_grad], fused=True, **ADAMW)
 
@@ -90,8 +92,27 @@ def torch_rival(model):
     return step
 
 
-def zero_rival(model):
+def zero_infinity(model, store: str):
+    """As torch_rival, with weights and optimizer state on the drive of `store` (Rajbhandari et al. 2021)."""
+    on_drive = {"device": "nvme", "nvme_path": store, "pin_memory": True}
+    largest = max(p.numel() for p in model.parameters())
+    zero = {
+        "stage": 3,
+        "offload_optimizer": on_drive | {"buffer_count": 4, "fast_init": False},
+        "offload_param": on_drive | {"buffer_count": 5, "buffer_size": largest, "max_in_cpu": 0},
+        "sub_group_size": 10**8,
+    }
+    aio = {"block_size": 1 << 20, "queue_depth": 32, "thread_count": 2, "single_submit": False, "overlap_events": True}
+    return deepspeed_rival(model, zero, {"aio": aio})
+
+
+def zero_offload(model, store: str):  # noqa: ARG001 (of zero-infinity)
     """As torch_rival, with the optimizer in pinned RAM."""
+    return deepspeed_rival(model, {"stage": 2, "offload_optimizer": {"device": "cpu", "pin_memory": True}}, {})
+
+
+def deepspeed_rival(model, zero: dict, more: dict):
+    """Steps of DeepSpeed's engine, configured by `zero` and `more`."""
     import deepspeed
     from deepspeed.ops.adam import DeepSpeedCPUAdam
 
@@ -100,15 +121,13 @@ def zero_rival(model):
         port = str(probe.getsockname()[1])
     os.environ.update(RANK="0", LOCAL_RANK="0", WORLD_SIZE="1", MASTER_ADDR="127.0.0.1", MASTER_PORT=port)
     deepspeed.init_distributed()
-    zero = {
-        "stage": 2,
-        "offload_optimizer": {"device": "cpu", "pin_memory": True},
+    zero |= {
         "overlap_comm": True,
         "contiguous_gradients": True,
         "reduce_bucket_size": 2 * 10**8,
         "allgather_bucket_size": 2 * 10**8,
     }
-    config = {"train_micro_batch_size_per_gpu": 1, "bf16": {"enabled": True}, "zero_optimization": zero}
+    config = {"train_micro_batch_size_per_gpu": 1, "bf16": {"enabled": True}, "zero_optimization": zero} | more
     adamw = DeepSpeedCPUAdam(model.parameters(), **ADAMW)
     engine = deepspeed.initialize(model=model, optimizer=adamw, config=config)[0]
 
@@ -121,7 +140,7 @@ def zero_rival(model):
     return step
 
 
-RIVALS = {"torch": torch_rival, "zero-offload": zero_rival}
+RIVALS = {"torch": torch_rival, "zero-offload": zero_offload, "zero-infinity": zero_infinity}
 
 
 # ---------------------------------------------------------------- one rival
@@ -154,7 +173,7 @@ def run_rival(a) -> dict:
         model.compile()
         a.recompute = [0]
     blocks = model.model.layers
-    step, tried = RIVALS[a.rival](with_peft(model, a.lora) if a.lora else model), []
+    step, tried = RIVALS[a.rival](with_peft(model, a.lora) if a.lora else model, a.store), []
     for share in a.recompute:
         for k, block in enumerate(blocks):
             block.gradient_checkpointing = k < share * cfg.n_layers
@@ -233,6 +252,7 @@ def arguments(argv: list[str]) -> argparse.Namespace:
     p.add_argument(
         "--recompute", type=lambda t: [float(s) for s in t.split(",")], default=[1, 0.75, 0.5, 0], help="shares to try"
     )
+    p.add_argument("--store", default=".", help="a folder on the drive of zero-infinity")
     p.add_argument("--compile", action="store_true", help="by torch.compile")
     p.add_argument("--warmup", type=int, default=2)
     p.add_argument("--steps", type=int, default=3)

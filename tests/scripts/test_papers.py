@@ -1,7 +1,7 @@
 """The tables: the papers' arithmetic meets their figures, and the page says what the script computes."""
 
 import pytest
-from script_files import script
+from script_files import ROOT, script
 
 
 @pytest.fixture(scope="module")
@@ -27,3 +27,13 @@ def test_the_page_shows_what_is_computed(figures):
     made = {"throughput": [], "sizes": [], "windows": [], "buyers": [], "adapters": [], "mixtures": []}
     frame = [line for line in tables.page(made).splitlines() if line]
     assert all(line in text for line in frame), "renew it: python scripts/papers/tables.py --write"
+
+
+@pytest.mark.full
+def test_the_page_of_the_papers_shows_what_is_computed():
+    """The rows that take no search for a plan."""
+    page, experiments = (ROOT / "docs" / "papers.md").read_text(), script("papers/experiments")
+    for name in ("linear", "tensors"):
+        make, heads = experiments.TABLES[name]
+        assert "\n".join(experiments.table(heads, make())) in page, f"renew it: papers/experiments.py {name}"
+    assert all(f"| {heads} |" in page for _, heads in experiments.TABLES.values())
