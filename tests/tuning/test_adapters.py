@@ -79,7 +79,8 @@ def test_peft_computes_what_we_compute(case, tmp_path):
 
 MIXTURES = ("qwen3 moe among dense layers", "qwen2 moe among dense layers", "mixtral", "gpt oss", "olmoe", "glm4 moe",
             "solar open", "dots1", "minimax m2", "exaone moe", "hy v3", "mellum, dense layers, no window",
-            "granite moe", "ernie moe")  # fmt: skip
+            "granite moe", "ernie moe", "deepseek v2", "deepseek v3", "deepseek v32", "glm moe dsa, a shared index",
+            "glm4 moe lite")  # fmt: skip
 
 
 def test_each_family_of_mixtures_is_compared_with_peft():
