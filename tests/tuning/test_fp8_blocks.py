@@ -236,8 +236,9 @@ def test_a_merged_model_is_that_of_the_decoded_base(made, tmp_path):
 def test_config_alone_says_what_is_packed(made):
     """A plan without the files has the bytes of one with them."""
     for case in CASES.keys() - {"one in bf16"}:
-        planned = adapted(read_config(made(case)[0]), Lora(2, 4.0, ("o_proj",)))
-        cfg, _, _ = opened(made(case)[0], lambda cfg: adapted(cfg, Lora(2, 4.0, ("o_proj",))))
+        lora = Lora(2, 4.0, ("o_proj",))
+        planned = adapted(read_config(made(case)[0]), lora)
+        cfg, _, _ = opened(made(case)[0], lambda cfg, lora=lora: adapted(cfg, lora))
         plan = gpu_plan(cfg, dtype="BF16")
         dtype = cfg.packing.parts[1].dtypes[0]
         planned = replace(planned, packing=planned.packing.with_dtypes(("F8_E4M3", dtype)))
