@@ -9,7 +9,7 @@ from engines import LLAMA, RealQueues, batches, cards, final_weights, gpu_plan, 
 
 from trireme.engine import geometry
 from trireme.engine.exchange import Kept
-from trireme.engine.plan import UnitPlan
+from trireme.engine.plan import TIERS, UnitPlan
 from trireme.engine.run.begin.rehearsal import rehearse
 from trireme.engine.updates import AdamW
 from trireme.models.config import Lora
@@ -117,7 +117,7 @@ def test_placement_never_changes_the_numbers(units, n_micro, mode, between):
     plan = gpu_plan(
         CFG, dtype="BF16", n_micro=n_micro, tokens=48, units=UNITS[units], mode=mode, record=5000, piece=1000
     )
-    plan = replace(plan, between=between, late_moments=("host", "ssd") if mode == "forward" and n_micro == 3 else ())
+    plan = replace(plan, between=between, late_moments=TIERS if mode == "forward" and n_micro == 3 else ())
     plan = replace(plan, gradients="ssd" if between == "host" else "host")
     e = make(CFG, plan, RealQueues("cuda", extra=("poison",)), AdamW(max_grad_norm=clip))
     losses, weights = on_the_gpu(n_micro, clip)
