@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 import os
-from collections import deque
+from collections import Counter, deque
 from collections.abc import Callable
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
+from trireme.engine.amounts import count
 from trireme.engine.data.cache import Shelf, TokenFile, TokenWriter, cache_key, digest, open_tokens
 from trireme.engine.data.codec import Codec, Encoders, Numbered, RowDied
 from trireme.engine.data.encode import Encoded, size
@@ -16,7 +17,7 @@ from trireme.engine.data.files.rows import BadRow, Fields, Row
 from trireme.engine.data.files.sources import DataFile, Reader
 from trireme.engine.data.formats.conversations import with_system
 from trireme.engine.data.formats.examples import Chat, Example, Ids, Text
-from trireme.engine.data.formats.formats import Format, parsed, read_row, rename
+from trireme.engine.data.formats.formats import parsed, read_row, rename
 from trireme.engine.data.formats.pairs import Answer, AnswerFormat, Kind, is_weighted, read_answers, weight_of
 from trireme.engine.data.pairs import PairWriter
 from trireme.models.config import InputError
@@ -61,13 +62,14 @@ class _Tally:
     """Counts of a file so far."""
 
     unit: str = "line"
-    format: Format | AnswerFormat | None = None
+    answers: AnswerFormat | None = None  # of all rows
+    formats: Counter[str] = field(default_factory=Counter)  # good rows, or answers, of each
     rows: int = 0
     bad: int = 0
     first: tuple[int, str] | None = None  # bad row, its fault
     skip_bad: bool = False
     batch: Numbered = field(default_factory=list)  # read, not yet tokenized
-    weights: deque[float] = field(default_factory=deque)  # of what is read and not yet written
+    waiting: deque[tuple[float, str]] = field(default_factory=deque)  # weight, format of what is not yet written
     characters: int = 0
     unused: dict[str, None] = field(default_factory=dict)  # keys, in order
     encoded: int = 0  # characters
@@ -151,8 +153,7 @@ def _build(source: DataFile, reading: Reading, key: str, progress: Progress | No
         _judge(source, tally)
         if isinstance(sink, PairWriter):
             sink.finish()
-        form = tally.format.name if tally.format else ""  # _judge has seen a good row
-        meta = {"key": key, "name": source.path.name, "format": form, "rows": tally.rows, "bad": tally.bad}
+        meta = {"key": key, "name": source.path.name, "format": _named(tally), "rows": tally.rows, "bad": tally.bad}
         unused = [shown(key) if key.strip() else "a column without a name" for key in list(tally.unused)[:_NAMED]]
         unused += [f"{len(tally.unused) - _NAMED:,} more"] if len(tally.unused) > _NAMED else []
         meta |= {"first_bad": tally.first_bad, "unused": unused}
@@ -174,7 +175,7 @@ def _take(row: Row, reading: Reading, tally: _Tally) -> None:
     try:
         if isinstance(value, BadRow):
             raise value
-        answers, unused = _answers(value, reading, tally)
+        form, answers, unused = _answers(value, reading, tally)
         examples = [(_dressed(example, row, reading), weight) for example, weight in answers]
     except BadRow as error:
         tally.reject(row.number, error)
@@ -184,23 +185,21 @@ def _take(row: Row, reading: Reading, tally: _Tally) -> None:
         for example, weight in examples:
             tally.chats += isinstance(example, Chat)
             tally.batch.append((row.number, example))
-            tally.weights.append(weight)
+            tally.waiting.append((weight, form))
             tally.characters += size(example)
 
 
-def _answers(value: Fields, reading: Reading, tally: _Tally) -> tuple[list[Answer], list[str]]:
-    """(what a row says, each with its weight; keys that are not read). Raises BadRow."""
+def _answers(value: Fields, reading: Reading, tally: _Tally) -> tuple[str, list[Answer], list[str]]:
+    """(format of a row, what it says, each with its weight; keys that are not read). Raises BadRow."""
     if reading.kind:
-        assert tally.format is None or isinstance(tally.format, AnswerFormat)
         row = parsed(rename(value, reading.renames))
-        tally.format, answers, unused = read_answers(row, tally.format, reading.kind)
-        return answers, unused
-    assert tally.format is None or isinstance(tally.format, Format)
-    tally.format, example, unused = read_row(value, tally.format, reading.renames)
+        tally.answers, answers, unused = read_answers(row, tally.answers, reading.kind)
+        return tally.answers.name, answers, unused
+    form, example, unused = read_row(value, reading.renames)
     row = rename(value, reading.renames)
     if is_weighted(row):
         unused = [key for key in unused if key != "weight"]
-    return [(example, weight_of(row))], unused
+    return form.name, [(example, weight_of(row))], unused
 
 
 def _dressed(example: Example, row: Row, reading: Reading) -> Example:
@@ -250,7 +249,7 @@ def _put(
     all: bool = False,
 ) -> None:
     for number, found in encoders.results(all):
-        result, weight = _checked(found, vocabulary, reading), tally.weights.popleft()
+        result, (weight, form) = _checked(found, vocabulary, reading), tally.waiting.popleft()
         if isinstance(sink, PairWriter):
             if fault := sink.add(result, weight):
                 tally.reject(number, fault)
@@ -259,6 +258,7 @@ def _put(
         else:
             sink.add(result.ids, result.trained, result.starts, weight)
         if isinstance(result, Encoded):
+            tally.formats[form] += 1
             tally.encoded += result.characters
             tally.unknown += result.unknown
             tally.said += result.said
@@ -275,6 +275,13 @@ def _checked(found: Encoded | BadRow, vocabulary: int, reading: Reading) -> Enco
     if len(found.ids) and found.ids.max() >= vocabulary:
         return BadRow(f"token id {found.ids.max()} is in no vocabulary of {vocabulary}")
     return found
+
+
+def _named(tally: _Tally) -> str:
+    """The format, or, of a file that mixes them, each with its rows."""
+    if len(tally.formats) == 1:
+        return next(iter(tally.formats))
+    return "; ".join(f"{name}: {count(rows, 'row')}" for name, rows in tally.formats.most_common())
 
 
 def _judge(source: DataFile, tally: _Tally) -> None:

@@ -38,7 +38,14 @@ class FileReport:
         weight = "" if self.weight == 1 else f", weight {self.weight:g}{same}"
         bad = f", {self.bad:,} bad dropped (first: {self.first_bad})" if self.bad else ""
         unused = f"; not used: {', '.join(self.unused)}" if self.unused else ""
-        return f'{self.name}: {count(self.rows, "row")}, format "{self.format}"{weight}{bad}{unused}'
+        return f"{self.name}: {count(self.rows, 'row')}, {self._format()}{weight}{bad}{unused}"
+
+    def _format(self) -> str:
+        return f"in several formats ({self.format})" if self.mixed else f'format "{self.format}"'
+
+    @property
+    def mixed(self) -> bool:
+        return ": " in self.format
 
 
 class Counts(NamedTuple):
@@ -138,12 +145,12 @@ def notes_on(files: Sequence[TokenFile], codec: Codec | None, renames: Mapping[s
     if characters > DROPPED * tokens:
         made = f"{compact(characters)} characters become {count(tokens, 'token')}"
         notes.append(f"{made}: the tokenizer drops what it does not know. Is it the one for this text?")
-    joined = [file for file in files if file.meta["format"] in AS_CHAT and not file.meta["chats"]]
+    parts = [part for file in files if not file.meta["chats"] for part in file.meta["format"].split("; ")]
+    joined = [form for part in parts if (form := part.partition(": ")[0]) in AS_CHAT]
     if facts.template and joined:
         theirs = {ours: name for name, ours in renames.items()}
-        form = joined[0].meta["format"]
-        as_chat = [f"{o}={theirs.get(t, t)}" for o, t in AS_CHAT[form]]
-        answer = "answers" if "chosen" in form else "completion"
+        as_chat = [f"{o}={theirs.get(t, t)}" for o, t in AS_CHAT[joined[0]]]
+        answer = "answers" if "chosen" in joined[0] else "completion"
         notes.append(
             f"prompt and {answer} are joined as they are, without the chat template; "
             f"as question and answer, with it: --map {','.join(as_chat)}"

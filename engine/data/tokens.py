@@ -13,7 +13,7 @@ from typing import Any
 import numpy as np
 import tokenizers
 
-from trireme.engine.data import specials
+from trireme.engine.data import mistral, specials
 from trireme.engine.data.files.rows import BadRow
 from trireme.models.config import InputError
 
@@ -165,10 +165,12 @@ def load_tokenizer(folder: str | Path) -> Tokenizer | None:
     try:
         core = tokenizers.Tokenizer.from_str(json.dumps(spec))
         core.add_tokens(more)
+        vocabulary, model = core.get_vocab_size(), _optional(folder / "config.json")
+        read, wrong = mistral.corrected(spec, vocabulary, config, model)
         probe = next((text for text in PROBES if core.encode(text, add_special_tokens=False).ids), "")
         around = [core.encode(probe, add_special_tokens=wanted).ids for wanted in (False, True)]
         # A post-processor adds tokens and may trim offsets.
-        core = tokenizers.Tokenizer.from_str(json.dumps(spec | {"post_processor": None}))
+        core = tokenizers.Tokenizer.from_str(json.dumps(read | {"post_processor": None}))
         core.add_tokens(more)
         core.encode_special_tokens = config.get("split_special_tokens") is True
     except BaseException as error:
@@ -179,11 +181,20 @@ def load_tokenizer(folder: str | Path) -> Tokenizer | None:
     lead, tail = _around(*around)
     eos = _eos(core, folder, names, tail)
     bos = _bos(core, config, names, lead)
-    split = ["split"] if core.encode_special_tokens else []
+    split = [*(["words"] if read != spec else []), *(["split"] if core.encode_special_tokens else [])]
     parts = [hashlib.sha256(content.encode()).hexdigest(), names, bos, eos, *([new] if new else []), *split]
     fingerprint = hashlib.sha256(json.dumps(parts, sort_keys=True).encode()).hexdigest()
     return Tokenizer(
-        core, folder, names, bos, eos, config, fingerprint, notes, _unknown(core, spec), _stops(core, folder, eos)
+        core,
+        folder,
+        names,
+        bos,
+        eos,
+        config,
+        fingerprint,
+        (*notes, *wrong),
+        _unknown(core, spec),
+        _stops(core, folder, eos),
     )
 
 

@@ -8,7 +8,7 @@ import re
 
 import numpy as np
 import pytest
-from chats import make_tokenizer
+from chats import CHATML, TALK, make_tokenizer
 
 from trireme.engine.data.codec import load_codec
 from trireme.engine.data.dataset import DataOptions, load_dataset
@@ -294,6 +294,58 @@ def test_several_formats_in_one_folder(tmp_path, codec):
     put(tmp_path, **{f"s{i:02}_jsonl": LINES for i in range(20)})
     said = load(codec, tmp_path).report.lines()
     assert said[12] == "11 more files: 33 rows"
+
+
+@pytest.fixture(scope="module")
+def chats(tmp_path_factory):
+    return load_codec(make_tokenizer(tmp_path_factory.mktemp("chats"), chat_template=CHATML).folder)
+
+
+MIXED = [
+    {"messages": TALK},
+    {"prompt": "the", "completion": " fox"},
+    {"text": "the fox"},
+    {"instruction": "the", "output": "fox"},
+    {"conversations": [{"from": "human", "value": "the"}, {"from": "gpt", "value": "fox"}]},
+    {"input_ids": [5, 6, 7], "labels": [-100, 6, 7]},
+]
+
+
+def test_several_formats_in_one_file(tmp_path, chats):
+    """Each row is read as it would be in a file of its own."""
+    alone = []
+    for i, row in enumerate(MIXED):
+        put(tmp_path, **{f"{i}_json": json.dumps(row).encode()})
+        (part,) = load(chats, tmp_path / f"{i}.json").files
+        alone.append((part.read(0, int(part.offsets[-1])).tolist(), part.trained.tolist()))
+    lines = "".join(json.dumps(row) + "\n" for row in [*MIXED, MIXED[0]])
+    (tmp_path / "mixed.jsonl").write_text(lines)
+    data = load(chats, tmp_path / "mixed.jsonl", long="cut")
+    (made,) = data.files
+    bounds = zip(made.offsets[:-1].tolist(), made.offsets[1:].tolist(), strict=True)
+    found = [made.read(start, stop).tolist() for start, stop in bounds]
+    assert (found, made.trained.tolist()) == (
+        [ids for ids, _ in [*alone, alone[0]]],
+        [n for _, (n,) in [*alone, alone[0]]],
+    )
+    each = "prompt,completion: 1 row; text: 1 row; alpaca: 1 row; sharegpt: 1 row; input_ids: 1 row"
+    assert f"mixed.jsonl: 7 rows, in several formats (messages: 2 rows; {each})" in data.report.lines()[0]
+    (tmp_path / "mixed.jsonl").write_text(lines + '{"words": "the"}\n')
+    with pytest.raises(InputError, match=r"line 8: no known format has its keys \('words'\).* 1 of 8 rows is bad"):
+        load(chats, tmp_path / "mixed.jsonl")
+
+
+def test_a_table_of_mixed_rows_has_nulls(tmp_path, chats, arrow):
+    """As concatenate_datasets writes it: every row has all columns."""
+    columns = dict.fromkeys(key for row in MIXED[:4] for key in row)
+    rows = [{key: row.get(key) for key in columns} for row in MIXED[:4]]
+    arrow.parquet.write_table(arrow.Table.from_pylist(rows), tmp_path / "mixed.parquet")
+    (said, *_) = load(chats, tmp_path / "mixed.parquet").report.lines()
+    each = "messages: 1 row; prompt,completion: 1 row; text: 1 row; alpaca: 1 row"
+    assert said.endswith(f"4 rows, in several formats ({each})")
+    (tmp_path / "bad.jsonl").write_text(json.dumps(dict.fromkeys(columns)))
+    with pytest.raises(InputError, match="'messages' is null"):
+        load(chats, tmp_path / "bad.jsonl")
 
 
 def test_a_quoted_pattern(tmp_path):

@@ -202,7 +202,8 @@ def test_a_system_column_is_the_first_message():
 
 
 FLAGS = [("train", False), ("training", False), ("loss", False), ("loss", 0), ("loss_mask", 0), ("weight", 0),
-         ("weight", 0.0), ("mask", True), ("masked", True)]  # fmt: skip
+         ("weight", 0.0), ("mask", True), ("masked", True), ("trainable", False), ("is_train", False), ("do_train", 0),
+         ("learn", False), ("loss_scale", 0.0), ("loss_weight", 0), ("is_masked", True)]  # fmt: skip
 
 
 @pytest.mark.parametrize(("key", "off"), FLAGS)
@@ -223,6 +224,11 @@ def test_flags_that_say_neither_are_refused_and_those_of_others_named():
     for key, value in (("loss", 0.5), ("train", "false"), ("weight", 2), ("mask", 1), ("masked", "no")):
         assert f"{key!r} is {value!r}, expected" in refused({"messages": [said("a", **{key: value})]})
     assert "marks parts of a message" in refused({"messages": [said("a", train_detail=[{"begin_offset": 0}])]})
+    for key, value in (("no_loss", True), ("ignore_loss", False), ("supervised", 0), ("token_weight", 1)):
+        assert f"{key!r} is no mask that is known; name it 'train'" in refused(
+            {"messages": [said("a", **{key: value})]}
+        )
+    assert example_of({"messages": [said("a", training_id=17)]}).messages == [said("a", training_id=17)]
     row = {"messages": [user("Hi?", training=True), said("Hello.", training=True)]}
     assert read_row(row)[2] == ["messages[].training (role user)"]
     assert marked(row) == "@user\nHi?$@assistant\n[Hello.$]"

@@ -9,7 +9,7 @@ import tokenizers
 from chats import CHATML, TALK, bracketed, encoded, make_tokenizer
 from transformers import AutoTokenizer, PreTrainedTokenizerFast
 
-from trireme.engine.data import tokens
+from trireme.engine.data import mistral, tokens
 from trireme.engine.data.chat import ChatTemplate
 from trireme.engine.data.codec import load_codec
 from trireme.engine.data.dataset import DataOptions, load_dataset
@@ -35,6 +35,59 @@ def without_added(folder, keep=()):
 
 def peer(folder):
     return PreTrainedTokenizerFast.from_pretrained(folder)
+
+
+# ---------------------------------------------------------------- Mistral's pattern
+
+
+@pytest.fixture(scope="module")
+def large():
+    """A tokenizer.json with more than 100,000 tokens; one of them joins a small letter to a capital one."""
+    alphabet = sorted(tokenizers.pre_tokenizers.ByteLevel.alphabet())
+    names = [*alphabet, "oW", *(f"<{i}>" for i in range(100_000))]
+    model = {"type": "BPE", "vocab": {name: i for i, name in enumerate(names)}, "merges": [["o", "W"]]}
+    return {"version": "1.0", "model": model, "added_tokens": [], "decoder": {"type": "ByteLevel"} | BYTES}
+
+
+SPLIT = {"type": "Split", "pattern": {"Regex": "\\p{L}+|[^\\p{L}]+"}, "behavior": "Isolated", "invert": False}
+BYTES = {"type": "ByteLevel", "add_prefix_space": False, "trim_offsets": True, "use_regex": False}
+OLD = {"type": "Sequence", "pretokenizers": [SPLIT, BYTES]}
+
+
+V4 = {"model_type": "mistral3", "transformers_version": "4.57.1"}
+PATTERNS = [  # pre-tokenizer, config.json, fix_mistral_regex, (whether the pattern is that of the file, and noted)
+    (OLD, V4, None, (True, True)),
+    (OLD, V4, True, (False, False)),
+    (OLD, {"model_type": "mistral"}, True, (False, False)),
+    (BYTES, {"model_type": "mistral"}, True, (False, False)),
+    (OLD, {"model_type": "mistral", "transformers_version": "5.0.0.dev0"}, True, (False, False)),
+    (OLD, {"model_type": "mistral", "transformers_version": "5.1.0"}, True, (True, False)),
+    (OLD, V4 | {"model_type": "llama"}, True, (True, False)),
+    (OLD, {}, True, (True, False)),
+]
+
+
+@pytest.mark.parametrize(("before", "model", "fix", "expected"), PATTERNS)
+def test_where_the_pattern_of_mistral_is_corrected(before, model, fix, expected):
+    spec = {"pre_tokenizer": before}
+    made, notes = mistral.corrected(spec, 131_072, {"fix_mistral_regex": fix}, model)
+    assert (made == spec, bool(notes)) == expected
+    assert mistral.corrected(spec, 100_000, {"fix_mistral_regex": fix}, model) == (spec, ())
+    if made != spec:
+        assert mistral.corrected(made, 131_072, {}, model) == (made, ())
+
+
+@pytest.mark.full
+@pytest.mark.parametrize(("before", "model", "fix", "expected"), [PATTERNS[i] for i in (0, 1, 3, 5)])
+def test_the_pattern_of_mistral_is_corrected_where_transformers_does(tmp_path, large, before, model, fix, expected):
+    (tmp_path / "tokenizer.json").write_text(json.dumps(large | {"pre_tokenizer": before}))
+    (tmp_path / "tokenizer_config.json").write_text(json.dumps({} if fix is None else {"fix_mistral_regex": fix}))
+    if model:
+        (tmp_path / "config.json").write_text(json.dumps(model))
+    ours, said = load_tokenizer(tmp_path), "HelloWorld 12 oW, don't"
+    assert ours.encode([said])[0][0].tolist() == peer(tmp_path)(said, add_special_tokens=False)["input_ids"]
+    assert (ours.encode(["oW"])[0][0].tolist() == [256]) == expected[0]
+    assert any("fix_mistral_regex" in note for note in ours.notes) == expected[1]
 
 
 # ---------------------------------------------------------------- special tokens

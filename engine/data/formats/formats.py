@@ -54,28 +54,20 @@ def find_format(row: Mapping[str, Any], hint: str = "", given: Mapping[str, Any]
     raise BadRow(f"no known format has its keys ({found}); expected {_EXPECTED}.{hint}")
 
 
-def read_row(
-    given: Fields, form: Format | None = None, renames: Mapping[str, str] | None = None
-) -> tuple[Format, Example, list[str]]:
-    """(its format, what it says, keys that are not read). `form`: that of the rows before. `renames`: those of --map.
-
-    Raises BadRow.
-    """
+def read_row(given: Fields, renames: Mapping[str, str] | None = None) -> tuple[Format, Example, list[str]]:
+    """(its format, what it says, keys that are not read). `renames`: those of --map. Raises BadRow."""
     renames = renames or {}
     hint, row = not_there(given, renames), parsed(rename(given, renames))
     check_row(row, renames)
-    form = form or find_format(row, hint, given)
-    if absent := [repr(key) for key in form.keys if key not in row]:
-        other, more = ", ".join(map(repr, list(row)[:8])), f".{hint}" if hint else ""
-        what = f"has no {' and no '.join(absent)} (its keys: {other}); the file's format is {form.name!r}"
-        what += ". Rows of another format go into a file of their own" if _fitting(row) else ""
-        raise BadRow(what + more)
+    form = find_format(row, hint, given)
     example = form.read(row)
     return form, example, form.unused(row, example)
 
 
 def _fitting(row: Mapping[str, Any]) -> Format | None:
-    return next((form for form in FORMATS if all(key in row for key in form.keys)), None)
+    """Keys with null count where no other format fits: tables of mixed rows have them."""
+    filled = (form for form in FORMATS if all(row.get(key) is not None for key in form.keys))
+    return next(filled, None) or next((form for form in FORMATS if all(key in row for key in form.keys)), None)
 
 
 def _by_value(row: Mapping[str, Any]) -> list[tuple[tuple[str, ...], tuple[str, ...]]]:

@@ -6,6 +6,7 @@ refused.
 
 from __future__ import annotations
 
+import re
 from collections.abc import Mapping
 from typing import Any
 
@@ -21,8 +22,13 @@ ROLES = {
     **dict.fromkeys(("tool", "function", "observation", "function_response", "tool_response"), "tool"),
 }
 SAID = ("tool_calls", "reasoning_content", "reasoning", "thinking")  # beside `content`
-_TRAINED = ("train", "training", "loss", "loss_mask", "step_loss_mask", "weight")  # true or 1: learned
-_MASKED = ("mask", "masked")  # true: not learned
+_TRAINED = (
+    *("train", "training", "trainable", "is_trainable", "is_train", "do_train", "learn"),
+    *("loss", "loss_mask", "step_loss_mask", "loss_scale", "loss_weight", "weight"),
+)  # true or 1: learned
+_MASKED = ("mask", "masked", "is_masked")  # true: not learned
+_NUMBERS = ("loss_scale", "loss_weight", "weight")
+_MAY_MASK = re.compile("train|learn|loss|mask|weight|supervise", re.IGNORECASE)  # within a key that is not known
 _MEDIA = ("image", "video", "audio", "pixel_value", "input_feature")  # less an s
 _TEXTS, _THOUGHTS = ("text", "input_text", "output_text"), ("thinking", "reasoning")
 
@@ -117,12 +123,16 @@ def _trained(message: Fields, where: str, unused: dict[str, None]) -> bool:
         if key in _MASKED and not isinstance(value, bool):
             raise BadRow(f"{where}: {key!r} is {value!r}, expected true (not learned) or false")
         if not isinstance(value, (bool, int, float)) or value not in (0, 1):
-            expected = "0 or 1" if key == "weight" else "true or false"
+            expected = "0 or 1" if key in _NUMBERS else "true or false"
             raise BadRow(f"{where}: {key!r} is {value!r}, expected {expected}")
         learn = bool(value) != (key in _MASKED)
         trained = trained and learn
-        if learn and key != "weight" and message["role"] not in ("assistant", CALL):
+        if learn and key not in _NUMBERS and message["role"] not in ("assistant", CALL):
             unused[f"messages[].{key} (role {message['role']})"] = None
+    for key, value in message.items():
+        if _MAY_MASK.search(key) and isinstance(value, (bool, int, float)) and value in (0, 1):
+            names = "'train' (true: learned) or 'mask' (true: context)"
+            raise BadRow(f"{where}: {key!r} is no mask that is known; name it {names}")
     if message.get("train_detail"):
         raise BadRow(f"{where}: 'train_detail' marks parts of a message; only whole ones can be left out")
     return trained
