@@ -14,6 +14,7 @@ from typing import Any, NoReturn
 
 from trireme.engine.run.begin.kept import from_yaml, full, text_of
 from trireme.engine.run.begin.preference import preference_of
+from trireme.engine.run.hub.places import title
 from trireme.engine.run.names import flag_of, resolve
 from trireme.engine.run.options import DATA, INSTEAD, OUTPUT, PLACEMENT, TRAINING, Options, Parser
 from trireme.engine.run.screen import Screen
@@ -222,7 +223,7 @@ def checked(options: Options) -> Options:
         raise InputError(f"--store {','.join(options.store)} {wrong}. Name a folder of its own on each drive.")
     if len(stores) < len(options.store):
         raise InputError(f"--store {','.join(options.store)}: a folder is named twice. Name one on each drive.")
-    out = options.out or str(Path("runs") / (options.shape or Path(options.model).resolve().name))
+    out = options.out or str(Path("runs") / (options.shape or title(options.model)))
     if os.path.realpath(out) in stores and not options.resume:
         raise InputError(f"--store {','.join(options.store)} is --out itself. Name another folder, or leave it out.")
     return replace(options, out=out)

@@ -23,6 +23,7 @@ from trireme.engine.queues.trace import Span, perfetto
 from trireme.engine.run.begin.opened import remove_given_up
 from trireme.engine.run.command import program
 from trireme.engine.run.evaluation import Evaluation, epoch, load_record
+from trireme.engine.run.hub.places import opens
 from trireme.engine.run.live import Live, reopen_adapter
 from trireme.engine.run.log import perplexity
 from trireme.engine.run.pace import Pace
@@ -201,10 +202,13 @@ class Run:
             self._leave()
             return
         adapter = job.cfg.lora is not None
-        base = job.options.model or ""
         with live.clock.at("check"), live.watched("check"):
             summary = live.log.summary()
-            written = reopen_adapter(job.cfg, base, job.out) if adapter else reopen(job.source, job.out, job.cfg.opener)
+            written = (
+                reopen_adapter(job.cfg, opens(job.options.model), job.out)
+                if adapter
+                else reopen(job.source, job.out, job.cfg.opener)
+            )
         self._warn_of_worse(best)
         for line in (summary, *written):
             live.screen.say(line)

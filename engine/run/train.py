@@ -21,6 +21,7 @@ from trireme.engine.run.begin.otherwise import instead
 from trireme.engine.run.begin.owned import common_id, refuse_links, signed
 from trireme.engine.run.begin.pinned import check_snapshot, is_date
 from trireme.engine.run.command import checked
+from trireme.engine.run.hub.fetch import fetched
 from trireme.engine.run.live import Live
 from trireme.engine.run.log import Tracker, trackers
 from trireme.engine.run.loop import Interrupted, Run
@@ -49,6 +50,7 @@ def finetune(
     screen, clock, group, options = screen or Screen(), clock or Clock(), group or Alone(), checked(options)
     group.agree("options", to_agree(options), "Start all with the same command")
     id = common_id(Path(options.out), bool(options.resume), group)
+    options = fetched(options, screen)
     check_checkpoint(options.model)
     if options.resume:
         busy = f"--resume {options.out}: another process is at that run. Wait for its end."

@@ -267,8 +267,9 @@ def test_a_wrong_path_or_option_is_answered_before_torch_is_imported(here):
     assert done.stderr.count("error: ") == 6
 
 
-def test_a_model_of_the_hub_is_answered_with_how_to_get_it(here, capsys):
-    """By a command that there is, after which the folder that it names is the checkpoint."""
+def test_a_model_of_the_hub_is_answered_with_how_to_get_it(here, capsys, monkeypatch):
+    """Without the hub's client: by a command that there is, after which the folder that it names is the checkpoint."""
+    monkeypatch.setitem(sys.modules, "huggingface_hub", None)
     err = fails(capsys, here, "some/model-1B", *TRAIN[1:])
     (words,) = re.findall(r": (hf download some/model-1B --local-dir model-1B)\n", err)
     command = Path(sys.executable).parent / "hf"
