@@ -248,4 +248,13 @@ def score(argv: Sequence[str]) -> int:
     return score(argv)
 
 
-COMMANDS = {"merge": merge, "check": check, "sample": sample, "eval": evaluate, "score": score}  # besides training
+def push(argv: Sequence[str]) -> int:
+    """`trireme push FOLDER OWNER/NAME`. Raises InputError, OSError."""
+    from trireme.engine.run.hub import push as pushing  # late, as above
+
+    given = pushing.parse_push(argv)
+    pushing.push(Path(given.folder), given.name, Screen())
+    return 0
+
+
+COMMANDS = {"merge": merge, "check": check, "sample": sample, "eval": evaluate, "score": score, "push": push}  # besides training

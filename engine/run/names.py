@@ -188,7 +188,7 @@ ELSEWHERE = (
     Theirs("export-dir export-size export-device export-legacy-format",
            "a merged model is written by the command merge ADAPTER --out DIR"),
     Theirs("do-eval", "--val is evaluated if given", "*"),
-    Theirs("push-to-hub hub-*", "nothing is uploaded; leave it out"),
+    Theirs("push-to-hub hub-*", "--push OWNER/NAME uploads the output; leave it out"),
     Theirs("auto-resume-from-checkpoints", "--resume, on the command line"),
     Theirs("stage", "--method is sft, dpo, ipo, orpo, simpo or kto", "sft pt"),
     Theirs("pref-loss", "--method dpo, ipo, orpo or simpo"),

@@ -239,6 +239,9 @@ class Options:
         metavar="NAME[,NAME]",
         also="report-to",
     )
+    push: str | None = _option(
+        OUTPUT, "upload OUT to the Hugging Face hub, private, with a model card", metavar="OWNER/NAME"
+    )
     resume: str | None = _option(
         OUTPUT, "go on with RUN, or with the latest one", parse=str, metavar="RUN", also="resume-from-checkpoint"
     )

@@ -56,6 +56,7 @@ class Given(TypedDict, total=False):
     patience: int
     keep: int
     log: str | Sequence[str]
+    push: str
     resume: str | Path
     method: str
     beta: float

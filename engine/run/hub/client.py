@@ -44,6 +44,8 @@ def asking(hub: Any, name: Named, what: str) -> Iterator[None]:
         yield
     except errors.GatedRepoError:
         raise InputError(f"{name}: its owner asks for consent. Give it at {page}, then {LOGIN}.") from None
+    except errors.LocalTokenNotFoundError:
+        raise InputError(f"{name}: not {what}: there is no token. To have one, {LOGIN}.") from None
     except errors.RepositoryNotFoundError:
         where = "no folder here" if name.kind == "model" else "no file here"
         raise InputError(
