@@ -296,6 +296,28 @@ def test_a_disk_that_is_full(here, capsys, limit):
     assert not (here / "out" / "model.safetensors").exists()
 
 
+NEAREST = {
+    "sample": (["sample", "model", "--temprature", "1"], "unknown option --temprature. Did you mean --temperature?"),
+    "eval": (["eval", "model", "--dta=x"], "unknown option --dta. Did you mean --data?"),
+    "merge": (["merge", "model", "--oot", "x"], "unknown option --oot. Did you mean --out?"),
+    "check": (["check", "--sotre", "x"], "unknown option --sotre. Did you mean --store?"),
+    "push": (
+        ["push", "model", "a/b", "--private"],
+        "unknown option --private. See python scripts/finetune.py push --help.",
+    ),
+    "a word too many": (["merge", "model", "other", "--out", "x"], "other: unknown here. See"),
+    "training": (
+        [*TRAIN, "--lerning-rate", "1"],
+        "unknown option --lerning-rate. Did you mean --learning-rate (= --lr)?",
+    ),
+}
+
+
+@pytest.mark.parametrize(("argv", "says"), NEAREST.values(), ids=NEAREST)
+def test_a_refused_option_names_the_nearest(here, capsys, argv, says):
+    assert says in fails(capsys, here, *argv)
+
+
 def test_dry_run_writes_nothing(here, capsys):
     before = tree(here)
     assert finetune.main([*TRAIN, "--dry-run"]) == 0

@@ -25,7 +25,7 @@ from trireme.models.sizes import shapes
 FORMATS = {"bf16": "BF16", "fp32": "F32"}
 
 
-def parser(name: str, usage: str, description: str) -> argparse.ArgumentParser:
+def parser(name: str, usage: str, description: str) -> CommandParser:
     found = CommandParser(
         usage=f"{program()} {name} FOLDER {usage}",
         description=description,
@@ -51,11 +51,9 @@ def parser(name: str, usage: str, description: str) -> argparse.ArgumentParser:
     return found
 
 
-def parse(found: argparse.ArgumentParser, name: str, argv: Sequence[str]) -> argparse.Namespace:
+def parse(found: CommandParser, name: str, argv: Sequence[str]) -> argparse.Namespace:
     """Raises InputError; --help exits."""
-    given, rest = found.parse_known_args([word.replace("_", "-") if word.startswith("--") else word for word in argv])
-    for word in rest:
-        raise InputError(f"{word}: unknown here. See {program()} {name} --help.")
+    given = found.known([word.replace("_", "-") if word.startswith("--") else word for word in argv], name)
     if not given.folder:
         raise InputError(f"no model is named. Name its folder: {program()} {name} FOLDER.")
     return given

@@ -130,9 +130,7 @@ def parse_push(argv: Sequence[str]) -> argparse.Namespace:
     )
     parser.add_argument("folder", metavar="FOLDER", nargs="?", default="", help="a run's output, or any checkpoint")
     parser.add_argument("name", metavar="OWNER/NAME", nargs="?", default="", help="its name on the hub")
-    given, rest = parser.parse_known_args(argv)
-    for word in rest:
-        raise InputError(f"unknown option {word}. See push --help.")
+    given = parser.known(argv, "push")
     if not given.folder or not given.name:
         raise InputError(f"no folder or no name is given: {program()} push FOLDER OWNER/NAME.")
     return given
