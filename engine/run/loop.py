@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 import shutil
 import time
+import zlib
 from collections.abc import Sequence
 from contextlib import closing
 
@@ -13,6 +14,7 @@ import torch
 
 from trireme.engine.amounts import count
 from trireme.engine.build import Ahead, InRam, in_ram
+from trireme.engine.data.dataset import MicroBatch
 from trireme.engine.exports import BEST, set_aside
 from trireme.engine.optimizer import StepStats, learning_rate
 from trireme.engine.planner.correct import at_work, until_its_end
@@ -20,6 +22,7 @@ from trireme.engine.planner.host import memory_in_use
 from trireme.engine.planner.lines import took_line
 from trireme.engine.queues.names import READS
 from trireme.engine.queues.trace import Span, perfetto
+from trireme.engine.run.begin.job import Job
 from trireme.engine.run.begin.opened import remove_given_up
 from trireme.engine.run.command import program
 from trireme.engine.run.evaluation import Evaluation, epoch, load_record
@@ -32,7 +35,7 @@ from trireme.engine.run.signals import Stop, stop_signals
 from trireme.engine.run.verify import reopen, tidy
 from trireme.engine.step import train_step
 from trireme.models.config import InputError
-from trireme.models.rows import Load, make_load
+from trireme.models.rows import Load, Noise, make_load, neftune
 from trireme.models.sizes import costs
 from trireme.storage.files import remove_folders, replace_synced
 
@@ -133,7 +136,8 @@ class Run:
         """A step's micro-batches, in another thread."""
         job, (step, rows) = self.live.job, due
         on_gpu = job.device.type == "cuda"
-        return [in_ram(job.cfg, mb, on_gpu) for mb in job.data.step(step, job.options.batch_size, rows)]
+        batch = job.data.step(step, job.options.batch_size, rows)
+        return [in_ram(job.cfg, mb, on_gpu, noise) for mb, noise in zip(batch, _noise(job, step, batch), strict=True)]
 
     def _record(self, stats: StepStats, rate: float, batch: Sequence[InRam], seconds: float) -> Record:
         live, job = self.live, self.live.job
@@ -265,3 +269,13 @@ class Run:
         loss = math.nan if loss is None else loss
         more = "" if self.live.preference else f", perplexity {perplexity(loss)}"
         return f"eval_loss {loss:.4f}{more}, at step {step}"
+
+
+def _noise(job: Job, step: int, batch: Sequence[MicroBatch]) -> list[Noise | None]:
+    """--neftune's, of each micro-batch of a step, from 0: a function of the seed, the step and the place in it."""
+    alpha, first, found = job.options.neftune, 0, list[Noise | None]()
+    key = zlib.crc32(f"neftune {job.options.seed} {step}".encode()) >> 1
+    for mb in batch:
+        found.append(neftune(job.cfg, mb.lengths, alpha, key, first) if alpha else None)
+        first += sum(mb.lengths)
+    return found

@@ -257,4 +257,11 @@ def push(argv: Sequence[str]) -> int:
     return 0
 
 
-COMMANDS = {"merge": merge, "check": check, "sample": sample, "eval": evaluate, "score": score, "push": push}  # besides training
+COMMANDS = {
+    "merge": merge,
+    "check": check,
+    "sample": sample,
+    "eval": evaluate,
+    "score": score,
+    "push": push,
+}  # besides training

@@ -129,7 +129,6 @@ ELSEWHERE = (
     Theirs("embedding-lr lr-groups", "all weights have one learning rate; leave it out"),
     Theirs("use-galore use-badam use-apollo use-adam-mini use-muon use-llama-pro shift-attn s2-attention",
            "AdamW trains the model as it is; leave it out"),
-    Theirs("neftune-noise-alpha noisy-embedding-alpha", "no noise is added to embeddings; leave it out"),
     Theirs("*min-lr-rate cosine-min-lr-ratio", "cosine ends at 10 %; leave it out", "0.1"),
     Theirs("lr-schedule.*", "warm-up begins at 0, cosine ends at 10 %, and --lr is the peak; leave it out"),
     Theirs("loss loss.-component- loss-type", "the loss is cross-entropy; leave it out",

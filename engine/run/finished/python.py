@@ -85,6 +85,7 @@ class Given(TypedDict, total=False):
     adapter: str | Path
     base: str
     merge: bool
+    neftune: float
     max_grad_norm: float
     seed: int
     device: str
