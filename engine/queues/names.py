@@ -22,6 +22,7 @@ BUS = {  # queue -> the way that it shares
 
 TITLES = {  # for people: in traces and pictures
     "compute": "GPU computes", "update": "GPU: AdamW", "cpu": "CPU: AdamW",
+    "update_in": "state to GPU", "update_out": "state from GPU",
     "h2d": "RAM to GPU", "d2h": "GPU to RAM",
     "ssd_read": "SSD to RAM", "state_read": "state to RAM",
     "ssd_write": "RAM to SSD", "state_write": "state to SSD",
