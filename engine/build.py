@@ -26,7 +26,7 @@ from trireme.engine.weights import WeightStream
 from trireme.kernels import ops
 from trireme.models.config import InputError, ModelConfig
 from trireme.models.losses.preferences import Documents
-from trireme.models.rows import Load, Rows, Tables
+from trireme.models.rows import Load, Noise, Rows, Tables
 from trireme.models.sizes import costs
 
 Key = TypeVar("Key")
@@ -129,6 +129,7 @@ class InRam(NamedTuple):
     loss_rows: Tensor  # (M,) int64
     docs: ops.Laid
     idle: bool = False  # of a host without any
+    noise: Noise | None = None
     of_docs: Documents | None = None
     factors: Tensor | None = None  # (N,) fp32: weights of documents
 
@@ -140,7 +141,7 @@ class InRam(NamedTuple):
         return self.trained if self.factors is None else float(self.factors[self.loss_rows].double().sum())
 
 
-def in_ram(cfg: ModelConfig, micro_batch: MicroBatch, pinned: bool = False) -> InRam:
+def in_ram(cfg: ModelConfig, micro_batch: MicroBatch, pinned: bool = False, noise: Noise | None = None) -> InRam:
     """`pinned`: so that copies to a GPU need no wait."""
     given = micro_batch.ids, micro_batch.labels, np.flatnonzero(micro_batch.labels >= 0)
     ids, labels, loss_rows = (torch.from_numpy(array.astype(np.int64)) for array in given)
@@ -153,8 +154,11 @@ def in_ram(cfg: ModelConfig, micro_batch: MicroBatch, pinned: bool = False) -> I
         ids, labels, loss_rows = (t.pin_memory() for t in (ids, labels, loss_rows))
         factors = factors.pin_memory() if factors is not None else None
         docs = docs._replace(content=docs.content.pin_memory())
+        noise = noise and noise._replace(scale=noise.scale.pin_memory())
     pairs = costs.layer_pairs(cfg, micro_batch.lengths)
-    return InRam(len(labels), len(loss_rows), pairs, ids, labels, loss_rows, docs, of_docs=of_docs, factors=factors)
+    return InRam(
+        len(labels), len(loss_rows), pairs, ids, labels, loss_rows, docs, noise=noise, of_docs=of_docs, factors=factors
+    )
 
 
 def documents_of(micro_batch: MicroBatch) -> Documents | None:
@@ -180,8 +184,11 @@ def placed(mb: InRam, places: Sequence[tuple[Tables, torch.device | str]], loads
     for (tables, device), load in zip(places, loads or [None] * len(places), strict=True):
         ids, labels, loss_rows = (t.to(device, non_blocking=True) for t in (mb.ids, mb.labels, mb.loss_rows))
         counts = load and load._replace(counted=not mb.idle)
+        noise = mb.noise and mb.noise._replace(scale=mb.noise.scale.to(device, non_blocking=True))
         factors = None if mb.factors is None else mb.factors.to(device, non_blocking=True)
-        packed.append(Packed(ids, labels, loss_rows, Rows(ops.place_docs(mb.docs, device), tables, counts), factors))
+        packed.append(
+            Packed(ids, labels, loss_rows, Rows(ops.place_docs(mb.docs, device), tables, counts, noise), factors)
+        )
     return Inputs(mb.tokens, mb.trained, mb.pairs, tuple(packed), mb.of_docs)
 
 

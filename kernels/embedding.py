@@ -2,6 +2,12 @@
 
 Backward sorts tokens into runs, places into chunks: one kernel sums runs within chunks, another across. Comparing all
 pairs, in one launch, sorts few tokens faster than radix passes.
+
+NEFTune (Jain et al. 2023, arXiv:2310.05914) adds uniform noise, a function of (key, row, feature) that is never stored:
+
+    x[n, d] += scale[n] * u(key, first + n, d),  u uniform in [-1, 1), multiples of 2^-23
+
+Its bits are a hash of 32 (lowbias32, Wellons 2018): of the row with the key, then with the feature.
 Legend: N tokens, D width, V vocabulary.
 """
 
@@ -27,6 +33,30 @@ def _embedding_fwd(p_ids, p_w, p_out, D: tl.constexpr, BLOCK_D: tl.constexpr):
     o_d = tl.program_id(1) * BLOCK_D + tl.arange(0, BLOCK_D)
     i_v = tl.load(p_ids + i_n)
     tl.store(p_out + i_n * D + o_d, tl.load(p_w + i_v * D + o_d, o_d < D), o_d < D)
+
+
+@triton.jit
+def _mix(b_h):
+    """Of uint32."""
+    b_h ^= b_h >> 16
+    b_h *= tl.full((), 0x7FEB352D, tl.uint32)
+    b_h ^= b_h >> 15
+    b_h *= tl.full((), 0x846CA68B, tl.uint32)
+    return b_h ^ (b_h >> 16)
+
+
+@launcher
+@triton.jit(do_not_specialize=["key", "first"])
+def _add_noise(p_x, p_scale, key, first, D: tl.constexpr, BLOCK_D: tl.constexpr):
+    await_previous()
+    i_n = tl.program_id(0)
+    o_d = tl.program_id(1) * BLOCK_D + tl.arange(0, BLOCK_D)
+    row = _mix(_mix((first + i_n).to(tl.uint32)) ^ tl.cast(key, tl.uint32))
+    b_h = _mix(row ^ _mix(o_d.to(tl.uint32)))
+    b_u = (b_h >> 8).to(tl.int32).to(tl.float32) * 1.1920928955078125e-07 - 1.0
+    p_x += i_n.to(tl.int64) * D + o_d
+    b_x = tl.load(p_x, o_d < D).to(tl.float32) + b_u * tl.load(p_scale + i_n)
+    tl.store(p_x, b_x.to(p_x.dtype.element_ty), o_d < D)
 
 
 @launcher
@@ -167,3 +197,14 @@ def embedding_bwd_(dweight_: Tensor, dy: Tensor, ids: Tensor) -> None:
         block = min(1024, power2(D))
         grid = (chunks - 1, cdiv(D, block))
         _embedding_add[grid](dweight_, tokens, parts, N, D, CHUNK, block, num_warps=4)
+
+
+def add_noise_(x_: Tensor, scale: Tensor, key: int, first: int) -> None:
+    """As reference.add_noise_."""
+    (N, D), block = x_.shape, min(1024, power2(x_.shape[1]))
+    assert x_.is_contiguous()
+    assert scale.shape == (N,)
+    assert scale.dtype == torch.float32
+    assert 0 <= key < 1 << 31
+    assert 0 <= first < (1 << 31) - N
+    _add_noise[(N, cdiv(D, block))](x_, scale, key, first, D, block, num_warps=4)

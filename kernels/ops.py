@@ -61,6 +61,7 @@ sinks_fwd_ = _op(attention.sinks_fwd_, "attention.sinks")
 sinks_bwd_ = _op(attention.sinks_bwd_, "attention.sinks")
 embedding_fwd = _op(reference.embedding_fwd, "embedding")
 embedding_bwd_ = _op(reference.embedding_bwd_, "embedding")
+add_noise_ = _op(reference.add_noise_, "embedding")
 linear_cross_entropy = _op(reference.linear_cross_entropy, "cross_entropy")
 route_fwd = _op(experts.route_fwd, "experts.routing")
 route_bwd = _op(experts.route_bwd, "experts.routing")
@@ -92,6 +93,7 @@ __all__ = [
     "Quantized",
     "Rule",
     "adamw_",
+    "add_noise_",
     "attention_bwd",
     "attention_fwd",
     "bias_bwd_",

@@ -239,6 +239,23 @@ def embedding_fwd(ids: Tensor, weight: Tensor, out: Tensor | None = None) -> Ten
     return torch.index_select(weight, 0, ids) if out is None else torch.index_select(weight, 0, ids, out=out)
 
 
+def add_noise_(x_: Tensor, scale: Tensor, key: int, first: int) -> None:
+    """x_ (N, D) += scale (N,) fp32 times noise in [-1, 1) of (key, first + row, feature); in fp32, rounded once."""
+    features = _mixed(torch.arange(x_.shape[1], device=x_.device))
+    rows = _mixed(_mixed(first + torch.arange(len(x_), device=x_.device)) ^ key)
+    each = max(1, 65536 // x_.shape[1])  # rows at once
+    for x, row, by in zip(x_.split(each), rows.split(each), scale.split(each), strict=True):
+        u = (_mixed(row[:, None] ^ features) >> 8).float() * 2.0**-23 - 1.0
+        x.copy_(upcast(x) + u * by[:, None])
+
+
+def _mixed(h: Tensor) -> Tensor:
+    """embedding.py's hash, of 32 bits in int64."""
+    for shift, factor in ((16, 0x7FEB352D), (15, 0x846CA68B)):
+        h = ((h ^ (h >> shift)) * factor) & 0xFFFFFFFF
+    return h ^ (h >> 16)
+
+
 def embedding_bwd_(dweight_: Tensor, dy: Tensor, ids: Tensor) -> None:
     """dweight_[ids[n]] += dy[n], in fp32, rounded once a row; other rows stay."""
     unique, inverse = torch.unique(ids, return_inverse=True)

@@ -48,12 +48,14 @@ def head_weights(cfg: ModelConfig, views: dict[str, Tensor]) -> HeadWeights:
 
 
 def embed_forward(w: EmbedWeights, ids: Tensor, rows: Rows, out: Tensor) -> None:
-    """Fills out (N, D) for ids (N,) int64."""
+    """Fills out (N, D) for ids (N,) int64; noise has no gradient."""
     ops.embedding_fwd(ids, w.tokens, out)
     if w.positions is not None:
         out.add_(ops.embedding_fwd(rows.docs.positions.long(), w.positions))
     if w.scale != 1.0:
         out.mul_(_rounded(w.scale, out.dtype))
+    if rows.noise is not None:
+        ops.add_noise_(out, *rows.noise)
 
 
 def embed_backward(g: EmbedWeights, dy: Tensor, ids: Tensor, rows: Rows) -> None:

@@ -80,12 +80,28 @@ def make_load(cfg: ModelConfig, tokens: int, weight: float, device: torch.device
     return Load(counts, scores, (cfg.n_layers - len(cfg.experts.dense)) * tokens, weight)
 
 
+class Noise(NamedTuple):
+    """NEFTune's noise on embeddings, of a step in training (Jain et al. 2023, arXiv:2310.05914)."""
+
+    scale: Tensor  # (N,) fp32: alpha / sqrt(tokens of the document * D)
+    key: int  # of the seed and the step
+    first: int  # tokens of the step before this micro-batch: how a step is cut changes nothing
+
+
+def neftune(cfg: ModelConfig, lengths: Sequence[int], alpha: float, key: int, first: int) -> Noise:
+    """In RAM, for documents of these lengths. A factor of embeddings outside of their module applies to noise too."""
+    factor = alpha if cfg.family.embed_root else alpha * cfg.embed_scale
+    n = torch.tensor(lengths, dtype=torch.int64)
+    return Noise(torch.repeat_interleave((factor / (n * cfg.width).double().sqrt()).float(), n), key, first)
+
+
 class Rows(NamedTuple):
     """N packed tokens."""
 
     docs: ops.Docs
     tables: Tables
     load: Load | None = None  # of a step in training
+    noise: Noise | None = None  # likewise
 
     def of(self, cfg: ModelConfig, layer: int) -> tuple[Table | None, Table | None]:
         """A layer's tables of queries and keys; None without rope."""

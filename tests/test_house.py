@@ -33,6 +33,7 @@ ALL = BELOW | {
     "engine/run",
     "engine/run/begin",
     "engine/run/finished",
+    "engine/run/hub",
 }
 MAY_IMPORT = {  # beside files of the same room
     "kernels": set(),
@@ -56,6 +57,7 @@ MAY_IMPORT = {  # beside files of the same room
     "engine/run": ALL,
     "engine/run/begin": ALL,
     "engine/run/finished": ALL,
+    "engine/run/hub": ALL,
     "engine/tuning": BELOW | {"engine"},
     "scripts": {"engine/run"},
     "scripts/command": {"engine/run", "engine/run/finished"},

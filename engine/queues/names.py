@@ -20,6 +20,17 @@ BUS = {  # queue -> the way that it shares
     "hop_in": "h2d", "hop_out": "d2h", "sum_up": "h2d", "sum_down": "d2h", "update_in": "h2d", "update_out": "d2h",
 }  # fmt: skip
 
+TITLES = {  # for people: in traces and pictures
+    "compute": "GPU computes", "update": "GPU: AdamW", "cpu": "CPU: AdamW",
+    "update_in": "state to GPU", "update_out": "state from GPU",
+    "h2d": "RAM to GPU", "d2h": "GPU to RAM",
+    "ssd_read": "SSD to RAM", "state_read": "state to RAM",
+    "ssd_write": "RAM to SSD", "state_write": "state to SSD",
+    "hop_in": "activations to GPU", "hop_out": "activations to RAM",
+    "net": "host to host", "sum_in": "sums from a host", "sum_out": "sums to a host",
+    "sum_up": "sums to GPU", "sum_down": "sums to RAM",
+}  # fmt: skip
+
 
 def numbered(name: str, gpu: int) -> str:
     """A GPU's queue or tier."""
@@ -38,6 +49,11 @@ def gpu_of(queue: str) -> int:
 def plain(queue: str) -> str:
     """A queue's kind; of hops and sums, the way on the bus that they take."""
     return BUS.get(kind_of(queue), kind_of(queue))
+
+
+def title(queue: str) -> str:
+    """A queue as people read it, with the name that the log has."""
+    return f"{TITLES[kind_of(queue)]} ({queue})"
 
 
 def queues_of(gpus: int, hosts: int = 1) -> tuple[str, ...]:

@@ -6,7 +6,7 @@ import json
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-from trireme.engine.queues.names import QUEUES
+from trireme.engine.queues.names import QUEUES, title
 from trireme.engine.queues.task import Kind, Task, named
 
 
@@ -43,7 +43,7 @@ def perfetto(spans: Sequence[Span], process: str = "measured") -> str:
     """A Chrome trace (ui.perfetto.dev): a row a queue, microseconds."""
     rows = {queue: i for i, queue in enumerate(dict.fromkeys((*QUEUES, *(s.queue for s in spans))))}
     events = [
-        {"ph": "M", "name": "thread_name", "pid": process, "tid": i, "args": {"name": queue}}
+        {"ph": "M", "name": "thread_name", "pid": process, "tid": i, "args": {"name": title(queue)}}
         for queue, i in rows.items()
     ]
     for s in spans:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import argparse
+import difflib
 import os
 import re
 import sys
@@ -14,6 +15,7 @@ from typing import Any, NoReturn
 
 from trireme.engine.run.begin.kept import from_yaml, full, text_of
 from trireme.engine.run.begin.preference import preference_of
+from trireme.engine.run.hub.places import title
 from trireme.engine.run.names import flag_of, resolve
 from trireme.engine.run.options import DATA, INSTEAD, OUTPUT, PLACEMENT, TRAINING, Options, Parser
 from trireme.engine.run.screen import Screen
@@ -41,6 +43,18 @@ class _Version(argparse.Action):
 class CommandParser(argparse.ArgumentParser):
     def error(self, message: str) -> NoReturn:
         raise InputError(re.sub(r"^argument (\S+)(, \S+)*: ", r"\1: ", message) + ".")
+
+    def known(self, argv: Sequence[str], name: str) -> argparse.Namespace:
+        """What the command `name` is given. Raises InputError, with the nearest option, where it has no such one."""
+        given, rest = self.parse_known_args(argv)
+        for word in rest:
+            option = word.partition("=")[0]
+            near = difflib.get_close_matches(option, self._option_string_actions, 1)
+            way = f"Did you mean {near[0]}?" if near else f"See {program()} {name} --help."
+            raise InputError(
+                f"unknown option {option}. {way}" if option.startswith("-") else f"{word}: unknown here. {way}"
+            )
+        return given
 
     def _print_message(self, message: str, file: Any = None) -> None:
         with suppress(OSError):  # as later Pythons do by themselves
@@ -222,7 +236,7 @@ def checked(options: Options) -> Options:
         raise InputError(f"--store {','.join(options.store)} {wrong}. Name a folder of its own on each drive.")
     if len(stores) < len(options.store):
         raise InputError(f"--store {','.join(options.store)}: a folder is named twice. Name one on each drive.")
-    out = options.out or str(Path("runs") / (options.shape or Path(options.model).resolve().name))
+    out = options.out or str(Path("runs") / (options.shape or title(options.model)))
     if os.path.realpath(out) in stores and not options.resume:
         raise InputError(f"--store {','.join(options.store)} is --out itself. Name another folder, or leave it out.")
     return replace(options, out=out)
@@ -262,9 +276,7 @@ def parse_check(argv: Sequence[str]) -> argparse.Namespace:
     )
     parser.add_argument("--store", metavar="DIR[,DIR]", default=".", help="a folder on each drive to try [this one]")
     parser.add_argument("--report", metavar="FILE", default="trireme-check.json", help="where the report is written")
-    given, rest = parser.parse_known_args(argv)
-    for word in rest:
-        raise InputError(f"unknown option {word}. See check --help.")
+    given = parser.known(argv, "check")
     given.store = [folder for folder in given.store.split(",") if folder]
     if not given.store:
         raise InputError("--store names no folder. Name one on each drive to try.")
@@ -281,9 +293,7 @@ def parse_merge(argv: Sequence[str]) -> argparse.Namespace:
     parser.add_argument("adapter", metavar="ADAPTER", nargs="?", default="", help="a folder of peft's format")
     parser.add_argument("--out", metavar="DIR", default="", help="folder to write")
     parser.add_argument("--model", metavar="DIR", default="", help="the checkpoint [the one that ADAPTER names]")
-    given, rest = parser.parse_known_args(argv)
-    for word in rest:
-        raise InputError(f"unknown option {word}. See merge --help.")
+    given = parser.known(argv, "merge")
     if not given.adapter:
         raise InputError(f"no adapter is named. Name its folder: {program()} merge ADAPTER --out DIR.")
     if not given.out:

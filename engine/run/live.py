@@ -34,6 +34,7 @@ from trireme.engine.run.begin.owned import run_of
 from trireme.engine.run.begin.preference import preference_of
 from trireme.engine.run.begin.reference import with_reference
 from trireme.engine.run.command import program
+from trireme.engine.run.hub.places import base_of, title
 from trireme.engine.run.log import RunLog, Tracker
 from trireme.engine.run.records import Mark
 from trireme.engine.run.screen import Screen
@@ -101,10 +102,8 @@ class Live:
         if job.options.eval_tokens or not snapshot:  # else evaluations stay comparable
             self.progress.eval_rows = job.eval_rows
         since = Mark(*snapshot["log"]) if snapshot else None
-        title = (
-            f"{job.out.resolve().name}: {Path(job.options.model).resolve().name}, {compact(job.parameters)} parameters"
-        )
-        self.log = RunLog(job.out, job.total_steps, screen, since, job.work.evaluations, trackers, title)
+        name = f"{job.out.resolve().name}: {title(job.options.model)}, {compact(job.parameters)} parameters"
+        self.log = RunLog(job.out, job.total_steps, screen, since, job.work.evaluations, trackers, name)
         self.queues = RealQueues(job.device, gpus=job.plan.gpus, hosts=job.plan.hosts)
         self.queues.failed = self.group.failed  # where this thread waits for a host that waits for a queue
         self.clock, self.estimated = clock or Clock(), dict[Part, float]()
@@ -315,7 +314,7 @@ class Live:
         """A checkpoint or adapters; returns the files' checksums."""
         job = self.job
         if job.cfg.lora is not None:
-            save_adapter(folder, job.cfg, reader, str(Path(job.options.model or "").resolve()))
+            save_adapter(folder, job.cfg, reader, *base_of(job.options.model))
             self.exported += sum((folder / name).stat().st_size for name in (CONFIG, WEIGHTS))
             return {name: checksum(read_back(folder / name)) for name in (CONFIG, WEIGHTS)}
         exchange = Exchange(job.cfg, job.source, self.engine.placement, reader=reader)

@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 import shutil
 import time
+import zlib
 from collections.abc import Sequence
 from contextlib import closing
 
@@ -13,6 +14,7 @@ import torch
 
 from trireme.engine.amounts import count
 from trireme.engine.build import Ahead, InRam, in_ram
+from trireme.engine.data.dataset import MicroBatch
 from trireme.engine.exports import BEST, set_aside
 from trireme.engine.optimizer import StepStats, learning_rate
 from trireme.engine.planner.correct import at_work, until_its_end
@@ -20,9 +22,11 @@ from trireme.engine.planner.host import memory_in_use
 from trireme.engine.planner.lines import took_line
 from trireme.engine.queues.names import READS
 from trireme.engine.queues.trace import Span, perfetto
+from trireme.engine.run.begin.job import Job
 from trireme.engine.run.begin.opened import remove_given_up
 from trireme.engine.run.command import program
 from trireme.engine.run.evaluation import Evaluation, epoch, load_record
+from trireme.engine.run.hub.places import opens
 from trireme.engine.run.live import Live, reopen_adapter
 from trireme.engine.run.log import perplexity
 from trireme.engine.run.pace import Pace
@@ -31,7 +35,7 @@ from trireme.engine.run.signals import Stop, stop_signals
 from trireme.engine.run.verify import reopen, tidy
 from trireme.engine.step import train_step
 from trireme.models.config import InputError
-from trireme.models.rows import Load, make_load
+from trireme.models.rows import Load, Noise, make_load, neftune
 from trireme.models.sizes import costs
 from trireme.storage.files import remove_folders, replace_synced
 
@@ -132,7 +136,8 @@ class Run:
         """A step's micro-batches, in another thread."""
         job, (step, rows) = self.live.job, due
         on_gpu = job.device.type == "cuda"
-        return [in_ram(job.cfg, mb, on_gpu) for mb in job.data.step(step, job.options.batch_size, rows)]
+        batch = job.data.step(step, job.options.batch_size, rows)
+        return [in_ram(job.cfg, mb, on_gpu, noise) for mb, noise in zip(batch, _noise(job, step, batch), strict=True)]
 
     def _record(self, stats: StepStats, rate: float, batch: Sequence[InRam], seconds: float) -> Record:
         live, job = self.live, self.live.job
@@ -201,10 +206,13 @@ class Run:
             self._leave()
             return
         adapter = job.cfg.lora is not None
-        base = job.options.model or ""
         with live.clock.at("check"), live.watched("check"):
             summary = live.log.summary()
-            written = reopen_adapter(job.cfg, base, job.out) if adapter else reopen(job.source, job.out, job.cfg.opener)
+            written = (
+                reopen_adapter(job.cfg, opens(job.options.model), job.out)
+                if adapter
+                else reopen(job.source, job.out, job.cfg.opener)
+            )
         self._warn_of_worse(best)
         for line in (summary, *written):
             live.screen.say(line)
@@ -261,3 +269,13 @@ class Run:
         loss = math.nan if loss is None else loss
         more = "" if self.live.preference else f", perplexity {perplexity(loss)}"
         return f"eval_loss {loss:.4f}{more}, at step {step}"
+
+
+def _noise(job: Job, step: int, batch: Sequence[MicroBatch]) -> list[Noise | None]:
+    """--neftune's, of each micro-batch of a step, from 0: a function of the seed, the step and the place in it."""
+    alpha, first, found = job.options.neftune, 0, list[Noise | None]()
+    key = zlib.crc32(f"neftune {job.options.seed} {step}".encode()) >> 1
+    for mb in batch:
+        found.append(neftune(job.cfg, mb.lengths, alpha, key, first) if alpha else None)
+        first += sum(mb.lengths)
+    return found

@@ -20,6 +20,7 @@ from trireme.engine.plan import DoesNotFit
 from trireme.engine.planner.clock import Clock, process_began
 from trireme.engine.run.begin.kept import Refused
 from trireme.engine.run.command import parse, parse_check, parse_merge
+from trireme.engine.run.hub.fetch import base_for, fetched
 from trireme.engine.run.options import Options
 from trireme.engine.run.screen import OUTPUT, Screen
 from trireme.engine.run.signals import stop_signals
@@ -159,6 +160,8 @@ def run(options: Options, screen: Screen, clock: Clock, group: Alone) -> int:
         raise KeyboardInterrupt
 
     with stop_signals(leave, lambda: screen.urgent("left at once")):  # until loop.Run's
+        if not options.demo:
+            options = fetched(options, screen)
         if group.hosts == 1 and not (options.demo or options.resume):
             check_paths(options)
         # late: torch takes seconds
@@ -204,7 +207,8 @@ def merge(argv: Sequence[str]) -> int:
     with stop_signals(leave, lambda: screen.urgent("left at once")):
         from trireme.engine.tuning.merge import merge_folder  # late, as above
 
-        merge_folder(Path(given.adapter), given.model, Path(given.out), screen.warn, screen.working)
+        base = base_for(Path(given.adapter), given.model, screen)
+        merge_folder(Path(given.adapter), base, Path(given.out), screen.warn, screen.working)
     screen.say(f"output   {given.out}/: the model with its adapter, read back")
     return 0
 
@@ -244,4 +248,20 @@ def score(argv: Sequence[str]) -> int:
     return score(argv)
 
 
-COMMANDS = {"merge": merge, "check": check, "sample": sample, "eval": evaluate, "score": score}  # besides training
+def push(argv: Sequence[str]) -> int:
+    """`trireme push FOLDER OWNER/NAME`. Raises InputError, OSError."""
+    from trireme.engine.run.hub import push as pushing  # late, as above
+
+    given = pushing.parse_push(argv)
+    pushing.push(Path(given.folder), given.name, Screen())
+    return 0
+
+
+COMMANDS = {
+    "merge": merge,
+    "check": check,
+    "sample": sample,
+    "eval": evaluate,
+    "score": score,
+    "push": push,
+}  # besides training

@@ -239,6 +239,9 @@ class Options:
         metavar="NAME[,NAME]",
         also="report-to",
     )
+    push: str | None = _option(
+        OUTPUT, "upload OUT to the Hugging Face hub, private, with a model card", metavar="OWNER/NAME"
+    )
     resume: str | None = _option(
         OUTPUT, "go on with RUN, or with the latest one", parse=str, metavar="RUN", also="resume-from-checkpoint"
     )
@@ -381,6 +384,13 @@ class Options:
     )
     adapter: str | None = _option(TRAINING, "go on training this adapter, a folder of peft's format", metavar="DIR")
     merge: bool = _option(TRAINING, "with adapters: write OUT/merged too, the model with them added", False, parse=bool)
+    neftune: float | None = _option(
+        TRAINING,
+        "NEFTune: noise on embeddings, alpha / sqrt(tokens x width) at most (5 is usual)",
+        parse=number(0),
+        metavar="ALPHA",
+        also="neftune-noise-alpha noisy-embedding-alpha neftune-alpha",
+    )
     max_grad_norm: float = _option(
         TRAINING,
         "clip the global gradient norm; 0: do not",

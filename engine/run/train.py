@@ -20,7 +20,9 @@ from trireme.engine.run.begin.opened import Begun, Snapshot, check_continues, ne
 from trireme.engine.run.begin.otherwise import instead
 from trireme.engine.run.begin.owned import common_id, refuse_links, signed
 from trireme.engine.run.begin.pinned import check_snapshot, is_date
-from trireme.engine.run.command import checked
+from trireme.engine.run.command import checked, program
+from trireme.engine.run.hub.fetch import fetched
+from trireme.engine.run.hub.push import check_push, push
 from trireme.engine.run.live import Live
 from trireme.engine.run.log import Tracker, trackers
 from trireme.engine.run.loop import Interrupted, Run
@@ -47,9 +49,23 @@ def finetune(
     Raises InputError, CheckpointError, DoesNotFit, StoreError, LostHost, Interrupted.
     """
     screen, clock, group, options = screen or Screen(), clock or Clock(), group or Alone(), checked(options)
+    options = fetched(options, screen)
+    check_checkpoint(options.model)
+    if not group.host:
+        check_push(options)
+    live = _finetune(options, screen, clock, group, told)
+    if options.push and live and not group.host:
+        try:
+            push(live.job.out, options.push, screen)
+        except (InputError, OSError) as error:
+            again = f"{program()} push {live.job.out} {options.push}"
+            raise InputError(f"{str(error).rstrip('.')}. The run is done; to upload it: {again}") from None
+    return live
+
+
+def _finetune(options: Options, screen: Screen, clock: Clock, group: Alone, told: Sequence[Tracker]) -> Live | None:
     group.agree("options", to_agree(options), "Start all with the same command")
     id = common_id(Path(options.out), bool(options.resume), group)
-    check_checkpoint(options.model)
     if options.resume:
         busy = f"--resume {options.out}: another process is at that run. Wait for its end."
         with taken(Path(options.out), busy) as made:

@@ -127,8 +127,8 @@ def adapter_shapes(cfg: ModelConfig) -> dict[str, tuple[int, ...]]:
     return {name: shape for unit in units for part in unit for group in part for name, shape in group}
 
 
-def save_adapter(folder: Path, cfg: ModelConfig, reader: Reader, base: str) -> None:
-    """Writes the adapters; `base` names their model. Raises StoreError."""
+def save_adapter(folder: Path, cfg: ModelConfig, reader: Reader, base: str, revision: str = "") -> None:
+    """Writes the adapters; `base` names their model, `revision` its commit on the hub. Raises StoreError."""
     assert cfg.lora is not None
     unit = {t.name: u for u, layout in enumerate(reader.placement.geo.weights) for t in layout.tensors}
     names, rank = peft_names(cfg), cfg.lora.rank
@@ -146,7 +146,8 @@ def save_adapter(folder: Path, cfg: ModelConfig, reader: Reader, base: str) -> N
                 yield piece.tobytes()
 
     folder.mkdir(parents=True, exist_ok=True)
-    config = json.dumps(_config(cfg, cfg.lora, base), indent=2, sort_keys=True).encode()
+    found = _config(cfg, cfg.lora, base) | ({"revision": revision} if revision else {})
+    config = json.dumps(found, indent=2, sort_keys=True).encode()
     try:
         write_synced(partial_of(folder / CONFIG), [config])
         write_synced(partial_of(folder / WEIGHTS), content())

@@ -13,6 +13,7 @@ from trireme.engine.planner.predict import Batch, Prediction, predict
 from trireme.engine.planner.rates import Rates
 from trireme.engine.planner.rule import spread
 from trireme.engine.planner.sizes import MODELS
+from trireme.engine.queues.names import TITLES
 from trireme.engine.queues.task import Kind
 from trireme.engine.queues.trace import Span
 
@@ -22,11 +23,7 @@ RATES = Rates(1.65e14, 8.7e11, h2d=2.5e10, d2h=2.5e10, adam=2.5e9, dram=7e10, ss
 BATCH = Batch(8192, 1024, 3)
 ON_SSD, IN_RAM = 5, 4  # blocks with state on the SSD, with saved tensors in RAM
 
-ROWS = {
-    "compute": "GPU computes", "h2d": "RAM to GPU", "d2h": "GPU to RAM", "cpu": "CPU: AdamW",
-    "ssd_read": "SSD to RAM", "state_read": "state to RAM",
-    "ssd_write": "RAM to SSD", "state_write": "state to SSD",
-}  # fmt: skip
+ROWS = ("compute", "h2d", "d2h", "cpu", "ssd_read", "state_read", "ssd_write", "state_write")
 KINDS: dict[str, tuple[str, tuple[Kind, ...]]] = {  # label: colour, kinds of visible tasks
     "forward": ("#4f8fcf", ("forward",)), "loss": ("#12365f", ("loss",)), "backward": ("#1f5fa8", ("backward",)),
     "weights": ("#79b98a", ("weights",)), "activations": ("#e3a33b", ("activations",)),
@@ -60,7 +57,8 @@ def picture(found: Prediction) -> str:
     to_x = lambda seconds: LEFT + (seconds - begin) / (end - begin) * (WIDTH - LEFT - RIGHT)
     height = TOP + len(ROWS) * ROW + 26
     parts = [_legend()]
-    for i, (queue, label) in enumerate(ROWS.items()):
+    for i, queue in enumerate(ROWS):
+        label = TITLES[queue]
         y = TOP + i * ROW
         parts.append(f'<text x="{LEFT - 10}" y="{y + 15}" text-anchor="end">{label}</text>')
         parts.append(f'<path d="M{LEFT} {y + BAR}H{WIDTH - RIGHT}" stroke="#e3e3e3"/>')

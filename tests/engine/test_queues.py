@@ -15,7 +15,7 @@ from trireme.engine.plan import UnitPlan
 from trireme.engine.planner.rates import Rates
 from trireme.engine.planner.simulate import SimulatedQueues
 from trireme.engine.queues import real
-from trireme.engine.queues.names import QUEUES, STREAMED, kind_of, queues_of
+from trireme.engine.queues.names import QUEUES, STREAMED, TITLES, kind_of, queues_of
 from trireme.engine.queues.real import InlineQueues, RealQueues
 from trireme.engine.queues.trace import busy, perfetto
 from trireme.engine.step import Inputs, train_step
@@ -157,3 +157,9 @@ def test_the_trace_opens_as_json(queues):
     queues.drain()
     events = json.loads(perfetto(queues.trace()))["traceEvents"]
     assert [e["name"] for e in events if e["ph"] == "X"] == ["work"]
+    rows = [e["args"]["name"] for e in events if e["ph"] == "M"]
+    assert {"GPU computes (compute)", "RAM to GPU (h2d)", "state to RAM (state_read)"} <= set(rows)
+
+
+def test_every_queue_has_a_title():
+    assert {kind_of(queue) for queue in queues_of(gpus=2, hosts=2)} == TITLES.keys()

@@ -14,6 +14,36 @@ FEW = 1e-3, 5e-3, 5e-3  # a few logits carry each sum, so their rounding does no
 
 @pytest.mark.parametrize("device", DEVICES)
 @pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize(("N", "D"), [(1, 8), (37, 520), (3, 1100)])
+def test_noise(device, dtype, N, D):
+    """The reference's bits; rows far from the step's first have theirs."""
+    torch.manual_seed(0)
+    x, scale = randn(N, D, device=device, dtype=dtype), torch.rand(N, device=device)
+    (expected,) = up(x)
+    reference.add_noise_(expected, scale, 2**31 - 1, 1_000_000)
+    embedding.add_noise_(x, scale, 2**31 - 1, 1_000_000)
+    check(x, expected, ONE_ROUNDING[dtype])
+
+
+def test_noise_is_uniform_and_its_rows_are_those_of_the_step():
+    x = torch.zeros(500, 64, dtype=torch.float64)
+    reference.add_noise_(x, torch.ones(500), 7, 0)
+    assert -1 <= x.min() < -0.999
+    assert 0.999 < x.max() < 1
+    assert abs(x.mean()) < 0.01
+    assert abs(x.var() - 1 / 3) < 0.01
+    assert len(x.unique()) > 0.99 * x.numel()
+    assert abs(torch.corrcoef(torch.stack([x[1:].flatten(), x[:-1].flatten()]))[0, 1]) < 0.02
+    part = torch.zeros(200, 64, dtype=torch.float64)
+    reference.add_noise_(part, torch.ones(200), 7, 300)
+    assert torch.equal(part, x[300:])
+    other = torch.zeros_like(x)
+    reference.add_noise_(other, torch.ones(500), 8, 0)
+    assert abs(torch.corrcoef(torch.stack([x.flatten(), other.flatten()]))[0, 1]) < 0.02
+
+
+@pytest.mark.parametrize("device", DEVICES)
+@pytest.mark.parametrize("dtype", DTYPES)
 @pytest.mark.parametrize(("N", "D", "V"), [(1, 8, 3), (50, 520, 11), (40, 100, 1000)])
 def test_embedding(device, dtype, N, D, V):
     torch.manual_seed(0)

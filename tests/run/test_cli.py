@@ -267,8 +267,9 @@ def test_a_wrong_path_or_option_is_answered_before_torch_is_imported(here):
     assert done.stderr.count("error: ") == 6
 
 
-def test_a_model_of_the_hub_is_answered_with_how_to_get_it(here, capsys):
-    """By a command that there is, after which the folder that it names is the checkpoint."""
+def test_a_model_of_the_hub_is_answered_with_how_to_get_it(here, capsys, monkeypatch):
+    """Without the hub's client: by a command that there is, after which the folder that it names is the checkpoint."""
+    monkeypatch.setitem(sys.modules, "huggingface_hub", None)
     err = fails(capsys, here, "some/model-1B", *TRAIN[1:])
     (words,) = re.findall(r": (hf download some/model-1B --local-dir model-1B)\n", err)
     command = Path(sys.executable).parent / "hf"
@@ -293,6 +294,28 @@ def test_a_disk_that_is_full(here, capsys, limit):
     assert err.count("\n") == 1
     assert ("--resume out" if Path("out/config.yaml").exists() else "Free some space there, or name another") in err
     assert not (here / "out" / "model.safetensors").exists()
+
+
+NEAREST = {
+    "sample": (["sample", "model", "--temprature", "1"], "unknown option --temprature. Did you mean --temperature?"),
+    "eval": (["eval", "model", "--dta=x"], "unknown option --dta. Did you mean --data?"),
+    "merge": (["merge", "model", "--oot", "x"], "unknown option --oot. Did you mean --out?"),
+    "check": (["check", "--sotre", "x"], "unknown option --sotre. Did you mean --store?"),
+    "push": (
+        ["push", "model", "a/b", "--private"],
+        "unknown option --private. See python scripts/finetune.py push --help.",
+    ),
+    "a word too many": (["merge", "model", "other", "--out", "x"], "other: unknown here. See"),
+    "training": (
+        [*TRAIN, "--lerning-rate", "1"],
+        "unknown option --lerning-rate. Did you mean --learning-rate (= --lr)?",
+    ),
+}
+
+
+@pytest.mark.parametrize(("argv", "says"), NEAREST.values(), ids=NEAREST)
+def test_a_refused_option_names_the_nearest(here, capsys, argv, says):
+    assert says in fails(capsys, here, *argv)
 
 
 def test_dry_run_writes_nothing(here, capsys):

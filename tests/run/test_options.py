@@ -138,7 +138,6 @@ def test_positional_may_stand_anywhere_and_data_may_repeat():
         ),
         (["--eval_table_size", "9"], "--eval-table-size is not an option here: an evaluation is the loss on --val"),
         (["--use_peft"], "--use-peft is not an option here: --lora 16 trains adapters"),
-        (["--neftune_noise_alpha", "5"], "--neftune-noise-alpha is not an option here: no noise is added to embed"),
         (
             ["--modules_to_save", "x"],
             "--modules-to-save is not an option here: adapters alone are trained; without",

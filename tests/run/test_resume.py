@@ -131,6 +131,26 @@ def test_a_best_that_no_snapshot_has_is_lost_and_found_again(checkpoint, room, m
     assert read(other, ".") == read(run.out, "step-4")
 
 
+def test_noise_on_embeddings_is_that_of_the_step(checkpoint, monkeypatch):
+    """The same wherever weights are, however a step is cut and after a resume; evaluations have none."""
+    more = dict(neftune=5.0, val="0.1", eval_every=every("never"))
+    whole = options(checkpoint, checkpoint / "noise", "gpu", **more)
+    finetune(whole)
+    from_ssd = options(checkpoint, checkpoint / "noise-ssd", "ssd", **more)
+    stopped(from_ssd, 3, monkeypatch)
+    finetune(replace(from_ssd, resume=from_ssd.out))
+    assert losses(Path(whole.out)) == losses(Path(from_ssd.out))
+    first, second = (Path(run.out, "model.safetensors").read_bytes() for run in (whole, from_ssd))
+    assert first == second
+    apart = options(checkpoint, checkpoint / "noise-apart", "gpu", micro_batch=1, **more)
+    finetune(apart)
+    assert losses(Path(apart.out))[1][0] == pytest.approx(losses(Path(whole.out))[1][0], rel=1e-6)
+    plain = options(checkpoint, checkpoint / "no-noise", "gpu", **(more | dict(neftune=None)))
+    finetune(plain)
+    assert losses(Path(plain.out))[1][0] != losses(Path(whole.out))[1][0]
+    assert evaluations(Path(plain.out))[0] == evaluations(Path(whole.out))[0]
+
+
 def test_a_best_that_is_not_the_snapshots_is_told_and_not_exported(checkpoint, monkeypatch, capsys):
     run = options(checkpoint, checkpoint / "foreign", "gpu", val="0.1", eval_every=every("2"), export="best")
     loss = lambda self, _: float(self.live.progress.step != 2)

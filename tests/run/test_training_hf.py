@@ -11,15 +11,16 @@ from transformers import (
     get_wsd_schedule,
 )
 
-from trireme.engine.build import build, inputs
+from trireme.engine.build import build, in_ram, placed
 from trireme.engine.exchange import fill, fill_base
 from trireme.engine.optimizer import DECAYED, learning_rate
 from trireme.engine.plan import Plan, UnitPlan
 from trireme.engine.queues.real import InlineQueues, RealQueues
 from trireme.engine.step import train_step
 from trireme.engine.updates import AdamW
+from trireme.kernels import reference
 from trireme.models import hf
-from trireme.models.rows import rope_tables
+from trireme.models.rows import neftune, rope_tables
 
 pytestmark = pytest.mark.grid
 
@@ -102,7 +103,7 @@ def with_transformers(model, steps, device):
     return seen
 
 
-def with_trireme(cfg, state, steps, queues, dtype):
+def with_trireme(cfg, state, steps, queues, dtype, noise=lambda i, batch: (None, None)):
     plan = Plan((UnitPlan(),) * cfg.n_units, tokens=48, n_micro=2, dtype=dtype)
     e = build(cfg, plan, LIMITS, queues, adamw=AdamW(weight_decay=0.1), store=MemoryStore())
     state = dict(part for name, t in state.items() for part in apart(cfg, name, t))
@@ -112,7 +113,8 @@ def with_trireme(cfg, state, steps, queues, dtype):
     fill_base(e.placement, read)
     tables, seen = rope_tables(cfg, 64, queues.device), []
     for i, (batch, rate) in enumerate(zip(steps, rates(), strict=True), 1):
-        stats = train_step(e, [inputs(cfg, mb, tables, queues.device) for mb in batch], i, rate)
+        sent = [in_ram(cfg, mb, noise=n) for mb, n in zip(batch, noise(i - 1, batch), strict=True)]
+        stats = train_step(e, [placed(mb, [(tables, queues.device)]) for mb in sent], i, rate)
         seen.append((stats.loss, stats.grad_norm))
     queues.close()
     e.close()
@@ -133,6 +135,34 @@ def test_twenty_steps_in_fp32(family):
     for (loss, norm), (expected, expected_norm) in zip(ours, theirs, strict=True):
         assert loss == pytest.approx(expected, rel=1e-4, abs=2e-5)  # small at the end
         assert norm == pytest.approx(expected_norm, rel=5e-3)  # 1.01e-3 without vector instructions
+
+
+@pytest.mark.parametrize("family", ["granite", "gemma3_text", "gpt2"])
+def test_neftune(family):
+    """Noise on what the module of embeddings gives, as transformers adds it; the same noise in both."""
+    model, cfg = oracle(family, FAMILIES[family])
+    state = {name: t.detach().clone() for name, t in model.state_dict().items()}
+    steps = [[Batch(cfg.vocab, (20, 28), 0), Batch(cfg.vocab, (1, 11, 30), 1)] for _ in range(STEPS)]
+    alpha, width, told = 5.0, cfg.width, []
+    for i in range(STEPS):
+        u = torch.zeros(90, width)
+        reference.add_noise_(u, torch.ones(90), i, 0)
+        told += u.split((20, 28, 1, 11, 30))
+
+    def hook(module, args, out):
+        u = told.pop(0)
+        return out + u * alpha / (len(u) * width) ** 0.5
+
+    def noise(i, batch):
+        return [neftune(cfg, mb.lengths, alpha, i, first) for mb, first in zip(batch, (0, 48), strict=True)]
+
+    model.get_input_embeddings().register_forward_hook(hook)
+    theirs = with_transformers(model, steps, "cpu")
+    ours = with_trireme(cfg, state, steps, InlineQueues(), "F32", noise)
+    assert not told
+    for (loss, norm), (expected, expected_norm) in zip(ours, theirs, strict=True):
+        assert loss == pytest.approx(expected, rel=1e-4, abs=2e-5)
+        assert norm == pytest.approx(expected_norm, rel=5e-3)
 
 
 # Gemma's doubled norms make more of every rounding: 3.2 % off at the worst of 50 steps of this size. A rounding that

@@ -72,21 +72,17 @@ def _folder(folder: Path, weight: float) -> Found:
         return _saved(folder, weight)
     if (folder / "tokenizer.json").is_file() and (folder / "config.json").is_file():
         raise InputError(f"{folder} is a checkpoint, not data. Name a file or folder of rows with --data.")
-    inside = sorted(path for path in folder.rglob("*") if path.is_file() and DataFile(path).kind in KINDS)
-    inside = [path for path in inside if path.stat().st_size]
-    inside = [path for path in inside if not any(part.startswith(".") for part in path.relative_to(folder).parts)]
-    inside = [path for path in inside if not (path.suffix == ".json" and path.stem in _ABOUT)]
-    tables = [path for path in inside if DataFile(path).kind not in TEXTS]
-    files = tables or inside
+    there = sorted(path for path in folder.rglob("*") if path.is_file() and path.stat().st_size)
+    by_use, inside = by_uses([path.relative_to(folder) for path in there])
+    files = [path for paths in by_use.values() for path in paths]
     if not files:
         raise InputError(f"{folder} is a folder without data. Expected files of {', '.join(KINDS)}.")
-    left = [path for path in inside if path not in files]
-    by_use: dict[str, list[Path]] = {"train": [], "valid": [], "test": [], "": []}
-    for path in files:
-        by_use[_use(path.relative_to(folder))].append(path)
+    inside = [folder / path for path in inside]
+    left = [path for path in inside if path.relative_to(folder) not in files]
+    by_use = {use: [folder / path for path in paths] for use, paths in by_use.items()}
     train = by_use["train"] or by_use[""]
     if not train:
-        raise InputError(f"{folder} holds no training data, only {_list(files)}. Name a file to train on with --data.")
+        raise InputError(f"{folder} holds no training data, only {_list(sorted(files))}. Name one with --data.")
     _check_twice(train)
     left += [path for use, paths in by_use.items() if use not in ("valid",) and paths is not train for path in paths]
     notes = [f"{folder}: not read: {_list(sorted(left), folder)}"] if left else []
@@ -94,12 +90,31 @@ def _folder(folder: Path, weight: float) -> Found:
     return Found(_sources(train, str(folder), weight), held, notes)
 
 
+def by_uses(names: Sequence[Path]) -> tuple[dict[str, list[Path]], list[Path]]:
+    """Data files by use (train, valid, test, or "": not said), texts only without tables; and all of any kind of data.
+
+    `names`: relative to their folder.
+    """
+    inside = [path for path in names if DataFile(path).kind in KINDS]
+    inside = [path for path in inside if not any(part.startswith(".") for part in path.parts)]
+    inside = [path for path in inside if not (path.suffix == ".json" and path.stem in _ABOUT)]
+    by_use: dict[str, list[Path]] = {"train": [], "valid": [], "test": [], "": []}
+    for path in [path for path in inside if DataFile(path).kind not in TEXTS] or inside:
+        by_use[_use(path)].append(path)
+    return by_use, inside
+
+
 def _use(path: Path) -> str:
     """What a file in a folder is for, by a word of its name, or by the name of its folder: train, valid, test or ""."""
-    stem = re.sub(r"-\d+-of-\d+$", "", path.name.partition(".")[0]).lower()
+    stem = Path(set_of(path)).name.lower()
     words = re.split(r"[-_ ]", stem)
     names = [words[0], words[-1], *(part.lower() for part in reversed(path.parts[:-1]))]
     return next((_WHAT[name] for name in names if name in _WHAT), "")
+
+
+def set_of(path: Path) -> str:
+    """What the parts of a set, NAME-00000-of-00002.parquet, have in common: folder and name."""
+    return str(path.with_name(re.sub(r"-\d+-of-\d+(-[0-9a-f]{16})?$", "", path.name.partition(".")[0])))
 
 
 def _check_twice(files: Sequence[Path]) -> None:

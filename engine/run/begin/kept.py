@@ -17,6 +17,7 @@ import yaml
 from trireme.engine.amounts import size
 from trireme.engine.run.begin.foreign import read_keys
 from trireme.engine.run.begin.keys import Read
+from trireme.engine.run.hub.places import written
 from trireme.engine.run.names import FIELDS, flag_of
 from trireme.engine.run.options import Every, Options, store_folders
 from trireme.models.config import InputError
@@ -145,9 +146,9 @@ def kept(options: Options) -> dict[str, Any]:
         if value is None:
             pass
         elif f.name in ("model", "tokenizer", "store", "plan"):
-            value = [full(v) for v in value] if isinstance(value, tuple) else full(value)
+            value = [full(v) for v in value] if isinstance(value, tuple) else written(full(value))
         elif f.name in ("data", "val", "chat_template"):
-            value = [_absolute(v) for v in value] if isinstance(value, tuple) else _absolute(value)
+            value = [written(_absolute(v)) for v in value] if isinstance(value, tuple) else written(_absolute(value))
         elif f.metadata["parse"] is size:
             value = f"{value}B"
         content[f.name] = list(value) if isinstance(value, tuple) else str(value) if isinstance(value, Every) else value

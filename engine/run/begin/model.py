@@ -9,6 +9,7 @@ from pathlib import Path
 
 from trireme.engine.data.codec import Codec, load_codec
 from trireme.engine.planner.sizes import find_model
+from trireme.engine.run.hub.places import title
 from trireme.engine.run.options import Options
 from trireme.engine.tuning.adapters import Adapter
 from trireme.engine.tuning.chosen import adapted, chosen, folded, targets
@@ -68,7 +69,7 @@ def about_adapter(options: Options, cfg: ModelConfig) -> list[str]:
     adapter, lines = given_adapter(options, cfg), list[str]()
     if adapter is None:
         return lines
-    if Path(adapter.base).name != Path(options.model).resolve().name:
+    if Path(adapter.base).name != title(options.model):
         lines.append(f"was made for {adapter.base or 'a model without a name'}, not for {options.model}")
     if adapter.dropout:
         lines.append(f"was trained with lora_dropout {adapter.dropout:g}; here it is trained without dropout")

@@ -63,7 +63,7 @@ def parse(argv: Sequence[str]) -> argparse.Namespace:
     return given_by(parser("eval", "--data FILE [options]", text), "eval", argv)
 
 
-def parser(name: str, usage: str, text: str) -> argparse.ArgumentParser:
+def parser(name: str, usage: str, text: str) -> common.CommandParser:
     """With the options of data."""
     found = common.parser(name, usage, text)
     data = found.add_argument_group("data, read as for training")
@@ -83,7 +83,7 @@ def parser(name: str, usage: str, text: str) -> argparse.ArgumentParser:
     return found
 
 
-def given_by(found: argparse.ArgumentParser, name: str, argv: Sequence[str]) -> argparse.Namespace:
+def given_by(found: common.CommandParser, name: str, argv: Sequence[str]) -> argparse.Namespace:
     """Raises InputError; --help exits."""
     given = common.parse(found, name, argv)
     if not given.data:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import argparse
 from collections.abc import Sequence
+from pathlib import Path
 
 import torch
 
@@ -14,15 +15,17 @@ from trireme.engine.run.begin.limits import check_compiler, check_heads
 from trireme.engine.run.command import CommandParser, program, typed
 from trireme.engine.run.finished.layers import Layers
 from trireme.engine.run.finished.opened import Opened, open_folder
+from trireme.engine.run.hub.fetch import base_for, folder_of
 from trireme.engine.run.options import one_of
 from trireme.engine.run.screen import Screen
+from trireme.engine.tuning.peft_config import CONFIG
 from trireme.models.config import InputError
 from trireme.models.sizes import shapes
 
 FORMATS = {"bf16": "BF16", "fp32": "F32"}
 
 
-def parser(name: str, usage: str, description: str) -> argparse.ArgumentParser:
+def parser(name: str, usage: str, description: str) -> CommandParser:
     found = CommandParser(
         usage=f"{program()} {name} FOLDER {usage}",
         description=description,
@@ -48,11 +51,9 @@ def parser(name: str, usage: str, description: str) -> argparse.ArgumentParser:
     return found
 
 
-def parse(found: argparse.ArgumentParser, name: str, argv: Sequence[str]) -> argparse.Namespace:
+def parse(found: CommandParser, name: str, argv: Sequence[str]) -> argparse.Namespace:
     """Raises InputError; --help exits."""
-    given, rest = found.parse_known_args([word.replace("_", "-") if word.startswith("--") else word for word in argv])
-    for word in rest:
-        raise InputError(f"{word}: unknown here. See {program()} {name} --help.")
+    given = found.known([word.replace("_", "-") if word.startswith("--") else word for word in argv], name)
     if not given.folder:
         raise InputError(f"no model is named. Name its folder: {program()} {name} FOLDER.")
     return given
@@ -60,7 +61,10 @@ def parse(found: argparse.ArgumentParser, name: str, argv: Sequence[str]) -> arg
 
 def opened(given: argparse.Namespace, screen: Screen) -> tuple[Opened, Codec]:
     """Raises InputError, CheckpointError."""
-    found = open_folder(given.folder, given.model or "", screen.warn)
+    folder, model = folder_of(given.folder, screen), given.model or ""
+    if (Path(folder) / CONFIG).is_file():
+        model = base_for(Path(folder), model, screen)
+    found = open_folder(folder, model, screen.warn)
     return found, found.codec(given.tokenizer, given.chat_template)
 
 

@@ -56,6 +56,7 @@ class Given(TypedDict, total=False):
     patience: int
     keep: int
     log: str | Sequence[str]
+    push: str
     resume: str | Path
     method: str
     beta: float
@@ -84,6 +85,7 @@ class Given(TypedDict, total=False):
     adapter: str | Path
     base: str
     merge: bool
+    neftune: float
     max_grad_norm: float
     seed: int
     device: str
@@ -268,12 +270,13 @@ def result(folder: Path) -> Run:
 def plan(**options: Unpack[Given]) -> Plan:
     """A dry run. Raises InputError, DoesNotFit."""
     given = _options(dict(options), dry_run=True)
-    with _translated(given), _screen(False):
+    with _translated(given), _screen(False) as screen:
         from trireme.engine.run.begin.job import prepare  # late: torch takes seconds
         from trireme.engine.run.command import checked
+        from trireme.engine.run.hub.fetch import fetched
         from trireme.engine.run.report import planned, report
 
-        job = prepare(checked(replace(given, dry_run=True)), say=lambda _: None)
+        job = prepare(fetched(checked(replace(given, dry_run=True)), screen), say=lambda _: None)
         return Plan(**planned(job), report=report(job))
 
 

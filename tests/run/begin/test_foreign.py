@@ -94,7 +94,8 @@ def test_a_line_for_each_key_and_one_for_all_that_are_ignored(capsys):
 
 BASE = "model: m\ndata: a.jsonl\n"
 READ = [
-    ("load_in_4bit: false\nneftune_noise_alpha: 0\nreport_to: none\nwandb_mode: disabled\nfp16:\nfsdp: []\n", {}),
+    ("load_in_4bit: false\nreport_to: none\nwandb_mode: disabled\nfp16:\nfsdp: []\n", {}),
+    ("neftune_noise_alpha: 0\n", dict(neftune=0.0)),
     ("a_key_of_a_later_version: false\nanother:\n", {}),
     ("per_device_train_batch_size: 4\n", dict(batch_size=4)),
     ("batch_size: '2'\ngradient_accumulation_steps: 8.0\n", dict(batch_size=16)),

@@ -1,0 +1,75 @@
+"""The hub's own client, the optional package huggingface_hub: found, asked, and its failures as one line."""
+
+from __future__ import annotations
+
+import errno
+import os
+from collections.abc import Iterator
+from contextlib import contextmanager
+from typing import Any
+
+from trireme.engine.run.hub.places import Named
+from trireme.models.config import InputError
+from trireme.storage.untrusted import shown
+
+LOGIN = "log in (hf auth login), or set HF_TOKEN"
+OURS = (errno.ENOSPC, errno.EDQUOT, errno.EACCES, errno.EROFS, errno.EIO)  # of this machine's drives
+
+
+def client() -> Any:
+    """The package, or None where it is not installed."""
+    try:
+        import huggingface_hub.errors  # late: optional, and slow
+        import huggingface_hub.utils
+    except ImportError:
+        return None
+    return huggingface_hub
+
+
+def endpoint() -> str:
+    return (os.environ.get("HF_ENDPOINT") or "https://huggingface.co").rstrip("/")
+
+
+def reached(error: BaseException) -> bool:
+    """Whether a server has answered."""
+    return getattr(error, "response", None) is not None
+
+
+@contextmanager
+def asking(hub: Any, name: Named, what: str) -> Iterator[None]:
+    """The client's failures as InputError, those of this machine's drives as they are. `what` was not done."""
+    errors = hub.errors
+    page = f"{endpoint()}/{'datasets/' * (name.kind == 'dataset')}{name.repo}"
+    try:
+        yield
+    except errors.GatedRepoError:
+        raise InputError(f"{name}: its owner asks for consent. Give it at {page}, then {LOGIN}.") from None
+    except errors.LocalTokenNotFoundError:
+        raise InputError(f"{name}: not {what}: there is no token. To have one, {LOGIN}.") from None
+    except errors.RepositoryNotFoundError:
+        where = "no folder here" if name.kind == "model" else "no file here"
+        raise InputError(
+            f"{name} is {where}, and the hub shows no {_word(name)} {name.repo}. Correct the name; if it is private, "
+            f"{LOGIN}."
+        ) from None
+    except errors.RevisionNotFoundError:
+        raise InputError(f"{name}: {name.repo} has no revision {name.revision!r}. See {page}/commits.") from None
+    except Exception as error:  # of its transport, another package in each version
+        if isinstance(error, OSError) and error.errno in OURS:
+            raise
+        if reached(error):
+            code = getattr(error.response, "status_code", "?")  # type: ignore[attr-defined]
+            way = f". If it is the token: {LOGIN}" if code in (401, 403) else ". Try again later"
+            said = shown(str(getattr(error, "server_message", None) or "no reason given"), 200)
+            raise InputError(f"{name}: not {what}: the hub answered {code}, {said}{way}.") from None
+        if isinstance(error, errors.OfflineModeIsEnabled):
+            raise InputError(f"{name}: not {what}: HF_HUB_OFFLINE is set. Unset it, or name a folder.") from None
+        said = " ".join(str(error).split()) or type(error).__name__
+        raise InputError(
+            f"{name}: not {what}: {endpoint()} cannot be reached or broke off ({shown(said, 200)}). Try again: "
+            "files that are complete are kept."
+        ) from None
+
+
+def _word(name: Named) -> str:
+    return "data set" if name.kind == "dataset" else "model"

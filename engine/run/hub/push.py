@@ -1,0 +1,136 @@
+"""Uploads a run's output to the Hugging Face hub, with a model card, as one commit; a new repository is private."""
+
+from __future__ import annotations
+
+import argparse
+import json
+import re
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+from trireme.engine.amounts import count, gib
+from trireme.engine.run.begin.kept import from_yaml
+from trireme.engine.run.command import CommandParser, program
+from trireme.engine.run.hub.card import card_of
+from trireme.engine.run.hub.client import asking, client, endpoint
+from trireme.engine.run.hub.places import Named, base_of, model_name
+from trireme.engine.run.options import Options
+from trireme.engine.run.screen import Screen
+from trireme.engine.run.verify import LOGS
+from trireme.engine.tuning.peft_config import CONFIG, read_adapter_config
+from trireme.engine.tuning.peft_config import base_of as base_in
+from trireme.models.config import InputError
+from trireme.storage.auxiliary import auxiliary
+from trireme.storage.untrusted import parse_json, read_small
+
+NAME = re.compile(r"[\w.-]+/[\w.-]+")
+MODEL = "config.json"
+
+
+def check_push(options: Options) -> None:
+    """Before training: raises InputError unless the output can be uploaded, as far as is known by then."""
+    if not options.push:
+        return
+    if (options.lora or options.adapter) and not base_of(options.model)[1]:
+        raise InputError(
+            f"--push {options.push}: adapters name their base, and {options.model} is a folder of this machine. Name "
+            "the base as it is called on the hub, or merge the adapter and upload the result: push DIR OWNER/NAME."
+        )
+    hub = _client(options.push)
+    with asking(hub, Named("model", options.push), "uploaded"):
+        hub.HfApi(endpoint=endpoint()).whoami()
+    _check_free(hub, options.push)
+
+
+def push(out: Path, name: str, screen: Screen) -> None:
+    """Raises InputError, OSError."""
+    hub = _client(name)
+    content = _content(out, name)
+    _check_free(hub, name)
+    size = sum(found.stat().st_size if isinstance(found, Path) else len(found) for found in content.values())
+    screen.say(f"upload   {count(len(content), 'file')}, {gib(size)}, to {endpoint()}/{name}")
+    api = hub.HfApi(endpoint=endpoint())
+    add = [hub.CommitOperationAdd(file, str(v) if isinstance(v, Path) else v) for file, v in sorted(content.items())]
+    with asking(hub, Named("model", name), "uploaded"):
+        api.create_repo(name, private=True, exist_ok=True)
+        api.create_commit(name, add, commit_message="Upload a model trained with Trireme")
+    screen.say(f"uploaded {endpoint()}/{name}: private if it is new; its settings there make it public")
+
+
+def _client(name: str) -> Any:
+    """Raises InputError."""
+    if not NAME.fullmatch(name):
+        raise InputError(f"--push {name}: expected OWNER/NAME, as a model is called on the hub.")
+    hub = client()
+    if hub is None:
+        raise InputError(f"--push {name}: that takes the hub's client: pip install huggingface_hub.")
+    return hub
+
+
+def _check_free(hub: Any, name: str) -> None:
+    """Raises InputError where a model is there already: files of two would be mixed."""
+    with asking(hub, Named("model", name), "uploaded"):
+        api = hub.HfApi(endpoint=endpoint())
+        there = api.repo_info(name).siblings or () if api.repo_exists(name) else ()
+    if any(file.rfilename.endswith((".safetensors", ".bin", ".gguf")) for file in there):
+        raise InputError(f"--push {name}: there is a model of that name on the hub already. Name another.")
+
+
+def _content(out: Path, name: str) -> dict[str, Path | bytes]:
+    """What is uploaded, by name: weights, configuration, tokenizer, and the card. No paths of this machine.
+
+    Raises InputError where there is no model, or an adapter's base is not on the hub.
+    """
+    weights = sorted(path for path in out.glob("*.safetensors") if path.is_file())
+    adapter = (out / CONFIG).is_file()
+    if not weights or not (adapter or (out / MODEL).is_file()):
+        raise InputError(f"{out} holds no model to upload. Name the output of a finished run.")
+    names = [*auxiliary(out), *(path.name for path in out.glob("*.safetensors.index.json"))]
+    found: dict[str, Path | bytes] = {path.name: path for path in weights}
+    found |= {file: out / file for file in names if file not in LOGS and (out / file).is_file()}
+    base = _base(out, adapter)
+    if (out / MODEL).is_file() and (clean := _without_path(out / MODEL)):
+        found[MODEL] = clean
+    if (out / "loss.svg").is_file():
+        found["loss.svg"] = out / "loss.svg"
+    return found | {"README.md": card_of(out, name, base, adapter).encode()}
+
+
+def _base(out: Path, adapter: bool) -> str:
+    """The base's name on the hub; "" of a whole model where it is not known. Raises InputError."""
+    if adapter:
+        base = base_in(read_adapter_config(out))
+        if not NAME.fullmatch(base) or base.startswith(".") or Path(base).exists():
+            raise InputError(
+                f"{out}: its base_model_name_or_path is {base!r}, a folder of this machine. Write its name on the hub "
+                f"there, in {out / CONFIG}, or merge the adapter and upload the result."
+            )
+        return base
+    given = from_yaml(out / "config.yaml") if (out / "config.yaml").is_file() else {}
+    found = model_name(str(given.get("model") or ""))
+    return found.repo if found else ""
+
+
+def _without_path(config: Path) -> bytes | None:
+    """config.json without the folder that it was read from; None where it names none."""
+    found = parse_json(read_small(config, links=True), str(config))
+    where = found.get("_name_or_path")
+    if not isinstance(where, str) or not (where.startswith((".", "~")) or Path(where).is_absolute()):
+        return None
+    return json.dumps({key: value for key, value in found.items() if key != "_name_or_path"}, indent=2).encode()
+
+
+def parse_push(argv: Sequence[str]) -> argparse.Namespace:
+    """folder and name of `push`. Raises InputError; --help exits."""
+    parser = CommandParser(
+        usage=f"{program()} push FOLDER OWNER/NAME",
+        description="Uploads a finished model or adapter to the Hugging Face hub, with a card of its run.",
+        allow_abbrev=False,
+    )
+    parser.add_argument("folder", metavar="FOLDER", nargs="?", default="", help="a run's output, or any checkpoint")
+    parser.add_argument("name", metavar="OWNER/NAME", nargs="?", default="", help="its name on the hub")
+    given = parser.known(argv, "push")
+    if not given.folder or not given.name:
+        raise InputError(f"no folder or no name is given: {program()} push FOLDER OWNER/NAME.")
+    return given
