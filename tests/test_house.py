@@ -40,6 +40,7 @@ MAY_IMPORT = {  # beside files of the same room
     "kernels/experts": {"kernels"},
     "kernels/fp8": {"kernels"},
     "kernels/packed": {"kernels"},
+    "kernels/scan": {"kernels"},
     "models": {"kernels", "models/families", "models/sizes", "storage"},
     "models/families": set(),
     "models/losses": {"models"},
