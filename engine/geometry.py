@@ -189,7 +189,7 @@ class Geometry:
     def size_class(self, u: int) -> str:
         """Units of a class share rings; untied, both ends share a slot in turn."""
         if 0 < u < self.head or self.cfg.tied:
-            return self.kinds[u].removeprefix(shapes.DENSE)
+            return shapes.bare(self.kinds[u])
         return "ends"
 
     def records(self, u: int, record: int) -> list[tuple[int, int]]:

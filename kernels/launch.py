@@ -8,7 +8,7 @@ at least (without spills on Ada). arch 0 is Triton's interpreter: few programs.
 from __future__ import annotations
 
 from functools import cache
-from typing import NamedTuple
+from typing import Literal, NamedTuple
 
 import torch
 
@@ -223,3 +223,28 @@ def block_scaled(device: torch.device) -> BlockScaled:
 def maxima(device: torch.device, blocks: int) -> int:
     """Programs that each take the maximum of some of the blocks."""
     return min(power2(blocks), power2(4 * chip(device).sms) // 2)
+
+
+# ---------------------------------------------------------------- scans
+
+
+class Scan(NamedTuple):
+    """A scan's launches: rows of a chunk, width of keys (a power of two), columns of values of a program."""
+
+    rows: int
+    width: int
+    columns: int
+    warps: int
+    wide_warps: int  # of the kernel that computes all gradients of a chunk
+    stages: int
+    precision: Literal["ieee", "tf32"]  # of fp32 products; those of bf16 are exact
+
+
+@cache
+def scan(device: torch.device, D: int, E: int, itemsize: int) -> Scan:
+    """Of states (D, E)."""
+    width, columns = max(16, power2(D)), max(16, power2(E))
+    if itemsize == 4 or chip(device).arch == 0:
+        return Scan(32, width, min(columns, 32), 4, 4, 1, "ieee")
+    rows = 64 if width <= 128 else 32
+    return Scan(rows, width, min(columns, 64 if chip(device).large else 32), 4, 8, 1, "tf32")

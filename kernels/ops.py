@@ -21,6 +21,8 @@ from trireme.kernels.fp8 import reference as fp8
 from trireme.kernels.fp8.reference import Quantized
 from trireme.kernels.packed import reference as packed
 from trireme.kernels.reference import join_master, rope_table, soft_cap, split_master
+from trireme.kernels.scan import reference as scan
+from trireme.kernels.scan.reference import decay_bwd, decay_fwd
 
 P = ParamSpec("P")
 R = TypeVar("R")
@@ -76,6 +78,14 @@ nf4_decode = _op(packed.nf4_decode, "packed.nf4")
 fp4_decode = _op(packed.fp4_decode, "packed.fp4")
 int4_decode = _op(packed.int4_decode, "packed.int4")
 routed_swiglu_bwd = _op(experts.routed_swiglu_bwd, "experts.rows")
+scan_fwd = _op(scan.scan_fwd, "scan.scan")
+scan_bwd = _op(scan.scan_bwd, "scan.scan")
+conv_fwd = _op(scan.conv_fwd, "scan.around")
+conv_bwd = _op(scan.conv_bwd, "scan.around")
+gated_norm_fwd = _op(scan.gated_norm_fwd, "scan.around")
+gated_norm_bwd = _op(scan.gated_norm_bwd, "scan.around")
+sigmoid_gate_fwd = _op(attention.sigmoid_gate_fwd, "attention.gate")
+sigmoid_gate_bwd = _op(attention.sigmoid_gate_bwd, "attention.gate")
 quantize = _op(fp8.quantize, "fp8.quantize")
 turn = _op(fp8.turn, "fp8.quantize")
 swiglu_codes_fwd = _op(fp8.swiglu_codes_fwd, "fp8.gated")
@@ -99,9 +109,15 @@ __all__ = [
     "bias_bwd_",
     "clamped_swiglu_fwd",
     "combine",
+    "conv_bwd",
+    "conv_fwd",
+    "decay_bwd",
+    "decay_fwd",
     "e4m3_decode",
     "embedding_bwd_",
     "embedding_fwd",
+    "gated_norm_bwd",
+    "gated_norm_fwd",
     "geglu_bwd",
     "geglu_codes_bwd",
     "geglu_codes_fwd",
@@ -133,6 +149,10 @@ __all__ = [
     "route_bwd",
     "route_fwd",
     "routed_swiglu_bwd",
+    "scan_bwd",
+    "scan_fwd",
+    "sigmoid_gate_bwd",
+    "sigmoid_gate_fwd",
     "sinks_bwd_",
     "sinks_fwd_",
     "soft_cap",

@@ -55,6 +55,7 @@ class _Heads(NamedTuple):
     v: Tensor  # (N, K, e)
     q_rstd: Tensor | None = None  # (N, H) or (N, 1) fp32
     k_rstd: Tensor | None = None
+    gate: Tensor | None = None  # (N, H, d), of the result
 
 
 class Result(NamedTuple):
@@ -85,6 +86,8 @@ def forward(
     attn_out, lse = _attend(cfg, layer, w, _heads(cfg, layer, w, qkv, rows), rows, saved.get("attn_out"), attend)
     if "lse" in saved:
         saved["lse"].copy_(lse)
+    if cfg.attention_gate:
+        attn_out = _gated(attn_out, _gate(cfg, qkv))
     del qkv, lse  # workspace._block_workspace
     add_branch(cfg, x, attn_out, w.o, w.norm, w.post, out, saved.get("attn_branch"))
 
@@ -118,9 +121,10 @@ def recall(cfg: ModelConfig, layer: int, w: Weights, x: Tensor, saved: dict[str,
 
 
 def residual(
-    cfg: ModelConfig, w: Weights, x: Tensor, attn_out: Tensor, matmul: Tensor | None
+    cfg: ModelConfig, w: Weights, x: Tensor, result: Result, matmul: Tensor | None
 ) -> tuple[Tensor, Tensor | None]:
     """Forward's `out` again, and the argument of a norm behind o, `matmul` if given."""
+    attn_out = _gated(result.out, result.heads.gate)
     out = x.clone() if copies(w.norm, w.post) else torch.empty_like(x)
     if w.post is None:
         add_branch(cfg, x, attn_out, w.o, w.norm, w.post, out)
@@ -141,9 +145,11 @@ def backward_to_qkv(
     matmul: Tensor | None,
 ) -> Tensor:
     """Gradient of qkv (N, cfg.qkv_width). `matmul`: attn_branch, if saved."""
-    d_o = upstream(branch_backward(cfg, dy, result.out, w.o, w.post, g.post, matmul), w.o, g.o)
-    add_gradients_(g.o, w.o, result.out, d_o)
-    q, k, v, q_rstd, k_rstd = result.heads
+    inner = _gated(result.out, result.heads.gate)
+    d_o = upstream(branch_backward(cfg, dy, inner, w.o, w.post, g.post, matmul), w.o, g.o)
+    add_gradients_(g.o, w.o, inner, d_o)
+    del inner  # workspace._attention_moments
+    q, k, v, q_rstd, k_rstd, gate = result.heads
     dout, out = (t.unflatten(1, (cfg.n_heads, -1)) for t in (linear_backward(d_o, w.o), result.out))
     del d_o  # workspace._block_workspace
     if w.sinks is not None and g.sinks is not None and trained(g.sinks):
@@ -157,11 +163,18 @@ def backward_to_qkv(
         latent.backward(cfg, layer, w.latent, g.latent, result.qkv, d, rows, dqkv)
         return dqkv
     dq, dk, dv = _split(cfg, dqkv)
+    placed = dq
+    if gate is not None:  # kernels take heads that are neighbours
+        dout = ops.sigmoid_gate_bwd(dout, out, gate, _gate(cfg, dqkv))
+        dq = torch.empty_like(q)
     ops.attention_bwd(dout, q, k, v, out, result.lse, rows.docs, scale, dq, dk, dv, window, cfg.attention_cap)
     if not cfg.rotated_first:
-        _rotate_(cfg, layer, dqkv, rows, inverse=True)
+        of_q, of_k = rows.of(cfg, layer)
+        _rotate_(cfg, layer, dqkv, rows, inverse=True) if gate is None else rotate_(dk, of_k, rows, inverse=True)
+        if gate is not None:
+            rotate_(dq, of_q, rows, inverse=True)
     q, k, _ = _split(cfg, result.qkv)  # before the norms
-    _head_norm_backward_(dq, q, w.q_norm, q_rstd, g.q_norm)
+    _head_norm_backward_(dq, q, w.q_norm, q_rstd, g.q_norm, placed)
     _head_norm_backward_(dk, k, w.k_norm, k_rstd, g.k_norm)
     if cfg.rotated_first:
         _rotate_(cfg, layer, dqkv, rows, inverse=True)
@@ -204,7 +217,18 @@ def _heads(cfg: ModelConfig, layer: int, w: Weights, qkv: Tensor, rows: Rows) ->
     k, k_rstd = _head_norm(k, w.k_norm, cfg.eps)
     for heads, table in zip((q, k), rows.of(cfg, layer), strict=True) if not cfg.rotated_first else ():
         rotate_(heads, table, rows)
-    return _Heads(q, k, v, q_rstd, k_rstd)
+    return _Heads(q, k, v, q_rstd, k_rstd, _gate(cfg, qkv) if cfg.attention_gate else None)
+
+
+def _gate(cfg: ModelConfig, qkv: Tensor) -> Tensor:
+    """View (N, H, d): behind the query of each head."""
+    heads = qkv[:, : 2 * cfg.q_width].view(len(qkv), cfg.n_heads, 2 * cfg.head_dim)
+    return heads[..., cfg.head_dim :]
+
+
+def _gated(out: Tensor, gate: Tensor | None) -> Tensor:
+    """The result of attention (N, H d), times its gate if there is one."""
+    return out if gate is None else ops.sigmoid_gate_fwd(out.view(gate.shape), gate).view(out.shape)
 
 
 def _head_norm(x: Tensor, w: Norm, eps: float) -> tuple[Tensor, Tensor]:
@@ -213,11 +237,13 @@ def _head_norm(x: Tensor, w: Norm, eps: float) -> tuple[Tensor, Tensor]:
     return y.view(x.shape), rstd
 
 
-def _head_norm_backward_(d_: Tensor, x: Tensor, w: Norm | None, rstd: Tensor | None, g: Norm | None) -> None:
-    """Turns d_ (N, heads, d), the gradient behind the norm, into that before it."""
+def _head_norm_backward_(
+    d_: Tensor, x: Tensor, w: Norm | None, rstd: Tensor | None, g: Norm | None, into: Tensor | None = None
+) -> None:
+    """Turns d_ (N, heads, d), the gradient behind the norm, into that before it, in `into` if given."""
     if w is not None and rstd is not None and g is not None:
-        d_, x = (t.view(len(x), -1, len(w.weight)) for t in (d_, x))
-        ops.head_rmsnorm_bwd(d_, x, w.factor, rstd, or_scratch(g.weight, w.weight), d_)
+        d_, x, into = (t.view(len(x), -1, len(w.weight)) for t in (d_, x, d_ if into is None else into))
+        ops.head_rmsnorm_bwd(d_, x, w.factor, rstd, or_scratch(g.weight, w.weight), into)
 
 
 def _attend(
@@ -242,6 +268,9 @@ def _split(cfg: ModelConfig, qkv: Tensor) -> list[Tensor]:
     if cfg.names.by_head:
         return list(qkv.view(qkv.shape[0], cfg.n_heads, 3, cfg.head_dim).unbind(2))
     heads = qkv.view(qkv.shape[0], -1, cfg.head_dim)
+    if cfg.attention_gate:
+        q, k, v = heads.split((2 * cfg.n_heads, cfg.n_kv_heads, cfg.n_kv_heads), 1)
+        return [q.unflatten(1, (cfg.n_heads, 2))[:, :, 0], k, v]
     return list(heads.split((cfg.n_heads, cfg.n_kv_heads, cfg.n_kv_heads), 1))
 
 

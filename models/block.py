@@ -1,4 +1,4 @@
-"""A block: attention, then MLP, or with cfg.parallel both of one input.
+"""A block: attention or a recurrence, then MLP, or with cfg.parallel both of one input.
 
 Saved beside their tensors: resid (N, D), the MLP's input, where that is not the block's.
 """
@@ -6,7 +6,7 @@ Saved beside their tensors: resid (N, D), the MLP's input, where that is not the
 from __future__ import annotations
 
 from collections.abc import Iterator
-from typing import NamedTuple
+from typing import NamedTuple, cast
 
 import torch
 from torch import Tensor
@@ -16,6 +16,7 @@ from trireme.models import attention, experts, mlp
 from trireme.models.attention import Attend
 from trireme.models.config import ModelConfig
 from trireme.models.linear import Upstream, upstream
+from trireme.models.mixers import scan
 from trireme.models.rows import Rows
 from trireme.models.sizes.shapes import saved_shapes
 
@@ -23,7 +24,7 @@ from trireme.models.sizes.shapes import saved_shapes
 class Weights(NamedTuple):
     """A block's weights, or their gradients."""
 
-    attention: attention.Weights
+    attention: attention.Weights | scan.Weights
     mlp: mlp.Weights | experts.Weights
 
 
@@ -35,11 +36,11 @@ def forward(
     rows: Rows,
     saved: dict[str, Tensor],
     out: Tensor,
-    attend: Attend = ops.attention_fwd,
+    attend: Attend | scan.Recur = ops.attention_fwd,
 ) -> None:
     """Fills out (N, D) and every tensor of `saved`, given x (N, D)."""
     resid = saved.get("resid", out)
-    attention.forward(cfg, layer, w.attention, x, rows, saved, resid, attend)
+    mixer_forward(cfg, layer, w.attention, x, rows, saved, resid, attend)
     mlp_forward(cfg, layer, w.mlp, x if cfg.parallel else resid, rows, saved, out)
 
 
@@ -55,7 +56,13 @@ def backward(
     dx: Tensor,
 ) -> None:
     """Fills dx (N, D), adds to g, given dy (N, D); recomputes what is not in `saved`."""
-    recall = lambda: attention.recall(cfg, layer, w.attention, x, saved, rows)
+    if isinstance(w.attention, scan.Weights):
+        assert isinstance(g.attention, scan.Weights)
+        _scan_backward(cfg, w, g, x, saved, dy, rows, dx)
+        return
+    assert isinstance(g.attention, attention.Weights)
+    half, grads = w.attention, g.attention
+    recall = lambda: attention.recall(cfg, layer, half, x, saved, rows)
     result, matmul = None, saved.get("attn_branch")
     if cfg.parallel:
         resid = x
@@ -63,16 +70,59 @@ def backward(
         resid = saved["resid"]
     else:
         result = recall()
-        resid, matmul = attention.residual(cfg, w.attention, x, result.out, matmul)
+        resid, matmul = attention.residual(cfg, half, x, result, matmul)
     dresid = mlp_backward(cfg, w.mlp, g.mlp, resid, rows, saved, dy)
     del resid  # workspace._block_workspace
     result = result or recall()
     dbranch = dy if cfg.parallel else dresid
-    half, grads = w.attention, g.attention
     d_qkv: Upstream = attention.backward_to_qkv(cfg, layer, half, grads, result, dbranch, rows, matmul)
     del result, matmul  # workspace._block_workspace
     d_qkv = upstream(d_qkv, half.qkv, grads.qkv)
     attention.backward_to_x(cfg, half, grads, x, d_qkv, dresid, dx)
+
+
+def _scan_backward(
+    cfg: ModelConfig,
+    w: Weights,
+    g: Weights,
+    x: Tensor,
+    saved: dict[str, Tensor],
+    dy: Tensor,
+    rows: Rows,
+    dx: Tensor,
+) -> None:
+    half, grads, result = w.attention, g.attention, None
+    assert isinstance(half, scan.Weights)
+    assert isinstance(grads, scan.Weights)
+    if "resid" in saved:
+        resid = saved["resid"]
+    else:
+        result = scan.recall(cfg, half, x, saved, rows)
+        resid = scan.residual(cfg, half, x, result)
+    dresid = mlp_backward(cfg, w.mlp, g.mlp, resid, rows, saved, dy)
+    del resid  # workspace._block_workspace
+    result = result or scan.recall(cfg, half, x, saved, rows)
+    d_mixed: Upstream = scan.backward_to_mixed(cfg, half, grads, result, dresid, rows)
+    del result  # workspace._block_workspace
+    d_mixed = upstream(d_mixed, half.mixed, grads.mixed)
+    scan.backward_to_x(cfg, half, grads, x, d_mixed, dresid, dx)
+
+
+def mixer_forward(
+    cfg: ModelConfig,
+    layer: int,
+    w: attention.Weights | scan.Weights,
+    x: Tensor,
+    rows: Rows,
+    saved: dict[str, Tensor],
+    out: Tensor,
+    attend: Attend | scan.Recur = ops.attention_fwd,
+) -> None:
+    """As attention.forward or scan.forward."""
+    if isinstance(w, scan.Weights):
+        scan.forward(cfg, w, x, rows, saved, out, None if attend is ops.attention_fwd else cast(scan.Recur, attend))
+    else:
+        attention.forward(cfg, layer, w, x, rows, saved, out, cast(Attend, attend))
 
 
 def mlp_forward(

@@ -18,7 +18,7 @@ from trireme.models.families.fields import heads_of, positions_of, scales_of
 from trireme.models.families.keys import InputError, Keys
 from trireme.models.families.known import why_not
 from trireme.models.families.latent import Latent, parse_latent
-from trireme.models.families.names import Names, direct, turned, within
+from trireme.models.families.names import Names, apart, direct, turned, within
 from trireme.models.families.packing import COLUMN_GROUPS as COLUMN_GROUPS
 from trireme.models.families.packing import FP8 as FP8
 from trireme.models.families.packing import MX as MX
@@ -29,6 +29,7 @@ from trireme.models.families.packing import UNUSED as UNUSED
 from trireme.models.families.packing import Packing
 from trireme.models.families.quantization import packing_of
 from trireme.models.families.rope import Rope
+from trireme.models.families.scans import Scan, parse_scan
 from trireme.models.families.table import FAMILIES, OTHER_NAMES, WRAPPERS, text_of
 from trireme.storage.untrusted import read_small, shown
 
@@ -122,6 +123,8 @@ class ModelConfig:
     indexed: bool = False  # of longer documents an indexer chooses keys, which is not supported
     experts: Experts | None = None
     latent: Latent | None = None  # queries, keys and values are made of latents; head_dim is of queries and keys
+    scan: Scan | None = None
+    scanning: bool = False  # as layers whose mixer is a recurrence see it
     mtp_layers: int = 0  # behind the last, carried through
     wrapper: str = ""  # the model_type around it
     media: tuple[tuple[int, str], ...] = ()  # tokens that images and the like take the place of, and their keys
@@ -136,6 +139,7 @@ class ModelConfig:
     @property
     def names(self) -> Names:
         own = self.family.dense_names if self.family.experts and self.experts is None else self.family.names
+        own = apart(own) if self.experts is not None and self.experts.apart else own
         own = turned(own) if self.experts is not None and self.experts.turned else own
         own = direct(own) if self.latent is not None and not self.latent.q_rank else own
         return within(own) if self.wrapper else own
@@ -159,6 +163,10 @@ class ModelConfig:
     def opener(self) -> str:
         """transformers' class for the whole checkpoint."""
         return "AutoModelForImageTextToText" if self.wrapper else "AutoModelForCausalLM"
+
+    @property
+    def attention_gate(self) -> bool:
+        return self.family.attention_gate
 
     @property
     def gated(self) -> bool:
@@ -210,16 +218,35 @@ class ModelConfig:
         """Features of attention's first matmul."""
         if self.latent:
             return (self.latent.q_rank or self.q_width) + self.latent.kv_rank + self.latent.rope
-        return self.q_width + 2 * self.kv_width
+        return self.q_width * (1 + self.attention_gate) + 2 * self.kv_width
 
     @cached_property
     def dense(self) -> ModelConfig:
         """The model as its layers without experts see it."""
         return replace(self, experts=None)
 
+    @cached_property
+    def scanned(self) -> ModelConfig:
+        """The model as its layers whose mixer is a recurrence see it."""
+        return replace(self, scanning=True)
+
     def at(self, layer: int) -> ModelConfig:
         """The model as a layer sees it."""
-        return self.dense if self.experts is not None and layer in self.experts.dense else self
+        found = self.dense if self.is_dense(layer) else self
+        return found.scanned if self.scans(layer) else found
+
+    def is_dense(self, layer: int) -> bool:
+        """Whether a layer has no experts where others have."""
+        return self.experts is not None and layer in self.experts.dense
+
+    def scans(self, layer: int) -> bool:
+        """Whether a layer's mixer is a recurrence."""
+        return self.scan is not None and layer in self.scan.layers
+
+    @property
+    def attending(self) -> int:
+        """Layers with attention."""
+        return self.n_layers - (len(self.scan.layers) if self.scan else 0)
 
     def layer_window(self, layer: int) -> int:
         """The attention window of a layer; 0: none."""
@@ -231,19 +258,20 @@ class ModelConfig:
         return scale / (layer + 1) if self.scale_attn_by_layer else scale
 
 
-NESTED = {"rope": Rope, "local_rope": Rope, "experts": Experts, "latent": Latent}  # fields of ModelConfig
+NESTED = {"rope": Rope, "local_rope": Rope, "experts": Experts, "latent": Latent, "scan": Scan}  # of ModelConfig
 
 
 def numbers(cfg: ModelConfig) -> dict[str, Any]:
     """A config as flat JSON, without what a plan adds or how files spell it: a run compares its model by this."""
     found = json.loads(json.dumps(asdict(cfg)))
-    for name in ("halves", "at_once", "media", "packing", "packed"):
+    for name in ("halves", "scanning", "at_once", "media", "packing", "packed"):
         del found[name]
     if found["lora"] and not found["lora"]["scales"]:
         del found["lora"]["scales"]  # as in older records
     for name in NESTED:
         found |= {f"{name}.{key}": value for key, value in (found.pop(name) or {}).items()}
-    found.pop("experts.turned", None)
+    for name in ("experts.turned", "experts.apart"):
+        found.pop(name, None)
     return found
 
 
@@ -329,6 +357,7 @@ def _parsed(raw: dict[str, Any], where: str, model_type: str) -> ModelConfig:
         tanh_gelu=EXACT_GELU in family.acts and keys.raw.get(spelled["act"]) in GELU,
         experts=parse_experts(keys, family.experts, layers),
         latent=latent,
+        scan=parse_scan(keys, family.scan, layers),
         packing=packing,
         packed=packed,
         indexed=family.indexed,

@@ -12,12 +12,13 @@ from typing import Any
 
 import torch
 from torch import Tensor
-from torch.nn.functional import scaled_dot_product_attention
+from torch.nn.functional import scaled_dot_product_attention, silu
 
 from trireme.kernels import ops
 from trireme.models import head, model
 from trireme.models.attention import Attend
 from trireme.models.config import InputError, ModelConfig
+from trireme.models.mixers import scan
 from trireme.models.rows import Rows, make_rows, rope_tables
 from trireme.models.sizes import shapes, workspace
 
@@ -82,7 +83,10 @@ def generate(
 def needs(cfg: ModelConfig, n_prompts: int, length: int, max_new: int, itemsize: int) -> int:
     """Upper bound of generate's bytes, besides a unit's weights. `itemsize` is of the compute dtype."""
     positions, tokens = n_prompts * (length + max_new), n_prompts * length
-    cache = cfg.n_layers * positions * cfg.n_kv_heads * (cfg.head_dim + cfg.value_dim) * itemsize
+    cache = cfg.attending * positions * cfg.n_kv_heads * (cfg.head_dim + cfg.value_dim) * itemsize
+    if own := cfg.scan:
+        state = 4 * own.heads * own.key_dim * own.value_dim + itemsize * (own.taps - 1) * own.channels
+        cache += n_prompts * (len(own.layers) * state + 2 * 4 * own.heads * own.key_dim * own.value_dim)
     kinds = {shapes.kind(cfg, u): u for u in range(1, cfg.n_units - 1)}
     blocks = [workspace.workspace_bytes(cfg, u, tokens, itemsize) for u in kinds.values()]
     whole = 2 * tokens * cfg.width * itemsize + max(blocks)  # a block's input and output
@@ -113,7 +117,7 @@ def _logits(cfg: ModelConfig, units: Units, ids: Tensor, rows: Mapping[torch.dev
                 embed = w
                 head.embed_forward(w, ids, rows[at], x)
             elif u < cfg.n_units - 1:
-                attend = cache.attention(shapes.layer(cfg, u), into[at], sinks=bool(cfg.names.sinks))
+                attend = cache.mixer(shapes.layer(cfg, u), into[at], sinks=bool(cfg.names.sinks))
                 model.forward(cfg, u, w, x, rows[at], {}, out, attend)
                 x, out = out, x
             else:
@@ -124,7 +128,7 @@ def _logits(cfg: ModelConfig, units: Units, ids: Tensor, rows: Mapping[torch.dev
 
 
 class _Cache:
-    """Keys (B, T, K, d) and values (B, T, K, e) of every layer, on its unit's device."""
+    """Keys (B, T, K, d) and values (B, T, K, e) of every layer, or its recurrence's state, on its unit's device."""
 
     def __init__(
         self, cfg: ModelConfig, n_prompts: int, positions: int, places: Sequence[torch.device], dtype: torch.dtype
@@ -134,15 +138,22 @@ class _Cache:
         at = {shapes.layer(cfg, u): places[u] for u in range(cfg.n_units - 2, 0, -1)}  # a layer's first unit
         self.k, self.v = dict[int, Tensor](), dict[int, Tensor]()
         for place in dict.fromkeys(at.values()):
-            layers = [layer for layer in at if at[layer] == place]
+            layers = [layer for layer in at if at[layer] == place and not cfg.scans(layer)]
             for all_layers, d in (self.k, cfg.head_dim), (self.v, cfg.value_dim):
                 made = torch.zeros((len(layers), *shape, d), dtype=dtype, device=place)  # no NaN: masked are times 0
                 all_layers.update(zip(layers, made, strict=True))
+
+        scanning = (layer for layer in at if cfg.scans(layer))
+        self.states = {layer: _States(cfg, n_prompts, at[layer], dtype) for layer in scanning}
 
     def into(self, docs: ops.Docs) -> Tensor:
         """(N,): rows of a pass in a layer's cache (B * T, K, d). One document a prompt."""
         prompt = torch.repeat_interleave(torch.tensor(docs.lengths)).to(docs.positions.device)
         return prompt * self.positions + docs.positions
+
+    def mixer(self, layer: int, place: Tensor, sinks: bool) -> Attend | scan.Recur:
+        """What a layer's mixer calls."""
+        return self.states[layer].recur if layer in self.states else self.attention(layer, place, sinks)
 
     def attention(self, layer: int, place: Tensor, sinks: bool) -> Attend:
         """Stands in for ops.attention_fwd: first packed prompts, then one token each over the cache.
@@ -168,6 +179,42 @@ class _Cache:
             return y.transpose(1, 2)[:, 0], _lse(q, k_all, seen, scale) if sinks else q.new_empty(0)
 
         return attend
+
+
+class _States:
+    """Of a layer's recurrence: states (B, H, d, e) fp32, and what the convolution still sees, (B, taps - 1, C)."""
+
+    def __init__(self, cfg: ModelConfig, n_prompts: int, device: torch.device, dtype: torch.dtype):
+        own = cfg.scan
+        assert own is not None
+        self.memory = torch.zeros((n_prompts, own.heads, own.key_dim, own.value_dim), device=device)
+        self.before = torch.zeros((n_prompts, own.taps - 1, own.channels), dtype=dtype, device=device)
+
+    def recur(self, cfg: ModelConfig, w: scan.Weights, parts: scan.Parts, rows: Rows) -> Tensor:
+        """Stands in for the recurrence of training (scan.Recur): first packed prompts, then one token each."""
+        if len(parts.b) == len(self.memory):
+            return self._next(cfg, w, parts)
+        a = scan.inputs(cfg, w, parts, ops.conv_fwd(parts.channels, w.conv, None, rows.docs))
+        out = ops.scan_fwd(a.q, a.k, a.v, a.g, a.beta, rows.docs, True, None, None, self.memory)
+        seen, end = self.before.shape[1], 0
+        for i, length in enumerate(rows.docs.lengths):
+            end += length
+            n = min(seen, length)
+            self.before[i, seen - n :] = parts.channels[end - n : end]
+        return out.flatten(1)
+
+    def _next(self, cfg: ModelConfig, w: scan.Weights, parts: scan.Parts) -> Tensor:
+        """(B, H e)."""
+        seen = torch.cat([self.before, parts.channels[:, None]], 1)
+        self.before.copy_(seen[:, 1:])
+        raw = silu((seen.float() * w.conv.T.float()).sum(1)).to(seen.dtype)
+        a = scan.inputs(cfg, w, parts, raw)
+        heads = self.memory.shape[1]
+        q, k = (t.float().repeat_interleave(heads // t.shape[1], 1) for t in (a.q, a.k))
+        self.memory.mul_(a.g.exp()[..., None, None])
+        told = torch.einsum("bhde,bhd->bhe", self.memory, k)
+        self.memory.add_(k[..., None] * (a.beta[..., None] * (a.v.float() - told))[:, :, None])
+        return torch.einsum("bhde,bhd->bhe", self.memory, q).to(seen.dtype).flatten(1)
 
 
 def _lse(q: Tensor, k: Tensor, seen: Tensor, scale: float) -> Tensor:

@@ -19,6 +19,8 @@ _BUFFERS = (".attn.bias", ".attn.masked_bias", ".attention.bias", ".attention.ma
 def as_found(cfg: ModelConfig, found: Mapping[str, Shape]) -> ModelConfig:
     """`cfg` with experts stored as those of `found` (name -> shape) are, where the family has them in two ways."""
     own = cfg.experts
+    if own is not None and cfg.names.stacked and any(f".{cfg.names.experts}.0." in name for name in found):
+        return replace(cfg, experts=replace(own, apart=True))
     if own is None or not cfg.names.either:
         return cfg
     out_in = {"gate_up_proj": (own.count, 2 * own.width, cfg.width), "down_proj": (own.count, cfg.width, own.width)}

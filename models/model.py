@@ -17,6 +17,7 @@ from trireme.models.families.names import adapter_names
 from trireme.models.head import EmbedWeights, HeadWeights
 from trireme.models.linear import Codes, Linear, fuse, trained
 from trireme.models.lora import Adapters, Stacked
+from trireme.models.mixers import scan
 from trireme.models.norm import Norm
 from trireme.models.packed import Sliced, Stack, decode
 from trireme.models.rows import Rows
@@ -24,7 +25,7 @@ from trireme.models.sizes import narrow, shapes
 
 EMPTY = torch.empty(0, 0)  # a frozen tensor's gradient; a matrix that is there as codes alone
 
-BlockWeights = block.Weights | attention.Weights | mlp.Weights | experts.Weights
+BlockWeights = block.Weights | attention.Weights | scan.Weights | mlp.Weights | experts.Weights
 
 
 def forward(
@@ -35,15 +36,15 @@ def forward(
     rows: Rows,
     saved: dict[str, Tensor],
     out: Tensor,
-    attend: Attend = ops.attention_fwd,
+    attend: Attend | scan.Recur = ops.attention_fwd,
 ) -> None:
     """Forward of a block or half block: fills out (N, D) and every tensor of `saved`, given x (N, D)."""
     layer = shapes.layer(cfg, u)
     cfg = cfg.at(layer)
     if isinstance(w, block.Weights):
         block.forward(cfg, layer, w, x, rows, saved, out, attend)
-    elif isinstance(w, attention.Weights):
-        attention.forward(cfg, layer, w, x, rows, saved, out, attend)
+    elif isinstance(w, attention.Weights | scan.Weights):
+        block.mixer_forward(cfg, layer, w, x, rows, saved, out, attend)
     else:
         block.mlp_forward(cfg, layer, w, x, rows, saved, out)
 
@@ -66,9 +67,11 @@ def backward(
         block.backward(cfg, layer, w, g, x, saved, dy, rows, dx)
     elif isinstance(w, attention.Weights) and isinstance(g, attention.Weights):
         attention.backward(cfg, layer, w, g, x, saved, dy, rows, dx)
+    elif isinstance(w, scan.Weights) and isinstance(g, scan.Weights):
+        scan.backward(cfg, w, g, x, saved, dy, rows, dx)
     else:
-        assert not isinstance(w, block.Weights | attention.Weights)
-        assert not isinstance(g, block.Weights | attention.Weights)
+        assert not isinstance(w, block.Weights | attention.Weights | scan.Weights)
+        assert not isinstance(g, block.Weights | attention.Weights | scan.Weights)
         block.mlp_backward(cfg, w, g, x, rows, saved, dy, dx)
 
 
@@ -92,11 +95,12 @@ def weights(cfg: ModelConfig, u: int, views: dict[str, Tensor]) -> Any:
     mine = {name.removeprefix(prefix): view for name, view in views.items()}
     if cfg.lora and cfg.lora.scales:
         cfg = replace(cfg, lora=cfg.lora.within(prefix))
+    mixer = _scan_weights if cfg.scanning else _attention_weights
     if what == "attention":
-        return _attention_weights(cfg, mine)
+        return mixer(cfg, mine)
     if what == "mlp":
         return _mlp_weights(cfg, mine)
-    return block.Weights(_attention_weights(cfg, mine), _mlp_weights(cfg, mine))
+    return block.Weights(mixer(cfg, mine), _mlp_weights(cfg, mine))
 
 
 def make_codes(cfg: ModelConfig, u: int, views: dict[str, Tensor], out: dict[str, Tensor], backward: bool) -> None:
@@ -138,6 +142,13 @@ def _attention_weights(cfg: ModelConfig, views: dict[str, Tensor]) -> attention.
         inner = latent.Weights(k_norm, _linear(cfg, (names.kv_b,), views), q_norm, q_b)
         return attention.Weights(norm, qkv, o, post, latent=inner)
     return attention.Weights(norm, qkv, o, post, q_norm, k_norm, views.get(names.sinks))
+
+
+def _scan_weights(cfg: ModelConfig, views: dict[str, Tensor]) -> scan.Weights:
+    names = cfg.names
+    mixed, o = _linear(cfg, names.mixed, views), _linear(cfg, (names.mixed_o,), views)
+    rest = (views[name] for name in (f"{names.conv}.weight", names.decay, names.step, f"{names.mixed_norm}.weight"))
+    return scan.Weights(_norm(cfg, names.norm1, views), mixed, o, *rest)
 
 
 def _mlp_weights(cfg: ModelConfig, views: dict[str, Tensor]) -> mlp.Weights | experts.Weights:

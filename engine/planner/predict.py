@@ -34,6 +34,7 @@ MICRO: tuple[Kind, ...] = ("forward", "backward", "loss")  # tasks of each micro
 FEW = 8  # micro-batches simulated apart, at least
 APART = 4  # of each of several GPUs
 PIECES = 16  # of the largest gradient, `roughly`
+SCAN = 0.2  # share of the rate of GEMMs that recurrences reach: not measured
 HALF = 450  # tokens of a document at half of attention's best: 0.54, 0.70, 0.73 at 1k, 4k, 8k
 STEADY, STEPS = 1e-4, 12  # change of a steady state's steps; steps before extrapolation
 
@@ -265,11 +266,7 @@ def unit_seconds(cfg: ModelConfig, plan: Plan, rates: Rates, batch: Batch) -> di
     names, N = shapes.unit_names(cfg), batch.tokens
     pairs = batch.inputs(cfg)[0].pairs
     row = N * ITEMSIZE[plan.dtype]  # bytes of a feature
-    attended = costs.attention_flops(cfg, pairs)
-    gemm, long = rates.matmul * rates.gemm, _long(batch)
-    forward_attention = _attention_seconds(cfg, rates, batch)
-    attended_back = costs.attention_backward_flops(cfg, pairs)
-    backward_attention = attended_back / (rates.matmul * rates.attention_backward * long)
+    gemm = rates.matmul * rates.gemm
 
     def launched(kind: Kind, seconds: float, embeds: bool = False) -> float:
         return _launched(kernels_of(cfg, kind, embeds, batch.learned), seconds, rates)
@@ -288,18 +285,20 @@ def unit_seconds(cfg: ModelConfig, plan: Plan, rates: Rates, batch: Batch) -> di
     for u in range(1, cfg.n_units - 1):
         kind = shapes.kind(cfg, u)
         kept = frozenset(name for name, _ in plan.units[u].saved)
-        attends = not kind.endswith("mlp")
-        once = costs.forward_flops(cfg, u, N, pairs) - attends * attended
-        back = costs.backward_flops(cfg, u, N, pairs) - attends * attended_back
+        mixed, mixed_back = costs.mixer_flops(cfg, kind, N, pairs), costs.mixer_backward_flops(cfg, kind, N, pairs)
+        once = costs.forward_flops(cfg, u, N, pairs) - mixed
+        back = costs.backward_flops(cfg, u, N, pairs) - mixed_back
         up, down = (row * n / rates.copy for n in _beside(cfg, u))
         quick, own = costs.in_fp8_work(cfg, u, kept, N), costs.grouped_work(cfg, u, kept, N)
         small = row * _features(cfg, kind) / rates.copy
         sliced = narrow.sliced_bytes(cfg, u, N, ITEMSIZE[plan.dtype])
         summed = wide * trained[u] / rates.copy
-        forward = multiplied(once, quick.forward, quick.forward_bytes) + attends * forward_attention + small + up
+        forward = (
+            multiplied(once, quick.forward, quick.forward_bytes) + _mixer_seconds(cfg, kind, rates, batch) + small + up
+        )
         backward = (
             multiplied(back, quick.backward, quick.backward_bytes)
-            + attends * backward_attention
+            + _mixer_seconds(cfg, kind, rates, batch, backward=True)
             + small * (3 if len(kept) < len(shapes.saved_shapes(cfg, 1, kind)) else 2)
             + summed
             + down
@@ -319,15 +318,14 @@ def rebuilt_seconds(
     """Of the GEMMs and attention that rebuild what a micro-batch of unit u has not saved, within backward."""
     kind, N, pairs = shapes.kind(cfg, u), batch.tokens, batch.inputs(cfg)[0].pairs
     missing = shapes.saved_shapes(cfg, 1, kind).keys() - kept
-    attended = costs.attention_flops(cfg, pairs)
-    attends, again = not kind.endswith("mlp"), bool(missing & {"attn_out", "lse"})
-    rebuilt = costs.recompute_flops(cfg, kept, N, pairs, kind) - again * attended
-    once = costs.forward_flops(cfg, u, N, pairs) - attends * attended
+    mixed, again = costs.mixer_flops(cfg, kind, N, pairs), bool(missing & costs.MIXED)
+    rebuilt = costs.recompute_flops(cfg, kept, N, pairs, kind) - again * mixed
+    once = costs.forward_flops(cfg, u, N, pairs) - mixed
     quick, own = costs.in_fp8_work(cfg, u, kept, N), costs.grouped_work(cfg, u, kept, N)
     row = N * itemsize / rates.copy
     return (
         _multiplied(rates, rebuilt, quick.rebuilt, quick.rebuilt_bytes)
-        + again * _attention_seconds(cfg, rates, batch)
+        + again * _mixer_seconds(cfg, kind, rates, batch)
         + row * _beside(cfg, u)[0] * rebuilt / once
         + _slower(rates, own.rebuilt)
         + ("gate_up" in missing) * narrow.sliced_bytes(cfg, u, N, itemsize).rebuilt / rates.copy
@@ -339,10 +337,13 @@ def _long(batch: Batch) -> float:
     return batch.seq_len / (batch.seq_len + HALF)
 
 
-def _attention_seconds(cfg: ModelConfig, rates: Rates, batch: Batch) -> float:
-    """Of a layer's attention, forward."""
-    attended = costs.attention_flops(cfg, batch.inputs(cfg)[0].pairs)
-    return attended / (rates.matmul * rates.attention * _long(batch))
+def _mixer_seconds(cfg: ModelConfig, kind: str, rates: Rates, batch: Batch, backward: bool = False) -> float:
+    """Of a unit's attention or recurrence without GEMMs."""
+    count = costs.mixer_backward_flops if backward else costs.mixer_flops
+    flops = count(cfg, kind, batch.tokens, batch.inputs(cfg)[0].pairs)
+    if shapes.seen(cfg, kind)[0].scanning:
+        return flops / (rates.matmul * SCAN)
+    return flops / (rates.matmul * (rates.attention_backward if backward else rates.attention) * _long(batch))
 
 
 def _multiplied(rates: Rates, flops: float, in_fp8: float, moved: float) -> float:
@@ -360,8 +361,10 @@ def _slower(rates: Rates, forward: float, gradients: float = 0.0) -> float:
 def _features(cfg: ModelConfig, kind: str) -> float:
     """Features of a token that norms, residuals, rotation, activation read and write once, in backward twice."""
     cfg, kind = shapes.seen(cfg, kind)
-    attention = 4.5 * cfg.width + 2 * (cfg.q_width + cfg.kv_width)
+    attention = 4.5 * cfg.width + 2 * (cfg.q_width + cfg.kv_width) + 1.5 * cfg.q_width * cfg.attention_gate
     attention += (cfg.qkv_width + 3 * cfg.q_width) * bool(cfg.latent)  # norms of latents, keys put together
+    if cfg.scanning and cfg.scan:
+        attention = 4.5 * cfg.width + 2 * cfg.scan.channels + 1.5 * cfg.scan.value_width
     mlp = 4.5 * cfg.width + (3 if cfg.gated else 2) * shapes.hidden_width(cfg)
     mlp += 2 * shapes.chosen(cfg) * cfg.width if cfg.experts else 0  # rows by expert, and their sum
     return {"attention": attention, "mlp": mlp, "block": attention + mlp}[kind]

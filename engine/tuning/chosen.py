@@ -100,7 +100,12 @@ def adaptable(cfg: ModelConfig) -> tuple[str, ...]:
 def linear_layers(cfg: ModelConfig) -> tuple[str, ...]:
     """Names of the linear layers within a block."""
     mlps = [own.names for own in _layers_seen(cfg) if own.experts is None or own.experts.shared]
-    return (*cfg.names.attention, *(name for names in mlps for name in (*names.up, names.down)))
+    return (*_mixers(cfg), *(name for names in mlps for name in (*names.up, names.down)))
+
+
+def _mixers(cfg: ModelConfig) -> tuple[str, ...]:
+    """Names of the linear layers of attention and recurrences."""
+    return (*cfg.names.attention, *((*cfg.names.mixed, cfg.names.mixed_o) if cfg.scan else ()))
 
 
 def _layers_seen(cfg: ModelConfig) -> tuple[ModelConfig, ...]:
@@ -114,5 +119,5 @@ def targets(cfg: ModelConfig, given: Sequence[str]) -> tuple[str, ...]:
     if given and not everything:
         return tuple(given)
     words = 1 if cfg.experts is None else 2
-    layers = linear_layers(cfg) if everything or cfg.experts is None else cfg.names.attention
+    layers = linear_layers(cfg) if everything or cfg.experts is None else _mixers(cfg)
     return tuple(dict.fromkeys(".".join(name.split(".")[-words:]) for name in layers))

@@ -97,3 +97,15 @@ def sinks_bwd_(dsinks_: Tensor, dout: Tensor, out: Tensor, lse: Tensor, sinks: T
     """dsinks_ (H,) is added to, given the gradient of `out` (N, H, d) after sinks_fwd_, and lse (H, N) after it."""
     share = torch.exp(upcast(sinks)[:, None] - lse)
     add_(dsinks_, -(share * (upcast(dout) * upcast(out)).sum(-1).T).sum(1))
+
+
+def sigmoid_gate_fwd(x: Tensor, gate: Tensor) -> Tensor:
+    """x * sigmoid(gate), (N, H, d) contiguous; rows and heads of the gate may be strided."""
+    return (upcast(x) * torch.sigmoid(upcast(gate))).to(x.dtype)
+
+
+def sigmoid_gate_bwd(dy: Tensor, x: Tensor, gate: Tensor, dgate: Tensor) -> Tensor:
+    """Gradient of x (N, H, d); fills dgate, which may be strided as the gate."""
+    s, d = torch.sigmoid(upcast(gate)), upcast(dy)
+    dgate.copy_(d * upcast(x) * s * (1 - s))
+    return (d * s).to(x.dtype)

@@ -27,6 +27,7 @@ class Experts:
     groups: int = 1  # of experts; those of the best are chosen from
     kept: int = 1  # groups that are
     two: bool = True  # a group is as good as the sum of its two best, not as its best
+    apart: bool = False  # one by one in files, where those of the release are in one
     turned: bool = False  # matrices are (E, out, in) in files, those of the release (E, in, out)
 
 

@@ -9,6 +9,7 @@ from trireme.models.families import names
 from trireme.models.families.experts import ExpertKeys
 from trireme.models.families.latent import LatentKeys
 from trireme.models.families.names import Names
+from trireme.models.families.scans import ScanKeys
 
 SILU, GELU = ("silu", "swish"), ("gelu_pytorch_tanh", "gelu_new", "gelu_fast")  # the last three: one formula
 EXACT_GELU = "gelu"
@@ -99,6 +100,8 @@ class Family:
     query_scale: bool = False  # attention's scale is query_pre_attn_scalar ** -0.5
     embed_root: bool = False  # the embedding's factor is sqrt(width)
     experts: ExpertKeys | None = None  # in place of the MLP
+    scan: ScanKeys | None = None  # in place of attention in some layers
+    attention_gate: bool = False  # attention's result times sigmoid of a gate, by head behind the query
     packings: tuple[str, ...] = (  # quant_method: matrices may be packed so
         "fp8", "fbgemm_fp8", "compressed-tensors", "modelopt", "gptq", "awq", "bitsandbytes",
     )  # fmt: skip

@@ -35,6 +35,13 @@ class Names:
     sinks: str = ""
     q_b: str = ""  # of latent attention: behind q_norm
     kv_b: str = ""  # behind k_norm
+    mixed: tuple[str, ...] = ()  # projections of layers with a recurrence: queries to gate, then the numbers a head
+    mixed_o: str = ""
+    conv: str = ""
+    decay: str = ""  # (H,)
+    step: str = ""  # (H,)
+    mixed_norm: str = ""
+    mixed_by_head: bool = False  # a key head's queries, keys, values and gates stand together
     correction: str = ""  # (E,) fp32, frozen
     correction_row: bool = False  # (1, E) on disk
     by_head: bool = False  # in the packed matrix q, k and v of a head stand together
@@ -80,6 +87,12 @@ def direct(names: Names) -> Names:
     return replace(names, qkv=("self_attn.q_proj", names.qkv[1]), q_norm="", q_b="")
 
 
+@lru_cache
+def apart(names: Names) -> Names:
+    """Of files with experts one by one, where those of the release are in one."""
+    return replace(names, each=MIXTURE.each, stacked=())
+
+
 def adapter_names(module: str) -> tuple[str, str]:
     """A module's adapter: A (rank, in), B (out, rank)."""
     return f"{module}.lora_A.weight", f"{module}.lora_B.weight"
@@ -100,12 +113,34 @@ SPLIT = Names(
     k_norm="self_attn.k_norm",
 )
 MIXTURE = replace(SPLIT, router="mlp.gate", experts="mlp.experts")
+DELTA = replace(
+    SPLIT,
+    mixed=tuple(f"linear_attn.in_proj_{part}" for part in ("qkv", "z", "b", "a")),
+    mixed_o="linear_attn.out_proj",
+    conv="linear_attn.conv1d",
+    decay="linear_attn.A_log",
+    step="linear_attn.dt_bias",
+    mixed_norm="linear_attn.norm",
+)
 SHARED = replace(
     MIXTURE,
     up=("mlp.shared_expert.gate_proj", "mlp.shared_expert.up_proj"),
     down="mlp.shared_expert.down_proj",
     shared_gate="mlp.shared_expert_gate",
 )
+DELTA_SHARED = replace(
+    DELTA,
+    router=SHARED.router,
+    experts=SHARED.experts,
+    up=SHARED.up,
+    down=SHARED.down,
+    shared_gate=SHARED.shared_gate,
+)
+DELTA_IN_ONE = replace(
+    DELTA_SHARED, each=(), stacked=("mlp.experts.gate_up_proj", "mlp.experts.down_proj")
+)  # (E, out, in)
+DELTA_BY_HEAD = replace(DELTA, mixed=("linear_attn.in_proj_qkvz", "linear_attn.in_proj_ba"), mixed_by_head=True)
+DELTA_SHARED_BY_HEAD = replace(DELTA_SHARED, mixed=DELTA_BY_HEAD.mixed, mixed_by_head=True)
 CORRECTED = replace(
     MIXTURE,
     up=("mlp.shared_experts.gate_proj", "mlp.shared_experts.up_proj"),

@@ -19,6 +19,7 @@ from trireme.models.families.family import (
     Wrapper,
 )
 from trireme.models.families.latent import LatentKeys
+from trireme.models.families.scans import ScanKeys
 
 _GLM: dict[str, Any] = dict(
     partial=0.5, pairs=True, kv_heads=2, head_dim=128, max_positions=131072, eps=1.5625e-7,
@@ -31,6 +32,10 @@ _LATENT: dict[str, Any] = dict(moe_layer_freq=(None, 1))
 _INDEXED = _LATENT | dict(
     topk_method=(None, "noaux_tc"), scoring_func=(None, "sigmoid"), mlp_bias=(None, False), rope_interleave=(None, True)
 )
+_HYBRID: dict[str, Any] = dict(
+    add_one=True, head_dim=256, max_positions=32768, qk_norm="head", partial=0.25, qkv_bias=BIAS, o_bias=BIAS,
+    scan=ScanKeys(), attention_gate=True, carried=("mtp.",),
+)  # fmt: skip
 _QWEN_VL: dict[str, Any] = dict(
     kv_heads=8, max_positions=32768, eps=1e-5, theta=1e6, qkv_bias=True, windows="above", above=80,
     rope_types={"mrope": "default"}, inner=True,
@@ -236,6 +241,22 @@ FAMILIES = {
         experts=ExpertKeys(60, 4, 1408, renormalise=True, among=True), aliases={"num_local_experts": "num_experts"},
         inner=True,
     ),
+    "qwen3_next": Family(
+        "Qwen3-Next, Qwen3-Coder-Next (80B-A3B)",
+        names=names.DELTA_SHARED_BY_HEAD, dense_names=names.DELTA_BY_HEAD, kv_heads=2,
+        experts=ExpertKeys(512, 10, 512, normalised=True, shared=512, among=True),
+        aliases={"num_local_experts": "num_experts"}, **_HYBRID,
+    ),
+    "qwen3_5_text": Family(
+        "Qwen 3.5, 3.6 and 3.8 (0.8B to 27B)",
+        names=names.DELTA, vocab=248320, n_heads=16, kv_heads=4, ffn=12288, **_HYBRID,
+    ),
+    "qwen3_5_moe_text": Family(
+        "Qwen 3.5 and 3.6 (35B-A3B to 397B-A17B)",
+        names=names.DELTA_IN_ONE, vocab=248320, n_heads=16, kv_heads=2, ffn=512,
+        experts=ExpertKeys(256, 8, 512, renormalise=True, shared=512), aliases={"num_local_experts": "num_experts"},
+        **_HYBRID,
+    ),
     "qwen2_5_vl_text": Family("Qwen2.5-VL (3B to 72B)", **_QWEN_VL),
     "qwen2_vl_text": Family("Qwen2-VL (2B to 72B)", **_QWEN_VL),
     "glm4v_text": Family(
@@ -364,12 +385,15 @@ _LLAVA = "model.vision_tower.", "model.multi_modal_projector."
 _QWEN_MEDIA = {"image_token_id": 151655, "video_token_id": 151656}
 _KIMI = "model.vision_tower.", "model.mm_projector.", "vision_tower.", "mm_projector."
 _GLM_MEDIA = {"image_token_id": 151343, "video_token_id": 151344}
+_QWEN35_MEDIA = {"image_token_id": 248056, "video_token_id": 248057}
 WRAPPERS = {
     "gemma3": Wrapper(("gemma3_text",), {"image_token_index": 262144}, _LLAVA),
     "mistral3": Wrapper(("mistral", "ministral3", "mistral4"), {"image_token_index": 10}, _LLAVA),
     "kimi_k25": Wrapper(
         ("deepseek_v3",), {"image_token_id": 163605, "video_token_id": 163840}, _KIMI, tied="outside", tied_default=True
     ),
+    "qwen3_5": Wrapper(("qwen3_5_text",), _QWEN35_MEDIA, ("model.visual.", "mtp."), tied="either"),
+    "qwen3_5_moe": Wrapper(("qwen3_5_moe_text",), _QWEN35_MEDIA, ("model.visual.", "mtp."), tied="either"),
     "qwen3_vl": Wrapper(("qwen3_vl_text",), _QWEN_MEDIA, tied="outside"),
     "qwen3_vl_moe": Wrapper(("qwen3_vl_moe_text",), _QWEN_MEDIA, tied="outside"),
     "qwen2_5_vl": Wrapper(("qwen2_5_vl_text",), _QWEN_MEDIA, tied="either", flat=True),

@@ -11,6 +11,9 @@ INDEXED = "indexed_attention"  # in layer_types: an indexer chooses keys
 
 def sliding_window(keys: Keys, family: Family, layers: int) -> tuple[int, int, tuple[int, ...]]:
     """(window, its first layer, later layers without it); (0, 0, ()) for none."""
+    if family.scan is not None:
+        keys.refuse_unless("sliding_window", (None,))
+        return 0, 0, ()
     given = "sliding_window" in keys.raw
     absent = keys.raw["sliding_window"] is None if given else family.window is None
     absent = absent or family.windows == "none"

@@ -30,8 +30,10 @@ from trireme.models.sizes.shapes import (
     weight_groups,
 )
 
+MIXED = {"attn_out", "lse", "scan_out"}  # saved tensors that attention or a recurrence makes
 KNOWN = 4096  # counts that are kept: a step asks for each of its tasks
 NEVER_SAVED = {"router", "q_b", "kv_b"}  # matmuls that backward always repeats
+CHUNK = 64  # tokens of a chunk of a recurrence
 TILE = 128  # rows of a tile of grouped matmuls
 
 
@@ -46,7 +48,7 @@ def attended_pairs(lengths: Iterable[int], window: int = 0) -> int:
 
 
 def layer_pairs(cfg: ModelConfig, lengths: Iterable[int]) -> int:
-    """Attended pairs of a layer: the mean over layers."""
+    """Attended pairs of a layer with attention: the mean over these."""
     if not cfg.window:
         return attended_pairs(lengths)
     lengths, windows = list(lengths), [cfg.layer_window(i) for i in range(cfg.n_layers)]
@@ -56,7 +58,11 @@ def layer_pairs(cfg: ModelConfig, lengths: Iterable[int]) -> int:
 def _linear_layers(cfg: ModelConfig, kind: str) -> dict[str, tuple[int, int]]:
     """(in, out) features of a block's linear layers, by the name of their matmul; without a router and its experts."""
     found = {}
-    if kind != "mlp":
+    if kind != "mlp" and cfg.scanning:
+        assert cfg.scan is not None
+        found["mixed"] = cfg.width, cfg.scan.mixed_width
+        found["resid"] = cfg.scan.value_width, cfg.width
+    elif kind != "mlp":
         found["qkv"] = cfg.width, cfg.qkv_width
         found["attn_branch" if cfg.names.post1 else "resid"] = cfg.attn_width, cfg.width
         if cfg.latent:
@@ -93,6 +99,31 @@ def attention_backward_flops(cfg: ModelConfig, pairs: int) -> int:
     return 2 * pairs * (3 * cfg.q_width + 2 * cfg.attn_width)
 
 
+def scan_flops(cfg: ModelConfig, tokens: int) -> int:
+    """Forward of one layer's recurrence, by chunks of CHUNK tokens, and its convolution."""
+    own = cfg.scan
+    assert own is not None
+    within = 3 * own.key_dim + 2 * own.value_dim + CHUNK  # a token's products within a chunk; its inverse
+    states = 3 * own.key_dim * own.value_dim  # with the state: deltas, outputs, the next
+    return 2 * tokens * (own.heads * (CHUNK * within + states) + own.channels * own.taps)
+
+
+def mixer_flops(cfg: ModelConfig, kind: str, tokens: int, pairs: int) -> int:
+    """Forward of a unit's attention or recurrence, without GEMMs."""
+    cfg, kind = seen(cfg, kind)
+    if kind not in ("block", "attention"):
+        return 0
+    return scan_flops(cfg, tokens) if cfg.scanning else attention_flops(cfg, pairs)
+
+
+def mixer_backward_flops(cfg: ModelConfig, kind: str, tokens: int, pairs: int) -> int:
+    """Likewise backward: of a recurrence five products for two of forward's."""
+    cfg, kind = seen(cfg, kind)
+    if kind not in ("block", "attention"):
+        return 0
+    return scan_flops(cfg, tokens) * 5 // 2 if cfg.scanning else attention_backward_flops(cfg, pairs)
+
+
 @lru_cache(KNOWN)
 def _adapter_params(cfg: ModelConfig, u: int) -> int:
     """Elements of adapters that a token is multiplied with."""
@@ -106,6 +137,8 @@ def _adapter_params(cfg: ModelConfig, u: int) -> int:
 def _trained_params(cfg: ModelConfig, u: int) -> int:
     """Elements of a unit's trained matrices, without adapters; of experts those of a token."""
     groups = [group for group in weight_groups(cfg, u) if len(group[0][1]) > 1 and not is_frozen(cfg, group)]
+    conv = f".{cfg.names.conv}.weight"  # in mixer_flops
+    groups = [group for group in groups if not group[0][0].endswith(conv)]
     used = lambda shape: prod(shape) if len(shape) == 2 else chosen(cfg) * prod(shape[1:])
     return sum(used(shape) for group in groups for _, shape in group)
 
@@ -123,12 +156,12 @@ def _expert_bias_params(cfg: ModelConfig, u: int) -> int:
 
 def forward_flops(cfg: ModelConfig, u: int, tokens: int, pairs: int) -> int:
     """Forward of a unit. For the head, `tokens` are the labels."""
+    attention = mixer_flops(cfg, kind(cfg, u), tokens, pairs)
     cfg, what = seen(cfg, kind(cfg, u))
     if what == "embed":
         return 0
     if what == "head":
         return 2 * tokens * cfg.vocab * cfg.width
-    attention = attention_flops(cfg, pairs) if what != "mlp" else 0
     return 2 * tokens * (sum(_linear_params(cfg, what).values()) + _adapter_params(cfg, u)) + attention
 
 
@@ -136,11 +169,11 @@ def backward_flops(cfg: ModelConfig, u: int, tokens: int, pairs: int) -> int:
     """Backward of a unit, nothing recomputed: two matmuls for each of forward's, one if frozen; attention five for
     two.
     """
+    attention = mixer_backward_flops(cfg, kind(cfg, u), tokens, pairs)
     cfg, what = seen(cfg, kind(cfg, u))
     if what in ("embed", "head"):
         frozen = is_frozen(cfg, [(output_name(cfg), ())])
         return (1 if frozen else 2) * forward_flops(cfg, u, tokens, pairs)
-    attention = attention_backward_flops(cfg, pairs) if what != "mlp" else 0
     matmuls = sum(_linear_params(cfg, what).values()) + _trained_params(cfg, u) + 2 * _adapter_params(cfg, u)
     matmuls += _expert_bias_params(cfg, u) if what != "attention" else 0
     return 2 * tokens * matmuls + attention
@@ -151,7 +184,7 @@ def recompute_flops(cfg: ModelConfig, kept: frozenset[str], tokens: int, pairs: 
     missing = saved_shapes(cfg, tokens, kind).keys() - kept
     again = missing | NEVER_SAVED
     linear = sum(n for name, n in _linear_params(cfg, kind).items() if name in again)
-    attention = attention_flops(cfg, pairs) if missing & {"attn_out", "lse"} else 0
+    attention = mixer_flops(cfg, kind, tokens, pairs) if missing & MIXED else 0
     return 2 * tokens * linear + attention
 
 
@@ -218,8 +251,10 @@ def model_flops(cfg: ModelConfig, tokens: int, pairs: int) -> int:
     """
     inner = range(1, cfg.n_units - 1)
     matrices = sum(sum(_linear_params(cfg, kind(cfg, u)).values()) for u in inner) + cfg.vocab * cfg.width
+    mixed = cfg.attending * attention_flops(cfg, pairs)
+    mixed += (cfg.n_layers - cfg.attending) * scan_flops(cfg, tokens) if cfg.scan else 0
     if not cfg.frozen and cfg.lora is None:
-        return 6 * tokens * matrices + 3 * cfg.n_layers * attention_flops(cfg, pairs)
+        return 6 * tokens * matrices + 3 * mixed
     trained = sum(_trained_params(cfg, u) + 3 * _adapter_params(cfg, u) for u in inner)
     trained += cfg.vocab * cfg.width * (not is_frozen(cfg, [(output_name(cfg), ())]))
-    return 2 * tokens * (2 * matrices + trained) + 3 * cfg.n_layers * attention_flops(cfg, pairs)
+    return 2 * tokens * (2 * matrices + trained) + 3 * mixed

@@ -15,27 +15,37 @@ from trireme.models.families.names import adapter_names
 Group = list[tuple[str, tuple[int, ...]]]  # neighbours in memory: a fused operand
 HALVES = ("attention", "mlp")
 DENSE = "dense "  # before the kind of a unit without experts among others
+SCANS = "scan "  # before that, of a unit whose mixer is a recurrence
 GATE_UP, DOWN = "gate_up_proj", "down_proj"  # of all experts of a layer
 
 
 def unit_names(cfg: ModelConfig) -> list[str]:
     """The units' names in file names and log lines."""
     short = {"block": "block", "attention": "attn", "mlp": "mlp"}
-    inner = (f"{short[kind(cfg, u).removeprefix(DENSE)]}{layer(cfg, u):03d}" for u in range(1, cfg.n_units - 1))
+    inner = (f"{short[bare(kind(cfg, u))]}{layer(cfg, u):03d}" for u in range(1, cfg.n_units - 1))
     return ["embed", *inner, "head"]
 
 
 def kind(cfg: ModelConfig, u: int) -> str:
-    """What unit u is: "embed", "block", "attention", "mlp" or "head"; "dense block" or "dense mlp" among experts."""
+    """What unit u is: "embed", "block", "attention" (any mixer), "mlp" or "head"; "dense block" or "dense mlp" among
+    experts; "scan block" or "scan attention" where the mixer is a recurrence, and "scan dense block".
+    """
     if u in (0, cfg.n_units - 1):
         return "head" if u else "embed"
     found = HALVES[(u - 1) % 2] if cfg.halves else "block"
-    return DENSE + found if found != "attention" and cfg.at(layer(cfg, u)) is not cfg else found
+    found = DENSE + found if found != "attention" and cfg.is_dense(layer(cfg, u)) else found
+    return SCANS + found if not found.endswith("mlp") and cfg.scans(layer(cfg, u)) else found
+
+
+def bare(kind: str) -> str:
+    """A kind without what tells layers apart."""
+    return kind.removeprefix(SCANS).removeprefix(DENSE)
 
 
 def seen(cfg: ModelConfig, kind: str) -> tuple[ModelConfig, str]:
     """(the model as units of a kind see it, their kind in such a model)."""
-    return (cfg.dense if kind.startswith(DENSE) else cfg), kind.removeprefix(DENSE)
+    found = cfg.dense if DENSE in kind else cfg
+    return (found.scanned if kind.startswith(SCANS) else found), bare(kind)
 
 
 def inner_kinds(cfg: ModelConfig) -> tuple[str, ...]:
@@ -73,7 +83,8 @@ def weight_parts(cfg: ModelConfig, u: int) -> list[list[Group]]:
     if what == "head":
         return [_head_groups(cfg)]
     prefix = cfg.names.prefix(layer(cfg, u))
-    parts = {"attention": _attention_groups(cfg), "mlp": _expert_groups(cfg) if cfg.experts else _mlp_groups(cfg)}
+    mixer = _scan_groups(cfg) if cfg.scanning else _attention_groups(cfg)
+    parts = {"attention": mixer, "mlp": _expert_groups(cfg) if cfg.experts else _mlp_groups(cfg)}
     mine = parts.values() if what == "block" else [parts[what]]
     return [[[(prefix + name, shape) for name, shape in group] for group in groups] for groups in mine]
 
@@ -84,6 +95,8 @@ def on_disk(cfg: ModelConfig, name: str, shape: tuple[int, ...]) -> Group:
         return [(name, (cfg.experts.count, shape[0] // cfg.experts.count))]
     if cfg.names.correction_row and len(shape) == 1 and name.endswith(cfg.names.correction):
         return [(name, (1, *shape))]
+    if cfg.names.conv and name.endswith(f".{cfg.names.conv}.weight"):
+        return [(name, (shape[0], 1, shape[-1]))]
     before, within, what = name.rpartition(f"{cfg.names.experts}.")
     if len(shape) == 3 and cfg.names.stacked and within:
         return [(before + cfg.names.stacked[what == DOWN], shape)]
@@ -190,7 +203,12 @@ def features(cfg: ModelConfig, names: tuple[str, ...]) -> tuple[int, ...]:
     if cfg.latent and names in ((own.q_b,), (own.kv_b,)):
         return (cfg.q_width if names == (own.q_b,) else cfg.n_heads * (cfg.latent.nope + cfg.latent.value),)
     if names == own.qkv:
-        return (cfg.qkv_width,) if len(names) == 1 else (cfg.q_width, cfg.kv_width, cfg.kv_width)
+        gated = cfg.q_width * (1 + cfg.attention_gate)
+        return (cfg.qkv_width,) if len(names) == 1 else (gated, cfg.kv_width, cfg.kv_width)
+    if cfg.scan and names == own.mixed:
+        heads, wide = cfg.scan.heads, cfg.scan.value_width
+        grouped = (cfg.scan.channels + wide, 2 * heads)
+        return grouped if own.mixed_by_head else (cfg.scan.channels, wide, heads, heads)
     if names == own.up:
         ffn = cfg.experts.shared if cfg.experts else cfg.ffn
         return (up_width(cfg),) if len(names) == 1 else (ffn, ffn)
@@ -253,6 +271,20 @@ def _attention_groups(cfg: ModelConfig) -> list[Group]:
     if cfg.o_bias:
         groups.append(_bias((names.o,), (D,)))
     return groups
+
+
+def _scan_groups(cfg: ModelConfig) -> list[Group]:
+    names, own = cfg.names, cfg.scan
+    assert own is not None
+    return [
+        _matrix(cfg, names.mixed, features(cfg, names.mixed), cfg.width),
+        _matrix(cfg, (names.mixed_o,), (cfg.width,), own.value_width),
+        [(f"{names.conv}.weight", (own.channels, own.taps))],
+        *_norm(cfg, names.norm1),
+        [(names.decay, (own.heads,))],
+        [(names.step, (own.heads,))],
+        [(f"{names.mixed_norm}.weight", (own.value_dim,))],
+    ]
 
 
 def _mlp_groups(cfg: ModelConfig) -> list[Group]:
@@ -333,7 +365,11 @@ def saved_shapes(cfg: ModelConfig, tokens: int, kind: str = "block") -> dict[str
     """
     N, (cfg, kind) = tokens, seen(cfg, kind)
     found: dict[str, tuple[tuple[int, ...], str]] = {}
-    if kind != "mlp":
+    if kind != "mlp" and cfg.scanning:
+        assert cfg.scan is not None
+        found["mixed"] = (N, cfg.scan.mixed_width), "compute"
+        found["scan_out"] = (N, cfg.scan.value_width), "compute"
+    elif kind != "mlp":
         found["qkv"] = (N, cfg.qkv_width), "compute"
         found["attn_out"] = (N, cfg.attn_width), "compute"
         found["lse"] = (cfg.n_heads, N), "F32"

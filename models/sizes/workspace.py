@@ -78,7 +78,7 @@ def _block_workspace(cfg: ModelConfig, kind: str, sizes: _Sizes) -> int:
     # branch.branch_backward: scaled dy; matmul, norm, gradient; the other half's matmul
     behind = (y if kind == "mlp" else x) * ((cfg.branch_scale != 1.0) + 4 * bool(cfg.names.post1))
     mlp_forward, mlp_backward = _mlp_moments(cfg, sizes._replace(tokens=tile))
-    result, attention = _attention_moments(cfg, sizes)
+    result, attention = (_scan_moments if cfg.scanning else _attention_moments)(cfg, sizes)
     dresid = x if tile < tokens else 0
     resid, before = (0, 0) if cfg.parallel else (x, result + x)
     moments = {
@@ -103,17 +103,17 @@ def _attention_moments(cfg: ModelConfig, sizes: _Sizes) -> tuple[int, list[int]]
     if cfg.latent:
         return _latent_moments(cfg, sizes)
     normed = tokens * (cfg.q_width + cfg.kv_width) * itemsize + 2 * lse if cfg.qk_norm else 0  # normed q, k
-    result = qkv + normed + attn + lse
+    result, gated = qkv + normed + attn + lse, attn * cfg.attention_gate
     first = _codes(cfg, sizes, cfg.width, cfg.qkv_width, cfg.qkv_bias)
     last = _codes(cfg, sizes, cfg.q_width, cfg.width)  # dy is the caller's
     matmul = x * (last.x > 0)  # added to what there is
     return result, [
         x + first.x + qkv,  # attention._project
-        attn + last.x + matmul,  # add_branch
-        result + last.x + matmul,  # attention.residual: beside it `out`
-        result + last.dy + last.add,  # attention.backward_to_qkv
+        qkv * cfg.attention_gate + gated + attn + last.x + matmul,  # add_branch
+        result + gated + last.x + matmul,  # attention.residual: beside it `out`
+        result + gated + last.dy + last.add,  # attention.backward_to_qkv
         result + last.dy + last.matrix + attn,
-        result + attn + qkv + lse,  # dout, dqkv, row sums of dout * out
+        result + attn + qkv + lse + gated,  # dout, dqkv, row sums of dout * out; dout before the gate, or dq
         qkv + first.dy,
         first.held + x + first.add,  # attention.backward_to_x: d_qkv; y or its gradient
         first.held + first.matrix + x,
@@ -158,6 +158,38 @@ def _latent_moments(cfg: ModelConfig, sizes: _Sizes) -> tuple[int, list[int]]:
             + max(codes.add, codes.matrix),  # _latent_backward
         ]
     return result, moments
+
+
+def _scan_moments(cfg: ModelConfig, sizes: _Sizes) -> tuple[int, list[int]]:
+    """(bytes of scan.Result, the half's moments)."""
+    own, (N, item, *_) = cfg.scan, sizes
+    assert own is not None
+    widths = cfg.width, own.mixed_width, own.value_width, own.channels
+    x, mixed, value, channels = (N * width * item for width in widths)
+    first, last = _codes(cfg, sizes, cfg.width, own.mixed_width), _codes(cfg, sizes, own.value_width, cfg.width)
+    turned = mixed * cfg.names.mixed_by_head  # in its file's order
+    keys = 2 * N * own.key_heads * (own.key_dim * item + 4)  # q and k by length
+    read = channels + keys + 8 * 4 * N * own.heads  # scan.Inputs, and what makes the numbers a head
+    rows = 64 if item == 2 and own.key_dim <= 128 else 32  # launch.scan
+    local = N * own.heads * (rows + own.value_dim + own.key_dim) * item
+    states = -(-N // rows) * own.heads * own.key_dim * own.value_dim * item
+    each = 2 * N * own.heads * own.key_dim * item * (own.heads > own.key_heads)
+    result, matmul = mixed + value, x * (last.x > 0)
+    return result, [
+        x + first.x + mixed + turned,  # scan._project
+        result + read + local + states,  # scan_fwd
+        result + value,  # scan._gated
+        value + last.x + matmul,  # add_branch
+        result + value + last.x + matmul,  # scan.residual: beside it `out`
+        result + value + last.dy + last.add,  # scan.backward_to_mixed
+        result + value + last.dy + last.matrix,
+        result + mixed + 2 * value,  # gated_norm_bwd
+        result + mixed + value + read + channels + local + value + 2 * states + each,  # scan_bwd
+        result + mixed + turned,
+        mixed + first.dy,
+        first.held + x + first.add,  # scan.backward_to_x
+        first.held + first.matrix + x,
+    ]
 
 
 def _mlp_moments(cfg: ModelConfig, sizes: _Sizes) -> tuple[list[int], list[int]]:

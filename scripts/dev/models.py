@@ -49,7 +49,10 @@ than four bits, 8 bits of bitsandbytes, GGUF), heads for other tasks, routing by
 MAKERS = {
     "LLaMA and similar": "llama seed_oss smollm3 cwm helium arcee",
     "GPT": "gpt2 gpt_neox gpt_oss starcoder2",
-    "Qwen": ("qwen2 qwen3 qwen2_moe qwen3_moe qwen2_vl_text qwen2_5_vl_text qwen3_vl_text qwen3_vl_moe_text"),
+    "Qwen": (
+        "qwen2 qwen3 qwen2_moe qwen3_moe qwen3_next qwen3_5_text qwen3_5_moe_text qwen2_vl_text qwen2_5_vl_text "
+        "qwen3_vl_text qwen3_vl_moe_text"
+    ),
     "GLM": "glm glm4 glm4_moe glm4_moe_lite glm_moe_dsa glm4v_text glm4v_moe_text",
     "Mistral": "mistral ministral ministral3 mistral4 mixtral",
     "DeepSeek, Moonshot": "deepseek_v2 deepseek_v3 deepseek_v32",
@@ -108,6 +111,9 @@ def special(family: Family) -> list[str]:
         "groups of experts": family.experts is not None
         and (family.experts.method or family.experts.groups not in (None, (1, 1))),
         "attention sinks": bool(n.sinks),
+        "layers with a gated delta rule in place of attention": family.scan is not None,
+        "attention's result times a sigmoid gate": family.attention_gate,
+        "MTP tensors (`mtp.`) are copied": "mtp." in family.carried,
         "relu squared between two matrices": family.acts is RELU2,
         "q and k rotated before their norms": family.rope_first,
         "a clamped SwiGLU": family.experts is not None and family.experts.limit > 0,

@@ -47,6 +47,8 @@ def trained(cfg, plan, queues):
         "hy v3",
         "deepseek v3",
         "deepseek v2, groups, queries without a latent, yarn",
+        "qwen3.5",
+        "qwen3 next",
     ],
 )
 def test_placement_never_changes_the_numbers(case, halves):

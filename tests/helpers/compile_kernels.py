@@ -35,6 +35,7 @@ from trireme.kernels.experts.reference import Order, Rule
 from trireme.kernels.fp8 import block_scaled, gated
 from trireme.kernels.fp8.quantize import quantize, turn
 from trireme.kernels.packed import e4m3, fp4, int4, mxfp4, nf4
+from trireme.kernels.scan import around, scan
 
 BF16, FP32 = torch.bfloat16, torch.float32
 TOOLS = Path(triton.__file__).parent / "backends/nvidia/bin"  # its ptxas-blackwell is the newer assembler
@@ -256,6 +257,25 @@ def routing_calls(dtype=BF16):
     rows.routed_swiglu_bwd(act, gate_up, weights, found)
 
 
+def scan_call(K, H, D, E, delta, dtype=BF16):
+    """A scan with its convolution and norm: with the delta rule the norm comes before the gate."""
+    docs, N = make_docs([200, 100], "cpu"), 300
+    packed, C = torch.zeros(N, 2 * K * D + 2 * H * E, dtype=dtype), 2 * K * D + H * E
+    x, z = packed.split([C, H * E], 1)
+    taps, bias = torch.zeros(C, 4, dtype=dtype), None if delta else torch.zeros(C, dtype=dtype)
+    y = around.conv_fwd(x, taps, bias, docs)
+    around.conv_bwd(y, x, taps, bias, docs, torch.zeros(C, 4), None if delta else torch.zeros(C), x)
+    q, k, v = (t.view(N, -1, n) for t, n in zip(y.split([K * D, K * D, H * E], 1), (D, D, E), strict=True))
+    g, skip = torch.zeros(N, H), None if delta else torch.zeros(H, dtype=dtype)
+    o = scan.scan_fwd(q, k, v, g, g, docs, delta, skip)
+    scan.scan_fwd(q, k, v, g, g, docs, delta, skip, final=torch.zeros(2, H, D, E))
+    scan.scan_bwd(o, q, k, v, g, g, docs, delta, skip, q, k, v)
+    o, z = (t.reshape(N, H, E) for t in (o, z)) if delta else (o.view(N, K, -1), z.unflatten(1, (K, -1)))
+    w = torch.zeros(E if delta else (K, H * E // K), dtype=dtype)
+    around.gated_norm_fwd(o, z, w, 1e-5, not delta)
+    around.gated_norm_bwd(o, o, z, w, 1e-5, not delta, w.float(), z)
+
+
 def packed_calls():
     """Matrices in fp8 with scales of each kind, into bf16 and fp32: of whole blocks, and with short last ones."""
     for dtype, kind, (R, C) in (
@@ -335,6 +355,9 @@ def every(arch: int, dtype) -> list:
     calls += [
         lambda: experts_call(32, 4, 2880, 2880, True, dtype),
         lambda: experts_call(128, 8, 2048, 768, False, dtype),
+        lambda: scan_call(16, 48, 128, 128, True, dtype),
+        lambda: scan_call(8, 64, 128, 64, False, dtype),
+        lambda: scan_call(1, 24, 256, 64, False, dtype),
     ]
     calls += [block_scaled_calls] * (dtype == BF16 and arch == 120)
     return calls + [fp8_calls] * (dtype == BF16 and arch >= 89)
@@ -347,6 +370,9 @@ def kinds(arch: int) -> list:
         return calls + [lambda d=d: attention_call(8, 2, d, dtype=FP32) for d in (64, 128, 192)]
     heads = {90: (192,), 100: (128, 192), 120: (64, 128, 192)}[arch]  # on sm_90 others are Gluon's, or smaller
     calls += [lambda d=d: attention_call(8, 2, d) for d in heads]
+    calls += {90: [lambda: scan_call(8, 64, 128, 64, False)], 120: [lambda: scan_call(16, 48, 128, 128, True)]}.get(
+        arch, []
+    )
     return [*calls, products_call, lambda: quantize(torch.zeros(256, 4096, dtype=BF16))]
 
 

@@ -37,6 +37,7 @@ from trireme.models.families.experts import Experts
 from trireme.models.families.latent import Latent
 from trireme.models.families.packing import FP8 as FP8_BLOCKS
 from trireme.models.families.packing import MODELOPT, MXFP4
+from trireme.models.families.scans import Scan
 from trireme.models.rows import make_load, rope_tables
 from trireme.models.sizes.shapes import stored_tensors
 
@@ -50,6 +51,9 @@ GPT = ModelConfig("gpt2", vocab=61, width=16, n_layers=3, n_heads=4, n_kv_heads=
 
 
 MIXTURE = replace(LLAMA, model_type="qwen3_moe", qk_norm=True, experts=Experts(5, 2, 8, renormalise=True))
+HYBRID = replace(
+    LLAMA, model_type="qwen3_5_text", qk_norm=True, scan=Scan((0, 2), 2, 4, 6, 4, 4), rope=Rope(1e4, width=2)
+)
 FP8 = replace(LLAMA, fp8=True, ffn=32)
 LORA = replace(LLAMA, lora=Lora(2, 4.0, ("q_proj", "v_proj", "o_proj", "up_proj", "down_proj")), frozen=("*",))
 PACKED = replace(  # adapters of experts in MXFP4, and beside them

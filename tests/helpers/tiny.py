@@ -49,6 +49,13 @@ DENSE = PLAIN | dict(
 MIXTURE = LLAMA | dict(
     num_experts=6, num_experts_per_tok=2, moe_intermediate_size=24, norm_topk_prob=True, pad_token_id=None
 )
+HYBRID = LLAMA | dict(
+    num_hidden_layers=3, full_attention_interval=2, head_dim=16, linear_num_key_heads=2, linear_num_value_heads=4,
+    linear_key_head_dim=16, linear_value_head_dim=12, pad_token_id=None,
+)  # fmt: skip
+HYBRID_EXPERTS = HYBRID | dict(
+    num_experts=6, num_experts_per_tok=2, moe_intermediate_size=24, shared_expert_intermediate_size=32
+)
 GLM = LLAMA | dict(
     num_hidden_layers=3, head_dim=12, n_routed_experts=6, num_experts_per_tok=2, moe_intermediate_size=24,
     routed_scaling_factor=1.7, pad_token_id=None,
@@ -223,6 +230,15 @@ CASES = {
     "qwen2 moe among dense layers": ("qwen2_moe", MIXTURE | dict(
         shared_expert_intermediate_size=32, mlp_only_layers=[1])),
     "qwen3 moe of one expert": ("qwen3_moe", MIXTURE | dict(num_experts=1, num_experts_per_tok=1)),
+    "qwen3.5": ("qwen3_5_text", HYBRID),
+    "qwen3.5, attention first, odd widths": ("qwen3_5_text", HYBRID | dict(
+        layer_types=["full_attention", "linear_attention"], num_hidden_layers=2, linear_num_key_heads=3,
+        linear_num_value_heads=3, linear_key_head_dim=6, linear_value_head_dim=10, tie_word_embeddings=True)),
+    "qwen3 next": ("qwen3_next", HYBRID_EXPERTS | dict(norm_topk_prob=True)),
+    "qwen3 next among dense layers": ("qwen3_next", HYBRID_EXPERTS | dict(
+        decoder_sparse_step=2, full_attention_interval=3, norm_topk_prob=False, linear_num_key_heads=1,
+        linear_key_head_dim=16, linear_value_head_dim=16)),
+    "qwen3.5 moe": ("qwen3_5_moe_text", HYBRID_EXPERTS),
     "qwen3": ("qwen3", LLAMA),
     "qwen3 tied, biases": ("qwen3", LLAMA | dict(tie_word_embeddings=True, attention_bias=True, head_dim=16)),
     "deepseek v2": ("deepseek_v2", LATENT | dict(first_k_dense_replace=1)),
@@ -342,7 +358,7 @@ def own_name(cfg, name):
 
 def apart(cfg, name, t):
     """(name, view) of a tensor as a checkpoint has it: experts one by one."""
-    if not cfg.experts or hf.carried(cfg, [name]):  # a vision tower has tensors of any rank
+    if not (cfg.experts or cfg.scan) or hf.carried(cfg, [name]):  # a vision tower has tensors of any rank
         return [(name, t)]
     stored = shapes.on_disk(cfg, own_name(cfg, name), tuple(t.shape))
     parts = t.view(len(stored), -1)

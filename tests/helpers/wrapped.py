@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 
 import torch
-from tiny import DIALECTS, GLM, LATENT, LLAMA, MIXTURE, PLAIN, TYPES, YARN
+from tiny import DIALECTS, GLM, HYBRID, HYBRID_EXPERTS, LATENT, LLAMA, MIXTURE, PLAIN, TYPES, YARN
 from transformers import AutoConfig, AutoModelForImageTextToText
 from transformers.core_model_loading import revert_weight_conversion
 
@@ -21,6 +21,7 @@ ROPE = dict(rope_type="default", rope_theta=1e4)
 GEMMA = DIALECTS | dict(layer_types=TYPES, sliding_window=4, query_pre_attn_scalar=12)
 SECTIONS = ROPE | dict(mrope_section=[2, 3, 3])  # of heads of 16
 FIFTHS = ROPE | dict(mrope_section=[1, 2, 2], mrope_interleaved=True)  # of 10
+EIGHTS = ROPE | dict(mrope_section=[1, 1, 0], mrope_interleaved=True, partial_rotary_factor=0.25)  # of 16
 UNTIED, TIED = dict(tie_word_embeddings=False), dict(tie_word_embeddings=True)
 CASES = {  # name -> (model_type, text_config, vision_config, other keys)
     "gemma3": ("gemma3", GEMMA, SIGLIP, dict(mm_tokens_per_image=4)),
@@ -85,6 +86,13 @@ CASES = {  # name -> (model_type, text_config, vision_config, other keys)
         "qwen2_vl",
         PLAIN | dict(rope_parameters=SECTIONS, use_sliding_window=True, sliding_window=4, max_window_layers=1),
         dict(depth=1, embed_dim=16, hidden_size=64, num_heads=2, patch_size=4),
+        TIED,
+    ),
+    "qwen3.5": ("qwen3_5", HYBRID | dict(rope_parameters=EIGHTS), TOWER | dict(num_position_embeddings=16), {}),
+    "qwen3.5 moe tied": (
+        "qwen3_5_moe",
+        HYBRID_EXPERTS | dict(num_hidden_layers=2, rope_parameters=EIGHTS),
+        TOWER | dict(num_position_embeddings=16),
         TIED,
     ),
     "glm4v": (

@@ -4,7 +4,7 @@ import pytest
 import torch
 from kernel_checks import DEVICES, DTYPES, FP32_SUM, ONE_ROUNDING, check, error, randn, up
 
-from trireme.kernels.attention import attention, reference
+from trireme.kernels.attention import attention, gate, reference
 from trireme.kernels.attention import sinks as sinks_
 from trireme.kernels.attention.docs import make_docs
 
@@ -234,3 +234,24 @@ def test_sinks(device, dtype, N, H, d):
     sinks_.sinks_bwd_(dsinks, dout, out, lse, sinks)
     reference.sinks_bwd_(dsinks64, *up(dout, out, lse, sinks))
     check(dsinks, dsinks64, FP32_SUM)
+
+
+@pytest.mark.grid
+@pytest.mark.parametrize("device", DEVICES)
+@pytest.mark.parametrize("dtype", DTYPES)
+def test_gate(device, dtype):
+    """Each head's gate lies behind its query."""
+    torch.manual_seed(0)
+    N, H, d = 9, 3, 40
+    x, dy = (randn(N, H, d, device=device, dtype=dtype) for _ in range(2))
+    gates, d_gates = (randn(N, H, 2 * d, device=device, dtype=dtype) for _ in range(2))
+    before, dgate = d_gates[..., :d].clone(), d_gates[..., d:]
+    z, dz, leaf = gates[..., d:].double(), dgate.double(), x.double().requires_grad_()
+    (leaf * torch.sigmoid(z)).backward(dy.double())
+    check(gate.sigmoid_gate_fwd(x, gates[..., d:]), x.double() * torch.sigmoid(z), ONE_ROUNDING[dtype])
+    check(gate.sigmoid_gate_bwd(dy, x, gates[..., d:], dgate), leaf.grad, ONE_ROUNDING[dtype])
+    s = torch.sigmoid(z)
+    check(dgate, dy.double() * x.double() * s * (1 - s), ONE_ROUNDING[dtype])
+    reference.sigmoid_gate_bwd(*(t.double() for t in (dy, x)), z, dz)
+    check(dz, dy.double() * x.double() * s * (1 - s), 1e-14)
+    assert torch.equal(d_gates[..., :d], before)

@@ -129,11 +129,11 @@ def test_attention_scale_by_layer():
     ("raw", "words"),
     [
         (dict(model_type="mamba"), ["mamba", "it has Mamba layers", "llama", "docs/models.md"]),
-        (dict(model_type="qwen3_next"), ["linear attention", "qwen3_moe"]),
+        (dict(model_type="olmo_hybrid"), ["linear attention", "qwen3_5"]),
         (dict(model_type="longcat_flash"), ["latent attention", "deepseek_v3"]),
         (dict(model_type="qwen_3"), ["it is not known. Did you mean qwen3?"]),
         (dict(model_type=["llama"]), ["model_type", "it is not known. docs/models.md"]),
-        (dict(model_type="qwen3_vl_text"), ["qwen3_vl_text", "Did you mean qwen3_vl"]),
+        (dict(model_type="qwen3_vl_text"), ["qwen3_vl_text", "Did you mean qwen3_5_text"]),
         (
             LLAMA | dict(quantization_config=dict(quant_method="quark")),
             ["quantized by quark", "Take the BF16 original"],

@@ -52,6 +52,8 @@ def units_of(tiny, asked=None):
         "gemma3",
         "gemma2",
         "deepseek v3",
+        "qwen3.5",
+        "qwen3.5 moe",
     ],  # fmt: skip
 )
 def test_greedy_as_transformers(case):

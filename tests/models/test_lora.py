@@ -27,6 +27,8 @@ LATER = {  # other families -> targets
     "glm4 moe": ("experts", "o_proj"), "qwen3 moe among dense layers": ("experts",),
     "arcee": ("k_proj", "up_proj", "down_proj"), "hunyuan": TARGETS["llama"],
     "gemma3": TARGETS["llama"], "glm4": ("v_proj", *PACKED[1:]),
+    "qwen3.5": ("q_proj", "o_proj", "in_proj_qkv", "in_proj_z", "in_proj_a", "out_proj", "down_proj"),
+    "qwen3 next": ("v_proj", "in_proj_qkvz", "in_proj_ba", "out_proj"),
 }  # fmt: skip
 FAMILIES = ("gpt2", "gpt2 untied", "llama", "llama tied", "llama biases", "qwen3", "qwen2")
 

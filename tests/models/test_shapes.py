@@ -19,6 +19,7 @@ from trireme.kernels.fp8.reference import E4M3, PAD
 from trireme.models import attention, experts, head, latent, linear, lora, mlp, model, norm, packed, shared
 from trireme.models.config import Lora, parse_config
 from trireme.models.families.packing import FP8
+from trireme.models.mixers import scan
 from trireme.models.packed import Sliced, grouped_mm
 from trireme.models.sizes import costs, narrow, shapes, workspace
 from trireme.storage.layout import pack
@@ -56,6 +57,10 @@ LATENT = SMALL | dict(
     num_experts_per_tok=3, moe_intermediate_size=48, first_k_dense_replace=0, n_shared_experts=1, n_group=1,
     topk_group=1,
 )  # fmt: skip
+HYBRID = dict(
+    num_hidden_layers=2, head_dim=32, num_key_value_heads=2, layer_types=["linear_attention", "full_attention"],
+    linear_num_key_heads=2, linear_num_value_heads=4, linear_key_head_dim=16, linear_value_head_dim=32,
+)  # fmt: skip
 SMALL_MODELS = {
     "gpt2": dict(model_type="gpt2", vocab_size=50, n_embd=64, n_layer=1, n_head=4, n_positions=64),
     "llama": SMALL | dict(model_type="llama", num_key_value_heads=2, head_dim=24),
@@ -85,6 +90,11 @@ DIALECTS = {
     | dict(model_type="ernie4_5_moe", moe_num_experts=8, moe_k=MIXTURE["num_experts_per_tok"], moe_layer_start_index=0),
     "deepseek v3": LATENT | dict(model_type="deepseek_v3", num_nextn_predict_layers=0),
     "deepseek v2, queries without a latent": LATENT | dict(model_type="deepseek_v2", q_lora_rank=None),
+    "qwen3.5": SMALL | HYBRID | dict(model_type="qwen3_5_text"),
+    "attention of qwen3.5": SMALL
+    | HYBRID
+    | dict(model_type="qwen3_5_text", full_attention_interval=1, layer_types=None),
+    "qwen3 next": MIXTURE | HYBRID | dict(model_type="qwen3_next", shared_expert_intermediate_size=160),
     "gemma3": SMALL | dict(model_type="gemma3_text", head_dim=32, hidden_activation="gelu_pytorch_tanh"),
 }
 
@@ -204,7 +214,10 @@ def _bare_ops():
             torch.empty(q.shape[1], q.shape[0]),
         ),
         attention_bwd=lambda *_: None,
+        sigmoid_gate_fwd=lambda x, _: new(x),
+        sigmoid_gate_bwd=lambda dy, *_: new(dy),
         **_bare_experts(),
+        **_bare_scans(),
         Quantized=ops.Quantized,
         quantize=_bare_codes,
         **dict.fromkeys(("swiglu_codes_fwd", "geglu_codes_fwd"), _bare_glu_codes),
@@ -260,6 +273,39 @@ def _bare_experts():
     )
 
 
+def _bare_scans():
+    """With what the launchers allocate, of chunks of 32 rows: fp32."""
+
+    def local(v, k):
+        (N, H, e), d = v.shape, k.shape[2]
+        return [torch.empty(N, H, n) for n in (32, e, d)] + [torch.empty(-(-N // 32), H, d, e)]
+
+    def scan_fwd(q, k, v, g, beta, docs, delta, skip, out):
+        made = local(v, k)
+        out = torch.empty(v.shape) if out is None else out
+        del made
+        return out
+
+    def scan_bwd(dout, q, k, v, g, beta, *_):
+        (N, H, e), (_, K, d) = v.shape, k.shape
+        made = [*local(v, k), torch.empty(-(-N // 32), H, d, e), torch.empty(v.shape)]
+        made += [torch.empty(N, H, d) for _ in range(2 * (H != K))]
+        dg, dbeta = torch.empty_like(g), torch.empty_like(beta)
+        del made
+        return dg, dbeta, None
+
+    return dict(
+        scan_fwd=scan_fwd,
+        scan_bwd=scan_bwd,
+        conv_fwd=lambda x, *_: x.new_empty(x.shape),
+        conv_bwd=lambda *_: None,
+        gated_norm_fwd=lambda x, *_: torch.empty_like(x),
+        gated_norm_bwd=lambda dy, *_: torch.empty_like(dy),
+        decay_fwd=lambda a, *_: (torch.empty(a.shape), torch.empty(a.shape)),
+        decay_bwd=lambda dg, *_: torch.empty_like(dg),
+    )
+
+
 BARE = _bare_ops()
 TOKENS = 64
 
@@ -299,12 +345,25 @@ def _watched(cfg, u, monkeypatch, keep, forward, backward, dtype="F32", grads=No
     groups, dtypes = narrow.made_groups(cfg, u)  # codes are a step's, as weights are
     codes = views(layout := pack(groups, "F32", dtypes), torch.zeros(layout.span, dtype=torch.uint8))
     tiny.w[u] = model.weights(cfg, u, tiny.views[u] | codes)
-    for module in (attention, experts, latent, linear, lora, mlp, norm, packed, shared):
+    for module in (attention, experts, latent, linear, lora, mlp, norm, packed, scan, shared):
         monkeypatch.setattr(module, "ops", BARE)
     with forward:
         model.forward(cfg, u, tiny.w[u], x, rows, saved, out)
     with backward:
         model.backward(cfg, u, tiny.w[u], tiny.g[u], x, saved, dy, rows, dx)
+
+
+def _check_flops(cfg, u, keep, forward, backward):
+    """GEMMs that were watched, and what a recurrence, which makes none here, takes."""
+    kind = shapes.kind(cfg, u)
+    mixer = costs.mixer_flops(cfg, kind, TOKENS, 0)
+    again = mixer * bool((shapes.saved_shapes(cfg, 1, kind).keys() - keep) & costs.MIXED)
+    assert forward.flops == costs.forward_flops(cfg, u, TOKENS, 0) - mixer
+    rebuilt = costs.recompute_flops(cfg, keep, TOKENS, 0, kind) - again
+    assert (
+        backward.flops
+        == costs.backward_flops(cfg, u, TOKENS, 0) - costs.mixer_backward_flops(cfg, kind, TOKENS, 0) + rebuilt
+    ), keep
 
 
 class Copies(TorchDispatchMode):
@@ -385,10 +444,7 @@ def test_workspace_holds_the_codes_of_fp8(name, most, halves, u, monkeypatch):
     bound = workspace.workspace_bytes(cfg, u, TOKENS, 4) - 8 * cfg.width * TOKENS - workspace.SLACK
     assert max(forward.peak, backward.peak) <= bound
     assert backward.peak > (0.97 if name in SMALL_MODELS and not cfg.experts else 0.6) * bound
-    assert forward.flops == costs.forward_flops(cfg, u, TOKENS, 0)
-    assert backward.flops == costs.backward_flops(cfg, u, TOKENS, 0) + costs.recompute_flops(
-        cfg, frozenset(), TOKENS, 0, shapes.kind(cfg, u)
-    )
+    _check_flops(cfg, u, frozenset(), forward, backward)
 
 
 @pytest.mark.grid
@@ -437,9 +493,7 @@ def test_flops_are_those_of_the_products(name, halves, u, monkeypatch):
     for keep in (frozenset(c) for k in range(len(names) + 1) for c in combinations(names, k)):
         forward, backward = Watch(), Watch()
         _watched(cfg, u, monkeypatch, keep, forward, backward)
-        assert forward.flops == costs.forward_flops(cfg, u, TOKENS, 0)
-        rebuilt = costs.recompute_flops(cfg, keep, TOKENS, 0, kind)
-        assert backward.flops == costs.backward_flops(cfg, u, TOKENS, 0) + rebuilt, keep
+        _check_flops(cfg, u, keep, forward, backward)
 
 
 def test_halves_make_a_block():

@@ -1,0 +1,294 @@
+"""Linear recurrences over packed documents in plain torch: reference for tests, and CPU path.
+
+By head, with a state S (d, e) that is zero before each document's first token:
+
+    S <- exp(g) S;  delta = beta (v - S^T k), or without the delta rule beta v;  S <- S + k delta^T;  o = S^T q + skip v
+
+Computed by chunks (Yang et al. 2024, arXiv:2406.06484 and 2412.06464; Dao and Gu 2024, arXiv:2405.21060).
+Legend: N packed tokens, K heads of q and k (value head j uses j // (H / K)), H of values, d and e their widths, n
+chunks of C tokens of a document; G sums of g from a chunk's start.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+from torch.nn.functional import pad, silu, softplus
+
+from trireme.kernels.attention.docs import Docs
+from trireme.kernels.reference import add_, upcast
+
+CHUNK = 64
+
+
+class _Local(NamedTuple):
+    """What depends on a chunk alone; (H, n, C, .)."""
+
+    q: Tensor
+    k: Tensor
+    v: Tensor
+    beta: Tensor  # (H, n, C, 1); so G
+    G: Tensor
+    gamma: Tensor  # exp(G_i - G_j), i >= j
+    P: Tensor  # q k^T * gamma
+    A: Tensor | None  # strictly lower beta k k^T * gamma; with the delta rule, as T and W
+    T: Tensor | None  # (1 + A)^-1
+    U: Tensor
+    W: Tensor | None
+
+
+def scan_fwd(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    g: Tensor,
+    beta: Tensor,
+    docs: Docs,
+    delta: bool,
+    skip: Tensor | None = None,
+    out: Tensor | None = None,
+    final: Tensor | None = None,
+) -> Tensor:
+    """o (N, H, e), in `out` if given; q, k (N, K, d), v (N, H, e), g <= 0 and beta (N, H) fp32, skip (H,).
+
+    Fills `final` (documents, H, d, e) fp32 with the states behind the last tokens. Rows of q, k and v may be strided.
+    """
+    out = torch.empty(v.shape, dtype=v.dtype, device=v.device) if out is None else out
+    for i, rows in enumerate(_documents(docs)):
+        made = _local(q[rows], k[rows], v[rows], g[rows], beta[rows], delta)
+        states, D, S = _walk(made)
+        o = _rows(made.P @ D + (made.G.exp() * made.q) @ states, rows)
+        if skip is not None:
+            o = o + upcast(skip)[:, None] * upcast(v[rows])
+        out[rows] = o.to(out.dtype)
+        if final is not None:
+            final[i] = S
+    return out
+
+
+def scan_bwd(
+    dout: Tensor,
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    g: Tensor,
+    beta: Tensor,
+    docs: Docs,
+    delta: bool,
+    skip: Tensor | None,
+    dq: Tensor,
+    dk: Tensor,
+    dv: Tensor,
+) -> tuple[Tensor, Tensor, Tensor | None]:
+    """Fills dq, dk (N, K, d) and dv (N, H, e), whose rows may be strided. Returns dg, dbeta (N, H) fp32, dskip (H,)."""
+    dg, dbeta = torch.empty_like(g), torch.empty_like(beta)
+    for rows in _documents(docs):
+        made = _local(q[rows], k[rows], v[rows], g[rows], beta[rows], delta)
+        found = _backward(made, _chunks(dout[rows], v.shape[1]))
+        d_q, d_k, own, d_g, d_beta = (_rows(t, rows) for t in found)
+        for t, each in ((dq, d_q), (dk, d_k)):
+            t[rows] = each.unflatten(1, (t.shape[1], -1)).sum(2).to(t.dtype)
+        dv[rows] = (own if skip is None else own + upcast(skip)[:, None] * upcast(dout[rows])).to(dv.dtype)
+        dg[rows], dbeta[rows] = d_g[..., 0], d_beta[..., 0]
+    return dg, dbeta, None if skip is None else (upcast(dout) * upcast(v)).sum((0, 2))
+
+
+def _documents(docs: Docs) -> Iterator[slice]:
+    start = 0
+    for length in docs.lengths:
+        yield slice(start, start + length)
+        start += length
+
+
+def _chunks(t: Tensor, heads: int) -> Tensor:
+    """(H, n, C, .) of a document's (T, heads, .), heads repeated, the last chunk filled with zeros."""
+    t = upcast(t).repeat_interleave(heads // t.shape[1], 1).transpose(0, 1)
+    return pad(t, (0, 0, 0, -t.shape[1] % CHUNK)).unflatten(1, (-1, CHUNK))
+
+
+def _rows(t: Tensor, rows: slice) -> Tensor:
+    """(T, H, .) of (H, n, C, .)."""
+    return t.flatten(1, 2)[:, : rows.stop - rows.start].transpose(0, 1)
+
+
+def _local(q: Tensor, k: Tensor, v: Tensor, g: Tensor, beta: Tensor, delta: bool) -> _Local:
+    H = v.shape[1]
+    q, k, v, g, beta = (_chunks(t, H) for t in (q, k, v, g[..., None], beta[..., None]))
+    G = g.cumsum(2)
+    seen = torch.ones(CHUNK, CHUNK, dtype=torch.bool, device=q.device).tril()
+    gamma = (G - G.mT).masked_fill(~seen, float("-inf")).exp()
+    P = q @ k.mT * gamma
+    if not delta:
+        return _Local(q, k, v, beta, G, gamma, P, None, None, beta * v, None)
+    A = (beta * (k @ k.mT) * gamma).tril(-1)
+    eye = torch.eye(CHUNK, dtype=A.dtype, device=A.device)
+    T = torch.linalg.solve_triangular(A + eye, eye.expand_as(A), upper=False, unitriangular=True)
+    return _Local(q, k, v, beta, G, gamma, P, A, T, T @ (beta * v), T @ (beta * G.exp() * k))
+
+
+def _walk(made: _Local) -> tuple[Tensor, Tensor, Tensor]:
+    """(states before the chunks (H, n, d, e), D, the state behind the last)."""
+    S = made.q.new_zeros(len(made.q), made.k.shape[-1], made.v.shape[-1])
+    states, deltas = [], []
+    last = made.G[:, :, -1:]
+    behind = (last - made.G).exp() * made.k
+    for c in range(made.q.shape[1]):
+        states.append(S)
+        deltas.append(made.U[:, c] if made.W is None else made.U[:, c] - made.W[:, c] @ S)
+        S = last[:, c].exp() * S + behind[:, c].mT @ deltas[-1]
+    return torch.stack(states, 1), torch.stack(deltas, 1), S
+
+
+def _backward(made: _Local, dO: Tensor) -> tuple[Tensor, ...]:
+    """Gradients of q, k, v, g, beta, (H, n, C, .)."""
+    q, k, v, beta, G, gamma, P, A, T, _, W = made
+    S, D, _ = _walk(made)
+    last, before = G[:, :, -1:], G.exp()
+    fall = (last - G).exp()
+    dS, ahead, dD = torch.zeros_like(S[:, 0]), [], []
+    for c in reversed(range(q.shape[1])):
+        ahead.append(dS)
+        dD.append(P[:, c].mT @ dO[:, c] + (fall * k)[:, c] @ dS)
+        dS = last[:, c].exp() * dS + (before * q)[:, c].mT @ dO[:, c]
+        if W is not None:
+            dS = dS - W[:, c].mT @ dD[-1]
+    dSn, dDn = torch.stack(ahead[::-1], 1), torch.stack(dD[::-1], 1)
+    dP = (dO @ D.mT).tril()
+    dq_state, dk_state = before * (dO @ S.mT), fall * (D @ dSn.mT)
+    dX = dDn if T is None else T.mT @ dDn
+    dq = dP * gamma @ k + dq_state
+    dk = (dP * gamma).mT @ q + dk_state
+    dbeta = (dX * v).sum(-1, keepdim=True)
+    turns = dP * P
+    leaving = (dk_state * k).sum(-1, keepdim=True)
+    dG = (dq_state * q).sum(-1, keepdim=True) - leaving
+    if A is not None:
+        dA, dY = -(dX @ D.mT).tril(-1), -dX @ S.mT
+        R = dA * beta * gamma
+        own = (before * dY * k).sum(-1, keepdim=True)
+        dk = dk + R @ k + R.mT @ k + beta * before * dY
+        dbeta = dbeta + (dA * (k @ k.mT) * gamma).sum(-1, keepdim=True) + own
+        dG = dG + beta * own
+        turns = turns + dA * A
+    dG = dG + turns.sum(-1, keepdim=True) - turns.sum(-2, keepdim=True).mT
+    dG[:, :, -1:] += leaving.sum(2, keepdim=True) + last.exp() * (S * dSn).sum((-1, -2), keepdim=True)
+    dg = dG.flip(2).cumsum(2).flip(2)
+    return dq, dk, beta * dX, dg, dbeta
+
+
+# ---------------------------------------------------------------- around the scan
+
+
+def decay_fwd(
+    a: Tensor, A_log: Tensor, dt_bias: Tensor, low: float = 0.0, high: float = float("inf")
+) -> tuple[Tensor, Tensor]:
+    """(g, dt) (N, H) fp32: dt = softplus(a + dt_bias) within [low, high], g = -exp(A_log) dt. a (N, H)."""
+    dt = softplus(upcast(a) + upcast(dt_bias)).clamp(low, high)
+    return -upcast(A_log).exp() * dt, dt
+
+
+def decay_bwd(
+    dg: Tensor,
+    ddt: Tensor | None,
+    a: Tensor,
+    A_log: Tensor,
+    dt_bias: Tensor,
+    dA_log_: Tensor,
+    ddt_bias_: Tensor,
+    low: float = 0.0,
+    high: float = float("inf"),
+) -> Tensor:
+    """Gradient of a (N, H) in its dtype, given those of g and dt; adds to dA_log_ and ddt_bias_ (H,)."""
+    g, dt = decay_fwd(a, A_log, dt_bias, low, high)
+    add_(dA_log_, (dg * g).sum(0))
+    d = -upcast(A_log).exp() * dg
+    d = (d if ddt is None else d + ddt) * torch.sigmoid(upcast(a) + upcast(dt_bias))
+    d = d.masked_fill((dt <= low) | (dt >= high), 0.0) if low or high < float("inf") else d
+    add_(ddt_bias_, d.sum(0))
+    return d.to(a.dtype)
+
+
+def conv_fwd(x: Tensor, weight: Tensor, bias: Tensor | None, docs: Docs) -> Tensor:
+    """silu of each channel's causal convolution within its document, (N, C); x (N, C), weight (C, taps), bias (C,).
+
+    The last tap is the token's own. Rows of x may be strided.
+    """
+    return silu(_conv(x, weight, bias, docs)).to(x.dtype)
+
+
+def conv_bwd(
+    dy: Tensor,
+    x: Tensor,
+    weight: Tensor,
+    bias: Tensor | None,
+    docs: Docs,
+    dweight_: Tensor,
+    dbias_: Tensor | None,
+    dx: Tensor,
+) -> None:
+    """Fills dx (N, C), whose rows may be strided; adds to dweight_ and dbias_."""
+    pre = _conv(x, weight, bias, docs)
+    s = torch.sigmoid(pre)
+    d = upcast(dy) * s * (1 + pre * (1 - s))
+    total, sums = torch.zeros_like(d), []
+    for lag in reversed(range(weight.shape[1])):
+        inside = (docs.positions >= lag)[:, None]
+        sums.append((d * _shifted(upcast(x), lag) * inside).sum(0))
+        total += _shifted(d * inside * upcast(weight)[:, -1 - lag], -lag)
+    add_(dweight_, torch.stack(sums, 1))
+    if dbias_ is not None:
+        add_(dbias_, d.sum(0))
+    dx.copy_(total)
+
+
+def _conv(x: Tensor, weight: Tensor, bias: Tensor | None, docs: Docs) -> Tensor:
+    xf, found = upcast(x), 0.0 if bias is None else upcast(bias)
+    for lag in reversed(range(weight.shape[1])):
+        found = found + _shifted(xf, lag) * (docs.positions >= lag)[:, None] * upcast(weight)[:, -1 - lag]
+    assert isinstance(found, Tensor)
+    return found
+
+
+def _shifted(x: Tensor, by: int) -> Tensor:
+    """Row t is x's row t - by, or zero."""
+    if not by:
+        return x
+    found = torch.zeros_like(x)
+    if by > 0:
+        found[by:] = x[:-by]
+    else:
+        found[:by] = x[-by:]
+    return found
+
+
+def gated_norm_fwd(x: Tensor, gate: Tensor, weight: Tensor, eps: float, gate_first: bool) -> Tensor:
+    """(N, H, d): weight * rmsnorm(x) * silu(gate), or with `gate_first` weight * rmsnorm(x * silu(gate)).
+
+    x, gate (N, H, d), the gate's rows may be strided; norms over d; weight (d,) or (H, d).
+    """
+    xf, s = upcast(x), silu(upcast(gate))
+    u = xf * s if gate_first else xf
+    y = u * torch.rsqrt(u.square().mean(-1, keepdim=True) + eps) * upcast(weight)
+    return (y if gate_first else y * s).to(x.dtype)
+
+
+def gated_norm_bwd(
+    dy: Tensor, x: Tensor, gate: Tensor, weight: Tensor, eps: float, gate_first: bool, dweight_: Tensor, dgate: Tensor
+) -> Tensor:
+    """Gradient of x (N, H, d); fills dgate, whose rows may be strided; adds to dweight_ of weight's shape."""
+    xf, z, w, d = upcast(x), upcast(gate), upcast(weight), upcast(dy)
+    sigma = torch.sigmoid(z)
+    s, slope = z * sigma, sigma * (1 + z * (1 - sigma))
+    u = xf * s if gate_first else xf
+    rstd = torch.rsqrt(u.square().mean(-1, keepdim=True) + eps)
+    hat = u * rstd
+    dn = d if gate_first else d * s
+    summed = (dn * hat).sum(0) if weight.dim() == 2 else (dn * hat).sum((0, 1))
+    add_(dweight_, summed)
+    dhat = dn * w
+    du = rstd * (dhat - hat * (dhat * hat).mean(-1, keepdim=True))
+    dgate.copy_((du * xf if gate_first else d * hat * w) * slope)
+    return (du * s if gate_first else du).to(x.dtype)

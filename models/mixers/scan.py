@@ -1,0 +1,246 @@
+"""The sub-layer of a block whose mixer is a gated delta rule: explicit forward and backward over named saved tensors.
+
+    q, k, v, z, b, a = norm(x) @ mixed;  q, k, v = silu(convolution of (q, k, v));  q, k of unit length
+    out = x + (rmsnorm(scan(q d^-1/2, k, v, g, sigmoid(b))) * silu(z)) @ o,  g = -exp(decay) softplus(a + step)
+
+The recurrence is in kernels/scan/reference.py (Yang et al. 2024, arXiv:2412.06464).
+Legend: N tokens, D width, K heads of q and k, H of v, d and e their widths, C = 2 K d + H e channels. Saved: x (by the
+caller), mixed (N, C + H e + 2 H), scan_out (N, H e).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from functools import cache
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+
+from trireme.kernels import ops
+from trireme.models.branch import add_branch, branch_backward, copies
+from trireme.models.config import ModelConfig
+from trireme.models.families.scans import Scan
+from trireme.models.linear import Linear, Upstream, add_gradients_, linear, linear_backward, or_scratch, upstream
+from trireme.models.norm import Norm, norm, norm_backward
+from trireme.models.rows import Rows
+
+EPS = 1e-6  # of the lengths of q and k
+
+
+class Weights(NamedTuple):
+    """The half's weights, or their gradients: empty where a tensor is frozen."""
+
+    norm: Norm | None
+    mixed: Linear  # (D, C + H e + 2 H)
+    o: Linear  # (H e, D)
+    conv: Tensor  # (C, taps)
+    decay: Tensor  # (H,), the logarithm
+    step: Tensor  # (H,)
+    gated: Tensor  # (e,), of the norm before the gate
+
+
+class Parts(NamedTuple):
+    """Views of `mixed`, or of its gradient."""
+
+    channels: Tensor  # (N, C)
+    z: Tensor  # (N, H, e)
+    b: Tensor  # (N, H)
+    a: Tensor
+
+
+class Inputs(NamedTuple):
+    """What the recurrence reads."""
+
+    raw: Tensor  # (N, C) behind the convolution
+    q: Tensor  # (N, K, d), by length, as k
+    k: Tensor
+    v: Tensor  # (N, H, e)
+    g: Tensor  # (N, H) fp32
+    beta: Tensor  # (N, H) fp32
+    q_rstd: Tensor  # (N, K) fp32
+    k_rstd: Tensor
+
+
+class Result(NamedTuple):
+    """What backward needs of forward."""
+
+    mixed: Tensor  # (N, C + H e + 2 H)
+    out: Tensor  # (N, H e)
+
+
+# The recurrence of a pass, given the channels before the convolution: generation has states of its own.
+Recur = Callable[[ModelConfig, Weights, Parts, Rows], Tensor]
+
+
+def forward(
+    cfg: ModelConfig,
+    w: Weights,
+    x: Tensor,
+    rows: Rows,
+    saved: dict[str, Tensor],
+    out: Tensor,
+    recur: Recur | None = None,
+) -> None:
+    """Fills out (N, D), which may be x, and every tensor of `saved`; the others are temporaries."""
+    y, _ = norm(x, w.norm, cfg.eps, out if copies(w.norm, None) else None)
+    mixed = _project(cfg, w, y, saved.get("mixed"))
+    del y  # workspace._scan_moments
+    scanned = _scan(cfg, w, mixed, rows, saved.get("scan_out"), recur)
+    inner = _gated(cfg, w, mixed, scanned)
+    del mixed, scanned  # workspace._scan_moments
+    add_branch(cfg, x, inner, w.o, w.norm, None, out)
+
+
+def recall(cfg: ModelConfig, w: Weights, x: Tensor, saved: dict[str, Tensor], rows: Rows) -> Result:
+    """Forward's tensors, saved or recomputed."""
+    mixed = saved["mixed"] if "mixed" in saved else _project(cfg, w, norm(x, w.norm, cfg.eps)[0])
+    return Result(mixed, saved["scan_out"] if "scan_out" in saved else _scan(cfg, w, mixed, rows))
+
+
+def residual(cfg: ModelConfig, w: Weights, x: Tensor, result: Result) -> Tensor:
+    """Forward's `out` again."""
+    out = x.clone() if copies(w.norm, None) else torch.empty_like(x)
+    add_branch(cfg, x, _gated(cfg, w, *result), w.o, w.norm, None, out)
+    return out
+
+
+def backward(
+    cfg: ModelConfig,
+    w: Weights,
+    g: Weights,
+    x: Tensor,
+    saved: dict[str, Tensor],
+    dy: Tensor,
+    rows: Rows,
+    dx: Tensor,
+) -> None:
+    """Fills dx (N, D), adds to g, given dy (N, D); recomputes what is not in `saved`."""
+    d_mixed: Upstream = backward_to_mixed(cfg, w, g, recall(cfg, w, x, saved, rows), dy, rows)
+    d_mixed = upstream(d_mixed, w.mixed, g.mixed)
+    backward_to_x(cfg, w, g, x, d_mixed, dy, dx)
+
+
+def backward_to_mixed(cfg: ModelConfig, w: Weights, g: Weights, result: Result, dy: Tensor, rows: Rows) -> Tensor:
+    """Gradient of the projection's result, in its file's order."""
+    own = _own(cfg)
+    d_o = upstream(branch_backward(cfg, dy, dy, w.o, None, None, None), w.o, g.o)
+    inner = _gated(cfg, w, *result)
+    add_gradients_(g.o, w.o, inner, d_o)
+    del inner  # workspace._scan_moments
+    d_inner = linear_backward(d_o, w.o).view(-1, own.heads, own.value_dim)
+    del d_o  # workspace._scan_moments
+    d_mixed = torch.empty_like(result.mixed)
+    parts, found = split(cfg, result.mixed), split(cfg, d_mixed)
+    d_weight = or_scratch(g.gated, w.gated)
+    scanned = result.out.view_as(d_inner)
+    d_out = ops.gated_norm_bwd(d_inner, scanned, parts.z, w.gated, cfg.eps, False, d_weight, found.z)
+    del d_inner  # workspace._scan_moments
+    a = _inputs(cfg, w, parts, rows)
+    d_raw = torch.empty_like(a.raw)
+    dq, dk, dv = _heads(own, d_raw)
+    dg, dbeta, _ = ops.scan_bwd(d_out, a.q, a.k, a.v, a.g, a.beta, rows.docs, True, None, dq, dk, dv)
+    del d_out  # workspace._scan_moments
+    q, k, _ = _heads(own, a.raw)
+    for d_, t, factor, rstd in zip((dq, dk), (q, k), _lengths(own, q), (a.q_rstd, a.k_rstd), strict=True):
+        ops.head_rmsnorm_bwd(d_, t, factor, rstd, torch.zeros_like(factor), d_)
+    found.b.copy_(dbeta * a.beta * (1 - a.beta))
+    d_decay, d_step = or_scratch(g.decay, w.decay), or_scratch(g.step, w.step)
+    found.a.copy_(ops.decay_bwd(dg, None, parts.a, w.decay, w.step, d_decay, d_step))
+    ops.conv_bwd(d_raw, parts.channels, w.conv, None, rows.docs, or_scratch(g.conv, w.conv), None, found.channels)
+    del a, q, k, dq, dk, dv, d_raw  # workspace._scan_moments
+    return _in_file_order(cfg, d_mixed)
+
+
+def backward_to_x(
+    cfg: ModelConfig, w: Weights, g: Weights, x: Tensor, d_mixed: Upstream, dy: Tensor, dx: Tensor
+) -> None:
+    """Fills dx: the gradient through `mixed`, plus dy."""
+    y, stats = norm(x, w.norm, cfg.eps)
+    add_gradients_(g.mixed, w.mixed, y, d_mixed)
+    del y  # workspace._scan_moments
+    norm_backward(linear_backward(d_mixed, w.mixed), x, w.norm, stats, g.norm, dy, dx)
+
+
+def split(cfg: ModelConfig, mixed: Tensor) -> Parts:
+    """Of `mixed` or its gradient."""
+    own = _own(cfg)
+    channels, z, b, a = mixed.split([own.channels, own.value_width, own.heads, own.heads], 1)
+    return Parts(channels, z.view(-1, own.heads, own.value_dim), b, a)
+
+
+def _own(cfg: ModelConfig) -> Scan:
+    assert cfg.scan is not None
+    return cfg.scan
+
+
+def _project(cfg: ModelConfig, w: Weights, y: Tensor, out: Tensor | None = None) -> Tensor:
+    """`mixed`, in the order of `split`, which files may not have."""
+    if not cfg.names.mixed_by_head:
+        return linear(y, w.mixed, out)
+    found = linear(y, w.mixed)
+    order = file_order(_own(cfg), y.device)
+    return torch.index_select(found, 1, order, out=out) if out is not None else found.index_select(1, order)
+
+
+@cache
+def file_order(own: Scan, device: torch.device) -> Tensor:
+    """Columns of `mixed` in a file where a key head's q, k, v and z stand together, and its b and a."""
+    r = own.heads // own.key_heads
+    widths = [own.key_dim, own.key_dim, r * own.value_dim, r * own.value_dim]
+    end = own.channels + own.value_width
+    parts = torch.arange(end).view(own.key_heads, -1).split(widths, 1)
+    numbers = (end + torch.arange(2 * own.heads)).view(own.key_heads, -1).split([r, r], 1)
+    return torch.cat([part.flatten() for part in (*parts, *numbers)]).to(device)
+
+
+def _in_file_order(cfg: ModelConfig, d_mixed: Tensor) -> Tensor:
+    if not cfg.names.mixed_by_head:
+        return d_mixed
+    return d_mixed.index_select(1, torch.argsort(file_order(_own(cfg), d_mixed.device)))
+
+
+def _heads(own: Scan, raw: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+    """Views of channels: q, k (N, K, d), v (N, H, e)."""
+    q, k, v = raw.split([own.key_width, own.key_width, own.value_width], 1)
+    keys = (-1, own.key_heads, own.key_dim)
+    return q.view(keys), k.view(keys), v.view(-1, own.heads, own.value_dim)
+
+
+def _lengths(own: Scan, like: Tensor) -> tuple[Tensor, Tensor]:
+    """Factors (d,) fp32 behind a norm that make q as long as d ** -0.5, and k as long as 1."""
+    dtype = torch.float64 if like.dtype == torch.float64 else torch.float32
+    ones = torch.ones(own.key_dim, dtype=dtype, device=like.device)
+    return ones / own.key_dim, ones * own.key_dim**-0.5
+
+
+def inputs(cfg: ModelConfig, w: Weights, parts: Parts, raw: Tensor) -> Inputs:
+    """Given the channels behind the convolution (N, C)."""
+    own = _own(cfg)
+    q, k, v = _heads(own, raw)
+    eps = EPS / own.key_dim
+    (q, q_rstd), (k, k_rstd) = (ops.head_rmsnorm_fwd(t, f, eps) for t, f in zip((q, k), _lengths(own, q), strict=True))
+    g, _ = ops.decay_fwd(parts.a, w.decay, w.step)
+    beta = torch.sigmoid(parts.b).to(g.dtype)
+    return Inputs(raw, q, k, v, g, beta, q_rstd, k_rstd)
+
+
+def _inputs(cfg: ModelConfig, w: Weights, parts: Parts, rows: Rows) -> Inputs:
+    return inputs(cfg, w, parts, ops.conv_fwd(parts.channels, w.conv, None, rows.docs))
+
+
+def _scan(
+    cfg: ModelConfig, w: Weights, mixed: Tensor, rows: Rows, out: Tensor | None = None, recur: Recur | None = None
+) -> Tensor:
+    own, parts = _own(cfg), split(cfg, mixed)
+    if recur is not None:
+        return recur(cfg, w, parts, rows)
+    a = _inputs(cfg, w, parts, rows)
+    out = None if out is None else out.view(a.v.shape)
+    return ops.scan_fwd(a.q, a.k, a.v, a.g, a.beta, rows.docs, True, None, out).view(-1, own.value_width)
+
+
+def _gated(cfg: ModelConfig, w: Weights, mixed: Tensor, scanned: Tensor) -> Tensor:
+    """What the output projection reads, (N, H e)."""
+    z = split(cfg, mixed).z
+    return ops.gated_norm_fwd(scanned.view(z.shape), z, w.gated, cfg.eps, False).view(scanned.shape)
