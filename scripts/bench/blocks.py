@@ -81,7 +81,7 @@ def make_block(cfg: ModelConfig, N: int, documents: int = 1) -> Block:
     """For N tokens in so many documents. Norms are ones. fp8 codes are made here: a step makes them once per pass."""
     u = 1 + len(cfg.experts.dense if cfg.experts else ())
     groups = shapes.weight_groups(cfg, u)
-    stored, made = zeros(groups), zeros(*narrow.made_groups(cfg, u))
+    stored, made = zeros(groups, narrow.own_dtypes(cfg, u)), zeros(*narrow.made_groups(cfg, u))
     for weight in stored.values():
         weight.normal_(std=0.02) if weight.dim() > 1 else weight.fill_(1.0)
     model.make_codes(cfg, u, stored, made, backward=True)
@@ -92,7 +92,7 @@ def make_block(cfg: ModelConfig, N: int, documents: int = 1) -> Block:
     }
     rows = make_rows([N // documents] * documents, rope_tables(cfg, N, DEVICE), DEVICE)
     x, dy = randn(N, cfg.width), randn(N, cfg.width) * 1e-3
-    w, g = model.weights(cfg, u, stored | made), model.gradients(cfg, u, zeros(groups))
+    w, g = model.weights(cfg, u, stored | made), model.gradients(cfg, u, zeros(groups, narrow.own_dtypes(cfg, u)))
     return Block(cfg, u, w, g, rows, saved, x, dy, torch.empty_like(x), torch.empty_like(x))
 
 
