@@ -82,6 +82,12 @@ def head_block(D: int) -> int:
     return max(16, power2(D))
 
 
+def head_blocks(D: int, V: int) -> tuple[int, int]:
+    """Of keys and values: equal below 64, where two widths read out of bounds in bf16 on an H100 (Triton 3.6)."""
+    blocks = head_block(D), head_block(V)
+    return blocks if min(blocks) >= 64 else (max(blocks),) * 2
+
+
 class Tile(NamedTuple):
     """A launch of attention: rows of queries, of keys, warps, pipeline stages."""
 

@@ -324,7 +324,8 @@ def plan(
 ) -> Backward:
     """Backward for the strides of (dout, q, k, v, out, dq, dk, dv)."""
     dout, q, k, v, out, dq, dk, dv = strides
-    sizes = H // K, D, launch.head_block(D), V, launch.head_block(V)
+    block_d, block_v = launch.head_blocks(D, V)
+    sizes = H // K, D, block_d, V, block_v
     _, by_query, by_key = launch.attention(device, dtype, max(D, V))
     return Backward(
         by_query.q,

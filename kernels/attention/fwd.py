@@ -210,7 +210,8 @@ def plan(
 ) -> Forward:
     """Forward for the strides of (q, k, v, out)."""
     tile = launch.attention(device, dtype, max(D, V)).fwd
-    widths = D, launch.head_block(D), V, launch.head_block(V)
+    block_d, block_v = launch.head_blocks(D, V)
+    widths = D, block_d, V, block_v
     constants = H, H // K, *widths, tile.q, tile.k, window > 0, cap
     return Forward(
         tile.q,
