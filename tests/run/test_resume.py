@@ -106,7 +106,7 @@ def test_a_best_that_no_snapshot_has_is_lost_and_found_again(checkpoint, room, m
     if not room:
         monkeypatch.setattr(Forecast, "kept", 0)
     loss = {step: abs(step - 5.0) for step in range(STEPS + 1)}
-    monkeypatch.setattr(evaluation.Evaluation, "_loss", lambda self, _: loss[self.live.progress.step])
+    monkeypatch.setattr(evaluation.Evaluation, "_loss", lambda self, _: (loss[self.live.progress.step], {}))
     finetune(run)
     killed, keep = replace(run, out=f"{run.out}-killed"), live.Live.keep_best
 
@@ -153,7 +153,7 @@ def test_noise_on_embeddings_is_that_of_the_step(checkpoint, monkeypatch):
 
 def test_a_best_that_is_not_the_snapshots_is_told_and_not_exported(checkpoint, monkeypatch, capsys):
     run = options(checkpoint, checkpoint / "foreign", "gpu", val="0.1", eval_every=every("2"), export="best")
-    loss = lambda self, _: float(self.live.progress.step != 2)
+    loss = lambda self, _: (float(self.live.progress.step != 2), {})
     monkeypatch.setattr(evaluation.Evaluation, "_loss", loss)
     stopped(run, 3, monkeypatch)
     note = Path(run.out, "best", "best.json")
