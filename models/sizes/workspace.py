@@ -12,6 +12,7 @@ from trireme.models.sizes.narrow import in_fp8, quantised_each, slice_bytes
 from trireme.models.sizes.shapes import chosen, hidden_width, is_frozen, kind, output_name, seen, up_width
 
 LOSS_CHUNK = 2048  # rows of logits; default of linear_cross_entropy
+ROWS_OF_SCANS = 32  # of a chunk, as kernels/launch.py has it
 SLICE = 1 << 25  # bytes of an fp8 matmul on its way to a gradient's sum
 PROGRAMS = 1024  # most rows of fp32 partial sums in a norm's backward
 SLACK = 1 << 20
@@ -170,9 +171,8 @@ def _scan_moments(cfg: ModelConfig, sizes: _Sizes) -> tuple[int, list[int]]:
     turned = mixed * cfg.names.mixed_by_head  # in its file's order
     keys = 2 * N * own.key_heads * (own.key_dim * item + 4)  # q and k by length
     read = channels + keys + 8 * 4 * N * own.heads  # scan.Inputs, and what makes the numbers a head
-    rows = 64 if item == 2 and own.key_dim <= 128 else 32  # launch.scan
-    local = N * own.heads * (rows + own.value_dim + own.key_dim) * item
-    states = -(-N // rows) * own.heads * own.key_dim * own.value_dim * item
+    local = N * own.heads * (ROWS_OF_SCANS + own.value_dim + own.key_dim) * item
+    states = -(-N // ROWS_OF_SCANS) * own.heads * own.key_dim * own.value_dim * item
     each = 2 * N * own.heads * own.key_dim * item * (own.heads > own.key_heads)
     result, matmul = mixed + value, x * (last.x > 0)
     return result, [
