@@ -1,6 +1,5 @@
 """Packed experts in slices: bitwise one grouped GEMM over all of them; a layer of DeepSeek-V3 on a GPU."""
 
-import time
 from dataclasses import replace
 
 import pytest
@@ -154,7 +153,6 @@ def test_a_small_layer_in_any_slices():
 @pytest.mark.parametrize("tokens", [2048, 8192])
 def test_a_layer_of_deepseek_v3_in_any_slices(tokens):
     """256 experts of 7168 x 2048: 11.4 GB in fp8, never decoded at once."""
-    end = time.monotonic() + 120
-    while torch.cuda.mem_get_info()[0] < 32 << 30 and time.monotonic() < end:  # other tests have the GPU, too
-        time.sleep(1)
+    if torch.cuda.mem_get_info()[0] < 32 << 30:
+        pytest.skip("other processes have the GPU's memory: run it alone")
     check_layer(config(), tokens, "cuda", (16, 24))
