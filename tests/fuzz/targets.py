@@ -104,6 +104,9 @@ def _config(name: str, family: Family) -> dict[str, Any]:
     found |= {"max_window_layers": 1, "no_rope_layers": [1, 0]} if family.unrotated == "listed" else {}
     found |= {"num_local_experts": 0, "layer_types": ["attention"] * 2} if family.windows == "dense" else {}
     found |= {"layer_types": TYPES} if family.windows == "pattern" else {}
+    if family.scan:
+        found |= {"full_attention_interval": 2, "linear_num_key_heads": 2, "linear_num_value_heads": 2}
+        found |= {"sliding_window": None, "use_sliding_window": False}
     if family.experts:
         found |= {family.experts.count_key: 6, "num_experts_per_tok": 2, family.experts.width_key: 24}
         found |= {
