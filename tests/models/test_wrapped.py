@@ -185,7 +185,7 @@ def test_files_may_leave_out_what_their_class_says():
         (dict(text_config=[]), ["text_config", "an object"]),
         (dict(text_config=dict(model_type="mixtral")), ["text_config", "model_type", "mixtral", "mistral"]),
         (dict(text_config=dict(model_type="mistral")), ["text_config", "hidden_size"]),
-        (dict(quantization_config=dict(quant_method="gptq")), ["quantization_config", "gptq"]),
+        (dict(quantization_config=dict(quant_method="aqlm")), ["quantization_config", "aqlm"]),
     ],
 )
 def test_faults_of_a_wrapper_are_named(change, words):
