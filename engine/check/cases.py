@@ -69,6 +69,7 @@ class Shapes:
     quantized: tuple[int, ...] = (4096, 14336, 28672)
     mixtures: Mapping[str, Mixture] = field(default_factory=lambda: MIXTURES)
     mixed: int = 32768  # tokens of a mixture
+    scan: tuple[int, int, int] = (16, 32, 128)  # heads of keys, of values, their width, as Qwen3.5 has them
 
     def randn(self, *shape: int, dtype: torch.dtype = BF16) -> Tensor:
         return torch.randn(shape, device=self.device, dtype=dtype)
@@ -127,6 +128,7 @@ def ends(s: Shapes) -> Iterator[Case]:
     rows = len(torch.unique(ids))
     yield Case(f"{N}x{D}", "embedding_fwd", (ids, dw), 4 * N * D)
     yield Case(f"{N}x{D}, {rows} tokens", "embedding_bwd_", (dw, dy, ids), 2 * N * D + 4 * rows * D)
+    yield Case(f"{N}x{D}", "add_noise_", (dy, torch.rand(N, device=s.device), 7, 0), 4 * N * D)
     n = s.block
     g32, g16, out = randn(n, dtype=torch.float32), randn(n), s.zeros(n, dtype=BF16)
     yield Case("bf16", "grad_finish", (g16,), 2 * n)
@@ -286,6 +288,27 @@ def _int4(name: str, E: int, I: int, D: int, s: Shapes, wide: Tensor) -> Iterato
     yield Case(f"{name} awq", "int4_decode", (words(E, D, I // 8), scales, zeros, wide, 32, "awq"), moved)
 
 
+def scans(s: Shapes) -> Iterator[Case]:
+    """A gated delta rule with what is around it, and the gate of an attention's output."""
+    N, (K, H, d), docs = s.N, s.scan, ops.make_docs([s.N], s.device)
+    q, k = (torch.nn.functional.normalize(s.randn(N, K, d).float(), dim=-1).to(BF16) for _ in range(2))
+    v, dy, gate = (s.randn(N, H, d) for _ in range(3))
+    g, beta = -torch.rand(N, H, device=s.device), torch.rand(N, H, device=s.device)
+    what, keys, values = f"{N}x{H}x{d}", 2 * q.numel(), 2 * v.numel()
+    yield Case(what, "scan_fwd", (q, k, v, g, beta, docs, True), 2 * keys + 2 * values, bound=1e-2)
+    into = [torch.zeros_like(t) for t in (q, k, v)]
+    yield Case(what, "scan_bwd", (dy, q, k, v, g, beta, docs, True, None, *into), 4 * (keys + values), bound=1e-2)
+    C = (2 * K + H) * d
+    x, dx, w = s.randn(N, C), s.randn(N, C), s.randn(C, 4)
+    yield Case(f"{N}x{C}", "conv_fwd", (x, w, None, docs), 4 * x.numel())
+    yield Case(f"{N}x{C}", "conv_bwd", (dx, x, w, None, docs, s.zeros(C, 4), None, torch.zeros_like(x)), 6 * x.numel())
+    w, dw, out = s.randn(d), s.zeros(d), torch.zeros_like(v)
+    yield Case(what, "gated_norm_fwd", (v, gate, w, 1e-6, False), 3 * values)
+    yield Case(what, "gated_norm_bwd", (dy, v, gate, w, 1e-6, False, dw, out), 5 * values)
+    yield Case(what, "sigmoid_gate_fwd", (v, gate), 3 * values)
+    yield Case(what, "sigmoid_gate_bwd", (dy, v, gate, out), 5 * values)
+
+
 GROUPS: dict[str, Callable[[Shapes], Iterator[Case]]] = {
     "norms": norms,
     "activations": activations,
@@ -295,6 +318,7 @@ GROUPS: dict[str, Callable[[Shapes], Iterator[Case]]] = {
     "fp8": fp8,
     "experts": experts,
     "packed": packed,
+    "scans": scans,
 }
 EXACT = (torch.int32, torch.float8_e4m3fn)
 COMPARED = (BF16, torch.float32, *EXACT)  # not a split master's low halves

@@ -22,7 +22,7 @@ from trireme.kernels.launcher import why_none
 LITTLE = 0.7  # of a known rate: something is wrong
 PINNED, PIECE, PINNING_S = 16 << 30, 1 << 30, 10.0  # bytes tried at most, of each registration; seconds
 KERNELS_S, TIMES = 40.0, 5  # of all kernels; calls that are timed
-ORDER = ("attention", "loss", "norms", "activations", "ends", "experts", "packed", "fp8")
+ORDER = ("attention", "loss", "norms", "activations", "ends", "experts", "packed", "scans", "fp8")
 # The shapes of common models, with 2,048 tokens: references keep whole matrices of attention scores.
 CHECKED = Shapes(
     N=2048,

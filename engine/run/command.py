@@ -49,7 +49,7 @@ class CommandParser(argparse.ArgumentParser):
         given, rest = self.parse_known_args(argv)
         for word in rest:
             option = word.partition("=")[0]
-            near = difflib.get_close_matches(option, self._option_string_actions, 1)
+            near = difflib.get_close_matches(option, self._option_string_actions, 1, 0.7)
             way = f"Did you mean {near[0]}?" if near else f"See {program()} {name} --help."
             raise InputError(
                 f"unknown option {option}. {way}" if option.startswith("-") else f"{word}: unknown here. {way}"
