@@ -142,10 +142,10 @@ def _command(argv: list[str], place: Place, stop: int, said: int, watch: Callabl
 def _stop_in_step(stop: int) -> None:
     real = loop.train_step
 
-    def asked(e, micro, number, *more):
+    def asked(e, micro, number, *more, **named):
         if number == stop:
             os.kill(os.getpid(), signal.SIGTERM)
-        return real(e, micro, number, *more)
+        return real(e, micro, number, *more, **named)
 
     loop.train_step = asked
 

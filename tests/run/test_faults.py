@@ -192,9 +192,9 @@ def hangs(opts, queue: str, step: int, errors: str) -> None:
     """In a forked child: the run, in which a queue hangs in its first task of `step`."""
     real, run, at = loop.train_step, RealQueues.run, [0]
 
-    def train_step(e, micro, number, rate, trained=None):
+    def train_step(e, micro, number, rate, *more, **named):
         at[0] = number
-        return real(e, micro, number, rate, trained)
+        return real(e, micro, number, rate, *more, **named)
 
     def run_or_hang(queues, where, kind, of, fn, after=(), nbytes=0, flops=0):
         return run(
@@ -217,7 +217,7 @@ def snapshot_hangs() -> None:
 
     watchdog.threading = SimpleNamespace(Event=Left, Thread=threading.Thread)
     live.patience = lambda step_s: 0.2
-    Store.write = lambda store, name, buffer: stuck.set() or Future()
+    Store.write = lambda store, name, buffer, later=False: stuck.set() or Future()
 
 
 def test_a_snapshot_that_hangs_ends_the_run(checkpoint):

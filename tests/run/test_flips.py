@@ -187,9 +187,9 @@ def test_a_resumed_run_reads_each_span_once(run, job, tmp_path, monkeypatch):
     ours, read = copied(run, tmp_path / "run"), Counter()
     real = Store._read
 
-    def counted(store, name, buffer, verify):
+    def counted(store, name, buffer, verify=False, later=False):
         read[name, verify] += 1
-        return real(store, name, buffer, verify)
+        return real(store, name, buffer, verify, later)
 
     monkeypatch.setattr(Store, "_read", counted)
     found = resumed(job, ours)

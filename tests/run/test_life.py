@@ -166,11 +166,11 @@ def test_a_run_that_fails_takes_nothing_from_one_that_trains(checkpoint, uninter
     trains, failed = os.pipe(), os.pipe()
     load, step, pids = job.load_dataset, loop.train_step, []
 
-    def step_by_step(e, micro, number, rate, trained=None):
+    def step_by_step(e, micro, number, rate, *more, **named):
         if number == 2:  # there is no snapshot yet
             os.write(trains[1], b"!")
             os.read(failed[0], 1)
-        return step(e, micro, number, rate, trained)
+        return step(e, micro, number, rate, *more, **named)
 
     def meanwhile(*args):
         assert not drive.exists()
