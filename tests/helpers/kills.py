@@ -126,7 +126,12 @@ def _command(argv: list[str], place: Place, stop: int, said: int, watch: Callabl
         sys.stdout, sys.stderr = (os.fdopen(fd, "w", buffering=1, closefd=False) for fd in (1, 2))
         evaluation.LONGEST = 0.0  # a sample is one token
         real = evaluation.Evaluation._loss
-        evaluation.Evaluation._loss = lambda e, data: real(e, data) + abs(e.live.progress.step - place.best)
+
+        def worse(e, data):
+            loss, metrics = real(e, data)
+            return loss + abs(e.live.progress.step - place.best), metrics
+
+        evaluation.Evaluation._loss = worse
         if not place.room:
             Forecast.kept = 0
         watch()

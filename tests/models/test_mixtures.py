@@ -59,7 +59,7 @@ def test_the_load_counts_a_step_once_whatever_is_recomputed():
         (dict(model_type="glm4_moe", n_group=2), '"n_group": 2 is not supported'),
         (dict(model_type="glm4_moe", first_k_dense_replace=2), '"first_k_dense_replace" is 2, expected an integer'),
         (dict(use_sliding_window=True), '"use_sliding_window": true is not supported'),
-        (dict(quantization_config=dict(quant_method="gptq")), "quantization_config.*gptq.*is not supported"),
+        (dict(quantization_config=dict(quant_method="aqlm")), "quantization_config.*aqlm.*is not supported"),
         (dict(hidden_act="gelu"), "hidden_act"),
         (dict(router_aux_loss_coef=-1), "router_aux_loss_coef.*expected a positive number"),
     ],

@@ -113,9 +113,9 @@ def test_a_store_grows_to_what_was_said(tmp_path, memory, monkeypatch):
         found.append(sum(files.values()))
         remove(store, *more)
 
-    def write(store, name, buffer):
+    def write(store, name, buffer, later=False):
         stored.append(len(buffer) + sum(len(stripe.header) for stripe in store.shards[name].stripes))
-        return real(store, name, buffer)
+        return real(store, name, buffer, later)
 
     def create(*args):
         store = new(*args)

@@ -232,9 +232,9 @@ MERGES = {
     "no adapter named": (["--out", "x"], "no adapter is named. Name its folder: "),
     "a folder with files": (["whole", "--out", "whole"], "--out whole is there already. Name another"),
     "no such model": (["whole", "--out", "x", "--model", "y"], "--model y is no folder. Name the checkpoint"),
-    "a base that is elsewhere": (["hub", "--out", "x"], "its base, 'someone/model', is no folder here. Name the"),
+    "a base that is elsewhere": (["hub", "--out", "x"], "someone/model: not found: "),
     "another base": (["whole", "--out", "x", "--model", "other"], "for this model it would be"),
-    "an unknown option": (["whole", "--out", "x", "--rank", "3"], "unknown option --rank. See merge --help."),
+    "an unknown option": (["whole", "--out", "x", "--rank", "3"], "unknown option --rank. See "),
 }
 
 
