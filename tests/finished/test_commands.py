@@ -176,7 +176,7 @@ def test_an_end_token_of_generation_config_ends(here, capsys):
         (["--prompt", "a", "--chat"], "--prompt and --chat: one of them at a time."),
         (["--prompt", "a", "--top-p", "0.5"], "--top-p is of drawn tokens, and the likeliest is taken."),
         (["--prompt", "a", "--temperature", "-1"], "--temperature: '-1' is not a number"),
-        (["--prompt", "a", "--beams", "3"], "unknown option --beams. See "),
+        (["--prompt", "a", "--beams", "3"], "unknown option --beams. See python scripts/finetune.py sample --help."),
         (["--prompt", "a" * 300], "tokens: the model has 256 positions. Shorten it."),
         (["--prompts", "gone.txt"], "--prompts gone.txt: "),
         (["--prompt", "a", "--as-text", "--system", "b"], "--system: texts are continued as they are"),

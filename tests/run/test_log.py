@@ -22,6 +22,7 @@ from command import TRAIN, fails, on_screen
 
 from trireme.engine.amounts import compact, duration
 from trireme.engine.data import dataset
+from trireme.engine.queues.names import title
 from trireme.engine.run import log as log_module
 from trireme.engine.run import loop, main, records
 from trireme.engine.run import screen as screen_module
@@ -516,11 +517,10 @@ def test_tensorboard_and_a_trace_are_left_with_the_run(here, monkeypatch):
     events = json.loads(Path("out/trace.json").read_text())["traceEvents"]
     queues = {event["args"]["name"]: event["tid"] for event in events if event["ph"] == "M"}
     spans = [event for event in events if event["ph"] == "X"]
-    assert {
-        event["name"].split()[0]
-        for event in spans
-        if event["tid"] == queues[next(name for name in queues if "compute" in name.lower())]
-    } >= {"forward", "backward"}
+    assert {event["name"].split()[0] for event in spans if event["tid"] == queues[title("compute")]} >= {
+        "forward",
+        "backward",
+    }
     assert all(event["dur"] >= 0 for event in spans)
 
 

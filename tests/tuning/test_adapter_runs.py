@@ -232,9 +232,15 @@ MERGES = {
     "no adapter named": (["--out", "x"], "no adapter is named. Name its folder: "),
     "a folder with files": (["whole", "--out", "whole"], "--out whole is there already. Name another"),
     "no such model": (["whole", "--out", "x", "--model", "y"], "--model y is no folder. Name the checkpoint"),
-    "a base that is elsewhere": (["hub", "--out", "x"], "someone/model: not found: "),
+    "a base that is elsewhere": (
+        ["hub", "--out", "x"],
+        "someone/model: not found: http://127.0.0.1:9 cannot be reached",
+    ),
     "another base": (["whole", "--out", "x", "--model", "other"], "for this model it would be"),
-    "an unknown option": (["whole", "--out", "x", "--rank", "3"], "unknown option --rank. See "),
+    "an unknown option": (
+        ["whole", "--out", "x", "--rank", "3"],
+        "unknown option --rank. See python scripts/finetune.py merge --help.",
+    ),
 }
 
 
