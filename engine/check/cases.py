@@ -326,16 +326,28 @@ COMPARED = (BF16, torch.float32, *EXACT)  # not a split master's low halves
 
 def error(case: Case) -> float:
     """The largest relative error of results and written arguments, compared with the op's reference implementation."""
-    found = []
     op = getattr(ops, case.op)
-    for run in (op, op.__wrapped__):
-        copies = [a.clone() if torch.is_tensor(a) else a for a in case.args]
-        results = run(*copies, **case.kwargs)
-        tensors = [t for t in (*_flat(results), *copies) if torch.is_tensor(t)]
-        found.append([t.float() if t.dtype in EXACT else t for t in tensors if t.dtype in COMPARED])
-        del copies, results
+    found = [
+        [t.float() if t.dtype in EXACT else t for t in _run(case, of) if t.dtype in COMPARED]
+        for of in (op, op.__wrapped__)
+    ]
     norm = lambda t: float(torch.linalg.vector_norm(t, dtype=torch.float64))
     return max(norm(a.float() - b.float()) / max(norm(b), 1e-30) for a, b in zip(*found, strict=True))
+
+
+def repeats(case: Case, runs: int) -> bool:
+    """Whether `runs` calls give the same bits."""
+    op = getattr(ops, case.op)
+    bits = lambda: [t.contiguous().view(-1).view(torch.uint8) for t in _run(case, op)]
+    first = bits()
+    return all(torch.equal(a, b) for _ in range(runs - 1) for a, b in zip(first, bits(), strict=True))
+
+
+def _run(case: Case, op: Callable[..., Any]) -> list[Tensor]:
+    """Results, and arguments as they are afterwards; the case's own stay."""
+    copies = [a.clone() if torch.is_tensor(a) else a for a in case.args]
+    results = op(*copies, **case.kwargs)
+    return [t for t in (*_flat(results), *copies) if torch.is_tensor(t)]
 
 
 def _flat(results: Any) -> list[Any]:

@@ -9,7 +9,7 @@ from dataclasses import replace
 import torch
 
 from trireme.engine.amounts import gib
-from trireme.engine.check.cases import GROUPS, MIXTURES, Case, Shapes, error
+from trireme.engine.check.cases import GROUPS, MIXTURES, Case, Shapes, error, repeats
 from trireme.engine.check.host import is_wsl
 from trireme.engine.check.row import Row
 from trireme.engine.memory import Memory
@@ -21,7 +21,7 @@ from trireme.kernels.launcher import why_none
 
 LITTLE = 0.7  # of a known rate: something is wrong
 PINNED, PIECE, PINNING_S = 16 << 30, 1 << 30, 10.0  # bytes tried at most, of each registration; seconds
-KERNELS_S, TIMES = 40.0, 5  # of all kernels; calls that are timed
+KERNELS_S, TIMES = 40.0, 5  # of all kernels; calls that are compared, and timed
 ORDER = ("attention", "loss", "norms", "activations", "ends", "experts", "packed", "scans", "fp8")
 # The shapes of common models, with 2,048 tokens: references keep whole matrices of attention scores.
 CHECKED = Shapes(
@@ -155,7 +155,7 @@ def _group(name: str, cases: Iterator[Case], timed: Callable[[Case], float] | No
 def _compared(case: Case, timed: Callable[[Case], float] | None) -> Row:
     what, how = f"{case.op} {case.label}", "do not train on this GPU; send this report to the project"
     try:
-        off, took = error(case), timed(case) if timed else 0.0
+        off, same, took = error(case), repeats(case, TIMES), timed(case) if timed else 0.0
     except torch.cuda.OutOfMemoryError:
         raise
     except Exception as failed:  # of Triton's compiler, of its launcher, of CUDA
@@ -163,6 +163,8 @@ def _compared(case: Case, timed: Callable[[Case], float] | None) -> Row:
         return Row("kernels", what, f"FAILED: {why}", how, {"failed": why})
     if not off <= case.bound:
         return Row("kernels", what, f"WRONG: differs by {off:.1e} from its reference", how, {"error": off})
+    if not same:
+        return Row("kernels", what, f"WRONG: {TIMES} calls give different bits", how, {"repeats": False})
     said, numbers = f"error {off:.0e}", {"error": off}
     if timed:
         rate = case.work / took

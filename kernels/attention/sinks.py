@@ -16,27 +16,42 @@ from trireme.kernels.column_sum import add_rows
 from trireme.kernels.launch import cdiv, power2
 from trireme.kernels.launcher import await_previous, launcher
 
-ROWS = 64  # tokens of a program
+ROWS, LSE_ROWS = 64, 1024  # tokens of a program
+
+
+@triton.jit
+def _with_sink(b_lse, sink):
+    sink = sink.to(tl.float32)
+    b_top = tl.maximum(b_lse, sink)
+    return b_top + tl.log(tl.exp(b_lse - b_top) + tl.exp(sink - b_top))
 
 
 @launcher
 @triton.jit(do_not_specialize=["N"])
-def _sinks_fwd(p_out, p_lse, p_sinks, N, H: tl.constexpr, D: tl.constexpr, ROWS: tl.constexpr, BLOCK_D: tl.constexpr):
+def _sinks_out(p_out, p_lse, p_sinks, N, H: tl.constexpr, D: tl.constexpr, ROWS: tl.constexpr, BLOCK_D: tl.constexpr):
+    """lse stays: several threads read a row's, and one of them would write it before the others have read."""
     await_previous()
     i_h = tl.program_id(0) % H
     o_n = tl.program_id(0) // H * ROWS + tl.arange(0, ROWS)
     o_d = tl.arange(0, BLOCK_D)
     m_n = o_n < N
-    sink = tl.load(p_sinks + i_h).to(tl.float32)
-    p_row = p_lse + i_h.to(tl.int64) * N + o_n
-    b_lse = tl.load(p_row, m_n, 0.0)
-    b_top = tl.maximum(b_lse, sink)
-    b_new = b_top + tl.log(tl.exp(b_lse - b_top) + tl.exp(sink - b_top))
-    tl.store(p_row, b_new, m_n)
+    b_lse = tl.load(p_lse + i_h.to(tl.int64) * N + o_n, m_n, 0.0)
+    b_new = _with_sink(b_lse, tl.load(p_sinks + i_h))
     p_out += (o_n.to(tl.int64) * H + i_h)[:, None] * D + o_d[None, :]
     mask = m_n[:, None] & (o_d < D)[None, :]
     b_out = tl.load(p_out, mask, 0.0).to(tl.float32) * tl.exp(b_lse - b_new)[:, None]
     tl.store(p_out, b_out.to(p_out.dtype.element_ty), mask)
+
+
+@launcher
+@triton.jit(do_not_specialize=["N"])
+def _sinks_lse(p_lse, p_sinks, N, H: tl.constexpr, ROWS: tl.constexpr):
+    await_previous()
+    i_h = tl.program_id(0) % H
+    o_n = tl.program_id(0) // H * ROWS + tl.arange(0, ROWS)
+    p_row = p_lse + i_h.to(tl.int64) * N + o_n
+    b_lse = tl.load(p_row, o_n < N, 0.0)
+    tl.store(p_row, _with_sink(b_lse, tl.load(p_sinks + i_h)), o_n < N)
 
 
 @launcher
@@ -73,7 +88,8 @@ def sinks_fwd_(out_: Tensor, lse_: Tensor, sinks: Tensor) -> None:
     assert lse_.shape == (H, N)
     assert sinks.shape == (H,)
     assert all(t.is_contiguous() for t in (out_, lse_, sinks))
-    _sinks_fwd[(cdiv(N, ROWS) * H,)](out_, lse_, sinks, N, H, d, ROWS, power2(d), num_warps=4)
+    _sinks_out[(cdiv(N, ROWS) * H,)](out_, lse_, sinks, N, H, d, ROWS, power2(d), num_warps=4)
+    _sinks_lse[(cdiv(N, LSE_ROWS) * H,)](lse_, sinks, N, H, LSE_ROWS, num_warps=4)
 
 
 def sinks_bwd_(dsinks_: Tensor, dout: Tensor, out: Tensor, lse: Tensor, sinks: Tensor) -> None:
