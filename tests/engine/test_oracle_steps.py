@@ -1,19 +1,25 @@
 """Steps of every model type are those of transformers and torch's AdamW, one document at a time."""
 
+import json
+
 import engines
 import pytest
 import torch
+import wrapped
 from engines import LIMITS, batches, gpu_plan, opened, train
+from safetensors.torch import save_file
 from tiny import CASES, oracle
 
 from trireme.engine.build import build
 from trireme.engine.exchange import Exchange
 from trireme.engine.queues.real import InlineQueues
 from trireme.engine.updates import AdamW
+from trireme.models.config import parse_config
 
 pytestmark = pytest.mark.grid
 
 FIRST = {model_type: name for name, (model_type, _) in reversed(CASES.items())}
+WRAPPED = {model_type: name for name, (model_type, *_) in reversed(wrapped.CASES.items())}
 STEPS, LR, EPS = 4, 1e-2, 1e-3  # eps: of gradients near zero Adam takes little but their rounding
 
 
@@ -39,11 +45,26 @@ def losses_of(model, steps, off):
 @pytest.mark.parametrize("model_type", sorted(FIRST))
 def test_steps_are_those_of_torch(model_type, tmp_path, monkeypatch):
     """A step's loss has the updates of those before it."""
-    monkeypatch.setattr(engines, "BALANCE", 0.0)
     theirs, _ = oracle(*CASES[FIRST[model_type]])
     theirs.get_input_embeddings().padding_idx = None  # nothing is padded here: that token is one of the text
     theirs.save_pretrained(tmp_path)
-    cfg, source, _ = opened(tmp_path)
+    compare(tmp_path, theirs, monkeypatch)
+
+
+@pytest.mark.parametrize("model_type", sorted(WRAPPED))
+def test_steps_of_a_language_model_within_another(model_type, tmp_path, monkeypatch):
+    theirs, config = wrapped.oracle(WRAPPED[model_type])
+    theirs.get_input_embeddings().padding_idx = None
+    tied = config.get("tie_word_embeddings", True)
+    state = {name: t for name, t in theirs.state_dict().items() if not (tied and name.startswith("lm_head"))}
+    (tmp_path / "config.json").write_text(json.dumps(config))
+    save_file(wrapped.turned(parse_config(config), wrapped.spelled(theirs, state)), tmp_path / "model.safetensors")
+    compare(tmp_path, theirs, monkeypatch)
+
+
+def compare(folder, theirs, monkeypatch):
+    monkeypatch.setattr(engines, "BALANCE", 0.0)
+    cfg, source, _ = opened(folder)
     adamw = AdamW(eps=EPS, weight_decay=0.0, max_grad_norm=0.0)
     e = build(cfg, gpu_plan(cfg), LIMITS, InlineQueues(), adamw=adamw)
     Exchange(cfg, source, e.placement).load()

@@ -45,7 +45,7 @@ from trireme.engine.planner.rates import Rates
 from trireme.engine.planner.simulate import SimulatedQueues
 from trireme.engine.queues.names import READS, WRITES, queues_of
 from trireme.engine.queues.real import InlineQueues, RealQueues
-from trireme.engine.run.begin.rehearsal import rehearse
+from trireme.engine.run.begin.warmup import warm_up
 from trireme.engine.run.evaluation import sample
 from trireme.engine.step import Inputs, evaluate, train_step
 from trireme.engine.updates import AdamW
@@ -90,7 +90,7 @@ BETWEEN = {
     "sample": lambda e, micro: sample(e, Words(), [[1, 2, 3], [4]], max_new=2),
     "flush": lambda e, micro: e.optimizer.flush(),
     "drain": lambda e, micro: e.queues.drain(),
-    "rehearse": lambda e, micro: rehearse(e, micro[0], range(e.geo.n_units)) if e.plan.gpus == 1 else None,
+    "warm_up": lambda e, micro: warm_up(e, micro[0], range(e.geo.n_units)) if e.plan.gpus == 1 else None,
 }
 ALWAYS = ("evaluate", "sample")
 
@@ -171,7 +171,7 @@ def test_what_units_leave_for_each_other_may_wait_outside_the_gpu(tier):
 def test_the_head_reads_its_input_twice_where_documents_are_compared(method, between):
     units = tuple(UnitPlan("host", "host", x=tier) for tier in ("gpu", "host", "ssd", "host", "ssd"))
     plan = gpu_plan(LLAMA, units=units, dtype="BF16", n_micro=4, between=between, swap_slots=2)
-    before = (("rehearse", "evaluate"), ("rehearse",), (), ())
+    before = (("warm_up", "evaluate"), ("warm_up",), (), ())
     check(plan, RealQueues("cpu", extra=("poison",)), "tied", between=before, method=method)
     for late in LAGS:
         check(plan, LateQueues(late), method=method)

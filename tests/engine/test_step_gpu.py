@@ -10,7 +10,7 @@ from engines import LLAMA, RealQueues, batches, cards, final_weights, gpu_plan, 
 from trireme.engine import geometry
 from trireme.engine.exchange import Kept
 from trireme.engine.plan import TIERS, UnitPlan
-from trireme.engine.run.begin.rehearsal import rehearse
+from trireme.engine.run.begin.warmup import warm_up
 from trireme.engine.updates import AdamW
 from trireme.models.config import Lora
 from trireme.models.families.experts import Experts
@@ -84,9 +84,9 @@ OTHERS = {
 }
 
 
-def rehearsed(e):
+def warmed_up(e):
     """For `train`: before the first step all units have computed on zeros."""
-    return lambda i, micro: i or rehearse(e, micro[0], range(e.geo.n_units))
+    return lambda i, micro: i or warm_up(e, micro[0], range(e.geo.n_units))
 
 
 @cache
@@ -121,7 +121,7 @@ def test_placement_never_changes_the_numbers(units, n_micro, mode, between):
     plan = replace(plan, gradients="ssd" if between == "host" else "host")
     e = make(CFG, plan, RealQueues("cuda", extra=("poison",)), AdamW(max_grad_norm=clip))
     losses, weights = on_the_gpu(n_micro, clip)
-    assert train(e, batches(CFG, 4, n_micro, 48), between=rehearsed(e)) == losses
+    assert train(e, batches(CFG, 4, n_micro, 48), between=warmed_up(e)) == losses
     for name, value in final_weights(e).items():
         assert torch.equal(value, weights[name]), name
     e.queues.close()
@@ -137,7 +137,7 @@ def test_documents_are_compared_wherever_they_are(units, between, cfg, method):
         plan = gpu_plan(cfg, dtype="BF16", n_micro=3, tokens=48, record=5000, piece=1000)
         plan = replace(plan, units=given, between=between, swap_slots=2) if given else plan
         e = make(cfg, plan, RealQueues("cuda", extra=("poison",)))
-        seen = train(e, pairs(cfg, 3, 3, 48, method == "kto"), between=rehearsed(e), preference=Preference(method))
+        seen = train(e, pairs(cfg, 3, 3, 48, method == "kto"), between=warmed_up(e), preference=Preference(method))
         found.append((seen, final_weights(e)))
         e.queues.close()
         e.close()
@@ -193,7 +193,7 @@ def test_every_kind_of_unit_is_placed_without_changing_a_bit(name, tier, halves)
         units.append(UnitPlan(tier, tier, x=tier, saved=saved, base=tier))
     e = make(cfg, replace(plan, units=tuple(units)), RealQueues("cuda", extra=("poison",)))
     losses, weights = on_the_gpu(2, 1.0, cfg)
-    assert train(e, batches(cfg, 4, 2, 48), between=rehearsed(e)) == losses
+    assert train(e, batches(cfg, 4, 2, 48), between=warmed_up(e)) == losses
     for tensor, value in final_weights(e).items():
         assert torch.equal(value, weights[tensor]), tensor
     e.queues.close()

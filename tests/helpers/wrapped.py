@@ -137,3 +137,10 @@ def spelled(model, tensors):
     """As files of the model name and shape them."""
     released = lambda name: name.replace("language_model.model.blocks.", "language_model.model.layers.")  # Kimi's
     return {released(name): t.contiguous() for name, t in revert_weight_conversion(model, dict(tensors)).items()}
+
+
+def turned(cfg, tensors):
+    """Experts as releases have them, where transformers writes them otherwise."""
+    if not (cfg.experts and cfg.names.either):
+        return tensors
+    return {name: t.mT.contiguous() if f".{cfg.names.experts}." in name else t for name, t in tensors.items()}

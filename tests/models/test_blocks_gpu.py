@@ -23,6 +23,7 @@ KINDS = [
     "olmo2 tied, biases",
     "exaone4",
     "seed_oss other biases",
+    "gemma2",
     "gemma3 untied, two ropes",
     "glm4",
     "qwen3 moe",

@@ -13,7 +13,7 @@ from tiny import CASES as TEXT_CASES
 from tiny import YARN, Tiny, apart, relative, shifted_labels
 from tiny import oracle as text_oracle
 from transformers import AutoConfig, AutoModelForCausalLM, AutoModelForImageTextToText
-from wrapped import CASES, oracle, spelled
+from wrapped import CASES, oracle, spelled, turned
 
 from trireme.engine.run import demo
 from trireme.engine.run.options import Options
@@ -71,13 +71,6 @@ def test_as_transformers(case):
         error = relative(ours.pop(names[name]), grad)
         assert error < 3e-5 or name.endswith("k_proj.bias") and float(grad.norm()) < 1e-6, (name, error)
     assert not ours
-
-
-def turned(cfg, tensors):
-    """Experts as releases have them, where transformers writes them otherwise."""
-    if not (cfg.experts and cfg.names.either):
-        return tensors
-    return {name: t.mT.contiguous() if f".{cfg.names.experts}." in name else t for name, t in tensors.items()}
 
 
 def mtp_layer(reference):

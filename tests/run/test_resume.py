@@ -290,10 +290,10 @@ def test_asked_to_stop_while_it_loads_it_leaves_nothing_in_flight(checkpoint, re
 
 
 @pytest.mark.parametrize("units", [3, 50])
-def test_what_loads_beside_a_rehearsal_is_heard(units, monkeypatch):
+def test_ctrl_c_while_loading_ends_the_warm_up(units, monkeypatch):
     """As on a GPU: loading, in another thread, ends after the piece at which it was asked to stop."""
     as_on_gpu = SimpleNamespace(device=SimpleNamespace(type="cuda"), plan=SimpleNamespace(gpus=1, hosts=1))
-    asked, heard, rehearsed = [], threading.Event(), []
+    asked, heard, warmed_up = [], threading.Event(), []
 
     def load(more, loaded):
         assert threading.current_thread() is not threading.main_thread()
@@ -309,11 +309,11 @@ def test_what_loads_beside_a_rehearsal_is_heard(units, monkeypatch):
             raise KeyboardInterrupt
 
     monkeypatch.setattr(filled, "_first", lambda _: "the first step's")
-    monkeypatch.setattr(filled, "rehearse", lambda e, mb, loaded: rehearsed.extend((e, mb, u) for u in loaded))
+    monkeypatch.setattr(filled, "warm_up", lambda e, mb, loaded: warmed_up.extend((e, mb, u) for u in loaded))
     left = nullcontext() if units <= 5 else pytest.raises(KeyboardInterrupt)
     with stop_signals(lambda number: asked.append(number) or heard.set(), lambda: None), left:
-        filled._load_and_rehearse("the engine", as_on_gpu, SimpleNamespace(load=load), more, Clock())
-    assert rehearsed == [("the engine", "the first step's", u) for u in range(min(units, 5))]
+        filled._load_and_warm_up("the engine", as_on_gpu, SimpleNamespace(load=load), more, Clock())
+    assert warmed_up == [("the engine", "the first step's", u) for u in range(min(units, 5))]
 
 
 def test_a_snapshot_that_has_lost_a_file_is_no_beginning(checkpoint, monkeypatch):

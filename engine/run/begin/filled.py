@@ -21,7 +21,7 @@ from trireme.engine.planner.host import hold_to
 from trireme.engine.planner.machine import note_pinned
 from trireme.engine.queues.real import RealQueues
 from trireme.engine.run.begin.job import Job
-from trireme.engine.run.begin.rehearsal import rehearse
+from trireme.engine.run.begin.warmup import warm_up
 from trireme.engine.run.screen import Screen
 from trireme.engine.step import Engine, Inputs
 from trireme.engine.tuning.base import CheckpointBase
@@ -101,13 +101,13 @@ def fill_engine(
                 exchange.load_base(more)
         return exchange.base, exchange.trained
     with _loading(screen, "loading", e.placement.nbytes() + e.placement.frozen_bytes, asked) as more:
-        _load_and_rehearse(e, job, exchange, more, clock or Clock())
+        _load_and_warm_up(e, job, exchange, more, clock or Clock())
     if group:
         group.agree("weights", exchange.base | {"those that are trained": exchange.trained}, "Copy host 0's checkpoint")
     return exchange.base, exchange.trained
 
 
-def _load_and_rehearse(e: Engine, job: Job, exchange: Exchange, more: Callable[[int], None], clock: Clock) -> None:
+def _load_and_warm_up(e: Engine, job: Job, exchange: Exchange, more: Callable[[int], None], clock: Clock) -> None:
     """On a GPU loads in another thread, while this one has kernels compiled."""
     if job.device.type != "cuda" or job.plan.gpus * job.plan.hosts > 1:
         exchange.load(more)
@@ -123,7 +123,7 @@ def _load_and_rehearse(e: Engine, job: Job, exchange: Exchange, more: Callable[[
 
     with ThreadPoolExecutor(1, "load") as thread:
         loading = thread.submit(load)
-        rehearse(e, _first(job), iter(loaded.get, None))
+        warm_up(e, _first(job), iter(loaded.get, None))
         loading.result()
     clock.move(clock.now() - ended[0], "load", "compile")
 

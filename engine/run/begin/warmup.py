@@ -26,7 +26,7 @@ from trireme.models.losses.preferences import Preference
 from trireme.models.sizes.shapes import layer
 
 
-def rehearse(e: Engine, mb: Inputs, loaded: Iterable[int]) -> None:
+def warm_up(e: Engine, mb: Inputs, loaded: Iterable[int]) -> None:
     """Takes units through forward and backward in the order in which they are `loaded`. For one GPU.
 
     Raises what a step of the micro-batch would.
