@@ -18,8 +18,9 @@ from contextlib import contextmanager
 from dataclasses import asdict, replace
 from functools import partial
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, get_args
 
+import numpy as np
 import torch
 from ceilings import against, blended, forget_peaks, lower_bounds, measure_rates, sustained_rates
 from model_inputs import with_adapters
@@ -42,7 +43,10 @@ from trireme.engine.queues.real import InlineQueues, RealQueues
 from trireme.engine.queues.trace import Span, busy, perfetto
 from trireme.engine.run.begin.settle import record_size
 from trireme.engine.step import Engine, train_step
+from trireme.engine.tuning.packed import outlined
+from trireme.engine.tuning.quantized import BASES, quantized
 from trireme.models.config import ModelConfig
+from trireme.models.losses.preferences import Method, Preference
 from trireme.models.rows import Tables, rope_tables
 from trireme.models.sizes import costs, shapes
 
@@ -68,6 +72,7 @@ def wanted_of(a: Arguments, cfg: ModelConfig, dtype: str, limits: Limits) -> Wan
         on_cuda=dtype == "BF16",
         document=a.seq,
         gpus=a.gpus,
+        compared=bool(a.method),
     )
 
 
@@ -131,6 +136,9 @@ def _step(
     a: Arguments, e: Engine, batch: Sequence[MicroBatch], places: Sequence[tuple[Tables, torch.device]], step: int
 ) -> StepStats:
     on_device = (inputs_on(e.cfg, mb, places) for mb in batch)  # a generator, for "vertical"
+    if a.method:
+        pairs = sum(len(mb.lengths) for mb in batch) / 2
+        return train_step(e, list(on_device), step, a.lr, pairs, Preference(a.method))
     if "vertical" not in a.off:
         return train_step(e, list(on_device), step, a.lr)
     # As in other trainers, weights are transferred for each micro-batch, which is a step here; only the last updates.
@@ -162,10 +170,12 @@ def measure(
     """Trains by a plan; prints and returns the figures. `at_start`: GiB of RAM resident before."""
     text = Path(a.text).read_bytes() if a.text else None
     with engine_of(a, cfg, plan, limits, device) as e:
-        run = run_steps(a, e, partial(make_batch, cfg, a.tokens, a.seq, plan.tokens // a.seq, text=text))
+        made = partial(make_batch, cfg, a.tokens, a.seq, plan.tokens // a.seq, text=text)
+        run = run_steps(a, e, lambda step: [compared(mb) for mb in made(step)] if a.method else made(step))
         result = {
             "model": a.model,
             "lora": a.lora,
+            "base": a.base,
             "gpus": a.gpus,
             "dtype": a.dtype,
             "tokens": a.tokens,
@@ -178,6 +188,12 @@ def measure(
     if a.trace:
         Path(a.trace).write_text(perfetto(run.last))
     return result
+
+
+def compared(mb: MicroBatch) -> MicroBatch:
+    """Its documents as pairs of alike weight, with a reference that knows nothing."""
+    n = len(mb.lengths)
+    return replace(mb, weights=np.ones(n), reference=np.full(n, -math.log(32000) * mb.lengths[0]))
 
 
 # ---------------------------------------------------------------- comparison
@@ -217,7 +233,7 @@ def against_prediction(a: Arguments, e: Engine, rates: Rates, run: Run, at_start
     gpu, ram = memory_in_use(device, a.gpus)
     estimated = {tier: nbytes / GIB for tier, nbytes in usage(e.geo, e.plan).items()}
     estimated["host"] += CODE / GIB if device.type == "cuda" else 0.0
-    batch = Batch(e.plan.tokens, a.seq, e.plan.n_micro)
+    batch = Batch(e.plan.tokens, a.seq, e.plan.n_micro, compared=bool(a.method))
     found = predict(e.cfg, e.plan, rates, batch)
     known = corrected(rates, found, run.warm, run.warm_s) if run.warm else rates
     again = predict(e.cfg, e.plan, known, batch).step_s
@@ -244,13 +260,15 @@ def main(argv: list[str]) -> int:
     device = choose_device(a.device)
     dtype = "BF16" if device.type == "cuda" or a.dtype != "auto" else "F32"
     cfg = replace(with_adapters(MODELS[a.model], a.lora), fp8=a.dtype == "fp8")
+    if a.base:
+        cfg, _ = quantized(cfg, outlined(cfg, Path()), a.base, {name: name for name in shapes.stored_tensors(cfg)})
     limits = memory_limits(device, a.gpu_memory, a.ram, choose_gpus(a.gpus, device))
     at_start = memory_in_use(device)[1]
     if a.store:
         Path(a.store).mkdir(parents=True, exist_ok=True)
     rates = measure_rates(device, dtype, a.store, cfg.fp8)
     size_b = shapes.parameters(cfg) / 1e9
-    what = (f", LoRA {a.lora}" if a.lora else "") + ", fp8" * cfg.fp8
+    what = (f", LoRA {a.lora}" if a.lora else "") + ", fp8" * cfg.fp8 + (f", base in {a.base}" if a.base else "")
     print(f"{a.model}{what}, {size_b:.3f} B parameters, {a.tokens} tokens a step of {a.seq}, {device}, {dtype}")
     print("ceilings " + ", ".join(f"{k} {v:.4g}" for k, v in vars(rates).items()))
     plan = make_plan(a, cfg, dtype, limits, rates)
@@ -271,6 +289,7 @@ def arguments(argv: list[str]) -> Arguments:
     p.add_argument("--tokens", type=int, default=32768, help="tokens of a step")
     p.add_argument("--seq", type=int, default=1024)
     p.add_argument("--lora", type=int, default=0, help="rank of adapters on all linear layers; 0: all is trained")
+    p.add_argument("--base", choices=BASES, help="of frozen matrices; default: bf16")
     p.add_argument("--micro", type=int, default=0, help="rows of a micro-batch; default: what fits, up to 16k tokens")
     p.add_argument("--gpus", type=int, default=1)
     p.add_argument("--gpu-memory", type=size, help="of each GPU")
@@ -293,6 +312,7 @@ def arguments(argv: list[str]) -> Arguments:
     p.add_argument(
         "--off", type=lambda t: t.split(","), default=[], help="techniques to leave out: " + ",".join(SWITCHES)
     )
+    p.add_argument("--method", choices=get_args(Method), help="preference tuning of pairs, the reference pass apart")
     p.add_argument("--text", help="a text file whose bytes are the tokens")
     p.add_argument("--device", choices=("auto", "cuda", "cpu"), default="auto")
     p.add_argument("--dtype", choices=("auto", "bf16", "fp8"), default="auto", help="bf16 on the CPU too; or fp8")
