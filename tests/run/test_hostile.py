@@ -124,7 +124,7 @@ def test_the_report_and_samples_show_controls(here, capsys):
     out = capsys.readouterr().out
     assert not FORBIDDEN.search(out), FORBIDDEN.search(out)
     assert "x\\x1b[2J.jsonl: 9 rows" in out
-    assert "first: line 9: no known format has its keys ('\\\\x1b[2J')" in out
+    assert "first: line 9: no known format has its keys ('\\x1b[2J')" in out
     example = next(line for line in out.splitlines() if line.startswith("example"))
     assert "\\x1b]0;title\\x07\\x1b]52;c;" in example
     assert " and a word⏎" in example

@@ -48,7 +48,7 @@ def find_format(row: Mapping[str, Any], hint: str = "", given: Mapping[str, Any]
     likely = [(ours, theirs) for ours, theirs in _LIKELY if set(theirs) <= keys] + _by_value(given)
     for ours, theirs in likely[:1]:
         hint += f" Perhaps --map {','.join(f'{o}={t}' for o, t in zip(ours, theirs, strict=True))}."
-    found = ", ".join(repr(shown(key, KEY)) for key in list(given)[:8]) or "none"
+    found = ", ".join(f"'{shown(key, KEY)}'" for key in list(given)[:8]) or "none"
     if keys == {"role", "content"}:
         hint = ' A conversation is a row: {"messages": [{"role": …, "content": …}, …]}.'
     raise BadRow(f"no known format has its keys ({found}); expected {_EXPECTED}.{hint}")
