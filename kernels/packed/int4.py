@@ -16,7 +16,8 @@ from torch import Tensor
 from trireme.kernels.launch import cdiv
 from trireme.kernels.launcher import await_previous, launcher
 
-ROWS, COLUMNS = 32, 64  # of a program; not measured
+ROWS, COLUMNS = 32, 64  # of a program
+SHORT, WORDS = 8, 64  # rows, and words of each, where words lie along rows
 ORDERS = {"rows": 0, "gptq": 1, "awq": 2}
 
 
@@ -72,6 +73,43 @@ def _int4_decode(
     tl.store(p_out + (i_m * R + o_r) * C + o_c, b_x.to(p_out.dtype.element_ty), mask)
 
 
+@launcher
+@triton.jit
+def _int4_decode_rows(
+    p_codes,
+    p_scales,
+    p_zeros,
+    p_out,
+    R: tl.constexpr,
+    C: tl.constexpr,
+    G: tl.constexpr,
+    K: tl.constexpr,
+    ZEROS: tl.constexpr,
+    OFFSET: tl.constexpr,
+    ROWS: tl.constexpr,
+    WORDS: tl.constexpr,
+):
+    """Order "rows", groups of whole words: a word and its scale are read once for eight numbers."""
+    await_previous()
+    n_columns: tl.constexpr = (C // 8 + WORDS - 1) // WORDS
+    n_rows: tl.constexpr = (R + ROWS - 1) // ROWS
+    i_m = (tl.program_id(0) // (n_columns * n_rows)).to(tl.int64)
+    i_r, i_c = tl.program_id(0) // n_columns % n_rows, tl.program_id(0) % n_columns
+    o_r, o_w = (i_r * ROWS + tl.arange(0, ROWS))[:, None], (i_c * WORDS + tl.arange(0, WORDS))[None, :]
+    mask = (o_r < R) & (o_w < C // 8)
+    o_g = o_w // (K // 8)
+    b_word = tl.load(p_codes + i_m * (R * C // 8) + o_r * (C // 8) + o_w, mask, 0)
+    b_scale = tl.load(p_scales + i_m * (R * G) + o_r * G + o_g, mask, 0.0).to(tl.float32)
+    b_zero = tl.full((ROWS, WORDS), 8, tl.int32)
+    if ZEROS:
+        n_words: tl.constexpr = (R + 7) // 8 * G
+        b_zero = _bits(tl.load(p_zeros + i_m * n_words + o_r // 8 * G + o_g, mask, 0), o_r, 0) + OFFSET
+    o_in = tl.arange(0, 8)[None, None, :]
+    b_x = (((b_word[:, :, None] >> (4 * o_in)) & 15) - b_zero[:, :, None]).to(tl.float32) * b_scale[:, :, None]
+    o_out = (i_m * R + o_r[:, :, None]) * C + o_w[:, :, None] * 8 + o_in
+    tl.store(p_out + o_out, b_x.to(p_out.dtype.element_ty), mask[:, :, None])
+
+
 def int4_decode(
     codes: Tensor,
     scales: Tensor,
@@ -94,6 +132,11 @@ def int4_decode(
     assert groups is None or (groups.shape == (M, C) and groups.dtype == torch.int32 and groups.is_contiguous())
     assert codes.dtype == torch.int32
     assert all(t.is_contiguous() for t in (codes, scales, out))
+    if rows and groups is None and group % 8 == 0:
+        sizes = (R, C, G, group, zeros is not None, offset, SHORT, WORDS)
+        grid = (M * cdiv(R, SHORT) * cdiv(C // 8, WORDS),)
+        _int4_decode_rows[grid](codes, scales, codes if zeros is None else zeros, out, *sizes, num_warps=4)
+        return
     grid = (M * cdiv(R, ROWS) * cdiv(C, COLUMNS),)
     sizes = (R, C, G, group, ORDERS[order], zeros is not None, offset, groups is None, ROWS, COLUMNS)
     others = (codes if part is None else part for part in (zeros, groups))
