@@ -133,9 +133,10 @@ def int4_decode(
     assert codes.dtype == torch.int32
     assert all(t.is_contiguous() for t in (codes, scales, out))
     if rows and groups is None and group % 8 == 0:
-        sizes = (R, C, G, group, zeros is not None, offset, SHORT, WORDS)
-        grid = (M * cdiv(R, SHORT) * cdiv(C // 8, WORDS),)
-        _int4_decode_rows[grid](codes, scales, codes if zeros is None else zeros, out, *sizes, num_warps=4)
+        found = codes if zeros is None else zeros
+        _int4_decode_rows[(M * cdiv(R, SHORT) * cdiv(C // 8, WORDS),)](
+            codes, scales, found, out, R, C, G, group, zeros is not None, offset, SHORT, WORDS, num_warps=4
+        )
         return
     grid = (M * cdiv(R, ROWS) * cdiv(C, COLUMNS),)
     sizes = (R, C, G, group, ORDERS[order], zeros is not None, offset, groups is None, ROWS, COLUMNS)

@@ -112,8 +112,9 @@ def compare(of: Preference, docs: Documents, logps: np.ndarray) -> Compared:
         by_bad = -by_good
     slopes = np.stack([by_good, by_bad], 1).reshape(-1) / lengths * np.repeat(docs.pairs, 2)
     chosen = np.arange(len(logps)) % 2 == 0
-    means = logps / lengths
-    return Compared(losses, slopes, chosen, ~chosen, of.beta * values, means, docs.pairs)
+    if of.method == "ipo":  # TRL logs sums
+        return Compared(losses, slopes, chosen, ~chosen, of.beta * (logps - docs.reference), logps, docs.pairs)
+    return Compared(losses, slopes, chosen, ~chosen, of.beta * values, logps / lengths, docs.pairs)
 
 
 def _orpo(of: Preference, good: np.ndarray, bad: np.ndarray) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
