@@ -1,8 +1,8 @@
 """Activations between forward and backward: kept on the GPU, swapped to RAM or the SSD, or recomputed.
 
 Saved tensors of one tier are one buffer. A layer's output (`x` of the next in forward, `dx` in backward) stays on the
-GPU until used; with `plan.between` "host" `x` goes to its tier, `dx` to RAM. To a layer on another GPU `x` goes through
-RAM, by the place of the micro-batch's `dx`.
+GPU until used, after a peer copy if the next layer is on another GPU. With `plan.between` "host" `x` goes to its tier,
+`dx` to RAM; to a layer on another GPU `x` goes through RAM, by the place of the micro-batch's `dx`.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ from trireme.engine.geometry import Geometry
 from trireme.engine.memory import Buffer, Pool, Prefetch, flat, memory_of, views
 from trireme.engine.placement import Placement, Space
 from trireme.engine.plan import TIERS, Plan, Tier
-from trireme.engine.queues.names import HOPS, numbered
+from trireme.engine.queues.names import HOPS, PEER, numbered
 from trireme.engine.queues.task import Queues, Task
 
 # ---------------------------------------------------------------- outside the GPU
@@ -97,7 +97,7 @@ class Activation:
     def __init__(self, swap: ActivationSwap, label: str, kind: Kind, stored: Home):
         """`stored`: where it is written, read, and waits between."""
         self.swap, self.label, self.kind = swap, label, kind
-        self.out, self.back, self.outside, self.at_once = stored
+        self.out, self.back, self.outside, self.at_once, self.peer = stored
         self.here: Buffer | None = None  # on the GPU
         self.tokens = self.reads = 0  # readers to come
         self.stored = False  # outside
@@ -115,14 +115,24 @@ class Activation:
         """Sends it outside, unless all its readers come before it would be sent back."""
         here = self._here()
         here.ready = (task,)
+        if self.peer:
+            here = self._cross(here)
         if self.outside is None or self.reads <= self.at_once:
             return
         queue, nbytes = self.kind.queue_out, self.kind.nbytes(self.tokens)
-        here.ready = (task, self.outside.store(queue, self.label, here, nbytes))
+        here.ready = (*here.ready, self.outside.store(queue, self.label, here, nbytes))
         self.stored = True
         if not self.at_once:
             self._free(here.ready)
         self.swap.go_on()
+
+    def _cross(self, here: Buffer) -> Buffer:
+        """Copies it to its reader's GPU."""
+        there = self._back()
+        there.ready = (_copy(self.swap.queues, self.peer, self.label, here, there, self.kind.nbytes(self.tokens)),)
+        here.free(there.ready)
+        self.here = there
+        return there
 
     # ------------------------------------------------ read
 
@@ -134,7 +144,7 @@ class Activation:
         if self.here is not None:
             return
         assert self.outside is not None
-        here = self.back.acquire(self.label) if isinstance(self.back, Pool) else self.back
+        here = self._back()
         here.ready = (self.outside.load(self.queue, self.label, here, self.kind.nbytes(self.tokens)),)
         self.here = here
 
@@ -155,6 +165,9 @@ class Activation:
         if self.here is not None:
             self._free((*self.here.ready, after))
 
+    def _back(self) -> Buffer:
+        return self.back.acquire(self.label) if isinstance(self.back, Pool) else self.back
+
     def _here(self) -> Buffer:
         assert self.here is not None, f"{self.label} is not on the GPU"
         return self.here
@@ -167,12 +180,16 @@ class Activation:
 
 
 class Home(NamedTuple):
-    """Buffers or pools to write it to and to read it from, its place between, readers before it would leave."""
+    """Buffers or pools to write it to and to read it from, its place between, readers before it would leave.
+
+    `peer`: the queue that copies from the first to the second; none where they are one.
+    """
 
     out: Buffer | Pool
     back: Buffer | Pool
     outside: Outside | None
     at_once: int = 0
+    peer: str = ""
 
 
 class Kind(NamedTuple):
@@ -231,7 +248,7 @@ class ActivationSwap:
 
     def __init__(self, geo: Geometry, plan: Plan, placement: Placement, queues: Queues):
         self.geo, self.plan, self.placement, self.queues = geo, plan, placement, queues
-        self.hop_in, self.hop_out = HOPS if plan.gpus > 1 else ("h2d", "d2h")
+        self.hop_in, self.hop_out = HOPS if plan.gpus > 1 and plan.between == "host" else ("h2d", "d2h")
         self.to_next, self.again = Prefetch(), Prefetch()  # to the next layer; in backward what forward left
         self.staging = placement.pool("host", "staging pool")
         self.pools = {tier: placement.gpu_pools("saved pool", tier) for tier in ("host", "ssd")}
@@ -247,7 +264,7 @@ class ActivationSwap:
     def _between(self, what: Literal["x pool", "dx pool"]) -> Pools:
         """For what layers leave for each other."""
         gpus = range(self.plan.gpus)
-        if self.plan.between == "gpu":
+        if self.plan.between == "gpu" and self.plan.gpus == 1:
             pools = self.placement.gpu_pools(what)
             return pools, pools
         slots = self.plan.swap_slots
@@ -263,22 +280,32 @@ class ActivationSwap:
     def _x(self, u: int, b: int, pools: Pools, on_gpu: Iterator[Tensor], in_ram: Iterator[Tensor]) -> Activation:
         """The head's, needed at once, stays on the GPU unless `between` is "host"."""
         tier, writer, reader = self.plan.units[u].x, self._gpu(u - 1), self._gpu(u)
-        out, back, at_once = pools[0][writer], pools[1][reader], int(self.plan.between == "gpu")
+        out, back, peer = self._way(pools, writer, reader)
+        at_once = int(self.plan.between == "gpu")
         if tier == "gpu":
             own = Buffer(next(on_gpu))
-            stored = Home(own, own, None) if writer == reader else Home(out, own, InRam(self.queues, self.places[b]))
+            through_ram = InRam(self.queues, self.places[b]) if writer != reader and not at_once else None
+            stored = Home(own if writer == reader else out, own, through_ram, peer=peer)
         elif u == self.geo.head and at_once:
-            stored = Home(out, back, None)
+            stored = Home(out, back, None, peer=peer)
         else:
-            stored = Home(out, back, self._outside(tier, in_ram, self.geo.x_bytes(self.plan.tokens)), at_once)
-        kind = Kind(self.geo, u, (), numbered(self.hop_out, writer))
+            stored = Home(out, back, self._outside(tier, in_ram, self.geo.x_bytes(self.plan.tokens)), at_once, peer)
+        kind = Kind(self.geo, u, (), numbered(self.hop_out, reader if peer else writer))
         return Activation(self, f"{self.geo.names[u]} x {b}", kind, stored)
 
     def _dx(self, u: int, b: int, pools: Pools) -> Activation:
         writer, reader = self._gpu(u), self._gpu(u - 1)
         outside = InRam(self.queues, self.places[b]) if self.plan.between == "host" else None
         kind = Kind(self.geo, u, (), numbered(self.hop_out, writer))
-        return Activation(self, f"{self.geo.names[u]} dx {b}", kind, Home(pools[0][writer], pools[1][reader], outside))
+        out, back, peer = self._way(pools, writer, reader)
+        return Activation(self, f"{self.geo.names[u]} dx {b}", kind, Home(out, back, outside, peer=peer))
+
+    def _way(self, pools: Pools, writer: int, reader: int) -> tuple[Pool, Pool, str]:
+        """Pools to write to and to read from; the queue of peer copies between them, or none."""
+        stays = self.plan.between == "gpu"
+        peer = numbered(PEER, writer) if stays and writer != reader else ""
+        out = pools[0][writer] if peer or not stays else pools[1][writer]
+        return out, pools[1][reader], peer
 
     def _saved(self, u: int) -> Iterator[list[Activation]]:
         unit, name, inner = self.plan.units[u], self.geo.names[u], 0 < u < self.geo.head

@@ -215,11 +215,12 @@ def _activation_buffers(geo: Geometry, plan: Plan, units: Alike) -> Iterable[Buf
     placement: Counter[Tier] = Counter()  # of inputs
     for u, alike in inner:
         placement[plan.units[u].x] += alike * n
+    leaving = plan.swap_slots * (plan.gpus > 1 and not away)  # for another GPU, by peer copies
     yield Buffers("gpu", "x", x, placement["gpu"])
     if placement["host"] or placement["ssd"] or plan.gpus > 1:
-        yield Buffers("gpu", "x pool", x, plan.swap_slots + (plan.swap_slots if away else n))
+        yield Buffers("gpu", "x pool", x, leaving + plan.swap_slots + (plan.swap_slots if away else n))
         yield Buffers("host", "x", x, placement["host"])
-    yield Buffers("gpu", "dx pool", x, 2 * plan.swap_slots if away else n + 1)
+    yield Buffers("gpu", "dx pool", x, leaving + (2 * plan.swap_slots if away else n + 1))
     yield Buffers("host", "dx", x, n if away else 0)
     spans = {
         tier: [geo.saved_layout(u, plan.units[u].names(tier), plan.tokens).span for u, _ in inner] for tier in TIERS

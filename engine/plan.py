@@ -87,7 +87,7 @@ class Plan:
     stream_slots: int = 3  # GPU slots of streamed records
     piece: int = 1 << 40  # most elements of a gradient leaving the GPU at once
     swap_slots: int = 2  # of each ring of swapped activations
-    between: Literal["gpu", "host"] = "gpu"  # tier of x and dx until the next unit
+    between: Literal["gpu", "host"] = "gpu"  # tier of x and dx until the next unit; gpu: to another GPU by peer copies
     gradients: Literal["host", "ssd"] = "host"  # where those with SSD-stored state wait
     halves: bool = False  # half blocks as units
     at_once: int = 0  # packed experts that a matmul decodes at a time; 0: all of a layer's, once a pass
@@ -138,10 +138,6 @@ class Plan:
     def _check_gpus(self) -> None:
         if any(not 0 <= self.units[u].gpu < MOST_GPUS for u in self.distinct()):
             raise InputError(f"plan: units are on GPUs 0 to {MOST_GPUS - 1}")
-        if self.gpus == 1:
-            return
-        if self.between != "host":
-            raise InputError("plan: with several GPUs what units leave for the next goes through RAM: between is host")
         inner = self.units[1:-1]
         if self.halves and any(a.gpu != b.gpu for a, b in zip(inner[::2], inner[1::2], strict=True)):
             raise InputError("plan: both halves of a block are on one GPU")
@@ -176,10 +172,11 @@ class Plan:
     def gpus(self) -> int:
         return 1 + max((self.units[u].gpu for u in self.distinct()), default=0)
 
-    def dealt(self, gpus: int, tied: bool) -> Plan:
+    def dealt(self, gpus: int, tied: bool, peers: bool = False) -> Plan:
         """This plan on `gpus` GPUs, block after block in turn; the head follows, a tied embedding is with it.
 
-        Each computes while the next waits for what it leaves. Equal units of a GPU stay one object.
+        Each computes while the next waits for what it leaves; `peers`: on GPUs, which copy to each other, not in RAM.
+        Equal units of a GPU stay one object.
         """
         head, halves = len(self.units) - 1, 2 if self.halves else 1
         last = (head - 1) // halves % gpus
@@ -190,7 +187,7 @@ class Plan:
             return made.setdefault((id(unit), gpu), replace(unit, gpu=gpu))
 
         units = tuple(dealt(u, unit) for u, unit in enumerate(self.units))
-        return replace(self, units=units, between="host" if gpus > 1 else self.between)
+        return replace(self, units=units, between="host" if gpus > 1 and not peers else self.between)
 
     def cut(self, cfg: ModelConfig) -> ModelConfig:
         """`cfg` with this plan's units."""

@@ -55,8 +55,9 @@ def choose(
 
     `begun`: the plan of a begun run, which keeps updates on their processors if that fits. `leans`: fewer are quicker.
     """
+    wanted = replace(wanted, peers=wanted.gpus > 1 and rates.peer > 0)
     first = first_plan(cfg, limits, wanted, has_drive(rates))
-    begun = begun and begun.dealt(wanted.gpus, cfg.tied)
+    begun = begun and begun.dealt(wanted.gpus, cfg.tied, wanted.peers)
     if first.uses("ssd") and not has_drive(rates):
         raise DoesNotFit(
             f"RAM of {gib(limits.host, 1)} and GPU memory of {gib(limits.gpu, 1)} do not hold everything, and there is "
@@ -170,6 +171,8 @@ def _around_the_best(
         lambda plan: variants.swap_slots(geo, plan, limits, piece),
         variants.late_moments,
     ]
+    if trials.wanted.peers:
+        decisions.insert(0, lambda plan: variants.between(geo, plan, limits, piece))
     if updates:
         decisions.append(lambda plan: variants.updates(geo, plan, limits, piece))
     for rank, base in enumerate(sorted(trials.found, key=trials.cost)[:REFINED]):

@@ -14,7 +14,7 @@ from trireme.engine.geometry import ADAM_BYTES, Geometry
 from trireme.engine.plan import Limits, Plan
 from trireme.engine.planner.rates import Rates
 from trireme.engine.planner.simulate import DRIVE, Noted, SimulatedQueues, drive_seconds, is_copy
-from trireme.engine.queues.names import NET, gpu_of, plain
+from trireme.engine.queues.names import NET, PEER, gpu_of, plain
 from trireme.engine.queues.task import Kind, Task
 from trireme.engine.queues.trace import Span
 from trireme.engine.step import Engine, Inputs, evaluate, train_step
@@ -116,7 +116,8 @@ def _engine(
     if plan.uses("ssd") and not (rates.ssd_read and rates.ssd_write):
         raise ValueError("the plan uses a drive and the machine has none")
     cfg = plan.cut(cfg)
-    k = together(batch.n_micro, plan.gpus) if roughly or plan.between == "gpu" else 1
+    merged = roughly or (plan.between == "gpu" and plan.gpus == 1)
+    k = together(batch.n_micro, plan.gpus) if merged else 1
     if plan.gpus > 1:
         rates = replace(rates, host=plan.gpus * rates.host)  # one interpreter launches for all
     issue = issues(cfg, plan, rates, batch, k)
@@ -211,7 +212,7 @@ def durations(cfg: ModelConfig, plan: Plan, rates: Rates, batch: Batch, k: int =
     latency, known = rates.latency, unit_seconds(cfg, plan, rates, batch)
     passes: dict[Kind, float] = PASSES | {"finish": PASSES["finish"] / rates.finish}
     speed = {queue: getattr(rates, DRIVE.get(queue, queue)) for queue in ("h2d", "d2h", *DRIVE)}
-    speed |= dict.fromkeys(NET, rates.net)
+    speed |= dict.fromkeys(NET, rates.net) | {PEER: rates.peer or min(rates.h2d, rates.d2h)}
     speed["cpu"] = ADAM_BYTES * rates.adam * rates.beside
 
     def duration(task: Task) -> float:

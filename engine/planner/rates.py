@@ -42,6 +42,7 @@ class Rates:
     pin: float = 3e9  # bytes/s of pinning RAM
     mixed: float = 1.0  # share of ssd_read and ssd_write left when both happen
     fp8: float = 0.0  # FLOP/s of a large fp8 matmul, sums in fp32; 0: none
+    peer: float = 0.0  # bytes/s from a GPU's memory to another's, each way; 0: no peer access
     net: float = 1.25e9  # bytes/s from a host to another; 10 Gb/s where not measured
     # Share of `matmul`: a block's matmuls, attention over long documents (d 128). Medians of task times on an H200,
     # LLaMA shapes of 1.3B to 13B, and attention's benchmark.
@@ -131,7 +132,8 @@ class Machine:
         r = self.rates
         whole = f" | RAM {gib(self.gpus * self.gpu + self.ram, 0)}"
         memory = f", {gib(self.gpu, 0)} | RAM {gib(self.ram, 0)}" if on_gpu else whole
-        bus = f"PCIe {r.h2d / GB:.0f} GB/s | " if on_gpu else ""
+        peer = f", GPU to GPU {r.peer / GB:.0f}" * (r.peer > 0)
+        bus = f"PCIe {r.h2d / GB:.0f} GB/s{peer} | " if on_gpu else ""
         several = f"{self.gpus} x " if on_gpu else f"{self.gpus} pretended GPUs on "
         return (
             f"{several * (self.gpus > 1)}{self.name}{memory}, {r.dram / GB:.0f} GB/s | {self.drives} | {bus}"
@@ -173,7 +175,7 @@ def reserved(nbytes: int) -> int:
     return round((1 - DRIVE_SHARE) * nbytes)
 
 
-PARTS = ("gpu", "ram", "ssd", "dram", "bus", "tflops", "cores")  # that --assume names
+PARTS = ("gpu", "ram", "ssd", "dram", "bus", "peer", "tflops", "cores")  # that --assume names
 
 
 def assume(text: str) -> Machine:
@@ -181,7 +183,7 @@ def assume(text: str) -> Machine:
 
     `gpu=2xrtx4090`: two; `gpu=24GiB`: an RTX 4090 of that memory. `ssd` without @READ/WRITE (GB/s a drive):
     DRIVES["gen4"]. `dram` (GB/s) and `bus` (queues, or GB/s) are each of the whole machine and of each GPU. `tflops`:
-    of a bf16 matrix multiplication. `cores` that update on the CPU.
+    of a bf16 matrix multiplication. `cores` that update on the CPU. `peer`: GB/s each way of peer copies between GPUs.
     """
     words = [part.split("=", 1) for part in text.replace(" ", "").split(",")]
     given = {word[0]: word[-1] for word in words if len(word) == 2}
@@ -211,7 +213,12 @@ def _assumed(given: Mapping[str, str]) -> Machine:
     dram = _number(given, "dram") * GB if "dram" in given else dram
     cores = _number(given, "cores") if "cores" in given else math.inf
     drive, drives = _drives(given["ssd"]) if "ssd" in given else (None, 0)
-    return replace(machine(gpu, ram, drive, drives, dram, cores=cores), gpus=gpus)
+    made = replace(machine(gpu, ram, drive, drives, dram, cores=cores), gpus=gpus)
+    if "peer" not in given:
+        return made
+    if gpus == 1:
+        raise ValueError("peer= is of copies between GPUs, and there is one")
+    return replace(made, rates=replace(made.rates, peer=_number(given, "peer") * GB))
 
 
 def _number(given: Mapping[str, str], name: str) -> float:

@@ -47,6 +47,7 @@ class Wanted:
     trained: float = 1.0  # share of tokens with a label
     compared: bool = False  # as Batch
     gpus: int = 1
+    peers: bool = False  # GPUs copy to each other
     hosts: int = 1  # plans are of the last, which needs most
 
     @classmethod
@@ -150,7 +151,7 @@ def _low_plans(geo: Geometry, wanted: Wanted, lean: Lean) -> Iterable[Plan]:
     slots = ((2, half, 2), (2, half // 8, 2), (1, half // 8, 2), (1, 1, 1))
     may_spill = state == "ssd" and wanted.mode != "backward" and wanted.hosts == 1
     gradients: tuple[Waiting, ...] = ("host", "ssd") if may_spill else ("host",)
-    betweens: tuple[Between, ...] = ("gpu", "host") if wanted.gpus == 1 else ("host",)
+    betweens: tuple[Between, ...] = ("gpu", "host") if wanted.gpus == 1 or wanted.peers else ("host",)
     for waiting, between, rings, (tokens, n_micro) in product(gradients, betweens, slots, wanted.sizes):
         apart = wanted.on_cuda and wanted.mode == "forward" and geo.adam_bits == 32 and tokens * n_micro >= LATE_TOKENS
         for x in inputs if between == "gpu" or wanted.gpus > 1 else inputs[inputs.index("host") :]:
@@ -177,7 +178,7 @@ def _low_plans(geo: Geometry, wanted: Wanted, lean: Lean) -> Iterable[Plan]:
                 hosts=wanted.hosts,
                 host=wanted.hosts - 1,
             )
-            yield plan if wanted.gpus == 1 else plan.dealt(wanted.gpus, geo.cfg.tied)
+            yield plan if wanted.gpus == 1 else plan.dealt(wanted.gpus, geo.cfg.tied, wanted.peers)
 
 
 def _excess(geo: Geometry, plan: Plan, limits: Limits) -> int:

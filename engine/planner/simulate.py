@@ -3,6 +3,7 @@
 - **One drive**: queues of the SSD share one half-duplex device of all drives' rate. A request takes the time that
   earlier ones of its class and of higher ones left free, and its share of the others' (storage/aio.py).
 - **One bus a way**: copies of streamed updates and those of weights and activations take turns.
+- **One bus for peer copies** too, where these are no faster than it: without a link of their own.
 - **One memory**: copies and CPU AdamW slow each other, as do both directions of the bus, by the bytes of a whole pass:
   moment by moment a faster queue would slow others. Where buses and drives together are faster than RAM, a copy also
   takes RAM's time that earlier ones left free.
@@ -22,13 +23,14 @@ import torch
 
 from trireme.engine.geometry import ADAM_BYTES
 from trireme.engine.planner.rates import Rates
-from trireme.engine.queues.names import BUS, LATER, READS, STREAMED, WRITES, gpu_of, numbered, plain, queues_of
+from trireme.engine.queues.names import BUS, LATER, PEER, READS, STREAMED, WRITES, gpu_of, numbered, plain, queues_of
 from trireme.engine.queues.task import Kind, Task
 from trireme.engine.queues.trace import Span
 from trireme.storage.aio import BOUND, CLASSES, READ, WRITE
 
 DRIVE = dict.fromkeys(READS, "ssd_read") | dict.fromkeys(WRITES, "ssd_write")  # queue -> its rate
 CLASS = {queue: (WRITE if queue in WRITES else READ) + (queue in LATER) for queue in DRIVE}  # of its requests
+OWN_LINK = 1.2  # times the rate of the bus: peer copies that are faster have a link of their own
 TURN: tuple[Kind, ...] = ("loss", "adamw moments")  # tasks that begin backward
 
 
@@ -244,14 +246,18 @@ def drive_seconds(read: float, written: float, rates: Rates) -> float:
 
 
 def _sharing(moved: dict[str, float], rates: Rates) -> dict[str, float]:
-    """The slow-down of buses and the CPU, from a pass's bytes of each queue. On a GPU's bus hops and sums go first."""
+    """The slow-down of buses and the CPU, from a pass's bytes of each queue. On a GPU's bus hops and sums go first.
+
+    GPUs are taken to receive as many bytes by peer copies as they send.
+    """
     beside = sum(moved[queue] for queue in moved if is_copy(queue))
     crowd = 1 + ADAM_BYTES * rates.adam / rates.dram * beside / moved["cpu"] if moved["cpu"] else 1.0
-    slow = {"cpu": crowd}
+    slow, on_bus = {"cpu": crowd}, rates.peer <= OWN_LINK * rates.d2h
     for gpu in {gpu_of(queue) for queue in moved}:
         ways = {way: [queue for queue in BUS if BUS[queue] == way] for way in ("h2d", "d2h")}
         amount = lambda queues, gpu=gpu: sum(moved.get(numbered(queue, gpu), 0.0) for queue in queues)
         first = {way: amount(queue for queue in queues if queue not in STREAMED) for way, queues in ways.items()}
+        first = {way: nbytes + on_bus * moved.get(numbered(PEER, gpu), 0.0) for way, nbytes in first.items()}
         turns = {way: amount((way, *(queue for queue in queues if queue in STREAMED))) for way, queues in ways.items()}
         total = {way: turns[way] + first[way] for way in ways}
         lost = dict.fromkeys(ways, (1 / rates.duplex - 1) * min(total.values()))

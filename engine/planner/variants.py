@@ -126,6 +126,19 @@ def _with_slots(geo: Geometry, plan: Plan, limits: Limits, slots: int, piece: in
     return furthest(geo, limits, len(kept), lambda k: deeper.changed(kept[: len(kept) - k], saved=()))
 
 
+def between(geo: Geometry, plan: Plan, limits: Limits, piece: int) -> Iterable[Plan]:
+    """What is between layers through RAM rather than by peer copies, or the other way."""
+    head = plan.units[geo.head]
+    if plan.between == "gpu":
+        x: Tier = "host" if head.x == "gpu" else head.x
+        other = replace(plan, between="host").changed({geo.head}, x=x)
+    else:
+        other = replace(plan, between="gpu").changed({geo.head}, x="gpu")
+    other = replace(other, piece=min(plan.piece, piece))
+    if fits(geo, other, limits):
+        yield longer_pieces(geo, other, limits)
+
+
 def late_moments(plan: Plan) -> Iterable[Plan]:
     tiers: set[Tier] = {unit.state for unit in plan.units if unit.update == "cpu"} - {"gpu"}
     tiers |= {"gpu"} if any(unit.update == "gpu" for unit in plan.units) else set()

@@ -291,7 +291,7 @@ def plans(draw):
         gradients="host" if mode == "backward" else draw(st.sampled_from(("host", "ssd"))),
         at_once=draw(st.sampled_from((0, 1, 2, 4))),
     )
-    return model, relayed(plan, dealt, cfg.tied)
+    return model, relayed(plan, dealt, cfg.tied, plan.between)
 
 
 @settings(max_examples=15, deadline=None, suppress_health_check=[HealthCheck.too_slow])

@@ -102,3 +102,43 @@ def test_where_ram_is_short_inputs_are_at_home_on_their_gpus():
     assert fits(geo, choice.plan, short)
     batch = Batch(512, 512, 8)
     assert max(floors(geo, choice.plan, H200, batch).values()) <= choice.found.step_s
+
+
+LINKED = replace(H200, peer=3e11, host=1.3e-5)
+
+
+def test_with_peer_access_outputs_stay_on_gpus():
+    """They move by peer copies where that fits and is faster; else through RAM, as without peer access."""
+    wanted, plain = Wanted(((512, 4),), document=256, gpus=2), [Lean()]
+    limits = Limits(200 * MIB, 2000 * MIB, 2)
+    linked, apart = (choose(SMALL, limits, rates, wanted, leans=plain) for rates in (LINKED, replace(LINKED, peer=0.0)))
+    assert (linked.plan.between, apart.plan.between) == ("gpu", "host")
+    assert linked.found.step_s < apart.found.step_s
+    assert linked.found.busy["peer"] > 0
+    assert "outputs of layers go to the next GPU by peer copies, not through RAM" in linked.because
+    begun = choose(SMALL, limits, replace(LINKED, peer=0.0), wanted, linked.plan, plain)
+    assert begun.plan.between == "host"
+    many = Wanted(((256, 200),), document=256, gpus=2, mode="backward")
+    tight = Limits(160 * MIB, 2000 * MIB, 2)
+    assert simple_plan(SMALL, tight, replace(many, peers=True)).between == "host"
+
+
+def test_peer_copies_spare_ram_and_the_bus():
+    """Within a pass of full speed the step takes no longer, and less where RAM's bandwidth is what binds."""
+    host = deal(SEVEN_B, plan(SEVEN_B, UnitPlan("host", "host", x="gpu"), tokens=8192, n_micro=8, window=3), 2)
+    peer, batch = replace(host, between="gpu"), Batch(8192, 2048, 8)
+    busy = {}
+    for name, made in (("host", host), ("peer", peer)):
+        found = predict(SEVEN_B, made, LINKED, batch, roughly=True)
+        busy[name] = found.busy
+        slow = predict(SEVEN_B, made, replace(LINKED, dram=6e10, adam=2e9), batch, roughly=True)
+        busy[name, "slow"] = slow.step_s
+    assert busy["peer"]["dram"] < busy["host"]["dram"]
+    assert busy["peer"]["h2d"] < busy["host"]["h2d"]
+    assert busy["peer", "slow"] < busy["host", "slow"]
+
+
+def test_peer_copies_without_a_link_of_their_own_take_the_bus():
+    made = replace(deal(SEVEN_B, plan(SEVEN_B, UnitPlan("host", "host", x="gpu"), window=3), 2), between="gpu")
+    seconds = lambda peer: predict(SEVEN_B, made, replace(H200, peer=peer), Batch(16384, 2048, 2)).busy["h2d"]
+    assert seconds(5e10) > seconds(3e11)
