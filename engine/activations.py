@@ -15,15 +15,15 @@ from torch import Tensor
 from trireme.engine.geometry import Geometry
 from trireme.engine.memory import Buffer, Pool, Prefetch, flat, memory_of, views
 from trireme.engine.placement import Placement, Space
-from trireme.engine.plan import TIERS, Plan, Tier
-from trireme.engine.queues.names import HOPS, PEER, numbered
+from trireme.engine.plan import SAVED, Plan, SavedTier, Tier
+from trireme.engine.queues.names import HOPS, numbered
 from trireme.engine.queues.task import Queues, Task
 
 # ---------------------------------------------------------------- outside the GPU
 
 
 class Outside(Protocol):
-    """A place for an activation in RAM or on the SSD."""
+    """A place for an activation in RAM, on another GPU or on the SSD."""
 
     def store(self, queue: str, label: str, here: Buffer, nbytes: int) -> Task:
         """Copies `here` out; returns its last reader."""
@@ -34,7 +34,9 @@ class Outside(Protocol):
         ...
 
 
-class InRam:
+class InMemory:
+    """In RAM, or of another GPU."""
+
     def __init__(self, queues: Queues, place: Buffer):
         self.queues, self.place = queues, place
 
@@ -199,6 +201,7 @@ class Kind(NamedTuple):
     u: int
     names: tuple[str, ...]  # of saved tensors; without them it is an input or its gradient
     queue_out: str
+    queue_in: str = ""  # unless the pass says
 
     def nbytes(self, tokens: int) -> int:
         return self.geo.saved_layout(self.u, self.names, tokens).span if self.names else self.geo.x_bytes(tokens)
@@ -251,7 +254,7 @@ class ActivationSwap:
         self.hop_in, self.hop_out = HOPS if plan.gpus > 1 and plan.between == "host" else ("h2d", "d2h")
         self.to_next, self.again = Prefetch(), Prefetch()  # to the next layer; in backward what forward left
         self.staging = placement.pool("host", "staging pool")
-        self.pools = {tier: placement.gpu_pools("saved pool", tier) for tier in ("host", "ssd")}
+        self.pools = {tier: placement.gpu_pools("saved pool", tier) for tier in ("peer", "host", "ssd")}
         self.places = [Buffer(tensor) for tensor in placement.many("host", "dx")]  # by micro-batch
         micro_batches, layers = range(plan.n_micro), range(1, geo.n_units)
         x, dx = self._between("x pool"), self._between("dx pool")
@@ -284,7 +287,7 @@ class ActivationSwap:
         at_once = int(self.plan.between == "gpu")
         if tier == "gpu":
             own = Buffer(next(on_gpu))
-            through_ram = InRam(self.queues, self.places[b]) if writer != reader and not at_once else None
+            through_ram = InMemory(self.queues, self.places[b]) if writer != reader and not at_once else None
             stored = Home(own if writer == reader else out, own, through_ram, peer=peer)
         elif u == self.geo.head and at_once:
             stored = Home(out, back, None, peer=peer)
@@ -295,7 +298,7 @@ class ActivationSwap:
 
     def _dx(self, u: int, b: int, pools: Pools) -> Activation:
         writer, reader = self._gpu(u), self._gpu(u - 1)
-        outside = InRam(self.queues, self.places[b]) if self.plan.between == "host" else None
+        outside = InMemory(self.queues, self.places[b]) if self.plan.between == "host" else None
         kind = Kind(self.geo, u, (), numbered(self.hop_out, writer))
         out, back, peer = self._way(pools, writer, reader)
         return Activation(self, f"{self.geo.names[u]} dx {b}", kind, Home(out, back, outside, peer=peer))
@@ -303,21 +306,26 @@ class ActivationSwap:
     def _way(self, pools: Pools, writer: int, reader: int) -> tuple[Pool, Pool, str]:
         """Pools to write to and to read from; the queue of peer copies between them, or none."""
         stays = self.plan.between == "gpu"
-        peer = numbered(PEER, writer) if stays and writer != reader else ""
+        peer = numbered("peer", writer) if stays and writer != reader else ""
         out = pools[0][writer] if peer or not stays else pools[1][writer]
         return out, pools[1][reader], peer
 
     def _saved(self, u: int) -> Iterator[list[Activation]]:
         unit, name, inner = self.plan.units[u], self.geo.names[u], 0 < u < self.geo.head
-        kinds = {t: Kind(self.geo, u, unit.names(t), numbered("d2h", unit.gpu)) for t in TIERS if unit.names(t)}
+        ways = {t: (numbered("d2h", unit.gpu), "") for t in SAVED}
+        ways["peer"] = numbered("peer_out", unit.gpu), numbered("peer_in", unit.gpu)
+        kinds = {t: Kind(self.geo, u, unit.names(t), *ways[t]) for t in SAVED if unit.names(t)}
         on_gpu = iter(self.placement.many("gpu", "saved", name, unit.gpu))
+        lent = iter(self.placement.many("gpu", "lent", name, unit.peer))
         in_ram = iter(self.placement.many("host", "saved", name))
 
-        def stored(tier: Tier) -> Home:
+        def stored(tier: SavedTier) -> Home:
             if tier == "gpu":
                 own = Buffer(next(on_gpu))
                 return Home(own, own, None)
             pool = self.pools[tier][unit.gpu]
+            if tier == "peer":
+                return Home(pool, pool, InMemory(self.queues, Buffer(next(lent))))
             return Home(pool, pool, self._outside(tier, in_ram, kinds[tier].nbytes(self.plan.tokens)))
 
         for b in range(self.plan.n_micro):
@@ -325,7 +333,7 @@ class ActivationSwap:
 
     def _outside(self, tier: Tier, in_ram: Iterator[Tensor], nbytes: int) -> Outside:
         if tier == "host":
-            return InRam(self.queues, Buffer(next(in_ram)))
+            return InMemory(self.queues, Buffer(next(in_ram)))
         return OnSsd(self.queues, self.staging, self.placement.space, self.placement.space.reserve(nbytes))
 
     # ------------------------------------------------ a pass
@@ -353,7 +361,7 @@ class ActivationSwap:
         """`read`: activations in the order in which layers read them."""
         coming = [(u, each) for u, each in read if each.outside is not None]
         for u, each in coming:
-            each.queue = numbered(queue, self._gpu(u))
+            each.queue = each.kind.queue_in or numbered(queue, self._gpu(u))
         prefetch.expect([each for _, each in coming])
 
     def go_on(self) -> None:

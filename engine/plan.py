@@ -12,8 +12,10 @@ from typing import Any, Literal, get_args
 from trireme.models.config import InputError, ModelConfig
 
 Tier = Literal["gpu", "host", "ssd"]
+SavedTier = Literal["gpu", "peer", "host", "ssd"]  # peer: another GPU's memory
 Mode = Literal["forward", "backward"]
 TIERS: tuple[Tier, ...] = get_args(Tier)
+SAVED: tuple[SavedTier, ...] = get_args(SavedTier)
 MODES: tuple[Mode, ...] = get_args(Mode)
 MOST = 1 << 48
 MOST_GPUS = 64
@@ -61,11 +63,17 @@ class UnitPlan:
     update: Literal["cpu", "gpu"] = "cpu"  # of state in RAM; "gpu" streams it
     resident: bool = False  # GPU copy of host or ssd weights, refreshed once a step
     x: Tier = "gpu"  # input
-    saved: tuple[tuple[str, Tier], ...] = ()  # (name, tier); others are recomputed
+    saved: tuple[tuple[str, SavedTier], ...] = ()  # (name, tier); others are recomputed
     base: Tier = "gpu"  # of frozen weights
     gpu: int = 0  # that computes with it
+    peer: int = 0  # GPU that holds what is saved in tier "peer"
 
-    def names(self, tier: Tier) -> tuple[str, ...]:
+    @property
+    def lent(self) -> bool:
+        """Whether another GPU holds some of it."""
+        return any(tier == "peer" for _, tier in self.saved)
+
+    def names(self, tier: SavedTier) -> tuple[str, ...]:
         return tuple(name for name, t in self.saved if t == tier)
 
 
@@ -117,9 +125,12 @@ class Plan:
                 raise InputError(f"plan: unit {u} is updated on {unit.update!r}; there are cpu and gpu")
             if unit.update == "gpu" and (unit.weights, unit.state, unit.resident) != ("host", "host", False):
                 raise InputError(f"plan: unit {u} is to be updated on the gpu, so weights and state must be in host")
-            for tier in (unit.weights, unit.state, unit.base, unit.x, *(t for _, t in unit.saved)):
+            for tier in (unit.weights, unit.state, unit.base, unit.x):
                 if tier not in TIERS:
                     raise InputError(f"plan: unit {u} names the tier {tier!r}; there are {', '.join(TIERS)}")
+            for saved in (t for _, t in unit.saved):
+                if saved not in SAVED:
+                    raise InputError(f"plan: unit {u} saves in the tier {saved!r}; there are {', '.join(SAVED)}")
         if self.mode == "backward" and any(u.update == "gpu" for u in self.units):
             raise InputError("plan: updates streamed through the gpu need mode forward")
         if self.late_moments and (self.mode, self.adam_bits) != ("forward", 32):
@@ -138,6 +149,9 @@ class Plan:
     def _check_gpus(self) -> None:
         if any(not 0 <= self.units[u].gpu < MOST_GPUS for u in self.distinct()):
             raise InputError(f"plan: units are on GPUs 0 to {MOST_GPUS - 1}")
+        lent = [(u, self.units[u]) for u in self.distinct() if self.units[u].lent]
+        if found := [u for u, unit in lent if unit.peer == unit.gpu or not 0 <= unit.peer < MOST_GPUS]:
+            raise InputError(f"plan: unit {found[0]} saves in a peer, which is another GPU than its own")
         inner = self.units[1:-1]
         if self.halves and any(a.gpu != b.gpu for a, b in zip(inner[::2], inner[1::2], strict=True)):
             raise InputError("plan: both halves of a block are on one GPU")
@@ -170,21 +184,27 @@ class Plan:
 
     @cached_property
     def gpus(self) -> int:
-        return 1 + max((self.units[u].gpu for u in self.distinct()), default=0)
+        """With those that only hold what others save."""
+        units = [self.units[u] for u in self.distinct()]
+        return 1 + max((max(unit.gpu, unit.peer * unit.lent) for unit in units), default=0)
 
     def dealt(self, gpus: int, tied: bool, peers: bool = False) -> Plan:
         """This plan on `gpus` GPUs, block after block in turn; the head follows, a tied embedding is with it.
 
         Each computes while the next waits for what it leaves; `peers`: on GPUs, which copy to each other, not in RAM.
-        Equal units of a GPU stay one object.
+        Equal units of a GPU stay one object. A plan that is dealt to as many stays as it is.
         """
+        in_ram = self.between == "host" and not any(self.units[u].lent for u in self.distinct())
+        if gpus == self.gpus and (gpus == 1 or peers or in_ram):
+            return self
         head, halves = len(self.units) - 1, 2 if self.halves else 1
         last = (head - 1) // halves % gpus
         made: dict[tuple[int, int], UnitPlan] = {}
 
         def dealt(u: int, unit: UnitPlan) -> UnitPlan:
             gpu = last if u == head or (u == 0 and tied) else (u - 1) // halves % gpus if u else 0
-            return made.setdefault((id(unit), gpu), replace(unit, gpu=gpu))
+            saved: tuple[tuple[str, SavedTier], ...] = tuple((n, "host" if t == "peer" else t) for n, t in unit.saved)
+            return made.setdefault((id(unit), gpu), replace(unit, gpu=gpu, peer=0, saved=saved))
 
         units = tuple(dealt(u, unit) for u, unit in enumerate(self.units))
         return replace(self, units=units, between="host" if gpus > 1 and not peers else self.between)
@@ -210,7 +230,7 @@ class Plan:
 
     def uses(self, tier: Tier) -> bool:
         units = map(self.units.__getitem__, self.distinct())
-        return any(tier in (u.weights, u.state, u.base, u.x, *(t for _, t in u.saved)) for u in units)
+        return any(tier in (u.weights, u.state, u.base, u.x) or u.names(tier) for u in units)
 
     @property
     def stored_on_ssd(self) -> bool:

@@ -173,6 +173,7 @@ def _around_the_best(
     ]
     if trials.wanted.peers:
         decisions.insert(0, lambda plan: variants.between(geo, plan, limits, piece))
+        decisions.append(lambda plan: variants.in_peers(geo, plan, limits, steps, piece))
     if updates:
         decisions.append(lambda plan: variants.updates(geo, plan, limits, piece))
     for rank, base in enumerate(sorted(trials.found, key=trials.cost)[:REFINED]):

@@ -7,13 +7,13 @@ from collections.abc import Iterable, Sequence
 
 from trireme.engine.amounts import gib, seconds
 from trireme.engine.geometry import Geometry
-from trireme.engine.plan import TIERS, Plan, Tier
+from trireme.engine.plan import TIERS, Plan, SavedTier
 from trireme.engine.planner.predict import Batch, Prediction
 from trireme.engine.planner.rates import Rates
 from trireme.engine.planner.variants import moves
 
 NOTICED = 1.005  # times as long
-PLACES: dict[Tier, str] = {"host": "RAM", "ssd": "the SSD"}
+PLACES: dict[SavedTier, str] = {"peer": "memory of other GPUs", "host": "RAM", "ssd": "the SSD"}
 
 
 def reasons(geo: Geometry, first: Plan, before: Prediction, plan: Plan, found: Prediction) -> tuple[str, ...]:

@@ -23,7 +23,7 @@ import torch
 
 from trireme.engine.geometry import ADAM_BYTES
 from trireme.engine.planner.rates import Rates
-from trireme.engine.queues.names import BUS, LATER, PEER, READS, STREAMED, WRITES, gpu_of, numbered, plain, queues_of
+from trireme.engine.queues.names import BUS, LATER, PEERS, READS, STREAMED, WRITES, gpu_of, numbered, plain, queues_of
 from trireme.engine.queues.task import Kind, Task
 from trireme.engine.queues.trace import Span
 from trireme.storage.aio import BOUND, CLASSES, READ, WRITE
@@ -248,7 +248,7 @@ def drive_seconds(read: float, written: float, rates: Rates) -> float:
 def _sharing(moved: dict[str, float], rates: Rates) -> dict[str, float]:
     """The slow-down of buses and the CPU, from a pass's bytes of each queue. On a GPU's bus hops and sums go first.
 
-    GPUs are taken to receive as many bytes by peer copies as they send.
+    GPUs are taken to receive as many bytes of outputs by peer copies as they send; what is saved in peers gives way.
     """
     beside = sum(moved[queue] for queue in moved if is_copy(queue))
     crowd = 1 + ADAM_BYTES * rates.adam / rates.dram * beside / moved["cpu"] if moved["cpu"] else 1.0
@@ -257,7 +257,11 @@ def _sharing(moved: dict[str, float], rates: Rates) -> dict[str, float]:
         ways = {way: [queue for queue in BUS if BUS[queue] == way] for way in ("h2d", "d2h")}
         amount = lambda queues, gpu=gpu: sum(moved.get(numbered(queue, gpu), 0.0) for queue in queues)
         first = {way: amount(queue for queue in queues if queue not in STREAMED) for way, queues in ways.items()}
-        first = {way: nbytes + on_bus * moved.get(numbered(PEER, gpu), 0.0) for way, nbytes in first.items()}
+        hops, *swaps = (amount((queue,)) for queue in PEERS)  # out, in
+        if on_bus:
+            first = {way: first[way] + hops + swap for way, swap in zip(("d2h", "h2d"), swaps, strict=True)}
+        for queue, swap in zip(PEERS[1:], swaps, strict=True):
+            slow[numbered(queue, gpu)] = 1 + hops / swap if swap else 1.0
         turns = {way: amount((way, *(queue for queue in queues if queue in STREAMED))) for way, queues in ways.items()}
         total = {way: turns[way] + first[way] for way in ways}
         lost = dict.fromkeys(ways, (1 / rates.duplex - 1) * min(total.values()))

@@ -15,7 +15,7 @@ from trireme.engine.plan import UnitPlan
 from trireme.engine.planner.rates import Rates
 from trireme.engine.planner.simulate import SimulatedQueues
 from trireme.engine.queues import real
-from trireme.engine.queues.names import PEER, QUEUES, STREAMED, TITLES, kind_of, queues_of
+from trireme.engine.queues.names import PEERS, QUEUES, STREAMED, TITLES, kind_of, queues_of
 from trireme.engine.queues.real import InlineQueues, RealQueues
 from trireme.engine.queues.trace import busy, perfetto
 from trireme.engine.step import Inputs, train_step
@@ -107,7 +107,7 @@ def test_an_error_in_any_queue_ends_the_step_with_that_error(queue):
             raise OSError(5, "Input/output error", queue)
 
     plan = gpu_plan(LLAMA, units=(ALL_SSD,) * 5, record=768)
-    plan = plan if queue in QUEUES else relayed(plan, (0, 1), between="gpu" if kind_of(queue) == PEER else "host")
+    plan = plan if queue in QUEUES else relayed(plan, (0, 1), between="gpu" if kind_of(queue) in PEERS else "host")
     failing = Failing(extra=("poison",), gpus=plan.gpus)
     e = make(LLAMA, plan, failing)
     tables = rope_tables(LLAMA, 64, "cpu")

@@ -19,6 +19,7 @@ from engines import (
     final_weights,
     fork,
     gpu_plan,
+    lent,
     make,
     relayed,
     small_stretches,  # noqa: F401 (every test's)
@@ -33,7 +34,7 @@ from trireme.engine.memory import Memory
 from trireme.engine.plan import TIERS, UnitPlan
 from trireme.engine.planner.rates import Rates
 from trireme.engine.planner.simulate import SimulatedQueues
-from trireme.engine.queues.names import ON_GPU, PEER, gpu_of, kind_of, queues_of
+from trireme.engine.queues.names import ON_GPU, PEERS, gpu_of, kind_of, queues_of
 from trireme.engine.queues.real import InlineQueues, RealQueues
 from trireme.engine.step import Inputs, evaluate, train_step
 from trireme.models.config import InputError
@@ -73,6 +74,8 @@ def test_units_on_several_gpus_leave_the_bits_of_one(in_one_memory, deal, tied, 
     unit = UnitPlan(tier, tier, x=tier, saved=(("qkv", tier),))
     plan = gpu_plan(DEEP, units=(unit,) * 8, dtype="BF16", n_micro=3, record=700)
     plan = relayed(plan, DEALS[deal], tied, between)
+    if between == "gpu" and plan.gpus > 1:
+        plan = lent(plan, tier)
     check(plan, RealQueues("cpu", extra=("poison",), gpus=plan.gpus), in_one_memory, tied)
 
 
@@ -88,7 +91,7 @@ def test_any_queue_of_any_gpu_may_be_late(in_one_memory, late, between):
         UnitPlan("host", "host"),
     ) * 2
     plan = relayed(gpu_plan(DEEP, units=units, dtype="BF16", n_micro=3, record=700), (0, 1), between=between)
-    check(plan, LateQueues({late}, 2), in_one_memory)
+    check(lent(plan, "gpu") if between == "gpu" else plan, LateQueues({late}, 2), in_one_memory)
 
 
 OF_EXPERTS = {"mixture": replace(MIXTURE, n_layers=4), "packed": replace(PACKED, n_layers=4)}
@@ -180,7 +183,7 @@ class Guarded(InlineQueues):
 
     def run(self, queue, kind, of, fn, after=(), nbytes=0, flops=0):
         def guarded():
-            copies = kind_of(queue) == PEER
+            copies = kind_of(queue) in PEERS
             self.guard("all" if copies else gpu_of(queue) if kind_of(queue) in ON_GPU else None)
             try:
                 return fn()
@@ -213,7 +216,7 @@ def guarded_run(monkeypatch, swapped, between="host") -> int:
             UnitPlan("host", "host"),
         )
         plan = relayed(gpu_plan(DEEP, units=units * 2, dtype="BF16", record=700), (0, 1), between=between)
-        e = make(DEEP, plan, queues, poison=False)
+        e = make(DEEP, lent(plan, "gpu") if between == "gpu" else plan, queues, poison=False)
         if swapped:
             e.placement.weights[1], e.placement.weights[4] = e.placement.weights[4], e.placement.weights[1]
         train(e, batches(DEEP, 2, plan.n_micro, 24), between=lambda i, micro: evaluate(e, micro))
@@ -238,6 +241,27 @@ def test_what_the_engine_cannot_deal_is_refused():
             replace(DEEP, tied=True),
             replace(plan, units=(replace(plan.units[0], gpu=1), *plan.units[1:-1], replace(plan.units[-1], gpu=0))),
         )
+
+
+def test_what_a_peer_holds_is_on_that_peer_and_never_in_ram():
+    """A GPU may hold what others save without a unit of its own."""
+    kept = UnitPlan(x="gpu", saved=(("qkv", "host"),))
+    one = relayed(gpu_plan(DEEP, units=(UnitPlan(), *(kept,) * 6, UnitPlan()), dtype="BF16"), (1,), between="gpu")
+    plan = lent(one, "host", peer=lambda unit, gpus: 0)
+    e = make(DEEP, plan, InlineQueues(gpus=2))
+    span, lenders = (
+        e.geo.saved_layout(1, ("qkv",), plan.tokens).span,
+        [b for b in buffers(e.geo, plan) if b.what == "lent"],
+    )
+    assert {(b.tier, b.gpu, b.nbytes, b.count) for b in lenders} == {("gpu", 0, span, plan.n_micro)}
+    assert len(lenders) == DEEP.n_layers
+    assert not [b for b in buffers(e.geo, plan) if b.tier == "host" and b.what == "saved"]
+    assert e.memory.used("gpu", 0) >= sum(b.nbytes * b.count for b in lenders)
+    losses = train(e, batches(DEEP, 2, 2, 24))
+    e.close()
+    alone = make(DEEP, gpu_plan(DEEP, dtype="BF16"))
+    assert train(alone, batches(DEEP, 2, 2, 24)) == losses
+    alone.close()
 
 
 def test_each_gpu_has_the_memory_of_its_units_and_the_fullest_counts():

@@ -140,6 +140,15 @@ def relayed(plan: Plan, gpus: Sequence[int], tied: bool = False, between: str = 
     return replace(plan, units=tuple(units), between=between)
 
 
+def lent(plan: Plan, tier: str, peer=lambda unit, gpus: (unit.gpu + 1) % gpus) -> Plan:
+    """The plan with what units save in `tier` saved by another GPU, of peer(unit, GPUs)."""
+    units = [
+        replace(unit, saved=tuple((n, "peer" if t == tier else t) for n, t in unit.saved), peer=peer(unit, plan.gpus))
+        for unit in plan.units
+    ]
+    return replace(plan, units=tuple(units))
+
+
 class JitterQueues(RealQueues):
     """Real queues that start every task after a random delay; slots of each ring are poisoned on a queue of their own.
 
