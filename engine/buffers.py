@@ -254,10 +254,10 @@ def workspace(geo: Geometry, plan: Plan, gpu: int = 0) -> int:
     return round_up(int(temporaries * 1.02)) + inputs
 
 
-def usage(geo: Geometry, plan: Plan) -> dict[str, int]:
-    """Bytes of the fullest GPU and of host: buffers and workspace."""
+def usage(geo: Geometry, plan: Plan, less: Sequence[int] = ()) -> dict[str, int]:
+    """Bytes of the fullest GPU and of host: buffers and workspace. What a GPU has `less` counts as taken (Limits)."""
     on_gpu, host = each_usage(geo, plan)
-    return {"gpu": max(on_gpu), "host": host}
+    return {"gpu": max(map(sum, zip(on_gpu, less or [0] * len(on_gpu), strict=False))), "host": host}
 
 
 def each_usage(geo: Geometry, plan: Plan) -> tuple[list[int], int]:
@@ -272,4 +272,4 @@ def each_usage(geo: Geometry, plan: Plan) -> tuple[list[int], int]:
 
 
 def fits(geo: Geometry, plan: Plan, limits: Limits) -> bool:
-    return not limits.lacking(usage(geo, plan))
+    return not limits.lacking(usage(geo, plan, limits.less))

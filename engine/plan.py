@@ -3,11 +3,11 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Container, Iterable, Mapping
+from collections.abc import Container, Iterable, Mapping, Sequence
 from dataclasses import asdict, dataclass, fields, replace
 from functools import cached_property
 from pathlib import Path
-from typing import Any, Literal, get_args
+from typing import Any, Literal, NamedTuple, get_args
 
 from trireme.models.config import InputError, ModelConfig
 
@@ -43,15 +43,27 @@ class Limits:
     host: int
     gpus: int = 1
     all_free: bool = False  # `gpu` is all that a GPU has free: no option raises it
+    less: tuple[int, ...] = ()  # bytes that each GPU has less than `gpu`, where they are unequal
 
     @property
     def both(self) -> int:
-        return self.gpus * self.gpu + self.host
+        return self.gpus * self.gpu - sum(self.less) + self.host
+
+    def of(self, gpu: int) -> int:
+        """A GPU's bytes."""
+        return self.gpu - (self.less[gpu] if self.less else 0)
 
     def lacking(self, need: Mapping[str, int]) -> dict[str, int]:
         """Bytes missing, by tier that lacks any."""
         lacks = {"gpu": need["gpu"] - self.gpu, "host": need["host"] - self.host}
         return {tier: nbytes for tier, nbytes in lacks.items() if nbytes > 0}
+
+
+class Shares(NamedTuple):
+    """How unequal GPUs divide a model's layers."""
+
+    blocks: tuple[float, ...]  # of each GPU, in proportion
+    head: int  # its GPU
 
 
 @dataclass(frozen=True)
@@ -188,8 +200,10 @@ class Plan:
         units = [self.units[u] for u in self.distinct()]
         return 1 + max((max(unit.gpu, unit.peer * unit.lent) for unit in units), default=0)
 
-    def dealt(self, gpus: int, tied: bool, peers: bool = False) -> Plan:
+    def dealt(self, gpus: int, tied: bool, peers: bool = False, shares: Shares | None = None) -> Plan:
         """This plan on `gpus` GPUs, block after block in turn; the head follows, a tied embedding is with it.
+
+        With `shares` each GPU's blocks are in even distances.
 
         Each computes while the next waits for what it leaves; `peers`: on GPUs, which copy to each other, not in RAM.
         Equal units of a GPU stay one object. A plan that is dealt to as many stays as it is.
@@ -198,11 +212,13 @@ class Plan:
         if gpus == self.gpus and (gpus == 1 or peers or in_ram):
             return self
         head, halves = len(self.units) - 1, 2 if self.halves else 1
-        last = (head - 1) // halves % gpus
+        blocks = (head - 1) // halves
+        turns = spread_evenly(blocks, shares.blocks) if shares else [block % gpus for block in range(blocks)]
+        last = shares.head if shares else blocks % gpus
         made: dict[tuple[int, int], UnitPlan] = {}
 
         def dealt(u: int, unit: UnitPlan) -> UnitPlan:
-            gpu = last if u == head or (u == 0 and tied) else (u - 1) // halves % gpus if u else 0
+            gpu = last if u == head or (u == 0 and tied) else turns[(u - 1) // halves] if u else 0
             saved: tuple[tuple[str, SavedTier], ...] = tuple((n, "host" if t == "peer" else t) for n, t in unit.saved)
             return made.setdefault((id(unit), gpu), replace(unit, gpu=gpu, peer=0, saved=saved))
 
@@ -280,6 +296,15 @@ class Plan:
             return Plan.of(data)
         except InputError as error:
             raise InputError(f"{path}: {error}") from error
+
+
+def spread_evenly(n: int, shares: Sequence[float]) -> list[int]:
+    """Which of `shares` each of n has: the one that is furthest behind its share."""
+    had, found = [0] * len(shares), list[int]()
+    for i in range(1, n + 1):
+        found.append(max(range(len(shares)), key=lambda k: shares[k] / sum(shares) * i - had[k]))
+        had[found[-1]] += 1
+    return found
 
 
 _TYPES = {"int": int, "bool": bool}

@@ -119,7 +119,7 @@ def _engine(
     merged = roughly or (plan.between == "gpu" and plan.gpus == 1)
     k = together(batch.n_micro, plan.gpus) if merged else 1
     if plan.gpus > 1:
-        rates = replace(rates, host=plan.gpus * rates.host)  # one interpreter launches for all
+        rates = rates.change(host=plan.gpus * rates.host)  # one interpreter launches for all
     issue = issues(cfg, plan, rates, batch, k)
     queues = SimulatedQueues(durations(cfg, plan, rates, batch, k), rates, plan.gpus, issue, plan.hosts)
     if k > 1:
@@ -209,6 +209,9 @@ def _covered(tasks: Sequence[Task]) -> float:
 def durations(cfg: ModelConfig, plan: Plan, rates: Rates, batch: Batch, k: int = 1) -> Callable[[Task], float]:
     """A task's seconds alone, k micro-batches as one."""
     cfg = plan.cut(cfg)
+    if rates.others:
+        each = [durations(cfg, plan, replace(rates.of(gpu), others=()), batch, k) for gpu in range(plan.gpus)]
+        return lambda task: each[gpu_of(task.queue)](task)
     latency, known = rates.latency, unit_seconds(cfg, plan, rates, batch)
     passes: dict[Kind, float] = PASSES | {"finish": PASSES["finish"] / rates.finish}
     speed = {queue: getattr(rates, DRIVE.get(queue, queue)) for queue in ("h2d", "d2h", *DRIVE)}

@@ -73,7 +73,8 @@ class SimulatedQueues:
         self.drives, self.ram = Classes(len(CLASSES), BOUND), Intervals()
         ways = {numbered(BUS[queue], gpu) for queue in (STREAMED[0], STREAMED[-1]) for gpu in range(gpus)}
         self.buses = {way: Classes(2, 1) for way in ways}
-        self.crowded = gpus * (rates.h2d + rates.d2h) + max(rates.ssd_read, rates.ssd_write) > rates.dram
+        buses = [rate for gpu in range(gpus) for rate in (rates.of(gpu).h2d, rates.of(gpu).d2h)]
+        self.crowded = sum(buses) + max(rates.ssd_read, rates.ssd_write) > rates.dram
         self.waited = 0.0  # end of the last statistics
         self.handed = 0.0  # the interpreter is done with the last task
 
@@ -265,7 +266,9 @@ def _sharing(moved: dict[str, float], rates: Rates) -> dict[str, float]:
         turns = {way: amount((way, *(queue for queue in queues if queue in STREAMED))) for way, queues in ways.items()}
         total = {way: turns[way] + first[way] for way in ways}
         lost = dict.fromkeys(ways, (1 / rates.duplex - 1) * min(total.values()))
-        lost["h2d"] += (1 / rates.reading - 1) * min(total["h2d"], moved["cpu"] / ADAM_BYTES / rates.adam * rates.h2d)
+        lost["h2d"] += (1 / rates.reading - 1) * min(
+            total["h2d"], moved["cpu"] / ADAM_BYTES / rates.adam * rates.of(gpu).h2d
+        )
         for way, queues in ways.items():
             slower = 1 + (lost[way] + first[way]) / turns[way] if turns[way] else 1.0
             slow |= {numbered(queue, gpu): slower for queue in (way, *queues) if queue == way or queue in STREAMED}

@@ -170,7 +170,9 @@ def updated_alike(plan: Plan, begun: Plan) -> Plan | None:
             return None
         if streamed and ((unit.weights, unit.state) != ("host", "host") or plan.mode == "backward"):
             return None
-        units.append(replace(unit, update="gpu" if streamed else "cpu", resident=unit.resident and not streamed))
+        units.append(
+            replace(unit, gpu=other.gpu, update="gpu" if streamed else "cpu", resident=unit.resident and not streamed)
+        )
     return replace(plan, units=tuple(units))
 
 
@@ -308,7 +310,7 @@ class _Rooms:
 
     def __init__(self, geo: Geometry, plan: Plan, limits: Limits):
         self.geo, self.plan = geo, plan
-        self.left = [limits.gpu - used for used in each_usage(geo, plan)[0]]
+        self.left = [limits.of(gpu) - used for gpu, used in enumerate(each_usage(geo, plan)[0])]
         self.staged = [0] * plan.gpus  # of a buffer on the way to a peer
         for u, unit in enumerate(plan.units):
             self.staged[unit.gpu] = max(self.staged[unit.gpu], self._span(u, unit, "peer"))
