@@ -8,7 +8,7 @@ from dataclasses import dataclass, replace
 from typing import Literal
 
 from trireme.engine.geometry import Geometry, extent
-from trireme.engine.plan import TIERS, Limits, Plan, Tier
+from trireme.engine.plan import SAVED, Limits, Plan, Tier
 from trireme.models.sizes.workspace import workspace_bytes
 from trireme.storage.layout import ITEMSIZE, Layout, round_up
 
@@ -29,7 +29,7 @@ What = Literal[
     "weights", "weights pool", "base", "base pool", "decoded",
     "sum", "sum of embedding", "sums", "rounded", "rounded pool", "gradient", "whole gradient", "gradient pool",
     "state", "state pool",
-    "x", "x pool", "dx", "dx pool", "saved", "saved pool", "staging pool",
+    "x", "x pool", "dx", "dx pool", "saved", "lent", "saved pool", "staging pool",
     "staging",
 ]  # fmt: skip
 GROUPS: dict[Group, tuple[What, ...]] = {
@@ -39,7 +39,7 @@ GROUPS: dict[Group, tuple[What, ...]] = {
         *("gradient", "whole gradient", "gradient pool"),
     ),
     "optimizer state": ("state", "state pool"),
-    "activations": ("x", "x pool", "dx", "dx pool", "saved", "saved pool", "staging pool"),
+    "activations": ("x", "x pool", "dx", "dx pool", "saved", "lent", "saved pool", "staging pool"),
     "workspace": ("staging",),
 }
 GROUP = {what: group for group, all_of in GROUPS.items() for what in all_of}
@@ -75,7 +75,17 @@ def _buffers(geo: Geometry, plan: Plan, units: Alike) -> list[Buffers]:
     for gpu in range(plan.gpus):
         own = [(u, n) for u, n in units if plan.units[u].gpu == gpu]
         made += [replace(b, gpu=gpu) for b in _made(geo, plan, own) if b.tier == "gpu"]
+        made += _lent(
+            geo, plan, [(u, n) for u, n in units if u and plan.units[u].lent and plan.units[u].peer == gpu], gpu
+        )
     return made
+
+
+def _lent(geo: Geometry, plan: Plan, units: Alike, gpu: int) -> Iterable[Buffers]:
+    """For what other GPUs save on `gpu`."""
+    for u, alike in units:
+        nbytes = geo.saved_layout(u, plan.units[u].names("peer"), plan.tokens).span
+        yield Buffers("gpu", "lent", nbytes, plan.n_micro * alike, geo.names[u], gpu)
 
 
 def _made(geo: Geometry, plan: Plan, units: Alike) -> list[Buffers]:
@@ -215,19 +225,20 @@ def _activation_buffers(geo: Geometry, plan: Plan, units: Alike) -> Iterable[Buf
     placement: Counter[Tier] = Counter()  # of inputs
     for u, alike in inner:
         placement[plan.units[u].x] += alike * n
+    leaving = plan.swap_slots * (plan.gpus > 1 and not away)  # for another GPU, by peer copies
     yield Buffers("gpu", "x", x, placement["gpu"])
     if placement["host"] or placement["ssd"] or plan.gpus > 1:
-        yield Buffers("gpu", "x pool", x, plan.swap_slots + (plan.swap_slots if away else n))
+        yield Buffers("gpu", "x pool", x, leaving + plan.swap_slots + (plan.swap_slots if away else n))
         yield Buffers("host", "x", x, placement["host"])
-    yield Buffers("gpu", "dx pool", x, 2 * plan.swap_slots if away else n + 1)
+    yield Buffers("gpu", "dx pool", x, leaving + (2 * plan.swap_slots if away else n + 1))
     yield Buffers("host", "dx", x, n if away else 0)
     spans = {
-        tier: [geo.saved_layout(u, plan.units[u].names(tier), plan.tokens).span for u, _ in inner] for tier in TIERS
+        tier: [geo.saved_layout(u, plan.units[u].names(tier), plan.tokens).span for u, _ in inner] for tier in SAVED
     }
     for (u, alike), here, host in zip(inner, spans["gpu"], spans["host"], strict=True):
         yield Buffers("gpu", "saved", here, n * alike, geo.names[u])
         yield Buffers("host", "saved", host, n * alike, geo.names[u])
-    for tier in ("host", "ssd"):
+    for tier in ("peer", "host", "ssd"):
         yield Buffers("gpu", "saved pool", max(spans[tier], default=0), plan.swap_slots, tier)
     if placement["ssd"] or any(spans["ssd"]):
         yield Buffers("host", "staging pool", max(x, *spans["ssd"]), 2 * plan.swap_slots)
@@ -243,16 +254,22 @@ def workspace(geo: Geometry, plan: Plan, gpu: int = 0) -> int:
     return round_up(int(temporaries * 1.02)) + inputs
 
 
-def usage(geo: Geometry, plan: Plan) -> dict[str, int]:
-    """Bytes of the fullest GPU and of host: buffers and workspace."""
+def usage(geo: Geometry, plan: Plan, less: Sequence[int] = ()) -> dict[str, int]:
+    """Bytes of the fullest GPU and of host: buffers and workspace. What a GPU has `less` counts as taken (Limits)."""
+    on_gpu, host = each_usage(geo, plan)
+    return {"gpu": max(map(sum, zip(on_gpu, less or [0] * len(on_gpu), strict=False))), "host": host}
+
+
+def each_usage(geo: Geometry, plan: Plan) -> tuple[list[int], int]:
+    """Bytes of each GPU, and of host."""
     on_gpu, host = [workspace(geo, plan, gpu) for gpu in range(plan.gpus)], 0
     for b in _buffers(geo, plan, _alike(geo, plan)):
         if b.tier == "gpu":
             on_gpu[b.gpu] += b.nbytes * b.count
         else:
             host += b.nbytes * b.count
-    return {"gpu": max(on_gpu), "host": host}
+    return on_gpu, host
 
 
 def fits(geo: Geometry, plan: Plan, limits: Limits) -> bool:
-    return not limits.lacking(usage(geo, plan))
+    return not limits.lacking(usage(geo, plan, limits.less))

@@ -55,7 +55,8 @@ def build(
         raise InputError("plan: the embedding and the head share a matrix, and are on two GPUs")
     assert len(queues.devices) == plan.gpus, "queues for other GPUs than the plan's"
     geo, others = Geometry.of(cfg, plan), queues.devices[1:]
-    memory = Memory(queues.device, limits.gpu, limits.host, queues.simulated, pinned=pinned, others=others)
+    given = queues.device, limits.gpu, limits.host, queues.simulated
+    memory = Memory(*given, pinned=pinned, others=others, less=limits.less)
     if poison:
         memory.poison = lambda buffer: _poison(queues, buffer)
     for gpu in range(plan.gpus):

@@ -14,7 +14,7 @@ from itertools import product
 from trireme.engine.amounts import gib
 from trireme.engine.buffers import fits
 from trireme.engine.geometry import PART_BYTES, Geometry
-from trireme.engine.plan import DoesNotFit, Limits, Plan
+from trireme.engine.plan import DoesNotFit, Limits, Plan, Shares
 from trireme.engine.planner import variants
 from trireme.engine.planner.predict import FEW, Batch, Prediction, predict, together, unit_seconds
 from trireme.engine.planner.rates import Rates
@@ -24,6 +24,7 @@ from trireme.engine.planner.simulate import drive_seconds, queue_seconds
 from trireme.engine.planner.variants import LEANS, Move, moves, updated_alike
 from trireme.engine.queues.names import QUEUES, numbered
 from trireme.models.config import ModelConfig
+from trireme.models.sizes import costs
 
 WEAR = 0.5  # of the seconds that writing activations to the SSD takes: a charge for its wear
 HOPEFUL = 0.995  # of the best time: plans with a floor above are not simulated
@@ -54,9 +55,38 @@ def choose(
     """The fastest variant of first_plan's. Deterministic. Raises DoesNotFit.
 
     `begun`: the plan of a begun run, which keeps updates on their processors if that fits. `leans`: fewer are quicker.
+    Unequal GPUs divide layers by speed or by memory, whichever is faster.
     """
+    if not rates.others:
+        return _choose(cfg, limits, rates, wanted, begun, leans)
+    found, refused = list[Choice](), list[DoesNotFit]()
+    for shares in ways_to_share(cfg, limits, rates, wanted):
+        try:
+            found.append(_choose(cfg, limits, rates, replace(wanted, shares=shares), begun, leans))
+        except DoesNotFit as error:
+            refused.append(error)
+    if not found:
+        raise refused[0]
+    return min(found, key=lambda c: c.found.step_s / (c.plan.tokens * c.plan.n_micro))
+
+
+def ways_to_share(cfg: ModelConfig, limits: Limits, rates: Rates, wanted: Wanted) -> list[Shares]:
+    """Blocks in proportion to the GPUs' FLOP/s, the head's work counted on the fastest, or to their memory."""
+    speeds, rooms = ([of(gpu) for gpu in range(wanted.gpus)] for of in (lambda g: rates.of(g).matmul, limits.of))
+    fastest = max(range(wanted.gpus), key=speeds.__getitem__)
+    tokens = wanted.document
+    work = [costs.forward_flops(cfg, u, tokens, tokens * tokens // 2) for u in range(1, cfg.n_units)]
+    total, rest = cfg.n_layers * sum(work) / sum(work[:-1]), cfg.n_layers * work[-1] / sum(work[:-1])
+    by_speed = [max(1.0, total * speed / sum(speeds) - rest * (gpu == fastest)) for gpu, speed in enumerate(speeds)]
+    return [Shares(tuple(by_speed), fastest), Shares(tuple(map(float, rooms)), fastest)]
+
+
+def _choose(
+    cfg: ModelConfig, limits: Limits, rates: Rates, wanted: Wanted, begun: Plan | None, leans: Sequence[Lean]
+) -> Choice:
+    wanted = replace(wanted, peers=wanted.gpus > 1 and rates.peer > 0)
     first = first_plan(cfg, limits, wanted, has_drive(rates))
-    begun = begun and begun.dealt(wanted.gpus, cfg.tied)
+    begun = begun and begun.dealt(wanted.gpus, cfg.tied, wanted.peers, wanted.shares)
     if first.uses("ssd") and not has_drive(rates):
         raise DoesNotFit(
             f"RAM of {gib(limits.host, 1)} and GPU memory of {gib(limits.gpu, 1)} do not hold everything, and there is "
@@ -170,6 +200,9 @@ def _around_the_best(
         lambda plan: variants.swap_slots(geo, plan, limits, piece),
         variants.late_moments,
     ]
+    if trials.wanted.peers:
+        decisions.insert(0, lambda plan: variants.between(geo, plan, limits, piece))
+        decisions.append(lambda plan: variants.in_peers(geo, plan, limits, steps, piece))
     if updates:
         decisions.append(lambda plan: variants.updates(geo, plan, limits, piece))
     for rank, base in enumerate(sorted(trials.found, key=trials.cost)[:REFINED]):
@@ -201,7 +234,10 @@ def floors(geo: Geometry, plan: Plan, rates: Rates, batch: Batch) -> dict[str, f
     "passes" sums both passes, each as long as its slowest queue. Activations leave in forward and return in backward;
     updates that wait for the norm run in forward. Several GPUs share computation and the bus at best evenly.
     """
-    seconds = unit_seconds(geo.cfg, plan, rates, batch)
+    each = [unit_seconds(geo.cfg, plan, rates.of(gpu), batch) for gpu in range(plan.gpus if rates.others else 1)]
+    seconds = {
+        key: len(each) / sum(1 / found[key] for found in each) for key in each[0]
+    }  # by all GPUs, times their number
     forward = plan.n_micro * sum(s for (kind, _), s in seconds.items() if kind == "forward") / plan.gpus
     decode = [sum(way) / rates.copy for way in zip(*geo.decode_bytes, strict=True)]  # in forward and in backward
     forward += decode[0]

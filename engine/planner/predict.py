@@ -14,7 +14,7 @@ from trireme.engine.geometry import ADAM_BYTES, Geometry
 from trireme.engine.plan import Limits, Plan
 from trireme.engine.planner.rates import Rates
 from trireme.engine.planner.simulate import DRIVE, Noted, SimulatedQueues, drive_seconds, is_copy
-from trireme.engine.queues.names import NET, gpu_of, plain
+from trireme.engine.queues.names import NET, PEERS, gpu_of, plain
 from trireme.engine.queues.task import Kind, Task
 from trireme.engine.queues.trace import Span
 from trireme.engine.step import Engine, Inputs, evaluate, train_step
@@ -116,9 +116,10 @@ def _engine(
     if plan.uses("ssd") and not (rates.ssd_read and rates.ssd_write):
         raise ValueError("the plan uses a drive and the machine has none")
     cfg = plan.cut(cfg)
-    k = together(batch.n_micro, plan.gpus) if roughly or plan.between == "gpu" else 1
+    merged = roughly or (plan.between == "gpu" and plan.gpus == 1)
+    k = together(batch.n_micro, plan.gpus) if merged else 1
     if plan.gpus > 1:
-        rates = replace(rates, host=plan.gpus * rates.host)  # one interpreter launches for all
+        rates = rates.change(host=plan.gpus * rates.host)  # one interpreter launches for all
     issue = issues(cfg, plan, rates, batch, k)
     queues = SimulatedQueues(durations(cfg, plan, rates, batch, k), rates, plan.gpus, issue, plan.hosts)
     if k > 1:
@@ -181,7 +182,7 @@ def _prediction(seconds: float, queues: SimulatedQueues, spans: tuple[Span, ...]
         else:
             working[plain(t.queue), gpu_of(t.queue)].append(t)
     for (queue, _), tasks in working.items():
-        name = "net" if queue in NET else queue
+        name = "net" if queue in NET else "peer" if queue in PEERS else queue
         busy[name] = max(busy.get(name, 0.0), _covered(tasks))
     busy["ssd"] = drive_seconds(
         moved["ssd_read"], moved["ssd_write"], queues.rates
@@ -208,10 +209,13 @@ def _covered(tasks: Sequence[Task]) -> float:
 def durations(cfg: ModelConfig, plan: Plan, rates: Rates, batch: Batch, k: int = 1) -> Callable[[Task], float]:
     """A task's seconds alone, k micro-batches as one."""
     cfg = plan.cut(cfg)
+    if rates.others:
+        each = [durations(cfg, plan, replace(rates.of(gpu), others=()), batch, k) for gpu in range(plan.gpus)]
+        return lambda task: each[gpu_of(task.queue)](task)
     latency, known = rates.latency, unit_seconds(cfg, plan, rates, batch)
     passes: dict[Kind, float] = PASSES | {"finish": PASSES["finish"] / rates.finish}
     speed = {queue: getattr(rates, DRIVE.get(queue, queue)) for queue in ("h2d", "d2h", *DRIVE)}
-    speed |= dict.fromkeys(NET, rates.net)
+    speed |= dict.fromkeys(NET, rates.net) | dict.fromkeys(PEERS, rates.peer or min(rates.h2d, rates.d2h))
     speed["cpu"] = ADAM_BYTES * rates.adam * rates.beside
 
     def duration(task: Task) -> float:

@@ -14,7 +14,7 @@ import os
 import shutil
 import time
 from collections import deque
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from concurrent.futures import Future
 from functools import partial
 from itertools import cycle
@@ -213,6 +213,37 @@ def _update(workers: Workers, dtype: str, n: int, lots: int = 1) -> Callable[[],
     hyper = dict(lr=1e-4, beta1=0.9, beta2=0.95, eps=1e-8, weight_decay=0.0, n_decay=0, step=1)
     lot = cycle(zip(w, lo, m, v, grad, strict=True))
     return lambda: workers.adamw_(*next(lot), clip, **hyper)
+
+
+def peer_rates(devices: Sequence[torch.device]) -> dict[str, float]:
+    """Bytes/s of copies from each GPU to the next, all at once, of the slowest.
+
+    Zero where a GPU has no access to another's memory, or where a copy arrives wrong, as behind some IOMMUs.
+    """
+    ways = list(zip(devices, [*devices[1:], devices[0]], strict=True))
+    if not all(torch.cuda.can_device_access_peer(a, b) for a in devices for b in devices if a != b):
+        return {"peer": 0.0}
+    sources = [torch.randint(256, (COPY,), dtype=torch.uint8, device=a) for a in devices]
+    targets = [torch.zeros(COPY, dtype=torch.uint8, device=b) for _, b in ways]
+    for source, target in zip(sources, targets, strict=True):
+        target.copy_(source)
+        if not torch.equal(target.cpu(), source.cpu()):
+            return {"peer": 0.0}
+
+    streams = [(torch.cuda.Stream(a), torch.cuda.Stream(b)) for a, b in ways]  # torch orders a copy behind both
+
+    def once() -> float:
+        start = time.perf_counter()
+        for _ in range(AHEAD):
+            for source, target, (leaves, arrives) in zip(sources, targets, streams, strict=True):
+                with torch.cuda.stream(arrives), torch.cuda.stream(leaves):
+                    target.copy_(source, non_blocking=True)
+        for both in streams:
+            for stream in both:
+                stream.synchronize()
+        return time.perf_counter() - start
+
+    return {"peer": AHEAD * COPY / min(once() for _ in range(3))}
 
 
 class _Bus:

@@ -10,7 +10,7 @@ from typing import Literal, NamedTuple
 from trireme.engine.amounts import rounded_up
 from trireme.engine.buffers import fits, usage
 from trireme.engine.geometry import STRETCH, Geometry, geometry
-from trireme.engine.plan import TIERS, DoesNotFit, Limits, Mode, Plan, Tier, UnitPlan
+from trireme.engine.plan import TIERS, DoesNotFit, Limits, Mode, Plan, Shares, Tier, UnitPlan
 from trireme.models.config import ModelConfig
 from trireme.models.sizes import narrow
 from trireme.storage.layout import ITEMSIZE
@@ -47,6 +47,8 @@ class Wanted:
     trained: float = 1.0  # share of tokens with a label
     compared: bool = False  # as Batch
     gpus: int = 1
+    peers: bool = False  # GPUs copy to each other
+    shares: Shares | None = None
     hosts: int = 1  # plans are of the last, which needs most
 
     @classmethod
@@ -124,7 +126,7 @@ def simple_plan(cfg: ModelConfig, limits: Limits, wanted: Wanted, lean: Lean = L
             return _fill(geo, plan, limits, wanted, lean)
         refused.append((geo, plan))
     geo, plan = min(refused, key=lambda r: _excess(r[0], r[1], limits))
-    raise DoesNotFit(_why_not(geo, plan, limits), usage(geo, plan))
+    raise DoesNotFit(_why_not(geo, plan, limits), usage(geo, plan, limits.less))
 
 
 # ---------------------------------------------------------------- the smallest plan
@@ -150,7 +152,7 @@ def _low_plans(geo: Geometry, wanted: Wanted, lean: Lean) -> Iterable[Plan]:
     slots = ((2, half, 2), (2, half // 8, 2), (1, half // 8, 2), (1, 1, 1))
     may_spill = state == "ssd" and wanted.mode != "backward" and wanted.hosts == 1
     gradients: tuple[Waiting, ...] = ("host", "ssd") if may_spill else ("host",)
-    betweens: tuple[Between, ...] = ("gpu", "host") if wanted.gpus == 1 else ("host",)
+    betweens: tuple[Between, ...] = ("gpu", "host") if wanted.gpus == 1 or wanted.peers else ("host",)
     for waiting, between, rings, (tokens, n_micro) in product(gradients, betweens, slots, wanted.sizes):
         apart = wanted.on_cuda and wanted.mode == "forward" and geo.adam_bits == 32 and tokens * n_micro >= LATE_TOKENS
         for x in inputs if between == "gpu" or wanted.gpus > 1 else inputs[inputs.index("host") :]:
@@ -177,11 +179,11 @@ def _low_plans(geo: Geometry, wanted: Wanted, lean: Lean) -> Iterable[Plan]:
                 hosts=wanted.hosts,
                 host=wanted.hosts - 1,
             )
-            yield plan if wanted.gpus == 1 else plan.dealt(wanted.gpus, geo.cfg.tied)
+            yield plan if wanted.gpus == 1 else plan.dealt(wanted.gpus, geo.cfg.tied, wanted.peers, wanted.shares)
 
 
 def _excess(geo: Geometry, plan: Plan, limits: Limits) -> int:
-    return sum(limits.lacking(usage(geo, plan)).values())
+    return sum(limits.lacking(usage(geo, plan, limits.less)).values())
 
 
 # ---------------------------------------------------------------- moved up
@@ -328,14 +330,14 @@ FLAGS = {"gpu": "--gpu-memory", "host": "--ram"}
 
 
 def _why_not(geo: Geometry, plan: Plan, limits: Limits) -> str:
-    need, lacks = usage(geo, plan), limits.lacking(usage(geo, plan))
+    need, lacks = usage(geo, plan, limits.less), limits.lacking(usage(geo, plan, limits.less))
     assert lacks, "a plan that fits was refused"
     more = {tier: rounded_up(MARGIN[tier] * lacks[tier]) for tier in lacks}  # not the sum: options include a reserve
     other = f"use a GPU with {more.pop('gpu')} more free memory" if "gpu" in more and limits.all_free else ""
     raises = " and ".join(f"{flag} by {more[tier]}" for tier, flag in FLAGS.items() if tier in more)
     first = " and ".join(way for way in (other, f"raise {raises}" * bool(raises)) if way)
     out = [first[0].upper() + first[1:]]
-    shorter = lambda k: usage(geo, replace(plan, tokens=k))["gpu"] <= limits.gpu
+    shorter = lambda k: usage(geo, replace(plan, tokens=k), limits.less)["gpu"] <= limits.gpu
     if "gpu" in lacks and (tokens := _most(plan.tokens, shorter)):
         out.append(f"lower --seq-len (of {plan.tokens:,} tokens a micro-batch {tokens:,} fit)")
     if n_micro := _most(plan.n_micro, lambda k: fits(geo, with_micro_batches(plan, k), limits)):

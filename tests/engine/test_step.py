@@ -27,6 +27,7 @@ from engines import (
     batches,
     final_weights,
     gpu_plan,
+    lent,
     make,
     pairs,
     relayed,
@@ -291,7 +292,10 @@ def plans(draw):
         gradients="host" if mode == "backward" else draw(st.sampled_from(("host", "ssd"))),
         at_once=draw(st.sampled_from((0, 1, 2, 4))),
     )
-    return model, relayed(plan, dealt, cfg.tied)
+    plan = relayed(plan, dealt, cfg.tied, plan.between)
+    if plan.gpus > 1 and draw(st.booleans()):
+        plan = lent(plan, draw(st.sampled_from(TIERS)))
+    return model, plan
 
 
 @settings(max_examples=15, deadline=None, suppress_health_check=[HealthCheck.too_slow])

@@ -5,7 +5,7 @@ from functools import cache
 
 import pytest
 import torch
-from engines import LLAMA, RealQueues, batches, cards, final_weights, gpu_plan, make, pairs, relayed, train
+from engines import LLAMA, RealQueues, batches, cards, final_weights, gpu_plan, lent, make, pairs, relayed, train
 
 from trireme.engine import geometry
 from trireme.engine.exchange import Kept
@@ -223,11 +223,13 @@ TWO_GPUS = ["dense", "mixture", "adapters of experts in MXFP4", "a dense layer a
 @pytest.mark.parametrize("name", TWO_GPUS)
 @pytest.mark.parametrize("tier", ["gpu", "host", "ssd"])
 @pytest.mark.parametrize("deal", [(0, 1), (1, 0, 0)])
-def test_units_on_two_gpus_leave_the_bits_of_one(name, tier, deal):
+@pytest.mark.parametrize("between", ["host", "gpu"])
+def test_units_on_two_gpus_leave_the_bits_of_one(name, tier, deal, between):
     cfg = OTHERS.get(name, CFG)
     unit = UnitPlan(tier, tier, x="ssd" if tier == "ssd" else "host", saved=(("qkv", tier),), base=tier)
     plan = gpu_plan(cfg, units=(unit,) * 6, dtype="BF16", n_micro=3, tokens=48, record=5000)
-    plan = relayed(plan, deal)
+    plan = relayed(plan, deal, between=between)
+    plan = lent(plan, "host") if between == "gpu" else plan
     e = make(cfg, plan, cards(plan.gpus))
     losses, weights = on_the_gpu(3, 1.0, cfg)
     assert train(e, batches(cfg, 4, 3, 48)) == losses

@@ -127,7 +127,7 @@ BESIDE = (*QUEUES[1:], "poison")  # all queues but compute
 BALANCE = 0.3  # weight of the loss of balance
 
 
-def relayed(plan: Plan, gpus: Sequence[int], tied: bool = False) -> Plan:
+def relayed(plan: Plan, gpus: Sequence[int], tied: bool = False, between: str = "host") -> Plan:
     """The plan with its units dealt: `gpus`, in turn, of the embedding, each block and the head."""
     step = 2 if plan.halves else 1  # units of a block
     n = len(plan.units)
@@ -137,7 +137,16 @@ def relayed(plan: Plan, gpus: Sequence[int], tied: bool = False) -> Plan:
     if not any(dealt):
         return plan
     units = (replace(unit, gpu=gpu) for unit, gpu in zip(plan.units, dealt, strict=True))
-    return replace(plan, units=tuple(units), between="host")
+    return replace(plan, units=tuple(units), between=between)
+
+
+def lent(plan: Plan, tier: str, peer=lambda unit, gpus: (unit.gpu + 1) % gpus) -> Plan:
+    """The plan with what units save in `tier` saved by another GPU, of peer(unit, GPUs)."""
+    units = [
+        replace(unit, saved=tuple((n, "peer" if t == tier else t) for n, t in unit.saved), peer=peer(unit, plan.gpus))
+        for unit in plan.units
+    ]
+    return replace(plan, units=tuple(units))
 
 
 class JitterQueues(RealQueues):

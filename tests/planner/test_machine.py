@@ -83,6 +83,14 @@ def test_what_bus_and_updates_keep_beside_each_other():
     assert min(found["h2d"], found["d2h"]) > 1e9
 
 
+@pytest.mark.gpu
+@pytest.mark.skipif("torch.cuda.device_count() < 2")
+def test_peer_copies_are_faster_than_the_bus_where_there_is_a_link():
+    gpus = [torch.device("cuda", gpu) for gpu in range(2)]
+    access = torch.cuda.can_device_access_peer(0, 1) and torch.cuda.can_device_access_peer(1, 0)
+    assert (probe.peer_rates(gpus)["peer"] > 1e9) == access
+
+
 def test_a_probe_takes_half_of_the_ram_at_most():
     assert probe.trial_sizes(1 << 40) == (1 << 25, probe.COPY)
     for ram in (*(1 << k for k in range(24, 40)), 3 * 10**9, 10**10):
