@@ -65,7 +65,7 @@ def place() -> Place:
 
 def _refuse(name: str, text: str, expected: str) -> NoReturn:
     is_what = f"is {shown(repr(text))}" if text else "is not set"
-    raise InputError(f"{name} of the environment {is_what}; expected {expected}. Set it as docs/how-it-works.md says, or unset it.")
+    raise InputError(f"{name} of the environment {is_what}; expected {expected}. Set it as torchrun does, or unset it.")
 
 
 def told(text: str, shape: Shape, host: int) -> Any:
