@@ -189,7 +189,7 @@ def _of_host(given: dict[str, Any], host: int, hosts: int) -> dict[str, Any]:
     """A host's options: those behind the first keep their state in folders of their own. Raises InputError."""
     if not (given.get("resume") or given.get("out")) or "config" in given or "demo" in given:
         raise InputError(
-            f"torchrun began {hosts} hosts: say --out DIR, without --config or --demo. Host 0 writes the checkpoint "
+            f"WORLD_SIZE is {hosts} hosts: say --out DIR, without --config or --demo. Host 0 writes the checkpoint "
             "there; host N keeps its state in DIR/host-N, on a disk of its own or on one that they share."
         )
     if not host:
