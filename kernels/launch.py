@@ -69,6 +69,14 @@ def rows_bwd(device: torch.device, N: int, D: int, itemsize: int) -> Rows:
     return Rows(rows, columns, min(16, max(4, rows * columns // 1024)), ahead + 1, min(cdiv(N, rows), each * here.sms))
 
 
+@cache
+def rows_maxima(D: int) -> Rows:
+    """Persistent programs over tiles of rows of D values that are read alone (`programs` unused)."""
+    columns = power2(D)
+    rows = max(1, 2048 // columns)
+    return Rows(rows, columns, min(16, max(4, rows * columns // 1024)), 3, 0)
+
+
 def column_splits(device: torch.device, n_columns: int, n_tiles: int) -> int:
     """Programs for each column block."""
     return max(1, min(n_tiles, 8 * chip(device).sms // n_columns))

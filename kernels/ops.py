@@ -88,6 +88,7 @@ sigmoid_gate_fwd = _op(attention.sigmoid_gate_fwd, "attention.gate")
 sigmoid_gate_bwd = _op(attention.sigmoid_gate_bwd, "attention.gate")
 quantize = _op(fp8.quantize, "fp8.quantize")
 turn = _op(fp8.turn, "fp8.quantize")
+rmsnorm_codes = _op(fp8.rmsnorm_codes, "fp8.norms")
 swiglu_codes_fwd = _op(fp8.swiglu_codes_fwd, "fp8.gated")
 swiglu_codes_bwd = _op(fp8.swiglu_codes_bwd, "fp8.gated")
 geglu_codes_fwd = _op(fp8.geglu_codes_fwd, "fp8.gated")
@@ -143,6 +144,7 @@ __all__ = [
     "fp8_matmul",
     "quantize",
     "rmsnorm_bwd",
+    "rmsnorm_codes",
     "rmsnorm_fwd",
     "rope_",
     "rope_table",

@@ -154,7 +154,7 @@ def loss(s: Shapes) -> Iterator[Case]:
 
 
 def fp8(s: Shapes) -> Iterator[Case]:
-    """Quantization of a block's tensors, which reads them twice; GEMMs."""
+    """Quantization of a block's tensors and of norms' results, which read them twice; GEMMs."""
     N, F, randn = s.N, s.F, s.randn
     for D in s.quantized:
         x = randn(N, D)
@@ -162,6 +162,7 @@ def fp8(s: Shapes) -> Iterator[Case]:
             written = (rows + columns) * N * D
             label = f"{N}x{D} {'rows' * rows} {'columns' * columns}"
             yield Case(label, "quantize", (x, rows, columns), 4 * N * D + written)
+            yield Case(label, "rmsnorm_codes", (x, randn(D), 1e-5, rows, columns), 4 * N * D + written)
     codes = ops.quantize(randn(N, F)).rows
     assert codes is not None
     yield Case(f"{N}x{F}", "turn", (codes, torch.empty(F, N, dtype=codes.dtype, device=s.device)), 2 * N * F)

@@ -115,6 +115,11 @@ def in_fp8(cfg: ModelConfig, rows: int, columns: int) -> bool:
     return cfg.fp8 and rows % 16 == 0 and columns % 16 == 0
 
 
+def norms_make_codes(cfg: ModelConfig) -> bool:
+    """Whether a norm before a linear layer in fp8 writes codes alone: RMSNorm without adapters behind it."""
+    return cfg.fp8 and cfg.lora is None and not cfg.family.layer_norm
+
+
 def fp8_groups(cfg: ModelConfig, u: int) -> list[Group]:
     """Matrices of the matmuls in fp8."""
     if not cfg.fp8 or u in (0, cfg.n_units - 1):

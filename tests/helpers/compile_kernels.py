@@ -32,7 +32,7 @@ from trireme.kernels.attention import attention, sinks
 from trireme.kernels.attention.docs import make_docs
 from trireme.kernels.experts import gradients, matmuls, order, routing, rows
 from trireme.kernels.experts.reference import Order, Rule
-from trireme.kernels.fp8 import block_scaled, gated
+from trireme.kernels.fp8 import block_scaled, gated, norms
 from trireme.kernels.fp8.quantize import quantize, turn
 from trireme.kernels.packed import e4m3, fp4, int4, mxfp4, nf4
 from trireme.kernels.scan import around, scan
@@ -311,6 +311,7 @@ def fp8_calls():
         x = torch.zeros(256, D, dtype=BF16)
         for orders in ((True, True), (True, False), (False, True)):
             quantize(x, *orders)
+            norms.rmsnorm_codes(x, x[0], 1e-5, *orders)
         turn(quantize(x).rows, torch.zeros(D, 256, dtype=torch.float8_e4m3fn))
     gated.swiglu_codes_fwd(torch.zeros(64, 28672, dtype=BF16))
     for act, columns in (

@@ -18,6 +18,7 @@ NARROW |= {"_count", "_scan", "_place"}
 BY_MEMORY = {
     "_maxima",
     "_quantize",
+    "_rmsnorm_maxima",
     "_turn",
     "_glu_maxima",
     "_glu_codes_fwd",

@@ -220,6 +220,7 @@ def _bare_ops():
         **_bare_scans(),
         Quantized=ops.Quantized,
         quantize=_bare_codes,
+        rmsnorm_codes=lambda x, w, eps, *orders: (_bare_codes(x, *orders), stats(x)[0]),
         **dict.fromkeys(("swiglu_codes_fwd", "geglu_codes_fwd"), _bare_glu_codes),
         **dict.fromkeys(("swiglu_codes_bwd", "geglu_codes_bwd"), _bare_glu_codes_bwd),
         fp8_matmul=fp8_matmul,
