@@ -201,7 +201,7 @@ def floors(geo: Geometry, plan: Plan, rates: Rates, batch: Batch) -> dict[str, f
     "passes" sums both passes, each as long as its slowest queue. Activations leave in forward and return in backward;
     updates that wait for the norm run in forward. Several GPUs share computation and the bus at best evenly.
     """
-    seconds = unit_seconds(geo.cfg, plan, rates, batch)
+    seconds, rates = unit_seconds(geo.cfg, plan, rates, batch), rates.with_moments(plan.adam_bits)
     forward = plan.n_micro * sum(s for (kind, _), s in seconds.items() if kind == "forward") / plan.gpus
     decode = [sum(way) / rates.copy for way in zip(*geo.decode_bytes, strict=True)]  # in forward and in backward
     forward += decode[0]
