@@ -27,6 +27,7 @@ from trireme.engine.geometry import ADAM_BYTES
 from trireme.engine.memory import DTYPE, Memory, views
 from trireme.engine.planner.host import gpu_state, on_battery
 from trireme.engine.planner.predict import KERNELS, WITHIN
+from trireme.engine.planner.sizes import llama
 from trireme.engine.queues.cgroups import cores, update_threads
 from trireme.engine.queues.real import RealQueues
 from trireme.engine.queues.task import Task
@@ -35,8 +36,6 @@ from trireme.kernels.host_adamw import Workers
 from trireme.kernels.moments import BLOCK
 from trireme.kernels.private import cache_folder
 from trireme.models import model
-from trireme.models.config import ModelConfig
-from trireme.models.families.rope import Rope
 from trireme.models.rows import make_rows, rope_tables
 from trireme.models.sizes import shapes
 from trireme.storage.aio import arena
@@ -202,7 +201,7 @@ def start_seconds(device: torch.device) -> float:
 
 def block_seconds(device: torch.device) -> float:
     """Seconds of the host for the launches of a block so small that a GPU waits for them, forward and backward."""
-    cfg = ModelConfig("llama", 256, 128, 1, 2, 2, 64, 256, 64, 1e-5, False, rope=Rope(1e4))
+    cfg = llama(128, 1, 2, 256)
     dtype = torch.bfloat16 if device.type == "cuda" else torch.float32
     layout = pack(shapes.weight_groups(cfg, 1), "BF16" if dtype == torch.bfloat16 else "F32")
     made = (views(layout, torch.zeros(layout.span, dtype=torch.uint8, device=device)) for _ in range(2))
