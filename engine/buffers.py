@@ -9,7 +9,6 @@ from typing import Literal
 
 from trireme.engine.geometry import Geometry, extent
 from trireme.engine.plan import SAVED, Limits, Plan, Tier
-from trireme.models.sizes.workspace import workspace_bytes
 from trireme.storage.layout import ITEMSIZE, Layout, round_up
 
 ENDS = ("embed", "head", "ends")  # size classes with one unit in use at a time
@@ -100,8 +99,7 @@ def _made(geo: Geometry, plan: Plan, units: Alike) -> list[Buffers]:
 
 
 def _alike(geo: Geometry, plan: Plan) -> Alike:
-    sizes = ((geo.numel[u], geo.base_room[u]) for u in range(geo.n_units))
-    keys = list(zip(geo.kinds, map(id, plan.units), sizes, strict=True))
+    keys = list(zip(geo.sizes, map(id, plan.units), strict=True))
     one = dict(zip(keys, range(geo.n_units), strict=True))
     return [(one[key], count) for key, count in Counter(keys).items()]
 
@@ -184,8 +182,7 @@ def _optimizer_buffers(geo: Geometry, plan: Plan, units: Alike) -> Iterable[Buff
         largest = max(extent(piece)[1] for unit in pieces for piece in unit)
         count = max(sum(n for _, n in on_cpu), *map(len, pieces))
         yield Buffers("gpu", "rounded pool", round_up(largest * ITEMSIZE[plan.dtype]), min(OUT_SLOTS, count))
-    shares = [geo.share_span(u, plan.record) for u in range(geo.n_units)]
-    for kind, (size, count) in _by_class(geo, on_cpu, shares).items():
+    for kind, (size, count) in _by_class(geo, on_cpu, geo.share_spans(plan.record)).items():
         spilled = sum(n for u, n in on_cpu if plan.spilled(u) and geo.size_class(u) == kind)
         passing = count if plan.mode == "backward" else spilled
         yield Buffers("host", "gradient", size, count - passing + min(plan.host_window, passing), kind)
@@ -248,7 +245,7 @@ def workspace(geo: Geometry, plan: Plan, gpu: int = 0) -> int:
     """A GPU's bytes beside the buffers: largest unit's temporaries, rotary table, inputs, fragmentation."""
     wide = 4 if plan.sums_wide else ITEMSIZE[plan.dtype]
     each = {geo.kinds[u]: u for u in range(geo.n_units) if plan.units[u].gpu == gpu}.values()  # by kind
-    needs = [workspace_bytes(geo.cfg, u, plan.tokens, ITEMSIZE[plan.dtype], wide) for u in each]
+    needs = [geo.workspace_bytes(u, plan.tokens, wide) for u in each]
     temporaries = max(needs, default=0)
     inputs = plan.tokens * plan.n_micro * 48
     return round_up(int(temporaries * 1.02)) + inputs

@@ -8,11 +8,12 @@ from dataclasses import replace
 from functools import cached_property, lru_cache
 from itertools import accumulate, pairwise
 from math import prod
-from typing import Literal, NamedTuple
+from typing import Any, Literal, NamedTuple
 
 from trireme.engine.plan import Plan
 from trireme.models.config import ModelConfig
 from trireme.models.sizes import narrow, shapes
+from trireme.models.sizes.workspace import workspace_bytes
 from trireme.storage.layout import ALIGN, ITEMSIZE, Layout, pack, rank, round_up, sequential
 
 Part = Literal["all", "weights", "moments"]  # of an update
@@ -58,6 +59,24 @@ class Geometry:
         self._cut: dict[Alike, tuple[Stretch, ...]] = {}
         self._pieces: dict[tuple[Alike, int], tuple[tuple[Stretch, ...], ...]] = {}
         self._records: dict[tuple[int, int], list[tuple[int, int]]] = {}
+        self._shares: dict[int, tuple[int, ...]] = {}
+        self._workspace: dict[tuple[int, int, int], int] = {}
+
+    @cached_property
+    def alike(self) -> tuple[int, ...]:
+        """Of each unit the first one like it: of its kind, with its matrices, trained and frozen, in its dtypes."""
+        first = dict[tuple[Any, ...], int]()
+        return tuple(first.setdefault(self._described(u), u) for u in range(self.n_units))
+
+    def _described(self, u: int) -> tuple[Any, ...]:
+        """All that a unit's sizes and costs depend on."""
+        cfg, inner = self.cfg, 0 < u < self.head
+        prefix = cfg.names.prefix(shapes.layer(cfg, u)) if inner else ""
+        bare = lambda group: tuple((name.removeprefix(prefix), shape) for name, shape in group)
+        packed = {name.removeprefix(prefix): part.shape for name, part in narrow.packed_parts(cfg, u).items()}
+        trained = tuple(tuple(map(bare, part)) for part in shapes.trained_parts(cfg, u))
+        frozen = tuple((bare(group), shapes.is_packed(cfg, group)) for group in shapes.frozen_groups(cfg, u))
+        return self.kinds[u], trained, frozen, tuple(packed.items()), tuple(map(bare, narrow.fp8_groups(cfg, u)))
 
     @cached_property
     def weights(self) -> tuple[Layout, ...]:
@@ -125,7 +144,18 @@ class Geometry:
     @cached_property
     def base_room(self) -> tuple[int, ...]:
         """Bytes for each unit's frozen weights as they lie in a checkpoint, read in whole blocks of the drive."""
-        return tuple(layout.span + 2 * ALIGN * len(layout.tensors) for layout in self.stored_base)
+        room = dict[int, int]()
+        for u in dict.fromkeys(self.alike):  # alike units have the same sizes by other names
+            layout = self._on_disk(self.base[u], narrow.packed_parts(self.cfg, u))
+            room[u] = layout.span + 2 * ALIGN * len(layout.tensors)
+        return tuple(room[u] for u in self.alike)
+
+    @cached_property
+    def sizes(self) -> tuple[int, ...]:
+        """Of each unit the first one of the same kind, with as many trained and frozen bytes."""
+        first = dict[tuple[str, int, int], int]()
+        each = zip(self.kinds, self.numel, self.base_room, strict=True)
+        return tuple(first.setdefault(size, u) for u, size in enumerate(each))
 
     @cached_property
     def gradients(self) -> tuple[Layout, ...]:
@@ -223,6 +253,19 @@ class Geometry:
         """Bytes of their gradient; of one host a unit's span."""
         own = self.share(u, record)
         return self.weights[u].span if self.hosts == 1 else round_up((own.stop - own.start) * ITEMSIZE[self.dtype])
+
+    def share_spans(self, record: int) -> tuple[int, ...]:
+        """Of all units."""
+        if record not in self._shares:
+            self._shares[record] = tuple(self.share_span(u, record) for u in range(self.n_units))
+        return self._shares[record]
+
+    def workspace_bytes(self, u: int, tokens: int, grad_itemsize: int) -> int:
+        """As workspace.workspace_bytes, in the compute dtype."""
+        key = self.alike[u], tokens, grad_itemsize
+        if key not in self._workspace:
+            self._workspace[key] = workspace_bytes(self.cfg, u, tokens, ITEMSIZE[self.dtype], grad_itemsize)
+        return self._workspace[key]
 
     def record_sizes(self, u: int, record: int) -> list[int]:
         return [b - a for a, b in self.records(u, record)]

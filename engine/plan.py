@@ -242,7 +242,11 @@ class Plan:
 
     def distinct(self) -> Iterable[int]:
         """An index for each object in `units`."""
-        return dict(zip(map(id, self.units), range(len(self.units)), strict=True)).values()
+        return self._distinct
+
+    @cached_property
+    def _distinct(self) -> tuple[int, ...]:
+        return tuple(dict(zip(map(id, self.units), range(len(self.units)), strict=True)).values())
 
     def uses(self, tier: Tier) -> bool:
         units = map(self.units.__getitem__, self.distinct())

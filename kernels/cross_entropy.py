@@ -125,7 +125,7 @@ def linear_cross_entropy(
         xs = x[i : i + chunk] if every else x.index_select(0, part)
         z = logits[: len(part)]
         torch.mm(xs, weight.T, out=z)
-        how = launch.cross_entropy(V)
+        how = launch.cross_entropy(x.device, V)
         programs = min(len(part), how.each * launch.chip(x.device).sms)
         _cross_entropy[(programs,)](
             z, xs, weight, labels, part, losses, losses if factors is None else factors, scale, len(part), V, D,

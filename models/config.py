@@ -132,11 +132,11 @@ class ModelConfig:
     tanh_gelu: bool = False  # where the GELU of the family is exact
     mlp_rows: int = 1 << 14  # tokens that an MLP half computes at once: sums of its gradients follow these tiles
 
-    @property
+    @cached_property
     def family(self) -> Family:
         return FAMILIES[self.model_type]
 
-    @property
+    @cached_property
     def names(self) -> Names:
         own = self.family.dense_names if self.family.experts and self.experts is None else self.family.names
         own = apart(own) if self.experts is not None and self.experts.apart else own

@@ -38,6 +38,7 @@ ALL = BELOW | {
 MAY_IMPORT = {  # beside files of the same room
     "kernels": set(),
     "kernels/attention": {"kernels"},
+    "kernels/chips": {"kernels"},
     "kernels/experts": {"kernels"},
     "kernels/fp8": {"kernels"},
     "kernels/packed": {"kernels"},

@@ -69,6 +69,7 @@ class Shapes:
     quantized: tuple[int, ...] = (4096, 14336, 28672)
     mixtures: Mapping[str, Mixture] = field(default_factory=lambda: MIXTURES)
     mixed: int = 32768  # tokens of a mixture
+    tuned: tuple[int, ...] = ()  # lengths of documents, if others than check --tune takes
     scan: tuple[int, int, int] = (16, 32, 128)  # heads of keys, of values, their width, as Qwen3.5 has them
 
     def randn(self, *shape: int, dtype: torch.dtype = BF16) -> Tensor:
@@ -338,10 +339,17 @@ def error(case: Case) -> float:
 
 def repeats(case: Case, runs: int) -> bool:
     """Whether `runs` calls give the same bits."""
-    op = getattr(ops, case.op)
-    bits = lambda: [t.contiguous().view(-1).view(torch.uint8) for t in _run(case, op)]
-    first = bits()
-    return all(torch.equal(a, b) for _ in range(runs - 1) for a, b in zip(first, bits(), strict=True))
+    first = bits(case)
+    return all(equal(first, bits(case)) for _ in range(runs - 1))
+
+
+def bits(case: Case) -> list[Tensor]:
+    """The bytes of all results, and of arguments as they are afterwards."""
+    return [t.contiguous().view(-1).view(torch.uint8) for t in _run(case, getattr(ops, case.op))]
+
+
+def equal(a: list[Tensor], b: list[Tensor]) -> bool:
+    return all(torch.equal(x, y) for x, y in zip(a, b, strict=True))
 
 
 def _run(case: Case, op: Callable[..., Any]) -> list[Tensor]:

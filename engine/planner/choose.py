@@ -234,6 +234,7 @@ def floors(geo: Geometry, plan: Plan, rates: Rates, batch: Batch) -> dict[str, f
     "passes" sums both passes, each as long as its slowest queue. Activations leave in forward and return in backward;
     updates that wait for the norm run in forward. Several GPUs share computation and the bus at best evenly.
     """
+    rates = rates.with_moments(plan.adam_bits)
     each = [unit_seconds(geo.cfg, plan, rates.of(gpu), batch) for gpu in range(plan.gpus if rates.others else 1)]
     seconds = {
         key: len(each) / sum(1 / found[key] for found in each) for key in each[0]

@@ -115,7 +115,7 @@ def _engine(
     """An engine on simulated queues, and its inputs: micro-batches as one, as far as `predict` says."""
     if plan.uses("ssd") and not (rates.ssd_read and rates.ssd_write):
         raise ValueError("the plan uses a drive and the machine has none")
-    cfg = plan.cut(cfg)
+    cfg, rates = plan.cut(cfg), rates.with_moments(plan.adam_bits)
     merged = roughly or (plan.between == "gpu" and plan.gpus == 1)
     k = together(batch.n_micro, plan.gpus) if merged else 1
     if plan.gpus > 1:
@@ -285,10 +285,15 @@ def unit_seconds(cfg: ModelConfig, plan: Plan, rates: Rates, batch: Batch) -> di
         known["loss", names[-1]] *= 1 + LOSS_FORWARD
     # Gradients are read and written each micro-batch, in fp32 if several.
     wide = 8 if batch.n_micro > 1 or plan.hosts > 1 else 2 * ITEMSIZE[plan.dtype]
-    trained = Geometry.of(cfg, plan).numel
+    geo = Geometry.of(cfg, plan)
+    trained, alike = geo.numel, dict[tuple[int, frozenset[str]], int]()  # units by what their times depend on
     for u in range(1, cfg.n_units - 1):
-        kind = shapes.kind(cfg, u)
+        kind = geo.kinds[u]
         kept = frozenset(name for name, _ in plan.units[u].saved)
+        if (first := alike.setdefault((geo.alike[u], kept), u)) < u:
+            known["forward", names[u]] = known["forward", names[first]]
+            known["backward", names[u]] = known["backward", names[first]]
+            continue
         mixed, mixed_back = costs.mixer_flops(cfg, kind, N, pairs), costs.mixer_backward_flops(cfg, kind, N, pairs)
         once = costs.forward_flops(cfg, u, N, pairs) - mixed
         back = costs.backward_flops(cfg, u, N, pairs) - mixed_back

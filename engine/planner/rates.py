@@ -28,8 +28,9 @@ class Rates:
     copy: float  # GPU memory, read plus written
     h2d: float
     d2h: float
-    adam: float  # fp32 AdamW on the CPU, parameters/s
+    adam: float  # AdamW on the CPU with fp32 moments, parameters/s
     dram: float  # RAM: an update takes ADAM_BYTES a parameter, a byte copied meanwhile delays it 1 / dram seconds
+    adam8: float = 0.0  # with 8-bit moments; 0: as `adam`
     ssd_read: float = 0.0  # all drives, past any fast cache, without writes
     ssd_write: float = 0.0
     ssd_free: float = 0.0  # bytes/s of removing files; 0: at once
@@ -68,6 +69,10 @@ class Rates:
     def change(self, **change: Any) -> Rates:
         """With these rates of all GPUs."""
         return replace(self, **change, others=tuple(replace(other, **change) for other in self.others))
+
+    def with_moments(self, bits: int) -> Rates:
+        """These rates with `adam` for moments of so many bits."""
+        return replace(self, adam=self.adam8) if bits == 8 and self.adam8 else self
 
     def times(self, share: float, names: tuple[str, ...]) -> Rates:
         """These rates with those of `names` multiplied by `share`."""

@@ -268,14 +268,19 @@ def _check_named(options: Options) -> None:
 
 
 def parse_check(argv: Sequence[str]) -> argparse.Namespace:
-    """store and report of `check`. Raises InputError; --help exits."""
+    """store, report and tune of `check`. Raises InputError; --help exits."""
     parser = CommandParser(
-        usage=f"{program()} check [--store DIR[,DIR]] [--report FILE]",
+        usage=f"{program()} check [--store DIR[,DIR]] [--report FILE] [--tune]",
         description="Says what this machine has, how fast it is, and what to change, in two minutes. Writes a report.",
         allow_abbrev=False,
     )
     parser.add_argument("--store", metavar="DIR[,DIR]", default=".", help="a folder on each drive to try [this one]")
     parser.add_argument("--report", metavar="FILE", default="trireme-check.json", help="where the report is written")
+    parser.add_argument(
+        "--tune",
+        action="store_true",
+        help="instead, try launch settings of each kernel; runs use the faster ones",
+    )
     given = parser.known(argv, "check")
     given.store = [folder for folder in given.store.split(",") if folder]
     if not given.store:

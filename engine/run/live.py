@@ -251,6 +251,7 @@ class Live:
                 "cut": self.job.pinned.json(),
                 "data": self.job.data.fingerprint,
                 "computed_by": computed_by(self.job.device),
+                "launches": self.job.launches,
                 "best": [done.best, done.best_step],
                 "start": done.start,
                 "worse": done.worse,

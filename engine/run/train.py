@@ -8,6 +8,7 @@ from contextlib import ExitStack, closing, contextmanager
 from datetime import date
 from pathlib import Path
 
+from trireme.engine.check.tuned import in_use
 from trireme.engine.exports import BEST, Best, settle
 from trireme.engine.hosts.group import Alone, refuse_text
 from trireme.engine.plan import DoesNotFit
@@ -151,7 +152,8 @@ def _fitting(options: Options, screen: Screen, clock: Clock, group: Alone, snaps
         day = snapshot.get("date") if snapshot else group.texts(today)[0]
         if day and not is_date(day):
             refuse_text(0, f": today is {shown(day)!r}")
-        job = prepare(options, snapshot and snapshot["cut"], far, screen.warn, clock, group, day)
+        launches = snapshot.get("launches", {}) if snapshot else None
+        job = prepare(options, snapshot and snapshot["cut"], far, screen.warn, clock, group, day, launches)
     finally:
         screen.clear()
     if job.read:
@@ -181,6 +183,7 @@ def _train(job: Job, begun: Begun, screen: Screen, clock: Clock, told: Sequence[
             left = estimate(job, live.progress.step)
         live.estimated = clock.with_spent(left | {"plan": AGAIN * clock.spent["plan"]})
     with ExitStack() as stack:
+        stack.enter_context(in_use(job.launches))
         stack.callback(live.close_log)
         stack.enter_context(closing(live))
         stack.enter_context(_telling(group))

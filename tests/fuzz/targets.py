@@ -220,7 +220,8 @@ def snapshot(folder: Path) -> Target:
     plan = Plan((UnitPlan(), UnitPlan("host", "ssd", saved=(("qkv", "host"),)), UnitPlan()), 24, 2, "F32")
     source = SimpleNamespace(tensors={"a": SimpleNamespace(dtype="F32", shape=(4, 2))})
     said = {"step": 3, "options": kept(options) | {"lr": 1.0}, "data": "00000000", "best": [2.5, 3],
-            "computed_by": "torch 2, the CPU", "written": 9, "eval_rows": 5, "date": "2026-01-31", "log": [3, 0, 99, 7],
+            "computed_by": "torch 2, the CPU", "launches": {"grouped_mm": [64, 64, 128, 4, 3]}, "written": 9,
+            "eval_rows": 5, "date": "2026-01-31", "log": [3, 0, 99, 7],
             "cut": Pinned.of(plan, 2, 2, identity(cfg, source)).json()}  # fmt: skip
 
     def read(content: bytes) -> None:

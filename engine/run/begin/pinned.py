@@ -86,6 +86,7 @@ SNAPSHOT = {
     "options": dict,
     "data": str,
     "computed_by": str,  # as host.computed_by; missing in older snapshots
+    "launches": {str: [int]},  # as tuned.kept; missing in older snapshots: the usual ones
     "written": int,
     "worse": int,
     "eval_rows": {int, type(None)},  # None or missing: all
@@ -106,7 +107,7 @@ SNAPSHOT = {
 
 def check_snapshot(options: Options, said: Mapping[str, Any]) -> None:
     """Raises InputError where a snapshot is not of this version's form."""
-    missing: dict[str, Any] = {"computed_by": "", "eval_rows": None, "worse": 0, "base": {}}
+    missing: dict[str, Any] = {"computed_by": "", "launches": {}, "eval_rows": None, "worse": 0, "base": {}}
     missing |= {"date": None, "start": None}
     wrong = complaint({**missing, **said}, SNAPSHOT)
     if not wrong and said.get("date") is not None and not is_date(said["date"]):
