@@ -241,7 +241,7 @@ def _activations(geo: Geometry, plan: Plan, u: int, moved: Traffic) -> None:
 
 def _base(geo: Geometry, plan: Plan, u: int, moved: Traffic) -> None:
     """Adds unit u's frozen weights; those that the pass before left on the GPU do not come again."""
-    tier, nbytes = plan.units[u].base, geo.base[u].span
+    tier, nbytes = plan.units[u].base, geo.base_bytes[u]
     first, again = not _stays(geo, plan, u), 0 < u < geo.head - _window(plan)
     moved.forward["h2d"] += nbytes * (tier != "gpu") * first
     moved.backward["h2d"] += nbytes * (tier != "gpu") * again

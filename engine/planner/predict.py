@@ -150,7 +150,8 @@ def _steady(e: Engine, queues: SimulatedQueues, inputs: Sequence[Inputs]) -> flo
 
 def _lag(plan: Plan, known: Mapping[tuple[Kind, str], float], geo: Geometry, rates: Rates) -> float:
     """Seconds that the last of several hosts begins backward later than the first: a unit and its sum each."""
-    slowest = max(known.get((kind, geo.names[u]), 0.0) for kind in ("loss", "backward") for u in range(geo.n_units))
+    of = lambda kind, u: sum(known.get((kind, name), 0.0) for name, _ in _parts(geo, u))
+    slowest = max(of(kind, u) for kind in ("loss", "backward") for u in range(geo.n_units))
     return (plan.hosts - 1) * (plan.n_micro * slowest + 4 * max(geo.numel) / rates.net)
 
 
@@ -281,7 +282,8 @@ def unit_seconds(cfg: ModelConfig, plan: Plan, rates: Rates, batch: Batch) -> di
         known["loss", names[-1]] *= 1 + LOSS_FORWARD
     # Gradients are read and written each micro-batch, in fp32 if several.
     wide = 8 if batch.n_micro > 1 or plan.hosts > 1 else 2 * ITEMSIZE[plan.dtype]
-    trained = Geometry.of(cfg, plan).numel
+    geo = Geometry.of(cfg, plan)
+    trained = geo.numel
     for u in range(1, cfg.n_units - 1):
         kind = shapes.kind(cfg, u)
         kept = frozenset(name for name, _ in plan.units[u].saved)
@@ -307,9 +309,15 @@ def unit_seconds(cfg: ModelConfig, plan: Plan, rates: Rates, batch: Batch) -> di
             + rebuilt_seconds(cfg, u, kept, rates, batch, ITEMSIZE[plan.dtype])
         )
         forward += slower(own.forward) + sliced.forward / rates.copy
-        known["forward", names[u]] = launched("forward", forward) / rates.forward
-        known["backward", names[u]] = launched("backward", backward) / rates.backward
+        for name, share in _parts(geo, u):
+            known["forward", name] = launched("forward", share * forward) / rates.forward
+            known["backward", name] = launched("backward", share * backward) / rates.backward
     return known
+
+
+def _parts(geo: Geometry, u: int) -> list[tuple[str, float]]:
+    """(name, share of the work) of a unit, or of each of its slices."""
+    return [(geo.base_names[v], geo.share_of_slice(v)) for v in geo.slices_of[u]] or [(geo.names[u], 1.0)]
 
 
 def rebuilt_seconds(
@@ -328,7 +336,7 @@ def rebuilt_seconds(
         + again * _mixer_seconds(cfg, kind, rates, batch)
         + row * _beside(cfg, u)[0] * rebuilt / once
         + _slower(rates, own.rebuilt)
-        + ("gate_up" in missing) * narrow.sliced_bytes(cfg, u, N, itemsize).rebuilt / rates.copy
+        + ("gate_up" not in kept) * narrow.sliced_bytes(cfg, u, N, itemsize).rebuilt / rates.copy
     )
 
 

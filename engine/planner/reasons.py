@@ -49,9 +49,9 @@ def _states(geo: Geometry, plan: Plan) -> Iterable[str]:
 
 
 def _base(geo: Geometry, plan: Plan) -> Iterable[str]:
-    away = [u for u, unit in enumerate(plan.units) if unit.base == "ssd" and geo.base[u].span]
+    away = [u for u, unit in enumerate(plan.units) if unit.base == "ssd" and geo.base_bytes[u]]
     if away:
-        nbytes = sum(geo.base[u].span for u in away)
+        nbytes = sum(geo.base_bytes[u] for u in away)
         yield f"frozen weights of {len(away)} of {len(plan.units)} layers ({gib(nbytes, 1)}) are read from the SSD"
 
 

@@ -262,7 +262,7 @@ def _bare_experts():
         ),
         grouped_mm=lambda x, w, order, k=0, out=None, bias=None: torch.mm(rows(x, order), w[0], out=out),
         grouped_add_=lambda dw, a, b, order, *_: dw[0].addmm_(rows(a, order).T, rows(b, order)),
-        combine=lambda rows, _, k, weights=None, residual=None, out=None: (
+        combine=lambda rows, _, k, weights=None, residual=None, out=None, *__: (
             rows.new_empty(len(rows) // k, rows.shape[1]) if out is None else out
         ),
         routed_swiglu_bwd=lambda d, gate_up, w, *_: (
