@@ -53,8 +53,7 @@ def build(
     """
     if cfg.tied and plan.units[0].gpu != plan.units[-1].gpu:
         raise InputError("plan: the embedding and the head share a matrix, and are on two GPUs")
-    if plan.slices > 1 and not narrow.may_be_sliced(cfg):
-        raise InputError("plan: slices are of frozen experts, and this model trains its experts, or has none")
+    assert plan.slices == 1 or narrow.may_be_sliced(cfg), "slices are of frozen experts"
     assert len(queues.devices) == plan.gpus, "queues for other GPUs than the plan's"
     geo, others = Geometry.of(cfg, plan), queues.devices[1:]
     memory = Memory(queues.device, limits.gpu, limits.host, queues.simulated, pinned=pinned, others=others)

@@ -21,6 +21,8 @@ def reasons(geo: Geometry, first: Plan, before: Prediction, plan: Plan, found: P
     said = []
     if plan.halves:
         said.append("blocks are split in halves, attention and MLP: whole blocks do not fit on the GPU")
+    if plan.slices > 1:
+        said.append(f"frozen experts of a layer come in {plan.slices} slices: less of the GPU holds them at a time")
     if plan.at_once:
         said.append(f"experts are decoded {plan.at_once} at a time: all of a layer do not fit on the GPU decoded")
     said += _states(geo, plan)
