@@ -158,7 +158,8 @@ class Activation:
         self.reads -= 1
         here = self._here()
         here.ready = (*here.ready, task)
-        if self.reads == 0 or (self.stored and isinstance(self.back, Pool)):
+        next_pass = self.reads % max(1, self.at_once) == 0
+        if self.reads == 0 or (self.stored and isinstance(self.back, Pool) and next_pass):
             self._free(here.ready)
 
     def discard(self, after: Task) -> None:
@@ -231,6 +232,29 @@ class InUse(NamedTuple):
         return flat(self.buffer.tensor, geo.dtype, self.tokens * geo.cfg.width).view(self.tokens, geo.cfg.width)
 
 
+class Passed(NamedTuple):
+    """What passes from slice to slice of a layer's experts (shapes.passed_shapes), as a task's use."""
+
+    swap: ActivationSwap
+    b: int  # micro-batch
+    buffer: Buffer
+    tokens: int
+    ends: bool  # the last slice frees it
+
+    @property
+    def ready(self) -> tuple[Task, ...]:
+        return self.buffer.ready
+
+    def done(self, task: Task) -> None:
+        self.buffer.ready = (task,)
+        if self.ends:
+            del self.swap.passed[self.b]
+            self.buffer.free((task,))
+
+    def tensors(self) -> dict[str, Tensor]:
+        return views(self.swap.geo.passed_layout(self.tokens), self.buffer.tensor)
+
+
 def saved_tensors(saved: Iterable[InUse]) -> dict[str, Tensor]:
     """Saved tensors by name."""
     found: dict[str, Tensor] = {}
@@ -263,6 +287,8 @@ class ActivationSwap:
         self.x = [[], *([self._x(u, b, x, on_gpu[self._gpu(u)], in_ram) for b in micro_batches] for u in layers)]
         self.dx = [[], *([self._dx(u, b, dx) for b in micro_batches] for u in layers)]
         self.saved = [list(self._saved(u)) for u in range(geo.n_units)]  # of each micro-batch one for each tier
+        self.for_passed = placement.gpu_pools("passed pool")
+        self.passed = dict[int, Buffer]()  # by micro-batch, of the layer whose slices are in use
 
     def _between(self, what: Literal["x pool", "dx pool"]) -> Pools:
         """For what layers leave for each other."""
@@ -284,7 +310,7 @@ class ActivationSwap:
         """The head's, needed at once, stays on the GPU unless `between` is "host"."""
         tier, writer, reader = self.plan.units[u].x, self._gpu(u - 1), self._gpu(u)
         out, back, peer = self._way(pools, writer, reader)
-        at_once = int(self.plan.between == "gpu")
+        at_once = max(1, len(self.geo.slices_of[u])) if self.plan.between == "gpu" else 0
         if tier == "gpu":
             own = Buffer(next(on_gpu))
             through_ram = InMemory(self.queues, self.places[b]) if writer != reader and not at_once else None
@@ -336,6 +362,16 @@ class ActivationSwap:
             return InMemory(self.queues, Buffer(next(in_ram)))
         return OnSsd(self.queues, self.staging, self.placement.space, self.placement.space.reserve(nbytes))
 
+    # ------------------------------------------------ slices of experts
+
+    def from_slice(self, u: int, b: int, tokens: int, begins: bool, ends: bool) -> list[Passed]:
+        """What passes from a slice to the next, of micro-batch b; nothing where there is one part."""
+        if begins and ends:
+            return []
+        if begins:
+            self.passed[b] = self.for_passed[self._gpu(u)].acquire(f"{self.geo.names[u]} passed {b}")
+        return [Passed(self, b, self.passed[b], tokens, ends)]
+
     # ------------------------------------------------ a pass
 
     def expect_forward(self, n_micro: int) -> None:
@@ -352,10 +388,17 @@ class ActivationSwap:
     def expect_backward(self, n_micro: int) -> None:
         """Backward brings what forward left outside, and each gradient that leaves the GPU before its layer."""
         blocks, micro_batches = range(self.geo.head - 1, 0, -1), range(n_micro)
-        left = [(u, each) for u in blocks for b in micro_batches for each in (self.x[u][b], *self.saved[u][b])]
+        left = [(u, each) for u in blocks for each in self._left(u, n_micro)]
         self._expect(self.again, "h2d", [(u, each) for u, each in left if isinstance(each.back, Pool)])
         above = [(u - 1, self.dx[u][b]) for u in range(self.geo.head, 0, -1) for b in micro_batches]
         self._expect(self.to_next, self.hop_in, above)
+
+    def _left(self, u: int, n_micro: int) -> list[Activation]:
+        """In the order in which backward reads them: saved tensors with the last slice."""
+        x, saved = self.x[u][:n_micro], self.saved[u][:n_micro]
+        if self.geo.slices_of[u]:
+            return [*x, *(each for of in saved for each in of)]
+        return [each for b in range(n_micro) for each in (x[b], *saved[b])]
 
     def _expect(self, prefetch: Prefetch, queue: str, read: Sequence[tuple[int, Activation]]) -> None:
         """`read`: activations in the order in which layers read them."""

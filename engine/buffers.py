@@ -28,7 +28,7 @@ What = Literal[
     "weights", "weights pool", "base", "base pool", "decoded",
     "sum", "sum of embedding", "sums", "rounded", "rounded pool", "gradient", "whole gradient", "gradient pool",
     "state", "state pool",
-    "x", "x pool", "dx", "dx pool", "saved", "lent", "saved pool", "staging pool",
+    "x", "x pool", "dx", "dx pool", "saved", "lent", "saved pool", "passed pool", "staging pool",
     "staging",
 ]  # fmt: skip
 GROUPS: dict[Group, tuple[What, ...]] = {
@@ -38,7 +38,7 @@ GROUPS: dict[Group, tuple[What, ...]] = {
         *("gradient", "whole gradient", "gradient pool"),
     ),
     "optimizer state": ("state", "state pool"),
-    "activations": ("x", "x pool", "dx", "dx pool", "saved", "lent", "saved pool", "staging pool"),
+    "activations": ("x", "x pool", "dx", "dx pool", "saved", "lent", "saved pool", "passed pool", "staging pool"),
     "workspace": ("staging",),
 }
 GROUP = {what: group for group, all_of in GROUPS.items() for what in all_of}
@@ -140,24 +140,27 @@ def _weight_buffers(geo: Geometry, plan: Plan, units: Alike) -> Iterable[Buffers
 
 def _base_buffers(geo: Geometry, plan: Plan, units: Alike) -> Iterable[Buffers]:
     """As of trained weights; in RAM those that pass lie as in the checkpoint's files, in whole blocks of the drive."""
-    spans = _spans(geo.base)
-    for u, alike in units:
-        if plan.units[u].base != "ssd":
-            yield Buffers(plan.units[u].base, "base", spans[u], alike, geo.names[u])
-    streamed = [(u, n) for u, n in units if plan.units[u].base != "gpu"]
+    spans, decoded = _spans(geo.base), max((geo.decoded[u].span for u, _ in units), default=0)
+    units = [(v, n) for u, n in units for v in (u, *geo.slices_of[u])]
+    tier = lambda v: plan.units[geo.unit_of(v)].base
+    for v, alike in units:
+        if tier(v) != "ssd":
+            yield Buffers(tier(v), "base", spans[v], alike, geo.base_names[v])
+    streamed = [(v, n) for v, n in units if tier(v) != "gpu"]
     for kind, (size, count) in _by_class(geo, streamed, spans).items():
         yield Buffers("gpu", "base pool", size, 1 if kind in ENDS else min(plan.window, count), kind)
-    from_ssd = [(u, n) for u, n in units if plan.units[u].base == "ssd"]
+    from_ssd = [(v, n) for v, n in units if tier(v) == "ssd"]
     for kind, (size, count) in _by_class(geo, from_ssd, geo.base_room).items():
         yield Buffers("host", "base pool", size, 1 if kind in ENDS else min(plan.host_window, count), kind)
-    yield Buffers("gpu", "decoded", max((geo.decoded[u].span for u, _ in units), default=0))
+    yield Buffers("gpu", "decoded", decoded)
 
 
 def _staging(geo: Geometry, plan: Plan, units: Alike) -> int:
     """Bytes to load and save what is not stored in RAM."""
     weights = (geo.weights[u].span for u, _ in units if plan.units[u].weights != "host")
     n, _ = _records(geo, plan, [(u, n) for u, n in units if plan.units[u].state != "host"])
-    base = (geo.base[u].span for u, _ in units if plan.units[u].base != "host")
+    away = (u for u, _ in units if plan.units[u].base != "host")
+    base = (geo.base[v].span for u in away for v in (u, *geo.slices_of[u]))
     return max(0, geo.state_layout(n).span, *weights, *base)
 
 
@@ -229,6 +232,7 @@ def _activation_buffers(geo: Geometry, plan: Plan, units: Alike) -> Iterable[Buf
         yield Buffers("host", "x", x, placement["host"])
     yield Buffers("gpu", "dx pool", x, leaving + (2 * plan.swap_slots if away else n + 1))
     yield Buffers("host", "dx", x, n if away else 0)
+    yield Buffers("gpu", "passed pool", round_up(geo.passed_layout(plan.tokens).nbytes), n * bool(geo.slices))
     spans = {
         tier: [geo.saved_layout(u, plan.units[u].names(tier), plan.tokens).span for u, _ in inner] for tier in SAVED
     }

@@ -27,7 +27,7 @@ from trireme.kernels import ops
 from trireme.models.config import InputError, ModelConfig
 from trireme.models.losses.preferences import Documents
 from trireme.models.rows import Load, Noise, Rows, Tables
-from trireme.models.sizes import costs
+from trireme.models.sizes import costs, narrow
 
 Key = TypeVar("Key")
 Value = TypeVar("Value")
@@ -53,6 +53,7 @@ def build(
     """
     if cfg.tied and plan.units[0].gpu != plan.units[-1].gpu:
         raise InputError("plan: the embedding and the head share a matrix, and are on two GPUs")
+    assert plan.slices == 1 or narrow.may_be_sliced(cfg), "slices are of frozen experts"
     assert len(queues.devices) == plan.gpus, "queues for other GPUs than the plan's"
     geo, others = Geometry.of(cfg, plan), queues.devices[1:]
     given = queues.device, limits.gpu, limits.host, queues.simulated

@@ -21,7 +21,10 @@ MOST = 1 << 48
 MOST_GPUS = 64
 MOST_HOSTS = 1024
 SUM_PIECE = 1 << 24
-COUNTS = "tokens", "n_micro", "window", "host_window", "state_slots", "record", "stream_slots", "piece", "swap_slots"
+COUNTS = (
+    *("tokens", "n_micro", "window", "host_window", "state_slots", "record", "stream_slots", "piece", "swap_slots"),
+    "slices",
+)
 
 
 class DoesNotFit(Exception):
@@ -111,6 +114,7 @@ class Plan:
     gradients: Literal["host", "ssd"] = "host"  # where those with SSD-stored state wait
     halves: bool = False  # half blocks as units
     at_once: int = 0  # packed experts that a matmul decodes at a time; 0: all of a layer's, once a pass
+    slices: int = 1  # units of weights that a layer's frozen experts come in, one after another
     hosts: int = 1  # that deal a step's micro-batches among themselves; n_micro: of each, at most
     host: int = 0  # this one
 
@@ -153,6 +157,8 @@ class Plan:
             raise InputError(f"plan: between {self.between!r} is neither gpu nor host")
         if self.gradients not in ("host", "ssd") or (self.gradients, self.mode) == ("ssd", "backward"):
             raise InputError(f"plan: gradients {self.gradients!r}: there are host and, unless mode is backward, ssd")
+        if self.slices > 1 and not (self.halves and self.between == "gpu"):
+            raise InputError("plan: slices of experts are of half blocks, and what passes between them is on the gpu")
         self._check_gpus()
         self._check_hosts()
         if self.mode not in MODES:
@@ -227,7 +233,7 @@ class Plan:
 
     def cut(self, cfg: ModelConfig) -> ModelConfig:
         """`cfg` with this plan's units."""
-        return replace(cfg, halves=self.halves, at_once=self.at_once)
+        return replace(cfg, halves=self.halves, at_once=self.at_once, slices=self.slices)
 
     @property
     def ahead(self) -> int:

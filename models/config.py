@@ -109,6 +109,7 @@ class ModelConfig:
     fp8: bool = False  # linear layers of blocks multiply in fp8; from the run's options
     halves: bool = False  # units are half blocks; from the plan
     at_once: int = 0  # packed experts that a matmul decodes at a time; 0: a pass decodes all; from the plan
+    slices: int = 1  # units of weights that a layer's frozen experts come in; from the plan
     packing: Packing | None = None  # of matrices in files; frozen ones stay so up to the GPU
     packed: tuple[str, ...] = ()  # globs over their names, as `frozen`
     local_rope: Rope | None = None  # of layers with the window, if different
@@ -264,7 +265,7 @@ NESTED = {"rope": Rope, "local_rope": Rope, "experts": Experts, "latent": Latent
 def numbers(cfg: ModelConfig) -> dict[str, Any]:
     """A config as flat JSON, without what a plan adds or how files spell it: a run compares its model by this."""
     found = json.loads(json.dumps(asdict(cfg)))
-    for name in ("halves", "scanning", "at_once", "media", "packing", "packed"):
+    for name in ("halves", "scanning", "at_once", "slices", "media", "packing", "packed"):
         del found[name]
     if found["lora"] and not found["lora"]["scales"]:
         del found["lora"]["scales"]  # as in older records

@@ -4,9 +4,10 @@
     w, e = route(norm(x) @ router)
 
 A shared expert (shared.py) may add its own.
-Products run over N k rows sorted by expert; a token's sum is in ascending order of expert.
+Products run over N k rows sorted by expert; a token's sum is in ascending order of expert. Slices of a layer's experts
+may follow each other, each with its own weights: what passes from one to the next is `passed` (shapes.passed_shapes).
 Legend: N tokens, D width, E experts, k of them for each token, I hidden width of each. Saved: x (the caller's), gate_up
-(N k, 2I), sorted; the shared expert's.
+(N k, 2I), sorted, but not of slices; the shared expert's.
 """
 
 from __future__ import annotations
@@ -26,8 +27,24 @@ from trireme.models.packed import Stack, grouped_mm
 from trireme.models.rows import Rows
 
 
+class Slice(NamedTuple):
+    """Experts [first, last) of `of`, the first or the last ones of a layer among them, or neither."""
+
+    first: int
+    last: int
+    of: int
+
+    @property
+    def begins(self) -> bool:
+        return self.first == 0
+
+    @property
+    def ends(self) -> bool:
+        return self.last == self.of
+
+
 class Weights(NamedTuple):
-    """The half's weights, or their gradients: empty where a tensor is frozen."""
+    """The half's weights, or their gradients: empty where a tensor is frozen. Of a slice `up`, `down` are its own."""
 
     norm: Norm | None
     router: Linear  # (D, E)
@@ -39,6 +56,27 @@ class Weights(NamedTuple):
     correction: Tensor | None = None  # (E,) fp32, frozen
     up_adapters: Stacked | None = None
     down_adapters: Stacked | None = None
+    part: Slice | None = None  # None: all experts
+
+    @property
+    def begins(self) -> bool:
+        return self.part is None or self.part.begins
+
+    @property
+    def ends(self) -> bool:
+        return self.part is None or self.part.ends
+
+    def own(self) -> Weights:
+        """With biases and adapters of the slice's experts alone."""
+        if self.part is None:
+            return self
+        at = slice(self.part.first, self.part.last)
+        up_bias, down_bias = (None if bias is None else bias[at] for bias in (self.up_bias, self.down_bias))
+        up, down = (w and w._replace(a=w.a[at], b=w.b[at]) for w in (self.up_adapters, self.down_adapters))
+        return self._replace(up_bias=up_bias, down_bias=down_bias, up_adapters=up, down_adapters=down)
+
+
+Passed = dict[str, Tensor]  # by the names of shapes.passed_shapes
 
 
 class Routes(NamedTuple):
@@ -58,28 +96,62 @@ def rule(cfg: ModelConfig) -> ops.Rule:
 
 
 def forward(
-    cfg: ModelConfig, layer: int, w: Weights, x: Tensor, rows: Rows, saved: dict[str, Tensor], out: Tensor
+    cfg: ModelConfig,
+    layer: int,
+    w: Weights,
+    x: Tensor,
+    rows: Rows,
+    saved: dict[str, Tensor],
+    out: Tensor,
+    passed: Passed | None = None,
 ) -> None:
-    """Fills out (N, D), which may be x, and every tensor of `saved`."""
+    """Fills out (N, D), which may be x, and every tensor of `saved`; a slice that does not end the layer `passed`."""
     y, _ = norm(x, w.norm, cfg.eps)
     residual = x
-    if w.shared is not None:
+    if w.shared is not None and w.ends:
         shared.forward(w.shared, x, y, saved, out)
         residual = out
-    found = route(cfg, w, y)
-    if rows.load is not None:
+    found = _routes(cfg, w, y, passed)
+    if rows.load is not None and w.begins:
         rows.load.add(layer, found.order, found.logits)
-    k = rule(cfg).k
-    gate_up = _up(w, y, found.order, k, saved.get("gate_up"))
+    own, order, k = w.own(), _within(found.order, w.part), rule(cfg).k
+    gate_up = _up(own, y, order, k, saved.get("gate_up"))
     del y  # workspace._block_workspace
     limit = _limit(cfg)
     act = ops.clamped_swiglu_fwd(gate_up, limit) if limit else ops.swiglu_fwd(gate_up)
     del gate_up  # workspace._block_workspace
-    ranked = grouped_mm(act, w.down, found.order, bias=w.down_bias)
-    if w.down_adapters is not None:
-        w.down_adapters.add_(ranked, act, found.order)
+    ranked = grouped_mm(act, w.down, order, bias=own.down_bias)
+    if own.down_adapters is not None:
+        own.down_adapters.add_(ranked, act, order)
     del act  # workspace._block_workspace
-    ops.combine(ranked, found.order, k, found.weights, residual, out)
+    ops.combine(ranked, order, k, found.weights, residual if w.ends else None, *_sums(w, order, passed, out))
+
+
+def _routes(cfg: ModelConfig, w: Weights, y: Tensor, passed: Passed | None) -> Routes:
+    """The first slice finds them for all; only it has logits."""
+    if passed is None or w.begins:
+        found = route(cfg, w, y)
+        if passed is not None:
+            passed["weights"].copy_(found.weights)
+            passed["experts"].copy_(found.experts)
+        return found
+    assert cfg.experts is not None
+    experts = passed["experts"]
+    return Routes(y[:0], passed["weights"], experts, ops.sort_pairs(experts, cfg.experts.count))
+
+
+def _within(order: ops.Order, own: Slice | None) -> ops.Order:
+    """Of a slice's rows."""
+    return order if own is None else order._replace(starts=order.starts[own.first : own.last + 1])
+
+
+def _sums(
+    w: Weights, order: ops.Order, passed: Passed | None, out: Tensor | None
+) -> tuple[Tensor | None, Tensor | None, Tensor | None]:
+    """(where combine's sum goes, what it begins with, whose rows it adds)."""
+    if w.part is None or passed is None:
+        return out, None, None
+    return out if w.ends else passed["sum"], None if w.begins else passed["sum"], order.starts
 
 
 def _up(w: Weights, y: Tensor, order: ops.Order, k: int, out: Tensor | None = None) -> Tensor:
@@ -111,11 +183,16 @@ def backward(
     saved: dict[str, Tensor],
     dy: Tensor,
     dx: Tensor | None = None,
+    passed: Passed | None = None,
 ) -> Tensor:
-    """The gradient of x (N, D), in `dx` if given; adds to g, given dy (N, D); recomputes what is not in `saved`."""
+    """The gradient of x (N, D), in `dx` if given; adds to g, given dy (N, D); recomputes what is not in `saved`.
+
+    Of a slice that does not end the layer: `passed`.
+    """
     y, stats = norm(x, w.norm, cfg.eps)
-    found = route(cfg, w, y)
-    order, k = found.order, rule(cfg).k
+    found = route(cfg, w, y) if w.ends else _routes(cfg, w, y, passed)
+    whole, whole_g = w, g
+    w, g, order, k = w.own(), g._replace(part=w.part).own(), _within(found.order, w.part), rule(cfg).k
     gate_up = saved["gate_up"] if "gate_up" in saved else _up(w, y, order, k)
     d_act = grouped_mm(dy, w.down, order, k, back=True)
     d_down = None
@@ -131,15 +208,21 @@ def backward(
     del act  # workspace._block_workspace
     if isinstance(g.up, Tensor) and trained(g.up):
         ops.grouped_add_(g.up, y, d_gate_up, order, k)
-    _bias_gradients_(w, g, found, d_weights, d_gate_up, dy)
+    if w.up_bias is not None and g.up_bias is not None and trained(g.up_bias):
+        ones = d_gate_up.new_ones((len(d_gate_up), 1))
+        ops.grouped_add_(g.up_bias[:, None], ones, d_gate_up, order)
     d_rows = grouped_mm(d_gate_up, w.up, order, back=True)
     if w.up_adapters is not None:
         d_up = w.up_adapters.down_gradient(d_gate_up, order)
         _adapter_gradients_(w.up_adapters, g.up_adapters, y, d_up, d_gate_up, order, k)
         d_rows += ops.grouped_mm(d_up, w.up_adapters.a, order)
     del d_gate_up  # workspace._block_workspace
-    d_norm = ops.combine(d_rows, order, k)
+    d_norm = ops.combine(d_rows, order, k, None, None, *_sums(w, order, passed, None))
     del d_rows  # workspace._block_workspace
+    d_weights = _of_all(w, found, d_weights, passed)
+    if not w.ends:
+        return d_norm
+    _down_bias_gradients_(whole, whole_g, found, d_weights, dy)
     balance = None if rows.load is None else rows.load.balance()
     d_logits = ops.route_bwd(d_weights, found.logits, found.experts, rule(cfg), balance).to(y.dtype)
     add_gradients_(g.router, w.router, y, d_logits)
@@ -159,11 +242,16 @@ def _adapter_gradients_(
         ops.grouped_add_(g.b, w.down(x, order, k).mul_(w.scale), dy, order, 0, k_dy)
 
 
-def _bias_gradients_(w: Weights, g: Weights, found: Routes, d_weights_: Tensor, d_gate_up: Tensor, dy: Tensor) -> None:
-    """Adds the biases' gradients to g, and what the bias behind `down` does to that of the weights."""
-    if w.up_bias is not None and g.up_bias is not None and trained(g.up_bias):
-        ones = d_gate_up.new_ones((len(d_gate_up), 1))
-        ops.grouped_add_(g.up_bias[:, None], ones, d_gate_up, found.order)
+def _of_all(w: Weights, found: Routes, d_weights: Tensor, passed: Passed | None) -> Tensor:
+    """Gradients of weights (N, k) of this slice's experts, beside those of the slices before."""
+    if w.part is None or passed is None:
+        return d_weights
+    mine = (found.experts >= w.part.first) & (found.experts < w.part.last)
+    return torch.where(mine, d_weights, d_weights if w.begins else passed["d_weights"], out=passed["d_weights"])
+
+
+def _down_bias_gradients_(w: Weights, g: Weights, found: Routes, d_weights_: Tensor, dy: Tensor) -> None:
+    """Adds the gradient of the bias behind `down` to g, and what it does to that of the weights."""
     if w.down_bias is not None:
         chosen = found.experts.long()
         d_weights_ += torch.mm(dy, w.down_bias.T).float().gather(1, chosen)

@@ -8,6 +8,7 @@ Only the processor of updates and the size of a micro-batch change roundings.
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Sequence
+from contextlib import suppress
 from dataclasses import dataclass, field, replace
 from itertools import product
 
@@ -24,10 +25,11 @@ from trireme.engine.planner.simulate import drive_seconds, queue_seconds
 from trireme.engine.planner.variants import LEANS, Move, moves, updated_alike
 from trireme.engine.queues.names import QUEUES, numbered
 from trireme.models.config import ModelConfig
-from trireme.models.sizes import costs
+from trireme.models.sizes import costs, narrow
 
 WEAR = 0.5  # of the seconds that writing activations to the SSD takes: a charge for its wear
 HOPEFUL = 0.995  # of the best time: plans with a floor above are not simulated
+SLICES = 4  # of a layer's frozen experts, tried where they may overlap better
 REFINED = 4  # best plans that are varied
 WITHOUT_A_DRIVE = Lean(states=1.0), Lean("host", states=1.0), Lean("host", states=1.0, updates=0.0)
 # Units x micro-batches in all simulations of the search, twice as many for several GPUs; simulations at least. As many
@@ -42,6 +44,11 @@ class Choice:
     plan: Plan
     found: Prediction
     because: tuple[str, ...]
+
+    @property
+    def per_token(self) -> float:
+        """Seconds."""
+        return self.found.step_s / (self.plan.tokens * self.plan.n_micro)
 
 
 def choose(
@@ -85,14 +92,41 @@ def _choose(
     cfg: ModelConfig, limits: Limits, rates: Rates, wanted: Wanted, begun: Plan | None, leans: Sequence[Lean]
 ) -> Choice:
     wanted = replace(wanted, peers=wanted.gpus > 1 and rates.peer > 0)
-    first = first_plan(cfg, limits, wanted, has_drive(rates))
+    drive = has_drive(rates)
+    first = first_plan(cfg, limits, wanted, drive)
     begun = begun and begun.dealt(wanted.gpus, cfg.tied, wanted.peers, wanted.shares)
-    if first.uses("ssd") and not has_drive(rates):
+    if first.uses("ssd") and not drive:
         raise DoesNotFit(
             f"RAM of {gib(limits.host, 1)} and GPU memory of {gib(limits.gpu, 1)} do not hold everything, and there is "
             "no drive for the rest."
         )
-    wanted = replace(wanted, halves=first.halves, at_once=first.at_once)
+    found = _search(cfg, limits, rates, wanted, first, begun, leans)
+    if begun is None and wanted.slices is None and _may_overlap_better(cfg, first):
+        with suppress(DoesNotFit):
+            sliced = first_plan(cfg, limits, replace(wanted, slices=SLICES), drive)
+            if drive or not sliced.uses("ssd"):
+                other = _search(cfg, limits, rates, wanted, sliced, begun, leans)
+                found = other if other.per_token < HOPEFUL * found.per_token else found
+    return found
+
+
+def _may_overlap_better(cfg: ModelConfig, first: Plan) -> bool:
+    """Whether frozen experts come to a GPU that whole blocks do not fit on: slices leave room for the next ones."""
+    streamed = any(unit.base != "gpu" for unit in first.units)
+    return first.halves and first.slices == 1 and first.gpus == 1 and streamed and narrow.may_be_sliced(cfg)
+
+
+def _search(
+    cfg: ModelConfig,
+    limits: Limits,
+    rates: Rates,
+    wanted: Wanted,
+    first: Plan,
+    begun: Plan | None,
+    leans: Sequence[Lean],
+) -> Choice:
+    """As choose, of plans that cut layers as `first` does."""
+    wanted = replace(wanted, halves=first.halves, at_once=first.at_once, slices=first.slices)
     trials = Trials(Geometry.of(cfg, first), rates, wanted)
     before, steps = trials.simulate(first), moves(trials.geo, trials.batch(first), rates)
     plans = _candidates(trials, limits, first, begun, steps, leans)
@@ -278,7 +312,7 @@ def _activations(geo: Geometry, plan: Plan, u: int, moved: Traffic) -> None:
 
 def _base(geo: Geometry, plan: Plan, u: int, moved: Traffic) -> None:
     """Adds unit u's frozen weights; those that the pass before left on the GPU do not come again."""
-    tier, nbytes = plan.units[u].base, geo.base[u].span
+    tier, nbytes = plan.units[u].base, geo.base_bytes[u]
     first, again = not _stays(geo, plan, u), 0 < u < geo.head - _window(plan)
     moved.forward["h2d"] += nbytes * (tier != "gpu") * first
     moved.backward["h2d"] += nbytes * (tier != "gpu") * again

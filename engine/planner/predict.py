@@ -151,7 +151,8 @@ def _steady(e: Engine, queues: SimulatedQueues, inputs: Sequence[Inputs]) -> flo
 
 def _lag(plan: Plan, known: Mapping[tuple[Kind, str], float], geo: Geometry, rates: Rates) -> float:
     """Seconds that the last of several hosts begins backward later than the first: a unit and its sum each."""
-    slowest = max(known.get((kind, geo.names[u]), 0.0) for kind in ("loss", "backward") for u in range(geo.n_units))
+    of = lambda kind, u: sum(known.get((kind, name), 0.0) for name, _ in _parts(geo, u))
+    slowest = max(of(kind, u) for kind in ("loss", "backward") for u in range(geo.n_units))
     return (plan.hosts - 1) * (plan.n_micro * slowest + 4 * max(geo.numel) / rates.net)
 
 
@@ -291,8 +292,8 @@ def unit_seconds(cfg: ModelConfig, plan: Plan, rates: Rates, batch: Batch) -> di
         kind = geo.kinds[u]
         kept = frozenset(name for name, _ in plan.units[u].saved)
         if (first := alike.setdefault((geo.alike[u], kept), u)) < u:
-            known["forward", names[u]] = known["forward", names[first]]
-            known["backward", names[u]] = known["backward", names[first]]
+            for (name, _), (same, _) in zip(_parts(geo, u), _parts(geo, first), strict=True):
+                known["forward", name], known["backward", name] = known["forward", same], known["backward", same]
             continue
         mixed, mixed_back = costs.mixer_flops(cfg, kind, N, pairs), costs.mixer_backward_flops(cfg, kind, N, pairs)
         once = costs.forward_flops(cfg, u, N, pairs) - mixed
@@ -316,9 +317,15 @@ def unit_seconds(cfg: ModelConfig, plan: Plan, rates: Rates, batch: Batch) -> di
             + rebuilt_seconds(cfg, u, kept, rates, batch, ITEMSIZE[plan.dtype])
         )
         forward += slower(own.forward) + sliced.forward / rates.copy
-        known["forward", names[u]] = launched("forward", forward) / rates.forward
-        known["backward", names[u]] = launched("backward", backward) / rates.backward
+        for name, share in _parts(geo, u):
+            known["forward", name] = launched("forward", share * forward) / rates.forward
+            known["backward", name] = launched("backward", share * backward) / rates.backward
     return known
+
+
+def _parts(geo: Geometry, u: int) -> list[tuple[str, float]]:
+    """(name, share of the work) of a unit, or of each of its slices."""
+    return [(geo.base_names[v], geo.share_of_slice(v)) for v in geo.slices_of[u]] or [(geo.names[u], 1.0)]
 
 
 def rebuilt_seconds(
@@ -337,7 +344,7 @@ def rebuilt_seconds(
         + again * _mixer_seconds(cfg, kind, rates, batch)
         + row * _beside(cfg, u)[0] * rebuilt / once
         + _slower(rates, own.rebuilt)
-        + ("gate_up" in missing) * narrow.sliced_bytes(cfg, u, N, itemsize).rebuilt / rates.copy
+        + ("gate_up" not in kept) * narrow.sliced_bytes(cfg, u, N, itemsize).rebuilt / rates.copy
     )
 
 

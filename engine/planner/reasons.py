@@ -21,6 +21,8 @@ def reasons(geo: Geometry, first: Plan, before: Prediction, plan: Plan, found: P
     said = []
     if plan.halves:
         said.append("blocks are split in halves, attention and MLP: whole blocks do not fit on the GPU")
+    if plan.slices > 1:
+        said.append(f"frozen experts of a layer come in {plan.slices} slices: less of the GPU holds them at a time")
     if plan.at_once:
         said.append(f"experts are decoded {plan.at_once} at a time: all of a layer do not fit on the GPU decoded")
     said += _states(geo, plan)
@@ -49,9 +51,9 @@ def _states(geo: Geometry, plan: Plan) -> Iterable[str]:
 
 
 def _base(geo: Geometry, plan: Plan) -> Iterable[str]:
-    away = [u for u, unit in enumerate(plan.units) if unit.base == "ssd" and geo.base[u].span]
+    away = [u for u, unit in enumerate(plan.units) if unit.base == "ssd" and geo.base_bytes[u]]
     if away:
-        nbytes = sum(geo.base[u].span for u in away)
+        nbytes = sum(geo.base_bytes[u] for u in away)
         yield f"frozen weights of {len(away)} of {len(plan.units)} layers ({gib(nbytes, 1)}) are read from the SSD"
 
 

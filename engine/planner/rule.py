@@ -20,6 +20,8 @@ GPU_UPDATES = 0.3  # of RAM-stored units: 14 B a parameter over PCIe against 19 
 MARGIN = {"gpu": 1.0, "host": 1.25}  # of lacking memory: more RAM, larger records
 LATE_TOKENS = 12_000  # a step from which moments are written apart from weights
 
+SLICES = 2, 4, 8, 16, 32  # that are tried
+
 Between = Literal["gpu", "host"]  # of x and dx
 Waiting = Literal["host", "ssd"]  # of gradients, for the norm
 Placement = Literal["auto", "gpu", "host", "ssd", "state-ssd"]
@@ -42,6 +44,7 @@ class Wanted:
     placement: Placement = "auto"  # or the tier of weights and state; "state-ssd": weights in RAM
     halves: bool | None = None  # half blocks; None: if whole blocks do not fit
     at_once: int | None = None  # packed experts that are decoded at a time; None: all, or a slice if they do not fit
+    slices: int | None = None  # units of weights for a layer's frozen experts; None: as few as fit
     on_cuda: bool = True
     document: int = 1024  # tokens of a usual document
     trained: float = 1.0  # share of tokens with a label
@@ -103,16 +106,30 @@ class Cut(NamedTuple):
 
     halves: bool
     at_once: int
+    slices: int = 1
 
 
 def cuts(cfg: ModelConfig, wanted: Wanted) -> list[Cut]:
-    """The coarsest first: whole blocks before half blocks, where the model has any, then slices of packed experts."""
+    """The coarsest first: whole blocks before half blocks, where the model has any, then packed experts decoded in
+    slices, then frozen experts that come in slices.
+    """
+    if wanted.slices is not None and wanted.slices > 1:
+        return [_sliced(cfg, wanted.slices)]
     halves = (False, True)[: 1 if cfg.parallel else 2] if wanted.halves is None else (wanted.halves,)
     whole = 0 if wanted.at_once is None else wanted.at_once
     found = [Cut(half, whole) for half in halves]
     if wanted.at_once is None and (at_once := narrow.slice_of(cfg)):
         found.append(Cut(halves[-1], at_once))
+    if wanted.slices is None and wanted.gpus == 1 and halves[-1] and narrow.may_be_sliced(cfg):
+        found += [_sliced(cfg, slices) for slices in SLICES]
     return found
+
+
+def _sliced(cfg: ModelConfig, slices: int) -> Cut:
+    """A slice of packed experts is decoded as before, or whole."""
+    assert cfg.experts is not None
+    slices = min(slices, cfg.experts.count)
+    return Cut(True, min(narrow.slice_of(cfg), -(-cfg.experts.count // slices)), slices)
 
 
 def simple_plan(cfg: ModelConfig, limits: Limits, wanted: Wanted, lean: Lean = Lean()) -> Plan:
@@ -153,6 +170,7 @@ def _low_plans(geo: Geometry, wanted: Wanted, lean: Lean) -> Iterable[Plan]:
     may_spill = state == "ssd" and wanted.mode != "backward" and wanted.hosts == 1
     gradients: tuple[Waiting, ...] = ("host", "ssd") if may_spill else ("host",)
     betweens: tuple[Between, ...] = ("gpu", "host") if wanted.gpus == 1 or wanted.peers else ("host",)
+    betweens = ("gpu",) if geo.slices else betweens
     for waiting, between, rings, (tokens, n_micro) in product(gradients, betweens, slots, wanted.sizes):
         apart = wanted.on_cuda and wanted.mode == "forward" and geo.adam_bits == 32 and tokens * n_micro >= LATE_TOKENS
         for x in inputs if between == "gpu" or wanted.gpus > 1 else inputs[inputs.index("host") :]:
@@ -176,6 +194,7 @@ def _low_plans(geo: Geometry, wanted: Wanted, lean: Lean) -> Iterable[Plan]:
                 gradients=waiting,
                 halves=geo.cfg.halves,
                 at_once=geo.cfg.at_once,
+                slices=geo.cfg.slices,
                 hosts=wanted.hosts,
                 host=wanted.hosts - 1,
             )
@@ -350,10 +369,10 @@ def _why_not(geo: Geometry, plan: Plan, limits: Limits) -> str:
 def _experts_at_once(geo: Geometry, lacks: Mapping[str, int]) -> str:
     """Of a mixture that a GPU is too small for: its experts, of which a layer's are on the GPU at once."""
     own, packing = geo.cfg.experts, geo.cfg.packing
-    if own is None or "gpu" not in lacks:
+    if own is None or "gpu" not in lacks or geo.slices:
         return ""
     if geo.cfg.at_once and packing:
-        nbytes = max(layout.span for layout in geo.base[1:-1])
+        nbytes = max(geo.base_bytes[1:-1])
         return f"; the {own.count} experts of one layer take {rounded_up(nbytes)} of it in {packing.word}"
     nbytes = 3 * own.count * own.width * geo.cfg.width * ITEMSIZE[geo.dtype]
     return f"; the {own.count} experts of one layer take {rounded_up(nbytes)} of it and are computed together"

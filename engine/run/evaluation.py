@@ -97,12 +97,13 @@ def _one_pass(e: Engine) -> Iterator[tuple[int, Any]]:
     for u in range(e.geo.n_units):
         held = e.weights.get(u)
         queue = numbered("compute", e.gpu(u))
-        arrived = e.queues.run(queue, "other", f"wait for {e.geo.names[u]}", lambda: None, held.ready)
-        if e.plan.gpus > 1:
-            arrived.wait()  # another thread's queue
-        yield u, weights_of(e, held)
-        done = e.queues.run(queue, "other", f"read {e.geo.names[u]}", lambda: None)
-        held.done(done)
+        for part in e.weights.parts(held):
+            arrived = e.queues.run(queue, "other", f"wait for {e.geo.names[u]}", lambda: None, part.ready)
+            if e.plan.gpus > 1:
+                arrived.wait()  # another thread's queue
+            yield u, weights_of(e, part)
+            done = e.queues.run(queue, "other", f"read {e.geo.names[u]}", lambda: None)
+            part.done(done)
         if u > 0 or not e.cfg.tied:
             e.weights.release(u)
     if e.cfg.tied:

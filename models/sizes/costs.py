@@ -20,6 +20,7 @@ from trireme.models.sizes.shapes import (
     chosen,
     hidden_width,
     is_frozen,
+    is_sliced,
     kind,
     output_name,
     saved_shapes,
@@ -182,8 +183,11 @@ def backward_flops(cfg: ModelConfig, u: int, tokens: int, pairs: int) -> int:
 def recompute_flops(cfg: ModelConfig, kept: frozenset[str], tokens: int, pairs: int, kind: str = "block") -> int:
     """What backward adds to rebuild saved_shapes not in `kept`."""
     missing = saved_shapes(cfg, tokens, kind).keys() - kept
-    again = missing | NEVER_SAVED
+    sliced = is_sliced(seen(cfg, kind)[0]) and seen(cfg, kind)[1] == "mlp"
+    again = missing | NEVER_SAVED | ({up_name(cfg)} if sliced else set())
     linear = sum(n for name, n in _linear_params(cfg, kind).items() if name in again)
+    if sliced and cfg.experts:
+        linear += cfg.experts.count * cfg.width  # the last slice routes again, for logits
     attention = mixer_flops(cfg, kind, tokens, pairs) if missing & MIXED else 0
     return 2 * tokens * linear + attention
 

@@ -9,7 +9,7 @@ from typing import NamedTuple
 
 from trireme.models.config import ModelConfig
 from trireme.models.sizes.narrow import in_fp8, norms_make_codes, quantised_each, slice_bytes
-from trireme.models.sizes.shapes import chosen, hidden_width, is_frozen, kind, output_name, seen, up_width
+from trireme.models.sizes.shapes import chosen, hidden_width, is_frozen, is_sliced, kind, output_name, seen, up_width
 
 LOSS_CHUNK = 2048  # rows of logits; default of linear_cross_entropy
 ROWS_OF_SCANS = 32  # of a chunk, as kernels/launch.py has it
@@ -213,6 +213,8 @@ def _mlp_moments(cfg: ModelConfig, sizes: _Sizes) -> tuple[list[int], list[int]]
         forward = [routes + y + up, routes + up + act, routes + act + wide]
         backward = [routes + y + activation, routes + y + up + wide, routes + y + wide + y]
         forward.append(y + routes + tile * 8 * cfg.experts.count)  # rows.Load.add: y, softmax in fp32
+        if is_sliced(cfg):
+            backward = [moment + 12 * tile * chosen(cfg) for moment in backward]  # experts._of_all, routes passed on
         if cfg.lora and cfg.lora.adapts(cfg.names.experts):  # lora.Stacked: matmuls before they are added
             thin = routes + 5 * tile * chosen(cfg) * cfg.lora.rank * itemsize
             forward += [thin + y + 2 * up, thin + act + 2 * wide]

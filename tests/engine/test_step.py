@@ -69,6 +69,7 @@ MODELS |= {
     "packed": PACKED,
     "packed in blocks": BLOCKS,
     "latent": LATENT,
+    "frozen experts": replace(MIXTURE, frozen=("*experts*",)),
     "packed in blocks, in fp8": replace(BLOCKS, fp8=True),
     "packed in nvfp4": NVFP4,
 }
@@ -244,6 +245,33 @@ def test_where_packed_experts_are_cut_changes_no_bit(model, at_once):
     assert not [t.name for layout in made for t in layout.tensors if len(t.shape) == 3]
 
 
+SLICED = [name for name, cfg in MODELS.items() if narrow.may_be_sliced(cfg)]
+
+
+@pytest.mark.parametrize(
+    ("model", "base", "slices", "at_once"),
+    [(model, TIERS[(2 - i) % 3], *((2, 1), (3, 0), (100, 0))[i // 2 % 3]) for i, model in enumerate(SLICED)],
+)
+def test_experts_come_in_slices(model, slices, at_once, base):
+    """One unit of weights after another, of all micro-batches; the cut changes no bit."""
+    cfg = replace(MODELS[model], halves=True)
+    saved = lambda u: tuple((n, "host") for n in shapes.saved_shapes(replace(cfg, slices=2), 1, shapes.kind(cfg, u)))
+    units = [UnitPlan("host", "host", base=base, x=("host", "gpu")[u % 2], saved=saved(u)) for u in range(1, 7)]
+    plan = gpu_plan(
+        cfg, units=(UnitPlan(), *units, UnitPlan()), dtype="BF16", n_micro=3, halves=True, window=1,
+        slices=slices, at_once=at_once,
+    )  # fmt: skip
+    check(plan, RealQueues("cpu", extra=("poison",)), model, between=(ALWAYS, ("rehearse",), (), ()))
+    check(plan, LateQueues(LAGS[0]), model)
+    geo = geometry.Geometry.of(MODELS[model], plan)
+    count = len(geo.cfg.experts.dense), min(slices, geo.cfg.experts.count)
+    assert len(geo.slices) == (3 - count[0]) * count[1]
+    whole = geometry.Geometry.of(MODELS[model], replace(plan, slices=1))
+    assert [sum(t.nbytes for v in (u, *of) for t in geo.base[v].tensors) for u, of in enumerate(geo.slices_of)] == [
+        layout.nbytes for layout in whole.base
+    ]
+
+
 LOSSES = st.sampled_from((None, None, "dpo", "kto"))
 LATE = st.lists(st.sampled_from(TIERS), unique=True).map(tuple)
 PLACES = st.tuples(*[st.lists(st.sampled_from(tuple(BETWEEN)), max_size=3)] * 4)
@@ -253,7 +281,10 @@ PLACES = st.tuples(*[st.lists(st.sampled_from(tuple(BETWEEN)), max_size=3)] * 4)
 def plans(draw):
     """(a model's name, a plan for it)"""
     model, halves, streamed_all = draw(st.sampled_from(tuple(MODELS))), draw(st.booleans()), draw(st.booleans())
-    cfg = replace(MODELS[model], halves=halves)
+    gpus = draw(st.sampled_from((1, 1, 2, 3, 4)))
+    dealt = draw(st.lists(st.integers(0, gpus - 1), min_size=1, max_size=5))
+    slices = draw(st.sampled_from((1, 2, 3, 5))) if halves and model in SLICED and not any(dealt) else 1
+    cfg = replace(MODELS[model], halves=halves, slices=slices)
 
     def unit(u):
         weights = draw(st.sampled_from(TIERS[1:] if streamed_all else TIERS))
@@ -269,8 +300,6 @@ def plans(draw):
 
     mode = draw(st.sampled_from(("forward", "backward")))
     bits = draw(st.sampled_from((32, 16, 8)))
-    gpus = draw(st.sampled_from((1, 1, 2, 3, 4)))
-    dealt = draw(st.lists(st.integers(0, gpus - 1), min_size=1, max_size=5))
     n_micro = draw(st.integers(1, 4))
     plan = gpu_plan(
         cfg,
@@ -288,7 +317,8 @@ def plans(draw):
         adam_bits=bits,
         late_moments=draw(LATE) if mode == "forward" and bits == 32 else (),
         swap_slots=draw(st.integers(2, 4)),
-        between=draw(st.sampled_from(("gpu", "host"))),
+        between="gpu" if slices > 1 else draw(st.sampled_from(("gpu", "host"))),
+        slices=slices,
         gradients="host" if mode == "backward" else draw(st.sampled_from(("host", "ssd"))),
         at_once=draw(st.sampled_from((0, 1, 2, 4))),
     )

@@ -200,6 +200,25 @@ def test_every_kind_of_unit_is_placed_without_changing_a_bit(name, tier, halves)
     e.close()
 
 
+SLICED = [name for name, cfg in OTHERS.items() if narrow.may_be_sliced(cfg)]
+
+
+@pytest.mark.parametrize("slices", [2, 3, 8])
+@pytest.mark.parametrize("tier", TIERS)
+@pytest.mark.parametrize("name", SLICED)
+def test_experts_come_in_slices_without_changing_a_bit(name, tier, slices):
+    cfg = OTHERS[name]
+    plan = gpu_plan(cfg, dtype="BF16", n_micro=2, tokens=48, halves=True, window=1, slices=slices, at_once=slices % 2)
+    units = (UnitPlan("host", "host", x="host", base=tier),) * 10
+    e = make(cfg, replace(plan, units=units), RealQueues("cuda", extra=("poison",)))
+    losses, weights = on_the_gpu(2, 1.0, cfg)
+    assert train(e, batches(cfg, 4, 2, 48), between=warmed_up(e)) == losses
+    for tensor, value in final_weights(e).items():
+        assert torch.equal(value, weights[tensor]), tensor
+    e.queues.close()
+    e.close()
+
+
 @pytest.mark.parametrize("name", [name for name in OTHERS if name.startswith("fp8")])
 def test_codes_of_a_pass_are_those_of_each_product(name, monkeypatch):
     """To the bit, made by the GPU, or for frozen weights by the CPU as they are loaded."""

@@ -255,6 +255,7 @@ def routing_calls(dtype=BF16):
     y, gate_up, act = (torch.zeros(N * k, n, dtype=dtype) for n in (D, 2 * I, I))
     rows.combine(y, found, k, weights, x)
     rows.combine(y, found, k)
+    rows.combine(y, found, k, weights, None, x.float(), x.float(), found.starts[:9])
     rows.routed_swiglu_bwd(act, gate_up, weights, found)
 
 

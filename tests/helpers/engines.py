@@ -313,7 +313,8 @@ def make(cfg: ModelConfig, plan: Plan, queues=None, adamw: AdamW | None = None, 
     more = {"store": MemoryStore(), "scratch": MemoryScratch()} | more
     e = build(cfg, plan, LIMITS, queues, adamw=adamw, poison=poison, **more)
     sizes = {name: prod(shape) for name, shape in stored_tensors(e.cfg).items()}
-    sizes |= {t.name: t.numel for layout in (*e.geo.stored, *e.geo.stored_base) for t in layout.tensors}
+    whole = geometry.geometry(replace(e.cfg, slices=1), plan.dtype, plan.adam_bits)
+    sizes |= {t.name: t.numel for layout in (*whole.stored, *whole.stored_base) for t in layout.tensors}
     read = random_weights()
     values = lambda name, a, b: [read(name, sizes[name])[a:b].numpy()]
     fill(e.placement, values)

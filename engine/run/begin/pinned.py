@@ -16,6 +16,7 @@ from trireme.engine.geometry import Geometry
 from trireme.engine.plan import Plan
 from trireme.engine.run.options import Options
 from trireme.models.config import InputError, ModelConfig, default_number, numbers
+from trireme.models.sizes import narrow
 from trireme.storage.checkpoint import Source
 from trireme.storage.untrusted import complaint
 
@@ -200,6 +201,8 @@ def misfit(plan: Plan, cfg: ModelConfig) -> str:
     """Why a plan does not suit the model; "" where it does."""
     if len(plan.units) != plan.cut(cfg).n_units or plan.halves and cfg.parallel:
         return "the plan is for another model"
+    if plan.slices > 1 and not narrow.may_be_sliced(cfg):
+        return "the plan has slices of frozen experts, and the model trains its experts or has none"
     geo = Geometry.of(cfg, plan)
     for u, unit in enumerate(plan.units):
         unknown = {name for name, _ in unit.saved} - set(geo.saved_names(geo.kinds[u]) if 0 < u < geo.head else ())
