@@ -251,7 +251,8 @@ def workspace(geo: Geometry, plan: Plan, gpu: int = 0) -> int:
     each = {geo.kinds[u]: u for u in range(geo.n_units) if plan.units[u].gpu == gpu}.values()  # by kind
     needs = [geo.workspace_bytes(u, plan.tokens, wide) for u in each]
     temporaries = max(needs, default=0)
-    inputs = plan.tokens * plan.n_micro * 48
+    taught = geo.cfg.teaching.nbytes if geo.cfg.teaching else 0
+    inputs = plan.tokens * plan.n_micro * (48 + taught)
     return round_up(int(temporaries * 1.02)) + inputs
 
 

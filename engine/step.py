@@ -11,6 +11,7 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any, NamedTuple
 
+import torch
 from torch import Tensor
 
 from trireme.engine.activations import ActivationSwap, saved_tensors
@@ -42,6 +43,7 @@ class Packed(NamedTuple):
     loss_rows: Tensor  # (M,) int64: rows with a label
     rows: Rows
     factors: Tensor | None = None  # (N,) fp32, of the tokens' losses; None: 1
+    shares: head.Shares | None = None  # of a teacher
 
 
 @dataclass(frozen=True)
@@ -127,18 +129,30 @@ def train_step(
         raise InputError(f"step {step}: none of its tokens has a label. Leave rows without labels out of the data.")
     _forward(e, batch, train=True, twice=comparison is not None)
     e.optimizer.begin(step, lr)
-    losses, _ = _head(e, batch, train=True, scale=1 / trained, comparison=comparison)
+    parts: list[Tensor] = []
+    losses, _ = _head(e, batch, train=True, scale=1 / trained, comparison=comparison, parts=parts)
     _pool_load(e, batch)
     _backward(e, batch)
     stats = e.optimizer.conclude(losses, trained)
     e.optimizer.read_ahead()
+    if parts:
+        return replace(stats, metrics=metrics_of(parts, trained))
     return replace(stats, metrics=comparison.metrics) if comparison else stats
 
 
-def evaluate(e: Engine, batch: Sequence[Inputs]) -> list[Tensor]:
-    """Each micro-batch's losses (N,), zero without a label. Runs updates that are due."""
+def metrics_of(parts: Sequence[Tensor], trained: float) -> dict[str, float]:
+    """Means over labels of what a teacher's loss is made of, (2,) of each micro-batch."""
+    ce, kl = torch.stack([part.cpu() for part in parts]).sum(0).tolist()
+    return {"ce": ce / trained, "kl": kl / trained}
+
+
+def evaluate(e: Engine, batch: Sequence[Inputs], parts: list[Tensor] | None = None) -> list[Tensor]:
+    """Each micro-batch's losses (N,), zero without a label. Runs updates that are due.
+
+    `parts` takes, where there is a teacher, sums of the two parts of each micro-batch's losses, (2,) fp64.
+    """
     _forward(e, batch, train=False)
-    losses, done = _head(e, batch, train=False)
+    losses, done = _head(e, batch, train=False, parts=parts)
     if e.plan.gpus > 1 and not e.queues.simulated:
         done.wait()  # a thread of its own makes them
     return losses
@@ -200,7 +214,12 @@ def _reads(e: Engine, u: int, train: bool, twice: bool = False) -> int:
 
 
 def _head(
-    e: Engine, batch: Sequence[Inputs], train: bool, scale: float = 1.0, comparison: Comparison | None = None
+    e: Engine,
+    batch: Sequence[Inputs],
+    train: bool,
+    scale: float = 1.0,
+    comparison: Comparison | None = None,
+    parts: list[Tensor] | None = None,
 ) -> tuple[list[Tensor], Task]:
     """Each micro-batch's losses, and the last task. In training the head's gradients of scale * their sum.
 
@@ -217,7 +236,7 @@ def _head(
         _compare(e, batch, comparison, losses)
         e.activations.expect_head(len(batch))
     for b, mb in enumerate(batch):
-        done = loss(e, b, w, g, mb, scale, list(losses) if comparison else losses, comparison)
+        done = loss(e, b, w, g, mb, scale, list(losses) if comparison else losses, comparison, parts)
     for v in read:
         e.weights.release(v)
     if train:
@@ -243,8 +262,12 @@ def loss(
     scale: float,
     losses: list[Tensor],
     comparison: Comparison | None = None,
+    parts: list[Tensor] | None = None,
 ) -> Task:
-    """Sets micro-batch b's losses, times their factors; with `g` adds gradients too. `comparison`: has the factors."""
+    """Sets micro-batch b's losses, times their factors; with `g` adds gradients too. `comparison`: has the factors.
+
+    `parts`: as of `evaluate`.
+    """
     u = e.geo.head
     x = e.activations.x[u][b].read()
     dx = e.activations.dx[u][b].fill(mb.tokens, _reads(e, u - 1, train=False)) if g else None
@@ -255,9 +278,13 @@ def loss(
         g_out = model.output_matrix(e.cfg, grads.get(0), grads[u]) if g else None
         factors = comparison.factors[b] if comparison else at.factors
         given = (weights[u], w_out, x.rows(), at.labels, at.loss_rows)
-        losses[b] = head.head_loss(e.cfg, *given, scale, grads.get(u), g_out, out, factors)
-        if factors is not None:
-            losses[b] = losses[b] * factors
+        found = head.head_loss(e.cfg, *given, scale, grads.get(u), g_out, out, factors, at.shares)
+        found = found if factors is None else found * factors
+        if at.shares is not None and e.cfg.teaching:
+            if parts is not None:
+                parts.append(found.sum(1, dtype=torch.float64))
+            found = torch.lerp(found[0], found[1], e.cfg.teaching.weight)
+        losses[b] = found
 
     weights = {v: weights_of(e, layer) for v, layer in w.items()}
     grads = {v: gradients_of(e, v, gradient) for v, gradient in g.items()}

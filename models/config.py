@@ -81,6 +81,20 @@ class Lora:
 
 
 @dataclass(frozen=True)
+class Teaching:
+    """A teacher in the loss: its k likeliest tokens, the weight of its divergence, and the temperature of both."""
+
+    k: int
+    weight: float
+    temperature: float
+
+    @property
+    def nbytes(self) -> int:
+        """Of a label: ids, log-probabilities, the logarithm of the rest."""
+        return self.k * (4 + 2) + 4
+
+
+@dataclass(frozen=True)
 class ModelConfig:
     """One decoder-only Transformer, without dropout."""
 
@@ -107,6 +121,7 @@ class ModelConfig:
     frozen: tuple[str, ...] = ()  # globs over names, "!" before those trained; the last match holds
     lora: Lora | None = None  # from the run's options
     fp8: bool = False  # linear layers of blocks multiply in fp8; from the run's options
+    teaching: Teaching | None = None  # of the loss; from the run's options
     halves: bool = False  # units are half blocks; from the plan
     at_once: int = 0  # packed experts that a matmul decodes at a time; 0: a pass decodes all; from the plan
     slices: int = 1  # units of weights that a layer's frozen experts come in; from the plan
@@ -265,7 +280,7 @@ NESTED = {"rope": Rope, "local_rope": Rope, "experts": Experts, "latent": Latent
 def numbers(cfg: ModelConfig) -> dict[str, Any]:
     """A config as flat JSON, without what a plan adds or how files spell it: a run compares its model by this."""
     found = json.loads(json.dumps(asdict(cfg)))
-    for name in ("halves", "scanning", "at_once", "slices", "media", "packing", "packed"):
+    for name in ("halves", "scanning", "at_once", "slices", "media", "packing", "packed", "teaching"):
         del found[name]
     if found["lora"] and not found["lora"]["scales"]:
         del found["lora"]["scales"]  # as in older records

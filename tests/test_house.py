@@ -43,6 +43,7 @@ MAY_IMPORT = {  # beside files of the same room
     "kernels/fp8": {"kernels"},
     "kernels/packed": {"kernels"},
     "kernels/scan": {"kernels"},
+    "kernels/teacher": {"kernels"},
     "models": {"kernels", "models/families", "models/mixers", "models/sizes", "storage"},
     "models/families": set(),
     "models/losses": {"models"},

@@ -14,7 +14,7 @@ from pathlib import Path
 from typing import Any, NoReturn
 
 from trireme.engine.run.begin.kept import from_yaml, full, text_of
-from trireme.engine.run.begin.preference import preference_of
+from trireme.engine.run.begin.preference import preference_of, teaching_of
 from trireme.engine.run.hub.places import title
 from trireme.engine.run.names import flag_of, resolve
 from trireme.engine.run.options import DATA, INSTEAD, OUTPUT, PLACEMENT, TRAINING, Options, Parser
@@ -220,6 +220,7 @@ def checked(options: Options) -> Options:
         return options
     _check_named(options)
     preference_of(options)
+    teaching_of(options)
     if options.long == "split" and options.method != "sft":
         raise InputError(f"--long split: --method {options.method} compares whole answers. Take cut, drop or error.")
     unknown = set(options.log) - {"tensorboard", "wandb", "mlflow", "comet", "trace"}

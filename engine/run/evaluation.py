@@ -23,7 +23,7 @@ from trireme.engine.queues.names import numbered
 from trireme.engine.run.live import Live
 from trireme.engine.run.records import Record
 from trireme.engine.run.signals import Stop
-from trireme.engine.step import Engine, Inputs, evaluate, weights_of
+from trireme.engine.step import Engine, Inputs, evaluate, metrics_of, weights_of
 from trireme.models.generate import generate, needs
 from trireme.models.losses.preferences import Documents, compare, joined
 from trireme.models.rows import Load, rope_tables
@@ -176,14 +176,14 @@ class Evaluation:
     def _loss(self, held_out: Dataset) -> tuple[float, dict[str, float]]:
         """Mean over labels, or over pairs with what is said of them."""
         live, job, total, count = self.live, self.live.job, 0.0, 0.0
-        docs, logps = list[Documents](), list[np.ndarray]()
+        docs, logps, parts = list[Documents](), list[np.ndarray](), list[torch.Tensor]()
         rows = live.progress.eval_rows
         batches = held_out.batches(job.micro_rows, rows)
         tokens = held_out.tokens if rows is None else held_out.tokens * rows // held_out.n_sequences
         with live.screen.working("evaluating", tokens, "tokens") as more:
             while (group := list(islice(batches, job.n_micro))) and not self.stop.leaving:
                 step = [in_ram(job.cfg, mb) for mb in group]
-                losses = evaluate(live.engine, [self.inputs(mb) for mb in live.dealt(step)])
+                losses = evaluate(live.engine, [self.inputs(mb) for mb in live.dealt(step)], parts)
                 compared = [(mb.of_docs, of) for mb, of in zip(step, losses, strict=False) if mb.of_docs]
                 docs += [each for each, _ in compared]
                 logps += [each.sums(of.cpu().numpy()) for each, of in compared]
@@ -194,7 +194,7 @@ class Evaluation:
         if live.preference and docs:
             found = compare(live.preference, joined(docs), np.concatenate(logps))
             return found.loss, found.metrics()
-        return total / (count or 1), {}
+        return total / (count or 1), metrics_of(parts, count) if parts and count else {}
 
     def samples(self, count: int) -> list[Sample]:
         """Greedy continuations of `count` documents' beginnings, held-out if any."""

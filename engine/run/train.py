@@ -21,6 +21,7 @@ from trireme.engine.run.begin.opened import Begun, Snapshot, check_continues, ne
 from trireme.engine.run.begin.otherwise import instead
 from trireme.engine.run.begin.owned import common_id, refuse_links, signed
 from trireme.engine.run.begin.pinned import check_snapshot, is_date
+from trireme.engine.run.begin.teacher import about_teacher, with_teacher
 from trireme.engine.run.command import checked, program
 from trireme.engine.run.hub.fetch import fetched
 from trireme.engine.run.hub.push import check_push, push
@@ -169,12 +170,16 @@ def _fitting(options: Options, screen: Screen, clock: Clock, group: Alone, snaps
         screen.say(line)
     if not (snapshot or options.assume):
         check_room(job)
+    for line in about_teacher(job, screen):
+        screen.say(line)
     if options.dry_run:
         screen.say(dry_line(job))
     return job
 
 
 def _train(job: Job, begun: Begun, screen: Screen, clock: Clock, told: Sequence[Tracker], group: Alone) -> Live:
+    with clock.at("reference"):
+        job = with_teacher(job, begun.snapshot, screen)
     screen.forgive()
     live = Live(job, begun, screen, clock, told, group)
     _settle_exports(live)

@@ -262,4 +262,6 @@ def _head_workspace(cfg: ModelConfig, tokens: int, itemsize: int, grad_itemsize:
     chunk, output = min(tokens, LOSS_CHUNK), (output_name(cfg), (cfg.vocab, cfg.width))
     summed = grad_itemsize < 4 and tokens > chunk and not is_frozen(cfg, [output])
     sums = 4 * cfg.vocab * cfg.width * summed
-    return (tokens + 2 * chunk) * cfg.width * itemsize + chunk * cfg.vocab * itemsize + sums + 32 * tokens
+    k = cfg.teaching.k if cfg.teaching else 0  # of a teacher: ids, logits and gradients of its tokens; parts of losses
+    taught = chunk * k * (12 + itemsize) + 32 * tokens * (k > 0)
+    return (tokens + 2 * chunk) * cfg.width * itemsize + chunk * cfg.vocab * itemsize + sums + 32 * tokens + taught

@@ -37,6 +37,8 @@ from trireme.kernels.fp8 import block_scaled, gated, norms
 from trireme.kernels.fp8.quantize import quantize, turn
 from trireme.kernels.packed import e4m3, fp4, int4, mxfp4, nf4
 from trireme.kernels.scan import around, scan
+from trireme.kernels.teacher import distillation
+from trireme.kernels.teacher.reference import Taught
 
 BF16, FP32 = torch.bfloat16, torch.float32
 TOOLS = Path(triton.__file__).parent / "backends/nvidia/bin"  # its ptxas-blackwell is the newer assembler
@@ -197,6 +199,9 @@ def other_calls(dtype=BF16):
     for cap in (0.0, 30.0):
         for factors in (None, torch.ones(N)):
             cross_entropy.linear_cross_entropy(y, table, ids, ids, 1.0, table, y, cap=cap, factors=factors)
+            shares = torch.zeros(N, 64, dtype=torch.int32), torch.zeros(N, 64, dtype=torch.float16), torch.zeros(N)
+            taught = Taught(*shares, 0.5, 2.0)
+            distillation.linear_distillation(y, table, ids, ids, 1.0, taught, table, y, cap=cap, factors=factors)
     state = [torch.zeros(4096, dtype=t) for t in (BF16, torch.int16, torch.float32, torch.float32, BF16)]
     clip = torch.ones(1)
     adamw.adamw_(*state, clip, lr=0.1, beta1=0.9, beta2=0.99, eps=1e-8, weight_decay=0.1, n_decay=100, step=1)

@@ -231,7 +231,7 @@ class Batch:
     """A data.MicroBatch of random tokens."""
 
     def __init__(self, vocab: int, lengths: tuple[int, ...], seed: int, weights=None, reference=None):
-        self.weights, self.reference = weights, reference
+        self.weights, self.reference, self.taught = weights, reference, None
         random = np.random.default_rng(seed)
         self.lengths = lengths
         self.ids = random.integers(0, vocab, sum(lengths)).astype(np.int32)
@@ -245,6 +245,21 @@ def batches(cfg: ModelConfig, steps: int, n_micro: int, tokens: int, seed: int =
     third = tokens // 3
     shapes = [(tokens,), (third, tokens - third), (1, tokens - 2), (tokens - 3,)]
     return [[Batch(cfg.vocab, shapes[(s + b) % 4], seed + 100 * s + b) for b in range(n_micro)] for s in range(steps)]
+
+
+def taught(cfg: ModelConfig, steps: int, n_micro: int, tokens: int) -> list[list[Batch]]:
+    """With a teacher's rows, as cfg.teaching has them, and weights of documents."""
+    found = batches(cfg, steps, n_micro, tokens)
+    for i, mb in enumerate(mb for step in found for mb in step):
+        random = np.random.default_rng(i)
+        logits = random.normal(0.0, 2.0, (int((mb.labels >= 0).sum()), cfg.vocab))
+        shares = np.exp(logits) / np.exp(logits).sum(1, keepdims=True)
+        ids = np.argsort(-shares, 1)[:, : cfg.teaching.k].astype(np.int32)
+        top = np.take_along_axis(shares, ids, 1)
+        rest = np.log(np.maximum(1 - top.sum(1), 1e-30))
+        mb.taught = ids, np.log(top).astype(np.float16), rest.astype(np.float32)
+        mb.weights = random.uniform(0.5, 1.5, len(mb.lengths)) if i % 2 else None
+    return found
 
 
 def pairs(cfg: ModelConfig, steps: int, n_micro: int, tokens: int, kto: bool = False) -> list[list[Batch]]:

@@ -20,6 +20,7 @@ from trireme.engine.check.tuned import kept as settings_kept
 from trireme.engine.data.cache import Shelf
 from trireme.engine.data.codec import Codec
 from trireme.engine.data.dataset import DataOptions, Dataset, load_dataset
+from trireme.engine.data.files.scores import PLACE
 from trireme.engine.data.prepare import Progress
 from trireme.engine.geometry import Geometry
 from trireme.engine.hosts.group import Alone, Group, told
@@ -168,6 +169,8 @@ def prepare(
     preference = preference_of(options)
     if preference and group and group.hosts > 1:
         raise InputError(f"--method {preference.method} runs on one host. Start it without torchrun, or with one.")
+    if options.teacher and group and group.hosts > 1:
+        raise InputError("--teacher: runs with one are on one host. Start it without torchrun, or with one.")
     clock, folder, out, group = clock or Clock(), Path(options.model), Path(options.out), group or Alone()
     with clock.at("headers"):
         pinned = None if kept is None else pinned_of(options, kept, group.host, group.hosts)
@@ -212,7 +215,7 @@ def prepare(
     with clock.at("tokens"):
         read = _data_options(options, cfg, seq_len)
         data = load_dataset(options.data, codec, read, progress) if options.data else None
-    planner = replace(planner, limits=_with_tables(limits, data))
+    planner = replace(planner, limits=_with_tables(limits, data, _of_a_teacher(options, cfg, data, seq_len)))
     work = _work(options, data, seq_len)
     files = _files(options, cfg, out, source, data, work)
     dtypes = {t.dtype for name in stored.values() if (t := source.tensors.get(name))}
@@ -249,9 +252,17 @@ def default_rate(options: Options, cfg: ModelConfig) -> float:
     return 2e-4 if cfg.lora else 2e-5 if shapes.parameters(cfg) < SMALL else 1e-5
 
 
-def _with_tables(limits: Limits, data: Dataset | None) -> Limits:
-    """The limits less the RAM that the data's tables hold, in steps of TABLES so that plans repeat."""
-    held = data.memory // TABLES * TABLES if data else 0
+def _of_a_teacher(options: Options, cfg: ModelConfig, data: Dataset | None, seq_len: int) -> int:
+    """Bytes of RAM of what it says: of places of all data, and of three steps, in use and being read."""
+    if cfg.teaching is None or data is None:
+        return 0
+    pieces = len(data.pieces) + (len(data.held_out.pieces) if data.held_out else 0)
+    return PLACE * pieces + 3 * min(options.batch_size, data.n_sequences) * seq_len * cfg.teaching.nbytes
+
+
+def _with_tables(limits: Limits, data: Dataset | None, more: int = 0) -> Limits:
+    """The limits less the RAM that the data's tables hold, and `more`, in steps of TABLES so that plans repeat."""
+    held = (data.memory + more) // TABLES * TABLES if data else 0
     return replace(limits, host=max(0, limits.host - held))
 
 

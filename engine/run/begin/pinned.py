@@ -95,6 +95,7 @@ SNAPSHOT = {
     "best": ({float, type(None)}, {int, type(None)}),  # in older snapshots without a step: before training
     "start": {float, type(None)},  # eval_loss before training; missing in older snapshots
     "base": dict,  # checksums of frozen weights, by unit
+    "teacher": str,  # key of its scores; empty or missing: none
     "log": (int, {int, type(None)}, int, int),
     "cut": {
         **dict.fromkeys(("tokens", "n_micro", "record", "adam_bits", "batch_size", "rows"), int),
@@ -109,7 +110,7 @@ SNAPSHOT = {
 def check_snapshot(options: Options, said: Mapping[str, Any]) -> None:
     """Raises InputError where a snapshot is not of this version's form."""
     missing: dict[str, Any] = {"computed_by": "", "launches": {}, "eval_rows": None, "worse": 0, "base": {}}
-    missing |= {"date": None, "start": None}
+    missing |= {"date": None, "start": None, "teacher": ""}
     wrong = complaint({**missing, **said}, SNAPSHOT)
     if not wrong and said.get("date") is not None and not is_date(said["date"]):
         wrong = ".date is no date"
