@@ -187,7 +187,7 @@ def linear_distillation(
         width = min(launch.power2(D), max(16, TILE // block_k))
         _teachers_logits[(m,)](top, xs, weight, ids, K, D, block_k, width, num_warps=4)
         z.scatter_(1, ids, float("-inf"))
-        how = launch.cross_entropy(V)
+        how = launch.cross_entropy(x.device, V)
         programs = min(m, how.each * launch.chip(x.device).sms)
         _distillation[(programs,)](
             z, xs, weight, labels, part, found, found if factors is None else factors, top, ids,
