@@ -269,7 +269,7 @@ def main(argv: list[str]) -> int:
     what = (f", LoRA {a.lora}" if a.lora else "") + f", base in {a.base}" * bool(a.base) + ", fp8" * cfg.fp8
     what += f", {a.layers} layers" * bool(a.layers)
     print(f"{a.model}{what}, {size_b:.3f} B parameters, {a.tokens} tokens a step of {a.seq}, {device}, {dtype}")
-    print("ceilings " + ", ".join(f"{k} {v:.4g}" for k, v in vars(rates).items()))
+    print("ceilings " + ", ".join(f"{k} {v:.4g}" for k, v in vars(rates).items() if k != "others"))
     plan = make_plan(a, cfg, dtype, limits, rates)
     dense = device.type == "cuda" and cfg.experts is None
     slower = sustained_rates(cfg, plan, a.seq, device) if dense else {}

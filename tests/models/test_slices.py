@@ -159,7 +159,7 @@ def test_a_small_layer_in_any_slices():
 
 @pytest.mark.gpu
 @pytest.mark.parametrize("tokens", [2048, 8192])
-def test_a_layer_of_deepseek_v3_in_any_slices(tokens):
+def test_a_layer_of_deepseek_v3_in_any_slices(tokens, large):
     """256 experts of 7168 x 2048: 11.4 GB in fp8, never decoded at once."""
     if torch.cuda.mem_get_info()[0] < 32 << 30:
         pytest.skip("other processes have the GPU's memory: run it alone")
@@ -227,7 +227,7 @@ def test_a_small_layer_is_streamed_in_any_slices():
 
 
 @pytest.mark.gpu
-def test_a_layer_of_deepseek_v3_is_streamed_on_24_gib():
+def test_a_layer_of_deepseek_v3_is_streamed_on_24_gib(large):
     """256 experts in 4 or 8 slices, two of which are on the GPU at a time, beside all of them in one: the same bits."""
     if torch.cuda.mem_get_info()[0] < 26 << 30:
         pytest.skip("other processes have the GPU's memory: run it alone")
