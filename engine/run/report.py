@@ -45,7 +45,7 @@ def report(job: Job) -> list[str]:
         method_line(job),
         *_labelled("trained", _trained_lines(job)),
         f"machine  {job.machine.describe(on_gpu)}",
-        *_labelled("", [*_memory_notes(job), *_unmeasured(job)]),
+        *_labelled("", [*_memory_notes(job), *_unmeasured(job), *_tuned(job)]),
         steps_line(job),
         *hosts_lines(job, on_gpu),
         *_labelled("", _length_notes(job)),
@@ -216,6 +216,11 @@ def _memory_notes(job: Job) -> list[str]:
     if given > (free := available_ram()):
         notes.append(f"warning: the limit of {gib(given)} is more than the {gib(free)} of RAM that are free")
     return notes
+
+
+def _tuned(job: Job) -> list[str]:
+    """Settings of kernels that are not the usual ones."""
+    return [f"{count(len(job.launches), 'kernel')} as tuned by check --tune"] if job.launches else []
 
 
 def _unmeasured(job: Job) -> list[str]:

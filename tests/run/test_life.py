@@ -352,7 +352,7 @@ def test_other_libraries_than_those_of_the_snapshot_are_said(paused, tmp_path, c
     assert f"changed  {now}, was {was} at step 1: it may round differently\n" in capsys.readouterr().out
 
 
-def test_launch_settings_are_part_of_a_snapshot(paused, tmp_path, monkeypatch):
+def test_launch_settings_are_part_of_a_snapshot(paused, tmp_path, monkeypatch, capsys):
     """A resumed run has those of its snapshot, while it trains."""
     run, used = replace(resumed(paused, tmp_path), max_steps=paused.max_steps), []
     (path,) = Path(run.out).glob("store/snapshot-*/manifest.json")
@@ -364,6 +364,7 @@ def test_launch_settings_are_part_of_a_snapshot(paused, tmp_path, monkeypatch):
     monkeypatch.setattr(launch, "use", lambda settings: used.append(dict(settings)))
     finetune(run)
     assert used == [begun, {}]
+    assert "1 kernel as tuned by check --tune\n" in capsys.readouterr().out
 
 
 def test_a_digit_of_config_yaml_that_changed_is_said(paused, tmp_path, capsys):
