@@ -10,13 +10,14 @@ ROOT = Path(__file__).parents[2]
 
 @pytest.mark.full
 def test_the_table_has_what_dry_runs_say():
-    """Two cells; a large model's, where its experts are decoded in slices."""
+    """A box with adapters, a box with all weights; a large model, where its experts are decoded in slices."""
     boxes, page = script("bench/boxes"), (ROOT / "docs" / "machines.md").read_text()
     assert all(f"| {box} | " in page for box in boxes.BOXES)
-    name, machine = next(iter(boxes.BOXES.items()))
-    (row,) = [line for line in page.splitlines() if line.startswith(f"| {name} |")]
-    cells = dict(zip(boxes.JOBS, row.split(" | ")[1:], strict=True))
-    assert boxes.dry_run(machine, boxes.JOBS["8B, LoRA"]) == cells["8B, LoRA"]
+    first, *_, last = boxes.BOXES.items()
+    for (name, machine), job in ((first, "8B, LoRA"), (last, "8B, full")):
+        (row,) = [line for line in page.splitlines() if line.startswith(f"| {name} |")]
+        cells = dict(zip(boxes.JOBS, row.split(" | ")[1:], strict=True))
+        assert boxes.dry_run(machine, boxes.JOBS[job]) == cells[job]
     assert all(f"| {model} | " in page for model in boxes.LARGE)
     (row,) = [line for line in page.splitlines() if line.startswith("| GLM-4.7-Flash (30B) |")]
     assert row.split(" | ")[2] == boxes.large("glm-4.7-flash", boxes.DRIVES["two drives"])[0]
