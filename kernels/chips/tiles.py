@@ -1,6 +1,6 @@
 """Tiles of launches, and which of them suits a chip that was never measured: by its registers and shared memory.
 
-Each tile has what the compiler says that it takes: a test compiles them (tests/kernels/test_tiles.py).
+Each tile has what the compiler says that it takes: a test compiles them (tests/kernels/chips/test_launch.py).
 """
 
 from __future__ import annotations

@@ -125,7 +125,7 @@ def test_other_settings_than_those_tried_are_refused():
 def test_the_compiler_says_what_the_model_takes_of_it():
     """Of the tiles that an RTX 3090 and 4090 get: registers, shared memory, no spills."""
     env = {k: v for k, v in os.environ.items() if k != "TRITON_INTERPRET"}
-    script = Path(__file__).parents[1] / "helpers" / "compile_kernels.py"
+    script = Path(__file__).parents[2] / "helpers" / "compile_kernels.py"
     done = subprocess.run(
         [sys.executable, script, "89", "--tiles"], env=env, capture_output=True, text=True, timeout=300
     )
