@@ -170,12 +170,12 @@ def add_gradients_(g: Linear, w: Linear, x: Operand, dy: Upstream) -> None:
 
 
 def _add_slices_(grad_: Tensor, a: ops.Quantized, b: ops.Quantized) -> None:
-    """grad_ (m, n) += a.T @ b, some rows at a time: the matmul passes through L2."""
+    """grad_ (m, n) += a.T @ b, some rows at a time: where the matmul does not add, it passes through L2."""
     assert a.columns is not None
     assert b.columns is not None
     step = slice_rows(grad_.shape[1], grad_.element_size())
     for codes, part in zip(a.columns.split(step), grad_.split(step), strict=True):
-        part.add_(ops.fp8_matmul(codes, a.scale, b.columns, b.scale, torch.empty_like(part)))
+        ops.fp8_add_(part, codes, a.scale, b.columns, b.scale)
 
 
 def trained(gradient: Tensor) -> bool:

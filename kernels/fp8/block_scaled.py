@@ -39,6 +39,7 @@ def _fp8_matmul(
     GROUP: tl.constexpr,
     BLOCK: tl.constexpr,
     ONE: tl.constexpr,
+    ADD: tl.constexpr,
 ):
     await_previous()
     n_n: tl.constexpr = (N + BLOCK_N - 1) // BLOCK_N
@@ -63,6 +64,8 @@ def _fp8_matmul(
     if p_bias is not None:
         b_sum += tl.load(p_bias + o_n, o_n < N, 0.0).to(tl.float32)[None, :]
     o = o_m.to(tl.int64)[:, None] * N + o_n[None, :]
+    if ADD:
+        b_sum += tl.load(p_out + o, m_m & m_n.T, 0.0).to(tl.float32)
     tl.store(p_out + o, b_sum.to(p_out.dtype.element_ty), m_m & m_n.T)
 
 
@@ -70,6 +73,18 @@ def fp8_matmul(
     a: Tensor, scale_a: Tensor, b: Tensor, scale_b: Tensor, out: Tensor, bias: Tensor | None = None
 ) -> Tensor:
     """As reference.fp8_matmul, all contiguous. K is a multiple of 16."""
+    _launch(a, scale_a, b, scale_b, out, bias, False)
+    return out
+
+
+def fp8_add_(out_: Tensor, a: Tensor, scale_a: Tensor, b: Tensor, scale_b: Tensor) -> None:
+    """As reference.fp8_add_, as fp8_matmul, but rounded once."""
+    _launch(a, scale_a, b, scale_b, out_, None, True)
+
+
+def _launch(
+    a: Tensor, scale_a: Tensor, b: Tensor, scale_b: Tensor, out: Tensor, bias: Tensor | None, add: bool
+) -> None:
     (M, K), N = a.shape, len(b)
     assert b.shape == (N, K)
     assert out.shape == (M, N)
@@ -77,6 +92,5 @@ def fp8_matmul(
     assert all(t.is_contiguous() for t in (a, b, out))
     tile = launch.block_scaled(a.device)
     grid = (cdiv(M, tile.rows) * cdiv(N, tile.columns),)
-    sizes = (M, N, K, tile.rows, tile.columns, tile.depth, tile.group, BLOCK, ONE)
+    sizes = (M, N, K, tile.rows, tile.columns, tile.depth, tile.group, BLOCK, ONE, add)
     _fp8_matmul[grid](a, b, scale_a, scale_b, bias, out, *sizes, num_warps=tile.warps, num_stages=tile.stages)
-    return out

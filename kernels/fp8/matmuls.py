@@ -22,3 +22,11 @@ def fp8_matmul(
         return block_scaled.fp8_matmul(a, scale_a, b, scale_b, out, bias)
     torch._scaled_mm(a, b.T, scale_a, scale_b, bias, None, out.dtype, FAST, out=out)
     return out
+
+
+def fp8_add_(out_: Tensor, a: Tensor, scale_a: Tensor, b: Tensor, scale_b: Tensor) -> None:
+    """As reference.fp8_add_; by the kernel of sm_120 in one launch, rounded once. torch's cuBLASLt does not add."""
+    if chip(out_.device).arch // 10 == 12:
+        block_scaled.fp8_add_(out_, a, scale_a, b, scale_b)
+    else:
+        out_.add_(fp8_matmul(a, scale_a, b, scale_b, torch.empty_like(out_)))

@@ -77,6 +77,11 @@ def fp8_matmul(
     return out.copy_(found if bias is None else found.add_(bias.float()))
 
 
+def fp8_add_(out_: Tensor, a: Tensor, scale_a: Tensor, b: Tensor, scale_b: Tensor) -> None:
+    """Adds a @ b.T * scale_a * scale_b to out_ (M, N), as fp8_matmul, rounded before the sum and after it."""
+    out_.add_(fp8_matmul(a, scale_a, b, scale_b, torch.empty_like(out_)))
+
+
 def rmsnorm_codes(
     x: Tensor, weight: Tensor, eps: float, rows: bool = True, columns: bool = False
 ) -> tuple[Quantized, Tensor]:

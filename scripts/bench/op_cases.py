@@ -45,7 +45,7 @@ def _of_fp8(case: Case) -> op_peers.Peers:
             ops.quantize(t, rows, True) for t, rows in zip(ops.swiglu_bwd(dy, gate_up), (True, False), strict=True)
         ]
         return {"written in bf16": (apart, 1.0)}
-    if case.op == "matmul":
+    if case.op == "fp8_matmul":
         x, w = randn(*case.args[0].shape), randn(*case.args[2].shape)
         return {"in bf16": (lambda: torch.mm(x, w.T), 1.0)}
     return {}

@@ -333,6 +333,7 @@ def block_scaled_calls():
     (a, b), one = (torch.zeros(n, 4096, dtype=torch.float8_e4m3fn) for n in (256, 512)), torch.ones(1)
     for dtype, bias in ((BF16, torch.zeros(512, dtype=BF16)), (FP32, None)):
         block_scaled.fp8_matmul(a, one, b, one, torch.zeros(256, 512, dtype=dtype), bias)
+        block_scaled.fp8_add_(torch.zeros(256, 512, dtype=dtype), a, one, b, one)
 
 
 def listed(arch: int) -> list:

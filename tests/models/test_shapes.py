@@ -14,7 +14,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from trireme.engine.memory import views
 from trireme.engine.planner.sizes import find_model
 from trireme.kernels import cross_entropy, ops
-from trireme.kernels.fp8.matmuls import fp8_matmul
+from trireme.kernels.fp8.matmuls import fp8_add_, fp8_matmul
 from trireme.kernels.fp8.reference import E4M3, PAD
 from trireme.models import attention, experts, head, latent, linear, lora, mlp, model, norm, packed, shared
 from trireme.models.config import Lora, parse_config
@@ -224,6 +224,7 @@ def _bare_ops():
         **dict.fromkeys(("swiglu_codes_fwd", "geglu_codes_fwd"), _bare_glu_codes),
         **dict.fromkeys(("swiglu_codes_bwd", "geglu_codes_bwd"), _bare_glu_codes_bwd),
         fp8_matmul=fp8_matmul,
+        fp8_add_=fp8_add_,
     )
 
 
