@@ -83,8 +83,9 @@ def new_run(options: Options, saved: type[BaseException], id: str) -> Iterator[N
             raise
         except BaseException:
             if not has_begun(out) and not (run.store and run.store.snapshots):
+                kept = again or (out / TEACHER).exists()  # hours of work: the same command goes on
                 with suppress(OSError):  # report the first error
-                    _undo(run, made, () if again else [out / name for name in OURS])
+                    _undo(run, made, () if kept else [out / name for name in OURS])
             raise
         finally:
             if run.store:

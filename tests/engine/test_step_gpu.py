@@ -5,14 +5,27 @@ from functools import cache
 
 import pytest
 import torch
-from engines import LLAMA, RealQueues, batches, cards, final_weights, gpu_plan, lent, make, pairs, relayed, train
+from engines import (
+    LLAMA,
+    RealQueues,
+    batches,
+    cards,
+    final_weights,
+    gpu_plan,
+    lent,
+    make,
+    pairs,
+    relayed,
+    taught,
+    train,
+)
 
 from trireme.engine import geometry
 from trireme.engine.exchange import Kept
 from trireme.engine.plan import TIERS, UnitPlan
 from trireme.engine.run.begin.warmup import warm_up
 from trireme.engine.updates import AdamW
-from trireme.models.config import Lora
+from trireme.models.config import Lora, Teaching
 from trireme.models.families.experts import Experts
 from trireme.models.families.packing import FP8 as FP8_BLOCKS
 from trireme.models.families.packing import MODELOPT, MXFP4
@@ -139,6 +152,23 @@ def test_documents_are_compared_wherever_they_are(units, between, cfg, method):
         e = make(cfg, plan, RealQueues("cuda", extra=("poison",)))
         seen = train(e, pairs(cfg, 3, 3, 48, method == "kto"), between=warmed_up(e), preference=Preference(method))
         found.append((seen, final_weights(e)))
+        e.queues.close()
+        e.close()
+    (losses, weights), (again, placed) = found
+    assert again == losses
+    for name, value in placed.items():
+        assert torch.equal(value, weights[name]), name
+
+
+@pytest.mark.parametrize("units", ["host", "mixed"])
+@pytest.mark.parametrize("cfg", [CFG, OTHERS["adapters"]])
+def test_a_teacher_is_heard_wherever_layers_are(units, cfg):
+    found, cfg = [], replace(cfg, teaching=Teaching(8, 0.4, 1.5))
+    for given in (None, UNITS[units]):
+        plan = gpu_plan(cfg, dtype="BF16", n_micro=3, tokens=48, record=5000, piece=1000)
+        plan = replace(plan, units=given, between="host", swap_slots=2) if given else plan
+        e = make(cfg, plan, RealQueues("cuda", extra=("poison",)))
+        found.append((train(e, taught(cfg, 3, 3, 48), between=warmed_up(e)), final_weights(e)))
         e.queues.close()
         e.close()
     (losses, weights), (again, placed) = found

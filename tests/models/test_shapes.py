@@ -16,8 +16,10 @@ from trireme.engine.planner.sizes import find_model
 from trireme.kernels import cross_entropy, ops
 from trireme.kernels.fp8.matmuls import fp8_add_, fp8_matmul
 from trireme.kernels.fp8.reference import E4M3, PAD
+from trireme.kernels.teacher import distillation
+from trireme.kernels.teacher.reference import Taught
 from trireme.models import attention, experts, head, latent, linear, lora, mlp, model, norm, packed, shared
-from trireme.models.config import Lora, parse_config
+from trireme.models.config import Lora, Teaching, parse_config
 from trireme.models.families.packing import FP8
 from trireme.models.mixers import scan
 from trireme.models.packed import Sliced, grouped_mm
@@ -413,6 +415,51 @@ def test_the_head_has_fp32_sums_where_it_is_trained_alone(tied, frozen, monkeypa
     assert (sums in copies.made) == (not frozen)
     in_fp32, in_bf16 = (workspace.workspace_bytes(cfg, cfg.n_units - 1, tokens, 2, grads) for grads in (4, 2))
     assert in_bf16 - in_fp32 == 4 * cfg.vocab * cfg.width * (not frozen)
+
+
+class Every(Watch):
+    """Counts copies in another dtype, too."""
+
+    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+        result = super().__torch_dispatch__(func, types, args, kwargs)
+        if func.__name__.startswith(("_to_copy", "index_select", "mul", "lerp")):
+            nbytes = result.untyped_storage().nbytes()
+            self.live += nbytes
+            self.peak = max(self.peak, self.live)
+            weakref.finalize(result.untyped_storage(), self.forget, nbytes)
+        return result
+
+
+def _peak_of_the_loss(V, D, tokens, taught, monkeypatch):
+    """With kernels that compute nothing."""
+    none = defaultdict(lambda: lambda *_, **__: None)
+    monkeypatch.setattr(cross_entropy, "_cross_entropy", none)
+    monkeypatch.setattr(cross_entropy, "_add_product_", lambda *_: None)  # in fp32 on a CPU
+    for name in ("_distillation", "_teachers_logits"):
+        monkeypatch.setattr(distillation, name, none)
+    x, w, rows = torch.zeros(tokens, D).bfloat16(), torch.zeros(V, D).bfloat16(), torch.arange(tokens)
+    given, more, watch = (x, w, rows % V, rows, 1.0), (w.float(), torch.empty_like(x)), Every()
+    factors = torch.ones(tokens)
+    with watch:
+        if taught is None:
+            _ = cross_entropy.linear_cross_entropy(*given, *more, factors=factors) * factors
+        else:
+            found = distillation.linear_distillation(*given, taught, *more, factors=factors) * factors
+            torch.lerp(found[0], found[1], 0.5)
+    return watch.peak
+
+
+@pytest.mark.parametrize("k", [1, 64])
+def test_what_a_teacher_adds_to_the_head(k, monkeypatch):
+    """Inputs of every token, and temporaries of a chunk: as much as is allocated, and hardly more."""
+    cfg, tokens = parse_config(SMALL | dict(model_type="llama")), workspace.LOSS_CHUNK + 1
+    shares = torch.zeros(tokens, k).int(), torch.zeros(tokens, k).half(), torch.zeros(tokens)
+    taught = replace(cfg, teaching=Teaching(k, 0.5, 1.0))
+    assert taught.teaching.nbytes * tokens == sum(t.nbytes for t in shares)
+    said, given = Taught(*shares, 0.5, 1.0), (cfg.vocab, cfg.width, tokens)
+    more = _peak_of_the_loss(*given, said, monkeypatch) - _peak_of_the_loss(*given, None, monkeypatch)
+    with_it, without = (workspace.workspace_bytes(c, c.n_units - 1, tokens, 2) for c in (taught, cfg))
+    assert more <= with_it - without <= more + 40 * tokens
 
 
 UNITS = pytest.mark.parametrize(("halves", "u"), [(False, 1), (True, 1), (True, 2)], ids=["block", "attention", "mlp"])

@@ -233,7 +233,7 @@ def test_an_evaluation_reads_a_share_of_the_held_out_data_and_says_so(here, caps
     """The same whole rows each time."""
     read, real = [], evaluation.evaluate
 
-    def evaluate(e, micro):
+    def evaluate(e, micro, parts):
         read.append([(mb.tokens, mb.trained, mb.pairs) for mb in micro])
         return real(e, micro)
 

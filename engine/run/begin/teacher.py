@@ -8,6 +8,7 @@ take it from the cache, where the longest unused make room.
 from __future__ import annotations
 
 import argparse
+import gc
 import json
 import os
 import shutil
@@ -184,6 +185,7 @@ def _make(
     named = score.described(opened.base, k, codec, list(sources.items()))
     replace_synced(folder / NAMES, json.dumps(named, indent=1).encode())
     del ready
+    gc.collect()
     if torch.cuda.is_available():
         torch.cuda.empty_cache()
     tokens, took = sum(data.tokens for data in held), seconds(time.monotonic() - began)

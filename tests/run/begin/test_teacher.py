@@ -6,6 +6,7 @@ import shutil
 import signal
 from dataclasses import replace
 from pathlib import Path
+from types import SimpleNamespace
 
 import numpy as np
 import pytest
@@ -237,6 +238,33 @@ def test_killed_while_the_teacher_is_asked_it_goes_on_there(folder, cache, monke
     assert rest == len(asked) - 2
     a, b = (folder / name / "model.safetensors" for name in ("not-killed", "killed"))
     assert a.read_bytes() == b.read_bytes()
+
+
+@pytest.mark.full
+def test_interrupted_without_a_cache_the_same_command_goes_on(folder, monkeypatch):
+    monkeypatch.setattr(teacher, "cache_folder", lambda: None)
+    monkeypatch.setattr(teacher, "PART", 1)
+    opts, asked, real = run(folder, "left", max_steps=1), [], evaluate.forward
+
+    def leaves(*given):
+        asked.append(given)
+        if len(asked) == 3:
+            raise KeyboardInterrupt
+        return real(*given)
+
+    monkeypatch.setattr(evaluate, "forward", leaves)
+    with pytest.raises(KeyboardInterrupt):
+        finetune(opts)
+    assert len(list((folder / "left" / "teacher").glob("*/000/part-*"))) == 2
+    finetune(opts)
+    assert (folder / "left" / "model.safetensors").exists()
+    assert not (folder / "left" / "teacher").exists()
+    assert len({tuple(mb.ids[:9].tolist()) for _, group, *_ in asked for mb in group}) == len(asked) - 1
+
+
+def test_hosts_with_a_teacher_are_refused(folder):
+    with pytest.raises(InputError, match="runs with one are on one host. Start it without torchrun"):
+        prepare(run(folder, "hosts"), group=SimpleNamespace(hosts=2))
 
 
 def test_options_are_of_a_teacher(tmp_path):
