@@ -119,11 +119,23 @@ def test_micro_batches_share_a_comparison(case):
     docs, _ = documents(p.method)
     parts = [Documents(*(each[:2] for each in docs)), Documents(*(each[2:] for each in docs))]
     losses = torch.rand(int(docs.lengths.sum()))
-    whole, split = Comparison(p), Comparison(p)
-    whole.run([docs], [losses])
-    split.run(parts, losses.split([int(part.lengths.sum()) for part in parts]))
+    alone = lambda logps: None
+    whole, split = Comparison(p, [[docs]]), Comparison(p, [parts])
+    whole.run([losses], alone)
+    pieces = losses.split([int(part.lengths.sum()) for part in parts])
+    split.run(pieces, alone)
     assert torch.equal(torch.cat(split.factors), whole.factors[0])
     assert torch.equal(split.losses[0], whole.losses[0])
+    logps = torch.from_numpy(docs.sums(losses.numpy()))
+    for host, own in enumerate(([pieces[0]], [pieces[1]], [torch.zeros(3)])):  # the last without a document
+        gather = lambda found: [
+            each.copy_(of) for each, of in zip(found, logps.split([2, len(logps) - 2, 0]), strict=True)
+        ]
+        hosts = Comparison(p, [parts[:1], parts[1:], []], host)
+        hosts.run(own, gather)
+        assert torch.equal(hosts.factors[0], split.factors[host] if host < 2 else torch.zeros(3))
+        assert [each.tolist() for each in hosts.losses] == [whole.losses[0].tolist()] * (host == 0)
+        assert hosts.metrics == whole.metrics
     sums = np.array([float(part.double().sum()) for part in losses.split(docs.lengths.tolist())])
     np.testing.assert_allclose(docs.sums(losses.numpy()), -sums, rtol=1e-12)
     found = compare(p, docs, -sums)
