@@ -36,6 +36,7 @@ def documents(method: str, weights=(1.0, 1.0, 1.0), seed=0, shift=0.0):
 def in_torch(p: Preference, docs: Documents, logps: torch.Tensor):
     """(losses of pairs, rewards of documents) as trl writes them."""
     lengths, reference = torch.tensor(docs.trained), torch.tensor(docs.reference)
+    rewards = logps - reference if p.method == "ipo" else None  # over tokens; else of what is compared
     if p.method in ("ipo", "simpo", "orpo"):
         logps, reference = logps / lengths, reference / lengths
     chosen, rejected = logps[::2], logps[1::2]
@@ -61,7 +62,9 @@ def in_torch(p: Preference, docs: Documents, logps: torch.Tensor):
             p.desirable_weight * (1 - torch.sigmoid(p.beta * (ratio - kl))),
             p.undesirable_weight * (1 - torch.sigmoid(p.beta * (kl - ratio))),
         )
-    return losses, p.beta * (logps - reference if p.compares else logps).detach()
+    if rewards is None:
+        rewards = logps - reference if p.compares else logps
+    return losses, p.beta * rewards.detach()
 
 
 @pytest.mark.parametrize("case", PARAMETERS)
