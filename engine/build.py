@@ -181,10 +181,16 @@ def documents_of(micro_batch: MicroBatch) -> Documents | None:
 
 def dealt(batch: Sequence[InRam], host: int, hosts: int) -> Sequence[InRam]:
     """A host's micro-batches of a step, in a row; where there are too few, one without a label, which adds zeros."""
-    n, first = len(batch), batch[0]
+    first = batch[0]
     no_label = torch.full_like(first.labels, -100)
     unlabelled = first._replace(trained=0, labels=no_label, loss_rows=first.loss_rows[:0], idle=True, factors=None)
-    return batch[n * host // hosts : n * (host + 1) // hosts] or [unlabelled]
+    return shares(batch, hosts)[host] or [unlabelled._replace(of_docs=None)]
+
+
+def shares(batch: Sequence[InRam], hosts: int) -> list[Sequence[InRam]]:
+    """Each host's micro-batches of a step."""
+    n = len(batch)
+    return [batch[n * host // hosts : n * (host + 1) // hosts] for host in range(hosts)]
 
 
 def placed(mb: InRam, places: Sequence[tuple[Tables, torch.device | str]], loads: Sequence[Load | None] = ()) -> Inputs:

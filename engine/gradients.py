@@ -187,6 +187,9 @@ class Gradients:
         """Loads of experts of all hosts, given those of this one's GPUs."""
         return loads
 
+    def gather(self, parts: Sequence[Tensor]) -> None:
+        """Fills what other hosts have, of a list by host, in RAM."""
+
     def totals(self, loss: Callable[[Tensor], Tensor], gpu: int, others: Sequence[Tensor]) -> tuple[Tensor, Tensor]:
         """A step's (sum of losses, gradient norm), fp64 on a GPU. `loss` adds to a sum; `others` as of `norm`."""
         norm = self.norm(gpu, others)

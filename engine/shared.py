@@ -165,6 +165,9 @@ class SharedGradients(Gradients):
         counts, scores = torch.stack(parts).sum(0)
         return [(counts, scores)]
 
+    def gather(self, parts: Sequence[Tensor]) -> None:
+        self.wire.gather("statistics", parts)
+
     def totals(self, loss: Callable[[Tensor], Tensor], gpu: int, others: Sequence[Tensor]) -> tuple[Tensor, Tensor]:
         """As a host alone: the loss is summed from host to host, the last has the norm and tells all."""
         found, wire, host = torch.zeros(2, dtype=torch.float64), self.wire, self.plan.host

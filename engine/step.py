@@ -116,15 +116,17 @@ def train_step(
     lr: float,
     trained: float | None = None,
     preference: Preference | None = None,
+    docs: Sequence[Sequence[Documents]] | None = None,
 ) -> StepStats:
     """Forward, backward and update; `step` counts from 1. `trained`: labels of all hosts, or the sum of their weights;
-    with `preference`, the sum of pairs' weights. None: of `batch`.
+    with `preference`, the sum of pairs' weights. `docs`: of each host's micro-batches. None: of `batch`.
 
     In mode `forward` the next call runs the update, ahead of each layer's forward, or `e.optimizer.flush()` does.
     Raises InputError where no token has a label: there is no mean of the loss.
     """
     trained = sum(mb.trained for mb in batch) if trained is None else trained
-    comparison = Comparison(preference) if preference else None
+    here = [mb.docs for mb in batch if mb.docs]
+    comparison = Comparison(preference, docs or [here], e.plan.host) if preference else None
     if not trained:
         raise InputError(f"step {step}: none of its tokens has a label. Leave rows without labels out of the data.")
     _forward(e, batch, train=True, twice=comparison is not None)
@@ -233,7 +235,7 @@ def _head(
     if comparison:
         for b, mb in enumerate(batch):
             loss(e, b, w, {}, mb, scale, losses)
-        _compare(e, batch, comparison, losses)
+        _compare(e, comparison, losses)
         e.activations.expect_head(len(batch))
     for b, mb in enumerate(batch):
         done = loss(e, b, w, g, mb, scale, list(losses) if comparison else losses, comparison, parts)
@@ -246,9 +248,9 @@ def _head(
     return comparison.losses if comparison else losses, done
 
 
-def _compare(e: Engine, batch: Sequence[Inputs], comparison: Comparison, losses: list[Tensor]) -> Task:
+def _compare(e: Engine, comparison: Comparison, losses: list[Tensor]) -> Task:
     def compare() -> None:
-        comparison.run([mb.docs for mb in batch if mb.docs], losses)
+        comparison.run(losses, e.gradients.gather)
 
     return e.queues.run(numbered("compute", e.gpu(e.geo.head)), "other", "comparison", compare)
 

@@ -12,7 +12,7 @@ from collections.abc import Callable, Mapping, Sequence
 from trireme.engine.hosts.channel import Channel, Forged
 
 BEAT = 0.5  # seconds between signs of life
-SILENT = 60.0  # seconds without one: lost
+SILENT = 45.0  # seconds without one: lost, and said to all within a minute
 SUSPECTED = 5.0  # the same once a connection has broken
 GRACE = 10.0  # seconds to end in order, then at once
 LIVES, OVER, END = b"lives", b"over", b"end "  # END: and why

@@ -20,6 +20,7 @@ from trireme.engine.data.dataset import Dataset
 from trireme.engine.memory import DTYPE
 from trireme.engine.planner.rule import largest
 from trireme.engine.queues.names import numbered
+from trireme.engine.run.begin.reference import in_order
 from trireme.engine.run.live import Live
 from trireme.engine.run.records import Record
 from trireme.engine.run.signals import Stop
@@ -176,7 +177,7 @@ class Evaluation:
     def _loss(self, held_out: Dataset) -> tuple[float, dict[str, float]]:
         """Mean over labels, or over pairs with what is said of them."""
         live, job, total, count = self.live, self.live.job, 0.0, 0.0
-        docs, logps, parts = list[Documents](), list[np.ndarray](), list[torch.Tensor]()
+        docs, logps, parts = list[Documents](), list[float](), list[torch.Tensor]()
         rows = live.progress.eval_rows
         batches = held_out.batches(job.micro_rows, rows)
         tokens = held_out.tokens if rows is None else held_out.tokens * rows // held_out.n_sequences
@@ -184,15 +185,16 @@ class Evaluation:
             while (group := list(islice(batches, job.n_micro))) and not self.stop.leaving:
                 step = [in_ram(job.cfg, mb) for mb in group]
                 losses = evaluate(live.engine, [self.inputs(mb) for mb in live.dealt(step)], parts)
-                compared = [(mb.of_docs, of) for mb, of in zip(step, losses, strict=False) if mb.of_docs]
-                docs += [each for each, _ in compared]
-                logps += [each.sums(of.cpu().numpy()) for each, of in compared]
+                if live.preference:
+                    every = live.documents(step)
+                    docs += (added := [each for of in every for each in of])
+                    logps += in_order(every, losses, live.group, sum(len(each.lengths) for each in added))
                 own = [float(each.double().sum()) for each in losses]
                 total += reduce(add, live.group.numbers(own, job.plan.n_micro))
                 count += sum(mb.weight for mb in step)
                 more(sum(mb.tokens for mb in step))
         if live.preference and docs:
-            found = compare(live.preference, joined(docs), np.concatenate(logps))
+            found = compare(live.preference, joined(docs), np.array(logps))
             return found.loss, found.metrics()
         return total / (count or 1), metrics_of(parts, count) if parts and count else {}
 

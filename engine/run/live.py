@@ -15,7 +15,7 @@ import torch
 
 from trireme.engine.amounts import compact, count, duration
 from trireme.engine.between import Reader, save_to_store
-from trireme.engine.build import InRam, dealt
+from trireme.engine.build import InRam, dealt, shares
 from trireme.engine.exchange import LARGEST_F16, Exchange, Kept
 from trireme.engine.exports import BEST, Best, forget_old, replace_best, replace_folder, take_over
 from trireme.engine.hosts.gather import masters
@@ -47,6 +47,7 @@ from trireme.engine.tuning.opened import read_adapter
 from trireme.engine.tuning.peft_config import CONFIG
 from trireme.kernels import host_adamw
 from trireme.models.config import InputError, ModelConfig
+from trireme.models.losses.preferences import Documents
 from trireme.storage.files import StoreError, read_back, remove_folders
 from trireme.storage.untrusted import checksum
 
@@ -151,7 +152,7 @@ class Live:
             return
         sums = {} if self.resumed else self.base | {"trained": self.loaded}
         with self.clock.at("reference"), self.watched("the reference"):
-            given = self.job, self.engine, self.screen, sums, self.resumed, lambda: bool(asked)
+            given = self.job, self.engine, self.screen, sums, self.resumed, lambda: bool(asked), self.group
             self.job = with_reference(*given)
 
     def _settle_in(self, whole: Whole) -> None:
@@ -223,6 +224,10 @@ class Live:
     def dealt(self, batch: Sequence[InRam]) -> Sequence[InRam]:
         """This host's micro-batches."""
         return dealt(batch, self.group.host, self.group.hosts)
+
+    def documents(self, batch: Sequence[InRam]) -> list[list[Documents]]:
+        """Of each host's micro-batches."""
+        return [[mb.of_docs for mb in share if mb.of_docs] for share in shares(batch, self.group.hosts)]
 
     @property
     def is_saved(self) -> bool:

@@ -97,7 +97,8 @@ class Run:
             tokens, places = sum(mb.tokens for mb in batch), live.queues.devices
             loads = [make_load(job.cfg, tokens, o.router_aux, device) for device in places]
             micro = [self.evaluation.inputs(mb, loads) for mb in live.dealt(batch)]
-            stats = train_step(live.engine, micro, done.step + 1, rate, sum(mb.weight for mb in batch), live.preference)
+            weight, docs = sum(mb.weight for mb in batch), live.documents(batch)
+            stats = train_step(live.engine, micro, done.step + 1, rate, weight, live.preference, docs)
         if not np.isfinite([stats.loss, stats.grad_norm]).all():
             self._diverged(stats)
         done.step += 1

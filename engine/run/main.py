@@ -58,6 +58,8 @@ def main(argv: Sequence[str], began: float | None = None) -> int:
     try:
         if argv and argv[0] in COMMANDS:
             os.environ.update(ENVIRONMENT | os.environ)
+            if place().hosts > 1:
+                raise InputError(f"trireme {argv[0]} runs on one host. Start it without torchrun, or unset WORLD_SIZE.")
             return COMMANDS[argv[0]](argv[1:])
         at = place()
         if at.host:

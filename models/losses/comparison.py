@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 
 import numpy as np
@@ -14,22 +14,34 @@ from trireme.models.losses.preferences import Compared, Documents, Preference, c
 
 @dataclass
 class Comparison:
-    """`run` fills it, on the CPU in fp64: the same sums wherever the losses are."""
+    """`run` fills it, on the CPU in fp64: the same sums wherever the losses are, and on every host."""
 
     of: Preference
+    docs: Sequence[Sequence[Documents]]  # of each host's micro-batches
+    host: int = 0  # this one
     factors: list[Tensor] = field(default_factory=list)  # of each micro-batch, (N,) fp32 of the tokens' losses
-    losses: list[Tensor] = field(default_factory=list)  # one: (P,) float64, times the pairs' weights
+    losses: list[Tensor] = field(default_factory=list)  # on host 0 one: (P,) float64, times the pairs' weights
     compared: Compared | None = None
 
-    def run(self, docs: Sequence[Documents], losses: Sequence[Tensor]) -> None:
-        """Of all micro-batches. losses: of each (N,) fp32 by token."""
-        device = losses[0].device
-        logps = [each.sums(of.cpu().numpy()) for each, of in zip(docs, losses, strict=True)]
-        found = self.compared = compare(self.of, joined(docs), np.concatenate(logps))
-        slopes = np.split(found.slopes, np.cumsum([len(each.lengths) for each in docs])[:-1])
-        factors = [np.repeat(-s, each.lengths).astype(np.float32) for s, each in zip(slopes, docs, strict=True)]
-        self.factors[:] = [torch.from_numpy(each).to(device) for each in factors]
-        self.losses[:] = [torch.from_numpy(found.weights * found.losses).to(device)]
+    def run(self, losses: Sequence[Tensor], gather: Callable[[Sequence[Tensor]], object]) -> None:
+        """losses: of each of this host's micro-batches (N,) fp32 by token; one without documents if it has none.
+
+        `gather` fills what other hosts have in a list by host.
+        """
+        device, own, every = losses[0].device, self.docs[self.host], [each for of in self.docs for each in of]
+        logps = [torch.empty(sum(len(each.lengths) for each in of), dtype=torch.float64) for of in self.docs]
+        if own:
+            each = [docs.sums(of.cpu().numpy()) for docs, of in zip(own, losses, strict=True)]
+            logps[self.host] = torch.from_numpy(np.concatenate(each))
+        gather(logps)
+        found = self.compared = compare(self.of, joined(every), torch.cat(logps).numpy())
+        self.losses[:] = [torch.from_numpy(found.weights * found.losses).to(device)] if not self.host else []
+        first = sum(len(each) for each in logps[: self.host])
+        self.factors[:] = [torch.zeros_like(each) for each in losses] if not own else []
+        for docs in own:
+            slopes = found.slopes[first : first + len(docs.lengths)]
+            self.factors.append(torch.from_numpy(np.repeat(-slopes, docs.lengths).astype(np.float32)).to(device))
+            first += len(docs.lengths)
 
     @property
     def metrics(self) -> dict[str, float]:

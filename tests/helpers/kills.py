@@ -33,6 +33,7 @@ from engines import fork
 from trireme.engine.plan import UnitPlan
 from trireme.engine.planner.forecast import Forecast
 from trireme.engine.run import demo, evaluation, loop
+from trireme.engine.run.begin import reference
 from trireme.engine.run.begin.job import prepare
 from trireme.engine.run.command import parse
 from trireme.storage.aio import IO
@@ -50,6 +51,7 @@ class Place(NamedTuple):
     options: tuple[str, ...] = ()
     best: int = 8  # the evaluated step that is the best
     room: bool = True  # in RAM for it, until it is written
+    data: str = "text.txt"
 
 
 # Evaluations are of steps 0, 3, 6 and 8, the last one after the snapshot of step 8; otherwise where options say so.
@@ -60,7 +62,7 @@ PLACES = {
     "host 8": Place(UnitPlan("host", "host"), dict(adam_bits=8), ("--export-every", "3"), best=3),
     "gpu 16": Place(UnitPlan(), dict(adam_bits=16), ("--export", "best"), best=3, room=False),
 }
-# Runs that train a part of the model, its frozen rest on the SSD.
+# Runs that train a part of the model, its frozen rest on the SSD, or compare with what it was.
 PARTS = {
     "adapters": Place(
         UnitPlan("host", "host", x="ssd", base="ssd"), {}, ("--lora", "4", "--merge", "--export", "best"), best=6
@@ -68,6 +70,10 @@ PARTS = {
     "frozen": Place(
         replace(FAR, base="ssd"), dict(gradients="ssd"), ("--freeze", "*embed*,*layers.0.*"), best=6, room=False
     ),
+    "compared": Place(
+        UnitPlan("host", "host"), {}, ("--method", "dpo", "--export", "best"), best=6, data="pairs.jsonl"
+    ),
+    "packed": Place(UnitPlan("host", "host", base="ssd"), {}, ("--lora", "4", "--base", "nf4")),
 }
 EVERYWHERE = PLACES | PARTS
 TIMED = ("config.yaml", "log.jsonl", "log.csv", "loss.svg")  # files that hold times or paths
@@ -125,6 +131,7 @@ def _command(argv: list[str], place: Place, stop: int, said: int, watch: Callabl
             os.dup2(said, fd)
         sys.stdout, sys.stderr = (os.fdopen(fd, "w", buffering=1, closefd=False) for fd in (1, 2))
         evaluation.LONGEST = 0.0  # a sample is one token
+        reference.cache_folder = lambda: None  # each run computes it
         real = evaluation.Evaluation._loss
 
         def worse(e, data):
@@ -231,8 +238,9 @@ class Bench:
 
     def command(self, place: str | None, out: Path, store: Path | None = None) -> list[str]:
         plan = ["--plan", str(self.folder / f"{place}.json")] if place else []
+        data = EVERYWHERE[place].data if place else "text.txt"
         return [
-            *(str(self.folder / "model"), "--data", str(self.folder / "text.txt"), "--out", str(out), *plan),
+            *(str(self.folder / "model"), "--data", str(self.folder / data), "--out", str(out), *plan),
             *("--seq-len", "32", "--batch-size", "4", "--micro-batch", "2", "--max-steps", "8", "--lr", "0.03"),
             *("--schedule", "constant", "--val", "0.1", "--eval-every", "3", "--save-every", "2", "--device", "cpu"),
             *("--gpu-memory", "64MiB", "--ram", "64MiB", "--show-example", "0"),
@@ -254,6 +262,8 @@ def make_bench(folder: Path) -> Bench:
     """Makes model, data and plans, and does the undisturbed runs."""
     bench = Bench(folder, {})
     demo.make_text(folder / "text.txt", 40, seed=1)
+    pair = lambda i: dict(prompt=f"{i} is", chosen=f" {i}", rejected=f" {i + 1}")
+    (folder / "pairs.jsonl").write_text("".join(f"{json.dumps(pair(i))}\n" for i in range(60)))
     with mock.patch.multiple(demo, WIDTH=32, FFN=48, LAYERS=2, HEADS=2, KV_HEADS=1, VOCAB=300):
         demo.make_checkpoint(folder / "model", folder / "text.txt", seed=1)
     first = prepare(parse(bench.command(None, folder / "planned"))).plan
@@ -330,7 +340,7 @@ def trial(bench: Bench, seed: int) -> Trial:
             break
     if ended.code == 0 or "that run is finished" in ended.said:
         made.wrong = bench.differs(made.place, out)
-        if store and (left := files_of(store)):
+        if store and (left := [name for name in files_of(store) if not name.startswith("bases")]):  # for later runs
             made.wrong = made.wrong or "left in the store: " + ", ".join(sorted(left)[:4])
     else:
         made.wrong = f"{command[0]}: exit {ended.code}: {ended.said.strip().splitlines()[-1]}"

@@ -3,10 +3,13 @@
 import atexit
 import json
 import os
+import re
 import signal
 import socket
+import sys
 import tempfile
 import threading
+import time
 import traceback
 from collections.abc import Callable
 from contextlib import redirect_stderr, redirect_stdout, suppress
@@ -17,7 +20,8 @@ from typing import NoReturn
 import pytest
 from engines import fork
 
-from trireme.engine.run import demo, loop
+from trireme.engine.hosts import group, watch
+from trireme.engine.run import demo, loop, main
 from trireme.engine.run.loop import Interrupted
 from trireme.engine.run.options import Options, every
 from trireme.engine.run.signals import Stop
@@ -162,3 +166,42 @@ class Hosts:
     def codes(self) -> list[int]:
         """Exit codes, of killed ones minus the signal."""
         return [os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1]) for pid in self.pids]
+
+
+class HostRun:
+    """A run's hosts, as the command of `argv`, or argv(host); `changed(host)` is called in each before it begins."""
+
+    def __init__(self, out: Path, hosts: int, argv, changed=lambda host: None):
+        self.out, self.said = out, [Path(f"{out}.said-{host}") for host in range(hosts)]
+        argvs = argv if callable(argv) else lambda host: argv
+
+        def body(host: int) -> int:
+            watch.BEAT, watch.SUSPECTED = 0.05, 2.0
+            group.FEW = 1 << 16
+            fd = os.open(self.said[host], os.O_CREAT | os.O_TRUNC | os.O_WRONLY)
+            for at in (1, 2):
+                os.dup2(fd, at)
+            sys.stdout, sys.stderr = (os.fdopen(at, "w", buffering=1, closefd=False) for at in (1, 2))
+            changed(host)
+            return main.main(argvs(host))
+
+        self.processes = Hosts(hosts, body)
+
+    def ended(self) -> list[int]:
+        """Exit codes."""
+        return self.processes.codes()
+
+    def reach(self, step: int) -> None:
+        """Waits for a step in host 0's log."""
+        end = time.monotonic() + 120
+        while not (self.out / "log.jsonl").exists() or max(losses(self.out), default=0) < step:
+            assert time.monotonic() < end, self.errors()
+            time.sleep(0.01)
+
+    def kill(self, host: int, how: int) -> None:
+        os.kill(self.processes.pids[host], how)
+
+    def errors(self) -> list[str]:
+        """The last line of each host that begins so."""
+        found = [re.findall(r"^error: .*$", path.read_text(), re.MULTILINE) for path in self.said]
+        return [lines[-1] if lines else "" for lines in found]

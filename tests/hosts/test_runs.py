@@ -14,11 +14,12 @@ from pathlib import Path
 from types import SimpleNamespace
 
 import pytest
-from runs import Hosts, config_home, free_port, hold, losses, make_small
+from runs import HostRun as Run
+from runs import config_home, free_port, hold, losses, make_small
 from script_files import ROOT
 from tiny import CASES, oracle
 
-from trireme.engine.hosts import group, watch
+from trireme.engine.hosts import watch
 from trireme.engine.hosts.channel import HELLO, MAGIC
 from trireme.engine.hosts.watch import LostHost
 from trireme.engine.queues import watchdog
@@ -41,45 +42,6 @@ def command(folder: Path, out: Path, *more: str) -> list[str]:
         *("--batch-size", "4", "--micro-batch", "1", "--max-steps", "5", "--lr", "3e-3", "--save-every", "2"),
         *("--val", "0.1", "--eval-every", "2", "--device", "cpu", "--ram", "1GiB", "--gpu-memory", "64MiB", *more),
     ]
-
-
-class Run:
-    """A run's hosts, as the command of `argv`, or argv(host); `changed(host)` is called in each before it begins."""
-
-    def __init__(self, out: Path, hosts: int, argv, changed=lambda host: None):
-        self.out, self.said = out, [Path(f"{out}.said-{host}") for host in range(hosts)]
-        argvs = argv if callable(argv) else lambda host: argv
-
-        def body(host: int) -> int:
-            watch.BEAT, watch.SUSPECTED = 0.05, 2.0
-            group.FEW = 1 << 16
-            fd = os.open(self.said[host], os.O_CREAT | os.O_TRUNC | os.O_WRONLY)
-            for at in (1, 2):
-                os.dup2(fd, at)
-            sys.stdout, sys.stderr = (os.fdopen(at, "w", buffering=1, closefd=False) for at in (1, 2))
-            changed(host)
-            return main.main(argvs(host))
-
-        self.processes = Hosts(hosts, body)
-
-    def ended(self) -> list[int]:
-        """Exit codes."""
-        return self.processes.codes()
-
-    def reach(self, step: int) -> None:
-        """Waits for a step in host 0's log."""
-        end = time.monotonic() + 120
-        while not (self.out / "log.jsonl").exists() or max(losses(self.out), default=0) < step:
-            assert time.monotonic() < end, self.errors()
-            time.sleep(0.01)
-
-    def kill(self, host: int, how: int) -> None:
-        os.kill(self.processes.pids[host], how)
-
-    def errors(self) -> list[str]:
-        """The last line of each host that begins so."""
-        found = [re.findall(r"^error: .*$", path.read_text(), re.MULTILINE) for path in self.said]
-        return [lines[-1] if lines else "" for lines in found]
 
 
 @pytest.fixture(scope="module")

@@ -166,9 +166,6 @@ def prepare(
     """
     assert options.model or options.shape
     assert options.out
-    preference = preference_of(options)
-    if preference and group and group.hosts > 1:
-        raise InputError(f"--method {preference.method} runs on one host. Start it without torchrun, or with one.")
     if options.teacher and group and group.hosts > 1:
         raise InputError("--teacher: runs with one are on one host. Start it without torchrun, or with one.")
     clock, folder, out, group = clock or Clock(), Path(options.model), Path(options.out), group or Alone()

@@ -2,7 +2,8 @@
 
 They are kept in OUT/reference/logps.safetensors: tensors `train` and `val`, (documents,) float64, sums over documents'
 trained tokens, in the order of the packed data; the metadata's `key` names weights and data, `done` how many documents
-are known. A killed run goes on behind these. The user's cache keeps them too, by that key.
+are known. A killed run goes on behind these. The user's cache keeps them too, by that key. With several hosts each
+computes its share, and host 0 keeps all.
 """
 
 from __future__ import annotations
@@ -11,7 +12,7 @@ import errno
 import hashlib
 import json
 import time
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from itertools import islice
 from pathlib import Path
@@ -20,16 +21,20 @@ from typing import Any
 import numpy as np
 from safetensors import SafetensorError
 from safetensors.numpy import load, save
+from torch import Tensor
 
 from trireme.engine.amounts import count, seconds
-from trireme.engine.build import documents_of, in_ram, placed
+from trireme.engine.build import dealt, in_ram, placed, shares
 from trireme.engine.data.dataset import Dataset, MicroBatch
+from trireme.engine.hosts.group import Alone, refuse_text
 from trireme.engine.planner.host import computed_by
 from trireme.engine.run.begin.job import Job
+from trireme.engine.run.begin.opened import run_folder
 from trireme.engine.run.screen import Screen
 from trireme.engine.step import Engine, evaluate
 from trireme.kernels.private import cache_folder
 from trireme.models.config import InputError
+from trireme.models.losses.preferences import Documents
 from trireme.models.rows import rope_tables
 from trireme.storage.files import replace_synced
 
@@ -53,17 +58,23 @@ class Known:
 
 
 def with_reference(
-    job: Job, e: Engine, screen: Screen, sums: Mapping[str, str], resumed: bool, stopped: Callable[[], bool]
+    job: Job,
+    e: Engine,
+    screen: Screen,
+    sums: Mapping[str, str],
+    resumed: bool,
+    stopped: Callable[[], bool],
+    group: Alone,
 ) -> Job:
     """The job with the reference's numbers in its data: read, or computed by `e`, which has the model before training.
 
     `sums`: checksums of all weights, empty of a resumed run, which needs what it began with. Leaves early, with what is
-    known kept, once `stopped()`. Raises InputError, StoreError.
+    known kept, once `stopped()`. Raises InputError, StoreError, LostHost.
     """
     data, held = job.data, job.data.held_out
-    parts, path = [data, *([held] if held else [])], job.out / FOLDER / NAME
-    key, total = _key(job, sums), sum(len(part.pieces) for part in parts)
-    found = _read(path, total)
+    parts, path = [data, *([held] if held else [])], run_folder(job.out, group.host) / FOLDER / NAME
+    key, total = group.texts(_key(job, sums))[0], sum(len(part.pieces) for part in parts)
+    found = _of_first(_read(path, total) if not group.host else None, total, group)
     if resumed:
         if found is None or found.done < total or not _of_data(found.key, job):
             raise InputError(
@@ -71,15 +82,16 @@ def with_reference(
                 "Restore it from a copy, or start again."
             )
     else:
-        later = _later(key)
-        others = [found, _read(later, total) if later else None]
+        later = _later(key) if not group.host else None
+        others = [found, _of_first(_read(later, total) if later else None, total, group)]
         same = [each for each in others if each and each.key == key]
         found = max(same, key=lambda each: each.done, default=Known(key, np.zeros(total)))
         if found.done == total:
             screen.say(f"compared {_many(job, total)}: the reference is known from an earlier run")
         else:
-            _compute(job, e, screen, found, parts, stopped)
-        _keep(path, found, len(data.pieces))
+            _compute(job, e, screen, found, parts, stopped, group)
+        if not group.host:
+            _keep(path, found, len(data.pieces))
         if later:
             _keep_for_later(later, found, len(data.pieces))
     train, val = found.values[: len(data.pieces)], found.values[len(data.pieces) :]
@@ -87,7 +99,13 @@ def with_reference(
 
 
 def _compute(
-    job: Job, e: Engine, screen: Screen, known: Known, parts: list[Dataset], stopped: Callable[[], bool]
+    job: Job,
+    e: Engine,
+    screen: Screen,
+    known: Known,
+    parts: list[Dataset],
+    stopped: Callable[[], bool],
+    group: Alone,
 ) -> None:
     """Fills `known` from where it ends."""
     places = [(rope_tables(job.cfg, job.seq_len, device), device) for device in e.queues.devices]
@@ -95,22 +113,48 @@ def _compute(
     batches, documents = _batches(job, parts), 0
     tokens = sum(part.tokens for part in parts)
     with screen.working("the reference", tokens, "tokens") as more:
-        while (group := list(islice(batches, job.n_micro))) and not stopped():
-            many = sum(len(mb.lengths) for mb in group)
+        while (some := list(islice(batches, job.n_micro))) and not group.any(stopped()):
+            many = sum(len(mb.lengths) for mb in some)
             if documents >= known.done:
-                losses = evaluate(e, [placed(in_ram(job.cfg, mb), places) for mb in group])
-                docs = [found for mb in group if (found := documents_of(mb))]
-                logps = [each.sums(of.cpu().numpy()) for each, of in zip(docs, losses, strict=True)]
-                known.values[documents : documents + many] = np.concatenate(logps)
+                step = [in_ram(job.cfg, mb) for mb in some]
+                losses = evaluate(e, [placed(mb, places) for mb in dealt(step, group.host, group.hosts)])
+                every = [[mb.of_docs for mb in share if mb.of_docs] for share in shares(step, group.hosts)]
+                known.values[documents : documents + many] = in_order(every, losses, group, many)
                 known.done = documents + many
             documents += many
-            more(sum(len(mb.ids) for mb in group))
-            if time.monotonic() - kept > KEPT_EVERY:
+            more(sum(len(mb.ids) for mb in some))
+            if not group.host and time.monotonic() - kept > KEPT_EVERY:
                 _keep(job.out / FOLDER / NAME, known, len(parts[0].pieces))
                 kept = time.monotonic()
     if known.done == len(known.values):
         took = seconds(time.monotonic() - began)
         screen.say(f"compared {_many(job, known.done)}: the reference took {took}")
+
+
+def in_order(docs: Sequence[Sequence[Documents]], losses: Sequence[Tensor], group: Alone, many: int) -> list[float]:
+    """logps of `many` documents: those of all hosts. docs: of each host's micro-batches; losses: of this one's, (N,).
+
+    Raises LostHost, InputError.
+    """
+    own = [logps for each, of in zip(docs[group.host], losses, strict=False) for logps in each.sums(of.cpu().numpy())]
+    found = group.numbers(own, many)
+    if len(found) != many:
+        refuse_text(group.hosts - 1, f": the losses of {len(found)} documents, expected {many}")
+    return found
+
+
+def _of_first(own: Known | None, total: int, group: Alone) -> Known | None:
+    """Host 0's. Raises LostHost, InputError."""
+    if group.hosts == 1:
+        return own
+    said = group.texts(own.encoded(0).hex() if own else "")[0]
+    try:
+        found = _parsed(bytes.fromhex(said), total) if said else None
+    except ValueError:
+        found = None
+    if said and found is None:
+        refuse_text(0, ": what the reference says of the data")
+    return found
 
 
 def _many(job: Job, documents: int) -> str:
@@ -144,13 +188,19 @@ def _of_data(key: str, job: Job) -> bool:
 def _read(path: Path, total: int) -> Known | None:
     """None where it is not there, or not of so many documents."""
     try:
-        content = path.read_bytes()
+        return _parsed(path.read_bytes(), total)
+    except OSError:
+        return None
+
+
+def _parsed(content: bytes, total: int) -> Known | None:
+    try:
         length = int.from_bytes(content[:8], "little")
         said = json.loads(content[8 : 8 + length])["__metadata__"]
         tensors = load(content)
         values = np.concatenate([tensors["train"], tensors["val"]])
         known = Known(str(said["key"]), values, int(said["done"]))
-    except (OSError, ValueError, KeyError, TypeError, SafetensorError, RecursionError):
+    except (ValueError, KeyError, TypeError, SafetensorError, RecursionError):
         return None
     sound = values.dtype == np.float64 and values.shape == (total,) and np.isfinite(values).all()
     return known if sound and 0 <= known.done <= total else None

@@ -86,7 +86,7 @@ def _head(e: Engine, u: int, mb: Inputs) -> None:
         loss(e, 0, w, {}, mb, 1.0, [NOTHING])
         x.fetch()
         factors = torch.zeros(mb.tokens, device=mb.on(e.gpu(u)).labels.device)
-        comparison = Comparison(Preference("dpo"), [factors])
+        comparison = Comparison(Preference("dpo"), [], factors=[factors])
     done = loss(e, 0, w, g, mb, 1.0, [NOTHING], comparison)
     e.activations.dx[u][0].discard(done)
     for v in read:

@@ -36,6 +36,7 @@ def documents(method: str, weights=(1.0, 1.0, 1.0), seed=0, shift=0.0):
 def in_torch(p: Preference, docs: Documents, logps: torch.Tensor):
     """(losses of pairs, rewards of documents) as trl writes them."""
     lengths, reference = torch.tensor(docs.trained), torch.tensor(docs.reference)
+    rewards = logps - reference if p.method == "ipo" else None  # over tokens; else of what is compared
     if p.method in ("ipo", "simpo", "orpo"):
         logps, reference = logps / lengths, reference / lengths
     chosen, rejected = logps[::2], logps[1::2]
@@ -61,7 +62,9 @@ def in_torch(p: Preference, docs: Documents, logps: torch.Tensor):
             p.desirable_weight * (1 - torch.sigmoid(p.beta * (ratio - kl))),
             p.undesirable_weight * (1 - torch.sigmoid(p.beta * (kl - ratio))),
         )
-    return losses, p.beta * (logps - reference if p.compares else logps).detach()
+    if rewards is None:
+        rewards = logps - reference if p.compares else logps
+    return losses, p.beta * rewards.detach()
 
 
 @pytest.mark.parametrize("case", PARAMETERS)
@@ -119,11 +122,23 @@ def test_micro_batches_share_a_comparison(case):
     docs, _ = documents(p.method)
     parts = [Documents(*(each[:2] for each in docs)), Documents(*(each[2:] for each in docs))]
     losses = torch.rand(int(docs.lengths.sum()))
-    whole, split = Comparison(p), Comparison(p)
-    whole.run([docs], [losses])
-    split.run(parts, losses.split([int(part.lengths.sum()) for part in parts]))
+    alone = lambda logps: None
+    whole, split = Comparison(p, [[docs]]), Comparison(p, [parts])
+    whole.run([losses], alone)
+    pieces = losses.split([int(part.lengths.sum()) for part in parts])
+    split.run(pieces, alone)
     assert torch.equal(torch.cat(split.factors), whole.factors[0])
     assert torch.equal(split.losses[0], whole.losses[0])
+    logps = torch.from_numpy(docs.sums(losses.numpy()))
+    for host, own in enumerate(([pieces[0]], [pieces[1]], [torch.zeros(3)])):  # the last without a document
+        gather = lambda found: [
+            each.copy_(of) for each, of in zip(found, logps.split([2, len(logps) - 2, 0]), strict=True)
+        ]
+        hosts = Comparison(p, [parts[:1], parts[1:], []], host)
+        hosts.run(own, gather)
+        assert torch.equal(hosts.factors[0], split.factors[host] if host < 2 else torch.zeros(3))
+        assert [each.tolist() for each in hosts.losses] == [whole.losses[0].tolist()] * (host == 0)
+        assert hosts.metrics == whole.metrics
     sums = np.array([float(part.double().sum()) for part in losses.split(docs.lengths.tolist())])
     np.testing.assert_allclose(docs.sums(losses.numpy()), -sums, rtol=1e-12)
     found = compare(p, docs, -sums)

@@ -1,0 +1,90 @@
+"""Runs with preferences and with weighted rows on several hosts: the files of one."""
+
+import json
+import re
+from pathlib import Path
+
+import numpy as np
+import pytest
+from runs import HostRun, hold, losses, make_small
+
+from trireme.engine.run import main
+from trireme.engine.run.begin import reference
+
+WORDS = ["the", "cat", "sat", "on", "mat", "and", "dog", "ran", "to", "old", "red", "house", "by", "sea"]
+DATA = {"sft": "weighted", "kto": "labels"}  # pairs otherwise
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory) -> Path:
+    """With a checkpoint and rows of each kind."""
+    where, random = make_small(tmp_path_factory.mktemp("losses")), np.random.default_rng(0)
+    words = lambda: " ".join(random.choice(WORDS, random.integers(2, 9)))
+    weight = lambda: float(random.choice([1.0, 0.5, 2.0]))
+    rows = {
+        "weighted": lambda: dict(prompt=words(), completion=" " + words(), weight=weight()),
+        "pairs": lambda: dict(prompt=words(), chosen=" " + words(), rejected=" " + words(), weight=weight()),
+        "labels": lambda: dict(prompt=words(), completion=" " + words(), label=bool(random.integers(2))),
+    }
+    for name, make in rows.items():
+        (where / f"{name}.jsonl").write_text("".join(json.dumps(make()) + "\n" for _ in range(40)))
+    return where
+
+
+@pytest.fixture(autouse=True)
+def no_cache(monkeypatch):
+    """The reference is computed by each run."""
+    monkeypatch.setattr(reference, "cache_folder", lambda: None)
+
+
+def command(folder: Path, out: Path, method: str, *more: str) -> list[str]:
+    data = folder / f"{DATA.get(method, 'pairs')}.jsonl"
+    return [
+        *(str(folder / "checkpoint"), "--data", str(data), "--out", str(out), "--method", method, "--seq-len", "64"),
+        *("--batch-size", "3", "--micro-batch", "1", "--max-steps", "4", "--lr", "3e-3", "--save-every", "2"),
+        *("--val", "0.25", "--eval-every", "2", "--device", "cpu", "--ram", "1GiB", "--gpu-memory", "64MiB", *more),
+    ]
+
+
+def same(out: Path, whole: Path) -> None:
+    """The weights, and all that the log says of losses and rewards."""
+    assert losses(out) == losses(whole)
+    said = r'"(?:eval_)?(?:loss|rewards/\w+|logps/\w+|kl)": [^,}]+'
+    assert re.findall(said, (out / "log.jsonl").read_text()) == re.findall(said, (whole / "log.jsonl").read_text())
+    assert (out / "model.safetensors").read_bytes() == (whole / "model.safetensors").read_bytes()
+
+
+@pytest.mark.full
+@pytest.mark.parametrize(("method", "hosts"), [("dpo", 2), ("sft", 2), ("kto", 5)])
+def test_hosts_have_the_losses_of_one(folder, method, hosts):
+    """Five hosts: of three micro-batches, so two have none."""
+    whole, out = folder / f"{method}-whole", folder / f"{method}-{hosts}"
+    assert main.main(command(folder, whole, method)) == 0
+    run = HostRun(out, hosts, command(folder, out, method))
+    assert run.ended() == [0] * hosts, run.errors()
+    same(out, whole)
+    there = [{path.name for path in each.iterdir()} for each in (out, whole)]
+    assert there[0] == there[1]
+
+
+@pytest.mark.full
+@pytest.mark.parametrize(("before", "then"), [(2, 3)])
+def test_a_comparison_goes_on_with_another_number_of_hosts(folder, before, then):
+    """Host 0 has the reference's numbers, also for hosts that were not there."""
+    whole, out = folder / f"on-{before}-{then}-whole", folder / f"on-{before}-{then}"
+    assert main.main(command(folder, whole, "dpo")) == 0
+    run = HostRun(out, before, command(folder, out, "dpo"), lambda host: host < before - 1 or hold(3))
+    run.reach(2)
+    run.kill(before - 1, 15)
+    assert run.ended() == [130] * before, run.errors()
+    again = HostRun(out, then, ["--resume", str(out)])
+    assert again.ended() == [0] * then, again.errors()
+    same(out, whole)
+
+
+@pytest.mark.parametrize("name", ["score", "eval", "merge"])
+def test_commands_of_one_host_say_so(monkeypatch, capsys, name):
+    for key, value in {"RANK": "1", "WORLD_SIZE": "2", "MASTER_ADDR": "a", "MASTER_PORT": "1"}.items():
+        monkeypatch.setenv(key, value)
+    assert main.main([name, "x", "--data", "y", "--out", "z"]) == 2
+    assert f"error: trireme {name} runs on one host. Start it without torchrun" in capsys.readouterr().err
