@@ -48,7 +48,8 @@ class Divided(SimulatedQueues):
         home, gpus, (weights, x, summed) = gpu_of(queue), len(self.devices), self.nbytes
         gpu, first = (home + self.turn) % gpus, self.turn < gpus
         self.turn += 1
-        after = [task for task in after if task.kind != "loss"]  # one sum, which only the additions wait for
+        # Only the additions wait for one sum; each GPU has buffers of its own for gradients of inputs.
+        after = [task for task in after if task.kind != "loss" and " dx " not in task.of]
         if gpu != home:
             after = (super().run(numbered("peer", home), "activations", of, fn, after, x),)
             if first:
