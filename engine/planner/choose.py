@@ -7,6 +7,7 @@ Only the processor of updates and the size of a micro-batch change roundings.
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Callable, Iterable, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, field, replace
@@ -74,7 +75,14 @@ def choose(
             refused.append(error)
     if not found:
         raise refused[0]
-    return min(found, key=lambda c: c.found.step_s / (c.plan.tokens * c.plan.n_micro))
+    best = min(found, key=lambda c: c.found.step_s / (c.plan.tokens * c.plan.n_micro))
+    return replace(best, because=(*best.because, _divided(best.plan)))
+
+
+def _divided(plan: Plan) -> str:
+    units = Counter(unit.gpu for unit in plan.units)
+    listed = ", ".join(f"{units[gpu]} of GPU {gpu}" for gpu in range(plan.gpus))
+    return f"GPUs are unequal ({listed}, of {len(plan.units)} layers): roundings depend on which computes what"
 
 
 def ways_to_share(cfg: ModelConfig, limits: Limits, rates: Rates, wanted: Wanted) -> list[Shares]:

@@ -53,14 +53,12 @@ def choose_gpus(wanted: str | int, device: torch.device) -> int:
     gpus = here if wanted == "all" else int(wanted)
     if gpus > here:
         raise InputError(f"--gpus {gpus}: torch sees {here}. Lower it, or look at CUDA_VISIBLE_DEVICES.")
-    first, *others = (model_of(torch.device("cuda", (device.index or 0) + gpu)) for gpu in range(gpus))
-    for gpu, other in enumerate(others, 1):
-        if other != first:
-            raise InputError(
-                f"--gpus {wanted}: GPU 0 is {first}, GPU {gpu} is {other}; unequal ones round differently. Show equal "
-                "ones alone: CUDA_VISIBLE_DEVICES."
-            )
     return gpus
+
+
+def are_equal(device: torch.device, gpus: int) -> bool:
+    """Whether results do not depend on which of the GPUs computes what."""
+    return len(set(map(model_of, gpus_from(device, gpus)))) == 1
 
 
 def model_of(device: torch.device) -> str:
@@ -161,11 +159,17 @@ def memory_limits(device: torch.device, gpu_memory: int | None, ram: int | None,
     if device.type != "cuda":
         host = _beside_the_process(ram, TEMPORARIES)
         return Limits(host // 2 // gpus, host - host // 2, gpus)
-    limit, context = min(_free(each, gpu_memory) for each in gpus_from(device, gpus))
+    free = [_free(each, gpu_memory) for each in gpus_from(device, gpus)]
+    limit, context = min(free)
     if limit <= GPU_RESERVE:
         what = f"the GPU has {gib(limit)} free" if gpu_memory is None else "--gpu-memory"
         raise InputError(f"{what}: the driver's context and a reserve alone take {context + GPU_RESERVE >> 20} MiB.")
-    return Limits(limit - GPU_RESERVE, _beside_the_process(ram, CODE), gpus, all_free=gpu_memory is None)
+    less: tuple[int, ...] = ()
+    if not are_equal(device, gpus):
+        limit = max(room for room, _ in free)
+        less = tuple(limit - room for room, _ in free)
+    host = _beside_the_process(ram, CODE)
+    return Limits(limit - GPU_RESERVE, host, gpus, all_free=gpu_memory is None, less=less)
 
 
 def gpus_from(device: torch.device, gpus: int) -> list[torch.device]:
@@ -200,9 +204,9 @@ def resident() -> int:
 
 def hold_to(limits: Limits, device: torch.device) -> None:
     """Has torch refuse more CUDA memory than the limit and its reserve."""
-    for each in gpus_from(device, limits.gpus) if device.type == "cuda" else ():
+    for gpu, each in enumerate(gpus_from(device, limits.gpus)) if device.type == "cuda" else ():
         total = torch.cuda.get_device_properties(each).total_memory
-        torch.cuda.set_per_process_memory_fraction(min(1.0, (limits.gpu + GPU_RESERVE) / total), each)
+        torch.cuda.set_per_process_memory_fraction(min(1.0, (limits.of(gpu) + GPU_RESERVE) / total), each)
 
 
 def memory_in_use(device: torch.device, gpus: int = 1) -> tuple[float, float]:

@@ -16,9 +16,10 @@ import torch
 from trireme.engine.memory import DTYPE
 from trireme.engine.plan import Limits
 from trireme.engine.planner import probe
-from trireme.engine.planner.host import gpus_from, places_of
+from trireme.engine.planner.host import are_equal, gpus_from, places_of
 from trireme.engine.planner.rates import DRIVES, ENDURANCE, GB, Machine, Rates, rates_of, reserved
 
+OWN = "matmul", "copy", "h2d", "d2h", "duplex"  # rates of a GPU, not of the machine
 NOTICED = 0.9  # share of a drive's measured rate from which a run's is told
 
 
@@ -27,10 +28,7 @@ def this_machine(
 ) -> Machine:
     """This machine, its rates measured in seconds or before, its drives, under `folders`, taken as usual ones."""
     cuda = device.type == "cuda"
-
-    def measure() -> dict[str, float]:
-        return {"matmul": probe.matmul_rate(device, DTYPE[dtype])} | probe.processor_rates(device, dtype, limits.host)
-
+    measure = partial(_alone, device, dtype, limits)
     found, how = probe.kept(probe.processor(device, dtype), measure) if cuda else (measure(), "measured")
     if fp8:
         quick = lambda: {"fp8": probe.fp8_rate(device)}
@@ -38,14 +36,26 @@ def this_machine(
     if cuda and limits.gpus > 1:
         between = {"gpus": limits.gpus, **probe.processor(device, "peer copies")}
         found |= probe.kept(between, lambda: probe.peer_rates(gpus_from(device, limits.gpus)))[0]
+    unlike = [] if not cuda or are_equal(device, limits.gpus) else gpus_from(device, limits.gpus)[1:]
     places, usual = places_of(folders), DRIVES["gen4"]
     name = torch.cuda.get_device_name(device) if cuda else f"CPU, {len(os.sched_getaffinity(0))} cores"
     disks, count = [shutil.disk_usage(place) for place in places], len(places)
     room, worn = sum(disk.free for disk in disks), ENDURANCE * sum(disk.total for disk in disks)
     rates = rates_of(found | {"ssd_read": count * usual.read, "ssd_write": count * usual.write})
+    if unlike:
+        each = [probe.kept(probe.processor(gpu, dtype), partial(_alone, gpu, dtype, limits))[0] for gpu in unlike]
+        others: list[dict[str, Any]] = [{name: own[name] for name in OWN} for own in each]
+        rates = replace(rates, others=tuple(replace(rates, **own) for own in others))
+        name = " + ".join(map(torch.cuda.get_device_name, gpus_from(device, limits.gpus)))
     drives = f"{room / GB:,.0f} GB of disk free (speed of {count} {usual.name}{'s' * (count > 1)} assumed)"
     kept = sum(reserved(disk.total) for disk in disks)
-    return Machine(name, limits.gpu, limits.host, rates, room, kept, worn, drives, how, limits.gpus)
+    made = Machine(name, limits.gpu, limits.host, rates, room, kept, worn, drives, how, limits.gpus)
+    return replace(made, less=limits.less)
+
+
+def _alone(device: torch.device, dtype: str, limits: Limits) -> dict[str, float]:
+    """A GPU's rates, and those of the processor."""
+    return {"matmul": probe.matmul_rate(device, DTYPE[dtype])} | probe.processor_rates(device, dtype, limits.host)
 
 
 def doubt(device: torch.device, dtype: str) -> None:

@@ -1,6 +1,6 @@
 """What ordinary machines train, simulated: boxes x jobs as dry runs, the tables of docs/machines.md.
 
-python scripts/bench/boxes.py [--only TEXT] [--large]
+python scripts/bench/boxes.py [--only TEXT] [--large | --several]
 """
 
 from __future__ import annotations
@@ -20,6 +20,15 @@ BOXES = {
     "RTX 4090, 24 GB; 128 GiB; 2 x 2 TB": "gpu=rtx4090,ram=128GiB,ssd=2x2TB",
     "RTX 5090, 32 GB; 192 GiB; 2 x 2 TB": "gpu=rtx5090,ram=192GiB,ssd=2x2TB",
 }
+# NVLink bridges of RTX 3090s have 56 GB/s each way on paper; four GPUs are on a workstation board.
+SEVERAL = {
+    "RTX 3090": "gpu=rtx3090,ram=128GiB,ssd=2TB",
+    "2 x RTX 3090 on x8": "gpu=2xrtx3090,bus=x8,ram=128GiB,ssd=2TB",
+    "2 x RTX 3090 on x8, NVLink bridge": "gpu=2xrtx3090,bus=x8,peer=50,ram=128GiB,ssd=2TB",
+    "RTX 4090": "gpu=rtx4090,ram=128GiB,ssd=2TB",
+    "RTX 3090 + RTX 4090 on x8": "gpu=rtx3090+rtx4090,bus=x8,ram=128GiB,ssd=2TB",
+    "4 x RTX 4090 on x8; 256 GiB at 150 GB/s": "gpu=4xrtx4090,bus=x8,ram=256GiB,dram=150,ssd=2TB",
+}
 JOBS = {
     "8B, full": "--shape llama-3.1-8b",
     "8B, LoRA": "--shape llama-3.1-8b --lora 16",
@@ -35,13 +44,13 @@ LARGE = {
     "Mistral Small 4 (118B)": "mistral-small-4",
     "GLM-4.7-Flash (30B)": "glm-4.7-flash",
 }
-STEP = "--seq-len 2048 --batch-size 16 --dry-run --out OUT"  # 32,768 tokens
+STEP = "--seq-len 2048 --dry-run --out OUT --batch-size"  # sequences
 
 
-def dry_run(machine: str, job: str) -> str:
+def dry_run(machine: str, job: str, sequences: int = 16) -> str:
     """Tokens/s and seconds of a step, and what it writes to drives; or why it does not fit, in a line."""
     try:
-        f = prepare(parse([*f"{job} {STEP} --assume {machine}".split()])).forecast
+        f = prepare(parse([*f"{job} {STEP} {sequences} --assume {machine}".split()])).forecast
     except DoesNotFit as error:
         return f"no: {str(error).removeprefix('even the smallest plan ').split('. ')[0]}"
     written = f", {gb(f.step.ssd_written)} written" if f.step.ssd_written else ""
@@ -71,15 +80,18 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--only", default="", help="only boxes whose name contains this")
     parser.add_argument("--large", action="store_true", help="models much larger than the machine, instead")
+    parser.add_argument("--several", action="store_true", help="several GPUs, instead: steps of 65,536 tokens")
     given = parser.parse_args()
     if given.large:
         large_table()
         return
-    print(f"| tokens/s (a step) | {' | '.join(JOBS)} |")
-    print(f"|---|{'---|' * len(JOBS)}")
-    for box, machine in BOXES.items():
+    jobs = dict(list(JOBS.items())[:2]) if given.several else JOBS
+    print(f"| tokens/s (a step) | {' | '.join(jobs)} |")
+    print(f"|---|{'---|' * len(jobs)}")
+    boxes, sequences = (SEVERAL, 32) if given.several else (BOXES, 16)
+    for box, machine in boxes.items():
         if given.only in box:
-            print(f"| {box} | {' | '.join(dry_run(machine, job) for job in JOBS.values())} |", flush=True)
+            print(f"| {box} | {' | '.join(dry_run(machine, job, sequences) for job in jobs.values())} |", flush=True)
 
 
 if __name__ == "__main__":

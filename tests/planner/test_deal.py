@@ -1,5 +1,6 @@
 """Units dealt to GPUs, how long their steps take, and what the planner makes of several."""
 
+from collections import Counter
 from dataclasses import replace
 
 import pytest
@@ -9,8 +10,9 @@ from plans import H200, SEVEN_B, SMALL, plan
 from trireme.engine.buffers import each_usage, fits, usage
 from trireme.engine.build import build
 from trireme.engine.geometry import Geometry
-from trireme.engine.plan import Limits, UnitPlan
-from trireme.engine.planner.choose import choose, floors
+from trireme.engine.plan import Limits, Shares, UnitPlan
+from trireme.engine.planner import choose as choose_module
+from trireme.engine.planner.choose import choose, floors, ways_to_share
 from trireme.engine.planner.predict import Batch, predict
 from trireme.engine.planner.rule import Lean, Wanted, simple_plan
 from trireme.engine.planner.simulate import SimulatedQueues
@@ -108,8 +110,9 @@ def test_where_ram_is_short_inputs_are_at_home_on_their_gpus():
 LINKED = replace(H200, peer=3e11, host=1.3e-5)
 
 
-def test_with_peer_access_outputs_stay_on_gpus():
+def test_with_peer_access_outputs_stay_on_gpus(monkeypatch):
     """They move by peer copies where that fits and is faster; else through RAM, as without peer access."""
+    monkeypatch.setattr(choose_module, "WORK", 400)
     wanted, plain = Wanted(((512, 4),), document=256, gpus=2), [Lean()]
     limits = Limits(200 * MIB, 2000 * MIB, 2)
     linked, apart = (choose(SMALL, limits, rates, wanted, leans=plain) for rates in (LINKED, replace(LINKED, peer=0.0)))
@@ -166,3 +169,40 @@ def test_spare_memory_of_a_peer_holds_what_the_heads_gpu_would_recompute():
     assert best.step_s < before.step_s
     assert best.busy["dram"] == before.busy["dram"]
     assert {"peer_out", "peer_in"} <= {span.queue for span in best.spans}
+
+
+UNEQUAL = replace(H200, others=(replace(H200, matmul=H200.matmul / 2, copy=H200.copy / 2),))
+
+
+def test_unequal_gpus_have_blocks_by_their_speed_in_even_distances():
+    made = gpu_plan(DEEP).dealt(2, False, shares=Shares((3.0, 1.0), 0))
+    assert [unit.gpu for unit in made.units] == [0, 0, 0, 1, 0, 0, 0, 1, 0, 0]
+    assert made.dealt(2, False) == made, "a begun run keeps it"
+    tied = gpu_plan(replace(DEEP, tied=True)).dealt(3, True, shares=Shares((1.0, 2.0, 1.0), 1))
+    assert [unit.gpu for unit in tied.units] == [1, 1, 0, 2, 1, 1, 0, 2, 1, 1]
+    wanted, limits = Wanted(((512, 4),), document=256, gpus=2), Limits(400 * MIB, 2000 * MIB, 2, less=(0, 200 * MIB))
+    by_speed, by_memory = ways_to_share(DEEP, limits, UNEQUAL, wanted)
+    assert by_speed.head == by_memory.head == 0
+    assert sum(by_speed.blocks) == pytest.approx(8)
+    assert 1 < by_speed.blocks[0] / by_speed.blocks[1] < 2, "the head counts"
+    assert by_memory.blocks == (400 * MIB, 200 * MIB)
+
+
+def test_unequal_gpus_are_planned_within_the_memory_of_each(monkeypatch):
+    monkeypatch.setattr(choose_module, "WORK", 400)
+    limits = Limits(300 * MIB, 2000 * MIB, 2, less=(0, 120 * MIB))
+    wanted, plain = Wanted(((512, 8),), document=256, gpus=2), [Lean()]
+    choice = choose(SMALL, limits, UNEQUAL, wanted, leans=plain)
+    geo = Geometry.of(SMALL, choice.plan)
+    for gpu, used in enumerate(each_usage(geo, choice.plan)[0]):
+        assert used <= limits.of(gpu)
+    blocks = Counter(unit.gpu for unit in choice.plan.units[1:-1])
+    assert blocks[0] > blocks[1]
+    batch = Batch(512, 256, 8)
+    assert max(floors(geo, choice.plan, UNEQUAL, batch).values()) <= choice.found.step_s
+    in_turn = predict(SMALL, choice.plan.dealt(1, False).dealt(2, False), UNEQUAL, batch, roughly=True)
+    assert choice.found.step_s < in_turn.step_s
+    assert any(said.startswith("GPUs are unequal (") for said in choice.because)
+    build(SMALL, choice.plan, limits, SimulatedQueues(lambda task: 0.0, UNEQUAL, 2)).close()
+    again = choose(SMALL, limits, UNEQUAL, wanted, choice.plan, plain).plan
+    assert [unit.gpu for unit in again.units] == [unit.gpu for unit in choice.plan.units]

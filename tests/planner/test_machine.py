@@ -341,12 +341,26 @@ def cards(monkeypatch):
     return torch.device("cuda", 0)
 
 
-def test_unequal_gpus_are_refused_by_name(cards):
-    assert host.choose_gpus(2, cards) == 2
-    for wanted in ("all", 3):
-        with pytest.raises(InputError, match=r"GPU 0 is A100 \(108 .*GPU 2 is H100 \(108"):
-            host.choose_gpus(wanted, cards)
+def test_unequal_gpus_have_limits_and_rates_of_their_own(cards, monkeypatch, tmp_path, cache):
+    assert host.choose_gpus("all", cards) == 3
+    assert [host.are_equal(cards, gpus) for gpus in (1, 2, 3)] == [True, True, False]
     assert host.choose_gpus("all", torch.device("cuda", 2)) == 1
+    gib = 1 << 30
+    monkeypatch.setattr(host, "_free", lambda device, given: ((40, 38, 80)[device.index] * gib, gib))
+    assert host.memory_limits(cards, None, 64 * gib, 2).gpu == 38 * gib - host.GPU_RESERVE
+    limits = host.memory_limits(cards, None, 64 * gib, 3)
+    assert [limits.of(gpu) + host.GPU_RESERVE for gpu in range(3)] == [40 * gib, 38 * gib, 80 * gib]
+    rates = lambda device: {"copy": 1e12, "h2d": 2e10, "d2h": 2e10, "duplex": 0.9, "adam": 2e9, "dram": 7e10}
+    monkeypatch.setattr(probe, "processor", lambda device, dtype: {"gpu": device.index, "dtype": dtype})
+    monkeypatch.setattr(probe, "processor_rates", lambda device, dtype, ram: rates(device))
+    monkeypatch.setattr(probe, "matmul_rate", lambda device, dtype: (3e14, 3e14, 8e14)[device.index])
+    monkeypatch.setattr(probe, "peer_rates", lambda devices: {"peer": 0.0})
+    monkeypatch.setattr(torch.cuda, "get_device_name", lambda device: ("A100", "A100", "H100")[device.index])
+    made = this_machine(cards, "BF16", limits, [tmp_path])
+    assert [made.rates.of(gpu).matmul for gpu in range(3)] == [3e14, 3e14, 8e14]
+    assert made.name == "A100 + A100 + H100"
+    assert made.limits.less == limits.less
+    assert this_machine(cards, "BF16", replace(limits, gpus=2, less=()), [tmp_path]).rates.others == ()
 
 
 def test_more_gpus_than_there_are_are_refused(cards):

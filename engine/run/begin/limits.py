@@ -39,6 +39,10 @@ def least(group: Alone, options: Options, limits: Limits) -> Limits:
     gpu, host, gpus = map(group.each, (limits.gpu, limits.host, limits.gpus))
     if len(set(gpus)) > 1:
         raise InputError(f"--gpus: hosts have {', '.join(f'{n:.0f}' for n in gpus)}. Give each as many.")
+    if limits.less and len(gpus) > 1:
+        raise InputError(
+            "--gpus: unequal GPUs round differently, and hosts add up what theirs computed. Use equal ones."
+        )
     return replace(limits, gpu=int(min(gpu)), host=int(min(host)))
 
 

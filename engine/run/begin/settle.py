@@ -87,7 +87,7 @@ def check_options(options: Options, plan: Plan, rows: int) -> None:
 
 def check_memory(options: Options, cfg: ModelConfig, plan: Plan, limits: Limits) -> None:
     """Raises DoesNotFit."""
-    need = usage(Geometry.of(cfg, plan), plan)
+    need = usage(Geometry.of(cfg, plan), plan, limits.less)
     if limits.lacking(need):
         raise DoesNotFit(f"{options.plan}: the plan needs {shortage(need, limits)}. Change it, or leave it out.")
 
