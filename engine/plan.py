@@ -179,6 +179,8 @@ class Plan:
             raise InputError(f"plan: host {self.host} of {self.hosts}; there are at most {MOST_HOSTS}")
         if self.hosts == 1:
             return
+        if self.slices > 1:  # hosts compare checksums of units
+            raise InputError("plan: with several hosts experts come with their layer: slices is 1")
         if self.mode != "forward" or self.gradients != "host":
             raise InputError("plan: with several hosts the mode is forward, and gradients wait in host")
         for unit in map(self.units.__getitem__, self.distinct()):
