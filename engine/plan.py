@@ -157,8 +157,8 @@ class Plan:
             raise InputError(f"plan: between {self.between!r} is neither gpu nor host")
         if self.gradients not in ("host", "ssd") or (self.gradients, self.mode) == ("ssd", "backward"):
             raise InputError(f"plan: gradients {self.gradients!r}: there are host and, unless mode is backward, ssd")
-        if self.slices > 1 and not (self.halves and self.between == "gpu"):
-            raise InputError("plan: slices of experts are of half blocks, and what passes between them is on the gpu")
+        if self.slices > 1 and not (self.halves and self.between == "gpu" and self.gpus == 1):
+            raise InputError("plan: slices of experts are of half blocks, and what passes between them is on one gpu")
         self._check_gpus()
         self._check_hosts()
         if self.mode not in MODES:
