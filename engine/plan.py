@@ -157,8 +157,8 @@ class Plan:
             raise InputError(f"plan: between {self.between!r} is neither gpu nor host")
         if self.gradients not in ("host", "ssd") or (self.gradients, self.mode) == ("ssd", "backward"):
             raise InputError(f"plan: gradients {self.gradients!r}: there are host and, unless mode is backward, ssd")
-        if self.slices > 1 and not (self.halves and self.between == "gpu"):
-            raise InputError("plan: slices of experts are of half blocks, and what passes between them is on the gpu")
+        if self.slices > 1 and not (self.halves and self.between == "gpu" and self.gpus == 1):
+            raise InputError("plan: slices of experts are of half blocks, and what passes between them is on one gpu")
         self._check_gpus()
         self._check_hosts()
         if self.mode not in MODES:
@@ -179,6 +179,8 @@ class Plan:
             raise InputError(f"plan: host {self.host} of {self.hosts}; there are at most {MOST_HOSTS}")
         if self.hosts == 1:
             return
+        if self.slices > 1:  # hosts compare checksums of units
+            raise InputError("plan: with several hosts experts come with their layer: slices is 1")
         if self.mode != "forward" or self.gradients != "host":
             raise InputError("plan: with several hosts the mode is forward, and gradients wait in host")
         for unit in map(self.units.__getitem__, self.distinct()):

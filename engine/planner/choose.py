@@ -11,6 +11,7 @@ from collections import Counter
 from collections.abc import Callable, Iterable, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, field, replace
+from functools import partial
 from itertools import product
 
 from trireme.engine.amounts import gib
@@ -48,8 +49,7 @@ class Choice:
 
     @property
     def per_token(self) -> float:
-        """Seconds."""
-        return self.found.step_s / (self.plan.tokens * self.plan.n_micro)
+        return _per_token(self.plan, self.found)
 
 
 def choose(
@@ -108,20 +108,39 @@ def _choose(
             f"RAM of {gib(limits.host, 1)} and GPU memory of {gib(limits.gpu, 1)} do not hold everything, and there is "
             "no drive for the rest."
         )
-    found = _search(cfg, limits, rates, wanted, first, begun, leans)
-    if begun is None and wanted.slices is None and _may_overlap_better(cfg, first):
-        with suppress(DoesNotFit):
-            sliced = first_plan(cfg, limits, replace(wanted, slices=SLICES), drive)
-            if drive or not sliced.uses("ssd"):
-                other = _search(cfg, limits, rates, wanted, sliced, begun, leans)
-                found = other if other.per_token < HOPEFUL * found.per_token else found
-    return found
+    search = partial(_search, cfg, limits, rates, wanted, begun=begun, leans=leans)
+    sliced = None if begun else _sliced(cfg, limits, wanted, first, drive)
+    if sliced is None:
+        return search(first)
+    other = search(sliced)
+    if first.window == 1:  # slow: all of a layer's experts leave no room for the next
+        trials = Trials(Geometry.of(cfg, first), rates, wanted)
+        if other.per_token < _per_token(first, trials.simulate(first)):
+            return other
+    found = search(first)
+    return other if other.per_token < HOPEFUL * found.per_token else found
+
+
+def _per_token(plan: Plan, found: Prediction) -> float:
+    """Seconds."""
+    return found.step_s / (plan.tokens * plan.n_micro)
+
+
+def _sliced(cfg: ModelConfig, limits: Limits, wanted: Wanted, first: Plan, drive: bool) -> Plan | None:
+    """The rule's plan with frozen experts in slices, where `first` has none and they may overlap better."""
+    if wanted.slices is not None or not _may_overlap_better(cfg, first):
+        return None
+    with suppress(DoesNotFit):
+        plan = first_plan(cfg, limits, replace(wanted, slices=SLICES), drive)
+        return plan if drive or not plan.uses("ssd") else None
+    return None
 
 
 def _may_overlap_better(cfg: ModelConfig, first: Plan) -> bool:
     """Whether frozen experts come to a GPU that whole blocks do not fit on: slices leave room for the next ones."""
     streamed = any(unit.base != "gpu" for unit in first.units)
-    return first.halves and first.slices == 1 and first.gpus == 1 and streamed and narrow.may_be_sliced(cfg)
+    alone = first.gpus == first.hosts == 1
+    return first.halves and first.slices == 1 and alone and streamed and narrow.may_be_sliced(cfg)
 
 
 def _search(

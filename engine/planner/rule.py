@@ -120,7 +120,8 @@ def cuts(cfg: ModelConfig, wanted: Wanted) -> list[Cut]:
     found = [Cut(half, whole) for half in halves]
     if wanted.at_once is None and (at_once := narrow.slice_of(cfg)):
         found.append(Cut(halves[-1], at_once))
-    if wanted.slices is None and wanted.gpus == 1 and halves[-1] and narrow.may_be_sliced(cfg):
+    alone = wanted.gpus == wanted.hosts == 1
+    if wanted.slices is None and alone and halves[-1] and narrow.may_be_sliced(cfg):
         found += [_sliced(cfg, slices) for slices in SLICES]
     return found
 

@@ -23,6 +23,8 @@ from engines import (
     PACKED,
     JitterQueues,
     LateQueues,
+    MemoryScratch,
+    MemoryStore,
     Words,
     batches,
     final_weights,
@@ -40,6 +42,7 @@ from stores import OneDrive
 
 from trireme.engine import geometry
 from trireme.engine.between import Reader
+from trireme.engine.buffers import usage
 from trireme.engine.build import build, inputs, inputs_on
 from trireme.engine.placement import Entry
 from trireme.engine.plan import TIERS, UnitPlan
@@ -288,8 +291,9 @@ def test_experts_come_in_slices(model, slices, at_once, base):
     check(plan, RealQueues("cpu", extra=("poison",)), model, between=(ALWAYS, ("warm_up",), (), ()))
     check(plan, LateQueues(LAGS[0]), model)
     geo = geometry.Geometry.of(MODELS[model], plan)
-    count = len(geo.cfg.experts.dense), min(slices, geo.cfg.experts.count)
-    assert len(geo.slices) == (3 - count[0]) * count[1]
+    assert len(geo.slices) == (3 - len(geo.cfg.experts.dense)) * min(slices, geo.cfg.experts.count)
+    memory = build(MODELS[model], plan, LIMITS, InlineQueues(), store=MemoryStore(), scratch=MemoryScratch()).memory
+    assert usage(geo, plan) == {tier: memory.used(tier) for tier in ("gpu", "host")}
     whole = geometry.Geometry.of(MODELS[model], replace(plan, slices=1))
     assert [sum(t.nbytes for v in (u, *of) for t in geo.base[v].tensors) for u, of in enumerate(geo.slices_of)] == [
         layout.nbytes for layout in whole.base

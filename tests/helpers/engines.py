@@ -407,7 +407,8 @@ def adapters(folder, targets, device, tier, in_place=False, **change):
     files = None
     if in_place:
         assert why_copied(cfg, "BF16", source, stored, [folder]) == ""
-        geo = geometry.geometry(replace(cfg, halves=change.get("halves", False)), "BF16", 32)
+        cut = dict(halves=change.get("halves", False), slices=change.get("slices", 1))
+        geo = geometry.geometry(replace(cfg, **cut), "BF16", 32)
         files = CheckpointBase(dict(enumerate(geo.stored_base)), source, stored, device)
     e, x = exchange(cfg, source, tier, files=files, **change)
     x.load()

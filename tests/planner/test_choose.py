@@ -384,6 +384,7 @@ def test_packed_experts_are_decoded_in_slices_where_all_do_not_fit():
     assert cuts(cfg, replace(WANTED, gpus=2)) == [(False, 0, 1), (True, 0, 1), (True, 8, 1)]  # sums stay on one GPU
     trained = replace(cfg, lora=None, frozen=())  # is not packed, and has gradients
     assert cuts(trained, WANTED) == [(False, 0, 1), (True, 0, 1)]
+    assert "frozen experts" in misfit(gpu_plan(trained, halves=True, slices=2), trained)
 
 
 @pytest.mark.full

@@ -103,7 +103,8 @@ def adapters(folder, cfg, device, tier, in_place=False, **change):
     files = None
     if in_place:
         assert why_copied(cfg, "BF16", source, stored, [folder]) == ""
-        geo = geometry(replace(cfg, halves=change.get("halves", False)), "BF16", 32)
+        cut = dict(halves=change.get("halves", False), slices=change.get("slices", 1))
+        geo = geometry(replace(cfg, **cut), "BF16", 32)
         files = CheckpointBase(dict(enumerate(geo.stored_base)), source, stored, device)
     e, x = exchange(cfg, source, tier, files=files, **change)
     x.load()
@@ -124,6 +125,7 @@ def test_adapters_are_trained_on_the_release_as_on_its_copy_in_bf16(folder, tmp_
     (losses, weights), decoded = adapters(tmp_path, cfg, device, "gpu")
     late = lambda: JitterQueues(1)
     ways = (("gpu", False, {}), ("host", False, {}), ("ssd", False, dict(queues=late())), ("ssd", True, {}),
+            ("host", False, dict(halves=True, slices=2)), ("ssd", True, dict(halves=True, slices=3)),
             ("host", False, dict(halves=True)), ("ssd", True, dict(halves=True, window=1, queues=late())))  # fmt: skip
     for tier, in_place, change in ways:
         (found, after), packed = adapters(path, cfg, device, tier, in_place, **change)
