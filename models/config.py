@@ -139,6 +139,7 @@ class ModelConfig:
     @property
     def names(self) -> Names:
         own = self.family.dense_names if self.family.experts and self.experts is None else self.family.names
+        own = self.family.scan_names if self.scanning and self.family.scan_names else own
         own = apart(own) if self.experts is not None and self.experts.apart else own
         own = turned(own) if self.experts is not None and self.experts.turned else own
         own = direct(own) if self.latent is not None and not self.latent.q_rank else own
@@ -270,7 +271,7 @@ def numbers(cfg: ModelConfig) -> dict[str, Any]:
         del found["lora"]["scales"]  # as in older records
     for name in NESTED:
         found |= {f"{name}.{key}": value for key, value in (found.pop(name) or {}).items()}
-    for name in ("experts.turned", "experts.apart"):
+    for name in ("experts.turned", "experts.apart", "scan.parts"):
         found.pop(name, None)
     return found
 
@@ -357,7 +358,7 @@ def _parsed(raw: dict[str, Any], where: str, model_type: str) -> ModelConfig:
         tanh_gelu=EXACT_GELU in family.acts and keys.raw.get(spelled["act"]) in GELU,
         experts=parse_experts(keys, family.experts, layers),
         latent=latent,
-        scan=parse_scan(keys, family.scan, layers),
+        scan=parse_scan(keys, family.scan, layers, width, heads),
         packing=packing,
         packed=packed,
         indexed=family.indexed,

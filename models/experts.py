@@ -64,7 +64,7 @@ def forward(
     y, _ = norm(x, w.norm, cfg.eps)
     residual = x
     if w.shared is not None:
-        shared.forward(w.shared, x, y, saved, out)
+        shared.forward(w.shared, x, y, saved, out, cfg.branch_scale)
         residual = out
     found = route(cfg, w, y)
     if rows.load is not None:
@@ -145,7 +145,7 @@ def backward(
     add_gradients_(g.router, w.router, y, d_logits)
     d_norm.addmm_(d_logits, w.router.weight.T)
     if w.shared is not None and g.shared is not None:
-        shared.backward(w.shared, g.shared, y, saved, dy, d_norm)
+        shared.backward(w.shared, g.shared, y, saved, dy, d_norm, cfg.branch_scale)
     del y  # workspace._block_workspace
     return norm_backward(d_norm, x, w.norm, stats, g.norm, dy, dx)
 

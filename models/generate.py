@@ -192,10 +192,11 @@ class _States:
 
     def recur(self, cfg: ModelConfig, w: scan.Weights, parts: scan.Parts, rows: Rows) -> Tensor:
         """Stands in for the recurrence of training (scan.Recur): first packed prompts, then one token each."""
-        if len(parts.b) == len(self.memory):
+        if len(parts.a) == len(self.memory):
             return self._next(cfg, w, parts)
-        a = scan.inputs(cfg, w, parts, ops.conv_fwd(parts.channels, w.conv, None, rows.docs))
-        out = ops.scan_fwd(a.q, a.k, a.v, a.g, a.beta, rows.docs, True, None, None, self.memory)
+        assert cfg.scan is not None
+        a = scan.inputs(cfg, w, parts, ops.conv_fwd(parts.channels, w.conv, w.conv_bias, rows.docs))
+        out = ops.scan_fwd(a.q, a.k, a.v, a.g, a.beta, rows.docs, cfg.scan.delta, w.skip, None, self.memory)
         seen, end = self.before.shape[1], 0
         for i, length in enumerate(rows.docs.lengths):
             end += length
@@ -207,14 +208,18 @@ class _States:
         """(B, H e)."""
         seen = torch.cat([self.before, parts.channels[:, None]], 1)
         self.before.copy_(seen[:, 1:])
-        raw = silu((seen.float() * w.conv.T.float()).sum(1)).to(seen.dtype)
+        summed = (seen.float() * w.conv.T.float()).sum(1)
+        raw = silu(summed if w.conv_bias is None else summed + w.conv_bias.float()).to(seen.dtype)
         a = scan.inputs(cfg, w, parts, raw)
         heads = self.memory.shape[1]
         q, k = (t.float().repeat_interleave(heads // t.shape[1], 1) for t in (a.q, a.k))
         self.memory.mul_(a.g.exp()[..., None, None])
-        told = torch.einsum("bhde,bhd->bhe", self.memory, k)
-        self.memory.add_(k[..., None] * (a.beta[..., None] * (a.v.float() - told))[:, :, None])
-        return torch.einsum("bhde,bhd->bhe", self.memory, q).to(seen.dtype).flatten(1)
+        v = a.v.float()
+        assert cfg.scan is not None
+        new = v - torch.einsum("bhde,bhd->bhe", self.memory, k) if cfg.scan.delta else v
+        self.memory.add_(k[..., None] * (a.beta[..., None] * new)[:, :, None])
+        y = torch.einsum("bhde,bhd->bhe", self.memory, q)
+        return (y if w.skip is None else y + w.skip.float()[:, None] * v).to(seen.dtype).flatten(1)
 
 
 def _lse(q: Tensor, k: Tensor, seen: Tensor, scale: float) -> Tensor:

@@ -147,8 +147,11 @@ def _attention_weights(cfg: ModelConfig, views: dict[str, Tensor]) -> attention.
 def _scan_weights(cfg: ModelConfig, views: dict[str, Tensor]) -> scan.Weights:
     names = cfg.names
     mixed, o = _linear(cfg, names.mixed, views), _linear(cfg, (names.mixed_o,), views)
-    rest = (views[name] for name in (f"{names.conv}.weight", names.decay, names.step, f"{names.mixed_norm}.weight"))
-    return scan.Weights(_norm(cfg, names.norm1, views), mixed, o, *rest)
+    conv, gated = views[f"{names.conv}.weight"], views[f"{names.mixed_norm}.weight"]
+    return scan.Weights(
+        _norm(cfg, names.norm1, views), mixed, o, conv, views[names.decay], views[names.step], gated,
+        views.get(f"{names.conv}.bias"), views.get(names.skip),
+    )  # fmt: skip
 
 
 def _mlp_weights(cfg: ModelConfig, views: dict[str, Tensor]) -> mlp.Weights | experts.Weights:

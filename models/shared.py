@@ -1,6 +1,6 @@
 """An expert that processes every token, in addition to the selected ones (experts.py).
 
-    out = x + s * ((silu(gate) * up) @ down),  (gate, up) = y @ up,  s = sigmoid(y @ own gate), or 1
+    out = x + s * ((silu(gate) * up) @ down),  (gate, up) = y @ up,  s = sigmoid(y @ own gate), or scale
 
 Legend: N tokens, D width, S hidden width. Saved: shared_up (N, 2S).
 """
@@ -24,18 +24,20 @@ class Weights(NamedTuple):
     gate: Tensor | None  # (1, D)
 
 
-def forward(w: Weights, x: Tensor, y: Tensor, saved: dict[str, Tensor], out: Tensor) -> None:
+def forward(w: Weights, x: Tensor, y: Tensor, saved: dict[str, Tensor], out: Tensor, scale: float = 1.0) -> None:
     """Fills out (N, D), which may be x, given the normalised y."""
     up = linear(y, w.up, saved.get("shared_up"))
     act = ops.swiglu_fwd(up)
     del up  # workspace._block_workspace
-    ops.combine(linear(act, w.down), _each(x), 1, _weights(w, y), x, out)
+    ops.combine(linear(act, w.down), _each(x), 1, _weights(w, y, scale), x, out)
 
 
-def backward(w: Weights, g: Weights, y: Tensor, saved: dict[str, Tensor], dy: Tensor, d_norm_: Tensor) -> None:
+def backward(
+    w: Weights, g: Weights, y: Tensor, saved: dict[str, Tensor], dy: Tensor, d_norm_: Tensor, scale: float = 1.0
+) -> None:
     """Adds the gradient of y to d_norm_ and those of the weights to g, given dy (N, D)."""
     up = saved["shared_up"] if "shared_up" in saved else linear(y, w.up)
-    s = _weights(w, y)
+    s = _weights(w, y, scale)
     d_down = upstream(dy, w.down, g.down)
     dup, act, ds = ops.routed_swiglu_bwd(linear_backward(d_down, w.down), up, s, _each(y))
     del up  # workspace._block_workspace
@@ -52,10 +54,10 @@ def backward(w: Weights, g: Weights, y: Tensor, saved: dict[str, Tensor], dy: Te
     d_norm_.add_(linear_backward(d_up, w.up))
 
 
-def _weights(w: Weights, y: Tensor) -> Tensor:
+def _weights(w: Weights, y: Tensor, scale: float) -> Tensor:
     """(N, 1) fp32."""
     if w.gate is None:
-        return torch.ones((len(y), 1), device=y.device)
+        return torch.full((len(y), 1), scale, dtype=torch.float32, device=y.device)
     return torch.sigmoid(torch.mm(y, w.gate.T).float())
 
 

@@ -58,6 +58,8 @@ class ExpertKeys:
     fp32: bool = False  # the router's product, which one with a correction always has
     groups: tuple[int, int] | None = None  # n_group, topk_group; None: not read
     method: bool = False  # reads topk_method: greedy, or by a group's best
+    optional: bool = False  # a count of 0: every layer has an MLP
+    shared_key: str = ""  # of the width of one that every token takes, without a gate; "": none
 
 
 REFUSED = {  # key -> accepted values
@@ -72,7 +74,7 @@ MOST = 1 << 18  # experts of all layers
 
 def parse_experts(keys: Keys, family: ExpertKeys | None, layers: int) -> Experts | None:
     """Raises InputError."""
-    if family is None:
+    if family is None or family.optional and keys.raw.get(family.count_key) == 0:
         return None
     for name, accepted in (REFUSED if family.groups else REFUSED | UNGROUPED).items():
         keys.refuse_unless(name, accepted)
@@ -88,6 +90,7 @@ def parse_experts(keys: Keys, family: ExpertKeys | None, layers: int) -> Experts
     width = keys.count(family.width_key, family.width)
     gated = keys.count("shared_expert_intermediate_size", family.shared) if family.shared else 0
     shared = width * keys.count(family.beside_key, family.beside) if family.beside_key else gated
+    shared = keys.count(family.shared_key, family.beside) if family.shared_key else shared
     aux = 0.0 if keys.raw.get("router_aux_loss_coef") in (None, 0) else keys.number("router_aux_loss_coef")
     limit = keys.number("swiglu_limit", family.limit) if family.limit else 0.0
     scale = keys.number(family.scale_key, family.scale) if family.scale_key else 1.0

@@ -6,7 +6,6 @@ from difflib import get_close_matches
 
 _VISION = "a vision part that is not known here"
 KNOWN = {  # (what they have, the nearest that is supported) -> their model types
-    ("layers of linear attention whose queries and keys have convolutions of their own", "qwen3_5"): "olmo_hybrid",
     ("several residual streams, and sparse attention with an indexer", "qwen3_5_moe"): "qwen4_exp qwen4_exp_text",
     ("layers of linear attention (Kimi delta attention), and latent attention", "glm4_moe"): (
         "kimi_linear glm5_next bailing_hybrid"

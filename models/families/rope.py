@@ -46,7 +46,7 @@ def parse_ropes(keys: Keys, family: Family, head_dim: int, positions: int) -> tu
     if nested := [kind for kind, value in flat.raw.items() if isinstance(value, dict)]:
         raise InputError(f'{flat.where}: parameters for "{nested[0]}" are not supported for this model_type.')
     if family.local_theta is None:
-        rope = parse(flat, key, theta)
+        rope = parse(flat, key, theta, family.unrotated == "null")
         return rope, rope
     whole, local = (_object(of("rope_parameters", params), params, kind) for kind in (GLOBAL, LOCAL))
     if strange := params.keys() - {GLOBAL, LOCAL}:
@@ -72,9 +72,9 @@ def _object(keys: Keys, raw: dict[str, Any], name: str) -> dict[str, Any]:
     return found
 
 
-def _theta(keys: Keys, inner: Keys, key: str, default: float) -> float:
-    """Of `inner`, or by a key next to it; the default where there is no such key."""
-    if "rope_theta" in inner.raw:
+def _theta(keys: Keys, inner: Keys, key: str, default: float, null: bool = False) -> float:
+    """Of `inner`, or by a key next to it; the default where there is no such key, or with `null` none there."""
+    if "rope_theta" in inner.raw and not (null and inner.raw["rope_theta"] is None):
         return inner.number("rope_theta")
     return keys.number(key, default) if key else default
 

@@ -103,8 +103,11 @@ def scan_flops(cfg: ModelConfig, tokens: int) -> int:
     """Forward of one layer's recurrence, by chunks of CHUNK tokens, and its convolution."""
     own = cfg.scan
     assert own is not None
-    within = 3 * own.key_dim + 2 * own.value_dim + CHUNK  # a token's products within a chunk; its inverse
-    states = 3 * own.key_dim * own.value_dim  # with the state: deltas, outputs, the next
+    within = own.key_dim + own.value_dim  # a token's products within a chunk
+    states = 2 * own.key_dim * own.value_dim  # with the state: outputs, the next
+    if own.delta:  # with an inverse, and deltas
+        within += 2 * own.key_dim + own.value_dim + CHUNK
+        states += own.key_dim * own.value_dim
     return 2 * tokens * (own.heads * (CHUNK * within + states) + own.channels * own.taps)
 
 

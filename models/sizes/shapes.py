@@ -28,13 +28,15 @@ def unit_names(cfg: ModelConfig) -> list[str]:
 
 def kind(cfg: ModelConfig, u: int) -> str:
     """What unit u is: "embed", "block", "attention" (any mixer), "mlp" or "head"; "dense block" or "dense mlp" among
-    experts; "scan block" or "scan attention" where the mixer is a recurrence, and "scan dense block".
+    experts; "scan block" or "scan attention" where the mixer is a recurrence, and "scan dense block"; "scan mlp" where
+    these differ next to one.
     """
     if u in (0, cfg.n_units - 1):
         return "head" if u else "embed"
     found = HALVES[(u - 1) % 2] if cfg.halves else "block"
     found = DENSE + found if found != "attention" and cfg.is_dense(layer(cfg, u)) else found
-    return SCANS + found if not found.endswith("mlp") and cfg.scans(layer(cfg, u)) else found
+    alike = found.endswith("mlp") and cfg.family.scan_names is None
+    return SCANS + found if cfg.scans(layer(cfg, u)) and not alike else found
 
 
 def bare(kind: str) -> str:
@@ -96,11 +98,14 @@ def on_disk(cfg: ModelConfig, name: str, shape: tuple[int, ...]) -> Group:
     if cfg.names.correction_row and len(shape) == 1 and name.endswith(cfg.names.correction):
         return [(name, (1, *shape))]
     if cfg.names.conv and name.endswith(f".{cfg.names.conv}.weight"):
-        return [(name, (shape[0], 1, shape[-1]))]
+        if cfg.scan is None or not cfg.scan.parts:
+            return [(name, (shape[0], 1, shape[-1]))]
+        parts = zip(cfg.names.convs, cfg.scan.parts, strict=True)
+        return [(name.replace(cfg.names.conv, part), (rows, 1, shape[-1])) for part, rows in parts]
     before, within, what = name.rpartition(f"{cfg.names.experts}.")
     if len(shape) == 3 and cfg.names.stacked and within:
         return [(before + cfg.names.stacked[what == DOWN], shape)]
-    if len(shape) < 3 or not cfg.names.each:
+    if len(shape) < 3 or not (cfg.names.each and cfg.names.experts):
         return [(name, shape)]
     prefix, what = name.rsplit(".", 1)
     each = cfg.names.each[2:] if what == DOWN else cfg.names.each[:2]
@@ -208,10 +213,15 @@ def features(cfg: ModelConfig, names: tuple[str, ...]) -> tuple[int, ...]:
     if cfg.scan and names == own.mixed:
         heads, wide = cfg.scan.heads, cfg.scan.value_width
         grouped = (cfg.scan.channels + wide, 2 * heads)
+        if len(names) == 1:
+            return (cfg.scan.mixed_width,)
+        if own.convs:
+            return cfg.scan.key_width, cfg.scan.key_width, wide, wide, heads, heads
         return grouped if own.mixed_by_head else (cfg.scan.channels, wide, heads, heads)
     if names == own.up:
         ffn = cfg.experts.shared if cfg.experts else cfg.ffn
-        return (up_width(cfg),) if len(names) == 1 else (ffn, ffn)
+        matrices = 1 + cfg.gated
+        return (matrices * ffn,) if len(names) == 1 else (ffn,) * matrices
     return (cfg.width,)
 
 
@@ -276,15 +286,20 @@ def _attention_groups(cfg: ModelConfig) -> list[Group]:
 def _scan_groups(cfg: ModelConfig) -> list[Group]:
     names, own = cfg.names, cfg.scan
     assert own is not None
-    return [
+    groups: list[Group] = [
         _matrix(cfg, names.mixed, features(cfg, names.mixed), cfg.width),
         _matrix(cfg, (names.mixed_o,), (cfg.width,), own.value_width),
         [(f"{names.conv}.weight", (own.channels, own.taps))],
         *_norm(cfg, names.norm1),
         [(names.decay, (own.heads,))],
         [(names.step, (own.heads,))],
-        [(f"{names.mixed_norm}.weight", (own.value_dim,))],
+        [(f"{names.mixed_norm}.weight", (own.value_dim if own.delta else own.value_width,))],
     ]
+    if own.conv_bias:
+        groups.append([(f"{names.conv}.bias", (own.channels,))])
+    if names.skip:
+        groups.append([(names.skip, (own.heads,))])
+    return groups
 
 
 def _mlp_groups(cfg: ModelConfig) -> list[Group]:
@@ -322,7 +337,7 @@ def _expert_groups(cfg: ModelConfig) -> list[Group]:
     if names.correction:
         groups.append([(names.correction, (own.count,))])
     if own.shared:
-        groups += [_matrix(cfg, names.up, (own.shared, own.shared), D), _matrix(cfg, (names.down,), (D,), own.shared)]
+        groups += [_matrix(cfg, names.up, features(cfg, names.up), D), _matrix(cfg, (names.down,), (D,), own.shared)]
     if own.shared_gate:
         groups.append([(f"{names.shared_gate}.weight", (1, D))])
     return groups + _norm(cfg, names.norm2)

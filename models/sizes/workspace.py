@@ -169,9 +169,9 @@ def _scan_moments(cfg: ModelConfig, sizes: _Sizes) -> tuple[int, list[int]]:
     x, mixed, value, channels = (N * width * item for width in widths)
     first, last = _codes(cfg, sizes, cfg.width, own.mixed_width), _codes(cfg, sizes, own.value_width, cfg.width)
     turned = mixed * cfg.names.mixed_by_head  # in its file's order
-    keys = 2 * N * own.key_heads * (own.key_dim * item + 4)  # q and k by length
+    keys = 2 * N * own.key_heads * (own.key_dim * item + 4) * own.delta  # q and k by length
     read = channels + keys + 8 * 4 * N * own.heads  # scan.Inputs, and what makes the numbers a head
-    local = N * own.heads * (ROWS_OF_SCANS + own.value_dim + own.key_dim) * item
+    local = N * own.heads * (ROWS_OF_SCANS + own.value_dim + own.key_dim) * item * own.delta
     states = -(-N // ROWS_OF_SCANS) * own.heads * own.key_dim * own.value_dim * item
     each = 2 * N * own.heads * own.key_dim * item * (own.heads > own.key_heads)
     result, matmul = mixed + value, x * (last.x > 0)

@@ -7,6 +7,7 @@ from pathlib import Path
 from trireme.models.families.family import EXACT_GELU, GELU, RELU2, SILU, Family
 from trireme.models.families.known import KNOWN
 from trireme.models.families.rope import KINDS
+from trireme.models.families.scans import DeltaKeys, MambaKeys
 from trireme.models.families.table import FAMILIES, OTHER_NAMES, WRAPPERS
 
 ROOT = Path(__file__).parents[2]
@@ -66,7 +67,7 @@ MAKERS = {
     "Google": "gemma gemma2 gemma3_text",
     "Microsoft": "phi3",
     "IBM": "granite granitemoe granite_swa granitemoehybrid",
-    "Ai2": "olmo2 olmo3 olmoe",
+    "Ai2": "olmo2 olmo3 olmo_hybrid olmoe",
 }
 
 
@@ -111,7 +112,9 @@ def special(family: Family) -> list[str]:
         "groups of experts": family.experts is not None
         and (family.experts.method or family.experts.groups not in (None, (1, 1))),
         "attention sinks": bool(n.sinks),
-        "layers with a gated delta rule in place of attention": family.scan is not None,
+        "layers with a gated delta rule in place of attention": isinstance(family.scan, DeltaKeys),
+        "layers with Mamba2 in place of attention": isinstance(family.scan, MambaKeys),
+        "without rope where `rope_theta` is null": family.unrotated == "null",
         "attention's result times a sigmoid gate": family.attention_gate,
         "MTP tensors (`mtp.`) are copied": "mtp." in family.carried,
         "relu squared between two matrices": family.acts is RELU2,

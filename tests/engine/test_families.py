@@ -49,6 +49,8 @@ def trained(cfg, plan, queues):
         "deepseek v2, groups, queries without a latent, yarn",
         "qwen3.5",
         "qwen3 next",
+        "olmo hybrid",
+        "granite 4 hybrid with experts",
     ],
 )
 def test_placement_never_changes_the_numbers(case, halves):

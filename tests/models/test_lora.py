@@ -28,6 +28,9 @@ LATER = {  # other families -> targets
     "arcee": ("k_proj", "up_proj", "down_proj"), "hunyuan": TARGETS["llama"],
     "gemma3": TARGETS["llama"], "glm4": ("v_proj", *PACKED[1:]),
     "qwen3.5": ("q_proj", "o_proj", "in_proj_qkv", "in_proj_z", "in_proj_a", "out_proj", "down_proj"),
+    "olmo hybrid": ("q_proj", "g_proj", "a_proj", "o_proj", "up_proj"),
+    "granite 4 hybrid": ("in_proj", "out_proj", "v_proj", "input_linear", "output_linear"),
+    "granite 4 hybrid with experts": ("experts", "in_proj", "shared_mlp.input_linear"),
     "qwen3 next": ("v_proj", "in_proj_qkvz", "in_proj_ba", "out_proj"),
 }  # fmt: skip
 FAMILIES = ("gpt2", "gpt2 untied", "llama", "llama tied", "llama biases", "qwen3", "qwen2")

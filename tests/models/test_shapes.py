@@ -61,6 +61,10 @@ HYBRID = dict(
     num_hidden_layers=2, head_dim=32, num_key_value_heads=2, layer_types=["linear_attention", "full_attention"],
     linear_num_key_heads=2, linear_num_value_heads=4, linear_key_head_dim=16, linear_value_head_dim=32,
 )  # fmt: skip
+MAMBA = dict(
+    num_hidden_layers=2, num_key_value_heads=2, layer_types=["mamba", "attention"], mamba_n_heads=8, mamba_d_state=16,
+    mamba_n_groups=2, shared_intermediate_size=160, residual_multiplier=0.5,
+)  # fmt: skip
 SMALL_MODELS = {
     "gpt2": dict(model_type="gpt2", vocab_size=50, n_embd=64, n_layer=1, n_head=4, n_positions=64),
     "llama": SMALL | dict(model_type="llama", num_key_value_heads=2, head_dim=24),
@@ -95,6 +99,14 @@ DIALECTS = {
     | HYBRID
     | dict(model_type="qwen3_5_text", full_attention_interval=1, layer_types=None),
     "qwen3 next": MIXTURE | HYBRID | dict(model_type="qwen3_next", shared_expert_intermediate_size=160),
+    "olmo hybrid": SMALL | HYBRID | dict(model_type="olmo_hybrid", linear_value_head_dim=24),
+    "attention of olmo hybrid": SMALL
+    | HYBRID
+    | dict(model_type="olmo_hybrid", layer_types=["full_attention", "linear_attention"]),
+    "granite 4 hybrid": SMALL | MAMBA | dict(model_type="granitemoehybrid", num_local_experts=0),
+    "granite 4 hybrid with experts": SMALL
+    | MAMBA
+    | dict(model_type="granitemoehybrid", num_local_experts=8, num_experts_per_tok=3, intermediate_size=48),
     "gemma3": SMALL | dict(model_type="gemma3_text", head_dim=32, hidden_activation="gelu_pytorch_tanh"),
 }
 
@@ -281,14 +293,14 @@ def _bare_scans():
         return [torch.empty(N, H, n) for n in (32, e, d)] + [torch.empty(-(-N // 32), H, d, e)]
 
     def scan_fwd(q, k, v, g, beta, docs, delta, skip, out):
-        made = local(v, k)
+        made = local(v, k)[0 if delta else 3 :]
         out = torch.empty(v.shape) if out is None else out
         del made
         return out
 
-    def scan_bwd(dout, q, k, v, g, beta, *_):
+    def scan_bwd(dout, q, k, v, g, beta, docs, delta, *_):
         (N, H, e), (_, K, d) = v.shape, k.shape
-        made = [*local(v, k), torch.empty(-(-N // 32), H, d, e), torch.empty(v.shape)]
+        made = [*local(v, k)[0 if delta else 3 :], torch.empty(-(-N // 32), H, d, e), torch.empty(v.shape)]
         made += [torch.empty(N, H, d) for _ in range(2 * (H != K))]
         dg, dbeta = torch.empty_like(g), torch.empty_like(beta)
         del made
