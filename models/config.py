@@ -29,7 +29,7 @@ from trireme.models.families.packing import UNUSED as UNUSED
 from trireme.models.families.packing import Packing
 from trireme.models.families.quantization import packing_of
 from trireme.models.families.rope import Rope
-from trireme.models.families.scans import Scan, parse_scan
+from trireme.models.families.scans import BLOCK_TYPES, KINDS_OF_MLP, Scan, block_types, parse_scan
 from trireme.models.families.table import FAMILIES, OTHER_NAMES, WRAPPERS, text_of
 from trireme.storage.untrusted import read_small, shown
 
@@ -129,6 +129,7 @@ class ModelConfig:
     wrapper: str = ""  # the model_type around it
     media: tuple[tuple[int, str], ...] = ()  # tokens that images and the like take the place of, and their keys
     parallel: bool = False  # attention and MLP read one input: no half blocks
+    mlp_layers: tuple[int, ...] = ()  # where a layer is a mixer or an MLP: those that are one; (): each has both
     tanh_gelu: bool = False  # where the GELU of the family is exact
     mlp_rows: int = 1 << 14  # tokens that an MLP half computes at once: sums of its gradients follow these tiles
 
@@ -247,7 +248,12 @@ class ModelConfig:
     @property
     def attending(self) -> int:
         """Layers with attention."""
-        return self.n_layers - (len(self.scan.layers) if self.scan else 0)
+        return self.n_layers - (len(self.scan.layers) if self.scan else 0) - len(self.mlp_layers)
+
+    @property
+    def whole(self) -> bool:
+        """Whether blocks cannot be cut in halves."""
+        return self.parallel or bool(self.mlp_layers)
 
     def layer_window(self, layer: int) -> int:
         """The attention window of a layer; 0: none."""
@@ -321,7 +327,8 @@ def parse_config(raw: dict[str, Any], where: str = "config.json") -> ModelConfig
 def _parsed(raw: dict[str, Any], where: str, model_type: str) -> ModelConfig:
     """As parse_config, of a model_type of FAMILIES."""
     family = FAMILIES[model_type]
-    keys = Keys(_renamed(raw, family, where), where)
+    raw = _renamed(raw, family, where)
+    keys = Keys(block_types(raw, where) if family.single else raw, where)
     keys.refuse_unless("is_causal", (True,), True)
     for name, accepted in (INERT | family.only).items():
         if name not in family.accepts:
@@ -362,6 +369,7 @@ def _parsed(raw: dict[str, Any], where: str, model_type: str) -> ModelConfig:
         packing=packing,
         packed=packed,
         indexed=family.indexed,
+        mlp_layers=tuple(i for i, t in enumerate(keys.raw[BLOCK_TYPES]) if t in KINDS_OF_MLP) if family.single else (),
         mtp_layers=_mtp_layers(keys) if family.mtp else 0,
         **positions_of(keys, family, head_dim, positions, layers, latent),
         **scales_of(keys, family, width),

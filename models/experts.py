@@ -3,10 +3,11 @@
     out = x + sum over a token's k experts e of w_e * ((silu(gate) * up) @ down_e),  (gate, up) = norm(x) @ up_e
     w, e = route(norm(x) @ router)
 
-A shared expert (shared.py) may add its own.
+With cfg.relu2 experts are relu(y @ up_e)^2 @ down_e. With latents y is norm(x) @ latent_in, (N, L), and their weighted
+sum is multiplied by latent_out. A shared expert (shared.py) may add its own.
 Products run over N k rows sorted by expert; a token's sum is in ascending order of expert.
 Legend: N tokens, D width, E experts, k of them for each token, I hidden width of each. Saved: x (the caller's), gate_up
-(N k, 2I), sorted; the shared expert's.
+(N k, 2I), or fc (N k, I), sorted; the shared expert's; with latents latent_sum (N, L), the weighted sum.
 """
 
 from __future__ import annotations
@@ -19,11 +20,21 @@ from torch import Tensor
 from trireme.kernels import ops
 from trireme.models import shared
 from trireme.models.config import ModelConfig
-from trireme.models.linear import Linear, add_gradients_, add_matmul_, linear, product_in_fp32, trained
+from trireme.models.linear import (
+    Linear,
+    add_gradients_,
+    add_matmul_,
+    linear,
+    linear_backward,
+    product_in_fp32,
+    trained,
+    upstream,
+)
 from trireme.models.lora import Stacked
 from trireme.models.norm import Norm, norm, norm_backward
 from trireme.models.packed import Stack, grouped_mm
 from trireme.models.rows import Rows
+from trireme.models.sizes.shapes import up_name
 
 
 class Weights(NamedTuple):
@@ -31,14 +42,16 @@ class Weights(NamedTuple):
 
     norm: Norm | None
     router: Linear  # (D, E)
-    up: Stack  # (E, D, 2I), gate first or, with a limit, interleaved; perhaps a transposed view
-    down: Stack  # (E, I, D), likewise
+    up: Stack  # (E, D, 2I), gate first or, with a limit, interleaved, or (E, D, I); perhaps a transposed view
+    down: Stack  # (E, I, D), likewise; with latents L in place of D
     shared: shared.Weights | None = None
     up_bias: Tensor | None = None  # (E, 2I)
     down_bias: Tensor | None = None  # (E, D)
     correction: Tensor | None = None  # (E,) fp32, frozen
     up_adapters: Stacked | None = None
     down_adapters: Stacked | None = None
+    latent_in: Linear | None = None  # (D, L)
+    latent_out: Linear | None = None  # (L, D)
 
 
 class Routes(NamedTuple):
@@ -64,22 +77,47 @@ def forward(
     y, _ = norm(x, w.norm, cfg.eps)
     residual = x
     if w.shared is not None:
-        shared.forward(w.shared, x, y, saved, out, cfg.branch_scale)
+        shared.forward(cfg, w.shared, x, y, saved, out)
         residual = out
     found = route(cfg, w, y)
     if rows.load is not None:
         rows.load.add(layer, found.order, found.logits)
     k = rule(cfg).k
-    gate_up = _up(w, y, found.order, k, saved.get("gate_up"))
-    del y  # workspace._block_workspace
-    limit = _limit(cfg)
-    act = ops.clamped_swiglu_fwd(gate_up, limit) if limit else ops.swiglu_fwd(gate_up)
+    z = y if w.latent_in is None else linear(y, w.latent_in)
+    gate_up = _up(w, z, found.order, k, saved.get(up_name(cfg)))
+    del y, z  # workspace._block_workspace
+    act = _activation(cfg, gate_up)
     del gate_up  # workspace._block_workspace
+    if w.latent_out is None:
+        _sum(w, act, found, k, residual, out)
+        return
+    total = _sum(w, act, found, k, None, saved.get("latent_sum"))
+    del act  # workspace._block_workspace
+    torch.add(residual, linear(total, w.latent_out), out=out)
+
+
+def _sum(w: Weights, act: Tensor, found: Routes, k: int, residual: Tensor | None, out: Tensor | None) -> Tensor:
+    """residual plus each token's weighted sum, (N, D) or (N, L)."""
     ranked = grouped_mm(act, w.down, found.order, bias=w.down_bias)
     if w.down_adapters is not None:
         w.down_adapters.add_(ranked, act, found.order)
-    del act  # workspace._block_workspace
-    ops.combine(ranked, found.order, k, found.weights, residual, out)
+    return ops.combine(ranked, found.order, k, found.weights, residual, out)
+
+
+def _activation(cfg: ModelConfig, gate_up: Tensor) -> Tensor:
+    if cfg.relu2:
+        return ops.relu2_fwd(gate_up)
+    limit = _limit(cfg)
+    return ops.clamped_swiglu_fwd(gate_up, limit) if limit else ops.swiglu_fwd(gate_up)
+
+
+def _activation_backward(
+    cfg: ModelConfig, d_act: Tensor, gate_up: Tensor, found: Routes
+) -> tuple[Tensor, Tensor, Tensor]:
+    """(gradient of gate_up, weighted activation, gradient of the weights)."""
+    if cfg.relu2:
+        return ops.routed_relu2_bwd(d_act, gate_up, found.weights, found.order)
+    return ops.routed_swiglu_bwd(d_act, gate_up, found.weights, found.order, _limit(cfg))
 
 
 def _up(w: Weights, y: Tensor, order: ops.Order, k: int, out: Tensor | None = None) -> Tensor:
@@ -116,38 +154,72 @@ def backward(
     y, stats = norm(x, w.norm, cfg.eps)
     found = route(cfg, w, y)
     order, k = found.order, rule(cfg).k
-    gate_up = saved["gate_up"] if "gate_up" in saved else _up(w, y, order, k)
-    d_act = grouped_mm(dy, w.down, order, k, back=True)
-    d_down = None
-    if w.down_adapters is not None:
-        d_down = w.down_adapters.down_gradient(dy, order, k)
-        d_act += ops.grouped_mm(d_down, w.down_adapters.a, order)
-    d_gate_up, act, d_weights = ops.routed_swiglu_bwd(d_act, gate_up, found.weights, order, _limit(cfg))
+    z = y if w.latent_in is None else linear(y, w.latent_in)
+    gate_up = saved[up_name(cfg)] if up_name(cfg) in saved else _up(w, z, order, k)
+    d_sum = _latent_out_backward(cfg, w, g, found, gate_up, saved, dy)
+    d_act, d_down = _down_backward(w, order, k, d_sum)
+    d_gate_up, act, d_weights = _activation_backward(cfg, d_act, gate_up, found)
     del gate_up, d_act  # workspace._block_workspace
     if isinstance(g.down, Tensor) and trained(g.down):
-        ops.grouped_add_(g.down, act, dy, order, 0, k)
+        ops.grouped_add_(g.down, act, d_sum, order, 0, k)
     if d_down is not None:
-        _adapter_gradients_(w.down_adapters, g.down_adapters, act, d_down, dy, order, k_dy=k)
+        _adapter_gradients_(w.down_adapters, g.down_adapters, act, d_down, d_sum, order, k_dy=k)
     del act  # workspace._block_workspace
-    if isinstance(g.up, Tensor) and trained(g.up):
-        ops.grouped_add_(g.up, y, d_gate_up, order, k)
-    _bias_gradients_(w, g, found, d_weights, d_gate_up, dy)
-    d_rows = grouped_mm(d_gate_up, w.up, order, back=True)
-    if w.up_adapters is not None:
-        d_up = w.up_adapters.down_gradient(d_gate_up, order)
-        _adapter_gradients_(w.up_adapters, g.up_adapters, y, d_up, d_gate_up, order, k)
-        d_rows += ops.grouped_mm(d_up, w.up_adapters.a, order)
-    del d_gate_up  # workspace._block_workspace
+    _bias_gradients_(w, g, found, d_weights, d_gate_up, d_sum)
+    del d_sum  # workspace._block_workspace
+    d_rows = _up_backward(w, g, order, k, z, d_gate_up)
+    del z, d_gate_up  # workspace._block_workspace
     d_norm = ops.combine(d_rows, order, k)
     del d_rows  # workspace._block_workspace
+    if w.latent_in is not None and g.latent_in is not None:
+        d_in = upstream(d_norm, w.latent_in, g.latent_in)
+        add_gradients_(g.latent_in, w.latent_in, y, d_in)
+        d_norm = linear_backward(d_in, w.latent_in)
+        del d_in  # workspace._block_workspace
     balance = None if rows.load is None else rows.load.balance()
     d_logits = ops.route_bwd(d_weights, found.logits, found.experts, rule(cfg), balance).to(y.dtype)
     add_gradients_(g.router, w.router, y, d_logits)
     d_norm.addmm_(d_logits, w.router.weight.T)
     if w.shared is not None and g.shared is not None:
-        shared.backward(w.shared, g.shared, y, saved, dy, d_norm, cfg.branch_scale)
+        shared.backward(cfg, w.shared, g.shared, y, saved, dy, d_norm)
     del y  # workspace._block_workspace
     return norm_backward(d_norm, x, w.norm, stats, g.norm, dy, dx)
+
+
+def _latent_out_backward(
+    cfg: ModelConfig, w: Weights, g: Weights, found: Routes, gate_up: Tensor, saved: dict[str, Tensor], dy: Tensor
+) -> Tensor:
+    """The gradient of each token's weighted sum: dy, or with latents (N, L)."""
+    if w.latent_out is None or g.latent_out is None:
+        return dy
+    d_out = upstream(dy, w.latent_out, g.latent_out)
+    total = saved.get("latent_sum")
+    if total is None:
+        total = _sum(w, _activation(cfg, gate_up), found, rule(cfg).k, None, None)
+    add_gradients_(g.latent_out, w.latent_out, total, d_out)
+    return linear_backward(d_out, w.latent_out)
+
+
+def _down_backward(w: Weights, order: ops.Order, k: int, dy: Tensor) -> tuple[Tensor, Tensor | None]:
+    """(gradient of the activation, without the weights; that of what an adapter of `down` reads)."""
+    d_act = grouped_mm(dy, w.down, order, k, back=True)
+    if w.down_adapters is None:
+        return d_act, None
+    d_down = w.down_adapters.down_gradient(dy, order, k)
+    d_act += ops.grouped_mm(d_down, w.down_adapters.a, order)
+    return d_act, d_down
+
+
+def _up_backward(w: Weights, g: Weights, order: ops.Order, k: int, z: Tensor, d_gate_up: Tensor) -> Tensor:
+    """The gradient of what experts read, by sorted row; adds to g."""
+    if isinstance(g.up, Tensor) and trained(g.up):
+        ops.grouped_add_(g.up, z, d_gate_up, order, k)
+    d_rows = grouped_mm(d_gate_up, w.up, order, back=True)
+    if w.up_adapters is not None:
+        d_up = w.up_adapters.down_gradient(d_gate_up, order)
+        _adapter_gradients_(w.up_adapters, g.up_adapters, z, d_up, d_gate_up, order, k)
+        d_rows += ops.grouped_mm(d_up, w.up_adapters.a, order)
+    return d_rows
 
 
 def _adapter_gradients_(

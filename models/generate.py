@@ -138,7 +138,7 @@ class _Cache:
         at = {shapes.layer(cfg, u): places[u] for u in range(cfg.n_units - 2, 0, -1)}  # a layer's first unit
         self.k, self.v = dict[int, Tensor](), dict[int, Tensor]()
         for place in dict.fromkeys(at.values()):
-            layers = [layer for layer in at if at[layer] == place and not cfg.scans(layer)]
+            layers = [layer for layer in at if at[layer] == place and not (cfg.scans(layer) or layer in cfg.mlp_layers)]
             for all_layers, d in (self.k, cfg.head_dim), (self.v, cfg.value_dim):
                 made = torch.zeros((len(layers), *shape, d), dtype=dtype, device=place)  # no NaN: masked are times 0
                 all_layers.update(zip(layers, made, strict=True))
@@ -153,7 +153,9 @@ class _Cache:
 
     def mixer(self, layer: int, place: Tensor, sinks: bool) -> Attend | scan.Recur:
         """What a layer's mixer calls."""
-        return self.states[layer].recur if layer in self.states else self.attention(layer, place, sinks)
+        if layer in self.states:
+            return self.states[layer].recur
+        return self.attention(layer, place, sinks) if layer in self.k else ops.attention_fwd  # a layer without a mixer
 
     def attention(self, layer: int, place: Tensor, sinks: bool) -> Attend:
         """Stands in for ops.attention_fwd: first packed prompts, then one token each over the cache.

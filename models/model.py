@@ -161,9 +161,12 @@ def _mlp_weights(cfg: ModelConfig, views: dict[str, Tensor]) -> mlp.Weights | ex
         beside = _shared_weights(cfg, views) if cfg.experts.shared else None
         up, up_bias = _stack(cfg, f"{names.experts}.{shapes.GATE_UP}", views)
         down, down_bias = _stack(cfg, f"{names.experts}.{shapes.DOWN}", views)
-        adapters = (_stacked(cfg, f"{names.experts}.{matrix}", views) for matrix in (shapes.GATE_UP, shapes.DOWN))
+        of_up, of_down = (_stacked(cfg, f"{names.experts}.{matrix}", views) for matrix in (shapes.GATE_UP, shapes.DOWN))
         correction = views.get(names.correction)
-        return experts.Weights(norm, router, up, down, beside, up_bias, down_bias, correction, *adapters)
+        latents = (
+            _linear(cfg, (name,), views) if cfg.experts.latent else None for name in (names.latent_in, names.latent_out)
+        )
+        return experts.Weights(norm, router, up, down, beside, up_bias, down_bias, correction, of_up, of_down, *latents)
     first, second = _linear(cfg, names.up, views), _linear(cfg, (names.down,), views)
     norm, post = _norm(cfg, names.norm2, views), _norm(cfg, names.post2, views)
     if cfg.gated or cfg.relu2:

@@ -255,6 +255,7 @@ def sorted_rows(name: str, order: ops.Order, weights: Tensor, D: int, I: int, s:
     yield Case(f"{name} forward", "combine", (rows, order, k, weights, s.randn(N, D)), 2 * D * (P + 2 * N))
     yield Case(f"{name} backward", "combine", (rows, order, k), 2 * D * (P + N))
     yield Case(name, "routed_swiglu_bwd", (d_act, gate_up, weights, order), 12 * P * I)
+    yield Case(name, "routed_relu2_bwd", (d_act, s.randn(P, I), weights, order), 8 * P * I)
 
 
 def packed(s: Shapes) -> Iterator[Case]:

@@ -102,7 +102,9 @@ class Family:
     query_scale: bool = False  # attention's scale is query_pre_attn_scalar ** -0.5
     embed_root: bool = False  # the embedding's factor is sqrt(width)
     experts: ExpertKeys | None = None  # in place of the MLP
+    single: bool = False  # a layer is a mixer or an MLP, by layers_block_type or hybrid_override_pattern
     scan: DeltaKeys | MambaKeys | None = None  # in place of attention in some layers
+    unadapted: tuple[str, ...] = ()  # linear layers that peft has no adapters of
     attention_gate: bool = False  # attention's result times sigmoid of a gate, by head behind the query
     packings: tuple[str, ...] = (  # quant_method: matrices may be packed so
         "fp8", "fbgemm_fp8", "compressed-tensors", "modelopt", "gptq", "awq", "bitsandbytes",

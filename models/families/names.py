@@ -46,6 +46,8 @@ class Names:
     convs: tuple[str, ...] = ()  # the convolution's parts in files; (): it is one
     also: tuple[tuple[str, str], ...] = ()  # parts of names in some files -> those here
     mixed_by_head: bool = False  # a key head's queries, keys, values and gates stand together
+    latent_in: str = ""  # to what experts read, and from what they give
+    latent_out: str = ""
     correction: str = ""  # (E,) fp32, frozen
     correction_row: bool = False  # (1, E) on disk
     by_head: bool = False  # in the packed matrix q, k and v of a head stand together
@@ -221,6 +223,37 @@ STACKED = replace(
 PACKED = replace(SPLIT, qkv=("self_attn.qkv_proj",), up=("mlp.gate_up_proj",))
 SHARED_MLP = replace(SPLIT, up=("shared_mlp.input_linear",), down="shared_mlp.output_linear", **MAMBA)
 SHARED_MLP_STACKED = replace(STACKED, up=SHARED_MLP.up, down=SHARED_MLP.down, **MAMBA)
+ONE_MIXER = Names(
+    base="backbone.",
+    embed="backbone.embeddings",
+    final_norm="backbone.norm_f",
+    block="backbone.layers.{}.",
+    norm1="norm",
+    qkv=("mixer.q_proj", "mixer.k_proj", "mixer.v_proj"),
+    o="mixer.o_proj",
+    norm2="norm",  # a layer has one
+    up=("mixer.up_proj",),
+    down="mixer.down_proj",
+    in_modules=(("backbone.", "model."), ("mixer.experts.gate_up_proj", "mixer.experts.up_proj")),
+    mixed=("mixer.in_proj",),
+    mixed_o="mixer.out_proj",
+    conv="mixer.conv1d",
+    decay="mixer.A_log",
+    step="mixer.dt_bias",
+    mixed_norm="mixer.norm",
+    skip="mixer.D",
+)
+ONE_MIXER_EXPERTS = replace(
+    ONE_MIXER,
+    up=("mixer.shared_experts.up_proj",),
+    down="mixer.shared_experts.down_proj",
+    router="mixer.gate",
+    experts="mixer.experts",
+    each=("up_proj", "down_proj"),
+    latent_in="mixer.fc1_latent_proj",
+    latent_out="mixer.fc2_latent_proj",
+    correction="mixer.gate.e_score_correction_bias",
+)
 NEOX = Names(
     base="gpt_neox.",
     embed="gpt_neox.embed_in",

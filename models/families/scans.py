@@ -9,7 +9,10 @@ from typing import Any
 from trireme.models.families.keys import InputError, Keys, is_number
 
 FULL, LINEAR = "full_attention", "linear_attention"  # in layer_types
-OLDER = {"attention": FULL, "mamba": LINEAR, "hybrid": LINEAR}  # other names of these
+OLDER = {"attention": FULL, "mamba": LINEAR}  # other names of these
+BLOCK_TYPES, PATTERN = "layers_block_type", "hybrid_override_pattern"  # where a layer is a mixer or an MLP
+MLP, EXPERTS = KINDS_OF_MLP = "mlp", "moe"
+LETTERS = {"M": LINEAR, "E": EXPERTS, "*": FULL, "-": MLP}  # of PATTERN
 
 
 @dataclass(frozen=True)
@@ -172,12 +175,34 @@ def _limits(keys: Keys) -> tuple[float, float]:
 def _layers(keys: Keys, name: str, layers: int, usual: list[str]) -> tuple[int, ...]:
     """Those with a recurrence, by layer_types, null or absent where they are as usual."""
     types: Any = keys.raw.get(name)
+    kinds = (FULL, LINEAR, MLP, EXPERTS) if name == BLOCK_TYPES else (FULL, LINEAR)
     if types is None:
         types = usual
     elif isinstance(types, list):
         types = [OLDER.get(t, t) if isinstance(t, str) else t for t in types]
-    if not isinstance(types, list) or len(types) != layers or not all(t in (FULL, LINEAR) for t in types):
-        raise keys.error(name, f"a list of {layers} names, each {FULL} or {LINEAR}")
-    if all(t == LINEAR for t in types):
+    if not isinstance(types, list) or len(types) != layers or not all(t in kinds for t in types):
+        raise keys.error(name, f"a list of {layers} names, each {' or '.join(kinds)}")
+    if FULL not in types:
         raise InputError(f'{keys.where}: "{name}" has no layer of {FULL}: there must be one.')
     return tuple(i for i, kind in enumerate(types) if kind == LINEAR)
+
+
+def block_types(raw: dict[str, Any], where: str) -> dict[str, Any]:
+    """config.json with BLOCK_TYPES in today's names, and their number, where layers are a mixer or an MLP.
+
+    Raises InputError.
+    """
+    keys, counted = Keys(raw, where), "num_hidden_layers"
+    types: Any = raw.get(BLOCK_TYPES)
+    if types is None and isinstance(pattern := raw.get(PATTERN), str):
+        if strange := set(pattern) - set(LETTERS):
+            raise keys.error(PATTERN, f"letters of {''.join(LETTERS)}, not {min(strange)}")
+        types = [LETTERS[letter] for letter in pattern]
+    if not isinstance(types, list) or not types or not all(isinstance(t, str) for t in types):
+        raise keys.error(BLOCK_TYPES if PATTERN not in raw else PATTERN, "the kind of each layer")
+    if raw.get(counted) not in (None, len(types)):
+        raise keys.error(counted, f"{len(types)}, as {BLOCK_TYPES} or {PATTERN} has them")
+    types = [OLDER.get(t, t) for t in types]
+    if MLP not in types and EXPERTS not in types:
+        raise InputError(f"{where}: no layer is an MLP or experts: there must be one.")
+    return raw | {BLOCK_TYPES: types, counted: len(types)}

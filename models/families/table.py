@@ -112,6 +112,28 @@ FAMILIES = {
             shared_key="shared_intermediate_size", scale_key="residual_multiplier",
         ),
     ),
+    "nemotron_h": Family(
+        "Nemotron-H, Nemotron Nano 2, Nemotron 3 (Nano 30B-A3B, Super 120B-A12B)",
+        names=names.ONE_MIXER_EXPERTS, dense_names=names.ONE_MIXER, single=True, unadapted=("mixer.out_proj",),
+        spelled=SPELLED | dict(eps="layer_norm_epsilon", act="mlp_hidden_act"), gated=False, acts=RELU2,
+        vocab=131072, n_heads=32, kv_heads=8, head_dim=128, ffn=21504, max_positions=4096, eps=1e-5, unrotated="all",
+        carried=("mtp.",),
+        scan=MambaKeys(
+            heads=("mamba_num_heads", 128), head_dim=("mamba_head_dim", 64), state=("ssm_state_size", 128),
+            groups=("n_groups", 8), taps=("conv_kernel", 4), expand="", conv_bias="use_conv_bias",
+            least="time_step_min", biases=("use_bias",), layers="layers_block_type",
+        ),
+        experts=ExpertKeys(
+            8, 2, 7688, "n_routed_experts", normalised=True, sigmoid=True, scale_key="routed_scaling_factor",
+            groups=(1, 1), shared_key="moe_shared_expert_intermediate_size", beside=7688,
+            latent_key="moe_latent_size", typed=True,
+        ),
+        aliases={
+            "layer_types": "layers_block_type", "num_local_experts": "n_routed_experts", "mamba_n_groups": "n_groups",
+            "mamba_d_conv": "conv_kernel", "mamba_dt_min": "time_step_min", "mamba_conv_bias": "use_conv_bias",
+        },
+        only={"mlp_bias": (None, False), "attention_bias": (None, False), "tie_word_embeddings": (None, False)},
+    ),
     "starcoder2": Family(
         "StarCoder 2",
         names=names.PLAIN_MLP, spelled=SPELLED | dict(eps="norm_epsilon"), layer_norm=True, gated=False, acts=GELU,

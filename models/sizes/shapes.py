@@ -34,6 +34,7 @@ def kind(cfg: ModelConfig, u: int) -> str:
     if u in (0, cfg.n_units - 1):
         return "head" if u else "embed"
     found = HALVES[(u - 1) % 2] if cfg.halves else "block"
+    found = HALVES[layer(cfg, u) in cfg.mlp_layers] if cfg.mlp_layers else found
     found = DENSE + found if found != "attention" and cfg.is_dense(layer(cfg, u)) else found
     alike = found.endswith("mlp") and cfg.family.scan_names is None
     return SCANS + found if cfg.scans(layer(cfg, u)) and not alike else found
@@ -51,12 +52,12 @@ def seen(cfg: ModelConfig, kind: str) -> tuple[ModelConfig, str]:
 
 
 def inner_kinds(cfg: ModelConfig) -> tuple[str, ...]:
-    """Kinds of the units that make a block, in order: of one with experts, if any has them."""
-    return HALVES if cfg.halves else ("block",)
+    """Kinds of the units that make a block, in order, or that layers are: of one with experts, if any has them."""
+    return HALVES if cfg.halves or cfg.mlp_layers else ("block",)
 
 
 def layer(cfg: ModelConfig, u: int) -> int:
-    return (u - 1) // len(inner_kinds(cfg))
+    return (u - 1) // (2 if cfg.halves else 1)
 
 
 # ---------------------------------------------------------------- weights
@@ -108,7 +109,7 @@ def on_disk(cfg: ModelConfig, name: str, shape: tuple[int, ...]) -> Group:
     if len(shape) < 3 or not (cfg.names.each and cfg.names.experts):
         return [(name, shape)]
     prefix, what = name.rsplit(".", 1)
-    each = cfg.names.each[2:] if what == DOWN else cfg.names.each[:2]
+    each = cfg.names.each[-1:] if what == DOWN else cfg.names.each[:-1]
     one = (shape[1] // len(each), shape[2])
     return [(f"{prefix}.{e}.{matrix}.weight", one) for e in range(shape[0]) for matrix in each]
 
@@ -125,8 +126,10 @@ def within_experts(cfg: ModelConfig, name: str) -> tuple[str, int | None, int | 
     layer, _, expert = before.rpartition(".")
     if last not in cfg.names.each or not expert.isdigit():
         return name, None, None
-    half = cfg.names.each.index(last)
-    return (f"{layer}.{DOWN}", int(expert), None) if half == 2 else (f"{layer}.{GATE_UP}", int(expert), half)
+    half, ups = cfg.names.each.index(last), len(cfg.names.each) - 1
+    if half == ups:
+        return f"{layer}.{DOWN}", int(expert), None
+    return f"{layer}.{GATE_UP}", int(expert), half if ups > 1 else None
 
 
 def stored_tensors(cfg: ModelConfig) -> dict[str, tuple[int, ...]]:
@@ -218,6 +221,8 @@ def features(cfg: ModelConfig, names: tuple[str, ...]) -> tuple[int, ...]:
         if own.convs:
             return cfg.scan.key_width, cfg.scan.key_width, wide, wide, heads, heads
         return grouped if own.mixed_by_head else (cfg.scan.channels, wide, heads, heads)
+    if cfg.experts and cfg.experts.latent and names == (own.latent_in,):
+        return (cfg.experts.latent,)
     if names == own.up:
         ffn = cfg.experts.shared if cfg.experts else cfg.ffn
         matrices = 1 + cfg.gated
@@ -318,8 +323,19 @@ def _mlp_groups(cfg: ModelConfig) -> list[Group]:
 def expert_shape(cfg: ModelConfig, matrix: str) -> tuple[int, int]:
     """Of one expert's GATE_UP or DOWN, in memory."""
     assert cfg.experts is not None
-    rows, columns = (2 * cfg.experts.width, cfg.width) if matrix == GATE_UP else (cfg.width, cfg.experts.width)
+    inner = expert_input(cfg)
+    rows, columns = (up_width(cfg), inner) if matrix == GATE_UP else (inner, cfg.experts.width)
     return (columns, rows) if cfg.names.experts_in_out else (rows, columns)
+
+
+def expert_input(cfg: ModelConfig) -> int:
+    """Features that experts read and give."""
+    return cfg.experts.latent or cfg.width if cfg.experts else cfg.width
+
+
+def of_an_expert(cfg: ModelConfig) -> int:
+    """Elements of one expert's matrices."""
+    return sum(prod(expert_shape(cfg, matrix)) for matrix in (GATE_UP, DOWN))
 
 
 def _expert_groups(cfg: ModelConfig) -> list[Group]:
@@ -340,6 +356,9 @@ def _expert_groups(cfg: ModelConfig) -> list[Group]:
         groups += [_matrix(cfg, names.up, features(cfg, names.up), D), _matrix(cfg, (names.down,), (D,), own.shared)]
     if own.shared_gate:
         groups.append([(f"{names.shared_gate}.weight", (1, D))])
+    if own.latent:
+        groups.append(_matrix(cfg, (names.latent_in,), (own.latent,), D))
+        groups.append(_matrix(cfg, (names.latent_out,), (D,), own.latent))
     return groups + _norm(cfg, names.norm2)
 
 
@@ -395,7 +414,9 @@ def saved_shapes(cfg: ModelConfig, tokens: int, kind: str = "block") -> dict[str
     if kind != "attention":
         found[up_name(cfg)] = (N * chosen(cfg), up_width(cfg)), "compute"
         if cfg.experts and cfg.experts.shared:
-            found["shared_up"] = (N, 2 * cfg.experts.shared), "compute"
+            found["shared_up"] = (N, (1 + cfg.gated) * cfg.experts.shared), "compute"
+        if cfg.experts and cfg.experts.latent:
+            found["latent_sum"] = (N, cfg.experts.latent), "compute"
         if cfg.names.post2:
             found["mlp_branch"] = (N, cfg.width), "compute"
     return found

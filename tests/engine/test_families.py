@@ -57,6 +57,12 @@ def test_placement_never_changes_the_numbers(case, halves):
     check_placement(config(case), halves)
 
 
+@pytest.mark.parametrize("rows", [7, 24])
+def test_layers_that_are_a_mixer_or_an_mlp(rows):
+    """They are not divided."""
+    check_placement(replace(config("nemotron 3 of all kinds, latents, groups"), mlp_rows=rows), halves=False)
+
+
 def test_no_plan_changes_the_tiles_of_a_long_text():
     """An MLP in tiles of 7 of 24 tokens: in half blocks and whole ones, saved or not, the same bits."""
     check_placement(replace(config("llama biases"), mlp_rows=7), halves=True)

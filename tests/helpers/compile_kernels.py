@@ -255,6 +255,7 @@ def routing_calls(dtype=BF16):
     rows.combine(y, found, k, weights, x)
     rows.combine(y, found, k)
     rows.routed_swiglu_bwd(act, gate_up, weights, found)
+    rows.routed_relu2_bwd(act, act, weights, found)
 
 
 def scan_call(K, H, D, E, delta, dtype=BF16):

@@ -58,6 +58,13 @@ OLMO_HYBRID = {key: value for key, value in LLAMA.items() if key != "head_dim"} 
     pad_token_id=None,
     eos_token_id=None,
 )
+NEMOTRON = dict(
+    vocab_size=97, hidden_size=40, intermediate_size=56, num_attention_heads=4, num_key_value_heads=2, head_dim=12,
+    mamba_num_heads=4, mamba_head_dim=10, ssm_state_size=12, n_groups=2, max_position_embeddings=64, pad_token_id=None,
+)  # fmt: skip
+RELU2_EXPERTS = dict(
+    n_routed_experts=6, moe_intermediate_size=24, moe_shared_expert_intermediate_size=32, routed_scaling_factor=1.7,
+)  # fmt: skip
 MIXTURE = LLAMA | dict(
     num_experts=6, num_experts_per_tok=2, moe_intermediate_size=24, norm_topk_prob=True, pad_token_id=None
 )
@@ -143,6 +150,11 @@ CASES = {
     "granite 4 hybrid": ("granitemoehybrid", GRANITE | dict(
         mamba_conv_bias=False, time_step_limit=[0.3, 1.5], position_embedding_type="rope", attention_multiplier=0.3,
         tie_word_embeddings=True)),
+    "nemotron 3": ("nemotron_h", NEMOTRON | RELU2_EXPERTS | dict(hybrid_override_pattern="MEM*E")),
+    "nemotron 3 of all kinds, latents, groups": ("nemotron_h", NEMOTRON | RELU2_EXPERTS | dict(
+        layers_block_type=["moe", "mlp", "full_attention", "linear_attention"], moe_latent_size=20, n_group=3,
+        topk_group=2, norm_topk_prob=False, use_conv_bias=False, time_step_min=0.6)),
+    "nemotron h": ("nemotron_h", NEMOTRON | dict(hybrid_override_pattern="M-M*-")),
     "starcoder2": ("starcoder2", PLAIN),
     "starcoder2 window, untied": ("starcoder2", PLAIN | dict(sliding_window=5, tie_word_embeddings=False)),
     "olmo2": ("olmo2", PLAIN),
@@ -397,11 +409,11 @@ def apart(cfg, name, t):
     return [(name, part.view(shape)) for (name, shape), part in zip(stored, parts, strict=True)]
 
 
-def empty_saved(cfg, tokens, dtype, keep, device="cpu"):
+def empty_saved(cfg, tokens, dtype, keep, device="cpu", kind="block"):
     """Uninitialised memory for the names in `keep`, filled with NaN."""
     return {
         name: torch.full(shape, float("nan"), dtype=torch.float32 if kind == "F32" else dtype, device=device)
-        for name, (shape, kind) in shapes.saved_shapes(cfg, tokens).items()
+        for name, (shape, kind) in shapes.saved_shapes(cfg, tokens, kind).items()
         if name in keep
     }
 

@@ -34,6 +34,9 @@ def released(model_type: str, **keys) -> dict:
     found, family = dict(keys_of(model_type)), FAMILIES[model_type]
     found |= {"model_type": model_type, family.spelled["n_layers"]: LAYERS}
     found |= {"layer_types": [SCAN, GLOBAL] * 2} if family.scan and "layer_types" in found else {}
+    if family.single:
+        del found["hybrid_override_pattern"]
+        found["layers_block_type"] = [SCAN, "moe", GLOBAL, "mlp"]
     found |= {"sliding_window": 5} if family.windows in ("all", "above", "pattern") else {}
     if family.windows == "pattern":
         for name in ("layer_types", "layer_rope_theta"):

@@ -56,6 +56,7 @@ def units_of(tiny, asked=None):
         "qwen3.5 moe",
         "olmo hybrid with rope, odd widths",
         "granite 4 hybrid with experts",
+        "nemotron 3",
     ],  # fmt: skip
 )
 def test_greedy_as_transformers(case):
