@@ -331,7 +331,7 @@ def _parsed(raw: dict[str, Any], where: str, model_type: str) -> ModelConfig:
     keys = Keys(block_types(raw, where) if family.single else raw, where)
     keys.refuse_unless("is_causal", (True,), True)
     for name, accepted in (INERT | family.only).items():
-        if name not in family.accepts:
+        if name not in family.accepts or name in family.only:
             keys.refuse_unless(name, accepted)
     packing, packed = packing_of(keys, family.packings, family.names)
     spelled = family.spelled

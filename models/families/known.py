@@ -12,7 +12,7 @@ KNOWN = {  # (what they have, the nearest that is supported) -> their model type
     ),
     ("layers of linear attention (lightning attention)", "minimax_m2"): "minimax",
     ("recurrent layers in place of attention", "llama"): "rwkv xlstm recurrent_gemma",
-    ("Mamba layers", "llama"): "mamba mamba2 falcon_mamba falcon_h1 bamba zamba zamba2 jamba",
+    ("Mamba layers", "llama"): "mamba mamba2 falcon_mamba falcon_h1 zamba zamba2 jamba",
     ("images and audio as its input", "nemotron_h"): "nemotron_h_omni",
     ("short convolutions in place of attention", "llama"): "lfm2 lfm3 lfm2_vl lfm3_vl",
     ("short convolutions in place of attention, and experts", "qwen3_moe"): "lfm2_moe",

@@ -223,6 +223,14 @@ STACKED = replace(
 PACKED = replace(SPLIT, qkv=("self_attn.qkv_proj",), up=("mlp.gate_up_proj",))
 SHARED_MLP = replace(SPLIT, up=("shared_mlp.input_linear",), down="shared_mlp.output_linear", **MAMBA)
 SHARED_MLP_STACKED = replace(STACKED, up=SHARED_MLP.up, down=SHARED_MLP.down, **MAMBA)
+FEED_FORWARD = replace(
+    SPLIT,
+    final_norm="model.final_layernorm",
+    norm2="pre_ff_layernorm",
+    up=("feed_forward.gate_proj", "feed_forward.up_proj"),
+    down="feed_forward.down_proj",
+    **MAMBA,
+)
 ONE_MIXER = Names(
     base="backbone.",
     embed="backbone.embeddings",

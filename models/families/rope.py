@@ -146,6 +146,7 @@ def _query_beta(inner: Keys, family: Family) -> float:
 def _width(keys: Keys, inner: Keys, family: Family, head_dim: int) -> int:
     name = family.spelled["share"]
     whole = None if family.longrope or name != "partial_rotary_factor" else 1.0  # what null stands for
+    whole = family.partial if name in family.only else whole
     if "partial_rotary_factor" in inner.raw:
         share = inner.number("partial_rotary_factor")
     elif family.rotary_dim and keys.raw.get("rotary_dim") is not None and name not in keys.raw:

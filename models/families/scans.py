@@ -83,6 +83,7 @@ class MambaKeys:
     least: str = ""  # key of the least step, 0.001 by default; "": both limits are time_step_limit
     biases: tuple[str, ...] = ("mamba_proj_bias",)  # keys of those that are not supported
     layers: str = "layer_types"
+    attending: str = ""  # key of the layers with attention; "": by `layers`
 
 
 WIDEST = 256  # of a head: a state is in registers
@@ -131,7 +132,9 @@ def _delta(keys: Keys, family: DeltaKeys, layers: int, width: int, heads: int) -
 
 def _mamba(keys: Keys, family: MambaKeys, layers: int, width: int) -> Scan | None:
     usual = [LINEAR] * layers
-    if not (found := _layers(keys, family.layers, layers, usual)):
+    for i in _attending(keys, family, layers):
+        usual[i] = FULL
+    if not (found := _layers(keys, family.layers, layers, usual, family.attending)):
         return None
     heads, state, groups, taps = (keys.count(*key) for key in (family.heads, family.state, family.groups, family.taps))
     name, default = family.head_dim
@@ -150,6 +153,13 @@ def _mamba(keys: Keys, family: MambaKeys, layers: int, width: int) -> Scan | Non
     low, high = (keys.number(family.least, 0.001), 0.0) if family.least else _limits(keys)
     bias = keys.flag(family.conv_bias, True)
     return Scan(found, groups, heads, state, head_dim, taps, delta=False, conv_bias=bias, low=low, high=high)
+
+
+def _attending(keys: Keys, family: MambaKeys, layers: int) -> list[int]:
+    found: Any = (keys.raw.get(family.attending) or []) if family.attending else []
+    if not isinstance(found, list) or not all(type(i) is int and 0 <= i < layers for i in found):
+        raise keys.error(family.attending, f"a list of layers, from 0 to {layers - 1}")
+    return found
 
 
 def _check(keys: Keys, name: str, d: int, taps: int, of_taps: str) -> None:
@@ -172,10 +182,10 @@ def _limits(keys: Keys) -> tuple[float, float]:
     return low, float(high)
 
 
-def _layers(keys: Keys, name: str, layers: int, usual: list[str]) -> tuple[int, ...]:
-    """Those with a recurrence, by layer_types, null or absent where they are as usual."""
-    types: Any = keys.raw.get(name)
-    kinds = (FULL, LINEAR, MLP, EXPERTS) if name == BLOCK_TYPES else (FULL, LINEAR)
+def _layers(keys: Keys, name: str, layers: int, usual: list[str], said: str = "") -> tuple[int, ...]:
+    """Those with a recurrence, by layer_types, null or absent where they are as usual, which is by the key `said`."""
+    types: Any = None if said else keys.raw.get(name)
+    kinds = tuple(LETTERS.values()) if name == BLOCK_TYPES else (FULL, LINEAR)
     if types is None:
         types = usual
     elif isinstance(types, list):
@@ -183,7 +193,7 @@ def _layers(keys: Keys, name: str, layers: int, usual: list[str]) -> tuple[int, 
     if not isinstance(types, list) or len(types) != layers or not all(t in kinds for t in types):
         raise keys.error(name, f"a list of {layers} names, each {' or '.join(kinds)}")
     if FULL not in types:
-        raise InputError(f'{keys.where}: "{name}" has no layer of {FULL}: there must be one.')
+        raise InputError(f'{keys.where}: "{said or name}" has no layer of {FULL}: there must be one.')
     return tuple(i for i, kind in enumerate(types) if kind == LINEAR)
 
 
@@ -202,7 +212,9 @@ def block_types(raw: dict[str, Any], where: str) -> dict[str, Any]:
         raise keys.error(BLOCK_TYPES if PATTERN not in raw else PATTERN, "the kind of each layer")
     if raw.get(counted) not in (None, len(types)):
         raise keys.error(counted, f"{len(types)}, as {BLOCK_TYPES} or {PATTERN} has them")
-    types = [OLDER.get(t, t) for t in types]
+    types, kinds = [OLDER.get(t, t) for t in types], tuple(LETTERS.values())
+    if not all(t in kinds for t in types):
+        raise keys.error(BLOCK_TYPES, f"a list of names, each {' or '.join(kinds)}")
     if MLP not in types and EXPERTS not in types:
         raise InputError(f"{where}: no layer is an MLP or experts: there must be one.")
     return raw | {BLOCK_TYPES: types, counted: len(types)}

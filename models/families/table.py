@@ -112,6 +112,11 @@ FAMILIES = {
             shared_key="shared_intermediate_size", scale_key="residual_multiplier",
         ),
     ),
+    "bamba": Family(
+        "Bamba 9B",
+        names=names.FEED_FORWARD, partial=0.5, max_positions=262144, eps=1e-5, qkv_bias=BIAS, o_bias=BIAS,
+        mlp_bias=MLP_BIAS, scan=MambaKeys(attending="attn_layer_indices"), only={"partial_rotary_factor": (None, 0.5)},
+    ),
     "nemotron_h": Family(
         "Nemotron-H, Nemotron Nano 2, Nemotron 3 (Nano 30B-A3B, Super 120B-A12B)",
         names=names.ONE_MIXER_EXPERTS, dense_names=names.ONE_MIXER, single=True, unadapted=("mixer.out_proj",),

@@ -66,7 +66,7 @@ MAKERS = {
     "JetBrains": "mellum",
     "Google": "gemma gemma2 gemma3_text",
     "Microsoft": "phi3",
-    "IBM": "granite granitemoe granite_swa granitemoehybrid",
+    "IBM": "granite granitemoe granite_swa granitemoehybrid bamba",
     "NVIDIA": "nemotron_h",
     "Ai2": "olmo2 olmo3 olmo_hybrid olmoe",
 }

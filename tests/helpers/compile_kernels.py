@@ -359,6 +359,7 @@ def every(arch: int, dtype) -> list:
         lambda: scan_call(16, 48, 128, 128, True, dtype),
         lambda: scan_call(8, 64, 128, 64, False, dtype),
         lambda: scan_call(1, 24, 256, 64, False, dtype),
+        lambda: scan_call(30, 30, 96, 192, True, dtype),
     ]
     calls += [block_scaled_calls] * (dtype == BF16 and arch == 120)
     return calls + [fp8_calls] * (dtype == BF16 and arch >= 89)

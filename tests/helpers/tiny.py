@@ -154,6 +154,8 @@ CASES = {
     "nemotron 3 of all kinds, latents, groups": ("nemotron_h", NEMOTRON | RELU2_EXPERTS | dict(
         layers_block_type=["moe", "mlp", "full_attention", "linear_attention"], moe_latent_size=20, n_group=3,
         topk_group=2, norm_topk_prob=False, use_conv_bias=False, time_step_min=0.6)),
+    "bamba": ("bamba", PLAIN | dict(
+        num_hidden_layers=3, attn_layer_indices=[1], mamba_n_heads=8, mamba_d_state=12, mamba_n_groups=2)),
     "nemotron h": ("nemotron_h", NEMOTRON | dict(hybrid_override_pattern="M-M*-")),
     "starcoder2": ("starcoder2", PLAIN),
     "starcoder2 window, untied": ("starcoder2", PLAIN | dict(sliding_window=5, tie_word_embeddings=False)),

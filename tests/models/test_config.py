@@ -42,6 +42,7 @@ GRANITE4 = LLAMA | dict(
 )  # fmt: skip
 GRANITE4_H = GRANITE4 | dict(layer_types=["mamba"] * 31 + ["attention"])
 OLMO_H = LLAMA | dict(model_type="olmo_hybrid")
+NEMOTRON = dict(model_type="nemotron_h", hidden_size=4096, hybrid_override_pattern="ME*")
 LLAMA3 = dict(
     rope_type="llama3",
     factor=8.0,
@@ -260,6 +261,22 @@ def test_attention_scale_by_layer():
         (GRANITE4_H | dict(mamba_proj_bias=True), ["mamba_proj_bias", "true"]),
         (GRANITE4_H | dict(time_step_limit=[0.1]), ["time_step_limit", "[least, most]"]),
         (GRANITE4_H | dict(time_step_limit=[0.1, 0.05]), ["time_step_limit", "[least, most]"]),
+        (LLAMA | dict(model_type="bamba", attn_layer_indices=[32]), ["attn_layer_indices", "0 to 31"]),
+        (LLAMA | dict(model_type="bamba"), ["attn_layer_indices", "no layer of full_attention"]),
+        (
+            LLAMA | dict(model_type="bamba", attn_layer_indices=[1], partial_rotary_factor=1.0),
+            ["partial_rotary_factor"],
+        ),
+        (NEMOTRON | dict(hybrid_override_pattern="M*X"), ["hybrid_override_pattern", "ME*-", "X"]),
+        (NEMOTRON | dict(hybrid_override_pattern="MM*"), ["no layer is an MLP or experts"]),
+        (NEMOTRON | dict(hybrid_override_pattern="ME"), ["no layer of full_attention"]),
+        (NEMOTRON | dict(num_hidden_layers=4), ["num_hidden_layers", "expected 3"]),
+        (NEMOTRON | dict(layers_block_type=["mamba", "attention", "conv"]), ["layers_block_type", "moe"]),
+        (NEMOTRON | dict(hybrid_override_pattern=None), ["hybrid_override_pattern", "the kind of each layer"]),
+        (NEMOTRON | dict(use_bias=True), ["use_bias", "true"]),
+        (NEMOTRON | dict(mlp_hidden_act="silu"), ["mlp_hidden_act", "relu2"]),
+        (NEMOTRON | dict(sliding_window=64), ["sliding_window", "64"]),
+        (dict(model_type="nemotron_h_omni"), ["images and audio", "nemotron_h"]),
         (OLMO_H | dict(layer_types=["linear_attention"] * 32), ["layer_types", "no layer of full_attention"]),
         (OLMO_H | dict(linear_num_key_heads=5), ["linear_num_value_heads", "linear_num_key_heads = 5"]),
         (GRANITE4 | dict(position_embedding_type="alibi"), ["position_embedding_type", "alibi"]),
