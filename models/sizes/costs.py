@@ -12,6 +12,7 @@ from math import prod
 from typing import NamedTuple
 
 from trireme.models.config import ModelConfig
+from trireme.models.families.scans import Scan
 from trireme.models.sizes.narrow import in_fp8, quantised_each
 from trireme.models.sizes.shapes import (
     DOWN,
@@ -105,16 +106,21 @@ def attention_backward_flops(cfg: ModelConfig, pairs: int) -> int:
     return 2 * pairs * (3 * cfg.q_width + 2 * cfg.attn_width)
 
 
-def scan_flops(cfg: ModelConfig, tokens: int) -> int:
-    """Forward of one layer's recurrence, by chunks of CHUNK tokens, and its convolution."""
-    own = cfg.scan
-    assert own is not None
+def recurrence_flops(own: Scan, tokens: int) -> int:
+    """Forward of one layer's recurrence, by chunks of CHUNK tokens."""
     within = own.key_dim + own.value_dim  # a token's products within a chunk
     states = 2 * own.key_dim * own.value_dim  # with the state: outputs, the next
     if own.delta:  # with an inverse, and deltas
         within += 2 * own.key_dim + own.value_dim + CHUNK
         states += own.key_dim * own.value_dim
-    return 2 * tokens * (own.heads * (CHUNK * within + states) + own.channels * own.taps)
+    return 2 * tokens * own.heads * (CHUNK * within + states)
+
+
+def scan_flops(cfg: ModelConfig, tokens: int) -> int:
+    """Forward of one layer's recurrence and its convolution."""
+    own = cfg.scan
+    assert own is not None
+    return recurrence_flops(own, tokens) + 2 * tokens * own.channels * own.taps
 
 
 def mixer_flops(cfg: ModelConfig, kind: str, tokens: int, pairs: int) -> int:
