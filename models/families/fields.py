@@ -66,9 +66,10 @@ def positions_of(
 
 
 def _without_theta(keys: Keys) -> bool:
-    """Whether rope's parameters have a theta that is null: so transformers leaves rope out."""
+    """Whether rope's theta is null, in its parameters or next to them: so transformers leaves rope out."""
     found = keys.raw.get("rope_scaling") or keys.raw.get("rope_parameters")
-    return isinstance(found, dict) and "rope_theta" in found and found["rope_theta"] is None
+    holder = found if isinstance(found, dict) and "rope_theta" in found else keys.raw
+    return holder.get("rope_theta", 0) is None
 
 
 def _by_theta(keys: Keys, rope: Rope, windowed: list[bool]) -> dict[str, Any]:

@@ -76,7 +76,7 @@ def _theta(keys: Keys, inner: Keys, key: str, default: float, null: bool = False
     """Of `inner`, or by a key next to it; the default where there is no such key, or with `null` none there."""
     if "rope_theta" in inner.raw and not (null and inner.raw["rope_theta"] is None):
         return inner.number("rope_theta")
-    return keys.number(key, default) if key else default
+    return keys.number(key, default, default if null else None) if key else default
 
 
 def _parse(keys: Keys, inner: Keys, family: Family, theta: float, head_dim: int, positions: int) -> Rope:
