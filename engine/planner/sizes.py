@@ -175,21 +175,24 @@ _UNSHAPED = re.compile(r"^.*/|-(instruct|it|pt|base|chat|hf|thinking|v\d\.\d|\d{
 
 
 def find_model(name: str) -> ModelConfig:
-    """The shape of that name, as it is published or here, in any case. Raises InputError, which lists the names."""
+    """The shape of that name, as it is published or here, in any case. Raises InputError, which lists names: those that
+    begin as the nearest does, or all.
+    """
     plain = _UNSHAPED.sub("", name.lower().replace("_", "-"))
     if found := MODELS.get(_ALSO.get(plain, plain)):
         return found
     near = get_close_matches(plain, [*MODELS, *_ALSO], 1, 0.8)
     perhaps = f"Did you mean {near[0]}? " if near else ""
     raise InputError(
-        f"--shape {name} is not known. {perhaps}There are {_listed()}; or name a folder with a config.json."
+        f"--shape {name} is not known. {perhaps}There are {_listed(_ALSO.get(near[0], near[0]) if near else '')}; "
+        "or name a folder with a config.json."
     )
 
 
-def _listed() -> str:
-    """All names, as llama-{7b,8b}."""
+def _listed(near: str) -> str:
+    """The names that begin as `near` does, or all for "", as llama-{7b,8b}."""
     families: dict[str, list[str]] = {}
-    for name in MODELS:
+    for name in (name for name in MODELS if name.partition("-")[0].startswith(near.partition("-")[0])):
         family, _, size = name.rpartition("-")
         families.setdefault(family, []).append(size)
     braced = lambda sizes: sizes[0] if len(sizes) == 1 else f"{{{','.join(sizes)}}}"
