@@ -1,8 +1,8 @@
 """Activations between forward and backward: kept on the GPU, swapped to RAM or the SSD, or recomputed.
 
 Saved tensors of one tier are one buffer. A layer's output (`x` of the next in forward, `dx` in backward) stays on the
-GPU until used; with `plan.between` "host" `x` goes to its tier, `dx` to RAM. To a layer on another GPU `x` goes through
-RAM, by the place of the micro-batch's `dx`.
+GPU until used, after a peer copy if the next layer is on another GPU. With `plan.between` "host" `x` goes to its tier,
+`dx` to RAM; to a layer on another GPU `x` goes through RAM, by the place of the micro-batch's `dx`.
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ from torch import Tensor
 from trireme.engine.geometry import Geometry
 from trireme.engine.memory import Buffer, Pool, Prefetch, flat, memory_of, views
 from trireme.engine.placement import Placement, Space
-from trireme.engine.plan import TIERS, Plan, Tier
+from trireme.engine.plan import SAVED, Plan, SavedTier, Tier
 from trireme.engine.queues.names import HOPS, numbered
 from trireme.engine.queues.task import Queues, Task
 
@@ -23,7 +23,7 @@ from trireme.engine.queues.task import Queues, Task
 
 
 class Outside(Protocol):
-    """A place for an activation in RAM or on the SSD."""
+    """A place for an activation in RAM, on another GPU or on the SSD."""
 
     def store(self, queue: str, label: str, here: Buffer, nbytes: int) -> Task:
         """Copies `here` out; returns its last reader."""
@@ -34,7 +34,9 @@ class Outside(Protocol):
         ...
 
 
-class InRam:
+class InMemory:
+    """In RAM, or of another GPU."""
+
     def __init__(self, queues: Queues, place: Buffer):
         self.queues, self.place = queues, place
 
@@ -97,7 +99,7 @@ class Activation:
     def __init__(self, swap: ActivationSwap, label: str, kind: Kind, stored: Home):
         """`stored`: where it is written, read, and waits between."""
         self.swap, self.label, self.kind = swap, label, kind
-        self.out, self.back, self.outside, self.at_once = stored
+        self.out, self.back, self.outside, self.at_once, self.peer = stored
         self.here: Buffer | None = None  # on the GPU
         self.tokens = self.reads = 0  # readers to come
         self.stored = False  # outside
@@ -115,14 +117,24 @@ class Activation:
         """Sends it outside, unless all its readers come before it would be sent back."""
         here = self._here()
         here.ready = (task,)
+        if self.peer:
+            here = self._cross(here)
         if self.outside is None or self.reads <= self.at_once:
             return
         queue, nbytes = self.kind.queue_out, self.kind.nbytes(self.tokens)
-        here.ready = (task, self.outside.store(queue, self.label, here, nbytes))
+        here.ready = (*here.ready, self.outside.store(queue, self.label, here, nbytes))
         self.stored = True
         if not self.at_once:
             self._free(here.ready)
         self.swap.go_on()
+
+    def _cross(self, here: Buffer) -> Buffer:
+        """Copies it to its reader's GPU."""
+        there = self._back()
+        there.ready = (_copy(self.swap.queues, self.peer, self.label, here, there, self.kind.nbytes(self.tokens)),)
+        here.free(there.ready)
+        self.here = there
+        return there
 
     # ------------------------------------------------ read
 
@@ -134,7 +146,7 @@ class Activation:
         if self.here is not None:
             return
         assert self.outside is not None
-        here = self.back.acquire(self.label) if isinstance(self.back, Pool) else self.back
+        here = self._back()
         here.ready = (self.outside.load(self.queue, self.label, here, self.kind.nbytes(self.tokens)),)
         self.here = here
 
@@ -146,7 +158,8 @@ class Activation:
         self.reads -= 1
         here = self._here()
         here.ready = (*here.ready, task)
-        if self.reads == 0 or (self.stored and isinstance(self.back, Pool)):
+        next_pass = self.reads % max(1, self.at_once) == 0
+        if self.reads == 0 or (self.stored and isinstance(self.back, Pool) and next_pass):
             self._free(here.ready)
 
     def discard(self, after: Task) -> None:
@@ -154,6 +167,9 @@ class Activation:
         self.reads, self.stored = 0, False
         if self.here is not None:
             self._free((*self.here.ready, after))
+
+    def _back(self) -> Buffer:
+        return self.back.acquire(self.label) if isinstance(self.back, Pool) else self.back
 
     def _here(self) -> Buffer:
         assert self.here is not None, f"{self.label} is not on the GPU"
@@ -167,12 +183,16 @@ class Activation:
 
 
 class Home(NamedTuple):
-    """Buffers or pools to write it to and to read it from, its place between, readers before it would leave."""
+    """Buffers or pools to write it to and to read it from, its place between, readers before it would leave.
+
+    `peer`: the queue that copies from the first to the second; none where they are one.
+    """
 
     out: Buffer | Pool
     back: Buffer | Pool
     outside: Outside | None
     at_once: int = 0
+    peer: str = ""
 
 
 class Kind(NamedTuple):
@@ -182,6 +202,7 @@ class Kind(NamedTuple):
     u: int
     names: tuple[str, ...]  # of saved tensors; without them it is an input or its gradient
     queue_out: str
+    queue_in: str = ""  # unless the pass says
 
     def nbytes(self, tokens: int) -> int:
         return self.geo.saved_layout(self.u, self.names, tokens).span if self.names else self.geo.x_bytes(tokens)
@@ -211,6 +232,29 @@ class InUse(NamedTuple):
         return flat(self.buffer.tensor, geo.dtype, self.tokens * geo.cfg.width).view(self.tokens, geo.cfg.width)
 
 
+class Passed(NamedTuple):
+    """What passes from slice to slice of a layer's experts (shapes.passed_shapes), as a task's use."""
+
+    swap: ActivationSwap
+    b: int  # micro-batch
+    buffer: Buffer
+    tokens: int
+    ends: bool  # the last slice frees it
+
+    @property
+    def ready(self) -> tuple[Task, ...]:
+        return self.buffer.ready
+
+    def done(self, task: Task) -> None:
+        self.buffer.ready = (task,)
+        if self.ends:
+            del self.swap.passed[self.b]
+            self.buffer.free((task,))
+
+    def tensors(self) -> dict[str, Tensor]:
+        return views(self.swap.geo.passed_layout(self.tokens), self.buffer.tensor)
+
+
 def saved_tensors(saved: Iterable[InUse]) -> dict[str, Tensor]:
     """Saved tensors by name."""
     found: dict[str, Tensor] = {}
@@ -231,10 +275,10 @@ class ActivationSwap:
 
     def __init__(self, geo: Geometry, plan: Plan, placement: Placement, queues: Queues):
         self.geo, self.plan, self.placement, self.queues = geo, plan, placement, queues
-        self.hop_in, self.hop_out = HOPS if plan.gpus > 1 else ("h2d", "d2h")
+        self.hop_in, self.hop_out = HOPS if plan.gpus > 1 and plan.between == "host" else ("h2d", "d2h")
         self.to_next, self.again = Prefetch(), Prefetch()  # to the next layer; in backward what forward left
         self.staging = placement.pool("host", "staging pool")
-        self.pools = {tier: placement.gpu_pools("saved pool", tier) for tier in ("host", "ssd")}
+        self.pools = {tier: placement.gpu_pools("saved pool", tier) for tier in ("peer", "host", "ssd")}
         self.places = [Buffer(tensor) for tensor in placement.many("host", "dx")]  # by micro-batch
         micro_batches, layers = range(plan.n_micro), range(1, geo.n_units)
         x, dx = self._between("x pool"), self._between("dx pool")
@@ -243,11 +287,13 @@ class ActivationSwap:
         self.x = [[], *([self._x(u, b, x, on_gpu[self._gpu(u)], in_ram) for b in micro_batches] for u in layers)]
         self.dx = [[], *([self._dx(u, b, dx) for b in micro_batches] for u in layers)]
         self.saved = [list(self._saved(u)) for u in range(geo.n_units)]  # of each micro-batch one for each tier
+        self.for_passed = placement.gpu_pools("passed pool")
+        self.passed = dict[int, Buffer]()  # by micro-batch, of the layer whose slices are in use
 
     def _between(self, what: Literal["x pool", "dx pool"]) -> Pools:
         """For what layers leave for each other."""
         gpus = range(self.plan.gpus)
-        if self.plan.between == "gpu":
+        if self.plan.between == "gpu" and self.plan.gpus == 1:
             pools = self.placement.gpu_pools(what)
             return pools, pools
         slots = self.plan.swap_slots
@@ -263,34 +309,49 @@ class ActivationSwap:
     def _x(self, u: int, b: int, pools: Pools, on_gpu: Iterator[Tensor], in_ram: Iterator[Tensor]) -> Activation:
         """The head's, needed at once, stays on the GPU unless `between` is "host"."""
         tier, writer, reader = self.plan.units[u].x, self._gpu(u - 1), self._gpu(u)
-        out, back, at_once = pools[0][writer], pools[1][reader], int(self.plan.between == "gpu")
+        out, back, peer = self._way(pools, writer, reader)
+        at_once = max(1, len(self.geo.slices_of[u])) if self.plan.between == "gpu" else 0
         if tier == "gpu":
             own = Buffer(next(on_gpu))
-            stored = Home(own, own, None) if writer == reader else Home(out, own, InRam(self.queues, self.places[b]))
+            through_ram = InMemory(self.queues, self.places[b]) if writer != reader and not at_once else None
+            stored = Home(own if writer == reader else out, own, through_ram, peer=peer)
         elif u == self.geo.head and at_once:
-            stored = Home(out, back, None)
+            stored = Home(out, back, None, peer=peer)
         else:
-            stored = Home(out, back, self._outside(tier, in_ram, self.geo.x_bytes(self.plan.tokens)), at_once)
-        kind = Kind(self.geo, u, (), numbered(self.hop_out, writer))
+            stored = Home(out, back, self._outside(tier, in_ram, self.geo.x_bytes(self.plan.tokens)), at_once, peer)
+        kind = Kind(self.geo, u, (), numbered(self.hop_out, reader if peer else writer))
         return Activation(self, f"{self.geo.names[u]} x {b}", kind, stored)
 
     def _dx(self, u: int, b: int, pools: Pools) -> Activation:
         writer, reader = self._gpu(u), self._gpu(u - 1)
-        outside = InRam(self.queues, self.places[b]) if self.plan.between == "host" else None
+        outside = InMemory(self.queues, self.places[b]) if self.plan.between == "host" else None
         kind = Kind(self.geo, u, (), numbered(self.hop_out, writer))
-        return Activation(self, f"{self.geo.names[u]} dx {b}", kind, Home(pools[0][writer], pools[1][reader], outside))
+        out, back, peer = self._way(pools, writer, reader)
+        return Activation(self, f"{self.geo.names[u]} dx {b}", kind, Home(out, back, outside, peer=peer))
+
+    def _way(self, pools: Pools, writer: int, reader: int) -> tuple[Pool, Pool, str]:
+        """Pools to write to and to read from; the queue of peer copies between them, or none."""
+        stays = self.plan.between == "gpu"
+        peer = numbered("peer", writer) if stays and writer != reader else ""
+        out = pools[0][writer] if peer or not stays else pools[1][writer]
+        return out, pools[1][reader], peer
 
     def _saved(self, u: int) -> Iterator[list[Activation]]:
         unit, name, inner = self.plan.units[u], self.geo.names[u], 0 < u < self.geo.head
-        kinds = {t: Kind(self.geo, u, unit.names(t), numbered("d2h", unit.gpu)) for t in TIERS if unit.names(t)}
+        ways = {t: (numbered("d2h", unit.gpu), "") for t in SAVED}
+        ways["peer"] = numbered("peer_out", unit.gpu), numbered("peer_in", unit.gpu)
+        kinds = {t: Kind(self.geo, u, unit.names(t), *ways[t]) for t in SAVED if unit.names(t)}
         on_gpu = iter(self.placement.many("gpu", "saved", name, unit.gpu))
+        lent = iter(self.placement.many("gpu", "lent", name, unit.peer))
         in_ram = iter(self.placement.many("host", "saved", name))
 
-        def stored(tier: Tier) -> Home:
+        def stored(tier: SavedTier) -> Home:
             if tier == "gpu":
                 own = Buffer(next(on_gpu))
                 return Home(own, own, None)
             pool = self.pools[tier][unit.gpu]
+            if tier == "peer":
+                return Home(pool, pool, InMemory(self.queues, Buffer(next(lent))))
             return Home(pool, pool, self._outside(tier, in_ram, kinds[tier].nbytes(self.plan.tokens)))
 
         for b in range(self.plan.n_micro):
@@ -298,8 +359,18 @@ class ActivationSwap:
 
     def _outside(self, tier: Tier, in_ram: Iterator[Tensor], nbytes: int) -> Outside:
         if tier == "host":
-            return InRam(self.queues, Buffer(next(in_ram)))
+            return InMemory(self.queues, Buffer(next(in_ram)))
         return OnSsd(self.queues, self.staging, self.placement.space, self.placement.space.reserve(nbytes))
+
+    # ------------------------------------------------ slices of experts
+
+    def from_slice(self, u: int, b: int, tokens: int, begins: bool, ends: bool) -> list[Passed]:
+        """What passes from a slice to the next, of micro-batch b; nothing where there is one part."""
+        if begins and ends:
+            return []
+        if begins:
+            self.passed[b] = self.for_passed[self._gpu(u)].acquire(f"{self.geo.names[u]} passed {b}")
+        return [Passed(self, b, self.passed[b], tokens, ends)]
 
     # ------------------------------------------------ a pass
 
@@ -317,16 +388,23 @@ class ActivationSwap:
     def expect_backward(self, n_micro: int) -> None:
         """Backward brings what forward left outside, and each gradient that leaves the GPU before its layer."""
         blocks, micro_batches = range(self.geo.head - 1, 0, -1), range(n_micro)
-        left = [(u, each) for u in blocks for b in micro_batches for each in (self.x[u][b], *self.saved[u][b])]
+        left = [(u, each) for u in blocks for each in self._left(u, n_micro)]
         self._expect(self.again, "h2d", [(u, each) for u, each in left if isinstance(each.back, Pool)])
         above = [(u - 1, self.dx[u][b]) for u in range(self.geo.head, 0, -1) for b in micro_batches]
         self._expect(self.to_next, self.hop_in, above)
+
+    def _left(self, u: int, n_micro: int) -> list[Activation]:
+        """In the order in which backward reads them: saved tensors with the last slice."""
+        x, saved = self.x[u][:n_micro], self.saved[u][:n_micro]
+        if self.geo.slices_of[u]:
+            return [*x, *(each for of in saved for each in of)]
+        return [each for b in range(n_micro) for each in (x[b], *saved[b])]
 
     def _expect(self, prefetch: Prefetch, queue: str, read: Sequence[tuple[int, Activation]]) -> None:
         """`read`: activations in the order in which layers read them."""
         coming = [(u, each) for u, each in read if each.outside is not None]
         for u, each in coming:
-            each.queue = numbered(queue, self._gpu(u))
+            each.queue = each.kind.queue_in or numbered(queue, self._gpu(u))
         prefetch.expect([each for _, each in coming])
 
     def go_on(self) -> None:

@@ -8,8 +8,7 @@ from dataclasses import dataclass, replace
 from typing import Literal
 
 from trireme.engine.geometry import Geometry, extent
-from trireme.engine.plan import TIERS, Limits, Plan, Tier
-from trireme.models.sizes.workspace import workspace_bytes
+from trireme.engine.plan import SAVED, Limits, Plan, Tier
 from trireme.storage.layout import ITEMSIZE, Layout, round_up
 
 ENDS = ("embed", "head", "ends")  # size classes with one unit in use at a time
@@ -29,7 +28,7 @@ What = Literal[
     "weights", "weights pool", "base", "base pool", "decoded",
     "sum", "sum of embedding", "sums", "rounded", "rounded pool", "gradient", "whole gradient", "gradient pool",
     "state", "state pool",
-    "x", "x pool", "dx", "dx pool", "saved", "saved pool", "staging pool",
+    "x", "x pool", "dx", "dx pool", "saved", "lent", "saved pool", "passed pool", "staging pool",
     "staging",
 ]  # fmt: skip
 GROUPS: dict[Group, tuple[What, ...]] = {
@@ -39,7 +38,7 @@ GROUPS: dict[Group, tuple[What, ...]] = {
         *("gradient", "whole gradient", "gradient pool"),
     ),
     "optimizer state": ("state", "state pool"),
-    "activations": ("x", "x pool", "dx", "dx pool", "saved", "saved pool", "staging pool"),
+    "activations": ("x", "x pool", "dx", "dx pool", "saved", "lent", "saved pool", "passed pool", "staging pool"),
     "workspace": ("staging",),
 }
 GROUP = {what: group for group, all_of in GROUPS.items() for what in all_of}
@@ -75,7 +74,17 @@ def _buffers(geo: Geometry, plan: Plan, units: Alike) -> list[Buffers]:
     for gpu in range(plan.gpus):
         own = [(u, n) for u, n in units if plan.units[u].gpu == gpu]
         made += [replace(b, gpu=gpu) for b in _made(geo, plan, own) if b.tier == "gpu"]
+        made += _lent(
+            geo, plan, [(u, n) for u, n in units if u and plan.units[u].lent and plan.units[u].peer == gpu], gpu
+        )
     return made
+
+
+def _lent(geo: Geometry, plan: Plan, units: Alike, gpu: int) -> Iterable[Buffers]:
+    """For what other GPUs save on `gpu`."""
+    for u, alike in units:
+        nbytes = geo.saved_layout(u, plan.units[u].names("peer"), plan.tokens).span
+        yield Buffers("gpu", "lent", nbytes, plan.n_micro * alike, geo.names[u], gpu)
 
 
 def _made(geo: Geometry, plan: Plan, units: Alike) -> list[Buffers]:
@@ -90,8 +99,7 @@ def _made(geo: Geometry, plan: Plan, units: Alike) -> list[Buffers]:
 
 
 def _alike(geo: Geometry, plan: Plan) -> Alike:
-    sizes = ((geo.numel[u], geo.base_room[u]) for u in range(geo.n_units))
-    keys = list(zip(geo.kinds, map(id, plan.units), sizes, strict=True))
+    keys = list(zip(geo.sizes, map(id, plan.units), strict=True))
     one = dict(zip(keys, range(geo.n_units), strict=True))
     return [(one[key], count) for key, count in Counter(keys).items()]
 
@@ -132,24 +140,27 @@ def _weight_buffers(geo: Geometry, plan: Plan, units: Alike) -> Iterable[Buffers
 
 def _base_buffers(geo: Geometry, plan: Plan, units: Alike) -> Iterable[Buffers]:
     """As of trained weights; in RAM those that pass lie as in the checkpoint's files, in whole blocks of the drive."""
-    spans = _spans(geo.base)
-    for u, alike in units:
-        if plan.units[u].base != "ssd":
-            yield Buffers(plan.units[u].base, "base", spans[u], alike, geo.names[u])
-    streamed = [(u, n) for u, n in units if plan.units[u].base != "gpu"]
+    spans, decoded = _spans(geo.base), max((geo.decoded[u].span for u, _ in units), default=0)
+    units = [(v, n) for u, n in units for v in (u, *geo.slices_of[u])]
+    tier = lambda v: plan.units[geo.unit_of(v)].base
+    for v, alike in units:
+        if tier(v) != "ssd":
+            yield Buffers(tier(v), "base", spans[v], alike, geo.base_names[v])
+    streamed = [(v, n) for v, n in units if tier(v) != "gpu"]
     for kind, (size, count) in _by_class(geo, streamed, spans).items():
         yield Buffers("gpu", "base pool", size, 1 if kind in ENDS else min(plan.window, count), kind)
-    from_ssd = [(u, n) for u, n in units if plan.units[u].base == "ssd"]
+    from_ssd = [(v, n) for v, n in units if tier(v) == "ssd"]
     for kind, (size, count) in _by_class(geo, from_ssd, geo.base_room).items():
         yield Buffers("host", "base pool", size, 1 if kind in ENDS else min(plan.host_window, count), kind)
-    yield Buffers("gpu", "decoded", max((geo.decoded[u].span for u, _ in units), default=0))
+    yield Buffers("gpu", "decoded", decoded)
 
 
 def _staging(geo: Geometry, plan: Plan, units: Alike) -> int:
     """Bytes to load and save what is not stored in RAM."""
     weights = (geo.weights[u].span for u, _ in units if plan.units[u].weights != "host")
     n, _ = _records(geo, plan, [(u, n) for u, n in units if plan.units[u].state != "host"])
-    base = (geo.base[u].span for u, _ in units if plan.units[u].base != "host")
+    away = (u for u, _ in units if plan.units[u].base != "host")
+    base = (geo.base[v].span for u in away for v in (u, *geo.slices_of[u]))
     return max(0, geo.state_layout(n).span, *weights, *base)
 
 
@@ -174,8 +185,7 @@ def _optimizer_buffers(geo: Geometry, plan: Plan, units: Alike) -> Iterable[Buff
         largest = max(extent(piece)[1] for unit in pieces for piece in unit)
         count = max(sum(n for _, n in on_cpu), *map(len, pieces))
         yield Buffers("gpu", "rounded pool", round_up(largest * ITEMSIZE[plan.dtype]), min(OUT_SLOTS, count))
-    shares = [geo.share_span(u, plan.record) for u in range(geo.n_units)]
-    for kind, (size, count) in _by_class(geo, on_cpu, shares).items():
+    for kind, (size, count) in _by_class(geo, on_cpu, geo.share_spans(plan.record)).items():
         spilled = sum(n for u, n in on_cpu if plan.spilled(u) and geo.size_class(u) == kind)
         passing = count if plan.mode == "backward" else spilled
         yield Buffers("host", "gradient", size, count - passing + min(plan.host_window, passing), kind)
@@ -215,19 +225,21 @@ def _activation_buffers(geo: Geometry, plan: Plan, units: Alike) -> Iterable[Buf
     placement: Counter[Tier] = Counter()  # of inputs
     for u, alike in inner:
         placement[plan.units[u].x] += alike * n
+    leaving = plan.swap_slots * (plan.gpus > 1 and not away)  # for another GPU, by peer copies
     yield Buffers("gpu", "x", x, placement["gpu"])
     if placement["host"] or placement["ssd"] or plan.gpus > 1:
-        yield Buffers("gpu", "x pool", x, plan.swap_slots + (plan.swap_slots if away else n))
+        yield Buffers("gpu", "x pool", x, leaving + plan.swap_slots + (plan.swap_slots if away else n))
         yield Buffers("host", "x", x, placement["host"])
-    yield Buffers("gpu", "dx pool", x, 2 * plan.swap_slots if away else n + 1)
+    yield Buffers("gpu", "dx pool", x, leaving + (2 * plan.swap_slots if away else n + 1))
     yield Buffers("host", "dx", x, n if away else 0)
+    yield Buffers("gpu", "passed pool", round_up(geo.passed_layout(plan.tokens).nbytes), n * bool(geo.slices))
     spans = {
-        tier: [geo.saved_layout(u, plan.units[u].names(tier), plan.tokens).span for u, _ in inner] for tier in TIERS
+        tier: [geo.saved_layout(u, plan.units[u].names(tier), plan.tokens).span for u, _ in inner] for tier in SAVED
     }
     for (u, alike), here, host in zip(inner, spans["gpu"], spans["host"], strict=True):
         yield Buffers("gpu", "saved", here, n * alike, geo.names[u])
         yield Buffers("host", "saved", host, n * alike, geo.names[u])
-    for tier in ("host", "ssd"):
+    for tier in ("peer", "host", "ssd"):
         yield Buffers("gpu", "saved pool", max(spans[tier], default=0), plan.swap_slots, tier)
     if placement["ssd"] or any(spans["ssd"]):
         yield Buffers("host", "staging pool", max(x, *spans["ssd"]), 2 * plan.swap_slots)
@@ -237,22 +249,29 @@ def workspace(geo: Geometry, plan: Plan, gpu: int = 0) -> int:
     """A GPU's bytes beside the buffers: largest unit's temporaries, rotary table, inputs, fragmentation."""
     wide = 4 if plan.sums_wide else ITEMSIZE[plan.dtype]
     each = {geo.kinds[u]: u for u in range(geo.n_units) if plan.units[u].gpu == gpu}.values()  # by kind
-    needs = [workspace_bytes(geo.cfg, u, plan.tokens, ITEMSIZE[plan.dtype], wide) for u in each]
+    needs = [geo.workspace_bytes(u, plan.tokens, wide) for u in each]
     temporaries = max(needs, default=0)
-    inputs = plan.tokens * plan.n_micro * 48
+    taught = geo.cfg.teaching.nbytes if geo.cfg.teaching else 0
+    inputs = plan.tokens * plan.n_micro * (48 + taught)
     return round_up(int(temporaries * 1.02)) + inputs
 
 
-def usage(geo: Geometry, plan: Plan) -> dict[str, int]:
-    """Bytes of the fullest GPU and of host: buffers and workspace."""
+def usage(geo: Geometry, plan: Plan, less: Sequence[int] = ()) -> dict[str, int]:
+    """Bytes of the fullest GPU and of host: buffers and workspace. What a GPU has `less` counts as taken (Limits)."""
+    on_gpu, host = each_usage(geo, plan)
+    return {"gpu": max(map(sum, zip(on_gpu, less or [0] * len(on_gpu), strict=False))), "host": host}
+
+
+def each_usage(geo: Geometry, plan: Plan) -> tuple[list[int], int]:
+    """Bytes of each GPU, and of host."""
     on_gpu, host = [workspace(geo, plan, gpu) for gpu in range(plan.gpus)], 0
     for b in _buffers(geo, plan, _alike(geo, plan)):
         if b.tier == "gpu":
             on_gpu[b.gpu] += b.nbytes * b.count
         else:
             host += b.nbytes * b.count
-    return {"gpu": max(on_gpu), "host": host}
+    return on_gpu, host
 
 
 def fits(geo: Geometry, plan: Plan, limits: Limits) -> bool:
-    return not limits.lacking(usage(geo, plan))
+    return not limits.lacking(usage(geo, plan, limits.less))

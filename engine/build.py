@@ -25,9 +25,10 @@ from trireme.engine.updates import AdamW
 from trireme.engine.weights import WeightStream
 from trireme.kernels import ops
 from trireme.models.config import InputError, ModelConfig
+from trireme.models.head import Shares
 from trireme.models.losses.preferences import Documents
 from trireme.models.rows import Load, Noise, Rows, Tables
-from trireme.models.sizes import costs
+from trireme.models.sizes import costs, narrow
 
 Key = TypeVar("Key")
 Value = TypeVar("Value")
@@ -53,9 +54,11 @@ def build(
     """
     if cfg.tied and plan.units[0].gpu != plan.units[-1].gpu:
         raise InputError("plan: the embedding and the head share a matrix, and are on two GPUs")
+    assert plan.slices == 1 or narrow.may_be_sliced(cfg), "slices are of frozen experts"
     assert len(queues.devices) == plan.gpus, "queues for other GPUs than the plan's"
     geo, others = Geometry.of(cfg, plan), queues.devices[1:]
-    memory = Memory(queues.device, limits.gpu, limits.host, queues.simulated, pinned=pinned, others=others)
+    given = queues.device, limits.gpu, limits.host, queues.simulated
+    memory = Memory(*given, pinned=pinned, others=others, less=limits.less)
     if poison:
         memory.poison = lambda buffer: _poison(queues, buffer)
     for gpu in range(plan.gpus):
@@ -98,6 +101,9 @@ class MicroBatch(Protocol):
     @property
     def reference(self) -> np.ndarray | None: ...  # log-probabilities of documents, float64, by the reference
 
+    @property
+    def taught(self) -> tuple[np.ndarray, np.ndarray, np.ndarray] | None: ...  # of labels, as head.Shares
+
 
 def inputs(
     cfg: ModelConfig,
@@ -132,6 +138,7 @@ class InRam(NamedTuple):
     noise: Noise | None = None
     of_docs: Documents | None = None
     factors: Tensor | None = None  # (N,) fp32: weights of documents
+    shares: Shares | None = None
 
     @property
     def weight(self) -> float:
@@ -150,14 +157,16 @@ def in_ram(cfg: ModelConfig, micro_batch: MicroBatch, pinned: bool = False, nois
     of_docs, factors = documents_of(micro_batch), None
     if weights is not None and of_docs is None:
         factors = torch.from_numpy(np.repeat(weights, micro_batch.lengths).astype(np.float32))
+    shares = Shares(*map(torch.from_numpy, micro_batch.taught)) if micro_batch.taught else None
     if pinned:
         ids, labels, loss_rows = (t.pin_memory() for t in (ids, labels, loss_rows))
         factors = factors.pin_memory() if factors is not None else None
         docs = docs._replace(content=docs.content.pin_memory())
         noise = noise and noise._replace(scale=noise.scale.pin_memory())
+        shares = shares and Shares(*(t.pin_memory() for t in shares))
     pairs = costs.layer_pairs(cfg, micro_batch.lengths)
     return InRam(
-        len(labels), len(loss_rows), pairs, ids, labels, loss_rows, docs, noise=noise, of_docs=of_docs, factors=factors
+        len(labels), len(loss_rows), pairs, ids, labels, loss_rows, docs, False, noise, of_docs, factors, shares
     )
 
 
@@ -186,9 +195,9 @@ def placed(mb: InRam, places: Sequence[tuple[Tables, torch.device | str]], loads
         counts = load and load._replace(counted=not mb.idle)
         noise = mb.noise and mb.noise._replace(scale=mb.noise.scale.to(device, non_blocking=True))
         factors = None if mb.factors is None else mb.factors.to(device, non_blocking=True)
-        packed.append(
-            Packed(ids, labels, loss_rows, Rows(ops.place_docs(mb.docs, device), tables, counts, noise), factors)
-        )
+        shares = mb.shares and Shares(*(t.to(device, non_blocking=True) for t in mb.shares))
+        rows = Rows(ops.place_docs(mb.docs, device), tables, counts, noise)
+        packed.append(Packed(ids, labels, loss_rows, rows, factors, shares))
     return Inputs(mb.tokens, mb.trained, mb.pairs, tuple(packed), mb.of_docs)
 
 

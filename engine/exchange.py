@@ -20,7 +20,7 @@ from trireme.models import hf
 from trireme.models.config import InputError, ModelConfig, Packing
 from trireme.models.lora import initial
 from trireme.models.packed import damage
-from trireme.models.sizes.narrow import FP8, ROWS, SCALE
+from trireme.models.sizes.narrow import FP8, ROWS, SCALE, in_file
 from trireme.models.sizes.shapes import Group
 from trireme.storage.checkpoint import NUMPY, Source, convert, dtype_of, export
 from trireme.storage.layout import TensorSpec
@@ -177,9 +177,11 @@ def fill_base(placement: Placement, read: Read, progress: Progress = silent, fil
     """Fills, or only reads, frozen weights. Returns checksums of what was read, by unit. Errors as `fill`."""
     sums = dict[str, str]()
     with ThreadPoolExecutor(LOADERS) as pool:
-        for u, name in enumerate(placement.geo.names):
-            if placement.geo.base[u].tensors:
-                sums[name] = _fill_weights(placement, Entry("base", u), read, pool, progress)
+        for u, slices in enumerate(placement.geo.slices_of):
+            found = [v for v in (u, *slices) if placement.geo.base[v].tensors]
+            for v in found:
+                sums[placement.geo.base_names[v]] = _fill_weights(placement, Entry("base", v), read, pool, progress)
+            if found:
                 filled(u)
     return sums
 
@@ -189,7 +191,8 @@ def _fill_weights(placement: Placement, entry: Entry, read: Read, pool: ThreadPo
     layout, sums = placement.layout(entry), list[str]()
     if layout.tensors:
         with Writer(placement, entry) as buffer:
-            for group in placement.geo.kept_in_fp8(entry.u) if entry.kind == "base" else ():
+            of_units = entry.kind == "base" and entry.u < placement.geo.n_units
+            for group in placement.geo.kept_in_fp8(entry.u) if of_units else ():
                 sums += _fill_codes(group, placement, entry, buffer, read, pool)
             plain, packing = [t for t in layout.tensors if not t.name.endswith(FP8)], placement.geo.cfg.packing
             sums += pool.map(lambda t: fill_weight(t, buffer, read, packing), plain)
@@ -305,9 +308,10 @@ def _pieces(values: np.ndarray) -> Iterator[np.ndarray]:
 def fill_weight(t: TensorSpec, buffer: Tensor, read: Read, packing: Packing | None) -> str:
     """Fills a tensor's place in a buffer; the checksum of the values read. Raises InputError as `fill`."""
     out, at, sums = _numpy(buffer, t), 0, list[str]()
-    packing = packing and packing.of(t.name)
-    part = packing and packing.part_of(t.name)
-    for raw in summed(read(t.name, 0, t.numel), sums.append):
+    name, first = in_file(t.name, t.numel)
+    packing = packing and packing.of(name)
+    part = packing and packing.part_of(name)
+    for raw in summed(read(name, first, first + t.numel), sums.append):
         if packing and part and (why := damage(packing, part, raw)):
             raise InputError(f"{t.name} {why}; the checkpoint is damaged")
         values = raw if part else _computed(t.name, raw, t.dtype)

@@ -8,11 +8,12 @@ from dataclasses import replace
 from functools import cached_property, lru_cache
 from itertools import accumulate, pairwise
 from math import prod
-from typing import Literal, NamedTuple
+from typing import Any, Literal, NamedTuple
 
 from trireme.engine.plan import Plan
 from trireme.models.config import ModelConfig
 from trireme.models.sizes import narrow, shapes
+from trireme.models.sizes.workspace import workspace_bytes
 from trireme.storage.layout import ALIGN, ITEMSIZE, Layout, pack, rank, round_up, sequential
 
 Part = Literal["all", "weights", "moments"]  # of an update
@@ -20,6 +21,7 @@ ADAM_BYTES = 28  # RAM traffic of an fp32 AdamW a parameter: gradient, master, m
 # RAM traffic by part, scaled to times on a Xeon: 9.9 and 9.1 G parameters/s, all 7.1.
 PART_BYTES: dict[Part, int] = {"all": ADAM_BYTES, "weights": 20, "moments": 22}
 GPU_BYTES = 26  # the same on the GPU
+SLICE = "slice"  # size class of slices of experts
 STRETCH = 1 << 25  # most elements rounded and squared at once
 
 
@@ -32,6 +34,13 @@ class Stretch(NamedTuple):
     start: int
     stop: int
     place: int
+
+
+class Slice(NamedTuple):
+    """Some of unit u's frozen experts: a unit of weights, whose number follows those of all units."""
+
+    u: int
+    own: range
 
 
 def extent(piece: Sequence[Stretch]) -> tuple[int, int]:
@@ -52,12 +61,66 @@ class Geometry:
         self.head = self.n_units - 1
         self.inner_kinds = tuple(dict.fromkeys(self.kinds[1:-1]))
         self._saved: dict[tuple[str, frozenset[str], int], Layout] = {}
+        self._passed: dict[int, Layout] = {}
         self._state: dict[int, Layout] = {}
         self._parts: dict[int, dict[str, tuple[int, Layout]]] = {}
         self._names: dict[str, tuple[str, ...]] = {}
         self._cut: dict[Alike, tuple[Stretch, ...]] = {}
         self._pieces: dict[tuple[Alike, int], tuple[tuple[Stretch, ...], ...]] = {}
         self._records: dict[tuple[int, int], list[tuple[int, int]]] = {}
+        self._shares: dict[int, tuple[int, ...]] = {}
+        self._workspace: dict[tuple[int, int, int], int] = {}
+
+    @cached_property
+    def alike(self) -> tuple[int, ...]:
+        """Of each unit the first one like it: of its kind, with its matrices, trained and frozen, in its dtypes."""
+        first = dict[tuple[Any, ...], int]()
+        return tuple(first.setdefault(self._described(u), u) for u in range(self.n_units))
+
+    def _described(self, u: int) -> tuple[Any, ...]:
+        """All that a unit's sizes and costs depend on."""
+        cfg, inner = self.cfg, 0 < u < self.head
+        prefix = cfg.names.prefix(shapes.layer(cfg, u)) if inner else ""
+        bare = lambda group: tuple((name.removeprefix(prefix), shape) for name, shape in group)
+        packed = {name.removeprefix(prefix): part.shape for name, part in narrow.packed_parts(cfg, u).items()}
+        trained = tuple(tuple(map(bare, part)) for part in shapes.trained_parts(cfg, u))
+        frozen = tuple((bare(group), shapes.is_packed(cfg, group)) for group in shapes.frozen_groups(cfg, u))
+        return self.kinds[u], trained, frozen, tuple(packed.items()), tuple(map(bare, narrow.fp8_groups(cfg, u)))
+
+    @cached_property
+    def slices(self) -> tuple[Slice, ...]:
+        """Of all units, in order."""
+        return tuple(Slice(u, own) for u in range(self.n_units) for own in narrow.slices(self.cfg, u))
+
+    @cached_property
+    def slices_of(self) -> tuple[range, ...]:
+        """Numbers of each unit's slices."""
+        counts = Counter(s.u for s in self.slices)
+        ends = accumulate((counts[u] for u in range(self.n_units)), initial=self.n_units)
+        return tuple(range(a, b) for a, b in pairwise(ends))
+
+    def slice_at(self, v: int) -> Slice:
+        return self.slices[v - self.n_units]
+
+    def unit_of(self, v: int) -> int:
+        """The unit that a unit of frozen weights belongs to."""
+        return v if v < self.n_units else self.slice_at(v).u
+
+    def share_of_slice(self, v: int) -> float:
+        """Of its layer's experts."""
+        assert self.cfg.experts is not None
+        return len(self.slice_at(v).own) / self.cfg.experts.count
+
+    @cached_property
+    def base_names(self) -> tuple[str, ...]:
+        """Of units of frozen weights."""
+        rest = (f"{name} rest" if of else name for name, of in zip(self.names, self.slices_of, strict=True))
+        return *rest, *(f"{self.names[u]} experts {own.start}-{own.stop - 1}" for u, own in self.slices)
+
+    @cached_property
+    def base_bytes(self) -> tuple[int, ...]:
+        """Of each unit's frozen weights, slices included."""
+        return tuple(sum(self.base[v].span for v in (u, *of)) for u, of in enumerate(self.slices_of))
 
     @cached_property
     def weights(self) -> tuple[Layout, ...]:
@@ -67,9 +130,10 @@ class Geometry:
 
     @cached_property
     def base(self) -> tuple[Layout, ...]:
-        """Of each unit's frozen weights, those of matmuls in fp8 as codes."""
-        units = range(self.n_units)
-        return tuple(pack(narrow.base_groups(self.cfg, u), self.dtype, narrow.own_dtypes(self.cfg, u)) for u in units)
+        """Of each unit's frozen weights, those of matmuls in fp8 as codes, then of slices."""
+        groups = [(u, narrow.base_groups(self.cfg, u)) for u in range(self.n_units)]
+        groups += [(u, narrow.slice_groups(self.cfg, u, own)) for u, own in self.slices]
+        return tuple(pack(of, self.dtype, narrow.own_dtypes(self.cfg, u)) for u, of in groups)
 
     @cached_property
     def decoded(self) -> tuple[Layout, ...]:
@@ -115,17 +179,45 @@ class Geometry:
     @cached_property
     def stored_base(self) -> tuple[Layout, ...]:
         """`base` by a checkpoint's names."""
-        parts = (narrow.packed_parts(self.cfg, u) for u in range(self.n_units))
-        return tuple(map(self._on_disk, self.base, parts))
+        parts = [narrow.packed_parts(self.cfg, u) for u in range(self.n_units)]
+        units = tuple(map(self._on_disk, self.base, parts))
+        return units + tuple(
+            self._slice_on_disk(v, parts[self.unit_of(v)]) for v in range(self.n_units, len(self.base))
+        )
 
     def _on_disk(self, layout: Layout, parts: Mapping[str, narrow.PartOf]) -> Layout:
         in_files = lambda t: parts[t.name].stored if t.name in parts else shapes.on_disk(self.cfg, t.name, t.shape)
         return sequential([(name, t.dtype, shape) for t in layout.tensors for name, shape in in_files(t)])
 
+    def _slice_on_disk(self, v: int, parts: Mapping[str, narrow.PartOf]) -> Layout:
+        u, own = self.slice_at(v)
+        of_all = {name: shape for group in shapes.frozen_groups(self.cfg, u) for name, shape in group}
+        specs = list[tuple[str, str, tuple[int, ...]]]()
+        for t in self.base[v].tensors:
+            found = parts[t.name].stored if t.name in parts else shapes.on_disk(self.cfg, t.name, of_all[t.name])
+            specs += [(name, t.dtype, shape) for name, shape in narrow.slice_on_disk(self.cfg, found, own)]
+        return sequential(specs)
+
     @cached_property
     def base_room(self) -> tuple[int, ...]:
         """Bytes for each unit's frozen weights as they lie in a checkpoint, read in whole blocks of the drive."""
-        return tuple(layout.span + 2 * ALIGN * len(layout.tensors) for layout in self.stored_base)
+        room = dict[int, int]()
+        for u in dict.fromkeys(self.alike):  # alike units have the same sizes by other names
+            layout = self._on_disk(self.base[u], narrow.packed_parts(self.cfg, u))
+            room[u] = layout.span + 2 * ALIGN * len(layout.tensors)
+        made = dict[tuple[int, range], int]()
+        for v, (u, own) in enumerate(self.slices, self.n_units):
+            if (self.alike[u], own) not in made:
+                layout = self._slice_on_disk(v, narrow.packed_parts(self.cfg, u))
+                made[self.alike[u], own] = layout.span + 2 * ALIGN * len(layout.tensors)
+        return *(room[u] for u in self.alike), *(made[self.alike[u], own] for u, own in self.slices)
+
+    @cached_property
+    def sizes(self) -> tuple[int, ...]:
+        """Of each unit the first one of the same kind, with as many trained and frozen bytes."""
+        first = dict[tuple[str, int, int, int], int]()
+        each = zip(self.kinds, self.numel, self.base_room[: self.n_units], self.base_bytes, strict=True)
+        return tuple(first.setdefault(size, u) for u, size in enumerate(each))
 
     @cached_property
     def gradients(self) -> tuple[Layout, ...]:
@@ -188,6 +280,8 @@ class Geometry:
 
     def size_class(self, u: int) -> str:
         """Units of a class share rings; untied, both ends share a slot in turn."""
+        if u >= self.n_units:
+            return SLICE
         if 0 < u < self.head or self.cfg.tied:
             return shapes.bare(self.kinds[u])
         return "ends"
@@ -223,6 +317,19 @@ class Geometry:
         """Bytes of their gradient; of one host a unit's span."""
         own = self.share(u, record)
         return self.weights[u].span if self.hosts == 1 else round_up((own.stop - own.start) * ITEMSIZE[self.dtype])
+
+    def share_spans(self, record: int) -> tuple[int, ...]:
+        """Of all units."""
+        if record not in self._shares:
+            self._shares[record] = tuple(self.share_span(u, record) for u in range(self.n_units))
+        return self._shares[record]
+
+    def workspace_bytes(self, u: int, tokens: int, grad_itemsize: int) -> int:
+        """As workspace.workspace_bytes, in the compute dtype."""
+        key = self.alike[u], tokens, grad_itemsize
+        if key not in self._workspace:
+            self._workspace[key] = workspace_bytes(self.cfg, u, tokens, ITEMSIZE[self.dtype], grad_itemsize)
+        return self._workspace[key]
 
     def record_sizes(self, u: int, record: int) -> list[int]:
         return [b - a for a, b in self.records(u, record)]
@@ -268,6 +375,13 @@ class Geometry:
             specs = [(n, self.dtype if d == "compute" else d, s) for n, (s, d) in found.items() if n in key[1]]
             self._saved[key] = sequential(specs, align=256)  # as torch's: cuBLAS chooses by alignment
         return self._saved[key]
+
+    def passed_layout(self, tokens: int) -> Layout:
+        """Of what passes from slice to slice."""
+        if tokens not in self._passed:
+            found = shapes.passed_shapes(self.cfg, tokens)
+            self._passed[tokens] = sequential([(n, d, s) for n, (s, d) in found.items()], align=256)
+        return self._passed[tokens]
 
     def x_bytes(self, tokens: int) -> int:
         return round_up(tokens * self.cfg.width * ITEMSIZE[self.dtype])

@@ -194,6 +194,7 @@ class Memory:
     pinned: bool = True  # register host memory; False after a refusal
     refused: int = 0  # bytes not registered
     others: Sequence[torch.device] = ()  # GPUs behind `device`
+    less: Sequence[int] = ()  # bytes that each GPU has less than `gpu_limit`, where they are unequal
     table: list[tuple[str, str, int, int, int]] = field(default_factory=list)  # tier, name, bytes each, count, GPU
     pools: list[Pool] = field(default_factory=list)
     _maps: list[mmap.mmap] = field(default_factory=list)
@@ -210,7 +211,7 @@ class Memory:
         """Counts buffers against the tier's limit. Raises DoesNotFit."""
         if nbytes * count == 0:
             return
-        limit = self.gpu_limit if tier == "gpu" else self.ram_limit
+        limit = self.gpu_limit - (self.less[gpu] if self.less else 0) if tier == "gpu" else self.ram_limit
         total = self.used(tier, gpu) + nbytes * count
         if total > limit:
             option, where = ("--gpu-memory", "GPU memory") if tier == "gpu" else ("--ram", "RAM")

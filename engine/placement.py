@@ -14,7 +14,7 @@ from typing import Literal, NamedTuple, Protocol
 from torch import Tensor
 
 from trireme.engine.buffers import ENDS, What, buffers
-from trireme.engine.geometry import Geometry
+from trireme.engine.geometry import SLICE, Geometry
 from trireme.engine.memory import NOTHING, Memory, Pool, memory_of
 from trireme.engine.plan import Plan, Tier
 from trireme.engine.queues.names import LATER, READS, numbered
@@ -111,7 +111,7 @@ class BaseFiles(Protocol):
 
 
 class Entry(NamedTuple):
-    """A unit's trained or frozen (`base`) weights, or record `r` of its state."""
+    """A unit's trained or frozen (`base`) weights, also of a slice of experts, or record `r` of its state."""
 
     kind: Literal["weights", "base", "state"]
     u: int
@@ -158,7 +158,9 @@ class Placement:
         self.geo, self.plan, self.memory, self.queues = geo, plan, memory, queues
         self.store, self.space, self.files = store, space or Space(), files
         self.blank = True  # buffers in RAM are as the system gives memory: zero
-        copied = [u for u, unit in enumerate(plan.units) if unit.base == "ssd" and files is None]
+        based = range(len(geo.base))
+        tiers = [plan.units[geo.unit_of(v)].base for v in based]
+        copied = [v for v in based if tiers[v] == "ssd" and files is None]
         self.base_offset = {u: self.space.reserve(geo.base[u].span) for u in copied}  # in the scratch space
         self._made = {
             (b.tier, b.what, b.of, b.gpu): memory.alloc(b.tier, b.name, b.nbytes, b.count, b.gpu)
@@ -166,13 +168,14 @@ class Placement:
         }
         units = range(geo.n_units)
         self.weights = [self.of(u, plan.units[u].weights, "weights") for u in units]
-        self.base = [self.of(u, plan.units[u].base, "base") for u in units]
+        self.base = [self.of(v, tiers[v], "base") for v in based]
         self.state = [self._split_records(u, self.of(u, plan.units[u].state, "state")) for u in units]
         self.gradients = [self.of(u, "gpu", "rounded") for u in units]
 
     def of(self, u: int, tier: Tier, what: What) -> Tensor:
         """Unit u's buffer; empty if absent or simulated."""
-        return next(iter(self.many(tier, what, self.geo.names[u], self.plan.units[u].gpu)), NOTHING)
+        name = self.geo.base_names[u] if what == "base" else self.geo.names[u]
+        return next(iter(self.many(tier, what, name, self.plan.units[self.geo.unit_of(u)].gpu)), NOTHING)
 
     def many(self, tier: Tier, what: What, of: str = "", gpu: int = 0) -> list[Tensor]:
         """Equal buffers in RAM or of a GPU, as in buffers.py; none where the plan needs none."""
@@ -193,7 +196,7 @@ class Placement:
 
     def pools(self, tier: Tier, what: What, gpu: int = 0) -> dict[str, Pool]:
         """Pools by size class."""
-        return {kind: self.pool(tier, what, kind, gpu) for kind in ("block", *HALVES, *ENDS)}
+        return {kind: self.pool(tier, what, kind, gpu) for kind in ("block", *HALVES, SLICE, *ENDS)}
 
     def _split_records(self, u: int, buffer: Tensor) -> list[Tensor]:
         records, start = [], 0
@@ -206,7 +209,7 @@ class Placement:
     # ------------------------------------------------ entries
 
     def tier(self, entry: Entry) -> Tier:
-        unit = self.plan.units[entry.u]
+        unit = self.plan.units[self.geo.unit_of(entry.u)]
         return {"weights": unit.weights, "base": unit.base, "state": unit.state}[entry.kind]
 
     def stored(self, entry: Entry) -> Tensor | None:
@@ -277,7 +280,7 @@ class Placement:
 
     def label(self, entry: Entry) -> str:
         """Label of its tasks."""
-        return self.geo.names[entry.u] + (" base" if entry.kind == "base" else "")
+        return f"{self.geo.base_names[entry.u]} base" if entry.kind == "base" else self.geo.names[entry.u]
 
     def write_weights(self, u: int, buffer: Tensor, after: Sequence[Task]) -> Task:
         return self._io("ssd_write", "weights", self.geo.names[u], self.shards_of(Entry("weights", u)), buffer, after)

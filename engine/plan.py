@@ -3,23 +3,28 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Container, Iterable, Mapping
+from collections.abc import Container, Iterable, Mapping, Sequence
 from dataclasses import asdict, dataclass, fields, replace
 from functools import cached_property
 from pathlib import Path
-from typing import Any, Literal, get_args
+from typing import Any, Literal, NamedTuple, get_args
 
 from trireme.models.config import InputError, ModelConfig
 
 Tier = Literal["gpu", "host", "ssd"]
+SavedTier = Literal["gpu", "peer", "host", "ssd"]  # peer: another GPU's memory
 Mode = Literal["forward", "backward"]
 TIERS: tuple[Tier, ...] = get_args(Tier)
+SAVED: tuple[SavedTier, ...] = get_args(SavedTier)
 MODES: tuple[Mode, ...] = get_args(Mode)
 MOST = 1 << 48
 MOST_GPUS = 64
 MOST_HOSTS = 1024
 SUM_PIECE = 1 << 24
-COUNTS = "tokens", "n_micro", "window", "host_window", "state_slots", "record", "stream_slots", "piece", "swap_slots"
+COUNTS = (
+    *("tokens", "n_micro", "window", "host_window", "state_slots", "record", "stream_slots", "piece", "swap_slots"),
+    "slices",
+)
 
 
 class DoesNotFit(Exception):
@@ -41,15 +46,27 @@ class Limits:
     host: int
     gpus: int = 1
     all_free: bool = False  # `gpu` is all that a GPU has free: no option raises it
+    less: tuple[int, ...] = ()  # bytes that each GPU has less than `gpu`, where they are unequal
 
     @property
     def both(self) -> int:
-        return self.gpus * self.gpu + self.host
+        return self.gpus * self.gpu - sum(self.less) + self.host
+
+    def of(self, gpu: int) -> int:
+        """A GPU's bytes."""
+        return self.gpu - (self.less[gpu] if self.less else 0)
 
     def lacking(self, need: Mapping[str, int]) -> dict[str, int]:
         """Bytes missing, by tier that lacks any."""
         lacks = {"gpu": need["gpu"] - self.gpu, "host": need["host"] - self.host}
         return {tier: nbytes for tier, nbytes in lacks.items() if nbytes > 0}
+
+
+class Shares(NamedTuple):
+    """How unequal GPUs divide a model's layers."""
+
+    blocks: tuple[float, ...]  # of each GPU, in proportion
+    head: int  # its GPU
 
 
 @dataclass(frozen=True)
@@ -61,11 +78,17 @@ class UnitPlan:
     update: Literal["cpu", "gpu"] = "cpu"  # of state in RAM; "gpu" streams it
     resident: bool = False  # GPU copy of host or ssd weights, refreshed once a step
     x: Tier = "gpu"  # input
-    saved: tuple[tuple[str, Tier], ...] = ()  # (name, tier); others are recomputed
+    saved: tuple[tuple[str, SavedTier], ...] = ()  # (name, tier); others are recomputed
     base: Tier = "gpu"  # of frozen weights
     gpu: int = 0  # that computes with it
+    peer: int = 0  # GPU that holds what is saved in tier "peer"
 
-    def names(self, tier: Tier) -> tuple[str, ...]:
+    @property
+    def lent(self) -> bool:
+        """Whether another GPU holds some of it."""
+        return any(tier == "peer" for _, tier in self.saved)
+
+    def names(self, tier: SavedTier) -> tuple[str, ...]:
         return tuple(name for name, t in self.saved if t == tier)
 
 
@@ -87,10 +110,11 @@ class Plan:
     stream_slots: int = 3  # GPU slots of streamed records
     piece: int = 1 << 40  # most elements of a gradient leaving the GPU at once
     swap_slots: int = 2  # of each ring of swapped activations
-    between: Literal["gpu", "host"] = "gpu"  # tier of x and dx until the next unit
+    between: Literal["gpu", "host"] = "gpu"  # tier of x and dx until the next unit; gpu: to another GPU by peer copies
     gradients: Literal["host", "ssd"] = "host"  # where those with SSD-stored state wait
     halves: bool = False  # half blocks as units
     at_once: int = 0  # packed experts that a matmul decodes at a time; 0: all of a layer's, once a pass
+    slices: int = 1  # units of weights that a layer's frozen experts come in, one after another
     hosts: int = 1  # that deal a step's micro-batches among themselves; n_micro: of each, at most
     host: int = 0  # this one
 
@@ -117,9 +141,12 @@ class Plan:
                 raise InputError(f"plan: unit {u} is updated on {unit.update!r}; there are cpu and gpu")
             if unit.update == "gpu" and (unit.weights, unit.state, unit.resident) != ("host", "host", False):
                 raise InputError(f"plan: unit {u} is to be updated on the gpu, so weights and state must be in host")
-            for tier in (unit.weights, unit.state, unit.base, unit.x, *(t for _, t in unit.saved)):
+            for tier in (unit.weights, unit.state, unit.base, unit.x):
                 if tier not in TIERS:
                     raise InputError(f"plan: unit {u} names the tier {tier!r}; there are {', '.join(TIERS)}")
+            for saved in (t for _, t in unit.saved):
+                if saved not in SAVED:
+                    raise InputError(f"plan: unit {u} saves in the tier {saved!r}; there are {', '.join(SAVED)}")
         if self.mode == "backward" and any(u.update == "gpu" for u in self.units):
             raise InputError("plan: updates streamed through the gpu need mode forward")
         if self.late_moments and (self.mode, self.adam_bits) != ("forward", 32):
@@ -130,6 +157,8 @@ class Plan:
             raise InputError(f"plan: between {self.between!r} is neither gpu nor host")
         if self.gradients not in ("host", "ssd") or (self.gradients, self.mode) == ("ssd", "backward"):
             raise InputError(f"plan: gradients {self.gradients!r}: there are host and, unless mode is backward, ssd")
+        if self.slices > 1 and not (self.halves and self.between == "gpu"):
+            raise InputError("plan: slices of experts are of half blocks, and what passes between them is on the gpu")
         self._check_gpus()
         self._check_hosts()
         if self.mode not in MODES:
@@ -138,10 +167,9 @@ class Plan:
     def _check_gpus(self) -> None:
         if any(not 0 <= self.units[u].gpu < MOST_GPUS for u in self.distinct()):
             raise InputError(f"plan: units are on GPUs 0 to {MOST_GPUS - 1}")
-        if self.gpus == 1:
-            return
-        if self.between != "host":
-            raise InputError("plan: with several GPUs what units leave for the next goes through RAM: between is host")
+        lent = [(u, self.units[u]) for u in self.distinct() if self.units[u].lent]
+        if found := [u for u, unit in lent if unit.peer == unit.gpu or not 0 <= unit.peer < MOST_GPUS]:
+            raise InputError(f"plan: unit {found[0]} saves in a peer, which is another GPU than its own")
         inner = self.units[1:-1]
         if self.halves and any(a.gpu != b.gpu for a, b in zip(inner[::2], inner[1::2], strict=True)):
             raise InputError("plan: both halves of a block are on one GPU")
@@ -174,27 +202,38 @@ class Plan:
 
     @cached_property
     def gpus(self) -> int:
-        return 1 + max((self.units[u].gpu for u in self.distinct()), default=0)
+        """With those that only hold what others save."""
+        units = [self.units[u] for u in self.distinct()]
+        return 1 + max((max(unit.gpu, unit.peer * unit.lent) for unit in units), default=0)
 
-    def dealt(self, gpus: int, tied: bool) -> Plan:
+    def dealt(self, gpus: int, tied: bool, peers: bool = False, shares: Shares | None = None) -> Plan:
         """This plan on `gpus` GPUs, block after block in turn; the head follows, a tied embedding is with it.
 
-        Each computes while the next waits for what it leaves. Equal units of a GPU stay one object.
+        With `shares` each GPU's blocks are in even distances.
+
+        Each computes while the next waits for what it leaves; `peers`: on GPUs, which copy to each other, not in RAM.
+        Equal units of a GPU stay one object. A plan that is dealt to as many stays as it is.
         """
+        in_ram = self.between == "host" and not any(self.units[u].lent for u in self.distinct())
+        if gpus == self.gpus and (gpus == 1 or peers or in_ram):
+            return self
         head, halves = len(self.units) - 1, 2 if self.halves else 1
-        last = (head - 1) // halves % gpus
+        blocks = (head - 1) // halves
+        turns = spread_evenly(blocks, shares.blocks) if shares else [block % gpus for block in range(blocks)]
+        last = shares.head if shares else blocks % gpus
         made: dict[tuple[int, int], UnitPlan] = {}
 
         def dealt(u: int, unit: UnitPlan) -> UnitPlan:
-            gpu = last if u == head or (u == 0 and tied) else (u - 1) // halves % gpus if u else 0
-            return made.setdefault((id(unit), gpu), replace(unit, gpu=gpu))
+            gpu = last if u == head or (u == 0 and tied) else turns[(u - 1) // halves] if u else 0
+            saved: tuple[tuple[str, SavedTier], ...] = tuple((n, "host" if t == "peer" else t) for n, t in unit.saved)
+            return made.setdefault((id(unit), gpu), replace(unit, gpu=gpu, peer=0, saved=saved))
 
         units = tuple(dealt(u, unit) for u, unit in enumerate(self.units))
-        return replace(self, units=units, between="host" if gpus > 1 else self.between)
+        return replace(self, units=units, between="host" if gpus > 1 and not peers else self.between)
 
     def cut(self, cfg: ModelConfig) -> ModelConfig:
         """`cfg` with this plan's units."""
-        return replace(cfg, halves=self.halves, at_once=self.at_once)
+        return replace(cfg, halves=self.halves, at_once=self.at_once, slices=self.slices)
 
     @property
     def ahead(self) -> int:
@@ -209,11 +248,15 @@ class Plan:
 
     def distinct(self) -> Iterable[int]:
         """An index for each object in `units`."""
-        return dict(zip(map(id, self.units), range(len(self.units)), strict=True)).values()
+        return self._distinct
+
+    @cached_property
+    def _distinct(self) -> tuple[int, ...]:
+        return tuple(dict(zip(map(id, self.units), range(len(self.units)), strict=True)).values())
 
     def uses(self, tier: Tier) -> bool:
         units = map(self.units.__getitem__, self.distinct())
-        return any(tier in (u.weights, u.state, u.base, u.x, *(t for _, t in u.saved)) for u in units)
+        return any(tier in (u.weights, u.state, u.base, u.x) or u.names(tier) for u in units)
 
     @property
     def stored_on_ssd(self) -> bool:
@@ -263,6 +306,15 @@ class Plan:
             return Plan.of(data)
         except InputError as error:
             raise InputError(f"{path}: {error}") from error
+
+
+def spread_evenly(n: int, shares: Sequence[float]) -> list[int]:
+    """Which of `shares` each of n has: the one that is furthest behind its share."""
+    had, found = [0] * len(shares), list[int]()
+    for i in range(1, n + 1):
+        found.append(max(range(len(shares)), key=lambda k: shares[k] / sum(shares) * i - had[k]))
+        had[found[-1]] += 1
+    return found
 
 
 _TYPES = {"int": int, "bool": bool}

@@ -11,6 +11,7 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any, NamedTuple
 
+import torch
 from torch import Tensor
 
 from trireme.engine.activations import ActivationSwap, saved_tensors
@@ -22,7 +23,7 @@ from trireme.engine.placement import Placement
 from trireme.engine.plan import Plan
 from trireme.engine.queues.names import numbered
 from trireme.engine.queues.task import Kind, Queues, Task
-from trireme.engine.weights import LayerWeights, WeightStream
+from trireme.engine.weights import LayerWeights, SliceWeights, WeightStream
 from trireme.models import head, model
 from trireme.models.config import InputError, ModelConfig
 from trireme.models.losses.comparison import Comparison
@@ -30,6 +31,8 @@ from trireme.models.losses.preferences import Documents, Preference
 from trireme.models.rows import Load, Rows
 from trireme.models.sizes import costs
 from trireme.storage.devices import Device
+
+Part = LayerWeights | SliceWeights  # what one task of a layer is computed with
 
 
 class Packed(NamedTuple):
@@ -40,6 +43,7 @@ class Packed(NamedTuple):
     loss_rows: Tensor  # (M,) int64: rows with a label
     rows: Rows
     factors: Tensor | None = None  # (N,) fp32, of the tokens' losses; None: 1
+    shares: head.Shares | None = None  # of a teacher
 
 
 @dataclass(frozen=True)
@@ -88,10 +92,12 @@ class Engine:
             self.placement.files.close()
         self.memory.close()
 
-    def compute(self, kind: Kind, u: int, fn: Callable[[], object], uses: Sequence[Use], flops: float = 0) -> Task:
+    def compute(
+        self, kind: Kind, u: int, fn: Callable[[], object], uses: Sequence[Use], flops: float = 0, name: str = ""
+    ) -> Task:
         """Queues `fn` on layer u's GPU after its uses' `ready`, and tells them, in the order in which copies leave."""
-        ready = [task for use in uses for task in use.ready]
-        done = self.queues.run(numbered("compute", self.gpu(u)), kind, self.geo.names[u], fn, ready, flops=flops)
+        ready, name = [task for use in uses for task in use.ready], name or self.geo.names[u]
+        done = self.queues.run(numbered("compute", self.gpu(u)), kind, name, fn, ready, flops=flops)
         for use in uses:
             use.done(done)
         return done
@@ -123,18 +129,30 @@ def train_step(
         raise InputError(f"step {step}: none of its tokens has a label. Leave rows without labels out of the data.")
     _forward(e, batch, train=True, twice=comparison is not None)
     e.optimizer.begin(step, lr)
-    losses, _ = _head(e, batch, train=True, scale=1 / trained, comparison=comparison)
+    parts: list[Tensor] = []
+    losses, _ = _head(e, batch, train=True, scale=1 / trained, comparison=comparison, parts=parts)
     _pool_load(e, batch)
     _backward(e, batch)
     stats = e.optimizer.conclude(losses, trained)
     e.optimizer.read_ahead()
+    if parts:
+        return replace(stats, metrics=metrics_of(parts, trained))
     return replace(stats, metrics=comparison.metrics) if comparison else stats
 
 
-def evaluate(e: Engine, batch: Sequence[Inputs]) -> list[Tensor]:
-    """Each micro-batch's losses (N,), zero without a label. Runs updates that are due."""
+def metrics_of(parts: Sequence[Tensor], trained: float) -> dict[str, float]:
+    """Means over labels of what a teacher's loss is made of, (2,) of each micro-batch."""
+    ce, kl = torch.stack([part.cpu() for part in parts]).sum(0).tolist()
+    return {"ce": ce / trained, "kl": kl / trained}
+
+
+def evaluate(e: Engine, batch: Sequence[Inputs], parts: list[Tensor] | None = None) -> list[Tensor]:
+    """Each micro-batch's losses (N,), zero without a label. Runs updates that are due.
+
+    `parts` takes, where there is a teacher, sums of the two parts of each micro-batch's losses, (2,) fp64.
+    """
     _forward(e, batch, train=False)
-    losses, done = _head(e, batch, train=False)
+    losses, done = _head(e, batch, train=False, parts=parts)
     if e.plan.gpus > 1 and not e.queues.simulated:
         done.wait()  # a thread of its own makes them
     return losses
@@ -149,11 +167,12 @@ def _forward(e: Engine, batch: Sequence[Inputs], train: bool, twice: bool = Fals
     e.activations.expect_forward(len(batch))
     for u in range(e.geo.head):
         w = e.weights.get(u)
-        for b, mb in enumerate(batch):
-            if u == 0:
-                forward_embedding(e, b, w, mb, train)
-            else:
-                forward_block(e, u, b, w, mb, train, twice)
+        for part in e.weights.parts(w):
+            for b, mb in enumerate(batch):
+                if u == 0:
+                    forward_embedding(e, b, w, mb, train)
+                else:
+                    forward_block(e, u, b, part, mb, train, twice)
         if u > 0 or not e.cfg.tied:  # a tied embedding stays for the head
             e.weights.release(u)
 
@@ -169,30 +188,38 @@ def forward_embedding(e: Engine, b: int, w: LayerWeights, mb: Inputs, train: boo
     return e.compute("forward", 0, forward, (w, out))
 
 
-def forward_block(e: Engine, u: int, b: int, w: LayerWeights, mb: Inputs, train: bool, twice: bool = False) -> Task:
+def forward_block(e: Engine, u: int, b: int, w: Part, mb: Inputs, train: bool, twice: bool = False) -> Task:
+    """Of a slice of experts: the last one leaves the layer's output and what is saved."""
     x = e.activations.x[u][b].read()
-    out = e.activations.x[u + 1][b].fill(mb.tokens, reads=_reads(e, u + 1, train, twice))
-    saved = [each.fill(mb.tokens) for each in e.activations.saved[u][b]] if train else []
+    out = [e.activations.x[u + 1][b].fill(mb.tokens, _reads(e, u + 1, train, twice))] if w.ends else []
+    saved = [each.fill(mb.tokens) for each in e.activations.saved[u][b]] if train and w.ends else []
+    passed = e.activations.from_slice(u, b, mb.tokens, w.begins, w.ends)
 
     def forward() -> None:
-        rows = mb.on(e.gpu(u)).rows
-        model.forward(e.cfg, u, weights, x.rows(), rows, saved_tensors(saved), out.rows())
+        rows, (onto,) = mb.on(e.gpu(u)).rows, out or (x,)  # a slice before the last leaves x as it is
+        kept, sums = saved_tensors(saved), passed[0].tensors() if passed else None
+        model.forward(e.cfg, u, weights, x.rows(), rows, kept, onto.rows(), passed=sums)
 
     weights = weights_of(e, w)
-    flops = costs.forward_flops(e.cfg, u, mb.tokens, mb.pairs)
-    return e.compute("forward", u, forward, (w, *saved, x, out), flops)
+    flops = costs.forward_flops(e.cfg, u, mb.tokens, mb.pairs) * share_of(e, w)
+    return e.compute("forward", u, forward, (w, *saved, x, *out, *passed), flops, name_of(e, w))
 
 
 def _reads(e: Engine, u: int, train: bool, twice: bool = False) -> int:
-    """How often layer u reads its input: blocks in backward again, the head `twice`."""
-    return 2 if train and (u < e.geo.head or twice) else 1
+    """How often layer u reads its input, with each slice: blocks in backward again, the head `twice`."""
+    return max(1, len(e.geo.slices_of[u])) * (2 if train and (u < e.geo.head or twice) else 1)
 
 
 # ---------------------------------------------------------------- the head
 
 
 def _head(
-    e: Engine, batch: Sequence[Inputs], train: bool, scale: float = 1.0, comparison: Comparison | None = None
+    e: Engine,
+    batch: Sequence[Inputs],
+    train: bool,
+    scale: float = 1.0,
+    comparison: Comparison | None = None,
+    parts: list[Tensor] | None = None,
 ) -> tuple[list[Tensor], Task]:
     """Each micro-batch's losses, and the last task. In training the head's gradients of scale * their sum.
 
@@ -209,7 +236,7 @@ def _head(
         _compare(e, batch, comparison, losses)
         e.activations.expect_head(len(batch))
     for b, mb in enumerate(batch):
-        done = loss(e, b, w, g, mb, scale, list(losses) if comparison else losses, comparison)
+        done = loss(e, b, w, g, mb, scale, list(losses) if comparison else losses, comparison, parts)
     for v in read:
         e.weights.release(v)
     if train:
@@ -235,11 +262,15 @@ def loss(
     scale: float,
     losses: list[Tensor],
     comparison: Comparison | None = None,
+    parts: list[Tensor] | None = None,
 ) -> Task:
-    """Sets micro-batch b's losses, times their factors; with `g` adds gradients too. `comparison`: has the factors."""
+    """Sets micro-batch b's losses, times their factors; with `g` adds gradients too. `comparison`: has the factors.
+
+    `parts`: as of `evaluate`.
+    """
     u = e.geo.head
     x = e.activations.x[u][b].read()
-    dx = e.activations.dx[u][b].fill(mb.tokens) if g else None
+    dx = e.activations.dx[u][b].fill(mb.tokens, _reads(e, u - 1, train=False)) if g else None
 
     def add() -> None:
         at, out = mb.on(e.gpu(u)), dx.rows() if dx else None
@@ -247,9 +278,13 @@ def loss(
         g_out = model.output_matrix(e.cfg, grads.get(0), grads[u]) if g else None
         factors = comparison.factors[b] if comparison else at.factors
         given = (weights[u], w_out, x.rows(), at.labels, at.loss_rows)
-        losses[b] = head.head_loss(e.cfg, *given, scale, grads.get(u), g_out, out, factors)
-        if factors is not None:
-            losses[b] = losses[b] * factors
+        found = head.head_loss(e.cfg, *given, scale, grads.get(u), g_out, out, factors, at.shares)
+        found = found if factors is None else found * factors
+        if at.shares is not None and e.cfg.teaching:
+            if parts is not None:
+                parts.append(found.sum(1, dtype=torch.float64))
+            found = torch.lerp(found[0], found[1], e.cfg.teaching.weight)
+        losses[b] = found
 
     weights = {v: weights_of(e, layer) for v, layer in w.items()}
     grads = {v: gradients_of(e, v, gradient) for v, gradient in g.items()}
@@ -289,8 +324,9 @@ def _backward(e: Engine, batch: Sequence[Inputs]) -> None:
     e.activations.expect_backward(len(batch))
     for u in blocks:
         w, gradient = e.weights.get(u, backward=True), e.gradients.get(u)
-        for b, mb in enumerate(batch):
-            backward_block(e, u, b, w, gradient, mb)
+        for part in e.weights.parts(w):
+            for b, mb in enumerate(batch):
+                backward_block(e, u, b, part, gradient, mb)
         e.weights.release(u)
         e.optimizer.finish(u)
     gradient = e.gradients.get(0)
@@ -299,20 +335,25 @@ def _backward(e: Engine, batch: Sequence[Inputs]) -> None:
     e.optimizer.finish(0)
 
 
-def backward_block(e: Engine, u: int, b: int, w: LayerWeights, gradient: Gradient, mb: Inputs) -> Task:
+def backward_block(e: Engine, u: int, b: int, w: Part, gradient: Gradient, mb: Inputs) -> Task:
+    """Of a slice of experts: the last one reads what is saved, and leaves the input's gradient."""
     x, dy = e.activations.x[u][b].read(), e.activations.dx[u + 1][b].read()
-    saved = [each.read() for each in e.activations.saved[u][b]]
-    dx = e.activations.dx[u][b].fill(mb.tokens)
+    saved = [each.read() for each in e.activations.saved[u][b]] if w.ends else []
+    dx = [e.activations.dx[u][b].fill(mb.tokens, _reads(e, u - 1, train=False))] if w.ends else []
+    passed = e.activations.from_slice(u, b, mb.tokens, w.begins, w.ends)
 
     def backward() -> None:
-        rows = mb.on(e.gpu(u)).rows
-        model.backward(e.cfg, u, weights, grads, x.rows(), saved_tensors(saved), dy.rows(), rows, dx.rows())
+        rows, (onto,) = mb.on(e.gpu(u)).rows, dx or (x,)  # a slice before the last leaves x as it is
+        kept, sums = saved_tensors(saved), passed[0].tensors() if passed else None
+        given = x.rows(), kept, dy.rows(), rows, onto.rows(), sums
+        model.backward(e.cfg, u, weights, grads, *given)
 
     weights, grads = weights_of(e, w), gradients_of(e, u, gradient)
     kept = frozenset(name for name, _ in e.plan.units[u].saved)
     flops = costs.backward_flops(e.cfg, u, mb.tokens, mb.pairs)
     flops += costs.recompute_flops(e.cfg, kept, mb.tokens, mb.pairs, e.geo.kinds[u])
-    return e.compute("backward", u, backward, (w, gradient, x, *saved, dy, dx), flops)
+    uses = w, gradient, x, *saved, dy, *dx, *passed
+    return e.compute("backward", u, backward, uses, flops * share_of(e, w), name_of(e, w))
 
 
 def backward_embedding(e: Engine, b: int, gradient: Gradient, mb: Inputs) -> Task:
@@ -328,14 +369,25 @@ def backward_embedding(e: Engine, b: int, gradient: Gradient, mb: Inputs) -> Tas
 # ---------------------------------------------------------------- tensors
 
 
-def weights_of(e: Engine, layer: LayerWeights) -> Any:
+def weights_of(e: Engine, part: Part) -> Any:
     """A layer's weights in use by the block's names, as model.weights. A simulation has none."""
     if e.queues.simulated:
         return None
-    key = layer.u, layer.trained.get().tensor.data_ptr(), layer.frozen.get().tensor.data_ptr()
+    own = e.geo.slice_at(part.v).own if isinstance(part, SliceWeights) else None
+    key = part.u, own.start if own else 0, *(frozen.get().tensor.data_ptr() for frozen in part.stored)
     if key not in e.views:
-        e.views[key] = model.weights(e.cfg, layer.u, e.weights.tensors(layer))
+        e.views[key] = model.weights(e.cfg, part.u, e.weights.tensors(part), own)
     return e.views[key]
+
+
+def name_of(e: Engine, part: Part) -> str:
+    """Of a layer, or of a slice of its experts."""
+    return e.geo.base_names[part.v] if isinstance(part, SliceWeights) else e.geo.names[part.u]
+
+
+def share_of(e: Engine, part: Part) -> float:
+    """Of a layer's work."""
+    return e.geo.share_of_slice(part.v) if isinstance(part, SliceWeights) else 1
 
 
 def gradients_of(e: Engine, u: int, gradient: Gradient) -> Any:

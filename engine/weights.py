@@ -7,14 +7,14 @@ STRONGHOLD's window and, the order being known, Belady's choice.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from typing import Literal
 
 from torch import Tensor
 
 from trireme.engine.buffers import What
 from trireme.engine.geometry import Geometry
-from trireme.engine.memory import Buffer, Pool, Prefetch, views
+from trireme.engine.memory import Buffer, Fetched, Pool, Prefetch, views
 from trireme.engine.placement import Entry, Placement
 from trireme.engine.plan import Plan
 from trireme.engine.queues.names import numbered
@@ -160,14 +160,21 @@ class OnSsd(InRam):
             self.fresh = None
 
 
+def pooled(part: OnGpu) -> bool:
+    """Whether weights have a buffer of a pool."""
+    return isinstance(part, InRam) and part.here is not None
+
+
 # ---------------------------------------------------------------- all of a layer's
 
 
 class LayerWeights:
     """A layer's trained and frozen weights, and what a pass makes of both."""
 
-    def __init__(self, u: int, trained: OnGpu, frozen: OnGpu):
-        self.u, self.trained, self.frozen = u, trained, frozen
+    begins = ends = True  # as SliceWeights
+
+    def __init__(self, u: int, trained: OnGpu, frozen: OnGpu, slices: Sequence[SliceWeights] = ()):
+        self.u, self.trained, self.frozen, self.slices = u, trained, frozen, slices
         self.decoded: Buffer | None = None
         self.before: Callable[[int], None] | None = None  # called before they come
         self.last: tuple[Task, ...] = ()  # reader
@@ -183,11 +190,52 @@ class LayerWeights:
         self.frozen.fetch()
 
     @property
+    def stored(self) -> tuple[OnGpu, ...]:
+        return self.trained, self.frozen
+
+    @property
     def ready(self) -> tuple[Task, ...]:
         return (*self.trained.ready, *self.frozen.ready, *(self.decoded.ready if self.decoded else ()))
 
     def done(self, task: Task) -> None:
         self.last = (task,)
+
+
+class SliceWeights:
+    """Some of a layer's frozen experts, in use beside the layer's other weights."""
+
+    def __init__(self, u: int, v: int, numbers: range, frozen: OnGpu):
+        """`v`: their number among units of frozen weights, of `numbers` of the layer's slices."""
+        self.u, self.v, self.frozen = u, v, frozen
+        self.begins, self.ends = v == numbers[0], v == numbers[-1]
+        self.layer: LayerWeights | None = None  # while in use
+        self.last: tuple[Task, ...] = ()  # reader
+
+    @property
+    def may_come(self) -> bool:
+        return self.frozen.may_come
+
+    def fetch(self) -> None:
+        self.frozen.fetch()
+
+    @property
+    def stored(self) -> tuple[OnGpu, ...]:
+        assert self.layer is not None
+        return *self.layer.stored, self.frozen
+
+    @property
+    def ready(self) -> tuple[Task, ...]:
+        assert self.layer is not None
+        return (*self.layer.ready, *self.frozen.ready)
+
+    def done(self, task: Task) -> None:
+        assert self.layer is not None
+        self.layer.done(task)
+        self.last = (task,)
+
+    def release(self) -> None:
+        self.frozen.release(self.last)
+        self.layer, self.last = None, ()
 
 
 class WeightStream:
@@ -196,8 +244,11 @@ class WeightStream:
     def __init__(self, geo: Geometry, plan: Plan, placement: Placement, queues: Queues):
         self.geo, self.plan, self.placement, self.queues = geo, plan, placement, queues
         self.for_decoded = placement.gpu_pools("decoded")
-        trained, frozen = self._stored("weights", "weights pool"), self._stored("base", "base pool")
-        self.layers = [LayerWeights(u, *both) for u, both in enumerate(zip(trained, frozen, strict=True))]
+        trained, frozen = list(self._stored("weights", "weights pool")), list(self._stored("base", "base pool"))
+        self.layers = [
+            LayerWeights(u, trained[u], frozen[u], [SliceWeights(u, v, of, frozen[v]) for v in of])
+            for u, of in enumerate(geo.slices_of)
+        ]
         self.coming = Prefetch()
         self.in_use: dict[int, LayerWeights] = {}
 
@@ -205,9 +256,11 @@ class WeightStream:
         placement, geo = self.placement, self.geo
         pools = [placement.pools("gpu", pool, gpu) for gpu in range(self.plan.gpus)]
         staging = placement.pools("host", pool)
-        for u, unit in enumerate(self.plan.units):
-            entry, name, size, gpu = Entry(kind, u), geo.names[u], geo.size_class(u), unit.gpu
-            tier, layouts = placement.tier(entry), geo.weights if kind == "weights" else geo.base
+        layouts, names = (geo.weights, geo.names) if kind == "weights" else (geo.base, geo.base_names)
+        for u, name in enumerate(names):
+            unit = self.plan.units[geo.unit_of(u)]
+            entry, size, gpu = Entry(kind, u), geo.size_class(u), unit.gpu
+            tier = placement.tier(entry)
             if tier == "gpu" or not layouts[u].tensors:
                 yield OnGpu((placement.weights if kind == "weights" else placement.base)[u])
                 continue
@@ -225,7 +278,10 @@ class WeightStream:
         layers = [self.layers[u] for u in units]
         for layer in layers:
             layer.before = before
-        self.coming.expect(layers)
+        coming = list[Fetched]()
+        for layer in layers:
+            coming += [layer, *layer.slices]
+        self.coming.expect(coming)
 
     def get(self, u: int, backward: bool = False) -> LayerWeights:
         """Layer u's weights on its GPU, until `release`; readers come after `ready`."""
@@ -237,9 +293,24 @@ class WeightStream:
         self.in_use[u] = layer
         return layer
 
+    def parts(self, layer: LayerWeights) -> Iterator[LayerWeights | SliceWeights]:
+        """What a layer in use is computed with, one after another: all of it, or each of its slices in turn."""
+        if not layer.slices:
+            yield layer
+        for each in layer.slices:
+            each.frozen.get()
+            each.layer = layer
+            yield each
+            each.release()
+            self.coming.go_on()
+
     def release(self, u: int) -> None:
         """Frees layer u's buffers after its last reader."""
         layer = self.in_use.pop(u)
+        for each in layer.slices:
+            if pooled(each.frozen):  # of a pass that was broken off
+                each.last = layer.last
+                each.release()
         if layer.decoded is not None:
             layer.decoded.free((*layer.decoded.ready, *layer.last))
             layer.decoded = None
@@ -260,10 +331,8 @@ class WeightStream:
     @property
     def held(self) -> list[LayerWeights]:
         """Layers in use, or with buffers of pools."""
-        pooled = lambda part: isinstance(part, InRam) and part.here is not None
-        return [
-            layer for layer in self.layers if layer.u in self.in_use or pooled(layer.trained) or pooled(layer.frozen)
-        ]
+        of = lambda layer: (layer.trained, layer.frozen, *(each.frozen for each in layer.slices))
+        return [layer for layer in self.layers if layer.u in self.in_use or any(map(pooled, of(layer)))]
 
     def _decode(self, layer: LayerWeights, backward: bool) -> Buffer:
         u, geo, gpu = layer.u, self.geo, self.plan.units[layer.u].gpu
@@ -281,9 +350,12 @@ class WeightStream:
         decoded.ready = (self.queues.run(queue, "decode", geo.names[u], decode, after, nbytes=nbytes),)
         return decoded
 
-    def tensors(self, layer: LayerWeights) -> dict[str, Tensor]:
+    def tensors(self, layer: LayerWeights | SliceWeights) -> dict[str, Tensor]:
         """By name, of a layer in use."""
         geo, u = self.geo, layer.u
+        if isinstance(layer, SliceWeights):
+            assert layer.layer is not None
+            return self.tensors(layer.layer) | views(geo.base[layer.v], layer.frozen.get().tensor)
         found = views(geo.weights[u], layer.trained.get().tensor) | views(geo.base[u], layer.frozen.get().tensor)
         return found | (views(geo.decoded[u], layer.decoded.tensor) if layer.decoded is not None else {})
 

@@ -11,6 +11,8 @@ Legend: N tokens, M labels, D width, V vocabulary.
 
 from __future__ import annotations
 
+from collections.abc import Callable
+
 import torch
 import triton
 import triton.language as tl
@@ -103,15 +105,44 @@ def linear_cross_entropy(
 
     Takes chunk * V logits; for several chunks into bf16 dweight_ V * D of fp32: bf16 sums would lose later ones.
     """
+    (N, D), V = x.shape, weight.shape[0]
+    assert labels.shape == (N,)
+    assert factors is None or (factors.shape == (N,) and factors.dtype == torch.float32 and factors.is_contiguous())
+    losses = torch.zeros(N, dtype=torch.float32, device=x.device)
+
+    def fill(_: int, part: Tensor, xs: Tensor, z: Tensor) -> None:
+        how = launch.cross_entropy(x.device, V)
+        programs = min(len(part), how.each * launch.chip(x.device).sms)
+        _cross_entropy[(programs,)](
+            z, xs, weight, labels, part, losses, losses if factors is None else factors, scale, len(part), V, D,
+            how.block, min(how.block, launch.power2(D)), dx_ is not None, cap, factors is not None,
+            num_warps=how.warps,
+        )  # fmt: skip
+
+    in_chunks(x, weight, rows, dweight_, dx_, chunk, fill)
+    return losses
+
+
+def in_chunks(
+    x: Tensor,
+    weight: Tensor,
+    rows: Tensor,
+    dweight_: Tensor | None,
+    dx_: Tensor | None,
+    chunk: int,
+    fill: Callable[[int, Tensor, Tensor, Tensor], None],
+) -> None:
+    """What losses of logits x @ weight.T have in common, `chunk` of `rows` at a time: gradients as in `reference`.
+
+    `fill(first, part, xs, z)`: reads logits z (m, V) of tokens part = rows[first : first + m], whose x are xs (m, D);
+    with dx_ replaces them by their gradients.
+    """
     (N, D), V, M = x.shape, weight.shape[0], len(rows)
     assert weight.shape == (V, D)
     assert weight.is_contiguous()
     assert x.is_contiguous()
-    assert labels.shape == (N,)
     assert rows.dtype == torch.int64
     assert dx_ is not None or dweight_ is None
-    assert factors is None or (factors.shape == (N,) and factors.dtype == torch.float32 and factors.is_contiguous())
-    losses = torch.zeros(N, dtype=torch.float32, device=x.device)
     if dx_ is not None and M < N:
         dx_.zero_()
     chunk = max(1, min(chunk, M))
@@ -125,13 +156,7 @@ def linear_cross_entropy(
         xs = x[i : i + chunk] if every else x.index_select(0, part)
         z = logits[: len(part)]
         torch.mm(xs, weight.T, out=z)
-        how = launch.cross_entropy(V)
-        programs = min(len(part), how.each * launch.chip(x.device).sms)
-        _cross_entropy[(programs,)](
-            z, xs, weight, labels, part, losses, losses if factors is None else factors, scale, len(part), V, D,
-            how.block, min(how.block, launch.power2(D)), dx_ is not None, cap, factors is not None,
-            num_warps=how.warps,
-        )  # fmt: skip
+        fill(i, part, xs, z)
         if dx_ is None:
             continue
         if every:
@@ -142,7 +167,6 @@ def linear_cross_entropy(
             _add_product_(total, z.T, xs)
     if dweight_ is not None and total is not None and total is not dweight_:
         dweight_.copy_(total)
-    return losses
 
 
 def _add_product_(total_: Tensor, a: Tensor, b: Tensor) -> None:

@@ -1,34 +1,49 @@
 """Block sizes, warps and stages of every kernel, as plain functions of shape and chip.
 
-Independent of the number of tokens. Chips are of two classes, by the shared memory that a program can have: 227 KiB
-(Hopper and B200: tuned by scripts/bench/ops.py --tune on an H200), and 99 KiB, which every other chip since Ampere has
-at least (without spills on Ada). arch 0 is Triton's interpreter: few programs.
+Independent of the number of tokens. Of Hopper and B200 they were measured (scripts/bench/ops.py --tune on an H200); of
+other chips, which have less shared memory, a model of the chip chooses among tiles (chips/tiles.py). Both give way to
+settings that `trireme check --tune` found to be faster on the GPU at hand: a run says which with `use`, by name.
+arch 0 is Triton's interpreter.
 """
 
 from __future__ import annotations
 
+from collections.abc import Callable, Mapping, Sequence
 from functools import cache
-from typing import Literal, NamedTuple
+from typing import Any, Literal, NamedTuple, ParamSpec, TypeVar
 
 import torch
 
+from trireme.kernels.chips.chip import Chip, chip
+from trireme.kernels.chips.tiles import KNOWN, Grouped, Tile, best
 
-class Chip(NamedTuple):
-    arch: int  # compute capability: 90 for sm_90; 0 in the interpreter
-    sms: int  # multiprocessors
+P = ParamSpec("P")
+R = TypeVar("R")
+S = TypeVar("S", bound=tuple[Any, ...])
 
-    @property
-    def large(self) -> bool:
-        """A program can have 227 KiB of shared memory; else 99 KiB (RTX 50xx, compute capability 12, too)."""
-        return self.arch // 10 in (9, 10)
+_settings: dict[str, tuple[int, ...]] = {}  # by name; `use` alone changes it
+_forget: list[Callable[[], None]] = []
 
 
-@cache
-def chip(device: torch.device) -> Chip:
-    if device.type != "cuda":
-        return Chip(0, 2)
-    p = torch.cuda.get_device_properties(device)
-    return Chip(10 * p.major + p.minor, p.multi_processor_count)
+def use(settings: Mapping[str, Sequence[int]]) -> None:
+    """Launches in bf16 have these settings from now on, by names of chips/tried.py; others have the usual ones."""
+    _settings.clear()
+    _settings.update({name: tuple(setting) for name, setting in settings.items()})
+    for forget in _forget:
+        forget()
+
+
+def planned(fn: Callable[P, R]) -> Any:
+    """functools.cache, of results that depend on settings."""
+    found = cache(fn)
+    _forget.append(found.cache_clear)
+    return found
+
+
+def _set(name: str, usual: S) -> S:
+    """`usual`, a NamedTuple, or one like it of the settings in use."""
+    found: Any = _settings.get(name)
+    return usual if found is None else type(usual)(*found)
 
 
 def cdiv(a: int, b: int) -> int:
@@ -51,6 +66,13 @@ class Rows(NamedTuple):
     programs: int
 
 
+class Persistent(NamedTuple):
+    """Of rows_bwd: KiB of a tile, programs on a multiprocessor."""
+
+    kib: int
+    each: int
+
+
 @cache
 def rows_fwd(D: int) -> Rows:
     """A program per tile of rows of D values (`programs` unused)."""
@@ -61,12 +83,24 @@ def rows_fwd(D: int) -> Rows:
 def rows_bwd(device: torch.device, N: int, D: int, itemsize: int) -> Rows:
     """Persistent programs over tiles of N rows of D values of so many bytes, column sums in registers."""
     columns, here = power2(D), chip(device)
-    # bytes of a tile and of a program's shared memory, programs on a multiprocessor
-    aim, shared, each = (16 << 10, 227 << 10, 1) if here.large else (8 << 10, 99 << 10, 2)
+    how = Persistent(16, 1) if here.large else Persistent(8, 2)
+    how = how if here.arch == 0 or itemsize > 2 else _set("rows_bwd", how)
+    aim = how.kib << 10
     rows = max(1, aim // (columns * itemsize))
     tile = rows * columns * itemsize
-    ahead = 0 if 3 * tile > shared else 1 if tile > aim else 3 if here.large and rows == 1 else 2  # tiles of 3 inputs
-    return Rows(rows, columns, min(16, max(4, rows * columns // 1024)), ahead + 1, min(cdiv(N, rows), each * here.sms))
+    ahead = (
+        0 if 3 * tile > here.shared else 1 if tile > aim else 3 if here.large and rows == 1 else 2
+    )  # tiles of 3 inputs
+    programs = min(cdiv(N, rows), how.each * here.sms)
+    return Rows(rows, columns, min(16, max(4, rows * columns // 1024)), ahead + 1, programs)
+
+
+@cache
+def rows_maxima(D: int) -> Rows:
+    """Persistent programs over tiles of rows of D values that are read alone (`programs` unused)."""
+    columns = power2(D)
+    rows = max(1, 2048 // columns)
+    return Rows(rows, columns, min(16, max(4, rows * columns // 1024)), 3, 0)
 
 
 def column_splits(device: torch.device, n_columns: int, n_tiles: int) -> int:
@@ -88,15 +122,6 @@ def head_blocks(D: int, V: int) -> tuple[int, int]:
     return blocks if min(blocks) >= 64 else (max(blocks),) * 2
 
 
-class Tile(NamedTuple):
-    """A launch of attention: rows of queries, of keys, warps, pipeline stages."""
-
-    q: int
-    k: int
-    warps: int
-    stages: int
-
-
 class Tiles(NamedTuple):
     """Attention's launches. Rows that a program owns, queries of fwd and dq and keys of dkv, are of attention.docs."""
 
@@ -111,11 +136,6 @@ FP32 = {  # by head width, on every chip
     128: Tiles(Tile(32, 16, 8, 1), Tile(32, 32, 8, 2), Tile(16, 32, 8, 1)),
     256: Tiles(Tile(32, 16, 8, 2), Tile(32, 16, 8, 2), Tile(16, 32, 16, 1)),
 }
-SMALL = {  # bf16 in 99 KiB
-    64: Tiles(Tile(128, 64, 8, 2), Tile(128, 32, 8, 2), Tile(32, 128, 8, 2)),
-    128: Tiles(Tile(128, 32, 8, 2), Tile(128, 32, 8, 2), Tile(64, 64, 8, 2)),
-    256: Tiles(Tile(64, 32, 8, 2), Tile(64, 32, 8, 1), Tile(16, 64, 8, 1)),
-}
 LARGE = {  # bf16 in 227 KiB
     64: Tiles(Tile(128, 64, 8, 3), Tile(64, 64, 4, 3), Tile(64, 64, 4, 2)),
     128: Tiles(Tile(128, 64, 8, 3), Tile(128, 64, 8, 3), Tile(32, 64, 4, 3)),
@@ -126,11 +146,13 @@ WIDEST_HEAD = 256
 
 def attention(device: torch.device, dtype: torch.dtype, D: int) -> Tiles:
     """Of heads of width D, at most WIDEST_HEAD on a GPU."""
-    here = chip(device)
+    here, width = chip(device), max(64, head_block(D))
     if here.arch == 0:
         return INTERPRETED
-    table = FP32 if dtype == torch.float32 else LARGE if here.large else SMALL
-    return table[max(64, head_block(D))]
+    if dtype == torch.float32:
+        return FP32[width]
+    usual = LARGE[width] if here.large else Tiles(*(_modelled(here, f"attention_{k} {width}") for k in Tiles._fields))
+    return Tiles(*(_set(f"attention_{kind} {width}", tile) for kind, tile in usual._asdict().items()))
 
 
 def hopper_fwd(block_d: int) -> Tile:
@@ -154,22 +176,20 @@ class Logits(NamedTuple):
     each: int
 
 
-def cross_entropy(V: int) -> Logits:
-    """Wide programs for wide rows: rows in flight stay in L2."""
-    return Logits(8192, 32, 2) if V > 65536 else Logits(4096, 8, 8)
+WIDE = 65536  # of a vocabulary: values of a row
+
+
+def cross_entropy(device: torch.device, V: int) -> Logits:
+    """Wide programs for wide rows, if rows in flight stay in L2, from which they are read a second time."""
+    here, wide, narrow = chip(device), Logits(8192, 32, 2), Logits(4096, 8, 8)
+    if here.arch == 0 or here.large:
+        usual = wide if V > WIDE else narrow
+    else:
+        usual = wide if V > WIDE and wide.each * here.sms * 2 * V <= here.l2 else narrow
+    return _set("cross_entropy wide" if V > WIDE else "cross_entropy", usual) if here.arch else usual
 
 
 # ---------------------------------------------------------------- experts
-
-
-class Grouped(NamedTuple):
-    """A grouped GEMM's launch: rows of a tile, columns of its two widths, warps, stages of the software pipeline."""
-
-    rows: int
-    a: int
-    b: int
-    warps: int
-    stages: int
 
 
 def grouped_mm(device: torch.device, dtype: torch.dtype) -> Grouped:
@@ -177,14 +197,15 @@ def grouped_mm(device: torch.device, dtype: torch.dtype) -> Grouped:
     here = chip(device)
     if here.arch == 0 or dtype == torch.float32:
         return Grouped(32, 32, 32, 4, 1)
-    return Grouped(128, 64, 128, 8, 3) if here.large else Grouped(128, 32, 128, 8, 3)
+    return _set("grouped_mm", Grouped(128, 64, 128, 8, 3) if here.large else _modelled(here, "grouped_mm"))
 
 
 def grouped_add(device: torch.device, dtype: torch.dtype) -> Grouped:
     """Tile (a, b) of a matrix's gradient, from so many rows at a time."""
-    if chip(device).arch == 0 or dtype == torch.float32:
+    here = chip(device)
+    if here.arch == 0 or dtype == torch.float32:
         return Grouped(32, 32, 32, 4, 1)
-    return Grouped(64, 128, 128, 8, 3)
+    return _set("grouped_add", Grouped(64, 128, 128, 8, 3) if here.large else _modelled(here, "grouped_add"))
 
 
 # ---------------------------------------------------------------- fp8
@@ -198,16 +219,18 @@ class Codes(NamedTuple):
     warps: int
 
 
-@cache
+@planned
 def quantize(device: torch.device, both: bool) -> Codes:
     here = chip(device)
-    return Codes(32, 32, 4) if here.arch == 0 else Codes(128, 128, 8) if both and here.large else Codes(64, 128, 8)
+    if here.arch == 0:
+        return Codes(32, 32, 4)
+    return _set("quantize both" if both else "quantize", Codes(128 if both and here.large else 64, 128, 8))
 
 
-@cache
+@planned
 def gated_codes(device: torch.device) -> Codes:
     """Of a gated unit's backward, with three matrices of codes."""
-    return Codes(32, 32, 4) if chip(device).arch == 0 else Codes(64, 64, 8)
+    return Codes(32, 32, 4) if chip(device).arch == 0 else _set("gated_codes", Codes(64, 64, 8))
 
 
 class BlockScaled(NamedTuple):
@@ -223,7 +246,9 @@ class BlockScaled(NamedTuple):
 
 def block_scaled(device: torch.device) -> BlockScaled:
     """By the 99 KiB of shared memory that a program can have; never measured."""
-    return BlockScaled(32, 32, 64, 2, 4, 2) if chip(device).arch == 0 else BlockScaled(128, 128, 128, 8, 8, 3)
+    if chip(device).arch == 0:
+        return BlockScaled(32, 32, 64, 2, 4, 2)
+    return _set("block_scaled", BlockScaled(128, 128, 128, 8, 8, 3))
 
 
 def maxima(device: torch.device, blocks: int) -> int:
@@ -256,3 +281,12 @@ def scan(device: torch.device, D: int, E: int, itemsize: int) -> Scan:
     if itemsize == 4 or chip(device).arch == 0:
         return Scan(ROWS_OF_SCANS, width, columns, 4, 4, 1, "ieee")
     return Scan(ROWS_OF_SCANS, width, columns, 4, 8, 1, "tf32")
+
+
+# ---------------------------------------------------------------- by the model of a chip
+
+
+@cache
+def _modelled(here: Chip, name: str) -> Any:
+    """What the model of the chip chooses."""
+    return best(here, KNOWN[name]).tile

@@ -23,6 +23,8 @@ from trireme.kernels.packed import reference as packed
 from trireme.kernels.reference import join_master, rope_table, soft_cap, split_master
 from trireme.kernels.scan import reference as scan
 from trireme.kernels.scan.reference import decay_bwd, decay_fwd
+from trireme.kernels.teacher import reference as teacher
+from trireme.kernels.teacher.reference import Taught
 
 P = ParamSpec("P")
 R = TypeVar("R")
@@ -65,6 +67,7 @@ embedding_fwd = _op(reference.embedding_fwd, "embedding")
 embedding_bwd_ = _op(reference.embedding_bwd_, "embedding")
 add_noise_ = _op(reference.add_noise_, "embedding")
 linear_cross_entropy = _op(reference.linear_cross_entropy, "cross_entropy")
+linear_distillation = _op(teacher.linear_distillation, "teacher.distillation")
 route_fwd = _op(experts.route_fwd, "experts.routing")
 route_bwd = _op(experts.route_bwd, "experts.routing")
 sort_pairs = _op(experts.sort_pairs, "experts.order")
@@ -89,6 +92,7 @@ sigmoid_gate_fwd = _op(attention.sigmoid_gate_fwd, "attention.gate")
 sigmoid_gate_bwd = _op(attention.sigmoid_gate_bwd, "attention.gate")
 quantize = _op(fp8.quantize, "fp8.quantize")
 turn = _op(fp8.turn, "fp8.quantize")
+rmsnorm_codes = _op(fp8.rmsnorm_codes, "fp8.norms")
 swiglu_codes_fwd = _op(fp8.swiglu_codes_fwd, "fp8.gated")
 swiglu_codes_bwd = _op(fp8.swiglu_codes_bwd, "fp8.gated")
 geglu_codes_fwd = _op(fp8.geglu_codes_fwd, "fp8.gated")
@@ -103,6 +107,7 @@ __all__ = [
     "Order",
     "Quantized",
     "Rule",
+    "Taught",
     "adamw_",
     "add_noise_",
     "attention_bwd",
@@ -135,6 +140,7 @@ __all__ = [
     "layernorm_bwd",
     "layernorm_fwd",
     "linear_cross_entropy",
+    "linear_distillation",
     "lay_docs",
     "make_docs",
     "mxfp4_decode",
@@ -144,6 +150,7 @@ __all__ = [
     "fp8_matmul",
     "quantize",
     "rmsnorm_bwd",
+    "rmsnorm_codes",
     "rmsnorm_fwd",
     "rope_",
     "rope_table",

@@ -29,7 +29,7 @@ from trireme.models.linear import (
     trained,
     upstream,
 )
-from trireme.models.norm import Norm, norm, norm_backward
+from trireme.models.norm import Norm, norm_backward, norm_for
 from trireme.models.rows import Rows, rotate_
 
 # signature of ops.attention_fwd
@@ -81,7 +81,7 @@ def forward(
 
     Where branch.copies, the norm copies x to `out` and the output projection is added there.
     """
-    copy = out if copies(w.norm, w.post) else None
+    copy = out if copies(w.norm, w.post, w.o) else None
     qkv = _project(cfg, layer, w, x, rows, saved.get("qkv"), copy)
     attn_out, lse = _attend(cfg, layer, w, _heads(cfg, layer, w, qkv, rows), rows, saved.get("attn_out"), attend)
     if "lse" in saved:
@@ -125,7 +125,7 @@ def residual(
 ) -> tuple[Tensor, Tensor | None]:
     """Forward's `out` again, and the argument of a norm behind o, `matmul` if given."""
     attn_out = _gated(result.out, result.heads.gate)
-    out = x.clone() if copies(w.norm, w.post) else torch.empty_like(x)
+    out = x.clone() if copies(w.norm, w.post, w.o) else torch.empty_like(x)
     if w.post is None:
         add_branch(cfg, x, attn_out, w.o, w.norm, w.post, out)
         return out, None
@@ -183,7 +183,7 @@ def backward_to_qkv(
 
 def backward_to_x(cfg: ModelConfig, w: Weights, g: Weights, x: Tensor, d_qkv: Upstream, dy: Tensor, dx: Tensor) -> None:
     """Fills dx: the gradient through qkv, plus dy."""
-    y, stats = norm(x, w.norm, cfg.eps)
+    y, stats = norm_for(w.qkv, x, w.norm, cfg.eps, forward=False, backward=trained(g.qkv.weight))
     add_gradients_(g.qkv, w.qkv, y, d_qkv)
     del y  # workspace._block_workspace
     norm_backward(linear_backward(d_qkv, w.qkv), x, w.norm, stats, g.norm, dy, dx)
@@ -198,8 +198,8 @@ def _project(
     out: Tensor | None = None,
     copy: Tensor | None = None,
 ) -> Tensor:
-    y, _ = norm(x, w.norm, cfg.eps, copy)
-    qkv = linear(y, w.qkv, out)
+    y, _ = norm_for(w.qkv, x, w.norm, cfg.eps, copy)
+    qkv = linear(y, w.qkv, out, x.dtype)
     if cfg.latent is not None:
         latent.rotate_made_(cfg, layer, qkv, rows)
     elif cfg.rotated_first:

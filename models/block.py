@@ -133,14 +133,15 @@ def mlp_forward(
     rows: Rows,
     saved: dict[str, Tensor],
     out: Tensor,
+    passed: experts.Passed | None = None,
 ) -> None:
-    """As mlp.forward, of either kind; a long text in tiles of rows, which do not mix."""
+    """As mlp.forward, of either kind; a long text in tiles of rows, which do not mix. `passed`: experts.py."""
     if len(x) <= cfg.mlp_rows:
-        _tile_forward(cfg, layer, w, x, rows, saved, out)
+        _tile_forward(cfg, layer, w, x, rows, saved, out, passed)
         return
     for part in _tiles(cfg, x):
-        tile = x[part]
-        _tile_forward(cfg, layer, w, tile, rows, _of_rows(cfg, saved, part), tile if out is x else out[part])
+        tile, onto = x[part], _passed_rows(passed, part)
+        _tile_forward(cfg, layer, w, tile, rows, _of_rows(cfg, saved, part), tile if out is x else out[part], onto)
 
 
 def mlp_backward(
@@ -152,14 +153,20 @@ def mlp_backward(
     saved: dict[str, Tensor],
     dy: Tensor,
     dx: Tensor | None = None,
+    passed: experts.Passed | None = None,
 ) -> Tensor:
     """As mlp.backward, of either kind, in the tiles of forward."""
     if len(x) <= cfg.mlp_rows:
-        return _tile_backward(cfg, w, g, x, rows, saved, dy, dx)
+        return _tile_backward(cfg, w, g, x, rows, saved, dy, dx, passed)
     dx = torch.empty_like(x) if dx is None else dx
     for part in _tiles(cfg, x):
-        _tile_backward(cfg, w, g, x[part], rows, _of_rows(cfg, saved, part), dy[part], dx[part])
+        onto = _passed_rows(passed, part)
+        _tile_backward(cfg, w, g, x[part], rows, _of_rows(cfg, saved, part), dy[part], dx[part], onto)
     return dx
+
+
+def _passed_rows(passed: experts.Passed | None, rows: slice) -> experts.Passed | None:
+    return passed and {name: t[rows] for name, t in passed.items()}
 
 
 def _tiles(cfg: ModelConfig, x: Tensor) -> Iterator[slice]:
@@ -180,9 +187,10 @@ def _tile_forward(
     rows: Rows,
     saved: dict[str, Tensor],
     out: Tensor,
+    passed: experts.Passed | None,
 ) -> None:
     if isinstance(w, experts.Weights):
-        experts.forward(cfg, layer, w, x, rows, saved, out)
+        experts.forward(cfg, layer, w, x, rows, saved, out, passed)
     else:
         mlp.forward(cfg, w, x, saved, out)
 
@@ -196,9 +204,10 @@ def _tile_backward(
     saved: dict[str, Tensor],
     dy: Tensor,
     dx: Tensor | None,
+    passed: experts.Passed | None,
 ) -> Tensor:
     if isinstance(w, experts.Weights) and isinstance(g, experts.Weights):
-        return experts.backward(cfg, w, g, x, rows, saved, dy, dx)
+        return experts.backward(cfg, w, g, x, rows, saved, dy, dx, passed)
     assert isinstance(w, mlp.Weights)
     assert isinstance(g, mlp.Weights)
     return mlp.backward(cfg, w, g, x, saved, dy, dx)

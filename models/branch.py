@@ -15,9 +15,9 @@ from trireme.models.linear import Linear, Operand, add_linear_, linear
 from trireme.models.norm import Norm, norm, norm_backward
 
 
-def copies(before: Norm | None, after: Norm | None) -> bool:
-    """Whether the norm before a half copies x into `out`."""
-    return before is not None and before.copies and after is None
+def copies(before: Norm | None, after: Norm | None, w: Linear) -> bool:
+    """Whether the norm before a half copies x into `out`, where w's GEMM adds to it: none does in fp8."""
+    return before is not None and before.copies and after is None and not w.fp8
 
 
 def add_branch(
@@ -36,7 +36,7 @@ def add_branch(
     """
     if after is not None:
         add_matmul(cfg, x, linear(inner, w, matmul, x.dtype), after, out)
-    elif copies(before, after):
+    elif copies(before, after, w):
         add_linear_(out, inner, w, cfg.branch_scale)
     else:
         torch.add(x, linear(inner, w, dtype=x.dtype), alpha=cfg.branch_scale, out=out)

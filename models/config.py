@@ -81,6 +81,20 @@ class Lora:
 
 
 @dataclass(frozen=True)
+class Teaching:
+    """A teacher in the loss: its k likeliest tokens, the weight of its divergence, and the temperature of both."""
+
+    k: int
+    weight: float
+    temperature: float
+
+    @property
+    def nbytes(self) -> int:
+        """Of a label: ids, log-probabilities, the logarithm of the rest."""
+        return self.k * (4 + 2) + 4
+
+
+@dataclass(frozen=True)
 class ModelConfig:
     """One decoder-only Transformer, without dropout."""
 
@@ -107,8 +121,10 @@ class ModelConfig:
     frozen: tuple[str, ...] = ()  # globs over names, "!" before those trained; the last match holds
     lora: Lora | None = None  # from the run's options
     fp8: bool = False  # linear layers of blocks multiply in fp8; from the run's options
+    teaching: Teaching | None = None  # of the loss; from the run's options
     halves: bool = False  # units are half blocks; from the plan
     at_once: int = 0  # packed experts that a matmul decodes at a time; 0: a pass decodes all; from the plan
+    slices: int = 1  # units of weights that a layer's frozen experts come in; from the plan
     packing: Packing | None = None  # of matrices in files; frozen ones stay so up to the GPU
     packed: tuple[str, ...] = ()  # globs over their names, as `frozen`
     local_rope: Rope | None = None  # of layers with the window, if different
@@ -133,11 +149,11 @@ class ModelConfig:
     tanh_gelu: bool = False  # where the GELU of the family is exact
     mlp_rows: int = 1 << 14  # tokens that an MLP half computes at once: sums of its gradients follow these tiles
 
-    @property
+    @cached_property
     def family(self) -> Family:
         return FAMILIES[self.model_type]
 
-    @property
+    @cached_property
     def names(self) -> Names:
         own = self.family.dense_names if self.family.experts and self.experts is None else self.family.names
         own = self.family.scan_names if self.scanning and self.family.scan_names else own
@@ -271,7 +287,7 @@ NESTED = {"rope": Rope, "local_rope": Rope, "experts": Experts, "latent": Latent
 def numbers(cfg: ModelConfig) -> dict[str, Any]:
     """A config as flat JSON, without what a plan adds or how files spell it: a run compares its model by this."""
     found = json.loads(json.dumps(asdict(cfg)))
-    for name in ("halves", "scanning", "at_once", "media", "packing", "packed"):
+    for name in ("halves", "scanning", "at_once", "slices", "media", "packing", "packed", "teaching"):
         del found[name]
     if found["lora"] and not found["lora"]["scales"]:
         del found["lora"]["scales"]  # as in older records

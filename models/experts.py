@@ -5,9 +5,10 @@
 
 With cfg.relu2 experts are relu(y @ up_e)^2 @ down_e. With latents y is norm(x) @ latent_in, (N, L), and their weighted
 sum is multiplied by latent_out. A shared expert (shared.py) may add its own.
-Products run over N k rows sorted by expert; a token's sum is in ascending order of expert.
+Products run over N k rows sorted by expert; a token's sum is in ascending order of expert. Slices of a layer's experts
+may follow each other, each with its own weights: what passes from one to the next is `passed` (shapes.passed_shapes).
 Legend: N tokens, D width, E experts, k of them for each token, I hidden width of each. Saved: x (the caller's), gate_up
-(N k, 2I), or fc (N k, I), sorted; the shared expert's; with latents latent_sum (N, L), the weighted sum.
+(N k, 2I), or fc (N k, I), sorted, but not of slices; the shared expert's; with latents latent_sum (N, L).
 """
 
 from __future__ import annotations
@@ -37,8 +38,24 @@ from trireme.models.rows import Rows
 from trireme.models.sizes.shapes import up_name
 
 
+class Slice(NamedTuple):
+    """Experts [first, last) of `of`, the first or the last ones of a layer among them, or neither."""
+
+    first: int
+    last: int
+    of: int
+
+    @property
+    def begins(self) -> bool:
+        return self.first == 0
+
+    @property
+    def ends(self) -> bool:
+        return self.last == self.of
+
+
 class Weights(NamedTuple):
-    """The half's weights, or their gradients: empty where a tensor is frozen."""
+    """The half's weights, or their gradients: empty where a tensor is frozen. Of a slice `up`, `down` are its own."""
 
     norm: Norm | None
     router: Linear  # (D, E)
@@ -52,6 +69,27 @@ class Weights(NamedTuple):
     down_adapters: Stacked | None = None
     latent_in: Linear | None = None  # (D, L)
     latent_out: Linear | None = None  # (L, D)
+    part: Slice | None = None  # None: all experts
+
+    @property
+    def begins(self) -> bool:
+        return self.part is None or self.part.begins
+
+    @property
+    def ends(self) -> bool:
+        return self.part is None or self.part.ends
+
+    def own(self) -> Weights:
+        """With biases and adapters of the slice's experts alone."""
+        if self.part is None:
+            return self
+        at = slice(self.part.first, self.part.last)
+        up_bias, down_bias = (None if bias is None else bias[at] for bias in (self.up_bias, self.down_bias))
+        up, down = (w and w._replace(a=w.a[at], b=w.b[at]) for w in (self.up_adapters, self.down_adapters))
+        return self._replace(up_bias=up_bias, down_bias=down_bias, up_adapters=up, down_adapters=down)
+
+
+Passed = dict[str, Tensor]  # by the names of shapes.passed_shapes
 
 
 class Routes(NamedTuple):
@@ -71,37 +109,44 @@ def rule(cfg: ModelConfig) -> ops.Rule:
 
 
 def forward(
-    cfg: ModelConfig, layer: int, w: Weights, x: Tensor, rows: Rows, saved: dict[str, Tensor], out: Tensor
+    cfg: ModelConfig,
+    layer: int,
+    w: Weights,
+    x: Tensor,
+    rows: Rows,
+    saved: dict[str, Tensor],
+    out: Tensor,
+    passed: Passed | None = None,
 ) -> None:
-    """Fills out (N, D), which may be x, and every tensor of `saved`."""
+    """Fills out (N, D), which may be x, and every tensor of `saved`; a slice that does not end the layer `passed`."""
     y, _ = norm(x, w.norm, cfg.eps)
     residual = x
-    if w.shared is not None:
+    if w.shared is not None and w.ends:
         shared.forward(cfg, w.shared, x, y, saved, out)
         residual = out
-    found = route(cfg, w, y)
-    if rows.load is not None:
+    found = _routes(cfg, w, y, passed)
+    if rows.load is not None and w.begins:
         rows.load.add(layer, found.order, found.logits)
-    k = rule(cfg).k
+    own, order, k = w.own(), _within(found.order, w.part), rule(cfg).k
     z = y if w.latent_in is None else linear(y, w.latent_in)
-    gate_up = _up(w, z, found.order, k, saved.get(up_name(cfg)))
+    gate_up = _up(own, z, order, k, saved.get(up_name(cfg)))
     del y, z  # workspace._block_workspace
     act = _activation(cfg, gate_up)
     del gate_up  # workspace._block_workspace
     if w.latent_out is None:
-        _sum(w, act, found, k, residual, out)
+        _sum(own, act, found.weights, order, k, residual if w.ends else None, *_sums(w, order, passed, out))
         return
-    total = _sum(w, act, found, k, None, saved.get("latent_sum"))
+    total = _sum(own, act, found.weights, order, k, None, saved.get("latent_sum"))
     del act  # workspace._block_workspace
     torch.add(residual, linear(total, w.latent_out), out=out)
 
 
-def _sum(w: Weights, act: Tensor, found: Routes, k: int, residual: Tensor | None, out: Tensor | None) -> Tensor:
-    """residual plus each token's weighted sum, (N, D) or (N, L)."""
-    ranked = grouped_mm(act, w.down, found.order, bias=w.down_bias)
-    if w.down_adapters is not None:
-        w.down_adapters.add_(ranked, act, found.order)
-    return ops.combine(ranked, found.order, k, found.weights, residual, out)
+def _sum(own: Weights, act: Tensor, weights: Tensor, order: ops.Order, k: int, *into: Tensor | None) -> Tensor:
+    """Each token's weighted sum, (N, D) or (N, L); `into`: as ops.combine has them behind the weights."""
+    ranked = grouped_mm(act, own.down, order, bias=own.down_bias)
+    if own.down_adapters is not None:
+        own.down_adapters.add_(ranked, act, order)
+    return ops.combine(ranked, order, k, weights, *into)
 
 
 def _activation(cfg: ModelConfig, gate_up: Tensor) -> Tensor:
@@ -118,6 +163,33 @@ def _activation_backward(
     if cfg.relu2:
         return ops.routed_relu2_bwd(d_act, gate_up, found.weights, found.order)
     return ops.routed_swiglu_bwd(d_act, gate_up, found.weights, found.order, _limit(cfg))
+
+
+def _routes(cfg: ModelConfig, w: Weights, y: Tensor, passed: Passed | None) -> Routes:
+    """The first slice finds them for all; only it has logits."""
+    if passed is None or w.begins:
+        found = route(cfg, w, y)
+        if passed is not None:
+            passed["weights"].copy_(found.weights)
+            passed["experts"].copy_(found.experts)
+        return found
+    assert cfg.experts is not None
+    experts = passed["experts"]
+    return Routes(y[:0], passed["weights"], experts, ops.sort_pairs(experts, cfg.experts.count))
+
+
+def _within(order: ops.Order, own: Slice | None) -> ops.Order:
+    """Of a slice's rows."""
+    return order if own is None else order._replace(starts=order.starts[own.first : own.last + 1])
+
+
+def _sums(
+    w: Weights, order: ops.Order, passed: Passed | None, out: Tensor | None
+) -> tuple[Tensor | None, Tensor | None, Tensor | None]:
+    """(where combine's sum goes, what it begins with, whose rows it adds)."""
+    if w.part is None or passed is None:
+        return out, None, None
+    return out if w.ends else passed["sum"], None if w.begins else passed["sum"], order.starts
 
 
 def _up(w: Weights, y: Tensor, order: ops.Order, k: int, out: Tensor | None = None) -> Tensor:
@@ -149,28 +221,39 @@ def backward(
     saved: dict[str, Tensor],
     dy: Tensor,
     dx: Tensor | None = None,
+    passed: Passed | None = None,
 ) -> Tensor:
-    """The gradient of x (N, D), in `dx` if given; adds to g, given dy (N, D); recomputes what is not in `saved`."""
+    """The gradient of x (N, D), in `dx` if given; adds to g, given dy (N, D); recomputes what is not in `saved`.
+
+    Of a slice that does not end the layer: `passed`.
+    """
     y, stats = norm(x, w.norm, cfg.eps)
-    found = route(cfg, w, y)
-    order, k = found.order, rule(cfg).k
+    found = route(cfg, w, y) if w.ends else _routes(cfg, w, y, passed)
+    whole, whole_g = w, g
+    w, g, order, k = w.own(), g._replace(part=w.part).own(), _within(found.order, w.part), rule(cfg).k
     z = y if w.latent_in is None else linear(y, w.latent_in)
     gate_up = saved[up_name(cfg)] if up_name(cfg) in saved else _up(w, z, order, k)
     d_sum = _latent_out_backward(cfg, w, g, found, gate_up, saved, dy)
     d_act, d_down = _down_backward(w, order, k, d_sum)
-    d_gate_up, act, d_weights = _activation_backward(cfg, d_act, gate_up, found)
+    d_gate_up, act, d_weights = _activation_backward(cfg, d_act, gate_up, found._replace(order=order))
     del gate_up, d_act  # workspace._block_workspace
     if isinstance(g.down, Tensor) and trained(g.down):
         ops.grouped_add_(g.down, act, d_sum, order, 0, k)
     if d_down is not None:
         _adapter_gradients_(w.down_adapters, g.down_adapters, act, d_down, d_sum, order, k_dy=k)
     del act  # workspace._block_workspace
-    _bias_gradients_(w, g, found, d_weights, d_gate_up, d_sum)
+    if w.up_bias is not None and g.up_bias is not None and trained(g.up_bias):
+        ones = d_gate_up.new_ones((len(d_gate_up), 1))
+        ops.grouped_add_(g.up_bias[:, None], ones, d_gate_up, order)
     del d_sum  # workspace._block_workspace
     d_rows = _up_backward(w, g, order, k, z, d_gate_up)
     del z, d_gate_up  # workspace._block_workspace
-    d_norm = ops.combine(d_rows, order, k)
+    d_norm = ops.combine(d_rows, order, k, None, None, *_sums(w, order, passed, None))
     del d_rows  # workspace._block_workspace
+    d_weights = _of_all(w, found, d_weights, passed)
+    if not w.ends:
+        return d_norm
+    _down_bias_gradients_(whole, whole_g, found, d_weights, dy)
     if w.latent_in is not None and g.latent_in is not None:
         d_in = upstream(d_norm, w.latent_in, g.latent_in)
         add_gradients_(g.latent_in, w.latent_in, y, d_in)
@@ -195,7 +278,7 @@ def _latent_out_backward(
     d_out = upstream(dy, w.latent_out, g.latent_out)
     total = saved.get("latent_sum")
     if total is None:
-        total = _sum(w, _activation(cfg, gate_up), found, rule(cfg).k, None, None)
+        total = _sum(w, _activation(cfg, gate_up), found.weights, found.order, rule(cfg).k)
     add_gradients_(g.latent_out, w.latent_out, total, d_out)
     return linear_backward(d_out, w.latent_out)
 
@@ -231,11 +314,16 @@ def _adapter_gradients_(
         ops.grouped_add_(g.b, w.down(x, order, k).mul_(w.scale), dy, order, 0, k_dy)
 
 
-def _bias_gradients_(w: Weights, g: Weights, found: Routes, d_weights_: Tensor, d_gate_up: Tensor, dy: Tensor) -> None:
-    """Adds the biases' gradients to g, and what the bias behind `down` does to that of the weights."""
-    if w.up_bias is not None and g.up_bias is not None and trained(g.up_bias):
-        ones = d_gate_up.new_ones((len(d_gate_up), 1))
-        ops.grouped_add_(g.up_bias[:, None], ones, d_gate_up, found.order)
+def _of_all(w: Weights, found: Routes, d_weights: Tensor, passed: Passed | None) -> Tensor:
+    """Gradients of weights (N, k) of this slice's experts, beside those of the slices before."""
+    if w.part is None or passed is None:
+        return d_weights
+    mine = (found.experts >= w.part.first) & (found.experts < w.part.last)
+    return torch.where(mine, d_weights, d_weights if w.begins else passed["d_weights"], out=passed["d_weights"])
+
+
+def _down_bias_gradients_(w: Weights, g: Weights, found: Routes, d_weights_: Tensor, dy: Tensor) -> None:
+    """Adds the gradient of the bias behind `down` to g, and what it does to that of the weights."""
     if w.down_bias is not None:
         chosen = found.experts.long()
         d_weights_ += torch.mm(dy, w.down_bias.T).float().gather(1, chosen)

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import nullcontext
+from math import prod
 from typing import Any
 
 import torch
@@ -15,10 +16,11 @@ from torch import Tensor
 from torch.nn.functional import scaled_dot_product_attention, silu
 
 from trireme.kernels import ops
-from trireme.models import head, model
+from trireme.models import experts, head, model
 from trireme.models.attention import Attend
 from trireme.models.config import InputError, ModelConfig
 from trireme.models.mixers import scan
+from trireme.models.packed import DTYPE
 from trireme.models.rows import Rows, make_rows, rope_tables
 from trireme.models.sizes import shapes, workspace
 
@@ -90,6 +92,7 @@ def needs(cfg: ModelConfig, n_prompts: int, length: int, max_new: int, itemsize:
     kinds = {shapes.kind(cfg, u): u for u in range(1, cfg.n_units - 1)}
     blocks = [workspace.workspace_bytes(cfg, u, tokens, itemsize) for u in kinds.values()]
     whole = 2 * tokens * cfg.width * itemsize + max(blocks)  # a block's input and output
+    whole += sum(4 * prod(shape) for shape, _ in shapes.passed_shapes(cfg, tokens).values()) * (cfg.slices > 1)
     single = positions * (cfg.q_width + cfg.attn_width) * (itemsize + 4)  # a layer's cache by head, and in fp32
     ends = 16 * (length + max_new) * cfg.head_dim + 12 * n_prompts * cfg.vocab  # rotary tables; logits, copied
     return cache + max(whole, single) + ends
@@ -108,6 +111,7 @@ def _logits(cfg: ModelConfig, units: Units, ids: Tensor, rows: Mapping[torch.dev
     """(B, V) fp32, after each document's last token."""
     x, out = (torch.empty((len(ids), cfg.width), dtype=cache.dtype, device=ids.device) for _ in range(2))
     into = {place: cache.into(each.docs) for place, each in rows.items()}
+    passed: experts.Passed | None = None
     for u, w in units():
         at = cache.places[u]
         if len(rows) > 1 and x.device != at:
@@ -118,8 +122,11 @@ def _logits(cfg: ModelConfig, units: Units, ids: Tensor, rows: Mapping[torch.dev
                 head.embed_forward(w, ids, rows[at], x)
             elif u < cfg.n_units - 1:
                 attend = cache.mixer(shapes.layer(cfg, u), into[at], sinks=bool(cfg.names.sinks))
-                model.forward(cfg, u, w, x, rows[at], {}, out, attend)
-                x, out = out, x
+                if isinstance(w, experts.Weights) and w.part is not None and passed is None:
+                    found = shapes.passed_shapes(cfg, len(x))
+                    passed = {name: torch.empty(s, dtype=DTYPE[d], device=at) for name, (s, d) in found.items()}
+                model.forward(cfg, u, w, x, rows[at], {}, out, attend, passed)
+                x, out = (out, x) if not isinstance(w, experts.Weights) or w.ends else (x, out)
             else:
                 last = x[rows[at].docs.cu_seqlens[1:].long() - 1]
                 y = head.final_norm(cfg, w, last)[0]

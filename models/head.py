@@ -35,6 +35,14 @@ class HeadWeights(NamedTuple):
     output: Tensor | None  # (V, D); None if tied
 
 
+class Shares(NamedTuple):
+    """What a teacher says of M labels, as ops.Taught has it."""
+
+    ids: Tensor  # (M, K) int32
+    logps: Tensor  # (M, K) fp16
+    rest: Tensor  # (M,) fp32
+
+
 def embed_weights(cfg: ModelConfig, views: dict[str, Tensor]) -> EmbedWeights:
     """From the unit's tensors by Hugging Face name."""
     return EmbedWeights(views[embedding_name(cfg)], views.get(f"{cfg.names.positions}.weight"), cfg.embed_scale)
@@ -84,15 +92,24 @@ def head_loss(
     g_out: Tensor | None = None,
     dx: Tensor | None = None,
     factors: Tensor | None = None,
+    shares: Shares | None = None,
 ) -> Tensor:
     """Loss by token, (N,) fp32; with g, g_out and dx also the gradients of scale * sum(factors * loss).
 
     x (N, D); labels (N,) int64, the next tokens; loss_rows (M,) int64, those that count; factors (N,) fp32 of the
     losses, None: 1. w_out, g_out (V, D), the embedding's if tied. Adds to g and g_out where trained, fills dx (N, D).
+
+    With `shares` the loss is as of cfg.teaching; returned are its two parts, (2, N): cross-entropy and divergence.
     """
     y, stats = final_norm(cfg, w, x)
     g_out = g_out if g_out is not None and trained(g_out) else None
-    losses = ops.linear_cross_entropy(y, w_out, labels, loss_rows, scale, g_out, dx, cap=cfg.logit_cap, factors=factors)
+    given, more = (y, w_out, labels, loss_rows, scale), (g_out, dx)
+    if shares is None:
+        losses = ops.linear_cross_entropy(*given, *more, cap=cfg.logit_cap, factors=factors)
+    else:
+        assert cfg.teaching is not None
+        taught = ops.Taught(*shares, cfg.teaching.weight, cfg.teaching.temperature)
+        losses = ops.linear_distillation(*given, taught, *more, cap=cfg.logit_cap, factors=factors)
     if dx is not None:
         assert g is not None
         if cfg.logit_scale != 1.0:
@@ -102,16 +119,16 @@ def head_loss(
 
 
 def head_top(
-    cfg: ModelConfig, w: HeadWeights, w_out: Tensor, x: Tensor, loss_rows: Tensor, k: int, chunk: int = TOP_CHUNK
+    cfg: ModelConfig, w: HeadWeights, w_out: Tensor, x: Tensor, loss_rows: Tensor, k: int, below: int | None = None
 ) -> tuple[Tensor, Tensor, Tensor]:
     """The k likeliest tokens after each of M rows: (ids (M, k) int64, log-probabilities (M, k) fp32, the logarithm of
-    the probability of all others (M,) fp32). x (N, D); logits exist `chunk` rows at a time."""
+    the probability of all others (M,) fp32). x (N, D); `below`: of ids. Logits exist TOP_CHUNK rows at a time."""
     y, _ = final_norm(cfg, w, x)
     found = []
-    for part in loss_rows.split(chunk):
+    for part in loss_rows.split(TOP_CHUNK):
         logits = ops.soft_cap((y[part] @ w_out.T).float(), cfg.logit_cap)
         lse = torch.logsumexp(logits, -1, keepdim=True)
-        top, ids = logits.topk(k, dim=-1)
+        top, ids = logits[:, :below].topk(k, dim=-1)
         rest = torch.logsumexp(logits.scatter_(1, ids, float("-inf")), -1, keepdim=True) - lse
         found.append((ids, top - lse, rest[:, 0]))
     ids, logps, rests = (torch.cat(parts) for parts in zip(*found, strict=True))

@@ -53,6 +53,11 @@ Operand = Tensor | ops.Quantized  # x, or its codes where they are all that is r
 Upstream = Tensor | Gradient
 
 
+def turned_alone(x: Operand) -> Operand:
+    """Of codes the order that gradients read: the other one is freed."""
+    return x if isinstance(x, Tensor) else x._replace(rows=None)
+
+
 def fuse(*parts: Tensor) -> Tensor:
     """One view over neighbours in memory that differ in their first dimension (q, k, v; gate, up)."""
     first, rows = parts[0], sum(p.shape[0] for p in parts)
@@ -85,11 +90,9 @@ def linear(x: Operand, w: Linear, out: Tensor | None = None, dtype: torch.dtype 
 
 
 def add_linear_(out_: Tensor, x: Operand, w: Linear, times: float) -> None:
-    """out_ (N, out) += times * linear(x, w); without a bias and in one matmul the sum is rounded once."""
-    if w.fp8:
-        out_.add_(linear(x, w, dtype=out_.dtype), alpha=times)
-        return
+    """out_ (N, out) += times * linear(x, w), not in fp8; without a bias the sum is rounded once."""
     assert isinstance(x, Tensor)
+    assert not w.fp8
     out_.addmm_(x, w.weight, alpha=times)
     if w.bias is not None:
         out_.add_(w.bias, alpha=times)

@@ -25,9 +25,10 @@ from trireme.models.linear import (
     linear_backward,
     or_scratch,
     trained,
+    turned_alone,
     upstream,
 )
-from trireme.models.norm import Norm, norm, norm_backward
+from trireme.models.norm import Norm, norm_backward, norm_for
 from trireme.models.sizes.shapes import up_name
 
 
@@ -46,8 +47,9 @@ def forward(cfg: ModelConfig, w: Weights, x: Tensor, saved: dict[str, Tensor], o
 
     With cfg.parallel `out` holds what the half adds to; otherwise that is x.
     """
-    y, _ = norm(x, w.norm, cfg.eps, copy=out if copies(w.norm, w.post) and not cfg.parallel else None)
-    up = linear(y, w.up, saved.get(up_name(cfg)))
+    copy = out if copies(w.norm, w.post, w.down) and not cfg.parallel else None
+    y, _ = norm_for(w.up, x, w.norm, cfg.eps, copy)
+    up = linear(y, w.up, saved.get(up_name(cfg)), x.dtype)
     del y  # workspace._block_workspace
     act = _activation(cfg, up, w)
     del up  # workspace._block_workspace
@@ -64,8 +66,10 @@ def backward(
     dx: Tensor | None = None,
 ) -> Tensor:
     """Gradient of x (N, D), in `dx` if given; adds to g. Recomputes what is not in `saved`."""
-    y, stats = norm(x, w.norm, cfg.eps)
-    up = saved[up_name(cfg)] if up_name(cfg) in saved else linear(y, w.up)
+    again = up_name(cfg) not in saved
+    y, stats = norm_for(w.up, x, w.norm, cfg.eps, forward=again, backward=trained(g.up.weight))
+    up = linear(y, w.up, dtype=x.dtype) if again else saved[up_name(cfg)]
+    y = turned_alone(y)
     d_down = upstream(_branch_backward(cfg, w, g, dy, up, saved), w.down, g.down)
     dup, act = _activation_backward(cfg, linear_backward(d_down, w.down), up, w, g)
     del up  # workspace._block_workspace

@@ -37,8 +37,12 @@ def forward(
     saved: dict[str, Tensor],
     out: Tensor,
     attend: Attend | scan.Recur = ops.attention_fwd,
+    passed: experts.Passed | None = None,
 ) -> None:
-    """Forward of a block or half block: fills out (N, D) and every tensor of `saved`, given x (N, D)."""
+    """Forward of a block or half block: fills out (N, D) and every tensor of `saved`, given x (N, D).
+
+    Of a slice of experts that does not end its layer: `passed` (experts.py).
+    """
     layer = shapes.layer(cfg, u)
     cfg = cfg.at(layer)
     if isinstance(w, block.Weights):
@@ -46,7 +50,7 @@ def forward(
     elif isinstance(w, attention.Weights | scan.Weights):
         block.mixer_forward(cfg, layer, w, x, rows, saved, out, attend)
     else:
-        block.mlp_forward(cfg, layer, w, x, rows, saved, out)
+        block.mlp_forward(cfg, layer, w, x, rows, saved, out, passed)
 
 
 def backward(
@@ -59,8 +63,9 @@ def backward(
     dy: Tensor,
     rows: Rows,
     dx: Tensor,
+    passed: experts.Passed | None = None,
 ) -> None:
-    """Backward of a block or half block: fills dx (N, D), adds to g, given dy (N, D)."""
+    """Backward of a block or half block: fills dx (N, D), adds to g, given dy (N, D). `passed` as in forward."""
     layer = shapes.layer(cfg, u)
     cfg = cfg.at(layer)
     if isinstance(w, block.Weights) and isinstance(g, block.Weights):
@@ -72,7 +77,7 @@ def backward(
     else:
         assert not isinstance(w, block.Weights | attention.Weights | scan.Weights)
         assert not isinstance(g, block.Weights | attention.Weights | scan.Weights)
-        block.mlp_backward(cfg, w, g, x, rows, saved, dy, dx)
+        block.mlp_backward(cfg, w, g, x, rows, saved, dy, dx, passed)
 
 
 def gradients(cfg: ModelConfig, u: int, views: dict[str, Tensor]) -> Any:
@@ -80,10 +85,10 @@ def gradients(cfg: ModelConfig, u: int, views: dict[str, Tensor]) -> Any:
     return weights(cfg, u, {name: EMPTY for group in shapes.frozen_groups(cfg, u) for name, _ in group} | views)
 
 
-def weights(cfg: ModelConfig, u: int, views: dict[str, Tensor]) -> Any:
+def weights(cfg: ModelConfig, u: int, views: dict[str, Tensor], own: range | None = None) -> Any:
     """Unit u's EmbedWeights, HeadWeights or BlockWeights, or gradients, over `views`, name -> tensor.
 
-    Groups (shapes.py) must be neighbours in memory.
+    Groups (shapes.py) must be neighbours in memory. `own`: the experts of a slice (narrow.slices).
     """
     layer = shapes.layer(cfg, u)
     cfg, what = shapes.seen(cfg, shapes.kind(cfg, u))
@@ -99,7 +104,12 @@ def weights(cfg: ModelConfig, u: int, views: dict[str, Tensor]) -> Any:
     if what == "attention":
         return mixer(cfg, mine)
     if what == "mlp":
-        return _mlp_weights(cfg, mine)
+        found = _mlp_weights(cfg, mine)
+        if own is not None:
+            assert isinstance(found, experts.Weights)
+            assert cfg.experts is not None
+            return found._replace(part=experts.Slice(own.start, own.stop, cfg.experts.count))
+        return found
     return block.Weights(mixer(cfg, mine), _mlp_weights(cfg, mine))
 
 
@@ -163,10 +173,11 @@ def _mlp_weights(cfg: ModelConfig, views: dict[str, Tensor]) -> mlp.Weights | ex
         down, down_bias = _stack(cfg, f"{names.experts}.{shapes.DOWN}", views)
         of_up, of_down = (_stacked(cfg, f"{names.experts}.{matrix}", views) for matrix in (shapes.GATE_UP, shapes.DOWN))
         correction = views.get(names.correction)
-        latents = (
-            _linear(cfg, (name,), views) if cfg.experts.latent else None for name in (names.latent_in, names.latent_out)
-        )
-        return experts.Weights(norm, router, up, down, beside, up_bias, down_bias, correction, of_up, of_down, *latents)
+        weights = experts.Weights(norm, router, up, down, beside, up_bias, down_bias, correction, of_up, of_down)
+        if not cfg.experts.latent:
+            return weights
+        inner, outer = (_linear(cfg, (name,), views) for name in (names.latent_in, names.latent_out))
+        return weights._replace(latent_in=inner, latent_out=outer)
     first, second = _linear(cfg, names.up, views), _linear(cfg, (names.down,), views)
     norm, post = _norm(cfg, names.norm2, views), _norm(cfg, names.post2, views)
     if cfg.gated or cfg.relu2:
@@ -185,7 +196,7 @@ def _stack(cfg: ModelConfig, name: str, views: dict[str, Tensor]) -> tuple[Stack
     assert cfg.packing is not None
     shape = shapes.expert_shape(cfg, name.rpartition(".")[2])
     parts = tuple(views[name + part.suffix] for part in cfg.packing.parts)
-    return Sliced(cfg.packing, parts, shape, not cfg.names.experts_in_out, cfg.at_once), bias
+    return Sliced(cfg.packing, parts, shape, not cfg.names.experts_in_out, narrow.at_once(cfg)), bias
 
 
 def _stacked(cfg: ModelConfig, name: str, views: dict[str, Tensor]) -> Stacked | None:

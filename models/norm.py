@@ -8,7 +8,7 @@ import torch
 from torch import Tensor
 
 from trireme.kernels import ops
-from trireme.models.linear import or_scratch
+from trireme.models.linear import Linear, Operand, or_scratch
 
 
 class Norm(NamedTuple):
@@ -45,6 +45,25 @@ def norm(x: Tensor, w: Norm | None, eps: float, copy: Tensor | None = None) -> t
         return y, Stats(rstd)
     y, mean, rstd, _ = ops.layernorm_fwd(x, w.weight, w.bias, eps)
     return y, Stats(rstd, mean)
+
+
+def norm_for(
+    layer: Linear,
+    x: Tensor,
+    w: Norm | None,
+    eps: float,
+    copy: Tensor | None = None,
+    forward: bool = True,
+    backward: bool = False,
+) -> tuple[Operand, Stats | None]:
+    """As norm, with y as `layer` reads it in forward, or for its weight's gradient: codes, where it takes codes alone.
+
+    Not those of a LayerNorm, nor where x is copied.
+    """
+    if w is None or w.bias is not None or copy is not None or not layer.takes_codes:
+        return norm(x, w, eps, copy)
+    codes, rstd = ops.rmsnorm_codes(x, w.factor, eps, forward, backward)
+    return codes, Stats(rstd)
 
 
 def norm_backward(

@@ -1,7 +1,10 @@
 """Shared test set-up. Kernels run in Triton's CPU interpreter where there is no GPU."""
 
+import fcntl
+import gc
 import os
 import signal
+import tempfile
 from pathlib import Path
 
 import torch
@@ -47,6 +50,16 @@ def real() -> Path:
     if not folder.is_dir():
         pytest.skip(f"no real checkpoints at {folder}; set TRIREME_REAL")
     return folder
+
+
+@pytest.fixture
+def large():
+    """Of tests that take gigabytes of GPU memory, one at a time: several processes test on one GPU."""
+    with open(Path(tempfile.gettempdir()) / f"trireme-large-tests-{os.getuid()}", "w") as lock:
+        fcntl.flock(lock, fcntl.LOCK_EX)
+        yield
+        gc.collect()
+        torch.cuda.empty_cache()
 
 
 @pytest.fixture(autouse=True, scope="session")

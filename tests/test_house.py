@@ -38,10 +38,12 @@ ALL = BELOW | {
 MAY_IMPORT = {  # beside files of the same room
     "kernels": set(),
     "kernels/attention": {"kernels"},
+    "kernels/chips": {"kernels"},
     "kernels/experts": {"kernels"},
     "kernels/fp8": {"kernels"},
     "kernels/packed": {"kernels"},
     "kernels/scan": {"kernels"},
+    "kernels/teacher": {"kernels"},
     "models": {"kernels", "models/families", "models/mixers", "models/sizes", "storage"},
     "models/families": set(),
     "models/losses": {"models"},

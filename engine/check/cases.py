@@ -69,6 +69,7 @@ class Shapes:
     quantized: tuple[int, ...] = (4096, 14336, 28672)
     mixtures: Mapping[str, Mixture] = field(default_factory=lambda: MIXTURES)
     mixed: int = 32768  # tokens of a mixture
+    tuned: tuple[int, ...] = ()  # lengths of documents, if others than check --tune takes
     scan: tuple[int, int, int] = (16, 32, 128)  # heads of keys, of values, their width, as Qwen3.5 has them
     mamba: tuple[int, int, int, int] = (8, 64, 128, 64)  # groups, heads, states, their width, as Nemotron 3 has them
 
@@ -155,7 +156,7 @@ def loss(s: Shapes) -> Iterator[Case]:
 
 
 def fp8(s: Shapes) -> Iterator[Case]:
-    """Quantization of a block's tensors, which reads them twice; GEMMs."""
+    """Quantization of a block's tensors and of norms' results, which read them twice; GEMMs."""
     N, F, randn = s.N, s.F, s.randn
     for D in s.quantized:
         x = randn(N, D)
@@ -163,6 +164,7 @@ def fp8(s: Shapes) -> Iterator[Case]:
             written = (rows + columns) * N * D
             label = f"{N}x{D} {'rows' * rows} {'columns' * columns}"
             yield Case(label, "quantize", (x, rows, columns), 4 * N * D + written)
+            yield Case(label, "rmsnorm_codes", (x, randn(D), 1e-5, rows, columns), 4 * N * D + written)
     codes = ops.quantize(randn(N, F)).rows
     assert codes is not None
     yield Case(f"{N}x{F}", "turn", (codes, torch.empty(F, N, dtype=codes.dtype, device=s.device)), 2 * N * F)
@@ -356,10 +358,17 @@ def error(case: Case) -> float:
 
 def repeats(case: Case, runs: int) -> bool:
     """Whether `runs` calls give the same bits."""
-    op = getattr(ops, case.op)
-    bits = lambda: [t.contiguous().view(-1).view(torch.uint8) for t in _run(case, op)]
-    first = bits()
-    return all(torch.equal(a, b) for _ in range(runs - 1) for a, b in zip(first, bits(), strict=True))
+    first = bits(case)
+    return all(equal(first, bits(case)) for _ in range(runs - 1))
+
+
+def bits(case: Case) -> list[Tensor]:
+    """The bytes of all results, and of arguments as they are afterwards."""
+    return [t.contiguous().view(-1).view(torch.uint8) for t in _run(case, getattr(ops, case.op))]
+
+
+def equal(a: list[Tensor], b: list[Tensor]) -> bool:
+    return all(torch.equal(x, y) for x, y in zip(a, b, strict=True))
 
 
 def _run(case: Case, op: Callable[..., Any]) -> list[Tensor]:

@@ -13,7 +13,7 @@ from pathlib import Path
 
 import torch
 
-from trireme.engine.check import gpu, host
+from trireme.engine.check import gpu, host, tune, tuned
 from trireme.engine.check.drives import drives
 from trireme.engine.check.row import WIDTHS, Row, changes
 from trireme.engine.check.steps import steps
@@ -27,8 +27,10 @@ WHOLE = 105.0  # seconds, after which no step begins
 OFF = 0.25  # of a step's estimate, from which it is told
 
 
-def check(folders: Mapping[str, Path], report: Path, say: Callable[[str], None]) -> list[Row]:
+def check(folders: Mapping[str, Path], report: Path, say: Callable[[str], None], tuning: bool = False) -> list[Row]:
     """Says a line for each part, and what to change; writes `report`. `folders`: on drives, by the names given.
+
+    `tuning`: instead of the machine's parts, tries launch settings of each kernel and keeps those that are faster.
 
     Raises InputError where `report` cannot be written, OSError where a drive fails.
     """
@@ -38,7 +40,7 @@ def check(folders: Mapping[str, Path], report: Path, say: Callable[[str], None])
     except OSError as error:
         raise InputError(f"--report {report}: {error.strerror}. Name another file.") from None
     try:
-        for row in _rows(folders, start + WHOLE):
+        for row in _tuning() if tuning else _rows(folders, start + WHOLE):
             rows.append(row)
             say(row.line())
         took = time.monotonic() - start
@@ -49,7 +51,8 @@ def check(folders: Mapping[str, Path], report: Path, say: Callable[[str], None])
         raise
     for i, line in enumerate(changes(rows)):
         say(f"{'change' if i == 0 else '':{2 + WIDTHS[0]}}{line}")
-    say(f"{'report':{2 + WIDTHS[0]}}{report}, in {took:.0f} s; nothing else was written")
+    nothing = "" if tuning else "; nothing else was written"
+    say(f"{'report':{2 + WIDTHS[0]}}{report}, in {took:.0f} s{nothing}")
     return rows
 
 
@@ -72,10 +75,21 @@ def _rows(folders: Mapping[str, Path], end: float) -> Iterator[Row]:
         tried += [rates] if rates else []
     if device is not None:
         fp8 = torch.cuda.get_device_capability(device) >= (8, 9)
-        yield from gpu.kernels(gpu.checked(device), gpu.call_seconds, fp8)
+        with tuned.in_use(tuned.kept(device)):
+            yield from gpu.kernels(gpu.checked(device), gpu.call_seconds, fp8)
         torch.cuda.empty_cache()
     first = next((folder for folder in folders.values() if tried), None)
     yield from _steps(where, rates_of(found | (tried[0] if tried else {})), first, end)
+
+
+def _tuning() -> Iterator[Row]:
+    """Some minutes, most of them of compiling."""
+    yield from host.software()
+    device = host.torch_device()
+    if device is None:
+        yield gpu.no_gpu()
+    else:
+        yield from tune.rows(device, gpu.checked(device), gpu.call_seconds)
 
 
 def _steps(device: torch.device, rates: Rates, folder: Path | None, end: float) -> Iterator[Row]:

@@ -140,7 +140,7 @@ def random_state(placement: Placement) -> None:
     packed = cache(lambda: torch.randint(256, (1 << 24,), dtype=torch.uint8))
     coded = cache(lambda: quantize(tile.view(1 << 12, -1)))
     for u in range(placement.geo.n_units):
-        for entry in (Entry("weights", u), Entry("base", u)):
+        for entry in (Entry("weights", u), *(Entry("base", v) for v in (u, *placement.geo.slices_of[u]))):
             if placement.layout(entry).tensors:
                 _fill(placement, entry, tile, packed, coded)
         for r in range(len(placement.state[u])):

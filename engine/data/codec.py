@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import hashlib
+import json
 from collections import deque
 from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
@@ -89,6 +91,10 @@ class _Programs:
     def facts(self) -> Facts:
         return self._facts
 
+    def vocabulary(self) -> str:
+        tokens = sorted(self._tokenizer.core.get_vocab(with_added_tokens=True).items())
+        return hashlib.sha256(json.dumps(tokens).encode()).hexdigest()
+
     def encode(self, facts: Facts, examples: Sequence[Example]) -> list[Encoded | BadRow]:
         if self._facts != facts:
             raise InputError("the tokenizer or its chat template was changed while data was read. Begin again.")
@@ -146,6 +152,13 @@ class Codec:
             self.facts: Facts = self.sandbox.call(_Programs.facts)
         except (Died, MemoryError) as error:
             raise InputError(f"{folder}: {error}. Name another: --tokenizer FOLDER or --chat-template FILE.") from None
+
+    def vocabulary(self) -> str:
+        """A fingerprint of all tokens and their ids. Raises InputError."""
+        try:
+            return self.sandbox.call(_Programs.vocabulary)
+        except (Died, MemoryError) as error:
+            raise InputError(f"{self._made_of[0]}: {error}. Name another: --tokenizer FOLDER.") from None
 
     def another(self) -> Sandbox:
         """One more process for them."""

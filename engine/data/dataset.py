@@ -25,6 +25,7 @@ from trireme.engine.data import documents, pack, pairs
 from trireme.engine.data.cache import Shelf, TokenFile, decode
 from trireme.engine.data.codec import Codec
 from trireme.engine.data.files.folders import Found, find_data
+from trireme.engine.data.files.scores import Taught, Teacher
 from trireme.engine.data.files.sources import DataFile, spool
 from trireme.engine.data.formats.formats import parse_map
 from trireme.engine.data.formats.pairs import Kind
@@ -46,6 +47,7 @@ class MicroBatch:
     lengths: tuple[int, ...]  # of documents; sum N
     weights: np.ndarray | None = None  # (documents,) float64; None: 1. Of kto's undesirable answers below 0
     reference: np.ndarray | None = None  # (documents,) float64, of pairs: log-probabilities by the reference, or 0
+    taught: Taught | None = None  # of its labels, in their order
 
     @property
     def trained(self) -> int:
@@ -85,6 +87,7 @@ class Dataset:
     scratch: Temporary | None = field(default=None, repr=False)  # removed with this object
     kind: Kind = ""
     reference: np.ndarray | None = field(default=None, repr=False)  # (pieces,) float64, as a MicroBatch's
+    teacher: Teacher | None = field(default=None, repr=False)  # what it says of each piece
 
     @property
     def n_sequences(self) -> int:
@@ -154,6 +157,13 @@ class Dataset:
         for k in range(0, len(rows), micro_batch):
             yield self._gather(rows[k : k + micro_batch])
 
+    def labels(self) -> Iterator[np.ndarray]:
+        """Of each piece, int32: its tokens that are trained, but its first."""
+        for i in range(0, len(self.pieces), SAMPLED):
+            pieces = self.pieces[i : i + SAMPLED]
+            _, labels = self._read(pieces)
+            yield from (each[each >= 0] for each in np.split(labels, np.cumsum(pieces["length"])[:-1]))
+
     def describe_held_out(self) -> list[str]:
         """Held-out files' report."""
         return self.held_out.report.lines() if self.held_out and not self.report.held_out else []
@@ -186,7 +196,8 @@ class Dataset:
         if self.kind:
             reference = np.zeros(len(at)) if self.reference is None else self.reference[at]
         weights = pieces["weight"].copy() if self.weighted else None
-        return MicroBatch(*self._read(pieces), tuple(pieces["length"].tolist()), weights, reference)
+        taught = self.teacher.of(at) if self.teacher else None
+        return MicroBatch(*self._read(pieces), tuple(pieces["length"].tolist()), weights, reference, taught)
 
     def _read(self, pieces: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
         """(ids, labels) of the pieces, one after another, each (N,) int32."""

@@ -1,4 +1,4 @@
-"""The hosts of a run: one process each, started by torchrun, and what they agree on."""
+"""The hosts of a run: one process each, with the environment of torchrun, and what they agree on."""
 
 from __future__ import annotations
 
@@ -11,10 +11,9 @@ import socket
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from datetime import timedelta
 from typing import TYPE_CHECKING, Any, NamedTuple, NoReturn
 
-from trireme.engine.hosts.watch import END, LostHost, Watch, beat
+from trireme.engine.hosts.watch import LostHost, Watch
 from trireme.engine.plan import MOST_HOSTS
 from trireme.models.config import InputError
 from trireme.storage.untrusted import Shape, complaint, parse_json, shown
@@ -24,10 +23,9 @@ if TYPE_CHECKING:
 
     from trireme.engine.hosts.wire import Wire
 
-NEVER = timedelta(days=30)  # gloo's own timeouts name nobody; watch.py does
-MEETING = timedelta(minutes=5)  # for all hosts that torchrun has started to be here
 FEW = 64 << 20  # bytes that time the network
 LONGEST = 256 << 20  # bytes of a text
+MOST_PORT = (1 << 16) - 1  # of MASTER_PORT: the next may be needed, too
 ADDRESS = re.compile(r"[A-Za-z0-9_.:%-]{1,255}")
 
 
@@ -35,7 +33,7 @@ NAMES = ("RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE")  # in the envir
 
 
 class Place(NamedTuple):
-    """This process among those that torchrun started."""
+    """This process among those of a run."""
 
     host: int = 0
     hosts: int = 1
@@ -60,14 +58,14 @@ def place() -> Place:
     address, port = os.environ.get("MASTER_ADDR", ""), os.environ.get("MASTER_PORT", "")
     if not ADDRESS.fullmatch(address):
         _refuse("MASTER_ADDR", address, "the name or the address of host 0")
-    if not (re.fullmatch("[0-9]{1,5}", port) and 0 < int(port) < 1 << 16):
-        _refuse("MASTER_PORT", port, "a port, 1 to 65535")
+    if not (re.fullmatch("[0-9]{1,5}", port) and 0 < int(port) < MOST_PORT):
+        _refuse("MASTER_PORT", port, f"a port, 1 to {MOST_PORT - 1}")
     return found
 
 
 def _refuse(name: str, text: str, expected: str) -> NoReturn:
     is_what = f"is {shown(repr(text))}" if text else "is not set"
-    raise InputError(f"{name} of the environment {is_what}; expected {expected}. Start with torchrun, or unset it.")
+    raise InputError(f"{name} of the environment {is_what}; expected {expected}. Set it as torchrun does, or unset it.")
 
 
 def told(text: str, shape: Shape, host: int) -> Any:
@@ -148,26 +146,17 @@ class Group(Alone):
 
     def __init__(self, at: Place, late: Callable[[str], object]):
         """Returns once all are here. `late(why)`: called where the run must end and main does not."""
-        import torch.distributed as dist
-
-        from trireme.engine.hosts.wire import LINES, Wire, answered
+        # late: torch takes seconds
+        from trireme.engine.hosts.meeting import first_address, meet
+        from trireme.engine.hosts.secret import shared_secret
+        from trireme.engine.hosts.wire import Wire
 
         self.host, self.hosts, self.beside = at.host, at.hosts, at.beside
-        with answered():
-            dist.init_process_group("gloo", timeout=MEETING)
-            every = list(range(at.hosts))
-            groups = {line: dist.new_group(every, timeout=NEVER) for line in (*LINES, "control")}
-            client = dist.TCPStore(os.environ["MASTER_ADDR"], int(os.environ["MASTER_PORT"]), is_master=False)
-        self._control = groups["control"]
-        self.wire = Wire(at.host, groups)
-        store = dist.PrefixStore("trireme", client)
+        lines = meet(at.host, at.hosts, shared_secret(at.host), first_address())
+        self.wire = Wire(at.host, lines)
         names = self.texts(socket.gethostname())
-        if not at.host:
-            store.set(END, "")  # a missing key would be waited for, one of before a restart by torchrun end this run
-        store.set(beat(at.host), "0")
-        self.meet()
         titles = [f"host {h}" + f" ({name})" * (len(set(names)) > 1) for h, name in enumerate(names)]
-        self.watch = Watch(at.host, titles, store, late)
+        self.watch = Watch(at.host, titles, lines["watch"], late, self.wire.cut)
 
     def texts(self, text: str) -> list[str]:
         import torch
@@ -204,12 +193,11 @@ class Group(Alone):
 
     def _gathered(self, own: Tensor) -> list[Tensor]:
         import torch
-        import torch.distributed as dist
 
         assert self.wire is not None
-        found = [torch.empty_like(own) for _ in range(self.hosts)]
+        found = [own if host == self.host else torch.empty_like(own) for host in range(self.hosts)]
         with self.wire.waiting():
-            dist.all_gather(found, own, group=self._control)
+            self.wire.gather("control", found)
         return found
 
     def speed(self) -> float:
@@ -234,7 +222,9 @@ class Group(Alone):
 
     def close(self) -> None:
         """Ends signs of life: this host is done."""
+        assert self.wire is not None
         self.watch.close()
+        self.wire.close()
 
 
 @contextmanager

@@ -1,53 +1,85 @@
 """Heartbeats: a host that is lost, hangs or fails ends all hosts, with one line that names it.
 
-A thread on each host counts in torchrun's store and reads the others' counts: gloo itself names nobody, and waits for
-a host that hangs. No torch.
+A thread on each host sends a sign of life to each other over a connection of its own, and counts how long each is
+silent: a connection that waits for a host that hangs names nobody. No torch.
 """
 
 from __future__ import annotations
 
 import threading
-from collections.abc import Callable, Sequence
-from contextlib import suppress
-from typing import Protocol
+from collections.abc import Callable, Mapping, Sequence
+
+from trireme.engine.hosts.channel import Channel, Forged
 
 BEAT = 0.5  # seconds between signs of life
 SILENT = 60.0  # seconds without one: lost
 SUSPECTED = 5.0  # the same once a connection has broken
-ANSWER = 60.0  # seconds for the store to answer
 GRACE = 10.0  # seconds to end in order, then at once
-END, OVER = "end", "over"
-GONE = "torchrun's store does not answer: is the machine that it is on lost?"
-
-
-def beat(host: int) -> str:
-    """The key of a host's signs of life."""
-    return f"beat {host}"
+LIVES, OVER, END = b"lives", b"over", b"end "  # END: and why
+LONGEST = 4096  # bytes of a sign
 
 
 class LostHost(Exception):
     """Another host does not answer."""
 
 
-class Store(Protocol):
-    """torch.distributed.TCPStore, a client of this thread's own."""
+class Signs:
+    """Signs to and from one host. Nothing here waits."""
 
-    def set(self, key: str, value: str) -> None: ...
+    def __init__(self, channel: Channel):
+        channel.socket.setblocking(False)
+        self.channel, self.broken, self.over = channel, False, False
+        self._unsent, self._unread = bytearray(), bytearray()
 
-    def multi_get(self, keys: list[str]) -> list[bytes]: ...
+    def leave(self, sign: bytes) -> None:
+        if self.broken or self.over:
+            return
+        self._unsent += self.channel.sealed(sign)
+        try:
+            del self._unsent[: self.channel.socket.send(self._unsent)]
+        except BlockingIOError:
+            pass
+        except OSError:
+            self.broken = True
 
-    def compare_set(self, key: str, expected: str, desired: str) -> bytes: ...
+    def collect(self) -> list[bytes]:
+        """All signs that have come since. Raises Forged."""
+        while not self.over:
+            try:
+                came = self.channel.socket.recv(1 << 16)
+            except BlockingIOError:
+                break
+            except OSError:
+                came = b""
+            if not came:
+                self.broken = True
+                break
+            self._unread += came
+        found = []
+        while (sign := self.channel.opened(self._unread, LONGEST)) is not None:
+            self.over = self.over or sign == OVER
+            found.append(sign)
+        return found
 
 
 class Watch:
-    """`names`: of the hosts. `late(why)` is called once the run must end and has not ended in order."""
+    """`names`: of the hosts. Once the run must end `cut()` is called, and `late(why)` if it does not end in order."""
 
-    def __init__(self, host: int, names: Sequence[str], store: Store, late: Callable[[str], object]):
-        self.host, self.names, self.store, self.late = host, names, store, late
-        self.why = ""  # the run ends, by all hosts' judgement
+    def __init__(
+        self,
+        host: int,
+        names: Sequence[str],
+        channels: Mapping[int, Channel],
+        late: Callable[[str], object],
+        cut: Callable[[], object],
+    ):
+        """`channels`: to the other hosts, for signs alone."""
+        self.host, self.names, self.late, self.cut = host, names, late, cut
+        self.why = ""  # the run ends
         self.suspicious = False  # a connection has broken
         self._told, self._left, self._judged = "", threading.Event(), threading.Event()
-        self._keys = [END, *map(beat, range(len(names)))]
+        self._signs = {other: Signs(channel) for other, channel in channels.items()}
+        self._silent = dict.fromkeys(channels, 0.0)
         self._thread = threading.Thread(target=self._watch, name="hosts", daemon=True)
         self._thread.start()
 
@@ -64,43 +96,42 @@ class Watch:
     def close(self) -> None:
         """This host is done."""
         self._left.set()
-        self._thread.join(GRACE)  # not for ever where the store is gone
+        self._thread.join(GRACE)
 
     def _watch(self) -> None:
-        seen, silent, count = [b""] * len(self.names), [0.0] * len(self.names), 0
         while not self.why:
-            left, count = self._left.wait(BEAT), count + 1
-            self.why, signs = self._asked(OVER if left and not self._told else str(count)) or (GONE, seen)
-            if left:
-                return
-            for h, sign in enumerate(signs):
-                silent[h] = silent[h] + BEAT if sign == seen[h] and sign != OVER.encode() else 0.0
-            seen = signs
-            longest = max(range(len(silent)), key=silent.__getitem__)
-            if silent[longest] >= (SUSPECTED if self.suspicious else SILENT):
-                lost = f"{self.names[longest]} is lost or hangs: no sign of life for {silent[longest]:.0f} s"
-                self._told = self._told or lost  # to all, with the next sign
+            left = self._left.wait(BEAT)
+            self.why = self._heard()
+            if left or self._told:
+                self.why = self.why or self._told
+                last = END + self._told.encode()[: LONGEST - len(END)] if self._told else OVER
+                for signs in self._signs.values():
+                    signs.leave(last)
+                if left:
+                    return
         self._judged.set()
+        self.cut()
         if not self._left.wait(GRACE):
             self.late(self.why)
+        for signs in self._signs.values():
+            signs.leave(OVER)
 
-    def _asked(self, sign: str) -> tuple[str, list[bytes]] | None:
-        """As _exchange; None where the store is gone, or hangs with its machine: then a call does not return."""
-        found: list[tuple[str, list[bytes]]] = []
-
-        def ask() -> None:
-            with suppress(RuntimeError):
-                found.append(self._exchange(sign))
-
-        asking = threading.Thread(target=ask, name="sign of life", daemon=True)
-        asking.start()
-        asking.join(ANSWER)
-        return found[0] if found else None
-
-    def _exchange(self, sign: str) -> tuple[str, list[bytes]]:
-        """Leaves a sign of life: (why the run ends, the last sign of each host)."""
-        self.store.set(beat(self.host), sign)
-        if self._told:
-            self.store.compare_set(END, "", self._told)
-        end, *signs = self.store.multi_get(self._keys)
-        return end.decode(errors="replace"), signs
+    def _heard(self) -> str:
+        """Sends a sign to all, and hears theirs: why the run ends."""
+        for other, signs in self._signs.items():
+            signs.leave(LIVES)
+            try:
+                came = signs.collect()
+            except Forged as error:
+                self.tell(f"what came from {self.names[other]} was changed on its way: {error}")
+                return self._told
+            for sign in came:
+                if sign.startswith(END):
+                    return sign[len(END) :].decode(errors="replace")
+            self._silent[other] = 0.0 if came or signs.over else self._silent[other] + BEAT
+        longest = max(self._silent, key=self._silent.__getitem__)
+        suspected = self.suspicious or self._signs[longest].broken
+        if self._silent[longest] >= (SUSPECTED if suspected else SILENT):
+            lost = f"{self.names[longest]} is lost or hangs: no sign of life for {self._silent[longest]:.0f} s"
+            self._told = self._told or lost  # to all, with this sign
+        return ""

@@ -1,82 +1,125 @@
-"""Tensors between hosts, over gloo: a process group for each queue, so that queues do not wait for each other."""
+"""Tensors between hosts: a connection for each queue, so that queues do not wait for each other."""
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from concurrent.futures import Future, ThreadPoolExecutor
+from contextlib import contextmanager, suppress
+from typing import Any
 
-import torch.distributed as dist
+import torch
 from torch import Tensor
 
+from trireme.engine.hosts.channel import Channel, Forged
 from trireme.engine.hosts.watch import LostHost
 from trireme.engine.shared import BETWEEN
 
-LINES = ("net", "sum", "statistics")  # a group each; `sum_in` and `sum_out` are two ends of one
+SENDERS = 4  # threads of a line that send while its own receives
+
+
+def data(what: Tensor) -> memoryview:
+    """The bytes of a contiguous tensor in RAM."""
+    assert what.is_contiguous()
+    assert what.device.type == "cpu"
+    array: Any = what.detach().reshape(-1).view(torch.uint8).numpy()
+    return memoryview(array)
 
 
 @contextmanager
-def answered() -> Iterator[None]:
-    """Turns gloo's errors into LostHost."""
+def answered(host: int) -> Iterator[None]:
+    """Turns a connection's errors into LostHost."""
     try:
         yield
-    except RuntimeError as error:
-        raise LostHost(f"another host does not answer: {str(error).splitlines()[0]}") from error
+    except Forged as error:
+        raise LostHost(f"what came from host {host} was changed on its way: {error}") from error
+    except OSError as error:
+        raise LostHost(f"host {host} does not answer: {error.strerror or error}") from error
 
 
 class Wire:
     """The Wire of engine/shared.py. Raises LostHost."""
 
-    def __init__(self, host: int, groups: Mapping[str, dist.ProcessGroup]):
-        self.host, self._groups = host, groups
+    def __init__(self, host: int, lines: Mapping[str, Mapping[int, Channel]]):
+        """`lines`: connections by line and host; `sum_in` and `sum_out` are the two ends of one."""
+        self.host, self._lines = host, lines
         self.waits = False  # the run's own thread does, for another host
+        self._senders = {line: ThreadPoolExecutor(SENDERS, f"to hosts, {line}") for line in lines}
 
     @contextmanager
     def waiting(self) -> Iterator[None]:
-        """As `answered`, of what the run's own thread calls."""
+        """What the run's own thread calls."""
         self.waits = True
         try:
-            with answered():
-                yield
+            yield
         finally:
             self.waits = False
 
-    def _group(self, queue: str) -> dist.ProcessGroup:
-        return self._groups[queue.partition("_")[0]]
-
     def send(self, queue: str, host: int, what: Tensor) -> None:
-        with self.waiting() if queue == BETWEEN else answered():
-            dist.send(what, host, group=self._group(queue))
+        self._alone(queue, lambda: self._send(queue, host, what))
 
     def receive(self, queue: str, host: int, what: Tensor) -> None:
-        with self.waiting() if queue == BETWEEN else answered():
-            dist.recv(what, host, group=self._group(queue))
+        self._alone(queue, lambda: self._receive(queue, host, what))
+
+    def _alone(self, queue: str, act: Callable[[], None]) -> None:
+        if queue == BETWEEN:
+            with self.waiting():
+                act()
+        else:
+            act()
+
+    def _channel(self, queue: str, host: int) -> Channel:
+        return self._lines[queue.partition("_")[0]][host]
+
+    def _send(self, queue: str, host: int, what: Tensor) -> None:
+        with answered(host):
+            self._channel(queue, host).send(data(what))
+
+    def _receive(self, queue: str, host: int, what: Tensor) -> None:
+        with answered(host):
+            self._channel(queue, host).receive(data(what))
+
+    def _sending(self, queue: str, host: int, what: Tensor) -> Future[None]:
+        return self._senders[queue.partition("_")[0]].submit(self._send, queue, host, what)
 
     def exchange(self, queue: str, to: int, source: int, block: Tensor) -> None:
         """Sends `block` to one host while receiving as much from another."""
-        group = self._group(queue)
-        with answered():
-            came = dist.irecv(block.clone(), source, group=group)
-            _wait([came, dist.isend(block, to, group=group)])
+        came, going = torch.empty_like(block), self._sending(queue, to, block)
+        self._receive(queue, source, came)
+        going.result()
 
     def deal(self, queue: str, root: int, parts: Sequence[Tensor]) -> None:
-        group, own = self._group(queue), parts[self.host]
-        with answered():
-            if self.host == root:
-                others = [(host, part) for host, part in enumerate(parts) if host != root and part.numel()]
-                _wait([dist.isend(part, host, group=group) for host, part in others])
-            elif own.numel():
-                dist.recv(own, root, group=group)
+        if self.host == root:
+            going = [self._sending(queue, host, part) for host, part in self._others(parts) if part.numel()]
+            for sent in going:
+                sent.result()
+        elif parts[self.host].numel():
+            self._receive(queue, root, parts[self.host])
 
     def gather(self, queue: str, parts: Sequence[Tensor]) -> None:
-        group, own = self._group(queue), parts[self.host]
-        others = [(host, part) for host, part in enumerate(parts) if host != self.host]
-        with answered():
-            coming = [dist.irecv(part, host, group=group) for host, part in others if part.numel()]
-            going = [dist.isend(own, host, group=group) for host, _ in others if own.numel()]
-            _wait([*coming, *going])
+        """All receive in the order of hosts, so there is always one whom all others hear: none waits in a circle."""
+        own, others = parts[self.host], self._others(parts)
+        going = [self._sending(queue, host, own) for host, _ in others if own.numel()]
+        for host, part in others:
+            if part.numel():
+                self._receive(queue, host, part)
+        for sent in going:
+            sent.result()
 
+    def _others(self, parts: Sequence[Tensor]) -> list[tuple[int, Tensor]]:
+        return [(host, part) for host, part in enumerate(parts) if host != self.host]
 
-def _wait(under_way: Iterable[dist.Work | None]) -> None:
-    for work in under_way:
-        assert work is not None
-        work.wait()
+    def cut(self) -> None:
+        """Ends all that waits for a host."""
+        for line, channels in self._lines.items():
+            for channel in channels.values() if line != "watch" else ():
+                with suppress(OSError):
+                    channel.close()
+
+    def close(self) -> None:
+        """Ends all connections."""
+        self.cut()
+        for senders in self._senders.values():
+            senders.shutdown()
+        for channels in self._lines.values():
+            for channel in channels.values():
+                channel.socket.close()

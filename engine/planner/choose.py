@@ -8,13 +8,14 @@ Only the processor of updates and the size of a micro-batch change roundings.
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Sequence
+from contextlib import suppress
 from dataclasses import dataclass, field, replace
 from itertools import product
 
 from trireme.engine.amounts import gib
 from trireme.engine.buffers import fits
 from trireme.engine.geometry import PART_BYTES, Geometry
-from trireme.engine.plan import DoesNotFit, Limits, Plan
+from trireme.engine.plan import DoesNotFit, Limits, Plan, Shares
 from trireme.engine.planner import variants
 from trireme.engine.planner.predict import FEW, Batch, Prediction, predict, together, unit_seconds
 from trireme.engine.planner.rates import Rates
@@ -24,9 +25,11 @@ from trireme.engine.planner.simulate import drive_seconds, queue_seconds
 from trireme.engine.planner.variants import LEANS, Move, moves, updated_alike
 from trireme.engine.queues.names import QUEUES, numbered
 from trireme.models.config import ModelConfig
+from trireme.models.sizes import costs, narrow
 
 WEAR = 0.5  # of the seconds that writing activations to the SSD takes: a charge for its wear
 HOPEFUL = 0.995  # of the best time: plans with a floor above are not simulated
+SLICES = 4  # of a layer's frozen experts, tried where they may overlap better
 REFINED = 4  # best plans that are varied
 WITHOUT_A_DRIVE = Lean(states=1.0), Lean("host", states=1.0), Lean("host", states=1.0, updates=0.0)
 # Units x micro-batches in all simulations of the search, twice as many for several GPUs; simulations at least. As many
@@ -42,6 +45,11 @@ class Choice:
     found: Prediction
     because: tuple[str, ...]
 
+    @property
+    def per_token(self) -> float:
+        """Seconds."""
+        return self.found.step_s / (self.plan.tokens * self.plan.n_micro)
+
 
 def choose(
     cfg: ModelConfig,
@@ -54,15 +62,71 @@ def choose(
     """The fastest variant of first_plan's. Deterministic. Raises DoesNotFit.
 
     `begun`: the plan of a begun run, which keeps updates on their processors if that fits. `leans`: fewer are quicker.
+    Unequal GPUs divide layers by speed or by memory, whichever is faster.
     """
-    first = first_plan(cfg, limits, wanted, has_drive(rates))
-    begun = begun and begun.dealt(wanted.gpus, cfg.tied)
-    if first.uses("ssd") and not has_drive(rates):
+    if not rates.others:
+        return _choose(cfg, limits, rates, wanted, begun, leans)
+    found, refused = list[Choice](), list[DoesNotFit]()
+    for shares in ways_to_share(cfg, limits, rates, wanted):
+        try:
+            found.append(_choose(cfg, limits, rates, replace(wanted, shares=shares), begun, leans))
+        except DoesNotFit as error:
+            refused.append(error)
+    if not found:
+        raise refused[0]
+    return min(found, key=lambda c: c.found.step_s / (c.plan.tokens * c.plan.n_micro))
+
+
+def ways_to_share(cfg: ModelConfig, limits: Limits, rates: Rates, wanted: Wanted) -> list[Shares]:
+    """Blocks in proportion to the GPUs' FLOP/s, the head's work counted on the fastest, or to their memory."""
+    speeds, rooms = ([of(gpu) for gpu in range(wanted.gpus)] for of in (lambda g: rates.of(g).matmul, limits.of))
+    fastest = max(range(wanted.gpus), key=speeds.__getitem__)
+    tokens = wanted.document
+    work = [costs.forward_flops(cfg, u, tokens, tokens * tokens // 2) for u in range(1, cfg.n_units)]
+    total, rest = cfg.n_layers * sum(work) / sum(work[:-1]), cfg.n_layers * work[-1] / sum(work[:-1])
+    by_speed = [max(1.0, total * speed / sum(speeds) - rest * (gpu == fastest)) for gpu, speed in enumerate(speeds)]
+    return [Shares(tuple(by_speed), fastest), Shares(tuple(map(float, rooms)), fastest)]
+
+
+def _choose(
+    cfg: ModelConfig, limits: Limits, rates: Rates, wanted: Wanted, begun: Plan | None, leans: Sequence[Lean]
+) -> Choice:
+    wanted = replace(wanted, peers=wanted.gpus > 1 and rates.peer > 0)
+    drive = has_drive(rates)
+    first = first_plan(cfg, limits, wanted, drive)
+    begun = begun and begun.dealt(wanted.gpus, cfg.tied, wanted.peers, wanted.shares)
+    if first.uses("ssd") and not drive:
         raise DoesNotFit(
             f"RAM of {gib(limits.host, 1)} and GPU memory of {gib(limits.gpu, 1)} do not hold everything, and there is "
             "no drive for the rest."
         )
-    wanted = replace(wanted, halves=first.halves, at_once=first.at_once)
+    found = _search(cfg, limits, rates, wanted, first, begun, leans)
+    if begun is None and wanted.slices is None and _may_overlap_better(cfg, first):
+        with suppress(DoesNotFit):
+            sliced = first_plan(cfg, limits, replace(wanted, slices=SLICES), drive)
+            if drive or not sliced.uses("ssd"):
+                other = _search(cfg, limits, rates, wanted, sliced, begun, leans)
+                found = other if other.per_token < HOPEFUL * found.per_token else found
+    return found
+
+
+def _may_overlap_better(cfg: ModelConfig, first: Plan) -> bool:
+    """Whether frozen experts come to a GPU that whole blocks do not fit on: slices leave room for the next ones."""
+    streamed = any(unit.base != "gpu" for unit in first.units)
+    return first.halves and first.slices == 1 and first.gpus == 1 and streamed and narrow.may_be_sliced(cfg)
+
+
+def _search(
+    cfg: ModelConfig,
+    limits: Limits,
+    rates: Rates,
+    wanted: Wanted,
+    first: Plan,
+    begun: Plan | None,
+    leans: Sequence[Lean],
+) -> Choice:
+    """As choose, of plans that cut layers as `first` does."""
+    wanted = replace(wanted, halves=first.halves, at_once=first.at_once, slices=first.slices)
     trials = Trials(Geometry.of(cfg, first), rates, wanted)
     before, steps = trials.simulate(first), moves(trials.geo, trials.batch(first), rates)
     plans = _candidates(trials, limits, first, begun, steps, leans)
@@ -170,6 +234,9 @@ def _around_the_best(
         lambda plan: variants.swap_slots(geo, plan, limits, piece),
         variants.late_moments,
     ]
+    if trials.wanted.peers:
+        decisions.insert(0, lambda plan: variants.between(geo, plan, limits, piece))
+        decisions.append(lambda plan: variants.in_peers(geo, plan, limits, steps, piece))
     if updates:
         decisions.append(lambda plan: variants.updates(geo, plan, limits, piece))
     for rank, base in enumerate(sorted(trials.found, key=trials.cost)[:REFINED]):
@@ -201,7 +268,11 @@ def floors(geo: Geometry, plan: Plan, rates: Rates, batch: Batch) -> dict[str, f
     "passes" sums both passes, each as long as its slowest queue. Activations leave in forward and return in backward;
     updates that wait for the norm run in forward. Several GPUs share computation and the bus at best evenly.
     """
-    seconds = unit_seconds(geo.cfg, plan, rates, batch)
+    rates = rates.with_moments(plan.adam_bits)
+    each = [unit_seconds(geo.cfg, plan, rates.of(gpu), batch) for gpu in range(plan.gpus if rates.others else 1)]
+    seconds = {
+        key: len(each) / sum(1 / found[key] for found in each) for key in each[0]
+    }  # by all GPUs, times their number
     forward = plan.n_micro * sum(s for (kind, _), s in seconds.items() if kind == "forward") / plan.gpus
     decode = [sum(way) / rates.copy for way in zip(*geo.decode_bytes, strict=True)]  # in forward and in backward
     forward += decode[0]
@@ -241,7 +312,7 @@ def _activations(geo: Geometry, plan: Plan, u: int, moved: Traffic) -> None:
 
 def _base(geo: Geometry, plan: Plan, u: int, moved: Traffic) -> None:
     """Adds unit u's frozen weights; those that the pass before left on the GPU do not come again."""
-    tier, nbytes = plan.units[u].base, geo.base[u].span
+    tier, nbytes = plan.units[u].base, geo.base_bytes[u]
     first, again = not _stays(geo, plan, u), 0 < u < geo.head - _window(plan)
     moved.forward["h2d"] += nbytes * (tier != "gpu") * first
     moved.backward["h2d"] += nbytes * (tier != "gpu") * again

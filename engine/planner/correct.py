@@ -21,7 +21,7 @@ TIMED_BY = {  # kind of tasks -> their rates
     **{kind: (kind,) for kind in COMPUTATION},
     "h2d": ("h2d",),
     "d2h": ("d2h",),
-    "cpu": ("adam", "dram"),
+    "cpu": ("adam", "adam8", "dram"),
     "ssd": ("ssd_read", "ssd_write"),
 }
 SHARE = 0.05  # of a step that a queue works, from which it counts

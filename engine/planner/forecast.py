@@ -130,7 +130,7 @@ class Forecast:
             held[GROUP[b.what]][b.tier] += b.nbytes * b.count * (b.tier != "gpu" or b.gpu in counted)
         for u, unit in enumerate(plan.units):
             held["weights"]["ssd"] += geo.weights[u].span * (unit.weights == "ssd")
-            held["weights"]["ssd"] += geo.base[u].span * (unit.base == "ssd")
+            held["weights"]["ssd"] += geo.base_bytes[u] * (unit.base == "ssd")
             held["optimizer state"]["ssd"] += geo.state_span(u, plan.record) * (unit.state == "ssd")
         held["activations"]["ssd"], held["gradients"]["ssd"] = scratch(geo, plan)
         return held | ({BEST: {"gpu": 0, "host": self.kept, "ssd": 0}} if self.kept else {})
@@ -162,7 +162,7 @@ class Forecast:
 
     @property
     def frozen_on_ssd(self) -> int:
-        return sum(self.geo.base[u].span for u, unit in enumerate(self.plan.units) if unit.base == "ssd")
+        return sum(self.geo.base_bytes[u] for u, unit in enumerate(self.plan.units) if unit.base == "ssd")
 
     def stored(self) -> int:
         """Bytes of a snapshot: weights and optimizer state."""

@@ -18,6 +18,7 @@ BINDS = {
     "update": "updates on the GPU",
     "h2d": "PCIe to the GPU",
     "d2h": "PCIe from the GPU",
+    "peer": "copies between GPUs",
     "cpu": "updates on the CPU",
     "ssd": "the SSD",
     "net": "the network",

@@ -16,7 +16,7 @@ import torch
 from trireme.engine.memory import DTYPE
 from trireme.engine.plan import Limits
 from trireme.engine.planner import probe
-from trireme.engine.planner.host import places_of
+from trireme.engine.planner.host import gpus_from, places_of
 from trireme.engine.planner.rates import DRIVES, ENDURANCE, GB, Machine, Rates, rates_of, reserved
 
 NOTICED = 0.9  # share of a drive's measured rate from which a run's is told
@@ -35,6 +35,9 @@ def this_machine(
     if fp8:
         quick = lambda: {"fp8": probe.fp8_rate(device)}
         found |= probe.kept(probe.processor(device, "FP8"), quick)[0] if cuda else quick()
+    if cuda and limits.gpus > 1:
+        between = {"gpus": limits.gpus, **probe.processor(device, "peer copies")}
+        found |= probe.kept(between, lambda: probe.peer_rates(gpus_from(device, limits.gpus)))[0]
     places, usual = places_of(folders), DRIVES["gen4"]
     name = torch.cuda.get_device_name(device) if cuda else f"CPU, {len(os.sched_getaffinity(0))} cores"
     disks, count = [shutil.disk_usage(place) for place in places], len(places)

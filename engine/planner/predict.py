@@ -14,7 +14,7 @@ from trireme.engine.geometry import ADAM_BYTES, Geometry
 from trireme.engine.plan import Limits, Plan
 from trireme.engine.planner.rates import Rates
 from trireme.engine.planner.simulate import DRIVE, Noted, SimulatedQueues, drive_seconds, is_copy
-from trireme.engine.queues.names import NET, gpu_of, plain
+from trireme.engine.queues.names import NET, PEERS, gpu_of, plain
 from trireme.engine.queues.task import Kind, Task
 from trireme.engine.queues.trace import Span
 from trireme.engine.step import Engine, Inputs, evaluate, train_step
@@ -115,10 +115,11 @@ def _engine(
     """An engine on simulated queues, and its inputs: micro-batches as one, as far as `predict` says."""
     if plan.uses("ssd") and not (rates.ssd_read and rates.ssd_write):
         raise ValueError("the plan uses a drive and the machine has none")
-    cfg = plan.cut(cfg)
-    k = together(batch.n_micro, plan.gpus) if roughly or plan.between == "gpu" else 1
+    cfg, rates = plan.cut(cfg), rates.with_moments(plan.adam_bits)
+    merged = roughly or (plan.between == "gpu" and plan.gpus == 1)
+    k = together(batch.n_micro, plan.gpus) if merged else 1
     if plan.gpus > 1:
-        rates = replace(rates, host=plan.gpus * rates.host)  # one interpreter launches for all
+        rates = rates.change(host=plan.gpus * rates.host)  # one interpreter launches for all
     issue = issues(cfg, plan, rates, batch, k)
     queues = SimulatedQueues(durations(cfg, plan, rates, batch, k), rates, plan.gpus, issue, plan.hosts)
     if k > 1:
@@ -150,7 +151,8 @@ def _steady(e: Engine, queues: SimulatedQueues, inputs: Sequence[Inputs]) -> flo
 
 def _lag(plan: Plan, known: Mapping[tuple[Kind, str], float], geo: Geometry, rates: Rates) -> float:
     """Seconds that the last of several hosts begins backward later than the first: a unit and its sum each."""
-    slowest = max(known.get((kind, geo.names[u]), 0.0) for kind in ("loss", "backward") for u in range(geo.n_units))
+    of = lambda kind, u: sum(known.get((kind, name), 0.0) for name, _ in _parts(geo, u))
+    slowest = max(of(kind, u) for kind in ("loss", "backward") for u in range(geo.n_units))
     return (plan.hosts - 1) * (plan.n_micro * slowest + 4 * max(geo.numel) / rates.net)
 
 
@@ -181,7 +183,7 @@ def _prediction(seconds: float, queues: SimulatedQueues, spans: tuple[Span, ...]
         else:
             working[plain(t.queue), gpu_of(t.queue)].append(t)
     for (queue, _), tasks in working.items():
-        name = "net" if queue in NET else queue
+        name = "net" if queue in NET else "peer" if queue in PEERS else queue
         busy[name] = max(busy.get(name, 0.0), _covered(tasks))
     busy["ssd"] = drive_seconds(
         moved["ssd_read"], moved["ssd_write"], queues.rates
@@ -208,10 +210,13 @@ def _covered(tasks: Sequence[Task]) -> float:
 def durations(cfg: ModelConfig, plan: Plan, rates: Rates, batch: Batch, k: int = 1) -> Callable[[Task], float]:
     """A task's seconds alone, k micro-batches as one."""
     cfg = plan.cut(cfg)
+    if rates.others:
+        each = [durations(cfg, plan, replace(rates.of(gpu), others=()), batch, k) for gpu in range(plan.gpus)]
+        return lambda task: each[gpu_of(task.queue)](task)
     latency, known = rates.latency, unit_seconds(cfg, plan, rates, batch)
     passes: dict[Kind, float] = PASSES | {"finish": PASSES["finish"] / rates.finish}
     speed = {queue: getattr(rates, DRIVE.get(queue, queue)) for queue in ("h2d", "d2h", *DRIVE)}
-    speed |= dict.fromkeys(NET, rates.net)
+    speed |= dict.fromkeys(NET, rates.net) | dict.fromkeys(PEERS, rates.peer or min(rates.h2d, rates.d2h))
     speed["cpu"] = ADAM_BYTES * rates.adam * rates.beside
 
     def duration(task: Task) -> float:
@@ -281,10 +286,15 @@ def unit_seconds(cfg: ModelConfig, plan: Plan, rates: Rates, batch: Batch) -> di
         known["loss", names[-1]] *= 1 + LOSS_FORWARD
     # Gradients are read and written each micro-batch, in fp32 if several.
     wide = 8 if batch.n_micro > 1 or plan.hosts > 1 else 2 * ITEMSIZE[plan.dtype]
-    trained = Geometry.of(cfg, plan).numel
+    geo = Geometry.of(cfg, plan)
+    trained, alike = geo.numel, dict[tuple[int, frozenset[str]], int]()  # units by what their times depend on
     for u in range(1, cfg.n_units - 1):
-        kind = shapes.kind(cfg, u)
+        kind = geo.kinds[u]
         kept = frozenset(name for name, _ in plan.units[u].saved)
+        if (first := alike.setdefault((geo.alike[u], kept), u)) < u:
+            for (name, _), (same, _) in zip(_parts(geo, u), _parts(geo, first), strict=True):
+                known["forward", name], known["backward", name] = known["forward", same], known["backward", same]
+            continue
         mixed, mixed_back = costs.mixer_flops(cfg, kind, N, pairs), costs.mixer_backward_flops(cfg, kind, N, pairs)
         once = costs.forward_flops(cfg, u, N, pairs) - mixed
         back = costs.backward_flops(cfg, u, N, pairs) - mixed_back
@@ -307,9 +317,15 @@ def unit_seconds(cfg: ModelConfig, plan: Plan, rates: Rates, batch: Batch) -> di
             + rebuilt_seconds(cfg, u, kept, rates, batch, ITEMSIZE[plan.dtype])
         )
         forward += slower(own.forward) + sliced.forward / rates.copy
-        known["forward", names[u]] = launched("forward", forward) / rates.forward
-        known["backward", names[u]] = launched("backward", backward) / rates.backward
+        for name, share in _parts(geo, u):
+            known["forward", name] = launched("forward", share * forward) / rates.forward
+            known["backward", name] = launched("backward", share * backward) / rates.backward
     return known
+
+
+def _parts(geo: Geometry, u: int) -> list[tuple[str, float]]:
+    """(name, share of the work) of a unit, or of each of its slices."""
+    return [(geo.base_names[v], geo.share_of_slice(v)) for v in geo.slices_of[u]] or [(geo.names[u], 1.0)]
 
 
 def rebuilt_seconds(
@@ -328,7 +344,7 @@ def rebuilt_seconds(
         + again * _mixer_seconds(cfg, kind, rates, batch)
         + row * _beside(cfg, u)[0] * rebuilt / once
         + _slower(rates, own.rebuilt)
-        + ("gate_up" in missing) * narrow.sliced_bytes(cfg, u, N, itemsize).rebuilt / rates.copy
+        + ("gate_up" not in kept) * narrow.sliced_bytes(cfg, u, N, itemsize).rebuilt / rates.copy
     )
 
 

@@ -14,7 +14,7 @@ import os
 import shutil
 import time
 from collections import deque
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from concurrent.futures import Future
 from functools import partial
 from itertools import cycle
@@ -24,20 +24,27 @@ from typing import Any, NamedTuple
 import torch
 
 from trireme.engine.geometry import ADAM_BYTES
-from trireme.engine.memory import DTYPE, Memory
+from trireme.engine.memory import DTYPE, Memory, views
 from trireme.engine.planner.host import gpu_state, on_battery
+from trireme.engine.planner.predict import KERNELS, WITHIN
+from trireme.engine.planner.sizes import llama
 from trireme.engine.queues.cgroups import cores, update_threads
 from trireme.engine.queues.real import RealQueues
 from trireme.engine.queues.task import Task
 from trireme.kernels import ops
 from trireme.kernels.host_adamw import Workers
+from trireme.kernels.moments import BLOCK
 from trireme.kernels.private import cache_folder
+from trireme.models import model
+from trireme.models.rows import make_rows, rope_tables
+from trireme.models.sizes import shapes
 from trireme.storage.aio import arena
 from trireme.storage.devices import open_device
+from trireme.storage.layout import pack
 from trireme.storage.scratch import Scratch
 from trireme.storage.temporary import HIDDEN, Temporary
 
-VERSION = 8  # of what is measured
+VERSION = 9  # of what is measured
 CHUNK, DEPTH = 64 << 20, 3  # bytes of a drive's request, requests in flight each way
 COPY, AHEAD = 256 << 20, 6  # bytes of a copy at most, copies queued
 LOTS, UPDATED = 4, 16  # of parameters in turn, beyond a cache; bytes of one, at most
@@ -45,7 +52,7 @@ PHASE = 0.4  # seconds of a flow
 AGREE = 0.1  # change of a drive's rate between two turns that is noise
 # In a virtual drive's path in sysfs, or its model: virtio, Xen, Hyper-V, QEMU, clouds' network drives.
 LENT = ("/virtio", "/vbd-", "/vmbus", "/VMBUS", "QEMU", "Virtual", "Elastic Block Store", "nvme_card-pd", "Persistent")
-STARTS = 200  # of a kernel or task in a turn
+STARTS, BLOCKS = 200, 10  # of a kernel or task in a turn; of a small block
 BOOKS = 6  # times that of a task's hand-over: all of the engine's bookkeeping, and events (5 without)
 LASTING = 0.8  # of the rate of pinning half a gigabyte, for tens of them: 0.6 and 0.9 on hosts of H200s
 TURNS = 6  # the first warms up, the fastest counts
@@ -161,10 +168,13 @@ def processor_rates(device: torch.device, dtype: str, ram: int = 1 << 40) -> dic
         if device.type == "cuda":
             n, nbytes = trial_sizes(ram)
             found |= _bus(device, _update(workers, dtype, n, LOTS), n, nbytes)
-            found["host"] = start_seconds(device)
+            found["adam8"] = n * _calls(_update(workers, dtype, n, LOTS, bits=8))
+            found["host"] = max(start_seconds(device), launch_seconds(block_seconds(device), found["task"]))
         else:
             update, n = _update(workers, dtype, 1 << 22), 1 << 22
             adam = n / min(timed(update, device) for _ in range(3))
+            narrow = _update(workers, dtype, n, bits=8)
+            found["adam8"] = n / min(timed(narrow, device) for _ in range(3))
             found |= {"h2d": found["copy"] / 2, "d2h": found["copy"] / 2, "dram": found["copy"], "adam": adam}
     return found | {"dram": max(found["dram"], ADAM_BYTES * found["adam"])}
 
@@ -189,6 +199,31 @@ def start_seconds(device: torch.device) -> float:
     return min(timed(calls, device) for _ in range(TURNS)) / STARTS
 
 
+def block_seconds(device: torch.device) -> float:
+    """Seconds of the host for the launches of a block so small that a GPU waits for them, forward and backward."""
+    cfg = llama(128, 1, 2, 256)
+    dtype = torch.bfloat16 if device.type == "cuda" else torch.float32
+    layout = pack(shapes.weight_groups(cfg, 1), "BF16" if dtype == torch.bfloat16 else "F32")
+    made = (views(layout, torch.zeros(layout.span, dtype=torch.uint8, device=device)) for _ in range(2))
+    w, g = model.weights(cfg, 1, next(made)), model.gradients(cfg, 1, next(made))
+    rows = make_rows([64], rope_tables(cfg, 64, device), device)
+    x, dy, out, dx = torch.ones(4, 64, cfg.width, dtype=dtype, device=device)
+
+    def compute(times: int) -> None:
+        for _ in range(times):
+            model.forward(cfg, 1, w, x, rows, {}, out)
+            model.backward(cfg, 1, w, g, x, {}, dy, rows, dx)
+
+    compute(1)
+    return min(timed(partial(compute, BLOCKS), device) for _ in range(TURNS)) / BLOCKS
+
+
+def launch_seconds(block: float, task: float) -> float:
+    """`Rates.host` by which a block takes so long, given the interpreter's seconds for a task."""
+    within = task * (WITHIN["forward"] + WITHIN["backward"])
+    return (block - within) / (KERNELS["forward"] + KERNELS["backward"])
+
+
 def task_seconds() -> float:
     """Seconds of the interpreter for a task without work, a quarter of them on another queue."""
     queues, took = RealQueues(), []
@@ -205,14 +240,60 @@ def task_seconds() -> float:
     return min(took)
 
 
-def _update(workers: Workers, dtype: str, n: int, lots: int = 1) -> Callable[[], object]:
-    """An AdamW update of n parameters, of another lot each call: out of cache."""
+def _update(workers: Workers, dtype: str, n: int, lots: int = 1, bits: int = 32) -> Callable[[], object]:
+    """An AdamW update of n parameters as steps run it, of another lot each call: out of cache."""
     w, grad = (torch.ones(lots, n, dtype=DTYPE[dtype]) for _ in range(2))
     lo = torch.zeros(lots, n, dtype=torch.int16) if dtype == "BF16" else (None,) * lots
-    m, v, clip = torch.zeros(lots, n), torch.ones(lots, n), torch.ones(1)
-    hyper = dict(lr=1e-4, beta1=0.9, beta2=0.95, eps=1e-8, weight_decay=0.0, n_decay=0, step=1)
-    lot = cycle(zip(w, lo, m, v, grad, strict=True))
-    return lambda: workers.adamw_(*next(lot), clip, **hyper)
+    kind = torch.uint8 if bits == 8 else torch.float32
+    moments = [torch.zeros(lots, n, dtype=kind), torch.ones(lots, n, dtype=kind)]
+    if bits == 8:
+        floors = torch.zeros(2, lots, -(-n // BLOCK), dtype=torch.int16)
+        moments = [moments[0], floors[0], moments[1], floors[1]]
+    hyper: dict[str, Any] = dict(lr=1e-4, beta1=0.9, beta2=0.95, eps=1e-8, weight_decay=0.0, n_decay=0, step=1)
+    run, more = (workers.adamw8_, {"seed": 0}) if bits == 8 else (workers.adamw_, {})
+    lot, clip = cycle(zip(w, lo, *moments, grad, strict=True)), torch.ones(1)
+    return lambda: run(*next(lot), clip, **hyper, **more)
+
+
+def _calls(work: Callable[[], object]) -> float:
+    """Calls a second, in a PHASE."""
+    work()
+    count, start = 0, time.perf_counter()
+    while (took := time.perf_counter() - start) < PHASE or not count:
+        work()
+        count += 1
+    return count / took
+
+
+def peer_rates(devices: Sequence[torch.device]) -> dict[str, float]:
+    """Bytes/s of copies from each GPU to the next, all at once, of the slowest.
+
+    Zero where a GPU has no access to another's memory, or where a copy arrives wrong, as behind some IOMMUs.
+    """
+    ways = list(zip(devices, [*devices[1:], devices[0]], strict=True))
+    if not all(torch.cuda.can_device_access_peer(a, b) for a in devices for b in devices if a != b):
+        return {"peer": 0.0}
+    sources = [torch.randint(256, (COPY,), dtype=torch.uint8, device=a) for a in devices]
+    targets = [torch.zeros(COPY, dtype=torch.uint8, device=b) for _, b in ways]
+    for source, target in zip(sources, targets, strict=True):
+        target.copy_(source)
+        if not torch.equal(target.cpu(), source.cpu()):
+            return {"peer": 0.0}
+
+    streams = [(torch.cuda.Stream(a), torch.cuda.Stream(b)) for a, b in ways]  # torch orders a copy behind both
+
+    def once() -> float:
+        start = time.perf_counter()
+        for _ in range(AHEAD):
+            for source, target, (leaves, arrives) in zip(sources, targets, streams, strict=True):
+                with torch.cuda.stream(arrives), torch.cuda.stream(leaves):
+                    target.copy_(source, non_blocking=True)
+        for both in streams:
+            for stream in both:
+                stream.synchronize()
+        return time.perf_counter() - start
+
+    return {"peer": AHEAD * COPY / min(once() for _ in range(3))}
 
 
 class _Bus:

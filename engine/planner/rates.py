@@ -7,8 +7,9 @@ from __future__ import annotations
 
 import math
 import re
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, fields, replace
+from typing import Any
 
 from trireme.engine.amounts import gib, positive, size, whole
 from trireme.engine.geometry import ADAM_BYTES
@@ -27,8 +28,9 @@ class Rates:
     copy: float  # GPU memory, read plus written
     h2d: float
     d2h: float
-    adam: float  # fp32 AdamW on the CPU, parameters/s
+    adam: float  # AdamW on the CPU with fp32 moments, parameters/s
     dram: float  # RAM: an update takes ADAM_BYTES a parameter, a byte copied meanwhile delays it 1 / dram seconds
+    adam8: float = 0.0  # with 8-bit moments; 0: as `adam`
     ssd_read: float = 0.0  # all drives, past any fast cache, without writes
     ssd_write: float = 0.0
     ssd_free: float = 0.0  # bytes/s of removing files; 0: at once
@@ -42,6 +44,7 @@ class Rates:
     pin: float = 3e9  # bytes/s of pinning RAM
     mixed: float = 1.0  # share of ssd_read and ssd_write left when both happen
     fp8: float = 0.0  # FLOP/s of a large fp8 matmul, sums in fp32; 0: none
+    peer: float = 0.0  # bytes/s from a GPU's memory to another's, each way; 0: no peer access
     net: float = 1.25e9  # bytes/s from a host to another; 10 Gb/s where not measured
     # Share of `matmul`: a block's matmuls, attention over long documents (d 128). Medians of task times on an H200,
     # LLaMA shapes of 1.3B to 13B, and attention's benchmark.
@@ -58,10 +61,23 @@ class Rates:
     backward: float = 1.0
     loss: float = 1.0
     finish: float = 1.0  # a gradient's norm and rounding
+    others: tuple[Rates, ...] = ()  # of the GPUs behind the first, where they are unequal
+
+    def of(self, gpu: int) -> Rates:
+        return self.others[gpu - 1] if gpu and self.others else self
+
+    def change(self, **change: Any) -> Rates:
+        """With these rates of all GPUs."""
+        return replace(self, **change, others=tuple(replace(other, **change) for other in self.others))
+
+    def with_moments(self, bits: int) -> Rates:
+        """These rates with `adam` for moments of so many bits."""
+        return replace(self, adam=self.adam8) if bits == 8 and self.adam8 else self
 
     def times(self, share: float, names: tuple[str, ...]) -> Rates:
         """These rates with those of `names` multiplied by `share`."""
-        return replace(self, **{name: getattr(self, name) * share for name in names})
+        changed = {name: getattr(self, name) * share for name in names}
+        return replace(self, **changed, others=tuple(other.times(share, names) for other in self.others))
 
 
 COMPUTATION = ("forward", "backward", "loss", "finish")
@@ -105,7 +121,8 @@ def rates_of(measured: Mapping[str, float]) -> Rates:
     found = {k: v for k, v in measured.items() if k in known and v and math.isfinite(v)}
     dram = found.setdefault("dram", ADAM_BYTES * found["adam"] * SHARED)
     found.setdefault("copy", GPUS["h200"].copy if "h2d" in found else dram)
-    return Rates(**{"h2d": dram / 2, "d2h": dram / 2} | found)
+    made: dict[str, Any] = {"h2d": dram / 2, "d2h": dram / 2}
+    return Rates(**made | found)
 
 
 @dataclass(frozen=True)
@@ -120,21 +137,32 @@ class Machine:
     drives: str = "no SSD"
     how: str = ""  # the rates are known
     gpus: int = 1
+    less: tuple[int, ...] = ()  # bytes that each GPU has less than `gpu`, where they are unequal
+
+    def first(self, gpus: int, gpu_memory: int | None = None) -> Machine:
+        """With the first `gpus` of its GPUs, or so many like its own, of at most `gpu_memory` bytes each."""
+        given = gpu_memory or self.gpu
+        less = tuple(max(0, given - self.gpu + less) for less in self.less[:gpus])
+        rates = replace(self.rates, others=self.rates.others[: gpus - 1])
+        return replace(self, gpu=given, gpus=gpus, less=less, rates=rates)
 
     @property
     def limits(self) -> Limits:
         """Usable bytes, like host.memory_limits."""
-        return Limits(self.gpu - GPU_OVERHEAD, int(self.ram * RAM_SHARE), self.gpus)
+        return Limits(self.gpu - GPU_OVERHEAD, int(self.ram * RAM_SHARE), self.gpus, less=self.less)
 
     def describe(self, on_gpu: bool = True) -> str:
         """Its parts and their speeds. Without a GPU both tiers are RAM, and there is no bus."""
         r = self.rates
-        whole = f" | RAM {gib(self.gpus * self.gpu + self.ram, 0)}"
-        memory = f", {gib(self.gpu, 0)} | RAM {gib(self.ram, 0)}" if on_gpu else whole
-        bus = f"PCIe {r.h2d / GB:.0f} GB/s | " if on_gpu else ""
+        whole = f" | RAM {gib(self.gpus * self.gpu - sum(self.less) + self.ram, 0)}"
+        each = " and ".join(gib(self.gpu - less, 0) for less in self.less) or gib(self.gpu, 0)
+        memory = f", {each} | RAM {gib(self.ram, 0)}" if on_gpu else whole
+        peer = f", GPU to GPU {r.peer / GB:.0f}" * (r.peer > 0)
+        bus = f"PCIe {r.h2d / GB:.0f} GB/s{peer} | " if on_gpu else ""
+        alike = self.gpus > 1 and not self.rates.others
         several = f"{self.gpus} x " if on_gpu else f"{self.gpus} pretended GPUs on "
         return (
-            f"{several * (self.gpus > 1)}{self.name}{memory}, {r.dram / GB:.0f} GB/s | {self.drives} | {bus}"
+            f"{several * alike}{self.name}{memory}, {r.dram / GB:.0f} GB/s | {self.drives} | {bus}"
             f"CPU AdamW {r.adam / GB:.1f} G parameters/s{f' ({self.how})' * bool(self.how)}"
         )
 
@@ -173,15 +201,16 @@ def reserved(nbytes: int) -> int:
     return round((1 - DRIVE_SHARE) * nbytes)
 
 
-PARTS = ("gpu", "ram", "ssd", "dram", "bus", "tflops", "cores")  # that --assume names
+PARTS = ("gpu", "ram", "ssd", "dram", "bus", "peer", "tflops", "cores")  # that --assume names
 
 
 def assume(text: str) -> Machine:
     """The machine of `gpu=rtx4090,ram=128GiB,ssd=2x2TB@7/5,dram=70,bus=x8,tflops=150,cores=16`. Raises InputError.
 
-    `gpu=2xrtx4090`: two; `gpu=24GiB`: an RTX 4090 of that memory. `ssd` without @READ/WRITE (GB/s a drive):
+    `gpu=2xrtx4090`: two; `gpu=rtx4090+rtx3090`: unequal ones; `gpu=24GiB`: an RTX 4090 of that memory.
+    `ssd` without @READ/WRITE (GB/s a drive):
     DRIVES["gen4"]. `dram` (GB/s) and `bus` (queues, or GB/s) are each of the whole machine and of each GPU. `tflops`:
-    of a bf16 matrix multiplication. `cores` that update on the CPU.
+    of a bf16 matrix multiplication. `cores` that update on the CPU. `peer`: GB/s each way of peer copies between GPUs.
     """
     words = [part.split("=", 1) for part in text.replace(" ", "").split(",")]
     given = {word[0]: word[-1] for word in words if len(word) == 2}
@@ -198,6 +227,28 @@ def assume(text: str) -> Machine:
 
 def _assumed(given: Mapping[str, str]) -> Machine:
     """Raises ValueError."""
+    names = given["gpu"].split("+")
+    if "tflops" in given and len(names) > 1:
+        raise ValueError("tflops= is of one kind of GPU, and there are several")
+    made = unequal([_alike({**given, "gpu": name}) for name in names])
+    return _with_peers(made, given) if "peer" in given else made
+
+
+def unequal(parts: Sequence[Machine]) -> Machine:
+    """The machine with the GPUs of all `parts`, which have all else in common. Raises ValueError."""
+    each = [part for part in parts for _ in range(part.gpus)]
+    if len(parts) == 1:
+        return parts[0]
+    if len({part.ram for part in parts}) > 1 or len({part.rates.dram for part in parts}) > 1:
+        raise ValueError("a GPU whose memory is the CPU's too has no other beside it")
+    most = max(part.gpu for part in each)
+    rates = replace(each[0].rates, others=tuple(part.rates for part in each[1:]))
+    less, name = tuple(most - part.gpu for part in each), " + ".join(part.name for part in each)
+    return replace(each[0], name=name, gpu=most, rates=rates, gpus=len(each), less=less)
+
+
+def _alike(given: Mapping[str, str]) -> Machine:
+    """With equal GPUs. Raises ValueError."""
     several = re.fullmatch(r"(\d{1,2})x(.+)", given["gpu"])
     gpus, name = (whole(several[1]), several[2]) if several else (1, given["gpu"])
     gpu, ram = find_gpu(name, _number(given, "tflops") if "tflops" in given else 0.0), size(given["ram"])
@@ -212,6 +263,13 @@ def _assumed(given: Mapping[str, str]) -> Machine:
     cores = _number(given, "cores") if "cores" in given else math.inf
     drive, drives = _drives(given["ssd"]) if "ssd" in given else (None, 0)
     return replace(machine(gpu, ram, drive, drives, dram, cores=cores), gpus=gpus)
+
+
+def _with_peers(made: Machine, given: Mapping[str, str]) -> Machine:
+    """Raises ValueError."""
+    if made.gpus == 1:
+        raise ValueError("peer= is of copies between GPUs, and there is one")
+    return replace(made, rates=made.rates.change(peer=_number(given, "peer") * GB))
 
 
 def _number(given: Mapping[str, str], name: str) -> float:

@@ -7,13 +7,13 @@ from collections.abc import Iterable, Sequence
 
 from trireme.engine.amounts import gib, seconds
 from trireme.engine.geometry import Geometry
-from trireme.engine.plan import TIERS, Plan, Tier
+from trireme.engine.plan import TIERS, Plan, SavedTier
 from trireme.engine.planner.predict import Batch, Prediction
 from trireme.engine.planner.rates import Rates
 from trireme.engine.planner.variants import moves
 
 NOTICED = 1.005  # times as long
-PLACES: dict[Tier, str] = {"host": "RAM", "ssd": "the SSD"}
+PLACES: dict[SavedTier, str] = {"peer": "memory of other GPUs", "host": "RAM", "ssd": "the SSD"}
 
 
 def reasons(geo: Geometry, first: Plan, before: Prediction, plan: Plan, found: Prediction) -> tuple[str, ...]:
@@ -21,6 +21,8 @@ def reasons(geo: Geometry, first: Plan, before: Prediction, plan: Plan, found: P
     said = []
     if plan.halves:
         said.append("blocks are split in halves, attention and MLP: whole blocks do not fit on the GPU")
+    if plan.slices > 1:
+        said.append(f"frozen experts of a layer come in {plan.slices} slices: less of the GPU holds them at a time")
     if plan.at_once:
         said.append(f"experts are decoded {plan.at_once} at a time: all of a layer do not fit on the GPU decoded")
     said += _states(geo, plan)
@@ -49,9 +51,9 @@ def _states(geo: Geometry, plan: Plan) -> Iterable[str]:
 
 
 def _base(geo: Geometry, plan: Plan) -> Iterable[str]:
-    away = [u for u, unit in enumerate(plan.units) if unit.base == "ssd" and geo.base[u].span]
+    away = [u for u, unit in enumerate(plan.units) if unit.base == "ssd" and geo.base_bytes[u]]
     if away:
-        nbytes = sum(geo.base[u].span for u in away)
+        nbytes = sum(geo.base_bytes[u] for u in away)
         yield f"frozen weights of {len(away)} of {len(plan.units)} layers ({gib(nbytes, 1)}) are read from the SSD"
 
 
@@ -72,6 +74,8 @@ def _activations(geo: Geometry, plan: Plan, compute: float, before: float) -> It
         on_gpu = sum(unit.state == "gpu" for unit in plan.units)
         instead = f", which holds the state of {on_gpu} of {n} layers" * (0 < on_gpu < n)
         yield f"the inputs of {inputs} {blocks} are stored outside the GPU ({gib(nbytes, 1)}){instead}"
+    if plan.gpus > 1 and plan.between == "gpu":
+        yield "outputs of layers go to the next GPU by peer copies, not through RAM"
     if plan.between == "host":
         yield f"outputs of layers are stored outside the GPU, where those of {plan.n_micro} micro-batches do not fit"
 

@@ -10,7 +10,7 @@ from typing import Literal, NamedTuple
 from trireme.engine.amounts import rounded_up
 from trireme.engine.buffers import fits, usage
 from trireme.engine.geometry import STRETCH, Geometry, geometry
-from trireme.engine.plan import TIERS, DoesNotFit, Limits, Mode, Plan, Tier, UnitPlan
+from trireme.engine.plan import TIERS, DoesNotFit, Limits, Mode, Plan, Shares, Tier, UnitPlan
 from trireme.models.config import ModelConfig
 from trireme.models.sizes import narrow, shapes
 from trireme.storage.layout import ITEMSIZE
@@ -19,6 +19,8 @@ UPDATE_TOKENS = 50_000  # a step with a forward as long as the CPU's updates
 GPU_UPDATES = 0.3  # of RAM-stored units: 14 B a parameter over PCIe against 19 B of DRAM
 MARGIN = {"gpu": 1.0, "host": 1.25}  # of lacking memory: more RAM, larger records
 LATE_TOKENS = 12_000  # a step from which moments are written apart from weights
+
+SLICES = 2, 4, 8, 16, 32  # that are tried
 
 Between = Literal["gpu", "host"]  # of x and dx
 Waiting = Literal["host", "ssd"]  # of gradients, for the norm
@@ -42,11 +44,14 @@ class Wanted:
     placement: Placement = "auto"  # or the tier of weights and state; "state-ssd": weights in RAM
     halves: bool | None = None  # half blocks; None: if whole blocks do not fit
     at_once: int | None = None  # packed experts that are decoded at a time; None: all, or a slice if they do not fit
+    slices: int | None = None  # units of weights for a layer's frozen experts; None: as few as fit
     on_cuda: bool = True
     document: int = 1024  # tokens of a usual document
     trained: float = 1.0  # share of tokens with a label
     compared: bool = False  # as Batch
     gpus: int = 1
+    peers: bool = False  # GPUs copy to each other
+    shares: Shares | None = None
     hosts: int = 1  # plans are of the last, which needs most
 
     @classmethod
@@ -101,16 +106,30 @@ class Cut(NamedTuple):
 
     halves: bool
     at_once: int
+    slices: int = 1
 
 
 def cuts(cfg: ModelConfig, wanted: Wanted) -> list[Cut]:
-    """The coarsest first: whole blocks before half blocks, where the model has any, then slices of packed experts."""
+    """The coarsest first: whole blocks before half blocks, where the model has any, then packed experts decoded in
+    slices, then frozen experts that come in slices.
+    """
+    if wanted.slices is not None and wanted.slices > 1:
+        return [_sliced(cfg, wanted.slices)]
     halves = (False, True)[: 1 if cfg.whole else 2] if wanted.halves is None else (wanted.halves,)
     whole = 0 if wanted.at_once is None else wanted.at_once
     found = [Cut(half, whole) for half in halves]
     if wanted.at_once is None and (at_once := narrow.slice_of(cfg)):
         found.append(Cut(halves[-1], at_once))
+    if wanted.slices is None and wanted.gpus == 1 and halves[-1] and narrow.may_be_sliced(cfg):
+        found += [_sliced(cfg, slices) for slices in SLICES]
     return found
+
+
+def _sliced(cfg: ModelConfig, slices: int) -> Cut:
+    """A slice of packed experts is decoded as before, or whole."""
+    assert cfg.experts is not None
+    slices = min(slices, cfg.experts.count)
+    return Cut(True, min(narrow.slice_of(cfg), -(-cfg.experts.count // slices)), slices)
 
 
 def simple_plan(cfg: ModelConfig, limits: Limits, wanted: Wanted, lean: Lean = Lean()) -> Plan:
@@ -124,7 +143,7 @@ def simple_plan(cfg: ModelConfig, limits: Limits, wanted: Wanted, lean: Lean = L
             return _fill(geo, plan, limits, wanted, lean)
         refused.append((geo, plan))
     geo, plan = min(refused, key=lambda r: _excess(r[0], r[1], limits))
-    raise DoesNotFit(_why_not(geo, plan, limits), usage(geo, plan))
+    raise DoesNotFit(_why_not(geo, plan, limits), usage(geo, plan, limits.less))
 
 
 # ---------------------------------------------------------------- the smallest plan
@@ -150,7 +169,8 @@ def _low_plans(geo: Geometry, wanted: Wanted, lean: Lean) -> Iterable[Plan]:
     slots = ((2, half, 2), (2, half // 8, 2), (1, half // 8, 2), (1, 1, 1))
     may_spill = state == "ssd" and wanted.mode != "backward" and wanted.hosts == 1
     gradients: tuple[Waiting, ...] = ("host", "ssd") if may_spill else ("host",)
-    betweens: tuple[Between, ...] = ("gpu", "host") if wanted.gpus == 1 else ("host",)
+    betweens: tuple[Between, ...] = ("gpu", "host") if wanted.gpus == 1 or wanted.peers else ("host",)
+    betweens = ("gpu",) if geo.slices else betweens
     for waiting, between, rings, (tokens, n_micro) in product(gradients, betweens, slots, wanted.sizes):
         apart = wanted.on_cuda and wanted.mode == "forward" and geo.adam_bits == 32 and tokens * n_micro >= LATE_TOKENS
         for x in inputs if between == "gpu" or wanted.gpus > 1 else inputs[inputs.index("host") :]:
@@ -174,14 +194,15 @@ def _low_plans(geo: Geometry, wanted: Wanted, lean: Lean) -> Iterable[Plan]:
                 gradients=waiting,
                 halves=geo.cfg.halves,
                 at_once=geo.cfg.at_once,
+                slices=geo.cfg.slices,
                 hosts=wanted.hosts,
                 host=wanted.hosts - 1,
             )
-            yield plan if wanted.gpus == 1 else plan.dealt(wanted.gpus, geo.cfg.tied)
+            yield plan if wanted.gpus == 1 else plan.dealt(wanted.gpus, geo.cfg.tied, wanted.peers, wanted.shares)
 
 
 def _excess(geo: Geometry, plan: Plan, limits: Limits) -> int:
-    return sum(limits.lacking(usage(geo, plan)).values())
+    return sum(limits.lacking(usage(geo, plan, limits.less)).values())
 
 
 # ---------------------------------------------------------------- moved up
@@ -328,14 +349,14 @@ FLAGS = {"gpu": "--gpu-memory", "host": "--ram"}
 
 
 def _why_not(geo: Geometry, plan: Plan, limits: Limits) -> str:
-    need, lacks = usage(geo, plan), limits.lacking(usage(geo, plan))
+    need, lacks = usage(geo, plan, limits.less), limits.lacking(usage(geo, plan, limits.less))
     assert lacks, "a plan that fits was refused"
     more = {tier: rounded_up(MARGIN[tier] * lacks[tier]) for tier in lacks}  # not the sum: options include a reserve
     other = f"use a GPU with {more.pop('gpu')} more free memory" if "gpu" in more and limits.all_free else ""
     raises = " and ".join(f"{flag} by {more[tier]}" for tier, flag in FLAGS.items() if tier in more)
     first = " and ".join(way for way in (other, f"raise {raises}" * bool(raises)) if way)
     out = [first[0].upper() + first[1:]]
-    shorter = lambda k: usage(geo, replace(plan, tokens=k))["gpu"] <= limits.gpu
+    shorter = lambda k: usage(geo, replace(plan, tokens=k), limits.less)["gpu"] <= limits.gpu
     if "gpu" in lacks and (tokens := _most(plan.tokens, shorter)):
         out.append(f"lower --seq-len (of {plan.tokens:,} tokens a micro-batch {tokens:,} fit)")
     if n_micro := _most(plan.n_micro, lambda k: fits(geo, with_micro_batches(plan, k), limits)):
@@ -348,10 +369,10 @@ def _why_not(geo: Geometry, plan: Plan, limits: Limits) -> str:
 def _experts_at_once(geo: Geometry, lacks: Mapping[str, int]) -> str:
     """Of a mixture that a GPU is too small for: its experts, of which a layer's are on the GPU at once."""
     own, packing = geo.cfg.experts, geo.cfg.packing
-    if own is None or "gpu" not in lacks:
+    if own is None or "gpu" not in lacks or geo.slices:
         return ""
     if geo.cfg.at_once and packing:
-        nbytes = max(layout.span for layout in geo.base[1:-1])
+        nbytes = max(geo.base_bytes[1:-1])
         return f"; the {own.count} experts of one layer take {rounded_up(nbytes)} of it in {packing.word}"
     nbytes = own.count * shapes.of_an_expert(geo.cfg) * ITEMSIZE[geo.dtype]
     return f"; the {own.count} experts of one layer take {rounded_up(nbytes)} of it and are computed together"

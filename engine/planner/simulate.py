@@ -3,6 +3,7 @@
 - **One drive**: queues of the SSD share one half-duplex device of all drives' rate. A request takes the time that
   earlier ones of its class and of higher ones left free, and its share of the others' (storage/aio.py).
 - **One bus a way**: copies of streamed updates and those of weights and activations take turns.
+- **One bus for peer copies** too, where these are no faster than it: without a link of their own.
 - **One memory**: copies and CPU AdamW slow each other, as do both directions of the bus, by the bytes of a whole pass:
   moment by moment a faster queue would slow others. Where buses and drives together are faster than RAM, a copy also
   takes RAM's time that earlier ones left free.
@@ -22,13 +23,14 @@ import torch
 
 from trireme.engine.geometry import ADAM_BYTES
 from trireme.engine.planner.rates import Rates
-from trireme.engine.queues.names import BUS, LATER, READS, STREAMED, WRITES, gpu_of, numbered, plain, queues_of
+from trireme.engine.queues.names import BUS, LATER, PEERS, READS, STREAMED, WRITES, gpu_of, numbered, plain, queues_of
 from trireme.engine.queues.task import Kind, Task
 from trireme.engine.queues.trace import Span
 from trireme.storage.aio import BOUND, CLASSES, READ, WRITE
 
 DRIVE = dict.fromkeys(READS, "ssd_read") | dict.fromkeys(WRITES, "ssd_write")  # queue -> its rate
 CLASS = {queue: (WRITE if queue in WRITES else READ) + (queue in LATER) for queue in DRIVE}  # of its requests
+OWN_LINK = 1.2  # times the rate of the bus: peer copies that are faster have a link of their own
 TURN: tuple[Kind, ...] = ("loss", "adamw moments")  # tasks that begin backward
 
 
@@ -71,7 +73,8 @@ class SimulatedQueues:
         self.drives, self.ram = Classes(len(CLASSES), BOUND), Intervals()
         ways = {numbered(BUS[queue], gpu) for queue in (STREAMED[0], STREAMED[-1]) for gpu in range(gpus)}
         self.buses = {way: Classes(2, 1) for way in ways}
-        self.crowded = gpus * (rates.h2d + rates.d2h) + max(rates.ssd_read, rates.ssd_write) > rates.dram
+        buses = [rate for gpu in range(gpus) for rate in (rates.of(gpu).h2d, rates.of(gpu).d2h)]
+        self.crowded = sum(buses) + max(rates.ssd_read, rates.ssd_write) > rates.dram
         self.waited = 0.0  # end of the last statistics
         self.handed = 0.0  # the interpreter is done with the last task
 
@@ -244,18 +247,28 @@ def drive_seconds(read: float, written: float, rates: Rates) -> float:
 
 
 def _sharing(moved: dict[str, float], rates: Rates) -> dict[str, float]:
-    """The slow-down of buses and the CPU, from a pass's bytes of each queue. On a GPU's bus hops and sums go first."""
+    """The slow-down of buses and the CPU, from a pass's bytes of each queue. On a GPU's bus hops and sums go first.
+
+    GPUs are taken to receive as many bytes of outputs by peer copies as they send; what is saved in peers gives way.
+    """
     beside = sum(moved[queue] for queue in moved if is_copy(queue))
     crowd = 1 + ADAM_BYTES * rates.adam / rates.dram * beside / moved["cpu"] if moved["cpu"] else 1.0
-    slow = {"cpu": crowd}
+    slow, on_bus = {"cpu": crowd}, rates.peer <= OWN_LINK * rates.d2h
     for gpu in {gpu_of(queue) for queue in moved}:
         ways = {way: [queue for queue in BUS if BUS[queue] == way] for way in ("h2d", "d2h")}
         amount = lambda queues, gpu=gpu: sum(moved.get(numbered(queue, gpu), 0.0) for queue in queues)
         first = {way: amount(queue for queue in queues if queue not in STREAMED) for way, queues in ways.items()}
+        hops, *swaps = (amount((queue,)) for queue in PEERS)  # out, in
+        if on_bus:
+            first = {way: first[way] + hops + swap for way, swap in zip(("d2h", "h2d"), swaps, strict=True)}
+        for queue, swap in zip(PEERS[1:], swaps, strict=True):
+            slow[numbered(queue, gpu)] = 1 + hops / swap if swap else 1.0
         turns = {way: amount((way, *(queue for queue in queues if queue in STREAMED))) for way, queues in ways.items()}
         total = {way: turns[way] + first[way] for way in ways}
         lost = dict.fromkeys(ways, (1 / rates.duplex - 1) * min(total.values()))
-        lost["h2d"] += (1 / rates.reading - 1) * min(total["h2d"], moved["cpu"] / ADAM_BYTES / rates.adam * rates.h2d)
+        lost["h2d"] += (1 / rates.reading - 1) * min(
+            total["h2d"], moved["cpu"] / ADAM_BYTES / rates.adam * rates.of(gpu).h2d
+        )
         for way, queues in ways.items():
             slower = 1 + (lost[way] + first[way]) / turns[way] if turns[way] else 1.0
             slow |= {numbered(queue, gpu): slower for queue in (way, *queues) if queue == way or queue in STREAMED}

@@ -2,14 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Collection, Iterable, Sequence
 from dataclasses import replace
 from itertools import accumulate, combinations, pairwise, product
 from typing import NamedTuple
 
-from trireme.engine.buffers import fits
+from trireme.engine.buffers import each_usage, fits
 from trireme.engine.geometry import Geometry
-from trireme.engine.plan import DoesNotFit, Limits, Plan, Tier
+from trireme.engine.plan import DoesNotFit, Limits, Plan, SavedTier, Tier, UnitPlan
 from trireme.engine.planner.predict import Batch, rebuilt_seconds
 from trireme.engine.planner.rates import Rates
 from trireme.engine.planner.rule import (
@@ -109,7 +109,7 @@ def windows(geo: Geometry, plan: Plan, limits: Limits, piece: int) -> Iterable[P
 
 def swap_slots(geo: Geometry, plan: Plan, limits: Limits, piece: int) -> Iterable[Plan]:
     """Other numbers of slots, with fewer blocks kept on the GPU if need be."""
-    away = any(unit.x != "gpu" or unit.names("host") or unit.names("ssd") for unit in plan.units)
+    away = any(unit.x != "gpu" or any(tier != "gpu" for _, tier in unit.saved) for unit in plan.units)
     if not away and plan.between != "host":
         return
     kept = [u for u, unit in enumerate(plan.units) if unit.names("gpu")]
@@ -124,6 +124,19 @@ def swap_slots(geo: Geometry, plan: Plan, limits: Limits, piece: int) -> Iterabl
 def _with_slots(geo: Geometry, plan: Plan, limits: Limits, slots: int, piece: int, kept: Sequence[int]) -> Plan:
     deeper = replace(plan, swap_slots=slots, piece=piece)
     return furthest(geo, limits, len(kept), lambda k: deeper.changed(kept[: len(kept) - k], saved=()))
+
+
+def between(geo: Geometry, plan: Plan, limits: Limits, piece: int) -> Iterable[Plan]:
+    """What is between layers through RAM rather than by peer copies, or the other way."""
+    head = plan.units[geo.head]
+    if plan.between == "gpu":
+        x: Tier = "host" if head.x == "gpu" else head.x
+        other = replace(plan, between="host").changed({geo.head}, x=x)
+    else:
+        other = replace(plan, between="gpu").changed({geo.head}, x="gpu")
+    other = replace(other, piece=min(plan.piece, piece))
+    if fits(geo, other, limits):
+        yield longer_pieces(geo, other, limits)
 
 
 def late_moments(plan: Plan) -> Iterable[Plan]:
@@ -157,7 +170,9 @@ def updated_alike(plan: Plan, begun: Plan) -> Plan | None:
             return None
         if streamed and ((unit.weights, unit.state) != ("host", "host") or plan.mode == "backward"):
             return None
-        units.append(replace(unit, update="gpu" if streamed else "cpu", resident=unit.resident and not streamed))
+        units.append(
+            replace(unit, gpu=other.gpu, update="gpu" if streamed else "cpu", resident=unit.resident and not streamed)
+        )
     return replace(plan, units=tuple(units))
 
 
@@ -250,6 +265,71 @@ def other_swaps(geo: Geometry, plan: Plan, limits: Limits, steps: Sequence[Move]
     room = _room(geo, plain, limits, steps)
     for n in dict.fromkeys(round(room * i / PARTS) for i in range(1, PARTS + 1)):
         yield most_kept(geo, plain, limits, steps, n, n)
+
+
+def in_peers(geo: Geometry, plan: Plan, limits: Limits, steps: Sequence[Move], piece: int) -> Iterable[Plan]:
+    """Plans that save more, or all that they swap, in other GPUs' memory: of all units, or of the head's GPU."""
+    short = replace(plan, piece=min(plan.piece, piece))
+    swapping = [u for u, unit in enumerate(plan.units) if any(tier != "gpu" for _, tier in unit.saved)]
+    head = {plan.units[geo.head].gpu}
+    for base, only in product((short, short.changed(swapping, saved=(), peer=0)), (set(range(plan.gpus)), head)):
+        lending = lend(geo, base, limits, steps, only)
+        if lending != base and fits(geo, lending, limits):
+            yield longer_pieces(geo, lending, limits)
+
+
+def lend(geo: Geometry, plan: Plan, limits: Limits, steps: Sequence[Move], only: Collection[int]) -> Plan:
+    """`plan` that saves more of the units of GPUs `only`, most seconds per byte first: on their own GPU as far as it
+    has room, then on the roomiest other. A GPU lends what is left beside all that it computes with.
+    """
+    rooms = _Rooms(geo, plan, limits)
+    units = [u for u in range(geo.head - 1, 0, -1) if plan.units[u].gpu in only]
+    changed: dict[int, UnitPlan] = {}
+    for move, u in ((move, u) for move in steps for u in units if geo.kinds[u] == move.kind):
+        unit = changed.get(u, plan.units[u])
+        saved = dict(unit.saved)
+        more = [name for name in move.names if name not in saved]
+        others = [gpu for gpu in range(plan.gpus) if gpu != unit.gpu]
+        peer = unit.peer if unit.lent else max(others, key=lambda gpu: rooms.left[gpu])
+        own: SavedTier = "gpu"
+        lent: SavedTier = "peer"
+        for tier in (own, lent) if more else ():
+            saving = replace(unit, saved=(*unit.saved, *((name, tier) for name in more)), peer=peer * (tier == lent))
+            saving = replace(saving, peer=peer) if saving.lent else saving
+            if rooms.take(u, unit, saving):
+                changed[u] = saving
+                break
+    for unit in dict.fromkeys(changed.values()):
+        chosen = {u for u, other in changed.items() if other == unit}
+        plan = plan.changed(chosen, saved=unit.saved, peer=unit.peer)
+    return plan
+
+
+class _Rooms:
+    """Bytes that each GPU has left beside a plan."""
+
+    def __init__(self, geo: Geometry, plan: Plan, limits: Limits):
+        self.geo, self.plan = geo, plan
+        self.left = [limits.of(gpu) - used for gpu, used in enumerate(each_usage(geo, plan)[0])]
+        self.staged = [0] * plan.gpus  # of a buffer on the way to a peer
+        for u, unit in enumerate(plan.units):
+            self.staged[unit.gpu] = max(self.staged[unit.gpu], self._span(u, unit, "peer"))
+
+    def _span(self, u: int, unit: UnitPlan, tier: SavedTier) -> int:
+        names = unit.names(tier)
+        return self.geo.saved_layout(u, names, self.plan.tokens).span if names else 0
+
+    def take(self, u: int, before: UnitPlan, after: UnitPlan) -> bool:
+        """Takes what unit u needs more after a change of its saved tensors, if all GPUs have that."""
+        more = {tier: self._span(u, after, tier) - self._span(u, before, tier) for tier in ("gpu", "peer")}
+        pool = max(0, self._span(u, after, "peer") - self.staged[after.gpu])
+        own, lent = self.plan.n_micro * more["gpu"] + self.plan.swap_slots * pool, self.plan.n_micro * more["peer"]
+        if own > self.left[after.gpu] or lent > self.left[after.peer] * (lent > 0):
+            return False
+        self.left[after.gpu] -= own
+        self.left[after.peer] -= lent
+        self.staged[after.gpu] += pool
+        return True
 
 
 def most_kept(geo: Geometry, plan: Plan, limits: Limits, steps: Sequence[Move], n: int, in_ram: int) -> Plan:

@@ -161,7 +161,7 @@ def _stored(f: Forecast) -> Iterator[tuple[Tier, int]]:
     """(tier, bytes) of trained and frozen weights, by the tier that a pass takes them from."""
     for u, unit in enumerate(f.plan.units):
         yield "gpu" if unit.resident else unit.weights, f.geo.weights[u].span
-        yield unit.base, f.geo.base[u].span
+        yield unit.base, f.geo.base_bytes[u]
 
 
 # ---------------------------------------------------------------- the first step

@@ -14,7 +14,7 @@ from pathlib import Path
 from typing import Any, NoReturn
 
 from trireme.engine.run.begin.kept import from_yaml, full, text_of
-from trireme.engine.run.begin.preference import preference_of
+from trireme.engine.run.begin.preference import preference_of, teaching_of
 from trireme.engine.run.hub.places import title
 from trireme.engine.run.names import flag_of, resolve
 from trireme.engine.run.options import DATA, INSTEAD, OUTPUT, PLACEMENT, TRAINING, Options, Parser
@@ -189,7 +189,7 @@ def _of_host(given: dict[str, Any], host: int, hosts: int) -> dict[str, Any]:
     """A host's options: those behind the first keep their state in folders of their own. Raises InputError."""
     if not (given.get("resume") or given.get("out")) or "config" in given or "demo" in given:
         raise InputError(
-            f"torchrun began {hosts} hosts: say --out DIR, without --config or --demo. Host 0 writes the checkpoint "
+            f"WORLD_SIZE is {hosts} hosts: say --out DIR, without --config or --demo. Host 0 writes the checkpoint "
             "there; host N keeps its state in DIR/host-N, on a disk of its own or on one that they share."
         )
     if not host:
@@ -220,6 +220,7 @@ def checked(options: Options) -> Options:
         return options
     _check_named(options)
     preference_of(options)
+    teaching_of(options)
     if options.long == "split" and options.method != "sft":
         raise InputError(f"--long split: --method {options.method} compares whole answers. Take cut, drop or error.")
     unknown = set(options.log) - {"tensorboard", "wandb", "mlflow", "comet", "trace"}
@@ -268,14 +269,19 @@ def _check_named(options: Options) -> None:
 
 
 def parse_check(argv: Sequence[str]) -> argparse.Namespace:
-    """store and report of `check`. Raises InputError; --help exits."""
+    """store, report and tune of `check`. Raises InputError; --help exits."""
     parser = CommandParser(
-        usage=f"{program()} check [--store DIR[,DIR]] [--report FILE]",
+        usage=f"{program()} check [--store DIR[,DIR]] [--report FILE] [--tune]",
         description="Says what this machine has, how fast it is, and what to change, in two minutes. Writes a report.",
         allow_abbrev=False,
     )
     parser.add_argument("--store", metavar="DIR[,DIR]", default=".", help="a folder on each drive to try [this one]")
     parser.add_argument("--report", metavar="FILE", default="trireme-check.json", help="where the report is written")
+    parser.add_argument(
+        "--tune",
+        action="store_true",
+        help="instead, try launch settings of each kernel; runs use the faster ones",
+    )
     given = parser.known(argv, "check")
     given.store = [folder for folder in given.store.split(",") if folder]
     if not given.store:

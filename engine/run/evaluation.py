@@ -23,7 +23,7 @@ from trireme.engine.queues.names import numbered
 from trireme.engine.run.live import Live
 from trireme.engine.run.records import Record
 from trireme.engine.run.signals import Stop
-from trireme.engine.step import Engine, Inputs, evaluate, weights_of
+from trireme.engine.step import Engine, Inputs, evaluate, metrics_of, weights_of
 from trireme.models.generate import generate, needs
 from trireme.models.losses.preferences import Documents, compare, joined
 from trireme.models.rows import Load, rope_tables
@@ -97,12 +97,13 @@ def _one_pass(e: Engine) -> Iterator[tuple[int, Any]]:
     for u in range(e.geo.n_units):
         held = e.weights.get(u)
         queue = numbered("compute", e.gpu(u))
-        arrived = e.queues.run(queue, "other", f"wait for {e.geo.names[u]}", lambda: None, held.ready)
-        if e.plan.gpus > 1:
-            arrived.wait()  # another thread's queue
-        yield u, weights_of(e, held)
-        done = e.queues.run(queue, "other", f"read {e.geo.names[u]}", lambda: None)
-        held.done(done)
+        for part in e.weights.parts(held):
+            arrived = e.queues.run(queue, "other", f"wait for {e.geo.names[u]}", lambda: None, part.ready)
+            if e.plan.gpus > 1:
+                arrived.wait()  # another thread's queue
+            yield u, weights_of(e, part)
+            done = e.queues.run(queue, "other", f"read {e.geo.names[u]}", lambda: None)
+            part.done(done)
         if u > 0 or not e.cfg.tied:
             e.weights.release(u)
     if e.cfg.tied:
@@ -175,14 +176,14 @@ class Evaluation:
     def _loss(self, held_out: Dataset) -> tuple[float, dict[str, float]]:
         """Mean over labels, or over pairs with what is said of them."""
         live, job, total, count = self.live, self.live.job, 0.0, 0.0
-        docs, logps = list[Documents](), list[np.ndarray]()
+        docs, logps, parts = list[Documents](), list[np.ndarray](), list[torch.Tensor]()
         rows = live.progress.eval_rows
         batches = held_out.batches(job.micro_rows, rows)
         tokens = held_out.tokens if rows is None else held_out.tokens * rows // held_out.n_sequences
         with live.screen.working("evaluating", tokens, "tokens") as more:
             while (group := list(islice(batches, job.n_micro))) and not self.stop.leaving:
                 step = [in_ram(job.cfg, mb) for mb in group]
-                losses = evaluate(live.engine, [self.inputs(mb) for mb in live.dealt(step)])
+                losses = evaluate(live.engine, [self.inputs(mb) for mb in live.dealt(step)], parts)
                 compared = [(mb.of_docs, of) for mb, of in zip(step, losses, strict=False) if mb.of_docs]
                 docs += [each for each, _ in compared]
                 logps += [each.sums(of.cpu().numpy()) for each, of in compared]
@@ -193,7 +194,7 @@ class Evaluation:
         if live.preference and docs:
             found = compare(live.preference, joined(docs), np.concatenate(logps))
             return found.loss, found.metrics()
-        return total / (count or 1), {}
+        return total / (count or 1), metrics_of(parts, count) if parts and count else {}
 
     def samples(self, count: int) -> list[Sample]:
         """Greedy continuations of `count` documents' beginnings, held-out if any."""

@@ -251,6 +251,7 @@ class Live:
                 "cut": self.job.pinned.json(),
                 "data": self.job.data.fingerprint,
                 "computed_by": computed_by(self.job.device),
+                "launches": self.job.launches,
                 "best": [done.best, done.best_step],
                 "start": done.start,
                 "worse": done.worse,
@@ -258,6 +259,7 @@ class Live:
                 "eval_rows": done.eval_rows,
                 "date": self.job.codec and self.job.codec.facts.date,
                 "base": self.base,
+                "teacher": self.job.data.teacher.key if self.job.data.teacher else "",
                 "log": self.log.sync(done.step, done.evaluated),
             }
             self.store.commit(done.step, says, self.group.meet, keep, more)

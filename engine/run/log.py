@@ -299,7 +299,11 @@ def evaluated(loss: float, record: Record) -> str:
     """eval_loss, and what it is to be read with."""
     shown = {"accuracy": "eval_rewards/accuracies", "margin": "eval_rewards/margins"}
     parts = [f"{word} {record[key]:.4g}" for word, key in shown.items() if key in record]
-    parts = parts if any(key.startswith("eval_rewards/") for key in record) else [f"perplexity {perplexity(loss)}"]
+    if "eval_ce" in record:
+        ce, kl = record["eval_ce"], record["eval_kl"]
+        parts = [f"ce {ce:.4f}", f"kl {kl:.4f}", f"perplexity {perplexity(ce)}"]
+    elif not any(key.startswith("eval_rewards/") for key in record):
+        parts = [f"perplexity {perplexity(loss)}"]
     return "  ".join([f"eval_loss {loss:.4f}", *parts])
 
 

@@ -267,7 +267,7 @@ class Run:
 
     def _evaluated(self, loss: float | None, step: int | None) -> str:
         loss = math.nan if loss is None else loss
-        more = "" if self.live.preference else f", perplexity {perplexity(loss)}"
+        more = "" if self.live.preference or self.live.job.cfg.teaching else f", perplexity {perplexity(loss)}"
         return f"eval_loss {loss:.4f}{more}, at step {step}"
 
 

@@ -223,7 +223,7 @@ def check(argv: Sequence[str]) -> int:
     with stop_signals(leave, lambda: screen.urgent("left at once")):
         from trireme.engine.check import check as checks  # late, as above
 
-        checks.check(checks.folders_of(given.store), Path(given.report), screen.say)
+        checks.check(checks.folders_of(given.store), Path(given.report), screen.say, given.tune)
     return 0
 
 

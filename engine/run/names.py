@@ -195,6 +195,7 @@ ELSEWHERE = (
     Theirs("cpo-alpha", "--method simpo is without it; leave it out", "0 0.0"),
     Theirs("ref-model* reference-model* precompute-ref-* reference-free sync-ref-model force-use-ref-model",
            "the reference is the model before training, computed once; leave it out", "*"),
+    Theirs("kd-trainer kd-alpha kd-ce-alpha kd-beta kd-*", "--teacher DIR, with --distill-weight and --temperature"),
     Theirs("max-prompt-length max-completion-length", "--seq-len holds a pair; leave it out"),
     Theirs("dpo-* pref-* kto-*", "--method dpo, ipo, orpo, simpo or kto, with --beta and others"),
     Theirs(

@@ -284,6 +284,25 @@ class Options:
         metavar="X",
         also="kto-rejected-weight kto-undesirable-weight",
     )
+    teacher: str | None = _option(
+        TRAINING,
+        "learn from a model of any size too, by its likeliest tokens: a checkpoint, or what `trireme score` wrote",
+        metavar="DIR",
+        also="teacher-model teacher-model-name-or-path",
+    )
+    distill_weight: float | None = _option(
+        TRAINING, "weight of the teacher in the loss, the rest being the labels' [0.5]", parse=number(0, 1), metavar="X"
+    )
+    temperature: float | None = _option(
+        TRAINING,
+        "softens what teacher and model say before they are compared [1]",
+        parse=number(0.01, 100),
+        metavar="X",
+        also="kd-temperature distill-temperature",
+    )
+    top_k: int | None = _option(
+        TRAINING, "likeliest tokens that the teacher names [64]", parse=number(1, 256, kind=int), metavar="K"
+    )
     epochs: float | None = _option(
         TRAINING,
         "passes over the data [text 1, preferences 1, chats 3]",

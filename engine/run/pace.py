@@ -33,7 +33,8 @@ def better(job: Job, steps: int) -> Choice | None:
     if job.device.type != "cuda" or job.options.plan or job.plan.hosts > 1:
         return None
     p, rates, document, trained = job.plan, job.machine.rates, job.data.document, job.data.trained
-    wanted = replace(Wanted.like(p, document, trained, job.work.compared), halves=p.halves, at_once=p.at_once)
+    wanted = Wanted.like(p, document, trained, job.work.compared)
+    wanted = replace(wanted, halves=p.halves, at_once=p.at_once, slices=p.slices)
     choice = choose(job.cfg, job.limits, rates, wanted, begun=p)
     now = predict(
         job.cfg, p, rates, Batch(p.tokens, document, p.n_micro, trained, job.work.compared), roughly=True

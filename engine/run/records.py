@@ -37,6 +37,10 @@ COLUMNS = [
     "expert_share",
     "experts_idle",
     "router_aux",
+    "ce",
+    "kl",
+    "eval_ce",
+    "eval_kl",
 ]
 DIVERGING = ("loss", "eval_loss", "grad_norm")  # may be NaN or infinite
 HUGE = 1e15  # the largest of the others

@@ -187,11 +187,14 @@ def method_line(job: Job) -> str:
     o, master = job.options, "split fp32 master" if job.plan.dtype == "BF16" else "fp32"
     lora = job.cfg.lora
     what = "fine-tuning of some tensors" if job.cfg.frozen else "full fine-tuning"
-    of = preference_of(o)
+    of, teaching = preference_of(o), job.cfg.teaching
     what = f"LoRA, rank {lora.rank}, alpha {lora.alpha:g}, on {', '.join(lora.targets)}" if lora else what
     what += f"; {compact(job.trained_parameters)} parameters trained" if job.cfg.frozen else ""
     fp8 = ", linear layers of blocks in fp8 (mfu is of its rate)" if job.cfg.fp8 else ""
     what = f"{described(of)}, {what}" if of else what
+    if teaching:
+        parts = f"cross-entropy x {1 - teaching.weight:g} + divergence from the teacher x {teaching.weight:g}"
+        what = f"{parts} (top {teaching.k}, temperature {teaching.temperature:g}), {what}"
     return (
         f"method   {what}, AdamW ({master}, {job.plan.adam_bits}-bit moments), peak lr {job.lr:g}, "
         f"{o.schedule}, clip {o.max_grad_norm or 'off'}; compute in {job.plan.dtype.lower()}{fp8}"

@@ -30,6 +30,8 @@ def progress(record: Mapping[str, Any], total_steps: int, eta: float | None) -> 
     """A step's line by part, in order."""
     r = {key: value for key, value in record.items() if value is not None}
     parts = {"step": f"step {r['step']:>{len(str(total_steps))}}/{total_steps}", "loss": f"loss {r['loss']:.4f}"}
+    if "ce" in r and "kl" in r:
+        parts["parts"] = f"ce {r['ce']:.4f} kl {r['kl']:.4f}"
     if "rewards/accuracies" in r:
         parts["accuracy"] = f"accuracy {r['rewards/accuracies']:.2f}"
     if "rewards/margins" in r:

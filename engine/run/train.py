@@ -8,6 +8,7 @@ from contextlib import ExitStack, closing, contextmanager
 from datetime import date
 from pathlib import Path
 
+from trireme.engine.check.tuned import in_use
 from trireme.engine.exports import BEST, Best, settle
 from trireme.engine.hosts.group import Alone, refuse_text
 from trireme.engine.plan import DoesNotFit
@@ -20,6 +21,7 @@ from trireme.engine.run.begin.opened import Begun, Snapshot, check_continues, ne
 from trireme.engine.run.begin.otherwise import instead
 from trireme.engine.run.begin.owned import common_id, refuse_links, signed
 from trireme.engine.run.begin.pinned import check_snapshot, is_date
+from trireme.engine.run.begin.teacher import about_teacher, with_teacher
 from trireme.engine.run.command import checked, program
 from trireme.engine.run.hub.fetch import fetched
 from trireme.engine.run.hub.push import check_push, push
@@ -151,7 +153,8 @@ def _fitting(options: Options, screen: Screen, clock: Clock, group: Alone, snaps
         day = snapshot.get("date") if snapshot else group.texts(today)[0]
         if day and not is_date(day):
             refuse_text(0, f": today is {shown(day)!r}")
-        job = prepare(options, snapshot and snapshot["cut"], far, screen.warn, clock, group, day)
+        launches = snapshot.get("launches", {}) if snapshot else None
+        job = prepare(options, snapshot and snapshot["cut"], far, screen.warn, clock, group, day, launches)
     finally:
         screen.clear()
     if job.read:
@@ -167,12 +170,16 @@ def _fitting(options: Options, screen: Screen, clock: Clock, group: Alone, snaps
         screen.say(line)
     if not (snapshot or options.assume):
         check_room(job)
+    for line in about_teacher(job, screen):
+        screen.say(line)
     if options.dry_run:
         screen.say(dry_line(job))
     return job
 
 
 def _train(job: Job, begun: Begun, screen: Screen, clock: Clock, told: Sequence[Tracker], group: Alone) -> Live:
+    with clock.at("reference"):
+        job = with_teacher(job, begun.snapshot, screen)
     screen.forgive()
     live = Live(job, begun, screen, clock, told, group)
     _settle_exports(live)
@@ -181,6 +188,7 @@ def _train(job: Job, begun: Begun, screen: Screen, clock: Clock, told: Sequence[
             left = estimate(job, live.progress.step)
         live.estimated = clock.with_spent(left | {"plan": AGAIN * clock.spent["plan"]})
     with ExitStack() as stack:
+        stack.enter_context(in_use(job.launches))
         stack.callback(live.close_log)
         stack.enter_context(closing(live))
         stack.enter_context(_telling(group))

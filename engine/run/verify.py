@@ -28,11 +28,13 @@ from trireme.storage.store import Store
 
 ADAPTER = "adapter_model.safetensors"
 REFERENCE = "reference"  # begin/reference.py
+TEACHER = "teacher"  # begin/teacher.py
 LOGS = ("log.jsonl", "log.csv", "loss.svg", "trace.json", "config.yaml")
 # Before the first step. config.yaml marks a killed run's folder: made first, removed last.
 OURS = (
     "tokens",
     REFERENCE,
+    TEACHER,
     "tensorboard",
     "wandb",
     "mlflow",
@@ -100,7 +102,14 @@ def _undo(run: NewRun, folders: Sequence[Path], own: Sequence[Path]) -> None:
 
 def tidy(out: Path) -> None:
     """Removes a finished run's leftovers, after its store."""
-    for folder in (out / "tokens", out / REFERENCE, out / f"{BEST}.new", out / f"{BEST}.old", *half_made(out)):
+    for folder in (
+        out / "tokens",
+        out / REFERENCE,
+        out / TEACHER,
+        out / f"{BEST}.new",
+        out / f"{BEST}.old",
+        *half_made(out),
+    ):
         remove(folder)
     temporary.sweep(temporary.HIDDEN, out)
     for name in LOGS:

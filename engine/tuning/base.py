@@ -11,12 +11,12 @@ from typing import NamedTuple
 from trireme.engine.geometry import geometry
 from trireme.engine.placement import Piece
 from trireme.models.config import ModelConfig
-from trireme.models.sizes.narrow import FP8
+from trireme.models.sizes.narrow import FP8, in_file
 from trireme.storage.aio import File, together
 from trireme.storage.checkpoint import Source
 from trireme.storage.devices import Device
 from trireme.storage.files import StoreError, existing
-from trireme.storage.layout import ALIGN, Layout, round_up
+from trireme.storage.layout import ALIGN, ITEMSIZE, Layout, round_up
 
 Stamps = dict[Path, tuple[int, int, int]]  # file -> its number, bytes and time of change
 
@@ -39,7 +39,11 @@ class Way(NamedTuple):
 
 def way(layout: Layout, source: Source, stored: Mapping[str, str]) -> Way:
     """The extents of a unit's tensors, neighbours as one, and the tensors within. `stored`: their names in `source`."""
-    found = [(source.place(stored[t.name]), t) for t in layout.tensors]
+    found = []
+    for t in layout.tensors:
+        name, first = in_file(t.name, t.numel)
+        there = source.place(stored[name])
+        found.append((there._replace(offset=there.offset + first * ITEMSIZE[t.dtype]), t))
     extents: list[Extent] = []
     pieces: list[Piece] = []
     for there, t in sorted(found, key=lambda pair: (pair[0].file, pair[0].offset)):

@@ -7,8 +7,6 @@ Triton.
 
 from __future__ import annotations
 
-from functools import cache
-
 import torch
 from torch import Tensor
 
@@ -92,7 +90,7 @@ def _check(q: Tensor, k: Tensor, v: Tensor, scale: float) -> None:
     assert q.dtype == k.dtype == v.dtype
 
 
-@cache
+@launch.planned
 def _forward(
     device, types, H: int, K: int, widths: tuple[int, int], window: int, strides, aligned: bool, cap: float
 ) -> triton_fwd.Forward:
@@ -106,7 +104,7 @@ def _forward(
     return triton_fwd.plan(device, types[0], H, K, d, e, window, strides, cap)
 
 
-@cache
+@launch.planned
 def _backward(
     device, types, H: int, K: int, widths: tuple[int, int], window: int, strides, aligned: bool, cap: float
 ) -> triton_bwd.Backward:

@@ -164,17 +164,24 @@ def combine(
     weights: Tensor | None = None,
     residual: Tensor | None = None,
     out: Tensor | None = None,
+    carry: Tensor | None = None,
+    among: Tensor | None = None,
 ) -> Tensor:
     """(N, D), or `out` filled: the sum over the slots of a token, ascending, of weights (N, k) fp32 (or 1) times rows.
 
-    `residual` (N, D), which may be `out`, is added last; rounded once.
+    `residual` (N, D), which may be `out`, is added last; rounded once. Sums in parts: `among` (n + 1,) int32, starts of
+    n experts that follow each other, adds their rows alone, to `carry` (N, D) fp32, which may be `out`.
     """
     picked = upcast(rows)[order.row.long()].view(-1, k, rows.shape[1])
-    total = torch.zeros_like(picked[:, 0])
+    total = torch.zeros_like(picked[:, 0]) if carry is None else carry.to(picked.dtype, copy=True)
     for slot in range(k):
-        total += picked[:, slot] if weights is None else weights[:, slot, None] * picked[:, slot]
-    total = (total if residual is None else total + upcast(residual)).to(rows.dtype)
-    return total if out is None else out.copy_(total)
+        term = picked[:, slot] if weights is None else weights[:, slot, None] * picked[:, slot]
+        if among is not None:
+            at = order.row.view(-1, k)[:, slot, None]
+            term = torch.where((at >= among[0]) & (at < among[-1]), term, 0.0)
+        total += term
+    total = total if residual is None else total + upcast(residual)
+    return total.to(rows.dtype) if out is None else out.copy_(total.to(out.dtype))
 
 
 ALPHA = 1.702  # of the clamped SwiGLU

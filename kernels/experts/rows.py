@@ -23,16 +23,38 @@ BLOCK = 1024  # values of a row that one program takes at a time
 
 @launcher
 @triton.jit
-def _combine(p_rows, p_row, p_weights, p_residual, p_out, D: tl.constexpr, CHOSEN: tl.constexpr, BLOCK: tl.constexpr):
+def _combine(
+    p_rows,
+    p_row,
+    p_weights,
+    p_residual,
+    p_out,
+    p_carry,
+    p_among,
+    EXPERTS: tl.constexpr,
+    D: tl.constexpr,
+    CHOSEN: tl.constexpr,
+    BLOCK: tl.constexpr,
+):
+    """`among` (EXPERTS + 1,): of the rows of these experts alone."""
     await_previous()
     BLOCKS: tl.constexpr = (D + BLOCK - 1) // BLOCK
     i_n = (tl.program_id(0) // BLOCKS).to(tl.int64)
     o_d = (tl.program_id(0) % BLOCKS) * BLOCK + tl.arange(0, BLOCK)
     m_d = o_d < D
     b_sum = tl.zeros((BLOCK,), tl.float32)
+    if p_carry is not None:
+        b_sum += tl.load(p_carry + i_n * D + o_d, m_d, 0.0)
+    first, last = 0, 0
+    if p_among is not None:
+        first, last = tl.load(p_among), tl.load(p_among + EXPERTS)
     for i_k in range(CHOSEN):
         i_row = tl.load(p_row + i_n * CHOSEN + i_k).to(tl.int64)
-        b_row = tl.load(p_rows + i_row * D + o_d, m_d, 0.0).to(tl.float32)
+        m_row = m_d
+        if p_among is not None:
+            o_row = i_row + tl.zeros((BLOCK,), tl.int64)  # blocks: the interpreter has no mask of one value
+            m_row = m_d & (o_row >= first) & (o_row < last)
+        b_row = tl.load(p_rows + i_row * D + o_d, m_row, 0.0).to(tl.float32)
         if p_weights is not None:
             b_row *= tl.load(p_weights + i_n * CHOSEN + i_k)
         b_sum += b_row
@@ -138,6 +160,8 @@ def combine(
     weights: Tensor | None = None,
     residual: Tensor | None = None,
     out: Tensor | None = None,
+    carry: Tensor | None = None,
+    among: Tensor | None = None,
 ) -> Tensor:
     """As reference.combine, all contiguous."""
     P, D = rows.shape
@@ -149,8 +173,10 @@ def combine(
     out = torch.empty((P // k, D), dtype=rows.dtype, device=rows.device) if out is None else out
     assert out.shape == (P // k, D)
     assert out.is_contiguous()
-    block = min(BLOCK, power2(D))
-    _combine[(P // k * cdiv(D, block),)](rows, order.row, weights, residual, out, D, k, block, num_warps=4)
+    assert carry is None or (carry.shape == out.shape and carry.dtype == torch.float32 and carry.is_contiguous())
+    block, experts = min(BLOCK, power2(D)), 0 if among is None else len(among) - 1
+    given = rows, order.row, weights, residual, out, carry, among
+    _combine[(P // k * cdiv(D, block),)](*given, experts, D, k, block, num_warps=4)
     return out
 
 

@@ -63,6 +63,8 @@ def _maxima(p_x, p_most, CHUNKS, PAD: tl.constexpr, PROGRAMS: tl.constexpr, BLOC
 @triton.jit(do_not_specialize=["N", "CHUNKS", "P"])
 def _quantize(
     p_x,
+    p_rstd,
+    p_w,
     p_most,
     p_scale,
     p_rows,
@@ -87,6 +89,10 @@ def _quantize(
     m_d = o_d < D
     mask = (o_n < N)[:, None] & m_d[None, :]
     b_x = tl.load(p_x + o_n[:, None] * D + o_d[None, :], mask, 0.0).to(tl.float32)
+    if p_rstd is not None:  # an RMSNorm's result, rounded as it would be stored
+        b_w = tl.load(p_w + o_d, m_d, 0.0).to(tl.float32)
+        b_y = b_x * tl.load(p_rstd + o_n, o_n < N, 0.0)[:, None] * b_w[None, :]
+        b_x = tl.where(mask, b_y.to(p_x.dtype.element_ty).to(tl.float32), 0.0)  # not -0
     b_codes = codes_of(b_x, power_of(p_most, p_scale, P, i == 0, LEAST, BLOCK_P))
     if ROWS:
         tl.store(p_rows + o_n[:, None] * D + o_d[None, :], b_codes, mask)
@@ -98,9 +104,24 @@ def _quantize(
 
 def quantize(x: Tensor, rows: bool = True, columns: bool = False, out: Quantized | None = None) -> Quantized:
     """As reference.quantize. x and `out` contiguous, D a multiple of PAD."""
-    N, D = x.shape
     assert x.is_contiguous()
-    assert D % PAD == 0
+    assert x.shape[1] % PAD == 0
+    programs = launch.maxima(x.device, cdiv(x.numel(), BLOCK))
+    most = torch.empty(programs, dtype=torch.int32, device=x.device)
+    _maxima[(programs,)](x, most, x.numel() // PAD, PAD, programs, BLOCK, num_warps=8)
+    return store_codes(x, most, rows, columns, out)
+
+
+def store_codes(
+    x: Tensor,
+    most: Tensor,
+    rows: bool,
+    columns: bool,
+    out: Quantized | None = None,
+    norm: tuple[Tensor, Tensor] | None = None,
+) -> Quantized:
+    """Codes of x (N, D) by partial maxima (P,) int32, or with `norm` of x * rstd (N,) fp32 * weight (D,)."""
+    N, D = x.shape
     out = out or _empty(x, rows, columns)
     codes = out.rows if rows else out.columns  # a missing one is replaced by the other and not written
     turned = out.columns if columns else out.rows
@@ -110,13 +131,11 @@ def quantize(x: Tensor, rows: bool = True, columns: bool = False, out: Quantized
     assert not columns or turned.shape == (D, cdiv(N, PAD) * PAD)
     assert codes.is_contiguous()
     assert turned.is_contiguous()
-    programs = launch.maxima(x.device, cdiv(x.numel(), BLOCK))
-    most = torch.empty(programs, dtype=torch.int32, device=x.device)
-    _maxima[(programs,)](x, most, x.numel() // PAD, PAD, programs, BLOCK, num_warps=8)
-    chunks, block = cdiv(N, PAD), launch.quantize(x.device, rows and columns)
+    chunks, block, programs = cdiv(N, PAD), launch.quantize(x.device, rows and columns), len(most)
     grid = (cdiv(chunks * PAD if columns else N, block.rows) * cdiv(D, block.columns),)
     sizes = (N, chunks, programs, D, PAD, LEAST, rows, columns, block.rows, block.columns, launch.power2(programs))
-    _quantize[grid](x, most, out.scale, codes, turned, *sizes, num_warps=block.warps)
+    rstd, weight = norm or (None, None)
+    _quantize[grid](x, rstd, weight, most, out.scale, codes, turned, *sizes, num_warps=block.warps)
     return out
 
 

@@ -12,7 +12,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from trireme.kernels.reference import geglu_bwd, geglu_fwd, swiglu_bwd, swiglu_fwd
+from trireme.kernels.reference import geglu_bwd, geglu_fwd, rmsnorm_fwd, swiglu_bwd, swiglu_fwd
 
 E4M3 = torch.float8_e4m3fn
 PAD = 16  # the inner dimension of a GEMM is a multiple of it
@@ -75,6 +75,14 @@ def fp8_matmul(
     assert all(t.data_ptr() % 16 == 0 for t in (a, scale_a, b, scale_b, out))
     found = torch.mm(a.float(), b.float().T).mul_(scale_a * scale_b)
     return out.copy_(found if bias is None else found.add_(bias.float()))
+
+
+def rmsnorm_codes(
+    x: Tensor, weight: Tensor, eps: float, rows: bool = True, columns: bool = False
+) -> tuple[Quantized, Tensor]:
+    """(y of rmsnorm_fwd(x, weight, eps), quantized in either order or both; rstd (N,) fp32)."""
+    y, rstd, _ = rmsnorm_fwd(x, weight, eps)
+    return quantize(y, rows, columns), rstd
 
 
 def swiglu_codes_fwd(gate_up: Tensor) -> Quantized:

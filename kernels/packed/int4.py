@@ -17,7 +17,7 @@ from trireme.kernels.launch import cdiv
 from trireme.kernels.launcher import await_previous, launcher
 
 ROWS, COLUMNS = 32, 64  # of a program
-SHORT, WORDS = 8, 64  # rows, and words of each, where words lie along rows
+SHORT, WORDS = 4, 64  # rows, and words of each, where words lie along rows
 ORDERS = {"rows": 0, "gptq": 1, "awq": 2}
 
 

@@ -36,7 +36,7 @@ from trireme.models.linear import (
     trained,
     upstream,
 )
-from trireme.models.norm import Norm, norm, norm_backward
+from trireme.models.norm import Norm, norm_backward, norm_for
 from trireme.models.rows import Rows
 
 EPS = 1e-6  # of the lengths of q and k
@@ -99,9 +99,7 @@ def forward(
     recur: Recur | None = None,
 ) -> None:
     """Fills out (N, D), which may be x, and every tensor of `saved`; the others are temporaries."""
-    y, _ = norm(x, w.norm, cfg.eps, out if copies(w.norm, None) else None)
-    mixed = _project(cfg, w, y, saved.get("mixed"))
-    del y  # workspace._scan_moments
+    mixed = _project(cfg, w, x, saved.get("mixed"), out if copies(w.norm, None, w.o) else None)
     scanned = _scan(cfg, w, mixed, rows, saved.get("scan_out"), recur)
     inner = _gated(cfg, w, mixed, scanned)
     del mixed, scanned  # workspace._scan_moments
@@ -110,13 +108,13 @@ def forward(
 
 def recall(cfg: ModelConfig, w: Weights, x: Tensor, saved: dict[str, Tensor], rows: Rows) -> Result:
     """Forward's tensors, saved or recomputed."""
-    mixed = saved["mixed"] if "mixed" in saved else _project(cfg, w, norm(x, w.norm, cfg.eps)[0])
+    mixed = saved["mixed"] if "mixed" in saved else _project(cfg, w, x)
     return Result(mixed, saved["scan_out"] if "scan_out" in saved else _scan(cfg, w, mixed, rows))
 
 
 def residual(cfg: ModelConfig, w: Weights, x: Tensor, result: Result) -> Tensor:
     """Forward's `out` again."""
-    out = x.clone() if copies(w.norm, None) else torch.empty_like(x)
+    out = x.clone() if copies(w.norm, None, w.o) else torch.empty_like(x)
     add_branch(cfg, x, _gated(cfg, w, *result), w.o, w.norm, None, out)
     return out
 
@@ -194,7 +192,7 @@ def backward_to_x(
     cfg: ModelConfig, w: Weights, g: Weights, x: Tensor, d_mixed: Upstream, dy: Tensor, dx: Tensor
 ) -> None:
     """Fills dx: the gradient through `mixed`, plus dy."""
-    y, stats = norm(x, w.norm, cfg.eps)
+    y, stats = norm_for(w.mixed, x, w.norm, cfg.eps, forward=False, backward=trained(g.mixed.weight))
     add_gradients_(g.mixed, w.mixed, y, d_mixed)
     del y  # workspace._scan_moments
     norm_backward(linear_backward(d_mixed, w.mixed), x, w.norm, stats, g.norm, dy, dx)
@@ -215,12 +213,14 @@ def _own(cfg: ModelConfig) -> Scan:
     return cfg.scan
 
 
-def _project(cfg: ModelConfig, w: Weights, y: Tensor, out: Tensor | None = None) -> Tensor:
-    """`mixed`, in the order of `split`, which files may not have."""
+def _project(cfg: ModelConfig, w: Weights, x: Tensor, out: Tensor | None = None, copy: Tensor | None = None) -> Tensor:
+    """`mixed`, in the order of `split`, which files may not have; fills `copy` with x."""
+    y, _ = norm_for(w.mixed, x, w.norm, cfg.eps, copy)
     if not cfg.names.mixed_by_head:
-        return linear(y, w.mixed, out)
-    found = linear(y, w.mixed)
-    order = file_order(_own(cfg), y.device)
+        return linear(y, w.mixed, out, x.dtype)
+    found = linear(y, w.mixed, dtype=x.dtype)
+    del y  # workspace._scan_moments
+    order = file_order(_own(cfg), x.device)
     return torch.index_select(found, 1, order, out=out) if out is not None else found.index_select(1, order)
 
 

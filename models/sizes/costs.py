@@ -13,7 +13,7 @@ from typing import NamedTuple
 
 from trireme.models.config import ModelConfig
 from trireme.models.families.scans import Scan
-from trireme.models.sizes.narrow import in_fp8, quantised_each
+from trireme.models.sizes.narrow import in_fp8, norms_make_codes, quantised_each
 from trireme.models.sizes.shapes import (
     DOWN,
     GATE_UP,
@@ -22,6 +22,7 @@ from trireme.models.sizes.shapes import (
     expert_input,
     hidden_width,
     is_frozen,
+    is_sliced,
     kind,
     output_name,
     saved_shapes,
@@ -197,8 +198,11 @@ def backward_flops(cfg: ModelConfig, u: int, tokens: int, pairs: int) -> int:
 def recompute_flops(cfg: ModelConfig, kept: frozenset[str], tokens: int, pairs: int, kind: str = "block") -> int:
     """What backward adds to rebuild saved_shapes not in `kept`."""
     missing = saved_shapes(cfg, tokens, kind).keys() - kept
-    again = missing | NEVER_SAVED
+    sliced = is_sliced(seen(cfg, kind)[0]) and seen(cfg, kind)[1] == "mlp"
+    again = missing | NEVER_SAVED | ({up_name(cfg)} if sliced else set())
     linear = sum(n for name, n in _linear_params(cfg, kind).items() if name in again)
+    if sliced and cfg.experts:
+        linear += cfg.experts.count * cfg.width  # the last slice routes again, for logits
     attention = mixer_flops(cfg, kind, tokens, pairs) if missing & MIXED else 0
     return 2 * tokens * linear + attention
 
@@ -248,10 +252,13 @@ def in_fp8_work(cfg: ModelConfig, u: int, kept: frozenset[str], tokens: int) -> 
     again = {name: size for name, size in found.items() if name in missing | NEVER_SAVED}
     flops = lambda sizes: 2 * N * sum(a * b for a, b in sizes.values())
     # Read twice, written once: x; behind, dy in both orders; a slice written and read. Matrices: Geometry.decode_bytes,
-    # or where each matmul quantises them as x.
-    moved = lambda sizes: sum(5 * (N * a + each * a * b) for a, b in sizes.values())
+    # or where each matmul quantises them as x. A norm's codes: 5 bytes where it moves 4 without them.
+    before = dict.fromkeys(("qkv", "mixed"), cfg.names.norm1) | {up_name(cfg): cfg.names.norm2}
+    of_x = lambda name, a: (1 if norms_make_codes(cfg) and before.get(name) else 5) * N * a
+    moved = lambda sizes: sum(of_x(name, a) + 5 * each * a * b for name, (a, b) in sizes.items())
     behind = sum(
-        (5 + trained) * N * b + trained * (5 * N * a + 8 * a * b) + 5 * each * a * b for a, b in found.values()
+        (5 + trained) * N * b + trained * (of_x(name, a) + 8 * a * b) + 5 * each * a * b
+        for name, (a, b) in found.items()
     )
     made = N * cfg.ffn if cfg.gated and "out" in found and cfg.lora is None else 0  # codes of gated units: not in bf16
     both, written = (1 + trained) * flops(found), moved(found) - 2 * made

@@ -11,12 +11,23 @@ from typing import NamedTuple
 
 from trireme.models.config import ModelConfig
 from trireme.models.families.packing import Part
-from trireme.models.sizes.shapes import GATE_UP, Group, frozen_groups, is_frozen, is_packed, on_disk, weight_groups
+from trireme.models.sizes.shapes import (
+    GATE_UP,
+    Group,
+    frozen_groups,
+    is_frozen,
+    is_packed,
+    is_sliced,
+    kind,
+    on_disk,
+    weight_groups,
+)
 
 FP8 = ROWS, COLUMNS, SCALE = "_rows", "_columns", "_scale"  # behind the name of a matmul's first matrix: its codes
 SLICES = 16  # of a layer's packed experts, where not all fit decoded
 MOST_CODES = 1 << 29  # elements of a unit that codes are made of once a pass, in both orders
 FP8_DTYPES = {ROWS: "F8_E4M3", COLUMNS: "F8_E4M3", SCALE: "F32"}
+EXPERT = "#"  # before the number of an expert whose part of a stored tensor is meant
 FP8_SCALE = (4,)  # shape: the first is the scale, of which cuBLASLt asks that it lies at a multiple of 16 bytes
 
 
@@ -38,19 +49,81 @@ def packed_groups(cfg: ModelConfig, u: int) -> list[Group]:
 
 def sliced_groups(cfg: ModelConfig, u: int) -> list[Group]:
     """Experts' matrices among packed_groups of which each matmul decodes some at a time (packed.py), not a pass all."""
-    return [group for group in packed_groups(cfg, u) if cfg.at_once and len(group[0][1]) == 3]
+    sliced = bool(cfg.at_once) or cfg.slices > 1
+    return [group for group in packed_groups(cfg, u) if sliced and len(group[0][1]) == 3]
 
 
 def slice_of(cfg: ModelConfig) -> int:
     """Experts of a slice, where not all of a layer's packed ones are to be decoded; 0: there are none."""
-    one = replace(cfg, at_once=1)
+    one = replace(cfg, at_once=1, slices=1)
     sliced = cfg.experts and any(sliced_groups(one, u) for u in range(one.n_units))
     return -(-cfg.experts.count // SLICES) if cfg.experts and sliced else 0
 
 
 def slice_bytes(cfg: ModelConfig, u: int, itemsize: int) -> int:
     """Of the largest of their slices, decoded."""
-    return max((cfg.at_once * prod(shape[1:]) * itemsize for ((_, shape),) in sliced_groups(cfg, u)), default=0)
+    return max((at_once(cfg) * prod(shape[1:]) * itemsize for ((_, shape),) in sliced_groups(cfg, u)), default=0)
+
+
+def at_once(cfg: ModelConfig) -> int:
+    """Experts that a matmul decodes at a time."""
+    assert cfg.experts is not None
+    of_slice = -(-cfg.experts.count // min(cfg.slices, cfg.experts.count))
+    return min(cfg.at_once or of_slice, of_slice)
+
+
+# ---------------------------------------------------------------- slices that are units of weights
+
+
+def slices(cfg: ModelConfig, u: int) -> tuple[range, ...]:
+    """The experts of each of unit u's slices, which come one after another; () where they come with the unit."""
+    if cfg.slices == 1 or u in (0, cfg.n_units - 1) or not is_sliced(cfg) or kind(cfg, u) != "mlp":
+        return ()
+    assert cfg.experts is not None
+    E, n = cfg.experts.count, min(cfg.slices, cfg.experts.count)
+    return tuple(range(E * i // n, E * (i + 1) // n) for i in range(n)) if n > 1 else ()
+
+
+def may_be_sliced(cfg: ModelConfig) -> bool:
+    """Whether layers have experts, all of them frozen, and are cut in sub-layers."""
+    if cfg.experts is None or cfg.parallel:
+        return False
+    cut = replace(cfg, halves=True)
+    found = (g for u in range(1, cut.n_units - 1) if kind(cut, u) == "mlp" for g in weight_groups(cut, u))
+    return all(is_frozen(cut, group) for group in found if len(group[0][1]) == 3)
+
+
+def slice_groups(cfg: ModelConfig, u: int, own: range) -> list[Group]:
+    """base_groups of one of `slices`: matrices of its experts, by the names of all."""
+    assert cfg.experts is not None
+    return [
+        [(name, (shape[0] * len(own) // cfg.experts.count, *shape[1:])) for name, shape in group]
+        for group in _base_groups(cfg, u)
+        if _of_experts(cfg, group)
+    ]
+
+
+def slice_on_disk(cfg: ModelConfig, stored: Group, own: range) -> Group:
+    """Of a tensor of all experts as files have it, those of a slice; of one for all, expert by expert."""
+    assert cfg.experts is not None
+    E = cfg.experts.count
+    if len(stored) == 1:
+        ((name, shape),) = stored
+        return [(f"{name}{EXPERT}{e}", (shape[0] // E, *shape[1:])) for e in own]
+    each = len(stored) // E
+    return stored[own.start * each : own.stop * each]
+
+
+def in_file(name: str, numel: int) -> tuple[str, int]:
+    """(the stored tensor, its first element) of one in slice_on_disk."""
+    stored, _, expert = name.partition(EXPERT)
+    return stored, int(expert or 0) * numel
+
+
+def _of_experts(cfg: ModelConfig, group: Group) -> bool:
+    """Whether these are matrices of all experts, or parts of packed ones."""
+    within = f".{cfg.names.experts}."
+    return within in group[0][0] and not group[0][0].endswith("_bias")
 
 
 class Decoded(NamedTuple):
@@ -85,9 +158,14 @@ def packed_parts(cfg: ModelConfig, u: int) -> dict[str, PartOf]:
 
 
 def base_groups(cfg: ModelConfig, u: int) -> list[Group]:
-    """frozen_groups as they lie in memory: of packed ones their parts; of fp8_groups codes as stored, and their scales,
-    before other vectors.
+    """frozen_groups as they lie in memory, without those of `slices`: of packed ones their parts; of fp8_groups codes
+    as stored, and their scales, before other vectors.
     """
+    found = _base_groups(cfg, u)
+    return [group for group in found if not _of_experts(cfg, group)] if slices(cfg, u) else found
+
+
+def _base_groups(cfg: ModelConfig, u: int) -> list[Group]:
     packed, parts, quantised = packed_groups(cfg, u), packed_parts(cfg, u), fp8_groups(cfg, u)
     suffixes = [part.suffix for part in cfg.packing.parts] if cfg.packing else []
     found: list[Group] = [[(group[0][0] + SCALE, FP8_SCALE)] for group in quantised if is_frozen(cfg, group)]
@@ -104,7 +182,7 @@ def base_groups(cfg: ModelConfig, u: int) -> list[Group]:
 
 def own_dtypes(cfg: ModelConfig, u: int) -> dict[str, str]:
     """name -> dtype of a unit's base_groups that are not of the run's."""
-    names = [name for group in base_groups(cfg, u) for name, _ in group]
+    names = [name for group in _base_groups(cfg, u) for name, _ in group]
     wide = {name: "F32" for name in names if cfg.names.correction and name.endswith(cfg.names.correction)}
     wide |= {name: FP8_DTYPES[part] for name in names for part in FP8 if name.endswith(part)}
     return wide | {name: part.part.dtypes[0] for name, part in packed_parts(cfg, u).items()}
@@ -113,6 +191,11 @@ def own_dtypes(cfg: ModelConfig, u: int) -> dict[str, str]:
 def in_fp8(cfg: ModelConfig, rows: int, columns: int) -> bool:
     """Whether a linear layer's matrix is multiplied in fp8: the hardware's matmuls are of multiples of 16."""
     return cfg.fp8 and rows % 16 == 0 and columns % 16 == 0
+
+
+def norms_make_codes(cfg: ModelConfig) -> bool:
+    """Whether a norm before a linear layer in fp8 writes codes alone: RMSNorm without adapters behind it."""
+    return cfg.fp8 and cfg.lora is None and not cfg.family.layer_norm
 
 
 def fp8_groups(cfg: ModelConfig, u: int) -> list[Group]:

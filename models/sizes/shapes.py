@@ -412,7 +412,8 @@ def saved_shapes(cfg: ModelConfig, tokens: int, kind: str = "block") -> dict[str
     if kind == "block" and not cfg.parallel:
         found["resid"] = (N, cfg.width), "compute"
     if kind != "attention":
-        found[up_name(cfg)] = (N * chosen(cfg), up_width(cfg)), "compute"
+        if not is_sliced(cfg):  # then of several units
+            found[up_name(cfg)] = (N * chosen(cfg), up_width(cfg)), "compute"
         if cfg.experts and cfg.experts.shared:
             found["shared_up"] = (N, (1 + cfg.gated) * cfg.experts.shared), "compute"
         if cfg.experts and cfg.experts.latent:
@@ -420,6 +421,21 @@ def saved_shapes(cfg: ModelConfig, tokens: int, kind: str = "block") -> dict[str
         if cfg.names.post2:
             found["mlp_branch"] = (N, cfg.width), "compute"
     return found
+
+
+def is_sliced(cfg: ModelConfig) -> bool:
+    """Whether layers' experts come in slices. `cfg` as a layer sees it."""
+    return cfg.slices > 1 and cfg.halves and cfg.experts is not None
+
+
+def passed_shapes(cfg: ModelConfig, tokens: int) -> dict[str, tuple[tuple[int, ...], str]]:
+    """name -> (shape, dtype) of what passes from slice to slice of a layer's experts beside the sub-layer's input.
+
+    The sum of the experts so far, the routing, and in backward the gradient of its weights.
+    """
+    N, k = tokens, chosen(cfg)
+    sums = {"sum": ((N, cfg.width), "F32"), "weights": ((N, k), "F32"), "d_weights": ((N, k), "F32")}
+    return {**sums, "experts": ((N, k), "I32")}
 
 
 def saved_bytes(cfg: ModelConfig, tokens: int, itemsize: int, kind: str = "block") -> dict[str, int]:

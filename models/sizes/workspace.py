@@ -8,8 +8,18 @@ from __future__ import annotations
 from typing import NamedTuple
 
 from trireme.models.config import ModelConfig
-from trireme.models.sizes.narrow import in_fp8, quantised_each, slice_bytes
-from trireme.models.sizes.shapes import chosen, expert_input, hidden_width, is_frozen, kind, output_name, seen, up_width
+from trireme.models.sizes.narrow import in_fp8, norms_make_codes, quantised_each, slice_bytes
+from trireme.models.sizes.shapes import (
+    chosen,
+    expert_input,
+    hidden_width,
+    is_frozen,
+    is_sliced,
+    kind,
+    output_name,
+    seen,
+    up_width,
+)
 
 LOSS_CHUNK = 2048  # rows of logits; default of linear_cross_entropy
 ROWS_OF_SCANS = 32  # of a chunk, as kernels/launch.py has it
@@ -55,6 +65,7 @@ class _Codes(NamedTuple):
     dy: int = 0  # codes of dy, in both orders
     add: int = 0  # codes of x, and a slice of the gradient
     held: int = 0  # what backward's matmuls read of dy
+    columns: int = 0  # codes of x that the gradient reads
 
 
 def _codes(cfg: ModelConfig, sizes: _Sizes, inside: int, outside: int, keeps: bool = False) -> _Codes:
@@ -67,7 +78,13 @@ def _codes(cfg: ModelConfig, sizes: _Sizes, inside: int, outside: int, keeps: bo
     part = min(rows, slice_rows(columns, sizes.grad)) * columns * sizes.grad
     codes = (N + padded) * outside
     held = codes + (keeps or cfg.lora is not None) * dy
-    return _Codes(N * inside + matrix, matrix, codes, (padded > 0) * (padded * inside + part), held)
+    columns = padded * inside
+    return _Codes(N * inside + matrix, matrix, codes, (padded > 0) * (columns + part), held, columns)
+
+
+def _codes_alone(cfg: ModelConfig, before: str, first: _Codes, last: _Codes) -> bool:
+    """Whether the norm `before` a sub-layer of these linear layers makes no more than codes (norm.norm_for)."""
+    return before != "" and first.x > 0 and last.x > 0 and norms_make_codes(cfg)
 
 
 def _block_workspace(cfg: ModelConfig, kind: str, sizes: _Sizes) -> int:
@@ -108,15 +125,16 @@ def _attention_moments(cfg: ModelConfig, sizes: _Sizes) -> tuple[int, list[int]]
     first = _codes(cfg, sizes, cfg.width, cfg.qkv_width, cfg.qkv_bias)
     last = _codes(cfg, sizes, cfg.q_width, cfg.width)  # dy is the caller's
     matmul = x * (last.x > 0)  # added to what there is
+    y = 0 if _codes_alone(cfg, cfg.names.norm1, first, last) else x
     return result, [
-        x + first.x + qkv,  # attention._project
+        y + first.x + qkv,  # attention._project
         qkv * cfg.attention_gate + gated + attn + last.x + matmul,  # add_branch
         result + gated + last.x + matmul,  # attention.residual: beside it `out`
         result + gated + last.dy + last.add,  # attention.backward_to_qkv
         result + last.dy + last.matrix + attn,
         result + attn + qkv + lse + gated,  # dout, dqkv, row sums of dout * out; dout before the gate, or dq
         qkv + first.dy,
-        first.held + x + first.add,  # attention.backward_to_x: d_qkv; y or its gradient
+        first.held + y + first.add,  # attention.backward_to_x: d_qkv; y or its gradient
         first.held + first.matrix + x,
     ]
 
@@ -134,8 +152,9 @@ def _latent_moments(cfg: ModelConfig, sizes: _Sizes) -> tuple[int, list[int]]:
     first = _codes(cfg, sizes, cfg.width, cfg.qkv_width, cfg.qkv_bias)
     last = _codes(cfg, sizes, cfg.attn_width, cfg.width)  # dy is the caller's
     matmul = x * (last.x > 0)  # added to what there is
+    y = 0 if _codes_alone(cfg, cfg.names.norm1, first, last) else x
     moments = [
-        x + first.x + qkv,  # attention._project
+        y + first.x + qkv,  # attention._project
         result,
         attn + last.x + matmul,  # add_branch
         result + last.x + matmul,  # attention.residual: beside it `out`
@@ -144,7 +163,7 @@ def _latent_moments(cfg: ModelConfig, sizes: _Sizes) -> tuple[int, list[int]]:
         d_heads + heads + attn + lse,  # dout, row sums of dout * out
         d_heads + heads + tokens * own.rope * max(itemsize, 4),  # latent.backward: the keys' shared part
         qkv + first.dy,
-        first.held + x + first.add,  # attention.backward_to_x: d_qkv; y or its gradient
+        first.held + y + first.add,  # attention.backward_to_x: d_qkv; y or its gradient
         first.held + first.matrix + x,
     ]
     for rank, inside, outside, made in ((own.q_rank, own.q_rank, cfg.q_width, q), (own.kv_rank, own.kv_rank, 0, kv)):
@@ -175,8 +194,9 @@ def _scan_moments(cfg: ModelConfig, sizes: _Sizes) -> tuple[int, list[int]]:
     states = -(-N // ROWS_OF_SCANS) * own.heads * own.key_dim * own.value_dim * item
     each = 2 * N * own.heads * own.key_dim * item * (own.heads > own.key_heads)
     result, matmul = mixed + value, x * (last.x > 0)
+    y = 0 if _codes_alone(cfg, cfg.names.norm1, first, last) else x
     return result, [
-        x + first.x + mixed + turned,  # scan._project
+        y + first.x + mixed,  # scan._project
         result + read + local + states,  # scan_fwd
         result + value,  # scan._gated
         value + last.x + matmul,  # add_branch
@@ -187,7 +207,7 @@ def _scan_moments(cfg: ModelConfig, sizes: _Sizes) -> tuple[int, list[int]]:
         result + mixed + value + read + channels + local + value + 2 * states + each,  # scan_bwd
         result + mixed + turned,
         mixed + first.dy,
-        first.held + x + first.add,  # scan.backward_to_x
+        first.held + y + first.add,  # scan.backward_to_x
         first.held + first.matrix + x,
     ]
 
@@ -203,19 +223,22 @@ def _mlp_moments(cfg: ModelConfig, sizes: _Sizes) -> tuple[list[int], list[int]]
     first = _codes(cfg, sizes, cfg.width, up_width(cfg), cfg.mlp_bias and (cfg.gated or cfg.relu2))
     turned = 0 if cfg.frozen == ("*",) else -(-tile // 16) * 16 * cfg.ffn
     last = _codes(cfg, sizes, cfg.ffn, cfg.width)  # dy is the caller's
-    inner, active = act, [y + last.dy + activation, y + last.dy + last.add + up + act, y + up + first.dy]
+    made, kept, read = y, y, y  # of the norm: in forward, through backward, for a gradient
+    if _codes_alone(cfg, cfg.names.norm2, first, last):  # counted in first.x and first.add
+        made, kept, read = 0, first.columns, 0
+    inner, active = act, [kept + last.dy + activation, kept + last.dy + last.add + up + act, kept + up + first.dy]
     if cfg.gated and last.x and cfg.lora is None:
         inner = 0  # codes, counted in last.x
         if first.x and not cfg.mlp_bias:
-            active = [y + last.dy + up + act + first.dy + turned, y + last.dy + first.dy + last.add]
-    return [y + first.x + up, up + act, inner + last.x + y * (last.x > 0)], [
-        y + first.x + up,
+            active = [kept + last.dy + up + act + first.dy + turned, kept + last.dy + first.dy + last.add]
+    return [made + first.x + up, up + act, inner + last.x + y * (last.x > 0)], [
+        kept + first.x + up,
         *active,
-        y + last.dy + last.matrix + up + act,
-        y + first.held + first.add,
+        kept + last.dy + last.matrix + up + act,
+        read + first.held + first.add,
         first.held + first.matrix + y,  # then y or d_norm
-        y + up + y,
-        y + up + (inner + last.x + y) * bool(cfg.names.post2),  # the argument of the norm behind, again
+        kept + up + y,
+        kept + up + (inner + last.x + y) * bool(cfg.names.post2),  # the argument of the norm behind, again
     ]
 
 
@@ -229,6 +252,8 @@ def _expert_moments(cfg: ModelConfig, sizes: _Sizes) -> tuple[list[int], list[in
     forward = [routes + y + z + up, routes + up + act, routes + act + wide + z]
     backward = [routes + y + 2 * z + activation, routes + y + z + up + wide, routes + y + wide + (z or y)]
     forward.append(y + routes + tile * 8 * own.count)  # rows.Load.add: y, softmax in fp32
+    if is_sliced(cfg):
+        backward = [moment + 12 * tile * chosen(cfg) for moment in backward]  # experts._of_all, routes passed on
     if cfg.lora and cfg.lora.adapts(cfg.names.experts):  # lora.Stacked: matmuls before they are added
         thin = routes + 5 * tile * chosen(cfg) * cfg.lora.rank * itemsize
         forward += [thin + y + z + 2 * up, thin + act + 2 * wide]
@@ -263,4 +288,6 @@ def _head_workspace(cfg: ModelConfig, tokens: int, itemsize: int, grad_itemsize:
     chunk, output = min(tokens, LOSS_CHUNK), (output_name(cfg), (cfg.vocab, cfg.width))
     summed = grad_itemsize < 4 and tokens > chunk and not is_frozen(cfg, [output])
     sums = 4 * cfg.vocab * cfg.width * summed
-    return (tokens + 2 * chunk) * cfg.width * itemsize + chunk * cfg.vocab * itemsize + sums + 32 * tokens
+    k = cfg.teaching.k if cfg.teaching else 0  # of a teacher: ids, logits and gradients of its tokens; parts of losses
+    taught = chunk * k * (12 + itemsize) + 32 * tokens * (k > 0)
+    return (tokens + 2 * chunk) * cfg.width * itemsize + chunk * cfg.vocab * itemsize + sums + 32 * tokens + taught

@@ -3,8 +3,8 @@
     python scripts/bench/blocks.py --peers
 
 Blocks are of LLaMA-3-8B and LLaMA-2-13B, with --experts of Qwen3-30B or of the mixtures that are named. The parts are
-the GEMMs by cuBLAS and the fastest attention (cuDNN, FlashAttention-2, ours), each timed alone with a cold L2.
-transformers and ours are timed in rounds of a second after both are warm: medians, with the GPU's clock and power.
+the GEMMs by cuBLAS and the fastest attention (cuDNN, FlashAttention-2, ours). A block and its parts, bf16 and fp8, and
+transformers and ours are timed in rounds of a second after all are warm: medians, with the GPU's clock and power.
 """
 
 from __future__ import annotations
@@ -98,20 +98,30 @@ def make_block(cfg: ModelConfig, N: int, documents: int = 1) -> Block:
 
 # ---------------------------------------------------------------- the parts
 
-
-def gemms_of(b: Block) -> tuple[float, float]:
-    """Seconds of the GEMMs of (forward, backward)."""
-    return tuple(sum(seconds(run, 200) for run in runs) for runs in block_parts.gemms(b.cfg, len(b.x), DEVICE))
+TIMES = ("forward", "backward", "together")
 
 
-def best_attention(b: Block) -> tuple[tuple[float, str], tuple[float, str]]:
-    """(seconds, implementation) of the fastest forward and backward."""
+def gemms_of(b: Block) -> dict[str, Callable]:
+    """All GEMMs of forward, and of backward."""
+    passes = block_parts.gemms(b.cfg, len(b.x), DEVICE)
+    return {f"GEMMs, {what}": partial(all_of, calls) for what, calls in zip(TIMES[:2], passes, strict=True)}
+
+
+def all_of(calls: Sequence[Callable]) -> None:
+    for call in calls:
+        call()
+
+
+def best_attention(b: Block) -> tuple[dict[str, Callable], tuple[str, ...]]:
+    """(the fastest attention's forward and backward, whose they are)."""
     a = attention_inputs(b.rows.docs.lengths, b.cfg.n_heads, b.cfg.n_kv_heads, b.cfg.head_dim)
     forward, backward = ({who: run for who, (run, _) in found.items()} for found in dense_peers(a))
     out, lse = ops.attention_fwd(a.q, a.k, a.v, a.docs, a.scale)
     forward["ours"] = lambda: ops.attention_fwd(a.q, a.k, a.v, a.docs, a.scale)
     backward["ours"] = lambda: ops.attention_bwd(a.dout, a.q, a.k, a.v, out, lse, a.docs, a.scale, a.dq, a.dk, a.dv)
-    return tuple(min((seconds(run, 200), who) for who, run in runs.items()) for runs in (forward, backward))
+    best = tuple(min(runs, key=lambda who: seconds(runs[who], 200)) for runs in (forward, backward))
+    runs = {"attention, forward": forward[best[0]], "attention, backward": backward[best[1]]}
+    return runs, best
 
 
 # ---------------------------------------------------------------- transformers
@@ -198,13 +208,11 @@ def alternate(runs: Mapping[str, Callable]) -> dict[str, dict]:
 
 # ---------------------------------------------------------------- reports
 
-TIMES = ("forward", "backward", "together")
 
-
-def times_of(b: Block) -> tuple[float, float, float]:
-    """Seconds, in the order of TIMES."""
+def passes_of(b: Block) -> dict[str, Callable]:
+    """By TIMES."""
     b.both()
-    return seconds(b.forward, 200), seconds(b.backward, 200), seconds(b.both, 300)
+    return dict(zip(TIMES, (b.forward, b.backward, b.both), strict=True))
 
 
 def report_peers(b: Block, with_peers: bool, what: str = "") -> dict[str, dict]:
@@ -218,45 +226,44 @@ def report_peers(b: Block, with_peers: bool, what: str = "") -> dict[str, dict]:
 
 
 def report(name: str, cfg: ModelConfig, N: int, with_peers: bool) -> dict:
+    """A block and its parts, in the same rounds."""
     b = make_block(cfg, N)
-    *ours, together = times_of(b)
-    gemms, attention = gemms_of(b), best_attention(b)
-    parts = [gemms[i] + attention[i][0] for i in range(2)]
+    attention, best = best_attention(b)
+    turns = alternate(passes_of(b) | gemms_of(b) | attention)
+    ms = {what: turn["seconds"] * 1e3 for what, turn in turns.items()}
     print(f"{name} block, {N} tokens")
-    for what, t, gemm, (attend, who) in zip(TIMES[:2], ours, gemms, attention, strict=True):
-        print(f"  {what:8s} {t * 1e3:7.3f} ms, parts {(gemm + attend) * 1e3:7.3f} = GEMMs {gemm * 1e3:7.3f} + "
-              f"attention {attend * 1e3:6.3f} ({who}): {(gemm + attend) / t:.3f}", flush=True)  # fmt: skip
-    print(f"  together {together * 1e3:7.3f} ms, parts {sum(parts) * 1e3:7.3f}: {sum(parts) / together:.3f}")
-    return dict(block=name, tokens=N, forward=ours[0], backward=ours[1], together=together, gemms=gemms,
-                attention=attention, peers=report_peers(b, with_peers))  # fmt: skip
+    both = 0.0
+    for what, who in zip(TIMES[:2], best, strict=True):
+        gemm, attend = ms[f"GEMMs, {what}"], ms[f"attention, {what}"]
+        both += gemm + attend
+        print(f"  {what:8s} {ms[what]:7.3f} ms {Turn(**turns[what])}, parts {gemm + attend:7.3f} = GEMMs {gemm:7.3f} + "
+              f"attention {attend:6.3f} ({who}): {(gemm + attend) / ms[what]:.3f}", flush=True)  # fmt: skip
+    print(f"  together {ms['together']:7.3f} ms {Turn(**turns['together'])}, parts {both:7.3f}: "
+          f"{both / ms['together']:.3f}")  # fmt: skip
+    return dict(block=name, tokens=N, **turns, best=best, peers=report_peers(b, with_peers))
 
 
 def in_fp8(name: str, cfg: ModelConfig, N: int, with_peers: bool) -> dict:
-    """A block in bf16 and in fp8, in the same rounds."""
+    """A block in bf16 and in fp8 and their GEMMs, in the same rounds."""
     blocks = {dtype: make_block(replace(cfg, fp8=dtype == "fp8"), N) for dtype in ("bf16", "fp8")}
-    for b in blocks.values():
-        b.both()
-    rows = {
-        what: alternate({dtype: getattr(b, call) for dtype, b in blocks.items()})
-        for what, call in zip(TIMES, ("forward", "backward", "both"), strict=True)
-    }
-    gemms = {dtype: gemms_of(b) for dtype, b in blocks.items()}
+    runs = {dtype: passes_of(b) | gemms_of(b) for dtype, b in blocks.items()}
+    rows = {what: alternate({dtype: runs[dtype][what] for dtype in blocks}) for what in runs["bf16"]}
     print(f"{name} block, {N} tokens, ms in bf16 and fp8")
-    times = {what: [turn["seconds"] for turn in both.values()] for what, both in rows.items()}
-    times["GEMMs, alone"] = [sum(gemms[dtype]) for dtype in blocks]
-    for what, (old, new) in times.items():
-        print(f"  {what:14s} {old * 1e3:7.3f} {new * 1e3:7.3f}: {old / new:.3f} times as fast", flush=True)
+    for what, both in rows.items():
+        old, new = (Turn(**both[dtype]) for dtype in blocks)
+        print(f"  {what:15s} {old.seconds * 1e3:7.3f} {old} {new.seconds * 1e3:7.3f} {new}: "
+              f"{old.seconds / new.seconds:.3f} times as fast", flush=True)  # fmt: skip
     others = {dtype: report_peers(b, with_peers, f"{dtype}, ") for dtype, b in blocks.items()}
-    return dict(block=name, tokens=N, **rows, gemms=gemms, peers=others)
+    return dict(block=name, tokens=N, **rows, peers=others)
 
 
 def with_experts(name: str, cfg: ModelConfig, N: int, documents: int, with_peers: bool) -> dict:
     """A block with a mixture of experts, random routing."""
     b = make_block(cfg, N, documents)
-    ours = dict(zip(TIMES, times_of(b), strict=True))
-    times = ", ".join(f"{what} {t * 1e3:.3f}" for what, t in ours.items())
+    turns = alternate(passes_of(b))
+    times = ", ".join(f"{what} {turn['seconds'] * 1e3:.3f} {Turn(**turn)}" for what, turn in turns.items())
     print(f"{name} block, {N} tokens in {documents} documents, ms: {times}")
-    return dict(block=name, tokens=N, documents=documents, **ours, peers=report_peers(b, with_peers))
+    return dict(block=name, tokens=N, documents=documents, **turns, peers=report_peers(b, with_peers))
 
 
 def host_and_wall(run: Callable, n: int = 50) -> tuple[float, float]:

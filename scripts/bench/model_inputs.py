@@ -7,6 +7,7 @@ import os
 import random
 import shutil
 from concurrent.futures import ThreadPoolExecutor
+from dataclasses import replace
 from pathlib import Path
 
 import numpy as np
@@ -14,6 +15,8 @@ import numpy as np
 from trireme.engine.planner.sizes import MODELS
 from trireme.engine.run import demo
 from trireme.engine.tuning.chosen import adapted, targets
+from trireme.engine.tuning.packed import outlined
+from trireme.engine.tuning.quantized import quantized
 from trireme.models.config import Lora, ModelConfig
 from trireme.models.sizes import shapes
 
@@ -23,6 +26,18 @@ TILE, WRITERS = 8 << 20, 8  # bytes of a checkpoint's repeated values; threads t
 def with_adapters(cfg: ModelConfig, rank: int) -> ModelConfig:
     """`cfg`, or with adapters of `rank` on every linear layer."""
     return adapted(cfg, Lora(rank, 2.0 * rank, targets(cfg, ()))) if rank else cfg
+
+
+def shaped(name: str, layers: int, rank: int, base: str) -> ModelConfig:
+    """A shape's first `layers` (0: all) with adapters, frozen matrices in `base` (quantized.BASES; "": as they are)."""
+    cfg = MODELS[name]
+    if layers:
+        dense = tuple(i for i in cfg.experts.dense if i < layers) if cfg.experts else ()
+        cfg = replace(cfg, n_layers=layers, experts=cfg.experts and replace(cfg.experts, dense=dense))
+    cfg = with_adapters(cfg, rank)
+    if not base:
+        return cfg
+    return quantized(cfg, outlined(cfg, Path()), base, {name: name for name in shapes.stored_tensors(cfg)})[0]
 
 
 # ---------------------------------------------------------------- checkpoints and rows on disk

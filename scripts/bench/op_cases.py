@@ -33,6 +33,9 @@ def peers_of(case: Case) -> op_peers.Peers:
 
 
 def _of_fp8(case: Case) -> op_peers.Peers:
+    if case.op == "rmsnorm_codes":
+        x, w, eps, *orders = case.args
+        return {"written in bf16": (lambda: ops.quantize(ops.rmsnorm_fwd(x, w, eps)[0], *orders), 1.0)}
     if case.op == "swiglu_codes_fwd":
         (gate_up,) = case.args
         return {"written in bf16": (lambda: ops.quantize(ops.swiglu_fwd(gate_up)), 1.0)}

@@ -23,7 +23,7 @@ from typing import Any, NamedTuple, get_args
 import numpy as np
 import torch
 from ceilings import against, blended, forget_peaks, lower_bounds, measure_rates, sustained_rates
-from model_inputs import with_adapters
+from model_inputs import shaped
 
 from trireme.engine.amounts import size
 from trireme.engine.buffers import usage
@@ -43,8 +43,7 @@ from trireme.engine.queues.real import InlineQueues, RealQueues
 from trireme.engine.queues.trace import Span, busy, perfetto
 from trireme.engine.run.begin.settle import record_size
 from trireme.engine.step import Engine, train_step
-from trireme.engine.tuning.packed import outlined
-from trireme.engine.tuning.quantized import BASES, quantized
+from trireme.engine.tuning.quantized import BASES
 from trireme.models.config import ModelConfig
 from trireme.models.losses.preferences import Method, Preference
 from trireme.models.rows import Tables, rope_tables
@@ -71,6 +70,7 @@ def wanted_of(a: Arguments, cfg: ModelConfig, dtype: str, limits: Limits) -> Wan
         placement=a.placement,
         on_cuda=dtype == "BF16",
         document=a.seq,
+        slices=a.slices or None,
         gpus=a.gpus,
         compared=bool(a.method),
     )
@@ -259,18 +259,17 @@ def main(argv: list[str]) -> int:
     a = arguments(argv)
     device = choose_device(a.device)
     dtype = "BF16" if device.type == "cuda" or a.dtype != "auto" else "F32"
-    cfg = replace(with_adapters(MODELS[a.model], a.lora), fp8=a.dtype == "fp8")
-    if a.base:
-        cfg, _ = quantized(cfg, outlined(cfg, Path()), a.base, {name: name for name in shapes.stored_tensors(cfg)})
+    cfg = replace(shaped(a.model, a.layers, a.lora, a.base), fp8=a.dtype == "fp8")
     limits = memory_limits(device, a.gpu_memory, a.ram, choose_gpus(a.gpus, device))
     at_start = memory_in_use(device)[1]
     if a.store:
         Path(a.store).mkdir(parents=True, exist_ok=True)
     rates = measure_rates(device, dtype, a.store, cfg.fp8)
     size_b = shapes.parameters(cfg) / 1e9
-    what = (f", LoRA {a.lora}" if a.lora else "") + ", fp8" * cfg.fp8 + (f", base in {a.base}" if a.base else "")
+    what = (f", LoRA {a.lora}" if a.lora else "") + f", base in {a.base}" * bool(a.base) + ", fp8" * cfg.fp8
+    what += f", {a.layers} layers" * bool(a.layers)
     print(f"{a.model}{what}, {size_b:.3f} B parameters, {a.tokens} tokens a step of {a.seq}, {device}, {dtype}")
-    print("ceilings " + ", ".join(f"{k} {v:.4g}" for k, v in vars(rates).items()))
+    print("ceilings " + ", ".join(f"{k} {v:.4g}" for k, v in vars(rates).items() if k != "others"))
     plan = make_plan(a, cfg, dtype, limits, rates)
     dense = device.type == "cuda" and cfg.experts is None
     slower = sustained_rates(cfg, plan, a.seq, device) if dense else {}
@@ -289,7 +288,9 @@ def arguments(argv: list[str]) -> Arguments:
     p.add_argument("--tokens", type=int, default=32768, help="tokens of a step")
     p.add_argument("--seq", type=int, default=1024)
     p.add_argument("--lora", type=int, default=0, help="rank of adapters on all linear layers; 0: all is trained")
-    p.add_argument("--base", choices=BASES, help="of frozen matrices; default: bf16")
+    p.add_argument("--layers", type=int, default=0, help="the first so many of the model; 0: all")
+    p.add_argument("--base", choices=("", *BASES), default="", help="frozen matrices in fewer bits, with --lora")
+    p.add_argument("--slices", type=int, default=0, help="that frozen experts of a layer come in; 0: as planned")
     p.add_argument("--micro", type=int, default=0, help="rows of a micro-batch; default: what fits, up to 16k tokens")
     p.add_argument("--gpus", type=int, default=1)
     p.add_argument("--gpu-memory", type=size, help="of each GPU")

@@ -12,6 +12,7 @@ ROOMS = {
     "kernels/fp8": "fp8: quantization by the largest value, and matrix multiplication",
     "kernels/packed": "packed weights: frozen matrices in fewer bits, decoded next to the GEMM",
     "kernels/experts": "mixture of experts: rows sorted by expert, grouped GEMMs",
+    "kernels/teacher": "the loss with what a teacher says of each token",
     "models": "a block: weights, saved tensors, forward, backward; generation",
     "models/families": "the meaning of config.json, per model_type; no torch",
     "models/losses": "what preferences make of log-probabilities",

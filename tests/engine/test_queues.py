@@ -8,14 +8,14 @@ from contextlib import nullcontext
 
 import pytest
 import torch
-from engines import LIMITS, LLAMA, batches, gpu_plan, make, relayed
+from engines import LIMITS, LLAMA, batches, gpu_plan, lent, make, relayed
 
 from trireme.engine.build import build, inputs_on
 from trireme.engine.plan import UnitPlan
 from trireme.engine.planner.rates import Rates
 from trireme.engine.planner.simulate import SimulatedQueues
 from trireme.engine.queues import real
-from trireme.engine.queues.names import QUEUES, STREAMED, TITLES, kind_of, queues_of
+from trireme.engine.queues.names import PEERS, QUEUES, STREAMED, TITLES, kind_of, queues_of
 from trireme.engine.queues.real import InlineQueues, RealQueues
 from trireme.engine.queues.trace import busy, perfetto
 from trireme.engine.step import Inputs, train_step
@@ -107,7 +107,9 @@ def test_an_error_in_any_queue_ends_the_step_with_that_error(queue):
             raise OSError(5, "Input/output error", queue)
 
     plan = gpu_plan(LLAMA, units=(ALL_SSD,) * 5, record=768)
-    plan = plan if queue in QUEUES else relayed(plan, (0, 1))
+    if queue not in QUEUES:
+        plan = relayed(plan, (0, 1), between="gpu" if kind_of(queue) in PEERS else "host")
+    plan = lent(plan, "ssd") if kind_of(queue) in PEERS[1:] else plan
     failing = Failing(extra=("poison",), gpus=plan.gpus)
     e = make(LLAMA, plan, failing)
     tables = rope_tables(LLAMA, 64, "cpu")

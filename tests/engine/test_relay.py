@@ -19,6 +19,7 @@ from engines import (
     final_weights,
     fork,
     gpu_plan,
+    lent,
     make,
     relayed,
     small_stretches,  # noqa: F401 (every test's)
@@ -33,7 +34,7 @@ from trireme.engine.memory import Memory
 from trireme.engine.plan import TIERS, UnitPlan
 from trireme.engine.planner.rates import Rates
 from trireme.engine.planner.simulate import SimulatedQueues
-from trireme.engine.queues.names import ON_GPU, gpu_of, kind_of, queues_of
+from trireme.engine.queues.names import ON_GPU, PEERS, gpu_of, kind_of, queues_of
 from trireme.engine.queues.real import InlineQueues, RealQueues
 from trireme.engine.step import Inputs, evaluate, train_step
 from trireme.models.config import InputError
@@ -68,23 +69,29 @@ def check(plan, queues, expected, tied=False):
     ("deal", "tier", "tied"),
     [(deal, tier, bool((i + j) % 2)) for i, deal in enumerate(DEALS) for j, tier in enumerate(TIERS)],
 )
-def test_units_on_several_gpus_leave_the_bits_of_one(in_one_memory, deal, tied, tier):
+@pytest.mark.parametrize("between", ["host", "gpu"])
+def test_units_on_several_gpus_leave_the_bits_of_one(in_one_memory, deal, tied, tier, between):
     unit = UnitPlan(tier, tier, x=tier, saved=(("qkv", tier),))
     plan = gpu_plan(DEEP, units=(unit,) * 8, dtype="BF16", n_micro=3, record=700)
-    plan = relayed(plan, DEALS[deal], tied)
+    plan = relayed(plan, DEALS[deal], tied, between)
+    if between == "gpu" and plan.gpus > 1:
+        plan = lent(plan, tier)
     check(plan, RealQueues("cpu", extra=("poison",), gpus=plan.gpus), in_one_memory, tied)
 
 
-@pytest.mark.parametrize("late", queues_of(2))
-def test_any_queue_of_any_gpu_may_be_late(in_one_memory, late):
+@pytest.mark.parametrize(
+    ("late", "between"),
+    [*((queue, "host") for queue in queues_of(2)), *((q, "gpu") for q in queues_of(2) if q.startswith(("peer", "c")))],
+)
+def test_any_queue_of_any_gpu_may_be_late(in_one_memory, late, between):
     units = (
         UnitPlan("host", "host", "gpu"),
         UnitPlan(x="host", saved=(("qkv", "gpu"),)),
         UnitPlan("ssd", "ssd", x="ssd"),
         UnitPlan("host", "host"),
     ) * 2
-    plan = relayed(gpu_plan(DEEP, units=units, dtype="BF16", n_micro=3, record=700), (0, 1))
-    check(plan, LateQueues({late}, 2), in_one_memory)
+    plan = relayed(gpu_plan(DEEP, units=units, dtype="BF16", n_micro=3, record=700), (0, 1), between=between)
+    check(lent(plan, "gpu") if between == "gpu" else plan, LateQueues({late}, 2), in_one_memory)
 
 
 OF_EXPERTS = {"mixture": replace(MIXTURE, n_layers=4), "packed": replace(PACKED, n_layers=4)}
@@ -145,6 +152,23 @@ def test_an_input_at_home_on_its_gpu_hops_there_once():
         assert readers[f"{name} x"] in again[f"{name} x 1"].after
 
 
+@pytest.mark.parametrize("tier", ["gpu", "host"])
+def test_by_peer_copies_nothing_between_layers_goes_through_ram(tier):
+    """Each output for another GPU is copied once, and the copy waits for the last reader of the one before."""
+    plan = relayed(gpu_plan(DEEP, units=(UnitPlan(x=tier),) * 8, dtype="BF16", n_micro=2), (0, 1), between="gpu")
+    queues = SimulatedQueues(lambda task: 1.0, Rates(1.0, 1.0, 1.0, 1.0, 1.0, 1.0), 2)
+    e, batch = build(DEEP, plan, LIMITS, queues), [Inputs(24, 20, 300)] * 2
+    train_step(e, batch, 1, 1e-3)
+    crossed = sum(a.gpu != b.gpu for a, b in zip(plan.units, plan.units[1:], strict=False))
+    copies = [task for task in queues.tasks if kind_of(task.queue) == "peer"]
+    assert len(copies) == 2 * 2 * crossed
+    assert {task.nbytes for task in copies} == {e.geo.x_bytes(24)}
+    assert not [task for task in queues.tasks if kind_of(task.queue).startswith("hop")]
+    through_ram = [task for task in queues.tasks if kind_of(task.queue) == "d2h" and task.kind == "activations"]
+    assert len(through_ram) == (2 * (e.geo.head - 1) if tier == "host" else 0)  # the head's is needed at once
+    assert not [b for b in buffers(e.geo, plan) if (b.tier, b.what) == ("host", "dx")]
+
+
 class Guarded(InlineQueues):
     """While a task of a GPU runs, the memory of the others gives no access; in a task of RAM that of all."""
 
@@ -159,7 +183,8 @@ class Guarded(InlineQueues):
 
     def run(self, queue, kind, of, fn, after=(), nbytes=0, flops=0):
         def guarded():
-            self.guard(gpu_of(queue) if kind_of(queue) in ON_GPU else None)
+            copies = kind_of(queue) in PEERS
+            self.guard("all" if copies else gpu_of(queue) if kind_of(queue) in ON_GPU else None)
             try:
                 return fn()
             finally:
@@ -168,7 +193,7 @@ class Guarded(InlineQueues):
         return super().run(queue, kind, of, guarded, after, nbytes, flops)
 
 
-def guarded_run(monkeypatch, swapped) -> int:
+def guarded_run(monkeypatch, swapped, between="host") -> int:
     """Exit code of a child that trains with each GPU's memory guarded; `swapped`: two units' weights on wrong GPUs."""
     queues, alloc = Guarded(2), Memory.alloc
 
@@ -190,8 +215,8 @@ def guarded_run(monkeypatch, swapped) -> int:
             UnitPlan("ssd", "ssd"),
             UnitPlan("host", "host"),
         )
-        plan = relayed(gpu_plan(DEEP, units=units * 2, dtype="BF16", record=700), (0, 1))
-        e = make(DEEP, plan, queues, poison=False)
+        plan = relayed(gpu_plan(DEEP, units=units * 2, dtype="BF16", record=700), (0, 1), between=between)
+        e = make(DEEP, lent(plan, "gpu") if between == "gpu" else plan, queues, poison=False)
         if swapped:
             e.placement.weights[1], e.placement.weights[4] = e.placement.weights[4], e.placement.weights[1]
         train(e, batches(DEEP, 2, plan.n_micro, 24), between=lambda i, micro: evaluate(e, micro))
@@ -200,8 +225,9 @@ def guarded_run(monkeypatch, swapped) -> int:
         os._exit(1)
 
 
-def test_no_task_touches_another_gpus_memory(monkeypatch):
-    assert guarded_run(monkeypatch, swapped=False) == 0
+@pytest.mark.parametrize("between", ["host", "gpu"])
+def test_no_task_touches_another_gpus_memory(monkeypatch, between):
+    assert guarded_run(monkeypatch, False, between) == 0
 
 
 def test_the_guard_finds_a_unit_on_a_wrong_gpu(monkeypatch):
@@ -215,6 +241,27 @@ def test_what_the_engine_cannot_deal_is_refused():
             replace(DEEP, tied=True),
             replace(plan, units=(replace(plan.units[0], gpu=1), *plan.units[1:-1], replace(plan.units[-1], gpu=0))),
         )
+
+
+def test_what_a_peer_holds_is_on_that_peer_and_never_in_ram():
+    """A GPU may hold what others save without a unit of its own."""
+    kept = UnitPlan(x="gpu", saved=(("qkv", "host"),))
+    one = relayed(gpu_plan(DEEP, units=(UnitPlan(), *(kept,) * 6, UnitPlan()), dtype="BF16"), (1,), between="gpu")
+    plan = lent(one, "host", peer=lambda unit, gpus: 0)
+    e = make(DEEP, plan, InlineQueues(gpus=2))
+    span, lenders = (
+        e.geo.saved_layout(1, ("qkv",), plan.tokens).span,
+        [b for b in buffers(e.geo, plan) if b.what == "lent"],
+    )
+    assert {(b.tier, b.gpu, b.nbytes, b.count) for b in lenders} == {("gpu", 0, span, plan.n_micro)}
+    assert len(lenders) == DEEP.n_layers
+    assert not [b for b in buffers(e.geo, plan) if b.tier == "host" and b.what == "saved"]
+    assert e.memory.used("gpu", 0) >= sum(b.nbytes * b.count for b in lenders)
+    losses = train(e, batches(DEEP, 2, 2, 24))
+    e.close()
+    alone = make(DEEP, gpu_plan(DEEP, dtype="BF16"))
+    assert train(alone, batches(DEEP, 2, 2, 24)) == losses
+    alone.close()
 
 
 def test_each_gpu_has_the_memory_of_its_units_and_the_fullest_counts():

@@ -30,9 +30,11 @@ from engines import (
     batches,
     final_weights,
     gpu_plan,
+    lent,
     make,
     pairs,
     relayed,
+    taught,
     train,
 )
 from hypothesis import HealthCheck, example, given, settings
@@ -53,7 +55,7 @@ from trireme.engine.run.evaluation import sample
 from trireme.engine.step import Inputs, evaluate, train_step
 from trireme.engine.updates import AdamW
 from trireme.models import model
-from trireme.models.config import InputError
+from trireme.models.config import InputError, Teaching
 from trireme.models.losses.preferences import Preference
 from trireme.models.rows import rope_tables
 from trireme.models.sizes import narrow, shapes
@@ -74,6 +76,7 @@ MODELS |= {
     "packed": PACKED,
     "packed in blocks": BLOCKS,
     "latent": LATENT,
+    "frozen experts": replace(MIXTURE, frozen=("*experts*",)),
     "packed in blocks, in fp8": replace(BLOCKS, fp8=True),
     "packed in nvfp4": NVFP4,
 }
@@ -88,6 +91,7 @@ IN_FP8 = {
 MODELS |= IN_FP8
 ELSEWHERE = ("mamba", "olmo hybrid", "nemotron")  # in test_families.py: half blocks, or layers without any
 LLAMAS = ("untied", "tied")
+TEACHING = Teaching(5, 0.4, 1.5)
 LAGS = (BESIDE, {"compute"}, {"cpu"}, {"h2d"}, {"d2h"})  # queues that are late: all but the caller's, or one alone
 
 
@@ -111,21 +115,33 @@ def run(e, n_micro: int, between=((),) * 4, method=None):
             told[i, name] = BETWEEN[name](e, micro)
             assert not e.weights.held, f"after {name} a buffer stays owned"
 
+    steps, preference = data_of(e.cfg, n_micro, method)
+    return train(e, steps, between=do, preference=preference), told
+
+
+def data_of(cfg, n_micro, method):
+    """(three steps' micro-batches, Preference)."""
     if method is None:
-        return train(e, batches(e.cfg, 3, n_micro, 24), between=do), told
-    return train(e, pairs(e.cfg, 3, n_micro, 24, method == "kto"), between=do, preference=Preference(method)), told
+        return batches(cfg, 3, n_micro, 24), None
+    if method == "teacher":
+        return taught(cfg, 3, n_micro, 24), None
+    return pairs(cfg, 3, n_micro, 24, method == "kto"), Preference(method)
+
+
+def cfg_of(model, method):
+    return replace(MODELS[model], teaching=TEACHING) if method == "teacher" else MODELS[model]
 
 
 @cache
 def in_one_memory(model: str, dtype: str, n_micro: int, clip: float, adam_bits: int, halves: bool = False, method=None):
-    cfg = MODELS[model]
+    cfg = cfg_of(model, method)
     plan = gpu_plan(cfg, dtype=dtype, n_micro=n_micro, adam_bits=adam_bits, halves=halves)
     e = make(cfg, plan, adamw=AdamW(max_grad_norm=clip))
     return *run(e, n_micro, (ALWAYS,) * 4, method), final_weights(e)
 
 
 def check(plan, queues, model="untied", clip=1.0, between=((),) * 4, method=None, **more):
-    cfg = MODELS[model]
+    cfg = cfg_of(model, method)
     e = make(cfg, plan, queues, AdamW(max_grad_norm=clip), **more)
     halves = plan.halves and plan.adam_bits < 32  # narrow moments are rounded at random, by places in a unit
     given = plan.dtype, plan.n_micro, clip, plan.adam_bits, halves, method
@@ -171,6 +187,16 @@ def test_what_units_leave_for_each_other_may_wait_outside_the_gpu(tier):
     check(plan, RealQueues("cpu", extra=("poison",)))
     for late in LAGS:
         check(plan, LateQueues(late))
+
+
+@pytest.mark.parametrize("gpus", [1, 2])
+def test_a_teacher_is_heard_wherever_layers_are(gpus):
+    plan = gpu_plan(LLAMA, units=(UnitPlan("host", "host", x="host"),) * 5, n_micro=3)
+    plan = relayed(plan, range(gpus)) if gpus > 1 else plan
+    before = (ALWAYS, ("warm_up",), ("evaluate",), ("sample",))
+    check(
+        plan, RealQueues("cpu", extra=("poison",), gpus=gpus), "tied" if gpus == 1 else "untied", 1.0, before, "teacher"
+    )
 
 
 @pytest.mark.parametrize("method", ["dpo", "ipo", "orpo", "simpo", "kto"])
@@ -250,7 +276,34 @@ def test_where_packed_experts_are_cut_changes_no_bit(model, at_once):
     assert not [t.name for layout in made for t in layout.tensors if len(t.shape) == 3]
 
 
-LOSSES = st.sampled_from((None, None, "dpo", "kto"))
+SLICED = [name for name, cfg in MODELS.items() if narrow.may_be_sliced(cfg)]
+
+
+@pytest.mark.parametrize(
+    ("model", "base", "slices", "at_once"),
+    [(model, TIERS[(2 - i) % 3], *((2, 1), (3, 0), (100, 0))[i // 2 % 3]) for i, model in enumerate(SLICED)],
+)
+def test_experts_come_in_slices(model, slices, at_once, base):
+    """One unit of weights after another, of all micro-batches; the cut changes no bit."""
+    cfg = replace(MODELS[model], halves=True)
+    saved = lambda u: tuple((n, "host") for n in shapes.saved_shapes(replace(cfg, slices=2), 1, shapes.kind(cfg, u)))
+    units = [UnitPlan("host", "host", base=base, x=("host", "gpu")[u % 2], saved=saved(u)) for u in range(1, 7)]
+    plan = gpu_plan(
+        cfg, units=(UnitPlan(), *units, UnitPlan()), dtype="BF16", n_micro=3, halves=True, window=1,
+        slices=slices, at_once=at_once,
+    )  # fmt: skip
+    check(plan, RealQueues("cpu", extra=("poison",)), model, between=(ALWAYS, ("warm_up",), (), ()))
+    check(plan, LateQueues(LAGS[0]), model)
+    geo = geometry.Geometry.of(MODELS[model], plan)
+    count = len(geo.cfg.experts.dense), min(slices, geo.cfg.experts.count)
+    assert len(geo.slices) == (3 - count[0]) * count[1]
+    whole = geometry.Geometry.of(MODELS[model], replace(plan, slices=1))
+    assert [sum(t.nbytes for v in (u, *of) for t in geo.base[v].tensors) for u, of in enumerate(geo.slices_of)] == [
+        layout.nbytes for layout in whole.base
+    ]
+
+
+LOSSES = st.sampled_from((None, None, "dpo", "kto", "teacher"))
 LATE = st.lists(st.sampled_from(TIERS), unique=True).map(tuple)
 PLACES = st.tuples(*[st.lists(st.sampled_from(tuple(BETWEEN)), max_size=3)] * 4)
 
@@ -260,7 +313,10 @@ def plans(draw):
     """(a model's name, a plan for it)"""
     model, halves, streamed_all = draw(st.sampled_from(tuple(MODELS))), draw(st.booleans()), draw(st.booleans())
     halves = halves and not MODELS[model].whole
-    cfg = replace(MODELS[model], halves=halves)
+    gpus = draw(st.sampled_from((1, 1, 2, 3, 4)))
+    dealt = draw(st.lists(st.integers(0, gpus - 1), min_size=1, max_size=5))
+    slices = draw(st.sampled_from((1, 2, 3, 5))) if halves and model in SLICED and not any(dealt) else 1
+    cfg = replace(MODELS[model], halves=halves, slices=slices)
 
     def unit(u):
         weights = draw(st.sampled_from(TIERS[1:] if streamed_all else TIERS))
@@ -276,8 +332,6 @@ def plans(draw):
 
     mode = draw(st.sampled_from(("forward", "backward")))
     bits = draw(st.sampled_from((32, 16, 8)))
-    gpus = draw(st.sampled_from((1, 1, 2, 3, 4)))
-    dealt = draw(st.lists(st.integers(0, gpus - 1), min_size=1, max_size=5))
     n_micro = draw(st.integers(1, 4))
     plan = gpu_plan(
         cfg,
@@ -295,11 +349,15 @@ def plans(draw):
         adam_bits=bits,
         late_moments=draw(LATE) if mode == "forward" and bits == 32 else (),
         swap_slots=draw(st.integers(2, 4)),
-        between=draw(st.sampled_from(("gpu", "host"))),
+        between="gpu" if slices > 1 else draw(st.sampled_from(("gpu", "host"))),
+        slices=slices,
         gradients="host" if mode == "backward" else draw(st.sampled_from(("host", "ssd"))),
         at_once=draw(st.sampled_from((0, 1, 2, 4))),
     )
-    return model, relayed(plan, dealt, cfg.tied)
+    plan = relayed(plan, dealt, cfg.tied, plan.between)
+    if plan.gpus > 1 and draw(st.booleans()):
+        plan = lent(plan, draw(st.sampled_from(TIERS)))
+    return model, plan
 
 
 @settings(max_examples=15, deadline=None, suppress_health_check=[HealthCheck.too_slow])
@@ -338,7 +396,7 @@ def test_any_plan_with_any_queues_late(drawn, late, between, method):
 def test_what_is_simulated_is_what_runs(drawn, evaluations, method):
     """Three steps of any plan, evaluations between: the same tasks in the same order, of the same bytes and FLOPs."""
     model, plan = drawn
-    cfg, real = MODELS[model], RealQueues("cpu", gpus=plan.gpus)
+    cfg, real = cfg_of(model, method), RealQueues("cpu", gpus=plan.gpus)
     drive = Rates(1.0, 1.0, 1.0, 1.0, 1.0, 1.0, ssd_read=1.0, ssd_write=1.0)
     simulated = SimulatedQueues(lambda task: 1.0, drive, plan.gpus)
     adamw = AdamW(max_grad_norm=0.0 if plan.mode == "backward" else 1.0)
@@ -348,10 +406,7 @@ def test_what_is_simulated_is_what_runs(drawn, evaluations, method):
         lambda spans: [(s.queue, s.kind, s.of, s.nbytes, s.flops) for s in spans],
     )
     real.tracing = True
-    steps, preference = (
-        batches(cfg, 3, plan.n_micro, 24) if method is None else pairs(cfg, 3, plan.n_micro, 24, method == "kto"),
-        method and Preference(method),
-    )
+    steps, preference = data_of(cfg, plan.n_micro, method)
     for i, step in enumerate(steps, 1):
         micro = [inputs_on(runs.cfg, mb, [(tables, "cpu")] * plan.gpus) for mb in step]
         real.trace()

@@ -5,7 +5,7 @@ from functools import cache
 
 import pytest
 import torch
-from engines import LLAMA, RealQueues, batches, cards, final_weights, gpu_plan, make, pairs, relayed, train
+from engines import LLAMA, RealQueues, batches, cards, final_weights, gpu_plan, lent, make, pairs, relayed, train
 
 from trireme.engine import geometry
 from trireme.engine.exchange import Kept
@@ -200,6 +200,25 @@ def test_every_kind_of_unit_is_placed_without_changing_a_bit(name, tier, halves)
     e.close()
 
 
+SLICED = [name for name, cfg in OTHERS.items() if narrow.may_be_sliced(cfg)]
+
+
+@pytest.mark.parametrize("slices", [2, 3, 8])
+@pytest.mark.parametrize("tier", TIERS)
+@pytest.mark.parametrize("name", SLICED)
+def test_experts_come_in_slices_without_changing_a_bit(name, tier, slices):
+    cfg = OTHERS[name]
+    plan = gpu_plan(cfg, dtype="BF16", n_micro=2, tokens=48, halves=True, window=1, slices=slices, at_once=slices % 2)
+    units = (UnitPlan("host", "host", x="host", base=tier),) * 10
+    e = make(cfg, replace(plan, units=units), RealQueues("cuda", extra=("poison",)))
+    losses, weights = on_the_gpu(2, 1.0, cfg)
+    assert train(e, batches(cfg, 4, 2, 48), between=warmed_up(e)) == losses
+    for tensor, value in final_weights(e).items():
+        assert torch.equal(value, weights[tensor]), tensor
+    e.queues.close()
+    e.close()
+
+
 @pytest.mark.parametrize("name", [name for name in OTHERS if name.startswith("fp8")])
 def test_codes_of_a_pass_are_those_of_each_product(name, monkeypatch):
     """To the bit, made by the GPU, or for frozen weights by the CPU as they are loaded."""
@@ -223,11 +242,13 @@ TWO_GPUS = ["dense", "mixture", "adapters of experts in MXFP4", "a dense layer a
 @pytest.mark.parametrize("name", TWO_GPUS)
 @pytest.mark.parametrize("tier", ["gpu", "host", "ssd"])
 @pytest.mark.parametrize("deal", [(0, 1), (1, 0, 0)])
-def test_units_on_two_gpus_leave_the_bits_of_one(name, tier, deal):
+@pytest.mark.parametrize("between", ["host", "gpu"])
+def test_units_on_two_gpus_leave_the_bits_of_one(name, tier, deal, between):
     cfg = OTHERS.get(name, CFG)
     unit = UnitPlan(tier, tier, x="ssd" if tier == "ssd" else "host", saved=(("qkv", tier),), base=tier)
     plan = gpu_plan(cfg, units=(unit,) * 6, dtype="BF16", n_micro=3, tokens=48, record=5000)
-    plan = relayed(plan, deal)
+    plan = relayed(plan, deal, between=between)
+    plan = lent(plan, "host") if between == "gpu" else plan
     e = make(cfg, plan, cards(plan.gpus))
     losses, weights = on_the_gpu(3, 1.0, cfg)
     assert train(e, batches(cfg, 4, 3, 48)) == losses

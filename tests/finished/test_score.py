@@ -1,6 +1,7 @@
 """`trireme score`: log-probabilities of transformers, for each document and each label, killed and gone on."""
 
 import json
+from types import SimpleNamespace
 
 import numpy as np
 import pytest
@@ -100,7 +101,8 @@ def test_a_killed_command_goes_on_behind_its_parts(folder, tmp_path, monkeypatch
 def test_a_folder_of_something_else_is_refused(folder, tmp_path):
     for more, says in ((("--top-k", "2"), "holds scores of another model"), ((), "")):
         given = score.parse(command(folder, tmp_path / "out", *more))
-        ready = type("Ready", (), {"sources": [1, 2]})
+        source = SimpleNamespace(codec=SimpleNamespace(vocabulary=lambda: "words"), files=())
+        ready = SimpleNamespace(sources=[source, source], below=512)
         if says:
             score._keep_names(tmp_path / "out", score.parse(command(folder, tmp_path / "out")), ready)
             with pytest.raises(InputError, match=says):

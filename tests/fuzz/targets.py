@@ -8,21 +8,18 @@ import shutil
 import uuid
 import zlib
 from contextlib import suppress
-from dataclasses import asdict
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
 from mutations import Target, as_json, as_lines, as_text
 from targets_data import DATA
+from targets_hosts import HOSTS
 from targets_rows import ROW_TARGETS
 
 from trireme.engine import exports
 from trireme.engine.data import dataset as data
-from trireme.engine.hosts.group import Group
-from trireme.engine.hosts.held import Held, last_whole
 from trireme.engine.plan import DoesNotFit, Limits, Plan, UnitPlan
-from trireme.engine.run.begin.job import common
 from trireme.engine.run.begin.kept import changes, kept
 from trireme.engine.run.begin.pinned import Pinned, check_model, check_snapshot, identity, pinned_of
 from trireme.engine.run.begin.settle import check_memory, check_step, given_plan
@@ -46,7 +43,6 @@ from trireme.storage.devices import Device
 from trireme.storage.files import StoreError
 from trireme.storage.headers import CheckpointError, list_tensors
 from trireme.storage.layout import sequential
-from trireme.storage.snapshots import Snapshot
 from trireme.storage.store import Store
 from trireme.storage.untrusted import SEAL, checksum, parse_json
 
@@ -224,7 +220,8 @@ def snapshot(folder: Path) -> Target:
     plan = Plan((UnitPlan(), UnitPlan("host", "ssd", saved=(("qkv", "host"),)), UnitPlan()), 24, 2, "F32")
     source = SimpleNamespace(tensors={"a": SimpleNamespace(dtype="F32", shape=(4, 2))})
     said = {"step": 3, "options": kept(options) | {"lr": 1.0}, "data": "00000000", "best": [2.5, 3],
-            "computed_by": "torch 2, the CPU", "written": 9, "eval_rows": 5, "date": "2026-01-31", "log": [3, 0, 99, 7],
+            "computed_by": "torch 2, the CPU", "launches": {"grouped_mm": [64, 64, 128, 4, 3]}, "written": 9,
+            "eval_rows": 5, "date": "2026-01-31", "log": [3, 0, 99, 7],
             "cut": Pinned.of(plan, 2, 2, identity(cfg, source)).json()}  # fmt: skip
 
     def read(content: bytes) -> None:
@@ -238,33 +235,6 @@ def snapshot(folder: Path) -> Target:
         Mark(*said["log"]).step + said["step"]
 
     return Target([said], as_json, read, (InputError,))
-
-
-def hosts(folder: Path) -> Target:
-    """What another host says of the snapshots that it sees, of its options, its plan and its last snapshot."""
-    plan = Plan((UnitPlan("host", "host"), UnitPlan("host", "ssd"), UnitPlan("host", "host")), 24, 2, "F32", hosts=2)
-    key = [4, 2, "0" * 16]
-    seen = {"begun": True, "held": [[0, *key], [1, *key], [1, 2, *key[1:]]]}
-    own = Held(0, [], Snapshot(1, 4, {"cut": {"plan": {"hosts": 2, "host": 0}}, "data": "x"}, {}, {}))
-
-    def read(content: bytes) -> None:
-        group = _says(content.decode(errors="surrogateescape"))
-        for hear in (
-            lambda: last_whole(group, [own], True, folder),
-            lambda: group.agree("options", {"--lr": "1"}, "Be alike"),
-            lambda: common(group, plan),
-        ):
-            with suppress(InputError):
-                hear()
-
-    return Target([seen, asdict(plan), {"--lr": "0" * 64}], as_json, read)
-
-
-def _says(text: str) -> Group:
-    """Two hosts that both say this."""
-    group = object.__new__(Group)
-    group.host, group.hosts, group.texts = 0, 2, lambda own: [text, text]
-    return group
 
 
 def best(folder: Path) -> Target:
@@ -366,8 +336,8 @@ def plan(folder: Path) -> Target:
     return Target([json.loads(path.read_text())], as_json, read, (InputError, DoesNotFit))
 
 
-TARGETS = DATA | ROW_TARGETS | {
+TARGETS = DATA | ROW_TARGETS | HOSTS | {
     made.__name__: made
-    for made in (header, index, config, adapter, manifest, store_id, snapshot, hosts, best, tokens_meta, log,
+    for made in (header, index, config, adapter, manifest, store_id, snapshot, best, tokens_meta, log,
                  config_yaml, plan)
 }  # fmt: skip

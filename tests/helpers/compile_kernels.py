@@ -4,6 +4,7 @@
     python tests/helpers/compile_kernels.py --memory                memory alone: one launch of each kind of tile
     python tests/helpers/compile_kernels.py 86 120 --all --memory --dtype fp32      every launch, a second each
     python tests/helpers/compile_kernels.py 120 --all                               every launch compiled: minutes
+    python tests/helpers/compile_kernels.py 89 --tiles                              those of kernels/chips/tiles.py
 
 One JSON line per kernel: chip, name, constants, shared memory in bytes. Without `--memory` also registers, stack bytes
 (spills), widest global access in bytes, whether it uses Hopper's matrix instruction, whether the copy engine adds, and
@@ -32,10 +33,12 @@ from trireme.kernels.attention import attention, sinks
 from trireme.kernels.attention.docs import make_docs
 from trireme.kernels.experts import gradients, matmuls, order, routing, rows
 from trireme.kernels.experts.reference import Order, Rule
-from trireme.kernels.fp8 import block_scaled, gated
+from trireme.kernels.fp8 import block_scaled, gated, norms
 from trireme.kernels.fp8.quantize import quantize, turn
 from trireme.kernels.packed import e4m3, fp4, int4, mxfp4, nf4
 from trireme.kernels.scan import around, scan
+from trireme.kernels.teacher import distillation
+from trireme.kernels.teacher.reference import Taught
 
 BF16, FP32 = torch.bfloat16, torch.float32
 TOOLS = Path(triton.__file__).parent / "backends/nvidia/bin"  # its ptxas-blackwell is the newer assembler
@@ -196,6 +199,9 @@ def other_calls(dtype=BF16):
     for cap in (0.0, 30.0):
         for factors in (None, torch.ones(N)):
             cross_entropy.linear_cross_entropy(y, table, ids, ids, 1.0, table, y, cap=cap, factors=factors)
+            shares = torch.zeros(N, 64, dtype=torch.int32), torch.zeros(N, 64, dtype=torch.float16), torch.zeros(N)
+            taught = Taught(*shares, 0.5, 2.0)
+            distillation.linear_distillation(y, table, ids, ids, 1.0, taught, table, y, cap=cap, factors=factors)
     state = [torch.zeros(4096, dtype=t) for t in (BF16, torch.int16, torch.float32, torch.float32, BF16)]
     clip = torch.ones(1)
     adamw.adamw_(*state, clip, lr=0.1, beta1=0.9, beta2=0.99, eps=1e-8, weight_decay=0.1, n_decay=100, step=1)
@@ -254,6 +260,7 @@ def routing_calls(dtype=BF16):
     y, gate_up, act = (torch.zeros(N * k, n, dtype=dtype) for n in (D, 2 * I, I))
     rows.combine(y, found, k, weights, x)
     rows.combine(y, found, k)
+    rows.combine(y, found, k, weights, None, x.float(), x.float(), found.starts[:9])
     rows.routed_swiglu_bwd(act, gate_up, weights, found)
     rows.routed_relu2_bwd(act, act, weights, found)
 
@@ -312,6 +319,7 @@ def fp8_calls():
         x = torch.zeros(256, D, dtype=BF16)
         for orders in ((True, True), (True, False), (False, True)):
             quantize(x, *orders)
+            norms.rmsnorm_codes(x, x[0], 1e-5, *orders)
         turn(quantize(x).rows, torch.zeros(D, 256, dtype=torch.float8_e4m3fn))
     gated.swiglu_codes_fwd(torch.zeros(64, 28672, dtype=BF16))
     for act, columns in (
@@ -345,6 +353,16 @@ def listed(arch: int) -> list:
     return [*calls, lambda: experts_call(128, 8, 2048, 768), fp8_calls]
 
 
+def tiles(arch: int):
+    """The kernels whose tiles a model of the chip chooses, with the launch's name."""
+    for d in (64, 128, 256):
+        for entry in compiled(arch, [lambda d=d: attention_call(8, 2, d)]):
+            kind = entry["name"].rpartition("_")[2]
+            yield entry | dict(launch=f"attention_{kind} {d}")
+    for entry in compiled(arch, [lambda: experts_call(128, 8, 2048, 768)]):
+        yield entry | dict(launch=entry["name"].removeprefix("_"))
+
+
 def every(arch: int, dtype) -> list:
     """Every launch, at all head widths and widths of norms that models have."""
     calls = [lambda d=d: attention_call(8, 2, d, dtype=dtype) for d in (64, 80, 96, 112, 128, 192, 256)]
@@ -361,7 +379,7 @@ def every(arch: int, dtype) -> list:
         lambda: scan_call(1, 24, 256, 64, False, dtype),
         lambda: scan_call(30, 30, 96, 192, True, dtype),
     ]
-    calls += [block_scaled_calls] * (dtype == BF16 and arch == 120)
+    calls += [block_scaled_calls] * (dtype == BF16 and arch // 10 == 12)
     return calls + [fp8_calls] * (dtype == BF16 and arch >= 89)
 
 
@@ -370,7 +388,9 @@ def kinds(arch: int) -> list:
     calls = [lambda t=t, D=D: wide_norm_call(D, t) for t in (BF16, FP32) for D in (8192, 16384)] * (arch in (86, 90))
     if arch == 86:  # fp32 has the same tiles on all chips
         return calls + [lambda d=d: attention_call(8, 2, d, dtype=FP32) for d in (64, 128, 192)]
-    heads = {90: (192,), 100: (128, 192), 120: (64, 128, 192)}[arch]  # on sm_90 others are Gluon's, or smaller
+    heads = {90: (192,), 100: (128, 192), 120: (64, 128, 192), 121: ()}[arch]  # on sm_90 others are Gluon's, or smaller
+    if arch == 121:  # tiles and memory are those of sm_120
+        return [block_scaled_calls, lambda: attention_call(8, 2, 128)]
     calls += [lambda d=d: attention_call(8, 2, d) for d in heads]
     calls += {90: [lambda: scan_call(8, 64, 128, 64, False)], 120: [lambda: scan_call(16, 48, 128, 128, True)]}.get(
         arch, []
@@ -380,9 +400,10 @@ def kinds(arch: int) -> list:
 
 def main() -> None:
     parser = argparse.ArgumentParser()
-    parser.add_argument("chips", nargs="*", type=int, default=(86, 90, 100, 120))
+    parser.add_argument("chips", nargs="*", type=int, default=(86, 90, 100, 120, 121))
     parser.add_argument("--all", action="store_true")
     parser.add_argument("--memory", action="store_true")
+    parser.add_argument("--tiles", action="store_true")
     parser.add_argument("--dtype", choices=("bf16", "fp32"), default="bf16")
     given = parser.parse_args()
     if given.memory:
@@ -391,7 +412,7 @@ def main() -> None:
         calls = kinds(arch) if given.memory else listed(arch)
         if given.all:
             calls = every(arch, FP32 if given.dtype == "fp32" else BF16)
-        for entry in compiled(arch, calls):
+        for entry in tiles(arch) if given.tiles else compiled(arch, calls):
             print(json.dumps(entry), flush=True)
 
 

@@ -143,7 +143,7 @@ BESIDE = (*QUEUES[1:], "poison")  # all queues but compute
 BALANCE = 0.3  # weight of the loss of balance
 
 
-def relayed(plan: Plan, gpus: Sequence[int], tied: bool = False) -> Plan:
+def relayed(plan: Plan, gpus: Sequence[int], tied: bool = False, between: str = "host") -> Plan:
     """The plan with its units dealt: `gpus`, in turn, of the embedding, each block and the head."""
     step = 2 if plan.halves else 1  # units of a block
     n = len(plan.units)
@@ -153,7 +153,16 @@ def relayed(plan: Plan, gpus: Sequence[int], tied: bool = False) -> Plan:
     if not any(dealt):
         return plan
     units = (replace(unit, gpu=gpu) for unit, gpu in zip(plan.units, dealt, strict=True))
-    return replace(plan, units=tuple(units), between="host")
+    return replace(plan, units=tuple(units), between=between)
+
+
+def lent(plan: Plan, tier: str, peer=lambda unit, gpus: (unit.gpu + 1) % gpus) -> Plan:
+    """The plan with what units save in `tier` saved by another GPU, of peer(unit, GPUs)."""
+    units = [
+        replace(unit, saved=tuple((n, "peer" if t == tier else t) for n, t in unit.saved), peer=peer(unit, plan.gpus))
+        for unit in plan.units
+    ]
+    return replace(plan, units=tuple(units))
 
 
 class JitterQueues(RealQueues):
@@ -238,7 +247,7 @@ class Batch:
     """A data.MicroBatch of random tokens."""
 
     def __init__(self, vocab: int, lengths: tuple[int, ...], seed: int, weights=None, reference=None):
-        self.weights, self.reference = weights, reference
+        self.weights, self.reference, self.taught = weights, reference, None
         random = np.random.default_rng(seed)
         self.lengths = lengths
         self.ids = random.integers(0, vocab, sum(lengths)).astype(np.int32)
@@ -252,6 +261,21 @@ def batches(cfg: ModelConfig, steps: int, n_micro: int, tokens: int, seed: int =
     third = tokens // 3
     shapes = [(tokens,), (third, tokens - third), (1, tokens - 2), (tokens - 3,)]
     return [[Batch(cfg.vocab, shapes[(s + b) % 4], seed + 100 * s + b) for b in range(n_micro)] for s in range(steps)]
+
+
+def taught(cfg: ModelConfig, steps: int, n_micro: int, tokens: int) -> list[list[Batch]]:
+    """With a teacher's rows, as cfg.teaching has them, and weights of documents."""
+    found = batches(cfg, steps, n_micro, tokens)
+    for i, mb in enumerate(mb for step in found for mb in step):
+        random = np.random.default_rng(i)
+        logits = random.normal(0.0, 2.0, (int((mb.labels >= 0).sum()), cfg.vocab))
+        shares = np.exp(logits) / np.exp(logits).sum(1, keepdims=True)
+        ids = np.argsort(-shares, 1)[:, : cfg.teaching.k].astype(np.int32)
+        top = np.take_along_axis(shares, ids, 1)
+        rest = np.log(np.maximum(1 - top.sum(1), 1e-30))
+        mb.taught = ids, np.log(top).astype(np.float16), rest.astype(np.float32)
+        mb.weights = random.uniform(0.5, 1.5, len(mb.lengths)) if i % 2 else None
+    return found
 
 
 def pairs(cfg: ModelConfig, steps: int, n_micro: int, tokens: int, kto: bool = False) -> list[list[Batch]]:
@@ -320,7 +344,8 @@ def make(cfg: ModelConfig, plan: Plan, queues=None, adamw: AdamW | None = None, 
     more = {"store": MemoryStore(), "scratch": MemoryScratch()} | more
     e = build(cfg, plan, LIMITS, queues, adamw=adamw, poison=poison, **more)
     sizes = {name: prod(shape) for name, shape in stored_tensors(e.cfg).items()}
-    sizes |= {t.name: t.numel for layout in (*e.geo.stored, *e.geo.stored_base) for t in layout.tensors}
+    whole = geometry.geometry(replace(e.cfg, slices=1), plan.dtype, plan.adam_bits)
+    sizes |= {t.name: t.numel for layout in (*whole.stored, *whole.stored_base) for t in layout.tensors}
     read = random_weights()
     values = lambda name, a, b: [read(name, sizes[name])[a:b].numpy()]
     fill(e.placement, values)

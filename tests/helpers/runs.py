@@ -1,17 +1,20 @@
 """Runs of a small checkpoint in processes of their own, to be stopped and resumed."""
 
+import atexit
 import json
 import os
 import signal
+import socket
+import tempfile
 import threading
 import traceback
 from collections.abc import Callable
-from contextlib import redirect_stderr, redirect_stdout
+from contextlib import redirect_stderr, redirect_stdout, suppress
+from functools import cache
 from pathlib import Path
 from typing import NoReturn
 
 import pytest
-import torch.distributed as dist
 from engines import fork
 
 from trireme.engine.run import demo, loop
@@ -111,11 +114,28 @@ def hold(step: int, change: Callable[[object, str, object], None] = setattr) -> 
     change(Stop, "ask", heard)
 
 
+def free_port() -> int:
+    """Of this machine, free a moment ago, and the next as well."""
+    while True:
+        with socket.socket() as first, socket.socket() as second, suppress(OSError):
+            first.bind(("127.0.0.1", 0))
+            second.bind(("127.0.0.1", first.getsockname()[1] + 1))
+            return first.getsockname()[1]
+
+
+@cache
+def config_home() -> str:
+    """A folder for the secret of hosts, as ~/.config, of this process."""
+    made = tempfile.TemporaryDirectory(prefix="trireme-config-")
+    atexit.register(made.cleanup)
+    return made.name
+
+
 class Hosts:
-    """`hosts` children as torchrun starts them, its store in this process: `body(host)` is the exit code."""
+    """`hosts` children with the environment of hosts: `body(host)` is the exit code."""
 
     def __init__(self, hosts: int, body: Callable[[int], int]):
-        self.store = dist.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
+        self.port, self.home = free_port(), os.environ.get("XDG_CONFIG_HOME") or config_home()
         self.pids = [self._start(host, hosts, body) for host in range(hosts)]
 
     def _start(self, host: int, hosts: int, body: Callable[[int], int]) -> int:
@@ -130,9 +150,8 @@ class Hosts:
                 "LOCAL_RANK": str(host),
                 "LOCAL_WORLD_SIZE": str(hosts),
                 "MASTER_ADDR": "127.0.0.1",
-                "MASTER_PORT": str(self.store.port),
-                "TORCHELASTIC_USE_AGENT_STORE": "True",
-                "GLOO_SOCKET_IFNAME": "lo",
+                "MASTER_PORT": str(self.port),
+                "XDG_CONFIG_HOME": self.home,
             }
             code = body(host)
         except BaseException:

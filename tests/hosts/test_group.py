@@ -2,16 +2,17 @@
 
 import os
 import signal
+import socket
 import threading
 import time
 from pathlib import Path
 
 import pytest
 import torch
-import torch.distributed as dist
 from runs import Hosts
 
 from trireme.engine.hosts import group, held, watch
+from trireme.engine.hosts.channel import Channel
 from trireme.engine.hosts.watch import LostHost
 from trireme.engine.hosts.wire import Wire
 from trireme.engine.run import main
@@ -32,11 +33,12 @@ def told(tmp_path):
     return read
 
 
-def body(told, within, grace=60.0):
+def body(told, within):
     """Joins, does `within(group)`, notes the exception or "late: why"."""
 
     def run(host: int) -> int:
-        watch.BEAT, watch.SILENT, watch.SUSPECTED, watch.GRACE = 0.05, 5.0, 1.5, grace
+        watch.BEAT, watch.SILENT, watch.SUSPECTED, watch.GRACE = 0.05, 5.0, 1.5, 60.0
+        group.FEW = 1 << 20
 
         def late(why: str) -> None:
             told.note(host, f"late: {why}")
@@ -67,21 +69,6 @@ def test_hosts_say_things_to_each_other(told):
 
     assert Hosts(3, body(told, within)).codes() == [0, 0, 0]
     assert told() == dict.fromkeys(range(3), "all said")
-
-
-def test_what_ended_hosts_before_torchrun_began_them_anew_does_not_end_them(told):
-    def within(hosts):
-        time.sleep(20 * watch.BEAT)
-        told.note(hosts.host, f"for {hosts.watch.why or 'nothing'}")
-        hosts.meet()
-
-    def restarted(host):
-        store = dist.TCPStore(os.environ["MASTER_ADDR"], int(os.environ["MASTER_PORT"]), is_master=False)
-        dist.PrefixStore("trireme", store).set(watch.END, "host 1 is lost")
-        return body(told, within)(host)
-
-    assert Hosts(2, restarted).codes() == [0, 0]
-    assert told() == dict.fromkeys(range(2), "for nothing")
 
 
 def test_a_host_with_other_options_is_named_by_all(told):
@@ -115,7 +102,7 @@ def test_a_host_that_dies_or_hangs_is_named_in_time(told, how):
         told.note(hosts.host, "is here")
         waits(hosts)
 
-    hosts = Hosts(3, body(told, within, 60.0 if how == signal.SIGKILL else 0.5))
+    hosts = Hosts(3, body(told, within))
     end = time.monotonic() + 60
     while len(told()) < 3:
         assert time.monotonic() < end
@@ -124,17 +111,17 @@ def test_a_host_that_dies_or_hangs_is_named_in_time(told, how):
     codes = [os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1]) for pid in (hosts.pids[0], hosts.pids[2])]
     os.kill(hosts.pids[1], signal.SIGKILL)
     os.waitpid(hosts.pids[1], 0)
-    assert codes == ([2, 2] if how == signal.SIGKILL else [4, 4])
+    assert codes == [2, 2]
     for host in (0, 2):
         assert "host 1 is lost or hangs" in told()[host]
 
 
 def test_a_wait_for_another_host_is_known_as_one(monkeypatch):
     """Between steps alone: in a step the queues are watched."""
-    wire, seen = Wire(0, {"net": None, "sum": None}), []
-    waits = lambda what, host, group: seen.append(wire.waits)
-    monkeypatch.setattr(dist, "send", waits)
-    monkeypatch.setattr(dist, "recv", waits)
+    wire, seen = Wire(0, {"net": {}, "sum": {}}), []
+    waits = lambda queue, host, what: seen.append(wire.waits)
+    monkeypatch.setattr(wire, "_send", waits)
+    monkeypatch.setattr(wire, "_receive", waits)
     for queue in (BETWEEN, "sum_in"):
         wire.send(queue, 1, None)
         wire.receive(queue, 1, None)
@@ -164,7 +151,7 @@ def environment(monkeypatch):
 @pytest.mark.parametrize(
     ("name", "value", "expected"),
     [
-        ("MASTER_PORT", "99999", "is '99999'; expected a port"),
+        ("MASTER_PORT", "99999", "is '99999'; expected a port, 1 to 65534"),
         ("MASTER_PORT", "0", "is '0'; expected a port"),
         ("MASTER_PORT", "a", "is 'a'; expected a port"),
         ("MASTER_PORT", "", "is not set; expected a port"),
@@ -272,39 +259,45 @@ def test_hosts_of_one_machine_take_gpus_of_their_own(monkeypatch, shown, own):
             take()
 
 
-class Unwell:
-    """torchrun's store, of which one call hangs, or is refused."""
-
-    def __init__(self, call: str, hangs: bool):
-        self.call, self.hangs, self.values = call, hangs, {watch.END: b"", watch.beat(1): b"0"}
-
-    def _ail(self, call: str) -> None:
-        if call == self.call:
-            if self.hangs:
-                threading.Event().wait()
-            raise RuntimeError("Connection reset by peer")
-
-    def set(self, key, value):
-        self._ail("set")
-        self.values[key] = value.encode()
-
-    def multi_get(self, keys):
-        self._ail("multi_get")
-        return [self.values[key] for key in keys]
-
-    def compare_set(self, key, expected, desired):
-        self._ail("compare_set")
-        return b""
-
-
-@pytest.mark.parametrize("hangs", [True, False])
-@pytest.mark.parametrize("call", ["set", "multi_get", "compare_set"])
-def test_a_store_that_does_not_answer_ends_the_run(monkeypatch, call, hangs):
-    """compare_set: to say that another host is lost."""
-    for name, seconds in {"BEAT": 0.01, "ANSWER": 0.2, "SILENT": 0.05, "GRACE": 0.01}.items():
+@pytest.fixture
+def watched(monkeypatch):
+    """Makes a Watch of host 0 on host 1, whose end of the connection comes with it, and what was called."""
+    for name, seconds in {"BEAT": 0.01, "SILENT": 30.0, "SUSPECTED": 0.1, "GRACE": 0.05}.items():
         monkeypatch.setattr(watch, name, seconds)
-    said, late = [], threading.Event()
-    found = watch.Watch(0, ["host 0", "host 1"], Unwell(call, hangs), lambda why: (said.append(why), late.set()))
-    assert late.wait(60)
-    assert said == [found.judgement()] == [watch.GONE]
+    here, there = socket.socketpair()
+    called, late = [], threading.Event()
+    found = watch.Watch(
+        0,
+        ["host 0", "host 1"],
+        {1: Channel(here, b"a", b"b")},
+        lambda why: (called.append(why), late.set()),
+        lambda: called.append("cut"),
+    )
+    found.called, found.late_ = called, late
+    yield found, Channel(there, b"b", b"a")
     found.close()
+
+
+@pytest.mark.parametrize(
+    ("ends", "why"),
+    [
+        (lambda there: there.socket.close(), "host 1 is lost or hangs: no sign of life for 0 s"),
+        (lambda there: there.socket.sendall(b"x" * 99), "host 0: what came from host 1 was changed on its way: "),
+        (lambda there: there.send(memoryview(b"end host 1: no\x1b[2J")), "host 1: no\x1b[2J"),
+    ],
+)
+def test_a_host_that_ends_or_is_not_itself_ends_the_run(watched, ends, why):
+    """A connection that breaks is not waited for as long as a silent one."""
+    here, there = watched
+    ends(there)
+    assert here.late_.wait(60)
+    assert here.judgement().startswith(why)
+    assert here.called == ["cut", here.judgement()]
+
+
+def test_a_host_that_is_done_is_not_missed(watched):
+    here, there = watched
+    for sign in (watch.LIVES, watch.OVER):
+        there.send(memoryview(sign))
+    there.socket.close()
+    assert here.judgement(0.5) == ""

@@ -9,15 +9,17 @@ import subprocess
 import sys
 import threading
 import time
+from contextlib import suppress
 from pathlib import Path
 from types import SimpleNamespace
 
 import pytest
-from runs import Hosts, hold, losses, make_small
+from runs import Hosts, config_home, free_port, hold, losses, make_small
 from script_files import ROOT
 from tiny import CASES, oracle
 
 from trireme.engine.hosts import group, watch
+from trireme.engine.hosts.channel import HELLO, MAGIC
 from trireme.engine.hosts.watch import LostHost
 from trireme.engine.queues import watchdog
 from trireme.engine.run import demo, evaluation, live, loop, main
@@ -98,12 +100,25 @@ def evals(out: Path) -> list[str]:
     return re.findall(r'"eval_loss": [\d.e-]+', (out / "log.jsonl").read_text())
 
 
+def stranger(port: int, left: threading.Event) -> None:
+    """Says what is no greeting, or one without the secret, to host 0, as long as it listens."""
+    hello = HELLO.pack(MAGIC, 2, 1, 0, 3, bytes(32)) + bytes(32)
+    while not left.wait(0.01):
+        with suppress(OSError), socket.create_connection(("127.0.0.1", port), timeout=1) as there:
+            there.sendall(hello * 9)
+
+
 @pytest.mark.grid
 @pytest.mark.parametrize("hosts", [2, 4])
 def test_hosts_write_the_checkpoint_of_one(folder, whole, hosts):
     out, drive = folder / f"on-{hosts}", folder / f"drive-{hosts}"
-    run = Run(out, hosts, command(folder, out, "--store", str(drive)))
-    assert run.ended() == [0] * hosts, run.errors()
+    run, left = Run(out, hosts, command(folder, out, "--store", str(drive))), threading.Event()
+    talks = threading.Thread(target=stranger, args=(run.processes.port, left))
+    talks.start()
+    codes = run.ended()
+    left.set()
+    talks.join()
+    assert codes == [0] * hosts, run.errors()
     assert same(out, whole)
     assert not list(drive.iterdir())
     said = run.said[0].read_text()
@@ -115,13 +130,11 @@ def test_hosts_write_the_checkpoint_of_one(folder, whole, hosts):
 def test_torchrun_begins_hosts(folder, whole):
     """The program itself: two processes of this machine."""
     out = folder / "by-torchrun"
-    with socket.socket() as free:
-        free.bind(("127.0.0.1", 0))
-        port = str(free.getsockname()[1])
+    port = str(free_port())
     begin = [sys.executable, "-m", "torch.distributed.run", "--nproc-per-node", "2", "--rdzv-backend", "static"]
     begin += ["--master-addr", "127.0.0.1", "--master-port", port, str(ROOT / "scripts" / "finetune.py")]
-    queues = {"GLOO_SOCKET_IFNAME": "lo", "OMP_NUM_THREADS": "1"}
-    done = subprocess.run([*begin, *command(folder, out)], capture_output=True, text=True, env=os.environ | queues)
+    env = os.environ | {"XDG_CONFIG_HOME": config_home(), "OMP_NUM_THREADS": "1"}
+    done = subprocess.run([*begin, *command(folder, out)], capture_output=True, text=True, env=env, timeout=300)
     assert done.returncode == 0, done.stderr[-2000:]
     assert "hosts    2, each with a share of micro-batches" in done.stdout
     assert same(out, whole)
@@ -427,7 +440,7 @@ def test_what_hosts_are_given_is_compared_before_anything_is_written(folder):
     assert "host 1 was started with other data than host 0: --data." in refused(out, 2, text)
     bits = lambda host: [str(grown if host else folder / "checkpoint"), *command(folder, out)[1:]]
     assert "host 1 was started with other weights than host 0: those that are trained." in refused(out, 2, bits)
-    assert "torchrun began 2 hosts: say --out DIR" in refused(out, 2, command(folder, out)[:3])
+    assert "WORLD_SIZE is 2 hosts: say --out DIR" in refused(out, 2, command(folder, out)[:3])
     assert "host 1 was started with other GPUs than host 0: --device." in refused(
         out, 2, command(folder, out), other_gpu
     )

@@ -156,6 +156,21 @@ def test_grouped_products(device, dtype, load, N, E, k, A, B):
     check(narrow, expected, bound)
 
 
+def check_in_parts(whole, sorted_rows, order, k, w, r):
+    """Experts in three parts, each with its own rows alone: bitwise the whole, of the reference too."""
+    E = len(order.starts) - 1
+    parts = [order.starts[a : b + 1] for a, b in ((0, 1), (1, E - 1), (E - 1, E))]
+    for combine in (rows.combine, reference.combine):
+        total = whole if combine is rows.combine else combine(sorted_rows, order, k, w, r)
+        carry = torch.full(total.shape, float("nan"), device=total.device)
+        for i, among in enumerate(parts):
+            own = torch.full_like(sorted_rows, float("nan"))  # rows of other experts are not there
+            own[among[0] : among[-1]] = sorted_rows[among[0] : among[-1]]
+            out, residual = (torch.empty_like(total), r) if i == 2 else (carry, None)
+            combine(own, order, k, w, residual, out, carry if i else None, among)
+        assert torch.equal(out, total)
+
+
 @pytest.mark.parametrize("device", DEVICES)
 @pytest.mark.parametrize("dtype", DTYPES)
 @pytest.mark.parametrize(("load", "N", "E", "k", "D"), [(LOADS[1], 29, 5, 2, 40), (LOADS[0], 3, 12, 8, 1100)])
@@ -166,6 +181,7 @@ def test_rows(device, dtype, load, N, E, k, D):
     for w, r in ((weights, residual), (None, None), (None, residual)):
         out = rows.combine(sorted_rows, order, k, w, r)
         check(out, reference.combine(sorted_rows.double(), order, k, *up(w, r)), ONE_ROUNDING[dtype])
+        check_in_parts(out, sorted_rows, order, k, w, r)
     d_act = randn(N * k, D, device=device, dtype=dtype)
     gate_up = randn(N * k, 2 * D, device=device, dtype=dtype)
     ours = rows.routed_swiglu_bwd(d_act, gate_up, weights, order)

@@ -135,7 +135,7 @@ def test_the_copy_engine_keeps_what_is_not_finite():
     torch.testing.assert_close(odd, plain, rtol=0, atol=0, equal_nan=True)
 
 
-def test_matrices_beyond_32_bits():
+def test_matrices_beyond_32_bits(large):
     """All tokens at the last of 128 experts, their matrices 2.3 billion elements."""
     needs(30)
     N, E, A, B = 200, 128, 2880, 6272
@@ -154,7 +154,7 @@ def test_matrices_beyond_32_bits():
     assert not grad[:-1].any()
 
 
-def test_rows_beyond_32_bits():
+def test_rows_beyond_32_bits(large):
     """The last of 750,000 sorted rows, 2.2 billion elements."""
     needs(30)
     N, E, k, D, I = 187_500, 4, 4, 64, 1440

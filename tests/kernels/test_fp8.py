@@ -219,6 +219,39 @@ def test_codes_of_gated_units_are_those_of_their_results(name, shape, kind, devi
             assert same_codes(found, quantize(act, False, True))
 
 
+@DEVICE
+@pytest.mark.parametrize(
+    ("kind", "shape", "add_one"),
+    [
+        ("normal", (37, 80), True),
+        ("normal", (3, 1040), False),
+        ("one outlier", (37, 80), False),
+        ("zeros", (1, 16), False),
+        ("inf", (37, 80), False),
+        ("nan", (1, 16), False),
+        pytest.param("normal", (4099, 4096), False, marks=pytest.mark.gpu),
+        pytest.param("normal", (70, 14336), True, marks=pytest.mark.gpu),
+    ],
+)
+def test_codes_of_a_norm_are_those_of_its_result(kind, shape, add_one, device):
+    """To the bit, by the same statistics; those within fp32's sums of fp64's. And repeatable."""
+    from trireme.kernels.fp8.norms import rmsnorm_codes
+    from trireme.kernels.fp8.quantize import quantize
+
+    x, weight = framed(inputs(kind, *shape).to(device)), inputs("normal", 3, shape[1])[1].to(device)
+    weight = 1 + weight.float() if add_one else weight
+    for rows, columns in ((True, True), (True, False), (False, True)):
+        found, rstd = rmsnorm_codes(x, weight, 1e-5, rows, columns)
+        y = (x.float() * rstd[:, None] * weight.float()).to(x.dtype)
+        assert same_codes(found, quantize(y, rows, columns))
+        again, rstd_again = rmsnorm_codes(x, weight, 1e-5, rows, columns)
+        assert same_codes(found, again)
+        assert torch.equal(rstd.nan_to_num(), rstd_again.nan_to_num())
+    expected = torch.rsqrt(x.double().square().mean(1) + 1e-5)
+    assert torch.equal(rstd.isnan(), expected.isnan())
+    assert ((rstd - expected).abs() <= 1e-5 * expected)[expected.isfinite()].all()
+
+
 def same_codes(a, b) -> bool:
     scales = torch.equal(a.scale, b.scale)
     return scales and all(x is y is None or same(x.cpu(), y.cpu()) for x, y in zip(a[1:], b[1:], strict=True))

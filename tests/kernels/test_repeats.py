@@ -16,7 +16,7 @@ SMALLER = dict(heads_of=((2048, 32000),), block=1 << 22, mixtures=MIXTURES)
 
 @pytest.mark.gpu
 @pytest.mark.parametrize("group", GROUPS)
-def test_every_kernel_repeats(group):
+def test_every_kernel_repeats(group, large):
     device = torch.device("cuda")
     if group == "fp8" and torch.cuda.get_device_capability() < (8, 9):
         pytest.skip("this GPU has no fp8")
@@ -26,4 +26,3 @@ def test_every_kernel_repeats(group):
             for _ in range(CALLS):
                 a.mul_(1.0)
         assert repeats(case, CALLS), f"{case.op} {case.label}"
-    torch.cuda.empty_cache()

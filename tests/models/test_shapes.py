@@ -248,6 +248,7 @@ def _bare_ops():
         **_bare_scans(),
         Quantized=ops.Quantized,
         quantize=_bare_codes,
+        rmsnorm_codes=lambda x, w, eps, *orders: (_bare_codes(x, *orders), stats(x)[0]),
         **dict.fromkeys(("swiglu_codes_fwd", "geglu_codes_fwd"), _bare_glu_codes),
         **dict.fromkeys(("swiglu_codes_bwd", "geglu_codes_bwd"), _bare_glu_codes_bwd),
         fp8_matmul=fp8_matmul,
@@ -290,7 +291,7 @@ def _bare_experts():
         ),
         grouped_mm=lambda x, w, order, k=0, out=None, bias=None: torch.mm(rows(x, order), w[0], out=out),
         grouped_add_=lambda dw, a, b, order, *_: dw[0].addmm_(rows(a, order).T, rows(b, order)),
-        combine=lambda rows, _, k, weights=None, residual=None, out=None: (
+        combine=lambda rows, _, k, weights=None, residual=None, out=None, *__: (
             rows.new_empty(len(rows) // k, rows.shape[1]) if out is None else out
         ),
         routed_relu2_bwd=lambda d, h, w, *_: (torch.empty_like(h), torch.empty_like(d), torch.empty_like(w)),
@@ -374,12 +375,24 @@ def _watched(cfg, u, monkeypatch, keep, forward, backward, dtype="F32", grads=No
     groups, dtypes = narrow.made_groups(cfg, u)  # codes are a step's, as weights are
     codes = views(layout := pack(groups, "F32", dtypes), torch.zeros(layout.span, dtype=torch.uint8))
     tiny.w[u] = model.weights(cfg, u, tiny.views[u] | codes)
+    parts, passed = [tiny.w[u]], None
+    if own := narrow.slices(cfg, u):
+        parts = [_slice(tiny.w[u], part, cfg.experts.count) for part in own]
+        found = shapes.passed_shapes(cfg, TOKENS).items()
+        passed = {name: torch.zeros(shape, dtype=packed.DTYPE[kind]) for name, (shape, kind) in found}
     for module in (attention, experts, latent, linear, lora, mlp, norm, packed, scan, shared):
         monkeypatch.setattr(module, "ops", BARE)
     with forward:
-        model.forward(cfg, u, tiny.w[u], x, rows, saved, out)
+        for w in parts:
+            model.forward(cfg, u, w, x, rows, saved, out, passed=passed)
     with backward:
-        model.backward(cfg, u, tiny.w[u], tiny.g[u], x, saved, dy, rows, dx)
+        for w in parts:
+            model.backward(cfg, u, w, tiny.g[u], x, saved, dy, rows, dx, passed)
+
+
+def _slice(w, own, count):
+    at = slice(own.start, own.stop)
+    return w._replace(up=w.up[at], down=w.down[at], part=experts.Slice(own.start, own.stop, count))
 
 
 def _check_flops(cfg, u, keep, forward, backward):
@@ -526,6 +539,25 @@ def test_workspace_is_enough_for_adapters_of_experts(rank, halves, u, monkeypatc
     plain = replace(cfg, lora=None, frozen=("*",))
     more = costs.forward_flops(cfg, u, TOKENS, 0) - costs.forward_flops(plain, u, TOKENS, 0)
     assert more == 2 * TOKENS * 3 * rank * (64 + 96 + 48 + 64) * (shapes.kind(cfg, u) != "attention")
+
+
+@pytest.mark.parametrize("rank", [0, 4])
+@pytest.mark.parametrize("tile", [TOKENS, 15])
+def test_workspace_and_flops_of_slices_are_those_of_all_experts(rank, tile, monkeypatch):
+    """A slice may have all rows; what passes between them is not workspace. The last one routes again in backward."""
+    lora = Lora(rank, 8.0, ("experts",)) if rank else None
+    cfg = replace(parse_config(MIXTURE), halves=True, lora=lora, frozen=("*",), mlp_rows=tile)
+    whole, sliced = [(Watch(), Watch()) for _ in range(2)]
+    for cut, watches in ((cfg, whole), (replace(cfg, slices=3), sliced)):
+        _watched(cut, 2, monkeypatch, (), *watches)
+    bound = workspace.workspace_bytes(replace(cfg, slices=3), 2, TOKENS, 4) - 8 * cfg.width * TOKENS - workspace.SLACK
+    assert 0.6 * bound < max(sliced[0].peak, sliced[1].peak) <= bound
+    own, each = cfg.experts, lambda kept: costs.recompute_flops(kept, frozenset(), TOKENS, 0, "mlp")
+    assert each(replace(cfg, slices=3)) - each(cfg) == 2 * TOKENS * own.count * cfg.width
+    if not rank:  # kernels that compute nothing take all rows for those of each slice
+        up, down = (2 * TOKENS * own.chosen * n * own.width * cfg.width for n in (2, 1))
+        more = [b.flops - a.flops for a, b in zip(whole, sliced, strict=True)]
+        assert more == [2 * (up + down), 2 * (2 * up + down) + 2 * TOKENS * own.count * cfg.width]
 
 
 @pytest.mark.grid

@@ -1,13 +1,21 @@
-"""Packed experts in slices: bitwise one grouped GEMM over all of them; a layer of DeepSeek-V3 on a GPU."""
+"""Experts in slices: bitwise all of them at once, decoded or streamed; a layer of DeepSeek-V3 on a GPU."""
 
 from dataclasses import replace
+from zlib import crc32
 
+import numpy as np
 import pytest
 import torch
+from engines import batches, final_weights, gpu_plan, train
 
+from trireme.engine.buffers import usage
+from trireme.engine.build import build
+from trireme.engine.exchange import fill, fill_base
 from trireme.engine.geometry import Geometry
 from trireme.engine.memory import views
+from trireme.engine.plan import Limits, UnitPlan
 from trireme.engine.planner.sizes import find_model
+from trireme.engine.queues.real import RealQueues
 from trireme.kernels import ops
 from trireme.models import model
 from trireme.models.config import FP8, Lora, ModelConfig
@@ -151,8 +159,78 @@ def test_a_small_layer_in_any_slices():
 
 @pytest.mark.gpu
 @pytest.mark.parametrize("tokens", [2048, 8192])
-def test_a_layer_of_deepseek_v3_in_any_slices(tokens):
+def test_a_layer_of_deepseek_v3_in_any_slices(tokens, large):
     """256 experts of 7168 x 2048: 11.4 GB in fp8, never decoded at once."""
     if torch.cuda.mem_get_info()[0] < 32 << 30:
         pytest.skip("other processes have the GPU's memory: run it alone")
     check_layer(config(), tokens, "cuda", (16, 24))
+
+
+# ---------------------------------------------------------------- streamed through an engine
+
+TILE = 1 << 20  # values that names and places choose from
+RANDOM = np.random.default_rng(0)
+CODES = (RANDOM.integers(0, 96, TILE) + 128 * RANDOM.integers(0, 2, TILE)).astype(np.uint8)
+NORMAL = RANDOM.standard_normal(TILE, np.float32) * np.float32(0.02)
+
+
+def values(cfg: ModelConfig):
+    """As Exchange reads them: by name and place alone, and fast."""
+
+    def read(name: str, first: int, last: int):
+        tile = CODES if name.endswith("_codes") else NORMAL
+        at = first + crc32(name.encode())
+        while first < last:
+            part = tile[at % TILE :][: last - first]
+            first, at = first + len(part), at + len(part)
+            if name.endswith("_scale_inv"):
+                part = np.full_like(part, 0.3 * cfg.width**-0.5)
+            yield part + 1 if "norm" in name else part
+
+    return read
+
+
+def trained(cfg: ModelConfig, tokens: int, device: str, slices: int, limits: Limits):
+    """(losses and norms of two steps, adapters, GPU bytes planned) of the layers, frozen weights from RAM."""
+    units = (UnitPlan("host", "host", base="host", x="host"),) * cfg.n_units
+    cut = dict(halves=True, at_once=16, slices=slices, window=1 if slices == 1 else 2, dtype="BF16")
+    plan = gpu_plan(cfg, units=units, tokens=tokens, n_micro=2, **cut)
+    if device == "cuda":
+        torch.cuda.empty_cache()
+        torch.cuda.reset_peak_memory_stats()
+        before = torch.cuda.memory_allocated()
+    e = build(cfg, plan, limits, RealQueues(device), pinned=False)
+    fill(e.placement, values(cfg))
+    fill_base(e.placement, values(cfg))
+    found = train(e, batches(cfg, 2, 2, tokens)), final_weights(e), usage(e.geo, plan)["gpu"]
+    if device == "cuda":
+        assert torch.cuda.max_memory_allocated() - before <= found[2] + (64 << 20)  # cuBLAS's
+    e.queues.close()
+    e.close()
+    return found
+
+
+def check_streamed(cfg: ModelConfig, tokens: int, device: str, limits: Limits, cuts: tuple[int, ...]) -> list[int]:
+    """GPU bytes of each cut."""
+    first, *others = [trained(cfg, tokens, device, slices, limits) for slices in cuts]
+    for losses, weights, _ in others:
+        assert losses == first[0]
+        assert all(torch.equal(value, first[1][name]) for name, value in weights.items())
+    assert all(np.isfinite(loss) for step in first[0] for loss in step)
+    return [nbytes for *_, nbytes in (first, *others)]
+
+
+def test_a_small_layer_is_streamed_in_any_slices():
+    cfg = replace(small(), max_positions=64)
+    whole, *others = check_streamed(cfg, 24, "cpu", Limits(1 << 28, 1 << 28), (1, 3, 16))
+    assert max(others) < whole + (1 << 20)
+
+
+@pytest.mark.gpu
+def test_a_layer_of_deepseek_v3_is_streamed_on_24_gib(large):
+    """256 experts in 4 or 8 slices, two of which are on the GPU at a time, beside all of them in one: the same bits."""
+    if torch.cuda.mem_get_info()[0] < 26 << 30:
+        pytest.skip("other processes have the GPU's memory: run it alone")
+    cfg = config(vocab=2048)
+    whole, *others = check_streamed(cfg, 48, "cuda", Limits(24 << 30, 48 << 30), (1, 4, 8))
+    assert max(others) < whole - (5 << 30)

@@ -363,7 +363,7 @@ def test_405b_on_24_gib(ram):
 
 def test_a_parallel_block_is_not_cut():
     cfg = replace(SMALL, parallel=True)
-    assert (cuts(SMALL, WANTED), cuts(cfg, WANTED)) == ([(False, 0), (True, 0)], [(False, 0)])
+    assert (cuts(SMALL, WANTED), cuts(cfg, WANTED)) == ([(False, 0, 1), (True, 0, 1)], [(False, 0, 1)])
     narrow = Limits(min(need(SMALL, halves) for halves in (False, True)), 1 << 34)
     assert simple_plan(SMALL, narrow, WANTED).halves
     with pytest.raises(DoesNotFit):
@@ -373,13 +373,29 @@ def test_a_parallel_block_is_not_cut():
 
 
 def test_packed_experts_are_decoded_in_slices_where_all_do_not_fit():
-    """gpt-oss-120b on 8 GB: a layer's experts in bf16 would be nearly all of it."""
+    """gpt-oss-120b on 8 GB: a layer's experts in bf16 would be nearly all of it. With less they come in slices too."""
     cfg = adapted(MODELS["gpt-oss-120b"], Lora(16, 32.0, ("q_proj",)))
-    assert cuts(cfg, WANTED) == [(False, 0), (True, 0), (True, 8)]
-    found = [simple_plan(cfg, Limits(gib << 30, 64 << 30), WANTED) for gib in (16, 7)]
-    assert [(plan.halves, plan.at_once) for plan in found] == [(False, 0), (True, 8)]
-    assert cuts(cfg, replace(WANTED, halves=True, at_once=8)) == [(True, 8)]
-    assert cuts(replace(cfg, lora=None, frozen=()), WANTED) == [(False, 0), (True, 0)]  # trained ones are not packed
+    sliced = [(True, 8, 2), (True, 8, 4), (True, 8, 8), (True, 8, 16), (True, 4, 32)]
+    assert cuts(cfg, WANTED) == [(False, 0, 1), (True, 0, 1), (True, 8, 1), *sliced]
+    found = [simple_plan(cfg, Limits(gib << 30, 64 << 30), WANTED) for gib in (16, 7, 3)]
+    assert [(plan.halves, plan.at_once, plan.slices) for plan in found] == [(False, 0, 1), (True, 8, 1), (True, 8, 2)]
+    assert cuts(cfg, replace(WANTED, halves=True, at_once=8, slices=1)) == [(True, 8, 1)]
+    assert cuts(cfg, replace(WANTED, slices=4)) == [(True, 8, 4)]
+    assert cuts(cfg, replace(WANTED, gpus=2)) == [(False, 0, 1), (True, 0, 1), (True, 8, 1)]  # sums stay on one GPU
+    trained = replace(cfg, lora=None, frozen=())  # is not packed, and has gradients
+    assert cuts(trained, WANTED) == [(False, 0, 1), (True, 0, 1)]
+
+
+@pytest.mark.full
+def test_experts_come_in_slices_where_that_overlaps_better():
+    """The GPU holds one layer's, and not the next one's beside them."""
+    cfg = replace(adapted(MODELS["gpt-oss-120b"], Lora(16, 32.0, ("q_proj",))), n_layers=3)
+    limits, wanted = Limits(4 << 30, 6 << 30), replace(WANTED, sizes=((4096, 2),))
+    found, other = (choose(cfg, limits, RATES, replace(wanted, slices=slices)) for slices in (None, 1))
+    assert (found.plan.slices, found.plan.window) == (4, 3)
+    assert (other.plan.slices, other.plan.window) == (1, 1)
+    assert found.per_token < 0.9 * other.per_token
+    assert any("4 slices" in reason for reason in found.because)
 
 
 def need(cfg, halves):

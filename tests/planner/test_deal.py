@@ -6,7 +6,7 @@ import pytest
 from engines import LIMITS, LLAMA, gpu_plan
 from plans import H200, SEVEN_B, SMALL, plan
 
-from trireme.engine.buffers import fits, usage
+from trireme.engine.buffers import each_usage, fits, usage
 from trireme.engine.build import build
 from trireme.engine.geometry import Geometry
 from trireme.engine.plan import Limits, UnitPlan
@@ -14,6 +14,7 @@ from trireme.engine.planner.choose import choose, floors
 from trireme.engine.planner.predict import Batch, predict
 from trireme.engine.planner.rule import Lean, Wanted, simple_plan
 from trireme.engine.planner.simulate import SimulatedQueues
+from trireme.engine.planner.variants import in_peers, moves
 from trireme.engine.step import Inputs, train_step
 
 MIB = 1 << 20
@@ -102,3 +103,66 @@ def test_where_ram_is_short_inputs_are_at_home_on_their_gpus():
     assert fits(geo, choice.plan, short)
     batch = Batch(512, 512, 8)
     assert max(floors(geo, choice.plan, H200, batch).values()) <= choice.found.step_s
+
+
+LINKED = replace(H200, peer=3e11, host=1.3e-5)
+
+
+def test_with_peer_access_outputs_stay_on_gpus():
+    """They move by peer copies where that fits and is faster; else through RAM, as without peer access."""
+    wanted, plain = Wanted(((512, 4),), document=256, gpus=2), [Lean()]
+    limits = Limits(200 * MIB, 2000 * MIB, 2)
+    linked, apart = (choose(SMALL, limits, rates, wanted, leans=plain) for rates in (LINKED, replace(LINKED, peer=0.0)))
+    assert (linked.plan.between, apart.plan.between) == ("gpu", "host")
+    assert linked.found.step_s < apart.found.step_s
+    assert linked.found.busy["peer"] > 0
+    assert "outputs of layers go to the next GPU by peer copies, not through RAM" in linked.because
+    begun = choose(SMALL, limits, replace(LINKED, peer=0.0), wanted, linked.plan, plain)
+    assert begun.plan.between == "host"
+    many = Wanted(((256, 200),), document=256, gpus=2, mode="backward")
+    tight = Limits(160 * MIB, 2000 * MIB, 2)
+    assert simple_plan(SMALL, tight, replace(many, peers=True)).between == "host"
+
+
+def test_peer_copies_spare_ram_and_the_bus():
+    """Within a pass of full speed the step takes no longer, and less where RAM's bandwidth is what binds."""
+    host = deal(SEVEN_B, plan(SEVEN_B, UnitPlan("host", "host", x="gpu"), tokens=8192, n_micro=8, window=3), 2)
+    peer, batch = replace(host, between="gpu"), Batch(8192, 2048, 8)
+    busy = {}
+    for name, made in (("host", host), ("peer", peer)):
+        found = predict(SEVEN_B, made, LINKED, batch, roughly=True)
+        busy[name] = found.busy
+        slow = predict(SEVEN_B, made, replace(LINKED, dram=6e10, adam=2e9), batch, roughly=True)
+        busy[name, "slow"] = slow.step_s
+    assert busy["peer"]["dram"] < busy["host"]["dram"]
+    assert busy["peer"]["h2d"] < busy["host"]["h2d"]
+    assert busy["peer", "slow"] < busy["host", "slow"]
+
+
+def test_peer_copies_without_a_link_of_their_own_take_the_bus():
+    made = replace(deal(SEVEN_B, plan(SEVEN_B, UnitPlan("host", "host", x="gpu"), window=3), 2), between="gpu")
+    seconds = lambda peer: predict(SEVEN_B, made, replace(H200, peer=peer), Batch(16384, 2048, 2)).busy["h2d"]
+    assert seconds(5e10) > seconds(3e11)
+
+
+def test_spare_memory_of_a_peer_holds_what_the_heads_gpu_would_recompute():
+    """The GPU of a large head is full, the other has room beside all that it keeps itself; the simulator says what
+    that gains, and nothing more of RAM or PCIe is used."""
+    rates = replace(LINKED, adam=1e12, dram=1e14, host=0.0)  # computation is the limit
+    cfg = replace(SMALL, vocab=256000)
+    first = deal(cfg, plan(cfg, UnitPlan("host", "host", x="gpu"), tokens=4096, n_micro=4, window=3), 2)
+    first, batch = replace(first, between="gpu"), Batch(4096, 2048, 4)
+    geo = Geometry.of(cfg, first)
+    full, other = each_usage(geo, first)[0]
+    saved = 4 * 3 * geo.saved_layout(1, tuple(geo.saved_names(geo.kinds[1])), 4096).span
+    assert full - other > saved
+    limits, steps = Limits(full + (24 << 20), 1 << 40, 2), moves(geo, batch, rates)
+    found = list(in_peers(geo, first, limits, steps, first.piece))
+    assert all(fits(geo, each, limits) for each in found)
+    assert any(unit.lent for each in found for unit in each.units)
+    assert not any(unit.names("host") for each in found for unit in each.units)
+    before, *after = (predict(cfg, each, rates, batch) for each in (first, *found))
+    best = min(after, key=lambda found: found.step_s)
+    assert best.step_s < before.step_s
+    assert best.busy["dram"] == before.busy["dram"]
+    assert {"peer_out", "peer_in"} <= {span.queue for span in best.spans}

@@ -329,8 +329,8 @@ def test_the_way_out_leads_out(checkpoint, capsys, tier, given, says):
 
 
 def test_a_mixture_is_refused_with_its_experts():
-    """gpt-oss-120b on 2 GiB: a layer's experts are nearly all of it as they are packed."""
-    job = ["--shape", "gpt-oss-120b", "--lora", "16", "--dry-run", "--assume", "gpu=rtx4060,ram=32GiB,ssd=2TB"]
+    """gpt-oss-120b on 2 GiB: of two GPUs each has a whole layer's, which are nearly all of it as they are packed."""
+    job = ["--shape", "gpt-oss-120b", "--lora", "16", "--dry-run", "--assume", "gpu=2xrtx4060,ram=32GiB,ssd=2TB"]
     with pytest.raises(DoesNotFit, match="the 128 experts of one layer take 1.58 GiB of it in MXFP4"):
         prepare(parse([*job, "--gpu-memory", "2GiB"]))
 

@@ -13,10 +13,12 @@ from trireme.engine.geometry import ADAM_BYTES
 from trireme.engine.plan import Limits
 from trireme.engine.planner import host, probe
 from trireme.engine.planner.machine import note_drives, note_pinned, this_machine, with_drives
+from trireme.engine.planner.predict import KERNELS, WITHIN
 from trireme.engine.planner.rates import ENDURANCE, Machine, rates_of
 from trireme.engine.queues import cgroups
 from trireme.engine.run.begin import limits as begin
 from trireme.engine.run.options import Options
+from trireme.kernels.host_adamw import Workers
 from trireme.models.config import InputError
 
 CPU = torch.device("cpu")
@@ -81,6 +83,41 @@ def test_what_bus_and_updates_keep_beside_each_other():
     assert found["beside"] == 1
     assert found["dram"] >= ADAM_BYTES * found["adam"]
     assert min(found["h2d"], found["d2h"]) > 1e9
+
+
+@pytest.mark.gpu
+@pytest.mark.skipif("torch.cuda.device_count() < 2")
+def test_peer_copies_are_faster_than_the_bus_where_there_is_a_link():
+    gpus = [torch.device("cuda", gpu) for gpu in range(2)]
+    access = torch.cuda.can_device_access_peer(0, 1) and torch.cuda.can_device_access_peer(1, 0)
+    assert (probe.peer_rates(gpus)["peer"] > 1e9) == access
+
+
+@pytest.mark.gpu
+def test_the_launches_of_a_small_block_are_measured():
+    """By them a block's estimate is at least what it takes of the host."""
+    device, task = torch.device("cuda"), probe.BOOKS * probe.task_seconds()
+    block = probe.block_seconds(device)
+    assert 1e-4 < block < 2e-2
+    host = max(probe.start_seconds(device), probe.launch_seconds(block, task))
+    said = host * (KERNELS["forward"] + KERNELS["backward"]) + task * (WITHIN["forward"] + WITHIN["backward"])
+    assert said > 0.9 * block
+
+
+def test_the_launches_of_a_block_are_shared_by_its_kernels():
+    kernels, within = KERNELS["forward"] + KERNELS["backward"], WITHIN["forward"] + WITHIN["backward"]
+    assert probe.launch_seconds(kernels * 1e-5 + within * 5e-5, 5e-5) == pytest.approx(1e-5)
+
+
+@pytest.mark.full
+def test_a_small_block_and_updates_in_both_formats_run_on_a_cpu(monkeypatch):
+    monkeypatch.setattr(probe, "TURNS", 1)
+    monkeypatch.setattr(probe, "BLOCKS", 1)
+    assert probe.block_seconds(torch.device("cpu")) > 0
+    with Workers(1) as workers:
+        for bits in (32, 8):
+            update = probe._update(workers, "BF16", 1 << 12, 2, bits)
+            assert [update() for _ in range(3)] == [None] * 3
 
 
 def test_a_probe_takes_half_of_the_ram_at_most():

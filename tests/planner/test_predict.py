@@ -54,6 +54,22 @@ def test_updates_delay_copies_to_the_gpu():
     assert h2d("gpu", 2e9) == pytest.approx(h2d("gpu", 1e14))
 
 
+def test_updates_with_8_bit_moments_have_a_rate_of_their_own():
+    """Where it was measured; that of fp32 moments has no part in it, and theirs none in fp32's."""
+    rates = replace(RATES, adam=2e8, latency=0.0, dram=1e15)
+    cpu = lambda bits, **other: predict(
+        SMALL,
+        plan(SMALL, UnitPlan("host", "host"), tokens=512, adam_bits=bits),
+        replace(rates, **other),
+        Batch(512, 256, 2),
+    ).busy["cpu"]
+    assert cpu(8) == pytest.approx(cpu(32))
+    assert cpu(8, adam8=4e8) == pytest.approx(cpu(32) / 2)
+    assert cpu(8, adam8=4e8, adam=1e8) == cpu(8, adam8=4e8)
+    assert cpu(32, adam8=4e8) == cpu(32)
+    assert rates.times(0.5, ("adam", "adam8")).with_moments(8).adam == 1e8
+
+
 def test_copies_delay_updates():
     """Each byte by 1 / dram seconds: on the way up weights, on the way down weights and gradients."""
     rates = replace(RATES, beside=1.0, latency=0.0)

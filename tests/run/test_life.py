@@ -25,6 +25,7 @@ from trireme.engine.run.begin import job
 from trireme.engine.run.command import parse
 from trireme.engine.run.options import Options, every
 from trireme.engine.run.train import finetune
+from trireme.kernels import launch
 from trireme.models.config import InputError
 from trireme.storage import folders, snapshots, store
 from trireme.storage.snapshots import FORMAT
@@ -349,6 +350,20 @@ def test_other_libraries_than_those_of_the_snapshot_are_said(paused, tmp_path, c
     finetune(run)
     was = "torch 1.0.0, triton 2.0.0, NVIDIA Zero\\x1b"
     assert f"changed  {now}, was {was} at step 1: it may round differently\n" in capsys.readouterr().out
+
+
+def test_launch_settings_are_part_of_a_snapshot(paused, tmp_path, monkeypatch):
+    """A resumed run has those of its snapshot, while it trains."""
+    run, used = replace(resumed(paused, tmp_path), max_steps=paused.max_steps), []
+    (path,) = Path(run.out).glob("store/snapshot-*/manifest.json")
+    content = unseal(path.read_bytes(), FORMAT, "manifest")
+    assert content["extra"]["launches"] == {}
+    begun = content["extra"]["launches"] = {"quantize": [64, 64, 4]}
+    path.write_bytes(seal(FORMAT, content))
+    monkeypatch.setattr(job, "common_launches", lambda group, device, launches, say: launches)
+    monkeypatch.setattr(launch, "use", lambda settings: used.append(dict(settings)))
+    finetune(run)
+    assert used == [begun, {}]
 
 
 def test_a_digit_of_config_yaml_that_changed_is_said(paused, tmp_path, capsys):

@@ -63,7 +63,8 @@ def _base_files(job: Job, store: Store, screen: Screen) -> CheckpointBase | None
     """Frozen weights on the SSD, in the user's checkpoint; None where they are copied."""
     if job.files.copied or not job.forecast.frozen_on_ssd:
         return None
-    layouts = {u: job.forecast.geo.stored_base[u] for u, unit in enumerate(job.plan.units) if unit.base == "ssd"}
+    geo, units = job.forecast.geo, job.plan.units
+    layouts = {v: layout for v, layout in enumerate(geo.stored_base) if units[geo.unit_of(v)].base == "ssd"}
     try:
         return CheckpointBase(layouts, job.source, job.stored, store.devices[0])
     except StoreError as error:

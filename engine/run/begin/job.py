@@ -7,7 +7,7 @@ import math
 import shutil
 from collections import defaultdict
 from collections.abc import Mapping
-from dataclasses import asdict, dataclass, replace
+from dataclasses import asdict, dataclass, field, replace
 from functools import cached_property
 from pathlib import Path
 from typing import Any
@@ -15,9 +15,12 @@ from typing import Any
 import torch
 
 from trireme.engine.amounts import gib
+from trireme.engine.check.tuned import SHAPE
+from trireme.engine.check.tuned import kept as settings_kept
 from trireme.engine.data.cache import Shelf
 from trireme.engine.data.codec import Codec
 from trireme.engine.data.dataset import DataOptions, Dataset, load_dataset
+from trireme.engine.data.files.scores import PLACE
 from trireme.engine.data.prepare import Progress
 from trireme.engine.geometry import Geometry
 from trireme.engine.hosts.group import Alone, Group, told
@@ -48,6 +51,8 @@ from trireme.engine.tuning.cached import Cached, cached
 from trireme.engine.tuning.packed import as_said, as_stored, as_trained, check_packing, outlined
 from trireme.engine.tuning.parts import open_checkpoint
 from trireme.engine.tuning.quantized import quantized
+from trireme.kernels.chips.chip import chip
+from trireme.kernels.chips.tried import misfit
 from trireme.kernels.private import cache_folder
 from trireme.models import hf
 from trireme.models.config import InputError, ModelConfig
@@ -79,6 +84,7 @@ class Job:
     work: Work
     files: Files
     lr: float
+    launches: dict[str, list[int]] = field(default_factory=dict)  # settings of kernels, as tuned.kept
 
     @property
     def data(self) -> Dataset:
@@ -149,11 +155,13 @@ def prepare(
     clock: Clock | None = None,
     group: Alone | None = None,
     date: str | None = None,
+    launches: Mapping[str, list[int]] | None = None,
 ) -> Job:
     """Reads and checks what the options name, and plans.
 
     `kept`: a resumed run's Pinned.json. `progress(name, position, size)`: bytes read of each data file. `clock` counts
     the parts. `group`: the hosts, which plan by the smallest of them. `date`: what chat templates take for today.
+    `launches`: settings of kernels with which a resumed run began; else those that are kept for this GPU.
     Raises InputError, CheckpointError, DoesNotFit.
     """
     assert options.model or options.shape
@@ -161,6 +169,8 @@ def prepare(
     preference = preference_of(options)
     if preference and group and group.hosts > 1:
         raise InputError(f"--method {preference.method} runs on one host. Start it without torchrun, or with one.")
+    if options.teacher and group and group.hosts > 1:
+        raise InputError("--teacher: runs with one are on one host. Start it without torchrun, or with one.")
     clock, folder, out, group = clock or Clock(), Path(options.model), Path(options.out), group or Alone()
     with clock.at("headers"):
         pinned = None if kept is None else pinned_of(options, kept, group.host, group.hosts)
@@ -193,6 +203,7 @@ def prepare(
             unequal = "Unequal ones round differently: use equal ones, or --device cpu on all"
             group.agree("GPUs", {"--device": model_of(device)}, unequal)
         limits = least(group, options, limits)
+        settings = {} if assumed else common_launches(group, device, launches, say)
     check_gpus(cfg, limits.gpus)
     check_heads(cfg, device)
     check_fp8(cfg, device, assumed)
@@ -204,7 +215,7 @@ def prepare(
     with clock.at("tokens"):
         read = _data_options(options, cfg, seq_len)
         data = load_dataset(options.data, codec, read, progress) if options.data else None
-    planner = replace(planner, limits=_with_tables(limits, data))
+    planner = replace(planner, limits=_with_tables(limits, data, _of_a_teacher(options, cfg, data, seq_len)))
     work = _work(options, data, seq_len)
     files = _files(options, cfg, out, source, data, work)
     dtypes = {t.dtype for name in stored.values() if (t := source.tensors.get(name))}
@@ -224,7 +235,10 @@ def prepare(
         files = replace(files, copied=f"copied: {why}" if why else "")
     lr = options.lr or default_rate(options, cfg)
     options = _in_force(options, cfg, data, seq_len, plan, lr)
-    return Job(options, out, cfg, source, stored, codec, data, device, plan, because, limits, machine, work, files, lr)
+    return Job(
+        options, out, cfg, source, stored, codec, data, device, plan, because, limits, machine, work, files, lr,
+        settings,
+    )  # fmt: skip
 
 
 def _read_for_base(source: Source) -> int:
@@ -238,9 +252,17 @@ def default_rate(options: Options, cfg: ModelConfig) -> float:
     return 2e-4 if cfg.lora else 2e-5 if shapes.parameters(cfg) < SMALL else 1e-5
 
 
-def _with_tables(limits: Limits, data: Dataset | None) -> Limits:
-    """The limits less the RAM that the data's tables hold, in steps of TABLES so that plans repeat."""
-    held = data.memory // TABLES * TABLES if data else 0
+def _of_a_teacher(options: Options, cfg: ModelConfig, data: Dataset | None, seq_len: int) -> int:
+    """Bytes of RAM of what it says: of places of all data, and of three steps, in use and being read."""
+    if cfg.teaching is None or data is None:
+        return 0
+    pieces = len(data.pieces) + (len(data.held_out.pieces) if data.held_out else 0)
+    return PLACE * pieces + 3 * min(options.batch_size, data.n_sequences) * seq_len * cfg.teaching.nbytes
+
+
+def _with_tables(limits: Limits, data: Dataset | None, more: int = 0) -> Limits:
+    """The limits less the RAM that the data's tables hold, and `more`, in steps of TABLES so that plans repeat."""
+    held = (data.memory + more) // TABLES * TABLES if data else 0
     return replace(limits, host=max(0, limits.host - held))
 
 
@@ -250,6 +272,19 @@ def common(group: Alone, plan: Plan) -> Plan:
         return plan
     first = told(group.texts(json.dumps(asdict(plan)))[0], dict, 0)
     return replace(Plan.of(first), host=group.host)
+
+
+def common_launches(
+    group: Alone, device: torch.device, begun: Mapping[str, list[int]] | None, say: Say
+) -> dict[str, list[int]]:
+    """Host 0's settings of kernels, which all adopt: those with which the run began, or those kept for its GPU."""
+    own = settings_kept(device) if begun is None else dict(begun)
+    if group.hosts > 1:
+        own = told(group.texts(json.dumps(own))[0], SHAPE, 0)
+    if own and (wrong := misfit(chip(device), own) if device.type == "cuda" else "a CPU has none"):
+        say(f"the run began with launch settings that do not suit this device ({wrong}): it may round differently")
+        return {}
+    return own
 
 
 def _data_options(options: Options, cfg: ModelConfig, seq_len: int) -> DataOptions:

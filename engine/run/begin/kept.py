@@ -28,7 +28,20 @@ from trireme.storage.untrusted import shown
 _TRUSTING = (ValueError, AttributeError, TypeError, LookupError, ArithmeticError, RecursionError)
 _NOT_KEPT = ("resume", "config", "dry_run", "assume", "shape", "demo", "out")  # not of the run
 CHOSEN = ("seq_len", "epochs", "lr", "weight_decay", "adam_bits", "lora_alpha", "lora_targets")  # if not given
-_OWN = ("model", "tokenizer", "chat_template", "data", "val", "adapter", "store", "plan", "gpu_memory", "ram", "log")
+_OWN = (
+    "model",
+    "tokenizer",
+    "chat_template",
+    "data",
+    "val",
+    "adapter",
+    "teacher",
+    "store",
+    "plan",
+    "gpu_memory",
+    "ram",
+    "log",
+)
 
 
 class Refused(InputError):
@@ -145,7 +158,7 @@ def kept(options: Options) -> dict[str, Any]:
             continue
         if value is None:
             pass
-        elif f.name in ("model", "tokenizer", "store", "plan"):
+        elif f.name in ("model", "tokenizer", "store", "plan", "teacher"):
             value = [full(v) for v in value] if isinstance(value, tuple) else written(full(value))
         elif f.name in ("data", "val", "chat_template"):
             value = [written(_absolute(v)) for v in value] if isinstance(value, tuple) else written(_absolute(value))

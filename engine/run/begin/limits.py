@@ -52,7 +52,7 @@ def _assumed(options: Options, machine: str) -> tuple[Machine, Limits]:
     asked = made.gpus if options.gpus in ("all", 1) else int(options.gpus)
     if asked > made.gpus > 1:
         raise InputError(f"--gpus {asked}: the assumed machine has {made.gpus}.")
-    made = replace(made, gpu=options.gpu_memory or made.gpu, gpus=asked)
+    made = made.first(asked, options.gpu_memory)
     limits = replace(made.limits, host=options.ram or made.limits.host, all_free=options.gpu_memory is None)
     if limits.gpu <= 0:
         taken = gib(made.gpu - limits.gpu)

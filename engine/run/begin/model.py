@@ -8,7 +8,9 @@ from dataclasses import replace
 from pathlib import Path
 
 from trireme.engine.data.codec import Codec, load_codec
+from trireme.engine.data.files.scores import is_scores
 from trireme.engine.planner.sizes import find_model
+from trireme.engine.run.begin.preference import teaching_of
 from trireme.engine.run.hub.places import title
 from trireme.engine.run.options import Options
 from trireme.engine.tuning.adapters import Adapter
@@ -23,11 +25,14 @@ NAMED = 4  # modules named in a line
 
 
 def what_is_trained(options: Options) -> ModelConfig:
-    """The model, what of it is trained, and whether in fp8. Raises InputError."""
+    """The model, what of it is trained, whether in fp8, and with a teacher. Raises InputError."""
     if options.rope_factor and options.shape:
         raise InputError("--rope-factor changes a config.json, which --shape has not. Leave it out.")
     cfg = find_model(options.shape) if options.shape else read_config(options.model, options.rope_factor)
-    cfg = replace(cfg, fp8=options.dtype == "fp8")
+    teaching = teaching_of(options)
+    if teaching and not is_scores(options.teacher or ""):
+        teaching = replace(teaching, k=min(teaching.k, cfg.vocab))
+    cfg = replace(cfg, fp8=options.dtype == "fp8", teaching=teaching)
     details = options.lora_alpha is not None or bool(options.lora_targets or options.rslora or options.loraplus)
     if options.router_aux and (cfg.experts is None or cfg.names.correction):
         why = "the model's experts are balanced by a bias" if cfg.experts else "the model has no experts"

@@ -16,6 +16,7 @@ from trireme.engine.geometry import Geometry
 from trireme.engine.plan import Plan
 from trireme.engine.run.options import Options
 from trireme.models.config import InputError, ModelConfig, default_number, numbers
+from trireme.models.sizes import narrow
 from trireme.storage.checkpoint import Source
 from trireme.storage.untrusted import complaint
 
@@ -86,6 +87,7 @@ SNAPSHOT = {
     "options": dict,
     "data": str,
     "computed_by": str,  # as host.computed_by; missing in older snapshots
+    "launches": {str: [int]},  # as tuned.kept; missing in older snapshots: the usual ones
     "written": int,
     "worse": int,
     "eval_rows": {int, type(None)},  # None or missing: all
@@ -93,6 +95,7 @@ SNAPSHOT = {
     "best": ({float, type(None)}, {int, type(None)}),  # in older snapshots without a step: before training
     "start": {float, type(None)},  # eval_loss before training; missing in older snapshots
     "base": dict,  # checksums of frozen weights, by unit
+    "teacher": str,  # key of its scores; empty or missing: none
     "log": (int, {int, type(None)}, int, int),
     "cut": {
         **dict.fromkeys(("tokens", "n_micro", "record", "adam_bits", "batch_size", "rows"), int),
@@ -106,8 +109,8 @@ SNAPSHOT = {
 
 def check_snapshot(options: Options, said: Mapping[str, Any]) -> None:
     """Raises InputError where a snapshot is not of this version's form."""
-    missing: dict[str, Any] = {"computed_by": "", "eval_rows": None, "worse": 0, "base": {}}
-    missing |= {"date": None, "start": None}
+    missing: dict[str, Any] = {"computed_by": "", "launches": {}, "eval_rows": None, "worse": 0, "base": {}}
+    missing |= {"date": None, "start": None, "teacher": ""}
     wrong = complaint({**missing, **said}, SNAPSHOT)
     if not wrong and said.get("date") is not None and not is_date(said["date"]):
         wrong = ".date is no date"
@@ -199,6 +202,8 @@ def misfit(plan: Plan, cfg: ModelConfig) -> str:
     """Why a plan does not suit the model; "" where it does."""
     if len(plan.units) != plan.cut(cfg).n_units or plan.halves and cfg.whole:
         return "the plan is for another model"
+    if plan.slices > 1 and not narrow.may_be_sliced(cfg):
+        return "the plan has slices of frozen experts, and the model trains its experts or has none"
     geo = Geometry.of(cfg, plan)
     for u, unit in enumerate(plan.units):
         unknown = {name for name, _ in unit.saved} - set(geo.saved_names(geo.kinds[u]) if 0 < u < geo.head else ())

@@ -127,6 +127,7 @@ def _key(job: Job, sums: Mapping[str, str]) -> str:
     """Of the weights, of the data, and of what decides roundings."""
     said: dict[str, Any] = {"weights": dict(sorted(sums.items())), "dtype": job.plan.dtype, "fp8": job.cfg.fp8}
     said |= {"rows": job.micro_rows, "together": job.n_micro, "by": computed_by(job.device)}
+    said |= {"launches": job.launches} if job.launches else {}
     said["model"] = job.pinned.model["config"]
     return f"{hashlib.sha256(json.dumps(said, sort_keys=True).encode()).hexdigest()[:24]}-{_data_key(job)}"
 

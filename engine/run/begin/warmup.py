@@ -59,15 +59,19 @@ def _embedding(e: Engine, u: int, mb: Inputs) -> None:
 
 def _block(e: Engine, u: int, mb: Inputs) -> None:
     x, dx, saved = e.activations.x, e.activations.dx, e.activations.saved
-    _arrives(e, x[u][0], mb.tokens, reads=2)
-    done = forward_block(e, u, 0, e.weights.get(u), mb, train=True)
+    slices = max(1, len(e.geo.slices_of[u]))
+    _arrives(e, x[u][0], mb.tokens, reads=2 * slices)
+    for part in e.weights.parts(e.weights.get(u)):
+        done = forward_block(e, u, 0, part, mb, train=True)
     x[u + 1][0].discard(done)
     e.weights.release(u)
-    _arrives(e, dx[u + 1][0], mb.tokens)
+    _arrives(e, dx[u + 1][0], mb.tokens, reads=slices)
     for left in (x[u][0], *saved[u][0]):
         left.queue = "h2d"
         left.fetch()
-    done = backward_block(e, u, 0, e.weights.get(u, backward=True), e.gradients.get(u), mb)
+    w, gradient = e.weights.get(u, backward=True), e.gradients.get(u)
+    for part in e.weights.parts(w):
+        done = backward_block(e, u, 0, part, gradient, mb)
     dx[u][0].discard(done)
     e.weights.release(u)
     e.gradients.drop(u)

@@ -112,6 +112,7 @@ class Ready(NamedTuple):
     seq_len: int
     dtype: torch.dtype
     waiting: int  # tokens that share a pass, at least a micro-batch's
+    below: int  # ids that likeliest tokens may have
 
 
 def losses(given: argparse.Namespace, screen: Screen) -> Iterator[Found]:
@@ -127,16 +128,35 @@ def losses(given: argparse.Namespace, screen: Screen) -> Iterator[Found]:
 def make_ready(given: argparse.Namespace, screen: Screen, logits: int = 0) -> Ready:
     """`logits`: rows of them in fp32 that a pass needs. Raises as `evaluate`."""
     opened, codec = common.opened(given, screen)
-    cfg, place = opened.cfg, common.place_of(given, opened)
+    cfg = opened.cfg
     seq_len = given.seq_len or min(2048, cfg.max_positions)
     if seq_len > cfg.max_positions:
         raise InputError(f"--seq-len {seq_len}: the model has {cfg.max_positions} positions. Lower it.")
     sources = [_read(name, codec, opened, given, seq_len, screen) for name in given.data]
-    rows, dtype = max(1, AT_ONCE // seq_len) if place[0].type == "cuda" else 1, DTYPE[place[1]]
+    return made_ready(given, opened, sources, seq_len, logits, cfg.vocab, screen)
+
+
+def made_ready(
+    given: argparse.Namespace,
+    opened: Opened,
+    sources: list[Dataset],
+    seq_len: int,
+    logits: int,
+    below: int,
+    screen: Screen,
+) -> Ready:
+    """With its layers loaded. Raises as `evaluate`."""
+    cfg, place = opened.cfg, common.place_of(given, opened)
+    rows, dtype = rows_of(place[0], seq_len), DTYPE[place[1]]
     room = needs(cfg, rows * seq_len, dtype.itemsize) + 3 * 4 * logits * cfg.vocab
     layers = common.loaded(given, opened, place, room, "a pass", screen)
     waiting = WAITING // (cfg.width * dtype.itemsize) if layers.pass_s else 0
-    return Ready(opened, layers, sources, rows, seq_len, dtype, waiting)
+    return Ready(opened, layers, sources, rows, seq_len, dtype, waiting, min(below, cfg.vocab))
+
+
+def rows_of(device: torch.device, seq_len: int) -> int:
+    """Sequences of a micro-batch."""
+    return max(1, AT_ONCE // seq_len) if device.type == "cuda" else 1
 
 
 def _read(name: str, codec: Codec, opened: Opened, given: argparse.Namespace, seq_len: int, screen: Screen) -> Dataset:

@@ -64,6 +64,10 @@ class Given(TypedDict, total=False):
     simpo_gamma: float
     desirable_weight: float
     undesirable_weight: float
+    teacher: str | Path
+    distill_weight: float
+    temperature: float
+    top_k: int
     epochs: float
     max_steps: int
     batch_size: int

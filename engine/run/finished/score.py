@@ -1,6 +1,7 @@
 """`trireme score FOLDER --data FILE --out DIR`: what a model of any size says of data, written to files.
 
-DIR/scores.json names model and data. DIR/000/part-00000.safetensors and so on are of the first --data, in order:
+DIR/scores.json names model, vocabulary and data, its files of tokens by key with their numbers of documents.
+DIR/000/part-00000.safetensors and so on are of the first --data, in order:
 
     document  (n,) I64   number of the document among those that were read; a text or a long row may be in pieces
     start     (n,) I64   its token at which the piece begins
@@ -37,10 +38,13 @@ from safetensors import SafetensorError, safe_open
 from safetensors.numpy import save
 
 from trireme.engine.amounts import count, number
+from trireme.engine.data.codec import Codec
 from trireme.engine.data.dataset import Dataset, MicroBatch
+from trireme.engine.data.files.scores import FORMAT, NAMES, places_of
 from trireme.engine.run.command import program, typed
 from trireme.engine.run.finished import evaluate
 from trireme.engine.run.finished.evaluate import Found, Ready
+from trireme.engine.run.finished.opened import Opened
 from trireme.engine.run.screen import Screen
 from trireme.engine.tuning.base import stamps
 from trireme.models import head, model
@@ -48,7 +52,6 @@ from trireme.models.config import InputError
 from trireme.models.rows import rope_tables
 from trireme.storage.files import replace_synced
 
-FORMAT = "trireme scores 1"
 PART = 1 << 26  # bytes of a part, about
 MOST = 256  # of --top-k
 
@@ -86,9 +89,10 @@ def score(argv: Sequence[str]) -> int:
 
 def _keep_names(folder: Path, given: argparse.Namespace, ready: Ready) -> None:
     """Raises InputError where the folder has scores of something else."""
-    said = {"format": FORMAT, "model": str(Path(given.folder).resolve()), "top_k": given.top_k or 0}
-    said["sources"] = [{"data": name, "folder": f"{i:03}"} for i, name in enumerate(given.data)]
-    path = folder / "scores.json"
+    sources, codec = list(zip(given.data, ready.sources, strict=True)), ready.sources[0].codec
+    assert codec is not None
+    said = described(Path(given.folder), min(given.top_k or 0, ready.below), codec, sources)
+    path = folder / NAMES
     try:
         before = json.loads(path.read_text()) if path.is_file() else said
     except ValueError:
@@ -100,6 +104,14 @@ def _keep_names(folder: Path, given: argparse.Namespace, ready: Ready) -> None:
     for i, _ in enumerate(ready.sources):
         (folder / f"{i:03}").mkdir(parents=True, exist_ok=True)
     replace_synced(path, json.dumps(said, indent=1).encode())
+
+
+def described(model: Path, k: int, codec: Codec, sources: Sequence[tuple[str, Dataset]]) -> dict[str, Any]:
+    """What scores.json says."""
+    said = {"format": FORMAT, "model": str(model.resolve()), "tokenizer": codec.vocabulary()}
+    files = [{file.meta["key"]: file.n_documents for file in data.files} for _, data in sources]
+    each = [{"data": name, "folder": f"{i:03}", "files": files[i]} for i, (name, _) in enumerate(sources)]
+    return said | {"top_k": k, "sources": each}
 
 
 # ---------------------------------------------------------------- a source
@@ -124,7 +136,7 @@ class Part:
 
 def score_source(ready: Ready, data: Dataset, folder: Path, k: int, screen: Screen, most: int = PART) -> Found:
     """Writes the parts that are missing; returns the loss of all. Raises InputError, StoreError."""
-    key = _key(ready, data, k)
+    key = key_of(ready.opened, data, ready.layers.device.type, ready.dtype, ready.rows, ready.seq_len, k, ready.below)
     parts, done, found = _there(folder, key, data.n_sequences)
     batches, waiting = _numbered(ready, data), Part()
     with screen.working("scoring", data.tokens, "tokens") as more:
@@ -163,12 +175,14 @@ def _there(folder: Path, key: str, sequences: int) -> tuple[int, int, Found]:
     return parts, done, found
 
 
-def _key(ready: Ready, data: Dataset, k: int) -> str:
+def key_of(
+    opened: Opened, data: Dataset, device: str, dtype: torch.dtype, rows: int, seq_len: int, k: int, below: int
+) -> str:
     """Of weights by the names, sizes and times of their files, of data, and of what decides the numbers."""
-    files = {str(path): stamp for path, stamp in stamps(ready.opened.source).items()}
-    adapter = ready.opened.adapter
-    files |= {str(path): stamp for path, stamp in stamps(adapter.source).items()} if adapter else {}
-    said = [files, data.fingerprint, str(ready.dtype), ready.rows, ready.seq_len, k, ready.layers.device.type]
+    files = {str(path): stamp for path, stamp in stamps(opened.source).items()}
+    files |= {str(path): stamp for path, stamp in stamps(opened.adapter.source).items()} if opened.adapter else {}
+    said = [files, data.fingerprint, str(dtype), rows, seq_len, k, device]
+    said += [below] if below < opened.cfg.vocab else []
     return hashlib.sha256(json.dumps(said, sort_keys=True).encode()).hexdigest()[:24]
 
 
@@ -182,17 +196,11 @@ class Numbered(MicroBatch):
 
 
 def _numbered(ready: Ready, data: Dataset) -> Iterator[Numbered]:
-    first = np.cumsum([0, *(file.n_documents for file in data.files)])
     at = 0
     for mb in data.batches(ready.rows):
         pieces = data.pieces[at : at + len(mb.lengths)]
         at += len(mb.lengths)
-        where = np.zeros((len(pieces), 2), np.int64)
-        for j, piece in enumerate(pieces):
-            file = data.files[piece["file"]]
-            number = int(np.searchsorted(file.offsets, piece["start"], "right")) - 1
-            where[j] = first[piece["file"]] + number, piece["start"] - file.offsets[number]
-        yield Numbered(mb.ids, mb.labels, mb.lengths, mb.weights, mb.reference, where)
+        yield Numbered(mb.ids, mb.labels, mb.lengths, mb.weights, mb.reference, None, places_of(data.files, pieces))
 
 
 def _scores(ready: Ready, group: Sequence[MicroBatch], k: int) -> list[dict[str, np.ndarray]]:
@@ -213,7 +221,8 @@ def _scores(ready: Ready, group: Sequence[MicroBatch], k: int) -> list[dict[str,
             "logp": -np.add.reduceat(losses, starts),
         }
         if k:
-            top = head.head_top(cfg, w, model.output_matrix(cfg, embed, w), x, mb.loss_rows, min(k, cfg.vocab))
+            matrix, most = model.output_matrix(cfg, embed, w), ready.below
+            top = head.head_top(cfg, w, matrix, x, mb.loss_rows, min(k, most), most)
             ids, logps, rest = (each.cpu().numpy() for each in top)
             lowest = np.finfo(np.float16).min
             scores |= {"label": given.labels[given.labels >= 0].astype(np.int32), "ids": ids.astype(np.int32)}

@@ -17,9 +17,9 @@ from trireme.engine.run.records import read_log
 
 # Told elsewhere in the card, or about this machine.
 _LEFT_OUT = frozenset({
-    "model", "data", "val", "out", "store", "tokenizer", "chat_template", "adapter", "plan", "config", "resume", "push",
-    "log", "keep", "device", "gpus", "gpu_memory", "ram", "optimizer_mode", "show_example", "save_every", "merge",
-    "export_every", "system",
+    "model", "data", "val", "out", "store", "tokenizer", "chat_template", "adapter", "teacher", "plan", "config",
+    "resume", "push", "log", "keep", "device", "gpus", "gpu_memory", "ram", "optimizer_mode", "show_example",
+    "save_every", "merge", "export_every", "system",
 })  # fmt: skip
 
 

@@ -36,6 +36,7 @@ def fetched(options: Options, screen: Screen) -> Options:
     Raises InputError, OSError.
     """
     model = folder_of(options.model, screen, options.dry_run)
+    teacher = options.teacher and folder_of(options.teacher, screen, options.dry_run)
     data, held = list[str](), list[str]()
     for text in options.data:
         more, apart = _data(text, screen)
@@ -49,7 +50,7 @@ def fetched(options: Options, screen: Screen) -> Options:
         val = found[0]
     elif held and not val:
         screen.say(f"download not used: {held[0]}. For evaluations: --val {held[0]}")
-    return replace(options, model=model, data=tuple(data), val=val)
+    return replace(options, model=model, teacher=teacher, data=tuple(data), val=val)
 
 
 def folder_of(model: str, screen: Screen, outline: bool = False) -> str:

@@ -1,0 +1,142 @@
+"""`trireme check --tune`: the few settings of each launch (kernels/chips/tried.py), tried on this GPU.
+
+A setting counts if the kernel's results are within the bound of its reference and repeat, and is taken where it is
+faster than the usual one by MORE, twice. What is taken may round differently: each line says so, by comparing all bits.
+"""
+
+from __future__ import annotations
+
+import math
+import statistics
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass, field, replace
+
+import torch
+
+from trireme.engine.check import cases, tuned
+from trireme.engine.check.cases import Case, Shapes
+from trireme.engine.check.row import Row
+from trireme.kernels import launch, ops
+from trireme.kernels.chips.chip import Chip
+from trireme.kernels.chips.tried import tried
+
+MORE = 1.03  # times as fast, from which another setting is taken
+CALLS, ROUNDS = 10, 5  # that are timed: of each setting, and in turn with the usual one
+REPEATS = 3  # calls that have to give the same bits
+LENGTHS = (900, 57, 1091)  # of documents: tokens of an attention
+HEADS = {64: (32, 32), 128: (32, 8), 256: (16, 8)}  # queries' and keys', by width
+NARROW = 256  # width of the loss's inputs: its matrix multiplications take less than its kernel
+
+
+@dataclass
+class Found:
+    """What was found: settings that are faster than the usual ones."""
+
+    settings: dict[str, list[int]] = field(default_factory=dict)
+    rounds: bool = False  # one of them rounds differently
+
+
+def tune(chip: Chip, shapes: Shapes, seconds: Callable[[Case], float], found: Found) -> Iterator[Row]:
+    """A row for each launch; `found` gets what is faster. `seconds` of a call."""
+    for name, settings in tried(chip).items():
+        try:
+            yield _tried(name, case_of(name, chip, shapes), settings, seconds, found)
+        except torch.cuda.OutOfMemoryError:
+            yield Row("tune", name, "not tried: too large for this GPU's memory")
+    launch.use({})
+
+
+def _tried(
+    name: str, case: Case, settings: Sequence[tuple[int, ...]], seconds: Callable[[Case], float], found: Found
+) -> Row:
+    launch.use({})
+    usual, expected, times = _median(case, seconds), cases.bits(case), dict[tuple[int, ...], float]()
+    for setting in settings:
+        launch.use({name: setting})
+        took = _works(case, seconds)
+        if took < math.inf:
+            times[setting] = took
+    best = min(times, key=times.__getitem__, default=None)
+    if best is None or times[best] * MORE > usual or (gain := _in_turn(name, best, case, seconds)) < MORE:
+        return Row("tune", name, f"as it is: {len(times)} of {len(settings)} settings tried", numbers={"gain": 1.0})
+    launch.use({name: best})
+    same = cases.equal(cases.bits(case), expected)
+    found.settings[name] = list(best)
+    found.rounds |= not same
+    bits_say = "bitwise identical" if same else "rounds differently"
+    said = f"{', '.join(map(str, best))}: {gain:.2f} times as fast; {bits_say}"
+    return Row("tune", name, said, numbers={"gain": gain, "same": same, "setting": str(list(best))})
+
+
+def _works(case: Case, seconds: Callable[[Case], float]) -> float:
+    """Seconds of a call; infinite where it fails, or its results are wrong or do not repeat."""
+    try:
+        right = cases.error(case) <= case.bound and cases.repeats(case, REPEATS)
+        return _median(case, seconds) if right else math.inf
+    except torch.cuda.OutOfMemoryError:
+        raise
+    except Exception:  # of Triton's compiler or its launcher: too much shared memory, an internal error
+        return math.inf
+
+
+def _median(case: Case, seconds: Callable[[Case], float], calls: int = CALLS) -> float:
+    return statistics.median(seconds(case) for _ in range(calls))
+
+
+def _in_turn(name: str, setting: Sequence[int], case: Case, seconds: Callable[[Case], float]) -> float:
+    """How many times as fast as usual, timed in turn."""
+    times: dict[bool, list[float]] = {False: [], True: []}
+    for _ in range(ROUNDS):
+        for new, spent in times.items():
+            launch.use({name: setting} if new else {})
+            spent.append(_median(case, seconds, CALLS))
+    return statistics.median(times[False]) / statistics.median(times[True])
+
+
+# ---------------------------------------------------------------- what is timed
+
+
+def case_of(name: str, chip: Chip, s: Shapes) -> Case:
+    """A call in which the launch takes the larger part of the time."""
+    if name.startswith("attention_"):
+        kind, width = name.removeprefix("attention_").split()
+        return _attention(kind, int(width), chip, s)
+    if name.startswith("cross_entropy"):
+        vocabulary = max(v for _, v in s.heads_of) if name.endswith("wide") else launch.WIDE // 2
+        narrow = replace(s, heads_of=((min(NARROW, s.widths[0]), vocabulary),), chunks=s.chunks[:1])
+        return next(cases.loss(narrow))
+    group, op, label = {
+        "rows_bwd": ("norms", "rmsnorm_bwd", ""),
+        "grouped_mm": ("experts", "grouped_mm", "up"),
+        "grouped_add": ("experts", "grouped_add_", "up"),
+        "quantize": ("fp8", "quantize", "rows "),
+        "quantize both": ("fp8", "quantize", "rows columns"),
+        "gated_codes": ("fp8", "swiglu_codes_bwd", ""),
+        "block_scaled": ("fp8", "fp8_matmul", ""),
+    }[name]
+    found = cases.GROUPS[group](s)
+    return next(case for case in found if case.op == op and label in f"{case.label} ")
+
+
+def _attention(kind: str, width: int, chip: Chip, s: Shapes) -> Case:
+    """On Hopper with a window, as long as the text: without one its own kernels compute heads up to 128."""
+    a = cases.attention_inputs(s.tuned or LENGTHS, *HEADS[width], width, s)
+    window = sum(a.docs.lengths) if chip.arch == 90 else 0
+    if kind == "fwd":
+        return Case(str(width), "attention_fwd", (a.q, a.k, a.v, a.docs, a.scale, window), 1.0)
+    out, lse = ops.attention_fwd(a.q, a.k, a.v, a.docs, a.scale, window)
+    return Case(
+        str(width), "attention_bwd", (a.dout, a.q, a.k, a.v, out, lse, a.docs, a.scale, a.dq, a.dk, a.dv, window), 1.0
+    )
+
+
+def rows(device: torch.device, shapes: Shapes, seconds: Callable[[Case], float]) -> Iterator[Row]:
+    """A row for each launch of a GPU, and where the faster settings are kept."""
+    found = Found()
+    with tuned.in_use({}):
+        yield from tune(launch.chip(device), shapes, seconds, found)
+    path = tuned.keep(device, found.settings)
+    where = f"kept in {path}" if path else "not kept: there is no cache folder of this user's own"
+    rounds = ", with other roundings than untuned ones" if found.rounds else ""
+    said = f"{len(found.settings)} launches, {where}. Runs that begin from now on use them{rounds}; begun ones do not"
+    yield Row("tune", "settings", said if found.settings else f"none is faster; {where}")

@@ -1,0 +1,74 @@
+"""Launch settings that `trireme check --tune` found, in the cache folder, and the settings of a run."""
+
+from __future__ import annotations
+
+import hashlib
+import json
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager, suppress
+from importlib.metadata import version
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from trireme.engine.planner.host import model_of
+from trireme.engine.planner.probe import chips
+from trireme.kernels import launch
+from trireme.kernels.chips.chip import chip
+from trireme.kernels.chips.tried import misfit
+from trireme.kernels.private import cache_folder
+from trireme.storage.files import replace_synced
+from trireme.storage.untrusted import complaint, parse_json
+
+Settings = Mapping[str, list[int]]  # as launch.use
+SHAPE = {str: [int]}
+
+
+def identity(device: torch.device) -> dict[str, str]:
+    """What settings are kept by: the GPU, its driver, torch and Triton."""
+    found = chips(device, "")
+    driver = str(found.get("driver", ""))
+    return {"gpu": model_of(device), "driver": driver, "torch": torch.__version__, "triton": version("triton")}
+
+
+def keep(device: torch.device, settings: Settings) -> Path | None:
+    """The file in which they are kept; None without a cache folder. Raises StoreError."""
+    path, known = _file(device)
+    if path is not None:
+        replace_synced(path, (json.dumps({"identity": known, "settings": settings}) + "\n").encode())
+    return path
+
+
+def kept(device: torch.device) -> dict[str, list[int]]:
+    """What was last kept for this GPU and this software; nothing where that is missing or no longer of use."""
+    if device.type != "cuda":
+        return {}
+    path, known = _file(device)
+    found: dict[str, Any] = {}
+    with suppress(OSError, ValueError):
+        found = parse_json(path.read_bytes(), path.name) if path else {}
+    if complaint(found, {"identity": {str: str}, "settings": SHAPE}) or found["identity"] != known:
+        return {}
+    return {} if misfit(chip(device), found["settings"]) else found["settings"]
+
+
+def _file(device: torch.device) -> tuple[Path | None, dict[str, str]]:
+    folder, known = cache_folder(), identity(device)
+    name = hashlib.sha256(json.dumps(known, sort_keys=True).encode()).hexdigest()[:12]
+    return folder and folder / f"launches-{name}.json", known
+
+
+@contextmanager
+def in_use(settings: Settings) -> Iterator[None]:
+    """Kernels are launched with these settings inside, with the usual ones after."""
+    launch.use(settings)
+    try:
+        yield
+    finally:
+        launch.use({})
+
+
+def digest(settings: Settings) -> str:
+    """A short name of settings, "" of the usual ones."""
+    return hashlib.sha256(json.dumps(settings, sort_keys=True).encode()).hexdigest()[:8] if settings else ""

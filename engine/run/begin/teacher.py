@@ -1,0 +1,200 @@
+"""--teacher: what it says of the data, in scores that are given, or made by a streamed pass of it before the run.
+
+The pass writes what `trireme score` writes, into the user's cache, or into OUT/teacher where that has no room. A killed
+run goes on behind the parts that are there; scores.json is written last. Later runs with the same teacher and data
+take it from the cache, where the longest unused make room.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+import shutil
+import time
+from contextlib import suppress
+from dataclasses import replace
+from pathlib import Path
+
+import torch
+
+from trireme.engine.amounts import compact, gib, seconds
+from trireme.engine.data.cache import KEPT
+from trireme.engine.data.codec import Codec, load_codec
+from trireme.engine.data.dataset import Dataset
+from trireme.engine.data.files.scores import NAMES, Names, Pieces, is_scores, read_names, taught_by
+from trireme.engine.memory import DTYPE
+from trireme.engine.plan import DoesNotFit
+from trireme.engine.run.begin.job import Job
+from trireme.engine.run.begin.opened import Snapshot
+from trireme.engine.run.finished import evaluate, given, score
+from trireme.engine.run.finished.opened import Opened, open_folder
+from trireme.engine.run.screen import Screen
+from trireme.engine.run.verify import TEACHER
+from trireme.kernels.private import cache_folder
+from trireme.models import head
+from trireme.models.config import InputError
+from trireme.models.sizes import shapes
+from trireme.storage.files import existing, replace_synced
+
+PART = 1 << 24  # bytes of a part: what a killed pass loses at most
+SOURCES = ("train", "val")
+
+
+def about_teacher(job: Job, screen: Screen) -> list[str]:
+    """Lines of the report. Raises InputError where the teacher cannot teach this model."""
+    teacher, teaching = job.options.teacher, job.cfg.teaching
+    if not teacher or teaching is None:
+        return []
+    if is_scores(teacher):
+        names = read_names(teacher)
+        _check_same(teacher, names.tokenizer, job)
+        return [f"teacher  {names.model}, by the scores in {teacher}"]
+    codec = load_codec(teacher) or open_folder(teacher, "", screen.warn).codec()
+    _check_same(teacher, codec.vocabulary(), job)
+    nbytes = _nbytes(job)
+    return [f"teacher  {teacher}: it reads the data before the first step, and says {gib(nbytes)} of it"] * bool(
+        job.read
+    )
+
+
+def with_teacher(job: Job, snapshot: Snapshot | None, screen: Screen) -> Job:
+    """The job with the teacher's rows in its data. Raises InputError, CheckpointError, DoesNotFit, StoreError."""
+    teacher = job.options.teacher
+    if not teacher or job.cfg.teaching is None:
+        return job
+    begun = str(snapshot.get("teacher", "")) if snapshot else ""
+    names = read_names(teacher) if is_scores(teacher) else _passed(job, teacher, begun, screen)
+
+    def taught(data: Dataset) -> Dataset:
+        return replace(data, teacher=taught_by(names, Pieces(data.files, data.pieces, data.labels()), job.cfg.vocab))
+
+    data = taught(job.data)
+    assert data.teacher is not None
+    if begun and data.teacher.key != begun:
+        raise InputError(_changed(job))
+    held = data.held_out and taught(data.held_out)
+    return replace(job, read=replace(data, held_out=held))
+
+
+def _changed(job: Job) -> str:
+    return (
+        f"--resume {job.out}: the teacher {job.options.teacher} is not what the run began with, or its files were "
+        "touched. Restore it, or start again."
+    )
+
+
+def _check_same(teacher: str, vocabulary: str, job: Job) -> None:
+    """Raises InputError where the teacher's tokens are others."""
+    if job.read is None:
+        return
+    if job.codec is None:
+        raise InputError(f"--teacher {teacher}: the model has no tokenizer to compare with its. Give --tokenizer DIR.")
+    if vocabulary != job.codec.vocabulary():
+        raise InputError(
+            f"--teacher {teacher} has another tokenizer: its tokens or their ids are not those "
+            f"of {job.options.tokenizer or job.options.model}, and what it says of them means nothing here. Take one "
+            "of the same family."
+        )
+
+
+# ---------------------------------------------------------------- the pass
+
+
+def _sources(job: Job) -> dict[str, Dataset]:
+    held = job.data.held_out
+    return dict(zip(SOURCES, [job.data, *([held] if held else [])], strict=False))
+
+
+def _nbytes(job: Job) -> int:
+    """Of all scores, about."""
+    assert job.cfg.teaching is not None
+    labels = sum(data.trained * data.tokens for data in _sources(job).values()) if job.read else 0
+    return int(labels * (job.cfg.teaching.nbytes + 4))
+
+
+def _passed(job: Job, teacher: str, begun: str, screen: Screen) -> Names:
+    """The scores of a checkpoint, made where they are not there yet."""
+    o, teaching = job.options, job.cfg.teaching
+    assert teaching is not None
+    dtype = o.dtype if o.dtype in given.FORMATS else None
+    asked = argparse.Namespace(
+        folder=teacher, model=None, tokenizer=None, chat_template=None, device=o.device, dtype=dtype,
+        gpu_memory=o.gpu_memory, ram=o.ram,
+    )  # fmt: skip
+    opened, codec = given.opened(asked, screen)
+    _check_same(teacher, codec.vocabulary(), job)
+    below = min(job.cfg.vocab, opened.cfg.vocab)
+    if teaching.k > below:
+        raise InputError(f"--top-k {teaching.k}: {teacher} has a vocabulary of {below}. Lower it.")
+    keys = _keys(job, opened, asked, below)
+    if begun and keys[0] != begun:
+        raise InputError(_changed(job))
+    folder = _folder(job, "-".join(keys))
+    if not is_scores(folder):
+        _make(job, folder, opened, codec, asked, below, screen)
+        if folder.parent.name == TEACHER:
+            _make_room(folder)
+    else:
+        screen.say(f"taught   by {teacher}: what it says is known from an earlier run")
+        with suppress(OSError):
+            os.utime(folder / NAMES)
+    return read_names(folder)
+
+
+def _keys(job: Job, opened: Opened, asked: argparse.Namespace, below: int) -> list[str]:
+    """Of the scores of each source."""
+    assert job.cfg.teaching is not None
+    device, dtype = given.place_of(asked, opened)
+    rows, k = evaluate.rows_of(device, job.seq_len), job.cfg.teaching.k
+    how = device.type, DTYPE[dtype], rows, job.seq_len, k, below
+    return [score.key_of(opened, data, *how) for data in _sources(job).values()]
+
+
+def _folder(job: Job, key: str) -> Path:
+    """Where scores are or will be. Raises DoesNotFit where no drive has room for them."""
+    own, cache, nbytes = job.out / TEACHER, cache_folder(), _nbytes(job)
+    if cache is not None:
+        shared = cache / TEACHER / key
+        disk = shutil.disk_usage(existing(cache))
+        if shared.is_dir() or nbytes <= min(disk.total // KEPT, disk.free // 2):
+            return shared
+    if nbytes > (free := shutil.disk_usage(existing(job.out)).free):
+        raise DoesNotFit(
+            f"{own}: what the teacher says of the data takes {gib(nbytes)}, {gib(free)} are free. Lower --top-k, or "
+            "free some space."
+        )
+    return own / key
+
+
+def _make(
+    job: Job, folder: Path, opened: Opened, codec: Codec, asked: argparse.Namespace, below: int, screen: Screen
+) -> None:
+    """Runs the pass, or goes on with it."""
+    began, k, sources = time.monotonic(), job.cfg.teaching.k if job.cfg.teaching else 0, _sources(job)
+    held = list(sources.values())
+    size = f"{compact(shapes.parameters(opened.cfg))} parameters"
+    ready = evaluate.made_ready(asked, opened, held, job.seq_len, head.TOP_CHUNK, below, screen)
+    try:
+        for i, data in enumerate(held):
+            (folder / f"{i:03}").mkdir(parents=True, exist_ok=True)
+            score.score_source(ready, data, folder / f"{i:03}", k, screen, PART)
+    finally:
+        ready.layers.close()
+    named = score.described(opened.base, k, codec, list(sources.items()))
+    replace_synced(folder / NAMES, json.dumps(named, indent=1).encode())
+    del ready
+    if torch.cuda.is_available():
+        torch.cuda.empty_cache()
+    tokens, took = sum(data.tokens for data in held), seconds(time.monotonic() - began)
+    screen.say(f"taught   {compact(tokens)} tokens by {job.options.teacher}, {size}: its pass took {took}")
+
+
+def _make_room(folder: Path) -> None:
+    """Removes the longest unused of the cache, beyond its share of the drive."""
+    room = shutil.disk_usage(folder).total // KEPT
+    found = [(path.stat().st_mtime, path.parent) for path in folder.parent.glob(f"*/{NAMES}")]
+    for _, old in sorted(found, reverse=True):
+        room -= sum(path.stat().st_size for path in old.rglob("*") if path.is_file())
+        if room < 0 and old != folder:
+            shutil.rmtree(old, ignore_errors=True)

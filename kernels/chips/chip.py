@@ -1,0 +1,49 @@
+"""A GPU's chip as launches see it: multiprocessors, shared memory, registers, L2, and programs that run at once.
+
+From the CUDA C programming guide, "Compute capabilities". arch 0 is Triton's interpreter: few programs.
+"""
+
+from __future__ import annotations
+
+from functools import cache
+from typing import NamedTuple
+
+import torch
+
+KIB = 1 << 10
+SHARED = {80: 163, 87: 163, 90: 227, 100: 227, 103: 227}  # KiB of a program, by compute capability
+USUAL = 99  # of every other chip since Ampere, RTX 30 to 50 among them
+OWN = KIB  # bytes of shared memory that a program takes besides its own
+REGISTERS, ROUNDED = 1 << 16, 8  # of a multiprocessor; a thread's are rounded up to
+WARPS = {80: 64, 87: 48, 90: 64, 100: 64, 103: 64}  # of a multiprocessor; else 48
+L2 = 50 << 20  # of an H100
+
+
+class Chip(NamedTuple):
+    arch: int  # compute capability: 90 for sm_90; 0 in the interpreter
+    sms: int  # multiprocessors
+    l2: int = L2  # bytes
+
+    @property
+    def shared(self) -> int:
+        """Bytes of shared memory that a program can have."""
+        return SHARED.get(self.arch, USUAL) * KIB
+
+    @property
+    def large(self) -> bool:
+        """Hopper and B200: launches for them are measured."""
+        return self.shared > 200 * KIB
+
+    def programs(self, warps: int, registers: int, shared: int) -> int:
+        """That run on a multiprocessor at once, of so many warps, registers of a thread, bytes of shared memory."""
+        each = 32 * warps * -(-registers // ROUNDED) * ROUNDED
+        room = self.shared + OWN
+        return min(REGISTERS // each, room // (shared + OWN), WARPS.get(self.arch, 48) // warps)
+
+
+@cache
+def chip(device: torch.device) -> Chip:
+    if device.type != "cuda":
+        return Chip(0, 2)
+    p = torch.cuda.get_device_properties(device)
+    return Chip(10 * p.major + p.minor, p.multi_processor_count, p.L2_cache_size)

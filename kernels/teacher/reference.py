@@ -1,0 +1,81 @@
+"""A teacher's likeliest tokens in the loss, in plain torch.
+
+Of a teacher there are shares of K + 1 classes: of its K likeliest tokens, and of all others together. p are the
+student's of the same classes, q the teacher's, both softened: in proportion to share^(1 / T).
+
+    loss = (1 - weight) * (lse - logits[label]) + weight * T^2 * sum(q * log(q / p))
+
+With g = T * (p - q), whose sum is 0, T^2 times the divergence has the derivative g of a likeliest token by its logit,
+and g of the others times softmax over the others by theirs (Hinton et al. 2015, arXiv:1503.02531, of classes).
+Legend: N tokens, M labels, K likeliest tokens, D width, V vocabulary.
+"""
+
+from __future__ import annotations
+
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+
+from trireme.kernels.reference import add_, soft_cap, upcast
+
+NEVER = -1e6  # logarithm of a share that is 0
+
+
+class Taught(NamedTuple):
+    """What a teacher says of M labels, and how much it counts."""
+
+    ids: Tensor  # (M, K) int32, different in a row
+    logps: Tensor  # (M, K) fp16 or fp32
+    rest: Tensor  # (M,) fp32: logarithm of the share of all other tokens
+    weight: float  # of its loss; cross-entropy has the rest of 1
+    temperature: float
+
+
+def linear_distillation(
+    x: Tensor,
+    weight: Tensor,
+    labels: Tensor,
+    rows: Tensor,
+    scale: float,
+    taught: Taught,
+    dweight_: Tensor | None = None,
+    dx_: Tensor | None = None,
+    chunk: int = 2048,
+    cap: float = 0.0,
+    factors: Tensor | None = None,
+) -> Tensor:
+    """Cross-entropy and T^2 times the divergence by token, (2, N) fp32; else as linear_cross_entropy, of the loss.
+
+    Row m of `taught` is of label `rows[m]`.
+    """
+    found = torch.zeros((2, x.shape[0]), dtype=upcast(x).dtype, device=x.device)
+    if dx_ is not None:
+        dx_.zero_()
+    for i in range(0, len(rows), chunk):
+        part = rows[i : i + chunk]
+        xs, target = x[part], labels[part]
+        logits = soft_cap(upcast(xs @ weight.T), cap)
+        slope = 1 - (logits / cap) ** 2 if cap else 1.0
+        ids = taught.ids[i : i + chunk].long()
+        top, label = logits.gather(-1, ids), logits.gather(-1, target[:, None])[:, 0]
+        logits.scatter_(-1, ids, float("-inf"))
+        rest = torch.logsumexp(logits, -1).clamp(min=-1e30)  # none, where the teacher has all tokens
+        lse = torch.logaddexp(rest, torch.logsumexp(top, -1))
+        own = torch.cat([top, rest[:, None]], -1) - lse[:, None]
+        theirs = torch.cat([taught.logps[i : i + chunk], taught.rest[i : i + chunk, None]], -1).to(own.dtype)
+        p, q = (torch.log_softmax(t.clamp(min=NEVER) / taught.temperature, -1) for t in (own, theirs))
+        found[0, part] = lse - label
+        found[1, part] = taught.temperature**2 * (q.exp() * (q - p)).sum(-1)
+        if dx_ is None:
+            continue
+        g = taught.weight * taught.temperature * (p.exp() - q.exp()) + (1 - taught.weight) * own.exp()
+        logits.sub_(rest[:, None]).exp_().mul_(g[:, -1:])
+        logits.scatter_(-1, ids, g[:, :-1])
+        logits[torch.arange(len(part), device=x.device), target] -= 1 - taught.weight
+        each = scale if factors is None else scale * factors[part][:, None]
+        dlogits = logits.mul_(each).mul_(slope).to(x.dtype)
+        dx_[part] = dlogits @ weight
+        if dweight_ is not None:
+            add_(dweight_, upcast(dlogits.T @ xs) if dweight_.dtype == x.dtype else upcast(dlogits).T @ upcast(xs))
+    return found

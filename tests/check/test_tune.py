@@ -1,0 +1,195 @@
+"""`trireme check --tune`: which settings are taken, where they are kept, and which runs use them."""
+
+import json
+from types import SimpleNamespace
+
+import pytest
+import torch
+
+from trireme.engine.check import cases, check, gpu, tune, tuned
+from trireme.engine.hosts.group import Alone
+from trireme.engine.planner import probe
+from trireme.engine.run.begin import job
+from trireme.engine.run.main import main
+from trireme.kernels import launch, ops
+from trireme.kernels.chips.chip import Chip
+from trireme.kernels.chips.tried import tried
+
+RTX_4090, GPU, CPU = Chip(89, 128, 72 << 20), torch.device("cuda", 0), torch.device("cpu")
+TINY = cases.Shapes(
+    device="cpu", N=16, widths=(32,), F=48, plain=48, heads=(2, 4, 16), heads_of=((32, 96),), chunks=(32,), block=4096,
+    attention=(([64], 4, 2, 16),), matmuls=((16, 32, 48),), quantized=(32,),
+    mixtures={"small": cases.Mixture(4, 2, 32, 16)}, mixed=16, tuned=(8, 3),
+)  # fmt: skip
+FASTER = {"attention_dq 128": (64, 32, 4, 3), "grouped_mm": (64, 64, 128, 4, 3), "quantize": (64, 64, 4)}
+
+
+@pytest.fixture
+def here(monkeypatch, tmp_path):
+    """An RTX 4090 with a cache folder of its own, as far as settings go."""
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
+    monkeypatch.setattr(launch, "chip", lambda device: RTX_4090)
+    monkeypatch.setattr(tuned, "chip", lambda device: RTX_4090)
+    monkeypatch.setattr(job, "chip", lambda device: RTX_4090)
+    said = {"gpu": "NVIDIA GeForce RTX 4090", "driver": "NVRM 580.65"}
+    monkeypatch.setattr(tuned, "chips", lambda *_: said)
+    monkeypatch.setattr(tuned, "model_of", lambda device: said["gpu"])
+    yield said
+    launch.use({})
+
+
+def clock(faster=FASTER, gain=1.5):
+    """Seconds of a call: less with a faster setting of the launch that is tried."""
+
+    def seconds(case):
+        return 1 / gain if any(launch._settings.get(name) == setting for name, setting in faster.items()) else 1.0
+
+    return seconds
+
+
+@pytest.mark.full
+def test_the_faster_settings_are_kept_for_this_gpu_and_this_software(here):
+    said = {row.what: row for row in tune.rows(GPU, TINY, clock())}
+    assert said.keys() == {*tried(RTX_4090), "settings"}
+    assert said["grouped_mm"].found == "64, 64, 128, 4, 3: 1.50 times as fast; bitwise identical"
+    assert said["attention_fwd 64"].found == "as it is: 4 of 4 settings tried"
+    expected = {name: list(setting) for name, setting in FASTER.items()}
+    assert tuned.kept(GPU) == expected
+    (file,) = (path for path in tuned.cache_folder().iterdir() if path.name.startswith("launches-"))
+    assert said["settings"].found == (
+        f"3 launches, kept in {file}. Runs that begin from now on use them; begun ones do not"
+    )
+    assert launch._settings == {}, "the process itself is as before"
+    for changed in ("gpu", "driver"):
+        before = here[changed]
+        here[changed] = "another"
+        assert tuned.kept(GPU) == {}
+        here[changed] = before
+    assert tuned.kept(CPU) == {}
+    assert tuned.kept(GPU) == expected
+
+
+@pytest.mark.parametrize(
+    "content",
+    [b"", b"{", b"[1]", b'{"identity": {}, "settings": {}}', "settings"],
+    ids=["empty", "torn", "list", "foreign", "unknown"],
+)
+def test_a_file_that_is_foreign_or_damaged_is_not_used(here, content):
+    path = tuned.keep(GPU, {"grouped_mm": [64, 64, 128, 4, 3]})
+    if content == "settings":  # of another version
+        content = path.read_bytes().replace(b"128, 4, 3", b"128, 4, 9")
+    path.write_bytes(content)
+    assert tuned.kept(GPU) == {}
+
+
+def test_a_setting_a_little_faster_is_not_taken(here, monkeypatch):
+    monkeypatch.setattr(tune, "tried", lambda chip: {name: tried(chip)[name] for name in FASTER})
+    rows = list(tune.rows(GPU, TINY, clock(gain=1.02)))
+    assert rows[-1].found.startswith("none is faster; kept in ")
+    assert tuned.kept(GPU) == {}
+
+
+def test_a_setting_that_fails_or_is_wrong_is_not_taken_and_other_roundings_are_named(here, monkeypatch):
+    right = ops.grouped_mm
+
+    def grouped_mm(*args, **more):
+        setting = launch._settings.get("grouped_mm")
+        if setting == (128, 64, 128, 8, 3):
+            raise RuntimeError("out of resource: shared memory")
+        factor = {(64, 32, 128, 4, 4): 1.1, (64, 64, 128, 4, 3): 1.003}.get(setting, 1.0)
+        return right(*args, **more) * factor
+
+    grouped_mm.__wrapped__ = right.__wrapped__
+    monkeypatch.setattr(ops, "grouped_mm", grouped_mm)
+    monkeypatch.setattr(tune, "tried", lambda chip: {"grouped_mm": tried(chip)["grouped_mm"]})
+    fastest = {(128, 64, 128, 8, 3): 4.0, (64, 32, 128, 4, 4): 3.0, (64, 64, 128, 4, 3): 2.0}
+    rows = list(tune.rows(GPU, TINY, lambda case: 1 / fastest.get(launch._settings.get("grouped_mm"), 1.0)))
+    assert [row.found for row in rows[:1]] == ["64, 64, 128, 4, 3: 2.00 times as fast; rounds differently"]
+    assert "use them, with other roundings than untuned ones; begun ones do not" in rows[-1].found
+
+
+def test_a_launch_too_large_for_the_gpu_is_left_out(here, monkeypatch):
+    def full(*_):
+        raise torch.cuda.OutOfMemoryError
+
+    monkeypatch.setattr(cases, "loss", full)
+    monkeypatch.setattr(
+        tune, "tried", lambda chip: {name: tried(chip)[name] for name in (*FASTER, "cross_entropy wide")}
+    )
+    said = {row.what: row.found for row in tune.rows(GPU, TINY, clock())}
+    assert said["cross_entropy wide"] == "not tried: too large for this GPU's memory"
+    assert tuned.kept(GPU).keys() == FASTER.keys()
+
+
+def test_hopper_is_tuned_by_calls_that_its_own_kernels_do_not_take(here):
+    hopper = Chip(90, 132)
+    a, b = tune.case_of("attention_fwd 64", hopper, TINY), tune.case_of("attention_dq 64", RTX_4090, TINY)
+    assert (a.args[-1], b.args[-1]) == (11, 0)  # windows
+    assert "grouped_add" not in tried(hopper)
+
+
+def test_a_run_begins_with_what_is_kept_and_goes_on_with_what_it_began_with(here):
+    said = []
+    settings = {"grouped_mm": [64, 64, 128, 4, 3]}
+    tuned.keep(GPU, settings)
+    assert job.common_launches(Alone(), GPU, None, said.append) == settings
+    assert job.common_launches(Alone(), GPU, {}, said.append) == {}, "begun before it was tuned"
+    begun = {"quantize": [64, 64, 4]}
+    assert job.common_launches(Alone(), GPU, begun, said.append) == begun
+    assert said == []
+    assert job.common_launches(Alone(), GPU, {"quantize": [1, 2, 3]}, said.append) == {}
+    assert said == [
+        "the run began with launch settings that do not suit this device ('quantize' is not launched with [1, 2, 3]): "
+        "it may round differently"
+    ]
+
+
+def test_other_hosts_adopt_the_settings_of_host_0(here):
+    tuned.keep(GPU, {"quantize": [64, 64, 4]})
+    group = SimpleNamespace(hosts=2, texts=lambda own: ['{"grouped_mm": [64, 64, 128, 4, 3]}', own])
+    assert job.common_launches(group, GPU, None, print) == {"grouped_mm": [64, 64, 128, 4, 3]}
+
+
+def test_without_a_gpu_nothing_is_tuned(monkeypatch, tmp_path, capsys):
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setattr(probe, "drive_rates", lambda *_, **__: pytest.fail("drives are no part of it"))
+    assert main(["check", "--tune"]) == 0
+    assert "kernels are not checked" in capsys.readouterr().out
+    assert {row["part"] for row in json.loads((tmp_path / "trireme-check.json").read_text())["rows"]} == {
+        "software",
+        "gpu",
+    }
+
+
+@pytest.mark.gpu
+def test_every_setting_of_this_gpu_runs_and_is_right(monkeypatch, tmp_path):
+    """Each within the bound of its reference; where none is faster nothing changes."""
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
+    device = torch.device("cuda", torch.cuda.current_device())
+    shapes, chip, failed = gpu.checked(device), launch.chip(device), []
+    for name, settings in tried(chip).items():
+        case = tune.case_of(name, chip, shapes)
+        for setting in settings:
+            with tuned.in_use({name: setting}):
+                try:
+                    off = cases.error(case)
+                except Exception as error:
+                    failed.append((name, setting, str(error)[:100]))
+                    continue
+                assert off <= case.bound, (name, setting, off)
+                assert cases.repeats(case, 3), (name, setting)
+    assert not failed, failed
+
+
+@pytest.mark.gpu
+def test_tuning_this_gpu_keeps_settings_that_a_run_can_use(monkeypatch, tmp_path):
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
+    monkeypatch.setattr(tune, "CALLS", 3)
+    monkeypatch.setattr(tune, "ROUNDS", 3)
+    monkeypatch.chdir(tmp_path)
+    device = torch.device("cuda", torch.cuda.current_device())
+    said = []
+    rows = check.check({}, tmp_path / "report.json", said.append, tuning=True)
+    assert [row.what for row in rows if row.part == "tune"] == [*tried(launch.chip(device)), "settings"]
+    found = {row.what for row in rows if row.part == "tune" and row.numbers.get("gain", 1.0) > 1.0}
+    assert tuned.kept(device).keys() == found

@@ -1,0 +1,303 @@
+"""Runs with --teacher: loss and weights of transformers with autograd, of whole distributions, and torch's AdamW."""
+
+import json
+import os
+import shutil
+import signal
+from dataclasses import replace
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch
+from engines import fork
+from runs import ended, go, losses, make_small, options, stopped
+from safetensors import safe_open
+from safetensors.numpy import load_file, save_file
+from transformers import AutoModelForCausalLM
+
+from trireme.engine.run import demo
+from trireme.engine.run.begin import teacher
+from trireme.engine.run.begin.job import prepare
+from trireme.engine.run.begin.preference import teaching_of
+from trireme.engine.run.command import parse
+from trireme.engine.run.finished import evaluate, score
+from trireme.engine.run.options import Options, every
+from trireme.engine.run.train import finetune
+from trireme.models.config import InputError, Teaching
+
+WORDS = ["the", "cat", "sat", "on", "mat", "and", "dog", "ran", "to", "old", "red", "house", "by", "sea"]
+K = 5
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory):
+    where = make_small(tmp_path_factory.mktemp("teacher"))
+    demo.make_checkpoint(where / "teacher", where / "stories.txt", seed=2)
+    weights = load_file(where / "teacher" / "model.safetensors")
+    loud = {name: value * (4.0 if value.ndim > 1 else 1.0) for name, value in weights.items()}  # it prefers something
+    save_file(loud, where / "teacher" / "model.safetensors", {"format": "pt"})
+    random = np.random.default_rng(0)
+    text = lambda few, many: " ".join(random.choice(WORDS, random.integers(few, many)))
+    rows = [
+        dict(prompt=text(2, 6), completion=" " + text(2, 9), weight=float(random.choice([1.0, 0.5, 2.0])))
+        for _ in range(24)
+    ]
+    (where / "rows.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
+    return where
+
+
+@pytest.fixture(autouse=True)
+def cache(tmp_path, monkeypatch):
+    """Where scores are kept for later runs."""
+    monkeypatch.setattr(teacher, "cache_folder", lambda: tmp_path)
+    return tmp_path / "teacher"
+
+
+def run(folder, out, **more) -> Options:
+    given = dict(
+        data=(str(folder / "rows.jsonl"),), val="0.25", max_steps=3, eval_every=every("1"), warmup=0.0,
+        schedule="constant", batch_size=2, lr=5e-4, teacher=str(folder / "teacher"), top_k=K, distill_weight=0.7,
+        temperature=1.5,
+    )  # fmt: skip
+    return replace(options(folder, folder / out, "gpu"), **given | more)
+
+
+def parts_of(student, says, mb, teaching):
+    """(cross-entropies, divergences) of all labels of a micro-batch, and their weights; each document alone."""
+    ces, kls, weights, at = [], [], [], 0
+    for i, length in enumerate(mb.lengths):
+        ids = torch.from_numpy(mb.ids[at : at + length]).long()
+        labels = torch.from_numpy(mb.labels[at : at + length]).long()
+        rows = torch.nonzero(labels >= 0)[:, 0]
+        logp = torch.log_softmax(student(input_ids=ids[None]).logits[0].double(), -1)[rows]
+        with torch.no_grad():
+            theirs = torch.log_softmax(says(input_ids=ids[None]).logits[0].double(), -1)[rows]
+        top, best = theirs.topk(teaching.k)
+        q = torch.cat([top.half().double().exp(), (1 - top.exp().sum(1, keepdim=True))], 1)
+        own = logp.gather(1, best).exp()
+        p = torch.cat([own, 1 - own.sum(1, keepdim=True)], 1)
+        p, q = (t ** (1 / teaching.temperature) for t in (p, q))
+        p, q = (t / t.sum(1, keepdim=True) for t in (p, q))
+        ces.append(-logp.gather(1, labels[rows, None])[:, 0])
+        kls.append(teaching.temperature**2 * (q * (q / p).log()).sum(1))
+        weights.append(torch.full((len(rows),), 1.0 if mb.weights is None else float(mb.weights[i])))
+        at += length
+    return torch.cat(ces), torch.cat(kls), torch.cat(weights).double()
+
+
+def load(path):
+    return AutoModelForCausalLM.from_pretrained(path, dtype=torch.float32).eval()
+
+
+def three_steps(opts, model, adamw):
+    """[(loss, ce, kl)]."""
+    data, teaching, says = prepare(replace(opts, dry_run=True)).data, teaching_of(opts), load(opts.teacher)
+    seen = []
+    for i in range(3):
+        (mb,) = data.step(i, opts.batch_size, opts.batch_size)
+        ce, kl, by = parts_of(model, says, mb, teaching)
+        ce, kl = ((by * each).sum() / by.sum() for each in (ce, kl))
+        loss = (1 - teaching.weight) * ce + teaching.weight * kl
+        loss.backward()
+        torch.nn.utils.clip_grad_norm_([p for p in model.parameters() if p.requires_grad], 1.0)
+        adamw.step()
+        adamw.zero_grad()
+        seen.append((loss.item(), ce.item(), kl.item()))
+    return seen
+
+
+def records(out):
+    return [json.loads(line) for line in (Path(out) / "log.jsonl").read_text().splitlines()]
+
+
+def check_log(out, seen):
+    logged = [record for record in records(out) if "loss" in record]
+    for values, record in zip(seen, logged, strict=True):
+        assert [record[name] for name in ("loss", "ce", "kl")] == pytest.approx(values, rel=1e-5, abs=2e-6)
+
+
+@pytest.mark.full
+@pytest.mark.parametrize("more", [{}, dict(distill_weight=1.0, temperature=1.0, micro_batch=1)], ids=["mixed", "alone"])
+def test_three_steps_are_those_of_the_definition(folder, more, capsys):
+    opts = run(folder, f"full-{len(more)}", **more)
+    model = load(opts.model)
+    decay = lambda n, p: p.dim() > 1 and not n.endswith("bias")
+    named = list(model.named_parameters())
+    groups = [dict(params=[p for n, p in named if decay(n, p)], weight_decay=0.01)]
+    groups += [dict(params=[p for n, p in named if not decay(n, p)], weight_decay=0.0)]
+    seen = three_steps(opts, model, torch.optim.AdamW(groups, lr=opts.lr, betas=(0.9, 0.95), eps=1e-8))
+    finetune(opts)
+    check_log(opts.out, seen)
+    weights = {name: p.detach().numpy() for name, p in named}
+    for name, value in load_file(folder / opts.out / "model.safetensors").items():
+        # AdamW's first steps are about the sign of the gradient: where it is near 0, a rounding is a step
+        assert np.abs(value - weights[name]).max() < 0.1 * opts.lr, name
+    said = capsys.readouterr().out
+    assert "the teacher x" in said
+    assert f"tokens by {opts.teacher}" in said
+    assert " kl " in said
+
+
+@pytest.mark.full
+def test_adapters_are_trained_as_by_peft(folder):
+    peft = pytest.importorskip("peft")
+    opts = run(folder, "lora", lora=4, lora_alpha=8.0, lora_targets=("q_proj", "v_proj"), weight_decay=0.0)
+    finetune(replace(opts, out=str(folder / "begun"), max_steps=1, lr=1e-30))
+    theirs = peft.PeftModel.from_pretrained(load(opts.model), folder / "begun", is_trainable=True)
+    trained = [p for p in theirs.parameters() if p.requires_grad]
+    seen = three_steps(opts, theirs, torch.optim.AdamW(trained, lr=opts.lr, betas=(0.9, 0.95), weight_decay=0.0))
+    finetune(opts)
+    check_log(opts.out, seen)
+    written = load_file(folder / "lora" / "adapter_model.safetensors")
+    for name, value in peft.get_peft_model_state_dict(theirs).items():
+        assert np.abs(written[name] - value.detach().numpy()).max() < 0.1 * opts.lr, name
+
+
+def scored(folder, out, *more):
+    data = ["--data", str(folder / "rows.jsonl"), "--seq-len", "64", "--top-k", str(K), "--out", str(out), *more]
+    assert score.score([str(folder / "teacher"), *data]) == 0
+    return str(out)
+
+
+@pytest.mark.full
+def test_scores_teach_as_their_model_does(folder, tmp_path, cache, capsys):
+    """Packed or not, in one micro-batch or several; a later run asks the teacher nothing."""
+    one = dict(batch_size=99, max_steps=1)
+    finetune(run(folder, "asked", **one))
+    assert len(list(cache.glob("*/scores.json"))) == 1
+    given = scored(folder, tmp_path / "scores")
+    capsys.readouterr()
+    finetune(run(folder, "given", teacher=given, top_k=None, **one))
+    assert "by the scores in" in capsys.readouterr().out
+    finetune(run(folder, "later", **one))
+    assert "is known from an earlier run" in capsys.readouterr().out
+    first = (folder / "asked" / "model.safetensors").read_bytes()
+    for name in ("given", "later"):
+        assert (folder / name / "model.safetensors").read_bytes() == first
+    for name, more in {"alone": dict(no_pack=True), "several": dict(micro_batch=1)}.items():
+        finetune(run(folder, name, teacher=given, **one | more))
+        for a, b in zip(records(folder / "asked"), records(folder / name), strict=True):
+            for key in ("loss", "ce", "kl", "eval_loss", "eval_ce", "eval_kl"):
+                assert (key in a) == (key in b)
+                assert key not in a or a[key] == pytest.approx(b[key], rel=1e-5), key
+    last = records(folder / "asked")[-1]
+    assert last["eval_loss"] == pytest.approx(0.3 * last["eval_ce"] + 0.7 * last["eval_kl"], rel=1e-5)
+
+
+@pytest.mark.full
+def test_a_stopped_run_goes_on_to_the_same_bits(folder, monkeypatch, cache):
+    whole, parts = (run(folder, name, max_steps=4) for name in ("whole", "parts"))
+    finetune(whole)
+    stopped(parts, 2, monkeypatch)
+    shutil.rmtree(cache)
+    finetune(replace(parts, resume=parts.out))
+    a, b = folder / "whole", folder / "parts"
+    assert losses(a) == losses(b)
+    assert (a / "model.safetensors").read_bytes() == (b / "model.safetensors").read_bytes()
+
+
+@pytest.mark.full
+def test_a_run_does_not_go_on_with_another_teacher(folder, monkeypatch, tmp_path):
+    shutil.copytree(folder / "teacher", tmp_path / "teacher-model")
+    parts = run(folder, "other", teacher=str(tmp_path / "teacher-model"))
+    stopped(parts, 2, monkeypatch)
+    os.utime(tmp_path / "teacher-model" / "model.safetensors")
+    with pytest.raises(InputError, match="is not what the run began with, or its files were touched"):
+        finetune(replace(parts, resume=parts.out))
+
+
+@pytest.mark.full
+def test_killed_while_the_teacher_is_asked_it_goes_on_there(folder, cache, monkeypatch):
+    monkeypatch.setattr(teacher, "PART", 1)
+    whole, killed = run(folder, "not-killed", max_steps=1), run(folder, "killed", max_steps=1)
+    asked, real = [], evaluate.forward
+
+    def counted(*given):
+        asked.append(given)
+        return real(*given)
+
+    def dies(*given):
+        if len(asked) == 2:
+            os.kill(os.getpid(), signal.SIGKILL)
+        return counted(*given)
+
+    pid = fork()
+    if not pid:
+        evaluate.forward = dies
+        go(killed)
+    assert ended(pid) == -signal.SIGKILL
+    assert not list(cache.glob("*/scores.json"))
+    monkeypatch.setattr(evaluate, "forward", counted)
+    finetune(killed)
+    rest = len(asked)
+    asked.clear()
+    shutil.rmtree(cache)
+    finetune(whole)
+    assert rest == len(asked) - 2
+    a, b = (folder / name / "model.safetensors" for name in ("not-killed", "killed"))
+    assert a.read_bytes() == b.read_bytes()
+
+
+def test_options_are_of_a_teacher(tmp_path):
+    data = ["checkpoint", "--data", "rows.jsonl"]
+    assert teaching_of(parse([*data, "--teacher", "big"])) == Teaching(64, 0.5, 1.0)
+    assert teaching_of(parse([*data, "--teacher-model", "big", "--kd-temperature", "2"])) == Teaching(64, 0.5, 2.0)
+    assert teaching_of(parse(data)) is None
+    (tmp_path / "scores.json").write_text("{}")
+    for wrong, says in {
+        "--distill-weight 0.1": "--distill-weight 0.1 is for --teacher FOLDER",
+        "--top-k 9": "--top-k 9 is for --teacher",
+        "--teacher big --method dpo": "--method dpo compares answers",
+        "--teacher big --distill-weight 2": "2",
+        "--kd-alpha 1": "--teacher DIR, with --distill-weight",
+        f"--teacher {tmp_path}": "its content.* Score the data again",
+    }.items():
+        with pytest.raises(InputError, match=says):
+            parse([*data, *wrong.split()])
+
+
+@pytest.mark.full
+def test_scores_of_something_else_are_refused(folder, tmp_path):
+    good = scored(folder, tmp_path / "good")
+
+    def refuses(says, change=lambda place: None, where=good, **more):
+        place = tmp_path / "changed"
+        shutil.copytree(where, place)
+        change(place)
+        with pytest.raises(InputError, match=says):
+            finetune(run(folder, "refused", teacher=str(place), **{"top_k": None} | more))
+        shutil.rmtree(place)
+        assert not (folder / "refused").exists()
+
+    def names(**more):
+        def change(place):
+            said = json.loads((place / "scores.json").read_text())
+            (place / "scores.json").write_text(json.dumps(said | more))
+
+        return change
+
+    def damaged(name, value):
+        def change(place):
+            (path,) = place.glob("000/*.safetensors")
+            with safe_open(path, "numpy") as file:
+                said = file.metadata()
+            tensors = load_file(path)
+            tensors[name] = value(tensors[name])
+            save_file(tensors, path, said)
+
+        return change
+
+    refuses("has 5 tokens of each", top_k=4)
+    refuses("has another tokenizer", names(tokenizer="other"))
+    refuses("is of an older version", names(format="trireme scores 1"))
+    refuses("cannot teach", names(top_k=0))
+    refuses("is no part of scores of 6 tokens", names(top_k=6))
+    refuses("has no scores of stories.txt", data=(str(folder / "stories.txt"),))
+    refuses("lacks 18 of the data's 18", lambda place: next(place.glob("000/*")).unlink())
+    short = scored(folder, tmp_path / "short", "--seq-len", "8")
+    refuses("lacks 8 of the data.s 18 documents or parts", where=short)
+    refuses("is no distribution", damaged("logps", lambda t: t + np.float16(1)))
+    refuses("is no distribution", damaged("ids", lambda t: t * 0))
+    refuses("or others", damaged("label", lambda t: t + 1))
+    refuses("cannot be read", lambda place: next(place.glob("000/*")).write_bytes(b"1"))
