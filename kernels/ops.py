@@ -81,6 +81,7 @@ nf4_decode = _op(packed.nf4_decode, "packed.nf4")
 fp4_decode = _op(packed.fp4_decode, "packed.fp4")
 int4_decode = _op(packed.int4_decode, "packed.int4")
 routed_swiglu_bwd = _op(experts.routed_swiglu_bwd, "experts.rows")
+routed_relu2_bwd = _op(experts.routed_relu2_bwd, "experts.rows")
 scan_fwd = _op(scan.scan_fwd, "scan.scan")
 scan_bwd = _op(scan.scan_bwd, "scan.scan")
 conv_fwd = _op(scan.conv_fwd, "scan.around")
@@ -157,6 +158,7 @@ __all__ = [
     "rope_table",
     "route_bwd",
     "route_fwd",
+    "routed_relu2_bwd",
     "routed_swiglu_bwd",
     "scan_bwd",
     "scan_fwd",

@@ -29,7 +29,7 @@ from trireme.models.families.packing import UNUSED as UNUSED
 from trireme.models.families.packing import Packing
 from trireme.models.families.quantization import packing_of
 from trireme.models.families.rope import Rope
-from trireme.models.families.scans import Scan, parse_scan
+from trireme.models.families.scans import BLOCK_TYPES, KINDS_OF_MLP, Scan, block_types, parse_scan
 from trireme.models.families.table import FAMILIES, OTHER_NAMES, WRAPPERS, text_of
 from trireme.storage.untrusted import read_small, shown
 
@@ -145,6 +145,7 @@ class ModelConfig:
     wrapper: str = ""  # the model_type around it
     media: tuple[tuple[int, str], ...] = ()  # tokens that images and the like take the place of, and their keys
     parallel: bool = False  # attention and MLP read one input: no half blocks
+    mlp_layers: tuple[int, ...] = ()  # where a layer is a mixer or an MLP: those that are one; (): each has both
     tanh_gelu: bool = False  # where the GELU of the family is exact
     mlp_rows: int = 1 << 14  # tokens that an MLP half computes at once: sums of its gradients follow these tiles
 
@@ -155,6 +156,7 @@ class ModelConfig:
     @cached_property
     def names(self) -> Names:
         own = self.family.dense_names if self.family.experts and self.experts is None else self.family.names
+        own = self.family.scan_names if self.scanning and self.family.scan_names else own
         own = apart(own) if self.experts is not None and self.experts.apart else own
         own = turned(own) if self.experts is not None and self.experts.turned else own
         own = direct(own) if self.latent is not None and not self.latent.q_rank else own
@@ -262,7 +264,12 @@ class ModelConfig:
     @property
     def attending(self) -> int:
         """Layers with attention."""
-        return self.n_layers - (len(self.scan.layers) if self.scan else 0)
+        return self.n_layers - (len(self.scan.layers) if self.scan else 0) - len(self.mlp_layers)
+
+    @property
+    def whole(self) -> bool:
+        """Whether blocks cannot be cut in halves."""
+        return self.parallel or bool(self.mlp_layers)
 
     def layer_window(self, layer: int) -> int:
         """The attention window of a layer; 0: none."""
@@ -286,7 +293,7 @@ def numbers(cfg: ModelConfig) -> dict[str, Any]:
         del found["lora"]["scales"]  # as in older records
     for name in NESTED:
         found |= {f"{name}.{key}": value for key, value in (found.pop(name) or {}).items()}
-    for name in ("experts.turned", "experts.apart"):
+    for name in ("experts.turned", "experts.apart", "scan.parts"):
         found.pop(name, None)
     return found
 
@@ -336,10 +343,11 @@ def parse_config(raw: dict[str, Any], where: str = "config.json") -> ModelConfig
 def _parsed(raw: dict[str, Any], where: str, model_type: str) -> ModelConfig:
     """As parse_config, of a model_type of FAMILIES."""
     family = FAMILIES[model_type]
-    keys = Keys(_renamed(raw, family, where), where)
+    raw = _renamed(raw, family, where)
+    keys = Keys(block_types(raw, where) if family.single else raw, where)
     keys.refuse_unless("is_causal", (True,), True)
     for name, accepted in (INERT | family.only).items():
-        if name not in family.accepts:
+        if name not in family.accepts or name in family.only:
             keys.refuse_unless(name, accepted)
     packing, packed = packing_of(keys, family.packings, family.names)
     spelled = family.spelled
@@ -373,10 +381,11 @@ def _parsed(raw: dict[str, Any], where: str, model_type: str) -> ModelConfig:
         tanh_gelu=EXACT_GELU in family.acts and keys.raw.get(spelled["act"]) in GELU,
         experts=parse_experts(keys, family.experts, layers),
         latent=latent,
-        scan=parse_scan(keys, family.scan, layers),
+        scan=parse_scan(keys, family.scan, layers, width, heads),
         packing=packing,
         packed=packed,
         indexed=family.indexed,
+        mlp_layers=tuple(i for i, t in enumerate(keys.raw[BLOCK_TYPES]) if t in KINDS_OF_MLP) if family.single else (),
         mtp_layers=_mtp_layers(keys) if family.mtp else 0,
         **positions_of(keys, family, head_dim, positions, layers, latent),
         **scales_of(keys, family, width),

@@ -3,11 +3,12 @@
     out = x + sum over a token's k experts e of w_e * ((silu(gate) * up) @ down_e),  (gate, up) = norm(x) @ up_e
     w, e = route(norm(x) @ router)
 
-A shared expert (shared.py) may add its own.
+With cfg.relu2 experts are relu(y @ up_e)^2 @ down_e. With latents y is norm(x) @ latent_in, (N, L), and their weighted
+sum is multiplied by latent_out. A shared expert (shared.py) may add its own.
 Products run over N k rows sorted by expert; a token's sum is in ascending order of expert. Slices of a layer's experts
 may follow each other, each with its own weights: what passes from one to the next is `passed` (shapes.passed_shapes).
 Legend: N tokens, D width, E experts, k of them for each token, I hidden width of each. Saved: x (the caller's), gate_up
-(N k, 2I), sorted, but not of slices; the shared expert's.
+(N k, 2I), or fc (N k, I), sorted, but not of slices; the shared expert's; with latents latent_sum (N, L).
 """
 
 from __future__ import annotations
@@ -20,11 +21,21 @@ from torch import Tensor
 from trireme.kernels import ops
 from trireme.models import shared
 from trireme.models.config import ModelConfig
-from trireme.models.linear import Linear, add_gradients_, add_matmul_, linear, product_in_fp32, trained
+from trireme.models.linear import (
+    Linear,
+    add_gradients_,
+    add_matmul_,
+    linear,
+    linear_backward,
+    product_in_fp32,
+    trained,
+    upstream,
+)
 from trireme.models.lora import Stacked
 from trireme.models.norm import Norm, norm, norm_backward
 from trireme.models.packed import Stack, grouped_mm
 from trireme.models.rows import Rows
+from trireme.models.sizes.shapes import up_name
 
 
 class Slice(NamedTuple):
@@ -48,14 +59,16 @@ class Weights(NamedTuple):
 
     norm: Norm | None
     router: Linear  # (D, E)
-    up: Stack  # (E, D, 2I), gate first or, with a limit, interleaved; perhaps a transposed view
-    down: Stack  # (E, I, D), likewise
+    up: Stack  # (E, D, 2I), gate first or, with a limit, interleaved, or (E, D, I); perhaps a transposed view
+    down: Stack  # (E, I, D), likewise; with latents L in place of D
     shared: shared.Weights | None = None
     up_bias: Tensor | None = None  # (E, 2I)
     down_bias: Tensor | None = None  # (E, D)
     correction: Tensor | None = None  # (E,) fp32, frozen
     up_adapters: Stacked | None = None
     down_adapters: Stacked | None = None
+    latent_in: Linear | None = None  # (D, L)
+    latent_out: Linear | None = None  # (L, D)
     part: Slice | None = None  # None: all experts
 
     @property
@@ -109,22 +122,47 @@ def forward(
     y, _ = norm(x, w.norm, cfg.eps)
     residual = x
     if w.shared is not None and w.ends:
-        shared.forward(w.shared, x, y, saved, out)
+        shared.forward(cfg, w.shared, x, y, saved, out)
         residual = out
     found = _routes(cfg, w, y, passed)
     if rows.load is not None and w.begins:
         rows.load.add(layer, found.order, found.logits)
     own, order, k = w.own(), _within(found.order, w.part), rule(cfg).k
-    gate_up = _up(own, y, order, k, saved.get("gate_up"))
-    del y  # workspace._block_workspace
-    limit = _limit(cfg)
-    act = ops.clamped_swiglu_fwd(gate_up, limit) if limit else ops.swiglu_fwd(gate_up)
+    z = y if w.latent_in is None else linear(y, w.latent_in)
+    gate_up = _up(own, z, order, k, saved.get(up_name(cfg)))
+    del y, z  # workspace._block_workspace
+    act = _activation(cfg, gate_up)
     del gate_up  # workspace._block_workspace
-    ranked = grouped_mm(act, w.down, order, bias=own.down_bias)
+    if w.latent_out is None:
+        _sum(own, act, found.weights, order, k, residual if w.ends else None, *_sums(w, order, passed, out))
+        return
+    total = _sum(own, act, found.weights, order, k, None, saved.get("latent_sum"))
+    del act  # workspace._block_workspace
+    torch.add(residual, linear(total, w.latent_out), out=out)
+
+
+def _sum(own: Weights, act: Tensor, weights: Tensor, order: ops.Order, k: int, *into: Tensor | None) -> Tensor:
+    """Each token's weighted sum, (N, D) or (N, L); `into`: as ops.combine has them behind the weights."""
+    ranked = grouped_mm(act, own.down, order, bias=own.down_bias)
     if own.down_adapters is not None:
         own.down_adapters.add_(ranked, act, order)
-    del act  # workspace._block_workspace
-    ops.combine(ranked, order, k, found.weights, residual if w.ends else None, *_sums(w, order, passed, out))
+    return ops.combine(ranked, order, k, weights, *into)
+
+
+def _activation(cfg: ModelConfig, gate_up: Tensor) -> Tensor:
+    if cfg.relu2:
+        return ops.relu2_fwd(gate_up)
+    limit = _limit(cfg)
+    return ops.clamped_swiglu_fwd(gate_up, limit) if limit else ops.swiglu_fwd(gate_up)
+
+
+def _activation_backward(
+    cfg: ModelConfig, d_act: Tensor, gate_up: Tensor, found: Routes
+) -> tuple[Tensor, Tensor, Tensor]:
+    """(gradient of gate_up, weighted activation, gradient of the weights)."""
+    if cfg.relu2:
+        return ops.routed_relu2_bwd(d_act, gate_up, found.weights, found.order)
+    return ops.routed_swiglu_bwd(d_act, gate_up, found.weights, found.order, _limit(cfg))
 
 
 def _routes(cfg: ModelConfig, w: Weights, y: Tensor, passed: Passed | None) -> Routes:
@@ -193,44 +231,78 @@ def backward(
     found = route(cfg, w, y) if w.ends else _routes(cfg, w, y, passed)
     whole, whole_g = w, g
     w, g, order, k = w.own(), g._replace(part=w.part).own(), _within(found.order, w.part), rule(cfg).k
-    gate_up = saved["gate_up"] if "gate_up" in saved else _up(w, y, order, k)
-    d_act = grouped_mm(dy, w.down, order, k, back=True)
-    d_down = None
-    if w.down_adapters is not None:
-        d_down = w.down_adapters.down_gradient(dy, order, k)
-        d_act += ops.grouped_mm(d_down, w.down_adapters.a, order)
-    d_gate_up, act, d_weights = ops.routed_swiglu_bwd(d_act, gate_up, found.weights, order, _limit(cfg))
+    z = y if w.latent_in is None else linear(y, w.latent_in)
+    gate_up = saved[up_name(cfg)] if up_name(cfg) in saved else _up(w, z, order, k)
+    d_sum = _latent_out_backward(cfg, w, g, found, gate_up, saved, dy)
+    d_act, d_down = _down_backward(w, order, k, d_sum)
+    d_gate_up, act, d_weights = _activation_backward(cfg, d_act, gate_up, found._replace(order=order))
     del gate_up, d_act  # workspace._block_workspace
     if isinstance(g.down, Tensor) and trained(g.down):
-        ops.grouped_add_(g.down, act, dy, order, 0, k)
+        ops.grouped_add_(g.down, act, d_sum, order, 0, k)
     if d_down is not None:
-        _adapter_gradients_(w.down_adapters, g.down_adapters, act, d_down, dy, order, k_dy=k)
+        _adapter_gradients_(w.down_adapters, g.down_adapters, act, d_down, d_sum, order, k_dy=k)
     del act  # workspace._block_workspace
-    if isinstance(g.up, Tensor) and trained(g.up):
-        ops.grouped_add_(g.up, y, d_gate_up, order, k)
     if w.up_bias is not None and g.up_bias is not None and trained(g.up_bias):
         ones = d_gate_up.new_ones((len(d_gate_up), 1))
         ops.grouped_add_(g.up_bias[:, None], ones, d_gate_up, order)
-    d_rows = grouped_mm(d_gate_up, w.up, order, back=True)
-    if w.up_adapters is not None:
-        d_up = w.up_adapters.down_gradient(d_gate_up, order)
-        _adapter_gradients_(w.up_adapters, g.up_adapters, y, d_up, d_gate_up, order, k)
-        d_rows += ops.grouped_mm(d_up, w.up_adapters.a, order)
-    del d_gate_up  # workspace._block_workspace
+    del d_sum  # workspace._block_workspace
+    d_rows = _up_backward(w, g, order, k, z, d_gate_up)
+    del z, d_gate_up  # workspace._block_workspace
     d_norm = ops.combine(d_rows, order, k, None, None, *_sums(w, order, passed, None))
     del d_rows  # workspace._block_workspace
     d_weights = _of_all(w, found, d_weights, passed)
     if not w.ends:
         return d_norm
     _down_bias_gradients_(whole, whole_g, found, d_weights, dy)
+    if w.latent_in is not None and g.latent_in is not None:
+        d_in = upstream(d_norm, w.latent_in, g.latent_in)
+        add_gradients_(g.latent_in, w.latent_in, y, d_in)
+        d_norm = linear_backward(d_in, w.latent_in)
+        del d_in  # workspace._block_workspace
     balance = None if rows.load is None else rows.load.balance()
     d_logits = ops.route_bwd(d_weights, found.logits, found.experts, rule(cfg), balance).to(y.dtype)
     add_gradients_(g.router, w.router, y, d_logits)
     d_norm.addmm_(d_logits, w.router.weight.T)
     if w.shared is not None and g.shared is not None:
-        shared.backward(w.shared, g.shared, y, saved, dy, d_norm)
+        shared.backward(cfg, w.shared, g.shared, y, saved, dy, d_norm)
     del y  # workspace._block_workspace
     return norm_backward(d_norm, x, w.norm, stats, g.norm, dy, dx)
+
+
+def _latent_out_backward(
+    cfg: ModelConfig, w: Weights, g: Weights, found: Routes, gate_up: Tensor, saved: dict[str, Tensor], dy: Tensor
+) -> Tensor:
+    """The gradient of each token's weighted sum: dy, or with latents (N, L)."""
+    if w.latent_out is None or g.latent_out is None:
+        return dy
+    d_out = upstream(dy, w.latent_out, g.latent_out)
+    total = saved.get("latent_sum")
+    if total is None:
+        total = _sum(w, _activation(cfg, gate_up), found.weights, found.order, rule(cfg).k)
+    add_gradients_(g.latent_out, w.latent_out, total, d_out)
+    return linear_backward(d_out, w.latent_out)
+
+
+def _down_backward(w: Weights, order: ops.Order, k: int, dy: Tensor) -> tuple[Tensor, Tensor | None]:
+    """(gradient of the activation, without the weights; that of what an adapter of `down` reads)."""
+    d_act = grouped_mm(dy, w.down, order, k, back=True)
+    if w.down_adapters is None:
+        return d_act, None
+    d_down = w.down_adapters.down_gradient(dy, order, k)
+    d_act += ops.grouped_mm(d_down, w.down_adapters.a, order)
+    return d_act, d_down
+
+
+def _up_backward(w: Weights, g: Weights, order: ops.Order, k: int, z: Tensor, d_gate_up: Tensor) -> Tensor:
+    """The gradient of what experts read, by sorted row; adds to g."""
+    if isinstance(g.up, Tensor) and trained(g.up):
+        ops.grouped_add_(g.up, z, d_gate_up, order, k)
+    d_rows = grouped_mm(d_gate_up, w.up, order, back=True)
+    if w.up_adapters is not None:
+        d_up = w.up_adapters.down_gradient(d_gate_up, order)
+        _adapter_gradients_(w.up_adapters, g.up_adapters, z, d_up, d_gate_up, order, k)
+        d_rows += ops.grouped_mm(d_up, w.up_adapters.a, order)
+    return d_rows
 
 
 def _adapter_gradients_(

@@ -145,7 +145,7 @@ class _Cache:
         at = {shapes.layer(cfg, u): places[u] for u in range(cfg.n_units - 2, 0, -1)}  # a layer's first unit
         self.k, self.v = dict[int, Tensor](), dict[int, Tensor]()
         for place in dict.fromkeys(at.values()):
-            layers = [layer for layer in at if at[layer] == place and not cfg.scans(layer)]
+            layers = [layer for layer in at if at[layer] == place and not (cfg.scans(layer) or layer in cfg.mlp_layers)]
             for all_layers, d in (self.k, cfg.head_dim), (self.v, cfg.value_dim):
                 made = torch.zeros((len(layers), *shape, d), dtype=dtype, device=place)  # no NaN: masked are times 0
                 all_layers.update(zip(layers, made, strict=True))
@@ -160,7 +160,9 @@ class _Cache:
 
     def mixer(self, layer: int, place: Tensor, sinks: bool) -> Attend | scan.Recur:
         """What a layer's mixer calls."""
-        return self.states[layer].recur if layer in self.states else self.attention(layer, place, sinks)
+        if layer in self.states:
+            return self.states[layer].recur
+        return self.attention(layer, place, sinks) if layer in self.k else ops.attention_fwd  # a layer without a mixer
 
     def attention(self, layer: int, place: Tensor, sinks: bool) -> Attend:
         """Stands in for ops.attention_fwd: first packed prompts, then one token each over the cache.
@@ -199,10 +201,11 @@ class _States:
 
     def recur(self, cfg: ModelConfig, w: scan.Weights, parts: scan.Parts, rows: Rows) -> Tensor:
         """Stands in for the recurrence of training (scan.Recur): first packed prompts, then one token each."""
-        if len(parts.b) == len(self.memory):
+        if len(parts.a) == len(self.memory):
             return self._next(cfg, w, parts)
-        a = scan.inputs(cfg, w, parts, ops.conv_fwd(parts.channels, w.conv, None, rows.docs))
-        out = ops.scan_fwd(a.q, a.k, a.v, a.g, a.beta, rows.docs, True, None, None, self.memory)
+        assert cfg.scan is not None
+        a = scan.inputs(cfg, w, parts, ops.conv_fwd(parts.channels, w.conv, w.conv_bias, rows.docs))
+        out = ops.scan_fwd(a.q, a.k, a.v, a.g, a.beta, rows.docs, cfg.scan.delta, w.skip, None, self.memory)
         seen, end = self.before.shape[1], 0
         for i, length in enumerate(rows.docs.lengths):
             end += length
@@ -214,14 +217,18 @@ class _States:
         """(B, H e)."""
         seen = torch.cat([self.before, parts.channels[:, None]], 1)
         self.before.copy_(seen[:, 1:])
-        raw = silu((seen.float() * w.conv.T.float()).sum(1)).to(seen.dtype)
+        summed = (seen.float() * w.conv.T.float()).sum(1)
+        raw = silu(summed if w.conv_bias is None else summed + w.conv_bias.float()).to(seen.dtype)
         a = scan.inputs(cfg, w, parts, raw)
         heads = self.memory.shape[1]
         q, k = (t.float().repeat_interleave(heads // t.shape[1], 1) for t in (a.q, a.k))
         self.memory.mul_(a.g.exp()[..., None, None])
-        told = torch.einsum("bhde,bhd->bhe", self.memory, k)
-        self.memory.add_(k[..., None] * (a.beta[..., None] * (a.v.float() - told))[:, :, None])
-        return torch.einsum("bhde,bhd->bhe", self.memory, q).to(seen.dtype).flatten(1)
+        v = a.v.float()
+        assert cfg.scan is not None
+        new = v - torch.einsum("bhde,bhd->bhe", self.memory, k) if cfg.scan.delta else v
+        self.memory.add_(k[..., None] * (a.beta[..., None] * new)[:, :, None])
+        y = torch.einsum("bhde,bhd->bhe", self.memory, q)
+        return (y if w.skip is None else y + w.skip.float()[:, None] * v).to(seen.dtype).flatten(1)
 
 
 def _lse(q: Tensor, k: Tensor, seen: Tensor, scale: float) -> Tensor:

@@ -6,6 +6,7 @@ from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import replace
 
 from trireme.models.config import InputError, ModelConfig
+from trireme.models.families.scans import Scan
 from trireme.models.sizes.narrow import packed_parts
 from trireme.models.sizes.shapes import output_name, stored_tensors
 
@@ -18,6 +19,8 @@ _BUFFERS = (".attn.bias", ".attn.masked_bias", ".attention.bias", ".attention.ma
 
 def as_found(cfg: ModelConfig, found: Mapping[str, Shape]) -> ModelConfig:
     """`cfg` with experts stored as those of `found` (name -> shape) are, where the family has them in two ways."""
+    if cfg.scan and cfg.names.convs:
+        cfg = replace(cfg, scan=replace(cfg.scan, parts=_convs(cfg, cfg.scan, found)))
     own = cfg.experts
     if own is not None and cfg.names.stacked and any(f".{cfg.names.experts}.0." in name for name in found):
         return replace(cfg, experts=replace(own, apart=True))
@@ -28,6 +31,18 @@ def as_found(cfg: ModelConfig, found: Mapping[str, Shape]) -> ModelConfig:
     square = {name for name, (_, rows, columns) in out_in.items() if rows == columns}
     turned = all(seen.get(name) == shape for name, shape in out_in.items() if name not in square)
     return replace(cfg, experts=replace(own, turned=turned))
+
+
+def _convs(cfg: ModelConfig, own: Scan, found: Mapping[str, Shape]) -> tuple[int, ...]:
+    """Channels of a convolution's parts: transformers writes three that are as alike as can be, whatever they hold."""
+    prefix = cfg.names.prefix(own.layers[0])
+    short = prefix.removeprefix(cfg.names.base)
+    shape = lambda name: found.get(f"{prefix}{name}.weight") or found.get(f"{short}{name}.weight")
+    if shape(cfg.names.conv):
+        return ()
+    stored = [shape(part) for part in cfg.names.convs]
+    rows = tuple(shape[0] for shape in stored if shape)
+    return rows if len(rows) == len(own.parts) and sum(rows) == own.channels else own.parts
 
 
 def canonical_names(cfg: ModelConfig, found: Mapping[str, Shape]) -> dict[str, str | None]:
@@ -101,6 +116,9 @@ def _in_full(cfg: ModelConfig, name: str) -> Iterator[str]:
     """What a stored name may stand for."""
     yield name
     yield cfg.names.base + name
+    for there, here in cfg.names.also:
+        if there in name:
+            yield name.replace(there, here)
     if cfg.flat and name.startswith("model."):  # as of a text model with a tower beside it
         yield "model.language_model." + name.removeprefix("model.")
     text = "language_model."  # in files of a multimodal model: model.layers and lm_head behind it

@@ -157,8 +157,11 @@ def _attention_weights(cfg: ModelConfig, views: dict[str, Tensor]) -> attention.
 def _scan_weights(cfg: ModelConfig, views: dict[str, Tensor]) -> scan.Weights:
     names = cfg.names
     mixed, o = _linear(cfg, names.mixed, views), _linear(cfg, (names.mixed_o,), views)
-    rest = (views[name] for name in (f"{names.conv}.weight", names.decay, names.step, f"{names.mixed_norm}.weight"))
-    return scan.Weights(_norm(cfg, names.norm1, views), mixed, o, *rest)
+    conv, gated = views[f"{names.conv}.weight"], views[f"{names.mixed_norm}.weight"]
+    return scan.Weights(
+        _norm(cfg, names.norm1, views), mixed, o, conv, views[names.decay], views[names.step], gated,
+        views.get(f"{names.conv}.bias"), views.get(names.skip),
+    )  # fmt: skip
 
 
 def _mlp_weights(cfg: ModelConfig, views: dict[str, Tensor]) -> mlp.Weights | experts.Weights:
@@ -168,9 +171,13 @@ def _mlp_weights(cfg: ModelConfig, views: dict[str, Tensor]) -> mlp.Weights | ex
         beside = _shared_weights(cfg, views) if cfg.experts.shared else None
         up, up_bias = _stack(cfg, f"{names.experts}.{shapes.GATE_UP}", views)
         down, down_bias = _stack(cfg, f"{names.experts}.{shapes.DOWN}", views)
-        adapters = [_stacked(cfg, f"{names.experts}.{matrix}", views) for matrix in (shapes.GATE_UP, shapes.DOWN)]
+        of_up, of_down = (_stacked(cfg, f"{names.experts}.{matrix}", views) for matrix in (shapes.GATE_UP, shapes.DOWN))
         correction = views.get(names.correction)
-        return experts.Weights(norm, router, up, down, beside, up_bias, down_bias, correction, adapters[0], adapters[1])
+        weights = experts.Weights(norm, router, up, down, beside, up_bias, down_bias, correction, of_up, of_down)
+        if not cfg.experts.latent:
+            return weights
+        inner, outer = (_linear(cfg, (name,), views) for name in (names.latent_in, names.latent_out))
+        return weights._replace(latent_in=inner, latent_out=outer)
     first, second = _linear(cfg, names.up, views), _linear(cfg, (names.down,), views)
     norm, post = _norm(cfg, names.norm2, views), _norm(cfg, names.post2, views)
     if cfg.gated or cfg.relu2:

@@ -1,8 +1,9 @@
 """An expert that processes every token, in addition to the selected ones (experts.py).
 
-    out = x + s * ((silu(gate) * up) @ down),  (gate, up) = y @ up,  s = sigmoid(y @ own gate), or 1
+    out = x + s * ((silu(gate) * up) @ down),  (gate, up) = y @ up,  s = sigmoid(y @ own gate), or cfg.branch_scale
+    out = x + s * (relu(y @ up)^2 @ down)                                                     cfg.relu2
 
-Legend: N tokens, D width, S hidden width. Saved: shared_up (N, 2S).
+Legend: N tokens, D width, S hidden width. Saved: shared_up (N, 2S), with cfg.relu2 (N, S).
 """
 
 from __future__ import annotations
@@ -13,31 +14,35 @@ import torch
 from torch import Tensor
 
 from trireme.kernels import ops
+from trireme.models.config import ModelConfig
 from trireme.models.linear import Linear, add_gradients_, add_matmul_, linear, linear_backward, trained, upstream
 
 
 class Weights(NamedTuple):
     """Or their gradients: empty where a tensor is frozen."""
 
-    up: Linear  # (D, 2S), gate first
+    up: Linear  # (D, 2S), gate first, or (D, S)
     down: Linear  # (S, D)
     gate: Tensor | None  # (1, D)
 
 
-def forward(w: Weights, x: Tensor, y: Tensor, saved: dict[str, Tensor], out: Tensor) -> None:
+def forward(cfg: ModelConfig, w: Weights, x: Tensor, y: Tensor, saved: dict[str, Tensor], out: Tensor) -> None:
     """Fills out (N, D), which may be x, given the normalised y."""
     up = linear(y, w.up, saved.get("shared_up"))
-    act = ops.swiglu_fwd(up)
+    act = ops.relu2_fwd(up) if cfg.relu2 else ops.swiglu_fwd(up)
     del up  # workspace._block_workspace
-    ops.combine(linear(act, w.down), _each(x), 1, _weights(w, y), x, out)
+    ops.combine(linear(act, w.down), _each(x), 1, _weights(cfg, w, y), x, out)
 
 
-def backward(w: Weights, g: Weights, y: Tensor, saved: dict[str, Tensor], dy: Tensor, d_norm_: Tensor) -> None:
+def backward(
+    cfg: ModelConfig, w: Weights, g: Weights, y: Tensor, saved: dict[str, Tensor], dy: Tensor, d_norm_: Tensor
+) -> None:
     """Adds the gradient of y to d_norm_ and those of the weights to g, given dy (N, D)."""
     up = saved["shared_up"] if "shared_up" in saved else linear(y, w.up)
-    s = _weights(w, y)
+    s = _weights(cfg, w, y)
     d_down = upstream(dy, w.down, g.down)
-    dup, act, ds = ops.routed_swiglu_bwd(linear_backward(d_down, w.down), up, s, _each(y))
+    activation = ops.routed_relu2_bwd if cfg.relu2 else ops.routed_swiglu_bwd
+    dup, act, ds = activation(linear_backward(d_down, w.down), up, s, _each(y))
     del up  # workspace._block_workspace
     add_gradients_(g.down, w.down, act, d_down)
     del act, d_down  # workspace._block_workspace
@@ -52,10 +57,10 @@ def backward(w: Weights, g: Weights, y: Tensor, saved: dict[str, Tensor], dy: Te
     d_norm_.add_(linear_backward(d_up, w.up))
 
 
-def _weights(w: Weights, y: Tensor) -> Tensor:
+def _weights(cfg: ModelConfig, w: Weights, y: Tensor) -> Tensor:
     """(N, 1) fp32."""
     if w.gate is None:
-        return torch.ones((len(y), 1), device=y.device)
+        return torch.full((len(y), 1), cfg.branch_scale, dtype=torch.float32, device=y.device)
     return torch.sigmoid(torch.mm(y, w.gate.T).float())
 
 

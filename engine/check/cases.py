@@ -71,6 +71,7 @@ class Shapes:
     mixed: int = 32768  # tokens of a mixture
     tuned: tuple[int, ...] = ()  # lengths of documents, if others than check --tune takes
     scan: tuple[int, int, int] = (16, 32, 128)  # heads of keys, of values, their width, as Qwen3.5 has them
+    mamba: tuple[int, int, int, int] = (8, 64, 128, 64)  # groups, heads, states, their width, as Nemotron 3 has them
 
     def randn(self, *shape: int, dtype: torch.dtype = BF16) -> Tensor:
         return torch.randn(shape, device=self.device, dtype=dtype)
@@ -259,6 +260,7 @@ def sorted_rows(name: str, order: ops.Order, weights: Tensor, D: int, I: int, s:
     yield Case(f"{name} forward", "combine", (rows, order, k, weights, s.randn(N, D)), 2 * D * (P + 2 * N))
     yield Case(f"{name} backward", "combine", (rows, order, k), 2 * D * (P + N))
     yield Case(name, "routed_swiglu_bwd", (d_act, gate_up, weights, order), 12 * P * I)
+    yield Case(name, "routed_relu2_bwd", (d_act, s.randn(P, I), weights, order), 8 * P * I)
 
 
 def packed(s: Shapes) -> Iterator[Case]:
@@ -306,11 +308,28 @@ def scans(s: Shapes) -> Iterator[Case]:
     x, dx, w = s.randn(N, C), s.randn(N, C), s.randn(C, 4)
     yield Case(f"{N}x{C}", "conv_fwd", (x, w, None, docs), 4 * x.numel())
     yield Case(f"{N}x{C}", "conv_bwd", (dx, x, w, None, docs, s.zeros(C, 4), None, torch.zeros_like(x)), 6 * x.numel())
+    yield from mamba(s)
     w, dw, out = s.randn(d), s.zeros(d), torch.zeros_like(v)
     yield Case(what, "gated_norm_fwd", (v, gate, w, 1e-6, False), 3 * values)
     yield Case(what, "gated_norm_bwd", (dy, v, gate, w, 1e-6, False, dw, out), 5 * values)
     yield Case(what, "sigmoid_gate_fwd", (v, gate), 3 * values)
     yield Case(what, "sigmoid_gate_bwd", (dy, v, gate, out), 5 * values)
+
+
+def mamba(s: Shapes) -> Iterator[Case]:
+    """Mamba2's recurrence, which has no delta rule, and its gated norm, of groups of heads."""
+    N, (K, H, d, e), docs = s.N, s.mamba, ops.make_docs([s.N], s.device)
+    q, k = (torch.nn.functional.normalize(s.randn(N, K, d).float(), dim=-1).to(BF16) for _ in range(2))
+    v, dy = (s.randn(N, H, e) for _ in range(2))
+    g, beta, skip = -torch.rand(N, H, device=s.device), torch.rand(N, H, device=s.device), s.randn(H)
+    what, keys, values = f"{N}x{H}x{e}, states of {d}", 2 * q.numel(), 2 * v.numel()
+    yield Case(what, "scan_fwd", (q, k, v, g, beta, docs, False, skip), 2 * keys + 2 * values, bound=1e-2)
+    into = [torch.zeros_like(t) for t in (q, k, v)]
+    yield Case(what, "scan_bwd", (dy, q, k, v, g, beta, docs, False, skip, *into), 4 * (keys + values), bound=1e-2)
+    x, dx, gate, out = (s.randn(N, K, H * e // K) for _ in range(4))
+    w, dw, what = s.randn(*x.shape[1:]), s.zeros(*x.shape[1:]), f"{N}x{K}x{x.shape[2]}, gate first"
+    yield Case(what, "gated_norm_fwd", (x, gate, w, 1e-6, True), 3 * values)
+    yield Case(what, "gated_norm_bwd", (dx, x, gate, w, 1e-6, True, dw, out), 5 * values)
 
 
 GROUPS: dict[str, Callable[[Shapes], Iterator[Case]]] = {

@@ -382,7 +382,7 @@ def _features(cfg: ModelConfig, kind: str) -> float:
     if cfg.scanning and cfg.scan:
         attention = 4.5 * cfg.width + 2 * cfg.scan.channels + 1.5 * cfg.scan.value_width
     mlp = 4.5 * cfg.width + (3 if cfg.gated else 2) * shapes.hidden_width(cfg)
-    mlp += 2 * shapes.chosen(cfg) * cfg.width if cfg.experts else 0  # rows by expert, and their sum
+    mlp += 2 * shapes.chosen(cfg) * shapes.expert_input(cfg) if cfg.experts else 0  # rows by expert, and their sum
     return {"attention": attention, "mlp": mlp, "block": attention + mlp}[kind]
 
 

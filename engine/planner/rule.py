@@ -12,7 +12,7 @@ from trireme.engine.buffers import fits, usage
 from trireme.engine.geometry import STRETCH, Geometry, geometry
 from trireme.engine.plan import TIERS, DoesNotFit, Limits, Mode, Plan, Shares, Tier, UnitPlan
 from trireme.models.config import ModelConfig
-from trireme.models.sizes import narrow
+from trireme.models.sizes import narrow, shapes
 from trireme.storage.layout import ITEMSIZE
 
 UPDATE_TOKENS = 50_000  # a step with a forward as long as the CPU's updates
@@ -115,7 +115,7 @@ def cuts(cfg: ModelConfig, wanted: Wanted) -> list[Cut]:
     """
     if wanted.slices is not None and wanted.slices > 1:
         return [_sliced(cfg, wanted.slices)]
-    halves = (False, True)[: 1 if cfg.parallel else 2] if wanted.halves is None else (wanted.halves,)
+    halves = (False, True)[: 1 if cfg.whole else 2] if wanted.halves is None else (wanted.halves,)
     whole = 0 if wanted.at_once is None else wanted.at_once
     found = [Cut(half, whole) for half in halves]
     if wanted.at_once is None and (at_once := narrow.slice_of(cfg)):
@@ -375,7 +375,7 @@ def _experts_at_once(geo: Geometry, lacks: Mapping[str, int]) -> str:
     if geo.cfg.at_once and packing:
         nbytes = max(geo.base_bytes[1:-1])
         return f"; the {own.count} experts of one layer take {rounded_up(nbytes)} of it in {packing.word}"
-    nbytes = 3 * own.count * own.width * geo.cfg.width * ITEMSIZE[geo.dtype]
+    nbytes = own.count * shapes.of_an_expert(geo.cfg) * ITEMSIZE[geo.dtype]
     return f"; the {own.count} experts of one layer take {rounded_up(nbytes)} of it and are computed together"
 
 

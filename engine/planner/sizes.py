@@ -43,6 +43,23 @@ def gemma3(width: int, ffn: int, layers: int, heads: int, kv: int, vocab: int = 
                   sliding_window=512 if layers == 26 else 1024)  # fmt: skip
 
 
+def qwen35(model_type: str, width: int, layers: int, heads: int, kv: int, **keys: Any) -> ModelConfig:
+    """Of the language model within."""
+    text = dict(model_type=f"{model_type}_text", hidden_size=width, num_hidden_layers=layers, num_attention_heads=heads,
+                num_key_value_heads=kv, vocab_size=248320, head_dim=256,
+                rope_parameters=dict(rope_type="default", rope_theta=1e7, partial_rotary_factor=0.25))  # fmt: skip
+    return parse_config(dict(model_type=model_type, text_config=text | keys))
+
+
+def granite_h(width: int, ffn: int, heads: int, kv: int, mamba: int, experts: int = 0, **keys: Any) -> ModelConfig:
+    """Granite 4 of 40 layers, four of them with attention."""
+    types = ["attention" if i in (5, 15, 25, 35) else "mamba" for i in range(40)]
+    return config("granitemoehybrid", width, 40, heads, kv, 100352, shared_intermediate_size=ffn, layer_types=types,
+                  num_local_experts=experts, mamba_n_heads=mamba, mamba_d_state=128, position_embedding_type="nope",
+                  tie_word_embeddings=True, embedding_multiplier=12, residual_multiplier=0.22, **keys)  # fmt: skip
+
+
+_NANO = "MEMEM*EMEMEM*EMEMEM*EMEMEM*EMEMEM*EMEMEMEM*EMEMEMEME"
 _YARN = dict(rope_type="yarn", rope_theta=150000.0, factor=32.0, original_max_position_embeddings=4096, truncate=False)
 _OSS: dict[str, Any] = dict(width=2880, heads=64, kv=8, vocab=201088, intermediate_size=2880, rope_parameters=_YARN,
                              quantization_config=dict(quant_method="mxfp4"))  # fmt: skip
@@ -76,6 +93,27 @@ MODELS = {
     "qwen3-8b": qwen3(4096, 12288, 36, 32),
     "qwen3-14b": qwen3(5120, 17408, 40, 40),
     "qwen3-32b": qwen3(5120, 25600, 64, 64),
+    "qwen3.5-tiny": qwen35("qwen3_5", 256, 4, 4, 2, intermediate_size=688, vocab_size=2048, head_dim=64,
+                           linear_num_key_heads=2, linear_num_value_heads=4, linear_key_head_dim=64,
+                           linear_value_head_dim=64),
+    "qwen3.5-9b": qwen35("qwen3_5", 4096, 32, 16, 4),
+    "qwen3.5-27b": qwen35("qwen3_5", 5120, 64, 24, 4, intermediate_size=17408, linear_num_value_heads=48),
+    "qwen3.5-35b": qwen35("qwen3_5_moe", 2048, 40, 16, 2),
+    "qwen3.5-122b": qwen35("qwen3_5_moe", 3072, 48, 32, 2, moe_intermediate_size=1024, linear_num_value_heads=64,
+                           shared_expert_intermediate_size=1024),
+    "qwen3.5-397b": qwen35("qwen3_5_moe", 4096, 60, 32, 2, moe_intermediate_size=1024, linear_num_value_heads=64,
+                           shared_expert_intermediate_size=1024, num_experts=512, num_experts_per_tok=10),
+    "qwen3-next-80b": config("qwen3_next", 2048, 48, 16, 2, 151936, intermediate_size=5120, rope_theta=1e7),
+    "olmo-hybrid-7b": config("olmo_hybrid", 3840, 32, 30, 30, 100352, rope_parameters=dict(rope_theta=None)),
+    "nemotron-3-nano": parse_config(dict(
+        model_type="nemotron_h", hidden_size=2688, hybrid_override_pattern=_NANO, num_key_value_heads=2,
+        mamba_num_heads=64, n_routed_experts=128, num_experts_per_tok=6, moe_intermediate_size=1856,
+        moe_shared_expert_intermediate_size=3712, routed_scaling_factor=2.5, max_position_embeddings=262144)),
+    "granite-4-h-micro": granite_h(2048, 8192, 32, 8, 64, attention_multiplier=0.015625, logits_scaling=8),
+    "granite-4-h-tiny": granite_h(1536, 1024, 12, 4, 48, 64, intermediate_size=512, num_experts_per_tok=6,
+                                  attention_multiplier=0.0078125, logits_scaling=6),
+    "granite-4-h-small": granite_h(4096, 1536, 32, 8, 128, 72, intermediate_size=768, num_experts_per_tok=10,
+                                   attention_multiplier=0.0078125, logits_scaling=16),
     "gemma-3-1b": gemma3(1152, 6912, 26, 4, 1, vocab=262144),
     "gemma-3-4b": gemma3(2560, 10240, 34, 8, 4),
     "gemma-3-12b": gemma3(3840, 15360, 48, 16, 8),
@@ -121,6 +159,12 @@ _ALSO = {
     "llama-3.1-405b": "llama-405b", "deepseek-r1-distill-llama-8b": "llama-8b",
     "deepseek-r1-distill-llama-70b": "llama-3.3-70b", "qwen3-30b-a3b": "qwen3-30b",
     "qwen3-coder-30b-a3b": "qwen3-30b", "qwen3-235b-a22b": "qwen3-235b", "qwen3-coder-480b-a35b": "qwen3-480b",
+    "qwen3.5-35b-a3b": "qwen3.5-35b", "qwen3.6-35b-a3b": "qwen3.5-35b", "qwen3.6-27b": "qwen3.5-27b",
+    "qwen3.5-122b-a10b": "qwen3.5-122b", "qwen3.5-397b-a17b": "qwen3.5-397b",
+    "qwen3-next-80b-a3b": "qwen3-next-80b", "qwen3-coder-next": "qwen3-next-80b",
+    "nvidia-nemotron-3-nano-30b-a3b-bf16": "nemotron-3-nano", "nemotron-3-nano-30b-a3b": "nemotron-3-nano",
+    "granite-4.0-h-micro": "granite-4-h-micro", "granite-4.0-h-tiny": "granite-4-h-tiny",
+    "granite-4.0-h-small": "granite-4-h-small",
     "glm-4.5-air": "glm-air", "glm-4.7-flash": "glm-flash", "minimax-m2.1": "minimax-m2",
     "deepseek-r1": "deepseek-v3", "deepseek-v2-lite": "deepseek-lite", "deepseek-v3.1": "deepseek-v3",
     "kimi-k2-instruct": "kimi-k2", "mistral-small-3": "mistral-small-24b", "meta-llama-3-8b": "llama-8b",
@@ -131,21 +175,24 @@ _UNSHAPED = re.compile(r"^.*/|-(instruct|it|pt|base|chat|hf|thinking|v\d\.\d|\d{
 
 
 def find_model(name: str) -> ModelConfig:
-    """The shape of that name, as it is published or here, in any case. Raises InputError, which lists the names."""
+    """The shape of that name, as it is published or here, in any case. Raises InputError, which lists names: those that
+    begin as the nearest does, or all.
+    """
     plain = _UNSHAPED.sub("", name.lower().replace("_", "-"))
     if found := MODELS.get(_ALSO.get(plain, plain)):
         return found
     near = get_close_matches(plain, [*MODELS, *_ALSO], 1, 0.8)
     perhaps = f"Did you mean {near[0]}? " if near else ""
     raise InputError(
-        f"--shape {name} is not known. {perhaps}There are {_listed()}; or name a folder with a config.json."
+        f"--shape {name} is not known. {perhaps}There are {_listed(_ALSO.get(near[0], near[0]) if near else '')}; "
+        "or name a folder with a config.json."
     )
 
 
-def _listed() -> str:
-    """All names, as llama-{7b,8b}."""
+def _listed(near: str) -> str:
+    """The names that begin as `near` does, or all for "", as llama-{7b,8b}."""
     families: dict[str, list[str]] = {}
-    for name in MODELS:
+    for name in (name for name in MODELS if name.partition("-")[0].startswith(near.partition("-")[0])):
         family, _, size = name.rpartition("-")
         families.setdefault(family, []).append(size)
     braced = lambda sizes: sizes[0] if len(sizes) == 1 else f"{{{','.join(sizes)}}}"

@@ -121,7 +121,7 @@ def _expert_lines(job: Job) -> list[str]:
     own, cfg = job.cfg.experts, job.cfg
     if own is None:
         return []
-    idle = (cfg.n_layers - len(own.dense)) * (own.count - own.chosen) * 3 * own.width * cfg.width
+    idle = (cfg.n_layers - len(own.dense)) * (own.count - own.chosen) * shapes.of_an_expert(cfg)
     frozen = shapes.is_frozen(cfg, [(f"{cfg.names.prefix(cfg.n_layers - 1)}{cfg.names.router}.weight", ())])
     how, given = "frozen" if frozen else "trained", f"{job.options.router_aux:g}" if job.options.router_aux else "off"
     return [

@@ -100,7 +100,7 @@ def turned(name: str) -> bool:
 
 def parameters(cfg: ModelConfig) -> list[str]:
     """The parameters of a layer's experts, in transformers."""
-    return [f"{cfg.names.module(cfg.names.experts)}.{matrix}" for matrix in (shapes.GATE_UP, shapes.DOWN)]
+    return [cfg.names.module(f"{cfg.names.experts}.{matrix}") for matrix in (shapes.GATE_UP, shapes.DOWN)]
 
 
 def peft_names(cfg: ModelConfig) -> dict[str, str]:

@@ -100,12 +100,14 @@ def adaptable(cfg: ModelConfig) -> tuple[str, ...]:
 def linear_layers(cfg: ModelConfig) -> tuple[str, ...]:
     """Names of the linear layers within a block."""
     mlps = [own.names for own in _layers_seen(cfg) if own.experts is None or own.experts.shared]
-    return (*_mixers(cfg), *(name for names in mlps for name in (*names.up, names.down)))
+    latents = (cfg.names.latent_in, cfg.names.latent_out) if cfg.experts and cfg.experts.latent else ()
+    return (*_mixers(cfg), *(name for names in mlps for name in (*names.up, names.down)), *latents)
 
 
 def _mixers(cfg: ModelConfig) -> tuple[str, ...]:
     """Names of the linear layers of attention and recurrences."""
-    return (*cfg.names.attention, *((*cfg.names.mixed, cfg.names.mixed_o) if cfg.scan else ()))
+    found = (*cfg.names.attention, *((*cfg.names.mixed, cfg.names.mixed_o) if cfg.scan else ()))
+    return tuple(name for name in found if name not in cfg.family.unadapted)
 
 
 def _layers_seen(cfg: ModelConfig) -> tuple[ModelConfig, ...]:

@@ -223,3 +223,11 @@ def routed_swiglu_bwd(
     dweights = torch.empty_like(weights.flatten())
     dweights[pair] = (d * value * up).sum(-1)
     return d_gate_up.to(gate_up.dtype), (w * value * up).to(d_act.dtype), dweights.view(weights.shape)
+
+
+def routed_relu2_bwd(d_act: Tensor, h: Tensor, weights: Tensor, order: Order) -> tuple[Tensor, Tensor, Tensor]:
+    """As routed_swiglu_bwd, of weight * relu(h)^2, h (P, I): (dh (P, I), weight * relu(h)^2, dweights (N, k) fp32)."""
+    d, pair, r = upcast(d_act), order.pair.long(), upcast(h).relu()
+    w, dweights = weights.flatten()[pair][:, None], torch.empty_like(weights.flatten())
+    dweights[pair] = (d * r * r).sum(-1)
+    return (w * d * 2 * r).to(h.dtype), (w * r * r).to(d_act.dtype), dweights.view(weights.shape)

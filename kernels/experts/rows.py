@@ -1,4 +1,4 @@
-"""Operations on sorted rows: gated units (SwiGLU's backward with the gradient of the weights), sums into tokens.
+"""Operations on sorted rows: activations (their backward with the gradient of the weights), sums into tokens.
 
     out = residual + sum over slots of weight * row;  d_weight = <d_act, act>, d_act = dy down^T before the weight
 
@@ -13,6 +13,7 @@ import triton.language as tl
 from torch import Tensor
 
 from trireme.kernels.experts.reference import Order
+from trireme.kernels.gelu import relu2
 from trireme.kernels.launch import cdiv, power2
 from trireme.kernels.launcher import await_previous, launcher
 from trireme.kernels.swiglu import silu
@@ -132,6 +133,26 @@ def _routed_swiglu_bwd(
     tl.store(p_dweights + i_pair, tl.sum(b_dot, 0))
 
 
+@launcher
+@triton.jit
+def _routed_relu2_bwd(p_d_act, p_h, p_weights, p_pair, p_dh, p_act, p_dweights, I: tl.constexpr, BLOCK: tl.constexpr):
+    await_previous()
+    i_row = tl.program_id(0).to(tl.int64)
+    i_pair = tl.load(p_pair + i_row)
+    weight = tl.load(p_weights + i_pair)
+    dtype = p_act.dtype.element_ty
+    b_dot = tl.zeros((BLOCK,), tl.float32)
+    for i in range(0, I, BLOCK):
+        o_i = i + tl.arange(0, BLOCK)
+        m_i, o = o_i < I, i_row * I + o_i
+        b_d = tl.load(p_d_act + o, m_i, 0.0).to(tl.float32)
+        b_act, b_slope = relu2(tl.load(p_h + o, m_i, 0.0).to(tl.float32))
+        b_dot += b_d * b_act
+        tl.store(p_dh + o, (weight * b_d * b_slope).to(dtype), m_i)
+        tl.store(p_act + o, (weight * b_act).to(dtype), m_i)
+    tl.store(p_dweights + i_pair, tl.sum(b_dot, 0))
+
+
 def combine(
     rows: Tensor,
     order: Order,
@@ -184,3 +205,16 @@ def routed_swiglu_bwd(
         d_act, gate_up, weights, order.pair, d_gate_up, act, dweights, float(limit), I, limit > 0, block, num_warps=4
     )
     return d_gate_up, act, dweights
+
+
+def routed_relu2_bwd(d_act: Tensor, h: Tensor, weights: Tensor, order: Order) -> tuple[Tensor, Tensor, Tensor]:
+    """As reference.routed_relu2_bwd, all contiguous."""
+    P, I = d_act.shape
+    assert h.shape == (P, I)
+    assert weights.numel() == P
+    assert weights.dtype == torch.float32
+    assert all(t.is_contiguous() for t in (d_act, h, weights))
+    dh, act, dweights = torch.empty_like(h), torch.empty_like(d_act), torch.empty_like(weights)
+    block = min(BLOCK, power2(I))
+    _routed_relu2_bwd[(P,)](d_act, h, weights, order.pair, dh, act, dweights, I, block, num_warps=4)
+    return dh, act, dweights

@@ -5,6 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 from trireme.models.families.keys import InputError, Keys
+from trireme.models.families.scans import BLOCK_TYPES, EXPERTS
 
 
 @dataclass(frozen=True)
@@ -29,6 +30,7 @@ class Experts:
     two: bool = True  # a group is as good as the sum of its two best, not as its best
     apart: bool = False  # one by one in files, where those of the release are in one
     turned: bool = False  # matrices are (E, out, in) in files, those of the release (E, in, out)
+    latent: int = 0  # width of what they read and give; 0: the model's
 
 
 @dataclass(frozen=True)
@@ -58,12 +60,15 @@ class ExpertKeys:
     fp32: bool = False  # the router's product, which one with a correction always has
     groups: tuple[int, int] | None = None  # n_group, topk_group; None: not read
     method: bool = False  # reads topk_method: greedy, or by a group's best
+    optional: bool = False  # a count of 0: every layer has an MLP
+    shared_key: str = ""  # of the width of one that every token takes, without a gate; "": none
+    latent_key: str = ""  # of the width of what experts read and give; null: the model's
+    typed: bool = False  # by layers_block_type: layers without are of other kinds
 
 
 REFUSED = {  # key -> accepted values
     "router_jitter_noise": (None, 0, 0.0),
     "use_sliding_window": (None, False),
-    "moe_latent_size": (None,),
     "swiglu_alpha": (None, 1.702),
 }
 UNGROUPED = {"n_group": (None, 1), "topk_group": (None, 1)}
@@ -72,8 +77,12 @@ MOST = 1 << 18  # experts of all layers
 
 def parse_experts(keys: Keys, family: ExpertKeys | None, layers: int) -> Experts | None:
     """Raises InputError."""
-    if family is None:
+    if family is None or family.optional and keys.raw.get(family.count_key) == 0:
         return None
+    if family.typed and EXPERTS not in keys.raw[BLOCK_TYPES]:
+        return None
+    if not family.latent_key:
+        keys.refuse_unless("moe_latent_size", (None,))
     for name, accepted in (REFUSED if family.groups else REFUSED | UNGROUPED).items():
         keys.refuse_unless(name, accepted)
     counted = family.count_key
@@ -88,13 +97,15 @@ def parse_experts(keys: Keys, family: ExpertKeys | None, layers: int) -> Experts
     width = keys.count(family.width_key, family.width)
     gated = keys.count("shared_expert_intermediate_size", family.shared) if family.shared else 0
     shared = width * keys.count(family.beside_key, family.beside) if family.beside_key else gated
+    shared = keys.count(family.shared_key, family.beside) if family.shared_key else shared
     aux = 0.0 if keys.raw.get("router_aux_loss_coef") in (None, 0) else keys.number("router_aux_loss_coef")
     limit = keys.number("swiglu_limit", family.limit) if family.limit else 0.0
     scale = keys.number(family.scale_key, family.scale) if family.scale_key else 1.0
     dense = _dense_layers(keys, family, layers)
+    latent = keys.count(family.latent_key) if keys.raw.get(family.latent_key) is not None else 0
     return Experts(
         count, chosen, width, renormalise, shared, bool(gated), limit, family.bias, aux, family.sigmoid, scale, dense,
-        family.fp32, *_groups(keys, family, count, chosen),
+        family.fp32, *_groups(keys, family, count, chosen), latent=latent,
     )  # fmt: skip
 
 
@@ -117,6 +128,8 @@ def _groups(keys: Keys, family: ExpertKeys, count: int, chosen: int) -> tuple[in
 
 def _dense_layers(keys: Keys, family: ExpertKeys, layers: int) -> tuple[int, ...]:
     """Layers with an MLP of their own."""
+    if family.typed:
+        return tuple(i for i, kind in enumerate(keys.raw[BLOCK_TYPES]) if kind != EXPERTS)
     if family.listed and keys.raw.get("mlp_layer_types") is not None:
         dense, said = _listed(keys, layers), '"mlp_layer_types" leaves'
     elif family.leading is not None:

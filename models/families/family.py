@@ -9,7 +9,7 @@ from trireme.models.families import names
 from trireme.models.families.experts import ExpertKeys
 from trireme.models.families.latent import LatentKeys
 from trireme.models.families.names import Names
-from trireme.models.families.scans import ScanKeys
+from trireme.models.families.scans import DeltaKeys, MambaKeys
 
 SILU, GELU = ("silu", "swish"), ("gelu_pytorch_tanh", "gelu_new", "gelu_fast")  # the last three: one formula
 EXACT_GELU = "gelu"
@@ -49,6 +49,7 @@ class Family:
     known_as: str
     dense_names: Names = names.SPLIT  # of layers without experts among those with
     names: Names = names.SPLIT
+    scan_names: Names | None = None  # of layers with a recurrence; None: as the others'
     spelled: dict[str, str] = field(default_factory=lambda: SPELLED)
     layer_norm: bool = False  # LayerNorms with a bias, not RMSNorms
     add_one: bool = False  # norms multiply by 1 + weight
@@ -86,7 +87,7 @@ class Family:
     qkv_bias: Flag = False
     o_bias: Flag = False
     mlp_bias: Flag = False
-    windows: Literal["none", "all", "above", "pattern", "dense"] = "none"  # "dense": none, and hybrids are refused
+    windows: Literal["none", "all", "above", "pattern"] = "none"
     window: int | None = 4096
     period: int = 0  # of "pattern": every period-th layer has no window; 0: all have
     period_key: bool = False  # reads sliding_window_pattern
@@ -94,13 +95,16 @@ class Family:
     above: int = 0  # default of max_window_layers, of "above" and of "pattern"; 0: not read
     listed_type: str = ""  # the model_type that transformers takes it for where layer_types is there
     aliases: dict[str, str] = field(default_factory=dict)  # other names of keys -> those that are read
-    unrotated: Literal["", "listed", "full", "typed"] = ""  # no_rope_layers; layers without window; all, by a key
+    # no_rope_layers; layers without window; all: by a key, where rope has no theta, always
+    unrotated: Literal["", "listed", "full", "typed", "null", "all"] = ""
     scaled: bool = False  # reads scales of embedding, attention, branches, logits
     capped: bool = False  # reads attn_logit_softcapping and final_logit_softcapping
     query_scale: bool = False  # attention's scale is query_pre_attn_scalar ** -0.5
     embed_root: bool = False  # the embedding's factor is sqrt(width)
     experts: ExpertKeys | None = None  # in place of the MLP
-    scan: ScanKeys | None = None  # in place of attention in some layers
+    single: bool = False  # a layer is a mixer or an MLP, by layers_block_type or hybrid_override_pattern
+    scan: DeltaKeys | MambaKeys | None = None  # in place of attention in some layers
+    unadapted: tuple[str, ...] = ()  # linear layers that peft has no adapters of
     attention_gate: bool = False  # attention's result times sigmoid of a gate, by head behind the query
     packings: tuple[str, ...] = (  # quant_method: matrices may be packed so
         "fp8", "fbgemm_fp8", "compressed-tensors", "modelopt", "gptq", "awq", "bitsandbytes",

@@ -58,9 +58,18 @@ def positions_of(
         keys.refuse_unless("position_embedding_type", (None, "rope", "nope"))
         rotated = keys.raw.get("position_embedding_type") == "rope"
         found["unrotated"] = () if rotated else tuple(range(layers))
+    elif family.unrotated in ("null", "all"):
+        found["unrotated"] = tuple(range(layers)) if family.unrotated == "all" or _without_theta(keys) else ()
     elif family.unrotated and keys.raw.get("sliding_window", family.window) is not None:
         found["unrotated"] = full if window else tuple(range(layers))
     return found
+
+
+def _without_theta(keys: Keys) -> bool:
+    """Whether rope's theta is null, in its parameters or next to them: so transformers leaves rope out."""
+    found = keys.raw.get("rope_scaling") or keys.raw.get("rope_parameters")
+    holder = found if isinstance(found, dict) and "rope_theta" in found else keys.raw
+    return holder.get("rope_theta", 0) is None
 
 
 def _by_theta(keys: Keys, rope: Rope, windowed: list[bool]) -> dict[str, Any]:

@@ -6,15 +6,14 @@ from difflib import get_close_matches
 
 _VISION = "a vision part that is not known here"
 KNOWN = {  # (what they have, the nearest that is supported) -> their model types
-    ("layers of linear attention whose queries and keys have convolutions of their own", "qwen3_5"): "olmo_hybrid",
     ("several residual streams, and sparse attention with an indexer", "qwen3_5_moe"): "qwen4_exp qwen4_exp_text",
     ("layers of linear attention (Kimi delta attention), and latent attention", "glm4_moe"): (
         "kimi_linear glm5_next bailing_hybrid"
     ),
     ("layers of linear attention (lightning attention)", "minimax_m2"): "minimax",
     ("recurrent layers in place of attention", "llama"): "rwkv xlstm recurrent_gemma",
-    ("Mamba layers", "llama"): "mamba mamba2 falcon_mamba falcon_h1 bamba zamba zamba2 jamba",
-    ("Mamba layers, and experts with relu squared", "qwen3_moe"): "nemotron_h nemotron_h_omni",
+    ("Mamba layers", "llama"): "mamba mamba2 falcon_mamba falcon_h1 zamba zamba2 jamba",
+    ("images and audio as its input", "nemotron_h"): "nemotron_h_omni",
     ("short convolutions in place of attention", "llama"): "lfm2 lfm3 lfm2_vl lfm3_vl",
     ("short convolutions in place of attention, and experts", "qwen3_moe"): "lfm2_moe",
     ("multi-head latent attention of another kind, and experts", "deepseek_v3"): ("longcat_flash sarvam_mla axk1"),

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass, replace
 from functools import lru_cache
+from typing import Any
 
 
 @dataclass(frozen=True)
@@ -41,7 +42,12 @@ class Names:
     decay: str = ""  # (H,)
     step: str = ""  # (H,)
     mixed_norm: str = ""
+    skip: str = ""  # (H,)
+    convs: tuple[str, ...] = ()  # the convolution's parts in files; (): it is one
+    also: tuple[tuple[str, str], ...] = ()  # parts of names in some files -> those here
     mixed_by_head: bool = False  # a key head's queries, keys, values and gates stand together
+    latent_in: str = ""  # to what experts read, and from what they give
+    latent_out: str = ""
     correction: str = ""  # (E,) fp32, frozen
     correction_row: bool = False  # (1, E) on disk
     by_head: bool = False  # in the packed matrix q, k and v of a head stand together
@@ -121,6 +127,15 @@ DELTA = replace(
     decay="linear_attn.A_log",
     step="linear_attn.dt_bias",
     mixed_norm="linear_attn.norm",
+)
+MAMBA: dict[str, Any] = dict(
+    mixed=("mamba.in_proj",),
+    mixed_o="mamba.out_proj",
+    conv="mamba.conv1d",
+    decay="mamba.A_log",
+    step="mamba.dt_bias",
+    mixed_norm="mamba.norm",
+    skip="mamba.D",
 )
 SHARED = replace(
     MIXTURE,
@@ -206,7 +221,47 @@ STACKED = replace(
     in_modules=(("router.layer.weight", "router.weight"),),
 )
 PACKED = replace(SPLIT, qkv=("self_attn.qkv_proj",), up=("mlp.gate_up_proj",))
-SHARED_MLP = replace(SPLIT, up=("shared_mlp.input_linear",), down="shared_mlp.output_linear")
+SHARED_MLP = replace(SPLIT, up=("shared_mlp.input_linear",), down="shared_mlp.output_linear", **MAMBA)
+SHARED_MLP_STACKED = replace(STACKED, up=SHARED_MLP.up, down=SHARED_MLP.down, **MAMBA)
+FEED_FORWARD = replace(
+    SPLIT,
+    final_norm="model.final_layernorm",
+    norm2="pre_ff_layernorm",
+    up=("feed_forward.gate_proj", "feed_forward.up_proj"),
+    down="feed_forward.down_proj",
+    **MAMBA,
+)
+ONE_MIXER = Names(
+    base="backbone.",
+    embed="backbone.embeddings",
+    final_norm="backbone.norm_f",
+    block="backbone.layers.{}.",
+    norm1="norm",
+    qkv=("mixer.q_proj", "mixer.k_proj", "mixer.v_proj"),
+    o="mixer.o_proj",
+    norm2="norm",  # a layer has one
+    up=("mixer.up_proj",),
+    down="mixer.down_proj",
+    in_modules=(("backbone.", "model."), ("mixer.experts.gate_up_proj", "mixer.experts.up_proj")),
+    mixed=("mixer.in_proj",),
+    mixed_o="mixer.out_proj",
+    conv="mixer.conv1d",
+    decay="mixer.A_log",
+    step="mixer.dt_bias",
+    mixed_norm="mixer.norm",
+    skip="mixer.D",
+)
+ONE_MIXER_EXPERTS = replace(
+    ONE_MIXER,
+    up=("mixer.shared_experts.up_proj",),
+    down="mixer.shared_experts.down_proj",
+    router="mixer.gate",
+    experts="mixer.experts",
+    each=("up_proj", "down_proj"),
+    latent_in="mixer.fc1_latent_proj",
+    latent_out="mixer.fc2_latent_proj",
+    correction="mixer.gate.e_score_correction_bias",
+)
 NEOX = Names(
     base="gpt_neox.",
     embed="gpt_neox.embed_in",
@@ -227,6 +282,18 @@ GATE_UP = replace(SPLIT, up=("mlp.gate_up_proj",))
 GLM4 = replace(GATE_UP, post1="post_self_attn_layernorm", post2="post_mlp_layernorm")
 PLAIN_MLP = replace(SPLIT, up=("mlp.c_fc",), down="mlp.c_proj")
 POST = replace(SPLIT, norm1="", norm2="", post1="post_attention_layernorm", post2="post_feedforward_layernorm")
+POST_DELTA = replace(
+    POST,
+    mixed=tuple(f"linear_attn.{part}_proj" for part in "qkvgba"),
+    mixed_o="linear_attn.o_proj",
+    conv="linear_attn.conv1d",
+    convs=tuple(f"linear_attn.{part}_conv1d" for part in "qkv"),
+    decay="linear_attn.A_log",
+    step="linear_attn.dt_bias",
+    mixed_norm="linear_attn.o_norm",
+    also=(("attention_layer_norm", "input_layernorm"), ("feedforward_layer_norm", "post_attention_layernorm")),
+)
+DELTA_AMONG_POST = replace(POST_DELTA, norm1="input_layernorm", norm2="post_attention_layernorm", post1="", post2="")
 BOTH = replace(POST, norm1="input_layernorm", norm2="pre_feedforward_layernorm")
 IN_OUT = Names(
     base="transformer.",

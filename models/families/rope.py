@@ -46,7 +46,7 @@ def parse_ropes(keys: Keys, family: Family, head_dim: int, positions: int) -> tu
     if nested := [kind for kind, value in flat.raw.items() if isinstance(value, dict)]:
         raise InputError(f'{flat.where}: parameters for "{nested[0]}" are not supported for this model_type.')
     if family.local_theta is None:
-        rope = parse(flat, key, theta)
+        rope = parse(flat, key, theta, family.unrotated == "null")
         return rope, rope
     whole, local = (_object(of("rope_parameters", params), params, kind) for kind in (GLOBAL, LOCAL))
     if strange := params.keys() - {GLOBAL, LOCAL}:
@@ -72,11 +72,11 @@ def _object(keys: Keys, raw: dict[str, Any], name: str) -> dict[str, Any]:
     return found
 
 
-def _theta(keys: Keys, inner: Keys, key: str, default: float) -> float:
-    """Of `inner`, or by a key next to it; the default where there is no such key."""
-    if "rope_theta" in inner.raw:
+def _theta(keys: Keys, inner: Keys, key: str, default: float, null: bool = False) -> float:
+    """Of `inner`, or by a key next to it; the default where there is no such key, or with `null` none there."""
+    if "rope_theta" in inner.raw and not (null and inner.raw["rope_theta"] is None):
         return inner.number("rope_theta")
-    return keys.number(key, default) if key else default
+    return keys.number(key, default, default if null else None) if key else default
 
 
 def _parse(keys: Keys, inner: Keys, family: Family, theta: float, head_dim: int, positions: int) -> Rope:
@@ -146,6 +146,7 @@ def _query_beta(inner: Keys, family: Family) -> float:
 def _width(keys: Keys, inner: Keys, family: Family, head_dim: int) -> int:
     name = family.spelled["share"]
     whole = None if family.longrope or name != "partial_rotary_factor" else 1.0  # what null stands for
+    whole = family.partial if name in family.only else whole
     if "partial_rotary_factor" in inner.raw:
         share = inner.number("partial_rotary_factor")
     elif family.rotary_dim and keys.raw.get("rotary_dim") is not None and name not in keys.raw:

@@ -2,11 +2,17 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass, field
+import math
+from dataclasses import dataclass
+from typing import Any
 
-from trireme.models.families.keys import InputError, Keys
+from trireme.models.families.keys import InputError, Keys, is_number
 
 FULL, LINEAR = "full_attention", "linear_attention"  # in layer_types
+OLDER = {"attention": FULL, "mamba": LINEAR}  # other names of these
+BLOCK_TYPES, PATTERN = "layers_block_type", "hybrid_override_pattern"  # where a layer is a mixer or an MLP
+MLP, EXPERTS = KINDS_OF_MLP = "mlp", "moe"
+LETTERS = {"M": LINEAR, "E": EXPERTS, "*": FULL, "-": MLP}  # of PATTERN
 
 
 @dataclass(frozen=True)
@@ -19,6 +25,13 @@ class Scan:
     key_dim: int
     value_dim: int
     taps: int  # of the convolution
+    delta: bool = True  # the delta rule; otherwise Mamba2, whose B are keys, C queries, groups heads of these
+    most: float = 1.0  # of what the delta rule corrects; 2: a state's eigenvalues may be negative
+    eps: float = 0.0  # of the gated norm; 0: the model's
+    conv_bias: bool = False
+    low: float = 0.0  # of Mamba2's steps
+    high: float = 0.0  # 0: none
+    parts: tuple[int, ...] = ()  # channels of each convolution in files; (): they are one
 
     @property
     def key_width(self) -> int:
@@ -34,25 +47,43 @@ class Scan:
         return 2 * self.key_width + self.value_width
 
     @property
+    def numbers(self) -> int:
+        """A token's numbers of each head."""
+        return 2 if self.delta else 1
+
+    @property
     def mixed_width(self) -> int:
-        """Of what the layer's input is projected to: channels, gate, two numbers a head."""
-        return self.channels + self.value_width + 2 * self.heads
+        """Of what the layer's input is projected to: channels, gate, numbers of each head."""
+        return self.channels + self.value_width + self.numbers * self.heads
 
 
 @dataclass(frozen=True)
-class ScanKeys:
-    """A family's layers with a recurrence, with transformers' defaults."""
+class DeltaKeys:
+    """A family's gated delta networks, with transformers' defaults."""
 
-    interval: int = 4  # default of full_attention_interval: every so many layers one with attention
-    defaults: dict[str, int] = field(
-        default_factory=lambda: dict(
-            linear_num_key_heads=16,
-            linear_num_value_heads=32,
-            linear_key_head_dim=128,
-            linear_value_head_dim=128,
-            linear_conv_kernel_dim=4,
-        )
-    )
+    interval: int = 4  # every so many layers one has attention
+    interval_key: str = "full_attention_interval"  # "": not read
+    by_width: bool = False  # defaults are by the attention's heads and the model's width
+    negative_key: str = ""  # corrections of up to 2; "": never
+    eps: float = 0.0
+    apart: bool = False  # queries, keys and values have convolutions of their own in files
+
+
+@dataclass(frozen=True)
+class MambaKeys:
+    """A family's Mamba2 layers: keys of config.json, with transformers' defaults."""
+
+    heads: tuple[str, int] = ("mamba_n_heads", 128)
+    head_dim: tuple[str, int | None] = ("mamba_d_head", None)  # None: that of `expand`
+    state: tuple[str, int] = ("mamba_d_state", 256)
+    groups: tuple[str, int] = ("mamba_n_groups", 1)
+    taps: tuple[str, int] = ("mamba_d_conv", 4)
+    expand: str = "mamba_expand"  # heads are as wide as so many times the model; "": not read
+    conv_bias: str = "mamba_conv_bias"
+    least: str = ""  # key of the least step, 0.001 by default; "": both limits are time_step_limit
+    biases: tuple[str, ...] = ("mamba_proj_bias",)  # keys of those that are not supported
+    layers: str = "layer_types"
+    attending: str = ""  # key of the layers with attention; "": by `layers`
 
 
 WIDEST = 256  # of a head: a state is in registers
@@ -60,34 +91,130 @@ MEANT = {  # keys that change the mathematics -> accepted values
     "attn_output_gate": (None, True),
     "output_gate_type": (None, "silu", "swish"),
     "mamba_ssm_dtype": (None, "float32"),
+    "mamba_hidden_act": (None, "silu", "swish"),
 }
 
 
-def parse_scan(keys: Keys, family: ScanKeys | None, layers: int) -> Scan | None:
-    """Raises InputError. None where no layer has a recurrence."""
+def parse_scan(keys: Keys, family: DeltaKeys | MambaKeys | None, layers: int, width: int, heads: int) -> Scan | None:
+    """Raises InputError. None where no layer has a recurrence. `width` is the model's, `heads` are attention's."""
     if family is None:
         return None
     for name, accepted in MEANT.items():
         keys.refuse_unless(name, accepted)
-    found = {name: keys.count(name, default) for name, default in family.defaults.items()}
-    key_heads, heads, key_dim, value_dim, taps = found.values()
+    if isinstance(family, MambaKeys):
+        return _mamba(keys, family, layers, width)
+    return _delta(keys, family, layers, width, heads)
+
+
+def _delta(keys: Keys, family: DeltaKeys, layers: int, width: int, heads: int) -> Scan:
+    by_width = family.by_width
+    count = lambda name, default: keys.count(name, default, null=default if by_width else None)
+    key_heads = count("linear_num_key_heads", heads if by_width else 16)
+    heads = count("linear_num_value_heads", heads if by_width else 32)
+    key_dim = count("linear_key_head_dim", int(0.75 * width / key_heads) if by_width else 128)
+    value_dim = count("linear_value_head_dim", 2 * key_dim if by_width else 128)
+    taps = keys.count("linear_conv_kernel_dim", 4)
     if heads % key_heads:
         raise keys.error("linear_num_value_heads", f"a multiple of linear_num_key_heads = {key_heads}")
-    for name in ("linear_key_head_dim", "linear_value_head_dim"):
-        if found[name] > WIDEST:
-            raise keys.error(name, f"at most {WIDEST}")
+    for name, d in (("linear_key_head_dim", key_dim), ("linear_value_head_dim", value_dim)):
+        _check(keys, name, d, taps, "linear_conv_kernel_dim")
+    negative = bool(family.negative_key) and keys.flag(family.negative_key, True)
+    step = family.interval
+    if family.interval_key:
+        step = keys.count(family.interval_key, family.interval, null=family.interval)
+    usual = [LINEAR if (i + 1) % step else FULL for i in range(layers)]
+    return Scan(
+        _layers(keys, "layer_types", layers, usual), key_heads, heads, key_dim, value_dim, taps,
+        most=2.0 if negative else 1.0, eps=family.eps,
+        parts=(key_heads * key_dim, key_heads * key_dim, heads * value_dim) if family.apart else (),
+    )  # fmt: skip
+
+
+def _mamba(keys: Keys, family: MambaKeys, layers: int, width: int) -> Scan | None:
+    usual = [LINEAR] * layers
+    for i in _attending(keys, family, layers):
+        usual[i] = FULL
+    if not (found := _layers(keys, family.layers, layers, usual, family.attending)):
+        return None
+    heads, state, groups, taps = (keys.count(*key) for key in (family.heads, family.state, family.groups, family.taps))
+    name, default = family.head_dim
+    wide = keys.count(family.expand, 2) * width if family.expand else 0
+    each = wide // heads
+    auto = keys.raw.get(name) == "auto" or default is None and keys.raw.get(name) is None
+    head_dim = each if auto else keys.count(name, default)
+    if wide and head_dim * heads != wide:
+        raise keys.error(family.heads[0], f"a divisor of {family.expand} * hidden_size = {wide}, in heads of {name}")
+    if heads % groups:
+        raise keys.error(family.groups[0], f"a divisor of {family.heads[0]} = {heads}")
+    for key, d in ((name, head_dim), (family.state[0], state)):
+        _check(keys, key, d, taps, family.taps[0])
+    for name in family.biases:
+        keys.refuse_unless(name, (None, False))
+    low, high = (keys.number(family.least, 0.001), 0.0) if family.least else _limits(keys)
+    bias = keys.flag(family.conv_bias, True)
+    return Scan(found, groups, heads, state, head_dim, taps, delta=False, conv_bias=bias, low=low, high=high)
+
+
+def _attending(keys: Keys, family: MambaKeys, layers: int) -> list[int]:
+    found: Any = (keys.raw.get(family.attending) or []) if family.attending else []
+    if not isinstance(found, list) or not all(type(i) is int and 0 <= i < layers for i in found):
+        raise keys.error(family.attending, f"a list of layers, from 0 to {layers - 1}")
+    return found
+
+
+def _check(keys: Keys, name: str, d: int, taps: int, of_taps: str) -> None:
+    if d > WIDEST:
+        raise keys.error(name, f"at most {WIDEST}")
     if taps & (taps - 1):
-        raise keys.error("linear_conv_kernel_dim", "a power of two")
-    return Scan(_layers(keys, family, layers), key_heads, heads, key_dim, value_dim, taps)
+        raise keys.error(of_taps, "a power of two")
 
 
-def _layers(keys: Keys, family: ScanKeys, layers: int) -> tuple[int, ...]:
-    types = keys.raw.get("layer_types")
+def _limits(keys: Keys) -> tuple[float, float]:
+    """time_step_limit: (least, most step), 0 where there is none. transformers writes infinity as an object."""
+    name = "time_step_limit"
+    limits = keys.raw.get(name, [0.0, math.inf])
+    unbounded = lambda value: value in ("Infinity", math.inf, {"__float__": "Infinity"})
+    if not isinstance(limits, list) or len(limits) != 2 or limits[0] != 0 and not is_number(limits[0]):
+        raise keys.error(name, "[least, most]")
+    low, high = float(limits[0]), 0.0 if unbounded(limits[1]) else limits[1]
+    if not unbounded(limits[1]) and not (is_number(high) and high > low):
+        raise keys.error(name, "[least, most]")
+    return low, float(high)
+
+
+def _layers(keys: Keys, name: str, layers: int, usual: list[str], said: str = "") -> tuple[int, ...]:
+    """Those with a recurrence, by layer_types, null or absent where they are as usual, which is by the key `said`."""
+    types: Any = None if said else keys.raw.get(name)
+    kinds = tuple(LETTERS.values()) if name == BLOCK_TYPES else (FULL, LINEAR)
     if types is None:
-        step = keys.count("full_attention_interval", family.interval, null=family.interval)
-        types = [LINEAR if (i + 1) % step else FULL for i in range(layers)]
-    if not isinstance(types, list) or len(types) != layers or not all(t in (FULL, LINEAR) for t in types):
-        raise keys.error("layer_types", f"a list of {layers} names, each {FULL} or {LINEAR}")
-    if all(t == LINEAR for t in types):
-        raise InputError(f'{keys.where}: "layer_types" has no layer of {FULL}: there must be one.')
+        types = usual
+    elif isinstance(types, list):
+        types = [OLDER.get(t, t) if isinstance(t, str) else t for t in types]
+    if not isinstance(types, list) or len(types) != layers or not all(t in kinds for t in types):
+        raise keys.error(name, f"a list of {layers} names, each {' or '.join(kinds)}")
+    if FULL not in types:
+        raise InputError(f'{keys.where}: "{said or name}" has no layer of {FULL}: there must be one.')
     return tuple(i for i, kind in enumerate(types) if kind == LINEAR)
+
+
+def block_types(raw: dict[str, Any], where: str) -> dict[str, Any]:
+    """config.json with BLOCK_TYPES in today's names, and their number, where layers are a mixer or an MLP.
+
+    Raises InputError.
+    """
+    keys, counted = Keys(raw, where), "num_hidden_layers"
+    types: Any = raw.get(BLOCK_TYPES)
+    if types is None and isinstance(pattern := raw.get(PATTERN), str):
+        if strange := set(pattern) - set(LETTERS):
+            raise keys.error(PATTERN, f"letters of {''.join(LETTERS)}, not {min(strange)}")
+        types = [LETTERS[letter] for letter in pattern]
+    if not isinstance(types, list) or not types or not all(isinstance(t, str) for t in types):
+        raise keys.error(BLOCK_TYPES if PATTERN not in raw else PATTERN, "the kind of each layer")
+    if raw.get(counted) not in (None, len(types)):
+        raise keys.error(counted, f"{len(types)}, as {BLOCK_TYPES} or {PATTERN} has them")
+    types, kinds = [OLDER.get(t, t) for t in types], tuple(LETTERS.values())
+    if not all(t in kinds for t in types):
+        raise keys.error(BLOCK_TYPES, f"a list of names, each {' or '.join(kinds)}")
+    if MLP not in types and EXPERTS not in types:
+        raise InputError(f"{where}: no layer is an MLP or experts: there must be one.")
+    return raw | {BLOCK_TYPES: types, counted: len(types)}

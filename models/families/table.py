@@ -19,7 +19,7 @@ from trireme.models.families.family import (
     Wrapper,
 )
 from trireme.models.families.latent import LatentKeys
-from trireme.models.families.scans import ScanKeys
+from trireme.models.families.scans import DeltaKeys, MambaKeys
 
 _GLM: dict[str, Any] = dict(
     partial=0.5, pairs=True, kv_heads=2, head_dim=128, max_positions=131072, eps=1.5625e-7,
@@ -34,7 +34,7 @@ _INDEXED = _LATENT | dict(
 )
 _HYBRID: dict[str, Any] = dict(
     add_one=True, head_dim=256, max_positions=32768, qk_norm="head", partial=0.25, qkv_bias=BIAS, o_bias=BIAS,
-    scan=ScanKeys(), attention_gate=True, carried=("mtp.",),
+    scan=DeltaKeys(), attention_gate=True, carried=("mtp.",),
 )  # fmt: skip
 _QWEN_VL: dict[str, Any] = dict(
     kv_heads=8, max_positions=32768, eps=1e-5, theta=1e6, qkv_bias=True, windows="above", above=80,
@@ -103,9 +103,41 @@ FAMILIES = {
     ),
     "granite": Family("Granite 3 (dense)", qkv_bias=BIAS, o_bias=BIAS, mlp_bias=MLP_BIAS, scaled=True),
     "granitemoehybrid": Family(
-        "Granite 4 (without experts and Mamba layers)",
-        names=names.SHARED_MLP, spelled=SPELLED | dict(ffn="shared_intermediate_size"), qkv_bias=BIAS, o_bias=BIAS,
-        scaled=True, windows="dense", unrotated="typed", aliases={"layers_block_type": "layer_types"},
+        "Granite 4 (350M to 32B-A9B, with Mamba2 layers or without)",
+        names=names.SHARED_MLP_STACKED, dense_names=names.SHARED_MLP,
+        spelled=SPELLED | dict(ffn="shared_intermediate_size"), qkv_bias=BIAS, o_bias=BIAS,
+        scaled=True, unrotated="typed", aliases={"layers_block_type": "layer_types"}, scan=MambaKeys(),
+        experts=ExpertKeys(
+            8, 2, 11008, "num_local_experts", "intermediate_size", renormalise=True, optional=True,
+            shared_key="shared_intermediate_size", scale_key="residual_multiplier",
+        ),
+    ),
+    "bamba": Family(
+        "Bamba 9B",
+        names=names.FEED_FORWARD, partial=0.5, max_positions=262144, eps=1e-5, qkv_bias=BIAS, o_bias=BIAS,
+        mlp_bias=MLP_BIAS, scan=MambaKeys(attending="attn_layer_indices"), only={"partial_rotary_factor": (None, 0.5)},
+    ),
+    "nemotron_h": Family(
+        "Nemotron-H, Nemotron Nano 2, Nemotron 3 (Nano 30B-A3B, Super 120B-A12B)",
+        names=names.ONE_MIXER_EXPERTS, dense_names=names.ONE_MIXER, single=True, unadapted=("mixer.out_proj",),
+        spelled=SPELLED | dict(eps="layer_norm_epsilon", act="mlp_hidden_act"), gated=False, acts=RELU2,
+        vocab=131072, n_heads=32, kv_heads=8, head_dim=128, ffn=21504, max_positions=4096, eps=1e-5, unrotated="all",
+        carried=("mtp.",),
+        scan=MambaKeys(
+            heads=("mamba_num_heads", 128), head_dim=("mamba_head_dim", 64), state=("ssm_state_size", 128),
+            groups=("n_groups", 8), taps=("conv_kernel", 4), expand="", conv_bias="use_conv_bias",
+            least="time_step_min", biases=("use_bias",), layers="layers_block_type",
+        ),
+        experts=ExpertKeys(
+            8, 2, 7688, "n_routed_experts", normalised=True, sigmoid=True, scale_key="routed_scaling_factor",
+            groups=(1, 1), shared_key="moe_shared_expert_intermediate_size", beside=7688,
+            latent_key="moe_latent_size", typed=True,
+        ),
+        aliases={
+            "layer_types": "layers_block_type", "num_local_experts": "n_routed_experts", "mamba_n_groups": "n_groups",
+            "mamba_d_conv": "conv_kernel", "mamba_dt_min": "time_step_min", "mamba_conv_bias": "use_conv_bias",
+        },
+        only={"mlp_bias": (None, False), "attention_bias": (None, False), "tie_word_embeddings": (None, False)},
     ),
     "starcoder2": Family(
         "StarCoder 2",
@@ -121,6 +153,14 @@ FAMILIES = {
         "OLMo 3",
         names=names.POST, qk_norm="width", eps=1e-5, theta=5e5, local_theta=5e5, qkv_bias=BIAS, o_bias=BIAS,
         windows="pattern", period=4,
+    ),
+    "olmo_hybrid": Family(
+        "OLMo Hybrid 7B",
+        names=names.POST_DELTA, scan_names=names.DELTA_AMONG_POST, vocab=100352, n_heads=30, ffn=11008,
+        qk_norm="width", max_positions=65536, qkv_bias=BIAS, o_bias=BIAS, unrotated="null",
+        scan=DeltaKeys(
+            interval_key="", by_width=True, negative_key="linear_allow_neg_eigval", eps=1e-5, apart=True
+        ),
     ),
     "exaone4": Family(
         "EXAONE 4",

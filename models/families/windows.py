@@ -18,9 +18,6 @@ def sliding_window(keys: Keys, family: Family, layers: int) -> tuple[int, int, t
     absent = keys.raw["sliding_window"] is None if given else family.window is None
     absent = absent or family.windows == "none"
     window = 0 if absent else keys.count("sliding_window", family.window)
-    if family.windows == "dense":
-        _refuse_hybrids(keys, layers)
-        return 0, 0, ()
     if family.windows == "pattern":
         return _pattern(keys, family, layers, window)
     first = 0
@@ -76,14 +73,6 @@ def _usual_types(keys: Keys, family: Family, layers: int, window: int) -> list[s
         return [LOCAL if window else GLOBAL] * layers
     period = keys.count("sliding_window_pattern", family.period) if family.period_key else family.period
     return [LOCAL if (i + (not family.first)) % period else GLOBAL for i in range(layers)]
-
-
-def _refuse_hybrids(keys: Keys, layers: int) -> None:
-    """InputError unless every layer is attention with a plain MLP."""
-    keys.refuse_unless("num_local_experts", (0,))
-    types = keys.raw.get("layer_types")
-    if not isinstance(types, list) or len(types) != layers or any(t not in ("attention", GLOBAL) for t in types):
-        raise keys.error("layer_types", f'a list of {layers} times "attention": Mamba layers are not supported')
 
 
 def unrotated_layers(keys: Keys, layers: int) -> tuple[int, ...]:

@@ -1,11 +1,16 @@
-"""The sub-layer of a block whose mixer is a gated delta rule: explicit forward and backward over named saved tensors.
+"""The sub-layer of a block whose mixer is a recurrence: explicit forward and backward over named saved tensors.
 
     q, k, v, z, b, a = norm(x) @ mixed;  q, k, v = silu(convolution of (q, k, v));  q, k of unit length
     out = x + (rmsnorm(scan(q d^-1/2, k, v, g, sigmoid(b))) * silu(z)) @ o,  g = -exp(decay) softplus(a + step)
 
-The recurrence is in kernels/scan/reference.py (Yang et al. 2024, arXiv:2412.06464).
-Legend: N tokens, D width, K heads of q and k, H of v, d and e their widths, C = 2 K d + H e channels. Saved: x (by the
-caller), mixed (N, C + H e + 2 H), scan_out (N, H e).
+That is a gated delta rule (Yang et al. 2024, arXiv:2412.06464). Mamba2 (Dao and Gu 2024, arXiv:2405.21060):
+
+    z, v, k, q, a = norm(x) @ mixed;  v, k, q = silu(convolution of (v, k, q));  t = softplus(a + step), within limits
+    out = x + rmsnorm((scan(q, k, v, -exp(decay) t, t) + skip v) * silu(z)) @ o,  by group of heads with one q and k
+
+The recurrence is in kernels/scan/reference.py.
+Legend: N tokens, D width, K heads of q and k, H of v, d and e their widths, C = 2 K d + H e channels; n numbers a head:
+2, of Mamba2 1. Saved: x (by the caller), mixed (N, C + H e + n H), scan_out (N, H e).
 """
 
 from __future__ import annotations
@@ -41,40 +46,42 @@ class Weights(NamedTuple):
     """The half's weights, or their gradients: empty where a tensor is frozen."""
 
     norm: Norm | None
-    mixed: Linear  # (D, C + H e + 2 H)
+    mixed: Linear  # (D, C + H e + n H)
     o: Linear  # (H e, D)
     conv: Tensor  # (C, taps)
     decay: Tensor  # (H,), the logarithm
     step: Tensor  # (H,)
-    gated: Tensor  # (e,), of the norm before the gate
+    gated: Tensor  # (e,), of the norm before the gate; (H e,) of that behind it
+    conv_bias: Tensor | None = None  # (C,)
+    skip: Tensor | None = None  # (H,)
 
 
 class Parts(NamedTuple):
     """Views of `mixed`, or of its gradient."""
 
     channels: Tensor  # (N, C)
-    z: Tensor  # (N, H, e)
-    b: Tensor  # (N, H)
-    a: Tensor
+    z: Tensor  # (N, H, e), by the gated norm's groups
+    b: Tensor | None  # (N, H)
+    a: Tensor  # (N, H)
 
 
 class Inputs(NamedTuple):
     """What the recurrence reads."""
 
     raw: Tensor  # (N, C) behind the convolution
-    q: Tensor  # (N, K, d), by length, as k
+    q: Tensor  # (N, K, d), with the delta rule by length, as k
     k: Tensor
     v: Tensor  # (N, H, e)
     g: Tensor  # (N, H) fp32
     beta: Tensor  # (N, H) fp32
-    q_rstd: Tensor  # (N, K) fp32
-    k_rstd: Tensor
+    q_rstd: Tensor | None = None  # (N, K) fp32
+    k_rstd: Tensor | None = None
 
 
 class Result(NamedTuple):
     """What backward needs of forward."""
 
-    mixed: Tensor  # (N, C + H e + 2 H)
+    mixed: Tensor  # (N, C + H e + n H)
     out: Tensor  # (N, H e)
 
 
@@ -135,28 +142,50 @@ def backward_to_mixed(cfg: ModelConfig, w: Weights, g: Weights, result: Result, 
     inner = _gated(cfg, w, *result)
     add_gradients_(g.o, w.o, inner, d_o)
     del inner  # workspace._scan_moments
-    d_inner = linear_backward(d_o, w.o).view(-1, own.heads, own.value_dim)
+    d_inner = linear_backward(d_o, w.o)
     del d_o  # workspace._scan_moments
     d_mixed = torch.empty_like(result.mixed)
     parts, found = split(cfg, result.mixed), split(cfg, d_mixed)
-    d_weight = or_scratch(g.gated, w.gated)
-    scanned = result.out.view_as(d_inner)
-    d_out = ops.gated_norm_bwd(d_inner, scanned, parts.z, w.gated, cfg.eps, False, d_weight, found.z)
+    d_inner = d_inner.view(parts.z.shape)
+    weight, d_weight = (_by_group(own, t) for t in (w.gated, or_scratch(g.gated, w.gated)))
+    scanned, eps = result.out.view(parts.z.shape), own.eps or cfg.eps
+    d_out = ops.gated_norm_bwd(d_inner, scanned, parts.z, weight, eps, not own.delta, d_weight, found.z)
     del d_inner  # workspace._scan_moments
     a = _inputs(cfg, w, parts, rows)
     d_raw = torch.empty_like(a.raw)
     dq, dk, dv = _heads(own, d_raw)
-    dg, dbeta, _ = ops.scan_bwd(d_out, a.q, a.k, a.v, a.g, a.beta, rows.docs, True, None, dq, dk, dv)
+    d_out = d_out.view(a.v.shape)
+    dg, dbeta, d_skip = ops.scan_bwd(d_out, a.q, a.k, a.v, a.g, a.beta, rows.docs, own.delta, w.skip, dq, dk, dv)
     del d_out  # workspace._scan_moments
-    q, k, _ = _heads(own, a.raw)
-    for d_, t, factor, rstd in zip((dq, dk), (q, k), _lengths(own, q), (a.q_rstd, a.k_rstd), strict=True):
-        ops.head_rmsnorm_bwd(d_, t, factor, rstd, torch.zeros_like(factor), d_)
-    found.b.copy_(dbeta * a.beta * (1 - a.beta))
-    d_decay, d_step = or_scratch(g.decay, w.decay), or_scratch(g.step, w.step)
-    found.a.copy_(ops.decay_bwd(dg, None, parts.a, w.decay, w.step, d_decay, d_step))
-    ops.conv_bwd(d_raw, parts.channels, w.conv, None, rows.docs, or_scratch(g.conv, w.conv), None, found.channels)
-    del a, q, k, dq, dk, dv, d_raw  # workspace._scan_moments
+    if g.skip is not None and d_skip is not None and trained(g.skip):
+        g.skip.add_(d_skip)
+    _numbers_backward(own, w, g, parts, found, a, dg, dbeta)
+    if own.delta:
+        _lengths_backward_(own, a, dq, dk)
+    d_bias = None if w.conv_bias is None or g.conv_bias is None else or_scratch(g.conv_bias, w.conv_bias)
+    d_conv = or_scratch(g.conv, w.conv)
+    ops.conv_bwd(d_raw, parts.channels, w.conv, w.conv_bias, rows.docs, d_conv, d_bias, found.channels)
+    del a, dq, dk, dv, d_raw  # workspace._scan_moments
     return _in_file_order(cfg, d_mixed)
+
+
+def _numbers_backward(
+    own: Scan, w: Weights, g: Weights, parts: Parts, found: Parts, a: Inputs, dg: Tensor, dbeta: Tensor
+) -> None:
+    """Fills the gradients of the numbers a head; adds those of decay and step."""
+    d_decay, d_step, limits = or_scratch(g.decay, w.decay), or_scratch(g.step, w.step), _limits(own)
+    of_steps = None if own.delta else dbeta
+    found.a.copy_(ops.decay_bwd(dg, of_steps, parts.a, w.decay, w.step, d_decay, d_step, *limits))
+    if found.b is not None:
+        found.b.copy_(dbeta * a.beta * (1 - a.beta / own.most))
+
+
+def _lengths_backward_(own: Scan, a: Inputs, dq_: Tensor, dk_: Tensor) -> None:
+    """Turns the gradients of q and k by length into those of q and k."""
+    q, k, _ = _heads(own, a.raw)
+    for d_, t, factor, rstd in zip((dq_, dk_), (q, k), _lengths(own, q), (a.q_rstd, a.k_rstd), strict=True):
+        assert rstd is not None
+        ops.head_rmsnorm_bwd(d_, t, factor, rstd, torch.zeros_like(factor), d_)
 
 
 def backward_to_x(
@@ -172,6 +201,9 @@ def backward_to_x(
 def split(cfg: ModelConfig, mixed: Tensor) -> Parts:
     """Of `mixed` or its gradient."""
     own = _own(cfg)
+    if not own.delta:
+        z, channels, a = mixed.split([own.value_width, own.channels, own.heads], 1)
+        return Parts(channels, z.unflatten(1, (own.key_heads, -1)), None, a)
     channels, z, b, a = mixed.split([own.channels, own.value_width, own.heads, own.heads], 1)
     return Parts(channels, z.view(-1, own.heads, own.value_dim), b, a)
 
@@ -211,7 +243,10 @@ def _in_file_order(cfg: ModelConfig, d_mixed: Tensor) -> Tensor:
 
 def _heads(own: Scan, raw: Tensor) -> tuple[Tensor, Tensor, Tensor]:
     """Views of channels: q, k (N, K, d), v (N, H, e)."""
-    q, k, v = raw.split([own.key_width, own.key_width, own.value_width], 1)
+    if own.delta:
+        q, k, v = raw.split([own.key_width, own.key_width, own.value_width], 1)
+    else:
+        v, k, q = raw.split([own.value_width, own.key_width, own.key_width], 1)
     keys = (-1, own.key_heads, own.key_dim)
     return q.view(keys), k.view(keys), v.view(-1, own.heads, own.value_dim)
 
@@ -227,15 +262,27 @@ def inputs(cfg: ModelConfig, w: Weights, parts: Parts, raw: Tensor) -> Inputs:
     """Given the channels behind the convolution (N, C)."""
     own = _own(cfg)
     q, k, v = _heads(own, raw)
+    g, steps = ops.decay_fwd(parts.a, w.decay, w.step, *_limits(own))
+    if parts.b is None:
+        return Inputs(raw, q, k, v, g, steps)
     eps = EPS / own.key_dim
     (q, q_rstd), (k, k_rstd) = (ops.head_rmsnorm_fwd(t, f, eps) for t, f in zip((q, k), _lengths(own, q), strict=True))
-    g, _ = ops.decay_fwd(parts.a, w.decay, w.step)
     beta = torch.sigmoid(parts.b).to(g.dtype)
-    return Inputs(raw, q, k, v, g, beta, q_rstd, k_rstd)
+    return Inputs(raw, q, k, v, g, beta if own.most == 1.0 else own.most * beta, q_rstd, k_rstd)
+
+
+def _limits(own: Scan) -> tuple[float, float]:
+    """Of steps."""
+    return own.low, own.high or float("inf")
+
+
+def _by_group(own: Scan, weight: Tensor) -> Tensor:
+    """The gated norm's weight (e,) of all heads, or by group (K, H e / K)."""
+    return weight if own.delta else weight.view(own.key_heads, -1)
 
 
 def _inputs(cfg: ModelConfig, w: Weights, parts: Parts, rows: Rows) -> Inputs:
-    return inputs(cfg, w, parts, ops.conv_fwd(parts.channels, w.conv, None, rows.docs))
+    return inputs(cfg, w, parts, ops.conv_fwd(parts.channels, w.conv, w.conv_bias, rows.docs))
 
 
 def _scan(
@@ -246,10 +293,11 @@ def _scan(
         return recur(cfg, w, parts, rows)
     a = _inputs(cfg, w, parts, rows)
     out = None if out is None else out.view(a.v.shape)
-    return ops.scan_fwd(a.q, a.k, a.v, a.g, a.beta, rows.docs, True, None, out).view(-1, own.value_width)
+    return ops.scan_fwd(a.q, a.k, a.v, a.g, a.beta, rows.docs, own.delta, w.skip, out).view(-1, own.value_width)
 
 
 def _gated(cfg: ModelConfig, w: Weights, mixed: Tensor, scanned: Tensor) -> Tensor:
     """What the output projection reads, (N, H e)."""
-    z = split(cfg, mixed).z
-    return ops.gated_norm_fwd(scanned.view(z.shape), z, w.gated, cfg.eps, False).view(scanned.shape)
+    own, z = _own(cfg), split(cfg, mixed).z
+    weight, eps = _by_group(own, w.gated), own.eps or cfg.eps
+    return ops.gated_norm_fwd(scanned.view(z.shape), z, weight, eps, not own.delta).view(scanned.shape)

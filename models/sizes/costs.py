@@ -12,12 +12,14 @@ from math import prod
 from typing import NamedTuple
 
 from trireme.models.config import ModelConfig
+from trireme.models.families.scans import Scan
 from trireme.models.sizes.narrow import in_fp8, norms_make_codes, quantised_each
 from trireme.models.sizes.shapes import (
     DOWN,
     GATE_UP,
     adapts_experts,
     chosen,
+    expert_input,
     hidden_width,
     is_frozen,
     is_sliced,
@@ -33,7 +35,7 @@ from trireme.models.sizes.shapes import (
 
 MIXED = {"attn_out", "lse", "scan_out"}  # saved tensors that attention or a recurrence makes
 KNOWN = 4096  # counts that are kept: a step asks for each of its tasks
-NEVER_SAVED = {"router", "q_b", "kv_b"}  # matmuls that backward always repeats
+NEVER_SAVED = {"router", "latent", "q_b", "kv_b"}  # matmuls that backward always repeats
 CHUNK = 64  # tokens of a chunk of a recurrence
 TILE = 128  # rows of a tile of grouped matmuls
 
@@ -74,7 +76,10 @@ def _linear_layers(cfg: ModelConfig, kind: str) -> dict[str, tuple[int, int]]:
         found[up_name(cfg)] = cfg.width, up_width(cfg)
         found["mlp_branch" if cfg.names.post2 else "out"] = cfg.ffn, cfg.width
     elif kind != "attention" and cfg.experts and cfg.experts.shared:
-        found |= {"shared_up": (cfg.width, 2 * cfg.experts.shared), "shared": (cfg.experts.shared, cfg.width)}
+        shared = cfg.experts.shared
+        found |= {"shared_up": (cfg.width, (1 + cfg.gated) * shared), "shared": (shared, cfg.width)}
+    if kind != "attention" and cfg.experts and (own := cfg.experts.latent):
+        found |= {"latent": (cfg.width, own), "out": (own, cfg.width)}
     return found
 
 
@@ -84,8 +89,10 @@ def _linear_params(cfg: ModelConfig, kind: str = "block") -> dict[str, int]:
     cfg, kind = seen(cfg, kind)
     found = {name: inside * outside for name, (inside, outside) in _linear_layers(cfg, kind).items()}
     if kind != "attention" and cfg.experts:
-        found[up_name(cfg)] = chosen(cfg) * cfg.width * up_width(cfg)
-        found["mlp_branch" if cfg.names.post2 else "out"] = hidden_width(cfg) * cfg.width
+        inner = expert_input(cfg)
+        found[up_name(cfg)] = chosen(cfg) * inner * up_width(cfg)
+        last = "latent_sum" if cfg.experts.latent else "mlp_branch" if cfg.names.post2 else "out"
+        found[last] = hidden_width(cfg) * inner
         found["router"] = (cfg.experts.count + cfg.experts.shared_gate) * cfg.width
     return found
 
@@ -100,13 +107,21 @@ def attention_backward_flops(cfg: ModelConfig, pairs: int) -> int:
     return 2 * pairs * (3 * cfg.q_width + 2 * cfg.attn_width)
 
 
+def recurrence_flops(own: Scan, tokens: int) -> int:
+    """Forward of one layer's recurrence, by chunks of CHUNK tokens."""
+    within = own.key_dim + own.value_dim  # a token's products within a chunk
+    states = 2 * own.key_dim * own.value_dim  # with the state: outputs, the next
+    if own.delta:  # with an inverse, and deltas
+        within += 2 * own.key_dim + own.value_dim + CHUNK
+        states += own.key_dim * own.value_dim
+    return 2 * tokens * own.heads * (CHUNK * within + states)
+
+
 def scan_flops(cfg: ModelConfig, tokens: int) -> int:
-    """Forward of one layer's recurrence, by chunks of CHUNK tokens, and its convolution."""
+    """Forward of one layer's recurrence and its convolution."""
     own = cfg.scan
     assert own is not None
-    within = 3 * own.key_dim + 2 * own.value_dim + CHUNK  # a token's products within a chunk; its inverse
-    states = 3 * own.key_dim * own.value_dim  # with the state: deltas, outputs, the next
-    return 2 * tokens * (own.heads * (CHUNK * within + states) + own.channels * own.taps)
+    return recurrence_flops(own, tokens) + 2 * tokens * own.channels * own.taps
 
 
 def mixer_flops(cfg: ModelConfig, kind: str, tokens: int, pairs: int) -> int:
@@ -207,7 +222,7 @@ def grouped_work(cfg: ModelConfig, u: int, kept: frozenset[str], tokens: int) ->
     if cfg.experts is None or what not in ("block", "mlp"):
         return Grouped()
     rows = cfg.experts.chosen * tokens + cfg.experts.count * TILE / 2
-    up, down = (2 * rows * n for n in (cfg.width * up_width(cfg), cfg.experts.width * cfg.width))
+    up, down = (2 * rows * expert_input(cfg) * n for n in (up_width(cfg), cfg.experts.width))
     trained = {name.rpartition(".")[2] for part in trained_parts(cfg, u) for group in part for name, _ in group}
     gradients = up * (GATE_UP in trained) + down * (DOWN in trained)
     return Grouped(up + down, up + down, gradients, up * (up_name(cfg) not in kept))

@@ -28,13 +28,16 @@ def unit_names(cfg: ModelConfig) -> list[str]:
 
 def kind(cfg: ModelConfig, u: int) -> str:
     """What unit u is: "embed", "block", "attention" (any mixer), "mlp" or "head"; "dense block" or "dense mlp" among
-    experts; "scan block" or "scan attention" where the mixer is a recurrence, and "scan dense block".
+    experts; "scan block" or "scan attention" where the mixer is a recurrence, and "scan dense block"; "scan mlp" where
+    these differ next to one.
     """
     if u in (0, cfg.n_units - 1):
         return "head" if u else "embed"
     found = HALVES[(u - 1) % 2] if cfg.halves else "block"
+    found = HALVES[layer(cfg, u) in cfg.mlp_layers] if cfg.mlp_layers else found
     found = DENSE + found if found != "attention" and cfg.is_dense(layer(cfg, u)) else found
-    return SCANS + found if not found.endswith("mlp") and cfg.scans(layer(cfg, u)) else found
+    alike = found.endswith("mlp") and cfg.family.scan_names is None
+    return SCANS + found if cfg.scans(layer(cfg, u)) and not alike else found
 
 
 def bare(kind: str) -> str:
@@ -49,12 +52,12 @@ def seen(cfg: ModelConfig, kind: str) -> tuple[ModelConfig, str]:
 
 
 def inner_kinds(cfg: ModelConfig) -> tuple[str, ...]:
-    """Kinds of the units that make a block, in order: of one with experts, if any has them."""
-    return HALVES if cfg.halves else ("block",)
+    """Kinds of the units that make a block, in order, or that layers are: of one with experts, if any has them."""
+    return HALVES if cfg.halves or cfg.mlp_layers else ("block",)
 
 
 def layer(cfg: ModelConfig, u: int) -> int:
-    return (u - 1) // len(inner_kinds(cfg))
+    return (u - 1) // (2 if cfg.halves else 1)
 
 
 # ---------------------------------------------------------------- weights
@@ -96,14 +99,17 @@ def on_disk(cfg: ModelConfig, name: str, shape: tuple[int, ...]) -> Group:
     if cfg.names.correction_row and len(shape) == 1 and name.endswith(cfg.names.correction):
         return [(name, (1, *shape))]
     if cfg.names.conv and name.endswith(f".{cfg.names.conv}.weight"):
-        return [(name, (shape[0], 1, shape[-1]))]
+        if cfg.scan is None or not cfg.scan.parts:
+            return [(name, (shape[0], 1, shape[-1]))]
+        parts = zip(cfg.names.convs, cfg.scan.parts, strict=True)
+        return [(name.replace(cfg.names.conv, part), (rows, 1, shape[-1])) for part, rows in parts]
     before, within, what = name.rpartition(f"{cfg.names.experts}.")
     if len(shape) == 3 and cfg.names.stacked and within:
         return [(before + cfg.names.stacked[what == DOWN], shape)]
-    if len(shape) < 3 or not cfg.names.each:
+    if len(shape) < 3 or not (cfg.names.each and cfg.names.experts):
         return [(name, shape)]
     prefix, what = name.rsplit(".", 1)
-    each = cfg.names.each[2:] if what == DOWN else cfg.names.each[:2]
+    each = cfg.names.each[-1:] if what == DOWN else cfg.names.each[:-1]
     one = (shape[1] // len(each), shape[2])
     return [(f"{prefix}.{e}.{matrix}.weight", one) for e in range(shape[0]) for matrix in each]
 
@@ -120,8 +126,10 @@ def within_experts(cfg: ModelConfig, name: str) -> tuple[str, int | None, int | 
     layer, _, expert = before.rpartition(".")
     if last not in cfg.names.each or not expert.isdigit():
         return name, None, None
-    half = cfg.names.each.index(last)
-    return (f"{layer}.{DOWN}", int(expert), None) if half == 2 else (f"{layer}.{GATE_UP}", int(expert), half)
+    half, ups = cfg.names.each.index(last), len(cfg.names.each) - 1
+    if half == ups:
+        return f"{layer}.{DOWN}", int(expert), None
+    return f"{layer}.{GATE_UP}", int(expert), half if ups > 1 else None
 
 
 def stored_tensors(cfg: ModelConfig) -> dict[str, tuple[int, ...]]:
@@ -208,10 +216,17 @@ def features(cfg: ModelConfig, names: tuple[str, ...]) -> tuple[int, ...]:
     if cfg.scan and names == own.mixed:
         heads, wide = cfg.scan.heads, cfg.scan.value_width
         grouped = (cfg.scan.channels + wide, 2 * heads)
+        if len(names) == 1:
+            return (cfg.scan.mixed_width,)
+        if own.convs:
+            return cfg.scan.key_width, cfg.scan.key_width, wide, wide, heads, heads
         return grouped if own.mixed_by_head else (cfg.scan.channels, wide, heads, heads)
+    if cfg.experts and cfg.experts.latent and names == (own.latent_in,):
+        return (cfg.experts.latent,)
     if names == own.up:
         ffn = cfg.experts.shared if cfg.experts else cfg.ffn
-        return (up_width(cfg),) if len(names) == 1 else (ffn, ffn)
+        matrices = 1 + cfg.gated
+        return (matrices * ffn,) if len(names) == 1 else (ffn,) * matrices
     return (cfg.width,)
 
 
@@ -276,15 +291,20 @@ def _attention_groups(cfg: ModelConfig) -> list[Group]:
 def _scan_groups(cfg: ModelConfig) -> list[Group]:
     names, own = cfg.names, cfg.scan
     assert own is not None
-    return [
+    groups: list[Group] = [
         _matrix(cfg, names.mixed, features(cfg, names.mixed), cfg.width),
         _matrix(cfg, (names.mixed_o,), (cfg.width,), own.value_width),
         [(f"{names.conv}.weight", (own.channels, own.taps))],
         *_norm(cfg, names.norm1),
         [(names.decay, (own.heads,))],
         [(names.step, (own.heads,))],
-        [(f"{names.mixed_norm}.weight", (own.value_dim,))],
+        [(f"{names.mixed_norm}.weight", (own.value_dim if own.delta else own.value_width,))],
     ]
+    if own.conv_bias:
+        groups.append([(f"{names.conv}.bias", (own.channels,))])
+    if names.skip:
+        groups.append([(names.skip, (own.heads,))])
+    return groups
 
 
 def _mlp_groups(cfg: ModelConfig) -> list[Group]:
@@ -303,8 +323,19 @@ def _mlp_groups(cfg: ModelConfig) -> list[Group]:
 def expert_shape(cfg: ModelConfig, matrix: str) -> tuple[int, int]:
     """Of one expert's GATE_UP or DOWN, in memory."""
     assert cfg.experts is not None
-    rows, columns = (2 * cfg.experts.width, cfg.width) if matrix == GATE_UP else (cfg.width, cfg.experts.width)
+    inner = expert_input(cfg)
+    rows, columns = (up_width(cfg), inner) if matrix == GATE_UP else (inner, cfg.experts.width)
     return (columns, rows) if cfg.names.experts_in_out else (rows, columns)
+
+
+def expert_input(cfg: ModelConfig) -> int:
+    """Features that experts read and give."""
+    return cfg.experts.latent or cfg.width if cfg.experts else cfg.width
+
+
+def of_an_expert(cfg: ModelConfig) -> int:
+    """Elements of one expert's matrices."""
+    return sum(prod(expert_shape(cfg, matrix)) for matrix in (GATE_UP, DOWN))
 
 
 def _expert_groups(cfg: ModelConfig) -> list[Group]:
@@ -322,9 +353,12 @@ def _expert_groups(cfg: ModelConfig) -> list[Group]:
     if names.correction:
         groups.append([(names.correction, (own.count,))])
     if own.shared:
-        groups += [_matrix(cfg, names.up, (own.shared, own.shared), D), _matrix(cfg, (names.down,), (D,), own.shared)]
+        groups += [_matrix(cfg, names.up, features(cfg, names.up), D), _matrix(cfg, (names.down,), (D,), own.shared)]
     if own.shared_gate:
         groups.append([(f"{names.shared_gate}.weight", (1, D))])
+    if own.latent:
+        groups.append(_matrix(cfg, (names.latent_in,), (own.latent,), D))
+        groups.append(_matrix(cfg, (names.latent_out,), (D,), own.latent))
     return groups + _norm(cfg, names.norm2)
 
 
@@ -381,7 +415,9 @@ def saved_shapes(cfg: ModelConfig, tokens: int, kind: str = "block") -> dict[str
         if not is_sliced(cfg):  # then of several units
             found[up_name(cfg)] = (N * chosen(cfg), up_width(cfg)), "compute"
         if cfg.experts and cfg.experts.shared:
-            found["shared_up"] = (N, 2 * cfg.experts.shared), "compute"
+            found["shared_up"] = (N, (1 + cfg.gated) * cfg.experts.shared), "compute"
+        if cfg.experts and cfg.experts.latent:
+            found["latent_sum"] = (N, cfg.experts.latent), "compute"
         if cfg.names.post2:
             found["mlp_branch"] = (N, cfg.width), "compute"
     return found

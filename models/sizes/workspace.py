@@ -9,7 +9,17 @@ from typing import NamedTuple
 
 from trireme.models.config import ModelConfig
 from trireme.models.sizes.narrow import in_fp8, norms_make_codes, quantised_each, slice_bytes
-from trireme.models.sizes.shapes import chosen, hidden_width, is_frozen, is_sliced, kind, output_name, seen, up_width
+from trireme.models.sizes.shapes import (
+    chosen,
+    expert_input,
+    hidden_width,
+    is_frozen,
+    is_sliced,
+    kind,
+    output_name,
+    seen,
+    up_width,
+)
 
 LOSS_CHUNK = 2048  # rows of logits; default of linear_cross_entropy
 ROWS_OF_SCANS = 32  # of a chunk, as kernels/launch.py has it
@@ -178,9 +188,9 @@ def _scan_moments(cfg: ModelConfig, sizes: _Sizes) -> tuple[int, list[int]]:
     x, mixed, value, channels = (N * width * item for width in widths)
     first, last = _codes(cfg, sizes, cfg.width, own.mixed_width), _codes(cfg, sizes, own.value_width, cfg.width)
     turned = mixed * cfg.names.mixed_by_head  # in its file's order
-    keys = 2 * N * own.key_heads * (own.key_dim * item + 4)  # q and k by length
+    keys = 2 * N * own.key_heads * (own.key_dim * item + 4) * own.delta  # q and k by length
     read = channels + keys + 8 * 4 * N * own.heads  # scan.Inputs, and what makes the numbers a head
-    local = N * own.heads * (ROWS_OF_SCANS + own.value_dim + own.key_dim) * item
+    local = N * own.heads * (ROWS_OF_SCANS + own.value_dim + own.key_dim) * item * own.delta
     states = -(-N // ROWS_OF_SCANS) * own.heads * own.key_dim * own.value_dim * item
     each = 2 * N * own.heads * own.key_dim * item * (own.heads > own.key_heads)
     result, matmul = mixed + value, x * (last.x > 0)
@@ -209,22 +219,7 @@ def _mlp_moments(cfg: ModelConfig, sizes: _Sizes) -> tuple[list[int], list[int]]
     up = tile * chosen(cfg) * up_width(cfg) * itemsize
     activation = 2 * (up + act)  # mlp.backward: activation, argument, their gradients
     if cfg.experts:
-        routes, wide = _routes_bytes(cfg, tile, itemsize), chosen(cfg) * y
-        forward = [routes + y + up, routes + up + act, routes + act + wide]
-        backward = [routes + y + activation, routes + y + up + wide, routes + y + wide + y]
-        forward.append(y + routes + tile * 8 * cfg.experts.count)  # rows.Load.add: y, softmax in fp32
-        if is_sliced(cfg):
-            backward = [moment + 12 * tile * chosen(cfg) for moment in backward]  # experts._of_all, routes passed on
-        if cfg.lora and cfg.lora.adapts(cfg.names.experts):  # lora.Stacked: matmuls before they are added
-            thin = routes + 5 * tile * chosen(cfg) * cfg.lora.rank * itemsize
-            forward += [thin + y + 2 * up, thin + act + 2 * wide]
-            backward += [thin + y + max(activation, 2 * up), thin + y + up + 2 * wide]
-        if s := cfg.experts.shared:
-            first, last = _codes(cfg, sizes, cfg.width, 2 * s), _codes(cfg, sizes, s, cfg.width)
-            shared, codes = tile * s * itemsize, max(first.dy, last.dy) + max(first.add, last.add, first.x)
-            forward.append(2 * y + 3 * shared + first.x + last.x)  # shared.forward: y, shared_up, act
-            backward.append(routes + 2 * y + max(6 * shared, 2 * shared + y) + codes)  # y, d_norm
-        return forward, backward
+        return _expert_moments(cfg, sizes)
     first = _codes(cfg, sizes, cfg.width, up_width(cfg), cfg.mlp_bias and (cfg.gated or cfg.relu2))
     turned = 0 if cfg.frozen == ("*",) else -(-tile // 16) * 16 * cfg.ffn
     last = _codes(cfg, sizes, cfg.ffn, cfg.width)  # dy is the caller's
@@ -245,6 +240,37 @@ def _mlp_moments(cfg: ModelConfig, sizes: _Sizes) -> tuple[list[int], list[int]]
         kept + up + y,
         kept + up + (inner + last.x + y) * bool(cfg.names.post2),  # the argument of the norm behind, again
     ]
+
+
+def _expert_moments(cfg: ModelConfig, sizes: _Sizes) -> tuple[list[int], list[int]]:
+    """As _mlp_moments, of experts: z is what they read, y or a latent, and as wide what they give."""
+    own, (tile, itemsize, *_) = cfg.experts, sizes
+    assert own is not None
+    widths = cfg.width, hidden_width(cfg), own.latent, chosen(cfg) * up_width(cfg), chosen(cfg) * expert_input(cfg)
+    y, act, z, up, wide = (tile * width * itemsize for width in widths)
+    routes, activation = _routes_bytes(cfg, tile, itemsize), 2 * (up + act)
+    forward = [routes + y + z + up, routes + up + act, routes + act + wide + z]
+    backward = [routes + y + 2 * z + activation, routes + y + z + up + wide, routes + y + wide + (z or y)]
+    forward.append(y + routes + tile * 8 * own.count)  # rows.Load.add: y, softmax in fp32
+    if is_sliced(cfg):
+        backward = [moment + 12 * tile * chosen(cfg) for moment in backward]  # experts._of_all, routes passed on
+    if cfg.lora and cfg.lora.adapts(cfg.names.experts):  # lora.Stacked: matmuls before they are added
+        thin = routes + 5 * tile * chosen(cfg) * cfg.lora.rank * itemsize
+        forward += [thin + y + z + 2 * up, thin + act + 2 * wide]
+        backward += [thin + y + 2 * z + max(activation, 2 * up), thin + y + z + up + 2 * wide]
+    if z:
+        first, last = _codes(cfg, sizes, cfg.width, own.latent), _codes(cfg, sizes, own.latent, cfg.width)
+        codes = max(first.x, last.x, first.dy, last.dy) + max(first.add, last.add, first.matrix, last.matrix)
+        forward.append(routes + y + z + codes)
+        backward += [routes + y + z + up + act + wide + z + codes, routes + 2 * y + 2 * z + codes]  # experts._sum again
+    if s := own.shared:
+        matrices = 1 + cfg.gated
+        first, last = _codes(cfg, sizes, cfg.width, matrices * s), _codes(cfg, sizes, s, cfg.width)
+        shared, codes = tile * s * itemsize, max(first.dy, last.dy) + max(first.add, last.add, first.x)
+        forward.append(2 * y + (1 + matrices) * shared + first.x + last.x)  # shared.forward: y, shared_up, act
+        most = max(2 * (1 + matrices) * shared, matrices * shared + y)
+        backward.append(routes + 2 * y + most + codes)  # y, d_norm
+    return forward, backward
 
 
 def _routes_bytes(cfg: ModelConfig, tokens: int, itemsize: int) -> int:

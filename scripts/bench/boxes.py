@@ -1,6 +1,6 @@
 """What ordinary machines train, simulated: boxes x jobs as dry runs, the tables of docs/machines.md.
 
-python scripts/bench/boxes.py [--only TEXT] [--large | --several]
+python scripts/bench/boxes.py [--only TEXT] [--large | --several | --hybrids]
 """
 
 from __future__ import annotations
@@ -44,6 +44,13 @@ LARGE = {
     "Mistral Small 4 (118B)": "mistral-small-4",
     "GLM-4.7-Flash (30B)": "glm-4.7-flash",
 }
+HYBRIDS = {
+    "Qwen3.5-9B, LoRA": "--shape qwen3.5-9b --lora 16",
+    "Qwen3.5-9B, full": "--shape qwen3.5-9b",
+    "Qwen3.5-35B-A3B, LoRA": "--shape qwen3.5-35b-a3b --lora 16",
+    "Nemotron-3-Nano-30B-A3B, LoRA": "--shape nemotron-3-nano-30b-a3b --lora 16",
+}
+RAMS = ("64GiB", "128GiB")  # of an RTX 4090 with a drive
 STEP = "--seq-len 2048 --dry-run --out OUT --batch-size"  # sequences
 
 
@@ -76,14 +83,23 @@ def large_table() -> None:
         print(f"| {name} | {' | '.join(first for first, _ in found)} | {found[-1][1]} |", flush=True)
 
 
+def hybrids_table() -> None:
+    print(f"| tokens/s (a step) | {' | '.join(RAMS)} |")
+    print(f"|---|{'---|' * len(RAMS)}")
+    for name, job in HYBRIDS.items():
+        found = (dry_run(f"gpu=rtx4090,ram={ram},ssd=2TB", job) for ram in RAMS)
+        print(f"| {name} | {' | '.join(found)} |", flush=True)
+
+
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--only", default="", help="only boxes whose name contains this")
     parser.add_argument("--large", action="store_true", help="models much larger than the machine, instead")
     parser.add_argument("--several", action="store_true", help="several GPUs, instead: steps of 65,536 tokens")
+    parser.add_argument("--hybrids", action="store_true", help="models with linear recurrences, instead")
     given = parser.parse_args()
-    if given.large:
-        large_table()
+    if given.large or given.hybrids:
+        (large_table if given.large else hybrids_table)()
         return
     jobs = dict(list(JOBS.items())[:2]) if given.several else JOBS
     print(f"| tokens/s (a step) | {' | '.join(jobs)} |")

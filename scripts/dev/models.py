@@ -7,6 +7,7 @@ from pathlib import Path
 from trireme.models.families.family import EXACT_GELU, GELU, RELU2, SILU, Family
 from trireme.models.families.known import KNOWN
 from trireme.models.families.rope import KINDS
+from trireme.models.families.scans import DeltaKeys, MambaKeys
 from trireme.models.families.table import FAMILIES, OTHER_NAMES, WRAPPERS
 
 ROOT = Path(__file__).parents[2]
@@ -65,8 +66,9 @@ MAKERS = {
     "JetBrains": "mellum",
     "Google": "gemma gemma2 gemma3_text",
     "Microsoft": "phi3",
-    "IBM": "granite granitemoe granite_swa granitemoehybrid",
-    "Ai2": "olmo2 olmo3 olmoe",
+    "IBM": "granite granitemoe granite_swa granitemoehybrid bamba",
+    "NVIDIA": "nemotron_h",
+    "Ai2": "olmo2 olmo3 olmo_hybrid olmoe",
 }
 
 
@@ -75,6 +77,7 @@ def special(family: Family) -> list[str]:
     n = family.names
     said = {
         "LayerNorms with bias": family.layer_norm,
+        "a layer is a mixer or an MLP: not divided into sub-layers": family.single,
         "attention and MLP have one input: not divided into sub-layers": family.parallel,
         "norms after attention and MLP only": not n.norm1,
         "norms before and after attention and MLP": bool(n.norm1 and n.post1),
@@ -87,6 +90,7 @@ def special(family: Family) -> list[str]:
         "rope of neighbouring features": family.pairs,
         "queries scaled by position": family.query_beta,
         "layers without rope": family.unrotated in ("listed", "full"),
+        "no rope": family.unrotated == "all",
         "rope optional": family.unrotated == "typed",
         "q and k norms of each head": family.qk_norm == "head" and not family.qk_norm_key,
         "q and k norms of each head optional": bool(family.qk_norm_key),
@@ -111,10 +115,13 @@ def special(family: Family) -> list[str]:
         "groups of experts": family.experts is not None
         and (family.experts.method or family.experts.groups not in (None, (1, 1))),
         "attention sinks": bool(n.sinks),
-        "layers with a gated delta rule in place of attention": family.scan is not None,
+        "layers with a gated delta rule in place of attention": isinstance(family.scan, DeltaKeys),
+        "layers with Mamba2 in place of attention": isinstance(family.scan, MambaKeys),
+        "without rope where `rope_theta` is null": family.unrotated == "null",
         "attention's result times a sigmoid gate": family.attention_gate,
         "MTP tensors (`mtp.`) are copied": "mtp." in family.carried,
         "relu squared between two matrices": family.acts is RELU2,
+        "experts over latents": family.experts is not None and bool(family.experts.latent_key),
         "q and k rotated before their norms": family.rope_first,
         "a clamped SwiGLU": family.experts is not None and family.experts.limit > 0,
     }

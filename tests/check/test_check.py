@@ -31,7 +31,7 @@ SMALL = Shapes(
     device="cpu", N=64, widths=(32,), F=48, plain=48, heads=(2, 4, 16), heads_of=((32, 96),), chunks=(32,), block=4096,
     attention=(([64], 4, 2, 16), ([40, 24], 4, 2, 16)), latent=(([64], 2, 2, 24, 16),),
     matmuls=((64, 32, 48),), quantized=(32,),
-    mixtures={"small": Mixture(4, 2, 32, 16)}, mixed=64, scan=(1, 2, 16),
+    mixtures={"small": Mixture(4, 2, 32, 16)}, mixed=64, scan=(1, 2, 16), mamba=(1, 2, 16, 8),
 )  # fmt: skip
 
 

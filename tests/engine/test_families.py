@@ -49,10 +49,18 @@ def trained(cfg, plan, queues):
         "deepseek v2, groups, queries without a latent, yarn",
         "qwen3.5",
         "qwen3 next",
+        "olmo hybrid",
+        "granite 4 hybrid with experts",
     ],
 )
 def test_placement_never_changes_the_numbers(case, halves):
     check_placement(config(case), halves)
+
+
+@pytest.mark.parametrize("rows", [7, 24])
+def test_layers_that_are_a_mixer_or_an_mlp(rows):
+    """They are not divided."""
+    check_placement(replace(config("nemotron 3 of all kinds, latents, groups"), mlp_rows=rows), halves=False)
 
 
 def test_no_plan_changes_the_tiles_of_a_long_text():

@@ -262,6 +262,7 @@ def routing_calls(dtype=BF16):
     rows.combine(y, found, k)
     rows.combine(y, found, k, weights, None, x.float(), x.float(), found.starts[:9])
     rows.routed_swiglu_bwd(act, gate_up, weights, found)
+    rows.routed_relu2_bwd(act, act, weights, found)
 
 
 def scan_call(K, H, D, E, delta, dtype=BF16):
@@ -377,6 +378,7 @@ def every(arch: int, dtype) -> list:
         lambda: scan_call(16, 48, 128, 128, True, dtype),
         lambda: scan_call(8, 64, 128, 64, False, dtype),
         lambda: scan_call(1, 24, 256, 64, False, dtype),
+        lambda: scan_call(30, 30, 96, 192, True, dtype),
     ]
     calls += [block_scaled_calls] * (dtype == BF16 and arch // 10 == 12)
     return calls + [fp8_calls] * (dtype == BF16 and arch >= 89)

@@ -54,6 +54,22 @@ MIXTURE = replace(LLAMA, model_type="qwen3_moe", qk_norm=True, experts=Experts(5
 HYBRID = replace(
     LLAMA, model_type="qwen3_5_text", qk_norm=True, scan=Scan((0, 2), 2, 4, 6, 4, 4), rope=Rope(1e4, width=2)
 )
+MAMBA = replace(  # with experts beside a shared one; the last layer has attention
+    LLAMA, model_type="granitemoehybrid", branch_scale=0.5, unrotated=(0, 1, 2),
+    scan=Scan((0, 1), 2, 4, 6, 4, 4, delta=False, conv_bias=True, low=0.1),
+    experts=Experts(5, 2, 8, renormalise=True, shared=12, scale=0.5),
+)  # fmt: skip
+OLMO_HYBRID = replace(  # layers of two kinds have norms of their own
+    LLAMA,
+    model_type="olmo_hybrid",
+    qk_norm=True,
+    scan=Scan((1,), 2, 4, 6, 4, 4, most=2.0, eps=1e-5, parts=(12, 12, 16)),
+)
+NEMOTRON = replace(  # a layer is a mixer or an MLP; experts read latents
+    LLAMA, model_type="nemotron_h", unrotated=(0, 1, 2), mlp_layers=(2,),
+    scan=Scan((0,), 2, 4, 6, 4, 4, delta=False, conv_bias=True, low=0.001),
+    experts=Experts(5, 2, 8, renormalise=True, shared=12, sigmoid=True, scale=1.5, dense=(0, 1), latent=6),
+)  # fmt: skip
 FP8 = replace(LLAMA, fp8=True, ffn=32)
 LORA = replace(LLAMA, lora=Lora(2, 4.0, ("q_proj", "v_proj", "o_proj", "up_proj", "down_proj")), frozen=("*",))
 PACKED = replace(  # adapters of experts in MXFP4, and beside them

@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import json
+import math
 
 import torch
+from torch.overrides import TorchFunctionMode
 from transformers import AutoConfig, AutoModelForCausalLM
 
 from trireme.engine.memory import DTYPE, views
@@ -45,6 +47,23 @@ LONG = dict(
 )
 DENSE = PLAIN | dict(
     shared_intermediate_size=56, num_local_experts=0, layer_types=["attention"] * 2, mamba_n_heads=16, mamba_expand=2
+)  # fmt: skip
+GRANITE = PLAIN | dict(
+    num_hidden_layers=3, layer_types=["linear_attention", "full_attention", "linear_attention"], mamba_n_heads=8,
+    mamba_d_state=12, mamba_expand=2, shared_intermediate_size=56, num_local_experts=0,
+)  # fmt: skip
+OLMO_HYBRID = {key: value for key, value in LLAMA.items() if key != "head_dim"} | dict(
+    num_hidden_layers=3,
+    layer_types=["linear_attention", "full_attention", "linear_attention"],
+    pad_token_id=None,
+    eos_token_id=None,
+)
+NEMOTRON = dict(
+    vocab_size=97, hidden_size=40, intermediate_size=56, num_attention_heads=4, num_key_value_heads=2, head_dim=12,
+    mamba_num_heads=4, mamba_head_dim=10, ssm_state_size=12, n_groups=2, max_position_embeddings=64, pad_token_id=None,
+)  # fmt: skip
+RELU2_EXPERTS = dict(
+    n_routed_experts=6, moe_intermediate_size=24, moe_shared_expert_intermediate_size=32, routed_scaling_factor=1.7,
 )  # fmt: skip
 MIXTURE = LLAMA | dict(
     num_experts=6, num_experts_per_tok=2, moe_intermediate_size=24, norm_topk_prob=True, pad_token_id=None
@@ -125,6 +144,19 @@ CASES = {
         logits_scaling=3.0)),
     "granite 4 tied, biases, no rope": ("granitemoehybrid", DENSE | dict(
         tie_word_embeddings=True, attention_bias=True, residual_multiplier=0.5, num_key_value_heads=4)),
+    "granite 4 hybrid with experts": ("granitemoehybrid", GRANITE | dict(
+        num_local_experts=6, intermediate_size=24, mamba_n_groups=2, embedding_multiplier=12.0,
+        attention_multiplier=0.2, residual_multiplier=0.22, logits_scaling=3.0)),
+    "granite 4 hybrid": ("granitemoehybrid", GRANITE | dict(
+        mamba_conv_bias=False, time_step_limit=[0.3, 1.5], position_embedding_type="rope", attention_multiplier=0.3,
+        tie_word_embeddings=True)),
+    "nemotron 3": ("nemotron_h", NEMOTRON | RELU2_EXPERTS | dict(hybrid_override_pattern="MEM*E")),
+    "nemotron 3 of all kinds, latents, groups": ("nemotron_h", NEMOTRON | RELU2_EXPERTS | dict(
+        layers_block_type=["moe", "mlp", "full_attention", "linear_attention"], moe_latent_size=20, n_group=3,
+        topk_group=2, norm_topk_prob=False, use_conv_bias=False, time_step_min=0.6)),
+    "bamba": ("bamba", PLAIN | dict(
+        num_hidden_layers=3, attn_layer_indices=[1], mamba_n_heads=8, mamba_d_state=12, mamba_n_groups=2)),
+    "nemotron h": ("nemotron_h", NEMOTRON | dict(hybrid_override_pattern="M-M*-")),
     "starcoder2": ("starcoder2", PLAIN),
     "starcoder2 window, untied": ("starcoder2", PLAIN | dict(sliding_window=5, tie_word_embeddings=False)),
     "olmo2": ("olmo2", PLAIN),
@@ -239,6 +271,11 @@ CASES = {
         decoder_sparse_step=2, full_attention_interval=3, norm_topk_prob=False, linear_num_key_heads=1,
         linear_key_head_dim=16, linear_value_head_dim=16)),
     "qwen3.5 moe": ("qwen3_5_moe_text", HYBRID_EXPERTS),
+    "olmo hybrid": ("olmo_hybrid", OLMO_HYBRID | dict(rope_parameters=dict(rope_type="default", rope_theta=None))),
+    "olmo hybrid with rope, odd widths": ("olmo_hybrid", OLMO_HYBRID | dict(
+        linear_num_key_heads=2, linear_num_value_heads=4, linear_key_head_dim=6, linear_value_head_dim=20,
+        linear_allow_neg_eigval=False, layer_types=["full_attention", "linear_attention", "linear_attention"],
+        tie_word_embeddings=True)),
     "qwen3": ("qwen3", LLAMA),
     "qwen3 tied, biases": ("qwen3", LLAMA | dict(tie_word_embeddings=True, attention_bias=True, head_dim=16)),
     "deepseek v2": ("deepseek_v2", LATENT | dict(first_k_dense_replace=1)),
@@ -273,6 +310,15 @@ def oracle(model_type: str, keys: dict):
             if name.endswith("correction_bias"):
                 buffer.copy_(torch.randn_like(buffer) * 0.3)
     return oracle, parse_config(json.loads(config.to_json_string(use_diff=False)) | {"model_type": model_type})
+
+
+class InDouble(TorchFunctionMode):
+    """What is said to be computed in fp32 is in fp64: models whose rounding grows are compared so."""
+
+    def __torch_function__(self, func, types, args=(), kwargs=None):
+        wide = lambda value: torch.float64 if value is torch.float32 else value
+        func = torch.Tensor.double if func is torch.Tensor.float else func
+        return func(*map(wide, args), **{key: wide(value) for key, value in (kwargs or {}).items()})
 
 
 class Tiny:
@@ -357,19 +403,19 @@ def own_name(cfg, name):
 
 
 def apart(cfg, name, t):
-    """(name, view) of a tensor as a checkpoint has it: experts one by one."""
+    """(name, view) of a tensor as a checkpoint has it: experts one by one, convolutions of queries, keys, values."""
     if not (cfg.experts or cfg.scan) or hf.carried(cfg, [name]):  # a vision tower has tensors of any rank
         return [(name, t)]
     stored = shapes.on_disk(cfg, own_name(cfg, name), tuple(t.shape))
-    parts = t.view(len(stored), -1)
+    parts = t.view(-1).split([math.prod(shape) for _, shape in stored])
     return [(name, part.view(shape)) for (name, shape), part in zip(stored, parts, strict=True)]
 
 
-def empty_saved(cfg, tokens, dtype, keep, device="cpu"):
+def empty_saved(cfg, tokens, dtype, keep, device="cpu", kind="block"):
     """Uninitialised memory for the names in `keep`, filled with NaN."""
     return {
         name: torch.full(shape, float("nan"), dtype=torch.float32 if kind == "F32" else dtype, device=device)
-        for name, (shape, kind) in shapes.saved_shapes(cfg, tokens).items()
+        for name, (shape, kind) in shapes.saved_shapes(cfg, tokens, kind).items()
         if name in keep
     }
 

@@ -188,6 +188,11 @@ def test_rows(device, dtype, load, N, E, k, D):
     theirs = reference.routed_swiglu_bwd(*up(d_act, gate_up, weights), order)
     for mine, exact in zip(ours, theirs, strict=True):
         check(mine, exact, FP32_SUM if mine is ours[2] else ONE_ROUNDING[dtype])
+    h = randn(N * k, D, device=device, dtype=dtype)
+    ours = rows.routed_relu2_bwd(d_act, h, weights, order)
+    theirs = reference.routed_relu2_bwd(*up(d_act, h, weights), order)
+    for mine, exact in zip(ours, theirs, strict=True):
+        check(mine, exact, FP32_SUM if mine is ours[2] else ONE_ROUNDING[dtype])
     act = rows.clamped_swiglu_fwd(gate_up, 0.75)
     check(act, reference.clamped_swiglu_fwd(gate_up.double(), 0.75), ONE_ROUNDING[dtype])
     ours = rows.routed_swiglu_bwd(d_act, gate_up, weights, order, 0.75)

@@ -25,6 +25,7 @@ REAL = {
     "as qwen3.5": (2, 6, 128, 128, True, False),
     "as mamba2": (1, 8, 128, 64, False, True),
     "as falcon h1": (1, 4, 256, 64, False, True),
+    "as olmo hybrid": (3, 3, 96, 192, True, False),
 }
 SHAPES = FORMS | REAL
 
@@ -288,7 +289,10 @@ def test_convolution(device, dtype, lengths, C, biased):
 @pytest.mark.parametrize("device", DEVICES)
 @pytest.mark.parametrize("dtype", DTYPES)
 @pytest.mark.parametrize("gate_first", [False, True])
-@pytest.mark.parametrize(("N", "H", "D", "each"), [(70, 3, 40, False), (9, 2, 128, True), (5, 1, 600, True)])
+@pytest.mark.parametrize(
+    ("N", "H", "D", "each"),
+    [(70, 3, 40, False), (9, 2, 128, True), (5, 1, 600, True), pytest.param(300, 1, 8192, True, marks=pytest.mark.gpu)],
+)
 def test_gated_norm(device, dtype, gate_first, N, H, D, each):
     from trireme.kernels.scan import around
 

@@ -18,7 +18,7 @@ from trireme.models.config import InputError, parse_config
 from trireme.models.families.extend import extended
 from trireme.models.families.table import FAMILIES, WRAPPERS
 
-LOCAL, GLOBAL = "sliding_attention", "full_attention"
+LOCAL, GLOBAL, SCAN = "sliding_attention", "full_attention", "linear_attention"
 MIXED, LAYERS = [LOCAL, GLOBAL, LOCAL, LOCAL], 4
 IDS = torch.randint(90, (19,), generator=torch.Generator().manual_seed(1))
 LINEAR = {"type": "linear", "factor": 2.0}
@@ -33,7 +33,10 @@ def released(model_type: str, **keys) -> dict:
     """A small config.json of a model_type, of four layers, in the spelling of transformers 4."""
     found, family = dict(keys_of(model_type)), FAMILIES[model_type]
     found |= {"model_type": model_type, family.spelled["n_layers"]: LAYERS}
-    found |= {"layer_types": ["attention"] * LAYERS} if family.windows == "dense" else {}
+    found |= {"layer_types": [SCAN, GLOBAL] * 2} if family.scan and "layer_types" in found else {}
+    if family.single:
+        del found["hybrid_override_pattern"]
+        found["layers_block_type"] = [SCAN, "moe", GLOBAL, "mlp"]
     found |= {"sliding_window": 5} if family.windows in ("all", "above", "pattern") else {}
     if family.windows == "pattern":
         for name in ("layer_types", "layer_rope_theta"):
@@ -99,9 +102,7 @@ def folder(tmp_path) -> Path:
 SIZES = {"vocab_size", "hidden_size", "n_embd", "intermediate_size", "n_inner", "num_hidden_layers", "n_layer",
          "shared_intermediate_size", "max_position_embeddings", "n_positions"}  # fmt: skip
 IN_TRAINING = re.compile("dropout|_pdrop|router_aux|output_router|router_jitter|initializer")
-NOT_IN_LOGITS = re.compile(
-    "use_cache|_token_id|num_labels|summary_|problem_type|mamba_|time_step|mm_tokens|_config$|^_|^get_"
-)
+NOT_IN_LOGITS = re.compile("use_cache|_token_id|num_labels|summary_|problem_type|mm_tokens|_config$|^_|^get_")
 BASIC = ("is_causal", "per_layer_config", "layer_types", "sliding_window", "use_sliding_window", "head_dim",
          "num_key_value_heads", "partial_rotary_factor", "rope_theta", "original_max_position_embeddings",
          "tie_word_embeddings", "sliding_window_pattern", "max_window_layers", "mlp_only_layers", "mlp_layer_types",
@@ -274,6 +275,10 @@ READ = [
     ("minimax_m2", {"rotary_dim": 4, "rope_parameters": PLAIN | {"partial_rotary_factor": 0.5}}),
     ("dots1", {"sliding_window": 3, "max_window_layers": 2, "use_sliding_window": None}),
     ("exaone_moe", {"mlp_layer_types": ["sparse", "dense"] * 2, "first_k_dense_replace": 3}),
+    ("olmo_hybrid", {"rope_scaling": None, "rope_parameters": None, "rope_theta": None}),
+    ("olmo_hybrid", {"rope_scaling": None, "rope_theta": 5e3}),
+    ("nemotron_h", {"time_step_limit": [0.0, 0.1], "mamba_dt_min": 0.5}),
+    ("granitemoehybrid", {"mamba_d_head": "auto", "time_step_limit": [0.0, {"__float__": "Infinity"}]}),
     ("granite_swa", {"layer_types": MIXED, "layer_rope_theta": [9.0, 50, 9.0, 0]}),
     ("hunyuan_v1_dense", {"rope_scaling": {"type": "dynamic", "alpha": 9.0, "factor": 1.0}}),
     ("ernie4_5_moe", {"moe_layer_interval": 2, "moe_layer_start_index": 0, "moe_layer_end_index": 2}),

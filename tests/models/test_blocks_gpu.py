@@ -36,6 +36,11 @@ KINDS = [
     "deepseek v3",
     "deepseek v2, groups, queries without a latent, yarn",
     "youtu",
+    "qwen3.5",
+    "qwen3 next",
+    "olmo hybrid",
+    "granite 4 hybrid with experts",
+    "nemotron 3 of all kinds, latents, groups",
 ]
 
 

@@ -40,6 +40,9 @@ LLAMA = dict(
 GRANITE4 = LLAMA | dict(
     model_type="granitemoehybrid", shared_intermediate_size=64, num_local_experts=0, layer_types=["attention"] * 32
 )  # fmt: skip
+GRANITE4_H = GRANITE4 | dict(layer_types=["mamba"] * 31 + ["attention"])
+OLMO_H = LLAMA | dict(model_type="olmo_hybrid")
+NEMOTRON = dict(model_type="nemotron_h", hidden_size=4096, hybrid_override_pattern="ME*")
 LLAMA3 = dict(
     rope_type="llama3",
     factor=8.0,
@@ -129,7 +132,7 @@ def test_attention_scale_by_layer():
     ("raw", "words"),
     [
         (dict(model_type="mamba"), ["mamba", "it has Mamba layers", "llama", "docs/models.md"]),
-        (dict(model_type="olmo_hybrid"), ["linear attention", "qwen3_5"]),
+        (dict(model_type="kimi_linear"), ["linear attention", "glm4_moe"]),
         (dict(model_type="longcat_flash"), ["latent attention", "deepseek_v3"]),
         (dict(model_type="qwen_3"), ["it is not known. Did you mean qwen3?"]),
         (dict(model_type=["llama"]), ["model_type", "it is not known. docs/models.md"]),
@@ -246,11 +249,36 @@ def test_attention_scale_by_layer():
         (LLAMA | dict(model_type="gpt_neox", hidden_act="relu"), ["hidden_act", "relu"]),
         (LLAMA | dict(model_type="gpt_neox", hidden_act="gelu", rotary_pct=0.01), ["rotary_pct", "0.01"]),
         (LLAMA | dict(model_type="gpt_neox", hidden_act="gelu", use_parallel_residual=1), ["use_parallel_residual"]),
-        (GRANITE4 | dict(layer_types=["attention"] * 31 + ["mamba"]), ["layer_types", "Mamba"]),
+        (GRANITE4 | dict(layer_types=["attention"] * 31 + ["moe"]), ["layer_types", "linear_attention"]),
         (GRANITE4 | dict(layer_types=["attention"]), ["layer_types", "32"]),
-        (GRANITE4 | dict(layer_types=None), ["layer_types", "null"]),
-        (GRANITE4 | dict(num_local_experts=62), ["num_local_experts", "62"]),
+        (GRANITE4 | dict(layer_types=None), ["layer_types", "no layer of full_attention"]),
+        (GRANITE4 | dict(num_local_experts=62, num_experts_per_tok=63), ["num_local_experts", "62"]),
         (GRANITE4 | dict(num_local_experts=None), ["num_local_experts"]),
+        (GRANITE4_H | dict(mamba_d_head=32), ["mamba_n_heads", "mamba_expand", "8192"]),
+        (GRANITE4_H | dict(mamba_n_groups=3), ["mamba_n_groups", "mamba_n_heads = 128"]),
+        (GRANITE4_H | dict(mamba_d_state=512), ["mamba_d_state", "at most 256"]),
+        (GRANITE4_H | dict(mamba_d_conv=3), ["mamba_d_conv", "a power of two"]),
+        (GRANITE4_H | dict(mamba_proj_bias=True), ["mamba_proj_bias", "true"]),
+        (GRANITE4_H | dict(time_step_limit=[0.1]), ["time_step_limit", "[least, most]"]),
+        (GRANITE4_H | dict(time_step_limit=[0.1, 0.05]), ["time_step_limit", "[least, most]"]),
+        (LLAMA | dict(model_type="bamba", attn_layer_indices=[32]), ["attn_layer_indices", "0 to 31"]),
+        (LLAMA | dict(model_type="bamba"), ["attn_layer_indices", "no layer of full_attention"]),
+        (
+            LLAMA | dict(model_type="bamba", attn_layer_indices=[1], partial_rotary_factor=1.0),
+            ["partial_rotary_factor"],
+        ),
+        (NEMOTRON | dict(hybrid_override_pattern="M*X"), ["hybrid_override_pattern", "ME*-", "X"]),
+        (NEMOTRON | dict(hybrid_override_pattern="MM*"), ["no layer is an MLP or experts"]),
+        (NEMOTRON | dict(hybrid_override_pattern="ME"), ["no layer of full_attention"]),
+        (NEMOTRON | dict(num_hidden_layers=4), ["num_hidden_layers", "expected 3"]),
+        (NEMOTRON | dict(layers_block_type=["mamba", "attention", "conv"]), ["layers_block_type", "moe"]),
+        (NEMOTRON | dict(hybrid_override_pattern=None), ["hybrid_override_pattern", "the kind of each layer"]),
+        (NEMOTRON | dict(use_bias=True), ["use_bias", "true"]),
+        (NEMOTRON | dict(mlp_hidden_act="silu"), ["mlp_hidden_act", "relu2"]),
+        (NEMOTRON | dict(sliding_window=64), ["sliding_window", "64"]),
+        (dict(model_type="nemotron_h_omni"), ["images and audio", "nemotron_h"]),
+        (OLMO_H | dict(layer_types=["linear_attention"] * 32), ["layer_types", "no layer of full_attention"]),
+        (OLMO_H | dict(linear_num_key_heads=5), ["linear_num_value_heads", "linear_num_key_heads = 5"]),
         (GRANITE4 | dict(position_embedding_type="alibi"), ["position_embedding_type", "alibi"]),
         (GRANITE4 | dict(shared_intermediate_size=None), ["shared_intermediate_size"]),
         (LLAMA | dict(rope_scaling=dict(type="linear")), ["rope_scaling", "factor"]),

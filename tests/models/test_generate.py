@@ -54,6 +54,9 @@ def units_of(tiny, asked=None):
         "deepseek v3",
         "qwen3.5",
         "qwen3.5 moe",
+        "olmo hybrid with rope, odd widths",
+        "granite 4 hybrid with experts",
+        "nemotron 3",
     ],  # fmt: skip
 )
 def test_greedy_as_transformers(case):

@@ -28,6 +28,11 @@ LATER = {  # other families -> targets
     "arcee": ("k_proj", "up_proj", "down_proj"), "hunyuan": TARGETS["llama"],
     "gemma3": TARGETS["llama"], "glm4": ("v_proj", *PACKED[1:]),
     "qwen3.5": ("q_proj", "o_proj", "in_proj_qkv", "in_proj_z", "in_proj_a", "out_proj", "down_proj"),
+    "olmo hybrid": ("q_proj", "g_proj", "a_proj", "o_proj", "up_proj"),
+    "granite 4 hybrid": ("in_proj", "out_proj", "v_proj", "input_linear", "output_linear"),
+    "granite 4 hybrid with experts": ("experts", "in_proj", "shared_mlp.input_linear"),
+    "nemotron 3": ("in_proj", "q_proj", "shared_experts.up_proj", "shared_experts.down_proj"),
+    "nemotron 3 of all kinds, latents, groups": ("experts", "fc1_latent_proj", "fc2_latent_proj", "o_proj"),
     "qwen3 next": ("v_proj", "in_proj_qkvz", "in_proj_ba", "out_proj"),
 }  # fmt: skip
 FAMILIES = ("gpt2", "gpt2 untied", "llama", "llama tied", "llama biases", "qwen3", "qwen2")
@@ -45,6 +50,7 @@ def adapted(case: str, targets: tuple[str, ...]):
     base = {name: t.clone() for name, t in reference.state_dict().items()}
     modules = [target for target in targets if target != "experts"]
     parameters = [] if len(modules) == len(targets) else ["experts.gate_up_proj", "experts.down_proj"]
+    parameters = [name.replace("gate_", "" if cfg.relu2 else "gate_") for name in parameters]
     config = peft.LoraConfig(
         r=3, lora_alpha=6, target_modules=modules, target_parameters=parameters, fan_in_fan_out="gpt2" in case
     )

@@ -82,6 +82,13 @@ RELEASED = {  # name -> ((config.json, layers), parameters as the name or the ca
                              tie_word_embeddings=True, mamba_n_heads=64, mamba_d_head=64, mamba_expand=2,
                              attention_multiplier=0.0078125, embedding_multiplier=12, logits_scaling=8,
                              residual_multiplier=0.22), 1.63),
+    "Granite 4.0 H Small": (sizes(
+        "granitemoehybrid", 100352, 4096, 768, 40, 32, 8, shared_intermediate_size=1536, num_local_experts=72,
+        num_experts_per_tok=10, layer_types=["attention", "mamba"], position_embedding_type="nope", mamba_n_heads=128,
+        mamba_d_head=64, mamba_d_state=128, mamba_expand=2, mamba_n_groups=1, tie_word_embeddings=True,
+        attention_multiplier=0.0078125, embedding_multiplier=12, logits_scaling=16, residual_multiplier=0.22), 32.2),
+    "OLMo Hybrid 7B": (sizes("olmo_hybrid", 100352, 3840, 11008, 32, 30, 30,
+                             layer_types=["full_attention", "linear_attention"]), 7.64),  # with one such layer alone
     "Gemma 7B": (sizes("gemma", 256000, 3072, 24576, 28, 16, 16, head_dim=256, hidden_act="gelu"), 8.54),
     "Gemma 2 9B": (sizes("gemma2", 256000, 3584, 14336, 42, 16, 8, head_dim=256, query_pre_attn_scalar=256,
                          hidden_act="gelu_pytorch_tanh", hidden_activation="gelu_pytorch_tanh", sliding_window=4096,

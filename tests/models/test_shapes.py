@@ -63,6 +63,16 @@ HYBRID = dict(
     num_hidden_layers=2, head_dim=32, num_key_value_heads=2, layer_types=["linear_attention", "full_attention"],
     linear_num_key_heads=2, linear_num_value_heads=4, linear_key_head_dim=16, linear_value_head_dim=32,
 )  # fmt: skip
+MAMBA = dict(
+    num_hidden_layers=2, num_key_value_heads=2, layer_types=["mamba", "attention"], mamba_n_heads=8, mamba_d_state=16,
+    mamba_n_groups=2, shared_intermediate_size=160, residual_multiplier=0.5,
+)  # fmt: skip
+NEMOTRON = SMALL | dict(
+    model_type="nemotron_h", num_hidden_layers=4, num_key_value_heads=2, head_dim=24, mamba_num_heads=4,
+    mamba_head_dim=20, ssm_state_size=16, n_groups=2, n_routed_experts=8, num_experts_per_tok=3,
+    moe_intermediate_size=48, moe_shared_expert_intermediate_size=160,
+    layers_block_type=["linear_attention", "full_attention", "mlp", "moe"],
+)  # fmt: skip
 SMALL_MODELS = {
     "gpt2": dict(model_type="gpt2", vocab_size=50, n_embd=64, n_layer=1, n_head=4, n_positions=64),
     "llama": SMALL | dict(model_type="llama", num_key_value_heads=2, head_dim=24),
@@ -97,6 +107,14 @@ DIALECTS = {
     | HYBRID
     | dict(model_type="qwen3_5_text", full_attention_interval=1, layer_types=None),
     "qwen3 next": MIXTURE | HYBRID | dict(model_type="qwen3_next", shared_expert_intermediate_size=160),
+    "olmo hybrid": SMALL | HYBRID | dict(model_type="olmo_hybrid", linear_value_head_dim=24),
+    "attention of olmo hybrid": SMALL
+    | HYBRID
+    | dict(model_type="olmo_hybrid", layer_types=["full_attention", "linear_attention"]),
+    "granite 4 hybrid": SMALL | MAMBA | dict(model_type="granitemoehybrid", num_local_experts=0),
+    "granite 4 hybrid with experts": SMALL
+    | MAMBA
+    | dict(model_type="granitemoehybrid", num_local_experts=8, num_experts_per_tok=3, intermediate_size=48),
     "gemma3": SMALL | dict(model_type="gemma3_text", head_dim=32, hidden_activation="gelu_pytorch_tanh"),
 }
 
@@ -159,6 +177,16 @@ def test_a_mixture_has_the_bytes_of_all_experts_and_the_flops_of_the_chosen():
     assert costs.model_flops(cfg, 1000, 0) == 6 * 1000 * active
     assert costs.model_flops(replace(cfg, frozen=("*.mlp.*",)), 1000, 0) < 6 * 1000 * active
     assert shapes.saved_bytes(cfg, 10, 2, "mlp") == {"gate_up": 10 * 8 * 1536 * 2}
+
+
+def test_units_of_nemotron():
+    """Layers are a mixer or an MLP, and units."""
+    cfg = find_model("nemotron-3-nano")
+    assert cfg.n_units == 54
+    assert cfg.attending == 6
+    assert shapes.unit_names(cfg)[:7] == ["embed", "attn000", "mlp001", "attn002", "mlp003", "attn004", "attn005"]
+    assert [shapes.kind(cfg, u) for u in (1, 2, 6)] == ["scan attention", "mlp", "attention"]
+    assert shapes.saved_bytes(cfg, 10, 2, "mlp") == {"fc": 10 * 6 * 1856 * 2, "shared_up": 10 * 3712 * 2}
 
 
 def test_units_of_glm():
@@ -269,6 +297,7 @@ def _bare_experts():
         combine=lambda rows, _, k, weights=None, residual=None, out=None, *__: (
             rows.new_empty(len(rows) // k, rows.shape[1]) if out is None else out
         ),
+        routed_relu2_bwd=lambda d, h, w, *_: (torch.empty_like(h), torch.empty_like(d), torch.empty_like(w)),
         routed_swiglu_bwd=lambda d, gate_up, w, *_: (
             torch.empty_like(gate_up),
             torch.empty_like(d),
@@ -285,14 +314,14 @@ def _bare_scans():
         return [torch.empty(N, H, n) for n in (32, e, d)] + [torch.empty(-(-N // 32), H, d, e)]
 
     def scan_fwd(q, k, v, g, beta, docs, delta, skip, out):
-        made = local(v, k)
+        made = local(v, k)[0 if delta else 3 :]
         out = torch.empty(v.shape) if out is None else out
         del made
         return out
 
-    def scan_bwd(dout, q, k, v, g, beta, *_):
+    def scan_bwd(dout, q, k, v, g, beta, docs, delta, *_):
         (N, H, e), (_, K, d) = v.shape, k.shape
-        made = [*local(v, k), torch.empty(-(-N // 32), H, d, e), torch.empty(v.shape)]
+        made = [*local(v, k)[0 if delta else 3 :], torch.empty(-(-N // 32), H, d, e), torch.empty(v.shape)]
         made += [torch.empty(N, H, d) for _ in range(2 * (H != K))]
         dg, dbeta = torch.empty_like(g), torch.empty_like(beta)
         del made
@@ -345,7 +374,7 @@ def _watched(cfg, u, monkeypatch, keep, forward, backward, dtype="F32", grads=No
     names |= {name: shape for group in groups for name, shape in group}
     tiny = Tiny(cfg, {name: torch.zeros(shape) for name, shape in names.items()}, dtype, grads)
     x, dy, out, dx = (torch.zeros(TOKENS, cfg.width, dtype=tiny.dtype) for _ in range(4))
-    rows, saved = tiny.rows([TOKENS]), empty_saved(cfg.at(0), TOKENS, tiny.dtype, keep)
+    rows, saved = tiny.rows([TOKENS]), empty_saved(cfg, TOKENS, tiny.dtype, keep, kind=shapes.kind(cfg, u))
     groups, dtypes = narrow.made_groups(cfg, u)  # codes are a step's, as weights are
     codes = views(layout := pack(groups, "F32", dtypes), torch.zeros(layout.span, dtype=torch.uint8))
     tiny.w[u] = model.weights(cfg, u, tiny.views[u] | codes)
@@ -529,6 +558,22 @@ def test_workspace_is_enough_for_every_family(name, halves, u, monkeypatch):
     bound = workspace.workspace_bytes(cfg, u, TOKENS, 4) - 8 * cfg.width * TOKENS - workspace.SLACK
     assert max(forward.peak, backward.peak) <= bound
     assert backward.peak > 0.7 * bound
+
+
+@pytest.mark.grid
+@pytest.mark.parametrize("u", [1, 2, 3, 4], ids=NEMOTRON["layers_block_type"])
+@pytest.mark.parametrize("keys", [{}, dict(moe_latent_size=40), dict(moe_shared_expert_intermediate_size=16)])
+@pytest.mark.parametrize("fp8", [False, True])
+def test_sizes_of_layers_that_are_a_mixer_or_an_mlp(fp8, keys, u, monkeypatch):
+    cfg = replace(parse_config(NEMOTRON | keys), fp8=fp8)
+    names = list(shapes.saved_shapes(cfg, 1, shapes.kind(cfg, u)))
+    for keep in (frozenset(c) for k in range(len(names) + 1) for c in combinations(names, k)):
+        forward, backward = Watch(), Watch()
+        _watched(cfg, u, monkeypatch, keep, forward, backward)
+        _check_flops(cfg, u, keep, forward, backward)
+        bound = workspace.workspace_bytes(cfg, u, TOKENS, 4) - 8 * cfg.width * TOKENS - workspace.SLACK
+        assert max(forward.peak, backward.peak) <= bound
+        assert keep or fp8 or backward.peak > 0.75 * bound
 
 
 @UNITS

@@ -41,6 +41,17 @@ PUBLISHED = {  # as the hub counts them
     "gpt-oss-120b": 116_829_156_672,
     "deepseek-ai/DeepSeek-V2-Lite": 15_706_484_224,
     "DeepSeek-V3": 671_026_419_200,
+    "Qwen/Qwen3.5-9B": 8_953_803_264,
+    "Qwen/Qwen3.5-27B": 26_895_998_464,
+    "Qwen/Qwen3.5-35B-A3B": 34_660_610_688,
+    "Qwen/Qwen3.5-122B-A10B": 122_111_526_912,
+    "Qwen/Qwen3.5-397B-A17B": 396_346_350_336,
+    "Qwen/Qwen3-Next-80B-A3B-Instruct": 79_674_391_296,
+    "allenai/Olmo-Hybrid-7B": 7_430_870_688,
+    "nvidia/NVIDIA-Nemotron-3-Nano-30B-A3B-BF16": 31_577_940_288,
+    "ibm-granite/granite-4.0-h-micro": 3_191_396_096,
+    "ibm-granite/granite-4.0-h-tiny": 6_939_037_248,
+    "ibm-granite/granite-4.0-h-small": 32_207_337_984,
 }
 
 
@@ -49,7 +60,7 @@ def test_a_published_name_has_that_models_size(name):
     assert shapes.parameters(find_model(name)) == PUBLISHED[name]
 
 
-@pytest.mark.parametrize(("name", "near"), [("qwen3-9b", "qwen3-8b"), ("gpt-oss-20", "gpt-oss-20b"), ("gptoss", "")])
+@pytest.mark.parametrize(("name", "near"), [("qwen3-9b", "qwen3.5-9b"), ("gpt-oss-20", "gpt-oss-20b"), ("gptoss", "")])
 def test_another_name_is_refused_with_the_nearest(name, near):
     with pytest.raises(InputError, match=f"--shape {name} is not known. {f'Did you mean {near}. ' if near else ''}The"):
         find_model(name)

@@ -5,8 +5,8 @@ from dataclasses import replace
 import pytest
 from tiny import CASES, oracle
 
-from trireme.engine.tuning.chosen import chosen, folded, matching, targets, trained_lines
-from trireme.models.config import InputError
+from trireme.engine.tuning.chosen import adapted, chosen, folded, matching, targets, trained_lines
+from trireme.models.config import InputError, Lora
 from trireme.models.sizes import shapes
 
 LLAMA, GPT2 = (oracle(*CASES[case])[1] for case in ("llama", "gpt2"))
@@ -70,3 +70,6 @@ def test_all_targets_by_the_words_of_others():
     mixture = oracle(*CASES["qwen2 moe"])[1]
     assert targets(mixture, ("all",))[0::4] == ("self_attn.q_proj", "shared_expert.gate_proj")
     assert targets(mixture, ())[0::3] == ("self_attn.q_proj", "self_attn.o_proj")
+    nemotron = oracle(*CASES["nemotron 3"])[1]  # peft adapts no out_proj of it
+    assert targets(nemotron, ())[3:] == ("mixer.o_proj", "mixer.in_proj")
+    assert adapted(nemotron, Lora(2, 4.0, targets(nemotron, ("all",)))).lora is not None

@@ -200,7 +200,7 @@ def check_model(options: Options, pinned: Pinned, cfg: ModelConfig, source: Sour
 
 def misfit(plan: Plan, cfg: ModelConfig) -> str:
     """Why a plan does not suit the model; "" where it does."""
-    if len(plan.units) != plan.cut(cfg).n_units or plan.halves and cfg.parallel:
+    if len(plan.units) != plan.cut(cfg).n_units or plan.halves and cfg.whole:
         return "the plan is for another model"
     if plan.slices > 1 and not narrow.may_be_sliced(cfg):
         return "the plan has slices of frozen experts, and the model trains its experts or has none"
