@@ -187,8 +187,13 @@ def dealt(batch: Sequence[InRam], host: int, hosts: int) -> Sequence[InRam]:
     return batch[n * host // hosts : n * (host + 1) // hosts] or [unlabelled]
 
 
-def placed(mb: InRam, places: Sequence[tuple[Tables, torch.device | str]], loads: Sequence[Load | None] = ()) -> Inputs:
-    """On each of the devices; in training with `loads`, from make_load on each."""
+def placed(
+    mb: InRam,
+    places: Sequence[tuple[Tables, torch.device | str]],
+    loads: Sequence[Load | None] = (),
+    correct: Tensor | None = None,
+) -> Inputs:
+    """On each of the devices; in training with `loads`, from make_load on each. `correct`: as of Packed."""
     packed = []
     for (tables, device), load in zip(places, loads or [None] * len(places), strict=True):
         ids, labels, loss_rows = (t.to(device, non_blocking=True) for t in (mb.ids, mb.labels, mb.loss_rows))
@@ -197,7 +202,7 @@ def placed(mb: InRam, places: Sequence[tuple[Tables, torch.device | str]], loads
         factors = None if mb.factors is None else mb.factors.to(device, non_blocking=True)
         shares = mb.shares and Shares(*(t.to(device, non_blocking=True) for t in mb.shares))
         rows = Rows(ops.place_docs(mb.docs, device), tables, counts, noise)
-        packed.append(Packed(ids, labels, loss_rows, rows, factors, shares))
+        packed.append(Packed(ids, labels, loss_rows, rows, factors, shares, correct))
     return Inputs(mb.tokens, mb.trained, mb.pairs, tuple(packed), mb.of_docs)
 
 

@@ -279,10 +279,14 @@ def linear_cross_entropy(
     chunk: int = 2048,
     cap: float = 0.0,
     factors: Tensor | None = None,
+    smoothing: float = 0.0,
+    hits_: Tensor | None = None,
 ) -> Tensor:
     """Loss by token under softmax(x @ weight.T), (N,) fp32; with dx_ also gradients of scale * sum(factors * loss).
 
     `cap` > 0: under softmax(cap * tanh(x @ weight.T / cap)). factors (N,) fp32, by token; None: 1.
+    `smoothing`: share of the label's probability that all V have equally. hits_ (N,) uint8: 1 in `rows` where no logit
+    is above the label's, else 0 there.
 
     x (N, D), weight (V, D), labels (N,) int64; rows (M,) int64, indices of labels >= 0. Writes dx_ (N, D), adds to
     dweight_ (V, D); elsewhere losses and dx_ are zero. Logits exist `chunk` rows at a time.
@@ -294,12 +298,17 @@ def linear_cross_entropy(
         xs, target = x[part], labels[part]
         logits = soft_cap(upcast(xs @ weight.T), cap)
         lse = torch.logsumexp(logits, -1)
-        losses[part] = lse - logits.gather(-1, target[:, None])[:, 0]
+        own = logits.gather(-1, target[:, None])[:, 0]
+        losses[part] = lse - ((1 - smoothing) * own + smoothing * logits.mean(-1) if smoothing else own)
+        if hits_ is not None:
+            hits_[part] = (own == logits.amax(-1)).to(torch.uint8)
         if dx_ is None:
             continue
         slope = 1 - (logits / cap) ** 2 if cap else 1.0
         logits.sub_(lse[:, None]).exp_()
-        logits[torch.arange(len(part), device=x.device), target] -= 1
+        logits[torch.arange(len(part), device=x.device), target] -= 1 - smoothing
+        if smoothing:
+            logits -= smoothing / logits.shape[1]
         each = scale if factors is None else scale * factors[part][:, None]
         dlogits = logits.mul_(each).mul_(slope).to(x.dtype)
         dx_[part] = dlogits @ weight

@@ -120,6 +120,7 @@ class ModelConfig:
     scale_attn_by_layer: bool = False  # scores also divided by layer + 1
     frozen: tuple[str, ...] = ()  # globs over names, "!" before those trained; the last match holds
     lora: Lora | None = None  # from the run's options
+    smoothing: float = 0.0  # of labels in training; from the run's options
     fp8: bool = False  # linear layers of blocks multiply in fp8; from the run's options
     teaching: Teaching | None = None  # of the loss; from the run's options
     halves: bool = False  # units are half blocks; from the plan
@@ -280,7 +281,7 @@ NESTED = {"rope": Rope, "local_rope": Rope, "experts": Experts, "latent": Latent
 def numbers(cfg: ModelConfig) -> dict[str, Any]:
     """A config as flat JSON, without what a plan adds or how files spell it: a run compares its model by this."""
     found = json.loads(json.dumps(asdict(cfg)))
-    for name in ("halves", "scanning", "at_once", "slices", "media", "packing", "packed", "teaching"):
+    for name in ("halves", "scanning", "at_once", "slices", "media", "packing", "packed", "teaching", "smoothing"):
         del found[name]
     if found["lora"] and not found["lora"]["scales"]:
         del found["lora"]["scales"]  # as in older records

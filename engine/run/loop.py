@@ -96,8 +96,9 @@ class Run:
             batch = self.batches.take(*self._due())
             tokens, places = sum(mb.tokens for mb in batch), live.queues.devices
             loads = [make_load(job.cfg, tokens, o.router_aux, device) for device in places]
-            micro = [self.evaluation.inputs(mb, loads) for mb in live.dealt(batch)]
-            stats = train_step(live.engine, micro, done.step + 1, rate, sum(mb.weight for mb in batch), live.preference)
+            correct, trained = self.evaluation.counter(), sum(mb.weight for mb in batch)
+            micro = [self.evaluation.inputs(mb, loads, correct) for mb in live.dealt(batch)]
+            stats = train_step(live.engine, micro, done.step + 1, rate, trained, live.preference)
         if not np.isfinite([stats.loss, stats.grad_norm]).all():
             self._diverged(stats)
         done.step += 1
@@ -105,6 +106,8 @@ class Run:
         seconds = self.step_s = time.perf_counter() - began
         spans = self._trace() if live.queues.tracing else []
         record = self._record(stats, rate, batch, seconds) | self._load_record(loads[0])
+        if correct is not None:
+            record["accuracy"] = round(sum(group.each(float(correct))) / trained, 6)
         with live.watched("log"):
             live.log.step(record)
         if self.pace.compare(spans, micro, seconds):

@@ -262,10 +262,10 @@ class Options:
     )
     label_smoothing: float | None = _option(
         TRAINING,
-        "dpo, simpo: share of pairs whose labels may be wrong [0]",
+        "share of a label's probability that all tokens have equally; dpo, simpo: of pairs with wrong labels [0]",
         parse=number(0, 0.499999),
         metavar="X",
-        also="dpo-label-smoothing",
+        also="dpo-label-smoothing label-smoothing-factor",
     )
     simpo_gamma: float | None = _option(
         TRAINING, "simpo: margin that a reward is to have [0.5]", parse=number(0), metavar="X"

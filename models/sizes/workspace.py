@@ -264,4 +264,4 @@ def _head_workspace(cfg: ModelConfig, tokens: int, itemsize: int, grad_itemsize:
     sums = 4 * cfg.vocab * cfg.width * summed
     k = cfg.teaching.k if cfg.teaching else 0  # of a teacher: ids, logits and gradients of its tokens; parts of losses
     taught = chunk * k * (12 + itemsize) + 32 * tokens * (k > 0)
-    return (tokens + 2 * chunk) * cfg.width * itemsize + chunk * cfg.vocab * itemsize + sums + 32 * tokens + taught
+    return (tokens + 2 * chunk) * cfg.width * itemsize + chunk * cfg.vocab * itemsize + sums + 45 * tokens + taught

@@ -32,7 +32,10 @@ def what_is_trained(options: Options) -> ModelConfig:
     teaching = teaching_of(options)
     if teaching and not is_scores(options.teacher or ""):
         teaching = replace(teaching, k=min(teaching.k, cfg.vocab))
-    cfg = replace(cfg, fp8=options.dtype == "fp8", teaching=teaching)
+    smoothing = (options.label_smoothing or 0.0) if options.method == "sft" else 0.0
+    if teaching and smoothing:
+        raise InputError("--label-smoothing: with --teacher labels are not smoothed. Leave one or the other out.")
+    cfg = replace(cfg, fp8=options.dtype == "fp8", teaching=teaching, smoothing=smoothing)
     details = options.lora_alpha is not None or bool(options.lora_targets or options.rslora or options.loraplus)
     if options.router_aux and (cfg.experts is None or cfg.names.correction):
         why = "the model's experts are balanced by a bias" if cfg.experts else "the model has no experts"
