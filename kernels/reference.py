@@ -249,6 +249,18 @@ def add_noise_(x_: Tensor, scale: Tensor, key: int, first: int) -> None:
         x.copy_(upcast(x) + u * by[:, None])
 
 
+def dropout(x: Tensor, p: float, key: int, first: int, out: Tensor | None = None) -> Tensor:
+    """x (N, D) / (1 - p), or 0 with probability p: a function of (key, first + row, feature). `out` may be x."""
+    out = torch.empty(x.shape, dtype=x.dtype, device=x.device) if out is None else out
+    features = _mixed(torch.arange(x.shape[1], device=x.device))
+    rows = _mixed(_mixed(first + torch.arange(len(x), device=x.device)) ^ key)
+    each = max(1, 65536 // x.shape[1])  # rows at once
+    for part, row, y in zip(x.split(each), rows.split(each), out.split(each), strict=True):
+        kept = (_mixed(row[:, None] ^ features) >> 8) >= round(p * 2**24)
+        y.copy_(torch.where(kept, upcast(part) * (1 / (1 - p)), 0.0))
+    return out
+
+
 def _mixed(h: Tensor) -> Tensor:
     """embedding.py's hash, of 32 bits in int64."""
     for shift, factor in ((16, 0x7FEB352D), (15, 0x846CA68B)):

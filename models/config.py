@@ -63,6 +63,7 @@ class Lora:
     alpha: float
     targets: tuple[str, ...]  # ends of module names, as q_proj
     scales: tuple[tuple[str, float], ...] = ()  # (module, its scale), where it is another than alpha / rank
+    dropout: float = 0.0  # of adapters' inputs in training
 
     @property
     def scale(self) -> float:
@@ -285,6 +286,8 @@ def numbers(cfg: ModelConfig) -> dict[str, Any]:
         del found[name]
     if found["lora"] and not found["lora"]["scales"]:
         del found["lora"]["scales"]  # as in older records
+    if found["lora"] and not found["lora"]["dropout"]:
+        del found["lora"]["dropout"]
     for name in NESTED:
         found |= {f"{name}.{key}": value for key, value in (found.pop(name) or {}).items()}
     for name in ("experts.turned", "experts.apart"):

@@ -130,6 +130,7 @@ def ends(s: Shapes) -> Iterator[Case]:
     yield Case(f"{N}x{D}", "embedding_fwd", (ids, dw), 4 * N * D)
     yield Case(f"{N}x{D}, {rows} tokens", "embedding_bwd_", (dw, dy, ids), 2 * N * D + 4 * rows * D)
     yield Case(f"{N}x{D}", "add_noise_", (dy, torch.rand(N, device=s.device), 7, 0), 4 * N * D)
+    yield Case(f"{N}x{D}", "dropout", (dy, 0.1, 7, 0), 4 * N * D)
     n = s.block
     g32, g16, out = randn(n, dtype=torch.float32), randn(n), s.zeros(n, dtype=BF16)
     yield Case("bf16", "grad_finish", (g16,), 2 * n)

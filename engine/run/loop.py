@@ -13,7 +13,7 @@ import numpy as np
 import torch
 
 from trireme.engine.amounts import count
-from trireme.engine.build import Ahead, InRam, in_ram
+from trireme.engine.build import Ahead, InRam, in_ram, with_dropout
 from trireme.engine.data.dataset import MicroBatch
 from trireme.engine.exports import BEST, set_aside
 from trireme.engine.optimizer import StepStats, learning_rate
@@ -140,7 +140,8 @@ class Run:
         job, (step, rows) = self.live.job, due
         on_gpu = job.device.type == "cuda"
         batch = job.data.step(step, job.options.batch_size, rows)
-        return [in_ram(job.cfg, mb, on_gpu, noise) for mb, noise in zip(batch, _noise(job, step, batch), strict=True)]
+        found = [in_ram(job.cfg, mb, on_gpu, noise) for mb, noise in zip(batch, _noise(job, step, batch), strict=True)]
+        return with_dropout(job.cfg, found, job.options.seed, step)
 
     def _record(self, stats: StepStats, rate: float, batch: Sequence[InRam], seconds: float) -> Record:
         live, job = self.live, self.live.job

@@ -381,6 +381,12 @@ class Options:
         metavar="X",
         also="loraplus-lr-ratio",
     )
+    lora_dropout: float | None = _option(
+        TRAINING,
+        "share of what adapters read that is dropped in training [0; with --adapter what it was trained with]",
+        parse=number(0, BELOW_ONE),
+        metavar="X",
+    )
     lora_targets: tuple[str, ...] = _option(
         TRAINING,
         "matrices with adapters, as q_proj, experts [all; in mixtures attention]",

@@ -64,6 +64,7 @@ MODELS = {"untied": LLAMA, "tied": replace(LLAMA, tied=True), "gpt": GPT}
 MODELS |= {
     "lora": LORA,
     "gpt lora": GPT_LORA,
+    "lora with dropout": replace(LORA, lora=replace(LORA.lora, dropout=0.3)),
     "frozen": FROZEN,
     "mixture": MIXTURE,
     "hybrid": HYBRID,

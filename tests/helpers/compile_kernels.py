@@ -196,6 +196,7 @@ def other_calls(dtype=BF16):
     y = embedding.embedding_fwd(ids, table)
     embedding.embedding_bwd_(table, y, ids)
     embedding.add_noise_(y, torch.zeros(N), 1, 1)
+    embedding.dropout(y, 0.1, 1, 1)
     for cap in (0.0, 30.0):
         for factors in (None, torch.ones(N)):
             cross_entropy.linear_cross_entropy(y, table, ids, ids, 1.0, table, y, cap=cap, factors=factors)

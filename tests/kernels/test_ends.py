@@ -25,6 +25,30 @@ def test_noise(device, dtype, N, D):
     check(x, expected, ONE_ROUNDING[dtype])
 
 
+@pytest.mark.parametrize("device", DEVICES)
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize(("N", "D"), [(1, 8), (37, 520)])
+def test_dropout(device, dtype, N, D):
+    """The reference's mask, in place or of rows that are apart; rows are those of the step."""
+    torch.manual_seed(0)
+    x = randn(N, 2 * D, device=device, dtype=dtype)[:, :D]
+    expected = reference.dropout(x.double(), 0.3, 2**31 - 1, 1_000_000)
+    y = embedding.dropout(x, 0.3, 2**31 - 1, 1_000_000)
+    check(y, expected, ONE_ROUNDING[dtype])
+    assert torch.equal(y == 0, expected == 0)
+    assert torch.equal(embedding.dropout(x[N // 2 :], 0.3, 2**31 - 1, 1_000_000 + N // 2), y[N // 2 :])
+    own = x.contiguous()
+    assert torch.equal(embedding.dropout(own, 0.3, 2**31 - 1, 1_000_000, own), y)
+
+
+def test_dropout_drops_the_share_asked_for():
+    x = torch.ones(500, 64, dtype=torch.float64)
+    y = reference.dropout(x, 0.2, 7, 0)
+    assert set(y.unique().tolist()) == {0.0, 1.25}
+    assert abs((y == 0).double().mean() - 0.2) < 0.01
+    assert not torch.equal(y, reference.dropout(x, 0.2, 8, 0))
+
+
 def test_noise_is_uniform_and_its_rows_are_those_of_the_step():
     x = torch.zeros(500, 64, dtype=torch.float64)
     reference.add_noise_(x, torch.ones(500), 7, 0)

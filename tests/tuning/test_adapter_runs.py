@@ -151,7 +151,7 @@ def test_an_adapter_is_trained_further(checkpoint, whole):
     assert all(torch.allclose(t, whole[0][name], atol=1e-6) for name, t in found.items())
 
 
-def test_a_part_of_the_layers_is_trained_further_without_dropout(checkpoint, whole, capsys):
+def test_a_part_of_the_layers_is_trained_further_with_its_dropout(checkpoint, whole, capsys):
     shutil.copytree(checkpoint / "whole", checkpoint / "part")
     tensors = {name: t for name, t in whole[0].items() if "layers.0.self_attn" not in name}
     save_file(tensors, checkpoint / "part" / TENSORS)
@@ -161,7 +161,11 @@ def test_a_part_of_the_layers_is_trained_further_without_dropout(checkpoint, who
     more = options(checkpoint, checkpoint / "part-out", "gpu", adapter=str(checkpoint / "part"))
     finetune(replace(more, max_steps=2))
     report = capsys.readouterr().out
-    assert "part was trained with lora_dropout 0.1; here it is trained without dropout" in report
+    assert json.loads((checkpoint / "part-out/adapter_config.json").read_text())["lora_dropout"] == 0.1
+    off = options(checkpoint, checkpoint / "part-off", "gpu", adapter=str(checkpoint / "part"), lora_dropout=0.0)
+    finetune(replace(off, max_steps=2))
+    assert "part was trained with lora_dropout 0.1; here it is trained with 0" in capsys.readouterr().out
+    assert losses(checkpoint / "part-off")[1] != losses(checkpoint / "part-out")[1]
     assert "part has nothing for model.layers.0.self_attn.q_proj: these stay without an adapter" in report
     found = load_file(checkpoint / "part-out" / TENSORS)
     assert found.keys() == whole[0].keys()
