@@ -10,6 +10,7 @@ import pytest
 import torch
 from runs import losses, options, stopped
 from safetensors.torch import load_file, save_file
+from tiny import CASES
 
 from trireme.engine.amounts import gb
 from trireme.engine.plan import DoesNotFit, Plan, UnitPlan
@@ -18,9 +19,10 @@ from trireme.engine.queues.names import WRITES
 from trireme.engine.run import loop
 from trireme.engine.run.begin import job
 from trireme.engine.run.begin.job import prepare
+from trireme.engine.run.begin.model import dropping
 from trireme.engine.run.main import main
 from trireme.engine.run.train import finetune
-from trireme.models.config import InputError
+from trireme.models.config import InputError, Lora, parse_config
 from trireme.storage.files import StoreError
 
 pytestmark = pytest.mark.grid
@@ -316,3 +318,12 @@ def test_the_plain_rule_puts_the_base_where_there_is_room(checkpoint):
     plans = [prepare(replace(run, gpu_memory=gpu << 20, ram=ram << 20)).plan for gpu, ram in limits]
     assert [{unit.base for unit in plan.units} for plan in plans] == [{"gpu"}, {"gpu", "host"}, {"gpu", "ssd"}]
     assert not any("ssd" in (unit.weights, unit.state) for plan in plans for unit in plan.units)
+
+
+def test_adapters_of_experts_have_no_dropout():
+    """peft refuses it as well."""
+    mixture = parse_config(CASES["mixtral"][1] | dict(model_type="mixtral"))
+    with pytest.raises(InputError, match="--lora-dropout 0.1: adapters of experts have none, as in peft"):
+        dropping(mixture, Lora(4, 8.0, ("q_proj", "experts")), 0.1)
+    assert dropping(mixture, Lora(4, 8.0, ("q_proj",)), 0.1).dropout == 0.1
+    assert dropping(mixture, Lora(4, 8.0, ("experts",)), None).dropout == 0.0
