@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import zlib
 from collections.abc import Callable, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from typing import Generic, NamedTuple, Protocol, TypeVar
@@ -26,6 +27,7 @@ from trireme.engine.weights import WeightStream
 from trireme.kernels import ops
 from trireme.models.config import InputError, ModelConfig
 from trireme.models.head import Shares
+from trireme.models.lora import Dropout
 from trireme.models.losses.preferences import Documents
 from trireme.models.rows import Load, Noise, Rows, Tables
 from trireme.models.sizes import costs, narrow
@@ -139,6 +141,7 @@ class InRam(NamedTuple):
     of_docs: Documents | None = None
     factors: Tensor | None = None  # (N,) fp32: weights of documents
     shares: Shares | None = None
+    dropout: Dropout | None = None
 
     @property
     def weight(self) -> float:
@@ -170,6 +173,17 @@ def in_ram(cfg: ModelConfig, micro_batch: MicroBatch, pinned: bool = False, nois
     )
 
 
+def with_dropout(cfg: ModelConfig, batch: list[InRam], seed: int, step: int) -> list[InRam]:
+    """A step's micro-batches, with dropout if adapters have it: by seed, step from 0, place in the step and matrix."""
+    if cfg.lora is None or not cfg.lora.dropout:
+        return batch
+    key, first, found = zlib.crc32(f"lora_dropout {seed} {step}".encode()) >> 1, 0, list[InRam]()
+    for mb in batch:
+        found.append(mb._replace(dropout=Dropout(cfg.lora.dropout, key, first)))
+        first += mb.tokens
+    return found
+
+
 def documents_of(micro_batch: MicroBatch) -> Documents | None:
     """Pairs of documents; None of other data."""
     if micro_batch.reference is None or micro_batch.weights is None:
@@ -193,8 +207,13 @@ def shares(batch: Sequence[InRam], hosts: int) -> list[Sequence[InRam]]:
     return [batch[n * host // hosts : n * (host + 1) // hosts] for host in range(hosts)]
 
 
-def placed(mb: InRam, places: Sequence[tuple[Tables, torch.device | str]], loads: Sequence[Load | None] = ()) -> Inputs:
-    """On each of the devices; in training with `loads`, from make_load on each."""
+def placed(
+    mb: InRam,
+    places: Sequence[tuple[Tables, torch.device | str]],
+    loads: Sequence[Load | None] = (),
+    correct: Tensor | None = None,
+) -> Inputs:
+    """On each of the devices; in training with `loads`, from make_load on each. `correct`: as of Packed."""
     packed = []
     for (tables, device), load in zip(places, loads or [None] * len(places), strict=True):
         ids, labels, loss_rows = (t.to(device, non_blocking=True) for t in (mb.ids, mb.labels, mb.loss_rows))
@@ -202,8 +221,8 @@ def placed(mb: InRam, places: Sequence[tuple[Tables, torch.device | str]], loads
         noise = mb.noise and mb.noise._replace(scale=mb.noise.scale.to(device, non_blocking=True))
         factors = None if mb.factors is None else mb.factors.to(device, non_blocking=True)
         shares = mb.shares and Shares(*(t.to(device, non_blocking=True) for t in mb.shares))
-        rows = Rows(ops.place_docs(mb.docs, device), tables, counts, noise)
-        packed.append(Packed(ids, labels, loss_rows, rows, factors, shares))
+        rows = Rows(ops.place_docs(mb.docs, device), tables, counts, noise, mb.dropout)
+        packed.append(Packed(ids, labels, loss_rows, rows, factors, shares, correct))
     return Inputs(mb.tokens, mb.trained, mb.pairs, tuple(packed), mb.of_docs)
 
 

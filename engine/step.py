@@ -44,6 +44,7 @@ class Packed(NamedTuple):
     rows: Rows
     factors: Tensor | None = None  # (N,) fp32, of the tokens' losses; None: 1
     shares: head.Shares | None = None  # of a teacher
+    correct: Tensor | None = None  # (1,) fp64: the loss adds the labels, by their factors, that were the likeliest
 
 
 @dataclass(frozen=True)
@@ -280,7 +281,8 @@ def loss(
         g_out = model.output_matrix(e.cfg, grads.get(0), grads[u]) if g else None
         factors = comparison.factors[b] if comparison else at.factors
         given = (weights[u], w_out, x.rows(), at.labels, at.loss_rows)
-        found = head.head_loss(e.cfg, *given, scale, grads.get(u), g_out, out, factors, at.shares)
+        correct = None if comparison else at.correct
+        found = head.head_loss(e.cfg, *given, scale, grads.get(u), g_out, out, factors, at.shares, correct)
         found = found if factors is None else found * factors
         if at.shares is not None and e.cfg.teaching:
             if parts is not None:

@@ -3,6 +3,10 @@
     loss = lse - logits[label],  lse = log(sum(exp(logits)))
     dlogits = scale * factor * (exp(logits - lse) - onehot(label)), factor of the token, 1 where none is given
 
+With label smoothing s (Szegedy et al. 2016, arXiv:1512.00567) the label is (1 - s) onehot(label) + s / V:
+
+    loss = lse - (1 - s) logits[label] - s mean(logits)
+
 Logits, in the compute dtype, become dlogits in place; cuBLAS does the GEMMs. The label's logit is recomputed in
 fp32: its rounding would be the loss's error. With a cap, logits are cap * tanh(z / cap), z the result of the GEMM, and
 dlogits are multiplied by the slope of that.
@@ -33,6 +37,7 @@ def _cross_entropy(
     p_rows,
     p_losses,
     p_factors,
+    p_hits,
     scale,
     M,
     V: tl.constexpr,
@@ -42,6 +47,8 @@ def _cross_entropy(
     GRADIENT: tl.constexpr,
     CAP: tl.constexpr,
     FACTORS: tl.constexpr,
+    SMOOTHING: tl.constexpr,
+    HITS: tl.constexpr,
 ):
     """The second pass goes backwards, so that what was read last is still in L2."""
     await_previous()
@@ -63,17 +70,25 @@ def _cross_entropy(
         p_z = p_logits + i_row * V
         b_m = tl.full((BLOCK // GROUP,), -1e30, tl.float32)
         b_l = tl.zeros((BLOCK // GROUP,), tl.float32)
+        b_sum = tl.zeros((BLOCK // GROUP,), tl.float32)
         for i_v in range(0, V, BLOCK):
             b_x = tl.load(p_z + i_v + o_v, i_v + o_v < V, float("-inf"), eviction_policy="evict_last")
             b_x = tl.where(o_v == label - i_v, target, soft_cap(b_x.to(tl.float32) * LOG2E, CAP))
             if CAP > 0.0:
                 b_x = tl.where(i_v + o_v < V, b_x, float("-inf"))
+            if SMOOTHING > 0.0:
+                b_sum += tl.sum(tl.where(i_v + o_v < V, b_x, 0.0), 1)
             b_new = tl.maximum(b_m, tl.max(b_x, 1))
             b_l = b_l * tl.exp2(b_m - b_new) + tl.sum(tl.exp2(b_x - b_new[:, None]), 1)
             b_m = b_new
         m = tl.max(b_m, 0)
         lse = m + tl.log2(tl.sum(b_l * tl.exp2(b_m - m), 0))
-        tl.store(p_losses + i_token, (lse - target) * LN2)
+        own = target
+        if SMOOTHING > 0.0:
+            own = (1.0 - SMOOTHING) * target + SMOOTHING / V * tl.sum(b_sum, 0)
+        tl.store(p_losses + i_token, (lse - own) * LN2)
+        if HITS:
+            tl.store(p_hits + i_token, (target == m).to(tl.uint8))
         if GRADIENT:
             factor = scale
             if FACTORS:
@@ -83,7 +98,11 @@ def _cross_entropy(
                 mask = LAST - i_v + o_v < V
                 b_x = tl.load(p_v, mask, 0.0, eviction_policy="evict_first").to(tl.float32) * LOG2E
                 b_x = soft_cap(b_x, CAP)
-                b_p = tl.where(o_v == label - (LAST - i_v), tl.exp2(target - lse) - 1.0, tl.exp2(b_x - lse))
+                b_p = tl.where(
+                    o_v == label - (LAST - i_v), tl.exp2(target - lse) - (1.0 - SMOOTHING), tl.exp2(b_x - lse)
+                )
+                if SMOOTHING > 0.0:
+                    b_p -= SMOOTHING / V
                 if CAP > 0.0:
                     b_p = b_p * cap_slope(tl.where(o_v == label - (LAST - i_v), target, b_x), CAP)
                 tl.store(p_v, (b_p * factor).to(p_logits.dtype.element_ty), mask, eviction_policy="evict_first")
@@ -100,6 +119,8 @@ def linear_cross_entropy(
     chunk: int = 2048,
     cap: float = 0.0,
     factors: Tensor | None = None,
+    smoothing: float = 0.0,
+    hits_: Tensor | None = None,
 ) -> Tensor:
     """As reference.linear_cross_entropy, x and weight contiguous.
 
@@ -108,14 +129,17 @@ def linear_cross_entropy(
     (N, D), V = x.shape, weight.shape[0]
     assert labels.shape == (N,)
     assert factors is None or (factors.shape == (N,) and factors.dtype == torch.float32 and factors.is_contiguous())
+    assert hits_ is None or (hits_.shape == (N,) and hits_.dtype == torch.uint8)
     losses = torch.zeros(N, dtype=torch.float32, device=x.device)
 
     def fill(_: int, part: Tensor, xs: Tensor, z: Tensor) -> None:
         how = launch.cross_entropy(x.device, V)
         programs = min(len(part), how.each * launch.chip(x.device).sms)
         _cross_entropy[(programs,)](
-            z, xs, weight, labels, part, losses, losses if factors is None else factors, scale, len(part), V, D,
+            z, xs, weight, labels, part, losses, losses if factors is None else factors,
+            labels if hits_ is None else hits_, scale, len(part), V, D,
             how.block, min(how.block, launch.power2(D)), dx_ is not None, cap, factors is not None,
+            smoothing, hits_ is not None,
             num_warps=how.warps,
         )  # fmt: skip
 

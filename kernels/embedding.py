@@ -7,7 +7,11 @@ NEFTune (Jain et al. 2023, arXiv:2310.05914) adds uniform noise, a function of (
 
     x[n, d] += scale[n] * u(key, first + n, d),  u uniform in [-1, 1), multiples of 2^-23
 
-Its bits are a hash of 32 (lowbias32, Wellons 2018): of the row with the key, then with the feature.
+Its bits are a hash of 32 (lowbias32, Wellons 2018): of the row with the key, then with the feature. Dropout (Srivastava
+et al. 2014) has the same bits, compared with a threshold, so that backward computes its mask again:
+
+    y[n, d] = x[n, d] / (1 - p) where h(key, first + n, d) >= p, else 0,  h uniform in [0, 1), multiples of 2^-24
+
 Legend: N tokens, D width, V vocabulary.
 """
 
@@ -57,6 +61,22 @@ def _add_noise(p_x, p_scale, key, first, D: tl.constexpr, BLOCK_D: tl.constexpr)
     p_x += i_n.to(tl.int64) * D + o_d
     b_x = tl.load(p_x, o_d < D).to(tl.float32) + b_u * tl.load(p_scale + i_n)
     tl.store(p_x, b_x.to(p_x.dtype.element_ty), o_d < D)
+
+
+@launcher
+@triton.jit(do_not_specialize=["key", "first"])
+def _dropout(
+    p_x, p_y, key, first, D: tl.constexpr, STRIDE: tl.constexpr, LEAST: tl.constexpr, SCALE: tl.constexpr,
+    BLOCK_D: tl.constexpr,
+):  # fmt: skip
+    await_previous()
+    i_n = tl.program_id(0)
+    o_d = tl.program_id(1) * BLOCK_D + tl.arange(0, BLOCK_D)
+    row = _mix(_mix((first + i_n).to(tl.uint32)) ^ tl.cast(key, tl.uint32))
+    b_h = (_mix(row ^ _mix(o_d.to(tl.uint32))) >> 8).to(tl.int32)
+    b_x = tl.load(p_x + i_n.to(tl.int64) * STRIDE + o_d, o_d < D).to(tl.float32)
+    b_y = tl.where(b_h >= LEAST, b_x * SCALE, 0.0)
+    tl.store(p_y + i_n.to(tl.int64) * D + o_d, b_y.to(p_y.dtype.element_ty), o_d < D)
 
 
 @launcher
@@ -208,3 +228,18 @@ def add_noise_(x_: Tensor, scale: Tensor, key: int, first: int) -> None:
     assert 0 <= key < 1 << 31
     assert 0 <= first < (1 << 31) - N
     _add_noise[(N, cdiv(D, block))](x_, scale, key, first, D, block, num_warps=4)
+
+
+def dropout(x: Tensor, p: float, key: int, first: int, out: Tensor | None = None) -> Tensor:
+    """As reference.dropout; rows of x may be apart."""
+    (N, D), block = x.shape, min(1024, power2(x.shape[1]))
+    out = torch.empty((N, D), dtype=x.dtype, device=x.device) if out is None else out
+    assert x.stride(1) == 1
+    assert out.shape == x.shape
+    assert out.is_contiguous()
+    assert 0 <= p < 1
+    assert 0 <= key < 1 << 31
+    assert 0 <= first < (1 << 31) - N
+    least, scale = round(p * 2**24), 1 / (1 - p)
+    _dropout[(N, cdiv(D, block))](x, out, key, first, D, x.stride(0), least, scale, block, num_warps=4)
+    return out

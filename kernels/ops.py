@@ -66,6 +66,7 @@ sinks_bwd_ = _op(attention.sinks_bwd_, "attention.sinks")
 embedding_fwd = _op(reference.embedding_fwd, "embedding")
 embedding_bwd_ = _op(reference.embedding_bwd_, "embedding")
 add_noise_ = _op(reference.add_noise_, "embedding")
+dropout = _op(reference.dropout, "embedding")
 linear_cross_entropy = _op(reference.linear_cross_entropy, "cross_entropy")
 linear_distillation = _op(teacher.linear_distillation, "teacher.distillation")
 route_fwd = _op(experts.route_fwd, "experts.routing")
@@ -121,6 +122,7 @@ __all__ = [
     "decay_bwd",
     "decay_fwd",
     "e4m3_decode",
+    "dropout",
     "embedding_bwd_",
     "embedding_fwd",
     "gated_norm_bwd",

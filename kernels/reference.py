@@ -249,6 +249,18 @@ def add_noise_(x_: Tensor, scale: Tensor, key: int, first: int) -> None:
         x.copy_(upcast(x) + u * by[:, None])
 
 
+def dropout(x: Tensor, p: float, key: int, first: int, out: Tensor | None = None) -> Tensor:
+    """x (N, D) / (1 - p), or 0 with probability p: a function of (key, first + row, feature). `out` may be x."""
+    out = torch.empty(x.shape, dtype=x.dtype, device=x.device) if out is None else out
+    features = _mixed(torch.arange(x.shape[1], device=x.device))
+    rows = _mixed(_mixed(first + torch.arange(len(x), device=x.device)) ^ key)
+    each = max(1, 65536 // x.shape[1])  # rows at once
+    for part, row, y in zip(x.split(each), rows.split(each), out.split(each), strict=True):
+        kept = (_mixed(row[:, None] ^ features) >> 8) >= round(p * 2**24)
+        y.copy_(torch.where(kept, upcast(part) * (1 / (1 - p)), 0.0))
+    return out
+
+
 def _mixed(h: Tensor) -> Tensor:
     """embedding.py's hash, of 32 bits in int64."""
     for shift, factor in ((16, 0x7FEB352D), (15, 0x846CA68B)):
@@ -279,10 +291,14 @@ def linear_cross_entropy(
     chunk: int = 2048,
     cap: float = 0.0,
     factors: Tensor | None = None,
+    smoothing: float = 0.0,
+    hits_: Tensor | None = None,
 ) -> Tensor:
     """Loss by token under softmax(x @ weight.T), (N,) fp32; with dx_ also gradients of scale * sum(factors * loss).
 
     `cap` > 0: under softmax(cap * tanh(x @ weight.T / cap)). factors (N,) fp32, by token; None: 1.
+    `smoothing`: share of the label's probability that all V have equally. hits_ (N,) uint8: 1 in `rows` where no logit
+    is above the label's, else 0 there.
 
     x (N, D), weight (V, D), labels (N,) int64; rows (M,) int64, indices of labels >= 0. Writes dx_ (N, D), adds to
     dweight_ (V, D); elsewhere losses and dx_ are zero. Logits exist `chunk` rows at a time.
@@ -294,12 +310,17 @@ def linear_cross_entropy(
         xs, target = x[part], labels[part]
         logits = soft_cap(upcast(xs @ weight.T), cap)
         lse = torch.logsumexp(logits, -1)
-        losses[part] = lse - logits.gather(-1, target[:, None])[:, 0]
+        own = logits.gather(-1, target[:, None])[:, 0]
+        losses[part] = lse - ((1 - smoothing) * own + smoothing * logits.mean(-1) if smoothing else own)
+        if hits_ is not None:
+            hits_[part] = (own == logits.amax(-1)).to(torch.uint8)
         if dx_ is None:
             continue
         slope = 1 - (logits / cap) ** 2 if cap else 1.0
         logits.sub_(lse[:, None]).exp_()
-        logits[torch.arange(len(part), device=x.device), target] -= 1
+        logits[torch.arange(len(part), device=x.device), target] -= 1 - smoothing
+        if smoothing:
+            logits -= smoothing / logits.shape[1]
         each = scale if factors is None else scale * factors[part][:, None]
         dlogits = logits.mul_(each).mul_(slope).to(x.dtype)
         dx_[part] = dlogits @ weight

@@ -16,6 +16,7 @@ from trireme.models import attention, experts, mlp
 from trireme.models.attention import Attend
 from trireme.models.config import ModelConfig
 from trireme.models.linear import Upstream, upstream
+from trireme.models.lora import dropping
 from trireme.models.mixers import scan
 from trireme.models.rows import Rows
 from trireme.models.sizes.shapes import saved_shapes
@@ -140,7 +141,7 @@ def mlp_forward(
         _tile_forward(cfg, layer, w, x, rows, saved, out, passed)
         return
     for part in _tiles(cfg, x):
-        tile, onto = x[part], _passed_rows(passed, part)
+        tile, onto, w = x[part], _passed_rows(passed, part), dropping(w, rows.dropout, part.start)
         _tile_forward(cfg, layer, w, tile, rows, _of_rows(cfg, saved, part), tile if out is x else out[part], onto)
 
 
@@ -160,7 +161,7 @@ def mlp_backward(
         return _tile_backward(cfg, w, g, x, rows, saved, dy, dx, passed)
     dx = torch.empty_like(x) if dx is None else dx
     for part in _tiles(cfg, x):
-        onto = _passed_rows(passed, part)
+        onto, w = _passed_rows(passed, part), dropping(w, rows.dropout, part.start)
         _tile_backward(cfg, w, g, x[part], rows, _of_rows(cfg, saved, part), dy[part], dx[part], onto)
     return dx
 

@@ -63,6 +63,7 @@ class Lora:
     alpha: float
     targets: tuple[str, ...]  # ends of module names, as q_proj
     scales: tuple[tuple[str, float], ...] = ()  # (module, its scale), where it is another than alpha / rank
+    dropout: float = 0.0  # of adapters' inputs in training
 
     @property
     def scale(self) -> float:
@@ -120,6 +121,7 @@ class ModelConfig:
     scale_attn_by_layer: bool = False  # scores also divided by layer + 1
     frozen: tuple[str, ...] = ()  # globs over names, "!" before those trained; the last match holds
     lora: Lora | None = None  # from the run's options
+    smoothing: float = 0.0  # of labels in training; from the run's options
     fp8: bool = False  # linear layers of blocks multiply in fp8; from the run's options
     teaching: Teaching | None = None  # of the loss; from the run's options
     halves: bool = False  # units are half blocks; from the plan
@@ -287,10 +289,12 @@ NESTED = {"rope": Rope, "local_rope": Rope, "experts": Experts, "latent": Latent
 def numbers(cfg: ModelConfig) -> dict[str, Any]:
     """A config as flat JSON, without what a plan adds or how files spell it: a run compares its model by this."""
     found = json.loads(json.dumps(asdict(cfg)))
-    for name in ("halves", "scanning", "at_once", "slices", "media", "packing", "packed", "teaching"):
+    for name in ("halves", "scanning", "at_once", "slices", "media", "packing", "packed", "teaching", "smoothing"):
         del found[name]
     if found["lora"] and not found["lora"]["scales"]:
         del found["lora"]["scales"]  # as in older records
+    if found["lora"] and not found["lora"]["dropout"]:
+        del found["lora"]["dropout"]
     for name in NESTED:
         found |= {f"{name}.{key}": value for key, value in (found.pop(name) or {}).items()}
     for name in ("experts.turned", "experts.apart", "scan.parts"):

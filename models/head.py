@@ -93,21 +93,31 @@ def head_loss(
     dx: Tensor | None = None,
     factors: Tensor | None = None,
     shares: Shares | None = None,
+    correct_: Tensor | None = None,
 ) -> Tensor:
     """Loss by token, (N,) fp32; with g, g_out and dx also the gradients of scale * sum(factors * loss).
 
     x (N, D); labels (N,) int64, the next tokens; loss_rows (M,) int64, those that count; factors (N,) fp32 of the
-    losses, None: 1. w_out, g_out (V, D), the embedding's if tied. Adds to g and g_out where trained, fills dx (N, D).
+    losses, None: 1; correct_ (1,) fp64: is added those of labels that no other token is likelier than. With dx, labels
+    are smoothed as by cfg. w_out, g_out (V, D), the embedding's if tied. Adds to g and g_out where trained, fills dx.
 
-    With `shares` the loss is as of cfg.teaching; returned are its two parts, (2, N): cross-entropy and divergence.
+    With `shares` the loss is as of cfg.teaching; returned are its two parts, (2, N): cross-entropy and divergence, and
+    nothing is smoothed or counted.
     """
     y, stats = final_norm(cfg, w, x)
     g_out = g_out if g_out is not None and trained(g_out) else None
     given, more = (y, w_out, labels, loss_rows, scale), (g_out, dx)
     if shares is None:
-        losses = ops.linear_cross_entropy(*given, *more, cap=cfg.logit_cap, factors=factors)
+        smoothing = 0.0 if dx is None else cfg.smoothing
+        hits = None if correct_ is None else torch.zeros_like(labels, dtype=torch.uint8)
+        losses = ops.linear_cross_entropy(
+            *given, *more, cap=cfg.logit_cap, factors=factors, smoothing=smoothing, hits_=hits
+        )
+        if correct_ is not None and hits is not None:
+            correct_.add_((hits if factors is None else hits * factors).sum(dtype=torch.float64))
     else:
         assert cfg.teaching is not None
+        assert correct_ is None
         taught = ops.Taught(*shares, cfg.teaching.weight, cfg.teaching.temperature)
         losses = ops.linear_distillation(*given, taught, *more, cap=cfg.logit_cap, factors=factors)
     if dx is not None:

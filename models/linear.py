@@ -118,7 +118,7 @@ def linear_backward(dy: Upstream, w: Linear) -> Tensor:
     else:
         dx = torch.mm(dy, w.weight.T)
     if w.adapters is not None:
-        dx.addmm_(lora.down_gradient(dy, w.adapters), w.adapters.a)
+        lora.add_backward_(dx, dy, w.adapters)
     return dx
 
 
@@ -164,7 +164,10 @@ def add_gradients_(g: Linear, w: Linear, x: Operand, dy: Upstream) -> None:
         ops.bias_bwd_(g.bias, dy)
     if g.adapters is not None and w.adapters is not None:
         assert isinstance(x, Tensor)
-        add_matmul_(g.adapters.a, lora.down_gradient(dy, w.adapters), x)
+        dh = lora.down_gradient(dy, w.adapters)
+        for part, read in lora.inputs(x, w.adapters):
+            add_matmul_(g.adapters.a[part], dh[:, part], read)
+            del read  # workspace._block_workspace
         for b, h, (start, stop) in zip(g.adapters.b, lora.scaled_down(x, w.adapters), w.adapters.columns, strict=True):
             add_matmul_(b, dy[:, start:stop], h)
 

@@ -1,18 +1,29 @@
 """LoRA adapters: y = x W + scale * (x A^T) B^T, as in peft (Hu et al., arXiv:2106.09685), also of experts.
 
+With dropout each part's A reads an x of its own, as each module of peft has its own mask; backward makes it again.
+
 Legend: R rank, K adapted parts of a fused layer; E experts, P sorted rows (kernels/experts).
 """
 
 from __future__ import annotations
 
 import math
-from typing import NamedTuple
+from collections.abc import Iterator
+from typing import Any, NamedTuple
 from zlib import crc32
 
 import torch
 from torch import Tensor
 
 from trireme.kernels import ops
+
+
+class Dropout(NamedTuple):
+    """Of adapters' inputs, of a micro-batch in training."""
+
+    p: float
+    key: int  # of the seed and the step
+    first: int  # tokens of the step before this micro-batch: how a step is cut changes nothing
 
 
 class Adapters(NamedTuple):
@@ -22,10 +33,38 @@ class Adapters(NamedTuple):
     b: tuple[Tensor, ...]  # K of (features, R)
     columns: tuple[tuple[int, int], ...]  # of the layer's features
     scales: tuple[float, ...]
+    keys: tuple[int, ...] = ()  # of parts, below 2^31
+    dropout: Dropout | None = None  # from `dropping`
+
+    def each(self) -> tuple[Tensor, ...]:
+        """A of each part, (R, in)."""
+        return self.a.split(len(self.a) // len(self.b))
+
+
+def part_key(name: str) -> int:
+    """What tells the masks of adapters apart."""
+    return crc32(name.encode()) >> 1
+
+
+def dropping(w: Any, dropout: Dropout | None, later: int = 0) -> Any:
+    """Weights, a tree of named tuples, whose adapters drop inputs; of a tile that begins `later` rows into theirs."""
+    if dropout is None or not hasattr(w, "_fields"):
+        return w
+    if isinstance(w, Adapters):
+        return w._replace(dropout=dropout._replace(first=dropout.first + later))
+    return type(w)(*(dropping(part, dropout, later) for part in w))
+
+
+def dropped(x: Tensor, w: Adapters, part: int, out: Tensor | None = None) -> Tensor:
+    """What A of a part reads, or, of the gradient of that, the gradient of x (N, in)."""
+    assert w.dropout is not None
+    return ops.dropout(x, w.dropout.p, w.dropout.key ^ w.keys[part], w.dropout.first, out)
 
 
 def down(x: Tensor, w: Adapters) -> tuple[Tensor, ...]:
     """x A^T of each part, (N, R)."""
+    if w.dropout is not None:
+        return tuple(torch.mm(dropped(x, w, i), a.T) for i, a in enumerate(w.each()))
     return torch.mm(x, w.a.T).split(len(w.a) // len(w.b), 1)
 
 
@@ -41,9 +80,32 @@ def down_gradient(dy: Tensor, w: Adapters) -> Tensor:
     return _scale_(torch.cat(parts, 1), w)
 
 
+def add_backward_(dx_: Tensor, dy: Tensor, w: Adapters) -> None:
+    """Adds the gradient of x to dx_ (N, in), given dy (N, out)."""
+    dh = down_gradient(dy, w)
+    if w.dropout is None:
+        dx_.addmm_(dh, w.a)
+        return
+    for i, (a, each) in enumerate(zip(w.each(), dh.split(len(w.a) // len(w.b), 1), strict=True)):
+        d = torch.mm(each, a)
+        dx_.add_(dropped(d, w, i, d))
+        del d  # workspace._block_workspace
+
+
+def inputs(x: Tensor, w: Adapters) -> Iterator[tuple[slice, Tensor]]:
+    """(rows of A, what they read (N, in)): all at once where nothing is dropped."""
+    if w.dropout is None:
+        yield slice(None), x
+        return
+    rank = len(w.a) // len(w.b)
+    for i in range(len(w.b)):
+        yield slice(i * rank, i * rank + rank), dropped(x, w, i)
+
+
 def scaled_down(x: Tensor, w: Adapters) -> tuple[Tensor, ...]:
     """scale * x A^T of each part, (N, R)."""
-    return _scale_(torch.mm(x, w.a.T), w).split(len(w.a) // len(w.b), 1)
+    h = torch.mm(x, w.a.T) if w.dropout is None else torch.cat(down(x, w), 1)
+    return _scale_(h, w).split(len(w.a) // len(w.b), 1)
 
 
 def _scale_(h_: Tensor, w: Adapters) -> Tensor:

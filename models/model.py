@@ -16,7 +16,7 @@ from trireme.models.config import ModelConfig
 from trireme.models.families.names import adapter_names
 from trireme.models.head import EmbedWeights, HeadWeights
 from trireme.models.linear import Codes, Linear, fuse, trained
-from trireme.models.lora import Adapters, Stacked
+from trireme.models.lora import Adapters, Stacked, dropping, part_key
 from trireme.models.mixers import scan
 from trireme.models.norm import Norm
 from trireme.models.packed import Sliced, Stack, decode
@@ -44,7 +44,8 @@ def forward(
     Of a slice of experts that does not end its layer: `passed` (experts.py).
     """
     layer = shapes.layer(cfg, u)
-    cfg = cfg.at(layer)
+    cfg, rows = cfg.at(layer), rows.in_layer(layer)
+    w = dropping(w, rows.dropout)
     if isinstance(w, block.Weights):
         block.forward(cfg, layer, w, x, rows, saved, out, attend)
     elif isinstance(w, attention.Weights | scan.Weights):
@@ -67,7 +68,8 @@ def backward(
 ) -> None:
     """Backward of a block or half block: fills dx (N, D), adds to g, given dy (N, D). `passed` as in forward."""
     layer = shapes.layer(cfg, u)
-    cfg = cfg.at(layer)
+    cfg, rows = cfg.at(layer), rows.in_layer(layer)
+    w = dropping(w, rows.dropout)
     if isinstance(w, block.Weights) and isinstance(g, block.Weights):
         block.backward(cfg, layer, w, g, x, saved, dy, rows, dx)
     elif isinstance(w, attention.Weights) and isinstance(g, attention.Weights):
@@ -243,4 +245,5 @@ def _adapters(cfg: ModelConfig, names: tuple[str, ...], views: dict[str, Tensor]
         return None
     a = fuse(*(views[a] for _, a, _, _ in found))
     b = tuple(views[b] for _, _, b, _ in found)
-    return Adapters(a, b, tuple(columns for *_, columns in found), tuple(cfg.lora.scale_of(name) for name, *_ in found))
+    scales, keys = tuple(cfg.lora.scale_of(name) for name, *_ in found), tuple(part_key(name) for name, *_ in found)
+    return Adapters(a, b, tuple(columns for *_, columns in found), scales, keys)

@@ -12,6 +12,7 @@ from torch import Tensor
 from trireme.kernels import ops
 from trireme.models.config import ModelConfig
 from trireme.models.families.rope import Rope
+from trireme.models.lora import Dropout, part_key
 
 
 class Table(NamedTuple):
@@ -102,6 +103,13 @@ class Rows(NamedTuple):
     tables: Tables
     load: Load | None = None  # of a step in training
     noise: Noise | None = None  # likewise
+    dropout: Dropout | None = None  # likewise, of adapters
+
+    def in_layer(self, layer: int) -> Rows:
+        """With dropout of a layer's own."""
+        if self.dropout is None:
+            return self
+        return self._replace(dropout=self.dropout._replace(key=self.dropout.key ^ part_key(f"layer {layer}")))
 
     def of(self, cfg: ModelConfig, layer: int) -> tuple[Table | None, Table | None]:
         """A layer's tables of queries and keys; None without rope."""

@@ -10,6 +10,7 @@ import torch
 from torch import Tensor
 
 from trireme.kernels import ops
+from trireme.kernels.teacher.reference import Taught
 
 BF16 = torch.bfloat16
 PACKED = (1890, 57, 423, 1201, 88, 640, 312, 1024, 17, 733, 205, 999, 131, 350, 122)  # 15 documents, 8,192 tokens
@@ -131,6 +132,7 @@ def ends(s: Shapes) -> Iterator[Case]:
     yield Case(f"{N}x{D}", "embedding_fwd", (ids, dw), 4 * N * D)
     yield Case(f"{N}x{D}, {rows} tokens", "embedding_bwd_", (dw, dy, ids), 2 * N * D + 4 * rows * D)
     yield Case(f"{N}x{D}", "add_noise_", (dy, torch.rand(N, device=s.device), 7, 0), 4 * N * D)
+    yield Case(f"{N}x{D}", "dropout", (dy, 0.1, 7, 0), 4 * N * D)
     n = s.block
     g32, g16, out = randn(n, dtype=torch.float32), randn(n), s.zeros(n, dtype=BF16)
     yield Case("bf16", "grad_finish", (g16,), 2 * n)
@@ -153,6 +155,12 @@ def loss(s: Shapes) -> Iterator[Case]:
                 args = (x, w, labels, rows, 1 / N, s.zeros(V, D, dtype=dtype), torch.empty_like(x), chunk)
                 label = f"{N}x{D}x{V} by {chunk}, dw {dtype}".replace("torch.", "")
                 yield Case(label, "linear_cross_entropy", args, 6 * N * D * V, flops=True)
+        K = min(32, V // 2)
+        ids = (labels[:, None] + torch.arange(K, device=s.device) * (V // K)) % V
+        logps = torch.log_softmax(s.randn(N, K + 1, dtype=torch.float32), 1)
+        taught = Taught(ids.int(), logps[:, :K].contiguous(), logps[:, K].contiguous(), 0.5, 2.0)
+        args = (x, w, labels, rows, 1 / N, taught, s.zeros(V, D), torch.empty_like(x), s.chunks[0])
+        yield Case(f"{N}x{D}x{V}, {K} of each", "linear_distillation", args, 6 * N * D * V, flops=True)
 
 
 def fp8(s: Shapes) -> Iterator[Case]:

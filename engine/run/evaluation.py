@@ -133,8 +133,15 @@ class Evaluation:
         job = live.job
         self.places = [(rope_tables(job.cfg, job.seq_len, device), device) for device in live.queues.devices]
 
-    def inputs(self, mb: InRam, loads: Sequence[Load | None] = ()) -> Inputs:
-        return placed(mb, self.places, loads)
+    def inputs(self, mb: InRam, loads: Sequence[Load | None] = (), correct: torch.Tensor | None = None) -> Inputs:
+        return placed(mb, self.places, loads, correct)
+
+    def counter(self) -> torch.Tensor | None:
+        """Where the head, on its GPU, adds how many labels were the likeliest tokens; None of losses without that."""
+        engine = self.live.engine
+        if self.live.preference or engine.cfg.teaching:
+            return None
+        return torch.zeros(1, dtype=torch.float64, device=engine.queues.devices[engine.gpu(engine.geo.head)])
 
     @property
     def is_enough(self) -> bool:
@@ -176,7 +183,7 @@ class Evaluation:
 
     def _loss(self, held_out: Dataset) -> tuple[float, dict[str, float]]:
         """Mean over labels, or over pairs with what is said of them."""
-        live, job, total, count = self.live, self.live.job, 0.0, 0.0
+        live, job, total, count, correct = self.live, self.live.job, 0.0, 0.0, self.counter()
         docs, logps, parts = list[Documents](), list[float](), list[torch.Tensor]()
         rows = live.progress.eval_rows
         batches = held_out.batches(job.micro_rows, rows)
@@ -184,7 +191,7 @@ class Evaluation:
         with live.screen.working("evaluating", tokens, "tokens") as more:
             while (group := list(islice(batches, job.n_micro))) and not self.stop.leaving:
                 step = [in_ram(job.cfg, mb) for mb in group]
-                losses = evaluate(live.engine, [self.inputs(mb) for mb in live.dealt(step)], parts)
+                losses = evaluate(live.engine, [self.inputs(mb, correct=correct) for mb in live.dealt(step)], parts)
                 if live.preference:
                     every = live.documents(step)
                     docs += (added := [each for of in every for each in of])
@@ -196,7 +203,10 @@ class Evaluation:
         if live.preference and docs:
             found = compare(live.preference, joined(docs), np.array(logps))
             return found.loss, found.metrics()
-        return total / (count or 1), metrics_of(parts, count) if parts and count else {}
+        metrics = metrics_of(parts, count) if parts and count else {}
+        if correct is not None:
+            metrics["accuracy"] = sum(live.group.each(float(correct))) / (count or 1)
+        return total / (count or 1), metrics
 
     def samples(self, count: int) -> list[Sample]:
         """Greedy continuations of `count` documents' beginnings, held-out if any."""

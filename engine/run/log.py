@@ -304,6 +304,7 @@ def evaluated(loss: float, record: Record) -> str:
         parts = [f"ce {ce:.4f}", f"kl {kl:.4f}", f"perplexity {perplexity(ce)}"]
     elif not any(key.startswith("eval_rewards/") for key in record):
         parts = [f"perplexity {perplexity(loss)}"]
+        parts += [f"accuracy {record['eval_accuracy']:.4f}"] if "eval_accuracy" in record else []
     return "  ".join([f"eval_loss {loss:.4f}", *parts])
 
 

@@ -13,7 +13,7 @@ import numpy as np
 import torch
 
 from trireme.engine.amounts import count
-from trireme.engine.build import Ahead, InRam, in_ram
+from trireme.engine.build import Ahead, InRam, in_ram, with_dropout
 from trireme.engine.data.dataset import MicroBatch
 from trireme.engine.exports import BEST, set_aside
 from trireme.engine.optimizer import StepStats, learning_rate
@@ -96,8 +96,8 @@ class Run:
             batch = self.batches.take(*self._due())
             tokens, places = sum(mb.tokens for mb in batch), live.queues.devices
             loads = [make_load(job.cfg, tokens, o.router_aux, device) for device in places]
-            micro = [self.evaluation.inputs(mb, loads) for mb in live.dealt(batch)]
-            weight, docs = sum(mb.weight for mb in batch), live.documents(batch)
+            weight, docs, correct = sum(mb.weight for mb in batch), live.documents(batch), self.evaluation.counter()
+            micro = [self.evaluation.inputs(mb, loads, correct) for mb in live.dealt(batch)]
             stats = train_step(live.engine, micro, done.step + 1, rate, weight, live.preference, docs)
         if not np.isfinite([stats.loss, stats.grad_norm]).all():
             self._diverged(stats)
@@ -106,6 +106,8 @@ class Run:
         seconds = self.step_s = time.perf_counter() - began
         spans = self._trace() if live.queues.tracing else []
         record = self._record(stats, rate, batch, seconds) | self._load_record(loads[0])
+        if correct is not None:
+            record["accuracy"] = round(sum(group.each(float(correct))) / weight, 6)
         with live.watched("log"):
             live.log.step(record)
         if self.pace.compare(spans, micro, seconds):
@@ -138,7 +140,8 @@ class Run:
         job, (step, rows) = self.live.job, due
         on_gpu = job.device.type == "cuda"
         batch = job.data.step(step, job.options.batch_size, rows)
-        return [in_ram(job.cfg, mb, on_gpu, noise) for mb, noise in zip(batch, _noise(job, step, batch), strict=True)]
+        found = [in_ram(job.cfg, mb, on_gpu, noise) for mb, noise in zip(batch, _noise(job, step, batch), strict=True)]
+        return with_dropout(job.cfg, found, job.options.seed, step)
 
     def _record(self, stats: StepStats, rate: float, batch: Sequence[InRam], seconds: float) -> Record:
         live, job = self.live, self.live.job

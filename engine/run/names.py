@@ -96,7 +96,6 @@ ELSEWHERE = (
     Theirs(
         "lora-fan-in-fan-out lora-on-cpu lora-*-kernel lora-task-type", "leave it out; it changes nothing here", "*"
     ),
-    Theirs("lora-dropout", "adapters have no dropout here; leave it out"),
     Theirs("*use-dora", "DoRA is not supported; --lora alone"),
     Theirs("loraplus-* *pissa-* *init-lora-weights", "adapters begin and learn as peft's by default do; leave it out",
            "true"),

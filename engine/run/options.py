@@ -262,10 +262,10 @@ class Options:
     )
     label_smoothing: float | None = _option(
         TRAINING,
-        "dpo, simpo: share of pairs whose labels may be wrong [0]",
+        "share of a label's probability that all tokens have equally; dpo, simpo: of pairs with wrong labels [0]",
         parse=number(0, 0.499999),
         metavar="X",
-        also="dpo-label-smoothing",
+        also="dpo-label-smoothing label-smoothing-factor",
     )
     simpo_gamma: float | None = _option(
         TRAINING, "simpo: margin that a reward is to have [0.5]", parse=number(0), metavar="X"
@@ -380,6 +380,12 @@ class Options:
         parse=number(1, 1024),
         metavar="X",
         also="loraplus-lr-ratio",
+    )
+    lora_dropout: float | None = _option(
+        TRAINING,
+        "share of what adapters read that is dropped in training [0; with --adapter what it was trained with]",
+        parse=number(0, BELOW_ONE),
+        metavar="X",
     )
     lora_targets: tuple[str, ...] = _option(
         TRAINING,

@@ -21,6 +21,8 @@ COLUMNS = [
     "epoch",
     "loss",
     "eval_loss",
+    "accuracy",
+    "eval_accuracy",
     "learning_rate",
     "grad_norm",
     "tokens_per_second",

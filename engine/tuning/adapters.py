@@ -187,7 +187,7 @@ def _config(cfg: ModelConfig, lora: Lora, base: str) -> dict[str, Any]:
         "inference_mode": True,
         "init_lora_weights": True,
         "lora_alpha": lora.alpha,
-        "lora_dropout": 0.0,
+        "lora_dropout": lora.dropout,
         "modules_to_save": None,
         "peft_type": "LORA",
         "r": lora.rank,

@@ -110,7 +110,14 @@ def _block_workspace(cfg: ModelConfig, kind: str, sizes: _Sizes) -> int:
         ],
     }
     rank = 3 * cfg.lora.rank if cfg.lora else 0  # fused adapters
-    return max(moments[kind]) + behind + 4 * row + 3 * tokens * rank * itemsize
+    dropped = 0  # lora.dropped: a matmul's input, or the gradient of that
+    if cfg.lora and cfg.lora.dropout:
+        mixed = cfg.scan.value_width if cfg.scan and cfg.scanning else cfg.q_width
+        mixed = max(mixed, cfg.latent.q_rank, cfg.latent.kv_rank) if cfg.latent else mixed
+        dropped = itemsize * max(
+            tokens * max(cfg.width, mixed) * (kind != "mlp"), tile * max(cfg.width, cfg.ffn) * (kind != "attention")
+        )
+    return max(moments[kind]) + behind + 4 * row + 3 * tokens * rank * itemsize + dropped
 
 
 def _attention_moments(cfg: ModelConfig, sizes: _Sizes) -> tuple[int, list[int]]:
@@ -290,4 +297,4 @@ def _head_workspace(cfg: ModelConfig, tokens: int, itemsize: int, grad_itemsize:
     sums = 4 * cfg.vocab * cfg.width * summed
     k = cfg.teaching.k if cfg.teaching else 0  # of a teacher: ids, logits and gradients of its tokens; parts of losses
     taught = chunk * k * (12 + itemsize) + 32 * tokens * (k > 0)
-    return (tokens + 2 * chunk) * cfg.width * itemsize + chunk * cfg.vocab * itemsize + sums + 32 * tokens + taught
+    return (tokens + 2 * chunk) * cfg.width * itemsize + chunk * cfg.vocab * itemsize + sums + 45 * tokens + taught

@@ -70,6 +70,7 @@ MODELS = {"untied": LLAMA, "tied": replace(LLAMA, tied=True), "gpt": GPT}
 MODELS |= {
     "lora": LORA,
     "gpt lora": GPT_LORA,
+    "lora with dropout": replace(LORA, lora=replace(LORA.lora, dropout=0.3)),
     "frozen": FROZEN,
     "mixture": MIXTURE,
     "hybrid": HYBRID,
@@ -580,7 +581,7 @@ def test_a_step_without_labels_is_refused_and_changes_nothing():
 def test_views_of_slots_are_made_once(monkeypatch):
     """They cost more Python than all else in a step."""
     made, weights = [], model.weights
-    monkeypatch.setattr(model, "weights", lambda cfg, u, views: made.append(u) or weights(cfg, u, views))
+    monkeypatch.setattr(model, "weights", lambda cfg, u, *rest: made.append(u) or weights(cfg, u, *rest))
     queues = InlineQueues()
     e = make(LLAMA, gpu_plan(LLAMA), queues)
     train(e, batches(LLAMA, 2, 2, 24))

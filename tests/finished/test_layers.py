@@ -1,8 +1,10 @@
 """A finished model's layers, in memory or read from its files: tokens and losses of transformers and peft."""
 
+import io
 import json
 from dataclasses import replace
 from pathlib import Path
+from typing import NamedTuple
 
 import numpy as np
 import pytest
@@ -16,6 +18,7 @@ from trireme.engine.plan import DoesNotFit, Limits
 from trireme.engine.run.finished import evaluate
 from trireme.engine.run.finished.layers import Layers
 from trireme.engine.run.finished.opened import open_folder
+from trireme.engine.run.screen import Screen
 from trireme.models.config import InputError
 from trireme.models.families.packing import FP8
 from trireme.models.generate import generate
@@ -60,6 +63,27 @@ def their_losses(model, batch):
     return total
 
 
+def their_hits(model, batch):
+    """Labels that are the likeliest token."""
+    total = 0
+    ids, labels = (torch.from_numpy(a).long().split(batch.lengths) for a in (batch.ids, batch.labels))
+    for own, targets in zip(ids, labels, strict=True):
+        with torch.no_grad():
+            total += int((model(own[None]).logits[0].argmax(-1) == targets).sum())
+    return total
+
+
+class OneBatch(NamedTuple):
+    """As a Dataset."""
+
+    batch: MicroBatch
+    n_sequences: int = 3
+    tokens: int = 24
+
+    def batches(self, rows):
+        yield self.batch
+
+
 def batch_of(vocab):
     dice = np.random.default_rng(1)
     lengths = (9, 1, 14)
@@ -90,6 +114,8 @@ def test_tokens_and_losses_of_transformers(case, where, tmp_path):
     expected = their_losses(reference, batch)
     assert loss(layers, [batch]) == pytest.approx(expected, rel=1e-5)
     assert loss(layers, [batch, batch]) == pytest.approx(2 * expected, rel=1e-5)
+    found = evaluate.loss_on(layers, OneBatch(batch), 1, 64, torch.float32, 0, Screen(io.StringIO()))
+    assert found.correct == their_hits(reference, batch)
     layers.close()
 
 

@@ -196,12 +196,15 @@ def other_calls(dtype=BF16):
     y = embedding.embedding_fwd(ids, table)
     embedding.embedding_bwd_(table, y, ids)
     embedding.add_noise_(y, torch.zeros(N), 1, 1)
+    embedding.dropout(y, 0.1, 1, 1)
     for cap in (0.0, 30.0):
         for factors in (None, torch.ones(N)):
             cross_entropy.linear_cross_entropy(y, table, ids, ids, 1.0, table, y, cap=cap, factors=factors)
             shares = torch.zeros(N, 64, dtype=torch.int32), torch.zeros(N, 64, dtype=torch.float16), torch.zeros(N)
             taught = Taught(*shares, 0.5, 2.0)
             distillation.linear_distillation(y, table, ids, ids, 1.0, taught, table, y, cap=cap, factors=factors)
+    hits = torch.zeros(N, dtype=torch.uint8)
+    cross_entropy.linear_cross_entropy(y, table, ids, ids, 1.0, table, y, smoothing=0.1, hits_=hits)
     state = [torch.zeros(4096, dtype=t) for t in (BF16, torch.int16, torch.float32, torch.float32, BF16)]
     clip = torch.ones(1)
     adamw.adamw_(*state, clip, lr=0.1, beta1=0.9, beta2=0.99, eps=1e-8, weight_decay=0.1, n_decay=100, step=1)

@@ -19,7 +19,7 @@ import torch
 
 from trireme.engine import geometry
 from trireme.engine.between import Reader
-from trireme.engine.build import InRam, build, in_ram, placed
+from trireme.engine.build import InRam, build, in_ram, placed, with_dropout
 from trireme.engine.exchange import Exchange, fetch, fill, fill_base
 from trireme.engine.plan import Limits, Plan, UnitPlan
 from trireme.engine.queues.names import QUEUES, queues_of
@@ -370,6 +370,7 @@ def train(
     device. `of`: the steps of all hosts."""
     places = [(rope_tables(e.cfg, 64, device), device) for device in e.queues.devices]
     made = [[mb if isinstance(mb, InRam) else in_ram(e.cfg, mb) for mb in step] for step in steps]
+    made = [with_dropout(e.cfg, step, 0, i) for i, step in enumerate(made)]
     first = [placed(mb, places) for mb in made[0]]
     weight = BALANCE if e.cfg.experts and not e.cfg.experts.sigmoid else 0.0
     seen = []

@@ -25,6 +25,30 @@ def test_noise(device, dtype, N, D):
     check(x, expected, ONE_ROUNDING[dtype])
 
 
+@pytest.mark.parametrize("device", DEVICES)
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize(("N", "D"), [(1, 8), (37, 520)])
+def test_dropout(device, dtype, N, D):
+    """The reference's mask, in place or of rows that are apart; rows are those of the step."""
+    torch.manual_seed(0)
+    x = randn(N, 2 * D, device=device, dtype=dtype)[:, :D]
+    expected = reference.dropout(x.double(), 0.3, 2**31 - 1, 1_000_000)
+    y = embedding.dropout(x, 0.3, 2**31 - 1, 1_000_000)
+    check(y, expected, ONE_ROUNDING[dtype])
+    assert torch.equal(y == 0, expected == 0)
+    assert torch.equal(embedding.dropout(x[N // 2 :], 0.3, 2**31 - 1, 1_000_000 + N // 2), y[N // 2 :])
+    own = x.contiguous()
+    assert torch.equal(embedding.dropout(own, 0.3, 2**31 - 1, 1_000_000, own), y)
+
+
+def test_dropout_drops_the_share_asked_for():
+    x = torch.ones(500, 64, dtype=torch.float64)
+    y = reference.dropout(x, 0.2, 7, 0)
+    assert set(y.unique().tolist()) == {0.0, 1.25}
+    assert abs((y == 0).double().mean() - 0.2) < 0.01
+    assert not torch.equal(y, reference.dropout(x, 0.2, 8, 0))
+
+
 def test_noise_is_uniform_and_its_rows_are_those_of_the_step():
     x = torch.zeros(500, 64, dtype=torch.float64)
     reference.add_noise_(x, torch.ones(500), 7, 0)
@@ -143,20 +167,71 @@ def test_losses_with_factors(device, dtype, M, cap):
     _compare_loss(x, w, labels, rows, dw, 4, FEW if dtype == torch.bfloat16 else (1e-6, 1e-5, 1e-5), cap, factors)
 
 
-def _compare_loss(x, w, labels, rows, dw, chunk, bounds, cap=0.0, factors=None):
+@pytest.mark.parametrize("device", DEVICES)
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize(("V", "cap", "smoothing"), [(101, 0.0, 0.1), (9001, 0.0, 0.3), (101, 0.7, 0.2)])
+def test_smoothed_labels(device, dtype, V, cap, smoothing):
+    """A last block of logits that is not full; gradients with a cap."""
+    torch.manual_seed(0)
+    x, w, labels, rows, dw = _loss_case(20, 16, V, 9, dtype, device, torch.float32)
+    factors = torch.rand(20, device=device)
+    bounds = FEW if dtype == torch.bfloat16 else (1e-6, 1e-5, 1e-5)
+    _compare_loss(x, w, labels, rows, dw, 4, bounds, cap, factors, smoothing)
+
+
+@pytest.mark.parametrize("cap", [0.0, 0.7])
+def test_the_reference_smooths_labels_as_torch(cap):
+    torch.manual_seed(0)
+    x, w, labels, rows, dw = _loss_case(20, 16, 101, 9, torch.float64, "cpu", torch.float64)
+    x.requires_grad_(), w.requires_grad_()
+    logits = reference.soft_cap(x @ w.T, cap)
+    loss = torch.nn.functional.cross_entropy(logits, labels, reduction="sum", label_smoothing=0.1)
+    loss.backward()
+    dx, dw = torch.empty_like(x), torch.zeros_like(w)
+    with torch.no_grad():
+        losses = reference.linear_cross_entropy(x, w, labels, rows, 1.0, dw, dx, cap=cap, smoothing=0.1)
+    torch.testing.assert_close((losses.sum(), dx, dw), (loss.detach(), x.grad, w.grad), rtol=1e-12, atol=1e-12)
+
+
+@pytest.mark.parametrize("device", DEVICES)
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize(("cap", "gradient"), [(0.0, True), (0.7, False)])
+def test_labels_that_are_the_likeliest(device, dtype, cap, gradient):
+    """Of every second row the likeliest token is the label; rows without a label stay as they are."""
+    torch.manual_seed(0)
+    x, w, labels, rows, dw = _loss_case(12, 16, 101, 9, dtype, device, torch.float32)
+    top, found = (x.double() @ w.double().T).topk(2, 1)
+    likeliest, clear = found[:, 0], rows[(top[:, 0] - top[:, 1])[rows] > 0.05]  # of bf16, rounded, the others are not
+    labels[rows[::2]] = likeliest[rows[::2]]
+    hits, other = (torch.full((12,), 7, dtype=torch.uint8, device=device) for _ in range(2))
+    given = (dw.clone(), torch.empty_like(x)) if gradient else (None, None)
+    losses = cross_entropy.linear_cross_entropy(x, w, labels, rows, 1.0, *given, 7, cap, hits_=hits)
+    reference.linear_cross_entropy(*up(x, w), labels, rows, 1.0, chunk=7, cap=cap, hits_=other)
+    assert len(clear) > 6
+    assert torch.equal(hits[clear], (labels == likeliest)[clear].to(torch.uint8))
+    assert torch.equal(hits[clear], other[clear])
+    assert (hits[labels < 0] == 7).all()
+    given = (dw.clone(), torch.empty_like(x)) if gradient else (None, None)
+    assert torch.equal(losses, cross_entropy.linear_cross_entropy(x, w, labels, rows, 1.0, *given, 7, cap))
+
+
+def _compare_loss(x, w, labels, rows, dw, chunk, bounds, cap=0.0, factors=None, smoothing=0.0):
     scale = 1 / 37
     dx = torch.full_like(x, float("nan"))
     dw.mul_(scale)
     dx64, dw64 = torch.empty_like(x, dtype=torch.float64), dw.double()
-    losses = cross_entropy.linear_cross_entropy(x, w, labels, rows, scale, dw, dx, chunk, cap, factors)
-    losses64 = reference.linear_cross_entropy(*up(x, w), labels, rows, scale, dw64, dx64, chunk, cap, factors)
+    losses = cross_entropy.linear_cross_entropy(x, w, labels, rows, scale, dw, dx, chunk, cap, factors, smoothing)
+    losses64 = reference.linear_cross_entropy(
+        *up(x, w), labels, rows, scale, dw64, dx64, chunk, cap, factors, smoothing
+    )
     check(losses, losses64, bounds[0])
     check(dx, dx64, bounds[1])
     check(dw, dw64, bounds[2])
     ignored = labels < 0
     assert not losses[ignored].any()
     assert not dx[ignored].any()
-    assert torch.equal(losses, cross_entropy.linear_cross_entropy(x, w, labels, rows, scale, chunk=chunk, cap=cap))
+    again = cross_entropy.linear_cross_entropy(x, w, labels, rows, scale, chunk=chunk, cap=cap, smoothing=smoothing)
+    assert torch.equal(losses, again)
 
 
 @pytest.mark.parametrize("device", DEVICES)

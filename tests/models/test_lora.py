@@ -1,5 +1,6 @@
 """Frozen tensors and adapters: the gradients of what is trained are as before, and as peft's."""
 
+import re
 from dataclasses import replace
 
 import pytest
@@ -7,7 +8,9 @@ import torch
 from tiny import CASES, Tiny, oracle, relative, shifted_labels
 
 from trireme.engine.tuning.adapters import peft_names
+from trireme.kernels import reference
 from trireme.models.config import InputError, Lora
+from trireme.models.lora import Dropout, part_key
 from trireme.models.sizes import shapes
 
 pytestmark = pytest.mark.grid
@@ -102,6 +105,46 @@ def check(case: str, targets: tuple[str, ...], keep: tuple[str, ...], most: floa
 @pytest.mark.parametrize("case", FAMILIES)
 def test_losses_and_gradients_are_those_of_peft(case, keep):
     check(case, TARGETS["gpt2" if "gpt2" in case else "llama"], keep)
+
+
+class Masked(torch.nn.Module):
+    """In place of a module's dropout in peft: the mask of our kernel, of tokens from `at`."""
+
+    at = 0
+
+    def __init__(self, name):
+        super().__init__()
+        layer, rest = re.search(r"\.(\d+)\.(.*)\.lora_dropout", name).groups()
+        self.key = 77 ^ part_key(f"layer {layer}") ^ part_key(rest)
+
+    def forward(self, x):
+        ones = torch.ones(x.shape[-2:])
+        return x * reference.dropout(ones, 0.3, self.key, 5 + Masked.at)
+
+
+@pytest.mark.parametrize(("case", "rows"), [("llama", 1 << 14), ("llama", 10), ("gpt2", 1 << 14), ("qwen2 moe", 10)])
+def test_dropout_is_that_of_peft(case, rows):
+    """With the same mask for each matrix, layer and token, in tiles of the MLP too."""
+    theirs, ours = adapted(case, LATER.get(case) or TARGETS[case])
+    for name, module in theirs.named_modules():
+        if name.endswith("lora_dropout"):
+            module["default"] = Masked(name)
+    ours.cfg = replace(ours.cfg, mlp_rows=rows)
+    plain, ids, labels = ours.rows, *tokens()
+    ours.rows = lambda *of: plain(*of)._replace(dropout=Dropout(0.3, 77, 5))
+    total, at = 0.0, 0
+    for n in LENGTHS:
+        Masked.at = at
+        logits = theirs(ids[None, at : at + n]).logits[0]
+        total += torch.nn.functional.cross_entropy(logits, labels[at : at + n], reduction="sum", ignore_index=-100)
+        at += n
+    (total / (labels >= 0).sum()).backward()
+    losses = ours.train(ids, labels, LENGTHS)
+    assert float(losses.sum()) == pytest.approx(total.item(), rel=1e-5)
+    grads = as_ours(ours.cfg, {name: p.grad for name, p in theirs.named_parameters() if p.requires_grad})
+    assert grads.keys() == ours.grads.keys()
+    for name, grad in grads.items():
+        assert relative(ours.grads[name], grad) < 1e-5, name
 
 
 @pytest.mark.parametrize("case", LATER)

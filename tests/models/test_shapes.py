@@ -21,6 +21,7 @@ from trireme.kernels.teacher.reference import Taught
 from trireme.models import attention, experts, head, latent, linear, lora, mlp, model, norm, packed, shared
 from trireme.models.config import Lora, Teaching, parse_config
 from trireme.models.families.packing import FP8
+from trireme.models.lora import Dropout
 from trireme.models.mixers import scan
 from trireme.models.packed import Sliced, grouped_mm
 from trireme.models.sizes import costs, narrow, shapes, workspace
@@ -230,6 +231,7 @@ def _bare_ops():
         head_rmsnorm_fwd=lambda x, *_: (x.new_empty(x.shape), torch.empty(x.shape[:2])),
         head_rmsnorm_bwd=lambda *_: None,
         rope_=lambda *_: None,
+        dropout=lambda x, *rest: new(x) if rest[3] is None else rest[3],
         swiglu_fwd=glu,
         geglu_fwd=glu,
         swiglu_bwd=lambda dy, gate_up: (new(gate_up), glu(gate_up)),
@@ -374,7 +376,9 @@ def _watched(cfg, u, monkeypatch, keep, forward, backward, dtype="F32", grads=No
     names |= {name: shape for group in groups for name, shape in group}
     tiny = Tiny(cfg, {name: torch.zeros(shape) for name, shape in names.items()}, dtype, grads)
     x, dy, out, dx = (torch.zeros(TOKENS, cfg.width, dtype=tiny.dtype) for _ in range(4))
-    rows, saved = tiny.rows([TOKENS]), empty_saved(cfg, TOKENS, tiny.dtype, keep, kind=shapes.kind(cfg, u))
+    dropout = Dropout(0.1, 1, 0) if cfg.lora and cfg.lora.dropout else None
+    rows = tiny.rows([TOKENS])._replace(dropout=dropout)
+    saved = empty_saved(cfg, TOKENS, tiny.dtype, keep, kind=shapes.kind(cfg, u))
     groups, dtypes = narrow.made_groups(cfg, u)  # codes are a step's, as weights are
     codes = views(layout := pack(groups, "F32", dtypes), torch.zeros(layout.span, dtype=torch.uint8))
     tiny.w[u] = model.weights(cfg, u, tiny.views[u] | codes)
@@ -606,6 +610,21 @@ def test_workspace_and_flops_of_slices_are_those_of_all_experts(rank, tile, monk
         up, down = (2 * TOKENS * own.chosen * n * own.width * cfg.width for n in (2, 1))
         more = [b.flops - a.flops for a, b in zip(whole, sliced, strict=True)]
         assert more == [2 * (up + down), 2 * (2 * up + down) + 2 * TOKENS * own.count * cfg.width]
+
+
+@UNITS
+@pytest.mark.parametrize("name", ["gpt2", "llama"])
+def test_workspace_holds_what_dropout_makes(name, halves, u, monkeypatch):
+    targets = ("c_attn", "c_proj", "c_fc") if name == "gpt2" else ("q_proj", "v_proj", "o_proj", "up_proj", "down_proj")
+    lora = Lora(4, 8.0, targets, dropout=0.1)
+    cfg = replace(parse_config(SMALL_MODELS[name]), halves=halves, lora=lora, frozen=("*",))
+    forward, backward = Watch(), Watch()
+    _watched(cfg, u, monkeypatch, (), forward, backward)
+    bound = workspace.workspace_bytes(cfg, u, TOKENS, 4) - 8 * cfg.width * TOKENS - workspace.SLACK
+    assert 0.7 * bound < max(forward.peak, backward.peak) <= bound
+    plain = Watch(), Watch()
+    _watched(replace(cfg, lora=replace(lora, dropout=0.0)), u, monkeypatch, (), *plain)
+    assert (forward.flops, backward.flops) == tuple(each.flops for each in plain)
 
 
 @pytest.mark.grid

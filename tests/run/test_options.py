@@ -123,7 +123,6 @@ def test_positional_may_stand_anywhere_and_data_may_repeat():
         (["other"], "other: the checkpoint is ckpt already. Data goes behind --data."),
         (["--data", "a.jsonl", "b.jsonl"], "b.jsonl: the checkpoint is ckpt already. Is it a pattern's file? Quote"),
         (["--gradient_checkpointing", "true"], "--gradient-checkpointing is not an option here: what is kept"),
-        (["--lora_dropout", "0.1"], "--lora-dropout is not an option here: adapters have no dropout here"),
         (["--use_dora", "1"], "--use-dora is not an option here: DoRA is not supported"),
         (["--dtype", "fp16"], "--dtype: 'fp16' is not one of auto, bf16, fp32, fp8."),
         (["--optim", "adamw_8bit"], "--optim is not an option here: the optimizer is AdamW, and --adam-bits 8 keeps"),

@@ -151,6 +151,27 @@ def test_noise_on_embeddings_is_that_of_the_step(checkpoint, monkeypatch):
     assert evaluations(Path(plain.out))[0] == evaluations(Path(whole.out))[0]
 
 
+def test_dropout_of_adapters_is_that_of_the_step(checkpoint, monkeypatch):
+    """As noise on embeddings."""
+    more = dict(lora=4, lora_dropout=0.2, val="0.1", eval_every=every("never"))
+    whole = options(checkpoint, checkpoint / "drop", "gpu", **more)
+    finetune(whole)
+    from_ssd = options(checkpoint, checkpoint / "drop-ssd", "ssd", **more)
+    stopped(from_ssd, 3, monkeypatch)
+    finetune(replace(from_ssd, resume=from_ssd.out))
+    assert losses(Path(whole.out)) == losses(Path(from_ssd.out))
+    first, second = (Path(run.out, "adapter_model.safetensors").read_bytes() for run in (whole, from_ssd))
+    assert first == second
+    apart = options(checkpoint, checkpoint / "drop-apart", "gpu", micro_batch=1, **more)
+    finetune(apart)
+    assert losses(Path(apart.out))[2][0] == pytest.approx(losses(Path(whole.out))[2][0], rel=1e-5)
+    plain = options(checkpoint, checkpoint / "no-drop", "gpu", **(more | dict(lora_dropout=None)))
+    finetune(plain)
+    assert losses(Path(plain.out))[2][0] != losses(Path(whole.out))[2][0]
+    assert evaluations(Path(plain.out))[0] == evaluations(Path(whole.out))[0]
+    assert json.loads(Path(whole.out, "adapter_config.json").read_text())["lora_dropout"] == 0.2
+
+
 def test_a_best_that_is_not_the_snapshots_is_told_and_not_exported(checkpoint, monkeypatch, capsys):
     run = options(checkpoint, checkpoint / "foreign", "gpu", val="0.1", eval_every=every("2"), export="best")
     loss = lambda self, _: (float(self.live.progress.step != 2), {})

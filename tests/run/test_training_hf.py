@@ -1,5 +1,7 @@
 """20 steps of training beside transformers and torch's AdamW: the same losses, at the same clipped norms."""
 
+from dataclasses import replace
+
 import pytest
 import torch
 from engines import LIMITS, Batch, MemoryStore
@@ -75,7 +77,7 @@ def rates():
     return [learning_rate(i, STEPS, LR, "cosine", 5) for i in range(1, STEPS + 1)]
 
 
-def with_transformers(model, steps, device):
+def with_transformers(model, steps, device, smoothing=0.0):
     """(losses, gradient norms) of a plain loop: per-document rows, AdamW without decay on vectors, clipping at 1."""
     model.to(device).eval()  # no dropout
     named = list(model.named_parameters())
@@ -91,7 +93,10 @@ def with_transformers(model, steps, device):
             labels = torch.from_numpy(mb.labels).long().to(device).split(mb.lengths)
             for document, targets in zip(ids, labels, strict=True):
                 logits = model(input_ids=document[None]).logits[0].float()
-                loss = torch.nn.functional.cross_entropy(logits, targets, ignore_index=-100, reduction="sum") / trained
+                loss = torch.nn.functional.cross_entropy(
+                    logits, targets, ignore_index=-100, reduction="sum", label_smoothing=smoothing
+                )
+                loss = loss / trained
                 loss.backward()
                 total += loss.item()
         norm = torch.nn.utils.clip_grad_norm_(model.parameters(), 1.0)
@@ -162,6 +167,17 @@ def test_neftune(family):
     assert not told
     for (loss, norm), (expected, expected_norm) in zip(ours, theirs, strict=True):
         assert loss == pytest.approx(expected, rel=1e-4, abs=2e-5)
+        assert norm == pytest.approx(expected_norm, rel=5e-3)
+
+
+def test_label_smoothing():
+    """As torch's cross_entropy, which transformers' LabelSmoother equals."""
+    model, cfg = oracle("llama", FAMILIES["llama"])
+    state = {name: t.detach().clone() for name, t in model.state_dict().items()}
+    steps = [[Batch(cfg.vocab, (20, 28), 0), Batch(cfg.vocab, (1, 11, 30), 1)] for _ in range(STEPS)]
+    ours = with_trireme(replace(cfg, smoothing=0.1), state, steps, InlineQueues(), "F32")
+    for (loss, norm), (expected, expected_norm) in zip(ours, with_transformers(model, steps, "cpu", 0.1), strict=True):
+        assert loss == pytest.approx(expected, rel=1e-4)
         assert norm == pytest.approx(expected_norm, rel=5e-3)
 
 

@@ -10,6 +10,7 @@ import pytest
 import torch
 from runs import losses, options, stopped
 from safetensors.torch import load_file, save_file
+from tiny import CASES
 
 from trireme.engine.amounts import gb
 from trireme.engine.plan import DoesNotFit, Plan, UnitPlan
@@ -18,9 +19,10 @@ from trireme.engine.queues.names import WRITES
 from trireme.engine.run import loop
 from trireme.engine.run.begin import job
 from trireme.engine.run.begin.job import prepare
+from trireme.engine.run.begin.model import dropping
 from trireme.engine.run.main import main
 from trireme.engine.run.train import finetune
-from trireme.models.config import InputError
+from trireme.models.config import InputError, Lora, parse_config
 from trireme.storage.files import StoreError
 
 pytestmark = pytest.mark.grid
@@ -151,7 +153,7 @@ def test_an_adapter_is_trained_further(checkpoint, whole):
     assert all(torch.allclose(t, whole[0][name], atol=1e-6) for name, t in found.items())
 
 
-def test_a_part_of_the_layers_is_trained_further_without_dropout(checkpoint, whole, capsys):
+def test_a_part_of_the_layers_is_trained_further_with_its_dropout(checkpoint, whole, capsys):
     shutil.copytree(checkpoint / "whole", checkpoint / "part")
     tensors = {name: t for name, t in whole[0].items() if "layers.0.self_attn" not in name}
     save_file(tensors, checkpoint / "part" / TENSORS)
@@ -161,7 +163,11 @@ def test_a_part_of_the_layers_is_trained_further_without_dropout(checkpoint, who
     more = options(checkpoint, checkpoint / "part-out", "gpu", adapter=str(checkpoint / "part"))
     finetune(replace(more, max_steps=2))
     report = capsys.readouterr().out
-    assert "part was trained with lora_dropout 0.1; here it is trained without dropout" in report
+    assert json.loads((checkpoint / "part-out/adapter_config.json").read_text())["lora_dropout"] == 0.1
+    off = options(checkpoint, checkpoint / "part-off", "gpu", adapter=str(checkpoint / "part"), lora_dropout=0.0)
+    finetune(replace(off, max_steps=2))
+    assert "part was trained with lora_dropout 0.1; here it is trained with 0" in capsys.readouterr().out
+    assert losses(checkpoint / "part-off")[1] != losses(checkpoint / "part-out")[1]
     assert "part has nothing for model.layers.0.self_attn.q_proj: these stay without an adapter" in report
     found = load_file(checkpoint / "part-out" / TENSORS)
     assert found.keys() == whole[0].keys()
@@ -312,3 +318,12 @@ def test_the_plain_rule_puts_the_base_where_there_is_room(checkpoint):
     plans = [prepare(replace(run, gpu_memory=gpu << 20, ram=ram << 20)).plan for gpu, ram in limits]
     assert [{unit.base for unit in plan.units} for plan in plans] == [{"gpu"}, {"gpu", "host"}, {"gpu", "ssd"}]
     assert not any("ssd" in (unit.weights, unit.state) for plan in plans for unit in plan.units)
+
+
+def test_adapters_of_experts_have_no_dropout():
+    """peft refuses it as well."""
+    mixture = parse_config(CASES["mixtral"][1] | dict(model_type="mixtral"))
+    with pytest.raises(InputError, match="--lora-dropout 0.1: adapters of experts have none, as in peft"):
+        dropping(mixture, Lora(4, 8.0, ("q_proj", "experts")), 0.1)
+    assert dropping(mixture, Lora(4, 8.0, ("q_proj",)), 0.1).dropout == 0.1
+    assert dropping(mixture, Lora(4, 8.0, ("experts",)), None).dropout == 0.0

@@ -32,7 +32,10 @@ def what_is_trained(options: Options) -> ModelConfig:
     teaching = teaching_of(options)
     if teaching and not is_scores(options.teacher or ""):
         teaching = replace(teaching, k=min(teaching.k, cfg.vocab))
-    cfg = replace(cfg, fp8=options.dtype == "fp8", teaching=teaching)
+    smoothing = (options.label_smoothing or 0.0) if options.method == "sft" else 0.0
+    if teaching and smoothing:
+        raise InputError("--label-smoothing: with --teacher labels are not smoothed. Leave one or the other out.")
+    cfg = replace(cfg, fp8=options.dtype == "fp8", teaching=teaching, smoothing=smoothing)
     details = options.lora_alpha is not None or bool(options.lora_targets or options.rslora or options.loraplus)
     if options.router_aux and (cfg.experts is None or cfg.names.correction):
         why = "the model's experts are balanced by a bias" if cfg.experts else "the model has no experts"
@@ -42,15 +45,34 @@ def what_is_trained(options: Options) -> ModelConfig:
     if options.adapter:
         if options.lora is not None or details:
             raise InputError("--adapter has its own rank, alpha and targets. Leave --lora and its options out.")
-        return adapted(cfg, read_adapter(Path(options.adapter), cfg).lora)
+        adapter = read_adapter(Path(options.adapter), cfg)
+        given = options.lora_dropout
+        if given is None and not in_experts(cfg, adapter.lora):
+            given = adapter.dropout
+        return adapted(cfg, dropping(cfg, adapter.lora, given))
     if options.lora is None:
-        if details or options.merge:
+        if details or options.merge or options.lora_dropout:
             raise InputError("--lora-alpha, --lora-targets and --merge are of adapters. Give their rank: --lora 16.")
         return chosen(cfg, options.freeze, options.train)
     alpha = alpha_of(options) * math.sqrt(options.lora if options.rslora else 1) * (options.loraplus or 1.0)
     if (options.lora_alpha or 0) > MOST:
         raise InputError(f"--lora-alpha {options.lora_alpha:g}: expected at most {MOST:,}.")
-    return adapted(cfg, Lora(options.lora, alpha, targets(cfg, options.lora_targets)))
+    lora = Lora(options.lora, alpha, targets(cfg, options.lora_targets))
+    return adapted(cfg, dropping(cfg, lora, options.lora_dropout))
+
+
+def in_experts(cfg: ModelConfig, lora: Lora) -> bool:
+    return cfg.experts is not None and lora.adapts(cfg.names.experts)
+
+
+def dropping(cfg: ModelConfig, lora: Lora, dropout: float | None) -> Lora:
+    """Raises InputError for adapters of experts, which have no dropout in peft either."""
+    if dropout and in_experts(cfg, lora):
+        raise InputError(
+            f"--lora-dropout {dropout:g}: adapters of experts have none, as in peft. Leave it out, or name other "
+            "matrices: --lora-targets."
+        )
+    return replace(lora, dropout=dropout or 0.0)
 
 
 def alpha_of(options: Options) -> float:
@@ -76,8 +98,10 @@ def about_adapter(options: Options, cfg: ModelConfig) -> list[str]:
         return lines
     if Path(adapter.base).name != title(options.model):
         lines.append(f"was made for {adapter.base or 'a model without a name'}, not for {options.model}")
-    if adapter.dropout:
-        lines.append(f"was trained with lora_dropout {adapter.dropout:g}; here it is trained without dropout")
+    now = options.lora_dropout if options.lora_dropout is not None else adapter.dropout
+    now = 0.0 if in_experts(cfg, adapter.lora) else now
+    if adapter.dropout and now != adapter.dropout:
+        lines.append(f"was trained with lora_dropout {adapter.dropout:g}; here it is trained with {now:g}")
     least, most = min(adapter.ranks.values()), adapter.lora.rank
     if least < most:
         lines.append(

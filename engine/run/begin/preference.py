@@ -44,6 +44,8 @@ def teaching_of(options: Options) -> Teaching | None:
 def preference_of(options: Options) -> Preference | None:
     """None of supervised fine-tuning. Raises InputError where a parameter is not one of the method."""
     given = {name: value for name in PARAMETERS if (value := getattr(options, name)) is not None}
+    if options.method == "sft":
+        given.pop("label_smoothing", None)  # of the cross-entropy
     for name, value in given.items():
         if options.method not in PARAMETERS[name]:
             methods = " or ".join(PARAMETERS[name]) if len(PARAMETERS[name]) < len(METHODS) else "dpo and its relatives"

@@ -38,10 +38,16 @@ class Found(NamedTuple):
     labels: int
     tokens: int
     sequences: int
+    correct: float | None = None  # labels that no other token was likelier than, where counted
 
     def plus(self, other: Found) -> Found:
         labels, tokens = self.labels + other.labels, self.tokens + other.tokens
-        return Found(self.total + other.total, labels, tokens, self.sequences + other.sequences)
+        correct = None if self.correct is None or other.correct is None else self.correct + other.correct
+        return Found(self.total + other.total, labels, tokens, self.sequences + other.sequences, correct)
+
+    @property
+    def accuracy(self) -> float | None:
+        return None if self.correct is None else self.correct / max(1, self.labels)
 
     @property
     def loss(self) -> float:
@@ -50,10 +56,12 @@ class Found(NamedTuple):
 
     def __str__(self) -> str:
         of = f"{compact(self.labels)} trained tokens of {compact(self.tokens)}, {count(self.sequences, 'sequence')}"
-        return f"loss {self.loss:.4f}, perplexity {perplexity(self.loss)}, on {of}"
+        accuracy = "" if self.accuracy is None else f", accuracy {self.accuracy:.4f}"
+        return f"loss {self.loss:.4f}, perplexity {perplexity(self.loss)}{accuracy}, on {of}"
 
     def described(self) -> dict[str, float]:
         found = {"loss": self.loss, "perplexity": math.exp(min(self.loss, 700.0))}
+        found |= {} if self.accuracy is None else {"accuracy": self.accuracy}
         return found | {"trained_tokens": self.labels, "tokens": self.tokens, "sequences": self.sequences}
 
 
@@ -93,7 +101,7 @@ def given_by(found: common.CommandParser, name: str, argv: Sequence[str]) -> arg
 
 def evaluate(argv: Sequence[str]) -> int:
     """Returns the exit code. Raises InputError, CheckpointError, DoesNotFit, StoreError."""
-    given, out, all_ = parse(argv), Screen(), Found(0.0, 0, 0, 0)
+    given, out, all_ = parse(argv), Screen(), Found(0.0, 0, 0, 0, 0.0)
     for name, found in zip(given.data, losses(given, Screen(sys.stderr)), strict=True):
         out.say(f"eval     {name}: {found}")
         all_ = all_.plus(found)
@@ -185,15 +193,16 @@ def loss_on(
     layers: Layers, data: Dataset, rows: int, seq_len: int, dtype: torch.dtype, waiting: int, screen: Screen
 ) -> Found:
     """Over all of `data`, `rows` at once; `waiting`: tokens that share a pass, at least a micro-batch's."""
-    tables, found = rope_tables(layers.cfg, seq_len, layers.device), Found(0.0, 0, 0, data.n_sequences)
+    tables, found = rope_tables(layers.cfg, seq_len, layers.device), Found(0.0, 0, 0, data.n_sequences, 0.0)
+    correct = torch.zeros(1, dtype=torch.float64, device=layers.device)
     with screen.working("evaluating", data.tokens, "tokens") as more:
         for group in grouped(data.batches(rows), waiting):
-            loss = _pass(layers, group, tables, dtype)
+            loss = _pass(layers, group, tables, dtype, correct)
             tokens = sum(len(mb.ids) for mb in group)
             labels = found.labels + sum(mb.trained for mb in group)
             found = found._replace(total=found.total + loss, labels=labels, tokens=found.tokens + tokens)
             more(tokens)
-    return found
+    return found._replace(correct=float(correct))
 
 
 def grouped(batches: Iterator[MicroBatch], tokens: int) -> Iterator[list[MicroBatch]]:
@@ -207,12 +216,18 @@ def grouped(batches: Iterator[MicroBatch], tokens: int) -> Iterator[list[MicroBa
         yield group
 
 
-def _pass(layers: Layers, group: Sequence[MicroBatch], tables: Tables, dtype: torch.dtype) -> float:
-    """The sum of the group's losses."""
+def _pass(
+    layers: Layers,
+    group: Sequence[MicroBatch],
+    tables: Tables,
+    dtype: torch.dtype,
+    correct_: torch.Tensor | None = None,
+) -> float:
+    """The sum of the group's losses; `correct_` as of head_loss."""
     found: list[float] = []
 
     def take(_: int, w: Any, embed: Any, x: torch.Tensor, mb: Any) -> None:
-        found.append(float(losses_of(layers.cfg, w, embed, x, mb).double().sum()))
+        found.append(float(losses_of(layers.cfg, w, embed, x, mb, correct_).double().sum()))
 
     forward(layers, group, tables, dtype, take)
     return sum(found)
@@ -241,7 +256,9 @@ def forward(layers: Layers, group: Sequence[MicroBatch], tables: Tables, dtype: 
                 take(b, w, embed, xs[b], mb)
 
 
-def losses_of(cfg: ModelConfig, w: Any, embed: Any, x: torch.Tensor, mb: Any) -> torch.Tensor:
-    """By token, (N,) fp32."""
+def losses_of(
+    cfg: ModelConfig, w: Any, embed: Any, x: torch.Tensor, mb: Any, correct_: torch.Tensor | None = None
+) -> torch.Tensor:
+    """By token, (N,) fp32; `correct_` as of head_loss."""
     matrix = model.output_matrix(cfg, embed, w)
-    return head.head_loss(cfg, w, matrix, x, mb.labels, mb.loss_rows, 1.0)
+    return head.head_loss(cfg, w, matrix, x, mb.labels, mb.loss_rows, 1.0, correct_=correct_)

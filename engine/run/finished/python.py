@@ -81,6 +81,7 @@ class Given(TypedDict, total=False):
     lora: int
     lora_alpha: float
     rslora: bool
+    lora_dropout: float
     loraplus: float
     lora_targets: str | Sequence[str]
     train: str | Sequence[str]

@@ -239,6 +239,7 @@ def test_options_are_of_their_methods(folder):
     assert preference_of(parse([*data, "--rl", "dpo", "--pref-beta", "0.2"])).beta == 0.2
     assert preference_of(parse([*data, "--method", "kto", "--kto-chosen-weight", "2"])).desirable_weight == 2
     assert preference_of(parse(data)) is None
+    assert preference_of(parse([*data, "--label-smoothing", "0.1"])) is None  # of the cross-entropy
     for wrong, says in {
         "--beta 0.1": "--beta 0.1 is for --method dpo and its relatives",
         "--method dpo --simpo-gamma 1": "--simpo-gamma 1 is for --method simpo",
