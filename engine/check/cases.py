@@ -159,8 +159,8 @@ def loss(s: Shapes) -> Iterator[Case]:
         ids = (labels[:, None] + torch.arange(K, device=s.device) * (V // K)) % V
         logps = torch.log_softmax(s.randn(N, K + 1, dtype=torch.float32), 1)
         taught = Taught(ids.int(), logps[:, :K].contiguous(), logps[:, K].contiguous(), 0.5, 2.0)
-        args = (x, w, labels, rows, 1 / N, taught, s.zeros(V, D), torch.empty_like(x), s.chunks[0])
-        yield Case(f"{N}x{D}x{V}, {K} of each", "linear_distillation", args, 6 * N * D * V, flops=True)
+        given = (x, w, labels, rows, 1 / N, taught, s.zeros(V, D), torch.empty_like(x), s.chunks[0])
+        yield Case(f"{N}x{D}x{V}, {K} of each", "linear_distillation", given, 6 * N * D * V, flops=True)
 
 
 def fp8(s: Shapes) -> Iterator[Case]:
