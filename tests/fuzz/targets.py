@@ -84,7 +84,23 @@ def index(folder: Path) -> Target:
 YARN = {"rope_type": "yarn", "factor": 4.0, "original_max_position_embeddings": 16, "truncate": True}
 LONG = {"type": "longrope", "short_factor": [1.0] * 8, "long_factor": [2.0] * 8, "attention_factor": 1.1}
 TYPES = ["full_attention", "sliding_attention"]
-OWN = {"solar_open": {"first_k_dense_replace": 0}, "dots1": {"n_shared_experts": 1}}
+MAMBA = dict(mamba_n_heads=8, mamba_d_head=16, mamba_n_groups=2, mamba_d_state=12)
+KINDS = ["linear_attention", "full_attention"]
+OWN = {
+    "solar_open": {"first_k_dense_replace": 0},
+    "dots1": {"n_shared_experts": 1},
+    "granitemoehybrid": MAMBA | {"layer_types": ["mamba", "attention"]},
+    "bamba": MAMBA | {"attn_layer_indices": [1]},
+    "nemotron_h": dict(
+        layers_block_type=[*KINDS, "mlp"],
+        num_hidden_layers=3,
+        mamba_num_heads=8,
+        mamba_head_dim=16,
+        n_groups=2,
+        ssm_state_size=12,
+    ),
+    "olmo_hybrid": {"layer_types": KINDS},
+}
 QUANTIZED = dict(fmt="e4m3", weight_block_size=[128, 128], modules_to_not_convert=["lm_head", "model.layers.0"])
 SIZES = dict(vocab=97, width=64, n_layers=2, n_heads=4, ffn=56, max_positions=64, eps=1e-5, theta=1e4)
 

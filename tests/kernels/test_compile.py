@@ -14,7 +14,7 @@ pytest.importorskip("triton")
 SHARED = {80: 163, 86: 99, 89: 99, 90: 227, 100: 227, 120: 99, 121: 99}  # KiB that a program can have
 TENSOR = 512  # columns of Blackwell's tensor memory
 NARROW = {"_add_noise", "_embedding_fwd", "_embedding_bwd", "_sort", "_sum_blocks", "_sum_squares"}  # small, or faster
-NARROW |= {"_count", "_scan", "_place"}
+NARROW |= {"_count", "_scan", "_place", "_dropout", "_sinks_lse"}
 BY_MEMORY = {
     "_maxima",
     "_quantize",

@@ -233,4 +233,4 @@ def test_a_layer_of_deepseek_v3_is_streamed_on_24_gib(large):
         pytest.skip("other processes have the GPU's memory: run it alone")
     cfg = config(vocab=2048)
     whole, *others = check_streamed(cfg, 48, "cuda", Limits(24 << 30, 48 << 30), (1, 4, 8))
-    assert max(others) < whole - (5 << 30)
+    assert max(others) < 0.7 * whole  # 12.4 GiB

@@ -216,9 +216,8 @@ def test_a_resumed_run_evaluates_on_what_it_has_evaluated_on(checkpoint, monkeyp
     made = prepare(replace(run, max_steps=50))
     assert made.eval_rows is None
     read, real = [], evaluation.evaluate
-    monkeypatch.setattr(
-        evaluation, "evaluate", lambda e, micro: read.append(sum(m.tokens for m in micro)) or real(e, micro)
-    )
+    seen = lambda e, micro, *parts: read.append(sum(m.tokens for m in micro)) or real(e, micro, *parts)
+    monkeypatch.setattr(evaluation, "evaluate", seen)
     stopped(replace(run, resume=run.out, max_steps=50), 11, monkeypatch)
     assert 0 < sum(read) <= prepare(run).work.held_out + run.seq_len < made.work.held_out
     before = {"step": 4, "best": [1.0, 2], "log": [4, 4, 99, 7], "written": 0}

@@ -21,6 +21,7 @@ from trireme.engine.tuning.adapters import WEIGHTS, adapter_shapes, save_adapter
 from trireme.engine.tuning.chosen import adapted, targets
 from trireme.engine.tuning.merge import merge_adapter
 from trireme.engine.tuning.opened import read_adapter
+from trireme.engine.tuning.packed import as_stored
 from trireme.engine.tuning.peft_config import CONFIG
 from trireme.models.config import InputError, Lora
 from trireme.models.families.table import FAMILIES
@@ -96,7 +97,9 @@ def test_peft_opens_all_linear_layers_of_a_mixture(case, experts, tmp_path):
     peft = pytest.importorskip("peft")
     reference, cfg = oracle(*CASES[case])
     reference.save_pretrained(tmp_path / "base")
-    cfg, source = adapted(cfg, Lora(2, 8.0, (*targets(cfg, ("all-linear",)), *experts))), open_source(tmp_path / "base")
+    source = open_source(tmp_path / "base")
+    cfg = as_stored(cfg, source)
+    cfg = adapted(cfg, Lora(2, 8.0, (*targets(cfg, ("all-linear",)), *experts)))
     values = {name: initial(f"{name}.lora_A.weight", shape) for name, shape in adapter_shapes(cfg).items()}
     e = engine(cfg, source, lambda name, first, last: [values[name].flatten()[first:last].numpy()], "gpu")
     save_adapter(tmp_path / "adapter", cfg, Reader(e.placement), str(tmp_path / "base"))
@@ -107,8 +110,9 @@ def test_peft_opens_all_linear_layers_of_a_mixture(case, experts, tmp_path):
     )
     plain, wanted = logits(base, ids), logits(merged, ids)
     theirs = peft.PeftModel.from_pretrained(base, tmp_path / "adapter")
-    assert torch.allclose(logits(theirs, ids), wanted, atol=1e-4)
-    assert torch.allclose(logits(theirs.merge_and_unload(), ids), wanted, atol=1e-4)
+    off = 4e-4 if cfg.scan else 1e-4  # rounding grows in recurrences of random weights
+    assert torch.allclose(logits(theirs, ids), wanted, atol=off)
+    assert torch.allclose(logits(theirs.merge_and_unload(), ids), wanted, atol=off)
     assert not torch.allclose(plain, wanted, atol=1e-2)
 
 
