@@ -79,8 +79,8 @@ def _works(case: Case, seconds: Callable[[Case], float]) -> float:
         return math.inf
 
 
-def _median(case: Case, seconds: Callable[[Case], float], calls: int = CALLS) -> float:
-    return statistics.median(seconds(case) for _ in range(calls))
+def _median(case: Case, seconds: Callable[[Case], float]) -> float:
+    return statistics.median(seconds(case) for _ in range(CALLS))
 
 
 def _in_turn(name: str, setting: Sequence[int], case: Case, seconds: Callable[[Case], float]) -> float:
@@ -89,7 +89,7 @@ def _in_turn(name: str, setting: Sequence[int], case: Case, seconds: Callable[[C
     for _ in range(ROUNDS):
         for new, spent in times.items():
             launch.use({name: setting} if new else {})
-            spent.append(_median(case, seconds, CALLS))
+            spent.append(_median(case, seconds))
     return statistics.median(times[False]) / statistics.median(times[True])
 
 

@@ -200,7 +200,7 @@ def _tell(door: Door, until: float) -> list[Address]:
     for host in range(1, door.hosts):
         channel = door.channels[host, control]
         for each in table:
-            channel.send(memoryview(json.dumps(each._asdict()).encode().ljust(TABLE)))
+            _say(channel, each)
         channel.socket.settimeout(None)
     return table
 
@@ -208,10 +208,14 @@ def _tell(door: Door, until: float) -> list[Address]:
 def _ask(channel: Channel, own: Address, hosts: int) -> list[Address]:
     """On another host: says where it listens, and hears where all do."""
     channel.socket.settimeout(MEETING)
-    channel.send(memoryview(json.dumps(own._asdict()).encode().ljust(TABLE)))
+    _say(channel, own)
     found = [address_of(_received(channel, TABLE), host) for host in range(hosts)]
     channel.socket.settimeout(None)
     return found
+
+
+def _say(channel: Channel, where: Address) -> None:
+    channel.send(memoryview(json.dumps(where._asdict()).encode().ljust(TABLE)))
 
 
 def _received(channel: Channel, n: int) -> bytes:

@@ -131,45 +131,43 @@ def test_a_best_that_no_snapshot_has_is_lost_and_found_again(checkpoint, room, m
     assert read(other, ".") == read(run.out, "step-4")
 
 
-def test_noise_on_embeddings_is_that_of_the_step(checkpoint, monkeypatch):
-    """The same wherever weights are, however a step is cut and after a resume; evaluations have none."""
-    more = dict(neftune=5.0, val="0.1", eval_every=every("never"))
-    whole = options(checkpoint, checkpoint / "noise", "gpu", **more)
+def check_randomness(checkpoint, monkeypatch, option, more, weights, step, off) -> Path:
+    """The same wherever weights are, however a step is cut and after a resume; evaluations have none.
+
+    `option` makes a run random, as losses of `step` show; of micro-batches of another size they are off by rounding.
+    """
+    more = more | dict(val="0.1", eval_every=every("never"))
+    run = lambda name, where="gpu", **change: options(
+        checkpoint, checkpoint / f"{option}-{name}", where, **more | change
+    )
+    whole, from_ssd, apart, plain = (
+        run("whole"),
+        run("ssd", "ssd"),
+        run("apart", micro_batch=1),
+        run("no", **{option: None}),
+    )
     finetune(whole)
-    from_ssd = options(checkpoint, checkpoint / "noise-ssd", "ssd", **more)
     stopped(from_ssd, 3, monkeypatch)
     finetune(replace(from_ssd, resume=from_ssd.out))
     assert losses(Path(whole.out)) == losses(Path(from_ssd.out))
-    first, second = (Path(run.out, "model.safetensors").read_bytes() for run in (whole, from_ssd))
+    first, second = (Path(run.out, weights).read_bytes() for run in (whole, from_ssd))
     assert first == second
-    apart = options(checkpoint, checkpoint / "noise-apart", "gpu", micro_batch=1, **more)
     finetune(apart)
-    assert losses(Path(apart.out))[1][0] == pytest.approx(losses(Path(whole.out))[1][0], rel=1e-6)
-    plain = options(checkpoint, checkpoint / "no-noise", "gpu", **(more | dict(neftune=None)))
+    assert losses(Path(apart.out))[step][0] == pytest.approx(losses(Path(whole.out))[step][0], rel=off)
     finetune(plain)
-    assert losses(Path(plain.out))[1][0] != losses(Path(whole.out))[1][0]
+    assert losses(Path(plain.out))[step][0] != losses(Path(whole.out))[step][0]
     assert evaluations(Path(plain.out))[0] == evaluations(Path(whole.out))[0]
+    return Path(whole.out)
+
+
+def test_noise_on_embeddings_is_that_of_the_step(checkpoint, monkeypatch):
+    check_randomness(checkpoint, monkeypatch, "neftune", dict(neftune=5.0), "model.safetensors", 1, 1e-6)
 
 
 def test_dropout_of_adapters_is_that_of_the_step(checkpoint, monkeypatch):
-    """As noise on embeddings."""
-    more = dict(lora=4, lora_dropout=0.2, val="0.1", eval_every=every("never"))
-    whole = options(checkpoint, checkpoint / "drop", "gpu", **more)
-    finetune(whole)
-    from_ssd = options(checkpoint, checkpoint / "drop-ssd", "ssd", **more)
-    stopped(from_ssd, 3, monkeypatch)
-    finetune(replace(from_ssd, resume=from_ssd.out))
-    assert losses(Path(whole.out)) == losses(Path(from_ssd.out))
-    first, second = (Path(run.out, "adapter_model.safetensors").read_bytes() for run in (whole, from_ssd))
-    assert first == second
-    apart = options(checkpoint, checkpoint / "drop-apart", "gpu", micro_batch=1, **more)
-    finetune(apart)
-    assert losses(Path(apart.out))[2][0] == pytest.approx(losses(Path(whole.out))[2][0], rel=1e-5)
-    plain = options(checkpoint, checkpoint / "no-drop", "gpu", **(more | dict(lora_dropout=None)))
-    finetune(plain)
-    assert losses(Path(plain.out))[2][0] != losses(Path(whole.out))[2][0]
-    assert evaluations(Path(plain.out))[0] == evaluations(Path(whole.out))[0]
-    assert json.loads(Path(whole.out, "adapter_config.json").read_text())["lora_dropout"] == 0.2
+    more = dict(lora=4, lora_dropout=0.2)
+    out = check_randomness(checkpoint, monkeypatch, "lora_dropout", more, "adapter_model.safetensors", 2, 1e-5)
+    assert json.loads((out / "adapter_config.json").read_text())["lora_dropout"] == 0.2
 
 
 def test_a_best_that_is_not_the_snapshots_is_told_and_not_exported(checkpoint, monkeypatch, capsys):
