@@ -2,6 +2,7 @@
 
 from dataclasses import replace
 from functools import cache
+from random import Random
 
 import pytest
 import torch
@@ -266,14 +267,14 @@ def test_codes_of_a_pass_are_those_of_each_product(name, monkeypatch):
     e.close()
 
 
-TWO_GPUS = ["dense", "mixture", "adapters of experts in MXFP4", "a dense layer among experts", "fp8", "fp8 adapters"]
+SEVERAL_GPUS = ["dense", "mixture", "adapters of experts in MXFP4", "a dense layer among experts", "fp8", "fp8 adapters"]
 
 
-@pytest.mark.parametrize("name", TWO_GPUS)
+@pytest.mark.parametrize("name", SEVERAL_GPUS)
 @pytest.mark.parametrize("tier", ["gpu", "host", "ssd"])
-@pytest.mark.parametrize("deal", [(0, 1), (1, 0, 0)])
+@pytest.mark.parametrize("deal", [(0, 1), (1, 0, 0), (3, 1, 0, 2)])
 @pytest.mark.parametrize("between", ["host", "gpu"])
-def test_units_on_two_gpus_leave_the_bits_of_one(name, tier, deal, between):
+def test_units_on_several_gpus_leave_the_bits_of_one(name, tier, deal, between):
     cfg = OTHERS.get(name, CFG)
     unit = UnitPlan(tier, tier, x="ssd" if tier == "ssd" else "host", saved=(("qkv", tier),), base=tier)
     plan = gpu_plan(cfg, units=(unit,) * 6, dtype="BF16", n_micro=3, tokens=48, record=5000)
@@ -284,5 +285,43 @@ def test_units_on_two_gpus_leave_the_bits_of_one(name, tier, deal, between):
     assert train(e, batches(cfg, 4, 3, 48)) == losses
     for name, value in final_weights(e).items():
         assert torch.equal(value, weights[name]), name
+    e.queues.close()
+    e.close()
+
+
+def random_plan(cfg, n_micro: int, dice: Random):
+    def unit(u):
+        weights = dice.choice(TIERS)
+        state = "gpu" if weights == "gpu" else dice.choice(("host", "ssd"))
+        resident = weights != "gpu" and dice.random() < 0.3
+        update = "gpu" if weights == state == "host" and not resident and dice.random() < 0.5 else "cpu"
+        kind = shapes.kind(shaped, u)
+        names = shapes.saved_shapes(shaped, 1, kind) if kind not in ("embed", "head") else ()
+        saved = tuple((n, dice.choice(TIERS)) for n in names if dice.random() < 0.6)
+        return UnitPlan(weights, state, update, resident, dice.choice(TIERS), saved, dice.choice(TIERS))
+
+    halves = dice.random() < 0.5
+    shaped = replace(cfg, halves=halves)
+    plan = gpu_plan(
+        shaped, halves=halves, units=tuple(unit(u) for u in range(shaped.n_units)), dtype="BF16", n_micro=n_micro,
+        tokens=48, window=dice.randint(1, 4), host_window=dice.randint(1, 3), state_slots=dice.randint(1, 4),
+        record=5000, stream_slots=dice.randint(1, 3), piece=dice.choice((1000, 1 << 20)), swap_slots=dice.randint(2, 4),
+        gradients=dice.choice(("host", "ssd")), at_once=dice.choice((0, 1, 2)),
+    )  # fmt: skip
+    plan = relayed(plan, dice.sample(range(4), dice.randint(1, 4)), between=dice.choice(("gpu", "host")))
+    return lent(plan, dice.choice(TIERS)) if plan.gpus > 1 and dice.random() < 0.5 else plan
+
+
+@pytest.mark.parametrize("name", ["dense", "mixture"])
+@pytest.mark.parametrize("seed", range(24))
+def test_any_plan_on_up_to_four_gpus(name, seed):
+    dice, cfg = Random(seed), OTHERS.get(name, CFG)
+    n_micro = dice.randint(1, 4)
+    plan = random_plan(cfg, n_micro, dice)
+    e = make(cfg, plan, cards(plan.gpus))
+    losses, weights = on_the_gpu(n_micro, 1.0, cfg)
+    assert train(e, batches(cfg, 4, n_micro, 48)) == losses
+    for tensor, value in final_weights(e).items():
+        assert torch.equal(value, weights[tensor]), tensor
     e.queues.close()
     e.close()
