@@ -155,17 +155,22 @@ def attention(device: torch.device, dtype: torch.dtype, D: int) -> Tiles:
     return Tiles(*(_set(f"attention_{kind} {width}", tile) for kind, tile in usual._asdict().items()))
 
 
-def hopper_fwd(block_d: int) -> Tile:
-    """Stages are slots of its ring buffer."""
+def hopper_fwd(block_d: int, window: int) -> Tile:
+    """Of heads padded to block_d, keys' or values', whichever are wider. Stages are slots of the longer ring buffer."""
+    if block_d == 64:
+        return Tile(64, 64, 4, 4) if window else Tile(128, 64, 8, 4)
     return Tile(64, 64, 4, 3) if block_d == 128 else Tile(128, 64, 8, 3)
 
 
 def hopper_dq(block_d: int) -> Tile:
-    return Tile(128, 64, 8, 3) if block_d == 128 else Tile(64, 64, 4, 3)
+    return {64: Tile(64, 64, 4, 3), 128: Tile(128, 64, 8, 3), 256: Tile(128, 32, 8, 3)}[block_d]
 
 
-def hopper_dkv(block_d: int) -> Tile:
-    return Tile(64, 128, 8, 3) if block_d == 128 else Tile(32, 64, 4, 4)
+def hopper_dkv(block_d: int, block_v: int) -> Tile:
+    """Of keys and values; 4 warps have the sums of 64 keys whose heads are both wide."""
+    if max(block_d, block_v) > 128:
+        return Tile(64, 64, 8, 2) if block_d == block_v else Tile(16, 128, 8, 3)
+    return Tile(64, 128, 8, 3) if max(block_d, block_v) == 128 else Tile(32, 64, 4, 4)
 
 
 class Logits(NamedTuple):

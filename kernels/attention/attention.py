@@ -99,8 +99,8 @@ def _forward(
     assert H % K == 0
     assert all(8 <= width <= launch.WIDEST_HEAD for width in widths)
     assert all(s[2] == 1 for s in strides)
-    if aligned and not cap and d == e and attention_hopper.suits(device, types[0], d, window, strides[:3]):
-        return attention_hopper_fwd.plan(H, K, d, strides)
+    if aligned and not cap and attention_hopper.suits(device, types[0], widths, strides[:3]):
+        return attention_hopper_fwd.plan(H, K, d, e, window, strides)
     return triton_fwd.plan(device, types[0], H, K, d, e, window, strides, cap)
 
 
@@ -113,6 +113,6 @@ def _backward(
     assert H % K == 0
     assert all(8 <= width <= launch.WIDEST_HEAD for width in widths)
     assert all(s[2] == 1 for s in strides)
-    if aligned and not cap and d == e and attention_hopper.suits(device, types[1], d, window, strides[:4]):
-        return attention_hopper_bwd.plan(H, K, d, strides)
+    if aligned and not cap and attention_hopper.suits(device, types[1], widths, strides[:4]):
+        return attention_hopper_bwd.plan(H, K, d, e, window, strides)
     return triton_bwd.plan(device, types[1], H, K, d, e, window, strides, cap)

@@ -4,7 +4,7 @@ Triton waits for each matrix multiplication at once (docs/kernels-log.md); in Gl
 asynchronously into ring buffers of STAGES slots, one commit group per step. Pointers and slots advance and are never
 recomputed; later copies start last. ptxas serializes matrix multiplications with accumulators that it cannot follow:
 between steps only those that the loop carries are in flight (tests/kernels/test_compile.py).
-Legend: as fwd.py, D padded to BLOCK_D; t_ a matrix multiplication that may be in flight.
+Legend: as fwd.py, D padded to BLOCK_D and V to BLOCK_V; t_ a matrix multiplication that may be in flight.
 """
 
 from __future__ import annotations
@@ -23,9 +23,18 @@ cta_barrier = getattr(gl, "thread_barrier", None) or gl.barrier  # after Triton 
 
 
 @gluon.jit
-def copy_rows(smem, p, o_tile, o_row, rows, o_d, D: gl.constexpr):
-    """Starts the copy of a tile at p + o_tile to smem; zeros after `rows` and beyond D."""
-    copy_async(smem, p + o_tile, (o_row < rows)[:, None] & (o_d < D)[None, :])
+def places(n, ROWS: gl.constexpr, COLUMNS: gl.constexpr):
+    """(rows, columns, offsets) of a tile that threads copy, of a tensor whose rows are n elements apart."""
+    layout: gl.constexpr = copy_layout(gl.num_warps(), COLUMNS)
+    o_row = gl.arange(0, ROWS, gl.SliceLayout(1, layout))
+    o_d = gl.arange(0, COLUMNS, gl.SliceLayout(0, layout))
+    return o_row, o_d, o_row[:, None] * n + o_d[None, :]
+
+
+@gluon.jit
+def copy_rows(smem, p, place, rows, D: gl.constexpr):
+    """Starts the copy of a tile at p to smem; zeros after `rows` and beyond column D."""
+    copy_async(smem, p + place[2], (place[0] < rows)[:, None] & (place[1] < D)[None, :])
 
 
 @gluon.jit
@@ -35,15 +44,46 @@ def turn(slot, stages: gl.constexpr):
 
 
 @gluon.jit
-def keys_copy(ahead, slot, k_ring, v_ring, o_k, o_v, k_n, v_n, end, length, BLOCK_K: gl.constexpr, D: gl.constexpr,
-              o_row, o_d):  # fmt: skip
-    """Starts the copies of step `ahead`, keys and values; returns the next."""
-    i_k, p_k, p_v = ahead
+def keys_copy(ahead, own_slot, kept_slot, own_ring, kept_ring, own, kept, own_n, kept_n, end, length,
+              OWN: gl.constexpr, KEPT: gl.constexpr, BLOCK_K: gl.constexpr):  # fmt: skip
+    """Starts the copies of step `ahead`, keys and values; returns the next.
+
+    own_ring: of what only its own step reads, one slot shorter than kept_ring, whose tile the next step reads too. own,
+    kept: places of their tiles, of OWN and KEPT columns.
+    """
+    i_k, p_own, p_kept = ahead
     if i_k < end:
-        copy_rows(k_ring.index(slot), p_k, o_k, o_row, length - i_k, o_d, D)
-        copy_rows(v_ring.index(slot), p_v, o_v, o_row, length - i_k, o_d, D)
+        copy_rows(own_ring.index(own_slot), p_own, own, length - i_k, OWN)
+        copy_rows(kept_ring.index(kept_slot), p_kept, kept, length - i_k, KEPT)
     async_copy.commit_group()
-    return i_k + BLOCK_K, p_k + BLOCK_K * k_n, p_v + BLOCK_K * v_n
+    return i_k + BLOCK_K, p_own + BLOCK_K * own_n, p_kept + BLOCK_K * kept_n
+
+
+@gluon.jit
+def first_keys(own_ring, kept_ring, p_own, p_kept, own, kept, own_n, kept_n, begin, end, length,
+               OWN: gl.constexpr, KEPT: gl.constexpr, BLOCK_K: gl.constexpr, STAGES: gl.constexpr):  # fmt: skip
+    """Fills the ring of STAGES - 1 slots from key `begin` on, as keys_copy; returns the next step."""
+    ahead = (begin, p_own + begin.to(gl.int64) * own_n, p_kept + begin.to(gl.int64) * kept_n)
+    for i in gl.static_range(STAGES - 1):
+        ahead = keys_copy(ahead, i, i, own_ring, kept_ring, own, kept, own_n, kept_n, end, length, OWN, KEPT, BLOCK_K)
+    return ahead
+
+
+@gluon.jit
+def first_key(offset, WINDOW: gl.constexpr, BLOCK_K: gl.constexpr):
+    """Of the first tile of keys that a query tile sees."""
+    if WINDOW == 0:
+        return gl.to_tensor(0)
+    return gl.maximum(offset - WINDOW + 1, 0) // BLOCK_K * BLOCK_K
+
+
+@gluon.jit
+def visible(o_q, o_k, WINDOW: gl.constexpr):
+    """Keys not after their query, and of the window's last tokens if there is a window."""
+    seen = o_q >= o_k
+    if WINDOW:
+        seen = seen & (o_q - o_k < WINDOW)
+    return seen
 
 
 @gluon.constexpr_function
@@ -53,9 +93,9 @@ def copy_layout(warps, block_d):
 
 
 @gluon.constexpr_function
-def matmul_layout(warps, columns):
-    """Layout of an accumulator."""
-    return gl.NVMMADistributedLayout([3, 0], [warps, 1], [16, columns, 16])
+def matmul_layout(warps, columns, across=1):
+    """Layout of an accumulator whose columns are divided over `across` groups of warps."""
+    return gl.NVMMADistributedLayout([3, 0], [warps // across, across], [16, columns // across, 16])
 
 
 @gluon.jit
@@ -68,39 +108,11 @@ def program_tile(p_tiles, heads: gl.constexpr):
     return i_h, start, offset, length
 
 
-@gluon.jit
-def first_keys(
-    k_ring,
-    v_ring,
-    p_k,
-    p_v,
-    k_n,
-    v_n,
-    end,
-    length,
-    o_d,
-    wide: gl.constexpr,
-    D: gl.constexpr,
-    BLOCK_K: gl.constexpr,
-    STAGES: gl.constexpr,
-):
-    """Fills a query tile's ring buffers; returns (ahead, key offsets, value offsets, rows) for keys_copy."""
-    o_key = gl.arange(0, BLOCK_K, gl.SliceLayout(1, wide))
-    o_k = o_key[:, None] * k_n + o_d[None, :]
-    o_v = o_key[:, None] * v_n + o_d[None, :]
-    ahead = (gl.to_tensor(0), p_k, p_v)
-    for i in gl.static_range(STAGES):
-        ahead = keys_copy(ahead, i, k_ring, v_ring, o_k, o_v, k_n, v_n, end, length, BLOCK_K, D, o_key, o_d)
-    return ahead, o_k, o_v, o_key
-
-
-def suits(device: torch.device, dtype: torch.dtype, D: int, window: int, strides) -> bool:
-    """Whether the kernels take these strides, 16-byte aligned."""
+def suits(device: torch.device, dtype: torch.dtype, widths: tuple[int, int], strides) -> bool:
+    """Whether the kernels take heads of keys and values of these widths, at strides that are 16-byte aligned."""
     return (
         launch.chip(device).arch == 90
-        and window == 0
         and dtype == torch.bfloat16
-        and 32 < D <= 128
-        and D % 8 == 0
+        and all(32 < d <= 256 and d % 8 == 0 for d in widths)
         and all(n % 16 == 0 and n < 1 << 24 for n in flat(strides))  # tile offsets are int32
     )

@@ -15,14 +15,16 @@ from trireme.kernels import launch
 from trireme.kernels.attention.fwd import Forward, flat
 from trireme.kernels.attention.hopper import (
     LOG2E,
-    copy_layout,
     copy_rows,
     cta_barrier,
+    first_key,
     first_keys,
     keys_copy,
     matmul_layout,
+    places,
     program_tile,
     turn,
+    visible,
 )
 from trireme.kernels.launcher import Fixed, await_previous, launcher
 
@@ -31,16 +33,26 @@ HIDDEN = gl.constexpr(-1e30)
 
 
 @gluon.jit
-def _softmax(b_s, b_m, i_k, offset, o_q, o_tile, qk_scale, BLOCK_K: gl.constexpr):
-    """(largest score so far, exp(scores - it)), zero above the diagonal.
+def _softmax(b_s, b_m, i_k, offset, o_q, o_tile, qk_scale, BLOCK_Q: gl.constexpr, BLOCK_K: gl.constexpr,
+             WINDOW: gl.constexpr):  # fmt: skip
+    """(largest score so far, exp(scores - it)), zero where hidden.
 
     HIDDEN is scaled and b_m subtracted in one rounding, which is huge where b_m is HIDDEN * qk_scale, of a query that
-    has seen no key yet. There is none: all see key 0, in the first tile. With windows, scale first, as fwd.py does.
+    has seen no key yet. Without a window there is none: all see key 0, in the first tile. With one, scores are scaled
+    before they are hidden, as in fwd.py.
     """
-    if i_k + BLOCK_K > offset:
-        b_s = gl.where(o_q[:, None] >= (i_k + o_tile)[None, :], b_s, HIDDEN)
-    b_m = gl.maximum(b_m, gl.max(b_s, 1) * qk_scale)
-    return b_m, gl.exp2(b_s * qk_scale - b_m[:, None])
+    if WINDOW:
+        b_s = b_s * qk_scale
+        if (i_k + BLOCK_K > offset) | (i_k + WINDOW < offset + BLOCK_Q):
+            b_s = gl.where(visible(o_q[:, None], (i_k + o_tile)[None, :], WINDOW), b_s, HIDDEN)
+        b_m = gl.maximum(b_m, gl.max(b_s, 1))
+        b_p = gl.exp2(b_s - b_m[:, None])
+    else:
+        if i_k + BLOCK_K > offset:
+            b_s = gl.where(visible(o_q[:, None], (i_k + o_tile)[None, :], WINDOW), b_s, HIDDEN)
+        b_m = gl.maximum(b_m, gl.max(b_s, 1) * qk_scale)
+        b_p = gl.exp2(b_s * qk_scale - b_m[:, None])
+    return b_m, b_p
 
 
 @gluon.jit
@@ -72,6 +84,9 @@ def fwd_kernel(
     GROUP: gl.constexpr,
     D: gl.constexpr,
     BLOCK_D: gl.constexpr,
+    V: gl.constexpr,
+    BLOCK_V: gl.constexpr,
+    WINDOW: gl.constexpr,
     BLOCK_Q: gl.constexpr,
     BLOCK_K: gl.constexpr,
     STAGES: gl.constexpr,
@@ -79,10 +94,9 @@ def fwd_kernel(
     """out and lse of a query tile."""
     await_previous()
     WARPS: gl.constexpr = gl.num_warps()
-    wide: gl.constexpr = copy_layout(WARPS, BLOCK_D)
     tile: gl.constexpr = gl.NVMMASharedLayout(128, 16, rank=2)
     scores: gl.constexpr = matmul_layout(WARPS, BLOCK_K)
-    heads: gl.constexpr = matmul_layout(WARPS, BLOCK_D)
+    heads: gl.constexpr = matmul_layout(WARPS, BLOCK_V)
     operand: gl.constexpr = gl.DotOperandLayout(0, heads, 2)
     dtype: gl.constexpr = p_q.dtype.element_ty
 
@@ -91,36 +105,37 @@ def fwd_kernel(
     p_v += start * v_n + (i_h // GROUP) * v_h
     end = gl.minimum(offset + BLOCK_Q, length)
 
-    k_ring = gl.allocate_shared_memory(dtype, [STAGES, BLOCK_K, BLOCK_D], tile)
-    v_ring = gl.allocate_shared_memory(dtype, [STAGES, BLOCK_K, BLOCK_D], tile)
+    k_ring = gl.allocate_shared_memory(dtype, [STAGES - 1, BLOCK_K, BLOCK_D], tile)
+    v_ring = gl.allocate_shared_memory(dtype, [STAGES, BLOCK_K, BLOCK_V], tile)
     q_tile = gl.allocate_shared_memory(dtype, [BLOCK_Q, BLOCK_D], tile)
-    o_d = gl.arange(0, BLOCK_D, gl.SliceLayout(0, wide))
-    o_row = gl.arange(0, BLOCK_Q, gl.SliceLayout(1, wide))
     p_q += (start + offset) * q_n + i_h * q_h
-    copy_rows(q_tile, p_q, o_row[:, None] * q_n + o_d[None, :], o_row, length - offset, o_d, D)
-    ahead, o_k, o_v, o_key = first_keys(k_ring, v_ring, p_k, p_v, k_n, v_n, end, length, o_d, wide, D, BLOCK_K, STAGES)
+    copy_rows(q_tile, p_q, places(q_n, BLOCK_Q, BLOCK_D), length - offset, D)
+    keys, values = places(k_n, BLOCK_K, BLOCK_D), places(v_n, BLOCK_K, BLOCK_V)
+    begin = first_key(offset, WINDOW, BLOCK_K)
+    ahead = first_keys(k_ring, v_ring, p_k, p_v, keys, values, k_n, v_n, begin, end, length, D, V, BLOCK_K, STAGES)
 
     qk_scale = scale * LOG2E
     o_q = offset + gl.arange(0, BLOCK_Q, gl.SliceLayout(1, scores))
     o_tile = gl.arange(0, BLOCK_K, gl.SliceLayout(0, scores))
     none = gl.full([BLOCK_Q, BLOCK_K], 0.0, gl.float32, scores)
-    b_acc = gl.full([BLOCK_Q, BLOCK_D], 0.0, gl.float32, heads)
-    async_copy.wait_group(STAGES - 1)
+    b_acc = gl.full([BLOCK_Q, BLOCK_V], 0.0, gl.float32, heads)
+    async_copy.wait_group(STAGES - 2)
     fence_async_shared()
     b_s = warpgroup_mma(q_tile, k_ring.index(0).permute((1, 0)), none, use_acc=False)
     b_m = gl.full([BLOCK_Q], HIDDEN, gl.float32, gl.SliceLayout(1, scores))
-    b_m, b_p = _softmax(b_s, b_m, 0, offset, o_q, o_tile, qk_scale, BLOCK_K)
+    b_m, b_p = _softmax(b_s, b_m, begin, offset, o_q, o_tile, qk_scale, BLOCK_Q, BLOCK_K, WINDOW)
     b_l = _row_sums(b_p, BLOCK_Q, BLOCK_K)
     b_p = gl.convert_layout(b_p.to(dtype), operand)
-    slot = gl.to_tensor(0)
-    for i_k in range(BLOCK_K, end, BLOCK_K):
+    cta_barrier()  # all warps are done with the slot
+    ahead = keys_copy(ahead, 0, STAGES - 1, k_ring, v_ring, keys, values, k_n, v_n, end, length, D, V, BLOCK_K)
+    slot, own = gl.to_tensor(0), turn(gl.to_tensor(0), STAGES - 1)
+    for i_k in range(begin + BLOCK_K, end, BLOCK_K):
         async_copy.wait_group(STAGES - 2)
         fence_async_shared()
-        after = turn(slot, STAGES)
-        t_s = warpgroup_mma(q_tile, k_ring.index(after).permute((1, 0)), none, use_acc=False, is_async=True)
+        t_s = warpgroup_mma(q_tile, k_ring.index(own).permute((1, 0)), none, use_acc=False, is_async=True)
         t_acc = warpgroup_mma(b_p, v_ring.index(slot), b_acc, is_async=True)
         b_s = warpgroup_mma_wait(1, (t_s,))
-        b_most, b_p = _softmax(b_s, b_m, i_k, offset, o_q, o_tile, qk_scale, BLOCK_K)
+        b_most, b_p = _softmax(b_s, b_m, i_k, offset, o_q, o_tile, qk_scale, BLOCK_Q, BLOCK_K, WINDOW)
         b_shrink = gl.exp2(b_m - b_most)
         b_now = _row_sums(b_p, BLOCK_Q, BLOCK_K)
         b_l = b_l * gl.convert_layout(b_shrink, gl.SliceLayout(1, b_now.type.layout))[:, None] + b_now
@@ -129,9 +144,9 @@ def fwd_kernel(
         b_acc = warpgroup_mma_wait(0, (t_acc,))
         b_acc = b_acc * gl.convert_layout(b_shrink, gl.SliceLayout(1, heads))[:, None]
         b_p = gl.convert_layout(b_p, operand)
-        cta_barrier()  # all warps are done with the slot
-        ahead = keys_copy(ahead, slot, k_ring, v_ring, o_k, o_v, k_n, v_n, end, length, BLOCK_K, D, o_key, o_d)
-        slot = after
+        cta_barrier()  # all warps are done with the slots
+        ahead = keys_copy(ahead, own, slot, k_ring, v_ring, keys, values, k_n, v_n, end, length, D, V, BLOCK_K)
+        slot, own = turn(slot, STAGES), turn(own, STAGES - 1)
     async_copy.wait_group(0)
     fence_async_shared()
     b_acc = warpgroup_mma(b_p, v_ring.index(slot), b_acc)
@@ -140,16 +155,16 @@ def fwd_kernel(
     m_q = o_q < length
     gl.store(p_lse + i_h.to(gl.int64) * N + start + o_q, (b_m + gl.log2(b_sum)) * LN2, m_q)
     o_row = gl.arange(0, BLOCK_Q, gl.SliceLayout(1, heads))
-    o_d = gl.arange(0, BLOCK_D, gl.SliceLayout(0, heads))
-    mask = (offset + o_row < length)[:, None] & (o_d < D)[None, :]
+    o_d = gl.arange(0, BLOCK_V, gl.SliceLayout(0, heads))
+    mask = (offset + o_row < length)[:, None] & (o_d < V)[None, :]
     p_out += (start + offset) * o_n + i_h * o_h
     b_out = b_acc / gl.convert_layout(b_sum, gl.SliceLayout(1, heads))[:, None]
     gl.store(p_out + o_row[:, None] * o_n + o_d[None, :], b_out.to(dtype), mask)
 
 
-def plan(H: int, K: int, D: int, strides) -> Forward:
+def plan(H: int, K: int, D: int, V: int, window: int, strides) -> Forward:
     """Forward for the strides of (q, k, v, out), 16-byte aligned but out."""
-    sizes = H // K, D, launch.head_block(D)
-    tile = launch.hopper_fwd(sizes[2])
-    constants = *flat(strides), H, *sizes, tile.q, tile.k, tile.stages
+    block_d, block_v = launch.head_blocks(D, V)
+    tile = launch.hopper_fwd(max(block_d, block_v), window)
+    constants = *flat(strides), H, H // K, D, block_d, V, block_v, window, tile.q, tile.k, tile.stages
     return Forward(tile.q, Fixed(fwd_kernel, *constants, num_warps=tile.warps))

@@ -2,8 +2,9 @@
 
     python scripts/bench/blocks.py --peers
 
-Blocks are of LLaMA-3-8B and LLaMA-2-13B, with --experts of Qwen3-30B or of the mixtures that are named. The parts are
-the GEMMs by cuBLAS and the fastest attention (cuDNN, FlashAttention-2, ours). A block and its parts, bf16 and fp8, and
+Blocks are of LLaMA-3-8B and LLaMA-2-13B, with --experts of Qwen3-30B or of the mixtures that are named, with --hybrid
+of Qwen3.5-9B, with linear attention and with attention; transformers' have flash-linear-attention's kernels where it is
+installed. The parts are the GEMMs by cuBLAS and the fastest attention (cuDNN, FlashAttention-2, ours). A block and its parts, bf16 and fp8, and
 transformers and ours are timed in rounds of a second after all are warm: medians, with the GPU's clock and power.
 """
 
@@ -16,6 +17,7 @@ import time
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 from functools import partial
+from itertools import product
 from typing import NamedTuple
 
 import block_parts
@@ -43,6 +45,8 @@ MIXTURES = {  # model, transformers' type and what its defaults are not
     "MiniMax-M2": ("minimax-m2", "minimax_m2", {}),
     "Hy3": ("hy3-295b", "hy_v3", {}),
 }
+HYBRID = ("qwen3.5-9b", "qwen3_5_text", {})
+KINDS = {"linear attention": 1, "attention": 4}  # units of Qwen3.5-9B
 SMALL = {"125M": llama_shape(768, 1, 12, 2048), "350M": llama_shape(1024, 1, 16, 2816), "1.3B": MODELS["llama-1.3b"]}
 
 
@@ -77,9 +81,12 @@ def zeros(groups: Sequence[shapes.Group], others: Mapping[str, str] | None = Non
     return views(layout, torch.zeros(layout.span, dtype=torch.uint8, device=DEVICE))
 
 
-def make_block(cfg: ModelConfig, N: int, documents: int = 1) -> Block:
-    """For N tokens in so many documents. Norms are ones. fp8 codes are made here: a step makes them once per pass."""
-    u = 1 + len(cfg.experts.dense if cfg.experts else ())
+def make_block(cfg: ModelConfig, N: int, documents: int = 1, u: int = 0) -> Block:
+    """Unit u (0: the first with the model's experts) for N tokens in so many documents. Norms are ones.
+
+    fp8 codes are made here: a step makes them once per pass.
+    """
+    u = u or 1 + len(cfg.experts.dense if cfg.experts else ())
     groups = shapes.weight_groups(cfg, u)
     stored, made = zeros(groups, narrow.own_dtypes(cfg, u)), zeros(*narrow.made_groups(cfg, u))
     for weight in stored.values():
@@ -128,7 +135,7 @@ def best_attention(b: Block) -> tuple[dict[str, Callable], tuple[str, ...]]:
 
 
 def peer_layer(b: Block, liger: bool):
-    """A layer of transformers' LLaMA or of a mixture in bf16 and its rotation.
+    """A layer of transformers' LLaMA, of a mixture or a hybrid in bf16 and its rotation.
 
     With Liger's kernels if asked; experts by torch._grouped_mm.
     """
@@ -145,12 +152,13 @@ def peer_layer(b: Block, liger: bool):
     keys |= dict(num_key_value_heads=cfg.n_kv_heads, head_dim=cfg.head_dim, max_position_embeddings=cfg.max_positions)
     keys |= dict(attn_implementation="sdpa")
     with torch.device(DEVICE):
-        if cfg.experts is None:
+        if cfg.experts is None and cfg.scan is None:
             hf = LlamaConfig(**keys, intermediate_size=cfg.ffn)
             layer, rotation = llama.LlamaDecoderLayer(hf, 0).to(BF16), llama.LlamaRotaryEmbedding(hf)
         else:
-            kind, more = next(theirs for ours, *theirs in MIXTURES.values() if MODELS[ours] == cfg)
-            hf = AutoConfig.for_model(kind, **keys, **more, experts_implementation="grouped_mm")
+            kind, more = next(theirs for ours, *theirs in (HYBRID, *MIXTURES.values()) if MODELS[ours] == cfg)
+            more |= dict(experts_implementation="grouped_mm") if cfg.experts else {}
+            hf = AutoConfig.for_model(kind, **keys, **more)
             whole = AutoModel.from_config(hf)
             layer, rotation = whole.layers[b.u - 1].to(BF16), whole.rotary_emb
             stored = (*layer.parameters(), *layer.buffers())
@@ -170,7 +178,7 @@ def peer_call(b: Block, liger: bool, compile: bool) -> Callable[[], None]:
     x, dy = (t.view(len(b.rows.docs.lengths), -1, b.cfg.width) for t in (b.x.clone(), b.dy))
     x.requires_grad_()
     position_ids = torch.arange(x.shape[1], device=DEVICE)[None]
-    rotated = rotation(x, position_ids)
+    rotated = rotation(x, position_ids.expand(3, 1, -1) if b.cfg.scan else position_ids)  # of time, height, width
     call = torch.compile(layer, dynamic=False) if compile else layer
 
     def both() -> None:
@@ -187,7 +195,7 @@ PEERS = (("compiled", False, True), ("Liger", True, False), ("Liger, compiled", 
 def peers(b: Block) -> dict[str, dict]:
     """The Turns of each peer and, in the same rounds, ours."""
     found = {}
-    for name, liger, compile in PEERS[:1] if b.cfg.fp8 or b.cfg.experts else PEERS:
+    for name, liger, compile in PEERS[:1] if b.cfg.fp8 or b.cfg.experts or b.cfg.scan else PEERS:
         try:
             with sdpa_kernel(SDPBackend.CUDNN_ATTENTION):
                 runs = {"peer": peer_call(b, liger, compile), "ours": b.both}
@@ -257,9 +265,9 @@ def in_fp8(name: str, cfg: ModelConfig, N: int, with_peers: bool) -> dict:
     return dict(block=name, tokens=N, **rows, peers=others)
 
 
-def with_experts(name: str, cfg: ModelConfig, N: int, documents: int, with_peers: bool) -> dict:
-    """A block with a mixture of experts, random routing."""
-    b = make_block(cfg, N, documents)
+def in_documents(name: str, cfg: ModelConfig, N: int, documents: int, with_peers: bool, u: int = 0) -> dict:
+    """Unit u, as of make_block; experts are routed at random."""
+    b = make_block(cfg, N, documents, u)
     turns = alternate(passes_of(b))
     times = ", ".join(f"{what} {turn['seconds'] * 1e3:.3f} {Turn(**turn)}" for what, turn in turns.items())
     print(f"{name} block, {N} tokens in {documents} documents, ms: {times}")
@@ -326,6 +334,7 @@ def main() -> None:
         const="Qwen3-30B",
         help=f"blocks of {', '.join(MIXTURES)}, NAME,NAME; in documents of 32k and 4k",
     )
+    parser.add_argument("--hybrid", action="store_true", help="blocks of Qwen3.5-9B; in documents of 32k and 4k")
     parser.add_argument("--profile", action="store_true", help="print the kernels of each block")
     parser.add_argument("--json", help="write the figures to this file")
     args = parser.parse_args()
@@ -336,7 +345,11 @@ def main() -> None:
         mixtures = [(name, MODELS[MIXTURES[name][0]], 32768) for name in args.experts.split(",")]
         for mixture in mixtures if args.profile else ():
             profile(*mixture, documents=8)
-        rows = [with_experts(*mixture, documents, args.peers) for mixture in mixtures for documents in (1, 8)]
+        rows = [in_documents(*mixture, documents, args.peers) for mixture in mixtures for documents in (1, 8)]
+    elif args.hybrid:
+        cfg, rows = MODELS[HYBRID[0]], []
+        for (kind, u), documents in product(KINDS.items(), (1, 8)):
+            rows.append(in_documents(f"Qwen3.5-9B {kind}", cfg, 32768, documents, args.peers, u))
     else:
         if args.profile:
             for name, cfg in LARGE.items():

@@ -1,0 +1,154 @@
+"""Attention's dq for Hopper, in Gluon: the algorithm of bwd.py with explicit waits.
+
+The matrix multiplication of one step's dq overlaps with the next one's exponentials. Legend: hopper.py.
+"""
+
+from __future__ import annotations
+
+from triton.experimental import gluon
+from triton.experimental.gluon import language as gl
+from triton.experimental.gluon.language.nvidia.ampere import async_copy
+from triton.experimental.gluon.language.nvidia.hopper import fence_async_shared, warpgroup_mma, warpgroup_mma_wait
+
+from trireme.kernels.attention.hopper import (
+    LOG2E,
+    copy_rows,
+    cta_barrier,
+    first_key,
+    first_keys,
+    keys_copy,
+    matmul_layout,
+    places,
+    program_tile,
+    turn,
+    visible,
+)
+from trireme.kernels.launcher import await_previous, launcher
+
+
+@gluon.jit
+def _probabilities(b_s, b_lse, i_k, offset, o_q, o_tile, qk_scale, BLOCK_Q: gl.constexpr, BLOCK_K: gl.constexpr,
+                   WINDOW: gl.constexpr):  # fmt: skip
+    """exp(scores - lse), zero where hidden."""
+    b_p = gl.exp2(b_s * qk_scale - b_lse[:, None])
+    cut = i_k + BLOCK_K > offset
+    if WINDOW:
+        cut = cut | (i_k + WINDOW < offset + BLOCK_Q)
+    if cut:
+        b_p = gl.where(visible(o_q[:, None], (i_k + o_tile)[None, :], WINDOW), b_p, 0.0)
+    return b_p
+
+
+@launcher
+@gluon.jit(do_not_specialize=["N"])
+def dq_kernel(
+    p_do,
+    p_q,
+    p_k,
+    p_v,
+    p_out,
+    p_lse,
+    p_delta,
+    p_dq,
+    p_tiles,
+    N,
+    scale,
+    do_n,
+    do_h,
+    q_n,
+    q_h,
+    k_n,
+    k_h,
+    v_n,
+    v_h,
+    o_n,
+    o_h,
+    dq_n,
+    dq_h,
+    H: gl.constexpr,
+    GROUP: gl.constexpr,
+    D: gl.constexpr,
+    BLOCK_D: gl.constexpr,
+    V: gl.constexpr,
+    BLOCK_V: gl.constexpr,
+    WINDOW: gl.constexpr,
+    BLOCK_Q: gl.constexpr,
+    BLOCK_K: gl.constexpr,
+    STAGES: gl.constexpr,
+):
+    """dq and delta of a query tile."""
+    await_previous()
+    WARPS: gl.constexpr = gl.num_warps()
+    tile: gl.constexpr = gl.NVMMASharedLayout(128, 16, rank=2)
+    scores: gl.constexpr = matmul_layout(WARPS, BLOCK_K)
+    heads: gl.constexpr = matmul_layout(WARPS, BLOCK_D)
+    operand: gl.constexpr = gl.DotOperandLayout(0, heads, 2)
+    dtype: gl.constexpr = p_q.dtype.element_ty
+
+    i_h, start, offset, length = program_tile(p_tiles, H)
+    p_k += start * k_n + (i_h // GROUP) * k_h
+    p_v += start * v_n + (i_h // GROUP) * v_h
+    end = gl.minimum(offset + BLOCK_Q, length)
+
+    k_ring = gl.allocate_shared_memory(dtype, [STAGES, BLOCK_K, BLOCK_D], tile)
+    v_ring = gl.allocate_shared_memory(dtype, [STAGES - 1, BLOCK_K, BLOCK_V], tile)
+    q_tile = gl.allocate_shared_memory(dtype, [BLOCK_Q, BLOCK_D], tile)
+    do_tile = gl.allocate_shared_memory(dtype, [BLOCK_Q, BLOCK_V], tile)
+    p_q += (start + offset) * q_n + i_h * q_h
+    p_do += (start + offset) * do_n + i_h * do_h
+    p_out += (start + offset) * o_n + i_h * o_h
+    rows = places(do_n, BLOCK_Q, BLOCK_V)
+    o_row = rows[0]
+    copy_rows(q_tile, p_q, places(q_n, BLOCK_Q, BLOCK_D), length - offset, D)
+    copy_rows(do_tile, p_do, rows, length - offset, V)
+    keys, values = places(k_n, BLOCK_K, BLOCK_D), places(v_n, BLOCK_K, BLOCK_V)
+    begin = first_key(offset, WINDOW, BLOCK_K)
+    ahead = first_keys(v_ring, k_ring, p_v, p_k, values, keys, v_n, k_n, begin, end, length, V, D, BLOCK_K, STAGES)
+
+    mask = (o_row < length - offset)[:, None] & (rows[1] < V)[None, :]
+    b_do = gl.load(p_do + rows[2], mask, 0.0).to(gl.float32)
+    b_out = gl.load(p_out + places(o_n, BLOCK_Q, BLOCK_V)[2], mask, 0.0).to(gl.float32)
+    b_delta = gl.sum(b_do * b_out, 1)
+    p_stat = i_h.to(gl.int64) * N + start
+    gl.store(p_delta + p_stat + offset + o_row, b_delta, o_row < length - offset)
+    b_delta = gl.convert_layout(b_delta, gl.SliceLayout(1, scores))
+    o_q = offset + gl.arange(0, BLOCK_Q, gl.SliceLayout(1, scores))
+    b_lse = gl.load(p_lse + p_stat + o_q, o_q < length, 0.0) * LOG2E
+
+    o_tile = gl.arange(0, BLOCK_K, gl.SliceLayout(0, scores))
+    none = gl.full([BLOCK_Q, BLOCK_K], 0.0, gl.float32, scores)
+    b_dq = gl.full([BLOCK_Q, BLOCK_D], 0.0, gl.float32, heads)
+    async_copy.wait_group(STAGES - 2)
+    fence_async_shared()
+    b_s = warpgroup_mma(q_tile, k_ring.index(0).permute((1, 0)), none, use_acc=False)
+    b_dp = warpgroup_mma(do_tile, v_ring.index(0).permute((1, 0)), none, use_acc=False)
+    b_p = _probabilities(b_s, b_lse, begin, offset, o_q, o_tile, scale * LOG2E, BLOCK_Q, BLOCK_K, WINDOW)
+    b_ds = gl.convert_layout((b_p * (b_dp - b_delta[:, None])).to(dtype), operand)
+    cta_barrier()  # all warps are done with the slot
+    ahead = keys_copy(ahead, 0, STAGES - 1, v_ring, k_ring, values, keys, v_n, k_n, end, length, V, D, BLOCK_K)
+    slot, own = gl.to_tensor(0), turn(gl.to_tensor(0), STAGES - 1)
+    for i_k in range(begin + BLOCK_K, end, BLOCK_K):
+        async_copy.wait_group(STAGES - 2)
+        fence_async_shared()
+        after = turn(slot, STAGES)
+        t_s = warpgroup_mma(q_tile, k_ring.index(after).permute((1, 0)), none, use_acc=False, is_async=True)
+        t_dp = warpgroup_mma(do_tile, v_ring.index(own).permute((1, 0)), none, use_acc=False, is_async=True)
+        t_dq = warpgroup_mma(b_ds, k_ring.index(slot), b_dq, is_async=True)
+        b_s = warpgroup_mma_wait(2, (t_s,))
+        b_p = _probabilities(b_s, b_lse, i_k, offset, o_q, o_tile, scale * LOG2E, BLOCK_Q, BLOCK_K, WINDOW)
+        b_dp = warpgroup_mma_wait(1, (t_dp,))
+        b_ds = (b_p * (b_dp - b_delta[:, None])).to(dtype)
+        b_dq = warpgroup_mma_wait(0, (t_dq,))
+        b_ds = gl.convert_layout(b_ds, operand)
+        cta_barrier()  # all warps are done with the slots
+        ahead = keys_copy(ahead, own, slot, v_ring, k_ring, values, keys, v_n, k_n, end, length, V, D, BLOCK_K)
+        slot, own = after, turn(own, STAGES - 1)
+    async_copy.wait_group(0)
+    fence_async_shared()
+    b_dq = warpgroup_mma(b_ds, k_ring.index(slot), b_dq)
+
+    o_row = gl.arange(0, BLOCK_Q, gl.SliceLayout(1, heads))
+    o_d = gl.arange(0, BLOCK_D, gl.SliceLayout(0, heads))
+    mask = (offset + o_row < length)[:, None] & (o_d < D)[None, :]
+    p_dq += (start + offset) * dq_n + i_h * dq_h
+    gl.store(p_dq + o_row[:, None] * dq_n + o_d[None, :], (b_dq * scale).to(dtype), mask)
