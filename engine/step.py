@@ -280,7 +280,6 @@ def _head(
         e.weights.get(v)
     gpus = dict.fromkeys(map(e.plan.loss_gpu, range(len(batch))))
     w = {gpu: {v: e.weights.on(gpu, v) for v in read} for gpu in gpus}
-    g = {v: e.gradients.get(v) for v in read} if train and not waits else {}
     losses, done, compared = [NOTHING] * len(batch), list[Task](), list[Task]()
     if comparison:
         first = [loss(e, b, w[e.plan.loss_gpu(b)], {}, mb, scale, losses) for b, mb in enumerate(batch)]
@@ -288,11 +287,12 @@ def _head(
         e.activations.expect_head(len(batch))
     for b, mb in enumerate(batch):
         gpu = e.plan.loss_gpu(b)
+        g = {v: e.gradients.get(v, gpu) for v in read} if train else {}
         left = Left(e.gradients.dlogits[gpu].acquire(f"dlogits {b}"), []) if waits else None
         into = list(losses) if comparison else losses
-        done.append(loss(e, b, w[gpu], g, mb, scale, into, comparison, parts, left, compared))
+        done.append(loss(e, b, w[gpu], {} if left else g, mb, scale, into, comparison, parts, left, compared))
         if left:
-            add_gradients(e, b, w[gpu], {v: e.gradients.get(v, gpu) for v in read}, mb, left)
+            add_gradients(e, b, w[gpu], g, mb, left)
     for v in read:
         e.weights.release(v)
         if waits:

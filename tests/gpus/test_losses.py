@@ -184,6 +184,10 @@ def test_adapters_have_no_sum_that_moves():
     assert moving_sums(geo, plan) == ()
     assert "base copy" in buffers_of(LORA, plan)
     assert "dlogits" not in buffers_of(LORA, plan)
+    queues = SimulatedQueues(lambda task: 1.0, Rates(*[1.0] * 6), 2)
+    train_step(build(LORA, plan, LIMITS, queues), [Inputs(24, 20, 300)] * 3, 1, 1e-3)
+    losses = [task for task in queues.tasks if task.kind == "loss"]
+    assert not any(before in task.after for task in losses for before in losses), "none waits for another"
 
 
 def test_labels_are_counted_where_losses_are_computed():
