@@ -303,27 +303,31 @@ class ActivationSwap:
         )
         return out, back
 
-    def _gpu(self, u: int) -> int:
-        return self.plan.units[u].gpu
+    def _gpu(self, u: int, b: int = 0) -> int:
+        """That computes with unit u, of micro-batch b."""
+        return self.plan.loss_gpu(b) if u == self.geo.head else self.plan.units[u].gpu
 
     def _x(self, u: int, b: int, pools: Pools, on_gpu: Iterator[Tensor], in_ram: Iterator[Tensor]) -> Activation:
         """The head's, needed at once, stays on the GPU unless `between` is "host"."""
-        tier, writer, reader = self.plan.units[u].x, self._gpu(u - 1), self._gpu(u)
+        tier, writer, reader = self.plan.units[u].x, self._gpu(u - 1), self._gpu(u, b)
+        divided = u == self.geo.head and bool(self.plan.losses)
         out, back, peer = self._way(pools, writer, reader)
         at_once = max(1, len(self.geo.slices_of[u])) if self.plan.between == "gpu" else 0
-        if tier == "gpu":
+        if tier == "gpu" and not divided:
             own = Buffer(next(on_gpu))
             through_ram = InMemory(self.queues, self.places[b]) if writer != reader and not at_once else None
             stored = Home(own if writer == reader else out, own, through_ram, peer=peer)
         elif u == self.geo.head and at_once:
             stored = Home(out, back, None, peer=peer)
+        elif tier == "gpu":
+            stored = Home(out, back, InMemory(self.queues, self.places[b]))
         else:
             stored = Home(out, back, self._outside(tier, in_ram, self.geo.x_bytes(self.plan.tokens)), at_once, peer)
         kind = Kind(self.geo, u, (), numbered(self.hop_out, reader if peer else writer))
         return Activation(self, f"{self.geo.names[u]} x {b}", kind, stored)
 
     def _dx(self, u: int, b: int, pools: Pools) -> Activation:
-        writer, reader = self._gpu(u), self._gpu(u - 1)
+        writer, reader = self._gpu(u, b), self._gpu(u - 1)
         outside = InMemory(self.queues, self.places[b]) if self.plan.between == "host" else None
         kind = Kind(self.geo, u, (), numbered(self.hop_out, writer))
         out, back, peer = self._way(pools, writer, reader)
@@ -377,20 +381,21 @@ class ActivationSwap:
     def expect_forward(self, n_micro: int) -> None:
         """Forward brings each input that leaves the GPU before its layer."""
         if self.plan.between == "host":
-            inputs = [(u, x) for u, of_layer in enumerate(self.x) for x in of_layer[:n_micro]]
+            inputs = [(self._gpu(u, b), x) for u, of in enumerate(self.x) for b, x in enumerate(of[:n_micro])]
             self._expect(self.to_next, self.hop_in, inputs)
 
     def expect_head(self, n_micro: int) -> None:
         """The head reads its inputs again."""
         if self.plan.between == "host":
-            self._expect(self.to_next, self.hop_in, [(self.geo.head, x) for x in self.x[self.geo.head][:n_micro]])
+            inputs = enumerate(self.x[self.geo.head][:n_micro])
+            self._expect(self.to_next, self.hop_in, [(self.plan.loss_gpu(b), x) for b, x in inputs])
 
     def expect_backward(self, n_micro: int) -> None:
         """Backward brings what forward left outside, and each gradient that leaves the GPU before its layer."""
         blocks, micro_batches = range(self.geo.head - 1, 0, -1), range(n_micro)
-        left = [(u, each) for u in blocks for each in self._left(u, n_micro)]
-        self._expect(self.again, "h2d", [(u, each) for u, each in left if isinstance(each.back, Pool)])
-        above = [(u - 1, self.dx[u][b]) for u in range(self.geo.head, 0, -1) for b in micro_batches]
+        left = [(self._gpu(u), each) for u in blocks for each in self._left(u, n_micro)]
+        self._expect(self.again, "h2d", [(gpu, each) for gpu, each in left if isinstance(each.back, Pool)])
+        above = [(self._gpu(u - 1), self.dx[u][b]) for u in range(self.geo.head, 0, -1) for b in micro_batches]
         self._expect(self.to_next, self.hop_in, above)
 
     def _left(self, u: int, n_micro: int) -> list[Activation]:
@@ -401,10 +406,10 @@ class ActivationSwap:
         return [each for b in range(n_micro) for each in (x[b], *saved[b])]
 
     def _expect(self, prefetch: Prefetch, queue: str, read: Sequence[tuple[int, Activation]]) -> None:
-        """`read`: activations in the order in which layers read them."""
-        coming = [(u, each) for u, each in read if each.outside is not None]
-        for u, each in coming:
-            each.queue = each.kind.queue_in or numbered(queue, self._gpu(u))
+        """`read`: activations and their readers' GPUs, in the order in which layers read them."""
+        coming = [(gpu, each) for gpu, each in read if each.outside is not None]
+        for gpu, each in coming:
+            each.queue = each.kind.queue_in or numbered(queue, gpu)
         prefetch.expect([each for _, each in coming])
 
     def go_on(self) -> None:

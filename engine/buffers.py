@@ -9,6 +9,7 @@ from typing import Literal
 
 from trireme.engine.geometry import Geometry, extent
 from trireme.engine.plan import SAVED, Limits, Plan, Tier
+from trireme.models.sizes.workspace import LOSS_CHUNK
 from trireme.storage.layout import ITEMSIZE, Layout, round_up
 
 ENDS = ("embed", "head", "ends")  # size classes with one unit in use at a time
@@ -25,21 +26,24 @@ Group = Literal["weights", "gradients", "optimizer state", "activations", "works
 
 # What buffers hold, by group. Those of a pool pass from owner to owner.
 What = Literal[
-    "weights", "weights pool", "base", "base pool", "decoded",
+    "weights", "weights pool", "weights copy", "base", "base pool", "base copy", "decoded", "decoded copy",
     "sum", "sum of embedding", "sums", "rounded", "rounded pool", "gradient", "whole gradient", "gradient pool",
     "state", "state pool",
     "x", "x pool", "dx", "dx pool", "saved", "lent", "saved pool", "passed pool", "staging pool",
-    "staging",
+    "dlogits", "staging",
 ]  # fmt: skip
 GROUPS: dict[Group, tuple[What, ...]] = {
-    "weights": ("weights", "weights pool", "base", "base pool", "decoded"),
+    "weights": (
+        *("weights", "weights pool", "weights copy", "base", "base pool", "base copy"),
+        *("decoded", "decoded copy"),
+    ),
     "gradients": (
         *("sum", "sum of embedding", "sums", "rounded", "rounded pool"),
         *("gradient", "whole gradient", "gradient pool"),
     ),
     "optimizer state": ("state", "state pool"),
     "activations": ("x", "x pool", "dx", "dx pool", "saved", "lent", "saved pool", "passed pool", "staging pool"),
-    "workspace": ("staging",),
+    "workspace": ("dlogits", "staging"),
 }
 GROUP = {what: group for group, all_of in GROUPS.items() for what in all_of}
 
@@ -73,7 +77,9 @@ def _buffers(geo: Geometry, plan: Plan, units: Alike) -> list[Buffers]:
     made = [b for b in made if b.tier != "gpu"]
     for gpu in range(plan.gpus):
         own = [(u, n) for u, n in units if plan.units[u].gpu == gpu]
-        made += [replace(b, gpu=gpu) for b in _made(geo, plan, own) if b.tier == "gpu"]
+        guests = [(v, 1) for v in moving_sums(geo, plan)] if gpu in plan.losses else []
+        made += [replace(b, gpu=gpu) for b in _made(geo, plan, own, guests) if b.tier == "gpu"]
+        made += [b for b in _for_losses(geo, plan, gpu) if b.nbytes]
         made += _lent(
             geo, plan, [(u, n) for u, n in units if u and plan.units[u].lent and plan.units[u].peer == gpu], gpu
         )
@@ -87,11 +93,39 @@ def _lent(geo: Geometry, plan: Plan, units: Alike, gpu: int) -> Iterable[Buffers
         yield Buffers("gpu", "lent", nbytes, plan.n_micro * alike, geo.names[u], gpu)
 
 
-def _made(geo: Geometry, plan: Plan, units: Alike) -> list[Buffers]:
+def read_by_loss(geo: Geometry) -> tuple[int, ...]:
+    """Units whose weights the loss reads."""
+    return (geo.head, 0) if geo.cfg.tied else (geo.head,)
+
+
+def moving_sums(geo: Geometry, plan: Plan) -> tuple[int, ...]:
+    """Units whose sums of gradients go to the GPU of each micro-batch's loss."""
+    return tuple(v for v in read_by_loss(geo) if geo.numel[v]) if plan.losses else ()
+
+
+def _for_losses(geo: Geometry, plan: Plan, gpu: int) -> Iterable[Buffers]:
+    """On `gpu` if it computes losses: copies of weights from the head's, gradients of logits that wait for a sum."""
+    if gpu not in plan.losses:
+        return
+    for v in read_by_loss(geo) if gpu != plan.units[geo.head].gpu else ():
+        yield Buffers("gpu", "weights copy", geo.weights[v].span, 1, geo.names[v], gpu)
+        yield Buffers("gpu", "base copy", geo.base[v].span, 1, geo.names[v], gpu)
+        yield Buffers("gpu", "decoded copy", geo.decoded[v].span, 1, geo.names[v], gpu)
+    if moving_sums(geo, plan):
+        yield Buffers("gpu", "dlogits", round_up(_logits(geo, plan, plan.tokens)), 1, gpu=gpu)
+
+
+def _logits(geo: Geometry, plan: Plan, rows: int) -> int:
+    """Bytes."""
+    return rows * geo.cfg.vocab * ITEMSIZE[plan.dtype]
+
+
+def _made(geo: Geometry, plan: Plan, units: Alike, guests: Alike = ()) -> list[Buffers]:
+    """`guests`: units whose sums come too."""
     made = [
         *_weight_buffers(geo, plan, units),
         *_base_buffers(geo, plan, units),
-        *_sum_buffers(geo, plan, units),
+        *_sum_buffers(geo, plan, [*units, *guests]),
         *_optimizer_buffers(geo, plan, units),
         *_activation_buffers(geo, plan, units),
     ]
@@ -224,7 +258,8 @@ def _activation_buffers(geo: Geometry, plan: Plan, units: Alike) -> Iterable[Buf
     inner = [(u, alike) for u, alike in units if u]  # the embedding's input is token ids
     placement: Counter[Tier] = Counter()  # of inputs
     for u, alike in inner:
-        placement[plan.units[u].x] += alike * n
+        if not (plan.losses and u == geo.head and plan.units[u].x == "gpu"):  # that passes through pools
+            placement[plan.units[u].x] += alike * n
     leaving = plan.swap_slots * (plan.gpus > 1 and not away)  # for another GPU, by peer copies
     yield Buffers("gpu", "x", x, placement["gpu"])
     if placement["host"] or placement["ssd"] or plan.gpus > 1:
@@ -248,8 +283,11 @@ def _activation_buffers(geo: Geometry, plan: Plan, units: Alike) -> Iterable[Buf
 def workspace(geo: Geometry, plan: Plan, gpu: int = 0) -> int:
     """A GPU's bytes beside the buffers: largest unit's temporaries, rotary table, inputs, fragmentation."""
     wide = 4 if plan.sums_wide else ITEMSIZE[plan.dtype]
-    each = {geo.kinds[u]: u for u in range(geo.n_units) if plan.units[u].gpu == gpu}.values()  # by kind
+    each = {geo.kinds[u]: u for u in range(geo.head) if plan.units[u].gpu == gpu}.values()  # by kind
     needs = [geo.workspace_bytes(u, plan.tokens, wide) for u in each]
+    if gpu in (plan.losses or (plan.units[geo.head].gpu,)):
+        within = _logits(geo, plan, min(plan.tokens, LOSS_CHUNK)) if moving_sums(geo, plan) else 0  # in a buffer
+        needs.append(geo.workspace_bytes(geo.head, plan.tokens, wide) - within)
     temporaries = max(needs, default=0)
     taught = geo.cfg.teaching.nbytes if geo.cfg.teaching else 0
     inputs = plan.tokens * plan.n_micro * (48 + taught)

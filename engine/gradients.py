@@ -105,6 +105,8 @@ class Gradients:
         self.out = placement.gpu_pools("rounded pool")  # rounded
         self.landings, back = placement.pools("host", "gradient"), placement.pool("host", "gradient pool")
         self.holding: dict[int, Buffer] = {}  # accumulators in use, by unit
+        self.at: dict[int, int] = {}  # their GPUs
+        self.dlogits = placement.gpu_pools("dlogits")
         self.landed: dict[int, Landed | Spilled] = {}
         self.itemsize = ITEMSIZE[geo.dtype]
         self.on_gpu = [Buffer(tensor) for tensor in placement.gradients]  # of layers that are updated there
@@ -117,30 +119,45 @@ class Gradients:
             sums = (torch.zeros(geo.first_stretch[-1], device=device) for device in queues.devices)
             self.sums = list(sums)  # of squares by stretch, by GPU: each its units'
 
-    def get(self, u: int) -> Gradient:
-        """Unit u's accumulator, zero at first."""
+    def get(self, u: int, gpu: int | None = None) -> Gradient:
+        """Unit u's accumulator, zero at first. `gpu`: if not its own, it goes there."""
         if not self.geo.numel[u]:
             return Gradient(Buffer(NOTHING))
+        gpu = self.plan.units[u].gpu if gpu is None else gpu
         if u not in self.holding:
-            self._begin(u)
+            self._begin(u, gpu)
+        if gpu != self.at[u]:
+            self._move(u, gpu)
         return Gradient(self.holding[u])
 
     def tensors(self, u: int, gradient: Gradient) -> dict[str, Tensor]:
         return views(self.wide[u], gradient.buffer.tensor) if self.geo.numel[u] else {}
 
-    def _begin(self, u: int) -> None:
-        """Takes unit u's accumulator, zero."""
-        buffer, nbytes = self._accumulator(u), self.wide[u].span
+    def _begin(self, u: int, gpu: int) -> None:
+        """Takes unit u's accumulator on a GPU, zero."""
+        buffer, nbytes = self._accumulator(u, gpu), self.wide[u].span
 
         def zero() -> None:
             buffer.tensor[:nbytes].zero_()
 
-        queue = numbered("compute", self.plan.units[u].gpu)
+        queue = numbered("compute", gpu)
         buffer.ready = (self.queues.run(queue, "zero", self.geo.names[u], zero, buffer.ready, nbytes=nbytes),)
 
-    def _accumulator(self, u: int) -> Buffer:
+    def _move(self, u: int, gpu: int) -> None:
+        """Copies unit u's sum to another GPU, where it goes on."""
+        here, queue, nbytes = self.holding[u], numbered("peer", self.at[u]), self.wide[u].span
+        there = self._accumulator(u, gpu)
+
+        def copy() -> None:
+            there.tensor[:nbytes].copy_(here.tensor[:nbytes], non_blocking=True)
+
+        ready = (*here.ready, *there.ready)
+        there.ready = (self.queues.run(queue, "gradient", self.geo.names[u], copy, ready, nbytes=nbytes),)
+        here.free(there.ready)
+
+    def _accumulator(self, u: int, gpu: int) -> Buffer:
         pools = self.tied if u == 0 and self.geo.cfg.tied else self.accumulators
-        self.holding[u] = pools[self.plan.units[u].gpu].acquire(self.geo.names[u])
+        self.holding[u], self.at[u] = pools[gpu].acquire(self.geo.names[u]), gpu
         return self.holding[u]
 
     def finish(self, u: int) -> None:

@@ -80,7 +80,7 @@ class Optimizer:
         sums = [self._on(gpu, "sums of squares", partial(self._sums_of, gpu)) for gpu in others]
 
         def add(begun: Tensor) -> Tensor:
-            return sum((part.double().sum() for part in losses), begun)
+            return sum((part.double().sum().to(begun.device) for part in losses), begun)
 
         def conclude() -> Tensor:
             loss, norm = self.gradients.totals(add, first, [task.wait() for task in sums])

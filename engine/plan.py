@@ -115,6 +115,7 @@ class Plan:
     halves: bool = False  # half blocks as units
     at_once: int = 0  # packed experts that a matmul decodes at a time; 0: all of a layer's, once a pass
     slices: int = 1  # units of weights that a layer's frozen experts come in, one after another
+    losses: tuple[int, ...] = ()  # GPUs that compute the losses of micro-batches, in turn; none: the head's
     hosts: int = 1  # that deal a step's micro-batches among themselves; n_micro: of each, at most
     host: int = 0  # this one
 
@@ -170,6 +171,8 @@ class Plan:
         lent = [(u, self.units[u]) for u in self.distinct() if self.units[u].lent]
         if found := [u for u, unit in lent if unit.peer == unit.gpu or not 0 <= unit.peer < MOST_GPUS]:
             raise InputError(f"plan: unit {found[0]} saves in a peer, which is another GPU than its own")
+        if self.losses and (self.gpus == 1 or any(type(g) is not int or not 0 <= g < self.gpus for g in self.losses)):
+            raise InputError(f"plan: losses lists GPUs, where units are on several; there are {self.gpus}")
         inner = self.units[1:-1]
         if self.halves and any(a.gpu != b.gpu for a, b in zip(inner[::2], inner[1::2], strict=True)):
             raise InputError("plan: both halves of a block are on one GPU")
@@ -181,6 +184,8 @@ class Plan:
             return
         if self.slices > 1:  # hosts compare checksums of units
             raise InputError("plan: with several hosts experts come with their layer: slices is 1")
+        if self.losses:
+            raise InputError("plan: with several hosts losses are computed on the head's GPU: losses is empty")
         if self.mode != "forward" or self.gradients != "host":
             raise InputError("plan: with several hosts the mode is forward, and gradients wait in host")
         for unit in map(self.units.__getitem__, self.distinct()):
@@ -208,6 +213,10 @@ class Plan:
         units = [self.units[u] for u in self.distinct()]
         return 1 + max((max(unit.gpu, unit.peer * unit.lent) for unit in units), default=0)
 
+    def loss_gpu(self, b: int) -> int:
+        """The GPU that computes micro-batch b's loss."""
+        return self.losses[b % len(self.losses)] if self.losses else self.units[-1].gpu
+
     def dealt(self, gpus: int, tied: bool, peers: bool = False, shares: Shares | None = None) -> Plan:
         """This plan on `gpus` GPUs, block after block in turn; the head follows, a tied embedding is with it.
 
@@ -231,7 +240,8 @@ class Plan:
             return made.setdefault((id(unit), gpu), replace(unit, gpu=gpu, peer=0, saved=saved))
 
         units = tuple(dealt(u, unit) for u, unit in enumerate(self.units))
-        return replace(self, units=units, between="host" if gpus > 1 and not peers else self.between)
+        between = "host" if gpus > 1 and not peers else self.between
+        return replace(self, units=units, between=between, losses=())
 
     def cut(self, cfg: ModelConfig) -> ModelConfig:
         """`cfg` with this plan's units."""
@@ -287,6 +297,7 @@ class Plan:
                 raise InputError("plan: strands is not 1, and the head's gradient is one sum. Make a new plan.")
             units = [UnitPlan(**{**u, "saved": tuple(tuple(s) for s in u.get("saved", ()))}) for u in data["units"]]
             plan = {**data, "units": tuple(units), "late_moments": tuple(data.get("late_moments", ()))}
+            plan["losses"] = tuple(data.get("losses", ()))
             for what, cls in ((plan, Plan), *((vars(unit), UnitPlan) for unit in units)):
                 _check_types(what, cls)
             return Plan(**plan)

@@ -61,19 +61,19 @@ class SharedGradients(Gradients):
         assert self._wire is not None, "a simulation has no wire"
         return self._wire
 
-    def get(self, u: int) -> Gradient:
+    def get(self, u: int, gpu: int | None = None) -> Gradient:
         """Also begins the next unit's sum: it is on its way while this one's is added to."""
-        gradient, following = super().get(u), self.following.get(u)
+        gradient, following = super().get(u, gpu), self.following.get(u)
         if following is not None and following not in self.holding and u not in self.aside:
-            self._begin(following)
+            self._begin(following, self.plan.units[following].gpu)
         return gradient
 
-    def _begin(self, u: int) -> None:
+    def _begin(self, u: int, gpu: int) -> None:
         if self.plan.host == 0 and u not in self.aside:
-            super()._begin(u)
+            super()._begin(u, gpu)
             return
         before = (self.plan.host - 1) % self.plan.hosts
-        buffer, gpu, name, come = self._accumulator(u), self.plan.units[u].gpu, self.geo.names[u], []
+        buffer, name, come = self._accumulator(u, gpu), self.geo.names[u], []
         for first, n in map(extent, self.geo.pieces(u, self.plan.sum_piece)):
             piece = self.into.acquire(name)
 

@@ -15,9 +15,10 @@ import torch
 from torch import Tensor
 
 from trireme.engine.activations import ActivationSwap, saved_tensors
+from trireme.engine.buffers import moving_sums, read_by_loss
 from trireme.engine.geometry import Geometry
 from trireme.engine.gradients import Gradient, Gradients
-from trireme.engine.memory import NOTHING, Memory, Use
+from trireme.engine.memory import NOTHING, Buffer, Memory, Use, flat
 from trireme.engine.optimizer import Optimizer, StepStats
 from trireme.engine.placement import Placement
 from trireme.engine.plan import Plan
@@ -94,11 +95,19 @@ class Engine:
         self.memory.close()
 
     def compute(
-        self, kind: Kind, u: int, fn: Callable[[], object], uses: Sequence[Use], flops: float = 0, name: str = ""
+        self,
+        kind: Kind,
+        u: int,
+        fn: Callable[[], object],
+        uses: Sequence[Use],
+        flops: float = 0,
+        name: str = "",
+        gpu: int | None = None,
     ) -> Task:
-        """Queues `fn` on layer u's GPU after its uses' `ready`, and tells them, in the order in which copies leave."""
+        """Queues `fn` after its uses' `ready`, and tells them, in the order in which copies leave. `gpu`: not u's."""
         ready, name = [task for use in uses for task in use.ready], name or self.geo.names[u]
-        done = self.queues.run(numbered("compute", self.gpu(u)), kind, name, fn, ready, flops=flops)
+        queue = numbered("compute", self.gpu(u) if gpu is None else gpu)
+        done = self.queues.run(queue, kind, name, fn, ready, flops=flops)
         for use in uses:
             use.done(done)
         return done
@@ -157,8 +166,15 @@ def evaluate(e: Engine, batch: Sequence[Inputs], parts: list[Tensor] | None = No
     _forward(e, batch, train=False)
     losses, done = _head(e, batch, train=False, parts=parts)
     if e.plan.gpus > 1 and not e.queues.simulated:
-        done.wait()  # a thread of its own makes them
+        for mb, task in zip(batch, done, strict=True):
+            _count(mb.on(e.gpu(e.geo.head)).correct, task.wait())  # a thread of its own makes them
     return losses
+
+
+def _count(correct: Tensor | None, more: Tensor | None) -> None:
+    """Adds labels counted on another GPU."""
+    if correct is not None and more is not None:
+        correct.add_(more.to(correct.device))
 
 
 # ---------------------------------------------------------------- forward
@@ -215,6 +231,37 @@ def _reads(e: Engine, u: int, train: bool, twice: bool = False) -> int:
 
 # ---------------------------------------------------------------- the head
 
+# Of micro-batches whose losses several GPUs compute each adds to the same sum of gradients, which goes from GPU to GPU
+# in their order: the additions of one GPU. Only the GEMM that adds waits for it, after the rest of the loss.
+GRADIENT = "gradient"  # its name
+
+
+class Left(NamedTuple):
+    """What a loss leaves for its GEMM that waits for the sum, as a task's use."""
+
+    dlogits: Buffer  # (M, V)
+    norm: list[head.HeadWeights]  # the final norm's gradient
+
+    @property
+    def ready(self) -> tuple[Task, ...]:
+        return self.dlogits.ready
+
+    def done(self, task: Task) -> None:
+        self.dlogits.ready = (task,)
+
+    def logits(self, e: Engine, mb: Inputs) -> Tensor:
+        vocab = e.cfg.vocab
+        return flat(self.dlogits.tensor, e.geo.dtype, mb.trained * vocab).view(mb.trained, vocab)
+
+
+class Begun(NamedTuple):
+    """Tasks before a task, as its use; another use is told."""
+
+    ready: Sequence[Task]
+
+    def done(self, task: Task) -> None:
+        """Nothing follows."""
+
 
 def _head(
     e: Engine,
@@ -223,25 +270,33 @@ def _head(
     scale: float = 1.0,
     comparison: Comparison | None = None,
     parts: list[Tensor] | None = None,
-) -> tuple[list[Tensor], Task]:
-    """Each micro-batch's losses, and the last task. In training the head's gradients of scale * their sum.
+) -> tuple[list[Tensor], list[Task]]:
+    """Each micro-batch's losses, and their tasks. In training the head's gradients of scale * their sum.
 
     With `comparison` all losses come first; it makes the factors of their gradients, and the losses that are returned.
     """
-    u = e.geo.head
-    read = (u, 0) if e.cfg.tied else (u,)  # layers that the loss reads
-    w = {v: e.weights.get(v) for v in read}
-    g = {v: e.gradients.get(v) for v in read} if train else {}
-    losses = [NOTHING] * len(batch)
+    u, read, waits = e.geo.head, read_by_loss(e.geo), train and bool(moving_sums(e.geo, e.plan))
+    for v in read:
+        e.weights.get(v)
+    gpus = dict.fromkeys(map(e.plan.loss_gpu, range(len(batch))))
+    w = {gpu: {v: e.weights.on(gpu, v) for v in read} for gpu in gpus}
+    losses, done, compared = [NOTHING] * len(batch), list[Task](), list[Task]()
     if comparison:
-        for b, mb in enumerate(batch):
-            loss(e, b, w, {}, mb, scale, losses)
-        _compare(e, comparison, losses)
+        first = [loss(e, b, w[e.plan.loss_gpu(b)], {}, mb, scale, losses) for b, mb in enumerate(batch)]
+        compared = [_compare(e, comparison, losses, first)]
         e.activations.expect_head(len(batch))
     for b, mb in enumerate(batch):
-        done = loss(e, b, w, g, mb, scale, list(losses) if comparison else losses, comparison, parts)
+        gpu = e.plan.loss_gpu(b)
+        g = {v: e.gradients.get(v, gpu) for v in read} if train else {}
+        left = Left(e.gradients.dlogits[gpu].acquire(f"dlogits {b}"), []) if waits else None
+        into = list(losses) if comparison else losses
+        done.append(loss(e, b, w[gpu], {} if left else g, mb, scale, into, comparison, parts, left, compared))
+        if left:
+            add_gradients(e, b, w[gpu], g, mb, left)
     for v in read:
         e.weights.release(v)
+        if waits:
+            e.gradients.get(v)  # back to its GPU
     if train:
         e.optimizer.finish(u)
         for v in read[1:]:
@@ -249,11 +304,14 @@ def _head(
     return comparison.losses if comparison else losses, done
 
 
-def _compare(e: Engine, comparison: Comparison, losses: list[Tensor]) -> Task:
+def _compare(e: Engine, comparison: Comparison, losses: list[Tensor], made: Sequence[Task]) -> Task:
     def compare() -> None:
+        if e.plan.losses:
+            for task in made:
+                task.wait()
         comparison.run(losses, e.gradients.gather)
 
-    return e.queues.run(numbered("compute", e.gpu(e.geo.head)), "other", "comparison", compare)
+    return e.queues.run(numbered("compute", e.gpu(e.geo.head)), "other", "comparison", compare, made)
 
 
 def loss(
@@ -266,35 +324,83 @@ def loss(
     losses: list[Tensor],
     comparison: Comparison | None = None,
     parts: list[Tensor] | None = None,
+    left: Left | None = None,
+    after: Sequence[Task] = (),
 ) -> Task:
     """Sets micro-batch b's losses, times their factors; with `g` adds gradients too. `comparison`: has the factors.
 
-    `parts`: as of `evaluate`.
+    `parts`: as of `evaluate`. `left`: takes what `add_gradients` needs. The task's result: labels that were the
+    likeliest, where another GPU than the head's counts them.
     """
-    u = e.geo.head
+    u, gpu, backward = e.geo.head, e.plan.loss_gpu(b), bool(g) or left is not None
     x = e.activations.x[u][b].read()
-    dx = e.activations.dx[u][b].fill(mb.tokens, _reads(e, u - 1, train=False)) if g else None
+    dx = e.activations.dx[u][b].fill(mb.tokens, _reads(e, u - 1, train=False)) if backward else None
+    place = _place(e, mb, parts)
 
-    def add() -> None:
-        at, out = mb.on(e.gpu(u)), dx.rows() if dx else None
+    def add() -> Tensor | None:
+        at, out = mb.on(gpu), dx.rows() if dx else None
         w_out = model.output_matrix(e.cfg, weights.get(0), weights[u])
         g_out = model.output_matrix(e.cfg, grads.get(0), grads[u]) if g else None
         factors = comparison.factors[b] if comparison else at.factors
         given = (weights[u], w_out, x.rows(), at.labels, at.loss_rows)
         correct = None if comparison else at.correct
-        found = head.head_loss(e.cfg, *given, scale, grads.get(u), g_out, out, factors, at.shares, correct)
+        more = None if correct is None or gpu == e.gpu(u) else torch.zeros_like(correct, device=at.labels.device)
+        own, dlogits = grads.get(u), left.logits(e, mb) if left else None
+        if left:
+            own = head.norm_sums(weights[u], torch.float32 if e.plan.sums_wide else x.rows().dtype)
+            left.norm.append(own)
+        counts = correct if more is None else more
+        found = head.head_loss(e.cfg, *given, scale, own, g_out, out, factors, at.shares, counts, dlogits)
         found = found if factors is None else found * factors
         if at.shares is not None and e.cfg.teaching:
             if parts is not None:
-                parts.append(found.sum(1, dtype=torch.float64))
+                parts[place] = found.sum(1, dtype=torch.float64)
             found = torch.lerp(found[0], found[1], e.cfg.teaching.weight)
         losses[b] = found
+        return more
 
     weights = {v: weights_of(e, layer) for v, layer in w.items()}
     grads = {v: gradients_of(e, v, gradient) for v, gradient in g.items()}
-    flops = costs.forward_flops(e.cfg, u, mb.trained, mb.pairs)
-    flops += costs.backward_flops(e.cfg, u, mb.trained, mb.pairs) if g else 0
-    return e.compute("loss", u, add, (*w.values(), x, *g.values(), *([dx] if dx else [])), flops)
+    once, back = (count(e.cfg, u, mb.trained, mb.pairs) for count in (costs.forward_flops, costs.backward_flops))
+    flops = once + (once if left else back if g else 0)
+    read: Use = Begun(x.ready) if left else x
+    uses: tuple[Use, ...] = (
+        *w.values(),
+        read,
+        *g.values(),
+        *([dx] if dx else []),
+        *([left] if left else []),
+        Begun(after),
+    )
+    return e.compute("loss", u, add, uses, flops, gpu=gpu)
+
+
+def add_gradients(
+    e: Engine, b: int, w: Mapping[int, LayerWeights], g: Mapping[int, Gradient], mb: Inputs, left: Left
+) -> Task:
+    """Adds to `g` what `loss` of micro-batch b left."""
+    u, gpu = e.geo.head, e.plan.loss_gpu(b)
+    x = e.activations.x[u][b].read()
+
+    def add() -> None:
+        g_out = model.output_matrix(e.cfg, grads.get(0), grads[u])
+        given = weights[u], x.rows(), mb.on(gpu).loss_rows, left.logits(e, mb), left.norm.pop()
+        head.head_gradients(e.cfg, *given, grads[u], g_out)
+
+    weights = {v: weights_of(e, layer) for v, layer in w.items()}
+    grads = {v: gradients_of(e, v, gradient) for v, gradient in g.items()}
+    once, back = (count(e.cfg, u, mb.trained, mb.pairs) for count in (costs.forward_flops, costs.backward_flops))
+    uses: tuple[Use, ...] = (*w.values(), x, *g.values(), left)
+    done = e.compute("loss", u, add, uses, back - once, f"{e.geo.names[u]} {GRADIENT}", gpu)
+    left.dlogits.free((done,))
+    return done
+
+
+def _place(e: Engine, mb: Inputs, parts: list[Tensor] | None) -> int:
+    """Where the parts of a micro-batch's loss go, if it has a teacher: in the order of micro-batches."""
+    if parts is not None and e.cfg.teaching and mb.packed and mb.packed[0].shares is not None:
+        parts.append(NOTHING)
+    return len(parts or ()) - 1
 
 
 def _pool_load(e: Engine, batch: Sequence[Inputs]) -> None:

@@ -8,13 +8,14 @@ STRONGHOLD's window and, the order being known, Belady's choice.
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator, Sequence
+from functools import partial
 from typing import Literal
 
 from torch import Tensor
 
 from trireme.engine.buffers import What
 from trireme.engine.geometry import Geometry
-from trireme.engine.memory import Buffer, Fetched, Pool, Prefetch, views
+from trireme.engine.memory import NOTHING, Buffer, Fetched, Pool, Prefetch, views
 from trireme.engine.placement import Entry, Placement
 from trireme.engine.plan import Plan
 from trireme.engine.queues.names import numbered
@@ -178,6 +179,7 @@ class LayerWeights:
         self.decoded: Buffer | None = None
         self.before: Callable[[int], None] | None = None  # called before they come
         self.last: tuple[Task, ...] = ()  # reader
+        self.copied: tuple[Task, ...] = ()  # to other GPUs
 
     @property
     def may_come(self) -> bool:
@@ -251,6 +253,7 @@ class WeightStream:
         ]
         self.coming = Prefetch()
         self.in_use: dict[int, LayerWeights] = {}
+        self.copies = dict[tuple[int, int], LayerWeights]()  # of what the loss reads, by unit and GPU
 
     def _stored(self, kind: Literal["weights", "base"], pool: What) -> Iterable[OnGpu]:
         placement, geo = self.placement, self.geo
@@ -304,9 +307,43 @@ class WeightStream:
             each.release()
             self.coming.go_on()
 
+    def on(self, gpu: int, u: int) -> LayerWeights:
+        """Of what the loss reads: layer u in use or, on another GPU, a copy."""
+        layer, own = self.in_use[u], self.plan.units[u].gpu
+        if gpu == own:
+            return layer
+        if (u, gpu) not in self.copies:
+            self.copies[u, gpu] = self._copy(u, gpu)
+        copy, queue = self.copies[u, gpu], numbered("peer", own)
+        pairs = [(layer.trained.get(), copy.trained.get()), (layer.frozen.get(), copy.frozen.get())]
+        if layer.decoded is not None and copy.decoded is not None:
+            pairs.append((layer.decoded, copy.decoded))
+        sizes = [layout[u].span for layout in (self.geo.weights, self.geo.base, self.geo.decoded)]
+
+        def over() -> None:
+            for (here, there), nbytes in zip(pairs, sizes, strict=False):
+                there.tensor[:nbytes].copy_(here.tensor[:nbytes], non_blocking=True)
+
+        ready, nbytes = (*layer.ready, *copy.last), sum(sizes[: len(pairs)])
+        done = self.queues.run(queue, "weights", self.geo.names[u], over, ready, nbytes=nbytes)
+        copy.trained.ready = copy.last = (done,)
+        layer.copied = (*layer.copied, done)
+        return copy
+
+    def _copy(self, u: int, gpu: int) -> LayerWeights:
+        """Layer u's buffers on another GPU."""
+        name, many = self.geo.names[u], partial(self.placement.many, "gpu")
+        trained, frozen, decoded = (
+            next(iter(many(what, name, gpu)), NOTHING) for what in ("weights copy", "base copy", "decoded copy")
+        )
+        copy = LayerWeights(u, OnGpu(trained), OnGpu(frozen))
+        copy.decoded = Buffer(decoded) if self.geo.decoded[u].tensors else None
+        return copy
+
     def release(self, u: int) -> None:
         """Frees layer u's buffers after its last reader."""
         layer = self.in_use.pop(u)
+        layer.last, layer.copied = (*layer.last, *layer.copied), ()
         for each in layer.slices:
             if pooled(each.frozen):  # of a pass that was broken off
                 each.last = layer.last

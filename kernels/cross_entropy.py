@@ -121,10 +121,12 @@ def linear_cross_entropy(
     factors: Tensor | None = None,
     smoothing: float = 0.0,
     hits_: Tensor | None = None,
+    dlogits_: Tensor | None = None,
 ) -> Tensor:
     """As reference.linear_cross_entropy, x and weight contiguous.
 
-    Takes chunk * V logits; for several chunks into bf16 dweight_ V * D of fp32: bf16 sums would lose later ones.
+    Takes chunk * V logits, unless they are in dlogits_; for several chunks into bf16 dweight_ V * D of fp32: bf16 sums
+    would lose later ones.
     """
     (N, D), V = x.shape, weight.shape[0]
     assert labels.shape == (N,)
@@ -143,7 +145,7 @@ def linear_cross_entropy(
             num_warps=how.warps,
         )  # fmt: skip
 
-    in_chunks(x, weight, rows, dweight_, dx_, chunk, fill)
+    in_chunks(x, weight, rows, dweight_, dx_, chunk, fill, dlogits_)
     return losses
 
 
@@ -155,6 +157,7 @@ def in_chunks(
     dx_: Tensor | None,
     chunk: int,
     fill: Callable[[int, Tensor, Tensor, Tensor], None],
+    dlogits_: Tensor | None = None,
 ) -> None:
     """What losses of logits x @ weight.T have in common, `chunk` of `rows` at a time: gradients as in `reference`.
 
@@ -166,19 +169,18 @@ def in_chunks(
     assert weight.is_contiguous()
     assert x.is_contiguous()
     assert rows.dtype == torch.int64
-    assert dx_ is not None or dweight_ is None
+    assert dx_ is not None or (dweight_ is None and dlogits_ is None)
+    assert dlogits_ is None or (dweight_ is None and dlogits_.shape == (M, V) and dlogits_.is_contiguous())
     if dx_ is not None and M < N:
         dx_.zero_()
     chunk = max(1, min(chunk, M))
-    logits = torch.empty((chunk, V), dtype=x.dtype, device=x.device)
-    total = dweight_
-    if dweight_ is not None and dweight_.dtype != torch.float32 and chunk < M:
-        total = dweight_.float()
+    logits = torch.empty((chunk, V), dtype=x.dtype, device=x.device) if dlogits_ is None else dlogits_
+    total = _total_of(dweight_, chunk < M)
     for i in range(0, M, chunk):
         part = rows[i : i + chunk]
         every = M == N  # rows count up from 0: no gathering
         xs = x[i : i + chunk] if every else x.index_select(0, part)
-        z = logits[: len(part)]
+        z = logits[: len(part)] if dlogits_ is None else dlogits_[i : i + chunk]
         torch.mm(xs, weight.T, out=z)
         fill(i, part, xs, z)
         if dx_ is None:
@@ -191,6 +193,27 @@ def in_chunks(
             _add_product_(total, z.T, xs)
     if dweight_ is not None and total is not None and total is not dweight_:
         dweight_.copy_(total)
+
+
+def linear_cross_entropy_dweight(x: Tensor, rows: Tensor, dlogits: Tensor, dweight_: Tensor, chunk: int = 2048) -> None:
+    """As reference.linear_cross_entropy_dweight: the same GEMMs into dweight_ as of a loss that is given dweight_."""
+    N, M = len(x), len(rows)
+    assert dlogits.shape == (M, len(dweight_))
+    assert dlogits.is_contiguous()
+    assert x.is_contiguous()
+    chunk = max(1, min(chunk, M))
+    total = _total_of(dweight_, chunk < M)
+    assert total is not None
+    for i in range(0, M, chunk):
+        xs = x[i : i + chunk] if M == N else x.index_select(0, rows[i : i + chunk])
+        _add_product_(total, dlogits[i : i + chunk].T, xs)
+    if total is not dweight_:
+        dweight_.copy_(total)
+
+
+def _total_of(dweight: Tensor | None, several: bool) -> Tensor | None:
+    """What chunks' products are added to: fp32 where there are several."""
+    return dweight.float() if dweight is not None and dweight.dtype != torch.float32 and several else dweight
 
 
 def _add_product_(total_: Tensor, a: Tensor, b: Tensor) -> None:

@@ -68,6 +68,7 @@ embedding_bwd_ = _op(reference.embedding_bwd_, "embedding")
 add_noise_ = _op(reference.add_noise_, "embedding")
 dropout = _op(reference.dropout, "embedding")
 linear_cross_entropy = _op(reference.linear_cross_entropy, "cross_entropy")
+linear_cross_entropy_dweight = _op(reference.linear_cross_entropy_dweight, "cross_entropy")
 linear_distillation = _op(teacher.linear_distillation, "teacher.distillation")
 route_fwd = _op(experts.route_fwd, "experts.routing")
 route_bwd = _op(experts.route_bwd, "experts.routing")
@@ -143,6 +144,7 @@ __all__ = [
     "layernorm_bwd",
     "layernorm_fwd",
     "linear_cross_entropy",
+    "linear_cross_entropy_dweight",
     "linear_distillation",
     "lay_docs",
     "make_docs",

@@ -293,6 +293,7 @@ def linear_cross_entropy(
     factors: Tensor | None = None,
     smoothing: float = 0.0,
     hits_: Tensor | None = None,
+    dlogits_: Tensor | None = None,
 ) -> Tensor:
     """Loss by token under softmax(x @ weight.T), (N,) fp32; with dx_ also gradients of scale * sum(factors * loss).
 
@@ -301,12 +302,14 @@ def linear_cross_entropy(
     is above the label's, else 0 there.
 
     x (N, D), weight (V, D), labels (N,) int64; rows (M,) int64, indices of labels >= 0. Writes dx_ (N, D), adds to
-    dweight_ (V, D); elsewhere losses and dx_ are zero. Logits exist `chunk` rows at a time.
+    dweight_ (V, D); elsewhere losses and dx_ are zero. Logits exist `chunk` rows at a time, or without dweight_ their
+    gradients are left in dlogits_ (M, V), for linear_cross_entropy_dweight.
     """
     losses = torch.zeros(x.shape[0], dtype=upcast(x).dtype, device=x.device)
     if dx_ is not None:
         dx_.zero_()
-    for part in rows.split(chunk):
+    for i in range(0, len(rows), chunk):
+        part = rows[i : i + chunk]
         xs, target = x[part], labels[part]
         logits = soft_cap(upcast(xs @ weight.T), cap)
         lse = torch.logsumexp(logits, -1)
@@ -324,9 +327,22 @@ def linear_cross_entropy(
         each = scale if factors is None else scale * factors[part][:, None]
         dlogits = logits.mul_(each).mul_(slope).to(x.dtype)
         dx_[part] = dlogits @ weight
+        if dlogits_ is not None:
+            dlogits_[i : i + chunk] = dlogits
         if dweight_ is not None:
-            add_(dweight_, upcast(dlogits.T @ xs) if dweight_.dtype == x.dtype else upcast(dlogits).T @ upcast(xs))
+            add_dweight_(dweight_, dlogits, xs)
     return losses
+
+
+def linear_cross_entropy_dweight(x: Tensor, rows: Tensor, dlogits: Tensor, dweight_: Tensor, chunk: int = 2048) -> None:
+    """Adds to dweight_ (V, D) what a loss of x (N, D) and rows (M,) that left dlogits (M, V) would have added."""
+    for i in range(0, len(rows), chunk):
+        add_dweight_(dweight_, dlogits[i : i + chunk], x[rows[i : i + chunk]])
+
+
+def add_dweight_(dweight_: Tensor, dlogits: Tensor, xs: Tensor) -> None:
+    """dweight_ (V, D) += dlogits.T @ xs of a chunk."""
+    add_(dweight_, upcast(dlogits.T @ xs) if dweight_.dtype == xs.dtype else upcast(dlogits).T @ upcast(xs))
 
 
 # ---------------------------------------------------------------- gradients and the optimizer

@@ -94,6 +94,7 @@ def head_loss(
     factors: Tensor | None = None,
     shares: Shares | None = None,
     correct_: Tensor | None = None,
+    dlogits_: Tensor | None = None,
 ) -> Tensor:
     """Loss by token, (N,) fp32; with g, g_out and dx also the gradients of scale * sum(factors * loss).
 
@@ -102,7 +103,7 @@ def head_loss(
     are smoothed as by cfg. w_out, g_out (V, D), the embedding's if tied. Adds to g and g_out where trained, fills dx.
 
     With `shares` the loss is as of cfg.teaching; returned are its two parts, (2, N): cross-entropy and divergence, and
-    nothing is smoothed or counted.
+    nothing is smoothed or counted. dlogits_ (M, V), without g_out: takes the logits' gradients for `head_gradients`.
     """
     y, stats = final_norm(cfg, w, x)
     g_out = g_out if g_out is not None and trained(g_out) else None
@@ -111,7 +112,13 @@ def head_loss(
         smoothing = 0.0 if dx is None else cfg.smoothing
         hits = None if correct_ is None else torch.zeros_like(labels, dtype=torch.uint8)
         losses = ops.linear_cross_entropy(
-            *given, *more, cap=cfg.logit_cap, factors=factors, smoothing=smoothing, hits_=hits
+            *given,
+            *more,
+            cap=cfg.logit_cap,
+            factors=factors,
+            smoothing=smoothing,
+            hits_=hits,
+            dlogits_=dlogits_,
         )
         if correct_ is not None and hits is not None:
             correct_.add_((hits if factors is None else hits * factors).sum(dtype=torch.float64))
@@ -119,13 +126,40 @@ def head_loss(
         assert cfg.teaching is not None
         assert correct_ is None
         taught = ops.Taught(*shares, cfg.teaching.weight, cfg.teaching.temperature)
-        losses = ops.linear_distillation(*given, taught, *more, cap=cfg.logit_cap, factors=factors)
+        losses = ops.linear_distillation(*given, taught, *more, cap=cfg.logit_cap, factors=factors, dlogits_=dlogits_)
     if dx is not None:
         assert g is not None
         if cfg.logit_scale != 1.0:
             dx.mul_(cfg.logit_scale)
         norm_backward(dx, x, w.norm, stats, g.norm, out=dx)
     return losses
+
+
+def norm_sums(w: HeadWeights, dtype: torch.dtype) -> HeadWeights:
+    """Zeros for gradients of the final norm alone."""
+    norm, zeros = w.norm, lambda t: torch.zeros_like(t, dtype=dtype)
+    return HeadWeights(Norm(zeros(norm.weight), None if norm.bias is None else zeros(norm.bias)), None)
+
+
+def head_gradients(
+    cfg: ModelConfig,
+    w: HeadWeights,
+    x: Tensor,
+    loss_rows: Tensor,
+    dlogits: Tensor,
+    own: HeadWeights,
+    g: HeadWeights,
+    g_out: Tensor,
+) -> None:
+    """Adds to g and g_out where trained what `head_loss` would have added.
+
+    It was given dlogits and `own`, norm_sums, in place of g. x (N, D), loss_rows (M,), dlogits (M, V), g_out (V, D).
+    """
+    if trained(g_out):
+        ops.linear_cross_entropy_dweight(final_norm(cfg, w, x)[0], loss_rows, dlogits, g_out)
+    for total, added in ((g.norm.weight, own.norm.weight), (g.norm.bias, own.norm.bias)):
+        if total is not None and added is not None and trained(total):
+            total.add_(added)
 
 
 def head_top(

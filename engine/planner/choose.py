@@ -15,7 +15,7 @@ from functools import partial
 from itertools import product
 
 from trireme.engine.amounts import gib
-from trireme.engine.buffers import fits
+from trireme.engine.buffers import fits, read_by_loss
 from trireme.engine.geometry import PART_BYTES, Geometry
 from trireme.engine.plan import DoesNotFit, Limits, Plan, Shares
 from trireme.engine.planner import variants
@@ -264,6 +264,9 @@ def _around_the_best(
     if trials.wanted.peers:
         decisions.insert(0, lambda plan: variants.between(geo, plan, limits, piece))
         decisions.append(lambda plan: variants.in_peers(geo, plan, limits, steps, piece))
+    wanted, sums = trials.wanted, any(geo.numel[v] for v in read_by_loss(geo))
+    if wanted.gpus > 1 and not trials.rates.others and (wanted.peers or not sums):  # unequal GPUs round differently
+        decisions.append(lambda plan: variants.divided_losses(geo, plan, limits, piece))
     if updates:
         decisions.append(lambda plan: variants.updates(geo, plan, limits, piece))
     for rank, base in enumerate(sorted(trials.found, key=trials.cost)[:REFINED]):

@@ -9,6 +9,7 @@ from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from functools import partial
 
+from trireme.engine.buffers import moving_sums
 from trireme.engine.build import build
 from trireme.engine.geometry import ADAM_BYTES, Geometry
 from trireme.engine.plan import Limits, Plan
@@ -17,7 +18,7 @@ from trireme.engine.planner.simulate import DRIVE, Noted, SimulatedQueues, drive
 from trireme.engine.queues.names import NET, PEERS, gpu_of, plain
 from trireme.engine.queues.task import Kind, Task
 from trireme.engine.queues.trace import Span
-from trireme.engine.step import Engine, Inputs, evaluate, train_step
+from trireme.engine.step import GRADIENT, Engine, Inputs, evaluate, train_step
 from trireme.models.config import ModelConfig
 from trireme.models.sizes import costs, narrow, shapes, workspace
 from trireme.storage.layout import ITEMSIZE
@@ -99,8 +100,10 @@ def predict_evaluation(cfg: ModelConfig, plan: Plan, rates: Rates, batch: Batch)
     """An evaluation of `batch` among others, while no update is due: the second of two. Raises as `predict`."""
     ends = []
     with _engine(cfg, plan, rates, batch) as (e, queues, inputs):
-        train = queues.duration
-        queues.duration = lambda task: train(task) * (LOSS_FORWARD if task.kind == "loss" else 1)
+        known, name, train = unit_seconds(cfg, plan, rates, batch), e.geo.names[-1], queues.duration
+        apart = known.get(("loss", f"{name} {GRADIENT}"), 0.0)  # of a task that evaluations do not have
+        forward = LOSS_FORWARD * (1 + apart / known["loss", name])
+        queues.duration = lambda task: train(task) * (forward if task.kind == "loss" else 1)
         for _ in range(2):
             queues.begin()
             evaluate(e, inputs)
@@ -277,16 +280,19 @@ def unit_seconds(cfg: ModelConfig, plan: Plan, rates: Rates, batch: Batch) -> di
         return _launched(kernels_of(cfg, kind, embeds, batch.learned), seconds, rates)
 
     multiplied, slower = partial(_multiplied, rates), partial(_slower, rates)
+    geo = Geometry.of(cfg, plan)
+    lost = _loss_seconds(cfg, rates, batch.learned, ITEMSIZE[plan.dtype], gemm)
     known: dict[tuple[Kind, str], float] = {
         ("forward", names[0]): launched("forward", 2 * row * cfg.width / rates.copy, embeds=True),
         ("backward", names[0]): launched("backward", 7 * row * cfg.width / rates.copy, embeds=True),
-        ("loss", names[-1]): _loss_seconds(cfg, rates, batch.learned, ITEMSIZE[plan.dtype], gemm) / rates.loss,
+        ("loss", names[-1]): sum(lost) / rates.loss,
     }
+    if moving_sums(geo, plan):
+        known["loss", names[-1]], known["loss", f"{names[-1]} {GRADIENT}"] = (each / rates.loss for each in lost)
     if batch.compared:
         known["loss", names[-1]] *= 1 + LOSS_FORWARD
     # Gradients are read and written each micro-batch, in fp32 if several.
     wide = 8 if batch.n_micro > 1 or plan.hosts > 1 else 2 * ITEMSIZE[plan.dtype]
-    geo = Geometry.of(cfg, plan)
     trained, alike = geo.numel, dict[tuple[int, frozenset[str]], int]()  # units by what their times depend on
     for u in range(1, cfg.n_units - 1):
         kind = geo.kinds[u]
@@ -396,10 +402,11 @@ def _beside(cfg: ModelConfig, u: int) -> tuple[int, int]:
     return ins + 2 * outs, 4 * ins + 3 * outs
 
 
-def _loss_seconds(cfg: ModelConfig, rates: Rates, tokens: int, itemsize: int, gemm: float) -> float:
-    """Five passes over the logits, two over a trained weight's fp32 gradient each chunk."""
+def _loss_seconds(cfg: ModelConfig, rates: Rates, tokens: int, itemsize: int, gemm: float) -> tuple[float, float]:
+    """(five passes over the logits; a trained weight's GEMM, two over its fp32 gradient each chunk)."""
     chunks, head = -(-tokens // workspace.LOSS_CHUNK), cfg.n_units - 1
     once, back = (count(cfg, head, tokens, 0) for count in (costs.forward_flops, costs.backward_flops))
-    moved = 5 * tokens * itemsize * cfg.vocab + 8 * chunks * cfg.vocab * cfg.width * (back > once)
-    seconds = (once + back) / gemm + moved / rates.copy
-    return _launched(kernels_of(cfg, "loss", False, tokens), seconds, rates)
+    summed = 8 * chunks * cfg.vocab * cfg.width * (back > once)
+    seconds = 2 * once / gemm + 5 * tokens * itemsize * cfg.vocab / rates.copy
+    last = (back - once) / gemm + summed / rates.copy
+    return _launched(kernels_of(cfg, "loss", False, tokens), seconds + last, rates) - last, last

@@ -76,6 +76,9 @@ def _activations(geo: Geometry, plan: Plan, compute: float, before: float) -> It
         yield f"the inputs of {inputs} {blocks} are stored outside the GPU ({gib(nbytes, 1)}){instead}"
     if plan.gpus > 1 and plan.between == "gpu":
         yield "outputs of layers go to the next GPU by peer copies, not through RAM"
+    if plan.losses:
+        which = ", ".join(map(str, plan.losses))
+        yield f"GPUs {which} compute the losses of micro-batches in turn, each with a copy of the head's weights"
     if plan.between == "host":
         yield f"outputs of layers are stored outside the GPU, where those of {plan.n_micro} micro-batches do not fit"
 

@@ -122,8 +122,12 @@ def swap_slots(geo: Geometry, plan: Plan, limits: Limits, piece: int) -> Iterabl
 
 
 def _with_slots(geo: Geometry, plan: Plan, limits: Limits, slots: int, piece: int, kept: Sequence[int]) -> Plan:
-    deeper = replace(plan, swap_slots=slots, piece=piece)
-    return furthest(geo, limits, len(kept), lambda k: deeper.changed(kept[: len(kept) - k], saved=()))
+    return _with_less_kept(geo, replace(plan, swap_slots=slots, piece=piece), limits, kept)
+
+
+def _with_less_kept(geo: Geometry, plan: Plan, limits: Limits, kept: Sequence[int]) -> Plan:
+    """`plan` that saves no more of the first of `kept`, as few as need be."""
+    return furthest(geo, limits, len(kept), lambda k: plan.changed(kept[: len(kept) - k], saved=()))
 
 
 def between(geo: Geometry, plan: Plan, limits: Limits, piece: int) -> Iterable[Plan]:
@@ -137,6 +141,25 @@ def between(geo: Geometry, plan: Plan, limits: Limits, piece: int) -> Iterable[P
     other = replace(other, piece=min(plan.piece, piece))
     if fits(geo, other, limits):
         yield longer_pieces(geo, other, limits)
+
+
+def divided_losses(geo: Geometry, plan: Plan, limits: Limits, piece: int) -> Iterable[Plan]:
+    """The losses of micro-batches on all GPUs in turn, or on all but that of the last block, which is ready last.
+
+    With fewer blocks kept on the GPU if need be.
+    """
+    if plan.hosts > 1 or plan.n_micro == 1:
+        return
+    home, last = plan.units[geo.head].gpu, plan.units[geo.head - 1].gpu
+    turn = tuple((home + i) % plan.gpus for i in range(plan.gpus))
+    others = tuple(gpu for gpu in turn if gpu != last)
+    kept = [u for u, unit in enumerate(plan.units) if unit.names("gpu")]
+    for losses in dict.fromkeys((turn, (*turn[1:], home), *((others,) if len(others) > 1 else ()))):
+        if losses != plan.losses:
+            short = replace(plan, losses=losses, piece=min(plan.piece, piece))
+            room = _with_less_kept(geo, short, limits, kept)
+            if fits(geo, room, limits):
+                yield longer_pieces(geo, room, limits)
 
 
 def late_moments(plan: Plan) -> Iterable[Plan]:

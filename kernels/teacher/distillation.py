@@ -165,6 +165,7 @@ def linear_distillation(
     chunk: int = 2048,
     cap: float = 0.0,
     factors: Tensor | None = None,
+    dlogits_: Tensor | None = None,
 ) -> Tensor:
     """As reference.linear_distillation, x and weight contiguous.
 
@@ -198,5 +199,5 @@ def linear_distillation(
         if dx_ is not None:
             z.scatter_(1, ids, top.to(z.dtype))
 
-    in_chunks(x, weight, rows, dweight_, dx_, chunk, fill)
+    in_chunks(x, weight, rows, dweight_, dx_, chunk, fill, dlogits_)
     return found

@@ -17,7 +17,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from trireme.kernels.reference import add_, soft_cap, upcast
+from trireme.kernels.reference import add_dweight_, soft_cap, upcast
 
 NEVER = -1e6  # logarithm of a share that is 0
 
@@ -44,6 +44,7 @@ def linear_distillation(
     chunk: int = 2048,
     cap: float = 0.0,
     factors: Tensor | None = None,
+    dlogits_: Tensor | None = None,
 ) -> Tensor:
     """Cross-entropy and T^2 times the divergence by token, (2, N) fp32; else as linear_cross_entropy, of the loss.
 
@@ -76,6 +77,8 @@ def linear_distillation(
         each = scale if factors is None else scale * factors[part][:, None]
         dlogits = logits.mul_(each).mul_(slope).to(x.dtype)
         dx_[part] = dlogits @ weight
+        if dlogits_ is not None:
+            dlogits_[i : i + chunk] = dlogits
         if dweight_ is not None:
-            add_(dweight_, upcast(dlogits.T @ xs) if dweight_.dtype == x.dtype else upcast(dlogits).T @ upcast(xs))
+            add_dweight_(dweight_, dlogits, xs)
     return found

@@ -38,9 +38,9 @@ class Comparison:
         self.losses[:] = [torch.from_numpy(found.weights * found.losses).to(device)] if not self.host else []
         first = sum(len(each) for each in logps[: self.host])
         self.factors[:] = [torch.zeros_like(each) for each in losses] if not own else []
-        for docs in own:
+        for docs, of in zip(own, losses, strict=True):
             slopes = found.slopes[first : first + len(docs.lengths)]
-            self.factors.append(torch.from_numpy(np.repeat(-slopes, docs.lengths).astype(np.float32)).to(device))
+            self.factors.append(torch.from_numpy(np.repeat(-slopes, docs.lengths).astype(np.float32)).to(of.device))
             first += len(docs.lengths)
 
     @property

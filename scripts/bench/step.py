@@ -88,6 +88,8 @@ def make_plan(a: Arguments, cfg: ModelConfig, dtype: str, limits: Limits, rates:
         for line in choice.because:
             print(f"because {line}")
         plan = choice.plan
+    if a.losses is not None:
+        plan = replace(plan, losses=tuple(map(int, a.losses.split(","))) if a.losses else ())
     return replace(plan, window=1) if "prefetch" in a.off else plan
 
 
@@ -293,6 +295,9 @@ def arguments(argv: list[str]) -> Arguments:
     p.add_argument("--slices", type=int, default=0, help="that frozen experts of a layer come in; 0: as planned")
     p.add_argument("--micro", type=int, default=0, help="rows of a micro-batch; default: what fits, up to 16k tokens")
     p.add_argument("--gpus", type=int, default=1)
+    p.add_argument(
+        "--losses", help="GPUs that compute the losses of micro-batches in turn, as 1,0; '': the head's alone"
+    )
     p.add_argument("--gpu-memory", type=size, help="of each GPU")
     p.add_argument("--ram", type=size)
     p.add_argument("--store", help="a folder on the SSD; without it the SSD is not used")

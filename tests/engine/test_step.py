@@ -362,6 +362,9 @@ def plans(draw):
     plan = relayed(plan, dealt, cfg.tied, plan.between)
     if plan.gpus > 1 and draw(st.booleans()):
         plan = lent(plan, draw(st.sampled_from(TIERS)))
+    if plan.gpus > 1 and draw(st.booleans()):
+        losses = draw(st.lists(st.integers(0, plan.gpus - 1), min_size=1, max_size=4))
+        plan = replace(plan, losses=tuple(losses))
     return model, plan
 
 

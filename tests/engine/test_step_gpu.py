@@ -267,7 +267,14 @@ def test_codes_of_a_pass_are_those_of_each_product(name, monkeypatch):
     e.close()
 
 
-SEVERAL_GPUS = ["dense", "mixture", "adapters of experts in MXFP4", "a dense layer among experts", "fp8", "fp8 adapters"]
+SEVERAL_GPUS = [
+    "dense",
+    "mixture",
+    "adapters of experts in MXFP4",
+    "a dense layer among experts",
+    "fp8",
+    "fp8 adapters",
+]
 
 
 @pytest.mark.parametrize("name", SEVERAL_GPUS)
@@ -309,6 +316,8 @@ def random_plan(cfg, n_micro: int, dice: Random):
         gradients=dice.choice(("host", "ssd")), at_once=dice.choice((0, 1, 2)),
     )  # fmt: skip
     plan = relayed(plan, dice.sample(range(4), dice.randint(1, 4)), between=dice.choice(("gpu", "host")))
+    if plan.gpus > 1 and dice.random() < 0.5:
+        plan = replace(plan, losses=tuple(dice.choices(range(plan.gpus), k=dice.randint(1, 4))))
     return lent(plan, dice.choice(TIERS)) if plan.gpus > 1 and dice.random() < 0.5 else plan
 
 

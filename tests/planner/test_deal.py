@@ -13,7 +13,7 @@ from trireme.engine.geometry import Geometry
 from trireme.engine.plan import Limits, Shares, UnitPlan
 from trireme.engine.planner import choose as choose_module
 from trireme.engine.planner.choose import choose, floors, ways_to_share
-from trireme.engine.planner.predict import Batch, predict
+from trireme.engine.planner.predict import Batch, predict, predict_evaluation
 from trireme.engine.planner.rule import Lean, Wanted, simple_plan
 from trireme.engine.planner.simulate import SimulatedQueues
 from trireme.engine.planner.variants import in_peers, moves
@@ -169,6 +169,41 @@ def test_spare_memory_of_a_peer_holds_what_the_heads_gpu_would_recompute():
     assert best.step_s < before.step_s
     assert best.busy["dram"] == before.busy["dram"]
     assert {"peer_out", "peer_in"} <= {span.queue for span in best.spans}
+
+
+def test_losses_of_a_large_vocabulary_are_divided_over_gpus(monkeypatch):
+    """Where that is faster; a begun run goes on with another choice, since its bits are the same."""
+    monkeypatch.setattr(choose_module, "WORK", 400)
+    cfg, rates = replace(SMALL, vocab=64000), replace(LINKED, adam=1e12, dram=1e14, host=0.0)
+    wanted, limits = Wanted(((4096, 8),), document=2048, gpus=2), Limits(4 << 30, 1 << 40, 2)
+    choose_for = lambda cfg, begun=None, rates=rates: choose(cfg, limits, rates, wanted, begun, [Lean()])
+    choice = choose_for(cfg)
+    assert set(choice.plan.losses) == {0, 1}
+    said = [each for each in choice.because if each.startswith("GPUs ")]
+    assert said == [
+        f"GPUs {choice.plan.losses[0]}, {choice.plan.losses[1]} compute the losses of micro-batches in turn, each with "
+        "a copy of the head's weights"
+    ]
+    geo, batch = Geometry.of(cfg, choice.plan), Batch(4096, 2048, 8)
+    assert fits(geo, choice.plan, limits)
+    alone = predict(cfg, replace(choice.plan, losses=()), rates, batch, roughly=True)
+    assert choice.found.step_s < 0.99 * alone.step_s
+    assert choice.found.busy["compute"] < alone.busy["compute"]
+    assert choose_for(cfg, replace(choice.plan, losses=())).plan.losses == choice.plan.losses
+    assert choose_for(cfg, choice.plan, replace(rates, peer=0.0)).plan.losses == ()
+    unequal = replace(rates, others=(replace(rates, matmul=rates.matmul / 2),))
+    assert choose_for(cfg, rates=unequal).plan.losses == ()
+    assert choice.plan.dealt(3, cfg.tied, peers=True).losses == ()
+
+
+def test_an_evaluation_takes_its_part_of_divided_losses():
+    cfg = replace(SMALL, vocab=64000)
+    made = replace(deal(cfg, plan(cfg, UnitPlan("host", "host"), tokens=4096, n_micro=8), 2), between="gpu")
+    batch = Batch(4096, 2048, 8)
+    one, both = (predict_evaluation(cfg, replace(made, losses=of), LINKED, batch) for of in ((0,), (1, 0)))
+    apart = predict_evaluation(cfg, made, LINKED, batch)
+    assert one.busy["compute"] == pytest.approx(apart.busy["compute"])
+    assert both.step_s < one.step_s
 
 
 UNEQUAL = replace(H200, others=(replace(H200, matmul=H200.matmul / 2, copy=H200.copy / 2),))
