@@ -64,7 +64,7 @@ class Kernels:
         self.geo, self.plan, self.adamw, self.clip = geo, plan, adamw, Clip(queues)
         self.on_cuda = queues.device.type == "cuda"
         self.step, self.lr = 0, 0.0
-        self.workers = None if queues.simulated else Workers(update_threads())
+        self.workers = None if queues.simulated else Workers(update_threads(plan.gpus))
 
     def bind(self, u: int, a: int, b: int, on_gpu: bool = False, part: Part = "all") -> Kernel:
         """Updates elements a..b of unit u, or a `part` of them."""

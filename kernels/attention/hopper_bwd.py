@@ -35,7 +35,8 @@ from trireme.kernels.launcher import Fixed, await_previous, launcher
 
 @gluon.jit
 def _dkv_copy(ahead, slot, q_ring, do_ring, lse_ring, delta_ring, queries, outs, q_n, q_h, do_n, do_h, N, first, end,
-              length, GROUP: gl.constexpr, BLOCK_Q: gl.constexpr, D: gl.constexpr, V: gl.constexpr, o_flat):  # fmt: skip
+              length, GROUP: gl.constexpr, BLOCK_Q: gl.constexpr, D: gl.constexpr, V: gl.constexpr,
+              o_flat):  # fmt: skip
     """Starts the copies of step `ahead`, q, do, lse and delta; returns the next."""
     i_g, i_q, p_q, p_do, p_lse, p_delta = ahead
     if i_g < GROUP:

@@ -4,8 +4,9 @@
 
 Blocks are of LLaMA-3-8B and LLaMA-2-13B, with --experts of Qwen3-30B or of the mixtures that are named, with --hybrid
 of Qwen3.5-9B, with linear attention and with attention; transformers' have flash-linear-attention's kernels where it is
-installed. The parts are the GEMMs by cuBLAS and the fastest attention (cuDNN, FlashAttention-2, ours). A block and its parts, bf16 and fp8, and
-transformers and ours are timed in rounds of a second after all are warm: medians, with the GPU's clock and power.
+installed. The parts are the GEMMs by cuBLAS and the fastest attention (cuDNN, FlashAttention-2, ours). A block and its
+parts, bf16 and fp8, and transformers and ours are timed in rounds of a second after all are warm: medians, with the
+GPU's clock and power.
 """
 
 from __future__ import annotations

@@ -345,7 +345,8 @@ def listed(arch: int) -> list:
     if arch == 120:
         return [block_scaled_calls]
     if arch >= 90:
-        calls = [lambda d=d: attention_call(8, 2, d) for d in (64, 80, 128)]
+        calls = [lambda d=d: attention_call(8, 2, d) for d in (64, 80, 128, 256)]
+        calls += [lambda: attention_call(8, 2, 64, 128), lambda: attention_call(8, 8, 192, values=128)]
     else:
         calls = [lambda d=d: attention_call(8, 2, d) for d in (64, 128, 256)] + [lambda: attention_call(4, 4, 80)]
         calls += [lambda: attention_call(8, 2, 128, 256), lambda: attention_call(8, 2, 128, dtype=FP32)]
@@ -392,7 +393,7 @@ def kinds(arch: int) -> list:
     calls = [lambda t=t, D=D: wide_norm_call(D, t) for t in (BF16, FP32) for D in (8192, 16384)] * (arch in (86, 90))
     if arch == 86:  # fp32 has the same tiles on all chips
         return calls + [lambda d=d: attention_call(8, 2, d, dtype=FP32) for d in (64, 128, 192)]
-    heads = {90: (192,), 100: (128, 192), 120: (64, 128, 192), 121: ()}[arch]  # on sm_90 others are Gluon's, or smaller
+    heads = {90: (), 100: (128, 192), 120: (64, 128, 192), 121: ()}[arch]  # on sm_90 they are Gluon's
     if arch == 121:  # tiles and memory are those of sm_120
         return [block_scaled_calls, lambda: attention_call(8, 2, 128)]
     calls += [lambda d=d: attention_call(8, 2, d) for d in heads]

@@ -291,6 +291,7 @@ def test_cores_are_those_of_affinity_and_quota(tmp_path, monkeypatch, own, files
         path.write_text(text + "\n")
     assert cgroups.cores() == cores
     assert cgroups.update_threads() == max(1, int(cores) - 1)
+    assert cgroups.update_threads(4) == max(1, int(cores) - 9, int(cores) // 2)
     assert probe.processor(CPU, "F32")["cores"] == cores
 
 
