@@ -166,15 +166,12 @@ def evaluate(e: Engine, batch: Sequence[Inputs], parts: list[Tensor] | None = No
     _forward(e, batch, train=False)
     losses, done = _head(e, batch, train=False, parts=parts)
     if e.plan.gpus > 1 and not e.queues.simulated:
-        for mb, task in zip(batch, done, strict=True):
-            _count(mb.on(e.gpu(e.geo.head)).correct, task.wait())  # a thread of its own makes them
+        counted = [task.wait() for task in done]  # threads of their own make them
+        for mb, more in zip(batch, counted, strict=True):
+            correct = mb.on(e.gpu(e.geo.head)).correct
+            if correct is not None and more is not None:
+                correct.add_(more.to(correct.device))
     return losses
-
-
-def _count(correct: Tensor | None, more: Tensor | None) -> None:
-    """Adds labels counted on another GPU."""
-    if correct is not None and more is not None:
-        correct.add_(more.to(correct.device))
 
 
 # ---------------------------------------------------------------- forward
@@ -330,7 +327,7 @@ def loss(
     """Sets micro-batch b's losses, times their factors; with `g` adds gradients too. `comparison`: has the factors.
 
     `parts`: as of `evaluate`. `left`: takes what `add_gradients` needs. The task's result: labels that were the
-    likeliest, where another GPU than the head's counts them.
+    likeliest, where several GPUs count them.
     """
     u, gpu, backward = e.geo.head, e.plan.loss_gpu(b), bool(g) or left is not None
     x = e.activations.x[u][b].read()
@@ -344,7 +341,7 @@ def loss(
         factors = comparison.factors[b] if comparison else at.factors
         given = (weights[u], w_out, x.rows(), at.labels, at.loss_rows)
         correct = None if comparison else at.correct
-        more = None if correct is None or gpu == e.gpu(u) else torch.zeros_like(correct, device=at.labels.device)
+        more = None if correct is None or not e.plan.losses else torch.zeros_like(correct, device=at.labels.device)
         own, dlogits = grads.get(u), left.logits(e, mb) if left else None
         if left:
             own = head.norm_sums(weights[u], torch.float32 if e.plan.sums_wide else x.rows().dtype)

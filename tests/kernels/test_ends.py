@@ -269,3 +269,40 @@ def test_embedding_gradient_repeats_bit_by_bit(N):
     reference.embedding_bwd_(dw64, dy.double(), ids)
     assert torch.equal(*runs)
     check(runs[0], dw64, 1e-5)
+
+
+@pytest.mark.parametrize("device", DEVICES)
+@pytest.mark.parametrize("wide", [True, False])
+@pytest.mark.parametrize("given", [cross_entropy, reference])
+@pytest.mark.parametrize("M", [0, 5, 40])
+def test_the_weights_gradient_may_be_added_later(device, wide, given, M):
+    """To the bit as if the loss had added it, a chunk of rows after another."""
+    torch.manual_seed(0)
+    N, D, V = 40, 24, 50
+    x, w = (randn(n, D, device=device, dtype=torch.bfloat16) for n in (N, V))
+    labels, rows = torch.randint(V, (N,), device=device), torch.randperm(N, device=device)[:M].sort().values
+    direct = randn(V, D, device=device, dtype=torch.float32 if wide else torch.bfloat16)
+    later, dx, dx_later = direct.clone(), torch.empty_like(x), torch.empty_like(x)
+    expected = given.linear_cross_entropy(x, w, labels, rows, 0.1, direct, dx, chunk=16)
+    dlogits = torch.full((M, V), float("nan"), device=device, dtype=x.dtype)
+    losses = given.linear_cross_entropy(x, w, labels, rows, 0.1, dx_=dx_later, chunk=16, dlogits_=dlogits)
+    given.linear_cross_entropy_dweight(x, rows, dlogits, later, chunk=16)
+    assert torch.equal(losses, expected)
+    assert torch.equal(dx_later, dx)
+    assert torch.equal(later, direct)
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize(("N", "M", "V"), [(5000, 4999, 50257), (4096, 4096, 128256)])
+def test_the_weights_gradient_may_be_added_later_at_full_size(N, M, V):
+    torch.manual_seed(0)
+    x, w = (randn(n, 1024, device="cuda", dtype=torch.bfloat16) for n in (N, V))
+    labels, rows = torch.randint(V, (N,), device="cuda"), torch.arange(M, device="cuda")
+    direct = randn(V, 1024, device="cuda", dtype=torch.float32)
+    later, dx, dx_later = direct.clone(), torch.empty_like(x), torch.empty_like(x)
+    cross_entropy.linear_cross_entropy(x, w, labels, rows, 0.1, direct, dx)
+    dlogits = torch.empty((M, V), device="cuda", dtype=x.dtype)
+    cross_entropy.linear_cross_entropy(x, w, labels, rows, 0.1, dx_=dx_later, dlogits_=dlogits)
+    cross_entropy.linear_cross_entropy_dweight(x, rows, dlogits, later)
+    assert torch.equal(dx_later, dx)
+    assert torch.equal(later, direct)
