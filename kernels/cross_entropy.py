@@ -27,6 +27,17 @@ from trireme.kernels.launcher import await_previous, launcher
 from trireme.kernels.soft_cap import LN2, LOG2E, cap_slope, soft_cap
 
 
+@triton.jit
+def label_logit(p_x, p_w, D: tl.constexpr, BLOCK_D: tl.constexpr, CAP: tl.constexpr):
+    """The capped logit, in base 2, of a row at p_x and the label's weights at p_w, in fp32."""
+    o_d = tl.arange(0, BLOCK_D)
+    b_dot = tl.zeros((BLOCK_D,), tl.float32)
+    for i_d in range(0, D, BLOCK_D):
+        b_x = tl.load(p_x + i_d + o_d, i_d + o_d < D, 0.0).to(tl.float32)
+        b_dot += b_x * tl.load(p_w + i_d + o_d, i_d + o_d < D, 0.0).to(tl.float32)
+    return soft_cap(tl.sum(b_dot, 0) * LOG2E, CAP)
+
+
 @launcher
 @triton.jit(do_not_specialize=["M"])
 def _cross_entropy(
@@ -54,17 +65,12 @@ def _cross_entropy(
     await_previous()
     GROUP: tl.constexpr = 8  # a thread's logits share a maximum
     LAST: tl.constexpr = (V - 1) // BLOCK * BLOCK
-    o_d = tl.arange(0, BLOCK_D)
     o_v = tl.arange(0, BLOCK // GROUP)[:, None] * GROUP + tl.arange(0, GROUP)[None, :]
     for i in range(tl.program_id(0), M, tl.num_programs(0)):
         i_row = tl.cast(i, tl.int64)
         i_token = tl.load(p_rows + i_row)
         i_label = tl.load(p_labels + i_token)
-        b_dot = tl.zeros((BLOCK_D,), tl.float32)
-        for i_d in range(0, D, BLOCK_D):
-            b_x = tl.load(p_x + i_row * D + i_d + o_d, i_d + o_d < D, 0.0).to(tl.float32)
-            b_dot += b_x * tl.load(p_w + i_label * D + i_d + o_d, i_d + o_d < D, 0.0).to(tl.float32)
-        target = soft_cap(tl.sum(b_dot, 0) * LOG2E, CAP)
+        target = label_logit(p_x + i_row * D, p_w + i_label * D, D, BLOCK_D, CAP)
         label = i_label.to(tl.int32)
 
         p_z = p_logits + i_row * V

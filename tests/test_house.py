@@ -285,6 +285,7 @@ def from_wheel(site: Path, cwd: Path, code: str, *words: str) -> str:
     return done.stdout
 
 
+@pytest.mark.full
 def test_the_wheel_works_beside_others_packages(site, tmp_path):
     """In a folder that holds a package of the name `kernels`, as Hugging Face's does."""
     (tmp_path / "kernels").mkdir()

@@ -39,15 +39,15 @@ def busy(spans: Sequence[Span]) -> dict[str, float]:
     return total
 
 
-def perfetto(spans: Sequence[Span], process: str = "measured") -> str:
+def perfetto(spans: Sequence[Span]) -> str:
     """A Chrome trace (ui.perfetto.dev): a row a queue, microseconds."""
     rows = {queue: i for i, queue in enumerate(dict.fromkeys((*QUEUES, *(s.queue for s in spans))))}
     events = [
-        {"ph": "M", "name": "thread_name", "pid": process, "tid": i, "args": {"name": title(queue)}}
+        {"ph": "M", "name": "thread_name", "pid": "measured", "tid": i, "args": {"name": title(queue)}}
         for queue, i in rows.items()
     ]
     for s in spans:
         args = {"MB": round(s.nbytes / 1e6, 3), "GFLOP": round(s.flops / 1e9, 3)}
         times = {"ts": s.start * 1e6, "dur": (s.end - s.start) * 1e6}
-        events.append({"ph": "X", "name": s.name, "pid": process, "tid": rows[s.queue], "args": args, **times})
+        events.append({"ph": "X", "name": s.name, "pid": "measured", "tid": rows[s.queue], "args": args, **times})
     return json.dumps({"traceEvents": events})

@@ -89,19 +89,21 @@ def _clamped_swiglu_fwd(p_gate_up, p_y, limit, F: tl.constexpr, BLOCK: tl.conste
 
 @launcher
 @triton.jit
-def _routed_swiglu_bwd(
+def _routed_bwd(
     p_d_act,
-    p_gate_up,
+    p_h,
     p_weights,
     p_pair,
-    p_d_gate_up,
+    p_dh,
     p_act,
     p_dweights,
     limit,
     I: tl.constexpr,
+    GATED: tl.constexpr,
     CLAMPED: tl.constexpr,
     BLOCK: tl.constexpr,
 ):
+    """Rows of h are gate and up (2I) where GATED, interleaved where CLAMPED too, otherwise relu2's input (I)."""
     await_previous()
     i_row = tl.program_id(0).to(tl.int64)
     i_pair = tl.load(p_pair + i_row)
@@ -115,41 +117,26 @@ def _routed_swiglu_bwd(
         if CLAMPED:
             o = i_row * 2 * I + 2 * i + tl.arange(0, 2 * BLOCK)
             m_o = 2 * i + tl.arange(0, 2 * BLOCK) < 2 * I
-            b_value, b_slope, b_passes, b_up = _clamped(tl.load(p_gate_up + o, m_o, 0.0), limit, BLOCK)
-        else:
+            b_value, b_slope, b_passes, b_up = _clamped(tl.load(p_h + o, m_o, 0.0), limit, BLOCK)
+            b_act = b_value * b_up
+        elif GATED:
             o = i_row * 2 * I + o_i
-            b_up = tl.load(p_gate_up + o + I, m_i, 0.0).to(tl.float32)
-            b_value, b_slope = silu(tl.load(p_gate_up + o, m_i, 0.0).to(tl.float32))
-        b_act = b_value * b_up
+            b_up = tl.load(p_h + o + I, m_i, 0.0).to(tl.float32)
+            b_value, b_slope = silu(tl.load(p_h + o, m_i, 0.0).to(tl.float32))
+            b_act = b_value * b_up
+        else:
+            b_act, b_slope = relu2(tl.load(p_h + i_row * I + o_i, m_i, 0.0).to(tl.float32))
         b_dot += b_d * b_act
         b_d *= weight
         if CLAMPED:
             b_both = tl.join(b_d * b_up * b_slope, b_d * b_value * b_passes)
-            tl.store(p_d_gate_up + o, tl.reshape(b_both, (2 * BLOCK,)).to(dtype), m_o)
+            tl.store(p_dh + o, tl.reshape(b_both, (2 * BLOCK,)).to(dtype), m_o)
+        elif GATED:
+            tl.store(p_dh + o, (b_d * b_up * b_slope).to(dtype), m_i)
+            tl.store(p_dh + o + I, (b_d * b_value).to(dtype), m_i)
         else:
-            tl.store(p_d_gate_up + o, (b_d * b_up * b_slope).to(dtype), m_i)
-            tl.store(p_d_gate_up + o + I, (b_d * b_value).to(dtype), m_i)
+            tl.store(p_dh + i_row * I + o_i, (b_d * b_slope).to(dtype), m_i)
         tl.store(p_act + i_row * I + o_i, (weight * b_act).to(dtype), m_i)
-    tl.store(p_dweights + i_pair, tl.sum(b_dot, 0))
-
-
-@launcher
-@triton.jit
-def _routed_relu2_bwd(p_d_act, p_h, p_weights, p_pair, p_dh, p_act, p_dweights, I: tl.constexpr, BLOCK: tl.constexpr):
-    await_previous()
-    i_row = tl.program_id(0).to(tl.int64)
-    i_pair = tl.load(p_pair + i_row)
-    weight = tl.load(p_weights + i_pair)
-    dtype = p_act.dtype.element_ty
-    b_dot = tl.zeros((BLOCK,), tl.float32)
-    for i in range(0, I, BLOCK):
-        o_i = i + tl.arange(0, BLOCK)
-        m_i, o = o_i < I, i_row * I + o_i
-        b_d = tl.load(p_d_act + o, m_i, 0.0).to(tl.float32)
-        b_act, b_slope = relu2(tl.load(p_h + o, m_i, 0.0).to(tl.float32))
-        b_dot += b_d * b_act
-        tl.store(p_dh + o, (weight * b_d * b_slope).to(dtype), m_i)
-        tl.store(p_act + o, (weight * b_act).to(dtype), m_i)
     tl.store(p_dweights + i_pair, tl.sum(b_dot, 0))
 
 
@@ -194,27 +181,24 @@ def routed_swiglu_bwd(
     d_act: Tensor, gate_up: Tensor, weights: Tensor, order: Order, limit: float = 0.0
 ) -> tuple[Tensor, Tensor, Tensor]:
     """As reference.routed_swiglu_bwd, all contiguous."""
-    P, I = d_act.shape
-    assert gate_up.shape == (P, 2 * I)
-    assert weights.numel() == P
-    assert weights.dtype == torch.float32
-    assert all(t.is_contiguous() for t in (d_act, gate_up, weights))
-    d_gate_up, act, dweights = torch.empty_like(gate_up), torch.empty_like(d_act), torch.empty_like(weights)
-    block = min(BLOCK, power2(I))
-    _routed_swiglu_bwd[(P,)](
-        d_act, gate_up, weights, order.pair, d_gate_up, act, dweights, float(limit), I, limit > 0, block, num_warps=4
-    )
-    return d_gate_up, act, dweights
+    return _checked_bwd(d_act, gate_up, weights, order, True, limit)
 
 
 def routed_relu2_bwd(d_act: Tensor, h: Tensor, weights: Tensor, order: Order) -> tuple[Tensor, Tensor, Tensor]:
     """As reference.routed_relu2_bwd, all contiguous."""
+    return _checked_bwd(d_act, h, weights, order, False, 0.0)
+
+
+def _checked_bwd(
+    d_act: Tensor, h: Tensor, weights: Tensor, order: Order, gated: bool, limit: float
+) -> tuple[Tensor, Tensor, Tensor]:
     P, I = d_act.shape
-    assert h.shape == (P, I)
+    assert h.shape == (P, 2 * I if gated else I)
     assert weights.numel() == P
     assert weights.dtype == torch.float32
     assert all(t.is_contiguous() for t in (d_act, h, weights))
     dh, act, dweights = torch.empty_like(h), torch.empty_like(d_act), torch.empty_like(weights)
+    given = d_act, h, weights, order.pair, dh, act, dweights, float(limit)
     block = min(BLOCK, power2(I))
-    _routed_relu2_bwd[(P,)](d_act, h, weights, order.pair, dh, act, dweights, I, block, num_warps=4)
+    _routed_bwd[(P,)](*given, I, gated, limit > 0, block, num_warps=4)
     return dh, act, dweights

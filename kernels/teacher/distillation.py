@@ -17,7 +17,7 @@ import triton.language as tl
 from torch import Tensor
 
 from trireme.kernels import launch
-from trireme.kernels.cross_entropy import in_chunks
+from trireme.kernels.cross_entropy import in_chunks, label_logit
 from trireme.kernels.launcher import await_previous, launcher
 from trireme.kernels.soft_cap import LN2, LOG2E, cap_slope, soft_cap
 from trireme.kernels.teacher.reference import NEVER, Taught
@@ -87,18 +87,13 @@ def _distillation(
     await_previous()
     GROUP: tl.constexpr = 8  # a thread's logits share a maximum
     LAST: tl.constexpr = (V - 1) // BLOCK * BLOCK
-    o_d = tl.arange(0, BLOCK_D)
     o_k = tl.arange(0, BLOCK_K)
     o_v = tl.arange(0, BLOCK // GROUP)[:, None] * GROUP + tl.arange(0, GROUP)[None, :]
     for i in range(tl.program_id(0), M, tl.num_programs(0)):
         i_row = tl.cast(i, tl.int64)
         i_token = tl.load(p_rows + i_row)
         i_label = tl.load(p_labels + i_token)
-        b_dot = tl.zeros((BLOCK_D,), tl.float32)
-        for i_d in range(0, D, BLOCK_D):
-            b_x = tl.load(p_x + i_row * D + i_d + o_d, i_d + o_d < D, 0.0).to(tl.float32)
-            b_dot += b_x * tl.load(p_w + i_label * D + i_d + o_d, i_d + o_d < D, 0.0).to(tl.float32)
-        target = soft_cap(tl.sum(b_dot, 0) * LOG2E, CAP)
+        target = label_logit(p_x + i_row * D, p_w + i_label * D, D, BLOCK_D, CAP)
         m_k = o_k < K
         p_k = i_row * K + o_k
         m_label = tl.load(p_ids + p_k, m_k, -1) == i_label

@@ -84,7 +84,7 @@ def _linear_layers(cfg: ModelConfig, kind: str) -> dict[str, tuple[int, int]]:
 
 
 @lru_cache(KNOWN)
-def _linear_params(cfg: ModelConfig, kind: str = "block") -> dict[str, int]:
+def _linear_params(cfg: ModelConfig, kind: str) -> dict[str, int]:
     """Elements of a block's matrices that a token is multiplied with, by the name of their matmul."""
     cfg, kind = seen(cfg, kind)
     found = {name: inside * outside for name, (inside, outside) in _linear_layers(cfg, kind).items()}

@@ -102,10 +102,10 @@ def sampled(device: torch.device | str) -> Iterator[list[tuple[float, float, flo
         reader.join()
 
 
-def looped(run: Call, device: torch.device, seconds: float = LONG) -> Callable[[], float]:
-    """A measure for in_turn: seconds of a call of `run`, in a loop that lasts about `seconds`."""
+def looped(run: Call, device: torch.device) -> Callable[[], float]:
+    """A measure for in_turn: seconds of a call of `run`, in a loop that lasts about LONG."""
     run()
-    n = max(1, round(seconds / min(timed(run, device) for _ in range(3))))
+    n = max(1, round(LONG / min(timed(run, device) for _ in range(3))))
     return lambda: timed(lambda: [run() for _ in range(n)], device) / n
 
 

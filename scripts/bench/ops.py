@@ -117,9 +117,9 @@ def report(case: Case, peers: list[str], matmul: float, copies: dict[str, float]
 # ---------------------------------------------------------------- launches
 
 
-def host_seconds(run: Callable, calls: int = 50) -> float:
-    """Host seconds of `run`; `calls` fit the GPU's queue."""
-    times = []
+def host_seconds(run: Callable) -> float:
+    """Host seconds of `run`."""
+    times, calls = [], 50  # calls that fit the GPU's queue
     for _ in range(30):
         torch.cuda.current_stream().synchronize()
         start = time.perf_counter()
@@ -172,16 +172,18 @@ def host() -> list[dict]:
 
 # ---------------------------------------------------------------- tuning
 
+HEADS = 32  # of queries
 
-def try_tile(kernel: str, tile: tuple, lengths, H, K, d, time: bool) -> float:
+
+def try_tile(kernel: str, tile: tuple, lengths, K, d, time: bool) -> float:
     """Seconds with one kernel's tile changed; inf where it fails."""
     before = launch.attention
     launch.attention = lambda *given: before(*given)._replace(**{kernel: launch.Tile(*tile)})
     try:
         attention_module._forward.cache_clear()
         attention_module._backward.cache_clear()
-        a = attention_inputs(lengths, H, K, d)
-        out, lse = torch.empty_like(a.dout), torch.zeros(H, len(a.q), device=DEVICE)
+        a = attention_inputs(lengths, HEADS, K, d)
+        out, lse = torch.empty_like(a.dout), torch.zeros(HEADS, len(a.q), device=DEVICE)
         if kernel == "fwd":
             run = lambda: ops.attention_fwd(a.q, a.k, a.v, a.docs, a.scale, out=out)
         else:
@@ -209,7 +211,7 @@ def tune(widths: list[int]) -> None:
     for d, lengths in itertools.product(widths, ([4096] * 2, PACKED)):
         times = {"fwd": [], "dq": [], "dkv": []}
         for kernel, tile, _ in (job for job in jobs if job[2] == d):
-            times[kernel].append((try_tile(kernel, tile, lengths, 32, 8 if d == 128 else 32, d, True), tile))
+            times[kernel].append((try_tile(kernel, tile, lengths, 8 if d == 128 else HEADS, d, True), tile))
         for kernel, tried in times.items():
             shown = "  ".join(f"{tile} {t * 1e6:.0f}" for t, tile in sorted(tried)[:8])
             print(f"d{d} {len(lengths)} documents {kernel}: {shown}", flush=True)
@@ -217,7 +219,7 @@ def tune(widths: list[int]) -> None:
 
 def compile_tile(job: tuple) -> None:
     kernel, tile, d = job
-    try_tile(kernel, tile, [300], 32, 8 if d == 128 else 32, d, False)
+    try_tile(kernel, tile, [300], 8 if d == 128 else HEADS, d, False)
 
 
 def main() -> None:

@@ -88,9 +88,9 @@ def peers(own: Scan, a: Inputs, docs: ops.Docs) -> dict[str, Callable[[], object
     return {"forward": forward, "backward": lambda: torch.autograd.grad(y, wanted, a.dy[None], retain_graph=True)}
 
 
-def bounds(own: Scan, tokens: int, itemsize: int = 2) -> dict[str, Bound]:
-    """Work of forward and of backward, which has five products for two of forward's."""
-    keys, values = (tokens * width * itemsize for width in (own.key_width, own.value_width))
+def bounds(own: Scan, tokens: int) -> dict[str, Bound]:
+    """Work in bf16 of forward and of backward, which has five products for two of forward's."""
+    keys, values = (2 * tokens * width for width in (own.key_width, own.value_width))
     numbers = 2 * 4 * tokens * own.heads  # g and beta
     flops = costs.recurrence_flops(own, tokens)
     return {

@@ -38,11 +38,11 @@ def here(monkeypatch, tmp_path):
     launch.use({})
 
 
-def clock(faster=FASTER, gain=1.5):
+def clock(gain=1.5):
     """Seconds of a call: less with a faster setting of the launch that is tried."""
 
     def seconds(case):
-        return 1 / gain if any(launch._settings.get(name) == setting for name, setting in faster.items()) else 1.0
+        return 1 / gain if any(launch._settings.get(name) == setting for name, setting in FASTER.items()) else 1.0
 
     return seconds
 

@@ -499,6 +499,7 @@ print(data.tokens, peak() - before)
 """
 
 
+@pytest.mark.full
 def test_memory_does_not_grow_with_the_file(tmp_path):
     """28 MB of JSON in one array; as rows in memory they would take 200 MB."""
     row = json.dumps({"input_ids": list(range(200)) * 20})

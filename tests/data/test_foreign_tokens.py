@@ -25,11 +25,11 @@ ASKED = "<|im_start|>user\nName a tall tree.<|im_end|>\n<|im_start|>assistant\n"
 CONFIG = {"eos_token": "<|im_end|>", "bos_token": "<s>"}
 
 
-def without_added(folder, keep=()):
+def without_added(folder):
     """The tokenizer.json of a folder with its special tokens in the vocabulary alone."""
     path = folder / "tokenizer.json"
     spec = json.loads(path.read_text())
-    spec["added_tokens"] = [token for token in spec["added_tokens"] if token["content"] in keep]
+    spec["added_tokens"] = []
     path.write_text(json.dumps(spec))
 
 

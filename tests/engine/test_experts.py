@@ -77,6 +77,7 @@ def test_experts_may_be_frozen_and_adapters_stand_beside_attention(folder, tmp_p
     exchange(beside, source, "host").load()
 
 
+@pytest.mark.full
 def test_a_run_on_two_gpus_is_that_of_one_to_the_byte(tmp_path, monkeypatch):
     """With a loss of balance, stopped with 2 and resumed with 1: weights, losses and what is told of the load."""
     make_small(tmp_path, "demo")

@@ -92,6 +92,7 @@ def test_who_leaves_while_all_is_read_leaves_nothing_in_flight(last, everything)
     assert all(future.done() for future in store.slow)
 
 
+@pytest.mark.full
 def test_what_the_store_still_has_stays_in_memory():
     """A request may outlive its engine where a run ends by an error: it must not move bytes of somebody else's."""
     program = """

@@ -130,6 +130,7 @@ def test_a_conversation(here, capsys, monkeypatch):
     assert "/new begins another" in err
 
 
+@pytest.mark.full
 def test_drawn_text_repeats_with_the_seed(here, capsys):
     draw = lambda seed: said(capsys, "sample", "model", "--prompt", "a", "--temperature", "1", "--seed", seed)[0]
     assert draw("1") == draw("1") != draw("2")

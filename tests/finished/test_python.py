@@ -137,6 +137,7 @@ def test_a_full_drive_is_a_device_error(here, monkeypatch):
     assert found.value.exit_code == 4
 
 
+@pytest.mark.full
 def test_a_plan_for_another_machine(here):
     plan = trireme.plan(shape="llama-8b", assume="gpu=rtx4090,ram=64GiB,ssd=2TB", lora=16, batch_size=4)
     assert plan.step_s > 0

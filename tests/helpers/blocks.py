@@ -14,14 +14,14 @@ from trireme.models.sizes import shapes
 LENGTHS = [7, 1, 12]
 
 
-def block_gradients(tiny: Tiny, keep, layer=1):
-    """(out, dx, gradients) of one block with the names of `keep` saved."""
+def block_gradients(tiny: Tiny, keep):
+    """(out, dx, gradients) of the second block with the names of `keep` saved."""
     cfg, n = tiny.cfg, sum(LENGTHS)
     generator = torch.Generator().manual_seed(3)
     x, dy = (torch.randn(n, cfg.width, generator=generator).to(tiny.dtype) for _ in range(2))
     before = x.clone(), dy.clone()
     out, dx = torch.full_like(x, float("nan")), torch.full_like(x, float("nan"))
-    u, rows = layer + 1, tiny.rows(LENGTHS)
+    u, rows = 2, tiny.rows(LENGTHS)
     saved = empty_saved(cfg, n, tiny.dtype, keep)
     model.forward(cfg, u, tiny.w[u], x, rows, saved, out)
     kept = {name: t.clone() for name, t in saved.items()}

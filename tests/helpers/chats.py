@@ -39,9 +39,9 @@ def make_tokenizer(folder, bos="<s>", eos="</s>", **config):
     return load_tokenizer(folder)
 
 
-def example_of(row, renames=None):
+def example_of(row):
     """What a row says, as read from a file."""
-    return read_row(row, renames)[1]
+    return read_row(row)[1]
 
 
 def encoded(row, tokenizer, template=None):

@@ -385,12 +385,12 @@ class Tiny:
         return losses
 
 
-def oracle_generate(model, prompts, max_new, eos=None):
+def oracle_generate(model, prompts, max_new):
     """transformers' greedy tokens for each prompt alone."""
     found = []
     for prompt in prompts:
         ids = torch.tensor([prompt])
-        keys = dict(max_new_tokens=max_new, do_sample=False, eos_token_id=eos, pad_token_id=0)
+        keys = dict(max_new_tokens=max_new, do_sample=False, eos_token_id=None, pad_token_id=0)
         found.append(model.generate(ids, attention_mask=torch.ones_like(ids), **keys)[0, len(prompt) :].tolist())
     return found
 

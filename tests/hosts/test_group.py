@@ -71,6 +71,7 @@ def test_hosts_say_things_to_each_other(told):
     assert told() == dict.fromkeys(range(3), "all said")
 
 
+@pytest.mark.full
 def test_a_host_with_other_options_is_named_by_all(told):
     say = lambda hosts: {"--lr": "1", "--seed": str(hosts.host // 2)}
     assert Hosts(3, body(told, lambda hosts: hosts.agree("options", say(hosts), "Be alike"))).codes() == [2, 2, 2]
@@ -96,6 +97,7 @@ def test_a_failing_host_tells_the_others_why(told):
     assert told() == {0: others, 1: "OSError: the disk is full", 2: others}
 
 
+@pytest.mark.full
 @pytest.mark.parametrize("how", [signal.SIGKILL, signal.SIGSTOP])
 def test_a_host_that_dies_or_hangs_is_named_in_time(told, how):
     def within(hosts):

@@ -182,7 +182,7 @@ def test_rows_beyond_32_bits(large):
 def test_nothing_waits_for_the_gpu_and_no_number_of_tokens_compiles_anew():
     E, k, D, I = 24, 3, 512, 256  # widths that the library and the copy engine take
     launchers = (order_._count, order_._scan, order_._place, matmuls._grouped_mm, gradients._grouped_add)
-    launchers += (hopper.add_kernel, routing._route_fwd, routing._route_bwd, rows._combine, rows._routed_swiglu_bwd)
+    launchers += (hopper.add_kernel, routing._route_fwd, routing._route_bwd, rows._combine, rows._routed_bwd)
     w_up, w_down = (torch.zeros(E, *shape, device="cuda", dtype=BF16) for shape in ((2 * I, D), (D, I)))
     g_up, g_down = (torch.zeros_like(w, dtype=torch.float32) for w in (w_up, w_down))
 

@@ -373,6 +373,7 @@ def fresh(monkeypatch, tmp_path, built_once):
     host_adamw._built.cache_clear()
 
 
+@pytest.mark.full
 @needs_compiler
 def test_build_is_cached_and_leaves_no_part(fresh, monkeypatch):
     assert host_adamw.library() is not None

@@ -159,6 +159,7 @@ def trained_loss(width, octaves):
     return sum(losses[-20:]) / 20
 
 
+@pytest.mark.full
 @pytest.mark.parametrize("octaves", [0, 6])
 @pytest.mark.parametrize("width", [1, 2])
 def test_training_follows_fp32(width, octaves):

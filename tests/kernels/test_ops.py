@@ -21,6 +21,7 @@ def test_launcher_and_reference_have_one_signature(name):
     assert [(p.name, p.default, p.kind) for p in ours] == [(p.name, p.default, p.kind) for p in theirs]
 
 
+@pytest.mark.full
 def test_the_cpu_path_does_not_import_triton():
     code = (
         "import sys; sys.modules['triton'] = None\n"

@@ -138,11 +138,11 @@ def test_decays():
         check(own, exact, 1e-14)
 
 
-def conv_inputs(lengths, C, taps, device="cpu", dtype=torch.float32, biased=True):
+def conv_inputs(lengths, C, biased, device="cpu", dtype=torch.float32):
     torch.manual_seed(C)
     N = sum(lengths)
     x, dy = (randn(N, C + 8, device=device, dtype=dtype)[:, :C] for _ in range(2))
-    weight = randn(C, taps, device=device, dtype=dtype)
+    weight = randn(C, 4, device=device, dtype=dtype)
     return x, dy.contiguous(), weight, randn(C, device=device, dtype=dtype) if biased else None
 
 
@@ -150,7 +150,7 @@ def conv_inputs(lengths, C, taps, device="cpu", dtype=torch.float32, biased=True
 @pytest.mark.parametrize("biased", [False, True])
 def test_convolution_sees_nothing_before_its_document(lengths, biased):
     lengths = LENGTHS[lengths]
-    x, dy, weight, bias = up(*conv_inputs(lengths, 6, 4, biased=biased))
+    x, dy, weight, bias = up(*conv_inputs(lengths, 6, biased))
     docs, leaves = make_docs(lengths, "cpu"), [t.clone().requires_grad_() for t in (x, weight, *([bias] * biased))]
     ys = [
         silu(torch.nn.functional.conv1d(doc.T[None], leaves[1][:, None], *leaves[2:], padding=3, groups=6))[0].T[
@@ -273,7 +273,7 @@ def test_convolution(device, dtype, lengths, C, biased):
     from trireme.kernels.scan import around
 
     docs = make_docs(lengths, device)
-    x, dy, weight, bias = conv_inputs(lengths, C, 4, device, dtype, biased)
+    x, dy, weight, bias = conv_inputs(lengths, C, biased, device, dtype)
     check(around.conv_fwd(x, weight, bias, docs), reference.conv_fwd(*up(x, weight, bias), docs), ONE_ROUNDING[dtype])
     dx = randn(len(x), C + 16, device=device, dtype=dtype)[:, :C]
     sums = [None if t is None else torch.ones(t.shape, device=device) for t in (weight, bias)]

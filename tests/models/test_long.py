@@ -115,6 +115,7 @@ def test_what_cannot_be_read_is_refused_later(kind):
             parse_config(extended(raw, 2.0, "config.json"))
 
 
+@pytest.mark.full
 def test_a_run_beyond_the_context(tmp_path):
     """config.json of the output says the new one, and transformers opens it with our logits at that length."""
     demo.make_text(tmp_path / "stories.txt", 20, seed=1)

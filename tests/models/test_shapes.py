@@ -353,8 +353,9 @@ class Watch(TorchDispatchMode):
         self.live = self.peak = self.flops = 0
 
     def __torch_dispatch__(self, func, types, args=(), kwargs=None):
-        result = func(*args, **(kwargs or {}))
         op, variant = func.__name__.split(".")
+        kwargs = kwargs or {}
+        result = kwargs["out"] if op == "_scaled_mm" else func(*args, **kwargs)  # a CPU's are slow; nobody reads them
         if op in ("mm", "addmm", "addmm_", "_scaled_mm"):
             a, b = args[:2] if op == "_scaled_mm" else args[-2:]
             self.flops += 2 * a.shape[0] * a.shape[1] * b.shape[1]

@@ -114,6 +114,7 @@ def test_without_a_drive_what_memory_does_not_hold_is_refused():
         choose(SMALL, Limits(80 * MIB, 120 * MIB), replace(RATES, ssd_read=0.0, ssd_write=0.0), WANTED)
 
 
+@pytest.mark.full
 def test_without_a_drive_the_gpu_holds_state_rather_than_activations():
     limits, wanted = Limits(79 << 30, 108 << 30), replace(WANTED, sizes=((16384, 2),), mode="backward", document=1024)
     assert simple_plan(MODELS["llama-13b"], limits, wanted).uses("ssd")
@@ -274,6 +275,7 @@ def test_inputs_fill_ram_before_they_are_written_to_the_drive():
     assert not any(unit.names("host") or unit.names("ssd") for unit in choice.plan.units)
 
 
+@pytest.mark.full
 def test_activations_travel_where_ram_and_the_bus_have_room():
     """Fuyou's machine: recomputation would cost a fifth of the step."""
     m = machine(GPUS["rtx4090"], 768 * 10**9, DRIVES["p5510"], 12, 150e9)
@@ -304,6 +306,7 @@ def test_the_largest_models_are_planned_with_few_simulations(monkeypatch, gpu, r
     assert choice.plan.halves == (gpu == "rtx4090")
 
 
+@pytest.mark.full
 def test_bursts_of_activations_get_more_slots():
     """What every other block saves leaves by a bus that is slow for it: with two slots, forward waits."""
     limits, rates = Limits(248 * MIB, 1422 * MIB), replace(RATES, matmul=1e13, d2h=5e9)
@@ -315,6 +318,7 @@ def test_bursts_of_activations_get_more_slots():
     assert min(map(seconds, more), default=seconds(plan)) < 0.98 * seconds(two)
 
 
+@pytest.mark.full
 def test_half_blocks_where_whole_ones_do_not_fit():
     """Said in a sentence; with a little more memory whole ones, and with less a refusal that names the least."""
     wide = replace(SMALL, ffn=8192)

@@ -223,6 +223,7 @@ def test_unequal_gpus_have_blocks_by_their_speed_in_even_distances():
     assert by_memory.blocks == (400 * MIB, 200 * MIB)
 
 
+@pytest.mark.full
 def test_unequal_gpus_are_planned_within_the_memory_of_each(monkeypatch):
     monkeypatch.setattr(choose_module, "WORK", 400)
     limits = Limits(300 * MIB, 2000 * MIB, 2, less=(0, 120 * MIB))

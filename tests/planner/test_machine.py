@@ -196,6 +196,7 @@ def test_a_drive_is_as_fast_as_it_was_for_minutes(tmp_path, monkeypatch):
         assert with_drives(known(), [tmp_path], anew=True).rates.ssd_read == pytest.approx(used * 3e9)
 
 
+@pytest.mark.full
 def test_a_drive_is_measured_and_nothing_is_left(tmp_path):
     before = sorted(os.listdir(tmp_path))
     found = probe.drive_rates(tmp_path, seconds=0.0, most=2 * probe.CHUNK)
@@ -204,6 +205,7 @@ def test_a_drive_is_measured_and_nothing_is_left(tmp_path):
     assert sorted(os.listdir(tmp_path)) == before
 
 
+@pytest.mark.full
 def test_a_drive_that_fails_leaves_nothing_either(tmp_path, monkeypatch):
     def fail(*_):
         raise OSError("the drive is gone")

@@ -187,6 +187,7 @@ def test_the_wait_names_its_parts():
     assert ready_line({"load": 0.2, "steps": 7200.0, "export": 61.0}) == "in about 2h01m: steps 2h00m, export 1m01s"
 
 
+@pytest.mark.full
 def test_a_run_says_when_it_will_be_ready_and_what_it_took(tmp_path, capsys, monkeypatch):
     """On a CPU after its second step: of what is left then."""
     demo.make_text(tmp_path / "stories.txt", 40, seed=1)

@@ -126,7 +126,7 @@ def test_a_request_that_cannot_be_met(here, capsys, name):
     assert all(word in err for word in says), err
 
 
-@pytest.mark.grid
+@pytest.mark.full
 @pytest.mark.parametrize(
     ("given", "option"), [(["--ram", "8MiB"], "--ram"), (["--ram", "8MiB", "--max-grad-norm", "0"], "--ram"),
                       (["--ram", "1GiB", "--gpu-memory", "2MiB"], "--gpu-memory"),
@@ -442,7 +442,7 @@ def test_asked_to_stop_while_it_reads_it_leaves_all_as_it_was(here, number, agai
     assert {p for p in tree(here) if "stdin" not in p.name} == {p for p in before if "stdin" not in p.name}
 
 
-@pytest.mark.grid
+@pytest.mark.full
 @pytest.mark.parametrize("how", ["the same command", "--resume"])
 def test_what_was_killed_while_it_read_can_be_begun_again(here, capsys, monkeypatch, how):
     """What was in the pipe is lost; it is not taken for all of it."""
@@ -508,6 +508,7 @@ def test_where_nobody_reads_on_the_exit_code_is_141(here, monkeypatch):
         assert finetune.main([*TRAIN, "--dry-run"]) == 141
 
 
+@pytest.mark.full
 def test_a_finished_run_is_not_begun_again(here, capsys):
     assert finetune.main(list(TRAIN)) == 0
     capsys.readouterr()

@@ -33,10 +33,7 @@ def config_alone(here) -> Path:
     return here / "model"
 
 
-def step_line(report: str) -> str:
-    return re.search(r"^time     .*? tokens", report, re.MULTILINE)[0]
-
-
+@pytest.mark.full
 def test_config_alone_and_the_whole_checkpoint_get_the_same_plan(here, capsys):
     argv = ["model", "--data", "stories.txt", *BOX]
     plan = lambda report: re.findall(r"^ {11}.*|^time .*|^steps .*", report, re.MULTILINE)
@@ -72,6 +69,7 @@ def test_a_shape_needs_nothing_at_all(tmp_path, monkeypatch, capsys):
     assert not list(tmp_path.iterdir())
 
 
+@pytest.mark.full
 def test_adapters_on_a_packed_shape_are_planned(tmp_path, monkeypatch, capsys):
     """The rows of the memory table know all buffers."""
     monkeypatch.chdir(tmp_path)
@@ -80,6 +78,7 @@ def test_adapters_on_a_packed_shape_are_planned(tmp_path, monkeypatch, capsys):
     assert re.search("frozen matrices stay in MXFP4, 9.4[0-9] GiB, until the GPU", report)
 
 
+@pytest.mark.full
 def test_a_release_in_fp8_is_planned_by_its_config_alone(config_alone, capsys):
     """Half the bytes of matrices; all of them in bf16 again where they are trained."""
     path = config_alone / "config.json"
@@ -172,6 +171,7 @@ def test_a_folder_in_which_the_run_would_be_refused_is_named(here, capsys):
     assert "warning: the run itself would be refused: --out out is not empty (1 entry)" in capsys.readouterr().out
 
 
+@pytest.mark.full
 def test_a_dry_run_leaves_its_tokens_to_the_run(here, capsys, monkeypatch, tmp_path_factory):
     folder, made = tmp_path_factory.mktemp("cache"), []
     build = prepare._build

@@ -111,6 +111,7 @@ def steps_of(out: Path) -> int:
 BEST = "best.new"
 
 
+@pytest.mark.full
 @pytest.mark.parametrize(("last", "export", "save", "when"), [
     (7.0, "last", "never", [(6, "out"), (6, BEST)]),
     (7.0, "best", "never", [(6, "out")]),
@@ -176,6 +177,7 @@ def in_f16() -> None:
 ONE_STEP = [*TRAIN[:-1], "1", "--warmup", "0", "--schedule", "constant"]
 
 
+@pytest.mark.full
 def test_what_f16_cannot_hold_is_said(here, capsys):
     in_f16()
     report = said(capsys, *ONE_STEP, "--lr", "1e5", "--max-grad-norm", "0")
@@ -183,6 +185,7 @@ def test_what_f16_cannot_hold_is_said(here, capsys):
     assert all(np.isfinite(value).all() for value in load_file("out/model.safetensors").values())
 
 
+@pytest.mark.full
 def test_adapters_that_cannot_be_added_are_the_output_all_the_same(here, capsys):
     in_f16()
     report = said(capsys, *ONE_STEP, "--lr", "100", "--lora", "2", "--merge", "--lora-alpha", "1e6")
@@ -192,6 +195,7 @@ def test_adapters_that_cannot_be_added_are_the_output_all_the_same(here, capsys)
     assert not Path("out/store").exists()
 
 
+@pytest.mark.full
 @pytest.mark.parametrize("export", ["best", "last"])
 def test_where_nothing_got_better_the_best_of_what_was_trained_is_exported_with_a_warning(here, losses, capsys, export):
     """Of `--export last` the warning is of the last."""
@@ -212,6 +216,7 @@ def test_a_loss_that_is_no_number_is_no_best(here, losses, capsys):
     )
 
 
+@pytest.mark.full
 @pytest.mark.parametrize(("patience", "step"), [("1", 3), ("2", 4), ("9", 6)])
 def test_patience_ends_the_run(here, losses, capsys, patience, step):
     report = said(capsys, *EVALUATED, "--patience", patience, "--export", "best")

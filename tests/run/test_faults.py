@@ -19,11 +19,12 @@ from contextlib import contextmanager, redirect_stderr, redirect_stdout
 from dataclasses import replace
 from pathlib import Path
 from types import SimpleNamespace
+from unittest import mock
 
 import pytest
 from engines import fork
 from runs import child as resumed
-from runs import ended, finished, losses, options
+from runs import ended, finished, losses, make_small, options
 
 from trireme.engine.plan import UnitPlan
 from trireme.engine.planner.choose import Choice
@@ -31,7 +32,7 @@ from trireme.engine.planner.predict import Prediction
 from trireme.engine.queues import watchdog
 from trireme.engine.queues.names import QUEUES
 from trireme.engine.queues.real import RealQueues
-from trireme.engine.run import live, loop, pace, train
+from trireme.engine.run import demo, live, loop, pace, train
 from trireme.engine.run.begin.job import prepare
 from trireme.engine.run.options import Options, every
 from trireme.storage.aio import IO
@@ -145,23 +146,30 @@ def child(given: Options, faults: Faults, plan_after) -> int:
 
 
 @pytest.fixture(scope="module")
-def whole(checkpoint):
+def narrow(tmp_path_factory) -> Path:
+    """As `checkpoint`, of a narrower model: what may fail is the same."""
+    with mock.patch.multiple(demo, WIDTH=32, FFN=48, LAYERS=3, HEADS=2, KV_HEADS=1):
+        return make_small(tmp_path_factory.mktemp("faults"))
+
+
+@pytest.fixture(scope="module")
+def whole(narrow):
     """(options by folder, the plan that is moved to, the undisturbed run's folder, how often what happened in it)"""
-    first = prepare(options(checkpoint, checkpoint / "planned", "gpu", micro_batch=2)).plan
+    first = prepare(options(narrow, narrow / "planned", "gpu", micro_batch=2)).plan
     far = UnitPlan("ssd", "ssd", x="ssd", saved=(("resid", "ssd"), ("lse", "host")))
     inner = [far, UnitPlan("host", "host", update="gpu", x="host"), UnitPlan("host", "ssd", saved=(("resid", "gpu"),))]
     n = len(first.units)
     units = (UnitPlan("host", "host"), *(inner[u % 3] for u in range(n - 2)), UnitPlan("ssd", "ssd"))
-    more = dict(gradients="ssd", late_moments=("host", "ssd"), window=2, state_slots=3, record=1 << 16)
+    more = dict(gradients="ssd", late_moments=("host", "ssd"), window=2, state_slots=3, record=1 << 13)
     plan = replace(first, units=units, **more)
-    plan.save(checkpoint / "everything.json")
+    plan.save(narrow / "everything.json")
     after = replace(plan, units=tuple(UnitPlan("ssd" if u % 2 else "host", "ssd") for u in range(n)), window=3)
 
     def given(out: Path, **how) -> Options:
-        run = options(checkpoint, out, "gpu", plan=str(checkpoint / "everything.json"), val="0.1", **how)
+        run = options(narrow, out, "gpu", plan=str(narrow / "everything.json"), val="0.1", **how)
         return replace(run, max_steps=4, eval_every=every("2"), save_every=every("2"), micro_batch=2, ram=1 << 30)
 
-    out = checkpoint / "undisturbed"
+    out = narrow / "undisturbed"
     assert child(given(out), Faults(out), after) == 0
     return given, after, out, json.loads(Path(f"{out}.json").read_text())
 
@@ -172,9 +180,9 @@ def test_what_a_run_waits_for_is_watched(whole):
 
 
 @pytest.mark.parametrize("place", PLACES)
-def test_whatever_fails_the_run_ends_with_it_and_goes_on(checkpoint, whole, place):
+def test_whatever_fails_the_run_ends_with_it_and_goes_on(narrow, whole, place):
     given, after, before, count = whole
-    out, fatal = checkpoint / f"fails-{place}", random.Random(place).randint(1, count[place])
+    out, fatal = narrow / f"fails-{place}", random.Random(place).randint(1, count[place])
     assert child(given(out), Faults(out, place, fatal), after) == FAILED, fatal
     if not finished(out):
         resume = str(out) if (out / "config.yaml").exists() else None

@@ -350,6 +350,7 @@ def test_a_tokenizer_that_aborts_as_it_is_loaded(here):
     assert re.fullmatch(r"error: model: tokenizer.json breaks down \(SIG[A-Z]+\); .*--tokenizer.*\n", done.stderr)
 
 
+@pytest.mark.full
 def test_a_decoder_that_fails_ends_no_run(here, capsys):
     """What cannot be shown is said; examples and samples are only to be looked at."""
     own = json.loads(Path("model/tokenizer.json").read_text())["decoder"]

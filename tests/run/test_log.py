@@ -330,6 +330,7 @@ def test_only_the_screen_speaks():
             assert not spoken, f"{path} speaks for itself"
 
 
+@pytest.mark.full
 def test_what_is_slow_here_is_said_at_the_start(made, tmp_path, monkeypatch, capsys):
     """A drive without O_DIRECT, no compiler, files that do not travel: each is a line of the run."""
     shutil.copytree(made / "model", tmp_path / "model")
@@ -503,6 +504,7 @@ def test_a_tracker_that_is_not_there_is_refused_before_the_data_is_read(here, ca
     assert f"--log {name}: it is not installed. pip install {log_module.PACKAGES.get(name, name)}" in said
 
 
+@pytest.mark.full
 def test_tensorboard_and_a_trace_are_left_with_the_run(here, monkeypatch):
     """TensorBoard's writer is played: it is not among the dependencies."""
     got, module = [], types.ModuleType("torch.utils.tensorboard")
@@ -547,6 +549,7 @@ def test_without_a_key_nothing_is_read_and_what_to_do_is_said(here, capsys, monk
     assert "Log in with `wandb login`, or set WANDB_MODE=offline, or leave it out." in said
 
 
+@pytest.mark.full
 def test_a_resumed_run_goes_on_in_its_own_run_there(here, capsys, monkeypatch):
     monkeypatch.setitem(sys.modules, "wandb", fake := Wandb())
     step = loop.Run._step

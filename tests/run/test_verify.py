@@ -124,7 +124,7 @@ def test_a_run_that_comes_second_sweeps_nothing_away(tmp_path):
     assert not (tmp_path / "s").exists()
 
 
-@pytest.mark.grid
+@pytest.mark.full
 @pytest.mark.parametrize("fails", ["before its store", "at its store"])
 @pytest.mark.parametrize("other", ["trains before it", "trains meanwhile", "was stopped meanwhile"])
 def test_a_run_that_fails_leaves_the_store_of_another_one(tmp_path, fails, other):
@@ -457,7 +457,7 @@ def test_a_drive_without_room_is_refused_before_the_start(tmp_path, monkeypatch,
 TALK = [{"role": "user", "content": "Who are you?"}, {"role": "assistant", "content": "A fox. I live in a wood."}]
 
 
-@pytest.mark.grid
+@pytest.mark.full
 @pytest.mark.parametrize(
     ("given", "template", "same"),
     [

@@ -391,6 +391,7 @@ def interrupt():
     raise KeyboardInterrupt
 
 
+@pytest.mark.full
 @pytest.mark.parametrize("then", ["remove_finished", "a new store"])
 def test_killed_at_any_moment_of_its_removal_the_folders_can_be_used_again(tmp_path, monkeypatch, then):
     """Before each call that removes something; what a new store of another checkpoint does not have goes as well."""

@@ -144,6 +144,7 @@ def test_peft_opens_it_and_merged_it_computes_the_same(checkpoint, whole):
     assert said["base_model_name_or_path"] == str(checkpoint / "checkpoint")
 
 
+@pytest.mark.full
 def test_an_adapter_is_trained_further(checkpoint, whole):
     more = options(checkpoint, checkpoint / "further", "gpu", adapter=str(checkpoint / "whole"))
     finetune(replace(more, lr=1e-9, max_steps=1))
@@ -153,6 +154,7 @@ def test_an_adapter_is_trained_further(checkpoint, whole):
     assert all(torch.allclose(t, whole[0][name], atol=1e-6) for name, t in found.items())
 
 
+@pytest.mark.full
 def test_a_part_of_the_layers_is_trained_further_with_its_dropout(checkpoint, whole, capsys):
     shutil.copytree(checkpoint / "whole", checkpoint / "part")
     tensors = {name: t for name, t in whole[0].items() if "layers.0.self_attn" not in name}
@@ -269,6 +271,7 @@ def test_what_cannot_be_merged_is_said_in_one_line(checkpoint, whole, case, monk
     assert sorted(Path().rglob("*")) == before
 
 
+@pytest.mark.full
 def test_merging_without_room_is_refused_before_the_first_step(checkpoint, monkeypatch):
     run = adapters(checkpoint, "full", merge=True)
     nbytes = (checkpoint / "checkpoint/model.safetensors").stat().st_size

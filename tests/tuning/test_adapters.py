@@ -90,6 +90,7 @@ def test_each_family_of_mixtures_is_compared_with_peft():
     assert {CASES[case][0] for case in MIXTURES} == families
 
 
+@pytest.mark.grid
 @pytest.mark.parametrize("experts", [(), ("experts",)])
 @pytest.mark.parametrize("case", MIXTURES)
 def test_peft_opens_all_linear_layers_of_a_mixture(case, experts, tmp_path):

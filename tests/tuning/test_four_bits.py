@@ -7,8 +7,9 @@ import pytest
 import torch
 from engines import JitterQueues, adapters, batches, exchange, final_weights, gpu_plan, opened, train
 from four_bits import in_fp4, in_int4
+from packed_files import check_malformed, write_packed
 from safetensors.torch import load_file, save_file
-from tiny import LLAMA, MIXTURE, oracle
+from tiny import LLAMA, MIXTURE
 from transformers.integrations.finegrained_fp8 import Fp8Dequantize
 
 from trireme.engine.geometry import Geometry
@@ -19,14 +20,12 @@ from trireme.engine.tuning.parts import open_checkpoint
 from trireme.kernels.reference import split_master
 from trireme.models.config import InputError, Lora, read_config
 from trireme.storage.devices import open_device
-from trireme.storage.headers import CheckpointError
 
 pytestmark = pytest.mark.grid
 
 EVEN = dict(hidden_size=64, intermediate_size=96, head_dim=16)
 MANY = MIXTURE | EVEN | dict(moe_intermediate_size=32)
 FP4 = ("nvfp4", "modelopt", "mxfp4")
-LEFT = ("embed", "norm", "lm_head", "mlp.gate.")
 CASES = {  # model_type, keys, form, columns of a group
     "int4": ("qwen3", LLAMA, "int4", 8),
     "int4 zeros": ("llama", LLAMA | EVEN, "int4 zeros", 32),
@@ -95,28 +94,22 @@ def made(tmp_path_factory):
         if case not in found:
             model_type, keys, form, group = CASES[case]
             packed, plain = (tmp_path_factory.mktemp(name) for name in ("packed", "bf16"))
-            oracle(model_type, keys)[0].bfloat16().save_pretrained(plain)
-            state = load_file(plain / "model.safetensors")
-            files, wide = dict(state), {}
-            for name, w in state.items():
-                if w.dim() == 2 and not any(part in name for part in LEFT):
-                    if form == "deepseek":
-                        parts, wide[name] = as_deepseek(name, w)
-                    else:
-                        parts, wide[name] = in_fp4(w, form) if form in FP4 else in_int4(w, form, group)
-                    del files[name]
-                    files |= {name.removesuffix(".weight") + end: part for end, part in parts.items()}
-                    state[name] = wide[name].bfloat16()
-            save_file(files, packed / "model.safetensors", {"format": "pt"})
-            save_file(state, plain / "model.safetensors", {"format": "pt"})
-            config = json.loads((plain / "config.json").read_text())
-            (packed / "config.json").write_text(json.dumps(config | dict(quantization_config=said(form, group))))
+
+            def pack(name, w):
+                if form == "deepseek":
+                    parts, decoded = as_deepseek(name, w)
+                else:
+                    parts, decoded = in_fp4(w, form) if form in FP4 else in_int4(w, form, group)
+                return {name.removesuffix(".weight") + end: part for end, part in parts.items()}, decoded
+
+            wide = write_packed((packed, plain), model_type, keys, said(form, group), pack)
             found[case] = packed, plain, wide
         return found[case]
 
     return make
 
 
+@pytest.mark.full
 @pytest.mark.parametrize("case", CASES)
 def test_adapters_are_trained_as_on_its_copy_in_bf16(made, case, tmp_path):
     """Packed in every tier, in place too, blocks and sub-layers: bitwise the run on decoded weights."""
@@ -271,16 +264,7 @@ HOSTILE = {  # case -> (checkpoint, change of the tensors, words)
 @pytest.mark.parametrize("case", HOSTILE)
 def test_a_malformed_release_is_one_line(made, case, tmp_path):
     of, change, words = HOSTILE[case]
-    folder = made(of)[0]
-    state = {name: t.clone() for name, t in load_file(folder / "model.safetensors").items()}
-    change(state)
-    save_file(state, tmp_path / "model.safetensors", {"format": "pt"})
-    (tmp_path / "config.json").write_bytes((folder / "config.json").read_bytes())
-    for change_of in (lambda cfg: adapted(cfg, Lora(2, 4.0, ("q_proj",))), lambda cfg: cfg):
-        with pytest.raises((CheckpointError, InputError), match=words) as told:
-            cfg, source, _ = opened(tmp_path, change_of)
-            exchange(cfg, source)[1].load()
-        assert "\n" not in str(told.value)
+    check_malformed(made(of)[0], change, words, tmp_path)
 
 
 def test_matrices_that_are_left_out_stay_as_they_are(made, tmp_path):

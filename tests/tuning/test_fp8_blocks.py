@@ -8,6 +8,7 @@ import peft
 import pytest
 import torch
 from engines import JitterQueues, adapters, batches, exchange, final_weights, gpu_plan, opened, train
+from packed_files import check_malformed
 from safetensors.torch import load_file, save_file
 from tiny import LATENT, LLAMA, MIXTURE, oracle
 from transformers import AutoModelForCausalLM
@@ -22,7 +23,6 @@ from trireme.engine.tuning.parts import open_checkpoint
 from trireme.kernels.reference import split_master
 from trireme.models.config import InputError, Lora, read_config
 from trireme.storage.devices import open_device
-from trireme.storage.headers import CheckpointError
 
 pytestmark = pytest.mark.grid
 
@@ -121,6 +121,7 @@ def made(tmp_path_factory):
     return make
 
 
+@pytest.mark.full
 @pytest.mark.parametrize("case", CASES)
 def test_adapters_are_trained_on_fp8_as_on_its_copy_in_bf16(made, case, tmp_path):
     """Packed in every tier, in place too, blocks and sub-layers: bitwise the run on decoded weights."""
@@ -269,17 +270,7 @@ HOSTILE = {  # case -> (change of the tensors, words)
 
 @pytest.mark.parametrize("case", HOSTILE)
 def test_a_malformed_release_is_one_line(made, case, tmp_path):
-    change, words = HOSTILE[case]
-    folder, _ = made("dense")
-    state = {name: t.clone() for name, t in load_file(folder / "model.safetensors").items()}
-    change(state)
-    save_file(state, tmp_path / "model.safetensors", {"format": "pt"})
-    (tmp_path / "config.json").write_bytes((folder / "config.json").read_bytes())
-    for change_of in (lambda cfg: adapted(cfg, Lora(2, 4.0, ("q_proj",))), lambda cfg: cfg):
-        with pytest.raises((CheckpointError, InputError), match=words) as told:
-            cfg, source, _ = opened(tmp_path, change_of)
-            exchange(cfg, source)[1].load()
-        assert "\n" not in str(told.value)
+    check_malformed(made("dense")[0], *HOSTILE[case], tmp_path)
 
 
 def test_config_and_tensors_have_to_agree(made, tmp_path):

@@ -101,6 +101,7 @@ def in_child(body: Callable[[], None]) -> None:
     assert ended(pid) == 0
 
 
+@pytest.mark.full
 def test_a_killed_merge_is_done_by_the_same_command(made):
     made.merge("whole")
     whole = made.files("whole")

@@ -7,8 +7,9 @@ import numpy as np
 import pytest
 import torch
 from engines import adapters, batches, exchange, final_weights, opened, train
-from safetensors.torch import load_file, save_file
-from tiny import LLAMA, MIXTURE, oracle
+from packed_files import check_malformed, write_packed
+from safetensors.torch import load_file
+from tiny import LLAMA, MIXTURE
 
 from trireme.engine.run.verify import reopen
 from trireme.engine.tuning.base import why_copied
@@ -19,11 +20,9 @@ from trireme.kernels.packed.reference import NF4
 from trireme.kernels.reference import split_master
 from trireme.models.config import InputError, Lora, read_config
 from trireme.storage.devices import open_device
-from trireme.storage.headers import CheckpointError
 
 pytestmark = pytest.mark.grid
 
-LEFT = ("embed", "norm", "lm_head", "mlp.gate.")
 STATE = ".quant_state.bitsandbytes__nf4"
 CASES = {"plain": ("qwen3", LLAMA, False), "double": ("llama", LLAMA, True), "experts": ("qwen3_moe", MIXTURE, True)}
 
@@ -62,22 +61,16 @@ def made(tmp_path_factory):
         if case not in found:
             model_type, keys, double = CASES[case]
             packed, plain = (tmp_path_factory.mktemp(name) for name in ("nf4", "bf16"))
-            oracle(model_type, keys)[0].bfloat16().save_pretrained(plain)
-            state = load_file(plain / "model.safetensors")
-            files, wide = dict(state), {}
-            for name, w in state.items():
-                if w.dim() == 2 and not any(part in name for part in LEFT):
-                    parts, wide[name] = in_nf4(w, double)
-                    files |= {name + part: t for part, t in parts.items()}
-                    state[name] = wide[name].bfloat16()
-            save_file(files, packed / "model.safetensors", {"format": "pt"})
-            save_file(state, plain / "model.safetensors", {"format": "pt"})
-            config = json.loads((plain / "config.json").read_text())
-            config["quantization_config"] = dict(
+
+            def pack(name, w):
+                parts, decoded = in_nf4(w, double)
+                return {name + part: t for part, t in parts.items()}, decoded
+
+            said = dict(
                 quant_method="bitsandbytes", load_in_4bit=True, bnb_4bit_quant_type="nf4",
                 bnb_4bit_use_double_quant=double, bnb_4bit_compute_dtype="bfloat16", llm_int8_skip_modules=["lm_head"],
             )  # fmt: skip
-            (packed / "config.json").write_text(json.dumps(config))
+            wide = write_packed((packed, plain), model_type, keys, said, pack)
             found[case] = packed, plain, wide
         return found[case]
 
@@ -159,17 +152,7 @@ HOSTILE = {  # case -> (change of the tensors, words)
 
 @pytest.mark.parametrize("case", HOSTILE)
 def test_a_malformed_release_is_one_line(made, case, tmp_path):
-    change, words = HOSTILE[case]
-    folder = made("double")[0]
-    state = {name: t.clone() for name, t in load_file(folder / "model.safetensors").items()}
-    change(state)
-    save_file(state, tmp_path / "model.safetensors", {"format": "pt"})
-    (tmp_path / "config.json").write_bytes((folder / "config.json").read_bytes())
-    for change_of in (lambda cfg: adapted(cfg, Lora(2, 4.0, ("q_proj",))), lambda cfg: cfg):
-        with pytest.raises((CheckpointError, InputError), match=words) as told:
-            cfg, source, _ = opened(tmp_path, change_of)
-            exchange(cfg, source)[1].load()
-        assert "\n" not in str(told.value)
+    check_malformed(made("double")[0], *HOSTILE[case], tmp_path)
 
 
 def test_config_and_tensors_have_to_agree(made):

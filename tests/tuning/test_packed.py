@@ -115,6 +115,7 @@ def adapters(folder, cfg, device, tier, in_place=False, **change):
     return seen, base
 
 
+@pytest.mark.full
 def test_adapters_are_trained_on_the_release_as_on_its_copy_in_bf16(folder, tmp_path):
     """Packed in every tier, in place too, whole blocks and halves: the bits of the run on decoded weights."""
     path, exact = folder

@@ -124,6 +124,7 @@ def test_parts_of_a_matrix_are_those_of_the_whole(tmp_path, monkeypatch):
             monkeypatch.undo()
 
 
+@pytest.mark.full
 def test_with_a_store_a_base_is_quantized_once(tmp_path, monkeypatch):
     """Into a file that is read in place: bitwise the same. A checkpoint of other values makes another."""
     for model_type, keys in (("qwen3", LLAMA), ("qwen3_moe", MIXTURE)):
