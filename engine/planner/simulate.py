@@ -132,16 +132,20 @@ class SimulatedQueues:
         for a, b, slow in self.parts:
             self._time(self.tasks[a:b], slow)
             if self.tasks[b - 1].kind == "statistics":
-                self.waited = self.tasks[b - 1].end
-                self.free = {queue: max(t, self.waited) for queue, t in self.free.items()}
-                self.handed = self.waited
+                self._wait(self.tasks[b - 1].end)
         return self.waited - begun
 
     def time_alone(self) -> float:
-        """The end, in seconds, of the noted tasks, which are a forward pass alone."""
-        (slow,) = _slowness((self.tasks,), self.rates, self.free)
+        """Seconds of the noted tasks, which are of no step: their end is waited for."""
+        begun, (slow,) = self.waited, _slowness((self.tasks,), self.rates, self.free)
         self._time(self.tasks, slow)
-        return max(task.end for task in self.tasks)
+        self._wait(max((self.handed, *(task.end for task in self.tasks))))
+        return self.waited - begun
+
+    def _wait(self, end: float) -> None:
+        """What is handed over later begins after `end`."""
+        self.waited = self.handed = end
+        self.free = {queue: max(t, end) for queue, t in self.free.items()}
 
     def behind(self) -> list[float]:
         """Seconds that each queue works past the step's end."""
