@@ -226,7 +226,7 @@ def durations(cfg: ModelConfig, plan: Plan, rates: Rates, batch: Batch, k: int =
     passes: dict[Kind, float] = PASSES | {"finish": PASSES["finish"] / rates.finish}
     speed = {queue: getattr(rates, DRIVE.get(queue, queue)) for queue in ("h2d", "d2h", *DRIVE)}
     speed |= dict.fromkeys(NET, rates.net) | dict.fromkeys(PEERS, rates.peer or min(rates.h2d, rates.d2h))
-    speed["cpu"] = ADAM_BYTES * rates.adam * rates.beside
+    speed["cpu"] = ADAM_BYTES * rates.adam * rates.concurrent
 
     def duration(task: Task) -> float:
         if (queue := plain(task.queue)) in speed:
@@ -312,7 +312,7 @@ def unit_seconds(cfg: ModelConfig, plan: Plan, rates: Rates, batch: Batch) -> di
         mixed, mixed_back = costs.mixer_flops(cfg, kind, N, pairs), costs.mixer_backward_flops(cfg, kind, N, pairs)
         once = costs.forward_flops(cfg, u, N, pairs) - mixed
         back = costs.backward_flops(cfg, u, N, pairs) - mixed_back
-        up, down = (row * n / rates.copy for n in _beside(cfg, u))
+        up, down = (row * n / rates.copy for n in _adapter_features(cfg, u))
         quick, own = costs.in_fp8_work(cfg, u, kept, N), costs.grouped_work(cfg, u, kept, N)
         small = row * _features(cfg, kind) / rates.copy
         sliced = narrow.sliced_bytes(cfg, u, N, ITEMSIZE[plan.dtype])
@@ -356,7 +356,7 @@ def rebuilt_seconds(
     return (
         _multiplied(rates, rebuilt, quick.rebuilt, quick.rebuilt_bytes)
         + again * _mixer_seconds(cfg, kind, rates, batch)
-        + row * _beside(cfg, u)[0] * rebuilt / once
+        + row * _adapter_features(cfg, u)[0] * rebuilt / once
         + _slower(rates, own.rebuilt)
         + ("gate_up" not in kept) * narrow.sliced_bytes(cfg, u, N, itemsize).rebuilt / rates.copy
     )
@@ -400,7 +400,7 @@ def _features(cfg: ModelConfig, kind: str) -> float:
     return {"attention": attention, "mlp": mlp, "block": attention + mlp}[kind]
 
 
-def _beside(cfg: ModelConfig, u: int) -> tuple[int, int]:
+def _adapter_features(cfg: ModelConfig, u: int) -> tuple[int, int]:
     """Features of a token that adapters read and write, in forward and backward: matmuls too thin for their FLOPs."""
     tensors = [group for part in shapes.trained_parts(cfg, u) for group in part if ".lora_" in group[0][0]]
     rows = lambda name: shapes.chosen(cfg) if shapes.adapts_experts(name) else 1

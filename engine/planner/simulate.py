@@ -255,8 +255,8 @@ def _sharing(moved: dict[str, float], rates: Rates) -> dict[str, float]:
 
     GPUs are taken to receive as many bytes of outputs by peer copies as they send; what is saved in peers gives way.
     """
-    beside = sum(moved[queue] for queue in moved if is_copy(queue))
-    crowd = 1 + ADAM_BYTES * rates.adam / rates.dram * beside / moved["cpu"] if moved["cpu"] else 1.0
+    copied = sum(moved[queue] for queue in moved if is_copy(queue))
+    crowd = 1 + ADAM_BYTES * rates.adam / rates.dram * copied / moved["cpu"] if moved["cpu"] else 1.0
     slow, on_bus = {"cpu": crowd}, rates.peer <= OWN_LINK * rates.d2h
     for gpu in {gpu_of(queue) for queue in moved}:
         ways = {way: [queue for queue in BUS if BUS[queue] == way] for way in ("h2d", "d2h")}
@@ -282,5 +282,5 @@ def _sharing(moved: dict[str, float], rates: Rates) -> dict[str, float]:
 def queue_seconds(moved: dict[str, float], rates: Rates) -> dict[str, float]:
     """Seconds of the bus and the CPU for a pass's bytes."""
     slow = _sharing(moved, rates)
-    alone = {"h2d": rates.h2d, "d2h": rates.d2h, "cpu": ADAM_BYTES * rates.adam * rates.beside}
+    alone = {"h2d": rates.h2d, "d2h": rates.d2h, "cpu": ADAM_BYTES * rates.adam * rates.concurrent}
     return {queue: moved[queue] / rate * slow[queue] for queue, rate in alone.items()}

@@ -48,7 +48,7 @@ def variants(
 ) -> Iterable[Plan]:
     """Plans that fit: micro-batches, leans, saved tensors recomputed or in RAM."""
     if geo.cfg.lora:
-        yield from _beside_a_base(geo, limits, first, wanted, steps)
+        yield from _with_a_base(geo, limits, first, wanted, steps)
         return
     for size in sizes(first, wanted):
         for lean in leans:
@@ -60,7 +60,7 @@ def variants(
             yield from swaps(geo, plan, limits, steps)
 
 
-def _beside_a_base(geo: Geometry, limits: Limits, first: Plan, wanted: Wanted, steps: Sequence[Move]) -> Iterable[Plan]:
+def _with_a_base(geo: Geometry, limits: Limits, first: Plan, wanted: Wanted, steps: Sequence[Move]) -> Iterable[Plan]:
     """As variants, of adapters: RAM is shared between their base and activations."""
     inputs: tuple[Tier, ...] = ("gpu", "host")
     for size, x, share in product(sizes(first, wanted), inputs, BASE_RAM):
