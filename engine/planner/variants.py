@@ -121,6 +121,13 @@ def swap_slots(geo: Geometry, plan: Plan, limits: Limits, piece: int) -> Iterabl
             yield longer_pieces(geo, deeper, limits)
 
 
+def fewer_writes(geo: Geometry, plan: Plan, limits: Limits) -> Iterable[Plan]:
+    """One buffer in RAM for weights from the SSD: its room takes inputs of blocks that are written there."""
+    away = [u for u, unit in enumerate(plan.units) if unit.x == "ssd"]
+    if away and plan.host_window > 1:
+        yield furthest(geo, limits, len(away), lambda k: replace(plan, host_window=1).changed(away[:k], x="host"))
+
+
 def _with_slots(geo: Geometry, plan: Plan, limits: Limits, slots: int, piece: int, kept: Sequence[int]) -> Plan:
     return _with_less_kept(geo, replace(plan, swap_slots=slots, piece=piece), limits, kept)
 
