@@ -12,33 +12,46 @@ from torch import Tensor
 from trireme.engine.buffers import What
 from trireme.engine.memory import NOTHING
 from trireme.engine.placement import Entry, Placement, Progress, finish, silent
+from trireme.engine.queues.task import Task
 
 READ_AHEAD = 4  # entries read at once
 
 
 class Reader:
-    """Reads entries between steps. Staging keeps the last: what is stored may not change meanwhile."""
+    """Reads entries between steps, by a step's queues. Staging keeps the last: what is stored may not change."""
 
     def __init__(self, placement: Placement):
         self.placement, self._staged = placement, ""
+        self._ready: tuple[Task, ...] = ()  # what is in staging
+        self._used: tuple[Task, ...] = ()  # readers of it, in queues
 
     def read(self, entry: Entry, *parts: str) -> Tensor:
-        """The entry's stored in RAM, or a copy until the next read, of `parts` at their offsets. Raises StoreError."""
+        """The entry's stored in RAM, or a copy until the next read, of `parts` at their offsets. Raises StoreError.
+
+        A simulation has no bytes.
+        """
+        buffer, ready = self.bring(entry, *parts)
+        for task in () if self.placement.queues.simulated else ready:
+            task.wait()
+        return buffer
+
+    def bring(self, entry: Entry, *parts: str) -> tuple[Tensor, tuple[Task, ...]]:
+        """As `read`, but the bytes are there after these tasks."""
         placement = self.placement
         assert not placement.in_place(entry)
         buffer = placement.in_ram(entry)
         if buffer is not None:
-            return buffer
-        stored, shards = placement.stored(entry), placement.shards_of(entry, *parts)
-        buffer = staging(placement, entry)
-        if shards[0].name != self._staged:
-            self._staged = ""
-            if stored is None:
-                placement.move(placement.transfer(entry, "verify"), shards, buffer)
-            else:
-                buffer.copy_(stored[: len(buffer)])
-            self._staged = shards[0].name
-        return buffer
+            return buffer, ()
+        buffer, name = staging(placement, entry), placement.shards_of(entry, *parts)[0].name
+        if name != self._staged:
+            self._staged, after = "", (*self._ready, *self._used)
+            self._ready, self._used = (placement.fetch(entry, buffer, after, *parts),), ()
+            self._staged = name
+        return buffer, self._ready
+
+    def used(self, task: Task) -> None:
+        """Staging is free after it."""
+        self._used = (*self._used, task)
 
     def low(self, u: int, a: int, b: int) -> Tensor:
         """The low halves of the record of elements a..b, as `read` gives them."""
@@ -75,10 +88,13 @@ def staging(placement: Placement, entry: Entry) -> Tensor:
 
 
 def save_to_store(placement: Placement, progress: Progress = silent) -> None:
-    """Writes what is on the GPU or in RAM to its shards."""
-    reader = Reader(placement)
+    """Writes what is on the GPU or in RAM to its shards, by a step's queues. Raises StoreError."""
+    reader, written = Reader(placement), list[tuple[Entry, Task]]()
     for entry in placement.entries(everything=False):
-        placement.move(placement.ssd.write, placement.shards_of(entry), reader.read(entry))
+        written.append((entry, placement.write(entry, *reader.bring(entry))))
+        reader.used(written[-1][1])
+    for entry, task in () if placement.queues.simulated else written:
+        task.wait()
         progress(placement.layout(entry).span)
 
 

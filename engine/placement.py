@@ -221,9 +221,10 @@ class Placement:
         return (self.weights if entry.kind == "weights" else self.base)[entry.u]
 
     def in_ram(self, entry: Entry) -> Tensor | None:
-        """Its buffer if the CPU can address it."""
+        """Its buffer if the CPU can address it; in a simulation not that of a GPU."""
         stored = self.stored(entry)
-        return stored if stored is not None and stored.device.type == "cpu" else None
+        away = stored is None or stored.device.type != "cpu" or (self.queues.simulated and self.tier(entry) == "gpu")
+        return None if away else stored
 
     def in_place(self, entry: Entry) -> bool:
         """Whether an entry is read from the user's checkpoint, and written nowhere."""
@@ -294,6 +295,29 @@ class Placement:
         """Writes a record or these parts."""
         shards = self.shards_of(Entry("state", u, r), *parts)
         return self._io("state_write", "state", " ".join((self.geo.names[u], str(r), *parts)), shards, buffer, after)
+
+    def write(self, entry: Entry, buffer: Tensor, after: Sequence[Task]) -> Task:
+        """Writes weights or a record."""
+        given = buffer, after
+        return (
+            self.write_state(entry.u, entry.r, *given) if entry.kind == "state" else self.write_weights(entry.u, *given)
+        )
+
+    def fetch(self, entry: Entry, buffer: Tensor, after: Sequence[Task], *parts: str) -> Task:
+        """Brings to RAM, between steps, what is on a GPU, or from the SSD these parts, compared with checksums."""
+        stored, shards, state = self.stored(entry), self.shards_of(entry, *parts), entry.kind == "state"
+        nbytes = sum(shard.layout.span for shard in shards)
+
+        def io() -> None:
+            if stored is None:
+                self.move(self.transfer(entry, "verify"), shards, buffer)
+            else:
+                buffer.copy_(stored[: len(buffer)], non_blocking=True)
+
+        queue = "state_read" if state else "ssd_read"
+        if stored is not None:
+            queue, nbytes = numbered("d2h", self.plan.units[self.geo.unit_of(entry.u)].gpu), self.layout(entry).span
+        return self.queues.run(queue, "state" if state else "weights", self.label(entry), io, after, nbytes=nbytes)
 
     def _io(
         self, queue: str, kind: Kind, of: str, shards: Sequence[Stored], buffer: Tensor, after: Sequence[Task]

@@ -7,7 +7,7 @@ it comes after their `ready`, and they free or send their buffers when they are 
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any, NamedTuple
 
@@ -172,6 +172,27 @@ def evaluate(e: Engine, batch: Sequence[Inputs], parts: list[Tensor] | None = No
             if correct is not None and more is not None:
                 correct.add_(more.to(correct.device))
     return losses
+
+
+def stream_layers(e: Engine) -> Iterator[tuple[int, Any]]:
+    """Layers in order, with prefetched weights, for a caller who computes with each: a sampled token. As `evaluate`."""
+    e.weights.expect(range(e.geo.n_units), before=e.optimizer.update_before_forward)
+    for u in range(e.geo.n_units):
+        held, queue = e.weights.get(u), numbered("compute", e.gpu(u))
+        for part in e.weights.parts(held):
+            arrived = e.queues.run(queue, "other", f"wait for {e.geo.names[u]}", lambda: None, part.ready)
+            if e.plan.gpus > 1 and not e.queues.simulated:
+                arrived.wait()  # another thread's queue
+            yield u, weights_of(e, part)
+            whole = e.geo.weights[u].span + e.geo.base[u].span
+            nbytes = e.geo.base[part.v].span if isinstance(part, SliceWeights) else whole
+            done = e.queues.run(queue, "token", name_of(e, part), lambda: None, nbytes=nbytes)  # what the caller read
+            part.done(done)
+        if u > 0 or not e.cfg.tied:
+            e.weights.release(u)
+    if e.cfg.tied:
+        e.weights.layers[0].done(done)
+        e.weights.release(0)
 
 
 # ---------------------------------------------------------------- forward

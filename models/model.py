@@ -170,12 +170,12 @@ def _mlp_weights(cfg: ModelConfig, views: dict[str, Tensor]) -> mlp.Weights | ex
     names = cfg.names
     if cfg.experts:
         norm, router = _norm(cfg, names.norm2, views), _linear(cfg, (names.router,), views)
-        beside = _shared_weights(cfg, views) if cfg.experts.shared else None
+        of_shared = _shared_weights(cfg, views) if cfg.experts.shared else None
         up, up_bias = _stack(cfg, f"{names.experts}.{shapes.GATE_UP}", views)
         down, down_bias = _stack(cfg, f"{names.experts}.{shapes.DOWN}", views)
         of_up, of_down = (_stacked(cfg, f"{names.experts}.{matrix}", views) for matrix in (shapes.GATE_UP, shapes.DOWN))
         correction = views.get(names.correction)
-        weights = experts.Weights(norm, router, up, down, beside, up_bias, down_bias, correction, of_up, of_down)
+        weights = experts.Weights(norm, router, up, down, of_shared, up_bias, down_bias, correction, of_up, of_down)
         if not cfg.experts.latent:
             return weights
         inner, outer = (_linear(cfg, (name,), views) for name in (names.latent_in, names.latent_out))

@@ -23,7 +23,7 @@ def auxiliary(folder: Path) -> list[str]:
     return sorted(name for name, why in _looks_alike(folder).items() if not why)
 
 
-def beside(
+def auxiliary_files(
     folder: Path, tokenizer: Path | None = None, template: str | None = None, end: int | None = None
 ) -> dict[str, CONTENT]:
     """Auxiliary files by name, with those of another tokenizer, whose end token is `end`, or another template (in both

@@ -16,7 +16,7 @@ from typing import NamedTuple
 
 import numpy as np
 
-from trireme.storage.auxiliary import CONTENT, beside, content_of, left_behind
+from trireme.storage.auxiliary import CONTENT, auxiliary_files, content_of, left_behind
 from trireme.storage.files import (
     AnyPath,
     Say,
@@ -199,7 +199,7 @@ def _collect(folder: Path, files: tuple[str, ...], weight_map: dict[str, str] | 
             raise CheckpointError(f"{folder / INDEX} says that {where}; it is not there.")
     if not tensors:
         raise CheckpointError(f"{folder} holds no tensors.")
-    return Source(folder, files, tensors, beside(folder))
+    return Source(folder, files, tensors, auxiliary_files(folder))
 
 
 def _chunks(path: Path, offset: int, nbytes: int, most: int | None = None) -> Iterator[np.ndarray]:

@@ -71,9 +71,9 @@ def read_identity(folder: Path, name: str = IDENTITY) -> Identity:
         fields = snapshots.renamed(unseal(text, FORMAT, "identity"))
         if wrong := complaint(fields, SHAPE):
             raise ValueError(f"it{wrong}")
-        for beside in fields["auxiliary"]:
-            if not snapshots.may_lie_beside(beside):
-                raise ValueError(f"{shown(beside)!r} is not the name of an auxiliary file")
+        for name in fields["auxiliary"]:
+            if not snapshots.may_be_auxiliary(name):
+                raise ValueError(f"{shown(name)!r} is not the name of an auxiliary file")
         return Identity(**fields | {"auxiliary": tuple(fields["auxiliary"])})
     except FileNotFoundError as e:
         raise NoSnapshot(errno.ENOENT, "holds no store", str(folder)) from e
@@ -232,8 +232,8 @@ def _empty(path: Path, identity: Identity | None, progress: Callable[[int], obje
 
     Raises StoreError if FOLDER is a link.
     """
-    beside = (*identity.auxiliary, INDEX) if identity and identity.device == 0 else ()
-    for name in (*beside, scratch.NAME, PROBE, LINKED):
+    others = (*identity.auxiliary, INDEX) if identity and identity.device == 0 else ()
+    for name in (*others, scratch.NAME, PROBE, LINKED):
         if not (path / name).parent.is_symlink() or (path / name).parent == path:
             (path / name).unlink(missing_ok=True)
     for snapshot in snapshots.folders(path):

@@ -271,7 +271,7 @@ def parse(manifest: bytes) -> Snapshot:
     if wrong := complaint(fields, SHAPE):
         raise ValueError(f"its manifest{wrong}")
     for name in fields["auxiliary"]:
-        if not may_lie_beside(name):
+        if not may_be_auxiliary(name):
             raise ValueError(f"{shown(name)!r} is not the name of an auxiliary file")
     shards = {name: _record(name, r) for name, r in fields["shards"].items()}
     keys = [key for record in shards.values() for key in record.keys]
@@ -280,7 +280,7 @@ def parse(manifest: bytes) -> Snapshot:
     return Snapshot(fields["sequence"], fields["step"], fields["extra"], fields["auxiliary"], shards)
 
 
-def may_lie_beside(name: str) -> bool:
+def may_be_auxiliary(name: str) -> bool:
     """Whether it can be the name of an auxiliary file, and is none of ours."""
     return is_auxiliary(name) and name not in (MANIFEST, INDEX)
 

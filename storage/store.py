@@ -27,7 +27,7 @@ from pathlib import Path
 from typing import Any
 
 from trireme.storage import folders, snapshots
-from trireme.storage.auxiliary import CONTENT, beside, content_of
+from trireme.storage.auxiliary import CONTENT, auxiliary_files, content_of
 from trireme.storage.devices import Device, check_links, open_device
 from trireme.storage.files import (
     AnyPath,
@@ -252,8 +252,8 @@ def _device(d: AnyPath | Device, stack: ExitStack, trial: int, say: Say) -> Devi
 
 def _auxiliary(given: AnyPath | Mapping[str, CONTENT] | None) -> dict[str, CONTENT]:
     """Those that may be stored with snapshots."""
-    found = given if isinstance(given, Mapping) else beside(Path(given)) if given else {}
-    return {name: auxiliary for name, auxiliary in found.items() if snapshots.may_lie_beside(name)}
+    found = given if isinstance(given, Mapping) else auxiliary_files(Path(given)) if given else {}
+    return {name: auxiliary for name, auxiliary in found.items() if snapshots.may_be_auxiliary(name)}
 
 
 def _sync(version: Version, nbytes: int) -> None:

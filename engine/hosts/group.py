@@ -38,7 +38,7 @@ class Place(NamedTuple):
     host: int = 0
     hosts: int = 1
     local: int = 0  # among those of this machine
-    beside: int = 1  # on this machine
+    local_hosts: int = 1  # on this machine
 
 
 def place() -> Place:
@@ -88,7 +88,7 @@ def refuse_text(host: int, wrong: str) -> NoReturn:
 class Alone:
     """A run on one host."""
 
-    host, hosts, beside = 0, 1, 1
+    host, hosts, local_hosts = 0, 1, 1
     wire: Wire | None = None
 
     @property
@@ -151,7 +151,7 @@ class Group(Alone):
         from trireme.engine.hosts.secret import shared_secret
         from trireme.engine.hosts.wire import Wire
 
-        self.host, self.hosts, self.beside = at.host, at.hosts, at.beside
+        self.host, self.hosts, self.local_hosts = at.host, at.hosts, at.local_hosts
         lines = meet(at.host, at.hosts, shared_secret(at.host), first_address())
         self.wire = Wire(at.host, lines)
         names = self.texts(socket.gethostname())

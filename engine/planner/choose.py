@@ -260,6 +260,7 @@ def _around_the_best(
         lambda plan: variants.windows(geo, plan, limits, piece),
         lambda plan: variants.swap_slots(geo, plan, limits, piece),
         variants.late_moments,
+        lambda plan: variants.fewer_writes(geo, plan, limits) if trials.wanted.free else (),
     ]
     if trials.wanted.peers:
         decisions.insert(0, lambda plan: variants.between(geo, plan, limits, piece))

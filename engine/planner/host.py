@@ -157,7 +157,7 @@ def memory_limits(device: torch.device, gpu_memory: int | None, ram: int | None,
     if device.type != "cuda" and gpu_memory is not None:
         return Limits(gpu_memory, int(available_ram() * RAM_SHARE) if ram is None else ram, gpus)
     if device.type != "cuda":
-        host = _beside_the_process(ram, TEMPORARIES)
+        host = _left_by_the_process(ram, TEMPORARIES)
         return Limits(host // 2 // gpus, host - host // 2, gpus)
     free = [_free(each, gpu_memory) for each in gpus_from(device, gpus)]
     limit, context = min(free)
@@ -168,7 +168,7 @@ def memory_limits(device: torch.device, gpu_memory: int | None, ram: int | None,
     if not are_equal(device, gpus):
         limit = max(room for room, _ in free)
         less = tuple(limit - room for room, _ in free)
-    host = _beside_the_process(ram, CODE)
+    host = _left_by_the_process(ram, CODE)
     return Limits(limit - GPU_RESERVE, host, gpus, all_free=gpu_memory is None, less=less)
 
 
@@ -186,7 +186,7 @@ def _free(device: torch.device, gpu_memory: int | None) -> tuple[int, int]:
     return free if gpu_memory is None else min(free, gpu_memory - context), context
 
 
-def _beside_the_process(ram: int | None, later: int) -> int:
+def _left_by_the_process(ram: int | None, later: int) -> int:
     """Bytes of RAM for the plan: of the limit, what the process neither holds nor takes `later`. Raises DoesNotFit."""
     if ram is None:
         return max(0, int(available_ram() * RAM_SHARE) - later)

@@ -18,13 +18,14 @@ from trireme.engine.planner.simulate import DRIVE, Noted, SimulatedQueues, drive
 from trireme.engine.queues.names import NET, PEERS, gpu_of, plain
 from trireme.engine.queues.task import Kind, Task
 from trireme.engine.queues.trace import Span
-from trireme.engine.step import GRADIENT, Engine, Inputs, evaluate, train_step
+from trireme.engine.step import GRADIENT, Engine, Inputs, train_step
 from trireme.models.config import ModelConfig
 from trireme.models.sizes import costs, narrow, shapes, workspace
 from trireme.storage.layout import ITEMSIZE
 
 PASSES: dict[Kind, float] = {"finish": 1.9, "zero": 1.3, "decode": 1.3}  # bytes copied for each byte of a task
-KERNELS: dict[Kind, int] = {"forward": 12, "backward": 40, "finish": 8, "statistics": 10}  # others: 1
+TOKEN = 40  # kernels of a block for a sampled token, 0.65 ms
+KERNELS: dict[Kind, int] = {"forward": 12, "backward": 40, "finish": 8, "statistics": 10, "token": TOKEN}  # others: 1
 LOSS_FORWARD = 1 / 3  # of the loss's three matmuls
 LOSS_KERNELS = 12, 6  # and for each chunk of logits
 FP8_LAYERS = 4  # of a block: two kernels each make a matrix's codes
@@ -34,6 +35,7 @@ WITHIN: dict[Kind, int] = {"forward": 4, "backward": 9}
 MICRO: tuple[Kind, ...] = ("forward", "backward", "loss")  # tasks of each micro-batch
 FEW = 8  # micro-batches simulated apart, at least
 APART = 4  # of each of several GPUs
+OPS = 4  # operations of torch on a CPU that take the interpreter as long as a task
 PIECES = 16  # of the largest gradient, `roughly`
 SCAN = 0.2  # share of the rate of GEMMs that recurrences reach: not measured
 HALF = 450  # tokens of a document at half of attention's best: 0.54, 0.70, 0.73 at 1k, 4k, 8k
@@ -96,9 +98,13 @@ def predict(cfg: ModelConfig, plan: Plan, rates: Rates, batch: Batch, roughly: b
         return _prediction(seconds, queues, () if roughly else tuple(queues.trace()))
 
 
-def predict_evaluation(cfg: ModelConfig, plan: Plan, rates: Rates, batch: Batch) -> Prediction:
-    """An evaluation of `batch` among others, while no update is due: the second of two. Raises as `predict`."""
-    ends = []
+def predict_between(
+    cfg: ModelConfig, plan: Plan, rates: Rates, batch: Batch, issue: Callable[[Engine, Sequence[Inputs]], object]
+) -> Prediction:
+    """What `issue` hands over between steps, while no update is due: the second of two. Raises as `predict`.
+
+    An evaluation of `batch`, a sampled token, a snapshot, an export.
+    """
     with _engine(cfg, plan, rates, batch) as (e, queues, inputs):
         known, name, train = unit_seconds(cfg, plan, rates, batch), e.geo.names[-1], queues.duration
         apart = known.get(("loss", f"{name} {GRADIENT}"), 0.0)  # of a task that evaluations do not have
@@ -106,9 +112,9 @@ def predict_evaluation(cfg: ModelConfig, plan: Plan, rates: Rates, batch: Batch)
         queues.duration = lambda task: train(task) * (forward if task.kind == "loss" else 1)
         for _ in range(2):
             queues.begin()
-            evaluate(e, inputs)
-            ends.append(queues.time_alone())
-        return _prediction(ends[1] - ends[0], queues, tuple(queues.trace()))
+            issue(e, inputs)
+            seconds = queues.time_alone()
+        return _prediction(seconds, queues, tuple(queues.trace()))
 
 
 @contextmanager
@@ -220,7 +226,7 @@ def durations(cfg: ModelConfig, plan: Plan, rates: Rates, batch: Batch, k: int =
     passes: dict[Kind, float] = PASSES | {"finish": PASSES["finish"] / rates.finish}
     speed = {queue: getattr(rates, DRIVE.get(queue, queue)) for queue in ("h2d", "d2h", *DRIVE)}
     speed |= dict.fromkeys(NET, rates.net) | dict.fromkeys(PEERS, rates.peer or min(rates.h2d, rates.d2h))
-    speed["cpu"] = ADAM_BYTES * rates.adam * rates.beside
+    speed["cpu"] = ADAM_BYTES * rates.adam * rates.concurrent
 
     def duration(task: Task) -> float:
         if (queue := plain(task.queue)) in speed:
@@ -228,6 +234,8 @@ def durations(cfg: ModelConfig, plan: Plan, rates: Rates, batch: Batch, k: int =
         if (task.kind, task.of) in known:
             return k * known[task.kind, task.of]
         kernels, passed = kernels_of(cfg, task.kind, False, batch.learned), passes.get(task.kind, 1.0)
+        if task.kind == "token" and not rates.host:  # on a CPU
+            return task.nbytes / rates.copy + kernels * rates.task / OPS
         return _launched(kernels, task.nbytes * passed / rates.copy, rates)
 
     return duration
@@ -259,7 +267,7 @@ def kernels_of(cfg: ModelConfig, kind: Kind, embeds: bool, learned: int) -> floa
     thin = (2 if cfg.lora else 1) * (1.6 if cfg.fp8 else 1)  # adapters double the kernels; others make codes
     if kind == "decode" and cfg.fp8:
         return 2 * FP8_LAYERS / len(shapes.inner_kinds(cfg))
-    if kind in MICRO or kind == "finish":
+    if kind in MICRO or kind in ("finish", "token"):
         return (thin if kind in MICRO else 1) * KERNELS[kind] / len(shapes.inner_kinds(cfg))
     return KERNELS.get(kind, 1)
 
@@ -304,7 +312,7 @@ def unit_seconds(cfg: ModelConfig, plan: Plan, rates: Rates, batch: Batch) -> di
         mixed, mixed_back = costs.mixer_flops(cfg, kind, N, pairs), costs.mixer_backward_flops(cfg, kind, N, pairs)
         once = costs.forward_flops(cfg, u, N, pairs) - mixed
         back = costs.backward_flops(cfg, u, N, pairs) - mixed_back
-        up, down = (row * n / rates.copy for n in _beside(cfg, u))
+        up, down = (row * n / rates.copy for n in _adapter_features(cfg, u))
         quick, own = costs.in_fp8_work(cfg, u, kept, N), costs.grouped_work(cfg, u, kept, N)
         small = row * _features(cfg, kind) / rates.copy
         sliced = narrow.sliced_bytes(cfg, u, N, ITEMSIZE[plan.dtype])
@@ -348,7 +356,7 @@ def rebuilt_seconds(
     return (
         _multiplied(rates, rebuilt, quick.rebuilt, quick.rebuilt_bytes)
         + again * _mixer_seconds(cfg, kind, rates, batch)
-        + row * _beside(cfg, u)[0] * rebuilt / once
+        + row * _adapter_features(cfg, u)[0] * rebuilt / once
         + _slower(rates, own.rebuilt)
         + ("gate_up" not in kept) * narrow.sliced_bytes(cfg, u, N, itemsize).rebuilt / rates.copy
     )
@@ -392,7 +400,7 @@ def _features(cfg: ModelConfig, kind: str) -> float:
     return {"attention": attention, "mlp": mlp, "block": attention + mlp}[kind]
 
 
-def _beside(cfg: ModelConfig, u: int) -> tuple[int, int]:
+def _adapter_features(cfg: ModelConfig, u: int) -> tuple[int, int]:
     """Features of a token that adapters read and write, in forward and backward: matmuls too thin for their FLOPs."""
     tensors = [group for part in shapes.trained_parts(cfg, u) for group in part if ".lora_" in group[0][0]]
     rows = lambda name: shapes.chosen(cfg) if shapes.adapts_experts(name) else 1

@@ -44,7 +44,7 @@ from trireme.storage.layout import pack
 from trireme.storage.scratch import Scratch
 from trireme.storage.temporary import HIDDEN, Temporary
 
-VERSION = 9  # of what is measured
+VERSION = 10  # of what is measured
 CHUNK, DEPTH = 64 << 20, 3  # bytes of a drive's request, requests in flight each way
 COPY, AHEAD = 256 << 20, 6  # bytes of a copy at most, copies queued
 LOTS, UPDATED = 4, 16  # of parameters in turn, beyond a cache; bytes of one, at most
@@ -344,7 +344,7 @@ def _bus(device: torch.device, update: Callable[[], object], n: int, nbytes: int
         "d2h": down,
         "duplex": min(1.0, both[0] / up, both[1] / down),
         "adam": n * alone,
-        "beside": 1.0,
+        "concurrent": 1.0,
         "reading": min(1.0, reading / up),
         "dram": sum(copied) / lost,
     }

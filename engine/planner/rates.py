@@ -35,8 +35,8 @@ class Rates:
     ssd_write: float = 0.0
     ssd_free: float = 0.0  # bytes/s of removing files; 0: at once
     duplex: float = 0.92  # share of h2d and d2h left when both are busy
-    reading: float = 0.82  # of h2d beside CPU updates: 0.64 to 0.94 in 15 runs on Xeons; d2h kept 0.92 or more
-    beside: float = 0.88  # of adam in a step, where not measured out of caches beside copies
+    reading: float = 0.82  # of h2d during CPU updates: 0.64 to 0.94 in 15 runs on Xeons; d2h kept 0.92 or more
+    concurrent: float = 0.88  # of adam in a step, where it was not measured out of caches and during copies
     launch: float = 3e-6  # the gap before a kernel
     host: float = 0.0  # seconds of the host to start a kernel; 0: it computes itself
     task: float = 0.0  # of the interpreter to hand over and run a task, kernels and copies left out
@@ -240,7 +240,7 @@ def unequal(parts: Sequence[Machine]) -> Machine:
     if len(parts) == 1:
         return parts[0]
     if len({part.ram for part in parts}) > 1 or len({part.rates.dram for part in parts}) > 1:
-        raise ValueError("a GPU whose memory is the CPU's too has no other beside it")
+        raise ValueError("a GPU whose memory is the CPU's too has no other next to it")
     most = max(part.gpu for part in each)
     rates = replace(each[0].rates, others=tuple(part.rates for part in each[1:]))
     less, name = tuple(most - part.gpu for part in each), " + ".join(part.name for part in each)

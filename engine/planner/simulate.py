@@ -132,16 +132,20 @@ class SimulatedQueues:
         for a, b, slow in self.parts:
             self._time(self.tasks[a:b], slow)
             if self.tasks[b - 1].kind == "statistics":
-                self.waited = self.tasks[b - 1].end
-                self.free = {queue: max(t, self.waited) for queue, t in self.free.items()}
-                self.handed = self.waited
+                self._wait(self.tasks[b - 1].end)
         return self.waited - begun
 
     def time_alone(self) -> float:
-        """The end, in seconds, of the noted tasks, which are a forward pass alone."""
-        (slow,) = _slowness((self.tasks,), self.rates, self.free)
+        """Seconds of the noted tasks, which are of no step: their end is waited for."""
+        begun, (slow,) = self.waited, _slowness((self.tasks,), self.rates, self.free)
         self._time(self.tasks, slow)
-        return max(task.end for task in self.tasks)
+        self._wait(max((self.handed, *(task.end for task in self.tasks))))
+        return self.waited - begun
+
+    def _wait(self, end: float) -> None:
+        """What is handed over later begins after `end`."""
+        self.waited = self.handed = end
+        self.free = {queue: max(t, end) for queue, t in self.free.items()}
 
     def behind(self) -> list[float]:
         """Seconds that each queue works past the step's end."""
@@ -251,8 +255,8 @@ def _sharing(moved: dict[str, float], rates: Rates) -> dict[str, float]:
 
     GPUs are taken to receive as many bytes of outputs by peer copies as they send; what is saved in peers gives way.
     """
-    beside = sum(moved[queue] for queue in moved if is_copy(queue))
-    crowd = 1 + ADAM_BYTES * rates.adam / rates.dram * beside / moved["cpu"] if moved["cpu"] else 1.0
+    copied = sum(moved[queue] for queue in moved if is_copy(queue))
+    crowd = 1 + ADAM_BYTES * rates.adam / rates.dram * copied / moved["cpu"] if moved["cpu"] else 1.0
     slow, on_bus = {"cpu": crowd}, rates.peer <= OWN_LINK * rates.d2h
     for gpu in {gpu_of(queue) for queue in moved}:
         ways = {way: [queue for queue in BUS if BUS[queue] == way] for way in ("h2d", "d2h")}
@@ -278,5 +282,5 @@ def _sharing(moved: dict[str, float], rates: Rates) -> dict[str, float]:
 def queue_seconds(moved: dict[str, float], rates: Rates) -> dict[str, float]:
     """Seconds of the bus and the CPU for a pass's bytes."""
     slow = _sharing(moved, rates)
-    alone = {"h2d": rates.h2d, "d2h": rates.d2h, "cpu": ADAM_BYTES * rates.adam * rates.beside}
+    alone = {"h2d": rates.h2d, "d2h": rates.d2h, "cpu": ADAM_BYTES * rates.adam * rates.concurrent}
     return {queue: moved[queue] / rate * slow[queue] for queue, rate in alone.items()}

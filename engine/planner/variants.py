@@ -48,7 +48,7 @@ def variants(
 ) -> Iterable[Plan]:
     """Plans that fit: micro-batches, leans, saved tensors recomputed or in RAM."""
     if geo.cfg.lora:
-        yield from _beside_a_base(geo, limits, first, wanted, steps)
+        yield from _with_a_base(geo, limits, first, wanted, steps)
         return
     for size in sizes(first, wanted):
         for lean in leans:
@@ -60,7 +60,7 @@ def variants(
             yield from swaps(geo, plan, limits, steps)
 
 
-def _beside_a_base(geo: Geometry, limits: Limits, first: Plan, wanted: Wanted, steps: Sequence[Move]) -> Iterable[Plan]:
+def _with_a_base(geo: Geometry, limits: Limits, first: Plan, wanted: Wanted, steps: Sequence[Move]) -> Iterable[Plan]:
     """As variants, of adapters: RAM is shared between their base and activations."""
     inputs: tuple[Tier, ...] = ("gpu", "host")
     for size, x, share in product(sizes(first, wanted), inputs, BASE_RAM):
@@ -119,6 +119,13 @@ def swap_slots(geo: Geometry, plan: Plan, limits: Limits, piece: int) -> Iterabl
         deeper = _with_slots(geo, plan, limits, slots, min(plan.piece, piece), kept)
         if fits(geo, deeper, limits):
             yield longer_pieces(geo, deeper, limits)
+
+
+def fewer_writes(geo: Geometry, plan: Plan, limits: Limits) -> Iterable[Plan]:
+    """One buffer in RAM for weights from the SSD: its room takes inputs of blocks that are written there."""
+    away = [u for u, unit in enumerate(plan.units) if unit.x == "ssd"]
+    if away and plan.host_window > 1:
+        yield furthest(geo, limits, len(away), lambda k: replace(plan, host_window=1).changed(away[:k], x="host"))
 
 
 def _with_slots(geo: Geometry, plan: Plan, limits: Limits, slots: int, piece: int, kept: Sequence[int]) -> Plan:

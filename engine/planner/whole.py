@@ -3,19 +3,25 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator
+from collections import deque
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
 import torch
+from torch import Tensor
 
-from trireme.engine.plan import Plan, Tier
+from trireme.engine.between import Reader, save_to_store
+from trireme.engine.exchange import Kept, fetch
+from trireme.engine.memory import NOTHING
+from trireme.engine.plan import Plan
 from trireme.engine.planner import probe
 from trireme.engine.planner.clock import Part, Times
 from trireme.engine.planner.forecast import Forecast
-from trireme.engine.planner.predict import Prediction, predict_evaluation
+from trireme.engine.planner.predict import Batch, Prediction, predict_between
 from trireme.engine.planner.rates import DRIVES
+from trireme.engine.step import Engine, Inputs, evaluate, stream_layers
 from trireme.models.config import ModelConfig, numbers
 from trireme.storage.files import existing
 
@@ -24,17 +30,15 @@ NEW, SOME, KNOWN = 9.5, 4.0, 1.0  # of compilation: Triton's cache has no model'
 ENTRIES = 20  # entries in Triton's cache: a probe leaves 3, a model about 40
 FIRST: Times = {"evaluations": 0.2, "samples": 0.3}  # on a GPU the first time: a pass without backward
 FIXED, CLOSING = 0.1, 0.25  # of files written and made durable; of the end: threads, pinned memory, the store
-LOADING, OPENED = 1.7e9, 0.2  # bytes/s of values from a checkpoint to their placement, at most; seconds beside
+LOADING, OPENED = 1.7e9, 0.2  # bytes/s of values from a checkpoint to their placement, at most; seconds in addition
 COPIED = 4e9  # bytes/s of a copy from RAM or a GPU to RAM that is not pinned
-SAMPLED = 40  # kernels of a block for a token that is sampled, 0.65 ms
-OPS = 4  # operations of torch on a CPU that take the interpreter as long as a task
 AGAIN = 0.5  # of planning before the first step: plans are sought again after the second
 LARGE = 1 << 28  # bytes of a checkpoint whose export tells a drive's rate
 
 
 @dataclass(frozen=True)
 class Events:
-    """What a run does beside its steps."""
+    """What a run does between its steps."""
 
     evaluations: int = 0
     held_out: int = 0  # sequences of each
@@ -47,30 +51,27 @@ class Events:
 
 
 def foretold(f: Forecast, steps: int, events: Events, known: Times | None = None) -> dict[Part, float]:
-    """Seconds of each part but the compilation. All but the steps' are floors: bytes and FLOPs over rates.
+    """Seconds of each part but the compilation. Steps and what happens between them are simulated by their own code.
 
-    `known`: seconds of one event of a part, in place of a floor.
+    `known`: seconds of one event of a part, in place of the simulation.
     """
-    twice = 1 / _write(f) + 1 / _read(f) + 1 / COPIED  # written and read back, from where they are stored
-    each: dict[Part, float] = {
-        "evaluations": evaluation_s(f, events.held_out) + f.kept / min(COPIED, f.machine.rates.d2h),
-        "samples": min(events.longest, events.tokens * token_s(f)) if events.samples else 0.0,
-        "snapshots": FIXED + unsaved(f) / _write(f),
-        "export": FIXED + f.files.export * twice,
-    }
-    each |= known or {}
-    first = {part: s for part, s in FIRST.items() if f.machine.rates.host and part not in (known or {})}  # of a GPU
+    known = known or {}
+    first = {part: s for part, s in FIRST.items() if f.machine.rates.host and part not in known}  # of a GPU
+
+    def all_of(part: Part, times: int, each: Callable[[], float]) -> float:
+        if not times:
+            return 0.0
+        return times * (known[part] if part in known else each()) + first.get(part, 0.0)
+
     free = f.machine.rates.ssd_free
-    many = lambda part, times: times * each[part] + (times > 0) * first.get(part, 0.0)
     return {
         "load": OPENED + max(f.files.export, f.frozen_read) / min(LOADING, _read(f)) + f.pinning_s(),
         "reference": evaluation_s(f, events.reference),
         "steps": steps * f.step.step_s,
-        "evaluations": events.evaluations * each["evaluations"]
-        + (events.evaluations > 0) * first.get("evaluations", 0),
-        "samples": many("samples", events.samples),
-        "snapshots": events.snapshots * each["snapshots"],
-        "export": events.exports * each["export"] + f.files.merged * twice,
+        "evaluations": all_of("evaluations", events.evaluations, lambda: evaluation_s(f, events.held_out) + _kept_s(f)),
+        "samples": all_of("samples", events.samples, lambda: min(events.longest, events.tokens * token_s(f))),
+        "snapshots": all_of("snapshots", events.snapshots, lambda: FIXED + snapshot(f).step_s),
+        "export": all_of("export", events.exports, lambda: FIXED + _export_s(f)) + _files_s(f, f.files.merged),
         "close": CLOSING + (removed(f, events.snapshots) / free if free else 0.0),
     }
 
@@ -100,31 +101,72 @@ def _exported(f: Forecast, folder: Path) -> dict[str, Any]:
     return probe.drive(existing(folder)) | {"what": "exports", "from the SSD": f.plan.stored_on_ssd}
 
 
-def unsaved(f: Forecast) -> int:
-    """Bytes that a snapshot writes, and does not link."""
-    geo, plan = f.geo, f.plan
-    weights = sum(geo.weights[u].span for u, unit in enumerate(plan.units) if unit.weights != "ssd")
-    return weights + sum(geo.state_span(u, plan.record) for u, unit in enumerate(plan.units) if unit.state != "ssd")
+def snapshot(f: Forecast) -> Prediction:
+    """A snapshot: what is on no drive is written there, the rest is linked."""
+    return _between(f, lambda e, _: save_to_store(e.placement))
+
+
+def _between(
+    f: Forecast, issue: Callable[[Engine, Sequence[Inputs]], object], batch: Batch | None = None
+) -> Prediction:
+    """Simulated on the machine, or on one with a usual drive."""
+    rates = f.machine.rates.change(ssd_read=_read(f), ssd_write=_write(f))
+    return predict_between(f.cfg, f.plan, rates, batch or f.work.batch(f.plan), issue)
+
+
+def _kept_s(f: Forecast) -> float:
+    """Seconds of a copy of the best weights."""
+    if not f.kept:
+        return 0.0
+    return f.kept / COPIED + _between(f, lambda e, _: Kept(e.placement, f.files.exact).take()).step_s
+
+
+def _export_s(f: Forecast) -> float:
+    """Seconds of a checkpoint: weights come from where they are stored, then go to files."""
+
+    def read(e: Engine, _: Sequence[Inputs]) -> None:
+        reader = Weights(e.placement)
+        for u, layout in enumerate(e.geo.stored):
+            for t in layout.tensors:
+                deque(fetch(reader, u, t.name, f.files.exact), 0)  # without values
+
+    return _between(f, read).step_s + _files_s(f, f.files.export)
+
+
+def _files_s(f: Forecast, nbytes: int) -> float:
+    """Seconds of files: made from RAM that is not pinned, written, and read back."""
+    return nbytes * (1 / _write(f) + 1 / _read(f) + 1 / COPIED)
+
+
+class Weights(Reader):
+    """Of a host that exports: low halves of others' records come by the network."""
+
+    def low(self, u: int, a: int, b: int) -> Tensor:
+        e = self.placement
+        if e.geo.owner(u, a, e.plan.record) == e.plan.host:
+            return super().low(u, a, b)
+        e.queues.run("net", "state", e.geo.names[u], lambda: None, nbytes=2 * (b - a))
+        return NOTHING
 
 
 def written(f: Forecast, steps: int, events: Events) -> dict[str, int]:
     """Bytes that the run writes to drives, by what writes them."""
-    part, evaluated = f.disk_parts(), 0.0
+    part, evaluated, saved = f.disk_parts(), 0.0, snapshot(f).ssd_written
     if events.evaluations and events.held_out and f.plan.uses("ssd"):
         groups, found = _evaluation(f, events.held_out)
         evaluated = events.evaluations * groups * found.ssd_written
     return {
         "steps": steps * f.step.ssd_written,
         "evaluations": math.ceil(evaluated),
-        "snapshots": events.snapshots * unsaved(f),
+        "snapshots": events.snapshots * saved,
         "checkpoints": events.exports * (part["export"] - f.files.merged) + f.files.merged,
-        "start": f.stored() - unsaved(f) + part["frozen"],
+        "start": f.stored() - saved + part["frozen"],
     }
 
 
 def removed(f: Forecast, snapshots: int) -> int:
     """Bytes of the store at the end: what is placed on the SSD, and what the last snapshots keep."""
-    return f.stored() - unsaved(f) + min(snapshots, f.files.keep) * f.stored()
+    return f.stored() - snapshot(f).ssd_written + min(snapshots, f.files.keep) * f.stored()
 
 
 def evaluation_s(f: Forecast, sequences: int) -> float:
@@ -138,30 +180,12 @@ def evaluation_s(f: Forecast, sequences: int) -> float:
 def _evaluation(f: Forecast, sequences: int) -> tuple[float, Prediction]:
     """Groups of sequences, and one of them simulated."""
     work = replace(f.work, sequences=min(sequences, f.work.sequences))
-    batch = replace(work.batch(f.plan), compared=False)
-    return sequences / work.sequences, predict_evaluation(f.cfg, f.plan, f.machine.rates, batch)
+    return sequences / work.sequences, _between(f, evaluate, replace(work.batch(f.plan), compared=False))
 
 
 def token_s(f: Forecast) -> float:
-    """Of a sampled token: weights read once, kernels started."""
-    rates, resident = f.machine.rates, sum(nbytes for tier, nbytes in _stored(f) if tier == "gpu")
-    each = max(rates.host or rates.task / OPS, rates.launch)
-    started = f.cfg.n_layers * SAMPLED * each + 2 * f.cfg.n_units * rates.task  # waits for a unit, and has read it
-    return max(resident / rates.copy + sum(_streamed(f).values()), started)
-
-
-def _streamed(f: Forecast) -> dict[str, float]:
-    """Seconds to bring all weights once."""
-    up = sum(nbytes for tier, nbytes in _stored(f) if tier != "gpu")
-    read = sum(nbytes for tier, nbytes in _stored(f) if tier == "ssd")
-    return {"h2d": up / f.machine.rates.h2d / f.plan.gpus, "ssd": read / _read(f)}
-
-
-def _stored(f: Forecast) -> Iterator[tuple[Tier, int]]:
-    """(tier, bytes) of trained and frozen weights, by the tier that a pass takes them from."""
-    for u, unit in enumerate(f.plan.units):
-        yield "gpu" if unit.resident else unit.weights, f.geo.weights[u].span
-        yield unit.base, f.geo.base_bytes[u]
+    """Of a sampled token: a pass over all weights."""
+    return _between(f, lambda e, _: deque(stream_layers(e), 0)).step_s
 
 
 # ---------------------------------------------------------------- the first step

@@ -196,6 +196,7 @@ class RealQueues(InlineQueues):
         nbytes: float = 0,
         flops: float = 0,
     ) -> Task:
+        assert self.open, "the queues are closed"
         if self.error is not None:
             raise self.error
         task = self._noted(RealTask(queue, kind, of, nbytes, flops))

@@ -15,7 +15,7 @@ from typing import Any, Literal, Protocol
 import torch
 
 Kind = Literal[
-    "forward", "backward", "loss", "zero", "finish", "statistics", "decode",  # computation
+    "forward", "backward", "loss", "zero", "finish", "statistics", "decode", "token",  # computation
     "adamw", "adamw weights", "adamw moments",  # updates and their parts
     "weights", "state", "gradient", "activations",  # transfers, by content
     "other",

@@ -4,11 +4,11 @@ from __future__ import annotations
 
 import math
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 from functools import reduce
 from itertools import islice
 from operator import add
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import numpy as np
 import torch
@@ -24,7 +24,7 @@ from trireme.engine.run.begin.reference import in_order
 from trireme.engine.run.live import Live
 from trireme.engine.run.records import Record
 from trireme.engine.run.signals import Stop
-from trireme.engine.step import Engine, Inputs, evaluate, metrics_of, weights_of
+from trireme.engine.step import Engine, Inputs, evaluate, metrics_of, stream_layers
 from trireme.models.generate import generate, needs
 from trireme.models.losses.preferences import Documents, compare, joined
 from trireme.models.rows import Load, rope_tables
@@ -84,32 +84,14 @@ def sample(
     eos = frozenset([codec.facts.eos]) if codec.facts.eos is not None else frozenset()
     places, dtype = [e.queues.devices[e.gpu(u)] for u in range(e.cfg.n_units)], DTYPE[e.plan.dtype]
     try:
-        out = generate(e.cfg, lambda: _one_pass(e), given, max_new, eos=eos, places=places, dtype=dtype, enough=enough)
+        out = generate(
+            e.cfg, lambda: stream_layers(e), given, max_new, eos=eos, places=places, dtype=dtype, enough=enough
+        )
     except torch.OutOfMemoryError:
         _let_go(e)
         return none
     ended = [bool(ids) and ids[-1] in eos for ids in out]
     return [Sample(*each) for each in zip(shown, map(codec.decode, out), ended, strict=True)]
-
-
-def _one_pass(e: Engine) -> Iterator[tuple[int, Any]]:
-    """Units in order, with prefetched weights."""
-    e.weights.expect(range(e.geo.n_units), before=e.optimizer.update_before_forward)
-    for u in range(e.geo.n_units):
-        held = e.weights.get(u)
-        queue = numbered("compute", e.gpu(u))
-        for part in e.weights.parts(held):
-            arrived = e.queues.run(queue, "other", f"wait for {e.geo.names[u]}", lambda: None, part.ready)
-            if e.plan.gpus > 1:
-                arrived.wait()  # another thread's queue
-            yield u, weights_of(e, part)
-            done = e.queues.run(queue, "other", f"read {e.geo.names[u]}", lambda: None)
-            part.done(done)
-        if u > 0 or not e.cfg.tied:
-            e.weights.release(u)
-    if e.cfg.tied:
-        e.weights.layers[0].done(done)
-        e.weights.release(0)
 
 
 def _let_go(e: Engine) -> None:

@@ -64,7 +64,7 @@ class Run:
         rates, hosts = live.job.machine.rates, live.group.hosts
         self.peak = hosts * gpus * (rates.fp8 if live.job.cfg.fp8 else rates.matmul)  # FLOPs a second, for mfu
         self.bound: str | None = None  # busiest queue of the last traced step
-        self.moved = live.queues.moved.copy()  # bytes by queue at the last step's end
+        self.moved = live.queues.moved.copy()  # bytes by queue at the step's beginning
         self.pace = Pace(live)
         predicted = live.job.forecast.step.step_s if live.job.device.type == "cuda" else None
         self.step_s: float | None = predicted  # of the last step
@@ -88,7 +88,7 @@ class Run:
     def _step(self) -> None:
         live, job, o, group = self.live, self.live.job, self.live.job.options, self.live.group
         done, total = live.progress, job.total_steps
-        began = time.perf_counter()
+        began, self.moved = time.perf_counter(), live.queues.moved.copy()
         live.queues.tracing = o.trace or self.pace.needs_trace or done.step % BOUND_EVERY == 0
         rate = learning_rate(done.step + 1, total, job.lr, o.schedule, o.warmup_steps(total))
         passing = live.screen.passing(f"step {done.step + 1}/{total}", self.step_s)
@@ -105,6 +105,7 @@ class Run:
         self.stop.hear(group.any(self.stop.asked and not self.stop.alone))
         seconds = self.step_s = time.perf_counter() - began
         spans = self._trace() if live.queues.tracing else []
+        live.queues.tracing = False  # what happens between steps is of none
         record = self._record(stats, rate, batch, seconds) | self._load_record(loads[0])
         if correct is not None:
             record["accuracy"] = round(sum(group.each(float(correct))) / weight, 6)
@@ -149,7 +150,6 @@ class Run:
         flops = sum(costs.model_flops(job.cfg, mb.tokens, mb.pairs) for mb in batch)
         gpu, ram = memory_in_use(job.device, job.limits.gpus)
         read = sum(live.queues.moved[queue] - self.moved[queue] for queue in READS)
-        self.moved = live.queues.moved.copy()
         record = {
             "step": live.progress.step,
             "epoch": epoch(live),

@@ -118,16 +118,16 @@ def again(options: Options) -> str:
 def take_gpus(options: Options, at: Place) -> None:
     """Shows a host its own GPUs where several are on a machine. Raises InputError."""
     shown_ = os.environ.get("CUDA_VISIBLE_DEVICES")
-    if at.beside == 1 or options.device == "cpu" or shown_ == "":
+    if at.local_hosts == 1 or options.device == "cpu" or shown_ == "":
         return
     if options.gpus == "all":
-        raise InputError(f"--gpus all: {at.beside} hosts are on this machine. Say --gpus N, of each.")
+        raise InputError(f"--gpus all: {at.local_hosts} hosts are on this machine. Say --gpus N, of each.")
     each = int(options.gpus)
     own = range(at.local * each, (at.local + 1) * each)
     every = shown_.split(",") if shown_ is not None else [str(gpu) for gpu in range(own.stop)]
     if len(every) < own.stop:
         raise InputError(
-            f"--gpus {each}: CUDA_VISIBLE_DEVICES shows {len(every)} to the {at.beside} hosts of this machine."
+            f"--gpus {each}: CUDA_VISIBLE_DEVICES shows {len(every)} to the {at.local_hosts} hosts of this machine."
         )
     os.environ["CUDA_VISIBLE_DEVICES"] = ",".join(every[gpu] for gpu in own)
 

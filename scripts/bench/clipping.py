@@ -54,7 +54,7 @@ def bound(cfg: ModelConfig, plan: Plan, rates: Rates, batch: Batch) -> Bound:
 
     def updates(share: float) -> float:
         """Seconds of the weights' updates with a share of them on the GPU; weights are transferred for forward."""
-        cpu = (1 - share) * n * PART_BYTES["weights"] / (ADAM_BYTES * rates.adam * rates.beside)
+        cpu = (1 - share) * n * PART_BYTES["weights"] / (ADAM_BYTES * rates.adam * rates.concurrent)
         up, down = n * (2 + 12 * share), n * 4 * share
         return max(cpu + (up + down) / rates.dram, up / rates.h2d, down / rates.d2h)
 
@@ -82,7 +82,7 @@ def main() -> None:
     p.add_argument("--dram", type=float, default=194, help="RAM, GB/s")
     given = p.parse_args()
     made = machine(GPUS[given.gpu], round(given.ram * GIB)).rates
-    rates = replace(made, adam=given.adam * 1e9, dram=given.dram * 1e9, beside=1.0)
+    rates = replace(made, adam=given.adam * 1e9, dram=given.dram * 1e9, concurrent=1.0)
     limits = Limits(round(given.gpu_memory * GIB), round(given.ram * GIB))
     print("| model | forward | updates by the CPU | divided | loss, backward | bound | simulated | computing |")
     print(f"|{'---|' * 8}")

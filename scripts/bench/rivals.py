@@ -94,16 +94,25 @@ def torch_rival(model, store: str):  # noqa: ARG001 (of zero-infinity)
 
 def zero_infinity(model, store: str):
     """As torch_rival, with weights and optimizer state on the drive of `store` (Rajbhandari et al. 2021)."""
+    return deepspeed_rival(model, *infinity_config(store, max(p.numel() for p in model.parameters())))
+
+
+def infinity_config(store: str, largest: int) -> tuple[dict, dict]:
+    """(zero_optimization, the rest) of DeepSpeed's configuration; `largest`: elements of a parameter.
+
+    Reads and writes of state overlap with updates, as in the paper. `thread_count` is called `intra_op_parallelism` in
+    newer versions; each ignores the other.
+    """
     on_drive = {"device": "nvme", "nvme_path": store, "pin_memory": True}
-    largest = max(p.numel() for p in model.parameters())
     zero = {
         "stage": 3,
-        "offload_optimizer": on_drive | {"buffer_count": 4, "fast_init": False},
+        "offload_optimizer": on_drive | {"buffer_count": 4, "pipeline_read": True, "pipeline_write": True},
         "offload_param": on_drive | {"buffer_count": 5, "buffer_size": largest, "max_in_cpu": 0},
         "sub_group_size": 10**8,
     }
-    aio = {"block_size": 1 << 20, "queue_depth": 32, "thread_count": 2, "single_submit": False, "overlap_events": True}
-    return deepspeed_rival(model, zero, {"aio": aio})
+    threads = {"thread_count": 2, "intra_op_parallelism": 2}
+    aio = {"block_size": 1 << 20, "queue_depth": 32, **threads, "single_submit": False, "overlap_events": True}
+    return zero, {"aio": aio}
 
 
 def zero_offload(model, store: str):  # noqa: ARG001 (of zero-infinity)

@@ -10,7 +10,17 @@ import sys
 from collections.abc import Callable
 from dataclasses import replace
 
-from figures import GPT, NARROW, SEQ, SERVER_DRAM, Row, best, fuyou_server
+from figures import (
+    GPT,
+    NARROW,
+    SEQ,
+    SERVER_DRAM,
+    Row,
+    best,
+    fuyou_seconds,
+    fuyou_server,
+    zero_infinity_seconds,
+)
 from tables import table
 
 from trireme.engine.geometry import ADAM_BYTES, Geometry
@@ -36,6 +46,14 @@ OVERLAP = {
     ("13B", 64): 1.22,
     ("175B", 8): 1.16,
     ("175B", 16): 1.18,
+}
+PIPELINED = {
+    ("a100-80g", 8): 1.66,
+    ("a100-80g", 16): 1.88,
+    ("a100-80g", 32): 1.97,
+    ("rtx4090", 8): 1.85,
+    ("rtx4090", 16): 1.92,
+    ("rtx4090", 32): 2.28,
 }
 
 
@@ -69,6 +87,16 @@ def _updates(f: Forecast, rates: Rates) -> float:
     """Seconds of updates alone: state through the drives, or the CPU."""
     n = sum(f.geo.numel)
     return max(n / rates.adam, ADAM_BYTES * n / rates.dram, drive_seconds(10 * n, 10 * n, rates))
+
+
+def pipelined() -> list[Row]:
+    """Fuyou, figure 8, 13B: throughput of Fuyou with updates after backward over that of ZeRO-Infinity."""
+    rows: list[Row] = []
+    for (gpu, sequences), published in PIPELINED.items():
+        fuyou = fuyou_seconds(GPT["13B"], sequences, gpu, 12, overlapped=False)
+        simulated = zero_infinity_seconds(GPT["13B"], sequences, gpu) / fuyou
+        rows.append([GPUS[gpu].name, sequences, f"{published:.2f}", f"{simulated:.2f}"])
+    return rows
 
 
 def dollars() -> list[Row]:
@@ -134,6 +162,7 @@ def strategies() -> list[Row]:
 TABLES: dict[str, tuple[Callable[[], list[Row]], str]] = {
     "batches": (batches, "model | GPU | sequences | TFLOP/s | limited by"),
     "overlap": (overlap, "model | sequences | published | Trireme"),
+    "pipelined": (pipelined, "GPU | sequences | published | simulated"),
     "dollars": (dollars, "GPU | drives | tokens/s | per 1,000 $ of GPU and drives | of the machine"),
     "linear": (linear, "model | s per step | over linear"),
     "tensors": (tensors, "saved tensors | MiB | recomputed ms | swapped ms"),

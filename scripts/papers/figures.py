@@ -52,8 +52,8 @@ def fuyou_server(gpu: str, drives: int = 12, ram: int = 768) -> Machine:
 # ---------------------------------------------------------------- published systems
 
 
-def fuyou_seconds(cfg: ModelConfig, sequences: int, gpu: str, drives: int) -> float:
-    """A step by Fuyou's equations 1 to 8, with the best swapped share.
+def fuyou_seconds(cfg: ModelConfig, sequences: int, gpu: str, drives: int, overlapped: bool = True) -> float:
+    """A step by Fuyou's equations 1 to 8, with the best swapped share; or with updates after backward.
 
     16-bit parameters are read for both passes; 12 + 2 bytes of state a parameter are read and 14 written. Reads and
     writes of the drives add up, both directions of PCIe overlap.
@@ -67,10 +67,27 @@ def fuyou_seconds(cfg: ModelConfig, sequences: int, gpu: str, drives: int) -> fl
     def step(share: float) -> float:
         swapped = checkpoint + share * inner
         up = max(forward, max(2 * p, swapped) / r.h2d, 2 * p / r.ssd_read + swapped / r.ssd_write)
-        moved = (14 * p + swapped) / r.ssd_read + 14 * p / r.ssd_write
-        return up + max((3 - share) * forward, p / r.adam, (2 * p + swapped) / r.h2d, moved)
+        state = 12 * p / r.ssd_read + 14 * p / r.ssd_write
+        down = max((3 - share) * forward, (2 * p + swapped) / r.h2d)
+        read = (2 * p + swapped) / r.ssd_read
+        if overlapped:
+            return up + max(down, p / r.adam, state + read)
+        return up + max(down, read) + max(p / r.adam, state)
 
     return min(step(i / 20) for i in range(21))
+
+
+def zero_infinity_seconds(cfg: ModelConfig, sequences: int, gpu: str, drives: int = 12) -> float:
+    """A step of ZeRO-Infinity as Fuyou describes it (section 3, figure 2a): nothing overlaps, blocks are recomputed.
+
+    Parameters come from the drives and over PCIe for both passes, checkpoints of blocks go to RAM, gradients to RAM;
+    then 12 + 2 bytes of state a parameter are read, updated and written.
+    """
+    r, p, tokens = fuyou_server(gpu, drives).rates, shapes.parameters(cfg), sequences * SEQ
+    computed = costs.model_flops(cfg, tokens, costs.attended_pairs([SEQ] * sequences)) * 4 / 3 / FUYOU_BLOCK[gpu]
+    checkpoint = 2 * tokens * cfg.width * cfg.n_layers
+    passes = 4 * p / r.ssd_read + (4 * p + checkpoint) / r.h2d + (2 * p + checkpoint) / r.d2h
+    return computed + passes + 14 * p / r.ssd_read + p / r.adam + 14 * p / r.ssd_write
 
 
 @dataclass(frozen=True)

@@ -84,7 +84,7 @@ class ThreadWire:
 
 
 def on_hosts(cfg, plan, hosts, queues, steps, clip=1.0):
-    """(losses and norms, engine, where exports are made the masters) of each host, run side by side."""
+    """(losses and norms, engine, contents, where exports are made the masters) of each host, run side by side."""
     ways = [
         (kind, a, b) for kind in ("net", "net_between", "sum", "statistics") for a in range(hosts) for b in range(hosts)
     ]
@@ -99,7 +99,7 @@ def on_hosts(cfg, plan, hosts, queues, steps, clip=1.0):
                 e = make(cfg, own, made, AdamW(max_grad_norm=clip), wire=wire)
                 told = train(e, [dealt(step, host, hosts) for step in steps], of=steps)
                 with masters(Reader(e.placement), wire) as reader:
-                    found[host] = told, e, reader and exported(reader)
+                    found[host] = told, e, contents(e), reader and exported(reader)
             except BaseException as error:
                 found[host] = error
 
@@ -148,10 +148,9 @@ def check(model, plan, hosts, queues, clip=1.0):
     cfg = MODELS[model]
     seen, all_of_it, masters = alone(model, plan.dtype, plan.n_micro, clip, plan.adam_bits, plan.halves, plan.record)
     states = Counter()
-    for told, e, written in on_hosts(cfg, plan, hosts, queues, batches(cfg, 3, plan.n_micro, 24), clip):
+    for told, e, held, written in on_hosts(cfg, plan, hosts, queues, batches(cfg, 3, plan.n_micro, 24), clip):
         assert told == seen
         assert written == (None if e.plan.host else masters)
-        held = contents(e)
         for name, value in held.items():
             assert value == all_of_it[name], name
         assert {name for name in all_of_it if name[0].startswith("weights")} <= held.keys()

@@ -22,7 +22,7 @@ CONSTANTS = {
 }
 SHARES = (
     *("gemm", "gemm_fp8", "grouped", "grouped_add", "attention", "attention_backward"),
-    *("duplex", "reading", "beside", "launch", "host", "task", "latency", "pin", "mixed"),
+    *("duplex", "reading", "concurrent", "launch", "host", "task", "latency", "pin", "mixed"),
 )
 CFG = replace(SMALL, n_layers=8)
 WANTED = Wanted(((8192, 4), (4096, 8), (2048, 16)), record=1 << 20, document=2048)

@@ -113,7 +113,7 @@ def test_unequal_gpus_have_rates_and_memory_of_their_own():
     assert len(less.rates.others) == 1
     slower = made.rates.times(0.5, ("matmul",))
     assert slower.of(2).matmul == pytest.approx(82.6e12)
-    for text, says in (("rtx4090+gb10", "no other beside it"), ("rtx4090+rtx3090,tflops=9", "one kind of GPU")):
+    for text, says in (("rtx4090+gb10", "no other next to it"), ("rtx4090+rtx3090,tflops=9", "one kind of GPU")):
         with pytest.raises(InputError, match=says):
             assume(f"gpu={text},ram=64GiB")
 

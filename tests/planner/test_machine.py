@@ -80,7 +80,7 @@ def test_what_bus_and_updates_keep_beside_each_other():
     found = probe.processor_rates(torch.device("cuda"), "BF16")
     assert 0 < found["reading"] <= 1
     assert 0 < found["duplex"] <= 1
-    assert found["beside"] == 1
+    assert found["concurrent"] == 1
     assert found["dram"] >= ADAM_BYTES * found["adam"]
     assert min(found["h2d"], found["d2h"]) > 1e9
 

@@ -72,7 +72,7 @@ def test_updates_with_8_bit_moments_have_a_rate_of_their_own():
 
 def test_copies_delay_updates():
     """Each byte by 1 / dram seconds: on the way up weights, on the way down weights and gradients."""
-    rates = replace(RATES, beside=1.0, latency=0.0)
+    rates = replace(RATES, concurrent=1.0, latency=0.0)
     p = plan(SMALL, UnitPlan("host", "host"), tokens=512)
     cpu = lambda dram: predict(SMALL, p, replace(rates, dram=dram), Batch(512, 256, 2)).busy["cpu"]
     geo = Geometry(SMALL, "BF16")
@@ -100,7 +100,7 @@ def test_a_frozen_matrix_has_one_product_in_backward():
 @settings(max_examples=40, deadline=None)
 @given(
     st.sampled_from(
-        ("matmul", "copy", "h2d", "d2h", "adam", "dram", "ssd_read", "ssd_write", "duplex", "reading", "beside")
+        ("matmul", "copy", "h2d", "d2h", "adam", "dram", "ssd_read", "ssd_write", "duplex", "reading", "concurrent")
     ),
     st.floats(1.01, 8),
     st.sampled_from((("gpu", "gpu"), ("host", "host"), ("host", "ssd"), ("ssd", "ssd"))),
@@ -109,7 +109,7 @@ def test_a_frozen_matrix_has_one_product_in_backward():
 def test_faster_is_never_slower(resource, times, placement, mode):
     p = plan(SMALL, UnitPlan(*placement), keep=2, tokens=512, mode=mode, record=1 << 22)
     before = predict(SMALL, p, RATES, Batch(512, 256, 2)).step_s
-    most = 1.0 if resource in ("duplex", "reading", "beside") else math.inf
+    most = 1.0 if resource in ("duplex", "reading", "concurrent") else math.inf
     faster = replace(RATES, **{resource: min(most, getattr(RATES, resource) * times)})
     if resource == "adam":
         faster = replace(faster, dram=faster.dram * times)
@@ -136,7 +136,9 @@ def test_a_measured_step_of_a_mixture_is_met():
     """gpt-oss-120b with adapters in 24 GiB of an H200, its base in MXFP4 in RAM: 3.03 s."""
     cfg = MODELS["gpt-oss-120b"]
     cfg = adapted(cfg, Lora(16, 32.0, targets(cfg, ())))
-    rates = Rates(7.77e14, 3.93e12, 5.53e10, 5.53e10, adam=6.3e9, dram=1.94e11, duplex=0.9, beside=1.0, host=1.87e-5)
+    rates = Rates(
+        7.77e14, 3.93e12, 5.53e10, 5.53e10, adam=6.3e9, dram=1.94e11, duplex=0.9, concurrent=1.0, host=1.87e-5
+    )
     plan = simple_plan(cfg, Limits(24_581_963_776, 73_861_693_440), Wanted(((8192, 4),), document=4096))
     assert predict(cfg, plan, rates, Batch(8192, 4096, 4)).step_s == pytest.approx(3.03, rel=0.1)
 

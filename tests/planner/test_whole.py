@@ -24,8 +24,8 @@ from trireme.engine.planner.whole import (
     export_s,
     foretold,
     note_export,
+    snapshot,
     token_s,
-    unsaved,
     written,
 )
 from trireme.engine.run import demo, loop, train
@@ -111,9 +111,32 @@ def test_an_export_takes_what_the_last_to_that_drive_took(tmp_path, monkeypatch)
 
 
 def test_a_snapshot_writes_only_what_is_on_no_drive():
-    assert unsaved(SSD) == 0
-    assert unsaved(forecast(UnitPlan("host", "ssd"))) == sum(layout.span for layout in RAM.geo.weights)
-    assert unsaved(GPU) == GPU.stored()
+    saved = lambda f: snapshot(f).ssd_written
+    assert saved(SSD) == 0
+    assert saved(forecast(UnitPlan("host", "ssd"))) == sum(layout.span for layout in RAM.geo.weights)
+    assert saved(GPU) == saved(RAM) == GPU.stored()
+
+
+def test_a_snapshot_and_an_export_wait_for_copies_from_a_gpu_and_reads():
+    f, written = RAM, EXPORT * (1 / 7e9 + 1 / 5e9 + 1 / COPIED)
+    rates, stored, weights = f.machine.rates, f.stored(), sum(layout.span for layout in f.geo.weights)
+    seconds = lambda f, part: foretold(f, 1, Events(snapshots=1))[part] - FIXED
+    assert seconds(RAM, "snapshots") == pytest.approx(stored / 5e9, rel=0.01)
+    assert seconds(GPU, "snapshots") == pytest.approx(stored / 5e9 + stored / rates.d2h, rel=0.01), "through one buffer"
+    assert seconds(SSD, "snapshots") == 0
+    assert seconds(RAM, "export") == pytest.approx(written)
+    assert seconds(GPU, "export") == pytest.approx(written + weights / rates.d2h, rel=0.01)
+    assert seconds(SSD, "export") == pytest.approx(written + weights / 7e9, rel=0.01)
+    masters = replace(SSD, files=replace(f.files, exact=True))
+    low = 2 * sum(f.geo.numel)
+    assert seconds(masters, "export") > written + (weights + low) / 7e9, "weights are read again behind low halves"
+
+
+def test_without_a_drive_a_snapshot_goes_to_a_usual_one():
+    m = assume("gpu=rtx4090,ram=128GiB")
+    f = replace(RAM, machine=m)
+    assert snapshot(f).step_s == pytest.approx(f.stored() / 1.4e9, rel=0.01)
+    assert foretold(f, 1, Events(snapshots=1, evaluations=1, held_out=32))["export"] > 0
 
 
 def test_what_a_drive_takes_to_remove_the_store_is_the_end():
@@ -145,17 +168,17 @@ def test_an_evaluation_is_a_forward_pass_or_waits_for_the_weights():
     assert evaluation_s(GPU, 320) == pytest.approx(10 * step)
     weights = sum(layout.span for layout in SSD.geo.weights)
     quick = faster(SSD, matmul=1e3, copy=1e3)
-    assert evaluation_s(quick, 32) == pytest.approx(weights / 7e9, rel=0.03)
-    assert evaluation_s(faster(quick, ssd_read=1e3), 32) == pytest.approx(weights / quick.machine.rates.h2d, rel=0.03)
+    assert evaluation_s(quick, 32) == pytest.approx(weights / 7e9, rel=0.05)
+    assert evaluation_s(faster(quick, ssd_read=1e3), 32) == pytest.approx(weights / quick.machine.rates.h2d, rel=0.05)
 
 
 def test_what_is_frozen_is_read_too():
     cfg = replace(ONE_B, frozen=("*",))
     frozen = lambda tier: replace(forecast(UnitPlan(base=tier)), cfg=cfg)
     rates, weights = RAM.machine.rates, sum(layout.span for layout in RAM.geo.weights)
-    assert token_s(frozen("host")) == pytest.approx(weights / rates.h2d)
-    assert token_s(frozen("ssd")) == pytest.approx(weights / rates.h2d + weights / rates.ssd_read)
-    assert evaluation_s(faster(frozen("ssd"), matmul=1e3, copy=1e3), 32) == pytest.approx(weights / 7e9, rel=0.03)
+    assert token_s(frozen("host")) == pytest.approx(weights / rates.h2d, rel=0.05)
+    assert token_s(frozen("ssd")) == pytest.approx(weights / rates.ssd_read, rel=0.1), "while layers go to the GPU"
+    assert evaluation_s(faster(frozen("ssd"), matmul=1e3, copy=1e3), 32) == pytest.approx(weights / 7e9, rel=0.05)
     few = replace(frozen("ssd"), files=Files(export=10**6, merged=EXPORT))  # adapters, and the model with them
     found = foretold(few, 1, Events(exports=3))
     assert found["load"] == pytest.approx(OPENED + weights / LOADING + few.pinning_s())
@@ -166,7 +189,7 @@ def test_what_is_frozen_is_read_too():
 def test_a_sampled_token_reads_every_weight_once():
     assert token_s(SSD) > token_s(RAM) > token_s(GPU)
     stay = replace(RAM, plan=RAM.plan.changed(range(RAM.geo.n_units), resident=True))
-    assert token_s(stay) == token_s(GPU)
+    assert token_s(stay) == pytest.approx(token_s(GPU))
 
 
 @given(

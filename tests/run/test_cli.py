@@ -134,7 +134,7 @@ def test_a_request_that_cannot_be_met(here, capsys, name):
 )  # fmt: skip
 def test_what_is_short_is_named_and_as_much_more_is_enough(here, capsys, monkeypatch, given, option):
     """On a CPU both tiers are RAM: the option to raise is the one that was given too little."""
-    monkeypatch.setattr(host, "_beside_the_process", lambda ram, later: ram)  # tests hold more than a limit here
+    monkeypatch.setattr(host, "_left_by_the_process", lambda ram, later: ram)  # tests hold more than a limit here
     said = fails(capsys, here, *TRAIN, *given, "--dry-run", code=3)
     ((named, more),) = re.findall(r"Raise (--\S+) by ([\d.]+) MiB", said)
     assert named == option
@@ -220,7 +220,7 @@ def test_a_step_has_no_more_sequences_than_the_data(here, capsys):
 @pytest.mark.grid
 @pytest.mark.parametrize("limits", [["--ram", "12MiB"], ["--ram", "1GiB", "--gpu-memory", "12MiB"]])
 def test_where_fewer_sequences_a_step_would_do_that_is_said(here, capsys, limits, monkeypatch):
-    monkeypatch.setattr(host, "_beside_the_process", lambda ram, later: ram)
+    monkeypatch.setattr(host, "_left_by_the_process", lambda ram, later: ram)
     write("many.jsonl", '{"text": "a story of sailors"}\n' * 20_000)
     argv = ["model", "--data", "many.jsonl", "--out", "out", "--seq-len", "64", "--no-pack", "--dry-run", *limits]
     assert "--batch-size" in fails(capsys, here, *argv, "--batch-size", "20000", code=3)

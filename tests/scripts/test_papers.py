@@ -3,6 +3,8 @@
 import pytest
 from script_files import ROOT, script
 
+SIMULATED = "linear", "tensors"
+
 
 @pytest.fixture(scope="module")
 def figures():
@@ -29,11 +31,10 @@ def test_the_page_shows_what_is_computed(figures):
     assert all(line in text for line in frame), "renew it: python scripts/papers/tables.py --write"
 
 
-@pytest.mark.full
-def test_the_page_of_the_papers_shows_what_is_computed():
+@pytest.mark.parametrize("name", ["pipelined", *(pytest.param(name, marks=pytest.mark.full) for name in SIMULATED)])
+def test_the_page_of_the_papers_shows_what_is_computed(name):
     """The rows that take no search for a plan."""
     page, experiments = (ROOT / "docs" / "papers.md").read_text(), script("papers/experiments")
-    for name in ("linear", "tensors"):
-        make, heads = experiments.TABLES[name]
-        assert "\n".join(experiments.table(heads, make())) in page, f"renew it: papers/experiments.py {name}"
+    make, heads = experiments.TABLES[name]
+    assert "\n".join(experiments.table(heads, make())) in page, f"renew it: papers/experiments.py {name}"
     assert all(f"| {heads} |" in page for _, heads in experiments.TABLES.values())

@@ -17,7 +17,7 @@ from hypothesis import strategies as st
 from hypothesis.extra import numpy as hnp
 
 from trireme.storage import checkpoint
-from trireme.storage.auxiliary import auxiliary, beside
+from trireme.storage.auxiliary import auxiliary, auxiliary_files
 from trireme.storage.checkpoint import INDEX, CheckpointError, convert, export, open_source
 from trireme.storage.files import StoreError
 
@@ -343,13 +343,13 @@ def test_another_tokenizer_takes_the_place_of_the_first_one_whole(tmp_path):
     other.mkdir()
     for name in ("tokenizer.json", "vocab.txt", "config.json", "notes.txt"):
         (other / name).write_text("{}")
-    found = beside(folder, other)
+    found = auxiliary_files(folder, other)
     theirs = {name for name, path in found.items() if path == other / name}
     ours = {name for name, path in found.items() if path == folder / name}
     assert theirs == {"tokenizer.json", "vocab.txt"}
     assert ours == {"config.json", "generation_config.json", "LICENSE.txt"}
-    assert beside(folder) == {name: folder / name for name in auxiliary(folder)}
-    ended = beside(folder, other, end=7)
+    assert auxiliary_files(folder) == {name: folder / name for name in auxiliary(folder)}
+    ended = auxiliary_files(folder, other, end=7)
     for name in ("config.json", "generation_config.json"):
         before = json.loads((folder / name).read_text())
         assert json.loads(ended[name]) == before | {"eos_token_id": 7}, "else a reader would not stop"
@@ -357,7 +357,7 @@ def test_another_tokenizer_takes_the_place_of_the_first_one_whole(tmp_path):
     (other / "tokenizer.json").unlink()
     (other / "tokenizer.json").symlink_to(folder / "tokenizer.json")
     with pytest.raises(CheckpointError, match="other/tokenizer.json is not a file of its folder"):
-        beside(folder, other)
+        auxiliary_files(folder, other)
 
 
 def test_another_template_is_in_both_places_and_alone(tmp_path):
@@ -365,13 +365,13 @@ def test_another_template_is_in_both_places_and_alone(tmp_path):
     (folder / "additional_chat_templates").mkdir(exist_ok=True)
     (folder / "additional_chat_templates" / "tool_use.jinja").write_text("old")
     (folder / "tokenizer_config.json").write_text('{"eos_token": "</s>", "chat_template": "old"}')
-    found = beside(folder, template="new ß")
+    found = auxiliary_files(folder, template="new ß")
     assert found["chat_template.jinja"] == "new ß".encode()
     assert json.loads(found["tokenizer_config.json"]) == {"eos_token": "</s>", "chat_template": "new ß"}
     assert not [name for name in found if name.startswith("additional")]
     (folder / "tokenizer_config.json").write_text("[]")
     with pytest.raises(CheckpointError, match="tokenizer_config.json: the file is not a JSON object"):
-        beside(folder, template="new")
+        auxiliary_files(folder, template="new")
 
 
 def test_real_checkpoints(real, tmp_path):

@@ -380,9 +380,9 @@ def check_room(job: Job) -> None:
     for here in by_drive.values():
         folders, needs, flags = zip(*here, strict=True)
         disk = shutil.disk_usage(existing(folders[0]))
-        beside, room = (reserved(disk.total), disk.free) if "--store" in flags else (0, disk.free)
-        if sum(needs) > room - beside:
-            kept = f", {gib(beside)} of them to stay free for the file system" if beside else ""
+        reserve, room = (reserved(disk.total), disk.free) if "--store" in flags else (0, disk.free)
+        if sum(needs) > room - reserve:
+            kept = f", {gib(reserve)} of them to stay free for the file system" if reserve else ""
             raise DoesNotFit(
                 f"{folders[-1]}: what the run writes there takes {gib(sum(needs))}, {gib(room)} are free{kept}. "
                 f"Free some space, or name another drive with {' or '.join(dict.fromkeys(flags))}."

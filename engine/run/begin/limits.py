@@ -35,7 +35,7 @@ def place(options: Options) -> tuple[torch.device, Limits, Machine | None]:
 def least(group: Alone, options: Options, limits: Limits) -> Limits:
     """Limits that every host has; those of a machine are shared by its hosts. Raises InputError."""
     if options.ram is None:
-        limits = replace(limits, host=limits.host // group.beside)
+        limits = replace(limits, host=limits.host // group.local_hosts)
     gpu, host, gpus = map(group.each, (limits.gpu, limits.host, limits.gpus))
     if len(set(gpus)) > 1:
         raise InputError(f"--gpus: hosts have {', '.join(f'{n:.0f}' for n in gpus)}. Give each as many.")

@@ -18,7 +18,7 @@ from trireme.engine.tuning.chosen import adapted, chosen, folded, targets
 from trireme.engine.tuning.opened import read_adapter
 from trireme.engine.tuning.peft_config import MOST
 from trireme.models.config import InputError, Lora, ModelConfig, read_config, read_raw
-from trireme.storage.auxiliary import CONTENT, beside
+from trireme.storage.auxiliary import CONTENT, auxiliary_files
 from trireme.storage.checkpoint import Source
 
 NAMED = 4  # modules named in a line
@@ -159,7 +159,7 @@ def _trained_with(options: Options, cfg: ModelConfig, folder: Path, codec: Codec
         other = None
     facts = codec.facts
     known = facts.eos is not None and facts.eos < cfg.vocab  # a tokenizer may have tokens that the model has not
-    return beside(folder, other, facts.chosen, facts.eos if known else None)
+    return auxiliary_files(folder, other, facts.chosen, facts.eos if known else None)
 
 
 def _extended(options: Options, cfg: ModelConfig, folder: Path) -> bytes:

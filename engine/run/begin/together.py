@@ -167,8 +167,8 @@ def _datasets(found: Read) -> None:
         paths = found.take_all(rf"{kind}\.\d+\.path")
         files: list[Any] = []
         for item in paths:
-            beside = found.take(item.name.replace("path", "data-files"))
-            value = beside.value if beside and item.value in KINDS else item.value
+            named = found.take(item.name.replace("path", "data-files"))
+            value = named.value if named and item.value in KINDS else item.value
             files += value if isinstance(value, list) else [value]
         if len(files) > 1 and name == "val":
             found.wrong.append(f"{paths[1].key} {shown(paths[1].text)}: --val takes one file")

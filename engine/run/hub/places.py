@@ -46,16 +46,16 @@ class Named:
     @property
     def folder(self) -> Path:
         """Of a commit, in the cache."""
-        return self._beside / "snapshots" / self.revision
+        return self._cache / "snapshots" / self.revision
 
     @property
-    def _beside(self) -> Path:
+    def _cache(self) -> Path:
         return cache() / f"{self.kind}s--{self.repo.replace('/', '--')}"
 
     @property
     def mark(self) -> Path:
         """Says which files a complete model has: {name: bytes}."""
-        return self._beside / "trireme" / f"{self.revision}.json"
+        return self._cache / "trireme" / f"{self.revision}.json"
 
     @property
     def is_whole(self) -> bool:
