@@ -234,6 +234,33 @@ def test_killed_while_the_reference_is_asked_it_goes_on_there(folder, cache, mon
     assert (folder / "later" / "model.safetensors").read_bytes() == a.read_bytes()
 
 
+@pytest.mark.full
+@pytest.mark.parametrize("how", ["the same command", "--resume"])
+def test_interrupted_while_the_reference_is_asked_it_goes_on_there(folder, tmp_path, monkeypatch, how):
+    """What was known stays in OUT, also where there is no cache."""
+    monkeypatch.setattr(reference, "cache_folder", lambda: None)
+    asked, real = [], reference.evaluate
+
+    def counted(e, micro):
+        asked.append(sum(len(mb.docs.lengths) for mb in micro))
+        if len(asked) == 2:
+            os.kill(os.getpid(), signal.SIGINT)
+        return real(e, micro)
+
+    monkeypatch.setattr(reference, "evaluate", counted)
+    opts = run(folder, tmp_path / "out", max_steps=1)
+    with pytest.raises(KeyboardInterrupt):
+        finetune(opts)
+    assert sum(asked) < 48
+    left = {path.name for path in (tmp_path / "out").iterdir()}
+    assert left >= {"config.yaml", "reference"}
+    assert "store" not in left
+    finetune(opts if how == "the same command" else replace(opts, resume=opts.out))
+    assert sum(asked) == 48, "each document once"
+    assert (tmp_path / "out" / "model.safetensors").exists()
+    assert not (tmp_path / "out" / "reference").exists()
+
+
 def test_options_are_of_their_methods(folder):
     data = ["checkpoint", "--data", "pairs.jsonl"]
     assert preference_of(parse([*data, "--rl", "dpo", "--pref-beta", "0.2"])).beta == 0.2
