@@ -451,6 +451,7 @@ def test_a_long_step_shows_its_seconds(monkeypatch):
 
 @pytest.mark.parametrize(("losses", "evals"), [([], []), ([(1.0, 2.0)], []), ([], [(3.0, 0.0)])])
 def test_the_picture_of_hardly_anything(losses, evals):
+    assert "nats" in draw(losses, evals)
     ET.fromstring(draw(losses, evals))
 
 

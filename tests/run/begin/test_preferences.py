@@ -257,6 +257,7 @@ def test_interrupted_while_the_reference_is_asked_it_goes_on_there(folder, tmp_p
     assert "store" not in left
     finetune(opts if how == "the same command" else replace(opts, resume=opts.out))
     assert sum(asked) == 48, "each document once"
+    assert ">loss of dpo<" in (tmp_path / "out" / "loss.svg").read_text()
     assert (tmp_path / "out" / "model.safetensors").exists()
     assert not (tmp_path / "out" / "reference").exists()
 
