@@ -1,8 +1,11 @@
 """What README and docs say of the program, held against what it says and does."""
 
 import ast
+import json
 import os
 import re
+import shlex
+import subprocess
 from pathlib import Path
 
 import pytest
@@ -27,6 +30,57 @@ def test_troubleshooting_has_the_words_of_the_program():
 
 def parsed(file: Path) -> list[ast.AST]:
     return list(ast.walk(ast.parse(file.read_text())))
+
+
+def commands_of(page: str) -> list[list[str]]:
+    """Words behind `trireme` in a page's blocks."""
+    blocks = "".join(re.findall(r"^```\w*\n(.*?)^```", page, re.DOTALL | re.MULTILINE)).replace("\\\n", " ")
+    return [shlex.split(line, comments=True) for line in re.findall(r"\btrireme (.*)", blocks)]
+
+
+def test_the_dockerfile_installs_and_starts_this_package():
+    project, readme = (ROOT / "pyproject.toml").read_text(), (ROOT / "README.md").read_text()
+    lines = dict(line.split(" ", 1) for line in (ROOT / "Dockerfile").read_text().splitlines() if line[0] != "#")
+    low, high = (tuple(map(int, v.split("."))) for v in re.search(r"Python (3\.\d+) to (3\.\d+)", readme).groups())
+    python = tuple(map(int, re.match(r"python:(3\.\d+)-slim$", lines["FROM"])[1].split(".")))
+    assert low <= python <= high, "the image of that version has the headers for which Triton needs python3-dev"
+    assert f'requires-python = ">={low[0]}.{low[1]}"' in project
+    runs = re.findall(r"^RUN (.*)$", (ROOT / "Dockerfile").read_text(), re.MULTILINE)
+    assert re.fullmatch(r"apt-get update && apt-get install -y --no-install-recommends g\+\+ && rm -rf \S+", runs[0])
+    assert runs[1] == "--mount=type=bind,target=/source,rw pip install --no-cache-dir /source"
+    assert json.loads(lines["ENTRYPOINT"]) == re.findall(r"^\[project.scripts\]\n(\w+) = ", project, re.MULTILINE)
+    kept = {line[1:] for line in (ROOT / ".dockerignore").read_text().splitlines() if line.startswith("!")}
+    sources = re.findall(r'= "([^"]+)"', re.search(r"^package-dir = (.*)$", project, re.MULTILINE)[1])
+    assert kept == {*sources, "trireme", "pyproject.toml", "README.md", "LICENSE"}
+
+
+def test_commands_of_the_page_on_schedulers_are_understood(monkeypatch):
+    found = commands_of((ROOT / "docs/schedulers.md").read_text())
+    started = [words for words in found if "--resume" not in words and not {"…", "."} & set(words)]
+    assert len(started) >= 3
+    for words in started:
+        assert parse([word.strip('"') for word in words])
+
+
+@pytest.mark.parametrize(("code", "queued"), [(0, False), (130, True), (2, False)])
+def test_the_script_for_slurm(tmp_path, code, queued):
+    """With commands of SLURM that write down how they are called."""
+    (script,) = re.findall(r"^```bash\n(.*?)^```", (ROOT / "docs/schedulers.md").read_text(), re.DOTALL | re.MULTILINE)
+    (tmp_path / "job").write_text(script.replace("/scratch/$USER", str(tmp_path)))
+    for name, does in (
+        ("srun", 'exec "$@"'),
+        ("scontrol", f'echo scontrol "$@" >> {tmp_path}/told'),
+        ("trireme", f'echo "$@" >> {tmp_path}/told; mkdir -p {tmp_path}/chats; touch {tmp_path}/chats/config.yaml; '
+         f"exit {code}"),
+    ):  # fmt: skip
+        (tmp_path / name).write_text(f"#!/bin/sh\n{does}\n")
+        (tmp_path / name).chmod(0o755)
+    environment = {"PATH": f"{tmp_path}:{os.environ['PATH']}", "SLURM_JOB_ID": "77"}
+    ends = [subprocess.run(["bash", str(tmp_path / "job")], env=environment, timeout=20).returncode for _ in range(2)]
+    assert ends == [code, code], "SLURM shows a job that failed as failed"
+    again = ["scontrol requeue 77"] * queued
+    told = (tmp_path / "told").read_text().splitlines()
+    assert told == [f"qwen --data rows.jsonl --out {tmp_path}/chats", *again, f"--resume {tmp_path}/chats", *again]
 
 
 @pytest.mark.full

@@ -46,13 +46,17 @@ class Reading:
     variables: dict[str, Any] = field(default_factory=dict)  # as DataOptions
     kind: Kind = ""
 
-    def key(self, source: DataFile) -> str:
+    def key(self, source: DataFile, progress: Progress | None = None) -> str:
         """Of the content and all that decides its tokens."""
         tokenizer, template = (self.codec.facts.tokenizer, self.codec.facts.template) if self.codec else (None, None)
         more = [*([self.media] if self.media else []), *([{"system": self.system}] if self.system else [])]
         more += [{"variables": self.variables}] if self.variables else []
         more += [{"kind": self.kind}] if self.kind else []
-        sums = [digest(path) for path in source.files]
+        sums, size, done = list[str](), source.size, 0
+        for path in source.files:
+            far = lambda at, done=done: progress and progress(f"{source.path.name} (checksum)", done + at, size)
+            sums.append(digest(path, far))
+            done += path.stat().st_size
         content = sums if source.parts else sums[0]
         return cache_key(content, source.kind, tokenizer, template, self.renames, self.skip_bad, *more)
 
@@ -96,7 +100,7 @@ class _Tally:
 
 def tokenize(source: DataFile, reading: Reading, progress: Progress | None = None) -> TokenFile:
     """From the cache or made now. Raises InputError where rows are bad or tokens not the model's."""
-    key = reading.key(source)
+    key = reading.key(source, progress)
     made = open_tokens(reading.folder / f"tokens-{key}") or _shelved(source, reading, key, progress)
     made = made or _build(source, reading, key, progress)
     if reading.vocab_size is not None and made.meta["max_id"] >= reading.vocab_size:

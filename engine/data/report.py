@@ -15,6 +15,8 @@ from trireme.engine.data.documents import Fitted
 
 SHOWN = 2000  # characters, and tokens, of an example
 LISTED = 12  # files
+WARNING = "warning: "  # begins notes of what is likely wrong
+KEEP = "to train it too, --chat-template FILE that writes it (as message.reasoning_content)"
 AS_CHAT = {  # formats of joined texts: columns by which they are read as question and answer
     "prompt,completion": (("instruction", "prompt"), ("output", "completion")),
     "prompt,completion,label": (("instruction", "prompt"), ("output", "completion")),
@@ -99,7 +101,7 @@ class Report:
             f"{packed}{count(self.sequences, 'sequence')} of up to {self.seq_len:,} tokens{single}; "
             f"{100 * (1 - self.used):.1f} % of the positions are empty and are not computed"
         )
-        return [*lines, *(f"note: {note}" for note in self.notes)]
+        return [*lines, *(note if note.startswith(WARNING) else f"note: {note}" for note in self.notes)]
 
     def _files(self) -> list[str]:
         """A line each; of many that are alike, the first."""
@@ -134,7 +136,7 @@ def notes_on(files: Sequence[TokenFile], codec: Codec | None, renames: Mapping[s
     notes = [*facts.notes, *(facts.template_notes if talks else ())]
     if lost := total("unwritten"):
         share = f"{100 * lost / total('said'):.2g} %"
-        notes.append(f"the chat template leaves out {share} of what the assistant says, which is not trained")
+        notes.append(f"the chat template leaves out {share} of what the assistant says, which is not trained: {KEEP}")
     if early := total("early"):
         ends = "an end token among the words that are trained, which teaches to stop there"
         notes.append(f"{count(early, 'row')} with {ends}")
@@ -152,7 +154,7 @@ def notes_on(files: Sequence[TokenFile], codec: Codec | None, renames: Mapping[s
         as_chat = [f"{o}={theirs.get(t, t)}" for o, t in AS_CHAT[joined[0]]]
         answer = "answers" if "chosen" in joined[0] else "completion"
         notes.append(
-            f"prompt and {answer} are joined as they are, without the chat template; "
+            f"{WARNING}prompt and {answer} are joined as they are, without the chat template; "
             f"as question and answer, with it: --map {','.join(as_chat)}"
         )
     texts = [file for file in files if not (facts.template and file.meta["chats"])]

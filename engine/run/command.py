@@ -6,7 +6,9 @@ import argparse
 import difflib
 import os
 import re
+import shutil
 import sys
+import textwrap
 from collections.abc import Callable, Sequence
 from contextlib import suppress
 from dataclasses import Field, fields, replace
@@ -14,13 +16,25 @@ from pathlib import Path
 from typing import Any, NoReturn
 
 from trireme.engine.run.begin.kept import from_yaml, full, text_of
-from trireme.engine.run.begin.preference import preference_of, teaching_of
 from trireme.engine.run.hub.places import title
 from trireme.engine.run.names import flag_of, resolve
 from trireme.engine.run.options import DATA, INSTEAD, OUTPUT, PLACEMENT, TRAINING, Options, Parser
 from trireme.engine.run.screen import Screen
 from trireme.models.config import InputError
 from trireme.storage.files import Say
+
+WIDEST = 112  # columns of --help
+SAMPLE, EVAL, TRAIN = "sample OUT --chat", "eval OUT --data FILE", "CHECKPOINT --data FILE"
+MEANT = {  # what others call a command: what it is here
+    **dict.fromkeys(("sample", "chat", "generate", "inference", "infer", "predict", "run"), SAMPLE),
+    **dict.fromkeys(("eval", "evaluate", "evaluation", "test", "bench", "benchmark"), EVAL),
+    **dict.fromkeys(("train", "finetune", "fine-tune", "sft", "dpo", "fit", "tune"), TRAIN),
+    **dict.fromkeys(("merge", "fuse", "export", "convert"), "merge ADAPTER --out DIR"),
+    **dict.fromkeys(("push", "upload", "publish"), "push OUT OWNER/NAME"),
+    "score": "score OUT --data FILE --out DIR",
+    "check": "check",
+    "help": "--help",
+}
 
 
 def program() -> str:
@@ -40,7 +54,28 @@ class _Version(argparse.Action):
         parser.exit()
 
 
+class _Help(argparse.HelpFormatter):
+    """In the terminal's width, parted between words."""
+
+    def __init__(self, prog: str):
+        width = min(WIDEST, shutil.get_terminal_size((WIDEST + 1, 24)).columns - 1)
+        super().__init__(prog, max_help_position=32 if width == WIDEST else width // 4, width=width)
+
+    def _split_lines(self, text: str, width: int) -> list[str]:
+        return textwrap.wrap(" ".join(text.split()), width, break_long_words=False, break_on_hyphens=False)
+
+    def add_usage(self, usage: str | None, *more: Any) -> None:
+        text = self._split_lines(f"usage: {usage}", self._width - len("usage: "))
+        super().add_usage("\n       ".join(text).removeprefix("usage: "), *more)
+
+    def _fill_text(self, text: str, width: int, indent: str) -> str:
+        return "\n".join(indent + line for line in self._split_lines(text, width - len(indent)))
+
+
 class CommandParser(argparse.ArgumentParser):
+    def __init__(self, **given: Any):
+        super().__init__(allow_abbrev=False, formatter_class=_Help, **given)
+
     def error(self, message: str) -> NoReturn:
         raise InputError(re.sub(r"^argument (\S+)(, \S+)*: ", r"\1: ", message) + ".")
 
@@ -49,7 +84,8 @@ class CommandParser(argparse.ArgumentParser):
         given, rest = self.parse_known_args(argv)
         for word in rest:
             option = word.partition("=")[0]
-            near = difflib.get_close_matches(option, self._option_string_actions, 1, 0.7)
+            begun = [known for known in self._option_string_actions if len(option) > 3 and known.startswith(option)]
+            near = begun or difflib.get_close_matches(option, self._option_string_actions, 1, 0.7)
             way = f"Did you mean {near[0]}?" if near else f"See {program()} {name} --help."
             raise InputError(
                 f"unknown option {option}. {way}" if option.startswith("-") else f"{word}: unknown here. {way}"
@@ -79,10 +115,8 @@ def _parser() -> argparse.ArgumentParser:
         usage=f"{program()} CHECKPOINT --data FILE [--out DIR] [options]",
         description="Fine-tunes CHECKPOINT, a Hugging Face folder (--model DIR means the same), on one machine.",
         epilog="Names from Hugging Face and others work too (--learning_rate, --output_dir, ...). Other commands, each "
-        f"with its own --help: {program()} sample OUT, eval OUT, score OUT, merge ADAPTER.",
-        allow_abbrev=False,
+        f"with its own --help: {program()} sample OUT, eval OUT, score OUT, merge ADAPTER, push OUT, check.",
         add_help=False,
-        formatter_class=lambda prog: argparse.HelpFormatter(prog, max_help_position=32, width=112),
     )
     groups = {name: parser.add_argument_group(name) for name in (DATA, OUTPUT, TRAINING, PLACEMENT, INSTEAD)}
     for f in fields(Options):
@@ -122,7 +156,16 @@ def _spelled(word: str) -> str:
     return flag_of(resolve(match[1])) + word[match.end() :]
 
 
+def refuse_command(word: str) -> None:
+    """Raises InputError where the first word names what a command does, in another word, and no folder."""
+    meant = MEANT.get(word) or next((MEANT[near] for near in difflib.get_close_matches(word, MEANT, 1, 0.75)), "")
+    if meant and not Path(word).exists():
+        raise InputError(f"{word} is no folder here, and no command. Did you mean {program()} {meant}?")
+
+
 def _from_flags(argv: Sequence[str]) -> dict[str, Any]:
+    if argv and not argv[0].startswith("-"):
+        refuse_command(argv[0])
     space, rest = _parser().parse_known_args([_spelled(word) for word in argv])
     given = {name: tuple(v) if isinstance(v, list) else v for name, v in vars(space).items()}
     for word in rest:
@@ -219,10 +262,14 @@ def checked(options: Options) -> Options:
             raise InputError(f"--demo trains a model of its own on stories of its own. Leave out {', '.join(own)}.")
         return options
     _check_named(options)
+    from trireme.engine.run.begin.preference import preference_of, teaching_of  # late: numpy, and --help needs none
+
     preference_of(options)
     teaching_of(options)
     if options.long == "split" and options.method != "sft":
         raise InputError(f"--long split: --method {options.method} compares whole answers. Take cut, drop or error.")
+    if options.log == ("none",):
+        options = replace(options, log=())
     unknown = set(options.log) - {"tensorboard", "wandb", "mlflow", "comet", "trace"}
     if unknown:
         raise InputError(
@@ -273,7 +320,6 @@ def parse_check(argv: Sequence[str]) -> argparse.Namespace:
     parser = CommandParser(
         usage=f"{program()} check [--store DIR[,DIR]] [--report FILE] [--tune]",
         description="Says what this machine has, how fast it is, and what to change, in two minutes. Writes a report.",
-        allow_abbrev=False,
     )
     parser.add_argument("--store", metavar="DIR[,DIR]", default=".", help="a folder on each drive to try [this one]")
     parser.add_argument("--report", metavar="FILE", default="trireme-check.json", help="where the report is written")
@@ -294,7 +340,6 @@ def parse_merge(argv: Sequence[str]) -> argparse.Namespace:
     parser = CommandParser(
         usage=f"{program()} merge ADAPTER --out DIR [--model DIR]",
         description="Adds an adapter to its model, and writes an ordinary checkpoint.",
-        allow_abbrev=False,
     )
     parser.add_argument("adapter", metavar="ADAPTER", nargs="?", default="", help="a folder of peft's format")
     parser.add_argument("--out", metavar="DIR", default="", help="folder to write")
@@ -304,4 +349,18 @@ def parse_merge(argv: Sequence[str]) -> argparse.Namespace:
         raise InputError(f"no adapter is named. Name its folder: {program()} merge ADAPTER --out DIR.")
     if not given.out:
         raise InputError(f"--out is missing. Name the folder to write: {program()} merge {given.adapter} --out DIR.")
+    return given
+
+
+def parse_push(argv: Sequence[str]) -> argparse.Namespace:
+    """folder and name of `push`. Raises InputError; --help exits."""
+    parser = CommandParser(
+        usage=f"{program()} push FOLDER OWNER/NAME",
+        description="Uploads a finished model or adapter to the Hugging Face hub, with a card of its run.",
+    )
+    parser.add_argument("folder", metavar="FOLDER", nargs="?", default="", help="a run's output, or any checkpoint")
+    parser.add_argument("name", metavar="OWNER/NAME", nargs="?", default="", help="its name on the hub")
+    given = parser.known(argv, "push")
+    if not given.folder or not given.name:
+        raise InputError(f"no folder or no name is given: {program()} push FOLDER OWNER/NAME.")
     return given

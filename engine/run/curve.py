@@ -13,6 +13,7 @@ WIDTH, HEIGHT = 820, 440
 LEFT, RIGHT, TOP, BOTTOM = 64, 20, 58, 46  # margins
 LEGEND = 44  # its base line
 MOST_TITLE = 100  # characters
+LOSS = "loss (nats per token)"
 TRAIN, TRAIN_FAINT, EVAL, INK, GRID = "#1f5fa8", "#b9cde4", "#d8572a", "#333", "#e3e3e3"
 
 MOST = 4096  # points kept, even
@@ -53,8 +54,8 @@ class Curve:
         return [*self._points, self._mean()] if self._waiting else list(self._points)
 
 
-def draw(train: Sequence[Point], evals: Sequence[Point], title: str = "") -> str:
-    """SVG text."""
+def draw(train: Sequence[Point], evals: Sequence[Point], title: str = "", what: str = LOSS) -> str:
+    """SVG text. `what`: the vertical axis."""
     smooth = _smoothed(train)
     shape = [*smooth, *evals] or [(0.0, 0.0)]
     first, last = min(x for x, _ in shape), max(x for x, _ in shape)
@@ -64,7 +65,7 @@ def draw(train: Sequence[Point], evals: Sequence[Point], title: str = "") -> str
     to_x = lambda v: LEFT + (v - first) / (last - first) * (WIDTH - LEFT - RIGHT)
     to_y = lambda v: HEIGHT - BOTTOM - (v - low) / (high - low) * (HEIGHT - TOP - BOTTOM)
 
-    parts = [*_axes(first, last, low, high, to_x, to_y)]
+    parts = [*_axes(first, last, low, high, to_x, to_y, what)]
     line = lambda points: " ".join(f"{to_x(x):.1f},{to_y(y):.1f}" for x, y in points)
     parts.append('<g clip-path="url(#plot)" fill="none" stroke-linejoin="round">')
     parts.append(f'<polyline points="{line(_thinned(train))}" stroke="{TRAIN_FAINT}"/>')
@@ -110,7 +111,7 @@ def _ticks(low: float, high: float, about: int) -> list[float]:
     return [n * step for n in range(math.ceil(low / step), math.floor(high / step) + 1)]
 
 
-def _axes(first: float, last: float, low: float, high: float, to_x: Scale, to_y: Scale) -> list[str]:
+def _axes(first: float, last: float, low: float, high: float, to_x: Scale, to_y: Scale, what: str) -> list[str]:
     base = HEIGHT - BOTTOM
     parts = []
     for v in _ticks(low, high, 6):
@@ -122,7 +123,6 @@ def _axes(first: float, last: float, low: float, high: float, to_x: Scale, to_y:
             parts.append(f'<text x="{to_x(v):.1f}" y="{base + 18}" text-anchor="middle">{int(v):,}</text>')
     parts.append(f'<path d="M{LEFT} {base}H{WIDTH - RIGHT}" stroke="{INK}"/>')
     parts.append(f'<text x="{(LEFT + WIDTH - RIGHT) / 2}" y="{HEIGHT - 8}" text-anchor="middle">optimizer step</text>')
-    what = "loss (nats per token)"
     parts.append(f'<text transform="rotate(-90)" x="{-(TOP + base) / 2}" y="16" text-anchor="middle">{what}</text>')
     return parts
 

@@ -34,6 +34,7 @@ from trireme.engine.run.begin.owned import run_of
 from trireme.engine.run.begin.preference import preference_of
 from trireme.engine.run.begin.reference import with_reference
 from trireme.engine.run.command import program
+from trireme.engine.run.curve import LOSS
 from trireme.engine.run.hub.places import base_of, title
 from trireme.engine.run.log import RunLog, Tracker
 from trireme.engine.run.records import Mark
@@ -104,7 +105,8 @@ class Live:
             self.progress.eval_rows = job.eval_rows
         since = Mark(*snapshot["log"]) if snapshot else None
         name = f"{job.out.resolve().name}: {title(job.options.model)}, {compact(job.parameters)} parameters"
-        self.log = RunLog(job.out, job.total_steps, screen, since, job.work.evaluations, trackers, name)
+        axis = f"loss of {job.options.method}" if job.options.method != "sft" else LOSS
+        self.log = RunLog(job.out, job.total_steps, screen, since, job.work.evaluations, trackers, name, axis)
         self.queues = RealQueues(job.device, gpus=job.plan.gpus, hosts=job.plan.hosts)
         self.queues.failed = self.group.failed  # where this thread waits for a host that waits for a queue
         self.clock, self.estimated = clock or Clock(), dict[Part, float]()

@@ -16,7 +16,7 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 
 from trireme.engine.amounts import compact, count, duration
-from trireme.engine.run.curve import Curve, draw
+from trireme.engine.run.curve import LOSS, Curve, draw
 from trireme.engine.run.options import Options
 from trireme.engine.run.records import COLUMNS, Appender, Mark, Record, as_csv, as_json, is_whole, read_log, read_until
 from trireme.engine.run.screen import Screen, progress
@@ -193,12 +193,14 @@ class RunLog:
         evaluations: int = 0,
         trackers: Sequence[Tracker] = (),
         title: str = "",
+        what: str = LOSS,
     ):
-        """`since`: of a resumed run's snapshot; drops later lines. `evaluations`: in all. `title`: of loss.svg.
+        """`since`: of a resumed run's snapshot; drops later lines. `evaluations`: in all. `title` and
+        `what`, the vertical axis: of loss.svg.
 
         Raises StoreError.
         """
-        self._out, self._total, self._evaluations, self._title = out, total_steps, evaluations, title
+        self._out, self._total, self._evaluations, self._named = out, total_steps, evaluations, (title, what)
         self._trackers = list(trackers)
         self.totals, self._losses, self._evals = Totals(), Curve(), Curve()
         path = out / "log.jsonl"
@@ -259,7 +261,7 @@ class RunLog:
 
     def draw(self) -> None:
         try:
-            replace_synced(self._out / "loss.svg", draw(self._losses.points, self._evals.points, self._title).encode())
+            replace_synced(self._out / "loss.svg", draw(self._losses.points, self._evals.points, *self._named).encode())
         except OSError as error:
             self._warn(error)
 

@@ -19,7 +19,7 @@ from trireme.engine.hosts.watch import LostHost
 from trireme.engine.plan import DoesNotFit
 from trireme.engine.planner.clock import Clock, process_began
 from trireme.engine.run.begin.kept import Refused
-from trireme.engine.run.command import parse, parse_check, parse_merge
+from trireme.engine.run.command import parse, parse_check, parse_merge, parse_push
 from trireme.engine.run.hub.fetch import base_for, fetched
 from trireme.engine.run.options import Options
 from trireme.engine.run.screen import OUTPUT, Screen
@@ -231,30 +231,39 @@ def check(argv: Sequence[str]) -> int:
 
 def sample(argv: Sequence[str]) -> int:
     """`trireme sample FOLDER`. Raises as finished.sample.sample."""
-    from trireme.engine.run.finished.sample import sample  # late, as above
+    from trireme.engine.run.finished.asked import sample_options  # late, as above
 
-    return sample(argv)
+    given = sample_options(argv)
+    from trireme.engine.run.finished.sample import sample  # later still: wrong options are answered without torch
+
+    return sample(given)
 
 
 def evaluate(argv: Sequence[str]) -> int:
     """`trireme eval FOLDER --data FILE`. Raises as finished.evaluate.evaluate."""
-    from trireme.engine.run.finished.evaluate import evaluate  # late, as above
+    from trireme.engine.run.finished.asked import eval_options  # late, as above
 
-    return evaluate(argv)
+    given = eval_options(argv)
+    from trireme.engine.run.finished.evaluate import evaluate  # later still: torch
+
+    return evaluate(given)
 
 
 def score(argv: Sequence[str]) -> int:
     """`trireme score FOLDER --data FILE --out DIR`. Raises as finished.score.score."""
-    from trireme.engine.run.finished.score import score  # late, as above
+    from trireme.engine.run.finished.asked import score_options  # late, as above
 
-    return score(argv)
+    given = score_options(argv)
+    from trireme.engine.run.finished.score import score  # later still: torch
+
+    return score(given)
 
 
 def push(argv: Sequence[str]) -> int:
     """`trireme push FOLDER OWNER/NAME`. Raises InputError, OSError."""
+    given = parse_push(argv)
     from trireme.engine.run.hub import push as pushing  # late, as above
 
-    given = pushing.parse_push(argv)
     pushing.push(Path(given.folder), given.name, Screen())
     return 0
 

@@ -71,7 +71,8 @@ ELSEWHERE = (
     Theirs("dataset-dir", "--data takes paths of files; leave it out", "*"),
     Theirs("datasets* hf-dataset* dataset.*", "--data takes paths of files; the format is found from the keys"),
     Theirs("test-datasets* eval-dataset dataset-val*", "--val takes a file"),
-    Theirs("max-*-samples", "--data FILE:0.1 takes a tenth of its rows"),
+    Theirs("max-eval-samples", "--eval-tokens N limits an evaluation"),
+    Theirs("max-*-samples", "--max-samples N takes the first rows of each file"),
     Theirs("shuffle shuffle-merged-datasets", "rows are shuffled by --seed; leave it out", "true"),
     Theirs("disable-shuffling curriculum-sampling", "rows are shuffled by --seed; leave it out"),
     Theirs("shuffle-dataset streaming dataset-streaming buffer-size dataset-keep-in-memory skip-prepare-dataset "
@@ -111,9 +112,10 @@ ELSEWHERE = (
     Theirs("lora-model-dir adapter-name-or-path resume-adapter-file", "--adapter DIR goes on with peft's adapter"),
     Theirs("rank use-peft finetuning-type fine-tune-type lora-* qlora-* peft-*",
            "--lora 16 trains adapters, and without it everything is trained"),
-    Theirs("bnb-* *double-quantization", "nothing is quantized; leave it out", "*"),
-    Theirs("load-in-* quantization-* quant-method",
-           "nothing is quantized: weights that do not fit stay in RAM or on the SSD; leave it out"),
+    Theirs("bnb-*quant-type quantization-type", "--base nf4 is the 4 bits that there are; leave it out", "nf4"),
+    Theirs("bnb-* *double-quantization", "--base nf4 says how the base is stored; leave it out", "*"),
+    Theirs("load-in-8bit", "--base fp8 stores the frozen base in 8 bits, of --lora 16"),
+    Theirs("load-in-* quantization-* quant-method", "--base nf4 stores the frozen base in 4 bits, of --lora 16"),
     # the optimizer
     Theirs(
         "optim optimizer",
@@ -239,7 +241,10 @@ def resolve(name: str) -> str:
 def unknown(name: str) -> str:
     """What to say of a name that nobody has."""
     key = name.replace("_", "-")
+    begun = [other for other in _known() if len(key) > 2 and other.startswith(key)]
     near = next((other for other in difflib.get_close_matches(key, _known()) if _alike(key, other)), "")
+    if not near and len({field_of(other) for other in begun}) == 1:
+        near = min(begun, key=len)
     if not near:
         return f"unknown option --{name}. See --help."
     same = f" (= {flag_of(_ALIASES[near])})" if near in _ALIASES else ""

@@ -22,6 +22,7 @@ PLAIN_SECONDS = 10.0  # between lines in a pipe
 LIVE_SECONDS = 0.1
 PATIENCE = 3.0  # seconds before progress shows
 TICK = 1.0  # seconds between looks at a step
+PLAIN_STEP = 60.0  # seconds between lines of one step in a pipe
 COMMAND = re.compile(r"\b(?:trireme|python scripts/finetune\.py) [^;,()]*")
 INDENT = 9  # of a line's continuation: the width of its label
 
@@ -159,16 +160,15 @@ class Screen:
 
     @contextmanager
     def passing(self, step: str, expected: float | None) -> Iterator[None]:
-        """On a terminal shows the seconds of a long step; meanwhile nothing but `urgent` may print."""
-        if not self._live:
-            yield
-            return
+        """Shows the seconds of a long step, in a pipe each minute; meanwhile nothing but `urgent` may print."""
         began, ended, before = time.monotonic(), threading.Event(), dict(self._parts)
 
         def tell() -> None:
+            due = PATIENCE if self._live else PLAIN_STEP
             while not ended.wait(TICK):
                 passed = time.monotonic() - began
-                if passed > PATIENCE:
+                if passed > due:
+                    due += 0 if self._live else PLAIN_STEP
                     of = f" of about {duration(expected)}" if expected and passed < expected else ""
                     self.show(before | {"step": f"{step}  {duration(passed)}{of}"}, False)
 
@@ -179,7 +179,8 @@ class Screen:
         finally:
             ended.set()
             thread.join()
-            self._last = -math.inf
+            if self._live:
+                self._last = -math.inf
 
     def clear(self) -> None:
         if self._parts:

@@ -44,7 +44,8 @@ class Stop:
         self.asked = True
         if self.alone:
             self.hear(True)
-        self.screen.urgent(f"\n  finishing step {self.begun} and saving; again: leave at once")
+        insist = "" if number in NOTICES else "; again: leave at once"
+        self.screen.urgent(f"\n  finishing step {self.begun} and saving{insist}")
 
     def hear(self, asked: bool) -> None:
         """A host was asked."""

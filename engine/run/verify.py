@@ -29,6 +29,7 @@ from trireme.storage.store import Store
 ADAPTER = "adapter_model.safetensors"
 REFERENCE = "reference"  # begin/reference.py
 TEACHER = "teacher"  # begin/teacher.py
+PASSES = (REFERENCE, TEACHER)  # hours of work: the same command goes on behind it
 LOGS = ("log.jsonl", "log.csv", "loss.svg", "trace.json", "config.yaml")
 # Before the first step. config.yaml marks a killed run's folder: made first, removed last.
 OURS = (
@@ -83,7 +84,7 @@ def new_run(options: Options, saved: type[BaseException], id: str) -> Iterator[N
             raise
         except BaseException:
             if not has_begun(out) and not (run.store and run.store.snapshots):
-                kept = again or (out / TEACHER).exists()  # hours of work: the same command goes on
+                kept = again or any((out / name).exists() for name in PASSES)
                 with suppress(OSError):  # report the first error
                     _undo(run, made, () if kept else [out / name for name in OURS])
             raise

@@ -479,7 +479,7 @@ def test_several_processes_give_the_same(tokenizer, tmp_path, monkeypatch):
         [path], codec_of(tokenizer.folder), DataOptions(skip_bad=True), lambda *args: seen.append(args)
     )
     assert seen[-1] == ("a.jsonl", seen[-1][2], seen[-1][2])
-    assert len(seen) == 5
+    assert len(seen) == 1 + 5
     monkeypatch.setattr(prepare, "_SHARE", 1)
     monkeypatch.setattr(prepare.os, "sched_getaffinity", lambda _: {0, 1})
     together = load(path, tokenizer, skip_bad=True, seq_len=2048)
@@ -554,8 +554,22 @@ def test_what_a_template_leaves_out_of_the_answers_is_noted(tokenizer, tmp_path)
     rows = [{"messages": [TALK[0], {**TALK[1], "content": "<think>\nHm!\n</think>\n\nanswer"}]}] * 2
     path = write(tmp_path / "a.jsonl", rows)
     said = notes(load(path, tokenizer, chat_template=str(tmp_path / "t.jinja")))
-    assert said == ["the chat template leaves out 33 % of what the assistant says, which is not trained"]
+    assert said == [
+        "the chat template leaves out 33 % of what the assistant says, which is not trained: to train it too, "
+        "--chat-template FILE that writes it (as message.reasoning_content)"
+    ]
     assert not notes(load(write(tmp_path / "b.jsonl", [{"messages": TALK}]), tokenizer))
+
+
+def test_a_question_and_its_answer_without_the_models_template_are_a_warning(tokenizer, tmp_path):
+    (tmp_path / "t.jinja").write_text(CHATML)
+    path = write(tmp_path / "a.jsonl", [{"prompt": "What?", "completion": "That."}] * 2)
+    lines = load(path, tokenizer, chat_template=str(tmp_path / "t.jinja")).report.lines()
+    (line,) = [line for line in lines if line.startswith("warning: ")]
+    assert line == (
+        "warning: prompt and completion are joined as they are, without the chat template; as question and answer, "
+        "with it: --map instruction=prompt,output=completion"
+    )
 
 
 def test_unknown_tokens_and_a_missing_end_are_noted(tmp_path):

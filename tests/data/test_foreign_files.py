@@ -5,14 +5,16 @@ import gzip
 import json
 import lzma
 import re
+from collections import defaultdict
 
 import numpy as np
 import pytest
 from chats import CHATML, TALK, make_tokenizer
 
+from trireme.engine.data import cache
 from trireme.engine.data.codec import load_codec
 from trireme.engine.data.dataset import DataOptions, load_dataset
-from trireme.engine.data.files import text
+from trireme.engine.data.files import json_rows, text
 from trireme.engine.data.files.folders import MOST_FILES, find_data
 from trireme.engine.data.files.sources import Reader
 from trireme.models.config import InputError
@@ -359,6 +361,35 @@ def test_a_quoted_pattern(tmp_path):
 # ---------------------------------------------------------------- long texts
 
 
+def told_while(path, codec):
+    """(the data, shares of the file that were read, by what is said of it)."""
+    told = defaultdict(list)
+    far = lambda name, at, size: told[name].append(at / size)
+    data = load_dataset([str(path)], codec, DataOptions(seq_len=1 << 17), far)
+    assert all(shares == sorted(shares) and 0 < shares[0] <= shares[-1] <= 1 for shares in told.values())
+    return data, told
+
+
+def test_progress_is_told_within_one_array_and_of_its_checksum(tmp_path, codec, monkeypatch):
+    """A .json that is one list, or a list on one line, however large."""
+    monkeypatch.setattr(json_rows, "_CHUNK", 1 << 12)
+    monkeypatch.setattr(cache, "_BLOCK", 1 << 14)
+    monkeypatch.setattr("trireme.engine.data.prepare._BATCH_CHARACTERS", 1 << 13)
+    rows = [{"text": "once upon a time " * 20}] * 200
+    (tmp_path / "a.json").write_text(json.dumps(rows))
+    data, told = told_while(tmp_path / "a.json", codec)
+    assert data.report.counts.rows == 200
+    assert len(told["a.json"]) > 5
+    assert len(told["a.json (checksum)"]) > 3
+    assert told["a.json"][0] < 0.5
+
+
+def test_rows_within_an_object_are_found_and_named(tmp_path, codec):
+    (tmp_path / "a.json").write_text(json.dumps({"version": 1, "rows": [{"text": "a"}, {"text": "b"}]}))
+    with pytest.raises(InputError, match="Are the rows in its list 'rows'\\? Write that list alone into a file"):
+        load(codec, tmp_path / "a.json")
+
+
 def test_progress_is_told_within_one_line(tmp_path, codec, monkeypatch):
     """A text of one line, as text8 is: it comes in pieces of bounded size."""
     monkeypatch.setattr(text, "_PIECE", 1 << 12)
@@ -366,12 +397,8 @@ def test_progress_is_told_within_one_line(tmp_path, codec, monkeypatch):
     monkeypatch.setattr("trireme.engine.data.prepare._BATCH_CHARACTERS", 1 << 13)
     said = " ".join(["once upon a time"] * 5000)
     (tmp_path / "a.txt").write_text(said)
-    told = []
-    data = load_dataset(
-        [str(tmp_path / "a.txt")], codec, DataOptions(seq_len=1 << 17), lambda name, at, size: told.append(at / size)
-    )
-    assert len(told) > 5
-    assert told == sorted(told)
+    data, told = told_while(tmp_path / "a.txt", codec)
+    assert len(told["a.txt"]) > 5
     (batch,) = data.batches(1)
     whole = np.frombuffer(said.encode(), np.uint8)
     assert len(batch.ids) == len(whole) + 2

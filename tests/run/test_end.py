@@ -1,6 +1,7 @@
 """The end of a run: the last weights or the best, early or asked for, once or twice."""
 
 import errno
+import io
 import json
 import os
 import re
@@ -22,7 +23,8 @@ from trireme.engine.planner.forecast import Forecast
 from trireme.engine.run import evaluation, loop, train
 from trireme.engine.run import main as finetune
 from trireme.engine.run.options import Options
-from trireme.engine.run.signals import stop_signals
+from trireme.engine.run.screen import Screen
+from trireme.engine.run.signals import Stop, stop_signals
 from trireme.engine.run.verify import reopen
 from trireme.storage.checkpoint import open_source
 
@@ -274,7 +276,8 @@ def test_the_picture_marks_the_best(here, losses, capsys):
 
 PROGRAM = """
 import os, signal, sys
-from trireme.engine.run.signals import stop_signals
+from trireme.engine.run.screen import Screen
+from trireme.engine.run.signals import Stop, stop_signals
 numbers, together = eval(sys.argv[1]), sys.argv[2] == "together"
 for n in numbers:
     signal.signal(n, signal.SIG_DFL)  # the tests may have been started without a terminal
@@ -312,6 +315,16 @@ def test_who_insists(numbers, ends, how):
     assert (done.returncode, "goes on" in done.stdout) == ((130, False) if ends else (0, True)), done.stderr
     assert done.stderr.count("first") == 1
     assert ("second" in done.stderr) == ends
+
+
+@pytest.mark.parametrize(
+    ("number", "again"), [(INT, "; again: leave at once"), (TERM, "; again: leave at once"), (USR1, "")]
+)
+def test_what_a_second_signal_does_is_said(number, again, capsys):
+    stop = Stop(9, Screen(io.StringIO()), lambda: "")
+    stop.begins(3)
+    stop.ask(number)
+    assert capsys.readouterr().err == f"\n  finishing step 3 and saving{again}\n"
 
 
 def test_afterwards_all_is_as_before():

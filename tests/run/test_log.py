@@ -451,8 +451,22 @@ def test_a_long_step_shows_its_seconds(monkeypatch):
     assert on_screen(stream.getvalue())[-1] == "step 2/9  loss 1.5"
 
 
+def test_a_long_step_has_a_line_now_and_then_in_a_pipe_and_a_notebook(monkeypatch):
+    monkeypatch.setattr(screen_module, "PLAIN_STEP", 0.0)
+    monkeypatch.setattr(screen_module, "TICK", 0.001)
+    stream = io.StringIO()
+    shown = screen(stream)
+    with shown.passing("step 2/9", 520.0):
+        for _ in range(10_000):
+            if stream.getvalue():
+                break
+            time.sleep(0.001)
+    assert stream.getvalue() == "step 2/9  0s of about 8m40s\n", "and no more of them within ten seconds"
+
+
 @pytest.mark.parametrize(("losses", "evals"), [([], []), ([(1.0, 2.0)], []), ([], [(3.0, 0.0)])])
 def test_the_picture_of_hardly_anything(losses, evals):
+    assert "nats" in draw(losses, evals)
     ET.fromstring(draw(losses, evals))
 
 

@@ -19,6 +19,7 @@ from trireme.engine.amounts import size
 from trireme.engine.run.begin.job import prepare
 from trireme.engine.run.begin.kept import changes, config_yaml, kept, repeats
 from trireme.engine.run.command import checked, latest_run, parse
+from trireme.engine.run.main import main
 from trireme.engine.run.names import ELSEWHERE
 from trireme.engine.run.options import Every, Options, every
 from trireme.models.config import InputError
@@ -53,14 +54,15 @@ def test_the_installed_command_and_the_script_are_one():
     assert getattr(importlib.import_module(entry[1]), entry[2]) is script("finetune").command
 
 
-def test_help_is_one_page_of_few_options():
-    script = Path(__file__).parents[2] / "scripts" / "finetune.py"
-    done = subprocess.run([sys.executable, str(script), "--help"], capture_output=True, text=True, check=True)
-    flags = [line for line in done.stdout.splitlines() if line.startswith("  --")]
-    assert 20 < len(flags) < 80
-    assert len(done.stdout.splitlines()) < 108
+def test_help_is_one_page_of_few_options(capsys, monkeypatch):
+    monkeypatch.setenv("COLUMNS", "120")
+    with pytest.raises(SystemExit):
+        main(["--help"])
+    said = capsys.readouterr().out
+    assert 20 < len([line for line in said.splitlines() if line.startswith("  --")]) < 80
+    assert len(said.splitlines()) < 108
     for f in dataclasses.fields(Options):
-        assert "--" + f.name.replace("_", "-") in done.stdout
+        assert "--" + f.name.replace("_", "-") in said
 
 
 @pytest.mark.parametrize(
@@ -145,11 +147,60 @@ def test_positional_may_stand_anywhere_and_data_may_repeat():
         (["--rope_scaling", "x"], "--rope-scaling is not an option here: --rope-factor X extends the context"),
         (["--max_sampels", "9"], "unknown option --max_sampels. Did you mean --max-samples?"),
         (["--sequence_length", "9"], "unknown option --sequence_length. Did you mean --sequence-len (= --seq-len)?"),
+        (["--temp", "9"], "unknown option --temp. Did you mean --temperature?"),
+        (["--load_in_4bit"], "--load-in-4bit is not an option here: --base nf4 stores the frozen base in 4 bits, of"),
+        (["--max_train_samples", "9"], "--max-train-samples is not an option here: --max-samples N takes the first"),
+        (["--max_eval_samples", "9"], "--max-eval-samples is not an option here: --eval-tokens N limits"),
         (["--lora_aplha", "9"], "unknown option --lora_aplha. Did you mean --lora-alpha?"),
     ],
 )
 def test_refusals_say_what_and_what_to_do(argv, says):
     assert refused(*BASE, *argv).startswith(says)
+
+
+@pytest.mark.parametrize(("word", "command"), [
+    ("chat", "sample OUT --chat"), ("samples", "sample OUT --chat"), ("evaluate", "eval OUT --data FILE"),
+    ("finetune", "CHECKPOINT --data FILE"), ("fuse", "merge ADAPTER --out DIR"), ("psuh", "push OUT OWNER/NAME"),
+    ("help", "--help"),
+])  # fmt: skip
+def test_a_word_that_is_no_command_names_the_one_that_is_meant(word, command, tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setattr("sys.argv", ["trireme"])
+    assert refused(word, "m") == f"{word} is no folder here, and no command. Did you mean trireme {command}?"
+    (tmp_path / word).mkdir()
+    assert parse([word, "--data", "a"]).model == word, "a folder of that name is one"
+
+
+def test_no_tracker_may_be_said():
+    assert parse([*BASE, "--report_to", "none"]).log == ()
+
+
+COMMANDS = [(), ("merge",), ("check",), ("push",), ("sample",), ("eval",), ("score",)]
+
+
+@pytest.mark.parametrize("command", COMMANDS)
+def test_help_breaks_no_words_and_fits_the_terminal(command, capsys, monkeypatch):
+    helps = {}
+    for width in (60, 80, 120, 10_000):
+        monkeypatch.setenv("COLUMNS", str(width))
+        with pytest.raises(SystemExit):
+            main([*command, "--help"])
+        helps[width] = capsys.readouterr().out
+        assert all(len(line) < width for line in helps[width].splitlines())
+        assert helps[width].split() == helps[60].split()
+
+
+def test_help_and_wrong_options_need_no_torch_and_no_numpy(tmp_path):
+    """They answer in a fraction of a second."""
+    code = "import sys\nfrom trireme.engine.run.main import main\n"
+    for command in COMMANDS:
+        words = [*command, "--help"]
+        code += f"try:\n    main({words!r})\nexcept SystemExit:\n    pass\n"
+        code += f"assert main({[*command, '--lerning-rate', '1']!r}) == 2\n"
+    code += "found = {'torch', 'transformers', 'numpy'} & set(sys.modules)\nassert not found, found\n"
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, cwd=tmp_path, timeout=60)
+    assert done.returncode == 0, done.stderr
+    assert done.stderr.count("unknown option --lerning-rate.") == len(COMMANDS)
 
 
 def test_the_essentials_are_asked_for():

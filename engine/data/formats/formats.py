@@ -51,7 +51,14 @@ def find_format(row: Mapping[str, Any], hint: str = "", given: Mapping[str, Any]
     found = ", ".join(f"'{shown(key, KEY)}'" for key in list(given)[:8]) or "none"
     if keys == {"role", "content"}:
         hint = ' A conversation is a row: {"messages": [{"role": …, "content": …}, …]}.'
+    if lists := [key for key, value in given.items() if isinstance(value, list) and len(value) > 1 and _rows(value)]:
+        hint = f" Are the rows in its list '{shown(lists[0], KEY)}'? Write that list alone into a file."
     raise BadRow(f"no known format has its keys ({found}); expected {_EXPECTED}.{hint}")
+
+
+def _rows(values: list[Any]) -> bool:
+    """Whether each would be a row of its own."""
+    return all(isinstance(value, dict) and _fitting(value) for value in values[:8])
 
 
 def read_row(given: Fields, renames: Mapping[str, str] | None = None) -> tuple[Format, Example, list[str]]:

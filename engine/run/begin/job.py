@@ -42,7 +42,7 @@ from trireme.engine.run.begin.model import (
     with_auxiliary,
 )
 from trireme.engine.run.begin.pinned import Pinned, check_model, check_updates, identity, pinned_of
-from trireme.engine.run.begin.preference import kind_of_data, preference_of
+from trireme.engine.run.begin.preference import kind_of_data, parameters, preference_of
 from trireme.engine.run.begin.settle import Planner
 from trireme.engine.run.options import Options, store_folders
 from trireme.engine.tuning.adapters import Adapter, adapter_shapes
@@ -345,6 +345,10 @@ def _in_force(options: Options, cfg: ModelConfig, data: Dataset | None, seq_len:
         found = replace(found, epochs=epochs_of(options, data))
     if options.lora is not None and cfg.lora is not None:
         found = replace(found, lora_alpha=alpha_of(options), lora_targets=cfg.lora.targets)
+    if of := preference_of(options):
+        found = replace(found, **parameters(of))
+    if taught := cfg.teaching:
+        found = replace(found, distill_weight=taught.weight, temperature=taught.temperature, top_k=taught.k)
     return found
 
 

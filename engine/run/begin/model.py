@@ -12,6 +12,7 @@ from trireme.engine.data.files.scores import is_scores
 from trireme.engine.planner.sizes import find_model
 from trireme.engine.run.begin.preference import teaching_of
 from trireme.engine.run.hub.places import title
+from trireme.engine.run.names import flag_of
 from trireme.engine.run.options import Options
 from trireme.engine.tuning.adapters import Adapter
 from trireme.engine.tuning.chosen import adapted, chosen, folded, targets
@@ -22,6 +23,7 @@ from trireme.storage.auxiliary import CONTENT, auxiliary_files
 from trireme.storage.checkpoint import Source
 
 NAMED = 4  # modules named in a line
+DETAILS = ("lora_alpha", "lora_targets", "rslora", "loraplus")  # what --adapter has of its own
 
 
 def what_is_trained(options: Options) -> ModelConfig:
@@ -36,7 +38,7 @@ def what_is_trained(options: Options) -> ModelConfig:
     if teaching and smoothing:
         raise InputError("--label-smoothing: with --teacher labels are not smoothed. Leave one or the other out.")
     cfg = replace(cfg, fp8=options.dtype == "fp8", teaching=teaching, smoothing=smoothing)
-    details = options.lora_alpha is not None or bool(options.lora_targets or options.rslora or options.loraplus)
+    details = any(getattr(options, name) for name in DETAILS)
     if options.router_aux and (cfg.experts is None or cfg.names.correction):
         why = "the model's experts are balanced by a bias" if cfg.experts else "the model has no experts"
         raise InputError(f"--router-aux: {why}. Leave it out.")
@@ -51,8 +53,9 @@ def what_is_trained(options: Options) -> ModelConfig:
             given = adapter.dropout
         return adapted(cfg, dropping(cfg, adapter.lora, given))
     if options.lora is None:
-        if details or options.merge or options.lora_dropout:
-            raise InputError("--lora-alpha, --lora-targets and --merge are of adapters. Give their rank: --lora 16.")
+        for name in (*DETAILS, "lora_dropout", "merge"):
+            if getattr(options, name):
+                raise InputError(f"{flag_of(name)} is of adapters. Give their rank: --lora 16.")
         return chosen(cfg, options.freeze, options.train)
     alpha = alpha_of(options) * math.sqrt(options.lora if options.rslora else 1) * (options.loraplus or 1.0)
     if (options.lora_alpha or 0) > MOST:

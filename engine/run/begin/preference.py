@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
+from typing import Any
 
 from trireme.engine.data.files.scores import is_scores, read_names
 from trireme.engine.data.formats.pairs import Kind
@@ -62,5 +63,9 @@ def kind_of_data(options: Options) -> Kind:
 
 def described(of: Preference) -> str:
     """The method with its parameters."""
-    own = [name for name, methods in PARAMETERS.items() if of.method in methods]
-    return f"{of.method} ({', '.join(f'{name} {getattr(of, name):g}' for name in own)})"
+    return f"{of.method} ({', '.join(f'{name} {value:g}' for name, value in parameters(of).items())})"
+
+
+def parameters(of: Preference) -> dict[str, Any]:
+    """Of its method."""
+    return {name: getattr(of, name) for name, methods in PARAMETERS.items() if of.method in methods}

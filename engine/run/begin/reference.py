@@ -90,9 +90,9 @@ def with_reference(
             screen.say(f"compared {_many(job, total)}: the reference is known from an earlier run")
         else:
             _compute(job, e, screen, found, parts, stopped, group)
-        if not group.host:
+        if not group.host and found.done:
             _keep(path, found, len(data.pieces))
-        if later:
+        if later and found.done:
             _keep_for_later(later, found, len(data.pieces))
     train, val = found.values[: len(data.pieces)], found.values[len(data.pieces) :]
     return replace(job, read=replace(data, reference=train, held_out=held and replace(held, reference=val)))

@@ -29,6 +29,7 @@ from trireme.engine.plan import DoesNotFit
 from trireme.engine.run.begin.job import Job
 from trireme.engine.run.begin.opened import Snapshot
 from trireme.engine.run.finished import evaluate, given, score
+from trireme.engine.run.finished.asked import FORMATS
 from trireme.engine.run.finished.opened import Opened, open_folder
 from trireme.engine.run.screen import Screen
 from trireme.engine.run.verify import TEACHER
@@ -118,7 +119,7 @@ def _passed(job: Job, teacher: str, begun: str, screen: Screen) -> Names:
     """The scores of a checkpoint, made where they are not there yet."""
     o, teaching = job.options, job.cfg.teaching
     assert teaching is not None
-    dtype = o.dtype if o.dtype in given.FORMATS else None
+    dtype = o.dtype if o.dtype in FORMATS else None
     asked = argparse.Namespace(
         folder=teacher, model=None, tokenizer=None, chat_template=None, device=o.device, dtype=dtype,
         gpu_memory=o.gpu_memory, ram=o.ram,

@@ -98,12 +98,24 @@ def _method(found: Read) -> None:
         found.left.append(loss)
 
 
+def _base(found: Read) -> None:
+    """QLoRA's base in the 4 bits of bitsandbytes, by its own keys."""
+    bits, four = found.take("quantization-bit"), found.take("load-in-4bit")
+    method = found.take("quantization-method", "quant-method")
+    named = method is None or method.text.lower() in ("bnb", "bitsandbytes")
+    if (item := bits or four) and named and (item.value is True or number(item.value) == 4):
+        found.give(item, "base", "nf4")
+        found.ignored += [other.key for other in (four if bits else None, method) if other]
+    else:
+        found.left += [other for other in (bits, four, method) if other]
+
+
 def _torchtune(found: Read) -> None:
-    made = found.take("model.-component-")
-    if made and "qlora" in made.text:
-        found.wrong.append(f"{made.key} {shown(made.text)}: nothing is quantized; write lora")
-    elif made:
-        found.ignored.append(made.key)
+    if made := found.take("model.-component-"):
+        if "qlora" in made.text:
+            found.give(made, "base", "nf4")
+        else:
+            found.ignored.append(made.key)
     modules, mlp = found.take("model.lora-attn-modules"), found.take("model.apply-lora-to-mlp")
     named = modules.value if modules and isinstance(modules.value, list) else []
     targets = [text_of_value(name).replace("output_proj", "o_proj") for name in named]
@@ -129,9 +141,10 @@ def _adapters(found: Read) -> None:
         if rank is None:
             rank = 16 if kind.name == "use-peft" else 8  # theirs without one
             found.give(kind, "lora", rank)
-        if word in ("qlora", "dora"):
-            what = "nothing is quantized" if word == "qlora" else "DoRA is not supported"
-            found.wrong.append(f"{kind.key} {word}: {what}; write lora")
+        if word == "dora":
+            found.wrong.append(f"{kind.key} {word}: DoRA is not supported; write lora")
+        elif word == "qlora" and all(name != "base" for _, name, _ in found.given):
+            found.give(kind, "base", "nf4")
         else:
             found.ignored.append(kind.key)
     elif kind:
@@ -221,6 +234,6 @@ def _info(path: Path) -> dict[str, str]:
 
 # In this order: some need what others have given.
 STEPS = (
-    _batch, _betas, _warmup, _optimizer, _packing, _template_variables, _method, _torchtune, _adapters, _steps,
+    _batch, _betas, _warmup, _optimizer, _packing, _template_variables, _method, _base, _torchtune, _adapters, _steps,
     _datasets, _named_data,
 )  # fmt: skip

@@ -11,18 +11,16 @@ from typing import Any, NamedTuple
 
 import torch
 
-from trireme.engine.amounts import compact, count, number
+from trireme.engine.amounts import compact, count
 from trireme.engine.build import in_ram, placed
 from trireme.engine.data.codec import Codec
 from trireme.engine.data.dataset import DataOptions, Dataset, MicroBatch, load_dataset
 from trireme.engine.memory import DTYPE
 from trireme.engine.run.begin.job import shelf
-from trireme.engine.run.command import typed
 from trireme.engine.run.finished import given as common
 from trireme.engine.run.finished.layers import Layers
 from trireme.engine.run.finished.opened import Opened
 from trireme.engine.run.log import perplexity
-from trireme.engine.run.options import one_of
 from trireme.engine.run.screen import Screen
 from trireme.models import head, model
 from trireme.models.config import InputError, ModelConfig
@@ -65,43 +63,9 @@ class Found(NamedTuple):
         return found | {"trained_tokens": self.labels, "tokens": self.tokens, "sequences": self.sequences}
 
 
-def parse(argv: Sequence[str]) -> argparse.Namespace:
-    """Raises InputError; --help exits."""
-    text = "Computes a model's loss on data, as the evaluations of a run do."
-    return given_by(parser("eval", "--data FILE [options]", text), "eval", argv)
-
-
-def parser(name: str, usage: str, text: str) -> common.CommandParser:
-    """With the options of data."""
-    found = common.parser(name, usage, text)
-    data = found.add_argument_group("data, read as for training")
-    data.add_argument("--data", metavar="FILE", action="append", default=[], help="repeat it: each file has a line")
-    data.add_argument("--map", metavar="OURS=YOURS", help="your column names: prompt=question,completion=answer")
-    data.add_argument(
-        "--seq-len",
-        metavar="N",
-        type=typed(number(2, kind=int)),
-        help="tokens a sequence [2048, or what the model allows]",
-    )
-    data.add_argument(
-        "--long", metavar="{cut,drop,split,error}", type=typed(one_of("cut", "drop", "split", "error")),
-        help="what happens to longer rows [text: split, else cut]",
-    )  # fmt: skip
-    data.add_argument("--skip-bad", action="store_true", help="drop and count rows that cannot be read")
-    return found
-
-
-def given_by(found: common.CommandParser, name: str, argv: Sequence[str]) -> argparse.Namespace:
-    """Raises InputError; --help exits."""
-    given = common.parse(found, name, argv)
-    if not given.data:
-        raise InputError("no data given. Name it: --data FILE (.jsonl .json .csv .txt .parquet).")
-    return given
-
-
-def evaluate(argv: Sequence[str]) -> int:
+def evaluate(given: argparse.Namespace) -> int:
     """Returns the exit code. Raises InputError, CheckpointError, DoesNotFit, StoreError."""
-    given, out, all_ = parse(argv), Screen(), Found(0.0, 0, 0, 0, 0.0)
+    out, all_ = Screen(), Found(0.0, 0, 0, 0, 0.0)
     for name, found in zip(given.data, losses(given, Screen(sys.stderr)), strict=True):
         out.say(f"eval     {name}: {found}")
         all_ = all_.plus(found)

@@ -292,17 +292,20 @@ def sample(folder: str | Path, prompt: str | Sequence[dict[str, Any]], **options
     """
     with _translated(Options(out=str(folder))), _screen(False) as screen:
         from trireme.engine.run.finished import sample as command  # late: torch takes seconds
+        from trireme.engine.run.finished.asked import sample_options
 
         words = [str(folder), "--prompt=x", *words_of(options)]
-        return command.answer(command.parse(words), prompt if isinstance(prompt, str) else list(prompt), screen)
+        return command.answer(sample_options(words), prompt if isinstance(prompt, str) else list(prompt), screen)
 
 
 def evaluate(folder: str | Path, data: str | Path, **options: Any) -> Record:
     """loss, perplexity, trained_tokens and tokens of a file; options as of `trireme eval`. Raises as `sample`."""
     with _translated(Options(out=str(folder))), _screen(False) as screen:
         from trireme.engine.run.finished import evaluate as command  # late: torch takes seconds
+        from trireme.engine.run.finished.asked import eval_options
 
-        (found,) = command.losses(command.parse([str(folder), *words_of({"data": data, **options})]), screen)
+        given = eval_options([str(folder), *words_of({"data": data, **options})])
+        (found,) = command.losses(given, screen)
         return found.described()
 
 

@@ -13,11 +13,9 @@ from typing import Any
 
 import torch
 
-from trireme.engine.amounts import number, whole
 from trireme.engine.data.codec import Codec
 from trireme.engine.data.files.rows import Fields
 from trireme.engine.memory import DTYPE
-from trireme.engine.run.command import typed
 from trireme.engine.run.finished import given as common
 from trireme.engine.run.finished.layers import Layers
 from trireme.engine.run.finished.opened import GENERATION, Opened
@@ -31,49 +29,6 @@ AT_ONCE = 64  # prompts that share passes over the layers
 CHAT = 4096  # tokens of a conversation that memory is kept for
 LOST = "\ufffd"  # half of a character
 Told = Callable[[str], object]  # hears of text as it comes
-
-
-def parse(argv: Sequence[str]) -> argparse.Namespace:
-    """Raises InputError; --help exits."""
-    found = common.parser(
-        "sample",
-        "--prompt TEXT | --chat | --prompts FILE [options]",
-        "Writes text with a model: on standard output; what it says of itself goes to standard error.",
-    )
-    what = found.add_argument_group("what is asked")
-    what.add_argument(
-        "--prompt", metavar="TEXT", help="a user's message, or where there is no chat template a text to continue"
-    )
-    what.add_argument("--chat", action="store_true", help="a conversation, line by line; /new begins another")
-    what.add_argument(
-        "--prompts", metavar="FILE", help=".jsonl with prompt or messages, else a prompt a line; answers as JSON lines"
-    )
-    what.add_argument("--as-text", action="store_true", help="continue prompts as they are, without the chat template")
-    what.add_argument("--system", metavar="TEXT", help="a system message")
-    how = found.add_argument_group(f"how it is drawn [as {GENERATION} says; else the likeliest token]")
-    how.add_argument("--temperature", metavar="X", type=typed(number(0, 100)), help="0: the likeliest token")
-    how.add_argument(
-        "--top-p", metavar="X", type=typed(number(0, 1)), help="from the fewest tokens of this share together"
-    )
-    how.add_argument("--top-k", metavar="N", type=typed(number(0, kind=int)), help="from the N likeliest; 0: all")
-    how.add_argument(
-        "--seed",
-        metavar="N",
-        type=typed(number(0, 2**32 - 1, kind=int)),
-        default=42,
-        help="equal ones, equal text [42]",
-    )
-    how.add_argument("--max-new-tokens", metavar="N", type=typed(whole), help="of an answer [512]")
-    given = common.parse(found, "sample", argv)
-    asked = [
-        flag
-        for flag, value in (("--prompt", given.prompt), ("--chat", given.chat), ("--prompts", given.prompts))
-        if value not in (None, False)
-    ]
-    if len(asked) != 1:
-        wrong = f"{' and '.join(asked)}: one of them at a time" if asked else "nothing is asked"
-        raise InputError(f"{wrong}. Say --prompt TEXT, --chat or --prompts FILE.")
-    return given
 
 
 class Speaker:
@@ -153,9 +108,9 @@ class Echo:
 # ---------------------------------------------------------------- the command
 
 
-def sample(argv: Sequence[str]) -> int:
+def sample(given: argparse.Namespace) -> int:
     """Returns the exit code. Raises InputError, CheckpointError, DoesNotFit, StoreError."""
-    given, screen = parse(argv), Screen(sys.stderr)
+    screen = Screen(sys.stderr)
     opened, codec, sampling = _opened(given, screen)
     by_template = bool(codec.facts.template) and not given.as_text
     if given.chat and not by_template:

@@ -37,11 +37,10 @@ import torch
 from safetensors import SafetensorError, safe_open
 from safetensors.numpy import save
 
-from trireme.engine.amounts import count, number
+from trireme.engine.amounts import count
 from trireme.engine.data.codec import Codec
 from trireme.engine.data.dataset import Dataset, MicroBatch
 from trireme.engine.data.files.scores import FORMAT, NAMES, places_of
-from trireme.engine.run.command import program, typed
 from trireme.engine.run.finished import evaluate
 from trireme.engine.run.finished.evaluate import Found, Ready
 from trireme.engine.run.finished.opened import Opened
@@ -53,24 +52,11 @@ from trireme.models.rows import rope_tables
 from trireme.storage.files import replace_synced
 
 PART = 1 << 26  # bytes of a part, about
-MOST = 256  # of --top-k
 
 
-def parse(argv: Sequence[str]) -> argparse.Namespace:
-    """Raises InputError; --help exits."""
-    text = "Writes a model's log-probabilities of data: of documents, and with --top-k of each token's likeliest ones."
-    found = evaluate.parser("score", "--data FILE --out DIR [options]", text)
-    found.add_argument("--out", metavar="DIR", default="", help="folder to write, or to go on with")
-    found.add_argument("--top-k", metavar="K", type=typed(number(1, MOST, kind=int)), help=f"at most {MOST} [none]")
-    given = evaluate.given_by(found, "score", argv)
-    if not given.out:
-        raise InputError(f"--out is missing. Name the folder to write: {program()} score {given.folder} --out DIR.")
-    return given
-
-
-def score(argv: Sequence[str]) -> int:
+def score(given: argparse.Namespace) -> int:
     """Returns the exit code. Raises InputError, CheckpointError, DoesNotFit, StoreError."""
-    given, out, say = parse(argv), Screen(), Screen(sys.stderr)
+    out, say = Screen(), Screen(sys.stderr)
     folder, all_ = Path(given.out), Found(0.0, 0, 0, 0)
     ready = evaluate.make_ready(given, say, head.TOP_CHUNK if given.top_k else 0)
     try:

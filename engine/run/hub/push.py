@@ -2,16 +2,13 @@
 
 from __future__ import annotations
 
-import argparse
 import json
 import re
-from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
 from trireme.engine.amounts import count, gib
 from trireme.engine.run.begin.kept import from_yaml
-from trireme.engine.run.command import CommandParser, program
 from trireme.engine.run.hub.card import card_of
 from trireme.engine.run.hub.client import asking, client, endpoint
 from trireme.engine.run.hub.places import Named, base_of, model_name
@@ -119,18 +116,3 @@ def _without_path(config: Path) -> bytes | None:
     if not isinstance(where, str) or not (where.startswith((".", "~")) or Path(where).is_absolute()):
         return None
     return json.dumps({key: value for key, value in found.items() if key != "_name_or_path"}, indent=2).encode()
-
-
-def parse_push(argv: Sequence[str]) -> argparse.Namespace:
-    """folder and name of `push`. Raises InputError; --help exits."""
-    parser = CommandParser(
-        usage=f"{program()} push FOLDER OWNER/NAME",
-        description="Uploads a finished model or adapter to the Hugging Face hub, with a card of its run.",
-        allow_abbrev=False,
-    )
-    parser.add_argument("folder", metavar="FOLDER", nargs="?", default="", help="a run's output, or any checkpoint")
-    parser.add_argument("name", metavar="OWNER/NAME", nargs="?", default="", help="its name on the hub")
-    given = parser.known(argv, "push")
-    if not given.folder or not given.name:
-        raise InputError(f"no folder or no name is given: {program()} push FOLDER OWNER/NAME.")
-    return given

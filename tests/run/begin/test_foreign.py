@@ -79,10 +79,8 @@ def test_a_line_for_each_key_and_one_for_all_that_are_ignored(capsys):
     assert main(["--config", "c.yaml"]) == 2
     said = capsys.readouterr()
     first, *lines = said.err.splitlines()
-    assert first == "error: c.yaml: 4 keys cannot be taken. Change them, or leave them out:"
-    assert [line.split()[0] for line in lines] == [
-        "adapter", "load_in_4bit", "special_tokens.bos_token", "special_tokens.eos_token"
-    ]  # fmt: skip
+    assert first == "error: c.yaml: 2 keys cannot be taken. Change them, or leave them out:"
+    assert [line.split()[0] for line in lines] == ["special_tokens.bos_token", "special_tokens.eos_token"]
     lines = list[str]()
     read("model: m\ndata: a.jsonl\nbf16: true\ntemplate: llama3\nwarmup_steps:\nfsdp: full_shard\n", said=lines)
     assert lines == [
@@ -120,6 +118,10 @@ READ = [
     ("adapter:\nlora_r: 32\n", dict(lora=None)),
     ("use_peft: true\n", dict(lora=16)),
     ("use_peft: false\nlora_r: 16\n", dict(lora=None)),
+    ("adapter: qlora\nlora_r: 8\n", dict(lora=8, base="nf4")),
+    ("adapter: qlora\nlora_r: 8\nload_in_4bit: true\nbnb_4bit_quant_type: nf4\n", dict(lora=8, base="nf4")),
+    ("use_peft: true\nload_in_4bit: true\n", dict(lora=16, base="nf4")),
+    ("quantization_bit: 4\nfinetuning_type: lora\n", dict(lora=8, base="nf4")),
     ("adapter: runs/a\n", dict(adapter="runs/a", lora=None)),
     ("adapter: lora\nlora_model_dir: runs/a\nlora_r: 16\nlora_alpha: 8\n", dict(adapter="runs/a", lora=None)),
     ("fine_tune_type: lora\n", dict(lora=8, lora_alpha=160.0)),
@@ -177,6 +179,9 @@ REFUSED = [
     ("gradient_accumulation_steps: 4", "gradient_accumulation_steps 4: --batch-size is the sequences of a whole step"),
     ("plugins: [axolotl.integrations.liger.LigerPlugin, my.Plugin]", "plugins axolotl.integrations.liger.LigerPlugin,"),
     ("finetuning_type: freeze", "finetuning_type freeze: --lora 16 trains adapters, and without it everything is"),
+    ("load_in_8bit: true", "load_in_8bit true: --base fp8 stores the frozen base in 8 bits, of --lora 16."),
+    ("quantization_bit: 8", "quantization_bit 8: --base nf4 stores the frozen base in 4 bits, of --lora 16."),
+    ("load_in_4bit: true\nbnb_4bit_quant_type: fp4", "bnb_4bit_quant_type fp4: --base nf4 is the 4 bits"),
     ("adapter: dora\nlora_r: 8", "adapter dora: DoRA is not supported; write lora."),
     ("report_to: trackio", "report_to trackio: --log takes tensorboard, wandb, mlflow, comet and trace; leave it out."),
     ("lora_r: 8\nlora_target_modules: '.*[qv]_proj'", "lora_target_modules .*[qv]_proj: it is a regular expression"),
@@ -205,6 +210,11 @@ def test_data_that_is_not_found_is_refused_unless_it_is_typed(text, says):
     (line,) = refused(f"model: m\n{text}\n")
     assert line.startswith(says)
     assert read(f"model: m\n{text}\n", "--data", "b.jsonl").data == ("b.jsonl",)
+
+
+def test_a_base_in_another_form_of_4_bits_is_refused():
+    lines = refused(f"{BASE}quantization_bit: 4\nquantization_method: hqq\n")
+    assert [line.split(" --base")[0] for line in lines] == ["quantization_bit 4:", "quantization_method hqq:"]
 
 
 ODD = (None, True, False, 0, -1, 2.5, 10**30, "x", "", "${a}", "0", [], ["a", 1], [[1], {"b": 2}], {}, {"path": "x"},

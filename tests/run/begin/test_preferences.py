@@ -9,6 +9,7 @@ from dataclasses import replace
 import numpy as np
 import pytest
 import torch
+import yaml
 from engines import fork
 from runs import ended, go, losses, make_small, options, stopped
 from safetensors.numpy import load_file
@@ -16,6 +17,7 @@ from transformers import AutoModelForCausalLM
 
 from trireme.engine.run.begin import reference
 from trireme.engine.run.begin.job import prepare
+from trireme.engine.run.begin.kept import config_yaml, repeats
 from trireme.engine.run.begin.preference import preference_of
 from trireme.engine.run.command import parse
 from trireme.engine.run.options import Options, every
@@ -232,6 +234,48 @@ def test_killed_while_the_reference_is_asked_it_goes_on_there(folder, cache, mon
     finetune(run(folder, "later", max_steps=1))
     assert not asked
     assert (folder / "later" / "model.safetensors").read_bytes() == a.read_bytes()
+
+
+@pytest.mark.full
+@pytest.mark.parametrize("how", ["the same command", "--resume"])
+def test_interrupted_while_the_reference_is_asked_it_goes_on_there(folder, tmp_path, monkeypatch, how):
+    """What was known stays in OUT, also where there is no cache."""
+    monkeypatch.setattr(reference, "cache_folder", lambda: None)
+    asked, real = [], reference.evaluate
+
+    def counted(e, micro):
+        asked.append(sum(len(mb.docs.lengths) for mb in micro))
+        if len(asked) == 2:
+            os.kill(os.getpid(), signal.SIGINT)
+        return real(e, micro)
+
+    monkeypatch.setattr(reference, "evaluate", counted)
+    opts = run(folder, tmp_path / "out", max_steps=1)
+    with pytest.raises(KeyboardInterrupt):
+        finetune(opts)
+    assert sum(asked) < 48
+    left = {path.name for path in (tmp_path / "out").iterdir()}
+    assert left >= {"config.yaml", "reference"}
+    assert "store" not in left
+    finetune(opts if how == "the same command" else replace(opts, resume=opts.out))
+    assert sum(asked) == 48, "each document once"
+    assert ">loss of dpo<" in (tmp_path / "out" / "loss.svg").read_text()
+    assert (tmp_path / "out" / "model.safetensors").exists()
+    assert not (tmp_path / "out" / "reference").exists()
+
+
+@pytest.mark.parametrize(("method", "chosen"), [
+    ("dpo", dict(beta=0.1, label_smoothing=0.0)),
+    ("kto", dict(beta=0.1, desirable_weight=1.0, undesirable_weight=1.0)),
+])  # fmt: skip
+def test_parameters_that_are_not_given_are_in_the_runs_options(folder, method, chosen):
+    given = replace(run(folder, "in-force"), method=method, beta=None, label_smoothing=None)
+    found = prepare(given).options
+    content = yaml.safe_load(config_yaml(found))
+    assert chosen.items() <= content.items()
+    assert not {"simpo_gamma", "temperature"} & content.keys()
+    assert preference_of(found) == preference_of(given)
+    assert repeats(config_yaml(found), given)
 
 
 def test_options_are_of_their_methods(folder):

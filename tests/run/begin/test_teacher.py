@@ -22,7 +22,7 @@ from trireme.engine.run.begin import teacher
 from trireme.engine.run.begin.job import prepare
 from trireme.engine.run.begin.preference import teaching_of
 from trireme.engine.run.command import parse
-from trireme.engine.run.finished import evaluate, score
+from trireme.engine.run.finished import asked, evaluate, score
 from trireme.engine.run.options import Options, every
 from trireme.engine.run.train import finetune
 from trireme.models.config import InputError, Teaching
@@ -157,7 +157,7 @@ def test_adapters_are_trained_as_by_peft(folder):
 
 def scored(folder, out, *more):
     data = ["--data", str(folder / "rows.jsonl"), "--seq-len", "64", "--top-k", str(K), "--out", str(out), *more]
-    assert score.score([str(folder / "teacher"), *data]) == 0
+    assert score.score(asked.score_options([str(folder / "teacher"), *data])) == 0
     return str(out)
 
 

@@ -1,0 +1,136 @@
+"""Options of `sample`, `eval` and `score`, read before torch is imported: --help and wrong options answer at once."""
+
+from __future__ import annotations
+
+import argparse
+from collections.abc import Sequence
+
+from trireme.engine.amounts import number, size, whole
+from trireme.engine.run.command import CommandParser, program, typed
+from trireme.engine.run.options import one_of
+from trireme.models.config import InputError
+
+FORMATS = {"bf16": "BF16", "fp32": "F32"}
+MOST_TOP_K = 256  # of `score`
+
+
+def _parser(name: str, usage: str, description: str) -> CommandParser:
+    found = CommandParser(usage=f"{program()} {name} FOLDER {usage}", description=description)
+    found.add_argument(
+        "folder",
+        metavar="FOLDER",
+        nargs="?",
+        default="",
+        help="a checkpoint, a run's output, its best or step-N, or an adapter",
+    )
+    more = found.add_argument_group("model and machine")
+    add = lambda flag, metavar, text, parse=str: more.add_argument(flag, metavar=metavar, help=text, type=typed(parse))
+    add("--model", "DIR", "an adapter's base [the one that it names]")
+    add("--tokenizer", "DIR", "a folder with another tokenizer [that of the run]")
+    add("--chat-template", "FILE", "another chat template: a .jinja file, chatml or plain [that of the run]")
+    add("--device", "{auto,cuda,cpu}", "where to compute [auto]", one_of("auto", "cuda", "cpu"))
+    add("--dtype", "{bf16,fp32}", "number format [bf16 on a GPU, else fp32]", one_of(*FORMATS))
+    add("--gpu-memory", "SIZE", "hard limit of the GPU, as 24GiB [what is free]", size)
+    add("--ram", "SIZE", "hard limit of RAM [85 %% of what this process may use]", size)
+    return found
+
+
+def _parsed(found: CommandParser, name: str, argv: Sequence[str]) -> argparse.Namespace:
+    """Raises InputError; --help exits."""
+    given = found.known([word.replace("_", "-") if word.startswith("--") else word for word in argv], name)
+    if not given.folder:
+        raise InputError(f"no model is named. Name its folder: {program()} {name} FOLDER.")
+    return given
+
+
+def sample_options(argv: Sequence[str]) -> argparse.Namespace:
+    """Raises InputError; --help exits."""
+    found = _parser(
+        "sample",
+        "--prompt TEXT | --chat | --prompts FILE [options]",
+        "Writes text with a model: on standard output; what it says of itself goes to standard error.",
+    )
+    what = found.add_argument_group("what is asked")
+    what.add_argument(
+        "--prompt", metavar="TEXT", help="a user's message, or where there is no chat template a text to continue"
+    )
+    what.add_argument("--chat", action="store_true", help="a conversation, line by line; /new begins another")
+    what.add_argument(
+        "--prompts", metavar="FILE", help=".jsonl with prompt or messages, else a prompt a line; answers as JSON lines"
+    )
+    what.add_argument("--as-text", action="store_true", help="continue prompts as they are, without the chat template")
+    what.add_argument("--system", metavar="TEXT", help="a system message")
+    how = found.add_argument_group(
+        "how it is drawn", "As generation_config.json says, else the likeliest token each time; or:"
+    )
+    how.add_argument("--temperature", metavar="X", type=typed(number(0, 100)), help="0: the likeliest token")
+    how.add_argument(
+        "--top-p", metavar="X", type=typed(number(0, 1)), help="from the fewest tokens of this share together"
+    )
+    how.add_argument("--top-k", metavar="N", type=typed(number(0, kind=int)), help="from the N likeliest; 0: all")
+    how.add_argument(
+        "--seed",
+        metavar="N",
+        type=typed(number(0, 2**32 - 1, kind=int)),
+        default=42,
+        help="equal ones, equal text [42]",
+    )
+    how.add_argument("--max-new-tokens", metavar="N", type=typed(whole), help="of an answer [512]")
+    given = _parsed(found, "sample", argv)
+    asked = [
+        flag
+        for flag, value in (("--prompt", given.prompt), ("--chat", given.chat), ("--prompts", given.prompts))
+        if value not in (None, False)
+    ]
+    if len(asked) != 1:
+        wrong = f"{' and '.join(asked)}: one of them at a time" if asked else "nothing is asked"
+        raise InputError(f"{wrong}. Say --prompt TEXT, --chat or --prompts FILE.")
+    return given
+
+
+def eval_options(argv: Sequence[str]) -> argparse.Namespace:
+    """Raises InputError; --help exits."""
+    text = "Computes a model's loss on data, as the evaluations of a run do."
+    return _with_data(_data_parser("eval", "--data FILE [options]", text), "eval", argv)
+
+
+def _data_parser(name: str, usage: str, text: str) -> CommandParser:
+    """With the options of data."""
+    found = _parser(name, usage, text)
+    data = found.add_argument_group("data, read as for training")
+    data.add_argument("--data", metavar="FILE", action="append", default=[], help="repeat it: each file has a line")
+    data.add_argument("--map", metavar="OURS=YOURS", help="your column names: prompt=question,completion=answer")
+    data.add_argument(
+        "--seq-len",
+        metavar="N",
+        type=typed(number(2, kind=int)),
+        help="tokens a sequence [2048, or what the model allows]",
+    )
+    data.add_argument(
+        "--long", metavar="{cut,drop,split,error}", type=typed(one_of("cut", "drop", "split", "error")),
+        help="what happens to longer rows [text: split, else cut]",
+    )  # fmt: skip
+    data.add_argument("--skip-bad", action="store_true", help="drop and count rows that cannot be read")
+    return found
+
+
+def _with_data(found: CommandParser, name: str, argv: Sequence[str]) -> argparse.Namespace:
+    """Raises InputError; --help exits."""
+    given = _parsed(found, name, argv)
+    if not given.data:
+        raise InputError("no data given. Name it: --data FILE (.jsonl .json .csv .txt .parquet).")
+    return given
+
+
+def score_options(argv: Sequence[str]) -> argparse.Namespace:
+    """Raises InputError; --help exits."""
+    text = "Writes a model's log-probabilities of data: of documents, and with --top-k of each token's likeliest ones."
+    found = _data_parser("score", "--data FILE --out DIR [options]", text)
+    found.add_argument("--out", metavar="DIR", default="", help="folder to write, or to go on with")
+    found.add_argument(
+        "--top-k", metavar="K", type=typed(number(1, MOST_TOP_K, kind=int)), help=f"at most {MOST_TOP_K} [none]"
+    )
+    given = _with_data(found, "score", argv)
+    if not given.out:
+        raise InputError(f"--out is missing. Name the folder to write: {program()} score {given.folder} --out DIR.")
+    return given
