@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Container, Iterable, Iterator
+from collections.abc import Callable, Container, Iterable, Iterator, Mapping
 from concurrent.futures import ThreadPoolExecutor
 from itertools import accumulate
 from math import prod
@@ -58,7 +58,7 @@ class Exchange:
 
     def load(self, progress: Progress = silent, loaded: Loaded = silent) -> None:
         """Fills in weights, moments with zeros; `loaded(u)` once unit u is. Raises InputError as `fill`, StoreError."""
-        self._check_tied()
+        check_tied(self.source, self.canonical, self.stored)
         in_bf16 = {name for name, stored in self.stored.items() if self.source.place(stored).dtype == "BF16"}
         frozen = {u for u, layout in enumerate(self.placement.geo.base) if layout.tensors}
         whole: Loaded = lambda u: None if u in frozen else loaded(u)
@@ -101,15 +101,19 @@ class Exchange:
         else:
             yield initial(name, self.shapes[name]).flatten()[first:last].numpy()
 
-    def _check_tied(self) -> None:
-        """Raises InputError where two copies of a tied matrix differ."""
-        for stored, name in self.canonical.items():
-            first = self.stored.get(name) if name else None
-            if first not in (None, stored) and not np.array_equal(self.source.read(first), self.source.read(stored)):
-                raise InputError(
-                    f"{stored} and {first} are tied by config.json but differ in the files of {self.source.folder}. "
-                    'Set "tie_word_embeddings": false in config.json if they are meant to.'
-                )
+
+def check_tied(source: Source, canonical: Mapping[str, str | None], stored: Mapping[str, str]) -> None:
+    """Raises InputError where two copies of a matrix in files differ. `canonical`, `stored`: as hf's functions give."""
+    for copy, name in canonical.items():
+        first = stored.get(name) if name else None
+        if first is not None and first != copy and not np.array_equal(source.read(first), source.read(copy)):
+            where = f"differ in the files of {source.folder}"
+            if not copy.endswith(hf.OUTPUTS):
+                raise InputError(f"{copy} and {first} are two names of one tensor but {where}. Remove one.")
+            raise InputError(
+                f"{copy} and {first} are tied by config.json but {where}. "
+                'Set "tie_word_embeddings": false in config.json if they are meant to.'
+            )
 
 
 class Kept(Reader):

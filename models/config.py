@@ -433,5 +433,5 @@ def _tied(keys: Keys, inner: Keys, wrapper: Wrapper) -> dict[str, bool]:
     """tie_word_embeddings, where it is said."""
     name = "tie_word_embeddings"
     if wrapper.tied == "text":
-        return {name: keys.flag(name, False)} if keys.raw.get(name) is not None else {}
+        return {name: keys.flag(name, False)} if name in keys.raw else {}
     return {name: keys.flag(name, wrapper.tied_default) or (wrapper.tied == "either" and inner.flag(name, False))}

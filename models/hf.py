@@ -12,7 +12,7 @@ from trireme.models.sizes.shapes import output_name, stored_tensors
 
 Shape = tuple[int, ...]
 
-_OUTPUTS = ("lm_head.weight", "embed_out.weight")
+OUTPUTS = ("lm_head.weight", "embed_out.weight")
 # Stored by older versions.
 _BUFFERS = (".attn.bias", ".attn.masked_bias", ".attention.bias", ".attention.masked_bias", ".rotary_emb.inv_freq")
 
@@ -83,7 +83,7 @@ def sources(cfg: ModelConfig, found: Mapping[str, Shape]) -> dict[str, str]:
     names = canonical_names(cfg, found)
     chosen: dict[str, str] = {}
     for name, target in names.items():
-        if target is not None and (target not in chosen or not name.endswith(_OUTPUTS)):
+        if target is not None and (target not in chosen or not name.endswith(OUTPUTS)):
             chosen[target] = name
     for u in range(cfg.n_units):
         for found_part in packed_parts(cfg, u).values():
@@ -102,7 +102,7 @@ def _canonical(cfg: ModelConfig, name: str, wanted: Mapping[str, Shape]) -> str 
     for full in _in_full(cfg, name):
         if full in wanted:
             return full
-        if full in _OUTPUTS:
+        if full in OUTPUTS:
             return output_name(cfg)
         if cfg.carries(full) or full.endswith(_BUFFERS):
             return None

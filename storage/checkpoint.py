@@ -102,7 +102,7 @@ class Source:
         """
         t = self.place(name)
         if t.dtype not in NUMPY:
-            raise CheckpointError(f"{self.folder / t.file}: {name} is {t.dtype}; a weight must be {', '.join(NUMPY)}.")
+            raise CheckpointError(unread(self.folder / t.file, name, t.dtype))
         size, last = ITEMSIZE[t.dtype], t.numel if last is None else last
         for chunk in _chunks(self.folder / t.file, t.offset + first * size, (last - first) * size, 4 * PIECE):
             for a in range(0, len(chunk), PIECE):
@@ -122,6 +122,11 @@ class Source:
             yield from _chunks(path, offset, t.nbytes) if new is None else stored_values(name, t, new)
             position = offset + t.nbytes
         yield from _chunks(path, position, path.stat().st_size - position)
+
+
+def unread(path: Path, name: str, dtype: str) -> str:
+    """That a weight is of another dtype than those of NUMPY."""
+    return f"{path}: {shown(name)} is {dtype}; a weight must be {', '.join(NUMPY)}. Take the BF16 original."
 
 
 def stored_values(name: str, t: SourceTensor, values: Iterable[np.ndarray]) -> Iterator[np.ndarray]:

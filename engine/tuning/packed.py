@@ -18,7 +18,7 @@ from trireme.models import hf
 from trireme.models.config import InputError, ModelConfig, Packing
 from trireme.models.sizes import shapes
 from trireme.storage.auxiliary import CONTENT, content_of
-from trireme.storage.checkpoint import CHUNK, INDEX, NUMPY, Source, SourceTensor, stored_values
+from trireme.storage.checkpoint import CHUNK, INDEX, NUMPY, Source, SourceTensor, stored_values, unread
 from trireme.storage.files import Say
 from trireme.storage.headers import CheckpointError, encode_header
 from trireme.storage.layout import ITEMSIZE, sequential
@@ -172,8 +172,16 @@ def check_packing(cfg: ModelConfig, source: Source, say: Say) -> None:
 
 
 def as_stored(cfg: ModelConfig, source: Source) -> ModelConfig:
-    """`cfg` with those matrices packed that are in `source`, whatever config.json says."""
+    """`cfg` with those matrices packed that are in `source`, whatever config.json says.
+
+    Raises CheckpointError where a weight is of a dtype that is not read.
+    """
     cfg = replace(hf.as_found(cfg, {name: t.shape for name, t in source.tensors.items()}), packing=None, packed=())
+    odd = {name: t for name, t in source.tensors.items() if t.dtype not in NUMPY}
+    names = hf.canonical_names(cfg, {name: t.shape for name, t in source.tensors.items()}) if odd else {}
+    for name, t in odd.items():
+        if names[name] is not None:
+            raise CheckpointError(unread(source.folder / t.file, name, t.dtype))
     if not isinstance(source, Packed):
         return cfg
     stored = hf.sources(cfg, {name: t.shape for name, t in source.tensors.items()})

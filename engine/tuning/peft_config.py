@@ -46,6 +46,7 @@ READ: dict[str, tuple[Any, ...]] = {
 }
 KNOWN = UNUSED | READ.keys() | set(NUMBERS)
 QUANTIFIERS = 2  # of a pattern, at most: with more, or repeated groups, a stranger's may take hours
+OF_TARGETS = 4  # likewise, of the one that target_modules may be
 Patterns = tuple[tuple[re.Pattern[str], float], ...]
 CONVERTED = ("pissa", "olora", "corda", "lora_ga")  # initial values that peft takes out of the base
 
@@ -58,7 +59,8 @@ class Said:
     alpha: float
     dropout: float
     base: str  # the model that it was made for: a folder, or a name on the hub; "": not said
-    modules: frozenset[str] | None  # ends of their names; None: peft's own choice, or a regular expression
+    modules: frozenset[str] | None  # ends of their names; None: all linear layers, or a regular expression
+    matching: re.Pattern[str] | None  # that regular expression, where it is sure to end
     excluded: frozenset[str]
     parameters: frozenset[str]
     layers: frozenset[int]  # none: all
@@ -79,8 +81,8 @@ class Said:
             return "exclude_modules"
         if any(f".{end}." in f".{module}." for end in self.saved):
             return "modules_to_save"
-        if self.modules is None:  # a regular expression of a stranger may not end
-            return None
+        if self.modules is None:
+            return "target_modules" if self.matching and not self.matching.fullmatch(module) else None
         if not _named(self.modules, module):
             return "target_modules"
         if module in self.modules:  # by its full name, whatever the layers are
@@ -117,12 +119,15 @@ def read_said(folder: Path, excluded: str = "") -> Said:
     targets, parameters = config.get("target_modules"), _listed(config.get("target_parameters"))
     if targets is None and parameters:
         targets = []  # as peft
+    if targets is None:
+        raise InputError(f"{where}: target_modules is null, for which peft chooses by the model. List the modules.")
     return Said(
         rank,
         alpha,
         float(config.get("lora_dropout") or 0),
         base_of(config),
-        None if targets is None or isinstance(targets, str) else frozenset(targets),
+        None if isinstance(targets, str) else frozenset(targets),
+        _matching(targets) if isinstance(targets, str) else None,
         frozenset() if isinstance(config.get("exclude_modules"), str) else _listed(config.get("exclude_modules")),
         parameters,
         _listed(config.get("layers_to_transform")),
@@ -154,6 +159,21 @@ def _patterns(where: Path, key: str, given: dict[str, float], least: int) -> Pat
             wrong = f"{where}: {key} has the regular expression {_show(text)}"
             raise InputError(f"{wrong}, which is not read. Name the modules instead.") from None
     return tuple(found)
+
+
+def _matching(text: str) -> re.Pattern[str] | None:
+    """target_modules as a regular expression; None for all linear layers, and where it might not end.
+
+    Names of modules have few digits, so that repeated digits cost nothing.
+    """
+    plain = re.sub(r"(\\d|\[\\d\]|\[0-9\])[*+{]", "", text)
+    repeated = len(re.findall(r"[*+{]", plain)) > OF_TARGETS or re.search(r"\)[*+{]|\\[1-9]|\(\?P=", text)
+    if repeated or text.lower() == "all-linear":
+        return None
+    try:
+        return re.compile(text)
+    except (re.error, RecursionError, OverflowError):
+        return None
 
 
 def _listed(value: Any) -> frozenset[Any]:
@@ -198,6 +218,9 @@ def _numbers(where: Path, config: dict[str, Any]) -> tuple[int, float]:
     """Rank and alpha. Raises InputError."""
     rank: Any = config.get("r")
     alpha: Any = config.get("lora_alpha")
+    dropout: Any = config.get("lora_dropout") or 0.0
+    if not 0 <= dropout < 1:
+        raise InputError(f"{where}: lora_dropout is {_show(dropout)}, expected a number from 0 to below 1.")
     if type(rank) is int and 1 <= rank <= MOST and type(alpha) in (int, float) and abs(alpha) <= MOST:
         plain = alpha * math.sqrt(rank) if config.get("use_rslora") else float(alpha)
         if abs(plain) <= MOST:

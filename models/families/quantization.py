@@ -35,6 +35,8 @@ def packing_of(keys: Keys, accepted: tuple[str, ...], names: Names) -> tuple[Pac
     Raises InputError on other methods, and on what changes the numbers.
     """
     found = keys.raw.get("quantization_config")
+    if keys.raw.get("quantization"):
+        raise _unsupported(keys.where, "MLX", f"for a {keys.raw.get('model_type')}", "quantization")
     if found is None:
         return None, ()
     method = found.get("quant_method") if isinstance(found, dict) else None
@@ -43,11 +45,11 @@ def packing_of(keys: Keys, accepted: tuple[str, ...], names: Names) -> tuple[Pac
     raise _unsupported(keys.where, method, f"for a {keys.raw.get('model_type')}")
 
 
-def _unsupported(where: str, method: object, what: str) -> InputError:
+def _unsupported(where: str, method: object, what: str, key: str = "quantization_config") -> InputError:
     named = isinstance(method, str) and method.isprintable() and len(method) < 60
     how = f"quantized by {method}" if named else "quantized in a way that it does not name"
     return InputError(
-        f'{where}: "quantization_config" says that the weights are {how}, which is not supported {what}. '
+        f'{where}: "{key}" says that the weights are {how}, which is not supported {what}. '
         "Take the BF16 original, or convert them."
     )
 

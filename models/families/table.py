@@ -432,8 +432,8 @@ WRAPPERS = {
     "kimi_k25": Wrapper(
         ("deepseek_v3",), {"image_token_id": 163605, "video_token_id": 163840}, _KIMI, tied="outside", tied_default=True
     ),
-    "qwen3_5": Wrapper(("qwen3_5_text",), _QWEN35_MEDIA, ("model.visual.", "mtp."), tied="either"),
-    "qwen3_5_moe": Wrapper(("qwen3_5_moe_text",), _QWEN35_MEDIA, ("model.visual.", "mtp."), tied="either"),
+    "qwen3_5": Wrapper(("qwen3_5_text",), _QWEN35_MEDIA, ("model.visual.", "mtp."), tied="outside"),
+    "qwen3_5_moe": Wrapper(("qwen3_5_moe_text",), _QWEN35_MEDIA, ("model.visual.", "mtp."), tied="outside"),
     "qwen3_vl": Wrapper(("qwen3_vl_text",), _QWEN_MEDIA, tied="outside"),
     "qwen3_vl_moe": Wrapper(("qwen3_vl_moe_text",), _QWEN_MEDIA, tied="outside"),
     "qwen2_5_vl": Wrapper(("qwen2_5_vl_text",), _QWEN_MEDIA, tied="either", flat=True),

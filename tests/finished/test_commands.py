@@ -11,6 +11,7 @@ import pytest
 import torch
 from chats import CHATML, make_tokenizer
 from runs import make_small
+from safetensors.torch import load_file, save_file
 from tiny import LLAMA, oracle
 from transformers import (
     AutoModelForCausalLM,
@@ -144,6 +145,38 @@ def test_what_is_drawn_from_is_transformers(top_k, top_p):
     scores = TopKLogitsWarper(top_k)(None, scores) if top_k else scores
     scores = TopPLogitsWarper(top_p)(None, scores) if top_p < 1 else scores
     assert torch.allclose(probabilities(Sampling(0.6, top_k, top_p), logits), scores.softmax(-1))
+
+
+def test_the_smallest_temperature_draws_the_likeliest():
+    logits = torch.randn((3, 40), generator=torch.Generator().manual_seed(1))
+    assert torch.equal(probabilities(Sampling(1e-320), logits).argmax(-1), logits.argmax(-1))
+
+
+@pytest.mark.parametrize("command", ["eval", "sample", "score"])
+@pytest.mark.parametrize("kind", ["tied", "twice", "codes", "mlx"])
+def test_weights_that_cannot_be_told_are_refused(here, capsys, command, kind):
+    """Copies of a matrix that differ: transformers takes the head's. Numbers that only a quantization explains."""
+    shutil.copytree("model", "own")
+    state = load_file("own/model.safetensors")
+    name, short = "model.layers.0.self_attn.q_proj.weight", "layers.0.self_attn.q_proj.weight"
+    config = json.loads(Path("own/config.json").read_text())
+    config |= {"tie_word_embeddings": True} if kind == "tied" else {}
+    config |= {"quantization": {"group_size": 64, "bits": 4}} if kind == "mlx" else {}
+    state |= {short: state[name] + 1} if kind == "twice" else {}
+    state |= {name: state[name].to(torch.int8)} if kind == "codes" else {}
+    save_file(state, "own/model.safetensors", {"format": "pt"})
+    Path("own/config.json").write_text(json.dumps(config))
+    Path("rows.jsonl").write_text('{"text": "Once upon a time."}')
+    words = {
+        "tied": "lm_head.weight and model.embed_tokens.weight are tied by config.json but differ in the files of own",
+        "twice": f"{short} and {name} are two names of one tensor but differ in the files of own. Remove one",
+        "codes": f"own/model.safetensors: {name} is I8; a weight must be F64, F32, F16, BF16. Take the BF16 original",
+        "mlx": 'own/config.json: "quantization" says that the weights are quantized by MLX',
+    }
+    given = ["--prompt", "Once"] if command == "sample" else ["--data", "rows.jsonl"]
+    given += ["--out", "out"] if command == "score" else []
+    _, err = said(capsys, command, "own", *given, code=2)
+    assert f"error: {words[kind]}" in err.splitlines()[-1]
 
 
 def test_generation_config_is_followed(here, capsys):

@@ -382,3 +382,18 @@ def test_inside_a_wrapper_a_list_changes_no_windows():
     assert wrapped(layer_types=[LOCAL] * LAYERS) == wrapped()
     with pytest.raises(InputError, match='text_config: "layer_types" must be'):
         wrapped(layer_types=MIXED)
+
+
+@pytest.mark.parametrize(("wrapper", "text"), [("gemma3", "gemma3_text"), ("qwen3_vl", "qwen3_vl_text")])
+def test_whether_matrices_are_tied_is_not_null(wrapper, text):
+    raw = {"model_type": wrapper, "text_config": released(text), "tie_word_embeddings": None}
+    with pytest.raises(InputError, match='config.json: "tie_word_embeddings" is null, expected true or false'):
+        parse_config(raw)
+
+
+@pytest.mark.parametrize("outside", [True, False])
+def test_qwen35_says_outside_whether_matrices_are_tied(outside):
+    """As transformers reads it: what text_config says does not count."""
+    raw = {"model_type": "qwen3_5", "text_config": released("qwen3_5_text", tie_word_embeddings=not outside)}
+    assert parse_config(raw | {"tie_word_embeddings": outside}).tied == outside
+    assert not parse_config(raw).tied

@@ -88,6 +88,18 @@ def test_every_number_and_scale_is_as_transformers_decodes_it():
     assert torch.equal(ours[0].view(torch.int16), theirs.view(torch.int16))
 
 
+def test_headers_alone_refuse_a_weight_of_another_dtype(tmp_path):
+    """So a dry run does, too. Old buffers and what is copied may be of any."""
+    reference, cfg = oracle(*CASES["llama"])
+    state = reference.state_dict() | {"model.layers.0.self_attn.rotary_emb.inv_freq": torch.ones(5, dtype=torch.int8)}
+    save_file(state, tmp_path / "model.safetensors")
+    assert as_stored(cfg, open_checkpoint(tmp_path)).packing is None
+    name = "model.layers.1.mlp.up_proj.weight"
+    save_file(state | {name: state[name].to(torch.float8_e5m2)}, tmp_path / "model.safetensors")
+    with pytest.raises(CheckpointError, match=f"{name} is F8_E5M2; a weight must be .* Take the BF16 original"):
+        as_stored(cfg, open_checkpoint(tmp_path))
+
+
 def test_parts_of_a_tensor_are_those_of_the_whole(folder):
     source, name = open_checkpoint(folder[0]), "model.layers.1.mlp.experts.down_proj"
     whole = np.concatenate(list(source.values(name)))

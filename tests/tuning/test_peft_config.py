@@ -14,7 +14,7 @@ from transformers import AutoModelForCausalLM
 
 from trireme.engine.tuning.merge import merge_adapter
 from trireme.engine.tuning.opened import read_adapter
-from trireme.engine.tuning.peft_config import CONFIG, NUMBERS, READ
+from trireme.engine.tuning.peft_config import CONFIG, NUMBERS, READ, _matching
 from trireme.models.config import InputError
 from trireme.storage.checkpoint import open_source
 
@@ -165,6 +165,11 @@ def test_an_adapter_made_by_pissa_is_right_once_converted(made, tmp_path):
     (dict(r=0), "r is 0"),
     (dict(use_rslora="false"), "use_rslora is a string"),
     (dict(lora_dropout="0.1"), "lora_dropout is a string"),
+    (dict(lora_dropout=1.0), "lora_dropout is 1.0, expected a number from 0 to below 1"),
+    (dict(lora_dropout=float("nan")), "lora_dropout is nan, expected"),
+    (dict(target_modules=None), "target_modules is null, for which peft chooses by the model. List the modules"),
+    (dict(target_modules=r".*layers\.0.*(q|down)_proj"), "target_modules leaves out model.layers.1.self_attn.q_proj"),
+    (dict(target_modules=r"q_proj|down_proj"), "target_modules leaves out model.layers.0.self_attn.q_proj"),
     (dict(target_modules={"q_proj": 1}), "target_modules is an object, expected a list"),
     (dict(target_modules=[1]), r"target_modules\[0\] is 1, expected a string"),
     (dict(exclude_modules="(a+)+$"), "exclude_modules is a regular expression, .* List the modules instead"),
@@ -192,3 +197,21 @@ def test_values_that_cannot_be_meant(made, keys, words, tmp_path):
     with pytest.raises(InputError, match=words) as refused:
         read_adapter(changed(folder, tmp_path, **keys), replace(cfg, frozen=("*",)))
     assert len(str(refused.value).replace(str(tmp_path), "")) < 250
+
+
+@pytest.mark.parametrize("text", ["(a+)+$", r"(.*)*x", r"(\d+)+x", ".*" * 5 + "x", r"(q)\1*", "(", "ALL-linear"])
+def test_a_pattern_that_might_not_end_is_not_tried(made, text, tmp_path):
+    """The files decide alone."""
+    folder, cfg = made
+    assert len(read_adapter(changed(folder, tmp_path, target_modules=text), cfg).names) == 8
+
+
+def test_a_pattern_as_unsloth_writes_it_is_read():
+    text = (
+        r"(?:.*?(?:language|text).*?(?:self_attn|mlp).*?(?:q_proj|down_proj).*?)|"
+        r"(?:\bmodel\.layers\.[\d]{1,}\.(?:self_attn|mlp)\.(?:(?:q_proj|down_proj)))"
+    )
+    found = _matching(text)
+    assert found
+    assert found.fullmatch("model.layers.10.mlp.down_proj")
+    assert not found.fullmatch("model.layers.10.mlp.up_proj")

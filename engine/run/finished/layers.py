@@ -15,7 +15,7 @@ from torch import Tensor
 
 from trireme.engine.amounts import gib, seconds
 from trireme.engine.build import Ahead
-from trireme.engine.exchange import LOADERS, fill_weight
+from trireme.engine.exchange import LOADERS, check_tied, fill_weight
 from trireme.engine.geometry import Geometry
 from trireme.engine.memory import views
 from trireme.engine.plan import DoesNotFit, Limits
@@ -41,7 +41,9 @@ class Layers:
             self.cfg = replace(opened.cfg, at_once=at_once)
             self._place(dtype, limits, needs)
         source = opened.source
-        self.stored = hf.sources(opened.cfg, {name: t.shape for name, t in source.tensors.items()})
+        found = {name: t.shape for name, t in source.tensors.items()}
+        self.stored = hf.sources(opened.cfg, found)
+        check_tied(source, hf.canonical_names(opened.cfg, found), self.stored)
         units = range(self.geo.n_units)
         self._read_s, self._copy_s = [0, 0.0], [0, 0.0]  # bytes, seconds
         self._held: dict[int, Tensor] = {}

@@ -12,6 +12,7 @@ from torch import Tensor
 from trireme.models.config import InputError
 from trireme.storage.untrusted import shown
 
+COLDEST = 1e-6  # what is below draws the likeliest token all the same, but would not be finite
 READ = ("do_sample", "temperature", "top_k", "top_p", "eos_token_id", "max_new_tokens")
 # What says nothing about how text is made, or what it would be made with by default.
 INERT = ("bos_token_id", "pad_token_id", "decoder_start_token_id", "transformers_version", "max_length", "use_cache")
@@ -100,7 +101,7 @@ class Picker:
 
 def probabilities(sampling: Sampling, logits: Tensor) -> Tensor:
     """(B, V) fp32 of logits: by temperature, then the top_k largest, then the fewest that have top_p together."""
-    scores = logits / sampling.temperature
+    scores = logits / max(sampling.temperature, COLDEST)
     if 0 < sampling.top_k < scores.shape[-1]:
         least = torch.topk(scores, sampling.top_k).values[..., -1:]
         scores = scores.masked_fill(scores < least, float("-inf"))
