@@ -76,7 +76,7 @@ def _folder(folder: Path, weight: float) -> Found:
         raise InputError(f"{folder} is a checkpoint, not data. Name a file or folder of rows with --data.")
     there = sorted(path for path in folder.rglob("*") if path.is_symlink() or path.is_file())
     linked = [path for path in there if path.is_dir()]  # not followed: a link may lead anywhere
-    empty = [path for path in there if path.is_file() and not path.stat().st_size]
+    empty = [path for path in there if path.is_file() and not _size(path)]
     there = [path for path in there if path not in {*linked, *empty}]
     by_use, inside = by_uses([path.relative_to(folder) for path in there])
     files = [path for paths in by_use.values() for path in paths]
@@ -98,6 +98,13 @@ def _folder(folder: Path, weight: float) -> Found:
         raise InputError(f"{folder} lacks {_list(parts, folder)}. Download it again, or name the files that are there.")
     held = _sources(by_use["valid"], str(folder), 1.0) if by_use["valid"] else []
     return Found(_sources(train, str(folder), weight), held, notes)
+
+
+def _size(path: Path) -> int:
+    try:
+        return path.stat().st_size
+    except OSError:  # removed meanwhile
+        return 0
 
 
 def by_uses(names: Sequence[Path]) -> tuple[dict[str, list[Path]], list[Path]]:
