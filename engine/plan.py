@@ -10,6 +10,7 @@ from pathlib import Path
 from typing import Any, Literal, NamedTuple, get_args
 
 from trireme.models.config import InputError, ModelConfig
+from trireme.storage.untrusted import read_text
 
 Tier = Literal["gpu", "host", "ssd"]
 SavedTier = Literal["gpu", "peer", "host", "ssd"]  # peer: another GPU's memory
@@ -312,7 +313,7 @@ class Plan:
         import yaml
 
         try:
-            data = yaml.safe_load(path.read_text(encoding="utf-8"))
+            data = yaml.safe_load(read_text(path))
         except (OSError, yaml.YAMLError, TypeError, LookupError, AttributeError, ValueError, RecursionError) as error:
             raise InputError(f"{path}: not a plan: {error}") from error
         try:

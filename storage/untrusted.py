@@ -23,6 +23,7 @@ if TYPE_CHECKING:
     from typing_extensions import Buffer
 
 SMALL = 256 << 20  # tokenizers: up to 60 million
+TEXT = 64 << 20  # a template, options, prompts
 NAME = 60  # characters shown of a foreign name
 LINE = 20_000  # characters on the terminal
 # C0 and C1 controls, surrogates, characters that turn direction, end lines or are invisible.
@@ -47,6 +48,15 @@ def read_small(path: Path, limit: int = SMALL, links: bool = False) -> bytes:
     if len(content) > limit:
         raise StoreError(errno.EFBIG, f"has more than {limit} bytes", str(path))
     return content
+
+
+def read_text(path: Path, limit: int = TEXT) -> str:
+    """The UTF-8 text of a file that a person names, or of a pipe. Raises OSError, UnicodeDecodeError."""
+    with path.open("rb") as file:
+        content = file.read(limit + 1)
+    if len(content) > limit:
+        raise StoreError(errno.EFBIG, f"has more than {limit >> 20} MiB", str(path))
+    return content.decode()
 
 
 def parse_json(text: bytes, what: str) -> dict[str, Any]:

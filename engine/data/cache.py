@@ -225,7 +225,7 @@ def _used(place: Path) -> tuple[float, int, Path]:
 
 _META = dict(key=str, name=str, format=str, rows=int, bad=int, first_bad=str, max_id=int, bytes=int)
 _COUNTS = dict(
-    unused=list, characters=int, unknown=int, said=int, unwritten=int, chats=int, early=int, weighted=bool
+    unused=list, absent=list, characters=int, unknown=int, said=int, unwritten=int, chats=int, early=int, weighted=bool
 )  # in later versions
 
 
@@ -258,7 +258,7 @@ def _checked(folder: Path, fd: int) -> TokenFile | None:
         meta = {name: kind() for name, kind in _COUNTS.items()} | meta
         if not all(type(meta[name]) is kind for name, kind in _COUNTS.items()):
             return None
-        if not all(isinstance(key, str) for key in meta["unused"]):
+        if not all(isinstance(key, str) for key in (*meta["unused"], *meta["absent"])):
             return None
         if len(offsets) != len(trained) + 1 or offsets[0] != 0 or ((trained < 0) | (trained > lengths)).any():
             return None

@@ -25,6 +25,7 @@ _LINKS = ("role", "content", "tool_calls", "tool_call_id")  # checked elsewhere,
 _TAKEN = ("messages", "tools", "documents", "add_generation_prompt")
 _SETS = 64  # of variables
 _NAMED = 3  # tokens
+_TELLING = 64  # characters that are not in a text by chance
 
 
 class Marked(NamedTuple):
@@ -97,7 +98,7 @@ class ChatTemplate:
         messages = [_with_parts(m, False) for m in written]
         rendering = _rendered(template, [_with_parts(m, usual.parts) for m in written], messages, tools)
         _check_tools(tools, rendering.text)
-        _check_written(messages, rendering)
+        _check_written(template, messages, tools, rendering)
         if template.tags:
             spans = _tagged(rendering, wanted)
         else:
@@ -283,15 +284,30 @@ def _check_tools(tools: list[Fields] | None, text: str) -> None:
             )
 
 
-def _check_written(messages: list[Fields], rendering: Rendering) -> None:
+def _check_written(
+    template: Template, messages: list[Fields], tools: list[Fields] | None, rendering: Rendering
+) -> None:
     """Raises BadRow where a message is missing; for a leading system message there is a note."""
     written = {turn for turn, _ in rendering.turns}
-    for i, message in enumerate(messages if written else ()):
-        role, said = message["role"], (message.get("content") or "").strip()
-        if i not in written and said not in rendering.text and role != "assistant" and (i or role != "system"):
-            raise BadRow(
-                f"the chat template writes nothing for message {i} (role {role!r}); one that does: --chat-template FILE"
-            )
+    said = [(message.get("content") or "").strip() for message in messages]
+    apart = [
+        i
+        for i, message in enumerate(messages)
+        if i not in written and said[i] and message["role"] != "assistant" and (i or message["role"] != "system")
+    ]
+    lost = [i for i in apart if said[i] not in rendering.text]
+    if doubtful := [i for i in apart if len(said[i]) < _TELLING or sum(said[i] in text for text in said) > 1]:
+        marks = {i: f"{PROBE}{i}{PROBE}" for i in doubtful}  # words that are nowhere else
+        marked = [{**m, "content": marks[i]} if i in marks else m for i, m in enumerate(messages)]
+        with suppress(BadRow):
+            text = template.text(marked, tools)
+            lost = sorted({*lost, *(i for i in doubtful if marks[i] not in text)})
+    if lost:
+        role = messages[lost[0]]["role"]
+        raise BadRow(
+            f"the chat template writes nothing for message {lost[0]} (role {role!r}); "
+            "one that does: --chat-template FILE"
+        )
 
 
 def _function(call: Fields) -> Fields:

@@ -245,6 +245,8 @@ def load_dataset(
         notes.append(f"{names}: not read, as --val is given" if options.val else f"held out, by its name: {names}")
         val_given = val_given if options.val else own
     files = tuple(tokenize(source, reading, progress) for source in given)
+    if nowhere := set.intersection(*(set(file.meta["absent"]) for file in files)):
+        raise InputError(f"--map names {', '.join(map(repr, sorted(nowhere)))}, a column that no row has. Correct it.")
     each = 2 if options.kind else 1  # documents of a row
     rows = documents.first_of_each(documents.all_documents(files)[::each], options.max_samples)
     all_rows = sum(file.n_documents for file in files) // each
@@ -255,6 +257,11 @@ def load_dataset(
     if val_given:
         val_files = tuple(tokenize(source, reading, progress) for source in val_given)
         held_out = _lay_out(val_given, val_files, documents.all_documents(val_files)[::each], codec, options)
+        if both := {file.meta["key"] for file in files} & {file.meta["key"] for file in val_files}:
+            same = next(
+                str(source) for source, file in zip(val_given, val_files, strict=True) if file.meta["key"] in both
+            )
+            notes.append(f"{same} is trained on and held out: eval_loss will say nothing of other data")
     elif share:
         is_text = all(file.meta["format"] == "text" for file in files)
         before = len(rows)
@@ -334,7 +341,9 @@ def _lay_out(
     used = float(pieces["length"].sum()) / (n * options.seq_len)
     fitted = replace(fitted, pieces=pieces[:0])
     counts = Counts.of(pairs.both(rows, files))._replace(rows=len(rows)) if options.kind else Counts.of(rows)
-    report = Report(_file_reports(given, files), counts, fitted, options.seq_len, n, used, options.pack)
+    report = Report(
+        _file_reports(given, files), counts, fitted, options.seq_len, n, used, options.pack, kind=options.kind
+    )
     left_out = len(packed) - len(bounds)
     return Dataset(files, pieces, bounds, options.seed, codec, report, left_out=left_out, kind=options.kind)
 

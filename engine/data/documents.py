@@ -92,6 +92,7 @@ class Fitted:
     split: int = 0
     dropped: int = 0
     unlearnable: int = 0  # documents without a trained token left
+    alike: int = 0  # pairs that nothing tells apart
 
 
 def fit(documents: np.ndarray, files: Sequence[TokenFile], seq_len: int, long: str | None) -> Fitted:

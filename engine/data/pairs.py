@@ -113,9 +113,17 @@ def fit(documents: np.ndarray, files: Sequence[TokenFile], seq_len: int, long: s
     for i in np.flatnonzero(longer & keep):
         keep[i] = all(learns(piece, files) for piece in pieces[2 * i : 2 * i + 2])
     lost = int((~keep).sum()) - dropped
-    return Fitted(
-        pieces[np.repeat(keep, 2)], int(longer.sum()), int((longer & keep).sum()), dropped=dropped, unlearnable=lost
-    )
+    kept = pieces[np.repeat(keep, 2)]
+    cut = int((longer & keep).sum())
+    return Fitted(kept, int(longer.sum()), cut, dropped=dropped, unlearnable=lost, alike=_alike(kept, files))
+
+
+def _alike(pieces: np.ndarray, files: Sequence[TokenFile]) -> int:
+    """Pairs of good answers and bad ones, (2n,) PIECE, whose two documents are the same."""
+    pairs = pieces.reshape(-1, 2)
+    text = lambda piece: files[piece["file"]].read(int(piece["start"]), int(piece["start"] + piece["length"]))
+    same = np.flatnonzero(pairs["length"][:, 0] == pairs["length"][:, 1])
+    return sum(np.array_equal(text(good), text(bad)) for good, bad in pairs[same])
 
 
 def packed(pieces: np.ndarray, seq_len: int, together: bool) -> tuple[np.ndarray, np.ndarray]:

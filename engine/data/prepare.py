@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import os
-from collections import Counter, deque
+from collections import defaultdict, deque
 from collections.abc import Callable
 from dataclasses import dataclass, field, replace
 from pathlib import Path
@@ -17,8 +17,8 @@ from trireme.engine.data.files.rows import BadRow, Fields, Row
 from trireme.engine.data.files.sources import DataFile, Reader
 from trireme.engine.data.formats.conversations import with_system
 from trireme.engine.data.formats.examples import Chat, Example, Ids, Text
-from trireme.engine.data.formats.formats import parsed, read_row, rename
-from trireme.engine.data.formats.pairs import Answer, AnswerFormat, Kind, is_weighted, read_answers, weight_of
+from trireme.engine.data.formats.formats import parsed, read_row, rename, replaced
+from trireme.engine.data.formats.pairs import Answer, Kind, is_weighted, read_answers, weight_of
 from trireme.engine.data.pairs import PairWriter
 from trireme.models.config import InputError
 from trireme.storage.temporary import Temporary
@@ -66,14 +66,17 @@ class _Tally:
     """Counts of a file so far."""
 
     unit: str = "line"
-    answers: AnswerFormat | None = None  # of all rows
-    formats: Counter[str] = field(default_factory=Counter)  # good rows, or answers, of each
+    weighted: bool | None = None  # whether column "weight" holds numbers
+    formats: dict[str, float] = field(default_factory=lambda: defaultdict(float))  # good rows of each
     rows: int = 0
     bad: int = 0
     first: tuple[int, str] | None = None  # bad row, its fault
     skip_bad: bool = False
     batch: Numbered = field(default_factory=list)  # read, not yet tokenized
-    waiting: deque[tuple[float, str]] = field(default_factory=deque)  # weight, format of what is not yet written
+    waiting: deque[tuple[float, str, float]] = field(
+        default_factory=deque
+    )  # of what is not yet written: weight, format,
+    # share of its row
     characters: int = 0
     unused: dict[str, None] = field(default_factory=dict)  # keys, in order
     encoded: int = 0  # characters
@@ -82,6 +85,7 @@ class _Tally:
     unwritten: int = 0
     chats: int = 0  # rows for a chat template
     early: int = 0  # rows, as Encoded
+    absent: set[str] = field(default_factory=set)  # columns of --map that no row has
 
     def reject(self, number: int, error: BadRow) -> None:
         self.bad += 1
@@ -141,7 +145,7 @@ def _build(source: DataFile, reading: Reading, key: str, progress: Progress | No
     reader = Reader(source, codec.facts.eos_token if codec else None)
     cpus = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
     encoders = Encoders(codec, min(cpus, 16, 1 + reader.size // _SHARE))
-    tally = _Tally(skip_bad=reading.skip_bad)
+    tally = _Tally(skip_bad=reading.skip_bad, absent=set(reading.renames))
     sink = PairWriter(reading.kind, writer) if reading.kind else writer
     try:
         for row in reader.rows():
@@ -163,6 +167,7 @@ def _build(source: DataFile, reading: Reading, key: str, progress: Progress | No
         meta |= {"first_bad": tally.first_bad, "unused": unused}
         meta |= {"characters": tally.encoded, "unknown": tally.unknown}
         meta |= {"said": tally.said, "unwritten": tally.unwritten, "chats": tally.chats, "early": tally.early}
+        meta |= {"absent": sorted(tally.absent)}
         return writer.finish(meta)
     except BaseException as error:
         writer.abandon()
@@ -179,6 +184,7 @@ def _take(row: Row, reading: Reading, tally: _Tally) -> None:
     try:
         if isinstance(value, BadRow):
             raise value
+        tally.absent -= value.keys()
         form, answers, unused = _answers(value, reading, tally)
         examples = [(_dressed(example, row, reading), weight) for example, weight in answers]
     except BadRow as error:
@@ -189,7 +195,7 @@ def _take(row: Row, reading: Reading, tally: _Tally) -> None:
         for example, weight in examples:
             tally.chats += isinstance(example, Chat)
             tally.batch.append((row.number, example))
-            tally.waiting.append((weight, form))
+            tally.waiting.append((weight, form, 1 / len(examples)))
             tally.characters += size(example)
 
 
@@ -197,13 +203,27 @@ def _answers(value: Fields, reading: Reading, tally: _Tally) -> tuple[str, list[
     """(format of a row, what it says, each with its weight; keys that are not read). Raises BadRow."""
     if reading.kind:
         row = parsed(rename(value, reading.renames))
-        tally.answers, answers, unused = read_answers(row, tally.answers, reading.kind)
-        return tally.answers.name, answers, unused
+        answered, answers, unused = read_answers(row, reading.kind)
+        _check_weight(row, tally)
+        return answered.name, answers, [*unused, *replaced(value, reading.renames)]
     form, example, unused = read_row(value, reading.renames)
     row = rename(value, reading.renames)
+    _check_weight(row, tally)
     if is_weighted(row):
         unused = [key for key in unused if key != "weight"]
     return form.name, [(example, weight_of(row))], unused
+
+
+def _check_weight(row: Fields, tally: _Tally) -> None:
+    """Raises BadRow where the weights of some rows are numbers, and others' are not."""
+    if row.get("weight") in (None, "", [], {}):
+        return
+    weighted = is_weighted(row)
+    if tally.weighted is None:
+        tally.weighted = weighted
+    if tally.weighted != weighted:
+        is_no = "is" if weighted else "is no"
+        raise BadRow(f"'weight' {is_no} number, and {'not' if weighted else 'one'} in rows before; --map unused=weight")
 
 
 def _dressed(example: Example, row: Row, reading: Reading) -> Example:
@@ -253,7 +273,7 @@ def _put(
     all: bool = False,
 ) -> None:
     for number, found in encoders.results(all):
-        result, (weight, form) = _checked(found, vocabulary, reading), tally.waiting.popleft()
+        result, (weight, form, share) = _checked(found, vocabulary, reading), tally.waiting.popleft()
         if isinstance(sink, PairWriter):
             if fault := sink.add(result, weight):
                 tally.reject(number, fault)
@@ -262,7 +282,7 @@ def _put(
         else:
             sink.add(result.ids, result.trained, result.starts, weight)
         if isinstance(result, Encoded):
-            tally.formats[form] += 1
+            tally.formats[form] += share
             tally.encoded += result.characters
             tally.unknown += result.unknown
             tally.said += result.said
@@ -285,7 +305,8 @@ def _named(tally: _Tally) -> str:
     """The format, or, of a file that mixes them, each with its rows."""
     if len(tally.formats) == 1:
         return next(iter(tally.formats))
-    return "; ".join(f"{name}: {count(rows, 'row')}" for name, rows in tally.formats.most_common())
+    most_first = sorted(tally.formats.items(), key=lambda item: -item[1])
+    return "; ".join(f"{name}: {count(round(rows), 'row')}" for name, rows in most_first)
 
 
 def _judge(source: DataFile, tally: _Tally) -> None:

@@ -81,6 +81,7 @@ class Report:
     packed: bool
     held_out: str = ""  # what of the rows
     notes: tuple[str, ...] = ()
+    kind: str = ""  # as DataOptions
 
     def lines(self) -> list[str]:
         """The lines to print."""
@@ -115,6 +116,9 @@ class Report:
         lines = [self._long_rows()] if self.fitted.longer else []
         if self.fitted.unlearnable:
             lines.append(f"{count(self.fitted.unlearnable, 'row')} dropped: nothing to learn in what is kept")
+        if self.fitted.alike and self.kind == "pairs":
+            have = "has" if self.fitted.alike == 1 else "have"
+            lines.append(f"{count(self.fitted.alike, 'pair')} {have} two equal answers, so neither is preferred")
         return lines
 
     def _long_rows(self) -> str:

@@ -11,7 +11,7 @@ from trireme.engine.data.chat import ChatTemplate
 from trireme.engine.data.tokens import Tokenizer
 from trireme.models.config import InputError
 from trireme.storage.auxiliary import TEMPLATES
-from trireme.storage.untrusted import parse_json
+from trireme.storage.untrusted import parse_json, read_text
 
 # For models without a template; the tokenizer's end token follows every message.
 PLAIN = """\
@@ -137,7 +137,7 @@ def _own_templates(tokenizer: Tokenizer) -> tuple[dict[str, str], str]:
 
 def _read(path: Path, what: str = "") -> str:
     try:
-        return path.read_text(encoding="utf-8")
+        return read_text(path)
     except (OSError, UnicodeDecodeError) as error:
         reason = getattr(error, "strerror", None) or "not UTF-8"
         raise InputError(f"{what}{path}: {reason}.") from None

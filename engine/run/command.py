@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import argparse
 import difflib
+import glob
 import os
 import re
 import shutil
@@ -216,11 +217,25 @@ def parse(
         if full(given.get("out", run)) != full(run):
             raise InputError(f"--out {given['out']}: a run goes on in its own folder, {run}. Leave it out.")
         kept = from_yaml(run / "config.yaml") if begun else _as_other(from_yaml(run / "config.yaml", text), host)
+        _check_there(run, kept, given)
         given = {**_without_length(kept, given), **given, "resume": str(run), "out": str(run)}
     elif "config" in given:
         kept = from_yaml(Path(given["config"]), typed=given, say=say)
         given = {**_without_length(kept, given), **given}
     return checked(Options(**given))
+
+
+def _check_there(run: Path, kept: dict[str, Any], given: dict[str, Any]) -> None:
+    """Raises InputError where a file or folder that `kept` names has been moved away."""
+    for name in ("model", "data", "val", "tokenizer", "chat_template", "adapter", "teacher"):
+        value = kept.get(name) if name not in given else None
+        for text in (value,) if isinstance(value, str) else value if isinstance(value, (list, tuple)) else ():
+            path = Path(re.sub(r":\d*\.?\d+$", "", text))
+            if path.is_absolute() and not glob.has_magic(text) and not (path.exists() or Path(text).exists()):
+                flag = flag_of(name)
+                raise InputError(
+                    f"--resume {run}: {path} ({flag}) is not there. Put it back, or say where it is: {flag} PATH."
+                )
 
 
 def _without_length(kept: dict[str, Any], given: dict[str, Any]) -> dict[str, Any]:

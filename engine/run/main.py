@@ -56,6 +56,7 @@ def main(argv: Sequence[str], began: float | None = None) -> int:
         leave(lambda: fail(f"{why.rstrip('.')}. {again(options)}", 4))
 
     try:
+        check_folder()
         if argv and argv[0] in COMMANDS:
             os.environ.update(ENVIRONMENT | os.environ)
             if place().hosts > 1:
@@ -91,8 +92,19 @@ def main(argv: Sequence[str], began: float | None = None) -> int:
         give_up_output()
 
 
+def check_folder() -> None:
+    """Raises InputError where the current folder has been removed: torch's libraries end the process there."""
+    try:
+        Path.cwd()
+    except FileNotFoundError:
+        raise InputError("the current folder has been removed. Go to another: cd.") from None
+
+
 def is_resumable(options: Options) -> bool:
-    return bool(options.out) and Path(options.out, "config.yaml").exists()
+    try:
+        return bool(options.out) and Path(options.out, "config.yaml").exists()
+    except OSError:  # a name that is too long, a folder that is closed
+        return False
 
 
 def about_disk(error: OSError, options: Options) -> str:

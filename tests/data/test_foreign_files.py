@@ -426,3 +426,37 @@ def test_a_row_that_is_too_long_says_a_way_out(tmp_path, monkeypatch):
     (tmp_path / "a.jsonl").write_text(json.dumps({"text": "x" * 200}))
     (fault,) = values(tmp_path / "a.jsonl")
     assert "Part it into several rows, or give running text as a .txt file" in str(fault)
+
+
+# ---------------------------------------------------------------- what is missing
+
+
+def test_a_part_of_a_set_that_is_missing(tmp_path):
+    part = lambda name, i, n: {f"{name}__train-{i:05}-of-{n:05}_jsonl": LINES}
+    whole = put(tmp_path, **part("whole", 1, 2), **part("whole", 2, 2))
+    assert [file.path.name for file in find_data(f"{whole}/whole").files] == [
+        f"train-0000{i}-of-00002.jsonl" for i in (1, 2)
+    ]
+    put(tmp_path, **part("torn", 0, 4), **part("torn", 2, 4))
+    said = "train-00001-of-00004.jsonl, train-00003-of-00004.jsonl"
+    assert f"torn lacks {said}. Download it again" in fails(tmp_path / "torn")
+    assert find_data(f"{tmp_path}/torn/*.jsonl").notes == [f"{tmp_path}/torn/*.jsonl lacks {said}: parts of a set"]
+    assert not find_data(f"{tmp_path}/torn/train-00000-of-00004.jsonl").notes
+
+
+def test_what_a_folder_holds_and_is_not_read_is_named(tmp_path):
+    folder = tmp_path / "data"
+    put(folder, a_jsonl=LINES, void_jsonl=b"")
+    (folder / "more").symlink_to(tmp_path)
+    assert names(find_data(str(folder))) == [["a.jsonl"], []]
+    told = [note.removeprefix(f"{folder}: ") for note in find_data(str(folder)).notes]
+    assert told == ["empty: void.jsonl", "not read, as they are links to folders: more"]
+    (folder / "b.jsonl").symlink_to(tmp_path / "nowhere")
+    assert f"{folder}/b.jsonl: No such file or directory" in fails(folder)
+
+
+def test_data_that_is_trained_on_and_held_out(tmp_path, codec):
+    put(tmp_path, a_jsonl=LINES, b_jsonl=LINES + LINES)
+    notes = lambda val: load(codec, tmp_path / "a.jsonl", val=str(tmp_path / val)).report.notes
+    assert any(f"{tmp_path}/a.jsonl is trained on and held out" in note for note in notes("a.jsonl"))
+    assert not any("held out" in note for note in notes("b.jsonl"))

@@ -193,7 +193,7 @@ VALUES = st.recursive(
 @given(st.dictionaries(st.sampled_from((*WORDS, "weight", "history", "system")), VALUES), st.sampled_from(KINDS))
 def test_any_row_is_read_or_bad(row, kind):
     with suppress(BadRow):
-        form, answers, _ = read_answers(row, None, kind)
+        form, answers, _ = read_answers(row, kind)
         assert len(answers) == (1 if form.labelled else 2)
         assert all(abs(weight) > 0 for _, weight in answers)
 
@@ -217,7 +217,7 @@ BAD = {
 @pytest.mark.parametrize("says", BAD)
 def test_bad_rows(says):
     with pytest.raises(BadRow) as error:
-        read_answers(BAD[says], None, "pairs")
+        read_answers(BAD[says], "pairs")
     assert says in str(error.value)
 
 

@@ -114,6 +114,10 @@ REQUESTS = {
     "GPUs by name": (["--gpus", "h200"], 2, ["--gpus", "all, or a whole number"]),
     "too little RAM": (["--ram", "1MiB"], 3, ["--ram 1.00 MiB: Python and its libraries alone take", "Raise it"]),
     "store in a file": (["--store", "stories.txt"], 4, ["stories.txt"]),
+    "a template without end": (["--chat-template", "/dev/zero"], 2, ["--chat-template /dev/zero", "more than 64 MiB"]),
+    "options without end": (["--config", "/dev/zero"], 2, ["/dev/zero", "more than 64 MiB"]),
+    "a plan without end": (["--plan", "/dev/zero"], 2, ["/dev/zero", "more than 64 MiB"]),
+    "a name that is too long": (["--out", "L" * 256], 4, ["LLL: File name too long"]),
 }
 
 
@@ -146,6 +150,26 @@ def test_what_is_short_is_named_and_as_much_more_is_enough(here, capsys, monkeyp
     total, limit = re.findall(r"(?:total|limit) .*", capsys.readouterr().out)[:2]
     assert "MiB" in total
     assert re.search(r" [MG]iB", limit)
+
+
+def test_a_folder_that_was_removed_is_no_place_to_be(here, capsys, monkeypatch):
+    gone = Path("gone").absolute()
+    gone.mkdir()
+    monkeypatch.chdir(gone)
+    gone.rmdir()
+    assert "the current folder has been removed" in fails(capsys, here, str(here / "model"), "--dry-run")
+
+
+def test_what_a_resumed_run_misses_can_be_named(here, capsys):
+    """Nothing is read before that is known, so a config.yaml is all that it takes."""
+    Path("out").mkdir()
+    kept = {"model": here / "model", "data": [f"{here}/moved.txt:0.5"], "val": "0.1", "teacher": "OWNER/NAME"}
+    write("out/config.yaml", "".join(f"{key}: {json.dumps(value, default=str)}\n" for key, value in kept.items()))
+    err = fails(capsys, here, "--resume", "out")
+    assert f"--resume out: {here}/moved.txt (--data) is not there. Put it back, or say where it is: --data PATH" in err
+    assert parse(["--resume", "out", "--data", "stories.txt"]).data == ("stories.txt",)
+    Path("model").rename("other")
+    assert "(--model) is not there" in fails(capsys, here, "--resume", "out", "--data", "stories.txt")
 
 
 def test_limits_beyond_the_machine_are_warned_of(here, capsys):

@@ -41,7 +41,9 @@ def find_data(text: str) -> Found:
         files = [Path(found) for found in matches if Path(found).is_file()]
         if not files:
             raise InputError(f"{name} matches no file. Correct the path.")
-        return Found(_sources(files, name, weight), [], [])
+        parts = missing_parts(files)
+        notes = [f"{name} lacks {_list(parts)}: parts of a set"] if parts else []
+        return Found(_sources(files, name, weight), [], notes)
     if re.fullmatch(r"[\w.-]+/[\w.-]+", name) and DataFile(path).kind not in KINDS and not path.parent.exists():
         raise InputError(
             f"{name} is no file here. If it is a dataset of the Hugging Face hub, download it, and name its files: "
@@ -72,7 +74,10 @@ def _folder(folder: Path, weight: float) -> Found:
         return _saved(folder, weight)
     if (folder / "tokenizer.json").is_file() and (folder / "config.json").is_file():
         raise InputError(f"{folder} is a checkpoint, not data. Name a file or folder of rows with --data.")
-    there = sorted(path for path in folder.rglob("*") if path.is_file() and path.stat().st_size)
+    there = sorted(path for path in folder.rglob("*") if path.is_symlink() or path.is_file())
+    linked = [path for path in there if path.is_dir()]  # not followed: a link may lead anywhere
+    empty = [path for path in there if path.is_file() and not _size(path)]
+    there = [path for path in there if path not in {*linked, *empty}]
     by_use, inside = by_uses([path.relative_to(folder) for path in there])
     files = [path for paths in by_use.values() for path in paths]
     if not files:
@@ -86,8 +91,20 @@ def _folder(folder: Path, weight: float) -> Found:
     _check_twice(train)
     left += [path for use, paths in by_use.items() if use not in ("valid",) and paths is not train for path in paths]
     notes = [f"{folder}: not read: {_list(sorted(left), folder)}"] if left else []
+    empty = [path for path in empty if DataFile(path).kind in KINDS]
+    notes += [f"{folder}: empty: {_list(empty, folder)}"] if empty else []
+    notes += [f"{folder}: not read, as they are links to folders: {_list(linked, folder)}"] if linked else []
+    if parts := missing_parts([*train, *by_use["valid"]]):
+        raise InputError(f"{folder} lacks {_list(parts, folder)}. Download it again, or name the files that are there.")
     held = _sources(by_use["valid"], str(folder), 1.0) if by_use["valid"] else []
     return Found(_sources(train, str(folder), weight), held, notes)
+
+
+def _size(path: Path) -> int:
+    try:
+        return path.stat().st_size
+    except OSError:  # removed meanwhile
+        return 0
 
 
 def by_uses(names: Sequence[Path]) -> tuple[dict[str, list[Path]], list[Path]]:
@@ -115,6 +132,22 @@ def _use(path: Path) -> str:
 def set_of(path: Path) -> str:
     """What the parts of a set, NAME-00000-of-00002.parquet, have in common: folder and name."""
     return str(path.with_name(re.sub(r"-\d+-of-\d+(-[0-9a-f]{16})?$", "", path.name.partition(".")[0])))
+
+
+def missing_parts(files: Sequence[Path]) -> list[Path]:
+    """What is not there of sets of which parts, NAME-00000-of-00002.parquet, are there."""
+    sets: dict[tuple[str, str, str], set[int]] = {}
+    for path in files:
+        if match := re.fullmatch(r"(.*-)(\d+)(-of-)(\d+)(\..*)", path.name):
+            before, number, of, total, after = match.groups()
+            sets.setdefault((str(path.with_name(before)), of + total, after), set()).add(int(number))
+    missing = []
+    for (before, of, after), numbers in sets.items():
+        width, total = len(of) - len("-of-"), int(of[len("-of-") :])
+        first = 0 if 0 in numbers or total not in numbers else 1  # some count from 1
+        places = range(first, min(total, MOST_FILES) + first)
+        missing += [Path(f"{before}{i:0{width}}{of}{after}") for i in places if i not in numbers]
+    return missing
 
 
 def _check_twice(files: Sequence[Path]) -> None:

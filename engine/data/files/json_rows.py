@@ -31,6 +31,11 @@ _DECODER = json.JSONDecoder(object_pairs_hook=_no_duplicates)
 _TOO_LONG = "holds a number of thousands of digits"  # Python refuses it
 
 
+def json_of(text: str) -> Any:
+    """What JSON in a string says. Raises ValueError (BadRow where a key occurs twice), RecursionError."""
+    return _DECODER.decode(text)
+
+
 def _object(value: object) -> Fields | BadRow:
     return value if isinstance(value, dict) else BadRow(f"holds {kind_of(value)}, expected an object")
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import codecs
 import os
 import re
 import select
@@ -14,7 +15,7 @@ from trireme.engine.data.files.json_rows import LINES, holds_lines, json_lines, 
 from trireme.engine.data.files.rows import Row
 from trireme.engine.data.files.tables import read_columns, read_csv
 from trireme.engine.data.files.text import SEPARATOR, read_text
-from trireme.engine.data.files.unpack import DAMAGES, PACKINGS, misnamed, unpacked
+from trireme.engine.data.files.unpack import DAMAGES, PACKINGS, misnamed, rows_by_name, unpacked
 from trireme.models.config import InputError
 
 TEXTS, COLUMNS = (".txt", ".md"), (".parquet", ".arrow")
@@ -75,9 +76,11 @@ def check_file(path: Path) -> None:
         raise InputError(f"{path} is empty. Name another file with --data.")
     if head.startswith(b"version https://git-lfs"):
         raise InputError(f"{path} is a Git LFS pointer, not the data. Run git lfs pull, or download it again.")
-    if head[:2] in (b"\xff\xfe", b"\xfe\xff"):
-        raise InputError(f"{path} is UTF-16. Convert it: iconv -f UTF-16 -t UTF-8 {path}.")
-    if what := misnamed(path, head):
+    wide = "UTF-32" if head[:4] in (b"\xff\xfe\0\0", b"\0\0\xfe\xff") else "UTF-16"
+    if wide == "UTF-32" or head[:2] in (b"\xff\xfe", b"\xfe\xff"):
+        raise InputError(f"{path} is {wide}. Convert it: iconv -f {wide} -t UTF-8 {path} > NEW.")
+    what = misnamed(path, head) or ("" if kind not in TEXTS else rows_by_name(path))
+    if what:
         raise InputError(f"{path} {what}.")
 
 
@@ -137,13 +140,28 @@ class Reader:
                     self._raw = raw
                     yield from self._rows(path, unpacked(path, raw), lines)
             except UnicodeDecodeError as error:
-                raise InputError(f"{path} is not UTF-8 ({error.reason}). Convert it with iconv.") from None
+                where = f" line {line}" if (line := self._first_bad_line(path)) else ""
+                raise InputError(f"{path}{where} is not UTF-8 ({error.reason}). Convert it with iconv.") from None
             except DAMAGES as error:
                 if getattr(error, "errno", None) or path.suffix.lower() not in PACKINGS:
                     raise
                 what = " ".join(str(error).split())
                 raise InputError(f"{path} is a damaged {path.suffix} ({what}). Download it again.") from None
             self._done += path.stat().st_size
+
+    @staticmethod
+    def _first_bad_line(path: Path) -> int:
+        """The first line that is not UTF-8, or 0: a decoder of blocks does not tell."""
+        decoder, number = codecs.getincrementaldecoder("utf-8")(), 1
+        with path.open("rb") as raw:
+            file = unpacked(path, raw)
+            while part := file.readline(1 << 20):
+                try:
+                    decoder.decode(part)
+                except UnicodeDecodeError:
+                    return number
+                number += part.endswith(b"\n")
+        return 0
 
     def _holds_lines(self, path: Path) -> bool:
         if self.source.kind not in (*LINES, ".json"):
@@ -158,7 +176,7 @@ class Reader:
         if kind in COLUMNS:
             return read_columns(path, file)
         if kind in (".csv", ".tsv"):
-            return read_csv(path, file)
+            return read_csv(path, file, kind == ".tsv")
         if kind in TEXTS:
             return read_text(path, file, self._separators)
         return json_lines(file) if lines else json_values(path, file)

@@ -13,6 +13,7 @@ from trireme.engine.data.files.rows import ROW, TOO_LARGE, BadRow, Bytes, Row
 from trireme.models.config import InputError
 
 _BATCH = 256  # rows made at once
+_ABSENT = ("nan", "NaN", "<NA>")
 _TIME = 0.5  # stands for a time, which is named as not used
 
 
@@ -38,12 +39,17 @@ class _Lines:
         return line
 
 
-def read_csv(path: Path, file: Bytes) -> Iterator[Row]:
-    """Cells end with a comma, a semicolon or a tab, whichever the first line has most of."""
+def read_csv(path: Path, file: Bytes, tabs: bool = False) -> Iterator[Row]:
+    """Cells end with a comma, a semicolon or a tab, whichever the first line has most of; `tabs`: a tab, if it has one.
+
+    Cells of nan, as pandas writes what is absent, are null.
+    """
     csv.field_size_limit(ROW)
     lines = _Lines(path, io.TextIOWrapper(file, encoding="utf-8-sig", newline=""))
     first = next(lines, "")
-    reader = csv.reader(chain([first] if first else [], lines), delimiter=max(",;\t", key=first.count), strict=True)
+    comma = "\t" if tabs and "\t" in first else max(",;\t", key=first.count)
+    reader = csv.reader(chain([first] if first else [], lines), delimiter=comma, strict=True)
+    begins = 1
     try:
         header = next(reader, [])
         if len(set(header)) != len(header):
@@ -58,9 +64,11 @@ def read_csv(path: Path, file: Bytes) -> Iterator[Row]:
             elif len(cells) != len(header):
                 yield Row(number, BadRow(f"has {len(cells)} cells, the header {len(header)}"))
             else:
-                yield Row(number, dict(zip(header, cells, strict=True)))
+                values = [None if cell in _ABSENT else cell for cell in cells]
+                yield Row(number, dict(zip(header, values, strict=True)))
     except csv.Error as error:
-        raise InputError(f"{path} line {reader.line_num} is not CSV: {error}. Is a quote amiss?") from None
+        where = f"line {begins}" + (f" to {reader.line_num}" if reader.line_num > begins else "")
+        raise InputError(f"{path} {where} is not CSV: {error}. Is a quote amiss?") from None
 
 
 def read_columns(path: Path, file: Bytes) -> Iterator[Row]:

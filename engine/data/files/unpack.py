@@ -5,6 +5,7 @@ from __future__ import annotations
 import bz2
 import gzip
 import io
+import json
 import lzma
 import zlib
 from pathlib import Path
@@ -30,6 +31,8 @@ _OTHERS = (
     (b"\x89PNG", "an image", "Name a file of text, not"),
     (b"%PDF", "a PDF", "Write its text into a .txt file, from"),
 )
+
+_COLUMNS = {"messages", "conversations", "text", "prompt", "instruction", "input_ids"}
 
 
 def unpacked(path: Path, raw: BinaryIO) -> Bytes:
@@ -61,7 +64,25 @@ def misnamed(path: Path, head: bytes) -> str:
     for magic, what, advice in _OTHERS:
         if head.startswith(magic):
             return f"is {what}. {advice} {path}"
+    name, kind = path.name.removesuffix(path.suffix), path.suffix.lower()
+    if kind in (".csv", ".tsv") and head.removeprefix(b"\xef\xbb\xbf").lstrip()[:2] in (b'{"', b"[{"):
+        return f"is JSON by another name. Rename it: mv {path} {path.with_name(name + '.jsonl')}"
     page = head.lstrip()[:15].lower().startswith((b"<!doctype html", b"<html"))
     if page and path.suffix.lower() not in (".txt", ".md"):
         return "is a web page, not data. Download the file itself: its address has /resolve/ in it, not /blob/"
     return ""
+
+
+def rows_by_name(path: Path) -> str:
+    """What a text is whose first line is a row of JSON, and what to do; else ""."""
+    with path.open("rb") as raw:
+        first = raw.readline(1 << 20).removeprefix(b"\xef\xbb\xbf")
+    if not first.startswith(b"{"):
+        return ""
+    try:
+        row = json.loads(first)
+    except (ValueError, RecursionError):
+        return ""
+    if not isinstance(row, dict) or not _COLUMNS & row.keys():
+        return ""
+    return f"holds rows of JSON, not running text. Rename it: mv {path} {path.with_suffix('.jsonl')}"

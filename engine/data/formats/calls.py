@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 from typing import Any
 
+from trireme.engine.data.files.json_rows import json_of
 from trireme.engine.data.files.rows import BadRow, Fields, kind_of
 
 
@@ -30,6 +31,7 @@ def read_tools(row: Fields) -> list[Fields] | None:
         tools = [_without_nulls(tool) for tool in tools]
     except RecursionError:
         raise BadRow(f"{given[0]!r} is nested too deeply") from None
+    _check_numbers(tools, repr(given[0]))
     return [{"type": "function", "function": t} if "name" in t and "function" not in t else t for t in tools]
 
 
@@ -124,6 +126,7 @@ def _call(call: Fields, where: str, unused: dict[str, None]) -> Fields:
     held = _parsed(given, f"{of} are not JSON") if isinstance(given, str) else given
     if not isinstance(held, dict):
         raise BadRow(f"{of} are {kind_of(held)}, expected an object")
+    _check_numbers(held, of)
     bare = "function" not in call
     if not bare and call.get("type") not in (None, "", "function"):
         raise BadRow(f"{where}: the type of a call is {call['type']!r}, expected 'function'")
@@ -140,8 +143,18 @@ def _call(call: Fields, where: str, unused: dict[str, None]) -> Fields:
     return {key: value for key, value in call.items() if key in _PARTS} | {"function": function}
 
 
+def _check_numbers(value: Any, what: str) -> None:
+    """Raises BadRow where it holds NaN or an infinity, which Python reads and writes, and no server takes."""
+    try:
+        json.dumps(value, allow_nan=False)
+    except ValueError:
+        raise BadRow(f"{what} hold NaN or Infinity, which is not JSON; null says that there is no value") from None
+    except (RecursionError, TypeError):  # too deep, or a time of Arrow's: the template says so
+        return
+
+
 def _parsed(text: str, what: str) -> Any:
     try:
-        return json.loads(text)
+        return json_of(text)
     except (ValueError, RecursionError) as error:
         raise BadRow(f"{what} ({error})") from None

@@ -24,20 +24,20 @@ def read_sharegpt(row: Fields) -> Chat:
         speaker = turn.get("from") if isinstance(turn, dict) and "role" not in turn else ""
         if speaker is None or not isinstance(speaker, str):
             raise BadRow(f"conversations[{i}] has no 'from'; expected {{from, value}}")
-        if speaker and speaker.lower() not in ROLES:
+        if speaker and speaker.strip().lower() not in ROLES:
             raise BadRow(f"conversations[{i}]: 'from' is {speaker!r}, expected one of {', '.join(ROLES)}")
         if speaker and "value" in turn and not isinstance(turn["value"], (str, list, dict)):
             raise BadRow(f"conversations[{i}]: 'value' is {kind_of(turn['value'])}, expected a string")
     return _chat(row, "conversations")
 
 
-def read_talk(row: Fields) -> Chat:
-    """`prompt` (context) and `completion`, lists of messages."""
+def read_talk(row: Fields, answer: str = "completion") -> Chat:
+    """`prompt` (context) and `completion`, lists of messages. `answer`: the column of the second, for messages."""
     unused: dict[str, None] = {}
     messages = _turns(row["prompt"], "prompt", unused)
     for message in messages:
         message["train"] = False
-    messages = _turns(row["completion"], "completion", unused, messages)
+    messages = _turns(row["completion"], answer, unused, messages)
     return _finished(row, messages, unused)
 
 

@@ -2,17 +2,18 @@
 
 from __future__ import annotations
 
-import json
+import re
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import Any
 
+from trireme.engine.data.files.json_rows import json_of
 from trireme.engine.data.files.rows import BadRow, Fields
 from trireme.engine.data.formats import conversations
 from trireme.engine.data.formats.conversations import read_alpaca, read_messages, read_sharegpt, read_talk
 from trireme.engine.data.formats.examples import Chat, Completion, Example, Text, string
 from trireme.engine.data.formats.ids import SAYS_MORE, read_ids
-from trireme.engine.data.formats.messages import refuse_media
+from trireme.engine.data.formats.messages import refuse_masked, refuse_media
 from trireme.engine.data.formats.pairs import COLUMNS
 from trireme.engine.data.formats.preferences import refuse_preferences
 from trireme.models.config import InputError
@@ -49,6 +50,9 @@ def find_format(row: Mapping[str, Any], hint: str = "", given: Mapping[str, Any]
     for ours, theirs in likely[:1]:
         hint += f" Perhaps --map {','.join(f'{o}={t}' for o, t in zip(ours, theirs, strict=True))}."
     found = ", ".join(f"'{shown(key, KEY)}'" for key in list(given)[:8]) or "none"
+    lists = [k for k, v in given.items() if isinstance(v, list) and v and all(isinstance(row, dict) for row in v)]
+    if lists and not likely:
+        hint += f" If '{shown(lists[0], KEY)}' is the list of rows, write that list alone."
     if keys == {"role", "content"}:
         hint = ' A conversation is a row: {"messages": [{"role": …, "content": …}, …]}.'
     if lists := [key for key, value in given.items() if isinstance(value, list) and len(value) > 1 and _rows(value)]:
@@ -68,7 +72,7 @@ def read_row(given: Fields, renames: Mapping[str, str] | None = None) -> tuple[F
     check_row(row, renames)
     form = find_format(row, hint, given)
     example = form.read(row)
-    return form, example, form.unused(row, example)
+    return form, example, [*form.unused(row, example), *replaced(given, renames)]
 
 
 def _fitting(row: Mapping[str, Any]) -> Format | None:
@@ -80,7 +84,8 @@ def _fitting(row: Mapping[str, Any]) -> Format | None:
 def _by_value(row: Mapping[str, Any]) -> list[tuple[tuple[str, ...], tuple[str, ...]]]:
     """Columns that hold a conversation or tokens, whatever they are called."""
     for key, value in row.items():
-        if isinstance(value, list) and value and all(type(token) is int for token in value):
+        numbers = isinstance(value, list) and value and all(type(token) is int for token in value)
+        if numbers and re.search("token|ids?$", key, re.IGNORECASE):
             return [(("input_ids",), (key,))]
         if isinstance(value, list) and value and all(isinstance(turn, dict) for turn in value):
             if all({"role", "content"} <= turn.keys() for turn in value):
@@ -103,6 +108,7 @@ def check_row(row: Mapping[str, Any], renames: Mapping[str, str] | None = None) 
             return None
         return (form.name, form.keys) if form else None
 
+    refuse_masked(row)
     refuse_preferences(row, renames or {}, format_of)
     refuse_media({key: value for key, value in row.items() if key != UNUSED}, "", "where its text stands alone")
 
@@ -113,7 +119,9 @@ def parsed(row: Fields) -> Fields:
         value = row.get(key)
         if isinstance(value, str) and value.lstrip()[:1] in ("[", "{"):
             try:
-                row = row | {key: json.loads(value)}
+                row = row | {key: json_of(value)}
+            except BadRow as error:
+                raise BadRow(f"{key!r}: {error}") from None
             except (ValueError, RecursionError):
                 continue
     return row
@@ -121,12 +129,13 @@ def parsed(row: Fields) -> Fields:
 
 def parse_map(text: str | None) -> dict[str, str]:
     """`ours=theirs,...` as {their name: our name}. Raises InputError."""
-    renames = {}
+    renames: dict[str, str] = {}
     for part in (text or "").split(","):
         ours, equals, theirs = part.partition("=")
         if part and not (ours.strip() and equals and theirs.strip()):
             raise InputError(f"--map {text}: expected OURS=YOURS, such as prompt=question,completion=answer.")
         if part:
+            _check_once(text or "", renames, ours.strip(), theirs.strip())
             renames[theirs.strip()] = ours.strip()
     known = {UNUSED, *COLUMNS, *(key for form in FORMATS for key in (*form.keys, *form.more))}
     for ours in renames.values():
@@ -135,6 +144,14 @@ def parse_map(text: str | None) -> dict[str, str]:
             way_out = f"perhaps --map {turned}" if renames.keys() <= known else f"there are {', '.join(sorted(known))}"
             raise InputError(f"--map {text}: no format has a column {shown(ours, KEY)!r}; {way_out}.")
     return renames
+
+
+def _check_once(text: str, renames: Mapping[str, str], ours: str, theirs: str) -> None:
+    """Raises InputError where a column would take the place of another."""
+    if theirs in renames:
+        raise InputError(f"--map {text}: {theirs!r} is named twice. Leave one out.")
+    if ours != UNUSED and ours in renames.values():
+        raise InputError(f"--map {text}: there are two columns for {ours!r}. Leave one out.")
 
 
 def not_there(row: Mapping[str, Any], renames: Mapping[str, str]) -> str:
@@ -151,6 +168,12 @@ def rename(row: Fields, renames: Mapping[str, str]) -> Fields:
     # A mapped column wins.
     kept = {key: value for key, value in row.items() if key in renames or key not in ours}
     return {renames.get(key, key): value for key, value in kept.items()}
+
+
+def replaced(row: Mapping[str, Any], renames: Mapping[str, str]) -> list[str]:
+    """Columns that have a value, and whose place another takes by --map."""
+    ours = {name for theirs, name in renames.items() if theirs in row} - {UNUSED}
+    return [f"{key} (of the file)" for key in ours if key not in renames and row.get(key) not in (None, "", [], {})]
 
 
 # ---------------------------------------------------------------- no conversations
@@ -177,7 +200,9 @@ def _talk(value: Any) -> list[Any]:
     """Messages, also as JSON in a string; empty where it is none."""
     if isinstance(value, str) and value.lstrip().startswith('[{"'):
         try:
-            value = json.loads(value)
+            value = json_of(value)
+        except BadRow:
+            raise
         except (ValueError, RecursionError):
             return []
         return value if all(isinstance(turn, dict) and "role" in turn for turn in value) else []

@@ -42,6 +42,13 @@ def refuse_media(keys: Mapping[str, Any], where: str, unless: str = "") -> None:
             raise BadRow(f"{where}{key!r} holds what is no text; only text can be trained on{way_out}")
 
 
+def refuse_masked(row: Mapping[str, Any]) -> None:
+    """Raises BadRow where a column says that the row is not to be learned."""
+    for key in (*_TRAINED, *_MASKED):
+        if isinstance(row.get(key), bool) and row[key] == (key in _MASKED):
+            raise BadRow(f"{key!r} is {str(row[key]).lower()}: leave the row out, or the column: --map unused={key}")
+
+
 def read_message(turn: Any, where: str, unused: dict[str, None]) -> Fields:
     """`{role, content}`, or ShareGPT's `{from, value}`, as the first. Null values count as absent.
 
@@ -53,13 +60,17 @@ def read_message(turn: Any, where: str, unused: dict[str, None]) -> Fields:
     for ours, theirs in (("role", "from"), ("content", "value")):
         if ours not in message and theirs in message:
             message[ours] = message.pop(theirs)
-    if not isinstance(message.get("role"), str):
+    if not message.get("role", "x") or not isinstance(message.get("role", ""), str):
+        what = "an empty string" if message["role"] == "" else kind_of(message["role"])
+        raise BadRow(f"{where}: 'role' is {what}, expected 'user', 'assistant' or another")
+    if "role" not in message:
         raise BadRow(f"{where} has no 'role'; its keys are {', '.join(map(repr, message)) or 'none'}")
-    message["role"] = ROLES.get(message["role"].lower(), message["role"])
+    message["role"] = ROLES.get(message["role"].strip().lower(), message["role"])
     refuse_media(message, f"{where}: ")
     if message["role"] == CALL and (message.get("tool_calls") or message.get("function_call")):
         raise BadRow(f"{where} is a call, and has calls beside it")
     if message["role"] != CALL:
+        _read_thoughts(message, where)
         _read_content(message, where, unused)
         calls = read_calls(message, where, unused)
         for key in ("tool_calls", "function_call"):
@@ -75,6 +86,18 @@ def read_message(turn: Any, where: str, unused: dict[str, None]) -> Fields:
     return message if trained else {**message, "train": False}
 
 
+def _read_thoughts(message: Fields, where: str) -> None:
+    """Raises BadRow where thoughts are no string, or are said twice, and not alike."""
+    for key in SAID[1:]:
+        if message.get(key, "") in ([], {}, False):
+            message.pop(key)
+        elif not isinstance(message.get(key, ""), str):
+            raise BadRow(f"{where}: {key!r} is {kind_of(message[key])}, expected a string")
+    found = [key for key in SAID[1:] if message.get(key)]
+    if len({message[key] for key in found}) > 1:
+        raise BadRow(f"{where}: {found[0]!r} and {found[1]!r} are not the same. Leave one out")
+
+
 def _read_content(message: Fields, where: str, unused: dict[str, None]) -> None:
     """A list of parts becomes its text, or a list of texts; thoughts among them go beside it."""
     content = message.get("content")
@@ -87,6 +110,8 @@ def _read_content(message: Fields, where: str, unused: dict[str, None]) -> None:
         kind = part.get("type", "text") if isinstance(part, dict) else kind_of(part)
         if kind in _TEXTS and isinstance(part.get("text"), str):
             texts.append(part["text"])
+        elif kind in _TEXTS and part.get("text") is not None:
+            raise BadRow(f"{where} holds a part whose 'text' is {kind_of(part['text'])}, expected a string")
         elif kind in _TEXTS:
             raise BadRow(f"{where} holds a part without 'text'; its keys are {', '.join(map(repr, part))}")
         elif kind in _THOUGHTS and isinstance(part, dict):

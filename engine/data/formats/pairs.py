@@ -2,24 +2,26 @@
 
 from __future__ import annotations
 
-import json
 import math
 import os
 import re
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
+from decimal import Decimal
 from typing import Any, Literal
 
+from trireme.engine.data.files.json_rows import json_of
 from trireme.engine.data.files.rows import BadRow, Fields, kind_of
 from trireme.engine.data.formats.conversations import SAYS_MORE, read_alpaca, read_messages, read_sharegpt, read_talk
 from trireme.engine.data.formats.examples import Chat, Completion, Example, string
-from trireme.engine.data.formats.messages import ROLES
+from trireme.engine.data.formats.messages import CALL, ROLES, refuse_masked
 
 Kind = Literal["", "pairs", "labels"]  # of data: rows of their own, pairs, labelled answers
 Answer = tuple[Example, float]  # its weight; of a labelled one that is bad below 0
 HUMAN, ASSISTANT = "\n\nHuman:", "\n\nAssistant:"  # of Anthropic's hh-rlhf
 LABELS = ("label", "kto_tag")
 _GOOD, _BAD = ("true", "1", "1.0", "yes", "good", "desirable"), ("false", "0", "0.0", "-1", "no", "bad", "undesirable")
+_ASKED = ("question", "query", "instruction", "input", "problem", "context", "user")  # other names of a prompt
 _TALKS = ("messages", "conversations")
 
 
@@ -42,15 +44,11 @@ class AnswerFormat:
         return [*here, *dict.fromkeys(inside)]
 
 
-def read_answers(row: Fields, form: AnswerFormat | None, kind: Kind) -> tuple[AnswerFormat, list[Answer], list[str]]:
-    """(its format, its answers, keys that are not read). `row`: renamed by --map. `form`: that of the rows before.
-
-    Raises BadRow.
-    """
+def read_answers(row: Fields, kind: Kind) -> tuple[AnswerFormat, list[Answer], list[str]]:
+    """(its format, its answers, keys that are not read). `row`: renamed by --map. Raises BadRow."""
     row = {("label" if key == LABELS[1] and "label" not in row else key): value for key, value in row.items()}
-    form = form or _found(row, kind)
-    if absent := [repr(key) for key in form.keys if row.get(key) is None]:
-        raise BadRow(f"has no {' and no '.join(absent)}; the file's format is {form.name!r}")
+    refuse_masked(row)
+    form = _found(row, kind)
     weight, answers = weight_of(row), form.read(row)
     if kind == "labels" and not form.labelled:
         answers = [(good, w) for good, w in answers[:1]] + [(bad, -w) for bad, w in answers[1:]]
@@ -62,7 +60,7 @@ def is_weighted(row: Mapping[str, Any]) -> bool:
     value = row.get("weight")
     if isinstance(value, str):
         return re.fullmatch(r"\s*[-+]?(\d+\.?\d*|\.\d+)(e[-+]?\d+)?\s*", value) is not None
-    return isinstance(value, (int, float)) and not isinstance(value, bool)
+    return isinstance(value, (int, float, Decimal)) and not isinstance(value, bool)
 
 
 def weight_of(row: Mapping[str, Any]) -> float:
@@ -76,9 +74,14 @@ def weight_of(row: Mapping[str, Any]) -> float:
 
 
 def _found(row: Fields, kind: Kind) -> AnswerFormat:
-    for form in FORMATS:
-        if all(row.get(key) is not None for key in form.keys) and (kind == "labels" or not form.labelled):
+    readable = [form for form in FORMATS if kind == "labels" or not form.labelled]
+    for form in readable:
+        if all(row.get(key) is not None for key in form.keys):
             return form
+    for form in readable:
+        if all(key in row for key in form.keys):
+            absent = " and ".join(repr(key) for key in form.keys if row[key] is None)
+            raise BadRow(f"has null for {absent}; the format {form.name!r} needs a value")
     expected = (
         "prompt, chosen, rejected" if kind == "pairs" else "prompt, completion, label; or prompt, chosen, rejected"
     )
@@ -102,13 +105,24 @@ def _pair(row: Fields) -> list[Answer]:
         context = _messages(prompt) if prompt is not None else []
         if not context and isinstance(prompt, str) and prompt.strip():
             context = [{"role": "user", "content": prompt}]
-        return [(_talk(row, *_apart(context, mine, other)), 1.0) for mine, other in _both_ways(chosen, rejected)]
+        sides = zip(("chosen", "rejected"), _both_ways(chosen, rejected), strict=True)
+        return [(_talk(row, *_apart(context, *both), side), 1.0) for side, both in sides]
     texts = string(row, "chosen"), string(row, "rejected")
     if context := _messages(prompt):
         return [(_talk(row, context, [{"role": "assistant", "content": text}]), 1.0) for text in texts]
     if prompt is not None:
         return [(_completion(string(row, "prompt"), text), 1.0) for text in texts]
+    _check_prompt(row)
     return [(_of_dialogue(mine, other), 1.0) for mine, other in _both_ways(*texts)]
+
+
+def _check_prompt(row: Fields) -> None:
+    """Raises BadRow where the prompt of two texts is in a column of another name, or null."""
+    if "prompt" in row and not row["chosen"].startswith(HUMAN):
+        raise BadRow("'prompt' is null, expected a string; --map unused=prompt takes what both texts begin with for it")
+    if asked := [key for key in _ASKED if isinstance(row.get(key), str) and row[key].strip()]:
+        ways = f"--map instruction={asked[0]}, or prompt={asked[0]} without the chat template"
+        raise BadRow(f"has no 'prompt'. Is it {asked[0]!r}? {ways}; else unused={asked[0]}")
 
 
 def _both_ways(chosen: Any, rejected: Any) -> tuple[tuple[Any, Any], tuple[Any, Any]]:
@@ -119,7 +133,9 @@ def _messages(value: Any) -> list[Any]:
     """Messages, also one alone, and as JSON in a string; empty where it is a text."""
     if isinstance(value, str) and value.lstrip()[:2] in ("[{", '{"'):
         try:
-            value = json.loads(value)
+            value = json_of(value)
+        except BadRow:
+            raise
         except (ValueError, RecursionError):
             return []
     if isinstance(value, dict) and ({"role", "content"} <= value.keys() or {"from", "value"} <= value.keys()):
@@ -129,7 +145,7 @@ def _messages(value: Any) -> list[Any]:
 
 def _role(message: Any) -> str:
     said = (message.get("role") or message.get("from") or "") if isinstance(message, dict) else ""
-    return ROLES.get(said.lower(), said) if isinstance(said, str) else ""
+    return ROLES.get(said.strip().lower(), said) if isinstance(said, str) else ""
 
 
 def _content(message: Any) -> Any:
@@ -149,12 +165,15 @@ def _apart(context: list[Any], mine: list[Any], other: list[Any]) -> tuple[list[
     before = shared or context
     if not before:
         raise BadRow("'chosen' and 'rejected' have no message in common, and there is no 'prompt'")
+    if not shared and (role := _role(answer[0])) not in ("", "assistant", CALL):
+        raise BadRow(f"after the prompt there is a message of role {role!r}, expected 'assistant'")
     return before, answer
 
 
-def _talk(row: Fields, context: list[Any], answer: list[Any]) -> Chat:
+def _talk(row: Fields, context: list[Any], answer: list[Any], side: str = "completion") -> Chat:
+    """`side`: the column of the answer."""
     more = {key: row[key] for key in SAYS_MORE if key in row}
-    chat = read_talk({**more, "prompt": context, "completion": answer})
+    chat = read_talk({**more, "prompt": context, "completion": answer}, f"the answer in {side!r}: message ")
     if chat.messages[-1]["role"] != "assistant":
         raise BadRow(f"its last message has the role {chat.messages[-1]['role']!r}, expected 'assistant'")
     return chat
@@ -172,6 +191,8 @@ def _of_dialogue(mine: str, other: str) -> Example:
     if not mine.startswith(HUMAN):
         while same and not mine[same - 1].isspace():
             same -= 1
+        if not mine[:same].strip():
+            raise BadRow("'chosen' and 'rejected' begin with nothing in common, and there is no 'prompt'")
         return _completion(mine[:same].rstrip(), mine[len(mine[:same].rstrip()) :])
     start = mine.rfind(ASSISTANT, 0, same)
     if start < 0 or other[start : start + len(ASSISTANT)] != ASSISTANT:
@@ -203,7 +224,8 @@ def _talk_pair(row: Fields) -> list[Answer]:
     answers = [_messages(row[key]) or [{"role": "assistant", "content": row[key]}] for key in ("chosen", "rejected")]
     if any(len(answer) > 1 and answer[: len(context)] == context for answer in answers):
         return _pair(row)  # UltraFeedback's has both
-    return [(_talk(row, context, answer), 1.0) for answer in answers]
+    sides = zip(("chosen", "rejected"), answers, strict=True)
+    return [(_talk(row, context, answer, side), 1.0) for side, answer in sides]
 
 
 def _last(chat: Chat) -> Chat:

@@ -22,7 +22,7 @@ from trireme.engine.run.names import FIELDS, flag_of
 from trireme.engine.run.options import Every, Options, store_folders
 from trireme.models.config import InputError
 from trireme.storage.files import Say
-from trireme.storage.untrusted import shown
+from trireme.storage.untrusted import read_text, shown
 
 # Raised by PyYAML's constructors where a value belies its tag or is too deep.
 _TRUSTING = (ValueError, AttributeError, TypeError, LookupError, ArithmeticError, RecursionError)
@@ -100,7 +100,7 @@ def taken(path: Path, pairs: Iterable[tuple[str, Any]], typed: Container[str]) -
 def text_of(path: Path) -> str:
     """Raises InputError."""
     try:
-        return path.read_text(encoding="utf-8")
+        return read_text(path)
     except OSError as error:
         raise InputError(f"{path}: {error.strerror or error}.") from None
     except UnicodeDecodeError as error:

@@ -23,7 +23,7 @@ from trireme.engine.run.finished.sampling import Picker, Sampling, continued, en
 from trireme.engine.run.screen import Screen
 from trireme.models.config import InputError
 from trireme.models.generate import generate, needs
-from trireme.storage.untrusted import parse_json, shown
+from trireme.storage.untrusted import parse_json, read_text, shown
 
 AT_ONCE = 64  # prompts that share passes over the layers
 CHAT = 4096  # tokens of a conversation that memory is kept for
@@ -200,7 +200,7 @@ def read_prompts(given: argparse.Namespace, by_template: bool) -> list[Any]:
     if given.prompts is None:
         return [asked(given.prompt)]
     try:
-        lines = Path(given.prompts).read_text(encoding="utf-8").splitlines()
+        lines = read_text(Path(given.prompts)).replace("\r\n", "\n").split("\n")
     except (OSError, UnicodeDecodeError) as error:
         raise InputError(f"--prompts {given.prompts}: {error}.") from None
     found = []

@@ -164,9 +164,12 @@ def _there(folder: Path, key: str, sequences: int) -> tuple[int, int, Found]:
 def key_of(
     opened: Opened, data: Dataset, device: str, dtype: torch.dtype, rows: int, seq_len: int, k: int, below: int
 ) -> str:
-    """Of weights by the names, sizes and times of their files, of data, and of what decides the numbers."""
-    files = {str(path): stamp for path, stamp in stamps(opened.source).items()}
-    files |= {str(path): stamp for path, stamp in stamps(opened.adapter.source).items()} if opened.adapter else {}
+    """Of weights by the places, sizes and times of their files, of data, and of what decides the numbers.
+
+    Places are absolute: config.yaml has the teacher's, and its command perhaps a relative one.
+    """
+    found = stamps(opened.source) | (stamps(opened.adapter.source) if opened.adapter else {})
+    files = {str(path.parent.resolve() / path.name): stamp for path, stamp in found.items()}
     said = [files, data.fingerprint, str(dtype), rows, seq_len, k, device]
     said += [below] if below < opened.cfg.vocab else []
     return hashlib.sha256(json.dumps(said, sort_keys=True).encode()).hexdigest()[:24]
