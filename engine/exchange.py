@@ -99,7 +99,8 @@ class Exchange:
         elif self.adapters is not None:
             yield from self.adapters(name, first, last)
         else:
-            yield initial(name, self.shapes[name]).flatten()[first:last].numpy()
+            std = self.placement.geo.cfg.score_std
+            yield initial(name, self.shapes[name], std).flatten()[first:last].numpy()
 
     def _check_tied(self) -> None:
         """Raises InputError where two copies of a tied matrix differ."""
