@@ -27,7 +27,9 @@ from trireme.storage.untrusted import shown
 # Raised by PyYAML's constructors where a value belies its tag or is too deep.
 _TRUSTING = (ValueError, AttributeError, TypeError, LookupError, ArithmeticError, RecursionError)
 _NOT_KEPT = ("resume", "config", "dry_run", "assume", "shape", "demo", "out")  # not of the run
-CHOSEN = ("seq_len", "epochs", "lr", "weight_decay", "adam_bits", "lora_alpha", "lora_targets")  # if not given
+CHOSEN = (  # if not given
+    "seq_len", "epochs", "lr", "weight_decay", "adam_bits", "lora_alpha", "lora_targets", "labels",
+)  # fmt: skip
 _OWN = (
     "model",
     "tokenizer",
