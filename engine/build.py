@@ -56,6 +56,8 @@ def build(
     """
     if cfg.tied and plan.units[0].gpu != plan.units[-1].gpu:
         raise InputError("plan: the embedding and the head share a matrix, and are on two GPUs")
+    if cfg.scores and plan.losses:
+        raise InputError("plan: losses of a score head are computed on the head's GPU: losses is empty")
     assert plan.slices == 1 or narrow.may_be_sliced(cfg), "slices are of frozen experts"
     assert len(queues.devices) == plan.gpus, "queues for other GPUs than the plan's"
     geo, others = Geometry.of(cfg, plan), queues.devices[1:]

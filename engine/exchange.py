@@ -99,7 +99,8 @@ class Exchange:
         elif self.adapters is not None:
             yield from self.adapters(name, first, last)
         else:
-            yield initial(name, self.shapes[name]).flatten()[first:last].numpy()
+            std = self.placement.geo.cfg.score_std
+            yield initial(name, self.shapes[name], std).flatten()[first:last].numpy()
 
 
 def check_tied(source: Source, canonical: Mapping[str, str | None], stored: Mapping[str, str]) -> None:

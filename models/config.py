@@ -30,6 +30,9 @@ from trireme.models.families.packing import Packing
 from trireme.models.families.quantization import packing_of
 from trireme.models.families.rope import Rope
 from trireme.models.families.scans import BLOCK_TYPES, KINDS_OF_MLP, Scan, block_types, parse_scan
+from trireme.models.families.scores import CLASS as CLASS
+from trireme.models.families.scores import OUTPUT, STD, std_of, why_none
+from trireme.models.families.scores import labels_of as labels_of
 from trireme.models.families.table import FAMILIES, OTHER_NAMES, WRAPPERS, text_of
 from trireme.storage.untrusted import read_small, shown
 
@@ -124,6 +127,8 @@ class ModelConfig:
     smoothing: float = 0.0  # of labels in training; from the run's options
     fp8: bool = False  # linear layers of blocks multiply in fp8; from the run's options
     teaching: Teaching | None = None  # of the loss; from the run's options
+    scores: int = 0  # rows of a score head in place of the output matrix (families/scores.py); 0: a language model
+    score_std: float = STD  # of the weights of a new one
     halves: bool = False  # units are half blocks; from the plan
     at_once: int = 0  # packed experts that a matmul decodes at a time; 0: a pass decodes all; from the plan
     slices: int = 1  # units of weights that a layer's frozen experts come in; from the plan
@@ -162,6 +167,7 @@ class ModelConfig:
         own = apart(own) if self.experts is not None and self.experts.apart else own
         own = turned(own) if self.experts is not None and self.experts.turned else own
         own = direct(own) if self.latent is not None and not self.latent.q_rank else own
+        own = replace(own, output=OUTPUT) if self.scores else own
         return within(own) if self.wrapper else own
 
     @property
@@ -182,7 +188,14 @@ class ModelConfig:
     @property
     def opener(self) -> str:
         """transformers' class for the whole checkpoint."""
+        if self.scores:
+            return f"AutoModel{CLASS}"
         return "AutoModelForImageTextToText" if self.wrapper else "AutoModelForCausalLM"
+
+    @property
+    def outputs(self) -> int:
+        """Rows of the head's matrix."""
+        return self.scores or self.vocab
 
     @property
     def attention_gate(self) -> bool:
@@ -289,7 +302,18 @@ NESTED = {"rope": Rope, "local_rope": Rope, "experts": Experts, "latent": Latent
 def numbers(cfg: ModelConfig) -> dict[str, Any]:
     """A config as flat JSON, without what a plan adds or how files spell it: a run compares its model by this."""
     found = json.loads(json.dumps(asdict(cfg)))
-    for name in ("halves", "scanning", "at_once", "slices", "media", "packing", "packed", "teaching", "smoothing"):
+    for name in (
+        "halves",
+        "scanning",
+        "at_once",
+        "slices",
+        "media",
+        "packing",
+        "packed",
+        "teaching",
+        "smoothing",
+        "score_std",
+    ):
         del found[name]
     if found["lora"] and not found["lora"]["scales"]:
         del found["lora"]["scales"]  # as in older records
@@ -338,10 +362,20 @@ def parse_config(raw: dict[str, Any], where: str = "config.json") -> ModelConfig
         why = why_not(model_type, SUPPORTED)
         raise InputError(f'{where}: model_type "{shown(str(model_type))}" is not supported: {why}')
     if model_type in WRAPPERS:
-        return _wrapped(raw, where, model_type)
-    model_type = OTHER_NAMES.get(model_type, model_type)
-    listed = FAMILIES[model_type].listed_type if "layer_types" in raw else ""
-    return _parsed(raw, where, listed or model_type)
+        found = _wrapped(raw, where, model_type)
+    else:
+        model_type = OTHER_NAMES.get(model_type, model_type)
+        listed = FAMILIES[model_type].listed_type if "layer_types" in raw else ""
+        found = _parsed(raw, where, listed or model_type)
+    found, labels = replace(found, score_std=std_of(raw)), labels_of(raw, where)
+    return scored(found, labels, where) if labels else found
+
+
+def scored(cfg: ModelConfig, labels: int, where: str) -> ModelConfig:
+    """With a score head of `labels` rows: without ties, or factors of logits. Raises InputError, naming `where`."""
+    if why := why_none(cfg.model_type, cfg.wrapper):
+        raise InputError(f"{where}: {why}, so a score head on it could not be opened elsewhere. Take another model.")
+    return replace(cfg, scores=labels, tied=False, logit_scale=1.0, logit_cap=0.0)
 
 
 def _parsed(raw: dict[str, Any], where: str, model_type: str) -> ModelConfig:

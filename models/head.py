@@ -1,6 +1,6 @@
 """The first and last units of the model: embedding, and final norm with the loss.
 
-Legend: P positions, M labels; else shapes.py.
+Legend: P positions, M labels, S scores of a score head; else shapes.py.
 """
 
 from __future__ import annotations
@@ -16,6 +16,7 @@ from trireme.models.linear import trained
 from trireme.models.norm import Norm, Stats, norm, norm_backward
 from trireme.models.rows import Rows
 from trireme.models.sizes.shapes import embedding_name, output_name
+from trireme.models.sizes.workspace import SCORE_ROWS
 
 TOP_CHUNK = 512  # rows of fp32 logits
 
@@ -32,7 +33,7 @@ class HeadWeights(NamedTuple):
     """The head's weights, or their gradients."""
 
     norm: Norm
-    output: Tensor | None  # (V, D); None if tied
+    output: Tensor | None  # (V, D), or (S, D) of S labels' scores; None if tied
 
 
 class Shares(NamedTuple):
@@ -41,6 +42,14 @@ class Shares(NamedTuple):
     ids: Tensor  # (M, K) int32
     logps: Tensor  # (M, K) fp16
     rest: Tensor  # (M,) fp32
+
+
+class Scored(NamedTuple):
+    """Losses of documents by a score head: a class's cross-entropy, or of one label the score, which is compared."""
+
+    losses: Tensor  # (M,) fp32; of one label the negative score
+    slopes: Tensor  # (M, S) fp32: derivatives by scores
+    hits: Tensor  # (M,) bool: no other label has a higher score
 
 
 def embed_weights(cfg: ModelConfig, views: dict[str, Tensor]) -> EmbedWeights:
@@ -104,7 +113,12 @@ def head_loss(
 
     With `shares` the loss is as of cfg.teaching; returned are its two parts, (2, N): cross-entropy and divergence, and
     nothing is smoothed or counted. dlogits_ (M, V), without g_out: takes the logits' gradients for `head_gradients`.
+
+    Of a score head labels are classes, at the one token that is scored of a document; losses are as of `Scored`.
     """
+    if cfg.scores:
+        assert dlogits_ is None
+        return _score_loss(cfg, w, w_out, x, labels, loss_rows, scale, g, g_out, dx, factors, correct_)
     y, stats = final_norm(cfg, w, x)
     g_out = g_out if g_out is not None and trained(g_out) else None
     given, more = (y, w_out, labels, loss_rows, scale), (g_out, dx)
@@ -160,6 +174,53 @@ def head_gradients(
     for total, added in ((g.norm.weight, own.norm.weight), (g.norm.bias, own.norm.bias)):
         if total is not None and added is not None and trained(total):
             total.add_(added)
+
+
+def _of_labels(scores: Tensor, labels: Tensor) -> Scored:
+    """scores (M, S) fp32; labels (M,) int64, of one label zeros."""
+    if scores.shape[1] == 1:
+        losses = -scores[:, 0]
+        return Scored(losses, torch.full_like(scores, -1.0), torch.ones_like(losses, dtype=torch.bool))
+    logps, at = torch.log_softmax(scores, 1), labels[:, None]
+    slopes = logps.exp().scatter_add_(1, at, torch.full_like(logps[:, :1], -1.0))
+    return Scored(-logps.gather(1, at)[:, 0], slopes, scores.argmax(1) == labels)
+
+
+def _score_loss(
+    cfg: ModelConfig,
+    w: HeadWeights,
+    w_out: Tensor,
+    x: Tensor,
+    labels: Tensor,
+    loss_rows: Tensor,
+    scale: float,
+    g: HeadWeights | None,
+    g_out: Tensor | None,
+    dx: Tensor | None,
+    factors: Tensor | None,
+    correct_: Tensor | None,
+) -> Tensor:
+    """As head_loss: the norm and the scores of M rows alone, in fp32."""
+    losses, matrix = torch.zeros(len(x), dtype=torch.float32, device=x.device), w_out.float()
+    d_out = torch.zeros_like(matrix) if g_out is not None and trained(g_out) else None
+    if dx is not None:
+        dx.zero_()
+    for rows in loss_rows.split(SCORE_ROWS) if len(loss_rows) else ():
+        some, by = x[rows], torch.ones_like(rows, dtype=torch.float32) if factors is None else factors[rows]
+        y, stats = norm(some, w.norm, cfg.eps)
+        found = _of_labels(y.float() @ matrix.T, labels[rows])
+        losses[rows] = found.losses
+        if correct_ is not None:
+            correct_.add_((found.hits * by).sum(dtype=torch.float64))
+        if dx is not None:
+            assert g is not None
+            slopes = found.slopes * (scale * by)[:, None]
+            if d_out is not None:
+                d_out.addmm_(slopes.T, y.float())
+            dx[rows] = norm_backward((slopes @ matrix).to(x.dtype), some, w.norm, stats, g.norm)
+    if d_out is not None and g_out is not None:
+        g_out.add_(d_out)
+    return losses
 
 
 def head_top(

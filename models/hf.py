@@ -49,7 +49,8 @@ def canonical_names(cfg: ModelConfig, found: Mapping[str, Shape]) -> dict[str, s
     """Names in `found` (name -> shape) -> canonical names, None for a buffer and for what is carried.
 
     The base prefix may be missing; a tied matrix has either name or both. Raises InputError where a tensor is missing,
-    unknown or of another shape than config.json says.
+    unknown or of another shape than config.json says. A score head may be missing, which then begins as a new one; an
+    output matrix beside one is not used.
     """
     experts = cfg.experts.count if cfg.experts and cfg.names.each else 1
     dense = len(cfg.experts.dense) if cfg.experts else 0
@@ -68,7 +69,7 @@ def canonical_names(cfg: ModelConfig, found: Mapping[str, Shape]) -> dict[str, s
                 "The weights and config.json are not of the same model."
             )
     present = set(names.values())
-    missing = [name for name in wanted if name not in present]
+    missing = [name for name in wanted if name not in present and not (cfg.scores and name == output_name(cfg))]
     if missing:
         more = f" and {len(missing) - 1} more" if len(missing) > 1 else ""
         raise InputError(f"the checkpoint lacks {missing[0]}{more}, which config.json calls for. Download it again.")
@@ -98,12 +99,17 @@ def carried(cfg: ModelConfig, found: Iterable[str]) -> list[str]:
     return [name for name in found if any(cfg.carries(full) for full in _in_full(cfg, name))]
 
 
+def is_output(name: str) -> bool:
+    """Whether a stored tensor is a language model's output matrix."""
+    return name.endswith(OUTPUTS)
+
+
 def _canonical(cfg: ModelConfig, name: str, wanted: Mapping[str, Shape]) -> str | None:
     for full in _in_full(cfg, name):
         if full in wanted:
             return full
         if full in OUTPUTS:
-            return output_name(cfg)
+            return None if cfg.scores else output_name(cfg)
         if cfg.carries(full) or full.endswith(_BUFFERS):
             return None
     raise InputError(

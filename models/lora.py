@@ -137,9 +137,14 @@ class Stacked(NamedTuple):
         return ops.grouped_mm(dy, self.b.mT, order, k).mul_(self.scale)
 
 
-def initial(name: str, shape: tuple[int, ...]) -> Tensor:
-    """First values as in peft, fp32: A uniform within +-1/sqrt(in), seeded by name; B zero."""
-    if not name.endswith(".lora_A.weight"):
+def initial(name: str, shape: tuple[int, ...], std: float = 0.0) -> Tensor:
+    """First values as in peft, fp32: A uniform within +-1/sqrt(in), seeded by name; B zero.
+
+    Of another tensor, a new score head: normal of this standard deviation.
+    """
+    if name.endswith(".lora_B.weight"):
         return torch.zeros(shape)
     generator = torch.Generator().manual_seed(crc32(name.encode()))
+    if not name.endswith(".lora_A.weight"):
+        return torch.randn(shape, generator=generator) * std
     return (2 * torch.rand(shape, generator=generator) - 1) / math.sqrt(shape[1])

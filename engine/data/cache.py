@@ -5,6 +5,7 @@ A cache is a folder tokens-<key>/, renamed when complete; the key hashes all tha
   offsets.npy  (documents + 1,) int64
   trained.npy  (documents,) int64, trained tokens
   weights.npy  (documents,) float64, as int64, of data with weights other than 1
+  values.npy   (documents,) float64, as int64, of data with values other than 0: classes, margins of pairs
   meta.json    what was read, size of `tokens`, checksums, its own too
 Not mapped: truncating a mapped file kills the process.
 """
@@ -65,6 +66,7 @@ class TokenFile:
     trained: np.ndarray  # (documents,) int64
     meta: dict[str, Any]
     own_weights: np.ndarray | None = None  # (documents,) float64
+    own_values: np.ndarray | None = None  # (documents,) float64
 
     @property
     def n_documents(self) -> int:
@@ -77,6 +79,12 @@ class TokenFile:
     @property
     def weights(self) -> np.ndarray | float:
         return 1.0 if self.own_weights is None else self.own_weights
+
+    def values_at(self, starts: np.ndarray) -> np.ndarray:
+        """Values of the documents that have these tokens, float64."""
+        if self.own_values is None:
+            return np.zeros(len(starts))
+        return self.own_values[np.searchsorted(self.offsets, starts, side="right") - 1]
 
     def read(self, start: int, stop: int) -> np.ndarray:
         """Tokens [start, stop) as stored, for `decode`. Raises StoreError."""
@@ -113,12 +121,14 @@ class TokenWriter:
         self._file = (self.scratch / "tokens").open("wb")
         self._lengths = array("q")  # there may be many millions
         self._trained = array("q")
-        self._weights = array("d")
+        self._weights, self._values = array("d"), array("d")
         self._crc = 0
         self.max_id = -1
 
-    def add(self, ids: np.ndarray, trained: np.ndarray, starts: bool = True, weight: float = 1.0) -> None:
-        """ids (n,) int32, trained (n,) bool. Continues the last document unless `starts`. `weight`: its own."""
+    def add(
+        self, ids: np.ndarray, trained: np.ndarray, starts: bool = True, weight: float = 1.0, value: float = 0.0
+    ) -> None:
+        """ids (n,) int32, trained (n,) bool. Continues the last document unless `starts`. `weight`, `value`: of it."""
         if len(ids):
             self.max_id = max(self.max_id, int(ids.max()))
         top = _top_bit(self._dtype)
@@ -130,6 +140,7 @@ class TokenWriter:
             self._lengths.append(0)
             self._trained.append(0)
             self._weights.append(weight)
+            self._values.append(value)
         self._lengths[-1] += len(ids)
         self._trained[-1] += int(trained.sum())
 
@@ -143,6 +154,8 @@ class TokenWriter:
         tables = {"offsets": offsets, "trained": trained}
         if any(weight != 1.0 for weight in self._weights):
             tables["weights"] = np.array(self._weights, np.float64).view(np.int64)
+        if any(self._values):
+            tables["values"] = np.array(self._values, np.float64).view(np.int64)
         for name, table in tables.items():
             with (self.scratch / f"{name}.npy").open("wb") as file:
                 np.save(file, table)
@@ -150,7 +163,7 @@ class TokenWriter:
         sums = [self._crc, *(zlib.crc32(table.tobytes()) for table in tables.values())]
         meta = (
             meta
-            | {"weighted": "weights" in tables}
+            | {"weighted": "weights" in tables, "valued": "values" in tables}
             | {"dtype": self._dtype.str, "bytes": size, "max_id": self.max_id, "crc32": sums}
         )
         with (self.scratch / "meta.json").open("wb") as file:
@@ -225,7 +238,16 @@ def _used(place: Path) -> tuple[float, int, Path]:
 
 _META = dict(key=str, name=str, format=str, rows=int, bad=int, first_bad=str, max_id=int, bytes=int)
 _COUNTS = dict(
-    unused=list, absent=list, characters=int, unknown=int, said=int, unwritten=int, chats=int, early=int, weighted=bool
+    unused=list,
+    absent=list,
+    characters=int,
+    unknown=int,
+    said=int,
+    unwritten=int,
+    chats=int,
+    early=int,
+    weighted=bool,
+    valued=bool,
 )  # in later versions
 
 
@@ -249,8 +271,9 @@ def _checked(folder: Path, fd: int) -> TokenFile | None:
     """`fd`: of `tokens`."""
     try:
         meta = unseal(read_small(folder / "meta.json"), _VERSION, "meta.json")
-        names = ("offsets", "trained", *(["weights"] if meta.get("weighted") else []))
-        offsets, trained, *weights = tables = [_table(folder / f"{name}.npy") for name in names]
+        more = [name for name, there in (("weights", "weighted"), ("values", "valued")) if meta.get(there)]
+        read = {name: _table(folder / f"{name}.npy") for name in ("offsets", "trained", *more)}
+        offsets, trained, tables = read["offsets"], read["trained"], list(read.values())
         dtype = np.dtype({"<u2": "<u2", "<u4": "<u4"}[meta["dtype"]])
         lengths = np.diff(offsets)
         if not all(type(meta[name]) is kind for name, kind in _META.items()) or folder.name != f"tokens-{meta['key']}":
@@ -269,10 +292,10 @@ def _checked(folder: Path, fd: int) -> TokenFile | None:
             return None
         if max_id != meta["max_id"]:
             return None
-        own = weights[0].view(np.float64) if weights else None
-        if own is not None and (len(own) != len(trained) or not np.isfinite(own).all()):
+        own = {name: read[name].view(np.float64) for name in more}
+        if any(len(table) != len(trained) or not np.isfinite(table).all() for table in own.values()):
             return None
-        return TokenFile(folder / "tokens", fd, dtype, offsets, trained, meta, own)
+        return TokenFile(folder / "tokens", fd, dtype, offsets, trained, meta, own.get("weights"), own.get("values"))
     except (OSError, ValueError, KeyError, TypeError, IndexError, EOFError, OverflowError, MemoryError, RecursionError):
         return None
 

@@ -41,6 +41,7 @@ class Facts(NamedTuple):
     notes: tuple[str, ...]  # for the user
     template_notes: tuple[str, ...]
     date: str | None = None  # that the template writes
+    pad: int | None = None  # id that fills batches up
 
 
 class _Programs:
@@ -75,6 +76,7 @@ class _Programs:
             t.notes,
             notes,
             self._template.date if self._template else None,
+            t.pad,
         )
 
     def _cut_marks(self, template: ChatTemplate) -> list[str]:

@@ -26,9 +26,10 @@ from trireme.engine.data.cache import Shelf, TokenFile, decode
 from trireme.engine.data.codec import Codec
 from trireme.engine.data.files.folders import Found, find_data
 from trireme.engine.data.files.scores import Taught, Teacher
-from trireme.engine.data.files.sources import DataFile, spool
+from trireme.engine.data.files.sources import DataFile, Reader, spool
+from trireme.engine.data.formats.classes import labels_in
 from trireme.engine.data.formats.formats import parse_map
-from trireme.engine.data.formats.pairs import Kind
+from trireme.engine.data.formats.pairs import PAIRED, SCORED, Kind
 from trireme.engine.data.prepare import Progress, Reading, tokenize
 from trireme.engine.data.report import Counts, FileReport, Report, example_text, notes_on
 from trireme.models.config import InputError
@@ -43,10 +44,13 @@ class MicroBatch:
     """Documents back to back, without padding."""
 
     ids: np.ndarray  # (N,) int32
-    labels: np.ndarray  # (N,) int32: the token after ids[t] in its document if trained, else IGNORED
+    # (N,) int32: the token after ids[t] in its document if trained, else IGNORED. Where documents are scored: their
+    # class, or of pairs 0, at the token that is.
+    labels: np.ndarray
     lengths: tuple[int, ...]  # of documents; sum N
     weights: np.ndarray | None = None  # (documents,) float64; None: 1. Of kto's undesirable answers below 0
-    reference: np.ndarray | None = None  # (documents,) float64, of pairs: log-probabilities by the reference, or 0
+    # (documents,) float64, of pairs: log-probabilities by the reference, or 0; of rewards margins, at their first
+    reference: np.ndarray | None = None
     taught: Taught | None = None  # of its labels, in their order
 
     @property
@@ -71,7 +75,9 @@ class DataOptions:
     shelf: Shelf | None = None  # comes first
     system: str | None = None  # system message of conversations that have none
     variables: dict[str, Any] = field(default_factory=dict)  # of the chat template; a row's own win
-    kind: Kind = ""  # of rows: with answers that are compared
+    kind: Kind = ""  # of rows: with answers that are compared, or classes
+    labels: tuple[str, ...] = ()  # names of classes
+    pad: int | None = None  # the token that is not scored
 
 
 @dataclass(frozen=True)
@@ -86,6 +92,8 @@ class Dataset:
     left_out: int = 0  # rows without a label
     scratch: Temporary | None = field(default=None, repr=False)  # removed with this object
     kind: Kind = ""
+    classes: tuple[str, ...] = ()  # their names
+    pad: int | None = None  # as DataOptions
     reference: np.ndarray | None = field(default=None, repr=False)  # (pieces,) float64, as a MicroBatch's
     teacher: Teacher | None = field(default=None, repr=False)  # what it says of each piece
 
@@ -125,6 +133,8 @@ class Dataset:
     @cached_property
     def trained(self) -> float:
         """Trained share of tokens; of a sample where rows were cut, as answers come last."""
+        if self.kind in SCORED:
+            return len(self.pieces) / self.tokens
         counts = self.report.counts
         if counts.tokens == self.tokens:
             return counts.trained / counts.tokens
@@ -171,7 +181,10 @@ class Dataset:
     def example(self, k: int = 0) -> str:
         """The beginning of document k, decoded; the trained part in [..]."""
         in_order = np.lexsort((self.pieces["start"], self.pieces["file"]))
-        if not self.kind:
+        if self.kind == "classes":
+            piece = in_order[k % len(in_order)]
+            return f"{self._shown(piece)} -> {self.classes[int(self._values(self.pieces[[piece]])[0])]}"
+        if not self.paired:
             return self._shown(in_order[k % len(in_order)])
         first = in_order[2 * k % len(in_order)]  # a pair's pieces are side by side
         good = "bad" if self.pieces["weight"][first] < 0 else "good"
@@ -180,20 +193,28 @@ class Dataset:
 
     def _shown(self, piece: int) -> str:
         ids, labels = self._read(self.pieces[[piece]])
-        learned = np.concatenate([[False], labels[:-1] >= 0])  # labels are shifted by one
+        shifted = np.concatenate([[False], labels[:-1] >= 0])  # labels are those of the next tokens
+        learned = labels >= 0 if self.kind in SCORED else shifted
         return example_text(ids, learned, self.codec)
 
     def _order(self, epoch: int) -> np.ndarray:
         return pack.shuffled(self.n_sequences, self.seed, epoch)
 
     @property
+    def paired(self) -> bool:
+        """Whether documents are compared two by two."""
+        return self.kind in PAIRED
+
+    @property
     def weighted(self) -> bool:
-        return bool(self.kind) or any(file.own_weights is not None for file in self.files)
+        return self.paired or any(file.own_weights is not None for file in self.files)
 
     def _gather(self, rows: np.ndarray) -> MicroBatch:
         at = np.concatenate([np.arange(self.rows[r], self.rows[r + 1]) for r in rows])
         pieces, reference = self.pieces[at], None
-        if self.kind:
+        if self.kind == "rewards":
+            reference = self._values(pieces)
+        elif self.paired:
             reference = np.zeros(len(at)) if self.reference is None else self.reference[at]
         weights = pieces["weight"].copy() if self.weighted else None
         taught = self.teacher.of(at) if self.teacher else None
@@ -210,9 +231,21 @@ class Dataset:
         labels = np.append(np.where(trained[1:], ids[1:], IGNORED), IGNORED).astype(np.int32)
         last = np.cumsum(lengths) - 1
         labels[last] = IGNORED
+        if self.kind in SCORED:
+            classes = self._values(pieces) if self.kind == "classes" else 0
+            labels[:] = IGNORED
+            labels[pairs.scored(ids, lengths, self.pad)] = classes
         mine = np.ones(len(ids), bool)
         mine[last[goes_on]] = False  # the token after a piece is a label alone
         return ids[mine], labels[mine]
+
+    def _values(self, pieces: np.ndarray) -> np.ndarray:
+        """What rows say as a number: classes, margins. (pieces,) float64."""
+        found = np.zeros(len(pieces))
+        for i, file in enumerate(self.files):
+            mine = pieces["file"] == i
+            found[mine] = file.values_at(pieces["start"][mine])
+        return found
 
 
 def load_dataset(
@@ -235,6 +268,7 @@ def load_dataset(
         options.system,
         options.variables,
         options.kind,
+        options.labels,
     )
     found = [_named(text, reading.folder) for text in sources]
     given = [file for each in found for file in each.files]
@@ -247,7 +281,7 @@ def load_dataset(
     files = tuple(tokenize(source, reading, progress) for source in given)
     if nowhere := set.intersection(*(set(file.meta["absent"]) for file in files)):
         raise InputError(f"--map names {', '.join(map(repr, sorted(nowhere)))}, a column that no row has. Correct it.")
-    each = 2 if options.kind else 1  # documents of a row
+    each = 2 if options.kind in PAIRED else 1  # documents of a row
     rows = documents.first_of_each(documents.all_documents(files)[::each], options.max_samples)
     all_rows = sum(file.n_documents for file in files) // each
     fewer = (
@@ -280,9 +314,19 @@ def load_dataset(
         if (sizes != 1).any():
             notes.append(f"rows count by their column 'weight', {sizes.min():g} to {sizes.max():g}")
     report = replace(
-        train.report, held_out=apart, notes=(*notes, *fewer, *lost, *notes_on(files, codec, reading.renames))
+        train.report,
+        held_out=apart,
+        notes=(*notes, *fewer, *lost, *notes_on(files, codec, reading.renames, options.kind in SCORED)),
     )
     return replace(train, report=report, held_out=held_out, scratch=scratch)
+
+
+def find_labels(sources: Sequence[str], map: str | None) -> tuple[str, ...]:
+    """The classes that rows name, as classes.labels_in. Raises InputError."""
+    if "-" in sources:
+        raise InputError("--data -: rows that are read once cannot tell which classes there are. Give --labels A,B.")
+    files = [file for text in sources for file in find_data(text).files]
+    return labels_in((row.value for file in files for row in Reader(file, None).rows()), parse_map(map))
 
 
 def _named(text: str, folder: Path) -> Found:
@@ -322,30 +366,34 @@ def _lay_out(
     if unused := set(rows["file"]) - set(weighed["file"]):
         source = given[min(unused)]
         raise InputError(f"{source}:{source.weight:g}: the weight leaves none of its rows. Raise it.")
-    if options.kind:
+    scored, paired = options.kind in SCORED, options.kind in PAIRED
+    if paired:
         fitted = pairs.fit(pairs.both(weighed, files), files, options.seq_len, options.long)
     else:
+        if scored and options.long == "split":
+            raise InputError("--long split: a row has one class, and is read as a whole. Take cut, drop or error.")
         fitted = documents.fit(weighed, files, options.seq_len, options.long)
     pieces = fitted.pieces
     if not len(pieces):
         texts = all(file.meta["format"] == "text" for file in files)
         why = "" if texts else ", or answer only after it"
         raise InputError(f"no row is left: all are longer than --seq-len {options.seq_len}{why}.")
-    if options.kind:
+    if paired:
         order, packed = pairs.packed(pieces, options.seq_len, options.pack)
     else:
         lengths = pieces["length"]
         order, packed = pack.best_fit(lengths, options.seq_len) if options.pack else pack.one_per_row(len(pieces))
-    pieces, bounds = documents.with_labels(pieces[order], packed)
+    pieces, bounds = (pieces[order], packed) if scored else documents.with_labels(pieces[order], packed)
     n = len(bounds) - 1
     used = float(pieces["length"].sum()) / (n * options.seq_len)
     fitted = replace(fitted, pieces=pieces[:0])
-    counts = Counts.of(pairs.both(rows, files))._replace(rows=len(rows)) if options.kind else Counts.of(rows)
+    counts = Counts.of(pairs.both(rows, files))._replace(rows=len(rows)) if paired else Counts.of(rows)
     report = Report(
-        _file_reports(given, files), counts, fitted, options.seq_len, n, used, options.pack, kind=options.kind
-    )
-    left_out = len(packed) - len(bounds)
-    return Dataset(files, pieces, bounds, options.seed, codec, report, left_out=left_out, kind=options.kind)
+        _file_reports(given, files), counts, fitted, options.seq_len, n, used, options.pack,
+        kind=options.kind, scored=scored,
+    )  # fmt: skip
+    left_out, of = len(packed) - len(bounds), (options.labels, options.pad)
+    return Dataset(files, pieces, bounds, options.seed, codec, report, None, left_out, None, options.kind, *of)
 
 
 def _file_reports(given: Sequence[DataFile], files: Sequence[TokenFile]) -> tuple[FileReport, ...]:

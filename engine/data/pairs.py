@@ -31,8 +31,8 @@ class PairWriter:
     waiting: list[tuple[Encoded | BadRow, float]] = field(default_factory=list)
     last: Encoded | None = None  # labelled
 
-    def add(self, made: Encoded | BadRow, weight: float) -> BadRow | None:
-        """The fault of the row, told once."""
+    def add(self, made: Encoded | BadRow, weight: float, value: float = 0.0) -> BadRow | None:
+        """The fault of the row, told once. `value`: of an answer."""
         if isinstance(made, Encoded) and not made.trained.any():
             made = BadRow("an answer has no token to learn")
         if self.kind == "labels":
@@ -48,7 +48,8 @@ class PairWriter:
             return fault
         for each, weight in both:
             assert isinstance(each, Encoded)
-            self.writer.add(each.ids, each.trained, weight=weight)
+            self.writer.add(each.ids, each.trained, weight=weight, value=value)
+            value = 0.0  # a margin is of a pair's first
         return None
 
     def _labelled(self, made: Encoded, weight: float) -> None:
@@ -74,6 +75,16 @@ class PairWriter:
         """Raises InputError where an answer is left without a counterpart."""
         if self.waiting:
             raise InputError("--method kto compares each answer with that of another row, and there is one row alone.")
+
+
+def scored(ids: np.ndarray, lengths: np.ndarray, pad: int | None) -> np.ndarray:
+    """Where the token of each document is that a score head reads: its last one that is not `pad`, else its first.
+
+    As transformers finds it, whose batches end with padding. ids: of documents of these lengths, one after another.
+    """
+    starts = np.cumsum(lengths) - lengths
+    places = np.arange(len(ids))
+    return np.maximum(np.maximum.reduceat(np.where(ids == (-1 if pad is None else pad), -1, places), starts), starts)
 
 
 # ---------------------------------------------------------------- laid out

@@ -9,16 +9,28 @@ from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
+import numpy as np
+
 from trireme.engine.amounts import count
 from trireme.engine.data.cache import Shelf, TokenFile, TokenWriter, cache_key, digest, open_tokens
 from trireme.engine.data.codec import Codec, Encoders, Numbered, RowDied
 from trireme.engine.data.encode import Encoded, size
 from trireme.engine.data.files.rows import BadRow, Fields, Row
 from trireme.engine.data.files.sources import DataFile, Reader
+from trireme.engine.data.formats.classes import as_read, read_class
 from trireme.engine.data.formats.conversations import with_system
 from trireme.engine.data.formats.examples import Chat, Example, Ids, Text
 from trireme.engine.data.formats.formats import parsed, read_row, rename, replaced
-from trireme.engine.data.formats.pairs import Answer, Kind, is_weighted, read_answers, weight_of
+from trireme.engine.data.formats.pairs import (
+    MARGIN,
+    PAIRED,
+    Answer,
+    Kind,
+    is_weighted,
+    margin_of,
+    read_answers,
+    weight_of,
+)
 from trireme.engine.data.pairs import PairWriter
 from trireme.models.config import InputError
 from trireme.storage.temporary import Temporary
@@ -45,6 +57,7 @@ class Reading:
     system: str | None = None  # as DataOptions
     variables: dict[str, Any] = field(default_factory=dict)  # as DataOptions
     kind: Kind = ""
+    labels: tuple[str, ...] = ()  # as DataOptions
 
     def key(self, source: DataFile, progress: Progress | None = None) -> str:
         """Of the content and all that decides its tokens."""
@@ -52,6 +65,7 @@ class Reading:
         more = [*([self.media] if self.media else []), *([{"system": self.system}] if self.system else [])]
         more += [{"variables": self.variables}] if self.variables else []
         more += [{"kind": self.kind}] if self.kind else []
+        more += [{"labels": self.labels}] if self.kind == "classes" else []
         sums, size, done = list[str](), source.size, 0
         for path in source.files:
             far = lambda at, done=done: progress and progress(f"{source.path.name} (checksum)", done + at, size)
@@ -73,10 +87,9 @@ class _Tally:
     first: tuple[int, str] | None = None  # bad row, its fault
     skip_bad: bool = False
     batch: Numbered = field(default_factory=list)  # read, not yet tokenized
-    waiting: deque[tuple[float, str, float]] = field(
+    waiting: deque[tuple[float, float, str, float]] = field(
         default_factory=deque
-    )  # of what is not yet written: weight, format,
-    # share of its row
+    )  # of what is not yet written: weight, value, format, share of its row
     characters: int = 0
     unused: dict[str, None] = field(default_factory=dict)  # keys, in order
     encoded: int = 0  # characters
@@ -146,7 +159,7 @@ def _build(source: DataFile, reading: Reading, key: str, progress: Progress | No
     cpus = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
     encoders = Encoders(codec, min(cpus, 16, 1 + reader.size // _SHARE))
     tally = _Tally(skip_bad=reading.skip_bad, absent=set(reading.renames))
-    sink = PairWriter(reading.kind, writer) if reading.kind else writer
+    sink = PairWriter(reading.kind, writer) if reading.kind in PAIRED else writer
     try:
         for row in reader.rows():
             tally.unit = reader.unit
@@ -185,7 +198,7 @@ def _take(row: Row, reading: Reading, tally: _Tally) -> None:
         if isinstance(value, BadRow):
             raise value
         tally.absent -= value.keys()
-        form, answers, unused = _answers(value, reading, tally)
+        form, answers, unused, number = _answers(value, reading, tally)
         examples = [(_dressed(example, row, reading), weight) for example, weight in answers]
     except BadRow as error:
         tally.reject(row.number, error)
@@ -195,23 +208,30 @@ def _take(row: Row, reading: Reading, tally: _Tally) -> None:
         for example, weight in examples:
             tally.chats += isinstance(example, Chat)
             tally.batch.append((row.number, example))
-            tally.waiting.append((weight, form, 1 / len(examples)))
+            tally.waiting.append((weight, number, form, 1 / len(examples)))
             tally.characters += size(example)
 
 
-def _answers(value: Fields, reading: Reading, tally: _Tally) -> tuple[str, list[Answer], list[str]]:
-    """(format of a row, what it says, each with its weight; keys that are not read). Raises BadRow."""
-    if reading.kind:
+def _answers(value: Fields, reading: Reading, tally: _Tally) -> tuple[str, list[Answer], list[str], float]:
+    """(format of a row, what it says, each with its weight; keys that are not read; its value). Raises BadRow."""
+    if reading.kind in PAIRED:
         row = parsed(rename(value, reading.renames))
         answered, answers, unused = read_answers(row, reading.kind)
         _check_weight(row, tally)
-        return answered.name, answers, [*unused, *replaced(value, reading.renames)]
-    form, example, unused = read_row(value, reading.renames)
-    row = rename(value, reading.renames)
+        unused = [*unused, *replaced(value, reading.renames)]
+        if reading.kind != "rewards":
+            return answered.name, answers, unused, 0.0
+        return answered.name, answers, [key for key in unused if key != MARGIN], margin_of(row)
+    row, number = rename(value, reading.renames), 0.0
+    if reading.kind == "classes":
+        name, example, unused, number = read_class(value, reading.renames, reading.labels)
+    else:
+        form, example, unused = read_row(value, reading.renames)
+        name = form.name
     _check_weight(row, tally)
     if is_weighted(row):
         unused = [key for key in unused if key != "weight"]
-    return form.name, [(example, weight_of(row))], unused
+    return name, [(example, weight_of(row))], unused, number
 
 
 def _check_weight(row: Fields, tally: _Tally) -> None:
@@ -233,6 +253,8 @@ def _dressed(example: Example, row: Row, reading: Reading) -> Example:
     if isinstance(example, Chat) and reading.variables:
         example = example._replace(variables=reading.variables | (example.variables or {}))
     example = _without_template(example, reading)
+    if reading.kind == "classes":
+        return as_read(example)
     if isinstance(example, Text):
         example = Text(example.text, row.starts, row.ends, row.before, row.after)
     return example
@@ -273,12 +295,14 @@ def _put(
     all: bool = False,
 ) -> None:
     for number, found in encoders.results(all):
-        result, (weight, form, share) = _checked(found, vocabulary, reading), tally.waiting.popleft()
+        result, (weight, value, form, share) = _checked(found, vocabulary, reading), tally.waiting.popleft()
         if isinstance(sink, PairWriter):
-            if fault := sink.add(result, weight):
+            if fault := sink.add(result, weight, value):
                 tally.reject(number, fault)
         elif isinstance(result, BadRow):
             tally.reject(number, result)
+        elif reading.kind == "classes":
+            sink.add(result.ids, np.ones(len(result.ids), bool), weight=weight, value=value)
         else:
             sink.add(result.ids, result.trained, result.starts, weight)
         if isinstance(result, Encoded):
@@ -294,6 +318,8 @@ def _put(
 def _checked(found: Encoded | BadRow, vocabulary: int, reading: Reading) -> Encoded | BadRow:
     if isinstance(found, BadRow):
         return found
+    if reading.kind == "classes" and not len(found.ids):
+        return BadRow("has no token")
     if media := [key for token, key in reading.media if token in found.ids]:
         return BadRow(f'holds the token of "{media[0]}" in config.json, but only text is trained')
     if len(found.ids) and found.ids.max() >= vocabulary:

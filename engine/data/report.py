@@ -82,15 +82,16 @@ class Report:
     held_out: str = ""  # what of the rows
     notes: tuple[str, ...] = ()
     kind: str = ""  # as DataOptions
+    scored: bool = False  # one token of each document counts
 
     def lines(self) -> list[str]:
         """The lines to print."""
         c = self.counts
         held = f"{self.held_out} held out; " if self.held_out else ""
         lines = self._files()
+        trained = f", {compact(c.trained)} trained ({100 * c.trained / max(c.tokens, 1):.0f} %)"
         lines.append(
-            f"{held}{compact(c.tokens)} tokens, {compact(c.trained)} trained "
-            f"({100 * c.trained / max(c.tokens, 1):.0f} %); "
+            f"{held}{compact(c.tokens)} tokens{'' if self.scored else trained}; "
             f"length p50 {c.p50:,.0f}, p99 {c.p99:,.0f}, max {c.longest:,}"
         )
         if not self.fitted.longer:
@@ -131,17 +132,22 @@ class Report:
         )
 
 
-def notes_on(files: Sequence[TokenFile], codec: Codec | None, renames: Mapping[str, str]) -> list[str]:
-    """Warnings about the files, the tokenizer and the template. `renames`: those of --map."""
+def notes_on(
+    files: Sequence[TokenFile], codec: Codec | None, renames: Mapping[str, str], scored: bool = False
+) -> list[str]:
+    """Warnings about the files, the tokenizer and the template. `renames`: those of --map.
+
+    `scored`: nothing is to be said, so what teaches to stop does not matter.
+    """
     if codec is None:
         return []
     facts, total = codec.facts, lambda name: sum(file.meta[name] for file in files)
     talks = facts.template and total("chats")
-    notes = [*facts.notes, *(facts.template_notes if talks else ())]
-    if lost := total("unwritten"):
+    notes = [*facts.notes, *(facts.template_notes if talks and not scored else ())]
+    if (lost := total("unwritten")) and not scored:
         share = f"{100 * lost / total('said'):.2g} %"
         notes.append(f"the chat template leaves out {share} of what the assistant says, which is not trained: {KEEP}")
-    if early := total("early"):
+    if (early := total("early")) and not scored:
         ends = "an end token among the words that are trained, which teaches to stop there"
         notes.append(f"{count(early, 'row')} with {ends}")
     if unknown := total("unknown"):
@@ -162,7 +168,7 @@ def notes_on(files: Sequence[TokenFile], codec: Codec | None, renames: Mapping[s
             f"as question and answer, with it: --map {','.join(as_chat)}"
         )
     texts = [file for file in files if not (facts.template and file.meta["chats"])]
-    if facts.eos is None and any(file.meta["format"] != "input_ids" for file in texts):
+    if facts.eos is None and not scored and any(file.meta["format"] != "input_ids" for file in texts):
         notes.append("the tokenizer has no end token, so where a text ends is not learned")
     return notes
 

@@ -57,6 +57,11 @@ class Tokenizer:
     def eos_token(self) -> str | None:
         return None if self.eos is None else self.core.id_to_token(self.eos)
 
+    @property
+    def pad(self) -> int | None:
+        """The token that fills batches up."""
+        return self.core.token_to_id(self.specials.get("pad_token", ""))
+
     def encode(self, texts: Sequence[str], offsets: bool = False) -> list[Tokens | BadRow]:
         """Tokens of each text, nothing added."""
         short = [text for text in texts if len(text) <= WINDOW]

@@ -414,7 +414,7 @@ def _loss_seconds(cfg: ModelConfig, rates: Rates, tokens: int, itemsize: int, ge
     """(five passes over the logits; a trained weight's GEMM, two over its fp32 gradient each chunk)."""
     chunks, head = -(-tokens // workspace.LOSS_CHUNK), cfg.n_units - 1
     once, back = (count(cfg, head, tokens, 0) for count in (costs.forward_flops, costs.backward_flops))
-    summed = 8 * chunks * cfg.vocab * cfg.width * (back > once)
-    seconds = 2 * once / gemm + 5 * tokens * itemsize * cfg.vocab / rates.copy
+    summed = 8 * chunks * cfg.outputs * cfg.width * (back > once)
+    seconds = 2 * once / gemm + 5 * tokens * itemsize * cfg.outputs / rates.copy
     last = (back - once) / gemm + summed / rates.copy
     return _launched(kernels_of(cfg, "loss", False, tokens), seconds + last, rates) - last, last

@@ -155,7 +155,7 @@ def divided_losses(geo: Geometry, plan: Plan, limits: Limits, piece: int) -> Ite
 
     With fewer blocks kept on the GPU if need be.
     """
-    if plan.hosts > 1 or plan.n_micro == 1:
+    if plan.hosts > 1 or plan.n_micro == 1 or geo.cfg.scores:  # a score head takes no time
         return
     home, last = plan.units[geo.head].gpu, plan.units[geo.head - 1].gpu
     turn = tuple((home + i) % plan.gpus for i in range(plan.gpus))

@@ -281,8 +281,11 @@ def checked(options: Options) -> Options:
 
     preference_of(options)
     teaching_of(options)
+    if options.labels and options.method != "classify":
+        raise InputError(f"--labels {','.join(options.labels)[:60]} is for --method classify. Leave it out.")
     if options.long == "split" and options.method != "sft":
-        raise InputError(f"--long split: --method {options.method} compares whole answers. Take cut, drop or error.")
+        what = "reads whole rows" if options.method == "classify" else "compares whole answers"
+        raise InputError(f"--long split: --method {options.method} {what}. Take cut, drop or error.")
     if options.log == ("none",):
         options = replace(options, log=())
     unknown = set(options.log) - {"tensorboard", "wandb", "mlflow", "comet", "trace"}

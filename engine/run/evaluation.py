@@ -166,6 +166,7 @@ class Evaluation:
     def _loss(self, held_out: Dataset) -> tuple[float, dict[str, float]]:
         """Mean over labels, or over pairs with what is said of them."""
         live, job, total, count, correct = self.live, self.live.job, 0.0, 0.0, self.counter()
+        rows_read = 0
         docs, logps, parts = list[Documents](), list[float](), list[torch.Tensor]()
         rows = live.progress.eval_rows
         batches = held_out.batches(job.micro_rows, rows)
@@ -181,19 +182,22 @@ class Evaluation:
                 own = [float(each.double().sum()) for each in losses]
                 total += reduce(add, live.group.numbers(own, job.plan.n_micro))
                 count += sum(mb.weight for mb in step)
+                rows_read += sum(mb.trained for mb in step)
                 more(sum(mb.tokens for mb in step))
         if live.preference and docs:
             found = compare(live.preference, joined(docs), np.array(logps))
-            return found.loss, found.metrics()
+            return found.loss, found.metrics() | ({"rows": rows_read} if job.cfg.scores else {})
         metrics = metrics_of(parts, count) if parts and count else {}
         if correct is not None:
             metrics["accuracy"] = sum(live.group.each(float(correct))) / (count or 1)
+        if job.cfg.scores:
+            metrics["rows"] = rows_read
         return total / (count or 1), metrics
 
     def samples(self, count: int) -> list[Sample]:
         """Greedy continuations of `count` documents' beginnings, held-out if any."""
         job = self.live.job
-        if job.codec is None or not count or self.stop.leaving or self.live.group.host:
+        if job.codec is None or job.cfg.scores or not count or self.stop.leaving or self.live.group.host:
             return []
         end = time.monotonic() + LONGEST
         enough = lambda: time.monotonic() > end or self.stop.leaving

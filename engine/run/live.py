@@ -402,9 +402,10 @@ def reopen_adapter(cfg: ModelConfig, model: str, out: Path) -> list[str]:
     except InputError as error:
         raise StoreError(errno.EIO, f"read back, it is not what was written: {error}", str(out)) from None
     logs = [name for name in LOGS if (out / name).exists()]
+    labels = f", num_labels={cfg.scores}" if cfg.scores else ""
     return [
         f"output   {out}/: {', '.join([CONFIG, WEIGHTS, *logs])}",
         f"check    reopened: an adapter of rank {found.lora.rank}, {len(found.source.tensors):,} tensors",
-        f"next     {afterwards(out)}; {program()} merge {out} --out DIR; "
-        f"PeftModel.from_pretrained({cfg.opener}.from_pretrained({model!r}), {str(out)!r})",
+        f"next     {afterwards(out, cfg.scores > 0)}; {program()} merge {out} --out DIR; "
+        f"PeftModel.from_pretrained({cfg.opener}.from_pretrained({model!r}{labels}), {str(out)!r})",
     ]

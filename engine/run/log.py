@@ -176,7 +176,8 @@ class Totals:
             )
             parts.append("eval {:.4g} -> {:.4g}".format(*self.evals) + note)
         if self.seconds:
-            parts.append(f"{compact(self.trained)} trained tokens of {compact(self.tokens)}")
+            trained = f"{compact(self.trained)} trained tokens of {compact(self.tokens)}"
+            parts.append(trained if self.trained else f"{compact(self.tokens)} tokens")
             parts.append(f"{compact(self.tokens / self.seconds)} tok/s")
         return ", ".join(parts)
 
@@ -300,11 +301,13 @@ class RunLog:
 def evaluated(loss: float, record: Record) -> str:
     """eval_loss, and what it is to be read with."""
     shown = {"accuracy": "eval_rewards/accuracies", "margin": "eval_rewards/margins"}
+    if "eval_rows" in record:
+        shown = {"accuracy": "eval_accuracy", "margin": "eval_margin"}
     parts = [f"{word} {record[key]:.4g}" for word, key in shown.items() if key in record]
     if "eval_ce" in record:
         ce, kl = record["eval_ce"], record["eval_kl"]
         parts = [f"ce {ce:.4f}", f"kl {kl:.4f}", f"perplexity {perplexity(ce)}"]
-    elif not any(key.startswith("eval_rewards/") for key in record):
+    elif not parts:
         parts = [f"perplexity {perplexity(loss)}"]
         parts += [f"accuracy {record['eval_accuracy']:.4f}"] if "eval_accuracy" in record else []
     return "  ".join([f"eval_loss {loss:.4f}", *parts])

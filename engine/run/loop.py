@@ -157,7 +157,7 @@ class Run:
             "learning_rate": rate,
             "grad_norm": stats.grad_norm,
             "tokens_per_second": round(tokens / seconds, 1),
-            "trained_tokens_per_second": round(trained / seconds, 1),
+            ("rows_per_second" if job.cfg.scores else "trained_tokens_per_second"): round(trained / seconds, 1),
             "mfu": round(flops / seconds / self.peak, 4),
             "step_time_s": round(seconds, 4),
             "wall_time": round(time.time(), 3),
@@ -215,7 +215,7 @@ class Run:
             written = (
                 reopen_adapter(job.cfg, opens(job.options.model), job.out)
                 if adapter
-                else reopen(job.source, job.out, job.cfg.opener)
+                else reopen(job.source, job.out, job.cfg.opener, job.cfg.scores > 0)
             )
         self._warn_of_worse(best)
         for line in (summary, *written):
@@ -271,7 +271,9 @@ class Run:
 
     def _evaluated(self, loss: float | None, step: int | None) -> str:
         loss = math.nan if loss is None else loss
-        more = "" if self.live.preference or self.live.job.cfg.teaching else f", perplexity {perplexity(loss)}"
+        cfg = self.live.job.cfg
+        other = self.live.preference or cfg.teaching or cfg.scores
+        more = "" if other else f", perplexity {perplexity(loss)}"
         return f"eval_loss {loss:.4f}{more}, at step {step}"
 
 

@@ -190,7 +190,7 @@ ELSEWHERE = (
     Theirs("do-eval", "--val is evaluated if given", "*"),
     Theirs("push-to-hub hub-*", "--push OWNER/NAME uploads the output; leave it out"),
     Theirs("auto-resume-from-checkpoints", "--resume, on the command line"),
-    Theirs("stage", "--method is sft, dpo, ipo, orpo, simpo or kto", "sft pt"),
+    Theirs("stage", "--method is sft, dpo, ipo, orpo, simpo, kto, reward or classify", "sft pt"),
     Theirs("pref-loss", "--method dpo, ipo, orpo or simpo"),
     Theirs("pref-ftx rpo-alpha dpo-norm-loss", "no loss of chosen answers is added; --method orpo has one", "0 0.0"),
     Theirs("cpo-alpha", "--method simpo is without it; leave it out", "0 0.0"),

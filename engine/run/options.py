@@ -120,6 +120,16 @@ def listed(parser: Parser, like: str = "") -> Parser:
     return parse
 
 
+def labels_of(text: str) -> tuple[str, ...]:
+    """Names of classes, or as many as a number says, as transformers calls them."""
+    if text.isascii() and text.isdigit():
+        return tuple(f"LABEL_{i}" for i in range(number(2, 1 << 16, int)(text)))
+    names = tuple(part.strip() for part in text.split(","))
+    if len(names) < 2 or not all(names) or len(set(names)) < len(names):
+        raise ValueError(f"{text[:60]!r} is no number of classes, nor two different names or more: negative,positive")
+    return names
+
+
 def json_object(text: str) -> str:
     """An object in JSON, as it is written again."""
     try:
@@ -248,10 +258,21 @@ class Options:
 
     method: str = _option(
         TRAINING,
-        "what is learned: the rows (sft), or which answers are preferred",
+        "what is learned: the rows (sft), which answers are preferred, or, by a score head, their reward or a class",
         "sft",
-        choices=("sft", "dpo", "ipo", "orpo", "simpo", "kto"),
+        choices=("sft", "dpo", "ipo", "orpo", "simpo", "kto", "reward", "classify"),
         also="rl",
+    )
+    labels: tuple[str, ...] = _option(
+        TRAINING,
+        "classify: names of the classes, or how many [those of the checkpoint, else of the data]",
+        (),
+        parse=labels_of,
+        metavar="NAME,NAME",
+        also="num-labels",
+    )
+    center_rewards_coefficient: float | None = _option(
+        TRAINING, "reward: weight of the square of a pair's mean rewards [0]", parse=number(0), metavar="X"
     )
     beta: float | None = _option(
         TRAINING,

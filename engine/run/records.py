@@ -27,6 +27,7 @@ COLUMNS = [
     "grad_norm",
     "tokens_per_second",
     "trained_tokens_per_second",
+    "rows_per_second",
     "mfu",
     "step_time_s",
     "eval_time_s",
@@ -43,6 +44,7 @@ COLUMNS = [
     "kl",
     "eval_ce",
     "eval_kl",
+    "eval_rows",
 ]
 DIVERGING = ("loss", "eval_loss", "grad_norm")  # may be NaN or infinite
 HUGE = 1e15  # the largest of the others

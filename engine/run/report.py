@@ -22,7 +22,7 @@ from trireme.engine.planner.reasons import benefits
 from trireme.engine.planner.whole import Events, compile_s, evaluation_s, export_s, foretold, written
 from trireme.engine.queues.names import NET
 from trireme.engine.run.begin.job import Job, shelf
-from trireme.engine.run.begin.preference import described, preference_of
+from trireme.engine.run.begin.preference import described, of_head, preference_of
 from trireme.engine.run.evaluation import LONGEST, MAX_NEW
 from trireme.engine.run.options import Every, Options
 from trireme.engine.tuning.cached import Cached
@@ -106,7 +106,7 @@ def model_line(job: Job) -> str:
     cfg = job.cfg
     dtypes = "/".join(dict.fromkeys(t.dtype for n in job.stored.values() if (t := job.source.tensors.get(n))))
     dtypes += f" and {cfg.packing.word}" if cfg.packing else ""
-    head = "tied head" if cfg.tied else "untied head"
+    head = f"score head, {of_head(cfg)}" if cfg.scores else "tied head" if cfg.tied else "untied head"
     vocabulary = f"tokenizer {job.codec.facts.vocab_size:,}" if job.codec else "no tokenizer"
     files, given = count(len(job.source.files), "shard"), f"; {vocabulary}"
     if not job.source.files:
@@ -191,7 +191,7 @@ def method_line(job: Job) -> str:
     what = f"LoRA, rank {lora.rank}, alpha {lora.alpha:g}, on {', '.join(lora.targets)}" if lora else what
     what += f"; {compact(job.trained_parameters)} parameters trained" if job.cfg.frozen else ""
     fp8 = ", linear layers of blocks in fp8 (mfu is of its rate)" if job.cfg.fp8 else ""
-    what = f"{described(of)}, {what}" if of else what
+    what = f"{described(of)}, {what}" if of else f"classify ({', '.join(o.labels)[:80]}), {what}" if o.labels else what
     if teaching:
         parts = f"cross-entropy x {1 - teaching.weight:g} + divergence from the teacher x {teaching.weight:g}"
         what = f"{parts} (top {teaching.k}, temperature {teaching.temperature:g}), {what}"
@@ -309,7 +309,7 @@ def events(job: Job, done: int, steps_s: float | None) -> Events:
         + (min(bests, snapshots) if job.forecast.kept else bests)
         + often(o.export_every, done, total, steps_s),
         snapshots=snapshots,
-        samples=evaluations + 1 if job.codec else 0,
+        samples=evaluations + 1 if job.codec and not job.cfg.scores else 0,
         tokens=MAX_NEW,
         longest=LONGEST,
     )

@@ -33,17 +33,20 @@ def progress(record: Mapping[str, Any], total_steps: int, eta: float | None) -> 
     parts = {"step": f"step {r['step']:>{len(str(total_steps))}}/{total_steps}", "loss": f"loss {r['loss']:.4f}"}
     if "ce" in r and "kl" in r:
         parts["parts"] = f"ce {r['ce']:.4f} kl {r['kl']:.4f}"
-    if "rewards/accuracies" in r:
-        parts["accuracy"] = f"accuracy {r['rewards/accuracies']:.2f}"
-    if "rewards/margins" in r:
-        parts["margin"] = f"margin {r['rewards/margins']:.3g}"
+    scored = "rows_per_second" in r
+    accuracy, margin = ("accuracy", "margin") if scored else ("rewards/accuracies", "rewards/margins")
+    if accuracy in r:
+        parts["accuracy"] = f"accuracy {r[accuracy]:.2f}"
+    if margin in r:
+        parts["margin"] = f"margin {r[margin]:.3g}"
     if "learning_rate" in r:
         parts["lr"] = f"lr {r['learning_rate']:.1e}"
     if "grad_norm" in r:
         parts["norm"] = f"grad_norm {r['grad_norm']:.2g}"
     if "tokens_per_second" in r:
         trained = r.get("trained_tokens_per_second", r["tokens_per_second"])
-        some = f" ({compact(trained)} trained)" if trained < 0.95 * r["tokens_per_second"] else ""
+        rows = f" ({compact(r['rows_per_second'])} rows)" if scored else ""
+        some = rows or f" ({compact(trained)} trained)" if scored or trained < 0.95 * r["tokens_per_second"] else ""
         parts["speed"] = f"{compact(r['tokens_per_second'])} tok/s{some}"
     if "step_time_s" in r:
         parts["time"] = f"{r['step_time_s']:.3g} s"

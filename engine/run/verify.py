@@ -188,7 +188,7 @@ def has_begun(out: Path) -> bool:
     return log.exists() and log.stat().st_size > 0
 
 
-def reopen(source: Source, out: Path, opener: str = "AutoModelForCausalLM") -> list[str]:
+def reopen(source: Source, out: Path, opener: str = "AutoModelForCausalLM", scored: bool = False) -> list[str]:
     """Returns the lines to print. Raises StoreError where export and source differ in more than values."""
     packing = source.packing if isinstance(source, Packed) else None
     written = open_checkpoint(out, packing)
@@ -209,13 +209,15 @@ def reopen(source: Source, out: Path, opener: str = "AutoModelForCausalLM") -> l
         f"check    reopened: {len(ours):,} tensors, names, shapes and dtypes equal to the source; "
         f"{len(others) - len(given)} other files byte-identical"
         + (f"; as trained with: {', '.join(given)}" if given else ""),
-        f"next     {afterwards(out)}; {opener}.from_pretrained({str(out)!r}); the same run again: "
+        f"next     {afterwards(out, scored)}; {opener}.from_pretrained({str(out)!r}); the same run again: "
         f"--config {out}/config.yaml",
     ]
 
 
-def afterwards(out: Path) -> str:
+def afterwards(out: Path, scored: bool = False) -> str:
     """What to type next."""
+    if scored:
+        return f"{program()} eval {out} --data FILE"
     return f"{program()} sample {out} --prompt TEXT, or {program()} eval {out} --data FILE"
 
 

@@ -50,7 +50,10 @@ class Adapter:
     dropout: float
 
     def values(self, name: str, first: int, last: int) -> Iterator[np.ndarray]:
-        """Of a tensor in the rank of `lora`."""
+        """Of a tensor in the rank of `lora`, or of one that is whole."""
+        if name in self.whole:
+            yield from self.source.values(self.whole[name], first, last)
+            return
         module = name.partition(".lora_")[0]
         if module not in self.ranks:
             yield np.zeros(last - first, np.float32)
@@ -188,11 +191,11 @@ def _config(cfg: ModelConfig, lora: Lora, base: str) -> dict[str, Any]:
         "init_lora_weights": True,
         "lora_alpha": lora.alpha,
         "lora_dropout": lora.dropout,
-        "modules_to_save": None,
+        "modules_to_save": [cfg.names.output] if cfg.scores else None,
         "peft_type": "LORA",
         "r": lora.rank,
         "target_modules": [t for t in modules if t not in like_experts],
-        "task_type": "CAUSAL_LM",
+        "task_type": "SEQ_CLS" if cfg.scores else "CAUSAL_LM",
         "use_dora": False,
         "use_rslora": False,
     }

@@ -14,12 +14,13 @@ from torch import Tensor
 
 from trireme.engine.placement import Progress, silent
 from trireme.engine.tuning.adapters import Adapter
-from trireme.engine.tuning.opened import read_adapter
+from trireme.engine.tuning.headed import headed, names_in, pad_in, with_config
+from trireme.engine.tuning.opened import read_adapter, scored_by
 from trireme.engine.tuning.packed import Packed, check_packing, unpacked
 from trireme.engine.tuning.parts import open_checkpoint
 from trireme.engine.tuning.peft_config import base_of, read_adapter_config
 from trireme.models import hf
-from trireme.models.config import InputError, ModelConfig, read_config
+from trireme.models.config import InputError, ModelConfig, read_config, read_raw
 from trireme.models.sizes import shapes
 from trireme.storage.checkpoint import Source, convert, dtype_of, export, is_finite
 from trireme.storage.files import Say, lock, make_folder, partial_of, remove_folders, sync_folder, write_synced
@@ -38,9 +39,12 @@ def merge_folder(folder: Path, model: str, out: Path, say: Say, working: Working
     if not Path(model or base or "?").is_dir():
         wrong = f"--model {model} is no folder" if model else f"{folder}: its base, {base!r}, is no folder here"
         raise InputError(f"{wrong}. Name the checkpoint: --model DIR.")
-    cfg = read_config(model or base)
+    cfg = scored_by(folder, read_config(model or base))
     source = open_checkpoint(model or base, cfg.packing, say)
     check_packing(cfg, source, say)
+    if cfg.scores:
+        raw = read_raw(model or base)
+        source = with_config(cfg, source, raw, names_in(raw, cfg.scores), pad_in(raw, None))
     if isinstance(source, Packed):
         say(f"note: {source.folder}: matrices in {source.packing.word} that the adapter changes make all be in bf16")
     with _claimed(out, [*source.others, *source.files]), working("merging the adapter", 2 * source.nbytes) as more:
@@ -92,6 +96,8 @@ def merge_adapter(folder: Path, cfg: ModelConfig, source: Source, out: Path, pro
     if isinstance(source, Packed):
         packed = (name for stored, name in names.items() if name and source.packs(stored))
         source = unpacked(source) if any(_is_adapted(base, adapter, name) for name in packed) else source
+    source = headed(base, source)
+    names = hf.canonical_names(base, {name: t.shape for name, t in source.tensors.items()})
 
     def values(stored: str) -> Iterator[np.ndarray] | None:
         name, dtype = names[stored], source.tensors[stored].dtype

@@ -19,8 +19,8 @@ from trireme.engine.tuning.adapters import (
     turned,
 )
 from trireme.engine.tuning.chosen import adaptable, adapted
-from trireme.engine.tuning.peft_config import CONFIG, Said, read_said
-from trireme.models.config import InputError, Lora, ModelConfig
+from trireme.engine.tuning.peft_config import CONFIG, Said, read_adapter_config, read_said
+from trireme.models.config import InputError, Lora, ModelConfig, scored
 from trireme.models.sizes import shapes
 from trireme.models.sizes.shapes import DOWN, GATE_UP
 from trireme.storage.checkpoint import Source, SourceTensor
@@ -28,6 +28,7 @@ from trireme.storage.headers import read_header
 from trireme.storage.untrusted import shown
 
 PICKLE = "adapter_model.bin"
+HEAD = "score.weight"
 SINGLE = re.compile(r"\.experts\.\d+\.")  # one of a layer's experts, as transformers 4 has them
 
 
@@ -51,7 +52,7 @@ def read_adapter(folder: Path, cfg: ModelConfig, merging: bool = False) -> Adapt
 
     Raises InputError on another format, kind or base.
     """
-    said, source = read_said(folder, excluded(cfg)), _opened(folder)
+    said, source = read_said(folder, excluded(cfg), cfg.scores > 0), _opened(folder)
     stored = {_short(name): name for name in source.tensors}
     if len(stored) < len(source.tensors):
         raise InputError(f"{folder / WEIGHTS} has a tensor twice: with {PREFIX} before its name, and without.")
@@ -86,6 +87,16 @@ def read_adapter(folder: Path, cfg: ModelConfig, merging: bool = False) -> Adapt
         tuple(place.module for place in places if place.target in lora.targets and place.module not in there),
         said.dropout,
     )
+
+
+def scored_by(folder: Path, cfg: ModelConfig) -> ModelConfig:
+    """`cfg` with the score head that an adapter has, of a model that has none. Raises InputError as read_adapter."""
+    if cfg.scores or read_adapter_config(folder).get("task_type") != "SEQ_CLS":
+        return cfg
+    found = next((t.shape for name, t in _opened(folder).tensors.items() if _short(name) == HEAD), None)
+    if found is None or len(found) != 2:
+        raise InputError(f"{folder / CONFIG}: task_type is SEQ_CLS, and {WEIGHTS} has no {HEAD}.")
+    return scored(cfg, found[0], str(folder))
 
 
 def _lora(there: Mapping[str, Place]) -> Lora:
@@ -160,7 +171,9 @@ def _outer_places(cfg: ModelConfig, said: Said) -> Iterator[Place]:
         )
     ):
         a, b = (f"{module}.{name}" for name in names)
-        inner, outer = (cfg.vocab, cfg.width)[:: 1 if module == cfg.names.embed else -1]
+        inner, outer = (cfg.vocab if module == cfg.names.embed else cfg.outputs, cfg.width)[
+            :: 1 if module == cfg.names.embed else -1
+        ]
         yield _place(module, -1, "", said.sized(module), {a: (1, inner), b: (outer, 1)})
 
 
@@ -210,7 +223,7 @@ def _whole(folder: Path, cfg: ModelConfig, said: Said, found: Mapping[str, tuple
 def _check_trainable(folder: Path, there: Mapping[str, Place], whole: Mapping[str, str]) -> None:
     """Raises InputError where the adapter can only be merged."""
     outer = [module for module, place in there.items() if not place.target]
-    held = sorted(whole.values())
+    held = sorted(name for name in whole.values() if name != HEAD)
     if outer:
         wrong = f"adapters of {' and '.join(outer)}"
     elif held:

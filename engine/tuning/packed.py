@@ -185,7 +185,7 @@ def as_stored(cfg: ModelConfig, source: Source) -> ModelConfig:
     if not isinstance(source, Packed):
         return cfg
     stored = hf.sources(cfg, {name: t.shape for name, t in source.tensors.items()})
-    in_files = lambda name, shape: (stored[there] for there, _ in shapes.on_disk(cfg, name, shape))
+    in_files = lambda name, shape: (stored.get(there, there) for there, _ in shapes.on_disk(cfg, name, shape))
     packed = globs(cfg, lambda name, shape: all(map(source.packs, in_files(name, shape))))
     return replace(cfg, packing=source.packing, packed=packed)
 
@@ -235,7 +235,8 @@ def as_trained(cfg: ModelConfig, source: Source, stored: Mapping[str, str]) -> S
     groups = (group for u in range(cfg.n_units) for group in shapes.weight_groups(cfg, u))
     trained = (matrix for group in groups if not shapes.is_frozen(cfg, group) for matrix in group)
     files = (there for name, shape in trained for there, _ in shapes.on_disk(cfg, name, shape))
-    found = frozenset(stored[there] for there in files if source.packs(stored[there]))
+    names = (stored.get(there, there) for there in files)  # a new score head is in no file
+    found = frozenset(name for name in names if source.packs(name))
     if found and not source.files:
         return Source(source.folder, (), source.tensors, source.auxiliary)
     return unpacked(source, found if not source.packing.exact else frozenset()) if found else source

@@ -30,6 +30,7 @@ ONLY: dict[str, tuple[object, ...]] = {
     "peft_type": ("LORA",),
     "task_type": ("CAUSAL_LM",),
 }
+SCORED = "SEQ_CLS"  # task_type of models with a score head
 NUMBERS = ("lora_alpha", "r")
 # Other keys that are read -> the forms of their values, as `complaint` has them.
 READ: dict[str, tuple[Any, ...]] = {
@@ -108,13 +109,13 @@ def _named(ends: frozenset[str], name: str) -> bool:
     return any(".".join(parts[k:]) in ends for k in range(len(parts)))
 
 
-def read_said(folder: Path, excluded: str = "") -> Said:
-    """`excluded`: the one regular expression that exclude_modules may be.
+def read_said(folder: Path, excluded: str = "", scored: bool = False) -> Said:
+    """`excluded`: the one regular expression that exclude_modules may be. `scored`: the model has a score head.
 
-    Raises InputError unless it is a plain LoRA of a causal language model.
+    Raises InputError unless it is a plain LoRA of a causal language model, or if `scored` of a classifier.
     """
     config, where = read_adapter_config(folder), folder / CONFIG
-    _check(where, config, excluded)
+    _check(where, config, excluded, scored)
     rank, alpha = _numbers(where, config)
     targets, parameters = config.get("target_modules"), _listed(config.get("target_parameters"))
     if targets is None and parameters:
@@ -196,7 +197,7 @@ def base_of(config: dict[str, Any]) -> str:
     return name if isinstance(name, str) and "\0" not in name else ""
 
 
-def _check(where: Path, config: dict[str, Any], excluded: str) -> None:
+def _check(where: Path, config: dict[str, Any], excluded: str, scored: bool) -> None:
     """See read_said."""
     if "peft_type" not in config and "fine_tune_type" in config:
         raise InputError(
@@ -210,6 +211,8 @@ def _check(where: Path, config: dict[str, Any], excluded: str) -> None:
                 raise InputError(f"{where}: {key}{complaint(value, READ[key][-1])}.")
             if key == "exclude_modules" and isinstance(value, str) and value not in ("", excluded):
                 raise InputError(f"{where}: {key} is a regular expression, {_show(value)}. List the modules instead.")
+        elif scored and key == "task_type" and value == SCORED:
+            continue
         elif value and key not in KNOWN and value not in ONLY.get(key, ()):
             raise InputError(f"{where}: {shown(key)} is {_show(value)}, which is not supported. {_instead(key, value)}")
 

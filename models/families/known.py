@@ -62,3 +62,12 @@ def why_not(model_type: object, supported: tuple[str, ...]) -> str:
         return f"it has {reason}. The nearest that is: {nearest}; docs/models.md lists all."
     near = get_close_matches(model_type, supported, 1) if isinstance(model_type, str) else []
     return "it is not known." + (f" Did you mean {near[0]}?" if near else "") + " docs/models.md lists all that are."
+
+
+# Model types of which transformers 5.24 has no class with a score head (scores.py).
+WITHOUT_SCORES = frozenset({
+    "olmoe", "granite", "granitemoe", "granitemoehybrid", "granite_swa", "bamba", "nemotron_h", "olmo_hybrid",
+    "glm4_moe", "glm4_moe_lite", "glm_moe_dsa", "solar_open", "dots1", "minimax_m2", "exaone_moe", "hy_v3", "mellum",
+    "ernie4_5", "ernie4_5_moe", "cwm", "qwen3_5_moe_text", "qwen3_vl_text", "qwen3_vl_moe_text", "qwen2_5_vl_text",
+    "qwen2_vl_text", "glm4v_text", "glm4v_moe_text", "deepseek_v32", "youtu",
+})  # fmt: skip

@@ -38,7 +38,7 @@ class Comparison:
         self.losses[:] = [torch.from_numpy(found.weights * found.losses).to(device)] if not self.host else []
         first = sum(len(each) for each in logps[: self.host])
         self.factors[:] = [torch.zeros_like(each) for each in losses] if not own else []
-        for docs, of in zip(own, losses, strict=True):
+        for docs, of in zip(own, losses[: len(own)], strict=True):  # a host without documents has losses
             slopes = found.slopes[first : first + len(docs.lengths)]
             self.factors.append(torch.from_numpy(np.repeat(-slopes, docs.lengths).astype(np.float32)).to(of.device))
             first += len(docs.lengths)

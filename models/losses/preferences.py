@@ -2,7 +2,8 @@
 
 A pair is two documents in a row. Of kto the second is the first's prompt with another row's completion, which measures
 how far the model has moved (its gradient is 0); the first is desirable where its weight is above 0.
-Legend: P pairs; logps are sums over a document's trained tokens; sigma(x) = 1 / (1 + exp(-x)).
+Legend: P pairs; logps are sums over a document's trained tokens, or of a reward model its scores;
+sigma(x) = 1 / (1 + exp(-x)).
 """
 
 from __future__ import annotations
@@ -13,8 +14,8 @@ from typing import Literal, NamedTuple
 
 import numpy as np
 
-Method = Literal["dpo", "ipo", "orpo", "simpo", "kto"]
-METHODS: tuple[Method, ...] = ("dpo", "ipo", "orpo", "simpo", "kto")
+Method = Literal["dpo", "ipo", "orpo", "simpo", "kto", "reward"]
+METHODS: tuple[Method, ...] = ("dpo", "ipo", "orpo", "simpo", "kto", "reward")
 COMPARED: tuple[Method, ...] = ("dpo", "ipo", "kto")  # with a reference: the model before training
 SURE = -1e-7  # a mean log-probability above it is rounding, and has no odds
 
@@ -29,6 +30,7 @@ class Preference:
     simpo_gamma: float = 0.5
     desirable_weight: float = 1.0
     undesirable_weight: float = 1.0
+    center_rewards_coefficient: float = 0.0
 
     @property
     def compares(self) -> bool:
@@ -42,7 +44,7 @@ class Documents(NamedTuple):
     lengths: np.ndarray  # (2P,) int64, tokens
     trained: np.ndarray  # (2P,) int64, of them with a label
     weights: np.ndarray  # (2P,) float64; of kto's undesirable answers below 0
-    reference: np.ndarray  # (2P,) float64: logps; 0 where there is none
+    reference: np.ndarray  # (2P,) float64: logps; 0 where there is none. Of rewards a pair's first: its margin
 
     @property
     def pairs(self) -> np.ndarray:
@@ -67,6 +69,7 @@ class Compared(NamedTuple):
     logps: np.ndarray  # (2P,) float64
     weights: np.ndarray  # (P,) float64
     kl: float | None = None
+    scored: bool = False  # by a reward model
 
     @property
     def loss(self) -> float:
@@ -75,6 +78,11 @@ class Compared(NamedTuple):
 
     def metrics(self) -> dict[str, float]:
         """By TRL's names. A side that no document has is left out."""
+        if self.scored:
+            good, bad, some = self.rewards[::2], self.rewards[1::2], self.rewards
+            extent = {"min_reward": some.min(), "mean_reward": some.mean(), "max_reward": some.max()}
+            found = extent | {"accuracy": (good > bad).mean(), "margin": (good - bad).mean()}
+            return {name: float(value) for name, value in found.items()}
         found, sides = dict[str, float](), {"chosen": self.chosen, "rejected": self.rejected}
         for what, values in (("rewards", self.rewards), ("logps", self.logps)):
             found |= {f"{what}/{side}": float(values[which].mean()) for side, which in sides.items() if which.any()}
@@ -93,10 +101,13 @@ def compare(of: Preference, docs: Documents, logps: np.ndarray) -> Compared:
     Formulas and defaults as in TRL; sources: DPO (Rafailov et al. 2023, arXiv:2305.18290) with label smoothing
     (Mitchell 2023), IPO (Azar et al. 2023, arXiv:2310.12036) of means, ORPO (Hong et al. 2024, arXiv:2403.07691), whose
     likelihood term is the mean over the chosen answer's tokens as in the paper, SimPO (Meng et al. 2024,
-    arXiv:2405.14734), KTO (Ethayarajh et al. 2024, arXiv:2402.01306).
+    arXiv:2405.14734), KTO (Ethayarajh et al. 2024, arXiv:2402.01306), rewards as of Bradley and Terry with a margin
+    (Touvron et al. 2023, arXiv:2307.09288) and centered (Eisenstein et al. 2023, arXiv:2312.09244).
     """
     if of.method == "kto":
         return _kto(of, docs, logps)
+    if of.method == "reward":
+        return _rewards(of, docs, logps)
     lengths = docs.trained if of.method != "dpo" else np.ones(len(logps))
     values = (logps - docs.reference if of.compares else logps) / lengths
     good, bad = values[::2], values[1::2]
@@ -136,6 +147,16 @@ def _kto(of: Preference, docs: Documents, logps: np.ndarray) -> Compared:
     chosen, rejected = np.zeros(len(logps), bool), np.zeros(len(logps), bool)
     chosen[::2], rejected[::2] = signs > 0, signs < 0
     return Compared(losses, slopes, chosen, rejected, of.beta * ratios, logps, docs.pairs, kl)
+
+
+def _rewards(of: Preference, docs: Documents, scores: np.ndarray) -> Compared:
+    good, bad = scores[::2], scores[1::2]
+    z, both = good - bad - docs.reference[::2], good + bad
+    losses = -_log_sigma(z) + of.center_rewards_coefficient * both**2
+    slope, centred = _sigma(-z), 2 * of.center_rewards_coefficient * both
+    slopes = np.stack([centred - slope, centred + slope], 1).reshape(-1) * np.repeat(docs.pairs, 2)
+    chosen = np.arange(len(scores)) % 2 == 0
+    return Compared(losses, slopes, chosen, ~chosen, scores, scores, docs.pairs, scored=True)
 
 
 def _sigma(x: np.ndarray) -> np.ndarray:

@@ -177,7 +177,7 @@ def forward_flops(cfg: ModelConfig, u: int, tokens: int, pairs: int) -> int:
     if what == "embed":
         return 0
     if what == "head":
-        return 2 * tokens * cfg.vocab * cfg.width
+        return 2 * tokens * cfg.outputs * cfg.width
     return 2 * tokens * (sum(_linear_params(cfg, what).values()) + _adapter_params(cfg, u)) + attention
 
 
@@ -272,11 +272,12 @@ def model_flops(cfg: ModelConfig, tokens: int, pairs: int) -> int:
     feature by layer.
     """
     inner = range(1, cfg.n_units - 1)
-    matrices = sum(sum(_linear_params(cfg, kind(cfg, u)).values()) for u in inner) + cfg.vocab * cfg.width
+    output = 0 if cfg.scores else cfg.vocab * cfg.width  # a score head reads a token of each document
+    matrices = sum(sum(_linear_params(cfg, kind(cfg, u)).values()) for u in inner) + output
     mixed = cfg.attending * attention_flops(cfg, pairs)
     mixed += (cfg.n_layers - cfg.attending) * scan_flops(cfg, tokens) if cfg.scan else 0
     if not cfg.frozen and cfg.lora is None:
         return 6 * tokens * matrices + 3 * mixed
     trained = sum(_trained_params(cfg, u) + 3 * _adapter_params(cfg, u) for u in inner)
-    trained += cfg.vocab * cfg.width * (not is_frozen(cfg, [(output_name(cfg), ())]))
+    trained += output * (not is_frozen(cfg, [(output_name(cfg), ())]))
     return 2 * tokens * (2 * matrices + trained) + 3 * mixed

@@ -69,7 +69,7 @@ def embedding_name(cfg: ModelConfig) -> str:
 
 
 def output_name(cfg: ModelConfig) -> str:
-    """The output matrix (V, D); the token embedding if tied."""
+    """The output matrix (V, D), or that of a score head; the token embedding if tied."""
     return embedding_name(cfg) if cfg.tied else f"{cfg.names.output}.weight"
 
 
@@ -157,12 +157,14 @@ def is_packed(cfg: ModelConfig, group: Group) -> bool:
 
 
 def is_frozen(cfg: ModelConfig, group: Group) -> bool:
-    """Whether a group is frozen, as a router's correction always is.
+    """Whether a group is frozen, as a router's correction always is, and a score head beside adapters never.
 
     Raises InputError where only some tensors of the one matmul are.
     """
     if len(group) == 1 and cfg.names.correction and group[0][0].endswith(cfg.names.correction):
         return True
+    if cfg.scores and cfg.lora and group[0][0] == output_name(cfg):
+        return False
     found = [_matches(name, cfg.frozen) for name, _ in group]
     if any(found) and not all(found):
         raise InputError(
@@ -237,7 +239,7 @@ def _embed_groups(cfg: ModelConfig) -> list[Group]:
 
 
 def _head_groups(cfg: ModelConfig) -> list[Group]:
-    output: list[Group] = [] if cfg.tied else [[(output_name(cfg), (cfg.vocab, cfg.width))]]
+    output: list[Group] = [] if cfg.tied else [[(output_name(cfg), (cfg.outputs, cfg.width))]]
     return output + _norm(cfg, cfg.names.final_norm)
 
 

@@ -22,6 +22,7 @@ from trireme.models.sizes.shapes import (
 )
 
 LOSS_CHUNK = 2048  # rows of logits; default of linear_cross_entropy
+SCORE_ROWS = 512  # documents that a score head reads at once
 ROWS_OF_SCANS = 32  # of a chunk, as kernels/launch.py has it
 SLICE = 1 << 25  # bytes of an fp8 matmul on its way to a gradient's sum
 PROGRAMS = 1024  # most rows of fp32 partial sums in a norm's backward
@@ -291,7 +292,13 @@ def _routes_bytes(cfg: ModelConfig, tokens: int, itemsize: int) -> int:
 
 
 def _head_workspace(cfg: ModelConfig, tokens: int, itemsize: int, grad_itemsize: int) -> int:
-    """Norm's result, a chunk's logits and rows, fp32 sums for narrower gradients where it is trained."""
+    """Norm's result, a chunk's logits and rows, fp32 sums for narrower gradients where it is trained.
+
+    Of a score head rows, their norm and the gradients of both; in fp32 the norm, its gradient, scores, matrix and sum.
+    """
+    if cfg.scores:
+        rows, matrix = min(tokens, SCORE_ROWS), 4 * cfg.scores * cfg.width
+        return rows * (cfg.width * (4 * itemsize + 8) + 32 * cfg.scores) + 3 * matrix + 45 * tokens
     chunk, output = min(tokens, LOSS_CHUNK), (output_name(cfg), (cfg.vocab, cfg.width))
     summed = grad_itemsize < 4 and tokens > chunk and not is_frozen(cfg, [output])
     sums = 4 * cfg.vocab * cfg.width * summed

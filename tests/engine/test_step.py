@@ -36,6 +36,7 @@ from engines import (
     make,
     pairs,
     relayed,
+    scored,
     taught,
     train,
 )
@@ -51,6 +52,7 @@ from trireme.engine.placement import Entry
 from trireme.engine.plan import TIERS, UnitPlan
 from trireme.engine.planner.rates import Rates
 from trireme.engine.planner.simulate import SimulatedQueues
+from trireme.engine.planner.variants import divided_losses
 from trireme.engine.queues.names import READS, WRITES, queues_of
 from trireme.engine.queues.real import InlineQueues, RealQueues
 from trireme.engine.run.begin.warmup import warm_up
@@ -96,13 +98,14 @@ MODELS |= IN_FP8
 ELSEWHERE = ("mamba", "olmo hybrid", "nemotron")  # in test_families.py: half blocks, or layers without any
 LLAMAS = ("untied", "tied")
 TEACHING = Teaching(5, 0.4, 1.5)
+LABELS = {"reward": 1, "classify": 3}
 LAGS = (BESIDE, {"compute"}, {"cpu"}, {"h2d"}, {"d2h"})  # queues that are late: all but the caller's, or one alone
 
 
 # What a run may do before, between and after its steps: name -> what comes of it.
 BETWEEN = {
     "evaluate": evaluate,
-    "sample": lambda e, micro: sample(e, Words(), [[1, 2, 3], [4]], max_new=2),
+    "sample": lambda e, micro: None if e.cfg.scores else sample(e, Words(), [[1, 2, 3], [4]], max_new=2),
     "flush": lambda e, micro: e.optimizer.flush(),
     "drain": lambda e, micro: e.queues.drain(),
     "warm_up": lambda e, micro: warm_up(e, micro[0], range(e.geo.n_units)) if e.plan.gpus == 1 else None,
@@ -129,11 +132,21 @@ def data_of(cfg, n_micro, method):
         return batches(cfg, 3, n_micro, 24), None
     if method == "teacher":
         return taught(cfg, 3, n_micro, 24), None
+    if method in LABELS:
+        centred = Preference("reward", center_rewards_coefficient=0.1)
+        return scored(cfg, 3, n_micro, 24), centred if method == "reward" else None
     return pairs(cfg, 3, n_micro, 24, method == "kto"), Preference(method)
 
 
 def cfg_of(model, method):
+    if method in LABELS:
+        return replace(MODELS[model], scores=LABELS[method], score_std=0.1, tied=False, logit_scale=1.0)
     return replace(MODELS[model], teaching=TEACHING) if method == "teacher" else MODELS[model]
+
+
+def suited(plan, method):
+    """Losses of a score head are computed on its GPU."""
+    return replace(plan, losses=()) if method in LABELS else plan
 
 
 @cache
@@ -145,7 +158,7 @@ def in_one_memory(model: str, dtype: str, n_micro: int, clip: float, adam_bits: 
 
 
 def check(plan, queues, model="untied", clip=1.0, between=((),) * 4, method=None, **more):
-    cfg = cfg_of(model, method)
+    cfg, plan = cfg_of(model, method), suited(plan, method)
     e = make(cfg, plan, queues, AdamW(max_grad_norm=clip), **more)
     halves = plan.halves and plan.adam_bits < 32  # narrow moments are rounded at random, by places in a unit
     given = plan.dtype, plan.n_micro, clip, plan.adam_bits, halves, method
@@ -210,7 +223,7 @@ def test_a_teacher_is_heard_wherever_layers_are(gpus):
     )
 
 
-@pytest.mark.parametrize("method", ["dpo", "ipo", "orpo", "simpo", "kto"])
+@pytest.mark.parametrize("method", ["dpo", "ipo", "orpo", "simpo", "kto", "reward"])
 @pytest.mark.parametrize("between", ["gpu", "host"])
 def test_the_head_reads_its_input_twice_where_documents_are_compared(method, between):
     units = tuple(UnitPlan("host", "host", x=tier) for tier in ("gpu", "host", "ssd", "host", "ssd"))
@@ -219,6 +232,14 @@ def test_the_head_reads_its_input_twice_where_documents_are_compared(method, bet
     check(plan, RealQueues("cpu", extra=("poison",)), "tied", between=before, method=method)
     for late in LAGS:
         check(plan, LateQueues(late), method=method)
+
+
+def test_losses_of_a_score_head_stay_on_its_gpu():
+    cfg, plan = cfg_of("untied", "classify"), relayed(gpu_plan(LLAMA, n_micro=2), (0, 1))
+    with pytest.raises(InputError, match="losses of a score head are computed on the head's GPU"):
+        make(cfg, replace(plan, losses=(0, 1)), RealQueues("cpu", gpus=2))
+    geo = geometry.Geometry.of(cfg, plan)
+    assert not list(divided_losses(geo, plan, LIMITS, 1 << 20))
 
 
 @pytest.mark.parametrize("dtype", ["F32", "BF16"])
@@ -315,7 +336,7 @@ def test_experts_come_in_slices(model, slices, at_once, base):
     ]
 
 
-LOSSES = st.sampled_from((None, None, "dpo", "kto", "teacher"))
+LOSSES = st.sampled_from((None, None, "dpo", "kto", "teacher", "reward", "classify"))
 LATE = st.lists(st.sampled_from(TIERS), unique=True).map(tuple)
 PLACES = st.tuples(*[st.lists(st.sampled_from(tuple(BETWEEN)), max_size=3)] * 4)
 
@@ -410,7 +431,7 @@ def test_any_plan_with_any_queues_late(drawn, late, between, method):
 @example(("untied", gpu_plan(LLAMA, units=(UnitPlan("host", "host"),) * 5, window=1)), (0, 1, 2), None)
 def test_what_is_simulated_is_what_runs(drawn, evaluations, method):
     """Three steps of any plan, evaluations between: the same tasks in the same order, of the same bytes and FLOPs."""
-    model, plan = drawn
+    model, plan = drawn[0], suited(drawn[1], method)
     cfg, real = cfg_of(model, method), RealQueues("cpu", gpus=plan.gpus)
     drive = Rates(1.0, 1.0, 1.0, 1.0, 1.0, 1.0, ssd_read=1.0, ssd_write=1.0)
     simulated = SimulatedQueues(lambda task: 1.0, drive, plan.gpus)

@@ -17,6 +17,7 @@ from engines import (
     make,
     pairs,
     relayed,
+    scored,
     taught,
     train,
 )
@@ -144,14 +145,20 @@ def test_placement_never_changes_the_numbers(units, n_micro, mode, between):
 
 @pytest.mark.parametrize("between", ["gpu", "host"])
 @pytest.mark.parametrize("units", ["host", "ssd", "swap to ssd", "mixed"])
-@pytest.mark.parametrize(("cfg", "method"), [(CFG, "dpo"), (CFG, "kto"), (OTHERS["adapters"], "orpo")])
+@pytest.mark.parametrize(("cfg", "method"), [
+    (CFG, "dpo"), (CFG, "kto"), (OTHERS["adapters"], "orpo"), (CFG, "reward"), (OTHERS["adapters"], "reward"),
+    (CFG, "classify"),
+])  # fmt: skip
 def test_documents_are_compared_wherever_they_are(units, between, cfg, method):
-    found = []
+    labels = {"reward": 1, "classify": 3}.get(method, 0)
+    cfg = replace(cfg, scores=labels, tied=cfg.tied and not labels)
+    data = scored(cfg, 3, 3, 48) if labels else pairs(cfg, 3, 3, 48, method == "kto")
+    found, preference = [], None if method == "classify" else Preference(method)
     for given in (None, UNITS[units]):
         plan = gpu_plan(cfg, dtype="BF16", n_micro=3, tokens=48, record=5000, piece=1000)
         plan = replace(plan, units=given, between=between, swap_slots=2) if given else plan
         e = make(cfg, plan, RealQueues("cuda", extra=("poison",)))
-        seen = train(e, pairs(cfg, 3, 3, 48, method == "kto"), between=warmed_up(e), preference=Preference(method))
+        seen = train(e, data, between=warmed_up(e), preference=preference)
         found.append((seen, final_weights(e)))
         e.queues.close()
         e.close()

@@ -295,6 +295,19 @@ def pairs(cfg: ModelConfig, steps: int, n_micro: int, tokens: int, kto: bool = F
     return [[batch(s, b) for b in range(n_micro)] for s in range(steps)]
 
 
+def scored(cfg: ModelConfig, steps: int, n_micro: int, tokens: int) -> list[list[Batch]]:
+    """Documents with a class at one token, or, of one label, pairs with margins."""
+    found = pairs(cfg, steps, n_micro, tokens)
+    for i, mb in enumerate(mb for step in found for mb in step):
+        random, ends = np.random.default_rng(i), np.cumsum(mb.lengths)
+        mb.labels[:] = -100
+        mb.labels[ends - 1 - (random.random(len(ends)) < 0.3)] = random.integers(0, cfg.scores, len(ends))
+        mb.reference = np.where(np.arange(len(ends)) % 2, 0.0, random.uniform(0.0, 1.0, len(ends)))
+        if cfg.scores > 1:
+            mb.reference, mb.weights = None, mb.weights if i % 2 else None
+    return found
+
+
 def gpu_plan(cfg: ModelConfig, tokens: int = 24, n_micro: int = 2, halves: bool = False, **change) -> Plan:
     """Everything in the gpu tier, nothing saved but x."""
     units = (UnitPlan(),) * replace(cfg, halves=halves).n_units

@@ -49,13 +49,13 @@ def command(folder: Path, out: Path, method: str, *more: str) -> list[str]:
 def same(out: Path, whole: Path) -> None:
     """The weights, and all that the log says of losses and rewards."""
     assert losses(out) == losses(whole)
-    said = r'"(?:eval_)?(?:loss|rewards/\w+|logps/\w+|kl)": [^,}]+'
+    said = r'"(?:eval_)?(?:loss|rewards/\w+|logps/\w+|kl|accuracy|margin|\w+_reward)": [^,}]+'
     assert re.findall(said, (out / "log.jsonl").read_text()) == re.findall(said, (whole / "log.jsonl").read_text())
     assert (out / "model.safetensors").read_bytes() == (whole / "model.safetensors").read_bytes()
 
 
 @pytest.mark.full
-@pytest.mark.parametrize(("method", "hosts"), [("dpo", 2), ("sft", 2), ("kto", 5)])
+@pytest.mark.parametrize(("method", "hosts"), [("dpo", 2), ("sft", 2), ("kto", 5), ("reward", 2)])
 def test_hosts_have_the_losses_of_one(folder, method, hosts):
     """Five hosts: of three micro-batches, so two have none."""
     whole, out = folder / f"{method}-whole", folder / f"{method}-{hosts}"

@@ -496,6 +496,37 @@ def test_what_a_teacher_adds_to_the_head(k, monkeypatch):
     assert more <= with_it - without <= more + 40 * tokens
 
 
+class New(Watch):
+    """Counts whatever an operation makes."""
+
+    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+        result = func(*args, **(kwargs or {}))
+        made = [t for t in (result if isinstance(result, tuple) else (result,)) if isinstance(t, torch.Tensor)]
+        for t in made if all(r.alias_info is None for r in func._schema.returns) else ():
+            self.live += t.untyped_storage().nbytes()
+            self.peak = max(self.peak, self.live)
+            weakref.finalize(t.untyped_storage(), self.forget, t.untyped_storage().nbytes())
+        return result
+
+
+@pytest.mark.parametrize("labels", [1, 300])
+@pytest.mark.parametrize(("tokens", "documents"), [(600, 3), (600, 600)])
+def test_workspace_holds_a_score_head(labels, tokens, documents, monkeypatch):
+    """Of a few documents at once, however many there are."""
+    cfg = replace(parse_config(SMALL | dict(model_type="llama")), scores=labels, tied=False)
+    monkeypatch.setattr(norm, "ops", BARE)
+    x = torch.zeros(tokens, cfg.width).bfloat16()
+    w = head.HeadWeights(norm.Norm(x[0]), torch.zeros(labels, cfg.width).bfloat16())
+    rows, classes, watch = torch.arange(documents), torch.zeros(tokens).long(), New()
+    given = cfg, w, w.output, x, classes, rows, 1.0, w, w.output, torch.empty_like(x), torch.ones(tokens)
+    with watch:
+        head.head_loss(*given, correct_=torch.zeros(1).double()) * given[-1]
+    bound = workspace.workspace_bytes(cfg, cfg.n_units - 1, tokens, 2, 2) - workspace.SLACK
+    assert watch.peak <= bound
+    if documents == tokens:
+        assert bound <= 3 * watch.peak
+
+
 UNITS = pytest.mark.parametrize(("halves", "u"), [(False, 1), (True, 1), (True, 2)], ids=["block", "attention", "mlp"])
 
 

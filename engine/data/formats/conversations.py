@@ -13,13 +13,13 @@ SAYS_MORE = ("system", "tools", "functions", "chat_template_kwargs")  # beside t
 SYSTEM = ("system", "developer")
 
 
-def read_messages(row: Fields) -> Chat:
-    """`messages: [{role, content}]`, and SAYS_MORE."""
-    return _chat(row, "messages")
+def read_messages(row: Fields, answered: bool = True) -> Chat:
+    """`messages: [{role, content}]`, and SAYS_MORE. `answered`: the assistant must say something."""
+    return _chat(row, "messages", answered)
 
 
-def read_sharegpt(row: Fields) -> Chat:
-    """`conversations: [{from, value}]` or of messages, and SAYS_MORE."""
+def read_sharegpt(row: Fields, answered: bool = True) -> Chat:
+    """`conversations: [{from, value}]` or of messages, and SAYS_MORE. `answered` as of read_messages."""
     for i, turn in enumerate(filled_list(row, "conversations", "{from, value}")):
         speaker = turn.get("from") if isinstance(turn, dict) and "role" not in turn else ""
         if speaker is None or not isinstance(speaker, str):
@@ -28,7 +28,7 @@ def read_sharegpt(row: Fields) -> Chat:
             raise BadRow(f"conversations[{i}]: 'from' is {speaker!r}, expected one of {', '.join(ROLES)}")
         if speaker and "value" in turn and not isinstance(turn["value"], (str, list, dict)):
             raise BadRow(f"conversations[{i}]: 'value' is {kind_of(turn['value'])}, expected a string")
-    return _chat(row, "conversations")
+    return _chat(row, "conversations", answered)
 
 
 def read_talk(row: Fields, answer: str = "completion") -> Chat:
@@ -41,9 +41,9 @@ def read_talk(row: Fields, answer: str = "completion") -> Chat:
     return _finished(row, messages, unused)
 
 
-def _chat(row: Fields, column: str) -> Chat:
+def _chat(row: Fields, column: str, answered: bool) -> Chat:
     unused: dict[str, None] = {}
-    return _finished(row, _turns(filled_list(row, column, "{role, content}"), column, unused), unused)
+    return _finished(row, _turns(filled_list(row, column, "{role, content}"), column, unused), unused, answered)
 
 
 def _turns(turns: list[Any], column: str, unused: dict[str, None], before: list[Fields] | None = None) -> list[Fields]:
@@ -63,18 +63,20 @@ def _turns(turns: list[Any], column: str, unused: dict[str, None], before: list[
     return messages
 
 
-def _finished(row: Fields, messages: list[Fields], unused: dict[str, None]) -> Chat:
-    """Raises BadRow where there is nothing to learn."""
+def _finished(row: Fields, messages: list[Fields], unused: dict[str, None], answered: bool = True) -> Chat:
+    """Raises BadRow where, if it is to be `answered`, there is nothing to learn; else nothing is."""
     if system := string(row, "system", ""):
         if not messages or messages[0]["role"] not in SYSTEM:
             messages = [{"role": "system", "content": system}, *messages]
         elif messages[0].get("content") != system:
             raise BadRow("has a 'system' column and a system message. Leave the column out: --map unused=system")
     answers = [m for m in messages if m["role"] == "assistant"]
-    if not answers:
+    if not answered:
+        messages = [{**m, "train": False} for m in messages]
+    elif not answers:
         roles = ", ".join(dict.fromkeys(repr(m["role"]) for m in messages)) or "none"
         raise BadRow(f"no message has the role 'assistant', so there is nothing to train on (its roles: {roles})")
-    if not any(_says(m.get("content")) or any(m.get(key) for key in SAID) for m in answers):
+    elif not any(_says(m.get("content")) or any(m.get(key) for key in SAID) for m in answers):
         raise BadRow("every assistant message is empty")
     number_calls(messages)
     tools = read_tools(row)

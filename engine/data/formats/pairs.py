@@ -16,7 +16,10 @@ from trireme.engine.data.formats.conversations import SAYS_MORE, read_alpaca, re
 from trireme.engine.data.formats.examples import Chat, Completion, Example, string
 from trireme.engine.data.formats.messages import CALL, ROLES, refuse_masked
 
-Kind = Literal["", "pairs", "labels"]  # of data: rows of their own, pairs, labelled answers
+# Of data: rows of their own, pairs, labelled answers; pairs and rows that are scored, at their last token
+Kind = Literal["", "pairs", "labels", "rewards", "classes"]
+PAIRED, SCORED = ("pairs", "labels", "rewards"), ("rewards", "classes")
+MARGIN = "margin"  # that the reward of a pair's chosen answer is to have above the other
 Answer = tuple[Example, float]  # its weight; of a labelled one that is bad below 0
 HUMAN, ASSISTANT = "\n\nHuman:", "\n\nAssistant:"  # of Anthropic's hh-rlhf
 LABELS = ("label", "kto_tag")
@@ -73,6 +76,20 @@ def weight_of(row: Mapping[str, Any]) -> float:
     return weight
 
 
+def margin_of(row: Mapping[str, Any]) -> float:
+    """Of a pair, by its column "margin"; 0 without. Raises BadRow."""
+    value = row.get(MARGIN)
+    if value is None:
+        return 0.0
+    try:
+        found = math.nan if isinstance(value, bool) else float(value)
+    except (TypeError, ValueError):
+        found = math.nan
+    if not math.isfinite(found):
+        raise BadRow(f"{MARGIN!r} is {str(value)[:40]!r}, expected a number")
+    return found
+
+
 def _found(row: Fields, kind: Kind) -> AnswerFormat:
     readable = [form for form in FORMATS if kind == "labels" or not form.labelled]
     for form in readable:
@@ -83,7 +100,7 @@ def _found(row: Fields, kind: Kind) -> AnswerFormat:
             absent = " and ".join(repr(key) for key in form.keys if row[key] is None)
             raise BadRow(f"has null for {absent}; the format {form.name!r} needs a value")
     expected = (
-        "prompt, chosen, rejected" if kind == "pairs" else "prompt, completion, label; or prompt, chosen, rejected"
+        "prompt, chosen, rejected" if kind != "labels" else "prompt, completion, label; or prompt, chosen, rejected"
     )
     keys = ", ".join(repr(key[:60]) for key in list(row)[:8]) or "none"
     near = (
@@ -280,4 +297,4 @@ FORMATS = (
         "instruction,output,label", ("instruction", "output", "label"), _labelled_alpaca,
         ("input", "history", *SAYS_MORE), True),
 )  # fmt: skip
-COLUMNS = ("chosen", "rejected", "label", "weight")  # that --map may name besides those of examples
+COLUMNS = ("chosen", "rejected", "label", "weight", MARGIN)  # that --map may name besides those of examples

@@ -38,16 +38,18 @@ from trireme.engine.run.begin.model import (
     is_absent,
     length,
     named_codec,
+    pad_of,
     what_is_trained,
     with_auxiliary,
 )
 from trireme.engine.run.begin.pinned import Pinned, check_model, check_updates, identity, pinned_of
-from trireme.engine.run.begin.preference import kind_of_data, parameters, preference_of
+from trireme.engine.run.begin.preference import kind_of_data, parameters, preference_of, with_labels
 from trireme.engine.run.begin.settle import Planner
 from trireme.engine.run.options import Options, store_folders
 from trireme.engine.tuning.adapters import Adapter, adapter_shapes
 from trireme.engine.tuning.base import why_copied
 from trireme.engine.tuning.cached import Cached, cached
+from trireme.engine.tuning.headed import headed
 from trireme.engine.tuning.packed import as_said, as_stored, as_trained, check_packing, outlined
 from trireme.engine.tuning.parts import open_checkpoint
 from trireme.engine.tuning.quantized import quantized
@@ -55,7 +57,7 @@ from trireme.kernels.chips.chip import chip
 from trireme.kernels.chips.tried import misfit
 from trireme.kernels.private import cache_folder
 from trireme.models import hf
-from trireme.models.config import InputError, ModelConfig
+from trireme.models.config import InputError, ModelConfig, read_raw
 from trireme.models.sizes import shapes
 from trireme.storage.checkpoint import Source
 from trireme.storage.files import Say, existing, to_stderr
@@ -171,6 +173,7 @@ def prepare(
     clock, folder, out, group = clock or Clock(), Path(options.model), Path(options.out), group or Alone()
     with clock.at("headers"):
         pinned = None if kept is None else pinned_of(options, kept, group.host, group.hosts)
+        options = with_labels(options, {} if options.shape else read_raw(options.model))
         cfg = what_is_trained(options)
         for line in about_adapter(options, cfg):
             say(line)
@@ -194,6 +197,7 @@ def prepare(
         source = as_trained(cfg, source, stored)
         codec, seq_len = named_codec(options, folder, date) if options.data else None, length(options, cfg)
         source = with_auxiliary(options, cfg, folder, source, codec)
+        source = source if cfg.lora else headed(cfg, source)
     with clock.at("probe"):
         device, limits, assumed = place(options)
         if not assumed:
@@ -210,7 +214,7 @@ def prepare(
     with clock.at("plan"):
         planner.refuse_early()
     with clock.at("tokens"):
-        read = _data_options(options, cfg, seq_len)
+        read = _data_options(options, cfg, seq_len, pad_of(options, codec) if cfg.scores else None)
         data = load_dataset(options.data, codec, read, progress) if options.data else None
     planner = replace(planner, limits=_with_tables(limits, data, _of_a_teacher(options, cfg, data, seq_len)))
     work = _work(options, data, seq_len)
@@ -244,7 +248,7 @@ def _read_for_base(source: Source) -> int:
 
 
 def default_rate(options: Options, cfg: ModelConfig) -> float:
-    if preference_of(options):
+    if preference_of(options) and options.method != "reward":
         return 1e-5 if cfg.lora else 1e-6
     return 2e-4 if cfg.lora else 2e-5 if shapes.parameters(cfg) < SMALL else 1e-5
 
@@ -284,7 +288,7 @@ def common_launches(
     return own
 
 
-def _data_options(options: Options, cfg: ModelConfig, seq_len: int) -> DataOptions:
+def _data_options(options: Options, cfg: ModelConfig, seq_len: int, pad: int | None) -> DataOptions:
     return DataOptions(
         seq_len=seq_len,
         val=options.val,
@@ -301,6 +305,8 @@ def _data_options(options: Options, cfg: ModelConfig, seq_len: int) -> DataOptio
         system=options.system,
         variables=json.loads(options.chat_template_kwargs or "{}"),
         kind=kind_of_data(options),
+        labels=options.labels,
+        pad=pad,
     )
 
 
@@ -323,7 +329,7 @@ def _work(options: Options, data: Dataset | None, seq_len: int) -> Work:
     epochs = epochs_of(options, data)
     steps = options.max_steps or max(1, math.ceil(data.steps_per_epoch(options.batch_size) * epochs))
     sequences = min(options.batch_size, data.n_sequences)
-    work = Work(seq_len, sequences, steps, data.report.used, data.document, data.trained, bool(data.kind))
+    work = Work(seq_len, sequences, steps, data.report.used, data.document, data.trained, data.paired)
     if data.held_out is None:
         return work
     due = options.eval_every.count(steps)
@@ -334,7 +340,7 @@ def _work(options: Options, data: Dataset | None, seq_len: int) -> Work:
 
 
 def epochs_of(options: Options, data: Dataset) -> float:
-    return options.epochs or (1.0 if data.is_text or data.kind else 3.0)
+    return options.epochs or (1.0 if data.is_text or data.paired else 3.0)
 
 
 def _in_force(options: Options, cfg: ModelConfig, data: Dataset | None, seq_len: int, plan: Plan, lr: float) -> Options:

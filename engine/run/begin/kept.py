@@ -28,7 +28,7 @@ from trireme.storage.untrusted import read_text, shown
 _TRUSTING = (ValueError, AttributeError, TypeError, LookupError, ArithmeticError, RecursionError)
 _NOT_KEPT = ("resume", "config", "dry_run", "assume", "shape", "demo", "out")  # not of the run
 CHOSEN = (  # if not given
-    *("seq_len", "epochs", "lr", "weight_decay", "adam_bits", "lora_alpha", "lora_targets"),
+    *("seq_len", "epochs", "lr", "weight_decay", "adam_bits", "lora_alpha", "lora_targets", "labels"),
     *("beta", "label_smoothing", "simpo_gamma", "desirable_weight", "undesirable_weight"),  # of a method
     *("distill_weight", "temperature", "top_k"),  # of a teacher
 )

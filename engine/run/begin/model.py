@@ -10,16 +10,17 @@ from pathlib import Path
 from trireme.engine.data.codec import Codec, load_codec
 from trireme.engine.data.files.scores import is_scores
 from trireme.engine.planner.sizes import find_model
-from trireme.engine.run.begin.preference import teaching_of
+from trireme.engine.run.begin.preference import teaching_of, with_head
 from trireme.engine.run.hub.places import title
 from trireme.engine.run.names import flag_of
 from trireme.engine.run.options import Options
 from trireme.engine.tuning.adapters import Adapter
 from trireme.engine.tuning.chosen import adapted, chosen, folded, targets
+from trireme.engine.tuning.headed import names_in, pad_in, with_config
 from trireme.engine.tuning.opened import read_adapter
 from trireme.engine.tuning.peft_config import MOST
 from trireme.models.config import InputError, Lora, ModelConfig, read_config, read_raw
-from trireme.storage.auxiliary import CONTENT, auxiliary_files
+from trireme.storage.auxiliary import CONTENT, auxiliary_files, content_of
 from trireme.storage.checkpoint import Source
 
 NAMED = 4  # modules named in a line
@@ -37,7 +38,7 @@ def what_is_trained(options: Options) -> ModelConfig:
     smoothing = (options.label_smoothing or 0.0) if options.method == "sft" else 0.0
     if teaching and smoothing:
         raise InputError("--label-smoothing: with --teacher labels are not smoothed. Leave one or the other out.")
-    cfg = replace(cfg, fp8=options.dtype == "fp8", teaching=teaching, smoothing=smoothing)
+    cfg = with_head(options, replace(cfg, fp8=options.dtype == "fp8", teaching=teaching, smoothing=smoothing))
     details = any(getattr(options, name) for name in DETAILS)
     if options.router_aux and (cfg.experts is None or cfg.names.correction):
         why = "the model's experts are balanced by a bias" if cfg.experts else "the model has no experts"
@@ -47,6 +48,8 @@ def what_is_trained(options: Options) -> ModelConfig:
     if options.adapter:
         if options.lora is not None or details:
             raise InputError("--adapter has its own rank, alpha and targets. Leave --lora and its options out.")
+        if cfg.scores and not read_adapter(Path(options.adapter), cfg).whole:
+            raise InputError(f"--adapter {options.adapter} has no score head: it is of another method. Leave it out.")
         adapter = read_adapter(Path(options.adapter), cfg)
         given = options.lora_dropout
         if given is None and not in_experts(cfg, adapter.lora):
@@ -152,6 +155,10 @@ def with_auxiliary(options: Options, cfg: ModelConfig, folder: Path, source: Sou
         source = replace(source, auxiliary=_trained_with(options, cfg, folder, codec))
     if options.rope_factor:
         source = replace(source, auxiliary=source.auxiliary | {"config.json": _extended(options, cfg, folder)})
+    if cfg.scores and source.files:
+        raw = json.loads(content_of(source.auxiliary["config.json"]))
+        labels = options.labels or names_in(raw, cfg.scores)
+        source = with_config(cfg, source, raw, labels, pad_in(raw, codec.facts.pad if codec else None))
     return source
 
 
@@ -163,6 +170,11 @@ def _trained_with(options: Options, cfg: ModelConfig, folder: Path, codec: Codec
     facts = codec.facts
     known = facts.eos is not None and facts.eos < cfg.vocab  # a tokenizer may have tokens that the model has not
     return auxiliary_files(folder, other, facts.chosen, facts.eos if known else None)
+
+
+def pad_of(options: Options, codec: Codec | None) -> int | None:
+    """The token that a score head does not read."""
+    return pad_in({} if options.shape else read_raw(options.model), codec.facts.pad if codec else None)
 
 
 def _extended(options: Options, cfg: ModelConfig, folder: Path) -> bytes:

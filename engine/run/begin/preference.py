@@ -1,22 +1,27 @@
-"""--method and --teacher: what is made of the data, with parameters by TRL's names."""
+"""--method, --labels and --teacher: what is made of the data, with parameters by TRL's names."""
 
 from __future__ import annotations
 
 from collections.abc import Mapping
+from dataclasses import replace
 from typing import Any
 
+from trireme.engine.data.dataset import find_labels
 from trireme.engine.data.files.scores import is_scores, read_names
 from trireme.engine.data.formats.pairs import Kind
 from trireme.engine.run.options import Options
-from trireme.models.config import InputError, Teaching
+from trireme.engine.tuning.headed import check_problem, names_in
+from trireme.models.config import InputError, ModelConfig, Teaching, labels_of, scored
 from trireme.models.losses.preferences import METHODS, Preference
 
+BETAS = tuple(method for method in METHODS if method != "reward")
 PARAMETERS: Mapping[str, tuple[str, ...]] = {  # methods that have it
-    "beta": METHODS,
+    "beta": BETAS,
     "label_smoothing": ("dpo", "simpo"),
     "simpo_gamma": ("simpo",),
     "desirable_weight": ("kto",),
     "undesirable_weight": ("kto",),
+    "center_rewards_coefficient": ("reward",),
 }
 
 
@@ -32,7 +37,7 @@ def teaching_of(options: Options) -> Teaching | None:
                 raise InputError(f"--{name.replace('_', '-')} {value:g} is for --teacher FOLDER. Leave it out.")
         return None
     if options.method != "sft":
-        raise InputError(f"--teacher: --method {options.method} compares answers, and has none. Leave one of both out.")
+        raise InputError(f"--teacher: --method {options.method} has none. Leave one of both out.")
     k = options.top_k or TOP_K
     if is_scores(options.teacher):
         k = read_names(options.teacher).k
@@ -49,16 +54,57 @@ def preference_of(options: Options) -> Preference | None:
         given.pop("label_smoothing", None)  # of the cross-entropy
     for name, value in given.items():
         if options.method not in PARAMETERS[name]:
-            methods = " or ".join(PARAMETERS[name]) if len(PARAMETERS[name]) < len(METHODS) else "dpo and its relatives"
+            methods = " or ".join(PARAMETERS[name]) if PARAMETERS[name] != BETAS else "dpo and its relatives"
             raise InputError(f"--{name.replace('_', '-')} {value:g} is for --method {methods}. Leave it out.")
     method = next((method for method in METHODS if method == options.method), None)
     return Preference(method, **given) if method else None
 
 
+KINDS: Mapping[str, Kind] = {"sft": "", "kto": "labels", "reward": "rewards", "classify": "classes"}
+
+
 def kind_of_data(options: Options) -> Kind:
-    if options.method == "sft":
-        return ""
-    return "labels" if options.method == "kto" else "pairs"
+    return KINDS.get(options.method, "pairs")
+
+
+# ---------------------------------------------------------------- score heads
+
+
+def with_labels(options: Options, config: dict[str, Any]) -> Options:
+    """With the names of the labels: those given, of the checkpoint's config.json, or of the data. Raises InputError."""
+    if options.method != "classify":
+        return options
+    there = labels_of(config, options.model)
+    known = names_in(config, there) if there > 1 else ()
+    if known:
+        check_problem(config, options.model)
+        if options.labels and ",".join(options.labels) != ",".join(known):
+            named = ",".join(known)[:200]
+            raise InputError(f"--labels: the checkpoint is a classifier of {there} labels: {named}. Leave it out.")
+        return replace(options, labels=known)
+    if options.labels or not options.data:
+        return options
+    return replace(options, labels=find_labels(options.data, options.map))
+
+
+def with_head(options: Options, cfg: ModelConfig) -> ModelConfig:
+    """With the head that the method trains. Raises InputError where the checkpoint has another."""
+    where = options.model or options.shape or ""
+    scores = {"reward": 1, "classify": len(options.labels)}.get(options.method)
+    if scores is None:
+        if cfg.scores:
+            needs = "--method reward" if cfg.scores == 1 else "--method classify"
+            raise InputError(f"{where} has a score head ({of_head(cfg)}), and no output matrix. Train it: {needs}.")
+        return cfg
+    if not scores:
+        raise InputError("--method classify: how many classes? No --data names them. Give --labels N, or their names.")
+    if cfg.scores and cfg.scores != scores:
+        raise InputError(f"--method {options.method}: {where} has a score head already, {of_head(cfg)}.")
+    return cfg if cfg.scores else scored(cfg, scores, where)
+
+
+def of_head(cfg: ModelConfig) -> str:
+    return "a reward" if cfg.scores == 1 else f"{cfg.scores} labels"
 
 
 def described(of: Preference) -> str:

@@ -125,6 +125,7 @@ def _passed(job: Job, teacher: str, begun: str, screen: Screen) -> Names:
         gpu_memory=o.gpu_memory, ram=o.ram,
     )  # fmt: skip
     opened, codec = given.opened(asked, screen)
+    opened.refuse_head("it cannot teach what to write. Name another --teacher")
     _check_same(teacher, codec.vocabulary(), job)
     below = min(job.cfg.vocab, opened.cfg.vocab)
     if teaching.k > below:

@@ -85,11 +85,20 @@ def _template_variables(found: Read) -> None:
 
 
 def _method(found: Read) -> None:
-    """LLaMA-Factory's stage, of dpo with a loss."""
+    """LLaMA-Factory's stage, of dpo with a loss; axolotl's reward model, and ms-swift's task_type."""
+    for name, method in (("reward-model", "reward"), ("task-type", "classify")):
+        item = found.take(name)
+        if item and (item.value is True or item.text.lower() == "seq_cls"):
+            found.give(item, "method", method)
+        elif item and item.text.lower() in ("false", "causal_lm", ""):
+            found.ignored.append(item.key)
+        elif item:
+            found.left.append(item)
     stage, loss = found.take("stage"), found.take("pref-loss")
     word, name = (item.text.lower() if item else "" for item in (stage, loss))
-    if stage and word in ("dpo", "kto"):
-        found.give(stage, "method", LOSSES.get(name, "dpo") if word == "dpo" else "kto")
+    others = {"kto": "kto", "rm": "reward"}
+    if stage and word in ("dpo", *others):
+        found.give(stage, "method", others.get(word, LOSSES.get(name, "dpo")))
     elif stage:
         found.left.append(stage)
     if loss and word == "dpo" and name in LOSSES:

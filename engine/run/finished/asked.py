@@ -90,7 +90,7 @@ def sample_options(argv: Sequence[str]) -> argparse.Namespace:
 
 def eval_options(argv: Sequence[str]) -> argparse.Namespace:
     """Raises InputError; --help exits."""
-    text = "Computes a model's loss on data, as the evaluations of a run do."
+    text = "Computes a model's loss on data, as the evaluations of a run do; of a classifier or reward model accuracy."
     return _with_data(_data_parser("eval", "--data FILE [options]", text), "eval", argv)
 
 

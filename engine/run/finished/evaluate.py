@@ -1,4 +1,4 @@
-"""`trireme eval FOLDER --data FILE`: loss and perplexity of a finished model on each file."""
+"""`trireme eval FOLDER --data FILE`: loss of a finished model on each file, perplexity or accuracy."""
 
 from __future__ import annotations
 
@@ -7,14 +7,17 @@ import math
 import sys
 import time
 from collections.abc import Callable, Iterator, Sequence
+from dataclasses import replace
 from typing import Any, NamedTuple
 
+import numpy as np
 import torch
 
 from trireme.engine.amounts import compact, count
-from trireme.engine.build import in_ram, placed
+from trireme.engine.build import documents_of, in_ram, placed
 from trireme.engine.data.codec import Codec
 from trireme.engine.data.dataset import DataOptions, Dataset, MicroBatch, load_dataset
+from trireme.engine.data.formats.pairs import Kind
 from trireme.engine.memory import DTYPE
 from trireme.engine.run.begin.job import shelf
 from trireme.engine.run.finished import given as common
@@ -22,8 +25,10 @@ from trireme.engine.run.finished.layers import Layers
 from trireme.engine.run.finished.opened import Opened
 from trireme.engine.run.log import perplexity
 from trireme.engine.run.screen import Screen
+from trireme.engine.tuning.headed import pad_in
 from trireme.models import head, model
-from trireme.models.config import InputError, ModelConfig
+from trireme.models.config import InputError, ModelConfig, read_raw
+from trireme.models.losses.preferences import Preference, compare, joined
 from trireme.models.rows import Tables, rope_tables
 from trireme.models.sizes import shapes, workspace
 
@@ -37,11 +42,14 @@ class Found(NamedTuple):
     tokens: int
     sequences: int
     correct: float | None = None  # labels that no other token was likelier than, where counted
+    kind: Kind = ""  # of a score head: "rewards", whose labels are pairs, or "classes"
+    margins: float = 0.0  # sum of what rewards differ by
 
     def plus(self, other: Found) -> Found:
         labels, tokens = self.labels + other.labels, self.tokens + other.tokens
         correct = None if self.correct is None or other.correct is None else self.correct + other.correct
-        return Found(self.total + other.total, labels, tokens, self.sequences + other.sequences, correct)
+        counts = labels, tokens, self.sequences + other.sequences
+        return Found(self.total + other.total, *counts, correct, other.kind, self.margins + other.margins)
 
     @property
     def accuracy(self) -> float | None:
@@ -55,9 +63,26 @@ class Found(NamedTuple):
     def __str__(self) -> str:
         of = f"{compact(self.labels)} trained tokens of {compact(self.tokens)}, {count(self.sequences, 'sequence')}"
         accuracy = "" if self.accuracy is None else f", accuracy {self.accuracy:.4f}"
+        if self.kind:
+            margin, noun = ("", "row") if self.kind == "classes" else (f", margin {self.margin:.4g}", "pair")
+            some = f"{count(self.labels, noun)} of {compact(self.tokens)} tokens"
+            return f"loss {self.loss:.4f}{accuracy}{margin}, on {some}"
         return f"loss {self.loss:.4f}, perplexity {perplexity(self.loss)}{accuracy}, on {of}"
 
+    @property
+    def margin(self) -> float:
+        return self.margins / max(1, self.labels)
+
     def described(self) -> dict[str, float]:
+        if self.kind:
+            margin, rows = ({"margin": self.margin}, "pairs") if self.kind == "rewards" else ({}, "rows")
+            return {
+                "loss": self.loss,
+                "accuracy": self.accuracy or 0.0,
+                **margin,
+                rows: self.labels,
+                "tokens": self.tokens,
+            }
         found = {"loss": self.loss, "perplexity": math.exp(min(self.loss, 700.0))}
         found |= {} if self.accuracy is None else {"accuracy": self.accuracy}
         return found | {"trained_tokens": self.labels, "tokens": self.tokens, "sequences": self.sequences}
@@ -89,7 +114,7 @@ class Ready(NamedTuple):
 
 def losses(given: argparse.Namespace, screen: Screen) -> Iterator[Found]:
     """Of each file. Raises as `evaluate`."""
-    ready = make_ready(given, screen)
+    ready = make_ready(given, screen, scores=True)
     try:
         for data in ready.sources:
             yield loss_on(ready.layers, data, ready.rows, ready.seq_len, ready.dtype, ready.waiting, screen)
@@ -97,9 +122,14 @@ def losses(given: argparse.Namespace, screen: Screen) -> Iterator[Found]:
         ready.layers.close()
 
 
-def make_ready(given: argparse.Namespace, screen: Screen, logits: int = 0) -> Ready:
-    """`logits`: rows of them in fp32 that a pass needs. Raises as `evaluate`."""
+def make_ready(given: argparse.Namespace, screen: Screen, logits: int = 0, scores: bool = False) -> Ready:
+    """`logits`: rows of them in fp32 that a pass needs. `scores`: the model may have a score head.
+
+    Raises as `evaluate`.
+    """
     opened, codec = common.opened(given, screen)
+    if not scores:
+        opened.refuse_head("it has no log-probabilities of tokens; `eval` says how good it is")
     cfg = opened.cfg
     seq_len = given.seq_len or min(2048, cfg.max_positions)
     if seq_len > cfg.max_positions:
@@ -138,6 +168,9 @@ def _read(name: str, codec: Codec, opened: Opened, given: argparse.Namespace, se
         seq_len=seq_len, map=given.map, long=given.long, skip_bad=given.skip_bad, vocab_size=opened.cfg.vocab,
         media=opened.cfg.media, shelf=shelf(),
     )  # fmt: skip
+    if opened.cfg.scores:
+        pad = pad_in(read_raw(opened.base), codec.facts.pad)
+        options = replace(options, kind=opened.kind, labels=opened.labels, pad=pad)
     far = lambda file, position, size: screen.far(f"reading {file}", position, size, began)
     data = load_dataset([name], codec, options, far)
     screen.clear()
@@ -157,16 +190,44 @@ def loss_on(
     layers: Layers, data: Dataset, rows: int, seq_len: int, dtype: torch.dtype, waiting: int, screen: Screen
 ) -> Found:
     """Over all of `data`, `rows` at once; `waiting`: tokens that share a pass, at least a micro-batch's."""
-    tables, found = rope_tables(layers.cfg, seq_len, layers.device), Found(0.0, 0, 0, data.n_sequences, 0.0)
+    tables = rope_tables(layers.cfg, seq_len, layers.device)
+    found = Found(0.0, 0, 0, data.n_sequences, 0.0, layers.opened.kind)
+    if data.kind == "rewards":
+        return _rewards_on(layers, data, rows, tables, dtype, waiting, screen, found)
     correct = torch.zeros(1, dtype=torch.float64, device=layers.device)
     with screen.working("evaluating", data.tokens, "tokens") as more:
         for group in grouped(data.batches(rows), waiting):
-            loss = _pass(layers, group, tables, dtype, correct)
+            loss = sum(float(losses.double().sum()) for losses in _pass(layers, group, tables, dtype, correct))
             tokens = sum(len(mb.ids) for mb in group)
             labels = found.labels + sum(mb.trained for mb in group)
             found = found._replace(total=found.total + loss, labels=labels, tokens=found.tokens + tokens)
             more(tokens)
     return found._replace(correct=float(correct))
+
+
+def _rewards_on(
+    layers: Layers,
+    data: Dataset,
+    rows: int,
+    tables: Tables,
+    dtype: torch.dtype,
+    waiting: int,
+    screen: Screen,
+    found: Found,
+) -> Found:
+    """As loss_on, of pairs."""
+    with screen.working("evaluating", data.tokens, "tokens") as more:
+        for group in grouped(data.batches(rows), waiting):
+            docs = [docs for mb in group if (docs := documents_of(mb))]
+            losses = _pass(layers, group, tables, dtype)
+            scores = [of.sums(each.cpu().numpy()) for of, each in zip(docs, losses, strict=True)]
+            made = compare(Preference("reward"), joined(docs), np.concatenate(scores))
+            differ = made.rewards[::2] - made.rewards[1::2]
+            tokens = sum(len(mb.ids) for mb in group)
+            more(tokens)
+            part = Found(float(made.losses.sum()), len(differ), tokens, 0, float((differ > 0).sum()), found.kind)
+            found = found.plus(part._replace(margins=float(differ.sum())))
+    return found
 
 
 def grouped(batches: Iterator[MicroBatch], tokens: int) -> Iterator[list[MicroBatch]]:
@@ -186,15 +247,15 @@ def _pass(
     tables: Tables,
     dtype: torch.dtype,
     correct_: torch.Tensor | None = None,
-) -> float:
-    """The sum of the group's losses; `correct_` as of head_loss."""
-    found: list[float] = []
+) -> list[torch.Tensor]:
+    """Losses of the group's micro-batches, (N,) each; `correct_` as of head_loss."""
+    found: list[torch.Tensor] = []
 
     def take(_: int, w: Any, embed: Any, x: torch.Tensor, mb: Any) -> None:
-        found.append(float(losses_of(layers.cfg, w, embed, x, mb, correct_).double().sum()))
+        found.append(losses_of(layers.cfg, w, embed, x, mb, correct_))
 
     forward(layers, group, tables, dtype, take)
-    return sum(found)
+    return found
 
 
 Take = Callable[[int, Any, Any, torch.Tensor, Any], None]  # (micro-batch, head, embedding, its input, what it is of)

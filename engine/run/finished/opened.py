@@ -9,15 +9,17 @@ from pathlib import Path
 from typing import Any
 
 from trireme.engine.data.codec import Codec, load_codec
+from trireme.engine.data.formats.pairs import Kind
 from trireme.engine.run.begin.kept import from_yaml, text_of
 from trireme.engine.run.verify import check_checkpoint
 from trireme.engine.tuning.adapters import Adapter
 from trireme.engine.tuning.chosen import adapted
-from trireme.engine.tuning.opened import read_adapter
+from trireme.engine.tuning.headed import names_in
+from trireme.engine.tuning.opened import read_adapter, scored_by
 from trireme.engine.tuning.packed import as_stored, check_packing
 from trireme.engine.tuning.parts import open_checkpoint
 from trireme.engine.tuning.peft_config import CONFIG, base_of, read_adapter_config
-from trireme.models.config import InputError, ModelConfig, read_config
+from trireme.models.config import InputError, ModelConfig, read_config, read_raw
 from trireme.storage.checkpoint import Source
 from trireme.storage.untrusted import parse_json, read_small
 
@@ -34,6 +36,17 @@ class Opened:
     adapter: Adapter | None
     tokenizer: Path
     template: str | None  # as --chat-template
+    labels: tuple[str, ...] = ()  # names of a score head's
+
+    @property
+    def kind(self) -> Kind:
+        """Of the data that it can be evaluated on."""
+        return ("rewards" if self.cfg.scores == 1 else "classes") if self.cfg.scores else ""
+
+    def refuse_head(self, why: str) -> None:
+        """Raises InputError where the model says a number, no text."""
+        if self.cfg.scores:
+            raise InputError(f"{self.base}: the model has a score head, no output matrix: {why}.")
 
     def codec(self, tokenizer: str | None = None, template: str | None = None) -> Codec:
         """Tokenizer and chat template: those given, else those of the run or the checkpoint. Raises InputError."""
@@ -74,12 +87,17 @@ def open_folder(folder: str, model: str, say: Callable[[str], None]) -> Opened:
         base = path
     factor = kept.get("rope_factor")
     cfg = read_config(base, factor)
+    cfg = scored_by(path, cfg) if is_adapter else cfg
     source = open_checkpoint(base, cfg.packing, lambda _: None)
     check_packing(cfg, source, say)
     cfg = as_stored(cfg, source)
     adapter = read_adapter(path, cfg) if is_adapter else None
+    head = f"{cfg.names.output}.weight"
+    if cfg.scores and head not in source.tensors and not (adapter and head in adapter.whole):
+        raise InputError(f"{folder}: config.json calls for a score head, and no file has {head}. Download it again.")
     cfg = adapted(cfg, adapter.lora) if adapter else replace(cfg, frozen=("*",))
-    return Opened(base, cfg, source, adapter, Path(kept.get("tokenizer") or base), kept.get("chat_template"))
+    labels = tuple(kept.get("labels") or names_in(read_raw(base), cfg.scores))
+    return Opened(base, cfg, source, adapter, Path(kept.get("tokenizer") or base), kept.get("chat_template"), labels)
 
 
 def _check_finished(path: Path) -> None:

@@ -59,6 +59,8 @@ class Given(TypedDict, total=False):
     push: str
     resume: str | Path
     method: str
+    labels: int | str | Sequence[str]
+    center_rewards_coefficient: float
     beta: float
     label_smoothing: float
     simpo_gamma: float

@@ -148,6 +148,7 @@ def answer(given: argparse.Namespace, prompt: str | list[Fields], screen: Screen
 
 def _opened(given: argparse.Namespace, screen: Screen) -> tuple[Opened, Codec, Sampling]:
     opened, codec = common.opened(given, screen)
+    opened.refuse_head("it writes no text; `eval` says how good it is")
     return opened, codec, _sampling(given, opened, screen)
 
 

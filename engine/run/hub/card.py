@@ -32,7 +32,8 @@ def card_of(out: Path, name: str, base: str, adapter: bool) -> str:
     data = [data_name(parted(text)[0]) for text in given.get("data", ())]
     known = sorted({found.repo for found in data if found})
     head = [f"base_model: {json.dumps(base)}"] * bool(base)
-    head += [f"library_name: {'peft' if adapter else 'transformers'}", "pipeline_tag: text-generation"]
+    task = "classification" if given.get("method") in ("reward", "classify") else "generation"
+    head += [f"library_name: {'peft' if adapter else 'transformers'}", f"pipeline_tag: text-{task}"]
     head += ["tags:", "- trireme", *["- lora"] * adapter]
     head += ["datasets:", *(f"- {json.dumps(repo)}" for repo in known)] if known else []
     kind = "A LoRA adapter of" if adapter else "A fine-tuned copy of"

@@ -16,6 +16,8 @@ PARAMETERS = {
     "orpo": dict(beta=0.25),
     "simpo": dict(beta=2.0, simpo_gamma=0.8),
     "simpo smoothed": dict(beta=2.0, simpo_gamma=0.8, label_smoothing=0.1),
+    "reward": {},
+    "reward centred": dict(center_rewards_coefficient=0.3),
     "kto": dict(beta=0.4, desirable_weight=1.5, undesirable_weight=0.7),
 }
 
@@ -41,6 +43,9 @@ def in_torch(p: Preference, docs: Documents, logps: torch.Tensor):
         logps, reference = logps / lengths, reference / lengths
     chosen, rejected = logps[::2], logps[1::2]
     ref_chosen, ref_rejected = reference[::2], reference[1::2]
+    if p.method == "reward":  # margins: those of the first documents
+        losses = -logsigmoid(chosen - rejected - ref_chosen) + p.center_rewards_coefficient * (chosen + rejected) ** 2
+        return losses, logps.detach()
     if p.method == "dpo":
         logits = (chosen - rejected) - (ref_chosen - ref_rejected)
         smooth = p.label_smoothing
@@ -92,6 +97,15 @@ def test_metrics_have_trl_s_names():
         "rewards/chosen": chosen.mean(), "rewards/rejected": rejected.mean(),
         "rewards/accuracies": (chosen > rejected).mean(), "rewards/margins": (chosen - rejected).mean(),
         "logps/chosen": values[::2].mean(), "logps/rejected": values[1::2].mean(),
+    })  # fmt: skip
+
+
+def test_metrics_of_rewards_have_trl_s_names():
+    docs, values = documents("reward")
+    good, bad = values[::2], values[1::2]
+    assert compare(of("reward"), docs, values).metrics() == pytest.approx({
+        "min_reward": values.min(), "mean_reward": values.mean(), "max_reward": values.max(),
+        "accuracy": (good > bad).mean(), "margin": (good - bad).mean(),
     })  # fmt: skip
 
 

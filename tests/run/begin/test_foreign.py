@@ -158,6 +158,10 @@ def test_data_of_others(text, files):
     ("stage: dpo\npref_loss: simpo", "simpo", None),
     ("stage: kto\npref_beta: 0.1", "kto", 0.1),
     ("stage: sft", "sft", None),
+    ("stage: rm", "reward", None),
+    ("reward_model: true", "reward", None),
+    ("task_type: seq_cls\nnum_labels: 3", "classify", None),
+    ("task_type: causal_lm", "sft", None),
     ("rl: orpo\nrl_beta: 0.3", "orpo", 0.3),
 ])  # fmt: skip
 def test_preferences_of_others(text, method, beta):
@@ -168,7 +172,7 @@ def test_preferences_of_others(text, method, beta):
 REFUSED = [
     ("optim: adafactor", "optim adafactor: the optimizer is AdamW, and --adam-bits 8 keeps its moments in 8 bits"),
     ("adam_epsilon: 1.0e-6", "adam_epsilon 1e-06: it is 1e-8; leave it out."),
-    ("stage: rm", "stage rm: --method is sft, dpo, ipo, orpo, simpo or kto."),
+    ("stage: ppo", "stage ppo: --method is sft, dpo, ipo, orpo, simpo, kto, reward or classify."),
     ("stage: dpo\npref_loss: hinge", "pref_loss hinge: --method dpo, ipo, orpo or simpo."),
     ("assistant_only_loss: false", "assistant_only_loss false: of conversations, and of prompts with completions"),
     ("train_on_inputs: true", "train_on_inputs true: prompts are not trained on; leave it out."),

@@ -1,0 +1,44 @@
+"""Models with a score head in place of the output matrix: classifiers and reward models. No torch.
+
+As transformers' *ForSequenceClassification: `score.weight` (labels, D) without a bias, applied to each document's last
+token that is not the padding's.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+from trireme.models.families.keys import InputError, Keys
+from trireme.models.families.known import WITHOUT_SCORES
+
+OUTPUT = "score"  # the module
+CLASS = "ForSequenceClassification"  # transformers' classes end so
+MOST = 1 << 16  # labels
+STD = 0.02  # transformers' initializer_range, where config.json has none
+
+
+def labels_of(raw: dict[str, Any], where: str) -> int:
+    """Labels of a score head, by config.json; 0 of a language model. Raises InputError."""
+    named = raw.get("architectures")
+    first = named[0] if isinstance(named, list) and named else ""
+    if not (isinstance(first, str) and first.endswith(CLASS)):
+        return 0
+    names, keys = raw.get("id2label"), Keys(raw, where)
+    found = len(names) if isinstance(names, dict) and names else 2
+    found = keys.count("num_labels", found, MOST, null=found)
+    if found > MOST:
+        raise InputError(f"{where}: id2label has {found:,} labels; the most is {MOST:,}.")
+    return found
+
+
+def std_of(raw: dict[str, Any]) -> float:
+    """Standard deviation of a new head's weights."""
+    found = raw.get("initializer_range")
+    return float(found) if isinstance(found, (int, float)) and 0 < found < 1 else STD
+
+
+def why_none(model_type: str, wrapper: str) -> str:
+    """Why a model has no score head; "" where it may."""
+    if wrapper:
+        return f"{wrapper} is a model of images and text"
+    return f"transformers has no class {CLASS} of {model_type}" if model_type in WITHOUT_SCORES else ""

@@ -1,0 +1,130 @@
+"""Score heads: losses of transformers' classifiers, gradients of autograd, sizes as counted."""
+
+from dataclasses import replace
+from functools import partial
+
+import pytest
+import tiny
+import torch
+from engines import exchange, opened, scored
+from tiny import CASES
+from torch.nn.functional import cross_entropy
+from transformers import AutoConfig, AutoModelForSequenceClassification
+from transformers.models.auto.modeling_auto import MODEL_FOR_SEQUENCE_CLASSIFICATION_MAPPING_NAMES as CLASSES
+
+from trireme.engine.build import in_ram, placed
+from trireme.engine.step import evaluate
+from trireme.models import head
+from trireme.models.config import InputError, Lora, parse_config
+from trireme.models.config import scored as with_scores
+from trireme.models.families.known import WITHOUT_SCORES
+from trireme.models.families.table import FAMILIES
+from trireme.models.norm import Norm
+from trireme.models.rows import rope_tables
+from trireme.models.sizes import costs, shapes
+
+LLAMA = dict(
+    model_type="llama", vocab_size=50, hidden_size=16, intermediate_size=24, num_hidden_layers=2, num_attention_heads=2
+)
+
+
+def test_families_without_a_class_are_named():
+    inner = {name for name in FAMILIES if name not in CLASSES}
+    assert inner == WITHOUT_SCORES
+    cfg = replace(parse_config(LLAMA), model_type="olmoe")
+    with pytest.raises(InputError, match="X: transformers has no class ForSequenceClassification of olmoe, so"):
+        with_scores(cfg, 2, "X")
+    with pytest.raises(InputError, match="X: gemma3 is a model of images and text, so"):
+        with_scores(replace(cfg, wrapper="gemma3"), 2, "X")
+
+
+@pytest.mark.grid
+@pytest.mark.parametrize("name", ["gemma2", "gpt2", "gpt_neox", "qwen3 moe", "qwen3.5"])
+def test_classes_are_those_of_transformers(name, tmp_path):
+    """One document at a time; without the factors and caps of a language model's logits."""
+    like, _ = tiny.oracle(*CASES[name])
+    keys = {key: value for key, value in like.config.to_dict().items() if key != "architectures"}
+    config = AutoConfig.for_model(**keys)
+    config.num_labels, config.pad_token_id = 3, None
+    theirs = AutoModelForSequenceClassification.from_config(config, attn_implementation="eager").float().eval()
+    for p in theirs.parameters():
+        torch.nn.init.normal_(p, 0.0, 0.1)
+    theirs.save_pretrained(tmp_path)
+    cfg, source, _ = opened(tmp_path)
+    assert (cfg.scores, cfg.tied, shapes.output_name(cfg)) == (3, False, "score.weight")
+    assert shapes.parameters(cfg) == sum(p.numel() for p in theirs.parameters()) + sum(
+        buffer.numel() for buffer_name, buffer in theirs.named_buffers() if buffer_name.endswith("correction_bias")
+    )
+    e, x = exchange(cfg, source, "gpu", dtype="F32")
+    x.load()
+    step = scored(cfg, 1, 2, 24)[0]
+    for mb in step:
+        mb.weights = None
+    micro = [placed(in_ram(cfg, mb), [(rope_tables(cfg, 64, "cpu"), "cpu")]) for mb in step]
+    for mb, losses in zip(step, evaluate(e, micro), strict=True):
+        parts = (torch.from_numpy(values).long().split(mb.lengths) for values in (mb.ids, mb.labels))
+        for ids, labels, found in zip(*parts, losses.split(mb.lengths), strict=True):
+            (at,) = (labels >= 0).nonzero()[0].tolist()
+            expected = cross_entropy(theirs(input_ids=ids[None, : at + 1]).logits, labels[at][None])
+            assert found[at].item() == pytest.approx(expected.item(), abs=1e-5)
+            assert found.count_nonzero() == 1
+
+
+@pytest.mark.parametrize("labels", [1, 3])
+@pytest.mark.parametrize("trained", [True, False])
+def test_gradients_are_those_of_autograd(labels, trained, monkeypatch):
+    """In pieces of a few documents; a head without a document adds nothing."""
+    monkeypatch.setattr(head, "SCORE_ROWS", 3)
+    cfg = replace(parse_config(LLAMA), scores=labels, tied=False)
+    torch.manual_seed(0)
+    make = partial(torch.randn, dtype=torch.float32)
+    x, weight, w_out, rows = make(40, 16), make(16), make(labels, 16), torch.arange(1, 40, 5)
+    classes, factors = torch.full((40,), -100), torch.rand(40)
+    classes[rows] = torch.randint(0, labels, (len(rows),))
+    g = [torch.zeros(16), torch.zeros(labels, 16) if trained else torch.empty(0, 0)]
+    dx, correct = torch.full_like(x, float("nan")), torch.zeros(1, dtype=torch.float64)
+    w = head.HeadWeights(Norm(weight), w_out)
+    given = cfg, w, w_out, x, classes, rows, 0.5
+    more = head.HeadWeights(Norm(g[0]), g[1]), g[1], dx, factors
+    losses = head.head_loss(*given, *more, correct_=correct)
+    wide = [t.double().requires_grad_() for t in (x, weight, w_out)]
+    normed = wide[0] * torch.rsqrt(wide[0].pow(2).mean(1, keepdim=True) + cfg.eps) * wide[1]
+    scores = (normed @ wide[2].T)[rows]
+    each = -scores[:, 0] if labels == 1 else cross_entropy(scores, classes[rows], reduction="none")
+    (0.5 * each * factors[rows]).sum().backward()
+    torch.testing.assert_close(losses[rows].double(), each.detach(), rtol=1e-5, atol=1e-6)
+    torch.testing.assert_close(dx.double(), wide[0].grad, rtol=1e-5, atol=1e-6)
+    torch.testing.assert_close(g[0].double(), wide[1].grad, rtol=1e-5, atol=1e-6)
+    if trained:
+        torch.testing.assert_close(g[1].double(), wide[2].grad, rtol=1e-5, atol=1e-6)
+    right = (scores.argmax(1) == classes[rows]) if labels > 1 else torch.ones(len(rows))
+    assert correct.item() == pytest.approx((right * factors[rows]).sum().item())
+    none = head.head_loss(*given[:5], rows[:0], 0.5, *more)
+    assert not none.any()
+    assert not dx.any()
+
+
+def test_a_score_head_is_counted_in_place_of_the_output_matrix():
+    base = parse_config(LLAMA | dict(tie_word_embeddings=False))
+    cfg, u = replace(base, scores=3), base.n_units - 1
+    assert shapes.parameters(base) - shapes.parameters(cfg) == (50 - 3) * 16
+    assert costs.forward_flops(cfg, u, 7, 0) == 2 * 7 * 3 * 16
+    assert costs.backward_flops(cfg, u, 7, 0) == 4 * 7 * 3 * 16
+    lora = replace(cfg, lora=Lora(2, 4.0, ("q_proj",)), frozen=("*",))
+    assert costs.backward_flops(lora, u, 7, 0) == 4 * 7 * 3 * 16
+    names = [name for part in shapes.trained_parts(lora, u) for group in part for name, _ in group]
+    assert names == ["score.weight"]
+    assert costs.model_flops(base, 10, 5) - costs.model_flops(cfg, 10, 5) == 6 * 10 * 50 * 16
+
+
+@pytest.mark.parametrize(("keys", "labels"), [
+    ({}, 0),
+    (dict(architectures=["LlamaForCausalLM"]), 0),
+    (dict(architectures=["LlamaForSequenceClassification"]), 2),  # as transformers has it by default
+    (dict(architectures=["LlamaForSequenceClassification"], id2label={"0": "LABEL_0"}), 1),
+    (dict(architectures=["LlamaForSequenceClassification"], num_labels=5), 5),
+])  # fmt: skip
+def test_labels_by_config_json(keys, labels):
+    cfg = parse_config(LLAMA | keys)
+    assert (cfg.scores, cfg.opener.endswith("SequenceClassification")) == (labels, labels > 0)
+    assert parse_config(LLAMA | keys | dict(initializer_range=0.3)).score_std == 0.3
