@@ -13,11 +13,11 @@ from trireme.engine.geometry import Geometry
 from trireme.engine.plan import Limits, Shares, UnitPlan
 from trireme.engine.planner import choose as choose_module
 from trireme.engine.planner.choose import choose, floors, ways_to_share
-from trireme.engine.planner.predict import Batch, predict, predict_evaluation
+from trireme.engine.planner.predict import Batch, predict, predict_between
 from trireme.engine.planner.rule import Lean, Wanted, simple_plan
 from trireme.engine.planner.simulate import SimulatedQueues
 from trireme.engine.planner.variants import in_peers, moves
-from trireme.engine.step import Inputs, train_step
+from trireme.engine.step import Inputs, evaluate, train_step
 
 MIB = 1 << 20
 
@@ -200,8 +200,8 @@ def test_an_evaluation_takes_its_part_of_divided_losses():
     cfg = replace(SMALL, vocab=64000)
     made = replace(deal(cfg, plan(cfg, UnitPlan("host", "host"), tokens=4096, n_micro=8), 2), between="gpu")
     batch = Batch(4096, 2048, 8)
-    one, both = (predict_evaluation(cfg, replace(made, losses=of), LINKED, batch) for of in ((0,), (1, 0)))
-    apart = predict_evaluation(cfg, made, LINKED, batch)
+    one, both = (predict_between(cfg, replace(made, losses=of), LINKED, batch, evaluate) for of in ((0,), (1, 0)))
+    apart = predict_between(cfg, made, LINKED, batch, evaluate)
     assert one.busy["compute"] == pytest.approx(apart.busy["compute"])
     assert both.step_s < one.step_s
 
