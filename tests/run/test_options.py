@@ -33,6 +33,12 @@ def here(tmp_path) -> Path:
 BASE = ["ckpt", "--data", "a.jsonl"]
 
 
+def made(folder: Path) -> None:
+    """What BASE names: a run that goes on looks for it."""
+    (folder / "ckpt").mkdir()
+    (folder / "a.jsonl").touch()
+
+
 def refused(*argv: str) -> str:
     with pytest.raises(InputError) as error:
         parse(argv)
@@ -209,7 +215,9 @@ def test_the_essentials_are_asked_for():
     assert parse(["--demo"]).demo
 
 
-def test_what_would_be_ignored_is_refused(tmp_path):
+def test_what_would_be_ignored_is_refused(tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    made(tmp_path)
     assert refused(*BASE, "--demo") == (
         "--demo trains a model of its own on stories of its own. Leave out --model, --data."
     )
@@ -393,6 +401,7 @@ def test_intervals_read_back_exactly(when):
 
 def test_resume_finds_the_run_and_its_options(tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
+    made(tmp_path)
     assert refused("--resume").startswith("--resume: no run in runs/.")
     assert refused("--resume", "nowhere").startswith("--resume nowhere: there is no run in that folder")
     for name, lr in (("old", "1e-3"), ("new", "2e-3")):
