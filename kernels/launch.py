@@ -268,13 +268,17 @@ ROWS_OF_SCANS = 32  # of a chunk
 
 
 class Scan(NamedTuple):
-    """A scan's launches: rows of a chunk, width of keys (a power of two), columns of values of a program."""
+    """A scan's launches: rows of a chunk, width of keys (a power of two), columns of values of a program.
+
+    wide_: of the kernel that computes all gradients of a chunk, columns at a time.
+    """
 
     rows: int
     width: int
     columns: int
+    wide_columns: int
     warps: int
-    wide_warps: int  # of the kernel that computes all gradients of a chunk
+    wide_warps: int
     stages: int
     precision: Literal["ieee", "tf32"]  # of fp32 products; those of bf16 are exact
 
@@ -284,8 +288,9 @@ def scan(device: torch.device, D: int, E: int, itemsize: int) -> Scan:
     """Of states (D, E). Tiles of 64 rows by four warps or more are wrong in bf16 on an H100 with Triton 3.6."""
     width, columns = max(16, power2(D)), min(32, max(16, power2(E)))
     if itemsize == 4 or chip(device).arch == 0:
-        return Scan(ROWS_OF_SCANS, width, columns, 4, 4, 1, "ieee")
-    return Scan(ROWS_OF_SCANS, width, columns, 4, 8, 1, "tf32")
+        return Scan(ROWS_OF_SCANS, width, columns, columns, 4, 4, 1, "ieee")
+    wide = min(128, max(16, power2(E))) if width <= 128 else columns  # all at once spills less than a loop
+    return Scan(ROWS_OF_SCANS, width, columns, wide, 4, 8, 1, "tf32")
 
 
 # ---------------------------------------------------------------- by the model of a chip
