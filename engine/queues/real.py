@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 import os
 import sys
 import threading
@@ -136,23 +137,45 @@ def execute(
         task._issued.set()
 
 
-SWITCH = 5e-4  # seconds between GIL switches; the usual 5e-3 is a whole copy or update
-USUAL: list[float] = []  # the interval without queues, for each RealQueues that is open
+SWITCH = 5e-4  # seconds between GIL switches, divided by GPUs; the usual 5e-3 is a whole copy or update
+OLD = 1000  # collections of younger objects for one of all; the usual 10 come once a step with several GPUs
+USUAL: list[tuple[float, tuple[int, int, int]]] = []  # both without queues, for each RealQueues that is open
 SWITCHING = threading.Lock()
+
+
+def _set_interpreter(gpus: int) -> None:
+    """Lets threads that launch kernels run: short turns, and no search for cycles among all objects of the process.
+
+    Such a search takes 0.15 s, after torch alone is imported, and every thread waits for it. What exists already is
+    left out of it, too.
+    """
+    with SWITCHING:
+        USUAL.append(USUAL[0] if USUAL else (sys.getswitchinterval(), gc.get_threshold()))
+        sys.setswitchinterval(SWITCH / gpus)
+        gc.set_threshold(*USUAL[0][1][:2], OLD)
+        gc.freeze()
+
+
+def _reset_interpreter() -> None:
+    """To what it was, where these are the last queues that are closed."""
+    with SWITCHING:
+        interval, thresholds = USUAL.pop()
+        if not USUAL:
+            sys.setswitchinterval(interval)
+            gc.set_threshold(*thresholds)
+            gc.unfreeze()
 
 
 class RealQueues(InlineQueues):
     """A thread per queue, on CUDA with a stream where it is a GPU's; one GPU's `compute`: the caller's.
 
-    SWITCH is the interpreter's switch interval until all are closed.
+    Until all are closed the interpreter's threads take shorter turns, and it searches for cycles more rarely.
     """
 
     def __init__(self, device: torch.device | str = "cpu", extra: Sequence[str] = (), gpus: int = 1, hosts: int = 1):
         super().__init__(device, gpus)
         self.names = queues_of(gpus, hosts)
-        with SWITCHING:
-            USUAL.append(USUAL[0] if USUAL else sys.getswitchinterval())
-            sys.setswitchinterval(SWITCH)
+        _set_interpreter(gpus)
         self.open = True
         self.error: BaseException | None = None
         self.failed: Callable[[BaseException], object] = lambda _: None  # hears of the first of a thread
@@ -265,11 +288,9 @@ class RealQueues(InlineQueues):
         if self.origins:
             for stream in self.streams.values():
                 stream.synchronize()
-        with SWITCHING:
-            usual = USUAL.pop() if self.open else None
+        if self.open:
             self.open = False
-            if usual is not None and not USUAL:
-                sys.setswitchinterval(usual)
+            _reset_interpreter()
 
     def trace(self) -> list[Span]:
         for t in self.tasks:

@@ -1,5 +1,6 @@
 """Queues: order, errors, the trace, and the same step on simulated queues."""
 
+import gc
 import json
 import queue
 import sys
@@ -81,16 +82,20 @@ def test_a_queue_whose_stream_is_refused_fails_its_tasks(queues, monkeypatch):
         task.wait()
 
 
-def test_the_interpreter_switches_threads_as_before_once_all_queues_are_closed(monkeypatch):
+def test_the_interpreter_is_as_before_once_all_queues_are_closed(monkeypatch):
     monkeypatch.setattr(real, "USUAL", [])
-    said, before = [], sys.getswitchinterval()
+    said, before, thresholds = [], sys.getswitchinterval(), gc.get_threshold()
     monkeypatch.setattr(sys, "setswitchinterval", said.append)
-    first, second = RealQueues(), RealQueues()
+    first, second = RealQueues(), RealQueues(gpus=2)
     first.close()
     first.close()
-    assert said == [real.SWITCH] * 2
+    assert said == [real.SWITCH, real.SWITCH / 2]
+    assert gc.get_threshold() == (*thresholds[:2], real.OLD)
+    assert gc.get_freeze_count()
     second.close()
-    assert said == [real.SWITCH] * 2 + [before]
+    assert said[2:] == [before]
+    assert gc.get_threshold() == thresholds
+    assert not gc.get_freeze_count()
 
 
 @pytest.mark.parametrize("queue", [queue for queue in queues_of(2) if kind_of(queue) not in STREAMED])
