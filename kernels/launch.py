@@ -289,8 +289,9 @@ def scan(device: torch.device, D: int, E: int, itemsize: int) -> Scan:
     width, columns = max(16, power2(D)), min(32, max(16, power2(E)))
     if itemsize == 4 or chip(device).arch == 0:
         return Scan(ROWS_OF_SCANS, width, columns, columns, 4, 4, 1, "ieee")
-    wide = min(128, max(16, power2(E))) if width <= 128 else columns  # all at once spills less than a loop
-    return Scan(ROWS_OF_SCANS, width, columns, wide, 4, 8, 1, "tf32")
+    whole = max(width, power2(E)) <= 128  # all columns at once spill less than a loop over them
+    wide = max(16, power2(E)) if whole else columns
+    return Scan(ROWS_OF_SCANS, width, columns, wide, 4, 4 if width == wide == 128 else 8, 1, "tf32")
 
 
 # ---------------------------------------------------------------- by the model of a chip
