@@ -12,6 +12,8 @@ import numpy as np
 import pytest
 import torch
 from runs import make_small, options
+from tokenizers import Tokenizer
+from tokenizers.processors import TemplateProcessing
 from transformers import AutoModelForCausalLM, AutoModelForSequenceClassification, AutoTokenizer
 
 from trireme.engine.run.begin import reference
@@ -89,7 +91,15 @@ def folder(tmp_path_factory):
         (where / f"{name}.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
     config = where / "checkpoint" / "tokenizer_config.json"
     config.write_text(json.dumps(json.loads(config.read_text()) | dict(chat_template=TEMPLATE)))
+    write_begins(where / "checkpoint" / "tokenizer.json")
     return where
+
+
+def write_begins(path):
+    """The tokenizer writes its begin token, as TRL's trainers of orpo and simpo do in any case."""
+    tokenizer = Tokenizer.from_file(str(path))
+    tokenizer.post_processor = TemplateProcessing("<s> $A", special_tokens=[("<s>", tokenizer.token_to_id("<s>"))])
+    tokenizer.save(str(path))
 
 
 def model_of(folder, method):
@@ -110,7 +120,6 @@ def trained_by_trl(folder, of, model, data, work):
     place = importlib.import_module(f"trl.{module}" if module else "trl")
     tokenizer = AutoTokenizer.from_pretrained(folder / "checkpoint")
     tokenizer.pad_token = tokenizer.eos_token
-    tokenizer.bos_token = None  # this tokenizer does not write it, but TRL's trainers of orpo and simpo would
     config = getattr(place, f"{name}Config")(
         str(work / "trl"), per_device_train_batch_size=ROWS, max_steps=3, learning_rate=LR, adam_beta2=0.95,
         weight_decay=0.01, lr_scheduler_type="constant", logging_steps=1, report_to="none", use_cpu=True, bf16=False,
