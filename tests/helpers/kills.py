@@ -74,6 +74,10 @@ PARTS = {
         UnitPlan("host", "host"), {}, ("--method", "dpo", "--export", "best"), best=6, data="pairs.jsonl"
     ),
     "packed": Place(UnitPlan("host", "host", base="ssd"), {}, ("--lora", "4", "--base", "nf4")),
+    "rewards": Place(
+        UnitPlan("host", "host"), {}, ("--method", "reward", "--export", "best"), best=6, data="pairs.jsonl"
+    ),
+    "classes": Place(FAR, dict(gradients="ssd"), ("--method", "classify"), data="classes.jsonl"),
 }
 EVERYWHERE = PLACES | PARTS
 TIMED = ("config.yaml", "log.jsonl", "log.csv", "loss.svg")  # files that hold times or paths
@@ -264,6 +268,8 @@ def make_bench(folder: Path) -> Bench:
     demo.make_text(folder / "text.txt", 40, seed=1)
     pair = lambda i: dict(prompt=f"{i} is", chosen=f" {i}", rejected=f" {i + 1}")
     (folder / "pairs.jsonl").write_text("".join(f"{json.dumps(pair(i))}\n" for i in range(60)))
+    row = lambda i: dict(text=f"{i} is {i + i % 3}", label="abc"[i % 3])
+    (folder / "classes.jsonl").write_text("".join(f"{json.dumps(row(i))}\n" for i in range(60)))
     with mock.patch.multiple(demo, WIDTH=32, FFN=48, LAYERS=2, HEADS=2, KV_HEADS=1, VOCAB=300):
         demo.make_checkpoint(folder / "model", folder / "text.txt", seed=1)
     first = prepare(parse(bench.command(None, folder / "planned"))).plan
