@@ -274,8 +274,9 @@ class Geometry:
         return self._pieces[kind, most]
 
     def half_piece(self) -> int:
-        """The piece size that halves the largest block's gradient."""
-        u = max(range(1, self.head), key=self.numel.__getitem__)
+        """The piece size that halves the largest block's gradient; where all are frozen, that of the largest end."""
+        blocks = range(1, self.head) if any(self.numel[1 : self.head]) else (0, self.head)
+        u = max(blocks, key=self.numel.__getitem__)
         return min(max(stretch.stop, self.numel[u] - stretch.stop) for stretch in self._stretches(u))
 
     def size_class(self, u: int) -> str:
