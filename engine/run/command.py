@@ -18,7 +18,7 @@ from typing import Any, NoReturn
 
 from trireme.engine.run.begin.kept import from_yaml, full, text_of
 from trireme.engine.run.hub.places import title
-from trireme.engine.run.names import flag_of, resolve
+from trireme.engine.run.names import flag_of, nearest, resolve
 from trireme.engine.run.options import DATA, INSTEAD, OUTPUT, PLACEMENT, TRAINING, Options, Parser
 from trireme.engine.run.screen import Screen
 from trireme.models.config import InputError
@@ -85,9 +85,9 @@ class CommandParser(argparse.ArgumentParser):
         given, rest = self.parse_known_args(argv)
         for word in rest:
             option = word.partition("=")[0]
-            begun = [known for known in self._option_string_actions if len(option) > 3 and known.startswith(option)]
-            near = begun or difflib.get_close_matches(option, self._option_string_actions, 1, 0.7)
-            way = f"Did you mean {near[0]}?" if near else f"See {program()} {name} --help."
+            known = [flag.removeprefix("--") for flag in self._option_string_actions if flag.startswith("--")]
+            near = option.startswith("-") and nearest(option.strip("-"), known)
+            way = f"Did you mean --{near}?" if near else f"See {program()} {name} --help."
             raise InputError(
                 f"unknown option {option}. {way}" if option.startswith("-") else f"{word}: unknown here. {way}"
             )

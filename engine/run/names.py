@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import difflib
+from collections.abc import Callable, Sequence
 from dataclasses import fields
 from fnmatch import fnmatch
 from functools import lru_cache
@@ -240,15 +241,23 @@ def resolve(name: str) -> str:
 
 def unknown(name: str) -> str:
     """What to say of a name that nobody has."""
-    key = name.replace("_", "-")
-    begun = [other for other in _known() if len(key) > 2 and other.startswith(key)]
-    near = next((other for other in difflib.get_close_matches(key, _known()) if _alike(key, other)), "")
-    if not near and len({field_of(other) for other in begun}) == 1:
-        near = min(begun, key=len)
+    near = nearest(name.replace("_", "-"), _known(), field_of)
     if not near:
         return f"unknown option --{name}. See --help."
     same = f" (= {flag_of(_ALIASES[near])})" if near in _ALIASES else ""
     return f"unknown option --{name}. Did you mean --{near}{same}?"
+
+
+def nearest(key: str, known: Sequence[str], means: Callable[[str], object] = str) -> str:
+    """The known name, without dashes, that `key` misspells, or that it begins where all that it begins mean the same.
+
+    "" without one.
+    """
+    near = next((other for other in difflib.get_close_matches(key, known) if _alike(key, other)), "")
+    begun = [other for other in known if len(key) > 2 and other.startswith(key)]
+    if not near and len({means(other) for other in begun}) == 1:
+        near = min(begun, key=len)
+    return near
 
 
 def _known() -> list[str]:
@@ -257,8 +266,9 @@ def _known() -> list[str]:
 
 def _alike(key: str, other: str) -> bool:
     """Whether two names may mean the same: each word is near one of the other's."""
-    near = lambda a, b: a.startswith(b) or b.startswith(a) or difflib.SequenceMatcher(None, a, b).ratio() > 0.7
+    like = lambda a, b, least: difflib.SequenceMatcher(None, a, b).ratio() > least
+    near = lambda a, b, least=0.65: a.startswith(b) or b.startswith(a) or like(a, b, least)
     mine, theirs = key.split("-"), other.split("-")
-    if len(mine) != len(theirs) and near(key.replace("-", ""), other.replace("-", "")):
+    if len(mine) != len(theirs) and near(key.replace("-", ""), other.replace("-", ""), 0.7):
         return True
     return all(any(near(a, b) for b in theirs) for a in mine) and all(any(near(a, b) for a in mine) for b in theirs)

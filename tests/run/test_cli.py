@@ -325,6 +325,7 @@ NEAREST = {
     "eval": (["eval", "model", "--dta=x"], "unknown option --dta. Did you mean --data?"),
     "merge": (["merge", "model", "--oot", "x"], "unknown option --oot. Did you mean --out?"),
     "check": (["check", "--sotre", "x"], "unknown option --sotre. Did you mean --store?"),
+    "cut short": (["check", "--rep", "x"], "unknown option --rep. Did you mean --report?"),
     "push": (
         ["push", "model", "a/b", "--private"],
         "unknown option --private. See python scripts/finetune.py push --help.",
