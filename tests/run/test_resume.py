@@ -514,3 +514,19 @@ def test_no_option_is_silently_overruled_by_a_given_plan(checkpoint, begun, plan
                 prepare(replace(options, **given), pinned)
         else:
             assert prepare(replace(options, **given), pinned).plan == made
+
+
+def test_a_given_plan_copies_between_gpus_only_where_they_can(checkpoint, begun):
+    given = replace(begun[0], plan=str(checkpoint / "two.json"), gpus=2, dry_run=True, gpu_memory=None, ram=None)
+    on = lambda more: prepare(replace(given, assume=f"gpu=2xrtx4090,ram=8GiB{more}")).plan
+    direct = prepare(replace(begun[0], plan=None)).plan.dealt(2, tied=True, peers=True)
+    in_ram = replace(direct, between="host")
+    lends = in_ram.changed({1}, saved=(("qkv", "peer"),), peer=1 - direct.units[1].gpu)
+    for plan, says in ((direct, "host, or"), (in_ram, ""), (lends, "host, saved of unit 1 to gpu, host or ssd, or")):
+        plan.save(checkpoint / "two.json")
+        assert on(",peer=20") == plan
+        if says:
+            with pytest.raises(InputError, match=f"two.json: the plan copies .* to {says} leave --plan out"):
+                on("")
+        else:
+            assert on("") == plan

@@ -103,6 +103,19 @@ def check_step(options: Options, plan: Plan, sequences: int, seq_len: int) -> No
         )
 
 
+def check_peers(options: Options, plan: Plan, machine: Machine) -> None:
+    """Raises InputError where GPUs that do not copy to each other are to."""
+    if plan.gpus == 1 or machine.rates.peer:
+        return
+    units = [(u, plan.units[u]) for u in plan.distinct()]
+    lent = next((f", saved of unit {u} to gpu, host or ssd" for u, unit in units if unit.lent), "")
+    if plan.between == "gpu" or lent:
+        raise InputError(
+            f"{options.plan}: the plan copies between GPUs, and these have no access to each other's memory. Set "
+            f"between to host{lent}, or leave --plan out."
+        )
+
+
 class Settled(NamedTuple):
     """A plan, its reasons, the machine, with drives measured where the plan may use them."""
 
@@ -203,6 +216,8 @@ class Planner:
         if self.given:
             check_memory(o, self.cfg, self.given, limits)  # the data has taken its part
             check_step(o, self.given, work.sequences, self.seq_len)
+            if self.on_cuda:
+                check_peers(o, self.given, machine)
             return Settled(self.given, (f"read from {o.plan}",), machine)
         first = first_plan(self.cfg, limits, wanted, drive=not o.assume or bool(machine.ssd))
         if o.assume:
