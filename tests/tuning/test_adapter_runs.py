@@ -191,6 +191,16 @@ def test_frozen_tensors_come_out_as_they_went_in(checkpoint, monkeypatch, capsys
         finetune(replace(run, resume=run.out))
 
 
+@pytest.mark.full
+def test_blocks_may_all_be_frozen(checkpoint):
+    """The largest gradient is then that of the embedding."""
+    found = []
+    for where in ("gpu", "ssd"):
+        finetune(replace(options(checkpoint, checkpoint / f"ends-{where}", where, freeze=("*layers*",)), max_steps=2))
+        found.append(losses(checkpoint / f"ends-{where}"))
+    assert found[0] == found[1]
+
+
 def test_what_is_trained_cannot_change(checkpoint, monkeypatch):
     run = options(checkpoint, checkpoint / "other", "gpu", freeze=("*embed*",))
     stopped(run, 2, monkeypatch)
@@ -206,6 +216,14 @@ def test_a_refusal_offers_adapters_that_fit(checkpoint, capsys):
     with pytest.raises(DoesNotFit) as refused:
         finetune(replace(small, ram=1 << 20))
     assert "--lora" not in str(refused.value)
+    based = r"smallest plan needs .* Or quantize what is frozen, which then fits: --base fp8\.$"
+    with pytest.raises(DoesNotFit, match=based):
+        finetune(replace(small, lora=16, ram=4 << 20))
+    finetune(replace(small, lora=16, ram=4 << 20, base="fp8"))
+    with pytest.raises(DoesNotFit, match=r" Or train adapters, which fit: --lora 16 --base fp8\.$"):
+        finetune(replace(small, ram=4 << 20))
+    with pytest.raises(DoesNotFit, match=r"smallest plan needs [^:]*$"):
+        finetune(replace(small, lora=16, ram=3 << 20))
     box = replace(small, assume="gpu=rtx4090,ram=750MiB", gpu_memory=(1280 + 4) << 20, ram=8 << 20, device="auto")
     with pytest.raises(DoesNotFit, match=r" Or train adapters, .* --lora 16, .*s a step of 256 tokens, .* tok/s\.$"):
         finetune(box)

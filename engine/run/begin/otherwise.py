@@ -1,7 +1,8 @@
-"""What else would train: adapters or 8-bit moments, offered where everything does not fit."""
+"""What else would train: adapters, their base quantized, or 8-bit moments, offered where a run does not fit."""
 
 from __future__ import annotations
 
+from contextlib import suppress
 from dataclasses import replace
 from pathlib import Path
 
@@ -9,27 +10,47 @@ from trireme.engine.amounts import compact, seconds
 from trireme.engine.plan import DoesNotFit
 from trireme.engine.planner.forecast import Files, Forecast, Work
 from trireme.engine.planner.machine import this_machine
+from trireme.engine.run.begin.job import check_room, prepare
 from trireme.engine.run.begin.limits import place
 from trireme.engine.run.begin.model import length, what_is_trained
 from trireme.engine.run.begin.settle import Planner
 from trireme.engine.run.options import Options
 from trireme.models.config import InputError
+from trireme.storage.headers import CheckpointError
 
 RANK = 16  # of adapters that are offered
+BASES = "fp8", "nf4"  # of what is frozen, the more exact first
 
 
 def instead(options: Options) -> str:
-    """Sentences that offer adapters, and 8-bit moments, with their steps as predicted; "" where they fit no better.
+    """Sentences that offer adapters, a packed base of them, and 8-bit moments, with their steps as predicted.
 
-    Reads no data.
+    "" where none fits. Reads no data.
     """
-    if options.lora is not None or any((options.adapter, options.freeze, options.train, options.resume, options.plan)):
+    if options.resume or options.plan:
         return ""
-    adapters = _tried(replace(options, lora=RANK), Files(export=1))
+    if options.lora is not None or any((options.adapter, options.freeze, options.train)):
+        based = _based(options)
+        return f"Or quantize what is frozen, which then fits: {based}." if based else ""
+    lighter = replace(options, lora=RANK)
+    adapters = _tried(lighter, Files(export=1))
+    if adapters is None and (based := _based(lighter)):
+        adapters = f" {based}"
     said = [f"Or train adapters, which fit: --lora {RANK}{adapters}."] if adapters is not None else []
     if options.adam_bits in (None, 32) and (fewer := _tried(replace(options, adam_bits=8), Files())):
         said.append(f"Or train all weights with --adam-bits 8{fewer}.")
     return " ".join(said)
+
+
+def _based(options: Options) -> str | None:
+    """`--base` with the first of BASES that fits, and its step; None where none does, or one is given."""
+    for base in BASES if options.base is None else ():
+        with suppress(DoesNotFit, InputError, CheckpointError):
+            job = prepare(replace(options, base=base, data=()), say=lambda _: None)
+            if not options.assume:
+                check_room(job)
+            return f"--base {base}{_step(job.forecast) if job.device.type == 'cuda' else ''}"
+    return None
 
 
 def _tried(lighter: Options, files: Files) -> str | None:
@@ -47,5 +68,9 @@ def _tried(lighter: Options, files: Files) -> str | None:
         settled = planner.find(work, files, limits, machine, stores)
     except (DoesNotFit, InputError):
         return None
-    step = Forecast(cfg, settled.plan, settled.machine, limits, work).step.step_s
-    return f", {seconds(step)} a step of {compact(work.tokens)} tokens, {compact(work.tokens / step)} tok/s"
+    return _step(Forecast(cfg, settled.plan, settled.machine, limits, work))
+
+
+def _step(f: Forecast) -> str:
+    tokens, step_s = f.work.tokens, f.step.step_s
+    return f", {seconds(step_s)} a step of {compact(tokens)} tokens, {compact(tokens / step_s)} tok/s"
