@@ -142,10 +142,12 @@ def train_step(
     _forward(e, batch, train=True, twice=comparison is not None)
     e.optimizer.begin(step, lr)
     parts: list[Tensor] = []
-    losses, _ = _head(e, batch, train=True, scale=1 / trained, comparison=comparison, parts=parts)
+    losses, done = _head(e, batch, train=True, scale=1 / trained, comparison=comparison, parts=parts)
     _pool_load(e, batch)
     _backward(e, batch)
     stats = e.optimizer.conclude(losses, trained)
+    if e.plan.losses:
+        _add_counts(e, batch, done)
     e.optimizer.read_ahead()
     if parts:
         return replace(stats, metrics=metrics_of(parts, trained))
@@ -165,13 +167,19 @@ def evaluate(e: Engine, batch: Sequence[Inputs], parts: list[Tensor] | None = No
     """
     _forward(e, batch, train=False)
     losses, done = _head(e, batch, train=False, parts=parts)
-    if e.plan.gpus > 1 and not e.queues.simulated:
-        counted = [task.wait() for task in done]  # threads of their own make them
-        for mb, more in zip(batch, counted, strict=True):
-            correct = mb.on(e.gpu(e.geo.head)).correct
-            if correct is not None and more is not None:
-                correct.add_(more.to(correct.device))
+    if e.plan.gpus > 1:
+        _add_counts(e, batch, done)  # waits: threads of their own make the losses
     return losses
+
+
+def _add_counts(e: Engine, batch: Sequence[Inputs], done: Sequence[Task]) -> None:
+    """Waits for the losses' tasks, and adds what several GPUs counted to the counter on the head's GPU."""
+    if e.queues.simulated:
+        return
+    for mb, task in zip(batch, done, strict=True):
+        more, correct = task.wait(), mb.on(e.gpu(e.geo.head)).correct
+        if correct is not None and more is not None:
+            correct.add_(more.to(correct.device))
 
 
 def stream_layers(e: Engine) -> Iterator[tuple[int, Any]]:
