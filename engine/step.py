@@ -142,10 +142,12 @@ def train_step(
     _forward(e, batch, train=True, twice=comparison is not None)
     e.optimizer.begin(step, lr)
     parts: list[Tensor] = []
-    losses, _ = _head(e, batch, train=True, scale=1 / trained, comparison=comparison, parts=parts)
+    losses, done = _head(e, batch, train=True, scale=1 / trained, comparison=comparison, parts=parts)
     _pool_load(e, batch)
     _backward(e, batch)
     stats = e.optimizer.conclude(losses, trained)
+    if e.plan.losses:
+        _add_counts(e, batch, done)
     e.optimizer.read_ahead()
     if parts:
         return replace(stats, metrics=metrics_of(parts, trained))
@@ -165,13 +167,19 @@ def evaluate(e: Engine, batch: Sequence[Inputs], parts: list[Tensor] | None = No
     """
     _forward(e, batch, train=False)
     losses, done = _head(e, batch, train=False, parts=parts)
-    if e.plan.gpus > 1 and not e.queues.simulated:
-        counted = [task.wait() for task in done]  # threads of their own make them
-        for mb, more in zip(batch, counted, strict=True):
-            correct = mb.on(e.gpu(e.geo.head)).correct
-            if correct is not None and more is not None:
-                correct.add_(more.to(correct.device))
+    if e.plan.gpus > 1:
+        _add_counts(e, batch, done)  # waits: threads of their own make the losses
     return losses
+
+
+def _add_counts(e: Engine, batch: Sequence[Inputs], done: Sequence[Task]) -> None:
+    """Waits for the losses' tasks, and adds what several GPUs counted to the counter on the head's GPU."""
+    if e.queues.simulated:
+        return
+    for mb, task in zip(batch, done, strict=True):
+        more, correct = task.wait(), mb.on(e.gpu(e.geo.head)).correct
+        if correct is not None and more is not None:
+            correct.add_(more.to(correct.device))
 
 
 def stream_layers(e: Engine) -> Iterator[tuple[int, Any]]:
@@ -249,16 +257,17 @@ def _reads(e: Engine, u: int, train: bool, twice: bool = False) -> int:
 
 # ---------------------------------------------------------------- the head
 
-# Of micro-batches whose losses several GPUs compute each adds to the same sum of gradients, which goes from GPU to GPU
-# in their order: the additions of one GPU. Only the GEMM that adds waits for it, after the rest of the loss.
-GRADIENT = "gradient"  # its name
+# Where several GPUs compute the losses, all micro-batches still add to one sum of the head's gradients. It is copied
+# from GPU to GPU in the order of micro-batches, so that the additions are those of one GPU. A loss does not wait for
+# the sum; only the GEMM that adds to it does (`add_gradients`).
+GRADIENT = "gradient"  # in the name of that GEMM's task
 
 
 class Left(NamedTuple):
-    """What a loss leaves for its GEMM that waits for the sum, as a task's use."""
+    """What `loss` leaves for `add_gradients`, which frees it: a buffer that both tasks use."""
 
     dlogits: Buffer  # (M, V)
-    norm: list[head.HeadWeights]  # the final norm's gradient
+    norm: list[head.HeadWeights]  # the final norm's gradient: `loss` appends it, `add_gradients` takes it
 
     @property
     def ready(self) -> tuple[Task, ...]:
@@ -272,13 +281,13 @@ class Left(NamedTuple):
         return flat(self.dlogits.tensor, e.geo.dtype, mb.trained * vocab).view(mb.trained, vocab)
 
 
-class Begun(NamedTuple):
-    """Tasks before a task, as its use; another use is told."""
+class After(NamedTuple):
+    """Tasks that a task waits for, without a buffer that it reads."""
 
     ready: Sequence[Task]
 
     def done(self, task: Task) -> None:
-        """Nothing follows."""
+        """Nothing waits for the task."""
 
 
 def _head(
@@ -347,8 +356,8 @@ def loss(
 ) -> Task:
     """Sets micro-batch b's losses, times their factors; with `g` adds gradients too. `comparison`: has the factors.
 
-    `parts`: as of `evaluate`. `left`: takes what `add_gradients` needs. The task's result: labels that were the
-    likeliest, where several GPUs count them.
+    `parts`: as of `evaluate`. `left`: takes what `add_gradients` needs, in place of `g`. `after`: tasks to wait for.
+    The task's result, where several GPUs compute losses: how many labels were the likeliest token; else None.
     """
     u, gpu, backward = e.geo.head, e.plan.loss_gpu(b), bool(g) or left is not None
     x = e.activations.x[u][b].read()
@@ -381,14 +390,14 @@ def loss(
     grads = {v: gradients_of(e, v, gradient) for v, gradient in g.items()}
     once, back = (count(e.cfg, u, mb.trained, mb.pairs) for count in (costs.forward_flops, costs.backward_flops))
     flops = once + (once if left else back if g else 0)
-    read: Use = Begun(x.ready) if left else x
+    read: Use = After(x.ready) if left else x
     uses: tuple[Use, ...] = (
         *w.values(),
         read,
         *g.values(),
         *([dx] if dx else []),
         *([left] if left else []),
-        Begun(after),
+        After(after),
     )
     return e.compute("loss", u, add, uses, flops, gpu=gpu)
 

@@ -7,7 +7,7 @@ from collections import defaultdict, deque
 from collections.abc import Callable
 from dataclasses import dataclass, field, replace
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 
@@ -75,6 +75,15 @@ class Reading:
         return cache_key(content, source.kind, tokenizer, template, self.renames, self.skip_bad, *more)
 
 
+class _Waiting(NamedTuple):
+    """What is known of an example that is not yet written."""
+
+    weight: float
+    value: float  # a pair's margin, or the number of a row's class; else 0
+    form: str  # format of its row
+    share: float  # of its row: 1 / examples in the row
+
+
 @dataclass
 class _Tally:
     """Counts of a file so far."""
@@ -87,9 +96,7 @@ class _Tally:
     first: tuple[int, str] | None = None  # bad row, its fault
     skip_bad: bool = False
     batch: Numbered = field(default_factory=list)  # read, not yet tokenized
-    waiting: deque[tuple[float, float, str, float]] = field(
-        default_factory=deque
-    )  # of what is not yet written: weight, value, format, share of its row
+    waiting: deque[_Waiting] = field(default_factory=deque)
     characters: int = 0
     unused: dict[str, None] = field(default_factory=dict)  # keys, in order
     encoded: int = 0  # characters
@@ -208,12 +215,12 @@ def _take(row: Row, reading: Reading, tally: _Tally) -> None:
         for example, weight in examples:
             tally.chats += isinstance(example, Chat)
             tally.batch.append((row.number, example))
-            tally.waiting.append((weight, number, form, 1 / len(examples)))
+            tally.waiting.append(_Waiting(weight, number, form, 1 / len(examples)))
             tally.characters += size(example)
 
 
 def _answers(value: Fields, reading: Reading, tally: _Tally) -> tuple[str, list[Answer], list[str], float]:
-    """(format of a row, what it says, each with its weight; keys that are not read; its value). Raises BadRow."""
+    """(format, examples with weights, keys that are not read, value as of _Waiting) of a row. Raises BadRow."""
     if reading.kind in PAIRED:
         row = parsed(rename(value, reading.renames))
         answered, answers, unused = read_answers(row, reading.kind)

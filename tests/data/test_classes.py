@@ -1,6 +1,7 @@
 """Rows with classes and pairs with margins: one token of each document is scored, the one that transformers reads."""
 
 import json
+from decimal import Decimal
 
 import numpy as np
 import pytest
@@ -118,6 +119,9 @@ BAD = {
     "'label' is 0.5, no class: regression is not supported": dict(label=0.5),
     "'label' is a list, expected one class: several labels": dict(label=["bad"]),
     "'label' is True, which is none of bad, good": dict(label=True),
+    "'label' is 0.5, no class: regression": dict(label=Decimal("0.5")),
+    "'label' is NaN, no class": dict(label=Decimal("nan")),
+    "'label' is '9999": dict(label="9" * 5000),
     "has no 'label', the class of the row": dict(),
 }
 
@@ -137,6 +141,7 @@ def test_a_number_may_be_a_name():
     assert class_of(1, stars) == 1
     assert class_of(1.0, NAMES) == 1
     assert class_of(True, ("false", "true")) == 1
+    assert class_of(Decimal("1.00"), NAMES) == 1
 
 
 def test_labels_of_data(tmp_path):

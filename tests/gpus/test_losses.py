@@ -190,7 +190,8 @@ def test_adapters_have_no_sum_that_moves():
     assert not any(before in task.after for task in losses for before in losses), "none waits for another"
 
 
-def test_labels_are_counted_where_losses_are_computed():
+@pytest.mark.parametrize("run", [evaluate, lambda e, batch: train_step(e, batch, 1, 1e-3)], ids=["evaluate", "train"])
+def test_labels_are_counted_where_losses_are_computed(run):
     """And added in the order of micro-batches on the head's GPU."""
     cfg, found = replace(LLAMA, tied=True), []
     for plan in (gpu_plan(cfg, dtype="BF16", n_micro=3), divided(cfg, (1, 0), (0, 1))):
@@ -198,7 +199,7 @@ def test_labels_are_counted_where_losses_are_computed():
         correct, tables = torch.zeros(1, dtype=torch.float64), rope_tables(cfg, 64, "cpu")
         micro = [inputs_on(e.cfg, mb, [(tables, "cpu")] * plan.gpus) for mb in batches(cfg, 1, 3, 24)[0]]
         given = [replace(mb, packed=tuple(each._replace(correct=correct) for each in mb.packed)) for mb in micro]
-        evaluate(e, given)
+        run(e, given)
         e.queues.drain()
         found.append(float(correct))
         e.queues.close()

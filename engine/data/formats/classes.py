@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterable, Mapping, Sequence
+from decimal import Decimal
 from typing import Any
 
 from trireme.engine.data.files.rows import BadRow, Fields, kind_of
@@ -14,6 +16,7 @@ from trireme.storage.untrusted import shown
 
 KEY, MOST = "label", 1000  # classes that are found in data
 LISTED = 12
+DIGITS = 1000  # of a number, at most: int() refuses more than 4,300
 _TALKS = {"messages": read_messages, "conversations": read_sharegpt}
 
 
@@ -60,9 +63,9 @@ def _word(value: Any) -> str:
     """As text. Raises BadRow where it is not one class."""
     if isinstance(value, bool):
         return str(value).lower()
-    if isinstance(value, float) and value.is_integer():
+    if isinstance(value, (float, Decimal)) and math.isfinite(value) and value == int(value):
         return str(int(value))
-    if isinstance(value, float):
+    if isinstance(value, (float, Decimal)):
         raise BadRow(f"{KEY!r} is {value:g}, no class: regression is not supported")
     if not isinstance(value, (str, int)):
         raise BadRow(f"{KEY!r} is {kind_of(value)}, expected one class: several labels of a row are not supported")
@@ -70,7 +73,7 @@ def _word(value: Any) -> str:
 
 
 def _is_number(word: str) -> bool:
-    return word.isascii() and word.isdigit()
+    return word.isascii() and word.isdigit() and len(word) < DIGITS
 
 
 def labels_in(rows: Iterable[Any], renames: Mapping[str, str]) -> tuple[str, ...]:

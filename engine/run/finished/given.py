@@ -41,7 +41,7 @@ def place_of(given: argparse.Namespace, found: Opened) -> tuple[torch.device, st
 def loaded(
     given: argparse.Namespace, found: Opened, place: tuple[torch.device, str], needs: int, what: str, screen: Screen
 ) -> Layers:
-    """The model's layers, and before they are used how fast they come. `needs`: bytes of the device beside them."""
+    """The model's layers, and before they are used how fast they come. `needs`: the device's bytes of other tensors."""
     device, dtype = place
     layers = Layers(found, device, dtype, memory_limits(device, given.gpu_memory, given.ram), needs)
     with screen.working("loading", sum(layers.sizes[u] for u in layers.resident | layers.in_ram)) as more:
