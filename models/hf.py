@@ -15,6 +15,7 @@ Shape = tuple[int, ...]
 OUTPUTS = ("lm_head.weight", "embed_out.weight")
 # Stored by older versions.
 _BUFFERS = (".attn.bias", ".attn.masked_bias", ".attention.bias", ".attention.masked_bias", ".rotary_emb.inv_freq")
+_WRAPPERS = ("module.", "_orig_mod.", "_fsdp_wrapped_module.", "base_model.model.")  # of DDP, torch.compile, FSDP, peft
 
 
 def as_found(cfg: ModelConfig, found: Mapping[str, Shape]) -> ModelConfig:
@@ -112,10 +113,13 @@ def _canonical(cfg: ModelConfig, name: str, wanted: Mapping[str, Shape]) -> str 
             return None if cfg.scores else output_name(cfg)
         if cfg.carries(full) or full.endswith(_BUFFERS):
             return None
-    raise InputError(
-        f"{name} is not a tensor of a {cfg.model_type} language model as config.json describes it. "
-        "Adapters, quantized weights and other heads are not supported."
+    wrapped = next((prefix for prefix in _WRAPPERS if name.startswith(prefix)), "")
+    hint = (
+        f"Its prefix {wrapped!r} is that of a wrapped model. Save the model inside, without it."
+        if wrapped
+        else "Adapters, quantized weights and other heads are not supported."
     )
+    raise InputError(f"{name} is not a tensor of a {cfg.model_type} language model as config.json describes it. {hint}")
 
 
 def _in_full(cfg: ModelConfig, name: str) -> Iterator[str]:

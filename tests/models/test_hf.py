@@ -70,6 +70,12 @@ def test_faults_are_named():
         assert all(word in str(e.value) for word in words), str(e.value)
 
 
+@pytest.mark.parametrize("prefix", ["module.", "_orig_mod.", "base_model.model."])
+def test_a_wrapped_models_prefix_is_named(prefix):
+    with pytest.raises(InputError, match=f"Its prefix '{prefix}' is that of a wrapped model"):
+        canonical_names(LLAMA, {prefix + name: shape for name, shape in shapes_of(LLAMA).items()})
+
+
 def test_layers_that_cannot_be_there_make_no_work():
     """A config.json that claims thousands of layers is refused by counts alone."""
     claim = KEYS | dict(model_type="qwen2", num_key_value_heads=2, num_hidden_layers=4096)
