@@ -78,6 +78,7 @@ class OneBatch(NamedTuple):
 
     batch: MicroBatch
     n_sequences: int = 3
+    kind: str = ""
     tokens: int = 24
 
     def batches(self, rows):

@@ -305,7 +305,7 @@ def test_the_largest_models_are_planned_with_few_simulations(monkeypatch, gpu, r
     m = machine(GPUS[gpu], ram << 30, DRIVES[drive], drives)
     wanted = Wanted(sizes, record=record_size(shapes.parameters(LLAMA_405B), m.limits.host))
     choice = choose(LLAMA_405B, m.limits, m.rates, wanted)
-    assert 0 < len(tasks) < 400_000
+    assert 0 < len(tasks) < 420_000
     assert choice.plan.halves == (gpu == "rtx4090")
 
 
