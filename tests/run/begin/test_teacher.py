@@ -277,7 +277,7 @@ def test_options_are_of_a_teacher(tmp_path):
     for wrong, says in {
         "--distill-weight 0.1": "--distill-weight 0.1 is for --teacher FOLDER",
         "--top-k 9": "--top-k 9 is for --teacher",
-        "--teacher big --method dpo": "--method dpo compares answers",
+        "--teacher big --method dpo": "a teacher is for --method sft, not dpo",
         "--teacher big --distill-weight 2": "2",
         "--kd-alpha 1": "--teacher DIR, with --distill-weight",
         f"--teacher {tmp_path}": "its content.* Score the data again",
