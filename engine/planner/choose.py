@@ -270,11 +270,12 @@ def _around_the_best(
         decisions.append(lambda plan: variants.divided_losses(geo, plan, limits, piece))
     if updates:
         decisions.append(lambda plan: variants.updates(geo, plan, limits, piece))
+    most *= 2 if wanted.gpus == 1 else 3  # with several GPUs there is more to decide
     for rank, base in enumerate(sorted(trials.found, key=trials.cost)[:REFINED]):
         best = base
         for decide in decisions:
             for plan in decide(best):
-                if plan not in trials.found and (rank == 0 or len(trials.found) < 2 * most):
+                if plan not in trials.found and (rank == 0 or len(trials.found) < most):
                     trials.simulate(plan)
                 if plan in trials.found:
                     best = min(best, plan, key=trials.cost)

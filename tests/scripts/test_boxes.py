@@ -5,6 +5,8 @@ from pathlib import Path
 import pytest
 from script_files import script
 
+from trireme.engine.planner import variants
+
 ROOT = Path(__file__).parents[2]
 
 
@@ -21,3 +23,16 @@ def test_the_table_has_what_dry_runs_say():
     assert all(f"| {model} | " in page for model in (*boxes.LARGE, *boxes.HYBRIDS))
     (row,) = [line for line in page.splitlines() if line.startswith("| GLM-4.7-Flash (30B) |")]
     assert row.split(" | ")[2] == boxes.large("glm-4.7-flash", boxes.DRIVES["two drives"])[0]
+
+
+@pytest.mark.full
+def test_more_decisions_leave_time_for_other_sizes(monkeypatch):
+    """Where losses may be divided over GPUs, micro-batches of the second best size are refined, too."""
+    boxes = script("bench/boxes")
+    machine, job = next(m for m in boxes.BOXES.values() if "2x" in m), boxes.JOBS["70B, LoRA"]
+    seconds = lambda: (
+        boxes.prepare(boxes.parse([*f"{job} {boxes.STEP} 16 --assume {machine}".split()])).forecast.step.step_s
+    )
+    free = seconds()
+    monkeypatch.setattr(variants, "divided_losses", lambda *given: ())
+    assert free <= seconds()
