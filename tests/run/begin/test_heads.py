@@ -282,7 +282,7 @@ def test_what_does_not_belong_together_is_refused(folder, tmp_path):
         "--method classify --long split": "--method classify reads whole rows",
         "--method classify --labels a": "no number of classes",
         "--method classify --label-smoothing 0.1": "is for --method dpo or simpo",
-        "--method reward --teacher .": "--method reward",
+        "--method reward --teacher .": "a teacher is for --method sft, not reward",
     }.items():
         with pytest.raises(InputError, match=says):
             parse([*data, *wrong.split()])
