@@ -241,8 +241,8 @@ def test_a_snapshot_that_hangs_ends_the_run(checkpoint):
     assert ended(pid) == 4
     (line,) = errors.read_text().splitlines()
     assert line == (
-        "error: snapshot: no progress for 0s; no queue has a task. Is the GPU or a drive failing? There is no snapshot "
-        f"yet. To go on: --resume {out}"
+        "error: snapshot: no progress for 0s; queue state_write hangs in state embed 0. Is the GPU or a drive failing? "
+        f"There is no snapshot yet. To go on: --resume {out}"
     )
 
 
