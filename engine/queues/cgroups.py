@@ -44,8 +44,8 @@ def cores() -> float:
 def update_threads(gpus: int = 1) -> int:
     """Threads of CPU AdamW: all cores but one for Python, or two for each of several GPUs and one.
 
-    Each of several GPUs has threads that launch kernels. Where AdamW had 63 of 64 cores, they waited for one: a step
-    of 7B on four H200s took 3.4 s, and tasks of 5 ms up to 25.
+    Each of several GPUs has threads that launch kernels, and each needs a core. On 64 cores with four H100s no gain was
+    seen: a step of 7B took 3.7 s, for another reason (`real._set_interpreter`).
     """
     usable = int(cores())
     return max(1, usable - 1 if gpus == 1 else max(usable - 2 * gpus - 1, usable // 2))
