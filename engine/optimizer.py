@@ -152,6 +152,7 @@ class Optimizer:
         self.on_cpu.moments(0)
 
     def close(self) -> None:
+        self.on_gpu.parts.clear()  # views of memory that is freed next
         self.kernels.close()
 
 

@@ -105,24 +105,28 @@ class OnGpuUpdates:
     def __init__(self, kernels: Kernels, placement: Placement, weights: WeightStream, queues: Queues):
         self.kernels, self.geo, self.plan = kernels, kernels.geo, kernels.plan
         self.placement, self.weights, self.queues = placement, weights, queues
+        self.parts: dict[int, list[tuple[Tensor, dict[str, Tensor]]]] = {}  # by unit: weights and state of each record
 
     def hand_over(self, u: int, gradient: Landed) -> None:
-        hi, grad, states, dtype = (
-            self.placement.weights[u],
-            gradient.buffer.tensor,
-            self.placement.state[u],
-            self.geo.dtype,
-        )
-        records = [(a, b, self.kernels.bind(u, a, b, on_gpu=True)) for a, b in self.geo.records(u, self.plan.record)]
+        ranges, landed = self.geo.records(u, self.plan.record), gradient.buffer.tensor
+        updates = [self.kernels.bind(u, a, b, on_gpu=True) for a, b in ranges]
 
         def update() -> None:
-            for (a, b, adamw), state in zip(records, states, strict=True):
-                layout = self.geo.state_layout(b - a)
-                adamw(flat(hi, dtype, b)[a:], views(layout, state), flat(grad, dtype, b)[a:])
+            grad = flat(landed, self.geo.dtype, self.geo.numel[u])
+            for (a, b), adamw, (weights, state) in zip(ranges, updates, self._records(u), strict=True):
+                adamw(weights, state, grad[a:b])
 
         nbytes, queue = GPU_BYTES * self.geo.numel[u], numbered("compute", self.plan.units[u].gpu)
         task = self.queues.run(queue, "adamw", self.geo.names[u], update, gradient.ready, nbytes=nbytes)
         self.weights.layers[u].trained.publish(task)
+
+    def _records(self, u: int) -> list[tuple[Tensor, dict[str, Tensor]]]:
+        """Made once: with several GPUs a view costs more time than the launch of a record's kernel."""
+        if u not in self.parts:
+            weights = flat(self.placement.weights[u], self.geo.dtype, self.geo.numel[u])
+            parts = zip(self.geo.records(u, self.plan.record), self.placement.state[u], strict=True)
+            self.parts[u] = [(weights[a:b], views(self.geo.state_layout(b - a), state)) for (a, b), state in parts]
+        return self.parts[u]
 
 
 # ---------------------------------------------------------------- on the CPU
