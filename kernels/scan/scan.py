@@ -95,7 +95,7 @@ def scan_bwd(
         dout, q, k, v, g, beta, tiles, local.T, local.D, d_delta, states, d_states, skip, *each, dv, dg, dbeta, d_skip,
         q.stride(0), k.stride(0), v.stride(0), each[0].stride(0), each[1].stride(0), dv.stride(0),
         K, H, D, E, set_.rows, set_.width, set_.wide_columns, delta, skip is not None, set_.precision,
-        num_warps=set_.wide_warps, num_stages=set_.stages,
+        num_warps=set_.wide_warps, num_stages=1,
     )  # fmt: skip
     for own, heads in zip((dq, dk), each, strict=True):
         if own is not heads:

@@ -198,7 +198,7 @@ def test_the_rows_that_workspace_counts():
 
 BF16_ERROR = 5e-3  # operands and results of products are rounded, one behind the other
 SUMS = {"final": 4e-6, "dg": 4e-6}  # of exponents that are sums of decays; of gradients that cancel
-SETTINGS = [(32, 32), (32, 16)]  # rows of a chunk, columns of a program
+SETTINGS = [(32, 32, 1), (32, 16, 1), (32, 64, 2)]  # rows of a chunk, columns of a program, stages
 
 
 def compare(a: Inputs, delta: bool, lengths, device: str, dtype: torch.dtype) -> Found:
@@ -238,13 +238,13 @@ def test_scan(dtype, form, lengths):
 
 @pytest.mark.gpu
 @pytest.mark.parametrize("form", [*FORMS, *REAL])
-@pytest.mark.parametrize(("rows", "columns"), SETTINGS)
+@pytest.mark.parametrize(("rows", "columns", "stages"), SETTINGS)
 @pytest.mark.parametrize("warps", [(2, 4), (4, 8), (8, 8)])
-def test_scan_at_every_setting(form, rows, columns, warps, monkeypatch):
+def test_scan_at_every_setting(form, rows, columns, stages, warps, monkeypatch):
     """Triton has miscompiled such kernels at some tiles and warps."""
     width = max(16, launch.power2(SHAPES[form][2]))
-    wide = 128 if columns == 32 else columns
-    setting = launch.Scan(rows, width, columns, wide, *warps, 1, "tf32")
+    wide = 128 if columns >= 32 else columns
+    setting = launch.Scan(rows, width, columns, wide, *warps, stages, "tf32")
     monkeypatch.setattr(launch, "scan", lambda *_: setting)
     lengths = [200, 1, 65, 64]
     a, delta = inputs(form, sum(lengths), "cuda", torch.bfloat16)
