@@ -92,6 +92,8 @@ gated_norm_fwd = _op(scan.gated_norm_fwd, "scan.around")
 gated_norm_bwd = _op(scan.gated_norm_bwd, "scan.around")
 sigmoid_gate_fwd = _op(attention.sigmoid_gate_fwd, "attention.gate")
 sigmoid_gate_bwd = _op(attention.sigmoid_gate_bwd, "attention.gate")
+silu_gate_fwd = _op(attention.silu_gate_fwd, "attention.gate")
+silu_gate_bwd = _op(attention.silu_gate_bwd, "attention.gate")
 quantize = _op(fp8.quantize, "fp8.quantize")
 turn = _op(fp8.turn, "fp8.quantize")
 rmsnorm_codes = _op(fp8.rmsnorm_codes, "fp8.norms")
@@ -168,6 +170,8 @@ __all__ = [
     "scan_fwd",
     "sigmoid_gate_bwd",
     "sigmoid_gate_fwd",
+    "silu_gate_bwd",
+    "silu_gate_fwd",
     "sinks_bwd_",
     "sinks_fwd_",
     "soft_cap",

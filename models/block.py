@@ -1,4 +1,4 @@
-"""A block: attention or a recurrence, then MLP, or with cfg.parallel both of one input.
+"""A block: attention, a recurrence or both, then MLP, or with cfg.parallel attention and MLP of one input.
 
 Saved beside their tensors: resid (N, D), the MLP's input, where that is not the block's.
 """
@@ -17,15 +17,18 @@ from trireme.models.attention import Attend
 from trireme.models.config import ModelConfig
 from trireme.models.linear import Upstream, upstream
 from trireme.models.lora import dropping
-from trireme.models.mixers import scan
+from trireme.models.mixers import both, scan
 from trireme.models.rows import Rows
 from trireme.models.sizes.shapes import saved_shapes
+
+Mixer = attention.Weights | scan.Weights | both.Weights
+Mixing = Attend | scan.Recur | both.Mixing  # what a mixer calls: generation has a cache of its own
 
 
 class Weights(NamedTuple):
     """A block's weights, or their gradients."""
 
-    attention: attention.Weights | scan.Weights
+    attention: Mixer
     mlp: mlp.Weights | experts.Weights
 
 
@@ -37,7 +40,7 @@ def forward(
     rows: Rows,
     saved: dict[str, Tensor],
     out: Tensor,
-    attend: Attend | scan.Recur = ops.attention_fwd,
+    attend: Mixing = ops.attention_fwd,
 ) -> None:
     """Fills out (N, D) and every tensor of `saved`, given x (N, D)."""
     resid = saved.get("resid", out)
@@ -60,6 +63,10 @@ def backward(
     if isinstance(w.attention, scan.Weights):
         assert isinstance(g.attention, scan.Weights)
         _scan_backward(cfg, w, g, x, saved, dy, rows, dx)
+        return
+    if isinstance(w.attention, both.Weights):
+        assert isinstance(g.attention, both.Weights)
+        _both_backward(cfg, layer, w, g, x, saved, dy, rows, dx)
         return
     assert isinstance(g.attention, attention.Weights)
     half, grads = w.attention, g.attention
@@ -109,18 +116,45 @@ def _scan_backward(
     scan.backward_to_x(cfg, half, grads, x, d_mixed, dresid, dx)
 
 
+def _both_backward(
+    cfg: ModelConfig,
+    layer: int,
+    w: Weights,
+    g: Weights,
+    x: Tensor,
+    saved: dict[str, Tensor],
+    dy: Tensor,
+    rows: Rows,
+    dx: Tensor,
+) -> None:
+    half, grads = w.attention, g.attention
+    assert isinstance(half, both.Weights)
+    assert isinstance(grads, both.Weights)
+    if "resid" in saved:
+        resid = saved["resid"]
+    else:
+        saved = saved | both.recall(cfg, layer, half, x, saved, rows)
+        resid = both.residual(cfg, layer, half, x, saved, rows)
+    dresid = mlp_backward(cfg, w.mlp, g.mlp, resid, rows, saved, dy)
+    del resid  # workspace._block_workspace
+    both.backward(cfg, layer, half, grads, x, saved, dresid, rows, dx)
+
+
 def mixer_forward(
     cfg: ModelConfig,
     layer: int,
-    w: attention.Weights | scan.Weights,
+    w: Mixer,
     x: Tensor,
     rows: Rows,
     saved: dict[str, Tensor],
     out: Tensor,
-    attend: Attend | scan.Recur = ops.attention_fwd,
+    attend: Mixing = ops.attention_fwd,
 ) -> None:
-    """As attention.forward or scan.forward."""
-    if isinstance(w, scan.Weights):
+    """As attention.forward, scan.forward or both.forward."""
+    if isinstance(w, both.Weights):
+        mixing = None if attend is ops.attention_fwd else cast(both.Mixing, attend)
+        both.forward(cfg, layer, w, x, rows, saved, out, mixing)
+    elif isinstance(w, scan.Weights):
         scan.forward(cfg, w, x, rows, saved, out, None if attend is ops.attention_fwd else cast(scan.Recur, attend))
     else:
         attention.forward(cfg, layer, w, x, rows, saved, out, cast(Attend, attend))
@@ -137,6 +171,7 @@ def mlp_forward(
     passed: experts.Passed | None = None,
 ) -> None:
     """As mlp.forward, of either kind; a long text in tiles of rows, which do not mix. `passed`: experts.py."""
+    cfg = cfg.in_mlp
     if len(x) <= cfg.mlp_rows:
         _tile_forward(cfg, layer, w, x, rows, saved, out, passed)
         return
@@ -157,6 +192,7 @@ def mlp_backward(
     passed: experts.Passed | None = None,
 ) -> Tensor:
     """As mlp.backward, of either kind, in the tiles of forward."""
+    cfg = cfg.in_mlp
     if len(x) <= cfg.mlp_rows:
         return _tile_backward(cfg, w, g, x, rows, saved, dy, dx, passed)
     dx = torch.empty_like(x) if dx is None else dx

@@ -140,6 +140,8 @@ class ModelConfig:
     attention_scale: float = 0.0  # of scores; 0: by scale_attn
     embed_scale: float = 1.0
     branch_scale: float = 1.0  # of what attention and MLP add
+    mlp_scale: float = 0.0  # of what the MLP adds; 0: branch_scale
+    gate_scale: float = 1.0  # of the MLP's gate, before its activation
     logit_scale: float = 1.0
     attention_cap: float = 0.0  # scores s are cap * tanh(s / cap); 0: s
     logit_cap: float = 0.0  # of logits, likewise
@@ -261,7 +263,13 @@ class ModelConfig:
     @cached_property
     def scanned(self) -> ModelConfig:
         """The model as its layers whose mixer is a recurrence see it."""
-        return replace(self, scanning=True)
+        scale = self.branch_scale if self.scan is None else self.scan.scale or self.branch_scale
+        return replace(self, scanning=True, branch_scale=scale)
+
+    @cached_property
+    def in_mlp(self) -> ModelConfig:
+        """The model as MLPs see it."""
+        return replace(self, branch_scale=self.mlp_scale) if self.mlp_scale else self
 
     def at(self, layer: int) -> ModelConfig:
         """The model as a layer sees it."""
@@ -273,13 +281,24 @@ class ModelConfig:
         return self.experts is not None and layer in self.experts.dense
 
     def scans(self, layer: int) -> bool:
-        """Whether a layer's mixer is a recurrence."""
-        return self.scan is not None and layer in self.scan.layers
+        """Whether a layer's mixer is a recurrence alone."""
+        return self.scan is not None and layer in self.scan.layers and not self.scan.beside
+
+    @property
+    def both(self) -> bool:
+        """Whether mixers are attention and a recurrence, beside each other."""
+        return self.scan is not None and self.scan.beside and not self.scanning
 
     @property
     def attending(self) -> int:
         """Layers with attention."""
-        return self.n_layers - (len(self.scan.layers) if self.scan else 0) - len(self.mlp_layers)
+        alone = len(self.scan.layers) if self.scan and not self.scan.beside else 0
+        return self.n_layers - alone - len(self.mlp_layers)
+
+    @property
+    def recurring(self) -> int:
+        """Layers with a recurrence."""
+        return len(self.scan.layers) if self.scan else 0
 
     @property
     def whole(self) -> bool:
@@ -426,7 +445,7 @@ def _parsed(raw: dict[str, Any], where: str, model_type: str) -> ModelConfig:
         mlp_layers=tuple(i for i, t in enumerate(keys.raw[BLOCK_TYPES]) if t in KINDS_OF_MLP) if family.single else (),
         mtp_layers=_mtp_layers(keys) if family.mtp else 0,
         **positions_of(keys, family, head_dim, positions, layers, latent),
-        **scales_of(keys, family, width),
+        **scales_of(keys, family, width, head_dim),
     )
 
 

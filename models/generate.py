@@ -18,8 +18,9 @@ from torch.nn.functional import scaled_dot_product_attention, silu
 from trireme.kernels import ops
 from trireme.models import experts, head, model
 from trireme.models.attention import Attend
+from trireme.models.block import Mixing
 from trireme.models.config import InputError, ModelConfig
-from trireme.models.mixers import scan
+from trireme.models.mixers import both, scan
 from trireme.models.packed import DTYPE
 from trireme.models.rows import Rows, make_rows, rope_tables
 from trireme.models.sizes import shapes, workspace
@@ -135,7 +136,7 @@ def _logits(cfg: ModelConfig, units: Units, ids: Tensor, rows: Mapping[torch.dev
 
 
 class _Cache:
-    """Keys (B, T, K, d) and values (B, T, K, e) of every layer, or its recurrence's state, on its unit's device."""
+    """Of a layer keys (B, T, K, d) and values (B, T, K, e), its recurrence's state, or both, on its unit's device."""
 
     def __init__(
         self, cfg: ModelConfig, n_prompts: int, positions: int, places: Sequence[torch.device], dtype: torch.dtype
@@ -150,7 +151,7 @@ class _Cache:
                 made = torch.zeros((len(layers), *shape, d), dtype=dtype, device=place)  # no NaN: masked are times 0
                 all_layers.update(zip(layers, made, strict=True))
 
-        scanning = (layer for layer in at if cfg.scans(layer))
+        scanning = cfg.scan.layers if cfg.scan else ()
         self.states = {layer: _States(cfg, n_prompts, at[layer], dtype) for layer in scanning}
 
     def into(self, docs: ops.Docs) -> Tensor:
@@ -158,8 +159,10 @@ class _Cache:
         prompt = torch.repeat_interleave(torch.tensor(docs.lengths)).to(docs.positions.device)
         return prompt * self.positions + docs.positions
 
-    def mixer(self, layer: int, place: Tensor, sinks: bool) -> Attend | scan.Recur:
+    def mixer(self, layer: int, place: Tensor, sinks: bool) -> Mixing:
         """What a layer's mixer calls."""
+        if layer in self.states and layer in self.k:
+            return both.Mixing(self.attention(layer, place, sinks), self.states[layer].recur)
         if layer in self.states:
             return self.states[layer].recur
         return self.attention(layer, place, sinks) if layer in self.k else ops.attention_fwd  # a layer without a mixer

@@ -26,7 +26,11 @@ class EmbedWeights(NamedTuple):
 
     tokens: Tensor  # (V, D)
     positions: Tensor | None  # (P, D)
-    scale: float = 1.0  # of embedded tokens, in their dtype
+    scale: float = 1.0  # of embedded tokens
+    rounded: bool = False  # the scale, to their dtype
+
+    def scale_of(self, dtype: torch.dtype) -> float:
+        return float(torch.tensor(self.scale, dtype=dtype)) if self.rounded else self.scale
 
 
 class HeadWeights(NamedTuple):
@@ -54,7 +58,8 @@ class Scored(NamedTuple):
 
 def embed_weights(cfg: ModelConfig, views: dict[str, Tensor]) -> EmbedWeights:
     """From the unit's tensors by Hugging Face name."""
-    return EmbedWeights(views[embedding_name(cfg)], views.get(f"{cfg.names.positions}.weight"), cfg.embed_scale)
+    positions, rounded = views.get(f"{cfg.names.positions}.weight"), cfg.family.embed_root
+    return EmbedWeights(views[embedding_name(cfg)], positions, cfg.embed_scale, rounded)
 
 
 def head_weights(cfg: ModelConfig, views: dict[str, Tensor]) -> HeadWeights:
@@ -70,7 +75,7 @@ def embed_forward(w: EmbedWeights, ids: Tensor, rows: Rows, out: Tensor) -> None
     if w.positions is not None:
         out.add_(ops.embedding_fwd(rows.docs.positions.long(), w.positions))
     if w.scale != 1.0:
-        out.mul_(_rounded(w.scale, out.dtype))
+        out.mul_(w.scale_of(out.dtype))
     if rows.noise is not None:
         ops.add_noise_(out, *rows.noise)
 
@@ -78,7 +83,7 @@ def embed_forward(w: EmbedWeights, ids: Tensor, rows: Rows, out: Tensor) -> None
 def embed_backward(g: EmbedWeights, dy: Tensor, ids: Tensor, rows: Rows) -> None:
     """Adds the gradient dy (N, D) to g."""
     if trained(g.tokens):
-        ops.embedding_bwd_(g.tokens, dy if g.scale == 1.0 else dy * _rounded(g.scale, dy.dtype), ids)
+        ops.embedding_bwd_(g.tokens, dy if g.scale == 1.0 else dy * g.scale_of(dy.dtype), ids)
     if g.positions is not None and trained(g.positions):
         ops.embedding_bwd_(g.positions, dy, rows.docs.positions.long())
 
@@ -238,7 +243,3 @@ def head_top(
         found.append((ids, top - lse, rest[:, 0]))
     ids, logps, rests = (torch.cat(parts) for parts in zip(*found, strict=True))
     return ids, logps, rests
-
-
-def _rounded(scale: float, dtype: torch.dtype) -> float:
-    return float(torch.tensor(scale, dtype=dtype))

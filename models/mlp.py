@@ -1,6 +1,6 @@
 """The MLP sub-layer of a block: explicit forward and backward over named saved tensors.
 
-    out = x + (silu(gate) * up) @ down, (gate, up) = norm(x) @ gate_up        gated
+    out = x + (silu(gate) * up) @ down, (gate, up) = norm(x) @ gate_up        gated; with a factor of gate
     out = x + gelu(norm(x) @ fc) @ down                                       not gated; or relu squared
 
 Saved: x (by the caller), gate_up (N, 2F) or fc (N, F) without bias, and before a norm behind `down` mlp_branch (N, D).
@@ -10,6 +10,7 @@ from __future__ import annotations
 
 from typing import NamedTuple
 
+import torch
 from torch import Tensor
 
 from trireme.kernels import ops
@@ -49,7 +50,7 @@ def forward(cfg: ModelConfig, w: Weights, x: Tensor, saved: dict[str, Tensor], o
     """
     copy = out if copies(w.norm, w.post, w.down) and not cfg.parallel else None
     y, _ = norm_for(w.up, x, w.norm, cfg.eps, copy)
-    up = linear(y, w.up, saved.get(up_name(cfg)), x.dtype)
+    up = _project(cfg, w, y, saved.get(up_name(cfg)), x.dtype)
     del y  # workspace._block_workspace
     act = _activation(cfg, up, w)
     del up  # workspace._block_workspace
@@ -68,7 +69,7 @@ def backward(
     """Gradient of x (N, D), in `dx` if given; adds to g. Recomputes what is not in `saved`."""
     again = up_name(cfg) not in saved
     y, stats = norm_for(w.up, x, w.norm, cfg.eps, forward=again, backward=trained(g.up.weight))
-    up = linear(y, w.up, dtype=x.dtype) if again else saved[up_name(cfg)]
+    up = _project(cfg, w, y, None, x.dtype) if again else saved[up_name(cfg)]
     y = turned_alone(y)
     d_down = upstream(_branch_backward(cfg, w, g, dy, up, saved), w.down, g.down)
     dup, act = _activation_backward(cfg, linear_backward(d_down, w.down), up, w, g)
@@ -82,6 +83,17 @@ def backward(
     d_norm = linear_backward(d_up, w.up)
     del d_up  # workspace._block_workspace
     return norm_backward(d_norm, x, w.norm, stats, g.norm, dy, dx)
+
+
+def _project(cfg: ModelConfig, w: Weights, y: Operand, out: Tensor | None, dtype: torch.dtype) -> Tensor:
+    up = linear(y, w.up, out, dtype)
+    _scale_gate_(cfg, up)
+    return up
+
+
+def _scale_gate_(cfg: ModelConfig, up_: Tensor) -> None:
+    if cfg.gate_scale != 1.0:
+        up_[:, : cfg.ffn].mul_(cfg.gate_scale)
 
 
 def _branch_backward(
@@ -111,6 +123,10 @@ def _activation_backward(
         return ops.gelu_bias_bwd(d_act, up, w.gelu_bias, or_scratch(g.gelu_bias, w.gelu_bias), cfg.exact_gelu)
     if cfg.relu2:
         return ops.relu2_bwd(d_act, up)
+    if cfg.gate_scale != 1.0:
+        found = (ops.swiglu_bwd if cfg.silu else ops.geglu_bwd)(d_act, up)
+        _scale_gate_(cfg, found[0])
+        return found
     if w.down.takes_codes and w.up.takes_codes and w.up.bias is None:
         columns = trained(g.up.weight) or trained(g.down.weight)
         codes, act = (ops.swiglu_codes_bwd if cfg.silu else ops.geglu_codes_bwd)(d_act, up, columns)

@@ -11,13 +11,12 @@ from torch import Tensor
 
 from trireme.kernels import ops
 from trireme.models import attention, block, experts, head, latent, mlp, shared
-from trireme.models.attention import Attend
 from trireme.models.config import ModelConfig
 from trireme.models.families.names import adapter_names
 from trireme.models.head import EmbedWeights, HeadWeights
 from trireme.models.linear import Codes, Linear, fuse, trained
 from trireme.models.lora import Adapters, Stacked, dropping, part_key
-from trireme.models.mixers import scan
+from trireme.models.mixers import both, scan
 from trireme.models.norm import Norm
 from trireme.models.packed import Sliced, Stack, decode
 from trireme.models.rows import Rows
@@ -25,7 +24,7 @@ from trireme.models.sizes import narrow, shapes
 
 EMPTY = torch.empty(0, 0)  # a frozen tensor's gradient; a matrix that is there as codes alone
 
-BlockWeights = block.Weights | attention.Weights | scan.Weights | mlp.Weights | experts.Weights
+BlockWeights = block.Weights | block.Mixer | mlp.Weights | experts.Weights
 
 
 def forward(
@@ -36,7 +35,7 @@ def forward(
     rows: Rows,
     saved: dict[str, Tensor],
     out: Tensor,
-    attend: Attend | scan.Recur = ops.attention_fwd,
+    attend: block.Mixing = ops.attention_fwd,
     passed: experts.Passed | None = None,
 ) -> None:
     """Forward of a block or half block: fills out (N, D) and every tensor of `saved`, given x (N, D).
@@ -48,7 +47,7 @@ def forward(
     w = dropping(w, rows.dropout)
     if isinstance(w, block.Weights):
         block.forward(cfg, layer, w, x, rows, saved, out, attend)
-    elif isinstance(w, attention.Weights | scan.Weights):
+    elif isinstance(w, block.Mixer):
         block.mixer_forward(cfg, layer, w, x, rows, saved, out, attend)
     else:
         block.mlp_forward(cfg, layer, w, x, rows, saved, out, passed)
@@ -76,9 +75,11 @@ def backward(
         attention.backward(cfg, layer, w, g, x, saved, dy, rows, dx)
     elif isinstance(w, scan.Weights) and isinstance(g, scan.Weights):
         scan.backward(cfg, w, g, x, saved, dy, rows, dx)
+    elif isinstance(w, both.Weights) and isinstance(g, both.Weights):
+        both.backward(cfg, layer, w, g, x, saved, dy, rows, dx)
     else:
-        assert not isinstance(w, block.Weights | attention.Weights | scan.Weights)
-        assert not isinstance(g, block.Weights | attention.Weights | scan.Weights)
+        assert not isinstance(w, block.Weights | block.Mixer)
+        assert not isinstance(g, block.Weights | block.Mixer)
         block.mlp_backward(cfg, w, g, x, rows, saved, dy, dx, passed)
 
 
@@ -102,7 +103,7 @@ def weights(cfg: ModelConfig, u: int, views: dict[str, Tensor], own: range | Non
     mine = {name.removeprefix(prefix): view for name, view in views.items()}
     if cfg.lora and cfg.lora.scales:
         cfg = replace(cfg, lora=cfg.lora.within(prefix))
-    mixer = _scan_weights if cfg.scanning else _attention_weights
+    mixer = _scan_weights if cfg.scanning else _both_weights if cfg.both else _attention_weights
     if what == "attention":
         return mixer(cfg, mine)
     if what == "mlp":
@@ -156,10 +157,14 @@ def _attention_weights(cfg: ModelConfig, views: dict[str, Tensor]) -> attention.
     return attention.Weights(norm, qkv, o, post, q_norm, k_norm, views.get(names.sinks))
 
 
+def _both_weights(cfg: ModelConfig, views: dict[str, Tensor]) -> both.Weights:
+    return both.Weights(_attention_weights(cfg, views), _scan_weights(cfg.scanned, views))
+
+
 def _scan_weights(cfg: ModelConfig, views: dict[str, Tensor]) -> scan.Weights:
     names = cfg.names
     mixed, o = _linear(cfg, names.mixed, views), _linear(cfg, (names.mixed_o,), views)
-    conv, gated = views[f"{names.conv}.weight"], views[f"{names.mixed_norm}.weight"]
+    conv, gated = views[f"{names.conv}.weight"], views.get(f"{names.mixed_norm}.weight")
     return scan.Weights(
         _norm(cfg, names.norm1, views), mixed, o, conv, views[names.decay], views[names.step], gated,
         views.get(f"{names.conv}.bias"), views.get(names.skip),

@@ -325,6 +325,8 @@ def scans(s: Shapes) -> Iterator[Case]:
     yield Case(what, "gated_norm_bwd", (dy, v, gate, w, 1e-6, False, dw, out), 5 * values)
     yield Case(what, "sigmoid_gate_fwd", (v, gate), 3 * values)
     yield Case(what, "sigmoid_gate_bwd", (dy, v, gate, out), 5 * values)
+    yield Case(what, "silu_gate_fwd", (v, gate), 3 * values)
+    yield Case(what, "silu_gate_bwd", (dy, v, gate, out), 5 * values)
 
 
 def mamba(s: Shapes) -> Iterator[Case]:

@@ -393,8 +393,10 @@ def _features(cfg: ModelConfig, kind: str) -> float:
     cfg, kind = shapes.seen(cfg, kind)
     attention = 4.5 * cfg.width + 2 * (cfg.q_width + cfg.kv_width) + 1.5 * cfg.q_width * cfg.attention_gate
     attention += (cfg.qkv_width + 3 * cfg.q_width) * bool(cfg.latent)  # norms of latents, keys put together
-    if cfg.scanning and cfg.scan:
-        attention = 4.5 * cfg.width + 2 * cfg.scan.channels + 1.5 * cfg.scan.value_width
+    if cfg.scan and (cfg.scanning or cfg.both):
+        recurrence = 4.5 * cfg.width + 2 * cfg.scan.channels + 1.5 * cfg.scan.value_width
+        recurrence += cfg.scan.mixed_width * bool(cfg.scan.factors)
+        attention = recurrence + attention * cfg.both
     mlp = 4.5 * cfg.width + (3 if cfg.gated else 2) * shapes.hidden_width(cfg)
     mlp += 2 * shapes.chosen(cfg) * shapes.expert_input(cfg) if cfg.experts else 0  # rows by expert, and their sum
     return {"attention": attention, "mlp": mlp, "block": attention + mlp}[kind]

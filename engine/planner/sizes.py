@@ -59,6 +59,16 @@ def granite_h(width: int, ffn: int, heads: int, kv: int, mamba: int, experts: in
                   tie_word_embeddings=True, embedding_multiplier=12, residual_multiplier=0.22, **keys)  # fmt: skip
 
 
+def falcon_h1(
+    width: int, ffn: int, layers: int, heads: int, kv: int, vocab: int, mamba: tuple[int, int], **keys: Any
+) -> ModelConfig:
+    """`mamba`: heads of recurrences, and their width."""
+    own = dict(head_dim=128, mamba_d_ssm=mamba[0] * mamba[1], mamba_n_heads=mamba[0], mamba_d_head=mamba[1],
+               mamba_rms_norm=True, mamba_norm_before_gate=False, rope_theta=1e11,
+               embedding_multiplier=5.656854249492381)  # fmt: skip
+    return config("falcon_h1", width, layers, heads, kv, vocab, intermediate_size=ffn, **own | keys)
+
+
 _NANO = "MEMEM*EMEMEM*EMEMEM*EMEMEM*EMEMEM*EMEMEMEM*EMEMEMEME"
 _YARN = dict(rope_type="yarn", rope_theta=150000.0, factor=32.0, original_max_position_embeddings=4096, truncate=False)
 _OSS: dict[str, Any] = dict(width=2880, heads=64, kv=8, vocab=201088, intermediate_size=2880, rope_parameters=_YARN,
@@ -114,6 +124,11 @@ MODELS = {
                                   attention_multiplier=0.0078125, logits_scaling=6),
     "granite-4-h-small": granite_h(4096, 1536, 32, 8, 128, 72, intermediate_size=768, num_experts_per_tok=10,
                                    attention_multiplier=0.0078125, logits_scaling=16),
+    "falcon-h1-0.5b": falcon_h1(1024, 2048, 36, 8, 2, 32784, (24, 64), head_dim=64, mamba_d_state=128,
+                                mamba_rms_norm=False),
+    "falcon-h1-1.5b-deep": falcon_h1(1280, 3072, 66, 6, 2, 65537, (24, 64)),
+    "falcon-h1-7b": falcon_h1(3072, 12288, 44, 12, 2, 130049, (24, 128)),
+    "falcon-h1-34b": falcon_h1(5120, 21504, 72, 20, 4, 261120, (32, 128), mamba_n_groups=2),
     "gemma-3-1b": gemma3(1152, 6912, 26, 4, 1, vocab=262144),
     "gemma-3-4b": gemma3(2560, 10240, 34, 8, 4),
     "gemma-3-12b": gemma3(3840, 15360, 48, 16, 8),
@@ -164,7 +179,7 @@ _ALSO = {
     "qwen3-next-80b-a3b": "qwen3-next-80b", "qwen3-coder-next": "qwen3-next-80b",
     "nvidia-nemotron-3-nano-30b-a3b-bf16": "nemotron-3-nano", "nemotron-3-nano-30b-a3b": "nemotron-3-nano",
     "granite-4.0-h-micro": "granite-4-h-micro", "granite-4.0-h-tiny": "granite-4-h-tiny",
-    "granite-4.0-h-small": "granite-4-h-small",
+    "granite-4.0-h-small": "granite-4-h-small", "falcon-h1r-7b": "falcon-h1-7b",
     "glm-4.5-air": "glm-air", "glm-4.7-flash": "glm-flash", "minimax-m2.1": "minimax-m2",
     "deepseek-r1": "deepseek-v3", "deepseek-v2-lite": "deepseek-lite", "deepseek-v3.1": "deepseek-v3",
     "kimi-k2-instruct": "kimi-k2", "mistral-small-3": "mistral-small-24b", "meta-llama-3-8b": "llama-8b",

@@ -1,4 +1,4 @@
-"""A gate on attention's result: y = x * sigmoid(gate), with the gate of each head behind its query (reference.py).
+"""A gate on a mixer's result (reference.py): y = x * sigmoid(gate) of attention, y = x * silu(gate) of a recurrence.
 
 Legend: N tokens, H heads, D their width.
 """
@@ -12,21 +12,30 @@ from torch import Tensor
 
 from trireme.kernels.launch import cdiv, power2
 from trireme.kernels.launcher import await_previous, launcher
+from trireme.kernels.swiglu import silu
 
 BLOCK = 2048  # values of a program
+
+
+@triton.jit
+def sigmoid(x):
+    """(sigmoid(x), sigmoid'(x)), fp32."""
+    s = tl.sigmoid(x)
+    return s, s * (1.0 - s)
 
 
 @launcher
 @triton.jit(do_not_specialize=["N"])
 def _gate_fwd(
-    p_x, p_gate, p_y, N, gate_n, gate_h, H: tl.constexpr, D: tl.constexpr, ROWS: tl.constexpr, BLOCK_D: tl.constexpr
+    p_x, p_gate, p_y, N, gate_n, gate_h, act: tl.constexpr, H: tl.constexpr, D: tl.constexpr, ROWS: tl.constexpr,
+    BLOCK_D: tl.constexpr,
 ):  # fmt: skip
     await_previous()
     i_row, o_d = tl.program_id(0).to(tl.int64) * ROWS + tl.arange(0, ROWS), tl.arange(0, BLOCK_D)
     mask = (i_row < N * H)[:, None] & (o_d < D)[None, :]
     o = i_row[:, None] * D + o_d[None, :]
     o_gate = (i_row // H * gate_n + i_row % H * gate_h)[:, None] + o_d[None, :]
-    b_s = tl.sigmoid(tl.load(p_gate + o_gate, mask, 0.0).to(tl.float32))
+    b_s = act(tl.load(p_gate + o_gate, mask, 0.0).to(tl.float32))[0]
     b_y = tl.load(p_x + o, mask, 0.0).to(tl.float32) * b_s
     tl.store(p_y + o, b_y.to(p_y.dtype.element_ty), mask)
 
@@ -34,17 +43,18 @@ def _gate_fwd(
 @launcher
 @triton.jit(do_not_specialize=["N"])
 def _gate_bwd(
-    p_dy, p_x, p_gate, p_dx, p_dgate, N, gate_n, gate_h, dgate_n, dgate_h, H: tl.constexpr, D: tl.constexpr,
-    ROWS: tl.constexpr, BLOCK_D: tl.constexpr,
+    p_dy, p_x, p_gate, p_dx, p_dgate, N, gate_n, gate_h, dgate_n, dgate_h, act: tl.constexpr, H: tl.constexpr,
+    D: tl.constexpr, ROWS: tl.constexpr, BLOCK_D: tl.constexpr,
 ):  # fmt: skip
     await_previous()
     i_row, o_d = tl.program_id(0).to(tl.int64) * ROWS + tl.arange(0, ROWS), tl.arange(0, BLOCK_D)
     i_n, i_h = i_row // H, i_row % H
     mask = (i_row < N * H)[:, None] & (o_d < D)[None, :]
     o = i_row[:, None] * D + o_d[None, :]
-    b_s = tl.sigmoid(tl.load(p_gate + (i_n * gate_n + i_h * gate_h)[:, None] + o_d[None, :], mask, 0.0).to(tl.float32))
+    b_z = tl.load(p_gate + (i_n * gate_n + i_h * gate_h)[:, None] + o_d[None, :], mask, 0.0).to(tl.float32)
+    b_s, b_slope = act(b_z)
     b_dy = tl.load(p_dy + o, mask, 0.0).to(tl.float32)
-    b_dgate = b_dy * tl.load(p_x + o, mask, 0.0).to(tl.float32) * b_s * (1.0 - b_s)
+    b_dgate = b_dy * tl.load(p_x + o, mask, 0.0).to(tl.float32) * b_slope
     tl.store(p_dx + o, (b_dy * b_s).to(p_dx.dtype.element_ty), mask)
     p_g = p_dgate + (i_n * dgate_n + i_h * dgate_h)[:, None] + o_d[None, :]
     tl.store(p_g, b_dgate.to(p_dgate.dtype.element_ty), mask)
@@ -52,21 +62,39 @@ def _gate_bwd(
 
 def sigmoid_gate_fwd(x: Tensor, gate: Tensor) -> Tensor:
     """As reference.sigmoid_gate_fwd."""
-    N, H, D = x.shape
-    _check(x, gate)
-    y, rows = torch.empty_like(x), max(1, BLOCK // power2(D))
-    _gate_fwd[(cdiv(N * H, rows),)](x, gate, y, N, *gate.stride()[:2], H, D, rows, power2(D), num_warps=4)
-    return y
+    return _fwd(sigmoid, x, gate)
 
 
 def sigmoid_gate_bwd(dy: Tensor, x: Tensor, gate: Tensor, dgate: Tensor) -> Tensor:
     """As reference.sigmoid_gate_bwd; dy is contiguous."""
+    return _bwd(sigmoid, dy, x, gate, dgate)
+
+
+def silu_gate_fwd(x: Tensor, gate: Tensor) -> Tensor:
+    """As reference.silu_gate_fwd."""
+    return _fwd(silu, x, gate)
+
+
+def silu_gate_bwd(dy: Tensor, x: Tensor, gate: Tensor, dgate: Tensor) -> Tensor:
+    """As reference.silu_gate_bwd; dy is contiguous."""
+    return _bwd(silu, dy, x, gate, dgate)
+
+
+def _fwd(act, x: Tensor, gate: Tensor) -> Tensor:
+    N, H, D = x.shape
+    _check(x, gate)
+    y, rows = torch.empty_like(x), max(1, BLOCK // power2(D))
+    _gate_fwd[(cdiv(N * H, rows),)](x, gate, y, N, *gate.stride()[:2], act, H, D, rows, power2(D), num_warps=4)
+    return y
+
+
+def _bwd(act, dy: Tensor, x: Tensor, gate: Tensor, dgate: Tensor) -> Tensor:
     N, H, D = x.shape
     _check(x, gate)
     _check(dy, dgate)
     dx, rows = torch.empty_like(x), max(1, BLOCK // power2(D))
     strides = (*gate.stride()[:2], *dgate.stride()[:2])
-    _gate_bwd[(cdiv(N * H, rows),)](dy, x, gate, dx, dgate, N, *strides, H, D, rows, power2(D), num_warps=4)
+    _gate_bwd[(cdiv(N * H, rows),)](dy, x, gate, dx, dgate, N, *strides, act, H, D, rows, power2(D), num_warps=4)
     return dx
 
 

@@ -109,3 +109,17 @@ def sigmoid_gate_bwd(dy: Tensor, x: Tensor, gate: Tensor, dgate: Tensor) -> Tens
     s, d = torch.sigmoid(upcast(gate)), upcast(dy)
     dgate.copy_(d * upcast(x) * s * (1 - s))
     return (d * s).to(x.dtype)
+
+
+def silu_gate_fwd(x: Tensor, gate: Tensor) -> Tensor:
+    """x * silu(gate), as sigmoid_gate_fwd."""
+    z = upcast(gate)
+    return (upcast(x) * (z * torch.sigmoid(z))).to(x.dtype)
+
+
+def silu_gate_bwd(dy: Tensor, x: Tensor, gate: Tensor, dgate: Tensor) -> Tensor:
+    """As sigmoid_gate_bwd."""
+    z, d = upcast(gate), upcast(dy)
+    s = torch.sigmoid(z)
+    dgate.copy_(d * upcast(x) * (s * (1 + z * (1 - s))))
+    return (d * (z * s)).to(x.dtype)

@@ -98,6 +98,7 @@ class Family:
     # no_rope_layers; layers without window; all: by a key, where rope has no theta, always
     unrotated: Literal["", "listed", "full", "typed", "null", "all"] = ""
     scaled: bool = False  # reads scales of embedding, attention, branches, logits
+    multiplied: bool = False  # reads Falcon-H1's factors of embedding, keys, attention, MLP, logits
     capped: bool = False  # reads attn_logit_softcapping and final_logit_softcapping
     query_scale: bool = False  # attention's scale is query_pre_attn_scalar ** -0.5
     embed_root: bool = False  # the embedding's factor is sqrt(width)
@@ -127,6 +128,8 @@ class Family:
             found |= {"partial_rotary_factor"}
         if self.scaled:
             found |= {"embedding_multiplier", "attention_multiplier", "residual_multiplier", "logits_scaling"}
+        if self.multiplied:
+            found |= {"embedding_multiplier"}
         return found | ({"no_rope_layers"} if self.unrotated == "listed" else set())
 
 

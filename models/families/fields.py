@@ -86,8 +86,10 @@ def _by_theta(keys: Keys, rope: Rope, windowed: list[bool]) -> dict[str, Any]:
     return found | (dict(local_rope=local) if local != whole and any(windowed) else {})
 
 
-def scales_of(keys: Keys, family: Family, width: int) -> dict[str, Any]:
+def scales_of(keys: Keys, family: Family, width: int, head_dim: int) -> dict[str, Any]:
     """Fields of ModelConfig."""
+    if family.multiplied:
+        return _multiplied(keys, head_dim)
     if family.by_layer:
         return dict(
             scale_attn=keys.flag("scale_attn_weights", True),
@@ -107,6 +109,19 @@ def scales_of(keys: Keys, family: Family, width: int) -> dict[str, Any]:
     if family.query_scale:
         found["attention_scale"] = keys.number("query_pre_attn_scalar", 256.0) ** -0.5
     return found
+
+
+def _multiplied(keys: Keys, head_dim: int) -> dict[str, Any]:
+    """Fields of ModelConfig: without biases, factors of queries and keys are factors of scores, and so on."""
+    into, (gate, down) = keys.number("attention_in_multiplier", 1.0), keys.factors("mlp_multipliers", 2)
+    return dict(
+        embed_scale=keys.number("embedding_multiplier", 1.0),
+        attention_scale=head_dim**-0.5 * into**2 * keys.number("key_multiplier", 1.0),
+        branch_scale=into * keys.number("attention_out_multiplier", 1.0),
+        gate_scale=gate,
+        mlp_scale=down,
+        logit_scale=keys.number("lm_head_multiplier", 1.0),
+    )
 
 
 def _cap(keys: Keys, name: str, default: float) -> float:

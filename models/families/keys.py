@@ -60,6 +60,10 @@ class Keys:
             raise self.error(name, f"a list of {length} positive numbers")
         return tuple(float(v) for v in value)
 
+    def factors(self, name: str, length: int) -> tuple[float, ...]:
+        """As numbers, 1 where absent or null."""
+        return (1.0,) * length if self.raw.get(name) is None else self.numbers(name, length)
+
     def refuse_unless(self, name: str, accepted: tuple[Any, ...], default: Any = None) -> None:
         value = self.raw.get(name, default)
         if value not in accepted:

@@ -12,7 +12,7 @@ KNOWN = {  # (what they have, the nearest that is supported) -> their model type
     ),
     ("layers of linear attention (lightning attention)", "minimax_m2"): "minimax",
     ("recurrent layers in place of attention", "llama"): "rwkv xlstm recurrent_gemma",
-    ("Mamba layers", "llama"): "mamba mamba2 falcon_mamba falcon_h1 zamba zamba2 jamba",
+    ("Mamba layers", "llama"): "mamba mamba2 falcon_mamba zamba zamba2 jamba",
     ("images and audio as its input", "nemotron_h"): "nemotron_h_omni",
     ("short convolutions in place of attention", "llama"): "lfm2 lfm3 lfm2_vl lfm3_vl",
     ("short convolutions in place of attention, and experts", "qwen3_moe"): "lfm2_moe",
@@ -66,7 +66,8 @@ def why_not(model_type: object, supported: tuple[str, ...]) -> str:
 
 # Model types of which transformers 5.24 has no class with a score head (scores.py).
 WITHOUT_SCORES = frozenset({
-    "olmoe", "granite", "granitemoe", "granitemoehybrid", "granite_swa", "bamba", "nemotron_h", "olmo_hybrid",
+    "olmoe", "granite", "granitemoe", "granitemoehybrid", "granite_swa", "bamba", "falcon_h1", "nemotron_h",
+    "olmo_hybrid",
     "glm4_moe", "glm4_moe_lite", "glm_moe_dsa", "solar_open", "dots1", "minimax_m2", "exaone_moe", "hy_v3", "mellum",
     "ernie4_5", "ernie4_5_moe", "cwm", "qwen3_5_moe_text", "qwen3_vl_text", "qwen3_vl_moe_text", "qwen2_5_vl_text",
     "qwen2_vl_text", "glm4v_text", "glm4v_moe_text", "deepseek_v32", "youtu",

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 from trireme.models.families.keys import InputError, Keys, is_number
@@ -32,6 +32,10 @@ class Scan:
     low: float = 0.0  # of Mamba2's steps
     high: float = 0.0  # 0: none
     parts: tuple[int, ...] = ()  # channels of each convolution in files; (): they are one
+    beside: bool = False  # its layers have attention, too: both read one input, and are added
+    normed: bool = True  # there is a norm with the gate; otherwise the gate alone
+    scale: float = 0.0  # of what it adds to its layer; 0: the model's branch_scale
+    factors: tuple[float, ...] = ()  # of what is projected: gate, values, keys, queries, steps; (): 1
 
     @property
     def key_width(self) -> int:
@@ -84,8 +88,10 @@ class MambaKeys:
     biases: tuple[str, ...] = ("mamba_proj_bias",)  # keys of those that are not supported
     layers: str = "layer_types"
     attending: str = ""  # key of the layers with attention; "": by `layers`
+    beside: bool = False  # every layer has both, with factors (Falcon-H1)
 
 
+D_SSM = "mamba_d_ssm"  # width of all heads, where it is not `expand` times the model's
 WIDEST = 256  # of a head: a state is in registers
 MEANT = {  # keys that change the mathematics -> accepted values
     "attn_output_gate": (None, True),
@@ -134,16 +140,19 @@ def _mamba(keys: Keys, family: MambaKeys, layers: int, width: int) -> Scan | Non
     usual = [LINEAR] * layers
     for i in _attending(keys, family, layers):
         usual[i] = FULL
-    if not (found := _layers(keys, family.layers, layers, usual, family.attending)):
+    found = tuple(range(layers))
+    if not family.beside and not (found := _layers(keys, family.layers, layers, usual, family.attending)):
         return None
     heads, state, groups, taps = (keys.count(*key) for key in (family.heads, family.state, family.groups, family.taps))
     name, default = family.head_dim
     wide = keys.count(family.expand, 2) * width if family.expand else 0
+    wide = keys.count(D_SSM, 1024, null=wide) if family.beside else wide
     each = wide // heads
     auto = keys.raw.get(name) == "auto" or default is None and keys.raw.get(name) is None
     head_dim = each if auto else keys.count(name, default)
     if wide and head_dim * heads != wide:
-        raise keys.error(family.heads[0], f"a divisor of {family.expand} * hidden_size = {wide}, in heads of {name}")
+        said = D_SSM if family.beside else f"{family.expand} * hidden_size"
+        raise keys.error(family.heads[0], f"a divisor of {said} = {wide}, in heads of {name}")
     if heads % groups:
         raise keys.error(family.groups[0], f"a divisor of {family.heads[0]} = {heads}")
     for key, d in ((name, head_dim), (family.state[0], state)):
@@ -152,7 +161,21 @@ def _mamba(keys: Keys, family: MambaKeys, layers: int, width: int) -> Scan | Non
         keys.refuse_unless(name, (None, False))
     low, high = (keys.number(family.least, 0.001), 0.0) if family.least else _limits(keys)
     bias = keys.flag(family.conv_bias, True)
-    return Scan(found, groups, heads, state, head_dim, taps, delta=False, conv_bias=bias, low=low, high=high)
+    made = Scan(found, groups, heads, state, head_dim, taps, delta=False, conv_bias=bias, low=low, high=high)
+    return _beside(keys, made) if family.beside else made
+
+
+def _beside(keys: Keys, own: Scan) -> Scan:
+    """With the factors of Falcon-H1, whose norm is optional."""
+    normed = keys.flag("mamba_rms_norm", False)
+    if normed:  # transformers' kernels have the gate first, whatever is said
+        keys.refuse_unless("mamba_norm_before_gate", (False,), True)
+    into, each = keys.number("ssm_in_multiplier", 1.0), keys.factors("ssm_multipliers", 5)
+    factors = tuple(into * factor for factor in each)
+    return replace(
+        own, beside=True, normed=normed, scale=keys.number("ssm_out_multiplier", 1.0),
+        factors=factors if set(factors) != {1.0} else (),
+    )  # fmt: skip
 
 
 def _attending(keys: Keys, family: MambaKeys, layers: int) -> list[int]:

@@ -117,6 +117,13 @@ FAMILIES = {
         names=names.FEED_FORWARD, partial=0.5, max_positions=262144, eps=1e-5, qkv_bias=BIAS, o_bias=BIAS,
         mlp_bias=MLP_BIAS, scan=MambaKeys(attending="attn_layer_indices"), only={"partial_rotary_factor": (None, 0.5)},
     ),
+    "falcon_h1": Family(
+        "Falcon-H1 (0.5B to 34B)",
+        names=names.FEED_FORWARD, vocab=128000, n_heads=32, ffn=14336, kv_heads=8, max_positions=8192, eps=1e-5,
+        mlp_bias=MLP_BIAS, multiplied=True, unadapted=("mamba.out_proj",),
+        scan=MambaKeys(beside=True, biases=("mamba_proj_bias", "projectors_bias")),
+        only={"attention_bias": (None, False)},
+    ),
     "nemotron_h": Family(
         "Nemotron-H, Nemotron Nano 2, Nemotron 3 (Nano 30B-A3B, Super 120B-A12B)",
         names=names.ONE_MIXER_EXPERTS, dense_names=names.ONE_MIXER, single=True, unadapted=("mixer.out_proj",),

@@ -8,6 +8,9 @@ That is a gated delta rule (Yang et al. 2024, arXiv:2412.06464). Mamba2 (Dao and
     z, v, k, q, a = norm(x) @ mixed;  v, k, q = silu(convolution of (v, k, q));  t = softplus(a + step), within limits
     out = x + rmsnorm((scan(q, k, v, -exp(decay) t, t) + skip v) * silu(z)) @ o,  by group of heads with one q and k
 
+With Scan.factors z, v, k, q and a are each multiplied by one; Scan.normed says whether there is a norm. With
+Scan.beside `out` holds what the half adds to, and backward adds to dx (both.py).
+
 The recurrence is in kernels/scan/reference.py.
 Legend: N tokens, D width, K heads of q and k, H of v, d and e their widths, C = 2 K d + H e channels; n numbers a head:
 2, of Mamba2 1. Saved: x (by the caller), mixed (N, C + H e + n H), scan_out (N, H e).
@@ -51,7 +54,7 @@ class Weights(NamedTuple):
     conv: Tensor  # (C, taps)
     decay: Tensor  # (H,), the logarithm
     step: Tensor  # (H,)
-    gated: Tensor  # (e,), of the norm before the gate; (H e,) of that behind it
+    gated: Tensor | None  # (e,), of the norm before the gate; (H e,) of that behind it; None without one
     conv_bias: Tensor | None = None  # (C,)
     skip: Tensor | None = None  # (H,)
 
@@ -99,11 +102,13 @@ def forward(
     recur: Recur | None = None,
 ) -> None:
     """Fills out (N, D), which may be x, and every tensor of `saved`; the others are temporaries."""
-    mixed = _project(cfg, w, x, saved.get("mixed"), out if copies(w.norm, None, w.o) else None)
+    beside = _own(cfg).beside
+    copy = out if copies(w.norm, None, w.o) and not beside else None
+    mixed = _project(cfg, w, x, saved.get("mixed"), copy)
     scanned = _scan(cfg, w, mixed, rows, saved.get("scan_out"), recur)
     inner = _gated(cfg, w, mixed, scanned)
     del mixed, scanned  # workspace._scan_moments
-    add_branch(cfg, x, inner, w.o, w.norm, None, out)
+    add_branch(cfg, out if beside else x, inner, w.o, w.norm, None, out)
 
 
 def recall(cfg: ModelConfig, w: Weights, x: Tensor, saved: dict[str, Tensor], rows: Rows) -> Result:
@@ -119,6 +124,11 @@ def residual(cfg: ModelConfig, w: Weights, x: Tensor, result: Result) -> Tensor:
     return out
 
 
+def add_(cfg: ModelConfig, w: Weights, result: Result, out_: Tensor) -> None:
+    """Adds to out_ (N, D) what forward adds, with Scan.beside."""
+    add_branch(cfg, out_, _gated(cfg, w, *result), w.o, w.norm, None, out_)
+
+
 def backward(
     cfg: ModelConfig,
     w: Weights,
@@ -132,7 +142,7 @@ def backward(
     """Fills dx (N, D), adds to g, given dy (N, D); recomputes what is not in `saved`."""
     d_mixed: Upstream = backward_to_mixed(cfg, w, g, recall(cfg, w, x, saved, rows), dy, rows)
     d_mixed = upstream(d_mixed, w.mixed, g.mixed)
-    backward_to_x(cfg, w, g, x, d_mixed, dy, dx)
+    backward_to_x(cfg, w, g, x, d_mixed, dx if _own(cfg).beside else dy, dx)
 
 
 def backward_to_mixed(cfg: ModelConfig, w: Weights, g: Weights, result: Result, dy: Tensor, rows: Rows) -> Tensor:
@@ -147,9 +157,7 @@ def backward_to_mixed(cfg: ModelConfig, w: Weights, g: Weights, result: Result, 
     d_mixed = torch.empty_like(result.mixed)
     parts, found = split(cfg, result.mixed), split(cfg, d_mixed)
     d_inner = d_inner.view(parts.z.shape)
-    weight, d_weight = (_by_group(own, t) for t in (w.gated, or_scratch(g.gated, w.gated)))
-    scanned, eps = result.out.view(parts.z.shape), own.eps or cfg.eps
-    d_out = ops.gated_norm_bwd(d_inner, scanned, parts.z, weight, eps, not own.delta, d_weight, found.z)
+    d_out = _gate_backward(cfg, w, g, d_inner, result.out.view(parts.z.shape), parts.z, found.z)
     del d_inner  # workspace._scan_moments
     a = _inputs(cfg, w, parts, rows)
     d_raw = torch.empty_like(a.raw)
@@ -166,7 +174,20 @@ def backward_to_mixed(cfg: ModelConfig, w: Weights, g: Weights, result: Result, 
     d_conv = or_scratch(g.conv, w.conv)
     ops.conv_bwd(d_raw, parts.channels, w.conv, w.conv_bias, rows.docs, d_conv, d_bias, found.channels)
     del a, dq, dk, dv, d_raw  # workspace._scan_moments
+    _scale_(own, d_mixed)
     return _in_file_order(cfg, d_mixed)
+
+
+def _gate_backward(
+    cfg: ModelConfig, w: Weights, g: Weights, d_inner: Tensor, scanned: Tensor, z: Tensor, dz: Tensor
+) -> Tensor:
+    """Gradient of the recurrence's result; fills dz."""
+    own = _own(cfg)
+    if w.gated is None or g.gated is None:
+        by_head = (t.view(-1, own.heads, own.value_dim) for t in (d_inner, scanned, z, dz))
+        return ops.silu_gate_bwd(*by_head)
+    weight, d_weight = (_by_group(own, t) for t in (w.gated, or_scratch(g.gated, w.gated)))
+    return ops.gated_norm_bwd(d_inner, scanned, z, weight, own.eps or cfg.eps, not own.delta, d_weight, dz)
 
 
 def _numbers_backward(
@@ -208,6 +229,13 @@ def split(cfg: ModelConfig, mixed: Tensor) -> Parts:
     return Parts(channels, z.view(-1, own.heads, own.value_dim), b, a)
 
 
+def _scale_(own: Scan, mixed_: Tensor) -> None:
+    """Multiplies `mixed`, or its gradient, by Mamba2's factors of its parts."""
+    widths = own.value_width, own.value_width, own.key_width, own.key_width, own.heads
+    for part, factor in zip(mixed_.split(widths, 1), own.factors, strict=True) if own.factors else ():
+        part.mul_(factor)
+
+
 def _own(cfg: ModelConfig) -> Scan:
     assert cfg.scan is not None
     return cfg.scan
@@ -217,7 +245,9 @@ def _project(cfg: ModelConfig, w: Weights, x: Tensor, out: Tensor | None = None,
     """`mixed`, in the order of `split`, which files may not have; fills `copy` with x."""
     y, _ = norm_for(w.mixed, x, w.norm, cfg.eps, copy)
     if not cfg.names.mixed_by_head:
-        return linear(y, w.mixed, out, x.dtype)
+        mixed = linear(y, w.mixed, out, x.dtype)
+        _scale_(_own(cfg), mixed)
+        return mixed
     found = linear(y, w.mixed, dtype=x.dtype)
     del y  # workspace._scan_moments
     order = file_order(_own(cfg), x.device)
@@ -299,5 +329,8 @@ def _scan(
 def _gated(cfg: ModelConfig, w: Weights, mixed: Tensor, scanned: Tensor) -> Tensor:
     """What the output projection reads, (N, H e)."""
     own, z = _own(cfg), split(cfg, mixed).z
+    if w.gated is None:
+        by_head = (t.view(-1, own.heads, own.value_dim) for t in (scanned, z))
+        return ops.silu_gate_fwd(*by_head).view(scanned.shape)
     weight, eps = _by_group(own, w.gated), own.eps or cfg.eps
     return ops.gated_norm_fwd(scanned.view(z.shape), z, weight, eps, not own.delta).view(scanned.shape)

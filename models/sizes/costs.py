@@ -6,7 +6,7 @@ multiply-add.
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Set
 from functools import lru_cache
 from math import prod
 from typing import NamedTuple
@@ -36,6 +36,7 @@ from trireme.models.sizes.shapes import (
 MIXED = {"attn_out", "lse", "scan_out"}  # saved tensors that attention or a recurrence makes
 KNOWN = 4096  # counts that are kept: a step asks for each of its tasks
 NEVER_SAVED = {"router", "latent", "q_b", "kv_b"}  # matmuls that backward always repeats
+BESIDE = "resid of scan"  # the second of two matmuls that make `resid`
 CHUNK = 64  # tokens of a chunk of a recurrence
 TILE = 128  # rows of a tile of grouped matmuls
 
@@ -61,11 +62,11 @@ def layer_pairs(cfg: ModelConfig, lengths: Iterable[int]) -> int:
 def _linear_layers(cfg: ModelConfig, kind: str) -> dict[str, tuple[int, int]]:
     """(in, out) features of a block's linear layers, by the name of their matmul; without a router and its experts."""
     found = {}
-    if kind != "mlp" and cfg.scanning:
+    if kind != "mlp" and (cfg.scanning or cfg.both):
         assert cfg.scan is not None
         found["mixed"] = cfg.width, cfg.scan.mixed_width
-        found["resid"] = cfg.scan.value_width, cfg.width
-    elif kind != "mlp":
+        found[BESIDE if cfg.both else "resid"] = cfg.scan.value_width, cfg.width
+    if kind != "mlp" and not cfg.scanning:
         found["qkv"] = cfg.width, cfg.qkv_width
         found["attn_branch" if cfg.names.post1 else "resid"] = cfg.attn_width, cfg.width
         if cfg.latent:
@@ -129,7 +130,8 @@ def mixer_flops(cfg: ModelConfig, kind: str, tokens: int, pairs: int) -> int:
     cfg, kind = seen(cfg, kind)
     if kind not in ("block", "attention"):
         return 0
-    return scan_flops(cfg, tokens) if cfg.scanning else attention_flops(cfg, pairs)
+    attention = 0 if cfg.scanning else attention_flops(cfg, pairs)
+    return attention + (scan_flops(cfg, tokens) if cfg.scanning or cfg.both else 0)
 
 
 def mixer_backward_flops(cfg: ModelConfig, kind: str, tokens: int, pairs: int) -> int:
@@ -137,7 +139,8 @@ def mixer_backward_flops(cfg: ModelConfig, kind: str, tokens: int, pairs: int) -
     cfg, kind = seen(cfg, kind)
     if kind not in ("block", "attention"):
         return 0
-    return scan_flops(cfg, tokens) * 5 // 2 if cfg.scanning else attention_backward_flops(cfg, pairs)
+    attention = 0 if cfg.scanning else attention_backward_flops(cfg, pairs)
+    return attention + (scan_flops(cfg, tokens) * 5 // 2 if cfg.scanning or cfg.both else 0)
 
 
 @lru_cache(KNOWN)
@@ -195,11 +198,16 @@ def backward_flops(cfg: ModelConfig, u: int, tokens: int, pairs: int) -> int:
     return 2 * tokens * matmuls + attention
 
 
+def _again(missing: Set[str]) -> Set[str]:
+    """Matmuls that backward repeats where these saved tensors are missing."""
+    return missing | NEVER_SAVED | ({BESIDE} if "resid" in missing else set())
+
+
 def recompute_flops(cfg: ModelConfig, kept: frozenset[str], tokens: int, pairs: int, kind: str = "block") -> int:
     """What backward adds to rebuild saved_shapes not in `kept`."""
     missing = saved_shapes(cfg, tokens, kind).keys() - kept
     sliced = is_sliced(seen(cfg, kind)[0]) and seen(cfg, kind)[1] == "mlp"
-    again = missing | NEVER_SAVED | ({up_name(cfg)} if sliced else set())
+    again = _again(missing) | ({up_name(cfg)} if sliced else set())
     linear = sum(n for name, n in _linear_params(cfg, kind).items() if name in again)
     if sliced and cfg.experts:
         linear += cfg.experts.count * cfg.width  # the last slice routes again, for logits
@@ -249,7 +257,7 @@ def in_fp8_work(cfg: ModelConfig, u: int, kept: frozenset[str], tokens: int) -> 
     cfg, what = seen(cfg, what)
     sizes = _linear_layers(cfg, what)
     found = {name: (a, b) for name, (a, b) in sizes.items() if in_fp8(cfg, a, b)}
-    again = {name: size for name, size in found.items() if name in missing | NEVER_SAVED}
+    again = {name: size for name, size in found.items() if name in _again(missing)}
     flops = lambda sizes: 2 * N * sum(a * b for a, b in sizes.values())
     # Read twice, written once: x; behind, dy in both orders; a slice written and read. Matrices: Geometry.decode_bytes,
     # or where each matmul quantises them as x. A norm's codes: 5 bytes where it moves 4 without them.
@@ -275,7 +283,7 @@ def model_flops(cfg: ModelConfig, tokens: int, pairs: int) -> int:
     output = 0 if cfg.scores else cfg.vocab * cfg.width  # a score head reads a token of each document
     matrices = sum(sum(_linear_params(cfg, kind(cfg, u)).values()) for u in inner) + output
     mixed = cfg.attending * attention_flops(cfg, pairs)
-    mixed += (cfg.n_layers - cfg.attending) * scan_flops(cfg, tokens) if cfg.scan else 0
+    mixed += cfg.recurring * scan_flops(cfg, tokens) if cfg.scan else 0
     if not cfg.frozen and cfg.lora is None:
         return 6 * tokens * matrices + 3 * mixed
     trained = sum(_trained_params(cfg, u) + 3 * _adapter_params(cfg, u) for u in inner)

@@ -87,6 +87,8 @@ def weight_parts(cfg: ModelConfig, u: int) -> list[list[Group]]:
         return [_head_groups(cfg)]
     prefix = cfg.names.prefix(layer(cfg, u))
     mixer = _scan_groups(cfg) if cfg.scanning else _attention_groups(cfg)
+    if cfg.both:
+        mixer += _scan_groups(cfg.scanned, norm=False)
     parts = {"attention": mixer, "mlp": _expert_groups(cfg) if cfg.experts else _mlp_groups(cfg)}
     mine = parts.values() if what == "block" else [parts[what]]
     return [[[(prefix + name, shape) for name, shape in group] for group in groups] for groups in mine]
@@ -290,18 +292,20 @@ def _attention_groups(cfg: ModelConfig) -> list[Group]:
     return groups
 
 
-def _scan_groups(cfg: ModelConfig) -> list[Group]:
+def _scan_groups(cfg: ModelConfig, norm: bool = True) -> list[Group]:
+    """`norm`: with that before it."""
     names, own = cfg.names, cfg.scan
     assert own is not None
     groups: list[Group] = [
         _matrix(cfg, names.mixed, features(cfg, names.mixed), cfg.width),
         _matrix(cfg, (names.mixed_o,), (cfg.width,), own.value_width),
         [(f"{names.conv}.weight", (own.channels, own.taps))],
-        *_norm(cfg, names.norm1),
+        *_norm(cfg, names.norm1 if norm else ""),
         [(names.decay, (own.heads,))],
         [(names.step, (own.heads,))],
-        [(f"{names.mixed_norm}.weight", (own.value_dim if own.delta else own.value_width,))],
     ]
+    if own.normed:
+        groups.append([(f"{names.mixed_norm}.weight", (own.value_dim if own.delta else own.value_width,))])
     if own.conv_bias:
         groups.append([(f"{names.conv}.bias", (own.channels,))])
     if names.skip:
@@ -401,16 +405,16 @@ def saved_shapes(cfg: ModelConfig, tokens: int, kind: str = "block") -> dict[str
     """
     N, (cfg, kind) = tokens, seen(cfg, kind)
     found: dict[str, tuple[tuple[int, ...], str]] = {}
-    if kind != "mlp" and cfg.scanning:
-        assert cfg.scan is not None
-        found["mixed"] = (N, cfg.scan.mixed_width), "compute"
-        found["scan_out"] = (N, cfg.scan.value_width), "compute"
-    elif kind != "mlp":
+    if kind != "mlp" and not cfg.scanning:
         found["qkv"] = (N, cfg.qkv_width), "compute"
         found["attn_out"] = (N, cfg.attn_width), "compute"
         found["lse"] = (cfg.n_heads, N), "F32"
         if cfg.names.post1:
             found["attn_branch"] = (N, cfg.width), "compute"
+    if kind != "mlp" and (cfg.scanning or cfg.both):
+        assert cfg.scan is not None
+        found["mixed"] = (N, cfg.scan.mixed_width), "compute"
+        found["scan_out"] = (N, cfg.scan.value_width), "compute"
     if kind == "block" and not cfg.parallel:
         found["resid"] = (N, cfg.width), "compute"
     if kind != "attention":

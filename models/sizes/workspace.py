@@ -95,9 +95,15 @@ def _block_workspace(cfg: ModelConfig, kind: str, sizes: _Sizes) -> int:
     x, tile = tokens * cfg.width * itemsize, min(tokens, cfg.mlp_rows)  # block.mlp_forward
     y, row = tile * cfg.width * itemsize, tokens * 4  # one fp32 a token
     # branch.branch_backward: scaled dy; matmul, norm, gradient; the other half's matmul
-    behind = (y if kind == "mlp" else x) * ((cfg.branch_scale != 1.0) + 4 * bool(cfg.names.post1))
+    scaled = any(part.branch_scale != 1.0 for part in (cfg, cfg.scanned, cfg.in_mlp))
+    behind = (y if kind == "mlp" else x) * (scaled + 4 * bool(cfg.names.post1))
     mlp_forward, mlp_backward = _mlp_moments(cfg, sizes._replace(tokens=tile))
     result, attention = (_scan_moments if cfg.scanning else _attention_moments)(cfg, sizes)
+    within = attention  # of a block
+    if cfg.both:
+        second, scan = _scan_moments(cfg, sizes)
+        within = [*(second + moment for moment in attention), *(result + moment for moment in scan)]  # _both_backward
+        result, attention = result + second, attention + scan
     dresid = x if tile < tokens else 0
     resid, before = (0, 0) if cfg.parallel else (x, result + x)
     moments = {
@@ -106,7 +112,7 @@ def _block_workspace(cfg: ModelConfig, kind: str, sizes: _Sizes) -> int:
         "block": [
             *(resid + moment for moment in mlp_forward),
             *(before + dresid + moment for moment in mlp_backward),  # block.backward: resid
-            *(x + moment for moment in attention),  # block.backward: dresid
+            *(x + moment for moment in within),  # block.backward: dresid
             x + x + x,
         ],
     }
@@ -114,6 +120,7 @@ def _block_workspace(cfg: ModelConfig, kind: str, sizes: _Sizes) -> int:
     dropped = 0  # lora.dropped: a matmul's input, or the gradient of that
     if cfg.lora and cfg.lora.dropout:
         mixed = cfg.scan.value_width if cfg.scan and cfg.scanning else cfg.q_width
+        mixed = max(mixed, cfg.scan.value_width) if cfg.scan and cfg.both else mixed
         mixed = max(mixed, cfg.latent.q_rank, cfg.latent.kv_rank) if cfg.latent else mixed
         dropped = itemsize * max(
             tokens * max(cfg.width, mixed) * (kind != "mlp"), tile * max(cfg.width, cfg.ffn) * (kind != "attention")
@@ -237,7 +244,7 @@ def _mlp_moments(cfg: ModelConfig, sizes: _Sizes) -> tuple[list[int], list[int]]
     inner, active = act, [kept + last.dy + activation, kept + last.dy + last.add + up + act, kept + up + first.dy]
     if cfg.gated and last.x and cfg.lora is None:
         inner = 0  # codes, counted in last.x
-        if first.x and not cfg.mlp_bias:
+        if first.x and not cfg.mlp_bias and cfg.gate_scale == 1.0:
             active = [kept + last.dy + up + act + first.dy + turned, kept + last.dy + first.dy + last.add]
     return [made + first.x + up, up + act, inner + last.x + y * (last.x > 0)], [
         kept + first.x + up,

@@ -68,6 +68,7 @@ MAKERS = {
     "Microsoft": "phi3",
     "IBM": "granite granitemoe granite_swa granitemoehybrid bamba",
     "NVIDIA": "nemotron_h",
+    "TII": "falcon_h1",
     "Ai2": "olmo2 olmo3 olmo_hybrid olmoe",
 }
 
@@ -101,7 +102,7 @@ def special(family: Family) -> list[str]:
         "window from a layer on": family.windows == "above",
         "window by `layer_types`": family.windows == "pattern",
         "a second table of angles for layers with the window": family.local_theta is not None,
-        "factors of embedding, scores, branches and logits": family.scaled,
+        "factors of embedding, scores, branches and logits": family.scaled or family.multiplied,
         "soft-capped scores and logits": family.capped,
         "scores by `query_pre_attn_scalar`": family.query_scale,
         "embedding times the square root of the width": family.embed_root,
@@ -116,7 +117,8 @@ def special(family: Family) -> list[str]:
         and (family.experts.method or family.experts.groups not in (None, (1, 1))),
         "attention sinks": bool(n.sinks),
         "layers with a gated delta rule in place of attention": isinstance(family.scan, DeltaKeys),
-        "layers with Mamba2 in place of attention": isinstance(family.scan, MambaKeys),
+        "layers with Mamba2 in place of attention": isinstance(family.scan, MambaKeys) and not family.scan.beside,
+        "Mamba2 beside attention in each layer": isinstance(family.scan, MambaKeys) and family.scan.beside,
         "without rope where `rope_theta` is null": family.unrotated == "null",
         "attention's result times a sigmoid gate": family.attention_gate,
         "MTP tensors (`mtp.`) are copied": "mtp." in family.carried,

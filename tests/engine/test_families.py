@@ -51,6 +51,7 @@ def trained(cfg, plan, queues):
         "qwen3 next",
         "olmo hybrid",
         "granite 4 hybrid with experts",
+        "falcon h1",
     ],
 )
 def test_placement_never_changes_the_numbers(case, halves):

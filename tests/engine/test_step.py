@@ -9,6 +9,7 @@ import torch
 from engines import (
     BESIDE,
     BLOCKS,
+    FALCON_H1,
     FP8,
     FROZEN,
     GPT,
@@ -79,6 +80,7 @@ MODELS |= {
     "mamba": MAMBA,
     "olmo hybrid": OLMO_HYBRID,
     "nemotron": NEMOTRON,
+    "falcon h1": FALCON_H1,
     "packed": PACKED,
     "packed in blocks": BLOCKS,
     "latent": LATENT,
@@ -95,7 +97,7 @@ IN_FP8 = {
     "gpt lora in fp8": replace(GPT_LORA, fp8=True, ffn=32),
 }
 MODELS |= IN_FP8
-ELSEWHERE = ("mamba", "olmo hybrid", "nemotron")  # in test_families.py: half blocks, or layers without any
+ELSEWHERE = ("mamba", "olmo hybrid", "nemotron", "falcon h1")  # in test_families.py: half blocks, or layers without any
 LLAMAS = ("untied", "tied")
 TEACHING = Teaching(5, 0.4, 1.5)
 LABELS = {"reward": 1, "classify": 3}

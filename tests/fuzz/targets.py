@@ -100,6 +100,7 @@ OWN = {
         ssm_state_size=12,
     ),
     "olmo_hybrid": {"layer_types": KINDS},
+    "falcon_h1": MAMBA | {"mamba_d_ssm": 128, "ssm_multipliers": [0.5] * 5, "mlp_multipliers": [0.5] * 2},
 }
 QUANTIZED = dict(fmt="e4m3", weight_block_size=[128, 128], modules_to_not_convert=["lm_head", "model.layers.0"])
 SIZES = dict(vocab=97, width=64, n_layers=2, n_heads=4, ffn=56, max_positions=64, eps=1e-5, theta=1e4)

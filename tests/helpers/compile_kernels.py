@@ -29,7 +29,7 @@ from triton.language import target_info
 from triton.runtime import jit
 
 from trireme.kernels import adamw, cross_entropy, embedding, gelu, launch, layernorm, rmsnorm, rope, swiglu
-from trireme.kernels.attention import attention, sinks
+from trireme.kernels.attention import attention, gate, sinks
 from trireme.kernels.attention.docs import make_docs
 from trireme.kernels.experts import gradients, matmuls, order, routing, rows
 from trireme.kernels.experts.reference import Order, Rule
@@ -285,6 +285,8 @@ def scan_call(K, H, D, E, delta, dtype=BF16):
     w = torch.zeros(E if delta else (K, H * E // K), dtype=dtype)
     around.gated_norm_fwd(o, z, w, 1e-5, not delta)
     around.gated_norm_bwd(o, o, z, w, 1e-5, not delta, w.float(), z)
+    gate.silu_gate_fwd(o, z)
+    gate.silu_gate_bwd(o, o, z, z)
 
 
 def packed_calls():

@@ -52,6 +52,12 @@ GRANITE = PLAIN | dict(
     num_hidden_layers=3, layer_types=["linear_attention", "full_attention", "linear_attention"], mamba_n_heads=8,
     mamba_d_state=12, mamba_expand=2, shared_intermediate_size=56, num_local_experts=0,
 )  # fmt: skip
+FALCON_H1 = LLAMA | dict(
+    mamba_d_ssm=36, mamba_n_heads=6, mamba_d_state=12, pad_token_id=None, embedding_multiplier=5.65,
+    lm_head_multiplier=0.4, key_multiplier=0.39, attention_in_multiplier=1.2, attention_out_multiplier=0.93,
+    ssm_in_multiplier=1.25, ssm_out_multiplier=0.7, ssm_multipliers=[0.35, 0.25, 0.7, 0.5, 0.9],
+    mlp_multipliers=[0.88, 0.58],
+)  # fmt: skip
 OLMO_HYBRID = {key: value for key, value in LLAMA.items() if key != "head_dim"} | dict(
     num_hidden_layers=3,
     layer_types=["linear_attention", "full_attention", "linear_attention"],
@@ -156,6 +162,10 @@ CASES = {
         topk_group=2, norm_topk_prob=False, use_conv_bias=False, time_step_min=0.6)),
     "bamba": ("bamba", PLAIN | dict(
         num_hidden_layers=3, attn_layer_indices=[1], mamba_n_heads=8, mamba_d_state=12, mamba_n_groups=2)),
+    "falcon h1": ("falcon_h1", FALCON_H1),
+    "falcon h1 with norms, groups, tied": ("falcon_h1", FALCON_H1 | dict(
+        mamba_rms_norm=True, mamba_norm_before_gate=False, mamba_n_groups=2, mamba_conv_bias=False, mlp_bias=True,
+        time_step_limit=[0.3, 1.5], tie_word_embeddings=True)),
     "nemotron h": ("nemotron_h", NEMOTRON | dict(hybrid_override_pattern="M-M*-")),
     "starcoder2": ("starcoder2", PLAIN),
     "starcoder2 window, untied": ("starcoder2", PLAIN | dict(sliding_window=5, tie_word_embeddings=False)),

@@ -239,7 +239,8 @@ def test_sinks(device, dtype, N, H, d):
 @pytest.mark.grid
 @pytest.mark.parametrize("device", DEVICES)
 @pytest.mark.parametrize("dtype", DTYPES)
-def test_gate(device, dtype):
+@pytest.mark.parametrize("name", ["sigmoid", "silu"])
+def test_gate(name, device, dtype):
     """Each head's gate lies behind its query."""
     torch.manual_seed(0)
     N, H, d = 9, 3, 40
@@ -247,11 +248,14 @@ def test_gate(device, dtype):
     gates, d_gates = (randn(N, H, 2 * d, device=device, dtype=dtype) for _ in range(2))
     before, dgate = d_gates[..., :d].clone(), d_gates[..., d:]
     z, dz, leaf = gates[..., d:].double(), dgate.double(), x.double().requires_grad_()
-    (leaf * torch.sigmoid(z)).backward(dy.double())
-    check(gate.sigmoid_gate_fwd(x, gates[..., d:]), x.double() * torch.sigmoid(z), ONE_ROUNDING[dtype])
-    check(gate.sigmoid_gate_bwd(dy, x, gates[..., d:], dgate), leaf.grad, ONE_ROUNDING[dtype])
-    s = torch.sigmoid(z)
-    check(dgate, dy.double() * x.double() * s * (1 - s), ONE_ROUNDING[dtype])
-    reference.sigmoid_gate_bwd(*(t.double() for t in (dy, x)), z, dz)
-    check(dz, dy.double() * x.double() * s * (1 - s), 1e-14)
+    z.requires_grad_()
+    y = leaf * (torch.sigmoid(z) if name == "sigmoid" else torch.nn.functional.silu(z))
+    y.backward(dy.double())
+    fwd, bwd = f"{name}_gate_fwd", f"{name}_gate_bwd"
+    check(getattr(gate, fwd)(x, gates[..., d:]), y.detach(), ONE_ROUNDING[dtype])
+    check(getattr(gate, bwd)(dy, x, gates[..., d:], dgate), leaf.grad, ONE_ROUNDING[dtype])
+    check(dgate, z.grad, ONE_ROUNDING[dtype])
+    check(getattr(reference, fwd)(x.double(), z.detach()), y.detach(), 1e-14)
+    check(getattr(reference, bwd)(*(t.double() for t in (dy, x)), z.detach(), dz), leaf.grad, 1e-14)
+    check(dz, z.grad, 1e-14)
     assert torch.equal(d_gates[..., :d], before)

@@ -277,6 +277,8 @@ READ = [
     ("exaone_moe", {"mlp_layer_types": ["sparse", "dense"] * 2, "first_k_dense_replace": 3}),
     ("olmo_hybrid", {"rope_scaling": None, "rope_parameters": None, "rope_theta": None}),
     ("olmo_hybrid", {"rope_scaling": None, "rope_theta": 5e3}),
+    ("falcon_h1", {"mamba_d_ssm": None, "mamba_n_heads": 8}),
+    ("falcon_h1", {"mamba_d_head": 6, "ssm_multipliers": None, "mlp_multipliers": None}),
     ("nemotron_h", {"time_step_limit": [0.0, 0.1], "mamba_dt_min": 0.5}),
     ("granitemoehybrid", {"mamba_d_head": "auto", "time_step_limit": [0.0, {"__float__": "Infinity"}]}),
     ("granite_swa", {"layer_types": MIXED, "layer_rope_theta": [9.0, 50, 9.0, 0]}),

@@ -40,6 +40,7 @@ KINDS = [
     "qwen3 next",
     "olmo hybrid",
     "granite 4 hybrid with experts",
+    "falcon h1",
     "nemotron 3 of all kinds, latents, groups",
 ]
 

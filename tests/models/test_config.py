@@ -42,6 +42,7 @@ GRANITE4 = LLAMA | dict(
 )  # fmt: skip
 GRANITE4_H = GRANITE4 | dict(layer_types=["mamba"] * 31 + ["attention"])
 OLMO_H = LLAMA | dict(model_type="olmo_hybrid")
+FALCON_H1 = LLAMA | dict(model_type="falcon_h1")
 NEMOTRON = dict(model_type="nemotron_h", hidden_size=4096, hybrid_override_pattern="ME*")
 LLAMA3 = dict(
     rope_type="llama3",
@@ -267,6 +268,14 @@ def test_attention_scale_by_layer():
             LLAMA | dict(model_type="bamba", attn_layer_indices=[1], partial_rotary_factor=1.0),
             ["partial_rotary_factor"],
         ),
+        (FALCON_H1 | dict(mamba_n_heads=24), ["mamba_n_heads", "mamba_d_ssm = 1024"]),
+        (FALCON_H1 | dict(mamba_rms_norm=True), ["mamba_norm_before_gate", "true", "Supported: false"]),
+        (FALCON_H1 | dict(mamba_rms_norm="no"), ["mamba_rms_norm", "true or false"]),
+        (FALCON_H1 | dict(projectors_bias=True), ["projectors_bias", "true"]),
+        (FALCON_H1 | dict(attention_bias=True), ["attention_bias", "true"]),
+        (FALCON_H1 | dict(ssm_multipliers=[1.0] * 4), ["ssm_multipliers", "a list of 5 positive numbers"]),
+        (FALCON_H1 | dict(mlp_multipliers=[1.0, 0]), ["mlp_multipliers", "a list of 2 positive numbers"]),
+        (FALCON_H1 | dict(key_multiplier=-1), ["key_multiplier", "-1"]),
         (NEMOTRON | dict(hybrid_override_pattern="M*X"), ["hybrid_override_pattern", "ME*-", "X"]),
         (NEMOTRON | dict(hybrid_override_pattern="MM*"), ["no layer is an MLP or experts"]),
         (NEMOTRON | dict(hybrid_override_pattern="ME"), ["no layer of full_attention"]),

@@ -57,6 +57,7 @@ def units_of(tiny, asked=None):
         "olmo hybrid with rope, odd widths",
         "granite 4 hybrid with experts",
         "nemotron 3",
+        "falcon h1 with norms, groups, tied",
     ],  # fmt: skip
 )
 def test_greedy_as_transformers(case):

@@ -34,6 +34,7 @@ LATER = {  # other families -> targets
     "olmo hybrid": ("q_proj", "g_proj", "a_proj", "o_proj", "up_proj"),
     "granite 4 hybrid": ("in_proj", "out_proj", "v_proj", "input_linear", "output_linear"),
     "granite 4 hybrid with experts": ("experts", "in_proj", "shared_mlp.input_linear"),
+    "falcon h1": ("in_proj", "q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "down_proj"),
     "nemotron 3": ("in_proj", "q_proj", "shared_experts.up_proj", "shared_experts.down_proj"),
     "nemotron 3 of all kinds, latents, groups": ("experts", "fc1_latent_proj", "fc2_latent_proj", "o_proj"),
     "qwen3 next": ("v_proj", "in_proj_qkvz", "in_proj_ba", "out_proj"),

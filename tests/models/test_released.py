@@ -87,6 +87,14 @@ RELEASED = {  # name -> ((config.json, layers), parameters as the name or the ca
         num_experts_per_tok=10, layer_types=["attention", "mamba"], position_embedding_type="nope", mamba_n_heads=128,
         mamba_d_head=64, mamba_d_state=128, mamba_expand=2, mamba_n_groups=1, tie_word_embeddings=True,
         attention_multiplier=0.0078125, embedding_multiplier=12, logits_scaling=16, residual_multiplier=0.22), 32.2),
+    "Falcon-H1 7B": (sizes(
+        "falcon_h1", 130049, 3072, 12288, 44, 12, 2, head_dim=128, mamba_d_ssm=3072, mamba_n_heads=24, mamba_d_head=128,
+        mamba_rms_norm=True, mamba_norm_before_gate=False, attn_layer_indices=None, rope_theta=1e11,
+        embedding_multiplier=5.656854249492381, lm_head_multiplier=0.013020833333333334,
+        key_multiplier=0.030690398488999456, attention_out_multiplier=0.10416666666666667,
+        ssm_in_multiplier=0.4166666666666667, ssm_out_multiplier=0.11785113019775793,
+        mlp_multipliers=[0.2946278254943948, 0.032552083333333336],
+        ssm_multipliers=[0.3535533905932738, 0.25, 0.1767766952966369, 0.5, 0.3535533905932738]), 7.586),
     "OLMo Hybrid 7B": (sizes("olmo_hybrid", 100352, 3840, 11008, 32, 30, 30,
                              layer_types=["full_attention", "linear_attention"]), 7.64),  # with one such layer alone
     "Gemma 7B": (sizes("gemma", 256000, 3072, 24576, 28, 16, 16, head_dim=256, hidden_act="gelu"), 8.54),

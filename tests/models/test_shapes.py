@@ -68,6 +68,10 @@ MAMBA = dict(
     num_hidden_layers=2, num_key_value_heads=2, layer_types=["mamba", "attention"], mamba_n_heads=8, mamba_d_state=16,
     mamba_n_groups=2, shared_intermediate_size=160, residual_multiplier=0.5,
 )  # fmt: skip
+FALCON_H1 = SMALL | dict(
+    model_type="falcon_h1", num_key_value_heads=2, head_dim=24, mamba_d_ssm=80, mamba_n_heads=4, mamba_d_state=16,
+    ssm_multipliers=[0.35, 0.25, 0.7, 0.5, 0.9], ssm_out_multiplier=0.7, mlp_multipliers=[0.9, 0.6],
+)  # fmt: skip
 NEMOTRON = SMALL | dict(
     model_type="nemotron_h", num_hidden_layers=4, num_key_value_heads=2, head_dim=24, mamba_num_heads=4,
     mamba_head_dim=20, ssm_state_size=16, n_groups=2, n_routed_experts=8, num_experts_per_tok=3,
@@ -113,6 +117,8 @@ DIALECTS = {
     | HYBRID
     | dict(model_type="olmo_hybrid", layer_types=["full_attention", "linear_attention"]),
     "granite 4 hybrid": SMALL | MAMBA | dict(model_type="granitemoehybrid", num_local_experts=0),
+    "falcon h1": FALCON_H1,
+    "falcon h1 with norms": FALCON_H1 | dict(mamba_rms_norm=True, mamba_norm_before_gate=False, mamba_n_groups=2),
     "granite 4 hybrid with experts": SMALL
     | MAMBA
     | dict(model_type="granitemoehybrid", num_local_experts=8, num_experts_per_tok=3, intermediate_size=48),
@@ -248,6 +254,8 @@ def _bare_ops():
         attention_bwd=lambda *_: None,
         sigmoid_gate_fwd=lambda x, _: new(x),
         sigmoid_gate_bwd=lambda dy, *_: new(dy),
+        silu_gate_fwd=lambda x, _: new(x),
+        silu_gate_bwd=lambda dy, *_: new(dy),
         **_bare_experts(),
         **_bare_scans(),
         Quantized=ops.Quantized,
@@ -610,6 +618,23 @@ def test_sizes_of_layers_that_are_a_mixer_or_an_mlp(fp8, keys, u, monkeypatch):
         bound = workspace.workspace_bytes(cfg, u, TOKENS, 4) - 8 * cfg.width * TOKENS - workspace.SLACK
         assert max(forward.peak, backward.peak) <= bound
         assert keep or fp8 or backward.peak > 0.75 * bound
+
+
+@pytest.mark.grid
+@UNITS
+@pytest.mark.parametrize("lora", [None, Lora(4, 8.0, ("in_proj", "v_proj", "gate_proj"), dropout=0.1)])
+@pytest.mark.parametrize("fp8", [False, True])
+def test_sizes_of_two_mixers_beside_each_other(fp8, lora, halves, u, monkeypatch):
+    cfg = replace(parse_config(FALCON_H1), fp8=fp8, halves=halves, lora=lora, frozen=("*",) if lora else ())
+    names = list(shapes.saved_shapes(cfg, 1, shapes.kind(cfg, u)))
+    for keep in [frozenset(), *({name} for name in names), frozenset(names)]:
+        forward, backward = Watch(), Watch()
+        _watched(cfg, u, monkeypatch, keep, forward, backward)
+        if lora is None:
+            _check_flops(cfg, u, keep, forward, backward)
+        bound = workspace.workspace_bytes(cfg, u, TOKENS, 4) - 8 * cfg.width * TOKENS - workspace.SLACK
+        assert max(forward.peak, backward.peak) <= bound
+        assert keep or fp8 or backward.peak > 0.7 * bound
 
 
 @UNITS

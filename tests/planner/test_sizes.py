@@ -52,6 +52,10 @@ PUBLISHED = {  # as the hub counts them
     "ibm-granite/granite-4.0-h-micro": 3_191_396_096,
     "ibm-granite/granite-4.0-h-tiny": 6_939_037_248,
     "ibm-granite/granite-4.0-h-small": 32_207_337_984,
+    "tiiuae/Falcon-H1-0.5B-Instruct": 521_411_104,
+    "tiiuae/Falcon-H1-1.5B-Deep-Base": 1_554_874_768,
+    "tiiuae/Falcon-H1-7B-Instruct": 7_585_654_880,
+    "tiiuae/Falcon-H1-34B-Base": 33_642_516_224,
 }
 
 

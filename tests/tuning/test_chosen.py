@@ -72,4 +72,7 @@ def test_all_targets_by_the_words_of_others():
     assert targets(mixture, ())[0::3] == ("self_attn.q_proj", "self_attn.o_proj")
     nemotron = oracle(*CASES["nemotron 3"])[1]  # peft adapts no out_proj of it
     assert targets(nemotron, ())[3:] == ("mixer.o_proj", "mixer.in_proj")
+    falcon = oracle(*CASES["falcon h1"])[1]
+    assert targets(falcon, ())[:5] == ("q_proj", "k_proj", "v_proj", "o_proj", "in_proj")
+    assert "out_proj" not in targets(falcon, ("all",))
     assert adapted(nemotron, Lora(2, 4.0, targets(nemotron, ("all",)))).lora is not None
