@@ -29,7 +29,8 @@ from trireme.models.families.packing import UNUSED as UNUSED
 from trireme.models.families.packing import Packing
 from trireme.models.families.quantization import packing_of
 from trireme.models.families.rope import Rope
-from trireme.models.families.scans import BLOCK_TYPES, KINDS_OF_MLP, Scan, block_types, parse_scan
+from trireme.models.families.scans import BLOCK_TYPES, KINDS_OF_MLP, block_types, parse_scan
+from trireme.models.families.scans import Scan as Scan
 from trireme.models.families.scores import CLASS as CLASS
 from trireme.models.families.scores import OUTPUT, STD, std_of, why_none
 from trireme.models.families.scores import labels_of as labels_of

@@ -18,13 +18,19 @@ from trireme.engine.plan import Limits
 from trireme.engine.planner import probe
 from trireme.engine.planner.host import are_equal, gpus_from, places_of
 from trireme.engine.planner.rates import DRIVES, ENDURANCE, GB, Machine, Rates, rates_of, reserved
+from trireme.models.config import Scan
 
 OWN = "matmul", "copy", "h2d", "d2h", "duplex"  # rates of a GPU, not of the machine
 NOTICED = 0.9  # share of a drive's measured rate from which a run's is told
 
 
 def this_machine(
-    device: torch.device, dtype: str, limits: Limits, folders: Sequence[str | Path], fp8: bool = False
+    device: torch.device,
+    dtype: str,
+    limits: Limits,
+    folders: Sequence[str | Path],
+    fp8: bool = False,
+    scan: Scan | None = None,
 ) -> Machine:
     """This machine, its rates measured in seconds or before, its drives, under `folders`, taken as usual ones."""
     cuda = device.type == "cuda"
@@ -33,6 +39,9 @@ def this_machine(
     if fp8:
         quick = lambda: {"fp8": probe.fp8_rate(device)}
         found |= probe.kept(probe.processor(device, "FP8"), quick)[0] if cuda else quick()
+    if scan and cuda:  # a CPU takes seconds
+        shares = lambda: probe.scan_shares(device, DTYPE[dtype], scan, found["matmul"])
+        found |= probe.kept(_recurring(device, dtype, scan), shares)[0]
     if cuda and limits.gpus > 1:
         between = {"gpus": limits.gpus, **probe.processor(device, "peer copies")}
         found |= probe.kept(between, lambda: probe.peer_rates(gpus_from(device, limits.gpus)))[0]
@@ -58,10 +67,17 @@ def _alone(device: torch.device, dtype: str, limits: Limits) -> dict[str, float]
     return {"matmul": probe.matmul_rate(device, DTYPE[dtype])} | probe.processor_rates(device, dtype, limits.host)
 
 
-def doubt(device: torch.device, dtype: str) -> None:
-    """Has the next run measure processor and GPU anew, fp8 too."""
-    for kind in (dtype, "FP8"):
-        probe.forget(probe.processor(device, kind))
+def _recurring(device: torch.device, dtype: str, own: Scan) -> dict[str, Any]:
+    """Identity of a recurrence's rates."""
+    shape = {"scan": [own.key_heads, own.heads, own.key_dim, own.value_dim, own.delta]}
+    return probe.processor(device, dtype) | shape
+
+
+def doubt(device: torch.device, dtype: str, scan: Scan | None = None) -> None:
+    """Has the next run measure processor and GPU anew, fp8 and a model's recurrence too."""
+    known = [probe.processor(device, kind) for kind in (dtype, "FP8")]
+    for identity in known + ([_recurring(device, dtype, scan)] if scan else []):
+        probe.forget(identity)
 
 
 def with_drives(machine: Machine, folders: Sequence[str | Path], anew: bool = False) -> Machine:

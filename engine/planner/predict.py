@@ -37,7 +37,6 @@ FEW = 8  # micro-batches simulated apart, at least
 APART = 4  # of each of several GPUs
 OPS = 4  # operations of torch on a CPU that take the interpreter as long as a task
 PIECES = 16  # of the largest gradient, `roughly`
-SCAN = 0.2  # share of the rate of GEMMs that recurrences reach: not measured
 HALF = 450  # tokens of a document at half of attention's best: 0.54, 0.70, 0.73 at 1k, 4k, 8k
 STEADY, STEPS = 1e-4, 12  # change of a steady state's steps; steps before extrapolation
 
@@ -369,11 +368,18 @@ def _long(batch: Batch) -> float:
 
 def _mixer_seconds(cfg: ModelConfig, kind: str, rates: Rates, batch: Batch, backward: bool = False) -> float:
     """Of a unit's attention or recurrence without GEMMs."""
-    count = costs.mixer_backward_flops if backward else costs.mixer_flops
-    flops = count(cfg, kind, batch.tokens, batch.inputs(cfg)[0].pairs)
-    if shapes.seen(cfg, kind)[0].scanning:
-        return flops / (rates.matmul * SCAN)
-    return flops / (rates.matmul * (rates.attention_backward if backward else rates.attention) * _long(batch))
+    pairs, (cfg, kind) = batch.inputs(cfg)[0].pairs, shapes.seen(cfg, kind)
+    if kind not in ("block", "attention"):
+        return 0.0
+    seconds = 0.0
+    if not cfg.scanning:
+        flops = (costs.attention_backward_flops if backward else costs.attention_flops)(cfg, pairs)
+        share = rates.attention_backward if backward else rates.attention
+        seconds += flops / (rates.matmul * share * _long(batch))
+    if cfg.scanning or cfg.both:
+        flops = (costs.scan_backward_flops if backward else costs.scan_flops)(cfg, batch.tokens)
+        seconds += flops / (rates.matmul * (rates.scan_backward if backward else rates.scan))
+    return seconds
 
 
 def _multiplied(rates: Rates, flops: float, in_fp8: float, moved: float) -> float:

@@ -22,6 +22,7 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 import torch
+from torch.nn.functional import normalize
 
 from trireme.engine.geometry import ADAM_BYTES
 from trireme.engine.memory import DTYPE, Memory, views
@@ -36,8 +37,10 @@ from trireme.kernels.host_adamw import Workers
 from trireme.kernels.moments import BLOCK
 from trireme.kernels.private import cache_folder
 from trireme.models import model
+from trireme.models.config import Scan
 from trireme.models.rows import make_rows, rope_tables
 from trireme.models.sizes import shapes
+from trireme.models.sizes.costs import recurrence_flops
 from trireme.storage.aio import arena
 from trireme.storage.devices import open_device
 from trireme.storage.layout import pack
@@ -53,6 +56,7 @@ AGREE = 0.1  # change of a drive's rate between two turns that is noise
 # In a virtual drive's path in sysfs, or its model: virtio, Xen, Hyper-V, QEMU, clouds' network drives.
 LENT = ("/virtio", "/vbd-", "/vmbus", "/VMBUS", "QEMU", "Virtual", "Elastic Block Store", "nvme_card-pd", "Persistent")
 STARTS, BLOCKS = 200, 10  # of a kernel or task in a turn; of a small block
+SCANNED = (2048,) * 4  # tokens of each document of a recurrence
 BOOKS = 6  # times that of a task's hand-over: all of the engine's bookkeeping, and events (5 without)
 LASTING = 0.8  # of the rate of pinning half a gigabyte, for tens of them: 0.6 and 0.9 on hosts of H200s
 TURNS = 6  # the first warms up, the fastest counts
@@ -131,6 +135,24 @@ def fp8_rate(device: torch.device) -> float:
     for _ in range(2):
         once()
     return 2 * n**3 * 5 / timed(lambda: [once() for _ in range(5)], device)
+
+
+def scan_shares(
+    device: torch.device, dtype: torch.dtype, own: Scan, matmul: float, lengths: Sequence[int] = SCANNED
+) -> dict[str, float]:
+    """Shares of `matmul`, FLOP/s, that a recurrence of random numbers reaches, forward and backward."""
+    N, K, H, d, e = sum(lengths), own.key_heads, own.heads, own.key_dim, own.value_dim
+    q, k = (normalize(torch.randn(N, K, d, device=device), dim=-1).to(dtype) for _ in range(2))
+    v, dy = (torch.randn(N, H, e, device=device).to(dtype) for _ in range(2))
+    g, beta, docs = -torch.rand(N, H, device=device), torch.rand(N, H, device=device), ops.make_docs(lengths, device)
+    into = [torch.empty_like(t) for t in (q, k, v)]
+    passes = {
+        "scan": lambda: ops.scan_fwd(q, k, v, g, beta, docs, own.delta),
+        "scan_backward": lambda: ops.scan_bwd(dy, q, k, v, g, beta, docs, own.delta, None, *into),
+    }
+    seconds = {name: min(timed(run, device) for _ in range(TURNS)) for name, run in passes.items()}
+    flops = recurrence_flops(own, N)
+    return {"scan": flops / seconds["scan"] / matmul, "scan_backward": 2.5 * flops / seconds["scan_backward"] / matmul}
 
 
 def processor(device: torch.device, dtype: str) -> dict[str, Any]:

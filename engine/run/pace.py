@@ -114,7 +114,7 @@ class Pace:
         """
         job = self.live.job
         if by_tasks * DIFFERENT < predicted:
-            doubt(job.device, job.plan.dtype)
+            doubt(job.device, job.plan.dtype, job.cfg.scan)
             self.live.screen.say(
                 "probe    measured too low, perhaps because other programs ran: the next run measures again"
             )

@@ -125,6 +125,11 @@ def scan_flops(cfg: ModelConfig, tokens: int) -> int:
     return recurrence_flops(own, tokens) + 2 * tokens * own.channels * own.taps
 
 
+def scan_backward_flops(cfg: ModelConfig, tokens: int) -> int:
+    """Five products for two of forward's."""
+    return scan_flops(cfg, tokens) * 5 // 2
+
+
 def mixer_flops(cfg: ModelConfig, kind: str, tokens: int, pairs: int) -> int:
     """Forward of a unit's attention or recurrence, without GEMMs."""
     cfg, kind = seen(cfg, kind)
@@ -135,12 +140,12 @@ def mixer_flops(cfg: ModelConfig, kind: str, tokens: int, pairs: int) -> int:
 
 
 def mixer_backward_flops(cfg: ModelConfig, kind: str, tokens: int, pairs: int) -> int:
-    """Likewise backward: of a recurrence five products for two of forward's."""
+    """Likewise backward."""
     cfg, kind = seen(cfg, kind)
     if kind not in ("block", "attention"):
         return 0
     attention = 0 if cfg.scanning else attention_backward_flops(cfg, pairs)
-    return attention + (scan_flops(cfg, tokens) * 5 // 2 if cfg.scanning or cfg.both else 0)
+    return attention + (scan_backward_flops(cfg, tokens) if cfg.scanning or cfg.both else 0)
 
 
 @lru_cache(KNOWN)

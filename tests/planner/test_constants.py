@@ -21,7 +21,7 @@ CONSTANTS = {
     simulate: ("ADAM_BYTES",),
 }
 SHARES = (
-    *("gemm", "gemm_fp8", "grouped", "grouped_add", "attention", "attention_backward"),
+    *("gemm", "gemm_fp8", "grouped", "grouped_add", "attention", "attention_backward", "scan", "scan_backward"),
     *("duplex", "reading", "concurrent", "launch", "host", "task", "latency", "pin", "mixed"),
 )
 CFG = replace(SMALL, n_layers=8)

@@ -12,14 +12,16 @@ import torch
 from trireme.engine.geometry import ADAM_BYTES
 from trireme.engine.plan import Limits
 from trireme.engine.planner import host, probe
-from trireme.engine.planner.machine import note_drives, note_pinned, this_machine, with_drives
+from trireme.engine.planner.machine import doubt, note_drives, note_pinned, this_machine, with_drives
 from trireme.engine.planner.predict import KERNELS, WITHIN
-from trireme.engine.planner.rates import ENDURANCE, Machine, rates_of
+from trireme.engine.planner.rates import ENDURANCE, Machine, Rates, rates_of
 from trireme.engine.queues import cgroups
 from trireme.engine.run.begin import limits as begin
 from trireme.engine.run.options import Options
 from trireme.kernels.host_adamw import Workers
 from trireme.models.config import InputError
+from trireme.models.families.scans import Scan
+from trireme.models.sizes.costs import recurrence_flops
 
 CPU = torch.device("cpu")
 RATES = {"ssd_read": 3e9, "ssd_write": 2e9, "ssd_free": 5e9, "mixed": 0.8}
@@ -364,6 +366,36 @@ def test_unequal_gpus_have_limits_and_rates_of_their_own(cards, monkeypatch, tmp
     assert made.name == "A100 + A100 + H100"
     assert made.limits.less == limits.less
     assert this_machine(cards, "BF16", replace(limits, gpus=2, less=()), [tmp_path]).rates.others == ()
+
+
+@pytest.mark.parametrize("delta", [False, True])
+def test_shares_of_a_recurrence(delta, monkeypatch):
+    own = Scan((0,), 2, 4, 6, 5, 4, delta=delta)
+    monkeypatch.setattr(probe, "timed", lambda run, device: 0.5 if run() is not None else 0.0)
+    found = probe.scan_shares(CPU, torch.float32, own, 1e6, (40, 24))
+    assert found["scan"] == recurrence_flops(own, 64) / 0.5 / 1e6
+    assert found["scan_backward"] == pytest.approx(2.5 * found["scan"])
+
+
+def test_a_models_recurrence_is_measured_once_for_its_shape(cards, monkeypatch, tmp_path, cache):
+    rates = {"copy": 1e12, "h2d": 2e10, "d2h": 2e10, "duplex": 0.9, "adam": 2e9, "dram": 7e10}
+    measured = []
+    monkeypatch.setattr(probe, "processor", lambda device, dtype: {"gpu": device.index, "dtype": dtype})
+    monkeypatch.setattr(probe, "processor_rates", lambda *_: dict(rates))
+    monkeypatch.setattr(probe, "matmul_rate", lambda *_: 3e14)
+    monkeypatch.setattr(probe, "scan_shares", lambda *given: measured.append(given) or {"scan": 0.1 * len(measured)})
+    monkeypatch.setattr(torch.cuda, "get_device_name", lambda device: "A100")
+    limits, one = Limits(1 << 34, 1 << 34), Scan((0,), 2, 4, 64, 64, 4)
+    made = lambda scan: this_machine(cards, "BF16", limits, [tmp_path], False, scan).rates
+    assert made(None).scan == Rates.scan
+    assert measured == []
+    assert [made(one).scan, made(one).scan] == [0.1, 0.1]
+    assert made(one).scan_backward == Rates.scan_backward, "where it was not measured"
+    assert measured == [(cards, torch.bfloat16, one, 3e14)]
+    assert made(replace(one, layers=(1, 2))).scan == 0.1
+    assert made(replace(one, heads=8)).scan == 0.2
+    doubt(cards, "BF16", one)
+    assert made(one).scan == pytest.approx(0.3)
 
 
 def test_more_gpus_than_there_are_are_refused(cards):

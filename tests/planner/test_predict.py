@@ -4,7 +4,7 @@ import math
 from dataclasses import replace
 
 import pytest
-from engines import LLAMA
+from engines import FALCON_H1, HYBRID, LLAMA
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from plans import ADAPTED, H200, ONE_B, RATES, SEVEN_B, SMALL, plan
@@ -19,7 +19,25 @@ from trireme.engine.planner.simulate import is_copy
 from trireme.engine.planner.sizes import MODELS
 from trireme.engine.tuning.chosen import adapted, targets
 from trireme.models.config import InputError, Lora
-from trireme.models.sizes import shapes
+from trireme.models.sizes import costs, shapes
+
+
+@pytest.mark.parametrize("cfg", [HYBRID, FALCON_H1], ids=["alone", "beside attention"])
+def test_recurrences_have_rates_of_their_own(cfg):
+    p, rates, batch = (
+        plan(cfg, UnitPlan("gpu", "gpu"), tokens=48),
+        replace(RATES, host=0.0, launch=0.0),
+        Batch(48, 48, 1),
+    )
+    seconds = lambda **slower: unit_seconds(cfg, p, replace(rates, **slower), batch)
+    name, own = shapes.unit_names(cfg)[1], cfg if cfg.both else cfg.scanned
+    alone = costs.scan_flops(own, 48) / rates.matmul
+    usual, forward, backward = seconds(), seconds(scan=rates.scan / 2), seconds(scan_backward=rates.scan_backward / 4)
+    more = lambda found, kind: found[kind, name] - usual[kind, name]
+    assert more(forward, "forward") == pytest.approx(alone / rates.scan)
+    assert more(forward, "backward") == pytest.approx(alone / rates.scan), "it is computed again"
+    assert more(backward, "forward") == 0.0
+    assert more(backward, "backward") == pytest.approx(3 * 2.5 * alone / rates.scan_backward)
 
 
 def test_a_drive_that_binds_is_never_idle():

@@ -225,7 +225,7 @@ def prepare(
     files = replace(files, exact=bool(cfg.lora) or dtypes != {"BF16"})
     limits, stores = planner.limits_for(work.sequences), [Path(d) for d in options.store] or [out]
     with clock.at("probe"):
-        machine = assumed or this_machine(device, planner.dtype, limits, stores, cfg.fp8)
+        machine = assumed or this_machine(device, planner.dtype, limits, stores, cfg.fp8, cfg.scan)
         if isinstance(group, Group):
             machine = replace(machine, rates=replace(machine.rates, net=group.speed()))
     with clock.at("plan"):

@@ -64,7 +64,7 @@ def _tried(lighter: Options, files: Files) -> str | None:
         if not on_cuda:
             planner.refuse_early()
             return ""
-        machine = assumed or this_machine(device, planner.dtype, limits, stores, cfg.fp8)
+        machine = assumed or this_machine(device, planner.dtype, limits, stores, cfg.fp8, cfg.scan)
         settled = planner.find(work, files, limits, machine, stores)
     except (DoesNotFit, InputError):
         return None
