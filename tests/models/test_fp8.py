@@ -32,6 +32,7 @@ FAMILIES = {
     "gpt_neox": CASES["gpt_neox"],
     "phi3": CASES["phi3"],
     "qwen2 moe": ("qwen2_moe", CASES["qwen2 moe"][1] | KEYS),
+    "falcon h1": ("falcon_h1", CASES["falcon h1"][1] | KEYS | dict(mamba_d_ssm=64, mamba_n_heads=16, mamba_d_state=16)),
 }
 EPSILON = 2**-4 / 3**0.5 * 2**0.5  # of a matmul, relative: two operands, each off by at most 2^-4, evenly spread
 DEEP = 8  # matmuls between a block's ends and any of its gradients, at most
@@ -52,7 +53,7 @@ def test_gradients_of_a_block_are_within_the_error_of_the_format(name):
         assert error < bound * float(gradient.norm()) + 1e-3 * whole, weight
 
 
-@pytest.mark.parametrize("name", ["llama", "llama biases", "gpt2", "olmo2", "gpt_neox", "qwen2 moe"])
+@pytest.mark.parametrize("name", ["llama", "llama biases", "gpt2", "olmo2", "gpt_neox", "qwen2 moe", "falcon h1"])
 def test_every_subset_of_saved(name):
     model_type, keys = FAMILIES[name]
     check_every_subset(model_type, "BF16", "F32", fp8=True, **keys)

@@ -52,6 +52,7 @@ def test_every_subset_of_saved(model_type, keys, dtype, grad_dtype):
         "glm4",
         "gpt_neox",
         "granite 4",
+        "falcon h1",
         "qwen3 moe",
         "qwen2 moe",
         "gpt oss",
