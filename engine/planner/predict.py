@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import gc
 from collections import defaultdict
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence, Set
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from functools import partial
@@ -347,14 +347,13 @@ def rebuilt_seconds(
     """Of the GEMMs and attention that rebuild what a micro-batch of unit u has not saved, within backward."""
     kind, N, pairs = shapes.kind(cfg, u), batch.tokens, batch.inputs(cfg)[0].pairs
     missing = shapes.saved_shapes(cfg, 1, kind).keys() - kept
-    mixed, again = costs.mixer_flops(cfg, kind, N, pairs), bool(missing & costs.MIXED)
-    rebuilt = costs.recompute_flops(cfg, kept, N, pairs, kind) - again * mixed
-    once = costs.forward_flops(cfg, u, N, pairs) - mixed
+    rebuilt = costs.recompute_flops(cfg, kept, N, pairs, kind) - costs.mixer_flops(cfg, kind, N, pairs, missing)
+    once = costs.forward_flops(cfg, u, N, pairs) - costs.mixer_flops(cfg, kind, N, pairs)
     quick, own = costs.in_fp8_work(cfg, u, kept, N), costs.grouped_work(cfg, u, kept, N)
     row = N * itemsize / rates.copy
     return (
         _multiplied(rates, rebuilt, quick.rebuilt, quick.rebuilt_bytes)
-        + again * _mixer_seconds(cfg, kind, rates, batch)
+        + _mixer_seconds(cfg, kind, rates, batch, made=missing)
         + row * _adapter_features(cfg, u)[0] * rebuilt / once
         + _slower(rates, own.rebuilt)
         + ("gate_up" not in kept) * narrow.sliced_bytes(cfg, u, N, itemsize).rebuilt / rates.copy
@@ -366,17 +365,19 @@ def _long(batch: Batch) -> float:
     return batch.seq_len / (batch.seq_len + HALF)
 
 
-def _mixer_seconds(cfg: ModelConfig, kind: str, rates: Rates, batch: Batch, backward: bool = False) -> float:
-    """Of a unit's attention or recurrence without GEMMs."""
+def _mixer_seconds(
+    cfg: ModelConfig, kind: str, rates: Rates, batch: Batch, backward: bool = False, made: Set[str] = costs.MIXED
+) -> float:
+    """Of a unit's attention and recurrence without GEMMs: of those that make any of `made`."""
     pairs, (cfg, kind) = batch.inputs(cfg)[0].pairs, shapes.seen(cfg, kind)
     if kind not in ("block", "attention"):
         return 0.0
     seconds = 0.0
-    if not cfg.scanning:
+    if not cfg.scanning and made & costs.ATTENDED:
         flops = (costs.attention_backward_flops if backward else costs.attention_flops)(cfg, pairs)
         share = rates.attention_backward if backward else rates.attention
         seconds += flops / (rates.matmul * share * _long(batch))
-    if cfg.scanning or cfg.both:
+    if (cfg.scanning or cfg.both) and made & costs.SCANNED:
         flops = (costs.scan_backward_flops if backward else costs.scan_flops)(cfg, batch.tokens)
         seconds += flops / (rates.matmul * (rates.scan_backward if backward else rates.scan))
     return seconds

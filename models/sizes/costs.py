@@ -33,7 +33,8 @@ from trireme.models.sizes.shapes import (
     weight_groups,
 )
 
-MIXED = {"attn_out", "lse", "scan_out"}  # saved tensors that attention or a recurrence makes
+ATTENDED, SCANNED = frozenset({"attn_out", "lse"}), frozenset({"scan_out"})  # that attention or a recurrence makes
+MIXED = ATTENDED | SCANNED
 KNOWN = 4096  # counts that are kept: a step asks for each of its tasks
 NEVER_SAVED = {"router", "latent", "q_b", "kv_b"}  # matmuls that backward always repeats
 BESIDE = "resid of scan"  # the second of two matmuls that make `resid`
@@ -130,13 +131,13 @@ def scan_backward_flops(cfg: ModelConfig, tokens: int) -> int:
     return scan_flops(cfg, tokens) * 5 // 2
 
 
-def mixer_flops(cfg: ModelConfig, kind: str, tokens: int, pairs: int) -> int:
-    """Forward of a unit's attention or recurrence, without GEMMs."""
+def mixer_flops(cfg: ModelConfig, kind: str, tokens: int, pairs: int, made: Set[str] = MIXED) -> int:
+    """Forward of a unit's attention and recurrence, without GEMMs: of those that make any of `made`."""
     cfg, kind = seen(cfg, kind)
     if kind not in ("block", "attention"):
         return 0
-    attention = 0 if cfg.scanning else attention_flops(cfg, pairs)
-    return attention + (scan_flops(cfg, tokens) if cfg.scanning or cfg.both else 0)
+    attention = attention_flops(cfg, pairs) if not cfg.scanning and made & ATTENDED else 0
+    return attention + (scan_flops(cfg, tokens) if (cfg.scanning or cfg.both) and made & SCANNED else 0)
 
 
 def mixer_backward_flops(cfg: ModelConfig, kind: str, tokens: int, pairs: int) -> int:
@@ -216,7 +217,7 @@ def recompute_flops(cfg: ModelConfig, kept: frozenset[str], tokens: int, pairs: 
     linear = sum(n for name, n in _linear_params(cfg, kind).items() if name in again)
     if sliced and cfg.experts:
         linear += cfg.experts.count * cfg.width  # the last slice routes again, for logits
-    attention = mixer_flops(cfg, kind, tokens, pairs) if missing & MIXED else 0
+    attention = mixer_flops(cfg, kind, tokens, pairs, missing)
     return 2 * tokens * linear + attention
 
 

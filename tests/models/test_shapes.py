@@ -415,7 +415,7 @@ def _check_flops(cfg, u, keep, forward, backward):
     """GEMMs that were watched, and what a recurrence, which makes none here, takes."""
     kind = shapes.kind(cfg, u)
     mixer = costs.mixer_flops(cfg, kind, TOKENS, 0)
-    again = mixer * bool((shapes.saved_shapes(cfg, 1, kind).keys() - keep) & costs.MIXED)
+    again = costs.mixer_flops(cfg, kind, TOKENS, 0, shapes.saved_shapes(cfg, 1, kind).keys() - keep)
     assert forward.flops == costs.forward_flops(cfg, u, TOKENS, 0) - mixer
     rebuilt = costs.recompute_flops(cfg, keep, TOKENS, 0, kind) - again
     assert (
@@ -635,6 +635,14 @@ def test_sizes_of_two_mixers_beside_each_other(fp8, lora, halves, u, monkeypatch
         bound = workspace.workspace_bytes(cfg, u, TOKENS, 4) - 8 * cfg.width * TOKENS - workspace.SLACK
         assert max(forward.peak, backward.peak) <= bound
         assert keep or fp8 or backward.peak > 0.7 * bound
+
+
+def test_of_two_mixers_that_alone_is_repeated_whose_result_is_missing():
+    cfg = parse_config(FALCON_H1)
+    names, rebuilt = set(shapes.saved_shapes(cfg, 1)), lambda kept: costs.recompute_flops(cfg, kept, 8, 30)
+    assert rebuilt(frozenset(names - {"scan_out"})) == costs.scan_flops(cfg, 8)
+    assert rebuilt(frozenset(names - {"lse"})) == costs.attention_flops(cfg, 30)
+    assert rebuilt(frozenset(names - {"resid"})) == 2 * 8 * (4 * 24 + 80) * 64
 
 
 @UNITS
