@@ -16,19 +16,28 @@ import torch
 from trireme.engine.memory import DTYPE
 from trireme.engine.plan import Plan
 from trireme.engine.planner.host import gpus_from
-from trireme.engine.planner.probe import drive_rates, fp8_rate, matmul_rate, peer_rates, processor_rates
+from trireme.engine.planner.probe import drive_rates, fp8_rate, matmul_rate, peer_rates, processor_rates, scan_shares
 from trireme.engine.planner.rates import Rates, rates_of
 from trireme.engine.queues.names import READS, WRITES, kind_of
 from trireme.engine.queues.trace import Span
-from trireme.models.config import ModelConfig
+from trireme.models.config import ModelConfig, Scan
 from trireme.models.sizes import costs, shapes
 
 
-def measure_rates(device: torch.device, dtype: str, store: str | None, fp8: bool = False, gpus: int = 1) -> Rates:
+def measure_rates(
+    device: torch.device,
+    dtype: str,
+    store: str | None,
+    fp8: bool = False,
+    gpus: int = 1,
+    scan: Scan | None = None,
+) -> Rates:
     """Ceilings, by the probe of runs, before the engine takes memory."""
     found = {"matmul": matmul_rate(device, DTYPE[dtype])} | processor_rates(device, dtype)
     if fp8:
         found["fp8"] = fp8_rate(device)
+    if scan and device.type == "cuda":
+        found |= scan_shares(device, DTYPE[dtype], scan, found["matmul"])
     if gpus > 1 and device.type == "cuda":
         found |= peer_rates(gpus_from(device, gpus))
     if store is not None:

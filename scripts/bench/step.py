@@ -266,7 +266,7 @@ def main(argv: list[str]) -> int:
     at_start = memory_in_use(device)[1]
     if a.store:
         Path(a.store).mkdir(parents=True, exist_ok=True)
-    rates = measure_rates(device, dtype, a.store, cfg.fp8, limits.gpus)
+    rates = measure_rates(device, dtype, a.store, cfg.fp8, limits.gpus, cfg.scan)
     size_b = shapes.parameters(cfg) / 1e9
     what = (f", LoRA {a.lora}" if a.lora else "") + f", base in {a.base}" * bool(a.base) + ", fp8" * cfg.fp8
     what += f", {a.layers} layers" * bool(a.layers)
