@@ -283,17 +283,17 @@ class ModelConfig:
 
     def scans(self, layer: int) -> bool:
         """Whether a layer's mixer is a recurrence alone."""
-        return self.scan is not None and layer in self.scan.layers and not self.scan.beside
+        return self.scan is not None and layer in self.scan.layers and not self.scan.with_attention
 
     @property
     def both(self) -> bool:
-        """Whether mixers are attention and a recurrence, beside each other."""
-        return self.scan is not None and self.scan.beside and not self.scanning
+        """Whether mixers are attention and a recurrence, of one input."""
+        return self.scan is not None and self.scan.with_attention and not self.scanning
 
     @property
     def attending(self) -> int:
         """Layers with attention."""
-        alone = len(self.scan.layers) if self.scan and not self.scan.beside else 0
+        alone = len(self.scan.layers) if self.scan and not self.scan.with_attention else 0
         return self.n_layers - alone - len(self.mlp_layers)
 
     @property

@@ -32,7 +32,7 @@ class Scan:
     low: float = 0.0  # of Mamba2's steps
     high: float = 0.0  # 0: none
     parts: tuple[int, ...] = ()  # channels of each convolution in files; (): they are one
-    beside: bool = False  # its layers have attention, too: both read one input, and are added
+    with_attention: bool = False  # its layers have attention, too: both read one input, and are added
     normed: bool = True  # there is a norm with the gate; otherwise the gate alone
     scale: float = 0.0  # of what it adds to its layer; 0: the model's branch_scale
     factors: tuple[float, ...] = ()  # of what is projected: gate, values, keys, queries, steps; (): 1
@@ -88,7 +88,7 @@ class MambaKeys:
     biases: tuple[str, ...] = ("mamba_proj_bias",)  # keys of those that are not supported
     layers: str = "layer_types"
     attending: str = ""  # key of the layers with attention; "": by `layers`
-    beside: bool = False  # every layer has both, with factors (Falcon-H1)
+    with_attention: bool = False  # every layer has both, with factors (Falcon-H1)
 
 
 D_SSM = "mamba_d_ssm"  # width of all heads, where it is not `expand` times the model's
@@ -141,17 +141,17 @@ def _mamba(keys: Keys, family: MambaKeys, layers: int, width: int) -> Scan | Non
     for i in _attending(keys, family, layers):
         usual[i] = FULL
     found = tuple(range(layers))
-    if not family.beside and not (found := _layers(keys, family.layers, layers, usual, family.attending)):
+    if not family.with_attention and not (found := _layers(keys, family.layers, layers, usual, family.attending)):
         return None
     heads, state, groups, taps = (keys.count(*key) for key in (family.heads, family.state, family.groups, family.taps))
     name, default = family.head_dim
     wide = keys.count(family.expand, 2) * width if family.expand else 0
-    wide = keys.count(D_SSM, 1024, null=wide) if family.beside else wide
+    wide = keys.count(D_SSM, 1024, null=wide) if family.with_attention else wide
     each = wide // heads
     auto = keys.raw.get(name) == "auto" or default is None and keys.raw.get(name) is None
     head_dim = each if auto else keys.count(name, default)
     if wide and head_dim * heads != wide:
-        said = D_SSM if family.beside else f"{family.expand} * hidden_size"
+        said = D_SSM if family.with_attention else f"{family.expand} * hidden_size"
         raise keys.error(family.heads[0], f"a divisor of {said} = {wide}, in heads of {name}")
     if heads % groups:
         raise keys.error(family.groups[0], f"a divisor of {family.heads[0]} = {heads}")
@@ -162,10 +162,10 @@ def _mamba(keys: Keys, family: MambaKeys, layers: int, width: int) -> Scan | Non
     low, high = (keys.number(family.least, 0.001), 0.0) if family.least else _limits(keys)
     bias = keys.flag(family.conv_bias, True)
     made = Scan(found, groups, heads, state, head_dim, taps, delta=False, conv_bias=bias, low=low, high=high)
-    return _beside(keys, made) if family.beside else made
+    return _with_attention(keys, made) if family.with_attention else made
 
 
-def _beside(keys: Keys, own: Scan) -> Scan:
+def _with_attention(keys: Keys, own: Scan) -> Scan:
     """With the factors of Falcon-H1, whose norm is optional."""
     normed = keys.flag("mamba_rms_norm", False)
     if normed:  # transformers' kernels have the gate first, whatever is said
@@ -173,7 +173,7 @@ def _beside(keys: Keys, own: Scan) -> Scan:
     into, each = keys.number("ssm_in_multiplier", 1.0), keys.factors("ssm_multipliers", 5)
     factors = tuple(into * factor for factor in each)
     return replace(
-        own, beside=True, normed=normed, scale=keys.number("ssm_out_multiplier", 1.0),
+        own, with_attention=True, normed=normed, scale=keys.number("ssm_out_multiplier", 1.0),
         factors=factors if set(factors) != {1.0} else (),
     )  # fmt: skip
 

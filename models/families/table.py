@@ -121,7 +121,7 @@ FAMILIES = {
         "Falcon-H1 (0.5B to 34B)",
         names=names.FEED_FORWARD, vocab=128000, n_heads=32, ffn=14336, kv_heads=8, max_positions=8192, eps=1e-5,
         mlp_bias=MLP_BIAS, multiplied=True, unadapted=("mamba.out_proj",),
-        scan=MambaKeys(beside=True, biases=("mamba_proj_bias", "projectors_bias")),
+        scan=MambaKeys(with_attention=True, biases=("mamba_proj_bias", "projectors_bias")),
         only={"attention_bias": (None, False)},
     ),
     "nemotron_h": Family(

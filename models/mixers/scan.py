@@ -9,7 +9,7 @@ That is a gated delta rule (Yang et al. 2024, arXiv:2412.06464). Mamba2 (Dao and
     out = x + rmsnorm((scan(q, k, v, -exp(decay) t, t) + skip v) * silu(z)) @ o,  by group of heads with one q and k
 
 With Scan.factors z, v, k, q and a are each multiplied by one; Scan.normed says whether there is a norm. With
-Scan.beside `out` holds what the half adds to, and backward adds to dx (both.py).
+Scan.with_attention `out` holds what the half adds to, and backward adds to dx (both.py).
 
 The recurrence is in kernels/scan/reference.py.
 Legend: N tokens, D width, K heads of q and k, H of v, d and e their widths, C = 2 K d + H e channels; n numbers a head:
@@ -102,13 +102,13 @@ def forward(
     recur: Recur | None = None,
 ) -> None:
     """Fills out (N, D), which may be x, and every tensor of `saved`; the others are temporaries."""
-    beside = _own(cfg).beside
-    copy = out if copies(w.norm, None, w.o) and not beside else None
+    both = _own(cfg).with_attention
+    copy = out if copies(w.norm, None, w.o) and not both else None
     mixed = _project(cfg, w, x, saved.get("mixed"), copy)
     scanned = _scan(cfg, w, mixed, rows, saved.get("scan_out"), recur)
     inner = _gated(cfg, w, mixed, scanned)
     del mixed, scanned  # workspace._scan_moments
-    add_branch(cfg, out if beside else x, inner, w.o, w.norm, None, out)
+    add_branch(cfg, out if both else x, inner, w.o, w.norm, None, out)
 
 
 def recall(cfg: ModelConfig, w: Weights, x: Tensor, saved: dict[str, Tensor], rows: Rows) -> Result:
@@ -125,7 +125,7 @@ def residual(cfg: ModelConfig, w: Weights, x: Tensor, result: Result) -> Tensor:
 
 
 def add_(cfg: ModelConfig, w: Weights, result: Result, out_: Tensor) -> None:
-    """Adds to out_ (N, D) what forward adds, with Scan.beside."""
+    """Adds to out_ (N, D) what forward adds, with Scan.with_attention."""
     add_branch(cfg, out_, _gated(cfg, w, *result), w.o, w.norm, None, out_)
 
 
@@ -142,7 +142,7 @@ def backward(
     """Fills dx (N, D), adds to g, given dy (N, D); recomputes what is not in `saved`."""
     d_mixed: Upstream = backward_to_mixed(cfg, w, g, recall(cfg, w, x, saved, rows), dy, rows)
     d_mixed = upstream(d_mixed, w.mixed, g.mixed)
-    backward_to_x(cfg, w, g, x, d_mixed, dx if _own(cfg).beside else dy, dx)
+    backward_to_x(cfg, w, g, x, d_mixed, dx if _own(cfg).with_attention else dy, dx)
 
 
 def backward_to_mixed(cfg: ModelConfig, w: Weights, g: Weights, result: Result, dy: Tensor, rows: Rows) -> Tensor:

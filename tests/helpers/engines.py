@@ -68,7 +68,7 @@ OLMO_HYBRID = replace(  # layers of two kinds have norms of their own
 FALCON_H1 = replace(  # layers with two mixers, and factors
     LLAMA, model_type="falcon_h1", embed_scale=2.5, branch_scale=0.9, mlp_scale=0.7, gate_scale=0.8, logit_scale=0.4,
     scan=Scan(
-        (0, 1, 2), 2, 4, 6, 4, 4, delta=False, conv_bias=True, beside=True, normed=False, scale=0.7,
+        (0, 1, 2), 2, 4, 6, 4, 4, delta=False, conv_bias=True, with_attention=True, normed=False, scale=0.7,
         factors=(0.5, 0.8, 1.2, 0.9, 0.7),
     ),
 )  # fmt: skip
