@@ -7,7 +7,7 @@ GPU until used, after a peer copy if the next layer is on another GPU. With `pla
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from typing import Literal, NamedTuple, Protocol
 
 from torch import Tensor
@@ -99,32 +99,33 @@ class Activation:
     def __init__(self, swap: ActivationSwap, label: str, kind: Kind, stored: Home):
         """`stored`: where it is written, read, and waits between."""
         self.swap, self.label, self.kind = swap, label, kind
-        self.out, self.back, self.outside, self.at_once, self.peer = stored
+        self.out, self.back, self.outside, self.stays, self.peer = stored
         self.here: Buffer | None = None  # on the GPU
-        self.tokens = self.reads = 0  # readers to come
+        self.tokens = 0
+        self.again = False  # a later pass reads it, too
         self.stored = False  # outside
         self.queue = ""  # that brings it back
 
     # ------------------------------------------------ written
 
-    def fill(self, tokens: int, reads: int = 1) -> InUse:
-        """A buffer on the writer's GPU, for `reads` readers."""
-        self.tokens, self.reads, self.stored = tokens, reads, False
+    def fill(self, tokens: int, again: bool = False) -> InUse:
+        """A buffer on the writer's GPU. `again`: it is read in two passes."""
+        self.tokens, self.again, self.stored = tokens, again, False
         self.here = self.out.acquire(self.label) if isinstance(self.out, Pool) else self.out
-        return InUse(self, self.here, tokens, fills=True)
+        return InUse(self, self.here, tokens, self.written)
 
     def written(self, task: Task) -> None:
-        """Sends it outside, unless all its readers come before it would be sent back."""
+        """Sends it outside, unless it stays until its only reader."""
         here = self._here()
         here.ready = (task,)
         if self.peer:
             here = self._cross(here)
-        if self.outside is None or self.reads <= self.at_once:
+        if self.outside is None or (self.stays and not self.again):
             return
         queue, nbytes = self.kind.queue_out, self.kind.nbytes(self.tokens)
         here.ready = (*here.ready, self.outside.store(queue, self.label, here, nbytes))
         self.stored = True
-        if not self.at_once:
+        if not self.stays:
             self._free(here.ready)
         self.swap.go_on()
 
@@ -150,21 +151,22 @@ class Activation:
         here.ready = (self.outside.load(self.queue, self.label, here, self.kind.nbytes(self.tokens)),)
         self.here = here
 
-    def read(self) -> InUse:
-        return InUse(self, self._here(), self.tokens, fills=False)
+    def read(self, last: bool = True) -> InUse:
+        """`last`: no other task of this pass reads it."""
+        return InUse(self, self._here(), self.tokens, self.was_read if last else self._here().used)
 
     def was_read(self, task: Task) -> None:
-        """By `task`: frees its buffer after the last reader, or where it waits outside for the next."""
-        self.reads -= 1
+        """By the last task of a pass. Frees its buffer, unless the next pass reads it from there."""
         here = self._here()
-        here.ready = (*here.ready, task)
-        next_pass = self.reads % max(1, self.at_once) == 0
-        if self.reads == 0 or (self.stored and isinstance(self.back, Pool) and next_pass):
+        here.used(task)
+        self.stored = self.stored and self.again
+        if not self.again or (self.stored and isinstance(self.back, Pool)):
             self._free(here.ready)
+        self.again = False
 
     def discard(self, after: Task) -> None:
         """Nobody reads it."""
-        self.reads, self.stored = 0, False
+        self.again = self.stored = False
         if self.here is not None:
             self._free((*self.here.ready, after))
 
@@ -177,21 +179,21 @@ class Activation:
 
     def _free(self, after: Sequence[Task]) -> None:
         here, self.here = self._here(), None
-        self.stored = self.stored and self.reads > 0
         here.free(after)
         self.swap.go_on()
 
 
 class Home(NamedTuple):
-    """Buffers or pools to write it to and to read it from, its place between, readers before it would leave.
+    """Buffers or pools to write it to and to read it from, and its place between.
 
-    `peer`: the queue that copies from the first to the second; none where they are one.
+    `stays`: it leaves the GPU for another pass alone. `peer`: the queue that copies from the first to the second; none
+    where they are one.
     """
 
     out: Buffer | Pool
     back: Buffer | Pool
     outside: Outside | None
-    at_once: int = 0
+    stays: bool = False
     peer: str = ""
 
 
@@ -214,17 +216,11 @@ class InUse(NamedTuple):
     of: Activation
     buffer: Buffer
     tokens: int
-    fills: bool
+    done: Callable[[Task], None]
 
     @property
     def ready(self) -> tuple[Task, ...]:
         return self.buffer.ready
-
-    def done(self, task: Task) -> None:
-        if self.fills:
-            self.of.written(task)
-        else:
-            self.of.was_read(task)
 
     def rows(self) -> Tensor:
         """Of an input or its gradient, (N, D)."""
@@ -312,17 +308,17 @@ class ActivationSwap:
         tier, writer, reader = self.plan.units[u].x, self._gpu(u - 1), self._gpu(u, b)
         divided = u == self.geo.head and bool(self.plan.losses)
         out, back, peer = self._way(pools, writer, reader)
-        at_once = max(1, len(self.geo.slices_of[u])) if self.plan.between == "gpu" else 0
+        stays = self.plan.between == "gpu"
         if tier == "gpu" and not divided:
             own = Buffer(next(on_gpu))
-            through_ram = InMemory(self.queues, self.places[b]) if writer != reader and not at_once else None
+            through_ram = InMemory(self.queues, self.places[b]) if writer != reader and not stays else None
             stored = Home(own if writer == reader else out, own, through_ram, peer=peer)
-        elif u == self.geo.head and at_once:
+        elif u == self.geo.head and stays:
             stored = Home(out, back, None, peer=peer)
         elif tier == "gpu":
             stored = Home(out, back, InMemory(self.queues, self.places[b]))
         else:
-            stored = Home(out, back, self._outside(tier, in_ram, self.geo.x_bytes(self.plan.tokens)), at_once, peer)
+            stored = Home(out, back, self._outside(tier, in_ram, self.geo.x_bytes(self.plan.tokens)), stays, peer)
         kind = Kind(self.geo, u, (), numbered(self.hop_out, reader if peer else writer))
         return Activation(self, f"{self.geo.names[u]} x {b}", kind, stored)
 

@@ -71,6 +71,10 @@ class Buffer:
         self.owner: str | None = None
         self.content: object | None = None
 
+    def used(self, task: Task) -> None:
+        """Its next writer comes after `task` too."""
+        self.ready = (*self.ready, task)
+
     def free(self, after: Sequence[Task]) -> None:
         """Its next writer comes after `after`."""
         if self.pool is None:
@@ -143,7 +147,7 @@ class Use(Protocol):
     @property
     def ready(self) -> Sequence[Task]: ...
 
-    def done(self, task: Task) -> None: ...
+    def done(self, task: Task, /) -> None: ...
 
 
 class Fetched(Protocol):

@@ -223,7 +223,7 @@ def _forward(e: Engine, batch: Sequence[Inputs], train: bool, twice: bool = Fals
 
 
 def forward_embedding(e: Engine, b: int, w: LayerWeights, mb: Inputs, train: bool) -> Task:
-    out = e.activations.x[1][b].fill(mb.tokens, reads=_reads(e, 1, train))
+    out = e.activations.x[1][b].fill(mb.tokens, again=train)
 
     def forward() -> None:
         ids, rows = mb.on(e.gpu(0)).ids, mb.on(e.gpu(0)).rows
@@ -235,8 +235,9 @@ def forward_embedding(e: Engine, b: int, w: LayerWeights, mb: Inputs, train: boo
 
 def forward_block(e: Engine, u: int, b: int, w: Part, mb: Inputs, train: bool, twice: bool = False) -> Task:
     """Of a slice of experts: the last one leaves the layer's output and what is saved."""
-    x = e.activations.x[u][b].read()
-    out = [e.activations.x[u + 1][b].fill(mb.tokens, _reads(e, u + 1, train, twice))] if w.ends else []
+    again = train and (u + 1 < e.geo.head or twice)
+    x = e.activations.x[u][b].read(last=w.ends)
+    out = [e.activations.x[u + 1][b].fill(mb.tokens, again)] if w.ends else []
     saved = [each.fill(mb.tokens) for each in e.activations.saved[u][b]] if train and w.ends else []
     passed = e.activations.from_slice(u, b, mb.tokens, w.begins, w.ends)
 
@@ -248,11 +249,6 @@ def forward_block(e: Engine, u: int, b: int, w: Part, mb: Inputs, train: bool, t
     weights = weights_of(e, w)
     flops = costs.forward_flops(e.cfg, u, mb.tokens, mb.pairs) * share_of(e, w)
     return e.compute("forward", u, forward, (w, *saved, x, *out, *passed), flops, name_of(e, w))
-
-
-def _reads(e: Engine, u: int, train: bool, twice: bool = False) -> int:
-    """How often layer u reads its input, with each slice: blocks in backward again, the head `twice`."""
-    return max(1, len(e.geo.slices_of[u])) * (2 if train and (u < e.geo.head or twice) else 1)
 
 
 # ---------------------------------------------------------------- the head
@@ -360,8 +356,8 @@ def loss(
     The task's result, where several GPUs compute losses: how many labels were the likeliest token; else None.
     """
     u, gpu, backward = e.geo.head, e.plan.loss_gpu(b), bool(g) or left is not None
-    x = e.activations.x[u][b].read()
-    dx = e.activations.dx[u][b].fill(mb.tokens, _reads(e, u - 1, train=False)) if backward else None
+    x = e.activations.x[u][b].read(last=left is None)
+    dx = e.activations.dx[u][b].fill(mb.tokens) if backward else None
     place = _place(e, mb, parts)
 
     def add() -> Tensor | None:
@@ -390,15 +386,8 @@ def loss(
     grads = {v: gradients_of(e, v, gradient) for v, gradient in g.items()}
     once, back = (count(e.cfg, u, mb.trained, mb.pairs) for count in (costs.forward_flops, costs.backward_flops))
     flops = once + (once if left else back if g else 0)
-    read: Use = After(x.ready) if left else x
-    uses: tuple[Use, ...] = (
-        *w.values(),
-        read,
-        *g.values(),
-        *([dx] if dx else []),
-        *([left] if left else []),
-        After(after),
-    )
+    written: list[Use] = [use for use in (dx, left) if use]
+    uses: list[Use] = [*w.values(), x, *g.values(), *written, After(after)]
     return e.compute("loss", u, add, uses, flops, gpu=gpu)
 
 
@@ -474,9 +463,9 @@ def _backward(e: Engine, batch: Sequence[Inputs]) -> None:
 
 def backward_block(e: Engine, u: int, b: int, w: Part, gradient: Gradient, mb: Inputs) -> Task:
     """Of a slice of experts: the last one reads what is saved, and leaves the input's gradient."""
-    x, dy = e.activations.x[u][b].read(), e.activations.dx[u + 1][b].read()
+    x, dy = e.activations.x[u][b].read(last=w.ends), e.activations.dx[u + 1][b].read(last=w.ends)
     saved = [each.read() for each in e.activations.saved[u][b]] if w.ends else []
-    dx = [e.activations.dx[u][b].fill(mb.tokens, _reads(e, u - 1, train=False))] if w.ends else []
+    dx = [e.activations.dx[u][b].fill(mb.tokens)] if w.ends else []
     passed = e.activations.from_slice(u, b, mb.tokens, w.begins, w.ends)
 
     def backward() -> None:

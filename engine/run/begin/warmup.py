@@ -40,9 +40,9 @@ def warm_up(e: Engine, mb: Inputs, loaded: Iterable[int]) -> None:
     e.queues.drain()
 
 
-def _arrives(e: Engine, activation: Activation, tokens: int, reads: int = 1) -> None:
+def _arrives(e: Engine, activation: Activation, tokens: int, again: bool = False) -> None:
     """An activation of zeros, sent and brought back as a step would."""
-    here = activation.fill(tokens, reads)
+    here = activation.fill(tokens, again)
     e.compute("zero", activation.kind.u, here.buffer.tensor.zero_, (here,))
     activation.queue = e.activations.hop_in
     activation.fetch()
@@ -59,13 +59,12 @@ def _embedding(e: Engine, u: int, mb: Inputs) -> None:
 
 def _block(e: Engine, u: int, mb: Inputs) -> None:
     x, dx, saved = e.activations.x, e.activations.dx, e.activations.saved
-    slices = max(1, len(e.geo.slices_of[u]))
-    _arrives(e, x[u][0], mb.tokens, reads=2 * slices)
+    _arrives(e, x[u][0], mb.tokens, again=True)
     for part in e.weights.parts(e.weights.get(u)):
         done = forward_block(e, u, 0, part, mb, train=True)
     x[u + 1][0].discard(done)
     e.weights.release(u)
-    _arrives(e, dx[u + 1][0], mb.tokens, reads=slices)
+    _arrives(e, dx[u + 1][0], mb.tokens)
     for left in (x[u][0], *saved[u][0]):
         left.queue = "h2d"
         left.fetch()
@@ -80,7 +79,7 @@ def _block(e: Engine, u: int, mb: Inputs) -> None:
 def _head(e: Engine, u: int, mb: Inputs) -> None:
     read = (u, 0) if e.cfg.tied else (u,)
     x, comparison = e.activations.x[u][0], None
-    _arrives(e, x, mb.tokens, reads=2 if mb.docs else 1)
+    _arrives(e, x, mb.tokens, again=bool(mb.docs))
     w, g = {v: e.weights.get(v) for v in read}, {v: e.gradients.get(v) for v in read}
     if mb.docs:
         loss(e, 0, w, {}, mb, 1.0, [NOTHING])
