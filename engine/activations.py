@@ -93,46 +93,61 @@ def _copy(queues: Queues, queue: str, label: str, source: Buffer, target: Buffer
 # ---------------------------------------------------------------- one activation
 
 
-class Activation:
-    """Layer u's input, its gradient, or saved tensors, of micro-batch b. Frees itself after its last reader."""
+class Way(NamedTuple):
+    """Of an activation from its writer to its readers."""
 
-    def __init__(self, swap: ActivationSwap, label: str, kind: Kind, stored: Home):
-        """`stored`: where it is written, read, and waits between."""
-        self.swap, self.label, self.kind = swap, label, kind
-        self.out, self.back, self.outside, self.stays, self.peer = stored
+    out: Buffer | Pool  # to write it to
+    back: Buffer | Pool  # to read it from
+    leaves: str = ""  # the queue that copies it outside
+    outside: Outside | None = None  # its place between
+    comes: str = ""  # the queue that copies it back, unless the pass says
+    stays: bool = False  # it leaves the GPU for another pass alone
+    peer: str = ""  # the queue that copies it from `out` to `back`; none where they are one
+
+
+class Activation:
+    """Layer u's input, its gradient, or saved tensors, of a micro-batch. Frees itself after its last reader."""
+
+    def __init__(self, swap: ActivationSwap, u: int, label: str, way: Way, names: tuple[str, ...] = ()):
+        """`names`: of saved tensors; without them it is an input or its gradient."""
+        self.swap, self.u, self.label, self.names, self.way = swap, u, label, names, way
         self.here: Buffer | None = None  # on the GPU
         self.tokens = 0
         self.again = False  # a later pass reads it, too
         self.stored = False  # outside
         self.queue = ""  # that brings it back
 
+    @property
+    def nbytes(self) -> int:
+        geo = self.swap.geo
+        return geo.saved_layout(self.u, self.names, self.tokens).span if self.names else geo.x_bytes(self.tokens)
+
     # ------------------------------------------------ written
 
     def fill(self, tokens: int, again: bool = False) -> InUse:
         """A buffer on the writer's GPU. `again`: it is read in two passes."""
         self.tokens, self.again, self.stored = tokens, again, False
-        self.here = self.out.acquire(self.label) if isinstance(self.out, Pool) else self.out
+        self.here = self._buffer(self.way.out)
         return InUse(self, self.here, tokens, self.written)
 
     def written(self, task: Task) -> None:
         """Sends it outside, unless it stays until its only reader."""
-        here = self._here()
+        here, way = self._here(), self.way
         here.ready = (task,)
-        if self.peer:
+        if way.peer:
             here = self._cross(here)
-        if self.outside is None or (self.stays and not self.again):
+        if way.outside is None or (way.stays and not self.again):
             return
-        queue, nbytes = self.kind.queue_out, self.kind.nbytes(self.tokens)
-        here.ready = (*here.ready, self.outside.store(queue, self.label, here, nbytes))
+        here.used(way.outside.store(way.leaves, self.label, here, self.nbytes))
         self.stored = True
-        if not self.stays:
+        if not way.stays:
             self._free(here.ready)
         self.swap.go_on()
 
     def _cross(self, here: Buffer) -> Buffer:
         """Copies it to its reader's GPU."""
-        there = self._back()
-        there.ready = (_copy(self.swap.queues, self.peer, self.label, here, there, self.kind.nbytes(self.tokens)),)
+        there = self._buffer(self.way.back)
+        there.ready = (_copy(self.swap.queues, self.way.peer, self.label, here, there, self.nbytes),)
         here.free(there.ready)
         self.here = there
         return there
@@ -141,14 +156,15 @@ class Activation:
 
     @property
     def may_come(self) -> bool:
-        return self.stored and (not isinstance(self.back, Pool) or self.back.is_free)
+        back = self.way.back
+        return self.stored and (not isinstance(back, Pool) or back.is_free)
 
     def fetch(self) -> None:
         if self.here is not None:
             return
-        assert self.outside is not None
-        here = self._back()
-        here.ready = (self.outside.load(self.queue, self.label, here, self.kind.nbytes(self.tokens)),)
+        assert self.way.outside is not None
+        here = self._buffer(self.way.back)
+        here.ready = (self.way.outside.load(self.queue, self.label, here, self.nbytes),)
         self.here = here
 
     def read(self, last: bool = True) -> InUse:
@@ -160,7 +176,7 @@ class Activation:
         here = self._here()
         here.used(task)
         self.stored = self.stored and self.again
-        if not self.again or (self.stored and isinstance(self.back, Pool)):
+        if not self.again or (self.stored and isinstance(self.way.back, Pool)):
             self._free(here.ready)
         self.again = False
 
@@ -170,8 +186,8 @@ class Activation:
         if self.here is not None:
             self._free((*self.here.ready, after))
 
-    def _back(self) -> Buffer:
-        return self.back.acquire(self.label) if isinstance(self.back, Pool) else self.back
+    def _buffer(self, of: Buffer | Pool) -> Buffer:
+        return of.acquire(self.label) if isinstance(of, Pool) else of
 
     def _here(self) -> Buffer:
         assert self.here is not None, f"{self.label} is not on the GPU"
@@ -181,33 +197,6 @@ class Activation:
         here, self.here = self._here(), None
         here.free(after)
         self.swap.go_on()
-
-
-class Home(NamedTuple):
-    """Buffers or pools to write it to and to read it from, and its place between.
-
-    `stays`: it leaves the GPU for another pass alone. `peer`: the queue that copies from the first to the second; none
-    where they are one.
-    """
-
-    out: Buffer | Pool
-    back: Buffer | Pool
-    outside: Outside | None
-    stays: bool = False
-    peer: str = ""
-
-
-class Kind(NamedTuple):
-    """What activations of a layer have in common."""
-
-    geo: Geometry
-    u: int
-    names: tuple[str, ...]  # of saved tensors; without them it is an input or its gradient
-    queue_out: str
-    queue_in: str = ""  # unless the pass says
-
-    def nbytes(self, tokens: int) -> int:
-        return self.geo.saved_layout(self.u, self.names, tokens).span if self.names else self.geo.x_bytes(tokens)
 
 
 class InUse(NamedTuple):
@@ -224,7 +213,7 @@ class InUse(NamedTuple):
 
     def rows(self) -> Tensor:
         """Of an input or its gradient, (N, D)."""
-        geo = self.of.kind.geo
+        geo = self.of.swap.geo
         return flat(self.buffer.tensor, geo.dtype, self.tokens * geo.cfg.width).view(self.tokens, geo.cfg.width)
 
 
@@ -255,8 +244,8 @@ def saved_tensors(saved: Iterable[InUse]) -> dict[str, Tensor]:
     """Saved tensors by name."""
     found: dict[str, Tensor] = {}
     for use in saved:
-        kind = use.of.kind
-        found |= views(kind.geo.saved_layout(kind.u, kind.names, use.tokens), use.buffer.tensor)
+        layout = use.of.swap.geo.saved_layout(use.of.u, use.of.names, use.tokens)
+        found |= views(layout, use.buffer.tensor)
     return found
 
 
@@ -307,29 +296,29 @@ class ActivationSwap:
         """The head's, needed at once, stays on the GPU unless `between` is "host"."""
         tier, writer, reader = self.plan.units[u].x, self._gpu(u - 1), self._gpu(u, b)
         divided = u == self.geo.head and bool(self.plan.losses)
-        out, back, peer = self._way(pools, writer, reader)
-        stays = self.plan.between == "gpu"
+        out, back, peer = self._pools_of(pools, writer, reader)
+        stays, leaves = self.plan.between == "gpu", numbered(self.hop_out, reader if peer else writer)
         if tier == "gpu" and not divided:
             own = Buffer(next(on_gpu))
             through_ram = InMemory(self.queues, self.places[b]) if writer != reader and not stays else None
-            stored = Home(own if writer == reader else out, own, through_ram, peer=peer)
+            way = Way(own if writer == reader else out, own, leaves, through_ram, peer=peer)
         elif u == self.geo.head and stays:
-            stored = Home(out, back, None, peer=peer)
+            way = Way(out, back, peer=peer)
         elif tier == "gpu":
-            stored = Home(out, back, InMemory(self.queues, self.places[b]))
+            way = Way(out, back, leaves, InMemory(self.queues, self.places[b]))
         else:
-            stored = Home(out, back, self._outside(tier, in_ram, self.geo.x_bytes(self.plan.tokens)), stays, peer)
-        kind = Kind(self.geo, u, (), numbered(self.hop_out, reader if peer else writer))
-        return Activation(self, f"{self.geo.names[u]} x {b}", kind, stored)
+            outside = self._outside(tier, in_ram, self.geo.x_bytes(self.plan.tokens))
+            way = Way(out, back, leaves, outside, stays=stays, peer=peer)
+        return Activation(self, u, f"{self.geo.names[u]} x {b}", way)
 
     def _dx(self, u: int, b: int, pools: Pools) -> Activation:
         writer, reader = self._gpu(u, b), self._gpu(u - 1)
         outside = InMemory(self.queues, self.places[b]) if self.plan.between == "host" else None
-        kind = Kind(self.geo, u, (), numbered(self.hop_out, writer))
-        out, back, peer = self._way(pools, writer, reader)
-        return Activation(self, f"{self.geo.names[u]} dx {b}", kind, Home(out, back, outside, peer=peer))
+        out, back, peer = self._pools_of(pools, writer, reader)
+        way = Way(out, back, numbered(self.hop_out, writer), outside, peer=peer)
+        return Activation(self, u, f"{self.geo.names[u]} dx {b}", way)
 
-    def _way(self, pools: Pools, writer: int, reader: int) -> tuple[Pool, Pool, str]:
+    def _pools_of(self, pools: Pools, writer: int, reader: int) -> tuple[Pool, Pool, str]:
         """Pools to write to and to read from; the queue of peer copies between them, or none."""
         stays = self.plan.between == "gpu"
         peer = numbered("peer", writer) if stays and writer != reader else ""
@@ -338,24 +327,24 @@ class ActivationSwap:
 
     def _saved(self, u: int) -> Iterator[list[Activation]]:
         unit, name, inner = self.plan.units[u], self.geo.names[u], 0 < u < self.geo.head
-        ways = {t: (numbered("d2h", unit.gpu), "") for t in SAVED}
-        ways["peer"] = numbered("peer_out", unit.gpu), numbered("peer_in", unit.gpu)
-        kinds = {t: Kind(self.geo, u, unit.names(t), *ways[t]) for t in SAVED if unit.names(t)}
-        on_gpu = iter(self.placement.many("gpu", "saved", name, unit.gpu))
+        gpu, tiers = unit.gpu, [tier for tier in SAVED if inner and unit.names(tier)]
+        on_gpu = iter(self.placement.many("gpu", "saved", name, gpu))
         lent = iter(self.placement.many("gpu", "lent", name, unit.peer))
         in_ram = iter(self.placement.many("host", "saved", name))
 
-        def stored(tier: SavedTier) -> Home:
+        def way(tier: SavedTier) -> Way:
             if tier == "gpu":
                 own = Buffer(next(on_gpu))
-                return Home(own, own, None)
-            pool = self.pools[tier][unit.gpu]
+                return Way(own, own)
+            pool = self.pools[tier][gpu]
             if tier == "peer":
-                return Home(pool, pool, InMemory(self.queues, Buffer(next(lent))))
-            return Home(pool, pool, self._outside(tier, in_ram, kinds[tier].nbytes(self.plan.tokens)))
+                of_peer = InMemory(self.queues, Buffer(next(lent)))
+                return Way(pool, pool, numbered("peer_out", gpu), of_peer, numbered("peer_in", gpu))
+            nbytes = self.geo.saved_layout(u, unit.names(tier), self.plan.tokens).span
+            return Way(pool, pool, numbered("d2h", gpu), self._outside(tier, in_ram, nbytes))
 
         for b in range(self.plan.n_micro):
-            yield [Activation(self, f"{name} {t} {b}", kinds[t], stored(t)) for t in kinds if inner]
+            yield [Activation(self, u, f"{name} {t} {b}", way(t), unit.names(t)) for t in tiers]
 
     def _outside(self, tier: Tier, in_ram: Iterator[Tensor], nbytes: int) -> Outside:
         if tier == "host":
@@ -390,7 +379,7 @@ class ActivationSwap:
         """Backward brings what forward left outside, and each gradient that leaves the GPU before its layer."""
         blocks, micro_batches = range(self.geo.head - 1, 0, -1), range(n_micro)
         left = [(self._gpu(u), each) for u in blocks for each in self._left(u, n_micro)]
-        self._expect(self.again, "h2d", [(gpu, each) for gpu, each in left if isinstance(each.back, Pool)])
+        self._expect(self.again, "h2d", [(gpu, each) for gpu, each in left if isinstance(each.way.back, Pool)])
         above = [(self._gpu(u - 1), self.dx[u][b]) for u in range(self.geo.head, 0, -1) for b in micro_batches]
         self._expect(self.to_next, self.hop_in, above)
 
@@ -403,9 +392,9 @@ class ActivationSwap:
 
     def _expect(self, prefetch: Prefetch, queue: str, read: Sequence[tuple[int, Activation]]) -> None:
         """`read`: activations and their readers' GPUs, in the order in which layers read them."""
-        coming = [(gpu, each) for gpu, each in read if each.outside is not None]
+        coming = [(gpu, each) for gpu, each in read if each.way.outside is not None]
         for gpu, each in coming:
-            each.queue = each.kind.queue_in or numbered(queue, gpu)
+            each.queue = each.way.comes or numbered(queue, gpu)
         prefetch.expect([each for _, each in coming])
 
     def go_on(self) -> None:

@@ -43,7 +43,7 @@ def warm_up(e: Engine, mb: Inputs, loaded: Iterable[int]) -> None:
 def _arrives(e: Engine, activation: Activation, tokens: int, again: bool = False) -> None:
     """An activation of zeros, sent and brought back as a step would."""
     here = activation.fill(tokens, again)
-    e.compute("zero", activation.kind.u, here.buffer.tensor.zero_, (here,))
+    e.compute("zero", activation.u, here.buffer.tensor.zero_, (here,))
     activation.queue = e.activations.hop_in
     activation.fetch()
 
