@@ -7,7 +7,7 @@ it comes after their `ready`, and they free or send their buffers when they are 
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any, NamedTuple
 
@@ -24,7 +24,7 @@ from trireme.engine.placement import Placement
 from trireme.engine.plan import Plan
 from trireme.engine.queues.names import numbered
 from trireme.engine.queues.task import Kind, Queues, Task
-from trireme.engine.weights import LayerWeights, SliceWeights, WeightStream
+from trireme.engine.weights import LayerPart, LayerWeights, SliceWeights, WeightStream
 from trireme.models import head, model
 from trireme.models.config import InputError, ModelConfig
 from trireme.models.losses.comparison import Comparison
@@ -33,7 +33,7 @@ from trireme.models.rows import Load, Rows
 from trireme.models.sizes import costs
 from trireme.storage.devices import Device
 
-Part = LayerWeights | SliceWeights  # what one task of a layer is computed with
+Read = Mapping[int, Mapping[int, LayerWeights]]  # by losses: by GPU and unit
 
 
 class Packed(NamedTuple):
@@ -103,9 +103,10 @@ class Engine:
         flops: float = 0,
         name: str = "",
         gpu: int | None = None,
+        after: Sequence[Task] = (),
     ) -> Task:
         """Queues `fn` after its uses' `ready`, and tells them, in the order in which copies leave. `gpu`: not u's."""
-        ready, name = [task for use in uses for task in use.ready], name or self.geo.names[u]
+        ready, name = [*after, *(task for use in uses for task in use.ready)], name or self.geo.names[u]
         queue = numbered("compute", self.gpu(u) if gpu is None else gpu)
         done = self.queues.run(queue, kind, name, fn, ready, flops=flops)
         for use in uses:
@@ -142,7 +143,7 @@ def train_step(
     _forward(e, batch, train=True, twice=comparison is not None)
     e.optimizer.begin(step, lr)
     parts: list[Tensor] = []
-    losses, done = _head(e, batch, train=True, scale=1 / trained, comparison=comparison, parts=parts)
+    losses, done = _losses_and_gradients(e, batch, 1 / trained, comparison, parts)
     _pool_load(e, batch)
     _backward(e, batch)
     stats = e.optimizer.conclude(losses, trained)
@@ -166,7 +167,8 @@ def evaluate(e: Engine, batch: Sequence[Inputs], parts: list[Tensor] | None = No
     `parts` takes, where there is a teacher, sums of the two parts of each micro-batch's losses, (2,) fp64.
     """
     _forward(e, batch, train=False)
-    losses, done = _head(e, batch, train=False, parts=parts)
+    with e.weights.of_losses(_loss_gpus(e, batch)) as w:
+        losses, done = _losses(e, batch, w, parts)
     if e.plan.gpus > 1:
         _add_counts(e, batch, done)  # waits: threads of their own make the losses
     return losses
@@ -184,23 +186,26 @@ def _add_counts(e: Engine, batch: Sequence[Inputs], done: Sequence[Task]) -> Non
 
 def stream_layers(e: Engine) -> Iterator[tuple[int, Any]]:
     """Layers in order, with prefetched weights, for a caller who computes with each: a sampled token. As `evaluate`."""
-    e.weights.expect(range(e.geo.n_units), before=e.optimizer.update_before_forward)
-    for u in range(e.geo.n_units):
-        held, queue = e.weights.get(u), numbered("compute", e.gpu(u))
-        for part in e.weights.parts(held):
-            arrived = e.queues.run(queue, "other", f"wait for {e.geo.names[u]}", lambda: None, part.ready)
-            if e.plan.gpus > 1 and not e.queues.simulated:
-                arrived.wait()  # another thread's queue
-            yield u, weights_of(e, part)
-            whole = e.geo.weights[u].span + e.geo.base[u].span
-            nbytes = e.geo.base[part.v].span if isinstance(part, SliceWeights) else whole
-            done = e.queues.run(queue, "token", name_of(e, part), lambda: None, nbytes=nbytes)  # what the caller read
-            part.done(done)
-        if u > 0 or not e.cfg.tied:
-            e.weights.release(u)
-    if e.cfg.tied:
-        e.weights.layers[0].done(done)
-        e.weights.release(0)
+    _expect(e)
+    for u in range(e.geo.head):
+        for part in e.weights.parts(u):
+            yield from _streamed(e, [part])
+    with e.weights.of_losses([e.gpu(e.geo.head)]) as w:
+        yield from _streamed(e, list(w[e.gpu(e.geo.head)].values()))
+
+
+def _streamed(e: Engine, given: Sequence[LayerPart]) -> Iterator[tuple[int, Any]]:
+    """The first of `given`, as `stream_layers` has it; the caller reads the others too."""
+    part = given[0]
+    queue, whole = numbered("compute", e.gpu(part.u)), e.geo.weights[part.u].span + e.geo.base[part.u].span
+    arrived = e.queues.run(queue, "other", f"wait for {e.geo.names[part.u]}", lambda: None, part.ready)
+    if e.plan.gpus > 1 and not e.queues.simulated:
+        arrived.wait()  # another thread's queue
+    yield part.u, weights_of(e, part)
+    nbytes = e.geo.base[part.v].span if isinstance(part, SliceWeights) else whole
+    done = e.queues.run(queue, "token", name_of(e, part), lambda: None, nbytes=nbytes)  # what the caller read
+    for each in given:
+        each.done(done)
 
 
 # ---------------------------------------------------------------- forward
@@ -208,21 +213,23 @@ def stream_layers(e: Engine) -> Iterator[tuple[int, Any]]:
 
 def _forward(e: Engine, batch: Sequence[Inputs], train: bool, twice: bool = False) -> None:
     """All layers but the head, whose weights come too. `twice`: the head reads its input so often."""
-    e.weights.expect(range(e.geo.n_units), before=e.optimizer.update_before_forward)
+    _expect(e)
     e.activations.expect_forward(len(batch))
     for u in range(e.geo.head):
-        w = e.weights.get(u)
-        for part in e.weights.parts(w):
+        for part in e.weights.parts(u):
             for b, mb in enumerate(batch):
                 if u == 0:
-                    forward_embedding(e, b, w, mb, train)
+                    forward_embedding(e, b, part, mb, train)
                 else:
                     forward_block(e, u, b, part, mb, train, twice)
-        if u > 0 or not e.cfg.tied:  # a tied embedding stays for the head
-            e.weights.release(u)
 
 
-def forward_embedding(e: Engine, b: int, w: LayerWeights, mb: Inputs, train: bool) -> Task:
+def _expect(e: Engine) -> None:
+    """Weights of a forward pass, updated if that is due; a tied embedding's twice."""
+    e.weights.expect([*range(e.geo.head), *read_by_loss(e.geo)], before=e.optimizer.update_before_forward)
+
+
+def forward_embedding(e: Engine, b: int, w: LayerPart, mb: Inputs, train: bool) -> Task:
     out = e.activations.x[1][b].fill(mb.tokens, again=train)
 
     def forward() -> None:
@@ -233,7 +240,7 @@ def forward_embedding(e: Engine, b: int, w: LayerWeights, mb: Inputs, train: boo
     return e.compute("forward", 0, forward, (w, out))
 
 
-def forward_block(e: Engine, u: int, b: int, w: Part, mb: Inputs, train: bool, twice: bool = False) -> Task:
+def forward_block(e: Engine, u: int, b: int, w: LayerPart, mb: Inputs, train: bool, twice: bool = False) -> Task:
     """Of a slice of experts: the last one leaves the layer's output and what is saved."""
     again = train and (u + 1 < e.geo.head or twice)
     x = e.activations.x[u][b].read(last=w.ends)
@@ -277,53 +284,55 @@ class Left(NamedTuple):
         return flat(self.dlogits.tensor, e.geo.dtype, mb.trained * vocab).view(mb.trained, vocab)
 
 
-class After(NamedTuple):
-    """Tasks that a task waits for, without a buffer that it reads."""
+class Into(NamedTuple):
+    """Where the gradients of `scale` times the sum of losses go: added to `g` or, of some, left for `add_gradients`."""
 
-    ready: Sequence[Task]
+    scale: float
+    g: Mapping[int, Gradient]  # by unit
+    left: Left | None = None
+    comparison: Comparison | None = None  # has the losses' factors
+    compared: Sequence[Task] = ()  # makes them
 
-    def done(self, task: Task) -> None:
-        """Nothing waits for the task."""
+
+def _loss_gpus(e: Engine, batch: Sequence[Inputs]) -> Iterable[int]:
+    """GPUs that compute the losses of a step's micro-batches."""
+    return dict.fromkeys(map(e.plan.loss_gpu, range(len(batch))))
 
 
-def _head(
-    e: Engine,
-    batch: Sequence[Inputs],
-    train: bool,
-    scale: float = 1.0,
-    comparison: Comparison | None = None,
-    parts: list[Tensor] | None = None,
+def _losses(
+    e: Engine, batch: Sequence[Inputs], w: Read, parts: list[Tensor] | None = None
 ) -> tuple[list[Tensor], list[Task]]:
-    """Each micro-batch's losses, and their tasks. In training the head's gradients of scale * their sum.
+    """Each micro-batch's losses, and their tasks."""
+    losses = [NOTHING] * len(batch)
+    return losses, [loss(e, b, w[e.plan.loss_gpu(b)], mb, losses, parts) for b, mb in enumerate(batch)]
+
+
+def _losses_and_gradients(
+    e: Engine, batch: Sequence[Inputs], scale: float, comparison: Comparison | None, parts: list[Tensor]
+) -> tuple[list[Tensor], list[Task]]:
+    """As `_losses`, and the head's gradients of scale * their sum.
 
     With `comparison` all losses come first; it makes the factors of their gradients, and the losses that are returned.
     """
-    u, read, waits = e.geo.head, read_by_loss(e.geo), train and bool(moving_sums(e.geo, e.plan))
-    for v in read:
-        e.weights.get(v)
-    gpus = dict.fromkeys(map(e.plan.loss_gpu, range(len(batch))))
-    w = {gpu: {v: e.weights.on(gpu, v) for v in read} for gpu in gpus}
+    read, waits = read_by_loss(e.geo), bool(moving_sums(e.geo, e.plan))
     losses, done, compared = [NOTHING] * len(batch), list[Task](), list[Task]()
-    if comparison:
-        first = [loss(e, b, w[e.plan.loss_gpu(b)], {}, mb, scale, losses) for b, mb in enumerate(batch)]
-        compared = [_compare(e, comparison, losses, first)]
-        e.activations.expect_head(len(batch))
-    for b, mb in enumerate(batch):
-        gpu = e.plan.loss_gpu(b)
-        g = {v: e.gradients.get(v, gpu) for v in read} if train else {}
-        left = Left(e.gradients.dlogits[gpu].acquire(f"dlogits {b}"), []) if waits else None
-        into = list(losses) if comparison else losses
-        done.append(loss(e, b, w[gpu], {} if left else g, mb, scale, into, comparison, parts, left, compared))
-        if left:
-            add_gradients(e, b, w[gpu], g, mb, left)
-    for v in read:
-        e.weights.release(v)
-        if waits:
-            e.gradients.get(v)  # back to its GPU
-    if train:
-        e.optimizer.finish(u)
-        for v in read[1:]:
-            e.gradients.set_aside(v)
+    with e.weights.of_losses(_loss_gpus(e, batch)) as w:
+        if comparison:
+            compared = [_compare(e, comparison, *_losses(e, batch, w))]
+            e.activations.expect_head(len(batch))
+        for b, mb in enumerate(batch):
+            gpu = e.plan.loss_gpu(b)
+            g = {v: e.gradients.get(v, gpu) for v in read}
+            left = Left(e.gradients.dlogits[gpu].acquire(f"dlogits {b}"), []) if waits else None
+            into = Into(scale, {} if left else g, left, comparison, compared)
+            done.append(loss(e, b, w[gpu], mb, losses, parts, into))
+            if left:
+                add_gradients(e, b, w[gpu], g, mb, left)
+    for v in read if waits else ():
+        e.gradients.get(v)  # back to its GPU
+    e.optimizer.finish(e.geo.head)
+    for v in read[1:]:
+        e.gradients.set_aside(v)
     return comparison.losses if comparison else losses, done
 
 
@@ -341,23 +350,19 @@ def loss(
     e: Engine,
     b: int,
     w: Mapping[int, LayerWeights],
-    g: Mapping[int, Gradient],
     mb: Inputs,
-    scale: float,
     losses: list[Tensor],
-    comparison: Comparison | None = None,
     parts: list[Tensor] | None = None,
-    left: Left | None = None,
-    after: Sequence[Task] = (),
+    into: Into | None = None,
 ) -> Task:
-    """Sets micro-batch b's losses, times their factors; with `g` adds gradients too. `comparison`: has the factors.
+    """Sets micro-batch b's losses, times their factors; with `into` adds gradients too. `parts`: as of `evaluate`.
 
-    `parts`: as of `evaluate`. `left`: takes what `add_gradients` needs, in place of `g`. `after`: tasks to wait for.
     The task's result, where several GPUs compute losses: how many labels were the likeliest token; else None.
     """
-    u, gpu, backward = e.geo.head, e.plan.loss_gpu(b), bool(g) or left is not None
+    u, gpu = e.geo.head, e.plan.loss_gpu(b)
+    scale, g, left, comparison, compared = into or Into(1.0, {})
     x = e.activations.x[u][b].read(last=left is None)
-    dx = e.activations.dx[u][b].fill(mb.tokens) if backward else None
+    dx = e.activations.dx[u][b].fill(mb.tokens) if into else None
     place = _place(e, mb, parts)
 
     def add() -> Tensor | None:
@@ -387,8 +392,8 @@ def loss(
     once, back = (count(e.cfg, u, mb.trained, mb.pairs) for count in (costs.forward_flops, costs.backward_flops))
     flops = once + (once if left else back if g else 0)
     written: list[Use] = [use for use in (dx, left) if use]
-    uses: list[Use] = [*w.values(), x, *g.values(), *written, After(after)]
-    return e.compute("loss", u, add, uses, flops, gpu=gpu)
+    uses: list[Use] = [*w.values(), x, *g.values(), *written]
+    return e.compute("loss", u, add, uses, flops, gpu=gpu, after=compared)
 
 
 def add_gradients(
@@ -449,20 +454,18 @@ def _backward(e: Engine, batch: Sequence[Inputs]) -> None:
     e.weights.expect(blocks)
     e.activations.expect_backward(len(batch))
     for u in blocks:
-        w, gradient = e.weights.get(u, backward=True), e.gradients.get(u)
-        for part in e.weights.parts(w):
+        for part in e.weights.parts(u, backward=True):
             for b, mb in enumerate(batch):
-                backward_block(e, u, b, part, gradient, mb)
-        e.weights.release(u)
+                backward_block(e, u, b, part, mb)
         e.optimizer.finish(u)
-    gradient = e.gradients.get(0)
     for b, mb in enumerate(batch):
-        backward_embedding(e, b, gradient, mb)
+        backward_embedding(e, b, mb)
     e.optimizer.finish(0)
 
 
-def backward_block(e: Engine, u: int, b: int, w: Part, gradient: Gradient, mb: Inputs) -> Task:
+def backward_block(e: Engine, u: int, b: int, w: LayerPart, mb: Inputs) -> Task:
     """Of a slice of experts: the last one reads what is saved, and leaves the input's gradient."""
+    gradient = e.gradients.get(u)
     x, dy = e.activations.x[u][b].read(last=w.ends), e.activations.dx[u + 1][b].read(last=w.ends)
     saved = [each.read() for each in e.activations.saved[u][b]] if w.ends else []
     dx = [e.activations.dx[u][b].fill(mb.tokens)] if w.ends else []
@@ -482,8 +485,8 @@ def backward_block(e: Engine, u: int, b: int, w: Part, gradient: Gradient, mb: I
     return e.compute("backward", u, backward, uses, flops * share_of(e, w), name_of(e, w))
 
 
-def backward_embedding(e: Engine, b: int, gradient: Gradient, mb: Inputs) -> Task:
-    dy = e.activations.dx[1][b].read()
+def backward_embedding(e: Engine, b: int, mb: Inputs) -> Task:
+    gradient, dy = e.gradients.get(0), e.activations.dx[1][b].read()
 
     def backward() -> None:
         head.embed_backward(grads, dy.rows(), mb.on(e.gpu(0)).ids, mb.on(e.gpu(0)).rows)
@@ -495,7 +498,7 @@ def backward_embedding(e: Engine, b: int, gradient: Gradient, mb: Inputs) -> Tas
 # ---------------------------------------------------------------- tensors
 
 
-def weights_of(e: Engine, part: Part) -> Any:
+def weights_of(e: Engine, part: LayerPart) -> Any:
     """A layer's weights in use by the block's names, as model.weights. A simulation has none."""
     if e.queues.simulated:
         return None
@@ -506,12 +509,12 @@ def weights_of(e: Engine, part: Part) -> Any:
     return e.views[key]
 
 
-def name_of(e: Engine, part: Part) -> str:
+def name_of(e: Engine, part: LayerPart) -> str:
     """Of a layer, or of a slice of its experts."""
     return e.geo.base_names[part.v] if isinstance(part, SliceWeights) else e.geo.names[part.u]
 
 
-def share_of(e: Engine, part: Part) -> float:
+def share_of(e: Engine, part: LayerPart) -> float:
     """Of a layer's work."""
     return e.geo.share_of_slice(part.v) if isinstance(part, SliceWeights) else 1
 

@@ -1,19 +1,21 @@
-"""Weights on the GPU: expect the units of a pass, get one, release it.
+"""Weights on the GPU: a pass says in what order it uses layers, then takes one after another.
 
 They are stored there, or come from RAM or the SSD to a buffer of a pool, ahead of their use; a resident copy is a pool
-of one. Buffers keep their content while they are free, so that backward begins with what forward used last:
-STRONGHOLD's window and, the order being known, Belady's choice.
+of one. After the last use in a pass their buffers are free, and keep their content until another's comes: backward
+begins with what forward used last. That is STRONGHOLD's window and, the order being known, Belady's choice.
 """
 
 from __future__ import annotations
 
+from collections import deque
 from collections.abc import Callable, Iterable, Iterator, Sequence
+from contextlib import contextmanager
 from functools import partial
 from typing import Literal
 
 from torch import Tensor
 
-from trireme.engine.buffers import What
+from trireme.engine.buffers import What, read_by_loss
 from trireme.engine.geometry import Geometry
 from trireme.engine.memory import NOTHING, Buffer, Fetched, Pool, Prefetch, views
 from trireme.engine.placement import Entry, Placement
@@ -240,6 +242,9 @@ class SliceWeights:
         self.layer, self.last = None, ()
 
 
+LayerPart = LayerWeights | SliceWeights  # what a task computes with
+
+
 class WeightStream:
     """The weights of all layers."""
 
@@ -252,6 +257,7 @@ class WeightStream:
             for u, of in enumerate(geo.slices_of)
         ]
         self.coming = Prefetch()
+        self.uses: deque[int] = deque()  # of layers to come in this pass
         self.in_use: dict[int, LayerWeights] = {}
         self.copies = dict[tuple[int, int], LayerWeights]()  # of what the loss reads, by unit and GPU
 
@@ -278,7 +284,8 @@ class WeightStream:
 
     def expect(self, units: Iterable[int], before: Callable[[int], None] | None = None) -> None:
         """A pass uses `units` in this order: each comes when its pool has a buffer, after `before(u)`."""
-        layers = [self.layers[u] for u in units]
+        self.uses = deque(units)
+        layers = [self.layers[u] for u in self.uses]
         for layer in layers:
             layer.before = before
         coming = list[Fetched]()
@@ -286,18 +293,9 @@ class WeightStream:
             coming += [layer, *layer.slices]
         self.coming.expect(coming)
 
-    def get(self, u: int, backward: bool = False) -> LayerWeights:
-        """Layer u's weights on its GPU, until `release`; readers come after `ready`."""
-        layer = self.layers[u]
-        layer.trained.get()
-        layer.frozen.get()
-        if layer.decoded is None and self.geo.decoded[u].tensors:
-            layer.decoded = self._decode(layer, backward)
-        self.in_use[u] = layer
-        return layer
-
-    def parts(self, layer: LayerWeights) -> Iterator[LayerWeights | SliceWeights]:
-        """What a layer in use is computed with, one after another: all of it, or each of its slices in turn."""
+    def parts(self, u: int, backward: bool = False) -> Iterator[LayerPart]:
+        """What layer u is computed with: its weights on its GPU, or slices of its experts, one after another."""
+        layer = self._begin(u, backward)
         if not layer.slices:
             yield layer
         for each in layer.slices:
@@ -306,9 +304,36 @@ class WeightStream:
             yield each
             each.release()
             self.coming.go_on()
+        self._end(u)
 
-    def on(self, gpu: int, u: int) -> LayerWeights:
-        """Of what the loss reads: layer u in use or, on another GPU, a copy."""
+    @contextmanager
+    def of_losses(self, gpus: Iterable[int]) -> Iterator[dict[int, dict[int, LayerWeights]]]:
+        """What a loss reads on each of the GPUs, by unit; on another than the head's a copy."""
+        read = read_by_loss(self.geo)
+        for v in read:
+            self._begin(v)
+        yield {gpu: {v: self._on(gpu, v) for v in read} for gpu in gpus}
+        for v in read:
+            self._end(v)
+
+    def _begin(self, u: int, backward: bool = False) -> LayerWeights:
+        layer = self.layers[u]
+        if u in self.uses:
+            self.uses.remove(u)
+        layer.trained.get()
+        layer.frozen.get()
+        if layer.decoded is None and self.geo.decoded[u].tensors:
+            layer.decoded = self._decode(layer, backward)
+        self.in_use[u] = layer
+        return layer
+
+    def _end(self, u: int) -> None:
+        """Frees layer u's buffers after its last reader, unless the pass uses them again."""
+        if u not in self.uses:
+            self._release(u)
+
+    def _on(self, gpu: int, u: int) -> LayerWeights:
+        """Layer u in use or, on another GPU, a copy."""
         layer, own = self.in_use[u], self.plan.units[u].gpu
         if gpu == own:
             return layer
@@ -340,8 +365,7 @@ class WeightStream:
         copy.decoded = Buffer(decoded) if self.geo.decoded[u].tensors else None
         return copy
 
-    def release(self, u: int) -> None:
-        """Frees layer u's buffers after its last reader."""
+    def _release(self, u: int) -> None:
         layer = self.in_use.pop(u)
         layer.last, layer.copied = (*layer.last, *layer.copied), ()
         for each in layer.slices:
@@ -357,13 +381,14 @@ class WeightStream:
         self.coming.go_on()
 
     def break_off(self, after: Task) -> None:
-        """Ends a pass: releases all that came, after `after`."""
+        """Ends a pass: frees all that came, after `after`."""
         self.coming.break_off()
+        self.uses.clear()
         for layer in self.held:
             self.in_use[layer.u] = layer
             layer.done(after)
         for u in list(self.in_use):
-            self.release(u)
+            self._release(u)
 
     @property
     def held(self) -> list[LayerWeights]:
@@ -387,7 +412,7 @@ class WeightStream:
         decoded.ready = (self.queues.run(queue, "decode", geo.names[u], decode, after, nbytes=nbytes),)
         return decoded
 
-    def tensors(self, layer: LayerWeights | SliceWeights) -> dict[str, Tensor]:
+    def tensors(self, layer: LayerPart) -> dict[str, Tensor]:
         """By name, of a layer in use."""
         geo, u = self.geo, layer.u
         if isinstance(layer, SliceWeights):

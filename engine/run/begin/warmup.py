@@ -15,6 +15,7 @@ from trireme.engine.memory import NOTHING
 from trireme.engine.step import (
     Engine,
     Inputs,
+    Into,
     backward_block,
     backward_embedding,
     forward_block,
@@ -49,45 +50,41 @@ def _arrives(e: Engine, activation: Activation, tokens: int, again: bool = False
 
 
 def _embedding(e: Engine, u: int, mb: Inputs) -> None:
-    done = forward_embedding(e, 0, e.weights.get(u), mb, train=False)
+    for part in e.weights.parts(u):
+        done = forward_embedding(e, 0, part, mb, train=False)
     e.activations.x[1][0].discard(done)
-    e.weights.release(u)
     _arrives(e, e.activations.dx[1][0], mb.tokens)
-    backward_embedding(e, 0, e.gradients.get(u), mb)
+    backward_embedding(e, 0, mb)
     e.gradients.drop(u)
 
 
 def _block(e: Engine, u: int, mb: Inputs) -> None:
     x, dx, saved = e.activations.x, e.activations.dx, e.activations.saved
     _arrives(e, x[u][0], mb.tokens, again=True)
-    for part in e.weights.parts(e.weights.get(u)):
+    for part in e.weights.parts(u):
         done = forward_block(e, u, 0, part, mb, train=True)
     x[u + 1][0].discard(done)
-    e.weights.release(u)
     _arrives(e, dx[u + 1][0], mb.tokens)
     for left in (x[u][0], *saved[u][0]):
         left.queue = "h2d"
         left.fetch()
-    w, gradient = e.weights.get(u, backward=True), e.gradients.get(u)
-    for part in e.weights.parts(w):
-        done = backward_block(e, u, 0, part, gradient, mb)
+    for part in e.weights.parts(u, backward=True):
+        done = backward_block(e, u, 0, part, mb)
     dx[u][0].discard(done)
-    e.weights.release(u)
     e.gradients.drop(u)
 
 
 def _head(e: Engine, u: int, mb: Inputs) -> None:
-    read = (u, 0) if e.cfg.tied else (u,)
     x, comparison = e.activations.x[u][0], None
     _arrives(e, x, mb.tokens, again=bool(mb.docs))
-    w, g = {v: e.weights.get(v) for v in read}, {v: e.gradients.get(v) for v in read}
-    if mb.docs:
-        loss(e, 0, w, {}, mb, 1.0, [NOTHING])
-        x.fetch()
-        factors = torch.zeros(mb.tokens, device=mb.on(e.gpu(u)).labels.device)
-        comparison = Comparison(Preference("dpo"), [], factors=[factors])
-    done = loss(e, 0, w, g, mb, 1.0, [NOTHING], comparison)
+    with e.weights.of_losses([e.gpu(u)]) as w:
+        g = {v: e.gradients.get(v) for v in w[e.gpu(u)]}
+        if mb.docs:
+            loss(e, 0, w[e.gpu(u)], mb, [NOTHING])
+            x.fetch()
+            factors = torch.zeros(mb.tokens, device=mb.on(e.gpu(u)).labels.device)
+            comparison = Comparison(Preference("dpo"), [], factors=[factors])
+        done = loss(e, 0, w[e.gpu(u)], mb, [NOTHING], into=Into(1.0, g, comparison=comparison))
     e.activations.dx[u][0].discard(done)
-    for v in read:
-        e.weights.release(v)
+    for v in g:
         e.gradients.drop(v)
