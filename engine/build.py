@@ -5,7 +5,8 @@ from __future__ import annotations
 import zlib
 from collections.abc import Callable, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
-from typing import Generic, NamedTuple, Protocol, TypeVar
+from dataclasses import dataclass, field
+from typing import Any, Generic, NamedTuple, Protocol, TypeVar
 
 import numpy as np
 import torch
@@ -15,13 +16,13 @@ from trireme.engine.activations import ActivationSwap
 from trireme.engine.buffers import workspace
 from trireme.engine.geometry import Geometry
 from trireme.engine.gradients import Gradients
-from trireme.engine.memory import Buffer, Memory
+from trireme.engine.memory import Buffer, Memory, Use
 from trireme.engine.optimizer import Optimizer
 from trireme.engine.placement import BaseFiles, Placement, Scratch, Space, Store
 from trireme.engine.plan import Limits, Plan
-from trireme.engine.queues.task import Queues, Task
+from trireme.engine.queues.names import numbered
+from trireme.engine.queues.task import Kind, Queues, Task
 from trireme.engine.shared import SharedGradients, Wire
-from trireme.engine.step import Engine, Inputs, Packed
 from trireme.engine.updates import AdamW
 from trireme.engine.weights import WeightStream
 from trireme.kernels import ops
@@ -31,9 +32,64 @@ from trireme.models.lora import Dropout
 from trireme.models.losses.preferences import Documents
 from trireme.models.rows import Load, Noise, Rows, Tables
 from trireme.models.sizes import costs, narrow
+from trireme.storage.devices import Device
 
 Key = TypeVar("Key")
 Value = TypeVar("Value")
+
+
+@dataclass
+class Engine:
+    """All that a step needs, made by `build`."""
+
+    cfg: ModelConfig
+    geo: Geometry
+    plan: Plan
+    queues: Queues
+    memory: Memory
+    placement: Placement
+    weights: WeightStream
+    activations: ActivationSwap
+    gradients: Gradients
+    optimizer: Optimizer
+    views: dict[tuple[int, ...], Any] = field(
+        default_factory=dict, repr=False
+    )  # of buffers, by layer and address; buffers never move
+
+    def claim_scratch(self, devices: Sequence[Device]) -> None:
+        """Takes scratch space for frozen weights, activations and gradients. Raises StoreError."""
+        self.placement.space.claim(devices)
+
+    def close(self) -> None:
+        """Ends threads; frees scratch space and memory. The queues are the caller's."""
+        self.optimizer.close()
+        self.views.clear()
+        self.placement.space.close()
+        if self.placement.files is not None:
+            self.placement.files.close()
+        self.memory.close()
+
+    def compute(
+        self,
+        kind: Kind,
+        u: int,
+        fn: Callable[[], object],
+        uses: Sequence[Use],
+        flops: float = 0,
+        name: str = "",
+        gpu: int | None = None,
+        after: Sequence[Task] = (),
+    ) -> Task:
+        """Queues `fn` after its uses' `ready`, and tells them, in the order in which copies leave. `gpu`: not u's."""
+        ready, name = [*after, *(task for use in uses for task in use.ready)], name or self.geo.names[u]
+        queue = numbered("compute", self.gpu(u) if gpu is None else gpu)
+        done = self.queues.run(queue, kind, name, fn, ready, flops=flops)
+        for use in uses:
+            use.done(done)
+        return done
+
+    def gpu(self, u: int) -> int:
+        return self.plan.units[u].gpu
 
 
 def build(
@@ -87,6 +143,36 @@ def _poison(queues: Queues, buffer: Buffer) -> Task:
             torch.cuda.current_stream(buffer.tensor.device).synchronize()
 
     return queues.run("poison", "other", f"poison {buffer.pool.name}", fill, buffer.ready)
+
+
+# ---------------------------------------------------------------- inputs of a step
+
+
+class Packed(NamedTuple):
+    """N packed tokens on the device."""
+
+    ids: Tensor  # (N,) int64
+    labels: Tensor  # (N,) int64: the next token, -100 for none
+    loss_rows: Tensor  # (M,) int64: rows with a label
+    rows: Rows
+    factors: Tensor | None = None  # (N,) fp32, of the tokens' losses; None: 1
+    shares: Shares | None = None  # of a teacher
+    correct: Tensor | None = None  # (1,) fp64: the loss adds the labels, by their factors, that were the likeliest
+
+
+@dataclass(frozen=True)
+class Inputs:
+    """A simulation has sizes alone."""
+
+    tokens: int  # N
+    trained: int  # M
+    pairs: int  # (query, key) pairs in a layer's attention
+    packed: tuple[Packed, ...] = ()  # on each GPU
+    docs: Documents | None = None  # in RAM
+
+    def on(self, gpu: int) -> Packed:
+        assert self.packed, "a simulation has no tensors"
+        return self.packed[gpu]
 
 
 class MicroBatch(Protocol):

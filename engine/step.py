@@ -1,120 +1,44 @@
 """One training step, from top to bottom. Read this file first.
 
-All micro-batches of a layer, then the next layer. The only wait is for loss and gradient norm, after backward. Only
-functions given to `compute` touch data: a simulation runs the same code. What a function reads and writes are its uses:
-it comes after their `ready`, and they free or send their buffers when they are told that it is `done`.
+All micro-batches of a layer, then the next layer; what is computed with each is in layers.py. The only wait is for loss
+and gradient norm, after backward. Weights and activations come to the GPU in the order that `expect` is told, and free
+themselves after their last use.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, field, replace
-from typing import Any, NamedTuple
+from dataclasses import replace
+from typing import Any
 
 import torch
 from torch import Tensor
 
-from trireme.engine.activations import ActivationSwap, saved_tensors
 from trireme.engine.buffers import moving_sums, read_by_loss
-from trireme.engine.geometry import Geometry
-from trireme.engine.gradients import Gradient, Gradients
-from trireme.engine.memory import NOTHING, Buffer, Memory, Use, flat
-from trireme.engine.optimizer import Optimizer, StepStats
-from trireme.engine.placement import Placement
-from trireme.engine.plan import Plan
+from trireme.engine.build import Engine, Inputs
+from trireme.engine.layers import (
+    Into,
+    Left,
+    add_gradients,
+    backward_block,
+    backward_embedding,
+    forward_block,
+    forward_embedding,
+    loss,
+    name_of,
+    weights_of,
+)
+from trireme.engine.memory import NOTHING
+from trireme.engine.optimizer import StepStats
 from trireme.engine.queues.names import numbered
-from trireme.engine.queues.task import Kind, Queues, Task
-from trireme.engine.weights import LayerPart, LayerWeights, SliceWeights, WeightStream
-from trireme.models import head, model
-from trireme.models.config import InputError, ModelConfig
+from trireme.engine.queues.task import Task
+from trireme.engine.weights import LayerPart, LayerWeights, SliceWeights
+from trireme.models.config import InputError
 from trireme.models.losses.comparison import Comparison
 from trireme.models.losses.preferences import Documents, Preference
-from trireme.models.rows import Load, Rows
-from trireme.models.sizes import costs
-from trireme.storage.devices import Device
+from trireme.models.rows import Load
 
 Read = Mapping[int, Mapping[int, LayerWeights]]  # by losses: by GPU and unit
-
-
-class Packed(NamedTuple):
-    """N packed tokens on the device."""
-
-    ids: Tensor  # (N,) int64
-    labels: Tensor  # (N,) int64: the next token, -100 for none
-    loss_rows: Tensor  # (M,) int64: rows with a label
-    rows: Rows
-    factors: Tensor | None = None  # (N,) fp32, of the tokens' losses; None: 1
-    shares: head.Shares | None = None  # of a teacher
-    correct: Tensor | None = None  # (1,) fp64: the loss adds the labels, by their factors, that were the likeliest
-
-
-@dataclass(frozen=True)
-class Inputs:
-    """A simulation has sizes alone."""
-
-    tokens: int  # N
-    trained: int  # M
-    pairs: int  # (query, key) pairs in a layer's attention
-    packed: tuple[Packed, ...] = ()  # on each GPU
-    docs: Documents | None = None  # in RAM
-
-    def on(self, gpu: int) -> Packed:
-        assert self.packed, "a simulation has no tensors"
-        return self.packed[gpu]
-
-
-@dataclass
-class Engine:
-    """Made by build.py."""
-
-    cfg: ModelConfig
-    geo: Geometry
-    plan: Plan
-    queues: Queues
-    memory: Memory
-    placement: Placement
-    weights: WeightStream
-    activations: ActivationSwap
-    gradients: Gradients
-    optimizer: Optimizer
-    views: dict[tuple[int, ...], Any] = field(
-        default_factory=dict, repr=False
-    )  # of buffers, by layer and address; buffers never move
-
-    def claim_scratch(self, devices: Sequence[Device]) -> None:
-        """Takes scratch space for frozen weights, activations and gradients. Raises StoreError."""
-        self.placement.space.claim(devices)
-
-    def close(self) -> None:
-        """Ends threads; frees scratch space and memory. The queues are the caller's."""
-        self.optimizer.close()
-        self.views.clear()
-        self.placement.space.close()
-        if self.placement.files is not None:
-            self.placement.files.close()
-        self.memory.close()
-
-    def compute(
-        self,
-        kind: Kind,
-        u: int,
-        fn: Callable[[], object],
-        uses: Sequence[Use],
-        flops: float = 0,
-        name: str = "",
-        gpu: int | None = None,
-        after: Sequence[Task] = (),
-    ) -> Task:
-        """Queues `fn` after its uses' `ready`, and tells them, in the order in which copies leave. `gpu`: not u's."""
-        ready, name = [*after, *(task for use in uses for task in use.ready)], name or self.geo.names[u]
-        queue = numbered("compute", self.gpu(u) if gpu is None else gpu)
-        done = self.queues.run(queue, kind, name, fn, ready, flops=flops)
-        for use in uses:
-            use.done(done)
-        return done
-
-    def gpu(self, u: int) -> int:
-        return self.plan.units[u].gpu
 
 
 # ---------------------------------------------------------------- the step
@@ -229,69 +153,7 @@ def _expect(e: Engine) -> None:
     e.weights.expect([*range(e.geo.head), *read_by_loss(e.geo)], before=e.optimizer.update_before_forward)
 
 
-def forward_embedding(e: Engine, b: int, w: LayerPart, mb: Inputs, train: bool) -> Task:
-    out = e.activations.x[1][b].fill(mb.tokens, again=train)
-
-    def forward() -> None:
-        ids, rows = mb.on(e.gpu(0)).ids, mb.on(e.gpu(0)).rows
-        head.embed_forward(weights, ids, rows, out.rows())
-
-    weights = weights_of(e, w)
-    return e.compute("forward", 0, forward, (w, out))
-
-
-def forward_block(e: Engine, u: int, b: int, w: LayerPart, mb: Inputs, train: bool, twice: bool = False) -> Task:
-    """Of a slice of experts: the last one leaves the layer's output and what is saved."""
-    again = train and (u + 1 < e.geo.head or twice)
-    x = e.activations.x[u][b].read(last=w.ends)
-    out = [e.activations.x[u + 1][b].fill(mb.tokens, again)] if w.ends else []
-    saved = [each.fill(mb.tokens) for each in e.activations.saved[u][b]] if train and w.ends else []
-    passed = e.activations.from_slice(u, b, mb.tokens, w.begins, w.ends)
-
-    def forward() -> None:
-        rows, (onto,) = mb.on(e.gpu(u)).rows, out or (x,)  # a slice before the last leaves x as it is
-        kept, sums = saved_tensors(saved), passed[0].tensors() if passed else None
-        model.forward(e.cfg, u, weights, x.rows(), rows, kept, onto.rows(), passed=sums)
-
-    weights = weights_of(e, w)
-    flops = costs.forward_flops(e.cfg, u, mb.tokens, mb.pairs) * share_of(e, w)
-    return e.compute("forward", u, forward, (w, *saved, x, *out, *passed), flops, name_of(e, w))
-
-
 # ---------------------------------------------------------------- the head
-
-# Where several GPUs compute the losses, all micro-batches still add to one sum of the head's gradients. It is copied
-# from GPU to GPU in the order of micro-batches, so that the additions are those of one GPU. A loss does not wait for
-# the sum; only the GEMM that adds to it does (`add_gradients`).
-GRADIENT = "gradient"  # in the name of that GEMM's task
-
-
-class Left(NamedTuple):
-    """What `loss` leaves for `add_gradients`, which frees it: a buffer that both tasks use."""
-
-    dlogits: Buffer  # (M, V)
-    norm: list[head.HeadWeights]  # the final norm's gradient: `loss` appends it, `add_gradients` takes it
-
-    @property
-    def ready(self) -> tuple[Task, ...]:
-        return self.dlogits.ready
-
-    def done(self, task: Task) -> None:
-        self.dlogits.ready = (task,)
-
-    def logits(self, e: Engine, mb: Inputs) -> Tensor:
-        vocab = e.cfg.vocab
-        return flat(self.dlogits.tensor, e.geo.dtype, mb.trained * vocab).view(mb.trained, vocab)
-
-
-class Into(NamedTuple):
-    """Where the gradients of `scale` times the sum of losses go: added to `g` or, of some, left for `add_gradients`."""
-
-    scale: float
-    g: Mapping[int, Gradient]  # by unit
-    left: Left | None = None
-    comparison: Comparison | None = None  # has the losses' factors
-    compared: Sequence[Task] = ()  # makes them
 
 
 def _loss_gpus(e: Engine, batch: Sequence[Inputs]) -> Iterable[int]:
@@ -346,84 +208,6 @@ def _compare(e: Engine, comparison: Comparison, losses: list[Tensor], made: Sequ
     return e.queues.run(numbered("compute", e.gpu(e.geo.head)), "other", "comparison", compare, made)
 
 
-def loss(
-    e: Engine,
-    b: int,
-    w: Mapping[int, LayerWeights],
-    mb: Inputs,
-    losses: list[Tensor],
-    parts: list[Tensor] | None = None,
-    into: Into | None = None,
-) -> Task:
-    """Sets micro-batch b's losses, times their factors; with `into` adds gradients too. `parts`: as of `evaluate`.
-
-    The task's result, where several GPUs compute losses: how many labels were the likeliest token; else None.
-    """
-    u, gpu = e.geo.head, e.plan.loss_gpu(b)
-    scale, g, left, comparison, compared = into or Into(1.0, {})
-    x = e.activations.x[u][b].read(last=left is None)
-    dx = e.activations.dx[u][b].fill(mb.tokens) if into else None
-    place = _place(e, mb, parts)
-
-    def add() -> Tensor | None:
-        at, out = mb.on(gpu), dx.rows() if dx else None
-        w_out = model.output_matrix(e.cfg, weights.get(0), weights[u])
-        g_out = model.output_matrix(e.cfg, grads.get(0), grads[u]) if g else None
-        factors = comparison.factors[b] if comparison else at.factors
-        given = (weights[u], w_out, x.rows(), at.labels, at.loss_rows)
-        correct = None if comparison else at.correct
-        more = None if correct is None or not e.plan.losses else torch.zeros_like(correct, device=at.labels.device)
-        own, dlogits = grads.get(u), left.logits(e, mb) if left else None
-        if left:
-            own = head.norm_sums(weights[u], torch.float32 if e.plan.sums_wide else x.rows().dtype)
-            left.norm.append(own)
-        counts = correct if more is None else more
-        found = head.head_loss(e.cfg, *given, scale, own, g_out, out, factors, at.shares, counts, dlogits)
-        found = found if factors is None else found * factors
-        if at.shares is not None and e.cfg.teaching:
-            if parts is not None:
-                parts[place] = found.sum(1, dtype=torch.float64)
-            found = torch.lerp(found[0], found[1], e.cfg.teaching.weight)
-        losses[b] = found
-        return more
-
-    weights = {v: weights_of(e, layer) for v, layer in w.items()}
-    grads = {v: gradients_of(e, v, gradient) for v, gradient in g.items()}
-    once, back = (count(e.cfg, u, mb.trained, mb.pairs) for count in (costs.forward_flops, costs.backward_flops))
-    flops = once + (once if left else back if g else 0)
-    written: list[Use] = [use for use in (dx, left) if use]
-    uses: list[Use] = [*w.values(), x, *g.values(), *written]
-    return e.compute("loss", u, add, uses, flops, gpu=gpu, after=compared)
-
-
-def add_gradients(
-    e: Engine, b: int, w: Mapping[int, LayerWeights], g: Mapping[int, Gradient], mb: Inputs, left: Left
-) -> Task:
-    """Adds to `g` what `loss` of micro-batch b left."""
-    u, gpu = e.geo.head, e.plan.loss_gpu(b)
-    x = e.activations.x[u][b].read()
-
-    def add() -> None:
-        g_out = model.output_matrix(e.cfg, grads.get(0), grads[u])
-        given = weights[u], x.rows(), mb.on(gpu).loss_rows, left.logits(e, mb), left.norm.pop()
-        head.head_gradients(e.cfg, *given, grads[u], g_out)
-
-    weights = {v: weights_of(e, layer) for v, layer in w.items()}
-    grads = {v: gradients_of(e, v, gradient) for v, gradient in g.items()}
-    once, back = (count(e.cfg, u, mb.trained, mb.pairs) for count in (costs.forward_flops, costs.backward_flops))
-    uses: tuple[Use, ...] = (*w.values(), x, *g.values(), left)
-    done = e.compute("loss", u, add, uses, back - once, f"{e.geo.names[u]} {GRADIENT}", gpu)
-    left.dlogits.free((done,))
-    return done
-
-
-def _place(e: Engine, mb: Inputs, parts: list[Tensor] | None) -> int:
-    """Where the parts of a micro-batch's loss go, if it has a teacher: in the order of micro-batches."""
-    if parts is not None and e.cfg.teaching and mb.packed and mb.packed[0].shares is not None:
-        parts.append(NOTHING)
-    return len(parts or ()) - 1
-
-
 def _pool_load(e: Engine, batch: Sequence[Inputs]) -> None:
     """Tells every GPU the load of experts on all, and on all hosts, which gradients of its balance need."""
     if e.cfg.experts is None or e.plan.gpus == e.plan.hosts == 1:
@@ -461,69 +245,3 @@ def _backward(e: Engine, batch: Sequence[Inputs]) -> None:
     for b, mb in enumerate(batch):
         backward_embedding(e, b, mb)
     e.optimizer.finish(0)
-
-
-def backward_block(e: Engine, u: int, b: int, w: LayerPart, mb: Inputs) -> Task:
-    """Of a slice of experts: the last one reads what is saved, and leaves the input's gradient."""
-    gradient = e.gradients.get(u)
-    x, dy = e.activations.x[u][b].read(last=w.ends), e.activations.dx[u + 1][b].read(last=w.ends)
-    saved = [each.read() for each in e.activations.saved[u][b]] if w.ends else []
-    dx = [e.activations.dx[u][b].fill(mb.tokens)] if w.ends else []
-    passed = e.activations.from_slice(u, b, mb.tokens, w.begins, w.ends)
-
-    def backward() -> None:
-        rows, (onto,) = mb.on(e.gpu(u)).rows, dx or (x,)  # a slice before the last leaves x as it is
-        kept, sums = saved_tensors(saved), passed[0].tensors() if passed else None
-        given = x.rows(), kept, dy.rows(), rows, onto.rows(), sums
-        model.backward(e.cfg, u, weights, grads, *given)
-
-    weights, grads = weights_of(e, w), gradients_of(e, u, gradient)
-    kept = frozenset(name for name, _ in e.plan.units[u].saved)
-    flops = costs.backward_flops(e.cfg, u, mb.tokens, mb.pairs)
-    flops += costs.recompute_flops(e.cfg, kept, mb.tokens, mb.pairs, e.geo.kinds[u])
-    uses = w, gradient, x, *saved, dy, *dx, *passed
-    return e.compute("backward", u, backward, uses, flops * share_of(e, w), name_of(e, w))
-
-
-def backward_embedding(e: Engine, b: int, mb: Inputs) -> Task:
-    gradient, dy = e.gradients.get(0), e.activations.dx[1][b].read()
-
-    def backward() -> None:
-        head.embed_backward(grads, dy.rows(), mb.on(e.gpu(0)).ids, mb.on(e.gpu(0)).rows)
-
-    grads = gradients_of(e, 0, gradient)
-    return e.compute("backward", 0, backward, (gradient, dy))
-
-
-# ---------------------------------------------------------------- tensors
-
-
-def weights_of(e: Engine, part: LayerPart) -> Any:
-    """A layer's weights in use by the block's names, as model.weights. A simulation has none."""
-    if e.queues.simulated:
-        return None
-    own = e.geo.slice_at(part.v).own if isinstance(part, SliceWeights) else None
-    key = part.u, own.start if own else 0, *(frozen.get().tensor.data_ptr() for frozen in part.stored)
-    if key not in e.views:
-        e.views[key] = model.weights(e.cfg, part.u, e.weights.tensors(part), own)
-    return e.views[key]
-
-
-def name_of(e: Engine, part: LayerPart) -> str:
-    """Of a layer, or of a slice of its experts."""
-    return e.geo.base_names[part.v] if isinstance(part, SliceWeights) else e.geo.names[part.u]
-
-
-def share_of(e: Engine, part: LayerPart) -> float:
-    """Of a layer's work."""
-    return e.geo.share_of_slice(part.v) if isinstance(part, SliceWeights) else 1
-
-
-def gradients_of(e: Engine, u: int, gradient: Gradient) -> Any:
-    """As `weights_of`, of its gradients."""
-    if e.queues.simulated:
-        return None
-    key = u, gradient.buffer.tensor.data_ptr()
-    if key not in e.views:
-        e.views[key] = model.gradients(e.cfg, u, e.gradients.tensors(u, gradient))
-    return e.views[key]

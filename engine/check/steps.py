@@ -15,7 +15,7 @@ import numpy as np
 import torch
 
 from trireme.engine.between import Writer
-from trireme.engine.build import build, inputs_on
+from trireme.engine.build import Engine, build, inputs_on
 from trireme.engine.data.dataset import MicroBatch
 from trireme.engine.memory import DTYPE, views
 from trireme.engine.placement import Entry, Placement
@@ -26,7 +26,7 @@ from trireme.engine.planner.rule import Placement as Where
 from trireme.engine.planner.rule import Wanted, simple_plan
 from trireme.engine.planner.sizes import find_model
 from trireme.engine.queues.real import InlineQueues, RealQueues
-from trireme.engine.step import Engine, train_step
+from trireme.engine.step import train_step
 from trireme.engine.updates import AdamW
 from trireme.kernels.fp8.reference import Quantized, quantize
 from trireme.models.config import ModelConfig

@@ -10,12 +10,12 @@ from collections import defaultdict
 from collections.abc import Sequence
 from dataclasses import replace
 
+from trireme.engine.build import Inputs
 from trireme.engine.planner.predict import Batch, Prediction
 from trireme.engine.planner.rates import COMPUTATION, Rates
 from trireme.engine.planner.simulate import drive_seconds
 from trireme.engine.queues.names import NET, READS, WRITES, kind_of, plain
 from trireme.engine.queues.trace import Span, busy
-from trireme.engine.step import Inputs
 
 TIMED_BY = {  # kind of tasks -> their rates
     **{kind: (kind,) for kind in COMPUTATION},

@@ -10,15 +10,16 @@ from dataclasses import dataclass, replace
 from functools import partial
 
 from trireme.engine.buffers import moving_sums
-from trireme.engine.build import build
+from trireme.engine.build import Engine, Inputs, build
 from trireme.engine.geometry import ADAM_BYTES, Geometry
+from trireme.engine.layers import GRADIENT
 from trireme.engine.plan import Limits, Plan
 from trireme.engine.planner.rates import Rates
 from trireme.engine.planner.simulate import DRIVE, Noted, SimulatedQueues, drive_seconds, is_copy
 from trireme.engine.queues.names import NET, PEERS, gpu_of, plain
 from trireme.engine.queues.task import Kind, Task
 from trireme.engine.queues.trace import Span
-from trireme.engine.step import GRADIENT, Engine, Inputs, train_step
+from trireme.engine.step import train_step
 from trireme.models.config import ModelConfig
 from trireme.models.sizes import costs, narrow, shapes, workspace
 from trireme.storage.layout import ITEMSIZE

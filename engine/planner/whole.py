@@ -13,6 +13,7 @@ import torch
 from torch import Tensor
 
 from trireme.engine.between import Reader, save_to_store
+from trireme.engine.build import Engine, Inputs
 from trireme.engine.exchange import Kept, fetch
 from trireme.engine.memory import NOTHING
 from trireme.engine.plan import Plan
@@ -21,7 +22,7 @@ from trireme.engine.planner.clock import Part, Times
 from trireme.engine.planner.forecast import Forecast
 from trireme.engine.planner.predict import Batch, Prediction, predict_between
 from trireme.engine.planner.rates import DRIVES
-from trireme.engine.step import Engine, Inputs, evaluate, stream_layers
+from trireme.engine.step import evaluate, stream_layers
 from trireme.models.config import ModelConfig, numbers
 from trireme.storage.files import existing
 

@@ -14,7 +14,7 @@ import numpy as np
 import torch
 
 from trireme.engine.buffers import workspace
-from trireme.engine.build import InRam, in_ram, placed
+from trireme.engine.build import Engine, Inputs, InRam, in_ram, placed
 from trireme.engine.data.codec import Codec
 from trireme.engine.data.dataset import Dataset
 from trireme.engine.memory import DTYPE
@@ -24,7 +24,7 @@ from trireme.engine.run.begin.reference import in_order
 from trireme.engine.run.live import Live
 from trireme.engine.run.records import Record
 from trireme.engine.run.signals import Stop
-from trireme.engine.step import Engine, Inputs, evaluate, metrics_of, stream_layers
+from trireme.engine.step import evaluate, metrics_of, stream_layers
 from trireme.models.generate import generate, needs
 from trireme.models.losses.preferences import Documents, compare, joined
 from trireme.models.rows import Load, rope_tables

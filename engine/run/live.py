@@ -15,9 +15,8 @@ import torch
 
 from trireme.engine.amounts import compact, count, duration
 from trireme.engine.between import Reader, save_to_store
-from trireme.engine.build import InRam, dealt, shares
+from trireme.engine.build import Engine, InRam, dealt, shares
 from trireme.engine.exchange import LARGEST_F16, Exchange, Kept
-from trireme.engine.exports import BEST, Best, forget_old, replace_best, replace_folder, take_over
 from trireme.engine.hosts.gather import masters
 from trireme.engine.hosts.group import Alone
 from trireme.engine.hosts.held import Whole
@@ -35,12 +34,12 @@ from trireme.engine.run.begin.preference import preference_of
 from trireme.engine.run.begin.reference import with_reference
 from trireme.engine.run.command import program
 from trireme.engine.run.curve import LOSS
+from trireme.engine.run.finished.exports import BEST, Best, forget_old, replace_best, replace_folder, take_over
 from trireme.engine.run.hub.places import base_of, title
 from trireme.engine.run.log import RunLog, Tracker
 from trireme.engine.run.records import Mark
 from trireme.engine.run.screen import Screen
 from trireme.engine.run.verify import LOGS, afterwards
-from trireme.engine.step import Engine
 from trireme.engine.tuning.adapters import WEIGHTS, save_adapter
 from trireme.engine.tuning.base import check_unchanged, stamps
 from trireme.engine.tuning.merge import merge_adapter

@@ -15,7 +15,6 @@ import torch
 from trireme.engine.amounts import count
 from trireme.engine.build import Ahead, InRam, in_ram, with_dropout
 from trireme.engine.data.dataset import MicroBatch
-from trireme.engine.exports import BEST, set_aside
 from trireme.engine.optimizer import StepStats, learning_rate
 from trireme.engine.planner.correct import at_work, until_its_end
 from trireme.engine.planner.host import memory_in_use
@@ -26,6 +25,7 @@ from trireme.engine.run.begin.job import Job
 from trireme.engine.run.begin.opened import remove_given_up
 from trireme.engine.run.command import program
 from trireme.engine.run.evaluation import Evaluation, epoch, load_record
+from trireme.engine.run.finished.exports import BEST, set_aside
 from trireme.engine.run.hub.places import opens
 from trireme.engine.run.live import Live, reopen_adapter
 from trireme.engine.run.log import perplexity

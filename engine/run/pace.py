@@ -6,6 +6,7 @@ from collections.abc import Sequence
 from dataclasses import replace
 
 from trireme.engine.amounts import count, duration
+from trireme.engine.build import Inputs
 from trireme.engine.plan import Plan
 from trireme.engine.planner.choose import Choice, choose
 from trireme.engine.planner.clock import DIFFERENT, Watch
@@ -21,7 +22,6 @@ from trireme.engine.queues.trace import Span
 from trireme.engine.run.begin.job import Job
 from trireme.engine.run.live import Live
 from trireme.engine.run.report import estimate
-from trireme.engine.step import Inputs
 
 WORTH_A_MOVE = 0.9  # of a step's time, at most
 BUSY = 0.5  # share of a step from which a drive's rate is known

@@ -9,7 +9,6 @@ from datetime import date
 from pathlib import Path
 
 from trireme.engine.check.tuned import in_use
-from trireme.engine.exports import BEST, Best, settle
 from trireme.engine.hosts.group import Alone, refuse_text
 from trireme.engine.plan import DoesNotFit
 from trireme.engine.planner.clock import Clock
@@ -23,6 +22,7 @@ from trireme.engine.run.begin.owned import common_id, refuse_links, signed
 from trireme.engine.run.begin.pinned import check_snapshot, is_date
 from trireme.engine.run.begin.teacher import about_teacher, with_teacher
 from trireme.engine.run.command import checked, program
+from trireme.engine.run.finished.exports import BEST, Best, settle
 from trireme.engine.run.hub.fetch import fetched
 from trireme.engine.run.hub.push import check_push, push
 from trireme.engine.run.live import Live

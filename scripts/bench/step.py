@@ -27,7 +27,7 @@ from model_inputs import shaped
 
 from trireme.engine.amounts import size
 from trireme.engine.buffers import usage
-from trireme.engine.build import inputs_on
+from trireme.engine.build import Engine, inputs_on
 from trireme.engine.check.steps import make_batch, random_engine
 from trireme.engine.data.dataset import MicroBatch
 from trireme.engine.optimizer import StepStats
@@ -42,7 +42,7 @@ from trireme.engine.planner.sizes import MODELS
 from trireme.engine.queues.real import InlineQueues, RealQueues
 from trireme.engine.queues.trace import Span, busy, perfetto
 from trireme.engine.run.begin.settle import record_size
-from trireme.engine.step import Engine, train_step
+from trireme.engine.step import train_step
 from trireme.engine.tuning.quantized import BASES
 from trireme.models.config import ModelConfig
 from trireme.models.losses.preferences import Method, Preference

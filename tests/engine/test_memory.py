@@ -6,13 +6,13 @@ import pytest
 import torch
 from engines import LIMITS, LORA, gpu_plan
 
-from trireme.engine.build import build
+from trireme.engine.build import Inputs, build
 from trireme.engine.memory import Pool, Prefetch
 from trireme.engine.plan import UnitPlan
 from trireme.engine.planner.rates import Rates
 from trireme.engine.planner.simulate import SimulatedQueues
 from trireme.engine.queues.names import kind_of
-from trireme.engine.step import Inputs, train_step
+from trireme.engine.step import train_step
 
 
 def pool(count: int, poisoned: list) -> Pool:

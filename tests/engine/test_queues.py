@@ -14,7 +14,7 @@ import pytest
 import torch
 from engines import LIMITS, LLAMA, batches, gpu_plan, lent, make, relayed
 
-from trireme.engine.build import build, inputs_on
+from trireme.engine.build import Inputs, build, inputs_on
 from trireme.engine.plan import UnitPlan
 from trireme.engine.planner.rates import Rates
 from trireme.engine.planner.simulate import SimulatedQueues
@@ -22,7 +22,7 @@ from trireme.engine.queues import real
 from trireme.engine.queues.names import PEERS, QUEUES, STREAMED, TITLES, kind_of, queues_of
 from trireme.engine.queues.real import InlineQueues, RealQueues
 from trireme.engine.queues.trace import busy, perfetto
-from trireme.engine.step import Inputs, train_step
+from trireme.engine.step import train_step
 from trireme.models.rows import rope_tables
 from trireme.models.sizes import shapes
 

@@ -28,7 +28,7 @@ from engines import (
 
 from trireme.engine import step
 from trireme.engine.buffers import buffers, usage
-from trireme.engine.build import build
+from trireme.engine.build import Inputs, build
 from trireme.engine.geometry import Geometry
 from trireme.engine.memory import Memory
 from trireme.engine.plan import TIERS, UnitPlan
@@ -36,7 +36,7 @@ from trireme.engine.planner.rates import Rates
 from trireme.engine.planner.simulate import SimulatedQueues
 from trireme.engine.queues.names import ON_GPU, PEERS, gpu_of, kind_of, queues_of
 from trireme.engine.queues.real import InlineQueues, RealQueues
-from trireme.engine.step import Inputs, evaluate, train_step
+from trireme.engine.step import evaluate, train_step
 from trireme.models.config import InputError
 
 pytestmark = pytest.mark.grid

@@ -48,7 +48,7 @@ from stores import OneDrive
 from trireme.engine import geometry
 from trireme.engine.between import Reader
 from trireme.engine.buffers import usage
-from trireme.engine.build import build, inputs, inputs_on
+from trireme.engine.build import Inputs, build, inputs, inputs_on
 from trireme.engine.placement import Entry
 from trireme.engine.plan import TIERS, UnitPlan
 from trireme.engine.planner.rates import Rates
@@ -58,7 +58,7 @@ from trireme.engine.queues.names import READS, WRITES, queues_of
 from trireme.engine.queues.real import InlineQueues, RealQueues
 from trireme.engine.run.begin.warmup import warm_up
 from trireme.engine.run.evaluation import sample
-from trireme.engine.step import Inputs, evaluate, train_step
+from trireme.engine.step import evaluate, train_step
 from trireme.engine.updates import AdamW
 from trireme.models import model
 from trireme.models.config import InputError, Teaching

@@ -17,13 +17,13 @@ from targets_data import DATA
 from targets_hosts import HOSTS
 from targets_rows import ROW_TARGETS
 
-from trireme.engine import exports
 from trireme.engine.data import dataset as data
 from trireme.engine.plan import DoesNotFit, Limits, Plan, UnitPlan
 from trireme.engine.run.begin.kept import changes, kept
 from trireme.engine.run.begin.pinned import Pinned, check_model, check_snapshot, identity, pinned_of
 from trireme.engine.run.begin.settle import check_memory, check_step, given_plan
 from trireme.engine.run.command import parse
+from trireme.engine.run.finished import exports
 from trireme.engine.run.log import RunLog
 from trireme.engine.run.options import Options
 from trireme.engine.run.records import Mark

@@ -26,14 +26,14 @@ from engines import (
 )
 
 from trireme.engine.buffers import buffers, moving_sums, usage
-from trireme.engine.build import build, inputs_on
+from trireme.engine.build import Inputs, build, inputs_on
 from trireme.engine.geometry import Geometry
 from trireme.engine.plan import Plan, UnitPlan
 from trireme.engine.planner.rates import Rates
 from trireme.engine.planner.simulate import SimulatedQueues
 from trireme.engine.queues.names import kind_of, queues_of
 from trireme.engine.queues.real import RealQueues
-from trireme.engine.step import Inputs, evaluate, train_step
+from trireme.engine.step import evaluate, train_step
 from trireme.models.config import InputError, Teaching
 from trireme.models.losses.preferences import Preference
 from trireme.models.rows import rope_tables

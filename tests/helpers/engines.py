@@ -19,13 +19,13 @@ import torch
 
 from trireme.engine import geometry
 from trireme.engine.between import Reader
-from trireme.engine.build import InRam, build, in_ram, placed, with_dropout
+from trireme.engine.build import Engine, InRam, build, in_ram, placed, with_dropout
 from trireme.engine.exchange import Exchange, fetch, fill, fill_base
 from trireme.engine.plan import Limits, Plan, UnitPlan
 from trireme.engine.queues.names import QUEUES, queues_of
 from trireme.engine.queues.real import InlineQueues, RealQueues, RealTask, execute
 from trireme.engine.run.evaluation import load_record
-from trireme.engine.step import Engine, train_step
+from trireme.engine.step import train_step
 from trireme.engine.tuning.base import CheckpointBase, why_copied
 from trireme.engine.tuning.chosen import adapted
 from trireme.engine.tuning.packed import as_stored, as_trained

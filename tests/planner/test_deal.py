@@ -8,7 +8,7 @@ from engines import LIMITS, LLAMA, gpu_plan
 from plans import H200, SEVEN_B, SMALL, plan
 
 from trireme.engine.buffers import each_usage, fits, usage
-from trireme.engine.build import build
+from trireme.engine.build import Inputs, build
 from trireme.engine.geometry import Geometry
 from trireme.engine.plan import Limits, Shares, UnitPlan
 from trireme.engine.planner import choose as choose_module
@@ -17,7 +17,7 @@ from trireme.engine.planner.predict import Batch, predict, predict_between
 from trireme.engine.planner.rule import Lean, Wanted, simple_plan
 from trireme.engine.planner.simulate import SimulatedQueues
 from trireme.engine.planner.variants import in_peers, moves
-from trireme.engine.step import Inputs, evaluate, train_step
+from trireme.engine.step import evaluate, train_step
 
 MIB = 1 << 20
 

@@ -13,8 +13,16 @@ import pytest
 from kills import KINDS, Bench, flip, make_bench, trial
 from runs import child, ended, hold, losses, options
 
-from trireme.engine import exports
-from trireme.engine.exports import Best, bring_back, forget_old, replace_best, replace_folder, set_aside, settle
+from trireme.engine.run.finished import exports
+from trireme.engine.run.finished.exports import (
+    Best,
+    bring_back,
+    forget_old,
+    replace_best,
+    replace_folder,
+    set_aside,
+    settle,
+)
 from trireme.engine.run.verify import tidy
 from trireme.storage import files
 from trireme.storage.untrusted import checksum

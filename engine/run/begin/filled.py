@@ -11,7 +11,7 @@ from queue import SimpleQueue
 
 from trireme.engine.amounts import count, gb, gib
 from trireme.engine.between import load_from_store
-from trireme.engine.build import build, in_ram, placed
+from trireme.engine.build import Engine, Inputs, build, in_ram, placed
 from trireme.engine.exchange import Exchange
 from trireme.engine.hosts import reshare
 from trireme.engine.hosts.group import Alone
@@ -23,7 +23,6 @@ from trireme.engine.queues.real import RealQueues
 from trireme.engine.run.begin.job import Job
 from trireme.engine.run.begin.warmup import warm_up
 from trireme.engine.run.screen import Screen
-from trireme.engine.step import Engine, Inputs
 from trireme.engine.tuning.base import CheckpointBase
 from trireme.engine.tuning.cached import Cached
 from trireme.engine.updates import AdamW

@@ -11,17 +11,9 @@ from collections.abc import Iterable
 import torch
 
 from trireme.engine.activations import Activation
+from trireme.engine.build import Engine, Inputs
+from trireme.engine.layers import Into, backward_block, backward_embedding, forward_block, forward_embedding, loss
 from trireme.engine.memory import NOTHING
-from trireme.engine.step import (
-    Engine,
-    Inputs,
-    Into,
-    backward_block,
-    backward_embedding,
-    forward_block,
-    forward_embedding,
-    loss,
-)
 from trireme.models.losses.comparison import Comparison
 from trireme.models.losses.preferences import Preference
 from trireme.models.sizes.shapes import layer
