@@ -22,7 +22,7 @@ from trireme.engine.planner import variants
 from trireme.engine.planner.predict import FEW, Batch, Prediction, predict, together, unit_seconds
 from trireme.engine.planner.rates import Rates
 from trireme.engine.planner.reasons import reasons
-from trireme.engine.planner.rule import Lean, Wanted, longer_pieces, simple_plan
+from trireme.engine.planner.rule import Cut, Lean, Wanted, cuts, longer_pieces, simple_plan, sliced
 from trireme.engine.planner.simulate import drive_seconds, queue_seconds
 from trireme.engine.planner.variants import LEANS, Move, moves, updated_alike
 from trireme.engine.queues.names import QUEUES, numbered
@@ -128,10 +128,10 @@ def _per_token(plan: Plan, found: Prediction) -> float:
 
 def _sliced(cfg: ModelConfig, limits: Limits, wanted: Wanted, first: Plan, drive: bool) -> Plan | None:
     """The rule's plan with frozen experts in slices, where `first` has none and they may overlap better."""
-    if wanted.slices is not None or not _may_overlap_better(cfg, first):
+    if not _may_overlap_better(cfg, first) or (cut := sliced(cfg, SLICES)) not in cuts(cfg, wanted):
         return None
     with suppress(DoesNotFit):
-        plan = first_plan(cfg, limits, replace(wanted, slices=SLICES), drive)
+        plan = first_plan(cfg, limits, replace(wanted, cuts=(cut,)), drive)
         return plan if drive or not plan.uses("ssd") else None
     return None
 
@@ -153,7 +153,7 @@ def _search(
     leans: Sequence[Lean],
 ) -> Choice:
     """As choose, of plans that cut layers as `first` does."""
-    wanted = replace(wanted, halves=first.halves, at_once=first.at_once, slices=first.slices)
+    wanted = replace(wanted, cuts=(Cut.of(first),))
     trials = Trials(Geometry.of(cfg, first), rates, wanted)
     before, steps = trials.simulate(first), moves(trials.geo, trials.batch(first), rates)
     plans = _candidates(trials, limits, first, begun, steps, leans)

@@ -34,6 +34,18 @@ LOWEST: dict[Placement, tuple[Tier, Tier]] = {  # of weights, of state
 }
 
 
+class Cut(NamedTuple):
+    """How finely a model is cut."""
+
+    halves: bool = False  # half blocks as units
+    at_once: int = 0  # packed experts that are decoded at a time; 0: all
+    slices: int = 1  # units of weights that a layer's frozen experts come in
+
+    @classmethod
+    def of(cls, plan: Plan) -> Cut:
+        return cls(plan.halves, plan.at_once, plan.slices)
+
+
 @dataclass(frozen=True)
 class Wanted:
     sizes: tuple[tuple[int, int], ...]  # (tokens of a micro-batch, micro-batches a step), largest first
@@ -42,9 +54,7 @@ class Wanted:
     record: int = 1 << 24
     adam_bits: int = 32
     placement: Placement = "auto"  # or the tier of weights and state; "state-ssd": weights in RAM
-    halves: bool | None = None  # half blocks; None: if whole blocks do not fit
-    at_once: int | None = None  # packed experts that are decoded at a time; None: all, or a slice if they do not fit
-    slices: int | None = None  # units of weights for a layer's frozen experts; None: as few as fit
+    cuts: Sequence[Cut] = ()  # of which the first that fits is taken; none: all of the model
     on_cuda: bool = True
     document: int = 1024  # tokens of a usual document
     trained: float = 1.0  # share of tokens with a label
@@ -101,36 +111,29 @@ def furthest(geo: Geometry, limits: Limits, n: int, plan: Callable[[int], Plan])
     return plan(largest(n, lambda k: fits(geo, plan(k), limits)))
 
 
-class Cut(NamedTuple):
-    """How finely a model is cut."""
-
-    halves: bool
-    at_once: int
-    slices: int = 1
-
-
-def cuts(cfg: ModelConfig, wanted: Wanted) -> list[Cut]:
+def all_cuts(cfg: ModelConfig, alone: bool = True, halves: Sequence[bool] = (False, True)) -> list[Cut]:
     """The coarsest first: whole blocks before half blocks, where the model has any, then packed experts decoded in
-    slices, then frozen experts that come in slices.
+    slices, then frozen experts that come in slices, if one GPU is `alone`.
     """
-    if wanted.slices is not None and wanted.slices > 1:
-        return [_sliced(cfg, wanted.slices)]
-    halves = (False, True)[: 1 if cfg.whole else 2] if wanted.halves is None else (wanted.halves,)
-    whole = 0 if wanted.at_once is None else wanted.at_once
-    found = [Cut(half, whole) for half in halves]
-    if wanted.at_once is None and (at_once := narrow.slice_of(cfg)):
+    halves = halves[:1] if cfg.whole else halves
+    found = [Cut(half) for half in halves]
+    if at_once := narrow.slice_of(cfg):
         found.append(Cut(halves[-1], at_once))
-    alone = wanted.gpus == wanted.hosts == 1
-    if wanted.slices is None and alone and halves[-1] and narrow.may_be_sliced(cfg):
-        found += [_sliced(cfg, slices) for slices in SLICES]
+    if alone and halves[-1] and narrow.may_be_sliced(cfg):
+        found += [sliced(cfg, slices) for slices in SLICES]
     return found
 
 
-def _sliced(cfg: ModelConfig, slices: int) -> Cut:
-    """A slice of packed experts is decoded as before, or whole."""
+def sliced(cfg: ModelConfig, slices: int) -> Cut:
+    """Frozen experts in `slices`. A slice of packed ones is decoded as before, or whole."""
     assert cfg.experts is not None
     slices = min(slices, cfg.experts.count)
     return Cut(True, min(narrow.slice_of(cfg), -(-cfg.experts.count // slices)), slices)
+
+
+def cuts(cfg: ModelConfig, wanted: Wanted) -> Sequence[Cut]:
+    """That are tried, in this order."""
+    return wanted.cuts or all_cuts(cfg, wanted.gpus == wanted.hosts == 1)
 
 
 def simple_plan(cfg: ModelConfig, limits: Limits, wanted: Wanted, lean: Lean = Lean()) -> Plan:

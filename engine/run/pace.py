@@ -15,7 +15,7 @@ from trireme.engine.planner.forecast import Forecast
 from trireme.engine.planner.lines import ready_line
 from trireme.engine.planner.machine import doubt, note_drives
 from trireme.engine.planner.predict import Batch, Prediction, predict
-from trireme.engine.planner.rule import Wanted
+from trireme.engine.planner.rule import Cut, Wanted
 from trireme.engine.planner.variants import updated_alike
 from trireme.engine.planner.whole import note_compilation
 from trireme.engine.queues.trace import Span
@@ -33,8 +33,7 @@ def better(job: Job, steps: int) -> Choice | None:
     if job.device.type != "cuda" or job.options.plan or job.plan.hosts > 1:
         return None
     p, rates, document, trained = job.plan, job.machine.rates, job.data.document, job.data.trained
-    wanted = Wanted.like(p, document, trained, job.work.compared)
-    wanted = replace(wanted, halves=p.halves, at_once=p.at_once, slices=p.slices)
+    wanted = replace(Wanted.like(p, document, trained, job.work.compared), cuts=(Cut.of(p),))
     choice = choose(job.cfg, job.limits, rates, wanted, begun=p)
     now = predict(
         job.cfg, p, rates, Batch(p.tokens, document, p.n_micro, trained, job.work.compared), roughly=True

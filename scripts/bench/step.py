@@ -37,7 +37,7 @@ from trireme.engine.planner.correct import corrected, measured
 from trireme.engine.planner.host import choose_device, choose_gpus, hold_to, memory_in_use, memory_limits
 from trireme.engine.planner.predict import Batch, predict
 from trireme.engine.planner.rates import CODE, Rates
-from trireme.engine.planner.rule import Wanted, simple_plan, sizes_of
+from trireme.engine.planner.rule import Wanted, all_cuts, simple_plan, sizes_of, sliced
 from trireme.engine.planner.sizes import MODELS
 from trireme.engine.queues.real import InlineQueues, RealQueues
 from trireme.engine.queues.trace import Span, busy, perfetto
@@ -70,7 +70,7 @@ def wanted_of(a: Arguments, cfg: ModelConfig, dtype: str, limits: Limits) -> Wan
         placement=a.placement,
         on_cuda=dtype == "BF16",
         document=a.seq,
-        slices=a.slices or None,
+        cuts=[cut for cut in (*all_cuts(cfg), sliced(cfg, a.slices)) if cut.slices == a.slices] if a.slices else (),
         gpus=a.gpus,
         compared=bool(a.method),
     )

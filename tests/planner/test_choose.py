@@ -17,7 +17,7 @@ from trireme.engine.planner.choose import choose, floors
 from trireme.engine.planner.predict import Batch, predict, rebuilt_seconds
 from trireme.engine.planner.rates import DRIVES, GPUS, Rates, machine
 from trireme.engine.planner.reasons import reasons
-from trireme.engine.planner.rule import Wanted, cuts, simple_plan
+from trireme.engine.planner.rule import Wanted, all_cuts, cuts, simple_plan, sliced
 from trireme.engine.planner.simulate import SimulatedQueues
 from trireme.engine.planner.sizes import MODELS
 from trireme.engine.planner.variants import moves, swap_slots, updated_alike
@@ -99,7 +99,7 @@ def test_a_run_that_has_begun_keeps_its_updates_where_they_are(gpu, host, faster
         begun = choose(SMALL, limits, RATES, WANTED).plan
         now = replace(limits, gpu=int(limits.gpu * more))
         rates = replace(RATES, adam=2e9 * faster, dram=6e10 * faster)
-        settled = replace(WANTED, sizes=((begun.tokens, begun.n_micro),), halves=begun.halves)
+        settled = replace(WANTED, sizes=((begun.tokens, begun.n_micro),), cuts=all_cuts(SMALL, halves=(begun.halves,)))
         again = choose(SMALL, now, rates, settled, begun)
     except DoesNotFit:
         return
@@ -328,7 +328,7 @@ def test_half_blocks_where_whole_ones_do_not_fit():
     limits = lambda gpu: Limits(int(gpu), 600 * MIB)
     wanted = replace(WANTED, sizes=((256, 4), (128, 8)))
     with pytest.raises(DoesNotFit, match="--gpu-memory") as whole:
-        simple_plan(wide, limits(32 * MIB), replace(wanted, halves=False))
+        simple_plan(wide, limits(32 * MIB), replace(wanted, cuts=all_cuts(wide, halves=(False,))))
     with pytest.raises(DoesNotFit, match="--gpu-memory") as least:
         choose(wide, limits(32 * MIB), RATES, wanted)
     assert least.value.need["gpu"] < whole.value.need["gpu"]
@@ -338,7 +338,7 @@ def test_half_blocks_where_whole_ones_do_not_fit():
     assert len(choice.plan.units) == 2 * wide.n_layers + 2
     assert fits(Geometry.of(wide, choice.plan), choice.plan, limits(room))
     assert any("blocks are split in halves" in line for line in choice.because)
-    settled = replace(wanted, halves=True, sizes=((choice.plan.tokens, choice.plan.n_micro),))
+    settled = replace(wanted, cuts=all_cuts(wide, halves=(True,)), sizes=((choice.plan.tokens, choice.plan.n_micro),))
     assert choose(wide, limits(2 * room), RATES, settled, choice.plan).plan.halves, "a run that has begun keeps them"
     assert not choose(wide, limits(2 * room), RATES, wanted).plan.halves
 
@@ -349,7 +349,7 @@ def test_half_blocks_where_whole_ones_do_not_fit():
 def test_half_blocks_keep_to_the_limits(gpu, host, mode, bus):
     limits, rates = Limits(gpu * MIB, host * MIB), replace(RATES, h2d=2e10 * bus, d2h=2e10 * bus)
     try:
-        choice = choose(SMALL, limits, rates, replace(WANTED, mode=mode, halves=True))
+        choice = choose(SMALL, limits, rates, replace(WANTED, mode=mode, cuts=all_cuts(SMALL, halves=(True,))))
     except DoesNotFit:
         return
     assert fits(Geometry.of(SMALL, choice.plan), choice.plan, limits)
@@ -365,7 +365,7 @@ def test_405b_on_24_gib(ram):
     assert plan.halves
     assert fits(Geometry.of(LLAMA_405B, plan), plan, m.limits)
     with pytest.raises(DoesNotFit, match="of GPU memory"):
-        simple_plan(LLAMA_405B, m.limits, replace(wanted, halves=False))
+        simple_plan(LLAMA_405B, m.limits, replace(wanted, cuts=all_cuts(LLAMA_405B, halves=(False,))))
 
 
 def test_a_parallel_block_is_not_cut():
@@ -382,12 +382,13 @@ def test_a_parallel_block_is_not_cut():
 def test_packed_experts_are_decoded_in_slices_where_all_do_not_fit():
     """gpt-oss-120b on 8 GB: a layer's experts in bf16 would be nearly all of it. With less they come in slices too."""
     cfg = adapted(MODELS["gpt-oss-120b"], Lora(16, 32.0, ("q_proj",)))
-    sliced = [(True, 8, 2), (True, 8, 4), (True, 8, 8), (True, 8, 16), (True, 4, 32)]
-    assert cuts(cfg, WANTED) == [(False, 0, 1), (True, 0, 1), (True, 8, 1), *sliced]
+    in_slices = [(True, 8, 2), (True, 8, 4), (True, 8, 8), (True, 8, 16), (True, 4, 32)]
+    assert cuts(cfg, WANTED) == [(False, 0, 1), (True, 0, 1), (True, 8, 1), *in_slices]
     found = [simple_plan(cfg, Limits(gib << 30, 64 << 30), WANTED) for gib in (16, 7, 3)]
     assert [(plan.halves, plan.at_once, plan.slices) for plan in found] == [(False, 0, 1), (True, 8, 1), (True, 8, 2)]
-    assert cuts(cfg, replace(WANTED, halves=True, at_once=8, slices=1)) == [(True, 8, 1)]
-    assert cuts(cfg, replace(WANTED, slices=4)) == [(True, 8, 4)]
+    assert all_cuts(cfg, halves=(True,)) == [(True, 0, 1), (True, 8, 1), *in_slices]
+    assert all_cuts(cfg, halves=(False,)) == [(False, 0, 1), (False, 8, 1)]
+    assert cuts(cfg, replace(WANTED, cuts=[sliced(cfg, 4)])) == [(True, 8, 4)]
     assert cuts(cfg, replace(WANTED, gpus=2)) == [(False, 0, 1), (True, 0, 1), (True, 8, 1)]  # sums stay on one GPU
     trained = replace(cfg, lora=None, frozen=())  # is not packed, and has gradients
     assert cuts(trained, WANTED) == [(False, 0, 1), (True, 0, 1)]
@@ -399,7 +400,8 @@ def test_experts_come_in_slices_where_that_overlaps_better():
     """The GPU holds one layer's, and not the next one's beside them."""
     cfg = replace(adapted(MODELS["gpt-oss-120b"], Lora(16, 32.0, ("q_proj",))), n_layers=3)
     limits, wanted = Limits(4 << 30, 6 << 30), replace(WANTED, sizes=((4096, 2),))
-    found, other = (choose(cfg, limits, RATES, replace(wanted, slices=slices)) for slices in (None, 1))
+    whole = [cut for cut in all_cuts(cfg) if cut.slices == 1]
+    found, other = (choose(cfg, limits, RATES, replace(wanted, cuts=given)) for given in ((), whole))
     assert (found.plan.slices, found.plan.window) == (4, 3)
     assert (other.plan.slices, other.plan.window) == (1, 1)
     assert found.per_token < 0.9 * other.per_token
@@ -409,7 +411,7 @@ def test_experts_come_in_slices_where_that_overlaps_better():
 def need(cfg, halves):
     """GPU bytes of the smallest plan."""
     with pytest.raises(DoesNotFit) as error:
-        simple_plan(cfg, Limits(1, 1 << 34), replace(WANTED, halves=halves))
+        simple_plan(cfg, Limits(1, 1 << 34), replace(WANTED, cuts=all_cuts(cfg, halves=(halves,))))
     return error.value.need["gpu"]
 
 

@@ -18,7 +18,7 @@ from trireme.engine.planner.clock import Clock
 from trireme.engine.planner.forecast import Files, Forecast, Work, check_drive
 from trireme.engine.planner.machine import with_drives
 from trireme.engine.planner.rates import Machine
-from trireme.engine.planner.rule import Wanted, cuts, shortage, simple_plan
+from trireme.engine.planner.rule import Wanted, all_cuts, cuts, shortage, simple_plan
 from trireme.engine.run.begin.pinned import DTYPES, Pinned, misfit
 from trireme.engine.run.options import Options
 from trireme.models.config import InputError, ModelConfig
@@ -177,7 +177,7 @@ class Planner:
             return self.limits
         wanted, room, refused = self.wanted(sequences), self.limits.both, []
         for cut in cuts(self.cfg, wanted):
-            need = self._lacking(replace(wanted, **cut._asdict()))
+            need = self._lacking(replace(wanted, cuts=[cut]))
             if need is None:
                 return self.limits
             spare = room - need.both
@@ -243,9 +243,10 @@ class Planner:
         if mode == "backward" and o.max_grad_norm:
             raise InputError("--optimizer-mode backward updates before the norm is known. Add --max-grad-norm 0.")
         if pinned:
-            size, bits, halves = (pinned.tokens, pinned.n_micro), pinned.adam_bits, pinned.halves
+            size, bits = (pinned.tokens, pinned.n_micro), pinned.adam_bits
             same = self.dtype, mode, pinned.record, bits
-            return Wanted((size,), *same, halves=halves, on_cuda=self.on_cuda, gpus=gpus, hosts=hosts)
+            cuts = all_cuts(self.cfg, gpus == hosts == 1, (pinned.halves,))
+            return Wanted((size,), *same, cuts=cuts, on_cuda=self.on_cuda, gpus=gpus, hosts=hosts)
         most = max(1, MICRO_TOKENS[self.on_cuda] // self.seq_len)
         if gpus > 1:
             most = max(1, min(most, sequences // gpus))  # fewer micro-batches would leave GPUs idle
