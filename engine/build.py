@@ -195,22 +195,12 @@ class MicroBatch(Protocol):
     def taught(self) -> tuple[np.ndarray, np.ndarray, np.ndarray] | None: ...  # of labels, as head.Shares
 
 
-def inputs(
-    cfg: ModelConfig,
-    micro_batch: MicroBatch,
-    tables: Tables,
-    device: torch.device | str,
-) -> Inputs:
-    """On the device; `tables` from rope_tables."""
-    return inputs_on(cfg, micro_batch, [(tables, device)])
-
-
 def inputs_on(
     cfg: ModelConfig,
     micro_batch: MicroBatch,
     places: Sequence[tuple[Tables, torch.device | str]],
 ) -> Inputs:
-    """On several GPUs."""
+    """On each of the devices; tables from rope_tables."""
     return placed(in_ram(cfg, micro_batch), places)
 
 
@@ -301,7 +291,7 @@ def placed(
     loads: Sequence[Load | None] = (),
     correct: Tensor | None = None,
 ) -> Inputs:
-    """On each of the devices; in training with `loads`, from make_load on each. `correct`: as of Packed."""
+    """As `inputs_on`; in training with `loads`, from make_load on each. `correct`: as of Packed."""
     packed = []
     for (tables, device), load in zip(places, loads or [None] * len(places), strict=True):
         ids, labels, loss_rows = (t.to(device, non_blocking=True) for t in (mb.ids, mb.labels, mb.loss_rows))

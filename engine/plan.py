@@ -249,9 +249,9 @@ class Plan:
         return replace(cfg, halves=self.halves, at_once=self.at_once, slices=self.slices)
 
     @property
-    def ahead(self) -> int:
-        """Units of a GPU prefetched beside the one in use; half blocks have two rings."""
-        return self.window * (2 if self.halves else 1) - 1
+    def buffers(self) -> int:
+        """For layers' weights on a GPU, one in use; both kinds of half blocks have a window."""
+        return self.window * (2 if self.halves else 1)
 
     def changed(self, chosen: Container[int], **change: Any) -> Plan:
         """This plan with `change` of units in `chosen`; equal units stay one object (`distinct`)."""

@@ -127,9 +127,9 @@ def rotate_(heads_: Tensor, table: Table | None, rows: Rows, inverse: bool = Fal
         ops.rope_(turned, table.cos, table.sin, rows.docs.positions, inverse, table.pairs)
 
 
-def make_rows(lengths: Sequence[int], tables: Tables, device: torch.device | str, load: Load | None = None) -> Rows:
+def make_rows(lengths: Sequence[int], tables: Tables, device: torch.device | str) -> Rows:
     """Rows of documents of these lengths."""
-    return Rows(ops.make_docs(lengths, device), tables, load)
+    return Rows(ops.make_docs(lengths, device), tables)
 
 
 def rope_tables(cfg: ModelConfig, length: int, device: torch.device | str) -> Tables:

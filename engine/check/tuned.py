@@ -67,8 +67,3 @@ def in_use(settings: Settings) -> Iterator[None]:
         yield
     finally:
         launch.use({})
-
-
-def digest(settings: Settings) -> str:
-    """A short name of settings, "" of the usual ones."""
-    return hashlib.sha256(json.dumps(settings, sort_keys=True).encode()).hexdigest()[:8] if settings else ""

@@ -353,7 +353,7 @@ def _base(geo: Geometry, plan: Plan, u: int, moved: Traffic) -> None:
 
 def _window(plan: Plan) -> int:
     """Units that are on the GPUs at once."""
-    return (plan.ahead + 1) * plan.gpus
+    return plan.buffers * plan.gpus
 
 
 def _stays(geo: Geometry, plan: Plan, u: int) -> bool:

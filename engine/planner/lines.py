@@ -63,7 +63,7 @@ def _decisions(plan: Plan, row: str, names: Mapping[Tier, str]) -> str:
     n, units = len(plan.units), "half blocks" if plan.halves else "blocks"
     if row == "weights":
         stored = _counted((u.weights for u in plan.units), names)
-        buffers = count(plan.ahead + 1, units.removesuffix("s"))
+        buffers = count(plan.buffers, units.removesuffix("s"))
         way = f"buffers for {buffers} on {'each' if plan.gpus > 1 else 'the'} GPU"
         return f"   {n} layers stored: {stored}; {way}"
     if row == "optimizer state":

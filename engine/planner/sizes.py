@@ -34,8 +34,8 @@ def qwen3(width: int, ffn: int, layers: int, heads: int, tied: bool = False) -> 
                   tie_word_embeddings=tied)  # fmt: skip
 
 
-def qwen2(width: int, ffn: int, layers: int, heads: int, kv: int, vocab: int = 152064) -> ModelConfig:
-    return config("qwen2", width, layers, heads, kv, vocab, intermediate_size=ffn, rope_theta=1e6)
+def qwen2(width: int, ffn: int, layers: int, heads: int, kv: int) -> ModelConfig:
+    return config("qwen2", width, layers, heads, kv, 152064, intermediate_size=ffn, rope_theta=1e6)
 
 
 def gemma3(width: int, ffn: int, layers: int, heads: int, kv: int, vocab: int = 262208, head: int = 256) -> ModelConfig:

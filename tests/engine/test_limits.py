@@ -14,7 +14,7 @@ import torch
 from engines import LLAMA, batches, fork
 
 from trireme.engine import memory
-from trireme.engine.build import build, inputs
+from trireme.engine.build import build, inputs_on
 from trireme.engine.exchange import fill
 from trireme.engine.plan import DoesNotFit, Limits
 from trireme.engine.planner.rule import Wanted, simple_plan
@@ -65,7 +65,7 @@ def a_run(cfg: ModelConfig, limits: Limits, folder: Path) -> list[str]:
         fill(e.placement, random_pieces)
         tables = rope_tables(cfg, 64, "cpu")
         for i, step in enumerate(batches(cfg, 3, 2, 64), 1):
-            train_step(e, [inputs(cfg, mb, tables, e.memory.device) for mb in step], i, 1e-3)
+            train_step(e, [inputs_on(cfg, mb, [(tables, e.memory.device)]) for mb in step], i, 1e-3)
         e.optimizer.flush()
         e.queues.close()
     return sorted({unit.state for unit in plan.units})

@@ -7,7 +7,7 @@ import pytest
 import torch
 from engines import Batch
 
-from trireme.engine.build import build, inputs
+from trireme.engine.build import build, inputs_on
 from trireme.engine.exchange import fill, fill_base
 from trireme.engine.plan import DoesNotFit, Limits
 from trireme.engine.planner.choose import choose
@@ -77,7 +77,7 @@ def test_refused_or_within_the_limits(seed, tmp_path):
             rows_left, batch = rows, []
             while rows_left:
                 k = min(per, rows_left)
-                batch.append(inputs(cfg, Batch(cfg.vocab, (seq,) * k, step), tables, e.memory.device))
+                batch.append(inputs_on(cfg, Batch(cfg.vocab, (seq,) * k, step), [(tables, e.memory.device)]))
                 rows_left -= k
             train_step(e, batch, step, 1e-4)
         e.optimizer.flush()

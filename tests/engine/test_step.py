@@ -48,7 +48,7 @@ from stores import OneDrive
 from trireme.engine import geometry
 from trireme.engine.between import Reader
 from trireme.engine.buffers import usage
-from trireme.engine.build import Inputs, build, inputs, inputs_on
+from trireme.engine.build import Inputs, build, inputs_on
 from trireme.engine.placement import Entry
 from trireme.engine.plan import TIERS, UnitPlan
 from trireme.engine.planner.rates import Rates
@@ -578,7 +578,7 @@ def test_codes_that_would_take_too_much_of_a_gpu_are_made_by_each_product(monkey
 def test_where_nothing_is_trained_a_step_is_an_evaluation():
     cfg = replace(LLAMA, frozen=("*",))
     e = make(cfg, gpu_plan(cfg, dtype="BF16"))
-    micro = [inputs(cfg, mb, rope_tables(cfg, 64, "cpu"), "cpu") for mb in batches(cfg, 1, 2, 24)[0]]
+    micro = [inputs_on(cfg, mb, [(rope_tables(cfg, 64, "cpu"), "cpu")]) for mb in batches(cfg, 1, 2, 24)[0]]
     losses = evaluate(e, micro)
     stats = train_step(e, micro, 1, 1e-2)
     assert stats.loss == float(sum(part.double().sum() for part in losses) / sum(mb.trained for mb in micro))
@@ -592,7 +592,7 @@ def test_an_evaluation_sends_no_input_to_its_tier(tier):
     plan = gpu_plan(LLAMA)
     inner = tuple(replace(unit, x=tier) for unit in plan.units[1:-1])
     e = make(LLAMA, replace(plan, units=(plan.units[0], *inner, plan.units[-1])), poison=False)
-    micro = [inputs(LLAMA, mb, rope_tables(LLAMA, 64, "cpu"), "cpu") for mb in batches(LLAMA, 1, 2, 24)[0]]
+    micro = [inputs_on(LLAMA, mb, [(rope_tables(LLAMA, 64, "cpu"), "cpu")]) for mb in batches(LLAMA, 1, 2, 24)[0]]
     before = evaluate(e, micro)
     assert not e.queues.moved["d2h"] + e.queues.moved["ssd_write"]
     train_step(e, micro, 1, 0.0)
@@ -606,7 +606,7 @@ def test_a_step_without_labels_is_refused_and_changes_nothing():
     batch = batches(LLAMA, 1, 1, 24)[0]
     batch[0].labels[:] = -100
     with pytest.raises(InputError, match="step 7: none of its tokens has a label"):
-        train_step(e, [inputs(LLAMA, batch[0], rope_tables(LLAMA, 64, "cpu"), "cpu")], 7, 1e-2)
+        train_step(e, [inputs_on(LLAMA, batch[0], [(rope_tables(LLAMA, 64, "cpu"), "cpu")])], 7, 1e-2)
     e.optimizer.flush()
     assert all(torch.equal(value, before[name]) for name, value in final_weights(e).items())
 

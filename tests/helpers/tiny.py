@@ -376,7 +376,8 @@ class Tiny:
         return ops.soft_cap(y @ model.output_matrix(self.cfg, self.w[0], self.w[-1]).T, self.cfg.logit_cap)
 
     def rows(self, lengths, load=None):
-        return make_rows(lengths, rope_tables(self.cfg, max(lengths), self.device), self.device, load)
+        rows = make_rows(lengths, rope_tables(self.cfg, max(lengths), self.device), self.device)
+        return rows._replace(load=load)
 
     def train(self, ids, labels, lengths, keep=(), scale=None, load=None):
         """Losses (N,), with the gradients of their mean over the labels added to self.grads."""

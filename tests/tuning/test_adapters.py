@@ -12,7 +12,7 @@ from tiny import CASES, oracle
 from transformers import AutoModelForCausalLM
 
 from trireme.engine.between import Reader
-from trireme.engine.build import build, inputs
+from trireme.engine.build import build, inputs_on
 from trireme.engine.exchange import Exchange
 from trireme.engine.plan import UnitPlan
 from trireme.engine.queues.real import InlineQueues
@@ -68,7 +68,7 @@ def test_peft_computes_what_we_compute(case, tmp_path):
     cfg, _, e = trained(case, tmp_path)
     base = AutoModelForCausalLM.from_pretrained(tmp_path / "base", dtype=torch.float32)
     batch = batches(cfg, 1, 1, 24)[0][0]
-    mine = evaluate(e, [inputs(cfg, batch, rope_tables(cfg, 64, "cpu"), "cpu")])[0]
+    mine = evaluate(e, [inputs_on(cfg, batch, [(rope_tables(cfg, 64, "cpu"), "cpu")])])[0]
     theirs = peft.PeftModel.from_pretrained(base, tmp_path / "adapter")
     ids, labels = torch.from_numpy(batch.ids).long(), torch.from_numpy(batch.labels).long()
     losses = torch.nn.functional.cross_entropy(logits(theirs, ids), labels, reduction="none", ignore_index=-100)
@@ -134,7 +134,7 @@ def test_a_merged_checkpoint_computes_the_same(case, tmp_path):
     cfg, source, e = trained(case, tmp_path)
     merge_adapter(tmp_path / "adapter", cfg, source, tmp_path / "merged")
     batch = batches(cfg, 1, 1, 24)[0][0]
-    mine = evaluate(e, [inputs(cfg, batch, rope_tables(cfg, 64, "cpu"), "cpu")])[0]
+    mine = evaluate(e, [inputs_on(cfg, batch, [(rope_tables(cfg, 64, "cpu"), "cpu")])])[0]
     model = AutoModelForCausalLM.from_pretrained(tmp_path / "merged", dtype=torch.float32)
     ids, labels = torch.from_numpy(batch.ids).long(), torch.from_numpy(batch.labels).long()
     losses = torch.nn.functional.cross_entropy(logits(model, ids), labels, reduction="none", ignore_index=-100)
