@@ -281,7 +281,7 @@ def _activation_buffers(geo: Geometry, plan: Plan, units: Alike) -> Iterable[Buf
 
 
 def workspace(geo: Geometry, plan: Plan, gpu: int = 0) -> int:
-    """A GPU's bytes beside the buffers: largest unit's temporaries, rotary table, inputs, fragmentation."""
+    """A GPU's bytes outside the buffers: largest unit's temporaries, rotary table, inputs, fragmentation."""
     wide = 4 if plan.sums_wide else ITEMSIZE[plan.dtype]
     each = {geo.kinds[u]: u for u in range(geo.head) if plan.units[u].gpu == gpu}.values()  # by kind
     needs = [geo.workspace_bytes(u, plan.tokens, wide) for u in each]

@@ -311,8 +311,8 @@ class CpuUpdates:
 
 
 class StreamedUpdates:
-    """Updates on the GPU of state in RAM, record by record, in queues of their own: beside updates on the CPU, when a
-    layer's weights come for forward. Late moments follow on the CPU.
+    """Updates on the GPU of state in RAM, record by record, in queues of their own while the CPU updates others, when
+    a layer's weights come for forward. Late moments follow on the CPU.
     """
 
     def __init__(

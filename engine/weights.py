@@ -206,7 +206,7 @@ class LayerWeights:
 
 
 class SliceWeights:
-    """Some of a layer's frozen experts, in use beside the layer's other weights."""
+    """Some of a layer's frozen experts, in use with the layer's other weights."""
 
     def __init__(self, u: int, v: int, numbers: range, frozen: OnGpu):
         """`v`: their number among units of frozen weights, of `numbers` of the layer's slices."""

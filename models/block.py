@@ -1,6 +1,6 @@
 """A block: attention, a recurrence or both, then MLP, or with cfg.parallel attention and MLP of one input.
 
-Saved beside their tensors: resid (N, D), the MLP's input, where that is not the block's.
+Saved in addition to their tensors: resid (N, D), the MLP's input, where that is not the block's.
 """
 
 from __future__ import annotations

@@ -185,7 +185,7 @@ class ModelConfig:
 
     @property
     def flat(self) -> bool:
-        """Whether files may name its tensors as those of a text model with others beside it."""
+        """Whether files may name its tensors as those of a text model among others."""
         return bool(self.wrapper) and WRAPPERS[self.wrapper].flat
 
     @property

@@ -315,7 +315,7 @@ def _adapter_gradients_(
 
 
 def _of_all(w: Weights, found: Routes, d_weights: Tensor, passed: Passed | None) -> Tensor:
-    """Gradients of weights (N, k) of this slice's experts, beside those of the slices before."""
+    """Gradients of weights (N, k) of this slice's experts, next to those of the slices before."""
     if w.part is None or passed is None:
         return d_weights
     mine = (found.experts >= w.part.first) & (found.experts < w.part.last)

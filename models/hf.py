@@ -51,7 +51,7 @@ def canonical_names(cfg: ModelConfig, found: Mapping[str, Shape]) -> dict[str, s
 
     The base prefix may be missing; a tied matrix has either name or both. Raises InputError where a tensor is missing,
     unknown or of another shape than config.json says. A score head may be missing, which then begins as a new one; an
-    output matrix beside one is not used.
+    output matrix in addition to one is not used.
     """
     experts = cfg.experts.count if cfg.experts and cfg.names.each else 1
     dense = len(cfg.experts.dense) if cfg.experts else 0
@@ -129,7 +129,7 @@ def _in_full(cfg: ModelConfig, name: str) -> Iterator[str]:
     for there, here in cfg.names.also:
         if there in name:
             yield name.replace(there, here)
-    if cfg.flat and name.startswith("model."):  # as of a text model with a tower beside it
+    if cfg.flat and name.startswith("model."):  # as of a text model with a vision tower
         yield "model.language_model." + name.removeprefix("model.")
     text = "language_model."  # in files of a multimodal model: model.layers and lm_head behind it
     if cfg.wrapper and name.startswith(text):

@@ -2,8 +2,8 @@
 
 Requests are cut into pieces of `block` bytes, and have a class: those of the highest go first, but after `BOUND` pieces
 of higher classes a waiting class has its turn, so that none starves. Requests of one class alternate. `depth` pieces
-are in flight, or `mixed` in a direction beside more of the other (devices.py measures them). A future ends, also with
-an error, when none of its pieces is in flight: its buffer is free.
+are in flight, or `mixed` in a direction while there are more in the other (devices.py measures them). A future ends,
+also with an error, when none of its pieces is in flight: its buffer is free.
 """
 
 from __future__ import annotations

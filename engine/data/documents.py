@@ -54,7 +54,7 @@ def hold_out(documents: np.ndarray, share: float, seed: int, is_text: bool) -> t
     return documents[~chosen], documents[chosen]
 
 
-_HOLD_OUT, _WEIGH = 1 << 32, 1 << 33  # random keys, beside epoch numbers
+_HOLD_OUT, _WEIGH = 1 << 32, 1 << 33  # random keys, other than epoch numbers
 
 
 def _part_the_longest(documents: np.ndarray, share: float) -> tuple[np.ndarray, np.ndarray]:

@@ -101,7 +101,7 @@ def size(example: Example) -> int:
         if isinstance(value, str):
             characters += len(value)
         elif isinstance(value, (dict, list)):
-            characters += 8 * len(value)  # beside text
+            characters += 8 * len(value)  # in addition to text
             left += value.values() if isinstance(value, dict) else value
     return characters
 

@@ -28,7 +28,7 @@ NOTE = (
 def corrected(
     spec: dict[str, Any], vocabulary: int, config: dict[str, Any], model: dict[str, Any]
 ) -> tuple[dict[str, Any], tuple[str, ...]]:
-    """(tokenizer.json as it is read, notes). `config`: tokenizer_config.json; `model`: the config.json beside it."""
+    """(tokenizer.json as it is read, notes). `config`: tokenizer_config.json; `model`: the config.json next to it."""
     before = spec.get("pre_tokenizer")
     if vocabulary <= _LARGE or not isinstance(before, dict) or not _affected(model):
         return spec, ()

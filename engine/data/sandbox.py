@@ -24,7 +24,7 @@ from typing import Any
 from trireme.engine.data.files.rows import BadRow
 from trireme.models.config import InputError
 
-MEMORY = 4 << 30  # bytes of address space beside those at the start
+MEMORY = 4 << 30  # bytes of address space more than at the start
 
 ALONE = {"OMP_NUM_THREADS": "1", "OPENBLAS_NUM_THREADS": "1", "TOKENIZERS_PARALLELISM": "false"}
 

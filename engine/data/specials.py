@@ -63,7 +63,7 @@ def listed(spec: dict[str, Any]) -> list[dict[str, Any]]:
 
 
 def _extra(config: dict[str, Any], older: dict[str, Any]) -> list[Any]:
-    """Further special tokens, by either name; of the older file only those of the newer name beside others."""
+    """Further special tokens, by either name; of the older file only those of the newer name, if it has others too."""
     older = {} if "added_tokens_decoder" in config else older
     found = [
         given.get(name) for given in (config, older) for name in ("extra_special_tokens", "additional_special_tokens")

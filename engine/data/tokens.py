@@ -49,7 +49,7 @@ class Tokenizer:
 
     @cached_property
     def greedy(self) -> dict[int, str]:
-        """Added tokens that take the spaces beside them."""
+        """Added tokens that take the spaces around them."""
         added = self.core.get_added_tokens_decoder()
         return {i: token.content for i, token in added.items() if token.lstrip or token.rstrip}
 
@@ -106,7 +106,7 @@ class Tokenizer:
         return ids[mine], offsets[mine]
 
     def _settled(self, text: str, border: int) -> bool:
-        """Whether the tokens beside `border` are the same in a narrow and in a wide window."""
+        """Whether the tokens around `border` are the same in a narrow and in a wide window."""
         found = []
         for reach in (OVERLAP // 2 + 1, OVERLAP) if 0 < border < len(text) else ():
             made = self._window(text, max(0, border - reach), min(len(text), border + reach))

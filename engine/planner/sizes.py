@@ -22,7 +22,7 @@ def gpt3(width: int, layers: int, heads: int) -> ModelConfig:
 
 
 def config(model_type: str, width: int, layers: int, heads: int, kv: int, vocab: int, **keys: Any) -> ModelConfig:
-    """Of its config.json, with these keys beside the usual."""
+    """Of its config.json, with these keys in addition to the usual."""
     return parse_config(dict(
         model_type=model_type, hidden_size=width, num_hidden_layers=layers, num_attention_heads=heads,
         num_key_value_heads=kv, vocab_size=vocab, **keys,

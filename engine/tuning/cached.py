@@ -1,8 +1,8 @@
 """--base with --store: what is quantized is kept in a file of the store, for this run and for later ones.
 
-DIR/bases/nf4-KEY.safetensors has the parts of all matrices, by their names in memory; beside it .json has checksums of
-the checkpoint's files that they were made of, and their stamps. A checkpoint with these stamps, or else with these
-checksums, is not quantized again. KEY tells shapes apart, and by some of the values checkpoints.
+DIR/bases/nf4-KEY.safetensors has the parts of all matrices, by their names in memory; a .json file next to it has
+checksums of the checkpoint's files that they were made of, and their stamps. A checkpoint with these stamps, or else
+with these checksums, is not quantized again. KEY tells shapes apart, and by some of the values checkpoints.
 """
 
 from __future__ import annotations

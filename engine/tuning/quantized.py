@@ -23,7 +23,7 @@ BASES = {"nf4": NF4, "fp8": FP8.with_dtypes(("F8_E4M3", "F32")), "mxfp4": MX}
 
 @dataclass(frozen=True)
 class Quantized(Packed):
-    """`original` with parts of quantized matrices beside its tensors."""
+    """`original` with parts of quantized matrices in addition to its tensors."""
 
     original: Source
     encoders: tuple[Encoder, ...]  # in the order of `parts`

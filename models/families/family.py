@@ -142,4 +142,4 @@ class Wrapper:
     carried: tuple[str, ...] = ("model.visual.",)
     tied: Literal["text", "outside", "either"] = "text"  # tie_word_embeddings; "text": outside, then there
     tied_default: bool = False  # of that outside
-    flat: bool = False  # keys and names of tensors may be those of a text model with a tower beside it
+    flat: bool = False  # keys and names of tensors may be those of a text model with a vision tower

@@ -19,7 +19,7 @@ class Names:
     qkv: tuple[str, ...]  # packed or three
     o: str
     norm2: str  # "": none
-    up: tuple[str, ...]  # gate and up, or one; beside experts the shared one's
+    up: tuple[str, ...]  # gate and up, or one; with experts the shared one's
     down: str
     positions: str = ""
     post1: str = ""  # norm behind o

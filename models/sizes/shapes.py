@@ -159,7 +159,7 @@ def is_packed(cfg: ModelConfig, group: Group) -> bool:
 
 
 def is_frozen(cfg: ModelConfig, group: Group) -> bool:
-    """Whether a group is frozen, as a router's correction always is, and a score head beside adapters never.
+    """Whether a group is frozen, as a router's correction always is, and a score head with adapters never.
 
     Raises InputError where only some tensors of the one matmul are.
     """
@@ -435,7 +435,7 @@ def is_sliced(cfg: ModelConfig) -> bool:
 
 
 def passed_shapes(cfg: ModelConfig, tokens: int) -> dict[str, tuple[tuple[int, ...], str]]:
-    """name -> (shape, dtype) of what passes from slice to slice of a layer's experts beside the sub-layer's input.
+    """name -> (shape, dtype) of what passes from slice to slice of a layer's experts, without the sub-layer's input.
 
     The sum of the experts so far, the routing, and in backward the gradient of its weights.
     """

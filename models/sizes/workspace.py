@@ -144,7 +144,7 @@ def _attention_moments(cfg: ModelConfig, sizes: _Sizes) -> tuple[int, list[int]]
     return result, [
         y + first.x + qkv,  # attention._project
         qkv * cfg.attention_gate + gated + attn + last.x + matmul,  # add_branch
-        result + gated + last.x + matmul,  # attention.residual: beside it `out`
+        result + gated + last.x + matmul,  # attention.residual: and `out`
         result + gated + last.dy + last.add,  # attention.backward_to_qkv
         result + last.dy + last.matrix + attn,
         result + attn + qkv + lse + gated,  # dout, dqkv, row sums of dout * out; dout before the gate, or dq
@@ -172,7 +172,7 @@ def _latent_moments(cfg: ModelConfig, sizes: _Sizes) -> tuple[int, list[int]]:
         y + first.x + qkv,  # attention._project
         result,
         attn + last.x + matmul,  # add_branch
-        result + last.x + matmul,  # attention.residual: beside it `out`
+        result + last.x + matmul,  # attention.residual: and `out`
         result + last.dy + last.add,  # attention.backward_to_qkv
         result + last.dy + last.matrix + attn,
         d_heads + heads + attn + lse,  # dout, row sums of dout * out
@@ -215,7 +215,7 @@ def _scan_moments(cfg: ModelConfig, sizes: _Sizes) -> tuple[int, list[int]]:
         result + read + local + states,  # scan_fwd
         result + value,  # scan._gated
         value + last.x + matmul,  # add_branch
-        result + value + last.x + matmul,  # scan.residual: beside it `out`
+        result + value + last.x + matmul,  # scan.residual: and `out`
         result + value + last.dy + last.add,  # scan.backward_to_mixed
         result + value + last.dy + last.matrix,
         result + mixed + 2 * value,  # gated_norm_bwd

@@ -17,7 +17,7 @@ MOST_FILES = 500  # each is held open
 _NAMED = 4  # files named in a line
 _WHAT = {"train": "train", "training": "train", "test": "test"}
 _WHAT |= dict.fromkeys(("valid", "validation", "val", "dev", "eval"), "valid")
-_ABOUT = {"dataset_info", "dataset_infos", "dataset_dict", "state", "data_config", "metadata"}  # .json beside data
+_ABOUT = {"dataset_info", "dataset_infos", "dataset_dict", "state", "data_config", "metadata"}  # .json next to data
 
 
 class Found(NamedTuple):

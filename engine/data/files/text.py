@@ -9,7 +9,7 @@ from pathlib import Path
 from trireme.engine.data.files.rows import Bytes, Row
 from trireme.models.config import InputError
 
-CONTEXT = 1 << 12  # characters beside a piece, for its tokens at the borders
+CONTEXT = 1 << 12  # characters around a piece, for its tokens at the borders
 _PIECE = 1 << 18  # characters of a piece, at least
 _LINE = 1 << 18  # of a line read at once
 SEPARATOR = "<|endoftext|>"  # a line that ends a document, whatever the tokenizer

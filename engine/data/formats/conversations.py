@@ -9,7 +9,7 @@ from trireme.engine.data.formats.calls import drop_strange_nulls, number_calls, 
 from trireme.engine.data.formats.examples import Chat, Completion, filled_list, string
 from trireme.engine.data.formats.messages import CALL, ROLES, SAID, read_message
 
-SAYS_MORE = ("system", "tools", "functions", "chat_template_kwargs")  # beside the messages
+SAYS_MORE = ("system", "tools", "functions", "chat_template_kwargs")  # in addition to the messages
 SYSTEM = ("system", "developer")
 
 

@@ -14,7 +14,7 @@ class Text(NamedTuple):
     text: str
     starts: bool = True
     ends: bool = True
-    before: str = ""  # of a piece: the text beside it
+    before: str = ""  # of a piece: the text around it
     after: str = ""
 
 

@@ -21,7 +21,7 @@ ROLES = {
     **dict.fromkeys(("function_call", "tool_call"), CALL),
     **dict.fromkeys(("tool", "function", "observation", "function_response", "tool_response"), "tool"),
 }
-SAID = ("tool_calls", "reasoning_content", "reasoning", "thinking")  # beside `content`
+SAID = ("tool_calls", "reasoning_content", "reasoning", "thinking")  # in addition to `content`
 _TRAINED = (
     *("train", "training", "trainable", "is_trainable", "is_train", "do_train", "learn"),
     *("loss", "loss_mask", "step_loss_mask", "loss_scale", "loss_weight", "weight"),
@@ -68,7 +68,7 @@ def read_message(turn: Any, where: str, unused: dict[str, None]) -> Fields:
     message["role"] = ROLES.get(message["role"].strip().lower(), message["role"])
     refuse_media(message, f"{where}: ")
     if message["role"] == CALL and (message.get("tool_calls") or message.get("function_call")):
-        raise BadRow(f"{where} is a call, and has calls beside it")
+        raise BadRow(f"{where} is a call, and has a list of calls too")
     if message["role"] != CALL:
         _read_thoughts(message, where)
         _read_content(message, where, unused)
@@ -99,7 +99,7 @@ def _read_thoughts(message: Fields, where: str) -> None:
 
 
 def _read_content(message: Fields, where: str, unused: dict[str, None]) -> None:
-    """A list of parts becomes its text, or a list of texts; thoughts among them go beside it."""
+    """A list of parts becomes its text, or a list of texts; thoughts among them are put next to it."""
     content = message.get("content")
     if not isinstance(content, list):
         if content is not None and not isinstance(content, str):
@@ -124,7 +124,7 @@ def _read_content(message: Fields, where: str, unused: dict[str, None]) -> None:
     message["content"] = texts if len(texts) > 1 else "".join(texts)
     if thoughts:
         if any(message.get(key) for key in SAID[1:]):
-            raise BadRow(f"{where} has thoughts in its content and beside it")
+            raise BadRow(f"{where} has thoughts in its content and in a field of their own")
         message["reasoning_content"] = "\n".join(thoughts)
 
 

@@ -363,7 +363,7 @@ def default_decay(cfg: ModelConfig) -> float:
 
 
 def _files(options: Options, cfg: ModelConfig, out: Path, source: Source, data: Dataset | None, work: Work) -> Files:
-    """What the run has and will have on drives, beside training state."""
+    """What the run has and will have on drives, without training state."""
     tokens = data.nbytes(shelf()) if data else 0
     held = [*(file for d in store_folders(options.store, out) for file in version_files(d))]
     held += [file for kind in ("best*", "step-*") for file in out.glob(f"{kind}/*.safetensors")]

@@ -263,5 +263,5 @@ class Planner:
 
 
 def record_size(parameters: int, ram: int) -> int:
-    """Parameters of a record: many for the drive, few beside the RAM."""
+    """Parameters of a record: many for the drive, few compared with RAM."""
     return max(min(1 << 24, ram // 1024), min(parameters // 256, ram // 256), 1 << 12) // 4096 * 4096

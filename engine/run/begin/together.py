@@ -15,7 +15,7 @@ LARGEST = 1 << 40  # of a batch and of steps
 KINDS_OF_ADAPTERS = ("lora", "qlora", "dora", "full")
 OF_ADAPTERS = "lora|(lora|qlora|peft)-.*"
 LOSSES = {"sigmoid": "dpo", "ipo": "ipo", "orpo": "orpo", "simpo": "simpo"}  # of stage dpo
-KINDS = ("json", "csv", "parquet", "text")  # paths of data sets whose files are named beside
+KINDS = ("json", "csv", "parquet", "text")  # paths of data sets whose files are named next to them
 
 
 def _batch(found: Read) -> None:

@@ -29,7 +29,7 @@ class Layers:
     """Layers are kept on the device (on a CPU: in RAM) or in RAM; of the others two are in RAM at once."""
 
     def __init__(self, opened: Opened, device: torch.device, dtype: str, limits: Limits, needs: int):
-        """`dtype`: F32 or BF16; `needs`: bytes of the device beside weights. Raises DoesNotFit, InputError."""
+        """`dtype`: F32 or BF16; `needs`: bytes of the device without weights. Raises DoesNotFit, InputError."""
         self.cfg, self.device, self.opened = opened.cfg, device, opened
         self._on_cpu = device.type == "cpu"
         try:
