@@ -4,7 +4,7 @@ from types import SimpleNamespace
 
 import pytest
 import torch
-from engines import LIMITS, LORA, gpu_plan
+from engines import LIMITS, LLAMA, LORA, gpu_plan
 
 from trireme.engine.build import Inputs, build
 from trireme.engine.memory import Pool, Prefetch
@@ -77,3 +77,43 @@ def test_what_is_frozen_stays_in_the_window_from_pass_to_pass(window):
         train_step(e, [Inputs(24, 20, 100)] * 2, step, 1e-3)
     of_blocks = [t for t in queues.tasks if kind_of(t.queue) == "h2d" and t.of.startswith("block")]
     assert len(of_blocks) == 2 * n - 2 * window
+
+
+def engine(units, **more):
+    queues = SimulatedQueues(lambda task: 1.0, Rates(1.0, 1.0, 1.0, 1.0, 1.0, 1.0))
+    queues.begin()
+    return build(LLAMA, gpu_plan(LLAMA, units=units, **more), LIMITS, queues)
+
+
+def test_weights_are_free_after_the_last_use_that_a_pass_expects():
+    e = engine((UnitPlan("host", "host"),) * LLAMA.n_units, window=2)
+    e.weights.expect([0, 1, 2, 0])
+    for u, left in ((0, {0, 1, 2}), (1, {0, 2}), (2, {0}), (0, set())):
+        for part in e.weights.parts(u):
+            assert part.u == u
+        assert {layer.u for layer in e.weights.held} == left
+    assert not e.memory.owned()
+
+
+@pytest.mark.parametrize(
+    ("tier", "again", "after"),
+    [("gpu", False, (True, False)), ("gpu", True, (True, True)), ("host", False, (True, False)),
+     ("host", True, (True, False))],
+)  # fmt: skip
+def test_an_activation_is_free_after_its_last_reader(tier, again, after):
+    """On the GPU after a pass's first reader and after its last; in RAM it waits for another pass."""
+    e = engine((UnitPlan("host", "host", x=tier),) * LLAMA.n_units)
+    x, here = e.activations.x[2][0], []
+    task = e.queues.run("compute", "other", "", lambda: None)
+    x.fill(24, again).done(task)
+    for last in (False, True):
+        x.read(last).done(task)
+        here.append(x.here is not None)
+    assert tuple(here) == after
+    assert x.stored == (tier == "host" and again)
+    if again:
+        x.fetch()
+        x.read().done(task)
+    assert x.here is None
+    assert not x.stored
+    assert not e.memory.owned()
