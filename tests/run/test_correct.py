@@ -149,7 +149,7 @@ def test_a_step_faster_than_its_machine_has_the_next_run_measure_anew(tmp_path, 
     machine, in_fp8 = probe.processor(cpu, "F32"), probe.processor(cpu, "FP8")
     probe.remember(machine, {"matmul": 1e12})
     probe.remember(in_fp8, {"fp8": 2e12})
-    job = SimpleNamespace(device=cpu, plan=SimpleNamespace(dtype="F32"))
+    job = SimpleNamespace(device=cpu, plan=SimpleNamespace(dtype="F32"), cfg=SimpleNamespace(scan=None))
     live = SimpleNamespace(progress=SimpleNamespace(step=0), job=job, screen=SimpleNamespace(say=said.append))
     run = pace.Pace(live)
     run._question(1.0, 0.95)
