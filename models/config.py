@@ -19,6 +19,7 @@ from trireme.models.families.keys import InputError, Keys
 from trireme.models.families.known import why_not
 from trireme.models.families.latent import Latent, parse_latent
 from trireme.models.families.names import Names, apart, direct, turned, within
+from trireme.models.families.packing import BY_ROW as BY_ROW
 from trireme.models.families.packing import COLUMN_GROUPS as COLUMN_GROUPS
 from trireme.models.families.packing import FP8 as FP8
 from trireme.models.families.packing import MX as MX
@@ -26,6 +27,7 @@ from trireme.models.families.packing import MXFP4 as MXFP4
 from trireme.models.families.packing import NF4 as NF4
 from trireme.models.families.packing import PACKINGS as PACKINGS
 from trireme.models.families.packing import UNUSED as UNUSED
+from trireme.models.families.packing import WHOLE as WHOLE
 from trireme.models.families.packing import Packing
 from trireme.models.families.quantization import packing_of
 from trireme.models.families.rope import Rope

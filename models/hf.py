@@ -100,6 +100,24 @@ def carried(cfg: ModelConfig, found: Iterable[str]) -> list[str]:
     return [name for name in found if any(cfg.carries(full) for full in _in_full(cfg, name))]
 
 
+def spare(cfg: ModelConfig, found: Iterable[str]) -> list[str]:
+    """Those of the names `found` that are biases of packed matrices, of which the model has none: AutoGPTQ writes them,
+    as zeros.
+    """
+    if cfg.packing is None or not cfg.packing.of_module:
+        return []
+    wanted = stored_tensors(cfg)
+    biases = {name: list(_in_full(cfg, name)) for name in found if name.endswith(".bias")}
+    unknown = (name for name, fulls in biases.items() if not any(full in wanted for full in fulls))
+    return [name for name in unknown if any(_is_spare(cfg, full, wanted) for full in biases[name])]
+
+
+def _is_spare(cfg: ModelConfig, full: str, wanted: Mapping[str, Shape]) -> bool:
+    """Whether it is the bias of a matrix that may be packed, for a name that is not `wanted`."""
+    packed = cfg.packing is not None and cfg.packing.of_module and full.endswith(".bias")
+    return packed and len(wanted.get(full.removesuffix("bias") + "weight", ())) == 2
+
+
 def is_output(name: str) -> bool:
     """Whether a stored tensor is a language model's output matrix."""
     return name.endswith(OUTPUTS)
@@ -111,7 +129,7 @@ def _canonical(cfg: ModelConfig, name: str, wanted: Mapping[str, Shape]) -> str 
             return full
         if full in OUTPUTS:
             return None if cfg.scores else output_name(cfg)
-        if cfg.carries(full) or full.endswith(_BUFFERS):
+        if cfg.carries(full) or full.endswith(_BUFFERS) or _is_spare(cfg, full, wanted):
             return None
     wrapped = next((prefix for prefix in _WRAPPERS if name.startswith(prefix)), "")
     hint = (

@@ -95,7 +95,7 @@ def merge_adapter(folder: Path, cfg: ModelConfig, source: Source, out: Path, pro
     names = hf.canonical_names(base, found)
     if isinstance(source, Packed):
         packed = (name for stored, name in names.items() if name and source.packs(stored))
-        source = unpacked(source) if any(_is_adapted(base, adapter, name) for name in packed) else source
+        source = unpacked(base, source) if any(_is_adapted(base, adapter, name) for name in packed) else source
     source = headed(base, source)
     names = hf.canonical_names(base, {name: t.shape for name, t in source.tensors.items()})
 

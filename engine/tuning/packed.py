@@ -18,7 +18,17 @@ from trireme.models import hf
 from trireme.models.config import InputError, ModelConfig, Packing
 from trireme.models.sizes import shapes
 from trireme.storage.auxiliary import CONTENT, content_of
-from trireme.storage.checkpoint import CHUNK, INDEX, NUMPY, Source, SourceTensor, stored_values, unread
+from trireme.storage.checkpoint import (
+    CHUNK,
+    INDEX,
+    NUMPY,
+    Source,
+    SourceTensor,
+    convert,
+    dtype_of,
+    stored_values,
+    unread,
+)
 from trireme.storage.files import Say
 from trireme.storage.headers import CheckpointError, encode_header
 from trireme.storage.layout import ITEMSIZE, sequential
@@ -157,7 +167,9 @@ class Unpacked(Packed):
 
 
 def check_packing(cfg: ModelConfig, source: Source, say: Say) -> None:
-    """Whether config.json and the tensors agree. Raises InputError where transformers would not read them."""
+    """Whether config.json and the tensors agree. Raises InputError where transformers would not read them, and where
+    packed matrices have biases, which the model has not, that are not zero.
+    """
     if isinstance(source, Packed) and cfg.packing is None:
         raise InputError(
             f'{source.folder}: there are tensors in {source.packing.word}, but config.json has no "quantization_config"'
@@ -169,6 +181,13 @@ def check_packing(cfg: ModelConfig, source: Source, say: Say) -> None:
             f'note: {source.folder}: config.json has a "quantization_config" of {word}, but no tensor is in {word}: '
             "all are read as they are"
         )
+    cfg = hf.as_found(cfg, {name: t.shape for name, t in source.tensors.items()})
+    for name in hf.spare(cfg, source.tensors):
+        if any(convert(piece, dtype_of(piece), "F32").any() for piece in source.values(name)):
+            raise InputError(
+                f"{source.folder}: {name} is not zero, and a {cfg.model_type} as config.json describes it has no such "
+                "bias. The weights and config.json are not of the same model."
+            )
 
 
 def as_stored(cfg: ModelConfig, source: Source) -> ModelConfig:
@@ -184,10 +203,11 @@ def as_stored(cfg: ModelConfig, source: Source) -> ModelConfig:
             raise CheckpointError(unread(source.folder / t.file, name, t.dtype))
     if not isinstance(source, Packed):
         return cfg
+    cfg = replace(cfg, packing=source.packing)
     stored = hf.sources(cfg, {name: t.shape for name, t in source.tensors.items()})
     in_files = lambda name, shape: (stored.get(there, there) for there, _ in shapes.on_disk(cfg, name, shape))
     packed = globs(cfg, lambda name, shape: all(map(source.packs, in_files(name, shape))))
-    return replace(cfg, packing=source.packing, packed=packed)
+    return replace(cfg, packed=packed)
 
 
 def as_said(cfg: ModelConfig) -> ModelConfig:
@@ -239,13 +259,14 @@ def as_trained(cfg: ModelConfig, source: Source, stored: Mapping[str, str]) -> S
     found = frozenset(name for name in names if source.packs(name))
     if found and not source.files:
         return Source(source.folder, (), source.tensors, source.auxiliary)
-    return unpacked(source, found if not source.packing.exact else frozenset()) if found else source
+    return unpacked(cfg, source, found if not source.packing.exact else frozenset()) if found else source
 
 
-def unpacked(source: Packed, wide: frozenset[str] = frozenset()) -> Unpacked:
-    """A checkpoint that is written in bf16: the same files, tensors in the same order."""
-    codes = source.packing.parts[0].suffix
-    places = source.tensors | {n.removesuffix(codes): t for n, t in source.parts.items() if n.endswith(codes)}
+def unpacked(cfg: ModelConfig, source: Packed, wide: frozenset[str] = frozenset()) -> Unpacked:
+    """A checkpoint that is written in bf16: the same files, tensors in the same order, but for `hf.spare` ones."""
+    codes, spare = source.packing.parts[0].suffix, set(hf.spare(cfg, source.tensors))
+    places = {n: t for n, t in source.tensors.items() if n not in spare}
+    places |= {n.removesuffix(codes): t for n, t in source.parts.items() if n.endswith(codes)}
     tensors, headers = {}, {}
     for file in source.files:
         names = sorted((t.offset, name) for name, t in places.items() if t.file == file)

@@ -8,7 +8,7 @@ from pathlib import Path
 
 from trireme.engine.tuning import int4, nf4
 from trireme.engine.tuning.packed import Made, Packed
-from trireme.models.config import COLUMN_GROUPS, MXFP4, NF4, PACKINGS, UNUSED, Packing
+from trireme.models.config import BY_ROW, COLUMN_GROUPS, MXFP4, NF4, PACKINGS, UNUSED, WHOLE, Packing
 from trireme.storage.checkpoint import Source, SourceTensor, open_source
 from trireme.storage.files import Say, to_stderr
 from trireme.storage.headers import CheckpointError
@@ -22,6 +22,7 @@ def open_checkpoint(folder: str | Path, packing: Packing | None = None, say: Say
     source = open_source(folder, say)
     if packing is NF4 or (packing is None and any(name.endswith(nf4.STATE) for name in source.tensors)):
         return _in_nf4(source)
+    packing = packing and _as_spelled(source, packing)
     for row in [packing] if packing else PACKINGS:
         found = _found(source, row)
         if packing:
@@ -29,6 +30,14 @@ def open_checkpoint(folder: str | Path, packing: Packing | None = None, say: Say
         if found:
             return _packed(source, row, found, say)
     return source
+
+
+def _as_spelled(source: Source, packing: Packing) -> Packing:
+    """`packing`, or that of AutoFP8, whose "quant_method" is the same: a scale for each matrix, in X.weight_scale."""
+    ends = lambda part: any(name.endswith("weight" + part.stored) for name in source.tensors)
+    if packing.code != "e4m3" or ends(packing.parts[1]) or not ends(BY_ROW.parts[1]):
+        return packing
+    return BY_ROW.scaled(WHOLE, WHOLE)
 
 
 def _in_nf4(source: Source) -> Source:

@@ -169,7 +169,7 @@ MXFP4 = Packing(  # as gpt-oss has its experts: two numbers in a byte, 32 with a
     shaped="U8 [E, out, in / 32, 16] and U8 [E, out, in / 32]",
     globs=("*.experts.gate_up_proj", "*.experts.down_proj"),
 )
-CODES, SCALES = Part("_codes", "", ("F8_E4M3",)), ("F32", "BF16", *BYTES)
+CODES, SCALES = Part("_codes", "", ("F8_E4M3",)), ("F32", "BF16", "F16", *BYTES)
 FP8 = Packing(  # as DeepSeek, Qwen and MiniMax have it: the scale's name lies, it multiplies
     "fp8",
     "e4m3",

@@ -13,6 +13,7 @@ from trireme.models.families.names import Names
 from trireme.models.families.packing import (
     AWQ,
     BY_ROW,
+    BYTES,
     FP4,
     FP8,
     GPTQ,
@@ -66,8 +67,9 @@ def _fp8(keys: Keys, names: Names) -> tuple[Packing, tuple[str, ...]]:
     if "weight_block_size" in keys.raw:
         block = (WHOLE, WHOLE) if keys.raw["weight_block_size"] is None else _pair(keys, "weight_block_size")
     packing = FP8.scaled(*block)
-    if keys.raw.get("scale_fmt") == "ue8m0":
-        packing = packing.with_dtypes(("F8_E4M3", "F8_E8M0"))
+    if keys.raw.get("scale_fmt") == "ue8m0":  # DeepSeek-V3.1 has such scales in fp32
+        codes, scales = packing.parts
+        packing = replace(packing, parts=(codes, replace(scales, dtypes=(*BYTES[::-1], "F32", "BF16"))))
     if keys.raw.get("expert_dtype") == "fp4":
         packing = replace(packing, experts=FP4)
     return packing, _blocks(names, _left_out(keys))
@@ -128,10 +130,17 @@ def _compressed(keys: Keys, names: Names) -> tuple[Packing, tuple[str, ...]]:
     groups = keys.raw.get("config_groups")
     if not isinstance(groups, dict) or not groups:
         raise keys.error("config_groups", "an object of groups")
-    found = {FORMATS[form](_weights(keys, name, group)) for name, group in groups.items()}
+    found = {FORMATS[form](_weights(keys, name, group)) for name, group in groups.items() if not _of_others(group)}
+    if not found:
+        raise keys.error("config_groups", 'a group with "weights"')
     if len(found) > 1:
         raise InputError(f"{keys.where}: its groups have scales of several shapes, which is not supported.")
     return found.pop(), _blocks(names, [_glob(module) for module in _left_out(keys, "ignore")])
+
+
+def _of_others(group: Any) -> bool:
+    """Whether a group says nothing of weights: of attention, whose cache is quantized."""
+    return isinstance(group, dict) and "weights" in group and group["weights"] is None
 
 
 def _weights(keys: Keys, name: str, group: Any) -> Keys:
@@ -159,7 +168,7 @@ def _int4(weights: Keys) -> Packing:
     weights.refuse_unless("num_bits", (4,))
     weights.refuse_unless("type", ("int",))
     weights.refuse_unless("strategy", ("group", "channel"))
-    weights.refuse_unless("actorder", (None, "static", "weight"))  # others have columns in an order of their own
+    weights.refuse_unless("actorder", (None, False, "static", "weight"))  # others have columns in an order of their own
     size = _group(weights, "group_size") if weights.raw["strategy"] == "group" else WHOLE
     return replace(INT4 if weights.flag("symmetric", True) else INT4_ZEROS, block=(1, size))
 

@@ -294,6 +294,7 @@ def packed_calls():
     for dtype, kind, (R, C) in (
         (BF16, FP32, (4096, 14336)),
         (BF16, BF16, (1536, 2880)),
+        (BF16, torch.float16, (1536, 2880)),
         (FP32, torch.uint8, (200, 300)),
     ):
         codes = torch.zeros(2, R, C, dtype=torch.uint8)

@@ -18,7 +18,7 @@ from trireme.engine.tuning.chosen import adapted
 from trireme.engine.tuning.packed import as_said, check_packing
 from trireme.engine.tuning.parts import open_checkpoint
 from trireme.kernels.reference import split_master
-from trireme.models.config import InputError, Lora, read_config
+from trireme.models.config import InputError, Lora, parse_config, read_config
 from trireme.storage.devices import open_device
 
 pytestmark = pytest.mark.grid
@@ -265,6 +265,41 @@ HOSTILE = {  # case -> (checkpoint, change of the tensors, words)
 def test_a_malformed_release_is_one_line(made, case, tmp_path):
     of, change, words = HOSTILE[case]
     check_malformed(made(of)[0], change, words, tmp_path)
+
+
+@pytest.mark.parametrize("case", ["gptq", "awq"])
+def test_biases_of_zeros_that_the_model_has_not(made, tmp_path, case):
+    """AutoGPTQ writes one for each matrix: they are not used, and not written; others are refused."""
+    folder, plain, wide = made(case)
+    state = load_file(folder / "model.safetensors")
+    biases = {n.removesuffix("weight") + "bias": torch.zeros(len(w), dtype=torch.float16) for n, w in wide.items()}
+    save_file(state | biases, tmp_path / "model.safetensors", {"format": "pt"})
+    (tmp_path / "config.json").write_bytes((folder / "config.json").read_bytes())
+    check_packing(read_config(tmp_path), open_checkpoint(tmp_path, read_config(tmp_path).packing), print)
+    cfg, source, _ = opened(tmp_path)
+    e, x = exchange(cfg, source)
+    x.load()
+    x.save(tmp_path / "out")
+    reopen(source, tmp_path / "out")
+    assert load_file(tmp_path / "out/model.safetensors").keys() == load_file(plain / "model.safetensors").keys()
+    cfg, source, _ = opened(tmp_path, lambda cfg: adapted(cfg, Lora(2, 4.0, ("q_proj",))))
+    exchange(cfg, source)[1].load()
+    biases[f"{M}.bias"][3] = 1
+    save_file(state | biases, tmp_path / "model.safetensors", {"format": "pt"})
+    with pytest.raises(InputError, match=f"{M}.bias is not zero, and a {cfg.model_type} as config.json describes it"):
+        check_packing(read_config(tmp_path), open_checkpoint(tmp_path, read_config(tmp_path).packing), print)
+
+
+def test_groups_of_caches_and_no_order_say_nothing_of_weights(made):
+    raw = json.loads((made("int4")[0] / "config.json").read_text())
+    of_weights = raw["quantization_config"]["config_groups"]["group_0"]
+    of_weights["weights"]["actorder"] = False
+    of_cache = dict(targets=["Qwen3Attention"], weights=None, input_activations=dict(num_bits=8, type="float"))
+    raw["quantization_config"]["config_groups"]["group_1"] = of_cache
+    assert parse_config(raw).packing == read_config(made("int4")[0]).packing
+    raw["quantization_config"]["config_groups"] = dict(group_0=of_cache)
+    with pytest.raises(InputError, match='expected a group with "weights"'):
+        parse_config(raw)
 
 
 def test_matrices_that_are_left_out_stay_as_they_are(made, tmp_path):

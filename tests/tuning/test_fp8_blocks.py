@@ -248,6 +248,34 @@ def test_config_alone_says_what_is_packed(made):
         assert bytes_of(as_said(planned)) == bytes_of(planned) == bytes_of(cfg)
 
 
+@pytest.mark.parametrize(("case", "keys", "end", "dtype"), [
+    ("by tensor", {}, "_scale", torch.float32),  # of AutoFP8, without a weight_block_size
+    ("by row, compressed-tensors", None, "_scale", torch.float16),
+    ("dense", dict(scale_fmt="ue8m0", weight_block_size=[16, 24]), "_scale_inv", torch.float32),  # as DeepSeek-V3.1
+])  # fmt: skip
+def test_other_spellings_and_dtypes_of_scales(made, tmp_path, case, keys, end, dtype):
+    folder, values = made(case)[0], []
+    config = json.loads((folder / "config.json").read_text())
+    before = said(case)[0]
+    state = load_file(folder / "model.safetensors")
+    spelled = {n.removesuffix(before) + end if n.endswith(before) else n: t for n, t in state.items()}
+    state = {n: t.to(dtype) if n.endswith(end) else t for n, t in spelled.items()}
+    save_file(state, tmp_path / "model.safetensors", {"format": "pt"})
+    if keys is not None:
+        config["quantization_config"] = dict(quant_method="fp8", activation_scheme="static") | keys
+    (tmp_path / "config.json").write_text(json.dumps(config))
+    _, source, _ = opened(tmp_path)
+    for name in (name for name in source.tensors if source.packs(name)):
+        scales = state[name + end].float()
+        if case == "dense":
+            scales = scales.repeat_interleave(16, 0).repeat_interleave(24, 1)[
+                : state[name].shape[0], : state[name].shape[1]
+            ]
+        values = np.concatenate(list(source.values(name)))
+        assert np.array_equal(values, (state[name].float() * scales).flatten().numpy())
+    assert len(values)
+
+
 NAME = "model.layers.1.mlp.down_proj.weight"  # (40, 56): scales (3, 3)
 HOSTILE = {  # case -> (change of the tensors, words)
     "no scale": (lambda s: s.pop(f"{NAME}_scale_inv"), f"{NAME} is F8_E4M3, and its scales, {NAME}_scale_inv, are"),
