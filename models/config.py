@@ -37,7 +37,7 @@ from trireme.models.families.scores import CLASS as CLASS
 from trireme.models.families.scores import OUTPUT, STD, std_of, why_none
 from trireme.models.families.scores import labels_of as labels_of
 from trireme.models.families.table import FAMILIES, OTHER_NAMES, WRAPPERS, text_of
-from trireme.storage.untrusted import read_small, shown
+from trireme.storage.untrusted import parse_json, read_small, shown
 
 LARGEST = 1 << 20  # of config.json
 MOST_LAYERS = 1 << 12  # work grows with them before the files are read
@@ -365,15 +365,13 @@ def read_raw(folder: str | Path, rope_factor: float | None = None) -> dict[str, 
     """As read_config, decoded alone; of a context so many times as long."""
     path = Path(folder) / "config.json"
     try:
-        raw = json.loads(read_small(path, LARGEST, links=True).decode())
+        raw = parse_json(read_small(path, LARGEST, links=True), "file")
     except FileNotFoundError:
         raise InputError(f"{path} is missing. Give the folder of a Hugging Face checkpoint.") from None
     except OSError as e:
         raise InputError(f"{path} cannot be read: {e.strerror}.") from None
-    except (ValueError, RecursionError) as e:
-        raise InputError(f"{path} is not JSON ({e}). Download it again.") from None
-    if not isinstance(raw, dict):
-        raise InputError(f"{path} holds a {type(raw).__name__}, expected an object.")
+    except ValueError as e:
+        raise InputError(f"{path}: {e}. Download it again.") from None
     return extended(raw, rope_factor, str(path)) if rope_factor else raw
 
 

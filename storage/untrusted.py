@@ -11,7 +11,7 @@ import os
 import re
 import stat
 from collections.abc import Callable, Iterable, Iterator
-from itertools import repeat
+from itertools import pairwise, repeat
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -50,6 +50,11 @@ def read_small(path: Path, limit: int = SMALL, links: bool = False) -> bytes:
     return content
 
 
+def why(error: OSError | ValueError) -> str:
+    """What is wrong, for a line that names the file itself."""
+    return error.strerror or str(error) if isinstance(error, OSError) else str(error)
+
+
 def read_text(path: Path, limit: int = TEXT) -> str:
     """The UTF-8 text of a file that a person names, or of a pipe. Raises OSError, UnicodeDecodeError."""
     with path.open("rb") as file:
@@ -65,7 +70,8 @@ def parse_json(text: bytes, what: str) -> dict[str, Any]:
     def unique(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
         fields = dict(pairs)
         if len(fields) != len(pairs):
-            raise ValueError(f"the {what} names something twice")
+            twice = next(key for key, after in pairwise(sorted(key for key, _ in pairs)) if key == after)
+            raise ValueError(f"the {what} names {shown(twice)!r} twice")
         return fields
 
     try:
@@ -122,6 +128,11 @@ def shown(text: str, most: int = NAME) -> str:
     if len(text) > most:
         text = f"{text[:half]}…({len(text) - 2 * half:,} more characters)…{text[-half:]}"
     return _CONTROLS.sub(lambda match: repr(match[0])[1:-1], text)
+
+
+def displayed(text: str) -> str:
+    """Foreign text for a terminal, as it is but for controls, which would move, colour or answer for it."""
+    return re.sub("[\x00-\x08\x0b-\x1f\x7f-\x9f]", lambda match: repr(match[0])[1:-1], text)
 
 
 def is_plain(name: str) -> bool:

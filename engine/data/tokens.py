@@ -16,6 +16,7 @@ import tokenizers
 from trireme.engine.data import mistral, specials
 from trireme.engine.data.files.rows import BadRow
 from trireme.models.config import InputError
+from trireme.storage.untrusted import read_small, why
 
 WINDOW = 1 << 20  # characters at once: the library takes about 170 bytes each
 OVERLAP = 1 << 12  # on each side of a window
@@ -215,9 +216,9 @@ def _without_chance(spec: dict[str, Any]) -> tuple[dict[str, Any], tuple[str, ..
 
 def _read(path: Path) -> str:
     try:
-        return path.read_text(encoding="utf-8")
+        return read_small(path, links=True).decode()
     except (OSError, UnicodeDecodeError) as error:
-        raise InputError(f"{path} cannot be read: {error}. Download it again.") from None
+        raise InputError(f"{path} cannot be read: {why(error)}. Download it again.") from None
 
 
 def _parse(text: str, path: Path) -> dict[str, Any]:

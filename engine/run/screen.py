@@ -15,7 +15,7 @@ from typing import Any, TextIO
 
 from trireme.engine.amounts import compact, duration
 from trireme.storage.files import StoreError
-from trireme.storage.untrusted import LINE, shown
+from trireme.storage.untrusted import LINE, displayed, shown
 
 OUTPUT = "standard output"
 PLAIN_SECONDS = 10.0  # between lines in a pipe
@@ -128,8 +128,11 @@ class Screen:
         self._write(f"\r\x1b[K{line}\n{self._drawn()}" if self._parts else line + "\n")
 
     def text(self, piece: str) -> None:
-        """Prints text as it is, without a line's end: what the command was called for. Raises as `say`."""
-        self._write(piece)
+        """Prints text as it is, without a line's end: what the command was called for. Raises as `say`.
+
+        Models say what they were trained to say: controls in it are not for a terminal.
+        """
+        self._write(displayed(piece) if self._live else piece)
 
     def warn(self, line: str) -> None:
         self.say(f"warning: {line}")

@@ -58,6 +58,8 @@ def _claimed(out: Path, files: Sequence[str]) -> Iterator[None]:
     A mark stays in it until all are there. Raises InputError where it is not free, StoreError.
     """
     mark, text = partial_of(out / "merge"), "\n".join(files).encode()
+    if out.is_symlink() and not out.exists():
+        raise InputError(f"--out {out} is a link to {out.readlink()}, which is not there. Name another folder.")
     if out.exists() and not out.is_dir():
         raise InputError(f"--out {out} is a file. Name a folder.")
     made = make_folder(out)

@@ -12,7 +12,7 @@ from pathlib import Path
 from typing import Any
 
 from trireme.models.config import InputError
-from trireme.storage.untrusted import complaint, parse_json, read_small, shown
+from trireme.storage.untrusted import complaint, parse_json, read_small, shown, why
 
 CONFIG = "adapter_config.json"
 MOST = 1_000_000  # of rank and alpha
@@ -184,11 +184,11 @@ def _listed(value: Any) -> frozenset[Any]:
 def read_adapter_config(folder: Path) -> dict[str, Any]:
     """Raises InputError."""
     try:
-        return parse_json(read_small(folder / CONFIG, links=True), str(folder / CONFIG))
+        return parse_json(read_small(folder / CONFIG, links=True), "file")
     except FileNotFoundError:
         raise InputError(f"{folder} has no {CONFIG}: it is not an adapter of peft.") from None
     except (OSError, ValueError) as error:
-        raise InputError(str(error)) from None
+        raise InputError(f"{folder / CONFIG}: {why(error)}.") from None
 
 
 def base_of(config: dict[str, Any]) -> str:

@@ -99,7 +99,7 @@ def test_a_message_is_answered(here, capsys, system):
     assert out == theirs([*first, user("Why?")]) + "\n"
 
 
-@pytest.mark.parametrize("name", ["p.txt", "p.jsonl"])
+@pytest.mark.parametrize("name", ["p.txt", "p.jsonl"])  # one has the mark of an encoding
 def test_a_file_of_prompts(here, capsys, name):
     rows = [
         "Once",
@@ -111,7 +111,7 @@ def test_a_file_of_prompts(here, capsys, name):
         if name == "p.txt"
         else "".join(json.dumps(r) + "\n" for r in [{"prompt": "Once"}, *rows[1:]])
     )
-    Path(name).write_text(text)
+    Path(name).write_text(text, "utf-8-sig" if name == "p.txt" else "utf-8")
     out, _ = said(capsys, "sample", "model", "--prompts", name, "--max-new-tokens", str(NEW))
     found = [json.loads(line) for line in out.splitlines()]
     asked = [[user("Once")], [user("And then?")], rows[2]["messages"]][: len(found)]
@@ -129,6 +129,12 @@ def test_a_conversation(here, capsys, monkeypatch):
     assert out == f"{first}\n{second}\n{theirs([user('Why?')])}\n"
     assert second != theirs([user("Why?")])
     assert "/new begins another" in err
+
+
+def test_a_conversation_that_is_not_utf_8_is_one_line(here, capsys, monkeypatch):
+    monkeypatch.setattr(sys, "stdin", io.TextIOWrapper(io.BytesIO(b"caf\xe9\n"), "utf-8"))
+    _, err = said(capsys, "sample", "model", "--chat", code=2)
+    assert "error: standard input is not UTF-8" in err
 
 
 @pytest.mark.full
@@ -212,6 +218,8 @@ def test_an_end_token_of_generation_config_ends(here, capsys):
         (["--prompt", "a", "--temperature", "-1"], "--temperature: '-1' is not a number"),
         (["--prompt", "a", "--beams", "3"], "unknown option --beams. See python scripts/finetune.py sample --help."),
         (["--prompt", "a" * 300], "tokens: the model has 256 positions. Shorten it."),
+        (["--prompt", "a" * 300, "--ram", "1MiB"], "tokens: the model has 256 positions. Shorten it."),
+        (["--prompts", "."], "error: --prompts .: Is a directory."),
         (["--prompts", "gone.txt"], "--prompts gone.txt: "),
         (["--prompt", "a", "--as-text", "--system", "b"], "--system: texts are continued as they are"),
         (["--prompt", "a", "--model", "x"], "--model x: model is no adapter. Leave --model out."),
@@ -271,6 +279,13 @@ def test_an_adapter_has_the_template_of_its_run(runs, capsys, monkeypatch):
     assert said(capsys, "sample", str(runs / "adapter"), "--chat", "--max-new-tokens", "4")[0].endswith("\n")
     _, err = said(capsys, "sample", str(runs / "out"), "--chat", code=2)
     assert "has no chat template. Add --chat-template chatml, or use --prompt." in err
+
+
+def test_a_prompt_without_tokens_is_one_line(tmp_path, capsys):
+    """Nothing begins a text by itself with this tokenizer."""
+    model = make_small(tmp_path) / "checkpoint"
+    _, err = said(capsys, "sample", str(model), "--prompt", "", code=2)
+    assert "error: a prompt without tokens: there is nothing to continue. Write some text." in err
 
 
 def test_eval_without_data(runs, capsys):

@@ -204,7 +204,7 @@ SEEN = '{"begun": true, "held": [[1, 4, 2, "ab"]]}'
         ("[true, []]", "is not a JSON object"),
         ("", "is not valid JSON"),
         ("[" * 100_000, "nested too deeply"),
-        ('{"begun": true, "begun": true, "held": []}', "names something twice"),
+        ('{"begun": true, "begun": true, "held": []}', "names 'begun' twice"),
         ('{"begun": 1, "held": []}', "begun is 1, expected true or false"),
         (SEEN.replace("4", "-4"), "is -4, expected a whole number"),
         (SEEN.replace("4", "4.5"), "is 4.5, expected a whole number"),

@@ -373,7 +373,7 @@ def test_the_page_of_families_is_as_the_table():
     assert versions(page) == versions(made), "renew it: python scripts/dev/models.py"
 
 
-@pytest.mark.parametrize("text", [None, "", "{", "[]", "null", '{"a": 1', "\udcff", "[" * 100_000])
+@pytest.mark.parametrize("text", [None, "", "{", "[]", "null", '{"a": 1', '{"a": 1, "a": 2}', "\udcff", "[" * 100_000])
 def test_unreadable(tmp_path, text):
     if text is not None:
         (tmp_path / "config.json").write_bytes(text.encode("utf-8", "surrogateescape"))

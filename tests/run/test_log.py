@@ -284,6 +284,16 @@ class Terminal(io.StringIO):
         return True
 
 
+CONTROLS = "\x1b]52;c;Zm9v\x07\r\x9b31m"
+
+
+def test_a_models_text_has_no_controls_for_a_terminal():
+    text = "a\tb\n\u200f日本語 👩 "
+    for stream, shown in ((Terminal(), "\\x1b]52;c;Zm9v\\x07\\r\\x9b31m"), (io.StringIO(), CONTROLS)):
+        Screen(stream).text(text + CONTROLS)
+        assert stream.getvalue() == text + shown
+
+
 def test_a_terminal_has_one_live_line_and_lines_that_stay(tmp_path, monkeypatch):
     stream = Terminal()
     monkeypatch.setenv("COLUMNS", "30")

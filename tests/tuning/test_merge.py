@@ -132,6 +132,12 @@ def test_what_another_command_has_left_is_not_touched(made):
     in_child(body)
 
 
+def test_a_link_to_nothing_is_no_place(made):
+    (made.folder / "out").symlink_to("gone")
+    with pytest.raises(InputError, match="--out .*out is a link to gone, which is not there"):
+        made.merge()
+
+
 def test_two_merges_do_not_write_to_one_folder(made):
     (made.folder / "out").mkdir()
     fd = os.open(made.folder / "out", os.O_RDONLY)

@@ -11,7 +11,7 @@ from typing import Any, NamedTuple
 
 from trireme.engine.data.files.sources import KINDS, TEXTS, DataFile, check_file, weighed
 from trireme.models.config import InputError
-from trireme.storage.untrusted import parse_json, read_small
+from trireme.storage.untrusted import parse_json, read_small, why
 
 MOST_FILES = 500  # each is held open
 _NAMED = 4  # files named in a line
@@ -206,4 +206,4 @@ def _json(path: Path) -> dict[str, Any]:
     try:
         return parse_json(read_small(path, links=True), path.name)
     except (OSError, ValueError) as error:
-        raise InputError(f"{path} cannot be read: {error}. Save the data set again.") from None
+        raise InputError(f"{path} cannot be read: {why(error)}. Save the data set again.") from None

@@ -14,7 +14,7 @@ import numpy as np
 
 from trireme.models.config import InputError
 from trireme.storage.headers import CheckpointError, Header, read_header
-from trireme.storage.untrusted import complaint, parse_json, read_small
+from trireme.storage.untrusted import complaint, parse_json, read_small, why
 
 FORMAT = "trireme scores 2"
 NAMES = "scores.json"
@@ -54,9 +54,9 @@ def read_names(folder: str | Path) -> Names:
     """Raises InputError where they cannot teach."""
     path = Path(folder) / NAMES
     try:
-        said = parse_json(read_small(path), str(path))
+        said = parse_json(read_small(path), "file")
     except (OSError, ValueError) as error:
-        raise InputError(f"{path} cannot be read: {error}.") from None
+        raise InputError(f"{path} cannot be read: {why(error)}.") from None
     if said.get("format") == "trireme scores 1":
         raise InputError(f"{path} is of an older version, which did not write the tokenizer. Score the data again.")
     wrong = complaint(said, SAID) or next((w for each in said["sources"] if (w := complaint(each, SOURCE))), "")

@@ -21,7 +21,7 @@ from trireme.engine.tuning.parts import open_checkpoint
 from trireme.engine.tuning.peft_config import CONFIG, base_of, read_adapter_config
 from trireme.models.config import InputError, ModelConfig, read_config, read_raw
 from trireme.storage.checkpoint import Source
-from trireme.storage.untrusted import parse_json, read_small
+from trireme.storage.untrusted import parse_json, read_small, why
 
 GENERATION = "generation_config.json"
 
@@ -121,6 +121,6 @@ def _of_run(path: Path) -> dict[str, Any]:
 def _json(path: Path) -> dict[str, Any]:
     """Raises InputError."""
     try:
-        return parse_json(read_small(path, links=True), str(path))
+        return parse_json(read_small(path, links=True), "file")
     except (OSError, ValueError) as error:
-        raise InputError(str(error)) from None
+        raise InputError(f"{path}: {why(error)}.") from None

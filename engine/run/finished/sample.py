@@ -21,9 +21,9 @@ from trireme.engine.run.finished.layers import Layers
 from trireme.engine.run.finished.opened import GENERATION, Opened
 from trireme.engine.run.finished.sampling import Picker, Sampling, continued, ends_of, sampling_of
 from trireme.engine.run.screen import Screen
-from trireme.models.config import InputError
+from trireme.models.config import InputError, ModelConfig
 from trireme.models.generate import generate, needs
-from trireme.storage.untrusted import parse_json, read_text, shown
+from trireme.storage.untrusted import parse_json, read_text, shown, why
 
 AT_ONCE = 64  # prompts that share passes over the layers
 CHAT = 4096  # tokens of a conversation that memory is kept for
@@ -42,12 +42,7 @@ class Speaker:
 
     def fit(self, prompt: Sequence[int]) -> int:
         """How many tokens may follow. Raises InputError."""
-        most = self.cfg.max_positions - len(prompt)
-        if most < 1:
-            raise InputError(
-                f"a prompt of {len(prompt):,} tokens: the model has {self.cfg.max_positions:,} positions. Shorten it."
-            )
-        return min(most, self.sampling.max_new)
+        return min(_after(self.cfg, prompt), self.sampling.max_new)
 
     def speak(
         self, prompts: Sequence[Sequence[int]], told: Told | None = None, first: int = 0
@@ -84,6 +79,17 @@ class Speaker:
             whole, begins, ended = continued(prompt, ids, self.ends)
             found.append((text_of(self.codec, whole, begins), len(ids), ended))
         return found
+
+
+def _after(cfg: ModelConfig, prompt: Sequence[int]) -> int:
+    """Positions behind a prompt. Raises InputError where there are none, or the prompt has no tokens."""
+    if not prompt:
+        raise InputError("a prompt without tokens: there is nothing to continue. Write some text.")
+    if len(prompt) >= cfg.max_positions:
+        raise InputError(
+            f"a prompt of {len(prompt):,} tokens: the model has {cfg.max_positions:,} positions. Shorten it."
+        )
+    return cfg.max_positions - len(prompt)
 
 
 def text_of(codec: Codec, ids: Sequence[int], begins: int) -> str:
@@ -176,6 +182,8 @@ def speaker(
     prompts: list[list[int]],
 ) -> Iterator[Speaker]:
     """The model, loaded to answer `prompts`, or for a conversation where there are none."""
+    for prompt in prompts:
+        _after(opened.cfg, prompt)
     longest = max(map(len, prompts), default=min(CHAT, opened.cfg.max_positions))
     most, place = min(sampling.max_new, max(1, opened.cfg.max_positions - longest)), common.place_of(given, opened)
     together = max(1, min(len(prompts), AT_ONCE))
@@ -201,9 +209,9 @@ def read_prompts(given: argparse.Namespace, by_template: bool) -> list[Any]:
     if given.prompts is None:
         return [asked(given.prompt)]
     try:
-        lines = read_text(Path(given.prompts)).replace("\r\n", "\n").split("\n")
+        lines = read_text(Path(given.prompts)).removeprefix("\ufeff").replace("\r\n", "\n").split("\n")
     except (OSError, UnicodeDecodeError) as error:
-        raise InputError(f"--prompts {given.prompts}: {error}.") from None
+        raise InputError(f"--prompts {given.prompts}: {why(error)}.") from None
     found = []
     for i, line in enumerate(lines, 1):
         if not line.strip():
@@ -265,5 +273,7 @@ def ask() -> str:
     """A line of standard input, without its end; "" at its end."""
     try:
         return input("> " if sys.stdin.isatty() else "").strip()
+    except UnicodeDecodeError as error:
+        raise InputError(f"standard input is not UTF-8 ({why(error)}). Convert it, or change the terminal's.") from None
     except (EOFError, KeyboardInterrupt):
         return ""

@@ -79,7 +79,8 @@ def ends_of(config: Mapping[str, Any]) -> frozenset[int]:
     value = config.get("eos_token_id")
     ids = value if isinstance(value, list) else [] if value is None else [value]
     if not all(type(token) is int for token in ids):
-        raise InputError(f"generation_config.json: eos_token_id is {shown(repr(value), 60)}, expected numbers.")
+        where = "eos_token_id of generation_config.json, or of config.json,"
+        raise InputError(f"{where} is {shown(repr(value), 60)}, expected numbers.")
     return frozenset(ids)
 
 
