@@ -116,6 +116,33 @@ def test_a_folder_of_something_else_is_refused(folder, tmp_path):
         asked.score_options([str(folder / "checkpoint"), "--data", "a"])
 
 
+def test_parts_that_are_not_as_they_were_written_are_refused(folder, tmp_path):
+    """A flipped bit anywhere, a part twice or under another's name: their losses would be another's."""
+    part, paths = score.Part(0), [tmp_path / f"part-{i:05}.safetensors" for i in (0, 1, 2)]
+    for path in paths[:2]:
+        part.add(dict(length=np.array([4, 3]), trained=np.array([3, 2]), logp=np.array([-1.5, -2.0]),
+                      label=np.arange(5), ids=np.zeros((5, 2), np.int32)))  # fmt: skip
+        part.write(path, "key")
+    whole = [path.read_bytes() for path in paths[:2]]
+    assert score._there(tmp_path, "key", 9)[:2] == (2, 2)
+    for at in [*range(len(whole[0]) - 40, len(whole[0])), *range(8, len(whole[0]), 23)]:
+        paths[0].write_bytes(whole[0][:at] + bytes([whole[0][at] ^ 1]) + whole[0][at + 1 :])
+        with pytest.raises(InputError, match="00000.safetensors (is damaged|cannot be read|is of another model)"):
+            score._there(tmp_path, "key", 9)
+    for found in ((whole[0], whole[0]), (whole[1],), (*whole, whole[1])):
+        for path in paths:
+            path.unlink(missing_ok=True)
+        for path, content in zip(paths, found, strict=False):
+            path.write_bytes(content)
+        with pytest.raises(InputError, match="is damaged, or has another's name. Remove it and those behind it"):
+            score._there(tmp_path, "key", 9)
+    with pytest.raises(InputError, match="holds scores of another model"):
+        (tmp_path / "scores.json").write_text("[" * 100_000)
+        test = SimpleNamespace(codec=SimpleNamespace(vocabulary=lambda: "words"), files=())
+        given = asked.score_options(command(folder, tmp_path))
+        score._keep_names(tmp_path, given, SimpleNamespace(sources=[test, test], below=512))
+
+
 @pytest.mark.full
 def test_parts_of_another_model_are_refused(folder, tmp_path):
     score.score(asked.score_options(command(folder, tmp_path / "out")))

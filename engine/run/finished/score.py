@@ -16,8 +16,8 @@ and with --top-k K, of all M labels of these pieces one after another:
     logps     (M, K) F16  their log-probabilities
     rest      (M,) F32   logarithm of the probability of all others
 
-A part's metadata has `key`, equal in all of a source, and `batches`, how many micro-batches it holds. The same command
-goes on behind the parts that are there.
+A part's metadata has `key`, equal in all of a source, `first`, its first micro-batch, `batches`, how many it holds, and
+`sum`, the checksum of these and of its tensors. The same command goes on behind the parts that are there.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ import argparse
 import hashlib
 import json
 import sys
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from itertools import islice
 from pathlib import Path
@@ -50,6 +50,7 @@ from trireme.models import head, model
 from trireme.models.config import InputError
 from trireme.models.rows import rope_tables
 from trireme.storage.files import replace_synced
+from trireme.storage.untrusted import checksum, parse_json, read_small
 
 PART = 1 << 26  # bytes of a part, about
 
@@ -80,7 +81,7 @@ def _keep_names(folder: Path, given: argparse.Namespace, ready: Ready) -> None:
     said = described(Path(given.folder), min(given.top_k or 0, ready.below), codec, sources)
     path = folder / NAMES
     try:
-        before = json.loads(path.read_text()) if path.is_file() else said
+        before = parse_json(read_small(path, links=True), "file") if path.is_file() else said
     except ValueError:
         before = None
     if before != said:
@@ -107,6 +108,7 @@ def described(model: Path, k: int, codec: Codec, sources: Sequence[tuple[str, Da
 class Part:
     """Scores that are not written yet."""
 
+    first: int  # micro-batch
     pieces: list[dict[str, np.ndarray]] = field(default_factory=list)  # of micro-batches
     nbytes: int = 0
 
@@ -116,15 +118,23 @@ class Part:
 
     def write(self, path: Path, key: str) -> None:
         tensors = {name: np.concatenate([each[name] for each in self.pieces]) for name in self.pieces[0]}
-        replace_synced(path, save(tensors, {"format": FORMAT, "key": key, "batches": str(len(self.pieces))}))
-        self.pieces, self.nbytes = [], 0
+        said = {"format": FORMAT, "key": key, "first": str(self.first), "batches": str(len(self.pieces))}
+        replace_synced(path, save(tensors, said | {"sum": _sum(said, tensors)}))
+        self.first, self.pieces, self.nbytes = self.first + len(self.pieces), [], 0
+
+
+def _sum(said: Mapping[str, str], tensors: Mapping[str, np.ndarray]) -> str:
+    """Checksum of a part."""
+    form = {name: (str(t.dtype), t.shape) for name, t in sorted(tensors.items())}
+    named = [*(said.get(name) for name in ("format", "key", "first", "batches")), form]
+    return checksum([json.dumps(named).encode(), *(tensors[name].reshape(-1).view(np.uint8).data for name in form)])
 
 
 def score_source(ready: Ready, data: Dataset, folder: Path, k: int, screen: Screen, most: int = PART) -> Found:
     """Writes the parts that are missing; returns the loss of all. Raises InputError, StoreError."""
     key = key_of(ready.opened, data, ready.layers.device.type, ready.dtype, ready.rows, ready.seq_len, k, ready.below)
     parts, done, found = _there(folder, key, data.n_sequences)
-    batches, waiting = _numbered(ready, data), Part()
+    batches, waiting = _numbered(ready, data), Part(done)
     with screen.working("scoring", data.tokens, "tokens") as more:
         for mb in islice(batches, done):
             more(len(mb.ids))
@@ -152,11 +162,13 @@ def _there(folder: Path, key: str, sequences: int) -> tuple[int, int, Found]:
     while (path := folder / f"part-{parts:05}.safetensors").is_file():
         try:
             with safe_open(path, "numpy") as file:
-                said, scores = file.metadata() or {}, {n: file.get_tensor(n) for n in ("logp", "trained", "length")}
+                said, scores = file.metadata() or {}, {n: file.get_tensor(n) for n in file.keys()}  # noqa: SIM118
         except (SafetensorError, ValueError) as error:
             raise InputError(f"{path} cannot be read ({error}). Remove it and those behind it.") from None
-        if said.get("key") != key or not said.get("batches", "").isdigit():
+        if said.get("key") != key:
             raise InputError(f"{path} is of another model, of other data or options. Name another --out.")
+        if said.get("first") != str(done) or said.get("sum") != _sum(said, scores):
+            raise InputError(f"{path} is damaged, or has another's name. Remove it and those behind it.")
         parts, done, found = parts + 1, done + int(said["batches"]), _with(found, scores)
     return parts, done, found
 
