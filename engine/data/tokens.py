@@ -187,6 +187,9 @@ def load_tokenizer(folder: str | Path) -> Tokenizer | None:
     lead, tail = _around(*around)
     eos = _eos(core, folder, names, tail)
     bos = _bos(core, config, names, lead)
+    if (largest := max((*bos, eos or 0))) >= 1 << 31:
+        why_not = f"it puts token id {largest:,} around a text; ids are below 2^31"
+        raise InputError(f"{path} is not a tokenizer that can be read: {why_not}. Download it again.")
     split = [*(["words"] if read != spec else []), *(["split"] if core.encode_special_tokens else [])]
     parts = [hashlib.sha256(content.encode()).hexdigest(), names, bos, eos, *([new] if new else []), *split]
     fingerprint = hashlib.sha256(json.dumps(parts, sort_keys=True).encode()).hexdigest()

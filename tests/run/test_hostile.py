@@ -284,6 +284,14 @@ PANICS = {
             "special_tokens": {},
         }
     },
+    "a huge id": {
+        "post_processor": {
+            "type": "TemplateProcessing",
+            "single": [{"SpecialToken": {"id": "[X]", "type_id": 0}}, {"Sequence": {"id": "A", "type_id": 0}}],
+            "pair": [{"Sequence": {"id": "A", "type_id": 0}}, {"Sequence": {"id": "B", "type_id": 1}}],
+            "special_tokens": {"[X]": {"id": "[X]", "ids": [1 << 31], "tokens": ["[X]"]}},
+        }
+    },
     "charsmap": {"normalizer": {"type": "Precompiled", "precompiled_charsmap": "AAAA"}},
     "every row": {"normalizer": replace("(a+)+$", "b")},
     "no [UNK]": {
