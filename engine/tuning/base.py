@@ -119,8 +119,10 @@ def stamps(source: Source) -> Stamps:
     return {path: (stat.st_ino, stat.st_size, stat.st_mtime_ns) for path, stat in found.items()}
 
 
-def check_unchanged(source: Source, before: Stamps) -> None:
+def check_unchanged(
+    source: Source, before: Stamps, why: str = "was changed while the run trained on top of it"
+) -> None:
     """Raises StoreError where a file of the checkpoint is not as it was."""
     for path, stamp in stamps(source).items():
         if stamp != before[path]:
-            raise StoreError(errno.ESTALE, "was changed while the run trained on top of it; restore it", str(path))
+            raise StoreError(errno.ESTALE, f"{why}; restore it", str(path))

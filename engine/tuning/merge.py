@@ -14,6 +14,7 @@ from torch import Tensor
 
 from trireme.engine.placement import Progress, silent
 from trireme.engine.tuning.adapters import Adapter
+from trireme.engine.tuning.base import check_unchanged, stamps
 from trireme.engine.tuning.headed import headed, names_in, pad_in, with_config
 from trireme.engine.tuning.opened import read_adapter, scored_by
 from trireme.engine.tuning.packed import Packed, check_packing, unpacked
@@ -92,7 +93,7 @@ def merge_adapter(folder: Path, cfg: ModelConfig, source: Source, out: Path, pro
     """Writes `source` plus the adapter to `out`. Raises StoreError, InputError also where a value is not finite."""
     found = {name: t.shape for name, t in source.tensors.items()}
     base = hf.as_found(replace(cfg, lora=None, frozen=()), found)
-    adapter = read_adapter(folder, base, merging=True)
+    adapter, files, before = read_adapter(folder, base, merging=True), source, stamps(source)
     tensor = lru_cache(4)(adapter.tensor)  # one of experts serves all of them
     names = hf.canonical_names(base, found)
     if isinstance(source, Packed):
@@ -113,11 +114,15 @@ def merge_adapter(folder: Path, cfg: ModelConfig, source: Source, out: Path, pro
         else:
             read = source.values(stored)
             if not pairs:
-                return _finite(read, damaged)
+                return unchanged(_finite(read, damaged))
         beyond = f"{stored}: with the adapter of {folder}, values are beyond {dtype}. Is its lora_alpha right?"
         read = _finite(read, damaged)
         added = merged(read, pairs, adapter.scales[module]) if pairs else read
-        return _finite((convert(piece, dtype_of(piece), dtype) for piece in added), beyond)
+        return unchanged(_finite((convert(piece, dtype_of(piece), dtype) for piece in added), beyond))
+
+    def unchanged(pieces: Iterable[np.ndarray]) -> Iterator[np.ndarray]:
+        yield from pieces
+        check_unchanged(files, before, "was changed while it was merged")
 
     export(source, out, values, progress)
 

@@ -2,6 +2,7 @@
 
 import io
 import json
+import os
 from dataclasses import replace
 from pathlib import Path
 from typing import NamedTuple
@@ -24,6 +25,7 @@ from trireme.models.families.packing import FP8
 from trireme.models.generate import generate
 from trireme.models.packed import encode
 from trireme.models.rows import rope_tables
+from trireme.storage.files import StoreError
 
 pytestmark = pytest.mark.grid
 
@@ -139,6 +141,18 @@ def test_an_adapter_as_peft(where, tmp_path):
     )
     batch = batch_of(cfg.vocab)
     assert loss(layers, [batch]) == pytest.approx(their_losses(theirs, batch), rel=1e-5)
+
+
+def test_files_that_change_between_passes_are_noticed(tmp_path):
+    """Layers would be of two models."""
+    reference, cfg = of_four("llama")
+    reference.save_pretrained(tmp_path)
+    opened = open_folder(str(tmp_path), "", lambda _: None)
+    layers = loaded(opened, tight(opened))
+    loss(layers, [batch_of(cfg.vocab)])
+    os.utime(tmp_path / "model.safetensors", ns=(0, 0))
+    with pytest.raises(StoreError, match="was changed while it was read; restore it"):
+        loss(layers, [batch_of(cfg.vocab)])
 
 
 def test_what_is_lacking_is_said(tmp_path):

@@ -19,9 +19,10 @@ from tiny import CASES, oracle
 
 from trireme.engine.placement import silent
 from trireme.engine.tuning.adapters import PREFIX, WEIGHTS
-from trireme.engine.tuning.merge import merge_folder
+from trireme.engine.tuning.merge import merge_folder, merged
 from trireme.engine.tuning.peft_config import CONFIG
 from trireme.models.config import InputError
+from trireme.storage.files import StoreError
 
 NAME = "model.layers.1.mlp.down_proj"
 
@@ -136,6 +137,17 @@ def test_a_link_to_nothing_is_no_place(made):
     (made.folder / "out").symlink_to("gone")
     with pytest.raises(InputError, match="--out .*out is a link to gone, which is not there"):
         made.merge()
+
+
+def test_a_base_that_changes_meanwhile_is_noticed(made, monkeypatch):
+    def touches(*given):
+        os.utime(made.folder / "base/model.safetensors", ns=(0, 0))
+        return merged(*given)
+
+    monkeypatch.setattr("trireme.engine.tuning.merge.merged", touches)
+    with pytest.raises(StoreError, match="was changed while it was merged; restore it"):
+        made.merge()
+    assert not (made.folder / "out").exists()
 
 
 def test_two_merges_do_not_write_to_one_folder(made):

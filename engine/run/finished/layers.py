@@ -20,6 +20,7 @@ from trireme.engine.geometry import Geometry
 from trireme.engine.memory import views
 from trireme.engine.plan import DoesNotFit, Limits
 from trireme.engine.run.finished.opened import Opened
+from trireme.engine.tuning.base import check_unchanged, stamps
 from trireme.models import hf, model
 from trireme.models.sizes import narrow
 from trireme.storage.layout import ALIGN, ITEMSIZE, round_up
@@ -54,6 +55,7 @@ class Layers:
         self._slot = torch.empty(brought, dtype=torch.uint8, device=device)
         made = max(layout.span for layout in self.geo.decoded)
         self._made = torch.empty(made, dtype=torch.uint8, device=device)
+        self._files = [(each, stamps(each)) for each in (source, *([opened.adapter.source] if opened.adapter else []))]
         self._pool = ThreadPoolExecutor(LOADERS)
         self._ahead = Ahead(self._bring)
 
@@ -102,6 +104,12 @@ class Layers:
             progress(self.sizes[u])
         if self.streamed and not self.speed_known:
             self._fill(self.streamed[0], self._slots[0])
+        self._check_files()
+
+    def _check_files(self) -> None:
+        """Raises StoreError where layers that are read would be of another model than those before."""
+        for source, before in self._files:
+            check_unchanged(source, before, "was changed while it was read")
 
     @property
     def speed_known(self) -> bool:
@@ -145,6 +153,8 @@ class Layers:
         due = iter(zip(keys, [*keys[1:], None], strict=True))
         for u in range(self.geo.n_units):
             buffer = self._held[u] if u in self._held else self._ahead.take(*next(due))
+            if u in self.streamed[-1:]:
+                self._check_files()
             if u not in self.resident and not self._on_cpu:
                 buffer = self._slot[: self.sizes[u]].copy_(buffer[: self.sizes[u]])  # waits for what reads the slot
             yield u, self._weights(u, buffer)
