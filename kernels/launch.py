@@ -14,7 +14,7 @@ from typing import Any, Literal, NamedTuple, ParamSpec, TypeVar
 
 import torch
 
-from trireme.kernels.chips.chip import Chip, chip
+from trireme.kernels.chips.chip import KIB, Chip, chip
 from trireme.kernels.chips.tiles import KNOWN, Grouped, Tile, best
 
 P = ParamSpec("P")
@@ -66,6 +66,9 @@ class Rows(NamedTuple):
     programs: int
 
 
+WIDEST = 8192  # values of a row whose column sums, in fp32, a program has in registers
+
+
 class Persistent(NamedTuple):
     """Of rows_bwd: KiB of a tile, programs on a multiprocessor."""
 
@@ -81,8 +84,11 @@ def rows_fwd(D: int) -> Rows:
 
 
 def rows_bwd(device: torch.device, N: int, D: int, itemsize: int) -> Rows:
-    """Persistent programs over tiles of N rows of D values of so many bytes, column sums in registers."""
-    columns, here = power2(D), chip(device)
+    """Persistent programs over tiles of N rows of D values of so many bytes, column sums in registers.
+
+    Of more than WIDEST values so many programs for each WIDEST columns.
+    """
+    columns, here = min(power2(D), WIDEST), chip(device)
     how = Persistent(16, 1) if here.large else Persistent(8, 2)
     how = how if here.arch == 0 or itemsize > 2 else _set("rows_bwd", how)
     aim = how.kib << 10
@@ -92,6 +98,10 @@ def rows_bwd(device: torch.device, N: int, D: int, itemsize: int) -> Rows:
         0 if 3 * tile > here.shared else 1 if tile > aim else 3 if here.large and rows == 1 else 2
     )  # tiles of 3 inputs
     programs = min(cdiv(N, rows), how.each * here.sms)
+    if D > WIDEST:  # other parts of dy, h and weights are read, too
+        parts = cdiv(D, WIDEST)
+        ahead = min(ahead, (here.shared - KIB) // (3 * parts * tile)) if itemsize == 2 else 0
+        return Rows(rows, columns, 16, ahead + 1, max(1, programs // parts))
     return Rows(rows, columns, min(16, max(4, rows * columns // 1024)), ahead + 1, programs)
 
 

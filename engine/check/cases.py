@@ -57,7 +57,7 @@ class Shapes:
 
     device: str = "cuda"
     N: int = 8192  # tokens
-    widths: tuple[int, ...] = (4096, 5120)
+    widths: tuple[int, ...] = (4096, 5120, 16384)
     F: int = 14336  # of a gated MLP; of another 20480
     plain: int = 20480
     heads: tuple[int, int, int] = (40, 48, 128)  # rotated, all in a row, their width

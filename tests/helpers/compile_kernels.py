@@ -165,7 +165,7 @@ def norm_calls(D, dtype=BF16):
 
 
 def wide_norm_call(D, dtype):
-    """The norm that takes most memory."""
+    """The norm that takes most memory, and most registers."""
     x, w, stats = torch.zeros(4, D, dtype=dtype), torch.zeros(D, dtype=dtype), torch.zeros(4)
     layernorm.layernorm_bwd(x, x, w, stats, stats, w, w, x)
 
@@ -367,10 +367,10 @@ def listed(arch: int) -> list:
         calls = [lambda d=d: attention_call(8, 2, d) for d in (64, 128, 256)] + [lambda: attention_call(4, 4, 80)]
         calls += [lambda: attention_call(8, 2, 128, 256), lambda: attention_call(8, 2, 128, dtype=FP32)]
         calls += [lambda: attention_call(8, 4, 256, 4096, cap=50.0), lambda: attention_call(8, 8, 192, values=128)]
-        calls += [lambda D=D: norm_calls(D) for D in (768, 4096, 5120)]
+        calls += [lambda D=D: norm_calls(D) for D in (768, 4096, 5120, 12288)]
         calls += [other_calls]
         calls += [routing_calls, lambda: experts_call(32, 4, 2880, 2880, in_out=True), packed_calls, small_packed_calls]
-    calls += [large_gradient_call] * (arch == 90)
+    calls += [large_gradient_call, lambda: wide_norm_call(16384, BF16)] * (arch == 90)
     return [*calls, lambda: experts_call(128, 8, 2048, 768), fp8_calls, fp8_experts_calls]
 
 
