@@ -108,7 +108,8 @@ def _rmsnorm_bwd(
         b_h = tl.load(p_h + o, mask, 0.0).to(tl.float32)
         b_rstd = tl.load(p_rstd + i_row, i_row < N, 0.0)[:, None]
         b_xhat = b_h * b_rstd
-        b_dw += b_dy * b_xhat
+        if p_dw is not None:
+            b_dw += b_dy * b_xhat
         b_g = b_dy * b_w[None, :]
         b_dot = tl.sum(b_g * b_xhat, 1)
         if PARTS > 1:
@@ -117,7 +118,8 @@ def _rmsnorm_bwd(
         if RESIDUAL:
             b_dh += tl.load(p_dresidual + o, mask, 0.0).to(tl.float32)
         tl.store(p_dh + o, b_dh.to(p_dh.dtype.element_ty), mask)
-    tl.store(p_dw + i_prog * D + o_d, tl.sum(b_dw, 0), m_d)
+    if p_dw is not None:
+        tl.store(p_dw + i_prog * D + o_d, tl.sum(b_dw, 0), m_d)
 
 
 def rmsnorm_fwd(
@@ -155,7 +157,7 @@ def rmsnorm_bwd(
     h: Tensor,
     weight: Tensor,
     rstd: Tensor,
-    dweight_: Tensor,
+    dweight_: Tensor | None,
     dresidual: Tensor | None = None,
     out: Tensor | None = None,
 ) -> Tensor:
@@ -164,7 +166,7 @@ def rmsnorm_bwd(
     assert dy.shape == h.shape
     assert dy.is_contiguous()
     assert h.is_contiguous()
-    assert dweight_.shape == (D,)
+    assert dweight_ is None or dweight_.shape == (D,)
     assert dresidual is None or (dresidual.shape == h.shape and dresidual.is_contiguous())
     assert out is None or (out.shape == h.shape and out.dtype == h.dtype and out.is_contiguous())
     if out is not None and reads_others(out, dy):
@@ -174,13 +176,14 @@ def rmsnorm_bwd(
         return out
     dh = torch.empty_like(h) if out is None else out
     tile = rows_bwd(h.device, N, D, h.itemsize)
-    dw = torch.empty((tile.programs, D), dtype=torch.float32, device=h.device)
+    dw = None if dweight_ is None else torch.empty((tile.programs, D), dtype=torch.float32, device=h.device)
     parts = cdiv(D, tile.columns)
     _rmsnorm_bwd[(tile.programs, parts)](
         dy, h, weight, rstd, dresidual, dh, dw, N, D, tile.rows, tile.columns, tile.stages, parts,
         dresidual is not None, num_warps=tile.warps,
     )  # fmt: skip
-    add_rows(dweight_, dw)
+    if dweight_ is not None and dw is not None:
+        add_rows(dweight_, dw)
     return dh
 
 
@@ -253,11 +256,13 @@ def _head_bwd(
         b_x = tl.load(p_x + (i_n * x_n + i_h * x_h)[:, None] + o_d[None, :], mask, 0.0).to(tl.float32)
         b_rstd = tl.load(p_rstd + i_row, m_row, 0.0)[:, None]
         b_xhat = b_x * b_rstd
-        b_dw += b_dy * b_xhat
+        if p_dw is not None:
+            b_dw += b_dy * b_xhat
         b_g = b_dy * b_w[None, :]
         b_dx = b_rstd * (b_g - b_xhat * (tl.sum(b_g * b_xhat, 1) / D)[:, None])
         tl.store(p_dx + (i_n * dx_n + i_h * dx_h)[:, None] + o_d[None, :], b_dx.to(p_dx.dtype.element_ty), mask)
-    tl.store(p_dw + i_prog * D + o_d, tl.sum(b_dw, 0), m_d)
+    if p_dw is not None:
+        tl.store(p_dw + i_prog * D + o_d, tl.sum(b_dw, 0), m_d)
 
 
 def head_rmsnorm_fwd(x: Tensor, weight: Tensor, eps: float) -> tuple[Tensor, Tensor]:
@@ -274,15 +279,16 @@ def head_rmsnorm_fwd(x: Tensor, weight: Tensor, eps: float) -> tuple[Tensor, Ten
     return y, rstd
 
 
-def head_rmsnorm_bwd(dy: Tensor, x: Tensor, weight: Tensor, rstd: Tensor, dweight_: Tensor, dx_: Tensor) -> None:
+def head_rmsnorm_bwd(dy: Tensor, x: Tensor, weight: Tensor, rstd: Tensor, dweight_: Tensor | None, dx_: Tensor) -> None:
     """As reference.head_rmsnorm_bwd. dx_ may be dy: read before written."""
     N, H, D = x.shape
     assert dy.shape == dx_.shape == x.shape
     assert dy.stride(2) == x.stride(2) == dx_.stride(2) == 1
     tile = rows_bwd(x.device, N * H, D, x.itemsize)
-    dw = torch.empty((tile.programs, D), dtype=torch.float32, device=x.device)
+    dw = None if dweight_ is None else torch.empty((tile.programs, D), dtype=torch.float32, device=x.device)
     strides = (*dy.stride()[:2], *x.stride()[:2], *dx_.stride()[:2])
     _head_bwd[(tile.programs,)](
         dy, x, weight, rstd, dx_, dw, N, *strides, H, D, tile.rows, tile.columns, tile.stages, num_warps=tile.warps
     )
-    add_rows(dweight_, dw)
+    if dweight_ is not None and dw is not None:
+        add_rows(dweight_, dw)

@@ -40,6 +40,7 @@ def test_rmsnorm(device, dtype, shape, residual):
     dh64 = reference.rmsnorm_bwd(*up(dy, h, w), rstd64, dw64, *up(dr))
     check(dh, dh64, GRADIENT[dtype])
     check(dw, dw64, FP32_SUM)
+    assert torch.equal(dh, rmsnorm.rmsnorm_bwd(dy, h, w, rstd, None, dr))  # of a frozen weight
     assert torch.equal(dh, rmsnorm.rmsnorm_bwd(dy, h, w, rstd, dw, dr, out=dy))
     assert torch.equal(dh, dy)
 
