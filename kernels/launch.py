@@ -14,7 +14,7 @@ from typing import Any, Literal, NamedTuple, ParamSpec, TypeVar
 
 import torch
 
-from trireme.kernels.chips.chip import Chip, chip
+from trireme.kernels.chips.chip import KIB, Chip, chip
 from trireme.kernels.chips.tiles import KNOWN, Grouped, Tile, best
 
 P = ParamSpec("P")
@@ -66,6 +66,9 @@ class Rows(NamedTuple):
     programs: int
 
 
+WIDEST = 8192  # values of a row whose column sums, in fp32, a program has in registers
+
+
 class Persistent(NamedTuple):
     """Of rows_bwd: KiB of a tile, programs on a multiprocessor."""
 
@@ -81,8 +84,11 @@ def rows_fwd(D: int) -> Rows:
 
 
 def rows_bwd(device: torch.device, N: int, D: int, itemsize: int) -> Rows:
-    """Persistent programs over tiles of N rows of D values of so many bytes, column sums in registers."""
-    columns, here = power2(D), chip(device)
+    """Persistent programs over tiles of N rows of D values of so many bytes, column sums in registers.
+
+    Of more than WIDEST values so many programs for each WIDEST columns.
+    """
+    columns, here = min(power2(D), WIDEST), chip(device)
     how = Persistent(16, 1) if here.large else Persistent(8, 2)
     how = how if here.arch == 0 or itemsize > 2 else _set("rows_bwd", how)
     aim = how.kib << 10
@@ -92,6 +98,10 @@ def rows_bwd(device: torch.device, N: int, D: int, itemsize: int) -> Rows:
         0 if 3 * tile > here.shared else 1 if tile > aim else 3 if here.large and rows == 1 else 2
     )  # tiles of 3 inputs
     programs = min(cdiv(N, rows), how.each * here.sms)
+    if D > WIDEST:  # other parts of dy, h and weights are read, too
+        parts = cdiv(D, WIDEST)
+        ahead = min(ahead, (here.shared - KIB) // (3 * parts * tile)) if itemsize == 2 else 0
+        return Rows(rows, columns, 16, ahead + 1, max(1, programs // parts))
     return Rows(rows, columns, min(16, max(4, rows * columns // 1024)), ahead + 1, programs)
 
 
@@ -198,11 +208,12 @@ def cross_entropy(device: torch.device, V: int) -> Logits:
 
 
 def grouped_mm(device: torch.device, dtype: torch.dtype) -> Grouped:
-    """Tile of rows (rows, a) times a matrix (a, b)."""
+    """Tile of rows (rows, a) times a matrix (a, b). Of codes in fp8 twice as many lie in as many bytes."""
     here = chip(device)
     if here.arch == 0 or dtype == torch.float32:
         return Grouped(32, 32, 32, 4, 1)
-    return _set("grouped_mm", Grouped(128, 64, 128, 8, 3) if here.large else _modelled(here, "grouped_mm"))
+    tile = _set("grouped_mm", Grouped(128, 64, 128, 8, 3) if here.large else _modelled(here, "grouped_mm"))
+    return tile if dtype.itemsize > 1 else tile._replace(a=2 * tile.a)
 
 
 def grouped_add(device: torch.device, dtype: torch.dtype) -> Grouped:

@@ -3,7 +3,7 @@
     y = xhat * w + b,  xhat = (h - mean) * rstd,  rstd = 1 / sqrt(var + eps)
     dh = rstd * (g - mean(g) - xhat * mean(g * xhat)),  g = dy * w;  dw = sum of dy * xhat,  db = sum of dy, over rows
 
-Legend: N tokens, D width.
+Wide rows: rmsnorm.py. Legend: N tokens, D width, PARTS of BLOCK_D columns.
 """
 
 from __future__ import annotations
@@ -16,6 +16,7 @@ from torch import Tensor
 from trireme.kernels.column_sum import add_rows
 from trireme.kernels.launch import cdiv, rows_bwd, rows_fwd
 from trireme.kernels.launcher import await_previous, launcher
+from trireme.kernels.rmsnorm import reads_others, some_rows
 
 
 @launcher
@@ -58,6 +59,19 @@ def _layernorm_fwd(
     tl.store(p_y + o, b_y.to(p_y.dtype.element_ty), mask)
 
 
+@triton.jit
+def _sums(p_dy, p_h, p_w, p_mean, p_rstd, i_row, part, N, D: tl.constexpr, BLOCK_D: tl.constexpr):
+    """(sums of g, of g * xhat) over a part of the rows' columns."""
+    b_mean = tl.load(p_mean + i_row, i_row < N, 0.0)[:, None]
+    b_rstd = tl.load(p_rstd + i_row, i_row < N, 0.0)[:, None]
+    o_d = part * BLOCK_D + tl.arange(0, BLOCK_D)
+    mask = (i_row < N)[:, None] & (o_d < D)[None, :]
+    o = i_row[:, None] * D + o_d[None, :]
+    b_g = tl.load(p_dy + o, mask, 0.0).to(tl.float32) * tl.load(p_w + o_d, o_d < D, 0.0).to(tl.float32)[None, :]
+    b_xhat = (tl.load(p_h + o, mask, 0.0).to(tl.float32) - b_mean) * b_rstd
+    return tl.split(tl.sum(tl.join(b_g, b_g * b_xhat), 1))
+
+
 @launcher
 @triton.jit(do_not_specialize=["N"])
 def _layernorm_bwd(
@@ -75,11 +89,14 @@ def _layernorm_bwd(
     ROWS: tl.constexpr,
     BLOCK_D: tl.constexpr,
     STAGES: tl.constexpr,
+    PARTS: tl.constexpr,
     RESIDUAL: tl.constexpr,
 ):
     await_previous()
     i_prog = tl.program_id(0)
     o_d = tl.arange(0, BLOCK_D)
+    if PARTS > 1:
+        o_d += tl.program_id(1) * BLOCK_D
     m_d = o_d < D
     b_w = tl.load(p_w + o_d, m_d, 0.0).to(tl.float32)
     b_dw = tl.zeros((ROWS, BLOCK_D), tl.float32)
@@ -88,6 +105,13 @@ def _layernorm_bwd(
         i_row = tl.cast(i_tile, tl.int64) * ROWS + tl.arange(0, ROWS)
         mask = (i_row < N)[:, None] & m_d[None, :]
         o = i_row[:, None] * D + o_d[None, :]
+        if PARTS > 1:
+            b_sums, b_dots = tl.zeros((ROWS,), tl.float32), tl.zeros((ROWS,), tl.float32)
+            for i in tl.static_range(1, PARTS):
+                part = (tl.program_id(1) + i) % PARTS
+                b_sum, b_dot = _sums(p_dy, p_h, p_w, p_mean, p_rstd, i_row, part, N, D, BLOCK_D)
+                b_sums += b_sum
+                b_dots += b_dot
         b_dy = tl.load(p_dy + o, mask, 0.0).to(tl.float32)
         b_h = tl.load(p_h + o, mask, 0.0).to(tl.float32)
         b_mean = tl.load(p_mean + i_row, i_row < N, 0.0)[:, None]
@@ -97,6 +121,9 @@ def _layernorm_bwd(
         b_db += b_dy
         b_g = b_dy * b_w[None, :]
         b_sum, b_dot = tl.split(tl.sum(tl.join(b_g, b_g * b_xhat), 1))  # together: half the barriers
+        if PARTS > 1:
+            b_sum += b_sums
+            b_dot += b_dots
         b_dh = (b_g - (b_sum / D)[:, None] - b_xhat * (b_dot / D)[:, None]) * b_rstd
         if RESIDUAL:
             b_dh += tl.load(p_dresidual + o, mask, 0.0).to(tl.float32)
@@ -136,7 +163,7 @@ def layernorm_bwd(
     dresidual: Tensor | None = None,
     out: Tensor | None = None,
 ) -> Tensor:
-    """As reference.layernorm_bwd, contiguous."""
+    """As reference.layernorm_bwd, contiguous. `out` may be dy."""
     N, D = h.shape
     assert dy.shape == h.shape
     assert dy.is_contiguous()
@@ -144,11 +171,17 @@ def layernorm_bwd(
     assert dweight_.shape == dbias_.shape == (D,)
     assert dresidual is None or (dresidual.shape == h.shape and dresidual.is_contiguous())
     assert out is None or (out.shape == h.shape and out.dtype == h.dtype and out.is_contiguous())
+    if out is not None and reads_others(out, dy):
+        for rows in some_rows(N):
+            residual, stats = None if dresidual is None else dresidual[rows], (mean[rows], rstd[rows])
+            out[rows].copy_(layernorm_bwd(dy[rows], h[rows], weight, *stats, dweight_, dbias_, residual))
+        return out
     dh = torch.empty_like(h) if out is None else out
     tile = rows_bwd(h.device, N, D, h.itemsize)
     dw, db = torch.empty((2, tile.programs, D), dtype=torch.float32, device=h.device)
-    _layernorm_bwd[(tile.programs,)](
-        dy, h, weight, mean, rstd, dresidual, dh, dw, db, N, D, tile.rows, tile.columns, tile.stages,
+    parts = cdiv(D, tile.columns)
+    _layernorm_bwd[(tile.programs, parts)](
+        dy, h, weight, mean, rstd, dresidual, dh, dw, db, N, D, tile.rows, tile.columns, tile.stages, parts,
         dresidual is not None, num_warps=tile.warps,
     )  # fmt: skip
     add_rows(dweight_, dw, dbias_, db)

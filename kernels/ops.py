@@ -95,6 +95,8 @@ sigmoid_gate_bwd = _op(attention.sigmoid_gate_bwd, "attention.gate")
 silu_gate_fwd = _op(attention.silu_gate_fwd, "attention.gate")
 silu_gate_bwd = _op(attention.silu_gate_bwd, "attention.gate")
 quantize = _op(fp8.quantize, "fp8.quantize")
+quantize_experts = _op(fp8.quantize_experts, "fp8.quantize")
+quantize_rows = _op(fp8.quantize_rows, "fp8.quantize")
 turn = _op(fp8.turn, "fp8.quantize")
 rmsnorm_codes = _op(fp8.rmsnorm_codes, "fp8.norms")
 swiglu_codes_fwd = _op(fp8.swiglu_codes_fwd, "fp8.gated")
@@ -157,6 +159,8 @@ __all__ = [
     "fp8_add_",
     "fp8_matmul",
     "quantize",
+    "quantize_experts",
+    "quantize_rows",
     "rmsnorm_bwd",
     "rmsnorm_codes",
     "rmsnorm_fwd",

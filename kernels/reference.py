@@ -48,17 +48,18 @@ def rmsnorm_bwd(
     h: Tensor,
     weight: Tensor,
     rstd: Tensor,
-    dweight_: Tensor,
+    dweight_: Tensor | None,
     dresidual: Tensor | None = None,
     out: Tensor | None = None,
 ) -> Tensor:
-    """dh (N, D) through y = h * rstd * weight, plus dresidual; adds to dweight_ (D,). h as from rmsnorm_fwd.
+    """dh (N, D) through y = h * rstd * weight, plus dresidual; adds to dweight_ (D,), None of a frozen weight.
 
-    `out`, filled with dh, may be dy.
+    h as from rmsnorm_fwd. `out`, filled with dh, may be dy.
     """
     dyf, hf = upcast(dy), upcast(h)
     xhat = hf * rstd[:, None]
-    add_(dweight_, (dyf * xhat).sum(0))
+    if dweight_ is not None:
+        add_(dweight_, (dyf * xhat).sum(0))
     g = dyf * upcast(weight)
     dh = rstd[:, None] * (g - xhat * (g * xhat).mean(-1, keepdim=True))
     dh = (dh if dresidual is None else dh + upcast(dresidual)).to(h.dtype)
@@ -112,11 +113,12 @@ def head_rmsnorm_fwd(x: Tensor, weight: Tensor, eps: float) -> tuple[Tensor, Ten
     return (xf * rstd[..., None] * upcast(weight)).to(x.dtype), rstd
 
 
-def head_rmsnorm_bwd(dy: Tensor, x: Tensor, weight: Tensor, rstd: Tensor, dweight_: Tensor, dx_: Tensor) -> None:
-    """Writes dx_ (N, H, d), which may be strided or dy; adds to dweight_ (d,)."""
+def head_rmsnorm_bwd(dy: Tensor, x: Tensor, weight: Tensor, rstd: Tensor, dweight_: Tensor | None, dx_: Tensor) -> None:
+    """Writes dx_ (N, H, d), which may be strided or dy; adds to dweight_ (d,), None of a frozen weight."""
     dyf = upcast(dy)
     xhat = upcast(x) * rstd[..., None]
-    add_(dweight_, (dyf * xhat).sum((0, 1)))
+    if dweight_ is not None:
+        add_(dweight_, (dyf * xhat).sum((0, 1)))
     g = dyf * upcast(weight)
     dx_.copy_(rstd[..., None] * (g - xhat * (g * xhat).mean(-1, keepdim=True)))
 

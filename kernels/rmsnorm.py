@@ -3,19 +3,26 @@
     y = h * rstd * w,  rstd = 1 / sqrt(mean(h^2) + eps)
     dh = rstd * (g - xhat * mean(g * xhat)),  g = dy * w,  xhat = h * rstd;  dw = sum over rows of dy * xhat
 
-Legend: N tokens, D width, H heads.
+Of rows wider than launch.WIDEST backward's programs own the column sums of a part of the columns, and read the others
+for the row's mean alone: all sums stay in registers.
+Legend: N tokens, D width, H heads, PARTS of BLOCK_D columns.
 """
 
 from __future__ import annotations
+
+from collections.abc import Iterator
 
 import torch
 import triton
 import triton.language as tl
 from torch import Tensor
 
+from trireme.kernels import launch
 from trireme.kernels.column_sum import add_rows
 from trireme.kernels.launch import cdiv, rows_bwd, rows_fwd
 from trireme.kernels.launcher import await_previous, launcher
+
+CHUNK = 1024  # rows of a wide norm's gradient that takes the place of dy: in what models' workspace has for sums
 
 
 @launcher
@@ -52,6 +59,17 @@ def _rmsnorm_fwd(
     tl.store(p_y + o, b_y.to(p_y.dtype.element_ty), mask)
 
 
+@triton.jit
+def _dot(p_dy, p_h, p_w, p_rstd, i_row, part, N, D: tl.constexpr, BLOCK_D: tl.constexpr):
+    """Sums of g * xhat over a part of the rows' columns."""
+    b_rstd = tl.load(p_rstd + i_row, i_row < N, 0.0)[:, None]
+    o_d = part * BLOCK_D + tl.arange(0, BLOCK_D)
+    mask = (i_row < N)[:, None] & (o_d < D)[None, :]
+    o = i_row[:, None] * D + o_d[None, :]
+    b_g = tl.load(p_dy + o, mask, 0.0).to(tl.float32) * tl.load(p_w + o_d, o_d < D, 0.0).to(tl.float32)[None, :]
+    return tl.sum(b_g * (tl.load(p_h + o, mask, 0.0).to(tl.float32) * b_rstd), 1)
+
+
 @launcher
 @triton.jit(do_not_specialize=["N"])
 def _rmsnorm_bwd(
@@ -67,11 +85,14 @@ def _rmsnorm_bwd(
     ROWS: tl.constexpr,
     BLOCK_D: tl.constexpr,
     STAGES: tl.constexpr,
+    PARTS: tl.constexpr,
     RESIDUAL: tl.constexpr,
 ):
     await_previous()
     i_prog = tl.program_id(0)
     o_d = tl.arange(0, BLOCK_D)
+    if PARTS > 1:
+        o_d += tl.program_id(1) * BLOCK_D
     m_d = o_d < D
     b_w = tl.load(p_w + o_d, m_d, 0.0).to(tl.float32)
     b_dw = tl.zeros((ROWS, BLOCK_D), tl.float32)
@@ -79,17 +100,26 @@ def _rmsnorm_bwd(
         i_row = tl.cast(i_tile, tl.int64) * ROWS + tl.arange(0, ROWS)
         mask = (i_row < N)[:, None] & m_d[None, :]
         o = i_row[:, None] * D + o_d[None, :]
+        if PARTS > 1:
+            b_others = tl.zeros((ROWS,), tl.float32)
+            for i in tl.static_range(1, PARTS):
+                b_others += _dot(p_dy, p_h, p_w, p_rstd, i_row, (tl.program_id(1) + i) % PARTS, N, D, BLOCK_D)
         b_dy = tl.load(p_dy + o, mask, 0.0).to(tl.float32)
         b_h = tl.load(p_h + o, mask, 0.0).to(tl.float32)
         b_rstd = tl.load(p_rstd + i_row, i_row < N, 0.0)[:, None]
         b_xhat = b_h * b_rstd
-        b_dw += b_dy * b_xhat
+        if p_dw is not None:
+            b_dw += b_dy * b_xhat
         b_g = b_dy * b_w[None, :]
-        b_dh = b_rstd * (b_g - b_xhat * (tl.sum(b_g * b_xhat, 1) / D)[:, None])
+        b_dot = tl.sum(b_g * b_xhat, 1)
+        if PARTS > 1:
+            b_dot += b_others
+        b_dh = b_rstd * (b_g - b_xhat * (b_dot / D)[:, None])
         if RESIDUAL:
             b_dh += tl.load(p_dresidual + o, mask, 0.0).to(tl.float32)
         tl.store(p_dh + o, b_dh.to(p_dh.dtype.element_ty), mask)
-    tl.store(p_dw + i_prog * D + o_d, tl.sum(b_dw, 0), m_d)
+    if p_dw is not None:
+        tl.store(p_dw + i_prog * D + o_d, tl.sum(b_dw, 0), m_d)
 
 
 def rmsnorm_fwd(
@@ -112,31 +142,48 @@ def rmsnorm_fwd(
     return y, rstd, h
 
 
+def reads_others(out: Tensor, dy: Tensor) -> bool:
+    """Whether a program of a norm's backward would read what another one has written to `out`."""
+    return out.shape[1] > launch.WIDEST and out.data_ptr() == dy.data_ptr()
+
+
+def some_rows(N: int) -> Iterator[slice]:
+    """Of which the gradient is made beside dy."""
+    return (slice(a, min(a + CHUNK, N)) for a in range(0, N, CHUNK))
+
+
 def rmsnorm_bwd(
     dy: Tensor,
     h: Tensor,
     weight: Tensor,
     rstd: Tensor,
-    dweight_: Tensor,
+    dweight_: Tensor | None,
     dresidual: Tensor | None = None,
     out: Tensor | None = None,
 ) -> Tensor:
-    """As reference.rmsnorm_bwd, contiguous."""
+    """As reference.rmsnorm_bwd, contiguous. `out` may be dy."""
     N, D = h.shape
     assert dy.shape == h.shape
     assert dy.is_contiguous()
     assert h.is_contiguous()
-    assert dweight_.shape == (D,)
+    assert dweight_ is None or dweight_.shape == (D,)
     assert dresidual is None or (dresidual.shape == h.shape and dresidual.is_contiguous())
     assert out is None or (out.shape == h.shape and out.dtype == h.dtype and out.is_contiguous())
+    if out is not None and reads_others(out, dy):
+        for rows in some_rows(N):
+            residual = None if dresidual is None else dresidual[rows]
+            out[rows].copy_(rmsnorm_bwd(dy[rows], h[rows], weight, rstd[rows], dweight_, residual))
+        return out
     dh = torch.empty_like(h) if out is None else out
     tile = rows_bwd(h.device, N, D, h.itemsize)
-    dw = torch.empty((tile.programs, D), dtype=torch.float32, device=h.device)
-    _rmsnorm_bwd[(tile.programs,)](
-        dy, h, weight, rstd, dresidual, dh, dw, N, D, tile.rows, tile.columns, tile.stages, dresidual is not None,
-        num_warps=tile.warps,
+    dw = None if dweight_ is None else torch.empty((tile.programs, D), dtype=torch.float32, device=h.device)
+    parts = cdiv(D, tile.columns)
+    _rmsnorm_bwd[(tile.programs, parts)](
+        dy, h, weight, rstd, dresidual, dh, dw, N, D, tile.rows, tile.columns, tile.stages, parts,
+        dresidual is not None, num_warps=tile.warps,
     )  # fmt: skip
-    add_rows(dweight_, dw)
+    if dweight_ is not None and dw is not None:
+        add_rows(dweight_, dw)
     return dh
 
 
@@ -209,11 +256,13 @@ def _head_bwd(
         b_x = tl.load(p_x + (i_n * x_n + i_h * x_h)[:, None] + o_d[None, :], mask, 0.0).to(tl.float32)
         b_rstd = tl.load(p_rstd + i_row, m_row, 0.0)[:, None]
         b_xhat = b_x * b_rstd
-        b_dw += b_dy * b_xhat
+        if p_dw is not None:
+            b_dw += b_dy * b_xhat
         b_g = b_dy * b_w[None, :]
         b_dx = b_rstd * (b_g - b_xhat * (tl.sum(b_g * b_xhat, 1) / D)[:, None])
         tl.store(p_dx + (i_n * dx_n + i_h * dx_h)[:, None] + o_d[None, :], b_dx.to(p_dx.dtype.element_ty), mask)
-    tl.store(p_dw + i_prog * D + o_d, tl.sum(b_dw, 0), m_d)
+    if p_dw is not None:
+        tl.store(p_dw + i_prog * D + o_d, tl.sum(b_dw, 0), m_d)
 
 
 def head_rmsnorm_fwd(x: Tensor, weight: Tensor, eps: float) -> tuple[Tensor, Tensor]:
@@ -230,15 +279,16 @@ def head_rmsnorm_fwd(x: Tensor, weight: Tensor, eps: float) -> tuple[Tensor, Ten
     return y, rstd
 
 
-def head_rmsnorm_bwd(dy: Tensor, x: Tensor, weight: Tensor, rstd: Tensor, dweight_: Tensor, dx_: Tensor) -> None:
+def head_rmsnorm_bwd(dy: Tensor, x: Tensor, weight: Tensor, rstd: Tensor, dweight_: Tensor | None, dx_: Tensor) -> None:
     """As reference.head_rmsnorm_bwd. dx_ may be dy: read before written."""
     N, H, D = x.shape
     assert dy.shape == dx_.shape == x.shape
     assert dy.stride(2) == x.stride(2) == dx_.stride(2) == 1
     tile = rows_bwd(x.device, N * H, D, x.itemsize)
-    dw = torch.empty((tile.programs, D), dtype=torch.float32, device=x.device)
+    dw = None if dweight_ is None else torch.empty((tile.programs, D), dtype=torch.float32, device=x.device)
     strides = (*dy.stride()[:2], *x.stride()[:2], *dx_.stride()[:2])
     _head_bwd[(tile.programs,)](
         dy, x, weight, rstd, dx_, dw, N, *strides, H, D, tile.rows, tile.columns, tile.stages, num_warps=tile.warps
     )
-    add_rows(dweight_, dw)
+    if dweight_ is not None and dw is not None:
+        add_rows(dweight_, dw)

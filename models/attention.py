@@ -23,9 +23,9 @@ from trireme.models.linear import (
     Linear,
     Upstream,
     add_gradients_,
+    if_trained,
     linear,
     linear_backward,
-    or_scratch,
     trained,
     upstream,
 )
@@ -243,7 +243,7 @@ def _head_norm_backward_(
     """Turns d_ (N, heads, d), the gradient behind the norm, into that before it, in `into` if given."""
     if w is not None and rstd is not None and g is not None:
         d_, x, into = (t.view(len(x), -1, len(w.weight)) for t in (d_, x, d_ if into is None else into))
-        ops.head_rmsnorm_bwd(d_, x, w.factor, rstd, or_scratch(g.weight, w.weight), into)
+        ops.head_rmsnorm_bwd(d_, x, w.factor, rstd, if_trained(g.weight), into)
 
 
 def _attend(

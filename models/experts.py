@@ -5,7 +5,9 @@
 
 With cfg.relu2 experts are relu(y @ up_e)^2 @ down_e. With latents y is norm(x) @ latent_in, (N, L), and their weighted
 sum is multiplied by latent_out. A shared expert (shared.py) may add its own.
-Products run over N k rows sorted by expert; a token's sum is in ascending order of expert. Slices of a layer's experts
+Products run over N k rows sorted by expert; a token's sum is in ascending order of expert. Forward's products and the
+gradients of rows may be in fp8; gradients of matrices are not: tensor cores read codes along the width that is summed
+over, there the sorted rows, whose codes would have to be written transposed once more. Slices of a layer's experts
 may follow each other, each with its own weights: what passes from one to the next is `passed` (shapes.passed_shapes).
 Legend: N tokens, D width, E experts, k of them for each token, I hidden width of each. Saved: x (the caller's), gate_up
 (N k, 2I), or fc (N k, I), sorted, but not of slices; the shared expert's; with latents latent_sum (N, L).
@@ -35,6 +37,7 @@ from trireme.models.lora import Stacked
 from trireme.models.norm import Norm, norm, norm_backward
 from trireme.models.packed import Stack, grouped_mm
 from trireme.models.rows import Rows
+from trireme.models.sizes.narrow import experts_in_fp8
 from trireme.models.sizes.shapes import up_name
 
 
@@ -69,6 +72,7 @@ class Weights(NamedTuple):
     down_adapters: Stacked | None = None
     latent_in: Linear | None = None  # (D, L)
     latent_out: Linear | None = None  # (L, D)
+    fp8: bool = False  # of products of `up` and `down`, but for their gradients: `own` says it
     part: Slice | None = None  # None: all experts
 
     @property
@@ -79,14 +83,14 @@ class Weights(NamedTuple):
     def ends(self) -> bool:
         return self.part is None or self.part.ends
 
-    def own(self) -> Weights:
+    def own(self, fp8: bool = False) -> Weights:
         """With biases and adapters of the slice's experts alone."""
         if self.part is None:
-            return self
+            return self._replace(fp8=fp8)
         at = slice(self.part.first, self.part.last)
         up_bias, down_bias = (None if bias is None else bias[at] for bias in (self.up_bias, self.down_bias))
         up, down = (w and w._replace(a=w.a[at], b=w.b[at]) for w in (self.up_adapters, self.down_adapters))
-        return self._replace(up_bias=up_bias, down_bias=down_bias, up_adapters=up, down_adapters=down)
+        return self._replace(up_bias=up_bias, down_bias=down_bias, up_adapters=up, down_adapters=down, fp8=fp8)
 
 
 Passed = dict[str, Tensor]  # by the names of shapes.passed_shapes
@@ -127,7 +131,7 @@ def forward(
     found = _routes(cfg, w, y, passed)
     if rows.load is not None and w.begins:
         rows.load.add(layer, found.order, found.logits)
-    own, order, k = w.own(), _within(found.order, w.part), rule(cfg).k
+    own, order, k = w.own(experts_in_fp8(cfg, len(x))), _within(found.order, w.part), rule(cfg).k
     z = y if w.latent_in is None else linear(y, w.latent_in)
     gate_up = _up(own, z, order, k, saved.get(up_name(cfg)))
     del y, z  # workspace._block_workspace
@@ -143,7 +147,7 @@ def forward(
 
 def _sum(own: Weights, act: Tensor, weights: Tensor, order: ops.Order, k: int, *into: Tensor | None) -> Tensor:
     """Each token's weighted sum, (N, D) or (N, L); `into`: as ops.combine has them behind the weights."""
-    ranked = grouped_mm(act, own.down, order, bias=own.down_bias)
+    ranked = grouped_mm(act, own.down, order, bias=own.down_bias, fp8=own.fp8)
     if own.down_adapters is not None:
         own.down_adapters.add_(ranked, act, order)
     return ops.combine(ranked, order, k, weights, *into)
@@ -193,7 +197,7 @@ def _sums(
 
 
 def _up(w: Weights, y: Tensor, order: ops.Order, k: int, out: Tensor | None = None) -> Tensor:
-    gate_up = grouped_mm(y, w.up, order, k, out, w.up_bias)
+    gate_up = grouped_mm(y, w.up, order, k, out, w.up_bias, fp8=w.fp8)
     if w.up_adapters is not None:
         w.up_adapters.add_(gate_up, y, order, k)
     return gate_up
@@ -230,7 +234,8 @@ def backward(
     y, stats = norm(x, w.norm, cfg.eps)
     found = route(cfg, w, y) if w.ends else _routes(cfg, w, y, passed)
     whole, whole_g = w, g
-    w, g, order, k = w.own(), g._replace(part=w.part).own(), _within(found.order, w.part), rule(cfg).k
+    w, g = w.own(experts_in_fp8(cfg, len(x))), g._replace(part=w.part).own()
+    order, k = _within(found.order, w.part), rule(cfg).k
     z = y if w.latent_in is None else linear(y, w.latent_in)
     gate_up = saved[up_name(cfg)] if up_name(cfg) in saved else _up(w, z, order, k)
     d_sum = _latent_out_backward(cfg, w, g, found, gate_up, saved, dy)
@@ -285,7 +290,7 @@ def _latent_out_backward(
 
 def _down_backward(w: Weights, order: ops.Order, k: int, dy: Tensor) -> tuple[Tensor, Tensor | None]:
     """(gradient of the activation, without the weights; that of what an adapter of `down` reads)."""
-    d_act = grouped_mm(dy, w.down, order, k, back=True)
+    d_act = grouped_mm(dy, w.down, order, k, back=True, fp8=w.fp8)
     if w.down_adapters is None:
         return d_act, None
     d_down = w.down_adapters.down_gradient(dy, order, k)
@@ -297,7 +302,7 @@ def _up_backward(w: Weights, g: Weights, order: ops.Order, k: int, z: Tensor, d_
     """The gradient of what experts read, by sorted row; adds to g."""
     if isinstance(g.up, Tensor) and trained(g.up):
         ops.grouped_add_(g.up, z, d_gate_up, order, k)
-    d_rows = grouped_mm(d_gate_up, w.up, order, back=True)
+    d_rows = grouped_mm(d_gate_up, w.up, order, back=True, fp8=w.fp8)
     if w.up_adapters is not None:
         d_up = w.up_adapters.down_gradient(d_gate_up, order)
         _adapter_gradients_(w.up_adapters, g.up_adapters, z, d_up, d_gate_up, order, k)

@@ -17,7 +17,7 @@ from torch import Tensor
 from trireme.kernels import ops
 from trireme.models.config import ModelConfig
 from trireme.models.families.latent import Latent
-from trireme.models.linear import Linear, Upstream, add_gradients_, linear, linear_backward, or_scratch, upstream
+from trireme.models.linear import Linear, Upstream, add_gradients_, if_trained, linear, linear_backward, upstream
 from trireme.models.norm import Norm
 from trireme.models.rows import Rows, rotate_
 
@@ -129,4 +129,4 @@ def _latent_backward(
     add_gradients_(g, w, y, d)
     del y  # workspace._latent_moments
     d_y = linear_backward(d, w)[:, None]
-    ops.head_rmsnorm_bwd(d_y, x[:, None], norm.factor, rstd, or_scratch(g_norm.weight, norm.weight), dx[:, None])
+    ops.head_rmsnorm_bwd(d_y, x[:, None], norm.factor, rstd, if_trained(g_norm.weight), dx[:, None])

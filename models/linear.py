@@ -44,9 +44,10 @@ class Linear(NamedTuple):
 class Gradient(NamedTuple):
     """A gradient dy (N, out) for the matmuls of backward."""
 
-    codes: ops.Quantized
+    codes: ops.Quantized | None  # in fp8
     dtype: torch.dtype  # of dy
-    dy: Tensor | None = None  # for biases and adapters
+    dy: Tensor | None = None  # where not all is read as codes
+    dh: Tensor | None = None  # (N, K R), of what adapters' second matmuls read
 
 
 Operand = Tensor | ops.Quantized  # x, or its codes where they are all that is read
@@ -101,24 +102,35 @@ def add_linear_(out_: Tensor, x: Operand, w: Linear, times: float) -> None:
 
 
 def upstream(dy: Upstream, w: Linear, g: Linear) -> Upstream:
-    """dy (N, out) as linear_backward and add_gradients_ take it: quantised once for both, dy itself kept if needed."""
-    if not w.fp8 or isinstance(dy, Gradient):
+    """dy (N, out) as linear_backward and add_gradients_ take it: what both read is made once, dy kept if needed."""
+    if isinstance(dy, Gradient):
         return dy
+    dh = None if w.adapters is None else lora.down_gradient(dy, w.adapters)
+    if not w.fp8:
+        return dy if dh is None else Gradient(None, dy.dtype, dy, dh)
     needed = w.bias is not None or w.adapters is not None
-    return Gradient(ops.quantize(dy, columns=trained(g.weight)), dy.dtype, dy if needed else None)
+    return Gradient(ops.quantize(dy, columns=trained(g.weight)), dy.dtype, dy if needed else None, dh)
+
+
+def _down_gradient(dy: Upstream, w: lora.Adapters) -> Tensor:
+    if isinstance(dy, Gradient) and dy.dh is not None:
+        return dy.dh
+    assert isinstance(dy, Tensor)
+    return lora.down_gradient(dy, w)
 
 
 def linear_backward(dy: Upstream, w: Linear) -> Tensor:
     """Gradient (N, in) of x, given dy (N, out) from `upstream`."""
-    if isinstance(dy, Gradient):
+    if isinstance(dy, Gradient) and dy.codes is not None:
         rows = dy.codes.rows
         assert rows is not None
         dx = _matmul(dy.codes, w, False, rows.new_empty((len(rows), w.features[0]), dtype=dy.dtype))
-        dy = dy.dy if dy.dy is not None else dx
     else:
-        dx = torch.mm(dy, w.weight.T)
+        plain = dy.dy if isinstance(dy, Gradient) else dy
+        assert plain is not None
+        dx = torch.mm(plain, w.weight.T)
     if w.adapters is not None:
-        lora.add_backward_(dx, dy, w.adapters)
+        lora.add_backward_(dx, _down_gradient(dy, w.adapters), w.adapters)
     return dx
 
 
@@ -143,33 +155,32 @@ def _codes(weight: Tensor) -> tuple[Tensor, Tensor]:
 
 def add_gradients_(g: Linear, w: Linear, x: Operand, dy: Upstream) -> None:
     """Adds the trained weights' gradients to g, given dy from `upstream`."""
-    if isinstance(dy, Gradient):
-        if trained(g.weight):
-            turned = ops.quantize(x, rows=False, columns=True) if isinstance(x, Tensor) else x
-            if g.weight.is_contiguous():
-                _add_slices_(g.weight, turned, dy.codes)
-            else:  # stored (out, in)
-                _add_slices_(g.weight.T, dy.codes, turned)
-            del turned
-        if dy.dy is None:
-            return
-        dy = dy.dy
-    elif trained(g.weight):
+    codes, plain = (dy.codes, dy.dy) if isinstance(dy, Gradient) else (None, dy)
+    if codes is not None and trained(g.weight):
+        turned = ops.quantize(x, rows=False, columns=True) if isinstance(x, Tensor) else x
+        if g.weight.is_contiguous():
+            _add_slices_(g.weight, turned, codes)
+        else:  # stored (out, in)
+            _add_slices_(g.weight.T, codes, turned)
+        del turned
+    if plain is None:
+        return
+    if codes is None and trained(g.weight):
         assert isinstance(x, Tensor)
         if g.weight.is_contiguous():
-            add_matmul_(g.weight, x, dy)
+            add_matmul_(g.weight, x, plain)
         else:  # stored (out, in)
-            add_matmul_(g.weight.T, dy, x)
+            add_matmul_(g.weight.T, plain, x)
     if g.bias is not None and trained(g.bias):
-        ops.bias_bwd_(g.bias, dy)
+        ops.bias_bwd_(g.bias, plain)
     if g.adapters is not None and w.adapters is not None:
         assert isinstance(x, Tensor)
-        dh = lora.down_gradient(dy, w.adapters)
+        dh = _down_gradient(dy, w.adapters)
         for part, read in lora.inputs(x, w.adapters):
             add_matmul_(g.adapters.a[part], dh[:, part], read)
             del read  # workspace._block_workspace
         for b, h, (start, stop) in zip(g.adapters.b, lora.scaled_down(x, w.adapters), w.adapters.columns, strict=True):
-            add_matmul_(b, dy[:, start:stop], h)
+            add_matmul_(b, plain[:, start:stop], h)
 
 
 def _add_slices_(grad_: Tensor, a: ops.Quantized, b: ops.Quantized) -> None:
@@ -184,6 +195,10 @@ def _add_slices_(grad_: Tensor, a: ops.Quantized, b: ops.Quantized) -> None:
 def trained(gradient: Tensor) -> bool:
     """Whether the gradient is wanted: a frozen tensor's is empty."""
     return gradient.numel() > 0
+
+
+def if_trained(gradient: Tensor) -> Tensor | None:
+    return gradient if trained(gradient) else None
 
 
 def or_scratch(gradient: Tensor, weight: Tensor) -> Tensor:

@@ -77,12 +77,11 @@ def add_(out_: Tensor, x: Tensor, w: Adapters, times: float = 1.0) -> None:
 def down_gradient(dy: Tensor, w: Adapters) -> Tensor:
     """Gradient of x A^T, (N, K R), given dy (N, out)."""
     parts = [torch.mm(dy[:, start:stop], b) for b, (start, stop) in zip(w.b, w.columns, strict=True)]
-    return _scale_(torch.cat(parts, 1), w)
+    return _scale_(torch.cat(parts, 1) if len(parts) > 1 else parts[0], w)
 
 
-def add_backward_(dx_: Tensor, dy: Tensor, w: Adapters) -> None:
-    """Adds the gradient of x to dx_ (N, in), given dy (N, out)."""
-    dh = down_gradient(dy, w)
+def add_backward_(dx_: Tensor, dh: Tensor, w: Adapters) -> None:
+    """Adds the gradient of x to dx_ (N, in), given `down_gradient`."""
     if w.dropout is None:
         dx_.addmm_(dh, w.a)
         return

@@ -8,7 +8,7 @@ import torch
 from torch import Tensor
 
 from trireme.kernels import ops
-from trireme.models.linear import Linear, Operand, or_scratch
+from trireme.models.linear import Linear, Operand, if_trained, or_scratch
 
 
 class Norm(NamedTuple):
@@ -78,8 +78,7 @@ def norm_backward(
     """Gradient of x, plus dresidual; adds the weights' to g."""
     if w is None or g is None or stats is None:
         return dy if dresidual is None else torch.add(dy, dresidual, out=out)
-    dweight = or_scratch(g.weight, w.weight)
     if g.bias is None or w.bias is None or stats.mean is None:
-        return ops.rmsnorm_bwd(dy, x, w.factor, stats.rstd, dweight, dresidual, out)
-    dbias = or_scratch(g.bias, w.bias)
+        return ops.rmsnorm_bwd(dy, x, w.factor, stats.rstd, if_trained(g.weight), dresidual, out)
+    dweight, dbias = or_scratch(g.weight, w.weight), or_scratch(g.bias, w.bias)
     return ops.layernorm_bwd(dy, x, w.weight, stats.mean, stats.rstd, dweight, dbias, dresidual, out)

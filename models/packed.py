@@ -155,13 +155,16 @@ def grouped_mm(
     out: Tensor | None = None,
     bias: Tensor | None = None,
     back: bool = False,
+    fp8: bool = False,
 ) -> Tensor:
     """As ops.grouped_mm; `back`: by the transposed matrices. A slice of packed experts is decoded at a time.
 
-    A sorted row is multiplied by the matrix of its own expert alone: where the experts are cut changes no bit.
+    `fp8`: each row and each expert's matrix is quantized by its own largest value. A sorted row is multiplied by the
+    matrix of its own expert alone: where the experts are cut changes no bit.
     """
+    codes = ops.quantize_rows(x) if fp8 else None
     if isinstance(w, Tensor):
-        return ops.grouped_mm(x, w.mT if back else w, order, k, out, bias)
+        return _grouped_mm(x, codes, w.mT if back else w, order, k, out, bias)
     experts = len(order.starts) - 1
     features = w.shape[w.turned == back]
     out = x.new_empty((len(order.pair), features)) if out is None else out
@@ -172,8 +175,25 @@ def grouped_mm(
         decode(w.packing, [_of(part, a, b, experts) for part in w.parts], matrices)
         matrices = matrices.mT if w.turned != back else matrices
         rows = order._replace(starts=order.starts[a : b + 1])
-        ops.grouped_mm(x, matrices, rows, k, out, None if bias is None else bias[a:b])
+        _grouped_mm(x, codes, matrices, rows, k, out, None if bias is None else bias[a:b])
     return out
+
+
+def _grouped_mm(
+    x: Tensor,
+    codes: tuple[Tensor, Tensor] | None,
+    w: Tensor,
+    order: ops.Order,
+    k: int,
+    out: Tensor | None,
+    bias: Tensor | None,
+) -> Tensor:
+    """`codes`: of x with their scales, in fp8."""
+    if codes is None:
+        return ops.grouped_mm(x, w, order, k, out, bias)
+    out = x.new_empty((len(order.pair), w.shape[2])) if out is None else out
+    matrices, scales = ops.quantize_experts(w)
+    return ops.grouped_mm(codes[0], matrices.mT, order, k, out, bias, (codes[1], scales))
 
 
 def _of(part: Tensor, a: int, b: int, experts: int) -> Tensor:

@@ -21,6 +21,7 @@ from trireme.engine.data.sandbox import Sandbox
 from trireme.engine.planner import probe
 from trireme.engine.run import evaluation
 from trireme.engine.run.begin import job
+from trireme.models.sizes import narrow
 
 torch.set_num_threads(1)
 signal.signal(signal.SIGINT, signal.default_int_handler)  # ignored where a shell has started this in the background
@@ -50,6 +51,14 @@ def real() -> Path:
     if not folder.is_dir():
         pytest.skip(f"no real checkpoints at {folder}; set TRIREME_REAL")
     return folder
+
+
+@pytest.fixture(scope="module")
+def few_rows_in_fp8():
+    """Experts' products are in fp8, however few rows each expert has."""
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(narrow, "LEAST_ROWS", 0)
+        yield
 
 
 @pytest.fixture

@@ -57,7 +57,7 @@ class Shapes:
 
     device: str = "cuda"
     N: int = 8192  # tokens
-    widths: tuple[int, ...] = (4096, 5120)
+    widths: tuple[int, ...] = (4096, 5120, 16384)
     F: int = 14336  # of a gated MLP; of another 20480
     plain: int = 20480
     heads: tuple[int, int, int] = (40, 48, 128)  # rotated, all in a row, their width
@@ -190,6 +190,29 @@ def fp8(s: Shapes) -> Iterator[Case]:
             yield Case(f"{M}x{K}x{O} to {dtype}", "fp8_matmul", args, 2 * M * K * O, flops=True)
             added = (s.zeros(M, O, dtype=dtype), *args[:4])
             yield Case(f"{M}x{K}x{O} to {dtype}", "fp8_add_", added, 2 * M * K * O, flops=True)
+    yield from fp8_experts(s)
+
+
+def fp8_experts(s: Shapes) -> Iterator[Case]:
+    """As experts, of codes: forward's products and the gradients of rows."""
+    for name, (E, k, D, I) in s.mixtures.items():
+        P, chosen = s.mixed * k, ops.route_fwd(s.randn(s.mixed, E), ops.Rule(k))[1]
+        order = ops.sort_pairs(chosen, E)
+        for label, rows, A, B, by_token in (
+            ("up", s.mixed, D, 2 * I, k),
+            ("down", P, I, D, 0),
+            ("d_act", s.mixed, D, I, k),
+            ("d_rows", P, 2 * I, D, 0),
+        ):
+            x, w = s.randn(rows, A), (s.randn(E, A, B) * A**-0.5).mT.contiguous().mT
+            if label == "up":
+                yield Case(f"{name} {label}", "quantize_rows", (x,), 3 * rows * A)
+                yield Case(f"{name} {label}", "quantize_experts", (w,), 5 * w.numel())
+                yield Case(f"{name} {label} turned", "quantize_experts", (w.contiguous(),), 5 * w.numel())
+            (codes, scale), (matrices, scales) = ops.quantize_rows(x), ops.quantize_experts(w)
+            del x, w
+            args = (codes, matrices.mT, order, by_token, s.zeros(P, B, dtype=BF16), None, (scale, scales))
+            yield Case(f"{name} {label} in fp8", "grouped_mm", args, 2 * P * A * B, flops=True)
 
 
 class Attention(NamedTuple):

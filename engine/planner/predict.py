@@ -326,11 +326,11 @@ def unit_seconds(cfg: ModelConfig, plan: Plan, rates: Rates, batch: Batch) -> di
             + small * (3 if len(kept) < len(shapes.saved_shapes(cfg, 1, kind)) else 2)
             + summed
             + down
-            + slower(own.backward, own.gradients)
+            + slower(own, own.backward, own.gradients)
             + sliced.backward / rates.copy
             + rebuilt_seconds(cfg, u, kept, rates, batch, ITEMSIZE[plan.dtype])
         )
-        forward += slower(own.forward) + sliced.forward / rates.copy
+        forward += slower(own, own.forward) + sliced.forward / rates.copy
         for name, share in _parts(geo, u):
             known["forward", name] = launched("forward", share * forward) / rates.forward
             known["backward", name] = launched("backward", share * backward) / rates.backward
@@ -356,7 +356,7 @@ def rebuilt_seconds(
         _multiplied(rates, rebuilt, quick.rebuilt, quick.rebuilt_bytes)
         + _mixer_seconds(cfg, kind, rates, batch, made=missing)
         + row * _adapter_features(cfg, u)[0] * rebuilt / once
-        + _slower(rates, own.rebuilt)
+        + _slower(rates, own, own.rebuilt)
         + ("gate_up" not in kept) * narrow.sliced_bytes(cfg, u, N, itemsize).rebuilt / rates.copy
     )
 
@@ -390,10 +390,11 @@ def _multiplied(rates: Rates, flops: float, in_fp8: float, moved: float) -> floa
     return (flops - in_fp8) / (rates.matmul * rates.gemm) + quick + moved / rates.copy
 
 
-def _slower(rates: Rates, forward: float, gradients: float = 0.0) -> float:
-    """Seconds that grouped GEMMs take beyond those of a dense matrix."""
-    more = forward / rates.grouped + gradients / rates.grouped_add - (forward + gradients) / rates.gemm
-    return more / rates.matmul
+def _slower(rates: Rates, own: costs.Grouped, rows: float, gradients: float = 0.0) -> float:
+    """Seconds that grouped GEMMs, so many FLOPs of `own`, take beyond those of a dense matrix."""
+    rate, dense = (rates.fp8, rates.gemm_fp8) if own.fp8 else (rates.matmul, rates.gemm)
+    more = rows * (1 / rates.grouped - 1 / dense) / rate if rows else 0.0
+    return more + gradients * (1 / rates.grouped_add - 1 / rates.gemm) / rates.matmul
 
 
 def _features(cfg: ModelConfig, kind: str) -> float:

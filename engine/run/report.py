@@ -29,7 +29,7 @@ from trireme.engine.tuning.cached import Cached
 from trireme.engine.tuning.chosen import trained_lines
 from trireme.engine.tuning.packed import Packed, Unpacked
 from trireme.models import hf
-from trireme.models.sizes import shapes
+from trireme.models.sizes import narrow, shapes
 from trireme.storage.checkpoint import Source
 
 ON_A_CPU = "known after the second step: on a CPU it is measured, not predicted"
@@ -183,6 +183,13 @@ def data_lines(job: Job) -> list[str]:
     ]
 
 
+def _experts(job: Job) -> str:
+    """What is said of experts with --dtype fp8."""
+    if job.cfg.experts is None:
+        return ""
+    return " and experts" if narrow.experts_in_fp8(job.cfg, job.plan.tokens) else ", not experts,"
+
+
 def method_line(job: Job) -> str:
     o, master = job.options, "split fp32 master" if job.plan.dtype == "BF16" else "fp32"
     lora = job.cfg.lora
@@ -190,7 +197,7 @@ def method_line(job: Job) -> str:
     of, teaching = preference_of(o), job.cfg.teaching
     what = f"LoRA, rank {lora.rank}, alpha {lora.alpha:g}, on {', '.join(lora.targets)}" if lora else what
     what += f"; {compact(job.trained_parameters)} parameters trained" if job.cfg.frozen else ""
-    fp8 = ", linear layers of blocks in fp8 (mfu is of its rate)" if job.cfg.fp8 else ""
+    fp8 = f", linear layers{_experts(job)} of blocks in fp8 (mfu is of its rate)" if job.cfg.fp8 else ""
     what = f"{described(of)}, {what}" if of else f"classify ({', '.join(o.labels)[:80]}), {what}" if o.labels else what
     if teaching:
         parts = f"cross-entropy x {1 - teaching.weight:g} + divergence from the teacher x {teaching.weight:g}"

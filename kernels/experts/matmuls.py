@@ -2,6 +2,7 @@
 
 A program finds the expert and the rows of its tile from the experts' first rows, which the host never reads: there are
 as many programs as any sizes of groups may need.
+In fp8 the sums of codes are multiplied by the scales of their row and expert.
 Legend: E experts, N tokens, P sorted rows, A width that is summed over, B width of the result, CHOSEN rows of a token.
 """
 
@@ -13,7 +14,8 @@ import triton.language as tl
 from torch import Tensor
 
 from trireme.kernels import launch
-from trireme.kernels.experts.reference import Order
+from trireme.kernels.experts.reference import Order, Scales
+from trireme.kernels.fp8.block_scaled import fp8_dot
 from trireme.kernels.launch import cdiv, power2
 from trireme.kernels.launcher import await_previous, launcher
 
@@ -61,6 +63,8 @@ def _grouped_mm(
     p_pair,
     p_starts,
     p_bias,
+    p_scale_x,
+    p_scale_w,
     E: tl.constexpr,
     A: tl.constexpr,
     B: tl.constexpr,
@@ -71,6 +75,7 @@ def _grouped_mm(
     BLOCK_A: tl.constexpr,
     BLOCK_B: tl.constexpr,
     BLOCK_E: tl.constexpr,
+    BLOCK_SCALED: tl.constexpr,
 ):
     await_previous()
     i_tile, i_b = place_of(tl.program_id(0), 1 << 30, (B + BLOCK_B - 1) // BLOCK_B)
@@ -81,7 +86,8 @@ def _grouped_mm(
     o_a = tl.arange(0, BLOCK_A)
     o_b = i_b * BLOCK_B + tl.arange(0, BLOCK_B)
     m_row, m_b = (o_row < stop)[:, None], (o_b < B)[None, :]
-    p_x += find_rows(p_pair, o_row, o_row < stop, CHOSEN)[:, None] * A + o_a[None, :]
+    o_x = find_rows(p_pair, o_row, o_row < stop, CHOSEN)
+    p_x += o_x[:, None] * A + o_a[None, :]
     p_w += i_e.to(tl.int64) * A * B + o_a[:, None] * w_a + o_b[None, :] * w_b
     b_y = tl.zeros((ROWS, BLOCK_B), tl.float32)
     for i_a in range(0, A, BLOCK_A):
@@ -90,9 +96,16 @@ def _grouped_mm(
         else:
             m_a = o_a < A - i_a
             b_x, b_w = tl.load(p_x, m_row & m_a[None, :], 0.0), tl.load(p_w, m_a[:, None] & m_b, 0.0)
-        b_y = tl.dot(b_x, b_w, b_y, input_precision="ieee")
+        if BLOCK_SCALED:
+            b_y = fp8_dot(b_x, b_w, b_y)
+        elif p_scale_x is not None:  # Hopper's sums of codes lose bits: each step's is added in fp32
+            b_y = tl.dot(b_x, b_w, b_y, max_num_imprecise_acc=BLOCK_A)
+        else:
+            b_y = tl.dot(b_x, b_w, b_y, input_precision="ieee")
         p_x += BLOCK_A
         p_w += BLOCK_A * w_a
+    if p_scale_x is not None:
+        b_y *= (tl.load(p_scale_x + o_x, o_row < stop, 0.0) * tl.load(p_scale_w + i_e))[:, None]
     if p_bias is not None:
         b_y += tl.load(p_bias + i_e.to(tl.int64) * B + o_b, o_b < B, 0.0).to(tl.float32)[None, :]
     p_y += o_row.to(tl.int64)[:, None] * B + o_b[None, :]
@@ -100,11 +113,18 @@ def _grouped_mm(
 
 
 def grouped_mm(
-    x: Tensor, w: Tensor, order: Order, k: int = 0, out: Tensor | None = None, bias: Tensor | None = None
+    x: Tensor,
+    w: Tensor,
+    order: Order,
+    k: int = 0,
+    out: Tensor | None = None,
+    bias: Tensor | None = None,
+    scales: Scales | None = None,
 ) -> Tensor:
     """As reference.grouped_mm: x contiguous, w (E, A, B) or a view of (E, B, A), contiguous.
 
     A GEMM without a gather, bias or `out` is the library's where that is faster; both are bitwise identical.
+    With `scales` w is the view: tensor cores read codes along the width that is summed over.
     """
     (P,), (E, A, B) = order.pair.shape, w.shape
     assert x.shape == (P // k if k else P, A)
@@ -112,6 +132,11 @@ def grouped_mm(
     assert w.stride() in ((A * B, B, 1), (A * B, 1, A))
     assert w.dtype == x.dtype
     assert bias is None or (bias.shape == (E, B) and bias.is_contiguous())
+    if scales is not None:
+        assert out is not None
+        assert w.stride() == (A * B, 1, A)
+        assert scales[0].shape == x.shape[:1]
+        assert scales[1].shape == (E,)
     if k == 0 and out is None and bias is None and by_library(x, w):
         return torch._grouped_mm(x, w, offs=order.starts[1:])
     y = torch.empty((P, B), dtype=x.dtype, device=x.device) if out is None else out
@@ -119,9 +144,10 @@ def grouped_mm(
     assert y.is_contiguous()
     t = launch.grouped_mm(x.device, x.dtype)
     tiles = cdiv(P // t.rows + min(E, P), TOGETHER.value) * TOGETHER.value  # no sizes of groups need more
+    block_scaled = scales is not None and launch.chip(x.device).arch // 10 == 12
     _grouped_mm[(tiles * cdiv(B, t.b),)](
-        x, w, y, order.pair, order.starts, bias, E, A, B, *w.stride()[1:], k, t.rows, t.a, t.b, power2(E),
-        num_warps=t.warps, num_stages=t.stages,
+        x, w, y, order.pair, order.starts, bias, *(scales or (None, None)), E, A, B, *w.stride()[1:], k,
+        t.rows, t.a, t.b, power2(E), block_scaled, num_warps=t.warps, num_stages=t.stages,
     )  # fmt: skip
     return y
 

@@ -117,14 +117,32 @@ def sort_pairs(experts: Tensor, n_experts: int) -> Order:
 # ---------------------------------------------------------------- grouped GEMMs
 
 
+Scales = tuple[Tensor, Tensor]  # of rows of x, of experts (E,), fp32
+
+
 def grouped_mm(
-    x: Tensor, w: Tensor, order: Order, k: int = 0, out: Tensor | None = None, bias: Tensor | None = None
+    x: Tensor,
+    w: Tensor,
+    order: Order,
+    k: int = 0,
+    out: Tensor | None = None,
+    bias: Tensor | None = None,
+    scales: Scales | None = None,
 ) -> Tensor:
     """y (P, B), or `out` filled: each sorted row of x (P, A) times its expert's matrix of w (E, A, B), plus its bias.
 
     With k > 0 x is (N, A), and a sorted row is that of its token. w may be a transposed view; bias (E, B).
+    With `scales` x and w are codes in E4M3 (fp8/reference.py): products of codes are summed in fp32, then multiplied by
+    the scales of their row and expert; `out` is given.
     """
     y = torch.empty((len(order.pair), w.shape[2]), dtype=x.dtype, device=x.device) if out is None else out
+    if scales is not None:
+        assert out is not None
+        x, of_rows = x.float(), scales[0][:, None]
+        for e, rows in _groups(order):
+            total = torch.mm(_rows(x, order, rows, k), w[e].float()).mul_(_rows(of_rows, order, rows, k) * scales[1][e])
+            y[rows] = (total if bias is None else total.add_(bias[e].float())).to(y.dtype)
+        return y
     for e, rows in _groups(order):
         part = _rows(x, order, rows, k)
         torch.mm(part, w[e], out=y[rows]) if bias is None else torch.addmm(bias[e], part, w[e], out=y[rows])

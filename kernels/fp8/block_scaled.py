@@ -17,8 +17,19 @@ from trireme.kernels import launch
 from trireme.kernels.launch import cdiv
 from trireme.kernels.launcher import await_previous, launcher
 
-BLOCK = 32  # numbers of a block scale
-ONE = 127  # a scale of 1: an exponent with a bias of 127
+BLOCK = tl.constexpr(32)  # numbers of a block scale
+ONE = tl.constexpr(127)  # a scale of 1: an exponent with a bias of 127
+
+
+@triton.jit
+def fp8_dot(b_a, b_b, b_sum):
+    """b_sum (rows, columns) fp32 + b_a (rows, depth) @ b_b (depth, columns), both E4M3."""
+    ROWS: tl.constexpr = b_a.shape[0]
+    DEPTH: tl.constexpr = b_a.shape[1]
+    COLUMNS: tl.constexpr = b_b.shape[1]
+    b_ones_a = tl.full((ROWS, DEPTH // BLOCK), ONE, tl.uint8)
+    b_ones_b = tl.full((COLUMNS, DEPTH // BLOCK), ONE, tl.uint8)
+    return tl.dot_scaled(b_a, b_ones_a, "e4m3", b_b, b_ones_b, "e4m3", b_sum)
 
 
 @launcher
@@ -37,8 +48,6 @@ def _fp8_matmul(
     BLOCK_N: tl.constexpr,
     BLOCK_K: tl.constexpr,
     GROUP: tl.constexpr,
-    BLOCK: tl.constexpr,
-    ONE: tl.constexpr,
     ADD: tl.constexpr,
 ):
     await_previous()
@@ -52,14 +61,12 @@ def _fp8_matmul(
     m_m, m_n = (o_m < M)[:, None], (o_n < N)[:, None]
     p_a += o_m.to(tl.int64)[:, None] * K + o_k[None, :]
     p_b += o_n.to(tl.int64)[:, None] * K + o_k[None, :]
-    b_ones_a = tl.full((BLOCK_M, BLOCK_K // BLOCK), ONE, tl.uint8)
-    b_ones_b = tl.full((BLOCK_N, BLOCK_K // BLOCK), ONE, tl.uint8)
     b_sum = tl.zeros((BLOCK_M, BLOCK_N), tl.float32)
     for k in range(0, K, BLOCK_K):
         m_k = (o_k < K - k)[None, :]
         b_a = tl.load(p_a + k, m_m & m_k, 0.0)
         b_b = tl.load(p_b + k, m_n & m_k, 0.0)
-        b_sum = tl.dot_scaled(b_a, b_ones_a, "e4m3", b_b.T, b_ones_b, "e4m3", b_sum)
+        b_sum = fp8_dot(b_a, b_b.T, b_sum)
     b_sum *= tl.load(p_scale_a) * tl.load(p_scale_b)
     if p_bias is not None:
         b_sum += tl.load(p_bias + o_n, o_n < N, 0.0).to(tl.float32)[None, :]
@@ -92,5 +99,5 @@ def _launch(
     assert all(t.is_contiguous() for t in (a, b, out))
     tile = launch.block_scaled(a.device)
     grid = (cdiv(M, tile.rows) * cdiv(N, tile.columns),)
-    sizes = (M, N, K, tile.rows, tile.columns, tile.depth, tile.group, BLOCK, ONE, add)
+    sizes = (M, N, K, tile.rows, tile.columns, tile.depth, tile.group, add)
     _fp8_matmul[grid](a, b, scale_a, scale_b, bias, out, *sizes, num_warps=tile.warps, num_stages=tile.stages)

@@ -1,8 +1,10 @@
 """Quantization to E4M3 by the largest value of a tensor: two passes, the second in both orientations at once.
 
+Of experts each matrix has its own, of rows that go to experts each row: results do not depend on other rows.
+
 The maximum is taken over the bits as integers, which have the order of the values, so the order of programs does not
 matter.
-Legend: N rows, D columns, P partial maxima.
+Legend: E experts, of a matrix one, N rows, D columns, P partial maxima of each.
 """
 
 from __future__ import annotations
@@ -18,17 +20,22 @@ from trireme.kernels.launch import cdiv
 from trireme.kernels.launcher import await_previous, launcher
 
 BLOCK = 4096  # values at a time of a partial maximum
+ROW = 2048  # values at a time of a row that is quantized by itself
+
+
+@triton.jit
+def _power_by(most, p_scale, first, LEAST: tl.constexpr):
+    power = tl.minimum(135 - (most >> 23) - ((most & 0x7FFFFF) > 0x600000).to(tl.int32), LEAST)
+    if first:
+        tl.store(p_scale, ((127 - power) << 23).to(tl.float32, bitcast=True))
+    return power
 
 
 @triton.jit
 def power_of(p_most, p_scale, P, first, LEAST: tl.constexpr, BLOCK_P: tl.constexpr):
     """log2 of what values are multiplied with, by partial maxima; the `first` program stores the scale."""
     o_p = tl.arange(0, BLOCK_P)
-    most = tl.max(tl.load(p_most + o_p, o_p < P, 0), 0)
-    power = tl.minimum(135 - (most >> 23) - ((most & 0x7FFFFF) > 0x600000).to(tl.int32), LEAST)
-    if first:
-        tl.store(p_scale, ((127 - power) << 23).to(tl.float32, bitcast=True))
-    return power
+    return _power_by(tl.max(tl.load(p_most + o_p, o_p < P, 0), 0), p_scale, first, LEAST)
 
 
 @triton.jit
@@ -51,6 +58,8 @@ def codes_of(b_x, power):
 def _maxima(p_x, p_most, CHUNKS, PAD: tl.constexpr, PROGRAMS: tl.constexpr, BLOCK: tl.constexpr):
     await_previous()
     NUMEL = CHUNKS.to(tl.int64) * PAD  # so that accesses are wide
+    p_x += tl.program_id(1) * NUMEL
+    p_most += tl.program_id(1) * PROGRAMS
     o = tl.program_id(0).to(tl.int64) * BLOCK + tl.arange(0, BLOCK)
     b_most = tl.zeros((BLOCK,), tl.int32)
     for _ in range(tl.cdiv(NUMEL - tl.program_id(0).to(tl.int64) * BLOCK, PROGRAMS * BLOCK)):
@@ -83,6 +92,12 @@ def _quantize(
 ):
     await_previous()
     BLOCKS: tl.constexpr = (D + BLOCK_D - 1) // BLOCK_D
+    i_e = tl.program_id(1).to(tl.int64)
+    p_x += i_e * N * D
+    p_rows += i_e * N * D
+    p_columns += i_e * CHUNKS * PAD * D
+    p_most += i_e * P
+    p_scale += i_e
     i = tl.num_programs(0) - 1 - tl.program_id(0)  # backwards: what the maxima read last is still in L2
     o_n = (i // BLOCKS).to(tl.int64) * BLOCK_N + tl.arange(0, BLOCK_N)
     o_d = (i % BLOCKS) * BLOCK_D + tl.arange(0, BLOCK_D)
@@ -137,6 +152,52 @@ def store_codes(
     rstd, weight = norm or (None, None)
     _quantize[grid](x, rstd, weight, most, out.scale, codes, turned, *sizes, num_warps=block.warps)
     return out
+
+
+def quantize_experts(w: Tensor) -> tuple[Tensor, Tensor]:
+    """As reference.quantize_experts: w (E, A, B) or a view of (E, B, A), contiguous; A and B multiples of PAD."""
+    turned = w.is_contiguous()
+    raw = w if turned else w.mT
+    E, N, D = raw.shape
+    assert raw.is_contiguous()
+    assert N % PAD == D % PAD == 0
+    codes = torch.empty((E, w.shape[2], w.shape[1]), dtype=E4M3, device=w.device)
+    programs = cdiv(launch.maxima(w.device, cdiv(w.numel(), BLOCK)), E)
+    most = torch.empty((E, programs), dtype=torch.int32, device=w.device)
+    scale = torch.empty(E, dtype=torch.float32, device=w.device)
+    _maxima[(programs, E)](raw, most, N * D // PAD, PAD, programs, BLOCK, num_warps=8)
+    block = launch.quantize(w.device, False)
+    grid = (cdiv(N, block.rows) * cdiv(D, block.columns), E)
+    sizes = (N, N // PAD, programs, D, PAD, LEAST, not turned, turned, block.rows, block.columns)
+    _quantize[grid](raw, None, None, most, scale, codes, codes, *sizes, launch.power2(programs), num_warps=block.warps)
+    return codes, scale
+
+
+@launcher
+@triton.jit
+def _quantize_rows(p_x, p_codes, p_scale, D: tl.constexpr, LEAST: tl.constexpr, BLOCK_D: tl.constexpr):
+    await_previous()
+    i_n = tl.program_id(0).to(tl.int64)
+    b_most = tl.zeros((BLOCK_D,), tl.int32)
+    for i_d in range(0, D, BLOCK_D):
+        o_d = i_d + tl.arange(0, BLOCK_D)
+        b_most = tl.maximum(b_most, bits_of(tl.load(p_x + i_n * D + o_d, o_d < D, 0.0).to(tl.float32)))
+    power = _power_by(tl.max(b_most, 0), p_scale + i_n, True, LEAST)
+    for i_d in range(0, D, BLOCK_D):
+        o_d = i_d + tl.arange(0, BLOCK_D)
+        b_x = tl.load(p_x + i_n * D + o_d, o_d < D, 0.0).to(tl.float32)  # again, out of the L1
+        tl.store(p_codes + i_n * D + o_d, codes_of(b_x, power), o_d < D)
+
+
+def quantize_rows(x: Tensor) -> tuple[Tensor, Tensor]:
+    """As reference.quantize_rows, x contiguous, D a multiple of PAD."""
+    N, D = x.shape
+    assert x.is_contiguous()
+    assert D % PAD == 0
+    codes, scale = torch.empty((N, D), dtype=E4M3, device=x.device), torch.empty(N, device=x.device)
+    block = min(ROW, launch.power2(D))
+    _quantize_rows[(N,)](x, codes, scale, D, LEAST, block, num_warps=4)
+    return codes, scale
 
 
 @launcher

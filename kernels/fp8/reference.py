@@ -42,6 +42,21 @@ def quantize(x: Tensor, rows: bool = True, columns: bool = False, out: Quantized
     return out
 
 
+def quantize_rows(x: Tensor) -> tuple[Tensor, Tensor]:
+    """(codes (N, D) E4M3, scales (N,) fp32) of x (N, D), each row by its own largest value."""
+    values = x.float()
+    power = power_of(torch.where(values.isfinite(), values.abs(), 0.0).amax(1))
+    return codes_of(values, power[:, None]), power2(-power)
+
+
+def quantize_experts(w: Tensor) -> tuple[Tensor, Tensor]:
+    """(codes (E, B, A) E4M3, scales (E,) fp32) of w (E, A, B), each matrix by its own largest value."""
+    values = w.float()
+    power = power_of(torch.where(values.isfinite(), values.abs(), 0.0).amax((1, 2)))
+    codes = codes_of(values, power[:, None, None])
+    return codes.view(torch.uint8).mT.contiguous().view(E4M3), power2(-power)
+
+
 def turn(rows: Tensor, out: Tensor) -> Tensor:
     """Fills out (D, N) with codes (N, D) in the other order."""
     out.view(torch.uint8).copy_(rows.view(torch.uint8).T)
@@ -49,7 +64,7 @@ def turn(rows: Tensor, out: Tensor) -> Tensor:
 
 
 def power_of(most: Tensor) -> Tensor:
-    """log2, int32, of what values are multiplied with, given the largest finite one's magnitude (1,) fp32."""
+    """log2, int32, of what values are multiplied with, given the largest finite ones' magnitudes, fp32."""
     bits = most.view(torch.int32)
     power = 135 - (bits >> 23) - ((bits & 0x7FFFFF) > 0x600000).int()  # largest value: to (224, 448]
     return power.clamp(max=LEAST)

@@ -206,7 +206,7 @@ def _lengths_backward_(own: Scan, a: Inputs, dq_: Tensor, dk_: Tensor) -> None:
     q, k, _ = _heads(own, a.raw)
     for d_, t, factor, rstd in zip((dq_, dk_), (q, k), _lengths(own, q), (a.q_rstd, a.k_rstd), strict=True):
         assert rstd is not None
-        ops.head_rmsnorm_bwd(d_, t, factor, rstd, torch.zeros_like(factor), d_)
+        ops.head_rmsnorm_bwd(d_, t, factor, rstd, None, d_)
 
 
 def backward_to_x(

@@ -13,7 +13,7 @@ from typing import NamedTuple
 
 from trireme.models.config import ModelConfig
 from trireme.models.families.scans import Scan
-from trireme.models.sizes.narrow import in_fp8, norms_make_codes, quantised_each
+from trireme.models.sizes.narrow import experts_in_fp8, in_fp8, norms_make_codes, quantised_each
 from trireme.models.sizes.shapes import (
     DOWN,
     GATE_UP,
@@ -228,6 +228,7 @@ class Grouped(NamedTuple):
     backward: float = 0.0  # gradients of rows
     gradients: float = 0.0  # of matrices
     rebuilt: float = 0.0  # of forward, in backward
+    fp8: bool = False  # all but gradients
 
 
 def grouped_work(cfg: ModelConfig, u: int, kept: frozenset[str], tokens: int) -> Grouped:
@@ -239,7 +240,7 @@ def grouped_work(cfg: ModelConfig, u: int, kept: frozenset[str], tokens: int) ->
     up, down = (2 * rows * expert_input(cfg) * n for n in (up_width(cfg), cfg.experts.width))
     trained = {name.rpartition(".")[2] for part in trained_parts(cfg, u) for group in part for name, _ in group}
     gradients = up * (GATE_UP in trained) + down * (DOWN in trained)
-    return Grouped(up + down, up + down, gradients, up * (up_name(cfg) not in kept))
+    return Grouped(up + down, up + down, gradients, up * (up_name(cfg) not in kept), experts_in_fp8(cfg, tokens))
 
 
 _quantised_each = lru_cache(KNOWN)(quantised_each)
@@ -276,7 +277,24 @@ def in_fp8_work(cfg: ModelConfig, u: int, kept: frozenset[str], tokens: int) -> 
     )
     made = N * cfg.ffn if cfg.gated and "out" in found and cfg.lora is None else 0  # codes of gated units: not in bf16
     both, written = (1 + trained) * flops(found), moved(found) - 2 * made
-    return InFp8(flops(found), both, flops(again), written, behind - 12 * made, moved(again))
+    own = InFp8(flops(found), both, flops(again), written, behind - 12 * made, moved(again))
+    if what not in ("block", "mlp"):
+        return own
+    return InFp8(*(a + b for a, b in zip(own, _experts_in_fp8(cfg, kept, tokens), strict=True)))
+
+
+def _experts_in_fp8(cfg: ModelConfig, kept: frozenset[str], N: int) -> InFp8:
+    """Of grouped matmuls: rows are read and written once, each tile of tokens quantizes matrices: read twice."""
+    if cfg.experts is None or not experts_in_fp8(cfg, N):
+        return InFp8()
+    own, inner = cfg.experts, expert_input(cfg)
+    up, down = (inner * width for width in (up_width(cfg), own.width))
+    matrix, rows = 5 * own.count * -(-N // cfg.mlp_rows), lambda *widths: 3 * N * sum(widths)
+    flops, again = 2 * N * own.chosen * (up + down), up_name(cfg) not in kept
+    forward = rows(inner, own.chosen * own.width) + matrix * (up + down)
+    backward = rows(inner, own.chosen * up_width(cfg)) + matrix * (up + down)
+    rebuilt = rows(inner) + matrix * up
+    return InFp8(flops, flops, again * 2 * N * own.chosen * up, forward, backward, again * rebuilt)
 
 
 def model_flops(cfg: ModelConfig, tokens: int, pairs: int) -> int:

@@ -14,18 +14,21 @@ from trireme.models.families.packing import Part
 from trireme.models.sizes.shapes import (
     GATE_UP,
     Group,
+    expert_input,
     frozen_groups,
     is_frozen,
     is_packed,
     is_sliced,
     kind,
     on_disk,
+    up_width,
     weight_groups,
 )
 
 FP8 = ROWS, COLUMNS, SCALE = "_rows", "_columns", "_scale"  # behind the name of a matmul's first matrix: its codes
 SLICES = 16  # of a layer's packed experts, where not all fit decoded
 MOST_CODES = 1 << 29  # elements of a unit that codes are made of once a pass, in both orders
+LEAST_ROWS = 1024  # of an expert, mean: with fewer, quantizing matrices takes what fp8 saves; estimated, not measured
 FP8_DTYPES = {ROWS: "F8_E4M3", COLUMNS: "F8_E4M3", SCALE: "F32"}
 EXPERT = "#"  # before the number of an expert whose part of a stored tensor is meant
 FP8_SCALE = (4,)  # shape: the first is the scale, of which cuBLASLt asks that it lies at a multiple of 16 bytes
@@ -191,6 +194,14 @@ def own_dtypes(cfg: ModelConfig, u: int) -> dict[str, str]:
 def in_fp8(cfg: ModelConfig, rows: int, columns: int) -> bool:
     """Whether a linear layer's matrix is multiplied in fp8: the hardware's matmuls are of multiples of 16."""
     return cfg.fp8 and rows % 16 == 0 and columns % 16 == 0
+
+
+def experts_in_fp8(cfg: ModelConfig, tokens: int) -> bool:
+    """Whether products of rows and experts' matrices are in fp8 in a tile of so many tokens (block.mlp_forward)."""
+    own, rows = cfg.experts, min(tokens, cfg.mlp_rows)
+    if own is None or rows * own.chosen < LEAST_ROWS * own.count:
+        return False
+    return in_fp8(cfg, expert_input(cfg), up_width(cfg)) and in_fp8(cfg, own.width, expert_input(cfg))
 
 
 def norms_make_codes(cfg: ModelConfig) -> bool:

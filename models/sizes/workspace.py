@@ -8,7 +8,7 @@ from __future__ import annotations
 from typing import NamedTuple
 
 from trireme.models.config import ModelConfig
-from trireme.models.sizes.narrow import in_fp8, norms_make_codes, quantised_each, slice_bytes
+from trireme.models.sizes.narrow import at_once, experts_in_fp8, in_fp8, norms_make_codes, quantised_each, slice_bytes
 from trireme.models.sizes.shapes import (
     chosen,
     expert_input,
@@ -264,8 +264,10 @@ def _expert_moments(cfg: ModelConfig, sizes: _Sizes) -> tuple[list[int], list[in
     widths = cfg.width, hidden_width(cfg), own.latent, chosen(cfg) * up_width(cfg), chosen(cfg) * expert_input(cfg)
     y, act, z, up, wide = (tile * width * itemsize for width in widths)
     routes, activation = _routes_bytes(cfg, tile, itemsize), 2 * (up + act)
-    forward = [routes + y + z + up, routes + up + act, routes + act + wide + z]
-    backward = [routes + y + 2 * z + activation, routes + y + z + up + wide, routes + y + wide + (z or y)]
+    codes = _expert_codes(cfg, tile)
+    forward = [routes + y + z + up + codes.up, routes + up + act, routes + act + wide + z + codes.down]
+    backward = [routes + y + 2 * z + activation, routes + y + z + up + wide + codes.d_up]
+    backward += [routes + y + 2 * z + up + act + codes.d_down, routes + y + wide + (z or y)]
     forward.append(y + routes + tile * 8 * own.count)  # rows.Load.add: y, softmax in fp32
     if is_sliced(cfg):
         backward = [moment + 12 * tile * chosen(cfg) for moment in backward]  # experts._of_all, routes passed on
@@ -275,17 +277,41 @@ def _expert_moments(cfg: ModelConfig, sizes: _Sizes) -> tuple[list[int], list[in
         backward += [thin + y + 2 * z + max(activation, 2 * up), thin + y + z + up + 2 * wide]
     if z:
         first, last = _codes(cfg, sizes, cfg.width, own.latent), _codes(cfg, sizes, own.latent, cfg.width)
-        codes = max(first.x, last.x, first.dy, last.dy) + max(first.add, last.add, first.matrix, last.matrix)
-        forward.append(routes + y + z + codes)
-        backward += [routes + y + z + up + act + wide + z + codes, routes + 2 * y + 2 * z + codes]  # experts._sum again
+        most = max(first.x, last.x, first.dy, last.dy) + max(first.add, last.add, first.matrix, last.matrix)
+        forward.append(routes + y + z + most)
+        again = routes + y + z + up + act + wide  # experts._sum
+        backward += [again + z + most, again + codes.down, routes + 2 * y + 2 * z + most]
     if s := own.shared:
         matrices = 1 + cfg.gated
         first, last = _codes(cfg, sizes, cfg.width, matrices * s), _codes(cfg, sizes, s, cfg.width)
-        shared, codes = tile * s * itemsize, max(first.dy, last.dy) + max(first.add, last.add, first.x)
+        shared, made = tile * s * itemsize, max(first.dy, last.dy) + max(first.add, last.add, first.x)
         forward.append(2 * y + (1 + matrices) * shared + first.x + last.x)  # shared.forward: y, shared_up, act
         most = max(2 * (1 + matrices) * shared, matrices * shared + y)
-        backward.append(routes + 2 * y + most + codes)  # y, d_norm
+        backward.append(routes + 2 * y + most + made)  # y, d_norm
     return forward, backward
+
+
+class _ExpertCodes(NamedTuple):
+    """Bytes that each grouped matmul in fp8 takes: codes and scales of its rows and matrices."""
+
+    up: int = 0
+    down: int = 0
+    d_up: int = 0  # gradients of their rows
+    d_down: int = 0
+
+
+def _expert_codes(cfg: ModelConfig, tokens: int) -> _ExpertCodes:
+    if cfg.experts is None or not experts_in_fp8(cfg, tokens):
+        return _ExpertCodes()
+    inner, up, I, k = expert_input(cfg), up_width(cfg), cfg.experts.width, cfg.experts.chosen
+    rows = lambda n, width: n * (width + 4)
+    of_up, of_down = (at_once(cfg) * (inner * width + 4) for width in (up, I))
+    return _ExpertCodes(
+        rows(tokens, inner) + of_up,
+        rows(tokens * k, I) + of_down,
+        rows(tokens * k, up) + of_up,
+        rows(tokens, inner) + of_down,
+    )
 
 
 def _routes_bytes(cfg: ModelConfig, tokens: int, itemsize: int) -> int:

@@ -48,6 +48,7 @@ def test_a_small_step_repeats():
         ("llama-8b", 0, True),
         ("gemma-3-4b", 0, False),
         ("qwen3-30b", 0, False),
+        ("gpt-oss-20b", 0, True),
         ("qwen3-30b", 16, False),
         ("gpt-oss-20b", 16, False),
         ("deepseek-lite", 0, False),

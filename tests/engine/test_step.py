@@ -66,9 +66,10 @@ from trireme.models.losses.preferences import Preference
 from trireme.models.rows import rope_tables
 from trireme.models.sizes import narrow, shapes
 
-pytestmark = pytest.mark.grid
+pytestmark = [pytest.mark.grid, pytest.mark.usefixtures("few_rows_in_fp8")]
 
 NAMES = tuple(shapes.saved_shapes(LLAMA, 1))
+WIDE = replace(MIXTURE, experts=replace(MIXTURE.experts, width=16))  # whose experts' products may be in fp8
 MODELS = {"untied": LLAMA, "tied": replace(LLAMA, tied=True), "gpt": GPT}
 MODELS |= {
     "lora": LORA,
@@ -86,6 +87,7 @@ MODELS |= {
     "latent": LATENT,
     "frozen experts": replace(MIXTURE, frozen=("*experts*",)),
     "packed in blocks, in fp8": replace(BLOCKS, fp8=True),
+    "frozen experts in fp8": replace(WIDE, fp8=True, frozen=("*experts*",)),
     "packed in nvfp4": NVFP4,
 }
 IN_FP8 = {
@@ -93,6 +95,7 @@ IN_FP8 = {
     "gpt in fp8": replace(GPT, fp8=True, ffn=32),
     "some frozen, in fp8": replace(FROZEN, fp8=True, ffn=32),
     "packed in fp8": replace(PACKED, fp8=True),
+    "mixture in fp8": replace(WIDE, fp8=True),
     "fp8 lora": replace(LORA, fp8=True),
     "gpt lora in fp8": replace(GPT_LORA, fp8=True, ffn=32),
 }
@@ -299,7 +302,7 @@ def test_evaluations_samples_and_flushes_between_steps_change_nothing(model, win
         check(plan, RealQueues("cpu", extra=("poison",)), model, between=between)
 
 
-@pytest.mark.parametrize("model", ["packed", "packed in blocks", "packed in nvfp4", "latent"])
+@pytest.mark.parametrize("model", ["packed", "packed in blocks", "packed in nvfp4", "packed in fp8", "latent"])
 @pytest.mark.parametrize("at_once", [1, 2, 100])
 def test_where_packed_experts_are_cut_changes_no_bit(model, at_once):
     """Nor what else a plan does; they are never decoded all, but where a slice holds all."""

@@ -34,7 +34,7 @@ from trireme.models.families.packing import MODELOPT, MXFP4
 from trireme.models.losses.preferences import Preference
 from trireme.models.sizes import narrow, shapes
 
-pytestmark = pytest.mark.gpu
+pytestmark = [pytest.mark.gpu, pytest.mark.usefixtures("few_rows_in_fp8")]
 CFG = replace(LLAMA, width=64, n_layers=4, n_heads=4, n_kv_heads=2, head_dim=16, ffn=96, vocab=128)
 NAMES = tuple(shapes.saved_shapes(CFG, 1))
 ALL_HOST = UnitPlan("host", "host", saved=tuple((n, "host") for n in NAMES), x="host")
@@ -93,6 +93,9 @@ OTHERS = {
     ),
     "adapters": replace(CFG, lora=Lora(8, 16.0, ADAPTED), frozen=("*",)),
     "fp8": replace(CFG, fp8=True),
+    "fp8 mixture": replace(
+        CFG, fp8=True, model_type="qwen3_moe", qk_norm=True, experts=Experts(8, 3, 32, True, shared=48)
+    ),
     "fp8 adapters": replace(CFG, fp8=True, lora=Lora(8, 16.0, ADAPTED), frozen=("*",)),
     "fp8, some tensors frozen": replace(CFG, fp8=True, frozen=("*layers.1.*", "*norm*", "*layers.2.mlp*")),
     "frozen tensors": replace(CFG, tied=True, frozen=("*embed*", "*layers.1.*", "*norm*", "*layers.2.mlp*")),

@@ -34,7 +34,7 @@ from trireme.kernels.attention.docs import make_docs
 from trireme.kernels.experts import gradients, matmuls, order, routing, rows
 from trireme.kernels.experts.reference import Order, Rule
 from trireme.kernels.fp8 import block_scaled, gated, norms
-from trireme.kernels.fp8.quantize import quantize, turn
+from trireme.kernels.fp8.quantize import quantize, quantize_experts, quantize_rows, turn
 from trireme.kernels.packed import e4m3, fp4, int4, mxfp4, nf4
 from trireme.kernels.scan import around, scan
 from trireme.kernels.teacher import distillation
@@ -165,7 +165,7 @@ def norm_calls(D, dtype=BF16):
 
 
 def wide_norm_call(D, dtype):
-    """The norm that takes most memory."""
+    """The norm that takes most memory, and most registers."""
     x, w, stats = torch.zeros(4, D, dtype=dtype), torch.zeros(D, dtype=dtype), torch.zeros(4)
     layernorm.layernorm_bwd(x, x, w, stats, stats, w, w, x)
 
@@ -343,10 +343,24 @@ def block_scaled_calls():
         block_scaled.fp8_add_(torch.zeros(256, 512, dtype=dtype), a, one, b, one)
 
 
+def fp8_experts_calls(E=128, k=8, D=2048, I=768):
+    """One layer's grouped products in fp8."""
+    N, P = 16, 16 * k
+    place = torch.zeros(P, dtype=torch.int32)
+    found = Order(place, place, torch.zeros(E + 1, dtype=torch.int32))
+    for w in (torch.zeros(E, D, 2 * I, dtype=BF16), torch.zeros(E, D, I, dtype=BF16).mT):
+        quantize_experts(w)
+    code = lambda *shape: torch.zeros(shape, dtype=torch.uint8).view(torch.float8_e4m3fn)
+    for n, A, B, chosen in ((N, D, 2 * I, k), (P, I, D, 0)):
+        quantize_rows(torch.zeros(n, A, dtype=BF16))
+        scales, out = (torch.ones(n), torch.ones(E)), torch.zeros(P, B, dtype=BF16)
+        matmuls.grouped_mm(code(n, A), code(E, B, A).mT, found, chosen, out, scales=scales)
+
+
 def listed(arch: int) -> list:
     """What the tests compile in full: on Hopper only what Ada does not have."""
     if arch == 120:
-        return [block_scaled_calls]
+        return [block_scaled_calls, fp8_experts_calls]
     if arch >= 90:
         calls = [lambda d=d: attention_call(8, 2, d) for d in (64, 80, 128, 256)]
         calls += [lambda: attention_call(8, 2, 64, 128), lambda: attention_call(8, 8, 192, values=128)]
@@ -354,11 +368,11 @@ def listed(arch: int) -> list:
         calls = [lambda d=d: attention_call(8, 2, d) for d in (64, 128, 256)] + [lambda: attention_call(4, 4, 80)]
         calls += [lambda: attention_call(8, 2, 128, 256), lambda: attention_call(8, 2, 128, dtype=FP32)]
         calls += [lambda: attention_call(8, 4, 256, 4096, cap=50.0), lambda: attention_call(8, 8, 192, values=128)]
-        calls += [lambda D=D: norm_calls(D) for D in (768, 4096, 5120)]
+        calls += [lambda D=D: norm_calls(D) for D in (768, 4096, 5120, 12288)]
         calls += [other_calls]
         calls += [routing_calls, lambda: experts_call(32, 4, 2880, 2880, in_out=True), packed_calls, small_packed_calls]
-    calls += [large_gradient_call] * (arch == 90)
-    return [*calls, lambda: experts_call(128, 8, 2048, 768), fp8_calls]
+    calls += [large_gradient_call, lambda: wide_norm_call(16384, BF16)] * (arch == 90)
+    return [*calls, lambda: experts_call(128, 8, 2048, 768), fp8_calls, fp8_experts_calls]
 
 
 def tiles(arch: int):
@@ -388,7 +402,7 @@ def every(arch: int, dtype) -> list:
         lambda: scan_call(30, 30, 96, 192, True, dtype),
     ]
     calls += [block_scaled_calls] * (dtype == BF16 and arch // 10 == 12)
-    return calls + [fp8_calls] * (dtype == BF16 and arch >= 89)
+    return calls + [fp8_calls, fp8_experts_calls] * (dtype == BF16 and arch >= 89)
 
 
 def kinds(arch: int) -> list:

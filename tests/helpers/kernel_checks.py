@@ -10,15 +10,16 @@ import torch
 def correct_interpreter() -> None:
     """Casts of bf16, and of fp32 to E4M3, round to nearest even in Triton's CPU interpreter, as they do on a GPU.
 
-    It keeps both as raw bits. E4M3 saturates; dots of bf16, which multiply bit patterns, take fp32 operands. Arithmetic
-    in bf16 stays wrong, which is why every kernel casts to fp32 on load. Calling it twice does no harm.
+    It keeps both as raw bits. E4M3 saturates; dots of bf16, which multiply bit patterns, take fp32 operands, and so do
+    dots of E4M3, in which NaN would be a number. Arithmetic in bf16 stays wrong, which is why every kernel casts to
+    fp32 on load. Calling it twice does no harm.
     """
     import ml_dtypes
     import triton.language as tl
     from triton.runtime import interpreter
 
-    def as_float(data: np.ndarray) -> np.ndarray:
-        return np.ascontiguousarray(data).view(ml_dtypes.bfloat16).astype(np.float32)
+    def as_float(data: np.ndarray, dtype: type = ml_dtypes.bfloat16) -> np.ndarray:
+        return np.ascontiguousarray(data).view(dtype).astype(np.float32)
 
     builder = interpreter.InterpreterBuilder
     if getattr(builder, "bf16_corrected", False):
@@ -37,8 +38,9 @@ def correct_interpreter() -> None:
         return interpreter.TensorHandle(data, target)
 
     def create_dot(self, a, b, d, *args):
-        if a.dtype.scalar == tl.bfloat16:
-            a, b = (interpreter.TensorHandle(as_float(x.data), tl.float32) for x in (a, b))
+        stored = {tl.bfloat16: ml_dtypes.bfloat16, tl.float8e4nv: ml_dtypes.float8_e4m3fn}.get(a.dtype.scalar)
+        if stored is not None:
+            a, b = (interpreter.TensorHandle(as_float(x.data, stored), tl.float32) for x in (a, b))
         return dot(self, a, b, d, *args)
 
     def create_fp_to_fp(self, src, dst_type, rounding_mode):

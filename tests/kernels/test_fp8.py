@@ -2,7 +2,7 @@
 
 import pytest
 import torch
-from kernel_checks import DEVICES, framed
+from kernel_checks import DEVICES, LOADS, check, choices, framed
 
 from trireme.kernels import ops
 from trireme.kernels.fp8 import reference
@@ -204,6 +204,79 @@ def test_products_hide_no_nan(device):
         dy = ops.quantize(torch.randn(37, 32, device=device).bfloat16(), columns=True)
         dw = ops.fp8_matmul(a.columns, a.scale, dy.columns, dy.scale, torch.empty(80, 32, device=device))
         assert torch.equal(dw.isnan().any(1), ~x.isfinite().all(0))
+
+
+@DEVICE
+@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize("shape", [(1, 16), (37, 80), (3, 4112)], ids=str)
+def test_rows_have_scales_of_their_own(kind, shape, device):
+    """As each row quantized alone."""
+    from trireme.kernels.fp8.quantize import quantize_rows
+
+    x = inputs(kind, *shape)
+    codes, scales = quantize_rows(framed(x.to(device)))
+    for found, own in ((codes.cpu(), scales.cpu()), reference.quantize_rows(x)):
+        each = [reference.quantize(row[None]) for row in x]
+        assert torch.equal(own, torch.cat([one.scale for one in each]))
+        assert same(found, torch.cat([one.rows for one in each]))
+
+
+@DEVICE
+@pytest.mark.parametrize("turned", [False, True])
+@pytest.mark.parametrize("shape", [(3, 48, 80), (2, 272, 160)], ids=str)
+def test_experts_have_scales_of_their_own(turned, shape, device):
+    """Codes lie along what products sum over, however the matrices are stored."""
+    from trireme.kernels.fp8.quantize import quantize_experts
+
+    torch.manual_seed(0)
+    x = torch.randn(shape).bfloat16() * torch.tensor([1.0, 1e-3, 50.0])[: shape[0], None, None].bfloat16()
+    x[0, 1, 2] = float("nan")
+    given = framed(x.to(device))
+    w = given.mT if turned else given
+    codes, scales = quantize_experts(w)
+    for found, own in ((codes.cpu(), scales.cpu()), reference.quantize_experts(x.mT if turned else x)):
+        for e, matrix in enumerate(x):
+            one = reference.quantize(matrix, columns=True)
+            assert own[e] == one.scale
+            assert same(found[e], one.rows if turned else one.columns)
+
+
+@DEVICE
+@pytest.mark.parametrize("load", LOADS)
+@pytest.mark.parametrize(("N", "E", "k", "A", "B"), [(21, 5, 2, 48, 80), (50, 3, 1, 160, 16), (300, 20, 3, 272, 144)])
+def test_grouped_products_are_those_of_the_codes(N, E, k, A, B, load, device):
+    """In fp64: rows by token and sorted ones, with biases and without; NaN in a row stays there."""
+    from trireme.kernels.experts import matmuls
+    from trireme.kernels.experts import reference as experts
+
+    if device == "cuda" and torch.cuda.get_device_capability() < (8, 9):
+        pytest.skip("no fp8 here")
+    torch.manual_seed(2)
+    order = experts.sort_pairs(choices(load, N, E, k, device), E)
+    w = torch.randn(E, A, B, device=device).bfloat16()
+    codes_w, scale_w = ops.quantize_experts(w)
+    bias = torch.randn(E, B, device=device).bfloat16()
+    for rows, chosen, added in ((N, k, bias), (N * k, 0, None)):
+        x = torch.randn(rows, A, device=device).bfloat16()
+        codes, scale = ops.quantize_rows(x)
+        exact = experts.grouped_mm(
+            codes.double() * scale.double()[:, None],
+            (codes_w.double() * scale_w.double()[:, None, None]).mT,
+            order,
+            chosen,
+            bias=None if added is None else added.double(),
+        )
+        scales = framed(scale), framed(scale_w)
+        for product in (matmuls.grouped_mm, experts.grouped_mm):
+            for dtype, bound in ((torch.float32, 1e-6 if device == "cpu" else 3e-4), (torch.bfloat16, 2.4e-3)):
+                out = torch.full((N * k, B), float("nan"), dtype=dtype, device=device)
+                assert product(codes, codes_w.mT, order, chosen, out, added, scales) is out
+                check(out, exact, bound)
+        codes[0, 1] = float("nan")
+        matmuls.grouped_mm(codes, codes_w.mT, order, chosen, out, added, scales)
+        reads = (order.pair // k if chosen else torch.arange(N * k, device=device)) == 0
+        assert torch.equal(out.isnan().all(1), reads)
+        assert torch.equal(out.isnan().any(1), reads)
 
 
 @DEVICE

@@ -4,12 +4,13 @@ import pytest
 import torch
 from kernel_checks import DEVICES, DTYPES, FP32_SUM, ONE_ROUNDING, check, randn, up
 
-from trireme.kernels import layernorm, reference, rmsnorm
+from trireme.kernels import launch, layernorm, reference, rmsnorm
 
 pytestmark = pytest.mark.grid
 
 SHAPES = [(1, 600), (150, 8), (37, 257), (9, 2048)]
-SHAPES += [pytest.param(shape, marks=pytest.mark.gpu) for shape in ((9, 5120), (9, 8192), (5, 16384))]
+LARGE = (9, 5120), (9, 8192), (5, 16384), (1500, 12288), (300, 16384), (20, 18432)
+SHAPES += [pytest.param(shape, marks=pytest.mark.gpu) for shape in LARGE]
 GRADIENT = {torch.float32: 2e-6, torch.bfloat16: 2.5e-3}  # one more rounding: the residual gradient is itself bf16
 
 
@@ -39,8 +40,41 @@ def test_rmsnorm(device, dtype, shape, residual):
     dh64 = reference.rmsnorm_bwd(*up(dy, h, w), rstd64, dw64, *up(dr))
     check(dh, dh64, GRADIENT[dtype])
     check(dw, dw64, FP32_SUM)
+    assert torch.equal(dh, rmsnorm.rmsnorm_bwd(dy, h, w, rstd, None, dr))  # of a frozen weight
     assert torch.equal(dh, rmsnorm.rmsnorm_bwd(dy, h, w, rstd, dw, dr, out=dy))
     assert torch.equal(dh, dy)
+
+
+@pytest.mark.parametrize("device", DEVICES)
+@pytest.mark.parametrize("residual", [True, False])
+@pytest.mark.parametrize("rows", [7, 1500])  # more in place than are made at a time
+def test_columns_in_parts(device, residual, rows, monkeypatch):
+    """Of wide rows; the last part is short. In place, too, where programs would read each other's results."""
+    if device == "cpu" and rows > 7:
+        monkeypatch.setattr(rmsnorm, "CHUNK", 3)
+        rows = 7
+    torch.manual_seed(0)
+    monkeypatch.setattr(launch, "WIDEST", 64)
+    D, bound = 150, GRADIENT[torch.bfloat16]
+    x, dy, dr = (randn(rows, D, device=device, dtype=torch.bfloat16, outliers=True) for _ in range(3))
+    w, dr = randn(D, device=device, dtype=torch.bfloat16), dr if residual else None
+    _, rstd, h = rmsnorm.rmsnorm_fwd(x, w, 1e-5)
+    _, mean, of_layer, _ = layernorm.layernorm_fwd(x, w, w, 1e-5)
+    for backward, plain, stats in (
+        (rmsnorm.rmsnorm_bwd, reference.rmsnorm_bwd, (rstd,)),
+        (layernorm.layernorm_bwd, reference.layernorm_bwd, (mean, of_layer)),
+    ):
+        sums = list(torch.ones(len(stats), D, device=device))
+        sums64 = [t.double() for t in sums]
+        dh = backward(dy, h, w, *stats, *sums, dr)
+        check(dh, plain(*up(dy, h, w), *up(*stats), *sums64, *up(dr)), bound)
+        for found, exact in zip(sums, sums64, strict=True):
+            check(found, exact, FP32_SUM)
+        own = dy.clone()
+        assert backward(own, h, w, *stats, *sums, dr, out=own) is own
+        assert torch.equal(own, dh)
+        for found, exact in zip(sums, sums64, strict=True):
+            check(found - 1, 2 * (exact - 1), FP32_SUM)
 
 
 @pytest.mark.parametrize("device", DEVICES)

@@ -7,9 +7,10 @@ import torch
 from blocks import block_gradients, check_every_subset
 from tiny import CASES, Tiny, oracle, relative, shifted_labels
 
-from trireme.models import linear
+from trireme.kernels import ops
+from trireme.models import experts, linear
 from trireme.models.config import Lora
-from trireme.models.sizes import shapes
+from trireme.models.sizes import narrow, shapes
 
 pytestmark = pytest.mark.grid
 
@@ -71,6 +72,41 @@ def test_products_that_the_hardware_has_not_stay_in_bf16():
     assert block.attention.o.fp8
     assert block.mlp.shared.up.fp8
     assert not block.mlp.router.fp8
+
+
+MIXTURE = KEYS | dict(num_experts=4, num_experts_per_tok=4, moe_intermediate_size=32, decoder_sparse_step=1)
+
+
+@pytest.mark.usefixtures("few_rows_in_fp8")
+@pytest.mark.parametrize("bias", [False, True])
+def test_products_of_experts_are_within_the_error_of_the_format(bias):
+    """All are chosen, so that no choice is another one; every subset of what is saved leaves the same bits."""
+    model_type, keys = "qwen3_moe", MIXTURE
+    if bias:
+        model_type, keys = "gpt_oss", KEYS | dict(num_local_experts=4, num_experts_per_tok=4, intermediate_size=32)
+    reference, cfg = oracle(model_type, keys)
+    state = reference.state_dict()
+    exact = block_gradients(Tiny(cfg, state), ())
+    found = block_gradients(Tiny(replace(cfg, fp8=True), state, "BF16", "F32"), ())
+    bound = EPSILON * DEEP**0.5
+    assert relative(found[0], exact[0]) < bound
+    assert relative(found[1], exact[1]) < bound
+    whole = sum(float(g.norm()) ** 2 for g in exact[2].values()) ** 0.5
+    for weight, gradient in exact[2].items():
+        error = float((found[2][weight] - gradient).norm())
+        assert error < bound * float(gradient.norm()) + 1e-3 * whole, weight
+    check_every_subset(model_type, "BF16", "F32", fp8=True, **keys)
+
+
+@pytest.mark.parametrize("rows", [0, 1 << 20])
+def test_experts_of_few_rows_stay_in_bf16(rows, monkeypatch):
+    """There quantizing the matrices would take longer than fp8 saves."""
+    reference, cfg = oracle("qwen3_moe", MIXTURE)
+    monkeypatch.setattr(narrow, "LEAST_ROWS", rows)
+    seen = []
+    monkeypatch.setattr(experts.ops, "quantize_experts", lambda w, of=ops.quantize_experts: seen.append(w) or of(w))
+    block_gradients(Tiny(replace(cfg, fp8=True), reference.state_dict(), "BF16", "F32"), ())
+    assert len(seen) == (0 if rows else 5)  # up twice, down, the gradients of the rows of both
 
 
 @pytest.mark.parametrize("name", ["llama", "gpt2"])

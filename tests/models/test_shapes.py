@@ -268,16 +268,18 @@ def _bare_ops():
     )
 
 
+def code(*shape):
+    return torch.zeros(shape, dtype=torch.uint8).view(E4M3)
+
+
 def _bare_codes(x, rows=True, columns=False):
     """As the kernel makes them."""
-    code = lambda *shape: torch.zeros(shape, dtype=torch.uint8).view(E4M3)
     turned = x.shape[1], -(-len(x) // PAD) * PAD
     return ops.Quantized(torch.ones(1), code(*x.shape) if rows else None, code(*turned) if columns else None)
 
 
 def _bare_glu_codes(gate_up):
-    codes = torch.zeros(len(gate_up), gate_up.shape[1] // 2, dtype=torch.uint8).view(E4M3)
-    return ops.Quantized(torch.ones(1), codes, None)
+    return ops.Quantized(torch.ones(1), code(len(gate_up), gate_up.shape[1] // 2), None)
 
 
 def _bare_glu_codes_bwd(dy, gate_up, columns=True):
@@ -288,6 +290,12 @@ def _bare_experts():
     """Products of the rows that there are, with one matrix."""
     rows = lambda x, order: x[:1].expand(len(order.pair), -1)
     number = lambda n: torch.empty(n, dtype=torch.int32)
+
+    def grouped_mm(x, w, order, k=0, out=None, bias=None, scales=None):
+        if scales is None:
+            return torch.mm(rows(x, order), w[0], out=out)
+        return fp8_matmul(rows(x, order), scales[0][:1], w[0].T, scales[1][:1], out)
+
     return dict(
         Rule=ops.Rule,
         Order=ops.Order,
@@ -302,7 +310,9 @@ def _bare_experts():
         sort_pairs=lambda experts, count: ops.Order(
             number(experts.numel()), number(experts.numel()), number(count + 1)
         ),
-        grouped_mm=lambda x, w, order, k=0, out=None, bias=None: torch.mm(rows(x, order), w[0], out=out),
+        grouped_mm=grouped_mm,
+        quantize_rows=lambda x: (code(*x.shape), torch.ones(len(x))),
+        quantize_experts=lambda w: (code(len(w), w.shape[2], w.shape[1]), torch.ones(len(w))),
         grouped_add_=lambda dw, a, b, order, *_: dw[0].addmm_(rows(a, order).T, rows(b, order)),
         combine=lambda rows, _, k, weights=None, residual=None, out=None, *__: (
             rows.new_empty(len(rows) // k, rows.shape[1]) if out is None else out
@@ -566,6 +576,7 @@ def test_workspace_of_a_long_text_is_that_of_a_tile(name, halves, u, monkeypatch
 
 
 @pytest.mark.grid
+@pytest.mark.usefixtures("few_rows_in_fp8")
 @UNITS
 @pytest.mark.parametrize("name", SMALL_MODELS | DIALECTS)
 @pytest.mark.parametrize("most", [1 << 29, 0])
@@ -579,6 +590,8 @@ def test_workspace_holds_the_codes_of_fp8(name, most, halves, u, monkeypatch):
     assert max(forward.peak, backward.peak) <= bound
     assert backward.peak > (0.97 if name in SMALL_MODELS and not cfg.experts else 0.6) * bound
     _check_flops(cfg, u, frozenset(), forward, backward)
+    if cfg.experts and shapes.kind(cfg, u) != "attention":
+        assert narrow.experts_in_fp8(cfg, TOKENS)
 
 
 @pytest.mark.grid
@@ -659,11 +672,12 @@ def test_workspace_is_enough_for_adapters_of_experts(rank, halves, u, monkeypatc
 
 
 @pytest.mark.parametrize("rank", [0, 4])
-@pytest.mark.parametrize("tile", [TOKENS, 15])
-def test_workspace_and_flops_of_slices_are_those_of_all_experts(rank, tile, monkeypatch):
+@pytest.mark.parametrize(("tile", "fp8"), [(TOKENS, False), (15, False), (TOKENS, True)])
+@pytest.mark.usefixtures("few_rows_in_fp8")
+def test_workspace_and_flops_of_slices_are_those_of_all_experts(rank, tile, fp8, monkeypatch):
     """A slice may have all rows; what passes between them is not workspace. The last one routes again in backward."""
     lora = Lora(rank, 8.0, ("experts",)) if rank else None
-    cfg = replace(parse_config(MIXTURE), halves=True, lora=lora, frozen=("*",), mlp_rows=tile)
+    cfg = replace(parse_config(MIXTURE), halves=True, lora=lora, frozen=("*",), mlp_rows=tile, fp8=fp8)
     whole, sliced = [(Watch(), Watch()) for _ in range(2)]
     for cut, watches in ((cfg, whole), (replace(cfg, slices=3), sliced)):
         _watched(cut, 2, monkeypatch, (), *watches)

@@ -172,6 +172,27 @@ def test_experts_products_are_slower_than_dense_ones_and_small_groups_slower_sti
         assert short > 1.5 * long  # 32 rows an expert, and half a tile of nothing
 
 
+def test_experts_in_fp8_gain_where_they_have_many_rows():
+    """At the rates of their products and quantized matrices; with few rows they stay in bf16."""
+    rates = replace(RATES, copy=4e12, fp8=2 * RATES.matmul, launch=0.0)
+    times = []
+    for fp8 in (False, True):
+        cfg = replace(MODELS["gpt-oss-20b"], n_layers=1, fp8=fp8)
+        times.append([unit_seconds(cfg, plan(cfg, UnitPlan()), rates, Batch(n, 256, 2)) for n in (16384, 4096)])
+        work = costs.in_fp8_work(cfg, 1, frozenset(), 16384)
+        up, down = 2880 * 5760, 2880 * 2880
+        assert costs.grouped_work(cfg, 1, frozenset(), 16384).fp8 == fp8
+        if fp8:
+            dense = costs.in_fp8_work(cfg, 1, frozenset(), 4096)
+            assert work.forward - 4 * dense.forward == 2 * 16384 * 4 * (up + down)
+            moved = 3 * 16384 * (2880 + 4 * 2880) + 5 * 32 * (up + down)
+            assert work.forward_bytes - 4 * dense.forward_bytes == moved
+            assert work.rebuilt - 4 * dense.rebuilt == 2 * 16384 * 4 * up
+    many, few = ([each[i]["forward", "block000"] for each in times] for i in (0, 1))
+    assert many[1] < 0.75 * many[0]
+    assert few[1] > 0.9 * few[0]
+
+
 def test_labels_that_do_not_count_cost_nothing():
     """Of a head that is most of the model."""
     cfg = replace(SMALL, n_layers=1, vocab=65536)

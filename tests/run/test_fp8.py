@@ -15,7 +15,8 @@ from trireme.engine.run.begin.limits import check_fp8
 from trireme.engine.run.report import method_line
 from trireme.engine.run.train import finetune
 from trireme.models.config import InputError
-from trireme.models.sizes import shapes
+from trireme.models.families.experts import Experts
+from trireme.models.sizes import narrow, shapes
 
 
 @pytest.mark.full
@@ -73,6 +74,16 @@ def test_runs_from_before_fp8_were_in_bf16(checkpoint):
 def test_it_is_said(checkpoint):
     given = options(checkpoint, checkpoint / "said", "gpu", dtype="fp8")
     assert method_line(prepare(given)).endswith("compute in bf16, linear layers of blocks in fp8 (mfu is of its rate)")
+
+
+def test_whether_experts_are_is_said(checkpoint, monkeypatch):
+    """By the rows that each has in a micro-batch."""
+    given = options(checkpoint, checkpoint / "said too", "gpu", dtype="fp8")
+    job = prepare(given)
+    job = replace(job, cfg=replace(job.cfg, experts=Experts(4, 2, 32, True)))
+    assert "linear layers, not experts, of blocks in fp8" in method_line(job)
+    monkeypatch.setattr(narrow, "LEAST_ROWS", 0)
+    assert "linear layers and experts of blocks in fp8" in method_line(job)
 
 
 def test_a_gpu_without_fp8_is_refused_by_name(checkpoint, monkeypatch):
