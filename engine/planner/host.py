@@ -23,6 +23,7 @@ from trireme.storage.layout import round_up
 TEMPORARIES = 256 << 20  # RAM of plain torch in a step, and of libraries
 POWER = Path("/sys/class/power_supply")
 GPU_RESERVE = 512 << 20  # late kernels, library workspaces, fragmentation
+ALIKE = 1 << 30  # equal GPUs whose free memory differs by less have the least of it
 
 
 def choose_device(wanted: str) -> torch.device:
@@ -152,7 +153,7 @@ def memory_limits(device: torch.device, gpu_memory: int | None, ram: int | None,
     """Bytes that the plan may use: given limits, else free memory, less a reserve. Raises InputError, DoesNotFit.
 
     `gpu_memory`, of each GPU, includes the driver's context, `ram` the process. On the CPU the gpu tier is half of RAM;
-    with both given, they are the tiers themselves.
+    with both given, they are the tiers themselves. Where other processes use one GPU, each has a limit of its own.
     """
     if device.type != "cuda" and gpu_memory is not None:
         return Limits(gpu_memory, int(available_ram() * RAM_SHARE) if ram is None else ram, gpus)
@@ -165,9 +166,9 @@ def memory_limits(device: torch.device, gpu_memory: int | None, ram: int | None,
         what = f"the GPU has {gib(limit)} free" if gpu_memory is None else "--gpu-memory"
         raise InputError(f"{what}: the driver's context and a reserve alone take {context + GPU_RESERVE >> 20} MiB.")
     less: tuple[int, ...] = ()
-    if not are_equal(device, gpus):
-        limit = max(room for room, _ in free)
-        less = tuple(limit - room for room, _ in free)
+    most = max(room for room, _ in free)
+    if not are_equal(device, gpus) or most - limit >= ALIKE:
+        limit, less = most, tuple(most - room for room, _ in free)
     host = _left_by_the_process(ram, CODE)
     return Limits(limit - GPU_RESERVE, host, gpus, all_free=gpu_memory is None, less=less)
 

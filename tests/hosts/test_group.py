@@ -15,7 +15,10 @@ from trireme.engine.hosts import group, held, watch
 from trireme.engine.hosts.channel import Channel
 from trireme.engine.hosts.watch import LostHost
 from trireme.engine.hosts.wire import Wire
+from trireme.engine.plan import Limits
 from trireme.engine.run import main
+from trireme.engine.run.begin import limits
+from trireme.engine.run.begin.limits import least
 from trireme.engine.run.options import Options
 from trireme.engine.shared import BETWEEN
 from trireme.models.config import InputError
@@ -218,6 +221,21 @@ def test_what_another_host_says_is_read_without_trust(text, wrong):
         held.last_whole(Says(text), [], True, Path("out"))
     assert wrong in str(refused.value)
     assert held.last_whole(Says(SEEN), [], True, Path("out")) is None  # of host 0 no snapshot
+
+
+def test_hosts_plan_with_the_least_memory_of_their_equal_gpus(monkeypatch):
+    """Another process may use one of them; unequal GPUs are refused."""
+    hosts = Says("")
+    hosts.hosts, hosts.each = 2, lambda own: [own, own]
+    of = lambda given, less=(3, 0): least(hosts, Options(**given), Limits(10, 20, 2, less=less), torch.device("cpu"))
+    assert of({}) == Limits(7, 20, 2)
+    assert of({}, ()) == Limits(10, 20, 2)
+    with pytest.raises(InputError, match="unequal GPUs round differently"):
+        of({"assume": "gpu=rtx3060+rtx4090"})
+    monkeypatch.setattr(limits, "are_equal", lambda device, gpus: False)
+    with pytest.raises(InputError, match="unequal GPUs round differently"):
+        of({})
+    assert least(group.Alone(), Options(), Limits(10, 20, 2, less=(3, 0)), torch.device("cpu")).of(0) == 7
 
 
 @pytest.mark.parametrize("n", [float("nan"), float("inf"), -1.0, 0.5, 1e300])

@@ -353,7 +353,8 @@ def test_unequal_gpus_have_limits_and_rates_of_their_own(cards, monkeypatch, tmp
     assert host.choose_gpus("all", torch.device("cuda", 2)) == 1
     gib = 1 << 30
     monkeypatch.setattr(host, "_free", lambda device, given: ((40, 38, 80)[device.index] * gib, gib))
-    assert host.memory_limits(cards, None, 64 * gib, 2).gpu == 38 * gib - host.GPU_RESERVE
+    partly = host.memory_limits(cards, None, 64 * gib, 2)
+    assert [partly.of(gpu) + host.GPU_RESERVE for gpu in range(2)] == [40 * gib, 38 * gib], "another process has some"
     limits = host.memory_limits(cards, None, 64 * gib, 3)
     assert [limits.of(gpu) + host.GPU_RESERVE for gpu in range(3)] == [40 * gib, 38 * gib, 80 * gib]
     rates = lambda device: {"copy": 1e12, "h2d": 2e10, "d2h": 2e10, "duplex": 0.9, "adam": 2e9, "dram": 7e10}
@@ -366,7 +367,12 @@ def test_unequal_gpus_have_limits_and_rates_of_their_own(cards, monkeypatch, tmp
     assert [made.rates.of(gpu).matmul for gpu in range(3)] == [3e14, 3e14, 8e14]
     assert made.name == "A100 + A100 + H100"
     assert made.limits.less == limits.less
-    assert this_machine(cards, "BF16", replace(limits, gpus=2, less=()), [tmp_path]).rates.others == ()
+    alike = this_machine(cards, "BF16", partly, [tmp_path])
+    assert (alike.rates.others, alike.limits.less) == ((), partly.less)
+    assert alike.describe().startswith("2 x A100, 40 GiB and 38 GiB | "), alike.describe()
+    monkeypatch.setattr(host, "_free", lambda device, given: ((40, 39.5, 80)[device.index] * gib, gib))
+    nearly = host.memory_limits(cards, None, 64 * gib, 2)
+    assert (nearly.gpu, nearly.less) == (39.5 * gib - host.GPU_RESERVE, ()), "as much as each has"
 
 
 @pytest.mark.parametrize("delta", [False, True])

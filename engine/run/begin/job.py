@@ -203,7 +203,7 @@ def prepare(
         if not assumed:
             unequal = "Unequal ones round differently: use equal ones, or --device cpu on all"
             group.agree("GPUs", {"--device": model_of(device)}, unequal)
-        limits = least(group, options, limits)
+        limits = least(group, options, limits, device)
         settings = {} if assumed else common_launches(group, device, launches, say)
     check_gpus(cfg, limits.gpus)
     check_heads(cfg, device)

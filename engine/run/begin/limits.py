@@ -9,7 +9,7 @@ import torch
 from trireme.engine.amounts import count, gib
 from trireme.engine.hosts.group import Alone
 from trireme.engine.plan import DoesNotFit, Limits
-from trireme.engine.planner.host import choose_device, choose_gpus, memory_limits
+from trireme.engine.planner.host import are_equal, choose_device, choose_gpus, memory_limits
 from trireme.engine.planner.machine import pinnable
 from trireme.engine.planner.rates import Machine, assume
 from trireme.engine.run.options import Options
@@ -32,18 +32,20 @@ def place(options: Options) -> tuple[torch.device, Limits, Machine | None]:
     return device, limits, None
 
 
-def least(group: Alone, options: Options, limits: Limits) -> Limits:
-    """Limits that every host has; those of a machine are shared by its hosts. Raises InputError."""
+def least(group: Alone, options: Options, limits: Limits, device: torch.device) -> Limits:
+    """Limits that every host has, for all its GPUs; those of a machine are shared by its hosts. Raises InputError."""
     if options.ram is None:
         limits = replace(limits, host=limits.host // group.local_hosts)
-    gpu, host, gpus = map(group.each, (limits.gpu, limits.host, limits.gpus))
+    several = group.hosts > 1
+    room = limits.gpu - max(limits.less, default=0) * several  # a plan is of one host, and the same on all
+    gpu, host, gpus = map(group.each, (room, limits.host, limits.gpus))
     if len(set(gpus)) > 1:
         raise InputError(f"--gpus: hosts have {', '.join(f'{n:.0f}' for n in gpus)}. Give each as many.")
-    if limits.less and len(gpus) > 1:
+    if several and limits.less and (options.assume or not are_equal(device, limits.gpus)):
         raise InputError(
             "--gpus: unequal GPUs round differently, and hosts add up what theirs computed. Use equal ones."
         )
-    return replace(limits, gpu=int(min(gpu)), host=int(min(host)))
+    return replace(limits, gpu=int(min(gpu)), host=int(min(host)), less=() if several else limits.less)
 
 
 def _assumed(options: Options, machine: str) -> tuple[Machine, Limits]:
