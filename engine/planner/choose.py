@@ -63,9 +63,10 @@ def choose(
     """The fastest variant of first_plan's. Deterministic. Raises DoesNotFit.
 
     `begun`: the plan of a begun run, which keeps updates on their processors if that fits. `leans`: fewer are quicker.
-    Unequal GPUs divide layers by speed or by memory, whichever is faster.
+    Unequal GPUs divide layers by speed or by memory, whichever is faster; equal ones of which one has less memory left,
+    in turn or by memory.
     """
-    if not rates.others:
+    if not rates.others and not limits.less:
         return _choose(cfg, limits, rates, wanted, begun, leans)
     found, refused = list[Choice](), list[DoesNotFit]()
     for shares in ways_to_share(cfg, limits, rates, wanted):
@@ -76,24 +77,33 @@ def choose(
     if not found:
         raise refused[0]
     best = min(found, key=lambda c: c.found.step_s / (c.plan.tokens * c.plan.n_micro))
-    return replace(best, because=(*best.because, _divided(best.plan)))
+    return replace(best, because=(*best.because, _divided(best.plan, rates)))
 
 
-def _divided(plan: Plan) -> str:
+def _divided(plan: Plan, rates: Rates) -> str:
     units = Counter(unit.gpu for unit in plan.units)
     listed = ", ".join(f"{units[gpu]} of GPU {gpu}" for gpu in range(plan.gpus))
-    return f"GPUs are unequal ({listed}, of {len(plan.units)} layers): roundings depend on which computes what"
+    of = f"({listed}, of {len(plan.units)} layers)"
+    if not rates.others:
+        return f"one GPU has less free memory than another {of}"
+    return f"GPUs are unequal {of}: roundings depend on which computes what"
 
 
-def ways_to_share(cfg: ModelConfig, limits: Limits, rates: Rates, wanted: Wanted) -> list[Shares]:
-    """Blocks in proportion to the GPUs' FLOP/s, the head's work counted on the fastest, or to their memory."""
+def ways_to_share(cfg: ModelConfig, limits: Limits, rates: Rates, wanted: Wanted) -> list[Shares | None]:
+    """Blocks in proportion to the GPUs' FLOP/s, the head's work counted on the fastest, or to their memory.
+
+    Of equal GPUs in turn, or in proportion to their memory, with the head on the roomiest.
+    """
     speeds, rooms = ([of(gpu) for gpu in range(wanted.gpus)] for of in (lambda g: rates.of(g).matmul, limits.of))
-    fastest = max(range(wanted.gpus), key=speeds.__getitem__)
+    fastest = max(range(wanted.gpus), key=lambda gpu: (speeds[gpu], rooms[gpu]))
+    by_memory = Shares(tuple(map(float, rooms)), fastest)
+    if not rates.others:
+        return [None, by_memory]
     tokens = wanted.document
     work = [costs.forward_flops(cfg, u, tokens, tokens * tokens // 2) for u in range(1, cfg.n_units)]
     total, rest = cfg.n_layers * sum(work) / sum(work[:-1]), cfg.n_layers * work[-1] / sum(work[:-1])
     by_speed = [max(1.0, total * speed / sum(speeds) - rest * (gpu == fastest)) for gpu, speed in enumerate(speeds)]
-    return [Shares(tuple(by_speed), fastest), Shares(tuple(map(float, rooms)), fastest)]
+    return [Shares(tuple(by_speed), fastest), by_memory]
 
 
 def _choose(
@@ -166,7 +176,7 @@ def _search(
     _by_floors(trials, limits, plans, most)
     _around_the_best(trials, limits, first.piece, most, steps, updates=begun is None)
     best = trials.best()
-    because = reasons(trials.geo, first, before, best, trials.found[best])
+    because = reasons(trials.geo, first, before, best, trials.found[best], wanted.peers)
     if begun and updated_alike(best, begun) != best:
         because += ("updates cannot run where they ran when the run began; roundings may differ from there on",)
     return Choice(best, trials.found[best], because)
@@ -264,10 +274,14 @@ def _around_the_best(
     ]
     if trials.wanted.peers:
         decisions.insert(0, lambda plan: variants.between(geo, plan, limits, piece))
-        decisions.append(lambda plan: variants.in_peers(geo, plan, limits, steps, piece))
+    lending = [lambda plan: variants.in_peers(geo, plan, limits, steps, piece)] * trials.wanted.lends
+    decisions += lending
+    if trials.wanted.gpus > 1 and trials.wanted.free:
+        decisions.append(lambda plan: variants.fuller(geo, plan, limits, piece, trials.wanted.gpu_updates and updates))
     wanted, sums = trials.wanted, any(geo.numel[v] for v in read_by_loss(geo))
     if wanted.gpus > 1 and not trials.rates.others and (wanted.peers or not sums):  # unequal GPUs round differently
         decisions.append(lambda plan: variants.divided_losses(geo, plan, limits, piece))
+        decisions += lending  # in the memory that divided losses leave
     if updates:
         decisions.append(lambda plan: variants.updates(geo, plan, limits, piece))
     most *= 2 if wanted.gpus == 1 else 3  # with several GPUs there is more to decide

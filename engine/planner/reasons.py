@@ -16,8 +16,13 @@ NOTICED = 1.005  # times as long
 PLACES: dict[SavedTier, str] = {"peer": "memory of other GPUs", "host": "RAM", "ssd": "the SSD"}
 
 
-def reasons(geo: Geometry, first: Plan, before: Prediction, plan: Plan, found: Prediction) -> tuple[str, ...]:
-    """A sentence for each decision of `plan`; `first` is the plain rule's plan, `before` its step."""
+def reasons(
+    geo: Geometry, first: Plan, before: Prediction, plan: Plan, found: Prediction, peers: bool = True
+) -> tuple[str, ...]:
+    """A sentence for each decision of `plan`; `first` is the plain rule's plan, `before` its step.
+
+    `peers`: several GPUs have access to each other's memory.
+    """
     said = []
     if plan.halves:
         said.append("blocks are split in halves, attention and MLP: whole blocks do not fit on the GPU")
@@ -31,6 +36,7 @@ def reasons(geo: Geometry, first: Plan, before: Prediction, plan: Plan, found: P
         gain = "leave room on the GPU" if plan.tokens < first.tokens else "add to the gradients less often"
         said.append(f"micro-batches of {plan.tokens:,} tokens rather than {first.tokens:,} {gain}")
     said += _activations(geo, plan, found.busy["compute"], before.busy["compute"])
+    said += _outputs(plan, peers)
     said += _gradients(geo, plan)
     states = {"host" if t == "gpu" else t for t in plan.late_moments}
     late = [t for t in TIERS if t in states and any(u.state == t for u in plan.units)]
@@ -74,12 +80,18 @@ def _activations(geo: Geometry, plan: Plan, compute: float, before: float) -> It
         on_gpu = sum(unit.state == "gpu" for unit in plan.units)
         instead = f", which holds the state of {on_gpu} of {n} layers" * (0 < on_gpu < n)
         yield f"the inputs of {inputs} {blocks} are stored outside the GPU ({gib(nbytes, 1)}){instead}"
+
+
+def _outputs(plan: Plan, peers: bool) -> Iterable[str]:
+    """Where layers leave what the next one reads, and where losses are computed."""
     if plan.gpus > 1 and plan.between == "gpu":
         yield "outputs of layers go to the next GPU by peer copies, not through RAM"
     if plan.losses:
         which = ", ".join(map(str, plan.losses))
         yield f"GPUs {which} compute the losses of micro-batches in turn, each with a copy of the head's weights"
-    if plan.between == "host":
+    if plan.between == "host" and plan.gpus > 1 and not peers:
+        yield "outputs of layers go to the next GPU through RAM: the GPUs have no access to each other's memory"
+    elif plan.between == "host":
         yield f"outputs of layers are stored outside the GPU, where those of {plan.n_micro} micro-batches do not fit"
 
 

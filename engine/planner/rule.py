@@ -61,6 +61,7 @@ class Wanted:
     compared: bool = False  # as Batch
     gpus: int = 1
     peers: bool = False  # GPUs copy to each other
+    lending: bool = True  # and save in each other's memory
     shares: Shares | None = None
     hosts: int = 1  # plans are of the last, which needs most
 
@@ -75,6 +76,10 @@ class Wanted:
     @property
     def free(self) -> bool:
         return self.placement == "auto"
+
+    @property
+    def lends(self) -> bool:
+        return self.peers and self.lending
 
     @property
     def gpu_updates(self) -> bool:

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Collection, Iterable, Sequence
 from dataclasses import replace
 from itertools import accumulate, combinations, pairwise, product
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 from trireme.engine.buffers import each_usage, fits
 from trireme.engine.geometry import Geometry
@@ -40,6 +40,8 @@ BASE_RAM = (1.0, 0.7, 0.4, 0.0)  # shares of the frozen units in RAM that activa
 UPDATES = (0.0, 0.15, 0.3, 0.45, 0.6)  # shares of RAM-stored units updated on the GPU
 WINDOWS = (2, 3, 4)
 SLOTS = (2, 3, 4)  # of swap rings; more absorb bursts
+FROZEN: dict[str, Any] = {"base": "gpu"}
+STATE: dict[str, Any] = {"weights": "gpu", "state": "gpu", "update": "cpu", "resident": False}
 LATE: tuple[tuple[Tier, ...], ...] = ((), ("host",), ("host", "ssd"), ("gpu", "host"), ("gpu", "host", "ssd"))
 
 
@@ -160,7 +162,7 @@ def divided_losses(geo: Geometry, plan: Plan, limits: Limits, piece: int) -> Ite
     home, last = plan.units[geo.head].gpu, plan.units[geo.head - 1].gpu
     turn = tuple((home + i) % plan.gpus for i in range(plan.gpus))
     others = tuple(gpu for gpu in turn if gpu != last)
-    kept = [u for u, unit in enumerate(plan.units) if unit.names("gpu")]
+    kept = [u for u, unit in enumerate(plan.units) if unit.names("gpu") or unit.lent]
     for losses in dict.fromkeys((turn, (*turn[1:], home), *((others,) if len(others) > 1 else ()))):
         if losses != plan.losses:
             short = replace(plan, losses=losses, piece=min(plan.piece, piece))
@@ -298,14 +300,43 @@ def other_swaps(geo: Geometry, plan: Plan, limits: Limits, steps: Sequence[Move]
 
 
 def in_peers(geo: Geometry, plan: Plan, limits: Limits, steps: Sequence[Move], piece: int) -> Iterable[Plan]:
-    """Plans that save more, or all that they swap, in other GPUs' memory: of all units, or of the head's GPU."""
+    """Plans that save more, or all that they swap, in other GPUs' memory: of all units, of the head's GPU, of the
+    fullest one. A full GPU has no room for what is on its way to another: so also with weights streamed to it that were
+    resident, in few buffers.
+    """
     short = replace(plan, piece=min(plan.piece, piece))
-    swapping = [u for u, unit in enumerate(plan.units) if any(tier != "gpu" for _, tier in unit.saved)]
-    head = {plan.units[geo.head].gpu}
-    for base, only in product((short, short.changed(swapping, saved=(), peer=0)), (set(range(plan.gpus)), head)):
-        lending = lend(geo, base, limits, steps, only)
-        if lending != base and fits(geo, lending, limits):
-            yield longer_pieces(geo, lending, limits)
+    used = each_usage(geo, short)[0]
+    fullest = min(range(plan.gpus), key=lambda gpu: limits.of(gpu) - used[gpu])
+    of_gpus = dict.fromkeys((frozenset(range(plan.gpus)), frozenset({plan.units[geo.head].gpu}), frozenset({fullest})))
+    for only in of_gpus:
+        own = [u for u, unit in enumerate(plan.units) if unit.gpu in only]
+        swapping = [u for u in own if any(tier != "gpu" for _, tier in plan.units[u].saved)]
+        streamed = replace(short, window=min(WINDOWS), swap_slots=min(SLOTS)).changed(own, resident=False)
+        for roomy in (short, streamed):
+            for base in dict.fromkeys((roomy, roomy.changed(swapping, saved=(), peer=0))):
+                lending = lend(geo, base, limits, steps, only) if fits(geo, base, limits) else base
+                if lending != base and fits(geo, lending, limits):
+                    yield longer_pieces(geo, lending, limits)
+
+
+def fuller(geo: Geometry, plan: Plan, limits: Limits, piece: int, states: bool) -> Iterable[Plan]:
+    """Plans that fill each of several GPUs with its units' frozen weights, or with `states` with those: the rule stops
+    where one GPU is full.
+    """
+    short = replace(plan, piece=min(plan.piece, piece))
+    frozen = [u for u, unit in enumerate(plan.units) if unit.base != "gpu"]
+    trained = [u for u, unit in enumerate(plan.units) if states and unit.state != "gpu"]
+    for left, moved in ((frozen, FROZEN), (trained, STATE)):
+        filled = short
+        for gpu in range(plan.gpus):
+            filled = _raised(geo, filled, limits, [u for u in left if plan.units[u].gpu == gpu], moved)
+        if filled != short and fits(geo, filled, limits):
+            yield longer_pieces(geo, filled, limits)
+
+
+def _raised(geo: Geometry, plan: Plan, limits: Limits, units: Sequence[int], moved: dict[str, Any]) -> Plan:
+    """`plan` with the first of `units` on the GPU, as many as fit."""
+    return furthest(geo, limits, len(units), lambda k: plan.changed(units[:k], **moved))
 
 
 def lend(geo: Geometry, plan: Plan, limits: Limits, steps: Sequence[Move], only: Collection[int]) -> Plan:

@@ -51,7 +51,7 @@ from trireme.models.sizes import costs, shapes
 
 Arguments = argparse.Namespace
 
-SWITCHES = ("overlap", "prefetch", "vertical", "pinning")
+SWITCHES = ("overlap", "prefetch", "vertical", "pinning", "peers", "lending")
 GIB = 1 << 30
 
 
@@ -73,6 +73,7 @@ def wanted_of(a: Arguments, cfg: ModelConfig, dtype: str, limits: Limits) -> Wan
         cuts=[cut for cut in (*all_cuts(cfg), sliced(cfg, a.slices)) if cut.slices == a.slices] if a.slices else (),
         gpus=a.gpus,
         compared=bool(a.method),
+        lending="lending" not in a.off,
     )
 
 
@@ -267,6 +268,7 @@ def main(argv: list[str]) -> int:
     if a.store:
         Path(a.store).mkdir(parents=True, exist_ok=True)
     rates = measure_rates(device, dtype, a.store, cfg.fp8, limits.gpus, cfg.scan)
+    rates = replace(rates, peer=0.0) if "peers" in a.off else rates
     size_b = shapes.parameters(cfg) / 1e9
     what = (f", LoRA {a.lora}" if a.lora else "") + f", base in {a.base}" * bool(a.base) + ", fp8" * cfg.fp8
     what += f", {a.layers} layers" * bool(a.layers)

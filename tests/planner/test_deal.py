@@ -5,7 +5,7 @@ from dataclasses import replace
 
 import pytest
 from engines import LIMITS, LLAMA, gpu_plan
-from plans import H200, SEVEN_B, SMALL, plan
+from plans import ADAPTED, H200, SEVEN_B, SMALL, plan
 
 from trireme.engine.buffers import each_usage, fits, usage
 from trireme.engine.build import Inputs, build
@@ -16,7 +16,7 @@ from trireme.engine.planner.choose import choose, floors, ways_to_share
 from trireme.engine.planner.predict import Batch, predict, predict_between
 from trireme.engine.planner.rule import Lean, Wanted, simple_plan
 from trireme.engine.planner.simulate import SimulatedQueues
-from trireme.engine.planner.variants import in_peers, moves
+from trireme.engine.planner.variants import divided_losses, fuller, in_peers, moves
 from trireme.engine.step import evaluate, train_step
 
 MIB = 1 << 20
@@ -120,6 +120,10 @@ def test_with_peer_access_outputs_stay_on_gpus(monkeypatch):
     assert linked.found.step_s < apart.found.step_s
     assert linked.found.busy["peer"] > 0
     assert "outputs of layers go to the next GPU by peer copies, not through RAM" in linked.because
+    assert (
+        "outputs of layers go to the next GPU through RAM: the GPUs have no access to each other's memory"
+        in apart.because
+    )
     begun = choose(SMALL, limits, replace(LINKED, peer=0.0), wanted, linked.plan, plain)
     assert begun.plan.between == "host"
     many = Wanted(((256, 200),), document=256, gpus=2, mode="backward")
@@ -169,6 +173,88 @@ def test_spare_memory_of_a_peer_holds_what_the_heads_gpu_would_recompute():
     assert best.step_s < before.step_s
     assert best.busy["dram"] == before.busy["dram"]
     assert {"peer_out", "peer_in"} <= {span.queue for span in best.spans}
+
+
+def test_a_full_gpu_makes_room_for_what_a_peer_saves():
+    """Its resident weights are streamed instead, or there is no buffer for what is on its way."""
+    unit = UnitPlan("host", "host", resident=True)
+    cfg = replace(SMALL, n_layers=24)
+    first = replace(deal(cfg, plan(cfg, unit, tokens=4096, n_micro=4), 2), between="gpu")
+    geo, batch = Geometry.of(cfg, first), Batch(4096, 2048, 4)
+    used = each_usage(geo, first)[0]
+    limits = Limits(4 << 30, 1 << 40, 2, less=((4 << 30) - used[0], 0))
+    found = list(in_peers(geo, first, limits, moves(geo, batch, LINKED), first.piece))
+    assert all(fits(geo, each, limits) for each in found)
+    lent = [each for each in found if any(unit.lent for unit in each.units)]
+    assert lent
+    assert all(unit.gpu == 0 and unit.peer == 1 and not unit.resident for p in lent for unit in p.units if unit.lent)
+
+
+@pytest.mark.full
+def test_memory_that_another_process_leaves_on_one_of_two_equal_gpus_is_used(monkeypatch):
+    """Both compute as many layers, and the roomier one saves for the other."""
+    monkeypatch.setattr(choose_module, "WORK", 400)
+    rates = replace(LINKED, adam=1e12, dram=1e14, host=0.0)  # computation is the limit
+    wanted = Wanted(((4096, 4),), document=2048, gpus=2)
+    limits = Limits(4000 * MIB, 1400 * MIB, 2, less=(3400 * MIB, 0))
+    lending, alone = (
+        choose(SMALL, limits, rates, replace(wanted, lending=lends), leans=[Lean()]) for lends in (True, False)
+    )
+    assert {unit.gpu for unit in lending.plan.units if unit.lent} == {0}
+    assert not any(unit.lent for unit in alone.plan.units)
+    assert lending.found.step_s < 0.995 * alone.found.step_s
+    assert lending.found.busy["dram"] < alone.found.busy["dram"]
+    geo = Geometry.of(SMALL, lending.plan)
+    for gpu, used in enumerate(each_usage(geo, lending.plan)[0]):
+        assert used <= limits.of(gpu)
+    assert any("are swapped to memory of other GPUs" in said for said in lending.because)
+
+
+@pytest.mark.parametrize("cfg", [SMALL, replace(ADAPTED, n_layers=24)], ids=["state", "frozen weights"])
+def test_each_gpu_is_filled_with_what_its_own_units_store(cfg):
+    """With state unless updates must stay where they are; the rule stops where the fullest GPU is full."""
+    limits = Limits(2000 * MIB, 8000 * MIB, 2, less=(1700 * MIB, 0))
+    first = simple_plan(cfg, limits, Wanted(((512, 4),), document=256, gpus=2, peers=True))
+    geo = Geometry.of(cfg, first)
+    stored = lambda made, gpu: [unit.base if cfg.lora else unit.state for unit in made.units if unit.gpu == gpu]
+    assert "host" in stored(first, 1)
+    (filled,) = fuller(geo, first, limits, first.piece, True)
+    assert fits(geo, filled, limits)
+    assert set(stored(filled, 1)) == {"gpu"}
+    assert "host" in stored(filled, 0)
+    assert bool(list(fuller(geo, first, limits, first.piece, False))) == bool(cfg.lora)
+
+
+@pytest.mark.full
+def test_equal_gpus_of_which_one_has_little_memory_left_divide_layers_by_it(monkeypatch):
+    """Where that is faster: a short step and a slow CPU, since more of the state then stays on GPUs."""
+    monkeypatch.setattr(choose_module, "WORK", 400)
+    rates = replace(LINKED, adam=3e8, dram=3e8 * 34)
+    wanted, limits = Wanted(((512, 2),), document=512, gpus=2), Limits(2000 * MIB, 2000 * MIB, 2, less=(1700 * MIB, 0))
+    assert ways_to_share(SMALL, limits, rates, wanted) == [None, Shares((300 * MIB, 2000 * MIB), 1)]
+    choice = choose(SMALL, limits, rates, wanted, leans=[Lean()])
+    blocks = Counter(unit.gpu for unit in choice.plan.units[1:-1])
+    assert blocks[1] > blocks[0] > 0
+    assert choice.because[-1].startswith("one GPU has less free memory than another (")
+    in_turn = choose(SMALL, replace(limits, gpu=300 * MIB, less=()), rates, wanted, leans=[Lean()])
+    assert choice.found.step_s < 0.9 * in_turn.found.step_s
+
+
+def test_losses_in_turn_take_the_memory_of_what_peers_save():
+    """As much of it as they need."""
+    names = tuple(Geometry.of(SMALL, gpu_plan(SMALL)).saved_names("block"))
+    unit = UnitPlan("host", "host", saved=tuple((name, "peer") for name in names), peer=1)
+    dealt = deal(SMALL, plan(SMALL, replace(unit, saved=(), peer=0), tokens=4096, n_micro=4), 2)
+    of_first = {u for u, each in enumerate(dealt.units) if each.gpu == 0 and 0 < u < SMALL.n_units - 1}
+    first = replace(dealt, between="gpu").changed(of_first, saved=unit.saved, peer=1)
+    geo = Geometry.of(SMALL, first)
+    used = each_usage(geo, first)[0]
+    tight = Limits(used[1], 1 << 40, 2)
+    found = list(divided_losses(geo, first, tight, first.piece))
+    assert found
+    for each in found:
+        assert fits(geo, each, tight)
+        assert 0 < sum(unit.lent for unit in each.units) < len(of_first)
 
 
 def test_losses_of_a_large_vocabulary_are_divided_over_gpus(monkeypatch):
