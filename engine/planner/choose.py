@@ -276,12 +276,12 @@ def _around_the_best(
         decisions.insert(0, lambda plan: variants.between(geo, plan, limits, piece))
     lending = [lambda plan: variants.in_peers(geo, plan, limits, steps, piece)] * trials.wanted.lends
     decisions += lending
-    if trials.wanted.gpus > 1 and trials.wanted.free:
-        decisions.append(lambda plan: variants.fuller(geo, plan, limits, piece, trials.wanted.gpu_updates and updates))
     wanted, sums = trials.wanted, any(geo.numel[v] for v in read_by_loss(geo))
     if wanted.gpus > 1 and not trials.rates.others and (wanted.peers or not sums):  # unequal GPUs round differently
         decisions.append(lambda plan: variants.divided_losses(geo, plan, limits, piece))
         decisions += lending  # in the memory that divided losses leave
+    if wanted.gpus > 1 and wanted.free:
+        decisions.append(lambda plan: variants.fuller(geo, plan, limits, piece, wanted.gpu_updates and updates))
     if updates:
         decisions.append(lambda plan: variants.updates(geo, plan, limits, piece))
     most *= 2 if wanted.gpus == 1 else 3  # with several GPUs there is more to decide
