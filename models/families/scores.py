@@ -13,6 +13,10 @@ from trireme.models.families.known import WITHOUT_SCORES
 
 OUTPUT = "score"  # the module
 CLASS = "ForSequenceClassification"  # transformers' classes end so
+WORDS = {  # model types in transformers' classes, where they are not the capitalized words
+    "gpt2": "GPT2", "gpt_neox": "GPTNeoX", "hunyuan_v1_dense": "HunYuanDenseV1", "qwen3_5_text": "Qwen3_5Text",
+    "smollm3": "SmolLM3",
+}  # fmt: skip
 MOST = 1 << 16  # labels
 STD = 0.02  # transformers' initializer_range, where config.json has none
 
@@ -29,6 +33,11 @@ def labels_of(raw: dict[str, Any], where: str) -> int:
     if found > MOST:
         raise InputError(f"{where}: id2label has {found:,} labels; the most is {MOST:,}.")
     return found
+
+
+def class_of(model_type: str) -> str:
+    """transformers' class of a model with a score head."""
+    return (WORDS.get(model_type) or "".join(part.capitalize() for part in model_type.split("_"))) + CLASS
 
 
 def std_of(raw: dict[str, Any]) -> float:

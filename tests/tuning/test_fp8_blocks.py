@@ -288,7 +288,7 @@ HOSTILE = {  # case -> (change of the tensors, words)
     "another dtype": (lambda s: s.update({f"{NAME}_scale_inv": torch.ones(3, 3).half()}), r"_scale_inv F16 \[3, 3\]"),
     "a vector": (
         lambda s: s.update({NAME: torch.zeros(2240).to(E4M3)}), r"is F8_E4M3 \[2240\] and .*fp8 has F8_E4M3 \[out"),
-    "NaN in codes": (lambda s: s[NAME].view(torch.uint8)[3].fill_(127), f"{NAME}_codes holds NaN; the checkpoint"),
+    "NaN in codes": (lambda s: s[NAME].view(torch.uint8)[3].fill_(127), f"safetensors: {NAME}_codes holds NaN;"),
     "NaN in scales": (lambda s: s[f"{NAME}_scale_inv"][1].fill_(float("nan")), r"_scale_inv scales by more than 2\^"),
     "infinite scale": (lambda s: s[f"{NAME}_scale_inv"][1].fill_(-torch.inf), r"_scale_inv scales by more than 2\^"),
     "another shape": (
