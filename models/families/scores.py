@@ -9,14 +9,10 @@ from __future__ import annotations
 from typing import Any
 
 from trireme.models.families.keys import InputError, Keys
-from trireme.models.families.known import WITHOUT_SCORES
+from trireme.models.families.known import IN_CLASSES, WITHOUT_SCORES
 
 OUTPUT = "score"  # the module
 CLASS = "ForSequenceClassification"  # transformers' classes end so
-WORDS = {  # model types in transformers' classes, where they are not the capitalized words
-    "gpt2": "GPT2", "gpt_neox": "GPTNeoX", "hunyuan_v1_dense": "HunYuanDenseV1", "qwen3_5_text": "Qwen3_5Text",
-    "smollm3": "SmolLM3",
-}  # fmt: skip
 MOST = 1 << 16  # labels
 STD = 0.02  # transformers' initializer_range, where config.json has none
 
@@ -37,7 +33,7 @@ def labels_of(raw: dict[str, Any], where: str) -> int:
 
 def class_of(model_type: str) -> str:
     """transformers' class of a model with a score head."""
-    return (WORDS.get(model_type) or "".join(part.capitalize() for part in model_type.split("_"))) + CLASS
+    return (IN_CLASSES.get(model_type) or "".join(part.capitalize() for part in model_type.split("_"))) + CLASS
 
 
 def std_of(raw: dict[str, Any]) -> float:
