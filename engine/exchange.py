@@ -273,8 +273,6 @@ def fetch(reader: Reader, u: int, name: str, exact: bool) -> Iterator[np.ndarray
     if not exact or t.dtype == "F32":
         yield from _pieces(high)
         return
-    if placement.in_ram(weights) is None:
-        high = high.copy()  # low halves come through the same buffer
     start = t.offset // 2
     for a, b in placement.geo.all_records(u, placement.plan.record):
         first, last = max(a, start), min(b, start + t.numel)

@@ -65,6 +65,15 @@ def test_in_and_out_again_is_the_same_bytes(tmp_path, tier, stored, compute):
     assert (tmp_path / "out/model.safetensors").read_bytes() == (tmp_path / "in/model.safetensors").read_bytes()
 
 
+def test_masters_on_the_ssd_are_written_with_each_layer_read_once(tmp_path):
+    x = exchange(LLAMA, checkpoint(tmp_path / "in", LLAMA), "ssd")
+    x.load()
+    moved, weights = x.placement.queues.moved, [layout.span for layout in x.placement.geo.weights]
+    moved.clear()
+    x.save(tmp_path / "out")
+    assert moved["ssd_read"] == sum(weights) + weights[-1]  # the head's matrix is first in the file, its norm last
+
+
 @pytest.mark.parametrize("compute", ["F32", "BF16"])
 def test_what_f16_cannot_hold_is_limited_and_counted(tmp_path, compute):
     large = np.ones((LLAMA.vocab, LLAMA.width), np.float32)
