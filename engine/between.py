@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections import deque
 from collections.abc import Iterator
 from concurrent.futures import Future, wait
+from dataclasses import dataclass
 from itertools import cycle
 
 from torch import Tensor
@@ -17,18 +18,27 @@ from trireme.engine.queues.task import Task
 READ_AHEAD = 4  # entries read at once
 
 
+@dataclass
+class Staged:
+    """Bytes of staging that hold what was read, after `tasks`, its readers in queues among them."""
+
+    first: int
+    last: int
+    tasks: tuple[Task, ...]
+
+
 class Reader:
-    """Reads entries between steps, by a step's queues. Staging keeps the last: what is stored may not change."""
+    """Reads entries between steps, by a step's queues. Staging keeps what was read: what is stored may not change."""
 
     def __init__(self, placement: Placement):
-        self.placement, self._staged = placement, ""
-        self._ready: tuple[Task, ...] = ()  # what is in staging
-        self._used: tuple[Task, ...] = ()  # readers of it, in queues
+        self.placement = placement
+        self._staged: dict[str, Staged] = {}  # by shard; the last one read is last
 
     def read(self, entry: Entry, *parts: str) -> Tensor:
-        """The entry's stored in RAM, or a copy until the next read, of `parts` at their offsets. Raises StoreError.
+        """The entry's stored in RAM, or a copy, of `parts` at their offsets. Raises StoreError.
 
-        A simulation has no bytes.
+        A copy stays until another takes its place in staging: low halves take no weights' place, and weights none of
+        theirs. A simulation has no bytes.
         """
         buffer, ready = self.bring(entry, *parts)
         for task in () if self.placement.queues.simulated else ready:
@@ -42,16 +52,19 @@ class Reader:
         buffer = placement.in_ram(entry)
         if buffer is not None:
             return buffer, ()
-        buffer, name = staging(placement, entry), placement.shards_of(entry, *parts)[0].name
-        if name != self._staged:
-            self._staged, after = "", (*self._ready, *self._used)
-            self._ready, self._used = (placement.fetch(entry, buffer, after, *parts),), ()
-            self._staged = name
-        return buffer, self._ready
+        shards, (begin, buffer) = placement.shards_of(entry, *parts), _place(placement, entry)
+        name, first, last = shards[0].name, begin + shards[0].first, begin + shards[-1].first + shards[-1].layout.span
+        if (there := self._staged.pop(name, None)) is None:
+            over = [name for name, staged in self._staged.items() if staged.first < last and first < staged.last]
+            after = [task for name in over for task in self._staged.pop(name).tasks]
+            there = Staged(first, last, (placement.fetch(entry, buffer, after, *parts),))
+        self._staged[name] = there
+        return buffer, there.tasks
 
     def used(self, task: Task) -> None:
-        """Staging is free after it."""
-        self._used = (*self._used, task)
+        """What was read last is free after it."""
+        if self._staged:
+            next(reversed(self._staged.values())).tasks += (task,)
 
     def low(self, u: int, a: int, b: int) -> Tensor:
         """The low halves of the record of elements a..b, as `read` gives them."""
@@ -85,6 +98,13 @@ class Writer:
 def staging(placement: Placement, entry: Entry) -> Tensor:
     """The host buffer for entries away from RAM."""
     return next(iter(placement.many("host", "staging")), NOTHING)[: placement.layout(entry).span]
+
+
+def _place(placement: Placement, entry: Entry) -> tuple[int, Tensor]:
+    """(first byte in staging, the buffer there) of what is read: records at its end, all else at its begin."""
+    whole, span = next(iter(placement.many("host", "staging")), NOTHING), placement.layout(entry).span
+    begin = placement.staging - span if entry.kind == "state" else 0
+    return begin, whole[begin : begin + span]
 
 
 def save_to_store(placement: Placement, progress: Progress = silent) -> None:

@@ -190,8 +190,9 @@ def _base_buffers(geo: Geometry, plan: Plan, units: Alike) -> Iterable[Buffers]:
 
 
 def _staging(geo: Geometry, plan: Plan, units: Alike) -> int:
-    """Bytes to load and save what is not stored in RAM."""
-    weights = (geo.weights[u].span for u, _ in units if plan.units[u].weights != "host")
+    """Bytes to load and save what is not stored in RAM; of both a layer's weights and a record's low halves."""
+    low = lambda u: geo.low_span(min(geo.numel[u], plan.record)) if plan.units[u].state != "host" else 0
+    weights = (geo.weights[u].span + low(u) for u, _ in units if plan.units[u].weights != "host")
     n, _ = _records(geo, plan, [(u, n) for u, n in units if plan.units[u].state != "host"])
     away = (u for u, _ in units if plan.units[u].base != "host")
     base = (geo.base[v].span for u in away for v in (u, *geo.slices_of[u]))

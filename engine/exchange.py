@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Container, Iterable, Iterator, Mapping
 from concurrent.futures import ThreadPoolExecutor
+from contextlib import contextmanager
 from itertools import accumulate
 from math import prod
 from pathlib import Path
@@ -48,9 +49,8 @@ class Exchange:
         self.reader = reader or Reader(placement)
         self.source, self.placement, self.adapters = source, placement, adapters
         self.shapes = {t.name: t.shape for layout in placement.geo.stored for t in layout.tensors}
-        shapes = {name: t.shape for name, t in source.tensors.items()}
-        self.stored = hf.sources(cfg, shapes)  # canonical -> source's name
-        self.canonical = hf.canonical_names(cfg, shapes)  # source's -> canonical name, None if not trained
+        self.stored = hf.sources(cfg, source.shapes, source.named)  # canonical -> source's name
+        self.canonical = hf.canonical_names(cfg, source.shapes)  # source's -> canonical name, None if not trained
         self.base: dict[str, str] = {}  # checksums of frozen weights as they were loaded, by unit
         self.trained = ""  # that of trained ones
         self.beyond: dict[str, int] = {}  # values saved that F16 has not, by tensor
@@ -62,12 +62,14 @@ class Exchange:
         in_bf16 = {name for name, stored in self.stored.items() if self.source.place(stored).dtype == "BF16"}
         frozen = {u for u, layout in enumerate(self.placement.geo.base) if layout.tensors}
         whole: Loaded = lambda u: None if u in frozen else loaded(u)
-        self.trained = fill(self.placement, self._values, in_bf16, progress, whole)
+        with naming_files(self.source, self.stored):
+            self.trained = fill(self.placement, self._values, in_bf16, progress, whole)
         self.load_base(progress, loaded)
 
     def load_base(self, progress: Progress = silent, loaded: Loaded = silent) -> None:
         """Fills frozen weights alone; a snapshot has the rest. Errors as load."""
-        self.base = fill_base(self.placement, self._values, progress, loaded)
+        with naming_files(self.source, self.stored):
+            self.base = fill_base(self.placement, self._values, progress, loaded)
 
     def save(self, folder: Path, progress: Progress = silent) -> dict[str, str]:
         """Writes the checkpoint; of F16, values beyond its largest as that. Returns its files' checksums.
@@ -271,8 +273,6 @@ def fetch(reader: Reader, u: int, name: str, exact: bool) -> Iterator[np.ndarray
     if not exact or t.dtype == "F32":
         yield from _pieces(high)
         return
-    if placement.in_ram(weights) is None:
-        high = high.copy()  # low halves come through the same buffer
     start = t.offset // 2
     for a, b in placement.geo.all_records(u, placement.plan.record):
         first, last = max(a, start), min(b, start + t.numel)
@@ -310,6 +310,23 @@ def _pieces(values: np.ndarray) -> Iterator[np.ndarray]:
     return (values[a : a + PIECE] for a in range(0, len(values), PIECE))
 
 
+class BadValues(InputError):
+    """A tensor's values are not read."""
+
+    def __init__(self, name: str, why: str):
+        super().__init__(f"{name} {why}")
+        self.name, self.why = name, why
+
+
+@contextmanager
+def naming_files(source: Source, stored: Mapping[str, str]) -> Iterator[None]:
+    """BadValues are said with the tensor's name in `source`, and its file. `stored`: as hf.sources gives it."""
+    try:
+        yield
+    except BadValues as error:
+        raise InputError(f"{source.named(stored.get(error.name, error.name))} {error.why}") from None
+
+
 def fill_weight(t: TensorSpec, buffer: Tensor, read: Read, packing: Packing | None) -> str:
     """Fills a tensor's place in a buffer; the checksum of the values read. Raises InputError as `fill`."""
     out, at, sums = _numpy(buffer, t), 0, list[str]()
@@ -318,7 +335,7 @@ def fill_weight(t: TensorSpec, buffer: Tensor, read: Read, packing: Packing | No
     part = packing and packing.part_of(name)
     for raw in summed(read(name, first, first + t.numel), sums.append):
         if packing and part and (why := damage(packing, part, raw)):
-            raise InputError(f"{t.name} {why}; the checkpoint is damaged")
+            raise BadValues(t.name, f"{why}; the checkpoint is damaged")
         values = raw if part else _computed(t.name, raw, t.dtype)
         out[at : at + len(values)] = values
         at += len(values)
@@ -330,7 +347,7 @@ def _computed(name: str, raw: np.ndarray, dtype: str) -> np.ndarray:
     values = raw if dtype_of(raw) == dtype == "BF16" else convert(raw, dtype_of(raw), "F32")
     exponent = np.uint16(0x7F80) if values.dtype == np.uint16 else np.uint32(0x7F800000)
     if (values.view(exponent.dtype) & exponent).max(initial=0) == exponent:
-        raise InputError(f"{name} holds NaN or infinite values; the checkpoint is damaged or diverged")
+        raise BadValues(name, "holds NaN or infinite values; the checkpoint is damaged or diverged")
     if dtype_of(values) != dtype:
         values = split_master(torch.from_numpy(values))[0].view(torch.int16).numpy().view(np.uint16)
     return values

@@ -359,6 +359,11 @@ class Geometry:
             self._parts[n] = {"moments": (0, moments)} | low
         return self._parts[n]
 
+    def low_span(self, n: int) -> int:
+        """Bytes of the low halves of a record of n parameters."""
+        parts = self.state_parts(n)
+        return parts["low"][1].span if "low" in parts else 0
+
     def state_span(self, u: int, record: int) -> int:
         """Bytes of a unit's records, each rounded up to 4,096."""
         return sum(self.state_layout(n).span for n in self.record_sizes(u, record))

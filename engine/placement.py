@@ -162,10 +162,11 @@ class Placement:
         tiers = [plan.units[geo.unit_of(v)].base for v in based]
         copied = [v for v in based if tiers[v] == "ssd" and files is None]
         self.base_offset = {u: self.space.reserve(geo.base[u].span) for u in copied}  # in the scratch space
+        planned = list(buffers(geo, plan))
         self._made = {
-            (b.tier, b.what, b.of, b.gpu): memory.alloc(b.tier, b.name, b.nbytes, b.count, b.gpu)
-            for b in buffers(geo, plan)
+            (b.tier, b.what, b.of, b.gpu): memory.alloc(b.tier, b.name, b.nbytes, b.count, b.gpu) for b in planned
         }
+        self.staging = sum(b.nbytes for b in planned if b.what == "staging")
         units = range(geo.n_units)
         self.weights = [self.of(u, plan.units[u].weights, "weights") for u in units]
         self.base = [self.of(v, tiers[v], "base") for v in based]
@@ -304,19 +305,20 @@ class Placement:
         )
 
     def fetch(self, entry: Entry, buffer: Tensor, after: Sequence[Task], *parts: str) -> Task:
-        """Brings to RAM, between steps, what is on a GPU, or from the SSD these parts, compared with checksums."""
+        """Brings to RAM, between steps, these parts of what is on a GPU, or on the SSD, compared with checksums."""
         stored, shards, state = self.stored(entry), self.shards_of(entry, *parts), entry.kind == "state"
         nbytes = sum(shard.layout.span for shard in shards)
 
         def io() -> None:
             if stored is None:
                 self.move(self.transfer(entry, "verify"), shards, buffer)
-            else:
-                buffer.copy_(stored[: len(buffer)], non_blocking=True)
+                return
+            for part in (slice(shard.first, shard.first + shard.layout.span) for shard in shards):
+                buffer[part].copy_(stored[part], non_blocking=True)
 
         queue = "state_read" if state else "ssd_read"
         if stored is not None:
-            queue, nbytes = numbered("d2h", self.plan.units[self.geo.unit_of(entry.u)].gpu), self.layout(entry).span
+            queue = numbered("d2h", self.plan.units[self.geo.unit_of(entry.u)].gpu)
         return self.queues.run(queue, "state" if state else "weights", self.label(entry), io, after, nbytes=nbytes)
 
     def _io(

@@ -35,6 +35,7 @@ from trireme.models.families.scans import BLOCK_TYPES, KINDS_OF_MLP, block_types
 from trireme.models.families.scans import Scan as Scan
 from trireme.models.families.scores import CLASS as CLASS
 from trireme.models.families.scores import OUTPUT, STD, std_of, why_none
+from trireme.models.families.scores import class_of as class_of
 from trireme.models.families.scores import labels_of as labels_of
 from trireme.models.families.table import FAMILIES, OTHER_NAMES, WRAPPERS, text_of
 from trireme.storage.untrusted import parse_json, read_small, shown

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import replace
 
 from trireme.models.config import InputError, ModelConfig
@@ -46,43 +46,46 @@ def _convs(cfg: ModelConfig, own: Scan, found: Mapping[str, Shape]) -> tuple[int
     return rows if len(rows) == len(own.parts) and sum(rows) == own.channels else own.parts
 
 
-def canonical_names(cfg: ModelConfig, found: Mapping[str, Shape]) -> dict[str, str | None]:
+def canonical_names(
+    cfg: ModelConfig, found: Mapping[str, Shape], named: Callable[[str], str] = str
+) -> dict[str, str | None]:
     """Names in `found` (name -> shape) -> canonical names, None for a buffer and for what is carried.
 
     The base prefix may be missing; a tied matrix has either name or both. Raises InputError where a tensor is missing,
     unknown or of another shape than config.json says. A score head may be missing, which then begins as a new one; an
-    output matrix in addition to one is not used.
+    output matrix in addition to one is not used. `named(name)`: a tensor, or the checkpoint, as messages call it.
     """
     experts = cfg.experts.count if cfg.experts and cfg.names.each else 1
     dense = len(cfg.experts.dense) if cfg.experts else 0
     if (cfg.n_layers - dense) * experts + dense > len(found):  # before work that grows with layers
         each = f" of {experts:,} experts" if cfg.experts else ""
         raise InputError(
-            f"the checkpoint has {len(found)} tensors, config.json calls for {cfg.n_layers:,} layers{each}. "
+            f"{named('the checkpoint')} has {len(found)} tensors, config.json calls for {cfg.n_layers:,} layers{each}. "
             "The weights and config.json are not of the same model, or it was not downloaded to the end."
         )
     wanted = stored_tensors(cfg)
-    names = {name: _canonical(cfg, name, wanted) for name in found}
+    names = {name: _canonical(cfg, name, wanted, named) for name in found}
     for name, target in names.items():
         if target is not None and tuple(found[name]) != wanted[target]:
             raise InputError(
-                f"{name} has shape {list(found[name])}, config.json says {list(wanted[target])}. "
+                f"{named(name)} has shape {list(found[name])}, config.json says {list(wanted[target])}. "
                 "The weights and config.json are not of the same model."
             )
     present = set(names.values())
     missing = [name for name in wanted if name not in present and not (cfg.scores and name == output_name(cfg))]
     if missing:
         more = f" and {len(missing) - 1} more" if len(missing) > 1 else ""
-        raise InputError(f"the checkpoint lacks {missing[0]}{more}, which config.json calls for. Download it again.")
+        lacks = f"{named('the checkpoint')} lacks {missing[0]}{more}"
+        raise InputError(f"{lacks}, which config.json calls for. Download it again.")
     return names
 
 
-def sources(cfg: ModelConfig, found: Mapping[str, Shape]) -> dict[str, str]:
+def sources(cfg: ModelConfig, found: Mapping[str, Shape], named: Callable[[str], str] = str) -> dict[str, str]:
     """Canonical name -> name to read, of `found`, where packed matrices have their own name; and of their parts.
 
-    Raises as canonical_names.
+    `named`, errors: as canonical_names.
     """
-    names = canonical_names(cfg, found)
+    names = canonical_names(cfg, found, named)
     chosen: dict[str, str] = {}
     for name, target in names.items():
         if target is not None and (target not in chosen or not name.endswith(OUTPUTS)):
@@ -123,7 +126,7 @@ def is_output(name: str) -> bool:
     return name.endswith(OUTPUTS)
 
 
-def _canonical(cfg: ModelConfig, name: str, wanted: Mapping[str, Shape]) -> str | None:
+def _canonical(cfg: ModelConfig, name: str, wanted: Mapping[str, Shape], named: Callable[[str], str]) -> str | None:
     for full in _in_full(cfg, name):
         if full in wanted:
             return full
@@ -137,7 +140,9 @@ def _canonical(cfg: ModelConfig, name: str, wanted: Mapping[str, Shape]) -> str 
         if wrapped
         else "Adapters, quantized weights and other heads are not supported."
     )
-    raise InputError(f"{name} is not a tensor of a {cfg.model_type} language model as config.json describes it. {hint}")
+    raise InputError(
+        f"{named(name)} is not a tensor of a {cfg.model_type} language model as config.json describes it. {hint}"
+    )
 
 
 def _in_full(cfg: ModelConfig, name: str) -> Iterator[str]:

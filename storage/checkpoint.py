@@ -8,6 +8,7 @@ from __future__ import annotations
 import errno
 import os
 from collections.abc import Callable, Iterable, Iterator
+from contextlib import suppress
 from dataclasses import dataclass
 from functools import partial
 from math import prod
@@ -77,6 +78,17 @@ class Source:
         """Of its safetensors files; of its tensors where it has none."""
         files = sum((self.folder / f).stat().st_size for f in self.files)
         return files or sum(t.nbytes for t in self.tensors.values())
+
+    @property
+    def shapes(self) -> dict[str, tuple[int, ...]]:
+        """Of its tensors, by name."""
+        return {name: t.shape for name, t in self.tensors.items()}
+
+    def named(self, name: str) -> str:
+        """A tensor with its file, for messages; of what is no tensor here with the folder."""
+        with suppress(KeyError):
+            return f"{self.folder / self.place(name).file}: {name}"
+        return f"{self.folder}: {name}"
 
     def read(self, name: str) -> np.ndarray:
         """Its bytes, (nbytes,) uint8. Raises StoreError."""

@@ -35,7 +35,7 @@ from trireme.storage.versions import FOLDER, version_files
 IDENTITY, FINISHED = "store.id", "store.finished"
 FORMAT = 3
 LARGEST = 1 << 20
-SHAPE = {"store": str, "device": int, "devices": int, "auxiliary": [str], "run": str, "folder": str}
+SHAPE = {"store": str, "device": int, "devices": int, "auxiliary": [str], "run": str, "folder": str, "made": [str]}
 
 
 class Owner(NamedTuple):
@@ -47,7 +47,7 @@ class Owner(NamedTuple):
 
 @dataclass(frozen=True)
 class Identity:
-    """A folder's number, the first folder's auxiliary files, and `owner`."""
+    """A folder's number, the first folder's auxiliary files, `owner`, and the folders that were made for it."""
 
     store: str
     device: int
@@ -55,6 +55,7 @@ class Identity:
     auxiliary: tuple[str, ...] = ()
     run: str = ""
     folder: str = ""
+    made: tuple[str, ...] = ()  # absolute, innermost first: they are removed with the store, if empty
 
 
 def write_identity(folder: Path, identity: Identity) -> None:
@@ -68,13 +69,13 @@ def read_identity(folder: Path, name: str = IDENTITY) -> Identity:
         text = read_small(path, LARGEST)
         if text.startswith(b'{"store"'):
             raise StoreError(errno.EINVAL, "is of format 1. Go on with the version that wrote it")
-        fields = snapshots.renamed(unseal(text, FORMAT, "identity"))
+        fields = {"made": []} | snapshots.renamed(unseal(text, FORMAT, "identity"))  # older ones do not say it
         if wrong := complaint(fields, SHAPE):
             raise ValueError(f"it{wrong}")
         for name in fields["auxiliary"]:
             if not snapshots.may_be_auxiliary(name):
                 raise ValueError(f"{shown(name)!r} is not the name of an auxiliary file")
-        return Identity(**fields | {"auxiliary": tuple(fields["auxiliary"])})
+        return Identity(**fields | {name: tuple(fields[name]) for name in ("auxiliary", "made")})
     except FileNotFoundError as e:
         raise NoSnapshot(errno.ENOENT, "holds no store", str(folder)) from e
     except OSError as e:
@@ -108,7 +109,7 @@ def in_order(folders: Sequence[Path], run: str = "") -> list[int]:
 
     Raises StoreError where one is missing or foreign, NoSnapshot if none holds a snapshot.
     """
-    found = [replace(read_identity(folder), folder="") for folder in folders]
+    found = [replace(read_identity(folder), folder="", made=()) for folder in folders]
     if any(known.run != run for known in found):
         raise StoreError(errno.EINVAL, "is the store of another run", str(folders[0]))
     order = sorted(range(len(folders)), key=lambda i: found[i].device)
@@ -121,17 +122,19 @@ def in_order(folders: Sequence[Path], run: str = "") -> list[int]:
     return order
 
 
-def take(paths: Sequence[Path], auxiliary: Sequence[str], stack: ExitStack, undo: ExitStack) -> list[Path]:
+def take(paths: Sequence[Path], auxiliary: Sequence[str], stack: ExitStack, undo: ExitStack) -> list[tuple[str, ...]]:
     """Locks the folders for a new store until `stack` closes; clears stores without a snapshot.
 
-    Returns folders made; `undo` reverts. Raises StoreError where a folder is in use, holds a snapshot, or a foreign
-    file of a store's name.
+    Returns what was made for each, as Identity.made, by a store that it clears too; `undo` reverts. Raises StoreError
+    where a folder is in use, holds a snapshot, or a foreign file of a store's name.
     """
-    made: list[Path] = []
-    undo.callback(remove_folders, made)
+    made: list[tuple[str, ...]] = []
     for path in paths:
-        made += lock_folder(path, stack)
+        new = lock_folder(path, stack)
+        undo.callback(remove_folders, new)
         undo.callback(let_go, path)
+        before = _read(path, IDENTITY) or _read(path, FINISHED)
+        made.append(tuple(str(folder.absolute()) for folder in new) or (before.made if before else ()))
     for path in _finished(paths):
         finish(path)
     for path in paths:
@@ -144,14 +147,16 @@ def take(paths: Sequence[Path], auxiliary: Sequence[str], stack: ExitStack, undo
     return made
 
 
-def sign(paths: Sequence[Path], auxiliary: Sequence[str], owner: Owner, undo: ExitStack) -> None:
-    """Writes a new store's identities. `undo` ends it."""
+def sign(
+    paths: Sequence[Path], auxiliary: Sequence[str], owner: Owner, made: Sequence[tuple[str, ...]], undo: ExitStack
+) -> None:
+    """Writes a new store's identities. `made`: as `take` gives it. `undo` ends it."""
     name = uuid.uuid4().hex
     for k, path in enumerate(paths):
         undo.callback(remove_folders, [path / FOLDER])
         undo.callback(finish, path)
         (path / FOLDER).mkdir(exist_ok=True)
-        write_identity(path, Identity(name, k, len(paths), tuple(auxiliary), *owner))
+        write_identity(path, Identity(name, k, len(paths), tuple(auxiliary), *owner, made[k]))
 
 
 def adopt(paths: Sequence[Path], owner: Owner) -> None:
@@ -163,12 +168,16 @@ def adopt(paths: Sequence[Path], owner: Owner) -> None:
 
 
 def remove(paths: Sequence[Path], progress: Callable[[int], object] = lambda _: None) -> None:
-    """Removes all of the store, and its locks, which are held. Killed meanwhile, it is finished."""
+    """Removes all of the store, its locks, which are held, and folders made for it.
+
+    Killed meanwhile, the store is finished.
+    """
     for path in paths:
         _mark_finished(path)
     for path in paths:
-        _erase(path, progress)
+        made = _erase(path, progress)
         let_go(path)
+        remove_folders(folder for folder in (path.absolute(), *path.absolute().parents) if str(folder) in made)
 
 
 def is_finished(path: Path, run: str) -> bool:
@@ -220,11 +229,13 @@ def _mark_finished(path: Path) -> None:
         sync_folder(path)
 
 
-def _erase(path: Path, progress: Callable[[int], object] = lambda _: None) -> None:
-    """Removes a finished store's files."""
+def _erase(path: Path, progress: Callable[[int], object] = lambda _: None) -> tuple[str, ...]:
+    """Removes a finished store's files; gives its Identity.made."""
+    known = _read(path, FINISHED)
     if (path / FINISHED).exists():
-        _empty(path, _read(path, FINISHED), progress)
+        _empty(path, known, progress)
         (path / FINISHED).unlink()
+    return known.made if known else ()
 
 
 def _empty(path: Path, identity: Identity | None, progress: Callable[[int], object] = lambda _: None) -> None:

@@ -51,7 +51,6 @@ class Store(Shards):
 
     def __init__(self, devices: Sequence[Device], keep: int):
         super().__init__(devices, keep)
-        self.made: list[Path] = []  # by this process, innermost first
         self._auxiliary: dict[str, str] = {}  # name -> checksum
         self._resources = ExitStack()
 
@@ -78,9 +77,8 @@ class Store(Shards):
             made = folders.take(paths, names, stack, undo)
             store = cls([_device(d, stack, trial, say) for d in dirs], keep)
             stack.callback(store._end)
-            folders.sign(paths, names, owner, undo)
+            folders.sign(paths, names, owner, made, undo)
             store._copy_auxiliary(content)
-            store.made = made
             store._resources = stack.pop_all()
             undo.pop_all()
         return store
@@ -225,7 +223,10 @@ class Store(Shards):
         self._sums.shutdown()
 
     def remove(self, progress: Callable[[int], object] = lambda _: None) -> None:
-        """Removes all files and closes; if killed, the next process completes it. progress(0) is called for each."""
+        """Removes all files and folders that it made, and closes; if killed, the next process completes it.
+
+        progress(0) is called for each.
+        """
         folders.remove(self.paths, progress)
         self.close()
 

@@ -32,7 +32,7 @@ class PairWriter:
     last: Encoded | None = None  # labelled
 
     def add(self, made: Encoded | BadRow, weight: float, value: float = 0.0) -> BadRow | None:
-        """The fault of the row, told once. `value`: of an answer."""
+        """The fault of the row, told once, though it has two answers. `value`: of an answer."""
         if isinstance(made, Encoded) and not made.trained.any():
             made = BadRow("an answer has no token to learn")
         if self.kind == "labels":

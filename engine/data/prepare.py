@@ -81,7 +81,7 @@ class _Waiting(NamedTuple):
     weight: float
     value: float  # a pair's margin, or the number of a row's class; else 0
     form: str  # format of its row
-    share: float  # of its row: 1 / examples in the row
+    last: bool  # of its row
 
 
 @dataclass
@@ -90,9 +90,10 @@ class _Tally:
 
     unit: str = "line"
     weighted: bool | None = None  # whether column "weight" holds numbers
-    formats: dict[str, float] = field(default_factory=lambda: defaultdict(float))  # good rows of each
+    formats: dict[str, int] = field(default_factory=lambda: defaultdict(int))  # good rows of each
     rows: int = 0
     bad: int = 0
+    refused: int = -1  # the last bad row that was tokenized
     first: tuple[int, str] | None = None  # bad row, its fault
     skip_bad: bool = False
     batch: Numbered = field(default_factory=list)  # read, not yet tokenized
@@ -212,10 +213,10 @@ def _take(row: Row, reading: Reading, tally: _Tally) -> None:
         return
     if not tally.hopeless:
         tally.unused |= dict.fromkeys(unused)
-        for example, weight in examples:
+        for i, (example, weight) in enumerate(examples, 1):
             tally.chats += isinstance(example, Chat)
             tally.batch.append((row.number, example))
-            tally.waiting.append(_Waiting(weight, number, form, 1 / len(examples)))
+            tally.waiting.append(_Waiting(weight, number, form, i == len(examples)))
             tally.characters += size(example)
 
 
@@ -302,18 +303,22 @@ def _put(
     all: bool = False,
 ) -> None:
     for number, found in encoders.results(all):
-        result, (weight, value, form, share) = _checked(found, vocabulary, reading), tally.waiting.popleft()
+        result, (weight, value, form, last) = _checked(found, vocabulary, reading), tally.waiting.popleft()
+        fault: BadRow | None = None
         if isinstance(sink, PairWriter):
-            if fault := sink.add(result, weight, value):
-                tally.reject(number, fault)
+            fault = sink.add(result, weight, value)
         elif isinstance(result, BadRow):
-            tally.reject(number, result)
+            fault = result
         elif reading.kind == "classes":
             sink.add(result.ids, np.ones(len(result.ids), bool), weight=weight, value=value)
         else:
             sink.add(result.ids, result.trained, result.starts, weight)
+        if fault and number != tally.refused:  # of a row with two answers once
+            tally.reject(number, fault)
+            tally.refused = number
+        if last and number != tally.refused:
+            tally.formats[form] += 1
         if isinstance(result, Encoded):
-            tally.formats[form] += share
             tally.encoded += result.characters
             tally.unknown += result.unknown
             tally.said += result.said
@@ -339,7 +344,7 @@ def _named(tally: _Tally) -> str:
     if len(tally.formats) == 1:
         return next(iter(tally.formats))
     most_first = sorted(tally.formats.items(), key=lambda item: -item[1])
-    return "; ".join(f"{name}: {count(round(rows), 'row')}" for name, rows in most_first)
+    return "; ".join(f"{name}: {count(rows, 'row')}" for name, rows in most_first)
 
 
 def _judge(source: DataFile, tally: _Tally) -> None:

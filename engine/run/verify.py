@@ -96,7 +96,6 @@ def new_run(options: Options, saved: type[BaseException], id: str) -> Iterator[N
 def _undo(run: NewRun, folders: Sequence[Path], own: Sequence[Path]) -> None:
     if run.store:
         run.store.remove()
-        remove_folders(run.store.made)
     for path in own:
         shutil.rmtree(path) if path.is_dir() else path.unlink(missing_ok=True)
     remove_folders(folders)

@@ -91,8 +91,7 @@ class Adapter:
         pieces = [convert(piece, dtype_of(piece), "F32") for piece in self.source.values(stored)]
         found = torch.from_numpy(np.concatenate(pieces)).view(self.source.tensors[stored].shape)
         if not found.isfinite().all():
-            where = self.source.folder / WEIGHTS
-            raise InputError(f"{where}: {stored} holds NaN or infinite values; the adapter is damaged.")
+            raise InputError(f"{self.source.named(stored)} holds NaN or infinite values; the adapter is damaged.")
         return found
 
 

@@ -16,7 +16,7 @@ import numpy as np
 
 from trireme.engine.tuning.packed import Unpacked
 from trireme.models import hf
-from trireme.models.config import CLASS, InputError, ModelConfig
+from trireme.models.config import CLASS, InputError, ModelConfig, class_of
 from trireme.models.sizes import shapes
 from trireme.storage.auxiliary import CONTENT, content_of
 from trireme.storage.checkpoint import INDEX, Source, SourceTensor, stored_values
@@ -113,7 +113,7 @@ class Headed(Source):
 def headed(cfg: ModelConfig, source: Source) -> Source:
     """`source` as it is written: with its score head, and without another; itself where it has one alone."""
     name = shapes.output_name(cfg)
-    names = hf.canonical_names(cfg, {stored: t.shape for stored, t in source.tensors.items()})
+    names = hf.canonical_names(cfg, source.shapes)
     without = frozenset(stored for stored in names if hf.is_output(stored))
     if not cfg.scores or not source.files or (name in source.tensors and not without):
         return source
@@ -149,11 +149,11 @@ def config_of(raw: dict[str, Any], cfg: ModelConfig, labels: Sequence[str], pad:
     """config.json of a model with a score head."""
     named = raw.get("architectures")
     first = named[0] if isinstance(named, list) and named and isinstance(named[0], str) else ""
-    known = LANGUAGE.sub("", first) or "".join(part.capitalize() for part in cfg.model_type.split("_"))
+    known = LANGUAGE.sub("", first)
     problem = {} if cfg.scores == 1 else {"problem_type": "single_label_classification"}
     found = {key: value for key, value in raw.items() if key not in ("num_labels", "problem_type")} | problem
     return found | {
-        "architectures": [known + CLASS],
+        "architectures": [known + CLASS if known else class_of(cfg.model_type)],
         "id2label": {str(i): name for i, name in enumerate(labels)},
         "label2id": {name: i for i, name in enumerate(labels)},
         "pad_token_id": pad,

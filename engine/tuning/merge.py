@@ -91,26 +91,26 @@ def _claimed(out: Path, files: Sequence[str]) -> Iterator[None]:
 
 def merge_adapter(folder: Path, cfg: ModelConfig, source: Source, out: Path, progress: Progress = silent) -> None:
     """Writes `source` plus the adapter to `out`. Raises StoreError, InputError also where a value is not finite."""
-    found = {name: t.shape for name, t in source.tensors.items()}
-    base = hf.as_found(replace(cfg, lora=None, frozen=()), found)
+    base = hf.as_found(replace(cfg, lora=None, frozen=()), source.shapes)
     adapter, files, before = read_adapter(folder, base, merging=True), source, stamps(source)
     tensor = lru_cache(4)(adapter.tensor)  # one of experts serves all of them
-    names = hf.canonical_names(base, found)
+    names = hf.canonical_names(base, source.shapes, source.named)
     if isinstance(source, Packed):
         packed = (name for stored, name in names.items() if name and source.packs(stored))
         source = unpacked(base, source) if any(_is_adapted(base, adapter, name) for name in packed) else source
     source = headed(base, source)
-    names = hf.canonical_names(base, {name: t.shape for name, t in source.tensors.items()})
+    names = hf.canonical_names(base, source.shapes)
 
     def values(stored: str) -> Iterator[np.ndarray] | None:
         name, dtype = names[stored], source.tensors[stored].dtype
         if not name:
             return None
-        damaged = f"{source.folder}: {stored} holds NaN or infinite values; the checkpoint is damaged."
+        damaged = f"{source.named(stored)} holds NaN or infinite values; the checkpoint is damaged."
         module, pairs = factors(base, adapter, tensor, name)
         if name in adapter.whole:
             read = adapter.source.values(adapter.whole[name])
-            damaged = f"{folder}: {adapter.whole[name]} holds NaN or infinite values; the adapter is damaged."
+            of = adapter.source.named(adapter.whole[name])
+            damaged = f"{of} holds NaN or infinite values; the adapter is damaged."
         else:
             read = source.values(stored)
             if not pairs:

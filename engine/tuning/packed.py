@@ -115,7 +115,7 @@ class Packed(Source):
             else:
                 values = self._of_part(named, start * row, (start + own[0]) * row)
             if why := damage(packing, part, values):
-                raise CheckpointError(f"{self.folder}: {named} {why}; the checkpoint is damaged. Download it again.")
+                raise CheckpointError(f"{self.named(named)} {why}; the checkpoint is damaged. Download it again.")
             parts.append((values.view(np.uint8), self.parts[named].dtype, own))
         return decoded(packing, parts, shape, dtype)
 
@@ -195,16 +195,16 @@ def as_stored(cfg: ModelConfig, source: Source) -> ModelConfig:
 
     Raises CheckpointError where a weight is of a dtype that is not read.
     """
-    cfg = replace(hf.as_found(cfg, {name: t.shape for name, t in source.tensors.items()}), packing=None, packed=())
+    cfg = replace(hf.as_found(cfg, source.shapes), packing=None, packed=())
     odd = {name: t for name, t in source.tensors.items() if t.dtype not in NUMPY}
-    names = hf.canonical_names(cfg, {name: t.shape for name, t in source.tensors.items()}) if odd else {}
+    names = hf.canonical_names(cfg, source.shapes, source.named) if odd else {}
     for name, t in odd.items():
         if names[name] is not None:
             raise CheckpointError(unread(source.folder / t.file, name, t.dtype))
     if not isinstance(source, Packed):
         return cfg
     cfg = replace(cfg, packing=source.packing)
-    stored = hf.sources(cfg, {name: t.shape for name, t in source.tensors.items()})
+    stored = hf.sources(cfg, source.shapes, source.named)
     in_files = lambda name, shape: (stored.get(there, there) for there, _ in shapes.on_disk(cfg, name, shape))
     packed = globs(cfg, lambda name, shape: all(map(source.packs, in_files(name, shape))))
     return replace(cfg, packed=packed)

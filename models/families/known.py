@@ -72,3 +72,10 @@ WITHOUT_SCORES = frozenset({
     "ernie4_5", "ernie4_5_moe", "cwm", "qwen3_5_moe_text", "qwen3_vl_text", "qwen3_vl_moe_text", "qwen2_5_vl_text",
     "qwen2_vl_text", "glm4v_text", "glm4v_moe_text", "deepseek_v32", "youtu",
 })  # fmt: skip
+IN_CLASSES = {  # of others: how its classes are called, where it is not the capitalized words of the model type
+    "gpt2": "GPT2",
+    "gpt_neox": "GPTNeoX",
+    "hunyuan_v1_dense": "HunYuanDenseV1",
+    "qwen3_5_text": "Qwen3_5Text",
+    "smollm3": "SmolLM3",
+}

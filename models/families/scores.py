@@ -9,7 +9,7 @@ from __future__ import annotations
 from typing import Any
 
 from trireme.models.families.keys import InputError, Keys
-from trireme.models.families.known import WITHOUT_SCORES
+from trireme.models.families.known import IN_CLASSES, WITHOUT_SCORES
 
 OUTPUT = "score"  # the module
 CLASS = "ForSequenceClassification"  # transformers' classes end so
@@ -29,6 +29,11 @@ def labels_of(raw: dict[str, Any], where: str) -> int:
     if found > MOST:
         raise InputError(f"{where}: id2label has {found:,} labels; the most is {MOST:,}.")
     return found
+
+
+def class_of(model_type: str) -> str:
+    """transformers' class of a model with a score head."""
+    return (IN_CLASSES.get(model_type) or "".join(part.capitalize() for part in model_type.split("_"))) + CLASS
 
 
 def std_of(raw: dict[str, Any]) -> float:

@@ -225,8 +225,11 @@ def test_a_bad_row_is_counted_once_and_leaves_the_others_whole(tmp_path, codecs)
     rows = [dict(prompt=f"{i}", chosen="a" * i, rejected="\ud800" if i == 2 else "b") for i in range(1, 5)]
     with pytest.raises(InputError, match="line 2: .*half of a surrogate pair.* 1 of 4 rows is bad"):
         load(tmp_path, rows, codecs[0])
-    data = load(tmp_path, rows, codecs[0], skip_bad=True)
-    assert data.report.files[0].bad == 1
+    alpaca = dict(instruction="5", chosen="a", rejected="\ud800")
+    data = load(tmp_path, [*rows, alpaca, alpaca | {"chosen": "\ud800"}], codecs[0], skip_bad=True)
+    assert (data.report.files[0].bad, data.report.files[0].format) == (3, "prompt,chosen,rejected")
+    labelled = load(tmp_path, [*rows, alpaca, alpaca | {"chosen": "\ud800"}], codecs[0], "labels", skip_bad=True)
+    assert labelled.report.files[0] == data.report.files[0]
     seen = documents(data)
     texts = {(good[0], bad[0]) for good, bad in zip(seen[::2], seen[1::2], strict=True)}
     assert texts == {(f"<s>{i}{'a' * i}</s>", f"<s>{i}b</s>") for i in (1, 3, 4)}

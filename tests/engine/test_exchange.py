@@ -65,6 +65,15 @@ def test_in_and_out_again_is_the_same_bytes(tmp_path, tier, stored, compute):
     assert (tmp_path / "out/model.safetensors").read_bytes() == (tmp_path / "in/model.safetensors").read_bytes()
 
 
+def test_masters_on_the_ssd_are_written_with_each_layer_read_once(tmp_path):
+    x = exchange(LLAMA, checkpoint(tmp_path / "in", LLAMA), "ssd")
+    x.load()
+    moved, weights = x.placement.queues.moved, [layout.span for layout in x.placement.geo.weights]
+    moved.clear()
+    x.save(tmp_path / "out")
+    assert moved["ssd_read"] == sum(weights) + weights[-1]  # the head's matrix is first in the file, its norm last
+
+
 @pytest.mark.parametrize("compute", ["F32", "BF16"])
 def test_what_f16_cannot_hold_is_limited_and_counted(tmp_path, compute):
     large = np.ones((LLAMA.vocab, LLAMA.width), np.float32)
@@ -149,7 +158,7 @@ def test_a_value_that_is_not_finite_is_refused_by_name(tmp_path):
     bad = np.ones((LLAMA.vocab, LLAMA.width), np.float32)
     bad[3, 4] = np.nan
     source = checkpoint(tmp_path / "in", LLAMA, **{"lm_head.weight": bad})
-    with pytest.raises(InputError, match="lm_head.weight holds NaN"):
+    with pytest.raises(InputError, match="in/model.safetensors: lm_head.weight holds NaN"):
         exchange(LLAMA, source).load()
 
 
@@ -183,7 +192,7 @@ def test_a_frozen_value_that_is_not_finite_is_refused_by_name(tmp_path):
     bad = np.ones((cfg.ffn, cfg.width), np.float32)
     bad[3, 4] = np.inf
     source = checkpoint(tmp_path / "in", cfg, **{"model.layers.1.mlp.up_proj.weight": bad})
-    with pytest.raises(InputError, match=r"layers.1.mlp.up_proj.weight holds NaN or infinite"):
+    with pytest.raises(InputError, match=r"in/model.safetensors: model.layers.1.mlp.up_proj.weight holds NaN or inf"):
         exchange(cfg, source).load()
 
 

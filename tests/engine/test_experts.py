@@ -101,7 +101,7 @@ def test_a_run_on_two_gpus_is_that_of_one_to_the_byte(tmp_path, monkeypatch):
 
 
 def test_a_missing_expert_is_named(folder):
-    cfg, found = read_config(folder), {name: t.shape for name, t in open_source(folder).tensors.items()}
+    cfg, found = read_config(folder), open_source(folder).shapes
     name = "model.layers.1.mlp.experts.4.down_proj.weight"
     with pytest.raises(InputError, match=f"lacks {name}, which"):
         hf.canonical_names(cfg, {n: s for n, s in found.items() if n != name})

@@ -1,14 +1,14 @@
 """Every kind of block under plans that place it otherwise: the bits of the run in one memory."""
 
 from dataclasses import replace
+from functools import cache
 
 import pytest
-import torch
-from engines import batches, final_weights, gpu_plan, make, small_stretches, train  # noqa: F401  autouse fixture
+from engines import batches, check_same, final_weights, gpu_plan, make, small_stretches, train  # noqa: F401  autouse
 from tiny import CASES
 
 from trireme.engine.plan import UnitPlan
-from trireme.engine.queues.real import InlineQueues, RealQueues
+from trireme.engine.queues.real import RealQueues
 from trireme.models.config import parse_config
 from trireme.models.sizes import shapes
 
@@ -20,13 +20,13 @@ def config(case):
     return parse_config(keys | dict(model_type=model_type))
 
 
-def trained(cfg, plan, queues):
-    e = make(cfg, plan, queues)
-    seen = train(e, batches(cfg, 2, plan.n_micro, 24))
-    weights = final_weights(e)
-    e.queues.close()
+@cache
+def in_one_memory(cfg):
+    plan = gpu_plan(cfg, dtype="BF16")
+    e = make(cfg, plan)
+    found = train(e, batches(cfg, 2, plan.n_micro, 24)), final_weights(e)
     e.close()
-    return seen, weights
+    return found
 
 
 @pytest.mark.parametrize("halves", [False, True])
@@ -79,7 +79,6 @@ def test_attention_and_mlp_of_one_input():
 
 
 def check_placement(cfg, halves):
-    alone, weights = trained(cfg, gpu_plan(cfg, dtype="BF16"), InlineQueues())
     units = []
     plan = gpu_plan(cfg, halves=halves, dtype="BF16", window=1)
     cut = plan.cut(cfg)
@@ -89,6 +88,5 @@ def check_placement(cfg, halves):
         names = list(shapes.saved_shapes(cut, 1, shapes.kind(cut, u))) if inner else []
         saved = tuple((name, ("gpu", "host", "ssd")[(u + i) % 3]) for i, name in enumerate(names) if (u + i) % 4)
         units.append(UnitPlan(tier, tier, x="host", saved=saved, base=tier))
-    seen, found = trained(cfg, replace(plan, units=tuple(units)), RealQueues("cpu", extra=("poison",)))
-    assert seen == alone
-    assert all(torch.equal(t, weights[name]) for name, t in found.items())
+    e = make(cfg, replace(plan, units=tuple(units)), RealQueues("cpu", extra=("poison",)))
+    check_same(e, batches(cfg, 2, plan.n_micro, 24), *in_one_memory(cfg))

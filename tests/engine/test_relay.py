@@ -8,7 +8,6 @@ import signal
 from dataclasses import replace
 
 import pytest
-import torch
 from engines import (
     LIMITS,
     LLAMA,
@@ -16,6 +15,7 @@ from engines import (
     PACKED,
     LateQueues,
     batches,
+    check_same,
     final_weights,
     fork,
     gpu_plan,
@@ -55,14 +55,7 @@ def in_one_memory():
 
 
 def check(plan, queues, expected, tied=False):
-    e = make(replace(DEEP, tied=tied), plan, queues)
-    losses, weights = expected[tied]
-    assert train(e, batches(DEEP, 3, 3, 24)) == losses
-    for name, value in final_weights(e).items():
-        assert torch.equal(value, weights[name]), name
-    assert e.memory.owned() == len(e.optimizer.on_cpu.records.ahead)
-    queues.close()
-    e.close()
+    check_same(make(replace(DEEP, tied=tied), plan, queues), batches(DEEP, 3, 3, 24), *expected[tied])
 
 
 @pytest.mark.parametrize(
@@ -107,14 +100,9 @@ def experts_in_one_memory(request):
 
 
 def check_experts(expected, queues, deal):
-    cfg, losses, weights = expected
+    cfg, *expected = expected
     plan = relayed(gpu_plan(cfg, units=BASES * 2, dtype="BF16", n_micro=3, record=700), deal, cfg.tied)
-    e = make(cfg, plan, queues(plan.gpus))
-    assert train(e, batches(cfg, 3, 3, 24)) == losses
-    for name, value in final_weights(e).items():
-        assert torch.equal(value, weights[name]), name
-    e.queues.close()
-    e.close()
+    check_same(make(cfg, plan, queues(plan.gpus)), batches(cfg, 3, 3, 24), *expected)
 
 
 @pytest.mark.parametrize("deal", [(0, 1), (2, 0, 1, 3)])

@@ -11,6 +11,7 @@ from engines import (
     RealQueues,
     batches,
     cards,
+    check_same,
     final_weights,
     gpu_plan,
     lent,
@@ -51,11 +52,12 @@ UNITS = {
 
 
 ADAPTED = ("q_proj", "v_proj", "o_proj", "up_proj", "down_proj")
+MIXTURE = replace(CFG, model_type="qwen3_moe", qk_norm=True, experts=Experts(8, 3, 32, True))
+OF_EXPERTS = dict(lora=Lora(8, 16.0, ("q_proj", "experts")), frozen=("*",))
+PACKED = ("*layers.*", "!*.mlp.gate.weight", "!*.1.self_attn.k_proj.weight")
 OTHERS = {
-    "mixture": replace(CFG, model_type="qwen3_moe", qk_norm=True, experts=Experts(8, 3, 32, True)),
-    "frozen mixture": replace(
-        CFG, model_type="qwen3_moe", qk_norm=True, experts=Experts(8, 3, 32, True), frozen=("*.experts.*", "*embed*")
-    ),
+    "mixture": MIXTURE,
+    "frozen mixture": replace(MIXTURE, frozen=("*.experts.*", "*embed*")),
     "shared expert": replace(
         CFG, model_type="qwen2_moe", qkv_bias=True, experts=Experts(8, 2, 32, False, shared=48, shared_gate=True)
     ),
@@ -65,28 +67,13 @@ OTHERS = {
         experts=Experts(8, 2, 32, True, limit=7.0, bias=True),
         packing=MXFP4,
         packed=MXFP4.globs,
-        lora=Lora(8, 16.0, ("q_proj", "experts")),
-        frozen=("*",),
+        **OF_EXPERTS,
     ),
     "adapters of fp8 in blocks": replace(
-        CFG,
-        model_type="qwen3_moe",
-        qk_norm=True,
-        experts=Experts(8, 3, 32, True),
-        packing=replace(FP8_BLOCKS, block=(24, 32)),
-        packed=("*layers.*", "!*.mlp.gate.weight", "!*.1.self_attn.k_proj.weight"),
-        lora=Lora(8, 16.0, ("q_proj", "experts")),
-        frozen=("*",),
+        MIXTURE, packing=replace(FP8_BLOCKS, block=(24, 32)), packed=PACKED, **OF_EXPERTS
     ),
     "adapters of nvfp4": replace(
-        CFG,
-        model_type="qwen3_moe",
-        qk_norm=True,
-        experts=Experts(8, 3, 32, True),
-        packing=MODELOPT.with_dtypes(("U8", "F8_E4M3", "F32")),
-        packed=("*layers.*", "!*.mlp.gate.weight", "!*.1.self_attn.k_proj.weight"),
-        lora=Lora(8, 16.0, ("q_proj", "experts")),
-        frozen=("*",),
+        MIXTURE, packing=MODELOPT.with_dtypes(("U8", "F8_E4M3", "F32")), packed=PACKED, **OF_EXPERTS
     ),
     "a dense layer among experts": replace(
         CFG, model_type="glm4_moe", experts=Experts(8, 2, 32, True, shared=48, sigmoid=True, scale=1.5, dense=(0,))
@@ -138,12 +125,7 @@ def test_placement_never_changes_the_numbers(units, n_micro, mode, between):
     plan = replace(plan, between=between, late_moments=TIERS if mode == "forward" and n_micro == 3 else ())
     plan = replace(plan, gradients="ssd" if between == "host" else "host")
     e = make(CFG, plan, RealQueues("cuda", extra=("poison",)), AdamW(max_grad_norm=clip))
-    losses, weights = on_the_gpu(n_micro, clip)
-    assert train(e, batches(CFG, 4, n_micro, 48), between=warmed_up(e)) == losses
-    for name, value in final_weights(e).items():
-        assert torch.equal(value, weights[name]), name
-    e.queues.close()
-    e.close()
+    check_same(e, batches(CFG, 4, n_micro, 48), *on_the_gpu(n_micro, clip), between=warmed_up(e))
 
 
 @pytest.mark.parametrize("between", ["gpu", "host"])
@@ -156,36 +138,28 @@ def test_documents_are_compared_wherever_they_are(units, between, cfg, method):
     labels = {"reward": 1, "classify": 3}.get(method, 0)
     cfg = replace(cfg, scores=labels, tied=cfg.tied and not labels)
     data = scored(cfg, 3, 3, 48) if labels else pairs(cfg, 3, 3, 48, method == "kto")
-    found, preference = [], None if method == "classify" else Preference(method)
-    for given in (None, UNITS[units]):
-        plan = gpu_plan(cfg, dtype="BF16", n_micro=3, tokens=48, record=5000, piece=1000)
-        plan = replace(plan, units=given, between=between, swap_slots=2) if given else plan
-        e = make(cfg, plan, RealQueues("cuda", extra=("poison",)))
-        seen = train(e, data, between=warmed_up(e), preference=preference)
-        found.append((seen, final_weights(e)))
-        e.queues.close()
-        e.close()
-    (losses, weights), (again, placed) = found
-    assert again == losses
-    for name, value in placed.items():
-        assert torch.equal(value, weights[name]), name
+    preference = None if method == "classify" else Preference(method)
+    check_placed(cfg, data, UNITS[units], between, preference)
+
+
+def check_placed(cfg, data, units, between, preference=None):
+    """Units placed so leave the bits of all on the GPU."""
+    plan = gpu_plan(cfg, dtype="BF16", n_micro=3, tokens=48, record=5000, piece=1000)
+    alone, e = (
+        make(cfg, each, RealQueues("cuda", extra=("poison",)))
+        for each in (plan, replace(plan, units=units, between=between, swap_slots=2))
+    )
+    losses = train(alone, data, between=warmed_up(alone), preference=preference)
+    check_same(e, data, losses, final_weights(alone), between=warmed_up(e), preference=preference)
+    alone.queues.close()
+    alone.close()
 
 
 @pytest.mark.parametrize("units", ["host", "mixed"])
 @pytest.mark.parametrize("cfg", [CFG, OTHERS["adapters"]])
 def test_a_teacher_is_heard_wherever_layers_are(units, cfg):
-    found, cfg = [], replace(cfg, teaching=Teaching(8, 0.4, 1.5))
-    for given in (None, UNITS[units]):
-        plan = gpu_plan(cfg, dtype="BF16", n_micro=3, tokens=48, record=5000, piece=1000)
-        plan = replace(plan, units=given, between="host", swap_slots=2) if given else plan
-        e = make(cfg, plan, RealQueues("cuda", extra=("poison",)))
-        found.append((train(e, taught(cfg, 3, 3, 48), between=warmed_up(e)), final_weights(e)))
-        e.queues.close()
-        e.close()
-    (losses, weights), (again, placed) = found
-    assert again == losses
-    for name, value in placed.items():
-        assert torch.equal(value, weights[name]), name
+    cfg = replace(cfg, teaching=Teaching(8, 0.4, 1.5))
+    check_placed(cfg, taught(cfg, 3, 3, 48), UNITS[units], "host")
 
 
 @pytest.mark.parametrize("units", ["all on the GPU", "host", "ssd", "mixed"])
@@ -212,12 +186,7 @@ def test_what_is_kept_is_of_its_moment(units):
 def test_half_blocks_are_the_same_to_the_bit(tier, n_micro):
     plan = gpu_plan(CFG, dtype="BF16", n_micro=n_micro, tokens=48, halves=True, window=1, piece=1)
     e = make(CFG, replace(plan, units=(UnitPlan(tier, tier, x=tier),) * 10), RealQueues("cuda", extra=("poison",)))
-    losses, weights = on_the_gpu(n_micro, 1.0)
-    assert train(e, batches(CFG, 4, n_micro, 48)) == losses
-    for name, value in final_weights(e).items():
-        assert torch.equal(value, weights[name]), name
-    e.queues.close()
-    e.close()
+    check_same(e, batches(CFG, 4, n_micro, 48), *on_the_gpu(n_micro, 1.0))
 
 
 @pytest.mark.parametrize("halves", [False, True])
@@ -233,12 +202,7 @@ def test_every_kind_of_unit_is_placed_without_changing_a_bit(name, tier, halves)
         saved = tuple((n, tier) for i, n in enumerate(names) if (u + i) % 3)
         units.append(UnitPlan(tier, tier, x=tier, saved=saved, base=tier))
     e = make(cfg, replace(plan, units=tuple(units)), RealQueues("cuda", extra=("poison",)))
-    losses, weights = on_the_gpu(2, 1.0, cfg)
-    assert train(e, batches(cfg, 4, 2, 48), between=warmed_up(e)) == losses
-    for tensor, value in final_weights(e).items():
-        assert torch.equal(value, weights[tensor]), tensor
-    e.queues.close()
-    e.close()
+    check_same(e, batches(cfg, 4, 2, 48), *on_the_gpu(2, 1.0, cfg), between=warmed_up(e))
 
 
 SLICED = [name for name, cfg in OTHERS.items() if narrow.may_be_sliced(cfg)]
@@ -252,12 +216,7 @@ def test_experts_come_in_slices_without_changing_a_bit(name, tier, slices):
     plan = gpu_plan(cfg, dtype="BF16", n_micro=2, tokens=48, halves=True, window=1, slices=slices, at_once=slices % 2)
     units = (UnitPlan("host", "host", x="host", base=tier),) * 10
     e = make(cfg, replace(plan, units=units), RealQueues("cuda", extra=("poison",)))
-    losses, weights = on_the_gpu(2, 1.0, cfg)
-    assert train(e, batches(cfg, 4, 2, 48), between=warmed_up(e)) == losses
-    for tensor, value in final_weights(e).items():
-        assert torch.equal(value, weights[tensor]), tensor
-    e.queues.close()
-    e.close()
+    check_same(e, batches(cfg, 4, 2, 48), *on_the_gpu(2, 1.0, cfg), between=warmed_up(e))
 
 
 @pytest.mark.parametrize("name", [name for name in OTHERS if name.startswith("fp8")])
@@ -269,12 +228,8 @@ def test_codes_of_a_pass_are_those_of_each_product(name, monkeypatch):
     geometry.geometry.cache_clear()
     e = make(cfg, gpu_plan(cfg, dtype="BF16", n_micro=2, tokens=48), RealQueues("cuda", extra=("poison",)))
     assert not any(layout.tensors for layout in e.geo.decoded)
-    assert train(e, batches(cfg, 4, 2, 48)) == losses
-    for tensor, value in final_weights(e).items():
-        assert torch.equal(value, weights[tensor]), tensor
+    check_same(e, batches(cfg, 4, 2, 48), losses, weights)
     geometry.geometry.cache_clear()
-    e.queues.close()
-    e.close()
 
 
 SEVERAL_GPUS = [
@@ -299,12 +254,7 @@ def test_units_on_several_gpus_leave_the_bits_of_one(name, tier, deal, between):
     plan = lent(plan, "host") if between == "gpu" else plan
     plan = replace(plan, losses=tuple(dict.fromkeys(deal))) if tier == "host" else plan
     e = make(cfg, plan, cards(plan.gpus))
-    losses, weights = on_the_gpu(3, 1.0, cfg)
-    assert train(e, batches(cfg, 4, 3, 48)) == losses
-    for name, value in final_weights(e).items():
-        assert torch.equal(value, weights[name]), name
-    e.queues.close()
-    e.close()
+    check_same(e, batches(cfg, 4, 3, 48), *on_the_gpu(3, 1.0, cfg))
 
 
 def random_plan(cfg, n_micro: int, dice: Random):
@@ -339,9 +289,4 @@ def test_any_plan_on_up_to_four_gpus(name, seed):
     n_micro = dice.randint(1, 4)
     plan = random_plan(cfg, n_micro, dice)
     e = make(cfg, plan, cards(plan.gpus))
-    losses, weights = on_the_gpu(n_micro, 1.0, cfg)
-    assert train(e, batches(cfg, 4, n_micro, 48)) == losses
-    for tensor, value in final_weights(e).items():
-        assert torch.equal(value, weights[tensor]), tensor
-    e.queues.close()
-    e.close()
+    check_same(e, batches(cfg, 4, n_micro, 48), *on_the_gpu(n_micro, 1.0, cfg))

@@ -2,6 +2,7 @@
 
 import json
 from dataclasses import asdict, replace
+from functools import cache
 
 import pytest
 import torch
@@ -70,10 +71,17 @@ def outcome(e, n_micro, method=None):
     return losses, told, final_weights(e)
 
 
+@cache
+def on_one(cfg, dtype, slots, n_micro, method):
+    """`slots`: micro-batches of the plan."""
+    e = make(cfg, gpu_plan(cfg, dtype=dtype, n_micro=slots))
+    found = outcome(e, n_micro, method)
+    e.close()
+    return found
+
+
 def check(cfg, plan, queues, n_micro=3, method=None):
-    alone = make(cfg, gpu_plan(cfg, dtype=plan.dtype, n_micro=plan.n_micro))
-    losses, told, weights = outcome(alone, n_micro, method)
-    alone.close()
+    losses, told, weights = on_one(cfg, plan.dtype, plan.n_micro, n_micro, method)
     e = make(cfg, plan, queues)
     seen, each, found = outcome(e, n_micro, method)
     assert seen == losses

@@ -420,12 +420,22 @@ def final_weights(e: Engine, reader: Reader | None = None) -> dict[str, torch.Te
     }
 
 
+def check_same(e: Engine, steps: list[list[Batch]], losses: list, weights: dict[str, torch.Tensor], **more) -> None:
+    """Steps have these losses and leave these weights, bit by bit. Closes the engine. `more`: of `train`."""
+    assert train(e, steps, **more) == losses
+    for name, value in final_weights(e).items():
+        assert torch.equal(value, weights[name]), name
+    assert e.memory.owned() == len(e.optimizer.on_cpu.records.ahead)  # what is held is only what was read ahead
+    e.queues.close()
+    e.close()
+
+
 def opened(folder, change=lambda cfg: cfg):
     """(cfg, source, names in it) of a checkpoint with packed matrices, changed before it is opened."""
     cfg = change(read_config(folder))
     source = open_checkpoint(folder, cfg.packing)
     cfg = as_stored(cfg, source)
-    stored = hf.sources(cfg, {name: t.shape for name, t in source.tensors.items()})
+    stored = hf.sources(cfg, source.shapes)
     return cfg, as_trained(cfg, source, stored), stored
 
 

@@ -2,12 +2,16 @@
 
 import json
 
+import numpy as np
 import pytest
-from engines import exchange, opened
+import torch
+from engines import adapters, batches, exchange, final_weights, opened, train
 from safetensors.torch import load_file, save_file
 from tiny import oracle
 
+from trireme.engine.run.verify import reopen
 from trireme.engine.tuning.chosen import adapted
+from trireme.kernels.reference import split_master
 from trireme.models.config import InputError, Lora
 from trireme.storage.headers import CheckpointError
 
@@ -34,6 +38,54 @@ def write_packed(folders, model_type, keys, said, pack):
     config = json.loads((plain / "config.json").read_text())
     (packed / "config.json").write_text(json.dumps(config | dict(quantization_config=said)))
     return wide
+
+
+def check_pieces(source, name, *ranges):
+    """Parts of a tensor are those of the whole, which is returned."""
+    whole = np.concatenate(list(source.values(name)))
+    for first, last in (*ranges, (len(whole) - 3, len(whole))):
+        assert np.array_equal(np.concatenate(list(source.values(name, first, last))), whole[first:last])
+    return whole
+
+
+def check_adapters(folder, plain, targets, device, ways, most):
+    """Adapters learn as on decoded weights, bit by bit, placed in any of `ways`: (tier, in place, change of the plan).
+
+    The base takes less than `most` of the bytes.
+    """
+    losses, weights, wide = adapters(plain, targets, device, "gpu")
+    for tier, in_place, change in ways:
+        found, after, packed = adapters(folder, targets, device, tier, in_place, **change)
+        assert found == losses, (tier, change)
+        assert all(torch.equal(t, weights[name]) for name, t in after.items())
+        assert packed < most * wide
+
+
+def check_all_trained(folder, plain, wide, out, rounded=False):
+    """Training begins with masters of the decoded values, fp32 by name, and writes them in bf16; the new config.json.
+
+    `rounded`: they are decoded in bf16.
+    """
+    cfg, source, _ = opened(folder)
+    for name, values in wide.items():
+        whole = check_pieces(source, name, (0, 5), (500, 700), (64, 1024))
+        exact = values.bfloat16().view(torch.uint16) if rounded else values
+        assert np.array_equal(whole, exact.flatten().numpy())
+    e, x = exchange(cfg, source)
+    x.load()
+    masters = final_weights(e)
+    assert all(torch.equal(masters[name], values.flatten()) for name, values in wide.items() if name in masters)
+    train(e, batches(cfg, 1, 2, 24))
+    e, x = exchange(cfg, source)
+    x.load()
+    x.save(out)
+    reopen(source, out)
+    written = load_file(out / "model.safetensors")
+    assert all(torch.equal(written[name], split_master(values)[0]) for name, values in wide.items())
+    assert written.keys() == load_file(plain / "model.safetensors").keys()
+    config = json.loads((out / "config.json").read_text())
+    assert "quantization_config" not in config
+    return config
 
 
 def check_malformed(folder, change, words, malformed):

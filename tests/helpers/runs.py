@@ -11,14 +11,18 @@ import tempfile
 import threading
 import time
 import traceback
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from contextlib import redirect_stderr, redirect_stdout, suppress
+from dataclasses import replace
 from functools import cache
 from pathlib import Path
 from typing import NoReturn
 
+import numpy as np
 import pytest
+import torch
 from engines import fork
+from safetensors.numpy import load_file
 
 from trireme.engine.hosts import group, watch
 from trireme.engine.run import demo, loop, main
@@ -30,6 +34,17 @@ from trireme.engine.run.train import finetune
 LIMITS = {"ssd": (14 << 20, 7 << 20), "host": (14 << 20, 1 << 30), "gpu": (1 << 30, 1 << 30)}
 LIMITS["halves"] = 5 << 20, 7 << 20  # on the GPU no room for whole blocks
 STEPS = 6
+WORDS = ["the", "cat", "sat", "on", "mat", "and", "dog", "ran", "to", "old", "red", "house", "by", "sea"]
+
+
+def text(random: np.random.Generator, few: int, many: int) -> str:
+    """Of `few` words or more, fewer than `many`."""
+    return " ".join(random.choice(WORDS, random.integers(few, many)))
+
+
+def write_rows(path: Path, rows: Iterable[dict]) -> Path:
+    path.write_text("".join(json.dumps(row) + "\n" for row in rows))
+    return path
 
 
 def make_small(folder: Path, name: str = "checkpoint") -> Path:
@@ -45,6 +60,15 @@ def options(folder: Path, out: Path, where: str, **more) -> Options:
         model=str(folder / "checkpoint"), data=(str(folder / "stories.txt"),), out=str(out), seq_len=64, batch_size=4,
         max_steps=STEPS, lr=3e-3, save_every=every("2"), gpu_memory=gpu, ram=ram, device="cpu", **more,
     )  # fmt: skip
+
+
+def tuned(folder: Path, out: Path | str, rows: str, **more) -> Options:
+    """Three steps of two rows, all in GPU memory, an evaluation before and after each."""
+    given = dict(
+        data=(str(folder / rows),), val="0.25", max_steps=3, eval_every=every("1"), warmup=0.0, schedule="constant",
+        batch_size=2, lr=5e-4,
+    )  # fmt: skip
+    return replace(options(folder, folder / out, "gpu"), **given | more)
 
 
 def child(opts: Options) -> int:
@@ -79,9 +103,18 @@ def ended(pid: int) -> int:
     return os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1])
 
 
+def records(out: Path | str, key: str = "") -> list[dict]:
+    """What a run's log has, or those records with a key."""
+    found = [json.loads(line) for line in Path(out, "log.jsonl").read_text().splitlines()]
+    return [record for record in found if not key or key in record]
+
+
 def losses(out: Path) -> dict[int, tuple[float, float]]:
-    records = [json.loads(line) for line in (out / "log.jsonl").read_text().splitlines()]
-    return {r["step"]: (r["loss"], r["grad_norm"]) for r in records if "loss" in r}
+    return {r["step"]: (r["loss"], r["grad_norm"]) for r in records(out, "loss")}
+
+
+def weights(out: Path | str) -> bytes:
+    return Path(out, "model.safetensors").read_bytes()
 
 
 def stopped(run: Options, step: int, monkeypatch) -> None:
@@ -96,6 +129,60 @@ def stopped(run: Options, step: int, monkeypatch) -> None:
     with monkeypatch.context() as m, pytest.raises(Interrupted):
         m.setattr(loop, "train_step", asked)
         finetune(run)
+
+
+def check_same(one: Options, other: Options) -> None:
+    """Two runs have logged the same losses, and left the same weights."""
+    assert losses(Path(one.out)) == losses(Path(other.out))
+    assert weights(one.out) == weights(other.out)
+
+
+def check_stopped(whole: Options, parts: Options, monkeypatch, step: int = 2) -> None:
+    """A run that is stopped in a step and resumed ends as the whole one."""
+    finetune(whole)
+    stopped(parts, step, monkeypatch)
+    finetune(replace(parts, resume=parts.out))
+    check_same(whole, parts)
+
+
+# ---------------------------------------------------------------- transformers' models and torch's AdamW
+
+
+def theirs(path: Path | str) -> torch.nn.Module:
+    from transformers import AutoModelForCausalLM  # seconds, which other tests need not wait for
+
+    return AutoModelForCausalLM.from_pretrained(path, dtype=torch.float32).eval()
+
+
+def adamw_of(named: Iterable[tuple[str, torch.nn.Parameter]], lr: float, decay: float = 0.01) -> torch.optim.AdamW:
+    """As a run's: matrices alone decay."""
+    groups: dict[float, list] = {decay: [], 0.0: []}
+    for name, p in named:
+        groups[decay if p.dim() > 1 and not name.endswith("bias") else 0.0].append(p)
+    groups = [dict(params=params, weight_decay=rate) for rate, params in groups.items() if params]
+    return torch.optim.AdamW(groups, lr=lr, betas=(0.9, 0.95), eps=1e-8)
+
+
+def take_step(loss: torch.Tensor, adamw: torch.optim.AdamW) -> float:
+    """The gradient's norm."""
+    loss.backward()
+    parameters = [p for group in adamw.param_groups for p in group["params"]]
+    norm = torch.nn.utils.clip_grad_norm_(parameters, 1.0)
+    adamw.step()
+    adamw.zero_grad()
+    return norm.item()
+
+
+def check_close(found: dict[str, np.ndarray], expected: dict[str, torch.Tensor], lr: float) -> None:
+    """Weights after steps. AdamW's first steps are about the sign of the gradient: near 0, a rounding is a step."""
+    for name, value in expected.items():
+        assert np.abs(found[name] - value.detach().numpy()).max() < 0.1 * lr, name
+
+
+def check_weights(out: Path | str, expected: dict[str, torch.Tensor], lr: float) -> None:
+    """`expected`: all, a tied matrix by one name or by both."""
+    found = load_file(Path(out, "model.safetensors"))
+    check_close(found, {name: expected[name] for name in found}, lr)
 
 
 def hold(step: int, change: Callable[[object, str, object], None] = setattr) -> None:

@@ -1,17 +1,15 @@
 """Runs with preferences and with weighted rows on several hosts: the files of one."""
 
-import json
 import re
 from pathlib import Path
 
 import numpy as np
 import pytest
-from runs import HostRun, hold, losses, make_small
+from runs import HostRun, hold, losses, make_small, text, weights, write_rows
 
 from trireme.engine.run import main
 from trireme.engine.run.begin import reference
 
-WORDS = ["the", "cat", "sat", "on", "mat", "and", "dog", "ran", "to", "old", "red", "house", "by", "sea"]
 DATA = {"sft": "weighted", "kto": "labels"}  # pairs otherwise
 
 
@@ -19,7 +17,7 @@ DATA = {"sft": "weighted", "kto": "labels"}  # pairs otherwise
 def folder(tmp_path_factory) -> Path:
     """With a checkpoint and rows of each kind."""
     where, random = make_small(tmp_path_factory.mktemp("losses")), np.random.default_rng(0)
-    words = lambda: " ".join(random.choice(WORDS, random.integers(2, 9)))
+    words = lambda: text(random, 2, 9)
     weight = lambda: float(random.choice([1.0, 0.5, 2.0]))
     rows = {
         "weighted": lambda: dict(prompt=words(), completion=" " + words(), weight=weight()),
@@ -27,7 +25,7 @@ def folder(tmp_path_factory) -> Path:
         "labels": lambda: dict(prompt=words(), completion=" " + words(), label=bool(random.integers(2))),
     }
     for name, make in rows.items():
-        (where / f"{name}.jsonl").write_text("".join(json.dumps(make()) + "\n" for _ in range(40)))
+        write_rows(where / f"{name}.jsonl", (make() for _ in range(40)))
     return where
 
 
@@ -51,7 +49,7 @@ def same(out: Path, whole: Path) -> None:
     assert losses(out) == losses(whole)
     said = r'"(?:eval_)?(?:loss|rewards/\w+|logps/\w+|kl|accuracy|margin|\w+_reward)": [^,}]+'
     assert re.findall(said, (out / "log.jsonl").read_text()) == re.findall(said, (whole / "log.jsonl").read_text())
-    assert (out / "model.safetensors").read_bytes() == (whole / "model.safetensors").read_bytes()
+    assert weights(out) == weights(whole)
 
 
 @pytest.mark.full

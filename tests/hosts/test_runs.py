@@ -82,7 +82,7 @@ def test_hosts_write_the_checkpoint_of_one(folder, whole, hosts):
     talks.join()
     assert codes == [0] * hosts, run.errors()
     assert same(out, whole)
-    assert not list(drive.iterdir())
+    assert not drive.exists() or not any(drive.iterdir())  # one host made it, and may end before another
     said = run.said[0].read_text()
     assert f"hosts    {hosts}, each with a share of micro-batches and optimizer state, and all weights; " in said
     assert not any(path.read_text() for path in run.said[1:])  # one speaks for all
@@ -367,7 +367,7 @@ def test_what_a_host_leaves_that_was_killed_at_its_end_is_removed(folder, hosts)
     assert run.ended() == [0, -signal.SIGKILL], run.errors()
     assert list(drive.iterdir()) == [drive / "host-1"]
     assert "that run is finished" in refused(out, hosts, ["--resume", str(out)])
-    assert not list(drive.iterdir())
+    assert not drive.exists() or not any(drive.iterdir())  # one host made it, and may end before another
     assert not [path for path in out.iterdir() if path.is_dir() or path.name.startswith(".")]
 
 

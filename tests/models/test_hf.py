@@ -66,8 +66,8 @@ def test_faults_are_named():
         ({}, ["0 tensors", "2 layers"]),
     ):
         with pytest.raises(InputError) as e:
-            canonical_names(LLAMA, bad)
-        assert all(word in str(e.value) for word in words), str(e.value)
+            canonical_names(LLAMA, bad, named=lambda name: f"FILE: {name}")
+        assert all(word in str(e.value) for word in ("FILE: ", *words)), str(e.value)
 
 
 @pytest.mark.parametrize("prefix", ["module.", "_orig_mod.", "base_model.model."])

@@ -18,6 +18,7 @@ from trireme.models import head
 from trireme.models.config import InputError, Lora, parse_config
 from trireme.models.config import scored as with_scores
 from trireme.models.families.known import WITHOUT_SCORES
+from trireme.models.families.scores import class_of
 from trireme.models.families.table import FAMILIES
 from trireme.models.norm import Norm
 from trireme.models.rows import rope_tables
@@ -28,9 +29,11 @@ LLAMA = dict(
 )
 
 
-def test_families_without_a_class_are_named():
+def test_classes_are_named_as_by_transformers_and_families_without_one():
     inner = {name for name in FAMILIES if name not in CLASSES}
     assert inner == WITHOUT_SCORES
+    for name in FAMILIES.keys() - inner:
+        assert class_of(name) == CLASSES[name]
     cfg = replace(parse_config(LLAMA), model_type="olmoe")
     with pytest.raises(InputError, match="X: transformers has no class ForSequenceClassification of olmoe, so"):
         with_scores(cfg, 2, "X")

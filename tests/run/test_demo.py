@@ -40,7 +40,7 @@ def test_our_reader_opens_it(tmp_path):
     cfg, source = read_config(tmp_path / "model"), open_source(tmp_path / "model")
     assert cfg.tied
     assert cfg.n_layers == demo.LAYERS
-    assert canonical_names(cfg, {name: t.shape for name, t in source.tensors.items()})
+    assert canonical_names(cfg, source.shapes)
 
 
 def test_it_is_the_same_every_time(tmp_path, monkeypatch):

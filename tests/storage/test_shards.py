@@ -298,8 +298,8 @@ def test_a_store_that_cannot_be_made_leaves_nothing(tmp_path, monkeypatch, call)
         Store.create([tmp_path / "d0", tmp_path / "deep" / "d1"], auxiliary=source, trial=0)
     assert sorted(tmp_path.rglob("*")) == before
     monkeypatch.undo()
-    with Store.create([tmp_path / "d0", tmp_path / "deep" / "d1"], auxiliary=source, trial=0) as store:
-        assert store.made == [tmp_path / "deep" / "d1", tmp_path / "deep"]
+    Store.create([tmp_path / "d0", tmp_path / "deep" / "d1"], auxiliary=source, trial=0).remove()
+    assert sorted(tmp_path.rglob("*")) == before
 
 
 @pytest.mark.parametrize("code", [errno.EPERM, errno.EOPNOTSUPP])

@@ -75,7 +75,7 @@ def test_a_base_read_in_place_trains_the_same(case, device, tmp_path):
     reference.save_pretrained(tmp_path, max_shard_size="30KB")
     targets = {"llama": ("q_proj", "down_proj"), "gpt2": ("c_fc",), "qwen3 moe": ("q_proj",)}[case]
     cfg, source = adapted(cfg, Lora(2, 4.0, targets)), open_source(tmp_path)
-    stored = hf.sources(cfg, {name: t.shape for name, t in source.tensors.items()})
+    stored = hf.sources(cfg, source.shapes)
     found = []
     for tier, in_place in (("gpu", False), ("ssd", False), ("ssd", True)):
         plan = gpu_plan(cfg, units=(UnitPlan("host", "host", base=tier),) * cfg.n_units, record=700, window=1)
@@ -100,7 +100,7 @@ def model(folder: Path, dtype=torch.float32):
     reference, cfg = oracle(*CASES["llama"])
     reference.to(dtype).save_pretrained(folder)
     source = open_source(folder)
-    return cfg, source, hf.sources(cfg, {name: t.shape for name, t in source.tensors.items()})
+    return cfg, source, hf.sources(cfg, source.shapes)
 
 
 def test_where_it_has_to_be_copied(tmp_path):

@@ -2,12 +2,11 @@
 
 import json
 
-import numpy as np
 import pytest
 import torch
-from engines import JitterQueues, adapters, batches, exchange, final_weights, gpu_plan, opened, train
+from engines import JitterQueues, exchange, gpu_plan, opened
 from four_bits import in_fp4, in_int4
-from packed_files import check_malformed, write_packed
+from packed_files import check_adapters, check_all_trained, check_malformed, write_packed
 from safetensors.torch import load_file, save_file
 from tiny import LLAMA, MIXTURE
 from transformers.integrations.finegrained_fp8 import Fp8Dequantize
@@ -17,7 +16,6 @@ from trireme.engine.run.verify import reopen
 from trireme.engine.tuning.chosen import adapted
 from trireme.engine.tuning.packed import as_said, check_packing
 from trireme.engine.tuning.parts import open_checkpoint
-from trireme.kernels.reference import split_master
 from trireme.models.config import InputError, Lora, parse_config, read_config
 from trireme.storage.devices import open_device
 
@@ -115,42 +113,15 @@ def test_adapters_are_trained_as_on_its_copy_in_bf16(made, case, tmp_path):
     """Packed in every tier, in place too, blocks and sub-layers: bitwise the run on decoded weights."""
     (folder, plain, _), device = made(case), open_device(tmp_path)
     targets = ("q_proj", "experts" if "experts" in case else "down_proj")
-    losses, weights, wide = adapters(plain, targets, device, "gpu")
     late = lambda: JitterQueues(1)
     ways = (("gpu", False, {}), ("host", False, {}), ("ssd", False, dict(queues=late())), ("ssd", True, {}),
             ("host", False, dict(halves=True)), ("ssd", True, dict(halves=True, window=1, queues=late())))  # fmt: skip
-    for tier, in_place, change in ways if case in ("gptq", "nvfp4") else ways[5:]:
-        found, after, packed = adapters(folder, targets, device, tier, in_place, **change)
-        assert found == losses, (tier, change)
-        assert all(torch.equal(t, weights[name]) for name, t in after.items())
-        assert packed < 0.8 * wide
+    check_adapters(folder, plain, targets, device, ways if case in ("gptq", "nvfp4") else ways[5:], 0.8)
 
 
 @pytest.mark.parametrize("case", CASES)
 def test_all_is_trained_from_exact_masters_and_written_in_bf16(made, case, tmp_path):
-    folder, plain, wide = made(case)
-    cfg, source, _ = opened(folder)
-    for name, values in wide.items():
-        whole = np.concatenate(list(source.values(name)))
-        exact = (values.bfloat16().view(torch.uint16) if case == "mxfp4" else values).flatten().numpy()
-        assert np.array_equal(whole, exact)
-        for first, last in ((0, 5), (500, 700), (64, 1024), (len(whole) - 3, len(whole))):
-            assert np.array_equal(np.concatenate(list(source.values(name, first, last))), whole[first:last])
-    e, x = exchange(cfg, source)
-    x.load()
-    masters = final_weights(e)
-    assert all(torch.equal(masters[name], w.flatten()) for name, w in wide.items() if name in masters)
-    train(e, batches(cfg, 1, 2, 24))
-    e, x = exchange(cfg, source)
-    x.load()
-    x.save(tmp_path)
-    reopen(source, tmp_path)
-    config = json.loads((tmp_path / "config.json").read_text())
-    assert "quantization_config" not in config
-    assert config["dtype"] == "bfloat16"
-    written = load_file(tmp_path / "model.safetensors")
-    assert all(torch.equal(written[name], split_master(values)[0]) for name, values in wide.items())
-    assert written.keys() == load_file(plain / "model.safetensors").keys()
+    assert check_all_trained(*made(case), tmp_path, rounded=case == "mxfp4")["dtype"] == "bfloat16"
 
 
 def test_config_alone_says_what_is_packed(made):

@@ -3,21 +3,17 @@
 import json
 import math
 
-import numpy as np
 import pytest
 import torch
-from engines import adapters, batches, exchange, final_weights, opened, train
-from packed_files import check_malformed, write_packed
-from safetensors.torch import load_file
+from engines import opened
+from packed_files import check_adapters, check_all_trained, check_malformed, write_packed
 from tiny import LLAMA, MIXTURE
 
-from trireme.engine.run.verify import reopen
 from trireme.engine.tuning.base import why_copied
 from trireme.engine.tuning.chosen import adapted
 from trireme.engine.tuning.packed import check_packing
 from trireme.engine.tuning.parts import open_checkpoint
 from trireme.kernels.packed.reference import NF4
-from trireme.kernels.reference import split_master
 from trireme.models.config import InputError, Lora, read_config
 from trireme.storage.devices import open_device
 
@@ -82,12 +78,7 @@ def test_adapters_are_trained_on_nf4_as_on_its_copy_in_bf16(made, case, tmp_path
     """In RAM, copied to the SSD and, without double quantization, in place."""
     (folder, plain, _), device = made(case), open_device(tmp_path)
     targets = ("q_proj", "experts" if case == "experts" else "down_proj")
-    losses, weights, wide = adapters(plain, targets, device, "gpu")
-    for tier, in_place in (("host", False), ("ssd", case == "plain")):
-        found, after, packed = adapters(folder, targets, device, tier, in_place)
-        assert found == losses
-        assert all(torch.equal(t, weights[name]) for name, t in after.items())
-        assert packed < 0.6 * wide
+    check_adapters(folder, plain, targets, device, (("host", False, {}), ("ssd", case == "plain", {})), 0.6)
     if case == "double":
         cfg, source, stored = opened(folder, lambda cfg: adapted(cfg, Lora(2, 4.0, targets)))
         assert why_copied(cfg, "BF16", source, stored, [folder]) == "they are converted as they are read"
@@ -95,26 +86,7 @@ def test_adapters_are_trained_on_nf4_as_on_its_copy_in_bf16(made, case, tmp_path
 
 @pytest.mark.parametrize("case", ["plain", "double"])
 def test_all_is_trained_from_exact_masters_and_written_in_bf16(made, case, tmp_path):
-    folder, _, wide = made(case)
-    cfg, source, _ = opened(folder)
-    for name, values in wide.items():
-        whole = np.concatenate(list(source.values(name)))
-        assert np.array_equal(whole, values.flatten().numpy())
-        for first, last in ((0, 5), (500, 700), (64, 1024), (len(whole) - 3, len(whole))):
-            assert np.array_equal(np.concatenate(list(source.values(name, first, last))), whole[first:last])
-    e, x = exchange(cfg, source)
-    x.load()
-    masters = final_weights(e)
-    assert all(torch.equal(masters[name], values.flatten()) for name, values in wide.items())
-    train(e, batches(cfg, 1, 2, 24))
-    e, x = exchange(cfg, source)
-    x.load()
-    x.save(tmp_path)
-    reopen(source, tmp_path)
-    assert "quantization_config" not in json.loads((tmp_path / "config.json").read_text())
-    written = load_file(tmp_path / "model.safetensors")
-    assert all(torch.equal(written[name], split_master(values)[0]) for name, values in wide.items())
-    assert written.keys() == load_file(made(case)[1] / "model.safetensors").keys()
+    check_all_trained(*made(case), tmp_path)
 
 
 NAME = "model.layers.1.mlp.down_proj.weight"  # (40, 56): 35 groups

@@ -2,29 +2,22 @@
 
 import json
 import re
-from dataclasses import replace
 
 import numpy as np
 import pytest
 import torch
-from engines import LIMITS, JitterQueues, MemoryScratch, MemoryStore, batches, final_weights, gpu_plan, train
+from engines import JitterQueues, adapters, batches, exchange, opened, train
+from packed_files import check_pieces
 from safetensors.torch import load_file, save_file
 from tiny import CASES, oracle
 from transformers import AutoModelForCausalLM
 from transformers.integrations.mxfp4 import convert_moe_packed_tensors
 
-from trireme.engine.build import build
-from trireme.engine.exchange import Exchange
-from trireme.engine.geometry import geometry
-from trireme.engine.plan import UnitPlan
-from trireme.engine.queues.real import InlineQueues
 from trireme.engine.run.verify import reopen
-from trireme.engine.tuning.base import CheckpointBase, why_copied
-from trireme.engine.tuning.chosen import adapted, chosen
-from trireme.engine.tuning.packed import as_stored, as_trained, check_packing
+from trireme.engine.tuning.chosen import chosen
+from trireme.engine.tuning.packed import as_stored, check_packing
 from trireme.engine.tuning.parts import open_checkpoint
-from trireme.models import hf
-from trireme.models.config import InputError, Lora, parse_config, read_config
+from trireme.models.config import InputError, parse_config, read_config
 from trireme.models.families.packing import MXFP4
 from trireme.models.packed import decode
 from trireme.storage.checkpoint import open_source
@@ -64,21 +57,6 @@ def folder(tmp_path_factory):
     return path, exact
 
 
-def opened(folder, cfg):
-    source = open_checkpoint(folder)
-    cfg = as_stored(cfg, source)
-    return cfg, source, hf.sources(cfg, {name: t.shape for name, t in source.tensors.items()})
-
-
-def exchange(cfg, source, tier="host", dtype="BF16", files=None, queues=None, **change):
-    halves = change.get("halves", False)
-    units = (UnitPlan(tier, tier, base=tier),) * replace(cfg, halves=halves).n_units
-    plan = gpu_plan(cfg, units=units, dtype=dtype, record=700, **change)
-    queues = queues or InlineQueues()
-    e = build(cfg, plan, LIMITS, queues, store=MemoryStore(), scratch=MemoryScratch(), files=files, poison=True)
-    return e, Exchange(cfg, source, e.placement)
-
-
 def test_every_number_and_scale_is_as_transformers_decodes_it():
     blocks = torch.arange(256, dtype=torch.uint8).view(1, 16, 1, 16).repeat(1, 1, 16, 1)
     scales = torch.arange(256, dtype=torch.uint8).view(1, 16, 16).clamp(1, 252)
@@ -102,29 +80,8 @@ def test_headers_alone_refuse_a_weight_of_another_dtype(tmp_path):
 
 def test_parts_of_a_tensor_are_those_of_the_whole(folder):
     source, name = open_checkpoint(folder[0]), "model.layers.1.mlp.experts.down_proj"
-    whole = np.concatenate(list(source.values(name)))
+    whole = check_pieces(source, name, (0, 5), (2000, 4100), (2048, 4096))
     assert np.array_equal(whole.view(np.int16), folder[1][name].contiguous().view(torch.int16).flatten().numpy())
-    for first, last in ((0, 5), (2000, 4100), (2048, 4096), (len(whole) - 3, len(whole))):
-        assert np.array_equal(np.concatenate(list(source.values(name, first, last))), whole[first:last])
-
-
-def adapters(folder, cfg, device, tier, in_place=False, **change):
-    """What three steps with adapters give, and the engine's buffers."""
-    cfg, source, stored = opened(folder, cfg)
-    assert as_trained(cfg, source, stored) is source
-    files = None
-    if in_place:
-        assert why_copied(cfg, "BF16", source, stored, [folder]) == ""
-        cut = dict(halves=change.get("halves", False), slices=change.get("slices", 1))
-        geo = geometry(replace(cfg, **cut), "BF16", 32)
-        files = CheckpointBase(dict(enumerate(geo.stored_base)), source, stored, device)
-    e, x = exchange(cfg, source, tier, files=files, **change)
-    x.load()
-    seen = train(e, batches(cfg, 3, 2, 24)), final_weights(e)
-    base = sum(layout.nbytes for layout in e.geo.base)
-    e.queues.close()
-    e.close()
-    return seen, base
 
 
 @pytest.mark.full
@@ -134,14 +91,14 @@ def test_adapters_are_trained_on_the_release_as_on_its_copy_in_bf16(folder, tmp_
     state = {n: t for n, t in load_file(path / "model.safetensors").items() if not n.endswith(("_blocks", "_scales"))}
     save_file(state | {n: t.contiguous() for n, t in exact.items()}, tmp_path / "model.safetensors", {"format": "pt"})
     (tmp_path / "config.json").write_bytes((path / "config.json").read_bytes())
-    cfg, device = adapted(read_config(path), Lora(2, 4.0, ("q_proj", "experts"))), open_device(tmp_path)
-    (losses, weights), decoded = adapters(tmp_path, cfg, device, "gpu")
+    targets, device = ("q_proj", "experts"), open_device(tmp_path)
+    losses, weights, decoded = adapters(tmp_path, targets, device, "gpu")
     late = lambda: JitterQueues(1)
     ways = (("gpu", False, {}), ("host", False, {}), ("ssd", False, dict(queues=late())), ("ssd", True, {}),
             ("host", False, dict(halves=True, slices=2)), ("ssd", True, dict(halves=True, slices=3)),
             ("host", False, dict(halves=True)), ("ssd", True, dict(halves=True, window=1, queues=late())))  # fmt: skip
     for tier, in_place, change in ways:
-        (found, after), packed = adapters(path, cfg, device, tier, in_place, **change)
+        found, after, packed = adapters(path, targets, device, tier, in_place, **change)
         assert found == losses, (tier, change)
         assert all(torch.equal(t, weights[name]) for name, t in after.items())
         assert decoded - packed == sum(t.numel() for t in exact.values()) * (16 - 4.25) / 8
@@ -151,15 +108,16 @@ def test_a_scale_that_is_not_finite_is_refused(folder, tmp_path):
     state, name = load_file(folder[0] / "model.safetensors"), "model.layers.0.mlp.experts.down_proj_scales"
     state[name][1, 2, 0] = 255
     save_file(state, tmp_path / "model.safetensors", {"format": "pt"})
-    cfg = adapted(read_config(folder[0]), Lora(2, 4.0, ("q_proj",)))
-    with pytest.raises(InputError, match=f"{name} scales by more than 2\\^125; the checkpoint is damaged"):
-        adapters(tmp_path, cfg, None, "host")
+    (tmp_path / "config.json").write_bytes((folder[0] / "config.json").read_bytes())
+    with pytest.raises(
+        InputError, match=f"model.safetensors: {name} scales by more than 2\\^125; the checkpoint is damaged"
+    ):
+        adapters(tmp_path, ("q_proj",), None, "host")
 
 
 def test_the_rest_is_trained_and_the_experts_are_copied(folder, tmp_path):
     path, _ = folder
-    cfg, source, stored = opened(path, chosen(read_config(path), EXPERTS, ()))
-    assert as_trained(cfg, source, stored) is source
+    cfg, source, _ = opened(path, lambda cfg: chosen(cfg, EXPERTS, ()))
     e, x = exchange(cfg, source)
     x.load()
     train(e, batches(cfg, 1, 2, 24))
@@ -173,8 +131,7 @@ def test_the_rest_is_trained_and_the_experts_are_copied(folder, tmp_path):
 
 def test_one_layer_is_trained_and_the_experts_of_the_other_stay_packed_in_memory(folder, tmp_path):
     path, exact = folder
-    cfg, source, stored = opened(path, chosen(read_config(path), ("*layers.0*.experts.*_proj",), ()))
-    source = as_trained(cfg, source, stored)
+    cfg, source, _ = opened(path, lambda cfg: chosen(cfg, ("*layers.0*.experts.*_proj",), ()))
     e, x = exchange(cfg, source)
     packed = {t.name for layout in e.geo.base for t in layout.tensors if t.dtype == "U8"}
     assert packed == {f"{n}{part}" for n in exact if ".layers.0." in n for part in ("_blocks", "_scales")}
@@ -198,8 +155,7 @@ def test_where_experts_are_trained_all_is_written_in_bf16(folder, tmp_path, shar
         weight_map = {name: file for file, mine in names.items() for name in mine}
         (tmp_path / "in" / "model.safetensors.index.json").write_text(json.dumps({"weight_map": weight_map}))
         path = tmp_path / "in"
-    cfg, source, stored = opened(path, read_config(path))
-    source, out = as_trained(cfg, source, stored), tmp_path / "out"
+    (cfg, source, _), out = opened(path), tmp_path / "out"
     e, x = exchange(cfg, source)
     x.load()
     x.save(out)

@@ -143,7 +143,7 @@ def test_with_a_store_a_base_is_quantized_once(tmp_path, monkeypatch):
             assert np.array_equal(np.concatenate(list(kept.values(name))), np.concatenate(list(anew.values(name))))
         seen = []
         for of, tier, in_place in ((anew, "host", False), (kept, "host", False), (kept, "ssd", True)):
-            named = hf.sources(cfg, {name: t.shape for name, t in of.tensors.items()})
+            named = hf.sources(cfg, of.shapes)
             files = None
             if in_place:
                 assert why_copied(cfg, "BF16", of, named, [store]) == ""
@@ -213,7 +213,7 @@ def test_what_is_not_of_it_is_refused(tmp_path):
     found, again = quantized(frozen, source, "fp8", stored)
     assert set(found.packed) == {f"model.layers.*.mlp.{name}_proj.weight" for name in ("gate", "up", "down")}
     with pytest.raises(InputError, match="is in fp8 already. Leave --base out"):
-        quantized(frozen, again, "nf4", hf.sources(cfg, {name: t.shape for name, t in source.tensors.items()}))
+        quantized(frozen, again, "nf4", hf.sources(cfg, source.shapes))
 
 
 @pytest.mark.full

@@ -186,8 +186,8 @@ def prepare(
             cfg = as_stored(cfg, source)
         if pinned:
             check_model(options, pinned, cfg, source)
-        found = {name: t.shape for name, t in source.tensors.items()}
-        stored = hf.sources(cfg, found)
+        found = source.shapes
+        stored = hf.sources(cfg, found, source.named)
         if options.base:
             cfg, made = quantized(cfg, source, options.base, stored)
             source = (

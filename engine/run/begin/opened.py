@@ -21,8 +21,10 @@ from trireme.engine.run.screen import Screen
 from trireme.engine.run.verify import ADAPTER, OURS, has_begun, tidy
 from trireme.models.config import InputError
 from trireme.storage import folders
+from trireme.storage.checkpoint import open_source
 from trireme.storage.files import NoSnapshot, StoreError, remove_folders
 from trireme.storage.folders import IDENTITY
+from trireme.storage.headers import CheckpointError
 from trireme.storage.store import Store
 
 TRIAL = 256 << 20  # bytes written to measure a drive, at most
@@ -45,8 +47,15 @@ def is_finished(options: Options, run: str) -> bool:
     if any(folders.is_finished(d, run) for d in dirs):
         return exported or has_begun(out)
     lost = [d for d in dirs if not (d / IDENTITY).exists() or ((of := folders.owner_of(d)) and of.run != run)]
-    ours = not options.store or all(d.is_dir() for d in dirs)  # else a drive may not be mounted
-    return bool(lost and ours and exported)
+    there = not options.store or all(d.is_dir() for d in dirs)  # else removed with the store, or not mounted
+    return bool(lost and exported and (there or _has_result(out)))
+
+
+def _has_result(out: Path) -> bool:
+    """Whether all files of a run's result are there."""
+    with suppress(CheckpointError):
+        return (out / ADAPTER).exists() or bool(open_source(out).files)
+    return False
 
 
 def _clean(options: Options, run: str, host: int) -> None:

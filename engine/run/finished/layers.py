@@ -15,7 +15,7 @@ from torch import Tensor
 
 from trireme.engine.amounts import gib, seconds
 from trireme.engine.build import Ahead
-from trireme.engine.exchange import LOADERS, check_tied, fill_weight
+from trireme.engine.exchange import LOADERS, check_tied, fill_weight, naming_files
 from trireme.engine.geometry import Geometry
 from trireme.engine.memory import views
 from trireme.engine.plan import DoesNotFit, Limits
@@ -42,9 +42,8 @@ class Layers:
             self.cfg = replace(opened.cfg, at_once=at_once)
             self._place(dtype, limits, needs)
         source = opened.source
-        found = {name: t.shape for name, t in source.tensors.items()}
-        self.stored = hf.sources(opened.cfg, found)
-        check_tied(source, hf.canonical_names(opened.cfg, found), self.stored)
+        self.stored = hf.sources(opened.cfg, source.shapes, source.named)
+        check_tied(source, hf.canonical_names(opened.cfg, source.shapes), self.stored)
         units = range(self.geo.n_units)
         self._read_s, self._copy_s = [0, 0.0], [0, 0.0]  # bytes, seconds
         self._held: dict[int, Tensor] = {}
@@ -128,7 +127,9 @@ class Layers:
         began, geo, at = time.perf_counter(), self.geo, self._second[u]
         parts = [(geo.stored_base[u], buffer[:at]), (geo.stored[u], buffer[at:])]
         tensors = [(t, part) for layout, part in parts for t in layout.tensors]
-        list(self._pool.map(lambda each: fill_weight(each[0], each[1], self._values, self.geo.cfg.packing), tensors))
+        packing = self.geo.cfg.packing
+        with naming_files(self.opened.source, self.stored):
+            list(self._pool.map(lambda each: fill_weight(each[0], each[1], self._values, packing), tensors))
         self._read_s[0] += self.sizes[u]
         self._read_s[1] += time.perf_counter() - began
 

@@ -8,7 +8,7 @@ import numpy as np
 import peft
 import pytest
 import torch
-from runs import losses, make_small, options, stopped
+from runs import adamw_of, check_stopped, check_weights, make_small, records, take_step, text, tuned, write_rows
 from safetensors.numpy import load_file
 from torch.nn.functional import cross_entropy, logsigmoid
 from transformers import AutoConfig, AutoModelForCausalLM, AutoModelForSequenceClassification
@@ -17,19 +17,14 @@ from trireme.engine.run.begin.job import prepare
 from trireme.engine.run.begin.model import what_is_trained
 from trireme.engine.run.command import parse
 from trireme.engine.run.main import main
-from trireme.engine.run.options import Options, every
+from trireme.engine.run.options import Options
 from trireme.engine.run.train import finetune
 from trireme.models.config import InputError
 from trireme.models.lora import initial
 from trireme.models.sizes import shapes
 
-WORDS = ["the", "cat", "sat", "on", "mat", "and", "dog", "ran", "to", "old", "red", "house", "by", "sea"]
 NAMES = ("cat", "dog", "sea")
 CENTRE = 0.05
-
-
-def text(random, few, many):
-    return " ".join(random.choice(WORDS, random.integers(few, many)))
 
 
 @pytest.fixture(scope="module")
@@ -42,22 +37,19 @@ def folder(tmp_path_factory):
         for _ in range(24)
     ]  # fmt: skip
     rows = [dict(text=text(random, 2, 12), label=str(random.choice(NAMES))) for _ in range(40)]
-    for name, content in {"pairs": pairs, "rows": rows}.items():
-        (where / f"{name}.jsonl").write_text("".join(json.dumps(row) + "\n" for row in content))
+    write_rows(where / "pairs.jsonl", pairs)
+    write_rows(where / "rows.jsonl", rows)
     return where
 
 
 def run(folder, out, method, **more) -> Options:
-    data = "pairs" if method == "reward" else "rows"
-    given = dict(
-        data=(str(folder / f"{data}.jsonl"),), val="0.25", max_steps=3, eval_every=every("1"), warmup=0.0,
-        schedule="constant", batch_size=2, lr=5e-4, method=method, eval_tokens=10**6,
-    )  # fmt: skip
-    given |= {"center_rewards_coefficient": CENTRE} if method == "reward" else {}
-    return replace(options(folder, folder / out, "gpu"), **given | more)
+    given = dict(method=method, eval_tokens=10**6) | more
+    if method != "reward":
+        return tuned(folder, out, "rows.jsonl", **given)
+    return tuned(folder, out, "pairs.jsonl", **dict(center_rewards_coefficient=CENTRE) | given)
 
 
-def theirs(opts, labels):
+def classifier(opts, labels):
     """transformers' model as a run begins: the checkpoint's weights, our first head."""
     pad = prepare(replace(opts, dry_run=True)).data.pad
     config = AutoConfig.from_pretrained(opts.model, num_labels=labels, pad_token_id=pad)
@@ -86,30 +78,19 @@ def loss_of(model, mb, method):
     return weights @ each / weights.sum(), (differ > 0).float().mean().item(), differ.mean().item()
 
 
-def steps_of(opts, model, parameters, decay):
+def steps_of(opts, model, decay=0.01):
     """[(loss, accuracy, margin, gradient's norm)] of three steps."""
-    data = prepare(replace(opts, dry_run=True)).data
-    groups = [dict(params=[p for p in parameters if p.dim() > 1], weight_decay=decay)]
-    groups += [dict(params=[p for p in parameters if p.dim() == 1], weight_decay=0.0)]
-    adamw, seen = torch.optim.AdamW([g for g in groups if g["params"]], lr=opts.lr, betas=(0.9, 0.95), eps=1e-8), []
+    data, seen = prepare(replace(opts, dry_run=True)).data, []
+    adamw = adamw_of(((n, p) for n, p in model.named_parameters() if p.requires_grad), opts.lr, decay)
     for i in range(3):
         (mb,) = data.step(i, opts.batch_size, opts.batch_size)
         loss, *more = loss_of(model, mb, opts.method)
-        loss.backward()
-        norm = torch.nn.utils.clip_grad_norm_(parameters, 1.0)
-        adamw.step()
-        adamw.zero_grad()
-        seen.append((loss.item(), *more, norm.item()))
+        seen.append((loss.item(), *more, take_step(loss, adamw)))
     return seen
 
 
-def records(out):
-    return [json.loads(line) for line in (out / "log.jsonl").read_text().splitlines()]
-
-
 def check_log(out, seen):
-    logged = [record for record in records(out) if "loss" in record]
-    for (loss, accuracy, margin, norm), record in zip(seen, logged, strict=True):
+    for (loss, accuracy, margin, norm), record in zip(seen, records(out, "loss"), strict=True):
         assert record["loss"] == pytest.approx(loss, rel=1e-5, abs=1e-6)
         assert record["grad_norm"] == pytest.approx(norm, rel=1e-4)
         assert record["accuracy"] == pytest.approx(accuracy, abs=2e-6)
@@ -120,17 +101,14 @@ def check_log(out, seen):
 @pytest.mark.parametrize(("method", "no_pack"), [("reward", False), ("classify", True)])
 def test_three_steps_are_those_of_transformers(folder, method, no_pack):
     opts = run(folder, f"{method}-{no_pack}", method, no_pack=no_pack)
-    model = theirs(opts, 1 if method == "reward" else 3)
-    seen = steps_of(opts, model, list(model.parameters()), 0.01)
+    model = classifier(opts, 1 if method == "reward" else 3)
+    seen = steps_of(opts, model)
     finetune(opts)
-    out = folder / f"{method}-{no_pack}"
-    check_log(out, seen)
-    weights, written = model.state_dict(), load_file(out / "model.safetensors")
-    assert weights.keys() == written.keys()
-    for name, value in written.items():  # where a gradient is near 0, AdamW makes a step of a rounding
-        assert np.abs(value - weights[name].numpy()).max() < 0.1 * opts.lr, name
-    check_opens(out, opts)
-    check_config(out, method)
+    check_log(opts.out, seen)
+    assert model.state_dict().keys() == load_file(f"{opts.out}/model.safetensors").keys()
+    check_weights(opts.out, model.state_dict(), opts.lr)
+    check_opens(opts.out, opts)
+    check_config(opts.out, method)
 
 
 def check_opens(out, opts, opened=None):
@@ -147,13 +125,9 @@ def check_opens(out, opts, opened=None):
         mask = torch.nn.utils.rnn.pad_sequence([torch.ones_like(each) for each in ids], True, 0)
         together = opened(input_ids=padded, attention_mask=mask).logits
         torch.testing.assert_close(together, scores(opened, mb), atol=1e-5, rtol=1e-5)
-    last = [record for record in records(folder_of(opts)) if "eval_loss" in record][-1]
+    last = records(opts.out, "eval_loss")[-1]
     assert last["eval_loss"] == pytest.approx(total / weight, rel=1e-5)
     assert last["eval_rows"] == sum(len(mb.lengths) for mb in held_out.batches(1))
-
-
-def folder_of(opts):
-    return Path(opts.out)
 
 
 def check_config(out, method):
@@ -175,17 +149,17 @@ def test_adapters_and_head_are_trained_as_by_peft(folder, method, capsys):
     begun = replace(opts, out=str(folder / f"begun-{method}"), max_steps=1, lr=1e-30, merge=False)
     finetune(begun)
     labels = 1 if method == "reward" else 3
-    model = peft.PeftModel.from_pretrained(theirs(opts, labels), begun.out, is_trainable=True)
+    model = peft.PeftModel.from_pretrained(classifier(opts, labels), begun.out, is_trainable=True)
     parameters = [p for p in model.parameters() if p.requires_grad]
     stored = load_file(f"{begun.out}/adapter_model.safetensors")
     assert sum(p.numel() for p in parameters) == sum(t.size for t in stored.values())
-    seen = steps_of(opts, model, parameters, 0.0)
+    seen = steps_of(opts, model, decay=0.0)
     finetune(opts)
-    out = folder_of(opts)
+    out = Path(opts.out)
     check_log(out, seen)
     check_opens(out / "merged", opts)
     check_config(out / "merged", method)
-    again = peft.PeftModel.from_pretrained(theirs(opts, labels), out)
+    again = peft.PeftModel.from_pretrained(classifier(opts, labels), out)
     check_opens(out, opts, again.eval())
     assert main(["merge", str(out), "--out", str(folder / f"by-hand-{method}")]) == 0
     check_opens(folder / f"by-hand-{method}", opts)
@@ -204,26 +178,21 @@ def evaluated(folder, opts, capsys):
 @pytest.mark.parametrize("method", ["reward", "classify"])
 def test_a_stopped_run_goes_on_to_the_same_bits(folder, monkeypatch, method):
     whole, parts = (run(folder, f"{name}-{method}", method, max_steps=4, micro_batch=1) for name in ("whole", "parts"))
-    finetune(whole)
-    stopped(parts, 2, monkeypatch)
-    finetune(replace(parts, resume=parts.out))
-    a, b = folder_of(whole), folder_of(parts)
-    assert losses(a) == losses(b)
-    for name in ("model.safetensors", "config.json"):
-        assert (a / name).read_bytes() == (b / name).read_bytes()
+    check_stopped(whole, parts, monkeypatch)
+    assert Path(whole.out, "config.json").read_bytes() == Path(parts.out, "config.json").read_bytes()
 
 
 @pytest.mark.full
 def test_a_head_that_is_there_is_trained_further(folder):
     """Of transformers, in float16 and in shards: it begins with the head's weights, and other names stay."""
-    model = theirs(run(folder, "", "classify"), 3)
+    model = classifier(run(folder, "", "classify"), 3)
     model.config.id2label, model.config.label2id = dict(enumerate(NAMES)), {name: i for i, name in enumerate(NAMES)}
     model.half().save_pretrained(folder / "made", max_shard_size="200KB")
     opts = run(folder, "further", "classify", model=str(folder / "made"), tokenizer=str(folder / "checkpoint"))
     model = AutoModelForSequenceClassification.from_pretrained(folder / "made", dtype=torch.float32).eval()
-    seen = steps_of(opts, model, list(model.parameters()), 0.01)
+    seen = steps_of(opts, model)
     finetune(opts)
-    out = folder_of(opts)
+    out = Path(opts.out)
     check_log(out, seen)
     check_config(out, "classify")
     index = json.loads((out / "model.safetensors.index.json").read_text())["weight_map"]
@@ -239,16 +208,10 @@ def test_an_untied_output_matrix_is_left_out(folder, tmp_path):
     model.config.tie_word_embeddings = False
     model.save_pretrained(tmp_path / "untied", max_shard_size="300KB")
     assert config["tie_word_embeddings"] is not None
-    opts = run(
-        folder,
-        "from-untied",
-        "reward",
-        model=str(tmp_path / "untied"),
-        tokenizer=str(folder / "checkpoint"),
-        max_steps=1,
-    )
+    given = dict(model=str(tmp_path / "untied"), tokenizer=str(folder / "checkpoint"), max_steps=1)
+    opts = run(folder, "from-untied", "reward", **given)
     finetune(opts)
-    out = folder_of(opts)
+    out = Path(opts.out)
     index = json.loads((out / "model.safetensors.index.json").read_text())
     assert "lm_head.weight" not in index["weight_map"]
     assert "score.weight" in index["weight_map"]
@@ -289,7 +252,7 @@ def test_what_does_not_belong_together_is_refused(folder, tmp_path):
     opts = replace(run(folder, "refused", "classify"), dry_run=True)
     with pytest.raises(InputError, match="how many classes"):
         prepare(replace(opts, data=(), val=None))
-    model = theirs(opts, 3)
+    model = classifier(opts, 3)
     model.save_pretrained(tmp_path)
     there = replace(opts, model=str(tmp_path), tokenizer=str(folder / "checkpoint"), method="sft")
     with pytest.raises(InputError, match=r"has a score head \(3 labels\), and no output matrix"):
@@ -306,7 +269,7 @@ def test_what_does_not_belong_together_is_refused(folder, tmp_path):
 
 @pytest.mark.parametrize("command", ["sample", "score"])
 def test_a_score_head_writes_no_text(folder, tmp_path, command, capsys):
-    theirs(run(folder, "", "classify"), 3).save_pretrained(tmp_path / "made")
+    classifier(run(folder, "", "classify"), 3).save_pretrained(tmp_path / "made")
     more = (
         ["--prompt", "x"]
         if command == "sample"

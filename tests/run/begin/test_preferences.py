@@ -1,6 +1,5 @@
 """Runs with --method: the same losses, rewards and weights as TRL's formulas with transformers and torch's AdamW."""
 
-import json
 import os
 import shutil
 import signal
@@ -11,16 +10,31 @@ import pytest
 import torch
 import yaml
 from engines import fork
-from runs import ended, go, losses, make_small, options, stopped
-from safetensors.numpy import load_file
-from transformers import AutoModelForCausalLM
+from runs import (
+    WORDS,
+    adamw_of,
+    check_stopped,
+    check_weights,
+    ended,
+    go,
+    losses,
+    make_small,
+    options,
+    records,
+    take_step,
+    text,
+    theirs,
+    tuned,
+    weights,
+    write_rows,
+)
 
 from trireme.engine.run.begin import reference
 from trireme.engine.run.begin.job import prepare
 from trireme.engine.run.begin.kept import config_yaml, repeats
 from trireme.engine.run.begin.preference import preference_of
 from trireme.engine.run.command import parse
-from trireme.engine.run.options import Options, every
+from trireme.engine.run.options import Options
 from trireme.engine.run.train import finetune
 from trireme.models.config import InputError
 from trireme.models.losses.preferences import Documents, compare
@@ -32,11 +46,6 @@ METHODS = {
     "simpo": dict(method="simpo", beta=2.0, simpo_gamma=0.4),
     "kto": dict(method="kto", beta=0.5, desirable_weight=1.2, undesirable_weight=0.8),
 }
-WORDS = ["the", "cat", "sat", "on", "mat", "and", "dog", "ran", "to", "old", "red", "house", "by", "sea"]
-
-
-def text(random, few, many):
-    return " ".join(random.choice(WORDS, random.integers(few, many)))
 
 
 @pytest.fixture(scope="module")
@@ -48,7 +57,7 @@ def folder(tmp_path_factory):
              weight=float(random.choice([1.0, 0.5, 2.0])))
         for _ in range(24)
     ]  # fmt: skip
-    (where / "pairs.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
+    write_rows(where / "pairs.jsonl", rows)
     return where
 
 
@@ -60,11 +69,7 @@ def cache(tmp_path, monkeypatch):
 
 
 def run(folder, out, method="dpo", **more) -> Options:
-    given = dict(
-        data=(str(folder / "pairs.jsonl"),), val="0.25", max_steps=3, eval_every=every("1"), warmup=0.0,
-        schedule="constant", batch_size=2, lr=5e-4,
-    )  # fmt: skip
-    return replace(options(folder, folder / out, "gpu"), **given | METHODS[method] | more)
+    return tuned(folder, out, "pairs.jsonl", **METHODS[method] | more)
 
 
 def logps(model, mb):
@@ -85,49 +90,37 @@ def of(mb, known):
     return Documents(np.array(mb.lengths), trained, mb.weights, known)
 
 
-def expected(opts, steps):
-    """[(loss, metrics)] of as many steps, and the weights after them. Gradients by autograd of each document alone."""
-    data, preference = prepare(replace(opts, dry_run=True)).data, preference_of(opts)
-    model = AutoModelForCausalLM.from_pretrained(opts.model, dtype=torch.float32).eval()
-    before = AutoModelForCausalLM.from_pretrained(opts.model, dtype=torch.float32).eval()
-    named = list(model.named_parameters())
-    decay = lambda n, p: p.dim() > 1 and not n.endswith("bias")
-    groups = [dict(params=[p for n, p in named if decay(n, p)], weight_decay=0.01)]
-    groups += [dict(params=[p for n, p in named if not decay(n, p)], weight_decay=0.0)]
-    adamw, seen = torch.optim.AdamW(groups, lr=opts.lr, betas=(0.9, 0.95), eps=1e-8), []
-    for i in range(steps):
+def three_steps(opts, model, adamw):
+    """[(loss, metrics)]. Gradients by autograd of each document alone."""
+    data, preference, before = prepare(replace(opts, dry_run=True)).data, preference_of(opts), theirs(opts.model)
+    seen = []
+    for i in range(3):
         (mb,) = data.step(i, opts.batch_size, opts.batch_size)
         with torch.no_grad():
             known = logps(before, mb).numpy() if preference.compares else np.zeros(len(mb.lengths))
         values = logps(model, mb)
         found = compare(preference, of(mb, known), values.detach().numpy())
-        (values @ torch.from_numpy(found.slopes) / found.weights.sum()).backward()
-        torch.nn.utils.clip_grad_norm_(model.parameters(), 1.0)
-        adamw.step()
-        adamw.zero_grad()
+        take_step(values @ torch.from_numpy(found.slopes) / found.weights.sum(), adamw)
         seen.append((found.loss, found.metrics()))
-    return seen, {name: p.detach() for name, p in named}
+    return seen
 
 
-def records(out):
-    return [json.loads(line) for line in (out / "log.jsonl").read_text().splitlines()]
+def check_log(out, seen):
+    for (loss, metrics), record in zip(seen, records(out, "loss"), strict=True):
+        assert record["loss"] == pytest.approx(loss, rel=1e-5, abs=1e-6)
+        for name, value in metrics.items():
+            assert record[name] == pytest.approx(value, rel=1e-4, abs=1e-5), name
 
 
 @pytest.mark.full
 @pytest.mark.parametrize("method", METHODS)
 def test_three_steps_are_those_of_the_formulas(folder, method):
     opts = run(folder, f"{method}-run", method)
-    seen, weights = expected(opts, 3)
+    model = theirs(opts.model)
+    seen = three_steps(opts, model, adamw_of(model.named_parameters(), opts.lr))
     finetune(opts)
-    logged = [record for record in records(folder / f"{method}-run") if "loss" in record]
-    for (loss, metrics), record in zip(seen, logged, strict=True):
-        assert record["loss"] == pytest.approx(loss, rel=1e-5, abs=1e-6)
-        for name, value in metrics.items():
-            assert record[name] == pytest.approx(value, rel=1e-4, abs=1e-4), name
-    written = load_file(folder / f"{method}-run" / "model.safetensors")
-    for name, value in written.items():
-        # AdamW's first steps are about the sign of the gradient: where it is near 0, a rounding is a step
-        assert np.abs(value - weights[name].numpy()).max() < 0.1 * opts.lr, name
+    check_log(opts.out, seen)
+    check_weights(opts.out, dict(model.named_parameters()), opts.lr)
 
 
 @pytest.mark.full
@@ -136,27 +129,11 @@ def test_adapters_are_trained_as_by_peft(folder):
     peft = pytest.importorskip("peft")
     opts = run(folder, "lora", lora=4, lora_alpha=8.0, lora_targets=("q_proj", "v_proj"), weight_decay=0.0)
     finetune(replace(opts, out=str(folder / "begun"), max_steps=1, lr=1e-30))
-    base = AutoModelForCausalLM.from_pretrained(opts.model, dtype=torch.float32).eval()
-    theirs = peft.PeftModel.from_pretrained(base, folder / "begun", is_trainable=True)
-    data, preference = prepare(replace(opts, dry_run=True)).data, preference_of(opts)
-    trained = [p for p in theirs.parameters() if p.requires_grad]
-    adamw, seen = torch.optim.AdamW(trained, lr=opts.lr, betas=(0.9, 0.95), eps=1e-8, weight_decay=0.0), []
-    for i in range(3):
-        (mb,) = data.step(i, opts.batch_size, opts.batch_size)
-        with torch.no_grad(), theirs.disable_adapter():
-            known = logps(theirs, mb).numpy()
-        values = logps(theirs, mb)
-        found = compare(preference, of(mb, known), values.detach().numpy())
-        (values @ torch.from_numpy(found.slopes) / found.weights.sum()).backward()
-        torch.nn.utils.clip_grad_norm_(trained, 1.0)
-        adamw.step()
-        adamw.zero_grad()
-        seen.append((found.loss, found.metrics()))
+    model = peft.PeftModel.from_pretrained(theirs(opts.model), folder / "begun", is_trainable=True)
+    trained = [(n, p) for n, p in model.named_parameters() if p.requires_grad]
+    seen = three_steps(opts, model, adamw_of(trained, opts.lr, decay=0.0))
     finetune(opts)
-    logged = [record for record in records(folder / "lora") if "loss" in record]
-    for (loss, metrics), record in zip(seen, logged, strict=True):
-        assert record["loss"] == pytest.approx(loss, rel=1e-5, abs=1e-6)
-        assert record["rewards/margins"] == pytest.approx(metrics["rewards/margins"], rel=1e-4, abs=1e-5)
+    check_log(opts.out, seen)
 
 
 @pytest.mark.full
@@ -187,16 +164,8 @@ def test_packing_changes_no_loss_and_evaluations_compare_held_out_pairs(folder, 
 @pytest.mark.full
 @pytest.mark.parametrize("method", ["dpo", "kto"])
 def test_a_stopped_run_goes_on_to_the_same_bits(folder, monkeypatch, method):
-    whole, parts = (
-        run(folder, f"{method}-whole", method, max_steps=4),
-        run(folder, f"{method}-parts", method, max_steps=4),
-    )
-    finetune(whole)
-    stopped(parts, 2, monkeypatch)
-    finetune(replace(parts, resume=parts.out))
-    a, b = (folder / f"{method}-{name}" for name in ("whole", "parts"))
-    assert losses(a) == losses(b)
-    assert (a / "model.safetensors").read_bytes() == (b / "model.safetensors").read_bytes()
+    whole, parts = (run(folder, f"{method}-{name}", method, max_steps=4) for name in ("whole", "parts"))
+    check_stopped(whole, parts, monkeypatch)
 
 
 @pytest.mark.full
@@ -228,12 +197,10 @@ def test_killed_while_the_reference_is_asked_it_goes_on_there(folder, cache, mon
     shutil.rmtree(cache)
     finetune(whole)
     assert 0 < rest < sum(asked) == 48
-    a, b = (folder / name / "model.safetensors" for name in ("not-killed", "killed"))
-    assert a.read_bytes() == b.read_bytes()
     asked.clear()
     finetune(run(folder, "later", max_steps=1))
     assert not asked
-    assert (folder / "later" / "model.safetensors").read_bytes() == a.read_bytes()
+    assert weights(folder / "later") == weights(killed.out) == weights(whole.out)
 
 
 @pytest.mark.full
@@ -305,20 +272,17 @@ def test_defaults_are_those_of_trl(folder):
 def test_rows_with_weights_are_trained_by_them(folder):
     """A weighted mean over the step's tokens; weights alike change nothing."""
     rows = [dict(prompt="the", completion=f" {word} sat") for word in WORDS[:6]]
-    cases = {"alike": [3] * 6, "weighted": [1, 2, 3, 1, 2, 3]}
     outs = {}
-    for name, weights in cases.items():
-        path = folder / f"{name}.jsonl"
-        path.write_text("".join(json.dumps(row | {"weight": w}) + "\n" for row, w in zip(rows, weights, strict=True)))
+    for name, given in {"alike": [3] * 6, "weighted": [1, 2, 3, 1, 2, 3]}.items():
+        path = write_rows(folder / f"{name}.jsonl", (row | {"weight": w} for row, w in zip(rows, given, strict=True)))
         opts = replace(options(folder, folder / f"rows-{name}", "gpu"), data=(str(path),), max_steps=1, batch_size=9)
         if name == "weighted":
             (mb,) = prepare(replace(opts, dry_run=True)).data.step(0, 9, 9)
         finetune(opts)
         outs[name] = list(losses(folder / f"rows-{name}").values())
-    for name, weights in {"alike": np.ones(len(mb.lengths)), "weighted": mb.weights}.items():
-        model = AutoModelForCausalLM.from_pretrained(opts.model, dtype=torch.float32).eval()
-        loss = (torch.from_numpy(weights) @ -logps(model, mb)) / (weights @ of(mb, None).trained)
-        loss.backward()
-        norm = torch.nn.utils.clip_grad_norm_(model.parameters(), 1.0)
-        np.testing.assert_allclose(outs[name][0], (loss.item(), norm.item()), rtol=1e-5)
+    for name, by in {"alike": np.ones(len(mb.lengths)), "weighted": mb.weights}.items():
+        model = theirs(opts.model)
+        loss = (torch.from_numpy(by) @ -logps(model, mb)) / (by @ of(mb, None).trained)
+        norm = take_step(loss, adamw_of(model.named_parameters(), opts.lr))
+        np.testing.assert_allclose(outs[name][0], (loss.item(), norm), rtol=1e-5)
     assert outs["weighted"][0] != pytest.approx(outs["alike"][0], rel=1e-3)

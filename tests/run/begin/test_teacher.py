@@ -5,17 +5,32 @@ import os
 import shutil
 import signal
 from dataclasses import replace
-from pathlib import Path
+from functools import partial
 from types import SimpleNamespace
 
 import numpy as np
 import pytest
 import torch
 from engines import fork
-from runs import ended, go, losses, make_small, options, stopped
+from runs import (
+    adamw_of,
+    check_close,
+    check_same,
+    check_weights,
+    ended,
+    go,
+    make_small,
+    records,
+    stopped,
+    take_step,
+    text,
+    theirs,
+    tuned,
+    weights,
+    write_rows,
+)
 from safetensors import safe_open
 from safetensors.numpy import load_file, save_file
-from transformers import AutoModelForCausalLM
 
 from trireme.engine.run import demo
 from trireme.engine.run.begin import teacher
@@ -23,11 +38,10 @@ from trireme.engine.run.begin.job import prepare
 from trireme.engine.run.begin.preference import teaching_of
 from trireme.engine.run.command import parse
 from trireme.engine.run.finished import asked, evaluate, score
-from trireme.engine.run.options import Options, every
+from trireme.engine.run.options import Options
 from trireme.engine.run.train import finetune
 from trireme.models.config import InputError, Teaching
 
-WORDS = ["the", "cat", "sat", "on", "mat", "and", "dog", "ran", "to", "old", "red", "house", "by", "sea"]
 K = 5
 
 
@@ -35,16 +49,13 @@ K = 5
 def folder(tmp_path_factory):
     where = make_small(tmp_path_factory.mktemp("teacher"))
     demo.make_checkpoint(where / "teacher", where / "stories.txt", seed=2)
-    weights = load_file(where / "teacher" / "model.safetensors")
-    loud = {name: value * (4.0 if value.ndim > 1 else 1.0) for name, value in weights.items()}  # it prefers something
+    soft = load_file(where / "teacher" / "model.safetensors")
+    loud = {name: value * (4.0 if value.ndim > 1 else 1.0) for name, value in soft.items()}  # it prefers something
     save_file(loud, where / "teacher" / "model.safetensors", {"format": "pt"})
     random = np.random.default_rng(0)
-    text = lambda few, many: " ".join(random.choice(WORDS, random.integers(few, many)))
-    rows = [
-        dict(prompt=text(2, 6), completion=" " + text(2, 9), weight=float(random.choice([1.0, 0.5, 2.0])))
-        for _ in range(24)
-    ]
-    (where / "rows.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
+    words, weight = partial(text, random), lambda: float(random.choice([1.0, 0.5, 2.0]))
+    rows = [dict(prompt=words(2, 6), completion=" " + words(2, 9), weight=weight()) for _ in range(24)]
+    write_rows(where / "rows.jsonl", rows)
     return where
 
 
@@ -56,12 +67,8 @@ def cache(tmp_path, monkeypatch):
 
 
 def run(folder, out, **more) -> Options:
-    given = dict(
-        data=(str(folder / "rows.jsonl"),), val="0.25", max_steps=3, eval_every=every("1"), warmup=0.0,
-        schedule="constant", batch_size=2, lr=5e-4, teacher=str(folder / "teacher"), top_k=K, distill_weight=0.7,
-        temperature=1.5,
-    )  # fmt: skip
-    return replace(options(folder, folder / out, "gpu"), **given | more)
+    given = dict(teacher=str(folder / "teacher"), top_k=K, distill_weight=0.7, temperature=1.5)
+    return tuned(folder, out, "rows.jsonl", **given | more)
 
 
 def parts_of(student, says, mb, teaching):
@@ -73,8 +80,8 @@ def parts_of(student, says, mb, teaching):
         rows = torch.nonzero(labels >= 0)[:, 0]
         logp = torch.log_softmax(student(input_ids=ids[None]).logits[0].double(), -1)[rows]
         with torch.no_grad():
-            theirs = torch.log_softmax(says(input_ids=ids[None]).logits[0].double(), -1)[rows]
-        top, best = theirs.topk(teaching.k)
+            said = torch.log_softmax(says(input_ids=ids[None]).logits[0].double(), -1)[rows]
+        top, best = said.topk(teaching.k)
         q = torch.cat([top.half().double().exp(), (1 - top.exp().sum(1, keepdim=True))], 1)
         own = logp.gather(1, best).exp()
         p = torch.cat([own, 1 - own.sum(1, keepdim=True)], 1)
@@ -87,34 +94,22 @@ def parts_of(student, says, mb, teaching):
     return torch.cat(ces), torch.cat(kls), torch.cat(weights).double()
 
 
-def load(path):
-    return AutoModelForCausalLM.from_pretrained(path, dtype=torch.float32).eval()
-
-
 def three_steps(opts, model, adamw):
     """[(loss, ce, kl)]."""
-    data, teaching, says = prepare(replace(opts, dry_run=True)).data, teaching_of(opts), load(opts.teacher)
+    data, teaching, says = prepare(replace(opts, dry_run=True)).data, teaching_of(opts), theirs(opts.teacher)
     seen = []
     for i in range(3):
         (mb,) = data.step(i, opts.batch_size, opts.batch_size)
         ce, kl, by = parts_of(model, says, mb, teaching)
         ce, kl = ((by * each).sum() / by.sum() for each in (ce, kl))
         loss = (1 - teaching.weight) * ce + teaching.weight * kl
-        loss.backward()
-        torch.nn.utils.clip_grad_norm_([p for p in model.parameters() if p.requires_grad], 1.0)
-        adamw.step()
-        adamw.zero_grad()
+        take_step(loss, adamw)
         seen.append((loss.item(), ce.item(), kl.item()))
     return seen
 
 
-def records(out):
-    return [json.loads(line) for line in (Path(out) / "log.jsonl").read_text().splitlines()]
-
-
 def check_log(out, seen):
-    logged = [record for record in records(out) if "loss" in record]
-    for values, record in zip(seen, logged, strict=True):
+    for values, record in zip(seen, records(out, "loss"), strict=True):
         assert [record[name] for name in ("loss", "ce", "kl")] == pytest.approx(values, rel=1e-5, abs=2e-6)
 
 
@@ -122,18 +117,11 @@ def check_log(out, seen):
 @pytest.mark.parametrize("more", [{}, dict(distill_weight=1.0, temperature=1.0, micro_batch=1)], ids=["mixed", "alone"])
 def test_three_steps_are_those_of_the_definition(folder, more, capsys):
     opts = run(folder, f"full-{len(more)}", **more)
-    model = load(opts.model)
-    decay = lambda n, p: p.dim() > 1 and not n.endswith("bias")
-    named = list(model.named_parameters())
-    groups = [dict(params=[p for n, p in named if decay(n, p)], weight_decay=0.01)]
-    groups += [dict(params=[p for n, p in named if not decay(n, p)], weight_decay=0.0)]
-    seen = three_steps(opts, model, torch.optim.AdamW(groups, lr=opts.lr, betas=(0.9, 0.95), eps=1e-8))
+    model = theirs(opts.model)
+    seen = three_steps(opts, model, adamw_of(model.named_parameters(), opts.lr))
     finetune(opts)
     check_log(opts.out, seen)
-    weights = {name: p.detach().numpy() for name, p in named}
-    for name, value in load_file(folder / opts.out / "model.safetensors").items():
-        # AdamW's first steps are about the sign of the gradient: where it is near 0, a rounding is a step
-        assert np.abs(value - weights[name]).max() < 0.1 * opts.lr, name
+    check_weights(opts.out, dict(model.named_parameters()), opts.lr)
     said = capsys.readouterr().out
     assert "the teacher x" in said
     assert f"tokens by {opts.teacher}" in said
@@ -145,14 +133,13 @@ def test_adapters_are_trained_as_by_peft(folder):
     peft = pytest.importorskip("peft")
     opts = run(folder, "lora", lora=4, lora_alpha=8.0, lora_targets=("q_proj", "v_proj"), weight_decay=0.0)
     finetune(replace(opts, out=str(folder / "begun"), max_steps=1, lr=1e-30))
-    theirs = peft.PeftModel.from_pretrained(load(opts.model), folder / "begun", is_trainable=True)
-    trained = [p for p in theirs.parameters() if p.requires_grad]
-    seen = three_steps(opts, theirs, torch.optim.AdamW(trained, lr=opts.lr, betas=(0.9, 0.95), weight_decay=0.0))
+    model = peft.PeftModel.from_pretrained(theirs(opts.model), folder / "begun", is_trainable=True)
+    trained = [(n, p) for n, p in model.named_parameters() if p.requires_grad]
+    seen = three_steps(opts, model, adamw_of(trained, opts.lr, decay=0.0))
     finetune(opts)
     check_log(opts.out, seen)
     written = load_file(folder / "lora" / "adapter_model.safetensors")
-    for name, value in peft.get_peft_model_state_dict(theirs).items():
-        assert np.abs(written[name] - value.detach().numpy()).max() < 0.1 * opts.lr, name
+    check_close(written, peft.get_peft_model_state_dict(model), opts.lr)
 
 
 def scored(folder, out, *more):
@@ -173,9 +160,7 @@ def test_scores_teach_as_their_model_does(folder, tmp_path, cache, capsys):
     assert "by the scores in" in capsys.readouterr().out
     finetune(run(folder, "later", **one))
     assert "is known from an earlier run" in capsys.readouterr().out
-    first = (folder / "asked" / "model.safetensors").read_bytes()
-    for name in ("given", "later"):
-        assert (folder / name / "model.safetensors").read_bytes() == first
+    assert weights(folder / "asked") == weights(folder / "given") == weights(folder / "later")
     for name, more in {"alone": dict(no_pack=True), "several": dict(micro_batch=1)}.items():
         finetune(run(folder, name, teacher=given, **one | more))
         for a, b in zip(records(folder / "asked"), records(folder / name), strict=True):
@@ -194,9 +179,7 @@ def test_a_stopped_run_goes_on_to_the_same_bits(folder, monkeypatch, cache):
     stopped(replace(parts, teacher="teacher"), 2, monkeypatch)  # config.yaml, which goes on, has the whole path
     shutil.rmtree(cache)
     finetune(replace(parts, resume=parts.out))
-    a, b = folder / "whole", folder / "parts"
-    assert losses(a) == losses(b)
-    assert (a / "model.safetensors").read_bytes() == (b / "model.safetensors").read_bytes()
+    check_same(whole, parts)
 
 
 @pytest.mark.full
@@ -237,8 +220,7 @@ def test_killed_while_the_teacher_is_asked_it_goes_on_there(folder, cache, monke
     shutil.rmtree(cache)
     finetune(whole)
     assert rest == len(asked) - 2
-    a, b = (folder / name / "model.safetensors" for name in ("not-killed", "killed"))
-    assert a.read_bytes() == b.read_bytes()
+    assert weights(whole.out) == weights(killed.out)
 
 
 @pytest.mark.full

@@ -6,12 +6,13 @@
 import importlib
 import json
 from dataclasses import replace
+from functools import partial
 from typing import Any, NamedTuple
 
 import numpy as np
 import pytest
 import torch
-from runs import make_small, options
+from runs import WORDS, make_small, options, records, text, write_rows
 from tokenizers import Tokenizer
 from tokenizers.processors import TemplateProcessing
 from transformers import AutoModelForCausalLM, AutoModelForSequenceClassification, AutoTokenizer
@@ -21,7 +22,6 @@ from trireme.engine.run.train import finetune
 from trireme.models.lora import initial
 
 trl = pytest.importorskip("trl", reason="TRL is not installed: pip install trl")
-WORDS = ["the", "cat", "sat", "on", "mat", "and", "dog", "ran", "to", "old", "red", "house", "by", "sea"]
 TEMPLATE = (
     "{% for m in messages %}[{{ m.role }}]\n{{ m.content }}</s>{% endfor %}"
     "{% if add_generation_prompt %}[assistant]\n{% endif %}"
@@ -78,7 +78,7 @@ METHODS["reward of turns"] = METHODS["reward"]._replace(data="turns")
 @pytest.fixture(scope="module")
 def folder(tmp_path_factory):
     where, random = make_small(tmp_path_factory.mktemp("trl")), np.random.default_rng(0)
-    words = lambda few, many: " ".join(random.choice(WORDS, random.integers(few, many)))
+    words = partial(text, random)
     pairs = [dict(prompt=words(2, 6), chosen=" " + words(2, 9), rejected=" " + words(1, 7)) for _ in range(ROWS)]
     labels = [dict(prompt=row["prompt"], completion=row["chosen"], label=i % 3 > 0) for i, row in enumerate(pairs)]
     labels[-1]["completion"] = labels[1]["completion"]  # TRL compares the first answer with the last, we with the next
@@ -88,7 +88,7 @@ def folder(tmp_path_factory):
     roles = dict(prompt="user", chosen="assistant", rejected="assistant")
     turns = [{key: turn(roles[key], text) for key, text in row.items()} for row in pairs]
     for name, rows in dict(pairs=pairs, labels=labels, margins=margins, answers=answers, turns=turns).items():
-        (where / f"{name}.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
+        write_rows(where / f"{name}.jsonl", rows)
     config = where / "checkpoint" / "tokenizer_config.json"
     config.write_text(json.dumps(json.loads(config.read_text()) | dict(chat_template=TEMPLATE)))
     write_begins(where / "checkpoint" / "tokenizer.json")
@@ -140,8 +140,7 @@ def test_steps_are_those_of_trl(folder, name, tmp_path, monkeypatch):
     data = str(folder / f"{of.data}.jsonl")
     given = dict(data=(data,), max_steps=3, warmup=0.0, schedule="constant", batch_size=ROWS, lr=LR, no_pack=True)
     finetune(replace(options(folder, out, "gpu"), method=method, seq_len=SEQ_LEN, **given | of.ours))
-    logged = [json.loads(line) for line in (out / "log.jsonl").read_text().splitlines()]
-    logged = [record for record in logged if "grad_norm" in record]
+    logged = records(out, "grad_norm")
     model = model_of(folder, method)
     start = {key: weight.clone() for key, weight in model.state_dict().items()}
     seen = trained_by_trl(folder, of, model, data, tmp_path)
