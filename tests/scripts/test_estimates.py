@@ -11,14 +11,14 @@ estimates, choice = script("bench/estimates"), script("bench/choice")
 bench_step = choice.bench_step
 
 
-@pytest.mark.parametrize("line", [*estimates.STEPS, *choice.LINES])
+@pytest.mark.parametrize("line", [*estimates.STEPS, *estimates.STEPS_ON_A_CPU, *choice.LINES])
 def test_every_line_of_steps_is_one_that_step_takes(line):
     given = bench_step.arguments(line.removesuffix("--store").split())
     wanted = bench_step.wanted_of(given, MODELS[given.model], "BF16", Limits(15 << 30, 60 << 30))
     assert wanted.sizes
 
 
-@pytest.mark.parametrize("line", [*estimates.RUNS, *estimates.ON_A_CPU])
+@pytest.mark.parametrize("line", [*estimates.RUNS, *estimates.RUNS_ON_A_CPU])
 def test_every_line_of_runs_is_a_command(line, tmp_path, monkeypatch):
     monkeypatch.setattr(estimates, "make_model", lambda folder, name, text: folder / name)
     monkeypatch.setattr(estimates.demo, "make_text", lambda *given, seed: None)
@@ -33,7 +33,24 @@ def test_every_line_of_runs_is_a_command(line, tmp_path, monkeypatch):
 def test_the_summary_says_how_far_estimates_are_off():
     rows = [{"pairs": {"step s": (1.05, 1.0)}}, {"pairs": {"step s": (0.7, 1.0)}}]
     assert estimates.row("line", rows[0]["pairs"]) == "| line | 1.05, 1 | 1.050 |"
-    assert list(estimates.summary(rows)) == ["step s: off by 17.5% in the median, 30.0% at most; 1 of 2 within 10 %"]
+    assert list(estimates.summary(rows)) == ["step s: off by 17.5% in the median, 30.0% at most; 1 of 2 within 8 %"]
+
+
+def test_a_line_that_fails_leaves_the_others(tmp_path, monkeypatch, capsys):
+    """Each has a limit of its own, is printed as it ends, and is written before the next begins."""
+    limits, written = [], tmp_path / "steps.json"
+
+    def measured(a, line, path, limit_s):
+        limits.append(limit_s)
+        assert len(limits) != 2 or f"| {estimates.STEPS[0]} | 1.1, 1 |" in capsys.readouterr().out
+        assert written.exists() == (len(limits) > 1)
+        return "TimeoutExpired" if len(limits) == 2 else {"pairs": {"step s": (1.1, 1.0)}}
+
+    monkeypatch.setattr(estimates, "measured", measured)
+    assert estimates.main(["steps", "--keep", str(tmp_path), "--only", "0,1,2", "--limit", "30"]) == 0
+    assert limits == [30, 30, 30]
+    assert [r["line"] for r in estimates.json.loads(written.read_text())] == [estimates.STEPS[0], estimates.STEPS[2]]
+    assert "0 of 2 within 8 %" in capsys.readouterr().out
 
 
 def test_every_line_of_rivals_is_one_that_both_sides_take():
