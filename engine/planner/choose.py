@@ -282,7 +282,7 @@ def _around_the_best(
         decisions += lending  # in the memory that divided losses leave
     if wanted.gpus > 1 and wanted.free:
         decisions.append(lambda plan: variants.fuller(geo, plan, limits, piece, wanted.gpu_updates and updates))
-    if updates:
+    if updates and wanted.on_cuda and wanted.gpu_updates and wanted.mode == "forward":
         decisions.append(lambda plan: variants.updates(geo, plan, limits, piece))
     most *= 2 if wanted.gpus == 1 else 3  # with several GPUs there is more to decide
     for rank, base in enumerate(sorted(trials.found, key=trials.cost)[:REFINED]):

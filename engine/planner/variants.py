@@ -182,14 +182,26 @@ def late_moments(plan: Plan) -> Iterable[Plan]:
 
 
 def updates(geo: Geometry, plan: Plan, limits: Limits, piece: int) -> Iterable[Plan]:
-    """Other shares of units updated on the GPU, with their moments late or not."""
-    if any(unit.update == "gpu" for unit in plan.units):
+    """Other shares of units updated on the GPU, with their moments late or not; also of a plan that has none.
+
+    Where their state has no room on its way through the GPU, swapped tensors are recomputed, or a unit's state goes
+    back to RAM.
+    """
+    if any(unit.update == "cpu" and unit.state == unit.weights == "host" for unit in plan.units):
         others: tuple[Tier, ...] = tuple(tier for tier in plan.late_moments if tier != "gpu")
         both: tuple[Tier, ...] = ("gpu", *others)
         late = [others, both] if others else [others]
         shorts = [replace(plan, piece=min(plan.piece, piece), late_moments=tiers) for tiers in late]
-        for other in dict.fromkeys(share_updates(geo, *each) for each in product(shorts, (limits,), UPDATES)):
+        for other in dict.fromkeys(_shared(geo, *each) for each in product(shorts, (limits,), UPDATES)):
             yield longer_pieces(geo, other, limits)
+
+
+def _shared(geo: Geometry, plan: Plan, limits: Limits, share: float) -> Plan:
+    swapping = [u for u, unit in enumerate(plan.units) if unit.names("host")]
+    on_gpu = [u for u, unit in enumerate(plan.units) if unit.state == "gpu"]
+    fewer = plan.changed(swapping, saved=()), plan.changed(on_gpu[-1:], weights="host", state="host")
+    tried = ((room, share_updates(geo, room, limits, share)) for room in (plan, *fewer))
+    return next((shared for room, shared in tried if shared != room), plan)
 
 
 def updated_alike(plan: Plan, begun: Plan) -> Plan | None:

@@ -1,6 +1,7 @@
 """What waits for the gradient norm: the lower bound of a step with clipping, next to the simulated step.
 
 python scripts/bench/clipping.py [--gpu h100] [--gpu-memory 23] [--ram 104] [--adam 6.3] [--dram 194]
+python scripts/bench/clipping.py --rates RESULT.json: with the rates of a machine that step.py measured
 
 The factor of clipping multiplies every gradient, and the last gradient of a step is that of its first layer: no
 update can begin before backward ends. The loss needs the new weights of all layers, so all weights are updated
@@ -8,21 +9,29 @@ between the norm and the loss, while the GPU has one forward to compute. The new
 are written during backward. What is left: the CPU updates weights at 20 bytes of RAM traffic per parameter, and the
 GPU those of a share of the layers, whose state is transferred, 14 bytes up and 4 down. Copies take bandwidth of RAM
 from the CPU.
+
+--all: the least lower bound (planner/choose.floors) of all plans with 0 to 8 layers' state on the GPU, any share of the
+other updates there, and any saved tensors; some minutes.
 """
 
 from __future__ import annotations
 
 import argparse
+import json
 from dataclasses import dataclass, replace
+from itertools import product
+from pathlib import Path
+from typing import NamedTuple
 
 from trireme.engine.geometry import ADAM_BYTES, PART_BYTES, Geometry
 from trireme.engine.plan import Limits, Plan
-from trireme.engine.planner.choose import choose
+from trireme.engine.planner.choose import Trials, choose, first_plan
 from trireme.engine.planner.gpus import GPUS
 from trireme.engine.planner.predict import Batch, predict, unit_seconds
-from trireme.engine.planner.rates import Rates, machine
-from trireme.engine.planner.rule import Wanted, sizes_of
+from trireme.engine.planner.rates import Rates, machine, rates_of
+from trireme.engine.planner.rule import Cut, Lean, Wanted, sizes_of
 from trireme.engine.planner.sizes import MODELS
+from trireme.engine.planner.variants import moves, variants
 from trireme.engine.run.begin.settle import record_size
 from trireme.models.config import ModelConfig
 from trireme.models.sizes import shapes
@@ -62,15 +71,43 @@ def bound(cfg: ModelConfig, plan: Plan, rates: Rates, batch: Batch) -> Bound:
     return Bound(forward, batch.n_micro * sum(seconds.values()) - forward, shares[0], min(shares))
 
 
-def case(model: str, fp8: bool, limits: Limits, rates: Rates) -> tuple[Bound, float, float]:
-    """(bound, simulated seconds, computing) of the chosen plan."""
-    cfg = replace(MODELS[model], fp8=fp8)
+class Case(NamedTuple):
+    """The bound of the chosen plan; seconds of its step, simulated, and of computation in it; without clipping."""
+
+    bound: Bound
+    step: float
+    computing: float
+    without: float
+
+
+def wanted_of(cfg: ModelConfig, limits: Limits, clip: bool) -> Wanted:
     record = record_size(shapes.parameters(cfg), limits.host)
-    wanted = Wanted(sizes_of((16, 8, 4, 2, 1), SEQUENCES, SEQ), record=record, document=SEQ)
-    plan = choose(cfg, limits, rates, wanted).plan
-    batch = Batch(plan.tokens, SEQ, plan.n_micro)
-    found = predict(cfg, plan, rates, batch)
-    return bound(cfg, plan, rates, batch), found.step_s, found.busy["compute"]
+    sizes = sizes_of((16, 8, 4, 2, 1), SEQUENCES, SEQ)
+    return Wanted(sizes, mode="forward" if clip else "backward", record=record, document=SEQ)
+
+
+def case(model: str, fp8: bool, limits: Limits, rates: Rates) -> Case:
+    cfg = replace(MODELS[model], fp8=fp8)
+    plans = [choose(cfg, limits, rates, wanted_of(cfg, limits, clip)).plan for clip in (True, False)]
+    batches = [Batch(plan.tokens, SEQ, plan.n_micro) for plan in plans]
+    found, free = (predict(cfg, plan, rates, batch) for plan, batch in zip(plans, batches, strict=True))
+    return Case(bound(cfg, plans[0], rates, batches[0]), found.step_s, found.busy["compute"], free.step_s)
+
+
+def least(model: str, fp8: bool, limits: Limits, rates: Rates, parts: int = 8) -> tuple[int, float]:
+    """(plans, seconds): the least lower bound of all plans; shares of updates on the GPU differ by 1 / `parts`."""
+    cfg = replace(MODELS[model], fp8=fp8)
+    wanted = wanted_of(cfg, limits, clip=True)
+    first = first_plan(cfg, limits, wanted, drive=False)
+    trials = Trials(Geometry.of(cfg, first), rates, replace(wanted, cuts=(Cut.of(first),)))
+    leans = [
+        Lean(x, states / cfg.n_units, updates=share / parts)
+        for x, states, share in product(("gpu", "host"), range(9), range(parts + 1))
+    ]
+    steps = moves(trials.geo, trials.batch(first), rates)
+    made = set(variants(trials.geo, limits, first, trials.wanted, steps, leans))
+    plans = [plan for plan in made if not plan.uses("ssd")]
+    return len(plans), SEQUENCES * SEQ * min(map(trials.floor, plans))
 
 
 def main() -> None:
@@ -80,17 +117,27 @@ def main() -> None:
     p.add_argument("--ram", type=float, default=104, help="GiB for the plan")
     p.add_argument("--adam", type=float, default=6.3, help="AdamW on the CPU, G parameters/s")
     p.add_argument("--dram", type=float, default=194, help="RAM, GB/s")
+    p.add_argument("--rates", help="what step.py --json wrote: rates and limits are those of its machine")
+    p.add_argument("--all", action="store_true", help="the least bound of all plans too")
     given = p.parse_args()
     made = machine(GPUS[given.gpu], round(given.ram * GIB)).rates
     rates = replace(made, adam=given.adam * 1e9, dram=given.dram * 1e9, concurrent=1.0)
     limits = Limits(round(given.gpu_memory * GIB), round(given.ram * GIB))
-    print("| model | forward | updates by the CPU | divided | loss, backward | bound | simulated | computing |")
+    if given.rates:
+        result = json.loads(Path(given.rates).read_text())
+        rates, limits = rates_of(result["ceilings"]), Limits(result["limits"]["gpu"], result["limits"]["host"])
+    print("| model | forward | updates by the CPU | divided | loss, backward | bound | simulated | without clipping |")
     print(f"|{'---|' * 8}")
     for model, fp8 in CASES:
-        b, step, busy = case(model, fp8, limits, rates)
+        if fp8 and not rates.fp8:
+            continue
+        b, step, busy, free = case(model, fp8, limits, rates)
         name = model + " fp8" * fp8
         print(f"| {name} | {b.forward:.2f} s | {b.alone:.2f} | {b.divided:.2f} | {b.rest:.2f} | {b.step:.2f}", end="")
-        print(f" | {step:.2f} | {busy:.2f} ({busy / step:.0%}) |")
+        print(f" ({b.step / free:.2f}) | {step:.2f} ({step / free:.2f}), computing {busy / step:.0%} | {free:.2f} |")
+        if given.all:
+            plans, seconds = least(model, fp8, limits, rates)
+            print(f"{name}: the least bound of {plans:,} plans {seconds:.2f} s ({seconds / free:.2f})", flush=True)
 
 
 if __name__ == "__main__":

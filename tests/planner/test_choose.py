@@ -17,10 +17,10 @@ from trireme.engine.planner.choose import choose, floors
 from trireme.engine.planner.predict import Batch, predict, rebuilt_seconds
 from trireme.engine.planner.rates import DRIVES, GPUS, Rates, machine
 from trireme.engine.planner.reasons import reasons
-from trireme.engine.planner.rule import Wanted, all_cuts, cuts, simple_plan, sliced
+from trireme.engine.planner.rule import Lean, Wanted, all_cuts, cuts, simple_plan, sliced
 from trireme.engine.planner.simulate import SimulatedQueues
 from trireme.engine.planner.sizes import MODELS
-from trireme.engine.planner.variants import moves, swap_slots, updated_alike
+from trireme.engine.planner.variants import moves, swap_slots, swaps, updated_alike, updates
 from trireme.engine.run.begin.pinned import misfit
 from trireme.engine.run.begin.settle import record_size
 from trireme.engine.tuning.chosen import adapted, targets
@@ -310,6 +310,20 @@ def test_the_largest_models_are_planned_with_few_simulations(monkeypatch, gpu, r
 
 
 @pytest.mark.full
+def test_a_full_gpu_makes_room_for_updates():
+    """8B in fp8 with clipping, an H100: the CPU is the limit, and a plan whose GPU is full has no updates there."""
+    cfg, limits = replace(MODELS["llama-8b"], fp8=True), Limits(23 << 30, 115 << 30)
+    full = simple_plan(cfg, limits, Wanted(((16384, 2),), record=1 << 25), Lean("host", updates=0.0))
+    geo, rates = Geometry.of(cfg, full), machine(GPUS["h100"], 128 << 30).rates
+    swapping = list(swaps(geo, full, limits, moves(geo, Batch(16384, 1024, 2), rates)))[-1]
+    assert any(unit.names("host") for unit in swapping.units)
+    for plan in (full, swapping):
+        assert not any(unit.update == "gpu" for unit in plan.units)
+        found = list(updates(geo, plan, limits, geo.half_piece()))
+        assert all(fits(geo, other, limits) for other in found)
+        assert {sum(unit.update == "gpu" for unit in other.units) for other in found} == {0, 5, 10, 14, 19}
+
+
 def test_bursts_of_activations_get_more_slots():
     """What every other block saves leaves by a bus that is slow for it: with two slots, forward waits."""
     limits, rates = Limits(248 * MIB, 1422 * MIB), replace(RATES, matmul=1e13, d2h=5e9)
