@@ -100,13 +100,14 @@ def zero_infinity(model, store: str):
 def infinity_config(store: str, largest: int) -> tuple[dict, dict]:
     """(zero_optimization, the rest) of DeepSpeed's configuration; `largest`: elements of a parameter.
 
-    Reads and writes of state overlap with updates, as in the paper. `thread_count` is called `intra_op_parallelism` in
-    newer versions; each ignores the other.
+    Reads and writes of state overlap with updates, as in the paper: of three groups of parameters one is read, one
+    updated, one written, each with buffers for weights, gradient and two moments. `thread_count` is called
+    `intra_op_parallelism` in newer versions; each ignores the other.
     """
     on_drive = {"device": "nvme", "nvme_path": store, "pin_memory": True}
     zero = {
         "stage": 3,
-        "offload_optimizer": on_drive | {"buffer_count": 4, "pipeline_read": True, "pipeline_write": True},
+        "offload_optimizer": on_drive | {"buffer_count": 12, "pipeline_read": True, "pipeline_write": True},
         "offload_param": on_drive | {"buffer_count": 5, "buffer_size": largest, "max_in_cpu": 0},
         "sub_group_size": 10**8,
     }

@@ -58,3 +58,5 @@ def test_every_line_of_rivals_is_one_that_both_sides_take():
     for rival, model, tokens, theirs, ours in (*rivals.LINES, *rivals.SMALL):
         assert rivals.arguments([rival, model, "--tokens", str(tokens), *theirs.split()]).tokens == tokens
         assert bench_step.arguments([model, "--tokens", str(tokens), *ours.split()]).tokens == tokens
+    zero, _ = rivals.infinity_config("store", 1 << 20)
+    assert zero["offload_optimizer"]["buffer_count"] == 3 * 4  # groups in flight, their tensors: else it has too few
