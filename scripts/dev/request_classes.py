@@ -2,7 +2,8 @@
 scripts/dev/request_classes.py --dir /nvme/tmp
 
 Steps of one engine alternate between the classes of storage/aio.py and equal turns of all requests. Weights and
-optimizer state are on the drive, updates run with the next forward. A CPU will do, since the drive limits the step.
+optimizer state are on the drive, or where --plan has them; updates run with the next forward. A CPU will do, since the
+drive limits the step.
 """
 
 from __future__ import annotations
@@ -17,7 +18,7 @@ from pathlib import Path
 
 from trireme.engine.build import inputs_on
 from trireme.engine.check.steps import make_batch, random_engine
-from trireme.engine.plan import Limits
+from trireme.engine.plan import Limits, Plan
 from trireme.engine.planner.host import choose_device
 from trireme.engine.planner.rule import Wanted, simple_plan
 from trireme.engine.planner.sizes import MODELS
@@ -68,14 +69,17 @@ def measure(a: argparse.Namespace) -> dict[str, dict[str, list[float]]]:
     wanted = Wanted(
         ((a.tokens, 1),), placement="ssd", record=a.record, document=a.tokens, on_cuda=device.type == "cuda"
     )
-    plan, ways = simple_plan(cfg, limits, wanted), dict(zip(WAYS, (usual, in_turn()), strict=True))
+    plan = Plan.load(Path(a.plan)) if a.plan else simple_plan(cfg, limits, wanted)
+    ways = dict(zip(WAYS, (usual, in_turn()), strict=True))
+    tokens, rows = plan.tokens * plan.n_micro, plan.tokens // a.seq if a.plan else 1
+    seq = a.seq if a.plan else a.tokens
     found = {way: {"step_s": list[float](), "waited_s": list[float]()} for way in WAYS}
     with random_engine(cfg, plan, limits, RealQueues(device), Path(a.dir)) as e:
-        places = [(rope_tables(cfg, a.tokens, device), device)]
+        places = [(rope_tables(cfg, seq, device), device)]
         for step in range(1, 2 + 2 * a.rounds):
             way = WAYS[step % 2]
             aio.IO._next = ways[way]
-            micro = [inputs_on(e.cfg, mb, places) for mb in make_batch(cfg, a.tokens, a.tokens, 1, step)]
+            micro = [inputs_on(e.cfg, mb, places) for mb in make_batch(cfg, tokens, seq, rows, step)]
             e.queues.drain()
             e.queues.trace()
             e.queues.tracing, began = True, time.perf_counter()
@@ -97,7 +101,9 @@ def main(argv: list[str]) -> int:
     p = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     p.add_argument("--dir", required=True, help="a folder on the drive; what is written there is removed")
     p.add_argument("--model", choices=MODELS, default="llama-0.15b")
-    p.add_argument("--tokens", type=int, default=64)
+    p.add_argument("--tokens", type=int, default=64, help="of a step, one document; not with --plan")
+    p.add_argument("--plan", help="a plan as JSON or YAML, for documents of --seq tokens")
+    p.add_argument("--seq", type=int, default=1024)
     p.add_argument("--record", type=int, default=1 << 21, help="parameters of an optimizer record")
     p.add_argument("--rounds", type=int, default=6, help="steps of each way")
     p.add_argument("--device", choices=("auto", "cuda", "cpu"), default="auto")
