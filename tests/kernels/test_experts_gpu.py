@@ -55,7 +55,7 @@ def test_products_over_many_tiles(load, dtype, E, k, A, B):
 
 @pytest.mark.parametrize("load", LOADS)
 @pytest.mark.parametrize("name", MIXTURES)
-def test_products_in_fp8(name, load):
+def test_products_in_fp8(name, load, large):
     """Of codes, in fp64 by rows; sums in fp32 lose as little as cuBLASLt's. In 20 runs the same bits."""
     if torch.cuda.get_device_capability() < (8, 9):
         pytest.skip("no fp8 here")
