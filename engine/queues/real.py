@@ -7,7 +7,7 @@ import os
 import sys
 import threading
 import time
-from collections import Counter, deque
+from collections import Counter
 from collections.abc import Callable, Sequence
 from contextlib import nullcontext
 from queue import SimpleQueue
@@ -30,10 +30,6 @@ class RealTask(Task):
         self.began: torch.cuda.Event | None = None  # on a stream: over once `ended` has happened
         self.ended: torch.cuda.Event | None = None
         self._issued = threading.Event()
-
-    def wait_issued(self) -> None:
-        """Blocks until its work is handed to the GPU; on the CPU, until it is over."""
-        self._issued.wait()
 
     def wait(self) -> Any:
         self._issued.wait()
@@ -118,46 +114,27 @@ PROFILED = "NVTX_INJECTION64_PATH" in os.environ  # as Nsight Systems and Nsight
 
 
 def execute(
-    task: RealTask,
-    fn: Callable[[], Any],
-    after: Sequence[Task],
-    stream: torch.cuda.Stream | None,
-    zero: float,
-    earlier: Sequence[torch.cuda.Event] = (),
-    turn: threading.Lock | None = None,
+    task: RealTask, fn: Callable[[], Any], after: Sequence[Task], stream: torch.cuda.Stream | None, zero: float
 ) -> None:
-    """Runs `fn` after `after`, on `stream` if given; keeps its error in the task. A profiler sees an NVTX range.
-
-    `earlier`: what must be over before `fn` launches kernels. `turn`: held while it does.
-    """
+    """Runs `fn` after `after`, on `stream` if given; keeps its error in the task. A profiler sees an NVTX range."""
     try:
-        for event in earlier:
-            event.synchronize()
-        before = [_real(other) for other in after]
-        for other in before:
-            other.wait_issued()
-        with turn or nullcontext():
-            for other in before:
-                other.order_before(stream)
-            task.start = time.perf_counter() - zero
-            if stream is not None:
-                task.began = torch.cuda.Event(enable_timing=True)
-                task.began.record(stream)
-            with torch.cuda.nvtx.range(task.name) if PROFILED else nullcontext():
-                task.result = fn()
-            if stream is not None:
-                task.ended = torch.cuda.Event(enable_timing=True, blocking=turn is not None)
-                task.ended.record(stream)
-            task.end = time.perf_counter() - zero
+        for other in after:
+            assert isinstance(other, RealTask), other
+            other.order_before(stream)
+        task.start = time.perf_counter() - zero
+        if stream is not None:
+            task.began = torch.cuda.Event(enable_timing=True)
+            task.began.record(stream)
+        with torch.cuda.nvtx.range(task.name) if PROFILED else nullcontext():
+            task.result = fn()
+        if stream is not None:
+            task.ended = torch.cuda.Event(enable_timing=True)
+            task.ended.record(stream)
+        task.end = time.perf_counter() - zero
     except BaseException as error:
         task.error = error
     finally:
         task._issued.set()
-
-
-def _real(task: Task) -> RealTask:
-    assert isinstance(task, RealTask), task
-    return task
 
 
 SWITCH = 5e-4  # seconds between GIL switches, divided by GPUs; the usual 5e-3 is a whole copy or update
@@ -189,16 +166,10 @@ def _reset_interpreter() -> None:
             gc.unfreeze()
 
 
-WAITING = ("other", "statistics")  # kinds of tasks that wait for tasks of other GPUs
-AHEAD = 12  # tasks of a GPU whose kernels are launched and not over: fewer launches than block the thread
-
-
 class RealQueues(InlineQueues):
     """A thread per queue, on CUDA with a stream where it is a GPU's; one GPU's `compute`: the caller's.
 
-    Until all are closed the interpreter's threads take shorter turns, and it searches for cycles more rarely. Of
-    several GPUs, one launches the kernels of a task at a time: threads that all do so wait for the interpreter at
-    every launch and every view of a tensor.
+    Until all are closed the interpreter's threads take shorter turns, and it searches for cycles more rarely.
     """
 
     def __init__(self, device: torch.device | str = "cpu", extra: Sequence[str] = (), gpus: int = 1, hosts: int = 1):
@@ -218,10 +189,6 @@ class RealQueues(InlineQueues):
             self.zero = self.origins[0][1]
         self.queues: dict[str, SimpleQueue[Any]] = {}
         self.threads: list[threading.Thread] = []
-        self.turn = threading.Lock()
-        self.launched: dict[str, deque[torch.cuda.Event]] = {}  # by queue of several GPUs: the ends of its last tasks
-        if gpus > 1 and self.streams:
-            self.launched = {numbered("compute", gpu): deque() for gpu in range(gpus)}
         for name in (*self.names[gpus == 1 :], *extra):
             self._start(name)
 
@@ -268,13 +235,7 @@ class RealQueues(InlineQueues):
         self, task: RealTask, fn: Callable[[], Any], after: Sequence[Task], stream: torch.cuda.Stream | None
     ) -> None:
         self.at[task.queue] = task
-        launched = self.launched.get(task.queue)
-        if launched is None:
-            execute(task, fn, after, stream, self.zero)
-        else:
-            earlier = (launched.popleft(),) if len(launched) == AHEAD else ()
-            execute(task, fn, after, stream, self.zero, earlier, None if task.kind in WAITING else self.turn)
-            launched.extend([task.ended] if task.ended else [])
+        execute(task, fn, after, stream, self.zero)
         self.over[task.queue] += 1
         del self.at[task.queue]  # its result may be large
 

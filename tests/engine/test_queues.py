@@ -5,10 +5,7 @@ import json
 import queue
 import sys
 import threading
-import time
-from collections import deque
 from contextlib import nullcontext
-from types import SimpleNamespace
 
 import pytest
 import torch
@@ -53,36 +50,6 @@ def test_a_queue_is_first_in_first_out(queues):
         queues.run("cpu", "other", str(i), lambda i=i: seen.append(i))
     queues.drain()
     assert seen == list(range(100))
-
-
-def test_gpus_take_turns_with_the_kernels_of_a_task():
-    """A task that waits for one of another GPU lets it have its turn."""
-    queues, inside, most = RealQueues(gpus=2), [], []
-    queues.launched = {"compute": deque(), "compute1": deque()}
-
-    def launch(i):
-        inside.append(i)
-        most.append(len(inside))
-        time.sleep(0.001)
-        inside.remove(i)
-
-    for i in range(20):
-        queues.run(("compute", "compute1")[i % 2], "forward", str(i), lambda i=i: launch(i))
-    gate = threading.Event()
-    queues.run("compute", "statistics", "waits", gate.wait)
-    queues.run("compute1", "backward", "goes on", gate.set)
-    queues.drain()
-    queues.close()
-    assert most == [1] * 20
-
-
-def test_a_task_is_launched_when_earlier_ones_are_over():
-    seen = []
-    event = SimpleNamespace(synchronize=lambda: seen.append("over"))
-    task = real.RealTask("compute", "forward", "block000")
-    real.execute(task, lambda: seen.append("launched"), (), None, 0.0, (event,), threading.Lock())
-    assert seen == ["over", "launched"]
-    assert task.error is None
 
 
 def test_an_error_reaches_whoever_waits_and_stops_the_queues(queues):
