@@ -392,8 +392,9 @@ def _multiplied(rates: Rates, flops: float, in_fp8: float, moved: float) -> floa
 
 def _slower(rates: Rates, own: costs.Grouped, rows: float, gradients: float = 0.0) -> float:
     """Seconds that grouped GEMMs, so many FLOPs of `own`, take beyond those of a dense matrix."""
-    rate, dense = (rates.fp8, rates.gemm_fp8) if own.fp8 else (rates.matmul, rates.gemm)
-    more = rows * (1 / rates.grouped - 1 / dense) / rate if rows else 0.0
+    in_fp8, in_bf16 = (rates.fp8, rates.grouped_fp8, rates.gemm_fp8), (rates.matmul, rates.grouped, rates.gemm)
+    rate, share, dense = in_fp8 if own.fp8 else in_bf16
+    more = rows * (1 / share - 1 / dense) / rate if rows else 0.0
     return more + gradients * (1 / rates.grouped_add - 1 / rates.gemm) / rates.matmul
 
 
