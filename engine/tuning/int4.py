@@ -10,6 +10,7 @@ from trireme.storage.headers import CheckpointError
 
 INTEGERS = {"I32": np.int32, "I64": np.int64}
 LARGEST = 1 << 20  # columns
+CODES = 8  # of an int32
 
 
 def check_groups(source: Source, packing: Packing, name: str, shape: tuple[int, ...]) -> None:
@@ -35,4 +36,7 @@ def check(source: Source, packing: Packing, name: str, shape: tuple[int, ...]) -
         how = unsaid if packing.across else not_so
         raise CheckpointError(f"{where}: its columns are in groups by activation order, {how}.")
     if not order and tuple(values.tolist()) != shape:
+        if values[0] == shape[0] and values[1] % CODES and values[1] < columns <= values[1] + CODES:
+            how = f"only multiples of {CODES} columns are supported. Take the BF16 original"
+            raise CheckpointError(f"{where} is {values.tolist()}: {how}.")
         raise CheckpointError(f"{where} is {values.tolist()}, its codes are of {list(shape)}. Download it again.")

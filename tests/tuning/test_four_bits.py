@@ -161,6 +161,7 @@ HOSTILE = {  # case -> (checkpoint, change of the tensors, words)
         r"_packed is I32 \[40, 6\] and .*int4 has I32 \[out, in / 8\] and BF16 \[out, in / 8\]",
     ),
     "another shape": ("int4", lambda s: s[SHAPE].copy_(torch.tensor([56, 40])), r"is \[56, 40\], its codes are of"),
+    "columns that fill no integer": ("int4", lambda s: s[SHAPE][1].sub_(3), r"only multiples of 8 columns"),
     "no shape": ("int4", lambda s: s.update({SHAPE: torch.ones(3)}), r"_shape is F32 \[3\], expected I32 or I64 \[2\]"),
     "in bytes": (
         "int4",
