@@ -295,6 +295,11 @@ def workspace(geo: Geometry, plan: Plan, gpu: int = 0) -> int:
     return round_up(int(temporaries * 1.02)) + inputs
 
 
+def fullest(on_gpu: Sequence[int], limits: Limits) -> int:
+    """The GPU with the least left, given the bytes that each holds."""
+    return max(range(len(on_gpu)), key=lambda gpu: on_gpu[gpu] - limits.of(gpu))
+
+
 def usage(geo: Geometry, plan: Plan, less: Sequence[int] = ()) -> dict[str, int]:
     """Bytes of the fullest GPU and of host: buffers and workspace. What a GPU has `less` counts as taken (Limits)."""
     on_gpu, host = each_usage(geo, plan)

@@ -324,7 +324,8 @@ def naming_files(source: Source, stored: Mapping[str, str]) -> Iterator[None]:
     try:
         yield
     except BadValues as error:
-        raise InputError(f"{source.named(stored.get(error.name, error.name))} {error.why}") from None
+        name, _ = in_file(error.name, 0)
+        raise InputError(f"{source.named(stored.get(name, name))} {error.why}") from None
 
 
 def fill_weight(t: TensorSpec, buffer: Tensor, read: Read, packing: Packing | None) -> str:

@@ -198,7 +198,7 @@ class Memory:
     pinned: bool = True  # register host memory; False after a refusal
     refused: int = 0  # bytes not registered
     others: Sequence[torch.device] = ()  # GPUs behind `device`
-    less: Sequence[int] = ()  # bytes that each GPU has less than `gpu_limit`, where they are unequal
+    less: Sequence[int] = ()  # bytes that each GPU has less than `gpu_limit`, where their memory is unequal
     table: list[tuple[str, str, int, int, int]] = field(default_factory=list)  # tier, name, bytes each, count, GPU
     pools: list[Pool] = field(default_factory=list)
     _maps: list[mmap.mmap] = field(default_factory=list)

@@ -47,7 +47,7 @@ class Limits:
     host: int
     gpus: int = 1
     all_free: bool = False  # `gpu` is all that a GPU has free: no option raises it
-    less: tuple[int, ...] = ()  # bytes that each GPU has less than `gpu`, where they are unequal
+    less: tuple[int, ...] = ()  # bytes that each GPU has less than `gpu`, where their memory is unequal
 
     @property
     def both(self) -> int:
@@ -64,7 +64,7 @@ class Limits:
 
 
 class Shares(NamedTuple):
-    """How unequal GPUs divide a model's layers."""
+    """How GPUs that are unequal, or have unequal memory, divide a model's layers."""
 
     blocks: tuple[float, ...]  # of each GPU, in proportion
     head: int  # its GPU

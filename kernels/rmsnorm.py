@@ -148,7 +148,7 @@ def reads_others(out: Tensor, dy: Tensor) -> bool:
 
 
 def some_rows(N: int) -> Iterator[slice]:
-    """Of which the gradient is made beside dy."""
+    """Rows whose gradient is computed in a temporary, then copied over dy."""
     return (slice(a, min(a + CHUNK, N)) for a in range(0, N, CHUNK))
 
 

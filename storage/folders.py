@@ -174,10 +174,12 @@ def remove(paths: Sequence[Path], progress: Callable[[int], object] = lambda _: 
     """
     for path in paths:
         _mark_finished(path)
+    made = set[Path]()
     for path in paths:
-        made = _erase(path, progress)
+        own = _erase(path, progress)
         let_go(path)
-        remove_folders(folder for folder in (path.absolute(), *path.absolute().parents) if str(folder) in made)
+        made |= {folder for folder in (path.absolute(), *path.absolute().parents) if str(folder) in own}
+    remove_folders(sorted(made, key=lambda folder: len(folder.parts), reverse=True))
 
 
 def is_finished(path: Path, run: str) -> bool:

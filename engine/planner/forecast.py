@@ -10,7 +10,7 @@ from functools import cached_property
 from typing import NamedTuple
 
 from trireme.engine.amounts import gb, whole_gib
-from trireme.engine.buffers import GROUP, GROUPS, buffers, usage, workspace
+from trireme.engine.buffers import GROUP, GROUPS, buffers, fullest, usage, workspace
 from trireme.engine.geometry import Geometry
 from trireme.engine.plan import TIERS, DoesNotFit, Limits, Plan, Tier
 from trireme.engine.planner.choose import choose, first_plan
@@ -123,7 +123,7 @@ class Forecast:
         made, each = buffers(geo, plan), [workspace(geo, plan, gpu) for gpu in range(plan.gpus)]
         for b in made:
             each[b.gpu] += b.nbytes * b.count * (b.tier == "gpu")
-        counted = range(plan.gpus) if all_gpus else [each.index(max(each))]
+        counted = range(plan.gpus) if all_gpus else [fullest(each, self.limits)]
         held: dict[str, dict[Tier, int]] = {row: dict.fromkeys(TIERS, 0) for row in GROUPS}
         held["workspace"]["gpu"] = sum(workspace(geo, plan, gpu) for gpu in counted)
         for b in made:

@@ -7,7 +7,7 @@ from collections.abc import Iterable, Mapping
 from contextlib import suppress
 
 from trireme.engine.amounts import compact, count, duration, gb, seconds
-from trireme.engine.buffers import usage
+from trireme.engine.buffers import each_usage, fullest, usage
 from trireme.engine.plan import DoesNotFit, Plan, Tier
 from trireme.engine.planner.clock import PARTS, Clock, Times
 from trireme.engine.planner.forecast import BEST, Forecast
@@ -34,7 +34,9 @@ LITTLE, PART = 0.001, 0.01  # of what drives are rated for, of what is written: 
 def memory_lines(f: Forecast, on_gpu: bool = True) -> list[str]:
     """The table of what each memory holds, and its limit; of several GPUs the fullest. On a CPU the gpu tier is RAM."""
     gpus, held = f.plan.gpus, f.memory(all_gpus=not on_gpu)
-    names: dict[Tier, str] = {**MEMORIES, "gpu": ("each GPU" if gpus > 1 else "GPU") if on_gpu else "RAM"}
+    gpu = fullest(each_usage(f.geo, f.plan)[0], f.limits)
+    several = f"GPU {gpu}" if f.limits.less else "each GPU"
+    names: dict[Tier, str] = {**MEMORIES, "gpu": (several if gpus > 1 else "GPU") if on_gpu else "RAM"}
 
     def row(name: str, tiers: Mapping[Tier, int]) -> str:
         columns = dict.fromkeys((names[tier] for tier in tiers), 0)
@@ -47,7 +49,8 @@ def memory_lines(f: Forecast, on_gpu: bool = True) -> list[str]:
         row(name, tiers) + _decisions(f.plan, name, MEMORIES if on_gpu else names) for name, tiers in held.items()
     ]
     lines.append(row("total", {tier: sum(tiers[tier] for tiers in held.values()) for tier in MEMORIES}))
-    return [*lines, row("limit", {"gpu": f.limits.gpu * (1 if on_gpu else gpus), "host": f.limits.host})]
+    limit = f.limits.of(gpu) if on_gpu else gpus * f.limits.gpu - sum(f.limits.less)
+    return [*lines, row("limit", {"gpu": limit, "host": f.limits.host})]
 
 
 def cell(nbytes: int) -> str:

@@ -8,7 +8,7 @@ from itertools import product
 from typing import Literal, NamedTuple
 
 from trireme.engine.amounts import rounded_up
-from trireme.engine.buffers import fits, usage
+from trireme.engine.buffers import each_usage, fits, fullest, usage
 from trireme.engine.geometry import STRETCH, Geometry, geometry
 from trireme.engine.plan import TIERS, DoesNotFit, Limits, Mode, Plan, Shares, Tier, UnitPlan
 from trireme.models.config import ModelConfig
@@ -358,7 +358,7 @@ FLAGS = {"gpu": "--gpu-memory", "host": "--ram"}
 
 
 def _why_not(geo: Geometry, plan: Plan, limits: Limits) -> str:
-    need, lacks = usage(geo, plan, limits.less), limits.lacking(usage(geo, plan, limits.less))
+    lacks = limits.lacking(usage(geo, plan, limits.less))
     assert lacks, "a plan that fits was refused"
     more = {tier: rounded_up(MARGIN[tier] * lacks[tier]) for tier in lacks}  # not the sum: options include a reserve
     other = f"use a GPU with {more.pop('gpu')} more free memory" if "gpu" in more and limits.all_free else ""
@@ -372,7 +372,8 @@ def _why_not(geo: Geometry, plan: Plan, limits: Limits) -> str:
         out.append(f"lower --batch-size (of {plan.n_micro:,} micro-batches a step {n_micro:,} fit)")
     if list(lacks) == ["host"] and plan.mode != "backward" and plan.gradients == "host":
         out.append("--max-grad-norm 0, which does not store all gradients")
-    return f"even the smallest plan needs {shortage(need, limits)}{_experts_at_once(geo, lacks)}. {', or '.join(out)}."
+    needs = shortage(geo, plan, limits) + _experts_at_once(geo, lacks)
+    return f"even the smallest plan needs {needs}. {', or '.join(out)}."
 
 
 def _experts_at_once(geo: Geometry, lacks: Mapping[str, int]) -> str:
@@ -392,13 +393,15 @@ def with_micro_batches(plan: Plan, n: int) -> Plan:
     return replace(plan, n_micro=n)
 
 
-def shortage(need: dict[str, int], limits: Limits) -> str:
-    """The need and the limit of each tier that is too small."""
-    tiers = ("gpu", "GPU memory", limits.gpu), ("host", "RAM", limits.host)
+def shortage(geo: Geometry, plan: Plan, limits: Limits) -> str:
+    """The need and the limit of each tier that is too small, of GPUs the fullest."""
+    on_gpu, host = each_usage(geo, plan)
+    gpu = fullest(on_gpu, limits)
+    memory = f"memory of GPU {gpu}" if limits.less else "GPU memory"
     return " and ".join(
-        f"{rounded_up(need[tier])} of {name}, the limit is {rounded_up(limit)}"
-        for tier, name, limit in tiers
-        if need[tier] > limit
+        f"{rounded_up(need)} of {name}, the limit is {rounded_up(limit)}"
+        for need, name, limit in ((on_gpu[gpu], memory, limits.of(gpu)), (host, "RAM", limits.host))
+        if need > limit
     )
 
 

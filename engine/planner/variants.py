@@ -353,7 +353,7 @@ def _raised(geo: Geometry, plan: Plan, limits: Limits, units: Sequence[int], mov
 
 def lend(geo: Geometry, plan: Plan, limits: Limits, steps: Sequence[Move], only: Collection[int]) -> Plan:
     """`plan` that saves more of the units of GPUs `only`, most seconds per byte first: on their own GPU as far as it
-    has room, then on the roomiest other. A GPU lends what is left beside all that it computes with.
+    has room, then on the roomiest other. A GPU lends what it has left in addition to all that it computes with.
     """
     rooms = _Rooms(geo, plan, limits)
     units = [u for u in range(geo.head - 1, 0, -1) if plan.units[u].gpu in only]
@@ -379,7 +379,7 @@ def lend(geo: Geometry, plan: Plan, limits: Limits, steps: Sequence[Move], only:
 
 
 class _Rooms:
-    """Bytes that each GPU has left beside a plan."""
+    """Bytes that each GPU has left with a plan."""
 
     def __init__(self, geo: Geometry, plan: Plan, limits: Limits):
         self.geo, self.plan = geo, plan

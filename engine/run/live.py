@@ -181,7 +181,7 @@ class Live:
     def _check_base(self, copied: bool = False) -> None:
         """Raises StoreError where frozen weights that steps read, or that are to be `copied`, have changed."""
         if self.engine.placement.files is not None or (copied and self.base):
-            check_unchanged(self.job.source, self._stamps)
+            check_unchanged(self._stamps)
 
     def move(self, job: Job) -> None:
         """Takes over the plan of `job`, through a snapshot: memory holds no second state."""

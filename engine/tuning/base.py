@@ -115,14 +115,16 @@ def why_copied(cfg: ModelConfig, dtype: str, source: Source, stored: Mapping[str
 
 def stamps(source: Source) -> Stamps:
     """What tells whether files have changed since."""
-    found = {source.folder / name: (source.folder / name).stat() for name in source.files}
-    return {path: (stat.st_ino, stat.st_size, stat.st_mtime_ns) for path, stat in found.items()}
+    return {source.folder / name: _stamp(source.folder / name) for name in source.files}
 
 
-def check_unchanged(
-    source: Source, before: Stamps, why: str = "was changed while the run trained on top of it"
-) -> None:
-    """Raises StoreError where a file of the checkpoint is not as it was."""
-    for path, stamp in stamps(source).items():
-        if stamp != before[path]:
+def _stamp(path: Path) -> tuple[int, int, int]:
+    stat = path.stat()
+    return stat.st_ino, stat.st_size, stat.st_mtime_ns
+
+
+def check_unchanged(before: Stamps, why: str = "was changed while the run trained on top of it") -> None:
+    """Raises StoreError where a file is not as `stamps` found it."""
+    for path, stamp in before.items():
+        if not path.exists() or _stamp(path) != stamp:
             raise StoreError(errno.ESTALE, f"{why}; restore it", str(path))

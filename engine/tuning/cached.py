@@ -62,7 +62,7 @@ class Cached(Quantized):
             self.record.unlink(missing_ok=True)
             try:
                 write_synced(partial_of(self.file), self._written(progress))
-                check_unchanged(self.original, before)
+                check_unchanged(before)
                 partial_of(self.file).replace(self.file)
             finally:
                 partial_of(self.file).unlink(missing_ok=True)

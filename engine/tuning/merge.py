@@ -92,7 +92,7 @@ def _claimed(out: Path, files: Sequence[str]) -> Iterator[None]:
 def merge_adapter(folder: Path, cfg: ModelConfig, source: Source, out: Path, progress: Progress = silent) -> None:
     """Writes `source` plus the adapter to `out`. Raises StoreError, InputError also where a value is not finite."""
     base = hf.as_found(replace(cfg, lora=None, frozen=()), source.shapes)
-    adapter, files, before = read_adapter(folder, base, merging=True), source, stamps(source)
+    adapter, before = read_adapter(folder, base, merging=True), stamps(source)
     tensor = lru_cache(4)(adapter.tensor)  # one of experts serves all of them
     names = hf.canonical_names(base, source.shapes, source.named)
     if isinstance(source, Packed):
@@ -122,7 +122,7 @@ def merge_adapter(folder: Path, cfg: ModelConfig, source: Source, out: Path, pro
 
     def unchanged(pieces: Iterable[np.ndarray]) -> Iterator[np.ndarray]:
         yield from pieces
-        check_unchanged(files, before, "was changed while it was merged")
+        check_unchanged(before, "was changed while it was merged")
 
     export(source, out, values, progress)
 

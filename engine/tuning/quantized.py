@@ -1,7 +1,7 @@
 """A plain checkpoint whose frozen matrices are quantized as they are read (--base), some rows at a time.
 
 Norms, embeddings, routers, the output matrix and all that is trained stay as they are. What is written, by --merge or
-beside frozen matrices, is made of the checkpoint's own values.
+next to frozen matrices, is made of the checkpoint's own values.
 """
 
 from __future__ import annotations

@@ -37,7 +37,7 @@ from trireme.engine.planner.correct import corrected, measured
 from trireme.engine.planner.host import choose_device, choose_gpus, hold_to, memory_in_use, memory_limits
 from trireme.engine.planner.predict import Batch, predict
 from trireme.engine.planner.rates import CODE, Rates
-from trireme.engine.planner.rule import Wanted, all_cuts, simple_plan, sizes_of, sliced
+from trireme.engine.planner.rule import Wanted, simple_plan, sizes_of, sliced
 from trireme.engine.planner.sizes import MODELS
 from trireme.engine.queues.real import InlineQueues, RealQueues
 from trireme.engine.queues.trace import Span, busy, perfetto
@@ -59,6 +59,8 @@ GIB = 1 << 30
 
 
 def wanted_of(a: Arguments, cfg: ModelConfig, dtype: str, limits: Limits) -> Wanted:
+    if a.slices and cfg.experts is None:
+        raise DoesNotFit(f"--slices {a.slices} is of experts, and {a.model} has none")
     most = min(a.tokens // a.gpus, 16384)  # a micro-batch for each GPU at least
     rows = [a.micro] if a.micro else [r for r in (32, 16, 8, 4, 2, 1) if r * a.seq <= most] or [1]
     return Wanted(
@@ -70,7 +72,7 @@ def wanted_of(a: Arguments, cfg: ModelConfig, dtype: str, limits: Limits) -> Wan
         placement=a.placement,
         on_cuda=dtype == "BF16",
         document=a.seq,
-        cuts=[cut for cut in (*all_cuts(cfg), sliced(cfg, a.slices)) if cut.slices == a.slices] if a.slices else (),
+        cuts=[sliced(cfg, a.slices)] if a.slices else (),
         gpus=a.gpus,
         compared=bool(a.method),
         lending="lending" not in a.off,

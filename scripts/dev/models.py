@@ -119,7 +119,7 @@ def special(family: Family) -> list[str]:
         "layers with a gated delta rule in place of attention": isinstance(family.scan, DeltaKeys),
         "layers with Mamba2 in place of attention": isinstance(family.scan, MambaKeys)
         and not family.scan.with_attention,
-        "Mamba2 beside attention in each layer": isinstance(family.scan, MambaKeys) and family.scan.with_attention,
+        "attention and Mamba2 in each layer": isinstance(family.scan, MambaKeys) and family.scan.with_attention,
         "without rope where `rope_theta` is null": family.unrotated == "null",
         "attention's result times a sigmoid gate": family.attention_gate,
         "MTP tensors (`mtp.`) are copied": "mtp." in family.carried,

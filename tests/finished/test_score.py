@@ -10,6 +10,7 @@ import torch
 from runs import make_small
 from safetensors import safe_open
 from safetensors.numpy import load_file
+from safetensors.torch import save_file
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from trireme.engine.run.finished import asked, evaluate, score
@@ -116,6 +117,18 @@ def test_a_folder_of_something_else_is_refused(folder, tmp_path):
         asked.score_options([str(folder / "checkpoint"), "--data", "a"])
 
 
+def test_parts_of_others_are_refused(tmp_path):
+    path = tmp_path / "part-00000.safetensors"
+    for tensor, key, words in (
+        (torch.zeros(2), "key", "is of an older version, without a checksum"),
+        (torch.zeros(2).bfloat16(), "other", "is of another model"),
+        (torch.zeros(2).bfloat16(), "key", "cannot be read"),
+    ):
+        save_file({"logp": tensor}, path, {"key": key, "batches": "1"})
+        with pytest.raises(InputError, match=words):
+            score._there(tmp_path, "key", 9)
+
+
 def test_parts_that_are_not_as_they_were_written_are_refused(folder, tmp_path):
     """A flipped bit anywhere, a part twice or under another's name: their losses would be another's."""
     part, paths = score.Part(0), [tmp_path / f"part-{i:05}.safetensors" for i in (0, 1, 2)]
@@ -127,7 +140,9 @@ def test_parts_that_are_not_as_they_were_written_are_refused(folder, tmp_path):
     assert score._there(tmp_path, "key", 9)[:2] == (2, 2)
     for at in [*range(len(whole[0]) - 40, len(whole[0])), *range(8, len(whole[0]), 23)]:
         paths[0].write_bytes(whole[0][:at] + bytes([whole[0][at] ^ 1]) + whole[0][at + 1 :])
-        with pytest.raises(InputError, match="00000.safetensors (is damaged|cannot be read|is of another model)"):
+        with pytest.raises(
+            InputError, match="00000.safetensors (is damaged|cannot be read|is of another model|is of an older)"
+        ):
             score._there(tmp_path, "key", 9)
     for found in ((whole[0], whole[0]), (whole[1],), (*whole, whole[1])):
         for path in paths:

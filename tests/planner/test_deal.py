@@ -7,6 +7,7 @@ import pytest
 from engines import LIMITS, LLAMA, gpu_plan
 from plans import ADAPTED, H200, SEVEN_B, SMALL, plan
 
+from trireme.engine.amounts import rounded_up
 from trireme.engine.buffers import each_usage, fits, usage
 from trireme.engine.build import Inputs, build
 from trireme.engine.geometry import Geometry
@@ -14,7 +15,7 @@ from trireme.engine.plan import Limits, Shares, UnitPlan
 from trireme.engine.planner import choose as choose_module
 from trireme.engine.planner.choose import choose, floors, ways_to_share
 from trireme.engine.planner.predict import Batch, predict, predict_between
-from trireme.engine.planner.rule import Lean, Wanted, simple_plan
+from trireme.engine.planner.rule import Lean, Wanted, shortage, simple_plan
 from trireme.engine.planner.simulate import SimulatedQueues
 from trireme.engine.planner.variants import divided_losses, fuller, in_peers, moves
 from trireme.engine.step import evaluate, train_step
@@ -328,3 +329,14 @@ def test_unequal_gpus_are_planned_within_the_memory_of_each(monkeypatch):
     build(SMALL, choice.plan, limits, SimulatedQueues(lambda task: 0.0, UNEQUAL, 2)).close()
     again = choose(SMALL, limits, UNEQUAL, wanted, choice.plan, plain).plan
     assert [unit.gpu for unit in again.units] == [unit.gpu for unit in choice.plan.units]
+
+
+def test_a_refusal_names_the_gpu_that_lacks_memory():
+    """Of equal GPUs, one of which another process uses."""
+    made = deal(SMALL, plan(SMALL, UnitPlan("gpu", "gpu", x="gpu"), tokens=4096, n_micro=4, window=3), 2)
+    geo = Geometry.of(SMALL, made)
+    used = each_usage(geo, made)[0]
+    limits = Limits(max(used) + (4 << 30), 1 << 40, 2, less=(max(used) + (4 << 30) - used[0] + MIB, 0))
+    said = f"{rounded_up(used[0])} of memory of GPU 0, the limit is {rounded_up(used[0] - MIB)}"
+    assert shortage(geo, made, limits) == said
+    assert not fits(geo, made, limits)

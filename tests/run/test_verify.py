@@ -297,6 +297,18 @@ def test_a_second_run_with_the_store_of_another_is_refused(tmp_path, step):
         assert not (tmp_path / "drive").exists()  # which the run made
 
 
+def test_folders_made_for_several_stores_go_with_them(tmp_path):
+    """Also the one above them."""
+    job = SimpleNamespace(
+        store_dirs=[tmp_path / "new" / "a", tmp_path / "new" / "b"], out=tmp_path / "mine", parameters=8,
+        options=options("mine", keep=1), plan=SimpleNamespace(uses=lambda tier: False),
+        source=SimpleNamespace(auxiliary={}),
+    )  # fmt: skip
+    job.out.mkdir()
+    new_store(job, Screen(), OTHER).remove()
+    assert list(tmp_path.iterdir()) == [job.out]
+
+
 @pytest.mark.parametrize("whose", ["the run's", "a copy's", "another run's", "of nobody"])
 def test_only_its_own_stores_of_other_hosts_are_removed(tmp_path, whose):
     """OUT/host-1 names them."""

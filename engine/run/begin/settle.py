@@ -87,9 +87,9 @@ def check_options(options: Options, plan: Plan, rows: int) -> None:
 
 def check_memory(options: Options, cfg: ModelConfig, plan: Plan, limits: Limits) -> None:
     """Raises DoesNotFit."""
-    need = usage(Geometry.of(cfg, plan), plan, limits.less)
-    if limits.lacking(need):
-        raise DoesNotFit(f"{options.plan}: the plan needs {shortage(need, limits)}. Change it, or leave it out.")
+    geo = Geometry.of(cfg, plan)
+    if limits.lacking(usage(geo, plan, limits.less)):
+        raise DoesNotFit(f"{options.plan}: the plan needs {shortage(geo, plan, limits)}. Change it, or leave it out.")
 
 
 def check_step(options: Options, plan: Plan, sequences: int, seq_len: int) -> None:

@@ -54,7 +54,7 @@ class Layers:
         self._slot = torch.empty(brought, dtype=torch.uint8, device=device)
         made = max(layout.span for layout in self.geo.decoded)
         self._made = torch.empty(made, dtype=torch.uint8, device=device)
-        self._files = [(each, stamps(each)) for each in (source, *([opened.adapter.source] if opened.adapter else []))]
+        self._files = stamps(source) | (stamps(opened.adapter.source) if opened.adapter else {})
         self._pool = ThreadPoolExecutor(LOADERS)
         self._ahead = Ahead(self._bring)
 
@@ -107,8 +107,7 @@ class Layers:
 
     def _check_files(self) -> None:
         """Raises StoreError where layers that are read would be of another model than those before."""
-        for source, before in self._files:
-            check_unchanged(source, before, "was changed while it was read")
+        check_unchanged(self._files, "was changed while it was read")
 
     @property
     def speed_known(self) -> bool:

@@ -162,11 +162,16 @@ def _there(folder: Path, key: str, sequences: int) -> tuple[int, int, Found]:
     while (path := folder / f"part-{parts:05}.safetensors").is_file():
         try:
             with safe_open(path, "numpy") as file:
-                said, scores = file.metadata() or {}, {n: file.get_tensor(n) for n in file.keys()}  # noqa: SIM118
-        except (SafetensorError, ValueError) as error:
+                said = file.metadata() or {}
+                if said.get("key") != key:
+                    raise InputError(f"{path} is of another model, of other data or options. Name another --out.")
+                scores = {name: file.get_tensor(name) for name in file.keys()}  # noqa: SIM118
+        except InputError:
+            raise
+        except (SafetensorError, TypeError, ValueError) as error:
             raise InputError(f"{path} cannot be read ({error}). Remove it and those behind it.") from None
-        if said.get("key") != key:
-            raise InputError(f"{path} is of another model, of other data or options. Name another --out.")
+        if "sum" not in said:
+            raise InputError(f"{path} is of an older version, without a checksum. Remove it and those behind it.")
         if said.get("first") != str(done) or said.get("sum") != _sum(said, scores):
             raise InputError(f"{path} is damaged, or has another's name. Remove it and those behind it.")
         parts, done, found = parts + 1, done + int(said["batches"]), _with(found, scores)
