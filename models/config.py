@@ -368,6 +368,9 @@ def read_raw(folder: str | Path, rope_factor: float | None = None) -> dict[str, 
     try:
         raw = parse_json(read_small(path, LARGEST, links=True), "file")
     except FileNotFoundError:
+        if (Path(folder) / "adapter_config.json").exists():
+            how = f"{folder} holds an adapter: give its base, and --adapter {folder}, or merge them"
+            raise InputError(f"{path} is missing. {how}.") from None
         raise InputError(f"{path} is missing. Give the folder of a Hugging Face checkpoint.") from None
     except OSError as e:
         raise InputError(f"{path} cannot be read: {e.strerror}.") from None

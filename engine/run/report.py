@@ -176,10 +176,11 @@ def data_lines(job: Job) -> list[str]:
         )
         full = f"{work.sequences:,} x {work.seq_len:,} = {compact(work.tokens)} tokens (--batch-size, --seq-len)"
         return [f"data     not read, as no --data is given: a step is {full}{steps}"]
+    examples = [f"example  {data.example(k)}" for k in range(min(job.options.show_example, len(data.pieces)))]
     return [
         *_labelled("data", data.report.lines()),
         *_labelled("val", data.describe_held_out()),
-        *(f"example  {data.example(k)}" for k in range(min(job.options.show_example, len(data.pieces)))),
+        *(line for example in examples for line in example.split("\n")),  # of a pair two
     ]
 
 

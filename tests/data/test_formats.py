@@ -374,6 +374,7 @@ def test_messages_of_openai():
         ({"messages": TALK, "label": False}, "is preference data"),
         ({"prompt": "p", "completion": "c", "label": True}, "is preference data"),
         ({}, "no known format has its keys (none)"),
+        ({"q": 1, "a": 2}, "or input_ids. --map names your columns, as instruction=question,output=answer."),
     ],
 )
 def test_bad_rows_say_what_is_wrong(row, what):

@@ -3,6 +3,7 @@
 import csv
 import json
 from contextlib import suppress
+from types import SimpleNamespace
 
 import numpy as np
 import pytest
@@ -15,6 +16,7 @@ from trireme.engine.data.dataset import DataOptions, load_dataset
 from trireme.engine.data.files.rows import BadRow
 from trireme.engine.data.formats.pairs import is_weighted, read_answers, weight_of
 from trireme.engine.data.pairs import fit, packed
+from trireme.engine.run.report import data_lines
 from trireme.models.config import InputError
 
 KINDS = ("pairs", "labels")
@@ -349,3 +351,5 @@ def test_the_report_shows_both_answers(tmp_path, codecs):
     data = load(tmp_path, [dict(prompt="q", chosen="good", rejected="bad")], codecs[0])
     assert data.example() == "good: <s>q[good</s>]\n         bad:  <s>q[bad</s>]"
     assert "1 row, format" in data.report.lines()[0]
+    lines = data_lines(SimpleNamespace(read=data, work=None, options=SimpleNamespace(show_example=1)))
+    assert lines[-2:] == ["example  good: <s>q[good</s>]", "         bad:  <s>q[bad</s>]"]

@@ -402,3 +402,11 @@ def test_real(real):
     assert (cfg.model_type, cfg.n_layers, cfg.n_kv_heads, cfg.head_dim, cfg.tied) == ("llama", 5, 4, 8, True)
     assert read_config(real / "capp-gpt2").ffn == 256
     assert json.loads((real / "capp-gpt2" / "config.json").read_text())["attn_pdrop"] > 0  # dropout is ignored
+
+
+def test_an_adapter_is_no_checkpoint(tmp_path):
+    with pytest.raises(InputError, match="config.json is missing. Give the folder of a Hugging Face checkpoint"):
+        read_config(tmp_path)
+    (tmp_path / "adapter_config.json").write_text("{}")
+    with pytest.raises(InputError, match="holds an adapter: give its base, and --adapter .*, or merge them"):
+        read_config(tmp_path)

@@ -57,6 +57,8 @@ def find_format(row: Mapping[str, Any], hint: str = "", given: Mapping[str, Any]
         hint = ' A conversation is a row: {"messages": [{"role": …, "content": …}, …]}.'
     if lists := [key for key, value in given.items() if isinstance(value, list) and len(value) > 1 and _rows(value)]:
         hint = f" Are the rows in its list '{shown(lists[0], KEY)}'? Write that list alone into a file."
+    if given and not hint:
+        hint = " --map names your columns, as instruction=question,output=answer."
     raise BadRow(f"no known format has its keys ({found}); expected {_EXPECTED}.{hint}")
 
 

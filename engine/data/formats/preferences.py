@@ -13,7 +13,7 @@ _TAGS = ("label", "kto_tag", "desirable", "is_desirable")
 _WORDS = {"true", "false", "desirable", "undesirable", "chosen", "rejected", "good", "bad", "yes", "no"}
 _NUMBERS = {"0", "1", "-1", "0.0", "1.0", "-1.0"}
 _EMPTY: tuple[Any, ...] = (None, "", [], {})
-_WHAT = "is preference data, good answers and bad ones: --method dpo (kto, if labelled) learns from both."
+_WHAT = "is preference data, good answers and bad ones: training with --method dpo (kto, if labelled) reads both."
 
 FormatOf = Callable[[Mapping[str, str]], tuple[str, tuple[str, ...]] | None]
 
