@@ -8,7 +8,7 @@ from contextlib import suppress
 
 from trireme.engine.amounts import compact, count, duration, gb, seconds
 from trireme.engine.buffers import each_usage, fullest, usage
-from trireme.engine.plan import DoesNotFit, Plan, Tier
+from trireme.engine.plan import DoesNotFit, Tier
 from trireme.engine.planner.clock import PARTS, Clock, Times
 from trireme.engine.planner.forecast import BEST, Forecast
 from trireme.engine.planner.rates import ENDURANCE, TB
@@ -45,9 +45,7 @@ def memory_lines(f: Forecast, on_gpu: bool = True) -> list[str]:
         return f"           {name:16}{''.join(map(cell, columns.values()))}"
 
     lines = [f"plan     {'':18}{''.join(f'{name:>10}' for name in dict.fromkeys(names.values()))}"]
-    lines += [
-        row(name, tiers) + _decisions(f.plan, name, MEMORIES if on_gpu else names) for name, tiers in held.items()
-    ]
+    lines += [row(name, tiers) + _decisions(f, name, MEMORIES if on_gpu else names) for name, tiers in held.items()]
     lines.append(row("total", {tier: sum(tiers[tier] for tiers in held.values()) for tier in MEMORIES}))
     limit = f.limits.of(gpu) if on_gpu else gpus * f.limits.gpu - sum(f.limits.less)
     return [*lines, row("limit", {"gpu": limit, "host": f.limits.host})]
@@ -62,10 +60,12 @@ def cell(nbytes: int) -> str:
     return f"{nbytes / 2**30:>6.1f} GiB" if nbytes >= 1000 << 20 else f"{nbytes / 2**20:>6.1f} MiB"
 
 
-def _decisions(plan: Plan, row: str, names: Mapping[Tier, str]) -> str:
+def _decisions(f: Forecast, row: str, names: Mapping[Tier, str]) -> str:
+    plan = f.plan
     n, units = len(plan.units), "half blocks" if plan.halves else "blocks"
     if row == "weights":
-        stored = _counted((u.weights for u in plan.units), names)
+        frozen = f.geo.base_bytes  # of a layer with adapters nearly all
+        stored = _counted((u.base if frozen[k] else u.weights for k, u in enumerate(plan.units)), names)
         buffers = count(plan.buffers, units.removesuffix("s"))
         way = f"buffers for {buffers} on {'each' if plan.gpus > 1 else 'the'} GPU"
         return f"   {n} layers stored: {stored}; {way}"

@@ -157,6 +157,14 @@ def test_what_makes_no_sense_is_refused(here, capsys, name):
     assert says in fails(capsys, here, *argv)
 
 
+@pytest.mark.full
+def test_a_plan_of_adapters_counts_the_layers_that_are_frozen(here, capsys):
+    """Which are on the SSD, where what is trained is on the GPU."""
+    box = ("--dry-run", "--assume", "gpu=rtx3090,ram=32GiB,ssd=2TB", "--lora", "4", "--max-steps", "1")
+    report = said(capsys, "--shape", "llama-70b", *box, "--seq-len", "512", "--batch-size", "1")
+    assert re.search(r"82 layers stored: (\d+ GPU, )?(\d+ RAM, )?\d\d SSD;", report)
+
+
 def test_on_a_cpu_there_is_one_memory(here, capsys):
     report = said(capsys, "model", "--data", "stories.txt", "--dry-run")
     assert re.search(r"^plan +RAM +SSD$", report, re.MULTILINE)
