@@ -10,7 +10,7 @@ from functools import cached_property
 from typing import NamedTuple
 
 from trireme.engine.amounts import gb, whole_gib
-from trireme.engine.buffers import GROUP, GROUPS, buffers, fullest, usage, workspace
+from trireme.engine.buffers import GROUP, GROUPS, buffers, each_usage, fullest, usage, workspace
 from trireme.engine.geometry import Geometry
 from trireme.engine.plan import TIERS, DoesNotFit, Limits, Plan, Tier
 from trireme.engine.planner.choose import choose, first_plan
@@ -117,13 +117,15 @@ class Forecast:
 
     # ------------------------------------------------ memory and disk
 
+    @property
+    def fullest(self) -> int:
+        """The GPU with the least left."""
+        return fullest(each_usage(self.geo, self.plan)[0], self.limits)
+
     def memory(self, all_gpus: bool = False) -> dict[str, dict[Tier, int]]:
         """Bytes by row and tier; of several GPUs the fullest, or `all_gpus`."""
         geo, plan = self.geo, self.plan
-        made, each = buffers(geo, plan), [workspace(geo, plan, gpu) for gpu in range(plan.gpus)]
-        for b in made:
-            each[b.gpu] += b.nbytes * b.count * (b.tier == "gpu")
-        counted = range(plan.gpus) if all_gpus else [fullest(each, self.limits)]
+        made, counted = buffers(geo, plan), range(plan.gpus) if all_gpus else [self.fullest]
         held: dict[str, dict[Tier, int]] = {row: dict.fromkeys(TIERS, 0) for row in GROUPS}
         held["workspace"]["gpu"] = sum(workspace(geo, plan, gpu) for gpu in counted)
         for b in made:

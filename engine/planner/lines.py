@@ -7,7 +7,7 @@ from collections.abc import Iterable, Mapping
 from contextlib import suppress
 
 from trireme.engine.amounts import compact, count, duration, gb, seconds
-from trireme.engine.buffers import each_usage, fullest, usage
+from trireme.engine.buffers import usage
 from trireme.engine.plan import DoesNotFit, Tier
 from trireme.engine.planner.clock import PARTS, Clock, Times
 from trireme.engine.planner.forecast import BEST, Forecast
@@ -34,8 +34,7 @@ LITTLE, PART = 0.001, 0.01  # of what drives are rated for, of what is written: 
 def memory_lines(f: Forecast, on_gpu: bool = True) -> list[str]:
     """The table of what each memory holds, and its limit; of several GPUs the fullest. On a CPU the gpu tier is RAM."""
     gpus, held = f.plan.gpus, f.memory(all_gpus=not on_gpu)
-    gpu = fullest(each_usage(f.geo, f.plan)[0], f.limits)
-    several = f"GPU {gpu}" if f.limits.less else "each GPU"
+    several = f"GPU {f.fullest}" if f.limits.less else "each GPU"
     names: dict[Tier, str] = {**MEMORIES, "gpu": (several if gpus > 1 else "GPU") if on_gpu else "RAM"}
 
     def row(name: str, tiers: Mapping[Tier, int]) -> str:
@@ -47,7 +46,7 @@ def memory_lines(f: Forecast, on_gpu: bool = True) -> list[str]:
     lines = [f"plan     {'':18}{''.join(f'{name:>10}' for name in dict.fromkeys(names.values()))}"]
     lines += [row(name, tiers) + _decisions(f, name, MEMORIES if on_gpu else names) for name, tiers in held.items()]
     lines.append(row("total", {tier: sum(tiers[tier] for tiers in held.values()) for tier in MEMORIES}))
-    limit = f.limits.of(gpu) if on_gpu else gpus * f.limits.gpu - sum(f.limits.less)
+    limit = f.limits.of(f.fullest) if on_gpu else gpus * f.limits.gpu - sum(f.limits.less)
     return [*lines, row("limit", {"gpu": limit, "host": f.limits.host})]
 
 

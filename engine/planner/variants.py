@@ -7,7 +7,7 @@ from dataclasses import replace
 from itertools import accumulate, combinations, pairwise, product
 from typing import Any, NamedTuple
 
-from trireme.engine.buffers import each_usage, fits
+from trireme.engine.buffers import each_usage, fits, fullest
 from trireme.engine.geometry import Geometry
 from trireme.engine.plan import DoesNotFit, Limits, Plan, SavedTier, Tier, UnitPlan
 from trireme.engine.planner.predict import Batch, rebuilt_seconds
@@ -317,9 +317,8 @@ def in_peers(geo: Geometry, plan: Plan, limits: Limits, steps: Sequence[Move], p
     resident, in few buffers.
     """
     short = replace(plan, piece=min(plan.piece, piece))
-    used = each_usage(geo, short)[0]
-    fullest = min(range(plan.gpus), key=lambda gpu: limits.of(gpu) - used[gpu])
-    of_gpus = dict.fromkeys((frozenset(range(plan.gpus)), frozenset({plan.units[geo.head].gpu}), frozenset({fullest})))
+    some = {plan.units[geo.head].gpu}, {fullest(each_usage(geo, short)[0], limits)}
+    of_gpus = dict.fromkeys(map(frozenset[int], (range(plan.gpus), *some)))
     for only in of_gpus:
         own = [u for u, unit in enumerate(plan.units) if unit.gpu in only]
         swapping = [u for u in own if any(tier != "gpu" for _, tier in plan.units[u].saved)]
