@@ -43,8 +43,8 @@ def this_machine(
         shares = lambda: probe.scan_shares(device, DTYPE[dtype], scan, found["matmul"])
         found |= probe.kept(_recurring(device, dtype, scan), shares)[0]
     if cuda and limits.gpus > 1:
-        between = {"gpus": limits.gpus, **probe.processor(device, "peer copies")}
-        found |= probe.kept(between, lambda: probe.peer_rates(gpus_from(device, limits.gpus)))[0]
+        several = {"gpus": limits.gpus, **probe.processor(device, "copies of several GPUs")}
+        found |= probe.kept(several, lambda: probe.several_rates(gpus_from(device, limits.gpus), limits.host))[0]
     unlike = [] if not cuda or are_equal(device, limits.gpus) else gpus_from(device, limits.gpus)[1:]
     places, usual = places_of(folders), DRIVES["gen4"]
     name = torch.cuda.get_device_name(device) if cuda else f"CPU, {len(os.sched_getaffinity(0))} cores"

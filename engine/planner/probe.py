@@ -318,6 +318,27 @@ def peer_rates(devices: Sequence[torch.device]) -> dict[str, float]:
     return {"peer": AHEAD * COPY / min(once() for _ in range(3))}
 
 
+def several_rates(devices: Sequence[torch.device], ram: int) -> dict[str, float]:
+    """`peer_rates`, and bytes/s from RAM to all GPUs at once and back, in total, with half of `ram` bytes."""
+    nbytes = trial_sizes(ram // len(devices))[1]
+    buses = [_Bus(device, nbytes) for device in devices]
+
+    def once(way: int) -> float:
+        start = time.perf_counter()
+        for _ in range(AHEAD):
+            for bus in buses:
+                bus.copy(way)
+        for bus in buses:
+            bus.streams[way].synchronize()
+        return time.perf_counter() - start
+
+    moved = len(buses) * AHEAD * nbytes
+    found = {name: moved / min(once(way) for _ in range(3)) for way, name in enumerate(("up_all", "down_all"))}
+    for bus in buses:
+        bus.memory.close()
+    return found | peer_rates(devices)
+
+
 class _Bus:
     def __init__(self, device: torch.device, nbytes: int):
         """Copies of `nbytes`."""

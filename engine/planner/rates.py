@@ -45,6 +45,8 @@ class Rates:
     mixed: float = 1.0  # share of ssd_read and ssd_write left when both happen
     fp8: float = 0.0  # FLOP/s of a large fp8 matmul, sums in fp32; 0: none
     peer: float = 0.0  # bytes/s from a GPU's memory to another's, each way; 0: no peer access
+    up_all: float = 0.0  # bytes/s from RAM to all GPUs at once, in total; 0: that of each times their number
+    down_all: float = 0.0  # from all GPUs to RAM
     net: float = 1.25e9  # bytes/s from a host to another; 10 Gb/s where not measured
     # Share of `matmul`: a block's matmuls, attention over long documents (d 128). Medians of task times on an H200,
     # LLaMA shapes of 1.3B to 13B, and attention's benchmark.

@@ -6,7 +6,7 @@
 - **One bus for peer copies** too, where these are no faster than it: without a link of their own.
 - **One memory**: copies and CPU AdamW slow each other, as do both directions of the bus, by the bytes of a whole pass:
   moment by moment a faster queue would slow others. Where buses and drives together are faster than RAM, a copy also
-  takes RAM's time that earlier ones left free.
+  takes RAM's time that earlier ones left free; copies of several GPUs, that of all GPUs in this direction.
 - **One wait**: tasks handed over after the step's statistics begin after them.
 - **One interpreter**: a task begins once it is handed over, its kernels once they are started, in program order.
 """
@@ -40,13 +40,13 @@ def is_copy(queue: str) -> bool:
 
 
 class Noted(Task):
-    """A task, with its seconds alone, the interpreter's to start its kernels, and those of RAM for a copy."""
+    """A task, with its seconds alone, the interpreter's to start its kernels, a copy's of RAM and of all GPUs' way."""
 
-    __slots__ = ("after", "seconds", "issue", "in_ram")
+    __slots__ = ("after", "seconds", "issue", "in_ram", "of_all")
 
     def __init__(self, queue: str, kind: Kind, of: str, nbytes: float, flops: float, after: Sequence[Task]):
         super().__init__(queue, kind, of, nbytes, flops)
-        self.after, self.seconds, self.issue, self.in_ram = after, 0.0, 0.0, 0.0
+        self.after, self.seconds, self.issue, self.in_ram, self.of_all = after, 0.0, 0.0, 0.0, 0.0
 
 
 class SimulatedQueues:
@@ -71,6 +71,7 @@ class SimulatedQueues:
         self.parts: list[tuple[int, int, dict[str, float]]] = []  # [start, stop) of them, slow-down of each queue
         self.free = dict.fromkeys(queues_of(gpus, hosts), 0.0)
         self.drives, self.ram = Classes(len(CLASSES), BOUND), Intervals()
+        self.all = {"h2d": (rates.up_all, Intervals()), "d2h": (rates.down_all, Intervals())}
         ways = {numbered(BUS[queue], gpu) for queue in (STREAMED[0], STREAMED[-1]) for gpu in range(gpus)}
         self.buses = {way: Classes(2, 1) for way in ways}
         buses = [rate for gpu in range(gpus) for rate in (rates.of(gpu).h2d, rates.of(gpu).d2h)]
@@ -96,6 +97,8 @@ class SimulatedQueues:
         task.seconds = self.duration(task)
         task.issue = self.issue(task) if self.issue else 0.0
         task.in_ram = nbytes / self.rates.dram if self.crowded and is_copy(queue) else 0.0
+        if len(self.devices) > 1 and (way := plain(queue)) in self.all and self.all[way][0]:
+            task.of_all = nbytes / self.all[way][0]
         self.tasks.append(task)
         return task
 
@@ -182,6 +185,8 @@ class SimulatedQueues:
                 end = bus.take(rank, start, seconds)
             if task.in_ram:
                 end = max(end, through_ram(start, task.in_ram))
+            if task.of_all:
+                end = max(end, self.all[plain(queue)][1].take(start, task.of_all))
             task.start, task.end = start, end
             free[queue] = end
             handed = end if inline and queue == "compute" else handed + task.issue

@@ -16,7 +16,7 @@ import torch
 from trireme.engine.memory import DTYPE
 from trireme.engine.plan import Plan
 from trireme.engine.planner.host import gpus_from
-from trireme.engine.planner.probe import drive_rates, fp8_rate, matmul_rate, peer_rates, processor_rates, scan_shares
+from trireme.engine.planner.probe import drive_rates, fp8_rate, matmul_rate, processor_rates, scan_shares, several_rates
 from trireme.engine.planner.rates import Rates, rates_of
 from trireme.engine.queues.names import READS, WRITES, kind_of
 from trireme.engine.queues.trace import Span
@@ -39,7 +39,7 @@ def measure_rates(
     if scan and device.type == "cuda":
         found |= scan_shares(device, DTYPE[dtype], scan, found["matmul"])
     if gpus > 1 and device.type == "cuda":
-        found |= peer_rates(gpus_from(device, gpus))
+        found |= several_rates(gpus_from(device, gpus), 1 << 40)
     if store is not None:
         found |= drive_rates(Path(store))
     return rates_of(found)

@@ -286,9 +286,9 @@ def test_losses_of_a_large_vocabulary_are_divided_over_gpus(monkeypatch):
 def test_an_evaluation_takes_its_part_of_divided_losses():
     cfg = replace(SMALL, vocab=64000)
     made = replace(deal(cfg, plan(cfg, UnitPlan("host", "host"), tokens=4096, n_micro=8), 2), between="gpu")
-    batch = Batch(4096, 2048, 8)
-    one, both = (predict_between(cfg, replace(made, losses=of), LINKED, batch, evaluate) for of in ((0,), (1, 0)))
-    apart = predict_between(cfg, made, LINKED, batch, evaluate)
+    batch, rates = Batch(4096, 2048, 8), replace(LINKED, host=0.0)
+    one, both = (predict_between(cfg, replace(made, losses=of), rates, batch, evaluate) for of in ((0,), (1, 0)))
+    apart = predict_between(cfg, made, rates, batch, evaluate)
     assert one.busy["compute"] == pytest.approx(apart.busy["compute"])
     assert both.step_s < one.step_s
 

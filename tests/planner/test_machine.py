@@ -93,7 +93,9 @@ def test_what_bus_and_updates_keep_beside_each_other():
 def test_peer_copies_are_faster_than_the_bus_where_there_is_a_link():
     gpus = [torch.device("cuda", gpu) for gpu in range(2)]
     access = torch.cuda.can_device_access_peer(0, 1) and torch.cuda.can_device_access_peer(1, 0)
-    assert (probe.peer_rates(gpus)["peer"] > 1e9) == access
+    found = probe.several_rates(gpus, 1 << 33)
+    assert (found["peer"] > 1e9) == access
+    assert min(found["up_all"], found["down_all"]) > 1e9
 
 
 @pytest.mark.gpu
@@ -361,7 +363,7 @@ def test_unequal_gpus_have_limits_and_rates_of_their_own(cards, monkeypatch, tmp
     monkeypatch.setattr(probe, "processor", lambda device, dtype: {"gpu": device.index, "dtype": dtype})
     monkeypatch.setattr(probe, "processor_rates", lambda device, dtype, ram: rates(device))
     monkeypatch.setattr(probe, "matmul_rate", lambda device, dtype: (3e14, 3e14, 8e14)[device.index])
-    monkeypatch.setattr(probe, "peer_rates", lambda devices: {"peer": 0.0})
+    monkeypatch.setattr(probe, "several_rates", lambda devices, ram: {"peer": 0.0})
     monkeypatch.setattr(torch.cuda, "get_device_name", lambda device: ("A100", "A100", "H100")[device.index])
     made = this_machine(cards, "BF16", limits, [tmp_path])
     assert [made.rates.of(gpu).matmul for gpu in range(3)] == [3e14, 3e14, 8e14]

@@ -57,6 +57,22 @@ def test_a_waiting_class_has_its_share_of_the_drives():
     assert drives.take(WRITE_BACK, 100, 4) == 104
 
 
+def test_copies_of_several_gpus_share_what_ram_gives_all_of_them():
+    """Alone a copy is as fast as its bus; two at once have the total of their direction."""
+    rates = replace(RATES, h2d=2e10, d2h=2e10, dram=1e13, duplex=1.0, up_all=4e10, down_all=2.5e10)
+    queues = SimulatedQueues(lambda task: task.nbytes / 2e10, rates, gpus=2)
+    queues.begin()
+    tasks = [
+        queues.run(queue, "activations", "a", lambda: None, nbytes=1e10) for queue in ("h2d", "h2d1", "d2h", "d2h1")
+    ]
+    queues.time_alone()
+    assert [task.end for task in tasks] == pytest.approx([0.5, 0.5, 0.5, 0.8])
+    alone = SimulatedQueues(lambda task: task.nbytes / 2e10, rates)
+    task = alone.run("d2h", "activations", "a", lambda: None, nbytes=1e10)
+    alone.time_alone()
+    assert task.end == pytest.approx(0.5)
+
+
 def in_turn(self: Classes, rank: int, start: float, seconds: float) -> float:
     """Drives without classes, whose queues take turns."""
     assert self.bound == BOUND
