@@ -80,7 +80,7 @@ def lower_bounds(spans: Sequence[Span], ceilings: Rates, adam_params: float) -> 
 
 
 def blended(cfg: ModelConfig, plan: Plan, tokens: int, seq: int, rates: Rates) -> Rates:
-    """`rates` with `adam` of the plan's moments, and `matmul` that of a step's FLOPs, some of them in fp8 at its rate."""
+    """`rates` with `adam` of the plan's moments, and `matmul` of a step's FLOPs, some of them in fp8 at its rate."""
     cfg, rates = plan.cut(cfg), rates.with_moments(plan.adam_bits)
     pairs, head = costs.attended_pairs([seq] * (tokens // seq), cfg.window), cfg.n_units - 1
     passes = costs.forward_flops, costs.backward_flops
