@@ -19,8 +19,7 @@ from sandboxed import forked
 
 from trireme.engine.data.sandbox import Sandbox
 from trireme.engine.planner import probe
-from trireme.engine.run import evaluation
-from trireme.engine.run.begin import job
+from trireme.engine.run import evaluation, job
 from trireme.models.sizes import narrow
 
 torch.set_num_threads(1)

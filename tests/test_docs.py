@@ -10,8 +10,8 @@ from pathlib import Path
 
 import pytest
 
-from trireme.engine.run.begin.job import prepare
 from trireme.engine.run.command import parse
+from trireme.engine.run.job import prepare
 
 ROOT = Path(__file__).parents[1]
 FOLDERS = ("engine", "models", "storage", "kernels")

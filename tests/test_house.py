@@ -32,8 +32,10 @@ ALL = BELOW | {
     "engine/planner",
     "engine/run",
     "engine/run/begin",
+    "engine/run/config",
     "engine/run/finished",
     "engine/run/hub",
+    "engine/run/output",
 }
 MAY_IMPORT = {  # beside files of the same room
     "kernels": set(),
@@ -60,8 +62,10 @@ MAY_IMPORT = {  # beside files of the same room
     "engine/planner": BELOW | {"engine", "engine/queues"},
     "engine/run": ALL,
     "engine/run/begin": ALL,
+    "engine/run/config": ALL,
     "engine/run/finished": ALL,
     "engine/run/hub": ALL,
+    "engine/run/output": ALL,
     "engine/tuning": BELOW | {"engine"},
     "scripts": {"engine/run"},
     "scripts/command": {"engine/run", "engine/run/finished"},
@@ -83,20 +87,20 @@ TORCH_FREE = [
     *(
         f"engine/run/{name}"
         for name in [
-            "begin/kept",
+            "config/config_file",
             "finished/python",
-            "begin/pinned",
+            "begin/snapshot",
             "command",
-            "curve",
+            "output/curve",
             "demo",
-            "log",
+            "output/log",
             "main",
-            "names",
+            "config/option_names",
             "options",
-            "records",
+            "output/records",
             "screen",
             "signals",
-            "verify",
+            "output/folder",
         ]
     ),
 ]

@@ -16,9 +16,9 @@ from dataclasses import Field, fields, replace
 from pathlib import Path
 from typing import Any, NoReturn
 
-from trireme.engine.run.begin.kept import from_yaml, full, text_of
-from trireme.engine.run.hub.places import title
-from trireme.engine.run.names import flag_of, nearest, resolve
+from trireme.engine.run.config.config_file import from_yaml, full, text_of
+from trireme.engine.run.config.option_names import flag_of, nearest, resolve
+from trireme.engine.run.hub.names import title
 from trireme.engine.run.options import DATA, INSTEAD, OUTPUT, PLACEMENT, TRAINING, Options, Parser
 from trireme.engine.run.screen import Screen
 from trireme.models.config import InputError
@@ -277,7 +277,7 @@ def checked(options: Options) -> Options:
             raise InputError(f"--demo trains a model of its own on stories of its own. Leave out {', '.join(own)}.")
         return options
     _check_named(options)
-    from trireme.engine.run.begin.preference import preference_of, teaching_of  # late: numpy, and --help needs none
+    from trireme.engine.run.begin.method import preference_of, teaching_of  # late: numpy, and --help needs none
 
     preference_of(options)
     teaching_of(options)

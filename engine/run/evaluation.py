@@ -22,7 +22,7 @@ from trireme.engine.planner.rule import largest
 from trireme.engine.queues.names import numbered
 from trireme.engine.run.begin.reference import in_order
 from trireme.engine.run.live import Live
-from trireme.engine.run.records import Record
+from trireme.engine.run.output.records import Record
 from trireme.engine.run.signals import Stop
 from trireme.engine.step import evaluate, metrics_of, stream_layers
 from trireme.models.generate import generate, needs

@@ -25,21 +25,21 @@ from trireme.engine.planner.host import computed_by
 from trireme.engine.planner.whole import note_export
 from trireme.engine.queues.real import RealQueues
 from trireme.engine.queues.watchdog import leave, patience, watched
-from trireme.engine.run.begin.filled import claim_space, fill_engine, make_base, make_engine
-from trireme.engine.run.begin.job import Job
-from trireme.engine.run.begin.kept import kept
-from trireme.engine.run.begin.opened import Begun, Snapshot, hosts_in, remove_host, run_folder
+from trireme.engine.run.begin.method import preference_of
 from trireme.engine.run.begin.owned import run_of
-from trireme.engine.run.begin.preference import preference_of
 from trireme.engine.run.begin.reference import with_reference
+from trireme.engine.run.begin.resume import Begun, Snapshot, hosts_in, remove_host, run_folder
 from trireme.engine.run.command import program
-from trireme.engine.run.curve import LOSS
-from trireme.engine.run.finished.exports import BEST, Best, forget_old, replace_best, replace_folder, take_over
-from trireme.engine.run.hub.places import base_of, title
-from trireme.engine.run.log import RunLog, Tracker
-from trireme.engine.run.records import Mark
+from trireme.engine.run.config.config_file import kept
+from trireme.engine.run.engine import claim_space, fill_engine, make_base, make_engine
+from trireme.engine.run.hub.names import base_of, title
+from trireme.engine.run.job import Job
+from trireme.engine.run.output.curve import LOSS
+from trireme.engine.run.output.exports import BEST, Best, forget_old, replace_best, replace_folder, take_over
+from trireme.engine.run.output.folder import LOGS, afterwards
+from trireme.engine.run.output.log import RunLog, Tracker
+from trireme.engine.run.output.records import Mark
 from trireme.engine.run.screen import Screen
-from trireme.engine.run.verify import LOGS, afterwards
 from trireme.engine.tuning.adapters import WEIGHTS, save_adapter
 from trireme.engine.tuning.base import check_unchanged, stamps
 from trireme.engine.tuning.merge import merge_adapter

@@ -21,18 +21,18 @@ from trireme.engine.planner.host import memory_in_use
 from trireme.engine.planner.lines import took_line
 from trireme.engine.queues.names import READS
 from trireme.engine.queues.trace import Span, perfetto
-from trireme.engine.run.begin.job import Job
-from trireme.engine.run.begin.opened import remove_given_up
+from trireme.engine.run.begin.resume import remove_given_up
 from trireme.engine.run.command import program
 from trireme.engine.run.evaluation import Evaluation, epoch, load_record
-from trireme.engine.run.finished.exports import BEST, set_aside
-from trireme.engine.run.hub.places import opens
+from trireme.engine.run.hub.names import opens
+from trireme.engine.run.job import Job
 from trireme.engine.run.live import Live, reopen_adapter
-from trireme.engine.run.log import perplexity
+from trireme.engine.run.output.exports import BEST, set_aside
+from trireme.engine.run.output.folder import reopen, tidy
+from trireme.engine.run.output.log import perplexity
+from trireme.engine.run.output.records import Record
 from trireme.engine.run.pace import Pace
-from trireme.engine.run.records import Record
 from trireme.engine.run.signals import Stop, stop_signals
-from trireme.engine.run.verify import reopen, tidy
 from trireme.engine.step import train_step
 from trireme.models.config import InputError
 from trireme.models.rows import Load, Noise, make_load, neftune

@@ -18,8 +18,8 @@ from trireme.engine.hosts.group import Alone, Place, joined, place
 from trireme.engine.hosts.watch import LostHost
 from trireme.engine.plan import DoesNotFit
 from trireme.engine.planner.clock import Clock, process_began
-from trireme.engine.run.begin.kept import Refused
 from trireme.engine.run.command import parse, parse_check, parse_merge, parse_push
+from trireme.engine.run.config.config_file import Refused
 from trireme.engine.run.hub.fetch import base_for, fetched
 from trireme.engine.run.options import Options
 from trireme.engine.run.screen import OUTPUT, Screen
@@ -197,7 +197,7 @@ def check_paths(options: Options) -> None:
     """Looks at the paths that a new run is given, before torch is imported. Raises InputError."""
     from trireme.engine.data.dataset import parse_val  # late: --help needs none of it
     from trireme.engine.data.files.folders import find_data
-    from trireme.engine.run.verify import check_checkpoint, check_free
+    from trireme.engine.run.output.folder import check_checkpoint, check_free
     from trireme.models.config import read_config
 
     check_checkpoint(options.model)
@@ -243,7 +243,7 @@ def check(argv: Sequence[str]) -> int:
 
 def sample(argv: Sequence[str]) -> int:
     """`trireme sample FOLDER`. Raises as finished.sample.sample."""
-    from trireme.engine.run.finished.asked import sample_options  # late, as above
+    from trireme.engine.run.finished.options import sample_options  # late, as above
 
     given = sample_options(argv)
     from trireme.engine.run.finished.sample import sample  # later still: wrong options are answered without torch
@@ -253,7 +253,7 @@ def sample(argv: Sequence[str]) -> int:
 
 def evaluate(argv: Sequence[str]) -> int:
     """`trireme eval FOLDER --data FILE`. Raises as finished.evaluate.evaluate."""
-    from trireme.engine.run.finished.asked import eval_options  # late, as above
+    from trireme.engine.run.finished.options import eval_options  # late, as above
 
     given = eval_options(argv)
     from trireme.engine.run.finished.evaluate import evaluate  # later still: torch
@@ -263,7 +263,7 @@ def evaluate(argv: Sequence[str]) -> int:
 
 def score(argv: Sequence[str]) -> int:
     """`trireme score FOLDER --data FILE --out DIR`. Raises as finished.score.score."""
-    from trireme.engine.run.finished.asked import score_options  # late, as above
+    from trireme.engine.run.finished.options import score_options  # late, as above
 
     given = score_options(argv)
     from trireme.engine.run.finished.score import score  # later still: torch

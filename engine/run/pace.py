@@ -19,7 +19,7 @@ from trireme.engine.planner.rule import Cut, Wanted
 from trireme.engine.planner.variants import updated_alike
 from trireme.engine.planner.whole import note_compilation
 from trireme.engine.queues.trace import Span
-from trireme.engine.run.begin.job import Job
+from trireme.engine.run.job import Job
 from trireme.engine.run.live import Live
 from trireme.engine.run.report import estimate
 

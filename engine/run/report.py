@@ -21,9 +21,9 @@ from trireme.engine.planner.lines import (
 from trireme.engine.planner.reasons import benefits
 from trireme.engine.planner.whole import Events, compile_s, evaluation_s, export_s, foretold, written
 from trireme.engine.queues.names import NET
-from trireme.engine.run.begin.job import Job, shelf
-from trireme.engine.run.begin.preference import described, of_head, preference_of
+from trireme.engine.run.begin.method import described, of_head, preference_of
 from trireme.engine.run.evaluation import LONGEST, MAX_NEW
+from trireme.engine.run.job import Job, shelf
 from trireme.engine.run.options import Every, Options
 from trireme.engine.tuning.cached import Cached
 from trireme.engine.tuning.chosen import trained_lines

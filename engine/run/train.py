@@ -14,25 +14,25 @@ from trireme.engine.plan import DoesNotFit
 from trireme.engine.planner.clock import Clock
 from trireme.engine.planner.host import computed_by
 from trireme.engine.planner.whole import AGAIN
-from trireme.engine.run.begin.job import Job, check_room, prepare
-from trireme.engine.run.begin.kept import changes, config_yaml, to_agree
-from trireme.engine.run.begin.opened import Begun, Snapshot, check_continues, new_store, open_run
-from trireme.engine.run.begin.otherwise import instead
+from trireme.engine.run.begin.alternatives import instead
 from trireme.engine.run.begin.owned import common_id, refuse_links, signed
-from trireme.engine.run.begin.pinned import check_snapshot, is_date
+from trireme.engine.run.begin.resume import Begun, Snapshot, check_continues, new_store, open_run
+from trireme.engine.run.begin.snapshot import check_snapshot, is_date
 from trireme.engine.run.begin.teacher import about_teacher, with_teacher
 from trireme.engine.run.command import checked, program
-from trireme.engine.run.finished.exports import BEST, Best, settle
+from trireme.engine.run.config.config_file import changes, config_yaml, to_agree
 from trireme.engine.run.hub.fetch import fetched
 from trireme.engine.run.hub.push import check_push, push
+from trireme.engine.run.job import Job, check_room, prepare
 from trireme.engine.run.live import Live
-from trireme.engine.run.log import Tracker, trackers
 from trireme.engine.run.loop import Interrupted, Run
 from trireme.engine.run.options import Options
+from trireme.engine.run.output.exports import BEST, Best, settle
+from trireme.engine.run.output.folder import check_checkpoint, check_free, new_run, taken
+from trireme.engine.run.output.log import Tracker, trackers
 from trireme.engine.run.report import dry_line, estimate, report
 from trireme.engine.run.screen import Screen
 from trireme.engine.run.signals import stop_signals
-from trireme.engine.run.verify import check_checkpoint, check_free, new_run, taken
 from trireme.models.config import InputError
 from trireme.storage.files import remove_folders, replace_synced
 from trireme.storage.untrusted import shown

@@ -9,8 +9,8 @@ import argparse
 
 from trireme.engine.amounts import gb, seconds
 from trireme.engine.plan import DoesNotFit
-from trireme.engine.run.begin.job import prepare
 from trireme.engine.run.command import parse
+from trireme.engine.run.job import prepare
 
 BOXES = {
     "RTX 4060 laptop, 8 GB; 32 GiB; 1 TB": "gpu=rtx4060laptop,ram=32GiB,ssd=1TB",

@@ -32,7 +32,7 @@ from trireme.engine.planner.rates import Rates, machine, rates_of
 from trireme.engine.planner.rule import Cut, Lean, Wanted, sizes_of
 from trireme.engine.planner.sizes import MODELS
 from trireme.engine.planner.variants import moves, variants
-from trireme.engine.run.begin.settle import record_size
+from trireme.engine.run.plan import record_size
 from trireme.models.config import ModelConfig
 from trireme.models.sizes import shapes
 

@@ -31,7 +31,7 @@ from trireme.engine.planner.rates import CODE
 from trireme.engine.run import demo
 from trireme.engine.run.command import parse
 from trireme.engine.run.main import ENVIRONMENT
-from trireme.engine.run.records import read_log
+from trireme.engine.run.output.records import read_log
 from trireme.engine.run.train import finetune
 
 GIB = 1 << 30

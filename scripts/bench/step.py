@@ -41,7 +41,7 @@ from trireme.engine.planner.rule import Wanted, simple_plan, sizes_of, sliced
 from trireme.engine.planner.sizes import MODELS
 from trireme.engine.queues.real import InlineQueues, RealQueues
 from trireme.engine.queues.trace import Span, busy, perfetto
-from trireme.engine.run.begin.settle import record_size
+from trireme.engine.run.plan import record_size
 from trireme.engine.step import train_step
 from trireme.engine.tuning.quantized import BASES
 from trireme.models.config import ModelConfig

@@ -23,7 +23,7 @@ def main() -> int:
     import torch
     from kills import KINDS, flip, make_bench, merge_trial, trial
 
-    from trireme.engine.run.begin import job
+    from trireme.engine.run import job
 
     job.shelf = lambda: None  # tokens in each run's own folder, to be flipped
     torch.set_num_threads(1)  # a forked child has no others

@@ -32,7 +32,7 @@ from trireme.engine.planner.rates import Machine, Rates, machine
 from trireme.engine.planner.rule import Wanted, simple_plan
 from trireme.engine.planner.simulate import drive_seconds
 from trireme.engine.planner.variants import moves
-from trireme.engine.run.begin.settle import record_size
+from trireme.engine.run.plan import record_size
 from trireme.models.config import ModelConfig
 from trireme.models.sizes import shapes
 

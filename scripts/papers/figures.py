@@ -18,7 +18,7 @@ from trireme.engine.planner.predict import Batch, predict
 from trireme.engine.planner.rates import DRIVES, GB, Machine, machine
 from trireme.engine.planner.rule import Wanted, simple_plan, sizes_of
 from trireme.engine.planner.sizes import MODELS, gpt3
-from trireme.engine.run.begin.settle import record_size
+from trireme.engine.run.plan import record_size
 from trireme.engine.tuning.chosen import adapted, targets
 from trireme.models.config import Lora, ModelConfig
 from trireme.models.sizes import costs, shapes

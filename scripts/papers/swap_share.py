@@ -22,7 +22,7 @@ from trireme.engine.planner.rates import Machine, assume
 from trireme.engine.planner.rule import Wanted, simple_plan
 from trireme.engine.planner.sizes import MODELS
 from trireme.engine.planner.variants import LEANS, most_kept, moves, walked
-from trireme.engine.run.begin.settle import record_size
+from trireme.engine.run.plan import record_size
 from trireme.models.config import ModelConfig
 from trireme.models.sizes import shapes
 

@@ -9,7 +9,7 @@ import torch
 from trireme.engine.check import cases, check, gpu, tune, tuned
 from trireme.engine.hosts.group import Alone
 from trireme.engine.planner import probe
-from trireme.engine.run.begin import job
+from trireme.engine.run import job
 from trireme.engine.run.main import main
 from trireme.kernels import launch, ops
 from trireme.kernels.chips.chip import Chip

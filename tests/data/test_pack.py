@@ -15,7 +15,7 @@ from trireme.engine.data.dataset import DataOptions
 from trireme.engine.data.files.sources import DataFile
 from trireme.engine.data.pack import best_fit, cut_points, one_per_row, shuffled
 from trireme.engine.plan import Limits
-from trireme.engine.run.begin.job import TABLES, _with_tables
+from trireme.engine.run.job import TABLES, _with_tables
 from trireme.models.config import InputError
 
 

@@ -16,7 +16,7 @@ from trireme.engine.exchange import Exchange
 from trireme.engine.plan import UnitPlan
 from trireme.engine.queues.real import InlineQueues
 from trireme.engine.run import demo
-from trireme.engine.run.begin.job import prepare
+from trireme.engine.run.job import prepare
 from trireme.engine.run.train import finetune
 from trireme.engine.tuning.chosen import adapted, chosen, targets
 from trireme.models import hf

@@ -20,7 +20,7 @@ from trireme.engine.plan import DoesNotFit, Limits
 from trireme.engine.planner.rule import Wanted, simple_plan
 from trireme.engine.queues.real import RealQueues
 from trireme.engine.run import demo
-from trireme.engine.run.begin import filled
+from trireme.engine.run import engine as run_engine
 from trireme.engine.run.options import Options
 from trireme.engine.run.train import finetune
 from trireme.engine.step import train_step
@@ -127,9 +127,9 @@ def test_a_run_says_what_is_not_pinned(tmp_path, monkeypatch, capsys):
 
     demo.make_text(tmp_path / "stories.txt", 40, seed=1)
     demo.make_checkpoint(tmp_path / "model", tmp_path / "stories.txt", seed=1)
-    real = filled.build
-    monkeypatch.setattr(filled, "build", build)
-    monkeypatch.setattr(filled, "note_pinned", lambda _, nbytes: noted.append(nbytes))
+    real = run_engine.build
+    monkeypatch.setattr(run_engine, "build", build)
+    monkeypatch.setattr(run_engine, "note_pinned", lambda _, nbytes: noted.append(nbytes))
     where = dict(model=str(tmp_path / "model"), data=(str(tmp_path / "stories.txt"),), out=str(tmp_path / "out"))
     limits = dict(gpu_memory=16 * MIB, ram=64 * MIB, device="cpu", seq_len=64, batch_size=4, max_steps=1)
     finetune(Options(**where, **limits))

@@ -18,7 +18,7 @@ from trireme.engine.data.dataset import MicroBatch
 from trireme.engine.plan import DoesNotFit, Limits
 from trireme.engine.run.finished import evaluate
 from trireme.engine.run.finished.layers import Layers
-from trireme.engine.run.finished.opened import open_folder
+from trireme.engine.run.finished.model import open_folder
 from trireme.engine.run.screen import Screen
 from trireme.models.config import InputError
 from trireme.models.families.packing import FP8

@@ -13,7 +13,7 @@ from safetensors.numpy import load_file
 from safetensors.torch import save_file
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
-from trireme.engine.run.finished import asked, evaluate, score
+from trireme.engine.run.finished import evaluate, options, score
 from trireme.models.config import InputError
 
 
@@ -37,7 +37,7 @@ def parts(out, source="000"):
 
 @pytest.mark.full
 def test_scores_are_those_of_transformers(folder, tmp_path, capsys):
-    assert score.score(asked.score_options(command(folder, tmp_path / "out", "--top-k", "7"))) == 0
+    assert score.score(options.score_options(command(folder, tmp_path / "out", "--top-k", "7"))) == 0
     lines = capsys.readouterr().out.splitlines()
     found = parts(tmp_path / "out")
     model = AutoModelForCausalLM.from_pretrained(folder / "checkpoint", dtype=torch.float32).eval()
@@ -63,7 +63,7 @@ def test_scores_are_those_of_transformers(folder, tmp_path, capsys):
         rest = before.exp().scatter(1, ids, 0.0).sum(1).log()
         np.testing.assert_allclose(found["rest"][mine], rest, rtol=1e-4)
     assert f"loss {total / found['trained'].sum():.4f}" in lines[0]
-    evaluate.evaluate(asked.eval_options(command(folder, tmp_path, "--top-k", "7")[:-4]))
+    evaluate.evaluate(options.eval_options(command(folder, tmp_path, "--top-k", "7")[:-4]))
     for mine, theirs in zip(lines, capsys.readouterr().out.splitlines(), strict=False):
         assert mine.replace("score ", "eval  ") == re.sub(r" accuracy [\d.]+,", "", theirs)
     assert (found["start"] == 0).all()
@@ -74,7 +74,7 @@ def test_scores_are_those_of_transformers(folder, tmp_path, capsys):
 @pytest.mark.full
 def test_a_killed_command_goes_on_behind_its_parts(folder, tmp_path, monkeypatch, capsys):
     monkeypatch.setattr(score.score_source, "__defaults__", (1,))  # bytes of a part
-    score.score(asked.score_options(command(folder, tmp_path / "whole", "--top-k", "3")))
+    score.score(options.score_options(command(folder, tmp_path / "whole", "--top-k", "3")))
     line, passes, real = capsys.readouterr().out, [], evaluate.forward
 
     def dies(*given):
@@ -85,11 +85,11 @@ def test_a_killed_command_goes_on_behind_its_parts(folder, tmp_path, monkeypatch
 
     with monkeypatch.context() as m, pytest.raises(KeyboardInterrupt):
         m.setattr(evaluate, "forward", dies)
-        score.score(asked.score_options(command(folder, tmp_path / "killed", "--top-k", "3")))
+        score.score(options.score_options(command(folder, tmp_path / "killed", "--top-k", "3")))
     there = sorted((tmp_path / "killed").glob("*/part-*"))
     assert len(there) == 2
     times = [path.stat().st_mtime_ns for path in there]
-    score.score(asked.score_options(command(folder, tmp_path / "killed", "--top-k", "3")))
+    score.score(options.score_options(command(folder, tmp_path / "killed", "--top-k", "3")))
     assert [path.stat().st_mtime_ns for path in there] == times
     assert capsys.readouterr().out.splitlines()[:-1] == line.splitlines()[:-1]
     for path in (tmp_path / "whole").glob("*/part-*"):
@@ -102,11 +102,11 @@ def test_a_killed_command_goes_on_behind_its_parts(folder, tmp_path, monkeypatch
 
 def test_a_folder_of_something_else_is_refused(folder, tmp_path):
     for more, says in ((("--top-k", "2"), "holds scores of another model"), ((), "")):
-        given = asked.score_options(command(folder, tmp_path / "out", *more))
+        given = options.score_options(command(folder, tmp_path / "out", *more))
         source = SimpleNamespace(codec=SimpleNamespace(vocabulary=lambda: "words"), files=())
         ready = SimpleNamespace(sources=[source, source], below=512)
         if says:
-            score._keep_names(tmp_path / "out", asked.score_options(command(folder, tmp_path / "out")), ready)
+            score._keep_names(tmp_path / "out", options.score_options(command(folder, tmp_path / "out")), ready)
             with pytest.raises(InputError, match=says):
                 score._keep_names(tmp_path / "out", given, ready)
     (tmp_path / "other").mkdir()
@@ -114,7 +114,7 @@ def test_a_folder_of_something_else_is_refused(folder, tmp_path):
     with pytest.raises(InputError, match="is not empty"):
         score._keep_names(tmp_path / "other", given, ready)
     with pytest.raises(InputError, match="--out is missing"):
-        asked.score_options([str(folder / "checkpoint"), "--data", "a"])
+        options.score_options([str(folder / "checkpoint"), "--data", "a"])
 
 
 def test_parts_of_others_are_refused(tmp_path):
@@ -154,14 +154,14 @@ def test_parts_that_are_not_as_they_were_written_are_refused(folder, tmp_path):
     with pytest.raises(InputError, match="holds scores of another model"):
         (tmp_path / "scores.json").write_text("[" * 100_000)
         test = SimpleNamespace(codec=SimpleNamespace(vocabulary=lambda: "words"), files=())
-        given = asked.score_options(command(folder, tmp_path))
+        given = options.score_options(command(folder, tmp_path))
         score._keep_names(tmp_path, given, SimpleNamespace(sources=[test, test], below=512))
 
 
 @pytest.mark.full
 def test_parts_of_another_model_are_refused(folder, tmp_path):
-    score.score(asked.score_options(command(folder, tmp_path / "out")))
+    score.score(options.score_options(command(folder, tmp_path / "out")))
     path = folder / "checkpoint" / "model.safetensors"
     path.touch()
     with pytest.raises(InputError, match="is of another model"):
-        score.score(asked.score_options(command(folder, tmp_path / "out")))
+        score.score(options.score_options(command(folder, tmp_path / "out")))

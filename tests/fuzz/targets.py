@@ -19,16 +19,16 @@ from targets_rows import ROW_TARGETS
 
 from trireme.engine.data import dataset as data
 from trireme.engine.plan import DoesNotFit, Limits, Plan, UnitPlan
-from trireme.engine.run.begin.kept import changes, kept
-from trireme.engine.run.begin.pinned import Pinned, check_model, check_snapshot, identity, pinned_of
-from trireme.engine.run.begin.settle import check_memory, check_step, given_plan
+from trireme.engine.run.begin.snapshot import Pinned, check_model, check_snapshot, identity, pinned_of
 from trireme.engine.run.command import parse
-from trireme.engine.run.finished import exports
-from trireme.engine.run.log import RunLog
+from trireme.engine.run.config.config_file import changes, kept
 from trireme.engine.run.options import Options
-from trireme.engine.run.records import Mark
+from trireme.engine.run.output import exports
+from trireme.engine.run.output.folder import has_begun
+from trireme.engine.run.output.log import RunLog
+from trireme.engine.run.output.records import Mark
+from trireme.engine.run.plan import check_memory, check_step, given_plan
 from trireme.engine.run.screen import Screen
-from trireme.engine.run.verify import has_begun
 from trireme.engine.tuning.adapters import adapter_shapes, peft_names
 from trireme.engine.tuning.chosen import adapted
 from trireme.engine.tuning.opened import read_adapter

@@ -18,7 +18,7 @@ from trireme.engine.hosts.group import Group
 from trireme.engine.hosts.held import Held, last_whole
 from trireme.engine.hosts.meeting import address_of
 from trireme.engine.plan import Plan, UnitPlan
-from trireme.engine.run.begin.job import common
+from trireme.engine.run.job import common
 from trireme.models.config import InputError
 from trireme.storage.snapshots import Snapshot
 

@@ -34,8 +34,8 @@ from trireme.engine.plan import UnitPlan
 from trireme.engine.planner.forecast import Forecast
 from trireme.engine.run import demo, evaluation, loop
 from trireme.engine.run.begin import reference
-from trireme.engine.run.begin.job import prepare
 from trireme.engine.run.command import parse
+from trireme.engine.run.job import prepare
 from trireme.storage.aio import IO
 from trireme.storage.folders import FINISHED
 from trireme.storage.kernel_aio import KernelIO

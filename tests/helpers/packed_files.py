@@ -9,7 +9,7 @@ from engines import adapters, batches, exchange, final_weights, opened, train
 from safetensors.torch import load_file, save_file
 from tiny import oracle
 
-from trireme.engine.run.verify import reopen
+from trireme.engine.run.output.folder import reopen
 from trireme.engine.tuning.chosen import adapted
 from trireme.kernels.reference import split_master
 from trireme.models.config import InputError, Lora

@@ -23,8 +23,8 @@ from trireme.engine.hosts import watch
 from trireme.engine.hosts.channel import HELLO, MAGIC
 from trireme.engine.hosts.watch import LostHost
 from trireme.engine.queues import watchdog
-from trireme.engine.run import demo, evaluation, live, loop, main
-from trireme.engine.run.begin import job, opened
+from trireme.engine.run import demo, evaluation, job, live, loop, main
+from trireme.engine.run.begin import resume
 from trireme.engine.shared import SharedGradients
 from trireme.storage.files import StoreError
 from trireme.storage.store import Store
@@ -302,7 +302,7 @@ def snapshots(at: Path) -> list[str]:
 
 def apart(host: int) -> None:
     """Disks of their own: no host sees another's."""
-    opened._others = lambda *_: []
+    resume._others = lambda *_: []
 
 
 @pytest.mark.full

@@ -10,8 +10,8 @@ from hub_server import TOKEN, Repo
 from runs import stopped
 
 from trireme.engine.run import main as finetune
-from trireme.engine.run.hub import fetch, places
-from trireme.engine.run.hub.places import Named
+from trireme.engine.run.hub import fetch, names
+from trireme.engine.run.hub.names import Named
 from trireme.models.config import InputError
 
 REST = ("--out", "out", "--seq-len", "64", "--max-steps", "2", "--batch-size", "2")
@@ -183,17 +183,17 @@ def test_names_and_paths(tmp_path, monkeypatch):
     """A path stays a path; weights, revisions and files are read and written the same way."""
     monkeypatch.chdir(tmp_path)
     (tmp_path / "here").mkdir()
-    assert places.model_name("here/model") is None
-    assert places.model_name("./model") is None
-    assert places.model_name("../model") is None
-    assert places.data_name("rows/a.jsonl") is None
-    assert places.data_name("here/a") is None
+    assert names.model_name("here/model") is None
+    assert names.model_name("./model") is None
+    assert names.model_name("../model") is None
+    assert names.data_name("rows/a.jsonl") is None
+    assert names.data_name("here/a") is None
     for text in ("a/b", "a/b@main", "hf://datasets/a/b@v1/data/x-*.parquet"):
-        assert str(places.data_name(text)) == text
-    assert places.parted("a/b:2") == ("a/b", ":2")
+        assert str(names.data_name(text)) == text
+    assert names.parted("a/b:2") == ("a/b", ":2")
     with pytest.raises(InputError, match="not part of a name"):
-        places.data_name("hf://datasets/a/b/../../c")
-    commit, root = "0" * 40, places.cache()
+        names.data_name("hf://datasets/a/b/../../c")
+    commit, root = "0" * 40, names.cache()
     file = root / f"datasets--a--b/snapshots/{commit}/data/x.csv"
-    assert places.written(f"{file}:0.5") == f"hf://datasets/a/b@{commit}/data/x.csv:0.5"
-    assert places.written(f"{root}/models--a--b/snapshots/{commit}") == f"{root}/models--a--b/snapshots/{commit}"
+    assert names.written(f"{file}:0.5") == f"hf://datasets/a/b@{commit}/data/x.csv:0.5"
+    assert names.written(f"{root}/models--a--b/snapshots/{commit}") == f"{root}/models--a--b/snapshots/{commit}"

@@ -12,7 +12,7 @@ from tiny import CASES, LLAMA, YARN, Tiny, oracle, relative, shifted_labels
 from transformers import AutoConfig, AutoModelForCausalLM
 
 from trireme.engine.run import demo
-from trireme.engine.run.begin.job import prepare
+from trireme.engine.run.job import prepare
 from trireme.engine.run.options import Options
 from trireme.engine.run.train import finetune
 from trireme.models.config import InputError, parse_config, read_config

@@ -21,8 +21,8 @@ from trireme.engine.planner.rule import Lean, Wanted, all_cuts, cuts, simple_pla
 from trireme.engine.planner.simulate import SimulatedQueues
 from trireme.engine.planner.sizes import MODELS
 from trireme.engine.planner.variants import moves, swap_slots, swaps, updated_alike, updates
-from trireme.engine.run.begin.pinned import misfit
-from trireme.engine.run.begin.settle import record_size
+from trireme.engine.run.begin.snapshot import misfit
+from trireme.engine.run.plan import record_size
 from trireme.engine.tuning.chosen import adapted, targets
 from trireme.models.config import Lora, ModelConfig, Rope
 from trireme.models.sizes import shapes

@@ -18,10 +18,10 @@ from trireme.engine.planner.rates import assume
 from trireme.engine.planner.rule import Wanted, simple_plan
 from trireme.engine.planner.whole import written
 from trireme.engine.run import demo, train
-from trireme.engine.run.begin.job import prepare
-from trireme.engine.run.begin.settle import record_size
 from trireme.engine.run.command import parse
+from trireme.engine.run.job import prepare
 from trireme.engine.run.options import Options, every
+from trireme.engine.run.plan import record_size
 from trireme.engine.run.report import events, report
 from trireme.models.config import ModelConfig, Rope
 from trireme.models.sizes import shapes

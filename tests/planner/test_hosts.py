@@ -13,7 +13,7 @@ from trireme.engine.planner.choose import choose
 from trireme.engine.planner.predict import Batch, predict
 from trireme.engine.planner.rule import Wanted, simple_plan
 from trireme.engine.queues.names import NET
-from trireme.engine.run.begin.pinned import Pinned, check_updates
+from trireme.engine.run.begin.snapshot import Pinned, check_updates
 from trireme.engine.run.options import Options
 from trireme.models.config import InputError
 

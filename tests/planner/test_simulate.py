@@ -18,7 +18,7 @@ from trireme.engine.planner.rates import DRIVES, Rates, machine
 from trireme.engine.planner.rule import Wanted
 from trireme.engine.planner.simulate import Classes, Intervals, SimulatedQueues
 from trireme.engine.planner.sizes import MODELS
-from trireme.engine.run.begin.settle import record_size
+from trireme.engine.run.plan import record_size
 from trireme.engine.step import train_step
 from trireme.models.sizes import shapes
 from trireme.storage.aio import BOUND, READ, READ_AHEAD, WRITE, WRITE_BACK

@@ -29,7 +29,7 @@ from trireme.engine.planner.whole import (
     written,
 )
 from trireme.engine.run import demo, loop, train
-from trireme.engine.run.begin.job import prepare
+from trireme.engine.run.job import prepare
 from trireme.engine.run.options import Every, Options
 from trireme.engine.run.report import estimate, often
 

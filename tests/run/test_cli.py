@@ -25,8 +25,7 @@ from safetensors.numpy import load_file, save_file
 from script_files import ROOT
 
 from trireme.engine.planner import host
-from trireme.engine.run import evaluation
-from trireme.engine.run.begin import job
+from trireme.engine.run import evaluation, job
 from trireme.engine.run.command import parse
 from trireme.engine.run.signals import STOPS
 

@@ -184,7 +184,7 @@ def test_a_dry_run_leaves_its_tokens_to_the_run(here, capsys, monkeypatch, tmp_p
     folder, made = tmp_path_factory.mktemp("cache"), []
     build = prepare._build
     monkeypatch.setattr(prepare, "_build", lambda *args: made.append(args[0]) or build(*args))
-    for name in ("begin.job", "report"):
+    for name in ("job", "report"):
         monkeypatch.setattr(f"trireme.engine.run.{name}.shelf", lambda: Shelf.under(folder))
     assert f"Dry run: nothing written but tokens, kept for later runs in {folder}." in said(capsys, *TRAIN, "--dry-run")
     assert not Path("out").exists()

@@ -23,9 +23,9 @@ from trireme.engine.planner.forecast import Forecast
 from trireme.engine.run import evaluation, loop, train
 from trireme.engine.run import main as finetune
 from trireme.engine.run.options import Options
+from trireme.engine.run.output.folder import reopen
 from trireme.engine.run.screen import Screen
 from trireme.engine.run.signals import Stop, stop_signals
-from trireme.engine.run.verify import reopen
 from trireme.storage.checkpoint import open_source
 
 pytestmark = pytest.mark.grid

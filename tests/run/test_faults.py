@@ -33,7 +33,7 @@ from trireme.engine.queues import watchdog
 from trireme.engine.queues.names import QUEUES
 from trireme.engine.queues.real import RealQueues
 from trireme.engine.run import demo, live, loop, pace, train
-from trireme.engine.run.begin.job import prepare
+from trireme.engine.run.job import prepare
 from trireme.engine.run.options import Options, every
 from trireme.storage.aio import IO
 from trireme.storage.store import Store

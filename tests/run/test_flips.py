@@ -16,10 +16,11 @@ from runs import losses, options, stopped
 
 from trireme.engine.plan import UnitPlan
 from trireme.engine.queues.real import InlineQueues
+from trireme.engine.run import engine as run_engine
 from trireme.engine.run import loop
-from trireme.engine.run.begin import filled, opened
-from trireme.engine.run.begin.job import Job, prepare
+from trireme.engine.run.begin import resume
 from trireme.engine.run.begin.owned import run_of
+from trireme.engine.run.job import Job, prepare
 from trireme.engine.run.options import Options, every
 from trireme.engine.run.screen import Screen
 from trireme.engine.run.train import finetune
@@ -96,12 +97,12 @@ def flip(path: Path, dice: random.Random) -> None:
 def resumed(job: Job, run: Options) -> dict[str, bytes]:
     """Everything that the run goes on with, loaded as by a resumed run: spans, what the snapshot says, auxiliary."""
     screen = Screen(io.StringIO())
-    store, said = opened.open_snapshot(run, screen, run_of(Path(run.out)))
+    store, said = resume.open_snapshot(run, screen, run_of(Path(run.out)))
     with store:
-        e = filled.make_engine(job, InlineQueues(), store, screen)
+        e = run_engine.make_engine(job, InlineQueues(), store, screen)
         with closing(e):
-            filled.claim_space(e, job, store, anew=False)
-            filled.fill_engine(e, job, store, screen, resumed=True)
+            run_engine.claim_space(e, job, store, anew=False)
+            run_engine.fill_engine(e, job, store, screen, resumed=True)
             found = {"said": json.dumps(said).encode(), "step": b"%d" % store.snapshots[-1].step}
             for name, shard in store.shards.items():
                 buffer = arena(shard.layout.span)

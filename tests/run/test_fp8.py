@@ -10,8 +10,8 @@ from safetensors.torch import load_file
 from trireme.engine.plan import Limits, UnitPlan
 from trireme.engine.planner.machine import this_machine
 from trireme.engine.planner.rates import assume
-from trireme.engine.run.begin.job import prepare
 from trireme.engine.run.begin.limits import check_fp8
+from trireme.engine.run.job import prepare
 from trireme.engine.run.report import method_line
 from trireme.engine.run.train import finetune
 from trireme.models.config import InputError

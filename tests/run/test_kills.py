@@ -13,8 +13,8 @@ import pytest
 from kills import KINDS, Bench, flip, make_bench, trial
 from runs import child, ended, hold, losses, options
 
-from trireme.engine.run.finished import exports
-from trireme.engine.run.finished.exports import (
+from trireme.engine.run.output import exports
+from trireme.engine.run.output.exports import (
     Best,
     bring_back,
     forget_old,
@@ -23,7 +23,7 @@ from trireme.engine.run.finished.exports import (
     set_aside,
     settle,
 )
-from trireme.engine.run.verify import tidy
+from trireme.engine.run.output.folder import tidy
 from trireme.storage import files
 from trireme.storage.untrusted import checksum
 

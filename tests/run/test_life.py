@@ -20,10 +20,10 @@ from safetensors.numpy import load_file, save_file
 
 from trireme.engine.data.cache import TokenWriter
 from trireme.engine.data.dataset import Dataset
-from trireme.engine.run import demo, live, loop, train, verify
-from trireme.engine.run.begin import job
+from trireme.engine.run import demo, job, live, loop, train
 from trireme.engine.run.command import parse
 from trireme.engine.run.options import Options, every
+from trireme.engine.run.output import folder
 from trireme.engine.run.train import finetune
 from trireme.kernels import launch
 from trireme.models.config import InputError
@@ -84,8 +84,8 @@ def leaves_nothing_else(run: Options, drives: bool = False) -> bool:
 
 
 BEFORE_A_STEP = {
-    "its folder": (verify, "replace_synced", True),
-    "config.yaml": (verify, "replace_synced", False),
+    "its folder": (folder, "replace_synced", True),
+    "config.yaml": (folder, "replace_synced", False),
     "half of its tokens": (TokenWriter, "finish", True),
     "its tokens": (job, "load_dataset", False),
     "half of its store": (store.Store, "_copy_auxiliary", True),
@@ -135,7 +135,7 @@ def test_killed_without_a_snapshot_it_is_begun_again_however_often(checkpoint, s
     drives = tuple(str(checkpoint / f"{half} drive when {where}") for half in ("one", "other"))
     run = replace(two_steps(checkpoint, f"often when {where}"), save_every=every("never"), store=drives)
     killed(run, loop, "train_step", call=2)
-    assert verify.has_begun(Path(run.out))
+    assert folder.has_begun(Path(run.out))
     of, name, before = IN_ITS_NEW_STORE[where]
     killed(replace(run, resume=run.out), of, name, before=before)
     finetune(replace(run, resume=run.out))

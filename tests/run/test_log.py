@@ -24,13 +24,14 @@ from command import TRAIN, fails, on_screen
 from trireme.engine.amounts import compact, duration
 from trireme.engine.data import dataset
 from trireme.engine.queues.names import title
-from trireme.engine.run import log as log_module
-from trireme.engine.run import loop, main, records
+from trireme.engine.run import loop, main
 from trireme.engine.run import screen as screen_module
-from trireme.engine.run.curve import MOST, Curve, draw
-from trireme.engine.run.log import RunLog
 from trireme.engine.run.options import Options
-from trireme.engine.run.records import COLUMNS
+from trireme.engine.run.output import log as log_module
+from trireme.engine.run.output import records
+from trireme.engine.run.output.curve import MOST, Curve, draw
+from trireme.engine.run.output.log import RunLog
+from trireme.engine.run.output.records import COLUMNS
 from trireme.engine.run.screen import Screen, one_line, progress, wrapped
 from trireme.engine.run.train import finetune
 from trireme.kernels import host_adamw

@@ -16,11 +16,11 @@ from runs import make_small
 from script_files import script
 
 from trireme.engine.amounts import size
-from trireme.engine.run.begin.job import prepare
-from trireme.engine.run.begin.kept import changes, config_yaml, kept, repeats
 from trireme.engine.run.command import checked, latest_run, parse
+from trireme.engine.run.config.config_file import changes, config_yaml, kept, repeats
+from trireme.engine.run.config.option_names import ELSEWHERE
+from trireme.engine.run.job import prepare
 from trireme.engine.run.main import main
-from trireme.engine.run.names import ELSEWHERE
 from trireme.engine.run.options import Every, Options, every
 from trireme.models.config import InputError
 

@@ -21,9 +21,9 @@ from trireme.engine.placement import Placement
 from trireme.engine.plan import DoesNotFit, Plan, UnitPlan
 from trireme.engine.planner.clock import Clock
 from trireme.engine.planner.forecast import Forecast
-from trireme.engine.run import evaluation, live, loop, train
-from trireme.engine.run.begin import filled, job
-from trireme.engine.run.begin.job import prepare
+from trireme.engine.run import engine as run_engine
+from trireme.engine.run import evaluation, job, live, loop, train
+from trireme.engine.run.job import prepare
 from trireme.engine.run.live import Progress
 from trireme.engine.run.loop import Interrupted
 from trireme.engine.run.options import Options, every
@@ -326,11 +326,11 @@ def test_ctrl_c_while_loading_ends_the_warm_up(units, monkeypatch):
         if asked:
             raise KeyboardInterrupt
 
-    monkeypatch.setattr(filled, "_first", lambda _: "the first step's")
-    monkeypatch.setattr(filled, "warm_up", lambda e, mb, loaded: warmed_up.extend((e, mb, u) for u in loaded))
+    monkeypatch.setattr(run_engine, "_first", lambda _: "the first step's")
+    monkeypatch.setattr(run_engine, "warm_up", lambda e, mb, loaded: warmed_up.extend((e, mb, u) for u in loaded))
     left = nullcontext() if units <= 5 else pytest.raises(KeyboardInterrupt)
     with stop_signals(lambda number: asked.append(number) or heard.set(), lambda: None), left:
-        filled._load_and_warm_up("the engine", as_on_gpu, SimpleNamespace(load=load), more, Clock())
+        run_engine._load_and_warm_up("the engine", as_on_gpu, SimpleNamespace(load=load), more, Clock())
     assert warmed_up == [("the engine", "the first step's", u) for u in range(min(units, 5))]
 
 

@@ -16,10 +16,9 @@ from trireme.engine.amounts import gb
 from trireme.engine.plan import DoesNotFit, Plan, UnitPlan
 from trireme.engine.planner.lines import disk_line
 from trireme.engine.queues.names import WRITES
-from trireme.engine.run import loop
-from trireme.engine.run.begin import job
-from trireme.engine.run.begin.job import prepare
+from trireme.engine.run import job, loop
 from trireme.engine.run.begin.model import dropping
+from trireme.engine.run.job import prepare
 from trireme.engine.run.main import main
 from trireme.engine.run.train import finetune
 from trireme.models.config import InputError, Lora, parse_config

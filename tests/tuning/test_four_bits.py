@@ -12,7 +12,7 @@ from tiny import LLAMA, MIXTURE
 from transformers.integrations.finegrained_fp8 import Fp8Dequantize
 
 from trireme.engine.geometry import Geometry
-from trireme.engine.run.verify import reopen
+from trireme.engine.run.output.folder import reopen
 from trireme.engine.tuning.chosen import adapted
 from trireme.engine.tuning.packed import as_said, check_packing
 from trireme.engine.tuning.parts import open_checkpoint

@@ -15,7 +15,7 @@ from transformers import AutoModelForCausalLM
 from transformers.integrations.finegrained_fp8 import Fp8Dequantize
 
 from trireme.engine.geometry import Geometry
-from trireme.engine.run.verify import reopen
+from trireme.engine.run.output.folder import reopen
 from trireme.engine.tuning.chosen import adapted, chosen
 from trireme.engine.tuning.merge import merge_adapter
 from trireme.engine.tuning.packed import as_said, check_packing

@@ -13,7 +13,7 @@ from tiny import CASES, oracle
 from transformers import AutoModelForCausalLM
 from transformers.integrations.mxfp4 import convert_moe_packed_tensors
 
-from trireme.engine.run.verify import reopen
+from trireme.engine.run.output.folder import reopen
 from trireme.engine.tuning.chosen import chosen
 from trireme.engine.tuning.packed import as_stored, check_packing
 from trireme.engine.tuning.parts import open_checkpoint

@@ -15,7 +15,7 @@ from tiny import LLAMA, MIXTURE, oracle
 from transformers.integrations.finegrained_fp8 import Fp8Quantize
 
 from trireme.engine.geometry import geometry
-from trireme.engine.run.begin.job import prepare
+from trireme.engine.run.job import prepare
 from trireme.engine.run.train import finetune
 from trireme.engine.tuning.base import CheckpointBase, why_copied
 from trireme.engine.tuning.cached import cached

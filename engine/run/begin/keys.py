@@ -9,7 +9,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, NamedTuple
 
-from trireme.engine.run.names import field_of
+from trireme.engine.run.config.option_names import field_of
 
 MOST = 200  # keys within keys, and values shown of a list
 

@@ -10,9 +10,9 @@ from pathlib import Path
 from trireme.engine.data.codec import Codec, load_codec
 from trireme.engine.data.files.scores import is_scores
 from trireme.engine.planner.sizes import find_model
-from trireme.engine.run.begin.preference import teaching_of, with_head
-from trireme.engine.run.hub.places import title
-from trireme.engine.run.names import flag_of
+from trireme.engine.run.begin.method import teaching_of, with_head
+from trireme.engine.run.config.option_names import flag_of
+from trireme.engine.run.hub.names import title
 from trireme.engine.run.options import Options
 from trireme.engine.tuning.adapters import Adapter
 from trireme.engine.tuning.chosen import adapted, chosen, folded, targets

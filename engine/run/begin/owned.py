@@ -13,7 +13,7 @@ from contextlib import suppress
 from pathlib import Path
 
 from trireme.engine.hosts.group import Alone, refuse_text
-from trireme.engine.run.begin.kept import full, stores_of
+from trireme.engine.run.config.config_file import full, stores_of
 from trireme.models.config import InputError
 from trireme.storage import folders, snapshots
 from trireme.storage.folders import Owner

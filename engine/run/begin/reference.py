@@ -28,8 +28,8 @@ from trireme.engine.build import Engine, dealt, in_ram, placed, shares
 from trireme.engine.data.dataset import Dataset, MicroBatch
 from trireme.engine.hosts.group import Alone, refuse_text
 from trireme.engine.planner.host import computed_by
-from trireme.engine.run.begin.job import Job
-from trireme.engine.run.begin.opened import run_folder
+from trireme.engine.run.begin.resume import run_folder
+from trireme.engine.run.job import Job
 from trireme.engine.run.screen import Screen
 from trireme.engine.step import evaluate
 from trireme.kernels.private import cache_folder

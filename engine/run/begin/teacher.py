@@ -26,13 +26,13 @@ from trireme.engine.data.dataset import Dataset
 from trireme.engine.data.files.scores import NAMES, Names, Pieces, is_scores, read_names, taught_by
 from trireme.engine.memory import DTYPE
 from trireme.engine.plan import DoesNotFit
-from trireme.engine.run.begin.job import Job
-from trireme.engine.run.begin.opened import Snapshot
+from trireme.engine.run.begin.resume import Snapshot
 from trireme.engine.run.finished import evaluate, given, score
-from trireme.engine.run.finished.asked import FORMATS
-from trireme.engine.run.finished.opened import Opened, open_folder
+from trireme.engine.run.finished.model import Opened, open_folder
+from trireme.engine.run.finished.options import FORMATS
+from trireme.engine.run.job import Job
+from trireme.engine.run.output.folder import TEACHER
 from trireme.engine.run.screen import Screen
-from trireme.engine.run.verify import TEACHER
 from trireme.kernels.private import cache_folder
 from trireme.models import head
 from trireme.models.config import InputError

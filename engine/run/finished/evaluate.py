@@ -19,11 +19,11 @@ from trireme.engine.data.codec import Codec
 from trireme.engine.data.dataset import DataOptions, Dataset, MicroBatch, load_dataset
 from trireme.engine.data.formats.pairs import Kind
 from trireme.engine.memory import DTYPE
-from trireme.engine.run.begin.job import shelf
 from trireme.engine.run.finished import given as common
 from trireme.engine.run.finished.layers import Layers
-from trireme.engine.run.finished.opened import Opened
-from trireme.engine.run.log import perplexity
+from trireme.engine.run.finished.model import Opened
+from trireme.engine.run.job import shelf
+from trireme.engine.run.output.log import perplexity
 from trireme.engine.run.screen import Screen
 from trireme.engine.tuning.headed import pad_in
 from trireme.models import head, model

@@ -11,9 +11,9 @@ from trireme.engine.amounts import gib
 from trireme.engine.data.codec import Codec
 from trireme.engine.planner.host import choose_device, memory_limits
 from trireme.engine.run.begin.limits import check_compiler, check_heads
-from trireme.engine.run.finished.asked import FORMATS
 from trireme.engine.run.finished.layers import Layers
-from trireme.engine.run.finished.opened import Opened, open_folder
+from trireme.engine.run.finished.model import Opened, open_folder
+from trireme.engine.run.finished.options import FORMATS
 from trireme.engine.run.hub.fetch import base_for, folder_of
 from trireme.engine.run.screen import Screen
 from trireme.engine.tuning.peft_config import CONFIG

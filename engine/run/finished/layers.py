@@ -19,7 +19,7 @@ from trireme.engine.exchange import LOADERS, check_tied, fill_weight, naming_fil
 from trireme.engine.geometry import Geometry
 from trireme.engine.memory import views
 from trireme.engine.plan import DoesNotFit, Limits
-from trireme.engine.run.finished.opened import Opened
+from trireme.engine.run.finished.model import Opened
 from trireme.engine.tuning.base import check_unchanged, stamps
 from trireme.models import hf, model
 from trireme.models.sizes import narrow

@@ -14,8 +14,8 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, TypedDict
 
 from trireme.engine.run.command import parse
+from trireme.engine.run.config.option_names import flag_of
 from trireme.engine.run.main import ENVIRONMENT, about_disk
-from trireme.engine.run.names import flag_of
 from trireme.engine.run.options import Options
 from trireme.engine.run.screen import Screen
 from trireme.models import config
@@ -259,8 +259,8 @@ def hear(on_step: Callable[[Record], object], record: Record) -> None:
 
 def result(folder: Path) -> Run:
     """Of a finished run's folder, by its log."""
-    from trireme.engine.run.log import Totals
-    from trireme.engine.run.records import read_log
+    from trireme.engine.run.output.log import Totals
+    from trireme.engine.run.output.records import read_log
 
     totals, losses, evaluations = Totals(), list[tuple[int, float]](), list[tuple[int, float]]()
     for _, record in read_log(folder / "log.jsonl"):
@@ -278,9 +278,9 @@ def plan(**options: Unpack[Given]) -> Plan:
     """A dry run. Raises InputError, DoesNotFit."""
     given = _options(dict(options), dry_run=True)
     with _translated(given), _screen(False) as screen:
-        from trireme.engine.run.begin.job import prepare  # late: torch takes seconds
         from trireme.engine.run.command import checked
         from trireme.engine.run.hub.fetch import fetched
+        from trireme.engine.run.job import prepare  # late: torch takes seconds
         from trireme.engine.run.report import planned, report
 
         job = prepare(fetched(checked(replace(given, dry_run=True)), screen), say=lambda _: None)
@@ -294,7 +294,7 @@ def sample(folder: str | Path, prompt: str | Sequence[dict[str, Any]], **options
     """
     with _translated(Options(out=str(folder))), _screen(False) as screen:
         from trireme.engine.run.finished import sample as command  # late: torch takes seconds
-        from trireme.engine.run.finished.asked import sample_options
+        from trireme.engine.run.finished.options import sample_options
 
         words = [str(folder), "--prompt=x", *words_of(options)]
         return command.answer(sample_options(words), prompt if isinstance(prompt, str) else list(prompt), screen)
@@ -304,7 +304,7 @@ def evaluate(folder: str | Path, data: str | Path, **options: Any) -> Record:
     """loss, perplexity, trained_tokens and tokens of a file; options as of `trireme eval`. Raises as `sample`."""
     with _translated(Options(out=str(folder))), _screen(False) as screen:
         from trireme.engine.run.finished import evaluate as command  # late: torch takes seconds
-        from trireme.engine.run.finished.asked import eval_options
+        from trireme.engine.run.finished.options import eval_options
 
         given = eval_options([str(folder), *words_of({"data": data, **options})])
         (found,) = command.losses(given, screen)

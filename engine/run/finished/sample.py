@@ -18,7 +18,7 @@ from trireme.engine.data.files.rows import Fields
 from trireme.engine.memory import DTYPE
 from trireme.engine.run.finished import given as common
 from trireme.engine.run.finished.layers import Layers
-from trireme.engine.run.finished.opened import GENERATION, Opened
+from trireme.engine.run.finished.model import GENERATION, Opened
 from trireme.engine.run.finished.sampling import Picker, Sampling, continued, ends_of, sampling_of
 from trireme.engine.run.screen import Screen
 from trireme.models.config import InputError, ModelConfig

@@ -43,7 +43,7 @@ from trireme.engine.data.dataset import Dataset, MicroBatch
 from trireme.engine.data.files.scores import FORMAT, NAMES, places_of
 from trireme.engine.run.finished import evaluate
 from trireme.engine.run.finished.evaluate import Found, Ready
-from trireme.engine.run.finished.opened import Opened
+from trireme.engine.run.finished.model import Opened
 from trireme.engine.run.screen import Screen
 from trireme.engine.tuning.base import stamps
 from trireme.models import head, model

@@ -8,12 +8,12 @@ from pathlib import Path
 from typing import Any
 
 from trireme.engine.amounts import count
-from trireme.engine.run.begin.kept import from_yaml
-from trireme.engine.run.hub.places import data_name, model_name, parted
-from trireme.engine.run.log import Totals, perplexity
-from trireme.engine.run.names import flag_of
+from trireme.engine.run.config.config_file import from_yaml
+from trireme.engine.run.config.option_names import flag_of
+from trireme.engine.run.hub.names import data_name, model_name, parted
 from trireme.engine.run.options import Options
-from trireme.engine.run.records import read_log
+from trireme.engine.run.output.log import Totals, perplexity
+from trireme.engine.run.output.records import read_log
 
 # Told elsewhere in the card, or about this machine.
 _LEFT_OUT = frozenset({

@@ -8,7 +8,7 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from typing import Any
 
-from trireme.engine.run.hub.places import Named
+from trireme.engine.run.hub.names import Named
 from trireme.models.config import InputError
 from trireme.storage.untrusted import shown
 

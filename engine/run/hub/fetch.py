@@ -18,7 +18,7 @@ from typing import Any
 from trireme.engine.amounts import count, gib
 from trireme.engine.data.files.folders import MOST_FILES, by_uses, set_of
 from trireme.engine.run.hub.client import asking, client, endpoint
-from trireme.engine.run.hub.places import COMMIT, Files, Named, cache, data_name, model_name, parted
+from trireme.engine.run.hub.names import COMMIT, Files, Named, cache, data_name, model_name, parted
 from trireme.engine.run.options import Options
 from trireme.engine.run.screen import Screen
 from trireme.engine.tuning.peft_config import base_of, read_adapter_config

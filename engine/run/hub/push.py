@@ -8,13 +8,13 @@ from pathlib import Path
 from typing import Any
 
 from trireme.engine.amounts import count, gib
-from trireme.engine.run.begin.kept import from_yaml
+from trireme.engine.run.config.config_file import from_yaml
 from trireme.engine.run.hub.card import card_of
 from trireme.engine.run.hub.client import asking, client, endpoint
-from trireme.engine.run.hub.places import Named, base_of, model_name
+from trireme.engine.run.hub.names import Named, base_of, model_name
 from trireme.engine.run.options import Options
+from trireme.engine.run.output.folder import LOGS
 from trireme.engine.run.screen import Screen
-from trireme.engine.run.verify import LOGS
 from trireme.engine.tuning.peft_config import CONFIG, read_adapter_config
 from trireme.engine.tuning.peft_config import base_of as base_in
 from trireme.models.config import InputError

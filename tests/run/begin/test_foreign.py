@@ -9,11 +9,11 @@ from pathlib import Path
 import pytest
 import yaml
 
-from trireme.engine.run.begin.foreign import RENAMED
-from trireme.engine.run.begin.kept import Refused, taken
 from trireme.engine.run.command import parse
+from trireme.engine.run.config.config_file import Refused, taken
+from trireme.engine.run.config.foreign_config import RENAMED
+from trireme.engine.run.config.option_names import ELSEWHERE, FIELDS
 from trireme.engine.run.main import main
-from trireme.engine.run.names import ELSEWHERE, FIELDS
 from trireme.models.config import InputError
 
 RECIPES = yaml.safe_load((Path(__file__).parent / "recipes.yaml").read_text())

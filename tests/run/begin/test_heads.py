@@ -13,9 +13,9 @@ from safetensors.numpy import load_file
 from torch.nn.functional import cross_entropy, logsigmoid
 from transformers import AutoConfig, AutoModelForCausalLM, AutoModelForSequenceClassification
 
-from trireme.engine.run.begin.job import prepare
 from trireme.engine.run.begin.model import what_is_trained
 from trireme.engine.run.command import parse
+from trireme.engine.run.job import prepare
 from trireme.engine.run.main import main
 from trireme.engine.run.options import Options
 from trireme.engine.run.train import finetune

@@ -30,10 +30,10 @@ from runs import (
 )
 
 from trireme.engine.run.begin import reference
-from trireme.engine.run.begin.job import prepare
-from trireme.engine.run.begin.kept import config_yaml, repeats
-from trireme.engine.run.begin.preference import preference_of
+from trireme.engine.run.begin.method import preference_of
 from trireme.engine.run.command import parse
+from trireme.engine.run.config.config_file import config_yaml, repeats
+from trireme.engine.run.job import prepare
 from trireme.engine.run.options import Options
 from trireme.engine.run.train import finetune
 from trireme.models.config import InputError

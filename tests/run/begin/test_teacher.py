@@ -34,10 +34,10 @@ from safetensors.numpy import load_file, save_file
 
 from trireme.engine.run import demo
 from trireme.engine.run.begin import teacher
-from trireme.engine.run.begin.job import prepare
-from trireme.engine.run.begin.preference import teaching_of
+from trireme.engine.run.begin.method import teaching_of
 from trireme.engine.run.command import parse
-from trireme.engine.run.finished import asked, evaluate, score
+from trireme.engine.run.finished import evaluate, options, score
+from trireme.engine.run.job import prepare
 from trireme.engine.run.options import Options
 from trireme.engine.run.train import finetune
 from trireme.models.config import InputError, Teaching
@@ -144,7 +144,7 @@ def test_adapters_are_trained_as_by_peft(folder):
 
 def scored(folder, out, *more):
     data = ["--data", str(folder / "rows.jsonl"), "--seq-len", "64", "--top-k", str(K), "--out", str(out), *more]
-    assert score.score(asked.score_options([str(folder / "teacher"), *data])) == 0
+    assert score.score(options.score_options([str(folder / "teacher"), *data])) == 0
     return str(out)
 
 
@@ -199,7 +199,7 @@ def test_killed_while_the_teacher_is_asked_it_goes_on_there(folder, cache, monke
     asked, real = [], evaluate.forward
 
     def counted(*given):
-        asked.append(given)
+        options.append(given)
         return real(*given)
 
     def dies(*given):
@@ -216,7 +216,7 @@ def test_killed_while_the_teacher_is_asked_it_goes_on_there(folder, cache, monke
     monkeypatch.setattr(evaluate, "forward", counted)
     finetune(killed)
     rest = len(asked)
-    asked.clear()
+    options.clear()
     shutil.rmtree(cache)
     finetune(whole)
     assert rest == len(asked) - 2
@@ -230,7 +230,7 @@ def test_interrupted_without_a_cache_the_same_command_goes_on(folder, monkeypatc
     opts, asked, real = run(folder, "left", max_steps=1), [], evaluate.forward
 
     def leaves(*given):
-        asked.append(given)
+        options.append(given)
         if len(asked) == 3:
             raise KeyboardInterrupt
         return real(*given)

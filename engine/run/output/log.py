@@ -16,9 +16,19 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 
 from trireme.engine.amounts import compact, count, duration
-from trireme.engine.run.curve import LOSS, Curve, draw
 from trireme.engine.run.options import Options
-from trireme.engine.run.records import COLUMNS, Appender, Mark, Record, as_csv, as_json, is_whole, read_log, read_until
+from trireme.engine.run.output.curve import LOSS, Curve, draw
+from trireme.engine.run.output.records import (
+    COLUMNS,
+    Appender,
+    Mark,
+    Record,
+    as_csv,
+    as_json,
+    is_whole,
+    read_log,
+    read_until,
+)
 from trireme.engine.run.screen import Screen, progress
 from trireme.models.config import InputError
 from trireme.storage.files import replace_synced

@@ -10,8 +10,8 @@ from typing import Any
 
 from trireme.engine.data.codec import Codec, load_codec
 from trireme.engine.data.formats.pairs import Kind
-from trireme.engine.run.begin.kept import from_yaml, text_of
-from trireme.engine.run.verify import check_checkpoint
+from trireme.engine.run.config.config_file import from_yaml, text_of
+from trireme.engine.run.output.folder import check_checkpoint
 from trireme.engine.tuning.adapters import Adapter
 from trireme.engine.tuning.chosen import adapted
 from trireme.engine.tuning.headed import names_in

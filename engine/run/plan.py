@@ -19,7 +19,7 @@ from trireme.engine.planner.forecast import Files, Forecast, Work, check_drive
 from trireme.engine.planner.machine import with_drives
 from trireme.engine.planner.rates import Machine
 from trireme.engine.planner.rule import Wanted, all_cuts, cuts, shortage, simple_plan
-from trireme.engine.run.begin.pinned import DTYPES, Pinned, misfit
+from trireme.engine.run.begin.snapshot import DTYPES, Pinned, misfit
 from trireme.engine.run.options import Options
 from trireme.models.config import InputError, ModelConfig
 from trireme.models.sizes import shapes

@@ -12,13 +12,13 @@ from typing import Any, NamedTuple
 from trireme.engine.hosts.group import Alone, told
 from trireme.engine.hosts.held import Held, Whole, held_in, last_whole
 from trireme.engine.placement import Progress, silent
-from trireme.engine.run.begin.job import Job
-from trireme.engine.run.begin.kept import stores_of
 from trireme.engine.run.begin.owned import check_not_taken, check_own, owned, owner, run_of
-from trireme.engine.run.begin.pinned import check_snapshot
+from trireme.engine.run.begin.snapshot import check_snapshot
+from trireme.engine.run.config.config_file import stores_of
+from trireme.engine.run.job import Job
 from trireme.engine.run.options import Options, store_folders
+from trireme.engine.run.output.folder import ADAPTER, OURS, has_begun, tidy
 from trireme.engine.run.screen import Screen
-from trireme.engine.run.verify import ADAPTER, OURS, has_begun, tidy
 from trireme.models.config import InputError
 from trireme.storage import folders
 from trireme.storage.checkpoint import open_source

@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import Any
 
 from trireme.engine.run.begin.keys import Item, Read, is_file, number, text_of_value
-from trireme.engine.run.names import field_of
+from trireme.engine.run.config.option_names import field_of
 from trireme.storage.untrusted import parse_json, read_small, shown
 
 LARGEST = 1 << 40  # of a batch and of steps

@@ -31,6 +31,7 @@ from trireme.engine.planner.host import drive_of, model_of
 from trireme.engine.planner.machine import this_machine
 from trireme.engine.planner.rates import Machine, reserved
 from trireme.engine.run.begin.limits import check_fp8, check_gpus, check_heads, least, place
+from trireme.engine.run.begin.method import kind_of_data, parameters, preference_of, with_labels
 from trireme.engine.run.begin.model import (
     about_adapter,
     alpha_of,
@@ -42,10 +43,9 @@ from trireme.engine.run.begin.model import (
     what_is_trained,
     with_auxiliary,
 )
-from trireme.engine.run.begin.pinned import Pinned, check_model, check_updates, identity, pinned_of
-from trireme.engine.run.begin.preference import kind_of_data, parameters, preference_of, with_labels
-from trireme.engine.run.begin.settle import Planner
+from trireme.engine.run.begin.snapshot import Pinned, check_model, check_updates, identity, pinned_of
 from trireme.engine.run.options import Options, store_folders
+from trireme.engine.run.plan import Planner
 from trireme.engine.tuning.adapters import Adapter, adapter_shapes
 from trireme.engine.tuning.base import why_copied
 from trireme.engine.tuning.cached import Cached, cached

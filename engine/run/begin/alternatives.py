@@ -10,11 +10,11 @@ from trireme.engine.amounts import compact, seconds
 from trireme.engine.plan import DoesNotFit
 from trireme.engine.planner.forecast import Files, Forecast, Work
 from trireme.engine.planner.machine import this_machine
-from trireme.engine.run.begin.job import check_room, prepare
 from trireme.engine.run.begin.limits import place
 from trireme.engine.run.begin.model import length, what_is_trained
-from trireme.engine.run.begin.settle import Planner
+from trireme.engine.run.job import check_room, prepare
 from trireme.engine.run.options import Options
+from trireme.engine.run.plan import Planner
 from trireme.models.config import InputError
 from trireme.storage.headers import CheckpointError
 

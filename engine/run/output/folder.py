@@ -12,11 +12,11 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import NoReturn
 
-from trireme.engine.run.begin.kept import config_yaml, repeats
 from trireme.engine.run.begin.owned import refuse_links, signed, unsigned
 from trireme.engine.run.command import program
-from trireme.engine.run.finished.exports import BEST, half_made, remove
+from trireme.engine.run.config.config_file import config_yaml, repeats
 from trireme.engine.run.options import Options, store_folders
+from trireme.engine.run.output.exports import BEST, half_made, remove
 from trireme.engine.tuning.packed import Packed
 from trireme.engine.tuning.parts import open_checkpoint
 from trireme.models.config import InputError

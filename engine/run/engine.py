@@ -20,8 +20,8 @@ from trireme.engine.planner.clock import Clock
 from trireme.engine.planner.host import hold_to
 from trireme.engine.planner.machine import note_pinned
 from trireme.engine.queues.real import RealQueues
-from trireme.engine.run.begin.job import Job
 from trireme.engine.run.begin.warmup import warm_up
+from trireme.engine.run.job import Job
 from trireme.engine.run.screen import Screen
 from trireme.engine.tuning.base import CheckpointBase
 from trireme.engine.tuning.cached import Cached
