@@ -26,7 +26,6 @@ from trireme.engine.planner.whole import note_export
 from trireme.engine.queues.real import RealQueues
 from trireme.engine.queues.watchdog import leave, patience, watched
 from trireme.engine.run.begin.method import preference_of
-from trireme.engine.run.begin.owned import run_of
 from trireme.engine.run.begin.reference import with_reference
 from trireme.engine.run.begin.resume import Begun, Snapshot, hosts_in, remove_host, run_folder
 from trireme.engine.run.command import program
@@ -36,7 +35,7 @@ from trireme.engine.run.hub.names import base_of, title
 from trireme.engine.run.job import Job
 from trireme.engine.run.output.curve import LOSS
 from trireme.engine.run.output.exports import BEST, Best, forget_old, replace_best, replace_folder, take_over
-from trireme.engine.run.output.folder import LOGS, afterwards
+from trireme.engine.run.output.folder import LOGS, afterwards, run_of
 from trireme.engine.run.output.log import RunLog, Tracker
 from trireme.engine.run.output.records import Mark
 from trireme.engine.run.screen import Screen

@@ -15,7 +15,6 @@ from trireme.engine.planner.clock import Clock
 from trireme.engine.planner.host import computed_by
 from trireme.engine.planner.whole import AGAIN
 from trireme.engine.run.begin.alternatives import instead
-from trireme.engine.run.begin.owned import common_id, refuse_links, signed
 from trireme.engine.run.begin.resume import Begun, Snapshot, check_continues, new_store, open_run
 from trireme.engine.run.begin.snapshot import check_snapshot, is_date
 from trireme.engine.run.begin.teacher import about_teacher, with_teacher
@@ -28,7 +27,15 @@ from trireme.engine.run.live import Live
 from trireme.engine.run.loop import Interrupted, Run
 from trireme.engine.run.options import Options
 from trireme.engine.run.output.exports import BEST, Best, settle
-from trireme.engine.run.output.folder import check_checkpoint, check_free, new_run, taken
+from trireme.engine.run.output.folder import (
+    check_checkpoint,
+    check_free,
+    common_id,
+    new_run,
+    refuse_links,
+    signed,
+    taken,
+)
 from trireme.engine.run.output.log import Tracker, trackers
 from trireme.engine.run.report import dry_line, estimate, report
 from trireme.engine.run.screen import Screen

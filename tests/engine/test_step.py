@@ -57,7 +57,7 @@ from trireme.engine.planner.simulate import SimulatedQueues
 from trireme.engine.planner.variants import divided_losses
 from trireme.engine.queues.names import READS, WRITES, queues_of
 from trireme.engine.queues.real import InlineQueues, RealQueues
-from trireme.engine.run.begin.warmup import warm_up
+from trireme.engine.run.engine import warm_up
 from trireme.engine.run.evaluation import sample
 from trireme.engine.step import evaluate, train_step
 from trireme.engine.updates import AdamW

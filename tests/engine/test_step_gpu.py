@@ -26,7 +26,7 @@ from engines import (
 from trireme.engine import geometry
 from trireme.engine.exchange import Kept
 from trireme.engine.plan import TIERS, UnitPlan
-from trireme.engine.run.begin.warmup import warm_up
+from trireme.engine.run.engine import warm_up
 from trireme.engine.updates import AdamW
 from trireme.models.config import Lora, Teaching
 from trireme.models.families.experts import Experts

@@ -19,9 +19,9 @@ from trireme.engine.queues.real import InlineQueues
 from trireme.engine.run import engine as run_engine
 from trireme.engine.run import loop
 from trireme.engine.run.begin import resume
-from trireme.engine.run.begin.owned import run_of
 from trireme.engine.run.job import Job, prepare
 from trireme.engine.run.options import Options, every
+from trireme.engine.run.output.folder import run_of
 from trireme.engine.run.screen import Screen
 from trireme.engine.run.train import finetune
 from trireme.storage.aio import arena

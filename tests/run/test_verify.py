@@ -21,11 +21,10 @@ from trireme.engine.hosts.group import Alone
 from trireme.engine.plan import DoesNotFit
 from trireme.engine.run import demo
 from trireme.engine.run import job as jobs
-from trireme.engine.run.begin.owned import common_id, run_of, signed
 from trireme.engine.run.begin.resume import new_store, open_run, open_snapshot, remove_given_up
 from trireme.engine.run.config.config_file import config_yaml
 from trireme.engine.run.options import Options, store_folders
-from trireme.engine.run.output.folder import check_free, new_run, reopen, tidy
+from trireme.engine.run.output.folder import check_free, common_id, new_run, reopen, run_of, signed, tidy
 from trireme.engine.run.screen import Screen
 from trireme.engine.run.train import finetune
 from trireme.models.config import InputError

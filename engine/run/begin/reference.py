@@ -30,6 +30,7 @@ from trireme.engine.hosts.group import Alone, refuse_text
 from trireme.engine.planner.host import computed_by
 from trireme.engine.run.begin.resume import run_folder
 from trireme.engine.run.job import Job
+from trireme.engine.run.output.folder import REFERENCE
 from trireme.engine.run.screen import Screen
 from trireme.engine.step import evaluate
 from trireme.kernels.private import cache_folder
@@ -38,7 +39,7 @@ from trireme.models.losses.preferences import Documents
 from trireme.models.rows import rope_tables
 from trireme.storage.files import replace_synced
 
-FOLDER, NAME = "reference", "logps.safetensors"
+NAME = "logps.safetensors"
 KEPT_EVERY = 20.0  # seconds between writes of what is known so far
 LATER = 50  # runs whose numbers are kept for later ones
 
@@ -72,7 +73,7 @@ def with_reference(
     known kept, once `stopped()`. Raises InputError, StoreError, LostHost.
     """
     data, held = job.data, job.data.held_out
-    parts, path = [data, *([held] if held else [])], run_folder(job.out, group.host) / FOLDER / NAME
+    parts, path = [data, *([held] if held else [])], run_folder(job.out, group.host) / REFERENCE / NAME
     key, total = group.texts(_key(job, sums))[0], sum(len(part.pieces) for part in parts)
     found = _of_first(_read(path, total) if not group.host else None, total, group)
     if resumed:
@@ -124,7 +125,7 @@ def _compute(
             documents += many
             more(sum(len(mb.ids) for mb in some))
             if not group.host and time.monotonic() - kept > KEPT_EVERY:
-                _keep(job.out / FOLDER / NAME, known, len(parts[0].pieces))
+                _keep(job.out / REFERENCE / NAME, known, len(parts[0].pieces))
                 kept = time.monotonic()
     if known.done == len(known.values):
         took = seconds(time.monotonic() - began)

@@ -12,12 +12,21 @@ from typing import Any, NamedTuple
 from trireme.engine.hosts.group import Alone, told
 from trireme.engine.hosts.held import Held, Whole, held_in, last_whole
 from trireme.engine.placement import Progress, silent
-from trireme.engine.run.begin.owned import check_not_taken, check_own, owned, owner, run_of
 from trireme.engine.run.begin.snapshot import check_snapshot
 from trireme.engine.run.config.config_file import stores_of
 from trireme.engine.run.job import Job
 from trireme.engine.run.options import Options, store_folders
-from trireme.engine.run.output.folder import ADAPTER, OURS, has_begun, tidy
+from trireme.engine.run.output.folder import (
+    ADAPTER,
+    OURS,
+    check_not_taken,
+    check_own,
+    has_begun,
+    owned,
+    owner,
+    run_of,
+    tidy,
+)
 from trireme.engine.run.screen import Screen
 from trireme.models.config import InputError
 from trireme.storage import folders

@@ -27,8 +27,9 @@ from trireme.engine.data.files.scores import NAMES, Names, Pieces, is_scores, re
 from trireme.engine.memory import DTYPE
 from trireme.engine.plan import DoesNotFit
 from trireme.engine.run.begin.resume import Snapshot
-from trireme.engine.run.finished import evaluate, given, score
-from trireme.engine.run.finished.model import Opened, open_folder
+from trireme.engine.run.finished import evaluate, score
+from trireme.engine.run.finished.layers import device_and_dtype
+from trireme.engine.run.finished.model import Opened, open_folder, open_model
 from trireme.engine.run.finished.options import FORMATS
 from trireme.engine.run.job import Job
 from trireme.engine.run.output.folder import TEACHER
@@ -124,7 +125,7 @@ def _passed(job: Job, teacher: str, begun: str, screen: Screen) -> Names:
         folder=teacher, model=None, tokenizer=None, chat_template=None, device=o.device, dtype=dtype,
         gpu_memory=o.gpu_memory, ram=o.ram,
     )  # fmt: skip
-    opened, codec = given.opened(asked, screen)
+    opened, codec = open_model(asked, screen)
     opened.refuse_head("it cannot teach what to write. Name another --teacher")
     _check_same(teacher, codec.vocabulary(), job)
     below = min(job.cfg.vocab, opened.cfg.vocab)
@@ -148,7 +149,7 @@ def _passed(job: Job, teacher: str, begun: str, screen: Screen) -> Names:
 def _keys(job: Job, opened: Opened, asked: argparse.Namespace, below: int) -> list[str]:
     """Of the scores of each source."""
     assert job.cfg.teaching is not None
-    device, dtype = given.place_of(asked, opened)
+    device, dtype = device_and_dtype(asked, opened)
     rows, k = evaluate.rows_of(device, job.seq_len), job.cfg.teaching.k
     how = device.type, DTYPE[dtype], rows, job.seq_len, k, below
     return [score.key_of(opened, data, *how) for data in _sources(job).values()]

@@ -15,8 +15,8 @@ from typing import Any
 import yaml
 
 from trireme.engine.amounts import size
-from trireme.engine.run.begin.keys import Read
 from trireme.engine.run.config.foreign_config import read_keys
+from trireme.engine.run.config.foreign_keys import Read
 from trireme.engine.run.config.option_names import FIELDS, flag_of
 from trireme.engine.run.hub.names import written
 from trireme.engine.run.options import Every, Options, store_folders

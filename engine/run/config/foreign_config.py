@@ -10,8 +10,7 @@ from collections.abc import Container, Iterable, Iterator
 from fnmatch import fnmatch
 from typing import Any
 
-from trireme.engine.run.begin.keys import MOST, Item, Read, is_empty, is_file, number, text_of_value
-from trireme.engine.run.config.foreign_keys import STEPS
+from trireme.engine.run.config.foreign_keys import MOST, STEPS, Item, Read, is_empty, is_file, number, text_of_value
 from trireme.engine.run.config.option_names import FIELDS, elsewhere, field_of, unknown
 from trireme.storage.untrusted import shown
 

@@ -19,9 +19,8 @@ from trireme.engine.data.codec import Codec
 from trireme.engine.data.dataset import DataOptions, Dataset, MicroBatch, load_dataset
 from trireme.engine.data.formats.pairs import Kind
 from trireme.engine.memory import DTYPE
-from trireme.engine.run.finished import given as common
-from trireme.engine.run.finished.layers import Layers
-from trireme.engine.run.finished.model import Opened
+from trireme.engine.run.finished.layers import Layers, device_and_dtype, load_layers
+from trireme.engine.run.finished.model import Opened, open_model
 from trireme.engine.run.job import shelf
 from trireme.engine.run.output.log import perplexity
 from trireme.engine.run.screen import Screen
@@ -127,7 +126,7 @@ def make_ready(given: argparse.Namespace, screen: Screen, logits: int = 0, score
 
     Raises as `evaluate`.
     """
-    opened, codec = common.opened(given, screen)
+    opened, codec = open_model(given, screen)
     if not scores:
         opened.refuse_head("it has no log-probabilities of tokens; `eval` says how good it is")
     cfg = opened.cfg
@@ -148,10 +147,10 @@ def made_ready(
     screen: Screen,
 ) -> Ready:
     """With its layers loaded. Raises as `evaluate`."""
-    cfg, place = opened.cfg, common.place_of(given, opened)
+    cfg, place = opened.cfg, device_and_dtype(given, opened)
     rows, dtype = rows_of(place[0], seq_len), DTYPE[place[1]]
     room = needs(cfg, rows * seq_len, dtype.itemsize) + 3 * 4 * logits * cfg.vocab
-    layers = common.loaded(given, opened, place, room, "a pass", screen)
+    layers = load_layers(given, opened, place, room, "a pass", screen)
     waiting = WAITING // (cfg.width * dtype.itemsize) if layers.pass_s else 0
     return Ready(opened, layers, sources, rows, seq_len, dtype, waiting, min(below, cfg.vocab))
 

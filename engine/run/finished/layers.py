@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import argparse
 import time
 from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
@@ -19,10 +20,14 @@ from trireme.engine.exchange import LOADERS, check_tied, fill_weight, naming_fil
 from trireme.engine.geometry import Geometry
 from trireme.engine.memory import views
 from trireme.engine.plan import DoesNotFit, Limits
+from trireme.engine.planner.host import choose_device, memory_limits
+from trireme.engine.run.begin.limits import check_compiler, check_heads
 from trireme.engine.run.finished.model import Opened
+from trireme.engine.run.finished.options import FORMATS
+from trireme.engine.run.screen import Screen
 from trireme.engine.tuning.base import check_unchanged, stamps
 from trireme.models import hf, model
-from trireme.models.sizes import narrow
+from trireme.models.sizes import narrow, shapes
 from trireme.storage.layout import ALIGN, ITEMSIZE, round_up
 
 
@@ -188,3 +193,34 @@ class Layers:
     def close(self) -> None:
         self._ahead.close()
         self._pool.shutdown()
+
+
+# ---------------------------------------------------------------- by the options of a command
+
+
+def device_and_dtype(given: argparse.Namespace, opened: Opened) -> tuple[torch.device, str]:
+    """Device and number format, F32 or BF16. Raises InputError."""
+    device = choose_device(given.device or "auto")
+    if device.type == "cuda":
+        check_compiler()
+    check_heads(opened.cfg, device)
+    return device, FORMATS[given.dtype or ("bf16" if device.type == "cuda" else "fp32")]
+
+
+def load_layers(
+    given: argparse.Namespace, opened: Opened, place: tuple[torch.device, str], needs: int, what: str, screen: Screen
+) -> Layers:
+    """The model's layers, and before they are used how fast they come. `place`: of device_and_dtype; `needs`: the
+    device's bytes of other tensors; `what`: a pass is.
+    """
+    device, dtype = place
+    layers = Layers(opened, device, dtype, memory_limits(device, given.gpu_memory, given.ram), needs)
+    with screen.working("loading", sum(layers.sizes[u] for u in layers.resident | layers.in_ram)) as more:
+        layers.load(more)
+    adapter = f" with its adapter of rank {opened.cfg.lora.rank}" if opened.cfg.lora else ""
+    where = "CPU" if device.type == "cpu" else torch.cuda.get_device_name(device)
+    size = f"{shapes.parameters(opened.cfg):,} parameters, {gib(sum(layers.sizes))} in {dtype.lower()}"
+    screen.say(f"model    {opened.base}{adapter}, {size} on the {where}")
+    if line := layers.speed_line(what):
+        screen.say(f"speed    {line}")
+    return layers

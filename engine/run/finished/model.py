@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import argparse
 from collections.abc import Callable
 from dataclasses import dataclass, replace
 from datetime import date
@@ -11,7 +12,9 @@ from typing import Any
 from trireme.engine.data.codec import Codec, load_codec
 from trireme.engine.data.formats.pairs import Kind
 from trireme.engine.run.config.config_file import from_yaml, text_of
+from trireme.engine.run.hub.fetch import base_for, folder_of
 from trireme.engine.run.output.folder import check_checkpoint
+from trireme.engine.run.screen import Screen
 from trireme.engine.tuning.adapters import Adapter
 from trireme.engine.tuning.chosen import adapted
 from trireme.engine.tuning.headed import names_in
@@ -65,6 +68,15 @@ class Opened:
             inner = text.get("eos_token_id") if isinstance(text, dict) else None
             found["eos_token_id"] = config.get("eos_token_id", inner)
         return found
+
+
+def open_model(given: argparse.Namespace, screen: Screen) -> tuple[Opened, Codec]:
+    """The model that a command is given, of a folder or of the hub. Raises InputError, CheckpointError."""
+    folder, model = folder_of(given.folder, screen), given.model or ""
+    if (Path(folder) / CONFIG).is_file():
+        model = base_for(Path(folder), model, screen)
+    found = open_folder(folder, model, screen.warn)
+    return found, found.codec(given.tokenizer, given.chat_template)
 
 
 def open_folder(folder: str, model: str, say: Callable[[str], None]) -> Opened:

@@ -16,9 +16,8 @@ import torch
 from trireme.engine.data.codec import Codec
 from trireme.engine.data.files.rows import Fields
 from trireme.engine.memory import DTYPE
-from trireme.engine.run.finished import given as common
-from trireme.engine.run.finished.layers import Layers
-from trireme.engine.run.finished.model import GENERATION, Opened
+from trireme.engine.run.finished.layers import Layers, device_and_dtype, load_layers
+from trireme.engine.run.finished.model import GENERATION, Opened, open_model
 from trireme.engine.run.finished.sampling import Picker, Sampling, continued, ends_of, sampling_of
 from trireme.engine.run.screen import Screen
 from trireme.models.config import InputError, ModelConfig
@@ -153,7 +152,7 @@ def answer(given: argparse.Namespace, prompt: str | list[Fields], screen: Screen
 
 
 def _opened(given: argparse.Namespace, screen: Screen) -> tuple[Opened, Codec, Sampling]:
-    opened, codec = common.opened(given, screen)
+    opened, codec = open_model(given, screen)
     opened.refuse_head("it writes no text; `eval` says how good it is")
     return opened, codec, _sampling(given, opened, screen)
 
@@ -185,11 +184,11 @@ def speaker(
     for prompt in prompts:
         _after(opened.cfg, prompt)
     longest = max(map(len, prompts), default=min(CHAT, opened.cfg.max_positions))
-    most, place = min(sampling.max_new, max(1, opened.cfg.max_positions - longest)), common.place_of(given, opened)
+    most, place = min(sampling.max_new, max(1, opened.cfg.max_positions - longest)), device_and_dtype(given, opened)
     together = max(1, min(len(prompts), AT_ONCE))
     room = needs(opened.cfg, together, longest, most, DTYPE[place[1]].itemsize)
     what = "each token" if together == 1 else f"each token of {together} prompts together"
-    layers = common.loaded(given, opened, place, room, what, screen)
+    layers = load_layers(given, opened, place, room, what, screen)
     try:
         yield Speaker(opened, codec, layers, sampling, place[1])
     finally:
