@@ -51,7 +51,7 @@ class Events:
     longest: float = math.inf  # seconds of each
 
 
-def foretold(f: Forecast, steps: int, events: Events, known: Times | None = None) -> dict[Part, float]:
+def estimated_parts(f: Forecast, steps: int, events: Events, known: Times | None = None) -> dict[Part, float]:
     """Seconds of each part but the compilation. Steps and what happens between them are simulated by their own code.
 
     `known`: seconds of one event of a part, in place of the simulation.

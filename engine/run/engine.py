@@ -78,7 +78,7 @@ def _base_files(job: Job, store: Store, screen: Screen) -> CheckpointBase | None
         return None
 
 
-def fill_engine(
+def load_engine(
     e: Engine,
     job: Job,
     store: Store,

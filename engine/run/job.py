@@ -30,34 +30,19 @@ from trireme.engine.planner.forecast import Files, Forecast, Work
 from trireme.engine.planner.host import drive_of, model_of
 from trireme.engine.planner.machine import this_machine
 from trireme.engine.planner.rates import Machine, reserved
-from trireme.engine.run.begin.limits import check_fp8, check_gpus, check_heads, least, place
-from trireme.engine.run.begin.method import kind_of_data, parameters, preference_of, with_labels
-from trireme.engine.run.begin.model import (
-    about_adapter,
-    alpha_of,
-    given_adapter,
-    is_absent,
-    length,
-    named_codec,
-    pad_of,
-    what_is_trained,
-    with_auxiliary,
-)
-from trireme.engine.run.begin.snapshot import Pinned, check_model, check_updates, identity, pinned_of
+from trireme.engine.run.begin.limits import check_fp8, check_gpus, check_heads, common_limits, device_and_limits
+from trireme.engine.run.begin.method import kind_of_data, parameters, preference_of
+from trireme.engine.run.begin.model import alpha_of, given_adapter, is_absent, open_model, pad_of
+from trireme.engine.run.begin.snapshot import Pinned, check_updates, identity, pinned_of
 from trireme.engine.run.options import Options, store_folders
 from trireme.engine.run.plan import Planner
 from trireme.engine.tuning.adapters import Adapter, adapter_shapes
 from trireme.engine.tuning.base import why_copied
-from trireme.engine.tuning.cached import Cached, cached
-from trireme.engine.tuning.headed import headed
-from trireme.engine.tuning.packed import as_said, as_stored, as_trained, check_packing, outlined
-from trireme.engine.tuning.parts import open_checkpoint
-from trireme.engine.tuning.quantized import quantized
+from trireme.engine.tuning.cached import Cached
 from trireme.kernels.chips.chip import chip
 from trireme.kernels.chips.tried import misfit
 from trireme.kernels.private import cache_folder
-from trireme.models import hf
-from trireme.models.config import InputError, ModelConfig, read_raw
+from trireme.models.config import InputError, ModelConfig
 from trireme.models.sizes import shapes
 from trireme.storage.checkpoint import Source
 from trireme.storage.files import Say, existing, to_stderr
@@ -151,7 +136,7 @@ class Job:
 
 def prepare(
     options: Options,
-    kept: Mapping[str, Any] | None = None,
+    saved: Mapping[str, Any] | None = None,
     progress: Progress | None = None,
     say: Say = to_stderr,
     clock: Clock | None = None,
@@ -161,7 +146,7 @@ def prepare(
 ) -> Job:
     """Reads and checks what the options name, and plans.
 
-    `kept`: a resumed run's Pinned.json. `progress(name, position, size)`: bytes read of each data file. `clock` counts
+    `saved`: a resumed run's Pinned.json. `progress(name, position, size)`: bytes read of each data file. `clock` counts
     the parts. `group`: the hosts, which plan by the smallest of them. `date`: what chat templates take for today.
     `launches`: settings of kernels with which a resumed run began; else those that are kept for this GPU.
     Raises InputError, CheckpointError, DoesNotFit.
@@ -170,46 +155,22 @@ def prepare(
     assert options.out
     if options.teacher and group and group.hosts > 1:
         raise InputError("--teacher: runs with one are on one host. Start it without torchrun, or with one.")
-    clock, folder, out, group = clock or Clock(), Path(options.model), Path(options.out), group or Alone()
+    clock, out, group = clock or Clock(), Path(options.out), group or Alone()
     with clock.at("headers"):
-        pinned = None if kept is None else pinned_of(options, kept, group.host, group.hosts)
-        options = with_labels(options, {} if options.shape else read_raw(options.model))
-        cfg = what_is_trained(options)
-        for line in about_adapter(options, cfg):
-            say(line)
-        if is_absent(options, folder):
-            cfg = as_said(cfg)
-            source = outlined(cfg, folder)
-        else:
-            source = open_checkpoint(folder, cfg.packing, say)
-            check_packing(cfg, source, say)
-            cfg = as_stored(cfg, source)
-        if pinned:
-            check_model(options, pinned, cfg, source)
-        found = source.shapes
-        stored = hf.sources(cfg, found, source.named)
-        if options.base:
-            cfg, made = quantized(cfg, source, options.base, stored)
-            source = (
-                cached(made, Path(options.store[0])) if options.store and source.files and group.hosts == 1 else made
-            )
-            stored = hf.sources(cfg, found)
-        source = as_trained(cfg, source, stored)
-        codec, seq_len = named_codec(options, folder, date) if options.data else None, length(options, cfg)
-        source = with_auxiliary(options, cfg, folder, source, codec)
-        source = source if cfg.lora else headed(cfg, source)
+        pinned = None if saved is None else pinned_of(options, saved, group.host, group.hosts)
+        options, cfg, source, stored, codec, seq_len = open_model(options, pinned, date, group.hosts, say)
     with clock.at("probe"):
-        device, limits, assumed = place(options)
+        device, limits, assumed = device_and_limits(options)
         if not assumed:
             unequal = "Unequal ones round differently: use equal ones, or --device cpu on all"
             group.agree("GPUs", {"--device": model_of(device)}, unequal)
-        limits = least(group, options, limits, device)
+        limits = common_limits(group, options, limits, device)
         settings = {} if assumed else common_launches(group, device, launches, say)
     check_gpus(cfg, limits.gpus)
     check_heads(cfg, device)
     check_fp8(cfg, device, assumed)
-    if kept is not None and device.type == "cuda":
-        check_updates(options, kept, group.hosts)
+    if saved is not None and device.type == "cuda":
+        check_updates(options, saved, group.hosts)
     planner = Planner(options, cfg, seq_len, device.type == "cuda", limits, pinned, clock, group.hosts)
     with clock.at("plan"):
         planner.refuse_early()
@@ -218,11 +179,7 @@ def prepare(
         data = load_dataset(options.data, codec, read, progress) if options.data else None
     planner = replace(planner, limits=_with_tables(limits, data, _of_a_teacher(options, cfg, data, seq_len)))
     work = _work(options, data, seq_len)
-    files = _files(options, cfg, out, source, data, work)
-    dtypes = {t.dtype for name in stored.values() if (t := source.tensors.get(name))}
-    if options.base:
-        files = replace(files, read=_read_for_base(source))
-    files = replace(files, exact=bool(cfg.lora) or dtypes != {"BF16"})
+    files = _files(options, cfg, out, source, stored, data, work)
     limits, stores = planner.limits_for(work.sequences), [Path(d) for d in options.store] or [out]
     with clock.at("probe"):
         machine = assumed or this_machine(device, planner.dtype, limits, stores, cfg.fp8, cfg.scan)
@@ -230,8 +187,8 @@ def prepare(
             machine = replace(machine, rates=replace(machine.rates, net=group.speed()))
     with clock.at("plan"):
         plan, because, machine = planner.find(work, files, limits, machine, stores)
-        plan = common(group, plan)
-    if not (assumed or is_absent(options, folder)):
+        plan = common_plan(group, plan)
+    if not (assumed or is_absent(options)):
         why = why_copied(cfg, plan.dtype, source, stored, stores)
         files = replace(files, copied=f"copied: {why}" if why else "")
     lr = options.lr or default_rate(options, cfg)
@@ -267,7 +224,7 @@ def _with_tables(limits: Limits, data: Dataset | None, more: int = 0) -> Limits:
     return replace(limits, host=max(0, limits.host - held))
 
 
-def common(group: Alone, plan: Plan) -> Plan:
+def common_plan(group: Alone, plan: Plan) -> Plan:
     """Host 0's plan, which all adopt."""
     if group.hosts == 1:
         return plan
@@ -362,7 +319,15 @@ def default_decay(cfg: ModelConfig) -> float:
     return 0.0 if cfg.lora else 0.01
 
 
-def _files(options: Options, cfg: ModelConfig, out: Path, source: Source, data: Dataset | None, work: Work) -> Files:
+def _files(
+    options: Options,
+    cfg: ModelConfig,
+    out: Path,
+    source: Source,
+    stored: Mapping[str, str],
+    data: Dataset | None,
+    work: Work,
+) -> Files:
     """What the run has and will have on drives, without training state."""
     tokens = data.nbytes(shelf()) if data else 0
     held = [*(file for d in store_folders(options.store, out) for file in version_files(d))]
@@ -372,7 +337,12 @@ def _files(options: Options, cfg: ModelConfig, out: Path, source: Source, data: 
     merged = source.nbytes * options.merge
     best = data is not None and data.held_out is not None
     apart = options.export_every.count(work.steps)
-    return Files(export, merged, best=best, tokens=tokens, held=taken, keep=options.keep, apart=apart)
+    read = _read_for_base(source) if options.base else 0
+    dtypes = {t.dtype for name in stored.values() if (t := source.tensors.get(name))}
+    exact = bool(cfg.lora) or dtypes != {"BF16"}
+    return Files(
+        export, merged, best=best, tokens=tokens, held=taken, keep=options.keep, apart=apart, read=read, exact=exact
+    )
 
 
 def check_room(job: Job) -> None:

@@ -27,10 +27,10 @@ from trireme.engine.queues.real import RealQueues
 from trireme.engine.queues.watchdog import leave, patience, watched
 from trireme.engine.run.begin.method import preference_of
 from trireme.engine.run.begin.reference import with_reference
-from trireme.engine.run.begin.resume import Begun, Snapshot, hosts_in, remove_host, run_folder
+from trireme.engine.run.begin.resume import Snapshot, Start, hosts_in, remove_host, run_folder
 from trireme.engine.run.command import program
-from trireme.engine.run.config.config_file import kept
-from trireme.engine.run.engine import claim_space, fill_engine, make_base, make_engine
+from trireme.engine.run.config.config_file import saved_options
+from trireme.engine.run.engine import claim_space, load_engine, make_base, make_engine
 from trireme.engine.run.hub.names import base_of, title
 from trireme.engine.run.job import Job
 from trireme.engine.run.output.curve import LOSS
@@ -87,16 +87,16 @@ class Live:
     def __init__(
         self,
         job: Job,
-        begun: Begun,
+        start: Start,
         screen: Screen,
         clock: Clock | None = None,
         trackers: Sequence[Tracker] = (),
         group: Alone | None = None,
     ):
-        """`begun`: with a store. Raises InputError, StoreError."""
-        assert begun.store is not None
-        self.job, self.store, self.screen, self.group = job, begun.store, screen, group or Alone()
-        snapshot, self.whole = begun.snapshot, begun.whole
+        """`start`: with a store. Raises InputError, StoreError."""
+        assert start.store is not None
+        self.job, self.store, self.screen, self.group = job, start.store, screen, group or Alone()
+        snapshot, self.whole = start.snapshot, start.whole
         self.resumed = snapshot is not None
         self.progress = Progress.of(snapshot) if snapshot else Progress()
         if job.options.eval_tokens or not snapshot:  # else evaluations stay comparable
@@ -140,11 +140,11 @@ class Live:
             claim_space(self._engine, self.job, self.store, anew=not self.resumed or self.whole is not None)
             given = self._engine, self.job, self.store, self.screen, self.resumed, asked
             with self.watched("loading"):
-                base, self.loaded = fill_engine(*given, group=self.group, whole=self.whole, clock=self.clock)
+                base, self.loaded = load_engine(*given, group=self.group, whole=self.whole, clock=self.clock)
                 self._loaded(base)
         self.compare(asked)
         if self.whole is not None and not asked:
-            self._settle_in(self.whole)
+            self._save_reshared(self.whole)
 
     def compare(self, asked: Sequence[int] = ()) -> None:
         """Gives the data what the reference says of it, where --method compares with it. Raises as `load`."""
@@ -155,7 +155,7 @@ class Live:
             given = self.job, self.engine, self.screen, sums, self.resumed, lambda: bool(asked), self.group
             self.job = with_reference(*given)
 
-    def _settle_in(self, whole: Whole) -> None:
+    def _save_reshared(self, whole: Whole) -> None:
         """Saves what was dealt anew; then the state of hosts that are no more can go."""
         self._save(keep=1)
         before = count(whole.key.hosts, "host")
@@ -193,9 +193,9 @@ class Live:
             if job.plan.stored_on_ssd:
                 self.store.reserve()
             with self.watched("loading"):
-                self._loaded(fill_engine(self._engine, job, self.store, self.screen, resumed=True, everything=False)[0])
+                self._loaded(load_engine(self._engine, job, self.store, self.screen, resumed=True, everything=False)[0])
 
-    def settle(self) -> None:
+    def apply_updates(self) -> None:
         """Applies all updates; drains queues."""
         with self.clock.at("steps"), self.watched("updates"):
             self.engine.optimizer.flush()
@@ -241,7 +241,7 @@ class Live:
 
     def _save(self, keep: int | None = None) -> None:
         """`keep`: snapshots, if not --keep."""
-        self.settle()
+        self.apply_updates()
         self._check_base()
         with self.clock.at("snapshots"), self.watched("snapshot"):
             self._write(keep)
@@ -252,7 +252,7 @@ class Live:
             save_to_store(placement, more)
             says = {
                 "step": done.step,
-                "options": kept(self.job.options),
+                "options": saved_options(self.job.options),
                 "cut": self.job.pinned.json(),
                 "data": self.job.data.fingerprint,
                 "computed_by": computed_by(self.job.device),
@@ -276,7 +276,7 @@ class Live:
 
     def keep_best(self) -> None:
         """The present weights are the best: copied within RAM where there is room, else OUT/best at once."""
-        self.settle()
+        self.apply_updates()
         if self.group.any(not self.job.forecast.kept):
             self.export(self.job.out / BEST)
         else:

@@ -115,7 +115,7 @@ class Run:
             self.saved = time.monotonic()
         self.evaluation.run_if_due()  # before a snapshot, which records the best so far
         if group.first(o.export_every.due(done.step, total, time.monotonic() - self.exported)):
-            live.settle()
+            live.apply_updates()
             live.export(job.out / f"step-{done.step}")
             self.exported = time.monotonic()
         if group.first(o.save_every.due(done.step, total, time.monotonic() - self.saved)):
@@ -195,7 +195,7 @@ class Run:
         if done.step < job.total_steps:
             worse = count(done.worse, "evaluation")
             live.screen.say(f"stopped  at step {done.step:,} of {job.total_steps:,}: {worse} without a lower eval_loss")
-        live.settle()
+        live.apply_updates()
         self.evaluation.run_if_due(final=True)
         last_is_best = done.best_step == done.step
         there = live.group.first(live.best_kept or (job.out / BEST).is_dir())  # else lost

@@ -116,7 +116,7 @@ def check_peers(options: Options, plan: Plan, machine: Machine) -> None:
         )
 
 
-class Settled(NamedTuple):
+class PlanFound(NamedTuple):
     """A plan, its reasons, the machine, with drives measured where the plan may use them."""
 
     plan: Plan
@@ -209,7 +209,7 @@ class Planner:
             return replace(self.limits, gpu=error.need["gpu"], host=error.need["host"])
         return None
 
-    def find(self, work: Work, files: Files, limits: Limits, machine: Machine, stores: Sequence[Path]) -> Settled:
+    def find(self, work: Work, files: Files, limits: Limits, machine: Machine, stores: Sequence[Path]) -> PlanFound:
         """`limits`: of limits_for; `stores`: folders on drives. Raises InputError, DoesNotFit."""
         o, wanted = self.options, self.wanted(work.sequences)
         wanted = replace(wanted, document=work.document, trained=work.trained, compared=work.compared)
@@ -218,12 +218,12 @@ class Planner:
             check_step(o, self.given, work.sequences, self.seq_len)
             if self.on_cuda:
                 check_peers(o, self.given, machine)
-            return Settled(self.given, (f"read from {o.plan}",), machine)
+            return PlanFound(self.given, (f"read from {o.plan}",), machine)
         first = first_plan(self.cfg, limits, wanted, drive=not o.assume or bool(machine.ssd))
         if o.assume:
             check_drive(Forecast(self.cfg, first, machine, limits, work, files))
         if not self.on_cuda:
-            return Settled(first, (), machine)
+            return PlanFound(first, (), machine)
         if first.uses("ssd") and not o.assume:
             with self.clock.at("probe"):  # anew for a resumed run: drives change
                 machine = with_drives(machine, stores, anew=self.pinned is not None)
@@ -231,7 +231,7 @@ class Planner:
         if begun and (begun.mode != first.mode or not begun.runs_on_cuda):
             begun = None
         choice = choose(self.cfg, limits, machine.rates, wanted, begun)
-        return Settled(choice.plan, choice.because, machine)
+        return PlanFound(choice.plan, choice.because, machine)
 
     def wanted(self, sequences: int) -> Wanted:
         """Raises InputError."""

@@ -19,7 +19,7 @@ from trireme.engine.planner.lines import (
     wear_warning,
 )
 from trireme.engine.planner.reasons import benefits
-from trireme.engine.planner.whole import Events, compile_s, evaluation_s, export_s, foretold, written
+from trireme.engine.planner.whole import Events, compile_s, estimated_parts, evaluation_s, export_s, written
 from trireme.engine.queues.names import NET
 from trireme.engine.run.begin.method import described, of_head, preference_of
 from trireme.engine.run.evaluation import LONGEST, MAX_NEW
@@ -289,7 +289,7 @@ def estimate(job: Job, done: int = 0, clock: Clock | None = None, step_s: float 
     steps_s = (total - done) * (step_s or job.forecast.step.step_s)
     before = {} if job.options.assume else export_s(job.forecast, job.out)
     times = {**before, **known(clock, job.device.type == "cuda")}
-    found = foretold(job.forecast, total - done, events(job, done, steps_s), times)
+    found = estimated_parts(job.forecast, total - done, events(job, done, steps_s), times)
     found["steps"] = steps_s
     if clock is not None:
         return found | {"load": 0.0}

@@ -1,4 +1,8 @@
-"""A run from its options to its end: started or resumed, planned, loaded, trained."""
+"""A run from its options to its end.
+
+A folder is locked for the run (output/folder.py) or its snapshot is opened (begin/resume.py). The options become a job
+(job.py: model, data, machine and plan), the job an engine with its weights (live.py, engine.py), and loop.py trains.
+"""
 
 from __future__ import annotations
 
@@ -14,8 +18,8 @@ from trireme.engine.plan import DoesNotFit
 from trireme.engine.planner.clock import Clock
 from trireme.engine.planner.host import computed_by
 from trireme.engine.planner.whole import AGAIN
-from trireme.engine.run.begin.alternatives import instead
-from trireme.engine.run.begin.resume import Begun, Snapshot, check_continues, new_store, open_run
+from trireme.engine.run.begin.alternatives import alternatives
+from trireme.engine.run.begin.resume import Snapshot, Start, check_continues, new_store, open_run
 from trireme.engine.run.begin.snapshot import check_snapshot, is_date
 from trireme.engine.run.begin.teacher import about_teacher, with_teacher
 from trireme.engine.run.command import checked, program
@@ -26,17 +30,17 @@ from trireme.engine.run.job import Job, check_room, prepare
 from trireme.engine.run.live import Live
 from trireme.engine.run.loop import Interrupted, Run
 from trireme.engine.run.options import Options
-from trireme.engine.run.output.exports import BEST, Best, settle
+from trireme.engine.run.output.exports import BEST, Best, restore_best
 from trireme.engine.run.output.folder import (
     check_checkpoint,
     check_free,
     common_id,
+    locked,
     new_run,
     refuse_links,
     signed,
-    taken,
 )
-from trireme.engine.run.output.log import Tracker, trackers
+from trireme.engine.run.output.log import Tracker, open_trackers
 from trireme.engine.run.report import dry_line, estimate, report
 from trireme.engine.run.screen import Screen
 from trireme.engine.run.signals import stop_signals
@@ -50,10 +54,10 @@ def finetune(
     screen: Screen | None = None,
     clock: Clock | None = None,
     group: Alone | None = None,
-    told: Sequence[Tracker] = (),
+    trackers: Sequence[Tracker] = (),
 ) -> Live | None:
-    """Returns the run, its engine closed; None of a dry run. `clock`: that of the command; `group`: the hosts; `told`:
-    trackers besides those of --log.
+    """Returns the run, its engine closed; None of a dry run. `clock`: that of the command; `group`: the hosts;
+    `trackers`: besides those of --log.
 
     Raises InputError, CheckpointError, DoesNotFit, StoreError, LostHost, Interrupted.
     """
@@ -62,7 +66,16 @@ def finetune(
     check_checkpoint(options.model)
     if not group.host:
         check_push(options)
-    live = _finetune(options, screen, clock, group, told)
+    group.agree("options", to_agree(options), "Start all with the same command")
+    id = common_id(Path(options.out), bool(options.resume), group)
+    if options.resume:
+        live = _resume(options, screen, clock, group, id, trackers)
+    elif options.dry_run:
+        _prepare(options, screen, clock, group)
+        _warn_of_folder(options, screen)
+        live = None
+    else:
+        live = _start(options, screen, clock, group, id, trackers)
     if options.push and live and not group.host:
         try:
             push(live.job.out, options.push, screen)
@@ -70,32 +83,6 @@ def finetune(
             again = f"{program()} push {live.job.out} {options.push}"
             raise InputError(f"{str(error).rstrip('.')}. The run is done; to upload it: {again}") from None
     return live
-
-
-def _finetune(options: Options, screen: Screen, clock: Clock, group: Alone, told: Sequence[Tracker]) -> Live | None:
-    group.agree("options", to_agree(options), "Start all with the same command")
-    id = common_id(Path(options.out), bool(options.resume), group)
-    if options.resume:
-        busy = f"--resume {options.out}: another process is at that run. Wait for its end."
-        with taken(Path(options.out), busy) as made:
-            try:
-                return _resume(options, screen, clock, group, id, told)
-            finally:
-                remove_folders(made)
-    if options.dry_run:
-        _prepared(options, screen, clock, group)
-        _warn_of_folder(options, screen)
-        return None
-    if group.host:
-        group.meet()  # host 0's folder may hold the others': it has to be free first
-    with new_run(options, Interrupted, id) as run, trackers(options, screen) as asked:
-        if not group.host:
-            group.meet()
-        job = _prepared(options, screen, clock, group)
-        _keep_options(job, id)
-        with clock.at("load"):
-            run.store = new_store(job, screen, id)
-        return _train(job, Begun(run.store), screen, clock, [*told, *asked], group)
 
 
 def _warn_of_folder(options: Options, screen: Screen) -> None:
@@ -106,33 +93,52 @@ def _warn_of_folder(options: Options, screen: Screen) -> None:
         screen.warn(f"the run itself would be refused: {error}")
 
 
-def _resume(
-    options: Options, screen: Screen, clock: Clock, group: Alone, id: str, told: Sequence[Tracker]
+def _start(
+    options: Options, screen: Screen, clock: Clock, group: Alone, id: str, trackers: Sequence[Tracker]
 ) -> Live | None:
-    """`id`: of the run."""
-    refuse_links(Path(options.out))
-    with clock.at("headers"):
-        begun = open_run(options, screen, group, id)
-    store, snapshot = begun.store, begun.snapshot
-    try:
-        if snapshot:
-            check_snapshot(options, snapshot)
+    """A new run. `id`: of the run."""
+    if group.host:
+        group.meet()  # host 0's folder may hold the others': it has to be free first
+    with new_run(options, Interrupted, id) as run, open_trackers(options, screen) as more:
+        if not group.host:
+            group.meet()
+        job = _prepare(options, screen, clock, group)
+        _write_options(job, id)
+        with clock.at("load"):
+            run.store = new_store(job, screen, id)
+        return _train(job, Start(run.store), screen, clock, [*trackers, *more], group)
+
+
+def _resume(
+    options: Options, screen: Screen, clock: Clock, group: Alone, id: str, trackers: Sequence[Tracker]
+) -> Live | None:
+    """A run from its last snapshot. `id`: of the run."""
+    busy = f"--resume {options.out}: another process is at that run. Wait for its end."
+    with ExitStack() as stack:
+        stack.callback(remove_folders, stack.enter_context(locked(Path(options.out), busy)))
+        refuse_links(Path(options.out))
+        with clock.at("headers"):
+            start = open_run(options, screen, group, id)
+        if start.store is not None:
+            stack.callback(start.store.close)
+        if start.snapshot:
+            check_snapshot(options, start.snapshot)
         if options.dry_run:
-            _prepared(options, screen, clock, group, snapshot)
+            _prepare(options, screen, clock, group, start.snapshot)
             return None
-        with trackers(options, screen) as asked:
-            job = _prepared(options, screen, clock, group, snapshot)
-            if snapshot:
-                _say_computed_by(snapshot, computed_by(job.device), screen)
-            _keep_options(job, id)
-            store = store or new_store(job, screen, id)
-            return _train(job, begun._replace(store=store), screen, clock, [*told, *asked], group)
-    finally:
-        if store is not None:
-            store.close()
+        with open_trackers(options, screen) as more:
+            job = _prepare(options, screen, clock, group, start.snapshot)
+            if start.snapshot:
+                _say_computed_by(start.snapshot, computed_by(job.device), screen)
+            _write_options(job, id)
+            if start.store is None:
+                store = new_store(job, screen, id)
+                stack.callback(store.close)
+                start = start._replace(store=store)
+            return _train(job, start, screen, clock, [*trackers, *more], group)
 
 
-def _keep_options(job: Job, id: str) -> None:
+def _write_options(job: Job, id: str) -> None:
     """config.yaml has all that is in force: changed ones, and those that were chosen."""
     replace_synced(job.out / "config.yaml", signed(id, config_yaml(job.options)))
 
@@ -144,17 +150,33 @@ def _say_computed_by(snapshot: Snapshot, now: str, screen: Screen) -> None:
         screen.say(f"changed  {now}, was {shown(before, 200)} at step {snapshot['step']:,}: it may round differently")
 
 
-def _prepared(options: Options, screen: Screen, clock: Clock, group: Alone, snapshot: Snapshot | None = None) -> Job:
+def _prepare(options: Options, screen: Screen, clock: Clock, group: Alone, snapshot: Snapshot | None = None) -> Job:
+    """The job, on which all hosts agree, with its report. Where it does not fit, the error offers what would."""
     try:
-        return _fitting(options, screen, clock, group, snapshot)
+        job = _job(options, screen, clock, group, snapshot)
+        if snapshot:
+            for line in changes(job.options, snapshot["options"]):
+                screen.say(f"changed  {line} at step {snapshot['step']:,}")
+            check_continues(job, snapshot)
+        with clock.at("plan"):
+            lines = report(job)
+        for line in lines:
+            screen.say(line)
+        if not (snapshot or options.assume):
+            check_room(job)
+        for line in about_teacher(job, screen):
+            screen.say(line)
+        if options.dry_run:
+            screen.say(dry_line(job))
+        return job
     except DoesNotFit as error:
-        out = instead(options)
-        raise DoesNotFit(f"{error} {out}" if out else str(error), error.need) from None
+        others = alternatives(options)
+        raise DoesNotFit(f"{error} {others}" if others else str(error), error.need) from None
 
 
-def _fitting(options: Options, screen: Screen, clock: Clock, group: Alone, snapshot: Snapshot | None) -> Job:
-    begun = time.monotonic()
-    far = lambda name, position, size: screen.far(f"reading {name}", position, size, begun)
+def _job(options: Options, screen: Screen, clock: Clock, group: Alone, snapshot: Snapshot | None) -> Job:
+    began = time.monotonic()
+    far = lambda name, position, size: screen.far(f"reading {name}", position, size, began)
     try:
         today = date.today().isoformat()
         day = snapshot.get("date") if snapshot else group.texts(today)[0]
@@ -167,29 +189,15 @@ def _fitting(options: Options, screen: Screen, clock: Clock, group: Alone, snaps
     if job.read:
         group.agree("data", {"--data": job.data.fingerprint}, "Copy host 0's")
     group.agree("checkpoints", job.pinned.model, "Copy host 0's")
-    if snapshot:
-        for line in changes(job.options, snapshot["options"]):
-            screen.say(f"changed  {line} at step {snapshot['step']:,}")
-        check_continues(job, snapshot)
-    with clock.at("plan"):
-        lines = report(job)
-    for line in lines:
-        screen.say(line)
-    if not (snapshot or options.assume):
-        check_room(job)
-    for line in about_teacher(job, screen):
-        screen.say(line)
-    if options.dry_run:
-        screen.say(dry_line(job))
     return job
 
 
-def _train(job: Job, begun: Begun, screen: Screen, clock: Clock, told: Sequence[Tracker], group: Alone) -> Live:
+def _train(job: Job, start: Start, screen: Screen, clock: Clock, trackers: Sequence[Tracker], group: Alone) -> Live:
     with clock.at("reference"):
-        job = with_teacher(job, begun.snapshot, screen)
+        job = with_teacher(job, start.snapshot, screen)
     screen.forgive()
-    live = Live(job, begun, screen, clock, told, group)
-    _settle_exports(live)
+    live = Live(job, start, screen, clock, trackers, group)
+    _restore_best(live)
     if job.device.type == "cuda":
         with clock.at("plan"):
             left = estimate(job, live.progress.step)
@@ -198,19 +206,19 @@ def _train(job: Job, begun: Begun, screen: Screen, clock: Clock, told: Sequence[
         stack.enter_context(in_use(job.launches))
         stack.callback(live.close_log)
         stack.enter_context(closing(live))
-        stack.enter_context(_telling(group))
+        stack.enter_context(_failure_told(group))
         _load(live)
         Run(live).go()
     return live
 
 
-def _settle_exports(live: Live) -> None:
+def _restore_best(live: Live) -> None:
     """The best of the snapshot's moment."""
     out, done = live.job.out, live.progress
     best = Best(done.best_step, done.best) if done.best_step and done.best is not None else None
     nbytes = sum(path.stat().st_size for path in out.glob(f"{BEST}*/*.safetensors"))
     with live.screen.working("checking the best", nbytes) as more:
-        there = settle(out, best, more)
+        there = restore_best(out, best, more)
     if best and not there and not live.group.host:
         live.screen.warn(
             f"{out / BEST} is not as the best of the snapshot was written, eval_loss {best.eval_loss:.4f} at step "
@@ -219,7 +227,7 @@ def _settle_exports(live: Live) -> None:
 
 
 @contextmanager
-def _telling(group: Alone) -> Iterator[None]:
+def _failure_told(group: Alone) -> Iterator[None]:
     """Tells the other hosts of an exception before it unwinds what waits for them."""
     try:
         yield

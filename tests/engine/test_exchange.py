@@ -94,7 +94,7 @@ def test_what_f16_cannot_hold_is_limited_and_counted(tmp_path, compute):
 @pytest.mark.parametrize("stored", ["F32", "BF16"])
 @pytest.mark.parametrize("compute", ["F32", "BF16"])
 def test_what_is_kept_is_of_its_moment(tmp_path, tier, stored, compute):
-    """Twice: of the second moment. In as many bytes as are foretold."""
+    """Twice: of the second moment. In as many bytes as are estimated."""
     one, two = (checkpoint(tmp_path / name, LLAMA, stored, seed=seed) for seed, name in enumerate(("one", "two")))
     x = exchange(LLAMA, one, tier, compute)
     kept = Kept(x.placement, exact=stored == "F32")

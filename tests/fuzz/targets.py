@@ -21,10 +21,10 @@ from trireme.engine.data import dataset as data
 from trireme.engine.plan import DoesNotFit, Limits, Plan, UnitPlan
 from trireme.engine.run.begin.snapshot import Pinned, check_model, check_snapshot, identity, pinned_of
 from trireme.engine.run.command import parse
-from trireme.engine.run.config.config_file import changes, kept
+from trireme.engine.run.config.config_file import changes, saved_options
 from trireme.engine.run.options import Options
 from trireme.engine.run.output import exports
-from trireme.engine.run.output.folder import has_begun
+from trireme.engine.run.output.folder import has_started
 from trireme.engine.run.output.log import RunLog
 from trireme.engine.run.output.records import Mark
 from trireme.engine.run.plan import check_memory, check_step, given_plan
@@ -236,7 +236,7 @@ def snapshot(folder: Path) -> Target:
     options, cfg = Options(resume="r", batch_size=2), ModelConfig("llama", 61, 16, 1, 4, 2, 4, 24, 64, 1e-5, False)
     plan = Plan((UnitPlan(), UnitPlan("host", "ssd", saved=(("qkv", "host"),)), UnitPlan()), 24, 2, "F32")
     source = SimpleNamespace(tensors={"a": SimpleNamespace(dtype="F32", shape=(4, 2))})
-    said = {"step": 3, "options": kept(options) | {"lr": 1.0}, "data": "00000000", "best": [2.5, 3],
+    said = {"step": 3, "options": saved_options(options) | {"lr": 1.0}, "data": "00000000", "best": [2.5, 3],
             "computed_by": "torch 2, the CPU", "launches": {"grouped_mm": [64, 64, 128, 4, 3]}, "written": 9,
             "eval_rows": 5, "date": "2026-01-31", "log": [3, 0, 99, 7],
             "cut": Pinned.of(plan, 2, 2, identity(cfg, source)).json()}  # fmt: skip
@@ -269,7 +269,7 @@ def best(folder: Path) -> Target:
     def read(content: bytes) -> None:
         save(folder / "out" / "best.new")
         (folder / "out" / "best.new" / exports.NOTE).write_bytes(content)
-        exports.settle(folder / "out", exports.Best(3, 2.5))
+        exports.restore_best(folder / "out", exports.Best(3, 2.5))
         assert (folder / "victim").read_text() == "untouched"
 
     return Target(
@@ -305,7 +305,7 @@ def log(folder: Path) -> Target:
 
     def read(content: bytes) -> None:
         (folder / "log.jsonl").write_bytes(content)
-        has_begun(folder)
+        has_started(folder)
         log = RunLog(folder, 9, Screen(io.StringIO()), since)
         log.step(step | {"step": 4})
         log.eval({"step": 4, "eval_loss": 2.5})

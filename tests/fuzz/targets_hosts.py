@@ -18,7 +18,7 @@ from trireme.engine.hosts.group import Group
 from trireme.engine.hosts.held import Held, last_whole
 from trireme.engine.hosts.meeting import address_of
 from trireme.engine.plan import Plan, UnitPlan
-from trireme.engine.run.job import common
+from trireme.engine.run.job import common_plan
 from trireme.models.config import InputError
 from trireme.storage.snapshots import Snapshot
 
@@ -37,7 +37,7 @@ def hosts(folder: Path) -> Target:
         for hear in (
             lambda: last_whole(group, [own], True, folder),
             lambda: group.agree("options", {"--lr": "1"}, "Be alike"),
-            lambda: common(group, plan),
+            lambda: common_plan(group, plan),
         ):
             with suppress(InputError):
                 hear()

@@ -18,7 +18,7 @@ from trireme.engine.hosts.wire import Wire
 from trireme.engine.plan import Limits
 from trireme.engine.run import main
 from trireme.engine.run.begin import limits
-from trireme.engine.run.begin.limits import least
+from trireme.engine.run.begin.limits import common_limits
 from trireme.engine.run.options import Options
 from trireme.engine.shared import BETWEEN
 from trireme.models.config import InputError
@@ -227,7 +227,9 @@ def test_hosts_plan_with_the_least_memory_of_their_equal_gpus(monkeypatch):
     """Another process may use one of them; unequal GPUs are refused."""
     hosts = Says("")
     hosts.hosts, hosts.each = 2, lambda own: [own, own]
-    of = lambda given, less=(3, 0): least(hosts, Options(**given), Limits(10, 20, 2, less=less), torch.device("cpu"))
+    of = lambda given, less=(3, 0): common_limits(
+        hosts, Options(**given), Limits(10, 20, 2, less=less), torch.device("cpu")
+    )
     assert of({}) == Limits(7, 20, 2)
     assert of({}, ()) == Limits(10, 20, 2)
     with pytest.raises(InputError, match="unequal GPUs round differently"):
@@ -235,7 +237,7 @@ def test_hosts_plan_with_the_least_memory_of_their_equal_gpus(monkeypatch):
     monkeypatch.setattr(limits, "are_equal", lambda device, gpus: False)
     with pytest.raises(InputError, match="unequal GPUs round differently"):
         of({})
-    assert least(group.Alone(), Options(), Limits(10, 20, 2, less=(3, 0)), torch.device("cpu")).of(0) == 7
+    assert common_limits(group.Alone(), Options(), Limits(10, 20, 2, less=(3, 0)), torch.device("cpu")).of(0) == 7
 
 
 @pytest.mark.parametrize("n", [float("nan"), float("inf"), -1.0, 0.5, 1e300])

@@ -78,27 +78,27 @@ def test_a_command_begins_with_its_process():
 # ---------------------------------------------------------------- compilation
 
 
-def test_compilation_is_foretold_by_what_the_machine_has_run(tmp_path, monkeypatch):
+def test_compilation_is_estimated_by_what_the_machine_has_run(tmp_path, monkeypatch):
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "ours"))
     monkeypatch.setattr(probe.torch.cuda, "get_device_name", lambda device: "a GPU")
     cuda, p = torch.device("cuda"), plan(ONE_B, UnitPlan())
     folder = [str(tmp_path / "triton"), 1]
     monkeypatch.setattr(whole, "_cache_folder", lambda: folder)
-    foretold = lambda: whole.compile_s(ONE_B, p, cuda)
+    estimated = lambda: whole.compile_s(ONE_B, p, cuda)
     assert whole.compile_s(ONE_B, p, torch.device("cpu")) == 0
     cached = [True]
     monkeypatch.setattr(whole, "_cached", cached.pop)
-    assert foretold() == whole.SOME, "kernels of another model"
+    assert estimated() == whole.SOME, "kernels of another model"
     monkeypatch.setattr(whole, "_cached", lambda: False)
-    assert foretold() == whole.NEW
+    assert estimated() == whole.NEW
     assert whole.compile_s(ONE_B, p, cuda, loading=3.0) == whole.NEW - 3
     assert whole.compile_s(ONE_B, p, cuda, loading=60.0) == whole.KNOWN, "the first updates' come later"
     whole.note_compilation(ONE_B, p, cuda, 14.0)
-    assert foretold() == whole.KNOWN, "the next run finds the kernels in Triton's cache"
+    assert estimated() == whole.KNOWN, "the next run finds the kernels in Triton's cache"
     whole.note_compilation(ONE_B, p, cuda, 2.5)
-    assert foretold() == whole.compile_s(ONE_B, p, cuda, loading=60.0) == 2.5, "measured, and so what loading left"
+    assert estimated() == whole.compile_s(ONE_B, p, cuda, loading=60.0) == 2.5, "measured, and so what loading left"
     folder[1] = 2
-    assert foretold() == whole.NEW, "the cache was removed"
+    assert estimated() == whole.NEW, "the cache was removed"
 
 
 # ---------------------------------------------------------------- drives that change their mind

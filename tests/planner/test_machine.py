@@ -17,7 +17,7 @@ from trireme.engine.planner.predict import KERNELS, WITHIN
 from trireme.engine.planner.rates import ENDURANCE, Machine, Rates, rates_of
 from trireme.engine.planner.sizes import MODELS
 from trireme.engine.queues import cgroups
-from trireme.engine.run.begin import limits as begin
+from trireme.engine.run.begin import limits
 from trireme.engine.run.options import Options
 from trireme.kernels.host_adamw import Workers
 from trireme.models.config import InputError
@@ -176,15 +176,15 @@ def test_a_resumed_run_measures_its_drives_anew(tmp_path, monkeypatch):
 def test_ram_that_cannot_be_pinned_is_not_planned_with(monkeypatch):
     """As on WSL2; --ram says otherwise."""
     cuda = torch.device("cuda", 0)
-    monkeypatch.setattr(begin, "choose_device", lambda wanted: cuda)
-    monkeypatch.setattr(begin, "choose_gpus", lambda wanted, device: 1)
-    monkeypatch.setattr(begin, "check_compiler", lambda: None)
-    monkeypatch.setattr(begin, "memory_limits", lambda *given: Limits(8 << 30, given[2] or 20 << 30))
+    monkeypatch.setattr(limits, "choose_device", lambda wanted: cuda)
+    monkeypatch.setattr(limits, "choose_gpus", lambda wanted, device: 1)
+    monkeypatch.setattr(limits, "check_compiler", lambda: None)
+    monkeypatch.setattr(limits, "memory_limits", lambda *given: Limits(8 << 30, given[2] or 20 << 30))
     monkeypatch.setattr(probe, "chips", lambda device, dtype: {"gpu": "RTX 4090"})
-    assert begin.place(Options())[1].host == 20 << 30
+    assert limits.device_and_limits(Options())[1].host == 20 << 30
     note_pinned(cuda, 7 << 30)
-    assert begin.place(Options())[1].host == 7 << 30
-    assert begin.place(Options(ram=18 << 30))[1].host == 18 << 30
+    assert limits.device_and_limits(Options())[1].host == 7 << 30
+    assert limits.device_and_limits(Options(ram=18 << 30))[1].host == 18 << 30
 
 
 def test_a_drive_is_as_fast_as_it_was_for_minutes(tmp_path, monkeypatch):

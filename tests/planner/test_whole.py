@@ -1,4 +1,4 @@
-"""The whole run: its parts are foretold by the bytes that they move, and told at the end as they were."""
+"""The whole run: its parts are estimated by the bytes that they move, and reported at the end as they were."""
 
 from dataclasses import replace
 
@@ -20,9 +20,9 @@ from trireme.engine.planner.whole import (
     LOADING,
     OPENED,
     Events,
+    estimated_parts,
     evaluation_s,
     export_s,
-    foretold,
     note_export,
     snapshot,
     token_s,
@@ -64,13 +64,13 @@ def test_the_best_is_kept_in_ram_beside_the_plan():
     assert cpu.kept == weights, "of one memory, the other tier's room is room too"
     assert replace(cpu, limits=replace(cpu.limits, gpu=need["gpu"])).kept == 0
     three = Events(evaluations=3, held_out=32)
-    assert foretold(f, 1, three)["evaluations"] == pytest.approx(
-        foretold(RAM, 1, three)["evaluations"] + 3 * weights / COPIED
+    assert estimated_parts(f, 1, three)["evaluations"] == pytest.approx(
+        estimated_parts(RAM, 1, three)["evaluations"] + 3 * weights / COPIED
     )
 
 
 @pytest.mark.parametrize(("room", "exports"), [(True, 1 + 1), (False, 1 + 4)])
-def test_exports_are_foretold_by_snapshots_or_by_evaluations(tmp_path, monkeypatch, room, exports):
+def test_exports_are_estimated_by_snapshots_or_by_evaluations(tmp_path, monkeypatch, room, exports):
     """Five evaluations after steps; the last one's weights are the result."""
     demo.make_text(tmp_path / "stories.txt", 40, seed=1)
     demo.make_checkpoint(tmp_path / "model", tmp_path / "stories.txt", seed=1)
@@ -79,7 +79,8 @@ def test_exports_are_foretold_by_snapshots_or_by_evaluations(tmp_path, monkeypat
     job = prepare(Options(model=model, data=(text,), out=out, val="0.1", seq_len=64, device="cpu", **when))
     found = []
     monkeypatch.setattr(
-        "trireme.engine.run.report.foretold", lambda f, steps, events, known: found.append(events) or {"load": 0.0}
+        "trireme.engine.run.report.estimated_parts",
+        lambda f, steps, events, known: found.append(events) or {"load": 0.0},
     )
     if not room:
         monkeypatch.setattr(Forecast, "kept", 0)
@@ -89,9 +90,9 @@ def test_exports_are_foretold_by_snapshots_or_by_evaluations(tmp_path, monkeypat
 
 def test_what_an_event_took_is_believed():
     events = Events(evaluations=3, held_out=32, samples=4, tokens=48, snapshots=2, exports=2)
-    found = foretold(RAM, 10, events, {"evaluations": 5.0, "samples": 7.0, "snapshots": 11.0})
+    found = estimated_parts(RAM, 10, events, {"evaluations": 5.0, "samples": 7.0, "snapshots": 11.0})
     assert (found["evaluations"], found["samples"], found["snapshots"]) == (15.0, 28.0, 22.0)
-    assert found["export"] == foretold(RAM, 10, events)["export"]
+    assert found["export"] == estimated_parts(RAM, 10, events)["export"]
 
 
 def test_an_export_takes_what_the_last_to_that_drive_took(tmp_path, monkeypatch):
@@ -105,9 +106,9 @@ def test_an_export_takes_what_the_last_to_that_drive_took(tmp_path, monkeypatch)
     assert export_s(RAM, out) == {"export": pytest.approx(FIXED + 20.0)}
     assert export_s(small, out)["export"] == pytest.approx(FIXED + 20.0 * (LARGE - 1) / EXPORT)
     assert export_s(SSD, out) == {}, "weights are read from the drive meanwhile"
-    found = foretold(RAM, 1, Events(samples=1, exports=2), export_s(RAM, out))
+    found = estimated_parts(RAM, 1, Events(samples=1, exports=2), export_s(RAM, out))
     assert found["export"] == pytest.approx(2 * (FIXED + 20.0))
-    assert found["samples"] == foretold(RAM, 1, Events(samples=1))["samples"], "its first time is still to come"
+    assert found["samples"] == estimated_parts(RAM, 1, Events(samples=1))["samples"], "its first time is still to come"
 
 
 def test_a_snapshot_writes_only_what_is_on_no_drive():
@@ -120,7 +121,7 @@ def test_a_snapshot_writes_only_what_is_on_no_drive():
 def test_a_snapshot_and_an_export_wait_for_copies_from_a_gpu_and_reads():
     f, written = RAM, EXPORT * (1 / 7e9 + 1 / 5e9 + 1 / COPIED)
     rates, stored, weights = f.machine.rates, f.stored(), sum(layout.span for layout in f.geo.weights)
-    seconds = lambda f, part: foretold(f, 1, Events(snapshots=1))[part] - FIXED
+    seconds = lambda f, part: estimated_parts(f, 1, Events(snapshots=1))[part] - FIXED
     assert seconds(RAM, "snapshots") == pytest.approx(stored / 5e9, rel=0.01)
     assert seconds(GPU, "snapshots") == pytest.approx(stored / 5e9 + stored / rates.d2h, rel=0.01), "through one buffer"
     assert seconds(SSD, "snapshots") == 0
@@ -136,18 +137,18 @@ def test_without_a_drive_a_snapshot_goes_to_a_usual_one():
     m = assume("gpu=rtx4090,ram=128GiB")
     f = replace(RAM, machine=m)
     assert snapshot(f).step_s == pytest.approx(f.stored() / 1.4e9, rel=0.01)
-    assert foretold(f, 1, Events(snapshots=1, evaluations=1, held_out=32))["export"] > 0
+    assert estimated_parts(f, 1, Events(snapshots=1, evaluations=1, held_out=32))["export"] > 0
 
 
 def test_what_a_drive_takes_to_remove_the_store_is_the_end():
     """Placement on it and, once there is one, the last snapshot's files."""
-    closing = lambda f, **rates: foretold(
+    closing = lambda f, **rates: estimated_parts(
         replace(f, machine=replace(f.machine, rates=replace(f.machine.rates, **rates))), 10, Events(snapshots=3)
     )["close"]
     assert closing(SSD) == CLOSING, "at once"
     assert closing(SSD, ssd_free=4e9) == pytest.approx(CLOSING + 2 * SSD.stored() / 4e9)
     assert closing(RAM, ssd_free=4e9) == pytest.approx(CLOSING + RAM.stored() / 4e9)
-    assert foretold(RAM, 10, Events())["close"] == CLOSING
+    assert estimated_parts(RAM, 10, Events())["close"] == CLOSING
 
 
 def test_what_an_evaluation_writes_is_what_its_tasks_write():
@@ -180,7 +181,7 @@ def test_what_is_frozen_is_read_too():
     assert token_s(frozen("ssd")) == pytest.approx(weights / rates.ssd_read, rel=0.1), "while layers go to the GPU"
     assert evaluation_s(faster(frozen("ssd"), matmul=1e3, copy=1e3), 32) == pytest.approx(weights / 7e9, rel=0.05)
     few = replace(frozen("ssd"), files=Files(export=10**6, merged=EXPORT))  # adapters, and the model with them
-    found = foretold(few, 1, Events(exports=3))
+    found = estimated_parts(few, 1, Events(exports=3))
     assert found["load"] == pytest.approx(OPENED + weights / LOADING + few.pinning_s())
     assert found["export"] == pytest.approx(3 * FIXED + (EXPORT + 3e6) * (1 / 7e9 + 1 / 5e9 + 1 / COPIED))
     assert few.disk_parts()["export"] == EXPORT + 10**6
@@ -244,5 +245,5 @@ def test_a_run_says_when_it_will_be_ready_and_what_it_took(tmp_path, capsys, mon
     )
     assert all(spent[0][part] > 0 for part in parts)
     assert spent[0]["snapshots"] == estimated[0]["snapshots"] == 0
-    assert estimated[0]["load"] == spent[0]["load"], "what has happened is not foretold"
+    assert estimated[0]["load"] == spent[0]["load"], "what has happened is not estimated"
     assert sum(spent[0].values()) < 1.001 * whole[0], "no second is in two parts"

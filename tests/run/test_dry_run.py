@@ -1,4 +1,4 @@
-"""Dry runs: of models and data that are not here, and as each message tells to mend what is wrong."""
+"""Dry runs: of models and data that are not here, and as each message tells to fix what is wrong."""
 
 import json
 import re
@@ -15,7 +15,7 @@ from trireme.engine.data import prepare
 from trireme.engine.data.cache import Shelf
 from trireme.engine.planner.rates import RAM_SHARE
 from trireme.engine.run import main as finetune
-from trireme.engine.run.begin.limits import check_compiler, check_heads, place
+from trireme.engine.run.begin.limits import check_compiler, check_heads, device_and_limits
 from trireme.engine.run.command import parse
 from trireme.models.config import InputError
 
@@ -103,7 +103,7 @@ def test_a_release_in_fp8_is_planned_by_its_config_alone(config_alone, capsys):
 )
 def test_assumed_gpus_are_counted(gpu, asked, gpus):
     more = ["--gpus", *asked] if asked else []
-    _, limits, made = place(parse(["model", "--dry-run", "--assume", f"gpu={gpu},ram=64GiB", *more]))
+    _, limits, made = device_and_limits(parse(["model", "--dry-run", "--assume", f"gpu={gpu},ram=64GiB", *more]))
     assert made.gpus == limits.gpus == gpus
     assert made.describe().startswith(f"{gpus} x ")
     assert (made.gpu, limits.host) == (24 << 30, int(RAM_SHARE * (64 << 30)))

@@ -102,7 +102,7 @@ def resumed(job: Job, run: Options) -> dict[str, bytes]:
         e = run_engine.make_engine(job, InlineQueues(), store, screen)
         with closing(e):
             run_engine.claim_space(e, job, store, anew=False)
-            run_engine.fill_engine(e, job, store, screen, resumed=True)
+            run_engine.load_engine(e, job, store, screen, resumed=True)
             found = {"said": json.dumps(said).encode(), "step": b"%d" % store.snapshots[-1].step}
             for name, shard in store.shards.items():
                 buffer = arena(shard.layout.span)
@@ -221,7 +221,7 @@ def test_what_a_drive_changes_before_the_export_is_not_exported(run, tmp_path, m
     finish = loop.Run._finish
 
     def disturbed(self):
-        self.live.settle()
+        self.live.apply_updates()
         (version,) = self.live.store.shards[name].current
         with open(version.file.path, "r+b") as file:
             file.seek(-5000, os.SEEK_END)

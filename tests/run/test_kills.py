@@ -20,8 +20,8 @@ from trireme.engine.run.output.exports import (
     forget_old,
     replace_best,
     replace_folder,
+    restore_best,
     set_aside,
-    settle,
 )
 from trireme.engine.run.output.folder import tidy
 from trireme.storage import files
@@ -154,12 +154,12 @@ def test_whenever_it_is_killed_the_best_is_the_one_that_the_snapshot_names(tmp_p
                     run.does(what)
             killed, left[0] = not left[0], second
             with suppress(Killed):
-                tidy(out) if run.finished else settle(out, run.named)
+                tidy(out) if run.finished else restore_best(out, run.named)
             again, left[0] = not left[0], 0
             if run.finished:
                 tidy(out)
             else:
-                assert settle(out, run.named) == (run.named is not None), (first, second)
+                assert restore_best(out, run.named) == (run.named is not None), (first, second)
                 assert run.named is None or step_of(out / "best") == run.named.step
                 assert [p.name for p in out.iterdir() if p.is_dir()] == ["best"] * (run.named is not None)
                 run.best = run.named
@@ -178,9 +178,9 @@ def test_of_two_snapshots_the_older_ones_best_is_told_to_be_lost(tmp_path):
     for step in (3, 5):
         replace_best(tmp_path, save(step), Best(step, 0.5))
         forget_old(tmp_path)
-    assert settle(tmp_path, Best(5, 0.5))
+    assert restore_best(tmp_path, Best(5, 0.5))
     for other in (Best(3, 0.5), Best(5, 0.25)):
-        assert not settle(tmp_path, other)
+        assert not restore_best(tmp_path, other)
         assert not list(tmp_path.iterdir())
         replace_best(tmp_path, save(5), Best(5, 0.5))
 
@@ -190,7 +190,7 @@ def test_a_best_that_was_changed_is_none(tmp_path, name):
     replace_best(tmp_path, save(5), Best(5, 0.5))
     path = tmp_path / "best" / name
     path.write_text(path.read_text().replace("5", "4"))
-    assert not settle(tmp_path, Best(5, 0.5))
+    assert not restore_best(tmp_path, Best(5, 0.5))
 
 
 @pytest.mark.parametrize(
@@ -199,7 +199,7 @@ def test_a_best_that_was_changed_is_none(tmp_path, name):
 def test_a_best_without_its_note_is_none(tmp_path, note):
     save(5)(tmp_path / "best")
     (tmp_path / "best" / exports.NOTE).write_text(note)
-    assert not settle(tmp_path, Best(5, 0.5))
+    assert not restore_best(tmp_path, Best(5, 0.5))
 
 
 def test_the_output_takes_the_best_over_once_or_twice(tmp_path):
@@ -219,7 +219,7 @@ def test_where_a_link_leads_nothing_is_written_or_removed(tmp_path, name):
     replace_best(theirs.parent, save(5), Best(5, 0.5))
     (tmp_path / "best").rename(theirs)
     (out / name).symlink_to(theirs)
-    settle(out, None)
+    restore_best(out, None)
     replace_best(out, save(7), Best(7, 0.25))
     replace_folder(out / "step-4", save(7))
     tidy(out)

@@ -91,7 +91,7 @@ BEFORE_A_STEP = {
     "half of its store": (store.Store, "_copy_auxiliary", True),
     "its store": (train, "new_store", False),
     "its log": (live, "RunLog", False),
-    "its engine": (live, "fill_engine", False),
+    "its engine": (live, "load_engine", False),
 }
 
 
@@ -135,7 +135,7 @@ def test_killed_without_a_snapshot_it_is_begun_again_however_often(checkpoint, s
     drives = tuple(str(checkpoint / f"{half} drive when {where}") for half in ("one", "other"))
     run = replace(two_steps(checkpoint, f"often when {where}"), save_every=every("never"), store=drives)
     killed(run, loop, "train_step", call=2)
-    assert folder.has_begun(Path(run.out))
+    assert folder.has_started(Path(run.out))
     of, name, before = IN_ITS_NEW_STORE[where]
     killed(replace(run, resume=run.out), of, name, before=before)
     finetune(replace(run, resume=run.out))

@@ -623,7 +623,7 @@ def test_other_trackers_hear_numbers_and_go_on_in_their_own_run(tmp_path, monkey
     (tmp_path / "out").mkdir()
     for resume in (None, "out"):
         given = Options(log=(name,), out=str(tmp_path / "out"), resume=resume, lora=4)
-        with log_module.trackers(given, Screen(io.StringIO())) as told:
+        with log_module.open_trackers(given, Screen(io.StringIO())) as told:
             run(tmp_path, [1 if resume is None else 2], told=told)
     assert [call[1] for call in got if call[0] == "start"] == [first, again]
     metrics = [call[1:] for call in got if call[0] == "metrics"]
@@ -638,6 +638,6 @@ def test_a_tracker_that_cannot_end_is_told(tmp_path, monkeypatch):
 
     monkeypatch.setitem(log_module.TRACKERS, "wandb", lambda out, options: (None, broken))
     stream = io.StringIO()
-    with log_module.trackers(Options(log=("wandb",)), Screen(stream)):
+    with log_module.open_trackers(Options(log=("wandb",)), Screen(stream)):
         pass
     assert stream.getvalue().count("no route") == 1

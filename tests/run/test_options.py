@@ -17,7 +17,7 @@ from script_files import script
 
 from trireme.engine.amounts import size
 from trireme.engine.run.command import checked, latest_run, parse
-from trireme.engine.run.config.config_file import changes, config_yaml, kept, repeats
+from trireme.engine.run.config.config_file import changes, config_yaml, repeats, saved_options
 from trireme.engine.run.config.option_names import ELSEWHERE
 from trireme.engine.run.job import prepare
 from trireme.engine.run.main import main
@@ -418,7 +418,7 @@ def test_resume_finds_the_run_and_its_options(tmp_path, monkeypatch):
 
 def test_what_has_changed_is_named_with_what_it_was(tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
-    began = json.loads(json.dumps(kept(parse([*BASE, "--ram", "3GiB", "--store", "x"]))))
+    began = json.loads(json.dumps(saved_options(parse([*BASE, "--ram", "3GiB", "--store", "x"]))))
     assert changes(parse([*BASE, "--store", str(tmp_path / "x"), "--ram", "3072MiB", "--out", "y"]), began) == []
     now = parse([*BASE, "--lr", "2e-4", "--no-pack", "--eval-every", "7", "--store", "x,z", "--val", "\x1b[2J"])
     assert changes(now, began) == [

@@ -10,7 +10,7 @@ from trireme.engine.amounts import compact, seconds
 from trireme.engine.plan import DoesNotFit
 from trireme.engine.planner.forecast import Files, Forecast, Work
 from trireme.engine.planner.machine import this_machine
-from trireme.engine.run.begin.limits import place
+from trireme.engine.run.begin.limits import device_and_limits
 from trireme.engine.run.begin.model import length, what_is_trained
 from trireme.engine.run.job import check_room, prepare
 from trireme.engine.run.options import Options
@@ -22,7 +22,7 @@ RANK = 16  # of adapters that are offered
 BASES = "fp8", "nf4"  # of what is frozen, the more exact first
 
 
-def instead(options: Options) -> str:
+def alternatives(options: Options) -> str:
     """Sentences that offer adapters, a packed base of them, and 8-bit moments, with their steps as predicted.
 
     "" where none fits. Reads no data.
@@ -57,7 +57,7 @@ def _tried(lighter: Options, files: Files) -> str | None:
     """What is said of a step; "" on a CPU, where none is predicted; None where it does not fit."""
     try:
         cfg = what_is_trained(lighter)
-        device, limits, assumed = place(lighter)
+        device, limits, assumed = device_and_limits(lighter)
         on_cuda, n, seq_len = device.type == "cuda", lighter.batch_size, length(lighter, cfg)
         planner, work = Planner(lighter, cfg, seq_len, on_cuda, limits, None), Work(seq_len, n, 1, document=seq_len)
         limits, stores = planner.limits_for(n), [Path(d) for d in lighter.store] or [Path(lighter.out)]
@@ -65,10 +65,10 @@ def _tried(lighter: Options, files: Files) -> str | None:
             planner.refuse_early()
             return ""
         machine = assumed or this_machine(device, planner.dtype, limits, stores, cfg.fp8, cfg.scan)
-        settled = planner.find(work, files, limits, machine, stores)
+        found = planner.find(work, files, limits, machine, stores)
     except (DoesNotFit, InputError):
         return None
-    return _step(Forecast(cfg, settled.plan, settled.machine, limits, work))
+    return _step(Forecast(cfg, found.plan, found.machine, limits, work))
 
 
 def _step(f: Forecast) -> str:

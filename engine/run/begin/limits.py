@@ -17,7 +17,7 @@ from trireme.kernels.launch import WIDEST_HEAD
 from trireme.models.config import InputError, ModelConfig
 
 
-def place(options: Options) -> tuple[torch.device, Limits, Machine | None]:
+def device_and_limits(options: Options) -> tuple[torch.device, Limits, Machine | None]:
     """Device, usable memory, and the machine if it is assumed. Raises InputError, DoesNotFit."""
     if options.assume:
         machine, limits = _assumed(options, options.assume)
@@ -32,7 +32,7 @@ def place(options: Options) -> tuple[torch.device, Limits, Machine | None]:
     return device, limits, None
 
 
-def least(group: Alone, options: Options, limits: Limits, device: torch.device) -> Limits:
+def common_limits(group: Alone, options: Options, limits: Limits, device: torch.device) -> Limits:
     """Limits that every host has, for all its GPUs; those of a machine are shared by its hosts. Raises InputError."""
     if options.ram is None:
         limits = replace(limits, host=limits.host // group.local_hosts)

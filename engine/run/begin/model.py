@@ -1,4 +1,4 @@
-"""The model of a run: which tensors are trained, sequence length, tokenizer."""
+"""The model of a run: its checkpoint, which tensors are trained, sequence length, tokenizer."""
 
 from __future__ import annotations
 
@@ -6,25 +6,75 @@ import json
 import math
 from dataclasses import replace
 from pathlib import Path
+from typing import NamedTuple
 
 from trireme.engine.data.codec import Codec, load_codec
 from trireme.engine.data.files.scores import is_scores
 from trireme.engine.planner.sizes import find_model
-from trireme.engine.run.begin.method import teaching_of, with_head
+from trireme.engine.run.begin.method import teaching_of, with_head, with_labels
+from trireme.engine.run.begin.snapshot import Pinned, check_model
 from trireme.engine.run.config.option_names import flag_of
 from trireme.engine.run.hub.names import title
 from trireme.engine.run.options import Options
 from trireme.engine.tuning.adapters import Adapter
+from trireme.engine.tuning.cached import cached
 from trireme.engine.tuning.chosen import adapted, chosen, folded, targets
-from trireme.engine.tuning.headed import names_in, pad_in, with_config
+from trireme.engine.tuning.headed import headed, names_in, pad_in, with_config
 from trireme.engine.tuning.opened import read_adapter
+from trireme.engine.tuning.packed import as_said, as_stored, as_trained, check_packing, outlined
+from trireme.engine.tuning.parts import open_checkpoint
 from trireme.engine.tuning.peft_config import MOST
+from trireme.engine.tuning.quantized import quantized
+from trireme.models import hf
 from trireme.models.config import InputError, Lora, ModelConfig, read_config, read_raw
 from trireme.storage.auxiliary import CONTENT, auxiliary_files, content_of
 from trireme.storage.checkpoint import Source
+from trireme.storage.files import Say
 
 NAMED = 4  # modules named in a line
 DETAILS = ("lora_alpha", "lora_targets", "rslora", "loraplus")  # what --adapter has of its own
+
+
+class OpenedModel(NamedTuple):
+    options: Options  # with the names of a classifier's labels
+    cfg: ModelConfig
+    source: Source
+    stored: dict[str, str]  # tensor name -> name in the source
+    codec: Codec | None  # None where no data is named
+    seq_len: int
+
+
+def open_model(options: Options, pinned: Pinned | None, date: str | None, hosts: int, say: Say) -> OpenedModel:
+    """The checkpoint that the options name, with what of it is trained, its tokenizer and sequence length.
+
+    `pinned`: of a resumed run; `date`: what chat templates take for today. Raises InputError, CheckpointError.
+    """
+    folder = Path(options.model)
+    options = with_labels(options, {} if options.shape else read_raw(options.model))
+    cfg = what_is_trained(options)
+    for line in about_adapter(options, cfg):
+        say(line)
+    if is_absent(options):
+        cfg = as_said(cfg)
+        source: Source = outlined(cfg, folder)
+    else:
+        source = open_checkpoint(folder, cfg.packing, say)
+        check_packing(cfg, source, say)
+        cfg = as_stored(cfg, source)
+    if pinned:
+        check_model(options, pinned, cfg, source)
+    found = source.shapes
+    stored = hf.sources(cfg, found, source.named)
+    if options.base:
+        cfg, made = quantized(cfg, source, options.base, stored)
+        kept = options.store and source.files and hosts == 1
+        source = cached(made, Path(options.store[0])) if kept else made
+        stored = hf.sources(cfg, found)
+    source = as_trained(cfg, source, stored)
+    codec = named_codec(options, folder, date) if options.data else None
+    seq_len = length(options, cfg)
+    source = with_auxiliary(options, cfg, folder, source, codec)
+    return OpenedModel(options, cfg, source if cfg.lora else headed(cfg, source), stored, codec, seq_len)
 
 
 def what_is_trained(options: Options) -> ModelConfig:
@@ -135,9 +185,9 @@ def length(options: Options, cfg: ModelConfig) -> int:
     return seq_len
 
 
-def is_absent(options: Options, folder: Path) -> bool:
+def is_absent(options: Options) -> bool:
     """Whether to plan for a checkpoint without its weights."""
-    kinds = {".safetensors", ".bin", ".pt", ".pth", ".ckpt"}
+    folder, kinds = Path(options.model), {".safetensors", ".bin", ".pt", ".pth", ".ckpt"}
     return bool(options.shape) or (options.dry_run and all(path.suffix not in kinds for path in folder.iterdir()))
 
 

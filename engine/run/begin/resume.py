@@ -21,7 +21,7 @@ from trireme.engine.run.output.folder import (
     OURS,
     check_not_taken,
     check_own,
-    has_begun,
+    has_started,
     owned,
     owner,
     run_of,
@@ -38,7 +38,7 @@ from trireme.storage.store import Store
 
 TRIAL = 256 << 20  # bytes written to measure a drive, at most
 
-Snapshot = dict[str, Any]  # pinned.SNAPSHOT
+Snapshot = dict[str, Any]  # as snapshot.SNAPSHOT
 
 
 def new_store(job: Job, screen: Screen, run: str) -> Store:
@@ -54,7 +54,7 @@ def is_finished(options: Options, run: str) -> bool:
     dirs = store_folders(options.store, out)
     exported = any(out.glob("*.safetensors"))
     if any(folders.is_finished(d, run) for d in dirs):
-        return exported or has_begun(out)
+        return exported or has_started(out)
     lost = [d for d in dirs if not (d / IDENTITY).exists() or ((of := folders.owner_of(d)) and of.run != run)]
     there = not options.store or all(d.is_dir() for d in dirs)  # else removed with the store, or not mounted
     return bool(lost and exported and (there or _has_result(out)))
@@ -87,7 +87,7 @@ def open_snapshot(options: Options, screen: Screen, run: str) -> tuple[Store | N
     dirs = store_folders(options.store, out)
     check_own(dirs, run, out)
     lost = [d for d in dirs if not (d / IDENTITY).exists()]
-    if lost and has_begun(out):
+    if lost and has_started(out):
         raise InputError(f"--resume {out}: the run's store is not in {lost[0]}. Is its drive mounted?")
     try:
         store = Store.open(dirs, options.keep, trial=0, say=screen.warn, owner=owner(out, run))
@@ -97,7 +97,7 @@ def open_snapshot(options: Options, screen: Screen, run: str) -> tuple[Store | N
     return store, store.restore()
 
 
-class Begun(NamedTuple):
+class Start(NamedTuple):
     """What a run goes on with."""
 
     store: Store | None = None
@@ -105,7 +105,7 @@ class Begun(NamedTuple):
     whole: Whole | None = None  # of another number of hosts, to be dealt anew
 
 
-def open_run(options: Options, screen: Screen, group: Alone, run: str) -> Begun:
+def open_run(options: Options, screen: Screen, group: Alone, run: str) -> Start:
     """The last snapshot that all of the run's hosts have, newer ones dropped; nothing where one has none.
 
     `run`: its id. Raises as open_snapshot, and InputError where it is finished or a host's store is not in sight.
@@ -129,11 +129,11 @@ def open_run(options: Options, screen: Screen, group: Alone, run: str) -> Begun:
         store.remove()
         store = None
     if whole is None:
-        return Begun()
+        return Start()
     snapshot = store.go_back(own.snapshot.sequence) if store is not None and own is not None else None
     if whole.key.hosts == group.hosts:
-        return Begun(store, snapshot)
-    return Begun(store, _common(options, group, snapshot, whole.key.step), whole)
+        return Start(store, snapshot)
+    return Start(store, _common(options, group, snapshot, whole.key.step), whole)
 
 
 def _common(options: Options, group: Alone, snapshot: Snapshot | None, step: int) -> Snapshot:

@@ -26,7 +26,7 @@ from trireme.storage.untrusted import read_text, shown
 
 # Raised by PyYAML's constructors where a value belies its tag or is too deep.
 _TRUSTING = (ValueError, AttributeError, TypeError, LookupError, ArithmeticError, RecursionError)
-_NOT_KEPT = ("resume", "config", "dry_run", "assume", "shape", "demo", "out")  # not of the run
+_NOT_SAVED = ("resume", "config", "dry_run", "assume", "shape", "demo", "out")  # not of the run
 CHOSEN = (  # if not given
     *("seq_len", "epochs", "lr", "weight_decay", "adam_bits", "lora_alpha", "lora_targets", "labels"),
     *("beta", "label_smoothing", "simpo_gamma", "desirable_weight", "undesirable_weight"),  # of a method
@@ -63,7 +63,7 @@ def from_yaml(
 
     Raises InputError.
     """
-    given, keys = taken(path, _read_yaml(path, text_of(path) if text is None else text), typed)
+    given, keys = read_options(path, _read_yaml(path, text_of(path) if text is None else text), typed)
     ignored = [f"ignored  {path}: {', '.join(shown(key) for key in keys.ignored)}"] if keys.ignored else []
     if say:
         for line in (*keys.said, *ignored):
@@ -71,7 +71,7 @@ def from_yaml(
     return given
 
 
-def taken(path: Path, pairs: Iterable[tuple[str, Any]], typed: Container[str]) -> tuple[dict[str, Any], Read]:
+def read_options(path: Path, pairs: Iterable[tuple[str, Any]], typed: Container[str]) -> tuple[dict[str, Any], Read]:
     """Options of a file's keys and values, and how they were read. Raises InputError."""
     given, keys = dict[str, Any](), read_keys(pairs, typed)
     wrong = keys.wrong
@@ -153,12 +153,12 @@ def stores_of(run: Path) -> list[Path]:
     return store_folders(from_yaml(run / "config.yaml").get("store", ()), run)
 
 
-def kept(options: Options) -> dict[str, Any]:
+def saved_options(options: Options) -> dict[str, Any]:
     """The run's options as JSON and YAML values; paths absolute."""
     content: dict[str, Any] = {}
     for f in fields(Options):
         value = getattr(options, f.name)
-        if f.name in _NOT_KEPT:
+        if f.name in _NOT_SAVED:
             continue
         if value is None:
             pass
@@ -174,12 +174,12 @@ def kept(options: Options) -> dict[str, Any]:
 
 def to_agree(options: Options) -> dict[str, str]:
     """What all hosts must be given alike: all but paths, limits of memory and trackers."""
-    same = {flag_of(name): repr(value) for name, value in kept(options).items() if name not in _OWN}
+    same = {flag_of(name): repr(value) for name, value in saved_options(options).items() if name not in _OWN}
     return same | {"--resume": str(bool(options.resume)), "--dry-run": str(options.dry_run)}
 
 
 def config_yaml(options: Options) -> bytes:
-    content = {name: value for name, value in kept(options).items() if value is not None}
+    content = {name: value for name, value in saved_options(options).items() if value is not None}
     return yaml.safe_dump(content, sort_keys=False, allow_unicode=True).encode()
 
 
@@ -197,9 +197,9 @@ def repeats(config: bytes, options: Options) -> bool:
 
 
 def changes(options: Options, before: Mapping[str, Any]) -> list[str]:
-    """A line per option that differs from `before`, earlier `kept` options."""
+    """A line per option that differs from `before`, earlier `saved_options`."""
     said = lambda value: "not given" if value in (None, []) else shown(repr(value), 500)
-    both = [(name, value, before[name]) for name, value in kept(options).items() if name in before]
+    both = [(name, value, before[name]) for name, value in saved_options(options).items() if name in before]
     return [f"{flag_of(name)} {said(value)}, was {said(was)}" for name, value, was in both if value != was]
 
 

@@ -247,8 +247,8 @@ def finetune(on_step: Callable[[Record], object] | None = None, show: bool = Tru
     with _translated(given), _screen(show) as screen:
         from trireme.engine.run import train  # late: torch takes seconds
 
-        told = [(lambda record: hear(on_step, record), lambda: None)] if on_step else []
-        live = train.finetune(given, screen, told=told)
+        hearing = [(lambda record: hear(on_step, record), lambda: None)] if on_step else []
+        live = train.finetune(given, screen, trackers=hearing)
         assert live is not None
     return result(Path(given.out))
 

@@ -110,7 +110,7 @@ def forget_old(out: Path) -> None:
     remove(out / f"{BEST}.old")
 
 
-def settle(out: Path, best: Best | None, progress: Callable[[int], object] = lambda _: None) -> bool:
+def restore_best(out: Path, best: Best | None, progress: Callable[[int], object] = lambda _: None) -> bool:
     """Undoes what a kill has left half done, and makes OUT/best the one that a snapshot names.
 
     Returns whether it is there, whole. `progress` hears of bytes read.

@@ -79,7 +79,7 @@ def new_run(options: Options, saved: type[BaseException], id: str) -> Iterator[N
     out, run = Path(options.out), NewRun()
     with _writable(out):
         check_free(options)
-    with taken(out, f"--out {out}: another run has just begun there. Name another folder.") as made:
+    with locked(out, f"--out {out}: another run has just begun there. Name another folder.") as made:
         again = check_free(options)  # another may have begun
         refuse_links(out)
         try:
@@ -91,7 +91,7 @@ def new_run(options: Options, saved: type[BaseException], id: str) -> Iterator[N
         except saved:
             raise
         except BaseException:
-            if not has_begun(out) and not (run.store and run.store.snapshots):
+            if not has_started(out) and not (run.store and run.store.snapshots):
                 kept = again or any((out / name).exists() for name in PASSES)
                 with suppress(OSError):  # report the first error
                     _undo(run, made, () if kept else [out / name for name in OURS])
@@ -127,7 +127,7 @@ def tidy(out: Path) -> None:
 
 
 @contextmanager
-def taken(out: Path, otherwise: str) -> Iterator[list[Path]]:
+def locked(out: Path, otherwise: str) -> Iterator[list[Path]]:
     """Makes and locks the folder, without a lock file; gives the folders made.
 
     Raises InputError, `otherwise` where another process holds it.
@@ -182,7 +182,7 @@ def _is_same(options: Options, held: set[str]) -> bool:
     if not (out / "config.yaml").is_file():
         return held == {partial_of(out / "config.yaml").name}
     stores = store_folders(options.store, out)
-    begun = has_begun(out) or any(d.is_dir() and snapshots.folders(d) for d in stores)
+    begun = has_started(out) or any(d.is_dir() and snapshots.folders(d) for d in stores)
     ours = all(
         name in (*OURS, "store") or name.startswith(temporary.HIDDEN) or re.fullmatch(r"host-\d+", name)
         for name in held
@@ -190,7 +190,7 @@ def _is_same(options: Options, held: set[str]) -> bool:
     return ours and not begun and repeats(unsigned((out / "config.yaml").read_bytes()), options)
 
 
-def has_begun(out: Path) -> bool:
+def has_started(out: Path) -> bool:
     log = out / "log.jsonl"
     return log.exists() and log.stat().st_size > 0
 

@@ -108,31 +108,31 @@ def _note(out: Path, name: str, id: str) -> None:
 
 
 @contextmanager
-def trackers(options: Options, screen: Screen) -> Iterator[list[Tracker]]:
-    """Those of --log, begun before anything else takes time. Raises InputError where one cannot be."""
-    begun: list[Tracker] = []
+def open_trackers(options: Options, screen: Screen) -> Iterator[list[Tracker]]:
+    """Those of --log, started before anything else takes time. Raises InputError where one cannot be."""
+    started: list[Tracker] = []
     try:
-        for name, begin in TRACKERS.items():
+        for name, start in TRACKERS.items():
             if name in options.log:
-                begun.append(_begun(name, begin, options))
-        yield begun
+                started.append(_start(name, start, options))
+        yield started
     finally:
-        for _, close in begun:
+        for _, close in started:
             try:
                 close()
             except Exception as error:
                 _warn_of_tracker(screen, error)
 
 
-def _begun(name: str, begin: Callable[[Path, Options], Tracker], options: Options) -> Tracker:
+def _start(name: str, start: Callable[[Path, Options], Tracker], options: Options) -> Tracker:
     try:
-        return begin(Path(options.out), options)
+        return start(Path(options.out), options)
     except ImportError:
         raise InputError(
             f"--log {name}: it is not installed. pip install {PACKAGES.get(name, name)}, or leave it out."
         ) from None
     except Exception as error:
-        key = "Log in with `wandb login`, or set WANDB_MODE=offline" if name == "wandb" else "Mend that"
+        key = "Log in with `wandb login`, or set WANDB_MODE=offline" if name == "wandb" else "Fix that"
         why = (str(error).strip().splitlines() or [type(error).__name__])[0].rstrip(".")
         raise InputError(f"--log {name}: {why}. {key}, or leave it out.") from None
 

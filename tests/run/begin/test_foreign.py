@@ -10,7 +10,7 @@ import pytest
 import yaml
 
 from trireme.engine.run.command import parse
-from trireme.engine.run.config.config_file import Refused, taken
+from trireme.engine.run.config.config_file import Refused, read_options
 from trireme.engine.run.config.foreign_config import RENAMED
 from trireme.engine.run.config.option_names import ELSEWHERE, FIELDS
 from trireme.engine.run.main import main
@@ -234,7 +234,7 @@ def test_no_value_of_any_key_is_more_than_refused():
         beside = {"gradient-accumulation-steps": value, "lora-r": 8, "lora-alpha": value, "epochs": value}
         for pairs in ([(key, value)], [(key, value), *beside.items()]):
             with suppress(InputError):
-                taken(Path("x"), pairs, ())
+                read_options(Path("x"), pairs, ())
                 continue
             messages.append(key)
     assert len(messages) > 1000
