@@ -64,28 +64,24 @@ def read_text(path: Path, limit: int = TEXT) -> str:
     return content.decode()
 
 
-class _Twice(ValueError):
-    """A key that an object has twice."""
-
-
 def parse_json(text: bytes, what: str) -> dict[str, Any]:
     """The JSON object in `text`, no key twice. Raises ValueError whatever the bytes."""
+    repeated: list[str] = []
 
-    def unique(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
+    def as_object(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
         fields = dict(pairs)
         if len(fields) != len(pairs):
-            twice = next(key for key, after in pairwise(sorted(key for key, _ in pairs)) if key == after)
-            raise _Twice(f"the {what} names {shown(twice)!r} twice")
+            repeated.append(next(key for key, after in pairwise(sorted(key for key, _ in pairs)) if key == after))
         return fields
 
     try:
-        fields = json.loads(text.decode(), object_pairs_hook=unique)
+        fields = json.loads(text.decode(), object_pairs_hook=as_object)
     except RecursionError:
         raise ValueError(f"the {what} is nested too deeply") from None
-    except _Twice:
-        raise
     except ValueError as e:  # also UnicodeDecodeError and JSONDecodeError
         raise ValueError(f"the {what} is not valid JSON ({str(e)[:100]})") from None
+    if repeated:
+        raise ValueError(f"the {what} names {shown(repeated[0])!r} twice")
     if type(fields) is not dict:
         raise ValueError(f"the {what} is not a JSON object")
     return fields

@@ -100,7 +100,7 @@ def load_engine(
         if whole is None:
             _load_snapshot(e, store, screen, asked, everything)
         else:
-            what = f"dealing anew the state of {count(whole.key.hosts, 'host')}"
+            what = f"redistributing the state of {count(whole.key.hosts, 'host')}"
             with _loading(screen, what, e.placement.nbytes(), asked) as more:
                 reshare.fill(e.placement, whole, group.wire if group else None, more)
         if e.placement.frozen_bytes:

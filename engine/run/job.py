@@ -127,7 +127,7 @@ class Job:
 
     @property
     def pinned(self) -> Pinned:
-        return Pinned.of(self.plan, self.options.batch_size, self.micro_rows, identity(self.cfg, self.source))
+        return Pinned(self.plan, self.options.batch_size, self.micro_rows, identity(self.cfg, self.source))
 
     @cached_property
     def forecast(self) -> Forecast:

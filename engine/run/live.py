@@ -156,10 +156,10 @@ class Live:
             self.job = with_reference(*given)
 
     def _save_reshared(self, whole: Whole) -> None:
-        """Saves what was dealt anew; then the state of hosts that are no more can go."""
+        """Saves the redistributed state; then that of hosts that are no more can go."""
         self._save(keep=1)
         before = count(whole.key.hosts, "host")
-        self.screen.say(f"hosts    {self.group.hosts}, where the run had {before}: its state was dealt anew")
+        self.screen.say(f"hosts    {self.group.hosts}, where the run had {before}: its state was redistributed")
         places = sorted(hosts_in(run_folder(self.job.out, self.group.host)).items())
         with self.watched("removing what other hosts left"), self.screen.working("removing it", 0) as more:
             for host, place in places:

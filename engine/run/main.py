@@ -50,7 +50,7 @@ def main(argv: Sequence[str], began: float | None = None) -> int:
         screen.urgent(f"error: {whose}{shown(' '.join(message.split()), LONGEST)}")
         return code
 
-    def late(why: str) -> None:
+    def timed_out(why: str) -> None:
         from trireme.engine.queues.watchdog import leave  # late: torch takes seconds
 
         leave(lambda: fail(f"{why.rstrip('.')}. {again(options)}", 4))
@@ -65,7 +65,7 @@ def main(argv: Sequence[str], began: float | None = None) -> int:
         at = place()
         if at.host:
             screen = Screen(nowhere())
-        with joined(at, late) as group:
+        with joined(at, timed_out) as group:
             options = parse(argv, group.host, group.hosts, lambda text: group.texts(text)[0], screen.say)
             take_gpus(options, at)
             return run(options, screen, clock, group)

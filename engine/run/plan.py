@@ -19,7 +19,7 @@ from trireme.engine.planner.forecast import Files, Forecast, Work, check_drive
 from trireme.engine.planner.machine import with_drives
 from trireme.engine.planner.rates import Machine
 from trireme.engine.planner.rule import Wanted, all_cuts, cuts, shortage, simple_plan
-from trireme.engine.run.begin.snapshot import DTYPES, Pinned, misfit
+from trireme.engine.run.begin.snapshot import DTYPES, Pinned, cut_of, misfit
 from trireme.engine.run.options import Options
 from trireme.models.config import InputError, ModelConfig
 from trireme.models.sizes import shapes
@@ -48,9 +48,7 @@ def given_plan(
     if options.dtype != "auto" and DTYPES[options.dtype] != plan.dtype:
         raise InputError(f"{options.plan}: the plan computes in {plan.dtype}. Leave --dtype out, or change the plan.")
     if plan.gpus != gpus:
-        raise InputError(
-            f"{options.plan}: the plan deals its units to {count(plan.gpus, 'GPU')}. Say --gpus {plan.gpus}."
-        )
+        raise InputError(f"{options.plan}: the plan is for {count(plan.gpus, 'GPU')}. Say --gpus {plan.gpus}.")
     check_options(options, plan, plan.tokens // seq_len)
     if on_cuda and not plan.runs_on_cuda:
         raise InputError(
@@ -58,9 +56,9 @@ def given_plan(
             "ssd and the update cpu, or set adam_bits to 32."
         )
     if pinned:
-        now = Pinned.of(plan, pinned.batch_size, pinned.rows, pinned.model).json()
-        for key, before in pinned.json().items():
-            if key != "plan" and now[key] != before:
+        now = cut_of(plan)
+        for key, before in cut_of(pinned.plan).items():
+            if now[key] != before:
                 raise InputError(f"{options.plan}: the run began with {key} {before}, the plan has {now[key]}")
     return plan
 
@@ -146,7 +144,7 @@ class Planner:
     def dtype(self) -> str:
         """BF16 or F32."""
         if self.pinned:
-            return self.pinned.dtype
+            return self.pinned.plan.dtype
         return self.given.dtype if self.given else DTYPES.get(self.options.dtype, "BF16" if self.on_cuda else "F32")
 
     @property
@@ -243,9 +241,9 @@ class Planner:
         if mode == "backward" and o.max_grad_norm:
             raise InputError("--optimizer-mode backward updates before the norm is known. Add --max-grad-norm 0.")
         if pinned:
-            size, bits = (pinned.tokens, pinned.n_micro), pinned.adam_bits
-            same = self.dtype, mode, pinned.record, bits
-            cuts = all_cuts(self.cfg, gpus == hosts == 1, (pinned.halves,))
+            size = pinned.plan.tokens, pinned.plan.n_micro
+            same = self.dtype, mode, pinned.plan.record, pinned.plan.adam_bits
+            cuts = all_cuts(self.cfg, gpus == hosts == 1, (pinned.plan.halves,))
             return Wanted((size,), *same, cuts=cuts, on_cuda=self.on_cuda, gpus=gpus, hosts=hosts)
         most = max(1, MICRO_TOKENS[self.on_cuda] // self.seq_len)
         if gpus > 1:

@@ -239,7 +239,7 @@ def snapshot(folder: Path) -> Target:
     said = {"step": 3, "options": saved_options(options) | {"lr": 1.0}, "data": "00000000", "best": [2.5, 3],
             "computed_by": "torch 2, the CPU", "launches": {"grouped_mm": [64, 64, 128, 4, 3]}, "written": 9,
             "eval_rows": 5, "date": "2026-01-31", "log": [3, 0, 99, 7],
-            "cut": Pinned.of(plan, 2, 2, identity(cfg, source)).json()}  # fmt: skip
+            "cut": Pinned(plan, 2, 2, identity(cfg, source)).json()}  # fmt: skip
 
     def read(content: bytes) -> None:
         try:

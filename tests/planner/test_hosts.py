@@ -82,11 +82,11 @@ def test_what_hosts_cannot_do_is_refused(change, why):
 
 def test_what_a_resumed_run_keeps_on_another_number_of_hosts():
     units = (UnitPlan(), UnitPlan("host", "host", update="gpu"), *(UnitPlan("ssd", "ssd"),) * (SMALL.n_units - 2))
-    begun = Pinned.of(Plan(units, 128, 5), 9, 2, {})
+    begun = Pinned(Plan(units, 128, 5), 9, 2, {})
     three = begun.on(1, 3)
-    assert (three.n_micro, three.plan.n_micro, three.plan.host, three.plan.hosts) == (2, 2, 1, 3)
+    assert (three.plan.n_micro, three.plan.host, three.plan.hosts) == (2, 1, 3)
     assert {(unit.state, unit.update) for unit in three.plan.units} == {("host", "cpu"), ("ssd", "cpu")}
-    assert three.on(0, 1).n_micro == 5
+    assert three.on(0, 1).plan.n_micro == 5
     assert three.on(1, 3) is three
 
 
@@ -98,7 +98,7 @@ def test_state_that_a_gpu_has_updated_stays_with_one_host():
         (UnitPlan("host", "host", update="gpu"), True),
         (UnitPlan("ssd", "ssd"), False),
     ):
-        kept = Pinned.of(Plan((unit,) * 4, 128, 5), 9, 2, {}).json()
+        kept = Pinned(Plan((unit,) * 4, 128, 5), 9, 2, {}).json()
         check_updates(options, kept, 1)
         with (
             pytest.raises(InputError, match="runs/a: the run updates state on the GPU, and 2")

@@ -498,7 +498,7 @@ def test_a_plan_with_room_for_fewer_micro_batches_is_refused(checkpoint):
         ({"mode": "backward"}, {}, "its mode backward updates before the norm is known. Add --max-grad-norm 0, or"),
         ({"mode": "backward"}, {"max_grad_norm": 0.0, "optimizer_mode": "forward"}, "--optimizer-mode is forward"),
         ({"mode": "backward"}, {"max_grad_norm": 0.0}, ""),
-        ({}, {"gpus": 2}, "the plan deals its units to 1 GPU. Say --gpus 1"),
+        ({}, {"gpus": 2}, "the plan is for 1 GPU. Say --gpus 1"),
     ],
 )  # fmt: skip
 def test_no_option_is_silently_overruled_by_a_given_plan(checkpoint, begun, plan, given, says):

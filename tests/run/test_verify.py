@@ -111,7 +111,7 @@ def test_a_run_that_failed_without_a_log_keeps_its_snapshot(tmp_path, elsewhere,
 def test_a_run_that_comes_second_sweeps_nothing_away(tmp_path):
     out = tmp_path / "out"
     with pytest.raises(Interrupted), begin(out):
-        assert "another run has just begun" in refused(out)
+        assert "another run has just started" in refused(out)
         raise Interrupted
     assert [p.name for p in out.iterdir()] == ["config.yaml"]
     with pytest.raises(ZeroDivisionError), begin(tmp_path / "b", store=(str(tmp_path / "s"),)) as run:

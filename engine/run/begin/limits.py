@@ -67,7 +67,7 @@ def _assumed(options: Options, machine: str) -> tuple[Machine, Limits]:
 
 
 def check_gpus(cfg: ModelConfig, gpus: int) -> None:
-    """Raises InputError where the model cannot be dealt to so many."""
+    """Raises InputError where the model cannot be divided among so many."""
     if gpus > cfg.n_layers:
         raise InputError(f"--gpus {gpus}: the model has {count(cfg.n_layers, 'block')}, a GPU computes one at least.")
 

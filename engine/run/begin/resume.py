@@ -38,7 +38,7 @@ from trireme.storage.store import Store
 
 TRIAL = 256 << 20  # bytes written to measure a drive, at most
 
-Snapshot = dict[str, Any]  # as snapshot.SNAPSHOT
+Snapshot = dict[str, Any]  # of the form snapshot.SNAPSHOT
 
 
 def new_store(job: Job, screen: Screen, run: str) -> Store:
@@ -102,7 +102,7 @@ class Start(NamedTuple):
 
     store: Store | None = None
     snapshot: Snapshot | None = None
-    whole: Whole | None = None  # of another number of hosts, to be dealt anew
+    whole: Whole | None = None  # of another number of hosts, to be redistributed
 
 
 def open_run(options: Options, screen: Screen, group: Alone, run: str) -> Start:
@@ -174,7 +174,7 @@ def hosts_in(folder: Path) -> dict[int, Path]:
 
 
 def remove_given_up(out: Path, hosts: int, progress: Progress = silent) -> None:
-    """Removes what more than `hosts` had begun to keep, and gave up: no run needs it."""
+    """Removes what hosts beyond the first `hosts` kept before they gave up: no run needs it."""
     run = run_of(out)
     for place in (place for host, place in hosts_in(out).items() if host >= hosts):
         _give_up(place, run, progress)

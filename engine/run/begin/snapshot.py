@@ -8,7 +8,7 @@ from __future__ import annotations
 import json
 import math
 from collections.abc import Mapping
-from dataclasses import asdict, dataclass, fields, replace
+from dataclasses import asdict, dataclass, replace
 from datetime import date
 from typing import Any
 
@@ -25,61 +25,51 @@ SAID = ("frozen", "lora")  # of a config: what a run says, not config.json
 DTYPES = {"bf16": "BF16", "fp32": "F32", "fp8": "BF16"}  # of all but the matmuls
 
 
+def cut_of(plan: Plan) -> dict[str, Any]:
+    """What a resumed run keeps of a plan, besides where updates run, for bitwise equal results."""
+    return {
+        "tokens": plan.tokens,
+        "n_micro": plan.n_micro,
+        "dtype": plan.dtype,
+        "record": plan.record,
+        "adam_bits": plan.adam_bits,
+        "halves": plan.halves,
+    }
+
+
 @dataclass(frozen=True)
 class Pinned:
-    """What a resumed run keeps to give the same bits; of the plan, where updates run."""
+    """What a resumed run keeps: its plan, which may change but for `cut_of` and where updates run, and what follows."""
 
-    tokens: int  # of a micro-batch
-    n_micro: int
-    dtype: str
-    record: int
-    adam_bits: int
-    halves: bool
+    plan: Plan
     batch_size: int
     rows: int  # sequences of a micro-batch
     model: dict[str, dict[str, Any]]  # `identity`
-    plan: Plan
-
-    @classmethod
-    def of(cls, plan: Plan, batch_size: int, rows: int, model: dict[str, dict[str, Any]]) -> Pinned:
-        return cls(
-            plan.tokens,
-            plan.n_micro,
-            plan.dtype,
-            plan.record,
-            plan.adam_bits,
-            plan.halves,
-            batch_size,
-            rows,
-            model,
-            plan,
-        )
 
     @classmethod
     def read(cls, data: Mapping[str, Any]) -> Pinned:
         """The inverse of `json`. Raises InputError, KeyError."""
-        wanted = {f.name: data[f.name] for f in fields(cls) if f.name != "plan"}
-        return cls(**wanted, plan=Plan.of(data["plan"]))
+        return cls(Plan.of(data["plan"]), data["batch_size"], data["rows"], data["model"])
 
     def json(self) -> dict[str, Any]:
-        return asdict(self)
+        own = {"batch_size": self.batch_size, "rows": self.rows, "model": self.model, "plan": asdict(self.plan)}
+        return cut_of(self.plan) | own
 
     @property
     def seq_len(self) -> int:
-        return self.tokens // self.rows
+        return self.plan.tokens // self.rows
 
     def on(self, host: int, hosts: int) -> Pinned:
         """The same run on another number of hosts."""
         if hosts == self.plan.hosts:
             return self
-        most = min(self.plan.hosts * self.n_micro, math.ceil(self.batch_size / self.rows))
-        n_micro = math.ceil(most / hosts)
-        plan = replace(self.plan, hosts=1, host=0, n_micro=n_micro)
+        most = min(self.plan.hosts * self.plan.n_micro, math.ceil(self.batch_size / self.rows))
+        plan = replace(self.plan, hosts=1, host=0, n_micro=math.ceil(most / hosts))
         if hosts > 1:
             at_gpu = [u for u, unit in enumerate(plan.units) if "gpu" in (unit.state, unit.update)]
             plan = plan.changed(at_gpu, weights="host", state="host", update="cpu")
             plan = replace(plan, mode="forward", gradients="host", hosts=hosts, host=host)
-        return replace(self, n_micro=n_micro, plan=plan)
+        return replace(self, plan=plan)
 
 
 # What Live.save writes into a snapshot's manifest.
@@ -118,8 +108,8 @@ def check_snapshot(options: Options, said: Mapping[str, Any]) -> None:
     if not wrong:
         try:
             pinned = Pinned.read(said["cut"])
-            same = pinned == Pinned.of(pinned.plan, pinned.batch_size, pinned.rows, pinned.model)
-            fits = same and pinned.rows and pinned.tokens % pinned.rows == 0
+            same = all(said["cut"][name] == value for name, value in cut_of(pinned.plan).items())
+            fits = same and pinned.rows and pinned.plan.tokens % pinned.rows == 0
             wrong = "" if fits else ".cut is not the one of its plan"
         except InputError as error:
             wrong = f".cut: {error}"
@@ -160,12 +150,12 @@ def pinned_of(options: Options, data: Mapping[str, Any], host: int = 0, hosts: i
         asked["--seq-len"] = options.seq_len, pinned.seq_len
     fp8 = bool(pinned.model["config"].get("fp8"))
     if options.dtype != "auto" or fp8:
-        begun = "fp8" if fp8 else next(name for name, dtype in DTYPES.items() if dtype == pinned.dtype)
+        begun = "fp8" if fp8 else next(name for name, dtype in DTYPES.items() if dtype == pinned.plan.dtype)
         asked["--dtype"] = options.dtype, begun
     if not options.plan:  # else the plan says these
-        asked["--adam-bits"] = options.adam_bits or pinned.adam_bits, pinned.adam_bits
+        asked["--adam-bits"] = options.adam_bits or pinned.plan.adam_bits, pinned.plan.adam_bits
         if isinstance(options.micro_batch, int):
-            most = pinned.rows if pinned.n_micro == 1 else options.micro_batch  # one micro-batch is the whole step
+            most = pinned.rows if pinned.plan.n_micro == 1 else options.micro_batch  # one micro-batch is the whole step
             asked["--micro-batch"] = min(options.micro_batch, most), pinned.rows
     for flag, (now, before) in asked.items():
         if now != before:

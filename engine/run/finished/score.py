@@ -163,13 +163,12 @@ def _there(folder: Path, key: str, sequences: int) -> tuple[int, int, Found]:
         try:
             with safe_open(path, "numpy") as file:
                 said = file.metadata() or {}
-                if said.get("key") != key:
-                    raise InputError(f"{path} is of another model, of other data or options. Name another --out.")
-                scores = {name: file.get_tensor(name) for name in file.keys()}  # noqa: SIM118
-        except InputError:
-            raise
+                names = file.keys() if said.get("key") == key else ()
+                scores = {name: file.get_tensor(name) for name in names}
         except (SafetensorError, TypeError, ValueError) as error:
             raise InputError(f"{path} cannot be read ({error}). Remove it and those behind it.") from None
+        if said.get("key") != key:
+            raise InputError(f"{path} is of another model, of other data or options. Name another --out.")
         if "sum" not in said:
             raise InputError(f"{path} is of an older version, without a checksum. Remove it and those behind it.")
         if said.get("first") != str(done) or said.get("sum") != _sum(said, scores):

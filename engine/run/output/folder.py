@@ -79,8 +79,8 @@ def new_run(options: Options, saved: type[BaseException], id: str) -> Iterator[N
     out, run = Path(options.out), NewRun()
     with _writable(out):
         check_free(options)
-    with locked(out, f"--out {out}: another run has just begun there. Name another folder.") as made:
-        again = check_free(options)  # another may have begun
+    with locked(out, f"--out {out}: another run has just started there. Name another folder.") as made:
+        again = check_free(options)  # another may have started
         refuse_links(out)
         try:
             for stale in (out / "tokens").glob("stdin*"):
@@ -182,12 +182,12 @@ def _is_same(options: Options, held: set[str]) -> bool:
     if not (out / "config.yaml").is_file():
         return held == {partial_of(out / "config.yaml").name}
     stores = store_folders(options.store, out)
-    begun = has_started(out) or any(d.is_dir() and snapshots.folders(d) for d in stores)
+    started = has_started(out) or any(d.is_dir() and snapshots.folders(d) for d in stores)
     ours = all(
         name in (*OURS, "store") or name.startswith(temporary.HIDDEN) or re.fullmatch(r"host-\d+", name)
         for name in held
     )
-    return ours and not begun and repeats(unsigned((out / "config.yaml").read_bytes()), options)
+    return ours and not started and repeats(unsigned((out / "config.yaml").read_bytes()), options)
 
 
 def has_started(out: Path) -> bool:
