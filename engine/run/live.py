@@ -89,13 +89,13 @@ class Live:
         job: Job,
         start: Start,
         screen: Screen,
-        clock: Clock | None = None,
-        trackers: Sequence[Tracker] = (),
-        group: Alone | None = None,
+        clock: Clock,
+        trackers: Sequence[Tracker],
+        group: Alone,
     ):
         """`start`: with a store. Raises InputError, StoreError."""
         assert start.store is not None
-        self.job, self.store, self.screen, self.group = job, start.store, screen, group or Alone()
+        self.job, self.store, self.screen, self.group = job, start.store, screen, group
         snapshot, self.whole = start.snapshot, start.whole
         self.resumed = snapshot is not None
         self.progress = Progress.of(snapshot) if snapshot else Progress()
@@ -107,7 +107,7 @@ class Live:
         self.log = RunLog(job.out, job.total_steps, screen, since, job.work.evaluations, trackers, name, axis)
         self.queues = RealQueues(job.device, gpus=job.plan.gpus, hosts=job.plan.hosts)
         self.queues.failed = self.group.failed  # where this thread waits for a host that waits for a queue
-        self.clock, self.estimated = clock or Clock(), dict[Part, float]()
+        self.clock, self.estimated = clock, dict[Part, float]()
         self._engine: Engine | None = None
         self.preference, self.loaded = preference_of(job.options), ""  # checksum of what is trained, as it was loaded
         self.base: dict[str, str] = snapshot.get("base", {}) if snapshot else {}  # checksums of frozen weights, by unit

@@ -53,7 +53,7 @@ def main(argv: Sequence[str], began: float | None = None) -> int:
     def timed_out(why: str) -> None:
         from trireme.engine.queues.watchdog import leave  # late: torch takes seconds
 
-        leave(lambda: fail(f"{why.rstrip('.')}. {again(options)}", 4))
+        leave(lambda: fail(f"{why.rstrip('.')}. {how_to_go_on(options)}", 4))
 
     try:
         check_folder()
@@ -77,7 +77,7 @@ def main(argv: Sequence[str], began: float | None = None) -> int:
     except DoesNotFit as error:
         return fail(str(error), 3)
     except LostHost as error:
-        return fail(f"{str(error).rstrip('.')}. {again(options)}", 4)
+        return fail(f"{str(error).rstrip('.')}. {how_to_go_on(options)}", 4)
     except BrokenPipeError:  # the reader has gone
         return 141
     except OSError as error:
@@ -120,7 +120,7 @@ def run_folder(options: Options) -> str:
     return str(Path(options.out).parent) if place().host else options.out
 
 
-def again(options: Options) -> str:
+def how_to_go_on(options: Options) -> str:
     """How a run goes on whose hosts have ended."""
     if is_resumable(options):
         return f"To go on, on all hosts: --resume {run_folder(options)}"
@@ -129,14 +129,14 @@ def again(options: Options) -> str:
 
 def take_gpus(options: Options, at: Place) -> None:
     """Shows a host its own GPUs where several are on a machine. Raises InputError."""
-    shown_ = os.environ.get("CUDA_VISIBLE_DEVICES")
-    if at.local_hosts == 1 or options.device == "cpu" or shown_ == "":
+    visible = os.environ.get("CUDA_VISIBLE_DEVICES")
+    if at.local_hosts == 1 or options.device == "cpu" or visible == "":
         return
     if options.gpus == "all":
         raise InputError(f"--gpus all: {at.local_hosts} hosts are on this machine. Say --gpus N, of each.")
     each = int(options.gpus)
     own = range(at.local * each, (at.local + 1) * each)
-    every = shown_.split(",") if shown_ is not None else [str(gpu) for gpu in range(own.stop)]
+    every = visible.split(",") if visible is not None else [str(gpu) for gpu in range(own.stop)]
     if len(every) < own.stop:
         raise InputError(
             f"--gpus {each}: CUDA_VISIBLE_DEVICES shows {len(every)} to the {at.local_hosts} hosts of this machine."

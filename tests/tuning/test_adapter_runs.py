@@ -17,7 +17,7 @@ from trireme.engine.plan import DoesNotFit, Plan, UnitPlan
 from trireme.engine.planner.lines import disk_line
 from trireme.engine.queues.names import WRITES
 from trireme.engine.run import job, loop
-from trireme.engine.run.begin.model import dropping
+from trireme.engine.run.begin.model import lora_with_dropout
 from trireme.engine.run.job import prepare
 from trireme.engine.run.main import main
 from trireme.engine.run.train import finetune
@@ -344,6 +344,6 @@ def test_adapters_of_experts_have_no_dropout():
     """peft refuses it as well."""
     mixture = parse_config(CASES["mixtral"][1] | dict(model_type="mixtral"))
     with pytest.raises(InputError, match="--lora-dropout 0.1: adapters of experts have none, as in peft"):
-        dropping(mixture, Lora(4, 8.0, ("q_proj", "experts")), 0.1)
-    assert dropping(mixture, Lora(4, 8.0, ("q_proj",)), 0.1).dropout == 0.1
-    assert dropping(mixture, Lora(4, 8.0, ("experts",)), None).dropout == 0.0
+        lora_with_dropout(mixture, Lora(4, 8.0, ("q_proj", "experts")), 0.1)
+    assert lora_with_dropout(mixture, Lora(4, 8.0, ("q_proj",)), 0.1).dropout == 0.1
+    assert lora_with_dropout(mixture, Lora(4, 8.0, ("experts",)), None).dropout == 0.0

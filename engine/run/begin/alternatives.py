@@ -11,7 +11,7 @@ from trireme.engine.plan import DoesNotFit
 from trireme.engine.planner.forecast import Files, Forecast, Work
 from trireme.engine.planner.machine import this_machine
 from trireme.engine.run.begin.limits import device_and_limits
-from trireme.engine.run.begin.model import length, what_is_trained
+from trireme.engine.run.begin.model import sequence_length, what_is_trained
 from trireme.engine.run.job import check_room, prepare
 from trireme.engine.run.options import Options
 from trireme.engine.run.plan import Planner
@@ -30,35 +30,35 @@ def alternatives(options: Options) -> str:
     if options.resume or options.plan:
         return ""
     if options.lora is not None or any((options.adapter, options.freeze, options.train)):
-        based = _based(options)
+        based = _base_that_fits(options)
         return f"Or quantize what is frozen, which then fits: {based}." if based else ""
     lighter = replace(options, lora=RANK)
-    adapters = _tried(lighter, Files(export=1))
-    if adapters is None and (based := _based(lighter)):
+    adapters = _step_if_it_fits(lighter, Files(export=1))
+    if adapters is None and (based := _base_that_fits(lighter)):
         adapters = f" {based}"
     said = [f"Or train adapters, which fit: --lora {RANK}{adapters}."] if adapters is not None else []
-    if options.adam_bits in (None, 32) and (fewer := _tried(replace(options, adam_bits=8), Files())):
+    if options.adam_bits in (None, 32) and (fewer := _step_if_it_fits(replace(options, adam_bits=8), Files())):
         said.append(f"Or train all weights with --adam-bits 8{fewer}.")
     return " ".join(said)
 
 
-def _based(options: Options) -> str | None:
+def _base_that_fits(options: Options) -> str | None:
     """`--base` with the first of BASES that fits, and its step; None where none does, or one is given."""
     for base in BASES if options.base is None else ():
         with suppress(DoesNotFit, InputError, CheckpointError):
             job = prepare(replace(options, base=base, data=()), say=lambda _: None)
             if not options.assume:
                 check_room(job)
-            return f"--base {base}{_step(job.forecast) if job.device.type == 'cuda' else ''}"
+            return f"--base {base}{_step_line(job.forecast) if job.device.type == 'cuda' else ''}"
     return None
 
 
-def _tried(lighter: Options, files: Files) -> str | None:
+def _step_if_it_fits(lighter: Options, files: Files) -> str | None:
     """What is said of a step; "" on a CPU, where none is predicted; None where it does not fit."""
     try:
         cfg = what_is_trained(lighter)
         device, limits, assumed = device_and_limits(lighter)
-        on_cuda, n, seq_len = device.type == "cuda", lighter.batch_size, length(lighter, cfg)
+        on_cuda, n, seq_len = device.type == "cuda", lighter.batch_size, sequence_length(lighter, cfg)
         planner, work = Planner(lighter, cfg, seq_len, on_cuda, limits, None), Work(seq_len, n, 1, document=seq_len)
         limits, stores = planner.limits_for(n), [Path(d) for d in lighter.store] or [Path(lighter.out)]
         if not on_cuda:
@@ -68,9 +68,9 @@ def _tried(lighter: Options, files: Files) -> str | None:
         found = planner.find(work, files, limits, machine, stores)
     except (DoesNotFit, InputError):
         return None
-    return _step(Forecast(cfg, found.plan, found.machine, limits, work))
+    return _step_line(Forecast(cfg, found.plan, found.machine, limits, work))
 
 
-def _step(f: Forecast) -> str:
+def _step_line(f: Forecast) -> str:
     tokens, step_s = f.work.tokens, f.step.step_s
     return f", {seconds(step_s)} a step of {compact(tokens)} tokens, {compact(tokens / step_s)} tok/s"

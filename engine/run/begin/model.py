@@ -72,7 +72,7 @@ def open_model(options: Options, pinned: Pinned | None, date: str | None, hosts:
         stored = hf.sources(cfg, found)
     source = as_trained(cfg, source, stored)
     codec = named_codec(options, folder, date) if options.data else None
-    seq_len = length(options, cfg)
+    seq_len = sequence_length(options, cfg)
     source = with_auxiliary(options, cfg, folder, source, codec)
     return OpenedModel(options, cfg, source if cfg.lora else headed(cfg, source), stored, codec, seq_len)
 
@@ -104,7 +104,7 @@ def what_is_trained(options: Options) -> ModelConfig:
         given = options.lora_dropout
         if given is None and not in_experts(cfg, adapter.lora):
             given = adapter.dropout
-        return adapted(cfg, dropping(cfg, adapter.lora, given))
+        return adapted(cfg, lora_with_dropout(cfg, adapter.lora, given))
     if options.lora is None:
         for name in (*DETAILS, "lora_dropout", "merge"):
             if getattr(options, name):
@@ -114,14 +114,14 @@ def what_is_trained(options: Options) -> ModelConfig:
     if (options.lora_alpha or 0) > MOST:
         raise InputError(f"--lora-alpha {options.lora_alpha:g}: expected at most {MOST:,}.")
     lora = Lora(options.lora, alpha, targets(cfg, options.lora_targets))
-    return adapted(cfg, dropping(cfg, lora, options.lora_dropout))
+    return adapted(cfg, lora_with_dropout(cfg, lora, options.lora_dropout))
 
 
 def in_experts(cfg: ModelConfig, lora: Lora) -> bool:
     return cfg.experts is not None and lora.adapts(cfg.names.experts)
 
 
-def dropping(cfg: ModelConfig, lora: Lora, dropout: float | None) -> Lora:
+def lora_with_dropout(cfg: ModelConfig, lora: Lora, dropout: float | None) -> Lora:
     """Raises InputError for adapters of experts, which have no dropout in peft either."""
     if dropout and in_experts(cfg, lora):
         raise InputError(
@@ -172,7 +172,7 @@ def about_adapter(options: Options, cfg: ModelConfig) -> list[str]:
     return [f"--adapter {options.adapter} {line}" for line in lines]
 
 
-def length(options: Options, cfg: ModelConfig) -> int:
+def sequence_length(options: Options, cfg: ModelConfig) -> int:
     seq_len = options.seq_len or min(2048, cfg.max_positions)
     if seq_len > cfg.max_positions:
         if cfg.indexed:

@@ -189,7 +189,7 @@ def _give_up(place: Path, run: str, progress: Progress = silent) -> None:
             remove_host(place, run, progress)
 
 
-def remove_host(place: Path, run: str, progress: Progress = silent) -> None:
+def remove_host(place: Path, run: str, progress: Progress) -> None:
     """Removes all that a host of this run has kept."""
     with suppress(InputError, StoreError):
         dirs = owned(stores_of(place), run, place)

@@ -76,8 +76,8 @@ VALUES: dict[str, dict[str, str | None]] = {
 NOTHING = ("none", "no", "null", "false", "disabled")
 
 
-def read_keys(pairs: Iterable[tuple[str, Any]], typed: Container[str] = ()) -> Read:
-    """`pairs`: keys and values of a file."""
+def read_keys(pairs: Iterable[tuple[str, Any]], typed: Container[str]) -> Read:
+    """`pairs`: keys and values of a file; `typed`: options that win."""
     items = [Item(key, key.replace("_", "-"), value) for key, value in _flat(pairs)]
     items = [item._replace(name=RENAMED.get(item.name, item.name)) for item in items]
     found = Read([item for item in items if not is_empty(item.value)], typed)

@@ -87,7 +87,7 @@ def ends_of(config: Mapping[str, Any]) -> frozenset[int]:
 class Picker:
     """The next token of each of some prompts. Equal seeds, equal tokens; a prompt's draws are its own."""
 
-    def __init__(self, sampling: Sampling, prompts: int, first: int = 0):
+    def __init__(self, sampling: Sampling, prompts: int, first: int):
         """`first`: the number of the first of them."""
         self.sampling = sampling
         self._dice = [torch.Generator().manual_seed(sampling.seed + first + i) for i in range(prompts)]

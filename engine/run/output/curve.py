@@ -17,6 +17,7 @@ LOSS = "loss (nats per token)"
 TRAIN, TRAIN_FAINT, EVAL, INK, GRID = "#1f5fa8", "#b9cde4", "#d8572a", "#333", "#e3e3e3"
 
 MOST = 4096  # points kept, even
+DRAWN = 1000  # points of a line, about
 ABSURD = 1e30  # loss beyond any scale
 
 Point = tuple[float, float]  # step, loss
@@ -97,9 +98,9 @@ def _smoothed(points: Sequence[Point]) -> list[Point]:
     return [(x, (sums[b] - sums[a]) / (b - a)) for (x, _), (a, b) in zip(points, ends, strict=True)]
 
 
-def _thinned(points: Sequence[Point], most: int = 1000) -> list[Point]:
-    """About `most` points, with the last."""
-    stride = -(-len(points) // most) or 1
+def _thinned(points: Sequence[Point]) -> list[Point]:
+    """About DRAWN points, with the last."""
+    stride = -(-len(points) // DRAWN) or 1
     return [*points[::stride], *points[-1:]]
 
 

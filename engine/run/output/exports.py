@@ -119,7 +119,7 @@ def restore_best(out: Path, best: Best | None, progress: Callable[[int], object]
         if left.suffix == ".old":
             bring_back(left.with_suffix(""))
     places = [out / f"{BEST}{ending}" for ending in ("", ".old", ".new")]
-    found = next((place for place in places if best and _is(best, place, progress)), None)
+    found = next((place for place in places if best and _holds(best, place, progress)), None)
     for place in places:
         if place != found:
             remove(place)
@@ -129,7 +129,7 @@ def restore_best(out: Path, best: Best | None, progress: Callable[[int], object]
     return found is not None
 
 
-def _is(best: Best, folder: Path, progress: Callable[[int], object]) -> bool:
+def _holds(best: Best, folder: Path, progress: Callable[[int], object]) -> bool:
     """Whether a folder holds that one, to the byte."""
     try:
         said = parse_json(read_small(folder / NOTE), NOTE)

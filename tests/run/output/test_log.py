@@ -37,7 +37,7 @@ from trireme.engine.run.train import finetune
 from trireme.kernels import host_adamw
 from trireme.storage import devices
 
-ROOT = Path(__file__).parents[2]
+ROOT = Path(__file__).parents[3]
 
 FULL = dict(
     step=7, epoch=0.5, loss=2.18712, learning_rate=1.4e-7, grad_norm=3.14, tokens_per_second=11700.0,
