@@ -126,7 +126,7 @@ def test_parts_of_others_are_refused(tmp_path):
     ):
         save_file({"logp": tensor}, path, {"key": key, "batches": "1"})
         with pytest.raises(InputError, match=words):
-            score._there(tmp_path, "key", 9)
+            score._written_parts(tmp_path, "key", 9)
 
 
 def test_parts_that_are_not_as_they_were_written_are_refused(folder, tmp_path):
@@ -137,20 +137,20 @@ def test_parts_that_are_not_as_they_were_written_are_refused(folder, tmp_path):
                       label=np.arange(5), ids=np.zeros((5, 2), np.int32)))  # fmt: skip
         part.write(path, "key")
     whole = [path.read_bytes() for path in paths[:2]]
-    assert score._there(tmp_path, "key", 9)[:2] == (2, 2)
+    assert score._written_parts(tmp_path, "key", 9)[:2] == (2, 2)
     for at in [*range(len(whole[0]) - 40, len(whole[0])), *range(8, len(whole[0]), 23)]:
         paths[0].write_bytes(whole[0][:at] + bytes([whole[0][at] ^ 1]) + whole[0][at + 1 :])
         with pytest.raises(
             InputError, match="00000.safetensors (is damaged|cannot be read|is of another model|is of an older)"
         ):
-            score._there(tmp_path, "key", 9)
+            score._written_parts(tmp_path, "key", 9)
     for found in ((whole[0], whole[0]), (whole[1],), (*whole, whole[1])):
         for path in paths:
             path.unlink(missing_ok=True)
         for path, content in zip(paths, found, strict=False):
             path.write_bytes(content)
         with pytest.raises(InputError, match="is damaged, or has another's name. Remove it and those behind it"):
-            score._there(tmp_path, "key", 9)
+            score._written_parts(tmp_path, "key", 9)
     with pytest.raises(InputError, match="holds scores of another model"):
         (tmp_path / "scores.json").write_text("[" * 100_000)
         test = SimpleNamespace(codec=SimpleNamespace(vocabulary=lambda: "words"), files=())

@@ -12,9 +12,9 @@ import errno
 import hashlib
 import json
 import time
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
-from itertools import islice
+from itertools import chain, islice
 from pathlib import Path
 from typing import Any
 
@@ -25,7 +25,7 @@ from torch import Tensor
 
 from trireme.engine.amounts import count, seconds
 from trireme.engine.build import Engine, dealt, in_ram, placed, shares
-from trireme.engine.data.dataset import Dataset, MicroBatch
+from trireme.engine.data.dataset import Dataset
 from trireme.engine.hosts.group import Alone, refuse_text
 from trireme.engine.planner.host import computed_by
 from trireme.engine.run.begin.resume import run_folder
@@ -41,7 +41,7 @@ from trireme.storage.files import replace_synced
 
 NAME = "logps.safetensors"
 KEPT_EVERY = 20.0  # seconds between writes of what is known so far
-LATER = 50  # runs whose numbers are kept for later ones
+CACHED = 50  # runs whose numbers are in the cache, for later ones
 
 
 @dataclass
@@ -75,16 +75,16 @@ def with_reference(
     data, held = job.data, job.data.held_out
     parts, path = [data, *([held] if held else [])], run_folder(job.out, group.host) / REFERENCE / NAME
     key, total = group.texts(_key(job, sums))[0], sum(len(part.pieces) for part in parts)
-    found = _of_first(_read(path, total) if not group.host else None, total, group)
+    found = _of_host_0(_read(path, total) if not group.host else None, total, group)
     if resumed:
-        if found is None or found.done < total or not _of_data(found.key, job):
+        if found is None or found.done < total or found.key.partition("-")[2] != _data_key(job):
             raise InputError(
                 f"{path} is lost or was changed: the run compares with what the model said before training. "
                 "Restore it from a copy, or start again."
             )
     else:
-        later = _later(key) if not group.host else None
-        others = [found, _of_first(_read(later, total) if later else None, total, group)]
+        cached = _cached_file(key) if not group.host else None
+        others = [found, _of_host_0(_read(cached, total) if cached else None, total, group)]
         same = [each for each in others if each and each.key == key]
         found = max(same, key=lambda each: each.done, default=Known(key, np.zeros(total)))
         if found.done == total:
@@ -93,8 +93,8 @@ def with_reference(
             _compute(job, e, screen, found, parts, stopped, group)
         if not group.host and found.done:
             _keep(path, found, len(data.pieces))
-        if later and found.done:
-            _keep_for_later(later, found, len(data.pieces))
+        if cached and found.done:
+            _keep_in_cache(cached, found, len(data.pieces))
     train, val = found.values[: len(data.pieces)], found.values[len(data.pieces) :]
     return replace(job, read=replace(data, reference=train, held_out=held and replace(held, reference=val)))
 
@@ -111,7 +111,8 @@ def _compute(
     """Fills `known` from where it ends."""
     places = [(rope_tables(job.cfg, job.seq_len, device), device) for device in e.queues.devices]
     began = kept = time.monotonic()
-    batches, documents = _batches(job, parts), 0
+    documents = 0
+    batches = chain.from_iterable(part.batches(job.micro_rows) for part in parts)
     tokens = sum(part.tokens for part in parts)
     with screen.working("the reference", tokens, "tokens") as more:
         while (some := list(islice(batches, job.n_micro))) and not group.any(stopped()):
@@ -144,7 +145,7 @@ def in_order(docs: Sequence[Sequence[Documents]], losses: Sequence[Tensor], grou
     return found
 
 
-def _of_first(own: Known | None, total: int, group: Alone) -> Known | None:
+def _of_host_0(own: Known | None, total: int, group: Alone) -> Known | None:
     """Host 0's. Raises LostHost, InputError."""
     if group.hosts == 1:
         return own
@@ -162,12 +163,6 @@ def _many(job: Job, documents: int) -> str:
     return count(documents // 2, "answer" if job.data.kind == "labels" else "pair")
 
 
-def _batches(job: Job, parts: list[Dataset]) -> Iterator[MicroBatch]:
-    """In groups of a step's micro-batches, none of two parts."""
-    for part in parts:
-        yield from part.batches(job.micro_rows)
-
-
 def _key(job: Job, sums: Mapping[str, str]) -> str:
     """Of the weights, of the data, and of what decides roundings."""
     said: dict[str, Any] = {"weights": dict(sorted(sums.items())), "dtype": job.plan.dtype, "fp8": job.cfg.fp8}
@@ -180,10 +175,6 @@ def _key(job: Job, sums: Mapping[str, str]) -> str:
 def _data_key(job: Job) -> str:
     held = job.data.held_out
     return job.data.fingerprint + (f"-{held.fingerprint}" if held else "")
-
-
-def _of_data(key: str, job: Job) -> bool:
-    return key.partition("-")[2] == _data_key(job)
 
 
 def _read(path: Path, total: int) -> Known | None:
@@ -212,18 +203,18 @@ def _keep(path: Path, known: Known, train: int) -> None:
     replace_synced(path, known.encoded(train))
 
 
-def _later(key: str) -> Path | None:
+def _cached_file(key: str) -> Path | None:
     folder = cache_folder()
     return folder / "reference" / f"{key}.safetensors" if folder else None
 
 
-def _keep_for_later(path: Path, known: Known, train: int) -> None:
+def _keep_in_cache(path: Path, known: Known, train: int) -> None:
     """The oldest make room."""
     try:
         path.parent.mkdir(exist_ok=True, parents=True)
         replace_synced(path, known.encoded(train))
         others = sorted(path.parent.glob("*.safetensors"), key=lambda each: each.stat().st_mtime)
-        for old in others[:-LATER]:
+        for old in others[:-CACHED]:
             old.unlink(missing_ok=True)
     except OSError as error:
         if error.errno not in (errno.ENOSPC, errno.EROFS, errno.EACCES, errno.ENOENT, errno.EDQUOT):

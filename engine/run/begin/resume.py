@@ -22,7 +22,7 @@ from trireme.engine.run.output.folder import (
     check_not_taken,
     check_own,
     has_started,
-    owned,
+    own_stores,
     owner,
     run_of,
     tidy,
@@ -192,7 +192,7 @@ def _give_up(place: Path, run: str, progress: Progress = silent) -> None:
 def remove_host(place: Path, run: str, progress: Progress) -> None:
     """Removes all that a host of this run has kept."""
     with suppress(InputError, StoreError):
-        dirs = owned(stores_of(place), run, place)
+        dirs = own_stores(stores_of(place), run, place)
         folders.discard(dirs, progress)
         remove_folders(dirs)
     shutil.rmtree(place, ignore_errors=True)

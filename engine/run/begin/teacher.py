@@ -178,7 +178,7 @@ def _make(
     began, k, sources = time.monotonic(), job.cfg.teaching.k if job.cfg.teaching else 0, _sources(job)
     held = list(sources.values())
     size = f"{compact(shapes.parameters(opened.cfg))} parameters"
-    ready = evaluate.made_ready(asked, opened, held, job.seq_len, head.TOP_CHUNK, below, screen)
+    ready = evaluate.load_for_data(asked, opened, held, job.seq_len, head.TOP_CHUNK, below, screen)
     try:
         for i, data in enumerate(held):
             (folder / f"{i:03}").mkdir(parents=True, exist_ok=True)

@@ -113,7 +113,7 @@ class Ready(NamedTuple):
 
 def losses(given: argparse.Namespace, screen: Screen) -> Iterator[Found]:
     """Of each file. Raises as `evaluate`."""
-    ready = make_ready(given, screen, scores=True)
+    ready = open_and_load(given, screen, scores=True)
     try:
         for data in ready.sources:
             yield loss_on(ready.layers, data, ready.rows, ready.seq_len, ready.dtype, ready.waiting, screen)
@@ -121,7 +121,7 @@ def losses(given: argparse.Namespace, screen: Screen) -> Iterator[Found]:
         ready.layers.close()
 
 
-def make_ready(given: argparse.Namespace, screen: Screen, logits: int = 0, scores: bool = False) -> Ready:
+def open_and_load(given: argparse.Namespace, screen: Screen, logits: int = 0, scores: bool = False) -> Ready:
     """`logits`: rows of them in fp32 that a pass needs. `scores`: the model may have a score head.
 
     Raises as `evaluate`.
@@ -134,10 +134,10 @@ def make_ready(given: argparse.Namespace, screen: Screen, logits: int = 0, score
     if seq_len > cfg.max_positions:
         raise InputError(f"--seq-len {seq_len}: the model has {cfg.max_positions} positions. Lower it.")
     sources = [_read(name, codec, opened, given, seq_len, screen) for name in given.data]
-    return made_ready(given, opened, sources, seq_len, logits, cfg.vocab, screen)
+    return load_for_data(given, opened, sources, seq_len, logits, cfg.vocab, screen)
 
 
-def made_ready(
+def load_for_data(
     given: argparse.Namespace,
     opened: Opened,
     sources: list[Dataset],

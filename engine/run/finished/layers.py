@@ -106,17 +106,13 @@ class Layers:
             self._fill(u, buffer)
             self._held[u] = self._copied(buffer) if u in self.resident else buffer
             progress(self.sizes[u])
-        if self.streamed and not self.speed_known:
+        if self.streamed and not self._read_s[0]:
             self._fill(self.streamed[0], self._slots[0])
         self._check_files()
 
     def _check_files(self) -> None:
         """Raises StoreError where layers that are read would be of another model than those before."""
         check_unchanged(self._files, "was changed while it was read")
-
-    @property
-    def speed_known(self) -> bool:
-        return self._read_s[0] > 0
 
     def _copied(self, buffer: Tensor) -> Tensor:
         if self._on_cpu:

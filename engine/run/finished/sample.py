@@ -76,7 +76,7 @@ class Speaker:
         found = []
         for prompt, ids in zip(prompts, made, strict=True):
             whole, begins, ended = continued(prompt, ids, self.ends)
-            found.append((text_of(self.codec, whole, begins), len(ids), ended))
+            found.append((self.codec.after(whole, begins), len(ids), ended))
         return found
 
 
@@ -91,11 +91,6 @@ def _after(cfg: ModelConfig, prompt: Sequence[int]) -> int:
     return cfg.max_positions - len(prompt)
 
 
-def text_of(codec: Codec, ids: Sequence[int], begins: int) -> str:
-    """The text of ids[begins:], as it reads behind those before."""
-    return codec.after(ids, begins)
-
-
 class Echo:
     """Text shown as it comes, whole characters of it."""
 
@@ -104,7 +99,7 @@ class Echo:
 
     def show(self, new: Sequence[int], last: bool = False) -> None:
         ids, begins, _ = continued(self.prompt, new, self.ends)
-        text = text_of(self.codec, ids, begins)
+        text = self.codec.after(ids, begins)
         if last or not text.endswith(LOST):
             self.told(text[self.shown :])
             self.shown = len(text)

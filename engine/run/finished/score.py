@@ -59,7 +59,7 @@ def score(given: argparse.Namespace) -> int:
     """Returns the exit code. Raises InputError, CheckpointError, DoesNotFit, StoreError."""
     out, say = Screen(), Screen(sys.stderr)
     folder, all_ = Path(given.out), Found(0.0, 0, 0, 0)
-    ready = evaluate.make_ready(given, say, head.TOP_CHUNK if given.top_k else 0)
+    ready = evaluate.open_and_load(given, say, head.TOP_CHUNK if given.top_k else 0)
     try:
         _keep_names(folder, given, ready)
         for i, (name, data) in enumerate(zip(given.data, ready.sources, strict=True)):
@@ -133,7 +133,7 @@ def _sum(said: Mapping[str, str], tensors: Mapping[str, np.ndarray]) -> str:
 def score_source(ready: Ready, data: Dataset, folder: Path, k: int, screen: Screen, most: int = PART) -> Found:
     """Writes the parts that are missing; returns the loss of all. Raises InputError, StoreError."""
     key = key_of(ready.opened, data, ready.layers.device.type, ready.dtype, ready.rows, ready.seq_len, k, ready.below)
-    parts, done, found = _there(folder, key, data.n_sequences)
+    parts, done, found = _written_parts(folder, key, data.n_sequences)
     batches, waiting = _numbered(ready, data), Part(done)
     with screen.working("scoring", data.tokens, "tokens") as more:
         for mb in islice(batches, done):
@@ -156,7 +156,7 @@ def _with(found: Found, scores: Any) -> Found:
     return found.plus(Found(-float(total), int(labels), int(tokens), 0))
 
 
-def _there(folder: Path, key: str, sequences: int) -> tuple[int, int, Found]:
+def _written_parts(folder: Path, key: str, sequences: int) -> tuple[int, int, Found]:
     """(parts, micro-batches in them, their loss). Raises InputError where they are of something else."""
     parts, done, found = 0, 0, Found(0.0, 0, 0, sequences)
     while (path := folder / f"part-{parts:05}.safetensors").is_file():

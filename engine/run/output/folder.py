@@ -320,7 +320,7 @@ def check_not_taken(dirs: Sequence[Path], run: str, out: Path) -> None:
             )
 
 
-def owned(dirs: Sequence[Path], run: str, out: Path) -> list[Path]:
+def own_stores(dirs: Sequence[Path], run: str, out: Path) -> list[Path]:
     """The folders that hold the store of this run, in its folder `out`, and of no other."""
     found = [(path, folders.owner_of(path)) for path in dirs]
     return [path for path, of in found if of and of.run == run and not _claimant(of, path, out)]
