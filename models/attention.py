@@ -65,6 +65,7 @@ class Result(NamedTuple):
     heads: _Heads
     out: Tensor  # (N, H e)
     lse: Tensor  # (H, N) fp32
+    branch: Tensor | None  # (N, D), the argument of a norm behind o, if saved or made
 
 
 def forward(
@@ -102,51 +103,50 @@ def backward(
     dy: Tensor,
     rows: Rows,
     dx: Tensor,
+    recalled: list[Result] | None = None,
+    dresid: Tensor | None = None,
 ) -> None:
-    """Fills dx (N, D), adds to g, given dy (N, D); recomputes what is not in `saved`."""
-    result = recall(cfg, layer, w, x, saved, rows)
-    d_qkv: Upstream = backward_to_qkv(cfg, layer, w, g, result, dy, rows, saved.get("attn_branch"))
+    """Fills dx (N, D), adds to g, given dy (N, D); recomputes what is not in `saved`.
+
+    `recalled`: with what `residual` left, if anything. dx adds to dy or, if given, `dresid`.
+    """
+    result = recalled.pop() if recalled else recall(cfg, layer, w, x, saved, rows)
+    d_qkv: Upstream = _backward_to_qkv(cfg, layer, w, g, result, dy, rows)
     del result  # workspace._block_workspace
     d_qkv = upstream(d_qkv, w.qkv, g.qkv)
-    backward_to_x(cfg, w, g, x, d_qkv, dy, dx)
+    _backward_to_x(cfg, w, g, x, d_qkv, dy if dresid is None else dresid, dx)
 
 
 def recall(cfg: ModelConfig, layer: int, w: Weights, x: Tensor, saved: dict[str, Tensor], rows: Rows) -> Result:
     """Forward's tensors, saved or recomputed."""
     qkv = saved["qkv"] if "qkv" in saved else _project(cfg, layer, w, x, rows)
-    heads = _heads(cfg, layer, w, qkv, rows)
+    heads, branch = _heads(cfg, layer, w, qkv, rows), saved.get("attn_branch")
     if "attn_out" in saved and "lse" in saved:
-        return Result(qkv, heads, saved["attn_out"], saved["lse"])
-    return Result(qkv, heads, *_attend(cfg, layer, w, heads, rows))
+        return Result(qkv, heads, saved["attn_out"], saved["lse"], branch)
+    return Result(qkv, heads, *_attend(cfg, layer, w, heads, rows), branch)
 
 
 def residual(
-    cfg: ModelConfig, w: Weights, x: Tensor, result: Result, matmul: Tensor | None
-) -> tuple[Tensor, Tensor | None]:
-    """Forward's `out` again, and the argument of a norm behind o, `matmul` if given."""
+    cfg: ModelConfig, layer: int, w: Weights, x: Tensor, saved: dict[str, Tensor], rows: Rows
+) -> tuple[Tensor, Result]:
+    """(forward's `out` again, what backward needs too)."""
+    result = recall(cfg, layer, w, x, saved, rows)
     attn_out = _gated(result.out, result.heads.gate)
     out = x.clone() if copies(w.norm, w.post, w.o) else torch.empty_like(x)
     if w.post is None:
         add_branch(cfg, x, attn_out, w.o, w.norm, w.post, out)
-        return out, None
-    matmul = linear(attn_out, w.o) if matmul is None else matmul
-    add_matmul(cfg, x, matmul, w.post, out)
-    return out, matmul
+        return out, result
+    branch = linear(attn_out, w.o) if result.branch is None else result.branch
+    add_matmul(cfg, x, branch, w.post, out)
+    return out, result._replace(branch=branch)
 
 
-def backward_to_qkv(
-    cfg: ModelConfig,
-    layer: int,
-    w: Weights,
-    g: Weights,
-    result: Result,
-    dy: Tensor,
-    rows: Rows,
-    matmul: Tensor | None,
+def _backward_to_qkv(
+    cfg: ModelConfig, layer: int, w: Weights, g: Weights, result: Result, dy: Tensor, rows: Rows
 ) -> Tensor:
-    """Gradient of qkv (N, cfg.qkv_width). `matmul`: attn_branch, if saved."""
+    """Gradient of qkv (N, cfg.qkv_width)."""
     inner = _gated(result.out, result.heads.gate)
-    d_o = upstream(branch_backward(cfg, dy, inner, w.o, w.post, g.post, matmul), w.o, g.o)
+    d_o = upstream(branch_backward(cfg, dy, inner, w.o, w.post, g.post, result.branch), w.o, g.o)
     add_gradients_(g.o, w.o, inner, d_o)
     del inner  # workspace._attention_moments
     q, k, v, q_rstd, k_rstd, gate = result.heads
@@ -181,7 +181,9 @@ def backward_to_qkv(
     return dqkv
 
 
-def backward_to_x(cfg: ModelConfig, w: Weights, g: Weights, x: Tensor, d_qkv: Upstream, dy: Tensor, dx: Tensor) -> None:
+def _backward_to_x(
+    cfg: ModelConfig, w: Weights, g: Weights, x: Tensor, d_qkv: Upstream, dy: Tensor, dx: Tensor
+) -> None:
     """Fills dx: the gradient through qkv, plus dy."""
     y, stats = norm_for(w.qkv, x, w.norm, cfg.eps, forward=False, backward=trained(g.qkv.weight))
     add_gradients_(g.qkv, w.qkv, y, d_qkv)

@@ -6,7 +6,7 @@ Saved in addition to their tensors: resid (N, D), the MLP's input, where that is
 from __future__ import annotations
 
 from collections.abc import Iterator
-from typing import NamedTuple, cast
+from typing import Any, NamedTuple, cast
 
 import torch
 from torch import Tensor
@@ -15,7 +15,6 @@ from trireme.kernels import ops
 from trireme.models import attention, experts, mlp
 from trireme.models.attention import Attend
 from trireme.models.config import ModelConfig
-from trireme.models.linear import Upstream, upstream
 from trireme.models.lora import dropping
 from trireme.models.mixers import both, scan
 from trireme.models.rows import Rows
@@ -60,84 +59,32 @@ def backward(
     dx: Tensor,
 ) -> None:
     """Fills dx (N, D), adds to g, given dy (N, D); recomputes what is not in `saved`."""
-    if isinstance(w.attention, scan.Weights):
-        assert isinstance(g.attention, scan.Weights)
-        _scan_backward(cfg, w, g, x, saved, dy, rows, dx)
-        return
-    if isinstance(w.attention, both.Weights):
-        assert isinstance(g.attention, both.Weights)
-        _both_backward(cfg, layer, w, g, x, saved, dy, rows, dx)
-        return
-    assert isinstance(g.attention, attention.Weights)
-    half, grads = w.attention, g.attention
-    recall = lambda: attention.recall(cfg, layer, half, x, saved, rows)
-    result, matmul = None, saved.get("attn_branch")
+    recalled: list[Any] = []  # the mixer's Result, which its backward takes and frees
     if cfg.parallel:
         resid = x
     elif "resid" in saved:
         resid = saved["resid"]
     else:
-        result = recall()
-        resid, matmul = attention.residual(cfg, half, x, result, matmul)
+        resid = _residual(cfg, layer, w.attention, x, saved, rows, recalled)
     dresid = mlp_backward(cfg, w.mlp, g.mlp, resid, rows, saved, dy)
     del resid  # workspace._block_workspace
-    result = result or recall()
     dbranch = dy if cfg.parallel else dresid
-    d_qkv: Upstream = attention.backward_to_qkv(cfg, layer, half, grads, result, dbranch, rows, matmul)
-    del result, matmul  # workspace._block_workspace
-    d_qkv = upstream(d_qkv, half.qkv, grads.qkv)
-    attention.backward_to_x(cfg, half, grads, x, d_qkv, dresid, dx)
+    mixer_backward(cfg, layer, w.attention, g.attention, x, saved, dbranch, rows, dx, recalled, dresid)
 
 
-def _scan_backward(
-    cfg: ModelConfig,
-    w: Weights,
-    g: Weights,
-    x: Tensor,
-    saved: dict[str, Tensor],
-    dy: Tensor,
-    rows: Rows,
-    dx: Tensor,
-) -> None:
-    half, grads, result = w.attention, g.attention, None
-    assert isinstance(half, scan.Weights)
-    assert isinstance(grads, scan.Weights)
-    if "resid" in saved:
-        resid = saved["resid"]
+def _residual(
+    cfg: ModelConfig, layer: int, w: Mixer, x: Tensor, saved: dict[str, Tensor], rows: Rows, recalled: list[Any]
+) -> Tensor:
+    """As residual of attention.py, scan.py or both.py, with the Result in `recalled`."""
+    result: Any
+    if isinstance(w, both.Weights):
+        out, result = both.residual(cfg, layer, w, x, saved, rows)
+    elif isinstance(w, scan.Weights):
+        out, result = scan.residual(cfg, w, x, saved, rows)
     else:
-        result = scan.recall(cfg, half, x, saved, rows)
-        resid = scan.residual(cfg, half, x, result)
-    dresid = mlp_backward(cfg, w.mlp, g.mlp, resid, rows, saved, dy)
-    del resid  # workspace._block_workspace
-    result = result or scan.recall(cfg, half, x, saved, rows)
-    d_mixed: Upstream = scan.backward_to_mixed(cfg, half, grads, result, dresid, rows)
-    del result  # workspace._block_workspace
-    d_mixed = upstream(d_mixed, half.mixed, grads.mixed)
-    scan.backward_to_x(cfg, half, grads, x, d_mixed, dresid, dx)
-
-
-def _both_backward(
-    cfg: ModelConfig,
-    layer: int,
-    w: Weights,
-    g: Weights,
-    x: Tensor,
-    saved: dict[str, Tensor],
-    dy: Tensor,
-    rows: Rows,
-    dx: Tensor,
-) -> None:
-    half, grads = w.attention, g.attention
-    assert isinstance(half, both.Weights)
-    assert isinstance(grads, both.Weights)
-    if "resid" in saved:
-        resid = saved["resid"]
-    else:
-        saved = saved | both.recall(cfg, layer, half, x, saved, rows)
-        resid = both.residual(cfg, layer, half, x, saved, rows)
-    dresid = mlp_backward(cfg, w.mlp, g.mlp, resid, rows, saved, dy)
-    del resid  # workspace._block_workspace
-    both.backward(cfg, layer, half, grads, x, saved, dresid, rows, dx)
+        out, result = attention.residual(cfg, layer, w, x, saved, rows)
+    recalled.append(result)
+    return out
 
 
 def mixer_forward(
@@ -158,6 +105,30 @@ def mixer_forward(
         scan.forward(cfg, w, x, rows, saved, out, None if attend is ops.attention_fwd else cast(scan.Recur, attend))
     else:
         attention.forward(cfg, layer, w, x, rows, saved, out, cast(Attend, attend))
+
+
+def mixer_backward(
+    cfg: ModelConfig,
+    layer: int,
+    w: Mixer,
+    g: Mixer,
+    x: Tensor,
+    saved: dict[str, Tensor],
+    dy: Tensor,
+    rows: Rows,
+    dx: Tensor,
+    recalled: list[Any] | None = None,
+    dresid: Tensor | None = None,
+) -> None:
+    """As attention.backward, scan.backward or both.backward."""
+    if isinstance(w, both.Weights) and isinstance(g, both.Weights):
+        both.backward(cfg, layer, w, g, x, saved, dy, rows, dx, recalled)
+    elif isinstance(w, scan.Weights) and isinstance(g, scan.Weights):
+        scan.backward(cfg, w, g, x, saved, dy, rows, dx, recalled)
+    else:
+        assert isinstance(w, attention.Weights)
+        assert isinstance(g, attention.Weights)
+        attention.backward(cfg, layer, w, g, x, saved, dy, rows, dx, recalled, dresid)
 
 
 def mlp_forward(

@@ -71,12 +71,8 @@ def backward(
     w = dropping(w, rows.dropout)
     if isinstance(w, block.Weights) and isinstance(g, block.Weights):
         block.backward(cfg, layer, w, g, x, saved, dy, rows, dx)
-    elif isinstance(w, attention.Weights) and isinstance(g, attention.Weights):
-        attention.backward(cfg, layer, w, g, x, saved, dy, rows, dx)
-    elif isinstance(w, scan.Weights) and isinstance(g, scan.Weights):
-        scan.backward(cfg, w, g, x, saved, dy, rows, dx)
-    elif isinstance(w, both.Weights) and isinstance(g, both.Weights):
-        both.backward(cfg, layer, w, g, x, saved, dy, rows, dx)
+    elif isinstance(w, block.Mixer) and isinstance(g, block.Mixer):
+        block.mixer_backward(cfg, layer, w, g, x, saved, dy, rows, dx)
     else:
         assert not isinstance(w, block.Weights | block.Mixer)
         assert not isinstance(g, block.Weights | block.Mixer)

@@ -49,20 +49,17 @@ def forward(
     scan.forward(cfg.scanned, w.scan, x, rows, saved, out, recur)
 
 
-def recall(
+Result = tuple[attention.Result, scan.Result]  # what backward needs of forward
+
+
+def residual(
     cfg: ModelConfig, layer: int, w: Weights, x: Tensor, saved: dict[str, Tensor], rows: Rows
-) -> dict[str, Tensor]:
-    """What forward can save, saved or recomputed."""
-    first = attention.recall(cfg, layer, w.attention, x, saved, rows)
+) -> tuple[Tensor, Result]:
+    """(forward's `out` again, what backward needs too)."""
     second = scan.recall(cfg.scanned, w.scan, x, saved, rows)
-    return dict(qkv=first.qkv, attn_out=first.out, lse=first.lse, mixed=second.mixed, scan_out=second.out)
-
-
-def residual(cfg: ModelConfig, layer: int, w: Weights, x: Tensor, found: dict[str, Tensor], rows: Rows) -> Tensor:
-    """Forward's `out` again, of what `recall` found."""
-    out, _ = attention.residual(cfg, w.attention, x, attention.recall(cfg, layer, w.attention, x, found, rows), None)
-    scan.add_(cfg.scanned, w.scan, scan.Result(found["mixed"], found["scan_out"]), out)
-    return out
+    out, first = attention.residual(cfg, layer, w.attention, x, saved, rows)
+    scan.add_(cfg.scanned, w.scan, second, out)
+    return out, (first, second)
 
 
 def backward(
@@ -75,7 +72,12 @@ def backward(
     dy: Tensor,
     rows: Rows,
     dx: Tensor,
+    recalled: list[Result] | None = None,
 ) -> None:
-    """Fills dx (N, D), which is not dy, adds to g, given dy (N, D); recomputes what is not in `saved`."""
-    attention.backward(cfg, layer, w.attention, g.attention, x, saved, dy, rows, dx)
-    scan.backward(cfg.scanned, w.scan, g.scan, x, saved, dy, rows, dx)
+    """Fills dx (N, D), which is not dy, adds to g, given dy (N, D); recomputes what is not in `saved`.
+
+    `recalled`: with what `residual` left, if anything.
+    """
+    first, second = recalled.pop() if recalled else (None, None)  # workspace._block_workspace: both to the end
+    attention.backward(cfg, layer, w.attention, g.attention, x, saved, dy, rows, dx, [first] if first else None)
+    scan.backward(cfg.scanned, w.scan, g.scan, x, saved, dy, rows, dx, [second] if second else None)

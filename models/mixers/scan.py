@@ -117,11 +117,12 @@ def recall(cfg: ModelConfig, w: Weights, x: Tensor, saved: dict[str, Tensor], ro
     return Result(mixed, saved["scan_out"] if "scan_out" in saved else _scan(cfg, w, mixed, rows))
 
 
-def residual(cfg: ModelConfig, w: Weights, x: Tensor, result: Result) -> Tensor:
-    """Forward's `out` again."""
+def residual(cfg: ModelConfig, w: Weights, x: Tensor, saved: dict[str, Tensor], rows: Rows) -> tuple[Tensor, Result]:
+    """(forward's `out` again, what backward needs too)."""
+    result = recall(cfg, w, x, saved, rows)
     out = x.clone() if copies(w.norm, None, w.o) else torch.empty_like(x)
     add_branch(cfg, x, _gated(cfg, w, *result), w.o, w.norm, None, out)
-    return out
+    return out, result
 
 
 def add_(cfg: ModelConfig, w: Weights, result: Result, out_: Tensor) -> None:
@@ -138,14 +139,20 @@ def backward(
     dy: Tensor,
     rows: Rows,
     dx: Tensor,
+    recalled: list[Result] | None = None,
 ) -> None:
-    """Fills dx (N, D), adds to g, given dy (N, D); recomputes what is not in `saved`."""
-    d_mixed: Upstream = backward_to_mixed(cfg, w, g, recall(cfg, w, x, saved, rows), dy, rows)
+    """Fills dx (N, D), adds to g, given dy (N, D); recomputes what is not in `saved`.
+
+    `recalled`: with what `residual` left, if anything.
+    """
+    result = recalled.pop() if recalled else recall(cfg, w, x, saved, rows)
+    d_mixed: Upstream = _backward_to_mixed(cfg, w, g, result, dy, rows)
+    del result  # workspace._block_workspace
     d_mixed = upstream(d_mixed, w.mixed, g.mixed)
-    backward_to_x(cfg, w, g, x, d_mixed, dx if _own(cfg).with_attention else dy, dx)
+    _backward_to_x(cfg, w, g, x, d_mixed, dx if _own(cfg).with_attention else dy, dx)
 
 
-def backward_to_mixed(cfg: ModelConfig, w: Weights, g: Weights, result: Result, dy: Tensor, rows: Rows) -> Tensor:
+def _backward_to_mixed(cfg: ModelConfig, w: Weights, g: Weights, result: Result, dy: Tensor, rows: Rows) -> Tensor:
     """Gradient of the projection's result, in its file's order."""
     own = _own(cfg)
     d_o = upstream(branch_backward(cfg, dy, dy, w.o, None, None, None), w.o, g.o)
@@ -209,7 +216,7 @@ def _lengths_backward_(own: Scan, a: Inputs, dq_: Tensor, dk_: Tensor) -> None:
         ops.head_rmsnorm_bwd(d_, t, factor, rstd, None, d_)
 
 
-def backward_to_x(
+def _backward_to_x(
     cfg: ModelConfig, w: Weights, g: Weights, x: Tensor, d_mixed: Upstream, dy: Tensor, dx: Tensor
 ) -> None:
     """Fills dx: the gradient through `mixed`, plus dy."""
