@@ -370,7 +370,7 @@ def _why_not(geo: Geometry, plan: Plan, limits: Limits) -> str:
     shorter = lambda k: usage(geo, replace(plan, tokens=k), limits.less)["gpu"] <= limits.gpu
     if "gpu" in lacks and (tokens := _most(plan.tokens, shorter)):
         out.append(f"lower --seq-len (of {plan.tokens:,} tokens a micro-batch {tokens:,} fit)")
-    if n_micro := _most(plan.n_micro, lambda k: fits(geo, with_micro_batches(plan, k), limits)):
+    if n_micro := _most(plan.n_micro, lambda k: fits(geo, replace(plan, n_micro=k), limits)):
         out.append(f"lower --batch-size (of {plan.n_micro:,} micro-batches a step {n_micro:,} fit)")
     if list(lacks) == ["host"] and plan.mode != "backward" and plan.gradients == "host":
         out.append("--max-grad-norm 0, which does not store all gradients")
@@ -388,11 +388,6 @@ def _experts_at_once(geo: Geometry, lacks: Mapping[str, int]) -> str:
         return f"; the {own.count} experts of one layer take {rounded_up(nbytes)} of it in {packing.word}"
     nbytes = own.count * shapes.of_an_expert(geo.cfg) * ITEMSIZE[geo.dtype]
     return f"; the {own.count} experts of one layer take {rounded_up(nbytes)} of it and are computed together"
-
-
-def with_micro_batches(plan: Plan, n: int) -> Plan:
-    """`plan` for steps of n micro-batches."""
-    return replace(plan, n_micro=n)
 
 
 def shortage(geo: Geometry, plan: Plan, limits: Limits) -> str:

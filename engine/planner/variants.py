@@ -120,7 +120,7 @@ def swap_slots(geo: Geometry, plan: Plan, limits: Limits, piece: int) -> Iterabl
     for slots in SLOTS:
         if slots == plan.swap_slots:
             continue
-        deeper = _with_slots(geo, plan, limits, slots, min(plan.piece, piece), kept)
+        deeper = _with_less_kept(geo, replace(plan, swap_slots=slots, piece=min(plan.piece, piece)), limits, kept)
         if fits(geo, deeper, limits):
             yield longer_pieces(geo, deeper, limits)
 
@@ -130,10 +130,6 @@ def fewer_writes(geo: Geometry, plan: Plan, limits: Limits) -> Iterable[Plan]:
     away = [u for u, unit in enumerate(plan.units) if unit.x == "ssd"]
     if away and plan.host_window > 1:
         yield of_first(geo, replace(plan, host_window=1), limits, away, x="host")
-
-
-def _with_slots(geo: Geometry, plan: Plan, limits: Limits, slots: int, piece: int, kept: Sequence[int]) -> Plan:
-    return _with_less_kept(geo, replace(plan, swap_slots=slots, piece=piece), limits, kept)
 
 
 def _with_less_kept(geo: Geometry, plan: Plan, limits: Limits, kept: Sequence[int]) -> Plan:
