@@ -36,7 +36,7 @@ from trireme.models.linear import (
 from trireme.models.lora import Stacked
 from trireme.models.norm import Norm, norm, norm_backward
 from trireme.models.packed import Stack, grouped_mm
-from trireme.models.rows import Rows
+from trireme.models.rows import Pass
 from trireme.models.sizes.narrow import experts_in_fp8
 from trireme.models.sizes.shapes import up_name
 
@@ -112,17 +112,9 @@ def rule(cfg: ModelConfig) -> ops.Rule:
     return ops.Rule(own.chosen, own.renormalise, own.sigmoid, own.scale, own.groups, own.kept, own.two)
 
 
-def forward(
-    cfg: ModelConfig,
-    layer: int,
-    w: Weights,
-    x: Tensor,
-    rows: Rows,
-    saved: dict[str, Tensor],
-    out: Tensor,
-    passed: Passed | None = None,
-) -> None:
+def forward(p: Pass, w: Weights, x: Tensor, out: Tensor, passed: Passed | None = None) -> None:
     """Fills out (N, D), which may be x, and every tensor of `saved`; a slice that does not end the layer `passed`."""
+    cfg, rows, saved = p.cfg, p.rows, p.saved
     y, _ = norm(x, w.norm, cfg.eps)
     residual = x
     if w.shared is not None and w.ends:
@@ -130,7 +122,7 @@ def forward(
         residual = out
     found = _routes(cfg, w, y, passed)
     if rows.load is not None and w.begins:
-        rows.load.add(layer, found.order, found.logits)
+        rows.load.add(p.layer, found.order, found.logits)
     own, order, k = w.own(experts_in_fp8(cfg, len(x))), _within(found.order, w.part), rule(cfg).k
     z = y if w.latent_in is None else linear(y, w.latent_in)
     gate_up = _up(own, z, order, k, saved.get(up_name(cfg)))
@@ -217,20 +209,13 @@ def _limit(cfg: ModelConfig) -> float:
 
 
 def backward(
-    cfg: ModelConfig,
-    w: Weights,
-    g: Weights,
-    x: Tensor,
-    rows: Rows,
-    saved: dict[str, Tensor],
-    dy: Tensor,
-    dx: Tensor | None = None,
-    passed: Passed | None = None,
+    p: Pass, w: Weights, g: Weights, x: Tensor, dy: Tensor, dx: Tensor | None = None, passed: Passed | None = None
 ) -> Tensor:
     """The gradient of x (N, D), in `dx` if given; adds to g, given dy (N, D); recomputes what is not in `saved`.
 
     Of a slice that does not end the layer: `passed`.
     """
+    cfg, rows, saved = p.cfg, p.rows, p.saved
     y, stats = norm(x, w.norm, cfg.eps)
     found = route(cfg, w, y) if w.ends else _routes(cfg, w, y, passed)
     whole, whole_g = w, g

@@ -40,7 +40,7 @@ from trireme.models.linear import (
     upstream,
 )
 from trireme.models.norm import Norm, norm_backward, norm_for
-from trireme.models.rows import Rows
+from trireme.models.rows import Pass, Rows
 
 EPS = 1e-6  # of the lengths of q and k
 
@@ -92,36 +92,30 @@ class Result(NamedTuple):
 Recur = Callable[[ModelConfig, Weights, Parts, Rows], Tensor]
 
 
-def forward(
-    cfg: ModelConfig,
-    w: Weights,
-    x: Tensor,
-    rows: Rows,
-    saved: dict[str, Tensor],
-    out: Tensor,
-    recur: Recur | None = None,
-) -> None:
+def forward(p: Pass, w: Weights, x: Tensor, out: Tensor, recur: Recur | None = None) -> None:
     """Fills out (N, D), which may be x, and every tensor of `saved`; the others are temporaries."""
+    cfg = p.cfg
     both = _own(cfg).with_attention
     copy = out if copies(w.norm, None, w.o) and not both else None
-    mixed = _project(cfg, w, x, saved.get("mixed"), copy)
-    scanned = _scan(cfg, w, mixed, rows, saved.get("scan_out"), recur)
+    mixed = _project(cfg, w, x, p.saved.get("mixed"), copy)
+    scanned = _scan(cfg, w, mixed, p.rows, p.saved.get("scan_out"), recur)
     inner = _gated(cfg, w, mixed, scanned)
     del mixed, scanned  # workspace._scan_moments
     add_branch(cfg, out if both else x, inner, w.o, w.norm, None, out)
 
 
-def recall(cfg: ModelConfig, w: Weights, x: Tensor, saved: dict[str, Tensor], rows: Rows) -> Result:
+def recall(p: Pass, w: Weights, x: Tensor) -> Result:
     """Forward's tensors, saved or recomputed."""
-    mixed = saved["mixed"] if "mixed" in saved else _project(cfg, w, x)
-    return Result(mixed, saved["scan_out"] if "scan_out" in saved else _scan(cfg, w, mixed, rows))
+    saved = p.saved
+    mixed = saved["mixed"] if "mixed" in saved else _project(p.cfg, w, x)
+    return Result(mixed, saved["scan_out"] if "scan_out" in saved else _scan(p.cfg, w, mixed, p.rows))
 
 
-def residual(cfg: ModelConfig, w: Weights, x: Tensor, saved: dict[str, Tensor], rows: Rows) -> tuple[Tensor, Result]:
+def residual(p: Pass, w: Weights, x: Tensor) -> tuple[Tensor, Result]:
     """(forward's `out` again, what backward needs too)."""
-    result = recall(cfg, w, x, saved, rows)
+    result = recall(p, w, x)
     out = x.clone() if copies(w.norm, None, w.o) else torch.empty_like(x)
-    add_branch(cfg, x, _gated(cfg, w, *result), w.o, w.norm, None, out)
+    add_branch(p.cfg, x, _gated(p.cfg, w, *result), w.o, w.norm, None, out)
     return out, result
 
 
@@ -131,25 +125,17 @@ def add_(cfg: ModelConfig, w: Weights, result: Result, out_: Tensor) -> None:
 
 
 def backward(
-    cfg: ModelConfig,
-    w: Weights,
-    g: Weights,
-    x: Tensor,
-    saved: dict[str, Tensor],
-    dy: Tensor,
-    rows: Rows,
-    dx: Tensor,
-    recalled: list[Result] | None = None,
+    p: Pass, w: Weights, g: Weights, x: Tensor, dy: Tensor, dx: Tensor, recalled: list[Result] | None = None
 ) -> None:
     """Fills dx (N, D), adds to g, given dy (N, D); recomputes what is not in `saved`.
 
     `recalled`: with what `residual` left, if anything.
     """
-    result = recalled.pop() if recalled else recall(cfg, w, x, saved, rows)
-    d_mixed: Upstream = _backward_to_mixed(cfg, w, g, result, dy, rows)
+    result = recalled.pop() if recalled else recall(p, w, x)
+    d_mixed: Upstream = _backward_to_mixed(p.cfg, w, g, result, dy, p.rows)
     del result  # workspace._block_workspace
     d_mixed = upstream(d_mixed, w.mixed, g.mixed)
-    _backward_to_x(cfg, w, g, x, d_mixed, dx if _own(cfg).with_attention else dy, dx)
+    _backward_to_x(p.cfg, w, g, x, d_mixed, dx if _own(p.cfg).with_attention else dy, dx)
 
 
 def _backward_to_mixed(cfg: ModelConfig, w: Weights, g: Weights, result: Result, dy: Tensor, rows: Rows) -> Tensor:
