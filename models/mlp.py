@@ -66,7 +66,7 @@ def backward(p: Pass, w: Weights, g: Weights, x: Tensor, dy: Tensor, dx: Tensor 
     y, stats = norm_for(w.up, x, w.norm, cfg.eps, forward=again, backward=trained(g.up.weight))
     up = _project(cfg, w, y, None, x.dtype) if again else saved[up_name(cfg)]
     y = turned_alone(y)
-    d_down = upstream(_branch_backward(cfg, w, g, dy, up, saved), w.down, g.down)
+    d_down = upstream(_branch_backward(p, w, g, dy, up), w.down, g.down)
     dup, act = _activation_backward(cfg, linear_backward(d_down, w.down), up, w, g)
     del up  # workspace._block_workspace
     add_gradients_(g.down, w.down, act, d_down)
@@ -91,13 +91,11 @@ def _scale_gate_(cfg: ModelConfig, up_: Tensor) -> None:
         up_[:, : cfg.ffn].mul_(cfg.gate_scale)
 
 
-def _branch_backward(
-    cfg: ModelConfig, w: Weights, g: Weights, dy: Tensor, up: Tensor, saved: dict[str, Tensor]
-) -> Tensor:
-    matmul = saved.get("mlp_branch")
+def _branch_backward(p: Pass, w: Weights, g: Weights, dy: Tensor, up: Tensor) -> Tensor:
+    matmul = p.saved.get("mlp_branch")
     again = w.post is not None and matmul is None
-    act: Operand = _activation(cfg, up, w) if again else up  # unread unless recomputing
-    return branch_backward(cfg, dy, act, w.down, w.post, g.post, matmul)
+    act: Operand = _activation(p.cfg, up, w) if again else up  # unread unless recomputing
+    return branch_backward(p.cfg, dy, act, w.down, w.post, g.post, matmul)
 
 
 def _activation(cfg: ModelConfig, up: Tensor, w: Weights) -> Operand:

@@ -1,4 +1,4 @@
-"""A micro-batch's packed tokens: documents, positions, rotation tables."""
+"""A micro-batch's packed tokens: documents, positions, rotation tables; what a pass over a layer is given."""
 
 from __future__ import annotations
 

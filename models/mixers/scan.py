@@ -98,7 +98,7 @@ def forward(p: Pass, w: Weights, x: Tensor, out: Tensor, recur: Recur | None = N
     both = _own(cfg).with_attention
     copy = out if copies(w.norm, None, w.o) and not both else None
     mixed = _project(cfg, w, x, p.saved.get("mixed"), copy)
-    scanned = _scan(cfg, w, mixed, p.rows, p.saved.get("scan_out"), recur)
+    scanned = _scan(p, w, mixed, p.saved.get("scan_out"), recur)
     inner = _gated(cfg, w, mixed, scanned)
     del mixed, scanned  # workspace._scan_moments
     add_branch(cfg, out if both else x, inner, w.o, w.norm, None, out)
@@ -108,7 +108,7 @@ def recall(p: Pass, w: Weights, x: Tensor) -> Result:
     """Forward's tensors, saved or recomputed."""
     saved = p.saved
     mixed = saved["mixed"] if "mixed" in saved else _project(p.cfg, w, x)
-    return Result(mixed, saved["scan_out"] if "scan_out" in saved else _scan(p.cfg, w, mixed, p.rows))
+    return Result(mixed, saved["scan_out"] if "scan_out" in saved else _scan(p, w, mixed))
 
 
 def residual(p: Pass, w: Weights, x: Tensor) -> tuple[Tensor, Result]:
@@ -132,14 +132,15 @@ def backward(
     `recalled`: with what `residual` left, if anything.
     """
     result = recalled.pop() if recalled else recall(p, w, x)
-    d_mixed: Upstream = _backward_to_mixed(p.cfg, w, g, result, dy, p.rows)
+    d_mixed: Upstream = _backward_to_mixed(p, w, g, result, dy)
     del result  # workspace._block_workspace
     d_mixed = upstream(d_mixed, w.mixed, g.mixed)
     _backward_to_x(p.cfg, w, g, x, d_mixed, dx if _own(p.cfg).with_attention else dy, dx)
 
 
-def _backward_to_mixed(cfg: ModelConfig, w: Weights, g: Weights, result: Result, dy: Tensor, rows: Rows) -> Tensor:
+def _backward_to_mixed(p: Pass, w: Weights, g: Weights, result: Result, dy: Tensor) -> Tensor:
     """Gradient of the projection's result, in its file's order."""
+    cfg, docs = p.cfg, p.rows.docs
     own = _own(cfg)
     d_o = upstream(branch_backward(cfg, dy, dy, w.o, None, None, None), w.o, g.o)
     inner = _gated(cfg, w, *result)
@@ -152,11 +153,11 @@ def _backward_to_mixed(cfg: ModelConfig, w: Weights, g: Weights, result: Result,
     d_inner = d_inner.view(parts.z.shape)
     d_out = _gate_backward(cfg, w, g, d_inner, result.out.view(parts.z.shape), parts.z, found.z)
     del d_inner  # workspace._scan_moments
-    a = _inputs(cfg, w, parts, rows)
+    a = _inputs(p, w, parts)
     d_raw = torch.empty_like(a.raw)
     dq, dk, dv = _heads(own, d_raw)
     d_out = d_out.view(a.v.shape)
-    dg, dbeta, d_skip = ops.scan_bwd(d_out, a.q, a.k, a.v, a.g, a.beta, rows.docs, own.delta, w.skip, dq, dk, dv)
+    dg, dbeta, d_skip = ops.scan_bwd(d_out, a.q, a.k, a.v, a.g, a.beta, docs, own.delta, w.skip, dq, dk, dv)
     del d_out  # workspace._scan_moments
     if g.skip is not None and d_skip is not None and trained(g.skip):
         g.skip.add_(d_skip)
@@ -165,7 +166,7 @@ def _backward_to_mixed(cfg: ModelConfig, w: Weights, g: Weights, result: Result,
         _lengths_backward_(own, a, dq, dk)
     d_bias = None if w.conv_bias is None or g.conv_bias is None else or_scratch(g.conv_bias, w.conv_bias)
     d_conv = or_scratch(g.conv, w.conv)
-    ops.conv_bwd(d_raw, parts.channels, w.conv, w.conv_bias, rows.docs, d_conv, d_bias, found.channels)
+    ops.conv_bwd(d_raw, parts.channels, w.conv, w.conv_bias, docs, d_conv, d_bias, found.channels)
     del a, dq, dk, dv, d_raw  # workspace._scan_moments
     _scale_(own, d_mixed)
     return _in_file_order(cfg, d_mixed)
@@ -304,19 +305,17 @@ def _by_group(own: Scan, weight: Tensor) -> Tensor:
     return weight if own.delta else weight.view(own.key_heads, -1)
 
 
-def _inputs(cfg: ModelConfig, w: Weights, parts: Parts, rows: Rows) -> Inputs:
-    return inputs(cfg, w, parts, ops.conv_fwd(parts.channels, w.conv, w.conv_bias, rows.docs))
+def _inputs(p: Pass, w: Weights, parts: Parts) -> Inputs:
+    return inputs(p.cfg, w, parts, ops.conv_fwd(parts.channels, w.conv, w.conv_bias, p.rows.docs))
 
 
-def _scan(
-    cfg: ModelConfig, w: Weights, mixed: Tensor, rows: Rows, out: Tensor | None = None, recur: Recur | None = None
-) -> Tensor:
-    own, parts = _own(cfg), split(cfg, mixed)
+def _scan(p: Pass, w: Weights, mixed: Tensor, out: Tensor | None = None, recur: Recur | None = None) -> Tensor:
+    own, parts = _own(p.cfg), split(p.cfg, mixed)
     if recur is not None:
-        return recur(cfg, w, parts, rows)
-    a = _inputs(cfg, w, parts, rows)
+        return recur(p.cfg, w, parts, p.rows)
+    a = _inputs(p, w, parts)
     out = None if out is None else out.view(a.v.shape)
-    return ops.scan_fwd(a.q, a.k, a.v, a.g, a.beta, rows.docs, own.delta, w.skip, out).view(-1, own.value_width)
+    return ops.scan_fwd(a.q, a.k, a.v, a.g, a.beta, p.rows.docs, own.delta, w.skip, out).view(-1, own.value_width)
 
 
 def _gated(cfg: ModelConfig, w: Weights, mixed: Tensor, scanned: Tensor) -> Tensor:
