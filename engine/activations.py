@@ -13,7 +13,7 @@ from typing import Literal, NamedTuple, Protocol
 from torch import Tensor
 
 from trireme.engine.geometry import Geometry
-from trireme.engine.memory import Buffer, Pool, Prefetch, flat, memory_of, views
+from trireme.engine.memory import Buffer, Pool, Prefetch, copied, flat, memory_of, views
 from trireme.engine.placement import Placement, Space
 from trireme.engine.plan import SAVED, Plan, SavedTier, Tier
 from trireme.engine.queues.names import HOPS, numbered
@@ -47,7 +47,7 @@ class InMemory:
         return self._copy(queue, label, self.place, here, nbytes)
 
     def _copy(self, queue: str, label: str, source: Buffer, target: Buffer, nbytes: int) -> Task:
-        task = _copy(self.queues, queue, label, source, target, nbytes)
+        task = copied(self.queues, queue, "activations", label, source, target, nbytes)
         self.place.ready = (task,)  # orders its next writer after this reader
         return task
 
@@ -59,7 +59,7 @@ class OnSsd:
 
     def store(self, queue: str, label: str, here: Buffer, nbytes: int) -> Task:
         buffer, offset, space = self.staging.acquire(label), self.offset, self.space
-        task = _copy(self.queues, queue, label, here, buffer, nbytes)
+        task = copied(self.queues, queue, "activations", label, here, buffer, nbytes)
 
         def write() -> None:
             space.write(offset, memory_of(buffer.tensor, nbytes))
@@ -77,17 +77,10 @@ class OnSsd:
 
         ready = (*buffer.ready, *self.last)
         buffer.ready = (self.queues.run("ssd_read", "activations", label, read, ready, nbytes=nbytes),)
-        task = _copy(self.queues, queue, label, buffer, here, nbytes)
+        task = copied(self.queues, queue, "activations", label, buffer, here, nbytes)
         self.last = (task,)
         buffer.free(self.last)
         return task
-
-
-def _copy(queues: Queues, queue: str, label: str, source: Buffer, target: Buffer, nbytes: int) -> Task:
-    def copy() -> None:
-        target.tensor[:nbytes].copy_(source.tensor[:nbytes], non_blocking=True)
-
-    return queues.run(queue, "activations", label, copy, (*source.ready, *target.ready), nbytes=nbytes)
 
 
 # ---------------------------------------------------------------- one activation
@@ -147,7 +140,7 @@ class Activation:
     def _cross(self, here: Buffer) -> Buffer:
         """Copies it to its reader's GPU."""
         there = self._buffer(self.way.back)
-        there.ready = (_copy(self.swap.queues, self.way.peer, self.label, here, there, self.nbytes),)
+        there.ready = (copied(self.swap.queues, self.way.peer, "activations", self.label, here, there, self.nbytes),)
         here.free(there.ready)
         self.here = there
         return there

@@ -14,7 +14,7 @@ import torch
 from torch import Tensor
 
 from trireme.engine.geometry import Geometry, Stretch, extent
-from trireme.engine.memory import NOTHING, Buffer, Pool, flat, memory_of, views
+from trireme.engine.memory import NOTHING, Buffer, Pool, copied, flat, memory_of, views
 from trireme.engine.placement import Placement
 from trireme.engine.plan import Plan
 from trireme.engine.queues.names import numbered
@@ -145,14 +145,9 @@ class Gradients:
 
     def _move(self, u: int, gpu: int) -> None:
         """Copies unit u's sum to another GPU, where it goes on."""
-        here, queue, nbytes = self.holding[u], numbered("peer", self.at[u]), self.wide[u].span
+        here, queue = self.holding[u], numbered("peer", self.at[u])
         there = self._accumulator(u, gpu)
-
-        def copy() -> None:
-            there.tensor[:nbytes].copy_(here.tensor[:nbytes], non_blocking=True)
-
-        ready = (*here.ready, *there.ready)
-        there.ready = (self.queues.run(queue, "gradient", self.geo.names[u], copy, ready, nbytes=nbytes),)
+        there.ready = (copied(self.queues, queue, "gradient", self.geo.names[u], here, there, self.wide[u].span),)
         here.free(there.ready)
 
     def _accumulator(self, u: int, gpu: int) -> Buffer:

@@ -21,7 +21,7 @@ from torch import Tensor
 from trireme.engine.amounts import gib
 from trireme.engine.plan import DoesNotFit
 from trireme.engine.queues.names import numbered
-from trireme.engine.queues.task import Task
+from trireme.engine.queues.task import Kind, Queues, Task
 from trireme.storage.layout import Layout, round_up
 
 DTYPE = {
@@ -81,6 +81,15 @@ class Buffer:
             self.ready = tuple(after)
         else:
             self.pool.free(self, after)
+
+
+def copied(queues: Queues, queue: str, kind: Kind, of: str, source: Buffer, target: Buffer, nbytes: int) -> Task:
+    """Copies the first bytes of a buffer to another."""
+
+    def copy() -> None:
+        target.tensor[:nbytes].copy_(source.tensor[:nbytes], non_blocking=True)
+
+    return queues.run(queue, kind, of, copy, (*source.ready, *target.ready), nbytes=nbytes)
 
 
 Poison = Callable[[Buffer], Task]  # fills a buffer with NaN (tests)

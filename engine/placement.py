@@ -137,6 +137,14 @@ def stored(geo: Geometry, record: int, entry: Entry, *parts: str) -> list[Stored
     return [Stored(entry, f"{part}-{entry.u:05d}-{r:04d}", *found[part]) for part in parts or found]
 
 
+def entries(geo: Geometry, record: int) -> Iterator[Entry]:
+    """Trained weights and state, unit by unit."""
+    for u in range(geo.n_units):
+        if geo.numel[u]:
+            yield Entry("weights", u)
+        yield from (Entry("state", u, r) for r in range(len(geo.records(u, record))))
+
+
 def _by_names(geo: Geometry, entry: Entry) -> Layout:
     return (geo.stored if entry.kind == "weights" else geo.stored_base)[entry.u]
 
@@ -250,11 +258,7 @@ class Placement:
 
     def entries(self, everything: bool = True) -> Iterator[Entry]:
         """A snapshot's entries, or those on the GPU or in RAM; frozen weights come from the checkpoint."""
-        for u, unit in enumerate(self.plan.units):
-            if self.geo.numel[u] and (everything or unit.weights != "ssd"):
-                yield Entry("weights", u)
-            if everything or unit.state != "ssd":
-                yield from (Entry("state", u, r) for r in range(len(self.state[u])))
+        return (e for e in entries(self.geo, self.plan.record) if everything or self.tier(e) != "ssd")
 
     def nbytes(self, everything: bool = True) -> int:
         """Bytes of `entries`."""

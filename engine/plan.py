@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Container, Iterable, Mapping, Sequence
+from collections.abc import Container, Mapping, Sequence
 from dataclasses import asdict, dataclass, fields, replace
 from functools import cached_property
 from pathlib import Path
@@ -131,8 +131,7 @@ class Plan:
             raise InputError(
                 f"plan: dtype {self.dtype!r}, adam_bits {self.adam_bits!r}: there are BF16, F32; 32, 16, 8"
             )
-        for u in self.distinct():
-            unit = self.units[u]
+        for u, unit in self.distinct.items():
             if len({name for name, _ in unit.saved}) < len(unit.saved):
                 raise InputError(f"plan: unit {u} saves a tensor twice: {', '.join(name for name, _ in unit.saved)}")
             if (unit.weights == "gpu") != (unit.state == "gpu"):
@@ -167,9 +166,9 @@ class Plan:
             raise InputError(f"plan: mode {self.mode!r} is not one of {', '.join(MODES)}")
 
     def _check_gpus(self) -> None:
-        if any(not 0 <= self.units[u].gpu < MOST_GPUS for u in self.distinct()):
+        if any(not 0 <= unit.gpu < MOST_GPUS for unit in self.distinct.values()):
             raise InputError(f"plan: units are on GPUs 0 to {MOST_GPUS - 1}")
-        lent = [(u, self.units[u]) for u in self.distinct() if self.units[u].lent]
+        lent = [(u, unit) for u, unit in self.distinct.items() if unit.lent]
         if found := [u for u, unit in lent if unit.peer == unit.gpu or not 0 <= unit.peer < MOST_GPUS]:
             raise InputError(f"plan: unit {found[0]} saves in a peer, which is another GPU than its own")
         if self.losses and (self.gpus == 1 or any(type(g) is not int or not 0 <= g < self.gpus for g in self.losses)):
@@ -189,7 +188,7 @@ class Plan:
             raise InputError("plan: with several hosts losses are computed on the head's GPU: losses is empty")
         if self.mode != "forward" or self.gradients != "host":
             raise InputError("plan: with several hosts the mode is forward, and gradients wait in host")
-        for unit in map(self.units.__getitem__, self.distinct()):
+        for unit in self.distinct.values():
             if unit.state == "gpu" or unit.update == "gpu":
                 raise InputError("plan: with several hosts state is in host or ssd, and the cpu updates it")
 
@@ -211,8 +210,7 @@ class Plan:
     @cached_property
     def gpus(self) -> int:
         """With those that only hold what others save."""
-        units = [self.units[u] for u in self.distinct()]
-        return 1 + max((max(unit.gpu, unit.peer * unit.lent) for unit in units), default=0)
+        return 1 + max((max(unit.gpu, unit.peer * unit.lent) for unit in self.distinct.values()), default=0)
 
     def loss_gpu(self, b: int) -> int:
         """The GPU that computes micro-batch b's loss."""
@@ -226,7 +224,7 @@ class Plan:
         Each computes while the next waits for what it leaves; `peers`: on GPUs, which copy to each other, not in RAM.
         Equal units of a GPU stay one object. A plan that is dealt to as many stays as it is.
         """
-        in_ram = self.between == "host" and not any(self.units[u].lent for u in self.distinct())
+        in_ram = self.between == "host" and not any(unit.lent for unit in self.distinct.values())
         if gpus == self.gpus and (gpus == 1 or peers or in_ram):
             return self
         head, halves = len(self.units) - 1, 2 if self.halves else 1
@@ -255,32 +253,29 @@ class Plan:
 
     def changed(self, chosen: Container[int], **change: Any) -> Plan:
         """This plan with `change` of units in `chosen`; equal units stay one object (`distinct`)."""
-        made = {id(unit): replace(unit, **change) for unit in map(self.units.__getitem__, self.distinct())}
+        made = {id(unit): replace(unit, **change) for unit in self.distinct.values()}
         units = (made[id(unit)] if u in chosen else unit for u, unit in enumerate(self.units))
         return replace(self, units=tuple(units))
 
-    def distinct(self) -> Iterable[int]:
-        """An index for each object in `units`."""
-        return self._distinct
-
     @cached_property
-    def _distinct(self) -> tuple[int, ...]:
-        return tuple(dict(zip(map(id, self.units), range(len(self.units)), strict=True)).values())
+    def distinct(self) -> dict[int, UnitPlan]:
+        """The objects in `units`, by an index of each: equal units are one."""
+        last = dict(zip(map(id, self.units), range(len(self.units)), strict=True))
+        return {u: self.units[u] for u in last.values()}
 
     def uses(self, tier: Tier) -> bool:
-        units = map(self.units.__getitem__, self.distinct())
-        return any(tier in (u.weights, u.state, u.base, u.x) or u.names(tier) for u in units)
+        placed = lambda unit: tier in (unit.weights, unit.state, unit.base, unit.x) or unit.names(tier)
+        return any(map(placed, self.distinct.values()))
 
     @property
     def stored_on_ssd(self) -> bool:
         """Whether steps write weights or state to the store."""
-        return any("ssd" in (u.weights, u.state) for u in map(self.units.__getitem__, self.distinct()))
+        return any("ssd" in (unit.weights, unit.state) for unit in self.distinct.values())
 
     @property
     def runs_on_cuda(self) -> bool:
         """Whether CUDA has the kernels: none updates units with 16 or 8-bit moments."""
-        units = map(self.units.__getitem__, self.distinct())
-        return self.adam_bits == 32 or not any("gpu" in (unit.state, unit.update) for unit in units)
+        return self.adam_bits == 32 or not any("gpu" in (unit.state, unit.update) for unit in self.distinct.values())
 
     def spilled(self, u: int) -> bool:
         """Whether unit u's gradient waits on the SSD."""

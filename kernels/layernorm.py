@@ -1,4 +1,4 @@
-"""LayerNorm (Ba et al. 2016), with the residual addition before it.
+"""LayerNorm (Ba et al. 2016).
 
     y = xhat * w + b,  xhat = (h - mean) * rstd,  rstd = 1 / sqrt(var + eps)
     dh = rstd * (g - mean(g) - xhat * mean(g * xhat)),  g = dy * w;  dw = sum of dy * xhat,  db = sum of dy, over rows
@@ -22,12 +22,10 @@ from trireme.kernels.rmsnorm import reads_others, some_rows
 @launcher
 @triton.jit(do_not_specialize=["N"])
 def _layernorm_fwd(
-    p_x,
-    p_residual,
+    p_h,
     p_w,
     p_b,
     p_y,
-    p_h,
     p_mean,
     p_rstd,
     N,
@@ -35,7 +33,6 @@ def _layernorm_fwd(
     D: tl.constexpr,
     ROWS: tl.constexpr,
     BLOCK_D: tl.constexpr,
-    RESIDUAL: tl.constexpr,
 ):
     await_previous()
     i_row = tl.program_id(0).to(tl.int64) * ROWS + tl.arange(0, ROWS)
@@ -45,11 +42,7 @@ def _layernorm_fwd(
     o = i_row[:, None] * D + o_d[None, :]
     b_w = tl.load(p_w + o_d, m_d, 0.0).to(tl.float32)
     b_b = tl.load(p_b + o_d, m_d, 0.0).to(tl.float32)
-    b_h = tl.load(p_x + o, mask, 0.0).to(tl.float32)
-    if RESIDUAL:
-        b_sum = (b_h + tl.load(p_residual + o, mask, 0.0).to(tl.float32)).to(p_h.dtype.element_ty)
-        tl.store(p_h + o, b_sum, mask)
-        b_h = b_sum.to(tl.float32)
+    b_h = tl.load(p_h + o, mask, 0.0).to(tl.float32)
     b_mean = tl.sum(b_h, 1) / D
     b_c = tl.where(m_d[None, :], b_h - b_mean[:, None], 0.0)  # centred first: no cancellation
     b_rstd = tl.rsqrt(tl.sum(b_c * b_c, 1) / D + eps)
@@ -132,24 +125,19 @@ def _layernorm_bwd(
     tl.store(p_db + i_prog * D + o_d, tl.sum(b_db, 0), m_d)
 
 
-def layernorm_fwd(
-    x: Tensor, weight: Tensor, bias: Tensor, eps: float, residual: Tensor | None = None
-) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+def layernorm_fwd(h: Tensor, weight: Tensor, bias: Tensor, eps: float) -> tuple[Tensor, Tensor, Tensor]:
     """As reference.layernorm_fwd, contiguous."""
-    N, D = x.shape
-    assert x.is_contiguous()
+    N, D = h.shape
+    assert h.is_contiguous()
     assert weight.shape == bias.shape == (D,)
-    assert residual is None or (residual.shape == x.shape and residual.is_contiguous())
-    y = torch.empty_like(x)
-    h = x if residual is None else torch.empty_like(x)
-    mean = torch.empty(N, dtype=torch.float32, device=x.device)
+    y = torch.empty_like(h)
+    mean = torch.empty(N, dtype=torch.float32, device=h.device)
     rstd = torch.empty_like(mean)
     tile = rows_fwd(D)
     _layernorm_fwd[(cdiv(N, tile.rows),)](
-        x, residual, weight, bias, y, h, mean, rstd, N, eps, D, tile.rows, tile.columns, residual is not None,
-        num_warps=tile.warps,
-    )  # fmt: skip
-    return y, mean, rstd, h
+        h, weight, bias, y, mean, rstd, N, eps, D, tile.rows, tile.columns, num_warps=tile.warps
+    )
+    return y, mean, rstd
 
 
 def layernorm_bwd(

@@ -28,19 +28,13 @@ def add_(out: Tensor, value: Tensor) -> None:
 # ---------------------------------------------------------------- norms
 
 
-def rmsnorm_fwd(
-    x: Tensor, weight: Tensor, eps: float, residual: Tensor | None = None, out: Tensor | None = None
-) -> tuple[Tensor, Tensor, Tensor]:
-    """y = h / rms(h) * weight with h = x, or x + residual rounded to x's dtype.
-
-    x, residual (N, D); weight (D,). Returns (y (N, D), rstd (N,) fp32, h (N, D): filled `out`, or x itself without
-    residual).
-    """
-    h = x if residual is None else (upcast(x) + upcast(residual)).to(x.dtype)
-    h = h if out is None else out.copy_(h)
+def rmsnorm_fwd(h: Tensor, weight: Tensor, eps: float, out: Tensor | None = None) -> tuple[Tensor, Tensor]:
+    """(y = h / rms(h) * weight (N, D), rstd (N,) fp32) of h (N, D); weight (D,). Fills `out` with h."""
+    if out is not None:
+        out.copy_(h)
     hf = upcast(h)
     rstd = torch.rsqrt(hf.square().mean(-1) + eps)
-    return (hf * rstd[:, None] * upcast(weight)).to(x.dtype), rstd, h
+    return (hf * rstd[:, None] * upcast(weight)).to(h.dtype), rstd
 
 
 def rmsnorm_bwd(
@@ -54,7 +48,7 @@ def rmsnorm_bwd(
 ) -> Tensor:
     """dh (N, D) through y = h * rstd * weight, plus dresidual; adds to dweight_ (D,), None of a frozen weight.
 
-    h as from rmsnorm_fwd. `out`, filled with dh, may be dy.
+    `out`, filled with dh, may be dy.
     """
     dyf, hf = upcast(dy), upcast(h)
     xhat = hf * rstd[:, None]
@@ -66,19 +60,13 @@ def rmsnorm_bwd(
     return dh if out is None else out.copy_(dh)
 
 
-def layernorm_fwd(
-    x: Tensor, weight: Tensor, bias: Tensor, eps: float, residual: Tensor | None = None
-) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-    """y = (h - mean) * rstd * weight + bias with h = x, or x + residual.
-
-    Returns (y (N, D), mean (N,) fp32, rstd (N,) fp32, h (N, D)).
-    """
-    h = x if residual is None else (upcast(x) + upcast(residual)).to(x.dtype)
+def layernorm_fwd(h: Tensor, weight: Tensor, bias: Tensor, eps: float) -> tuple[Tensor, Tensor, Tensor]:
+    """(y = (h - mean) * rstd * weight + bias (N, D), mean (N,) fp32, rstd (N,) fp32) of h (N, D)."""
     hf = upcast(h)
     mean = hf.mean(-1)
     centred = hf - mean[:, None]
     rstd = torch.rsqrt(centred.square().mean(-1) + eps)
-    return (centred * rstd[:, None] * upcast(weight) + upcast(bias)).to(x.dtype), mean, rstd, h
+    return (centred * rstd[:, None] * upcast(weight) + upcast(bias)).to(h.dtype), mean, rstd
 
 
 def layernorm_bwd(

@@ -1,4 +1,4 @@
-"""RMSNorm (Zhang & Sennrich 2019), with the residual addition before it, over rows and over heads.
+"""RMSNorm (Zhang & Sennrich 2019), over rows and over heads.
 
     y = h * rstd * w,  rstd = 1 / sqrt(mean(h^2) + eps)
     dh = rstd * (g - xhat * mean(g * xhat)),  g = dy * w,  xhat = h * rstd;  dw = sum over rows of dy * xhat
@@ -28,19 +28,16 @@ CHUNK = 1024  # rows of a wide norm's gradient that takes the place of dy: in wh
 @launcher
 @triton.jit(do_not_specialize=["N"])
 def _rmsnorm_fwd(
-    p_x,
-    p_residual,
+    p_h,
     p_w,
     p_y,
-    p_h,
+    p_copy,
     p_rstd,
     N,
     eps,
     D: tl.constexpr,
     ROWS: tl.constexpr,
     BLOCK_D: tl.constexpr,
-    RESIDUAL: tl.constexpr,
-    KEPT: tl.constexpr,
 ):
     await_previous()
     i_row = tl.program_id(0).to(tl.int64) * ROWS + tl.arange(0, ROWS)
@@ -48,11 +45,9 @@ def _rmsnorm_fwd(
     mask = (i_row < N)[:, None] & (o_d < D)[None, :]
     o = i_row[:, None] * D + o_d[None, :]
     b_w = tl.load(p_w + o_d, o_d < D, 0.0).to(tl.float32)
-    b_h = tl.load(p_x + o, mask, 0.0).to(tl.float32)
-    if RESIDUAL:
-        b_h = (b_h + tl.load(p_residual + o, mask, 0.0).to(tl.float32)).to(p_h.dtype.element_ty).to(tl.float32)
-    if KEPT:
-        tl.store(p_h + o, b_h.to(p_h.dtype.element_ty), mask)
+    b_h = tl.load(p_h + o, mask, 0.0).to(tl.float32)
+    if p_copy is not None:
+        tl.store(p_copy + o, b_h.to(p_copy.dtype.element_ty), mask)
     b_rstd = tl.rsqrt(tl.sum(b_h * b_h, 1) / D + eps)
     tl.store(p_rstd + i_row, b_rstd, i_row < N)
     b_y = b_h * b_rstd[:, None] * b_w[None, :]
@@ -122,24 +117,19 @@ def _rmsnorm_bwd(
         tl.store(p_dw + i_prog * D + o_d, tl.sum(b_dw, 0), m_d)
 
 
-def rmsnorm_fwd(
-    x: Tensor, weight: Tensor, eps: float, residual: Tensor | None = None, out: Tensor | None = None
-) -> tuple[Tensor, Tensor, Tensor]:
+def rmsnorm_fwd(h: Tensor, weight: Tensor, eps: float, out: Tensor | None = None) -> tuple[Tensor, Tensor]:
     """As reference.rmsnorm_fwd, contiguous."""
-    N, D = x.shape
-    assert x.is_contiguous()
+    N, D = h.shape
+    assert h.is_contiguous()
     assert weight.shape == (D,)
-    assert residual is None or (residual.shape == x.shape and residual.is_contiguous())
-    assert out is None or (out.shape == x.shape and out.dtype == x.dtype and out.is_contiguous())
-    y = torch.empty_like(x)
-    h = out if out is not None else x if residual is None else torch.empty_like(x)
-    rstd = torch.empty(N, dtype=torch.float32, device=x.device)
+    assert out is None or (out.shape == h.shape and out.dtype == h.dtype and out.is_contiguous())
+    y = torch.empty_like(h)
+    rstd = torch.empty(N, dtype=torch.float32, device=h.device)
     tile = rows_fwd(D)
     _rmsnorm_fwd[(cdiv(N, tile.rows),)](
-        x, residual, weight, y, h, rstd, N, eps, D, tile.rows, tile.columns, residual is not None, h is not x,
-        num_warps=tile.warps,
-    )  # fmt: skip
-    return y, rstd, h
+        h, weight, y, out, rstd, N, eps, D, tile.rows, tile.columns, num_warps=tile.warps
+    )
+    return y, rstd
 
 
 def reads_others(out: Tensor, dy: Tensor) -> bool:

@@ -30,7 +30,7 @@ from trireme.models.linear import (
     upstream,
 )
 from trireme.models.norm import Norm, norm_backward, norm_for
-from trireme.models.rows import Rows, rotate_
+from trireme.models.rows import Pass, rotate_
 
 # signature of ops.attention_fwd
 Attend = Callable[[Tensor, Tensor, Tensor, ops.Docs, float, int, "Tensor | None", float], tuple[Tensor, Tensor]]
@@ -65,88 +65,74 @@ class Result(NamedTuple):
     heads: _Heads
     out: Tensor  # (N, H e)
     lse: Tensor  # (H, N) fp32
+    branch: Tensor | None  # (N, D), the argument of a norm behind o, if saved or made
 
 
-def forward(
-    cfg: ModelConfig,
-    layer: int,
-    w: Weights,
-    x: Tensor,
-    rows: Rows,
-    saved: dict[str, Tensor],
-    out: Tensor,
-    attend: Attend = ops.attention_fwd,
-) -> None:
+def forward(p: Pass, w: Weights, x: Tensor, out: Tensor, attend: Attend = ops.attention_fwd) -> None:
     """Fills out (N, D), which may be x, and every tensor of `saved`; the others are temporaries.
 
     Where branch.copies, the norm copies x to `out` and the output projection is added there.
     """
     copy = out if copies(w.norm, w.post, w.o) else None
-    qkv = _project(cfg, layer, w, x, rows, saved.get("qkv"), copy)
-    attn_out, lse = _attend(cfg, layer, w, _heads(cfg, layer, w, qkv, rows), rows, saved.get("attn_out"), attend)
-    if "lse" in saved:
-        saved["lse"].copy_(lse)
-    if cfg.attention_gate:
-        attn_out = _gated(attn_out, _gate(cfg, qkv))
+    qkv = _project(p, w, x, p.saved.get("qkv"), copy)
+    attn_out, lse = _attend(p, w, _heads(p, w, qkv), p.saved.get("attn_out"), attend)
+    if "lse" in p.saved:
+        p.saved["lse"].copy_(lse)
+    if p.cfg.attention_gate:
+        attn_out = _gated(attn_out, _gate(p.cfg, qkv))
     del qkv, lse  # workspace._block_workspace
-    add_branch(cfg, x, attn_out, w.o, w.norm, w.post, out, saved.get("attn_branch"))
+    add_branch(p.cfg, x, attn_out, w.o, w.norm, w.post, out, p.saved.get("attn_branch"))
 
 
 def backward(
-    cfg: ModelConfig,
-    layer: int,
+    p: Pass,
     w: Weights,
     g: Weights,
     x: Tensor,
-    saved: dict[str, Tensor],
     dy: Tensor,
-    rows: Rows,
     dx: Tensor,
+    recalled: list[Result] | None = None,
+    dresid: Tensor | None = None,
 ) -> None:
-    """Fills dx (N, D), adds to g, given dy (N, D); recomputes what is not in `saved`."""
-    result = recall(cfg, layer, w, x, saved, rows)
-    d_qkv: Upstream = backward_to_qkv(cfg, layer, w, g, result, dy, rows, saved.get("attn_branch"))
+    """Fills dx (N, D), adds to g, given dy (N, D); recomputes what is not in `saved`.
+
+    `recalled`: with what `residual` left, if anything. dx adds to dy or, if given, `dresid`.
+    """
+    result = recalled.pop() if recalled else recall(p, w, x)
+    d_qkv: Upstream = _backward_to_qkv(p, w, g, result, dy)
     del result  # workspace._block_workspace
     d_qkv = upstream(d_qkv, w.qkv, g.qkv)
-    backward_to_x(cfg, w, g, x, d_qkv, dy, dx)
+    _backward_to_x(p.cfg, w, g, x, d_qkv, dy if dresid is None else dresid, dx)
 
 
-def recall(cfg: ModelConfig, layer: int, w: Weights, x: Tensor, saved: dict[str, Tensor], rows: Rows) -> Result:
+def recall(p: Pass, w: Weights, x: Tensor) -> Result:
     """Forward's tensors, saved or recomputed."""
-    qkv = saved["qkv"] if "qkv" in saved else _project(cfg, layer, w, x, rows)
-    heads = _heads(cfg, layer, w, qkv, rows)
+    saved = p.saved
+    qkv = saved["qkv"] if "qkv" in saved else _project(p, w, x)
+    heads, branch = _heads(p, w, qkv), saved.get("attn_branch")
     if "attn_out" in saved and "lse" in saved:
-        return Result(qkv, heads, saved["attn_out"], saved["lse"])
-    return Result(qkv, heads, *_attend(cfg, layer, w, heads, rows))
+        return Result(qkv, heads, saved["attn_out"], saved["lse"], branch)
+    return Result(qkv, heads, *_attend(p, w, heads), branch)
 
 
-def residual(
-    cfg: ModelConfig, w: Weights, x: Tensor, result: Result, matmul: Tensor | None
-) -> tuple[Tensor, Tensor | None]:
-    """Forward's `out` again, and the argument of a norm behind o, `matmul` if given."""
+def residual(p: Pass, w: Weights, x: Tensor) -> tuple[Tensor, Result]:
+    """(forward's `out` again, what backward needs too)."""
+    result = recall(p, w, x)
     attn_out = _gated(result.out, result.heads.gate)
     out = x.clone() if copies(w.norm, w.post, w.o) else torch.empty_like(x)
     if w.post is None:
-        add_branch(cfg, x, attn_out, w.o, w.norm, w.post, out)
-        return out, None
-    matmul = linear(attn_out, w.o) if matmul is None else matmul
-    add_matmul(cfg, x, matmul, w.post, out)
-    return out, matmul
+        add_branch(p.cfg, x, attn_out, w.o, w.norm, w.post, out)
+        return out, result
+    branch = linear(attn_out, w.o) if result.branch is None else result.branch
+    add_matmul(p.cfg, x, branch, w.post, out)
+    return out, result._replace(branch=branch)
 
 
-def backward_to_qkv(
-    cfg: ModelConfig,
-    layer: int,
-    w: Weights,
-    g: Weights,
-    result: Result,
-    dy: Tensor,
-    rows: Rows,
-    matmul: Tensor | None,
-) -> Tensor:
-    """Gradient of qkv (N, cfg.qkv_width). `matmul`: attn_branch, if saved."""
+def _backward_to_qkv(p: Pass, w: Weights, g: Weights, result: Result, dy: Tensor) -> Tensor:
+    """Gradient of qkv (N, cfg.qkv_width)."""
+    cfg, docs = p.cfg, p.rows.docs
     inner = _gated(result.out, result.heads.gate)
-    d_o = upstream(branch_backward(cfg, dy, inner, w.o, w.post, g.post, matmul), w.o, g.o)
+    d_o = upstream(branch_backward(cfg, dy, inner, w.o, w.post, g.post, result.branch), w.o, g.o)
     add_gradients_(g.o, w.o, inner, d_o)
     del inner  # workspace._attention_moments
     q, k, v, q_rstd, k_rstd, gate = result.heads
@@ -155,33 +141,35 @@ def backward_to_qkv(
     if w.sinks is not None and g.sinks is not None and trained(g.sinks):
         ops.sinks_bwd_(g.sinks, dout, out, result.lse, w.sinks)
     dqkv = torch.empty_like(result.qkv)
-    scale, window = cfg.layer_scale(layer), cfg.layer_window(layer)
+    scale, window = cfg.layer_scale(p.layer), cfg.layer_window(p.layer)
     if w.latent is not None and g.latent is not None:
         d = latent.gradients(cfg, dqkv)
-        ops.attention_bwd(dout, q, k, v, out, result.lse, rows.docs, scale, d.q, d.k, d.v, window, cfg.attention_cap)
+        ops.attention_bwd(dout, q, k, v, out, result.lse, docs, scale, d.q, d.k, d.v, window, cfg.attention_cap)
         del dout  # workspace._latent_moments
-        latent.backward(cfg, layer, w.latent, g.latent, result.qkv, d, rows, dqkv)
+        latent.backward(p, w.latent, g.latent, result.qkv, d, dqkv)
         return dqkv
     dq, dk, dv = _split(cfg, dqkv)
     placed = dq
     if gate is not None:  # kernels take heads that are neighbours
         dout = ops.sigmoid_gate_bwd(dout, out, gate, _gate(cfg, dqkv))
         dq = torch.empty_like(q)
-    ops.attention_bwd(dout, q, k, v, out, result.lse, rows.docs, scale, dq, dk, dv, window, cfg.attention_cap)
+    ops.attention_bwd(dout, q, k, v, out, result.lse, docs, scale, dq, dk, dv, window, cfg.attention_cap)
     if not cfg.rotated_first:
-        of_q, of_k = rows.of(cfg, layer)
-        _rotate_(cfg, layer, dqkv, rows, inverse=True) if gate is None else rotate_(dk, of_k, rows, inverse=True)
+        of_q, of_k = p.tables
+        _rotate_(p, dqkv, inverse=True) if gate is None else rotate_(dk, of_k, p.rows, inverse=True)
         if gate is not None:
-            rotate_(dq, of_q, rows, inverse=True)
+            rotate_(dq, of_q, p.rows, inverse=True)
     q, k, _ = _split(cfg, result.qkv)  # before the norms
     _head_norm_backward_(dq, q, w.q_norm, q_rstd, g.q_norm, placed)
     _head_norm_backward_(dk, k, w.k_norm, k_rstd, g.k_norm)
     if cfg.rotated_first:
-        _rotate_(cfg, layer, dqkv, rows, inverse=True)
+        _rotate_(p, dqkv, inverse=True)
     return dqkv
 
 
-def backward_to_x(cfg: ModelConfig, w: Weights, g: Weights, x: Tensor, d_qkv: Upstream, dy: Tensor, dx: Tensor) -> None:
+def _backward_to_x(
+    cfg: ModelConfig, w: Weights, g: Weights, x: Tensor, d_qkv: Upstream, dy: Tensor, dx: Tensor
+) -> None:
     """Fills dx: the gradient through qkv, plus dy."""
     y, stats = norm_for(w.qkv, x, w.norm, cfg.eps, forward=False, backward=trained(g.qkv.weight))
     add_gradients_(g.qkv, w.qkv, y, d_qkv)
@@ -189,34 +177,27 @@ def backward_to_x(cfg: ModelConfig, w: Weights, g: Weights, x: Tensor, d_qkv: Up
     norm_backward(linear_backward(d_qkv, w.qkv), x, w.norm, stats, g.norm, dy, dx)
 
 
-def _project(
-    cfg: ModelConfig,
-    layer: int,
-    w: Weights,
-    x: Tensor,
-    rows: Rows,
-    out: Tensor | None = None,
-    copy: Tensor | None = None,
-) -> Tensor:
-    y, _ = norm_for(w.qkv, x, w.norm, cfg.eps, copy)
+def _project(p: Pass, w: Weights, x: Tensor, out: Tensor | None = None, copy: Tensor | None = None) -> Tensor:
+    y, _ = norm_for(w.qkv, x, w.norm, p.cfg.eps, copy)
     qkv = linear(y, w.qkv, out, x.dtype)
-    if cfg.latent is not None:
-        latent.rotate_made_(cfg, layer, qkv, rows)
-    elif cfg.rotated_first:
-        _rotate_(cfg, layer, qkv, rows)
+    if p.cfg.latent is not None:
+        latent.rotate_made_(p, qkv)
+    elif p.cfg.rotated_first:
+        _rotate_(p, qkv)
     return qkv
 
 
-def _heads(cfg: ModelConfig, layer: int, w: Weights, qkv: Tensor, rows: Rows) -> _Heads:
+def _heads(p: Pass, w: Weights, qkv: Tensor) -> _Heads:
+    cfg = p.cfg
     if w.latent is not None:
-        return _Heads(*latent.heads(cfg, layer, w.latent, qkv, rows))
+        return _Heads(*latent.heads(p, w.latent, qkv))
     q, k, v = _split(cfg, qkv)
     if w.q_norm is None or w.k_norm is None:
         return _Heads(q, k, v)
     q, q_rstd = _head_norm(q, w.q_norm, cfg.eps)
     k, k_rstd = _head_norm(k, w.k_norm, cfg.eps)
-    for heads, table in zip((q, k), rows.of(cfg, layer), strict=True) if not cfg.rotated_first else ():
-        rotate_(heads, table, rows)
+    for heads, table in zip((q, k), p.tables, strict=True) if not cfg.rotated_first else ():
+        rotate_(heads, table, p.rows)
     return _Heads(q, k, v, q_rstd, k_rstd, _gate(cfg, qkv) if cfg.attention_gate else None)
 
 
@@ -247,17 +228,12 @@ def _head_norm_backward_(
 
 
 def _attend(
-    cfg: ModelConfig,
-    layer: int,
-    w: Weights,
-    heads: _Heads,
-    rows: Rows,
-    out: Tensor | None = None,
-    attend: Attend = ops.attention_fwd,
+    p: Pass, w: Weights, heads: _Heads, out: Tensor | None = None, attend: Attend = ops.attention_fwd
 ) -> tuple[Tensor, Tensor]:
+    cfg = p.cfg
     q, k, v = heads[:3]
     out = None if out is None else out.unflatten(1, (cfg.n_heads, -1))
-    out, lse = attend(q, k, v, rows.docs, cfg.layer_scale(layer), cfg.layer_window(layer), out, cfg.attention_cap)
+    out, lse = attend(q, k, v, p.rows.docs, cfg.layer_scale(p.layer), cfg.layer_window(p.layer), out, cfg.attention_cap)
     if w.sinks is not None:
         ops.sinks_fwd_(out, lse, w.sinks)
     return out.view(q.shape[0], -1), lse
@@ -274,13 +250,13 @@ def _split(cfg: ModelConfig, qkv: Tensor) -> list[Tensor]:
     return list(heads.split((cfg.n_heads, cfg.n_kv_heads, cfg.n_kv_heads), 1))
 
 
-def _rotate_(cfg: ModelConfig, layer: int, qkv_: Tensor, rows: Rows, inverse: bool = False) -> None:
+def _rotate_(p: Pass, qkv_: Tensor, inverse: bool = False) -> None:
     """Rotates q and k, in one pass if they are neighbours and share a table."""
-    of_q, of_k = rows.of(cfg, layer)
+    cfg, (of_q, of_k) = p.cfg, p.tables
     if of_q is of_k and not cfg.names.by_head:
         heads = qkv_.view(qkv_.shape[0], -1, cfg.head_dim)[:, : cfg.n_heads + cfg.n_kv_heads]
-        rotate_(heads, of_k, rows, inverse)
+        rotate_(heads, of_k, p.rows, inverse)
     else:
         q, k, _ = _split(cfg, qkv_)
-        rotate_(q, of_q, rows, inverse)
-        rotate_(k, of_k, rows, inverse)
+        rotate_(q, of_q, p.rows, inverse)
+        rotate_(k, of_k, p.rows, inverse)

@@ -6,7 +6,7 @@ Saved in addition to their tensors: resid (N, D), the MLP's input, where that is
 from __future__ import annotations
 
 from collections.abc import Iterator
-from typing import NamedTuple, cast
+from typing import Any, NamedTuple, cast
 
 import torch
 from torch import Tensor
@@ -15,13 +15,13 @@ from trireme.kernels import ops
 from trireme.models import attention, experts, mlp
 from trireme.models.attention import Attend
 from trireme.models.config import ModelConfig
-from trireme.models.linear import Upstream, upstream
 from trireme.models.lora import dropping
 from trireme.models.mixers import both, scan
-from trireme.models.rows import Rows
+from trireme.models.rows import Pass
 from trireme.models.sizes.shapes import saved_shapes
 
 Mixer = attention.Weights | scan.Weights | both.Weights
+Mlp = mlp.Weights | experts.Weights
 Mixing = Attend | scan.Recur | both.Mixing  # what a mixer calls: generation has a cache of its own
 
 
@@ -29,176 +29,96 @@ class Weights(NamedTuple):
     """A block's weights, or their gradients."""
 
     attention: Mixer
-    mlp: mlp.Weights | experts.Weights
+    mlp: Mlp
 
 
-def forward(
-    cfg: ModelConfig,
-    layer: int,
-    w: Weights,
-    x: Tensor,
-    rows: Rows,
-    saved: dict[str, Tensor],
-    out: Tensor,
-    attend: Mixing = ops.attention_fwd,
-) -> None:
+def forward(p: Pass, w: Weights, x: Tensor, out: Tensor, attend: Mixing = ops.attention_fwd) -> None:
     """Fills out (N, D) and every tensor of `saved`, given x (N, D)."""
-    resid = saved.get("resid", out)
-    mixer_forward(cfg, layer, w.attention, x, rows, saved, resid, attend)
-    mlp_forward(cfg, layer, w.mlp, x if cfg.parallel else resid, rows, saved, out)
+    resid = p.saved.get("resid", out)
+    mixer_forward(p, w.attention, x, resid, attend)
+    mlp_forward(p, w.mlp, x if p.cfg.parallel else resid, out)
 
 
-def backward(
-    cfg: ModelConfig,
-    layer: int,
-    w: Weights,
-    g: Weights,
-    x: Tensor,
-    saved: dict[str, Tensor],
-    dy: Tensor,
-    rows: Rows,
-    dx: Tensor,
-) -> None:
+def backward(p: Pass, w: Weights, g: Weights, x: Tensor, dy: Tensor, dx: Tensor) -> None:
     """Fills dx (N, D), adds to g, given dy (N, D); recomputes what is not in `saved`."""
-    if isinstance(w.attention, scan.Weights):
-        assert isinstance(g.attention, scan.Weights)
-        _scan_backward(cfg, w, g, x, saved, dy, rows, dx)
-        return
-    if isinstance(w.attention, both.Weights):
-        assert isinstance(g.attention, both.Weights)
-        _both_backward(cfg, layer, w, g, x, saved, dy, rows, dx)
-        return
-    assert isinstance(g.attention, attention.Weights)
-    half, grads = w.attention, g.attention
-    recall = lambda: attention.recall(cfg, layer, half, x, saved, rows)
-    result, matmul = None, saved.get("attn_branch")
-    if cfg.parallel:
+    recalled: list[Any] = []  # the mixer's Result, which its backward takes and frees
+    if p.cfg.parallel:
         resid = x
-    elif "resid" in saved:
-        resid = saved["resid"]
+    elif "resid" in p.saved:
+        resid = p.saved["resid"]
     else:
-        result = recall()
-        resid, matmul = attention.residual(cfg, half, x, result, matmul)
-    dresid = mlp_backward(cfg, w.mlp, g.mlp, resid, rows, saved, dy)
+        resid = _residual(p, w.attention, x, recalled)
+    dresid = mlp_backward(p, w.mlp, g.mlp, resid, dy)
     del resid  # workspace._block_workspace
-    result = result or recall()
-    dbranch = dy if cfg.parallel else dresid
-    d_qkv: Upstream = attention.backward_to_qkv(cfg, layer, half, grads, result, dbranch, rows, matmul)
-    del result, matmul  # workspace._block_workspace
-    d_qkv = upstream(d_qkv, half.qkv, grads.qkv)
-    attention.backward_to_x(cfg, half, grads, x, d_qkv, dresid, dx)
+    mixer_backward(p, w.attention, g.attention, x, dy if p.cfg.parallel else dresid, dx, recalled, dresid)
 
 
-def _scan_backward(
-    cfg: ModelConfig,
-    w: Weights,
-    g: Weights,
-    x: Tensor,
-    saved: dict[str, Tensor],
-    dy: Tensor,
-    rows: Rows,
-    dx: Tensor,
-) -> None:
-    half, grads, result = w.attention, g.attention, None
-    assert isinstance(half, scan.Weights)
-    assert isinstance(grads, scan.Weights)
-    if "resid" in saved:
-        resid = saved["resid"]
+def _residual(p: Pass, w: Mixer, x: Tensor, recalled: list[Any]) -> Tensor:
+    """As residual of attention.py, scan.py or both.py, with the Result in `recalled`."""
+    result: Any
+    if isinstance(w, both.Weights):
+        out, result = both.residual(p, w, x)
+    elif isinstance(w, scan.Weights):
+        out, result = scan.residual(p, w, x)
     else:
-        result = scan.recall(cfg, half, x, saved, rows)
-        resid = scan.residual(cfg, half, x, result)
-    dresid = mlp_backward(cfg, w.mlp, g.mlp, resid, rows, saved, dy)
-    del resid  # workspace._block_workspace
-    result = result or scan.recall(cfg, half, x, saved, rows)
-    d_mixed: Upstream = scan.backward_to_mixed(cfg, half, grads, result, dresid, rows)
-    del result  # workspace._block_workspace
-    d_mixed = upstream(d_mixed, half.mixed, grads.mixed)
-    scan.backward_to_x(cfg, half, grads, x, d_mixed, dresid, dx)
+        out, result = attention.residual(p, w, x)
+    recalled.append(result)
+    return out
 
 
-def _both_backward(
-    cfg: ModelConfig,
-    layer: int,
-    w: Weights,
-    g: Weights,
-    x: Tensor,
-    saved: dict[str, Tensor],
-    dy: Tensor,
-    rows: Rows,
-    dx: Tensor,
-) -> None:
-    half, grads = w.attention, g.attention
-    assert isinstance(half, both.Weights)
-    assert isinstance(grads, both.Weights)
-    if "resid" in saved:
-        resid = saved["resid"]
-    else:
-        saved = saved | both.recall(cfg, layer, half, x, saved, rows)
-        resid = both.residual(cfg, layer, half, x, saved, rows)
-    dresid = mlp_backward(cfg, w.mlp, g.mlp, resid, rows, saved, dy)
-    del resid  # workspace._block_workspace
-    both.backward(cfg, layer, half, grads, x, saved, dresid, rows, dx)
-
-
-def mixer_forward(
-    cfg: ModelConfig,
-    layer: int,
-    w: Mixer,
-    x: Tensor,
-    rows: Rows,
-    saved: dict[str, Tensor],
-    out: Tensor,
-    attend: Mixing = ops.attention_fwd,
-) -> None:
+def mixer_forward(p: Pass, w: Mixer, x: Tensor, out: Tensor, attend: Mixing = ops.attention_fwd) -> None:
     """As attention.forward, scan.forward or both.forward."""
     if isinstance(w, both.Weights):
-        mixing = None if attend is ops.attention_fwd else cast(both.Mixing, attend)
-        both.forward(cfg, layer, w, x, rows, saved, out, mixing)
+        both.forward(p, w, x, out, None if attend is ops.attention_fwd else cast(both.Mixing, attend))
     elif isinstance(w, scan.Weights):
-        scan.forward(cfg, w, x, rows, saved, out, None if attend is ops.attention_fwd else cast(scan.Recur, attend))
+        scan.forward(p, w, x, out, None if attend is ops.attention_fwd else cast(scan.Recur, attend))
     else:
-        attention.forward(cfg, layer, w, x, rows, saved, out, cast(Attend, attend))
+        attention.forward(p, w, x, out, cast(Attend, attend))
 
 
-def mlp_forward(
-    cfg: ModelConfig,
-    layer: int,
-    w: mlp.Weights | experts.Weights,
+def mixer_backward(
+    p: Pass,
+    w: Mixer,
+    g: Mixer,
     x: Tensor,
-    rows: Rows,
-    saved: dict[str, Tensor],
-    out: Tensor,
-    passed: experts.Passed | None = None,
+    dy: Tensor,
+    dx: Tensor,
+    recalled: list[Any] | None = None,
+    dresid: Tensor | None = None,
 ) -> None:
+    """As attention.backward, scan.backward or both.backward."""
+    if isinstance(w, both.Weights) and isinstance(g, both.Weights):
+        both.backward(p, w, g, x, dy, dx, recalled)
+    elif isinstance(w, scan.Weights) and isinstance(g, scan.Weights):
+        scan.backward(p, w, g, x, dy, dx, recalled)
+    else:
+        assert isinstance(w, attention.Weights)
+        assert isinstance(g, attention.Weights)
+        attention.backward(p, w, g, x, dy, dx, recalled, dresid)
+
+
+def mlp_forward(p: Pass, w: Mlp, x: Tensor, out: Tensor, passed: experts.Passed | None = None) -> None:
     """As mlp.forward, of either kind; a long text in tiles of rows, which do not mix. `passed`: experts.py."""
-    cfg = cfg.in_mlp
-    if len(x) <= cfg.mlp_rows:
-        _tile_forward(cfg, layer, w, x, rows, saved, out, passed)
+    p = p._replace(cfg=p.cfg.in_mlp)
+    if len(x) <= p.cfg.mlp_rows:
+        _tile_forward(p, w, x, out, passed)
         return
-    for part in _tiles(cfg, x):
-        tile, onto, w = x[part], _passed_rows(passed, part), dropping(w, rows.dropout, part.start)
-        _tile_forward(cfg, layer, w, tile, rows, _of_rows(cfg, saved, part), tile if out is x else out[part], onto)
+    for part in _tiles(p.cfg, x):
+        tile, onto, w = x[part], _passed_rows(passed, part), dropping(w, p.rows.dropout, part.start)
+        _tile_forward(_of_rows(p, part), w, tile, tile if out is x else out[part], onto)
 
 
 def mlp_backward(
-    cfg: ModelConfig,
-    w: mlp.Weights | experts.Weights,
-    g: mlp.Weights | experts.Weights,
-    x: Tensor,
-    rows: Rows,
-    saved: dict[str, Tensor],
-    dy: Tensor,
-    dx: Tensor | None = None,
-    passed: experts.Passed | None = None,
+    p: Pass, w: Mlp, g: Mlp, x: Tensor, dy: Tensor, dx: Tensor | None = None, passed: experts.Passed | None = None
 ) -> Tensor:
     """As mlp.backward, of either kind, in the tiles of forward."""
-    cfg = cfg.in_mlp
-    if len(x) <= cfg.mlp_rows:
-        return _tile_backward(cfg, w, g, x, rows, saved, dy, dx, passed)
+    p = p._replace(cfg=p.cfg.in_mlp)
+    if len(x) <= p.cfg.mlp_rows:
+        return _tile_backward(p, w, g, x, dy, dx, passed)
     dx = torch.empty_like(x) if dx is None else dx
-    for part in _tiles(cfg, x):
-        onto, w = _passed_rows(passed, part), dropping(w, rows.dropout, part.start)
-        _tile_backward(cfg, w, g, x[part], rows, _of_rows(cfg, saved, part), dy[part], dx[part], onto)
+    for part in _tiles(p.cfg, x):
+        onto, w = _passed_rows(passed, part), dropping(w, p.rows.dropout, part.start)
+        _tile_backward(_of_rows(p, part), w, g, x[part], dy[part], dx[part], onto)
     return dx
 
 
@@ -210,41 +130,24 @@ def _tiles(cfg: ModelConfig, x: Tensor) -> Iterator[slice]:
     return (slice(a, min(a + cfg.mlp_rows, len(x))) for a in range(0, len(x), cfg.mlp_rows))
 
 
-def _of_rows(cfg: ModelConfig, saved: dict[str, Tensor], rows: slice) -> dict[str, Tensor]:
-    """The MLP half's saved tensors of these tokens."""
-    each = {name: shape[0] for name, (shape, _) in saved_shapes(cfg, 1, "mlp").items() if name in saved}
-    return {name: saved[name][k * rows.start : k * rows.stop] for name, k in each.items()}
+def _of_rows(p: Pass, rows: slice) -> Pass:
+    """With the MLP half's saved tensors of these tokens."""
+    each = {name: shape[0] for name, (shape, _) in saved_shapes(p.cfg, 1, "mlp").items() if name in p.saved}
+    return p._replace(saved={name: p.saved[name][k * rows.start : k * rows.stop] for name, k in each.items()})
 
 
-def _tile_forward(
-    cfg: ModelConfig,
-    layer: int,
-    w: mlp.Weights | experts.Weights,
-    x: Tensor,
-    rows: Rows,
-    saved: dict[str, Tensor],
-    out: Tensor,
-    passed: experts.Passed | None,
-) -> None:
+def _tile_forward(p: Pass, w: Mlp, x: Tensor, out: Tensor, passed: experts.Passed | None) -> None:
     if isinstance(w, experts.Weights):
-        experts.forward(cfg, layer, w, x, rows, saved, out, passed)
+        experts.forward(p, w, x, out, passed)
     else:
-        mlp.forward(cfg, w, x, saved, out)
+        mlp.forward(p, w, x, out)
 
 
 def _tile_backward(
-    cfg: ModelConfig,
-    w: mlp.Weights | experts.Weights,
-    g: mlp.Weights | experts.Weights,
-    x: Tensor,
-    rows: Rows,
-    saved: dict[str, Tensor],
-    dy: Tensor,
-    dx: Tensor | None,
-    passed: experts.Passed | None,
+    p: Pass, w: Mlp, g: Mlp, x: Tensor, dy: Tensor, dx: Tensor | None, passed: experts.Passed | None
 ) -> Tensor:
     if isinstance(w, experts.Weights) and isinstance(g, experts.Weights):
-        return experts.backward(cfg, w, g, x, rows, saved, dy, dx, passed)
+        return experts.backward(p, w, g, x, dy, dx, passed)
     assert isinstance(w, mlp.Weights)
     assert isinstance(g, mlp.Weights)
-    return mlp.backward(cfg, w, g, x, saved, dy, dx)
+    return mlp.backward(p, w, g, x, dy, dx)

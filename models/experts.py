@@ -36,7 +36,7 @@ from trireme.models.linear import (
 from trireme.models.lora import Stacked
 from trireme.models.norm import Norm, norm, norm_backward
 from trireme.models.packed import Stack, grouped_mm
-from trireme.models.rows import Rows
+from trireme.models.rows import Pass
 from trireme.models.sizes.narrow import experts_in_fp8
 from trireme.models.sizes.shapes import up_name
 
@@ -112,25 +112,17 @@ def rule(cfg: ModelConfig) -> ops.Rule:
     return ops.Rule(own.chosen, own.renormalise, own.sigmoid, own.scale, own.groups, own.kept, own.two)
 
 
-def forward(
-    cfg: ModelConfig,
-    layer: int,
-    w: Weights,
-    x: Tensor,
-    rows: Rows,
-    saved: dict[str, Tensor],
-    out: Tensor,
-    passed: Passed | None = None,
-) -> None:
+def forward(p: Pass, w: Weights, x: Tensor, out: Tensor, passed: Passed | None = None) -> None:
     """Fills out (N, D), which may be x, and every tensor of `saved`; a slice that does not end the layer `passed`."""
+    cfg, rows, saved = p.cfg, p.rows, p.saved
     y, _ = norm(x, w.norm, cfg.eps)
     residual = x
     if w.shared is not None and w.ends:
-        shared.forward(cfg, w.shared, x, y, saved, out)
+        shared.forward(p, w.shared, x, y, out)
         residual = out
     found = _routes(cfg, w, y, passed)
     if rows.load is not None and w.begins:
-        rows.load.add(layer, found.order, found.logits)
+        rows.load.add(p.layer, found.order, found.logits)
     own, order, k = w.own(experts_in_fp8(cfg, len(x))), _within(found.order, w.part), rule(cfg).k
     z = y if w.latent_in is None else linear(y, w.latent_in)
     gate_up = _up(own, z, order, k, saved.get(up_name(cfg)))
@@ -217,20 +209,13 @@ def _limit(cfg: ModelConfig) -> float:
 
 
 def backward(
-    cfg: ModelConfig,
-    w: Weights,
-    g: Weights,
-    x: Tensor,
-    rows: Rows,
-    saved: dict[str, Tensor],
-    dy: Tensor,
-    dx: Tensor | None = None,
-    passed: Passed | None = None,
+    p: Pass, w: Weights, g: Weights, x: Tensor, dy: Tensor, dx: Tensor | None = None, passed: Passed | None = None
 ) -> Tensor:
     """The gradient of x (N, D), in `dx` if given; adds to g, given dy (N, D); recomputes what is not in `saved`.
 
     Of a slice that does not end the layer: `passed`.
     """
+    cfg, rows, saved = p.cfg, p.rows, p.saved
     y, stats = norm(x, w.norm, cfg.eps)
     found = route(cfg, w, y) if w.ends else _routes(cfg, w, y, passed)
     whole, whole_g = w, g
@@ -238,7 +223,7 @@ def backward(
     order, k = _within(found.order, w.part), rule(cfg).k
     z = y if w.latent_in is None else linear(y, w.latent_in)
     gate_up = saved[up_name(cfg)] if up_name(cfg) in saved else _up(w, z, order, k)
-    d_sum = _latent_out_backward(cfg, w, g, found, gate_up, saved, dy)
+    d_sum = _latent_out_backward(p, w, g, found, gate_up, dy)
     d_act, d_down = _down_backward(w, order, k, d_sum)
     d_gate_up, act, d_weights = _activation_backward(cfg, d_act, gate_up, found._replace(order=order))
     del gate_up, d_act  # workspace._block_workspace
@@ -269,21 +254,19 @@ def backward(
     add_gradients_(g.router, w.router, y, d_logits)
     d_norm.addmm_(d_logits, w.router.weight.T)
     if w.shared is not None and g.shared is not None:
-        shared.backward(cfg, w.shared, g.shared, y, saved, dy, d_norm)
+        shared.backward(p, w.shared, g.shared, y, dy, d_norm)
     del y  # workspace._block_workspace
     return norm_backward(d_norm, x, w.norm, stats, g.norm, dy, dx)
 
 
-def _latent_out_backward(
-    cfg: ModelConfig, w: Weights, g: Weights, found: Routes, gate_up: Tensor, saved: dict[str, Tensor], dy: Tensor
-) -> Tensor:
+def _latent_out_backward(p: Pass, w: Weights, g: Weights, found: Routes, gate_up: Tensor, dy: Tensor) -> Tensor:
     """The gradient of each token's weighted sum: dy, or with latents (N, L)."""
     if w.latent_out is None or g.latent_out is None:
         return dy
     d_out = upstream(dy, w.latent_out, g.latent_out)
-    total = saved.get("latent_sum")
+    total = p.saved.get("latent_sum")
     if total is None:
-        total = _sum(w, _activation(cfg, gate_up), found.weights, found.order, rule(cfg).k)
+        total = _sum(w, _activation(p.cfg, gate_up), found.weights, found.order, rule(p.cfg).k)
     add_gradients_(g.latent_out, w.latent_out, total, d_out)
     return linear_backward(d_out, w.latent_out)
 

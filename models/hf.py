@@ -12,7 +12,7 @@ from trireme.models.sizes.shapes import output_name, stored_tensors
 
 Shape = tuple[int, ...]
 
-OUTPUTS = ("lm_head.weight", "embed_out.weight")
+OUTPUTS = ("lm_head.weight", "embed_out.weight")  # ends of names of output matrices
 # Stored by older versions.
 _BUFFERS = (".attn.bias", ".attn.masked_bias", ".attention.bias", ".attention.masked_bias", ".rotary_emb.inv_freq")
 _WRAPPERS = ("module.", "_orig_mod.", "_fsdp_wrapped_module.", "base_model.model.")  # of DDP, torch.compile, FSDP, peft
@@ -119,11 +119,6 @@ def _is_spare(cfg: ModelConfig, full: str, wanted: Mapping[str, Shape]) -> bool:
     """Whether it is the bias of a matrix that may be packed, for a name that is not `wanted`."""
     packed = cfg.packing is not None and cfg.packing.of_module and full.endswith(".bias")
     return packed and len(wanted.get(full.removesuffix("bias") + "weight", ())) == 2
-
-
-def is_output(name: str) -> bool:
-    """Whether a stored tensor is a language model's output matrix."""
-    return name.endswith(OUTPUTS)
 
 
 def _canonical(cfg: ModelConfig, name: str, wanted: Mapping[str, Shape], named: Callable[[str], str]) -> str | None:

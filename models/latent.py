@@ -19,7 +19,7 @@ from trireme.models.config import ModelConfig
 from trireme.models.families.latent import Latent
 from trireme.models.linear import Linear, Upstream, add_gradients_, if_trained, linear, linear_backward, upstream
 from trireme.models.norm import Norm
-from trireme.models.rows import Rows, rotate_
+from trireme.models.rows import Pass, rotate_
 
 EPS = 1e-6  # of the latents' norms, whatever config.json says of the others
 
@@ -42,16 +42,17 @@ class Gradients(NamedTuple):
     kv: Tensor  # (N, H, n + e)
 
 
-def rotate_made_(cfg: ModelConfig, layer: int, qkv_: Tensor, rows: Rows, inverse: bool = False) -> None:
+def rotate_made_(p: Pass, qkv_: Tensor, inverse: bool = False) -> None:
     """Rotates what of qkv (N, Q + R + d - n) is rotated where it is made: s, and queries without a latent."""
-    first, _, shared = _split(cfg, qkv_)
-    rotate_(shared[:, None], rows.of(cfg, layer)[1], rows, inverse)
-    if not _own(cfg).q_rank:
-        _rotate_queries_(cfg, layer, first.unflatten(1, (cfg.n_heads, -1)), rows, inverse)
+    first, _, shared = _split(p.cfg, qkv_)
+    rotate_(shared[:, None], p.tables[1], p.rows, inverse)
+    if not _own(p.cfg).q_rank:
+        _rotate_queries_(p, first.unflatten(1, (p.cfg.n_heads, -1)), inverse)
 
 
-def heads(cfg: ModelConfig, layer: int, w: Weights, qkv: Tensor, rows: Rows) -> tuple[Tensor, Tensor, Tensor]:
+def heads(p: Pass, w: Weights, qkv: Tensor) -> tuple[Tensor, Tensor, Tensor]:
     """(q (N, H, d), k (N, H, d), v (N, H, e)), rotated, of qkv behind rotate_made_."""
+    cfg = p.cfg
     first, latent, shared = _split(cfg, qkv)
     n = _own(cfg).nope
     q = first
@@ -59,7 +60,7 @@ def heads(cfg: ModelConfig, layer: int, w: Weights, qkv: Tensor, rows: Rows) -> 
         q = linear(_normed(first, w.q_norm)[0], w.q_b)
     q = q.unflatten(1, (cfg.n_heads, -1))
     if w.q_b is not None:
-        _rotate_queries_(cfg, layer, q, rows)
+        _rotate_queries_(p, q)
     kv = linear(_normed(latent, w.kv_norm)[0], w.kv_b).unflatten(1, (cfg.n_heads, -1))
     k = q.new_empty(q.shape)
     k[..., :n] = kv[..., :n]
@@ -75,22 +76,20 @@ def gradients(cfg: ModelConfig, dqkv: Tensor) -> Gradients:
     return Gradients(q, dqkv.new_empty((N, H, d)), kv[..., own.nope :], kv)
 
 
-def backward(
-    cfg: ModelConfig, layer: int, w: Weights, g: Weights, qkv: Tensor, d: Gradients, rows: Rows, dqkv: Tensor
-) -> None:
+def backward(p: Pass, w: Weights, g: Weights, qkv: Tensor, d: Gradients, dqkv: Tensor) -> None:
     """Fills dqkv, the gradient before rotate_made_, given those of heads; adds to g."""
-    first, latent, _ = _split(cfg, qkv)
-    d_first, d_latent, d_shared = _split(cfg, dqkv)
-    n = _own(cfg).nope
+    first, latent, _ = _split(p.cfg, qkv)
+    d_first, d_latent, d_shared = _split(p.cfg, dqkv)
+    n = _own(p.cfg).nope
     d_q, d_k, _, d_kv = d
     d_kv[..., :n] = d_k[..., :n]
     torch.sum(d_k[..., n:], 1, out=d_shared)
     del d_k, d  # workspace._latent_moments: the caller holds none
     _latent_backward(latent, w.kv_norm, g.kv_norm, w.kv_b, g.kv_b, d_kv.flatten(1), d_latent)
     if w.q_b is not None and g.q_b is not None:
-        _rotate_queries_(cfg, layer, d_q, rows, inverse=True)
+        _rotate_queries_(p, d_q, inverse=True)
         _latent_backward(first, w.q_norm, g.q_norm, w.q_b, g.q_b, d_q.flatten(1), d_first)
-    rotate_made_(cfg, layer, dqkv, rows, inverse=True)
+    rotate_made_(p, dqkv, inverse=True)
 
 
 def _own(cfg: ModelConfig) -> Latent:
@@ -104,11 +103,11 @@ def _split(cfg: ModelConfig, qkv: Tensor) -> list[Tensor]:
     return list(qkv.split((own.q_rank or cfg.q_width, own.kv_rank, own.rope), 1))
 
 
-def _rotate_queries_(cfg: ModelConfig, layer: int, q_: Tensor, rows: Rows, inverse: bool = False) -> None:
+def _rotate_queries_(p: Pass, q_: Tensor, inverse: bool = False) -> None:
     """q_ (N, H, d); its first features are scaled where queries are scaled by position."""
-    n = _own(cfg).nope
-    rotate_(q_[..., n:], rows.of(cfg, layer)[0], rows, inverse)
-    rotate_(q_[..., :n], rows.tables.rest, rows, inverse)
+    n = _own(p.cfg).nope
+    rotate_(q_[..., n:], p.tables[0], p.rows, inverse)
+    rotate_(q_[..., :n], p.rows.tables.rest, p.rows, inverse)
 
 
 def _normed(x: Tensor, w: Norm | None) -> tuple[Tensor, Tensor]:

@@ -30,6 +30,7 @@ from trireme.models.linear import (
     upstream,
 )
 from trireme.models.norm import Norm, norm_backward, norm_for
+from trireme.models.rows import Pass
 from trireme.models.sizes.shapes import up_name
 
 
@@ -43,35 +44,29 @@ class Weights(NamedTuple):
     gelu_bias: Tensor | None = None  # (F,): bias of fc, added by the activation's kernel
 
 
-def forward(cfg: ModelConfig, w: Weights, x: Tensor, saved: dict[str, Tensor], out: Tensor) -> None:
+def forward(p: Pass, w: Weights, x: Tensor, out: Tensor) -> None:
     """Fills out (N, D), which may be x, and every tensor of `saved`; the others are temporaries.
 
     With cfg.parallel `out` holds what the half adds to; otherwise that is x.
     """
+    cfg = p.cfg
     copy = out if copies(w.norm, w.post, w.down) and not cfg.parallel else None
     y, _ = norm_for(w.up, x, w.norm, cfg.eps, copy)
-    up = _project(cfg, w, y, saved.get(up_name(cfg)), x.dtype)
+    up = _project(cfg, w, y, p.saved.get(up_name(cfg)), x.dtype)
     del y  # workspace._block_workspace
     act = _activation(cfg, up, w)
     del up  # workspace._block_workspace
-    add_branch(cfg, out if cfg.parallel else x, act, w.down, w.norm, w.post, out, saved.get("mlp_branch"))
+    add_branch(cfg, out if cfg.parallel else x, act, w.down, w.norm, w.post, out, p.saved.get("mlp_branch"))
 
 
-def backward(
-    cfg: ModelConfig,
-    w: Weights,
-    g: Weights,
-    x: Tensor,
-    saved: dict[str, Tensor],
-    dy: Tensor,
-    dx: Tensor | None = None,
-) -> Tensor:
+def backward(p: Pass, w: Weights, g: Weights, x: Tensor, dy: Tensor, dx: Tensor | None = None) -> Tensor:
     """Gradient of x (N, D), in `dx` if given; adds to g. Recomputes what is not in `saved`."""
+    cfg, saved = p.cfg, p.saved
     again = up_name(cfg) not in saved
     y, stats = norm_for(w.up, x, w.norm, cfg.eps, forward=again, backward=trained(g.up.weight))
     up = _project(cfg, w, y, None, x.dtype) if again else saved[up_name(cfg)]
     y = turned_alone(y)
-    d_down = upstream(_branch_backward(cfg, w, g, dy, up, saved), w.down, g.down)
+    d_down = upstream(_branch_backward(p, w, g, dy, up), w.down, g.down)
     dup, act = _activation_backward(cfg, linear_backward(d_down, w.down), up, w, g)
     del up  # workspace._block_workspace
     add_gradients_(g.down, w.down, act, d_down)
@@ -96,13 +91,11 @@ def _scale_gate_(cfg: ModelConfig, up_: Tensor) -> None:
         up_[:, : cfg.ffn].mul_(cfg.gate_scale)
 
 
-def _branch_backward(
-    cfg: ModelConfig, w: Weights, g: Weights, dy: Tensor, up: Tensor, saved: dict[str, Tensor]
-) -> Tensor:
-    matmul = saved.get("mlp_branch")
+def _branch_backward(p: Pass, w: Weights, g: Weights, dy: Tensor, up: Tensor) -> Tensor:
+    matmul = p.saved.get("mlp_branch")
     again = w.post is not None and matmul is None
-    act: Operand = _activation(cfg, up, w) if again else up  # unread unless recomputing
-    return branch_backward(cfg, dy, act, w.down, w.post, g.post, matmul)
+    act: Operand = _activation(p.cfg, up, w) if again else up  # unread unless recomputing
+    return branch_backward(p.cfg, dy, act, w.down, w.post, g.post, matmul)
 
 
 def _activation(cfg: ModelConfig, up: Tensor, w: Weights) -> Operand:

@@ -19,7 +19,7 @@ from trireme.models.lora import Adapters, Stacked, dropping, part_key
 from trireme.models.mixers import both, scan
 from trireme.models.norm import Norm
 from trireme.models.packed import Sliced, Stack, decode
-from trireme.models.rows import Rows
+from trireme.models.rows import Pass, Rows
 from trireme.models.sizes import narrow, shapes
 
 EMPTY = torch.empty(0, 0)  # a frozen tensor's gradient; a matrix that is there as codes alone
@@ -42,15 +42,14 @@ def forward(
 
     Of a slice of experts that does not end its layer: `passed` (experts.py).
     """
-    layer = shapes.layer(cfg, u)
-    cfg, rows = cfg.at(layer), rows.in_layer(layer)
-    w = dropping(w, rows.dropout)
+    p = _pass(cfg, u, rows, saved)
+    w = dropping(w, p.rows.dropout)
     if isinstance(w, block.Weights):
-        block.forward(cfg, layer, w, x, rows, saved, out, attend)
+        block.forward(p, w, x, out, attend)
     elif isinstance(w, block.Mixer):
-        block.mixer_forward(cfg, layer, w, x, rows, saved, out, attend)
+        block.mixer_forward(p, w, x, out, attend)
     else:
-        block.mlp_forward(cfg, layer, w, x, rows, saved, out, passed)
+        block.mlp_forward(p, w, x, out, passed)
 
 
 def backward(
@@ -66,21 +65,21 @@ def backward(
     passed: experts.Passed | None = None,
 ) -> None:
     """Backward of a block or half block: fills dx (N, D), adds to g, given dy (N, D). `passed` as in forward."""
-    layer = shapes.layer(cfg, u)
-    cfg, rows = cfg.at(layer), rows.in_layer(layer)
-    w = dropping(w, rows.dropout)
+    p = _pass(cfg, u, rows, saved)
+    w = dropping(w, p.rows.dropout)
     if isinstance(w, block.Weights) and isinstance(g, block.Weights):
-        block.backward(cfg, layer, w, g, x, saved, dy, rows, dx)
-    elif isinstance(w, attention.Weights) and isinstance(g, attention.Weights):
-        attention.backward(cfg, layer, w, g, x, saved, dy, rows, dx)
-    elif isinstance(w, scan.Weights) and isinstance(g, scan.Weights):
-        scan.backward(cfg, w, g, x, saved, dy, rows, dx)
-    elif isinstance(w, both.Weights) and isinstance(g, both.Weights):
-        both.backward(cfg, layer, w, g, x, saved, dy, rows, dx)
+        block.backward(p, w, g, x, dy, dx)
+    elif isinstance(w, block.Mixer) and isinstance(g, block.Mixer):
+        block.mixer_backward(p, w, g, x, dy, dx)
     else:
         assert not isinstance(w, block.Weights | block.Mixer)
         assert not isinstance(g, block.Weights | block.Mixer)
-        block.mlp_backward(cfg, w, g, x, rows, saved, dy, dx, passed)
+        block.mlp_backward(p, w, g, x, dy, dx, passed)
+
+
+def _pass(cfg: ModelConfig, u: int, rows: Rows, saved: dict[str, Tensor]) -> Pass:
+    layer = shapes.layer(cfg, u)
+    return Pass(cfg.at(layer), layer, rows.in_layer(layer), saved)
 
 
 def gradients(cfg: ModelConfig, u: int, views: dict[str, Tensor]) -> Any:

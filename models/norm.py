@@ -41,9 +41,9 @@ def norm(x: Tensor, w: Norm | None, eps: float, copy: Tensor | None = None) -> t
     if w is None:
         return x, None
     if w.bias is None:
-        y, rstd, _ = ops.rmsnorm_fwd(x, w.factor, eps, out=None if copy is x else copy)
+        y, rstd = ops.rmsnorm_fwd(x, w.factor, eps, None if copy is x else copy)
         return y, Stats(rstd)
-    y, mean, rstd, _ = ops.layernorm_fwd(x, w.weight, w.bias, eps)
+    y, mean, rstd = ops.layernorm_fwd(x, w.weight, w.bias, eps)
     return y, Stats(rstd, mean)
 
 

@@ -1,4 +1,4 @@
-"""A micro-batch's packed tokens: documents, positions, rotation tables."""
+"""A micro-batch's packed tokens: documents, positions, rotation tables; what a pass over a layer is given."""
 
 from __future__ import annotations
 
@@ -111,12 +111,22 @@ class Rows(NamedTuple):
             return self
         return self._replace(dropout=self.dropout._replace(key=self.dropout.key ^ part_key(f"layer {layer}")))
 
-    def of(self, cfg: ModelConfig, layer: int) -> tuple[Table | None, Table | None]:
-        """A layer's tables of queries and keys; None without rope."""
-        rope, local, query, _ = self.tables
-        if layer in cfg.unrotated:
+
+class Pass(NamedTuple):
+    """A layer's forward or backward: what all its parts are given."""
+
+    cfg: ModelConfig  # as the layer sees it
+    layer: int
+    rows: Rows
+    saved: dict[str, Tensor]  # forward fills them, backward recomputes what is not there
+
+    @property
+    def tables(self) -> tuple[Table | None, Table | None]:
+        """Of queries and keys; None without rope."""
+        rope, local, query, _ = self.rows.tables
+        if self.layer in self.cfg.unrotated:
             return None, None
-        table = local if local is not None and cfg.layer_window(layer) else rope
+        table = local if local is not None and self.cfg.layer_window(self.layer) else rope
         return query or table, table
 
 

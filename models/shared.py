@@ -16,6 +16,7 @@ from torch import Tensor
 from trireme.kernels import ops
 from trireme.models.config import ModelConfig
 from trireme.models.linear import Linear, add_gradients_, add_matmul_, linear, linear_backward, trained, upstream
+from trireme.models.rows import Pass
 
 
 class Weights(NamedTuple):
@@ -26,22 +27,20 @@ class Weights(NamedTuple):
     gate: Tensor | None  # (1, D)
 
 
-def forward(cfg: ModelConfig, w: Weights, x: Tensor, y: Tensor, saved: dict[str, Tensor], out: Tensor) -> None:
+def forward(p: Pass, w: Weights, x: Tensor, y: Tensor, out: Tensor) -> None:
     """Fills out (N, D), which may be x, given the normalised y."""
-    up = linear(y, w.up, saved.get("shared_up"))
-    act = ops.relu2_fwd(up) if cfg.relu2 else ops.swiglu_fwd(up)
+    up = linear(y, w.up, p.saved.get("shared_up"))
+    act = ops.relu2_fwd(up) if p.cfg.relu2 else ops.swiglu_fwd(up)
     del up  # workspace._block_workspace
-    ops.combine(linear(act, w.down), _each(x), 1, _weights(cfg, w, y), x, out)
+    ops.combine(linear(act, w.down), _each(x), 1, _weights(p.cfg, w, y), x, out)
 
 
-def backward(
-    cfg: ModelConfig, w: Weights, g: Weights, y: Tensor, saved: dict[str, Tensor], dy: Tensor, d_norm_: Tensor
-) -> None:
+def backward(p: Pass, w: Weights, g: Weights, y: Tensor, dy: Tensor, d_norm_: Tensor) -> None:
     """Adds the gradient of y to d_norm_ and those of the weights to g, given dy (N, D)."""
-    up = saved["shared_up"] if "shared_up" in saved else linear(y, w.up)
-    s = _weights(cfg, w, y)
+    up = p.saved["shared_up"] if "shared_up" in p.saved else linear(y, w.up)
+    s = _weights(p.cfg, w, y)
     d_down = upstream(dy, w.down, g.down)
-    activation = ops.routed_relu2_bwd if cfg.relu2 else ops.routed_swiglu_bwd
+    activation = ops.routed_relu2_bwd if p.cfg.relu2 else ops.routed_swiglu_bwd
     dup, act, ds = activation(linear_backward(d_down, w.down), up, s, _each(y))
     del up  # workspace._block_workspace
     add_gradients_(g.down, w.down, act, d_down)

@@ -7,8 +7,6 @@ none waits in a circle.
 
 from __future__ import annotations
 
-from collections.abc import Iterator
-
 import torch
 from torch import Tensor
 
@@ -16,7 +14,7 @@ from trireme.engine.between import Writer
 from trireme.engine.geometry import Geometry
 from trireme.engine.hosts.group import refuse_text
 from trireme.engine.hosts.held import Held, Whole
-from trireme.engine.placement import Entry, Placement, Progress, Stored, silent, stored
+from trireme.engine.placement import Entry, Placement, Progress, Stored, entries, silent, stored
 from trireme.engine.shared import BETWEEN, Wire
 
 
@@ -27,7 +25,7 @@ def fill(placement: Placement, whole: Whole, wire: Wire | None, progress: Progre
     then = Geometry(*same, 0, whole.key.hosts)
     for host in range(plan.hosts):
         geo = placement.geo if host == plan.host else Geometry(*same, host, plan.hosts)
-        for entry in _entries(geo, plan.record):
+        for entry in entries(geo, plan.record):
             source = _source(whole, host, geo, then, entry, plan.record)
             shards = stored(geo, plan.record, entry)
             if host == plan.host:
@@ -37,13 +35,6 @@ def fill(placement: Placement, whole: Whole, wire: Wire | None, progress: Progre
             elif source not in whole.sights[host] and whole.seer(source) == plan.host:
                 assert wire is not None
                 _send(wire, host, whole.mine[source], shards)
-
-
-def _entries(geo: Geometry, record: int) -> Iterator[Entry]:
-    for u in range(geo.n_units):
-        if geo.numel[u]:
-            yield Entry("weights", u)
-        yield from (Entry("state", u, r) for r in range(len(geo.records(u, record))))
 
 
 def _source(whole: Whole, host: int, geo: Geometry, then: Geometry, entry: Entry, record: int) -> int:

@@ -76,7 +76,7 @@ def choose(
             refused.append(error)
     if not found:
         raise refused[0]
-    best = min(found, key=lambda c: c.found.step_s / (c.plan.tokens * c.plan.n_micro))
+    best = min(found, key=lambda choice: choice.per_token)
     return replace(best, because=(*best.because, _divided(best.plan, rates)))
 
 

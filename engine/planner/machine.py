@@ -87,7 +87,7 @@ def with_drives(machine: Machine, folders: Sequence[str | Path], anew: bool = Fa
     """
     try:
         places = places_of(folders)
-        tried = [probe.kept(probe.drive(place), partial(_drive_rates, place), anew) for place in places]
+        tried = [probe.kept(probe.drive(place), partial(probe.drive_rates, place), anew) for place in places]
     except OSError:
         return machine
     read, write = (sum(found[name] for found, _ in tried) for name in ("ssd_read", "ssd_write"))
@@ -116,10 +116,6 @@ def note_drives(rates: Rates, folders: Sequence[str | Path]) -> None:
     measured = sum(known["ssd_read"] for known in found.values() if known)
     for place in found if all(found.values()) else ():
         probe.remember(_sustained(place), {"share": rates.ssd_read / measured})
-
-
-def _drive_rates(place: Path) -> dict[str, float]:
-    return probe.drive_rates(place)
 
 
 def _held(place: Path) -> float:

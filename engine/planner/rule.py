@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from itertools import product
-from typing import Literal, NamedTuple
+from typing import Any, Literal, NamedTuple
 
 from trireme.engine.amounts import rounded_up
 from trireme.engine.buffers import each_usage, fits, fullest, usage
@@ -100,6 +100,11 @@ class Lean:
 def spread(n: int, k: int) -> frozenset[int]:
     """k of range(n), evenly spread."""
     return frozenset(i * n // k for i in range(k)) if k else frozenset()
+
+
+def some(units: Sequence[int], k: int) -> frozenset[int]:
+    """k of `units`, evenly spread."""
+    return frozenset(units[i] for i in spread(len(units), k))
 
 
 def largest(n: int, good: Callable[[int], bool]) -> int:
@@ -253,37 +258,40 @@ def _fill_adapted(geo: Geometry, plan: Plan, limits: Limits, wanted: Wanted) -> 
     return furthest(geo, limits, 2, lambda k: replace(plan, window=plan.window + k))
 
 
+def of_first(geo: Geometry, plan: Plan, limits: Limits, units: Sequence[int], **change: Any) -> Plan:
+    """`plan` with `change` of the first of `units`, of as many as fit."""
+    return furthest(geo, limits, len(units), lambda k: plan.changed(units[:k], **change))
+
+
+def of_spread(geo: Geometry, plan: Plan, limits: Limits, units: Sequence[int], **change: Any) -> Plan:
+    """As `of_first`, of units that are evenly spread among these."""
+    return furthest(geo, limits, len(units), lambda k: plan.changed(some(units, k), **change))
+
+
 def _base_to_gpu(geo: Geometry, plan: Plan, limits: Limits) -> Plan:
-    """Makes the GPU the home of the first units' frozen weights."""
     left = [u for u, unit in enumerate(plan.units) if unit.base != "gpu"]
-    return furthest(geo, limits, len(left), lambda k: plan.changed(left[:k], base="gpu"))
+    return of_first(geo, plan, limits, left, base="gpu")
 
 
 def _to_ram(geo: Geometry, plan: Plan, limits: Limits) -> Plan:
-    n = geo.n_units
-    plan = furthest(geo, limits, n, lambda k: plan.changed(spread(n, k), weights="host"))
+    plan = of_spread(geo, plan, limits, range(geo.n_units), weights="host")
     if any(unit.weights != "host" for unit in plan.units):
         return plan
-    plan = _inputs_to_ram(geo, plan, limits)
-    return furthest(geo, limits, n, lambda k: plan.changed(spread(n, k), state="host"))
+    return of_spread(geo, _inputs_to_ram(geo, plan, limits), limits, range(geo.n_units), state="host")
 
 
 def _inputs_to_ram(geo: Geometry, plan: Plan, limits: Limits) -> Plan:
     """Brings inputs of blocks from the SSD to RAM: they are written and read in every step."""
-    left = [u for u, unit in enumerate(plan.units) if unit.x == "ssd"]
-    return furthest(geo, limits, len(left), lambda k: plan.changed({left[i] for i in spread(len(left), k)}, x="host"))
+    return of_spread(geo, plan, limits, [u for u, unit in enumerate(plan.units) if unit.x == "ssd"], x="host")
 
 
 def _states_to_gpu(geo: Geometry, plan: Plan, limits: Limits, most: int) -> Plan:
-    def raised(k: int) -> Plan:
-        return plan.changed(range(k), weights="gpu", state="gpu", update="cpu", resident=False)
-
-    return furthest(geo, limits, most, raised)
+    return of_first(geo, plan, limits, range(most), weights="gpu", state="gpu", update="cpu", resident=False)
 
 
 def _stay(geo: Geometry, plan: Plan, limits: Limits) -> Plan:
     units = [u for u, unit in enumerate(plan.units) if unit.update == "cpu" and unit.weights == "host"]
-    return furthest(geo, limits, len(units), lambda k: plan.changed(units[:k], resident=True))
+    return of_first(geo, plan, limits, units, resident=True)
 
 
 def _deeper(geo: Geometry, plan: Plan, limits: Limits) -> Plan:
@@ -296,18 +304,12 @@ def _deeper(geo: Geometry, plan: Plan, limits: Limits) -> Plan:
 def fill_ram(geo: Geometry, plan: Plan, limits: Limits) -> Plan:
     """Brings state from the SSD to RAM, then frozen weights, as far as they fit."""
     left = [u for u, unit in enumerate(plan.units) if unit.state == "ssd"]
-
-    def raised(k: int) -> Plan:
-        return plan.changed({left[i] for i in spread(len(left), k)}, weights="host", state="host")
-
-    return _base_to_ram(geo, furthest(geo, limits, len(left), raised), limits)
+    return _base_to_ram(geo, of_spread(geo, plan, limits, left, weights="host", state="host"), limits)
 
 
 def _base_to_ram(geo: Geometry, plan: Plan, limits: Limits) -> Plan:
     """Brings frozen weights from the SSD to RAM."""
-    left = [u for u, unit in enumerate(plan.units) if unit.base == "ssd"]
-    raised = lambda k: plan.changed({left[i] for i in spread(len(left), k)}, base="host")
-    return furthest(geo, limits, len(left), raised)
+    return of_spread(geo, plan, limits, [u for u, unit in enumerate(plan.units) if unit.base == "ssd"], base="host")
 
 
 def longer_pieces(geo: Geometry, plan: Plan, limits: Limits) -> Plan:
@@ -333,7 +335,7 @@ def _useful(geo: Geometry, plan: Plan) -> int:
 def share_updates(geo: Geometry, plan: Plan, limits: Limits, share: float = GPU_UPDATES) -> Plan:
     """Has the GPU update `share` of the RAM-stored units: forward is too short for either processor's updates alone."""
     in_ram = [u for u, unit in enumerate(plan.units) if unit.state == unit.weights == "host" and not unit.resident]
-    chosen = {in_ram[i] for i in spread(len(in_ram), round(share * len(in_ram)))}
+    chosen = some(in_ram, round(share * len(in_ram)))
     shared = plan.changed(set(in_ram) - chosen, update="cpu").changed(chosen, update="gpu")
     shared = replace(shared, window=max(plan.window, 3))
     return shared if fits(geo, shared, limits) else plan
@@ -368,7 +370,7 @@ def _why_not(geo: Geometry, plan: Plan, limits: Limits) -> str:
     shorter = lambda k: usage(geo, replace(plan, tokens=k), limits.less)["gpu"] <= limits.gpu
     if "gpu" in lacks and (tokens := _most(plan.tokens, shorter)):
         out.append(f"lower --seq-len (of {plan.tokens:,} tokens a micro-batch {tokens:,} fit)")
-    if n_micro := _most(plan.n_micro, lambda k: fits(geo, with_micro_batches(plan, k), limits)):
+    if n_micro := _most(plan.n_micro, lambda k: fits(geo, replace(plan, n_micro=k), limits)):
         out.append(f"lower --batch-size (of {plan.n_micro:,} micro-batches a step {n_micro:,} fit)")
     if list(lacks) == ["host"] and plan.mode != "backward" and plan.gradients == "host":
         out.append("--max-grad-norm 0, which does not store all gradients")
@@ -386,11 +388,6 @@ def _experts_at_once(geo: Geometry, lacks: Mapping[str, int]) -> str:
         return f"; the {own.count} experts of one layer take {rounded_up(nbytes)} of it in {packing.word}"
     nbytes = own.count * shapes.of_an_expert(geo.cfg) * ITEMSIZE[geo.dtype]
     return f"; the {own.count} experts of one layer take {rounded_up(nbytes)} of it and are computed together"
-
-
-def with_micro_batches(plan: Plan, n: int) -> Plan:
-    """`plan` for steps of n micro-batches."""
-    return replace(plan, n_micro=n)
 
 
 def shortage(geo: Geometry, plan: Plan, limits: Limits) -> str:

@@ -19,8 +19,10 @@ from trireme.engine.planner.rule import (
     furthest,
     largest,
     longer_pieces,
+    of_first,
     share_updates,
     simple_plan,
+    some,
     spread,
 )
 from trireme.models.sizes import shapes
@@ -71,7 +73,7 @@ def _with_a_base(geo: Geometry, limits: Limits, first: Plan, wanted: Wanted, ste
         except DoesNotFit:
             continue
         in_ram = [u for u, unit in enumerate(plan.units) if unit.base == "host"]
-        kept = {in_ram[i] for i in spread(len(in_ram), int(share * len(in_ram)))}
+        kept = some(in_ram, int(share * len(in_ram)))
         low = plan.changed(set(in_ram) - kept, base="ssd") if wanted.free else plan
         for variant in (low, *swaps(geo, low, limits, steps)):
             yield fill_ram(geo, variant, limits) if wanted.free else variant
@@ -118,7 +120,7 @@ def swap_slots(geo: Geometry, plan: Plan, limits: Limits, piece: int) -> Iterabl
     for slots in SLOTS:
         if slots == plan.swap_slots:
             continue
-        deeper = _with_slots(geo, plan, limits, slots, min(plan.piece, piece), kept)
+        deeper = _with_less_kept(geo, replace(plan, swap_slots=slots, piece=min(plan.piece, piece)), limits, kept)
         if fits(geo, deeper, limits):
             yield longer_pieces(geo, deeper, limits)
 
@@ -127,11 +129,7 @@ def fewer_writes(geo: Geometry, plan: Plan, limits: Limits) -> Iterable[Plan]:
     """One buffer in RAM for weights from the SSD: its room takes inputs of blocks that are written there."""
     away = [u for u, unit in enumerate(plan.units) if unit.x == "ssd"]
     if away and plan.host_window > 1:
-        yield furthest(geo, limits, len(away), lambda k: replace(plan, host_window=1).changed(away[:k], x="host"))
-
-
-def _with_slots(geo: Geometry, plan: Plan, limits: Limits, slots: int, piece: int, kept: Sequence[int]) -> Plan:
-    return _with_less_kept(geo, replace(plan, swap_slots=slots, piece=piece), limits, kept)
+        yield of_first(geo, replace(plan, host_window=1), limits, away, x="host")
 
 
 def _with_less_kept(geo: Geometry, plan: Plan, limits: Limits, kept: Sequence[int]) -> Plan:
@@ -317,8 +315,8 @@ def in_peers(geo: Geometry, plan: Plan, limits: Limits, steps: Sequence[Move], p
     resident, in few buffers.
     """
     short = replace(plan, piece=min(plan.piece, piece))
-    some = {plan.units[geo.head].gpu}, {fullest(each_usage(geo, short)[0], limits)}
-    of_gpus = dict.fromkeys(map(frozenset[int], (range(plan.gpus), *some)))
+    one = {plan.units[geo.head].gpu}, {fullest(each_usage(geo, short)[0], limits)}
+    of_gpus = dict.fromkeys(map(frozenset[int], (range(plan.gpus), *one)))
     for only in of_gpus:
         own = [u for u, unit in enumerate(plan.units) if unit.gpu in only]
         swapping = [u for u in own if any(tier != "gpu" for _, tier in plan.units[u].saved)]
@@ -340,14 +338,9 @@ def fuller(geo: Geometry, plan: Plan, limits: Limits, piece: int, states: bool) 
     for left, moved in ((frozen, FROZEN), (trained, STATE)):
         filled = short
         for gpu in range(plan.gpus):
-            filled = _raised(geo, filled, limits, [u for u in left if plan.units[u].gpu == gpu], moved)
+            filled = of_first(geo, filled, limits, [u for u in left if plan.units[u].gpu == gpu], **moved)
         if filled != short and fits(geo, filled, limits):
             yield longer_pieces(geo, filled, limits)
-
-
-def _raised(geo: Geometry, plan: Plan, limits: Limits, units: Sequence[int], moved: dict[str, Any]) -> Plan:
-    """`plan` with the first of `units` on the GPU, as many as fit."""
-    return furthest(geo, limits, len(units), lambda k: plan.changed(units[:k], **moved))
 
 
 def lend(geo: Geometry, plan: Plan, limits: Limits, steps: Sequence[Move], only: Collection[int]) -> Plan:

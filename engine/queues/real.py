@@ -83,19 +83,20 @@ class InlineQueues:
         nbytes: float = 0,
         flops: float = 0,
     ) -> Task:
-        task = self._noted(RealTask(queue, kind, of, nbytes, flops))
+        task = RealTask(queue, kind, of, nbytes, flops)
+        self.moved[queue] += int(nbytes)
+        if self.tracing:
+            self.tasks.append(task)
+        self._hand_over(task, fn, after)
+        return task
+
+    def _hand_over(self, task: RealTask, fn: Callable[[], Any], after: Sequence[Task]) -> None:
+        """Raises its error."""
         execute(task, fn, after, None, self.zero)
         if task.error is not None:
             raise task.error
         if self.device.type == "cuda":  # the CPU may read the bytes next
             torch.cuda.current_stream(self.device).synchronize()
-        return task
-
-    def _noted(self, task: RealTask) -> RealTask:
-        self.moved[task.queue] += int(task.nbytes)
-        if self.tracing:
-            self.tasks.append(task)
-        return task
 
     def drain(self) -> None:
         """All is done."""
@@ -209,27 +210,17 @@ class RealQueues(InlineQueues):
         origin.synchronize()
         self.origins.append((origin, time.perf_counter()))
 
-    def run(
-        self,
-        queue: str,
-        kind: Kind,
-        of: str,
-        fn: Callable[[], Any],
-        after: Sequence[Task] = (),
-        nbytes: float = 0,
-        flops: float = 0,
-    ) -> Task:
+    def _hand_over(self, task: RealTask, fn: Callable[[], Any], after: Sequence[Task]) -> None:
+        """Raises the first error of all; of its own thread's queue its own."""
         assert self.open, "the queues are closed"
         if self.error is not None:
             raise self.error
-        task = self._noted(RealTask(queue, kind, of, nbytes, flops))
-        if queue == "compute" and len(self.devices) == 1:
-            self._execute(task, fn, after, self.streams.get(queue))
+        if task.queue == "compute" and len(self.devices) == 1:
+            self._execute(task, fn, after, self.streams.get(task.queue))
             if task.error is not None:
                 raise task.error
         else:
-            self.queues[queue].put((task, fn, tuple(after)))
-        return task
+            self.queues[task.queue].put((task, fn, tuple(after)))
 
     def _execute(
         self, task: RealTask, fn: Callable[[], Any], after: Sequence[Task], stream: torch.cuda.Stream | None

@@ -105,8 +105,7 @@ def check_peers(options: Options, plan: Plan, machine: Machine) -> None:
     """Raises InputError where GPUs that do not copy to each other are to."""
     if plan.gpus == 1 or machine.rates.peer:
         return
-    units = [(u, plan.units[u]) for u in plan.distinct()]
-    lent = next((f", saved of unit {u} to gpu, host or ssd" for u, unit in units if unit.lent), "")
+    lent = next((f", saved of unit {u} to gpu, host or ssd" for u, unit in plan.distinct.items() if unit.lent), "")
     if plan.between == "gpu" or lent:
         raise InputError(
             f"{options.plan}: the plan copies between GPUs, and these have no access to each other's memory. Set "

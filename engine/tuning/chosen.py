@@ -38,7 +38,7 @@ def matching(cfg: ModelConfig, pattern: str) -> list[str]:
 
 def _trained(cfg: ModelConfig) -> dict[str, bool]:
     """Name of every tensor -> whether it is trained."""
-    groups = (group for u in range(cfg.n_units) for group in shapes.weight_groups(cfg, u))
+    groups = shapes.all_groups(cfg)
     return {name: not frozen for group in groups for frozen in [shapes.is_frozen(cfg, group)] for name, _ in group}
 
 
@@ -73,7 +73,7 @@ def _range(run: Sequence[int]) -> str:
 def trained_lines(cfg: ModelConfig, asked: Mapping[str, Sequence[str]]) -> list[str]:
     """How much is trained, and what each pattern matches. `asked`: flag -> its patterns."""
     found = _trained(cfg)
-    sizes = {name: prod(s) for u in range(cfg.n_units) for group in shapes.weight_groups(cfg, u) for name, s in group}
+    sizes = {name: prod(s) for group in shapes.all_groups(cfg) for name, s in group}
     share = sum(sizes[name] for name, yes in found.items() if yes) / sum(sizes.values())
     lines = [f"{sum(found.values()):,} of {len(found):,} tensors, {share:.1%} of the parameters"]
     for flag, patterns in asked.items():

@@ -114,7 +114,7 @@ def headed(cfg: ModelConfig, source: Source) -> Source:
     """`source` as it is written: with its score head, and without another; itself where it has one alone."""
     name = shapes.output_name(cfg)
     names = hf.canonical_names(cfg, source.shapes)
-    without = frozenset(stored for stored in names if hf.is_output(stored))
+    without = frozenset(stored for stored in names if stored.endswith(hf.OUTPUTS))
     if not cfg.scores or not source.files or (name in source.tensors and not without):
         return source
     embedding = next(stored for stored, found in names.items() if found == shapes.embedding_name(cfg))

@@ -219,8 +219,7 @@ def globs(cfg: ModelConfig, is_packed: Callable[[str, tuple[int, ...]], bool]) -
     """Over the names of matrices that are: one for all layers where all are, else their names."""
     before, after = cfg.names.block.split("{}")
     found: dict[str, dict[str, bool]] = {}  # a name for all layers -> names -> whether packed
-    groups = (group for u in range(cfg.n_units) for group in shapes.weight_groups(cfg, u))
-    for name, shape in (matrix for group in groups for matrix in group):
+    for name, shape in (matrix for group in shapes.all_groups(cfg) for matrix in group):
         if len(shape) > 1:
             number, _, rest = name.removeprefix(before).partition(after)
             inner = name.startswith(before) and number.isdigit()
@@ -236,8 +235,8 @@ def outlined(cfg: ModelConfig, folder: Path) -> Source:
     tensors = {name: SourceTensor("BF16", shape, "", 0) for name, shape in shapes.stored_tensors(cfg).items()}
     if cfg.packing is None:
         return Source(folder, (), tensors, {})
-    parts, groups = dict[str, SourceTensor](), (g for u in range(cfg.n_units) for g in shapes.weight_groups(cfg, u))
-    for name, shape in (matrix for group in groups if shapes.is_packed(cfg, group) for matrix in group):
+    parts, packed = dict[str, SourceTensor](), (g for g in shapes.all_groups(cfg) if shapes.is_packed(cfg, g))
+    for name, shape in (matrix for group in packed for matrix in group):
         for there, one in shapes.on_disk(cfg, name, shape):
             packing = cfg.packing.of(name)
             for part, own in zip(packing.parts, packing.shapes(one), strict=True):
@@ -252,8 +251,7 @@ def as_trained(cfg: ModelConfig, source: Source, stored: Mapping[str, str]) -> S
     """`source`, as one in bf16 where packed matrices are trained. `stored`: canonical name -> name in `source`."""
     if not isinstance(source, Packed):
         return source
-    groups = (group for u in range(cfg.n_units) for group in shapes.weight_groups(cfg, u))
-    trained = (matrix for group in groups if not shapes.is_frozen(cfg, group) for matrix in group)
+    trained = (matrix for group in shapes.all_groups(cfg) if not shapes.is_frozen(cfg, group) for matrix in group)
     files = (there for name, shape in trained for there, _ in shapes.on_disk(cfg, name, shape))
     names = (stored.get(there, there) for there in files)  # a new score head is in no file
     found = frozenset(name for name in names if source.packs(name))

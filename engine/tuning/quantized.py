@@ -108,9 +108,8 @@ def quantized(cfg: ModelConfig, source: Source, base: str, stored: dict[str, str
 
     cfg = replace(cfg, packing=packing, packed=globs(cfg, is_packed))
     parts, made, encoders = dict[str, SourceTensor](), dict[str, Made](), list[Encoder]()
-    groups = (group for u in range(cfg.n_units) for group in shapes.weight_groups(cfg, u))
     known = cache(packing.shapes)  # of some ten shapes, asked for each expert
-    for name, shape in (matrix for group in groups if shapes.is_packed(cfg, group) for matrix in group):
+    for name, shape in (matrix for group in shapes.all_groups(cfg) if shapes.is_packed(cfg, group) for matrix in group):
         for there, one in shapes.on_disk(cfg, name, shape):
             encoders.append(Encoder(source, stored[there], packing))
             for i, (part, own) in enumerate(zip(packing.parts, known(one), strict=True)):

@@ -101,7 +101,7 @@ def rmsnorm_codes(
     x: Tensor, weight: Tensor, eps: float, rows: bool = True, columns: bool = False
 ) -> tuple[Quantized, Tensor]:
     """(y of rmsnorm_fwd(x, weight, eps), quantized in either order or both; rstd (N,) fp32)."""
-    y, rstd, _ = rmsnorm_fwd(x, weight, eps)
+    y, rstd = rmsnorm_fwd(x, weight, eps)
     return quantize(y, rows, columns), rstd
 
 

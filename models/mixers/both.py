@@ -14,9 +14,8 @@ from torch import Tensor
 from trireme.kernels import ops
 from trireme.models import attention
 from trireme.models.attention import Attend
-from trireme.models.config import ModelConfig
 from trireme.models.mixers import scan
-from trireme.models.rows import Rows
+from trireme.models.rows import Pass
 
 
 class Weights(NamedTuple):
@@ -33,49 +32,35 @@ class Mixing(NamedTuple):
     recur: scan.Recur
 
 
-def forward(
-    cfg: ModelConfig,
-    layer: int,
-    w: Weights,
-    x: Tensor,
-    rows: Rows,
-    saved: dict[str, Tensor],
-    out: Tensor,
-    mixing: Mixing | None = None,
-) -> None:
+def forward(p: Pass, w: Weights, x: Tensor, out: Tensor, mixing: Mixing | None = None) -> None:
     """Fills out (N, D), which is not x, and every tensor of `saved`; the others are temporaries."""
     attend, recur = mixing or (ops.attention_fwd, None)
-    attention.forward(cfg, layer, w.attention, x, rows, saved, out, attend)
-    scan.forward(cfg.scanned, w.scan, x, rows, saved, out, recur)
+    attention.forward(p, w.attention, x, out, attend)
+    scan.forward(_scanned(p), w.scan, x, out, recur)
 
 
-def recall(
-    cfg: ModelConfig, layer: int, w: Weights, x: Tensor, saved: dict[str, Tensor], rows: Rows
-) -> dict[str, Tensor]:
-    """What forward can save, saved or recomputed."""
-    first = attention.recall(cfg, layer, w.attention, x, saved, rows)
-    second = scan.recall(cfg.scanned, w.scan, x, saved, rows)
-    return dict(qkv=first.qkv, attn_out=first.out, lse=first.lse, mixed=second.mixed, scan_out=second.out)
+Result = tuple[attention.Result, scan.Result]  # what backward needs of forward
 
 
-def residual(cfg: ModelConfig, layer: int, w: Weights, x: Tensor, found: dict[str, Tensor], rows: Rows) -> Tensor:
-    """Forward's `out` again, of what `recall` found."""
-    out, _ = attention.residual(cfg, w.attention, x, attention.recall(cfg, layer, w.attention, x, found, rows), None)
-    scan.add_(cfg.scanned, w.scan, scan.Result(found["mixed"], found["scan_out"]), out)
-    return out
+def residual(p: Pass, w: Weights, x: Tensor) -> tuple[Tensor, Result]:
+    """(forward's `out` again, what backward needs too)."""
+    second = scan.recall(_scanned(p), w.scan, x)
+    out, first = attention.residual(p, w.attention, x)
+    scan.add_(p.cfg.scanned, w.scan, second, out)
+    return out, (first, second)
 
 
 def backward(
-    cfg: ModelConfig,
-    layer: int,
-    w: Weights,
-    g: Weights,
-    x: Tensor,
-    saved: dict[str, Tensor],
-    dy: Tensor,
-    rows: Rows,
-    dx: Tensor,
+    p: Pass, w: Weights, g: Weights, x: Tensor, dy: Tensor, dx: Tensor, recalled: list[Result] | None = None
 ) -> None:
-    """Fills dx (N, D), which is not dy, adds to g, given dy (N, D); recomputes what is not in `saved`."""
-    attention.backward(cfg, layer, w.attention, g.attention, x, saved, dy, rows, dx)
-    scan.backward(cfg.scanned, w.scan, g.scan, x, saved, dy, rows, dx)
+    """Fills dx (N, D), which is not dy, adds to g, given dy (N, D); recomputes what is not in `saved`.
+
+    `recalled`: with what `residual` left, if anything.
+    """
+    first, second = recalled.pop() if recalled else (None, None)  # workspace._block_workspace: both to the end
+    attention.backward(p, w.attention, g.attention, x, dy, dx, [first] if first else None)
+    scan.backward(_scanned(p), w.scan, g.scan, x, dy, dx, [second] if second else None)
+
+
+def _scanned(p: Pass) -> Pass:
+    return p._replace(cfg=p.cfg.scanned)

@@ -40,7 +40,7 @@ from trireme.models.linear import (
     upstream,
 )
 from trireme.models.norm import Norm, norm_backward, norm_for
-from trireme.models.rows import Rows
+from trireme.models.rows import Pass, Rows
 
 EPS = 1e-6  # of the lengths of q and k
 
@@ -92,36 +92,31 @@ class Result(NamedTuple):
 Recur = Callable[[ModelConfig, Weights, Parts, Rows], Tensor]
 
 
-def forward(
-    cfg: ModelConfig,
-    w: Weights,
-    x: Tensor,
-    rows: Rows,
-    saved: dict[str, Tensor],
-    out: Tensor,
-    recur: Recur | None = None,
-) -> None:
+def forward(p: Pass, w: Weights, x: Tensor, out: Tensor, recur: Recur | None = None) -> None:
     """Fills out (N, D), which may be x, and every tensor of `saved`; the others are temporaries."""
+    cfg = p.cfg
     both = _own(cfg).with_attention
     copy = out if copies(w.norm, None, w.o) and not both else None
-    mixed = _project(cfg, w, x, saved.get("mixed"), copy)
-    scanned = _scan(cfg, w, mixed, rows, saved.get("scan_out"), recur)
+    mixed = _project(cfg, w, x, p.saved.get("mixed"), copy)
+    scanned = _scan(p, w, mixed, p.saved.get("scan_out"), recur)
     inner = _gated(cfg, w, mixed, scanned)
     del mixed, scanned  # workspace._scan_moments
     add_branch(cfg, out if both else x, inner, w.o, w.norm, None, out)
 
 
-def recall(cfg: ModelConfig, w: Weights, x: Tensor, saved: dict[str, Tensor], rows: Rows) -> Result:
+def recall(p: Pass, w: Weights, x: Tensor) -> Result:
     """Forward's tensors, saved or recomputed."""
-    mixed = saved["mixed"] if "mixed" in saved else _project(cfg, w, x)
-    return Result(mixed, saved["scan_out"] if "scan_out" in saved else _scan(cfg, w, mixed, rows))
+    saved = p.saved
+    mixed = saved["mixed"] if "mixed" in saved else _project(p.cfg, w, x)
+    return Result(mixed, saved["scan_out"] if "scan_out" in saved else _scan(p, w, mixed))
 
 
-def residual(cfg: ModelConfig, w: Weights, x: Tensor, result: Result) -> Tensor:
-    """Forward's `out` again."""
+def residual(p: Pass, w: Weights, x: Tensor) -> tuple[Tensor, Result]:
+    """(forward's `out` again, what backward needs too)."""
+    result = recall(p, w, x)
     out = x.clone() if copies(w.norm, None, w.o) else torch.empty_like(x)
-    add_branch(cfg, x, _gated(cfg, w, *result), w.o, w.norm, None, out)
-    return out
+    add_branch(p.cfg, x, _gated(p.cfg, w, *result), w.o, w.norm, None, out)
+    return out, result
 
 
 def add_(cfg: ModelConfig, w: Weights, result: Result, out_: Tensor) -> None:
@@ -130,23 +125,22 @@ def add_(cfg: ModelConfig, w: Weights, result: Result, out_: Tensor) -> None:
 
 
 def backward(
-    cfg: ModelConfig,
-    w: Weights,
-    g: Weights,
-    x: Tensor,
-    saved: dict[str, Tensor],
-    dy: Tensor,
-    rows: Rows,
-    dx: Tensor,
+    p: Pass, w: Weights, g: Weights, x: Tensor, dy: Tensor, dx: Tensor, recalled: list[Result] | None = None
 ) -> None:
-    """Fills dx (N, D), adds to g, given dy (N, D); recomputes what is not in `saved`."""
-    d_mixed: Upstream = backward_to_mixed(cfg, w, g, recall(cfg, w, x, saved, rows), dy, rows)
+    """Fills dx (N, D), adds to g, given dy (N, D); recomputes what is not in `saved`.
+
+    `recalled`: with what `residual` left, if anything.
+    """
+    result = recalled.pop() if recalled else recall(p, w, x)
+    d_mixed: Upstream = _backward_to_mixed(p, w, g, result, dy)
+    del result  # workspace._block_workspace
     d_mixed = upstream(d_mixed, w.mixed, g.mixed)
-    backward_to_x(cfg, w, g, x, d_mixed, dx if _own(cfg).with_attention else dy, dx)
+    _backward_to_x(p.cfg, w, g, x, d_mixed, dx if _own(p.cfg).with_attention else dy, dx)
 
 
-def backward_to_mixed(cfg: ModelConfig, w: Weights, g: Weights, result: Result, dy: Tensor, rows: Rows) -> Tensor:
+def _backward_to_mixed(p: Pass, w: Weights, g: Weights, result: Result, dy: Tensor) -> Tensor:
     """Gradient of the projection's result, in its file's order."""
+    cfg, docs = p.cfg, p.rows.docs
     own = _own(cfg)
     d_o = upstream(branch_backward(cfg, dy, dy, w.o, None, None, None), w.o, g.o)
     inner = _gated(cfg, w, *result)
@@ -159,11 +153,11 @@ def backward_to_mixed(cfg: ModelConfig, w: Weights, g: Weights, result: Result, 
     d_inner = d_inner.view(parts.z.shape)
     d_out = _gate_backward(cfg, w, g, d_inner, result.out.view(parts.z.shape), parts.z, found.z)
     del d_inner  # workspace._scan_moments
-    a = _inputs(cfg, w, parts, rows)
+    a = _inputs(p, w, parts)
     d_raw = torch.empty_like(a.raw)
     dq, dk, dv = _heads(own, d_raw)
     d_out = d_out.view(a.v.shape)
-    dg, dbeta, d_skip = ops.scan_bwd(d_out, a.q, a.k, a.v, a.g, a.beta, rows.docs, own.delta, w.skip, dq, dk, dv)
+    dg, dbeta, d_skip = ops.scan_bwd(d_out, a.q, a.k, a.v, a.g, a.beta, docs, own.delta, w.skip, dq, dk, dv)
     del d_out  # workspace._scan_moments
     if g.skip is not None and d_skip is not None and trained(g.skip):
         g.skip.add_(d_skip)
@@ -172,7 +166,7 @@ def backward_to_mixed(cfg: ModelConfig, w: Weights, g: Weights, result: Result, 
         _lengths_backward_(own, a, dq, dk)
     d_bias = None if w.conv_bias is None or g.conv_bias is None else or_scratch(g.conv_bias, w.conv_bias)
     d_conv = or_scratch(g.conv, w.conv)
-    ops.conv_bwd(d_raw, parts.channels, w.conv, w.conv_bias, rows.docs, d_conv, d_bias, found.channels)
+    ops.conv_bwd(d_raw, parts.channels, w.conv, w.conv_bias, docs, d_conv, d_bias, found.channels)
     del a, dq, dk, dv, d_raw  # workspace._scan_moments
     _scale_(own, d_mixed)
     return _in_file_order(cfg, d_mixed)
@@ -209,7 +203,7 @@ def _lengths_backward_(own: Scan, a: Inputs, dq_: Tensor, dk_: Tensor) -> None:
         ops.head_rmsnorm_bwd(d_, t, factor, rstd, None, d_)
 
 
-def backward_to_x(
+def _backward_to_x(
     cfg: ModelConfig, w: Weights, g: Weights, x: Tensor, d_mixed: Upstream, dy: Tensor, dx: Tensor
 ) -> None:
     """Fills dx: the gradient through `mixed`, plus dy."""
@@ -311,19 +305,17 @@ def _by_group(own: Scan, weight: Tensor) -> Tensor:
     return weight if own.delta else weight.view(own.key_heads, -1)
 
 
-def _inputs(cfg: ModelConfig, w: Weights, parts: Parts, rows: Rows) -> Inputs:
-    return inputs(cfg, w, parts, ops.conv_fwd(parts.channels, w.conv, w.conv_bias, rows.docs))
+def _inputs(p: Pass, w: Weights, parts: Parts) -> Inputs:
+    return inputs(p.cfg, w, parts, ops.conv_fwd(parts.channels, w.conv, w.conv_bias, p.rows.docs))
 
 
-def _scan(
-    cfg: ModelConfig, w: Weights, mixed: Tensor, rows: Rows, out: Tensor | None = None, recur: Recur | None = None
-) -> Tensor:
-    own, parts = _own(cfg), split(cfg, mixed)
+def _scan(p: Pass, w: Weights, mixed: Tensor, out: Tensor | None = None, recur: Recur | None = None) -> Tensor:
+    own, parts = _own(p.cfg), split(p.cfg, mixed)
     if recur is not None:
-        return recur(cfg, w, parts, rows)
-    a = _inputs(cfg, w, parts, rows)
+        return recur(p.cfg, w, parts, p.rows)
+    a = _inputs(p, w, parts)
     out = None if out is None else out.view(a.v.shape)
-    return ops.scan_fwd(a.q, a.k, a.v, a.g, a.beta, rows.docs, own.delta, w.skip, out).view(-1, own.value_width)
+    return ops.scan_fwd(a.q, a.k, a.v, a.g, a.beta, p.rows.docs, own.delta, w.skip, out).view(-1, own.value_width)
 
 
 def _gated(cfg: ModelConfig, w: Weights, mixed: Tensor, scanned: Tensor) -> Tensor:

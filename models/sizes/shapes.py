@@ -6,6 +6,7 @@ them for each token, I hidden width of each.
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from fnmatch import fnmatchcase
 from math import prod
 
@@ -78,6 +79,11 @@ def weight_groups(cfg: ModelConfig, u: int) -> list[Group]:
     return [group for part in weight_parts(cfg, u) for group in part]
 
 
+def all_groups(cfg: ModelConfig) -> Iterator[Group]:
+    """weight_groups of all units."""
+    return (group for u in range(cfg.n_units) for group in weight_groups(cfg, u))
+
+
 def weight_parts(cfg: ModelConfig, u: int) -> list[list[Group]]:
     """weight_groups by part: a block's are its attention and MLP."""
     cfg, what = seen(cfg, kind(cfg, u))
@@ -136,8 +142,7 @@ def within_experts(cfg: ModelConfig, name: str) -> tuple[str, int | None, int | 
 
 def stored_tensors(cfg: ModelConfig) -> dict[str, tuple[int, ...]]:
     """name -> shape of all that a checkpoint of the model holds."""
-    groups = (group for u in range(cfg.n_units) for group in weight_groups(cfg, u))
-    return dict(stored for group in groups for name, shape in group for stored in on_disk(cfg, name, shape))
+    return dict(stored for group in all_groups(cfg) for name, shape in group for stored in on_disk(cfg, name, shape))
 
 
 def trained_parts(cfg: ModelConfig, u: int) -> list[list[Group]]:
@@ -370,8 +375,8 @@ def _expert_groups(cfg: ModelConfig) -> list[Group]:
 
 def parameters(cfg: ModelConfig, u: int | None = None) -> int:
     """Number of parameters of a unit, or of the model."""
-    units = range(cfg.n_units) if u is None else [u]
-    return sum(prod(shape) for i in units for group in weight_groups(cfg, i) for _, shape in group)
+    groups = all_groups(cfg) if u is None else weight_groups(cfg, u)
+    return sum(prod(shape) for group in groups for _, shape in group)
 
 
 # ---------------------------------------------------------------- saved tensors

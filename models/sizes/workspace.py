@@ -102,7 +102,7 @@ def _block_workspace(cfg: ModelConfig, kind: str, sizes: _Sizes) -> int:
     within = attention  # of a block
     if cfg.both:
         second, scan = _scan_moments(cfg, sizes)
-        within = [*(second + moment for moment in attention), *(result + moment for moment in scan)]  # _both_backward
+        within = [*(second + moment for moment in attention), *(result + moment for moment in scan)]  # both.backward
         result, attention = result + second, attention + scan
     dresid = x if tile < tokens else 0
     resid, before = (0, 0) if cfg.parallel else (x, result + x)
@@ -145,11 +145,11 @@ def _attention_moments(cfg: ModelConfig, sizes: _Sizes) -> tuple[int, list[int]]
         y + first.x + qkv,  # attention._project
         qkv * cfg.attention_gate + gated + attn + last.x + matmul,  # add_branch
         result + gated + last.x + matmul,  # attention.residual: and `out`
-        result + gated + last.dy + last.add,  # attention.backward_to_qkv
+        result + gated + last.dy + last.add,  # attention._backward_to_qkv
         result + last.dy + last.matrix + attn,
         result + attn + qkv + lse + gated,  # dout, dqkv, row sums of dout * out; dout before the gate, or dq
         qkv + first.dy,
-        first.held + y + first.add,  # attention.backward_to_x: d_qkv; y or its gradient
+        first.held + y + first.add,  # attention._backward_to_x: d_qkv; y or its gradient
         first.held + first.matrix + x,
     ]
 
@@ -173,12 +173,12 @@ def _latent_moments(cfg: ModelConfig, sizes: _Sizes) -> tuple[int, list[int]]:
         result,
         attn + last.x + matmul,  # add_branch
         result + last.x + matmul,  # attention.residual: and `out`
-        result + last.dy + last.add,  # attention.backward_to_qkv
+        result + last.dy + last.add,  # attention._backward_to_qkv
         result + last.dy + last.matrix + attn,
         d_heads + heads + attn + lse,  # dout, row sums of dout * out
         d_heads + heads + tokens * own.rope * max(itemsize, 4),  # latent.backward: the keys' shared part
         qkv + first.dy,
-        first.held + y + first.add,  # attention.backward_to_x: d_qkv; y or its gradient
+        first.held + y + first.add,  # attention._backward_to_x: d_qkv; y or its gradient
         first.held + first.matrix + x,
     ]
     for rank, inside, outside, made in ((own.q_rank, own.q_rank, cfg.q_width, q), (own.kv_rank, own.kv_rank, 0, kv)):
@@ -216,13 +216,13 @@ def _scan_moments(cfg: ModelConfig, sizes: _Sizes) -> tuple[int, list[int]]:
         result + value,  # scan._gated
         value + last.x + matmul,  # add_branch
         result + value + last.x + matmul,  # scan.residual: and `out`
-        result + value + last.dy + last.add,  # scan.backward_to_mixed
+        result + value + last.dy + last.add,  # scan._backward_to_mixed
         result + value + last.dy + last.matrix,
         result + mixed + 2 * value,  # gated_norm_bwd
         result + mixed + value + read + channels + local + value + 2 * states + each,  # scan_bwd
         result + mixed + turned,
         mixed + first.dy,
-        first.held + y + first.add,  # scan.backward_to_x
+        first.held + y + first.add,  # scan._backward_to_x
         first.held + first.matrix + x,
     ]
 

@@ -48,12 +48,12 @@ def liger(op: str, args: tuple, kwargs: dict) -> Peers:
         return {}
 
 
-def _rmsnorm_fwd(x, w, eps, residual=None):
-    from liger_kernel.ops import fused_add_rms_norm, rms_norm
+def _rmsnorm_fwd(x, w, eps, out=None):
+    from liger_kernel.ops import rms_norm
 
-    if residual is None:
-        return partial(rms_norm.rms_norm_forward, x, w, eps, 0.0, "llama", None), 1.0
-    return partial(fused_add_rms_norm.fused_add_rms_norm_forward, x, residual, w, eps, 0.0, "llama"), 1.0
+    if out is not None:
+        raise KeyError("Liger copies no argument")
+    return partial(rms_norm.rms_norm_forward, x, w, eps, 0.0, "llama", None), 1.0
 
 
 def _rmsnorm_bwd(dy, h, w, rstd, dw, dresidual=None):
@@ -67,11 +67,9 @@ def _rmsnorm_bwd(dy, h, w, rstd, dw, dresidual=None):
     return partial(run, dy, dresidual, s, w, rstd, 0.0, mode, *settings, False), 1.0
 
 
-def _layernorm_fwd(x, w, b, eps, residual=None):
+def _layernorm_fwd(x, w, b, eps):
     from liger_kernel.ops import layer_norm
 
-    if residual is not None:
-        raise KeyError("Liger has no addition before LayerNorm")
     return partial(layer_norm.layer_norm_forward, x, w, b, eps), 1.0
 
 

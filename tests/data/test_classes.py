@@ -5,9 +5,7 @@ from decimal import Decimal
 
 import numpy as np
 import pytest
-from chats import CHATML, make_tokenizer
 
-from trireme.engine.data.codec import load_codec
 from trireme.engine.data.dataset import DataOptions, find_labels, load_dataset
 from trireme.engine.data.files.rows import BadRow
 from trireme.engine.data.formats.classes import class_of, read_class
@@ -15,17 +13,6 @@ from trireme.engine.data.pairs import scored
 from trireme.models.config import InputError
 
 NAMES = ("bad", "good")
-
-
-@pytest.fixture(scope="module")
-def codecs(tmp_path_factory):
-    """Without and with a chat template."""
-    found = []
-    for template in ({}, {"chat_template": CHATML}):
-        folder = tmp_path_factory.mktemp("model")
-        make_tokenizer(folder, **template)
-        found.append(load_codec(folder))
-    return found
 
 
 def write(folder, rows):

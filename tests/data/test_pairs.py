@@ -7,11 +7,9 @@ from types import SimpleNamespace
 
 import numpy as np
 import pytest
-from chats import CHATML, make_tokenizer
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from trireme.engine.data.codec import load_codec
 from trireme.engine.data.dataset import DataOptions, load_dataset
 from trireme.engine.data.files.rows import BadRow
 from trireme.engine.data.formats.pairs import is_weighted, read_answers, weight_of
@@ -20,17 +18,6 @@ from trireme.engine.run.report import data_lines
 from trireme.models.config import InputError
 
 KINDS = ("pairs", "labels")
-
-
-@pytest.fixture(scope="module")
-def codecs(tmp_path_factory):
-    """Without and with a chat template."""
-    found = []
-    for template in ({}, {"chat_template": CHATML}):
-        folder = tmp_path_factory.mktemp("model")
-        make_tokenizer(folder, **template)
-        found.append(load_codec(folder))
-    return found
 
 
 def load(tmp_path, rows, codec, kind="pairs", **options):

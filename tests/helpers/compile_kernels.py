@@ -158,10 +158,10 @@ def attention_call(H, K, d, window=0, dtype=BF16, cap=0.0, values=0):
 def norm_calls(D, dtype=BF16):
     x, w = torch.zeros(4, D, dtype=dtype), torch.zeros(D, dtype=dtype)
     for r in (None, x):
-        _, rstd, h = rmsnorm.rmsnorm_fwd(x, w, 1e-5, r)
-        rmsnorm.rmsnorm_bwd(x, h, w, rstd, w, r)
-        layernorm.layernorm_fwd(x, w, w, 1e-5, r)
-        layernorm.layernorm_bwd(x, h, w, rstd, rstd, w, w, r)
+        _, rstd = rmsnorm.rmsnorm_fwd(x, w, 1e-5, r)
+        rmsnorm.rmsnorm_bwd(x, x, w, rstd, w, r)
+        layernorm.layernorm_bwd(x, x, w, rstd, rstd, w, w, r)
+    layernorm.layernorm_fwd(x, w, w, 1e-5)
 
 
 def wide_norm_call(D, dtype):

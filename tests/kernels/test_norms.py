@@ -20,17 +20,15 @@ GRADIENT = {torch.float32: 2e-6, torch.bfloat16: 2.5e-3}  # one more rounding: t
 @pytest.mark.parametrize("residual", [False, True])
 def test_rmsnorm(device, dtype, shape, residual):
     torch.manual_seed(0)
-    x, dy = (randn(*shape, device=device, dtype=dtype, outliers=True) for _ in range(2))
-    r, dr = (randn(*shape, device=device, dtype=dtype) if residual else None for _ in range(2))
+    h, dy = (randn(*shape, device=device, dtype=dtype, outliers=True) for _ in range(2))
+    dr = randn(*shape, device=device, dtype=dtype) if residual else None
     w = randn(shape[1], device=device, dtype=dtype)
-    y, rstd, h = rmsnorm.rmsnorm_fwd(x, w, 1e-5, r)
-    assert torch.equal(h, (x + r) if residual else x)
-    kept = torch.empty_like(x)
-    again, _, h = rmsnorm.rmsnorm_fwd(x, w, 1e-5, r, out=kept)
+    y, rstd = rmsnorm.rmsnorm_fwd(h, w, 1e-5)
+    kept = torch.empty_like(h)
+    again, _ = rmsnorm.rmsnorm_fwd(h, w, 1e-5, kept)
     assert torch.equal(again, y)
-    assert torch.equal(kept, (x + r) if residual else x)
-    assert h is kept
-    y64, rstd64, _ = reference.rmsnorm_fwd(*up(h, w), 1e-5)
+    assert torch.equal(kept, h)
+    y64, rstd64 = reference.rmsnorm_fwd(*up(h, w), 1e-5)
     check(y, y64, ONE_ROUNDING[dtype])
     check(rstd, rstd64, FP32_SUM)
 
@@ -56,10 +54,10 @@ def test_columns_in_parts(device, residual, rows, monkeypatch):
     torch.manual_seed(0)
     monkeypatch.setattr(launch, "WIDEST", 64)
     D, bound = 150, GRADIENT[torch.bfloat16]
-    x, dy, dr = (randn(rows, D, device=device, dtype=torch.bfloat16, outliers=True) for _ in range(3))
+    h, dy, dr = (randn(rows, D, device=device, dtype=torch.bfloat16, outliers=True) for _ in range(3))
     w, dr = randn(D, device=device, dtype=torch.bfloat16), dr if residual else None
-    _, rstd, h = rmsnorm.rmsnorm_fwd(x, w, 1e-5)
-    _, mean, of_layer, _ = layernorm.layernorm_fwd(x, w, w, 1e-5)
+    _, rstd = rmsnorm.rmsnorm_fwd(h, w, 1e-5)
+    _, mean, of_layer = layernorm.layernorm_fwd(h, w, w, 1e-5)
     for backward, plain, stats in (
         (rmsnorm.rmsnorm_bwd, reference.rmsnorm_bwd, (rstd,)),
         (layernorm.layernorm_bwd, reference.layernorm_bwd, (mean, of_layer)),
@@ -83,12 +81,11 @@ def test_columns_in_parts(device, residual, rows, monkeypatch):
 @pytest.mark.parametrize("residual", [False, True])
 def test_layernorm(device, dtype, shape, residual):
     torch.manual_seed(0)
-    x, dy = (randn(*shape, device=device, dtype=dtype, outliers=True) for _ in range(2))
-    r, dr = (randn(*shape, device=device, dtype=dtype) if residual else None for _ in range(2))
+    h, dy = (randn(*shape, device=device, dtype=dtype, outliers=True) for _ in range(2))
+    dr = randn(*shape, device=device, dtype=dtype) if residual else None
     w, b = (randn(shape[1], device=device, dtype=dtype) for _ in range(2))
-    y, mean, rstd, h = layernorm.layernorm_fwd(x, w, b, 1e-5, r)
-    assert torch.equal(h, (x + r) if residual else x)
-    y64, mean64, rstd64, _ = reference.layernorm_fwd(*up(h, w, b), 1e-5)
+    y, mean, rstd = layernorm.layernorm_fwd(h, w, b, 1e-5)
+    y64, mean64, rstd64 = reference.layernorm_fwd(*up(h, w, b), 1e-5)
     check(y, y64, ONE_ROUNDING[dtype])
     check(mean, mean64, FP32_SUM)
     check(rstd, rstd64, FP32_SUM)
@@ -134,20 +131,20 @@ def test_head_rmsnorm(device, dtype, H, D, weight):
 @pytest.mark.gpu
 def test_norms_of_a_large_model_repeat_bit_by_bit():
     torch.manual_seed(0)
-    x, dy, dr = (randn(4099, 5120, device="cuda", dtype=torch.bfloat16, outliers=True) for _ in range(3))
+    h, dy, dr = (randn(4099, 5120, device="cuda", dtype=torch.bfloat16, outliers=True) for _ in range(3))
     w, b = (randn(5120, device="cuda", dtype=torch.bfloat16) for _ in range(2))
 
     def run():
         dw, dw2, db = torch.zeros(3, 5120, device="cuda")
-        y, rstd, h = rmsnorm.rmsnorm_fwd(x, w, 1e-5, dr)
-        y2, mean, rstd2, _ = layernorm.layernorm_fwd(h, w, b, 1e-5)
+        y, rstd = rmsnorm.rmsnorm_fwd(h, w, 1e-5)
+        y2, mean, rstd2 = layernorm.layernorm_fwd(h, w, b, 1e-5)
         dh = rmsnorm.rmsnorm_bwd(dy, h, w, rstd, dw, dr)
         dh2 = layernorm.layernorm_bwd(dy, h, w, mean, rstd2, dw2, db)
-        return y, rstd, h, y2, mean, dh, dh2, dw, dw2, db
+        return y, rstd, y2, mean, dh, dh2, dw, dw2, db
 
     first = run()
     assert all(torch.equal(a, b) for a, b in zip(first, run(), strict=True))
     dw64 = torch.zeros(5120, device="cuda", dtype=torch.float64)
-    dh64 = reference.rmsnorm_bwd(*up(dy, first[2], w), first[1].double(), dw64, *up(dr))
-    check(first[5], dh64, GRADIENT[torch.bfloat16])
-    check(first[7], dw64, FP32_SUM)
+    dh64 = reference.rmsnorm_bwd(*up(dy, h, w), first[1].double(), dw64, *up(dr))
+    check(first[4], dh64, GRADIENT[torch.bfloat16])
+    check(first[6], dw64, FP32_SUM)

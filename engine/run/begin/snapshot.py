@@ -130,7 +130,7 @@ def is_date(text: str) -> bool:
 def check_updates(options: Options, data: Mapping[str, Any], hosts: int) -> None:
     """Raises InputError where a GPU has updated what several hosts would update on the CPU."""
     plan = Pinned.read(data).plan
-    if hosts > 1 and any("gpu" in (unit.state, unit.update) for unit in map(plan.units.__getitem__, plan.distinct())):
+    if hosts > 1 and any("gpu" in (unit.state, unit.update) for unit in plan.distinct.values()):
         raise InputError(
             f"--resume {options.resume}: the run updates state on the GPU, and {hosts} hosts would on the CPU, with "
             "other roundings. Go on with one host."
