@@ -1,6 +1,6 @@
-"""Matrix multiplications in fp8 on a GPU, by torch's cuBLASLt; on sm_120 by a kernel that has its full rate.
+"""Matrix multiplications in fp8 on a GPU, by cuBLASLt; on sm_120 by a kernel that has its full rate.
 
-cuBLASLt has one layout on sm_89 and sm_90: a row-major, b column-major.
+cuBLASLt has one layout on sm_89 and sm_90: a row-major, b column-major. torch calls it where nothing is added.
 """
 
 from __future__ import annotations
@@ -8,7 +8,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from trireme.kernels.fp8 import block_scaled
+from trireme.kernels.fp8 import block_scaled, cublaslt
 from trireme.kernels.launch import chip
 
 FAST = False  # True: sums of sm_90's matrix unit alone, off by 2e-3, and no faster there; False: in fp32 now and then
@@ -24,9 +24,9 @@ def fp8_matmul(
     return out
 
 
-def fp8_add_(out_: Tensor, a: Tensor, scale_a: Tensor, b: Tensor, scale_b: Tensor) -> None:
-    """As reference.fp8_add_; by the kernel of sm_120 in one launch, rounded once. torch's cuBLASLt does not add."""
-    if chip(out_.device).arch // 10 == 12:
-        block_scaled.fp8_add_(out_, a, scale_a, b, scale_b)
-    else:
-        out_.add_(fp8_matmul(a, scale_a, b, scale_b, torch.empty_like(out_)))
+def fp8_add(
+    x: Tensor, a: Tensor, scale_a: Tensor, b: Tensor, scale_b: Tensor, out: Tensor, times: float = 1.0
+) -> Tensor:
+    """As reference.fp8_add, all contiguous. K and N are multiples of 16."""
+    own = block_scaled if chip(a.device).arch // 10 == 12 else cublaslt
+    return own.fp8_add(x, a, scale_a, b, scale_b, out, times)

@@ -247,7 +247,7 @@ _quantised_each = lru_cache(KNOWN)(quantised_each)
 
 
 class InFp8(NamedTuple):
-    """What of a micro-batch's work is done in fp8: FLOPs, and bytes that quantisation and sums of slices move."""
+    """What of a micro-batch's work is done in fp8: FLOPs, and bytes that quantisation moves."""
 
     forward: int = 0
     backward: int = 0
@@ -266,15 +266,12 @@ def in_fp8_work(cfg: ModelConfig, u: int, kept: frozenset[str], tokens: int) -> 
     found = {name: (a, b) for name, (a, b) in sizes.items() if in_fp8(cfg, a, b)}
     again = {name: size for name, size in found.items() if name in _again(missing)}
     flops = lambda sizes: 2 * N * sum(a * b for a, b in sizes.values())
-    # Read twice, written once: x; behind, dy in both orders; a slice written and read. Matrices: Geometry.decode_bytes,
-    # or where each matmul quantises them as x. A norm's codes: 5 bytes where it moves 4 without them.
+    # Read twice, written once: x; behind, dy in both orders. Matrices: Geometry.decode_bytes, or where each matmul
+    # quantises them as x. A norm's codes: 5 bytes where it moves 4 without them.
     before = dict.fromkeys(("qkv", "mixed"), cfg.names.norm1) | {up_name(cfg): cfg.names.norm2}
     of_x = lambda name, a: (1 if norms_make_codes(cfg) and before.get(name) else 5) * N * a
     moved = lambda sizes: sum(of_x(name, a) + 5 * each * a * b for name, (a, b) in sizes.items())
-    behind = sum(
-        (5 + trained) * N * b + trained * (of_x(name, a) + 8 * a * b) + 5 * each * a * b
-        for name, (a, b) in found.items()
-    )
+    behind = sum((5 + trained) * N * b + trained * of_x(name, a) + 5 * each * a * b for name, (a, b) in found.items())
     made = N * cfg.ffn if cfg.gated and "out" in found and cfg.lora is None else 0  # codes of gated units: not in bf16
     both, written = (1 + trained) * flops(found), moved(found) - 2 * made
     own = InFp8(flops(found), both, flops(again), written, behind - 12 * made, moved(again))

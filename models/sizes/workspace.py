@@ -24,7 +24,7 @@ from trireme.models.sizes.shapes import (
 LOSS_CHUNK = 2048  # rows of logits; default of linear_cross_entropy
 SCORE_ROWS = 512  # documents that a score head reads at once
 ROWS_OF_SCANS = 32  # of a chunk, as kernels/launch.py has it
-SLICE = 1 << 25  # bytes of an fp8 matmul on its way to a gradient's sum
+GEMM = 1 << 25  # bytes of an fp8 matmul that adds, as kernels/fp8/cublaslt.py has it; at most its result's
 PROGRAMS = 1024  # most rows of fp32 partial sums in a norm's backward
 SLACK = 1 << 20
 
@@ -46,11 +46,6 @@ def workspace_bytes(cfg: ModelConfig, u: int, tokens: int, itemsize: int, grad_i
     return _block_workspace(cfg, kind(cfg, u), sizes) + slice_bytes(cfg, u, itemsize) + partials
 
 
-def slice_rows(columns: int, itemsize: int) -> int:
-    """Rows of a matrix's gradient that are added at once in fp8."""
-    return max(128, SLICE // (columns * itemsize) // 128 * 128)
-
-
 class _Sizes(NamedTuple):
     tokens: int
     item: int  # bytes of a value
@@ -64,7 +59,7 @@ class _Codes(NamedTuple):
     x: int = 0  # codes of x, and of the matrix
     matrix: int = 0  # where each matmul makes them
     dy: int = 0  # codes of dy, in both orders
-    add: int = 0  # codes of x, and a slice of the gradient
+    add: int = 0  # codes of x, and the matmul's workspace
     held: int = 0  # what backward's matmuls read of dy
     columns: int = 0  # codes of x that the gradient reads
 
@@ -75,8 +70,7 @@ def _codes(cfg: ModelConfig, sizes: _Sizes, inside: int, outside: int, keeps: bo
     if not in_fp8(cfg, inside, outside):
         return _Codes(held=dy)
     padded, matrix = 0 if cfg.frozen == ("*",) else -(-N // 16) * 16, inside * outside * sizes.each
-    rows, columns = (inside, outside) if cfg.names.in_out else (outside, inside)
-    part = min(rows, slice_rows(columns, sizes.grad)) * columns * sizes.grad
+    part = min(GEMM, inside * outside * sizes.grad)
     codes = (N + padded) * outside
     held = codes + (keeps or cfg.lora is not None) * dy
     columns = padded * inside
@@ -139,7 +133,7 @@ def _attention_moments(cfg: ModelConfig, sizes: _Sizes) -> tuple[int, list[int]]
     result, gated = qkv + normed + attn + lse, attn * cfg.attention_gate
     first = _codes(cfg, sizes, cfg.width, cfg.qkv_width, cfg.qkv_bias)
     last = _codes(cfg, sizes, cfg.q_width, cfg.width)  # dy is the caller's
-    matmul = x * (last.x > 0)  # added to what there is
+    matmul = min(GEMM, x) * (last.x > 0)
     y = 0 if _codes_alone(cfg, cfg.names.norm1, first, last) else x
     return result, [
         y + first.x + qkv,  # attention._project
@@ -166,7 +160,7 @@ def _latent_moments(cfg: ModelConfig, sizes: _Sizes) -> tuple[int, list[int]]:
     d_heads = result + qkv + q + kv  # and in attention's backward those of keys
     first = _codes(cfg, sizes, cfg.width, cfg.qkv_width, cfg.qkv_bias)
     last = _codes(cfg, sizes, cfg.attn_width, cfg.width)  # dy is the caller's
-    matmul = x * (last.x > 0)  # added to what there is
+    matmul = min(GEMM, x) * (last.x > 0)
     y = 0 if _codes_alone(cfg, cfg.names.norm1, first, last) else x
     moments = [
         y + first.x + qkv,  # attention._project
@@ -208,7 +202,7 @@ def _scan_moments(cfg: ModelConfig, sizes: _Sizes) -> tuple[int, list[int]]:
     local = N * own.heads * (ROWS_OF_SCANS + own.value_dim + own.key_dim) * item * own.delta
     states = -(-N // ROWS_OF_SCANS) * own.heads * own.key_dim * own.value_dim * item
     each = 2 * N * own.heads * own.key_dim * item * (own.heads > own.key_heads)
-    result, matmul = mixed + value, x * (last.x > 0)
+    result, matmul = mixed + value, min(GEMM, x) * (last.x > 0)
     y = 0 if _codes_alone(cfg, cfg.names.norm1, first, last) else x
     return result, [
         y + first.x + mixed,  # scan._project
@@ -246,7 +240,7 @@ def _mlp_moments(cfg: ModelConfig, sizes: _Sizes) -> tuple[list[int], list[int]]
         inner = 0  # codes, counted in last.x
         if first.x and not cfg.mlp_bias and cfg.gate_scale == 1.0:
             active = [kept + last.dy + up + act + first.dy + turned, kept + last.dy + first.dy + last.add]
-    return [made + first.x + up, up + act, inner + last.x + y * (last.x > 0)], [
+    return [made + first.x + up, up + act, inner + last.x + min(GEMM, y) * (last.x > 0)], [
         kept + first.x + up,
         *active,
         kept + last.dy + last.matrix + up + act,

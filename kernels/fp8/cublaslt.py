@@ -1,0 +1,133 @@
+"""Matrix multiplications in fp8 whose result is added to a matrix in their epilogue: cuBLASLt, called by ctypes.
+
+torch._scaled_mm calls the same library and adds nothing. Column-major, as the library has it: out.T (N, M) = x.T +
+times * (b.T).T @ a.T, the one layout of sm_89 and sm_90. The library's heuristic chooses a kernel by shape and
+alignment, as for torch; sums leave the matrix unit at intervals.
+Legend: a (M, K) and b (N, K) E4M3, x and out (M, N).
+"""
+
+from __future__ import annotations
+
+import ctypes
+from ctypes import byref, c_float, c_int, c_int32, c_int64, c_size_t, c_uint32, c_uint64, c_void_p
+from functools import cache
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+
+from trireme.kernels.fp8.reference import E4M3
+
+WORKSPACE = 1 << 25  # bytes at most: NVIDIA's advice for Hopper
+TYPES = {torch.float32: 0, torch.bfloat16: 14, E4M3: 28}  # cudaDataType
+FP32_SUMS = 68  # cublasComputeType_t
+TRANSPOSE_A, SCALE_A, SCALE_B = 3, 17, 18  # cublasLtMatmulDescAttributes_t; B is not transposed: the default
+MOST_BYTES, ALIGNMENTS = 1, (5, 6, 7, 8)  # cublasLtMatmulPreferenceAttributes_t; of A, B, C, D
+SIGNATURES = {
+    "cublasLtMatmulDescCreate": (c_void_p, c_int, c_int),
+    "cublasLtMatmulDescSetAttribute": (c_void_p, c_int, c_void_p, c_size_t),
+    "cublasLtMatmulDescDestroy": (c_void_p,),
+    "cublasLtMatrixLayoutCreate": (c_void_p, c_int, c_uint64, c_uint64, c_int64),
+    "cublasLtMatmulPreferenceCreate": (c_void_p,),
+    "cublasLtMatmulPreferenceSetAttribute": (c_void_p, c_int, c_void_p, c_size_t),
+    "cublasLtMatmulPreferenceDestroy": (c_void_p,),
+    "cublasLtMatmulAlgoGetHeuristic": (*[c_void_p] * 7, c_int, c_void_p, c_void_p),
+    "cublasLtMatmul": (*[c_void_p] * 14, c_size_t, c_void_p),
+}
+
+
+class _Choice(ctypes.Structure):
+    """cublasLtMatmulHeuristicResult_t."""
+
+    _fields_ = (
+        ("algorithm", c_uint64 * 8),
+        ("workspace", c_size_t),
+        ("status", c_int),
+        ("waves", c_float),
+        ("reserved", c_int * 4),
+    )
+
+
+class _Form(NamedTuple):
+    """What a matmul of fixed shapes is called with; lives as long as the process."""
+
+    a: c_void_p  # layouts, column-major: b of the legend
+    b: c_void_p  # a of the legend
+    out: c_void_p
+    choice: _Choice
+
+
+@cache
+def library() -> ctypes.CDLL:
+    """The one that torch is linked to, found by its name among those that are loaded."""
+    assert torch.version.cuda is not None
+    found = ctypes.CDLL(f"libcublasLt.so.{torch.version.cuda.partition('.')[0]}")
+    for name, types in SIGNATURES.items():
+        getattr(found, name).argtypes = types
+    return found
+
+
+def _call(name: str, *args) -> None:
+    if status := getattr(library(), name)(*args):
+        raise RuntimeError(f"fp8: {name} of cuBLASLt failed with status {status}")
+
+
+def _descriptor(scale_a: Tensor, scale_b: Tensor) -> c_void_p:
+    """Of column-major matrices; to be destroyed."""
+    found = c_void_p()
+    _call("cublasLtMatmulDescCreate", byref(found), FP32_SUMS, TYPES[torch.float32])
+    scales = c_void_p(scale_a.data_ptr()), c_void_p(scale_b.data_ptr())
+    for attribute, value in zip((TRANSPOSE_A, SCALE_A, SCALE_B), (c_int32(1), *scales), strict=True):
+        _call("cublasLtMatmulDescSetAttribute", found, attribute, byref(value), ctypes.sizeof(value))
+    return found
+
+
+def _layout(dtype: torch.dtype, rows: int, columns: int) -> c_void_p:
+    """Of a column-major matrix without gaps."""
+    found = c_void_p()
+    _call("cublasLtMatrixLayoutCreate", byref(found), TYPES[dtype], rows, columns, rows)
+    return found
+
+
+@cache
+def _form(device: torch.device, M: int, N: int, K: int, dtype: torch.dtype, alignment: int) -> _Form:
+    """Of matrices whose addresses are multiples of `alignment`."""
+    a, b, out = _layout(E4M3, K, N), _layout(E4M3, K, M), _layout(dtype, N, M)
+    asked, choice, found = c_void_p(), _Choice(), c_int()
+    _call("cublasLtMatmulPreferenceCreate", byref(asked))
+    most = c_uint64(min(WORKSPACE, M * N * dtype.itemsize))
+    _call("cublasLtMatmulPreferenceSetAttribute", asked, MOST_BYTES, byref(most), 8)
+    for attribute in ALIGNMENTS:
+        _call("cublasLtMatmulPreferenceSetAttribute", asked, attribute, byref(c_uint32(alignment)), 4)
+    scale = torch.ones(1, device=device)
+    operation, handle = _descriptor(scale, scale), torch.cuda.current_blas_handle()
+    layouts = a, b, out, out
+    _call("cublasLtMatmulAlgoGetHeuristic", handle, operation, *layouts, asked, 1, byref(choice), byref(found))
+    _call("cublasLtMatmulDescDestroy", operation)
+    _call("cublasLtMatmulPreferenceDestroy", asked)
+    if found.value == 0 or choice.status:
+        raise RuntimeError(f"fp8: cuBLASLt has no kernel that adds ({M}, {K}) times ({K}, {N}) to {dtype}")
+    return _Form(a, b, out, choice)
+
+
+def fp8_add(
+    x: Tensor, a: Tensor, scale_a: Tensor, b: Tensor, scale_b: Tensor, out: Tensor, times: float = 1.0
+) -> Tensor:
+    """As reference.fp8_add, all contiguous. K and N are multiples of 16."""
+    (M, K), N = a.shape, len(b)
+    assert b.shape == (N, K)
+    assert x.shape == out.shape == (M, N)
+    assert x.dtype == out.dtype
+    assert a.dtype == b.dtype == E4M3
+    assert all(t.is_contiguous() for t in (x, a, b, out))
+    pointers = [t.data_ptr() for t in (x, a, b, out)]
+    bits = pointers[0] | pointers[1] | pointers[2] | pointers[3] | 256
+    form = _form(out.device, M, N, K, out.dtype, bits & -bits)
+    operation = _descriptor(scale_b, scale_a)
+    workspace = torch.empty(form.choice.workspace, dtype=torch.uint8, device=out.device)
+    handle, stream = torch.cuda.current_blas_handle(), torch._C._cuda_getCurrentRawStream(out.get_device())
+    p_x, p_a, p_b, p_out = pointers
+    _call("cublasLtMatmul", handle, operation, byref(c_float(times)), p_b, form.a, p_a, form.b, byref(c_float(1.0)),
+          p_x, form.out, p_out, form.out, byref(form.choice), workspace.data_ptr(), len(workspace), stream)  # fmt: skip
+    _call("cublasLtMatmulDescDestroy", operation)
+    return out
