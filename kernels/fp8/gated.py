@@ -12,34 +12,75 @@ import triton.language as tl
 from torch import Tensor
 
 from trireme.kernels import launch
-from trireme.kernels.fp8.quantize import bits_of, codes_of, power_of
+from trireme.kernels.fp8.quantize import codes_of, power_of
 from trireme.kernels.fp8.reference import E4M3, LEAST, PAD, Quantized
 from trireme.kernels.gelu import gelu_tanh
 from trireme.kernels.launch import cdiv
 from trireme.kernels.launcher import await_previous, launcher
 from trireme.kernels.swiglu import silu
 
-BLOCK = 1024  # values at a time of a partial maximum
+BLOCK, STAGES = 1024, 3  # values at a time of a partial maximum
+FINITE = {torch.bfloat16: 2.0**128 - 2.0**119, torch.float32: float("inf")}  # the least that is not when rounded
 
 
 @triton.jit
 def _forward(p_gate_up, o, mask, act: tl.constexpr, F: tl.constexpr):
-    """Rounded as it would be stored."""
+    """fp32."""
     b_gate = tl.load(p_gate_up + o, mask, 0.0).to(tl.float32)
     b_up = tl.load(p_gate_up + o + F, mask, 0.0).to(tl.float32)
-    return (act(b_gate)[0] * b_up).to(p_gate_up.dtype.element_ty).to(tl.float32)
+    return act(b_gate)[0] * b_up
 
 
 @triton.jit
 def _backward(p_dy, p_gate_up, o_y, o, mask, act: tl.constexpr, F: tl.constexpr):
-    """(gradients of gate and up, activation), each rounded as it would be stored."""
+    """(gradients of gate and up, activation), fp32."""
     b_gate = tl.load(p_gate_up + o, mask, 0.0).to(tl.float32)
     b_up = tl.load(p_gate_up + o + F, mask, 0.0).to(tl.float32)
     b_dy = tl.load(p_dy + o_y, mask, 0.0).to(tl.float32)
     b_value, b_slope = act(b_gate)
-    dtype = p_dy.dtype.element_ty
-    b_dgate, b_dup = (b_dy * b_up * b_slope).to(dtype), (b_dy * b_value).to(dtype)
-    return b_dgate.to(tl.float32), b_dup.to(tl.float32), (b_value * b_up).to(dtype).to(tl.float32)
+    return b_dy * b_up * b_slope, b_dy * b_value, b_value * b_up
+
+
+@triton.jit
+def _codes(b_x, power, dtype: tl.constexpr):
+    """Of what would be stored in this dtype."""
+    return codes_of(b_x.to(dtype).to(tl.float32), power)
+
+
+@triton.jit
+def _larger(b_most, b_x, FINITE: tl.constexpr):
+    """The larger magnitudes; NaN may count. FINITE: not of values that are not finite, or not when rounded."""
+    b_x = tl.abs(b_x)
+    if FINITE is not None:
+        b_x = tl.where(b_x < FINITE, b_x, 0.0)
+    return tl.maximum(b_most, b_x)
+
+
+@triton.jit
+def _largest(
+    p_dy,
+    p_gate_up,
+    N,
+    act: tl.constexpr,
+    F: tl.constexpr,
+    BACKWARD: tl.constexpr,
+    FINITE: tl.constexpr,
+    BLOCK: tl.constexpr,
+    STAGES: tl.constexpr,
+):
+    """Largest magnitudes of (gradients of gate and up, activation) in this program's blocks, not rounded."""
+    BLOCKS: tl.constexpr = (F + BLOCK - 1) // BLOCK
+    b_most = tl.zeros((BLOCK,), tl.float32)
+    b_most_up = tl.zeros((BLOCK,), tl.float32)
+    for i in tl.range(tl.program_id(0), N * BLOCKS, tl.num_programs(0), num_stages=STAGES):
+        i_n, o_f = tl.cast(i // BLOCKS, tl.int64), (i % BLOCKS) * BLOCK + tl.arange(0, BLOCK)
+        if BACKWARD:
+            b_dgate, b_dup, b_y = _backward(p_dy, p_gate_up, i_n * F + o_f, i_n * 2 * F + o_f, o_f < F, act, F)
+            b_most_up = _larger(_larger(b_most_up, b_dgate, FINITE), b_dup, FINITE)
+        else:
+            b_y = _forward(p_gate_up, i_n * 2 * F + o_f, o_f < F, act, F)
+        b_most = _larger(b_most, b_y, FINITE)
+    return tl.max(b_most_up, 0), tl.max(b_most, 0)
 
 
 @launcher
@@ -53,26 +94,18 @@ def _glu_maxima(
     act: tl.constexpr,
     F: tl.constexpr,
     BACKWARD: tl.constexpr,
-    PROGRAMS: tl.constexpr,
+    FINITE: tl.constexpr,
     BLOCK: tl.constexpr,
+    STAGES: tl.constexpr,
 ):
     await_previous()
-    BLOCKS: tl.constexpr = (F + BLOCK - 1) // BLOCK
-    b_most = tl.zeros((BLOCK,), tl.int32)
-    b_most_up = tl.zeros((BLOCK,), tl.int32)
-    i = tl.program_id(0)
-    for _ in range(tl.cdiv(N * BLOCKS - tl.program_id(0), PROGRAMS)):
-        i_n, o_f = (i // BLOCKS).to(tl.int64), (i % BLOCKS) * BLOCK + tl.arange(0, BLOCK)
-        if BACKWARD:
-            b_dgate, b_dup, b_y = _backward(p_dy, p_gate_up, i_n * F + o_f, i_n * 2 * F + o_f, o_f < F, act, F)
-            b_most_up = tl.maximum(b_most_up, tl.maximum(bits_of(b_dgate), bits_of(b_dup)))
-        else:
-            b_y = _forward(p_gate_up, i_n * 2 * F + o_f, o_f < F, act, F)
-        b_most = tl.maximum(b_most, bits_of(b_y))
-        i += PROGRAMS
-    tl.store(p_most + tl.program_id(0), tl.max(b_most, 0))
+    dtype: tl.constexpr = p_gate_up.dtype.element_ty
+    most_up, most = _largest(p_dy, p_gate_up, N, act, F, BACKWARD, None, BLOCK, STAGES)
+    if not (tl.maximum(most_up, most) < FINITE):  # rare: a look at each value takes longer
+        most_up, most = _largest(p_dy, p_gate_up, N, act, F, BACKWARD, FINITE, BLOCK, STAGES)
+    tl.store(p_most + tl.program_id(0), most.to(dtype).to(tl.float32).to(tl.int32, bitcast=True))
     if BACKWARD:
-        tl.store(p_most_up + tl.program_id(0), tl.max(b_most_up, 0))
+        tl.store(p_most_up + tl.program_id(0), most_up.to(dtype).to(tl.float32).to(tl.int32, bitcast=True))
 
 
 @launcher
@@ -95,7 +128,7 @@ def _glu_codes_fwd(
     i_n, o_f = (i // BLOCKS).to(tl.int64), (i % BLOCKS) * BLOCK + tl.arange(0, BLOCK)
     b_y = _forward(p_gate_up, i_n * 2 * F + o_f, o_f < F, act, F)
     power = power_of(p_most, p_scale, P, i == 0, LEAST, BLOCK_P)
-    tl.store(p_rows + i_n * F + o_f, codes_of(b_y, power), o_f < F)
+    tl.store(p_rows + i_n * F + o_f, _codes(b_y, power, p_gate_up.dtype.element_ty), o_f < F)
 
 
 @launcher
@@ -132,7 +165,8 @@ def _glu_codes_bwd(
     o = o_n[:, None] * 2 * F + o_f[None, :]
     b_dgate, b_dup, b_y = _backward(p_dy, p_gate_up, o_n[:, None] * F + o_f[None, :], o, mask, act, F)
     power = power_of(p_most_up, p_scale_up, P, i == 0, LEAST, BLOCK_P)
-    b_gates, b_ups = codes_of(b_dgate, power), codes_of(b_dup, power)
+    dtype: tl.constexpr = p_dy.dtype.element_ty
+    b_gates, b_ups = _codes(b_dgate, power, dtype), _codes(b_dup, power, dtype)
     tl.store(p_rows + o, b_gates, mask)
     tl.store(p_rows + o + F, b_ups, mask)
     if COLUMNS:
@@ -141,7 +175,7 @@ def _glu_codes_bwd(
         tl.store(p_up_columns + o_t, tl.trans(b_gates), turned)
         tl.store(p_up_columns + o_t + (CHUNKS * PAD).to(tl.int64) * F, tl.trans(b_ups), turned)
         power = power_of(p_most, p_scale, P, i == 0, LEAST, BLOCK_P)
-        tl.store(p_columns + o_t, tl.trans(codes_of(b_y, power)), turned)
+        tl.store(p_columns + o_t, tl.trans(_codes(b_y, power, dtype)), turned)
 
 
 def swiglu_codes_fwd(gate_up: Tensor) -> Quantized:
@@ -171,10 +205,11 @@ def _fwd(act, gate_up: Tensor) -> Quantized:
     device, block = gate_up.device, 2048
     programs = launch.maxima(device, N * cdiv(F, BLOCK))
     most, scale = torch.empty(programs, dtype=torch.int32, device=device), torch.empty(1, device=device)
-    _glu_maxima[(programs,)](gate_up, gate_up, most, most, N, act, F, False, programs, BLOCK, num_warps=4)
+    sizes = (N, act, F, False, FINITE[gate_up.dtype], BLOCK, STAGES)
+    _glu_maxima[(programs,)](gate_up, gate_up, most, most, *sizes, num_warps=4)
     rows, grid = torch.empty((N, F), dtype=E4M3, device=device), (N * cdiv(F, block),)
-    sizes = (F, LEAST, block, launch.power2(programs))
-    _glu_codes_fwd[grid](gate_up, most, scale, rows, programs, act, *sizes, num_warps=4)
+    blocks = block, launch.power2(programs)
+    _glu_codes_fwd[grid](gate_up, most, scale, rows, programs, act, F, LEAST, *blocks, num_warps=4)
     return Quantized(scale, rows, None)
 
 
@@ -188,14 +223,15 @@ def _bwd(act, dy: Tensor, gate_up: Tensor, columns: bool) -> tuple[Quantized, Qu
     programs = launch.maxima(device, N * cdiv(F, BLOCK))
     most_up, most = torch.empty((2, programs), dtype=torch.int32, device=device).unbind()
     scale_up, scale = torch.empty(1, device=device), torch.empty(1, device=device)
-    _glu_maxima[(programs,)](dy, gate_up, most_up, most, N, act, F, True, programs, BLOCK, num_warps=4)
+    sizes = (N, act, F, True, FINITE[gate_up.dtype], BLOCK, STAGES)
+    _glu_maxima[(programs,)](dy, gate_up, most_up, most, *sizes, num_warps=4)
     new = lambda *shape: torch.empty(shape if columns else 0, dtype=E4M3, device=device)
     rows = torch.empty((N, 2 * F), dtype=E4M3, device=device)
     up_columns, act_columns = new(2 * F, chunks * PAD), new(F, chunks * PAD)
     grid = (cdiv(chunks * PAD, tile.rows) * cdiv(F, tile.columns),)
     tensors = (dy, gate_up, most_up, most, scale_up, scale, rows, up_columns, act_columns)
-    sizes = (N, chunks, programs, act, F, PAD, LEAST, columns, tile.rows, tile.columns, launch.power2(programs))
-    _glu_codes_bwd[grid](*tensors, *sizes, num_warps=tile.warps)
+    blocks = tile.rows, tile.columns, launch.power2(programs)
+    _glu_codes_bwd[grid](*tensors, N, chunks, programs, act, F, PAD, LEAST, columns, *blocks, num_warps=tile.warps)
     if not columns:
         return Quantized(scale_up, rows, None), Quantized(scale, None, None)
     return Quantized(scale_up, rows, up_columns), Quantized(scale, None, act_columns)

@@ -41,6 +41,8 @@ def inputs(kind: str, N: int, D: int) -> torch.Tensor:
         x = torch.randint(-72, 72, (N, D)).float() / 4
     elif kind == "inf":
         x[0, 1], x[N - 1, D - 1] = float("inf"), float("-inf")
+    elif kind == "inf when rounded":  # the product of gate and up, in bf16
+        x[N // 2, 3], x[N // 2, D // 2 + 3] = 181 * 2.0**56, 181 * 2.0**57
     elif kind == "nan":
         x[N // 2, 3] = float("nan")
     elif kind == "nothing finite":
@@ -284,7 +286,7 @@ def test_grouped_products_are_those_of_the_codes(N, E, k, A, B, load, device):
 @DEVICE
 @pytest.mark.parametrize("name", ["swiglu", "geglu"])
 @pytest.mark.parametrize("shape", [(1, 16), (37, 80)], ids=str)
-@pytest.mark.parametrize("kind", ["normal", "one outlier", "inf", "nan"])
+@pytest.mark.parametrize("kind", ["normal", "one outlier", "inf", "inf when rounded", "nan"])
 def test_codes_of_gated_units_are_those_of_their_results(name, shape, kind, device):
     """To the bit, of the same kernels' results."""
     from trireme.kernels import swiglu
