@@ -99,6 +99,7 @@ quantize_experts = _op(fp8.quantize_experts, "fp8.quantize")
 quantize_rows = _op(fp8.quantize_rows, "fp8.quantize")
 turn = _op(fp8.turn, "fp8.quantize")
 rmsnorm_codes = _op(fp8.rmsnorm_codes, "fp8.norms")
+rotated_codes = _op(fp8.rotated_codes, "fp8.rotated")
 swiglu_codes_fwd = _op(fp8.swiglu_codes_fwd, "fp8.gated")
 swiglu_codes_bwd = _op(fp8.swiglu_codes_bwd, "fp8.gated")
 geglu_codes_fwd = _op(fp8.geglu_codes_fwd, "fp8.gated")
@@ -166,6 +167,7 @@ __all__ = [
     "rmsnorm_fwd",
     "rope_",
     "rope_table",
+    "rotated_codes",
     "route_bwd",
     "route_fwd",
     "routed_relu2_bwd",

@@ -15,6 +15,11 @@ from trireme.kernels.launch import cdiv, power2
 from trireme.kernels.launcher import await_previous, launcher
 
 
+@triton.jit
+def turned(b_a, b_b, b_cos, b_sin):
+    return b_a * b_cos - b_b * b_sin, b_b * b_cos + b_a * b_sin
+
+
 @launcher
 @triton.jit
 def _rope(
@@ -47,8 +52,9 @@ def _rope(
     p_a = p_x + i_n * x_n + o_h[:, None] * x_h + o_d[None, :] * STEP
     b_a = tl.load(p_a, mask, 0.0).to(tl.float32)
     b_b = tl.load(p_a + GAP, mask, 0.0).to(tl.float32)
-    tl.store(p_a, (b_a * b_cos - b_b * b_sin).to(p_x.dtype.element_ty), mask)
-    tl.store(p_a + GAP, (b_b * b_cos + b_a * b_sin).to(p_x.dtype.element_ty), mask)
+    b_a, b_b = turned(b_a, b_b, b_cos, b_sin)
+    tl.store(p_a, b_a.to(p_x.dtype.element_ty), mask)
+    tl.store(p_a + GAP, b_b.to(p_x.dtype.element_ty), mask)
 
 
 def rope_(x_: Tensor, cos: Tensor, sin: Tensor, positions: Tensor, inverse: bool = False, pairs: bool = False) -> None:

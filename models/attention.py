@@ -20,6 +20,7 @@ from trireme.models import latent
 from trireme.models.branch import add_branch, add_matmul, branch_backward, copies
 from trireme.models.config import ModelConfig
 from trireme.models.linear import (
+    Gradient,
     Linear,
     Upstream,
     add_gradients_,
@@ -30,7 +31,7 @@ from trireme.models.linear import (
     upstream,
 )
 from trireme.models.norm import Norm, norm_backward, norm_for
-from trireme.models.rows import Pass, rotate_
+from trireme.models.rows import Pass, Table, rotate_
 
 # signature of ops.attention_fwd
 Attend = Callable[[Tensor, Tensor, Tensor, ops.Docs, float, int, "Tensor | None", float], tuple[Tensor, Tensor]]
@@ -99,9 +100,10 @@ def backward(
     `recalled`: with what `residual` left, if anything. dx adds to dy or, if given, `dresid`.
     """
     result = recalled.pop() if recalled else recall(p, w, x)
-    d_qkv: Upstream = _backward_to_qkv(p, w, g, result, dy)
+    dqkv = _backward_to_qkv(p, w, g, result, dy)
     del result  # workspace._block_workspace
-    d_qkv = upstream(d_qkv, w.qkv, g.qkv)
+    d_qkv = _upstream(p, w, g, dqkv)
+    del dqkv  # workspace._attention_moments
     _backward_to_x(p.cfg, w, g, x, d_qkv, dy if dresid is None else dresid, dx)
 
 
@@ -162,9 +164,29 @@ def _backward_to_qkv(p: Pass, w: Weights, g: Weights, result: Result, dy: Tensor
     q, k, _ = _split(cfg, result.qkv)  # before the norms
     _head_norm_backward_(dq, q, w.q_norm, q_rstd, g.q_norm, placed)
     _head_norm_backward_(dk, k, w.k_norm, k_rstd, g.k_norm)
-    if cfg.rotated_first:
+    if cfg.rotated_first and _rotates_codes(p, w) is None:
         _rotate_(p, dqkv, inverse=True)
     return dqkv
+
+
+def _upstream(p: Pass, w: Weights, g: Weights, dqkv: Tensor) -> Upstream:
+    """`upstream` of _backward_to_qkv's result."""
+    table = _rotates_codes(p, w)
+    if table is None:
+        return upstream(dqkv, w.qkv, g.qkv)
+    turned, columns = p.cfg.n_heads + p.cfg.n_kv_heads, trained(g.qkv.weight)
+    codes = ops.rotated_codes(dqkv, table.cos, table.sin, p.rows.docs.positions, turned, columns)
+    return Gradient(codes, dqkv.dtype)
+
+
+def _rotates_codes(p: Pass, w: Weights) -> Table | None:
+    """The one that qkv's gradient is rotated back by as it is quantized, where codes of it are all that is read."""
+    cfg, (of_q, of_k) = p.cfg, p.tables
+    if of_k is None or of_q is not of_k or of_k.pairs or 2 * of_k.cos.shape[1] != cfg.head_dim:
+        return None
+    alone = w.qkv.takes_codes and w.qkv.bias is None and w.latent is None
+    plain = cfg.rotated_first and not cfg.names.by_head and not cfg.attention_gate
+    return of_k if alone and plain else None
 
 
 def _backward_to_x(

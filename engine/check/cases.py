@@ -175,6 +175,10 @@ def fp8(s: Shapes) -> Iterator[Case]:
             label = f"{N}x{D} {'rows' * rows} {'columns' * columns}"
             yield Case(label, "quantize", (x, rows, columns), 4 * N * D + written)
             yield Case(label, "rmsnorm_codes", (x, randn(D), 1e-5, rows, columns), 4 * N * D + written)
+    H, of, d = s.heads
+    cos, sin = s.randn(2, N, d // 2, dtype=torch.float32)
+    given = (randn(N, of * d), cos, sin, torch.arange(N, device=s.device), H)
+    yield Case(f"{N}x{H} of {of}x{d}", "rotated_codes", given, 6 * N * of * d)
     codes = ops.quantize(randn(N, F)).rows
     assert codes is not None
     yield Case(f"{N}x{F}", "turn", (codes, torch.empty(F, N, dtype=codes.dtype, device=s.device)), 2 * N * F)

@@ -12,7 +12,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from trireme.kernels.reference import geglu_bwd, geglu_fwd, rmsnorm_fwd, swiglu_bwd, swiglu_fwd
+from trireme.kernels.reference import geglu_bwd, geglu_fwd, rmsnorm_fwd, rope_, swiglu_bwd, swiglu_fwd
 
 E4M3 = torch.float8_e4m3fn
 PAD = 16  # the inner dimension of a GEMM is a multiple of it
@@ -106,6 +106,18 @@ def rmsnorm_codes(
     """(y of rmsnorm_fwd(x, weight, eps), quantized in either order or both; rstd (N,) fp32)."""
     y, rstd = rmsnorm_fwd(x, weight, eps)
     return quantize(y, rows, columns), rstd
+
+
+def rotated_codes(
+    x: Tensor, cos: Tensor, sin: Tensor, positions: Tensor, turned: int, columns: bool = True
+) -> Quantized:
+    """x (N, D), quantized in rows or both orders, its first `turned` heads rotated back by halves.
+
+    Heads are as wide as cos and sin (P, half) fp32 together; positions (N,).
+    """
+    heads = x.clone().view(len(x), -1, 2 * cos.shape[1])
+    rope_(heads[:, :turned], cos, sin, positions, inverse=True)
+    return quantize(heads.view(x.shape), True, columns)
 
 
 def swiglu_codes_fwd(gate_up: Tensor) -> Quantized:

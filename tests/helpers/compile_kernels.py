@@ -33,7 +33,7 @@ from trireme.kernels.attention import attention, gate, sinks
 from trireme.kernels.attention.docs import make_docs
 from trireme.kernels.experts import gradients, matmuls, order, routing, rows
 from trireme.kernels.experts.reference import Order, Rule
-from trireme.kernels.fp8 import block_scaled, gated, norms
+from trireme.kernels.fp8 import block_scaled, gated, norms, rotated
 from trireme.kernels.fp8.quantize import quantize, quantize_experts, quantize_rows, turn
 from trireme.kernels.packed import e4m3, fp4, int4, mxfp4, nf4
 from trireme.kernels.scan import around, scan
@@ -327,6 +327,9 @@ def fp8_calls():
             quantize(x, *orders)
             norms.rmsnorm_codes(x, x[0], 1e-5, *orders)
         turn(quantize(x).rows, torch.zeros(D, 256, dtype=torch.float8_e4m3fn))
+    tables, positions = (torch.zeros(8, 64), torch.zeros(8, 64)), torch.zeros(256, dtype=torch.int32)
+    for columns in (True, False):
+        rotated.rotated_codes(torch.zeros(256, 6144, dtype=BF16), *tables, positions, 40, columns)
     gated.swiglu_codes_fwd(torch.zeros(64, 28672, dtype=BF16))
     for act, columns in (
         (gated.swiglu_codes_bwd, True),

@@ -307,6 +307,27 @@ def test_codes_of_gated_units_are_those_of_their_results(name, shape, kind, devi
 
 
 @DEVICE
+@pytest.mark.parametrize("kind", ["normal", "one outlier", "inf", "nan"])
+@pytest.mark.parametrize(("N", "heads", "turned", "half"), [(37, 3, 2, 8), (1, 5, 5, 24), (70, 1, 1, 64)])
+def test_codes_of_rotated_heads_are_those_of_the_rotation(N, heads, turned, half, kind, device):
+    """To the bit, of the kernel's result; on a CPU of the reference's, too."""
+    from trireme.kernels import rope
+    from trireme.kernels.fp8.quantize import quantize
+    from trireme.kernels.fp8.rotated import rotated_codes
+
+    x = framed(inputs(kind, N, heads * 2 * half).to(device))
+    angles = torch.rand(N + 5, half, device=device) * 6
+    tables, positions = (angles.cos(), angles.sin()), torch.arange(N, device=device, dtype=torch.int32) // 2 + 3
+    turns = x.clone()
+    rope.rope_(turns.view(N, heads, 2 * half)[:, :turned], *tables, positions, inverse=True)
+    for columns in (True, False):
+        found = rotated_codes(x, *tables, positions, turned, columns)
+        assert same_codes(found, quantize(turns, True, columns))
+        assert same_codes(reference.rotated_codes(x.cpu(), *(t.cpu() for t in (*tables, positions)), turned, columns),
+                          reference.quantize(turns.cpu(), True, columns)) or device == "cuda"  # fmt: skip
+
+
+@DEVICE
 @pytest.mark.parametrize(
     ("kind", "shape", "add_one"),
     [

@@ -8,7 +8,7 @@ from blocks import block_gradients, check_every_subset
 from tiny import CASES, Tiny, oracle, relative, shifted_labels
 
 from trireme.kernels import ops
-from trireme.models import experts
+from trireme.models import attention, experts
 from trireme.models.config import Lora
 from trireme.models.sizes import narrow, shapes
 
@@ -129,6 +129,21 @@ def test_adapters_stay_in_bf16(name):
     assert all(".lora_" in part for part in found[2])
     for part, gradient in exact[2].items():
         assert relative(found[2][part], gradient) < EPSILON * DEEP**0.5, part
+
+
+@pytest.mark.parametrize("name", ["llama", "olmo2", "llama biases", "gpt_neox"])
+def test_the_gradient_of_heads_is_rotated_as_it_is_quantized(name, monkeypatch):
+    """The same bits; not before norms of heads, nor with biases, which read the gradient itself."""
+    reference, cfg = oracle(*FAMILIES[name])
+    tiny, seen = Tiny(replace(cfg, fp8=True), reference.state_dict(), "BF16", "F32"), []
+    monkeypatch.setattr(ops, "rotated_codes", lambda *args, of=ops.rotated_codes: seen.append(0) or of(*args))
+    found = block_gradients(tiny, ())
+    assert len(seen) == (name == "llama")
+    monkeypatch.setattr(attention, "_rotates_codes", lambda *_: None)
+    tiny = Tiny(replace(cfg, fp8=True), reference.state_dict(), "BF16", "F32")
+    apart = block_gradients(tiny, ())
+    assert all(torch.equal(a, b) for a, b in zip(found[:2], apart[:2], strict=True))
+    assert all(torch.equal(g, apart[2][weight]) for weight, g in found[2].items())
 
 
 @pytest.mark.gpu

@@ -260,6 +260,7 @@ def _bare_ops():
         **_bare_scans(),
         Quantized=ops.Quantized,
         quantize=_bare_codes,
+        rotated_codes=lambda x, cos, sin, positions, turned, columns: _bare_codes(x, True, columns),
         rmsnorm_codes=lambda x, w, eps, *orders: (_bare_codes(x, *orders), stats(x)[0]),
         **dict.fromkeys(("swiglu_codes_fwd", "geglu_codes_fwd"), _bare_glu_codes),
         **dict.fromkeys(("swiglu_codes_bwd", "geglu_codes_bwd"), _bare_glu_codes_bwd),
