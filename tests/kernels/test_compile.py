@@ -24,6 +24,8 @@ BY_MEMORY = {
     "_glu_maxima",
     "_glu_codes_fwd",
     "_glu_codes_bwd",
+    "_rotated_maxima",
+    "_rotated_codes",
     "_layernorm_bwd",
     "_add_rows",
 }  # of those compiled for Hopper
