@@ -105,7 +105,7 @@ swiglu_codes_bwd = _op(fp8.swiglu_codes_bwd, "fp8.gated")
 geglu_codes_fwd = _op(fp8.geglu_codes_fwd, "fp8.gated")
 geglu_codes_bwd = _op(fp8.geglu_codes_bwd, "fp8.gated")
 fp8_matmul = _op(fp8.fp8_matmul, "fp8.matmuls")
-fp8_add = _op(fp8.fp8_add, "fp8.matmuls")
+fp8_add_ = _op(fp8.fp8_add_, "fp8.matmuls")
 grad_finish = _op(reference.grad_finish, "adamw")
 adamw_ = _op(reference.adamw_, "adamw")
 
@@ -157,7 +157,7 @@ __all__ = [
     "nf4_decode",
     "place_docs",
     "fp4_decode",
-    "fp8_add",
+    "fp8_add_",
     "fp8_matmul",
     "quantize",
     "quantize_experts",

@@ -11,12 +11,12 @@ import torch
 from torch import Tensor
 
 from trireme.models.config import ModelConfig
-from trireme.models.linear import Linear, Operand, add_linear, linear
+from trireme.models.linear import Linear, Operand, add_linear_, linear
 from trireme.models.norm import Norm, norm, norm_backward
 
 
 def copies(before: Norm | None, after: Norm | None, w: Linear) -> bool:
-    """Whether the norm before a half copies x into `out`, where w's GEMM adds to it; in fp8 it adds to x itself."""
+    """Whether the norm before a half copies x into `out`, where w's GEMM adds to it: none does in fp8."""
     return before is not None and before.copies and after is None and not w.fp8
 
 
@@ -36,8 +36,8 @@ def add_branch(
     """
     if after is not None:
         add_matmul(cfg, x, linear(inner, w, matmul, x.dtype), after, out)
-    elif w.fp8 or copies(before, after, w):
-        add_linear(x, inner, w, cfg.branch_scale, out)
+    elif copies(before, after, w):
+        add_linear_(out, inner, w, cfg.branch_scale)
     else:
         torch.add(x, linear(inner, w, dtype=x.dtype), alpha=cfg.branch_scale, out=out)
 

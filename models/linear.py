@@ -89,23 +89,15 @@ def linear(x: Operand, w: Linear, out: Tensor | None = None, dtype: torch.dtype 
     return y
 
 
-def add_linear(x: Tensor, inner: Operand, w: Linear, times: float, out: Tensor) -> None:
-    """Fills out (N, out), which may be x, with x + times * linear(inner, w); in bf16 out holds x already.
-
-    Without a bias and adapters the sum is rounded once.
-    """
-    if w.fp8:
-        codes = ops.quantize(inner) if isinstance(inner, Tensor) else inner
-        assert codes.rows is not None
-        ops.fp8_add(x, codes.rows, codes.scale, *_matrix(w, True), out, times)
-    else:
-        assert isinstance(inner, Tensor)
-        out.addmm_(inner, w.weight, alpha=times)
+def add_linear_(out_: Tensor, x: Operand, w: Linear, times: float) -> None:
+    """out_ (N, out) += times * linear(x, w), not in fp8; without a bias the sum is rounded once."""
+    assert isinstance(x, Tensor)
+    assert not w.fp8
+    out_.addmm_(x, w.weight, alpha=times)
     if w.bias is not None:
-        out.add_(w.bias, alpha=times)
+        out_.add_(w.bias, alpha=times)
     if w.adapters is not None:
-        assert isinstance(inner, Tensor)
-        lora.add_(out, inner, w.adapters, times)
+        lora.add_(out_, x, w.adapters, times)
 
 
 def upstream(dy: Upstream, w: Linear, g: Linear) -> Upstream:
@@ -144,14 +136,15 @@ def linear_backward(dy: Upstream, w: Linear) -> Tensor:
 def _matmul(a: ops.Quantized, w: Linear, forward: bool, out: Tensor, bias: Tensor | None = None) -> Tensor:
     """Fills out with a (N, in) @ weight + bias, or with a (N, out) @ weight.T."""
     assert a.rows is not None
-    return ops.fp8_matmul(a.rows, a.scale, *_matrix(w, forward), out, bias)
-
-
-def _matrix(w: Linear, forward: bool) -> tuple[Tensor, Tensor]:
-    """(codes, scale) of a weight that may be a transposed view, as a matmul of forward or backward reads it."""
     if w.codes is not None:
-        return w.codes.forward if forward else w.codes.backward, w.codes.scale
-    weight = w.weight.T if forward else w.weight
+        codes, scale = w.codes.forward if forward else w.codes.backward, w.codes.scale
+    else:
+        codes, scale = _codes(w.weight.T if forward else w.weight)
+    return ops.fp8_matmul(a.rows, a.scale, codes, scale, out, bias)
+
+
+def _codes(weight: Tensor) -> tuple[Tensor, Tensor]:
+    """(codes, scale) of a weight that may be a transposed view."""
     turned = not weight.is_contiguous()
     codes = ops.quantize(weight.T if turned else weight, rows=not turned, columns=turned)
     order = codes.columns if turned else codes.rows
@@ -193,7 +186,7 @@ def _add_codes_(grad_: Tensor, a: ops.Quantized, b: ops.Quantized) -> None:
     """grad_ (m, n) += a.T @ b."""
     assert a.columns is not None
     assert b.columns is not None
-    ops.fp8_add(grad_, a.columns, a.scale, b.columns, b.scale, grad_)
+    ops.fp8_add_(grad_, a.columns, a.scale, b.columns, b.scale)
 
 
 def trained(gradient: Tensor) -> bool:

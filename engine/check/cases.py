@@ -191,8 +191,8 @@ def fp8(s: Shapes) -> Iterator[Case]:
         for dtype in (BF16, torch.float32):
             args = (a.rows, a.scale, b.rows, b.scale, s.zeros(M, O, dtype=dtype))
             yield Case(f"{M}x{K}x{O} to {dtype}", "fp8_matmul", args, 2 * M * K * O, flops=True)
-            added = (args[4], *args)
-            yield Case(f"{M}x{K}x{O} to {dtype}", "fp8_add", added, 2 * M * K * O, flops=True)
+            added = (s.zeros(M, O, dtype=dtype), *args[:4])
+            yield Case(f"{M}x{K}x{O} to {dtype}", "fp8_add_", added, 2 * M * K * O, flops=True)
     yield from fp8_experts(s)
 
 

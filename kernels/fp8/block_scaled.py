@@ -3,7 +3,7 @@
 Their tensor cores have two instructions for E4M3 with sums in fp32: the plain one, at the rate of fp16, and one with
 block scales of powers of two, at twice that. Here all block scales are 1: `tl.dot_scaled` compiles to the second, where
 `tl.dot` compiles to the first. Compiled for sm_120 and never run on one; elsewhere Triton converts the codes to bf16.
-Legend: a (M, K) and b (N, K) E4M3, x and out (M, N).
+Legend: a (M, K) and b (N, K) E4M3, out (M, N).
 """
 
 from __future__ import annotations
@@ -40,16 +40,15 @@ def _fp8_matmul(
     p_scale_a,
     p_scale_b,
     p_bias,
-    p_x,
     p_out,
     M,
-    times,
     N: tl.constexpr,
     K: tl.constexpr,
     BLOCK_M: tl.constexpr,
     BLOCK_N: tl.constexpr,
     BLOCK_K: tl.constexpr,
     GROUP: tl.constexpr,
+    ADD: tl.constexpr,
 ):
     await_previous()
     n_n: tl.constexpr = (N + BLOCK_N - 1) // BLOCK_N
@@ -68,12 +67,12 @@ def _fp8_matmul(
         b_a = tl.load(p_a + k, m_m & m_k, 0.0)
         b_b = tl.load(p_b + k, m_n & m_k, 0.0)
         b_sum = fp8_dot(b_a, b_b.T, b_sum)
-    b_sum *= tl.load(p_scale_a) * tl.load(p_scale_b) * times
+    b_sum *= tl.load(p_scale_a) * tl.load(p_scale_b)
     if p_bias is not None:
         b_sum += tl.load(p_bias + o_n, o_n < N, 0.0).to(tl.float32)[None, :]
     o = o_m.to(tl.int64)[:, None] * N + o_n[None, :]
-    if p_x is not None:
-        b_sum += tl.load(p_x + o, m_m & m_n.T, 0.0).to(tl.float32)
+    if ADD:
+        b_sum += tl.load(p_out + o, m_m & m_n.T, 0.0).to(tl.float32)
     tl.store(p_out + o, b_sum.to(p_out.dtype.element_ty), m_m & m_n.T)
 
 
@@ -81,28 +80,18 @@ def fp8_matmul(
     a: Tensor, scale_a: Tensor, b: Tensor, scale_b: Tensor, out: Tensor, bias: Tensor | None = None
 ) -> Tensor:
     """As reference.fp8_matmul, all contiguous. K is a multiple of 16."""
-    return _launch(a, scale_a, b, scale_b, out, bias=bias)
+    _launch(a, scale_a, b, scale_b, out, bias, False)
+    return out
 
 
-def fp8_add(
-    x: Tensor, a: Tensor, scale_a: Tensor, b: Tensor, scale_b: Tensor, out: Tensor, times: float = 1.0
-) -> Tensor:
-    """As reference.fp8_add, as fp8_matmul."""
-    assert x.shape == out.shape
-    assert x.is_contiguous()
-    return _launch(a, scale_a, b, scale_b, out, x, times=times)
+def fp8_add_(out_: Tensor, a: Tensor, scale_a: Tensor, b: Tensor, scale_b: Tensor) -> None:
+    """As reference.fp8_add_, as fp8_matmul, but rounded once."""
+    _launch(a, scale_a, b, scale_b, out_, None, True)
 
 
 def _launch(
-    a: Tensor,
-    scale_a: Tensor,
-    b: Tensor,
-    scale_b: Tensor,
-    out: Tensor,
-    x: Tensor | None = None,
-    bias: Tensor | None = None,
-    times: float = 1.0,
-) -> Tensor:
+    a: Tensor, scale_a: Tensor, b: Tensor, scale_b: Tensor, out: Tensor, bias: Tensor | None, add: bool
+) -> None:
     (M, K), N = a.shape, len(b)
     assert b.shape == (N, K)
     assert out.shape == (M, N)
@@ -110,6 +99,5 @@ def _launch(
     assert all(t.is_contiguous() for t in (a, b, out))
     tile = launch.block_scaled(a.device)
     grid = (cdiv(M, tile.rows) * cdiv(N, tile.columns),)
-    sizes = (M, times, N, K, tile.rows, tile.columns, tile.depth, tile.group)
-    _fp8_matmul[grid](a, b, scale_a, scale_b, bias, x, out, *sizes, num_warps=tile.warps, num_stages=tile.stages)
-    return out
+    sizes = (M, N, K, tile.rows, tile.columns, tile.depth, tile.group, add)
+    _fp8_matmul[grid](a, b, scale_a, scale_b, bias, out, *sizes, num_warps=tile.warps, num_stages=tile.stages)

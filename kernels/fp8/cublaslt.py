@@ -1,9 +1,9 @@
 """Matrix multiplications in fp8 whose result is added to a matrix in their epilogue: cuBLASLt, called by ctypes.
 
-torch._scaled_mm calls the same library and adds nothing. Column-major, as the library has it: out.T (N, M) = x.T +
-times * (b.T).T @ a.T, the one layout of sm_89 and sm_90. The library's heuristic chooses a kernel by shape and
-alignment, as for torch; sums leave the matrix unit at intervals.
-Legend: a (M, K) and b (N, K) E4M3, x and out (M, N).
+torch._scaled_mm calls the same library and adds nothing. Column-major, as the library has it: out_.T (N, M) += b @ a.T,
+the one layout of sm_89 and sm_90. The library's heuristic chooses a kernel by shape and alignment, as for torch; sums
+leave the matrix unit at intervals. In place alone: with an operand elsewhere it rounds otherwise, and is slower.
+Legend: a (M, K) and b (N, K) E4M3, out_ (M, N).
 """
 
 from __future__ import annotations
@@ -110,24 +110,22 @@ def _form(device: torch.device, M: int, N: int, K: int, dtype: torch.dtype, alig
     return _Form(a, b, out, choice)
 
 
-def fp8_add(
-    x: Tensor, a: Tensor, scale_a: Tensor, b: Tensor, scale_b: Tensor, out: Tensor, times: float = 1.0
-) -> Tensor:
-    """As reference.fp8_add, all contiguous. K and N are multiples of 16."""
+def fp8_add_(out_: Tensor, a: Tensor, scale_a: Tensor, b: Tensor, scale_b: Tensor) -> None:
+    """As reference.fp8_add_, all contiguous. K and N are multiples of 16."""
     (M, K), N = a.shape, len(b)
     assert b.shape == (N, K)
-    assert x.shape == out.shape == (M, N)
-    assert x.dtype == out.dtype
+    assert out_.shape == (M, N)
     assert a.dtype == b.dtype == E4M3
-    assert all(t.is_contiguous() for t in (x, a, b, out))
-    pointers = [t.data_ptr() for t in (x, a, b, out)]
-    bits = pointers[0] | pointers[1] | pointers[2] | pointers[3] | 256
-    form = _form(out.device, M, N, K, out.dtype, bits & -bits)
-    operation = _descriptor(scale_b, scale_a)
-    workspace = torch.empty(form.choice.workspace, dtype=torch.uint8, device=out.device)
-    handle, stream = torch.cuda.current_blas_handle(), torch._C._cuda_getCurrentRawStream(out.get_device())
-    p_x, p_a, p_b, p_out = pointers
-    _call("cublasLtMatmul", handle, operation, byref(c_float(times)), p_b, form.a, p_a, form.b, byref(c_float(1.0)),
-          p_x, form.out, p_out, form.out, byref(form.choice), workspace.data_ptr(), len(workspace), stream)  # fmt: skip
+    assert all(t.is_contiguous() for t in (out_, a, b))
+    p_out, p_a, p_b = (t.data_ptr() for t in (out_, a, b))
+    bits = p_out | p_a | p_b | 256
+    form, operation, one = (
+        _form(out_.device, M, N, K, out_.dtype, bits & -bits),
+        _descriptor(scale_b, scale_a),
+        c_float(1),
+    )
+    workspace = torch.empty(form.choice.workspace, dtype=torch.uint8, device=out_.device)
+    handle, stream = torch.cuda.current_blas_handle(), torch._C._cuda_getCurrentRawStream(out_.get_device())
+    _call("cublasLtMatmul", handle, operation, byref(one), p_b, form.a, p_a, form.b, byref(one), p_out, form.out,
+          p_out, form.out, byref(form.choice), workspace.data_ptr(), len(workspace), stream)  # fmt: skip
     _call("cublasLtMatmulDescDestroy", operation)
-    return out

@@ -24,9 +24,7 @@ def fp8_matmul(
     return out
 
 
-def fp8_add(
-    x: Tensor, a: Tensor, scale_a: Tensor, b: Tensor, scale_b: Tensor, out: Tensor, times: float = 1.0
-) -> Tensor:
-    """As reference.fp8_add, all contiguous. K and N are multiples of 16."""
-    own = block_scaled if chip(a.device).arch // 10 == 12 else cublaslt
-    return own.fp8_add(x, a, scale_a, b, scale_b, out, times)
+def fp8_add_(out_: Tensor, a: Tensor, scale_a: Tensor, b: Tensor, scale_b: Tensor) -> None:
+    """As reference.fp8_add_, all contiguous. K and N are multiples of 16."""
+    own = block_scaled if chip(out_.device).arch // 10 == 12 else cublaslt
+    own.fp8_add_(out_, a, scale_a, b, scale_b)

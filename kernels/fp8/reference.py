@@ -92,12 +92,9 @@ def fp8_matmul(
     return out.copy_(found if bias is None else found.add_(bias.float()))
 
 
-def fp8_add(
-    x: Tensor, a: Tensor, scale_a: Tensor, b: Tensor, scale_b: Tensor, out: Tensor, times: float = 1.0
-) -> Tensor:
-    """Fills out (M, N), which may be x, with x + times * a @ b.T * scale_a * scale_b, rounded once; as fp8_matmul."""
-    found = torch.mm(a.float(), b.float().T).mul_(scale_a * scale_b * times)
-    return out.copy_(found.add_(x))
+def fp8_add_(out_: Tensor, a: Tensor, scale_a: Tensor, b: Tensor, scale_b: Tensor) -> None:
+    """Adds a @ b.T * scale_a * scale_b to out_ (M, N), as fp8_matmul, rounded after the sum, or before it, too."""
+    out_.add_(fp8_matmul(a, scale_a, b, scale_b, torch.empty_like(out_)))
 
 
 def rmsnorm_codes(

@@ -133,7 +133,7 @@ def _attention_moments(cfg: ModelConfig, sizes: _Sizes) -> tuple[int, list[int]]
     result, gated = qkv + normed + attn + lse, attn * cfg.attention_gate
     first = _codes(cfg, sizes, cfg.width, cfg.qkv_width, cfg.qkv_bias)
     last = _codes(cfg, sizes, cfg.q_width, cfg.width)  # dy is the caller's
-    matmul = min(GEMM, x) * (last.x > 0)
+    matmul = x * (last.x > 0)  # added to what there is
     y = 0 if _codes_alone(cfg, cfg.names.norm1, first, last) else x
     return result, [
         y + first.x + qkv,  # attention._project
@@ -160,7 +160,7 @@ def _latent_moments(cfg: ModelConfig, sizes: _Sizes) -> tuple[int, list[int]]:
     d_heads = result + qkv + q + kv  # and in attention's backward those of keys
     first = _codes(cfg, sizes, cfg.width, cfg.qkv_width, cfg.qkv_bias)
     last = _codes(cfg, sizes, cfg.attn_width, cfg.width)  # dy is the caller's
-    matmul = min(GEMM, x) * (last.x > 0)
+    matmul = x * (last.x > 0)  # added to what there is
     y = 0 if _codes_alone(cfg, cfg.names.norm1, first, last) else x
     moments = [
         y + first.x + qkv,  # attention._project
@@ -202,7 +202,7 @@ def _scan_moments(cfg: ModelConfig, sizes: _Sizes) -> tuple[int, list[int]]:
     local = N * own.heads * (ROWS_OF_SCANS + own.value_dim + own.key_dim) * item * own.delta
     states = -(-N // ROWS_OF_SCANS) * own.heads * own.key_dim * own.value_dim * item
     each = 2 * N * own.heads * own.key_dim * item * (own.heads > own.key_heads)
-    result, matmul = mixed + value, min(GEMM, x) * (last.x > 0)
+    result, matmul = mixed + value, x * (last.x > 0)
     y = 0 if _codes_alone(cfg, cfg.names.norm1, first, last) else x
     return result, [
         y + first.x + mixed,  # scan._project
@@ -240,7 +240,7 @@ def _mlp_moments(cfg: ModelConfig, sizes: _Sizes) -> tuple[list[int], list[int]]
         inner = 0  # codes, counted in last.x
         if first.x and not cfg.mlp_bias and cfg.gate_scale == 1.0:
             active = [kept + last.dy + up + act + first.dy + turned, kept + last.dy + first.dy + last.add]
-    return [made + first.x + up, up + act, inner + last.x + min(GEMM, y) * (last.x > 0)], [
+    return [made + first.x + up, up + act, inner + last.x + y * (last.x > 0)], [
         kept + first.x + up,
         *active,
         kept + last.dy + last.matrix + up + act,

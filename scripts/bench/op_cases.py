@@ -54,9 +54,9 @@ def _of_fp8(case: Case) -> op_peers.Peers:
         heads = x.clone().view(len(x), -1, 2 * cos.shape[1])[:, :turned]
         rotated = lambda: ops.rope_(heads, cos, sin, positions, inverse=True)
         return {"rotated before": (lambda: [rotated(), ops.quantize(x, True, True)], 1.0)}
-    if case.op == "fp8_add":
-        x, *codes, out = case.args
-        return {"added by a second kernel": (lambda: x.add_(ops.fp8_matmul(*codes, torch.empty_like(out))), 1.0)}
+    if case.op == "fp8_add_":
+        out, *codes = case.args
+        return {"added by a second kernel": (lambda: out.add_(ops.fp8_matmul(*codes, torch.empty_like(out))), 1.0)}
     if case.op == "fp8_matmul":
         x, w = randn(*case.args[0].shape), randn(*case.args[2].shape)
         return {"in bf16": (lambda: torch.mm(x, w.T), 1.0)}

@@ -342,9 +342,8 @@ def fp8_calls():
 def block_scaled_calls():
     (a, b), one = (torch.zeros(n, 4096, dtype=torch.float8_e4m3fn) for n in (256, 512)), torch.ones(1)
     for dtype, bias in ((BF16, torch.zeros(512, dtype=BF16)), (FP32, None)):
-        out = torch.zeros(256, 512, dtype=dtype)
-        block_scaled.fp8_matmul(a, one, b, one, out, bias)
-        block_scaled.fp8_add(out, a, one, b, one, out, 0.5)
+        block_scaled.fp8_matmul(a, one, b, one, torch.zeros(256, 512, dtype=dtype), bias)
+        block_scaled.fp8_add_(torch.zeros(256, 512, dtype=dtype), a, one, b, one)
 
 
 def fp8_experts_calls(E=128, k=8, D=2048, I=768):

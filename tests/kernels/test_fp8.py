@@ -160,9 +160,9 @@ def test_products_are_those_of_the_codes(rows, out_dtype, device):
     assert 0.01 < quantised < 0.05  # of two roundings to four bits
     total = torch.randn(rows, 64, device=device).to(out_dtype)
     exact += total.double() - (0 if bias is None else bias.double())
-    assert ops.fp8_add(total, a.rows, a.scale, b.rows, b.scale, total) is total
+    ops.fp8_add_(total, a.rows, a.scale, b.rows, b.scale)
     error = (total.double() - exact).norm() / exact.norm()
-    assert error < (2.4e-3 if out_dtype == torch.bfloat16 else 1e-6 if device == "cpu" else 3e-4)
+    assert error < (3.4e-3 if out_dtype == torch.bfloat16 else 1e-6 if device == "cpu" else 3e-4)  # rounded twice
 
 
 @DEVICE
@@ -183,10 +183,8 @@ def test_products_with_block_scales_of_one(M, N, K, out_dtype, device):
     assert error < (2.4e-3 if out_dtype == torch.bfloat16 else 1e-6 if device == "cpu" else 3e-4)
     start = torch.randn(M, N).to(device, out_dtype)
     total = start.clone()
-    block_scaled.fp8_add(start, a.rows, a.scale, b.rows, b.scale, out, 0.5)
-    block_scaled.fp8_add(total, a.rows, a.scale, b.rows, b.scale, total, 0.5)
-    assert torch.equal(total, out)
-    exact = start.double() + 0.5 * (a.rows.double() * a.scale) @ (b.rows.double() * b.scale).T
+    block_scaled.fp8_add_(total, a.rows, a.scale, b.rows, b.scale)
+    exact = start.double() + (a.rows.double() * a.scale) @ (b.rows.double() * b.scale).T
     assert (total.double() - exact).norm() / exact.norm() < (2.4e-3 if out_dtype == torch.bfloat16 else 3e-4)
     a.rows[0, -1] = float("nan")
     block_scaled.fp8_matmul(a.rows, a.scale, b.rows, b.scale, out, bias)

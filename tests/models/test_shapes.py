@@ -265,14 +265,13 @@ def _bare_ops():
         **dict.fromkeys(("swiglu_codes_fwd", "geglu_codes_fwd"), _bare_glu_codes),
         **dict.fromkeys(("swiglu_codes_bwd", "geglu_codes_bwd"), _bare_glu_codes_bwd),
         fp8_matmul=fp8_matmul,
-        fp8_add=_bare_fp8_add,
+        fp8_add_=_bare_fp8_add_,
     )
 
 
-def _bare_fp8_add(x, a, scale_a, b, scale_b, out, times=1.0):
+def _bare_fp8_add_(out, *operands):
     """With the most that cuBLASLt may have of so small matrices."""
-    fp8_matmul(a, scale_a, b, scale_b, torch.empty_like(out))
-    return out
+    fp8_matmul(*operands, torch.empty_like(out))
 
 
 def code(*shape):
