@@ -210,6 +210,11 @@ def _collect(folder: Path, files: tuple[str, ...], weight_map: dict[str, str] | 
         for t in header.layout.tensors:
             if weight_map is None or weight_map.get(t.name) == file:
                 tensors[t.name] = SourceTensor(t.dtype, t.shape, file, header.data + t.offset)
+            elif t.name in tensors:  # libraries read the files in this order, and take the last
+                raise CheckpointError(
+                    f"{folder / file}: {shown(t.name)} is there, too, but {INDEX} says that it is in "
+                    f"{shown(weight_map[t.name])}: programs differ in which they read. Remove one of the two."
+                )
     for name, file in (weight_map or {}).items():
         if name not in tensors:
             where = f"{shown(name)!r} is in {shown(file)}"
