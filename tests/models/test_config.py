@@ -320,6 +320,13 @@ def test_a_null_key_leaves_its_other_name():
     assert found == parse_config(LLAMA | dict(quantization_config=GPTQ | dict(checkpoint_format="gptq_v2"))).packing
 
 
+@pytest.mark.parametrize("said", [INT4 | of_group(**OF_INT4), AWQ, GPTQ])
+def test_a_last_group_of_columns_is_short_in_gptq_alone(said):
+    packing = parse_config(LLAMA | dict(quantization_config=said)).packing
+    assert packing.holds((64, 2 * packing.block[1]))
+    assert packing.holds((64, 2 * packing.block[1] - 8)) == (said is GPTQ)
+
+
 def test_patterns_of_layers():
     of = lambda **keys: parse_config(LLAMA | dict(num_hidden_layers=8, num_key_value_heads=8) | keys)
     olmo = of(model_type="olmo3")
