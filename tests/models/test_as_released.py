@@ -283,6 +283,10 @@ READ = [
     ("granitemoehybrid", {"mamba_d_head": "auto", "time_step_limit": [0.0, {"__float__": "Infinity"}]}),
     ("granite_swa", {"layer_types": MIXED, "layer_rope_theta": [9.0, 50, 9.0, 0]}),
     ("hunyuan_v1_dense", {"rope_scaling": {"type": "dynamic", "alpha": 9.0, "factor": 1.0}}),
+    ("deepseek_v2", {"rope_scaling": LINEAR | {"mscale_all_dim": 0.7}}),
+    ("glm4_moe_lite", {"rope_scaling": LLAMA3 | {"mscale_all_dim": 0.7}}),
+    ("deepseek_v3", {"rope_scaling": {"type": "longrope", "short_factor": [2.0] * 4, "long_factor": [3.0] * 4,
+                                      "factor": 4.0, "mscale_all_dim": 0.7}}),
     ("ernie4_5_moe", {"moe_layer_interval": 2, "moe_layer_start_index": 0, "moe_layer_end_index": 2}),
 ]  # fmt: skip
 
