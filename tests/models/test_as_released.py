@@ -356,6 +356,8 @@ REFUSED = [
     ("deepseek_v3", {"num_key_value_heads": 2}, "num_key_value_heads"),
     ("deepseek_v3", {"n_group": 4}, "n_group"),
     ("deepseek_v3", {"qk_nope_head_dim": 7}, "qk_nope_head_dim"),
+    ("deepseek_v3", {"rope_scaling": YARN | {"partial_rotary_factor": 0.25}}, '"partial_rotary_factor" is not supp'),
+    ("youtu", {"rope_parameters": LINEAR | {"partial_rotary_factor": 0.5}}, '"partial_rotary_factor" is not supported'),
     ("deepseek_v3", {"q_lora_rank": None, "attention_bias": True}, "attention_bias.*q_lora_rank"),
     ("deepseek_v2", {"topk_method": "noaux_tc"}, "topk_method"),
     ("deepseek_v32", {"layer_types": [GLOBAL] * LAYERS}, "indexed_attention in all 4"),
