@@ -194,6 +194,11 @@ class ModelConfig:
         return bool(self.wrapper) and WRAPPERS[self.wrapper].flat
 
     @property
+    def behind(self) -> bool:
+        """Whether files may have language_model. before its tensors' names."""
+        return bool(self.wrapper) and WRAPPERS[self.wrapper].behind
+
+    @property
     def opener(self) -> str:
         """transformers' class for the whole checkpoint."""
         if self.scores:

@@ -150,7 +150,7 @@ def _in_full(cfg: ModelConfig, name: str) -> Iterator[str]:
     if cfg.flat and name.startswith("model."):  # as of a text model with a vision tower
         yield "model.language_model." + name.removeprefix("model.")
     text = "language_model."  # in files of a multimodal model: model.layers and lm_head behind it
-    if cfg.wrapper and name.startswith(text):
+    if cfg.behind and name.startswith(text):
         inner = name.removeprefix(text)
         yield inner
         yield "model.language_model." + inner.removeprefix("model.")

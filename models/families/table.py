@@ -434,10 +434,15 @@ _KIMI = "model.vision_tower.", "model.mm_projector.", "vision_tower.", "mm_proje
 _GLM_MEDIA = {"image_token_id": 151343, "video_token_id": 151344}
 _QWEN35_MEDIA = {"image_token_id": 248056, "video_token_id": 248057}
 WRAPPERS = {
-    "gemma3": Wrapper(("gemma3_text",), {"image_token_index": 262144}, _LLAVA),
-    "mistral3": Wrapper(("mistral", "ministral3", "mistral4"), {"image_token_index": 10}, _LLAVA),
+    "gemma3": Wrapper(("gemma3_text",), {"image_token_index": 262144}, _LLAVA, behind=True),
+    "mistral3": Wrapper(("mistral", "ministral3", "mistral4"), {"image_token_index": 10}, _LLAVA, behind=True),
     "kimi_k25": Wrapper(
-        ("deepseek_v3",), {"image_token_id": 163605, "video_token_id": 163840}, _KIMI, tied="outside", tied_default=True
+        ("deepseek_v3",),
+        {"image_token_id": 163605, "video_token_id": 163840},
+        _KIMI,
+        tied="outside",
+        tied_default=True,
+        behind=True,
     ),
     "qwen3_5": Wrapper(("qwen3_5_text",), _QWEN35_MEDIA, ("model.visual.", "mtp."), tied="outside"),
     "qwen3_5_moe": Wrapper(("qwen3_5_moe_text",), _QWEN35_MEDIA, ("model.visual.", "mtp."), tied="outside"),

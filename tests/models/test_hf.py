@@ -49,6 +49,18 @@ def test_the_name_of_the_output_matrix_is_the_familys():
             canonical_names(cfg, found)
 
 
+@pytest.mark.parametrize(("wrapper", "read"), [("mistral3", True), ("qwen3_vl", False)])
+def test_names_behind_language_model_are_of_some_wrappers(wrapper, read):
+    cfg = parse_config(dict(model_type=wrapper, text_config=KEYS | dict(num_key_value_heads=2)))
+    outer = "language_model.lm_head.weight"
+    found = {outer if name == "lm_head.weight" else name: shape for name, shape in shapes_of(cfg).items()}
+    if read:
+        assert sources(cfg, found)["lm_head.weight"] == outer
+    else:
+        with pytest.raises(InputError, match=outer):
+            canonical_names(cfg, found)
+
+
 @pytest.mark.parametrize(
     ("cfg", "buffers"),
     [
