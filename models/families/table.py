@@ -347,7 +347,7 @@ FAMILIES = {
             256, 8, 2048, "n_routed_experts", normalised=True, leading=3, listed=True, groups=(8, 4),
             **_BESIDE | dict(scale=2.5),
         ),
-        aliases={"num_local_experts": "n_routed_experts"}, only=_INDEXED,
+        aliases={"num_local_experts": "n_routed_experts", "num_experts": "n_routed_experts"}, only=_INDEXED,
     ),
     "glm_moe_dsa": Family(
         "GLM-5 (documents of up to 2,048 tokens, where its attention is dense)",
@@ -358,7 +358,7 @@ FAMILIES = {
             256, 8, 2048, "n_routed_experts", normalised=True, leading=3, listed=True, groups=(1, 1),
             **_BESIDE | dict(scale=2.5),
         ),
-        aliases={"num_local_experts": "n_routed_experts"}, only=_INDEXED,
+        aliases={"num_local_experts": "n_routed_experts", "num_experts": "n_routed_experts"}, only=_INDEXED,
     ),
     "glm4_moe_lite": Family(
         "GLM-4.7-Flash",
@@ -371,7 +371,8 @@ FAMILIES = {
             **_BESIDE | dict(scale=1.8),
         ),
         aliases={"num_local_experts": "n_routed_experts"},
-        only=_LATENT | dict(topk_method=(None, "noaux_tc"), scoring_func=(None, "sigmoid")),
+        only=_LATENT
+        | dict(topk_method=(None, "noaux_tc"), scoring_func=(None, "sigmoid"), first_k_dense_replace=(None, 1)),
     ),
     "mistral4": Family(
         "Mistral Small 4 (119B)",
