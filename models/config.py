@@ -59,6 +59,8 @@ INERT = {
     "no_rope_layers": (None,),
     "per_layer_config": (None,),
 }
+# Keys by which transformers takes other files -> accepted values.
+ELSEWHERE = {"configuration_files": (None,), "transformers_weights": (None, "model.safetensors")}
 SUPPORTED = (*(name for name, family in FAMILIES.items() if not family.inner), *OTHER_NAMES, *WRAPPERS)
 
 
@@ -190,6 +192,11 @@ class ModelConfig:
     def flat(self) -> bool:
         """Whether files may name its tensors as those of a text model among others."""
         return bool(self.wrapper) and WRAPPERS[self.wrapper].flat
+
+    @property
+    def behind(self) -> bool:
+        """Whether files may have language_model. before its tensors' names."""
+        return bool(self.wrapper) and WRAPPERS[self.wrapper].behind
 
     @property
     def opener(self) -> str:
@@ -365,10 +372,11 @@ def read_config(folder: str | Path, rope_factor: float | None = None) -> ModelCo
 def read_raw(folder: str | Path, rope_factor: float | None = None) -> dict[str, Any]:
     """As read_config, decoded alone; of a context so many times as long."""
     path = Path(folder) / "config.json"
+    inside = Path(folder) / "adapter_config.json"
     try:
         raw = parse_json(read_small(path, LARGEST, links=True), "file")
     except FileNotFoundError:
-        if (Path(folder) / "adapter_config.json").exists():
+        if inside.exists():
             how = f"{folder} holds an adapter: give its base, and --adapter {folder}, or merge them"
             raise InputError(f"{path} is missing. {how}.") from None
         raise InputError(f"{path} is missing. Give the folder of a Hugging Face checkpoint.") from None
@@ -376,12 +384,16 @@ def read_raw(folder: str | Path, rope_factor: float | None = None) -> dict[str, 
         raise InputError(f"{path} cannot be read: {e.strerror}.") from None
     except ValueError as e:
         raise InputError(f"{path}: {e}. Download it again.") from None
+    if inside.exists():
+        raise InputError(f"{inside}: transformers adds this adapter to the model in its folder. Move it elsewhere.")
     return extended(raw, rope_factor, str(path)) if rope_factor else raw
 
 
 def parse_config(raw: dict[str, Any], where: str = "config.json") -> ModelConfig:
     """ModelConfig of a decoded config.json; `where` names it in errors."""
     model_type = raw.get("model_type")
+    for name, accepted in ELSEWHERE.items():
+        Keys(raw, where).refuse_unless(name, accepted)
     if model_type not in SUPPORTED:
         why = why_not(model_type, SUPPORTED)
         raise InputError(f'{where}: model_type "{shown(str(model_type))}" is not supported: {why}')

@@ -12,7 +12,7 @@ from trireme.models.sizes.shapes import output_name, stored_tensors
 
 Shape = tuple[int, ...]
 
-OUTPUTS = ("lm_head.weight", "embed_out.weight")  # ends of names of output matrices
+OUTPUTS = ("lm_head.weight", "embed_out.weight")  # ends of names of output matrices; the second is of one family
 # Stored by older versions.
 _BUFFERS = (".attn.bias", ".attn.masked_bias", ".attention.bias", ".attention.masked_bias", ".rotary_emb.inv_freq")
 _WRAPPERS = ("module.", "_orig_mod.", "_fsdp_wrapped_module.", "base_model.model.")  # of DDP, torch.compile, FSDP, peft
@@ -125,7 +125,7 @@ def _canonical(cfg: ModelConfig, name: str, wanted: Mapping[str, Shape], named: 
     for full in _in_full(cfg, name):
         if full in wanted:
             return full
-        if full in OUTPUTS:
+        if full == OUTPUTS[0]:
             return None if cfg.scores else output_name(cfg)
         if cfg.carries(full) or full.endswith(_BUFFERS) or _is_spare(cfg, full, wanted):
             return None
@@ -150,7 +150,7 @@ def _in_full(cfg: ModelConfig, name: str) -> Iterator[str]:
     if cfg.flat and name.startswith("model."):  # as of a text model with a vision tower
         yield "model.language_model." + name.removeprefix("model.")
     text = "language_model."  # in files of a multimodal model: model.layers and lm_head behind it
-    if cfg.wrapper and name.startswith(text):
+    if cfg.behind and name.startswith(text):
         inner = name.removeprefix(text)
         yield inner
         yield "model.language_model." + inner.removeprefix("model.")

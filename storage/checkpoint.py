@@ -203,13 +203,18 @@ def _read_index(folder: Path) -> dict[str, str]:
 
 
 def _collect(folder: Path, files: tuple[str, ...], weight_map: dict[str, str] | None) -> Source:
-    """Source of the tensors in weight_map, or of all."""
+    """Source of all tensors, also of those that weight_map lacks: libraries read whole files, in this order."""
     tensors = {}
     for file in files:
         header = read_header(folder / file)
         for t in header.layout.tensors:
-            if weight_map is None or weight_map.get(t.name) == file:
+            if (weight_map or {}).get(t.name, file) == file:
                 tensors[t.name] = SourceTensor(t.dtype, t.shape, file, header.data + t.offset)
+            elif t.name in tensors:
+                raise CheckpointError(
+                    f"{folder / file}: {shown(t.name)} is there, too, but {INDEX} says that it is in "
+                    f"{shown(tensors[t.name].file)}: programs differ in which they read. Remove one of the two."
+                )
     for name, file in (weight_map or {}).items():
         if name not in tensors:
             where = f"{shown(name)!r} is in {shown(file)}"

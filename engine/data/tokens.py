@@ -167,6 +167,9 @@ def load_tokenizer(folder: str | Path) -> Tokenizer | None:
     whole = _parse(content, path)
     spec, notes = _without_chance(whole)
     config, older = _optional(folder / "tokenizer_config.json"), _optional(folder / "special_tokens_map.json")
+    if config.get("fast_tokenizer_files") not in (None, [], ["tokenizer.json"]):
+        others = f'{folder / "tokenizer_config.json"}: "fast_tokenizer_files" names others than tokenizer.json'
+        raise InputError(f"{others}, and transformers reads the newest. Name that one tokenizer.json, remove the key.")
     more = specials.added(config, older, _optional(folder / "added_tokens.json"), whole)
     try:
         core = tokenizers.Tokenizer.from_str(json.dumps(spec))

@@ -143,3 +143,4 @@ class Wrapper:
     tied: Literal["text", "outside", "either"] = "text"  # tie_word_embeddings; "text": outside, then there
     tied_default: bool = False  # of that outside
     flat: bool = False  # keys and names of tensors may be those of a text model with a vision tower
+    behind: bool = False  # names of tensors may be those of the text's model behind language_model.

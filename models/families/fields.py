@@ -37,8 +37,11 @@ def positions_of(
         return {}
     if family.rope_said and not (keys.raw.get("rope_scaling") or keys.raw.get("rope_parameters")):
         raise keys.error("rope_parameters", "an object")
+    unread = InputError(f'{keys.where}: "partial_rotary_factor" is not supported for {keys.raw["model_type"]}.')
     if latent is not None:
         rope, _ = parse_ropes(keys, family, head_dim if family.partial else latent.rope, positions)
+        if rope.width and not family.partial:
+            raise unread
         if (rope.width or head_dim) != latent.rope and family.partial:
             raise keys.error("partial_rotary_factor", f"{latent.rope} of {head_dim} features, by qk_rope_head_dim")
         pairs = keys.flag("rope_interleave", True) if family.pairs_key else family.pairs
@@ -46,7 +49,7 @@ def positions_of(
         return dict(rope=rope, attention_scale=head_dim**-0.5 * rope.sharpness)
     rope, local = parse_ropes(keys, family, head_dim, positions)
     if (rope.width or local.width) and not family.partial:
-        raise InputError(f'{keys.where}: "partial_rotary_factor" is not supported for {keys.raw["model_type"]}.')
+        raise unread
     found: dict[str, Any] = dict(rope=rope, window=window, window_from=first, full_layers=full)
     if local != rope and window:
         found["local_rope"] = local

@@ -273,6 +273,7 @@ NEOX = Names(
     norm2="post_attention_layernorm",
     up=("mlp.dense_h_to_4h",),
     down="mlp.dense_4h_to_h",
+    also=(("embed_out.", "lm_head."),),
     by_head=True,
 )
 WITH_SINKS = replace(SPLIT, sinks="self_attn.sinks")

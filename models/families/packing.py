@@ -93,8 +93,9 @@ class Packing:
     def holds(self, shape: Shape) -> bool:
         """Whether a matrix, or each of several, can be packed so."""
         rows, columns = shape[-2:]
-        if self.code == "int4":
-            return columns % 8 == 0 and (rows % 8 == 0 or not self.across)
+        if self.code == "int4":  # a last group of GPTQ may be short
+            even = self.order == "gptq" or columns % min(self.block[1], columns) == 0
+            return even and columns % 8 == 0 and (rows % 8 == 0 or not self.across)
         if self.code == "e2m1":
             return rows % self.block[1] == 0
         return columns % {"nf4": 2, "fp4": self.block[1]}.get(self.code, 1) == 0

@@ -89,7 +89,7 @@ def _nf4(keys: Keys, names: Names) -> tuple[Packing, tuple[str, ...]]:
 
 def _gptq(keys: Keys, names: Names) -> tuple[Packing, tuple[str, ...]]:
     keys.refuse_unless("bits", (4,))
-    form = "checkpoint_format" if "checkpoint_format" in keys.raw else "format"
+    form = _spelled(keys, "checkpoint_format", "format")
     keys.refuse_unless(form, (None, "gptq", "gptq_v2"))
     packing = GPTQ_2 if keys.raw.get(form) == "gptq_v2" else GPTQ
     others = keys.raw.get("dynamic") or {}
@@ -102,11 +102,11 @@ def _gptq(keys: Keys, names: Names) -> tuple[Packing, tuple[str, ...]]:
 
 
 def _awq(keys: Keys, names: Names) -> tuple[Packing, tuple[str, ...]]:
-    said = lambda *spelled: next((name for name in spelled if name in keys.raw), spelled[0])
-    keys.refuse_unless(said("bits", "w_bit"), (4,), 4)
-    keys.refuse_unless(said("version", "format"), (None, "gemm", "GEMM"))
+    keys.refuse_unless(_spelled(keys, "bits", "w_bit"), (4,), 4)
+    for name in ("version", "format", "checkpoint_format"):
+        keys.refuse_unless(name, (None, "gemm", "GEMM"))
     keys.refuse_unless("zero_point", (True,), True)
-    packing = replace(AWQ, block=(1, _group(keys, said("group_size", "q_group_size"))))
+    packing = replace(AWQ, block=(1, _group(keys, _spelled(keys, "group_size", "q_group_size"))))
     return packing, _blocks(names, _left_out(keys))
 
 
@@ -192,6 +192,14 @@ def _pair(keys: Keys, name: str) -> tuple[int, int]:
     if not isinstance(found, list) or len(found) != 2 or any(type(n) is not int or not 0 < n < 1 << 20 for n in found):
         raise keys.error(name, "two positive integers")
     return found[0], found[1]
+
+
+def _spelled(keys: Keys, *names: str) -> str:
+    """The one of several names of a key that has a value. Raises InputError where they differ."""
+    said = [name for name in names if keys.raw.get(name) is not None] or [*names[:1]]
+    if any(keys.raw.get(name) != keys.raw.get(said[0]) for name in said):
+        raise keys.error(said[1], f"{keys.shown(said[0])}, as {json.dumps(said[0])} has it")
+    return said[0]
 
 
 def _glob(module: str) -> str:

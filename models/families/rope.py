@@ -32,7 +32,7 @@ class Rope:
     short_factors: tuple[float, ...] = ()  # longrope: frequencies' divisors up to original_positions
     long_factors: tuple[float, ...] = ()  # longrope: beyond
     pairs: bool = False  # neighbouring features are turned, not halves
-    sharpness: float = 1.0  # yarn: latent attention's scores times this
+    sharpness: float = 1.0  # all but default: latent attention's scores times this
     query_beta: float = 0.0  # yarn: queries times 1 + this * log(1 + position // original_positions)
 
 
@@ -93,14 +93,17 @@ def _parse(keys: Keys, inner: Keys, family: Family, theta: float, head_dim: int,
     common: dict[str, Any] = dict(width=width, pairs=family.pairs)
     if kind == "default":
         return Rope(theta, **common)
+    sharp = lambda factor: _sharpness(inner, factor) if family.latent else 1.0
     if kind == "linear":
-        return Rope(theta, kind, inner.number("factor"), **common)
+        factor = inner.number("factor")
+        return Rope(theta, kind, factor, sharpness=sharp(factor), **common)
     common["original_positions"] = original = _original(keys, inner, family, positions)
     if kind == "llama3":
         low, high = inner.number("low_freq_factor"), inner.number("high_freq_factor")
         if not low < high:
             raise inner.error("high_freq_factor", f"a number above low_freq_factor = {low}")
-        return Rope(theta, kind, inner.number("factor"), low, high, **common)
+        factor = inner.number("factor")
+        return Rope(theta, kind, factor, low, high, sharpness=sharp(factor), **common)
     inner = Keys({k: v for k, v in inner.raw.items() if v is not None or k not in MAY_BE_NULL}, inner.where)
     if kind == "yarn":
         if theta == 1:
@@ -108,9 +111,8 @@ def _parse(keys: Keys, inner: Keys, family: Family, theta: float, head_dim: int,
         factor = inner.number("factor", positions / original)
         fast, slow = inner.number("beta_fast", 32.0), inner.number("beta_slow", 1.0)
         attention = inner.number("attention_factor", _yarn_attention(inner, factor))
-        sharp = _sharpness(inner, factor) if family.latent else 1.0
         return Rope(theta, kind, factor, attention_factor=attention, beta_fast=fast, beta_slow=slow,
-                    truncate=_truncate(inner, family), query_beta=_query_beta(inner, family), sharpness=sharp,
+                    truncate=_truncate(inner, family), query_beta=_query_beta(inner, family), sharpness=sharp(factor),
                     **common)  # fmt: skip
     factor = inner.number("factor", positions / original)
     if factor > 1 and original == 1:
@@ -119,7 +121,8 @@ def _parse(keys: Keys, inner: Keys, family: Family, theta: float, head_dim: int,
     half = (width or head_dim) // 2
     short, long = (inner.numbers(name, half) for name in ("short_factor", "long_factor"))
     attention = inner.number("attention_factor", usual)
-    return Rope(theta, kind, attention_factor=attention, short_factors=short, long_factors=long, **common)
+    return Rope(theta, kind, attention_factor=attention, short_factors=short, long_factors=long,
+                sharpness=sharp(factor), **common)  # fmt: skip
 
 
 def _original(keys: Keys, inner: Keys, family: Family, positions: int) -> int:

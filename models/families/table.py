@@ -347,7 +347,7 @@ FAMILIES = {
             256, 8, 2048, "n_routed_experts", normalised=True, leading=3, listed=True, groups=(8, 4),
             **_BESIDE | dict(scale=2.5),
         ),
-        aliases={"num_local_experts": "n_routed_experts"}, only=_INDEXED,
+        aliases={"num_local_experts": "n_routed_experts", "num_experts": "n_routed_experts"}, only=_INDEXED,
     ),
     "glm_moe_dsa": Family(
         "GLM-5 (documents of up to 2,048 tokens, where its attention is dense)",
@@ -358,7 +358,7 @@ FAMILIES = {
             256, 8, 2048, "n_routed_experts", normalised=True, leading=3, listed=True, groups=(1, 1),
             **_BESIDE | dict(scale=2.5),
         ),
-        aliases={"num_local_experts": "n_routed_experts"}, only=_INDEXED,
+        aliases={"num_local_experts": "n_routed_experts", "num_experts": "n_routed_experts"}, only=_INDEXED,
     ),
     "glm4_moe_lite": Family(
         "GLM-4.7-Flash",
@@ -371,7 +371,8 @@ FAMILIES = {
             **_BESIDE | dict(scale=1.8),
         ),
         aliases={"num_local_experts": "n_routed_experts"},
-        only=_LATENT | dict(topk_method=(None, "noaux_tc"), scoring_func=(None, "sigmoid")),
+        only=_LATENT
+        | dict(topk_method=(None, "noaux_tc"), scoring_func=(None, "sigmoid"), first_k_dense_replace=(None, 1)),
     ),
     "mistral4": Family(
         "Mistral Small 4 (119B)",
@@ -434,10 +435,15 @@ _KIMI = "model.vision_tower.", "model.mm_projector.", "vision_tower.", "mm_proje
 _GLM_MEDIA = {"image_token_id": 151343, "video_token_id": 151344}
 _QWEN35_MEDIA = {"image_token_id": 248056, "video_token_id": 248057}
 WRAPPERS = {
-    "gemma3": Wrapper(("gemma3_text",), {"image_token_index": 262144}, _LLAVA),
-    "mistral3": Wrapper(("mistral", "ministral3", "mistral4"), {"image_token_index": 10}, _LLAVA),
+    "gemma3": Wrapper(("gemma3_text",), {"image_token_index": 262144}, _LLAVA, behind=True),
+    "mistral3": Wrapper(("mistral", "ministral3", "mistral4"), {"image_token_index": 10}, _LLAVA, behind=True),
     "kimi_k25": Wrapper(
-        ("deepseek_v3",), {"image_token_id": 163605, "video_token_id": 163840}, _KIMI, tied="outside", tied_default=True
+        ("deepseek_v3",),
+        {"image_token_id": 163605, "video_token_id": 163840},
+        _KIMI,
+        tied="outside",
+        tied_default=True,
+        behind=True,
     ),
     "qwen3_5": Wrapper(("qwen3_5_text",), _QWEN35_MEDIA, ("model.visual.", "mtp."), tied="outside"),
     "qwen3_5_moe": Wrapper(("qwen3_5_moe_text",), _QWEN35_MEDIA, ("model.visual.", "mtp."), tied="outside"),

@@ -690,6 +690,7 @@ def test_a_huge_line(tokenizer, tmp_path):
         ("tokenizer.json", "[]", "holds a list, expected an object"),
         ("tokenizer.json", "{}", "is not a tokenizer that can be read"),
         ("tokenizer_config.json", "nope", "is not JSON"),
+        ("tokenizer_config.json", '{"fast_tokenizer_files": ["tokenizer.4.0.json"]}', "names others than tokenizer.j"),
         ("tokenizer_config.json", '{"chat_template": 5}', "'chat_template' is neither a string nor a list"),
         ("tokenizer_config.json", '{"chat_template": "{% if %}"}', "the chat template does not compile, line 1"),
         (

@@ -283,6 +283,10 @@ READ = [
     ("granitemoehybrid", {"mamba_d_head": "auto", "time_step_limit": [0.0, {"__float__": "Infinity"}]}),
     ("granite_swa", {"layer_types": MIXED, "layer_rope_theta": [9.0, 50, 9.0, 0]}),
     ("hunyuan_v1_dense", {"rope_scaling": {"type": "dynamic", "alpha": 9.0, "factor": 1.0}}),
+    ("deepseek_v2", {"rope_scaling": LINEAR | {"mscale_all_dim": 0.7}}),
+    ("glm4_moe_lite", {"rope_scaling": LLAMA3 | {"mscale_all_dim": 0.7}}),
+    ("deepseek_v3", {"rope_scaling": {"type": "longrope", "short_factor": [2.0] * 4, "long_factor": [3.0] * 4,
+                                      "factor": 4.0, "mscale_all_dim": 0.7}}),
     ("ernie4_5_moe", {"moe_layer_interval": 2, "moe_layer_start_index": 0, "moe_layer_end_index": 2}),
 ]  # fmt: skip
 
@@ -352,6 +356,8 @@ REFUSED = [
     ("deepseek_v3", {"num_key_value_heads": 2}, "num_key_value_heads"),
     ("deepseek_v3", {"n_group": 4}, "n_group"),
     ("deepseek_v3", {"qk_nope_head_dim": 7}, "qk_nope_head_dim"),
+    ("deepseek_v3", {"rope_scaling": YARN | {"partial_rotary_factor": 0.25}}, '"partial_rotary_factor" is not supp'),
+    ("youtu", {"rope_parameters": LINEAR | {"partial_rotary_factor": 0.5}}, '"partial_rotary_factor" is not supported'),
     ("deepseek_v3", {"q_lora_rank": None, "attention_bias": True}, "attention_bias.*q_lora_rank"),
     ("deepseek_v2", {"topk_method": "noaux_tc"}, "topk_method"),
     ("deepseek_v32", {"layer_types": [GLOBAL] * LAYERS}, "indexed_attention in all 4"),

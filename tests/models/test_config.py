@@ -170,6 +170,12 @@ def test_attention_scale_by_layer():
         (LLAMA | dict(quantization_config=GPTQ | dict(bits=3)), ["bits", "3", "4"]),
         (LLAMA | dict(quantization_config=GPTQ | dict(group_size=-2)), ["group_size", "-2"]),
         (LLAMA | dict(quantization_config=GPTQ | dict(checkpoint_format="marlin")), ["checkpoint_format", "marlin"]),
+        (
+            LLAMA | dict(quantization_config=GPTQ | dict(checkpoint_format="gptq", format="gptq_v2")),
+            ['"format" is "gptq_v2"', 'expected "gptq", as "checkpoint_format" has it'],
+        ),
+        (LLAMA | dict(quantization_config=AWQ | dict(version=None, format="gemv")), ['"format"', "gemv"]),
+        (LLAMA | dict(quantization_config=AWQ | dict(q_group_size=64)), ["q_group_size", "64", "128"]),
         (LLAMA | dict(quantization_config=GPTQ | dict(dynamic={"+:.*": {"bits": 8}})), ["dynamic", "left out"]),
         (LLAMA | dict(quantization_config=AWQ | dict(version="gemv")), ["version", "gemv"]),
         (LLAMA | dict(quantization_config=AWQ | dict(zero_point=False)), ["zero_point", "false"]),
@@ -308,6 +314,19 @@ def test_refused_by_name(raw, words):
     assert all(word in str(e.value) for word in words), str(e.value)
 
 
+def test_a_null_key_leaves_its_other_name():
+    said = GPTQ | dict(checkpoint_format=None, format="gptq_v2")
+    found = parse_config(LLAMA | dict(quantization_config=said)).packing
+    assert found == parse_config(LLAMA | dict(quantization_config=GPTQ | dict(checkpoint_format="gptq_v2"))).packing
+
+
+@pytest.mark.parametrize("said", [INT4 | of_group(**OF_INT4), AWQ, GPTQ])
+def test_a_last_group_of_columns_is_short_in_gptq_alone(said):
+    packing = parse_config(LLAMA | dict(quantization_config=said)).packing
+    assert packing.holds((64, 2 * packing.block[1]))
+    assert packing.holds((64, 2 * packing.block[1] - 8)) == (said is GPTQ)
+
+
 def test_patterns_of_layers():
     of = lambda **keys: parse_config(LLAMA | dict(num_hidden_layers=8, num_key_value_heads=8) | keys)
     olmo = of(model_type="olmo3")
@@ -410,3 +429,17 @@ def test_an_adapter_is_no_checkpoint(tmp_path):
     (tmp_path / "adapter_config.json").write_text("{}")
     with pytest.raises(InputError, match="holds an adapter: give its base, and --adapter .*, or merge them"):
         read_config(tmp_path)
+    (tmp_path / "config.json").write_text(json.dumps(LLAMA))
+    with pytest.raises(InputError, match="adapter_config.json: transformers adds this adapter to the model in its fol"):
+        read_config(tmp_path)
+
+
+@pytest.mark.parametrize(
+    ("key", "value"),
+    [("configuration_files", ["config.4.0.0.json"]), ("transformers_weights", "other.safetensors")],
+)
+def test_other_files_that_transformers_takes_by_a_key_are_refused(key, value):
+    for model_type in ("llama", "gemma3"):
+        with pytest.raises(InputError, match=f'"{key}": .* is not supported'):
+            parse_config(LLAMA | dict(model_type=model_type, text_config=LLAMA) | {key: value})
+    parse_config(LLAMA | dict(transformers_weights="model.safetensors"))

@@ -9,6 +9,7 @@ from trireme.models.sizes.shapes import weight_groups
 GPT2 = parse_config(dict(model_type="gpt2", vocab_size=11, n_embd=8, n_layer=2, n_head=2, n_positions=16))
 KEYS = dict(vocab_size=11, hidden_size=8, intermediate_size=12, num_hidden_layers=2, num_attention_heads=2)
 LLAMA = parse_config(KEYS | dict(model_type="llama"))
+NEOX = parse_config(KEYS | dict(model_type="gpt_neox", rotary_pct=0.5))
 TIED = parse_config(KEYS | dict(model_type="llama", tie_word_embeddings=True))
 EMBED = "model.embed_tokens.weight"
 
@@ -37,6 +38,27 @@ def test_tied_in_either_direction():
     assert sources(TIED, dict(reversed(both.items())))[EMBED] == EMBED
     assert canonical_names(TIED, both)["lm_head.weight"] == EMBED
     assert sources(TIED, only_head)[EMBED] == "lm_head.weight"
+
+
+def test_the_name_of_the_output_matrix_is_the_familys():
+    """A name that transformers passes over leaves it without an output matrix."""
+    renamed = lambda cfg: {name.replace("lm_head", "embed_out"): shape for name, shape in shapes_of(cfg).items()}
+    assert sources(NEOX, renamed(NEOX))["lm_head.weight"] == "embed_out.weight"
+    for cfg, found in ((LLAMA, renamed(LLAMA)), (TIED, shapes_of(TIED) | {"embed_out.weight": (11, 8)})):
+        with pytest.raises(InputError, match=r"embed_out\.weight is not a tensor of a llama"):
+            canonical_names(cfg, found)
+
+
+@pytest.mark.parametrize(("wrapper", "read"), [("mistral3", True), ("qwen3_vl", False)])
+def test_names_behind_language_model_are_of_some_wrappers(wrapper, read):
+    cfg = parse_config(dict(model_type=wrapper, text_config=KEYS | dict(num_key_value_heads=2)))
+    outer = "language_model.lm_head.weight"
+    found = {outer if name == "lm_head.weight" else name: shape for name, shape in shapes_of(cfg).items()}
+    if read:
+        assert sources(cfg, found)["lm_head.weight"] == outer
+    else:
+        with pytest.raises(InputError, match=outer):
+            canonical_names(cfg, found)
 
 
 @pytest.mark.parametrize(

@@ -202,6 +202,20 @@ def test_a_context_beyond_the_short_factors_is_noted(here, capsys):
         assert ("note: --seq-len 32 is beyond the 16 positions of the short factors" in said) == noted
 
 
+def test_a_class_that_is_not_followed_is_noted(here, capsys):
+    code = {"AutoConfig": "configuration_x.Config", "AutoModelForCausalLM": "modeling_x.Model"}
+    for keys, noted in (
+        ({"auto_map": code}, "names code of its own, modeling_x.Model, which is never run: the model is read as"),
+        ({"architectures": ["Qwen2Model"]}, 'says "architectures": Qwen2Model, which is no language model'),
+        ({"auto_map": {"AutoConfig": "configuration_x.Config"}, "architectures": ["GPT2LMHeadModel"]}, ""),
+    ):
+        set_config(**{"auto_map": None} | keys)
+        assert finetune.main([*TRAIN, "--dry-run"]) == 0
+        said = " ".join("".join(capsys.readouterr()).split())
+        assert noted in said
+        assert ("note: config.json" in said) == bool(noted)
+
+
 def test_without_installation_what_to_do_is_said():
     bare = [sys.executable, "-I", "-S", str(ROOT / "scripts" / "finetune.py"), "--help"]
     done = subprocess.run(bare, capture_output=True, text=True)

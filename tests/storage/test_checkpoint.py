@@ -245,6 +245,21 @@ def test_bad_checkpoints_are_refused_in_one_line(tmp_path, message):
     assert str(folder) in str(e.value)
 
 
+@pytest.mark.parametrize("later", [True, False])
+def test_a_tensor_in_two_files_is_that_of_the_last(tmp_path, later):
+    """As libraries read them, in order, the last one counts; an index that says otherwise is refused."""
+    folder = save(tmp_path / "in", 2)
+    files = [f"model-{k:05d}-of-00002.safetensors" for k in (1, 2)]
+    name = next(n for i, n in enumerate(TENSORS) if i % 2 == (0 if later else 1))
+    other = safetensors.numpy.load_file(folder / files[later])
+    safetensors.numpy.save_file(other | {name: np.zeros((1, 1), np.float32)}, folder / files[later])
+    if later:
+        with pytest.raises(CheckpointError, match=f"{files[1]}: {name} is there, too, but {INDEX} says.*{files[0]}"):
+            open_source(folder)
+    else:
+        assert open_source(folder).tensors[name].shape == TENSORS[name].shape
+
+
 def test_pickles_are_never_opened(tmp_path):
     (tmp_path / "pytorch_model.bin").write_bytes(b"cos\nsystem\n(S'false'\ntR.")
     with pytest.raises(CheckpointError, match="never read"):
@@ -256,11 +271,12 @@ def test_pickles_are_never_opened(tmp_path):
         open_source(tmp_path)
 
 
-def test_tensors_that_the_index_does_not_name_are_copied_but_not_shown(tmp_path):
+def test_tensors_that_the_index_does_not_name_are_read(tmp_path):
+    """As by libraries: one may be an output matrix that is not tied."""
     folder = save(tmp_path / "in", 2)
     edit_index(folder, lambda m: m.pop("scalar"))
     source = open_source(folder)
-    assert "scalar" not in source.tensors
+    assert source.tensors["scalar"].dtype == "F64"
     export(source, tmp_path / "out", lambda name: None)
     for file in source.files:
         assert (tmp_path / "out" / file).read_bytes() == (folder / file).read_bytes()

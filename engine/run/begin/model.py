@@ -4,9 +4,10 @@ from __future__ import annotations
 
 import json
 import math
+from collections.abc import Mapping
 from dataclasses import replace
 from pathlib import Path
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 from trireme.engine.data.codec import Codec, load_codec
 from trireme.engine.data.files.scores import is_scores
@@ -26,12 +27,14 @@ from trireme.engine.tuning.parts import open_checkpoint
 from trireme.engine.tuning.peft_config import MOST
 from trireme.engine.tuning.quantized import quantized
 from trireme.models import hf
-from trireme.models.config import InputError, Lora, ModelConfig, read_config, read_raw
+from trireme.models.config import CLASS, InputError, Lora, ModelConfig, read_config, read_raw
 from trireme.storage.auxiliary import CONTENT, auxiliary_files, content_of
 from trireme.storage.checkpoint import Source
 from trireme.storage.files import Say
+from trireme.storage.untrusted import shown
 
 NAMED = 4  # modules named in a line
+ENDS = ("ForCausalLM", "LMHeadModel", "ForConditionalGeneration", CLASS)  # of names of transformers' classes
 DETAILS = ("lora_alpha", "lora_targets", "rslora", "loraplus")  # what --adapter has of its own
 
 
@@ -50,9 +53,10 @@ def open_model(options: Options, pinned: Pinned | None, date: str | None, hosts:
     `pinned`: of a resumed run; `date`: what chat templates take for today. Raises InputError, CheckpointError.
     """
     folder = Path(options.model)
-    options = with_labels(options, {} if options.shape else read_raw(options.model))
+    raw = {} if options.shape else read_raw(options.model)
+    options = with_labels(options, raw)
     cfg = what_is_trained(options)
-    for line in about_adapter(options, cfg):
+    for line in (*about_config(raw, cfg), *about_adapter(options, cfg)):
         say(line)
     if is_absent(options):
         cfg = as_said(cfg)
@@ -145,6 +149,17 @@ def alpha_of(options: Options) -> float:
 def given_adapter(options: Options, cfg: ModelConfig) -> Adapter | None:
     """The adapter that --adapter names. Raises InputError."""
     return read_adapter(Path(options.adapter), cfg) if options.adapter else None
+
+
+def about_config(raw: Mapping[str, Any], cfg: ModelConfig) -> list[str]:
+    """What config.json says of the model's class and is not followed: code of its own, no class of a language model."""
+    code, named, lines = raw.get("auto_map"), raw.get("architectures"), list[str]()
+    own = [ref for name, ref in code.items() if name.startswith("AutoModel")] if isinstance(code, dict) else []
+    if own:
+        lines.append(f"names code of its own, {shown(str(own[0]))}, which is never run")
+    if isinstance(named, list) and named and not str(named[0]).endswith(ENDS):
+        lines.append(f'says "architectures": {shown(str(named[0]))}, which is no language model')
+    return [f"note: config.json {line}: the model is read as transformers' {cfg.model_type}" for line in lines]
 
 
 def about_adapter(options: Options, cfg: ModelConfig) -> list[str]:
