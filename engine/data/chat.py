@@ -13,11 +13,12 @@ from collections.abc import Mapping, Sequence
 from contextlib import suppress
 from copy import copy
 from functools import cached_property
+from os.path import commonprefix
 from typing import Any, NamedTuple
 
 from trireme.engine.data.files.rows import BadRow, Fields
-from trireme.engine.data.habits import PROBE, PROBE_TOOLS, Habits, habits, prompts
-from trireme.engine.data.template import THOUGHTS, Rendering, Span, Template, thoughts_of
+from trireme.engine.data.habits import PROBE_TOOLS, Habits, habits, prompts, whole_marks
+from trireme.engine.data.template import PROBE, THOUGHTS, Rendering, Span, Template, thoughts_of
 from trireme.storage.untrusted import NAME
 
 _LINES = re.compile(r"</?think>|\n")
@@ -171,6 +172,8 @@ class ChatTemplate:
     def _turn(self, i: int, messages: list[Fields], tools: list[Fields] | None, rendering: Rendering) -> Span:
         """Characters of message i to learn."""
         found = [span for turn, span in rendering.turns if turn == i]
+        if not found and i == len(messages) - 1 and (span := self._last(messages, tools, rendering.text)):
+            return span
         if len(found) != 1:
             what = "nothing" if not found else "several parts"
             raise BadRow(
@@ -183,6 +186,20 @@ class ChatTemplate:
         if self._stopped_by_next(tools):
             end += next((len(stop) for stop in self._stops if rendering.text.startswith(stop, end)), 0)
         return start + self._opening(i, messages, tools, written), end
+
+    def _last(self, messages: list[Fields], tools: list[Fields] | None, text: str) -> Span | None:
+        """Characters of the last message to learn where it is written behind the loop, by what asks for it."""
+        end = self._of(tools).end.strip()
+        words = (messages[-1].get("content") or "").strip()
+        with suppress(BadRow):
+            before = self._template(tools).text(messages[:-1], tools)
+            asking = self._template(tools).text(messages[:-1], tools, prompt=True)
+            start = len(whole_marks(commonprefix([asking, text]), asking))
+            stop = len(text.rstrip()) if end else len(text)
+            learned = text[start:stop]
+            if len(before) < start and text.startswith(before) and words in learned and end not in learned[: -len(end)]:
+                return start, stop
+        return None
 
     def _opening(self, i: int, messages: list[Fields], tools: list[Fields] | None, written: str) -> int:
         """Length of the opening of turn `written`."""

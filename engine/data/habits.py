@@ -10,10 +10,11 @@ from os.path import commonprefix
 from typing import NamedTuple
 
 from trireme.engine.data.files.rows import BadRow, Fields
-from trireme.engine.data.template import Template
+from trireme.engine.data.template import PROBE, Template
 
-PROBE = "Qz7"  # in no template
 _FOLLOWS = 64  # characters
+_ARGUMENT = "Qz8"
+_ID = "abc123XYZ"  # Mistral's templates insist on nine characters
 PROBE_TOOLS: list[Fields] = [
     {
         "type": "function",
@@ -60,9 +61,14 @@ def habits(template: Template, tools: list[Fields] | None) -> Habits:
     begun = [prompt for prompt in found if before and all(lead.startswith(prompt) for lead in before)]
     prompt = next(iter([*begun, *found]), None)
     lead = commonprefix([*before, prompt] if prompt else before) if before else None
-    lead = lead and re.sub(r"</?[^<>]*$", "", lead)  # of <think> and </think> they share a part of a token
+    lead = lead and whole_marks(lead)
     arguments, answers = _arguments(template, asked, tools), _has_answers(template, asked, tools)
     return Habits(prompt, lead, end, arguments, answers, _takes_parts(template, tools), follows)
+
+
+def whole_marks(shared: str, of: str = "") -> str:
+    """What texts begin with, unless it is all `of` one, less a part of a mark: <think> and <tool> share a <."""
+    return shared if shared == of else re.sub(r"</?[^<>]*$", "", shared)
 
 
 def prompts(template: Template, messages: Sequence[Fields], tools: list[Fields] | None) -> list[str]:
@@ -85,9 +91,9 @@ def prompts(template: Template, messages: Sequence[Fields], tools: list[Fields] 
 def _has_answers(template: Template, asked: list[Fields], tools: list[Fields] | None) -> bool:
     """Whether a turn of the assistant holds the answer of the tool that it called."""
     for arguments in ({PROBE: 1}, json.dumps({PROBE: 1})):
-        call = {"id": "abc123XYZ", "type": "function", "function": {"name": "f", "arguments": arguments}}
+        call = {"id": _ID, "type": "function", "function": {"name": "f", "arguments": arguments}}
         called: Fields = {"role": "assistant", "content": "", "tool_calls": [call]}
-        answer: Fields = {"role": "tool", "name": "f", "tool_call_id": "abc123XYZ", "content": f"{PROBE}a"}
+        answer: Fields = {"role": "tool", "name": "f", "tool_call_id": _ID, "content": f"{PROBE}a"}
         with suppress(BadRow):
             found = template.render([*asked, called, answer, {"role": "assistant", "content": "!"}], tools)
             return any(f"{PROBE}a" in found.text[a:b] for turn, (a, b) in found.turns if turn in (1, 3))
@@ -95,14 +101,17 @@ def _has_answers(template: Template, asked: list[Fields], tools: list[Fields] | 
 
 
 def _arguments(template: Template, asked: list[Fields], tools: list[Fields] | None) -> type | None:
-    works = {}
-    for arguments in ({PROBE: 1}, json.dumps({PROBE: 1})):
-        call = {"type": "function", "function": {"name": "f", "arguments": arguments}}
-        text = ""
+    """The form that is written neither as Python's nor as JSON in a string; dict where both are, but not alike."""
+    texts = {}
+    for arguments in ({_ARGUMENT: 1}, json.dumps({_ARGUMENT: 1})):
+        call = {"id": _ID, "type": "function", "function": {"name": "f", "arguments": arguments}}
         with suppress(BadRow):
             text = template.text([*asked, {"role": "assistant", "content": "", "tool_calls": [call]}], tools)
-        works[type(arguments)] = f'"{PROBE}": 1' in text
-    return None if works[dict] == works[str] else dict if works[dict] else str
+            if _ARGUMENT in text and f"'{_ARGUMENT}'" not in text and f'\\"{_ARGUMENT}' not in text:
+                texts[type(arguments)] = text
+    if len(set(texts.values())) == 1 and len(texts) == 2:
+        return None
+    return next((form for form in (dict, str) if form in texts), None)
 
 
 def _takes_parts(template: Template, tools: list[Fields] | None) -> bool:

@@ -10,8 +10,10 @@ import json
 import random
 import re
 from collections.abc import Callable, Mapping, Sequence
+from contextlib import suppress
 from copy import copy
 from datetime import datetime
+from functools import cached_property
 from typing import Any, NamedTuple, NoReturn
 
 import jinja2
@@ -29,6 +31,7 @@ Span = tuple[int, int]  # characters [start, stop)
 # Turn N: _TURN N _OF … _END; a generation block: _GENERATION … _DONE.
 _TURN, _OF, _END, _GENERATION, _DONE = "\ufdd0", "\ufdd1", "\ufdd2", "\ufdd3", "\ufdd4"
 _MARK = re.compile(f"{_TURN}(\\d+){_OF}|{_END}|{_GENERATION}|{_DONE}")
+PROBE = "Qz7"  # in no template
 
 
 class Rendering(NamedTuple):
@@ -134,16 +137,27 @@ def _end_turn(value: Any) -> str:
 
 
 def _mark_loops(tree: nodes.Template) -> None:
-    """Puts marks around turns of loops over single values."""
+    """Puts marks around turns of loops over single values, or over their numbers in a list."""
     for loop in tree.find_all(nodes.For):
         if isinstance(loop.target, nodes.Name):
+            value = _value_of(loop, loop.target.name)
             begin, end = (
-                nodes.Output(
-                    [nodes.Call(nodes.Name(f, "load"), [nodes.Name(loop.target.name, "load")], [], None, None)]
-                )
+                nodes.Output([nodes.Call(nodes.Name(f, "load"), [value], [], None, None)])
                 for f in ("__begin_turn", "__end_turn")
             )
             loop.body = [begin.set_lineno(loop.lineno), *loop.body, end.set_lineno(loop.lineno)]
+
+
+def _value_of(loop: nodes.For, name: str) -> nodes.Expr:
+    """What a turn of a loop is about: its variable `name`; of `for i in range(...)` the first X[i] of an outer X."""
+    calls = loop.iter.find_all(nodes.Call) if not isinstance(loop.iter, nodes.Call) else (loop.iter,)
+    if any(isinstance(call.node, nodes.Name) and call.node.name == "range" for call in calls):
+        own = {found.name for part in loop.body for found in part.find_all(nodes.Name) if found.ctx == "store"}
+        for item in (item for part in loop.body for item in part.find_all(nodes.Getitem)):
+            by_number = isinstance(item.arg, nodes.Name) and item.arg.name == name
+            if by_number and isinstance(item.node, nodes.Name) and item.node.name not in own:
+                return nodes.Getitem(nodes.Name(item.node.name, "load"), nodes.Name(name, "load"), "load")
+    return nodes.Name(name, "load")
 
 
 class Template:
@@ -183,14 +197,47 @@ class Template:
             raise BadRow("the chat template works on its own output, so it cannot be told who wrote what")
         return rendering._replace(read=tuple(message.read for message in marked))
 
+    @cached_property
+    def _lists(self) -> tuple[bool, bool, bool]:
+        """Whether texts have to be lists of parts: of the assistant, of others; whether thoughts have to be a part."""
+
+        def holds(role: str, content: Any, **more: str) -> bool:
+            talk = [{"role": "user", "content": [_part("?")] if others else "?"}] if role == "assistant" else []
+            values = {"tools": None, "documents": None, "add_generation_prompt": False} | self._variables
+            with suppress(Exception):
+                text = self._plain.render(messages=[*talk, {"role": role, "content": content, **more}], **values)
+                return PROBE in text and not re.search("['\"]type['\"]: ", text)
+            return False
+
+        others = False
+        others = not holds("user", PROBE) and holds("user", [_part(PROBE)])
+        mine = not holds("assistant", PROBE) and holds("assistant", [_part(PROBE)])
+        apart = holds("assistant", [_part("!")] if mine else "!", **dict.fromkeys(THOUGHTS, PROBE))
+        return mine, others, not apart and holds("assistant", [_part(PROBE, "thinking"), _part("!")])
+
+    def _as_taken(self, message: Fields) -> Fields:
+        """With a list of parts for its text, where the template takes no other form."""
+        mine, others, thoughts = self._lists
+        listed = mine if dict.get(message, "role") == "assistant" else others
+        content, held = dict.get(message, "content"), thoughts_of(message) if thoughts else None
+        if not (held or (listed and isinstance(content, str))):
+            return message
+        parts = [_part(content)] if isinstance(content, str) and content else content or []
+        parts = [*([_part(held, "thinking")] if held else []), *parts]
+        if isinstance(message, _Message):
+            message.read.update(THOUGHTS if held else ())
+            return _Message({**dict(dict.items(message)), "content": parts}, message.turn, message.read)
+        return message | {"content": parts}
+
     def _run(
         self, template: jinja2.Template, messages: Sequence[Fields], tools: list[Fields] | None, prompt: bool
     ) -> str:
+        taken = [self._as_taken(_with_reasoning(message)) for message in messages]
         if self._random:
             random.seed(repr(messages))  # equal each time; the template has this process to itself
         try:
             return template.render(
-                messages=[_with_reasoning(m) for m in messages],
+                messages=taken,
                 tools=tools,
                 documents=None,
                 add_generation_prompt=prompt,
@@ -207,17 +254,21 @@ class Template:
 THOUGHTS = ("reasoning_content", "thinking", "reasoning")
 
 
+def _part(text: str, kind: str = "text") -> Fields:
+    return {"type": kind, kind: text}
+
+
 def thoughts_of(message: Fields) -> Any:
     """Thoughts, apart from content, or None."""
     return next((dict.get(message, name) for name in THOUGHTS if dict.get(message, name) is not None), None)
 
 
 def _with_reasoning(message: Fields) -> Fields:
-    """Thoughts under both names that templates read; `thinking` in gpt-oss."""
+    """Thoughts under all names that templates read: `thinking` in gpt-oss, `reasoning` in Solar."""
     thoughts = thoughts_of(message)
     if thoughts is None:
         return message
-    named = {"thinking": thoughts} | dict(dict.items(message)) | {"reasoning_content": thoughts}
+    named = dict(dict.items(message)) | dict.fromkeys(THOUGHTS, thoughts)
     return _Message(named, message.turn, message.read) if isinstance(message, _Message) else named
 
 

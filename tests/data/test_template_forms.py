@@ -1,0 +1,106 @@
+"""The forms in which templates of released models take calls, texts and thoughts, and where they write turns."""
+
+import pytest
+
+from trireme.engine.data.chat import ChatTemplate
+from trireme.engine.data.files.rows import BadRow
+from trireme.engine.data.formats.formats import read_row
+
+user = lambda text: {"role": "user", "content": text}
+said = lambda text, **more: {"role": "assistant", "content": text, **more}
+TURNS = "{% for m in messages %}<{{ m.role }}>BODY<end>{% endfor %}{% if add_generation_prompt %}<assistant>{% endif %}"
+CALLS = TURNS.replace("BODY", "{% for c in m.tool_calls or [] %}WRITTEN{% endfor %}{{ m.content or '' }}")
+
+
+def learned(source, talk, **more):
+    """The text, with [..] around what is trained, and what is named as not used."""
+    example = read_row({"messages": talk} | more)[1]
+    text, spans, _, _, unread = ChatTemplate({"default": source}, {}).mark(example.messages, example.tools)
+    for start, stop in reversed(spans):
+        text = f"{text[:start]}[{text[start:stop]}]{text[stop:]}"
+    return text, unread
+
+
+ARGUMENTS = {  # how a template writes them: what it makes of {"city": "Rom"}, as an object and as JSON in a string
+    "JSON alone": ("{{ c.function.arguments | tojson }}", '{"city": "Rom"}'),
+    "a string alone": ("{{ 'f:' + c.function.arguments }}", 'f:{"city": "Rom"}'),
+    "a syntax of its own, else as it is": (
+        "{% if c.function.arguments is mapping %}{% for k, v in c.function.arguments | items %}{{ k }}:<|{{ v }}|>"
+        "{% endfor %}{% else %}{{ c.function.arguments }}{% endif %}",
+        "city:<|Rom|>",
+    ),
+    "tags": (
+        "{% for k, v in c.function.arguments.items() %}<{{ k }}>{{ v }}</{{ k }}>{% endfor %}",
+        "<city>Rom</city>",
+    ),
+    "calls with an id alone": (
+        "{% if c.id | length != 9 %}{{ raise_exception('an id') }}{% endif %}{{ c.function | tojson }}",
+        '{"name": "f", "arguments": {"city": "Rom"}}',
+    ),
+}
+
+
+@pytest.mark.parametrize("form", ARGUMENTS)
+@pytest.mark.parametrize("arguments", [{"city": "Rom"}, '{"city": "Rom"}'])
+def test_arguments_are_an_object_wherever_the_template_can_write_one(form, arguments):
+    written, expected = ARGUMENTS[form]
+    source = CALLS.replace("WRITTEN", written + "{{ c.function.name }}")
+    talk = [user("?"), said("", tool_calls=[{"id": "abcdefgh1", "function": {"name": "f", "arguments": arguments}}])]
+    assert learned(source, talk)[0] == f"<user>?<end><assistant>[{expected}f<end>]"
+
+
+PARTS = TURNS.replace("BODY", "{% for p in m.content %}{% if p.type == 'text' %}{{ p.text }}{% endif %}{% endfor %}")
+THINKING = TURNS.replace(
+    "BODY",
+    "{% if m.content is string %}{{ m.content }}{% else %}{% for p in m.content %}"
+    "{% if p.type == 'thinking' %}<t>{{ p.thinking }}</t>{% else %}{{ p.text }}{% endif %}{% endfor %}{% endif %}",
+)
+
+
+def test_a_template_of_lists_of_parts_gets_lists():
+    """Those of models that see; a string would be written as nothing."""
+    told = "<user>a<end><assistant>[b<end>]"
+    assert learned(PARTS, [user("a"), said("b")]) == (told, ())
+    assert learned(PARTS, [user([{"type": "text", "text": "a"}]), said("b")]) == (told, ())
+    template = ChatTemplate({"default": PARTS}, {})
+    assert template.text([user("a")], prompt=True) == "<user>a<end><assistant>"
+
+
+@pytest.mark.parametrize("key", ["reasoning_content", "reasoning", "thinking"])
+@pytest.mark.parametrize("read", ["reasoning_content", "reasoning", "thinking", "part"])
+def test_thoughts_are_written_whatever_they_are_called(key, read):
+    """As a part of the content too, as in Ministral."""
+    source = TURNS.replace("BODY", f"{{% if m.{read} %}}<t>{{{{ m.{read} }}}}</t>{{% endif %}}{{{{ m.content }}}}")
+    source = THINKING if read == "part" else source
+    told = ("<user>a<end><assistant>[<t>Hm.</t>b<end>]", ())
+    assert learned(source, [user("a"), said("b", **{key: "Hm."})]) == told
+    assert learned(source, [user("a"), said([{"type": "thinking", "thinking": "Hm."}, "b"])]) == told
+    assert learned(source, [user("a"), said("b")])[0] == "<user>a<end><assistant>[b<end>]"
+
+
+def test_a_loop_over_numbers_of_messages():
+    """As in EXAONE 4."""
+    source = TURNS.replace("for m in messages %}", "for i in range(messages | length) %}{% set m = messages[i] %}")
+    source = source.replace(
+        "BODY", "{{ m.content }}{% for k in range(i + 1, 9) %}{% if messages[k] %}{% endif %}{% endfor %}"
+    )
+    talk = [user("a"), said("b"), user("c"), said("d")]
+    assert learned(source, talk)[0] == "<user>a<end><assistant>[b<end>]<user>c<end><assistant>[d<end>]"
+
+
+BEHIND = (  # as Nemotron Nano 2 has it
+    "{% set last = messages[-1] if messages[-1].role == 'assistant' else none %}"
+    "{% for m in messages %}{% if not (loop.last and last) %}<{{ m.role }}>{{ m.content }}<end>\n{% endif %}"
+    "{% endfor %}{% if add_generation_prompt %}<assistant><think>{% endif %}"
+    "{% if last %}<assistant>{% if last.content %}<think>{{ last.content }}{% else %}<tool>{% endif %}<end>\nEND"
+    "{% endif %}"
+)
+
+
+def test_the_last_answer_may_be_written_behind_the_loop():
+    source, talk = BEHIND.replace("END", ""), [user("a"), said("b"), user("c"), said("d")]
+    assert learned(source, talk)[0] == ("<user>a<end>\n<assistant>[b<end>]\n<user>c<end>\n<assistant><think>[d<end>]\n")
+    talk = [user("a"), said("b"), user("c"), said("")]
+    assert learned(source, talk)[0].endswith("<assistant>[<tool><end>]\n")
+    with pytest.raises(BadRow, match="writes nothing for message 1"):
+        learned(BEHIND.replace("END", "<assistant>more<end>"), [user("a"), said("b")])
