@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import re
 from typing import Any
 
+from trireme.engine.data.files.json_rows import json_of
 from trireme.engine.data.files.rows import BadRow, Fields, kind_of
 from trireme.engine.data.formats.calls import drop_strange_nulls, number_calls, read_tools, told_calls
 from trireme.engine.data.formats.examples import Chat, Completion, filled_list, string
@@ -39,6 +41,25 @@ def read_talk(row: Fields, answer: str = "completion") -> Chat:
         message["train"] = False
     messages = _turns(row["completion"], answer, unused, messages)
     return _finished(row, messages, unused)
+
+
+def messages_in(value: Any) -> list[Any]:
+    """A list of messages, also one alone, and as JSON in a string; empty where it is a text. Raises BadRow."""
+    if isinstance(value, str) and re.match(r"\s*(\[\s*)?\{\s*\"", value):
+        try:
+            value = json_of(value)
+        except BadRow:
+            raise
+        except (ValueError, RecursionError):
+            return []
+        if isinstance(value, list) and not all(map(_is_message, value)):
+            return []
+    return [value] if _is_message(value) else value if isinstance(value, list) else []
+
+
+def _is_message(value: Any) -> bool:
+    keys = value.keys() if isinstance(value, dict) else set[str]()
+    return {"from", "value"} <= keys or ("role" in keys and bool({"content", *SAID} & keys))
 
 
 def _chat(row: Fields, column: str, answered: bool) -> Chat:
@@ -114,7 +135,7 @@ def read_alpaca(row: Fields) -> Chat:
     history = row.get("history") or []
     if not isinstance(history, list) or not all(isinstance(pair, list) and len(pair) == 2 for pair in history):
         raise BadRow("'history' is not a list of [question, answer] pairs")
-    for question, reply in [*history, [f"{asked}\n{given}" if given else asked, answer]]:
+    for question, reply in [*history, ["\n".join(part for part in (asked, given) if part), answer]]:
         if not isinstance(question, str) or not isinstance(reply, str):
             raise BadRow("'history' holds something that is not a string")
         messages += [{"role": "user", "content": question}, {"role": "assistant", "content": reply}]

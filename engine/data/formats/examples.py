@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from typing import Any, NamedTuple
 
 from trireme.engine.data.files.rows import BadRow, Fields, kind_of
@@ -67,3 +67,14 @@ def filled_list(row: Mapping[str, Any], key: str, of: str) -> list[Any]:
     if not value:
         raise BadRow(f"{key!r} is empty")
     return value
+
+
+def by_case(row: Mapping[str, Any], keys: Sequence[str], more: Sequence[str] = ()) -> str:
+    """A hint where columns are those of a format, `keys` and perhaps `more`, but for case and spaces; else ""."""
+    names = {str(key).strip().lower(): str(key) for key in row}
+    if not all(key in names for key in keys):
+        return ""
+    pairs = [(key, names[key]) for key in (*keys, *more) if key in names and names[key] != key]
+    if any(theirs != theirs.strip() for _, theirs in pairs):
+        return " Remove the spaces around the names of its columns."
+    return f" Perhaps --map {','.join(f'{ours}={theirs}' for ours, theirs in pairs)}." if pairs else ""

@@ -10,8 +10,14 @@ from typing import Any
 from trireme.engine.data.files.json_rows import json_of
 from trireme.engine.data.files.rows import BadRow, Fields
 from trireme.engine.data.formats import conversations
-from trireme.engine.data.formats.conversations import read_alpaca, read_messages, read_sharegpt, read_talk
-from trireme.engine.data.formats.examples import Chat, Completion, Example, Text, string
+from trireme.engine.data.formats.conversations import (
+    messages_in,
+    read_alpaca,
+    read_messages,
+    read_sharegpt,
+    read_talk,
+)
+from trireme.engine.data.formats.examples import Chat, Completion, Example, Text, by_case, string
 from trireme.engine.data.formats.ids import SAYS_MORE, read_ids
 from trireme.engine.data.formats.messages import refuse_masked, refuse_media
 from trireme.engine.data.formats.pairs import COLUMNS
@@ -19,6 +25,7 @@ from trireme.engine.data.formats.preferences import refuse_preferences
 from trireme.models.config import InputError
 from trireme.storage.untrusted import shown
 
+_SEGMENTS = "segments"  # of texts, each learned or not
 UNUSED = "unused"  # --map unused=THEIRS leaves a column out
 LISTS = ("messages", "conversations", "tools", "functions", "history", "chat_template_kwargs", "input_ids", *SAYS_MORE)
 
@@ -46,6 +53,7 @@ def find_format(row: Mapping[str, Any], hint: str = "", given: Mapping[str, Any]
         return form
     given = row if given is None else given
     keys = set(given)
+    hint = next(filter(None, (by_case(given, form.keys, form.more) for form in FORMATS)), hint)
     likely = [(ours, theirs) for ours, theirs in _LIKELY if set(theirs) <= keys] + _by_value(given)
     for ours, theirs in likely[:1]:
         hint += f" Perhaps --map {','.join(f'{o}={t}' for o, t in zip(ours, theirs, strict=True))}."
@@ -53,9 +61,11 @@ def find_format(row: Mapping[str, Any], hint: str = "", given: Mapping[str, Any]
     lists = [k for k, v in given.items() if isinstance(v, list) and v and all(isinstance(row, dict) for row in v)]
     if lists and not likely:
         hint += f" If '{shown(lists[0], KEY)}' is the list of rows, write that list alone."
+    if _SEGMENTS in keys:
+        hint = " Of axolotl's segments write what is learned as completion, and what is before it as prompt."
     if keys == {"role", "content"}:
         hint = ' A conversation is a row: {"messages": [{"role": …, "content": …}, …]}.'
-    if lists := [key for key, value in given.items() if isinstance(value, list) and len(value) > 1 and _rows(value)]:
+    if lists := [key for key, value in given.items() if key != _SEGMENTS and isinstance(value, list) and _rows(value)]:
         hint = f" Are the rows in its list '{shown(lists[0], KEY)}'? Write that list alone into a file."
     if given and not hint:
         hint = " --map names your columns, as instruction=question,output=answer."
@@ -64,7 +74,7 @@ def find_format(row: Mapping[str, Any], hint: str = "", given: Mapping[str, Any]
 
 def _rows(values: list[Any]) -> bool:
     """Whether each would be a row of its own."""
-    return all(isinstance(value, dict) and _fitting(value) for value in values[:8])
+    return len(values) > 1 and all(isinstance(value, dict) and _fitting(value) for value in values[:8])
 
 
 def read_row(given: Fields, renames: Mapping[str, str] | None = None) -> tuple[Format, Example, list[str]]:
@@ -189,26 +199,15 @@ def _text(row: Fields) -> Text:
 
 
 def _prompt_completion(row: Fields) -> Example:
-    talk = [_talk(row["prompt"]), _talk(row["completion"])]
-    if all(talk):
-        return read_talk(row | {"prompt": talk[0], "completion": talk[1]})
+    asked, answer = messages_in(row["prompt"]), messages_in(row["completion"])
+    if asked or answer:
+        asked = asked or [{"role": "user", "content": string(row, "prompt")}]
+        answer = answer or [{"role": "assistant", "content": string(row, "completion")}]
+        return read_talk(row | {"prompt": asked, "completion": answer})
     completion = string(row, "completion")
     if not completion:
         raise BadRow("'completion' is empty")
     return Completion(string(row, "prompt"), completion)
-
-
-def _talk(value: Any) -> list[Any]:
-    """Messages, also as JSON in a string; empty where it is none."""
-    if isinstance(value, str) and value.lstrip().startswith('[{"'):
-        try:
-            value = json_of(value)
-        except BadRow:
-            raise
-        except (ValueError, RecursionError):
-            return []
-        return value if all(isinstance(turn, dict) and "role" in turn for turn in value) else []
-    return value if isinstance(value, list) else []
 
 
 FORMATS = (

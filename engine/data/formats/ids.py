@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
+import re
+
 from trireme.engine.data.files.rows import BadRow, Fields
 from trireme.engine.data.formats.examples import Ids, filled_list
 
 LOSS_MASKS = ("completion_mask", "assistant_masks", "assistant_mask", "loss_mask", "loss_masks")  # 1: trained
 _OTHER_MASKS = ("special_tokens_mask",)
+_MAY_MASK = re.compile("loss|weight|train|learn", re.IGNORECASE)
 SAYS_MORE = ("labels", *LOSS_MASKS, "attention_mask", "position_ids", "seq_lengths")
 
 
@@ -14,7 +17,8 @@ def read_ids(row: Fields) -> Ids:
     """`input_ids`, less those at the ends that attention_mask leaves out; trained where labels and all masks say so."""
     ids = _integers(row, "input_ids")
     for key, value in row.items():
-        if key.endswith(("mask", "masks")) and key not in (*SAYS_MORE, *_OTHER_MASKS) and value not in (None, [], ""):
+        masks = key.endswith(("mask", "masks")) or (isinstance(value, list) and _MAY_MASK.search(key))
+        if masks and key not in (*SAYS_MORE, *_OTHER_MASKS) and value not in (None, [], ""):
             raise BadRow(f"{key!r} is no mask that is known. Is 1 trained? --map loss_mask={key}, else unused={key}")
     trained = [True] * len(ids)
     for key in LOSS_MASKS:

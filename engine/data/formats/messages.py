@@ -17,6 +17,7 @@ CALL = "call"  # a turn that is a call, in ShareGPT's way
 ROLES = {
     **dict.fromkeys(("human", "user"), "user"),
     **dict.fromkeys(("gpt", "assistant", "chatgpt", "chatbot", "model", "bot", "ai"), "assistant"),
+    **dict.fromkeys(("bard", "bing", "claude"), "assistant"),  # in ShareGPT's files
     "system": "system",
     **dict.fromkeys(("function_call", "tool_call"), CALL),
     **dict.fromkeys(("tool", "function", "observation", "function_response", "tool_response"), "tool"),
@@ -43,10 +44,22 @@ def refuse_media(keys: Mapping[str, Any], where: str, unless: str = "") -> None:
 
 
 def refuse_masked(row: Mapping[str, Any]) -> None:
-    """Raises BadRow where a column says that the row is not to be learned."""
+    """Raises BadRow where a column says that the row, or some of its messages, are not to be learned."""
     for key in (*_TRAINED, *_MASKED):
-        if isinstance(row.get(key), bool) and row[key] == (key in _MASKED):
-            raise BadRow(f"{key!r} is {str(row[key]).lower()}: leave the row out, or the column: --map unused={key}")
+        value, off = row.get(key), key in _MASKED
+        if _flag(value, key not in _NUMBERS and key != "loss") is off:
+            raise BadRow(f"{key!r} is {str(value).lower()}: leave the row out, or the column: --map unused={key}")
+        flags = [_flag(one, True) for one in value] if isinstance(value, list) and "input_ids" not in row else []
+        if flags and None not in flags and off in flags:
+            way_out = f'write "train" of true or false into the messages; to learn all: --map unused={key}'
+            raise BadRow(f"{key!r} is a list, whose entries are not known to be about messages: {way_out}")
+
+
+def _flag(value: Any, numbers: bool) -> bool | None:
+    """What a column says, also as text, as tables have it; None: something else. `numbers`: 0 and 1 say it too."""
+    word = str(value).strip().lower() if isinstance(value, (bool, str)) or (numbers and value in (0, 1)) else ""
+    words = {"true": True, "false": False} | ({"1": True, "1.0": True, "0": False, "0.0": False} if numbers else {})
+    return words.get(word)
 
 
 def read_message(turn: Any, where: str, unused: dict[str, None]) -> Fields:

@@ -10,11 +10,18 @@ from dataclasses import dataclass
 from decimal import Decimal
 from typing import Any, Literal
 
-from trireme.engine.data.files.json_rows import json_of
 from trireme.engine.data.files.rows import BadRow, Fields, kind_of
-from trireme.engine.data.formats.conversations import SAYS_MORE, read_alpaca, read_messages, read_sharegpt, read_talk
-from trireme.engine.data.formats.examples import Chat, Completion, Example, string
+from trireme.engine.data.formats.conversations import (
+    SAYS_MORE,
+    messages_in,
+    read_alpaca,
+    read_messages,
+    read_sharegpt,
+    read_talk,
+)
+from trireme.engine.data.formats.examples import Chat, Completion, Example, by_case, string
 from trireme.engine.data.formats.messages import CALL, ROLES, refuse_masked
+from trireme.engine.data.formats.preferences import side_of
 
 # Of data: rows of their own, pairs, labelled answers; pairs and rows that are scored, at their last token
 Kind = Literal["", "pairs", "labels", "rewards", "classes"]
@@ -26,6 +33,7 @@ LABELS = ("label", "kto_tag")
 _GOOD, _BAD = ("true", "1", "1.0", "yes", "good", "desirable"), ("false", "0", "0.0", "-1", "no", "bad", "undesirable")
 _ASKED = ("question", "query", "instruction", "input", "problem", "context", "user")  # other names of a prompt
 _TALKS = ("messages", "conversations")
+_TELLING = 32  # characters that two answers do not begin with by chance
 
 
 @dataclass(frozen=True)
@@ -49,7 +57,8 @@ class AnswerFormat:
 
 def read_answers(row: Fields, kind: Kind) -> tuple[AnswerFormat, list[Answer], list[str]]:
     """(its format, its answers, keys that are not read). `row`: renamed by --map. Raises BadRow."""
-    row = {("label" if key == LABELS[1] and "label" not in row else key): value for key, value in row.items()}
+    if row.get("label") is None and row.get(LABELS[1]) is not None:
+        row = {key: value for key, value in row.items() if key != LABELS[1]} | {"label": row[LABELS[1]]}
     refuse_masked(row)
     form = _found(row, kind)
     weight, answers = weight_of(row), form.read(row)
@@ -99,6 +108,7 @@ def _found(row: Fields, kind: Kind) -> AnswerFormat:
         if all(key in row for key in form.keys):
             absent = " and ".join(repr(key) for key in form.keys if row[key] is None)
             raise BadRow(f"has null for {absent}; the format {form.name!r} needs a value")
+    hint = next(filter(None, (by_case(row, form.keys, form.more) for form in readable)), "") or _by_side(row)
     expected = (
         "prompt, chosen, rejected" if kind != "labels" else "prompt, completion, label; or prompt, chosen, rejected"
     )
@@ -106,7 +116,18 @@ def _found(row: Fields, kind: Kind) -> AnswerFormat:
     near = (
         "" if kind == "labels" or not any(key in row for key in LABELS) else " Labelled answers are for --method kto."
     )
-    raise BadRow(f"no format of preferences has its keys ({keys}); expected {expected}.{near} --map names your columns")
+    hint = hint or " --map names your columns"
+    raise BadRow(f"no format of preferences has its keys ({keys}); expected {expected}.{near}{hint}")
+
+
+def _by_side(row: Mapping[str, Any]) -> str:
+    """A hint where two columns are called as good and bad answers are."""
+    found = [[key for key in row if side_of(key) is which] for which in (True, False)]
+    if any(len(keys) != 1 for keys in found):
+        return ""
+    (good,), (bad,) = found
+    pairs = [f"{ours}={theirs}" for ours, theirs in (("chosen", good), ("rejected", bad)) if ours != theirs]
+    return f" Perhaps --map {','.join(pairs)}" if pairs else ""
 
 
 # ---------------------------------------------------------------- pairs
@@ -114,21 +135,24 @@ def _found(row: Fields, kind: Kind) -> AnswerFormat:
 
 def _pair(row: Fields) -> list[Answer]:
     """`chosen` and `rejected`: texts, or messages, with or without those of the prompt."""
-    chosen, rejected = (_messages(row[key]) for key in ("chosen", "rejected"))
+    chosen, rejected = (messages_in(row[key]) for key in ("chosen", "rejected"))
     if bool(chosen) != bool(rejected):
         raise BadRow("'chosen' and 'rejected' are of different kinds, a text and messages")
     prompt = row.get("prompt")
     if chosen and rejected:
-        context = _messages(prompt) if prompt is not None else []
+        context = messages_in(prompt) if prompt is not None else []
         if not context and isinstance(prompt, str) and prompt.strip():
             context = [{"role": "user", "content": prompt}]
         sides = zip(("chosen", "rejected"), _both_ways(chosen, rejected), strict=True)
         return [(_talk(row, *_apart(context, *both), side), 1.0) for side, both in sides]
     texts = string(row, "chosen"), string(row, "rejected")
-    if context := _messages(prompt):
+    if context := messages_in(prompt):
         return [(_talk(row, context, [{"role": "assistant", "content": text}]), 1.0) for text in texts]
     if prompt is not None:
-        return [(_completion(string(row, "prompt"), text), 1.0) for text in texts]
+        asked = string(row, "prompt")
+        if len(asked.strip()) >= _TELLING and all(text.lstrip().startswith(asked.strip()) for text in texts):
+            raise BadRow("'chosen' and 'rejected' begin with the prompt; leave it out: --map unused=prompt")
+        return [(_completion(asked, text), 1.0) for text in texts]
     _check_prompt(row)
     return [(_of_dialogue(mine, other), 1.0) for mine, other in _both_ways(*texts)]
 
@@ -146,20 +170,6 @@ def _both_ways(chosen: Any, rejected: Any) -> tuple[tuple[Any, Any], tuple[Any, 
     return (chosen, rejected), (rejected, chosen)
 
 
-def _messages(value: Any) -> list[Any]:
-    """Messages, also one alone, and as JSON in a string; empty where it is a text."""
-    if isinstance(value, str) and value.lstrip()[:2] in ("[{", '{"'):
-        try:
-            value = json_of(value)
-        except BadRow:
-            raise
-        except (ValueError, RecursionError):
-            return []
-    if isinstance(value, dict) and ({"role", "content"} <= value.keys() or {"from", "value"} <= value.keys()):
-        return [value]
-    return value if isinstance(value, list) else []
-
-
 def _role(message: Any) -> str:
     said = (message.get("role") or message.get("from") or "") if isinstance(message, dict) else ""
     return ROLES.get(said.strip().lower(), said) if isinstance(said, str) else ""
@@ -175,16 +185,25 @@ def _apart(context: list[Any], mine: list[Any], other: list[Any]) -> tuple[list[
     while same < min(len(mine), len(other)) - 1 and mine[same] == other[same]:
         same += 1
     shared, answer = mine[:same], mine[same:]
-    if shared and context and [_content(m) for m in shared[-len(context) :]] != [_content(m) for m in context]:
-        first = [_content(m) for m in shared if _role(m) == "user"][:1]
-        if first != [_content(context[-1])]:
-            raise BadRow("'prompt' is not what 'chosen' and 'rejected' begin with; leave it out: --map unused=prompt")
-    before = shared or context
+    before = _joined(context, shared)
     if not before:
         raise BadRow("'chosen' and 'rejected' have no message in common, and there is no 'prompt'")
     if not shared and (role := _role(answer[0])) not in ("", "assistant", CALL):
         raise BadRow(f"after the prompt there is a message of role {role!r}, expected 'assistant'")
     return before, answer
+
+
+def _joined(context: list[Any], shared: list[Any]) -> list[Any]:
+    """What is before the answer: a prompt, and what both sides begin with, which may hold it, or go on from its end."""
+    asked, begun = ([(_role(m), _content(m)) for m in messages] for messages in (context, shared))
+    if not (asked and begun) or asked == begun[-len(asked) :]:
+        return shared or context
+    for n in range(min(len(asked), len(begun)), 0, -1):
+        if asked[-n:] == begun[:n]:
+            return [*context[:-n], *shared]
+    if len(asked) == 1 and asked == [turn for turn in begun if turn[0] == "user"][:1]:
+        return shared
+    raise BadRow("'prompt' is not what 'chosen' and 'rejected' begin with; leave it out: --map unused=prompt")
 
 
 def _talk(row: Fields, context: list[Any], answer: list[Any], side: str = "completion") -> Chat:
@@ -238,7 +257,7 @@ def _talk_pair(row: Fields) -> list[Answer]:
     context = next(row[key] for key in _TALKS if row.get(key) is not None)
     if not isinstance(context, list):
         raise BadRow(f"the conversation is {kind_of(context)}, expected a list of messages")
-    answers = [_messages(row[key]) or [{"role": "assistant", "content": row[key]}] for key in ("chosen", "rejected")]
+    answers = [messages_in(row[key]) or [{"role": "assistant", "content": row[key]}] for key in ("chosen", "rejected")]
     if any(len(answer) > 1 and answer[: len(context)] == context for answer in answers):
         return _pair(row)  # UltraFeedback's has both
     sides = zip(("chosen", "rejected"), answers, strict=True)
@@ -255,9 +274,9 @@ def _last(chat: Chat) -> Chat:
 
 
 def _labelled(row: Fields) -> list[Answer]:
-    if (context := _messages(row["prompt"])) or _messages(row["completion"]):
+    if (context := messages_in(row["prompt"])) or messages_in(row["completion"]):
         context = context or [{"role": "user", "content": string(row, "prompt")}]
-        answer = _messages(row["completion"]) or [{"role": "assistant", "content": string(row, "completion")}]
+        answer = messages_in(row["completion"]) or [{"role": "assistant", "content": string(row, "completion")}]
         return [(_talk(row, context, answer), _sign(row))]
     return [(_completion(string(row, "prompt"), string(row, "completion")), _sign(row))]
 

@@ -23,7 +23,7 @@ def refuse_preferences(row: Mapping[str, Any], renames: Mapping[str, str], forma
 
     `format_of`: name and columns of the format that further renames make of the row, None where it cannot be read.
     """
-    sides = {key: _side(key) for key, value in row.items() if value not in _EMPTY}
+    sides = {key: side_of(key) for key, value in row.items() if value not in _EMPTY}
     good, bad = ([key for key, side in sides.items() if side is which] for which in (True, False))
     tags = [key for key in _TAGS if key in row]
     before = [f"{ours}={theirs}" for theirs, ours in renames.items()]
@@ -39,7 +39,7 @@ def refuse_preferences(row: Mapping[str, Any], renames: Mapping[str, str], forma
             raise BadRow(f"{_WHAT} Keep the rows that {key!r} says are good, and leave the column out: {way_out}")
 
 
-def _side(key: str) -> bool | None:
+def side_of(key: str) -> bool | None:
     """Whether a column holds good answers (True), bad ones (False) or something else."""
     key = key.lower()
     for words, side in ((_BAD, False), (_GOOD, True)):

@@ -1,0 +1,132 @@
+"""Rows in the conventions of TRL, axolotl, LLaMA-Factory and ShareGPT, and what is near to them."""
+
+import json
+
+import pytest
+
+from trireme.engine.data.files.rows import BadRow
+from trireme.engine.data.formats.formats import read_row
+from trireme.engine.data.formats.pairs import read_answers
+
+user = lambda text, **more: {"role": "user", "content": text, **more}
+said = lambda text, **more: {"role": "assistant", "content": text, **more}
+system = lambda text: {"role": "system", "content": text}
+
+
+def told(messages):
+    return [(m["role"], m["content"]) for m in messages]
+
+
+TALKS = {  # a row, and its messages
+    "an input without an instruction": ({"instruction": "", "input": "q", "output": "a"}, [user("q"), said("a")]),
+    "a message alone": ({"prompt": user("q"), "completion": said("a")}, [user("q"), said("a")]),
+    "messages and a text": ({"prompt": [user("q")], "completion": "a"}, [user("q"), said("a")]),
+    "a text and messages": ({"prompt": "q", "completion": [said("a")]}, [user("q"), said("a")]),
+    "JSON of ShareGPT": (
+        {"prompt": '[{"from": "human", "value": "q"}]', "completion": '[{"from": "gpt", "value": "a"}]'},
+        [user("q"), said("a")],
+    ),
+    "JSON over lines": ({"prompt": json.dumps([user("q")], indent=2), "completion": "a"}, [user("q"), said("a")]),
+    **{
+        name: (
+            {"conversations": [{"from": "human", "value": "q"}, {"from": name, "value": "a"}]},
+            [user("q"), said("a")],
+        )
+        for name in ("bard", "bing", "claude", "ChatGPT")
+    },
+}
+
+
+@pytest.mark.parametrize("case", TALKS)
+def test_conversations(case):
+    row, expected = TALKS[case]
+    assert told(read_row(row)[1].messages) == told(expected)
+
+
+def test_json_that_is_an_answer_is_a_text():
+    for answer in ('[{"name": "x", "role": "admin"}]', '{"role": "admin"}', "[]", '{"a": 1}'):
+        assert read_row({"prompt": "q", "completion": answer})[1].completion == answer
+        row = {"prompt": "q", "chosen": answer, "rejected": "no"}
+        assert [example.completion for example, _ in read_answers(row, "pairs")[1]] == [answer, "no"]
+
+
+REFUSED = {
+    "train of a table": ({"text": "a", "train": "False"}, "'train' is false: leave the row out"),
+    "train 0": ({"prompt": "q", "completion": "a", "train": 0}, "'train' is 0: leave the row out"),
+    "mask of a table": ({"text": "a", "masked": "1"}, "'masked' is 1: leave the row out"),
+    "a list of flags": ({"messages": [user("q"), said("a")], "mask": [1, 0]}, "'mask' is a list, whose entries"),
+    "weights of tokens": ({"input_ids": [1, 2], "loss_weights": [0.0, 1.0]}, "'loss_weights' is no mask that is known"),
+    "another case": ({"Instruction": "q", "Output": "a"}, "Perhaps --map instruction=Instruction,output=Output."),
+    "spaces": ({"text ": "a"}, "Remove the spaces around the names of its columns."),
+    "segments": ({"segments": [{"label": True, "text": "a"}] * 2}, "Of axolotl's segments write what is learned as"),
+}
+
+
+@pytest.mark.parametrize("case", REFUSED)
+def test_rows_that_are_refused(case):
+    row, says = REFUSED[case]
+    with pytest.raises(BadRow) as error:
+        read_row(row)
+    assert says in str(error.value)
+
+
+def test_columns_that_say_that_a_row_is_learned():
+    for more in (
+        {"train": "True"},
+        {"train": 1},
+        {"mask": "0"},
+        {"loss": 0.0},
+        {"loss_mask": [1, 1]},
+        {"weight": "low"},
+    ):
+        assert read_row({"text": "a"} | more)[2] == list(more)
+
+
+PROMPTS = {  # prompt, what both sides begin with, what is before the answer
+    "a system message in the prompt alone": ([system("s"), user("q")], [user("q")], [system("s"), user("q")]),
+    "a system message in the answers alone": ([user("q")], [system("s"), user("q")], [system("s"), user("q")]),
+    "the first question": ("q", [user("q"), said("b"), user("r")], [user("q"), said("b"), user("r")]),
+    "the last question": ("r", [user("q"), said("b"), user("r")], [user("q"), said("b"), user("r")]),
+    "an end that is shared": ([user("q"), said("b"), user("r")], [user("r")], [user("q"), said("b"), user("r")]),
+}
+
+
+@pytest.mark.parametrize("case", PROMPTS)
+def test_prompts_of_pairs(case):
+    prompt, begun, before = PROMPTS[case]
+    row = {"prompt": prompt, "chosen": [*begun, said("good")], "rejected": [*begun, said("bad")]}
+    answers = [told(chat.messages) for chat, _ in read_answers(row, "pairs")[1]]
+    assert answers == [told([*before, said("good")]), told([*before, said("bad")])]
+
+
+PAIRS = {
+    "another question": (
+        {"prompt": "q", "chosen": [user("r"), said("a")], "rejected": [user("r"), said("b")]},
+        "is not what",
+    ),
+    "the same words of another role": (
+        {"prompt": [said("q")], "chosen": [user("q"), said("a")], "rejected": [user("q"), said("b")]},
+        "'prompt' is not what 'chosen' and 'rejected' begin with",
+    ),
+    "the prompt twice": (
+        {"prompt": "What is the tallest tree of all?\n", "chosen": "What is the tallest tree of all? A redwood.",
+         "rejected": "What is the tallest tree of all? An oak."},
+        "'chosen' and 'rejected' begin with the prompt; leave it out: --map unused=prompt",
+    ),
+    "columns by their sides": ({"prompt": "q", "chosen_response": "a", "rejected_response": "b"},
+                               "Perhaps --map chosen=chosen_response,rejected=rejected_response"),
+    "columns in another case": ({"Prompt": "q", "Chosen": "a", "Rejected": "b"}, "--map prompt=Prompt,chosen=Chosen"),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("case", PAIRS)
+def test_pairs_that_are_refused(case):
+    row, says = PAIRS[case]
+    with pytest.raises(BadRow) as error:
+        read_answers(row, "pairs")
+    assert says in str(error.value)
+
+
+def test_a_label_that_is_null_gives_way_to_its_other_name():
+    row = {"prompt": "q", "completion": "a", "label": None, "kto_tag": False}
+    assert read_answers(row, "labels")[1][0][1] == -1
