@@ -87,6 +87,17 @@ def test_damaged_packed_files(tmp_path, suffix):
         assert "\n" not in says
 
 
+@pytest.mark.parametrize("suffix", PACKED)
+def test_all_streams_of_a_packed_file_are_read(tmp_path, suffix):
+    """Of files that were joined, some tools put zeros between them; other bytes behind the end are damage."""
+    path, part = tmp_path / f"a.jsonl{suffix}", PACKED[suffix](LINES)
+    for between in (b"", *([b"\0" * 8] if suffix != ".zst" else [])):
+        path.write_bytes(part + between + part)
+        assert values(path) == 2 * ROWS
+    path.write_bytes(part + b"more")
+    assert f"is a damaged {suffix} (" in fails(path)
+
+
 @pytest.mark.parametrize(
     ("name", "content", "says"),
     [

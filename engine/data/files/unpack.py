@@ -8,8 +8,9 @@ import io
 import json
 import lzma
 import zlib
+from collections.abc import Callable
 from pathlib import Path
-from typing import BinaryIO, cast
+from typing import Any, BinaryIO, cast
 
 from trireme.engine.data.files.rows import Bytes
 from trireme.models.config import InputError
@@ -32,6 +33,7 @@ _OTHERS = (
     (b"%PDF", "a PDF", "Write its text into a .txt file, from"),
 )
 
+_PART = 1 << 16  # bytes read at once
 _COLUMNS = {"messages", "conversations", "text", "prompt", "instruction", "input_ids"}
 
 
@@ -41,9 +43,9 @@ def unpacked(path: Path, raw: BinaryIO) -> Bytes:
     if packing == ".gz":
         return cast(BinaryIO, gzip.open(raw))
     if packing == ".bz2":
-        return cast(BinaryIO, bz2.open(raw))
+        return io.BufferedReader(_Streams(raw, bz2.BZ2Decompressor), 1 << 16)
     if packing == ".xz":
-        return cast(BinaryIO, lzma.open(raw))
+        return io.BufferedReader(_Streams(raw, lzma.LZMADecompressor), 1 << 16)
     if packing != ".zst":
         return raw
     try:
@@ -53,6 +55,34 @@ def unpacked(path: Path, raw: BinaryIO) -> Bytes:
             f"{path}: .zst needs pyarrow. Install it: pip install pyarrow. Or unpack it: zstd -d."
         ) from None
     return io.BufferedReader(pyarrow.CompressedInputStream(raw, "zstd"), 1 << 16)
+
+
+class _Streams(io.RawIOBase):
+    """All streams of a file, with zeros between them. Python's readers leave what is behind them, without a word."""
+
+    def __init__(self, raw: BinaryIO, make: Callable[[], bz2.BZ2Decompressor | lzma.LZMADecompressor]):
+        self._raw, self._make, self._decoder = raw, make, make()
+
+    def readable(self) -> bool:
+        return True
+
+    def readinto(self, buffer: Any) -> int:
+        """Raises OSError, EOFError or lzma.LZMAError where it is damaged."""
+        while True:
+            if self._decoder.eof:
+                rest = self._decoder.unused_data.lstrip(b"\0")
+                while not rest and (more := self._raw.read(_PART)):
+                    rest = more.lstrip(b"\0")
+                if not rest:
+                    return 0
+                self._decoder, given = self._make(), rest
+            else:
+                given = self._raw.read(_PART) if self._decoder.needs_input else b""
+                if self._decoder.needs_input and not given:
+                    raise EOFError("it ends within a stream")
+            if part := self._decoder.decompress(given, len(buffer)):
+                buffer[: len(part)] = part
+                return len(part)
 
 
 def misnamed(path: Path, head: bytes) -> str:
