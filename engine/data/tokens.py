@@ -204,7 +204,7 @@ def load_tokenizer(folder: str | Path) -> Tokenizer | None:
         eos,
         config,
         fingerprint,
-        (*notes, *wrong),
+        (*notes, *wrong, *_unlike(bos, lead)),
         _unknown(core, spec),
         _stops(core, folder, eos),
     )
@@ -299,3 +299,12 @@ def _bos(core: tokenizers.Tokenizer, config: dict[str, Any], names: dict[str, st
         return tuple(lead)
     bos = core.token_to_id(names.get("bos_token", ""))
     return (bos,) if asked and bos is not None else ()
+
+
+def _unlike(bos: Sequence[int], lead: Sequence[int]) -> tuple[str, ...]:
+    """A note where a text begins otherwise than tokenizer.json says."""
+    if bool(bos) == bool(lead):
+        return ()
+    mine, its = ("begin with a begin token", "has none") if bos else ("have no begin token", "has one")
+    by = '"add_bos_token" of tokenizer_config.json'
+    return (f"texts {mine}, by {by}; transformers 5 goes by tokenizer.json, which {its}",)

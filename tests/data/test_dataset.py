@@ -94,7 +94,15 @@ def test_bos_and_eos_are_never_doubled(tokenizer, tmp_path):
     ("config", "bos"), [({"add_bos_token": False}, ()), ({"add_bos_token": True}, (0,)), ({}, (0,))]
 )
 def test_the_configuration_says_whether_bos_is_added(tmp_path, config, bos):
-    assert make_tokenizer(tmp_path, **config).bos == bos
+    made = make_tokenizer(tmp_path, **config)
+    assert made.bos == bos
+    assert [note.partition(",")[0] for note in made.notes] == ([] if bos else ["texts have no begin token"])
+    if config.get("add_bos_token"):
+        spec = json.loads((tmp_path / "tokenizer.json").read_text())
+        (tmp_path / "tokenizer.json").write_text(json.dumps(spec | {"post_processor": None}))
+        made = load_tokenizer(tmp_path)
+        assert made.bos == (0,)
+        assert "begin with a begin token" in made.notes[0]
 
 
 def test_eos_from_the_model_where_the_tokenizer_names_none(tmp_path):
