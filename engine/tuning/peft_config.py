@@ -63,6 +63,7 @@ class Said:
     modules: frozenset[str] | None  # ends of their names; None: all linear layers, or a regular expression
     matching: re.Pattern[str] | None  # that regular expression, where it is sure to end
     excluded: frozenset[str]
+    excluding: re.Pattern[str] | None  # exclude_modules, where it is a regular expression
     parameters: frozenset[str]
     layers: frozenset[int]  # none: all
     lists: frozenset[str]  # of layers; none: any
@@ -78,7 +79,7 @@ class Said:
         """
         if self.adapts(f"{module}.weight"):
             return ""
-        if _named(self.excluded, module):
+        if _named(self.excluded, module) or (self.excluding and self.excluding.fullmatch(module)):
             return "exclude_modules"
         if any(f".{end}." in f".{module}." for end in self.saved):
             return "modules_to_save"
@@ -110,7 +111,7 @@ def _named(ends: frozenset[str], name: str) -> bool:
 
 
 def read_said(folder: Path, excluded: str = "", scored: bool = False) -> Said:
-    """`excluded`: the one regular expression that exclude_modules may be. `scored`: the model has a score head.
+    """`excluded`: a regular expression that exclude_modules may be. `scored`: the model has a score head.
 
     Raises InputError unless it is a plain LoRA of a causal language model, or if `scored` of a classifier.
     """
@@ -118,6 +119,7 @@ def read_said(folder: Path, excluded: str = "", scored: bool = False) -> Said:
     _check(where, config, excluded, scored)
     rank, alpha = _numbers(where, config)
     targets, parameters = config.get("target_modules"), _listed(config.get("target_parameters"))
+    left = config.get("exclude_modules")
     if targets is None and parameters:
         targets = []  # as peft
     if targets is None:
@@ -129,7 +131,8 @@ def read_said(folder: Path, excluded: str = "", scored: bool = False) -> Said:
         base_of(config),
         None if isinstance(targets, str) else frozenset(targets),
         _matching(targets) if isinstance(targets, str) else None,
-        frozenset() if isinstance(config.get("exclude_modules"), str) else _listed(config.get("exclude_modules")),
+        frozenset() if isinstance(left, str) else _listed(left),
+        _matching(left) if isinstance(left, str) and left else None,
         parameters,
         _listed(config.get("layers_to_transform")),
         _listed(config.get("layers_pattern") or None),
@@ -209,7 +212,8 @@ def _check(where: Path, config: dict[str, Any], excluded: str, scored: bool) -> 
         if key in READ and value is not None:
             if all(complaint(value, form) for form in READ[key]):
                 raise InputError(f"{where}: {key}{complaint(value, READ[key][-1])}.")
-            if key == "exclude_modules" and isinstance(value, str) and value not in ("", excluded):
+            unread = isinstance(value, str) and value not in ("", excluded) and not _matching(value)
+            if key == "exclude_modules" and unread:
                 raise InputError(f"{where}: {key} is a regular expression, {_show(value)}. List the modules instead.")
         elif scored and key == "task_type" and value == SCORED:
             continue

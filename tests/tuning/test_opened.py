@@ -76,6 +76,7 @@ PARTS = {
     "a layer by its number": dict(target_modules=MODULES, layers_to_transform=1, layers_pattern="layers"),
     "a regular expression": dict(target_modules=r".*layers\.(1\.self_attn\.q_proj|[01]\.mlp\.down_proj)"),
     "full names": dict(target_modules=["model.layers.1.self_attn.q_proj", "layers.0.mlp.down_proj"]),
+    "excluded by a regular expression": dict(target_modules=MODULES, exclude_modules=r".*layers\.0\.self_attn.*"),
     "excluded by name": dict(target_modules="all-linear", exclude_modules=["layers.0.self_attn.q_proj", "v_proj"]),
 }
 
