@@ -60,7 +60,7 @@ class ChatTemplate:
     @cached_property
     def fingerprint(self) -> str:
         """Of all that decides its texts."""
-        stops = [[*self._stops, self._eos]] if self._stopped_by_next(None) else []
+        stops = [[*self._stops, self._eos]] if self._stopped_by_next(None) or self._left_off(None) else []
         return hashlib.sha256(json.dumps([*self._parts, *stops], sort_keys=True).encode()).hexdigest()
 
     def text(self, messages: Sequence[Fields], tools: list[Fields] | None = None, prompt: bool = False) -> str:
@@ -107,8 +107,9 @@ class ChatTemplate:
             spans = [self._turn(i, messages, tools, rendering) for i, yes in enumerate(wanted) if yes]
         _check_calls(messages, wanted, rendering, template.tags)
         text = rendering.text
-        if self._stopped_by_next(tools) and wanted[-1:] == [True] and spans[-1][1] == len(text):
-            text += self._eos  # no next turn: the model stops there, too
+        ending = self._eos if self._stopped_by_next(tools) else self._left_off(tools)
+        if ending and wanted[-1:] == [True] and spans[-1][1] == len(text) and not text.endswith(ending):
+            text += ending  # no next turn: the model stops there, too
             spans[-1] = (spans[-1][0], len(text))
         counts = [_unwritten(i, message, rendering) for i, message in enumerate(messages) if wanted[i]]
         said, lost = sum(said for said, _ in counts), sum(lost for _, lost in counts)
@@ -123,7 +124,7 @@ class ChatTemplate:
         if not end and template.tags:
             what = f"leave out the end of the turn{f' ({left})' if left else ''}"
             found.append(f"the chat template's {{% generation %}} tags {what}, so stopping is not learned")
-        elif not end and not self._stopped_by_next(None):
+        elif not end and not self._stopped_by_next(None) and not self._left_off(None):
             found.append("the chat template ends the assistant's last message with no mark, so stopping is not learned")
         elif end and self._stops and not end.startswith(self._stops):
             stops = ", ".join(self._stops[:_NAMED])
@@ -152,6 +153,12 @@ class ChatTemplate:
             return False
         return self._of(tools).follows.startswith(self._stops)
 
+    def _left_off(self, tools: list[Fields] | None) -> str:
+        """The token that ends the assistant's earlier turns, where the template does not write it behind the last."""
+        if self._template(tools).tags or self._of(tools).end.strip():
+            return ""
+        return next((stop for stop in self._stops if self._of(tools).inner.strip() == stop), "")
+
     def _template(self, tools: list[Fields] | None) -> Template:
         return self._templates["tool_use" if tools is not None and "tool_use" in self._templates else "default"]
 
@@ -172,6 +179,9 @@ class ChatTemplate:
     def _turn(self, i: int, messages: list[Fields], tools: list[Fields] | None, rendering: Rendering) -> Span:
         """Characters of message i to learn."""
         found = [span for turn, span in rendering.turns if turn == i]
+        if len(found) > 1:  # what is written within another message's turn, a call's name for instance, is that one's
+            others = [span for turn, span in rendering.turns if turn != i]
+            found = [own for own in found if not any(a <= own[0] and own[1] <= b for a, b in others)] or found
         if not found and i == len(messages) - 1 and (span := self._last(messages, tools, rendering.text)):
             return span
         if len(found) != 1:

@@ -36,7 +36,8 @@ class Habits(NamedTuple):
 
     prompt: str | None  # opening after a user's message, or ""; None: refused
     lead: str | None  # beginning of turns; None: none could be written
-    end: str  # after the words
+    end: str  # after the words of the last turn
+    inner: str  # after those of an earlier one
     arguments: type | None  # that a tool call writes as JSON: dict, str; None: either
     answers: bool  # of tools stand in the assistant's turns
     parts: bool  # content may be a list of parts
@@ -45,7 +46,7 @@ class Habits(NamedTuple):
 
 def habits(template: Template, tools: list[Fields] | None) -> Habits:
     asked: list[Fields] = [{"role": "user", "content": "?"}]
-    before, end, follows = [], "", ""
+    before, end, inner, follows = [], "", "", ""
     for content in (PROBE, f"<think>\n{PROBE}\n</think>\n\n{PROBE}"):
         # twice: many templates write the last turn, with its thoughts, differently
         talk = [*asked, {"role": "assistant", "content": content}] * 2
@@ -56,6 +57,7 @@ def habits(template: Template, tools: list[Fields] | None) -> Habits:
                 if turn % 2 and PROBE in written:
                     before.append(written[: written.index(PROBE)])
                     end = written[written.rindex(PROBE) + len(PROBE) :]
+                    inner = inner or end
                     follows = follows or rendering.text[stop : stop + _FOLLOWS]
     found = prompts(template, asked, tools)
     begun = [prompt for prompt in found if before and all(lead.startswith(prompt) for lead in before)]
@@ -63,7 +65,7 @@ def habits(template: Template, tools: list[Fields] | None) -> Habits:
     lead = commonprefix([*before, prompt] if prompt else before) if before else None
     lead = lead and whole_marks(lead)
     arguments, answers = _arguments(template, asked, tools), _has_answers(template, asked, tools)
-    return Habits(prompt, lead, end, arguments, answers, _takes_parts(template, tools), follows)
+    return Habits(prompt, lead, end, inner, arguments, answers, _takes_parts(template, tools), follows)
 
 
 def whole_marks(shared: str, of: str = "") -> str:

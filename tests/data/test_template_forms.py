@@ -104,3 +104,36 @@ def test_the_last_answer_may_be_written_behind_the_loop():
     assert learned(source, talk)[0].endswith("<assistant>[<tool><end>]\n")
     with pytest.raises(BadRow, match="writes nothing for message 1"):
         learned(BEHIND.replace("END", "<assistant>more<end>"), [user("a"), said("b")])
+
+
+def test_a_turn_may_look_up_a_word_of_another():
+    """The name of the call that a tool answers, as in Solar Open: it is no part of the assistant's turn."""
+    look = (
+        "{% if m.role == 'tool' %}{% for n in messages %}{% for c in n.tool_calls or [] %}"
+        "{% if c.id == m.tool_call_id %}{{ c.function.name }}:{% endif %}{% endfor %}{% endfor %}{% endif %}"
+    )
+    source = CALLS.replace("WRITTEN", "{{ c.function | tojson }}").replace("{{ m.content", look + "{{ m.content")
+    call = {"id": "abcdefgh1", "type": "function", "function": {"name": "f", "arguments": {}}}
+    talk = [
+        user("a"),
+        said("", tool_calls=[call]),
+        {"role": "tool", "content": "9", "tool_call_id": "abcdefgh1"},
+        said("b"),
+    ]
+    called = '<assistant>[{"name": "f", "arguments": {}}<end>]'
+    assert learned(source, talk)[0] == f"<user>a<end>{called}<tool>f:9<end><assistant>[b<end>]"
+
+
+def test_the_end_of_earlier_turns_is_that_of_the_last():
+    """Some templates leave it to the server, or to a variable, as Hy3's is_training."""
+    source = TURNS.replace("BODY<end>", "{{ m.content }}{% if not loop.last or is_training %}<end>{% endif %}")
+    template = ChatTemplate({"default": source}, {}, None, ["<end>", "<eos>"], "<eos>")
+    for talk in ([user("a"), said("b")], [user("a"), said("b"), user("c"), said("d")]):
+        text, spans, *_ = template.mark(talk, None)
+        assert [text[a:b] for a, b in spans] == [f"{m['content']}<end>" for m in talk if m["role"] == "assistant"]
+        assert (text, spans) == template.mark(talk, None, {"is_training": True})[:2]
+        asked = [*talk, user("e")]
+        assert template.mark(asked, None).text == template.text(asked)
+    assert template.mark([user("a"), said("b<end>")], None).text.count("<end>") == 2  # not doubled
+    assert not template.notes()
+    assert "so stopping is not learned" in ChatTemplate({"default": source}, {}, None, ["<eos>"], "<eos>").notes()[0]
