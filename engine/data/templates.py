@@ -113,9 +113,9 @@ def _ends(tokenizer: Tokenizer) -> dict[str, str]:
 def _own_templates(tokenizer: Tokenizer) -> tuple[dict[str, str], str]:
     """(templates by name, their file)."""
     path = tokenizer.folder / "chat_template.jinja"
+    more = {p.stem: _read(p) for p in sorted((tokenizer.folder / TEMPLATES).glob("*.jinja")) if p.is_file()}
     if path.is_file():
-        more = sorted(p for p in (tokenizer.folder / TEMPLATES).glob("*.jinja") if p.is_file())
-        return {"default": _read(path), **{p.stem: _read(p) for p in more}}, str(path)
+        return {"default": _read(path), **more}, str(path)
     where = str(tokenizer.folder / "tokenizer_config.json")
     written = tokenizer.config.get("chat_template")
     if not written and (older := tokenizer.folder / "chat_template.json").is_file():  # of processors
@@ -132,7 +132,7 @@ def _own_templates(tokenizer: Tokenizer) -> tuple[dict[str, str], str]:
     written = written or {}
     if not isinstance(written, dict) or not all(isinstance(source, str) for source in written.values()):
         raise InputError(f"{where}: 'chat_template' is neither a string nor a list of named templates.")
-    return written, where
+    return written | more, where
 
 
 def _read(path: Path, what: str = "") -> str:

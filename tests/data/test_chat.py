@@ -479,6 +479,11 @@ def test_where_a_template_is_found(folder, tmp_path):
     (tmp_path / "tokenizer_config.json").write_text(json.dumps({"chat_template": named}))
     template = load_template(load_tokenizer(tmp_path))
     assert (template.text([], None), template.text([], TOOLS)) == ("D", "T")
+    (tmp_path / "additional_chat_templates").mkdir()
+    (tmp_path / "additional_chat_templates" / "tool_use.jinja").write_text("A")
+    (tmp_path / "tokenizer_config.json").write_text(json.dumps({"chat_template": "D"}))
+    template = load_template(load_tokenizer(tmp_path))
+    assert (template.text([], None), template.text([], TOOLS)) == ("D", "A")
     (tmp_path / "chat_template.jinja").write_text("J")  # the newer place wins
     assert load_template(load_tokenizer(tmp_path)).text([]) == "J"
     (tmp_path / "mine.jinja").write_text("M{% if %}")
