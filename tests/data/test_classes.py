@@ -140,6 +140,9 @@ def test_labels_of_data(tmp_path):
     assert find(True, False) == ("false", "true")
     with pytest.raises(InputError, match="--data has one class alone, pos"):
         find("pos")
+    for labels, says in (((0.5, 1.5), "no class: regression"), (([0, 1], [1, 0]), "a list, expected one class")):
+        with pytest.raises(InputError, match=says):
+            find(*labels)
     with pytest.raises(InputError, match="more than 1,000 different values"):
         find(*map(str, range(1002)), "x")
     with pytest.raises(InputError, match="no row with a 'label'"):

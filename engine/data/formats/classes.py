@@ -78,13 +78,13 @@ def _is_number(word: str) -> bool:
 
 def labels_in(rows: Iterable[Any], renames: Mapping[str, str]) -> tuple[str, ...]:
     """The classes that rows name, sorted; of numbers as many as the largest says, as LABEL_0. Raises InputError."""
-    found = set[str]()
+    found, fault = set[str](), ""
     for row in rows:
         value = rename(row, renames).get(KEY) if isinstance(row, dict) else None
         try:
             found |= set() if value is None else {_word(value)}
-        except BadRow:
-            continue  # told when it is read
+        except BadRow as error:
+            fault = fault or str(error)  # told when it is read, if there are others
         if len(found) > MOST:
             raise InputError(
                 f"{KEY!r} has more than {MOST:,} different values. Is it the right column? --map {KEY}=YOURS"
@@ -94,6 +94,8 @@ def labels_in(rows: Iterable[Any], renames: Mapping[str, str]) -> tuple[str, ...
         if most > MOST:
             raise InputError(f"{KEY!r} is a number up to {most - 1:,}: give as many classes, --labels {most}.")
         return tuple(f"LABEL_{i}" for i in range(max(2, most)))
+    if fault and not found:
+        raise InputError(f"--data: {fault}.")
     if len(found) < 2:
         what = f"one class alone, {shown(next(iter(found)))}" if found else f"no row with a {KEY!r}"
         raise InputError(f"--data has {what}. Name your column: --map {KEY}=YOURS; or the classes: --labels A,B.")
