@@ -170,11 +170,12 @@ def _outer_places(cfg: ModelConfig, said: Said) -> Iterator[Place]:
             (cfg.names.output, ("lora_A.weight", "lora_B.weight")),
         )
     ):
-        a, b = (f"{module}.{name}" for name in names)
+        theirs = cfg.names.module(module)
+        a, b = (f"{theirs}.{name}" for name in names)
         inner, outer = (cfg.vocab if module == cfg.names.embed else cfg.outputs, cfg.width)[
             :: 1 if module == cfg.names.embed else -1
         ]
-        yield _place(module, -1, "", said.sized(module), {a: (1, inner), b: (outer, 1)})
+        yield _place(module, -1, "", said.sized(theirs), {a: (1, inner), b: (outer, 1)})
 
 
 def _single_places(cfg: ModelConfig, said: Said) -> Iterator[Place]:
@@ -195,7 +196,7 @@ def _whole(folder: Path, cfg: ModelConfig, said: Said, found: Mapping[str, tuple
 
     Those of modules_to_save, and embedding and output matrix, which peft keeps with their adapters. Raises InputError.
     """
-    outer = {cfg.names.embed, cfg.names.output}
+    outer = {cfg.names.module(name) for name in (cfg.names.embed, cfg.names.output)}
     named, whole = set[str](), dict[str, str]()
     there = {end for end in said.saved if any(module.endswith(end) for module in outer)}
     for name, shape in shapes.stored_tensors(cfg).items():
@@ -210,7 +211,7 @@ def _whole(folder: Path, cfg: ModelConfig, said: Said, found: Mapping[str, tuple
                     raise InputError(f"{folder / WEIGHTS}: {stored} is {list(found[stored])}, {wanted}.")
                 whole[stored] = name
                 named |= ends
-    if cfg.tied and any(name.startswith((f"{cfg.names.embed}.", f"{cfg.names.output}.")) for name in found):
+    if cfg.tied and any(name.startswith(tuple(f"{module}." for module in outer)) for name in found):
         raise InputError(
             f"{folder / WEIGHTS} changes {cfg.names.embed} or {cfg.names.output}, which are one matrix in this model. "
             "That is not supported: train the adapter without it."

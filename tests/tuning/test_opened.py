@@ -178,6 +178,13 @@ def test_embedding_head_and_whole_modules_are_merged(tmp_path, case):
         read_adapter(folder, cfg)
 
 
+def test_an_embedding_that_transformers_calls_otherwise_is_merged(tmp_path):
+    _, cfg = make(
+        tmp_path, "nemotron 3", target_modules=["q_proj", "embeddings", "lm_head"], rank_pattern={"embeddings": 3}
+    )
+    assert torch.allclose(merged_logits(tmp_path, cfg), peft_logits(tmp_path), atol=2e-4)
+
+
 def test_the_head_of_gpt2_is_merged(tmp_path):
     """Its linear layers within blocks are stored (in, out), the head is not."""
     _, cfg = make(tmp_path, "gpt2 untied", target_modules=["c_attn", "wte", "lm_head"])
