@@ -430,8 +430,9 @@ def test_what_a_run_keeps_may_be_said_again(begun, monkeypatch):
     given, kept = begun
     made, measured = prepare(given).machine, []
     monkeypatch.setattr(job, "this_machine", lambda device, dtype, *_: measured.append(dtype) or made)
-    prepare(replace(given, micro_batch=4, dtype="bf16"), kept | {"dtype": "BF16"})
-    prepare(given, kept | {"dtype": "BF16"})
+    in_bf16 = kept | {"dtype": "BF16", "plan": kept["plan"] | {"dtype": "BF16"}}
+    prepare(replace(given, micro_batch=4, dtype="bf16"), in_bf16)
+    prepare(given, in_bf16)
     assert measured == ["BF16", "BF16"], "the machine is measured in what the run computes in"
 
 
@@ -442,7 +443,7 @@ def test_a_given_plan_has_to_be_of_the_run(checkpoint, begun):
     plan = Plan.load(checkpoint / "same.json")
     assert prepare(given, kept).plan.tokens == kept["tokens"]
     with pytest.raises(InputError, match="same.json: the run began with record 4096, the plan has"):
-        prepare(given, kept | {"record": 4096})
+        prepare(given, kept | {"plan": kept["plan"] | {"record": 4096}})
     with pytest.raises(InputError, match="same.json: the plan computes in F32. Leave --dtype out"):
         prepare(replace(given, dtype="bf16"))
     replace(plan, n_micro=1 << 40).save(checkpoint / "same.json")

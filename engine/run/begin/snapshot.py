@@ -49,7 +49,10 @@ class Pinned:
     @classmethod
     def read(cls, data: Mapping[str, Any]) -> Pinned:
         """The inverse of `json`. Raises InputError, KeyError."""
-        return cls(Plan.of(data["plan"]), data["batch_size"], data["rows"], data["model"])
+        plan = Plan.of(data["plan"])
+        if missing := cut_of(plan).keys() - data.keys():
+            raise KeyError(*missing)
+        return cls(plan, data["batch_size"], data["rows"], data["model"])
 
     def json(self) -> dict[str, Any]:
         own = {"batch_size": self.batch_size, "rows": self.rows, "model": self.model, "plan": asdict(self.plan)}

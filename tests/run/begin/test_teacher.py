@@ -199,7 +199,7 @@ def test_killed_while_the_teacher_is_asked_it_goes_on_there(folder, cache, monke
     asked, real = [], evaluate.forward
 
     def counted(*given):
-        options.append(given)
+        asked.append(given)
         return real(*given)
 
     def dies(*given):
@@ -216,7 +216,7 @@ def test_killed_while_the_teacher_is_asked_it_goes_on_there(folder, cache, monke
     monkeypatch.setattr(evaluate, "forward", counted)
     finetune(killed)
     rest = len(asked)
-    options.clear()
+    asked.clear()
     shutil.rmtree(cache)
     finetune(whole)
     assert rest == len(asked) - 2
@@ -230,7 +230,7 @@ def test_interrupted_without_a_cache_the_same_command_goes_on(folder, monkeypatc
     opts, asked, real = run(folder, "left", max_steps=1), [], evaluate.forward
 
     def leaves(*given):
-        options.append(given)
+        asked.append(given)
         if len(asked) == 3:
             raise KeyboardInterrupt
         return real(*given)
