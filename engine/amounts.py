@@ -104,6 +104,11 @@ def seconds(s: float) -> str:
     return f"{s:.3g} s" if s < 1000 else duration(s)
 
 
+def percent(share: float, digits: int = 0) -> str:
+    """`12 %`, with digits behind the point `0.4 %`."""
+    return f"{100 * share:.{digits}f} %"
+
+
 def duration(s: float) -> str:
     """`41s`, `3m20s`, `30h34m`."""
     s = round(s)

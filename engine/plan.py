@@ -300,7 +300,7 @@ class Plan:
         except InputError:
             raise
         except (TypeError, KeyError, AttributeError, ValueError, RecursionError) as error:
-            raise InputError(f"not a plan: {error}") from error
+            raise InputError(f"not a plan: {'lacks ' * isinstance(error, KeyError)}{error}") from error
 
     @staticmethod
     def load(path: Path) -> Plan:
@@ -309,7 +309,9 @@ class Plan:
 
         try:
             data = yaml.safe_load(read_text(path))
-        except (OSError, yaml.YAMLError, TypeError, LookupError, AttributeError, ValueError, RecursionError) as error:
+        except OSError as error:
+            raise InputError(f"--plan {path}: {error.strerror or error}.") from error
+        except (yaml.YAMLError, TypeError, LookupError, AttributeError, ValueError, RecursionError) as error:
             raise InputError(f"{path}: not a plan: {error}") from error
         try:
             return Plan.of(data)

@@ -99,7 +99,7 @@ def _steps(device: torch.device, rates: Rates, folder: Path | None, end: float) 
             yield Row("step", step.name, f"not tried: {step.why}")
             continue
         off = step.seconds / step.estimate - 1
-        said = f"{step.seconds:.3f} s, estimated {step.estimate:.3f} s ({off:+.0%})"
+        said = f"{step.seconds:.3f} s, estimated {step.estimate:.3f} s ({100 * off:+.0f} %)"
         wrong = "a run corrects its estimate in the second step" if off > OFF and device.type == "cuda" else ""
         yield Row("step", step.name, said, wrong, {"seconds": step.seconds, "estimate": step.estimate})
 

@@ -6,7 +6,7 @@ import shutil
 from collections.abc import Iterator, Mapping
 from pathlib import Path
 
-from trireme.engine.amounts import gb
+from trireme.engine.amounts import gb, percent
 from trireme.engine.check.row import Row
 from trireme.engine.planner import probe
 from trireme.engine.planner.rates import DRIVES, GB, reserved
@@ -50,7 +50,7 @@ def _links(name: str, folder: Path) -> Row:
 def _rates(name: str, folder: Path, seconds: float) -> tuple[Row, dict[str, float]]:
     found = probe.drive_rates(folder, seconds, patient=True)
     read, write, usual = found["ssd_read"], found["ssd_write"], DRIVES["gen4"]
-    said = f"read {read / GB:.2f}, write {write / GB:.2f} GB/s, {found['mixed']:.0%} of it both at once"
+    said = f"read {read / GB:.2f}, write {write / GB:.2f} GB/s, {percent(found['mixed'])} of it both at once"
     slow = "use an NVMe drive in a slot of its own, and look at its temperature" if read < usual.read / 7 else ""
     if not slow and write < usual.write / 2:
         slow = "it writes slowly: is it full, hot, or without a fast cache?"

@@ -8,7 +8,7 @@ from dataclasses import replace
 
 import torch
 
-from trireme.engine.amounts import gib
+from trireme.engine.amounts import gib, percent
 from trireme.engine.check.cases import GROUPS, MIXTURES, Case, Shapes, error, repeats
 from trireme.engine.check.host import is_wsl
 from trireme.engine.check.row import Row
@@ -106,7 +106,7 @@ def _against(sheet: Gpu | None, rates: Mapping[str, float]) -> Iterator[Row]:
     )
     for name, what, unit, shown, field, how in parts:
         rate, usual = rates[name], vars(sheet)[field] if sheet else 0.0
-        share = f", {rate / usual:.0%} of what is usual for it" if usual else ""
+        share = f", {percent(rate / usual)} of what is usual for it" if usual else ""
         yield Row("gpu", what, f"{rate / unit:,.0f} {shown}{share}", how if rate < LITTLE * usual else "", {name: rate})
 
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import os
 from collections import defaultdict, deque
-from collections.abc import Callable
+from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -38,6 +38,7 @@ from trireme.storage.untrusted import shown
 
 Progress = Callable[[str, int, int], None]  # (file name, bytes read, size)
 _BATCH_ROWS, _BATCH_CHARACTERS = 1024, 1 << 21
+_FIRST_ROWS = 8  # of the first batch; each has twice as many: templates may take seconds a row
 _NAMED = 20  # unused keys reported
 _GROWN = 100  # tokens that may have been added to a tokenizer
 _SHARE = 1 << 22  # bytes of a file that are worth a process
@@ -97,6 +98,7 @@ class _Tally:
     first: tuple[int, str] | None = None  # bad row, its fault
     skip_bad: bool = False
     batch: Numbered = field(default_factory=list)  # read, not yet tokenized
+    batch_rows: int = _FIRST_ROWS  # at most
     waiting: deque[_Waiting] = field(default_factory=deque)
     characters: int = 0
     unused: dict[str, None] = field(default_factory=dict)  # keys, in order
@@ -166,19 +168,20 @@ def _build(source: DataFile, reading: Reading, key: str, progress: Progress | No
     reader = Reader(source, codec.facts.eos_token if codec else None)
     cpus = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
     encoders = Encoders(codec, min(cpus, 16, 1 + reader.size // _SHARE))
-    tally = _Tally(skip_bad=reading.skip_bad, absent=set(reading.renames))
+    tally, told = _Tally(skip_bad=reading.skip_bad, absent=set(reading.renames)), 0
     sink = PairWriter(reading.kind, writer) if reading.kind in PAIRED else writer
     try:
         for row in reader.rows():
             tally.unit = reader.unit
             _take(row, reading, tally)
-            if len(tally.batch) >= _BATCH_ROWS or tally.characters >= _BATCH_CHARACTERS:
+            if len(tally.batch) >= tally.batch_rows or tally.characters >= _BATCH_CHARACTERS:
                 _flush(encoders, tally)
-                _put(encoders, sink, tally, vocabulary, reading)
-                if progress:
-                    progress(source.path.name, reader.position, reader.size)
+                _put(sink, tally, vocabulary, reading, encoders.results())
+                if progress and reader.position < reader.size:
+                    told = reader.position
+                    progress(source.path.name, told, reader.size)
         _flush(encoders, tally)
-        _put(encoders, sink, tally, vocabulary, reading, all=True)
+        _put(sink, tally, vocabulary, reading, _told(encoders, told, tally, reader, progress))
         _judge(source, tally)
         if isinstance(sink, PairWriter):
             sink.finish()
@@ -292,17 +295,31 @@ def _flush(encoders: Encoders, tally: _Tally) -> None:
     if not tally.hopeless and tally.batch:
         encoders.submit(tally.batch)
     tally.batch, tally.characters = [], 0
+    tally.batch_rows = min(_BATCH_ROWS, 2 * tally.batch_rows)
+
+
+def _told(
+    encoders: Encoders, told: int, tally: _Tally, reader: Reader, progress: Progress | None
+) -> Iterator[tuple[int, Encoded | BadRow]]:
+    """The last results, all being read. Progress goes from `told` bytes to all: a template may take seconds a row."""
+    examples = max(1, len(tally.waiting))
+    for result in encoders.results(True):
+        done = examples - len(tally.waiting)
+        if progress and done % _FIRST_ROWS == 0:
+            progress(reader.source.path.name, told + (reader.size - told) * done // examples, reader.size)
+        yield result
+    if progress:
+        progress(reader.source.path.name, reader.size, reader.size)
 
 
 def _put(
-    encoders: Encoders,
     sink: TokenWriter | PairWriter,
     tally: _Tally,
     vocabulary: int,
     reading: Reading,
-    all: bool = False,
+    results: Iterable[tuple[int, Encoded | BadRow]],
 ) -> None:
-    for number, found in encoders.results(all):
+    for number, found in results:
         result, (weight, value, form, last) = _checked(found, vocabulary, reading), tally.waiting.popleft()
         fault: BadRow | None = None
         if isinstance(sink, PairWriter):

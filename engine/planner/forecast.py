@@ -9,7 +9,7 @@ from dataclasses import dataclass, field, replace
 from functools import cached_property
 from typing import NamedTuple
 
-from trireme.engine.amounts import gb, whole_gib
+from trireme.engine.amounts import gb, percent, whole_gib
 from trireme.engine.buffers import GROUP, GROUPS, buffers, each_usage, fullest, usage, workspace
 from trireme.engine.geometry import Geometry
 from trireme.engine.plan import TIERS, DoesNotFit, Limits, Plan, Tier
@@ -265,7 +265,7 @@ def check_drive(f: Forecast) -> None:
     if drive and need > room:
         raise DoesNotFit(
             f"the store and the export need {gb(need)}, {gb(need - room)} more than the drives take: "
-            f"{1 - DRIVE_SHARE:.0%} of them stays free. Raise ssd to {math.ceil(need / DRIVE_SHARE / TB)}TB."
+            f"{percent(1 - DRIVE_SHARE)} of them stays free. Raise ssd to {math.ceil(need / DRIVE_SHARE / TB)}TB."
         )
 
 

@@ -6,7 +6,7 @@ import re
 from collections.abc import Iterable, Mapping
 from contextlib import suppress
 
-from trireme.engine.amounts import compact, count, duration, gb, seconds
+from trireme.engine.amounts import compact, count, duration, gb, percent, seconds
 from trireme.engine.buffers import usage
 from trireme.engine.plan import DoesNotFit, Tier
 from trireme.engine.planner.clock import PARTS, Clock, Times
@@ -66,11 +66,11 @@ def _decisions(f: Forecast, row: str, names: Mapping[Tier, str]) -> str:
         frozen = f.geo.base_bytes  # of a layer with adapters nearly all
         stored = _counted((u.base if frozen[k] else u.weights for k, u in enumerate(plan.units)), names)
         buffers = count(plan.buffers, units.removesuffix("s"))
-        way = f"buffers for {buffers} on {'each' if plan.gpus > 1 else 'the'} GPU"
-        return f"   {n} layers stored: {stored}; {way}"
+        where = "in RAM" if names is not MEMORIES else "on each GPU" if plan.gpus > 1 else "on the GPU"
+        return f"   {n} layers stored: {stored}; buffers for {buffers} {where}"
     if row == "optimizer state":
         updated = sum(u.update == "gpu" or u.state == "gpu" for u in plan.units)
-        where = f"; {updated} updated on the GPU" if 0 < updated < n else ""
+        where = f"; {updated} updated on the GPU" if 0 < updated < n and names is MEMORIES else ""
         return f"   stored: {_counted((u.state for u in plan.units), names)}; {plan.adam_bits}-bit moments{where}"
     if row == "gradients":
         return f"   updates overlap {'the next forward' if plan.mode == 'forward' else 'backward'}"
@@ -172,7 +172,7 @@ def wear_warning(f: Forecast, written: Mapping[str, int], run_s: float | None) -
     less.append("fewer and larger steps (--batch-size), or more RAM")
     within = f" in {run_s / 86400:.1f} days" if run_s and run_s > 86400 else ""
     return (
-        f"warning: the run writes {gb(total)}{within}, {total / rated:.0%} of the {gb(rated)} that drives of this "
+        f"warning: the run writes {gb(total)}{within}, {percent(total / rated)} of the {gb(rated)} that drives of this "
         f"size are often rated for. Less is written with {', '.join(less)}"
     )
 
@@ -186,5 +186,5 @@ def wear_line(f: Forecast, written: Mapping[str, int]) -> str:
     parts = ", ".join(f"{what} {gb(nbytes)}" for what, nbytes in most.items())
     return (
         f"{gb(f.step.ssd_read)} read and {gb(f.step.ssd_written)} written a step, {gb(total)} written "
-        f"in all ({parts}): {total / rated:.1%} of the {gb(rated)} that drives of this size are often rated for"
+        f"in all ({parts}): {percent(total / rated, 1)} of the {gb(rated)} that drives of this size are often rated for"
     )

@@ -13,6 +13,7 @@ from typing import Any
 
 import torch
 
+from trireme.engine.amounts import percent
 from trireme.engine.memory import DTYPE
 from trireme.engine.plan import Limits
 from trireme.engine.planner import probe
@@ -95,7 +96,7 @@ def with_drives(machine: Machine, folders: Sequence[str | Path], anew: bool = Fa
     held = min(_held(place) for place in places)
     rates = replace(machine.rates, ssd_read=held * read, ssd_write=held * write, ssd_free=free, mixed=mixed)
     each = f"read {rates.ssd_read / GB:.1f}, write {rates.ssd_write / GB:.1f} GB/s, {mixed:.2f} of it both at once"
-    how = tried[0][1] + f"; a run kept up {held:.0%} of that" * (held < NOTICED)
+    how = tried[0][1] + f"; a run kept up {percent(held)} of that" * (held < NOTICED)
     return replace(machine, rates=rates, drives=f"{machine.ssd / GB:,.0f} GB of disk free, {each} ({how})")
 
 

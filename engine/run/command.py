@@ -16,7 +16,7 @@ from dataclasses import Field, fields, replace
 from pathlib import Path
 from typing import Any, NoReturn
 
-from trireme.engine.run.config.config_file import from_yaml, full, text_of
+from trireme.engine.run.config.config_file import SIGNED, from_yaml, full, text_of
 from trireme.engine.run.config.option_names import flag_of, nearest, resolve
 from trireme.engine.run.hub.names import title
 from trireme.engine.run.options import DATA, INSTEAD, OUTPUT, PLACEMENT, TRAINING, Options, Parser
@@ -78,7 +78,11 @@ class CommandParser(argparse.ArgumentParser):
         super().__init__(allow_abbrev=False, formatter_class=_Help, **given)
 
     def error(self, message: str) -> NoReturn:
-        raise InputError(re.sub(r"^argument (\S+)(, \S+)*: ", r"\1: ", message) + ".")
+        said = re.sub(r"^argument (\S+)(, \S+)*: ", r"\1: ", message)
+        said = re.sub(
+            r"^(--\S+): expected one argument$", r"\1: expected a value; one that begins with -: \1=VALUE", said
+        )
+        raise InputError(f"{said}.")
 
     def known(self, argv: Sequence[str], name: str) -> argparse.Namespace:
         """What the command `name` is given. Raises InputError, with the nearest option, where it has no such one."""
@@ -182,11 +186,12 @@ def _from_flags(argv: Sequence[str]) -> dict[str, Any]:
 
 
 def latest_run(folder: Path) -> Path:
-    """The run written last. Raises InputError."""
-    runs = [path.parent for path in folder.glob("*/config.yaml")]
+    """The run written last; a config.yaml of another program counts where there are no others. Raises InputError."""
+    configs = [path for path in folder.glob("*/config.yaml") if path.is_file()]
+    runs = [path.parent for path in [path for path in configs if text_of(path).startswith(SIGNED)] or configs]
     if not runs:
         raise InputError(f"--resume: no run in {folder}/. Name the run: --resume RUN.")
-    return max(runs, key=lambda run: max(path.stat().st_mtime for path in run.iterdir()))
+    return max(runs, key=lambda run: max(path.lstat().st_mtime for path in run.iterdir()))
 
 
 def parse(
@@ -210,10 +215,10 @@ def parse(
     text = of_first(text_of(run / "config.yaml") if run and begun else "")
     if run:
         if not host and not begun:
-            raise InputError(
-                f"--resume {run}: there is no run in that folder (no config.yaml). Begin one there: "
-                f"{program()} CHECKPOINT --data FILE --out {run}."
-            )
+            raise InputError(f"--resume {run}: there is no run in that folder (no config.yaml). {_instead_of(run)}")
+        for name in ("config", "shape", "demo"):
+            if name in given:
+                raise InputError(f"{flag_of(name)}: a resumed run has options and a model of its own. Leave it out.")
         if full(given.get("out", run)) != full(run):
             raise InputError(f"--out {given['out']}: a run goes on in its own folder, {run}. Leave it out.")
         kept = from_yaml(run / "config.yaml") if begun else _as_other(from_yaml(run / "config.yaml", text), host)
@@ -223,6 +228,16 @@ def parse(
         kept = from_yaml(Path(given["config"]), typed=given, say=say)
         given = {**_without_length(kept, given), **given}
     return checked(Options(**given))
+
+
+def _instead_of(run: Path) -> str:
+    """What to resume instead of a folder without a run: the run that it is a part of, as OUT/best; else a new one."""
+    for above in list(Path(full(run)).parents)[:3]:
+        if (above / "config.yaml").is_file() and text_of(above / "config.yaml").startswith(SIGNED):
+            return f"It is a part of the run in {above}: --resume {above}."
+    if run.is_dir() and any(not path.name.startswith(".") for path in run.iterdir()):
+        return "Name the folder that --out named."
+    return f"Begin one there: {program()} CHECKPOINT --data FILE --out {run}."
 
 
 def _check_there(run: Path, kept: dict[str, Any], given: dict[str, Any]) -> None:
@@ -239,8 +254,9 @@ def _check_there(run: Path, kept: dict[str, Any], given: dict[str, Any]) -> None
 
 
 def _without_length(kept: dict[str, Any], given: dict[str, Any]) -> dict[str, Any]:
-    """`kept` without epochs where steps are given instead: a config.yaml has those that a run has chosen."""
-    return {name: value for name, value in kept.items() if name != "epochs" or "max_steps" not in given}
+    """`kept` without epochs where steps are given instead, and the other way round."""
+    other = {"epochs": "max_steps", "max_steps": "epochs"}
+    return {name: value for name, value in kept.items() if name in given or other.get(name) not in given}
 
 
 def _of_host(given: dict[str, Any], host: int, hosts: int) -> dict[str, Any]:
@@ -300,6 +316,9 @@ def checked(options: Options) -> Options:
     if os.path.realpath("/") in stores or "" in options.store:
         wrong = "names no folder" if "" in options.store else "names the root of all folders"
         raise InputError(f"--store {','.join(options.store)} {wrong}. Name a folder of its own on each drive.")
+    for folder in () if options.resume else options.store:
+        if os.path.lexists(folder) and not Path(folder).is_dir():
+            raise InputError(f"--store {folder} is a file, or a link to nothing. Name a folder.")
     if len(stores) < len(options.store):
         raise InputError(f"--store {','.join(options.store)}: a folder is named twice. Name one on each drive.")
     out = options.out or str(Path("runs") / (options.shape or title(options.model)))

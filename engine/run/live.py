@@ -234,10 +234,22 @@ class Live:
         return bool(self.store.snapshots) and self.store.snapshots[-1].step == self.progress.step
 
     def save(self) -> None:
-        """A snapshot, whose best is in OUT/best."""
-        self.write_best()
+        """A snapshot, whose best is in OUT/best.
+
+        Where that cannot be written, as on a full drive of --out, and is what the snapshot itself has, the error comes
+        after the snapshot. Raises StoreError.
+        """
+        failed: StoreError | None = None
+        try:
+            self.write_best()
+        except StoreError as error:
+            if self.group.hosts > 1 or self.progress.best_step != self.progress.step:
+                raise
+            failed = error
         if not self.is_saved:
             self._save()
+        if failed:
+            raise failed
 
     def _save(self, keep: int | None = None) -> None:
         """`keep`: snapshots, if not --keep."""

@@ -156,6 +156,7 @@ class Run:
             "loss": stats.loss,
             "learning_rate": rate,
             "grad_norm": stats.grad_norm,
+            "tokens": tokens,
             "tokens_per_second": round(tokens / seconds, 1),
             ("rows_per_second" if job.cfg.scores else "trained_tokens_per_second"): round(trained / seconds, 1),
             "mfu": round(flops / seconds / self.peak, 4),
@@ -166,6 +167,7 @@ class Run:
             "ssd_written_tb": round(live.written / 1e12, 6),
             "bound": self.bound,
         } | {name: round(value, 6) for name, value in stats.metrics.items()}
+        record |= {} if job.cfg.scores else {"trained_tokens": trained}
         return record | ({"gpu_mem_gib": round(gpu, 3)} if job.device.type == "cuda" else {})
 
     def _diverged(self, stats: StepStats) -> None:

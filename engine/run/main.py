@@ -9,9 +9,10 @@ import io
 import os
 import platform
 import sys
+import threading
 import warnings
-from collections.abc import Sequence
-from contextlib import nullcontext
+from collections.abc import Iterator, Sequence
+from contextlib import ExitStack, contextmanager, nullcontext
 from pathlib import Path
 
 from trireme.engine.hosts.group import Alone, Place, joined, place
@@ -28,7 +29,11 @@ from trireme.models.config import InputError
 from trireme.storage.headers import CheckpointError
 from trireme.storage.untrusted import shown
 
-LONGEST = 2000  # characters
+LONGEST, WORD = 2000, 300  # characters of an error, of one word in it
+MISNAMED = (errno.ENAMETOOLONG, errno.ELOOP)  # of a path that was given
+NO_MEMORY = (errno.ENOMEM, errno.EAGAIN)  # a limit of memory, of processes
+WAIT = 10.0  # seconds of silence while hosts meet
+NO_THREAD = "can't start new thread"  # Python's
 # Spinning threads of torch: steps ten times slower on a busy CPU. Segments that grow: none of a GPU's memory is lost to
 # fragments, 0.7 GiB of 24 otherwise; WSL2's driver may refuse them.
 ENVIRONMENT = {"OMP_WAIT_POLICY": "PASSIVE"} | (
@@ -47,7 +52,8 @@ def main(argv: Sequence[str], began: float | None = None) -> int:
 
     def fail(message: str, code: int) -> int:
         whose = f"host {at.host}: " if at.host else ""
-        screen.urgent(f"error: {whose}{shown(' '.join(message.split()), LONGEST)}")
+        words = " ".join(shown(word, WORD) for word in message.split())
+        screen.urgent(f"error: {whose}{shown(words, LONGEST)}")
         return code
 
     def timed_out(why: str) -> None:
@@ -61,11 +67,13 @@ def main(argv: Sequence[str], began: float | None = None) -> int:
             os.environ.update(ENVIRONMENT | os.environ)
             if place().hosts > 1:
                 raise InputError(f"trireme {argv[0]} runs on one host. Start it without torchrun, or unset WORLD_SIZE.")
-            return COMMANDS[argv[0]](argv[1:])
+            return interruptible(argv[0], argv[1:], screen)
         at = place()
         if at.host:
             screen = Screen(nowhere())
-        with joined(at, timed_out) as group:
+        with ExitStack() as stack:
+            with said_later(screen, at):
+                group = stack.enter_context(joined(at, timed_out))
             options = parse(argv, group.host, group.hosts, lambda text: group.texts(text)[0], screen.say)
             take_gpus(options, at)
             return run(options, screen, clock, group)
@@ -81,15 +89,55 @@ def main(argv: Sequence[str], began: float | None = None) -> int:
     except BrokenPipeError:  # the reader has gone
         return 141
     except OSError as error:
-        return fail(about_disk(error, options), 4)
+        if error.errno in NO_MEMORY:
+            return fail(about_memory(error.strerror or str(error), options), 3)
+        return fail(about_disk(error, options), 2 if error.errno in MISNAMED else 4)
     except MemoryError as error:
-        return fail(f"there is not enough memory for that{f': {error}' if str(error) else ''}. Free some", 3)
+        return fail(about_memory(str(error), options), 3)
+    except RuntimeError as error:
+        if str(error) != NO_THREAD:
+            raise
+        return fail(about_memory(NO_THREAD, options), 3)
     except KeyboardInterrupt:
+        if argv and argv[0] in COMMANDS:
+            return fail("interrupted; the same command goes on" if argv[0] == "score" else "interrupted", 130)
         if is_resumable(options):
             return fail(f"interrupted. To go on: --resume {run_folder(options)}", 130)
         return fail("interrupted before there was anything to save", 130)
     finally:
         give_up_output()
+
+
+@contextmanager
+def said_later(screen: Screen, at: Place) -> Iterator[None]:
+    """Within, hosts meet: says so after WAIT seconds, as a wrong name shows only in the end."""
+    if at.hosts == 1:
+        yield
+        return
+    from trireme.engine.hosts.meeting import MEETING, first_address  # late: one host needs none of it
+
+    name, port = first_address()
+    line = f"host {at.host} waits for the others, {MEETING:.0f} s at most: host 0 is {shown(name)}, port {port}"
+    timer = threading.Timer(WAIT, screen.urgent, [line])
+    timer.daemon = True
+    timer.start()
+    try:
+        yield
+    finally:
+        timer.cancel()
+
+
+def interrupt(_: int) -> None:
+    """A signal as Ctrl-C is to Python."""
+    raise KeyboardInterrupt
+
+
+def interruptible(name: str, argv: Sequence[str], screen: Screen) -> int:
+    """A command besides training; returns the exit code."""
+    if name == "sample":  # Ctrl-C ends an answer, not the conversation
+        return COMMANDS[name](argv)
+    with stop_signals(interrupt, lambda: screen.urgent("left at once")):
+        return COMMANDS[name](argv)
 
 
 def check_folder() -> None:
@@ -113,6 +161,12 @@ def about_disk(error: OSError, options: Options) -> str:
         return f"{where}: {what}. When that is fixed: --resume {run_folder(options)}"
     full = error.errno in (errno.ENOSPC, errno.EDQUOT, errno.EFBIG) and where != OUTPUT
     return f"{where}: {what}." + " Free some space there, or name another folder." * full
+
+
+def about_memory(what: str, options: Options) -> str:
+    again = f" When that is fixed: --resume {run_folder(options)}" if is_resumable(options) else ""
+    said = f": {what}" if what else ""
+    return f"there is not enough memory for that{said}. Free some, or raise its limits (ulimit -v, -u).{again}"
 
 
 def run_folder(options: Options) -> str:
@@ -170,10 +224,7 @@ def run(options: Options, screen: Screen, clock: Clock, group: Alone) -> int:
     os.environ.update(ENVIRONMENT | os.environ)
     warnings.showwarning = lambda message, *_, **__: screen.urgent(f"warning: {message}")
 
-    def leave(_: int) -> None:
-        raise KeyboardInterrupt
-
-    with stop_signals(leave, lambda: screen.urgent("left at once")):  # until loop.Run's
+    with stop_signals(interrupt, lambda: screen.urgent("left at once")):  # until loop.Run's
         if not options.demo:
             options = fetched(options, screen)
         if group.hosts == 1 and not (options.demo or options.resume):
@@ -215,14 +266,10 @@ def merge(argv: Sequence[str]) -> int:
     """`trireme merge ADAPTER --out DIR`. Raises InputError, CheckpointError, StoreError."""
     given, screen = parse_merge(argv), Screen()
 
-    def leave(_: int) -> None:
-        raise KeyboardInterrupt
+    from trireme.engine.tuning.merge import merge_folder  # late, as above
 
-    with stop_signals(leave, lambda: screen.urgent("left at once")):
-        from trireme.engine.tuning.merge import merge_folder  # late, as above
-
-        base = base_for(Path(given.adapter), given.model, screen)
-        merge_folder(Path(given.adapter), base, Path(given.out), screen.warn, screen.working)
+    base = base_for(Path(given.adapter), given.model, screen)
+    merge_folder(Path(given.adapter), base, Path(given.out), screen.warn, screen.working)
     screen.say(f"output   {given.out}/: the model with its adapter, read back")
     return 0
 
@@ -231,13 +278,9 @@ def check(argv: Sequence[str]) -> int:
     """`trireme check`. Raises InputError, StoreError, OSError."""
     given, screen = parse_check(argv), Screen()
 
-    def leave(_: int) -> None:
-        raise KeyboardInterrupt
+    from trireme.engine.check import check as checks  # late, as above
 
-    with stop_signals(leave, lambda: screen.urgent("left at once")):
-        from trireme.engine.check import check as checks  # late, as above
-
-        checks.check(checks.folders_of(given.store), Path(given.report), screen.say, given.tune)
+    checks.check(checks.folders_of(given.store), Path(given.report), screen.say, given.tune)
     return 0
 
 

@@ -13,6 +13,7 @@ from typing import Any, ClassVar
 from trireme.engine.amounts import MOST, number, positive, size, whole
 
 BELOW_ONE = 0.999999
+LEAST = 1e-9  # share of a run
 SCHEDULES = ("cosine", "linear", "constant", "constant_with_warmup", "polynomial", "wsd")
 Parser = Callable[[str], Any]
 DATA, OUTPUT, TRAINING, PLACEMENT, INSTEAD = (
@@ -71,7 +72,7 @@ def every(text: str) -> Every:
         value, unit = float(match[1]), match[2]
         if 0 < value <= MOST and unit:
             return Every(seconds=value * {"s": 1, "min": 60, "h": 3600}[unit])
-        if 0 < value < 1:
+        if LEAST <= value < 1:
             return Every(share=value)
         if 1 <= value <= MOST and value == int(value):
             return Every(steps=int(value))

@@ -268,8 +268,12 @@ def _length_notes(job: Job) -> list[str]:
         )
     if o.max_steps and o.epochs:
         notes.append(f"note: --max-steps {o.max_steps:,} decides, not --epochs {o.epochs:g}")
-    if o.eval_every not in (Options.eval_every, Every()) and job.read and not job.data.held_out:
-        notes.append(f"note: --eval-every {o.eval_every} evaluates nothing: no held-out data. Give --val")
+    evaluating = [f"--eval-every {o.eval_every}"] if o.eval_every not in (Options.eval_every, Every()) else []
+    evaluating += [f"--eval-tokens {o.eval_tokens:,}"] if o.eval_tokens else []
+    if evaluating and job.read and not job.data.held_out:
+        notes.append(f"note: {' and '.join(evaluating)}: nothing is evaluated, there is no held-out data. Give --val")
+    if o.chat_template and job.read and not any(file.meta["chats"] for file in job.data.files):
+        notes.append("note: --chat-template is for conversations, and no row is one")
     warmup = o.warmup_steps(job.total_steps)
     if warmup >= job.total_steps and o.warmup >= 1:
         rate = learning_rate(job.total_steps, job.total_steps, job.lr, o.schedule, warmup)

@@ -197,7 +197,7 @@ def _train(job: Job, start: Start, screen: Screen, clock: Clock, trackers: Seque
         job = with_teacher(job, start.snapshot, screen)
     screen.forgive()
     live = Live(job, start, screen, clock, trackers, group)
-    _restore_best(live)
+    lost = _restore_best(live)
     if job.device.type == "cuda":
         with clock.at("plan"):
             left = estimate(job, live.progress.step)
@@ -208,22 +208,27 @@ def _train(job: Job, start: Start, screen: Screen, clock: Clock, trackers: Seque
         stack.enter_context(closing(live))
         stack.enter_context(_failure_told(group))
         _load(live)
+        if lost:
+            live.keep_best()  # the snapshot's own weights
         Run(live).go()
     return live
 
 
-def _restore_best(live: Live) -> None:
-    """The best of the snapshot's moment."""
+def _restore_best(live: Live) -> bool:
+    """The best of the snapshot's moment. Returns whether it is to be made again: it is what the snapshot has."""
     out, done = live.job.out, live.progress
     best = Best(done.best_step, done.best) if done.best_step and done.best is not None else None
     nbytes = sum(path.stat().st_size for path in out.glob(f"{BEST}*/*.safetensors"))
     with live.screen.working("checking the best", nbytes) as more:
         there = restore_best(out, best, more)
+    again = best is not None and not there and best.step == done.step and live.group.hosts == 1
     if best and not there and not live.group.host:
+        how = "it is written again from the snapshot" if again else "those weights are lost"
         live.screen.warn(
             f"{out / BEST} is not as the best of the snapshot was written, eval_loss {best.eval_loss:.4f} at step "
-            f"{best.step}: those weights are lost"
+            f"{best.step}: {how}"
         )
+    return again
 
 
 @contextmanager

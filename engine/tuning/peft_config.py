@@ -186,6 +186,8 @@ def _listed(value: Any) -> frozenset[Any]:
 
 def read_adapter_config(folder: Path) -> dict[str, Any]:
     """Raises InputError."""
+    if not folder.is_dir():
+        raise InputError(f"{folder}: no such folder. Name the folder of an adapter, with {CONFIG}.")
     try:
         return parse_json(read_small(folder / CONFIG, links=True), "file")
     except FileNotFoundError:

@@ -59,8 +59,8 @@ def test_without_a_gpu_it_says_so_and_checks_the_rest(quick, capsys, monkeypatch
         f"torch {torch.__version__} is built without CUDA: kernels are not checked"
     ]
     assert len(rows["drive"]) == 8
-    assert rows["drive"][3].found == "read 3.00, write 2.00 GB/s, 80% of it both at once"
-    assert [row.found for row in rows["step"]] == ["1.000 s, estimated 0.500 s (+100%)", "not tried: no drive"]
+    assert rows["drive"][3].found == "read 3.00, write 2.00 GB/s, 80 % of it both at once"
+    assert [row.found for row in rows["step"]] == ["1.000 s, estimated 0.500 s (+100 %)", "not tried: no drive"]
     assert all(line in said for line in ("! gpu", "change      ", "report      trireme-check.json"))
     assert sorted(os.listdir(quick)) == ["nvme", "trireme-check.json"], "nothing else is written"
     assert os.listdir(quick / "nvme") == []
@@ -75,7 +75,7 @@ def test_without_a_gpu_it_says_so_and_checks_the_rest(quick, capsys, monkeypatch
         (["--store", ","], "--store names no folder."),
         (["--report", "no/where.json"], "--report no/where.json: No such file or directory. Name another file."),
         (["--fast"], "unknown option --fast. See python scripts/finetune.py check --help."),
-        (["--store"], "--store: expected one argument."),
+        (["--store"], "--store: expected a value; one that begins with -: --store=VALUE."),
     ],
 )
 def test_wrong_input_is_one_line(quick, capsys, argv, says):
@@ -157,7 +157,7 @@ def test_rates_are_compared_with_those_of_such_a_gpu():
     sheet = find_gpu("NVIDIA GeForce RTX 4090")
     usual = {"matmul": sheet.matmul, "copy": sheet.copy, "h2d": sheet.bus, "d2h": sheet.bus}
     assert [row.change for row in gpu._against(sheet, usual)] == [""] * 4
-    assert "100% of what is usual" in next(gpu._against(sheet, usual)).found
+    assert "100 % of what is usual" in next(gpu._against(sheet, usual)).found
     slow = [row.what for row in gpu._against(sheet, usual | {"matmul": 6e13, "h2d": 6e9}) if row.change]
     assert slow == ["bf16 matrix multiplication", "copies to the GPU"]
     assert [row.change for row in gpu._against(gpu.known("a GPU of tomorrow"), usual)] == [""] * 4

@@ -381,6 +381,13 @@ def told_while(path, codec):
     return data, told
 
 
+def test_progress_is_told_while_a_template_is_slow(tmp_path, codec):
+    """A small file is read at once, and its rows may take seconds each."""
+    (tmp_path / "a.jsonl").write_text("".join(json.dumps({"text": "once upon a time"}) + "\n" for _ in range(100)))
+    _, told = told_while(tmp_path / "a.jsonl", codec)
+    assert len({share for share in told["a.jsonl"] if share < 1}) > 9
+
+
 def test_progress_is_told_within_one_array_and_of_its_checksum(tmp_path, codec, monkeypatch):
     """A .json that is one list, or a list on one line, however large."""
     monkeypatch.setattr(json_rows, "_CHUNK", 1 << 12)

@@ -165,6 +165,14 @@ def test_a_file_that_is_no_plan_is_refused(tmp_path, content):
         Plan.load(tmp_path / "plan.json")
 
 
+def test_what_a_plan_lacks_is_named(tmp_path):
+    with pytest.raises(InputError, match=r"--plan .*plan.json: No such file or directory\."):
+        Plan.load(tmp_path / "plan.json")
+    (tmp_path / "plan.json").write_text("{}")
+    with pytest.raises(InputError, match="plan.json: not a plan: lacks 'units'"):
+        Plan.load(tmp_path / "plan.json")
+
+
 def test_a_step_may_have_any_number_of_micro_batches():
     """Room on the GPU for what all of them leave from unit to unit is not asked for where there is none."""
     plans = [plan_for(24 * MIB, 300 * MIB, sizes=((256, n),), mode="backward") for n in (2, 40, 200)]

@@ -82,7 +82,7 @@ def test_a_run_that_wears_out_the_drives_is_warned_of():
     f = forecast("gpu=rtx4090,ram=48GiB,ssd=2TB@7/5")
     assert wear_warning(f, {"steps": 239 * 10**12}, 1e6) == ""
     line = wear_warning(f, {"steps": 720 * 10**12}, 10 * 86400.0)
-    assert line.startswith("warning: the run writes 720 TB in 10.0 days, 60% of the 1.2 PB that drives of this size")
+    assert line.startswith("warning: the run writes 720 TB in 10.0 days, 60 % of the 1.2 PB that drives of this size")
     less = float(re.search(r"--adam-bits 8 \((\d+) TB\), --lora 16, fewer and larger steps", line)[1])
     assert less == pytest.approx(720 * f.again(adam_bits=8).step.ssd_written / f.step.ssd_written, rel=0.01)
 
@@ -93,7 +93,7 @@ def test_wear_is_told_by_what_writes():
     assert not f.plan.uses("ssd")
     assert wear_line(f, {"steps": 0, "snapshots": 10**12}) == ""
     line = wear_line(f, {"steps": 0, "snapshots": 3 * 10**12, "checkpoints": 10**12, "start": 10**9})
-    assert "0 kB written a step, 4 TB written in all (snapshots 3 TB, checkpoints 1 TB): 0.3% of the 1.2 PB" in line
+    assert "0 kB written a step, 4 TB written in all (snapshots 3 TB, checkpoints 1 TB): 0.3 % of the 1.2 PB" in line
 
 
 @pytest.mark.full
@@ -212,7 +212,7 @@ def test_without_a_drive_or_with_a_small_one_the_way_out_is_named():
     f = forecast("gpu=rtx4090,ram=48GiB,ssd=2TB@7/5")
     with pytest.raises(DoesNotFit, match=r"Add ssd=1TB, or raise ram to \d+GiB"):
         check_drive(replace(f, machine=replace(f.machine, ssd=0)))
-    with pytest.raises(DoesNotFit, match="GB more than the drives take: 5% of them stays free. Raise ssd to 1TB"):
+    with pytest.raises(DoesNotFit, match="GB more than the drives take: 5 % of them stays free. Raise ssd to 1TB"):
         check_drive(replace(f, machine=replace(f.machine, ssd=10**11)))
 
 

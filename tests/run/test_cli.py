@@ -24,9 +24,11 @@ from runs import ended
 from safetensors.numpy import load_file, save_file
 from script_files import ROOT
 
+from trireme.engine.hosts.group import Place
 from trireme.engine.planner import host
 from trireme.engine.run import evaluation, job
 from trireme.engine.run.command import parse
+from trireme.engine.run.screen import Screen
 from trireme.engine.run.signals import STOPS
 
 
@@ -112,11 +114,12 @@ REQUESTS = {
     ),
     "GPUs by name": (["--gpus", "h200"], 2, ["--gpus", "all, or a whole number"]),
     "too little RAM": (["--ram", "1MiB"], 3, ["--ram 1.00 MiB: Python and its libraries alone take", "Raise it"]),
-    "store in a file": (["--store", "stories.txt"], 4, ["stories.txt"]),
     "a template without end": (["--chat-template", "/dev/zero"], 2, ["--chat-template /dev/zero", "more than 64 MiB"]),
     "options without end": (["--config", "/dev/zero"], 2, ["/dev/zero", "more than 64 MiB"]),
     "a plan without end": (["--plan", "/dev/zero"], 2, ["/dev/zero", "more than 64 MiB"]),
-    "a name that is too long": (["--out", "L" * 256], 4, ["LLL: File name too long"]),
+    "a store that is a file": (["--store", "stories.txt"], 2, ["--store stories.txt is a file"]),
+    "a store that is the checkpoint": (["--store", "model"], 2, ["--store model: holds config.json, which is no"]),
+    "a name that is too long": (["--out", "L" * 256], 2, ["LLL: File name too long"]),
 }
 
 
@@ -180,13 +183,41 @@ def test_limits_beyond_the_machine_are_warned_of(here, capsys):
         )
 
 
+@pytest.mark.parametrize("name", ["eval", "score", "merge"])
+@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM, signal.SIGHUP])
+def test_a_signal_ends_a_command_with_a_line(tmp_path, capsys, monkeypatch, name, number):
+    monkeypatch.setitem(finetune.COMMANDS, name, lambda _: os.kill(os.getpid(), number))
+    monkeypatch.chdir(tmp_path)
+    assert finetune.main([name, "x"]) == 130
+    more = "; the same command goes on" if name == "score" else ""
+    assert capsys.readouterr().err == f"error: interrupted{more}\n"
+
+
+def test_hosts_that_wait_for_each_other_say_so(capsys, monkeypatch):
+    monkeypatch.setenv("MASTER_ADDR", "no.such.host")
+    monkeypatch.setenv("MASTER_PORT", "29500")
+    monkeypatch.setattr(finetune, "WAIT", 0.01)
+    with finetune.said_later(Screen(), Place(1, 2)):
+        time.sleep(0.1)
+    said = "host 1 waits for the others, 300 s at most: host 0 is no.such.host, port 29500\n"
+    assert capsys.readouterr().err == said
+    with finetune.said_later(Screen(), Place()):
+        time.sleep(0.02)
+    assert not capsys.readouterr().err
+
+
 def test_lengths_that_contradict_each_other_are_noted(here, capsys):
     assert finetune.main([*TRAIN, "--epochs", "2", "--warmup", "1000", "--lr", "1e-3", "--dry-run"]) == 0
     said = capsys.readouterr().out
     assert "note: --max-steps 2 decides, not --epochs 2" in said
     assert "note: --warmup 1,000 takes the whole run; its last step has lr 2.0e-06" in said
-    assert finetune.main([*TRAIN, "--eval-every", "5", "--dry-run"]) == 0
-    assert "note: --eval-every 5 evaluates nothing: no held-out data. Give --val" in capsys.readouterr().out
+    more = ["--eval-every", "5", "--eval-tokens", "9", "--chat-template", "chatml"]
+    assert finetune.main([*TRAIN, *more, "--dry-run"]) == 0
+    said = capsys.readouterr().out
+    assert (
+        "note: --eval-every 5 and --eval-tokens 9: nothing is evaluated, there is no held-out data. Give --val" in said
+    )
+    assert "note: --chat-template is for conversations, and no row is one" in said
     assert finetune.main([*TRAIN, "--eval-every", "never", "--dry-run"]) == 0
     assert "note: --" not in capsys.readouterr().out
 
@@ -285,7 +316,7 @@ def test_an_evaluation_reads_a_share_of_the_held_out_data_and_says_so(here, caps
     assert int(each) == 70 or not given
     assert abs(sum(tokens for group in read for tokens, _, _ in group) / 3 - int(each)) < 64
     assert ("about a tenth of the run in all; --eval-tokens for more or fewer" in said) == (not given)
-    assert re.search(r"^done     4 steps, \S+, 3 evaluations \S+, loss", said, re.M)
+    assert re.search(r"^done     4 steps, \S+, 3 evaluations with samples \S+, loss", said, re.M)
 
 
 BEFORE_TORCH = """

@@ -20,13 +20,14 @@ from safetensors.numpy import load_file, save_file
 
 from trireme.engine.exchange import Exchange
 from trireme.engine.planner.forecast import Forecast
-from trireme.engine.run import evaluation, loop, train
+from trireme.engine.run import evaluation, live, loop, train
 from trireme.engine.run import main as finetune
 from trireme.engine.run.options import Options
 from trireme.engine.run.output.folder import reopen
 from trireme.engine.run.screen import Screen
 from trireme.engine.run.signals import Stop, stop_signals
 from trireme.storage.checkpoint import open_source
+from trireme.storage.files import StoreError
 
 pytestmark = pytest.mark.grid
 
@@ -55,6 +56,26 @@ def at_step_two(capsys) -> dict:
     """The weights that a run of the same schedule had after step 2."""
     said(capsys, *EVALUATED, "--out", "two", "--export-every", "2")
     return weights("two/step-2")
+
+
+def test_a_best_that_cannot_be_written_comes_after_the_snapshot(here, losses, capsys, monkeypatch):
+    """--out is full, --store has room: the steps are kept, and the best is made again of them."""
+    said(capsys, *EVALUATED, "--export", "best", "--out", "whole")
+    real = live.replace_best
+
+    def full(out, save, best):
+        raise StoreError(errno.ENOSPC, "No space left on device", str(out))
+
+    monkeypatch.setattr(live, "replace_best", full)
+    argv = [*EVALUATED, "--export", "best", "--store", "other", "--out", "out"]
+    said(capsys, *argv, code=4)
+    assert [path.name[-6:] for path in Path("other").glob("snapshot-*")] == ["step-2"]
+    assert not Path("out/best").exists()
+    monkeypatch.setattr(live, "replace_best", real)
+    out = said(capsys, "--resume", "out")
+    assert "resumed at step 2" in out
+    assert "at step 2: it is written again from the snapshot" in out
+    assert weights("out") == weights("whole")
 
 
 def test_the_best_is_exported(here, losses, capsys):

@@ -4,6 +4,7 @@ By themselves they would take the machine's memory or days of its time, abort th
 to the terminal.
 """
 
+import errno
 import gzip
 import json
 import os
@@ -417,12 +418,21 @@ def test_a_tokenizer_that_changes_while_data_is_read(tmp_path):
         load_dataset([str(tmp_path / "a.txt")], codec, DataOptions())
 
 
-def test_a_command_without_memory_is_one_line(here, capsys, monkeypatch):
+@pytest.mark.parametrize(
+    "error", [MemoryError(), OSError(errno.ENOMEM, "Cannot allocate memory"), RuntimeError("can't start new thread")]
+)
+def test_a_command_without_memory_is_one_line(here, capsys, monkeypatch, error):
     def run(*given):
-        raise MemoryError
+        raise error
 
     monkeypatch.setattr(finetune, "run", run)
     assert "not enough memory" in fails(capsys, here, *TRAIN, code=3)
+
+
+def test_a_file_in_the_place_of_a_folder_is_named(here, capsys):
+    for argv in (["model/model.safetensors", *TRAIN[1:]], ["eval", "model/config.json", "--data", "stories.txt"]):
+        assert "is a file. Give the folder" in fails(capsys, here, *argv)
+    assert "no such folder" in fails(capsys, here, "merge", "nowhere", "--out", "merged")
 
 
 # ---------------------------------------------------------------- rows

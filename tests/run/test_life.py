@@ -293,7 +293,7 @@ FORGED = {
     "rows that part no step": (lambda said: said["cut"].update(rows=1 << 40), ".cut is not the one of its plan"),
     "another record": (lambda said: said["cut"].update(record=1), ".cut is not the one of its plan"),
     "another dtype": (lambda said: said["cut"].update(dtype="F64"), ".cut is not the one of its plan"),
-    "a plan that is none": (lambda said: said["cut"].update(plan={}), ".cut: not a plan: 'units'"),
+    "a plan that is none": (lambda said: said["cut"].update(plan={}), ".cut: not a plan: lacks 'units'"),
     "a plan of numbers": (lambda said: said["cut"]["plan"].update(window="2"), ".cut: plan: window is of type str"),
     "a plan of no unit": (lambda said: said["cut"]["plan"].update(units=[]), " was changed: the plan is for another"),
     "a tensor that no unit has": (

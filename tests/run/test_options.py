@@ -8,6 +8,7 @@ import re
 import subprocess
 import sys
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 import yaml
@@ -16,12 +17,14 @@ from runs import make_small
 from script_files import script
 
 from trireme.engine.amounts import size
+from trireme.engine.run.begin.resume import check_continues
 from trireme.engine.run.command import checked, latest_run, parse
 from trireme.engine.run.config.config_file import changes, config_yaml, repeats, saved_options
 from trireme.engine.run.config.option_names import ELSEWHERE
 from trireme.engine.run.job import prepare
 from trireme.engine.run.main import main
 from trireme.engine.run.options import Every, Options, every
+from trireme.engine.run.output.folder import signed
 from trireme.models.config import InputError
 
 
@@ -102,7 +105,7 @@ def test_positional_may_stand_anywhere_and_data_may_repeat():
         (["--lr", "0"], "--lr: it must be greater than 0."),
         (["--lr", "nan"], "--lr: 'nan' is not a number of at least 0."),
         (["--lr", "inf"], "--lr: 'inf' is not a number from 0 to 1e+12."),
-        (["--lr"], "--lr: expected one argument."),
+        (["--lr"], "--lr: expected a value; one that begins with -: --lr=VALUE."),
         (["--epochs", "-1"], "--epochs: '-1' is not a number of at least 0."),
         (["--batch-size", "2.5"], "--batch-size: '2.5' is not a whole number of at least 1."),
         (["--betas", "0.9,1"], "--betas: '1' is not a number from 0 to 0.999999."),
@@ -245,6 +248,8 @@ def test_every():
     assert not every("30min").due(1, 9, 5)
     assert every("90s") == Every(seconds=90)
     assert every("1.5h") == Every(seconds=5400)
+    with pytest.raises(ValueError, match="is not an interval"):
+        every("1e-320")
     assert not any(every("never").due(s, 10, 1e9) for s in range(1, 11))
     assert all(every(str(every(text))) == every(text) for text in ("5", "0.25", "30min", "45s", "2h", "never"))
 
@@ -414,6 +419,59 @@ def test_resume_finds_the_run_and_its_options(tmp_path, monkeypatch):
     assert latest_run(tmp_path / "runs").name == "old"
     options = parse(["--resume", "--max-steps", "9"])
     assert (options.lr, options.max_steps, options.out, options.resume) == (1e-3, 9, "runs/old", "runs/old")
+
+
+def resumable(folder: Path, *given: str) -> None:
+    """A run in runs/a."""
+    made(folder)
+    (folder / "runs/a/best").mkdir(parents=True)
+    (folder / "runs/a/config.yaml").write_bytes(signed("0" * 32, config_yaml(parse([*BASE, *given]))))
+
+
+def test_the_latest_run_is_none_of_another_program(tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    resumable(tmp_path)
+    (tmp_path / "runs/hydra").mkdir()
+    (tmp_path / "runs/hydra/config.yaml").write_text("trainer: {gpus: 1}\n")
+    (tmp_path / "runs/a/gone").symlink_to("nowhere")
+    os.utime(tmp_path / "runs/hydra/config.yaml", (2**31, 2**31))
+    assert latest_run(tmp_path / "runs").name == "a"
+
+
+def test_the_length_of_a_resumed_run_is_the_one_that_is_asked_for(tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    resumable(tmp_path, "--max-steps", "6")
+    found = parse(["--resume", "runs/a", "--epochs", "2"])
+    assert (found.epochs, found.max_steps) == (2, None)
+    found = parse(["--resume", "runs/a", "--epochs", "2", "--max-steps", "9"])
+    assert (found.epochs, found.max_steps) == (2, 9)
+
+
+@pytest.mark.parametrize("given", [("--config", "other.yaml"), ("--shape", "llama-7b"), ("--demo",)])
+def test_a_resumed_run_takes_no_other_options_or_model(tmp_path, monkeypatch, given):
+    monkeypatch.chdir(tmp_path)
+    resumable(tmp_path)
+    assert refused("--resume", "runs/a", *given).startswith(f"{given[0]}: a resumed run has options and a model of its")
+
+
+def test_a_part_of_a_run_names_the_run(tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    resumable(tmp_path)
+    (tmp_path / "runs/b").mkdir()
+    assert f"It is a part of the run in {tmp_path}/runs/a: --resume" in refused("--resume", "runs/a/best")
+    assert "Begin one there" in refused("--resume", "runs/b")
+    assert "Name the folder that --out named" in refused("--resume", "ckpt/..")
+
+
+def test_options_that_change_the_data_of_a_resumed_run_are_named(tmp_path):
+    began = Options(model="m", data=("a",), no_pack=True, val="0.1")
+    job = SimpleNamespace(out=Path("o"), options=began, data=SimpleNamespace(fingerprint="a", left_out=0))
+    snapshot = {"data": "b", "options": json.loads(json.dumps(saved_options(began))), "step": 1}
+    with pytest.raises(InputError, match=r"not what the run was started with\. Restore it\."):
+        check_continues(job, snapshot)
+    job.options = dataclasses.replace(began, no_pack=False, map="text=body", data=("b",))
+    with pytest.raises(InputError, match=r"Leave out --map, --no-pack, as the run began\."):
+        check_continues(job, snapshot)
 
 
 def test_what_has_changed_is_named_with_what_it_was(tmp_path, monkeypatch):

@@ -252,7 +252,7 @@ def test_merged_later_it_is_the_same(checkpoint, whole, capsys):
 
 
 MERGES = {
-    "no adapter": (["nowhere", "--out", "x"], "nowhere has no adapter_config.json"),
+    "no adapter": (["nowhere", "--out", "x"], "nowhere: no such folder. Name the folder of an adapter"),
     "no folder to write": (["whole"], "--out is missing. Name the folder to write: "),
     "no adapter named": (["--out", "x"], "no adapter is named. Name its folder: "),
     "a folder with files": (["whole", "--out", "whole"], "--out whole is there already. Name another"),
@@ -320,7 +320,7 @@ BAD = {
     ),
     "merge without adapters": (dict(merge=True), "Give their rank"),
     "an adapter and a rank": (dict(adapter="x", lora=4), "has its own rank"),
-    "no adapter": (dict(adapter="nowhere"), "has no adapter_config.json"),
+    "no adapter": (dict(adapter="nowhere"), "nowhere: no such folder"),
 }
 
 

@@ -13,7 +13,10 @@ _TAGS = ("label", "kto_tag", "desirable", "is_desirable")
 _WORDS = {"true", "false", "desirable", "undesirable", "chosen", "rejected", "good", "bad", "yes", "no"}
 _NUMBERS = {"0", "1", "-1", "0.0", "1.0", "-1.0"}
 _EMPTY: tuple[Any, ...] = (None, "", [], {})
-_WHAT = "is preference data, good answers and bad ones: training with --method dpo (kto, if labelled) reads both."
+_WHAT = (
+    "is preference data, good answers and bad ones: training with --method dpo (kto, if labelled) reads both, and "
+    "evaluates them by --val."
+)
 
 FormatOf = Callable[[Mapping[str, str]], tuple[str, tuple[str, ...]] | None]
 
@@ -29,7 +32,7 @@ def refuse_preferences(row: Mapping[str, Any], renames: Mapping[str, str], forma
     before = [f"{ours}={theirs}" for theirs, ours in renames.items()]
     if bad and (pairs := _without(row, good, bad, format_of)):
         which = "the other columns alone" if all(pair.startswith("unused=") for pair in pairs) else "the good answers"
-        raise BadRow(f"{_WHAT} To train on {which}: --map {','.join([*before, *pairs])}")
+        raise BadRow(f"{_WHAT} To read {which} as rows: --map {','.join([*before, *pairs])}")
     if bad and good:
         raise BadRow(f"{_WHAT} Write the good answers to a file of rows that are read: messages, or prompt, completion")
     form = format_of({}) if tags else None

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 import json
 import re
 import shutil
@@ -13,7 +14,8 @@ from trireme.engine.hosts.group import Alone, told
 from trireme.engine.hosts.held import Held, Whole, held_in, last_whole
 from trireme.engine.placement import Progress, silent
 from trireme.engine.run.begin.snapshot import check_snapshot
-from trireme.engine.run.config.config_file import stores_of
+from trireme.engine.run.config.config_file import saved_options, stores_of
+from trireme.engine.run.config.option_names import flag_of
 from trireme.engine.run.job import Job
 from trireme.engine.run.options import Options, store_folders
 from trireme.engine.run.output.folder import (
@@ -39,13 +41,22 @@ from trireme.storage.store import Store
 TRIAL = 256 << 20  # bytes written to measure a drive, at most
 
 Snapshot = dict[str, Any]  # of the form snapshot.SNAPSHOT
+OF_DATA = (  # options that decide what the rows are; --data may be elsewhere now
+    *("val", "map", "long", "no_pack", "skip_bad", "max_samples", "seed", "system", "chat_template"),
+    *("chat_template_kwargs", "tokenizer"),
+)
 
 
 def new_store(job: Job, screen: Screen, run: str) -> Store:
     """Its drives are measured where steps use them. `run`: its id. Raises StoreError, InputError."""
     trial, dirs = min(TRIAL, 4 * job.parameters) * job.plan.uses("ssd"), job.store_dirs
     check_not_taken(dirs, run, job.out)
-    return Store.create(dirs, job.options.keep, job.source.auxiliary, trial, screen.warn, owner(job.out, run))
+    try:
+        return Store.create(dirs, job.options.keep, job.source.auxiliary, trial, screen.warn, owner(job.out, run))
+    except StoreError as error:
+        if error.errno != errno.EEXIST:
+            raise
+        raise InputError(f"--store {error.filename}: {error.strerror}.") from None
 
 
 def is_finished(options: Options, run: str) -> bool:
@@ -201,8 +212,9 @@ def remove_host(place: Path, run: str, progress: Progress) -> None:
 def check_continues(job: Job, snapshot: Snapshot) -> None:
     """Raises InputError where the job has other data or fewer steps."""
     if snapshot["data"] != job.data.fingerprint:
-        seed = snapshot["options"].get("seed")
-        way = f"Leave out --seed {job.options.seed}" if seed not in (None, job.options.seed) else "Restore it"
+        now, was = saved_options(job.options), snapshot["options"]
+        other = [flag_of(name) for name in OF_DATA if name in was and now[name] != was[name]]
+        way = f"Leave out {', '.join(other)}, as the run began" if other else "Restore it"
         if job.data.left_out:
             way += ", or, if an older version started the run, start anew: it kept rows in which nothing is trained"
         raise InputError(f"--resume {job.out}: the data is not what the run was started with. {way}.")

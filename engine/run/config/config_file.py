@@ -26,6 +26,7 @@ from trireme.storage.untrusted import read_text, shown
 
 # Raised by PyYAML's constructors where a value belies its tag or is too deep.
 _TRUSTING = (ValueError, AttributeError, TypeError, LookupError, ArithmeticError, RecursionError)
+SIGNED = "# run "  # beginning of a run's config.yaml; those of others have no such line
 _NOT_SAVED = ("resume", "config", "dry_run", "assume", "shape", "demo", "out")  # not of the run
 CHOSEN = (  # if not given
     *("seq_len", "epochs", "lr", "weight_decay", "adam_bits", "lora_alpha", "lora_targets", "labels"),
@@ -146,6 +147,12 @@ def _convert(f: Field[Any], value: Any, where: str) -> Any:
         return parse(",".join(map(str, value)) if isinstance(value, list) else str(value))
     except ValueError as error:
         raise ValueError(f"{where}: {error}") from None
+
+
+def options_of(out: Path) -> dict[str, Any]:
+    """Of the run in a folder, by its config.yaml; {} where there is none, or another program's. Raises InputError."""
+    path = out / "config.yaml"
+    return from_yaml(path) if path.is_file() and text_of(path).startswith(SIGNED) else {}
 
 
 def stores_of(run: Path) -> list[Path]:

@@ -11,7 +11,7 @@ from typing import Any
 
 from trireme.engine.data.codec import Codec, load_codec
 from trireme.engine.data.formats.pairs import Kind
-from trireme.engine.run.config.config_file import from_yaml, text_of
+from trireme.engine.run.config.config_file import options_of
 from trireme.engine.run.hub.fetch import base_for, folder_of
 from trireme.engine.run.output.folder import check_checkpoint
 from trireme.engine.run.screen import Screen
@@ -91,7 +91,7 @@ def open_folder(folder: str, model: str, say: Callable[[str], None]) -> Opened:
         if not Path(model or named or "?").is_dir():
             wrong = f"--model {model} is no folder" if model else f"{folder}: its base, {named!r}, is no folder here"
             raise InputError(f"{wrong}. Name the checkpoint: --model DIR.")
-        base, kept = Path(model or named), _of_run(path)
+        base, kept = Path(model or named), _of_run(path, say)
     elif model:
         raise InputError(f"--model {model}: {folder} is no adapter. Leave --model out.")
     else:
@@ -122,11 +122,13 @@ def _check_finished(path: Path) -> None:
     raise InputError(f"{path}: that run is not finished, or its output is elsewhere.{instead} --resume {path} goes on.")
 
 
-def _of_run(path: Path) -> dict[str, Any]:
+def _of_run(path: Path, say: Callable[[str], None]) -> dict[str, Any]:
     """Options of the run that wrote an adapter into `path`, its OUT/best or OUT/step-N; {} of another's."""
-    for place in (path / "config.yaml", path.parent / "config.yaml"):
-        if place.is_file() and text_of(place).startswith("# run "):
-            return from_yaml(place)
+    for folder in (path, path.parent):
+        if given := options_of(folder):
+            return given
+    if (path / "config.yaml").is_file():
+        say(f"{path / 'config.yaml'} is not of a run of this program, and is not read")
     return {}
 
 

@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import Any
 
 from trireme.engine.amounts import count, gib
-from trireme.engine.run.config.config_file import from_yaml
+from trireme.engine.run.config.config_file import options_of
 from trireme.engine.run.config.option_names import flag_of
 from trireme.engine.run.hub.client import asking, client, endpoint
 from trireme.engine.run.hub.names import Named, base_of, data_name, model_name, parted
@@ -24,7 +24,7 @@ from trireme.models.config import InputError
 from trireme.storage.auxiliary import auxiliary
 from trireme.storage.untrusted import parse_json, read_small
 
-NAME = re.compile(r"[\w.-]+/[\w.-]+")
+NAME = re.compile(r"\w[\w.-]*/\w[\w.-]*")
 MODEL = "config.json"
 
 
@@ -107,7 +107,7 @@ def _base(out: Path, adapter: bool) -> str:
                 f"there, in {out / CONFIG}, or merge the adapter and upload the result."
             )
         return base
-    given = from_yaml(out / "config.yaml") if (out / "config.yaml").is_file() else {}
+    given = options_of(out)
     found = model_name(str(given.get("model") or ""))
     return found.repo if found else ""
 
@@ -137,7 +137,7 @@ def card_of(out: Path, name: str, base: str, adapter: bool) -> str:
 
     Raises InputError where config.yaml is not one.
     """
-    given = from_yaml(out / "config.yaml") if (out / "config.yaml").is_file() else {}
+    given = options_of(out)
     data = [data_name(parted(text)[0]) for text in given.get("data", ())]
     known = sorted({found.repo for found in data if found})
     head = [f"base_model: {json.dumps(base)}"] * bool(base)

@@ -20,7 +20,7 @@ from typing import NoReturn
 
 from trireme.engine.hosts.group import Alone, refuse_text
 from trireme.engine.run.command import program
-from trireme.engine.run.config.config_file import config_yaml, full, repeats, stores_of
+from trireme.engine.run.config.config_file import SIGNED, config_yaml, full, repeats, stores_of
 from trireme.engine.run.options import Options, store_folders
 from trireme.engine.run.output.exports import BEST, half_made, remove
 from trireme.engine.tuning.packed import Packed
@@ -55,7 +55,9 @@ UNFIT = (errno.EACCES, errno.EPERM, errno.EROFS, errno.ENOENT, errno.ENOTDIR, er
 
 
 def check_checkpoint(model: str) -> None:
-    """Raises InputError where `model` is a Hugging Face hub name and no folder."""
+    """Raises InputError where `model` is a file, or a Hugging Face hub name and no folder."""
+    if model and Path(model).is_file():
+        raise InputError(f"{model} is a file. Give the folder of a checkpoint: config.json, .safetensors.")
     if re.fullmatch(r"[\w.-]+/[\w.-]+", model) and not Path(model).parent.exists():
         folder = model.rpartition("/")[2]
         raise InputError(
@@ -248,7 +250,7 @@ def _differs(out: Path, what: str) -> NoReturn:
 
 
 ID = re.compile(r"[0-9a-f]{32}")
-LINE = re.compile(rb"# run ([0-9a-f]{32}) [^\n]*\n")
+LINE = re.compile(SIGNED.encode() + rb"([0-9a-f]{32}) [^\n]*\n")
 LARGEST = 1 << 20  # bytes of a config.yaml
 LINKED = (
     "merged",
@@ -262,7 +264,7 @@ LINKED = (
 
 def signed(run: str, config: bytes) -> bytes:
     """A config.yaml with the run's id."""
-    return f"# run {run} (its store says the same: keep this line)\n".encode() + config
+    return f"{SIGNED}{run} (its store says the same: keep this line)\n".encode() + config
 
 
 def unsigned(config: bytes) -> bytes:

@@ -152,20 +152,23 @@ class Totals:
     best: tuple[float, int] | None = None  # lowest eval_loss of what was trained, its step
     evaluated: int | None = None  # last evaluated step
     evaluations: int = 0
-    evaluating: float = 0.0  # seconds
+    evaluating: float = 0.0  # seconds, samples included
+    sampled: bool = False  # whether an evaluation had one
 
     def add(self, record: Record) -> None:
         if "loss" in record:
             seconds = record.get("step_time_s", 0.0)
             self.steps += 1
             self.seconds += seconds
-            self.tokens += seconds * record.get("tokens_per_second", 0.0)
-            self.trained += seconds * record.get("trained_tokens_per_second", 0.0)
+            self.tokens += record.get("tokens", seconds * record.get("tokens_per_second", 0.0))
+            rate = record.get("trained_tokens_per_second", 0.0)  # an older log has the rate alone
+            self.trained += record.get("trained_tokens", seconds * rate)
             self.losses = (self.losses or (record["loss"],))[0], record["loss"]
         if "eval_loss" in record:
             loss, self.evaluated = record["eval_loss"], record["step"]
             self.evaluations += 1
             self.evaluating += record.get("eval_time_s", 0.0)
+            self.sampled |= "sample" in record
             self.evals = (self.evals or (loss,))[0], loss
             if record["step"]:
                 self.best = min(self.best or (math.inf, 0), (loss, record["step"]), key=lambda best: best[0])
@@ -175,7 +178,8 @@ class Totals:
         if self.seconds:
             parts.append(duration(self.seconds))
         if self.evaluating:
-            parts.append(f"{count(self.evaluations, 'evaluation')} {duration(self.evaluating)}")
+            samples = " with samples" if self.sampled else ""
+            parts.append(f"{count(self.evaluations, 'evaluation')}{samples} {duration(self.evaluating)}")
         if self.losses:
             parts.append("loss {:.4g} -> {:.4g}".format(*self.losses))
         if self.evals:

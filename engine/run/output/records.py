@@ -28,6 +28,8 @@ COLUMNS = [
     "tokens_per_second",
     "trained_tokens_per_second",
     "rows_per_second",
+    "tokens",
+    "trained_tokens",
     "mfu",
     "step_time_s",
     "eval_time_s",
