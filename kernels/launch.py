@@ -302,7 +302,7 @@ def scan(device: torch.device, D: int, E: int, itemsize: int) -> Scan:
     width, columns, here = max(16, power2(D)), max(16, power2(E)), chip(device).arch
     if itemsize == 4 or here == 0:
         few = min(32, columns)
-        return Scan(ROWS_OF_SCANS, width, few, few, few, 4, 4, 1, "ieee")
+        return Scan(ROWS_OF_SCANS, width, few, few, min(16, columns), 4, 4, 1, "ieee")
     whole = max(width, columns) <= 128  # all columns at once spill less than a loop over them
     most, stages = (64, 2) if here == 90 and whole else (32, 1)  # where they were compared
     wide, warps = columns if whole else min(32, columns), 4 if width == columns == 128 else 8

@@ -56,7 +56,8 @@ def scan_fwd(
     T = torch.empty_like(P) if delta else None
     outputs._local[(len(tiles) * H,)](
         q, k, g, beta, tiles, T, P, q.stride(0), k.stride(0),
-        K, H, D, set_.rows, LOCAL, chunks.BLOCK, delta, set_.precision, num_warps=1, num_stages=1,
+        K, H, D, set_.rows, LOCAL, chunks.BLOCK, delta, set_.precision,
+        num_warps=1 if q.element_size() == 2 else 4, num_stages=1,
     )  # fmt: skip
     outputs._forward[(len(docs.lengths) * H * cdiv(E, set_.outputs),)](
         q, k, v, g, beta, docs.cu_seqlens, T, P, skip, out, final, q.stride(0), k.stride(0), v.stride(0),
