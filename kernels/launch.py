@@ -281,13 +281,15 @@ ROWS_OF_SCANS = 32  # of a chunk
 class Scan(NamedTuple):
     """A scan's launches: rows of a chunk, width of keys (a power of two), columns of values of a program.
 
-    wide_: of the kernel that computes all gradients of a chunk, columns at a time, without stages.
+    wide_: of the kernel that computes all gradients of a chunk, columns at a time, without stages; `outputs`: columns
+    of forward's, which has no stages, either.
     """
 
     rows: int
     width: int
     columns: int
     wide_columns: int
+    outputs: int
     warps: int
     wide_warps: int
     stages: int
@@ -299,11 +301,13 @@ def scan(device: torch.device, D: int, E: int, itemsize: int) -> Scan:
     """Of states (D, E). Tiles of 64 rows by four warps or more are wrong in bf16 on an H100 with Triton 3.6."""
     width, columns, here = max(16, power2(D)), max(16, power2(E)), chip(device).arch
     if itemsize == 4 or here == 0:
-        return Scan(ROWS_OF_SCANS, width, min(32, columns), min(32, columns), 4, 4, 1, "ieee")
+        few = min(32, columns)
+        return Scan(ROWS_OF_SCANS, width, few, few, min(16, columns), 4, 4, 1, "ieee")
     whole = max(width, columns) <= 128  # all columns at once spill less than a loop over them
     most, stages = (64, 2) if here == 90 and whole else (32, 1)  # where they were compared
     wide, warps = columns if whole else min(32, columns), 4 if width == columns == 128 else 8
-    return Scan(ROWS_OF_SCANS, width, min(most, columns), wide, 4, warps, stages, "tf32")
+    made = min(64 if whole else 32, columns)
+    return Scan(ROWS_OF_SCANS, width, min(most, columns), wide, made, 4, warps, stages, "tf32")
 
 
 # ---------------------------------------------------------------- by the model of a chip

@@ -27,6 +27,7 @@ from trireme.storage.layout import ITEMSIZE
 PASSES: dict[Kind, float] = {"finish": 1.9, "zero": 1.3, "decode": 1.3}  # bytes copied for each byte of a task
 TOKEN = 40  # kernels of a block for a sampled token, 0.65 ms
 KERNELS: dict[Kind, int] = {"forward": 12, "backward": 40, "finish": 8, "statistics": 10, "token": TOKEN}  # others: 1
+RECURRENCE: dict[Kind, int] = {"forward": 18, "backward": 75}  # more of a mixer that is a recurrence, or has one, too
 LOSS_FORWARD = 1 / 3  # of the loss's three matmuls
 LOSS_KERNELS = 12, 6  # and for each chunk of logits
 FP8_LAYERS = 4  # of a block: two kernels each make a matrix's codes
@@ -236,7 +237,7 @@ def durations(cfg: ModelConfig, plan: Plan, rates: Rates, batch: Batch, k: int =
             return latency + task.nbytes / speed[queue]
         if (task.kind, task.of) in known:
             return k * known[task.kind, task.of]
-        kernels, passed = kernels_of(cfg, task.kind, False, batch.learned), passes.get(task.kind, 1.0)
+        kernels, passed = kernels_of(cfg, task.kind, "", batch.learned), passes.get(task.kind, 1.0)
         if task.kind == "token" and not rates.host:  # on a CPU
             return task.nbytes / rates.copy + kernels * rates.task / OPS
         return _launched(kernels, task.nbytes * passed / rates.copy, rates)
@@ -247,31 +248,34 @@ def durations(cfg: ModelConfig, plan: Plan, rates: Rates, batch: Batch, k: int =
 def issues(cfg: ModelConfig, plan: Plan, rates: Rates, batch: Batch, k: int = 1) -> Callable[[Task], float]:
     """Seconds of the interpreter for a task's kernels, k micro-batches as one. Several GPUs' threads start theirs."""
     cfg = plan.cut(cfg)
-    embed = shapes.unit_names(cfg)[0]
+    kinds = {name: shapes.kind(cfg, u) for u, name in enumerate(shapes.unit_names(cfg))}
 
     def issue(task: Task) -> float:
         if plain(task.queue) != "compute" or plan.gpus > 1:
             return 0.0
-        started = rates.host * kernels_of(cfg, task.kind, task.of == embed, batch.learned)
+        of = kinds.get(task.of, "")
+        started = rates.host * kernels_of(cfg, task.kind, of, batch.learned)
         if task.kind not in MICRO:
             return started
-        within = 0 if task.of == embed else WITHIN.get(task.kind, 0) / len(shapes.inner_kinds(cfg))
+        within = 0 if of == "embed" else WITHIN.get(task.kind, 0) / len(shapes.inner_kinds(cfg))
         return k * (started + within * rates.task) + (k - 1) * rates.task
 
     return issue
 
 
-def kernels_of(cfg: ModelConfig, kind: Kind, embeds: bool, learned: int) -> float:
-    """Kernels of a task on the GPU; `learned`: labels of a micro-batch."""
+def kernels_of(cfg: ModelConfig, kind: Kind, of: str, learned: int) -> float:
+    """Kernels of a task on the GPU. `of`: what its unit is (shapes.kind); `learned`: labels of a micro-batch."""
     if kind == "loss":
         return LOSS_KERNELS[0] + LOSS_KERNELS[1] * -(-learned // workspace.LOSS_CHUNK)
-    if embeds and kind in MICRO:
+    if of == "embed" and kind in MICRO:
         return EMBED_KERNELS[kind]
+    recurs = shapes.bare(of) in ("block", "attention") and (cfg.both or of.startswith(shapes.SCANS))
     thin = (2 if cfg.lora else 1) * (1.6 if cfg.fp8 else 1)  # adapters double the kernels; others make codes
     if kind == "decode" and cfg.fp8:
         return 2 * FP8_LAYERS / len(shapes.inner_kinds(cfg))
     if kind in MICRO or kind in ("finish", "token"):
-        return (thin if kind in MICRO else 1) * KERNELS[kind] / len(shapes.inner_kinds(cfg))
+        each = (thin if kind in MICRO else 1) * KERNELS[kind] / len(shapes.inner_kinds(cfg))
+        return each + recurs * RECURRENCE.get(kind, 0)
     return KERNELS.get(kind, 1)
 
 
@@ -287,15 +291,15 @@ def unit_seconds(cfg: ModelConfig, plan: Plan, rates: Rates, batch: Batch) -> di
     row = N * ITEMSIZE[plan.dtype]  # bytes of a feature
     gemm = rates.matmul * rates.gemm
 
-    def launched(kind: Kind, seconds: float, embeds: bool = False) -> float:
-        return _launched(kernels_of(cfg, kind, embeds, batch.learned), seconds, rates)
+    def launched(kind: Kind, seconds: float, of: str) -> float:
+        return _launched(kernels_of(cfg, kind, of, batch.learned), seconds, rates)
 
     multiplied, slower = partial(_multiplied, rates), partial(_slower, rates)
     geo = Geometry.of(cfg, plan)
     lost = _loss_seconds(cfg, rates, batch.learned, ITEMSIZE[plan.dtype], gemm)
     known: dict[tuple[Kind, str], float] = {
-        ("forward", names[0]): launched("forward", 2 * row * cfg.width / rates.copy, embeds=True),
-        ("backward", names[0]): launched("backward", 7 * row * cfg.width / rates.copy, embeds=True),
+        ("forward", names[0]): launched("forward", 2 * row * cfg.width / rates.copy, "embed"),
+        ("backward", names[0]): launched("backward", 7 * row * cfg.width / rates.copy, "embed"),
         ("loss", names[-1]): sum(lost) / rates.loss,
     }
     if moving_sums(geo, plan):
@@ -335,8 +339,8 @@ def unit_seconds(cfg: ModelConfig, plan: Plan, rates: Rates, batch: Batch) -> di
         )
         forward += slower(own, own.forward) + sliced.forward / rates.copy
         for name, share in _parts(geo, u):
-            known["forward", name] = launched("forward", share * forward) / rates.forward
-            known["backward", name] = launched("backward", share * backward) / rates.backward
+            known["forward", name] = launched("forward", share * forward, kind) / rates.forward
+            known["backward", name] = launched("backward", share * backward, kind) / rates.backward
     return known
 
 
@@ -432,4 +436,4 @@ def _loss_seconds(cfg: ModelConfig, rates: Rates, tokens: int, itemsize: int, ge
     summed = 8 * chunks * cfg.outputs * cfg.width * (back > once)
     seconds = 2 * once / gemm + 5 * tokens * itemsize * cfg.outputs / rates.copy
     last = (back - once) / gemm + summed / rates.copy
-    return _launched(kernels_of(cfg, "loss", False, tokens), seconds + last, rates) - last, last
+    return _launched(kernels_of(cfg, "loss", "head", tokens), seconds + last, rates) - last, last

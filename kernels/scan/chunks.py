@@ -1,7 +1,8 @@
-"""Forward of a scan by chunks (reference.py has the formulas): what is local to a chunk, states, outputs.
+"""What backward needs of forward, by chunks (reference.py has the formulas): what is local to a chunk, and states.
 
-A program of `_walk` owns some columns of a head's state and goes through a document's chunks in order; all others own a
-chunk of a head. A document's chunk i > 0, whose first row is r, has its state in slot r // C: no two have the same.
+A program of `_walk` owns some columns of a head's state and goes through a document's chunks in order; one of
+`_prepare` owns a chunk of a head. A document's chunk i > 0, whose first row is r, has its state in slot r // C: no two
+have the same. Outputs are outputs.py's.
 Legend: K key heads, H value heads, C rows of a chunk, D and E widths of a state; U and D share memory.
 """
 
@@ -49,7 +50,7 @@ def state(p, slot, i_e, D: tl.constexpr, E: tl.constexpr, BLOCK_D: tl.constexpr,
 
 
 @triton.jit
-def _inverse(b_A, C: tl.constexpr, BLOCK: tl.constexpr, PRECISION: tl.constexpr):
+def inverse(b_A, C: tl.constexpr, BLOCK: tl.constexpr, PRECISION: tl.constexpr):
     """(1 + A)^-1 of strictly lower A (C, C): T_d of the blocks on the diagonal by rows, then T = T_d - (T_d A_o) T."""
     BLOCKS: tl.constexpr = C // BLOCK
     o_c, o_b = tl.arange(0, C), tl.arange(0, BLOCK)
@@ -88,7 +89,7 @@ def _prepare(
     b_beta = tl.load(p_beta + (i_row + o_c) * H + i_h, o_c < n, 0.0)
     b_k = tile(p_k + i_h // (H // K) * D, i_row, k_stride, n, 0, C, D, BLOCK_D)
     b_A = b_beta[:, None] * tl.dot(b_k, tl.trans(b_k), input_precision=PRECISION) * b_gamma
-    b_T = _inverse(tl.where(o_c[:, None] > o_c[None, :], b_A, 0.0), C, BLOCK, PRECISION)
+    b_T = inverse(tl.where(o_c[:, None] > o_c[None, :], b_A, 0.0), C, BLOCK, PRECISION)
     put(p_T + i_h * C, b_T, i_row, H * C, n, 0, C, C, C)
     b_T = b_T * b_beta[None, :]
     b_W = tl.dot((b_T * tl.exp(b_G)[None, :]).to(dtype), b_k, input_precision=PRECISION)
@@ -102,9 +103,9 @@ def _prepare(
 @launcher
 @triton.jit(do_not_specialize=["k_stride", "v_stride"])
 def _walk(
-    p_k, p_v, p_g, p_beta, p_cu, p_U, p_W, p_states, p_final, k_stride, v_stride,
+    p_k, p_v, p_g, p_beta, p_cu, p_U, p_W, p_states, k_stride, v_stride,
     K: tl.constexpr, H: tl.constexpr, D: tl.constexpr, E: tl.constexpr, C: tl.constexpr, BLOCK_D: tl.constexpr,
-    BLOCK_E: tl.constexpr, DELTA: tl.constexpr, STATES: tl.constexpr, FINAL: tl.constexpr, PRECISION: tl.constexpr,
+    BLOCK_E: tl.constexpr, DELTA: tl.constexpr, PRECISION: tl.constexpr,
 ):  # fmt: skip
     await_previous()
     SLICES: tl.constexpr = (E + BLOCK_E - 1) // BLOCK_E
@@ -116,7 +117,7 @@ def _walk(
     b_S = tl.zeros((BLOCK_D, BLOCK_E), tl.float32)
     for i_first in range(i_start, i_end, C):
         i_row, n = tl.cast(i_first, tl.int64), i_end - i_first
-        if STATES and i_first > i_start:
+        if i_first > i_start:
             p_state, m_state = state(p_states, i_row // C * H + i_h, i_e, D, E, BLOCK_D, BLOCK_E)
             tl.store(p_state, b_S.to(p_states.dtype.element_ty), m_state)
         b_g = tl.load(p_g + (i_row + o_c) * H + i_h, o_c < n, 0.0)
@@ -132,39 +133,3 @@ def _walk(
         b_k = tile(p_k + i_h // (H // K) * D, i_row, k_stride, n, 0, C, D, BLOCK_D).to(tl.float32)
         b_k = (b_k * tl.exp(b_end - b_G)[:, None]).to(dtype)
         b_S = tl.exp(b_end) * b_S + tl.dot(tl.trans(b_k), b_D.to(dtype), input_precision=PRECISION)
-    if FINAL:
-        p_state, m_state = state(p_final, i_doc.to(tl.int64) * H + i_h, i_e, D, E, BLOCK_D, BLOCK_E)
-        tl.store(p_state, b_S, m_state)
-
-
-@launcher
-@triton.jit(do_not_specialize=["q_stride", "k_stride", "v_stride"])
-def _outputs(
-    p_q, p_k, p_v, p_g, p_beta, p_tiles, p_D, p_states, p_skip, p_o, q_stride, k_stride, v_stride,
-    K: tl.constexpr, H: tl.constexpr, D: tl.constexpr, E: tl.constexpr, C: tl.constexpr, BLOCK_D: tl.constexpr,
-    BLOCK_E: tl.constexpr, DELTA: tl.constexpr, SKIP: tl.constexpr, PRECISION: tl.constexpr,
-):  # fmt: skip
-    await_previous()
-    i_h, p_tile = tl.program_id(0) % H, p_tiles + (tl.program_id(0) // H) * 3
-    i_offset = tl.load(p_tile + 1)
-    i_row, n = (tl.load(p_tile) + i_offset).to(tl.int64), tl.load(p_tile + 2) - i_offset
-    o_c, i_k = tl.arange(0, C), i_h // (H // K)
-    dtype = p_q.dtype.element_ty
-    b_G, _, b_gamma = decays(p_g, i_row, n, i_h, H, C)
-    b_q = tile(p_q + i_k * D, i_row, q_stride, n, 0, C, D, BLOCK_D)
-    b_k = tile(p_k + i_k * D, i_row, k_stride, n, 0, C, D, BLOCK_D)
-    b_P = tl.dot(b_q, tl.trans(b_k), input_precision=PRECISION) * b_gamma
-    if not DELTA:
-        b_P *= tl.load(p_beta + (i_row + o_c) * H + i_h, o_c < n, 0.0)[None, :]
-    b_P = b_P.to(dtype)
-    b_q = (b_q.to(tl.float32) * tl.exp(b_G)[:, None]).to(dtype)
-    for i_e in range(0, E, BLOCK_E):
-        b_v = tile(p_v + i_h * E, i_row, v_stride, n, i_e, C, E, BLOCK_E)
-        b_D = tile(p_D + i_h * E, i_row, H * E, n, i_e, C, E, BLOCK_E) if DELTA else b_v
-        b_o = tl.dot(b_P, b_D, input_precision=PRECISION)
-        if i_offset > 0:
-            p_state, m_state = state(p_states, i_row // C * H + i_h, i_e, D, E, BLOCK_D, BLOCK_E)
-            b_o += tl.dot(b_q, tl.load(p_state, m_state, 0.0), input_precision=PRECISION)
-        if SKIP:
-            b_o += tl.load(p_skip + i_h).to(tl.float32) * b_v.to(tl.float32)
-        put(p_o + i_h * E, b_o, i_row, H * E, n, i_e, C, E, BLOCK_E)

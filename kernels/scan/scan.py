@@ -1,4 +1,4 @@
-"""Launchers of the scan's kernels (chunks.py, gradients.py), with the signatures of reference.py."""
+"""Launchers of the scan's kernels (outputs.py; chunks.py, gradients.py), with the signatures of reference.py."""
 
 from __future__ import annotations
 
@@ -10,7 +10,9 @@ from torch import Tensor
 from trireme.kernels import launch
 from trireme.kernels.attention.docs import Docs
 from trireme.kernels.launch import cdiv
-from trireme.kernels.scan import chunks, gradients
+from trireme.kernels.scan import chunks, gradients, outputs
+
+LOCAL = 32  # columns of keys that a program of outputs._local multiplies at once
 
 
 class _Scan(NamedTuple):
@@ -47,15 +49,20 @@ def scan_fwd(
     out = torch.empty(v.shape, dtype=v.dtype, device=v.device) if out is None else out
     assert out.is_contiguous()
     assert final is None or (final.dtype == torch.float32 and final.is_contiguous())
-    local = _local(a)
-    states = _walk(a, local, final)
     K, H, D, E = a.shape
     set_ = launch.scan(q.device, D, E, q.element_size())
     tiles = docs.query_tiles[set_.rows]
-    chunks._outputs[(len(tiles) * H,)](
-        q, k, v, g, beta, tiles, local.D, states, skip, out, q.stride(0), k.stride(0), v.stride(0),
-        K, H, D, E, set_.rows, set_.width, set_.columns, delta, skip is not None, set_.precision,
-        num_warps=set_.warps, num_stages=set_.stages,
+    P = q.new_empty((len(q), H, set_.rows))
+    T = torch.empty_like(P) if delta else None
+    outputs._local[(len(tiles) * H,)](
+        q, k, g, beta, tiles, T, P, q.stride(0), k.stride(0),
+        K, H, D, set_.rows, LOCAL, chunks.BLOCK, delta, set_.precision,
+        num_warps=1 if q.element_size() == 2 else 4, num_stages=1,
+    )  # fmt: skip
+    outputs._forward[(len(docs.lengths) * H * cdiv(E, set_.outputs),)](
+        q, k, v, g, beta, docs.cu_seqlens, T, P, skip, out, final, q.stride(0), k.stride(0), v.stride(0),
+        K, H, D, E, set_.rows, set_.width, set_.outputs, delta, skip is not None, final is not None, set_.precision,
+        num_warps=set_.warps, num_stages=1,
     )  # fmt: skip
     return out
 
@@ -80,7 +87,7 @@ def scan_bwd(
     K, H, D, E = a.shape
     set_ = launch.scan(q.device, D, E, q.element_size())
     local = _local(a)
-    states = _walk(a, local, None)
+    states = _walk(a, local)
     d_states, d_delta = torch.empty_like(states), torch.empty(v.shape, dtype=v.dtype, device=v.device)
     gradients._walk_back[(len(docs.lengths) * H * cdiv(E, set_.columns),)](
         dout, q, k, g, docs.cu_seqlens, local.W, d_delta, d_states, q.stride(0), k.stride(0),
@@ -99,7 +106,7 @@ def scan_bwd(
     )  # fmt: skip
     for own, heads in zip((dq, dk), each, strict=True):
         if own is not heads:
-            own.copy_(heads.unflatten(1, (K, -1)).sum(2, dtype=torch.float32))
+            torch.sum(heads.unflatten(1, (K, -1)), 2, out=own)  # in fp32, rounded once
     return dg, dbeta, None if d_skip is None else d_skip.sum(0)
 
 
@@ -139,14 +146,14 @@ def _local(a: _Scan) -> _Local:
     return made
 
 
-def _walk(a: _Scan, local: _Local, final: Tensor | None) -> Tensor:
+def _walk(a: _Scan, local: _Local) -> Tensor:
     """States before chunks, (slots, H, D, E); local.U becomes D."""
     K, H, D, E = a.shape
     set_ = launch.scan(a.q.device, D, E, a.q.element_size())
     states = a.q.new_empty((cdiv(len(a.q), set_.rows), H, D, E))
     chunks._walk[(len(a.docs.lengths) * H * cdiv(E, set_.columns),)](
-        a.k, a.v, a.g, a.beta, a.docs.cu_seqlens, local.D, local.W, states, final, a.k.stride(0), a.v.stride(0),
-        K, H, D, E, set_.rows, set_.width, set_.columns, a.delta, True, final is not None, set_.precision,
+        a.k, a.v, a.g, a.beta, a.docs.cu_seqlens, local.D, local.W, states, a.k.stride(0), a.v.stride(0),
+        K, H, D, E, set_.rows, set_.width, set_.columns, a.delta, set_.precision,
         num_warps=set_.warps, num_stages=set_.stages,
     )  # fmt: skip
     return states

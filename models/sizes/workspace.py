@@ -202,11 +202,12 @@ def _scan_moments(cfg: ModelConfig, sizes: _Sizes) -> tuple[int, list[int]]:
     local = N * own.heads * (ROWS_OF_SCANS + own.value_dim + own.key_dim) * item * own.delta
     states = -(-N // ROWS_OF_SCANS) * own.heads * own.key_dim * own.value_dim * item
     each = 2 * N * own.heads * own.key_dim * item * (own.heads > own.key_heads)
+    inside = N * own.heads * ROWS_OF_SCANS * item * (1 + own.delta)  # P and T of chunks
     result, matmul = mixed + value, x * (last.x > 0)
     y = 0 if _codes_alone(cfg, cfg.names.norm1, first, last) else x
     return result, [
         y + first.x + mixed,  # scan._project
-        result + read + local + states,  # scan_fwd
+        result + read + inside,  # scan_fwd
         result + value,  # scan._gated
         value + last.x + matmul,  # add_branch
         result + value + last.x + matmul,  # scan.residual: and `out`

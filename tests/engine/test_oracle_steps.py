@@ -21,12 +21,16 @@ pytestmark = pytest.mark.grid
 FIRST = {model_type: name for name, (model_type, _) in reversed(CASES.items())}
 WRAPPED = {model_type: name for name, (model_type, *_) in reversed(wrapped.CASES.items())}
 STEPS, LR, EPS = 4, 1e-2, 1e-3  # eps: of gradients near zero Adam takes little but their rounding
+# At LR losses of hybrids rise, and rounding grows: the oracle in fp32 is off by 4e-4 of its own loss in fp64 at the
+# fourth step of OLMo Hybrid, by 5e-7 at this rate.
+LR_OF_HYBRIDS = 1e-3
+OFF = 1e-5
 
 
-def losses_of(model, steps, off):
+def losses_of(model, steps, lr):
     """(loss, norm of the gradient) of each step, of two packed micro-batches."""
     adamw = AdamW()
-    optimizer = torch.optim.AdamW(model.parameters(), LR, (adamw.beta1, adamw.beta2), EPS, weight_decay=0.0)
+    optimizer = torch.optim.AdamW(model.parameters(), lr, (adamw.beta1, adamw.beta2), EPS, weight_decay=0.0)
     for step in steps:
         trained, whole = sum(int((mb.labels >= 0).sum()) for mb in step), 0.0
         for mb in step:
@@ -37,7 +41,7 @@ def losses_of(model, steps, off):
                 loss.backward()
                 whole += loss.item()
         norm = torch.nn.utils.get_total_norm([p.grad for p in model.parameters() if p.grad is not None])
-        yield pytest.approx(whole, rel=off), pytest.approx(norm.item(), rel=50 * off)
+        yield pytest.approx(whole, rel=OFF), pytest.approx(norm.item(), rel=50 * OFF)
         optimizer.step()
         optimizer.zero_grad()
 
@@ -69,5 +73,5 @@ def compare(folder, theirs, monkeypatch):
     e = build(cfg, gpu_plan(cfg), LIMITS, InlineQueues(), adamw=adamw)
     Exchange(cfg, source, e.placement).load()
     steps = batches(cfg, STEPS, 2, 24)
-    off = 5e-5 if cfg.scan else 1e-5  # rounding grows in recurrences of random weights
-    assert [seen[:2] for seen in train(e, steps, LR)] == list(losses_of(theirs, steps, off))
+    lr = LR_OF_HYBRIDS if cfg.scan else LR
+    assert [seen[:2] for seen in train(e, steps, lr)] == list(losses_of(theirs, steps, lr))

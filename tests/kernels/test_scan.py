@@ -222,7 +222,7 @@ def test_scan_interpreted(dtype, form, rows, monkeypatch):
     """Documents of one and of several chunks, and of one token."""
     lengths, (_, _, *rest) = [1, 65, 9], SHAPES[form]
     monkeypatch.setitem(SHAPES, form, (1, 2, *rest))
-    monkeypatch.setattr(launch, "scan", lambda *_: launch.Scan(rows, 32, 16, 32, 4, 4, 1, "ieee"))
+    monkeypatch.setattr(launch, "scan", lambda *_: launch.Scan(rows, 32, 16, 32, 16, 4, 4, 1, "ieee"))
     a, delta = inputs(form, sum(lengths), "cpu", dtype)
     compare(a, delta, lengths, "cpu", dtype)
 
@@ -244,7 +244,7 @@ def test_scan_at_every_setting(form, rows, columns, stages, warps, monkeypatch):
     """Triton has miscompiled such kernels at some tiles and warps."""
     width = max(16, launch.power2(SHAPES[form][2]))
     wide = 128 if columns >= 32 else columns
-    setting = launch.Scan(rows, width, columns, wide, *warps, stages, "tf32")
+    setting = launch.Scan(rows, width, columns, wide, columns, *warps, stages, "tf32")
     monkeypatch.setattr(launch, "scan", lambda *_: setting)
     lengths = [200, 1, 65, 64]
     a, delta = inputs(form, sum(lengths), "cuda", torch.bfloat16)

@@ -335,19 +335,16 @@ def _bare_experts():
 def _bare_scans():
     """With what the launchers allocate, of chunks of 32 rows: fp32."""
 
-    def local(v, k):
-        (N, H, e), d = v.shape, k.shape[2]
-        return [torch.empty(N, H, n) for n in (32, e, d)] + [torch.empty(-(-N // 32), H, d, e)]
-
     def scan_fwd(q, k, v, g, beta, docs, delta, skip, out):
-        made = local(v, k)[0 if delta else 3 :]
+        made = [torch.empty(*v.shape[:2], 32) for _ in range(1 + delta)]
         out = torch.empty(v.shape) if out is None else out
         del made
         return out
 
     def scan_bwd(dout, q, k, v, g, beta, docs, delta, *_):
         (N, H, e), (_, K, d) = v.shape, k.shape
-        made = [*local(v, k)[0 if delta else 3 :], torch.empty(-(-N // 32), H, d, e), torch.empty(v.shape)]
+        made = [torch.empty(N, H, n) for n in (32, e, d) * delta]
+        made += [*(torch.empty(-(-N // 32), H, d, e) for _ in range(2)), torch.empty(v.shape)]
         made += [torch.empty(N, H, d) for _ in range(2 * (H != K))]
         dg, dbeta = torch.empty_like(g), torch.empty_like(beta)
         del made
@@ -383,7 +380,8 @@ class Watch(TorchDispatchMode):
         if op in ("mm", "addmm", "addmm_", "_scaled_mm"):
             a, b = args[:2] if op == "_scaled_mm" else args[-2:]
             self.flops += 2 * a.shape[0] * a.shape[1] * b.shape[1]
-        if "empty" in op or op == "zeros" or op in ("mm", "addmm", "clone") and variant == "default":
+        made = "empty" in op or (op, variant) in (("zeros", "default"), ("sum", "dim_IntList"))
+        if made or op in ("mm", "addmm", "clone") and variant == "default":
             nbytes = result.untyped_storage().nbytes()
             self.live += nbytes
             self.peak = max(self.peak, self.live)
@@ -552,6 +550,31 @@ def test_workspace_holds_a_score_head(labels, tokens, documents, monkeypatch):
 
 
 UNITS = pytest.mark.parametrize(("halves", "u"), [(False, 1), (True, 1), (True, 2)], ids=["block", "attention", "mlp"])
+
+
+@pytest.mark.parametrize("delta", [False, True])
+@pytest.mark.parametrize("K", [1, 3])
+def test_launchers_of_scans_allocate_what_blocks_are_watched_with(K, delta, monkeypatch):
+    from trireme.kernels import launch
+    from trireme.kernels.scan import chunks, gradients, outputs
+    from trireme.kernels.scan import scan as launchers
+
+    kernels = {chunks: ("_prepare", "_walk"), gradients: ("_walk_back", "_gradients"), outputs: ("_local", "_forward")}
+    for module, names in kernels.items():
+        for name in names:
+            monkeypatch.setattr(module, name, defaultdict(lambda: lambda *_, **__: None))
+    monkeypatch.setattr(launch, "scan", lambda *_: launch.Scan(32, 16, 16, 16, 16, 4, 4, 1, "ieee"))
+    docs, peaks = ops.make_docs([40, 24], "cpu"), defaultdict(list)
+    for own in (vars(launchers), _bare_scans()):
+        q, k, v = (torch.empty(64, heads, 8) for heads in (K, K, 3))
+        g, into = torch.empty(64, 3), [torch.empty_like(t) for t in (q, k, v)]
+        with Watch() as forward:
+            own["scan_fwd"](q, k, v, g, g, docs, delta, None, None)
+        with Watch() as backward:
+            own["scan_bwd"](v, q, k, v, g, g, docs, delta, None, *into)
+        peaks["forward"].append(forward.peak)
+        peaks["backward"].append(backward.peak)
+    assert {kind: launched for kind, (launched, _) in peaks.items()} == {kind: n for kind, (_, n) in peaks.items()}
 
 
 @UNITS

@@ -16,7 +16,7 @@ from trireme.engine.planner.rule import Wanted
 OFF = 0.2
 # Numbers, and dictionaries or tuples of numbers.
 CONSTANTS = {
-    predict: ("PASSES", "KERNELS", "LOSS_KERNELS", "EMBED_KERNELS", "WITHIN", "HALF"),
+    predict: ("PASSES", "KERNELS", "RECURRENCE", "LOSS_KERNELS", "EMBED_KERNELS", "WITHIN", "HALF"),
     rule: ("UPDATE_TOKENS", "LATE_TOKENS"),
     simulate: ("ADAM_BYTES",),
 }

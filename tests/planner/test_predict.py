@@ -12,7 +12,7 @@ from plans import ADAPTED, H200, ONE_B, RATES, SEVEN_B, SMALL, plan
 from trireme.engine.buffers import usage
 from trireme.engine.geometry import ADAM_BYTES, Geometry
 from trireme.engine.plan import Limits, Plan, UnitPlan
-from trireme.engine.planner.predict import WITHIN, Batch, predict, together, unit_seconds
+from trireme.engine.planner.predict import KERNELS, RECURRENCE, WITHIN, Batch, predict, together, unit_seconds
 from trireme.engine.planner.rates import GPUS, Rates, assume, rates_of
 from trireme.engine.planner.rule import Wanted, simple_plan
 from trireme.engine.planner.simulate import is_copy
@@ -216,6 +216,18 @@ def test_small_blocks_wait_for_the_host():
         if waits:
             assert found[1]["backward", "block000"] == pytest.approx(40 * 1e-4)
             assert found[1]["backward", "block000"] > found[0]["backward", "block000"]
+
+
+@pytest.mark.parametrize(
+    ("cfg", "scans"), [(HYBRID, (True, False)), (FALCON_H1, (True, True)), (LLAMA, (False, False))]
+)
+def test_small_recurrences_start_more_kernels(cfg, scans):
+    """In place of attention or next to it."""
+    found = unit_seconds(cfg, plan(cfg, UnitPlan(), tokens=64), replace(RATES, host=1e-4), Batch(64, 64, 1))
+    for u, own in zip((1, 2), scans, strict=True):
+        for kind in ("forward", "backward"):
+            kernels = KERNELS[kind] + own * RECURRENCE[kind]
+            assert found[kind, shapes.unit_names(cfg)[u]] == pytest.approx(kernels * 1e-4)
 
 
 @pytest.mark.parametrize("tokens", [64, 65536])
