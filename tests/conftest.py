@@ -27,6 +27,7 @@ signal.signal(signal.SIGINT, signal.default_int_handler)  # ignored where a shel
 settings.register_profile("same", derandomize=True)  # the same examples each time
 settings.load_profile("same")
 
+KEPT = 1 << 29  # bytes
 RATES = {"copy": 6.5e9, "task": 8e-5, "h2d": 3.3e9, "d2h": 3.3e9, "dram": 1.2e10, "adam": 4e8}  # of one core
 
 
@@ -66,6 +67,15 @@ def large():
     with open(Path(tempfile.gettempdir()) / f"trireme-large-tests-{os.getuid()}", "w") as lock:
         fcntl.flock(lock, fcntl.LOCK_EX)
         yield
+        gc.collect()
+        torch.cuda.empty_cache()
+
+
+@pytest.fixture(autouse=True)
+def released():
+    """Gives GPU memory beyond KEPT back after a test: many processes test on one GPU."""
+    yield
+    if torch.cuda.is_initialized() and sum(map(torch.cuda.memory_reserved, range(torch.cuda.device_count()))) > KEPT:
         gc.collect()
         torch.cuda.empty_cache()
 
