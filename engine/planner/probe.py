@@ -47,7 +47,7 @@ from trireme.storage.layout import pack
 from trireme.storage.scratch import Scratch
 from trireme.storage.temporary import HIDDEN, Temporary
 
-VERSION = 10  # of what is measured
+VERSION = 11  # of what is measured
 CHUNK, DEPTH = 64 << 20, 3  # bytes of a drive's request, requests in flight each way
 COPY, AHEAD = 256 << 20, 6  # bytes of a copy at most, copies queued
 LOTS, UPDATED = 4, 16  # of parameters in turn, beyond a cache; bytes of one, at most
