@@ -22,6 +22,8 @@ TALKS = {  # a row, and its messages
     "a message alone": ({"prompt": user("q"), "completion": said("a")}, [user("q"), said("a")]),
     "messages and a text": ({"prompt": [user("q")], "completion": "a"}, [user("q"), said("a")]),
     "a text and messages": ({"prompt": "q", "completion": [said("a")]}, [user("q"), said("a")]),
+    "an empty text and messages": ({"prompt": " ", "completion": [user("q"), said("a")]}, [user("q"), said("a")]),
+    "no messages and messages": ({"prompt": [], "completion": [user("q"), said("a")]}, [user("q"), said("a")]),
     "JSON of ShareGPT": (
         {"prompt": '[{"from": "human", "value": "q"}]', "completion": '[{"from": "gpt", "value": "a"}]'},
         [user("q"), said("a")],

@@ -201,7 +201,8 @@ def _text(row: Fields) -> Text:
 def _prompt_completion(row: Fields) -> Example:
     asked, answer = messages_in(row["prompt"]), messages_in(row["completion"])
     if asked or answer:
-        asked = asked or [{"role": "user", "content": string(row, "prompt")}]
+        if not asked and row["prompt"] != [] and (prompt := string(row, "prompt")).strip():
+            asked = [{"role": "user", "content": prompt}]
         answer = answer or [{"role": "assistant", "content": string(row, "completion")}]
         return read_talk(row | {"prompt": asked, "completion": answer})
     completion = string(row, "completion")
