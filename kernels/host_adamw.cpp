@@ -275,13 +275,7 @@ class Team {
     }
 };
 
-// Arguments of the functions below, as host_adamw.py's _List and scripts/bench/adamw.py's Scale mirror them.
-struct Scale {
-    float *x;
-    int64_t n, places;
-    float factor;
-    int64_t record;
-};
+// Argument of trireme_list, as host_adamw.py's _List mirrors it.
 struct List {
     Work *const *work;
     const void *const *job;
@@ -298,22 +292,6 @@ void trireme_adamw(const void *job_, int64_t *next) {
     const Job &job = *static_cast<const Job *>(job_);
     if (job.lo) update_weight(Split{static_cast<uint16_t *>(job.w), job.lo}, job, next);
     else update_weight(Whole{static_cast<float *>(job.w)}, job, next);
-}
-
-// The yardstick for benchmarks: the cheapest pass over memory in place, at one place or at four at once. n is of each.
-void trireme_scale(const void *job, int64_t *next) {
-    const auto [x, n, places, factor, record] = *static_cast<const Scale *>(job);
-    for (int64_t begin; (begin = take(next, record)) < n;) {
-        int64_t end = min(begin + record, n);
-        float *a = x, *b = a + n, *c = b + n, *d = c + n;
-        if (places == 1) {
-#pragma omp simd
-            for (int64_t i = begin; i < end; ++i) a[i] *= factor;
-        } else {
-#pragma omp simd
-            for (int64_t i = begin; i < end; ++i) a[i] *= factor, b[i] *= factor, c[i] *= factor, d[i] *= factor;
-        }
-    }
 }
 
 // Several jobs in turn. A thread that finds nothing left of one goes on with the next: nobody waits between them.

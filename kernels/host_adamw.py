@@ -35,7 +35,7 @@ RECORD = 1 << 18  # elements by thread and turn
 
 SOURCE = Path(__file__).with_name("host_adamw.cpp")
 BUILD = "trireme-build-"  # folders of compilers
-FUNCTIONS = ("adamw", "scale", "list", "team_open", "team_run", "team_close")
+FUNCTIONS = ("adamw", "list", "team_open", "team_run", "team_close")
 FLAGS = ("-std=c++17", "-O3", "-fno-math-errno", "-ffp-contract=off", "-fopenmp-simd", "-pthread", "-shared", "-fPIC")
 
 
@@ -132,7 +132,7 @@ def _built() -> tuple[ctypes.CDLL | None, str]:
     except (OSError, subprocess.CalledProcessError) as error:
         reason = error.stderr.decode(errors="replace") if isinstance(error, subprocess.CalledProcessError) else error
         return None, str(reason)
-    for work in (lib.trireme_adamw, lib.trireme_scale, lib.trireme_list):
+    for work in (lib.trireme_adamw, lib.trireme_list):
         work.argtypes, work.restype = [c_void_p, POINTER(c_int64)], None
     lib.trireme_team_open.argtypes, lib.trireme_team_open.restype = [c_int64], c_void_p
     lib.trireme_team_run.argtypes, lib.trireme_team_run.restype = [c_void_p, c_void_p, c_void_p], None
