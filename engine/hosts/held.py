@@ -96,7 +96,7 @@ def _blocks(path: Path, first: int, sizes: Iterable[int]) -> Iterator[bytes]:
 
 
 def held_in(host: int, dirs: Sequence[Path], run: str) -> list[Held]:
-    """The snapshots of another host's store, oldest first; none where it is not in sight, or another run's."""
+    """The snapshots of another host's store, oldest first; none where it is not reachable, or another run's."""
     try:
         dirs = [dirs[i] for i in folders.in_order(dirs, run)]
         found = [Held(host, dirs, snapshot) for snapshot in snapshots.load(dirs[0])]

@@ -1,8 +1,8 @@
 """Redistributes a run's optimizer state from the snapshots of another number of hosts.
 
 Records are the same for any number, so each goes whole from the share that it was in to the share that it is in now:
-read where its old host's store is in sight, else sent by a host that sees it. All go through one list in one order, so
-none waits in a circle.
+read where its old host's store is reachable, else sent by a host that reaches it. All go through one list in one
+order, so none waits in a circle.
 """
 
 from __future__ import annotations
@@ -38,7 +38,7 @@ def fill(placement: Placement, whole: Whole, wire: Wire | None, progress: Progre
 
 
 def _source(whole: Whole, host: int, geo: Geometry, then: Geometry, entry: Entry, record: int) -> int:
-    """The old host that this one has an entry of: in sight, if it may choose."""
+    """The old host that this one has an entry of: a reachable one, if it may choose."""
     if entry.kind == "weights":  # all have them
         return min(whole.sights[host], default=0)
     first = geo.records(entry.u, record)[entry.r][0]

@@ -119,7 +119,7 @@ class Start(NamedTuple):
 def open_run(options: Options, screen: Screen, group: Alone, run: str) -> Start:
     """The last snapshot that all of the run's hosts have, newer ones dropped; nothing where one has none.
 
-    `run`: its id. Raises as open_snapshot, and InputError where it is finished or a host's store is not in sight.
+    `run`: its id. Raises as open_snapshot, and InputError where it is finished or a host's store is not reachable.
     """
     begun, folder = (Path(options.out) / "config.yaml").is_file(), run_folder(Path(options.out), group.host)
     if group.first(is_finished(options, run)):
@@ -173,7 +173,7 @@ def _own(run: Path, store: Store | None, host: int) -> list[Held]:
 
 
 def _others(folder: Path, host: int, run: str) -> list[Held]:
-    """Snapshots of other hosts with folders in sight."""
+    """Snapshots of other hosts whose folders are reachable."""
     there = {0: folder} | hosts_in(folder)
     places = {k: place for k, place in there.items() if k != host and run_of(place) == run}
     return [each for k, place in places.items() for each in held_in(k, stores_of(place), run)]
