@@ -335,9 +335,11 @@ def several_rates(devices: Sequence[torch.device], ram: int) -> dict[str, float]
         return time.perf_counter() - start
 
     moved = len(buses) * AHEAD * nbytes
-    found = {name: moved / min(once(way) for _ in range(3)) for way, name in enumerate(("up_all", "down_all"))}
-    for bus in buses:
-        bus.memory.close()
+    try:
+        found = {name: moved / min(once(way) for _ in range(3)) for way, name in enumerate(("up_all", "down_all"))}
+    finally:
+        for bus in buses:
+            bus.memory.close()
     return found | peer_rates(devices)
 
 
