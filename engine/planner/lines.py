@@ -78,7 +78,8 @@ def _decisions(f: Forecast, row: str, names: Mapping[Tier, str]) -> str:
         return "   written to OUT/best with each snapshot, and at the end"
     if row == "activations":
         kept = sum(bool(u.saved) for u in plan.units)
-        return f"   saved for {kept} of {n - 2} {units}, recomputed in the others"
+        others = ", recomputed in the others" if kept < n - 2 else ""
+        return f"   saved for {kept} of {n - 2} {units}{others}"
     return ""
 
 
