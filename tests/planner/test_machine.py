@@ -197,7 +197,7 @@ def test_a_drive_is_as_fast_as_it_was_for_minutes(tmp_path, monkeypatch):
         note_drives(rates, [tmp_path / "out"])
         found = with_drives(known(), [tmp_path])
         assert (found.rates.ssd_read, found.rates.ssd_write) == pytest.approx((used * 3e9, used * 2e9))
-        assert (f"a run kept up {used:.0%} of that" in found.drives) == (used < 1)
+        assert (f"a run kept up {100 * used:.0f} % of that" in found.drives) == (used < 1)
         assert with_drives(known(), [tmp_path], anew=True).rates.ssd_read == pytest.approx(used * 3e9)
 
 
