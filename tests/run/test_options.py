@@ -490,9 +490,16 @@ def test_what_has_changed_is_named_with_what_it_was(tmp_path, monkeypatch):
     assert changes(now, {"lr": 0.1}) == ["--lr 0.0002, was 0.1"], "an option that there was not yet has not changed"
 
 
-@pytest.mark.parametrize("name", ["trireme", "python scripts/finetune.py"])
-def test_the_command_calls_itself_as_it_was_called(name, monkeypatch, capsys):
-    monkeypatch.setattr(sys, "argv", [name.split()[-1]])
+@pytest.mark.parametrize(
+    ("name", "program"),
+    [
+        ("trireme", "/usr/bin/trireme"),
+        ("python scripts/finetune.py", "scripts/finetune.py"),
+        ("python -m trireme", "/a/trireme/__main__.py"),
+    ],
+)
+def test_the_command_calls_itself_as_it_was_called(name, program, monkeypatch, capsys):
+    monkeypatch.setattr(sys, "argv", [program])
     with pytest.raises(InputError, match=f"Try: {name} CHECKPOINT --data FILE"):
         parse([])
     with pytest.raises(SystemExit):
