@@ -40,8 +40,9 @@ MEANT = {  # what others call a command: what it is here
 
 def program() -> str:
     """The command as it was called."""
-    names = {"trireme": "trireme", "__main__.py": "python -m trireme"}
-    return names.get(Path(sys.argv[0]).name, "python scripts/finetune.py")
+    if getattr(sys.modules["__main__"].__spec__, "name", "") == "trireme.__main__":
+        return "python -m trireme"
+    return "trireme" if Path(sys.argv[0]).name == "trireme" else "python scripts/finetune.py"
 
 
 class _Version(argparse.Action):

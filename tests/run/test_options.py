@@ -491,15 +491,17 @@ def test_what_has_changed_is_named_with_what_it_was(tmp_path, monkeypatch):
 
 
 @pytest.mark.parametrize(
-    ("name", "program"),
+    ("name", "program", "module"),
     [
-        ("trireme", "/usr/bin/trireme"),
-        ("python scripts/finetune.py", "scripts/finetune.py"),
-        ("python -m trireme", "/a/trireme/__main__.py"),
+        ("trireme", "/usr/bin/trireme", None),
+        ("python scripts/finetune.py", "scripts/finetune.py", None),
+        ("python -m trireme", "/a/trireme/__main__.py", "trireme.__main__"),
     ],
 )
-def test_the_command_calls_itself_as_it_was_called(name, program, monkeypatch, capsys):
+def test_the_command_calls_itself_as_it_was_called(name, program, module, monkeypatch, capsys):
     monkeypatch.setattr(sys, "argv", [program])
+    spec = module and SimpleNamespace(name=module)
+    monkeypatch.setitem(sys.modules, "__main__", SimpleNamespace(__spec__=spec))
     with pytest.raises(InputError, match=f"Try: {name} CHECKPOINT --data FILE"):
         parse([])
     with pytest.raises(SystemExit):
