@@ -40,7 +40,8 @@ MEANT = {  # what others call a command: what it is here
 
 def program() -> str:
     """The command as it was called."""
-    if getattr(sys.modules["__main__"].__spec__, "name", "") == "trireme.__main__":
+    spec = getattr(sys.modules["__main__"], "__spec__", None)
+    if spec is not None and spec.name == "trireme.__main__":
         return "python -m trireme"
     return "trireme" if Path(sys.argv[0]).name == "trireme" else "python scripts/finetune.py"
 
