@@ -17,6 +17,15 @@ BLOCK = 16  # rows that are inverted one by one
 
 
 @triton.jit
+def columns(p_cu, H: tl.constexpr, E: tl.constexpr, BLOCK_E: tl.constexpr):
+    """(first column, head, document, its first row, the row behind it) that a program owns, columns innermost."""
+    SLICES: tl.constexpr = (E + BLOCK_E - 1) // BLOCK_E
+    i_e, i_h = (tl.program_id(0) % SLICES) * BLOCK_E, (tl.program_id(0) // SLICES) % H
+    i_doc = tl.program_id(0) // (SLICES * H)
+    return i_e, i_h, i_doc, tl.load(p_cu + i_doc), tl.load(p_cu + i_doc + 1)
+
+
+@triton.jit
 def decays(p_g, i_row, n, i_h, H: tl.constexpr, C: tl.constexpr):
     """(G (C,), its last, exp(G_i - G_j) where i >= j) of a chunk of n rows."""
     o_c = tl.arange(0, C)
@@ -108,10 +117,7 @@ def _walk(
     BLOCK_E: tl.constexpr, DELTA: tl.constexpr, PRECISION: tl.constexpr,
 ):  # fmt: skip
     await_previous()
-    SLICES: tl.constexpr = (E + BLOCK_E - 1) // BLOCK_E
-    i_e, i_h = (tl.program_id(0) % SLICES) * BLOCK_E, (tl.program_id(0) // SLICES) % H
-    i_doc = tl.program_id(0) // (SLICES * H)
-    i_start, i_end = tl.load(p_cu + i_doc), tl.load(p_cu + i_doc + 1)
+    i_e, i_h, _, i_start, i_end = columns(p_cu, H, E, BLOCK_E)
     dtype = p_k.dtype.element_ty
     o_c = tl.arange(0, C)
     b_S = tl.zeros((BLOCK_D, BLOCK_E), tl.float32)

@@ -10,7 +10,7 @@ import triton
 import triton.language as tl
 
 from trireme.kernels.launcher import await_previous, launcher
-from trireme.kernels.scan.chunks import decays, put, state, tile
+from trireme.kernels.scan.chunks import columns, decays, put, state, tile
 
 
 @launcher
@@ -21,10 +21,7 @@ def _walk_back(
     BLOCK_E: tl.constexpr, DELTA: tl.constexpr, PRECISION: tl.constexpr,
 ):  # fmt: skip
     await_previous()
-    SLICES: tl.constexpr = (E + BLOCK_E - 1) // BLOCK_E
-    i_e, i_h = (tl.program_id(0) % SLICES) * BLOCK_E, (tl.program_id(0) // SLICES) % H
-    i_doc = tl.program_id(0) // (SLICES * H)
-    i_start, i_end = tl.load(p_cu + i_doc), tl.load(p_cu + i_doc + 1)
+    i_e, i_h, _, i_start, i_end = columns(p_cu, H, E, BLOCK_E)
     i_k = i_h // (H // K)
     dtype = p_q.dtype.element_ty
     b_dS = tl.zeros((BLOCK_D, BLOCK_E), tl.float32)

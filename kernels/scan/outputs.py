@@ -11,7 +11,7 @@ import triton
 import triton.language as tl
 
 from trireme.kernels.launcher import await_previous, launcher
-from trireme.kernels.scan.chunks import decays, inverse, put, state, tile
+from trireme.kernels.scan.chunks import columns, decays, inverse, put, state, tile
 
 
 @launcher
@@ -52,10 +52,7 @@ def _forward(
     BLOCK_E: tl.constexpr, DELTA: tl.constexpr, SKIP: tl.constexpr, FINAL: tl.constexpr, PRECISION: tl.constexpr,
 ):  # fmt: skip
     await_previous()
-    SLICES: tl.constexpr = (E + BLOCK_E - 1) // BLOCK_E
-    i_e, i_h = (tl.program_id(0) % SLICES) * BLOCK_E, (tl.program_id(0) // SLICES) % H
-    i_doc = tl.program_id(0) // (SLICES * H)
-    i_start, i_end = tl.load(p_cu + i_doc), tl.load(p_cu + i_doc + 1)
+    i_e, i_h, i_doc, i_start, i_end = columns(p_cu, H, E, BLOCK_E)
     dtype = p_k.dtype.element_ty
     o_c, o_e, i_k = tl.arange(0, C), i_e + tl.arange(0, BLOCK_E), i_h // (H // K)
     b_S = tl.zeros((BLOCK_E, BLOCK_D), tl.float32)
