@@ -71,7 +71,11 @@ class SimulatedQueues:
         self.parts: list[tuple[int, int, dict[str, float]]] = []  # [start, stop) of them, slow-down of each queue
         self.free = dict.fromkeys(queues_of(gpus, hosts), 0.0)
         self.drives, self.ram = Classes(len(CLASSES), BOUND), Intervals()
-        self.all = {"h2d": (rates.up_all, Intervals()), "d2h": (rates.down_all, Intervals())}
+        both = {"h2d": (rates.up_all, Intervals()), "d2h": (rates.down_all, Intervals())}
+        known = ((queue, both[plain(queue)]) for queue in self.free if gpus > 1 and plain(queue) in both)
+        self.of_all = {
+            queue: way for queue, way in known if way[0]
+        }  # by queue: bytes/s of all GPUs' way, its busy times
         ways = {numbered(BUS[queue], gpu) for queue in (STREAMED[0], STREAMED[-1]) for gpu in range(gpus)}
         self.buses = {way: Classes(2, 1) for way in ways}
         buses = [rate for gpu in range(gpus) for rate in (rates.of(gpu).h2d, rates.of(gpu).d2h)]
@@ -97,8 +101,8 @@ class SimulatedQueues:
         task.seconds = self.duration(task)
         task.issue = self.issue(task) if self.issue else 0.0
         task.in_ram = nbytes / self.rates.dram if self.crowded and is_copy(queue) else 0.0
-        if len(self.devices) > 1 and (way := plain(queue)) in self.all and self.all[way][0]:
-            task.of_all = nbytes / self.all[way][0]
+        if way := self.of_all.get(queue):
+            task.of_all = nbytes / way[0]
         self.tasks.append(task)
         return task
 
@@ -186,7 +190,7 @@ class SimulatedQueues:
             if task.in_ram:
                 end = max(end, through_ram(start, task.in_ram))
             if task.of_all:
-                end = max(end, self.all[plain(queue)][1].take(start, task.of_all))
+                end = max(end, self.of_all[queue][1].take(start, task.of_all))
             task.start, task.end = start, end
             free[queue] = end
             handed = end if inline and queue == "compute" else handed + task.issue
