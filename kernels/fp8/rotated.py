@@ -114,9 +114,9 @@ def _rotated_codes(
     if COLUMNS:
         size = (CHUNKS * PAD).to(tl.int64)
         p_t = p_columns + (i_h * 2 * HALF + o_d)[:, None] * size + o_n[None, :]
-        turned = (o_d < HALF)[:, None] & (o_n < CHUNKS * PAD)[None, :]
-        tl.store(p_t, tl.trans(b_a), turned)
-        tl.store(p_t + HALF * size, tl.trans(b_b), turned)
+        m_t = (o_d < HALF)[:, None] & (o_n < CHUNKS * PAD)[None, :]
+        tl.store(p_t, tl.trans(b_a), m_t)
+        tl.store(p_t + HALF * size, tl.trans(b_b), m_t)
 
 
 def rotated_codes(
