@@ -7,6 +7,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 import tokenizers
+from chats import said, user
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from transformers import PreTrainedTokenizerFast
@@ -66,8 +67,6 @@ FAMILIES = {  # name: (bos, eos, other special tokens, before, after)
     "command_r": ("<BOS_TOKEN>", COHERE[1], COHERE, r"<\|CHATBOT_TOKEN\|>", r"<\|END_OF_TURN_TOKEN\|>"),
 }
 
-user = lambda text: {"role": "user", "content": text}
-said = lambda text, **more: {"role": "assistant", "content": text, **more}
 TOOLS = [
     {
         "type": "function",

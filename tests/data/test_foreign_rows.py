@@ -4,7 +4,7 @@ import json
 import math
 
 import pytest
-from chats import bracketed, encoded, example_of, make_tokenizer, unused_of
+from chats import bracketed, encoded, example_of, make_tokenizer, said, unused_of, user
 
 from trireme.engine.data.chat import ChatTemplate
 from trireme.engine.data.codec import load_codec
@@ -15,8 +15,6 @@ from trireme.engine.data.formats.formats import parse_map, read_row
 from trireme.engine.data.templates import CHATML, load_template
 from trireme.models.config import InputError
 
-user = lambda text, **more: {"role": "user", "content": text, **more}
-said = lambda text, **more: {"role": "assistant", "content": text, **more}
 TALK = [user("Hi?"), said("Hello."), user("Bye?"), said("Bye.")]
 TAGLESS = (
     "{% for m in messages %}{{ '<|im_start|>' + m.role + '\n' + (m.content or '') }}"

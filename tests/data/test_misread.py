@@ -4,7 +4,7 @@ import json
 from decimal import Decimal
 
 import pytest
-from chats import CHATML, make_tokenizer
+from chats import CHATML, make_tokenizer, said, user
 
 from trireme.engine.data.chat import ChatTemplate
 from trireme.engine.data.codec import load_codec
@@ -14,8 +14,6 @@ from trireme.engine.data.formats.formats import parse_map, read_row
 from trireme.engine.data.formats.pairs import is_weighted, read_answers
 from trireme.models.config import InputError
 
-user = lambda text, **more: {"role": "user", "content": text, **more}
-said = lambda text, **more: {"role": "assistant", "content": text, **more}
 TALK = [user("q"), said("a")]
 
 
@@ -69,6 +67,14 @@ REFUSED = {
     "a row that is not to be learned": ({"messages": TALK, "train": False}, "'train' is false: leave the row out"),
     "a row that is masked": ({"text": "a", "mask": True}, "'mask' is true: leave the row out"),
     "rows inside": ({"data": [{"text": "a"}]}, "If 'data' is the list of rows, write that list alone"),
+    "train of a table": ({"text": "a", "train": "False"}, "'train' is false: leave the row out"),
+    "train 0": ({"prompt": "q", "completion": "a", "train": 0}, "'train' is 0: leave the row out"),
+    "mask of a table": ({"text": "a", "masked": "1"}, "'masked' is 1: leave the row out"),
+    "a list of flags": ({"messages": [user("q"), said("a")], "mask": [1, 0]}, "'mask' is a list, whose entries"),
+    "weights of tokens": ({"input_ids": [1, 2], "loss_weights": [0.0, 1.0]}, "'loss_weights' is no mask that is known"),
+    "another case": ({"Instruction": "q", "Output": "a"}, "Perhaps --map instruction=Instruction,output=Output."),
+    "spaces": ({"text ": "a"}, "Remove the spaces around the names of its columns."),
+    "segments": ({"segments": [{"label": True, "text": "a"}] * 2}, "Of axolotl's segments write what is learned as"),
 }
 
 

@@ -1,13 +1,12 @@
 """The forms in which templates of released models take calls, texts and thoughts, and where they write turns."""
 
 import pytest
+from chats import said, user
 
 from trireme.engine.data.chat import ChatTemplate
 from trireme.engine.data.files.rows import BadRow
 from trireme.engine.data.formats.formats import read_row
 
-user = lambda text: {"role": "user", "content": text}
-said = lambda text, **more: {"role": "assistant", "content": text, **more}
 TURNS = "{% for m in messages %}<{{ m.role }}>BODY<end>{% endfor %}{% if add_generation_prompt %}<assistant>{% endif %}"
 CALLS = TURNS.replace("BODY", "{% for c in m.tool_calls or [] %}WRITTEN{% endfor %}{{ m.content or '' }}")
 

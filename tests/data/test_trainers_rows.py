@@ -3,13 +3,12 @@
 import json
 
 import pytest
+from chats import said, user
 
 from trireme.engine.data.files.rows import BadRow
 from trireme.engine.data.formats.formats import read_row
 from trireme.engine.data.formats.pairs import read_answers
 
-user = lambda text, **more: {"role": "user", "content": text, **more}
-said = lambda text, **more: {"role": "assistant", "content": text, **more}
 system = lambda text: {"role": "system", "content": text}
 
 
@@ -50,26 +49,6 @@ def test_json_that_is_an_answer_is_a_text():
         assert read_row({"prompt": "q", "completion": answer})[1].completion == answer
         row = {"prompt": "q", "chosen": answer, "rejected": "no"}
         assert [example.completion for example, _ in read_answers(row, "pairs")[1]] == [answer, "no"]
-
-
-REFUSED = {
-    "train of a table": ({"text": "a", "train": "False"}, "'train' is false: leave the row out"),
-    "train 0": ({"prompt": "q", "completion": "a", "train": 0}, "'train' is 0: leave the row out"),
-    "mask of a table": ({"text": "a", "masked": "1"}, "'masked' is 1: leave the row out"),
-    "a list of flags": ({"messages": [user("q"), said("a")], "mask": [1, 0]}, "'mask' is a list, whose entries"),
-    "weights of tokens": ({"input_ids": [1, 2], "loss_weights": [0.0, 1.0]}, "'loss_weights' is no mask that is known"),
-    "another case": ({"Instruction": "q", "Output": "a"}, "Perhaps --map instruction=Instruction,output=Output."),
-    "spaces": ({"text ": "a"}, "Remove the spaces around the names of its columns."),
-    "segments": ({"segments": [{"label": True, "text": "a"}] * 2}, "Of axolotl's segments write what is learned as"),
-}
-
-
-@pytest.mark.parametrize("case", REFUSED)
-def test_rows_that_are_refused(case):
-    row, says = REFUSED[case]
-    with pytest.raises(BadRow) as error:
-        read_row(row)
-    assert says in str(error.value)
 
 
 def test_columns_that_say_that_a_row_is_learned():

@@ -10,6 +10,8 @@ from trireme.engine.data.formats.examples import Chat
 from trireme.engine.data.formats.formats import read_row
 from trireme.engine.data.tokens import load_tokenizer
 
+user = lambda text, **more: {"role": "user", "content": text, **more}
+said = lambda text, **more: {"role": "assistant", "content": text, **more}
 TALK = [{"role": "user", "content": "a b"}, {"role": "assistant", "content": "c d"}]
 CHATML = (
     "{% for m in messages %}{{ '<|im_start|>' + m.role + '\n' + m.content + '<|im_end|>\n' }}{% endfor %}"
