@@ -2,12 +2,12 @@
 
     python scripts/bench/blocks.py --peers
 
-Blocks are of LLaMA-3-8B and LLaMA-2-13B, with --experts of Qwen3-30B or of the mixtures that are named, with --hybrid
-of Qwen3.5-9B, with linear attention and with attention; transformers' have flash-linear-attention's kernels where it is
-installed: they are tuned for minutes when they first run, and their backward is timed even where it may be wrong. The
-parts are the GEMMs by cuBLAS and the fastest attention (cuDNN, FlashAttention-2, ours). A block and its parts, bf16 and
-fp8, and transformers and ours are timed in rounds of a second after all are warm: medians, with the GPU's clock and
-power.
+Blocks are of LLaMA-3-8B and LLaMA-2-13B, or with --models of those that are named (LAYERS below), in one document and
+in several. transformers' attention is cuDNN's, FlexAttention where there are sinks; its linear attention has
+flash-linear-attention's kernels where that is installed: they are tuned for minutes when they first run, and their
+backward is timed even where it may be wrong. The parts are the GEMMs by cuBLAS and the fastest attention (cuDNN,
+FlashAttention-2, ours). A block and its parts, bf16 and fp8, and transformers and ours are timed in rounds of a second
+after all are warm: medians, with the GPU's clock and power.
 """
 
 from __future__ import annotations
@@ -19,8 +19,7 @@ import time
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 from functools import partial
-from itertools import product
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import block_parts
 import torch
@@ -42,13 +41,32 @@ from trireme.models.sizes import narrow, shapes
 from trireme.storage.layout import pack
 
 LARGE = {"LLaMA-3-8B": MODELS["llama-8b"], "LLaMA-2-13B": MODELS["llama-13b"]}
-MIXTURES = {  # model, transformers' type and what its defaults are not
-    "Qwen3-30B": ("qwen3-30b", "qwen3_moe", dict(norm_topk_prob=True)),
-    "MiniMax-M2": ("minimax-m2", "minimax_m2", {}),
-    "Hy3": ("hy3-295b", "hy_v3", {}),
-}
-HYBRID = ("qwen3.5-9b", "qwen3_5_text", {})
-KINDS = {"linear attention": 1, "attention": 4}  # units of Qwen3.5-9B
+
+
+class Layers(NamedTuple):
+    """Layers of a model that are compared with those of transformers."""
+
+    cfg: ModelConfig
+    kind: str  # transformers' model_type
+    more: dict[str, Any]  # what its defaults are not
+    tokens: int
+    cases: tuple[tuple[str, int, int], ...]  # (what, unit, documents)
+
+
+OSS = replace(MODELS["gpt-oss-20b"], packing=None, packed=())  # in bf16
+LAYERS = {
+    **{name: Layers(cfg, "llama", {}, 8192, (("", 1, 1),)) for name, cfg in LARGE.items()},
+    "Qwen3-30B": Layers(MODELS["qwen3-30b"], "qwen3_moe", dict(norm_topk_prob=True), 32768, (("", 1, 1), ("", 1, 8))),
+    "MiniMax-M2": Layers(MODELS["minimax-m2"], "minimax_m2", {}, 32768, (("", 1, 1), ("", 1, 8))),
+    "Hy3": Layers(MODELS["hy3-295b"], "hy_v3", {}, 32768, (("", 2, 1), ("", 2, 8))),
+    "gpt-oss-20b": Layers(OSS, "gpt_oss", dict(num_local_experts=32), 32768,
+                          ((" with a window of 128", 1, 8), ("", 2, 8))),
+    # within documents of 1,024 tokens a window of as many cuts nothing off: transformers needs no mask
+    "Gemma-3-27B": Layers(MODELS["gemma-3-27b"], "gemma3_text", {}, 8192,
+                          ((" with a window of 1,024", 1, 8), ("", 6, 1), ("", 6, 8))),
+    "Qwen3.5-9B": Layers(MODELS["qwen3.5-9b"], "qwen3_5_text", {}, 32768,
+                         ((" with linear attention", 1, 1), (" with linear attention", 1, 8), ("", 4, 1), ("", 4, 8))),
+}  # fmt: skip
 SMALL = {"125M": llama_shape(768, 1, 12, 2048), "350M": llama_shape(1024, 1, 16, 2816), "1.3B": MODELS["llama-1.3b"]}
 
 
@@ -83,12 +101,11 @@ def zeros(groups: Sequence[shapes.Group], others: Mapping[str, str] | None = Non
     return views(layout, torch.zeros(layout.span, dtype=torch.uint8, device=DEVICE))
 
 
-def make_block(cfg: ModelConfig, N: int, documents: int = 1, u: int = 0) -> Block:
-    """Unit u (0: the first with the model's experts) for N tokens in so many documents. Norms are ones.
+def make_block(cfg: ModelConfig, N: int, documents: int = 1, u: int = 1) -> Block:
+    """Unit u for N tokens in so many documents. Norms are ones.
 
     fp8 codes are made here: a step makes them once per pass.
     """
-    u = u or 1 + len(cfg.experts.dense if cfg.experts else ())
     groups = shapes.weight_groups(cfg, u)
     stored, made = zeros(groups, narrow.own_dtypes(cfg, u)), zeros(*narrow.made_groups(cfg, u))
     for weight in stored.values():
@@ -137,11 +154,11 @@ def best_attention(b: Block) -> tuple[dict[str, Callable], tuple[str, ...]]:
 
 
 def peer_layer(b: Block, liger: bool):
-    """A layer of transformers' LLaMA, of a mixture or a hybrid in bf16 and its rotation.
+    """A layer of transformers' in bf16, and its rotation.
 
     With Liger's kernels if asked; experts by torch._grouped_mm.
     """
-    from transformers import AutoConfig, AutoModel, LlamaConfig
+    from transformers import AutoConfig, AutoModel
     from transformers.models.llama import modeling_llama as llama
 
     importlib.reload(llama)  # without Liger's patches
@@ -152,22 +169,28 @@ def peer_layer(b: Block, liger: bool):
     cfg = b.cfg
     keys: dict = dict(hidden_size=cfg.width, num_hidden_layers=b.u, vocab_size=8, num_attention_heads=cfg.n_heads)
     keys |= dict(num_key_value_heads=cfg.n_kv_heads, head_dim=cfg.head_dim, max_position_embeddings=cfg.max_positions)
-    keys |= dict(attn_implementation="sdpa")
+    found = next(layers for layers in LAYERS.values() if layers.cfg == replace(cfg, fp8=False))
+    keys |= dict(attn_implementation="flex_attention" if cfg.names.sinks else "sdpa")
     with torch.device(DEVICE):
-        if cfg.experts is None and cfg.scan is None:
-            hf = LlamaConfig(**keys, intermediate_size=cfg.ffn)
-            layer, rotation = llama.LlamaDecoderLayer(hf, 0).to(BF16), llama.LlamaRotaryEmbedding(hf)
-        else:
-            kind, more = next(theirs for ours, *theirs in (HYBRID, *MIXTURES.values()) if MODELS[ours] == cfg)
-            more |= dict(experts_implementation="grouped_mm") if cfg.experts else {}
-            hf = AutoConfig.for_model(kind, **keys, **more)
-            whole = AutoModel.from_config(hf)
-            layer, rotation = whole.layers[b.u - 1].to(BF16), whole.rotary_emb
-            stored = (*layer.parameters(), *layer.buffers())
-            assert sum(t.numel() for t in stored) == shapes.parameters(cfg, b.u), hf
+        keys |= dict(experts_implementation="grouped_mm") if cfg.experts else dict(intermediate_size=cfg.ffn)
+        hf = AutoConfig.for_model(found.kind, **keys, **found.more)
+        whole = AutoModel.from_config(hf)
+        layer, rotation = whole.layers[b.u - 1].to(BF16), whole.rotary_emb
+        stored = (*layer.parameters(), *layer.buffers())
+        assert sum(t.numel() for t in stored) == shapes.parameters(cfg, b.u), hf
     for weight in layer.parameters():
         torch.nn.init.normal_(weight, std=0.02) if weight.dim() > 1 else torch.nn.init.ones_(weight)
     return layer.train(), rotation
+
+
+def seen(tokens: int, window: int):
+    """FlexAttention's mask: keys not after their query, of the last `window` if that is not 0."""
+    from torch.nn.attention.flex_attention import create_block_mask
+
+    def visible(_batch, _head, query, key):
+        return (query >= key) & (query - key < (window or tokens))
+
+    return create_block_mask(visible, None, None, tokens, tokens, device=DEVICE)
 
 
 def peer_call(b: Block, liger: bool, compile: bool) -> Callable[[], None]:
@@ -179,12 +202,16 @@ def peer_call(b: Block, liger: bool, compile: bool) -> Callable[[], None]:
         convert_to_float8_training(layer)
     x, dy = (t.view(len(b.rows.docs.lengths), -1, b.cfg.width) for t in (b.x.clone(), b.dy))
     x.requires_grad_()
-    position_ids = torch.arange(x.shape[1], device=DEVICE)[None]
-    rotated = rotation(x, position_ids.expand(3, 1, -1) if b.cfg.scan else position_ids)  # of time, height, width
+    position_ids, window = torch.arange(x.shape[1], device=DEVICE)[None], b.cfg.layer_window(b.u - 1)
+    kinds = ["sliding_attention" if window else "full_attention"] if hasattr(rotation, "layer_types") else []
+    rotated = rotation(
+        x, position_ids.expand(3, 1, -1) if b.cfg.scan else position_ids, *kinds
+    )  # 3: time, height, width
+    mask = seen(x.shape[1], window) if b.cfg.names.sinks else None
     call = torch.compile(layer, dynamic=False) if compile else layer
 
     def both() -> None:
-        y = call(x, attention_mask=None, position_ids=position_ids, position_embeddings=rotated)
+        y = call(x, attention_mask=mask, position_ids=position_ids, position_embeddings=rotated)
         y.backward(dy)
         x.grad = None
 
@@ -210,7 +237,9 @@ def unguard() -> None:
 def peers(b: Block) -> dict[str, dict]:
     """The Turns of each peer and, in the same rounds, ours."""
     found = {}
-    for name, liger, compile in HYBRID_PEERS if b.cfg.scan else PEERS[:1] if b.cfg.fp8 or b.cfg.experts else PEERS:
+    for name, liger, compile in (
+        HYBRID_PEERS if b.cfg.scan else PEERS[:1] if b.cfg.fp8 or b.cfg not in LARGE.values() else PEERS
+    ):
         try:
             with sdpa_kernel(SDPBackend.CUDNN_ATTENTION):
                 runs = {"peer": peer_call(b, liger, compile), "ours": b.both}
@@ -279,7 +308,7 @@ def in_fp8(name: str, cfg: ModelConfig, N: int, with_peers: bool) -> dict:
     return dict(block=name, tokens=N, **rows, peers=others)
 
 
-def in_documents(name: str, cfg: ModelConfig, N: int, documents: int, with_peers: bool, u: int = 0) -> dict:
+def in_documents(name: str, cfg: ModelConfig, N: int, documents: int, with_peers: bool, u: int) -> dict:
     """Unit u, as of make_block; experts are routed at random."""
     b = make_block(cfg, N, documents, u)
     turns = alternate(passes_of(b))
@@ -320,8 +349,8 @@ def busy(name: str, cfg: ModelConfig, N: int) -> dict:
     return dict(block=name, tokens=N, host=host, wall=wall, gpu=gpu)
 
 
-def profile(name: str, cfg: ModelConfig, N: int, documents: int = 1) -> None:
-    b = make_block(cfg, N, documents)
+def profile(name: str, cfg: ModelConfig, N: int, documents: int = 1, u: int = 1) -> None:
+    b = make_block(cfg, N, documents, u)
     b.both()
     with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CUDA]) as p:
         for _ in range(5):
@@ -343,29 +372,22 @@ def main() -> None:
         "--small", action="store_true", help="the share of time in which blocks of small models keep the GPU busy"
     )
     parser.add_argument("--fp8", action="store_true", help="blocks in fp8 compared with bf16")
-    parser.add_argument(
-        "--experts",
-        nargs="?",
-        const="Qwen3-30B",
-        help=f"blocks of {', '.join(MIXTURES)}, NAME,NAME; in documents of 32k and 4k",
-    )
-    parser.add_argument("--hybrid", action="store_true", help="blocks of Qwen3.5-9B; in documents of 32k and 4k")
+    parser.add_argument("--models", help=f"layers of {', '.join(LAYERS)} instead: NAME,NAME")
     parser.add_argument("--profile", action="store_true", help="print the kernels of each block")
     parser.add_argument("--json", help="write the figures to this file")
     args = parser.parse_args()
     print(f"{torch.cuda.get_device_name()}, torch {torch.__version__}")
     if args.small:
         rows = [busy(name, cfg, 4096) for name, cfg in SMALL.items()]
-    elif args.experts:
-        mixtures = [(name, MODELS[MIXTURES[name][0]], 32768) for name in args.experts.split(",")]
-        for mixture in mixtures if args.profile else ():
-            profile(*mixture, documents=8)
-        rows = [in_documents(*mixture, documents, args.peers) for mixture in mixtures for documents in (1, 8)]
-    elif args.hybrid:
+    elif args.models:
         unguard()
-        cfg, rows = MODELS[HYBRID[0]], []
-        for (kind, u), documents in product(KINDS.items(), (1, 8)):
-            rows.append(in_documents(f"Qwen3.5-9B {kind}", cfg, 32768, documents, args.peers, u))
+        rows = []
+        for name in args.models.split(","):
+            cfg, _, _, tokens, cases = LAYERS[name]
+            for what, u, documents in cases:
+                if args.profile:
+                    profile(f"{name}{what}", cfg, tokens, documents, u)
+                rows.append(in_documents(f"{name}{what}", cfg, tokens, documents, args.peers, u))
     else:
         if args.profile:
             for name, cfg in LARGE.items():
