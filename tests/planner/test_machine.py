@@ -16,8 +16,6 @@ from trireme.engine.planner.machine import doubt, note_drives, note_pinned, this
 from trireme.engine.planner.predict import KERNELS, WITHIN
 from trireme.engine.planner.rates import ENDURANCE, Machine, Rates, rates_of
 from trireme.engine.planner.sizes import MODELS
-from trireme.engine.planner.sizes import MODELS
-from trireme.engine.planner.sizes import MODELS
 from trireme.engine.queues import cgroups
 from trireme.engine.run.begin import limits
 from trireme.engine.run.options import Options
@@ -386,22 +384,6 @@ def test_shares_of_a_recurrence(delta, monkeypatch):
     found = probe.scan_shares(CPU, torch.float32, own, 1e6, (40, 24))
     assert found["scan"] == recurrence_flops(own, 64) / 0.5 / 1e6
     assert found["scan_backward"] == pytest.approx(2.5 * found["scan"])
-
-
-@pytest.mark.gpu
-@pytest.mark.parametrize("name", ["qwen3.5-27b", "falcon-h1-7b"])
-def test_shares_of_a_recurrence_on_a_gpu(name):
-    cuda = torch.device("cuda")
-    found = probe.scan_shares(cuda, torch.bfloat16, MODELS[name].scan, probe.matmul_rate(cuda, torch.bfloat16))
-    assert all(0.01 < share < 0.6 for share in found.values()), found
-
-
-@pytest.mark.gpu
-@pytest.mark.parametrize("name", ["qwen3.5-27b", "falcon-h1-7b"])
-def test_shares_of_a_recurrence_on_a_gpu(name):
-    cuda = torch.device("cuda")
-    found = probe.scan_shares(cuda, torch.bfloat16, MODELS[name].scan, probe.matmul_rate(cuda, torch.bfloat16))
-    assert all(0.01 < share < 0.6 for share in found.values()), found
 
 
 @pytest.mark.gpu
