@@ -207,11 +207,20 @@ def cross_entropy(device: torch.device, V: int) -> Logits:
 # ---------------------------------------------------------------- experts
 
 
-def grouped_mm(device: torch.device, dtype: torch.dtype) -> Grouped:
-    """Tile of rows (rows, a) times a matrix (a, b). Of codes in fp8 twice as many lie in as many bytes."""
+MANY = 256  # experts of a layer, from which wide tiles are faster on Hopper
+
+
+def grouped_mm(device: torch.device, dtype: torch.dtype, E: int, B: int) -> Grouped:
+    """Tile of rows (rows, a) times a matrix (a, b), of E matrices with B columns.
+
+    fp8 values take half the bytes of bf16, so `a` is twice as large. Many small experts on Hopper have a tile of their
+    own, 2 to 9 % faster with 512 experts of width 512; `a`, which sets the order of the sums, is the same.
+    """
     here = chip(device)
     if here.arch == 0 or dtype == torch.float32:
         return Grouped(32, 32, 32, 4, 1)
+    if here.arch == 90 and dtype.itemsize == 2 and E >= MANY and B % 256 == 0:
+        return Grouped(128, 64, 256, 8, 3)
     tile = _set("grouped_mm", Grouped(128, 64, 128, 8, 3) if here.large else _modelled(here, "grouped_mm"))
     return tile if dtype.itemsize > 1 else tile._replace(a=2 * tile.a)
 
