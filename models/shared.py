@@ -20,7 +20,7 @@ from trireme.models.rows import Pass
 
 
 class Weights(NamedTuple):
-    """Or their gradients: empty where a tensor is frozen."""
+    """Weights of the shared expert, or their gradients: empty where a tensor is frozen."""
 
     up: Linear  # (D, 2S), gate first, or (D, S)
     down: Linear  # (S, D)
@@ -28,7 +28,7 @@ class Weights(NamedTuple):
 
 
 def forward(p: Pass, w: Weights, x: Tensor, y: Tensor, out: Tensor) -> None:
-    """Fills out (N, D), which may be x, given the normalised y."""
+    """Fills out (N, D), which may be x, given x (N, D) and y = norm(x) (N, D)."""
     up = linear(y, w.up, p.saved.get("shared_up"))
     act = ops.relu2_fwd(up) if p.cfg.relu2 else ops.swiglu_fwd(up)
     del up  # workspace._block_workspace
@@ -57,13 +57,13 @@ def backward(p: Pass, w: Weights, g: Weights, y: Tensor, dy: Tensor, d_norm_: Te
 
 
 def _weights(cfg: ModelConfig, w: Weights, y: Tensor) -> Tensor:
-    """(N, 1) fp32."""
+    """The weight s of each token, (N, 1) fp32."""
     if w.gate is None:
         return torch.full((len(y), 1), cfg.branch_scale, dtype=torch.float32, device=y.device)
     return torch.sigmoid(torch.mm(y, w.gate.T).float())
 
 
 def _each(x: Tensor) -> ops.Order:
-    """The order of rows that are not sorted."""
+    """An Order of rows that are in the order of their tokens, one each."""
     rows = torch.arange(len(x), dtype=torch.int32, device=x.device)
     return ops.Order(rows, rows, rows[:0])

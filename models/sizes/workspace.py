@@ -1,6 +1,8 @@
-"""GPU workspace of a unit: an upper bound of the temporaries of forward and backward. No torch.
+"""GPU workspace of a unit: an upper bound of the bytes of temporaries in forward and backward. No torch.
 
-Legend: N tokens.
+Each function lists the moments at which most temporaries exist, as sums of bytes in the order of the code that they
+describe; the workspace is the largest of them. Each `del` in that code on which a sum depends has a comment that names
+the function here. Legend: N tokens.
 """
 
 from __future__ import annotations
@@ -54,7 +56,7 @@ class _Sizes(NamedTuple):
 
 
 class _Codes(NamedTuple):
-    """Bytes that a linear layer's matmuls take in fp8 (linear.py); in bf16 only `held`."""
+    """Bytes of temporaries of a linear layer's matmuls in fp8 (linear.py); in bf16 all but `held` are 0."""
 
     x: int = 0  # codes of x, and of the matrix
     matrix: int = 0  # where each matmul makes them
@@ -65,7 +67,7 @@ class _Codes(NamedTuple):
 
 
 def _codes(cfg: ModelConfig, sizes: _Sizes, inside: int, outside: int, keeps: bool = False) -> _Codes:
-    """Of `inside` features to `outside`. `keeps`: biases or adapters read dy too."""
+    """Those of a layer from `inside` to `outside` features. `keeps`: biases or adapters read dy itself, too."""
     N, dy = sizes.tokens, sizes.tokens * outside * sizes.item
     if not in_fp8(cfg, inside, outside):
         return _Codes(held=dy)
@@ -83,7 +85,7 @@ def _codes_alone(cfg: ModelConfig, before: str, first: _Codes, last: _Codes) -> 
 
 
 def _block_workspace(cfg: ModelConfig, kind: str, sizes: _Sizes) -> int:
-    """The fullest moment: a sum of live tensors. Each `del` that it counts on names it."""
+    """The largest sum of live tensors in a block or sub-layer."""
     cfg, kind = seen(cfg, kind)
     tokens, itemsize, *_ = sizes
     x, tile = tokens * cfg.width * itemsize, min(tokens, cfg.mlp_rows)  # block.mlp_forward
@@ -223,7 +225,7 @@ def _scan_moments(cfg: ModelConfig, sizes: _Sizes) -> tuple[int, list[int]]:
 
 
 def _mlp_moments(cfg: ModelConfig, sizes: _Sizes) -> tuple[list[int], list[int]]:
-    """Of forward, of backward."""
+    """(moments of forward, of backward)."""
     tile, itemsize, *_ = sizes
     y, act = (tile * width * itemsize for width in (cfg.width, hidden_width(cfg)))
     up = tile * chosen(cfg) * up_width(cfg) * itemsize
@@ -314,7 +316,7 @@ def _routes_bytes(cfg: ModelConfig, tokens: int, itemsize: int) -> int:
     assert cfg.experts is not None
     own = cfg.experts
     logits = (8 + itemsize if own.fp32 or cfg.names.correction else 2 * itemsize) * own.count  # and their gradient
-    logits += own.bias * (2 * itemsize * own.count + own.chosen * (itemsize + 8))  # experts._bias_gradients_
+    logits += own.bias * (2 * itemsize * own.count + own.chosen * (itemsize + 8))  # experts._down_bias_gradients_
     sorting = own.chosen * (20 + own.count // 16 + 1)
     return tokens * (logits + sorting) + 8 * own.count
 
