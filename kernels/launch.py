@@ -303,7 +303,7 @@ class Scan(NamedTuple):
 
 @cache
 def scan(device: torch.device, D: int, E: int, itemsize: int) -> Scan:
-    """Of states (D, E). In bf16 chunks of 64 rows give wrong results on an H100 with Triton 3.6 and 4 warps or more."""
+    """Launches for states (D, E). In bf16, chunks of 64 rows with 4 warps or more are wrong on an H100 (Triton 3.6)."""
     width, columns, here = max(16, power2(D)), max(16, power2(E)), chip(device).arch
     if itemsize == 4 or here == 0:
         few = min(32, columns)

@@ -80,7 +80,7 @@ def layernorm_bwd(
     dresidual: Tensor | None = None,
     out: Tensor | None = None,
 ) -> Tensor:
-    """As rmsnorm_bwd; adds to dweight_ and dbias_ (D,)."""
+    """The gradient (N, D) of h, as rmsnorm_bwd; adds those of weight and bias to dweight_ and dbias_ (D,)."""
     dyf = upcast(dy)
     xhat = (upcast(h) - mean[:, None]) * rstd[:, None]
     add_(dweight_, (dyf * xhat).sum(0))
@@ -188,7 +188,7 @@ def geglu_fwd(gate_up: Tensor) -> Tensor:
 
 
 def geglu_bwd(dy: Tensor, gate_up: Tensor) -> tuple[Tensor, Tensor]:
-    """As swiglu_bwd."""
+    """As swiglu_bwd, of geglu_fwd."""
     return _glu_bwd(_gelu_tanh, dy, gate_up)
 
 

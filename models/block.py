@@ -67,7 +67,7 @@ def _residual(p: Pass, w: Mixer, x: Tensor, recalled: list[Any]) -> Tensor:
 
 
 def mixer_forward(p: Pass, w: Mixer, x: Tensor, out: Tensor, attend: Mixing = ops.attention_fwd) -> None:
-    """As attention.forward, scan.forward or both.forward."""
+    """attention.forward, scan.forward or both.forward, by the type of w."""
     if isinstance(w, both.Weights):
         both.forward(p, w, x, out, None if attend is ops.attention_fwd else cast(both.Mixing, attend))
     elif isinstance(w, scan.Weights):
@@ -86,7 +86,7 @@ def mixer_backward(
     recalled: list[Any] | None = None,
     dresid: Tensor | None = None,
 ) -> None:
-    """As attention.backward, scan.backward or both.backward."""
+    """attention.backward, scan.backward or both.backward, by the type of w."""
     if isinstance(w, both.Weights) and isinstance(g, both.Weights):
         both.backward(p, w, g, x, dy, dx, recalled)
     elif isinstance(w, scan.Weights) and isinstance(g, scan.Weights):

@@ -79,7 +79,7 @@ class Packing:
         return self.order != "rows"
 
     def part_of(self, name: str) -> Part | None:
-        """Of a tensor in memory."""
+        """The part that a tensor in memory is, by its name; None for other tensors."""
         return next((part for part in self.parts if name.endswith(part.suffix)), None)
 
     def named(self, name: str, end: str) -> str:

@@ -408,7 +408,7 @@ def chosen(cfg: ModelConfig) -> int:
 def saved_shapes(cfg: ModelConfig, tokens: int, kind: str = "block") -> dict[str, tuple[tuple[int, ...], str]]:
     """name -> (shape, "compute" or "F32") of the tensors that forward can save besides its input.
 
-    Backward gives the same bits for any subset of them. attn_out without lse is of no use.
+    Results are bitwise identical for any subset of them. attn_out without lse is of no use.
     """
     N, (cfg, kind) = tokens, seen(cfg, kind)
     found: dict[str, tuple[tuple[int, ...], str]] = {}

@@ -90,7 +90,7 @@ def _block_workspace(cfg: ModelConfig, kind: str, sizes: _Sizes) -> int:
     tokens, itemsize, *_ = sizes
     x, tile = tokens * cfg.width * itemsize, min(tokens, cfg.mlp_rows)  # block.mlp_forward
     y, row = tile * cfg.width * itemsize, tokens * 4  # one fp32 a token
-    # branch.branch_backward: scaled dy; matmul, norm, gradient; the other half's matmul
+    # branch.branch_backward: scaled dy; matmul, norm, gradient; the other sub-layer's matmul
     scaled = any(part.branch_scale != 1.0 for part in (cfg, cfg.scanned, cfg.in_mlp))
     behind = (y if kind == "mlp" else x) * (scaled + 4 * bool(cfg.names.post1))
     mlp_forward, mlp_backward = _mlp_moments(cfg, sizes._replace(tokens=tile))
@@ -125,7 +125,7 @@ def _block_workspace(cfg: ModelConfig, kind: str, sizes: _Sizes) -> int:
 
 
 def _attention_moments(cfg: ModelConfig, sizes: _Sizes) -> tuple[int, list[int]]:
-    """(bytes of attention.Result, the half's moments)."""
+    """(bytes of attention.Result, moments of attention)."""
     tokens, itemsize, *_ = sizes
     x, attn, qkv = (tokens * width * itemsize for width in (cfg.width, cfg.q_width, cfg.qkv_width))
     lse = cfg.n_heads * tokens * 4
@@ -151,7 +151,7 @@ def _attention_moments(cfg: ModelConfig, sizes: _Sizes) -> tuple[int, list[int]]
 
 
 def _latent_moments(cfg: ModelConfig, sizes: _Sizes) -> tuple[int, list[int]]:
-    """As _attention_moments, of latent attention (latent.py)."""
+    """_attention_moments of latent attention (latent.py)."""
     own, (tokens, itemsize, *_) = cfg.latent, sizes
     assert own is not None
     of = lambda width: tokens * width * itemsize
@@ -192,7 +192,7 @@ def _latent_moments(cfg: ModelConfig, sizes: _Sizes) -> tuple[int, list[int]]:
 
 
 def _scan_moments(cfg: ModelConfig, sizes: _Sizes) -> tuple[int, list[int]]:
-    """(bytes of scan.Result, the half's moments)."""
+    """(bytes of scan.Result, moments of a recurrence)."""
     own, (N, item, *_) = cfg.scan, sizes
     assert own is not None
     widths = cfg.width, own.mixed_width, own.value_width, own.channels
@@ -255,7 +255,7 @@ def _mlp_moments(cfg: ModelConfig, sizes: _Sizes) -> tuple[list[int], list[int]]
 
 
 def _expert_moments(cfg: ModelConfig, sizes: _Sizes) -> tuple[list[int], list[int]]:
-    """As _mlp_moments, of experts: z is what they read, y or a latent, and as wide what they give."""
+    """_mlp_moments of experts. z is what they read, y or a latent; their outputs have the same width."""
     own, (tile, itemsize, *_) = cfg.experts, sizes
     assert own is not None
     widths = cfg.width, hidden_width(cfg), own.latent, chosen(cfg) * up_width(cfg), chosen(cfg) * expert_input(cfg)
@@ -312,7 +312,7 @@ def _expert_codes(cfg: ModelConfig, tokens: int) -> _ExpertCodes:
 
 
 def _routes_bytes(cfg: ModelConfig, tokens: int, itemsize: int) -> int:
-    """experts.Routes with the gradients of logits and weights, and what sorting takes."""
+    """Bytes of experts.Routes with the gradients of logits and weights, and of sorting."""
     assert cfg.experts is not None
     own = cfg.experts
     logits = (8 + itemsize if own.fp32 or cfg.names.correction else 2 * itemsize) * own.count  # and their gradient
@@ -322,9 +322,9 @@ def _routes_bytes(cfg: ModelConfig, tokens: int, itemsize: int) -> int:
 
 
 def _head_workspace(cfg: ModelConfig, tokens: int, itemsize: int, grad_itemsize: int) -> int:
-    """Norm's result, a chunk's logits and rows, fp32 sums for narrower gradients where it is trained.
+    """The norm's result, a chunk's logits and rows, and fp32 sums for narrower gradients of a trained matrix.
 
-    Of a score head rows, their norm and the gradients of both; in fp32 the norm, its gradient, scores, matrix and sum.
+    With a score head: rows, their norm and the gradients of both; in fp32 norm, its gradient, scores, matrix and sum.
     """
     if cfg.scores:
         rows, matrix = min(tokens, SCORE_ROWS), 4 * cfg.scores * cfg.width
