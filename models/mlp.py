@@ -49,7 +49,7 @@ class Weights(NamedTuple):
 def forward(p: Pass, w: Weights, x: Tensor, out: Tensor) -> None:
     """Fills out (N, D), which may be x, and every tensor of p.saved; the others are temporaries.
 
-    The result is added to x, or with cfg.parallel to the values that `out` holds (attention's output).
+    The result is added to x, or with cfg.parallel to what `out` holds already: x with what attention adds to it.
     """
     cfg = p.cfg
     copy = out if copies(w.norm, w.post, w.down) and not cfg.parallel else None

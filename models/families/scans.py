@@ -17,7 +17,10 @@ LETTERS = {"M": LINEAR, "E": EXPERTS, "*": FULL, "-": MLP}  # of PATTERN
 
 @dataclass(frozen=True)
 class Scan:
-    """A layer's recurrence: each of `heads` has a state (key_dim, value_dim) and the keys of one of `key_heads`."""
+    """A layer's recurrence: a state (key_dim, value_dim) for each of `heads`.
+
+    Head j has the queries and keys of key head j // (heads / key_heads).
+    """
 
     layers: tuple[int, ...]
     key_heads: int
