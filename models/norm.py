@@ -58,13 +58,14 @@ def norm_for(
 ) -> tuple[Operand, Stats | None]:
     """As norm, with the result in the form in which `layer` reads it: as codes if it takes_codes.
 
-    Codes are in rows for `forward`, in columns for `backward` (the gradient of the layer's weight). A LayerNorm, and a
-    norm that copies x, give no codes.
+    Codes are in rows for `forward`, in columns for `backward` (the gradient of the layer's weight), both made at once;
+    for neither the result is not read. An RMSNorm that copies nothing writes codes alone; of others y is quantized.
     """
-    if w is None or w.bias is not None or copy is not None or not layer.takes_codes:
-        return norm(x, w, eps, copy)
-    codes, rstd = ops.rmsnorm_codes(x, w.factor, eps, forward, backward)
-    return codes, Stats(rstd)
+    if layer.takes_codes and w is not None and w.bias is None and copy is None:
+        codes, rstd = ops.rmsnorm_codes(x, w.factor, eps, forward, backward)
+        return codes, Stats(rstd)
+    y, stats = norm(x, w, eps, copy)
+    return ops.quantize(y, forward, backward) if layer.takes_codes and (forward or backward) else y, stats
 
 
 def norm_backward(

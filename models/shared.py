@@ -15,7 +15,17 @@ from torch import Tensor
 
 from trireme.kernels import ops
 from trireme.models.config import ModelConfig
-from trireme.models.linear import Linear, add_gradients_, add_matmul_, linear, linear_backward, trained, upstream
+from trireme.models.linear import (
+    Linear,
+    Operand,
+    add_gradients_,
+    add_matmul_,
+    linear,
+    linear_backward,
+    trained,
+    turned_alone,
+    upstream,
+)
 from trireme.models.rows import Pass
 
 
@@ -37,7 +47,10 @@ def forward(p: Pass, w: Weights, x: Tensor, y: Tensor, out: Tensor) -> None:
 
 def backward(p: Pass, w: Weights, g: Weights, y: Tensor, dy: Tensor, d_norm_: Tensor) -> None:
     """Adds the gradient of y to d_norm_ and those of the weights to g, given dy (N, D)."""
-    up = p.saved["shared_up"] if "shared_up" in p.saved else linear(y, w.up)
+    again = "shared_up" not in p.saved
+    read: Operand = ops.quantize(y, columns=trained(g.up.weight)) if again and w.up.takes_codes else y
+    up = linear(read, w.up, dtype=y.dtype) if again else p.saved["shared_up"]
+    read = turned_alone(read)
     s = _weights(p.cfg, w, y)
     d_down = upstream(dy, w.down, g.down)
     activation = ops.routed_relu2_bwd if p.cfg.relu2 else ops.routed_swiglu_bwd
@@ -47,7 +60,8 @@ def backward(p: Pass, w: Weights, g: Weights, y: Tensor, dy: Tensor, d_norm_: Te
     del act, d_down  # workspace._block_workspace
     d_up = upstream(dup, w.up, g.up)
     del dup  # workspace._block_workspace
-    add_gradients_(g.up, w.up, y, d_up)
+    add_gradients_(g.up, w.up, read, d_up)
+    del read  # workspace._expert_moments
     if w.gate is not None and g.gate is not None:
         d_gate = (ds * s * (1 - s)).to(y.dtype)
         if trained(g.gate):

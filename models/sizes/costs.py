@@ -38,6 +38,7 @@ MIXED = ATTENDED | SCANNED
 KNOWN = 4096  # counts that are kept: a step asks for each of its tasks
 NEVER_SAVED = {"router", "latent", "q_b", "kv_b"}  # matmuls that backward always repeats
 BESIDE = "resid of scan"  # the second of two matmuls that make `resid`
+AT_ONCE = {"gate_up", "fc", "shared_up"}  # matmuls whose input backward has until their gradient
 CHUNK = 64  # tokens of a chunk of a recurrence
 TILE = 128  # rows of a tile of grouped matmuls
 
@@ -278,7 +279,9 @@ def in_fp8_work(cfg: ModelConfig, u: int, kept: frozenset[str], tokens: int) -> 
     behind = sum((5 + trained) * N * b + trained * of_x(name, a) + 5 * each * a * b for name, (a, b) in found.items())
     made = N * cfg.ffn if cfg.gated and "out" in found and cfg.lora is None else 0  # codes of gated units: not in bf16
     both, written = (1 + trained) * flops(found), moved(found) - 2 * made
-    own = InFp8(flops(found), both, flops(again), written, behind - 12 * made, moved(again))
+    # What the gradient reads as well is quantized for both at once: it is written once more.
+    shared = sum(a for name, (a, _) in again.items() if name in AT_ONCE and of_x(name, a) > N * a) * trained
+    own = InFp8(flops(found), both, flops(again), written, behind - 12 * made, moved(again) - 4 * N * shared)
     if what not in ("block", "mlp"):
         return own
     return InFp8(*(a + b for a, b in zip(own, _experts_in_fp8(cfg, kept, tokens), strict=True)))

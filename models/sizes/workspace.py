@@ -79,9 +79,15 @@ def _codes(cfg: ModelConfig, sizes: _Sizes, inside: int, outside: int, keeps: bo
     return _Codes(N * inside + matrix, matrix, codes, (padded > 0) * (columns + part), held, columns)
 
 
-def _codes_alone(cfg: ModelConfig, before: str, first: _Codes, last: _Codes) -> bool:
-    """Whether the norm `before` a sub-layer of these linear layers makes no more than codes (norm.norm_for)."""
-    return before != "" and first.x > 0 and last.x > 0 and norms_make_codes(cfg)
+def _normed(cfg: ModelConfig, before: str, first: _Codes, last: _Codes, y: int) -> tuple[int, int]:
+    """Bytes of the result, y bytes in bf16, of the norm `before` a sub-layer of these linear layers (norm.norm_for).
+
+    (those while the first layer is computed, those while its codes are made): in fp8 codes are all that remains, and
+    those of an RMSNorm without a copy of its input all that is made. Without a norm it is the input of the sub-layer.
+    """
+    if not first.x or cfg.lora is not None:
+        return y, 0
+    return 0, 0 if before == "" or (last.x > 0 and norms_make_codes(cfg)) else y
 
 
 def _block_workspace(cfg: ModelConfig, kind: str, sizes: _Sizes) -> int:
@@ -136,16 +142,18 @@ def _attention_moments(cfg: ModelConfig, sizes: _Sizes) -> tuple[int, list[int]]
     first = _codes(cfg, sizes, cfg.width, cfg.qkv_width, cfg.qkv_bias)
     last = _codes(cfg, sizes, cfg.q_width, cfg.width)  # dy is the caller's
     matmul = x * (last.x > 0)  # added to what there is
-    y = 0 if _codes_alone(cfg, cfg.names.norm1, first, last) else x
+    y, made = _normed(cfg, cfg.names.norm1, first, last, x)
     return result, [
         y + first.x + qkv,  # attention._project
+        made + first.x,
         qkv * cfg.attention_gate + gated + attn + last.x + matmul,  # add_branch
         result + gated + last.x + matmul,  # attention.residual: and `out`
         result + gated + last.dy + last.add,  # attention._backward_to_qkv
         result + last.dy + last.matrix + attn,
         result + attn + qkv + lse + gated,  # dout, dqkv, row sums of dout * out; dout before the gate, or dq
         qkv + first.dy,
-        first.held + y + first.add,  # attention._backward_to_x: d_qkv; y or its gradient
+        first.held + made + first.columns,  # attention._backward_to_x: d_qkv
+        first.held + y + first.add,  # y or its gradient
         first.held + first.matrix + x,
     ]
 
@@ -163,9 +171,10 @@ def _latent_moments(cfg: ModelConfig, sizes: _Sizes) -> tuple[int, list[int]]:
     first = _codes(cfg, sizes, cfg.width, cfg.qkv_width, cfg.qkv_bias)
     last = _codes(cfg, sizes, cfg.attn_width, cfg.width)  # dy is the caller's
     matmul = x * (last.x > 0)  # added to what there is
-    y = 0 if _codes_alone(cfg, cfg.names.norm1, first, last) else x
+    y, made = _normed(cfg, cfg.names.norm1, first, last, x)
     moments = [
         y + first.x + qkv,  # attention._project
+        made + first.x,
         result,
         attn + last.x + matmul,  # add_branch
         result + last.x + matmul,  # attention.residual: and `out`
@@ -174,7 +183,8 @@ def _latent_moments(cfg: ModelConfig, sizes: _Sizes) -> tuple[int, list[int]]:
         d_heads + heads + attn + lse,  # dout, row sums of dout * out
         d_heads + heads + tokens * own.rope * max(itemsize, 4),  # latent.backward: the keys' shared part
         qkv + first.dy,
-        first.held + y + first.add,  # attention._backward_to_x: d_qkv; y or its gradient
+        first.held + made + first.columns,  # attention._backward_to_x: d_qkv
+        first.held + y + first.add,  # y or its gradient
         first.held + first.matrix + x,
     ]
     for rank, inside, outside, made in ((own.q_rank, own.q_rank, cfg.q_width, q), (own.kv_rank, own.kv_rank, 0, kv)):
@@ -206,9 +216,10 @@ def _scan_moments(cfg: ModelConfig, sizes: _Sizes) -> tuple[int, list[int]]:
     each = 2 * N * own.heads * own.key_dim * item * (own.heads > own.key_heads)
     inside = N * own.heads * ROWS_OF_SCANS * item * (1 + own.delta)  # P and T of chunks
     result, matmul = mixed + value, x * (last.x > 0)
-    y = 0 if _codes_alone(cfg, cfg.names.norm1, first, last) else x
+    y, made = _normed(cfg, cfg.names.norm1, first, last, x)
     return result, [
         y + first.x + mixed,  # scan._project
+        made + first.x,
         result + read + inside,  # scan_fwd
         result + value,  # scan._gated
         value + last.x + matmul,  # add_branch
@@ -219,7 +230,8 @@ def _scan_moments(cfg: ModelConfig, sizes: _Sizes) -> tuple[int, list[int]]:
         result + mixed + value + read + channels + local + value + 2 * states + each,  # scan_bwd
         result + mixed + turned,
         mixed + first.dy,
-        first.held + y + first.add,  # scan._backward_to_x
+        first.held + made + first.columns,  # scan._backward_to_x
+        first.held + y + first.add,
         first.held + first.matrix + x,
     ]
 
@@ -235,19 +247,19 @@ def _mlp_moments(cfg: ModelConfig, sizes: _Sizes) -> tuple[list[int], list[int]]
     first = _codes(cfg, sizes, cfg.width, up_width(cfg), cfg.mlp_bias and (cfg.gated or cfg.relu2))
     turned = 0 if cfg.frozen == ("*",) else -(-tile // 16) * 16 * cfg.ffn
     last = _codes(cfg, sizes, cfg.ffn, cfg.width)  # dy is the caller's
-    made, kept, read = y, y, y  # of the norm: in forward, through backward, for a gradient
-    if _codes_alone(cfg, cfg.names.norm2, first, last):  # counted in first.x and first.add
-        made, kept, read = 0, first.columns, 0
+    normed, made = _normed(cfg, cfg.names.norm2, first, last, y)
+    kept = normed if normed else first.columns  # of the norm, through backward
     inner, active = act, [kept + last.dy + activation, kept + last.dy + last.add + up + act, kept + up + first.dy]
     if cfg.gated and last.x and cfg.lora is None:
         inner = 0  # codes, counted in last.x
         if first.x and not cfg.mlp_bias and cfg.gate_scale == 1.0:
             active = [kept + last.dy + up + act + first.dy + turned, kept + last.dy + first.dy + last.add]
-    return [made + first.x + up, up + act, inner + last.x + y * (last.x > 0)], [
+    return [normed + first.x + up, made + first.x, up + act, inner + last.x + y * (last.x > 0)], [
         kept + first.x + up,
+        made + first.x + first.columns,
         *active,
         kept + last.dy + last.matrix + up + act,
-        read + first.held + first.add,
+        normed + first.held + first.add,
         first.held + first.matrix + y,  # then y or d_norm
         kept + up + y,
         kept + up + (inner + last.x + y) * bool(cfg.names.post2),  # the argument of the norm behind, again
@@ -281,7 +293,8 @@ def _expert_moments(cfg: ModelConfig, sizes: _Sizes) -> tuple[list[int], list[in
     if s := own.shared:
         matrices = 1 + cfg.gated
         first, last = _codes(cfg, sizes, cfg.width, matrices * s), _codes(cfg, sizes, s, cfg.width)
-        shared, made = tile * s * itemsize, max(first.dy, last.dy) + max(first.add, last.add, first.x)
+        part = first.add - first.columns  # shared.backward: codes of y are held
+        shared, made = tile * s * itemsize, max(first.dy, last.dy) + first.columns + max(part, last.add, first.x)
         forward.append(2 * y + (1 + matrices) * shared + first.x + last.x)  # shared.forward: y, shared_up, act
         most = max(2 * (1 + matrices) * shared, matrices * shared + y)
         backward.append(routes + 2 * y + most + made)  # y, d_norm
