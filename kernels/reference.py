@@ -3,8 +3,8 @@
 The references of attention, experts, fp8, packed weights, scans and distillation are in the folders of their kernels.
 
 Legend: N packed tokens, D width, F hidden width, V vocabulary, H heads, d head width.
-Arithmetic is in fp32 (in fp64 for fp64 inputs), rounded once to the output's dtype. An argument whose name ends in `_`
-is written or added to, as is the first argument of a function whose name does; others are only read.
+Arithmetic is in fp32 (in fp64 for fp64 inputs), rounded once to the output's dtype. Arguments called `out` and those
+whose names end in `_` are written or added to; others are only read.
 """
 
 from __future__ import annotations

@@ -1,6 +1,6 @@
 """A Hugging Face config.json, checked and reduced to the numbers that the blocks need (ModelConfig). No torch.
 
-Only this file and families/ know the names of model types: all other code reads the fields of ModelConfig.
+No other code decides anything by the name of a model type: it reads the fields of ModelConfig.
 """
 
 from __future__ import annotations

@@ -14,7 +14,7 @@ KIB = 1 << 10
 SHARED = {80: 163, 87: 163, 90: 227, 100: 227, 103: 227}  # KiB of a program, by compute capability
 USUAL = 99  # of every other chip since Ampere, RTX 30 to 50 among them
 OWN = KIB  # bytes of shared memory that the driver takes for each program
-REGISTERS, ROUNDED = 1 << 16, 8  # of a multiprocessor; those of a thread are a multiple of
+REGISTERS, ROUNDED = 1 << 16, 8  # of a multiprocessor; a thread has a multiple of ROUNDED
 WARPS = {80: 64, 87: 48, 90: 64, 100: 64, 103: 64}  # of a multiprocessor; else 48
 L2 = 50 << 20  # of an H100
 

@@ -219,7 +219,7 @@ def clamped_swiglu_fwd(gate_up: Tensor, limit: float) -> Tensor:
 
 
 def _glu(gate_up: Tensor, limit: float) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-    """(activation of the gate, its derivative, derivative of what follows by up, what multiplies the activation)."""
+    """(activation of the gate, its derivative, derivative by up of the last, which multiplies the activation)."""
     if not limit:
         gate, up = upcast(gate_up).chunk(2, -1)
         s = torch.sigmoid(gate)
