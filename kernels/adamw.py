@@ -1,6 +1,7 @@
-"""AdamW and the gradient norm on the GPU: one pass over memory each, bitwise equal to reference.py.
+"""AdamW (Loshchilov & Hutter 2019) and the gradient norm on the GPU, each in one pass over memory.
 
-IEEE fp32 operations rounded one by one: no fused multiply-add.
+Results are bitwise equal to those of reference.py: each operation is an IEEE fp32 operation that is rounded by itself,
+and none are fused.
 """
 
 from __future__ import annotations
@@ -71,7 +72,7 @@ def _adamw(
 
 @triton.jit
 def _halve(x, HALVINGS: tl.constexpr):
-    """The second half onto the first, repeatedly: a fixed order."""
+    """The sum of 2^HALVINGS values: the second half is added to the first, repeatedly, so the order is fixed."""
     for i in tl.static_range(HALVINGS):
         x = tl.sum(tl.reshape(x, (2, 1 << (HALVINGS - 1 - i))), 0)
     return x
@@ -131,7 +132,7 @@ def adamw_(
     step: int,
     part: str = "all",
 ) -> None:
-    """As reference.adamw_, bit by bit; contiguous."""
+    """As reference.adamw_, bitwise equal to it. All tensors are contiguous."""
     n = w_.numel()
     assert m_.numel() == v_.numel() == grad.numel() == n
     assert clip.numel() == 1
@@ -147,7 +148,7 @@ def adamw_(
 
 
 def grad_finish(grad: Tensor, out: Tensor | None = None, total: Tensor | None = None) -> Tensor:
-    """As reference.grad_finish, bit by bit; contiguous."""
+    """As reference.grad_finish, bitwise equal to it. All tensors are contiguous."""
     assert grad.is_contiguous()
     assert out is None or (out.is_contiguous() and out.numel() == grad.numel())
     n = grad.numel()

@@ -1,6 +1,7 @@
-"""Sums over rows: the last part of every weight and bias gradient of an elementwise kernel.
+"""Sums over partial rows: the last part of the weight and bias gradients of norms and elementwise kernels.
 
-Adds one fp32 row per program in a fixed order. Legend: P partial rows, D columns.
+Each program of such a kernel leaves one row of partial sums in fp32. They are added here in a fixed order, so that
+results repeat bitwise. Legend: P partial rows, D columns.
 """
 
 from __future__ import annotations
@@ -34,7 +35,10 @@ def _add_rows(p_out, p_parts, p_out2, p_parts2, P, D: tl.constexpr, BLOCK_P: tl.
 
 
 def add_rows(out_: Tensor, parts: Tensor, out2_: Tensor | None = None, parts2: Tensor | None = None) -> None:
-    """out_ (D,) += sum of parts (P, D) fp32 over rows, rounded once; perhaps two pairs."""
+    """Adds the sum of parts (P, D) fp32 over its rows to out_ (D,), rounded once.
+
+    A second pair of the same shapes, out2_ of the dtype of out_, is summed by the same launch.
+    """
     P, D = parts.shape
     assert out_.shape == (D,)
     assert out_.is_contiguous()

@@ -7,9 +7,9 @@ With label smoothing s (Szegedy et al. 2016, arXiv:1512.00567) the label is (1 -
 
     loss = lse - (1 - s) logits[label] - s mean(logits)
 
-Logits, in the compute dtype, become dlogits in place; cuBLAS does the GEMMs. The label's logit is recomputed in
-fp32: its rounding would be the loss's error. With a cap, logits are cap * tanh(z / cap), z the result of the GEMM, and
-dlogits are multiplied by the slope of that.
+Logits, in the compute dtype, are replaced by dlogits in place; cuBLAS does the GEMMs. The label's logit is computed
+again in fp32, because the rounding of a stored one would be an error of the loss. With a cap, logits are
+cap * tanh(z / cap), where z is the result of the GEMM, and dlogits are multiplied by the slope of that.
 Legend: N tokens, M labels, D width, V vocabulary.
 """
 
@@ -29,7 +29,7 @@ from trireme.kernels.soft_cap import LN2, LOG2E, cap_slope, soft_cap
 
 @triton.jit
 def label_logit(p_x, p_w, D: tl.constexpr, BLOCK_D: tl.constexpr, CAP: tl.constexpr):
-    """The capped logit, in base 2, of a row at p_x and the label's weights at p_w, in fp32."""
+    """The label's logit in fp32, capped and times log2(e): p_x points to a row of x, p_w to the label's weights."""
     o_d = tl.arange(0, BLOCK_D)
     b_dot = tl.zeros((BLOCK_D,), tl.float32)
     for i_d in range(0, D, BLOCK_D):
@@ -61,7 +61,7 @@ def _cross_entropy(
     SMOOTHING: tl.constexpr,
     HITS: tl.constexpr,
 ):
-    """The second pass goes backwards, so that what was read last is still in L2."""
+    """A row of logits at a time. The second pass reads it backwards: what the first pass read last is still in L2."""
     await_previous()
     GROUP: tl.constexpr = 8  # a thread's logits share a maximum
     LAST: tl.constexpr = (V - 1) // BLOCK * BLOCK
@@ -131,8 +131,8 @@ def linear_cross_entropy(
 ) -> Tensor:
     """As reference.linear_cross_entropy, x and weight contiguous.
 
-    Takes chunk * V logits, unless they are in dlogits_; for several chunks into bf16 dweight_ V * D of fp32: bf16 sums
-    would lose later ones.
+    Memory: chunk * V logits, unless dlogits_ holds them. Where several chunks are added to a bf16 dweight_ also V * D
+    fp32 values: a sum in bf16 would lose later chunks.
     """
     (N, D), V = x.shape, weight.shape[0]
     assert labels.shape == (N,)
@@ -165,10 +165,10 @@ def in_chunks(
     fill: Callable[[int, Tensor, Tensor, Tensor], None],
     dlogits_: Tensor | None = None,
 ) -> None:
-    """What losses of logits x @ weight.T have in common, `chunk` of `rows` at a time: gradients as in `reference`.
+    """The GEMMs of a loss over logits x @ weight.T, `chunk` rows at a time; arguments as of linear_cross_entropy.
 
-    `fill(first, part, xs, z)`: reads logits z (m, V) of tokens part = rows[first : first + m], whose x are xs (m, D);
-    with dx_ replaces them by their gradients.
+    `fill(first, part, xs, z)` computes the loss of the tokens part = rows[first : first + m]: xs (m, D) are their rows
+    of x, z (m, V) their logits, which it replaces by their gradients where dx_ is given.
     """
     (N, D), V, M = x.shape, weight.shape[0], len(rows)
     assert weight.shape == (V, D)
@@ -202,7 +202,10 @@ def in_chunks(
 
 
 def linear_cross_entropy_dweight(x: Tensor, rows: Tensor, dlogits: Tensor, dweight_: Tensor, chunk: int = 2048) -> None:
-    """As reference.linear_cross_entropy_dweight: the same GEMMs into dweight_ as of a loss that is given dweight_."""
+    """As reference.linear_cross_entropy_dweight: with the GEMMs of a loss that is given dweight_, bitwise equal.
+
+    `chunk` is that of the loss.
+    """
     N, M = len(x), len(rows)
     assert dlogits.shape == (M, len(dweight_))
     assert dlogits.is_contiguous()
@@ -218,7 +221,7 @@ def linear_cross_entropy_dweight(x: Tensor, rows: Tensor, dlogits: Tensor, dweig
 
 
 def _total_of(dweight: Tensor | None, several: bool) -> Tensor | None:
-    """What chunks' products are added to: fp32 where there are several."""
+    """The sum that products of chunks are added to: dweight itself, or where there are several chunks an fp32 copy."""
     return dweight.float() if dweight is not None and dweight.dtype != torch.float32 and several else dweight
 
 

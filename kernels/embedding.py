@@ -1,14 +1,15 @@
 """Embedding: rows gathered by token, and their gradients summed per token in a fixed order.
 
-Backward sorts tokens into runs, places into chunks: one kernel sums runs within chunks, another across. Comparing all
-pairs, in one launch, sorts few tokens faster than radix passes.
+Backward sorts the tokens, so that equal ones form a run, and divides the sorted order into chunks of CHUNK places. One
+kernel sums the part of each run within a chunk; a second one adds up runs that cross chunks. Up to FEW tokens are
+sorted by comparing all pairs in one launch, which is faster than radix passes.
 
 NEFTune (Jain et al. 2023, arXiv:2310.05914) adds uniform noise, a function of (key, row, feature) that is never stored:
 
     x[n, d] += scale[n] * u(key, first + n, d),  u uniform in [-1, 1), multiples of 2^-23
 
-Its bits are a hash of 32 (lowbias32, Wellons 2018): of the row with the key, then with the feature. Dropout (Srivastava
-et al. 2014) has the same bits, compared with a threshold, so that backward computes its mask again:
+The random bits are a 32-bit hash (lowbias32, Wellons 2018) of key and row, hashed again with the feature. Dropout
+(Srivastava et al. 2014) compares the same bits with a threshold, so that backward computes the mask again:
 
     y[n, d] = x[n, d] / (1 - p) where h(key, first + n, d) >= p, else 0,  h uniform in [0, 1), multiples of 2^-24
 
@@ -41,7 +42,7 @@ def _embedding_fwd(p_ids, p_w, p_out, D: tl.constexpr, BLOCK_D: tl.constexpr):
 
 @triton.jit
 def _mix(b_h):
-    """Of uint32."""
+    """lowbias32 of uint32 values."""
     b_h ^= b_h >> 16
     b_h *= tl.full((), 0x7FEB352D, tl.uint32)
     b_h ^= b_h >> 15
@@ -82,7 +83,7 @@ def _dropout(
 @launcher
 @triton.jit(do_not_specialize=["N"])
 def _sort(p_sorted, p_order, p_ids, N, BLOCK: tl.constexpr, OTHERS: tl.constexpr):
-    """A token's place: how many are smaller, or equal and earlier."""
+    """A token's place in the order is the number of tokens that are smaller, or equal and earlier."""
     await_previous()
     first = tl.program_id(0) * BLOCK
     o_i = first + tl.arange(0, BLOCK)
@@ -123,7 +124,7 @@ def _embedding_bwd(
     ROWS: tl.constexpr,
     BLOCK_D: tl.constexpr,
 ):
-    """Sums a run's part from place i, where the run or a chunk begins."""
+    """A program per place i: where a run or a chunk begins, it sums the run from there to the end of either."""
     await_previous()
     i = tl.program_id(0)
     i_v = tl.load(p_sorted + i).to(tl.int64)
@@ -156,7 +157,7 @@ def _embedding_bwd(
 @launcher
 @triton.jit(do_not_specialize=["N"])
 def _embedding_add(p_dw, p_sorted, p_parts, N, D: tl.constexpr, CHUNK: tl.constexpr, BLOCK_D: tl.constexpr):
-    """Adds up the run that begins in chunk i and crosses its end."""
+    """A program per chunk i: adds up the run that begins in the chunk and crosses its end."""
     await_previous()
     i = tl.program_id(0)
     end = (i + 1) * CHUNK
@@ -189,7 +190,7 @@ def embedding_fwd(ids: Tensor, weight: Tensor, out: Tensor | None = None) -> Ten
 
 
 def sort(ids: Tensor) -> tuple[Tensor, Tensor]:
-    """(values in order, int32; where each was, int64) of ids (N,) int64, 0 <= ids < 2^31; stable."""
+    """Sorts ids (N,) int64, 0 <= id < 2^31, stably: (sorted values (N,) int32, index of each in ids (N,) int64)."""
     N = len(ids)
     if N > FEW:
         return torch.sort(ids.to(torch.int32), stable=True)  # half the radix passes of int64

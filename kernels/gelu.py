@@ -33,7 +33,7 @@ def gelu_tanh(x):
 
 @triton.jit
 def gelu_erf(x):
-    """As gelu_tanh, exact."""
+    """(gelu(x), gelu'(x)) of the exact GELU, fp32."""
     s = 0.5 * (1.0 + tl.erf(x * 0.7071067811865476))  # 1 / sqrt(2)
     return x * s, s + x * tl.exp(-0.5 * x * x) * 0.3989422804014327  # 1 / sqrt(2 pi)
 

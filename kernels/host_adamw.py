@@ -1,7 +1,7 @@
 """AdamW on the CPU: one pass over memory in C++ (host_adamw.cpp), compiled at first use, called without the GIL.
 
-Names and arguments are those of reference.py and moments.py, which are used without a compiler; results are bitwise
-identical. Functions run on the calling thread, or on those of `Workers`.
+Names and arguments are those of reference.py and moments.py, which are used instead where there is no compiler; results
+are bitwise identical. Functions run on the calling thread, or on the threads of a `Workers`.
 """
 
 from __future__ import annotations
@@ -29,18 +29,18 @@ from torch import Tensor
 from trireme.kernels import moments, reference
 from trireme.kernels.private import cache_folder, is_private
 
-RECORD = 1 << 18  # elements by thread and turn
+RECORD = 1 << 18  # elements that a thread takes at a time
 
 # ---------------------------------------------------------------- building
 
 SOURCE = Path(__file__).with_name("host_adamw.cpp")
-BUILD = "trireme-build-"  # folders of compilers
+BUILD = "trireme-build-"  # prefix of the compiler's temporary folders
 FUNCTIONS = ("adamw", "list", "team_open", "team_run", "team_close")
 FLAGS = ("-std=c++17", "-O3", "-fno-math-errno", "-ffp-contract=off", "-fopenmp-simd", "-pthread", "-shared", "-fPIC")
 
 
 def _cpu() -> str:
-    """What -march=native depends on: home folders may be shared."""
+    """What -march=native depends on. Machines that share a home folder may differ in it."""
     try:
         lines = Path("/proc/cpuinfo").read_text().splitlines()
     except OSError:
@@ -51,9 +51,11 @@ def _cpu() -> str:
 
 @contextmanager
 def _compiled(compiler: str, parent: Path) -> Iterator[Path]:
-    """The object, in a folder that the compiler has for its temporary files too, and that ends with the context.
+    """Path of the compiled library, in a temporary folder in `parent` that is removed at the end of the context.
 
-    Of a process that was killed the folder stays, unlocked, until the next one compiles here.
+    The compiler's own temporary files are there, too. The folder is locked while it is in use. A process that is killed
+    leaves it unlocked, and the next one that compiles in `parent` removes it. Raises CalledProcessError where the
+    compiler fails, OSError where it cannot be started.
     """
     for left in parent.glob(f"{BUILD}*"):
         with contextlib.suppress(OSError), _locked(left):
@@ -73,7 +75,7 @@ def _compiled(compiler: str, parent: Path) -> Iterator[Path]:
 
 @contextmanager
 def _locked(folder: Path) -> Iterator[None]:
-    """Raises OSError where another process holds it, or it is no folder."""
+    """Locks a folder. Raises OSError where another process has locked it, or it is not a folder."""
     fd = os.open(folder, os.O_RDONLY | os.O_DIRECTORY | os.O_NOFOLLOW | os.O_CLOEXEC)
     try:
         fcntl.flock(fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
@@ -83,7 +85,7 @@ def _locked(folder: Path) -> Iterator[None]:
 
 
 def _load(path: Path) -> ctypes.CDLL:
-    """Raises OSError where it is foreign."""
+    """Loads a compiled library. Raises OSError where it cannot be loaded or lacks one of FUNCTIONS."""
     lib = ctypes.CDLL(str(path))
     if not all(hasattr(lib, f"trireme_{name}") for name in FUNCTIONS):
         _ctypes.dlclose(lib._handle)  # else found again by name
@@ -92,7 +94,10 @@ def _load(path: Path) -> ctypes.CDLL:
 
 
 def _build(compiler: str) -> ctypes.CDLL:
-    """For this source, compiler and CPU, from the cache folder or fresh."""
+    """The library for this source, compiler and CPU, from the cache folder, or compiled now.
+
+    Raises CalledProcessError where the compiler fails.
+    """
     version = subprocess.run([compiler, "--version"], capture_output=True, check=True).stdout
     parts = (SOURCE.read_bytes(), " ".join(FLAGS).encode(), version, _cpu().encode())
     name = f"host_adamw-{hashlib.sha256(b'|'.join(parts)).hexdigest()[:20]}.so"
@@ -123,7 +128,7 @@ def why_slow() -> str:
 
 @cache
 def _built() -> tuple[ctypes.CDLL | None, str]:
-    """(library, why not)."""
+    """(library or None, why there is none or "")."""
     compiler = next(filter(None, map(shutil.which, (os.environ.get("CXX", "c++"), "g++", "clang++"))), None)
     try:
         if compiler is None:
@@ -192,7 +197,7 @@ def _job(
 
 
 def _run(job: _Job, spread: Spread) -> bool:
-    """False without compiled kernels."""
+    """Runs a job; False where there is no compiled library."""
     lib = library()
     if lib is not None:
         spread(lib.trireme_adamw, job)
@@ -200,12 +205,12 @@ def _run(job: _Job, spread: Spread) -> bool:
 
 
 def _records(n: int, n_decay: int) -> list[tuple[int, slice, int]]:
-    """(start, elements, how many decay): torch's temporaries stay small."""
+    """(first element, slice, elements with weight decay) of parts of RECORD elements: torch's temporaries are small."""
     return [(a, slice(a, a + RECORD), min(max(n_decay - a, 0), RECORD)) for a in range(0, n, RECORD)]
 
 
 def adamw_(w_, lo_, m_, v_, grad, clip, *, n_decay: int, spread: Spread = _alone, **hyper) -> None:
-    """reference.adamw_ over contiguous CPU tensors (n,), bitwise identical where finite, on the threads of `spread`."""
+    """reference.adamw_ of contiguous CPU tensors (n,), bitwise identical where finite, on the threads of `spread`."""
     _check(len(w_), (torch.float32,), m_, v_)
     if not _run(_job(w_, lo_, m_, v_, grad, clip, n_decay=n_decay, **hyper), spread):
         for _, cut, decays in _records(len(w_), n_decay):

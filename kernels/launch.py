@@ -1,9 +1,9 @@
 """Block sizes, warps and stages of every kernel, as plain functions of shape and chip.
 
-Independent of the number of tokens. Of Hopper and B200 they were measured (scripts/bench/ops.py --tune on an H200); of
-other chips, which have less shared memory, a model of the chip chooses among tiles (chips/tiles.py). Both give way to
-settings that `trireme check --tune` found to be faster on the GPU at hand: a run says which with `use`, by name.
-arch 0 is Triton's interpreter.
+Settings do not depend on the number of tokens. Those of Hopper were measured (scripts/bench/ops.py --tune on an H200),
+and B200 has the same; for other chips, which have less shared memory, a model of the chip chooses among known tiles
+(chips/tiles.py). Settings that `trireme check --tune` found to be faster on the GPU at hand take the place of both: a
+run passes them to `use`, by name. In Triton's interpreter `arch` is 0.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ _forget: list[Callable[[], None]] = []
 
 
 def use(settings: Mapping[str, Sequence[int]]) -> None:
-    """Launches in bf16 have these settings from now on, by names of chips/tried.py; others have the usual ones."""
+    """Sets the settings of launches in bf16, by their names in chips/tried.py; others have the usual ones."""
     _settings.clear()
     _settings.update({name: tuple(setting) for name, setting in settings.items()})
     for forget in _forget:
@@ -34,14 +34,14 @@ def use(settings: Mapping[str, Sequence[int]]) -> None:
 
 
 def planned(fn: Callable[P, R]) -> Any:
-    """functools.cache, of results that depend on settings."""
+    """functools.cache for results that depend on settings: `use` clears it."""
     found = cache(fn)
     _forget.append(found.cache_clear)
     return found
 
 
 def _set(name: str, usual: S) -> S:
-    """`usual`, a NamedTuple, or one like it of the settings in use."""
+    """The setting in use under this name, in the type of `usual`, a NamedTuple; `usual` where there is none."""
     found: Any = _settings.get(name)
     return usual if found is None else type(usual)(*found)
 
@@ -52,7 +52,7 @@ def cdiv(a: int, b: int) -> int:
 
 
 def power2(n: int) -> int:
-    """Smallest >= n."""
+    """The smallest power of two >= n."""
     return 1 << max(n - 1, 0).bit_length()
 
 
@@ -70,7 +70,7 @@ WIDEST = 8192  # values of a row whose column sums, in fp32, a program has in re
 
 
 class Persistent(NamedTuple):
-    """Of rows_bwd: KiB of a tile, programs on a multiprocessor."""
+    """The setting of rows_bwd: KiB of a tile, programs on each multiprocessor."""
 
     kib: int
     each: int
@@ -84,9 +84,9 @@ def rows_fwd(D: int) -> Rows:
 
 
 def rows_bwd(device: torch.device, N: int, D: int, itemsize: int) -> Rows:
-    """Persistent programs over tiles of N rows of D values of so many bytes, column sums in registers.
+    """Persistent programs over tiles of N rows of D values of `itemsize` bytes, with column sums in registers.
 
-    Of more than WIDEST values so many programs for each WIDEST columns.
+    Rows of more than WIDEST values are divided into parts of WIDEST columns; `programs` is the number for each part.
     """
     columns, here = min(power2(D), WIDEST), chip(device)
     how = Persistent(16, 1) if here.large else Persistent(8, 2)
@@ -107,14 +107,14 @@ def rows_bwd(device: torch.device, N: int, D: int, itemsize: int) -> Rows:
 
 @cache
 def rows_maxima(D: int) -> Rows:
-    """Persistent programs over tiles of rows of D values that are read alone (`programs` unused)."""
+    """Persistent programs over tiles of rows of D values that are only read (`programs` unused)."""
     columns = power2(D)
     rows = max(1, 2048 // columns)
     return Rows(rows, columns, min(16, max(4, rows * columns // 1024)), 3, 0)
 
 
 def column_splits(device: torch.device, n_columns: int, n_tiles: int) -> int:
-    """Programs for each column block."""
+    """Programs that share the n_tiles tiles of rows of each of n_columns column blocks."""
     return max(1, min(n_tiles, 8 * chip(device).sms // n_columns))
 
 
@@ -207,11 +207,20 @@ def cross_entropy(device: torch.device, V: int) -> Logits:
 # ---------------------------------------------------------------- experts
 
 
-def grouped_mm(device: torch.device, dtype: torch.dtype) -> Grouped:
-    """Tile of rows (rows, a) times a matrix (a, b). Of codes in fp8 twice as many lie in as many bytes."""
+MANY = 256  # experts of a layer, from which wide tiles are faster on Hopper
+
+
+def grouped_mm(device: torch.device, dtype: torch.dtype, E: int, B: int) -> Grouped:
+    """Tile of rows (rows, a) times a matrix (a, b), of E matrices with B columns.
+
+    fp8 values take half the bytes of bf16, so `a` is twice as large. Many small experts on Hopper have a tile of their
+    own, 2 to 9 % faster with 512 experts of width 512; `a`, which sets the order of the sums, is the same.
+    """
     here = chip(device)
     if here.arch == 0 or dtype == torch.float32:
         return Grouped(32, 32, 32, 4, 1)
+    if here.arch == 90 and dtype.itemsize == 2 and E >= MANY and B % 256 == 0:
+        return Grouped(128, 64, 256, 8, 3)
     tile = _set("grouped_mm", Grouped(128, 64, 128, 8, 3) if here.large else _modelled(here, "grouped_mm"))
     return tile if dtype.itemsize > 1 else tile._replace(a=2 * tile.a)
 
@@ -245,7 +254,7 @@ def quantize(device: torch.device, both: bool) -> Codes:
 
 @planned
 def gated_codes(device: torch.device) -> Codes:
-    """Of a gated unit's backward, with three matrices of codes."""
+    """Tile of a gated unit's backward, which writes three matrices in fp8."""
     return Codes(32, 32, 4) if chip(device).arch == 0 else _set("gated_codes", Codes(64, 64, 8))
 
 
@@ -261,14 +270,14 @@ class BlockScaled(NamedTuple):
 
 
 def block_scaled(device: torch.device) -> BlockScaled:
-    """By the 99 KiB of shared memory that a program can have; never measured."""
+    """Chosen by the 99 KiB of shared memory that a program can have; never measured."""
     if chip(device).arch == 0:
         return BlockScaled(32, 32, 64, 2, 4, 2)
     return _set("block_scaled", BlockScaled(128, 128, 128, 8, 8, 3))
 
 
 def maxima(device: torch.device, blocks: int) -> int:
-    """Programs that each take the maximum of some of the blocks."""
+    """How many programs search for a maximum, each in some of the blocks."""
     return min(power2(blocks), power2(4 * chip(device).sms) // 2)
 
 
@@ -279,26 +288,22 @@ ROWS_OF_SCANS = 32  # of a chunk
 
 
 class Scan(NamedTuple):
-    """A scan's launches: rows of a chunk, width of keys (a power of two), columns of values of a program.
+    """A scan's launches. gradients._gradients is the kernel that computes all gradients of a chunk."""
 
-    wide_: of the kernel that computes all gradients of a chunk, columns at a time, without stages; `outputs`: columns
-    of forward's, which has no stages, either.
-    """
-
-    rows: int
-    width: int
-    columns: int
-    wide_columns: int
-    outputs: int
+    rows: int  # of a chunk
+    width: int  # of keys, padded to a power of two
+    columns: int  # of values that a program owns
+    wide_columns: int  # of values that _gradients takes at a time
+    outputs: int  # columns of values that a program of forward owns
     warps: int
-    wide_warps: int
-    stages: int
+    wide_warps: int  # of _gradients
+    stages: int  # of all kernels but _gradients and those of forward, which have one
     precision: Literal["ieee", "tf32"]  # of fp32 products; those of bf16 are exact
 
 
 @cache
 def scan(device: torch.device, D: int, E: int, itemsize: int) -> Scan:
-    """Of states (D, E). Tiles of 64 rows by four warps or more are wrong in bf16 on an H100 with Triton 3.6."""
+    """Launches for states (D, E). In bf16, chunks of 64 rows with 4 warps or more are wrong on an H100 (Triton 3.6)."""
     width, columns, here = max(16, power2(D)), max(16, power2(E)), chip(device).arch
     if itemsize == 4 or here == 0:
         few = min(32, columns)
@@ -315,5 +320,5 @@ def scan(device: torch.device, D: int, E: int, itemsize: int) -> Scan:
 
 @cache
 def _modelled(here: Chip, name: str) -> Any:
-    """What the model of the chip chooses."""
+    """The tile that chips/tiles.best chooses for a chip that was not measured."""
     return best(here, KNOWN[name]).tile

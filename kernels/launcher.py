@@ -38,7 +38,7 @@ check_version(triton.__version__)
 
 
 def why_none() -> str:
-    """Why no kernel can be launched on this machine's GPU, or "": Triton compiles a part in C when it is first used."""
+    """Why no kernel can be launched on this machine's GPU, or "". Triton compiles its driver in C at its first use."""
     try:
         triton.runtime.driver.active.get_current_device()
     except subprocess.CalledProcessError as error:
@@ -50,13 +50,13 @@ def why_none() -> str:
 
 @triton.jit
 def await_previous():
-    """Waits until earlier launches' writes are visible. Touch nothing before."""
+    """Waits until the writes of earlier launches are visible. A kernel must not touch memory before."""
     if cuda_capability_geq(9):
         tl.extra.cuda.gdc_wait()
 
 
 class Kernel:
-    """A @triton.jit function, as `kernel[grid](*arguments, **options)`; constants come last."""
+    """Launches a @triton.jit function as `kernel[grid](*arguments, **options)`; its constants must come last."""
 
     def __init__(self, fn: JITFunction):
         self.fn = fn
@@ -106,9 +106,10 @@ class Kernel:
 
 
 class Fixed:
-    """`kernel` for fixed dtypes, shapes and strides: no key per call.
+    """Launches `kernel` with fixed dtypes, shapes and strides, so that a call needs no key.
 
-    Open are the grid, tensor addresses and `numbers` (floats, unspecialised 32-bit integers); `rest` follow.
+    A call gives the grid, tensors, of which only the addresses may change, and `numbers` (floats, unspecialised 32-bit
+    integers). The arguments `rest` follow and are fixed.
     """
 
     def __init__(self, kernel, *rest, **options):
@@ -137,5 +138,5 @@ class Fixed:
 
 
 def launcher(fn):
-    """Kernel(fn); fn itself in Triton's interpreter."""
+    """Decorator: Kernel(fn), or fn itself in Triton's interpreter."""
     return Kernel(fn) if isinstance(fn, JITFunction) else fn

@@ -3,7 +3,7 @@
     y = xhat * w + b,  xhat = (h - mean) * rstd,  rstd = 1 / sqrt(var + eps)
     dh = rstd * (g - mean(g) - xhat * mean(g * xhat)),  g = dy * w;  dw = sum of dy * xhat,  db = sum of dy, over rows
 
-Wide rows: rmsnorm.py. Legend: N tokens, D width, PARTS of BLOCK_D columns.
+Rows wider than launch.WIDEST are divided as in rmsnorm.py. Legend: N tokens, D width, PARTS of BLOCK_D columns.
 """
 
 from __future__ import annotations

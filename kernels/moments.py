@@ -1,11 +1,12 @@
 """AdamW with moments of 16 or 8 bits, in plain torch: the formats, and the update that host_adamw.py runs in C++.
 
-16 bits: bf16. 8 bits: the leading bits of fp32 (3 of the fraction) above a floor shared by 256 elements: bits(value) =
-(floor + code) << 20; code 0 is zero. m, with a sign bit, reaches 16 octaves below the block's largest value, v 32 (its
-root 16): where v vanishes, so has m. Even steps would round a small v to zero and divide m by eps.
+16 bits: bf16. 8 bits: a code is the leading bits of an fp32 value (exponent and 3 bits of the fraction) less a floor
+that 256 elements share: bits(value) = (floor + code) << 20, and code 0 is zero. m has a sign bit, and codes that reach
+16 octaves below the block's largest value; those of v reach 32, so its square root 16: where v is too small, m is, too.
+With evenly spaced steps a small v would be rounded to zero, and m divided by eps alone.
 
-Stochastic rounding, as beta2 moves v by less than a step; the noise hashes (seed, step, element), whatever the
-placement. v > 0 never becomes zero. The update uses unrounded moments.
+Values are rounded stochastically, because beta2 moves v by less than one step. The noise is a hash of seed, step and
+element, so it does not depend on the placement. v > 0 never becomes zero. The update itself uses unrounded moments.
 """
 
 from __future__ import annotations
@@ -30,7 +31,7 @@ def hash32(x):
 
 
 def noise_key(seed: int, step: int) -> int:
-    """Plus an element's index, hashed: its noise."""
+    """The key of a step: hash32(key + an element's index) is the noise of that element."""
     return hash32(hash32(seed) + step)
 
 
@@ -42,7 +43,7 @@ def _noise(like: Tensor, key: int, first: int) -> tuple[Tensor, Tensor]:
 
 
 def round_bf16(x: Tensor, noise: Tensor) -> Tensor:
-    """fp32 -> bf16, keeping the mean."""
+    """fp32 to bf16, rounded stochastically by noise in [0, 2^16): the expected value is x."""
     return ((reference.bits_of(x) + noise) >> 16).to(torch.int16).view(torch.bfloat16)
 
 
@@ -59,7 +60,10 @@ def decode8(code: Tensor, floor: Tensor, signed: bool) -> Tensor:
 
 
 def encode8(x: Tensor, noise: Tensor, signed: bool) -> tuple[Tensor, Tensor]:
-    """Inverse of decode8. Unsigned: x >= 0, only zero becomes zero."""
+    """(codes (n,) uint8, floors (blocks,) int16) of x (n,) fp32, rounded stochastically by noise in [0, 2^16).
+
+    The inverse of decode8. Where not `signed`, x >= 0, and only zero becomes code 0.
+    """
     n, most = len(x), M_CODES if signed else V_CODES
     whole = reference.bits_of(x)
     bits = whole & 0x7FFFFFFF
@@ -77,7 +81,10 @@ def encode8(x: Tensor, noise: Tensor, signed: bool) -> tuple[Tensor, Tensor]:
 def adamw16_(
     w_: Tensor, lo_: Tensor | None, m_: Tensor, v_: Tensor, grad: Tensor, clip: Tensor, *, step, seed, first=0, **hyper
 ) -> None:
-    """reference.adamw_ with bf16 m_ and v_ (n,). Units may be cut: `first` is element 0's index."""
+    """reference.adamw_ with bf16 m_ and v_ (n,).
+
+    A unit may be updated in parts: `first` is the index in the unit of the tensors' first element.
+    """
     m, v = m_.float(), v_.float()
     reference.adamw_(w_, lo_, m, v, grad, clip, step=step, **hyper)
     m_noise, v_noise = _noise(m, noise_key(seed, step), first)
@@ -102,7 +109,7 @@ def adamw8_(
 ) -> None:
     """reference.adamw_ with uint8 m_ and v_ (n,), int16 m_floor_ and v_floor_ (blocks,), all zero at first.
 
-    Units may be cut at multiples of 256.
+    A unit may be updated in parts that begin at multiples of 256, as in adamw16_.
     """
     m, v = decode8(m_, m_floor_, True), decode8(v_, v_floor_, False)
     reference.adamw_(w_, lo_, m, v, grad, clip, step=step, **hyper)

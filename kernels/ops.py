@@ -1,6 +1,7 @@
 """Selects the implementation of each operation: the Triton launcher for CUDA tensors, plain torch for all others.
 
-By a call's first tensor; fp64 (gradient checks) takes the reference. Triton is imported at first need.
+A call's first argument decides. fp64, which gradient checks use, takes the reference. Triton is imported when a kernel
+is first needed.
 """
 
 from __future__ import annotations
@@ -31,7 +32,7 @@ R = TypeVar("R")
 
 
 def _op(plain: Callable[P, R], module: str) -> Callable[P, R]:
-    """`plain`, or its namesake in trireme.kernels.<module> on a GPU."""
+    """A function that calls `plain`, or on a GPU the launcher of the same name in trireme.kernels.<module>."""
     launcher = cache(lambda: getattr(import_module(f"trireme.kernels.{module}"), plain.__name__))
 
     @wraps(plain)

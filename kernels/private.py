@@ -8,13 +8,13 @@ from pathlib import Path
 
 
 def is_private(path: Path) -> bool:
-    """Whether this user's alone to write, and no link."""
+    """Whether `path` belongs to this user, nobody else may write to it, and it is not a link."""
     found = path.lstat()
     return found.st_uid == os.geteuid() and not stat.S_ISLNK(found.st_mode) and not found.st_mode & 0o022
 
 
 def cache_folder() -> Path | None:
-    """$XDG_CACHE_HOME/trireme, or ~/.cache/trireme, made private; None where impossible."""
+    """$XDG_CACHE_HOME/trireme, or ~/.cache/trireme, created and made private; None where that fails."""
     try:
         folder = Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "trireme"
         folder.mkdir(mode=0o700, parents=True, exist_ok=True)

@@ -1,10 +1,10 @@
 """Operations in plain torch, with the names and signatures of the Triton launchers: reference for tests, and CPU path.
 
-Those of attention, experts and fp8 are in the folders of their kernels.
+The references of attention, experts, fp8, packed weights, scans and distillation are in the folders of their kernels.
 
 Legend: N packed tokens, D width, F hidden width, V vocabulary, H heads, d head width.
-Arithmetic is fp32 (fp64 stays), rounded once to the output's dtype. Functions and arguments named `_` are written or
-added to, others read-only.
+Arithmetic is in fp32 (in fp64 for fp64 inputs), rounded once to the output's dtype. Arguments called `out` and those
+whose names end in `_` are written or added to; others are only read.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ def add_(out: Tensor, value: Tensor) -> None:
 
 
 def rmsnorm_fwd(h: Tensor, weight: Tensor, eps: float, out: Tensor | None = None) -> tuple[Tensor, Tensor]:
-    """(y = h / rms(h) * weight (N, D), rstd (N,) fp32) of h (N, D); weight (D,). Fills `out` with h."""
+    """(y = h / rms(h) * weight (N, D), rstd (N,) fp32) of h (N, D); weight (D,). Copies h to `out`, if given."""
     if out is not None:
         out.copy_(h)
     hf = upcast(h)
@@ -46,9 +46,9 @@ def rmsnorm_bwd(
     dresidual: Tensor | None = None,
     out: Tensor | None = None,
 ) -> Tensor:
-    """dh (N, D) through y = h * rstd * weight, plus dresidual; adds to dweight_ (D,), None of a frozen weight.
+    """The gradient dh (N, D) of h through y = h * rstd * weight, plus dresidual (N, D), given dy (N, D).
 
-    `out`, filled with dh, may be dy.
+    Adds the weight's gradient to dweight_ (D,), which is None for a frozen weight. `out` receives dh and may be dy.
     """
     dyf, hf = upcast(dy), upcast(h)
     xhat = hf * rstd[:, None]
@@ -80,7 +80,7 @@ def layernorm_bwd(
     dresidual: Tensor | None = None,
     out: Tensor | None = None,
 ) -> Tensor:
-    """As rmsnorm_bwd; adds to dweight_ and dbias_ (D,)."""
+    """The gradient (N, D) of h, as rmsnorm_bwd; adds those of weight and bias to dweight_ and dbias_ (D,)."""
     dyf = upcast(dy)
     xhat = (upcast(h) - mean[:, None]) * rstd[:, None]
     add_(dweight_, (dyf * xhat).sum(0))
@@ -102,7 +102,7 @@ def head_rmsnorm_fwd(x: Tensor, weight: Tensor, eps: float) -> tuple[Tensor, Ten
 
 
 def head_rmsnorm_bwd(dy: Tensor, x: Tensor, weight: Tensor, rstd: Tensor, dweight_: Tensor | None, dx_: Tensor) -> None:
-    """Writes dx_ (N, H, d), which may be strided or dy; adds to dweight_ (d,), None of a frozen weight."""
+    """Fills dx_ (N, H, d), which may be strided, or dy; adds to dweight_ (d,), which is None for a frozen weight."""
     dyf = upcast(dy)
     xhat = upcast(x) * rstd[..., None]
     if dweight_ is not None:
@@ -115,16 +115,16 @@ def head_rmsnorm_bwd(dy: Tensor, x: Tensor, weight: Tensor, rstd: Tensor, dweigh
 
 
 def rope_table(inv_freq: Tensor, length: int, scale: float = 1.0) -> tuple[Tensor, Tensor]:
-    """scale * (cos, sin) of position * inv_freq, (length, d/2) fp32."""
+    """(cos, sin) of position * inv_freq, both times `scale`, (length, d/2) fp32; inv_freq (d/2,)."""
     angle = torch.outer(torch.arange(length, device=inv_freq.device, dtype=torch.float32), inv_freq.float())
     return angle.cos() * scale, angle.sin() * scale
 
 
 def rope_(x_: Tensor, cos: Tensor, sin: Tensor, positions: Tensor, inverse: bool = False, pairs: bool = False) -> None:
-    """Rotates x_ (N, H, d), perhaps strided: (a, b) -> (a cos - b sin, b cos + a sin), or `inverse`.
+    """Rotates x_ (N, H, d), which may be strided: (a, b) -> (a cos - b sin, b cos + a sin), or back if `inverse`.
 
-    a and b are halves of a head, or with `pairs` its even and odd features.
-    cos, sin (P, d/2) fp32; positions (N,) int32 < P.
+    a and b are the halves of a head, or with `pairs` its even and odd features. cos, sin (P, d/2) fp32; positions (N,)
+    int32 < P.
     """
     c, s = cos[positions.long()][:, None, :], sin[positions.long()][:, None, :]
     if inverse:
@@ -178,7 +178,7 @@ def swiglu_fwd(gate_up: Tensor) -> Tensor:
 
 
 def swiglu_bwd(dy: Tensor, gate_up: Tensor) -> tuple[Tensor, Tensor]:
-    """(d_gate_up (N, 2F), act (N, F)): the forward value need not be saved."""
+    """(gradient of gate_up (N, 2F), forward's result (N, F), which therefore need not be saved), given dy (N, F)."""
     return _glu_bwd(_silu, dy, gate_up)
 
 
@@ -188,7 +188,7 @@ def geglu_fwd(gate_up: Tensor) -> Tensor:
 
 
 def geglu_bwd(dy: Tensor, gate_up: Tensor) -> tuple[Tensor, Tensor]:
-    """As swiglu_bwd."""
+    """As swiglu_bwd, of geglu_fwd."""
     return _glu_bwd(_gelu_tanh, dy, gate_up)
 
 
@@ -198,7 +198,7 @@ def gelu_bias_fwd(h: Tensor, bias: Tensor, exact: bool = False) -> Tensor:
 
 
 def gelu_bias_bwd(dy: Tensor, h: Tensor, bias: Tensor, dbias_: Tensor, exact: bool = False) -> tuple[Tensor, Tensor]:
-    """(dh (N, F), act (N, F)); adds the sum of dh over rows, in fp32, to dbias_ (F,)."""
+    """(gradient of h (N, F), forward's result (N, F)); adds the sum of dh over rows, in fp32, to dbias_ (F,)."""
     value, slope = (_gelu_erf if exact else _gelu_tanh)(upcast(h) + upcast(bias))
     dh = upcast(dy) * slope
     add_(dbias_, dh.sum(0))
@@ -211,7 +211,7 @@ def relu2_fwd(h: Tensor) -> Tensor:
 
 
 def relu2_bwd(dy: Tensor, h: Tensor) -> tuple[Tensor, Tensor]:
-    """(dh (N, F), relu(h) squared (N, F)): the forward value need not be saved."""
+    """(gradient of h (N, F), forward's result (N, F), which therefore need not be saved), given dy (N, F)."""
     x = upcast(h).relu()
     return (2 * upcast(dy) * x).to(h.dtype), (x**2).to(h.dtype)
 
@@ -230,7 +230,10 @@ def embedding_fwd(ids: Tensor, weight: Tensor, out: Tensor | None = None) -> Ten
 
 
 def add_noise_(x_: Tensor, scale: Tensor, key: int, first: int) -> None:
-    """x_ (N, D) += scale (N,) fp32 times noise in [-1, 1) of (key, first + row, feature); in fp32, rounded once."""
+    """Adds to x_ (N, D) noise in [-1, 1), a function of (key, first + row, feature), times scale (N,) fp32.
+
+    Computed in fp32, rounded once.
+    """
     features = _mixed(torch.arange(x_.shape[1], device=x_.device))
     rows = _mixed(_mixed(first + torch.arange(len(x_), device=x_.device)) ^ key)
     each = max(1, 65536 // x_.shape[1])  # rows at once
@@ -259,7 +262,7 @@ def _mixed(h: Tensor) -> Tensor:
 
 
 def embedding_bwd_(dweight_: Tensor, dy: Tensor, ids: Tensor) -> None:
-    """dweight_[ids[n]] += dy[n], in fp32, rounded once a row; other rows stay."""
+    """Adds each dy[n] (D,) to dweight_[ids[n]]: summed in fp32, each row of dweight_ (V, D) rounded once."""
     unique, inverse = torch.unique(ids, return_inverse=True)
     total = upcast(dweight_[unique])
     dweight_[unique] = total.index_add_(0, inverse, upcast(dy)).to(dweight_.dtype)
@@ -285,15 +288,17 @@ def linear_cross_entropy(
     hits_: Tensor | None = None,
     dlogits_: Tensor | None = None,
 ) -> Tensor:
-    """Loss by token under softmax(x @ weight.T), (N,) fp32; with dx_ also gradients of scale * sum(factors * loss).
+    """Cross-entropy of each token, (N,) fp32, under softmax(x @ weight.T).
 
-    `cap` > 0: under softmax(cap * tanh(x @ weight.T / cap)). factors (N,) fp32, by token; None: 1.
-    `smoothing`: share of the label's probability that all V have equally. hits_ (N,) uint8: 1 in `rows` where no logit
-    is above the label's, else 0 there.
+    x (N, D), weight (V, D), labels (N,) int64; rows (M,) int64 are the indices of the tokens with a label. Losses of
+    other tokens are zero. With `cap` > 0 logits are cap * tanh(x @ weight.T / cap). `smoothing` is the share of the
+    label's probability that is spread evenly over all V.
 
-    x (N, D), weight (V, D), labels (N,) int64; rows (M,) int64, indices of labels >= 0. Writes dx_ (N, D), adds to
-    dweight_ (V, D); elsewhere losses and dx_ are zero. Logits exist `chunk` rows at a time, or without dweight_ their
-    gradients are left in dlogits_ (M, V), for linear_cross_entropy_dweight.
+    With dx_ also the gradients of scale * sum(factors * loss), factors (N,) fp32 by token (None: 1): fills dx_ (N, D),
+    adds to dweight_ (V, D). Sets hits_ (N,) uint8 of `rows` to 1 where no logit is above the label's, else to 0.
+
+    Logits exist for `chunk` rows at a time. Without dweight_ their gradients can be left in dlogits_ (M, V), which
+    linear_cross_entropy_dweight reads later.
     """
     losses = torch.zeros(x.shape[0], dtype=upcast(x).dtype, device=x.device)
     if dx_ is not None:
@@ -325,7 +330,7 @@ def linear_cross_entropy(
 
 
 def linear_cross_entropy_dweight(x: Tensor, rows: Tensor, dlogits: Tensor, dweight_: Tensor, chunk: int = 2048) -> None:
-    """Adds to dweight_ (V, D) what a loss of x (N, D) and rows (M,) that left dlogits (M, V) would have added."""
+    """Adds to dweight_ (V, D) what the loss of x (N, D) and rows (M,) that left dlogits (M, V) would have added."""
     for i in range(0, len(rows), chunk):
         add_dweight_(dweight_, dlogits[i : i + chunk], x[rows[i : i + chunk]])
 
@@ -339,11 +344,12 @@ def add_dweight_(dweight_: Tensor, dlogits: Tensor, xs: Tensor) -> None:
 
 
 def grad_finish(grad: Tensor, out: Tensor | None = None, total: Tensor | None = None) -> Tensor:
-    """Sum of squares of a flat gradient, (1,) fp32, in `total` if given: fp32 within blocks of 64 rows of 1,024 lanes,
-    fp64 across.
+    """Sum of squares of a flat gradient, (1,) fp32, in `total` if given.
 
-    Lanes add rows in order; lanes, then blocks are halved: an order for every implementation. `out` (flat, bf16) takes
-    the gradient; the sum is then of its rounded values. A non-finite element makes the sum non-finite.
+    Every implementation adds in this order: within blocks of 64 rows of 1,024 lanes, each lane adds its rows one after
+    the other, in fp32; the lanes' sums, then those of the blocks in fp64, are added by halves (_halve). `out` (flat,
+    bf16) receives the gradient, and the sum is then that of its rounded values. A non-finite element makes the sum
+    non-finite.
     """
     if out is not None:
         grad = out.copy_(grad)
@@ -357,7 +363,7 @@ def grad_finish(grad: Tensor, out: Tensor | None = None, total: Tensor | None = 
 
 
 def _halve(x: Tensor) -> Tensor:
-    """Sum over the last dimension, padded to a power of two: the second half onto the first, repeatedly."""
+    """Sum over the last dimension, zero-padded to a power of two: the second half is added to the first, repeatedly."""
     n = x.shape[-1]
     x = torch.nn.functional.pad(x, (0, (1 << max(n - 1, 0).bit_length()) - n))
     while (half := x.shape[-1] // 2) > 0:
@@ -369,14 +375,14 @@ NAN_BITS = 0x7FC00000
 
 
 def bits_of(x: Tensor) -> Tensor:
-    """fp32 -> int32. Every NaN has the bits of one: those of others may round to infinity, or beyond it to zero."""
+    """The bits of fp32 values, int32. Every NaN gets NAN_BITS: other NaNs may be rounded to infinity, or to zero."""
     return torch.where(x.isnan(), NAN_BITS, x.view(torch.int32))
 
 
 def split_master(master: Tensor) -> tuple[Tensor, Tensor]:
-    """fp32 -> (hi bf16, lo int16), exactly: bits(master) = (bits(hi) << 16) + lo. Halves round away from zero.
+    """Divides fp32 exactly into (hi bf16, lo int16): bits(master) = (bits(hi) << 16) + lo. Ties round away from zero.
 
-    NaN is NaN in hi; values nearer to infinity than to the largest bf16 are infinity in hi.
+    A NaN is NaN in hi; a value nearer to infinity than to the largest bf16 is infinity in hi.
     """
     bits = bits_of(master.contiguous())
     hi = (bits + 0x8000) >> 16
@@ -408,11 +414,12 @@ def adamw_(
     step: int,
     part: str = "all",
 ) -> None:
-    """One AdamW step (Loshchilov & Hutter 2019) over flat tensors (n,), in place.
+    """One AdamW step (Loshchilov & Hutter 2019, algorithm 2) over flat tensors (n,), in place.
 
-    w_ fp32 with lo_ None, or bf16 with lo_ int16. m_, v_ fp32; grad fp32 or bf16, times clip (1,) fp32. The first
-    n_decay elements decay. `step` counts from 1. Every implementation computes exactly these IEEE fp32 operations, none
-    fused. `part` "weights" followed by "moments" is bitwise identical to "all".
+    Master weights are w_ in fp32 with lo_ None, or w_ in bf16 with lo_ int16 (split_master). m_, v_ fp32; grad fp32 or
+    bf16, multiplied by clip (1,) fp32. The first n_decay elements have weight decay. `step` counts from 1. `part`, one
+    of PARTS, says what is stored: "weights" followed by "moments" is bitwise identical to "all". Every implementation
+    computes exactly these IEEE fp32 operations, none of them fused.
     """
     f32 = lambda value: torch.tensor(value, dtype=torch.float32, device=grad.device)
     b1, b2 = f32(beta1), f32(beta2)

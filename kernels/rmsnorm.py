@@ -3,8 +3,8 @@
     y = h * rstd * w,  rstd = 1 / sqrt(mean(h^2) + eps)
     dh = rstd * (g - xhat * mean(g * xhat)),  g = dy * w,  xhat = h * rstd;  dw = sum over rows of dy * xhat
 
-Of rows wider than launch.WIDEST backward's programs own the column sums of a part of the columns, and read the others
-for the row's mean alone: all sums stay in registers.
+In the backward of rows wider than launch.WIDEST, each program owns the column sums of one part of the columns, which
+then fit the registers, and reads the other parts only for the mean over the row.
 Legend: N tokens, D width, H heads, PARTS of BLOCK_D columns.
 """
 
@@ -22,7 +22,7 @@ from trireme.kernels.column_sum import add_rows
 from trireme.kernels.launch import cdiv, rows_bwd, rows_fwd
 from trireme.kernels.launcher import await_previous, launcher
 
-CHUNK = 1024  # rows of a wide norm's gradient that takes the place of dy: in what models' workspace has for sums
+CHUNK = 1024  # rows at a time of a wide norm's gradient that overwrites dy: the temporary fits models' workspace
 
 
 @launcher
@@ -138,7 +138,7 @@ def reads_others(out: Tensor, dy: Tensor) -> bool:
 
 
 def some_rows(N: int) -> Iterator[slice]:
-    """Rows whose gradient is computed in a temporary, then copied over dy."""
+    """Slices of CHUNK rows, whose gradient is computed in a temporary and then copied over dy."""
     return (slice(a, min(a + CHUNK, N)) for a in range(0, N, CHUNK))
 
 

@@ -17,7 +17,10 @@ from trireme.kernels.launcher import await_previous, launcher
 
 @triton.jit
 def turned(b_a, b_b, b_cos, b_sin):
-    """Which product is fused with the addition is said, so that every kernel gives the same bits; zeros keep signs."""
+    """The rotated pair. tl.fma fixes which product is fused with the addition, so that all kernels give equal bits.
+
+    Zeros keep their signs.
+    """
     return tl.fma(b_a, b_cos, b_b * b_sin * -1.0), tl.fma(b_a, b_sin, b_b * b_cos)
 
 

@@ -1,6 +1,6 @@
 """Soft caps of scores and logits (Gemma 2): y = cap * tanh(x / cap), and dy/dx = 1 - (y / cap)^2.
 
-For kernels that hold values in base 2: x and y are multiplied by log2(e).
+For kernels that compute exponentials in base 2: their x and y are multiplied by log2(e).
 """
 
 from __future__ import annotations

@@ -1,10 +1,10 @@
 """The attention sub-layer of a block: explicit forward and backward over named saved tensors.
 
-    out = x + attention(norm(x) @ qkv) @ o        (branch.py adds a norm behind o, a factor)
+    out = x + attention(norm(x) @ qkv) @ o        (branch.py: optionally with a norm behind o, and a factor)
 
-Legend: shapes.py. Saved: x (by the caller), qkv (N, (H + 2K) d), attn_out (N, H e) with lse (H, N) fp32, and before a
-norm behind o attn_branch (N, D). q and k in qkv are rotated already where cfg.rotated_first. With cfg.latent, qkv is
-(N, cfg.qkv_width) of latents (latent.py), and values have a width of their own, e; else e is d.
+Saved are x (by the caller), qkv (N, (H + 2K) d), attn_out (N, H e) with lse (H, N) fp32, and where a norm follows o its
+input attn_branch (N, D). With cfg.rotated_first the q and k in qkv are already rotated. With cfg.latent qkv holds the
+latents (N, cfg.qkv_width) of latent.py, and values have a width e of their own; otherwise e is d. Legend: shapes.py.
 """
 
 from __future__ import annotations
@@ -38,7 +38,7 @@ Attend = Callable[[Tensor, Tensor, Tensor, ops.Docs, float, int, "Tensor | None"
 
 
 class Weights(NamedTuple):
-    """The half's weights, or their gradients."""
+    """Weights of the sub-layer, or their gradients: empty where a tensor is frozen."""
 
     norm: Norm | None
     qkv: Linear  # (D, (H + 2K) d)
@@ -70,9 +70,9 @@ class Result(NamedTuple):
 
 
 def forward(p: Pass, w: Weights, x: Tensor, out: Tensor, attend: Attend = ops.attention_fwd) -> None:
-    """Fills out (N, D), which may be x, and every tensor of `saved`; the others are temporaries.
+    """Fills out (N, D), which may be x, and every tensor of p.saved; the others are temporaries.
 
-    Where branch.copies, the norm copies x to `out` and the output projection is added there.
+    If branch.copies, the norm copies x to `out`, and the GEMM of o adds to it there.
     """
     copy = out if copies(w.norm, w.post, w.o) else None
     qkv = _project(p, w, x, p.saved.get("qkv"), copy)
@@ -95,9 +95,10 @@ def backward(
     recalled: list[Result] | None = None,
     dresid: Tensor | None = None,
 ) -> None:
-    """Fills dx (N, D), adds to g, given dy (N, D); recomputes what is not in `saved`.
+    """Fills dx (N, D) and adds to g, given dy (N, D); recomputes what is not in p.saved.
 
-    `recalled`: with what `residual` left, if anything. dx adds to dy or, if given, `dresid`.
+    `recalled` may hold the Result of `residual`, which is taken from it. dx includes the gradient through the residual
+    connection: dy, or `dresid` if given.
     """
     result = recalled.pop() if recalled else recall(p, w, x)
     dqkv = _backward_to_qkv(p, w, g, result, dy)
@@ -108,7 +109,7 @@ def backward(
 
 
 def recall(p: Pass, w: Weights, x: Tensor) -> Result:
-    """Forward's tensors, saved or recomputed."""
+    """The tensors of forward that backward needs, saved or recomputed."""
     saved = p.saved
     qkv = saved["qkv"] if "qkv" in saved else _project(p, w, x)
     heads, branch = _heads(p, w, qkv), saved.get("attn_branch")
@@ -118,7 +119,7 @@ def recall(p: Pass, w: Weights, x: Tensor) -> Result:
 
 
 def residual(p: Pass, w: Weights, x: Tensor) -> tuple[Tensor, Result]:
-    """(forward's `out` again, what backward needs too)."""
+    """Recomputes forward: (its `out` (N, D), the Result that backward needs)."""
     result = recall(p, w, x)
     attn_out = _gated(result.out, result.heads.gate)
     out = x.clone() if copies(w.norm, w.post, w.o) else torch.empty_like(x)
@@ -170,7 +171,7 @@ def _backward_to_qkv(p: Pass, w: Weights, g: Weights, result: Result, dy: Tensor
 
 
 def _upstream(p: Pass, w: Weights, g: Weights, dqkv: Tensor) -> Upstream:
-    """`upstream` of _backward_to_qkv's result."""
+    """`upstream` (linear.py) of the gradient of qkv: in fp8 rotated back and quantized in one pass where possible."""
     table = _rotates_codes(p, w)
     if table is None:
         return upstream(dqkv, w.qkv, g.qkv)
@@ -180,7 +181,7 @@ def _upstream(p: Pass, w: Weights, g: Weights, dqkv: Tensor) -> Upstream:
 
 
 def _rotates_codes(p: Pass, w: Weights) -> Table | None:
-    """The one that qkv's gradient is rotated back by as it is quantized, where codes of it are all that is read."""
+    """The table by which qkv's gradient is rotated back while it is quantized; None where it is rotated before that."""
     cfg, (of_q, of_k) = p.cfg, p.tables
     if of_k is None or of_q is not of_k or of_k.pairs or 2 * of_k.cos.shape[1] != cfg.head_dim:
         return None
@@ -224,18 +225,18 @@ def _heads(p: Pass, w: Weights, qkv: Tensor) -> _Heads:
 
 
 def _gate(cfg: ModelConfig, qkv: Tensor) -> Tensor:
-    """View (N, H, d): behind the query of each head."""
+    """The gates in qkv, a view (N, H, d): each head has its gate behind its query."""
     heads = qkv[:, : 2 * cfg.q_width].view(len(qkv), cfg.n_heads, 2 * cfg.head_dim)
     return heads[..., cfg.head_dim :]
 
 
 def _gated(out: Tensor, gate: Tensor | None) -> Tensor:
-    """The result of attention (N, H d), times its gate if there is one."""
+    """The result of attention (N, H d), times sigmoid(gate) if there is one."""
     return out if gate is None else ops.sigmoid_gate_fwd(out.view(gate.shape), gate).view(out.shape)
 
 
 def _head_norm(x: Tensor, w: Norm, eps: float) -> tuple[Tensor, Tensor]:
-    """(normed x (N, heads, d), rstd), by head or over all."""
+    """(normed x (N, heads, d), rstd fp32), each head by itself, or all together if the weight is (heads d,)."""
     y, rstd = ops.head_rmsnorm_fwd(x.view(len(x), -1, len(w.weight)), w.factor, eps)
     return y.view(x.shape), rstd
 
@@ -243,7 +244,7 @@ def _head_norm(x: Tensor, w: Norm, eps: float) -> tuple[Tensor, Tensor]:
 def _head_norm_backward_(
     d_: Tensor, x: Tensor, w: Norm | None, rstd: Tensor | None, g: Norm | None, into: Tensor | None = None
 ) -> None:
-    """Turns d_ (N, heads, d), the gradient behind the norm, into that before it, in `into` if given."""
+    """Replaces d_ (N, heads, d), the gradient of the norm's result, by that of x, or stores it in `into` if given."""
     if w is not None and rstd is not None and g is not None:
         d_, x, into = (t.view(len(x), -1, len(w.weight)) for t in (d_, x, d_ if into is None else into))
         ops.head_rmsnorm_bwd(d_, x, w.factor, rstd, if_trained(g.weight), into)

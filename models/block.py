@@ -1,6 +1,6 @@
-"""A block: attention, a recurrence or both, then MLP, or with cfg.parallel attention and MLP of one input.
+"""A block: attention, a recurrence or both, then an MLP; with cfg.parallel both read the same input.
 
-Saved in addition to their tensors: resid (N, D), the MLP's input, where that is not the block's.
+Saved in addition to the tensors of the sub-layers: resid (N, D), the MLP's input, unless that is the block's input.
 """
 
 from __future__ import annotations
@@ -33,14 +33,14 @@ class Weights(NamedTuple):
 
 
 def forward(p: Pass, w: Weights, x: Tensor, out: Tensor, attend: Mixing = ops.attention_fwd) -> None:
-    """Fills out (N, D) and every tensor of `saved`, given x (N, D)."""
+    """Fills out (N, D) and every tensor of p.saved, given x (N, D)."""
     resid = p.saved.get("resid", out)
     mixer_forward(p, w.attention, x, resid, attend)
     mlp_forward(p, w.mlp, x if p.cfg.parallel else resid, out)
 
 
 def backward(p: Pass, w: Weights, g: Weights, x: Tensor, dy: Tensor, dx: Tensor) -> None:
-    """Fills dx (N, D), adds to g, given dy (N, D); recomputes what is not in `saved`."""
+    """Fills dx (N, D) and adds to g, given dy (N, D); recomputes what is not in p.saved."""
     recalled: list[Any] = []  # the mixer's Result, which its backward takes and frees
     if p.cfg.parallel:
         resid = x
@@ -54,7 +54,7 @@ def backward(p: Pass, w: Weights, g: Weights, x: Tensor, dy: Tensor, dx: Tensor)
 
 
 def _residual(p: Pass, w: Mixer, x: Tensor, recalled: list[Any]) -> Tensor:
-    """As residual of attention.py, scan.py or both.py, with the Result in `recalled`."""
+    """The `out` of residual of attention.py, scan.py or both.py; appends its Result to `recalled`."""
     result: Any
     if isinstance(w, both.Weights):
         out, result = both.residual(p, w, x)
@@ -67,7 +67,7 @@ def _residual(p: Pass, w: Mixer, x: Tensor, recalled: list[Any]) -> Tensor:
 
 
 def mixer_forward(p: Pass, w: Mixer, x: Tensor, out: Tensor, attend: Mixing = ops.attention_fwd) -> None:
-    """As attention.forward, scan.forward or both.forward."""
+    """attention.forward, scan.forward or both.forward, by the type of w."""
     if isinstance(w, both.Weights):
         both.forward(p, w, x, out, None if attend is ops.attention_fwd else cast(both.Mixing, attend))
     elif isinstance(w, scan.Weights):
@@ -86,7 +86,7 @@ def mixer_backward(
     recalled: list[Any] | None = None,
     dresid: Tensor | None = None,
 ) -> None:
-    """As attention.backward, scan.backward or both.backward."""
+    """attention.backward, scan.backward or both.backward, by the type of w."""
     if isinstance(w, both.Weights) and isinstance(g, both.Weights):
         both.backward(p, w, g, x, dy, dx, recalled)
     elif isinstance(w, scan.Weights) and isinstance(g, scan.Weights):
@@ -98,7 +98,7 @@ def mixer_backward(
 
 
 def mlp_forward(p: Pass, w: Mlp, x: Tensor, out: Tensor, passed: experts.Passed | None = None) -> None:
-    """As mlp.forward, of either kind; a long text in tiles of rows, which do not mix. `passed`: experts.py."""
+    """mlp.forward or experts.forward, for long texts in tiles of cfg.mlp_rows tokens. `passed`: experts.py."""
     p = p._replace(cfg=p.cfg.in_mlp)
     if len(x) <= p.cfg.mlp_rows:
         _tile_forward(p, w, x, out, passed)
@@ -111,7 +111,7 @@ def mlp_forward(p: Pass, w: Mlp, x: Tensor, out: Tensor, passed: experts.Passed 
 def mlp_backward(
     p: Pass, w: Mlp, g: Mlp, x: Tensor, dy: Tensor, dx: Tensor | None = None, passed: experts.Passed | None = None
 ) -> Tensor:
-    """As mlp.backward, of either kind, in the tiles of forward."""
+    """mlp.backward or experts.backward, in the tiles of forward."""
     p = p._replace(cfg=p.cfg.in_mlp)
     if len(x) <= p.cfg.mlp_rows:
         return _tile_backward(p, w, g, x, dy, dx, passed)
@@ -131,7 +131,7 @@ def _tiles(cfg: ModelConfig, x: Tensor) -> Iterator[slice]:
 
 
 def _of_rows(p: Pass, rows: slice) -> Pass:
-    """With the MLP half's saved tensors of these tokens."""
+    """p with the MLP's saved tensors of these tokens alone."""
     each = {name: shape[0] for name, (shape, _) in saved_shapes(p.cfg, 1, "mlp").items() if name in p.saved}
     return p._replace(saved={name: p.saved[name][k * rows.start : k * rows.stop] for name, k in each.items()})
 

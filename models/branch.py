@@ -1,4 +1,4 @@
-"""What a sub-layer adds to its input: a linear layer, optionally a norm, a factor.
+"""The end of a sub-layer: a linear layer, optionally a norm and a factor, added to the sub-layer's input.
 
     out = x + scale * norm(inner @ weight + bias)
 
@@ -16,7 +16,7 @@ from trireme.models.norm import Norm, norm, norm_backward
 
 
 def copies(before: Norm | None, after: Norm | None, w: Linear) -> bool:
-    """Whether the norm before a half copies x into `out`, where w's GEMM adds to it: none does in fp8."""
+    """Whether the norm before a sub-layer copies x to `out`, so that the GEMM of w can add to it. Never in fp8."""
     return before is not None and before.copies and after is None and not w.fp8
 
 
@@ -30,9 +30,9 @@ def add_branch(
     out: Tensor,
     matmul: Tensor | None = None,
 ) -> None:
-    """Fills out (N, D), which may be x, and `matmul` (N, D), the argument of a norm behind.
+    """Fills out (N, D), which may be x; with a norm `after` also `matmul` (N, D), its input, if given.
 
-    Where `copies`, out holds x.
+    If `copies`, out must already hold x.
     """
     if after is not None:
         add_matmul(cfg, x, linear(inner, w, matmul, x.dtype), after, out)
@@ -43,7 +43,7 @@ def add_branch(
 
 
 def add_matmul(cfg: ModelConfig, x: Tensor, matmul: Tensor, after: Norm, out: Tensor) -> None:
-    """As add_branch with a norm behind, from its argument (N, D)."""
+    """Fills out as add_branch with a norm `after`, given the norm's input `matmul` (N, D)."""
     y, _ = norm(matmul, after, cfg.eps)
     torch.add(x, y, alpha=cfg.branch_scale, out=out)
 
@@ -57,7 +57,7 @@ def branch_backward(
     g_after: Norm | None,
     matmul: Tensor | None,
 ) -> Tensor:
-    """Gradient (N, D) of the linear layer's result; recomputes `matmul` if None."""
+    """Gradient (N, D) of the linear layer's result, given dy (N, D). Recomputes `matmul` if it is needed and None."""
     if cfg.branch_scale != 1.0:
         dy = dy * cfg.branch_scale
     if after is None or g_after is None:

@@ -1,6 +1,6 @@
-"""What a Hugging Face config.json says, checked and reduced to the numbers that the blocks need. No torch.
+"""A Hugging Face config.json, checked and reduced to the numbers that the blocks need (ModelConfig). No torch.
 
-Nothing behind this file asks for a family's name.
+No other code decides anything by the name of a model type: it reads the fields of ModelConfig.
 """
 
 from __future__ import annotations
@@ -42,7 +42,7 @@ from trireme.storage.untrusted import parse_json, read_small, shown
 
 LARGEST = 1 << 20  # of config.json
 MOST_LAYERS = 1 << 12  # work grows with them before the files are read
-# Keys that change the mathematics -> accepted values.
+# Keys that change the mathematics -> values with which they do not, which are accepted.
 INERT = {
     "partial_rotary_factor": (None, 1, 1.0),
     "attn_logit_softcapping": (None,),
@@ -59,7 +59,7 @@ INERT = {
     "no_rope_layers": (None,),
     "per_layer_config": (None,),
 }
-# Keys by which transformers takes other files -> accepted values.
+# Keys by which transformers would read other files -> accepted values.
 ELSEWHERE = {"configuration_files": (None,), "transformers_weights": (None, "model.safetensors")}
 SUPPORTED = (*(name for name, family in FAMILIES.items() if not family.inner), *OTHER_NAMES, *WRAPPERS)
 
@@ -82,11 +82,12 @@ class Lora:
         return next((scale for name, scale in self.scales if name == module), self.scale)
 
     def within(self, prefix: str) -> Lora:
-        """As modules behind a prefix have it."""
+        """These adapters as modules behind a prefix see them: scales by names within it."""
         inner = ((name.removeprefix(prefix), scale) for name, scale in self.scales if name.startswith(prefix))
         return replace(self, scales=tuple(inner)) if self.scales else self
 
     def adapts(self, module: str) -> bool:
+        """Whether a module, by its name or the end of it, has an adapter."""
         return any(f".{module}".endswith(f".{target}") for target in self.targets)
 
 
@@ -100,13 +101,13 @@ class Teaching:
 
     @property
     def nbytes(self) -> int:
-        """Of a label: ids, log-probabilities, the logarithm of the rest."""
+        """Bytes for each label: ids, log-probabilities, and the logarithm of the rest."""
         return self.k * (4 + 2) + 4
 
 
 @dataclass(frozen=True)
 class ModelConfig:
-    """One decoder-only Transformer, without dropout."""
+    """The numbers of one decoder-only model, and what the run's options and its plan add to them."""
 
     model_type: str
     vocab: int
@@ -180,7 +181,7 @@ class ModelConfig:
 
     @property
     def carried(self) -> tuple[str, ...]:
-        """What names of tensors begin with that are copied and not used."""
+        """Prefixes of the names of tensors that are copied to the output and not used."""
         behind = (self.names.prefix(self.n_layers + i) for i in range(self.mtp_layers))
         return (*(WRAPPERS[self.wrapper].carried if self.wrapper else ()), *self.family.carried, *behind)
 
@@ -220,22 +221,22 @@ class ModelConfig:
 
     @property
     def silu(self) -> bool:
-        """SiLU at the gate; otherwise GELU by tanh."""
+        """Whether the gate's activation is SiLU; otherwise it is GELU by tanh."""
         return self.family.acts is SILU
 
     @property
     def relu2(self) -> bool:
-        """Relu squared between two matmuls, without a gate."""
+        """Whether the MLP is relu squared between two matmuls, without a gate."""
         return self.family.acts is RELU2
 
     @property
     def rotated_first(self) -> bool:
-        """Whether q and k are rotated where they are made: there are no norms of theirs, or behind it."""
+        """Whether q and k are rotated right after their projection: they have no norms, or norms after the rotation."""
         return not self.qk_norm or self.family.rope_first
 
     @property
     def exact_gelu(self) -> bool:
-        """GELU by erf; otherwise by tanh."""
+        """Whether GELU is exact, by erf; otherwise it is by tanh."""
         return self.family.acts[0] == EXACT_GELU and not self.tanh_gelu
 
     @property
@@ -256,34 +257,34 @@ class ModelConfig:
 
     @property
     def attn_width(self) -> int:
-        """Features of attention's result."""
+        """Features of attention's result, before the output projection."""
         return self.n_heads * self.value_dim
 
     @property
     def qkv_width(self) -> int:
-        """Features of attention's first matmul."""
+        """Features of the result of attention's first matmul."""
         if self.latent:
             return (self.latent.q_rank or self.q_width) + self.latent.kv_rank + self.latent.rope
         return self.q_width * (1 + self.attention_gate) + 2 * self.kv_width
 
     @cached_property
     def dense(self) -> ModelConfig:
-        """The model as its layers without experts see it."""
+        """The config that layers without experts use, where others have them."""
         return replace(self, experts=None)
 
     @cached_property
     def scanned(self) -> ModelConfig:
-        """The model as its layers whose mixer is a recurrence see it."""
+        """The config that layers whose mixer is a recurrence use."""
         scale = self.branch_scale if self.scan is None else self.scan.scale or self.branch_scale
         return replace(self, scanning=True, branch_scale=scale)
 
     @cached_property
     def in_mlp(self) -> ModelConfig:
-        """The model as MLPs see it."""
+        """The config that MLPs use."""
         return replace(self, branch_scale=self.mlp_scale) if self.mlp_scale else self
 
     def at(self, layer: int) -> ModelConfig:
-        """The model as a layer sees it."""
+        """The config that a layer uses."""
         found = self.dense if self.is_dense(layer) else self
         return found.scanned if self.scans(layer) else found
 
@@ -297,23 +298,23 @@ class ModelConfig:
 
     @property
     def both(self) -> bool:
-        """Whether mixers are attention and a recurrence, of one input."""
+        """Whether each mixer is attention and a recurrence of the same input (mixers/both.py)."""
         return self.scan is not None and self.scan.with_attention and not self.scanning
 
     @property
     def attending(self) -> int:
-        """Layers with attention."""
+        """The number of layers with attention."""
         alone = len(self.scan.layers) if self.scan and not self.scan.with_attention else 0
         return self.n_layers - alone - len(self.mlp_layers)
 
     @property
     def recurring(self) -> int:
-        """Layers with a recurrence."""
+        """The number of layers with a recurrence."""
         return len(self.scan.layers) if self.scan else 0
 
     @property
     def whole(self) -> bool:
-        """Whether blocks cannot be cut in halves."""
+        """Whether blocks cannot be divided into two sub-layers."""
         return self.parallel or bool(self.mlp_layers)
 
     def layer_window(self, layer: int) -> int:
@@ -330,7 +331,7 @@ NESTED = {"rope": Rope, "local_rope": Rope, "experts": Experts, "latent": Latent
 
 
 def numbers(cfg: ModelConfig) -> dict[str, Any]:
-    """A config as flat JSON, without what a plan adds or how files spell it: a run compares its model by this."""
+    """A config as flat JSON, by which a run compares its model: without what a plan adds and how files spell it."""
     found = json.loads(json.dumps(asdict(cfg)))
     for name in (
         "halves",
@@ -357,7 +358,7 @@ def numbers(cfg: ModelConfig) -> dict[str, Any]:
 
 
 def default_number(name: str) -> Any:
-    """The value of a name of `numbers` in records older than the name."""
+    """The value that records older than this name of `numbers` stand for."""
     holder, _, key = name.rpartition(".")
     described = fields(NESTED[holder] if holder else ModelConfig)
     defaults = {f.name: f.default for f in described if f.default is not MISSING}
@@ -365,12 +366,15 @@ def default_number(name: str) -> Any:
 
 
 def read_config(folder: str | Path, rope_factor: float | None = None) -> ModelConfig:
-    """ModelConfig of the checkpoint in `folder`. Raises InputError where config.json is missing or malformed."""
+    """ModelConfig of the checkpoint in `folder`, arguments as in read_raw. Raises InputError."""
     return parse_config(read_raw(folder, rope_factor), str(Path(folder) / "config.json"))
 
 
 def read_raw(folder: str | Path, rope_factor: float | None = None) -> dict[str, Any]:
-    """As read_config, decoded alone; of a context so many times as long."""
+    """The decoded config.json of a checkpoint's folder, with rope_factor times the positions if given (extend.py).
+
+    Raises InputError where config.json is missing, malformed or of an adapter.
+    """
     path = Path(folder) / "config.json"
     inside = Path(folder) / "adapter_config.json"
     try:
@@ -390,7 +394,7 @@ def read_raw(folder: str | Path, rope_factor: float | None = None) -> dict[str, 
 
 
 def parse_config(raw: dict[str, Any], where: str = "config.json") -> ModelConfig:
-    """ModelConfig of a decoded config.json; `where` names it in errors."""
+    """ModelConfig of a decoded config.json, which `where` names in errors. Raises InputError if it is not supported."""
     model_type = raw.get("model_type")
     for name, accepted in ELSEWHERE.items():
         Keys(raw, where).refuse_unless(name, accepted)
@@ -408,14 +412,14 @@ def parse_config(raw: dict[str, Any], where: str = "config.json") -> ModelConfig
 
 
 def scored(cfg: ModelConfig, labels: int, where: str) -> ModelConfig:
-    """With a score head of `labels` rows: without ties, or factors of logits. Raises InputError, naming `where`."""
+    """`cfg` with a score head of `labels` rows, not tied, without factors of logits. Raises InputError with `where`."""
     if why := why_none(cfg.model_type, cfg.wrapper):
         raise InputError(f"{where}: {why}, so a score head on it could not be opened elsewhere. Take another model.")
     return replace(cfg, scores=labels, tied=False, logit_scale=1.0, logit_cap=0.0)
 
 
 def _parsed(raw: dict[str, Any], where: str, model_type: str) -> ModelConfig:
-    """As parse_config, of a model_type of FAMILIES."""
+    """parse_config for a model_type in FAMILIES."""
     family = FAMILIES[model_type]
     raw = _renamed(raw, family, where)
     keys = Keys(block_types(raw, where) if family.single else raw, where)
@@ -467,7 +471,7 @@ def _parsed(raw: dict[str, Any], where: str, model_type: str) -> ModelConfig:
 
 
 def _renamed(raw: dict[str, Any], family: Family, where: str) -> dict[str, Any]:
-    """With the keys that are read in place of their other names."""
+    """`raw` with aliases of keys renamed to the keys that are read. Raises InputError where the two differ."""
     for alias, name in family.aliases.items():
         if alias not in raw:
             continue
@@ -483,7 +487,7 @@ def _mtp_layers(keys: Keys) -> int:
 
 
 def _wrapped(raw: dict[str, Any], where: str, model_type: str) -> ModelConfig:
-    """Of the language model inside a multimodal one, by its text_config."""
+    """parse_config for a multimodal model: that of its language model, described by its text_config."""
     keys, wrapper = Keys(raw, where), WRAPPERS[model_type]
     inner, name = text_of(raw)
     if not isinstance(inner, dict):
@@ -500,7 +504,7 @@ def _wrapped(raw: dict[str, Any], where: str, model_type: str) -> ModelConfig:
 
 
 def _tied(keys: Keys, inner: Keys, wrapper: Wrapper) -> dict[str, bool]:
-    """tie_word_embeddings, where it is said."""
+    """tie_word_embeddings of a multimodal model, from where its family has it."""
     name = "tie_word_embeddings"
     if wrapper.tied == "text":
         return {name: keys.flag(name, False)} if name in keys.raw else {}

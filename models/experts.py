@@ -3,14 +3,19 @@
     out = x + sum over a token's k experts e of w_e * ((silu(gate) * up) @ down_e),  (gate, up) = norm(x) @ up_e
     w, e = route(norm(x) @ router)
 
-With cfg.relu2 experts are relu(y @ up_e)^2 @ down_e. With latents y is norm(x) @ latent_in, (N, L), and their weighted
-sum is multiplied by latent_out. A shared expert (shared.py) may add its own.
-Products run over N k rows sorted by expert; a token's sum is in ascending order of expert. Forward's products and the
-gradients of rows may be in fp8; gradients of matrices are not: tensor cores read codes along the width that is summed
-over, there the sorted rows, whose codes would have to be written transposed once more. Slices of a layer's experts
-may follow each other, each with its own weights: what passes from one to the next is `passed` (shapes.passed_shapes).
-Legend: N tokens, D width, E experts, k of them for each token, I hidden width of each. Saved: x (the caller's), gate_up
-(N k, 2I), or fc (N k, I), sorted, but not of slices; the shared expert's; with latents latent_sum (N, L).
+With cfg.relu2 an expert is relu(y @ up_e)^2 @ down_e. With latents experts read y = norm(x) @ latent_in, (N, L), and
+their weighted sum is multiplied by latent_out. A shared expert (shared.py) may be added.
+
+GEMMs run over N k rows sorted by expert; the outputs of a token's experts are added in ascending order of expert. GEMMs
+of forward and of the gradients of rows may be in fp8. Gradients of matrices are not: tensor cores read codes along the
+width that is summed over, which there are the sorted rows, so codes would have to be written a second time, transposed.
+
+A layer's experts may be computed slice by slice, each slice with its own weights. The tensors that pass from one slice
+to the next are `passed` (shapes.passed_shapes).
+
+Saved are x (by the caller); gate_up (N k, 2I), or fc (N k, I), in sorted order, unless experts come in slices; the
+tensors of the shared expert; with latents latent_sum (N, L).
+Legend: N tokens, D width, E experts, k of them for each token, I hidden width of each, L width of latents.
 """
 
 from __future__ import annotations
@@ -42,7 +47,7 @@ from trireme.models.sizes.shapes import up_name
 
 
 class Slice(NamedTuple):
-    """Experts [first, last) of `of`, the first or the last ones of a layer among them, or neither."""
+    """The experts [first, last) of the `of` experts of a layer."""
 
     first: int
     last: int
@@ -58,7 +63,7 @@ class Slice(NamedTuple):
 
 
 class Weights(NamedTuple):
-    """The half's weights, or their gradients: empty where a tensor is frozen. Of a slice `up`, `down` are its own."""
+    """Weights of the sub-layer, or their gradients: empty where a tensor is frozen. `up`, `down`: of `part` alone."""
 
     norm: Norm | None
     router: Linear  # (D, E)
@@ -72,7 +77,7 @@ class Weights(NamedTuple):
     down_adapters: Stacked | None = None
     latent_in: Linear | None = None  # (D, L)
     latent_out: Linear | None = None  # (L, D)
-    fp8: bool = False  # of products of `up` and `down`, but for their gradients: `own` says it
+    fp8: bool = False  # whether GEMMs with `up` and `down` are in fp8, but for their gradients; set by `own`
     part: Slice | None = None  # None: all experts
 
     @property
@@ -84,7 +89,7 @@ class Weights(NamedTuple):
         return self.part is None or self.part.ends
 
     def own(self, fp8: bool = False) -> Weights:
-        """With biases and adapters of the slice's experts alone."""
+        """These weights with biases and adapters of the experts of `part` alone, and with this `fp8`."""
         if self.part is None:
             return self._replace(fp8=fp8)
         at = slice(self.part.first, self.part.last)
@@ -97,23 +102,23 @@ Passed = dict[str, Tensor]  # by the names of shapes.passed_shapes
 
 
 class Routes(NamedTuple):
-    """Where tokens go."""
+    """Which experts process each token."""
 
-    logits: Tensor  # (N, E), fp32 where so ruled
+    logits: Tensor  # (N, E), in fp32 with cfg.experts.fp32 or a correction
     weights: Tensor  # (N, k) fp32
     experts: Tensor  # (N, k) int32
     order: ops.Order
 
 
 def rule(cfg: ModelConfig) -> ops.Rule:
-    """How logits become weights."""
+    """How the router's logits become weights."""
     assert cfg.experts is not None
     own = cfg.experts
     return ops.Rule(own.chosen, own.renormalise, own.sigmoid, own.scale, own.groups, own.kept, own.two)
 
 
 def forward(p: Pass, w: Weights, x: Tensor, out: Tensor, passed: Passed | None = None) -> None:
-    """Fills out (N, D), which may be x, and every tensor of `saved`; a slice that does not end the layer `passed`."""
+    """Fills out (N, D), which may be x, and every tensor of p.saved; a slice before the last `passed`, not out."""
     cfg, rows, saved = p.cfg, p.rows, p.saved
     y, _ = norm(x, w.norm, cfg.eps)
     residual = x
@@ -138,7 +143,7 @@ def forward(p: Pass, w: Weights, x: Tensor, out: Tensor, passed: Passed | None =
 
 
 def _sum(own: Weights, act: Tensor, weights: Tensor, order: ops.Order, k: int, *into: Tensor | None) -> Tensor:
-    """Each token's weighted sum, (N, D) or (N, L); `into`: as ops.combine has them behind the weights."""
+    """Each token's weighted sum, (N, D) or (N, L); `into`: residual, out, carry and among of ops.combine."""
     ranked = grouped_mm(act, own.down, order, bias=own.down_bias, fp8=own.fp8)
     if own.down_adapters is not None:
         own.down_adapters.add_(ranked, act, order)
@@ -155,14 +160,14 @@ def _activation(cfg: ModelConfig, gate_up: Tensor) -> Tensor:
 def _activation_backward(
     cfg: ModelConfig, d_act: Tensor, gate_up: Tensor, found: Routes
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """(gradient of gate_up, weighted activation, gradient of the weights)."""
+    """(gradient of gate_up (P, 2I), weighted activation (P, I), gradient of the weights (N, k) fp32)."""
     if cfg.relu2:
         return ops.routed_relu2_bwd(d_act, gate_up, found.weights, found.order)
     return ops.routed_swiglu_bwd(d_act, gate_up, found.weights, found.order, _limit(cfg))
 
 
 def _routes(cfg: ModelConfig, w: Weights, y: Tensor, passed: Passed | None) -> Routes:
-    """The first slice finds them for all; only it has logits."""
+    """The routes of y (N, D): found by the first slice, read from `passed` by others, which have no logits."""
     if passed is None or w.begins:
         found = route(cfg, w, y)
         if passed is not None:
@@ -175,14 +180,14 @@ def _routes(cfg: ModelConfig, w: Weights, y: Tensor, passed: Passed | None) -> R
 
 
 def _within(order: ops.Order, own: Slice | None) -> ops.Order:
-    """Of a slice's rows."""
+    """`order` with the starts of a slice's experts alone."""
     return order if own is None else order._replace(starts=order.starts[own.first : own.last + 1])
 
 
 def _sums(
     w: Weights, order: ops.Order, passed: Passed | None, out: Tensor | None
 ) -> tuple[Tensor | None, Tensor | None, Tensor | None]:
-    """(where combine's sum goes, what it begins with, whose rows it adds)."""
+    """The arguments (out, carry, among) of ops.combine."""
     if w.part is None or passed is None:
         return out, None, None
     return out if w.ends else passed["sum"], None if w.begins else passed["sum"], order.starts
@@ -196,7 +201,7 @@ def _up(w: Weights, y: Tensor, order: ops.Order, k: int, out: Tensor | None = No
 
 
 def route(cfg: ModelConfig, w: Weights, y: Tensor) -> Routes:
-    """Of normalised tokens y (N, D). Never saved: made again in backward."""
+    """The routes of normalised tokens y (N, D). They are never saved: backward computes them again."""
     assert cfg.experts is not None
     fp32 = cfg.experts.fp32 or w.correction is not None
     logits = product_in_fp32(y, w.router.weight) if fp32 else linear(y, w.router)
@@ -211,9 +216,9 @@ def _limit(cfg: ModelConfig) -> float:
 def backward(
     p: Pass, w: Weights, g: Weights, x: Tensor, dy: Tensor, dx: Tensor | None = None, passed: Passed | None = None
 ) -> Tensor:
-    """The gradient of x (N, D), in `dx` if given; adds to g, given dy (N, D); recomputes what is not in `saved`.
+    """The gradient of x (N, D), in `dx` if given; adds to g, given dy (N, D). Recomputes what is not in p.saved.
 
-    Of a slice that does not end the layer: `passed`.
+    Of a slice before the last, `passed` is filled, and the result is the sum of gradients so far.
     """
     cfg, rows, saved = p.cfg, p.rows, p.saved
     y, stats = norm(x, w.norm, cfg.eps)
@@ -272,7 +277,7 @@ def _latent_out_backward(p: Pass, w: Weights, g: Weights, found: Routes, gate_up
 
 
 def _down_backward(w: Weights, order: ops.Order, k: int, dy: Tensor) -> tuple[Tensor, Tensor | None]:
-    """(gradient of the activation, without the weights; that of what an adapter of `down` reads)."""
+    """(gradient of the activation (P, I), before the weights; with adapters of `down` that of x A^T (P, R))."""
     d_act = grouped_mm(dy, w.down, order, k, back=True, fp8=w.fp8)
     if w.down_adapters is None:
         return d_act, None
@@ -282,7 +287,7 @@ def _down_backward(w: Weights, order: ops.Order, k: int, dy: Tensor) -> tuple[Te
 
 
 def _up_backward(w: Weights, g: Weights, order: ops.Order, k: int, z: Tensor, d_gate_up: Tensor) -> Tensor:
-    """The gradient of what experts read, by sorted row; adds to g."""
+    """The gradient of what experts read, by sorted row (P, D) or (P, L); adds to g."""
     if isinstance(g.up, Tensor) and trained(g.up):
         ops.grouped_add_(g.up, z, d_gate_up, order, k)
     d_rows = grouped_mm(d_gate_up, w.up, order, back=True, fp8=w.fp8)
@@ -296,14 +301,14 @@ def _up_backward(w: Weights, g: Weights, order: ops.Order, k: int, z: Tensor, d_
 def _adapter_gradients_(
     w: Stacked | None, g: Stacked | None, x: Tensor, dh: Tensor, dy: Tensor, order: ops.Order, k: int = 0, k_dy: int = 0
 ) -> None:
-    """Adds to g, given x, the gradient dh (P, R) of x A^T, and dy: by sorted row, or with k and k_dy by token."""
+    """Adds to g, given x, the gradient dh (P, R) of x A^T, and dy. x is by token if k > 0, dy if k_dy > 0."""
     if w is not None and g is not None:
         ops.grouped_add_(g.a, dh, x, order, 0, k)
         ops.grouped_add_(g.b, w.down(x, order, k).mul_(w.scale), dy, order, 0, k_dy)
 
 
 def _of_all(w: Weights, found: Routes, d_weights: Tensor, passed: Passed | None) -> Tensor:
-    """Gradients of weights (N, k) of this slice's experts, next to those of the slices before."""
+    """The gradients of weights (N, k) of this slice's experts, merged with those of the slices before."""
     if w.part is None or passed is None:
         return d_weights
     mine = (found.experts >= w.part.first) & (found.experts < w.part.last)
@@ -311,7 +316,7 @@ def _of_all(w: Weights, found: Routes, d_weights: Tensor, passed: Passed | None)
 
 
 def _down_bias_gradients_(w: Weights, g: Weights, found: Routes, d_weights_: Tensor, dy: Tensor) -> None:
-    """Adds the gradient of the bias behind `down` to g, and what it does to that of the weights."""
+    """Adds the gradient of the bias of `down` to g, and the bias's part of the weights' gradient to d_weights_."""
     if w.down_bias is not None:
         chosen = found.experts.long()
         d_weights_ += torch.mm(dy, w.down_bias.T).float().gather(1, chosen)

@@ -1,7 +1,7 @@
-"""Text from the model in training: decoding with a key/value cache, through the blocks of training.
+"""Generation from the model in training: decoding with a key/value cache, by the forward functions of training.
 
-One pass over the units serves all prompts, so a streamed model is read once a token.
-Legend: B prompts, N tokens of a pass, T cached positions; else shapes.py.
+One pass over the units serves all prompts, so a streamed model is read once for each token.
+Legend: B prompts, N tokens of a pass, T cached positions; the rest as in shapes.py.
 """
 
 from __future__ import annotations
@@ -46,12 +46,12 @@ def generate(
     enough: Callable[[], bool] = lambda: False,
     pick: Pick = likeliest,
 ) -> list[list[int]]:
-    """A continuation of each prompt: up to max_new tokens of `pick`, by default the likeliest, ending with the first of
-    `eos`.
+    """A continuation of each prompt: up to max_new tokens chosen by `pick`, ending with the first one that is in `eos`.
 
-    `units()`, called once a token, yields (u, model.weights) in order, in `dtype` on `device`; with several devices on
-    `places[u]`, where its layer's cache is, too. A unit's weights must last until the next, a tied embedding's until
-    the end. `enough()`, asked after each token, ends all. Raises InputError where a prompt fills the learned positions.
+    `units()`, called once for each token, yields (u, model.weights) in order, in `dtype` on `device`, or with several
+    devices on places[u], where the cache of its layer is, too. The weights of a unit must stay valid until the next is
+    yielded, those of a tied embedding until the end. `enough()`, asked after each token, ends generation for all.
+    Raises InputError if a prompt leaves no learned position free.
     """
     assert max_new >= 1
     assert all(prompts)
@@ -84,7 +84,10 @@ def generate(
 
 
 def needs(cfg: ModelConfig, n_prompts: int, length: int, max_new: int, itemsize: int) -> int:
-    """Upper bound of generate's bytes, besides a unit's weights. `itemsize` is of the compute dtype."""
+    """Upper bound of the bytes that `generate` takes on the GPU besides a unit's weights.
+
+    `length`: tokens of the longest prompt; `itemsize`: bytes of a value of the compute dtype.
+    """
     positions, tokens = n_prompts * (length + max_new), n_prompts * length
     cache = cfg.attending * positions * cfg.n_kv_heads * (cfg.head_dim + cfg.value_dim) * itemsize
     if own := cfg.scan:
@@ -100,7 +103,7 @@ def needs(cfg: ModelConfig, n_prompts: int, length: int, max_new: int, itemsize:
 
 
 def _room(cfg: ModelConfig, length: int, max_new: int) -> int:
-    """How many tokens may follow a prompt."""
+    """How many tokens may follow a prompt. Raises InputError if there is no learned position for one."""
     if cfg.rope is not None:
         return max_new
     if length >= cfg.max_positions:
@@ -109,7 +112,7 @@ def _room(cfg: ModelConfig, length: int, max_new: int) -> int:
 
 
 def _logits(cfg: ModelConfig, units: Units, ids: Tensor, rows: Mapping[torch.device, Rows], cache: _Cache) -> Tensor:
-    """(B, V) fp32, after each document's last token."""
+    """The logits (B, V) fp32 after each document's last token."""
     x, out = (torch.empty((len(ids), cfg.width), dtype=cache.dtype, device=ids.device) for _ in range(2))
     into = {place: cache.into(each.docs) for place, each in rows.items()}
     passed: experts.Passed | None = None
@@ -136,7 +139,7 @@ def _logits(cfg: ModelConfig, units: Units, ids: Tensor, rows: Mapping[torch.dev
 
 
 class _Cache:
-    """Of a layer keys (B, T, K, d) and values (B, T, K, e), its recurrence's state, or both, on its unit's device."""
+    """Keys (B, T, K, d) and values (B, T, K, e), or the recurrence's state, or both, of each layer, on its device."""
 
     def __init__(
         self, cfg: ModelConfig, n_prompts: int, positions: int, places: Sequence[torch.device], dtype: torch.dtype
@@ -155,12 +158,12 @@ class _Cache:
         self.states = {layer: _States(cfg, n_prompts, at[layer], dtype) for layer in scanning}
 
     def into(self, docs: ops.Docs) -> Tensor:
-        """(N,): rows of a pass in a layer's cache (B * T, K, d). One document a prompt."""
+        """(N,): rows of the tokens of a pass in a layer's cache, seen as (B * T, K, d); each prompt is a document."""
         prompt = torch.repeat_interleave(torch.tensor(docs.lengths)).to(docs.positions.device)
         return prompt * self.positions + docs.positions
 
     def mixer(self, layer: int, place: Tensor, sinks: bool) -> Mixing:
-        """What a layer's mixer calls."""
+        """The function, or functions, that a layer's mixer calls in place of those of training."""
         if layer in self.states and layer in self.k:
             return both.Mixing(self.attention(layer, place, sinks), self.states[layer].recur)
         if layer in self.states:
@@ -168,9 +171,9 @@ class _Cache:
         return self.attention(layer, place, sinks) if layer in self.k else ops.attention_fwd  # a layer without a mixer
 
     def attention(self, layer: int, place: Tensor, sinks: bool) -> Attend:
-        """Stands in for ops.attention_fwd: first packed prompts, then one token each over the cache.
+        """A function in place of ops.attention_fwd: first for packed prompts, then for one token each over the cache.
 
-        Without a backward, only sinks need the sums of the softmax.
+        As there is no backward, it returns the sums of the softmax only where sinks need them.
         """
         k_all, v_all = self.k[layer], self.v[layer]
         n_prompts, length = k_all.shape[:2]
@@ -194,7 +197,7 @@ class _Cache:
 
 
 class _States:
-    """Of a layer's recurrence: states (B, H, d, e) fp32, and what the convolution still sees, (B, taps - 1, C)."""
+    """A layer's recurrence: states (B, H, d, e) fp32, and the last inputs of its convolution, (B, taps - 1, C)."""
 
     def __init__(self, cfg: ModelConfig, n_prompts: int, device: torch.device, dtype: torch.dtype):
         own = cfg.scan
@@ -203,7 +206,7 @@ class _States:
         self.before = torch.zeros((n_prompts, own.taps - 1, own.channels), dtype=dtype, device=device)
 
     def recur(self, cfg: ModelConfig, w: scan.Weights, parts: scan.Parts, rows: Rows) -> Tensor:
-        """Stands in for the recurrence of training (scan.Recur): first packed prompts, then one token each."""
+        """In place of the recurrence of training (scan.Recur): first for packed prompts, then for one token each."""
         if len(parts.a) == len(self.memory):
             return self._next(cfg, w, parts)
         assert cfg.scan is not None
@@ -217,7 +220,7 @@ class _States:
         return out.flatten(1)
 
     def _next(self, cfg: ModelConfig, w: scan.Weights, parts: scan.Parts) -> Tensor:
-        """(B, H e)."""
+        """The outputs for one token of each prompt, (B, H e)."""
         seen = torch.cat([self.before, parts.channels[:, None]], 1)
         self.before.copy_(seen[:, 1:])
         summed = (seen.float() * w.conv.T.float()).sum(1)
@@ -235,16 +238,16 @@ class _States:
 
 
 def _lse(q: Tensor, k: Tensor, seen: Tensor, scale: float) -> Tensor:
-    """(H, B) fp32 of one query each, q (B, H, d), over keys (B, T, K, d) where seen (B, T)."""
+    """Logarithms of the softmax's sums, (H, B) fp32, of q (B, H, d) over keys (B, T, K, d) where seen (B, T)."""
     return torch.logsumexp(_scores(q, k, scale).masked_fill(~seen, float("-inf")), -1).flatten(0, 1)
 
 
 def _scores(q: Tensor, k: Tensor, scale: float) -> Tensor:
-    """(K, H / K, B, T) fp32."""
+    """Scaled scores (K, H / K, B, T) fp32 of q (B, H, d) and keys (B, T, K, d)."""
     return torch.einsum("bkgd,btkd->kgbt", q.unflatten(1, (k.shape[2], -1)).float(), k.float()) * scale
 
 
 def _capped(q: Tensor, k: Tensor, v: Tensor, seen: Tensor, scale: float, cap: float) -> Tensor:
-    """Attention (B, H, d) with soft-capped scores: torch's has none."""
+    """Attention (B, H, d) with soft-capped scores, which torch's function does not have."""
     scores = ops.soft_cap(_scores(q, k, scale), cap).masked_fill(~seen, float("-inf"))
     return torch.einsum("kgbt,btkd->bkgd", torch.softmax(scores, -1), v.float()).flatten(1, 2).to(q.dtype)

@@ -1,6 +1,6 @@
-"""The first and last units of the model: embedding, and final norm with the loss.
+"""The first and last units of the model: the embedding, and the final norm with the loss.
 
-Legend: P positions, M labels, S scores of a score head; else shapes.py.
+Legend: P positions, M labels, S scores of a score head; the rest as in shapes.py.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ class EmbedWeights(NamedTuple):
     tokens: Tensor  # (V, D)
     positions: Tensor | None  # (P, D)
     scale: float = 1.0  # of embedded tokens
-    rounded: bool = False  # the scale, to their dtype
+    rounded: bool = False  # whether the scale is rounded to their dtype
 
     def scale_of(self, dtype: torch.dtype) -> float:
         return float(torch.tensor(self.scale, dtype=dtype)) if self.rounded else self.scale
@@ -49,9 +49,9 @@ class Shares(NamedTuple):
 
 
 class Scored(NamedTuple):
-    """Losses of documents by a score head: a class's cross-entropy, or of one label the score, which is compared."""
+    """Losses of M documents by a score head: cross-entropy of a class, or with one label the negative score."""
 
-    losses: Tensor  # (M,) fp32; of one label the negative score
+    losses: Tensor  # (M,) fp32; with one label the negative score, which preferences.py compares
     slopes: Tensor  # (M, S) fp32: derivatives by scores
     hits: Tensor  # (M,) bool: no other label has a higher score
 
@@ -70,7 +70,7 @@ def head_weights(cfg: ModelConfig, views: dict[str, Tensor]) -> HeadWeights:
 
 
 def embed_forward(w: EmbedWeights, ids: Tensor, rows: Rows, out: Tensor) -> None:
-    """Fills out (N, D) for ids (N,) int64; noise has no gradient."""
+    """Fills out (N, D) with the embeddings of ids (N,) int64, and noise, if any, which has no gradient."""
     ops.embedding_fwd(ids, w.tokens, out)
     if w.positions is not None:
         out.add_(ops.embedding_fwd(rows.docs.positions.long(), w.positions))
@@ -81,7 +81,7 @@ def embed_forward(w: EmbedWeights, ids: Tensor, rows: Rows, out: Tensor) -> None
 
 
 def embed_backward(g: EmbedWeights, dy: Tensor, ids: Tensor, rows: Rows) -> None:
-    """Adds the gradient dy (N, D) to g."""
+    """Adds to g, given the gradient dy (N, D) of the embeddings."""
     if trained(g.tokens):
         ops.embedding_bwd_(g.tokens, dy if g.scale == 1.0 else dy * g.scale_of(dy.dtype), ids)
     if g.positions is not None and trained(g.positions):
@@ -89,7 +89,7 @@ def embed_backward(g: EmbedWeights, dy: Tensor, ids: Tensor, rows: Rows) -> None
 
 
 def final_norm(cfg: ModelConfig, w: HeadWeights, x: Tensor) -> tuple[Tensor, Stats | None]:
-    """(y (N, D) with the logits' factor, statistics)."""
+    """(normed x (N, D) times cfg.logit_scale, statistics for backward)."""
     y, stats = norm(x, w.norm, cfg.eps)
     return y if cfg.logit_scale == 1.0 else y.mul_(cfg.logit_scale), stats
 
@@ -110,16 +110,17 @@ def head_loss(
     correct_: Tensor | None = None,
     dlogits_: Tensor | None = None,
 ) -> Tensor:
-    """Loss by token, (N,) fp32; with g, g_out and dx also the gradients of scale * sum(factors * loss).
+    """Loss of each token, (N,) fp32; with g, g_out and dx also the gradients of scale * sum(factors * loss).
 
-    x (N, D); labels (N,) int64, the next tokens; loss_rows (M,) int64, those that count; factors (N,) fp32 of the
-    losses, None: 1; correct_ (1,) fp64: is added those of labels that no other token is likelier than. With dx, labels
-    are smoothed as by cfg. w_out, g_out (V, D), the embedding's if tied. Adds to g and g_out where trained, fills dx.
+    x (N, D); labels (N,) int64 are the next tokens; loss_rows (M,) int64 the tokens that count; factors (N,) fp32 of
+    the losses, None: 1. w_out and g_out (V, D) are the embedding's if tied. Fills dx and adds to g and g_out where
+    trained. Labels are smoothed by cfg.smoothing if dx is given. The number of labels than which no token is likelier,
+    each times its factor, is added to correct_ (1,) fp64.
 
-    With `shares` the loss is as of cfg.teaching; returned are its two parts, (2, N): cross-entropy and divergence, and
-    nothing is smoothed or counted. dlogits_ (M, V), without g_out: takes the logits' gradients for `head_gradients`.
+    With `shares` the loss is that of cfg.teaching, without smoothing and correct_; the result is its two parts, (2, N):
+    cross-entropy and divergence. Without g_out, dlogits_ (M, V) receives the logits' gradients for `head_gradients`.
 
-    Of a score head labels are classes, at the one token that is scored of a document; losses are as of `Scored`.
+    With a score head labels are classes, each at the one token of a document that is scored; losses are as in Scored.
     """
     if cfg.scores:
         assert dlogits_ is None
@@ -155,7 +156,7 @@ def head_loss(
 
 
 def norm_sums(w: HeadWeights, dtype: torch.dtype) -> HeadWeights:
-    """Zeros for gradients of the final norm alone."""
+    """Zeros of this dtype for the gradients of the final norm alone."""
     norm, zeros = w.norm, lambda t: torch.zeros_like(t, dtype=dtype)
     return HeadWeights(Norm(zeros(norm.weight), None if norm.bias is None else zeros(norm.bias)), None)
 
@@ -170,9 +171,9 @@ def head_gradients(
     g: HeadWeights,
     g_out: Tensor,
 ) -> None:
-    """Adds to g and g_out where trained what `head_loss` would have added.
+    """Adds to g and g_out, where trained, what a head_loss that was given them would have added.
 
-    It was given dlogits and `own`, norm_sums, in place of g. x (N, D), loss_rows (M,), dlogits (M, V), g_out (V, D).
+    It was given dlogits_ and, in place of g, `own` (norm_sums). x (N, D), loss_rows (M,), dlogits (M, V), g_out (V, D).
     """
     if trained(g_out):
         ops.linear_cross_entropy_dweight(final_norm(cfg, w, x)[0], loss_rows, dlogits, g_out)
@@ -182,7 +183,7 @@ def head_gradients(
 
 
 def _of_labels(scores: Tensor, labels: Tensor) -> Scored:
-    """scores (M, S) fp32; labels (M,) int64, of one label zeros."""
+    """Losses of scores (M, S) fp32 and labels (M,) int64, which are zeros with one label."""
     if scores.shape[1] == 1:
         losses = -scores[:, 0]
         return Scored(losses, torch.full_like(scores, -1.0), torch.ones_like(losses, dtype=torch.bool))
@@ -205,7 +206,7 @@ def _score_loss(
     factors: Tensor | None,
     correct_: Tensor | None,
 ) -> Tensor:
-    """As head_loss: the norm and the scores of M rows alone, in fp32."""
+    """head_loss with a score head: norm and scores of the M rows alone, the scores in fp32."""
     losses, matrix = torch.zeros(len(x), dtype=torch.float32, device=x.device), w_out.float()
     d_out = torch.zeros_like(matrix) if g_out is not None and trained(g_out) else None
     if dx is not None:
@@ -231,8 +232,11 @@ def _score_loss(
 def head_top(
     cfg: ModelConfig, w: HeadWeights, w_out: Tensor, x: Tensor, loss_rows: Tensor, k: int, below: int | None = None
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """The k likeliest tokens after each of M rows: (ids (M, k) int64, log-probabilities (M, k) fp32, the logarithm of
-    the probability of all others (M,) fp32). x (N, D); `below`: of ids. Logits exist TOP_CHUNK rows at a time."""
+    """The k likeliest tokens, among ids less than `below`, after each of the M rows of x (N, D) in loss_rows.
+
+    (ids (M, k) int64, log-probabilities (M, k) fp32, the logarithm of the probability of all other tokens (M,) fp32).
+    Logits exist for TOP_CHUNK rows at a time.
+    """
     y, _ = final_norm(cfg, w, x)
     found = []
     for part in loss_rows.split(TOP_CHUNK):

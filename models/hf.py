@@ -13,13 +13,13 @@ from trireme.models.sizes.shapes import output_name, stored_tensors
 Shape = tuple[int, ...]
 
 OUTPUTS = ("lm_head.weight", "embed_out.weight")  # ends of names of output matrices; the second is of one family
-# Stored by older versions.
+# Ends of names of buffers that older versions of transformers stored.
 _BUFFERS = (".attn.bias", ".attn.masked_bias", ".attention.bias", ".attention.masked_bias", ".rotary_emb.inv_freq")
 _WRAPPERS = ("module.", "_orig_mod.", "_fsdp_wrapped_module.", "base_model.model.")  # of DDP, torch.compile, FSDP, peft
 
 
 def as_found(cfg: ModelConfig, found: Mapping[str, Shape]) -> ModelConfig:
-    """`cfg` with experts stored as those of `found` (name -> shape) are, where the family has them in two ways."""
+    """`cfg` with experts and convolutions stored as in `found` (name -> shape): files have them in several ways."""
     if cfg.scan and cfg.names.convs:
         cfg = replace(cfg, scan=replace(cfg.scan, parts=_convs(cfg, cfg.scan, found)))
     own = cfg.experts
@@ -35,7 +35,10 @@ def as_found(cfg: ModelConfig, found: Mapping[str, Shape]) -> ModelConfig:
 
 
 def _convs(cfg: ModelConfig, own: Scan, found: Mapping[str, Shape]) -> tuple[int, ...]:
-    """Channels of a convolution's parts: transformers writes three that are as alike as can be, whatever they hold."""
+    """Channels of the parts of a convolution that is stored in parts; () if it is stored as one.
+
+    transformers writes parts of about equal size, whatever channels they hold.
+    """
     prefix = cfg.names.prefix(own.layers[0])
     short = prefix.removeprefix(cfg.names.base)
     shape = lambda name: found.get(f"{prefix}{name}.weight") or found.get(f"{short}{name}.weight")
@@ -49,11 +52,11 @@ def _convs(cfg: ModelConfig, own: Scan, found: Mapping[str, Shape]) -> tuple[int
 def canonical_names(
     cfg: ModelConfig, found: Mapping[str, Shape], named: Callable[[str], str] = str
 ) -> dict[str, str | None]:
-    """Names in `found` (name -> shape) -> canonical names, None for a buffer and for what is carried.
+    """Names in `found` (name -> shape) -> canonical names; None for a buffer and for tensors that are only copied.
 
-    The base prefix may be missing; a tied matrix has either name or both. Raises InputError where a tensor is missing,
-    unknown or of another shape than config.json says. A score head may be missing, which then begins as a new one; an
-    output matrix in addition to one is not used. `named(name)`: a tensor, or the checkpoint, as messages call it.
+    The base prefix may be missing; a tied matrix may have either name or both. A score head may be missing: a new one
+    is made then; an output matrix in addition to a score head is not used. `named(name)` is how messages call a tensor,
+    or the checkpoint. Raises InputError if a tensor is missing, unknown, or of another shape than config.json says.
     """
     experts = cfg.experts.count if cfg.experts and cfg.names.each else 1
     dense = len(cfg.experts.dense) if cfg.experts else 0
@@ -81,9 +84,9 @@ def canonical_names(
 
 
 def sources(cfg: ModelConfig, found: Mapping[str, Shape], named: Callable[[str], str] = str) -> dict[str, str]:
-    """Canonical name -> name to read, of `found`, where packed matrices have their own name; and of their parts.
+    """Canonical name -> name in `found` to read, of tensors, and of the parts of packed matrices.
 
-    `named`, errors: as canonical_names.
+    `named` and errors as in canonical_names.
     """
     names = canonical_names(cfg, found, named)
     chosen: dict[str, str] = {}
@@ -104,9 +107,7 @@ def carried(cfg: ModelConfig, found: Iterable[str]) -> list[str]:
 
 
 def spare(cfg: ModelConfig, found: Iterable[str]) -> list[str]:
-    """Those of the names `found` that are biases of packed matrices, of which the model has none: AutoGPTQ writes them,
-    as zeros.
-    """
+    """Names in `found` of biases that the model does not have: AutoGPTQ writes them, as zeros, for packed matrices."""
     if cfg.packing is None or not cfg.packing.of_module:
         return []
     wanted = stored_tensors(cfg)
@@ -116,7 +117,7 @@ def spare(cfg: ModelConfig, found: Iterable[str]) -> list[str]:
 
 
 def _is_spare(cfg: ModelConfig, full: str, wanted: Mapping[str, Shape]) -> bool:
-    """Whether it is the bias of a matrix that may be packed, for a name that is not `wanted`."""
+    """Whether the name `full`, which is not `wanted`, is that of a bias of a matrix that may be packed."""
     packed = cfg.packing is not None and cfg.packing.of_module and full.endswith(".bias")
     return packed and len(wanted.get(full.removesuffix("bias") + "weight", ())) == 2
 
@@ -141,7 +142,7 @@ def _canonical(cfg: ModelConfig, name: str, wanted: Mapping[str, Shape], named: 
 
 
 def _in_full(cfg: ModelConfig, name: str) -> Iterator[str]:
-    """What a stored name may stand for."""
+    """The canonical names that a stored name may stand for."""
     yield name
     yield cfg.names.base + name
     for there, here in cfg.names.also:

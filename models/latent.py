@@ -1,10 +1,11 @@
-"""Multi-head latent attention (DeepSeek-V2, arXiv:2405.04434) in its training form: heads from latents, and back.
+"""Multi-head latent attention (DeepSeek-V2, arXiv:2405.04434, section 2.1): heads from latents, and gradients back.
 
     [q' | c' | s] = norm(x) @ qkv,   q = rope(norm(q') @ q_b),   [k_n | v] = norm(c') @ kv_b,   k = [k_n | rope(s)]
 
-s is one rotated part for the keys of all heads; without q_b, q' are the queries. attention.py saves qkv,
-s rotated: queries, keys and values are made again in backward. Legend: N tokens, H heads, d width of queries and keys,
-of which the first n are not rotated, e width of values, R rank of the latent, Q of the queries'.
+s is the rotated part of the keys, one for all heads. Without q_b the queries are q'. attention.py saves qkv with s
+rotated; backward computes queries, keys and values from it again.
+Legend: N tokens, H heads, d width of queries and keys, of which the first n features are not rotated, e width of
+values, R rank of the latent of keys and values, Q of that of queries.
 """
 
 from __future__ import annotations
@@ -25,7 +26,7 @@ EPS = 1e-6  # of the latents' norms, whatever config.json says of the others
 
 
 class Weights(NamedTuple):
-    """What makes heads of latents, or its gradients."""
+    """Weights that make heads from latents, or their gradients."""
 
     kv_norm: Norm  # (R,)
     kv_b: Linear  # (R, H (n + e)), by head keys, then values
@@ -34,7 +35,7 @@ class Weights(NamedTuple):
 
 
 class Gradients(NamedTuple):
-    """Of heads, as attention's backward fills them."""
+    """Buffers for the gradients of heads, which attention's backward fills."""
 
     q: Tensor  # (N, H, d)
     k: Tensor  # (N, H, d)
@@ -43,7 +44,7 @@ class Gradients(NamedTuple):
 
 
 def rotate_made_(p: Pass, qkv_: Tensor, inverse: bool = False) -> None:
-    """Rotates what of qkv (N, Q + R + d - n) is rotated where it is made: s, and queries without a latent."""
+    """Rotates the parts of qkv (N, Q + R + d - n) that are saved rotated: s, and queries that have no latent."""
     first, _, shared = _split(p.cfg, qkv_)
     rotate_(shared[:, None], p.tables[1], p.rows, inverse)
     if not _own(p.cfg).q_rank:
@@ -51,7 +52,7 @@ def rotate_made_(p: Pass, qkv_: Tensor, inverse: bool = False) -> None:
 
 
 def heads(p: Pass, w: Weights, qkv: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-    """(q (N, H, d), k (N, H, d), v (N, H, e)), rotated, of qkv behind rotate_made_."""
+    """(q (N, H, d), k (N, H, d), v (N, H, e)), rotated, from a qkv that rotate_made_ has rotated."""
     cfg = p.cfg
     first, latent, shared = _split(cfg, qkv)
     n = _own(cfg).nope
@@ -69,7 +70,7 @@ def heads(p: Pass, w: Weights, qkv: Tensor) -> tuple[Tensor, Tensor, Tensor]:
 
 
 def gradients(cfg: ModelConfig, dqkv: Tensor) -> Gradients:
-    """Room for them: where queries have no latent, they are in dqkv."""
+    """Allocates Gradients. Where queries have no latent, theirs is a view of dqkv."""
     N, H, d, own = len(dqkv), cfg.n_heads, cfg.head_dim, _own(cfg)
     q = dqkv.new_empty((N, H, d)) if own.q_rank else _split(cfg, dqkv)[0].unflatten(1, (H, d))
     kv = dqkv.new_empty((N, H, own.nope + own.value))
@@ -77,7 +78,7 @@ def gradients(cfg: ModelConfig, dqkv: Tensor) -> Gradients:
 
 
 def backward(p: Pass, w: Weights, g: Weights, qkv: Tensor, d: Gradients, dqkv: Tensor) -> None:
-    """Fills dqkv, the gradient before rotate_made_, given those of heads; adds to g."""
+    """Fills dqkv, the gradient of qkv before rotate_made_, given those of heads, d; adds to g."""
     first, latent, _ = _split(p.cfg, qkv)
     d_first, d_latent, d_shared = _split(p.cfg, dqkv)
     n = _own(p.cfg).nope
@@ -98,13 +99,13 @@ def _own(cfg: ModelConfig) -> Latent:
 
 
 def _split(cfg: ModelConfig, qkv: Tensor) -> list[Tensor]:
-    """Views: queries or their latent, the latent of keys and values (N, R), s (N, d - n)."""
+    """Views of qkv: queries or their latent (N, Q), the latent of keys and values (N, R), s (N, d - n)."""
     own = _own(cfg)
     return list(qkv.split((own.q_rank or cfg.q_width, own.kv_rank, own.rope), 1))
 
 
 def _rotate_queries_(p: Pass, q_: Tensor, inverse: bool = False) -> None:
-    """q_ (N, H, d); its first features are scaled where queries are scaled by position."""
+    """Rotates q_ (N, H, d) behind its first n features, which are scaled where queries are scaled by position."""
     n = _own(p.cfg).nope
     rotate_(q_[..., n:], p.tables[0], p.rows, inverse)
     rotate_(q_[..., :n], p.rows.tables.rest, p.rows, inverse)

@@ -1,4 +1,8 @@
-"""Linear layers: torch's GEMMs, or fp8, where x, weight and dy are each quantized by their largest value."""
+"""Linear layers: forward and backward by torch's GEMMs, or in fp8.
+
+In fp8, x, the weight and dy are each quantized by their largest value (kernels/fp8/reference.py). A layer that needs x
+only as codes can be given codes. Legend: N tokens, in and out features, K R columns of the adapters' first matmul.
+"""
 
 from __future__ import annotations
 
@@ -12,7 +16,7 @@ from trireme.models import lora
 
 
 class Codes(NamedTuple):
-    """A weight in E4M3, as each matmul reads it."""
+    """A weight in E4M3, in the two orders that matmuls read."""
 
     forward: Tensor  # (out, in)
     backward: Tensor  # (in, out)
@@ -20,46 +24,46 @@ class Codes(NamedTuple):
 
 
 class Linear(NamedTuple):
-    """A layer's weights, or their gradients: empty where frozen."""
+    """A layer's weights, or their gradients: empty where a tensor is frozen."""
 
     weight: Tensor  # (in, out); transposed view where stored (out, in); empty where only codes are there
     bias: Tensor | None = None  # (out,)
     adapters: lora.Adapters | None = None
-    fp8: bool = False  # of the weight's matmuls
-    codes: Codes | None = None  # None: made for each matmul
+    fp8: bool = False  # whether the weight's matmuls are in fp8
+    codes: Codes | None = None  # of the weight, in fp8; None: each matmul quantizes it
 
     @property
     def features(self) -> tuple[int, int]:
-        """(in, out)."""
+        """Features (in, out)."""
         rows, columns = self.weight.shape if self.codes is None else self.codes.backward.shape
         return rows, columns
 
     @property
     def takes_codes(self) -> bool:
-        """Whether x is read as codes alone."""
+        """Whether the layer needs x as codes only: in fp8, without adapters."""
         return self.fp8 and self.adapters is None
 
 
 class Gradient(NamedTuple):
-    """A gradient dy (N, out) for the matmuls of backward."""
+    """A gradient dy (N, out), prepared by `upstream` for the matmuls of backward."""
 
     codes: ops.Quantized | None  # in fp8
     dtype: torch.dtype  # of dy
-    dy: Tensor | None = None  # where not all is read as codes
-    dh: Tensor | None = None  # (N, K R), of what adapters' second matmuls read
+    dy: Tensor | None = None  # dy itself, where something does not read codes
+    dh: Tensor | None = None  # (N, K R): gradient of the input of the adapters' second matmuls
 
 
-Operand = Tensor | ops.Quantized  # x, or its codes where they are all that is read
+Operand = Tensor | ops.Quantized  # x (N, in), or its codes for a layer that takes_codes
 Upstream = Tensor | Gradient
 
 
 def turned_alone(x: Operand) -> Operand:
-    """Of codes the order that gradients read: the other one is freed."""
+    """x, of whose codes only the columns remain, which gradients of weights read: the rows are freed."""
     return x if isinstance(x, Tensor) else x._replace(rows=None)
 
 
 def fuse(*parts: Tensor) -> Tensor:
-    """One view over neighbours in memory that differ in their first dimension (q, k, v; gate, up)."""
+    """One view over neighbours in memory whose shapes differ only in the first dimension (q, k, v; gate, up)."""
     first, rows = parts[0], sum(p.shape[0] for p in parts)
     end = first.data_ptr()
     for p in parts:
@@ -71,7 +75,7 @@ def fuse(*parts: Tensor) -> Tensor:
 
 
 def linear(x: Operand, w: Linear, out: Tensor | None = None, dtype: torch.dtype | None = None) -> Tensor:
-    """x (N, in) @ weight + bias, (N, out), where x is codes in `out` or of `dtype`."""
+    """x (N, in) @ weight + bias, (N, out), in `out` if given; of `dtype` if x is codes and there is no `out`."""
     if w.fp8:
         codes = ops.quantize(x) if isinstance(x, Tensor) else x
         assert codes.rows is not None
@@ -90,7 +94,7 @@ def linear(x: Operand, w: Linear, out: Tensor | None = None, dtype: torch.dtype 
 
 
 def add_linear_(out_: Tensor, x: Operand, w: Linear, times: float) -> None:
-    """out_ (N, out) += times * linear(x, w), not in fp8; without a bias the sum is rounded once."""
+    """Adds times * linear(x, w) to out_ (N, out); not in fp8. Without a bias the sum is rounded once."""
     assert isinstance(x, Tensor)
     assert not w.fp8
     out_.addmm_(x, w.weight, alpha=times)
@@ -101,7 +105,7 @@ def add_linear_(out_: Tensor, x: Operand, w: Linear, times: float) -> None:
 
 
 def upstream(dy: Upstream, w: Linear, g: Linear) -> Upstream:
-    """dy (N, out) as linear_backward and add_gradients_ take it: what both read is made once, dy kept if needed."""
+    """Prepares dy (N, out) for linear_backward and add_gradients_: what both need is computed once."""
     if isinstance(dy, Gradient):
         return dy
     dh = None if w.adapters is None else lora.down_gradient(dy, w.adapters)
@@ -119,7 +123,7 @@ def _down_gradient(dy: Upstream, w: lora.Adapters) -> Tensor:
 
 
 def linear_backward(dy: Upstream, w: Linear) -> Tensor:
-    """Gradient (N, in) of x, given dy (N, out) from `upstream`."""
+    """The gradient of x (N, in), given dy (N, out) from `upstream`."""
     if isinstance(dy, Gradient) and dy.codes is not None:
         rows = dy.codes.rows
         assert rows is not None
@@ -144,7 +148,7 @@ def _matmul(a: ops.Quantized, w: Linear, forward: bool, out: Tensor, bias: Tenso
 
 
 def _codes(weight: Tensor) -> tuple[Tensor, Tensor]:
-    """(codes, scale) of a weight that may be a transposed view."""
+    """(codes, scale) of a weight that may be a transposed view, in the order of its shape."""
     turned = not weight.is_contiguous()
     codes = ops.quantize(weight.T if turned else weight, rows=not turned, columns=turned)
     order = codes.columns if turned else codes.rows
@@ -153,7 +157,7 @@ def _codes(weight: Tensor) -> tuple[Tensor, Tensor]:
 
 
 def add_gradients_(g: Linear, w: Linear, x: Operand, dy: Upstream) -> None:
-    """Adds the trained weights' gradients to g, given dy from `upstream`."""
+    """Adds the gradients of the trained weights to g, given x (N, in) and dy (N, out) from `upstream`."""
     codes, plain = (dy.codes, dy.dy) if isinstance(dy, Gradient) else (None, dy)
     if codes is not None and trained(g.weight):
         turned = ops.quantize(x, rows=False, columns=True) if isinstance(x, Tensor) else x
@@ -183,7 +187,7 @@ def add_gradients_(g: Linear, w: Linear, x: Operand, dy: Upstream) -> None:
 
 
 def _add_codes_(grad_: Tensor, a: ops.Quantized, b: ops.Quantized) -> None:
-    """grad_ (m, n) += a.T @ b."""
+    """grad_ (m, n) += a.T @ b of quantized a (N, m) and b (N, n)."""
     assert a.columns is not None
     assert b.columns is not None
     ops.fp8_add_(grad_, a.columns, a.scale, b.columns, b.scale)

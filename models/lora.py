@@ -1,8 +1,7 @@
 """LoRA adapters: y = x W + scale * (x A^T) B^T, as in peft (Hu et al., arXiv:2106.09685), also of experts.
 
-With dropout each part's A reads an x of its own, as each module of peft has its own mask; backward makes it again.
-
-Legend: R rank, K adapted parts of a fused layer; E experts, P sorted rows (kernels/experts).
+With dropout the A of each part reads x under a mask of its own, as each module of peft does; backward computes the
+masks again. Legend: N tokens, R rank, K adapted parts of a fused layer; E experts, P sorted rows (kernels/experts).
 """
 
 from __future__ import annotations
@@ -19,11 +18,11 @@ from trireme.kernels import ops
 
 
 class Dropout(NamedTuple):
-    """Of adapters' inputs, of a micro-batch in training."""
+    """Dropout of the adapters' inputs in a micro-batch of training."""
 
     p: float
-    key: int  # of the seed and the step
-    first: int  # tokens of the step before this micro-batch: how a step is cut changes nothing
+    key: int  # a hash of the seed and the step
+    first: int  # tokens of the step before this micro-batch, so that masks do not depend on how a step is divided
 
 
 class Adapters(NamedTuple):
@@ -37,17 +36,20 @@ class Adapters(NamedTuple):
     dropout: Dropout | None = None  # from `dropping`
 
     def each(self) -> tuple[Tensor, ...]:
-        """A of each part, (R, in)."""
+        """The A of each part, (R, in)."""
         return self.a.split(len(self.a) // len(self.b))
 
 
 def part_key(name: str) -> int:
-    """What tells the masks of adapters apart."""
+    """A key below 2^31 for the dropout masks of the adapter or layer of this name."""
     return crc32(name.encode()) >> 1
 
 
 def dropping(w: Any, dropout: Dropout | None, later: int = 0) -> Any:
-    """Weights, a tree of named tuples, whose adapters drop inputs; of a tile that begins `later` rows into theirs."""
+    """Weights, a tree of named tuples, with this dropout in all their adapters.
+
+    `later` is added to its `first`: the row at which a tile of tokens begins.
+    """
     if dropout is None or not hasattr(w, "_fields"):
         return w
     if isinstance(w, Adapters):
@@ -56,26 +58,26 @@ def dropping(w: Any, dropout: Dropout | None, later: int = 0) -> Any:
 
 
 def dropped(x: Tensor, w: Adapters, part: int, out: Tensor | None = None) -> Tensor:
-    """What A of a part reads, or, of the gradient of that, the gradient of x (N, in)."""
+    """x (N, in) under the dropout mask of a part; of the gradient of that result, the gradient of x."""
     assert w.dropout is not None
     return ops.dropout(x, w.dropout.p, w.dropout.key ^ w.keys[part], w.dropout.first, out)
 
 
 def down(x: Tensor, w: Adapters) -> tuple[Tensor, ...]:
-    """x A^T of each part, (N, R)."""
+    """x A^T of each part, K times (N, R), given x (N, in)."""
     if w.dropout is not None:
         return tuple(torch.mm(dropped(x, w, i), a.T) for i, a in enumerate(w.each()))
     return torch.mm(x, w.a.T).split(len(w.a) // len(w.b), 1)
 
 
 def add_(out_: Tensor, x: Tensor, w: Adapters, times: float = 1.0) -> None:
-    """out_ += times * scale * (x A^T) B^T."""
+    """Adds times * scale * (x A^T) B^T to the columns of out_ (N, out) of each part, given x (N, in)."""
     for h, b, (start, stop), scale in zip(down(x, w), w.b, w.columns, w.scales, strict=True):
         out_[:, start:stop].addmm_(h, b.T, alpha=times * scale)
 
 
 def down_gradient(dy: Tensor, w: Adapters) -> Tensor:
-    """Gradient of x A^T, (N, K R), given dy (N, out)."""
+    """The gradient of x A^T, (N, K R), with the scales, given dy (N, out)."""
     parts = [torch.mm(dy[:, start:stop], b) for b, (start, stop) in zip(w.b, w.columns, strict=True)]
     return _scale_(torch.cat(parts, 1) if len(parts) > 1 else parts[0], w)
 
@@ -92,7 +94,7 @@ def add_backward_(dx_: Tensor, dh: Tensor, w: Adapters) -> None:
 
 
 def inputs(x: Tensor, w: Adapters) -> Iterator[tuple[slice, Tensor]]:
-    """(rows of A, what they read (N, in)): all at once where nothing is dropped."""
+    """(rows of A, their input (N, in)) by part; all rows at once without dropout, as they read the same x."""
     if w.dropout is None:
         yield slice(None), x
         return
@@ -117,14 +119,14 @@ def _scale_(h_: Tensor, w: Adapters) -> Tensor:
 
 
 class Stacked(NamedTuple):
-    """Adapters of a layer's experts, or their gradients: rows x_e by expert get scale * (x_e A_e^T) B_e."""
+    """Adapters of a layer's experts, or their gradients: to rows x_e of expert e they add scale * (x_e A_e^T) B_e."""
 
     a: Tensor  # (E, R, in)
     b: Tensor  # (E, R, out)
     scale: float
 
     def down(self, x: Tensor, order: ops.Order, k: int = 0) -> Tensor:
-        """(P, R) of sorted rows x (P, in), or with k of tokens."""
+        """x A^T by sorted row, (P, R), of sorted rows x (P, in), or with k > 0 of tokens x (N, in)."""
         return ops.grouped_mm(x, self.a.mT, order, k)
 
     def add_(self, out_: Tensor, x: Tensor, order: ops.Order, k: int = 0) -> None:
@@ -132,14 +134,14 @@ class Stacked(NamedTuple):
         out_.add_(ops.grouped_mm(self.down(x, order, k), self.b, order), alpha=self.scale)
 
     def down_gradient(self, dy: Tensor, order: ops.Order, k: int = 0) -> Tensor:
-        """Gradient of `down`, (P, R), given dy (P, out), or with k of tokens."""
+        """The gradient of `down`, (P, R), given dy (P, out), or with k > 0 dy (N, out) by token."""
         return ops.grouped_mm(dy, self.b.mT, order, k).mul_(self.scale)
 
 
 def initial(name: str, shape: tuple[int, ...], std: float = 0.0) -> Tensor:
-    """First values as in peft, fp32: A uniform within +-1/sqrt(in), seeded by name; B zero.
+    """Initial values of a new tensor, fp32, seeded by its name, as in peft: A uniform within +-1/sqrt(in), B zero.
 
-    Of another tensor, a new score head: normal of this standard deviation.
+    Another tensor is a new score head: normally distributed with this standard deviation.
     """
     if name.endswith(".lora_B.weight"):
         return torch.zeros(shape)

@@ -1,9 +1,11 @@
 """The MLP sub-layer of a block: explicit forward and backward over named saved tensors.
 
-    out = x + (silu(gate) * up) @ down, (gate, up) = norm(x) @ gate_up        gated; with a factor of gate
-    out = x + gelu(norm(x) @ fc) @ down                                       not gated; or relu squared
+    out = x + (silu(gate) * up) @ down, (gate, up) = norm(x) @ gate_up        cfg.gated; gelu if not cfg.silu
+    out = x + gelu(norm(x) @ fc) @ down                                       otherwise; with cfg.relu2 relu squared
 
-Saved: x (by the caller), gate_up (N, 2F) or fc (N, F) without bias, and before a norm behind `down` mlp_branch (N, D).
+gate is multiplied by cfg.gate_scale. branch.py describes a norm behind `down` and a factor. Saved are x (by the
+caller), gate_up (N, 2F) or fc (N, F) without its bias, and where a norm follows `down` its input mlp_branch (N, D).
+Legend: N tokens, D width, F hidden width.
 """
 
 from __future__ import annotations
@@ -35,7 +37,7 @@ from trireme.models.sizes.shapes import up_name
 
 
 class Weights(NamedTuple):
-    """The half's weights, or their gradients."""
+    """Weights of the sub-layer, or their gradients: empty where a tensor is frozen."""
 
     norm: Norm | None
     up: Linear  # (D, 2F), gate first, or (D, F)
@@ -45,9 +47,9 @@ class Weights(NamedTuple):
 
 
 def forward(p: Pass, w: Weights, x: Tensor, out: Tensor) -> None:
-    """Fills out (N, D), which may be x, and every tensor of `saved`; the others are temporaries.
+    """Fills out (N, D), which may be x, and every tensor of p.saved; the others are temporaries.
 
-    With cfg.parallel `out` holds what the half adds to; otherwise that is x.
+    The result is added to x, or with cfg.parallel to what `out` holds already: x with what attention adds to it.
     """
     cfg = p.cfg
     copy = out if copies(w.norm, w.post, w.down) and not cfg.parallel else None
@@ -60,7 +62,7 @@ def forward(p: Pass, w: Weights, x: Tensor, out: Tensor) -> None:
 
 
 def backward(p: Pass, w: Weights, g: Weights, x: Tensor, dy: Tensor, dx: Tensor | None = None) -> Tensor:
-    """Gradient of x (N, D), in `dx` if given; adds to g. Recomputes what is not in `saved`."""
+    """The gradient of x (N, D), in `dx` if given; adds to g, given dy (N, D). Recomputes what is not in p.saved."""
     cfg, saved = p.cfg, p.saved
     again = up_name(cfg) not in saved
     y, stats = norm_for(w.up, x, w.norm, cfg.eps, forward=again, backward=trained(g.up.weight))
@@ -111,7 +113,7 @@ def _activation(cfg: ModelConfig, up: Tensor, w: Weights) -> Operand:
 def _activation_backward(
     cfg: ModelConfig, d_act: Tensor, up: Tensor, w: Weights, g: Weights
 ) -> tuple[Upstream, Operand]:
-    """(gradient of `up`, activation)."""
+    """(gradient of the first layer's result, the activation that `down` reads)."""
     if w.gelu_bias is not None and g.gelu_bias is not None:
         return ops.gelu_bias_bwd(d_act, up, w.gelu_bias, or_scratch(g.gelu_bias, w.gelu_bias), cfg.exact_gelu)
     if cfg.relu2:

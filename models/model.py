@@ -1,4 +1,7 @@
-"""The model by unit number: embedding, blocks or sub-layers, head."""
+"""The model as numbered units: embedding, blocks or sub-layers, head. Their weights by name, forward and backward.
+
+Unit 0 is the embedding, unit cfg.n_units - 1 the head. shapes.kind says what each unit is. Legend: shapes.py.
+"""
 
 from __future__ import annotations
 
@@ -38,9 +41,10 @@ def forward(
     attend: block.Mixing = ops.attention_fwd,
     passed: experts.Passed | None = None,
 ) -> None:
-    """Forward of a block or half block: fills out (N, D) and every tensor of `saved`, given x (N, D).
+    """Forward of unit u, a block or sub-layer: fills out (N, D) and every tensor of `saved`, given x (N, D).
 
-    Of a slice of experts that does not end its layer: `passed` (experts.py).
+    `attend`: what computes the mixer, in generation with a cache. `passed`: of units that are slices of experts
+    (experts.py); one that does not end its layer fills it instead of out.
     """
     p = _pass(cfg, u, rows, saved)
     w = dropping(w, p.rows.dropout)
@@ -64,7 +68,7 @@ def backward(
     dx: Tensor,
     passed: experts.Passed | None = None,
 ) -> None:
-    """Backward of a block or half block: fills dx (N, D), adds to g, given dy (N, D). `passed` as in forward."""
+    """Backward of unit u, a block or sub-layer: fills dx (N, D), adds to g, given dy (N, D). `passed` as in forward."""
     p = _pass(cfg, u, rows, saved)
     w = dropping(w, p.rows.dropout)
     if isinstance(w, block.Weights) and isinstance(g, block.Weights):
@@ -83,14 +87,15 @@ def _pass(cfg: ModelConfig, u: int, rows: Rows, saved: dict[str, Tensor]) -> Pas
 
 
 def gradients(cfg: ModelConfig, u: int, views: dict[str, Tensor]) -> Any:
-    """As `weights`, over the trained tensors' views; empty tensors for the frozen."""
+    """The gradients of unit u, in the type of `weights`, over views of its trained tensors; empty where frozen."""
     return weights(cfg, u, {name: EMPTY for group in shapes.frozen_groups(cfg, u) for name, _ in group} | views)
 
 
 def weights(cfg: ModelConfig, u: int, views: dict[str, Tensor], own: range | None = None) -> Any:
-    """Unit u's EmbedWeights, HeadWeights or BlockWeights, or gradients, over `views`, name -> tensor.
+    """EmbedWeights, HeadWeights or BlockWeights of unit u, or its gradients, over `views`, name -> tensor.
 
-    Groups (shapes.py) must be neighbours in memory. `own`: the experts of a slice (narrow.slices).
+    Tensors of a group (shapes.weight_groups) must be neighbours in memory. `own`: the experts of a slice, where the
+    unit has `slices` (narrow.py).
     """
     layer = shapes.layer(cfg, u)
     cfg, what = shapes.seen(cfg, shapes.kind(cfg, u))
@@ -116,7 +121,10 @@ def weights(cfg: ModelConfig, u: int, views: dict[str, Tensor], own: range | Non
 
 
 def make_codes(cfg: ModelConfig, u: int, views: dict[str, Tensor], out: dict[str, Tensor], backward: bool) -> None:
-    """Fills `out`, views of narrow.made_groups, for a pass over unit u: matrices decoded, codes of matmuls in fp8."""
+    """Fills `out`, views of narrow.made_groups, before a pass over unit u: decoded matrices, and codes for fp8.
+
+    `views` are the unit's stored tensors; `backward` says which pass, and so in which orders codes are read.
+    """
     packed = [name for group in narrow.packed_groups(cfg, u) for name, _ in group]
     for name in (name for name in packed if name in out):
         assert cfg.packing is not None

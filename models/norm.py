@@ -20,7 +20,7 @@ class Norm(NamedTuple):
 
     @property
     def copies(self) -> bool:
-        """Whether `norm` fills `copy`: only RMSNorm does."""
+        """Whether `norm` can copy its input, which only the kernel of RMSNorm does."""
         return self.bias is None
 
     @property
@@ -30,14 +30,14 @@ class Norm(NamedTuple):
 
 
 class Stats(NamedTuple):
-    """Statistics by token, for backward."""
+    """Statistics of each token, for backward."""
 
     rstd: Tensor  # (N,) fp32
     mean: Tensor | None = None  # LayerNorm: (N,) fp32
 
 
 def norm(x: Tensor, w: Norm | None, eps: float, copy: Tensor | None = None) -> tuple[Tensor, Stats | None]:
-    """(y (N, D), statistics); x itself without a norm. RMSNorm fills `copy` with x."""
+    """(normed x (N, D), statistics), or (x, None) without a norm. RMSNorm copies x to `copy`, if given."""
     if w is None:
         return x, None
     if w.bias is None:
@@ -56,14 +56,16 @@ def norm_for(
     forward: bool = True,
     backward: bool = False,
 ) -> tuple[Operand, Stats | None]:
-    """As norm, with y as `layer` reads it in forward, or for its weight's gradient: codes, where it takes codes alone.
+    """As norm, with the result in the form in which `layer` reads it: as codes if it takes_codes.
 
-    Not those of a LayerNorm, nor where x is copied.
+    Codes are in rows for `forward`, in columns for `backward` (the gradient of the layer's weight), both made at once;
+    for neither the result is not read. An RMSNorm that copies nothing writes codes alone; of others y is quantized.
     """
-    if w is None or w.bias is not None or copy is not None or not layer.takes_codes:
-        return norm(x, w, eps, copy)
-    codes, rstd = ops.rmsnorm_codes(x, w.factor, eps, forward, backward)
-    return codes, Stats(rstd)
+    if layer.takes_codes and w is not None and w.bias is None and copy is None:
+        codes, rstd = ops.rmsnorm_codes(x, w.factor, eps, forward, backward)
+        return codes, Stats(rstd)
+    y, stats = norm(x, w, eps, copy)
+    return ops.quantize(y, forward, backward) if layer.takes_codes and (forward or backward) else y, stats
 
 
 def norm_backward(
@@ -75,7 +77,7 @@ def norm_backward(
     dresidual: Tensor | None = None,
     out: Tensor | None = None,
 ) -> Tensor:
-    """Gradient of x, plus dresidual; adds the weights' to g."""
+    """The gradient of x (N, D), plus dresidual (N, D), in `out` if given; adds those of the weights to g."""
     if w is None or g is None or stats is None:
         return dy if dresidual is None else torch.add(dy, dresidual, out=out)
     if g.bias is None or w.bias is None or stats.mean is None:

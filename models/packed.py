@@ -1,6 +1,6 @@
-"""Packed matrices (models/families/packing.py): decoding, of experts in slices, and what no sound file holds.
+"""Packed matrices (models/families/packing.py): decoding and encoding, checks of their values, grouped GEMMs.
 
-Legend: E experts, P sorted rows (kernels/experts).
+Legend: E experts, P sorted rows (kernels/experts); M matrices of R x C numbers.
 """
 
 from __future__ import annotations
@@ -20,12 +20,13 @@ from trireme.models.families.packing import Packing, Part
 
 DTYPE = {"F32": torch.float32, "BF16": torch.bfloat16, "F16": torch.float16, "I32": torch.int32}  # others are bytes
 LARGEST_CODE = 448.0  # of E4M3
-LARGEST = {"e2m1": 125, "fp4": 125, "e4m3": 118, "nf4": 126, "int4": 123}  # powers of two: times the largest number
-LARGEST_FACTOR = 116  # as LARGEST, of scales of E4M3 scales of E2M1
+# Largest exponent of a scale, so that it times the largest number is finite, by code; of the scale of E4M3 scales.
+LARGEST = {"e2m1": 125, "fp4": 125, "e4m3": 118, "nf4": 126, "int4": 123}
+LARGEST_FACTOR = 116
 
 
 def decode(packing: Packing, parts: Sequence[Tensor], out: Tensor) -> None:
-    """Fills out, one or several matrices, by their parts."""
+    """Decodes one or several matrices into `out`, given their parts in the order of packing.parts."""
     codes, scales = parts[:2]
     more, groups = (parts[i] if len(parts) > i else None for i in (2, 3))
     flat = lambda t, like: t.view(-1, *like.shape[-2:])
@@ -53,7 +54,7 @@ def decode(packing: Packing, parts: Sequence[Tensor], out: Tensor) -> None:
 def decoded(
     packing: Packing, parts: Sequence[tuple[np.ndarray, str, tuple[int, ...]]], shape: tuple[int, ...], dtype: str
 ) -> np.ndarray:
-    """A matrix, flat, in F32, or BF16 as bits. `parts`: their bytes, dtypes and shapes."""
+    """A decoded matrix of this shape, flat, in dtype F32, or BF16 as uint16. `parts`: bytes, dtype, shape of each."""
     out = torch.empty(shape, dtype=DTYPE[dtype])
     decode(
         packing, [torch.from_numpy(raw).view(DTYPE.get(kind, torch.uint8)).view(own) for raw, kind, own in parts], out
@@ -63,8 +64,9 @@ def decoded(
 
 
 def encode(packing: Packing, values: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
-    """(codes, scales), flat, of fp32 values, a matrix or several (M, R, C): as bitsandbytes' NF4, transformers' fp8,
-    MXFP4 of OCP Microscaling Formats 1.0.
+    """(codes, scales), flat, of fp32 values, one matrix (R, C) or several (M, R, C).
+
+    As bitsandbytes writes NF4, as transformers writes fp8 in blocks, and MXFP4 of OCP Microscaling Formats 1.0.
     """
     x = torch.from_numpy(values)
     x = x.view(-1, *x.shape[-2:])
@@ -85,8 +87,10 @@ def encode(packing: Packing, values: np.ndarray) -> tuple[np.ndarray, np.ndarray
 
 
 def _in_mxfp4(x: Tensor, group: int) -> tuple[np.ndarray, np.ndarray]:
-    """As `encode` (section 6.3): a group's power of two is that of its largest value over that of 6; to nearest even,
-    larger ones to 6.
+    """As `encode`, by section 6.3 of OCP Microscaling Formats 1.0, groups of `group` columns.
+
+    The exponent of a group's scale is that of its largest magnitude less that of 6, the largest E2M1 number. Numbers
+    are rounded to nearest even, larger ones to 6.
     """
     groups = x.unflatten(2, (-1, group))  # (M, R, G, group)
     most = groups.abs().amax(3, keepdim=True)
@@ -101,7 +105,7 @@ def _in_mxfp4(x: Tensor, group: int) -> tuple[np.ndarray, np.ndarray]:
 
 
 def damage(packing: Packing, part: Part, values: np.ndarray) -> str:
-    """What is wrong with some of a part's values, bf16 as bits; "" for nothing."""
+    """What is wrong with values of a part that no sound file has, bf16 as uint16; "" if nothing is."""
     index = packing.parts.index(part)
     e4m3 = (packing.code, index, len(packing.parts)) in (("e4m3", 0, 2), ("fp4", 1, 3))
     if e4m3 or index == 0:
@@ -135,7 +139,7 @@ def _damage_of_third(packing: Packing, values: np.ndarray) -> str:
 
 
 class Sliced(NamedTuple):
-    """Frozen matrices of a layer's experts, which stay packed on the GPU."""
+    """Frozen matrices of a layer's experts, which stay packed on the GPU and are decoded some at a time."""
 
     packing: Packing
     parts: tuple[Tensor, ...]  # of all experts, by expert
@@ -157,10 +161,10 @@ def grouped_mm(
     back: bool = False,
     fp8: bool = False,
 ) -> Tensor:
-    """As ops.grouped_mm; `back`: by the transposed matrices. A slice of packed experts is decoded at a time.
+    """As ops.grouped_mm, with `back` by the transposed matrices. Of Sliced, w.at_once experts are decoded at a time.
 
-    `fp8`: each row and each expert's matrix is quantized by its own largest value. A sorted row is multiplied by the
-    matrix of its own expert alone: where the experts are cut changes no bit.
+    With `fp8` each row and each expert's matrix is quantized by its own largest value. A sorted row is multiplied by
+    the matrix of its own expert alone, so results do not depend on how experts are divided.
     """
     codes = ops.quantize_rows(x) if fp8 else None
     if isinstance(w, Tensor):
@@ -188,7 +192,7 @@ def _grouped_mm(
     out: Tensor | None,
     bias: Tensor | None,
 ) -> Tensor:
-    """`codes`: of x with their scales, in fp8."""
+    """As ops.grouped_mm, in fp8 if `codes` of x (quantize_rows) are given."""
     if codes is None:
         return ops.grouped_mm(x, w, order, k, out, bias)
     out = x.new_empty((len(order.pair), w.shape[2])) if out is None else out
@@ -197,6 +201,6 @@ def _grouped_mm(
 
 
 def _of(part: Tensor, a: int, b: int, experts: int) -> Tensor:
-    """Of experts a to b; gate and up may be matrices of their own."""
+    """The rows of a part that belong to experts [a, b); an expert may have several, as gate and up do."""
     each = len(part) // experts
     return part[a * each : b * each]

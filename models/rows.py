@@ -1,4 +1,7 @@
-"""A micro-batch's packed tokens: documents, positions, rotation tables; what a pass over a layer is given."""
+"""A micro-batch's packed tokens: documents, positions, rotation tables; the arguments of a pass over a layer.
+
+Legend: N packed tokens, P positions, E experts, k of them for each token, D width.
+"""
 
 from __future__ import annotations
 
@@ -16,7 +19,7 @@ from trireme.models.lora import Dropout, part_key
 
 
 class Table(NamedTuple):
-    """Rotation by position, one object for the whole run."""
+    """Angles of a rotation by position; made once and used for the whole run."""
 
     cos: Tensor  # (P, r/2) fp32, P >= longest document, r rotated features
     sin: Tensor
@@ -31,20 +34,21 @@ class Tables(NamedTuple):
 
 
 class Load(NamedTuple):
-    """Tokens of each expert over a step, and a loss that evens them out (Fedus et al. 2022, arXiv:2101.03961).
+    """The tokens of each expert in a step, and a loss that balances them (Fedus et al. 2022, arXiv:2101.03961).
 
-    weight * E * <f, P>: f the chosen, P the softmax of the logits, means over layers and tokens of the step.
-    Each GPU has one, of its own layers until `pool_`.
+    The loss is weight * E * <f, P> (section 2.2), where f (E,) is how often each expert is chosen and P (E,) the
+    softmax of the logits, both as means over layers and tokens of the step. Each GPU has its own Load, which counts the
+    layers of this GPU alone until `pool_`.
     """
 
     counts: Tensor  # (layers, E) int64; zero of dense layers
     scores: Tensor  # (layers, E) fp64, sums of the softmax where there is a weight: hosts add theirs in parts
     rows: int  # layers with experts times tokens of the step
     weight: float  # 0: no loss
-    counted: bool = True  # whether micro-batches are: not one that a host without any computes
+    counted: bool = True  # False for the micro-batch that a host without data computes
 
     def add(self, layer: int, order: ops.Order, logits: Tensor) -> None:
-        """A micro-batch in forward; logits (N, E)."""
+        """Counts a micro-batch of a layer, in forward; logits (N, E)."""
         if not self.counted:
             return
         self.counts[layer] += order.starts[1:] - order.starts[:-1]
@@ -56,24 +60,24 @@ class Load(NamedTuple):
         return self.counts.to("cpu", copy=True), self.scores.to("cpu", copy=True)
 
     def pool_(self, every: Sequence[tuple[Tensor, Tensor]]) -> None:
-        """Makes it that of all, given `in_ram` of each: of GPUs, a layer's are zero on all but one."""
+        """Replaces counts and scores by their sums over all GPUs or hosts, given `in_ram` of each."""
         for own, of_all in zip((self.counts, self.scores), zip(*every, strict=True), strict=True):
             own.copy_(torch.stack(of_all).sum(0))
 
     def balance(self) -> Tensor | None:
-        """(E,) fp32, the gradient of the loss by a token's softmax, when forward is over on all GPUs and hosts."""
+        """The gradient (E,) fp32 of the loss by a token's softmax; valid after forward has ended on all GPUs, hosts."""
         if not (self.weight and self.counted):
             return None
         return self.counts.sum(0).float() * (self.weight * self.counts.shape[1] / self.rows**2)
 
     def loss(self) -> float:
-        """Without the weight: k where the load is even."""
+        """The loss without its weight: k where the load is balanced."""
         chosen, scores = (t.double().sum(0) / self.rows for t in (self.counts, self.scores))
         return float(self.counts.shape[1] * (chosen @ scores))
 
 
 def make_load(cfg: ModelConfig, tokens: int, weight: float, device: torch.device | str) -> Load | None:
-    """Of a step of so many tokens; None without experts."""
+    """An empty Load for a step of so many tokens; None without experts."""
     if cfg.experts is None:
         return None
     shape = (cfg.n_layers, cfg.experts.count)
@@ -82,22 +86,22 @@ def make_load(cfg: ModelConfig, tokens: int, weight: float, device: torch.device
 
 
 class Noise(NamedTuple):
-    """NEFTune's noise on embeddings, of a step in training (Jain et al. 2023, arXiv:2310.05914)."""
+    """NEFTune's noise on the embeddings of a training step (Jain et al. 2023, arXiv:2310.05914)."""
 
     scale: Tensor  # (N,) fp32: alpha / sqrt(tokens of the document * D)
-    key: int  # of the seed and the step
-    first: int  # tokens of the step before this micro-batch: how a step is cut changes nothing
+    key: int  # a hash of the seed and the step
+    first: int  # tokens of the step before this micro-batch, so that noise does not depend on how a step is divided
 
 
 def neftune(cfg: ModelConfig, lengths: Sequence[int], alpha: float, key: int, first: int) -> Noise:
-    """In RAM, for documents of these lengths. A factor of embeddings outside of their module applies to noise too."""
+    """Noise for documents of these lengths, in RAM; times cfg.embed_scale unless the embedding's module includes it."""
     factor = alpha if cfg.family.embed_root else alpha * cfg.embed_scale
     n = torch.tensor(lengths, dtype=torch.int64)
     return Noise(torch.repeat_interleave((factor / (n * cfg.width).double().sqrt()).float(), n), key, first)
 
 
 class Rows(NamedTuple):
-    """N packed tokens."""
+    """N packed tokens of a micro-batch."""
 
     docs: ops.Docs
     tables: Tables
@@ -106,14 +110,14 @@ class Rows(NamedTuple):
     dropout: Dropout | None = None  # likewise, of adapters
 
     def in_layer(self, layer: int) -> Rows:
-        """With dropout of a layer's own."""
+        """These rows with dropout masks of this layer's own."""
         if self.dropout is None:
             return self
         return self._replace(dropout=self.dropout._replace(key=self.dropout.key ^ part_key(f"layer {layer}")))
 
 
 class Pass(NamedTuple):
-    """A layer's forward or backward: what all its parts are given."""
+    """The arguments that all parts of a layer's forward or backward share."""
 
     cfg: ModelConfig  # as the layer sees it
     layer: int
@@ -122,7 +126,7 @@ class Pass(NamedTuple):
 
     @property
     def tables(self) -> tuple[Table | None, Table | None]:
-        """Of queries and keys; None without rope."""
+        """The tables of queries and of keys; None in a layer without rope."""
         rope, local, query, _ = self.rows.tables
         if self.layer in self.cfg.unrotated:
             return None, None
@@ -131,19 +135,19 @@ class Pass(NamedTuple):
 
 
 def rotate_(heads_: Tensor, table: Table | None, rows: Rows, inverse: bool = False) -> None:
-    """Rotates as many features of heads_ (N, heads, d) as the table has."""
+    """Rotates the first features of heads_ (N, heads, d), as many as the table has; none without a table."""
     if table is not None:
         turned = heads_[..., : 2 * table.cos.shape[1]]
         ops.rope_(turned, table.cos, table.sin, rows.docs.positions, inverse, table.pairs)
 
 
 def make_rows(lengths: Sequence[int], tables: Tables, device: torch.device | str) -> Rows:
-    """Rows of documents of these lengths."""
+    """Rows of packed documents of these lengths (tokens)."""
     return Rows(ops.make_docs(lengths, device), tables)
 
 
 def rope_tables(cfg: ModelConfig, length: int, device: torch.device | str) -> Tables:
-    """Tables for positions below `length`, made once a run: longrope chooses by length."""
+    """Tables for positions below `length`, made once for a run, since longrope chooses frequencies by length."""
 
     def table(rope: Rope | None, by: Tensor | float = 1.0) -> Table | None:
         if rope is None:
@@ -163,13 +167,13 @@ def rope_tables(cfg: ModelConfig, length: int, device: torch.device | str) -> Ta
 
 
 def _query_scale(rope: Rope, length: int) -> Tensor:
-    """(length, 1) fp32: Llama 4's factor of queries far into a document."""
+    """Llama 4's factor of queries by position, (length, 1) fp32: it grows with the position in the document."""
     turns = torch.floor(torch.arange(length) / rope.original_positions)
     return (1 + rope.query_beta * torch.log(1 + turns))[:, None]
 
 
 def _inv_freq(rope: Rope, width: int, length: int) -> Tensor:
-    """(width/2,) fp32: each feature pair's angle per position."""
+    """The angle per position of each pair of features, (width/2,) fp32, by the kind of rope."""
     freq = rope.theta ** (torch.arange(0, width, 2, dtype=torch.float32) / width)
     if rope.kind == "linear":
         return 1.0 / freq / rope.factor
@@ -184,7 +188,10 @@ def _inv_freq(rope: Rope, width: int, length: int) -> Tensor:
 
 
 def _yarn(freq: Tensor, rope: Rope) -> Tensor:
-    """YaRN (Peng et al. 2023): features of few turns in the original context are stretched, others kept."""
+    """YaRN (Peng et al. 2023, arXiv:2309.00071, section 3.2), given theta^(2i/d).
+
+    Features with few turns in the original context are interpolated by `factor`, those with many are kept.
+    """
     width = 2 * len(freq)
 
     def feature(turns: float) -> float:
@@ -200,7 +207,7 @@ def _yarn(freq: Tensor, rope: Rope) -> Tensor:
 
 
 def _llama3(inv_freq: Tensor, rope: Rope) -> Tensor:
-    """Llama 3.1: long wavelengths stretched by `factor`, short kept, between blended."""
+    """Llama 3.1: long wavelengths are stretched by `factor`, short ones are kept, those between are blended."""
     turns = rope.original_positions * inv_freq / (2 * math.pi)  # in the original context
     kept = (turns - rope.low_freq_factor) / (rope.high_freq_factor - rope.low_freq_factor)
     kept = kept.clamp(0, 1)

@@ -15,12 +15,22 @@ from torch import Tensor
 
 from trireme.kernels import ops
 from trireme.models.config import ModelConfig
-from trireme.models.linear import Linear, add_gradients_, add_matmul_, linear, linear_backward, trained, upstream
+from trireme.models.linear import (
+    Linear,
+    Operand,
+    add_gradients_,
+    add_matmul_,
+    linear,
+    linear_backward,
+    trained,
+    turned_alone,
+    upstream,
+)
 from trireme.models.rows import Pass
 
 
 class Weights(NamedTuple):
-    """Or their gradients: empty where a tensor is frozen."""
+    """Weights of the shared expert, or their gradients: empty where a tensor is frozen."""
 
     up: Linear  # (D, 2S), gate first, or (D, S)
     down: Linear  # (S, D)
@@ -28,7 +38,7 @@ class Weights(NamedTuple):
 
 
 def forward(p: Pass, w: Weights, x: Tensor, y: Tensor, out: Tensor) -> None:
-    """Fills out (N, D), which may be x, given the normalised y."""
+    """Fills out (N, D), which may be x, given x (N, D) and y = norm(x) (N, D)."""
     up = linear(y, w.up, p.saved.get("shared_up"))
     act = ops.relu2_fwd(up) if p.cfg.relu2 else ops.swiglu_fwd(up)
     del up  # workspace._block_workspace
@@ -37,7 +47,10 @@ def forward(p: Pass, w: Weights, x: Tensor, y: Tensor, out: Tensor) -> None:
 
 def backward(p: Pass, w: Weights, g: Weights, y: Tensor, dy: Tensor, d_norm_: Tensor) -> None:
     """Adds the gradient of y to d_norm_ and those of the weights to g, given dy (N, D)."""
-    up = p.saved["shared_up"] if "shared_up" in p.saved else linear(y, w.up)
+    again = "shared_up" not in p.saved
+    read: Operand = ops.quantize(y, columns=trained(g.up.weight)) if again and w.up.takes_codes else y
+    up = linear(read, w.up, dtype=y.dtype) if again else p.saved["shared_up"]
+    read = turned_alone(read)
     s = _weights(p.cfg, w, y)
     d_down = upstream(dy, w.down, g.down)
     activation = ops.routed_relu2_bwd if p.cfg.relu2 else ops.routed_swiglu_bwd
@@ -47,7 +60,8 @@ def backward(p: Pass, w: Weights, g: Weights, y: Tensor, dy: Tensor, d_norm_: Te
     del act, d_down  # workspace._block_workspace
     d_up = upstream(dup, w.up, g.up)
     del dup  # workspace._block_workspace
-    add_gradients_(g.up, w.up, y, d_up)
+    add_gradients_(g.up, w.up, read, d_up)
+    del read  # workspace._expert_moments
     if w.gate is not None and g.gate is not None:
         d_gate = (ds * s * (1 - s)).to(y.dtype)
         if trained(g.gate):
@@ -57,13 +71,13 @@ def backward(p: Pass, w: Weights, g: Weights, y: Tensor, dy: Tensor, d_norm_: Te
 
 
 def _weights(cfg: ModelConfig, w: Weights, y: Tensor) -> Tensor:
-    """(N, 1) fp32."""
+    """The weight s of each token, (N, 1) fp32."""
     if w.gate is None:
         return torch.full((len(y), 1), cfg.branch_scale, dtype=torch.float32, device=y.device)
     return torch.sigmoid(torch.mm(y, w.gate.T).float())
 
 
 def _each(x: Tensor) -> ops.Order:
-    """The order of rows that are not sorted."""
+    """An Order of rows that are in the order of their tokens, one each."""
     rows = torch.arange(len(x), dtype=torch.int32, device=x.device)
     return ops.Order(rows, rows, rows[:0])

@@ -13,8 +13,8 @@ import torch
 KIB = 1 << 10
 SHARED = {80: 163, 87: 163, 90: 227, 100: 227, 103: 227}  # KiB of a program, by compute capability
 USUAL = 99  # of every other chip since Ampere, RTX 30 to 50 among them
-OWN = KIB  # bytes of shared memory that a program takes besides its own
-REGISTERS, ROUNDED = 1 << 16, 8  # of a multiprocessor; a thread's are rounded up to
+OWN = KIB  # bytes of shared memory that the driver takes for each program
+REGISTERS, ROUNDED = 1 << 16, 8  # of a multiprocessor; a thread has a multiple of ROUNDED
 WARPS = {80: 64, 87: 48, 90: 64, 100: 64, 103: 64}  # of a multiprocessor; else 48
 L2 = 50 << 20  # of an H100
 
@@ -31,11 +31,11 @@ class Chip(NamedTuple):
 
     @property
     def large(self) -> bool:
-        """Hopper and B200: launches for them are measured."""
+        """Whether it is Hopper or B200: launches were measured on Hopper, and B200 has as much shared memory."""
         return self.shared > 200 * KIB
 
     def programs(self, warps: int, registers: int, shared: int) -> int:
-        """That run on a multiprocessor at once, of so many warps, registers of a thread, bytes of shared memory."""
+        """Programs that a multiprocessor runs at once, given warps, registers of a thread, bytes of shared memory."""
         each = 32 * warps * -(-registers // ROUNDED) * ROUNDED
         room = self.shared + OWN
         return min(REGISTERS // each, room // (shared + OWN), WARPS.get(self.arch, 48) // warps)

@@ -1,6 +1,7 @@
-"""Tiles of launches, and which of them suits a chip that was never measured: by its registers and shared memory.
+"""Tiles of launches, and the choice of one for a chip that was never measured, by its registers and shared memory.
 
-Each tile has what the compiler says that it takes: a test compiles them (tests/kernels/chips/test_launch.py).
+The registers and shared memory of each tile are what the compiler reports; a test compiles those that are chosen
+(tests/kernels/chips/test_launch.py).
 """
 
 from __future__ import annotations
@@ -21,7 +22,11 @@ class Tile(NamedTuple):
 
 
 class Grouped(NamedTuple):
-    """A grouped GEMM's launch: rows of a tile, columns of its two widths, warps, stages of the software pipeline."""
+    """A grouped GEMM's launch, with warps and stages of the software pipeline.
+
+    Of a product: a tile of the result has `rows` by `b`, and `a` is the depth of a step. Of a matrix's gradient: a tile
+    has `a` by `b`, and `rows` is the depth of a step.
+    """
 
     rows: int
     a: int
@@ -31,7 +36,7 @@ class Grouped(NamedTuple):
 
 
 class Known(NamedTuple):
-    """A launch in bf16 by Triton 3.9 for sm_89, without spills: what it owns and walks over, and what it takes."""
+    """A launch in bf16, compiled by Triton 3.9 for sm_89 without spills, and what it takes."""
 
     tile: Tile | Grouped
     own: int  # rows of the tile that it writes
@@ -41,7 +46,7 @@ class Known(NamedTuple):
 
 
 def _attention(own: str, *found: tuple[int, int, int, int, int, int]) -> tuple[Known, ...]:
-    """(queries, keys, warps, stages, registers, shared) each."""
+    """Launches of attention; each of `found`: queries, keys, warps, stages, registers, bytes of shared memory."""
     known = []
     for q, k, warps, stages, registers, shared in found:
         rows = (q, k) if own == "q" else (k, q)

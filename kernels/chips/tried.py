@@ -7,8 +7,8 @@ from collections.abc import Mapping, Sequence
 from trireme.kernels.chips.chip import Chip
 from trireme.kernels.chips.tiles import KNOWN
 
-# What check --tune tries where shared memory is large, and on every chip; the sums of a tile that is written keep their
-# order where its depth, the keys of fwd and dq, and the queries of dkv stay.
+# LARGE: what check --tune tries where shared memory is large; ALL: on every chip. Settings with the same depth of a
+# step have the same order of sums: in attention the depth is the keys of fwd and dq, the queries of dkv.
 LARGE: dict[str, tuple[tuple[int, ...], ...]] = {
     "attention_fwd 64": ((128, 64, 8, 3), (128, 64, 8, 2), (128, 64, 4, 3), (64, 64, 4, 3), (128, 128, 8, 2)),
     "attention_fwd 128": ((128, 64, 8, 3), (128, 64, 8, 2), (128, 128, 8, 2), (64, 64, 4, 3)),
@@ -39,7 +39,7 @@ ALL: dict[str, tuple[tuple[int, ...], ...]] = {
 
 
 def tried(here: Chip) -> dict[str, tuple[tuple[int, ...], ...]]:
-    """The settings that check --tune tries on a chip, by name; those of kernels that it does not have are missing."""
+    """The settings that check --tune tries on a chip, by name of the launch; without launches that it does not use."""
     if here.large:
         found = dict(LARGE)
     else:

@@ -1,7 +1,7 @@
 """Gradients of the experts' weights: grouped GEMMs over each expert's rows, added to the sum of earlier micro-batches.
 
-A tile of a gradient belongs to one program, which adds its expert's rows in order: no atomics, and every sum has one
-order. Legend: matmuls.py.
+A tile of a gradient belongs to one program, which adds its expert's rows in order. So there are no atomics, and every
+sum has one order. Legend: matmuls.py.
 """
 
 from __future__ import annotations
@@ -62,7 +62,7 @@ def _grouped_add(
 
 
 def grouped_add_(dw_: Tensor, a: Tensor, b: Tensor, order: Order, k_a: int = 0, k_b: int = 0) -> None:
-    """As reference.grouped_add_: a, b contiguous, dw_ (E, A, B) or a view of (E, B, A), contiguous."""
+    """As reference.grouped_add_. a and b are contiguous, as is dw_ (E, A, B) or the (E, B, A) that it is a view of."""
     if not dw_.is_contiguous():
         dw_, a, b, k_a, k_b = dw_.transpose(1, 2), b, a, k_b, k_a
     (P,), (E, A, B) = order.pair.shape, dw_.shape

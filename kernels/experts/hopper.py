@@ -1,9 +1,10 @@
 """Gradients of the experts' weights for Hopper, in Gluon: the algorithm of gradients.py with explicit waits.
 
-Triton copies rows that it must look up into one buffer and waits; here they are copied into ring buffers of STAGES
-slots, looked up a step ahead, and a slot is refilled during the next matrix multiplication. Where the sums are fp32, a
-tile is written to shared memory and the copy engine adds it to the sum (cp.reduce.async.bulk.tensor): no thread reads
-the sum, and values are added and rounded as a thread would. Subnormal sums become zero. Legend: matmuls.py.
+Triton copies rows whose numbers are looked up (find_rows) into a single buffer and waits for them. Here they are copied
+into ring buffers of STAGES slots: rows are looked up one step ahead, and a slot is filled again during the next matrix
+multiplication. Where the sums are fp32, a tile is written to shared memory and the copy engine adds it to the sum in
+global memory (cp.reduce.async.bulk.tensor), which no thread reads. Values are added and rounded as by a thread, but
+subnormal sums become zero. Legend: matmuls.py.
 """
 
 from __future__ import annotations
@@ -27,7 +28,7 @@ from trireme.kernels.launcher import await_previous, launcher
 
 THREADS = Grouped(64, 128, 256, 8, 3)  # stages are slots of the ring buffers
 COPY_ENGINE = Grouped(32, 128, 128, 4, 4)  # three programs on a multiprocessor: one adds while others multiply
-LARGE = 1 << 25  # elements of an expert's matrix, from which threads add as fast
+LARGE = 1 << 25  # elements of an expert's matrix from which on addition by threads is as fast
 
 
 @builtin
@@ -40,7 +41,7 @@ def _reduce_add(target, coord, tile, _semantic=None):
 @gluon.jit
 def _rows_copy(ahead, slot, a_ring, b_ring, p_a, p_b, p_pair, stop, o_ra, o_rb, m_a, m_b, A: gl.constexpr,
                B: gl.constexpr, CHOSEN_A: gl.constexpr, CHOSEN_B: gl.constexpr, ROWS: gl.constexpr):  # fmt: skip
-    """Starts the copies of the step `ahead`, its rows looked up; returns the next."""
+    """Starts the copies of the step `ahead`, (first row, row numbers of a, of b); returns the next step, looked up."""
     i_row, b_ra, b_rb = ahead
     if i_row < stop:
         copy_async(a_ring.index(slot), p_a + b_ra[:, None] * A, (i_row + o_ra < stop)[:, None] & m_a)
@@ -136,18 +137,18 @@ def add_kernel(
 
 
 def suits(device: torch.device, dtype: torch.dtype, A: int, B: int) -> bool:
-    """Whether the kernel takes rows of these widths: 16-byte aligned."""
+    """Whether the kernel takes rows of A and B values: on sm_90 in bf16, each row aligned to 16 bytes."""
     return launch.chip(device).arch == 90 and dtype == torch.bfloat16 and A % 8 == 0 and B % 8 == 0
 
 
 def reduces(dw_: Tensor) -> bool:
-    """Whether the copy engine adds to dw_ (E, A, B); bf16 sums are rounded once, which it would do twice."""
+    """Whether the copy engine adds to dw_ (E, A, B): to fp32 alone, as it would round sums in bf16 twice."""
     _, A, B = dw_.shape
     return dw_.dtype == torch.float32 and min(A, B) >= 128 and A * B < LARGE and dw_.data_ptr() % 16 == 0
 
 
 def add_(dw_: Tensor, a: Tensor, b: Tensor, order: Order, k_a: int, k_b: int, reduce: bool) -> None:
-    """As reference.grouped_add_, all contiguous; with `reduce` the copy engine adds."""
+    """As reference.grouped_add_; all tensors are contiguous. With `reduce` the copy engine adds, otherwise threads."""
     E, A, B = dw_.shape
     t = COPY_ENGINE if reduce else THREADS
     layout = gl.NVMMASharedLayout(128, 32, rank=3)

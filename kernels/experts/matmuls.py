@@ -1,8 +1,8 @@
 """Grouped GEMMs: rows sorted by expert, each multiplied by its expert's weights.
 
-A program finds the expert and the rows of its tile from the experts' first rows, which the host never reads: there are
-as many programs as any sizes of groups may need.
-In fp8 the sums of codes are multiplied by the scales of their row and expert.
+A program finds the expert and the rows of its tile from the experts' first rows (Order.starts), which the CPU never
+reads. So the grid has as many programs as any distribution of the rows may need; those without a tile return at once.
+In fp8 the sums of products of codes are multiplied by the scales of their row and expert.
 Legend: E experts, N tokens, P sorted rows, A width that is summed over, B width of the result, CHOSEN rows of a token.
 """
 
@@ -20,12 +20,12 @@ from trireme.kernels.launch import cdiv, power2
 from trireme.kernels.launcher import await_previous, launcher
 
 LIBRARY = 90, 100  # chips on which torch._grouped_mm is a kernel; elsewhere it loops over experts on the host
-TOGETHER = tl.constexpr(8)  # rows of tiles that go through all columns: what they share stays in L2
+TOGETHER = tl.constexpr(8)  # rows of tiles that go through all columns together: what they share stays in L2
 
 
 @triton.jit
 def place_of(i, ROWS: tl.constexpr, COLUMNS: tl.constexpr):
-    """(row, column) of tile i of ROWS x COLUMNS."""
+    """(row, column) of the i-th tile of ROWS x COLUMNS: TOGETHER rows at a time, columns outermost among these."""
     first = i // (TOGETHER * COLUMNS) * TOGETHER
     rows = tl.minimum(ROWS - first, TOGETHER)
     i %= TOGETHER * COLUMNS
@@ -34,7 +34,7 @@ def place_of(i, ROWS: tl.constexpr, COLUMNS: tl.constexpr):
 
 @triton.jit
 def _find_tile(p_starts, i_tile, E: tl.constexpr, BLOCK_E: tl.constexpr, ROWS: tl.constexpr):
-    """(expert, first row, one behind the last row) of a tile of ROWS; where there is no such tile, expert >= E."""
+    """(expert, first row of a tile of ROWS, row behind the expert's last); expert >= E where there is no such tile."""
     o_e = tl.arange(0, BLOCK_E)
     b_start = tl.load(p_starts + o_e, o_e < E, 0)
     b_stop = tl.load(p_starts + o_e + 1, o_e < E, 0)
@@ -48,7 +48,7 @@ def _find_tile(p_starts, i_tile, E: tl.constexpr, BLOCK_E: tl.constexpr, ROWS: t
 
 @triton.jit
 def find_rows(p_pair, o_row, m_row, CHOSEN: tl.constexpr):
-    """Rows of the operand, int64: the sorted rows themselves, or their tokens."""
+    """Row numbers of an operand, int64, for sorted rows o_row: the same, or with CHOSEN > 0 those of their tokens."""
     if CHOSEN > 0:
         o_row = tl.load(p_pair + o_row, m_row, 0) // CHOSEN
     return o_row.to(tl.int64)
@@ -121,10 +121,10 @@ def grouped_mm(
     bias: Tensor | None = None,
     scales: Scales | None = None,
 ) -> Tensor:
-    """As reference.grouped_mm: x contiguous, w (E, A, B) or a view of (E, B, A), contiguous.
+    """As reference.grouped_mm. x is contiguous, as is w (E, A, B) or the (E, B, A) that it is a view of.
 
-    A GEMM without a gather, bias or `out` is the library's where that is faster; both are bitwise identical.
-    With `scales` w is the view: tensor cores read codes along the width that is summed over.
+    A GEMM with k = 0 and without bias and `out` is left to torch._grouped_mm where by_library; both are bitwise
+    identical. With `scales` w must be the view, because tensor cores read codes along the width that is summed over.
     """
     (P,), (E, A, B) = order.pair.shape, w.shape
     assert x.shape == (P // k if k else P, A)
@@ -142,7 +142,7 @@ def grouped_mm(
     y = torch.empty((P, B), dtype=x.dtype, device=x.device) if out is None else out
     assert y.shape == (P, B)
     assert y.is_contiguous()
-    t = launch.grouped_mm(x.device, x.dtype)
+    t = launch.grouped_mm(x.device, x.dtype, E, B)
     tiles = cdiv(P // t.rows + min(E, P), TOGETHER.value) * TOGETHER.value  # no sizes of groups need more
     block_scaled = scales is not None and launch.chip(x.device).arch // 10 == 12
     _grouped_mm[(tiles * cdiv(B, t.b),)](
@@ -153,9 +153,9 @@ def grouped_mm(
 
 
 def by_library(x: Tensor, w: Tensor) -> bool:
-    """Whether torch._grouped_mm takes these: 16-byte aligned rows, fewer experts than threads of a program.
+    """Whether torch._grouped_mm computes x times w: in bf16, rows aligned to 16 bytes, at most 1,023 experts.
 
-    Matrices of adapters are too narrow to gain.
+    Narrow matrices, as those of adapters, gain nothing by it.
     """
     E, A, B = w.shape
     return (

@@ -1,7 +1,7 @@
 """Pairs (token, slot) sorted by expert on the GPU: a stable counting sort, without a transfer to the CPU.
 
-Each block of pairs counts its experts; each expert adds up its counts over the blocks; each pair's place is the first
-row of its expert, what earlier blocks have of it, and what the block has before it.
+Each block counts its pairs of each expert; each expert's counts are added up over the blocks. A pair's place is then
+the first row of its expert, plus the expert's pairs in earlier blocks, plus those before it in its own block.
 Legend: P pairs, E experts, BLOCK pairs of a program.
 """
 
@@ -22,7 +22,7 @@ BLOCK, SCAN = 64, 1024  # pairs of a program; blocks that an expert adds up at o
 @launcher
 @triton.jit(do_not_specialize=["P", "BLOCKS"])
 def _count(p_experts, p_counts, P, BLOCKS, E: tl.constexpr, BLOCK: tl.constexpr, BLOCK_E: tl.constexpr):
-    """counts (E, BLOCKS)."""
+    """Fills counts (E, BLOCKS): the pairs of each expert in each block."""
     await_previous()
     i_block = tl.program_id(0)
     o_p, o_e = i_block * BLOCK + tl.arange(0, BLOCK), tl.arange(0, BLOCK_E)
@@ -34,7 +34,7 @@ def _count(p_experts, p_counts, P, BLOCKS, E: tl.constexpr, BLOCK: tl.constexpr,
 @launcher
 @triton.jit(do_not_specialize=["BLOCKS"])
 def _scan(p_counts, p_totals, BLOCKS, SCAN: tl.constexpr):
-    """An expert's counts become sums of those before them; its total is in totals (E,)."""
+    """Replaces each expert's counts by the sums of those before them; stores its total in totals (E,)."""
     await_previous()
     i_e = tl.program_id(0)
     p_counts += i_e.to(tl.int64) * BLOCKS
@@ -83,7 +83,7 @@ def _place(
 
 
 def sort_pairs(experts: Tensor, n_experts: int) -> Order:
-    """As reference.sort_pairs, experts contiguous. Works in 4 E (P / 64 + 1) bytes."""
+    """As reference.sort_pairs, experts contiguous. Temporary memory: 4 E (P / 64 + 1) bytes."""
     P, device = experts.numel(), experts.device
     assert experts.dtype == torch.int32
     assert experts.is_contiguous()

@@ -1,7 +1,7 @@
 """Mixture-of-experts operations in plain torch, with the launchers' names and signatures: reference, and CPU path.
 
 Legend: N tokens, E experts, k chosen for each token, P = N k pairs (token, slot), numbered token * k + slot, D width.
-A token's slots are in ascending order of expert, so that sums over slots are. Sorted rows are pairs by expert.
+A token's slots are in ascending order of expert, so sums over slots are in this order. Sorted rows: pairs by expert.
 """
 
 from __future__ import annotations
@@ -17,10 +17,11 @@ from trireme.kernels.reference import upcast
 class Rule(NamedTuple):
     """How logits become k experts and their weights.
 
-    Scores are the softmax over all experts, or sigmoids. The weights are the scores of the chosen, divided by their sum
-    where `renormalise`, times `scale`. Softmax and renormalise is the softmax over the chosen.
-    Of several `groups` of experts with neighbouring numbers only the best `kept` are chosen from (DeepSeek-V2 and V3,
-    arXiv:2405.04434, 2412.19437), by the sum of a group's two best or, without `two`, by its best.
+    Scores are the softmax over all experts, or sigmoids. The weights are the scores of the chosen experts, divided by
+    their sum if `renormalise` (with softmax that is the softmax over the chosen), times `scale`.
+    With several `groups` of experts with neighbouring numbers, experts are chosen from the best `kept` groups only
+    (DeepSeek-V2 and V3, arXiv:2405.04434, 2412.19437). A group is rated by the sum of its two best scores, or without
+    `two` by its best.
     """
 
     k: int
@@ -33,7 +34,7 @@ class Rule(NamedTuple):
 
 
 class Order(NamedTuple):
-    """Pairs sorted by expert; equal ones in order of their numbers."""
+    """Pairs sorted by expert; pairs of one expert in the order of their numbers."""
 
     pair: Tensor  # (P,) int32, the pair of each sorted row
     row: Tensor  # (P,) int32, the sorted row of each pair
@@ -49,8 +50,9 @@ TINY = 1e-20  # added to a sum of sigmoids
 def route_fwd(logits: Tensor, rule: Rule, correction: Tensor | None = None) -> tuple[Tensor, Tensor]:
     """(weights (N, k) fp32, experts (N, k) int32, ascending) of logits (N, E).
 
-    The k largest logits are chosen, or with a correction (E,) fp32 the k largest of score + correction, in groups of
-    these, or of scores; of equal ones the lower index. NaN is chosen last, and makes the weights NaN.
+    Chosen are the k largest logits; with a correction (E,) fp32 the k largest of score + correction. With groups the
+    best groups, and in them the experts, are chosen by score + correction, or by score without one. Of equal values the
+    lower index is chosen. NaN is chosen last, and makes the weights NaN.
     """
     x = upcast(logits)
     score = torch.sigmoid(x) if rule.sigmoid else torch.softmax(x, -1)
@@ -64,7 +66,7 @@ def route_fwd(logits: Tensor, rule: Rule, correction: Tensor | None = None) -> t
 def route_bwd(dweights: Tensor, logits: Tensor, experts: Tensor, rule: Rule, balance: Tensor | None = None) -> Tensor:
     """The gradient (N, E) of the logits, given that of the weights (N, k) fp32.
 
-    `balance` (E,) fp32: also that of sum(softmax(logits) * balance), the load-balancing loss.
+    With `balance` (E,) fp32 the gradient of sum(softmax(logits) * balance), a load-balancing loss, is added.
     """
     x, picked = upcast(logits), experts.long()
     chosen = _chosen(picked, x)
@@ -97,7 +99,7 @@ def _chosen(experts: Tensor, x: Tensor) -> Tensor:
 
 
 def _scores(x: Tensor, rule: Rule, chosen: Tensor) -> Tensor:
-    """Weights (N, E) by expert, right where `chosen`; with `renormalise` zero elsewhere."""
+    """Weights (N, E) by expert. Only those of the chosen count; softmax with `renormalise` has zeros elsewhere."""
     if not rule.sigmoid:
         return torch.softmax(torch.where(chosen, x, float("-inf")) if rule.renormalise else x, -1) * rule.scale
     s = torch.sigmoid(x)
@@ -131,9 +133,9 @@ def grouped_mm(
 ) -> Tensor:
     """y (P, B), or `out` filled: each sorted row of x (P, A) times its expert's matrix of w (E, A, B), plus its bias.
 
-    With k > 0 x is (N, A), and a sorted row is that of its token. w may be a transposed view; bias (E, B).
+    With k > 0 x is (N, A), and a sorted row is the row of its token. w may be a transposed view; bias (E, B).
     With `scales` x and w are codes in E4M3 (fp8/reference.py): products of codes are summed in fp32, then multiplied by
-    the scales of their row and expert; `out` is given.
+    the scales of their row and expert. `out` must be given then.
     """
     y = torch.empty((len(order.pair), w.shape[2]), dtype=x.dtype, device=x.device) if out is None else out
     if scales is not None:
@@ -150,9 +152,10 @@ def grouped_mm(
 
 
 def grouped_add_(dw_: Tensor, a: Tensor, b: Tensor, order: Order, k_a: int = 0, k_b: int = 0) -> None:
-    """dw_ (E, A, B) += a.T @ b over each expert's rows of a (P, A), b (P, B); with k_a or k_b > 0 (N, .) by token.
+    """Adds a.T @ b over each expert's sorted rows of a (P, A) and b (P, B) to dw_ (E, A, B).
 
-    Experts without rows are not touched. dw_ may be a transposed view, in the dtype of a and b or in fp32.
+    With k_a > 0 a is (N, A), and a sorted row is the row of its token; likewise b with k_b > 0. Experts without rows
+    are not touched. dw_ may be a transposed view, in the dtype of a and b or in fp32.
     """
     for e, rows in _groups(order):
         x, y = _rows(a, order, rows, k_a), _rows(b, order, rows, k_b)
@@ -185,10 +188,11 @@ def combine(
     carry: Tensor | None = None,
     among: Tensor | None = None,
 ) -> Tensor:
-    """(N, D), or `out` filled: the sum over the slots of a token, ascending, of weights (N, k) fp32 (or 1) times rows.
+    """For each token the sum over its slots, in order, of weights (N, k) fp32 (None: 1) times rows (P, D).
 
-    `residual` (N, D), which may be `out`, is added last; rounded once. Sums in parts: `among` (n + 1,) int32, starts of
-    n experts that follow each other, adds their rows alone, to `carry` (N, D) fp32, which may be `out`.
+    (N, D), in `out` if given. `residual` (N, D), which may be `out`, is added last; the sum is rounded once. A sum can
+    be computed in parts: with `among` (n + 1,) int32, the first rows of n neighbouring experts, only their rows are
+    added, to `carry` (N, D) fp32, which may be `out`.
     """
     picked = upcast(rows)[order.row.long()].view(-1, k, rows.shape[1])
     total = torch.zeros_like(picked[:, 0]) if carry is None else carry.to(picked.dtype, copy=True)
@@ -206,13 +210,16 @@ ALPHA = 1.702  # of the clamped SwiGLU
 
 
 def clamped_swiglu_fwd(gate_up: Tensor, limit: float) -> Tensor:
-    """(up + 1) gate sigmoid(1.702 gate), gate and up (N, 2F) interleaved; gate at most `limit`, up within +-limit."""
+    """(up + 1) * gate * sigmoid(1.702 gate), (N, F), as in gpt-oss, of interleaved gate and up (N, 2F).
+
+    gate is clamped to at most `limit`, up to within +-limit.
+    """
     value, _, _, up = _glu(gate_up, limit)
     return (value * up).to(gate_up.dtype)
 
 
 def _glu(gate_up: Tensor, limit: float) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-    """(activation of the gate, its slope, slope of up, what multiplies the activation)."""
+    """(activation of the gate, its derivative, derivative by up of the last, which multiplies the activation)."""
     if not limit:
         gate, up = upcast(gate_up).chunk(2, -1)
         s = torch.sigmoid(gate)

@@ -1,7 +1,7 @@
 """Routing: the k experts of each token with their weights, and the gradient of the router's logits.
 
-    score = softmax(l) or sigmoid(l);  w = scale * score, divided by the sum over the chosen where so ruled
-    softmax:              dl = p (dw - <p, dw> / scale), p = w; over the chosen where renormalised
+    score = softmax(l) or sigmoid(l);  w = scale * score, with Rule.renormalise divided by the sum over the chosen
+    softmax:              dl = p (dw - <p, dw> / scale), p = w; if renormalised, of the chosen alone
     sigmoid:              dl = scale s (1 - s) dw
     sigmoid, renormalised: dl = scale s (1 - s) (dw - <s, dw> / S) / S,  S the sum of s over the chosen
 
@@ -55,7 +55,7 @@ def _scores(b_x, b_chosen, SIGMOID: tl.constexpr, RENORMALISE: tl.constexpr):
 
 @triton.jit
 def _of_best_groups(b_key, b_real, o_e, E: tl.constexpr, GROUPS: tl.constexpr, KEPT: tl.constexpr, TWO: tl.constexpr):
-    """-inf outside the KEPT groups that are best. b_real: not a column beyond the experts."""
+    """b_key, with -inf outside the KEPT best groups. b_real marks the columns that are experts, not padding."""
     o_group = o_e // (E // GROUPS)
     b_best = b_key
     for i_group in range(GROUPS):
@@ -92,7 +92,7 @@ def _route_fwd(
     ROWS: tl.constexpr,
     BLOCK_E: tl.constexpr,
 ):
-    """The largest that is left, CHOSEN times; then the chosen, moved together in ascending order."""
+    """Takes the largest score that is left, CHOSEN times; then stores the chosen experts in ascending order."""
     await_previous()
     o_n = tl.program_id(0) * ROWS + tl.arange(0, ROWS)
     o_e = tl.arange(0, BLOCK_E)

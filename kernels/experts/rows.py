@@ -1,4 +1,4 @@
-"""Operations on sorted rows: activations (their backward with the gradient of the weights), sums into tokens.
+"""Operations on sorted rows: activations, whose backward also gives the gradient of the weights, and sums by token.
 
     out = residual + sum over slots of weight * row;  d_weight = <d_act, act>, d_act = dy down^T before the weight
 
@@ -36,7 +36,7 @@ def _combine(
     CHOSEN: tl.constexpr,
     BLOCK: tl.constexpr,
 ):
-    """`among` (EXPERTS + 1,): of the rows of these experts alone."""
+    """With p_among (EXPERTS + 1,), first rows of neighbouring experts, only rows of these experts are added."""
     await_previous()
     BLOCKS: tl.constexpr = (D + BLOCK - 1) // BLOCK
     i_n = (tl.program_id(0) // BLOCKS).to(tl.int64)
@@ -65,7 +65,7 @@ def _combine(
 
 @triton.jit
 def _clamped(b_gate_up, limit, BLOCK: tl.constexpr):
-    """As reference._glu of interleaved values, (2 BLOCK,)."""
+    """As reference._glu with a limit, of interleaved gate and up, (2 BLOCK,)."""
     b_gate, b_up = tl.split(tl.reshape(b_gate_up.to(tl.float32), (BLOCK, 2)))
     b_low = tl.minimum(b_gate, limit)
     b_s = tl.sigmoid(1.702 * b_low)
@@ -103,7 +103,7 @@ def _routed_bwd(
     CLAMPED: tl.constexpr,
     BLOCK: tl.constexpr,
 ):
-    """Rows of h are gate and up (2I) where GATED, interleaved where CLAMPED too, otherwise relu2's input (I)."""
+    """Rows of h are gate and up (2I) if GATED, interleaved if also CLAMPED; otherwise the input of relu2 (I)."""
     await_previous()
     i_row = tl.program_id(0).to(tl.int64)
     i_pair = tl.load(p_pair + i_row)

@@ -1,8 +1,8 @@
 """Matrix multiplications in fp8 for RTX 50xx and PRO 6000 (sm_120).
 
 Their tensor cores have two instructions for E4M3 with sums in fp32: the plain one, at the rate of fp16, and one with
-block scales of powers of two, at twice that. Here all block scales are 1: `tl.dot_scaled` compiles to the second, where
-`tl.dot` compiles to the first. Compiled for sm_120 and never run on one; elsewhere Triton converts the codes to bf16.
+block scales, powers of two, at twice that rate. `tl.dot` compiles to the first, `tl.dot_scaled` to the second, so all
+block scales are 1 here. Compiled for sm_120 and never run on one; on other chips Triton converts the codes to bf16.
 Legend: a (M, K) and b (N, K) E4M3, out (M, N).
 """
 
@@ -18,7 +18,7 @@ from trireme.kernels.launch import cdiv
 from trireme.kernels.launcher import await_previous, launcher
 
 BLOCK = tl.constexpr(32)  # numbers of a block scale
-ONE = tl.constexpr(127)  # a scale of 1: an exponent with a bias of 127
+ONE = tl.constexpr(127)  # a block scale of 1: an exponent with a bias of 127
 
 
 @triton.jit
@@ -85,7 +85,7 @@ def fp8_matmul(
 
 
 def fp8_add_(out_: Tensor, a: Tensor, scale_a: Tensor, b: Tensor, scale_b: Tensor) -> None:
-    """As reference.fp8_add_, as fp8_matmul, but rounded once."""
+    """As reference.fp8_add_, all contiguous and rounded once. K is a multiple of 16."""
     _launch(a, scale_a, b, scale_b, out_, None, True)
 
 

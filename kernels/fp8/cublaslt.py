@@ -1,8 +1,9 @@
 """Matrix multiplications in fp8 whose result is added to a matrix in their epilogue: cuBLASLt, called by ctypes.
 
-torch._scaled_mm calls the same library and adds nothing. Column-major, as the library has it: out_.T (N, M) += b @ a.T,
-the one layout of sm_89 and sm_90. The library's heuristic chooses a kernel by shape and alignment, as for torch; sums
-leave the matrix unit at intervals. In place alone: with an operand elsewhere it rounds otherwise, and is slower.
+torch._scaled_mm calls the same library and adds nothing. In the library's column-major terms it computes out_.T (N, M)
++= b @ a.T, the one layout of sm_89 and sm_90. The library's heuristic chooses a kernel by shape and alignment, as for
+torch; sums leave the matrix unit at intervals. The matrix that is added (C) is always the result (D): with another one
+the library rounds differently, and is slower.
 Legend: a (M, K) and b (N, K) E4M3, out_ (M, N).
 """
 
@@ -49,7 +50,7 @@ class _Choice(ctypes.Structure):
 
 
 class _Form(NamedTuple):
-    """What a matmul of fixed shapes is called with; lives as long as the process."""
+    """What a matmul of fixed shapes and alignment is called with; kept until the process ends."""
 
     a: c_void_p  # layouts, column-major: b of the legend
     b: c_void_p  # a of the legend
@@ -59,7 +60,7 @@ class _Form(NamedTuple):
 
 @cache
 def library() -> ctypes.CDLL:
-    """The one that torch is linked to, found by its name among those that are loaded."""
+    """cuBLASLt as torch is linked to it, found by its name among the loaded libraries."""
     assert torch.version.cuda is not None
     found = ctypes.CDLL(f"libcublasLt.so.{torch.version.cuda.partition('.')[0]}")
     for name, types in SIGNATURES.items():
@@ -73,7 +74,7 @@ def _call(name: str, *args) -> None:
 
 
 def _descriptor(scale_a: Tensor, scale_b: Tensor) -> c_void_p:
-    """Of column-major matrices; to be destroyed."""
+    """The description of a matmul with these scales, which the caller destroys."""
     found = c_void_p()
     _call("cublasLtMatmulDescCreate", byref(found), FP32_SUMS, TYPES[torch.float32])
     scales = c_void_p(scale_a.data_ptr()), c_void_p(scale_b.data_ptr())
@@ -83,7 +84,7 @@ def _descriptor(scale_a: Tensor, scale_b: Tensor) -> c_void_p:
 
 
 def _layout(dtype: torch.dtype, rows: int, columns: int) -> c_void_p:
-    """Of a column-major matrix without gaps."""
+    """The layout of a column-major matrix (rows, columns) without gaps."""
     found = c_void_p()
     _call("cublasLtMatrixLayoutCreate", byref(found), TYPES[dtype], rows, columns, rows)
     return found
@@ -91,7 +92,7 @@ def _layout(dtype: torch.dtype, rows: int, columns: int) -> c_void_p:
 
 @cache
 def _form(device: torch.device, M: int, N: int, K: int, dtype: torch.dtype, alignment: int) -> _Form:
-    """Of matrices whose addresses are multiples of `alignment`."""
+    """For matrices whose addresses are multiples of `alignment`. Raises RuntimeError where cuBLASLt has no kernel."""
     a, b, out = _layout(E4M3, K, N), _layout(E4M3, K, M), _layout(dtype, N, M)
     asked, choice, found = c_void_p(), _Choice(), c_int()
     _call("cublasLtMatmulPreferenceCreate", byref(asked))
@@ -111,7 +112,7 @@ def _form(device: torch.device, M: int, N: int, K: int, dtype: torch.dtype, alig
 
 
 def fp8_add_(out_: Tensor, a: Tensor, scale_a: Tensor, b: Tensor, scale_b: Tensor) -> None:
-    """As reference.fp8_add_, all contiguous. K and N are multiples of 16."""
+    """As reference.fp8_add_, rounded once; all contiguous, K and N multiples of 16. Raises RuntimeError on failure."""
     (M, K), N = a.shape, len(b)
     assert b.shape == (N, K)
     assert out_.shape == (M, N)

@@ -20,12 +20,12 @@ from trireme.kernels.launcher import await_previous, launcher
 from trireme.kernels.swiglu import silu
 
 BLOCK, STAGES = 1024, 3  # values at a time of a partial maximum
-FINITE = {torch.bfloat16: 2.0**128 - 2.0**119, torch.float32: float("inf")}  # the least that is not when rounded
+FINITE = {torch.bfloat16: 2.0**128 - 2.0**119, torch.float32: float("inf")}  # the least that is rounded to infinity
 
 
 @triton.jit
 def _forward(p_gate_up, o, mask, act: tl.constexpr, F: tl.constexpr):
-    """fp32."""
+    """The activation, fp32."""
     b_gate = tl.load(p_gate_up + o, mask, 0.0).to(tl.float32)
     b_up = tl.load(p_gate_up + o + F, mask, 0.0).to(tl.float32)
     return act(b_gate)[0] * b_up
@@ -43,13 +43,13 @@ def _backward(p_dy, p_gate_up, o_y, o, mask, act: tl.constexpr, F: tl.constexpr)
 
 @triton.jit
 def _codes(b_x, power, dtype: tl.constexpr):
-    """Of what would be stored in this dtype."""
+    """Codes of b_x (fp32) rounded to `dtype` first, as if it had been stored."""
     return codes_of(b_x.to(dtype).to(tl.float32), power)
 
 
 @triton.jit
 def _larger(b_most, b_x, FINITE: tl.constexpr):
-    """The larger magnitudes; NaN may count. FINITE: not of values that are not finite, or not when rounded."""
+    """max(b_most, |b_x|); NaN may count. With FINITE values that are NaN, infinite or rounded to infinity do not."""
     b_x = tl.abs(b_x)
     if FINITE is not None:
         b_x = tl.where(b_x < FINITE, b_x, 0.0)

@@ -1,4 +1,4 @@
-"""RMSNorm (rmsnorm.py) with quantized results: nothing is written to memory in bf16.
+"""RMSNorm (rmsnorm.py) with a quantized result, which is never written to memory in bf16.
 
 Two passes over x: first the statistics of rows and the largest value of a result rounded to bf16; then the codes,
 bitwise identical to those of `quantize` after a norm with these statistics. Legend: N tokens, D width.
@@ -17,7 +17,7 @@ from trireme.kernels.fp8.reference import PAD, Quantized
 from trireme.kernels.launch import cdiv
 from trireme.kernels.launcher import await_previous, launcher
 
-WIDE = tl.constexpr(8)  # neighbours of which a thread keeps the largest: an access has as many
+WIDE = tl.constexpr(8)  # neighbours, as many as a memory access has, of which a thread keeps the largest
 
 
 @launcher
@@ -53,7 +53,7 @@ def _rmsnorm_maxima(
 def rmsnorm_codes(
     x: Tensor, weight: Tensor, eps: float, rows: bool = True, columns: bool = False
 ) -> tuple[Quantized, Tensor]:
-    """As reference.rmsnorm_codes, contiguous. In neither order: the statistics alone, no scale."""
+    """As reference.rmsnorm_codes, contiguous. In neither order only rstd is computed, and the scale is undefined."""
     N, D = x.shape
     assert x.is_contiguous()
     assert weight.shape == (D,)

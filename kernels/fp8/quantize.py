@@ -1,9 +1,10 @@
-"""Quantization to E4M3 by the largest value of a tensor: two passes, the second in both orientations at once.
+"""Quantization to E4M3 by the largest value of a tensor: two passes, of which the second can write both orders at once.
 
-Of experts each matrix has its own, of rows that go to experts each row: results do not depend on other rows.
+Stacked matrices of experts have a scale for each matrix, rows that go to experts one for each row: the result of a row
+does not depend on other rows.
 
-The maximum is taken over the bits as integers, which have the order of the values, so the order of programs does not
-matter.
+The maximum is that of the bits as integers, which have the order of the magnitudes. It does not depend on the order of
+programs.
 Legend: E experts, of a matrix one, N rows, D columns, P partial maxima of each.
 """
 
@@ -33,21 +34,21 @@ def _power_by(most, p_scale, first, LEAST: tl.constexpr):
 
 @triton.jit
 def power_of(p_most, p_scale, P, first, LEAST: tl.constexpr, BLOCK_P: tl.constexpr):
-    """log2 of what values are multiplied with, by partial maxima; the `first` program stores the scale."""
+    """The exponent that values are scaled by, of P partial maxima at p_most; the `first` program stores the scale."""
     o_p = tl.arange(0, BLOCK_P)
     return _power_by(tl.max(tl.load(p_most + o_p, o_p < P, 0), 0), p_scale, first, LEAST)
 
 
 @triton.jit
 def bits_of(b_x):
-    """|x|, fp32, as integers, where finite, else 0."""
+    """The bits of |x|, fp32, as int32 where x is finite, else 0."""
     b_bits = b_x.to(tl.int32, bitcast=True) & 0x7FFFFFFF
     return tl.where(b_bits < 0x7F800000, b_bits, 0)
 
 
 @triton.jit
 def codes_of(b_x, power):
-    """fp32 to E4M3, which saturates: inf would be 448, but 0 times inf is NaN, and of others a zero of their sign."""
+    """fp32 times 2^power to E4M3. The conversion saturates, so 0 * x is added: inf becomes NaN, no other x changes."""
     b_x = b_x * ((power + 127) << 23).to(tl.float32, bitcast=True)
     return (b_x * 0.0 + b_x).to(tl.float8e4nv)
 
@@ -117,7 +118,7 @@ def _quantize(
 
 
 def quantize(x: Tensor, rows: bool = True, columns: bool = False, out: Quantized | None = None) -> Quantized:
-    """As reference.quantize. x and `out` contiguous, D a multiple of PAD."""
+    """As reference.quantize; x and `out` are contiguous, D is a multiple of PAD."""
     assert x.is_contiguous()
     assert x.shape[1] % PAD == 0
     programs = launch.maxima(x.device, cdiv(x.numel(), BLOCK))
@@ -134,7 +135,10 @@ def store_codes(
     out: Quantized | None = None,
     norm: tuple[Tensor, Tensor] | None = None,
 ) -> Quantized:
-    """Codes of x (N, D) by partial maxima (P,) int32, or with `norm` of x * rstd (N,) fp32 * weight (D,)."""
+    """Quantizes x (N, D) by partial maxima `most` (P,) int32, bits of fp32 magnitudes; orders and `out` as in quantize.
+
+    With `norm` = (rstd (N,) fp32, weight (D,)) x * rstd * weight, rounded to the dtype of x, is quantized.
+    """
     N, D = x.shape
     out = out or _empty(x, rows, columns)
     codes = out.rows if rows else out.columns  # a missing one is replaced by the other and not written

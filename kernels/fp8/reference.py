@@ -1,8 +1,9 @@
 """fp8 in plain torch, with the names and signatures of the launchers: reference for tests, and CPU path.
 
-E4M3 for everything, gradients too: with a scale of its own, a micro-batch's tensor seldom needs E5M2's range, and
-always its missing bit. A scale is the power of two that brings the largest finite value to (224, 448], so that scaling
-is exact and only the code is rounded. What is not finite becomes NaN, and no other value's scale.
+A quantized tensor is codes, which are values in E4M3, and their scale. E4M3 is used for everything, gradients too: with
+a scale of its own, a tensor of a micro-batch seldom needs the range of E5M2, and always the bit of the fraction that
+E5M2 lacks. Scaling brings the largest finite value to (224, 448] by a power of two, so that it is exact and only the
+code is rounded. Values that are not finite become NaN and do not count for the scale.
 """
 
 from __future__ import annotations
@@ -20,15 +21,18 @@ LEAST = 126  # the finest scale is 2^-126: its inverse is normal, too
 
 
 class Quantized(NamedTuple):
-    """x (N, D) is about codes times scale."""
+    """A quantized tensor x (N, D), approximately codes times scale."""
 
     scale: Tensor  # (1,) fp32, a power of two
     rows: Tensor | None  # (N, D) E4M3
-    columns: Tensor | None  # (D, N up to a multiple of PAD) E4M3: transposed, zeros behind
+    columns: Tensor | None  # (D, N rounded up to a multiple of PAD) E4M3: transposed, padded with zeros
 
 
 def quantize(x: Tensor, rows: bool = True, columns: bool = False, out: Quantized | None = None) -> Quantized:
-    """x (N, D) in E4M3, rounded to nearest even, in either order or both; in `out` if given, of it these orders."""
+    """Quantizes x (N, D) to E4M3, rounded to nearest even: in rows, in columns (transposed), or both.
+
+    With `out` its scale and its tensors of these orders are filled.
+    """
     values = x.float()
     power = power_of(torch.where(values.isfinite(), values.abs(), 0.0).amax().view(1))
     codes = codes_of(values, power)
@@ -43,14 +47,14 @@ def quantize(x: Tensor, rows: bool = True, columns: bool = False, out: Quantized
 
 
 def quantize_rows(x: Tensor) -> tuple[Tensor, Tensor]:
-    """(codes (N, D) E4M3, scales (N,) fp32) of x (N, D), each row by its own largest value."""
+    """(codes (N, D) E4M3, scales (N,) fp32) of x (N, D), each row scaled by its own largest value."""
     values = x.float()
     power = power_of(torch.where(values.isfinite(), values.abs(), 0.0).amax(1))
     return codes_of(values, power[:, None]), power2(-power)
 
 
 def quantize_experts(w: Tensor) -> tuple[Tensor, Tensor]:
-    """(codes (E, B, A) E4M3, scales (E,) fp32) of w (E, A, B), each matrix by its own largest value."""
+    """(codes (E, B, A) E4M3, scales (E,) fp32) of w (E, A, B), each matrix scaled by its own largest value."""
     values = w.float()
     power = power_of(torch.where(values.isfinite(), values.abs(), 0.0).amax((1, 2)))
     codes = codes_of(values, power[:, None, None])
@@ -58,13 +62,13 @@ def quantize_experts(w: Tensor) -> tuple[Tensor, Tensor]:
 
 
 def turn(rows: Tensor, out: Tensor) -> Tensor:
-    """Fills out (D, N) with codes (N, D) in the other order."""
+    """Fills out (D, N) with codes (N, D), transposed; both E4M3."""
     out.view(torch.uint8).copy_(rows.view(torch.uint8).T)
     return out
 
 
 def power_of(most: Tensor) -> Tensor:
-    """log2, int32, of what values are multiplied with, given the largest finite ones' magnitudes, fp32."""
+    """Exponents, int32, of the powers of two that values are multiplied by, given their largest finite magnitudes."""
     bits = most.view(torch.int32)
     power = 135 - (bits >> 23) - ((bits & 0x7FFFFF) > 0x600000).int()  # largest value: to (224, 448]
     return power.clamp(max=LEAST)
@@ -93,14 +97,17 @@ def fp8_matmul(
 
 
 def fp8_add_(out_: Tensor, a: Tensor, scale_a: Tensor, b: Tensor, scale_b: Tensor) -> None:
-    """Adds a @ b.T * scale_a * scale_b to out_ (M, N), as fp8_matmul, rounded after the sum, or before it, too."""
+    """Adds the result of fp8_matmul, without bias, to out_ (M, N).
+
+    The sum is rounded to the dtype of out_. An implementation may round the product to it before, as this one does.
+    """
     out_.add_(fp8_matmul(a, scale_a, b, scale_b, torch.empty_like(out_)))
 
 
 def rmsnorm_codes(
     x: Tensor, weight: Tensor, eps: float, rows: bool = True, columns: bool = False
 ) -> tuple[Quantized, Tensor]:
-    """(y of rmsnorm_fwd(x, weight, eps), quantized in either order or both; rstd (N,) fp32)."""
+    """(result of rmsnorm_fwd(x, weight, eps), quantized in rows, columns or both; rstd (N,) fp32)."""
     y, rstd = rmsnorm_fwd(x, weight, eps)
     return quantize(y, rows, columns), rstd
 
@@ -108,9 +115,10 @@ def rmsnorm_codes(
 def rotated_codes(
     x: Tensor, cos: Tensor, sin: Tensor, positions: Tensor, turned: int, columns: bool = True
 ) -> Quantized:
-    """x (N, D), quantized in rows or both orders, its first `turned` heads rotated back by halves.
+    """Rotates the first `turned` heads of x (N, D) back (rope_ with inverse, by halves) and quantizes the result.
 
-    Heads are as wide as cos and sin (P, half) fp32 together; positions (N,).
+    In rows, and with `columns` in columns too. A head has 2 half features; cos and sin (P, half) fp32, positions (N,)
+    int32.
     """
     heads = x.clone().view(len(x), -1, 2 * cos.shape[1])
     rope_(heads[:, :turned], cos, sin, positions, inverse=True)
@@ -118,12 +126,15 @@ def rotated_codes(
 
 
 def swiglu_codes_fwd(gate_up: Tensor) -> Quantized:
-    """Rows of swiglu_fwd(gate_up), quantized; gate_up (N, 2F)."""
+    """swiglu_fwd(gate_up), (N, F), quantized in rows; gate_up (N, 2F)."""
     return quantize(swiglu_fwd(gate_up))
 
 
 def swiglu_codes_bwd(dy: Tensor, gate_up: Tensor, columns: bool = True) -> tuple[Quantized, Quantized]:
-    """swiglu_bwd, quantized: d_gate_up (N, 2F) in both orders, the activation's columns; or the first's rows alone."""
+    """The results of swiglu_bwd, quantized: (d_gate_up (N, 2F), forward's result (N, F)).
+
+    With `columns` the first in both orders, the second in columns; otherwise the first in rows, the second not at all.
+    """
     return _codes_bwd(*swiglu_bwd(dy, gate_up), columns)
 
 

@@ -18,7 +18,7 @@ from trireme.kernels.launch import cdiv
 from trireme.kernels.launcher import await_previous, launcher
 from trireme.kernels.rope import turned
 
-ROWS = 16  # tokens of a head at a time of a partial maximum
+ROWS = 16  # tokens of a head that a partial maximum takes at a time
 
 
 @triton.jit
@@ -35,7 +35,7 @@ def _rotated(
     HALF: tl.constexpr,
     BLOCK_D: tl.constexpr,
 ):
-    """Halves of a head (tokens, BLOCK_D), fp32, rounded as they would be stored."""
+    """The two halves (tokens, BLOCK_D) of head i_h, rotated back if i_h < TURNED, fp32 rounded to the dtype of x."""
     o_d = tl.arange(0, BLOCK_D)
     mask = (o_n < N)[:, None] & (o_d < HALF)[None, :]
     p_a = p_x + o_n[:, None] * (2 * HALF * HEADS) + i_h * 2 * HALF + o_d[None, :]

@@ -1,7 +1,7 @@
 """E4M3 with a scale for each block of a matrix, decoded into the compute dtype: fp32 products, rounded once.
 
-A number is sign, 4 bits of exponent with a bias of 7, 3 of mantissa; decoded by integers, as chips before Ada have no
-conversion. A scale is fp32, bf16, or a byte: a power of two with a bias of 127.
+A number is a sign, 4 bits of exponent with a bias of 7 and 3 of mantissa. It is decoded by integer operations, as chips
+before Ada have no conversion. A scale is fp32, fp16, bf16, or a byte: the exponent of a power of two, its bias 127.
 Legend: M matrices of R x C numbers, in blocks of B x K, of which the last ones may be short: S x T scales each.
 """
 
@@ -20,7 +20,7 @@ ROWS, COLUMNS = 32, 128  # of a program; not measured
 
 @triton.jit
 def number(b_byte):
-    """fp32 of a code, in int32."""
+    """The fp32 value of an E4M3 code that is held in int32."""
     b_m = b_byte & 127
     b_large = ((b_m << 20) + (120 << 23)).to(tl.float32, bitcast=True)
     b_x = tl.where(b_m < 8, b_m.to(tl.float32) * 0.001953125, b_large)  # below 2^-6 in steps of 2^-9

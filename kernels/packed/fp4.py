@@ -1,7 +1,7 @@
-"""E2M1 in rows, with scales of groups, decoded into the compute dtype: fp32 products, rounded once.
+"""E2M1 with a scale for each group of a row, decoded into the compute dtype: fp32 products, rounded once.
 
-Scales are powers of two with a bias of 127 (OCP Microscaling Formats 1.0), exact; or E4M3, multiplied or divided by the
-fp32 scale of the matrix (NVFP4): a rounded product, then that with the number.
+Scales are powers of two with a bias of 127 (OCP Microscaling Formats 1.0): decoding is exact. Or they are E4M3 and are
+first multiplied or divided, in fp32, by the fp32 scale of the matrix (NVFP4).
 Legend: M matrices of R x C numbers, two in a byte, the even one low; G groups in a row.
 """
 

@@ -1,8 +1,8 @@
-"""Integers of four bits, eight in a word of 32, decoded into the compute dtype: fp32 products, rounded once.
+"""Integers of 4 bits, eight in a word of 32, decoded into the compute dtype: fp32 products, rounded once.
 
-A number is a code less a zero point, times the scale of its group of columns. The orders are those of
-compressed-tensors ("rows"), GPTQ (Frantar et al. 2022, as AutoGPTQ stores it) and AWQ (Lin et al. 2023, as AutoAWQ's
-GEMM has it): reference.int4_decode.
+A number is (code - zero point) * scale of its group of columns. Words are ordered as compressed-tensors ("rows"), GPTQ
+(Frantar et al. 2022, as AutoGPTQ stores it) or AWQ (Lin et al. 2023, as AutoAWQ's GEMM reads it) have them:
+reference.int4_decode describes these orders.
 Legend: M matrices of R x C numbers, G groups of K columns, the last of which may be short.
 """
 
@@ -23,7 +23,7 @@ ORDERS = {"rows": 0, "gptq": 1, "awq": 2}
 
 @triton.jit
 def _bits(b_word, o, ORDER: tl.constexpr):
-    """The code of index o, of eight in a word."""
+    """The code with index o % 8 in a word, in the order that ORDER says."""
     o_in = o % 8
     if ORDER == 2:
         o_in = o_in // 2 + o_in % 2 * 4

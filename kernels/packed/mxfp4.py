@@ -1,7 +1,7 @@
 """Experts in MXFP4 (OCP Microscaling Formats 1.0) decoded into the compute dtype, exactly, and transposed.
 
-A number has 4 bits, its sign the highest: 0, 0.5, 1, 1.5, 2, 3, 4, 6. Two are in a byte, the even one low; 32 share a
-power of two with a bias of 127.
+A number has 4 bits, the highest for its sign; its magnitude is 0, 0.5, 1, 1.5, 2, 3, 4 or 6 (E2M1). A byte has two, the
+even one in its low bits; 32 share a scale, a power of two with a bias of 127.
 Legend: E experts, R output features, G groups of 32 input features.
 """
 
@@ -20,7 +20,7 @@ ROWS, GROUPS = 128, 4  # of a program: 3.3 of 4.3 TB/s on an H200
 
 @triton.jit
 def number(b_bits, b_scale):
-    """fp32 of 4 bits, in int32, times the scale."""
+    """The fp32 value of an E2M1 code that is held in int32, times the scale."""
     b_m = b_bits & 7
     b_large = (((b_m >> 1) + 126) << 23) | ((b_m & 1) << 22)
     b_small = tl.where(b_m == 1, 126 << 23, 0)

@@ -1,7 +1,7 @@
 """NF4 (Dettmers et al. 2023) decoded into the compute dtype: fp32 products, rounded once.
 
-A number is one of 16 values of a table. Two are in a byte, the even one high; GROUP numbers of a flattened matrix share
-an fp32 scale, their largest magnitude.
+A number is one of 16 values of a table. A byte has two, the even one in its high bits; GROUP numbers of the flattened
+matrix share an fp32 scale, their largest magnitude.
 Legend: M matrices of L numbers.
 """
 

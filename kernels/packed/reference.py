@@ -11,7 +11,7 @@ NUMBERS = torch.tensor([*MAGNITUDES, *(-m for m in MAGNITUDES)])  # by 4 bits
 
 
 def mxfp4_decode(blocks: Tensor, scales: Tensor, out: Tensor) -> None:
-    """Fills out (E, 32 G, R), exactly, by blocks (E, R, G, 16) and scales (E, R, G), both uint8 (mxfp4.py)."""
+    """Decodes blocks (E, R, G, 16) and scales (E, R, G), both uint8 (mxfp4.py), exactly into out (E, 32 G, R)."""
     byte = torch.arange(256)
     both = torch.stack((NUMBERS[byte & 15], NUMBERS[byte >> 4]), 1).to(out.device, torch.bfloat16)
     pairs = both.view(torch.int32)[:, 0]
@@ -23,8 +23,10 @@ def mxfp4_decode(blocks: Tensor, scales: Tensor, out: Tensor) -> None:
 
 
 def e4m3_decode(codes: Tensor, scales: Tensor, out: Tensor, block: tuple[int, int]) -> None:
-    """Fills out (M, R, C) by codes (M, R, C) uint8, E4M3, times scales (M, S, T) of blocks, short last ones included:
-    fp32, bf16, or uint8, powers of two with a bias of 127. In fp32, then rounded.
+    """Decodes codes (M, R, C), E4M3 as uint8, into out (M, R, C): times their block's scale in fp32, then rounded.
+
+    scales (M, S, T) are of blocks of `block` = (rows, columns), the last of which may be short: fp32, fp16, bf16, or
+    uint8, exponents of powers of two with a bias of 127.
     """
     _, R, C = codes.shape
     if scales.dtype == torch.uint8:
@@ -49,8 +51,9 @@ NF4 = torch.tensor([
 
 
 def nf4_decode(codes: Tensor, scales: Tensor, out: Tensor) -> None:
-    """Fills out (M, L), L even, by codes (M, L / 2) uint8, the even number high, and scales (M, L / GROUP, rounded up),
-    fp32. In fp32, then rounded.
+    """Decodes codes (M, L / 2) uint8, the even number in the high bits, into out (M, L): in fp32, then rounded.
+
+    scales (M, L / GROUP rounded up) fp32; L is even.
     """
     table = NF4.to(codes.device)
     for pairs, scale, into in zip(codes, scales, out, strict=True):
@@ -62,9 +65,11 @@ def nf4_decode(codes: Tensor, scales: Tensor, out: Tensor) -> None:
 
 
 def fp4_decode(codes: Tensor, scales: Tensor, scale: Tensor | None, out: Tensor, divide: bool = False) -> None:
-    """Fills out (M, R, C) by codes (M, R, C / 2) uint8, E2M1, the even number low, times scales (M, R, G) uint8 of
-    groups of C / G: powers of two with a bias of 127; or, given the scale (M) fp32 of each matrix's, E4M3, multiplied
-    or divided by it. In fp32, then rounded.
+    """Decodes codes (M, R, C / 2) uint8, E2M1, the even number in the low bits, into out (M, R, C).
+
+    scales (M, R, G) uint8 are of groups of C / G columns. Without `scale` they are exponents of powers of two with a
+    bias of 127. With `scale` (M,) fp32, one for each matrix, they are E4M3 and are multiplied by it, or divided if
+    `divide`. In fp32, then rounded.
     """
     for i, (pairs, of_groups, into) in enumerate(zip(codes, scales, out, strict=True)):
         if scale is None:
@@ -93,14 +98,16 @@ def int4_decode(
     offset: int = 0,
     groups: Tensor | None = None,
 ) -> None:
-    """Fills out (M, R, C): (code - zero) * scale of `group` columns, in fp32, then rounded. A zero is 8, or that of
-    `zeros` plus `offset`. int32, eight numbers in a word, the first low, but for "awq" in the order AWQ:
+    """Fills out (M, R, C) with (code - zero) * scale of each group of `group` columns, in fp32, then rounded.
+
+    The zero is 8, or that of `zeros` plus `offset`. Codes and zeros are int32 words of eight numbers, the first in the
+    lowest bits, or with "awq" in the order AWQ:
 
     "rows": codes (M, R, C / 8), scales (M, R, G), zeros (M, R / 8, G), eight rows in a word
     "gptq": codes (M, C / 8, R), scales (M, G, R), zeros (M, G, R / 8)
     "awq": codes (M, C, R / 8), scales (M, G, R), zeros (M, G, R / 8)
 
-    `groups` (M, C) int32: of each column, where they are not in order.
+    `groups` (M, C) int32 has the group of each column, where groups are not neighbouring columns.
     """
     _, R, C = out.shape
     in_order = torch.arange(C, device=codes.device) // group

@@ -1,6 +1,7 @@
-"""What a scan has before and behind it: a causal depthwise convolution with silu, and a gated norm (reference.py).
+"""The operations around a scan: a causal depthwise convolution with silu before it, a gated norm behind it.
 
-Sums of weights' gradients: one fp32 row per program, added in order (column_sum.py).
+reference.py has the formulas. For gradients of weights each program sums one row in fp32, and the rows are added in
+order (column_sum.py).
 Legend: N tokens, C channels, H heads or groups, D their width.
 """
 

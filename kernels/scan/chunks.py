@@ -1,8 +1,8 @@
-"""What backward needs of forward, by chunks (reference.py has the formulas): what is local to a chunk, and states.
+"""Forward of a scan by chunks as far as its backward needs it: T, U and W of each chunk, and the states before chunks.
 
-A program of `_walk` owns some columns of a head's state and goes through a document's chunks in order; one of
-`_prepare` owns a chunk of a head. A document's chunk i > 0, whose first row is r, has its state in slot r // C: no two
-have the same. Outputs are outputs.py's.
+reference.py has the formulas; outputs.py computes forward's outputs. A program of `_prepare` owns a chunk of a head, a
+program of `_walk` some columns of a head's state, with which it goes through a document's chunks in order. The state
+before a document's chunk i > 0, whose first row is r, is stored in slot r // C: no two chunks have the same slot.
 Legend: K key heads, H value heads, C rows of a chunk, D and E widths of a state; U and D share memory.
 """
 
@@ -18,7 +18,7 @@ BLOCK = 16  # rows that are inverted one by one
 
 @triton.jit
 def columns(p_cu, H: tl.constexpr, E: tl.constexpr, BLOCK_E: tl.constexpr):
-    """(first column, head, document, its first row, the row behind it) that a program owns, columns innermost."""
+    """What a program owns: (first column, head, document, its first row, the row behind its last)."""
     SLICES: tl.constexpr = (E + BLOCK_E - 1) // BLOCK_E
     i_e, i_h = (tl.program_id(0) % SLICES) * BLOCK_E, (tl.program_id(0) // SLICES) % H
     i_doc = tl.program_id(0) // (SLICES * H)
@@ -27,7 +27,7 @@ def columns(p_cu, H: tl.constexpr, E: tl.constexpr, BLOCK_E: tl.constexpr):
 
 @triton.jit
 def decays(p_g, i_row, n, i_h, H: tl.constexpr, C: tl.constexpr):
-    """(G (C,), its last, exp(G_i - G_j) where i >= j) of a chunk of n rows."""
+    """(G (C,), its last value, exp(G_i - G_j) where i >= j, else 0) of a chunk of n rows at i_row."""
     o_c = tl.arange(0, C)
     b_g = tl.load(p_g + (i_row + o_c) * H + i_h, o_c < n, 0.0)
     b_G = tl.cumsum(b_g, 0)
@@ -37,7 +37,7 @@ def decays(p_g, i_row, n, i_h, H: tl.constexpr, C: tl.constexpr):
 
 @triton.jit
 def tile(p, i_row, stride, n, i_d, C: tl.constexpr, W: tl.constexpr, BLOCK_W: tl.constexpr):
-    """(C, BLOCK_W) of columns from i_d of n rows, W wide."""
+    """Loads (C, BLOCK_W) from n rows at i_row, W wide, from column i_d on; zero beyond them."""
     o_c, o_w = tl.arange(0, C), i_d + tl.arange(0, BLOCK_W)
     mask = (o_c < n)[:, None] & (o_w < W)[None, :]
     return tl.load(p + (i_row + o_c)[:, None] * stride + o_w[None, :], mask, 0.0)
@@ -53,14 +53,17 @@ def put(p, b, i_row, stride, n, i_d, C: tl.constexpr, W: tl.constexpr, BLOCK_W: 
 
 @triton.jit
 def state(p, slot, i_e, D: tl.constexpr, E: tl.constexpr, BLOCK_D: tl.constexpr, BLOCK_E: tl.constexpr):
-    """(pointers, mask) of columns of a state (D, E)."""
+    """(pointers, mask) of the columns of the state (D, E) in a slot, from i_e on."""
     o_d, o_e = tl.arange(0, BLOCK_D), i_e + tl.arange(0, BLOCK_E)
     return p + slot * D * E + o_d[:, None] * E + o_e[None, :], (o_d < D)[:, None] & (o_e < E)[None, :]
 
 
 @triton.jit
 def inverse(b_A, C: tl.constexpr, BLOCK: tl.constexpr, PRECISION: tl.constexpr):
-    """(1 + A)^-1 of strictly lower A (C, C): T_d of the blocks on the diagonal by rows, then T = T_d - (T_d A_o) T."""
+    """T = (1 + A)^-1 of a strictly lower triangular A (C, C).
+
+    T_d inverts the blocks on the diagonal, row by row; then T = T_d - (T_d A_o) T, A_o being A without these blocks.
+    """
     BLOCKS: tl.constexpr = C // BLOCK
     o_c, o_b = tl.arange(0, C), tl.arange(0, BLOCK)
     near = (o_c // BLOCK)[:, None] == (o_c // BLOCK)[None, :]

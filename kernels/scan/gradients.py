@@ -1,7 +1,7 @@
 """Backward of a scan by chunks (reference.py has the formulas): gradients of states in reverse, then all others.
 
-As in chunks.py: a program of `_walk_back` owns some columns of a head's state, one of `_gradients` a chunk of a head.
-The gradient of the state behind a chunk is in the slot of the next chunk's state.
+A program of `_walk_back` owns some columns of a head's state, a program of `_gradients` a chunk of a head. The gradient
+of the state behind a chunk is stored in the slot of the next chunk's state. Legend: chunks.py.
 """
 
 from __future__ import annotations

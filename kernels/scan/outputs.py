@@ -1,8 +1,9 @@
-"""Outputs of a scan by chunks (reference.py has the formulas): nothing but T and P of each chunk is stored on the way.
+"""Outputs of a scan by chunks (reference.py has the formulas); between the kernels only T and P of chunks are stored.
 
-`_local` owns a chunk of a head, `_forward` some columns of a head's values, and goes through a document's chunks in
-order: D = T (beta (v - e^G k S)), o = P D + e^G q S. All is transposed, so that sums are operands of the next product
-where they are, in registers. Legend as in chunks.py: K key heads, H value heads, C rows of a chunk, states of D by E.
+A program of `_local` owns a chunk of a head, a program of `_forward` some columns of a head's values, with which it
+goes through a document's chunks in order: D = T (beta (v - e^G k S)), o = P D + e^G q S. `_forward` computes the
+transposed matrices, so that a sum is an operand of the next product where it is, in registers.
+Legend as in chunks.py: K key heads, H value heads, C rows of a chunk, states of D by E.
 """
 
 from __future__ import annotations

@@ -25,7 +25,7 @@ CHUNK = 64
 
 
 class _Local(NamedTuple):
-    """What depends on a chunk alone; (H, n, C, .)."""
+    """What depends on one chunk only; all (H, n, C, .)."""
 
     q: Tensor
     k: Tensor
@@ -52,9 +52,12 @@ def scan_fwd(
     out: Tensor | None = None,
     final: Tensor | None = None,
 ) -> Tensor:
-    """o (N, H, e), in `out` if given; q, k (N, K, d), v (N, H, e), g <= 0 and beta (N, H) fp32, skip (H,).
+    """The outputs o (N, H, e), in `out` if given.
 
-    Fills `final` (documents, H, d, e) fp32 with the states behind the last tokens. Rows of q, k and v may be strided.
+    q, k (N, K, d), v (N, H, e), g <= 0 and beta (N, H) fp32, skip (H,).
+
+    `delta`: with the delta rule. Fills `final` (documents, H, d, e) fp32, if given, with the states behind each
+    document's last token. Rows of q, k and v may be strided.
     """
     out = torch.empty(v.shape, dtype=v.dtype, device=v.device) if out is None else out
     for i, rows in enumerate(_documents(docs)):
@@ -104,13 +107,13 @@ def _documents(docs: Docs) -> Iterator[slice]:
 
 
 def _chunks(t: Tensor, heads: int) -> Tensor:
-    """(H, n, C, .) of a document's (T, heads, .), heads repeated, the last chunk filled with zeros."""
+    """(H, n, C, .) of a document's (T, heads, .): heads are repeated to H, the last chunk is padded with zeros."""
     t = upcast(t).repeat_interleave(heads // t.shape[1], 1).transpose(0, 1)
     return pad(t, (0, 0, 0, -t.shape[1] % CHUNK)).unflatten(1, (-1, CHUNK))
 
 
 def _rows(t: Tensor, rows: slice) -> Tensor:
-    """(T, H, .) of (H, n, C, .)."""
+    """(T, H, .) of a document from (H, n, C, .): the inverse of _chunks."""
     return t.flatten(1, 2)[:, : rows.stop - rows.start].transpose(0, 1)
 
 
@@ -130,7 +133,7 @@ def _local(q: Tensor, k: Tensor, v: Tensor, g: Tensor, beta: Tensor, delta: bool
 
 
 def _walk(made: _Local) -> tuple[Tensor, Tensor, Tensor]:
-    """(states before the chunks (H, n, d, e), D, the state behind the last)."""
+    """(states before the chunks (H, n, d, e), D (H, n, C, e), the state behind the last chunk (H, d, e))."""
     S = made.q.new_zeros(len(made.q), made.k.shape[-1], made.v.shape[-1])
     states, deltas = [], []
     last = made.G[:, :, -1:]
@@ -214,7 +217,7 @@ def decay_bwd(
 def conv_fwd(x: Tensor, weight: Tensor, bias: Tensor | None, docs: Docs) -> Tensor:
     """silu of each channel's causal convolution within its document, (N, C); x (N, C), weight (C, taps), bias (C,).
 
-    The last tap is the token's own. Rows of x may be strided.
+    The last tap is multiplied by the token itself. Rows of x may be strided.
     """
     return silu(_conv(x, weight, bias, docs)).to(x.dtype)
 
@@ -253,7 +256,7 @@ def _conv(x: Tensor, weight: Tensor, bias: Tensor | None, docs: Docs) -> Tensor:
 
 
 def _shifted(x: Tensor, by: int) -> Tensor:
-    """Row t is x's row t - by, or zero."""
+    """Rows moved down by `by` (up if negative): row t is row t - by of x, or zero."""
     if not by:
         return x
     found = torch.zeros_like(x)

@@ -16,7 +16,7 @@ LOCAL = 32  # columns of keys that a program of outputs._local multiplies at onc
 
 
 class _Scan(NamedTuple):
-    """The arguments that every kernel shares."""
+    """Arguments of scan_fwd and scan_bwd that all kernels share."""
 
     q: Tensor
     k: Tensor
@@ -111,10 +111,10 @@ def scan_bwd(
 
 
 class _Local(NamedTuple):
-    """None without the delta rule."""
+    """What chunks._prepare computes; None without the delta rule."""
 
     T: Tensor | None  # (N, H, C)
-    D: Tensor | None  # (N, H, E): U until `_walk`
+    D: Tensor | None  # (N, H, E): U before `_walk`, D after it
     W: Tensor | None  # (N, H, D)
 
 
@@ -147,7 +147,7 @@ def _local(a: _Scan) -> _Local:
 
 
 def _walk(a: _Scan, local: _Local) -> Tensor:
-    """States before chunks, (slots, H, D, E); local.U becomes D."""
+    """The states before chunks, (slots, H, D, E), by chunks._walk, which replaces U in local.D by D."""
     K, H, D, E = a.shape
     set_ = launch.scan(a.q.device, D, E, a.q.element_size())
     states = a.q.new_empty((cdiv(len(a.q), set_.rows), H, D, E))

@@ -1,11 +1,11 @@
 """Linear layer and a teacher's loss in one operation, a chunk of rows at a time: the full logits never exist.
 
 The mathematics is in reference.py. Logits of the teacher's tokens and of the label are computed in fp32, as the label's
-in cross_entropy.py; the teacher's tokens then leave the chunk of logits, so that it is the others' alone:
+is in cross_entropy.py. The teacher's tokens are set to -inf in the chunk of logits, which then has the others alone:
 
     dlogits = scale * factor * softmax over the others * ((1 - weight) * p + weight * g), p and g of all others
 
-and the gradients of the teacher's tokens are put in at the end.
+At the end the gradients of the teacher's tokens are stored in their places.
 Legend: N tokens, M labels, K likeliest tokens, D width, V vocabulary.
 """
 
@@ -47,7 +47,7 @@ def _teachers_logits(
 
 @triton.jit
 def _softened(b_z, z, temperature):
-    """(shares of K tokens and of the others, both softened, in base 2), of logarithms in base 2."""
+    """(logarithms of the softened shares of K tokens, of the others'), in base 2, of logarithms of shares in base 2."""
     b_z, z = tl.maximum(b_z, LOWEST) / temperature, tl.maximum(z, LOWEST) / temperature
     m = tl.maximum(tl.max(b_z, 0), z)
     lse = m + tl.log2(tl.sum(tl.exp2(b_z - m), 0) + tl.exp2(z - m))
@@ -83,7 +83,7 @@ def _distillation(
     CAP: tl.constexpr,
     FACTORS: tl.constexpr,
 ):
-    """p_top: logits of the teacher's tokens, then their gradients. The second pass goes backwards, as in the other."""
+    """p_top has the logits of the teacher's tokens, then their gradients. Passes over a row as in _cross_entropy."""
     await_previous()
     GROUP: tl.constexpr = 8  # a thread's logits share a maximum
     LAST: tl.constexpr = (V - 1) // BLOCK * BLOCK
@@ -164,7 +164,7 @@ def linear_distillation(
 ) -> Tensor:
     """As reference.linear_distillation, x and weight contiguous.
 
-    Takes chunk * (V logits + 12 K bytes); into bf16 dweight_ as linear_cross_entropy.
+    Memory: chunk * (V logits + 12 K bytes), and for a bf16 dweight_ the fp32 sum of linear_cross_entropy.
     """
     N, M, K = len(x), len(rows), taught.ids.shape[1]
     assert taught.ids.shape == taught.logps.shape == (M, K)

@@ -1,12 +1,13 @@
-"""A teacher's likeliest tokens in the loss, in plain torch.
+"""Distillation from a teacher's likeliest tokens, in plain torch: reference for tests, and CPU path.
 
-Of a teacher there are shares of K + 1 classes: of its K likeliest tokens, and of all others together. p are the
-student's of the same classes, q the teacher's, both softened: in proportion to share^(1 / T).
+A teacher gives probabilities (shares) of K + 1 classes: its K likeliest tokens, and all other tokens together. p are
+the student's shares of these classes, q the teacher's, both softened, that is in proportion to share^(1 / T).
 
     loss = (1 - weight) * (lse - logits[label]) + weight * T^2 * sum(q * log(q / p))
 
-With g = T * (p - q), whose sum is 0, T^2 times the divergence has the derivative g of a likeliest token by its logit,
-and g of the others times softmax over the others by theirs (Hinton et al. 2015, arXiv:1503.02531, of classes).
+Let g = T * (p - q), whose sum is 0. The derivative of T^2 times the divergence is g of a likeliest token by its logit,
+and g of the others times the softmax over the others by the logit of another one (Hinton et al. 2015,
+arXiv:1503.02531, section 2, for these classes).
 Legend: N tokens, M labels, K likeliest tokens, D width, V vocabulary.
 """
 
@@ -46,9 +47,10 @@ def linear_distillation(
     factors: Tensor | None = None,
     dlogits_: Tensor | None = None,
 ) -> Tensor:
-    """Cross-entropy and T^2 times the divergence by token, (2, N) fp32; else as linear_cross_entropy, of the loss.
+    """(2, N) fp32: cross-entropy and T^2 times the divergence of each token.
 
-    Row m of `taught` is of label `rows[m]`.
+    Row m of `taught` belongs to token rows[m]. Gradients are those of the loss above; other arguments and effects are
+    those of linear_cross_entropy.
     """
     found = torch.zeros((2, x.shape[0]), dtype=upcast(x).dtype, device=x.device)
     if dx_ is not None:

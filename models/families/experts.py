@@ -10,7 +10,7 @@ from trireme.models.families.scans import BLOCK_TYPES, EXPERTS
 
 @dataclass(frozen=True)
 class Experts:
-    """In place of each MLP."""
+    """A mixture of experts, in place of the MLP of each layer that is not in `dense`."""
 
     count: int
     chosen: int  # for each token
@@ -35,7 +35,7 @@ class Experts:
 
 @dataclass(frozen=True)
 class ExpertKeys:
-    """Where a family's config.json says it; defaults are those of transformers, None where it must be said."""
+    """Keys of a family's config.json, and defaults of transformers; None: config.json must have the value."""
 
     count: int | None
     chosen: int | None
@@ -76,7 +76,7 @@ MOST = 1 << 18  # experts of all layers
 
 
 def parse_experts(keys: Keys, family: ExpertKeys | None, layers: int) -> Experts | None:
-    """Raises InputError."""
+    """The Experts that config.json describes; None without experts. Raises InputError."""
     if family is None or family.optional and keys.raw.get(family.count_key) == 0:
         return None
     if family.typed and EXPERTS not in keys.raw[BLOCK_TYPES]:
@@ -110,7 +110,7 @@ def parse_experts(keys: Keys, family: ExpertKeys | None, layers: int) -> Experts
 
 
 def _groups(keys: Keys, family: ExpertKeys, count: int, chosen: int) -> tuple[int, int, bool]:
-    """(groups, those that are kept, whether a group is as good as its two best)."""
+    """(groups, how many are kept, whether a group is rated by its two best experts)."""
     if family.groups is None:
         return 1, 1, True
     if family.method:
@@ -127,7 +127,7 @@ def _groups(keys: Keys, family: ExpertKeys, count: int, chosen: int) -> tuple[in
 
 
 def _dense_layers(keys: Keys, family: ExpertKeys, layers: int) -> tuple[int, ...]:
-    """Layers with an MLP of their own."""
+    """The layers with a plain MLP instead of experts."""
     if family.typed:
         return tuple(i for i, kind in enumerate(keys.raw[BLOCK_TYPES]) if kind != EXPERTS)
     if family.listed and keys.raw.get("mlp_layer_types") is not None:

@@ -1,4 +1,4 @@
-"""A longer context: config.json with YaRN for more positions than the model has. No torch."""
+"""A longer context: a config.json with YaRN for more positions than the model was trained with. No torch."""
 
 from __future__ import annotations
 
@@ -9,9 +9,9 @@ from trireme.models.families.table import FAMILIES, OTHER_NAMES, WRAPPERS, text_
 
 
 def extended(raw: dict[str, Any], factor: float, where: str) -> dict[str, Any]:
-    """The same config.json, decoded, with `factor` times the positions, in its own spelling.
+    """A decoded config.json with `factor` times the positions by YaRN, in the spelling that it has.
 
-    Raises InputError where positions are learned, scaled already, or of two kinds.
+    Raises InputError where positions are learned, scaled already, or of two kinds. `where` names config.json in errors.
     """
     model_type = raw.get("model_type")
     if model_type not in (*WRAPPERS,):

@@ -1,4 +1,4 @@
-"""The fields of a row of the table of model types. No torch."""
+"""The types of the rows of the table of model types (table.py): Family and Wrapper. No torch."""
 
 from __future__ import annotations
 
@@ -44,7 +44,7 @@ BIAS, MLP_BIAS = ("attention_bias", False), ("mlp_bias", False)
 
 @dataclass(frozen=True)
 class Family:
-    """What models of a model_type share; defaults as in transformers."""
+    """What all models of a model_type share. Defaults of keys are those of transformers."""
 
     known_as: str
     dense_names: Names = names.SPLIT  # of layers without experts among those with
@@ -120,7 +120,7 @@ class Family:
 
     @property
     def accepts(self) -> set[str]:
-        """The keys of INERT that it reads."""
+        """The keys of config.INERT that models of this family read, so that all values are accepted."""
         found = {"query_pre_attn_scalar"} if self.query_scale else set()
         if self.capped:
             found |= {"attn_logit_softcapping", "final_logit_softcapping"}

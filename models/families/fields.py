@@ -1,4 +1,4 @@
-"""Fields of ModelConfig that depend on several keys: heads, positions, scales. No torch."""
+"""Fields of ModelConfig that depend on several keys of config.json: heads, positions, scales. No torch."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from trireme.models.families.windows import sliding_window, unrotated_layers
 
 
 def heads_of(keys: Keys, family: Family, width: int, heads: int) -> tuple[int, int]:
-    """(key/value heads, head width)."""
+    """(number of key/value heads, head width). Raises InputError."""
     if not family.grouped:
         if width % heads:
             raise keys.error(family.spelled["n_heads"], f"a divisor of {family.spelled['width']} = {width}")
@@ -31,7 +31,7 @@ def heads_of(keys: Keys, family: Family, width: int, heads: int) -> tuple[int, i
 def positions_of(
     keys: Keys, family: Family, head_dim: int, positions: int, layers: int, latent: Latent | None = None
 ) -> dict[str, Any]:
-    """Fields of ModelConfig."""
+    """The fields of ModelConfig for rope, windows and layers without rope. Raises InputError."""
     window, first, full = sliding_window(keys, family, layers)
     if not family.rotary:
         return {}
@@ -69,7 +69,7 @@ def positions_of(
 
 
 def _without_theta(keys: Keys) -> bool:
-    """Whether rope's theta is null, in its parameters or next to them: so transformers leaves rope out."""
+    """Whether rope's theta is null, in its parameters or next to them: then transformers leaves rope out."""
     found = keys.raw.get("rope_scaling") or keys.raw.get("rope_parameters")
     holder = found if isinstance(found, dict) and "rope_theta" in found else keys.raw
     return holder.get("rope_theta", 0) is None
@@ -90,7 +90,7 @@ def _by_theta(keys: Keys, rope: Rope, windowed: list[bool]) -> dict[str, Any]:
 
 
 def scales_of(keys: Keys, family: Family, width: int, head_dim: int) -> dict[str, Any]:
-    """Fields of ModelConfig."""
+    """The fields of ModelConfig for factors of embedding, scores, branches and logits. Raises InputError."""
     if family.multiplied:
         return _multiplied(keys, head_dim)
     if family.by_layer:
@@ -115,7 +115,7 @@ def scales_of(keys: Keys, family: Family, width: int, head_dim: int) -> dict[str
 
 
 def _multiplied(keys: Keys, head_dim: int) -> dict[str, Any]:
-    """Fields of ModelConfig: without biases, factors of queries and keys are factors of scores, and so on."""
+    """Falcon-H1's factors: as there are no biases, those of queries and keys become factors of scores, and so on."""
     into, (gate, down) = keys.number("attention_in_multiplier", 1.0), keys.factors("mlp_multipliers", 2)
     return dict(
         embed_scale=keys.number("embedding_multiplier", 1.0),
@@ -128,5 +128,5 @@ def _multiplied(keys: Keys, head_dim: int) -> dict[str, Any]:
 
 
 def _cap(keys: Keys, name: str, default: float) -> float:
-    """Null is none."""
+    """A soft cap; 0 for null, which is none."""
     return 0.0 if keys.raw.get(name, default) is None else keys.number(name, default)

@@ -14,7 +14,8 @@ class InputError(ValueError):
 class Keys:
     """Typed look-ups in config.json; `where` names it in errors.
 
-    An absent key takes the default. Null is no value, but where `null` says what it stands for.
+    An absent key takes the default. Null is an error unless `null` says what it stands for. All methods raise
+    InputError where a value is not of the type that they return.
     """
 
     def __init__(self, raw: dict[str, Any], where: str):
@@ -24,7 +25,7 @@ class Keys:
         return InputError(f'{self.where}: "{name}" is {_shown(self.raw.get(name))}, expected {expected}.')
 
     def shown(self, name: str) -> str:
-        """A value, for the user."""
+        """The value of a key as messages show it."""
         return _shown(self.raw.get(name))
 
     def _get(self, name: str, default: Any, null: Any = None) -> Any:
@@ -61,10 +62,11 @@ class Keys:
         return tuple(float(v) for v in value)
 
     def factors(self, name: str, length: int) -> tuple[float, ...]:
-        """As numbers, 1 where absent or null."""
+        """`length` positive numbers, all 1 where the key is absent or null."""
         return (1.0,) * length if self.raw.get(name) is None else self.numbers(name, length)
 
     def refuse_unless(self, name: str, accepted: tuple[Any, ...], default: Any = None) -> None:
+        """Raises InputError unless the value is one of `accepted`."""
         value = self.raw.get(name, default)
         if value not in accepted:
             listing = ", ".join("absent" if v is None else json.dumps(v) for v in dict.fromkeys(accepted))
@@ -72,7 +74,7 @@ class Keys:
 
 
 def is_number(value: Any) -> bool:
-    """Positive, and representable as a float."""
+    """Whether a value is a positive number that a float can hold."""
     return type(value) in (int, float) and 0 < value <= sys.float_info.max
 
 

@@ -56,7 +56,7 @@ _WHY = {model_type: found for found, types in KNOWN.items() for model_type in ty
 
 
 def why_not(model_type: object, supported: tuple[str, ...]) -> str:
-    """Of a model_type that is not supported: the reason, and what is near it. Whole sentences."""
+    """Why a model_type is not supported, and which supported one is nearest, in whole sentences."""
     if isinstance(model_type, str) and model_type in _WHY:
         reason, nearest = _WHY[model_type]
         return f"it has {reason}. The nearest that is: {nearest}; docs/models.md lists all."

@@ -9,7 +9,7 @@ from trireme.models.families.keys import InputError, Keys
 
 @dataclass(frozen=True)
 class Latent:
-    """In place of matrices of queries, keys and values."""
+    """Latents from which queries, keys and values are computed (models/latent.py)."""
 
     q_rank: int  # of queries; 0: none
     kv_rank: int  # of keys and values
@@ -25,7 +25,7 @@ class Latent:
 
 @dataclass(frozen=True)
 class LatentKeys:
-    """Defaults of transformers."""
+    """A family's defaults, those of transformers."""
 
     q_rank: int = 1536
     kv_rank: int = 512
@@ -35,7 +35,7 @@ class LatentKeys:
 
 
 def parse_latent(keys: Keys, family: LatentKeys | None, heads: int) -> Latent | None:
-    """Raises InputError."""
+    """The Latent that config.json describes; None for families without. Raises InputError."""
     if family is None:
         return None
     keys.refuse_unless("num_key_value_heads", (None, heads), heads)

@@ -9,7 +9,7 @@ from typing import Any
 
 @dataclass(frozen=True)
 class Names:
-    """A family's tensor names; a block's follow its prefix."""
+    """A family's tensor names, those of a block without its prefix; "" stands for a tensor that does not exist."""
 
     base: str  # prefix without the head, missing in some checkpoints
     embed: str
@@ -64,11 +64,11 @@ class Names:
 
     @property
     def attention(self) -> tuple[str, ...]:
-        """Attention's linear layers."""
+        """The names of attention's linear layers."""
         return (*self.qkv, *(name for name in (self.q_b, self.kv_b) if name), self.o)
 
     def module(self, name: str) -> str:
-        """The name of transformers' module or parameter."""
+        """The name that transformers' module or parameter has for a tensor in files."""
         for here, there in self.in_modules:
             name = name.replace(here, there)
         return name
@@ -76,31 +76,31 @@ class Names:
 
 @lru_cache
 def within(names: Names) -> Names:
-    """Of the same model inside a wrapper."""
+    """The names of the same model inside a multimodal one."""
     inside = lambda name: name.replace("model.", "model.language_model.", 1)
     return replace(names, embed=inside(names.embed), final_norm=inside(names.final_norm), block=inside(names.block))
 
 
 @lru_cache
 def turned(names: Names) -> Names:
-    """Of files with experts (E, out, in), where those of the release are (E, in, out)."""
+    """The names for files with experts (E, out, in), where those of the release are (E, in, out)."""
     return replace(names, stacked=(f"{names.experts}.gate_up_proj", f"{names.experts}.down_proj"))
 
 
 @lru_cache
 def direct(names: Names) -> Names:
-    """Of latent attention whose queries have no latent."""
+    """The names of latent attention whose queries have no latent."""
     return replace(names, qkv=("self_attn.q_proj", names.qkv[1]), q_norm="", q_b="")
 
 
 @lru_cache
 def apart(names: Names) -> Names:
-    """Of files with experts one by one, where those of the release are in one."""
+    """The names for files with a tensor for each expert, where those of the release have one for all."""
     return replace(names, each=MIXTURE.each, stacked=())
 
 
 def adapter_names(module: str) -> tuple[str, str]:
-    """A module's adapter: A (rank, in), B (out, rank)."""
+    """The names of a module's adapter: of A (rank, in), of B (out, rank)."""
     return f"{module}.lora_A.weight", f"{module}.lora_B.weight"
 
 

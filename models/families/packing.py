@@ -1,4 +1,4 @@
-"""Packings: matrices in fewer bits, as files have them; a row for each. No torch.
+"""Packings: how files hold matrices in fewer bits, with a Packing for each format. No torch.
 
 A matrix lies in a file as several parts, its codes and their scales. A frozen one keeps its parts wherever it is stored
 and is decoded on the GPU next to its GEMMs (models/packed.py); a trained one is decoded once, as it is read.
@@ -17,7 +17,7 @@ BYTES = ("U8", "F8_E8M0")  # powers of two with a bias of 127
 
 @dataclass(frozen=True)
 class Part:
-    """A tensor of a packed matrix."""
+    """One of the tensors that a packed matrix consists of."""
 
     suffix: str  # in memory, behind the matrix's name
     stored: str  # in files, behind the name of the matrix, or of its module
@@ -31,7 +31,7 @@ class Part:
 
 @dataclass(frozen=True)
 class Packing:
-    """How matrices are packed."""
+    """One format of packed matrices."""
 
     word: str  # for the user
     code: Literal["e2m1", "fp4", "e4m3", "nf4", "int4"]  # of a number: how models/packed.py decodes them
@@ -47,30 +47,30 @@ class Packing:
     checked: tuple[str, ...] = ()  # ends of names, as `stored`, of what parts.py checks and nothing else needs
 
     def of(self, name: str) -> Packing:
-        """That of a matrix, of a part of it, or of all experts of a layer."""
+        """The packing of a tensor by its name: experts may have another one."""
         return self.experts if self.experts and ".experts." in name else self
 
     def scaled(self, rows: int, columns: int) -> Packing:
-        """With blocks of that size."""
+        """This fp8 packing with blocks of so many rows and columns."""
         block = "[out / {block[0]}, in / {block[1]}], rounded up"
         sizes = {(WHOLE, WHOLE): "[1]", (1, WHOLE): "[out, 1]"}.get((rows, columns), block)
         return replace(self, block=(rows, columns), shaped="F8_E4M3 [out, in] and {dtypes} " + sizes)
 
     def suits(self, shape: Shape, parts: tuple[Shape, ...]) -> bool:
-        """Whether parts have the shapes of a matrix's; a single scale may have fewer dimensions."""
+        """Whether a matrix of `shape` can have `parts` of these shapes; a single scale may have fewer dimensions."""
         wanted = self.shapes(shape)
         single = lambda a, b: set(a) == {1} and set(b) <= {1} and len(b) < len(a)
         return all(a == b or single(a, b) for a, b in zip(wanted, parts, strict=True))
 
     @property
     def wants(self) -> str:
-        """`shaped`, of these files."""
+        """`shaped` with the block sizes and dtypes of these files."""
         groups = "1" if self.block[1] == WHOLE else f"in / {self.block[1]}"
         return self.shaped.format(block=self.block, groups=groups, dtypes=" or ".join(self.parts[1].dtypes))
 
     @property
     def exact(self) -> bool:
-        """Whether bf16 holds every value."""
+        """Whether bf16 holds every decoded value exactly."""
         return self.code in ("e2m1", "fp4") and len(self.parts) == 2  # their experts are not others
 
     @property
@@ -79,11 +79,11 @@ class Packing:
         return self.order != "rows"
 
     def part_of(self, name: str) -> Part | None:
-        """Of a tensor in memory."""
+        """The part that a tensor in memory is, by its name; None for other tensors."""
         return next((part for part in self.parts if name.endswith(part.suffix)), None)
 
     def named(self, name: str, end: str) -> str:
-        """A tensor in files, by its matrix and the end of its name."""
+        """The name in files of a part, given its matrix and the end of its name."""
         return (name.removesuffix(".weight") if self.of_module else name) + end
 
     def matrix(self, stored: str, end: str) -> str:
@@ -91,7 +91,7 @@ class Packing:
         return stored.removesuffix(end) + (".weight" if self.of_module else "")
 
     def holds(self, shape: Shape) -> bool:
-        """Whether a matrix, or each of several, can be packed so."""
+        """Whether a matrix of this shape, or each of several, can be packed so."""
         rows, columns = shape[-2:]
         if self.code == "int4":  # a last group of GPTQ may be short
             even = self.order == "gptq" or columns % min(self.block[1], columns) == 0
@@ -101,7 +101,7 @@ class Packing:
         return columns % {"nf4": 2, "fp4": self.block[1]}.get(self.code, 1) == 0
 
     def shapes(self, shape: Shape) -> tuple[Shape, ...]:
-        """Of the parts of a matrix, given its shape as a file would have it decoded."""
+        """The shapes of the parts of a matrix, given its shape as a file would have it decoded."""
         *lead, rows, columns = shape
         groups = -(-columns // self.block[1])
         if self.code == "e2m1":  # (in, out), of parts (out, in)
@@ -119,7 +119,7 @@ class Packing:
         return tuple((*lead, *one) for one in found[: len(self.parts)])
 
     def step(self, shape: Shape) -> int:
-        """Rows of a matrix after which a block, or a word of zero points, ends."""
+        """The rows of a matrix in a block, or in a word of zero points: parts can be divided there."""
         if self.code == "nf4":
             return self.block[1] // gcd(self.block[1], shape[-1])
         if self.code == "int4":
@@ -127,8 +127,9 @@ class Packing:
         return self.block[0] if self.block[0] < shape[0] else 1
 
     def starts(self, shape: Shape, row: int) -> tuple[int, ...]:
-        """The rows of parts, or columns where they are `across`, where a row of a matrix begins that begins a block; or
-        an expert of several.
+        """Where in each part the values of row `row` of a matrix begin, which must begin a block; or of expert `row`.
+
+        In rows of the part, or in columns if the matrix's rows lie `across` it.
         """
         if len(shape) == 3:
             return (row,) * len(self.parts)
@@ -141,7 +142,7 @@ class Packing:
         return found[: len(self.parts)]
 
     def decoded(self, codes: Shape) -> Shape | None:
-        """The inverse of `shapes`, given that of the codes; None where they can have no such shape."""
+        """The shape of the decoded matrix, given that of its codes; None where codes cannot have that shape."""
         if self.code == "e2m1":
             return (codes[0], codes[2] * self.block[1], codes[1]) if len(codes) == 4 else None
         if self.code in ("fp4", "int4"):
@@ -154,11 +155,11 @@ class Packing:
         return codes if len(codes) in (2, 3) else None
 
     def with_groups(self) -> Packing:
-        """Of GPTQ: columns are in groups by activation order, of which each has its group's number."""
+        """GPTQ with activation order, where a further part has the number of each column's group."""
         return replace(self, parts=(*self.parts, COLUMN_GROUPS), shaped=self.shaped + ", and I32 [in]", checked=())
 
     def with_dtypes(self, dtypes: tuple[str, ...]) -> Packing:
-        """As a checkpoint has it, whose parts are of these."""
+        """This packing with the dtypes that the parts have in a checkpoint."""
         return replace(self, parts=tuple(replace(p, dtypes=(d,)) for p, d in zip(self.parts, dtypes, strict=True)))
 
 

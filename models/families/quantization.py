@@ -1,4 +1,4 @@
-"""What config.json's "quantization_config" says is packed, by whom: read, or refused by name. No torch."""
+"""config.json's "quantization_config": which matrices are packed, and how; others are refused by name. No torch."""
 
 from __future__ import annotations
 
@@ -31,9 +31,10 @@ from trireme.models.families.packing import (
 
 
 def packing_of(keys: Keys, accepted: tuple[str, ...], names: Names) -> tuple[Packing | None, tuple[str, ...]]:
-    """(what "quantization_config" says, globs over names in memory: what is packed). `accepted`: methods of the family.
+    """(the packing, globs over names in memory of what is packed), or (None, ()) without a "quantization_config".
 
-    Raises InputError on other methods, and on what changes the numbers.
+    `accepted` are the family's values of quant_method. Raises InputError for others, and for settings that would change
+    the numbers.
     """
     found = keys.raw.get("quantization_config")
     if keys.raw.get("quantization"):
@@ -139,12 +140,12 @@ def _compressed(keys: Keys, names: Names) -> tuple[Packing, tuple[str, ...]]:
 
 
 def _of_others(group: Any) -> bool:
-    """Whether a group says nothing of weights: of attention, whose cache is quantized."""
+    """Whether a group is not of weights but, for example, of attention's cache."""
     return isinstance(group, dict) and "weights" in group and group["weights"] is None
 
 
 def _weights(keys: Keys, name: str, group: Any) -> Keys:
-    """What a group says of weights."""
+    """What one of "config_groups" says of weights."""
     weights = group.get("weights") if isinstance(group, dict) else None
     if not isinstance(weights, dict):
         where = f"{keys.where}: config_groups: {json.dumps(name)[:40]}"
@@ -195,7 +196,7 @@ def _pair(keys: Keys, name: str) -> tuple[int, int]:
 
 
 def _spelled(keys: Keys, *names: str) -> str:
-    """The one of several names of a key that has a value. Raises InputError where they differ."""
+    """Which of several names of a key has a value. Raises InputError where two have different ones."""
     said = [name for name in names if keys.raw.get(name) is not None] or [*names[:1]]
     if any(keys.raw.get(name) != keys.raw.get(said[0]) for name in said):
         raise keys.error(said[1], f"{keys.shown(said[0])}, as {json.dumps(said[0])} has it")
@@ -203,12 +204,12 @@ def _spelled(keys: Keys, *names: str) -> str:
 
 
 def _glob(module: str) -> str:
-    """About what a regular expression (re:...) says."""
+    """A glob for a module name, or roughly for a regular expression (re:...)."""
     return module.removeprefix("re:").strip("^$").replace("\\", "") if module.startswith("re:") else module
 
 
 def _left_out(keys: Keys, *others: str) -> list[str]:
-    """Modules that are not quantized."""
+    """The modules that are not quantized, by whichever key names them."""
     spelled = ("modules_to_not_convert", "ignored_layers", *others)
     name = next((name for name in spelled if keys.raw.get(name) is not None), spelled[0])
     found: Any = keys.raw.get(name) or []
@@ -218,7 +219,7 @@ def _left_out(keys: Keys, *others: str) -> list[str]:
 
 
 def _blocks(names: Names, left_out: list[str]) -> tuple[str, ...]:
-    """Globs over all matrices of blocks but routers and those of modules `left_out`. Files say it exactly."""
+    """Globs over all matrices of blocks but routers and modules in `left_out`; what is packed is then seen in files."""
     inner = "*" + names.block.removeprefix(names.base).format("*")  # also within a wrapper
     found = [f"{inner}*", *(f"!{inner}{name}.weight" for name in (names.router, names.shared_gate) if name)]
     for module in (name.replace(".*", "*") for name in left_out):

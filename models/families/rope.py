@@ -16,7 +16,7 @@ MAY_BE_NULL = {"factor", "attention_factor", "beta_fast", "beta_slow", "mscale",
 
 @dataclass(frozen=True)
 class Rope:
-    """A table of angles; comments name the kinds that use a field."""
+    """The angles of rotary positions. Comments name the kinds that use a field."""
 
     theta: float
     kind: str = "default"
@@ -37,7 +37,7 @@ class Rope:
 
 
 def parse_ropes(keys: Keys, family: Family, head_dim: int, positions: int) -> tuple[Rope, Rope]:
-    """(Rope of layers with full attention, of layers with a window). They differ where the family has a local theta."""
+    """(Rope of layers with full attention, of layers with a window): equal unless the family has a local theta."""
     scaling, params = (_object(keys, keys.raw, name) for name in ("rope_scaling", "rope_parameters"))
     of = lambda name, found: Keys(found, f"{keys.where}: {name}")
     parse = lambda inner, *theta: _parse(keys, inner, family, _theta(keys, inner, *theta), head_dim, positions)
@@ -65,7 +65,7 @@ def parse_ropes(keys: Keys, family: Family, head_dim: int, positions: int) -> tu
 
 
 def _object(keys: Keys, raw: dict[str, Any], name: str) -> dict[str, Any]:
-    """An object of `raw`; empty where it is null or absent."""
+    """The object under a key of `raw`, empty where it is null or absent. Raises InputError if it is no object."""
     found = raw.get(name) or {}
     if not isinstance(found, dict):
         raise keys.error(name, "an object or null")
@@ -73,7 +73,7 @@ def _object(keys: Keys, raw: dict[str, Any], name: str) -> dict[str, Any]:
 
 
 def _theta(keys: Keys, inner: Keys, key: str, default: float, null: bool = False) -> float:
-    """Of `inner`, or by a key next to it; the default where there is no such key, or with `null` none there."""
+    """theta in rope's parameters `inner`, else by `key` in `keys`, else the default. `null`: null is as absent."""
     if "rope_theta" in inner.raw and not (null and inner.raw["rope_theta"] is None):
         return inner.number("rope_theta")
     return keys.number(key, default, default if null else None) if key else default
@@ -126,7 +126,7 @@ def _parse(keys: Keys, inner: Keys, family: Family, theta: float, head_dim: int,
 
 
 def _original(keys: Keys, inner: Keys, family: Family, positions: int) -> int:
-    """original_max_position_embeddings: the one outside comes first, but not where each kind of layers has its own."""
+    """original_max_position_embeddings, if possible from outside rope's parameters, unless kinds of layers have own."""
     name = "original_max_position_embeddings"
     if family.local_theta is None and (family.original or name in keys.raw):
         return keys.count(name, family.original)
@@ -134,7 +134,7 @@ def _original(keys: Keys, inner: Keys, family: Family, positions: int) -> int:
 
 
 def _truncate(inner: Keys, family: Family) -> bool:
-    """transformers takes null for false, and does not look for it in the parameters of a kind of layers."""
+    """yarn's `truncate`. transformers takes null for false, and ignores it in the parameters of a kind of layers."""
     if family.local_theta is not None:
         inner.refuse_unless("truncate", (True,), True)
         return True
@@ -164,14 +164,14 @@ def _width(keys: Keys, inner: Keys, family: Family, head_dim: int) -> int:
 
 
 def _sharpness(inner: Keys, factor: float) -> float:
-    """Of latent attention's scores, as DeepSeek-V2 has it."""
+    """The factor of latent attention's scores by mscale_all_dim, as in DeepSeek-V2."""
     if not inner.raw.get("mscale_all_dim") or factor <= 1:
         return 1.0
     return (0.1 * inner.number("mscale_all_dim") * math.log(factor) + 1.0) ** 2
 
 
 def _yarn_attention(inner: Keys, factor: float) -> float:
-    """transformers' default."""
+    """transformers' default of yarn's attention_factor."""
     mscale = lambda by: 1.0 if factor <= 1 else 0.1 * by * math.log(factor) + 1.0
     if inner.raw.get("mscale") and inner.raw.get("mscale_all_dim"):
         return mscale(inner.number("mscale")) / mscale(inner.number("mscale_all_dim"))

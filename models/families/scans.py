@@ -17,7 +17,10 @@ LETTERS = {"M": LINEAR, "E": EXPERTS, "*": FULL, "-": MLP}  # of PATTERN
 
 @dataclass(frozen=True)
 class Scan:
-    """A layer's recurrence: states (key_dim, value_dim) of `heads`; head j has keys of j // (heads / key_heads)."""
+    """A layer's recurrence: a state (key_dim, value_dim) for each of `heads`.
+
+    Head j has the queries and keys of key head j // (heads / key_heads).
+    """
 
     layers: tuple[int, ...]
     key_heads: int
@@ -47,17 +50,17 @@ class Scan:
 
     @property
     def channels(self) -> int:
-        """Of the convolution: queries, keys, values."""
+        """Channels of the convolution: queries, keys, values."""
         return 2 * self.key_width + self.value_width
 
     @property
     def numbers(self) -> int:
-        """A token's numbers of each head."""
+        """Numbers of each head and token: b and a, or a alone."""
         return 2 if self.delta else 1
 
     @property
     def mixed_width(self) -> int:
-        """Of what the layer's input is projected to: channels, gate, numbers of each head."""
+        """Features of the first projection: channels, gate, numbers of each head."""
         return self.channels + self.value_width + self.numbers * self.heads
 
 
@@ -102,7 +105,10 @@ MEANT = {  # keys that change the mathematics -> accepted values
 
 
 def parse_scan(keys: Keys, family: DeltaKeys | MambaKeys | None, layers: int, width: int, heads: int) -> Scan | None:
-    """Raises InputError. None where no layer has a recurrence. `width` is the model's, `heads` are attention's."""
+    """The Scan that config.json describes; None where no layer has a recurrence. Raises InputError.
+
+    `width` is the model's, `heads` are attention's.
+    """
     if family is None:
         return None
     for name, accepted in MEANT.items():
@@ -166,7 +172,7 @@ def _mamba(keys: Keys, family: MambaKeys, layers: int, width: int) -> Scan | Non
 
 
 def _with_attention(keys: Keys, own: Scan) -> Scan:
-    """With the factors of Falcon-H1, whose norm is optional."""
+    """`own` with the factors of Falcon-H1, whose norm is optional."""
     normed = keys.flag("mamba_rms_norm", False)
     if normed:  # transformers' kernels have the gate first, whatever is said
         keys.refuse_unless("mamba_norm_before_gate", (False,), True)
@@ -206,7 +212,7 @@ def _limits(keys: Keys) -> tuple[float, float]:
 
 
 def _layers(keys: Keys, name: str, layers: int, usual: list[str], said: str = "") -> tuple[int, ...]:
-    """Those with a recurrence, by layer_types, null or absent where they are as usual, which is by the key `said`."""
+    """The layers with a recurrence, by the key `name`; by `usual` where it is null, absent, or `said` is their key."""
     types: Any = None if said else keys.raw.get(name)
     kinds = tuple(LETTERS.values()) if name == BLOCK_TYPES else (FULL, LINEAR)
     if types is None:

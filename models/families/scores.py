@@ -11,14 +11,14 @@ from typing import Any
 from trireme.models.families.keys import InputError, Keys
 from trireme.models.families.known import IN_CLASSES, WITHOUT_SCORES
 
-OUTPUT = "score"  # the module
-CLASS = "ForSequenceClassification"  # transformers' classes end so
+OUTPUT = "score"  # name of the head's module
+CLASS = "ForSequenceClassification"  # end of the names of transformers' classes
 MOST = 1 << 16  # labels
 STD = 0.02  # transformers' initializer_range, where config.json has none
 
 
 def labels_of(raw: dict[str, Any], where: str) -> int:
-    """Labels of a score head, by config.json; 0 of a language model. Raises InputError."""
+    """The number of labels of a score head, by config.json; 0 for a language model. Raises InputError."""
     named = raw.get("architectures")
     first = named[0] if isinstance(named, list) and named else ""
     if not (isinstance(first, str) and first.endswith(CLASS)):
@@ -43,7 +43,7 @@ def std_of(raw: dict[str, Any]) -> float:
 
 
 def why_none(model_type: str, wrapper: str) -> str:
-    """Why a model has no score head; "" where it may."""
+    """Why a model cannot have a score head; "" if it can."""
     if wrapper:
         return f"{wrapper} is a model of images and text"
     return f"transformers has no class {CLASS} of {model_type}" if model_type in WITHOUT_SCORES else ""

@@ -10,7 +10,7 @@ INDEXED = "indexed_attention"  # in layer_types: an indexer chooses keys
 
 
 def sliding_window(keys: Keys, family: Family, layers: int) -> tuple[int, int, tuple[int, ...]]:
-    """(window, its first layer, later layers without it); (0, 0, ()) for none."""
+    """(window in tokens, first layer with it, later layers without it); (0, 0, ()) for none. Raises InputError."""
     if family.scan is not None:
         keys.refuse_unless("sliding_window", (None,))
         return 0, 0, ()
@@ -76,7 +76,7 @@ def _usual_types(keys: Keys, family: Family, layers: int, window: int) -> list[s
 
 
 def unrotated_layers(keys: Keys, layers: int) -> tuple[int, ...]:
-    """Layers without rope."""
+    """The layers without rope, by no_rope_layers or no_rope_layer_interval. Raises InputError."""
     rotated = keys.raw.get("no_rope_layers")
     if rotated is None:
         every = keys.count("no_rope_layer_interval", 4)

@@ -1,4 +1,8 @@
-"""The comparison of a step's documents, between the head's losses and their gradients."""
+"""Comparison of a step's documents for preference losses, between the head's losses and their gradients.
+
+The head's losses give log-probabilities of documents; `compare` makes losses of pairs from them, whose derivatives are
+the factors of the tokens' losses in backward.
+"""
 
 from __future__ import annotations
 
@@ -14,7 +18,7 @@ from trireme.models.losses.preferences import Compared, Documents, Preference, c
 
 @dataclass
 class Comparison:
-    """`run` fills it, on the CPU in fp64: the same sums wherever the losses are, and on every host."""
+    """A step's comparison, computed by `run` on the CPU in fp64: its sums are equal on every host and placement."""
 
     of: Preference
     docs: Sequence[Sequence[Documents]]  # of each host's micro-batches
@@ -24,9 +28,10 @@ class Comparison:
     compared: Compared | None = None
 
     def run(self, losses: Sequence[Tensor], gather: Callable[[Sequence[Tensor]], object]) -> None:
-        """losses: of each of this host's micro-batches (N,) fp32 by token; one without documents if it has none.
+        """Fills `factors`, `losses` and `compared`.
 
-        `gather` fills what other hosts have in a list by host.
+        `losses`: (N,) fp32 by token of each of this host's micro-batches, or of one without documents if it has none.
+        `gather` is given a list of tensors by host, and fills those of the other hosts.
         """
         device, own, every = losses[0].device, self.docs[self.host], [each for of in self.docs for each in of]
         logps = [torch.empty(sum(len(each.lengths) for each in of), dtype=torch.float64) for of in self.docs]

@@ -77,7 +77,7 @@ class Compared(NamedTuple):
         return float((self.weights * self.losses).sum() / self.weights.sum())
 
     def metrics(self) -> dict[str, float]:
-        """By TRL's names. A side that no document has is left out."""
+        """Means over the step by TRL's names. A side (chosen, rejected) without documents is left out."""
         if self.scored:
             good, bad, some = self.rewards[::2], self.rewards[1::2], self.rewards
             extent = {"min_reward": some.min(), "mean_reward": some.mean(), "max_reward": some.max()}

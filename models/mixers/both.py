@@ -2,7 +2,7 @@
 
     out = x + attention(norm(x)) + scan(norm(x))
 
-Each is as in attention.py and scan.py, with what is saved there; the norm is one, and each computes it.
+Both are as in attention.py and scan.py and save the tensors named there. They share one norm, which each computes.
 """
 
 from __future__ import annotations
@@ -19,21 +19,21 @@ from trireme.models.rows import Pass
 
 
 class Weights(NamedTuple):
-    """The half's weights, or their gradients."""
+    """Weights of the sub-layer, or their gradients."""
 
     attention: attention.Weights
     scan: scan.Weights  # with the same norm
 
 
 class Mixing(NamedTuple):
-    """What generation calls in place of attention and the recurrence."""
+    """The functions that generation calls in place of attention and of the recurrence."""
 
     attend: Attend
     recur: scan.Recur
 
 
 def forward(p: Pass, w: Weights, x: Tensor, out: Tensor, mixing: Mixing | None = None) -> None:
-    """Fills out (N, D), which is not x, and every tensor of `saved`; the others are temporaries."""
+    """Fills out (N, D), which must not be x, and every tensor of p.saved; the others are temporaries."""
     attend, recur = mixing or (ops.attention_fwd, None)
     attention.forward(p, w.attention, x, out, attend)
     scan.forward(_scanned(p), w.scan, x, out, recur)
@@ -43,7 +43,7 @@ Result = tuple[attention.Result, scan.Result]  # what backward needs of forward
 
 
 def residual(p: Pass, w: Weights, x: Tensor) -> tuple[Tensor, Result]:
-    """(forward's `out` again, what backward needs too)."""
+    """Recomputes forward: (its `out` (N, D), the Result that backward needs)."""
     second = scan.recall(_scanned(p), w.scan, x)
     out, first = attention.residual(p, w.attention, x)
     scan.add_(p.cfg.scanned, w.scan, second, out)
@@ -53,9 +53,9 @@ def residual(p: Pass, w: Weights, x: Tensor) -> tuple[Tensor, Result]:
 def backward(
     p: Pass, w: Weights, g: Weights, x: Tensor, dy: Tensor, dx: Tensor, recalled: list[Result] | None = None
 ) -> None:
-    """Fills dx (N, D), which is not dy, adds to g, given dy (N, D); recomputes what is not in `saved`.
+    """Fills dx (N, D), which must not be dy, and adds to g, given dy (N, D); recomputes what is not in p.saved.
 
-    `recalled`: with what `residual` left, if anything.
+    `recalled` may hold the Result of `residual`, which is taken from it.
     """
     first, second = recalled.pop() if recalled else (None, None)  # workspace._block_workspace: both to the end
     attention.backward(p, w.attention, g.attention, x, dy, dx, [first] if first else None)

@@ -8,12 +8,12 @@ That is a gated delta rule (Yang et al. 2024, arXiv:2412.06464). Mamba2 (Dao and
     z, v, k, q, a = norm(x) @ mixed;  v, k, q = silu(convolution of (v, k, q));  t = softplus(a + step), within limits
     out = x + rmsnorm((scan(q, k, v, -exp(decay) t, t) + skip v) * silu(z)) @ o,  by group of heads with one q and k
 
-With Scan.factors z, v, k, q and a are each multiplied by one; Scan.normed says whether there is a norm. With
-Scan.with_attention `out` holds what the half adds to, and backward adds to dx (both.py).
+z, v, k, q and a are multiplied by Scan.factors; Scan.normed says whether there is a norm. With Scan.with_attention the
+result is added to `out`, and backward adds to dx (both.py). kernels/scan/reference.py has the formulas of the scan.
 
-The recurrence is in kernels/scan/reference.py.
-Legend: N tokens, D width, K heads of q and k, H of v, d and e their widths, C = 2 K d + H e channels; n numbers a head:
-2, of Mamba2 1. Saved: x (by the caller), mixed (N, C + H e + n H), scan_out (N, H e).
+Saved are x (by the caller), mixed (N, C + H e + n H) and scan_out (N, H e).
+Legend: N tokens, D width, K heads of q and k, H of v, d and e their widths, C = 2 K d + H e channels of the
+convolution, n numbers of each head and token (b and a: 2; of Mamba2 only a: 1).
 """
 
 from __future__ import annotations
@@ -46,7 +46,7 @@ EPS = 1e-6  # of the lengths of q and k
 
 
 class Weights(NamedTuple):
-    """The half's weights, or their gradients: empty where a tensor is frozen."""
+    """Weights of the sub-layer, or their gradients: empty where a tensor is frozen."""
 
     norm: Norm | None
     mixed: Linear  # (D, C + H e + n H)
@@ -69,10 +69,10 @@ class Parts(NamedTuple):
 
 
 class Inputs(NamedTuple):
-    """What the recurrence reads."""
+    """Inputs of the recurrence."""
 
-    raw: Tensor  # (N, C) behind the convolution
-    q: Tensor  # (N, K, d), with the delta rule by length, as k
+    raw: Tensor  # (N, C): the convolution's result
+    q: Tensor  # (N, K, d); with the delta rule divided by their lengths, as k
     k: Tensor
     v: Tensor  # (N, H, e)
     g: Tensor  # (N, H) fp32
@@ -88,12 +88,12 @@ class Result(NamedTuple):
     out: Tensor  # (N, H e)
 
 
-# The recurrence of a pass, given the channels before the convolution: generation has states of its own.
+# Convolution and recurrence of a pass: generation replaces those of training by its own, which have states.
 Recur = Callable[[ModelConfig, Weights, Parts, Rows], Tensor]
 
 
 def forward(p: Pass, w: Weights, x: Tensor, out: Tensor, recur: Recur | None = None) -> None:
-    """Fills out (N, D), which may be x, and every tensor of `saved`; the others are temporaries."""
+    """Fills out (N, D), which may be x, and every tensor of p.saved; the others are temporaries."""
     cfg = p.cfg
     both = _own(cfg).with_attention
     copy = out if copies(w.norm, None, w.o) and not both else None
@@ -105,14 +105,14 @@ def forward(p: Pass, w: Weights, x: Tensor, out: Tensor, recur: Recur | None = N
 
 
 def recall(p: Pass, w: Weights, x: Tensor) -> Result:
-    """Forward's tensors, saved or recomputed."""
+    """The tensors of forward that backward needs, saved or recomputed."""
     saved = p.saved
     mixed = saved["mixed"] if "mixed" in saved else _project(p.cfg, w, x)
     return Result(mixed, saved["scan_out"] if "scan_out" in saved else _scan(p, w, mixed))
 
 
 def residual(p: Pass, w: Weights, x: Tensor) -> tuple[Tensor, Result]:
-    """(forward's `out` again, what backward needs too)."""
+    """Recomputes forward: (its `out` (N, D), the Result that backward needs)."""
     result = recall(p, w, x)
     out = x.clone() if copies(w.norm, None, w.o) else torch.empty_like(x)
     add_branch(p.cfg, x, _gated(p.cfg, w, *result), w.o, w.norm, None, out)
@@ -120,16 +120,16 @@ def residual(p: Pass, w: Weights, x: Tensor) -> tuple[Tensor, Result]:
 
 
 def add_(cfg: ModelConfig, w: Weights, result: Result, out_: Tensor) -> None:
-    """Adds to out_ (N, D) what forward adds, with Scan.with_attention."""
+    """Adds to out_ (N, D) what forward with Scan.with_attention adds."""
     add_branch(cfg, out_, _gated(cfg, w, *result), w.o, w.norm, None, out_)
 
 
 def backward(
     p: Pass, w: Weights, g: Weights, x: Tensor, dy: Tensor, dx: Tensor, recalled: list[Result] | None = None
 ) -> None:
-    """Fills dx (N, D), adds to g, given dy (N, D); recomputes what is not in `saved`.
+    """Fills dx (N, D) and adds to g, given dy (N, D); recomputes what is not in p.saved.
 
-    `recalled`: with what `residual` left, if anything.
+    `recalled` may hold the Result of `residual`, which is taken from it.
     """
     result = recalled.pop() if recalled else recall(p, w, x)
     d_mixed: Upstream = _backward_to_mixed(p, w, g, result, dy)
@@ -139,7 +139,7 @@ def backward(
 
 
 def _backward_to_mixed(p: Pass, w: Weights, g: Weights, result: Result, dy: Tensor) -> Tensor:
-    """Gradient of the projection's result, in its file's order."""
+    """The gradient of `mixed` (N, C + H e + n H), in the order in which files have its columns."""
     cfg, docs = p.cfg, p.rows.docs
     own = _own(cfg)
     d_o = upstream(branch_backward(cfg, dy, dy, w.o, None, None, None), w.o, g.o)
@@ -187,7 +187,7 @@ def _gate_backward(
 def _numbers_backward(
     own: Scan, w: Weights, g: Weights, parts: Parts, found: Parts, a: Inputs, dg: Tensor, dbeta: Tensor
 ) -> None:
-    """Fills the gradients of the numbers a head; adds those of decay and step."""
+    """Fills the gradients of a and b in `found`; adds those of decay and step to g."""
     d_decay, d_step, limits = or_scratch(g.decay, w.decay), or_scratch(g.step, w.step), _limits(own)
     of_steps = None if own.delta else dbeta
     found.a.copy_(ops.decay_bwd(dg, of_steps, parts.a, w.decay, w.step, d_decay, d_step, *limits))
@@ -196,7 +196,7 @@ def _numbers_backward(
 
 
 def _lengths_backward_(own: Scan, a: Inputs, dq_: Tensor, dk_: Tensor) -> None:
-    """Turns the gradients of q and k by length into those of q and k."""
+    """Replaces the gradients of q and k divided by their lengths by those of q and k."""
     q, k, _ = _heads(own, a.raw)
     for d_, t, factor, rstd in zip((dq_, dk_), (q, k), _lengths(own, q), (a.q_rstd, a.k_rstd), strict=True):
         assert rstd is not None
@@ -214,7 +214,7 @@ def _backward_to_x(
 
 
 def split(cfg: ModelConfig, mixed: Tensor) -> Parts:
-    """Of `mixed` or its gradient."""
+    """The Parts of `mixed`, or of its gradient."""
     own = _own(cfg)
     if not own.delta:
         z, channels, a = mixed.split([own.value_width, own.channels, own.heads], 1)
@@ -236,7 +236,7 @@ def _own(cfg: ModelConfig) -> Scan:
 
 
 def _project(cfg: ModelConfig, w: Weights, x: Tensor, out: Tensor | None = None, copy: Tensor | None = None) -> Tensor:
-    """`mixed`, in the order of `split`, which files may not have; fills `copy` with x."""
+    """Computes `mixed` with columns in the order of `split`, which files may not have; copies x to `copy`, if given."""
     y, _ = norm_for(w.mixed, x, w.norm, cfg.eps, copy)
     if not cfg.names.mixed_by_head:
         mixed = linear(y, w.mixed, out, x.dtype)
@@ -250,7 +250,7 @@ def _project(cfg: ModelConfig, w: Weights, x: Tensor, out: Tensor | None = None,
 
 @cache
 def file_order(own: Scan, device: torch.device) -> Tensor:
-    """Columns of `mixed` in a file where a key head's q, k, v and z stand together, and its b and a."""
+    """The columns of `mixed` in a file where q, k, v and z of a key head are neighbours, as are its b and a."""
     r = own.heads // own.key_heads
     widths = [own.key_dim, own.key_dim, r * own.value_dim, r * own.value_dim]
     end = own.channels + own.value_width
@@ -276,14 +276,14 @@ def _heads(own: Scan, raw: Tensor) -> tuple[Tensor, Tensor, Tensor]:
 
 
 def _lengths(own: Scan, like: Tensor) -> tuple[Tensor, Tensor]:
-    """Factors (d,) fp32 behind a norm that make q as long as d ** -0.5, and k as long as 1."""
+    """Weights (d,) fp32 of an RMSNorm, which then gives q the length d ** -0.5, and k the length 1."""
     dtype = torch.float64 if like.dtype == torch.float64 else torch.float32
     ones = torch.ones(own.key_dim, dtype=dtype, device=like.device)
     return ones / own.key_dim, ones * own.key_dim**-0.5
 
 
 def inputs(cfg: ModelConfig, w: Weights, parts: Parts, raw: Tensor) -> Inputs:
-    """Given the channels behind the convolution (N, C)."""
+    """The recurrence's inputs, given the convolution's result `raw` (N, C)."""
     own = _own(cfg)
     q, k, v = _heads(own, raw)
     g, steps = ops.decay_fwd(parts.a, w.decay, w.step, *_limits(own))
@@ -296,7 +296,7 @@ def inputs(cfg: ModelConfig, w: Weights, parts: Parts, raw: Tensor) -> Inputs:
 
 
 def _limits(own: Scan) -> tuple[float, float]:
-    """Of steps."""
+    """(least, largest) step."""
     return own.low, own.high or float("inf")
 
 

@@ -38,6 +38,7 @@ MIXED = ATTENDED | SCANNED
 KNOWN = 4096  # counts that are kept: a step asks for each of its tasks
 NEVER_SAVED = {"router", "latent", "q_b", "kv_b"}  # matmuls that backward always repeats
 BESIDE = "resid of scan"  # the second of two matmuls that make `resid`
+AT_ONCE = {"gate_up", "fc", "shared_up"}  # matmuls whose input backward has until their gradient
 CHUNK = 64  # tokens of a chunk of a recurrence
 TILE = 128  # rows of a tile of grouped matmuls
 
@@ -53,7 +54,7 @@ def attended_pairs(lengths: Iterable[int], window: int = 0) -> int:
 
 
 def layer_pairs(cfg: ModelConfig, lengths: Iterable[int]) -> int:
-    """Attended pairs of a layer with attention: the mean over these."""
+    """The mean number of attended pairs of a layer with attention."""
     if not cfg.window:
         return attended_pairs(lengths)
     lengths, windows = list(lengths), [cfg.layer_window(i) for i in range(cfg.n_layers)]
@@ -100,17 +101,17 @@ def _linear_params(cfg: ModelConfig, kind: str) -> dict[str, int]:
 
 
 def attention_flops(cfg: ModelConfig, pairs: int) -> int:
-    """Forward of one layer's attention: scores and weighted values."""
+    """FLOPs of one layer's attention in forward: scores and weighted values."""
     return 2 * pairs * (cfg.q_width + cfg.attn_width)
 
 
 def attention_backward_flops(cfg: ModelConfig, pairs: int) -> int:
-    """Scores and their gradient, and the gradients of queries, keys and values."""
+    """FLOPs of its backward: scores and their gradient, and the gradients of queries, keys and values."""
     return 2 * pairs * (3 * cfg.q_width + 2 * cfg.attn_width)
 
 
 def recurrence_flops(own: Scan, tokens: int) -> int:
-    """Forward of one layer's recurrence, by chunks of CHUNK tokens."""
+    """FLOPs of one layer's recurrence in forward, by chunks of CHUNK tokens."""
     within = own.key_dim + own.value_dim  # a token's products within a chunk
     states = 2 * own.key_dim * own.value_dim  # with the state: outputs, the next
     if own.delta:  # with an inverse, and deltas
@@ -120,19 +121,19 @@ def recurrence_flops(own: Scan, tokens: int) -> int:
 
 
 def scan_flops(cfg: ModelConfig, tokens: int) -> int:
-    """Forward of one layer's recurrence and its convolution."""
+    """FLOPs of one layer's recurrence and its convolution in forward."""
     own = cfg.scan
     assert own is not None
     return recurrence_flops(own, tokens) + 2 * tokens * own.channels * own.taps
 
 
 def scan_backward_flops(cfg: ModelConfig, tokens: int) -> int:
-    """Five products for two of forward's."""
+    """FLOPs of their backward, which has five matrix multiplications for two of forward's."""
     return scan_flops(cfg, tokens) * 5 // 2
 
 
 def mixer_flops(cfg: ModelConfig, kind: str, tokens: int, pairs: int, made: Set[str] = MIXED) -> int:
-    """Forward of a unit's attention and recurrence, without GEMMs: of those that make any of `made`."""
+    """FLOPs of a unit's attention and recurrence in forward, without GEMMs: of those that make a tensor in `made`."""
     cfg, kind = seen(cfg, kind)
     if kind not in ("block", "attention"):
         return 0
@@ -141,7 +142,7 @@ def mixer_flops(cfg: ModelConfig, kind: str, tokens: int, pairs: int, made: Set[
 
 
 def mixer_backward_flops(cfg: ModelConfig, kind: str, tokens: int, pairs: int) -> int:
-    """Likewise backward."""
+    """FLOPs of a unit's attention and recurrence in backward, without GEMMs."""
     cfg, kind = seen(cfg, kind)
     if kind not in ("block", "attention"):
         return 0
@@ -180,7 +181,7 @@ def _expert_bias_params(cfg: ModelConfig, u: int) -> int:
 
 
 def forward_flops(cfg: ModelConfig, u: int, tokens: int, pairs: int) -> int:
-    """Forward of a unit. For the head, `tokens` are the labels."""
+    """FLOPs of a unit in forward. For the head, `tokens` is the number of labels."""
     attention = mixer_flops(cfg, kind(cfg, u), tokens, pairs)
     cfg, what = seen(cfg, kind(cfg, u))
     if what == "embed":
@@ -191,8 +192,9 @@ def forward_flops(cfg: ModelConfig, u: int, tokens: int, pairs: int) -> int:
 
 
 def backward_flops(cfg: ModelConfig, u: int, tokens: int, pairs: int) -> int:
-    """Backward of a unit, nothing recomputed: two matmuls for each of forward's, one if frozen; attention five for
-    two.
+    """FLOPs of a unit in backward if nothing is recomputed.
+
+    Two matmuls for each of forward's, one if it is frozen; attention has five for two.
     """
     attention = mixer_backward_flops(cfg, kind(cfg, u), tokens, pairs)
     cfg, what = seen(cfg, kind(cfg, u))
@@ -210,7 +212,7 @@ def _again(missing: Set[str]) -> Set[str]:
 
 
 def recompute_flops(cfg: ModelConfig, kept: frozenset[str], tokens: int, pairs: int, kind: str = "block") -> int:
-    """What backward adds to rebuild saved_shapes not in `kept`."""
+    """FLOPs that backward adds to recompute the saved_shapes that are not in `kept`."""
     missing = saved_shapes(cfg, tokens, kind).keys() - kept
     sliced = is_sliced(seen(cfg, kind)[0]) and seen(cfg, kind)[1] == "mlp"
     again = _again(missing) | ({up_name(cfg)} if sliced else set())
@@ -222,7 +224,7 @@ def recompute_flops(cfg: ModelConfig, kept: frozenset[str], tokens: int, pairs: 
 
 
 class Grouped(NamedTuple):
-    """FLOPs of a unit's work that are experts' matmuls, with the rows that their tiles pad."""
+    """FLOPs of a unit's grouped GEMMs of experts, with the rows by which tiles are padded."""
 
     forward: float = 0.0
     backward: float = 0.0  # gradients of rows
@@ -232,7 +234,10 @@ class Grouped(NamedTuple):
 
 
 def grouped_work(cfg: ModelConfig, u: int, kept: frozenset[str], tokens: int) -> Grouped:
-    """Of a unit that backward finds `kept` of. A tile of TILE rows is of one expert: half of its last is empty."""
+    """Grouped of unit u, of which backward finds the tensors `kept`.
+
+    A tile of TILE rows belongs to one expert, so on average half of an expert's last tile is empty.
+    """
     cfg, what = seen(cfg, kind(cfg, u))
     if cfg.experts is None or what not in ("block", "mlp"):
         return Grouped()
@@ -247,7 +252,7 @@ _quantised_each = lru_cache(KNOWN)(quantised_each)
 
 
 class InFp8(NamedTuple):
-    """What of a micro-batch's work is done in fp8: FLOPs, and bytes that quantisation moves."""
+    """The part of a micro-batch's work that is in fp8: FLOPs, and bytes that quantization moves."""
 
     forward: int = 0
     backward: int = 0
@@ -258,7 +263,7 @@ class InFp8(NamedTuple):
 
 
 def in_fp8_work(cfg: ModelConfig, u: int, kept: frozenset[str], tokens: int) -> InFp8:
-    """Of a block or half block; all of a unit's matrices count as trained if one is."""
+    """InFp8 of a block or sub-layer. All matrices of a unit count as trained if one is."""
     what, N, trained = kind(cfg, u), tokens, _trained_params(cfg, u) > 0
     missing, each = saved_shapes(cfg, 1, what).keys() - kept, _quantised_each(cfg, u)
     cfg, what = seen(cfg, what)
@@ -274,14 +279,16 @@ def in_fp8_work(cfg: ModelConfig, u: int, kept: frozenset[str], tokens: int) -> 
     behind = sum((5 + trained) * N * b + trained * of_x(name, a) + 5 * each * a * b for name, (a, b) in found.items())
     made = N * cfg.ffn if cfg.gated and "out" in found and cfg.lora is None else 0  # codes of gated units: not in bf16
     both, written = (1 + trained) * flops(found), moved(found) - 2 * made
-    own = InFp8(flops(found), both, flops(again), written, behind - 12 * made, moved(again))
+    # What the gradient reads as well is quantized for both at once: it is written once more.
+    shared = sum(a for name, (a, _) in again.items() if name in AT_ONCE and of_x(name, a) > N * a) * trained
+    own = InFp8(flops(found), both, flops(again), written, behind - 12 * made, moved(again) - 4 * N * shared)
     if what not in ("block", "mlp"):
         return own
     return InFp8(*(a + b for a, b in zip(own, _experts_in_fp8(cfg, kept, tokens), strict=True)))
 
 
 def _experts_in_fp8(cfg: ModelConfig, kept: frozenset[str], N: int) -> InFp8:
-    """Of grouped matmuls: rows are read and written once, each tile of tokens quantizes matrices: read twice."""
+    """InFp8 of grouped GEMMs: rows are read and written once; each tile of tokens reads all matrices twice."""
     if cfg.experts is None or not experts_in_fp8(cfg, N):
         return InFp8()
     own, inner = cfg.experts, expert_input(cfg)

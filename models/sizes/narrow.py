@@ -1,6 +1,6 @@
-"""Weights in fewer bits: frozen packed matrices, and quantized weights of fp8 GEMMs; names, shapes, dtypes. No torch.
+"""Weights in fewer bits: names, shapes and dtypes of packed matrices, and of codes for fp8 GEMMs. No torch.
 
-Legend: shapes.py.
+A group of matrices in fp8 has codes in rows (as stored), in columns (transposed) and a scale. Legend: shapes.py.
 """
 
 from __future__ import annotations
@@ -43,7 +43,7 @@ class PartOf(NamedTuple):
 
 
 def packed_groups(cfg: ModelConfig, u: int) -> list[Group]:
-    """Those frozen_groups that stay packed until the GPU decodes them; fp8_groups have codes of their own."""
+    """The frozen_groups that stay packed until the GPU decodes them. fp8_groups are not among them: they are codes."""
     if cfg.packing is None:
         return []
     quantised = fp8_groups(cfg, u)
@@ -51,20 +51,20 @@ def packed_groups(cfg: ModelConfig, u: int) -> list[Group]:
 
 
 def sliced_groups(cfg: ModelConfig, u: int) -> list[Group]:
-    """Experts' matrices among packed_groups of which each matmul decodes some at a time (packed.py), not a pass all."""
+    """The experts' matrices in packed_groups that each matmul decodes, some experts at a time, not a pass at once."""
     sliced = bool(cfg.at_once) or cfg.slices > 1
     return [group for group in packed_groups(cfg, u) if sliced and len(group[0][1]) == 3]
 
 
 def slice_of(cfg: ModelConfig) -> int:
-    """Experts of a slice, where not all of a layer's packed ones are to be decoded; 0: there are none."""
+    """How many of a layer's packed experts a matmul decodes at a time if not all are decoded; 0 without such."""
     one = replace(cfg, at_once=1, slices=1)
     sliced = cfg.experts and any(sliced_groups(one, u) for u in range(one.n_units))
     return -(-cfg.experts.count // SLICES) if cfg.experts and sliced else 0
 
 
 def slice_bytes(cfg: ModelConfig, u: int, itemsize: int) -> int:
-    """Of the largest of their slices, decoded."""
+    """Bytes of the decoded matrices of at_once experts, of the larger matrix."""
     return max((at_once(cfg) * prod(shape[1:]) * itemsize for ((_, shape),) in sliced_groups(cfg, u)), default=0)
 
 
@@ -79,7 +79,7 @@ def at_once(cfg: ModelConfig) -> int:
 
 
 def slices(cfg: ModelConfig, u: int) -> tuple[range, ...]:
-    """The experts of each of unit u's slices, which come one after another; () where they come with the unit."""
+    """The experts of each slice of unit u's experts, which are transferred in turn; () where all come with the unit."""
     if cfg.slices == 1 or u in (0, cfg.n_units - 1) or not is_sliced(cfg) or kind(cfg, u) != "mlp":
         return ()
     assert cfg.experts is not None
@@ -88,7 +88,7 @@ def slices(cfg: ModelConfig, u: int) -> tuple[range, ...]:
 
 
 def may_be_sliced(cfg: ModelConfig) -> bool:
-    """Whether layers have experts, all of them frozen, and are cut in sub-layers."""
+    """Whether experts can come in slices: all of them are frozen, and blocks can be divided into sub-layers."""
     if cfg.experts is None or cfg.parallel:
         return False
     cut = replace(cfg, halves=True)
@@ -97,7 +97,7 @@ def may_be_sliced(cfg: ModelConfig) -> bool:
 
 
 def slice_groups(cfg: ModelConfig, u: int, own: range) -> list[Group]:
-    """base_groups of one of `slices`: matrices of its experts, by the names of all."""
+    """The groups of one of `slices`: the matrices of its experts, under the names of those of all experts."""
     assert cfg.experts is not None
     return [
         [(name, (shape[0] * len(own) // cfg.experts.count, *shape[1:])) for name, shape in group]
@@ -107,7 +107,7 @@ def slice_groups(cfg: ModelConfig, u: int, own: range) -> list[Group]:
 
 
 def slice_on_disk(cfg: ModelConfig, stored: Group, own: range) -> Group:
-    """Of a tensor of all experts as files have it, those of a slice; of one for all, expert by expert."""
+    """The part of `stored` (on_disk) that belongs to a slice; of a tensor for all experts, each expert (EXPERT)."""
     assert cfg.experts is not None
     E = cfg.experts.count
     if len(stored) == 1:
@@ -118,7 +118,7 @@ def slice_on_disk(cfg: ModelConfig, stored: Group, own: range) -> Group:
 
 
 def in_file(name: str, numel: int) -> tuple[str, int]:
-    """(the stored tensor, its first element) of one in slice_on_disk."""
+    """(name of the stored tensor, first element in it) of an entry of slice_on_disk with so many elements."""
     stored, _, expert = name.partition(EXPERT)
     return stored, int(expert or 0) * numel
 
@@ -130,7 +130,7 @@ def _of_experts(cfg: ModelConfig, group: Group) -> bool:
 
 
 class Decoded(NamedTuple):
-    """Bytes that decoding them reads and writes in a micro-batch."""
+    """Bytes that decoding of sliced_groups reads and writes in a micro-batch."""
 
     forward: int = 0
     backward: int = 0
@@ -138,7 +138,7 @@ class Decoded(NamedTuple):
 
 
 def sliced_bytes(cfg: ModelConfig, u: int, tokens: int, itemsize: int) -> Decoded:
-    """Each tile of tokens (block.mlp_forward) decodes all."""
+    """Decoded of unit u: each tile of tokens (block.mlp_forward) decodes all experts."""
     parts, found = packed_parts(cfg, u), dict[str, int]()
     for ((name, shape),) in sliced_groups(cfg, u):
         assert cfg.packing is not None
@@ -161,8 +161,9 @@ def packed_parts(cfg: ModelConfig, u: int) -> dict[str, PartOf]:
 
 
 def base_groups(cfg: ModelConfig, u: int) -> list[Group]:
-    """frozen_groups as they lie in memory, without those of `slices`: of packed ones their parts; of fp8_groups codes
-    as stored, and their scales, before other vectors.
+    """frozen_groups as they are stored in memory, without those of `slices`.
+
+    Packed ones are their parts; those in fp8 are codes in rows, and scales, which come before other vectors.
     """
     found = _base_groups(cfg, u)
     return [group for group in found if not _of_experts(cfg, group)] if slices(cfg, u) else found
@@ -184,7 +185,7 @@ def _base_groups(cfg: ModelConfig, u: int) -> list[Group]:
 
 
 def own_dtypes(cfg: ModelConfig, u: int) -> dict[str, str]:
-    """name -> dtype of a unit's base_groups that are not of the run's."""
+    """name -> dtype of the tensors in base_groups that are not in the run's dtype."""
     names = [name for group in _base_groups(cfg, u) for name, _ in group]
     wide = {name: "F32" for name in names if cfg.names.correction and name.endswith(cfg.names.correction)}
     wide |= {name: FP8_DTYPES[part] for name in names for part in FP8 if name.endswith(part)}
@@ -192,12 +193,12 @@ def own_dtypes(cfg: ModelConfig, u: int) -> dict[str, str]:
 
 
 def in_fp8(cfg: ModelConfig, rows: int, columns: int) -> bool:
-    """Whether a linear layer's matrix is multiplied in fp8: the hardware's matmuls are of multiples of 16."""
+    """Whether a linear layer's matrix is multiplied in fp8: its sizes must be multiples of 16."""
     return cfg.fp8 and rows % 16 == 0 and columns % 16 == 0
 
 
 def experts_in_fp8(cfg: ModelConfig, tokens: int) -> bool:
-    """Whether products of rows and experts' matrices are in fp8 in a tile of so many tokens (block.mlp_forward)."""
+    """Whether grouped GEMMs of rows and experts' matrices are in fp8, in a micro-batch of so many tokens."""
     own, rows = cfg.experts, min(tokens, cfg.mlp_rows)
     if own is None or rows * own.chosen < LEAST_ROWS * own.count:
         return False
@@ -210,7 +211,7 @@ def norms_make_codes(cfg: ModelConfig) -> bool:
 
 
 def fp8_groups(cfg: ModelConfig, u: int) -> list[Group]:
-    """Matrices of the matmuls in fp8."""
+    """The groups of weights that are multiplied in fp8; experts are not among them: each matmul quantizes them."""
     if not cfg.fp8 or u in (0, cfg.n_units - 1):
         return []
     router = f".{cfg.names.router}.weight"
@@ -219,18 +220,20 @@ def fp8_groups(cfg: ModelConfig, u: int) -> list[Group]:
 
 
 def fused(group: Group) -> tuple[int, int]:
-    """Shape of a matmul's matrices as one."""
+    """The shape of a group's matrices as one matrix."""
     return sum(shape[0] for _, shape in group), group[0][1][1]
 
 
 def quantised_each(cfg: ModelConfig, u: int) -> bool:
-    """Whether each matmul quantises unit u's trained matrices: codes of all would leave too little of a GPU."""
+    """Whether each matmul quantizes unit u's trained matrices, because codes of all would take too much GPU memory."""
     return sum(prod(fused(group)) for group in fp8_groups(cfg, u) if not is_frozen(cfg, group)) > MOST_CODES
 
 
 def made_groups(cfg: ModelConfig, u: int) -> tuple[list[Group], dict[str, str]]:
-    """(what a pass makes of a unit's weights, dtypes that are not of the run's): packed_groups without sliced_groups;
-    of fp8_groups codes in both orders, if frozen in the one that base_groups lack.
+    """(tensors that a pass makes from a unit's weights, those of their dtypes that are not the run's).
+
+    They are the decoded packed_groups without sliced_groups, and of fp8_groups codes in both orders, or if frozen in
+    the order that base_groups do not have.
     """
     sliced, dtypes, each = sliced_groups(cfg, u), dict[str, str](), quantised_each(cfg, u)
     found = [group for group in packed_groups(cfg, u) if group not in sliced]

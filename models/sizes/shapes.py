@@ -28,9 +28,10 @@ def unit_names(cfg: ModelConfig) -> list[str]:
 
 
 def kind(cfg: ModelConfig, u: int) -> str:
-    """What unit u is: "embed", "block", "attention" (any mixer), "mlp" or "head"; "dense block" or "dense mlp" among
-    experts; "scan block" or "scan attention" where the mixer is a recurrence, and "scan dense block"; "scan mlp" where
-    these differ next to one.
+    """The kind of unit u: "embed", "block", "attention" (any mixer), "mlp" or "head".
+
+    With DENSE before it, the MLP is plain where other layers have experts; with SCANS before that, the mixer is a
+    recurrence. An "mlp" has SCANS if MLPs next to a recurrence have other names.
     """
     if u in (0, cfg.n_units - 1):
         return "head" if u else "embed"
@@ -42,18 +43,18 @@ def kind(cfg: ModelConfig, u: int) -> str:
 
 
 def bare(kind: str) -> str:
-    """A kind without what tells layers apart."""
+    """A kind without its prefixes SCANS and DENSE."""
     return kind.removeprefix(SCANS).removeprefix(DENSE)
 
 
 def seen(cfg: ModelConfig, kind: str) -> tuple[ModelConfig, str]:
-    """(the model as units of a kind see it, their kind in such a model)."""
+    """(the config that units of a kind use, the kind without its prefixes)."""
     found = cfg.dense if DENSE in kind else cfg
     return (found.scanned if kind.startswith(SCANS) else found), bare(kind)
 
 
 def inner_kinds(cfg: ModelConfig) -> tuple[str, ...]:
-    """Kinds of the units that make a block, in order, or that layers are: of one with experts, if any has them."""
+    """The bare kinds of the inner units: those that make a block, in order, or those that layers are."""
     return HALVES if cfg.halves or cfg.mlp_layers else ("block",)
 
 
@@ -75,7 +76,7 @@ def output_name(cfg: ModelConfig) -> str:
 
 
 def weight_groups(cfg: ModelConfig, u: int) -> list[Group]:
-    """A unit's (Hugging Face name, shape), grouped for storage.layout.pack."""
+    """(Hugging Face name, shape) of a unit's tensors, in groups of neighbours in memory for storage.layout.pack."""
     return [group for part in weight_parts(cfg, u) for group in part]
 
 
@@ -101,7 +102,7 @@ def weight_parts(cfg: ModelConfig, u: int) -> list[list[Group]]:
 
 
 def on_disk(cfg: ModelConfig, name: str, shape: tuple[int, ...]) -> Group:
-    """A tensor as a checkpoint has it: itself, or a layer's experts one by one, in the same order."""
+    """The tensors of a checkpoint that make up a tensor in memory, in order: itself, or for example one per expert."""
     if cfg.experts and len(shape) == 1 and name.endswith((f".{GATE_UP}_bias", f".{DOWN}_bias")):
         return [(name, (cfg.experts.count, shape[0] // cfg.experts.count))]
     if cfg.names.correction_row and len(shape) == 1 and name.endswith(cfg.names.correction):
@@ -123,9 +124,10 @@ def on_disk(cfg: ModelConfig, name: str, shape: tuple[int, ...]) -> Group:
 
 
 def within_experts(cfg: ModelConfig, name: str) -> tuple[str, int | None, int | None]:
-    """(the matrix of all experts that a stored tensor is in, which expert, which half): None where it is all of them.
+    """(name in memory, expert, half) of a stored tensor: which part of the matrix of all experts it is.
 
-    Of another tensor: its name.
+    expert and half are None where it has all of them; half is 0 for gate, 1 for up. Of other tensors: (name, None,
+    None).
     """
     for matrix, stacked in zip((GATE_UP, DOWN), cfg.names.stacked, strict=False):
         if name.endswith(f".{stacked}"):
@@ -146,7 +148,7 @@ def stored_tensors(cfg: ModelConfig) -> dict[str, tuple[int, ...]]:
 
 
 def trained_parts(cfg: ModelConfig, u: int) -> list[list[Group]]:
-    """A unit's trained weight_parts, with adapters."""
+    """weight_parts of a unit without frozen groups, with adapters."""
     lora = cfg.lora if 0 < u < cfg.n_units - 1 else None
     return [
         [group for group in part if not is_frozen(cfg, group)] + (_adapter_groups(cfg, lora, part) if lora else [])
@@ -213,7 +215,7 @@ def adapts_experts(name: str) -> bool:
 
 
 def features(cfg: ModelConfig, names: tuple[str, ...]) -> tuple[int, ...]:
-    """Features of each matrix of a matmul, given their names within a block."""
+    """Output features of each matrix of a matmul, given their names within a block."""
     own = cfg.names
     if cfg.latent and names == own.qkv:
         return cfg.latent.q_rank or cfg.q_width, cfg.latent.kv_rank + cfg.latent.rope
@@ -251,7 +253,7 @@ def _head_groups(cfg: ModelConfig) -> list[Group]:
 
 
 def _norm(cfg: ModelConfig, *names: str) -> list[Group]:
-    """Norms over the width; the name "" is none."""
+    """Groups of norms over the width; the name "" stands for none."""
     return [group for name in names if name for group in _one_norm(cfg, name)]
 
 
@@ -298,7 +300,7 @@ def _attention_groups(cfg: ModelConfig) -> list[Group]:
 
 
 def _scan_groups(cfg: ModelConfig, norm: bool = True) -> list[Group]:
-    """`norm`: with that before it."""
+    """Groups of a recurrence; `norm`: with the norm before it."""
     names, own = cfg.names, cfg.scan
     assert own is not None
     groups: list[Group] = [
@@ -332,7 +334,7 @@ def _mlp_groups(cfg: ModelConfig) -> list[Group]:
 
 
 def expert_shape(cfg: ModelConfig, matrix: str) -> tuple[int, int]:
-    """Of one expert's GATE_UP or DOWN, in memory."""
+    """The shape of one expert's GATE_UP or DOWN in memory."""
     assert cfg.experts is not None
     inner = expert_input(cfg)
     rows, columns = (up_width(cfg), inner) if matrix == GATE_UP else (inner, cfg.experts.width)
@@ -340,7 +342,7 @@ def expert_shape(cfg: ModelConfig, matrix: str) -> tuple[int, int]:
 
 
 def expert_input(cfg: ModelConfig) -> int:
-    """Features that experts read and give."""
+    """Features of the inputs and outputs of experts: the model's width, or that of latents."""
     return cfg.experts.latent or cfg.width if cfg.experts else cfg.width
 
 
@@ -383,7 +385,7 @@ def parameters(cfg: ModelConfig, u: int | None = None) -> int:
 
 
 def up_name(cfg: ModelConfig) -> str:
-    """The MLP's first matmul."""
+    """The name of the result of the MLP's first matmul."""
     return "gate_up" if cfg.gated else "fc"
 
 
@@ -404,9 +406,9 @@ def chosen(cfg: ModelConfig) -> int:
 
 
 def saved_shapes(cfg: ModelConfig, tokens: int, kind: str = "block") -> dict[str, tuple[tuple[int, ...], str]]:
-    """name -> (shape, "compute" or "F32") of what a block's forward can save besides its input.
+    """name -> (shape, "compute" or "F32") of the tensors that forward can save besides its input.
 
-    Any subset gives the same bits. attn_out without lse is of no use.
+    Results are bitwise identical for any subset of them. attn_out without lse is of no use.
     """
     N, (cfg, kind) = tokens, seen(cfg, kind)
     found: dict[str, tuple[tuple[int, ...], str]] = {}
@@ -435,14 +437,14 @@ def saved_shapes(cfg: ModelConfig, tokens: int, kind: str = "block") -> dict[str
 
 
 def is_sliced(cfg: ModelConfig) -> bool:
-    """Whether layers' experts come in slices. `cfg` as a layer sees it."""
+    """Whether a layer's experts come in slices. `cfg` is the layer's (ModelConfig.at)."""
     return cfg.slices > 1 and cfg.halves and cfg.experts is not None
 
 
 def passed_shapes(cfg: ModelConfig, tokens: int) -> dict[str, tuple[tuple[int, ...], str]]:
-    """name -> (shape, dtype) of what passes from slice to slice of a layer's experts, without the sub-layer's input.
+    """name -> (shape, dtype) of the tensors that pass from slice to slice of a layer's experts, besides their input.
 
-    The sum of the experts so far, the routing, and in backward the gradient of its weights.
+    sum (of the experts so far), weights and experts (the routing), and in backward d_weights (the weights' gradient).
     """
     N, k = tokens, chosen(cfg)
     sums = {"sum": ((N, cfg.width), "F32"), "weights": ((N, k), "F32"), "d_weights": ((N, k), "F32")}

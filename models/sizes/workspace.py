@@ -1,6 +1,8 @@
-"""GPU workspace of a unit: an upper bound of the temporaries of forward and backward. No torch.
+"""GPU workspace of a unit: an upper bound of the bytes of temporaries in forward and backward. No torch.
 
-Legend: N tokens.
+Each function lists the moments at which most temporaries exist, as sums of bytes in the order of the code that they
+describe; the workspace is the largest of them. Each `del` in that code on which a sum depends has a comment that names
+the function here. Legend: N tokens.
 """
 
 from __future__ import annotations
@@ -54,7 +56,7 @@ class _Sizes(NamedTuple):
 
 
 class _Codes(NamedTuple):
-    """Bytes that a linear layer's matmuls take in fp8 (linear.py); in bf16 only `held`."""
+    """Bytes of temporaries of a linear layer's matmuls in fp8 (linear.py); in bf16 all but `held` are 0."""
 
     x: int = 0  # codes of x, and of the matrix
     matrix: int = 0  # where each matmul makes them
@@ -65,7 +67,7 @@ class _Codes(NamedTuple):
 
 
 def _codes(cfg: ModelConfig, sizes: _Sizes, inside: int, outside: int, keeps: bool = False) -> _Codes:
-    """Of `inside` features to `outside`. `keeps`: biases or adapters read dy too."""
+    """Those of a layer from `inside` to `outside` features. `keeps`: biases or adapters read dy itself, too."""
     N, dy = sizes.tokens, sizes.tokens * outside * sizes.item
     if not in_fp8(cfg, inside, outside):
         return _Codes(held=dy)
@@ -77,18 +79,24 @@ def _codes(cfg: ModelConfig, sizes: _Sizes, inside: int, outside: int, keeps: bo
     return _Codes(N * inside + matrix, matrix, codes, (padded > 0) * (columns + part), held, columns)
 
 
-def _codes_alone(cfg: ModelConfig, before: str, first: _Codes, last: _Codes) -> bool:
-    """Whether the norm `before` a sub-layer of these linear layers makes no more than codes (norm.norm_for)."""
-    return before != "" and first.x > 0 and last.x > 0 and norms_make_codes(cfg)
+def _normed(cfg: ModelConfig, before: str, first: _Codes, last: _Codes, y: int) -> tuple[int, int]:
+    """Bytes of the result, y bytes in bf16, of the norm `before` a sub-layer of these linear layers (norm.norm_for).
+
+    (those while the first layer is computed, those while its codes are made): in fp8 codes are all that remains, and
+    those of an RMSNorm without a copy of its input all that is made. Without a norm it is the input of the sub-layer.
+    """
+    if not first.x or cfg.lora is not None:
+        return y, 0
+    return 0, 0 if before == "" or (last.x > 0 and norms_make_codes(cfg)) else y
 
 
 def _block_workspace(cfg: ModelConfig, kind: str, sizes: _Sizes) -> int:
-    """The fullest moment: a sum of live tensors. Each `del` that it counts on names it."""
+    """The largest sum of live tensors in a block or sub-layer."""
     cfg, kind = seen(cfg, kind)
     tokens, itemsize, *_ = sizes
     x, tile = tokens * cfg.width * itemsize, min(tokens, cfg.mlp_rows)  # block.mlp_forward
     y, row = tile * cfg.width * itemsize, tokens * 4  # one fp32 a token
-    # branch.branch_backward: scaled dy; matmul, norm, gradient; the other half's matmul
+    # branch.branch_backward: scaled dy; matmul, norm, gradient; the other sub-layer's matmul
     scaled = any(part.branch_scale != 1.0 for part in (cfg, cfg.scanned, cfg.in_mlp))
     behind = (y if kind == "mlp" else x) * (scaled + 4 * bool(cfg.names.post1))
     mlp_forward, mlp_backward = _mlp_moments(cfg, sizes._replace(tokens=tile))
@@ -123,7 +131,7 @@ def _block_workspace(cfg: ModelConfig, kind: str, sizes: _Sizes) -> int:
 
 
 def _attention_moments(cfg: ModelConfig, sizes: _Sizes) -> tuple[int, list[int]]:
-    """(bytes of attention.Result, the half's moments)."""
+    """(bytes of attention.Result, moments of attention)."""
     tokens, itemsize, *_ = sizes
     x, attn, qkv = (tokens * width * itemsize for width in (cfg.width, cfg.q_width, cfg.qkv_width))
     lse = cfg.n_heads * tokens * 4
@@ -134,22 +142,24 @@ def _attention_moments(cfg: ModelConfig, sizes: _Sizes) -> tuple[int, list[int]]
     first = _codes(cfg, sizes, cfg.width, cfg.qkv_width, cfg.qkv_bias)
     last = _codes(cfg, sizes, cfg.q_width, cfg.width)  # dy is the caller's
     matmul = x * (last.x > 0)  # added to what there is
-    y = 0 if _codes_alone(cfg, cfg.names.norm1, first, last) else x
+    y, made = _normed(cfg, cfg.names.norm1, first, last, x)
     return result, [
         y + first.x + qkv,  # attention._project
+        made + first.x,
         qkv * cfg.attention_gate + gated + attn + last.x + matmul,  # add_branch
         result + gated + last.x + matmul,  # attention.residual: and `out`
         result + gated + last.dy + last.add,  # attention._backward_to_qkv
         result + last.dy + last.matrix + attn,
         result + attn + qkv + lse + gated,  # dout, dqkv, row sums of dout * out; dout before the gate, or dq
         qkv + first.dy,
-        first.held + y + first.add,  # attention._backward_to_x: d_qkv; y or its gradient
+        first.held + made + first.columns,  # attention._backward_to_x: d_qkv
+        first.held + y + first.add,  # y or its gradient
         first.held + first.matrix + x,
     ]
 
 
 def _latent_moments(cfg: ModelConfig, sizes: _Sizes) -> tuple[int, list[int]]:
-    """As _attention_moments, of latent attention (latent.py)."""
+    """_attention_moments of latent attention (latent.py)."""
     own, (tokens, itemsize, *_) = cfg.latent, sizes
     assert own is not None
     of = lambda width: tokens * width * itemsize
@@ -161,9 +171,10 @@ def _latent_moments(cfg: ModelConfig, sizes: _Sizes) -> tuple[int, list[int]]:
     first = _codes(cfg, sizes, cfg.width, cfg.qkv_width, cfg.qkv_bias)
     last = _codes(cfg, sizes, cfg.attn_width, cfg.width)  # dy is the caller's
     matmul = x * (last.x > 0)  # added to what there is
-    y = 0 if _codes_alone(cfg, cfg.names.norm1, first, last) else x
+    y, made = _normed(cfg, cfg.names.norm1, first, last, x)
     moments = [
         y + first.x + qkv,  # attention._project
+        made + first.x,
         result,
         attn + last.x + matmul,  # add_branch
         result + last.x + matmul,  # attention.residual: and `out`
@@ -172,7 +183,8 @@ def _latent_moments(cfg: ModelConfig, sizes: _Sizes) -> tuple[int, list[int]]:
         d_heads + heads + attn + lse,  # dout, row sums of dout * out
         d_heads + heads + tokens * own.rope * max(itemsize, 4),  # latent.backward: the keys' shared part
         qkv + first.dy,
-        first.held + y + first.add,  # attention._backward_to_x: d_qkv; y or its gradient
+        first.held + made + first.columns,  # attention._backward_to_x: d_qkv
+        first.held + y + first.add,  # y or its gradient
         first.held + first.matrix + x,
     ]
     for rank, inside, outside, made in ((own.q_rank, own.q_rank, cfg.q_width, q), (own.kv_rank, own.kv_rank, 0, kv)):
@@ -190,7 +202,7 @@ def _latent_moments(cfg: ModelConfig, sizes: _Sizes) -> tuple[int, list[int]]:
 
 
 def _scan_moments(cfg: ModelConfig, sizes: _Sizes) -> tuple[int, list[int]]:
-    """(bytes of scan.Result, the half's moments)."""
+    """(bytes of scan.Result, moments of a recurrence)."""
     own, (N, item, *_) = cfg.scan, sizes
     assert own is not None
     widths = cfg.width, own.mixed_width, own.value_width, own.channels
@@ -204,9 +216,10 @@ def _scan_moments(cfg: ModelConfig, sizes: _Sizes) -> tuple[int, list[int]]:
     each = 2 * N * own.heads * own.key_dim * item * (own.heads > own.key_heads)
     inside = N * own.heads * ROWS_OF_SCANS * item * (1 + own.delta)  # P and T of chunks
     result, matmul = mixed + value, x * (last.x > 0)
-    y = 0 if _codes_alone(cfg, cfg.names.norm1, first, last) else x
+    y, made = _normed(cfg, cfg.names.norm1, first, last, x)
     return result, [
         y + first.x + mixed,  # scan._project
+        made + first.x,
         result + read + inside,  # scan_fwd
         result + value,  # scan._gated
         value + last.x + matmul,  # add_branch
@@ -217,13 +230,14 @@ def _scan_moments(cfg: ModelConfig, sizes: _Sizes) -> tuple[int, list[int]]:
         result + mixed + value + read + channels + local + value + 2 * states + each,  # scan_bwd
         result + mixed + turned,
         mixed + first.dy,
-        first.held + y + first.add,  # scan._backward_to_x
+        first.held + made + first.columns,  # scan._backward_to_x
+        first.held + y + first.add,
         first.held + first.matrix + x,
     ]
 
 
 def _mlp_moments(cfg: ModelConfig, sizes: _Sizes) -> tuple[list[int], list[int]]:
-    """Of forward, of backward."""
+    """(moments of forward, of backward)."""
     tile, itemsize, *_ = sizes
     y, act = (tile * width * itemsize for width in (cfg.width, hidden_width(cfg)))
     up = tile * chosen(cfg) * up_width(cfg) * itemsize
@@ -233,19 +247,19 @@ def _mlp_moments(cfg: ModelConfig, sizes: _Sizes) -> tuple[list[int], list[int]]
     first = _codes(cfg, sizes, cfg.width, up_width(cfg), cfg.mlp_bias and (cfg.gated or cfg.relu2))
     turned = 0 if cfg.frozen == ("*",) else -(-tile // 16) * 16 * cfg.ffn
     last = _codes(cfg, sizes, cfg.ffn, cfg.width)  # dy is the caller's
-    made, kept, read = y, y, y  # of the norm: in forward, through backward, for a gradient
-    if _codes_alone(cfg, cfg.names.norm2, first, last):  # counted in first.x and first.add
-        made, kept, read = 0, first.columns, 0
+    normed, made = _normed(cfg, cfg.names.norm2, first, last, y)
+    kept = normed if normed else first.columns  # of the norm, through backward
     inner, active = act, [kept + last.dy + activation, kept + last.dy + last.add + up + act, kept + up + first.dy]
     if cfg.gated and last.x and cfg.lora is None:
         inner = 0  # codes, counted in last.x
         if first.x and not cfg.mlp_bias and cfg.gate_scale == 1.0:
             active = [kept + last.dy + up + act + first.dy + turned, kept + last.dy + first.dy + last.add]
-    return [made + first.x + up, up + act, inner + last.x + y * (last.x > 0)], [
+    return [normed + first.x + up, made + first.x, up + act, inner + last.x + y * (last.x > 0)], [
         kept + first.x + up,
+        made + first.x + first.columns,
         *active,
         kept + last.dy + last.matrix + up + act,
-        read + first.held + first.add,
+        normed + first.held + first.add,
         first.held + first.matrix + y,  # then y or d_norm
         kept + up + y,
         kept + up + (inner + last.x + y) * bool(cfg.names.post2),  # the argument of the norm behind, again
@@ -253,7 +267,7 @@ def _mlp_moments(cfg: ModelConfig, sizes: _Sizes) -> tuple[list[int], list[int]]
 
 
 def _expert_moments(cfg: ModelConfig, sizes: _Sizes) -> tuple[list[int], list[int]]:
-    """As _mlp_moments, of experts: z is what they read, y or a latent, and as wide what they give."""
+    """_mlp_moments of experts. z is what they read, y or a latent; their outputs have the same width."""
     own, (tile, itemsize, *_) = cfg.experts, sizes
     assert own is not None
     widths = cfg.width, hidden_width(cfg), own.latent, chosen(cfg) * up_width(cfg), chosen(cfg) * expert_input(cfg)
@@ -279,7 +293,8 @@ def _expert_moments(cfg: ModelConfig, sizes: _Sizes) -> tuple[list[int], list[in
     if s := own.shared:
         matrices = 1 + cfg.gated
         first, last = _codes(cfg, sizes, cfg.width, matrices * s), _codes(cfg, sizes, s, cfg.width)
-        shared, made = tile * s * itemsize, max(first.dy, last.dy) + max(first.add, last.add, first.x)
+        part = first.add - first.columns  # shared.backward: codes of y are held
+        shared, made = tile * s * itemsize, max(first.dy, last.dy) + first.columns + max(part, last.add, first.x)
         forward.append(2 * y + (1 + matrices) * shared + first.x + last.x)  # shared.forward: y, shared_up, act
         most = max(2 * (1 + matrices) * shared, matrices * shared + y)
         backward.append(routes + 2 * y + most + made)  # y, d_norm
@@ -310,19 +325,19 @@ def _expert_codes(cfg: ModelConfig, tokens: int) -> _ExpertCodes:
 
 
 def _routes_bytes(cfg: ModelConfig, tokens: int, itemsize: int) -> int:
-    """experts.Routes with the gradients of logits and weights, and what sorting takes."""
+    """Bytes of experts.Routes with the gradients of logits and weights, and of sorting."""
     assert cfg.experts is not None
     own = cfg.experts
     logits = (8 + itemsize if own.fp32 or cfg.names.correction else 2 * itemsize) * own.count  # and their gradient
-    logits += own.bias * (2 * itemsize * own.count + own.chosen * (itemsize + 8))  # experts._bias_gradients_
+    logits += own.bias * (2 * itemsize * own.count + own.chosen * (itemsize + 8))  # experts._down_bias_gradients_
     sorting = own.chosen * (20 + own.count // 16 + 1)
     return tokens * (logits + sorting) + 8 * own.count
 
 
 def _head_workspace(cfg: ModelConfig, tokens: int, itemsize: int, grad_itemsize: int) -> int:
-    """Norm's result, a chunk's logits and rows, fp32 sums for narrower gradients where it is trained.
+    """The norm's result, a chunk's logits and rows, and fp32 sums for narrower gradients of a trained matrix.
 
-    Of a score head rows, their norm and the gradients of both; in fp32 the norm, its gradient, scores, matrix and sum.
+    With a score head: rows, their norm and the gradients of both; in fp32 norm, its gradient, scores, matrix and sum.
     """
     if cfg.scores:
         rows, matrix = min(tokens, SCORE_ROWS), 4 * cfg.scores * cfg.width

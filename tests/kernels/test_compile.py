@@ -88,6 +88,8 @@ def test_products_use_hopper():
         assert kernel["wgmma"], kernel
         assert not kernel["serialised"], kernel
         assert kernel["reduces"] == kernel["constants"].get("REDUCE", False), kernel
+    columns = [kernel["constants"]["BLOCK_B"] for kernel in kernels if kernel["name"] == "_grouped_mm"]
+    assert set(columns) == {128, 256}  # of many experts
     gradients = [kernel for kernel in kernels if kernel["name"] == "add_kernel"]
     assert {(k["constants"]["REDUCE"], k["constants"]["BLOCK_B"]) for k in gradients} == {
         (True, 128),

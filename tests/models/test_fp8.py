@@ -4,13 +4,13 @@ from dataclasses import replace
 
 import pytest
 import torch
-from blocks import block_gradients, check_every_subset
+from blocks import LENGTHS, block_gradients, check_every_subset
 from tiny import CASES, Tiny, oracle, relative, shifted_labels
 
 from trireme.kernels import ops
-from trireme.models import attention, experts
+from trireme.models import attention, experts, model
 from trireme.models.config import Lora
-from trireme.models.sizes import narrow, shapes
+from trireme.models.sizes import costs, narrow, shapes
 
 pytestmark = pytest.mark.grid
 
@@ -72,6 +72,32 @@ def test_products_that_the_hardware_has_not_stay_in_bf16():
     assert block.attention.o.fp8
     assert block.mlp.shared.up.fp8
     assert not block.mlp.router.fp8
+
+
+@pytest.mark.parametrize(("name", "twice"), [("gpt2", 2), ("olmo2", 2), ("qwen2 moe", 1)])
+def test_what_backward_repeats_and_what_gradients_read_is_quantized_once(name, twice, monkeypatch):
+    """Inputs of MLPs and shared experts, with nothing saved; those of qkv (without an RMSNorm) and o are made twice."""
+    reference, cfg = oracle(*FAMILIES[name])
+    tiny, seen = Tiny(replace(cfg, fp8=True), reference.state_dict(), "BF16", "F32"), []
+    monkeypatch.setattr(
+        ops, "quantize", lambda x, *given, of=ops.quantize, **how: seen.append(x) or of(x, *given, **how)
+    )
+    monkeypatch.setattr(model, "backward", lambda *given, of=model.backward: seen.clear() or of(*given))
+    block_gradients(tiny, ())
+    inputs = [x for x in seen if len(x) == sum(LENGTHS)]  # others are matrices
+    equal = [torch.equal(a, b) for i, a in enumerate(inputs) for b in inputs[:i] if a.shape == b.shape]
+    assert len(inputs) > 3
+    assert sum(equal) == twice
+
+
+def test_costs_count_what_is_quantized_once():
+    """An MLP's input behind a LayerNorm: read twice, and written in each order."""
+    _, cfg = oracle(*FAMILIES["gpt2"])
+    cfg, N = replace(cfg, fp8=True, halves=True), 32
+    work = lambda kept: costs.in_fp8_work(cfg, 2, frozenset(kept), N)
+    assert work(()).rebuilt_bytes == N * cfg.width
+    assert work(("fc",)).rebuilt_bytes == 0
+    assert work(("fc",)).backward_bytes == work(()).backward_bytes == N * 6 * 5 * cfg.width + N * 5 * 5 * cfg.width
 
 
 MIXTURE = KEYS | dict(num_experts=4, num_experts_per_tok=4, moe_intermediate_size=32, decoder_sparse_step=1)

@@ -64,6 +64,20 @@ def test_rows_of_logits_are_wide_where_they_stay_in_l2(on):
     assert rows == {86: (narrow, narrow), 89: (wide, narrow), 90: (wide, narrow)}
 
 
+def test_many_small_experts_have_a_wide_tile_on_hopper(on):
+    """In bf16 alone, where columns fill it, with the depth of the usual tile: the order of the sums stays."""
+    usual, wide = (128, 64, 128, 8, 3), (128, 64, 256, 8, 3)
+    on(H100)
+    for E, B, tile in ((512, 1024, wide), (256, 512, wide), (512, 640, usual), (128, 1536, usual)):
+        assert launch.grouped_mm(GPU, torch.bfloat16, E, B) == tile
+    assert launch.grouped_mm(GPU, torch.float8_e4m3fn, 512, 1024) == (128, 128, 128, 8, 3)
+    launch.use({"grouped_mm": [64, 64, 128, 4, 4]})  # tuned with few experts
+    assert launch.grouped_mm(GPU, torch.bfloat16, 512, 1024) == wide
+    on(Chip(100, 148))
+    launch.use({})
+    assert launch.grouped_mm(GPU, torch.bfloat16, 512, 1024) == usual
+
+
 @pytest.mark.parametrize("chip", CHIPS, ids=lambda chip: f"sm_{chip.arch}")
 def test_what_is_tried_has_the_usual_setting_and_rows_that_documents_are_cut_into(on, chip):
     on(chip)
@@ -71,7 +85,7 @@ def test_what_is_tried_has_the_usual_setting_and_rows_that_documents_are_cut_int
     tiles = {w: launch.attention(GPU, torch.bfloat16, w)._asdict() for w in (64, 128, 256)}
     usual = {f"attention_{kind} {w}": tile for w, each in tiles.items() for kind, tile in each.items()}
     usual |= {
-        "grouped_mm": launch.grouped_mm(GPU, torch.bfloat16),
+        "grouped_mm": launch.grouped_mm(GPU, torch.bfloat16, 32, 2880),
         "grouped_add": launch.grouped_add(GPU, torch.bfloat16),
     }
     usual |= {"quantize": launch.quantize(GPU, False), "quantize both": launch.quantize(GPU, True)}
