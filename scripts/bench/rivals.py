@@ -5,8 +5,9 @@ One of them alone: python scripts/bench/rivals.py zero-offload llama-1.3b --toke
 
 `torch` is transformers with torch's fused AdamW on bf16; with --lora, peft's adapters; with --compile, the whole model
 compiled and nothing recomputed. `zero-offload` is DeepSpeed with fp32 AdamW on the CPU, `zero-infinity` with weights
-and optimizer state in files of --store too. All use Liger where it is installed, unless compiled. A step is one micro-
-batch, which transfers weights and gradients once, without clipping.
+and optimizer state in files of --store too. A step of these is one micro-batch, which transfers weights and gradients
+once, without clipping. `roundpipe` is RoundPipe with fp32 AdamW on the CPU and its own micro-batches, whose weights are
+one step old unless --updates is sync. All use Liger where it is installed, unless compiled.
 """
 
 from __future__ import annotations
@@ -22,12 +23,13 @@ import subprocess
 import sys
 import tempfile
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Iterator, Sequence
+from functools import partial
 from pathlib import Path
 
 import torch
 from ceilings import forget_peaks
-from model_inputs import with_adapters
+from model_inputs import shaped
 from torch.nn.attention import SDPBackend, sdpa_kernel
 
 from trireme.engine.amounts import size
@@ -44,6 +46,8 @@ LINES = (
     ("zero-offload", "llama-1.3b", 8192, GPU, f"{GPU} --ram 60GiB"),
     ("zero-offload", "llama-1.3b", 32768, GPU, f"{GPU} --ram 60GiB"),
     ("zero-offload", "llama-3b", 32768, GPU, f"{GPU} --ram 60GiB"),
+    ("roundpipe", "llama-8b", 32768, f"{GPU} --layers 16 --updates async", f"{GPU} --layers 16 --ram 95GiB --clip 0"),
+    ("roundpipe", "llama-8b", 32768, f"{GPU} --layers 16 --updates sync", f"{GPU} --layers 16 --ram 95GiB --clip 0"),
     ("zero-infinity", "llama-1.3b", 32768, GPU, f"{GPU} --ram 16GiB --placement ssd --clip 0"),
     ("torch", "llama-1.3b", 32768, "", "--ram 60GiB"),
     ("torch", "llama-8b", 8192, "--lora 16", "--lora 16 --ram 60GiB"),
@@ -51,6 +55,7 @@ LINES = (
 )
 MANY = "--warmup 4 --steps 16"
 SMALL = tuple(("torch", model, 16384, f"--compile {MANY}", MANY) for model in ("llama-0.15b", "llama-0.4b"))
+UPDATES = {"async": "weights one step old (is_async, its default)", "sync": "weights up to date (is_async=False)"}
 
 # ---------------------------------------------------------------- rivals
 
@@ -78,7 +83,7 @@ def with_peft(model, rank: int):
     return get_peft_model(model, LoraConfig(r=rank, lora_alpha=2 * rank, target_modules="all-linear"))
 
 
-def torch_rival(model, store: str):  # noqa: ARG001 (of zero-infinity)
+def torch_rival(model, a):  # noqa: ARG001 (of others)
     """A step: ids [rows, seq] -> loss."""
     adamw = torch.optim.AdamW([p for p in model.parameters() if p.requires_grad], fused=True, **ADAMW)
 
@@ -92,9 +97,9 @@ def torch_rival(model, store: str):  # noqa: ARG001 (of zero-infinity)
     return step
 
 
-def zero_infinity(model, store: str):
-    """As torch_rival, with weights and optimizer state on the drive of `store` (Rajbhandari et al. 2021)."""
-    return deepspeed_rival(model, *infinity_config(store, max(p.numel() for p in model.parameters())))
+def zero_infinity(model, a):
+    """As torch_rival, with weights and optimizer state on the drive of --store (Rajbhandari et al. 2021)."""
+    return deepspeed_rival(model, *infinity_config(a.store, max(p.numel() for p in model.parameters())))
 
 
 def infinity_config(store: str, largest: int) -> tuple[dict, dict]:
@@ -116,7 +121,7 @@ def infinity_config(store: str, largest: int) -> tuple[dict, dict]:
     return zero, {"aio": aio}
 
 
-def zero_offload(model, store: str):  # noqa: ARG001 (of zero-infinity)
+def zero_offload(model, a):  # noqa: ARG001 (of others)
     """As torch_rival, with the optimizer in pinned RAM."""
     return deepspeed_rival(model, {"stage": 2, "offload_optimizer": {"device": "cpu", "pin_memory": True}}, {})
 
@@ -150,7 +155,50 @@ def deepspeed_rival(model, zero: dict, more: dict):
     return step
 
 
-RIVALS = {"torch": torch_rival, "zero-offload": zero_offload, "zero-infinity": zero_infinity}
+def roundpipe_rival(model, a):
+    """A step of RoundPipe 0.1.1, by its preset for LLaMA: ids [rows, seq], is_async -> loss.
+
+    With is_async the CPU updates weights while the GPU computes the next step, whose weights lack this update. Stages
+    are planned for --gpu-memory as by RoundPipe for a card of that size: 0.6 of it for weights and gradients.
+    """
+    from roundpipe import ModelExecutePlan, RoundPipeRunConfig, wrap_model_to_roundpipe
+    from roundpipe.models import llama
+    from roundpipe.optim import Adam
+
+    # transformers 5.17 names its arguments otherwise; it too returns None, a causal mask, for rows without padding
+    llama.create_causal_mask = lambda **_: None
+    model.gradient_checkpointing_disable()  # stages are recomputed as wholes
+    model.cpu()
+    torch.cuda.empty_cache()
+    pipe = wrap_model_to_roundpipe(model, True, optim_dtype=torch.float32)
+    adamw = Adam(pipe.optim_parameters(), decoupled_weight_decay=True, **ADAMW)
+    limit = {"model_memory_limit": 0.6 * a.gpu_memory / 2**30} if a.gpu_memory else {}
+
+    def update() -> None:
+        adamw.step()
+        adamw.zero_grad()
+
+    def step(ids: torch.Tensor, is_async: bool) -> float:
+        ids = ids.cpu()
+        pipe.model_timer.update_times()
+        stages = ModelExecutePlan.auto("fused", pipe, **limit)
+        loss = pipe.forward_backward(
+            input_kwargs={"input_ids": ids, "labels": ids, "return_logits": False},
+            loss_fn=lambda outputs, _: outputs.loss / a.micro_batches,
+            run_config=RoundPipeRunConfig(num_microbatch=a.micro_batches, execute_plan=stages),
+        )
+        pipe.step(update, is_async)
+        return loss.item()
+
+    return step
+
+
+RIVALS = {
+    "torch": torch_rival,
+    "zero-offload": zero_offload,
+    "zero-infinity": zero_infinity,
+    "roundpipe": roundpipe_rival,
+}
 
 
 # ---------------------------------------------------------------- one rival
@@ -172,9 +220,20 @@ def timed(a, step, cfg, device: torch.device) -> tuple[list[float], list[float]]
     return times[a.warmup :], losses
 
 
+def settings(a, step, blocks) -> Iterator[tuple[str, Callable[[torch.Tensor], float]]]:
+    """(description, step) of each setting of --recompute, or of --updates, which is in force until the next."""
+    if a.rival == "roundpipe":
+        yield from ((UPDATES[how], partial(step, is_async=how == "async")) for how in a.updates)
+        return
+    for share in a.recompute:
+        for k, block in enumerate(blocks):
+            block.gradient_checkpointing = k < share * len(blocks)
+        yield f"{share:.0%} of blocks recomputed", step
+
+
 def run_rival(a) -> dict:
-    """The fastest of --recompute, up to the first out of memory."""
-    cfg, device = with_adapters(MODELS[a.model], a.lora), choose_device("auto")
+    """The fastest of --recompute, up to the first out of memory, or of --updates."""
+    cfg, device = shaped(a.model, a.layers, a.lora, ""), choose_device("auto")
     if a.gpu_memory:
         torch.cuda.set_per_process_memory_fraction(a.gpu_memory / torch.cuda.get_device_properties(0).total_memory)
     model = transformers_model(cfg, device, liger=not a.compile)  # torch 2.11 does not compile Liger 0.8.5's kernels
@@ -183,31 +242,31 @@ def run_rival(a) -> dict:
         model.compile()
         a.recompute = [0]
     blocks = model.model.layers
-    step, tried = RIVALS[a.rival](with_peft(model, a.lora) if a.lora else model, a.store), []
-    for share in a.recompute:
-        for k, block in enumerate(blocks):
-            block.gradient_checkpointing = k < share * cfg.n_layers
+    rival, tried = RIVALS[a.rival](with_peft(model, a.lora) if a.lora else model, a), []
+    for setting, step in settings(a, rival, blocks):
         forget_peaks(device)
         try:
             with sdpa_kernel(ATTENTION, set_priority=True):
                 times, losses = timed(a, step, cfg, device)
         except torch.OutOfMemoryError:
-            print(f"{share:.0%} of blocks recomputed: out of GPU memory")
+            print(f"{setting}: out of GPU memory")
             break
         gpu, step_s = memory_in_use(device)[0], statistics.median(times)
-        tried.append({"step_s": step_s, "steps_s": times, "losses": losses, "recomputed": share, "gpu_gib": gpu})
+        tried.append({"step_s": step_s, "steps_s": times, "losses": losses, "setting": setting, "gpu_gib": gpu})
         ends = f"loss {losses[0]:.4f} -> {losses[-1]:.4f}"
-        print(f"{share:.0%} of blocks recomputed: step {step_s:.3f} s, {ends}, peak {gpu:.2f} GiB", flush=True)
+        print(f"{setting}: step {step_s:.3f} s, {ends}, peak {gpu:.2f} GiB", flush=True)
     if not tried:
         sys.exit(f"error: {a.rival} needs more GPU memory")
     best = min(tried, key=lambda one: one["step_s"])
     flops = costs.model_flops(cfg, a.tokens, costs.attended_pairs([a.seq] * (a.tokens // a.seq)))
     rates = {"tokens_per_s": a.tokens / best["step_s"], "model_tflops": flops / best["step_s"] / 1e12}
     speed = f"{rates['tokens_per_s']:.0f} tokens/s, {rates['model_tflops']:.1f} model TFLOP/s"
-    print(f"{a.rival}, {a.model}, {a.tokens} tokens: step {best['step_s']:.3f} s, {speed}")
+    what = f"{a.model}{f', {a.layers} layers' * bool(a.layers)}, {a.tokens} tokens, {best['setting']}"
+    print(f"{a.rival}, {what}: step {best['step_s']:.3f} s, {speed}")
     return {
         "rival": a.rival,
         "model": a.model,
+        "layers": cfg.n_layers,
         "lora": a.lora,
         "tokens": a.tokens,
         "seq": a.seq,
@@ -256,18 +315,31 @@ def arguments(argv: list[str]) -> argparse.Namespace:
     p.add_argument("rival", choices=("table", "small", *RIVALS))
     p.add_argument("model", nargs="?", choices=[name for name in MODELS if "llama" in name], default="llama-1.3b")
     p.add_argument("--tokens", type=int, default=32768, help="tokens of a step")
+    p.add_argument("--layers", type=int, default=0, help="the first so many of the model; 0: all")
     p.add_argument("--lora", type=int, default=0, help="rank of peft's adapters; 0: all is trained")
     p.add_argument("--seq", type=int, default=1024)
     p.add_argument("--gpu-memory", type=size)
     p.add_argument(
         "--recompute", type=lambda t: [float(s) for s in t.split(",")], default=[1, 0.75, 0.5, 0], help="shares to try"
     )
+    p.add_argument(
+        "--updates",
+        type=lambda t: t.split(","),
+        default=list(UPDATES),
+        help="of roundpipe: async (of weights one step old), sync or, the default, both in turn",
+    )
+    p.add_argument("--micro-batches", type=int, default=2, help="of roundpipe, by itself 2 on one GPU")
     p.add_argument("--store", default=".", help="a folder on the drive of zero-infinity")
     p.add_argument("--compile", action="store_true", help="by torch.compile")
     p.add_argument("--warmup", type=int, default=2)
     p.add_argument("--steps", type=int, default=3)
     p.add_argument("--json")
-    return p.parse_args(argv)
+    a = p.parse_args(argv)
+    if not set(a.updates) <= set(UPDATES):
+        p.error(f"--updates {','.join(a.updates)} is not of {', '.join(UPDATES)}")
+    if a.rival == "roundpipe" and (a.lora or a.compile):
+        p.error("roundpipe trains all weights here, not compiled: leave out --lora and --compile")
+    return a
 
 
 if __name__ == "__main__":
