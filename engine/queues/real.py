@@ -66,7 +66,7 @@ class InlineQueues:
         ]
         self.tasks: list[RealTask] = []
         self.tracing = False
-        self.moved: Counter[str] = Counter()  # bytes by queue
+        self.moved: Counter[str] = Counter()  # by queue: bytes of the tasks handed over
         self.zero = time.perf_counter()
 
     @property
@@ -84,14 +84,14 @@ class InlineQueues:
         flops: float = 0,
     ) -> Task:
         task = RealTask(queue, kind, of, nbytes, flops)
+        self._hand_over(task, fn, after)
         self.moved[queue] += int(nbytes)
         if self.tracing:
             self.tasks.append(task)
-        self._hand_over(task, fn, after)
         return task
 
     def _hand_over(self, task: RealTask, fn: Callable[[], Any], after: Sequence[Task]) -> None:
-        """Raises its error."""
+        """Executes the task. Raises its error."""
         execute(task, fn, after, None, self.zero)
         if task.error is not None:
             raise task.error
@@ -211,7 +211,10 @@ class RealQueues(InlineQueues):
         self.origins.append((origin, time.perf_counter()))
 
     def _hand_over(self, task: RealTask, fn: Callable[[], Any], after: Sequence[Task]) -> None:
-        """Raises the first error of all; of its own thread's queue its own."""
+        """Gives the task to its queue's thread; one GPU's `compute` is executed here.
+
+        Raises the first error of any thread, and of a task executed here its own: that task is not counted.
+        """
         assert self.open, "the queues are closed"
         if self.error is not None:
             raise self.error

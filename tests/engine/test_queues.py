@@ -63,8 +63,10 @@ def test_an_error_reaches_whoever_waits_and_stops_the_queues(queues):
             task.wait()
     with pytest.raises(OSError, match="No space left"):
         queues.drain()
+    queues.tracing = True
     with pytest.raises(OSError, match="No space left"):
-        queues.run("cpu", "other", "later", lambda: None)
+        queues.run("cpu", "other", "later", lambda: None, nbytes=7)
+    assert (queues.moved["cpu"], queues.tasks) == (0, [])  # what was not handed over is not counted
 
 
 def test_a_queue_whose_stream_is_refused_fails_its_tasks(queues, monkeypatch):
