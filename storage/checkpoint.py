@@ -190,15 +190,15 @@ def _read_index(folder: Path) -> dict[str, str]:
         raise CheckpointError(f"{path} has no weight_map from tensor names to file names.")
     for file in set(weight_map.values()):
         if not is_plain(file):
-            raise CheckpointError(f"{path} points outside its folder ({file[:80]!r}). Refused.")
+            raise CheckpointError(f"{path} points outside its folder ({shown(file)!r}). Refused.")
         if not file.endswith(".safetensors"):
-            raise CheckpointError(f"{path} names {file[:80]!r}; only .safetensors files are read.")
+            raise CheckpointError(f"{path} names {shown(file)!r}; only .safetensors files are read.")
         try:
             missing = not (folder / file).exists()
         except OSError:  # name too long
             missing = True
         if missing:
-            raise CheckpointError(f"{path} names {file[:80]}, which is missing. Download it again.")
+            raise CheckpointError(f"{path} names {shown(file)}, which is missing. Download it again.")
     return weight_map
 
 

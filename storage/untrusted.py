@@ -25,6 +25,7 @@ if TYPE_CHECKING:
 SMALL = 256 << 20  # tokenizers: up to 60 million
 TEXT = 64 << 20  # a template, options, prompts
 NAME = 60  # characters shown of a foreign name
+FILE_NAME = 260  # characters of a file's name, at most 255, with the punctuation around it
 LINE = 20_000  # characters on the terminal
 # C0 and C1 controls, surrogates, characters that turn direction, end lines or are invisible.
 _CONTROLS = re.compile(
@@ -125,10 +126,15 @@ def _is_not(value: object, expected: str) -> str:
 
 
 def shown(text: str, most: int = NAME) -> str:
-    """Foreign text in one line: controls escaped, the middle cut."""
+    """Foreign text in one line: controls escaped, the middle cut where it is longer than `most` characters.
+
+    The last name of a path is never cut.
+    """
     half = most // 2
-    if len(text) > most:
-        text = f"{text[:half]}…({len(text) - 2 * half:,} more characters)…{text[-half:]}"
+    _, slash, last = text[-FILE_NAME:].rpartition("/")
+    end = max(half, len(slash + last)) if slash else half
+    if len(text) > max(most, half + end):
+        text = f"{text[:half]}…({len(text) - half - end:,} more characters)…{text[-end:]}"
     return _CONTROLS.sub(lambda match: repr(match[0])[1:-1], text)
 
 

@@ -73,6 +73,9 @@ def test_controls_are_shown_and_long_text_is_cut():
     assert shown(CONTROLS) == repr(CONTROLS)[1:-1]
     assert shown("naïve 日本語 👩‍👩‍👧 ⏎ \\n") == "naïve 日本語 👩‍👩‍👧 ⏎ \\n"
     assert shown("a" * 50 + "b" * 50, 10) == "aaaaa…(90 more characters)…bbbbb"
+    assert shown("/" + "a" * 50 + "/" + "b" * 20, 10) == f"/aaaa…(46 more characters)…/{'b' * 20}"
+    assert shown(f"/aaaa/{'b' * 20}", 10) == f"/aaaa/{'b' * 20}"
+    assert shown("/" + "b" * 1000, 10) == f"/{'b' * 4}…(991 more characters)…bbbbb"  # no file has that name
     assert one_line({"what": "reading x\x1b[2J", "eta": "eta 3s"}) == "reading x\\x1b[2J  eta 3s"
 
 
@@ -115,6 +118,12 @@ def test_errors_show_controls(here, capsys, place):
     assert err.count("\n") == 1, err[:3000]
     assert not FORBIDDEN.search(err), err[:3000]
     assert len(err) < 2200
+
+
+def test_an_error_about_a_long_path_shows_the_files_name(here, capsys):
+    file = "d" * 200 + "/" + "f" * 200 + ".jsonl"
+    assert finetune.main(["model", "--data", file, "--out", "out"]) == 2
+    assert f"/{'f' * 200}.jsonl" in capsys.readouterr().err
 
 
 def test_the_report_and_samples_show_controls(here, capsys):
