@@ -22,6 +22,7 @@ from trireme.storage.files import (
     AnyPath,
     Say,
     StoreError,
+    as_store_error,
     check_space,
     make_place,
     partial_of,
@@ -242,9 +243,7 @@ def _chunks(path: Path, offset: int, nbytes: int, most: int | None = None) -> It
             os.posix_fadvise(fd, offset, filled, os.POSIX_FADV_DONTNEED)
             offset += filled
     except OSError as e:
-        raise (
-            e if isinstance(e, StoreError) else StoreError(e.errno, f"{e.strerror}, at byte {offset}", str(path))
-        ) from e
+        raise as_store_error(e, path, f", at byte {offset}") from e
     finally:
         if fd >= 0:
             os.close(fd)
@@ -318,7 +317,7 @@ def export(
             sync_folder(folder)
         return done
     except OSError as e:
-        raise e if isinstance(e, StoreError) else StoreError(e.errno, e.strerror, str(e.filename or out)) from e
+        raise as_store_error(e, e.filename or out) from e
     finally:
         for file in done:
             partial_of(out / file).unlink(missing_ok=True)

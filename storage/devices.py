@@ -12,7 +12,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from trireme.storage.aio import IO, File, ThreadIO, arena
-from trireme.storage.files import AnyPath, Say, StoreError, make_folder, to_stderr
+from trireme.storage.files import AnyPath, Say, StoreError, as_store_error, make_folder, to_stderr
 from trireme.storage.kernel_aio import KernelIO
 from trireme.storage.layout import ALIGN, round_up
 
@@ -102,7 +102,7 @@ def open_device(path: AnyPath, nbytes: int = 256 * MIB, say: Say = to_stderr) ->
         make_folder(path)
         direct = is_direct(path)
     except OSError as e:
-        raise e if isinstance(e, StoreError) else StoreError(e.errno, e.strerror, str(path)) from e
+        raise as_store_error(e, path) from e
     if not direct:
         say(f"{path}: no O_DIRECT; slower, and through the page cache")
     candidates = _candidates(path, direct, say)
@@ -142,7 +142,7 @@ def _test_file(folder: Path, direct: bool, nbytes: int) -> Iterator[tuple[File, 
                 raise StoreError(errno.EIO, "took only a part of a write", str(path))
         yield file, halves
     except OSError as e:
-        raise e if isinstance(e, StoreError) else StoreError(e.errno, e.strerror, str(path)) from e
+        raise as_store_error(e, path) from e
     finally:
         file.close()
         path.unlink(missing_ok=True)

@@ -36,6 +36,13 @@ class NoSnapshot(StoreError):
     """No store, or none with a snapshot."""
 
 
+def as_store_error(error: OSError, path: AnyPath, during: str = "") -> StoreError:
+    """`error` itself if it is a StoreError, which names its file; else its message, then `during`, about `path`."""
+    if isinstance(error, StoreError):
+        return error
+    return StoreError(error.errno, f"{error.strerror or error}{during}", str(path))
+
+
 def to_stderr(line: str) -> None:
     print(line, file=sys.stderr)
 
@@ -80,7 +87,7 @@ def write_synced(path: Path, content: Iterable[Buffer]) -> None:
         os.fsync(fd)
         os.posix_fadvise(fd, 0, 0, os.POSIX_FADV_DONTNEED)
     except OSError as e:
-        raise e if isinstance(e, StoreError) else StoreError(e.errno, e.strerror, str(path)) from e
+        raise as_store_error(e, path) from e
     finally:
         writing.shutdown()
         if fd >= 0:
@@ -193,7 +200,7 @@ def replace_synced(path: Path, text: bytes) -> None:
     except OSError as e:
         with suppress(OSError):
             partial.unlink(missing_ok=True)
-        raise e if isinstance(e, StoreError) else StoreError(e.errno, e.strerror, str(path)) from e
+        raise as_store_error(e, path) from e
     sync_folder(path.parent)
 
 
@@ -236,7 +243,7 @@ def check_folder(path: Path) -> None:
         if not stat.S_ISDIR(os.lstat(path).st_mode):
             raise StoreError(errno.ENOTDIR, "has to be a folder, and no link", str(path))
     except OSError as e:
-        raise e if isinstance(e, StoreError) else StoreError(e.errno, e.strerror, str(path)) from e
+        raise as_store_error(e, path) from e
 
 
 def make_place(path: Path, folder: Path) -> None:
@@ -269,7 +276,7 @@ def lock_folder(path: Path, stack: ExitStack) -> list[Path]:
         fd = os.open(path / LOCK, os.O_RDWR | os.O_CREAT | os.O_NOFOLLOW | os.O_CLOEXEC, 0o666)
     except OSError as e:
         remove_folders(made)
-        raise e if isinstance(e, StoreError) else StoreError(e.errno, e.strerror, str(path)) from e
+        raise as_store_error(e, path) from e
     stack.callback(os.close, fd)
     if not lock(fd):
         owner = os.pread(fd, 20, 0).decode(errors="replace")

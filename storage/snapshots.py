@@ -18,7 +18,15 @@ from typing import Any
 
 from trireme.storage.auxiliary import is_auxiliary
 from trireme.storage.checkpoint import INDEX
-from trireme.storage.files import StoreError, check_folder, make_place, replace_synced, sync_folder, write_synced
+from trireme.storage.files import (
+    StoreError,
+    as_store_error,
+    check_folder,
+    make_place,
+    replace_synced,
+    sync_folder,
+    write_synced,
+)
 from trireme.storage.headers import list_tensors, parse_tensors
 from trireme.storage.layout import Layout
 from trireme.storage.stripes import Stripe, check_stripes
@@ -122,8 +130,8 @@ def write(snapshot: Snapshot, devices: Sequence[Path]) -> None:
     except BaseException as e:
         for place in places:
             shutil.rmtree(place, ignore_errors=True)
-        if isinstance(e, OSError) and not isinstance(e, StoreError):
-            raise StoreError(e.errno, f"{e.strerror}, making a snapshot", str(e.filename or partial)) from e
+        if isinstance(e, OSError):
+            raise as_store_error(e, e.filename or partial, ", making a snapshot") from e
         raise
 
 
@@ -216,7 +224,7 @@ def check(snapshot: Snapshot, devices: Sequence[Path]) -> None:
                 raise StoreError(errno.EIO, message, str(path))
             _link(path, devices[0] / name)
     except OSError as e:
-        raise e if isinstance(e, StoreError) else StoreError(e.errno, e.strerror, str(e.filename or path)) from e
+        raise as_store_error(e, e.filename or path) from e
 
 
 def check_header(path: Path, stripe: Stripe, back: str) -> None:

@@ -21,7 +21,7 @@ from trireme.engine.hosts.group import Alone, refuse_text, told
 from trireme.engine.plan import MOST_HOSTS
 from trireme.models.config import InputError
 from trireme.storage import folders, snapshots
-from trireme.storage.files import StoreError
+from trireme.storage.files import StoreError, as_store_error
 from trireme.storage.layout import Layout
 from trireme.storage.shards import DAMAGED, Damaged
 from trireme.storage.untrusted import checksum, summed
@@ -82,7 +82,7 @@ class Held:
                 blocks = _blocks(path, len(stripe.header), [n for _, n in parts])
                 yield from zip((at for at, _ in parts), summed(blocks, found.append), strict=True)
             except OSError as e:
-                raise e if isinstance(e, StoreError) else StoreError(e.errno, e.strerror, str(path)) from e
+                raise as_store_error(e, path) from e
             if found != [known]:
                 raise Damaged(errno.EIO, f"{DAMAGED}: {snapshots.NO_WAY_BACK}", str(path))
 

@@ -25,7 +25,7 @@ from trireme.engine.tuning.peft_config import CONFIG
 from trireme.models.config import InputError, Lora, ModelConfig
 from trireme.models.sizes import shapes
 from trireme.storage.checkpoint import Source, convert, dtype_of
-from trireme.storage.files import StoreError, partial_of, sync_folder, write_synced
+from trireme.storage.files import as_store_error, partial_of, sync_folder, write_synced
 from trireme.storage.headers import encode_header
 from trireme.storage.layout import sequential
 
@@ -157,7 +157,7 @@ def save_adapter(folder: Path, cfg: ModelConfig, reader: Reader, base: str, revi
             partial_of(folder / name).replace(folder / name)
         sync_folder(folder)
     except OSError as e:
-        raise e if isinstance(e, StoreError) else StoreError(e.errno, e.strerror, str(e.filename or folder)) from e
+        raise as_store_error(e, e.filename or folder) from e
 
 
 def excluded(cfg: ModelConfig) -> str:
