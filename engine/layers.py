@@ -111,18 +111,18 @@ def loss(
 
     def add() -> Tensor | None:
         at, out = mb.on(gpu), dx.rows() if dx else None
-        w_out = model.output_matrix(e.cfg, weights.get(0), weights[u])
-        g_out = model.output_matrix(e.cfg, grads.get(0), grads[u]) if g else None
+        top = head.with_output(e.cfg, weights[u], weights.get(0))
+        own = head.with_output(e.cfg, grads[u], grads.get(0)) if g else None
         factors = comparison.factors[b] if comparison else at.factors
-        given = (weights[u], w_out, x.rows(), at.labels, at.loss_rows)
         correct = None if comparison else at.correct
         more = None if correct is None or not e.plan.losses else torch.zeros_like(correct, device=at.labels.device)
-        own, dlogits = grads.get(u), left.logits(e, mb) if left else None
+        dlogits = left.logits(e, mb) if left else None
         if left:
-            own = head.norm_sums(weights[u], torch.float32 if e.plan.sums_wide else x.rows().dtype)
+            own = head.norm_sums(top, torch.float32 if e.plan.sums_wide else x.rows().dtype)
             left.norm.append(own)
         counts = correct if more is None else more
-        found = head.head_loss(e.cfg, *given, scale, own, g_out, out, factors, at.shares, counts, dlogits)
+        given = top, x.rows(), at.labels, at.loss_rows, scale
+        found = head.head_loss(e.cfg, *given, own, out, factors, at.shares, counts, dlogits)
         found = found if factors is None else found * factors
         if at.shares is not None and e.cfg.teaching:
             if parts is not None:
@@ -148,9 +148,9 @@ def add_gradients(
     x = e.activations.x[u][b].read()
 
     def add() -> None:
-        g_out = model.output_matrix(e.cfg, grads.get(0), grads[u])
+        total = head.with_output(e.cfg, grads[u], grads.get(0))
         given = weights[u], x.rows(), mb.on(gpu).loss_rows, left.logits(e, mb), left.norm.pop()
-        head.head_gradients(e.cfg, *given, grads[u], g_out)
+        head.head_gradients(e.cfg, *given, total)
 
     weights = {v: weights_of(e, layer) for v, layer in w.items()}
     grads = {v: gradients_of(e, v, gradient) for v, gradient in g.items()}

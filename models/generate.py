@@ -134,7 +134,7 @@ def _logits(cfg: ModelConfig, units: Units, ids: Tensor, rows: Mapping[torch.dev
             else:
                 last = x[rows[at].docs.cu_seqlens[1:].long() - 1]
                 y = head.final_norm(cfg, w, last)[0]
-                logits = ops.soft_cap(torch.mm(y, model.output_matrix(cfg, embed, w).T).float(), cfg.logit_cap)
+                logits = ops.soft_cap(torch.mm(y, head.with_output(cfg, w, embed).matrix.T).float(), cfg.logit_cap)
     return logits
 
 

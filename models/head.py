@@ -37,7 +37,12 @@ class HeadWeights(NamedTuple):
     """The head's weights, or their gradients."""
 
     norm: Norm
-    output: Tensor | None  # (V, D), or (S, D) of S labels' scores; None if tied
+    output: Tensor | None  # (V, D), or (S, D) of S labels' scores; of a tied model None until `with_output`
+
+    @property
+    def matrix(self) -> Tensor:
+        assert self.output is not None, "a tied head has no output matrix before `with_output`"
+        return self.output
 
 
 class Shares(NamedTuple):
@@ -69,6 +74,14 @@ def head_weights(cfg: ModelConfig, views: dict[str, Tensor]) -> HeadWeights:
     return HeadWeights(weights, None if cfg.tied else views[output_name(cfg)])
 
 
+def with_output(cfg: ModelConfig, w: HeadWeights, embed: EmbedWeights | None) -> HeadWeights:
+    """`w` with the output matrix, or its gradient: that of `embed` in a tied model."""
+    if not cfg.tied:
+        return w
+    assert embed is not None
+    return w._replace(output=embed.tokens)
+
+
 def embed_forward(w: EmbedWeights, ids: Tensor, rows: Rows, out: Tensor) -> None:
     """Fills out (N, D) with the embeddings of ids (N,) int64, and noise, if any, which has no gradient."""
     ops.embedding_fwd(ids, w.tokens, out)
@@ -97,37 +110,35 @@ def final_norm(cfg: ModelConfig, w: HeadWeights, x: Tensor) -> tuple[Tensor, Sta
 def head_loss(
     cfg: ModelConfig,
     w: HeadWeights,
-    w_out: Tensor,
     x: Tensor,
     labels: Tensor,
     loss_rows: Tensor,
     scale: float,
     g: HeadWeights | None = None,
-    g_out: Tensor | None = None,
     dx: Tensor | None = None,
     factors: Tensor | None = None,
     shares: Shares | None = None,
     correct_: Tensor | None = None,
     dlogits_: Tensor | None = None,
 ) -> Tensor:
-    """Loss of each token, (N,) fp32; with g, g_out and dx also the gradients of scale * sum(factors * loss).
+    """Loss of each token, (N,) fp32; with g and dx also the gradients of scale * sum(factors * loss).
 
     x (N, D); labels (N,) int64 are the next tokens; loss_rows (M,) int64 the tokens that count; factors (N,) fp32 of
-    the losses, None: 1. w_out and g_out (V, D) are the embedding's if tied. Fills dx and adds to g and g_out where
-    trained. Labels are smoothed by cfg.smoothing if dx is given. The number of labels than which no token is likelier,
-    each times its factor, is added to correct_ (1,) fp64.
+    the losses, None: 1. w and g are from `with_output`. Fills dx and adds to g where trained. Labels are smoothed by
+    cfg.smoothing if dx is given. The number of labels than which no token is likelier, each times its factor, is added
+    to correct_ (1,) fp64.
 
     With `shares` the loss is that of cfg.teaching, without smoothing and correct_; the result is its two parts, (2, N):
-    cross-entropy and divergence. Without g_out, dlogits_ (M, V) receives the logits' gradients for `head_gradients`.
+    cross-entropy and divergence. With g from `norm_sums`, dlogits_ (M, V) receives the logits' gradients for
+    `head_gradients`.
 
     With a score head labels are classes, each at the one token of a document that is scored; losses are as in Scored.
     """
     if cfg.scores:
         assert dlogits_ is None
-        return _score_loss(cfg, w, w_out, x, labels, loss_rows, scale, g, g_out, dx, factors, correct_)
+        return _score_loss(cfg, w, x, labels, loss_rows, scale, g, dx, factors, correct_)
     y, stats = final_norm(cfg, w, x)
-    g_out = g_out if g_out is not None and trained(g_out) else None
-    given, more = (y, w_out, labels, loss_rows, scale), (g_out, dx)
+    given, more = (y, w.matrix, labels, loss_rows, scale), (_trained_output(g), dx)
     if shares is None:
         smoothing = 0.0 if dx is None else cfg.smoothing
         hits = None if correct_ is None else torch.zeros_like(labels, dtype=torch.uint8)
@@ -155,8 +166,13 @@ def head_loss(
     return losses
 
 
+def _trained_output(g: HeadWeights | None) -> Tensor | None:
+    """The output matrix' gradient; None where it is not taken or not trained."""
+    return None if g is None or g.output is None or not trained(g.output) else g.output
+
+
 def norm_sums(w: HeadWeights, dtype: torch.dtype) -> HeadWeights:
-    """Zeros of this dtype for the gradients of the final norm alone."""
+    """Zeros of this dtype for the gradients of the final norm alone: the output matrix has none."""
     norm, zeros = w.norm, lambda t: torch.zeros_like(t, dtype=dtype)
     return HeadWeights(Norm(zeros(norm.weight), None if norm.bias is None else zeros(norm.bias)), None)
 
@@ -169,13 +185,12 @@ def head_gradients(
     dlogits: Tensor,
     own: HeadWeights,
     g: HeadWeights,
-    g_out: Tensor,
 ) -> None:
-    """Adds to g and g_out, where trained, what a head_loss that was given them would have added.
+    """Adds to g, where trained, what a head_loss that was given it would have added.
 
-    It was given dlogits_ and, in place of g, `own` (norm_sums). x (N, D), loss_rows (M,), dlogits (M, V), g_out (V, D).
+    It was given dlogits_ and, in place of g, `own` (norm_sums). x (N, D), loss_rows (M,), dlogits (M, V).
     """
-    if trained(g_out):
+    if (g_out := _trained_output(g)) is not None:
         ops.linear_cross_entropy_dweight(final_norm(cfg, w, x)[0], loss_rows, dlogits, g_out)
     for total, added in ((g.norm.weight, own.norm.weight), (g.norm.bias, own.norm.bias)):
         if total is not None and added is not None and trained(total):
@@ -195,20 +210,19 @@ def _of_labels(scores: Tensor, labels: Tensor) -> Scored:
 def _score_loss(
     cfg: ModelConfig,
     w: HeadWeights,
-    w_out: Tensor,
     x: Tensor,
     labels: Tensor,
     loss_rows: Tensor,
     scale: float,
     g: HeadWeights | None,
-    g_out: Tensor | None,
     dx: Tensor | None,
     factors: Tensor | None,
     correct_: Tensor | None,
 ) -> Tensor:
     """head_loss with a score head: norm and scores of the M rows alone, the scores in fp32."""
-    losses, matrix = torch.zeros(len(x), dtype=torch.float32, device=x.device), w_out.float()
-    d_out = torch.zeros_like(matrix) if g_out is not None and trained(g_out) else None
+    losses, matrix = torch.zeros(len(x), dtype=torch.float32, device=x.device), w.matrix.float()
+    g_out = _trained_output(g)
+    d_out = None if g_out is None else torch.zeros_like(matrix)
     if dx is not None:
         dx.zero_()
     for rows in loss_rows.split(SCORE_ROWS) if len(loss_rows) else ():
@@ -230,7 +244,7 @@ def _score_loss(
 
 
 def head_top(
-    cfg: ModelConfig, w: HeadWeights, w_out: Tensor, x: Tensor, loss_rows: Tensor, k: int, below: int | None = None
+    cfg: ModelConfig, w: HeadWeights, x: Tensor, loss_rows: Tensor, k: int, below: int | None = None
 ) -> tuple[Tensor, Tensor, Tensor]:
     """The k likeliest tokens, among ids less than `below`, after each of the M rows of x (N, D) in loss_rows.
 
@@ -240,7 +254,7 @@ def head_top(
     y, _ = final_norm(cfg, w, x)
     found = []
     for part in loss_rows.split(TOP_CHUNK):
-        logits = ops.soft_cap((y[part] @ w_out.T).float(), cfg.logit_cap)
+        logits = ops.soft_cap((y[part] @ w.matrix.T).float(), cfg.logit_cap)
         lse = torch.logsumexp(logits, -1, keepdim=True)
         top, ids = logits[:, :below].topk(k, dim=-1)
         rest = torch.logsumexp(logits.scatter_(1, ids, float("-inf")), -1, keepdim=True) - lse

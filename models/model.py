@@ -16,7 +16,6 @@ from trireme.kernels import ops
 from trireme.models import attention, block, experts, head, latent, mlp, shared
 from trireme.models.config import ModelConfig
 from trireme.models.families.names import adapter_names
-from trireme.models.head import EmbedWeights, HeadWeights
 from trireme.models.linear import Codes, Linear, fuse, trained
 from trireme.models.lora import Adapters, Stacked, dropping, part_key
 from trireme.models.mixers import both, scan
@@ -141,13 +140,6 @@ def make_codes(cfg: ModelConfig, u: int, views: dict[str, Tensor], out: dict[str
             continue
         codes = ops.Quantized(out[name + narrow.SCALE][:1], out[name + narrow.ROWS], out[name + narrow.COLUMNS])
         ops.quantize(fuse(*(views[name] for name, _ in group)), rows, columns, codes)
-
-
-def output_matrix(cfg: ModelConfig, embed: EmbedWeights | None, top: HeadWeights) -> Tensor:
-    """The output matrix (V, D), or its gradient; the embedding's if tied."""
-    found = embed.tokens if embed is not None and cfg.tied else top.output
-    assert found is not None
-    return found
 
 
 def _attention_weights(cfg: ModelConfig, views: dict[str, Tensor]) -> attention.Weights:

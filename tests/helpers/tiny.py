@@ -373,7 +373,7 @@ class Tiny:
         """(N, V) of packed documents."""
         rows = self.rows(lengths)
         y = head.final_norm(self.cfg, self.w[-1], self.hidden(ids, rows)[0][-1])[0]
-        return ops.soft_cap(y @ model.output_matrix(self.cfg, self.w[0], self.w[-1]).T, self.cfg.logit_cap)
+        return ops.soft_cap(y @ head.with_output(self.cfg, self.w[-1], self.w[0]).matrix.T, self.cfg.logit_cap)
 
     def rows(self, lengths, load=None):
         rows = make_rows(lengths, rope_tables(self.cfg, max(lengths), self.device), self.device)
@@ -385,9 +385,9 @@ class Tiny:
         loss_rows = torch.nonzero(labels >= 0)[:, 0]
         xs, saves = self.hidden(ids, rows, keep)
         dy, dx = torch.empty_like(xs[0]), torch.empty_like(xs[0])
-        out, g_out = (model.output_matrix(cfg, side[0], side[top]) for side in (self.w, self.g))
+        w, g = (head.with_output(cfg, side[top], side[0]) for side in (self.w, self.g))
         scale = 1 / len(loss_rows) if scale is None else scale
-        losses = head.head_loss(cfg, self.w[top], out, xs[-1], labels, loss_rows, scale, self.g[top], g_out, dy)
+        losses = head.head_loss(cfg, w, xs[-1], labels, loss_rows, scale, g, dy)
         for layer in reversed(range(cfg.n_layers)):
             u = layer + 1
             model.backward(cfg, u, self.w[u], self.g[u], xs[layer], saves[layer], dy, rows, dx)

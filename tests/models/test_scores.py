@@ -87,8 +87,8 @@ def test_gradients_are_those_of_autograd(labels, trained, monkeypatch):
     g = [torch.zeros(16), torch.zeros(labels, 16) if trained else torch.empty(0, 0)]
     dx, correct = torch.full_like(x, float("nan")), torch.zeros(1, dtype=torch.float64)
     w = head.HeadWeights(Norm(weight), w_out)
-    given = cfg, w, w_out, x, classes, rows, 0.5
-    more = head.HeadWeights(Norm(g[0]), g[1]), g[1], dx, factors
+    given = cfg, w, x, classes, rows, 0.5
+    more = head.HeadWeights(Norm(g[0]), g[1]), dx, factors
     losses = head.head_loss(*given, *more, correct_=correct)
     wide = [t.double().requires_grad_() for t in (x, weight, w_out)]
     normed = wide[0] * torch.rsqrt(wide[0].pow(2).mean(1, keepdim=True) + cfg.eps) * wide[1]
@@ -102,7 +102,7 @@ def test_gradients_are_those_of_autograd(labels, trained, monkeypatch):
         torch.testing.assert_close(g[1].double(), wide[2].grad, rtol=1e-5, atol=1e-6)
     right = (scores.argmax(1) == classes[rows]) if labels > 1 else torch.ones(len(rows))
     assert correct.item() == pytest.approx((right * factors[rows]).sum().item())
-    none = head.head_loss(*given[:5], rows[:0], 0.5, *more)
+    none = head.head_loss(*given[:4], rows[:0], 0.5, *more)
     assert not none.any()
     assert not dx.any()
 

@@ -461,12 +461,10 @@ def test_the_head_has_fp32_sums_where_it_is_trained_alone(tied, frozen, monkeypa
     tiny = Tiny(cfg, {name: torch.zeros(shape) for group in groups for name, shape in group}, "BF16")
     monkeypatch.setattr(cross_entropy, "_cross_entropy", defaultdict(lambda: lambda *_, **__: None))
     monkeypatch.setattr(head.ops, "linear_cross_entropy", cross_entropy.linear_cross_entropy)
-    top, embed = tiny.w[cfg.n_units - 1], tiny.w[0]
-    g, g_embed = tiny.g[cfg.n_units - 1], tiny.g[0]
-    w_out, g_out = model.output_matrix(cfg, embed, top), model.output_matrix(cfg, g_embed, g)
+    top, g = (head.with_output(cfg, side[cfg.n_units - 1], side[0]) for side in (tiny.w, tiny.g))
     x, labels, rows = torch.zeros(tokens, cfg.width).bfloat16(), torch.zeros(tokens).long(), torch.arange(tokens)
     with Copies() as copies:
-        head.head_loss(cfg, top, w_out, x, labels, rows, 1.0, g, g_out, torch.empty_like(x))
+        head.head_loss(cfg, top, x, labels, rows, 1.0, g, torch.empty_like(x))
     sums = ((cfg.vocab, cfg.width), torch.float32)
     assert (sums in copies.made) == (not frozen)
     in_fp32, in_bf16 = (workspace.workspace_bytes(cfg, cfg.n_units - 1, tokens, 2, grads) for grads in (4, 2))
@@ -540,7 +538,7 @@ def test_workspace_holds_a_score_head(labels, tokens, documents, monkeypatch):
     x = torch.zeros(tokens, cfg.width).bfloat16()
     w = head.HeadWeights(norm.Norm(x[0]), torch.zeros(labels, cfg.width).bfloat16())
     rows, classes, watch = torch.arange(documents), torch.zeros(tokens).long(), New()
-    given = cfg, w, w.output, x, classes, rows, 1.0, w, w.output, torch.empty_like(x), torch.ones(tokens)
+    given = cfg, w, x, classes, rows, 1.0, w, torch.empty_like(x), torch.ones(tokens)
     with watch:
         head.head_loss(*given, correct_=torch.zeros(1).double()) * given[-1]
     bound = workspace.workspace_bytes(cfg, cfg.n_units - 1, tokens, 2, 2) - workspace.SLACK

@@ -284,5 +284,5 @@ def losses_of(
     cfg: ModelConfig, w: Any, embed: Any, x: torch.Tensor, mb: Any, correct_: torch.Tensor | None = None
 ) -> torch.Tensor:
     """By token, (N,) fp32; `correct_` as of head_loss."""
-    matrix = model.output_matrix(cfg, embed, w)
-    return head.head_loss(cfg, w, matrix, x, mb.labels, mb.loss_rows, 1.0, correct_=correct_)
+    top = head.with_output(cfg, w, embed)
+    return head.head_loss(cfg, top, x, mb.labels, mb.loss_rows, 1.0, correct_=correct_)

@@ -46,7 +46,7 @@ from trireme.engine.run.finished.evaluate import Found, Ready
 from trireme.engine.run.finished.model import Opened
 from trireme.engine.run.screen import Screen
 from trireme.engine.tuning.base import stamps
-from trireme.models import head, model
+from trireme.models import head
 from trireme.models.config import InputError
 from trireme.models.rows import rope_tables
 from trireme.storage.files import replace_synced
@@ -226,8 +226,8 @@ def _scores(ready: Ready, group: Sequence[MicroBatch], k: int) -> list[dict[str,
             "logp": -np.add.reduceat(losses, starts),
         }
         if k:
-            matrix, most = model.output_matrix(cfg, embed, w), ready.below
-            top = head.head_top(cfg, w, matrix, x, mb.loss_rows, min(k, most), most)
+            most = ready.below
+            top = head.head_top(cfg, head.with_output(cfg, w, embed), x, mb.loss_rows, min(k, most), most)
             ids, logps, rest = (each.cpu().numpy() for each in top)
             lowest = np.finfo(np.float16).min
             scores |= {"label": given.labels[given.labels >= 0].astype(np.int32), "ids": ids.astype(np.int32)}
