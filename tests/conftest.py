@@ -18,7 +18,7 @@ from hypothesis import settings
 from sandboxed import forked
 
 from trireme.engine.data.sandbox import Sandbox
-from trireme.engine.planner import probe
+from trireme.engine.planner.probe import compute, processor
 from trireme.engine.run import evaluation, job
 from trireme.models.sizes import narrow
 
@@ -92,13 +92,13 @@ def short_runs():
 @pytest.fixture(autouse=True, scope="module")
 def usual_rates():
     """A CPU's rates are not measured, except in modules with a fixture of this name."""
-    measured = probe.processor_rates
+    measured = processor.processor_rates
     with pytest.MonkeyPatch.context() as patch:
         if not torch.cuda.is_available():
-            patch.setattr(probe, "matmul_rate", lambda device, dtype: 6e10)
-            patch.setattr(probe, "fp8_rate", lambda device: 3e10)
+            patch.setattr(compute, "matmul_rate", lambda device, dtype: 6e10)
+            patch.setattr(compute, "fp8_rate", lambda device: 3e10)
         patch.setattr(
-            probe,
+            processor,
             "processor_rates",
             lambda device, *more: RATES if device.type == "cpu" else measured(device, *more),
         )

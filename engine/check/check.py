@@ -17,8 +17,8 @@ from trireme.engine.check import gpu, host, tune, tuned
 from trireme.engine.check.drives import drives
 from trireme.engine.check.row import WIDTHS, Row, changes
 from trireme.engine.check.steps import steps
-from trireme.engine.planner import probe
 from trireme.engine.planner.host import memory_limits
+from trireme.engine.planner.probe import compute, processor
 from trireme.engine.planner.rates import Rates, rates_of
 from trireme.models.config import InputError
 from trireme.storage.temporary import HIDDEN, Temporary
@@ -61,8 +61,8 @@ def _rows(folders: Mapping[str, Path], end: float) -> Iterator[Row]:
     yield from host.software()
     dtype = "BF16" if device else "F32"
     where = device or torch.device("cpu")
-    found = {"matmul": probe.matmul_rate(where, torch.bfloat16 if device else torch.float32)}
-    found |= probe.processor_rates(where, dtype, memory_limits(where, None, None).host)
+    found = {"matmul": compute.matmul_rate(where, torch.bfloat16 if device else torch.float32)}
+    found |= processor.processor_rates(where, dtype, memory_limits(where, None, None).host)
     yield from host.host(found)
     if device is None:
         yield gpu.no_gpu()

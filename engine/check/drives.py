@@ -8,7 +8,7 @@ from pathlib import Path
 
 from trireme.engine.amounts import gb, percent
 from trireme.engine.check.row import Row
-from trireme.engine.planner import probe
+from trireme.engine.planner.probe import compute, drive
 from trireme.engine.planner.rates import DRIVES, GB, reserved
 from trireme.storage.devices import check_links, is_direct
 from trireme.storage.files import StoreError
@@ -21,7 +21,7 @@ LEAST = 1 << 30  # bytes free, to be tried
 def drives(folders: Mapping[str, Path]) -> Iterator[tuple[Row, dict[str, float]]]:
     """Rows, each with rates where it has them. `folders`: by the name that was given; nothing is left there."""
     for name, folder in folders.items():
-        disk, model = shutil.disk_usage(folder), probe.drive(folder)["model"] or "a drive without a model's name"
+        disk, model = shutil.disk_usage(folder), drive.identity(folder)["model"] or "a drive without a model's name"
         left = disk.free - reserved(disk.total)
         full = "" if left > 0 else f"free {gb(-left)}: nearly full drives write slowly"
         numbers = {"model": model, "free": disk.free, "bytes": disk.total}
@@ -35,7 +35,7 @@ def drives(folders: Mapping[str, Path]) -> Iterator[tuple[Row, dict[str, float]]
         if disk.free < LEAST:
             yield Row("drive", f"{name}, rates", "not tried: less than 1 GiB is free", "free some space"), {}
             continue
-        yield _rates(name, folder, SECONDS / len(folders) / (2 * probe.TURNS + 1))
+        yield _rates(name, folder, SECONDS / len(folders) / (2 * compute.TURNS + 1))
 
 
 def _links(name: str, folder: Path) -> Row:
@@ -48,7 +48,7 @@ def _links(name: str, folder: Path) -> Row:
 
 
 def _rates(name: str, folder: Path, seconds: float) -> tuple[Row, dict[str, float]]:
-    found = probe.drive_rates(folder, seconds, patient=True)
+    found = drive.drive_rates(folder, seconds, patient=True)
     read, write, usual = found["ssd_read"], found["ssd_write"], DRIVES["gen4"]
     said = f"read {read / GB:.2f}, write {write / GB:.2f} GB/s, {percent(found['mixed'])} of it both at once"
     slow = "use an NVMe drive in a slot of its own, and look at its temperature" if read < usual.read / 7 else ""

@@ -59,7 +59,7 @@ def known(name: str) -> Gpu | None:
 
 
 def gpu(device: torch.device, rates: Mapping[str, float]) -> Iterator[Row]:
-    """`rates`: of probe.matmul_rate and probe.processor_rates."""
+    """`rates`: of compute.matmul_rate and processor.processor_rates."""
     name, sheet = torch.cuda.get_device_name(device), known(torch.cuda.get_device_name(device))
     free, total = torch.cuda.mem_get_info(device)
     busy = "close what else uses it" if free < 0.85 * total else ""

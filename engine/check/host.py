@@ -44,7 +44,7 @@ def software() -> Iterator[Row]:
 
 
 def host(rates: Mapping[str, float]) -> Iterator[Row]:
-    """`rates`: of probe.processor_rates."""
+    """`rates`: of processor.processor_rates."""
     here, may = os.cpu_count() or 1, cores()
     quota = f"; {update_threads()} update" if may < here else ""
     few = "raise the container's CPU limit or the affinity, if updates limit steps" if may < here / 2 else ""

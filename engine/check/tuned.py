@@ -13,7 +13,7 @@ from typing import Any
 import torch
 
 from trireme.engine.planner.host import model_of
-from trireme.engine.planner.probe import chips
+from trireme.engine.planner.probe.cache import chips
 from trireme.kernels import launch
 from trireme.kernels.chips.chip import chip
 from trireme.kernels.chips.tried import misfit

@@ -16,8 +16,8 @@ import torch
 from trireme.engine.amounts import percent
 from trireme.engine.memory import DTYPE
 from trireme.engine.plan import Limits
-from trireme.engine.planner import probe
 from trireme.engine.planner.host import are_equal, gpus_from, places_of
+from trireme.engine.planner.probe import cache, compute, copies, drive, processor
 from trireme.engine.planner.rates import DRIVES, ENDURANCE, GB, Machine, Rates, rates_of, reserved
 from trireme.models.config import Scan
 
@@ -36,16 +36,16 @@ def this_machine(
     """This machine, its rates measured in seconds or before, its drives, under `folders`, taken as usual ones."""
     cuda = device.type == "cuda"
     measure = partial(_alone, device, dtype, limits)
-    found, how = probe.kept(probe.processor(device, dtype), measure) if cuda else (measure(), "measured")
+    found, how = cache.kept(cache.chips_now(device, dtype), measure) if cuda else (measure(), "measured")
     if fp8:
-        quick = lambda: {"fp8": probe.fp8_rate(device)}
-        found |= probe.kept(probe.processor(device, "FP8"), quick)[0] if cuda else quick()
+        quick = lambda: {"fp8": compute.fp8_rate(device)}
+        found |= cache.kept(cache.chips_now(device, "FP8"), quick)[0] if cuda else quick()
     if scan and cuda:  # a CPU takes seconds
-        shares = lambda: probe.scan_shares(device, DTYPE[dtype], scan, found["matmul"])
-        found |= probe.kept(_recurring(device, dtype, scan), shares)[0]
+        shares = lambda: compute.scan_shares(device, DTYPE[dtype], scan, found["matmul"])
+        found |= cache.kept(_recurring(device, dtype, scan), shares)[0]
     if cuda and limits.gpus > 1:
-        several = {"gpus": limits.gpus, **probe.processor(device, "copies of several GPUs")}
-        found |= probe.kept(several, lambda: probe.several_rates(gpus_from(device, limits.gpus), limits.host))[0]
+        several = {"gpus": limits.gpus, **cache.chips_now(device, "copies of several GPUs")}
+        found |= cache.kept(several, lambda: copies.several_rates(gpus_from(device, limits.gpus), limits.host))[0]
     unlike = [] if not cuda or are_equal(device, limits.gpus) else gpus_from(device, limits.gpus)[1:]
     places, usual = places_of(folders), DRIVES["gen4"]
     name = torch.cuda.get_device_name(device) if cuda else f"CPU, {len(os.sched_getaffinity(0))} cores"
@@ -53,7 +53,7 @@ def this_machine(
     room, worn = sum(disk.free for disk in disks), ENDURANCE * sum(disk.total for disk in disks)
     rates = rates_of(found | {"ssd_read": count * usual.read, "ssd_write": count * usual.write})
     if unlike:
-        each = [probe.kept(probe.processor(gpu, dtype), partial(_alone, gpu, dtype, limits))[0] for gpu in unlike]
+        each = [cache.kept(cache.chips_now(gpu, dtype), partial(_alone, gpu, dtype, limits))[0] for gpu in unlike]
         others: list[dict[str, Any]] = [{name: own[name] for name in OWN} for own in each]
         rates = replace(rates, others=tuple(replace(rates, **own) for own in others))
         name = " + ".join(map(torch.cuda.get_device_name, gpus_from(device, limits.gpus)))
@@ -65,20 +65,20 @@ def this_machine(
 
 def _alone(device: torch.device, dtype: str, limits: Limits) -> dict[str, float]:
     """A GPU's rates, and those of the processor."""
-    return {"matmul": probe.matmul_rate(device, DTYPE[dtype])} | probe.processor_rates(device, dtype, limits.host)
+    return {"matmul": compute.matmul_rate(device, DTYPE[dtype])} | processor.processor_rates(device, dtype, limits.host)
 
 
 def _recurring(device: torch.device, dtype: str, own: Scan) -> dict[str, Any]:
     """Identity of a recurrence's rates."""
     shape = {"scan": [own.key_heads, own.heads, own.key_dim, own.value_dim, own.delta]}
-    return probe.processor(device, dtype) | shape
+    return cache.chips_now(device, dtype) | shape
 
 
 def doubt(device: torch.device, dtype: str, scan: Scan | None = None) -> None:
     """Has the next run measure processor and GPU anew, fp8 and a model's recurrence too."""
-    known = [probe.processor(device, kind) for kind in (dtype, "FP8")]
+    known = [cache.chips_now(device, kind) for kind in (dtype, "FP8")]
     for identity in known + ([_recurring(device, dtype, scan)] if scan else []):
-        probe.forget(identity)
+        cache.forget(identity)
 
 
 def with_drives(machine: Machine, folders: Sequence[str | Path], anew: bool = False) -> Machine:
@@ -88,7 +88,7 @@ def with_drives(machine: Machine, folders: Sequence[str | Path], anew: bool = Fa
     """
     try:
         places = places_of(folders)
-        tried = [probe.kept(probe.drive(place), partial(probe.drive_rates, place), anew) for place in places]
+        tried = [cache.kept(drive.identity(place), partial(drive.drive_rates, place), anew) for place in places]
     except OSError:
         return machine
     read, write = (sum(found[name] for found, _ in tried) for name in ("ssd_read", "ssd_write"))
@@ -102,26 +102,26 @@ def with_drives(machine: Machine, folders: Sequence[str | Path], anew: bool = Fa
 
 def note_pinned(device: torch.device, nbytes: int) -> None:
     """Remembers what CUDA pinned before it refused more, as on WSL2; for the next run."""
-    probe.remember(probe.chips(device, "") | {"what": "pinned"}, {"bytes": nbytes})
+    cache.remember(cache.chips(device, "") | {"what": "pinned"}, {"bytes": nbytes})
 
 
 def pinnable(device: torch.device) -> float:
     """Bytes of RAM that CUDA pins, if an earlier run was refused more."""
-    found = probe.remembered(probe.chips(device, "") | {"what": "pinned"})
+    found = cache.remembered(cache.chips(device, "") | {"what": "pinned"})
     return found["bytes"] if found else math.inf
 
 
 def note_drives(rates: Rates, folders: Sequence[str | Path]) -> None:
     """Remembers `rates` of drives that worked for minutes, as a share of what was measured; for the next run."""
-    found = {place: probe.remembered(probe.drive(place)) for place in places_of(folders)}
+    found = {place: cache.remembered(drive.identity(place)) for place in places_of(folders)}
     measured = sum(known["ssd_read"] for known in found.values() if known)
     for place in found if all(found.values()) else ():
-        probe.remember(_sustained(place), {"share": rates.ssd_read / measured})
+        cache.remember(_sustained(place), {"share": rates.ssd_read / measured})
 
 
 def _held(place: Path) -> float:
-    return min(1.0, (probe.remembered(_sustained(place)) or {"share": 1.0})["share"])
+    return min(1.0, (cache.remembered(_sustained(place)) or {"share": 1.0})["share"])
 
 
 def _sustained(place: Path) -> dict[str, Any]:
-    return probe.drive(place) | {"what": "sustained"}
+    return drive.identity(place) | {"what": "sustained"}

@@ -17,10 +17,10 @@ from trireme.engine.build import Engine, Inputs
 from trireme.engine.exchange import Kept, fetch
 from trireme.engine.memory import NOTHING
 from trireme.engine.plan import Plan
-from trireme.engine.planner import probe
 from trireme.engine.planner.clock import Part, Times
 from trireme.engine.planner.forecast import Forecast
 from trireme.engine.planner.predict import Batch, Prediction, predict_between
+from trireme.engine.planner.probe import cache, drive
 from trireme.engine.planner.rates import DRIVES
 from trireme.engine.step import evaluate, stream_layers
 from trireme.models.config import ModelConfig, numbers
@@ -88,18 +88,18 @@ def _write(f: Forecast) -> float:
 
 def export_s(f: Forecast, folder: Path) -> Times:
     """Seconds of an export at the rate of the last to the drive of `folder`, if there was one."""
-    found = probe.remembered(_exported(f, folder))
+    found = cache.remembered(_exported(f, folder))
     return {"export": FIXED + f.files.export / found["rate"]} if found else {}
 
 
 def note_export(f: Forecast, folder: Path, seconds: float) -> None:
     """Remembers the rate of a checkpoint written to `folder` and read back."""
     if f.files.export >= LARGE:
-        probe.remember(_exported(f, folder), {"rate": f.files.export / seconds})
+        cache.remember(_exported(f, folder), {"rate": f.files.export / seconds})
 
 
 def _exported(f: Forecast, folder: Path) -> dict[str, Any]:
-    return probe.drive(existing(folder)) | {"what": "exports", "from the SSD": f.plan.stored_on_ssd}
+    return drive.identity(existing(folder)) | {"what": "exports", "from the SSD": f.plan.stored_on_ssd}
 
 
 def snapshot(f: Forecast) -> Prediction:
@@ -199,19 +199,19 @@ def compile_s(cfg: ModelConfig, plan: Plan, device: torch.device | None, loading
     """
     if device is not None and device.type != "cuda":
         return 0.0
-    found = probe.remembered(_forms(cfg, plan, device)) if device else None
+    found = cache.remembered(_forms(cfg, plan, device)) if device else None
     return found["seconds"] if found else max(KNOWN, (SOME if device and _cached() else NEW) - loading)
 
 
 def note_compilation(cfg: ModelConfig, plan: Plan, device: torch.device, seconds: float) -> None:
     """Remembers what the next run's first step will take, after one that took `seconds` more than its second."""
     known = _forms(cfg, plan, device)
-    probe.remember(known, {"seconds": seconds if probe.remembered(known) else min(seconds, KNOWN)})
+    cache.remember(known, {"seconds": seconds if cache.remembered(known) else min(seconds, KNOWN)})
 
 
 def _forms(cfg: ModelConfig, plan: Plan, device: torch.device) -> dict[str, Any]:
     """All that kernels' forms depend on, and Triton's cache folder."""
-    return probe.chips(device, plan.dtype) | {
+    return cache.chips(device, plan.dtype) | {
         "model": {name: value for name, value in numbers(cfg).items() if name != "n_layers"},
         "micro-batch": plan.tokens,
         "kernels": _cache_folder(),

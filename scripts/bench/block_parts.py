@@ -19,7 +19,7 @@ import torch
 from torch.nn.attention import SDPBackend, sdpa_kernel
 from torch.nn.functional import scaled_dot_product_attention
 
-from trireme.engine.planner.probe import timed
+from trireme.engine.planner.probe.compute import timed
 from trireme.kernels import ops
 from trireme.models.config import ModelConfig
 from trireme.models.sizes import costs, narrow, shapes

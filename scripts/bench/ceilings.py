@@ -16,7 +16,10 @@ import torch
 from trireme.engine.memory import DTYPE
 from trireme.engine.plan import Plan
 from trireme.engine.planner.host import gpus_from
-from trireme.engine.planner.probe import drive_rates, fp8_rate, matmul_rate, processor_rates, scan_shares, several_rates
+from trireme.engine.planner.probe.compute import fp8_rate, matmul_rate, scan_shares
+from trireme.engine.planner.probe.copies import several_rates
+from trireme.engine.planner.probe.drive import drive_rates
+from trireme.engine.planner.probe.processor import processor_rates
 from trireme.engine.planner.rates import Rates, rates_of
 from trireme.engine.queues.names import READS, WRITES, kind_of
 from trireme.engine.queues.trace import Span

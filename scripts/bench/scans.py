@@ -19,7 +19,7 @@ from block_parts import gemm_rate, in_turn, looped
 from torch import Tensor
 from torch.nn.functional import normalize
 
-from trireme.engine.planner.probe import timed
+from trireme.engine.planner.probe.compute import timed
 from trireme.engine.planner.sizes import find_model
 from trireme.kernels import ops
 from trireme.models.families.scans import Scan

@@ -27,6 +27,7 @@ ROOMS = {
     "engine/queues": "queues that execute the tasks of a step, and their trace",
     "engine/tuning": "which weights are trained: some tensors, or adapters",
     "engine/planner": "how a plan is found and how long it takes",
+    "engine/planner/probe": "the speed of this machine, measured once, in under a minute",
     "engine/run": "one run; in the order in which they act: main, command, train, job, plan, live, engine, loop",
     "engine/run/config": "options as others write them: in YAML, and in the files of other trainers",
     "engine/run/begin": "parts of a run's start: what it resumes from, model and method, passes before the first step",

@@ -18,8 +18,8 @@ from trireme.engine.check.drives import drives
 from trireme.engine.check.row import Row, changes
 from trireme.engine.check.steps import Step, steps
 from trireme.engine.plan import Limits
-from trireme.engine.planner import probe
 from trireme.engine.planner.gpus import find_gpu
+from trireme.engine.planner.probe import drive
 from trireme.engine.planner.rates import rates_of
 from trireme.engine.run.main import main
 from trireme.kernels import ops
@@ -38,7 +38,7 @@ SMALL = Shapes(
 @pytest.fixture
 def quick(monkeypatch, tmp_path):
     """A machine without a GPU whose drive is not measured; the folder that commands run in."""
-    monkeypatch.setattr(probe, "drive_rates", lambda folder, seconds, patient: DRIVE)
+    monkeypatch.setattr(drive, "drive_rates", lambda folder, seconds, patient: DRIVE)
     monkeypatch.chdir(tmp_path)
     return tmp_path
 
@@ -91,7 +91,7 @@ def test_a_check_that_fails_leaves_no_report(quick, monkeypatch, capsys):
     def gone(*_, **__):
         raise OSError(5, "Input/output error", "nvme")
 
-    monkeypatch.setattr(probe, "drive_rates", gone)
+    monkeypatch.setattr(drive, "drive_rates", gone)
     assert main(["check"]) == 4
     assert "nvme: Input/output error" in capsys.readouterr().err
     assert os.listdir(quick) == []
@@ -103,7 +103,7 @@ def test_what_a_drive_lacks_is_said(tmp_path, monkeypatch):
 
     monkeypatch.setattr(devices.os, "link", no_links)
     monkeypatch.setattr("trireme.engine.check.drives.is_direct", lambda folder: False)
-    monkeypatch.setattr(probe, "drive_rates", lambda *_, **__: DRIVE | {"ssd_read": 0.5e9})
+    monkeypatch.setattr(drive, "drive_rates", lambda *_, **__: DRIVE | {"ssd_read": 0.5e9})
     space = SimpleNamespace(free=20 << 30, total=1 << 40)
     monkeypatch.setattr("trireme.engine.check.drives.shutil.disk_usage", lambda folder: space)
     said = changes(row for row, _ in drives({"disk": tmp_path}))

@@ -8,7 +8,7 @@ import torch
 
 from trireme.engine.check import cases, check, gpu, tune, tuned
 from trireme.engine.hosts.group import Alone
-from trireme.engine.planner import probe
+from trireme.engine.planner.probe import drive
 from trireme.engine.run import job
 from trireme.engine.run.main import main
 from trireme.kernels import launch, ops
@@ -152,7 +152,7 @@ def test_other_hosts_adopt_the_settings_of_host_0(here):
 
 def test_without_a_gpu_nothing_is_tuned(monkeypatch, tmp_path, capsys):
     monkeypatch.chdir(tmp_path)
-    monkeypatch.setattr(probe, "drive_rates", lambda *_, **__: pytest.fail("drives are no part of it"))
+    monkeypatch.setattr(drive, "drive_rates", lambda *_, **__: pytest.fail("drives are no part of it"))
     assert main(["check", "--tune"]) == 0
     assert "kernels are not checked" in capsys.readouterr().out
     assert {row["part"] for row in json.loads((tmp_path / "trireme-check.json").read_text())["rows"]} == {

@@ -7,9 +7,10 @@ import torch
 from plans import ONE_B, plan
 
 from trireme.engine.plan import UnitPlan
-from trireme.engine.planner import probe, whole
+from trireme.engine.planner import whole
 from trireme.engine.planner.clock import FEWEST, HOUR, WINDOW, Clock, Watch, process_began
 from trireme.engine.planner.lines import took_line
+from trireme.engine.planner.probe import cache
 from trireme.engine.run.report import known
 
 
@@ -80,7 +81,7 @@ def test_a_command_begins_with_its_process():
 
 def test_compilation_is_estimated_by_what_the_machine_has_run(tmp_path, monkeypatch):
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "ours"))
-    monkeypatch.setattr(probe.torch.cuda, "get_device_name", lambda device: "a GPU")
+    monkeypatch.setattr(cache.torch.cuda, "get_device_name", lambda device: "a GPU")
     cuda, p = torch.device("cuda"), plan(ONE_B, UnitPlan())
     folder = [str(tmp_path / "triton"), 1]
     monkeypatch.setattr(whole, "_cache_folder", lambda: folder)

@@ -11,9 +11,10 @@ import torch
 
 from trireme.engine.geometry import ADAM_BYTES
 from trireme.engine.plan import Limits
-from trireme.engine.planner import host, probe
+from trireme.engine.planner import host
 from trireme.engine.planner.machine import doubt, note_drives, note_pinned, this_machine, with_drives
 from trireme.engine.planner.predict import KERNELS, WITHIN
+from trireme.engine.planner.probe import cache, compute, copies, drive, processor, starts
 from trireme.engine.planner.rates import ENDURANCE, Machine, Rates, rates_of
 from trireme.engine.planner.sizes import MODELS
 from trireme.engine.queues import cgroups
@@ -38,49 +39,49 @@ def usual_rates():
 
 
 @pytest.fixture(autouse=True)
-def cache(tmp_path, monkeypatch):
+def folder(tmp_path, monkeypatch):
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
     return tmp_path / "cache"
 
 
-def test_what_was_measured_is_kept_while_the_machine_is_the_same(cache):
+def test_what_was_measured_is_kept_while_the_machine_is_the_same(folder):
     calls = []
     measure = lambda: calls.append(1) or {"h2d": 5e10}
-    assert probe.kept({"gpu": "A"}, measure) == ({"h2d": 5e10}, "measured, 0 s")
-    assert probe.kept({"gpu": "A"}, measure) == ({"h2d": 5e10}, "measured before")
-    assert probe.kept({"gpu": "B"}, measure)[1] == "measured, 0 s"
+    assert cache.kept({"gpu": "A"}, measure) == ({"h2d": 5e10}, "measured, 0 s")
+    assert cache.kept({"gpu": "A"}, measure) == ({"h2d": 5e10}, "measured before")
+    assert cache.kept({"gpu": "B"}, measure)[1] == "measured, 0 s"
     assert len(calls) == 2
-    for file in (cache / "trireme").iterdir():
+    for file in (folder / "trireme").iterdir():
         file.unlink()
-    assert probe.kept({"gpu": "A"}, measure)[1] == "measured, 0 s"
+    assert cache.kept({"gpu": "A"}, measure)[1] == "measured, 0 s"
 
 
 @pytest.mark.parametrize("text", ["", "[]", "{}", '{"identity": {"gpu": "A", "version": 1}, "rates": {"h2d": "fast"}}'])
-def test_a_damaged_file_is_measured_anew(cache, text):
-    probe.kept({"gpu": "A"}, lambda: {"h2d": 1.0})
-    (file,) = (cache / "trireme").iterdir()
+def test_a_damaged_file_is_measured_anew(folder, text):
+    cache.kept({"gpu": "A"}, lambda: {"h2d": 1.0})
+    (file,) = (folder / "trireme").iterdir()
     file.write_text(text)
-    assert probe.kept({"gpu": "A"}, lambda: {"h2d": 2.0})[0] == {"h2d": 2.0}
+    assert cache.kept({"gpu": "A"}, lambda: {"h2d": 2.0})[0] == {"h2d": 2.0}
     assert json.loads(file.read_text())["rates"] == {"h2d": 2.0}
 
 
-def test_a_cache_that_cannot_be_written_costs_only_time(cache):
-    cache.write_text("a file where the folder should be")
-    assert probe.kept({"gpu": "A"}, lambda: {"h2d": 1.0})[0] == {"h2d": 1.0}
+def test_a_cache_that_cannot_be_written_costs_only_time(folder):
+    folder.write_text("a file where the folder should be")
+    assert cache.kept({"gpu": "A"}, lambda: {"h2d": 1.0})[0] == {"h2d": 1.0}
 
 
-def test_rates_are_not_kept_where_others_may_write(cache, monkeypatch):
-    probe.kept({"gpu": "A"}, lambda: {"h2d": 1.0})
-    (file,) = (cache / "trireme").iterdir()
+def test_rates_are_not_kept_where_others_may_write(folder, monkeypatch):
+    cache.kept({"gpu": "A"}, lambda: {"h2d": 1.0})
+    (file,) = (folder / "trireme").iterdir()
     monkeypatch.setattr(os, "geteuid", lambda: file.stat().st_uid + 1)  # the folder is somebody else's
-    assert probe.kept({"gpu": "A"}, lambda: {"h2d": 2.0})[0] == {"h2d": 2.0}
+    assert cache.kept({"gpu": "A"}, lambda: {"h2d": 2.0})[0] == {"h2d": 2.0}
     assert json.loads(file.read_text())["rates"] == {"h2d": 1.0}
-    assert list((cache / "trireme").iterdir()) == [file]
+    assert list((folder / "trireme").iterdir()) == [file]
 
 
 @pytest.mark.gpu
 def test_what_bus_and_updates_keep_beside_each_other():
-    found = probe.processor_rates(torch.device("cuda"), "BF16")
+    found = processor.processor_rates(torch.device("cuda"), "BF16")
     assert 0 < found["reading"] <= 1
     assert 0 < found["duplex"] <= 1
     assert found["concurrent"] == 1
@@ -93,7 +94,7 @@ def test_what_bus_and_updates_keep_beside_each_other():
 def test_peer_copies_are_faster_than_the_bus_where_there_is_a_link():
     gpus = [torch.device("cuda", gpu) for gpu in range(2)]
     access = torch.cuda.can_device_access_peer(0, 1) and torch.cuda.can_device_access_peer(1, 0)
-    found = probe.several_rates(gpus, 1 << 33)
+    found = copies.several_rates(gpus, 1 << 33)
     assert (found["peer"] > 1e9) == access
     assert min(found["up_all"], found["down_all"]) > 1e9
 
@@ -101,37 +102,37 @@ def test_peer_copies_are_faster_than_the_bus_where_there_is_a_link():
 @pytest.mark.gpu
 def test_the_launches_of_a_small_block_are_measured():
     """By them a block's estimate is at least what it takes of the host."""
-    device, task = torch.device("cuda"), probe.BOOKS * probe.task_seconds()
-    block = probe.block_seconds(device)
+    device, task = torch.device("cuda"), starts.BOOKS * starts.task_seconds()
+    block = starts.block_seconds(device)
     assert 1e-4 < block < 2e-2
-    host = max(probe.start_seconds(device), probe.launch_seconds(block, task))
+    host = max(starts.start_seconds(device), starts.launch_seconds(block, task))
     said = host * (KERNELS["forward"] + KERNELS["backward"]) + task * (WITHIN["forward"] + WITHIN["backward"])
     assert said > 0.9 * block
 
 
 def test_the_launches_of_a_block_are_shared_by_its_kernels():
     kernels, within = KERNELS["forward"] + KERNELS["backward"], WITHIN["forward"] + WITHIN["backward"]
-    assert probe.launch_seconds(kernels * 1e-5 + within * 5e-5, 5e-5) == pytest.approx(1e-5)
+    assert starts.launch_seconds(kernels * 1e-5 + within * 5e-5, 5e-5) == pytest.approx(1e-5)
 
 
 @pytest.mark.full
 def test_a_small_block_and_updates_in_both_formats_run_on_a_cpu(monkeypatch):
-    monkeypatch.setattr(probe, "TURNS", 1)
-    monkeypatch.setattr(probe, "BLOCKS", 1)
-    assert probe.block_seconds(torch.device("cpu")) > 0
+    monkeypatch.setattr(starts, "TURNS", 1)
+    monkeypatch.setattr(starts, "BLOCKS", 1)
+    assert starts.block_seconds(torch.device("cpu")) > 0
     with Workers(1) as workers:
         for bits in (32, 8):
-            update = probe._update(workers, "BF16", 1 << 12, 2, bits)
+            update = processor._update(workers, "BF16", 1 << 12, 2, bits)
             assert [update() for _ in range(3)] == [None] * 3
 
 
 def test_a_probe_takes_half_of_the_ram_at_most():
-    assert probe.trial_sizes(1 << 40) == (1 << 25, probe.COPY)
+    assert copies.trial_sizes(1 << 40) == (1 << 25, copies.COPY)
     for ram in (*(1 << k for k in range(24, 40)), 3 * 10**9, 10**10):
-        n, nbytes = probe.trial_sizes(ram)
-        assert probe.LOTS * n * probe.UPDATED + 2 * nbytes <= ram / 2
+        n, nbytes = copies.trial_sizes(ram)
+        assert copies.LOTS * n * copies.UPDATED + 2 * nbytes <= ram / 2
         assert n <= 1 << 25
-        assert nbytes <= probe.COPY
+        assert nbytes <= copies.COPY
         assert ram > 4 << 30 or n > ram >> 10, "no less than need be"
 
 
@@ -141,12 +142,12 @@ def test_a_probe_takes_half_of_the_ram_at_most():
         ([9.0, 5.0, 3.0, 2.9, 1.0], False, 2.9),  # a burst ends
         ([1.0, 3.0, 3.2], False, 3.2),
         ([9.0, 5.0], True, 9.0),
-        ([float(2**k) for k in range(probe.TURNS + 1)], False, float(2 ** (probe.TURNS - 1))),  # never the same
+        ([float(2**k) for k in range(compute.TURNS + 1)], False, float(2 ** (compute.TURNS - 1))),  # never the same
     ],
 )
 def test_a_virtual_drives_first_seconds_are_not_believed(rates, believed, found):
     turns = iter(rates)
-    assert probe.settled(lambda: next(turns), believed) == found
+    assert drive.settled(lambda: next(turns), believed) == found
 
 
 @pytest.mark.parametrize(
@@ -159,14 +160,14 @@ def test_a_virtual_drives_first_seconds_are_not_believed(rates, believed, found)
     ],
 )
 def test_which_drives_are_virtual(monkeypatch, tmp_path, path, model, virtual):
-    monkeypatch.setattr(probe, "_block", lambda folder: type("Block", (), {"resolve": lambda self: path})())
-    monkeypatch.setattr(probe, "_model", lambda folder: model)
-    assert probe.is_virtual(tmp_path) == virtual
+    monkeypatch.setattr(drive, "_block", lambda folder: type("Block", (), {"resolve": lambda self: path})())
+    monkeypatch.setattr(drive, "_model", lambda folder: model)
+    assert drive.is_virtual(tmp_path) == virtual
 
 
 def test_a_resumed_run_measures_its_drives_anew(tmp_path, monkeypatch):
     found = iter((RATES, RATES | {"ssd_read": 1e9}))
-    monkeypatch.setattr(probe, "drive_rates", lambda place: next(found))
+    monkeypatch.setattr(drive, "drive_rates", lambda place: next(found))
     assert with_drives(known(), [tmp_path]).rates.ssd_read == 3e9
     assert with_drives(known(), [tmp_path]).rates.ssd_read == 3e9
     assert with_drives(known(), [tmp_path], anew=True).rates.ssd_read == 1e9
@@ -180,7 +181,7 @@ def test_ram_that_cannot_be_pinned_is_not_planned_with(monkeypatch):
     monkeypatch.setattr(limits, "choose_gpus", lambda wanted, device: 1)
     monkeypatch.setattr(limits, "check_compiler", lambda: None)
     monkeypatch.setattr(limits, "memory_limits", lambda *given: Limits(8 << 30, given[2] or 20 << 30))
-    monkeypatch.setattr(probe, "chips", lambda device, dtype: {"gpu": "RTX 4090"})
+    monkeypatch.setattr(cache, "chips", lambda device, dtype: {"gpu": "RTX 4090"})
     assert limits.device_and_limits(Options())[1].host == 20 << 30
     note_pinned(cuda, 7 << 30)
     assert limits.device_and_limits(Options())[1].host == 7 << 30
@@ -189,7 +190,7 @@ def test_ram_that_cannot_be_pinned_is_not_planned_with(monkeypatch):
 
 def test_a_drive_is_as_fast_as_it_was_for_minutes(tmp_path, monkeypatch):
     """The next run's plan begins with it; a run in which the drive is faster again is believed too."""
-    monkeypatch.setattr(probe, "drive_rates", lambda place: RATES)
+    monkeypatch.setattr(drive, "drive_rates", lambda place: RATES)
     note_drives(rates_of(dict(matmul=1e12, adam=1e9, ssd_read=1e9)), [tmp_path])  # nothing was measured
     assert with_drives(known(), [tmp_path]).rates.ssd_read == 3e9
     for share, used in ((0.2, 0.2), (0.5, 0.5), (1.3, 1.0)):
@@ -204,7 +205,7 @@ def test_a_drive_is_as_fast_as_it_was_for_minutes(tmp_path, monkeypatch):
 @pytest.mark.full
 def test_a_drive_is_measured_and_nothing_is_left(tmp_path):
     before = sorted(os.listdir(tmp_path))
-    found = probe.drive_rates(tmp_path, seconds=0.0, most=2 * probe.CHUNK)
+    found = drive.drive_rates(tmp_path, seconds=0.0, most=2 * drive.CHUNK)
     assert found.keys() == RATES.keys()
     assert all(value > 0 for value in found.values())
     assert sorted(os.listdir(tmp_path)) == before
@@ -215,9 +216,9 @@ def test_a_drive_that_fails_leaves_nothing_either(tmp_path, monkeypatch):
     def fail(*_):
         raise OSError("the drive is gone")
 
-    monkeypatch.setattr(probe, "_flow", fail)
+    monkeypatch.setattr(drive, "_flow", fail)
     with pytest.raises(OSError, match="the drive is gone"):
-        probe.drive_rates(tmp_path)
+        drive.drive_rates(tmp_path)
     assert os.listdir(tmp_path) == []
 
 
@@ -228,7 +229,7 @@ def test_this_machine_and_its_drives(tmp_path, monkeypatch):
     assert "assumed" in made.drives
     assert "(measured)" in made.describe()
     assert made.endurance == ENDURANCE * shutil.disk_usage(tmp_path).total, "what is full of other files wears too"
-    monkeypatch.setattr(probe, "drive_rates", lambda folder: RATES)
+    monkeypatch.setattr(drive, "drive_rates", lambda folder: RATES)
     known = with_drives(made, [str(tmp_path), str(tmp_path / "same drive")])
     assert {name: getattr(known.rates, name) for name in RATES} == RATES
     assert "assumed" not in known.drives
@@ -299,7 +300,7 @@ def test_cores_are_those_of_affinity_and_quota(tmp_path, monkeypatch, own, files
     assert cgroups.cores() == cores
     assert cgroups.update_threads() == max(1, int(cores) - 1)
     assert cgroups.update_threads(4) == max(1, int(cores) - 9, int(cores) // 2)
-    assert probe.processor(CPU, "F32")["cores"] == cores
+    assert cache.chips_now(CPU, "F32")["cores"] == cores
 
 
 @pytest.mark.parametrize(
@@ -322,12 +323,12 @@ def test_a_gpu_in_another_slot_or_at_another_power_limit_is_another(monkeypatch)
     monkeypatch.setattr(torch.cuda, "get_device_properties", lambda device: SimpleNamespace(uuid="ab-cd"))
     monkeypatch.setattr(torch.cuda, "get_device_name", lambda device: "RTX 4090")
     cuda = torch.device("cuda", 0)
-    before = probe.processor(cuda, "BF16")
+    before = cache.chips_now(cuda, "BF16")
     now["generation now"] = 4  # an idle link slows down
-    assert probe.processor(cuda, "BF16") == before
+    assert cache.chips_now(cuda, "BF16") == before
     for change in ({"lanes": 4}, {"generation": 3}, {"milliwatts": 300_000}):
         kept, _ = dict(now), now.update(change)
-        assert probe.processor(cuda, "BF16") != before
+        assert cache.chips_now(cuda, "BF16") != before
         now.update(kept)
 
 
@@ -335,7 +336,7 @@ def test_a_drive_that_cannot_be_tried_stays_a_usual_one(tmp_path, monkeypatch):
     def fail(folder):
         raise PermissionError(folder)
 
-    monkeypatch.setattr(probe, "drive_rates", fail)
+    monkeypatch.setattr(drive, "drive_rates", fail)
     assert with_drives(known(), [str(tmp_path)]) == known()
 
 
@@ -349,7 +350,7 @@ def cards(monkeypatch):
     return torch.device("cuda", 0)
 
 
-def test_unequal_gpus_have_limits_and_rates_of_their_own(cards, monkeypatch, tmp_path, cache):
+def test_unequal_gpus_have_limits_and_rates_of_their_own(cards, monkeypatch, tmp_path, folder):
     assert host.choose_gpus("all", cards) == 3
     assert [host.are_equal(cards, gpus) for gpus in (1, 2, 3)] == [True, True, False]
     assert host.choose_gpus("all", torch.device("cuda", 2)) == 1
@@ -360,10 +361,10 @@ def test_unequal_gpus_have_limits_and_rates_of_their_own(cards, monkeypatch, tmp
     limits = host.memory_limits(cards, None, 64 * gib, 3)
     assert [limits.of(gpu) + host.GPU_RESERVE for gpu in range(3)] == [40 * gib, 38 * gib, 80 * gib]
     rates = lambda device: {"copy": 1e12, "h2d": 2e10, "d2h": 2e10, "duplex": 0.9, "adam": 2e9, "dram": 7e10}
-    monkeypatch.setattr(probe, "processor", lambda device, dtype: {"gpu": device.index, "dtype": dtype})
-    monkeypatch.setattr(probe, "processor_rates", lambda device, dtype, ram: rates(device))
-    monkeypatch.setattr(probe, "matmul_rate", lambda device, dtype: (3e14, 3e14, 8e14)[device.index])
-    monkeypatch.setattr(probe, "several_rates", lambda devices, ram: {"peer": 0.0})
+    monkeypatch.setattr(cache, "chips_now", lambda device, dtype: {"gpu": device.index, "dtype": dtype})
+    monkeypatch.setattr(processor, "processor_rates", lambda device, dtype, ram: rates(device))
+    monkeypatch.setattr(compute, "matmul_rate", lambda device, dtype: (3e14, 3e14, 8e14)[device.index])
+    monkeypatch.setattr(copies, "several_rates", lambda devices, ram: {"peer": 0.0})
     monkeypatch.setattr(torch.cuda, "get_device_name", lambda device: ("A100", "A100", "H100")[device.index])
     made = this_machine(cards, "BF16", limits, [tmp_path])
     assert [made.rates.of(gpu).matmul for gpu in range(3)] == [3e14, 3e14, 8e14]
@@ -380,8 +381,8 @@ def test_unequal_gpus_have_limits_and_rates_of_their_own(cards, monkeypatch, tmp
 @pytest.mark.parametrize("delta", [False, True])
 def test_shares_of_a_recurrence(delta, monkeypatch):
     own = Scan((0,), 2, 4, 6, 5, 4, delta=delta)
-    monkeypatch.setattr(probe, "timed", lambda run, device: 0.5 if run() is not None else 0.0)
-    found = probe.scan_shares(CPU, torch.float32, own, 1e6, (40, 24))
+    monkeypatch.setattr(compute, "timed", lambda run, device: 0.5 if run() is not None else 0.0)
+    found = compute.scan_shares(CPU, torch.float32, own, 1e6, (40, 24))
     assert found["scan"] == recurrence_flops(own, 64) / 0.5 / 1e6
     assert found["scan_backward"] == pytest.approx(2.5 * found["scan"])
 
@@ -390,17 +391,17 @@ def test_shares_of_a_recurrence(delta, monkeypatch):
 @pytest.mark.parametrize("name", ["qwen3.5-27b", "falcon-h1-7b"])
 def test_shares_of_a_recurrence_on_a_gpu(name):
     cuda = torch.device("cuda")
-    found = probe.scan_shares(cuda, torch.bfloat16, MODELS[name].scan, probe.matmul_rate(cuda, torch.bfloat16))
+    found = compute.scan_shares(cuda, torch.bfloat16, MODELS[name].scan, compute.matmul_rate(cuda, torch.bfloat16))
     assert all(0.01 < share < 0.6 for share in found.values()), found
 
 
-def test_a_models_recurrence_is_measured_once_for_its_shape(cards, monkeypatch, tmp_path, cache):
+def test_a_models_recurrence_is_measured_once_for_its_shape(cards, monkeypatch, tmp_path, folder):
     rates = {"copy": 1e12, "h2d": 2e10, "d2h": 2e10, "duplex": 0.9, "adam": 2e9, "dram": 7e10}
     measured = []
-    monkeypatch.setattr(probe, "processor", lambda device, dtype: {"gpu": device.index, "dtype": dtype})
-    monkeypatch.setattr(probe, "processor_rates", lambda *_: dict(rates))
-    monkeypatch.setattr(probe, "matmul_rate", lambda *_: 3e14)
-    monkeypatch.setattr(probe, "scan_shares", lambda *given: measured.append(given) or {"scan": 0.1 * len(measured)})
+    monkeypatch.setattr(cache, "chips_now", lambda device, dtype: {"gpu": device.index, "dtype": dtype})
+    monkeypatch.setattr(processor, "processor_rates", lambda *_: dict(rates))
+    monkeypatch.setattr(compute, "matmul_rate", lambda *_: 3e14)
+    monkeypatch.setattr(compute, "scan_shares", lambda *given: measured.append(given) or {"scan": 0.1 * len(measured)})
     monkeypatch.setattr(torch.cuda, "get_device_name", lambda device: "A100")
     limits, one = Limits(1 << 34, 1 << 34), Scan((0,), 2, 4, 64, 64, 4)
     made = lambda scan: this_machine(cards, "BF16", limits, [tmp_path], False, scan).rates

@@ -15,12 +15,12 @@ from runs import losses, options
 from trireme.engine.buffers import fits
 from trireme.engine.geometry import Geometry
 from trireme.engine.plan import Plan, UnitPlan
-from trireme.engine.planner import probe
 from trireme.engine.planner.choose import Choice
 from trireme.engine.planner.clock import Watch
 from trireme.engine.planner.correct import TIMED_BY, corrected, measured
 from trireme.engine.planner.forecast import Forecast, Work
 from trireme.engine.planner.predict import Batch, predict
+from trireme.engine.planner.probe import cache
 from trireme.engine.planner.rates import assume
 from trireme.engine.queues.trace import Span
 from trireme.engine.run import pace, train
@@ -138,7 +138,7 @@ def test_a_move_on_a_gpu_changes_no_bit(checkpoint, monkeypatch, capsys):
     n_units = read_config(checkpoint / "checkpoint").n_units
     plan = Plan((UnitPlan("host", "host"),) * n_units, 256, 1, record=1 << 16)
     plan.save(checkpoint / "plan.json")
-    monkeypatch.setattr(probe, "remember", lambda *_: None)  # beside other tests
+    monkeypatch.setattr(cache, "remember", lambda *_: None)  # beside other tests
     room = dict(device="cuda", gpu_memory=4 << 30, ram=4 << 30, plan=str(checkpoint / "plan.json"))
     moved(replace(options(checkpoint, checkpoint / "on-gpu", "host"), **room), monkeypatch, capsys)
 
@@ -146,18 +146,18 @@ def test_a_move_on_a_gpu_changes_no_bit(checkpoint, monkeypatch, capsys):
 def test_a_step_faster_than_its_machine_has_the_next_run_measure_anew(tmp_path, monkeypatch):
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
     cpu, said = torch.device("cpu"), list[str]()
-    machine, in_fp8 = probe.processor(cpu, "F32"), probe.processor(cpu, "FP8")
-    probe.remember(machine, {"matmul": 1e12})
-    probe.remember(in_fp8, {"fp8": 2e12})
+    machine, in_fp8 = cache.chips_now(cpu, "F32"), cache.chips_now(cpu, "FP8")
+    cache.remember(machine, {"matmul": 1e12})
+    cache.remember(in_fp8, {"fp8": 2e12})
     job = SimpleNamespace(device=cpu, plan=SimpleNamespace(dtype="F32"), cfg=SimpleNamespace(scan=None))
     live = SimpleNamespace(progress=SimpleNamespace(step=0), job=job, screen=SimpleNamespace(say=said.append))
     run = pace.Pace(live)
     run._question(1.0, 0.95)
     run._question(1.0, 2.0)
-    assert (probe.remembered(machine), said) == ({"matmul": 1e12}, [])
+    assert (cache.remembered(machine), said) == ({"matmul": 1e12}, [])
     run._question(1.0, 0.8)
-    assert probe.remembered(machine) is None
-    assert probe.remembered(in_fp8) is None, "measured beside the same programs"
+    assert cache.remembered(machine) is None
+    assert cache.remembered(in_fp8) is None, "measured beside the same programs"
     assert len(said) == 1
     run._question(1.0, 0.8)  # gone already, as another run may have it
 

@@ -1,0 +1,105 @@
+"""Measured rates, stored in the user's cache folder: one JSON file for each identity.
+
+An identity is a dict that says what was measured, such as the chips and the software that runs on them. Deleting a file
+makes the next run measure again.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import hashlib
+import json
+import os
+import time
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from trireme.engine.planner.host import gpu_state, on_battery
+from trireme.engine.queues.cgroups import cores
+from trireme.kernels.private import cache_folder
+
+VERSION = 11  # of what is measured: rates of another version are measured again
+
+
+def kept(
+    identity: dict[str, Any], measure: Callable[[], dict[str, float]], anew: bool = False
+) -> tuple[dict[str, float], str]:
+    """Returns the rates stored for this identity; without any, or with `anew`, stores and returns those of `measure`.
+
+    The second value says in words where the rates are from.
+    """
+    found = None if anew else remembered(identity)
+    if found is not None:
+        return found, "measured before"
+    start = time.monotonic()
+    rates = measure()
+    remember(identity, rates)
+    return rates, f"measured, {time.monotonic() - start:.0f} s"
+
+
+def remembered(identity: dict[str, Any]) -> dict[str, float] | None:
+    """Returns the stored rates; None if the file is missing, unreadable or of another identity."""
+    path, identity = _place(identity)
+    try:
+        found = json.loads(path.read_text()) if path else {}
+        if found["identity"] == identity:
+            return {name: float(value) for name, value in found["rates"].items()}
+    except (OSError, ValueError, KeyError, TypeError, AttributeError):
+        pass  # missing or foreign
+    return None
+
+
+def remember(identity: dict[str, Any], rates: dict[str, float]) -> None:
+    """Stores rates. If the folder cannot be written, the next run measures again."""
+    path, identity = _place(identity)
+    if path:
+        part = path.with_name(f"{path.name}.{os.getpid()}")
+        with contextlib.suppress(OSError):
+            part.write_text(json.dumps({"identity": identity, "rates": rates}, indent=1))
+            part.replace(path)
+
+
+def forget(identity: dict[str, Any]) -> None:
+    """Removes the stored rates: the next run measures again."""
+    path, _ = _place(identity)
+    if path:
+        with contextlib.suppress(OSError):
+            path.unlink()
+
+
+def _place(identity: dict[str, Any]) -> tuple[Path | None, dict[str, Any]]:
+    """(the file of an identity, if there is a folder; the identity as of this VERSION)."""
+    folder, identity = cache_folder(), identity | {"version": VERSION}
+    name = hashlib.sha256(json.dumps(identity, sort_keys=True).encode()).hexdigest()[:12]
+    return folder and folder / f"machine-{name}.json", identity
+
+
+def chips_now(device: torch.device, dtype: str) -> dict[str, Any]:
+    """The identity `chips`, with what their speed depends on now: a GPU's slot and power limit, mains or battery."""
+    now = {"now": gpu_state(device), "battery": on_battery()} if device.type == "cuda" else {}
+    return chips(device, dtype) | now
+
+
+def chips(device: torch.device, dtype: str) -> dict[str, Any]:
+    """The identity of the processor, the GPU and the software that runs on them."""
+    found = {
+        "cpu": _first("/proc/cpuinfo", "model name"),
+        "ram": _first("/proc/meminfo", "MemTotal"),
+        "cores": cores(),
+        "torch": torch.__version__,
+        "dtype": dtype,
+    }
+    if device.type == "cuda":
+        found |= {"gpu": torch.cuda.get_device_name(device), "driver": _first("/proc/driver/nvidia/version", "NVRM")}
+    return found
+
+
+def _first(path: str, key: str) -> str:
+    """The first line of a file that begins with `key`, or ""."""
+    try:
+        return next((line for line in Path(path).read_text().splitlines() if line.startswith(key)), "").strip()
+    except OSError:
+        return ""
