@@ -67,13 +67,13 @@ def large():
     with open(Path(tempfile.gettempdir()) / f"trireme-large-tests-{os.getuid()}", "w") as lock:
         fcntl.flock(lock, fcntl.LOCK_EX)
         yield
-        gc.collect()
-        torch.cuda.empty_cache()
 
 
 @pytest.fixture(autouse=True)
-def released():
+def released(request):
     """Gives GPU memory beyond KEPT back after a test: many processes test on one GPU."""
+    if "large" in request.fixturenames:
+        request.getfixturevalue("large")  # set up before this fixture, so its lock opens after the memory is given back
     yield
     if torch.cuda.is_initialized() and sum(map(torch.cuda.memory_reserved, range(torch.cuda.device_count()))) > KEPT:
         gc.collect()
