@@ -104,9 +104,10 @@ def seconds(s: float) -> str:
     return f"{s:.3g} s" if s < 1000 else duration(s)
 
 
-def percent(share: float, digits: int = 0) -> str:
-    """`12 %`, with digits behind the point `0.4 %`."""
-    return f"{100 * share:.{digits}f} %"
+def percent(share: float) -> str:
+    """`0.04 %`, `0.4 %`, `4.2 %`, `42 %`."""
+    value = 100 * share
+    return f"{round(value, 0 if value >= 9.95 else 1 if value >= 0.095 else 2):g} %"
 
 
 def duration(s: float) -> str:

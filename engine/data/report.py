@@ -8,7 +8,7 @@ from typing import NamedTuple
 
 import numpy as np
 
-from trireme.engine.amounts import compact, count
+from trireme.engine.amounts import compact, count, percent
 from trireme.engine.data.cache import TokenFile
 from trireme.engine.data.codec import Codec
 from trireme.engine.data.documents import Fitted
@@ -89,7 +89,7 @@ class Report:
         c = self.counts
         held = f"{self.held_out} held out; " if self.held_out else ""
         lines = self._files()
-        trained = f", {compact(c.trained)} trained ({100 * c.trained / max(c.tokens, 1):.0f} %)"
+        trained = f", {compact(c.trained)} trained ({percent(c.trained / max(c.tokens, 1))})"
         lines.append(
             f"{held}{compact(c.tokens)} tokens{'' if self.scored else trained}; "
             f"length p50 {c.p50:,.0f}, p99 {c.p99:,.0f}, max {c.longest:,}"
@@ -101,7 +101,7 @@ class Report:
         single = "" if self.packed else ", one row each"
         lines.append(
             f"{packed}{count(self.sequences, 'sequence')} of up to {self.seq_len:,} tokens{single}; "
-            f"{100 * (1 - self.used):.1f} % of the positions are empty and are not computed"
+            f"{percent(1 - self.used)} of the positions are empty and are not computed"
         )
         return [*lines, *(note if note.startswith(WARNING) else f"note: {note}" for note in self.notes)]
 
@@ -127,7 +127,7 @@ class Report:
         verb = "row is" if f.longer == 1 else "rows are"
         done = [f"{n:,} {word}" for n, word in ((f.cut, "cut"), (f.split, "split"), (f.dropped, "dropped")) if n]
         return (
-            f"at --seq-len {self.seq_len}: {f.longer:,} {verb} longer ({100 * f.longer / self.counts.rows:.1f} %): "
+            f"at --seq-len {self.seq_len}: {f.longer:,} {verb} longer ({percent(f.longer / self.counts.rows)}): "
             f"{', '.join(done)}   (--long cut|drop|split|error)"
         )
 
@@ -145,13 +145,13 @@ def notes_on(
     talks = facts.template and total("chats")
     notes = [*facts.notes, *(facts.template_notes if talks and not scored else ())]
     if (lost := total("unwritten")) and not scored:
-        share = f"{100 * lost / total('said'):.2g} %"
+        share = percent(lost / total("said"))
         notes.append(f"the chat template leaves out {share} of what the assistant says, which is not trained: {KEEP}")
     if (early := total("early")) and not scored:
         ends = "an end token among the words that are trained, which teaches to stop there"
         notes.append(f"{count(early, 'row')} with {ends}")
     if unknown := total("unknown"):
-        share = f"{100 * unknown / sum(int(file.offsets[-1]) for file in files):.2g} %"
+        share = percent(unknown / sum(int(file.offsets[-1]) for file in files))
         notes.append(f"{share} of the tokens are {facts.unknown}: the tokenizer has none for this text")
     characters, tokens = total("characters"), sum(int(file.offsets[-1]) for file in files)
     if characters > DROPPED * tokens:

@@ -187,5 +187,5 @@ def wear_line(f: Forecast, written: Mapping[str, int]) -> str:
     parts = ", ".join(f"{what} {gb(nbytes)}" for what, nbytes in most.items())
     return (
         f"{gb(f.step.ssd_read)} read and {gb(f.step.ssd_written)} written a step, {gb(total)} written "
-        f"in all ({parts}): {percent(total / rated, 1)} of the {gb(rated)} that drives of this size are often rated for"
+        f"in all ({parts}): {percent(total / rated)} of the {gb(rated)} that drives of this size are often rated for"
     )

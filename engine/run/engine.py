@@ -174,12 +174,12 @@ def _way_back(e: Engine, store: Store, screen: Screen, asked: Sequence[int]) -> 
     for snapshot in reversed(older):
         store.restore(snapshot.step)
         try:
-            with _loading(screen, f"checking step {snapshot.step}", e.placement.nbytes(), asked) as more:
+            with _loading(screen, f"checking step {snapshot.step:,}", e.placement.nbytes(), asked) as more:
                 load_from_store(e.placement, more)
         except Damaged:
             newer.append(snapshot.folder)
         else:
-            return f"The last whole snapshot is of step {snapshot.step}: to go back to it, remove {', '.join(newer)}"
+            return f"The last whole snapshot is of step {snapshot.step:,}: to go back to it, remove {', '.join(newer)}"
     return f"{'No snapshot is whole' if older else NONE_OLDER}: {NO_WAY_BACK}"
 
 

@@ -284,7 +284,7 @@ class Live:
 
     def last_snapshot(self) -> str:
         snapshots = self.store.snapshots
-        return f"Last snapshot: step {snapshots[-1].step}" if snapshots else "There is no snapshot yet"
+        return f"Last snapshot: step {snapshots[-1].step:,}" if snapshots else "There is no snapshot yet"
 
     def keep_best(self) -> None:
         """The present weights are the best: copied within RAM where there is room, else OUT/best at once."""

@@ -81,7 +81,8 @@ class Run:
             if self.stop.leaving:
                 live.save()
                 out = live.job.out
-                live.screen.say(f"{self.stop.how} saved {out} at step {done.step}. Resume: {program()} --resume {out}")
+                saved = f"{self.stop.how} saved {out} at step {done.step:,}"
+                live.screen.say(f"{saved}. Resume: {program()} --resume {out}")
                 raise Interrupted
             self._finish()
 
@@ -91,8 +92,8 @@ class Run:
         began, self.moved = time.perf_counter(), live.queues.moved.copy()
         live.queues.tracing = o.trace or self.pace.needs_trace or done.step % BOUND_EVERY == 0
         rate = learning_rate(done.step + 1, total, job.lr, o.schedule, o.warmup_steps(total))
-        passing = live.screen.passing(f"step {done.step + 1}/{total}", self.step_s)
-        with live.clock.at("steps"), live.watched(f"step {done.step + 1}"), passing:
+        passing = live.screen.passing(f"step {done.step + 1:,}/{total:,}", self.step_s)
+        with live.clock.at("steps"), live.watched(f"step {done.step + 1:,}"), passing:
             batch = self.batches.take(*self._due())
             tokens, places = sum(mb.tokens for mb in batch), live.queues.devices
             loads = [make_load(job.cfg, tokens, o.router_aux, device) for device in places]
@@ -175,14 +176,14 @@ class Run:
         self.live.engine.gradients.discard()
         self.live.write_best()
         raise Diverged(
-            f"step {self.live.progress.step + 1}: loss {stats.loss:g}, gradient norm {stats.grad_norm:g}. Nothing of "
+            f"step {self.live.progress.step + 1:,}: loss {stats.loss:g}, gradient norm {stats.grad_norm:g}. Nothing of "
             f"this step was saved. {self.live.last_snapshot()}. Lower --lr, or look at the data of this step."
         )
 
     def _trace(self) -> list[Span]:
         """The last step's tasks; notes the busiest queue."""
         live = self.live
-        with live.clock.at("steps"), live.watched(f"step {live.progress.step}"):
+        with live.clock.at("steps"), live.watched(f"step {live.progress.step:,}"):
             live.queues.drain()
         spans = live.queues.trace()
         found = at_work(until_its_end(spans))
@@ -276,7 +277,7 @@ class Run:
         cfg = self.live.job.cfg
         other = self.live.preference or cfg.teaching or cfg.scores
         more = "" if other else f", perplexity {perplexity(loss)}"
-        return f"eval_loss {loss:.4f}{more}, at step {step}"
+        return f"eval_loss {loss:.4f}{more}, at step {step or 0:,}"
 
 
 def _noise(job: Job, step: int, batch: Sequence[MicroBatch]) -> list[Noise | None]:

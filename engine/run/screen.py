@@ -13,7 +13,7 @@ from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager, suppress
 from typing import Any, TextIO
 
-from trireme.engine.amounts import compact, duration
+from trireme.engine.amounts import compact, duration, percent
 from trireme.storage.files import StoreError
 from trireme.storage.untrusted import LINE, displayed, shown
 
@@ -30,7 +30,7 @@ INDENT = 9  # of a line's continuation: the width of its label
 def progress(record: Mapping[str, Any], total_steps: int, eta: float | None) -> dict[str, str]:
     """A step's line by part, in order."""
     r = {key: value for key, value in record.items() if value is not None}
-    parts = {"step": f"step {r['step']:>{len(str(total_steps))}}/{total_steps}", "loss": f"loss {r['loss']:.4f}"}
+    parts = {"step": f"step {r['step']:>{len(f'{total_steps:,}')},}/{total_steps:,}", "loss": f"loss {r['loss']:.4f}"}
     if "ce" in r and "kl" in r:
         parts["parts"] = f"ce {r['ce']:.4f} kl {r['kl']:.4f}"
     scored = "rows_per_second" in r
@@ -51,12 +51,12 @@ def progress(record: Mapping[str, Any], total_steps: int, eta: float | None) -> 
     if "step_time_s" in r:
         parts["time"] = f"{r['step_time_s']:.3g} s"
     if "mfu" in r:
-        parts["mfu"] = f"mfu {100 * r['mfu']:.0f} %"
+        parts["mfu"] = f"mfu {percent(r['mfu'])}"
     memory = [f"{name} {r[key]:.3g} GiB" for name, key in (("gpu", "gpu_mem_gib"), ("ram", "ram_gib")) if key in r]
     if memory:
         parts["memory"] = " ".join(memory)
     if "expert_share" in r:
-        parts["experts"] = f"busiest expert {100 * r['expert_share']:.0f} %, {r['experts_idle']} idle"
+        parts["experts"] = f"busiest expert {percent(r['expert_share'])}, {r['experts_idle']} idle"
     if "bound" in r:
         parts["bound"] = f"bound: {r['bound']}"
     if eta is not None:

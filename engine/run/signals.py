@@ -45,7 +45,7 @@ class Stop:
         if self.alone:
             self.hear(True)
         insist = "" if number in NOTICES else "; again: leave at once"
-        self.screen.urgent(f"\n  finishing step {self.begun} and saving{insist}")
+        self.screen.urgent(f"\n  finishing step {self.begun:,} and saving{insist}")
 
     def hear(self, asked: bool) -> None:
         """A host was asked."""

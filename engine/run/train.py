@@ -226,7 +226,7 @@ def _restore_best(live: Live) -> bool:
         how = "it is written again from the snapshot" if again else "those weights are lost"
         live.screen.warn(
             f"{out / BEST} is not as the best of the snapshot was written, eval_loss {best.eval_loss:.4f} at step "
-            f"{best.step}: {how}"
+            f"{best.step:,}: {how}"
         )
     return again
 
@@ -256,4 +256,4 @@ def _load(live: Live) -> None:
     if asked:
         raise KeyboardInterrupt
     if live.resumed:
-        live.screen.say(f"resumed at step {live.progress.step}")
+        live.screen.say(f"resumed at step {live.progress.step:,}")

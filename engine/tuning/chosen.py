@@ -76,7 +76,7 @@ def trained_lines(cfg: ModelConfig, asked: Mapping[str, Sequence[str]]) -> list[
     found = _trained(cfg)
     sizes = {name: prod(s) for group in shapes.all_groups(cfg) for name, s in group}
     share = sum(sizes[name] for name, yes in found.items() if yes) / sum(sizes.values())
-    lines = [f"{sum(found.values()):,} of {len(found):,} tensors, {percent(share, 1)} of the parameters"]
+    lines = [f"{sum(found.values()):,} of {len(found):,} tensors, {percent(share)} of the parameters"]
     for flag, patterns in asked.items():
         lines += [f"{flag} {pattern}: {', '.join(folded(cfg, matching(cfg, pattern)))}" for pattern in patterns]
     return lines

@@ -176,7 +176,7 @@ def test_rows_that_are_longer_than_a_sequence(tmp_path, long, longer):
     rows = [{"input_ids": [7] * 8}, {"input_ids": [9] * 9}, {"input_ids": [5, 6], "labels": [-100, -100]}]
     data = load(write(tmp_path / "a.jsonl", rows), None, seq_len=8, long=long)
     assert sorted(documents(data.batches(2))) == [([7] * 8, [7] * 7 + [-100]), *longer]
-    assert any("1 row is longer (33.3 %)" in line for line in data.report.lines())
+    assert any("1 row is longer (33 %)" in line for line in data.report.lines())
     with pytest.raises(InputError, match="1 rows have more than --seq-len 8 tokens, the longest 9"):
         load(str(tmp_path / "a.jsonl"), None, seq_len=8, long="error")
 
@@ -268,12 +268,12 @@ def test_what_is_held_out_is_reported_as_what_is_trained_on_is(tokenizer, tmp_pa
     said = load(a, tokenizer, val=b).describe_held_out()
     assert said[0].endswith('b.jsonl: 2 rows, format "prompt,completion"')
     assert "2 sequences" not in said[-1]
-    assert said[2].startswith("at --seq-len 64: 1 row is longer (50.0 %): ")
+    assert said[2].startswith("at --seq-len 64: 1 row is longer (50 %): ")
     assert said[3] == "1 row dropped: nothing to learn in what is kept"
     shared = load(a, tokenizer, val="0.1")
     assert shared.describe_held_out() == []
     assert shared.report.lines()[-2].startswith(
-        "note: of the rows held out: at --seq-len 64: 2 rows are longer (100.0 %)"
+        "note: of the rows held out: at --seq-len 64: 2 rows are longer (100 %)"
     )
 
 
@@ -528,7 +528,7 @@ def test_report(tokenizer, tmp_path):
     lines = load(write(tmp_path / "a.jsonl", rows), tokenizer, seq_len=64).report.lines()
     assert lines[0].endswith('a.jsonl: 5 rows, format "messages"')
     assert lines[1] == "327 tokens, 125 trained (38 %); length p50 33, p99 124, max 124"
-    assert lines[2] == "at --seq-len 64: 2 rows are longer (40.0 %): 1 cut   (--long cut|drop|split|error)"
+    assert lines[2] == "at --seq-len 64: 2 rows are longer (40 %): 1 cut   (--long cut|drop|split|error)"
     assert lines[3] == "1 row dropped: nothing to learn in what is kept"
     assert lines[4].startswith("packed into 3 sequences of up to 64 tokens; ")
     assert len(lines) == 5
@@ -688,7 +688,7 @@ def test_a_huge_line(tokenizer, tmp_path):
     path = write(tmp_path / "a.jsonl", [{"input_ids": [7] * 2_000_000}, {"text": "x"}][:1])
     data = load(path, tokenizer, seq_len=2048)
     assert data.n_sequences == 1
-    assert "1 row is longer (100.0 %): 1 cut" in data.report.lines()[2]
+    assert "1 row is longer (100 %): 1 cut" in data.report.lines()[2]
 
 
 @pytest.mark.parametrize(

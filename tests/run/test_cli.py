@@ -447,19 +447,19 @@ def in_terminal(argv: list[str], when: str, key: bytes | None) -> tuple[int, str
 @pytest.mark.full
 def test_ctrl_c_saves_and_resume_goes_on(here, capsys):
     argv = [*TRAIN[:4], "runs/first", "--seq-len", "32", "--batch-size", "2", "--val", "0.1", "--schedule", "constant"]
-    code, output = in_terminal([*argv, "--max-steps", "100000"], r"step +[5-9]\d*/|step +\d\d+/", b"\x03")
+    code, output = in_terminal([*argv, "--max-steps", "100000"], r"step +[5-9]\d*/|step +\d[\d,]+/", b"\x03")
     lines = on_screen(output)
     assert code == 130
     assert "step 0  eval_loss 6." in output
     said = " ".join(" ".join(lines).split())
     assert "(before training)" in said
-    assert len([line for line in lines if re.match(r"step +\d+/100000  loss", line)]) <= 2, "one live line"
+    assert len([line for line in lines if re.match(r"step +[\d,]+/100,000  loss", line)]) <= 2, "one live line"
     assert [line for line in lines if line.strip() == "python scripts/finetune.py --resume runs/first"], "to be copied"
-    step = int(re.search(r"at step (\d+)\. Resume: python", said)[1])
+    step = int(re.search(r"at step ([\d,]+)\. Resume: python", said)[1].replace(",", ""))
 
     assert finetune.main(["--resume", "--max-steps", str(step + 3)]) == 0, "the latest run, found by itself"
     said = capsys.readouterr().out
-    assert f"resumed at step {step}" in said
+    assert f"resumed at step {step:,}" in said
     assert "check    reopened: 38 tensors" in said
     records = [json.loads(line) for line in Path("runs/first/log.jsonl").read_text().splitlines()]
     assert [r["step"] for r in records if "loss" in r] == list(range(1, step + 4))
@@ -592,7 +592,7 @@ def test_a_finished_run_is_not_begun_again(here, capsys):
 @pytest.mark.full
 def test_a_hang_up_saves_too(here):
     """The terminal goes away in the middle of a run."""
-    code, _ = in_terminal([*TRAIN[:-1], "100000"], r"step +\d+/", None)
+    code, _ = in_terminal([*TRAIN[:-1], "100000"], r"step +[\d,]+/", None)
     assert code == 130
     assert list(Path("out/store").glob("snapshot-*"))
 

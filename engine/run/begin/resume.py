@@ -220,6 +220,6 @@ def check_continues(job: Job, snapshot: Snapshot) -> None:
         raise InputError(f"--resume {job.out}: the data is not what the run was started with. {way}.")
     if job.total_steps < snapshot["step"]:
         raise InputError(
-            f"--resume {job.out}: the run is at step {snapshot['step']}, and {job.total_steps} are asked for. "
+            f"--resume {job.out}: the run is at step {snapshot['step']:,}, and {job.total_steps:,} are asked for. "
             "Ask for more: --max-steps or --epochs."
         )

@@ -76,7 +76,7 @@ def draw(train: Sequence[Point], evals: Sequence[Point], title: str = "", what: 
     if trained := [point for point in evals if point[0] > 0]:
         x, y = min(trained, key=lambda point: point[1])
         ring = f'<circle cx="{to_x(x):.1f}" cy="{to_y(y):.1f}" r="7" fill="none" stroke="{EVAL}" stroke-width="1.5">'
-        parts.append(f"{ring}<title>best: {y:.4g} at step {x:.0f}</title></circle>")
+        parts.append(f"{ring}<title>best: {y:.4g} at step {x:,.0f}</title></circle>")
     parts += _legend(smooth, evals)
     return (
         f'<svg xmlns="http://www.w3.org/2000/svg" viewBox="0 0 {WIDTH} {HEIGHT}" width="{WIDTH}" height="{HEIGHT}" '
@@ -134,7 +134,7 @@ def _legend(train: Sequence[Point], evals: Sequence[Point]) -> list[str]:
         if points:
             text = f"{name}: {points[0][1]:.4g} to {points[-1][1]:.4g}"
             best = min(((y, x) for x, y in points if x > 0), default=None)
-            text += ", best {:.4g} at step {:.0f}".format(*best) if name == "eval" and best else ""
+            text += ", best {:.4g} at step {:,.0f}".format(*best) if name == "eval" and best else ""
             parts.append(f'<path d="M{x} {LEGEND - 4}h22" stroke="{colour}" stroke-width="3"/>')
             parts.append(f'<text x="{x + 28}" y="{LEGEND}">{text}</text>')
             x += 28 + 7 * len(text) + 24

@@ -259,7 +259,7 @@ class RunLog:
         note = "(before training)" if record["step"] == 0 else f"(best{'' if loss < best else f' {best:.4f}'}{above})"
         sample = f"  sample: {json.dumps(record['sample'], ensure_ascii=False)}" if record.get("sample") else ""
         said = evaluated(loss, record)
-        self._screen.say(f"step {record['step']}  {said} {note}{sample}")
+        self._screen.say(f"step {record['step']:,}  {said} {note}{sample}")
         self.draw()
 
     def summary(self) -> str:

@@ -21,7 +21,7 @@ import numpy as np
 import pytest
 from command import TRAIN, fails, on_screen
 
-from trireme.engine.amounts import compact, duration
+from trireme.engine.amounts import compact, duration, percent
 from trireme.engine.data import dataset
 from trireme.engine.queues.names import title
 from trireme.engine.run import loop, main
@@ -246,14 +246,14 @@ def test_a_reader_that_has_gone_does_not_stop_the_run(tmp_path):
 def test_the_line():
     parts = progress(FULL, 2292, 110040.0)
     assert one_line(parts) == (
-        "step    7/2292  loss 2.1871  lr 1.4e-07  grad_norm 3.1  11.7k tok/s (115 trained)  48.1 s  mfu 29 %  "
+        "step     7/2,292  loss 2.1871  lr 1.4e-07  grad_norm 3.1  11.7k tok/s (115 trained)  48.1 s  mfu 29 %  "
         "gpu 21.1 GiB ram 115 GiB  bound: ssd_write  eta 30h34m"
     )
     assert one_line(parts, 100) == (
-        "step    7/2292  loss 2.1871  lr 1.4e-07  11.7k tok/s (115 trained)  bound: ssd_write  eta 30h34m"
+        "step     7/2,292  loss 2.1871  lr 1.4e-07  11.7k tok/s (115 trained)  bound: ssd_write  eta 30h34m"
     )
-    assert one_line(parts, 45) == "step    7/2292  loss 2.1871  eta 30h34m"
-    assert one_line(parts, 20) == "step    7/2292  los"
+    assert one_line(parts, 45) == "step     7/2,292  loss 2.1871  eta 30h34m"
+    assert one_line(parts, 20) == "step     7/2,292  l"
     assert one_line(progress({"step": 10, "loss": 1.0, "mfu": None}, 10, None)) == "step 10/10  loss 1.0000"
 
 
@@ -261,6 +261,10 @@ def test_figures():
     assert [duration(s) for s in (0.4, 41, 200, 110040)] == ["0s", "41s", "3m20s", "30h34m"]
     assert [compact(n) for n in (0, 243, 999.6, 11700, 123456, 1.24e6, 5e9)] == [
         "0", "243", "1k", "11.7k", "123k", "1.24M", "5B",
+    ]  # fmt: skip
+    shares = (0, 0.0004, 0.004, 0.0096, 0.042, 0.0996, 0.42, 1, 10)
+    assert [percent(share) for share in shares] == [
+        "0 %", "0.04 %", "0.4 %", "1 %", "4.2 %", "10 %", "42 %", "100 %", "1000 %",
     ]  # fmt: skip
 
 
