@@ -1,8 +1,9 @@
-"""Activations between forward and backward: kept on the GPU, swapped to RAM or the SSD, or recomputed.
+"""Activations between forward and backward: kept on the GPU, swapped to RAM, another GPU or the SSD, or recomputed.
 
-Saved tensors of one tier are one buffer. A layer's output (`x` of the next in forward, `dx` in backward) stays on the
-GPU until used, after a peer copy if the next layer is on another GPU. With `plan.between` "host" `x` goes to its tier,
-`dx` to RAM; to a layer on another GPU `x` goes through RAM, by the place of the micro-batch's `dx`.
+The tensors that a layer saves for backward are one buffer for each tier they are saved in. A layer's output (`x` of the
+next layer; in backward `dx`) is stored by `plan.between`. "gpu": it stays on the GPU until it is used, and a peer copy
+brings it to the next layer's GPU. "host": `x` is copied to the tier that the plan has for it, `dx` to RAM; where the
+next layer is on another GPU, `x` goes through the same buffer in RAM as the micro-batch's `dx`.
 """
 
 from __future__ import annotations
@@ -23,19 +24,19 @@ from trireme.engine.queues.task import Queues, Task
 
 
 class Outside(Protocol):
-    """A place for an activation in RAM, on another GPU or on the SSD."""
+    """A place for one activation outside its GPU: in RAM, on another GPU or on the SSD."""
 
     def store(self, queue: str, label: str, here: Buffer, nbytes: int) -> Task:
-        """Copies `here` out; returns its last reader."""
+        """Copies the first `nbytes` of `here` to this place. Returns the task that reads `here` last."""
         ...
 
     def load(self, queue: str, label: str, here: Buffer, nbytes: int) -> Task:
-        """Copies it back; returns the last writer of `here`."""
+        """Copies the bytes back to `here`. Returns the task that writes `here` last."""
         ...
 
 
 class InMemory:
-    """In RAM, or of another GPU."""
+    """A place in RAM or in the memory of another GPU."""
 
     def __init__(self, queues: Queues, place: Buffer):
         self.queues, self.place = queues, place
@@ -53,6 +54,8 @@ class InMemory:
 
 
 class OnSsd:
+    """A place in the scratch space on the SSD; copies pass through a staging buffer in RAM."""
+
     def __init__(self, queues: Queues, staging: Pool, space: Space, offset: int):
         self.queues, self.staging, self.space, self.offset = queues, staging, space, offset
         self.last: tuple[Task, ...] = ()
@@ -87,7 +90,7 @@ class OnSsd:
 
 
 class Way(NamedTuple):
-    """Of an activation from its writer to its readers."""
+    """The buffers and queues through which an activation gets from the task that writes it to those that read it."""
 
     out: Buffer | Pool  # to write it to
     back: Buffer | Pool  # to read it from
@@ -99,10 +102,13 @@ class Way(NamedTuple):
 
 
 class Activation:
-    """Layer u's input, its gradient, or saved tensors, of a micro-batch. Frees itself after its last reader."""
+    """One activation of one micro-batch: layer u's input, its gradient, or tensors saved for backward.
+
+    It takes its buffers from pools, and frees them after its last reader.
+    """
 
     def __init__(self, swap: ActivationSwap, u: int, label: str, way: Way, names: tuple[str, ...] = ()):
-        """`names`: of saved tensors; without them it is an input or its gradient."""
+        """`names`: of the saved tensors; empty for an input or its gradient."""
         self.swap, self.u, self.label, self.names, self.way = swap, u, label, names, way
         self.here: Buffer | None = None  # on the GPU
         self.tokens = 0
@@ -118,7 +124,7 @@ class Activation:
     # ------------------------------------------------ written
 
     def fill(self, tokens: int, again: bool = False) -> InUse:
-        """A buffer on the writer's GPU. `again`: it is read in two passes."""
+        """Takes a buffer on the GPU of the task that writes it. `again`: a later pass reads it, too."""
         self.tokens, self.again, self.stored = tokens, again, False
         self.here = self._buffer(self.way.out)
         return InUse(self, self.here, tokens, self.written)
@@ -138,7 +144,7 @@ class Activation:
         self.swap.go_on()
 
     def _cross(self, here: Buffer) -> Buffer:
-        """Copies it to its reader's GPU."""
+        """Copies it to the GPU of the tasks that read it."""
         there = self._buffer(self.way.back)
         there.ready = (copied(self.swap.queues, self.way.peer, "activations", self.label, here, there, self.nbytes),)
         here.free(there.ready)
@@ -165,7 +171,9 @@ class Activation:
         return InUse(self, self._here(), self.tokens, self.was_read if last else self._here().used)
 
     def was_read(self, task: Task) -> None:
-        """By the last task of a pass. Frees its buffer, unless the next pass reads it from there."""
+        """To be called with the last task of a pass that reads it: frees the buffer unless the next pass reads it
+        there.
+        """
         here = self._here()
         here.used(task)
         self.stored = self.stored and self.again
@@ -174,7 +182,7 @@ class Activation:
         self.again = False
 
     def discard(self, after: Task) -> None:
-        """Nobody reads it."""
+        """Frees its buffer after `after`: no task reads it any more."""
         self.again = self.stored = False
         if self.here is not None:
             self._free((*self.here.ready, after))
@@ -193,7 +201,7 @@ class Activation:
 
 
 class InUse(NamedTuple):
-    """An activation that a task fills or reads."""
+    """An activation as a task's use: its buffer, and what to call with the task (memory.Use)."""
 
     of: Activation
     buffer: Buffer
@@ -205,13 +213,15 @@ class InUse(NamedTuple):
         return self.buffer.ready
 
     def rows(self) -> Tensor:
-        """Of an input or its gradient, (N, D)."""
+        """The tensor of an input or its gradient, (N, D) in the compute dtype."""
         geo = self.of.swap.geo
         return flat(self.buffer.tensor, geo.dtype, self.tokens * geo.cfg.width).view(self.tokens, geo.cfg.width)
 
 
 class Passed(NamedTuple):
-    """What passes from slice to slice of a layer's experts (shapes.passed_shapes), as a task's use."""
+    """Sums that each slice of a layer's experts adds to and the next one reads (shapes.passed_shapes), as a task's
+    use.
+    """
 
     swap: ActivationSwap
     b: int  # micro-batch
@@ -234,7 +244,7 @@ class Passed(NamedTuple):
 
 
 def saved_tensors(saved: Iterable[InUse]) -> dict[str, Tensor]:
-    """Saved tensors by name."""
+    """Views of all saved tensors of a layer, by name."""
     found: dict[str, Tensor] = {}
     for use in saved:
         layout = use.of.swap.geo.saved_layout(use.of.u, use.of.names, use.tokens)
@@ -249,7 +259,10 @@ Pools = tuple[list[Pool], list[Pool]]  # of each GPU: to fill, and to bring back
 
 
 class ActivationSwap:
-    """Activations of all layers, by layer and micro-batch; transfers back in the order of their use."""
+    """The activations of all layers, `x[u][b]`, `dx[u][b]` and `saved[u][b]` by layer u and micro-batch b.
+
+    Copies back to the GPU are started in the order in which a pass reads them, each once its pool has a free buffer.
+    """
 
     def __init__(self, geo: Geometry, plan: Plan, placement: Placement, queues: Queues):
         self.geo, self.plan, self.placement, self.queues = geo, plan, placement, queues
@@ -269,7 +282,7 @@ class ActivationSwap:
         self.passed = dict[int, Buffer]()  # by micro-batch, of the layer whose slices are in use
 
     def _between(self, what: Literal["x pool", "dx pool"]) -> Pools:
-        """For what layers leave for each other."""
+        """Pools of each GPU for the outputs of layers, or their gradients."""
         gpus = range(self.plan.gpus)
         if self.plan.between == "gpu" and self.plan.gpus == 1:
             pools = self.placement.gpu_pools(what)
@@ -282,11 +295,11 @@ class ActivationSwap:
         return out, back
 
     def _gpu(self, u: int, b: int = 0) -> int:
-        """That computes with unit u, of micro-batch b."""
+        """The GPU that computes with layer u; for the head the one that computes micro-batch b's loss."""
         return self.plan.loss_gpu(b) if u == self.geo.head else self.plan.units[u].gpu
 
     def _x(self, u: int, b: int, pools: Pools, on_gpu: Iterator[Tensor], in_ram: Iterator[Tensor]) -> Activation:
-        """The head's, needed at once, stays on the GPU unless `between` is "host"."""
+        """Layer u's input. The head's is read at once, so it stays on the GPU unless `between` is "host"."""
         tier, writer, reader = self.plan.units[u].x, self._gpu(u - 1), self._gpu(u, b)
         divided = u == self.geo.head and bool(self.plan.losses)
         out, back, peer = self._pools_of(pools, writer, reader)
@@ -312,7 +325,9 @@ class ActivationSwap:
         return Activation(self, u, f"{self.geo.names[u]} dx {b}", way)
 
     def _pools_of(self, pools: Pools, writer: int, reader: int) -> tuple[Pool, Pool, str]:
-        """Pools to write to and to read from; the queue of peer copies between them, or none."""
+        """The pools to write to and to read from, and the queue of peer copies between them ("" if there is no
+        copy).
+        """
         stays = self.plan.between == "gpu"
         peer = numbered("peer", writer) if stays and writer != reader else ""
         out = pools[0][writer] if peer or not stays else pools[1][writer]
@@ -347,7 +362,9 @@ class ActivationSwap:
     # ------------------------------------------------ slices of experts
 
     def from_slice(self, u: int, b: int, tokens: int, begins: bool, ends: bool) -> list[Passed]:
-        """What passes from a slice to the next, of micro-batch b; nothing where there is one part."""
+        """The sums that a slice of experts passes to the next one, for micro-batch b; empty if the layer is not
+        sliced.
+        """
         if begins and ends:
             return []
         if begins:
@@ -357,19 +374,21 @@ class ActivationSwap:
     # ------------------------------------------------ a pass
 
     def expect_forward(self, n_micro: int) -> None:
-        """Forward brings each input that leaves the GPU before its layer."""
+        """Starts a forward pass: with `between` "host", each layer's input is brought back before the layer."""
         if self.plan.between == "host":
             inputs = [(self._gpu(u, b), x) for u, of in enumerate(self.x) for b, x in enumerate(of[:n_micro])]
             self._expect(self.to_next, self.hop_in, inputs)
 
     def expect_head(self, n_micro: int) -> None:
-        """The head reads its inputs again."""
+        """To be called before the head reads its inputs a second time, for losses that compare micro-batches."""
         if self.plan.between == "host":
             inputs = enumerate(self.x[self.geo.head][:n_micro])
             self._expect(self.to_next, self.hop_in, [(self.plan.loss_gpu(b), x) for b, x in inputs])
 
     def expect_backward(self, n_micro: int) -> None:
-        """Backward brings what forward left outside, and each gradient that leaves the GPU before its layer."""
+        """Starts a backward pass: what forward stored outside is brought back before its layer, and, with `between`
+        "host", the gradients of inputs.
+        """
         blocks, micro_batches = range(self.geo.head - 1, 0, -1), range(n_micro)
         left = [(self._gpu(u), each) for u in blocks for each in self._left(u, n_micro)]
         self._expect(self.again, "h2d", [(gpu, each) for gpu, each in left if isinstance(each.way.back, Pool)])
@@ -377,20 +396,22 @@ class ActivationSwap:
         self._expect(self.to_next, self.hop_in, above)
 
     def _left(self, u: int, n_micro: int) -> list[Activation]:
-        """In the order in which backward reads them: saved tensors with the last slice."""
+        """Layer u's activations in the order in which backward reads them; of slices, the last one reads what is
+        saved.
+        """
         x, saved = self.x[u][:n_micro], self.saved[u][:n_micro]
         if self.geo.slices_of[u]:
             return [*x, *(each for of in saved for each in of)]
         return [each for b in range(n_micro) for each in (x[b], *saved[b])]
 
     def _expect(self, prefetch: Prefetch, queue: str, read: Sequence[tuple[int, Activation]]) -> None:
-        """`read`: activations and their readers' GPUs, in the order in which layers read them."""
+        """`read`: (GPU of the reader, activation), in the order in which layers read them."""
         coming = [(gpu, each) for gpu, each in read if each.way.outside is not None]
         for gpu, each in coming:
             each.queue = each.way.comes or numbered(queue, gpu)
         prefetch.expect([each for _, each in coming])
 
     def go_on(self) -> None:
-        """A buffer was freed, or something stored."""
+        """To be called when a buffer was freed or an activation stored: starts the transfers that can start now."""
         self.to_next.go_on()
         self.again.go_on()

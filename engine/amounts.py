@@ -1,4 +1,4 @@
-"""Amounts as text: bytes, counts, durations. No torch."""
+"""Amounts as text, parsed and printed: bytes, counts, shares, durations. Imports no torch."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ MOST = 1e12  # no option means more
 
 
 def number(low: float, high: float = MOST, kind: Callable[[str], float] = float) -> Callable[[str], Any]:
-    """A parser of `kind` in [low, high]."""
+    """Returns a parser of numbers of type `kind` from `low` to `high`."""
 
     def parse(text: str) -> Any:
         try:
@@ -33,7 +33,7 @@ whole = number(1, kind=int)
 
 
 def positive(text: str) -> float:
-    """A number above 0."""
+    """Parses a number above 0."""
     value = number(0)(text)
     if value == 0:
         raise ValueError("it must be greater than 0")
@@ -41,7 +41,7 @@ def positive(text: str) -> float:
 
 
 def size(text: str) -> int:
-    """Bytes of `24GiB`, `2TB`, `512MiB`. A bare number is ambiguous."""
+    """Parses a number of bytes: `24GiB`, `2TB`, `512MiB`. A number without a unit is refused."""
     match = re.fullmatch(r"(\d+\.?\d*) ?([KMGT]?)(i?)B", text.strip(), re.IGNORECASE)
     if not match:
         raise ValueError(f"{text!r} is not a size; write it like 24GiB, 2TB or 512MiB")
@@ -57,7 +57,7 @@ def size(text: str) -> int:
 
 
 def gib(nbytes: float, digits: int = 2) -> str:
-    """Binary units: `1.50 GiB`."""
+    """Bytes in binary units: `1.50 GiB`, `12.00 MiB`."""
     for unit, nbytes_of in (("GiB", 1 << 30), ("MiB", 1 << 20), ("KiB", 1 << 10)):
         if abs(nbytes) >= nbytes_of:
             return f"{nbytes / nbytes_of:.{digits}f} {unit}"
@@ -65,18 +65,18 @@ def gib(nbytes: float, digits: int = 2) -> str:
 
 
 def rounded_up(nbytes: float) -> str:
-    """As `gib`, never less than `nbytes`."""
+    """As `gib`, rounded up: never less than `nbytes`."""
     unit, name = (1 << 30, "GiB") if nbytes >= 1 << 28 else (1 << 20, "MiB")
     return f"{math.ceil(100 * nbytes / unit) / 100:.2f} {name}"
 
 
 def whole_gib(nbytes: float) -> str:
-    """The next whole GiB: `24GiB`."""
+    """Rounded up to whole GiB, as an option takes it: `24GiB`."""
     return f"{math.ceil(nbytes / (1 << 30))}GiB"
 
 
 def gb(nbytes: float) -> str:
-    """Decimal units, as of drives: `3.2 GB`."""
+    """Bytes in decimal units, as drives are sold: `3.2 GB`."""
     for nbytes_of, unit in ((10**15, "PB"), (10**12, "TB"), (10**9, "GB"), (10**6, "MB")):
         if nbytes >= nbytes_of:
             return (
@@ -86,12 +86,12 @@ def gb(nbytes: float) -> str:
 
 
 def count(n: int, noun: str) -> str:
-    """`1 row`, `1,100 rows`."""
+    """A number with its noun: `1 row`, `1,100 rows`."""
     return f"{n:,} {noun}" if n == 1 else f"{n:,} {noun}s"
 
 
 def compact(n: float) -> str:
-    """Three figures: `243`, `11.7k`, `13B`."""
+    """Three figures with a unit: `243`, `11.7k`, `13B`."""
     units = ["", "k", "M", "B"]
     while n >= 999.5 and len(units) > 1:
         n /= 1000
@@ -100,7 +100,7 @@ def compact(n: float) -> str:
 
 
 def seconds(s: float) -> str:
-    """`0.599 s`, `41.2 s`; from 1000 s on a duration."""
+    """Three figures: `0.599 s`, `41.2 s`; from 1000 s on as `duration`."""
     return f"{s:.3g} s" if s < 1000 else duration(s)
 
 

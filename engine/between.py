@@ -1,4 +1,6 @@
-"""State between steps: entries are read and written wherever they are stored, saved to the store or loaded from it."""
+"""State between steps: reads and writes weights and optimizer state where they are stored; saves and loads
+snapshots.
+"""
 
 from __future__ import annotations
 
@@ -20,7 +22,9 @@ READ_AHEAD = 4  # entries read at once
 
 @dataclass
 class Staged:
-    """Bytes of staging that hold what was read, after `tasks`, its readers in queues among them."""
+    """Bytes [first, last) of the staging buffer that hold a shard. `tasks`: the read, and the tasks that use the
+    bytes.
+    """
 
     first: int
     last: int
@@ -28,17 +32,20 @@ class Staged:
 
 
 class Reader:
-    """Reads entries between steps, by a step's queues. Staging keeps what was read: what is stored may not change."""
+    """Reads entries between steps, through a step's queues.
+
+    The staging buffer keeps what was read last, so the stored bytes must not change while a Reader is in use.
+    """
 
     def __init__(self, placement: Placement):
         self.placement = placement
         self._staged: dict[str, Staged] = {}  # by shard; the last one read is last
 
     def read(self, entry: Entry, *parts: str) -> Tensor:
-        """The entry's stored in RAM, or a copy, of `parts` at their offsets. Raises StoreError.
+        """The bytes of an entry: its buffer in RAM, or a copy in the staging buffer. Raises StoreError.
 
-        A copy stays until another takes its place in staging: low halves take no weights' place, and weights none of
-        theirs. A simulation has no bytes.
+        `parts`: of a record, only these, at their offsets (Geometry.state_parts). A copy is valid until another is read
+        to the same bytes; weights and low halves have different places. In a simulation the tensor is empty.
         """
         buffer, ready = self.bring(entry, *parts)
         for task in () if self.placement.queues.simulated else ready:
@@ -46,7 +53,7 @@ class Reader:
         return buffer
 
     def bring(self, entry: Entry, *parts: str) -> tuple[Tensor, tuple[Task, ...]]:
-        """As `read`, but the bytes are there after these tasks."""
+        """As `read`, without waiting: the bytes are valid after the tasks that are returned."""
         placement = self.placement
         assert not placement.in_place(entry)
         buffer = placement.in_ram(entry)
@@ -62,19 +69,19 @@ class Reader:
         return buffer, there.tasks
 
     def used(self, task: Task) -> None:
-        """What was read last is free after it."""
+        """The bytes brought last may be overwritten after `task`, too."""
         if self._staged:
             next(reversed(self._staged.values())).tasks += (task,)
 
     def low(self, u: int, a: int, b: int) -> Tensor:
-        """The low halves of the record of elements a..b, as `read` gives them."""
+        """The low halves of the fp32 masters of unit u's elements [a, b), which are one record, as bytes."""
         entry = Entry("state", u, self.placement.geo.records(u, self.placement.plan.record).index((a, b)))
         lo = self.placement.layout(entry)["lo"]
         return self.read(entry, "low")[lo.offset : lo.offset + lo.nbytes]
 
 
 class Writer:
-    """A context with an entry's buffer, between steps: its stored in RAM, or staging, copied stored on exit."""
+    """A context that gives a buffer in RAM for an entry's bytes, between steps, and stores them on exit."""
 
     def __init__(self, placement: Placement, entry: Entry):
         self.placement, self.entry, self.stored = placement, entry, placement.stored(entry)
@@ -96,19 +103,19 @@ class Writer:
 
 
 def staging(placement: Placement, entry: Entry) -> Tensor:
-    """The host buffer for entries away from RAM."""
+    """The staging buffer in RAM, cut to the entry's size: for entries that are not stored in RAM."""
     return next(iter(placement.many("host", "staging")), NOTHING)[: placement.layout(entry).span]
 
 
 def _place(placement: Placement, entry: Entry) -> tuple[int, Tensor]:
-    """(first byte in staging, the buffer there) of what is read: records at its end, all else at its begin."""
+    """(first byte, buffer) within the staging buffer for an entry: records lie at its end, weights at its beginning."""
     whole, span = next(iter(placement.many("host", "staging")), NOTHING), placement.layout(entry).span
     begin = placement.staging - span if entry.kind == "state" else 0
     return begin, whole[begin : begin + span]
 
 
 def save_to_store(placement: Placement, progress: Progress = silent) -> None:
-    """Writes what is on the GPU or in RAM to its shards, by a step's queues. Raises StoreError."""
+    """Writes what is stored on GPUs or in RAM to its shards in the store. Raises StoreError."""
     reader, written = Reader(placement), list[tuple[Entry, Task]]()
     for entry in placement.entries(everything=False):
         written.append((entry, placement.write(entry, *reader.bring(entry))))
@@ -119,9 +126,10 @@ def save_to_store(placement: Placement, progress: Progress = silent) -> None:
 
 
 def load_from_store(placement: Placement, progress: Progress = silent, everything: bool = True) -> None:
-    """Reads and verifies what is on the GPU or in RAM; with `everything` verifies the rest too.
+    """Reads and verifies what is stored on GPUs or in RAM; with `everything` also verifies what stays on the SSD.
 
-    Raises StoreError, Damaged among them. On errors, of `progress` too, nothing is in flight.
+    Raises StoreError, and Damaged, a StoreError, for a wrong checksum. Also on errors, of `progress` too, nothing is in
+    flight afterwards.
     """
     placement.blank = False
     coming: deque[tuple[Entry, Tensor, list[Future[None]]]] = deque()
@@ -146,7 +154,7 @@ def load_from_store(placement: Placement, progress: Progress = silent, everythin
 
 
 def _places(placement: Placement, everything: bool) -> Iterator[tuple[Entry, Tensor]]:
-    """Each entry with a buffer in RAM: its stored, a ring's slot or staging."""
+    """Each entry with a buffer in RAM to read it to: its own, or in turn those of a pool, or the staging buffer."""
     turns: dict[tuple[What, str], Iterator[Tensor]] = {}
     for entry in placement.entries(everything):
         stored = placement.in_ram(entry)

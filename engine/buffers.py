@@ -1,4 +1,4 @@
-"""All buffers of a plan: its memory in bytes, before the run. Pure; no torch."""
+"""All buffers of a plan, and so the memory that it needs, in bytes, before anything is allocated. Imports no torch."""
 
 from __future__ import annotations
 
@@ -50,7 +50,9 @@ GROUP = {what: group for group, all_of in GROUPS.items() for what in all_of}
 
 @dataclass(frozen=True)
 class Buffers:
-    """`count` equal buffers of `nbytes`. `of`: a layer's name, a size class or a tier; `gpu`: of the gpu tier."""
+    """`count` equal buffers of `nbytes` each. `of`: a layer's name, a size class or a tier. `gpu`: counts in the gpu
+    tier.
+    """
 
     tier: Tier
     what: What
@@ -65,12 +67,12 @@ class Buffers:
 
 
 def buffers(geo: Geometry, plan: Plan) -> list[Buffers]:
-    """All buffers that the engine makes, and no others."""
+    """All buffers that the engine allocates."""
     return _buffers(geo, plan, [(u, 1) for u in range(geo.n_units)])
 
 
 def _buffers(geo: Geometry, plan: Plan, units: Alike) -> list[Buffers]:
-    """Each GPU's, as if its units were all, and those of RAM."""
+    """The buffers of each GPU, by the units that it computes with, and those in RAM."""
     made = _made(geo, plan, units)
     if plan.gpus == 1:
         return made
@@ -87,24 +89,28 @@ def _buffers(geo: Geometry, plan: Plan, units: Alike) -> list[Buffers]:
 
 
 def _lent(geo: Geometry, plan: Plan, units: Alike, gpu: int) -> Iterable[Buffers]:
-    """For what other GPUs save on `gpu`."""
+    """Buffers on `gpu` for tensors that layers of other GPUs save there."""
     for u, alike in units:
         nbytes = geo.saved_layout(u, plan.units[u].names("peer"), plan.tokens).span
         yield Buffers("gpu", "lent", nbytes, plan.n_micro * alike, geo.names[u], gpu)
 
 
 def read_by_loss(geo: Geometry) -> tuple[int, ...]:
-    """Units whose weights the loss reads."""
+    """The units whose weights the loss reads: the head, and the embedding if it is tied."""
     return (geo.head, 0) if geo.cfg.tied else (geo.head,)
 
 
 def moving_sums(geo: Geometry, plan: Plan) -> tuple[int, ...]:
-    """Units whose sums of gradients go to the GPU of each micro-batch's loss."""
+    """The units whose gradient sums are copied to the GPU of each micro-batch's loss; empty if one GPU computes all
+    losses.
+    """
     return tuple(v for v in read_by_loss(geo) if geo.numel[v]) if plan.losses else ()
 
 
 def _for_losses(geo: Geometry, plan: Plan, gpu: int) -> Iterable[Buffers]:
-    """On `gpu` if it computes losses: copies of weights from the head's, gradients of logits that wait for a sum."""
+    """Buffers on a GPU that computes losses: copies of the head's weights, and gradients of logits until the sum
+    arrives.
+    """
     if gpu not in plan.losses:
         return
     for v in read_by_loss(geo) if gpu != plan.units[geo.head].gpu else ():
@@ -116,12 +122,14 @@ def _for_losses(geo: Geometry, plan: Plan, gpu: int) -> Iterable[Buffers]:
 
 
 def _logits(geo: Geometry, plan: Plan, rows: int) -> int:
-    """Bytes."""
+    """Bytes of the logits of `rows` tokens."""
     return rows * geo.cfg.vocab * ITEMSIZE[plan.dtype]
 
 
 def _made(geo: Geometry, plan: Plan, units: Alike, guests: Alike = ()) -> list[Buffers]:
-    """`guests`: units whose sums come too."""
+    """The buffers that these units need. `guests`: units of another GPU whose gradient sums are also accumulated
+    here.
+    """
     made = [
         *_weight_buffers(geo, plan, units),
         *_base_buffers(geo, plan, units),
@@ -133,6 +141,7 @@ def _made(geo: Geometry, plan: Plan, units: Alike, guests: Alike = ()) -> list[B
 
 
 def _alike(geo: Geometry, plan: Plan) -> Alike:
+    """One unit of each set of units with equal sizes and equal plans, with their number."""
     keys = list(zip(geo.sizes, map(id, plan.units), strict=True))
     one = dict(zip(keys, range(geo.n_units), strict=True))
     return [(one[key], count) for key, count in Counter(keys).items()]
@@ -143,7 +152,7 @@ def _spans(layouts: Sequence[Layout]) -> list[int]:
 
 
 def _by_class(geo: Geometry, units: Alike, sizes: Sequence[int]) -> dict[str, tuple[int, int]]:
-    """size class -> (largest size, number of units), without units of size 0; `sizes`: bytes of each unit."""
+    """Size class -> (largest size, number of units). `sizes`: bytes of each unit; units of size 0 are left out."""
     found: dict[str, tuple[int, int]] = {}
     for u, alike in units:
         if not sizes[u]:
@@ -155,7 +164,7 @@ def _by_class(geo: Geometry, units: Alike, sizes: Sequence[int]) -> dict[str, tu
 
 
 def _weight_buffers(geo: Geometry, plan: Plan, units: Alike) -> Iterable[Buffers]:
-    """A layer's own: as large as its weights in the compute dtype; a pool's: as large as those of its largest."""
+    """Buffers of trained weights. Those of one layer have its size; those of a pool have that of the largest layer."""
     spans = _spans(geo.weights)
     for u, alike in units:
         unit = plan.units[u]
@@ -173,7 +182,9 @@ def _weight_buffers(geo: Geometry, plan: Plan, units: Alike) -> Iterable[Buffers
 
 
 def _base_buffers(geo: Geometry, plan: Plan, units: Alike) -> Iterable[Buffers]:
-    """As of trained weights; in RAM those that pass lie as in the checkpoint's files, in whole blocks of the drive."""
+    """Buffers of frozen weights, as of trained ones; those in RAM for reads from the SSD hold whole blocks of the
+    checkpoint's files.
+    """
     spans, decoded = _spans(geo.base), max((geo.decoded[u].span for u, _ in units), default=0)
     units = [(v, n) for u, n in units for v in (u, *geo.slices_of[u])]
     tier = lambda v: plan.units[geo.unit_of(v)].base
@@ -190,7 +201,9 @@ def _base_buffers(geo: Geometry, plan: Plan, units: Alike) -> Iterable[Buffers]:
 
 
 def _staging(geo: Geometry, plan: Plan, units: Alike) -> int:
-    """Bytes to load and save what is not stored in RAM; of both a layer's weights and a record's low halves."""
+    """Bytes of the buffer to load and save what is not stored in RAM: a layer's weights and a record's low halves at
+    once.
+    """
     low = lambda u: geo.low_span(min(geo.numel[u], plan.record)) if plan.units[u].state != "host" else 0
     weights = (geo.weights[u].span + low(u) for u, _ in units if plan.units[u].weights != "host")
     n, _ = _records(geo, plan, [(u, n) for u, n in units if plan.units[u].state != "host"])
@@ -200,7 +213,7 @@ def _staging(geo: Geometry, plan: Plan, units: Alike) -> int:
 
 
 def _sum_buffers(geo: Geometry, plan: Plan, units: Alike) -> Iterable[Buffers]:
-    """Accumulators."""
+    """Buffers in which gradients are summed over micro-batches."""
     wide = geo.gradients if plan.sums_wide else geo.weights
     tied = geo.cfg.tied  # then the head adds to the embedding's gradient too
     slots = 1 if plan.hosts == 1 else SUMS  # sums leave while the next unit's begins
@@ -237,7 +250,9 @@ def _optimizer_buffers(geo: Geometry, plan: Plan, units: Alike) -> Iterable[Buff
 
 
 def _shared_buffers(geo: Geometry, plan: Plan, units: Alike) -> Iterable[Buffers]:
-    """For gradients between hosts: pieces of sums; at the last host whole units, until their shares are dealt."""
+    """Buffers for gradients between hosts: pieces of sums and, on the last host, whole gradients until other hosts have
+    their shares.
+    """
     pieces = [piece for u, _ in units for piece in geo.pieces(u, plan.sum_piece)]
     largest = max((extent(piece)[1] for piece in pieces), default=0)
     tied = geo.cfg.tied  # then the last host hands a sum to the first
@@ -248,7 +263,7 @@ def _shared_buffers(geo: Geometry, plan: Plan, units: Alike) -> Iterable[Buffers
 
 
 def _records(geo: Geometry, plan: Plan, units: Alike) -> tuple[int, int]:
-    """(parameters of the largest, number) of the records."""
+    """(parameters of the largest record, number of records) of these units."""
     largest = max((geo.numel[u] for u, _ in units), default=0)
     return min(largest, plan.record), sum(n * len(geo.records(u, plan.record)) for u, n in units)
 
@@ -282,7 +297,9 @@ def _activation_buffers(geo: Geometry, plan: Plan, units: Alike) -> Iterable[Buf
 
 
 def workspace(geo: Geometry, plan: Plan, gpu: int = 0) -> int:
-    """A GPU's bytes outside the buffers: largest unit's temporaries, rotary table, inputs, fragmentation."""
+    """Bytes that a GPU needs outside the buffers: its largest unit's temporaries with 2 % for fragmentation, inputs,
+    rotary table.
+    """
     wide = 4 if plan.sums_wide else ITEMSIZE[plan.dtype]
     each = {geo.kinds[u]: u for u in range(geo.head) if plan.units[u].gpu == gpu}.values()  # by kind
     needs = [geo.workspace_bytes(u, plan.tokens, wide) for u in each]
@@ -296,18 +313,20 @@ def workspace(geo: Geometry, plan: Plan, gpu: int = 0) -> int:
 
 
 def fullest(on_gpu: Sequence[int], limits: Limits) -> int:
-    """The GPU with the least left, given the bytes that each holds."""
+    """The GPU with the fewest bytes left. `on_gpu`: bytes that each holds."""
     return max(range(len(on_gpu)), key=lambda gpu: on_gpu[gpu] - limits.of(gpu))
 
 
 def usage(geo: Geometry, plan: Plan, less: Sequence[int] = ()) -> dict[str, int]:
-    """Bytes of the fullest GPU and of host: buffers and workspace. What a GPU has `less` counts as taken (Limits)."""
+    """Bytes of buffers and workspace: "gpu" of the fullest GPU, "host" of RAM. `less`: as of Limits, is added to a
+    GPU's bytes.
+    """
     on_gpu, host = each_usage(geo, plan)
     return {"gpu": max(map(sum, zip(on_gpu, less or [0] * len(on_gpu), strict=False))), "host": host}
 
 
 def each_usage(geo: Geometry, plan: Plan) -> tuple[list[int], int]:
-    """Bytes of each GPU, and of host."""
+    """Bytes of each GPU, and of RAM."""
     on_gpu, host = [workspace(geo, plan, gpu) for gpu in range(plan.gpus)], 0
     for b in _buffers(geo, plan, _alike(geo, plan)):
         if b.tier == "gpu":
@@ -318,4 +337,5 @@ def each_usage(geo: Geometry, plan: Plan) -> tuple[list[int], int]:
 
 
 def fits(geo: Geometry, plan: Plan, limits: Limits) -> bool:
+    """Whether the plan's buffers and workspace are within the limits."""
     return not limits.lacking(usage(geo, plan, limits.less))

@@ -1,4 +1,4 @@
-"""Builds an engine from a plan, and the inputs of a step."""
+"""Builds an engine from a plan, and makes the inputs of its steps."""
 
 from __future__ import annotations
 
@@ -40,7 +40,7 @@ Value = TypeVar("Value")
 
 @dataclass
 class Engine:
-    """All that a step needs, made by `build`."""
+    """The parts of a training step, made by `build`."""
 
     cfg: ModelConfig
     geo: Geometry
@@ -57,11 +57,11 @@ class Engine:
     )  # of buffers, by layer and address; buffers never move
 
     def claim_scratch(self, devices: Sequence[Device]) -> None:
-        """Takes scratch space for frozen weights, activations and gradients. Raises StoreError."""
+        """Takes space on the drives for frozen weights, activations and gradients. Raises StoreError."""
         self.placement.space.claim(devices)
 
     def close(self) -> None:
-        """Ends threads; frees scratch space and memory. The queues are the caller's."""
+        """Ends the threads of updates, frees scratch space and memory. The caller closes the queues."""
         self.optimizer.close()
         self.views.clear()
         self.placement.space.close()
@@ -80,7 +80,11 @@ class Engine:
         gpu: int | None = None,
         after: Sequence[Task] = (),
     ) -> Task:
-        """Queues `fn` after its uses' `ready`, and tells them, in the order in which copies leave. `gpu`: not u's."""
+        """Queues `fn` on the GPU of unit u, or on `gpu`, after all uses are ready and after `after`; returns its task.
+
+        Calls `done` of each use with the task, in their order: that is the order in which copies from the GPU are
+        queued.
+        """
         ready, name = [*after, *(task for use in uses for task in use.ready)], name or self.geo.names[u]
         queue = numbered("compute", self.gpu(u) if gpu is None else gpu)
         done = self.queues.run(queue, kind, name, fn, ready, flops=flops)
@@ -89,6 +93,7 @@ class Engine:
         return done
 
     def gpu(self, u: int) -> int:
+        """The GPU that computes with unit u."""
         return self.plan.units[u].gpu
 
 
@@ -106,9 +111,10 @@ def build(
     poison: bool = False,
     pinned: bool = True,
 ) -> Engine:
-    """Makes all buffers; Exchange.load or between.load_from_store fills them. Raises DoesNotFit.
+    """Allocates all buffers of the plan. Exchange.load or between.load_from_store fills them. Raises DoesNotFit.
 
-    `poison`: NaN in freed buffers (tests). `pinned`: register RAM with CUDA, for copies several times faster.
+    `poison`: fill freed buffers with NaN (tests). `pinned`: register RAM with CUDA, which makes copies several times
+    faster.
     """
     if cfg.tied and plan.units[0].gpu != plan.units[-1].gpu:
         raise InputError("plan: the embedding and the head share a matrix, and are on two GPUs")
@@ -135,6 +141,7 @@ def build(
 
 
 def _poison(queues: Queues, buffer: Buffer) -> Task:
+    """Fills a freed buffer with NaN."""
     assert buffer.pool is not None
 
     def fill() -> None:
@@ -149,7 +156,7 @@ def _poison(queues: Queues, buffer: Buffer) -> Task:
 
 
 class Packed(NamedTuple):
-    """N packed tokens on the device."""
+    """The N packed tokens of a micro-batch, on one device."""
 
     ids: Tensor  # (N,) int64
     labels: Tensor  # (N,) int64: the next token, -100 for none
@@ -162,7 +169,7 @@ class Packed(NamedTuple):
 
 @dataclass(frozen=True)
 class Inputs:
-    """A simulation has sizes alone."""
+    """A micro-batch: its sizes, and its tensors on each GPU. A simulation has the sizes alone."""
 
     tokens: int  # N
     trained: int  # M
@@ -171,11 +178,14 @@ class Inputs:
     docs: Documents | None = None  # in RAM
 
     def on(self, gpu: int) -> Packed:
+        """The tensors on a GPU."""
         assert self.packed, "a simulation has no tensors"
         return self.packed[gpu]
 
 
 class MicroBatch(Protocol):
+    """A micro-batch as the data set gives it: N tokens of documents, in numpy."""
+
     @property
     def ids(self) -> np.ndarray: ...  # (N,)
 
@@ -200,12 +210,12 @@ def inputs_on(
     micro_batch: MicroBatch,
     places: Sequence[tuple[Tables, torch.device | str]],
 ) -> Inputs:
-    """On each of the devices; tables from rope_tables."""
+    """A micro-batch on each of the places: (tables from rope_tables, device)."""
     return placed(in_ram(cfg, micro_batch), places)
 
 
 class InRam(NamedTuple):
-    """A micro-batch on its way to GPUs."""
+    """A micro-batch as tensors in RAM, before it is copied to GPUs."""
 
     tokens: int
     trained: int
@@ -223,14 +233,16 @@ class InRam(NamedTuple):
 
     @property
     def weight(self) -> float:
-        """Of all labels, or of all pairs."""
+        """The sum of the weights of its labels or, of preferences, of its pairs."""
         if self.of_docs is not None:
             return float(self.of_docs.pairs.sum())
         return self.trained if self.factors is None else float(self.factors[self.loss_rows].double().sum())
 
 
 def in_ram(cfg: ModelConfig, micro_batch: MicroBatch, pinned: bool = False, noise: Noise | None = None) -> InRam:
-    """`pinned`: so that copies to a GPU need no wait."""
+    """Makes the tensors of a micro-batch in RAM. `pinned`: in pinned memory, so that copies to a GPU are
+    asynchronous.
+    """
     given = micro_batch.ids, micro_batch.labels, np.flatnonzero(micro_batch.labels >= 0)
     ids, labels, loss_rows = (torch.from_numpy(array.astype(np.int64)) for array in given)
     docs = ops.lay_docs(micro_batch.lengths)
@@ -252,7 +264,10 @@ def in_ram(cfg: ModelConfig, micro_batch: MicroBatch, pinned: bool = False, nois
 
 
 def with_dropout(cfg: ModelConfig, batch: list[InRam], seed: int, step: int) -> list[InRam]:
-    """A step's micro-batches, with dropout if adapters have it: by seed, step from 0, place in the step and matrix."""
+    """A step's micro-batches with the dropout of adapters, if they have any.
+
+    What is dropped depends on the seed, the step (from 0), the token's place in the step and the matrix alone.
+    """
     if cfg.lora is None or not cfg.lora.dropout:
         return batch
     key, first, found = zlib.crc32(f"lora_dropout {seed} {step}".encode()) >> 1, 0, list[InRam]()
@@ -263,7 +278,7 @@ def with_dropout(cfg: ModelConfig, batch: list[InRam], seed: int, step: int) -> 
 
 
 def documents_of(micro_batch: MicroBatch) -> Documents | None:
-    """Pairs of documents; None of other data."""
+    """The documents of preference pairs; None for other data."""
     if micro_batch.reference is None or micro_batch.weights is None:
         return None
     lengths = np.array(micro_batch.lengths, np.int64)
@@ -272,7 +287,9 @@ def documents_of(micro_batch: MicroBatch) -> Documents | None:
 
 
 def dealt(batch: Sequence[InRam], host: int, hosts: int) -> Sequence[InRam]:
-    """A host's micro-batches of a step, in a row; where there are too few, one without a label, which adds zeros."""
+    """One host's micro-batches of a step, consecutive ones. A host without any gets one without labels, which adds
+    zeros.
+    """
     first = batch[0]
     no_label = torch.full_like(first.labels, -100)
     unlabelled = first._replace(trained=0, labels=no_label, loss_rows=first.loss_rows[:0], idle=True, factors=None)
@@ -280,7 +297,7 @@ def dealt(batch: Sequence[InRam], host: int, hosts: int) -> Sequence[InRam]:
 
 
 def shares(batch: Sequence[InRam], hosts: int) -> list[Sequence[InRam]]:
-    """Each host's micro-batches of a step."""
+    """The micro-batches of a step for each host."""
     n = len(batch)
     return [batch[n * host // hosts : n * (host + 1) // hosts] for host in range(hosts)]
 
@@ -291,7 +308,9 @@ def placed(
     loads: Sequence[Load | None] = (),
     correct: Tensor | None = None,
 ) -> Inputs:
-    """As `inputs_on`; in training with `loads`, from make_load on each. `correct`: as of Packed."""
+    """As `inputs_on`, from tensors in RAM. `loads`: of each device, from make_load, in training. `correct`: as of
+    Packed.
+    """
     packed = []
     for (tables, device), load in zip(places, loads or [None] * len(places), strict=True):
         ids, labels, loss_rows = (t.to(device, non_blocking=True) for t in (mb.ids, mb.labels, mb.loss_rows))
@@ -305,14 +324,14 @@ def placed(
 
 
 class Ahead(Generic[Key, Value]):
-    """Values of keys, the following one made by a thread while one is in use."""
+    """Computes values by key in a thread, the next one while the current one is in use."""
 
     def __init__(self, make: Callable[[Key], Value]):
         self.make, self.thread = make, ThreadPoolExecutor(1, "ahead")
         self.coming: tuple[Key, Future[Value]] | None = None
 
     def take(self, key: Key, following: Key | None) -> Value:
-        """Raises what `make` raised."""
+        """The value of `key`; begins that of `following`. Raises what `make` raised."""
         if self.coming is None or self.coming[0] != key:
             self.coming = key, self.thread.submit(self.make, key)
         value = self.coming[1].result()

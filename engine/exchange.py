@@ -35,7 +35,9 @@ LARGEST_F16 = 65504.0
 
 
 class Exchange:
-    """For use between steps: all queues idle."""
+    """Loads weights from a checkpoint and saves trained ones in its form. Used between steps, when all queues are
+    idle.
+    """
 
     def __init__(
         self,
@@ -45,7 +47,9 @@ class Exchange:
         adapters: Read | None = None,
         reader: Reader | None = None,
     ):
-        """`adapters`: their values; None begins as peft does. `reader`: of what is saved; default: the engine."""
+        """`adapters`: reads the values of adapters; None: they begin as in peft. `reader`: gives the weights to save;
+        None: those of the engine.
+        """
         self.reader = reader or Reader(placement)
         self.source, self.placement, self.adapters = source, placement, adapters
         self.shapes = {t.name: t.shape for layout in placement.geo.stored for t in layout.tensors}
@@ -57,7 +61,10 @@ class Exchange:
         self.unit = {t.name: u for u, layout in enumerate(placement.geo.stored) for t in layout.tensors}
 
     def load(self, progress: Progress = silent, loaded: Loaded = silent) -> None:
-        """Fills in weights, moments with zeros; `loaded(u)` once unit u is. Raises InputError as `fill`, StoreError."""
+        """Sets all weights to the checkpoint's and all moments to zero; calls `loaded(u)` when unit u is complete.
+
+        Raises InputError as `fill`, StoreError.
+        """
         check_tied(self.source, self.canonical, self.stored)
         in_bf16 = {name for name, stored in self.stored.items() if self.source.place(stored).dtype == "BF16"}
         frozen = {u for u, layout in enumerate(self.placement.geo.base) if layout.tensors}
@@ -67,14 +74,14 @@ class Exchange:
         self.load_base(progress, loaded)
 
     def load_base(self, progress: Progress = silent, loaded: Loaded = silent) -> None:
-        """Fills frozen weights alone; a snapshot has the rest. Errors as load."""
+        """Loads the frozen weights alone, when a snapshot has the others. Raises as `load`."""
         with naming_files(self.source, self.stored):
             self.base = fill_base(self.placement, self._values, progress, loaded)
 
     def save(self, folder: Path, progress: Progress = silent) -> dict[str, str]:
-        """Writes the checkpoint; of F16, values beyond its largest as that. Returns its files' checksums.
+        """Writes the checkpoint with the trained weights; returns the checksums of its files. Raises StoreError.
 
-        Raises StoreError.
+        In F16 files, values beyond the largest F16 number are written as that number, and counted in `beyond`.
         """
         self.beyond = {}
 
@@ -88,7 +95,7 @@ class Exchange:
         return export(self.source, folder, values, progress)
 
     def _in_f16(self, stored: str, pieces: Iterable[np.ndarray]) -> Iterator[np.ndarray]:
-        """fp32 values that round to finite ones; counts those that would not."""
+        """fp32 values limited to the range of F16; counts those that were beyond it."""
         for piece in pieces:
             limited = np.clip(piece, -LARGEST_F16, LARGEST_F16)
             if n := np.count_nonzero(limited != piece):
@@ -106,7 +113,9 @@ class Exchange:
 
 
 def check_tied(source: Source, canonical: Mapping[str, str | None], stored: Mapping[str, str]) -> None:
-    """Raises InputError where two copies of a matrix in files differ. `canonical`, `stored`: as hf's functions give."""
+    """Raises InputError if the checkpoint has two different copies of one matrix. `canonical`, `stored`: from
+    hf.canonical_names and hf.sources.
+    """
     for copy, name in canonical.items():
         first = stored.get(name) if name else None
         if first is not None and first != copy and not np.array_equal(source.read(first), source.read(copy)):
@@ -120,18 +129,18 @@ def check_tied(source: Source, canonical: Mapping[str, str | None], stored: Mapp
 
 
 class Kept(Reader):
-    """Weights of one moment in RAM: all that a checkpoint is made of, whatever steps change since."""
+    """A copy in RAM of the weights at one moment, from which a checkpoint can be written while training goes on."""
 
     def __init__(self, placement: Placement, exact: bool):
-        """`exact`: a checkpoint is written from fp32 masters."""
+        """`exact`: the checkpoint is written from fp32 masters, so their low halves are copied, too."""
         super().__init__(placement)
         self.exact = exact and placement.geo.dtype == "BF16"
         self._copies: dict[tuple[int, int, int], Tensor] = {}  # by unit and record, weights by 0, 0
 
     def take(self) -> None:
-        """Copies the placement, all queues idle; what was kept before is gone. Raises StoreError.
+        """Copies the weights, replacing what was kept before. All queues are idle. Raises StoreError.
 
-        Of several hosts the first has weights for all.
+        With several hosts the first one copies all weights, the others only the low halves of their own records.
         """
         reader, geo, plan = Reader(self.placement), self.placement.geo, self.placement.plan
         for u in (u for u, n in enumerate(geo.numel) if n):
@@ -147,7 +156,7 @@ class Kept(Reader):
         self._copies[what].copy_(buffer)
 
     def read(self, entry: Entry, *parts: str) -> Tensor:
-        """Weights."""
+        """The copy of a unit's weights."""
         assert (entry.kind, parts) == ("weights", ())
         return self._copies[entry.u, 0, 0]
 
@@ -161,9 +170,10 @@ class Kept(Reader):
 def fill(
     placement: Placement, read: Read, in_bf16: Container[str] = (), progress: Progress = silent, filled: Loaded = silent
 ) -> str:
-    """Fills every stored: weights as read, moments zero. Raises InputError on values that are not finite.
+    """Stores initial values everywhere: weights as read, moments zero. Raises InputError on values that are not finite.
 
-    `in_bf16`: tensors without low halves; `filled(u)` once unit u is. Returns the checksum of the values read.
+    `in_bf16`: names of tensors whose values are bf16, so that the low halves of their masters are zero. Calls
+    `filled(u)` when unit u is complete. Returns a checksum of the values read.
     """
     blank, placement.blank = placement.blank, False
     sums = list[str]()
@@ -181,7 +191,10 @@ def fill(
 
 
 def fill_base(placement: Placement, read: Read, progress: Progress = silent, filled: Loaded = silent) -> dict[str, str]:
-    """Fills, or only reads, frozen weights. Returns checksums of what was read, by unit. Errors as `fill`."""
+    """Stores frozen weights; those read from the user's checkpoint in each step are only checked. Raises as `fill`.
+
+    Returns checksums of the values read, by unit.
+    """
     sums = dict[str, str]()
     with ThreadPoolExecutor(LOADERS) as pool:
         for u, slices in enumerate(placement.geo.slices_of):
@@ -194,7 +207,7 @@ def fill_base(placement: Placement, read: Read, progress: Progress = silent, fil
 
 
 def _fill_weights(placement: Placement, entry: Entry, read: Read, pool: ThreadPoolExecutor, progress: Progress) -> str:
-    """The checksum of the values read."""
+    """Fills the weights of one entry; returns the checksum of the values read."""
     layout, sums = placement.layout(entry), list[str]()
     if layout.tensors:
         with Writer(placement, entry) as buffer:
@@ -210,7 +223,10 @@ def _fill_weights(placement: Placement, entry: Entry, read: Read, pool: ThreadPo
 def _fill_codes(
     group: Group, placement: Placement, entry: Entry, buffer: Tensor, read: Read, pool: ThreadPoolExecutor
 ) -> list[str]:
-    """Quantises a matmul's matrices, read twice: their largest value comes first. Checksums of the values read."""
+    """Quantises the matrices of one matmul to fp8. They are read twice: the scale depends on the largest value.
+
+    Returns the checksums of the values read.
+    """
     layout, dtype, name = placement.layout(entry), placement.geo.dtype, group[0][0]
     sizes = {part: prod(shape) for part, shape in group}
     firsts = dict(zip(sizes, accumulate(sizes.values(), initial=0), strict=False))
@@ -238,7 +254,7 @@ def _fill_codes(
 
 
 def _fill_record(placement: Placement, u: int, r: int, read: Read, in_bf16: Container[str], blank: bool) -> None:
-    """`blank`: its stored in RAM is zero, and so untouched where it stays zero."""
+    """Fills one record of optimizer state. `blank`: its buffer in RAM is known to be zero, so zeros are not written."""
     a, b = placement.geo.records(u, placement.plan.record)[r]
     entry = Entry("state", u, r)
     stored = placement.stored(entry)
@@ -261,12 +277,14 @@ def _fill_record(placement: Placement, u: int, r: int, read: Read, in_bf16: Cont
 
 
 def _is_zero(placement: Placement, u: int, in_bf16: Container[str]) -> bool:
-    """Whether unit u's records begin as zeros: no low halves, no moments."""
+    """Whether all initial values of unit u's records are zero: moments always are, low halves if the weights are
+    bf16.
+    """
     return placement.geo.dtype == "F32" or all(t.name in in_bf16 for t in placement.geo.stored[u].tensors)
 
 
 def fetch(reader: Reader, u: int, name: str, exact: bool) -> Iterator[np.ndarray]:
-    """A tensor, flat, in pieces: bf16 bits, or with `exact` the fp32 master."""
+    """The values of a tensor, flat, in pieces: bf16 as uint16 bits, or with `exact` the fp32 masters."""
     placement, weights = reader.placement, Entry("weights", u)
     t = placement.geo.stored[u][name]
     high = _numpy(reader.read(weights), t)
@@ -287,7 +305,7 @@ def fetch(reader: Reader, u: int, name: str, exact: bool) -> Iterator[np.ndarray
 
 
 def _numpy(buffer: Tensor, t: TensorSpec) -> np.ndarray:
-    """Flat; bf16 and codes as bits."""
+    """A tensor's values in a buffer, flat; bf16 and fp8 codes as bits."""
     others = {
         "I16": np.int16,
         "I32": np.int32,
@@ -301,7 +319,7 @@ def _numpy(buffer: Tensor, t: TensorSpec) -> np.ndarray:
 
 
 def _tensor(values: np.ndarray) -> Tensor:
-    """Of bf16's bits, or fp32."""
+    """From numpy: bf16 from its bits, or fp32."""
     bits = values.dtype == np.uint16
     return torch.from_numpy(values.view(np.int16)).view(torch.bfloat16) if bits else torch.from_numpy(values)
 
@@ -311,7 +329,7 @@ def _pieces(values: np.ndarray) -> Iterator[np.ndarray]:
 
 
 class BadValues(InputError):
-    """A tensor's values are not read."""
+    """A tensor whose values cannot be used, and why."""
 
     def __init__(self, name: str, why: str):
         super().__init__(f"{name} {why}")
@@ -320,7 +338,9 @@ class BadValues(InputError):
 
 @contextmanager
 def naming_files(source: Source, stored: Mapping[str, str]) -> Iterator[None]:
-    """BadValues are said with the tensor's name in `source`, and its file. `stored`: as hf.sources gives it."""
+    """Within, a BadValues is raised as InputError that names the file of `source` and the tensor. `stored`: from
+    hf.sources.
+    """
     try:
         yield
     except BadValues as error:
@@ -329,7 +349,7 @@ def naming_files(source: Source, stored: Mapping[str, str]) -> Iterator[None]:
 
 
 def fill_weight(t: TensorSpec, buffer: Tensor, read: Read, packing: Packing | None) -> str:
-    """Fills a tensor's place in a buffer; the checksum of the values read. Raises InputError as `fill`."""
+    """Fills a tensor's part of a buffer; returns the checksum of the values read. Raises as `fill`."""
     out, at, sums = _numpy(buffer, t), 0, list[str]()
     name, first = in_file(t.name, t.numel)
     packing = packing and packing.of(name)
@@ -344,7 +364,7 @@ def fill_weight(t: TensorSpec, buffer: Tensor, read: Read, packing: Packing | No
 
 
 def _computed(name: str, raw: np.ndarray, dtype: str) -> np.ndarray:
-    """Values in a run's dtype. Raises InputError where one is not finite."""
+    """Values converted to the run's dtype. Raises BadValues if one is not finite."""
     values = raw if dtype_of(raw) == dtype == "BF16" else convert(raw, dtype_of(raw), "F32")
     exponent = np.uint16(0x7F80) if values.dtype == np.uint16 else np.uint32(0x7F800000)
     if (values.view(exponent.dtype) & exponent).max(initial=0) == exponent:

@@ -1,4 +1,6 @@
-"""Sizes and offsets of a model's tensors, gradients, optimizer chunks and activations. Pure."""
+"""Sizes and offsets of a model's tensors, gradients, optimizer records and activations. Pure functions of model and
+plan.
+"""
 
 from __future__ import annotations
 
@@ -29,7 +31,7 @@ Alike = tuple[str, tuple[tuple[int, ...], ...]]  # kind, trained shapes
 
 
 class Stretch(NamedTuple):
-    """Elements [start, stop) of a unit's gradient; the index of their sum of squares."""
+    """Elements [start, stop) of a unit's gradient whose squares are summed together; `place`: the index of that sum."""
 
     start: int
     stop: int
@@ -37,20 +39,26 @@ class Stretch(NamedTuple):
 
 
 class Slice(NamedTuple):
-    """Some of unit u's frozen experts: a unit of weights, whose number follows those of all units."""
+    """Some of unit u's frozen experts, `own`. It is a unit of frozen weights, numbered after the units of the model."""
 
     u: int
     own: range
 
 
 def extent(piece: Sequence[Stretch]) -> tuple[int, int]:
-    """(first element, number of elements) of neighbouring stretches."""
+    """(first element, number of elements) of consecutive stretches."""
     return piece[0].start, piece[-1].stop - piece[0].start
 
 
 class Geometry:
+    """Sizes by unit: 0 the embedding, then blocks or half blocks, last the head.
+
+    A unit of frozen weights is a unit or, with a number from `n_units` on, a slice of a unit's experts.
+    """
+
     @staticmethod
     def of(cfg: ModelConfig, plan: Plan) -> Geometry:
+        """The geometry of a model with a plan's units, dtype, moments and hosts."""
         return geometry(plan.cut(cfg), plan.dtype, plan.adam_bits, plan.host, plan.hosts)
 
     def __init__(self, cfg: ModelConfig, dtype: str, adam_bits: int = 32, host: int = 0, hosts: int = 1):
@@ -73,12 +81,12 @@ class Geometry:
 
     @cached_property
     def alike(self) -> tuple[int, ...]:
-        """Of each unit the first one like it: of its kind, with its matrices, trained and frozen, in its dtypes."""
+        """For each unit the first unit that is like it: same kind, same trained and frozen matrices, same dtypes."""
         first = dict[tuple[Any, ...], int]()
         return tuple(first.setdefault(self._described(u), u) for u in range(self.n_units))
 
     def _described(self, u: int) -> tuple[Any, ...]:
-        """All that a unit's sizes and costs depend on."""
+        """Everything that a unit's sizes and costs depend on."""
         cfg, inner = self.cfg, 0 < u < self.head
         prefix = cfg.names.prefix(shapes.layer(cfg, u)) if inner else ""
         bare = lambda group: tuple((name.removeprefix(prefix), shape) for name, shape in group)
@@ -89,12 +97,12 @@ class Geometry:
 
     @cached_property
     def slices(self) -> tuple[Slice, ...]:
-        """Of all units, in order."""
+        """The slices of all units, in order."""
         return tuple(Slice(u, own) for u in range(self.n_units) for own in narrow.slices(self.cfg, u))
 
     @cached_property
     def slices_of(self) -> tuple[range, ...]:
-        """Numbers of each unit's slices."""
+        """For each unit the numbers of its slices."""
         counts = Counter(s.u for s in self.slices)
         ends = accumulate((counts[u] for u in range(self.n_units)), initial=self.n_units)
         return tuple(range(a, b) for a, b in pairwise(ends))
@@ -103,52 +111,52 @@ class Geometry:
         return self.slices[v - self.n_units]
 
     def unit_of(self, v: int) -> int:
-        """The unit that a unit of frozen weights belongs to."""
+        """The unit of the model that a unit of frozen weights belongs to."""
         return v if v < self.n_units else self.slice_at(v).u
 
     def share_of_slice(self, v: int) -> float:
-        """Of its layer's experts."""
+        """The share of its layer's experts that a slice has."""
         assert self.cfg.experts is not None
         return len(self.slice_at(v).own) / self.cfg.experts.count
 
     @cached_property
     def base_names(self) -> tuple[str, ...]:
-        """Of units of frozen weights."""
+        """Names of the units of frozen weights."""
         rest = (f"{name} rest" if of else name for name, of in zip(self.names, self.slices_of, strict=True))
         return *rest, *(f"{self.names[u]} experts {own.start}-{own.stop - 1}" for u, own in self.slices)
 
     @cached_property
     def base_bytes(self) -> tuple[int, ...]:
-        """Of each unit's frozen weights, slices included."""
+        """Bytes of each unit's frozen weights, its slices included."""
         return tuple(sum(self.base[v].span for v in (u, *of)) for u, of in enumerate(self.slices_of))
 
     @cached_property
     def weights(self) -> tuple[Layout, ...]:
-        """Of each unit's trained weights and, in the compute dtype, gradients."""
+        """Layouts of each unit's trained weights, in the compute dtype; its gradients have the same."""
         parts = (shapes.trained_parts(self.cfg, u) for u in range(self.n_units))
         return tuple(pack([group for part in unit for group in part], self.dtype) for unit in parts)
 
     @cached_property
     def base(self) -> tuple[Layout, ...]:
-        """Of each unit's frozen weights, those of matmuls in fp8 as codes, then of slices."""
+        """Layouts of the frozen weights of each unit, then of each slice. Matrices of fp8 matmuls are fp8 codes."""
         groups = [(u, narrow.base_groups(self.cfg, u)) for u in range(self.n_units)]
         groups += [(u, narrow.slice_groups(self.cfg, u, own)) for u, own in self.slices]
         return tuple(pack(of, self.dtype, narrow.own_dtypes(self.cfg, u)) for u, of in groups)
 
     @cached_property
     def decoded(self) -> tuple[Layout, ...]:
-        """Of what a pass makes of each unit's weights: matrices that are packed in `base`, and codes in fp8."""
+        """Layouts of what a pass makes from each unit's weights: decoded packed matrices, and fp8 codes."""
         made = (narrow.made_groups(self.cfg, u) for u in range(self.n_units))
         return tuple(pack(groups, self.dtype, dtypes) for groups, dtypes in made)
 
     @cached_property
     def decode_bytes(self) -> tuple[tuple[int, int], ...]:
-        """Read and written to make them of each unit, in forward and in backward."""
+        """For each unit the bytes read and written to make them, (in forward, in backward)."""
         return tuple(map(self._decode_bytes, range(self.n_units)))
 
     def _decode_bytes(self, u: int) -> tuple[int, int]:
-        """Of a trained matrix in fp8 twice its bytes are read; in backward codes are written in both orders. Codes of a
-        frozen one are read, and written in the other order.
+        """A trained matrix in fp8 is read twice, and in backward its codes are written in both orders. The codes of a
+        frozen matrix are read, and written in the other order.
         """
         parts = narrow.packed_parts(self.cfg, u)
         sliced = tuple(name for ((name, _),) in narrow.sliced_groups(self.cfg, u))
@@ -164,21 +172,21 @@ class Geometry:
 
     @cached_property
     def quantised(self) -> tuple[bool, ...]:
-        """Whether some of each unit's trained weights are, each pass."""
+        """For each unit whether each pass quantises some of its trained weights."""
         return tuple(any(t.name.endswith(narrow.ROWS) for t in layout.tensors) for layout in self.decoded)
 
     def kept_in_fp8(self, u: int) -> list[shapes.Group]:
-        """Frozen matrices of unit u that are codes wherever they lie."""
+        """Groups of unit u's frozen matrices that are stored as fp8 codes."""
         return [group for group in narrow.fp8_groups(self.cfg, u) if shapes.is_frozen(self.cfg, group)]
 
     @cached_property
     def stored(self) -> tuple[Layout, ...]:
-        """`weights` by a checkpoint's names: of the same bytes."""
+        """`weights` by the names that tensors have in a checkpoint; the bytes are the same."""
         return tuple(self._on_disk(layout, {}) for layout in self.weights)
 
     @cached_property
     def stored_base(self) -> tuple[Layout, ...]:
-        """`base` by a checkpoint's names."""
+        """`base` by the names that tensors have in a checkpoint."""
         parts = [narrow.packed_parts(self.cfg, u) for u in range(self.n_units)]
         units = tuple(map(self._on_disk, self.base, parts))
         return units + tuple(
@@ -186,10 +194,12 @@ class Geometry:
         )
 
     def _on_disk(self, layout: Layout, parts: Mapping[str, narrow.PartOf]) -> Layout:
+        """A layout by a checkpoint's names. `parts`: what packed matrices consist of there."""
         in_files = lambda t: parts[t.name].stored if t.name in parts else shapes.on_disk(self.cfg, t.name, t.shape)
         return sequential([(name, t.dtype, shape) for t in layout.tensors for name, shape in in_files(t)])
 
     def _slice_on_disk(self, v: int, parts: Mapping[str, narrow.PartOf]) -> Layout:
+        """The same for a slice of experts."""
         u, own = self.slice_at(v)
         of_all = {name: shape for group in shapes.frozen_groups(self.cfg, u) for name, shape in group}
         specs = list[tuple[str, str, tuple[int, ...]]]()
@@ -200,7 +210,9 @@ class Geometry:
 
     @cached_property
     def base_room(self) -> tuple[int, ...]:
-        """Bytes for each unit's frozen weights as they lie in a checkpoint, read in whole blocks of the drive."""
+        """Bytes to read each unit's frozen weights from a checkpoint's files, tensor by tensor in whole blocks of the
+        drive.
+        """
         room = dict[int, int]()
         for u in dict.fromkeys(self.alike):  # alike units have the same sizes by other names
             layout = self._on_disk(self.base[u], narrow.packed_parts(self.cfg, u))
@@ -214,31 +226,34 @@ class Geometry:
 
     @cached_property
     def sizes(self) -> tuple[int, ...]:
-        """Of each unit the first one of the same kind, with as many trained and frozen bytes."""
+        """For each unit the first unit of the same kind with as many trained and frozen bytes."""
         first = dict[tuple[str, int, int, int], int]()
         each = zip(self.kinds, self.numel, self.base_room[: self.n_units], self.base_bytes, strict=True)
         return tuple(first.setdefault(size, u) for u, size in enumerate(each))
 
     @cached_property
     def gradients(self) -> tuple[Layout, ...]:
-        """Of each unit's fp32 gradient accumulators."""
+        """Layouts in which each unit's gradients are summed, in fp32."""
         return tuple(sequential([(t.name, "F32", t.shape) for t in layout.tensors]) for layout in self.weights)
 
     @cached_property
     def numel(self) -> tuple[int, ...]:
+        """Trained elements of each unit."""
         return tuple(sum(t.numel for t in layout.tensors) for layout in self.weights)
 
     @cached_property
     def n_decay(self) -> tuple[int, ...]:
-        """Elements under weight decay by unit: matrices, which come first."""
+        """Elements of each unit that have weight decay: those of matrices, which come first."""
         return tuple(sum(t.numel for t in layout.tensors if len(t.shape) > 1) for layout in self.weights)
 
     def _alike(self, u: int) -> Alike:
         return self.kinds[u], tuple(t.shape for t in self.weights[u].tensors)
 
     def _stretches(self, u: int) -> tuple[Stretch, ...]:
-        """In the order of the weights. Matrices and vectors of each half block have stretches of their own: the norm's
-        bits depend on model and dtype alone.
+        """Unit u's stretches, in the order of its weights.
+
+        Matrices and vectors of each half block have stretches of their own, so the gradient norm is bitwise the same in
+        every plan.
         """
         kind = self._alike(u)
         if kind not in self._cut:
@@ -257,11 +272,11 @@ class Geometry:
 
     @cached_property
     def first_stretch(self) -> tuple[int, ...]:
-        """The number of stretches before each unit, and in all."""
+        """For each unit the number of stretches before it; last, the number of all."""
         return tuple(accumulate((len(self._stretches(u)) for u in range(self.n_units)), initial=0))
 
     def pieces(self, u: int, most: int) -> tuple[tuple[Stretch, ...], ...]:
-        """A unit's stretches in groups of up to `most` elements, or of one."""
+        """A unit's stretches in groups of up to `most` elements; a longer stretch is a group."""
         kind = self._alike(u)
         if (kind, most) not in self._pieces:
             pieces: list[list[Stretch]] = []
@@ -274,13 +289,15 @@ class Geometry:
         return self._pieces[kind, most]
 
     def half_piece(self) -> int:
-        """The piece size that halves the largest block's gradient; where all are frozen, that of the largest end."""
+        """The piece size that divides the largest block's gradient in two; if no block is trained, that of the largest
+        end.
+        """
         blocks = range(1, self.head) if any(self.numel[1 : self.head]) else (0, self.head)
         u = max(blocks, key=self.numel.__getitem__)
         return min(max(stretch.stop, self.numel[u] - stretch.stop) for stretch in self._stretches(u))
 
     def size_class(self, u: int) -> str:
-        """Units of a class share rings; untied, both ends share a slot in turn."""
+        """Name of the units that share pools of buffers. The ends of an untied model are a class of their own."""
         if u >= self.n_units:
             return SLICE
         if 0 < u < self.head or self.cfg.tied:
@@ -288,7 +305,7 @@ class Geometry:
         return "ends"
 
     def records(self, u: int, record: int) -> list[tuple[int, int]]:
-        """Elements [start, stop) of a unit's records, of several hosts this one's."""
+        """Ranges [start, stop) of the elements in each of unit u's records; with several hosts, those of this host."""
         n = self.numel[u]
         if (n, record) not in self._records:
             own = self.share(u, record)
@@ -296,18 +313,18 @@ class Geometry:
         return self._records[n, record]
 
     def all_records(self, u: int, record: int) -> list[tuple[int, int]]:
-        """Those of all hosts."""
+        """The same of all hosts."""
         n = self.numel[u]
         return [(a, min(a + record, n)) for a in range(0, n, record)]
 
     def shares(self, u: int, record: int) -> list[slice]:
-        """Elements that each host updates: whole records, about equally many."""
+        """The elements that each host updates: whole records, about equally many."""
         n, hosts = self.numel[u], self.hosts
         ends = [min(n, -(-n // record) * h // hosts * record) for h in range(hosts + 1)]
         return [slice(a, b) for a, b in pairwise(ends)]
 
     def share(self, u: int, record: int) -> slice:
-        """Elements that this host updates."""
+        """The elements that this host updates."""
         return self.shares(u, record)[self.host]
 
     def owner(self, u: int, element: int, record: int) -> int:
@@ -315,28 +332,29 @@ class Geometry:
         return next(h for h, share in enumerate(self.shares(u, record)) if share.start <= element < share.stop)
 
     def share_span(self, u: int, record: int) -> int:
-        """Bytes of their gradient; of one host a unit's span."""
+        """Bytes of the gradient of this host's share; of one host, of the whole unit."""
         own = self.share(u, record)
         return self.weights[u].span if self.hosts == 1 else round_up((own.stop - own.start) * ITEMSIZE[self.dtype])
 
     def share_spans(self, record: int) -> tuple[int, ...]:
-        """Of all units."""
+        """`share_span` of each unit."""
         if record not in self._shares:
             self._shares[record] = tuple(self.share_span(u, record) for u in range(self.n_units))
         return self._shares[record]
 
     def workspace_bytes(self, u: int, tokens: int, grad_itemsize: int) -> int:
-        """As workspace.workspace_bytes, in the compute dtype."""
+        """Bytes of unit u's temporaries (workspace.workspace_bytes), in the compute dtype."""
         key = self.alike[u], tokens, grad_itemsize
         if key not in self._workspace:
             self._workspace[key] = workspace_bytes(self.cfg, u, tokens, ITEMSIZE[self.dtype], grad_itemsize)
         return self._workspace[key]
 
     def record_sizes(self, u: int, record: int) -> list[int]:
+        """Elements of each of unit u's records."""
         return [b - a for a, b in self.records(u, record)]
 
     def state_layout(self, n: int) -> Layout:
-        """A record of n parameters: its parts in order."""
+        """Layout of a record of n parameters: its parts, one after the other."""
         if n not in self._state:
             parts = self.state_parts(n).values()
             tensors = (replace(t, offset=first + t.offset) for first, layout in parts for t in layout.tensors)
@@ -344,9 +362,10 @@ class Geometry:
         return self._state[n]
 
     def state_parts(self, n: int) -> dict[str, tuple[int, Layout]]:
-        """part -> (first byte, layout): m and v; a split master's lo, a shard of its own.
+        """Parts of a record of n parameters, each a shard in the store: name -> (first byte, layout).
 
-        8-bit moments have a floor per 256 (kernels/moments.py).
+        "moments": m and v; with 8 bits also a floor for each 256 of them (kernels/moments.py). "low": the low halves of
+        the fp32 masters, unless the weights are fp32.
         """
         if n not in self._parts:
             if self.adam_bits == 8:
@@ -365,16 +384,17 @@ class Geometry:
         return parts["low"][1].span if "low" in parts else 0
 
     def state_span(self, u: int, record: int) -> int:
-        """Bytes of a unit's records, each rounded up to 4,096."""
+        """Bytes of unit u's records, each rounded up to 4,096."""
         return sum(self.state_layout(n).span for n in self.record_sizes(u, record))
 
     def saved_names(self, kind: str) -> tuple[str, ...]:
+        """Names of the tensors that a unit of this kind can save for backward."""
         if kind not in self._names:
             self._names[kind] = tuple(shapes.saved_shapes(self.cfg, 1, kind))
         return self._names[kind]
 
     def saved_layout(self, u: int, names: Iterable[str], tokens: int) -> Layout:
-        """Of the tensors `names` that unit u saves."""
+        """Layout of the tensors `names` that unit u saves for backward."""
         key = self.kinds[u], frozenset(names), tokens
         if key not in self._saved:
             found = shapes.saved_shapes(self.cfg, tokens, self.kinds[u])
@@ -383,16 +403,18 @@ class Geometry:
         return self._saved[key]
 
     def passed_layout(self, tokens: int) -> Layout:
-        """Of what passes from slice to slice."""
+        """Layout of the sums that a slice of experts passes to the next."""
         if tokens not in self._passed:
             found = shapes.passed_shapes(self.cfg, tokens)
             self._passed[tokens] = sequential([(n, d, s) for n, (s, d) in found.items()], align=256)
         return self._passed[tokens]
 
     def x_bytes(self, tokens: int) -> int:
+        """Bytes of the input of a unit, (tokens, D) in the compute dtype."""
         return round_up(tokens * self.cfg.width * ITEMSIZE[self.dtype])
 
 
 @lru_cache(maxsize=4)
 def geometry(cfg: ModelConfig, dtype: str, adam_bits: int, host: int = 0, hosts: int = 1) -> Geometry:
+    """A Geometry, made once for equal arguments."""
     return Geometry(cfg, dtype, adam_bits, host, hosts)

@@ -1,8 +1,8 @@
-"""Gradients between backward and their update.
+"""Gradients from backward to their update.
 
-They are summed over the micro-batches on the GPU, in fp32 where there are several. Unless updated there, a gradient
-leaves in the compute dtype, piece by piece: little of it lies on the GPU twice. Where RAM cannot hold all until the
-norm is known, those with SSD-stored state wait on the SSD.
+They are summed over a step's micro-batches on the GPU, in fp32 if there are several. A gradient that is not updated on
+that GPU is rounded to the compute dtype and copied to RAM piece by piece, so that little of it takes GPU memory twice.
+If RAM cannot hold all gradients until their norm is known, those of units with state on the SSD are written to the SSD.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ from trireme.storage.layout import ITEMSIZE, round_up
 
 
 class Gradient(NamedTuple):
-    """A layer's sum, which tasks add to."""
+    """The buffer in which a unit's gradient is summed, as a task's use."""
 
     buffer: Buffer
 
@@ -37,7 +37,7 @@ class Gradient(NamedTuple):
 
 
 class Elements(NamedTuple):
-    """Elements of a gradient, there after `ready`; `buffer`: to be freed after their last reader."""
+    """Some elements of a gradient, valid after `ready`. `buffer`: to be freed after the last task that reads them."""
 
     tensor: Tensor
     ready: tuple[Task, ...]
@@ -45,14 +45,14 @@ class Elements(NamedTuple):
 
 
 class Landed:
-    """A gradient that waits for its update on its layer's GPU or in RAM, there after `ready`."""
+    """A gradient in the memory of its GPU or in RAM, which waits for its update. Valid after `ready`."""
 
     def __init__(self, buffer: Buffer, ready: tuple[Task, ...], itemsize: int, first: int = 0):
-        """`first`: its first element; other hosts update those before."""
+        """`first`: its first element. Elements before it are updated by other hosts."""
         self.buffer, self.ready, self.itemsize, self.first = buffer, ready, itemsize, first
 
     def part(self, a: int, b: int) -> Elements:
-        """Elements a..b."""
+        """Elements [a, b)."""
         start, stop = ((i - self.first) * self.itemsize for i in (a, b))
         return Elements(self.buffer.tensor[start:stop], self.ready)
 
@@ -61,7 +61,7 @@ class Landed:
 
 
 class Spilled:
-    """A gradient that waits for its update on the SSD, in scratch space; parts pass through buffers in RAM."""
+    """A gradient in the scratch space on the SSD, which waits for its update. Parts are read to buffers in RAM."""
 
     def __init__(self, name: str, nbytes: int, itemsize: int, placement: Placement, queues: Queues, pool: Pool):
         self.name, self.nbytes, self.itemsize = name, nbytes, itemsize
@@ -70,7 +70,7 @@ class Spilled:
         self.ready: tuple[Task, ...] = ()  # last task on it
 
     def write(self, source: Buffer, landed: Task) -> None:
-        """Frees `source`."""
+        """Writes the gradient from `source`, after `landed`; then frees `source`."""
 
         def write() -> None:
             self.space.write(self.offset, memory_of(source.tensor, self.nbytes), later=True)
@@ -80,7 +80,7 @@ class Spilled:
         source.free(self.ready)
 
     def part(self, a: int, b: int) -> Elements:
-        """Elements a..b, in whole blocks of the drive."""
+        """Elements [a, b); reads whole blocks of the drive."""
         buffer = self.pool.acquire(f"{self.name} gradient {a}")
         first, end = a * self.itemsize // 4096 * 4096, round_up(b * self.itemsize)
 
@@ -92,11 +92,11 @@ class Spilled:
         return Elements(buffer.tensor[a * self.itemsize - first : b * self.itemsize - first], self.ready, buffer)
 
     def free(self, after: Sequence[Task]) -> None:
-        """It has a place of its own."""
+        """Does nothing: its space on the SSD is its own."""
 
 
 class Gradients:
-    """Sums and, in `landed`, gradients due for updates."""
+    """The sums of a step's gradients, and in `landed` the gradients that wait for their updates, by unit."""
 
     def __init__(self, geo: Geometry, plan: Plan, placement: Placement, queues: Queues):
         self.geo, self.plan, self.placement, self.queues = geo, plan, placement, queues
@@ -120,7 +120,9 @@ class Gradients:
             self.sums = list(sums)  # of squares by stretch, by GPU: each its units'
 
     def get(self, u: int, gpu: int | None = None) -> Gradient:
-        """Unit u's accumulator, zero at first. `gpu`: if not its own, it goes there."""
+        """The buffer of unit u's sum, zero before the first addition. `gpu`: moves the sum to another GPU than the
+        unit's.
+        """
         if not self.geo.numel[u]:
             return Gradient(Buffer(NOTHING))
         gpu = self.plan.units[u].gpu if gpu is None else gpu
@@ -131,10 +133,11 @@ class Gradients:
         return Gradient(self.holding[u])
 
     def tensors(self, u: int, gradient: Gradient) -> dict[str, Tensor]:
+        """Views of a sum, by name."""
         return views(self.wide[u], gradient.buffer.tensor) if self.geo.numel[u] else {}
 
     def _begin(self, u: int, gpu: int) -> None:
-        """Takes unit u's accumulator on a GPU, zero."""
+        """Takes a buffer for unit u's sum on a GPU, and sets it to zero."""
         buffer, nbytes = self._accumulator(u, gpu), self.wide[u].span
 
         def zero() -> None:
@@ -144,7 +147,7 @@ class Gradients:
         buffer.ready = (self.queues.run(queue, "zero", self.geo.names[u], zero, buffer.ready, nbytes=nbytes),)
 
     def _move(self, u: int, gpu: int) -> None:
-        """Copies unit u's sum to another GPU, where it goes on."""
+        """Copies unit u's sum to another GPU, where the next additions are."""
         here, queue = self.holding[u], numbered("peer", self.at[u])
         there = self._accumulator(u, gpu)
         there.ready = (copied(self.queues, queue, "gradient", self.geo.names[u], here, there, self.wide[u].span),)
@@ -156,7 +159,7 @@ class Gradients:
         return self.holding[u]
 
     def finish(self, u: int) -> None:
-        """Rounds unit u's gradient after its last addition, sums its squares, sends it to its update."""
+        """Ends unit u's sum: rounds it, sums its squares for the norm, and brings it to where it is updated."""
         if not self.geo.numel[u]:
             return
         accumulator, name = self.holding.pop(u), self.geo.names[u]
@@ -174,16 +177,18 @@ class Gradients:
         accumulator.free((task,))
 
     def drop(self, u: int) -> None:
-        """Forgets unit u's sum."""
+        """Frees unit u's sum without using it."""
         if u in self.holding:
             accumulator = self.holding.pop(u)
             accumulator.free(accumulator.ready)
 
     def set_aside(self, u: int) -> None:
-        """Unit u's sum goes on later; it has the head's part."""
+        """Unit u's sum has the head's part, and is continued later in backward. With one host there is nothing to
+        do.
+        """
 
     def _leave(self, u: int, accumulator: Buffer, host: Buffer) -> tuple[Task, Task]:
-        """Rounds unit u's gradient piece by piece into `host`: (last read of the accumulator, arrival)."""
+        """Rounds unit u's gradient and copies it to `host`, piece by piece; (last read of the sum, last copy)."""
         for piece in self.geo.pieces(u, self.plan.piece):
             out = self.out[self.plan.units[u].gpu].acquire(self.geo.names[u])
             task = self._round(u, piece, accumulator, out.tensor, (*accumulator.ready, *out.ready))
@@ -192,23 +197,26 @@ class Gradients:
         return task, landed  # first in, first out: the last piece lands last
 
     def shared(self, u: int, hi: Tensor, updated: Task) -> Task:  # noqa: ARG002 (of several hosts)
-        """The task after which unit u's weights in RAM are updated, other hosts' share of them too."""
+        """The task after which unit u's weights `hi` in RAM are updated; with several hosts, by all of them."""
         return updated
 
     def over_hosts(self, loads: list[tuple[Tensor, Tensor]]) -> list[tuple[Tensor, Tensor]]:
-        """Loads of experts of all hosts, given those of this one's GPUs."""
+        """The load of experts on all hosts, given that on each GPU of this host."""
         return loads
 
     def gather(self, parts: Sequence[Tensor]) -> None:
-        """Fills what other hosts have, of a list by host, in RAM."""
+        """Fills the parts of other hosts in a list by host, in RAM. With one host there are none."""
 
     def totals(self, loss: Callable[[Tensor], Tensor], gpu: int, others: Sequence[Tensor]) -> tuple[Tensor, Tensor]:
-        """A step's (sum of losses, gradient norm), fp64 on a GPU. `loss` adds to a sum; `others` as of `norm`."""
+        """(sum of losses, gradient norm) of a step, fp64 on a GPU.
+
+        `loss`: adds the losses to its argument. `others`: as of `norm`.
+        """
         norm = self.norm(gpu, others)
         return loss(torch.zeros_like(norm)), norm
 
     def _round(self, u: int, piece: Sequence[Stretch], accumulator: Buffer, out: Tensor, after: Sequence[Task]) -> Task:
-        """Rounds a piece and sums its squares by stretch."""
+        """Rounds a piece to the compute dtype and sums its squares, by stretch."""
         (first, n), place = extent(piece), self.geo.first_stretch[u]
         gpu = self.plan.units[u].gpu
 
@@ -234,14 +242,14 @@ class Gradients:
         return self.queues.run(queue, "gradient", self.geo.names[u], land, (rounded, *host.ready), nbytes=nbytes)
 
     def norm(self, gpu: int, others: Sequence[Tensor]) -> Tensor:
-        """A step's global norm, fp64 on a GPU; `others`: sums of the others, in RAM."""
+        """The gradient norm of the step, fp64 on a GPU. `others`: sums of squares on the other GPUs, in RAM."""
         sums = self.sums[gpu]
         for other in others:
             sums = sums + other.to(sums.device)  # each zero elsewhere: one GPU's to the bit
         return sums.double().sum().sqrt()
 
     def discard(self) -> None:
-        """Drops waiting gradients: the step is skipped."""
+        """Frees the gradients that wait for updates: the step is skipped."""
         for gradient in self.landed.values():
             gradient.free(gradient.ready)
         self.landed.clear()

@@ -1,7 +1,7 @@
-"""What is computed with a layer and a micro-batch: a function for each kind of task, forward and backward.
+"""The tasks that compute with one layer and one micro-batch, in forward and backward: one function for each kind.
 
-Only functions given to `compute` touch data: a simulation runs the same code. What a function reads and writes are its
-uses: it comes after their `ready`, and they free or send their buffers when they are told that it is `done`.
+Only the functions given to `compute` touch data, so a simulation runs the same code. What a task reads and writes are
+its uses: the task comes after their `ready`, and their `done` is called with it, which frees buffers or starts copies.
 """
 
 from __future__ import annotations
@@ -26,6 +26,7 @@ from trireme.models.sizes import costs
 
 
 def forward_embedding(e: Engine, b: int, w: LayerPart, mb: Inputs, train: bool) -> Task:
+    """Embeds a micro-batch's tokens."""
     out = e.activations.x[1][b].fill(mb.tokens, again=train)
 
     def forward() -> None:
@@ -37,7 +38,10 @@ def forward_embedding(e: Engine, b: int, w: LayerPart, mb: Inputs, train: bool) 
 
 
 def forward_block(e: Engine, u: int, b: int, w: LayerPart, mb: Inputs, train: bool, twice: bool = False) -> Task:
-    """Of a slice of experts: the last one leaves the layer's output and what is saved."""
+    """Forward of a block, or of a slice of its experts: the last slice writes the layer's output and saves tensors.
+
+    `twice`: the head reads its input two times.
+    """
     again = train and (u + 1 < e.geo.head or twice)
     x = e.activations.x[u][b].read(last=w.ends)
     out = [e.activations.x[u + 1][b].fill(mb.tokens, again)] if w.ends else []
@@ -63,7 +67,7 @@ GRADIENT = "gradient"  # in the name of that GEMM's task
 
 
 class Left(NamedTuple):
-    """What `loss` leaves for `add_gradients`, which frees it: a buffer that both tasks use."""
+    """What `loss` computes for `add_gradients`, where the sum of the head's gradient is on another GPU at first."""
 
     dlogits: Buffer  # (M, V)
     norm: list[head.HeadWeights]  # the final norm's gradient: `loss` appends it, `add_gradients` takes it
@@ -81,7 +85,9 @@ class Left(NamedTuple):
 
 
 class Into(NamedTuple):
-    """Where the gradients of `scale` times the sum of losses go: added to `g` or, of some, left for `add_gradients`."""
+    """Where the gradients of `scale` times the sum of losses go: they are added to `g` or, of the head, left for
+    `add_gradients`.
+    """
 
     scale: float
     g: Mapping[int, Gradient]  # by unit
@@ -99,9 +105,11 @@ def loss(
     parts: list[Tensor] | None = None,
     into: Into | None = None,
 ) -> Task:
-    """Sets micro-batch b's losses, times their factors; with `into` adds gradients too. `parts`: as of `evaluate`.
+    """Sets `losses[b]` to the losses of micro-batch b's tokens, times their factors; with `into` computes gradients,
+    too.
 
-    The task's result, where several GPUs compute losses: how many labels were the likeliest token; else None.
+    `parts`: as of `evaluate`. The task's result, where several GPUs compute losses, is the number of labels that were
+    the likeliest token, (1,); else None.
     """
     u, gpu = e.geo.head, e.plan.loss_gpu(b)
     scale, g, left, comparison, compared = into or Into(1.0, {})
@@ -143,7 +151,7 @@ def loss(
 def add_gradients(
     e: Engine, b: int, w: Mapping[int, LayerWeights], g: Mapping[int, Gradient], mb: Inputs, left: Left
 ) -> Task:
-    """Adds to `g` what `loss` of micro-batch b left."""
+    """Adds the head's gradients of micro-batch b, from what its `loss` left, to `g`."""
     u, gpu = e.geo.head, e.plan.loss_gpu(b)
     x = e.activations.x[u][b].read()
 
@@ -162,7 +170,7 @@ def add_gradients(
 
 
 def _place(e: Engine, mb: Inputs, parts: list[Tensor] | None) -> int:
-    """Where the parts of a micro-batch's loss go, if it has a teacher: in the order of micro-batches."""
+    """The index in `parts` for a micro-batch with a teacher: they are in the order of micro-batches."""
     if parts is not None and e.cfg.teaching and mb.packed and mb.packed[0].shares is not None:
         parts.append(NOTHING)
     return len(parts or ()) - 1
@@ -172,7 +180,9 @@ def _place(e: Engine, mb: Inputs, parts: list[Tensor] | None) -> int:
 
 
 def backward_block(e: Engine, u: int, b: int, w: LayerPart, mb: Inputs) -> Task:
-    """Of a slice of experts: the last one reads what is saved, and leaves the input's gradient."""
+    """Backward of a block, or of a slice of its experts: the last slice reads saved tensors and writes the input's
+    gradient.
+    """
     gradient = e.gradients.get(u)
     x, dy = e.activations.x[u][b].read(last=w.ends), e.activations.dx[u + 1][b].read(last=w.ends)
     saved = [each.read() for each in e.activations.saved[u][b]] if w.ends else []
@@ -194,6 +204,7 @@ def backward_block(e: Engine, u: int, b: int, w: LayerPart, mb: Inputs) -> Task:
 
 
 def backward_embedding(e: Engine, b: int, mb: Inputs) -> Task:
+    """Adds a micro-batch's gradient to that of the embedding."""
     gradient, dy = e.gradients.get(0), e.activations.dx[1][b].read()
 
     def backward() -> None:
@@ -207,7 +218,7 @@ def backward_embedding(e: Engine, b: int, mb: Inputs) -> Task:
 
 
 def weights_of(e: Engine, part: LayerPart) -> Any:
-    """A layer's weights in use by the block's names, as model.weights. A simulation has none."""
+    """The weights of a layer in use, as model.weights gives them. None in a simulation."""
     if e.queues.simulated:
         return None
     own = e.geo.slice_at(part.v).own if isinstance(part, SliceWeights) else None
@@ -218,17 +229,17 @@ def weights_of(e: Engine, part: LayerPart) -> Any:
 
 
 def name_of(e: Engine, part: LayerPart) -> str:
-    """Of a layer, or of a slice of its experts."""
+    """The name of a layer, or of a slice of its experts."""
     return e.geo.base_names[part.v] if isinstance(part, SliceWeights) else e.geo.names[part.u]
 
 
 def share_of(e: Engine, part: LayerPart) -> float:
-    """Of a layer's work."""
+    """The share of its layer's work that a slice does."""
     return e.geo.share_of_slice(part.v) if isinstance(part, SliceWeights) else 1
 
 
 def gradients_of(e: Engine, u: int, gradient: Gradient) -> Any:
-    """As `weights_of`, of its gradients."""
+    """The gradient sums of a layer, as model.gradients gives them. None in a simulation."""
     if e.queues.simulated:
         return None
     key = u, gradient.buffer.tensor.data_ptr()

@@ -1,7 +1,7 @@
-"""Memory of a step: buffers allocated before it, pools of equal buffers, prefetching, hard limits.
+"""Memory of a step: buffers allocated before the first step, pools of equal buffers, prefetching, hard limits.
 
-Host buffers are mappings on 2 MiB pages where granted, registered with CUDA, ready for O_DIRECT: torch's pinned
-allocator rounds up to powers of two and never gives back.
+Buffers in RAM are anonymous mappings, on 2 MiB pages where the system grants them, registered with CUDA and aligned for
+O_DIRECT. torch's pinned allocator would round sizes up to powers of two, and never give memory back.
 """
 
 from __future__ import annotations
@@ -42,25 +42,26 @@ NOTHING = torch.empty(0, dtype=torch.uint8)  # absent or simulated
 
 
 def views(layout: Layout, buffer: Tensor) -> dict[str, Tensor]:
-    """Views of a flat uint8 buffer by name."""
+    """Tensors of a layout as views of a flat uint8 buffer, by name."""
     return {t.name: buffer[t.offset : t.offset + t.nbytes].view(DTYPE[t.dtype]).view(t.shape) for t in layout.tensors}
 
 
 def flat(buffer: Tensor, dtype: str, numel: int) -> Tensor:
-    """A uint8 buffer's first `numel` elements, flat."""
+    """The first `numel` elements of a uint8 buffer, flat."""
     real = DTYPE[dtype]
     return buffer[: numel * real.itemsize].view(real)
 
 
 def memory_of(buffer: Tensor, nbytes: int) -> memoryview:
-    """A host buffer's first `nbytes`, writable; keeps the memory alive."""
+    """The first `nbytes` of a buffer in RAM, writable. It keeps the memory alive."""
     return memoryview(buffer[:nbytes].numpy().data)
 
 
 class Buffer:
-    """Bytes of a pool, owned from acquire to free, or of one user for good (`pool` None).
+    """A range of bytes: of a pool, owned between `acquire` and `free`, or, without a pool, of one user for good.
 
-    Whoever writes it next comes after `ready`. `content`: what a pool's buffer holds, also while it is free.
+    The next task that writes it has to come after `ready`. `content`: what a pool's buffer holds, also after it was
+    freed.
     """
 
     __slots__ = ("tensor", "ready", "pool", "owner", "content")
@@ -72,11 +73,11 @@ class Buffer:
         self.content: object | None = None
 
     def used(self, task: Task) -> None:
-        """Its next writer comes after `task` too."""
+        """The next task that writes it comes after `task`, too."""
         self.ready = (*self.ready, task)
 
     def free(self, after: Sequence[Task]) -> None:
-        """Its next writer comes after `after`."""
+        """Gives the buffer back: the next task that writes it comes after `after`."""
         if self.pool is None:
             self.ready = tuple(after)
         else:
@@ -84,7 +85,7 @@ class Buffer:
 
 
 def copied(queues: Queues, queue: str, kind: Kind, of: str, source: Buffer, target: Buffer, nbytes: int) -> Task:
-    """Copies the first bytes of a buffer to another."""
+    """Queues a copy of the first `nbytes` of a buffer to another; returns its task."""
 
     def copy() -> None:
         target.tensor[:nbytes].copy_(source.tensor[:nbytes], non_blocking=True)
@@ -96,11 +97,11 @@ Poison = Callable[[Buffer], Task]  # fills a buffer with NaN (tests)
 
 
 class Pool:
-    """Equal buffers, handed out in the order in which they were freed, by one thread in program order.
+    """Equal buffers, acquired in the order in which they were freed, by one thread in program order.
 
-    Never blocks: a buffer's next writer comes after its last owner's tasks. No free buffer is an error instead of a
-    hang: the plan is wrong. A free buffer keeps its content until it is handed out for another, or the content is
-    forgotten.
+    `acquire` never blocks: the buffer's next writer comes after the tasks of its last owner. If no buffer is free, the
+    plan is wrong, and `acquire` raises instead of hanging. A free buffer keeps its content until it is acquired for
+    other content, or the content is forgotten.
     """
 
     def __init__(self, name: str, tensors: Sequence[Tensor], poison: Poison | None = None):
@@ -118,7 +119,9 @@ class Pool:
         return len(self.buffers) - len(self._free)
 
     def acquire(self, owner: str, content: object | None = None) -> Buffer:
-        """The free buffer that holds `content`, or one without content. Raises RuntimeError without a free buffer."""
+        """Returns the free buffer that holds `content`, else the one that was freed first. Raises RuntimeError if none
+        is free.
+        """
         if not self._free:
             owners = ", ".join(str(b.owner) for b in self.buffers)
             raise RuntimeError(
@@ -139,19 +142,20 @@ class Pool:
         self._free.append(buffer)
 
     def forget(self, content: object) -> None:
-        """No buffer holds `content` any more: it has changed."""
+        """To be called when `content` has changed: no buffer holds it any more."""
         for buffer in self._free:
             if buffer.content is content:
                 self._empty(buffer)
 
     def _empty(self, buffer: Buffer) -> None:
+        """The buffer holds nothing; in tests it is filled with NaN."""
         buffer.content = None
         if self.poison is not None:
             buffer.ready = (self.poison(buffer),)
 
 
 class Use(Protocol):
-    """What a task reads or writes: it comes after `ready`, and is told with `done`."""
+    """What a task reads or writes. The task comes after `ready`; `done` is called with it."""
 
     @property
     def ready(self) -> Sequence[Task]: ...
@@ -160,25 +164,26 @@ class Use(Protocol):
 
 
 class Fetched(Protocol):
-    """What is brought to the GPU before its use."""
+    """What is copied to the GPU before it is used."""
 
     @property
     def may_come(self) -> bool:
-        """Whether there is a buffer for it."""
+        """Whether there is a buffer for it now."""
         ...
 
     def fetch(self) -> None:
-        """Starts the transfer, unless it is there or in flight."""
+        """Starts the copy, unless it is there or in flight."""
         ...
 
 
 class Prefetch:
-    """Transfers to the GPU in the order of their use, each as soon as it may come."""
+    """Starts copies to the GPU in the order in which they are used, each as soon as there is a buffer for it."""
 
     def __init__(self) -> None:
         self.queue: deque[Fetched] = deque()
 
     def expect(self, items: Iterable[Fetched]) -> None:
+        """Begins a pass that uses these items in this order."""
         assert not self.queue, "what the last pass expects was not used"
         self.queue.extend(items)
         self.go_on()
@@ -189,14 +194,15 @@ class Prefetch:
             self.queue.popleft().fetch()
 
     def break_off(self) -> None:
+        """Ends the pass."""
         self.queue.clear()
 
 
 @dataclass(eq=False)
 class Memory:
-    """Named buffers under limits in bytes, of each GPU and of RAM. On the CPU both tiers are RAM.
+    """Allocates named buffers under limits in bytes, of each GPU and of RAM. On the CPU the tier "gpu" is in RAM, too.
 
-    `simulated`: counts alone. `poison`: called with freed buffers.
+    `simulated`: only counts them. `poison`: called with buffers when they are freed.
     """
 
     device: torch.device
@@ -214,14 +220,14 @@ class Memory:
     _pins: list[weakref.finalize[..., Memory]] = field(default_factory=list)
 
     def used(self, tier: str, gpu: int | None = None) -> int:
-        """Bytes taken in "host", or in "gpu" of one or of the fullest."""
+        """Bytes taken in "host", or in "gpu": of one GPU, or of the one that has taken most."""
         taken = Counter(dict.fromkeys(range(1 + len(self.others)), 0))
         for t, _, each, count, g in self.table:
             taken[g] += each * count * (t == tier)
         return taken[gpu] if gpu is not None else max(taken.values())
 
     def reserve(self, tier: str, name: str, nbytes: int, count: int = 1, gpu: int = 0) -> None:
-        """Counts buffers against the tier's limit. Raises DoesNotFit."""
+        """Counts buffers against a tier's limit without allocating them. Raises DoesNotFit."""
         if nbytes * count == 0:
             return
         limit = self.gpu_limit - (self.less[gpu] if self.less else 0) if tier == "gpu" else self.ram_limit
@@ -235,7 +241,7 @@ class Memory:
         self.table.append((tier, name, nbytes, count, gpu))
 
     def alloc(self, tier: str, name: str, nbytes: int, count: int = 1, gpu: int = 0) -> list[Tensor]:
-        """Page-aligned uint8 buffers of `nbytes`, rounded up to 4,096. Raises DoesNotFit."""
+        """Allocates uint8 buffers of `nbytes`, rounded up to 4,096 and page-aligned. Raises DoesNotFit."""
         nbytes = round_up(nbytes)
         self.reserve(tier, name, nbytes, count, gpu)
         if self.simulated or nbytes == 0:
@@ -268,6 +274,7 @@ class Memory:
         return torch.frombuffer(room, dtype=torch.uint8, count=nbytes, offset=skip)
 
     def describe(self) -> list[str]:
+        """The buffers and limits as a table."""
         lines = [f"{'tier':5} {'buffer':32} {'count':>6} {'each':>11} {'total':>11}"]
         for tier, name, each, count, gpu in self.table:
             lines.append(f"{numbered(tier, gpu):5} {name:32} {count:6} {gib(each):>11} {gib(each * count):>11}")
@@ -276,18 +283,18 @@ class Memory:
         return lines
 
     def owned(self) -> int:
-        """Buffers in use; zero between steps."""
+        """The number of pools' buffers in use; zero between steps."""
         return sum(pool.owned for pool in self.pools)
 
     def close(self) -> None:
-        """The memory goes with its last view."""
+        """Unregisters memory from CUDA; it is freed with its last view."""
         for unregister in self._pins:
             unregister()
         self._maps.clear()
 
 
 def _advise(room: mmap.mmap, advice: str, start: int, length: int) -> None:
-    """Refusals cost speed alone."""
+    """Advises the kernel about a mapping. If it refuses, copies are slower."""
     if hasattr(mmap, advice) and length:
         try:
             room.madvise(getattr(mmap, advice), start, length)
@@ -296,9 +303,9 @@ def _advise(room: mmap.mmap, advice: str, start: int, length: int) -> None:
 
 
 def _register(address: int, nbytes: int, device: torch.device) -> bool:
-    """Pins host memory; False on a refusal.
+    """Registers memory with CUDA; returns False if CUDA refuses.
 
-    RLIMIT_MEMLOCK does not bind it. WSL2's driver has a limit that only a refusal tells.
+    RLIMIT_MEMLOCK does not limit it. WSL2's driver has a limit that only a refusal shows.
     """
     if int(torch.cuda.cudart().cudaHostRegister(address, nbytes, 0)) == 0:
         return True

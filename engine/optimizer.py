@@ -1,11 +1,12 @@
-"""When units are updated: out-of-core AdamW overlapped with the GPU (Fuyou, section 4.3), exact clipping, learning
-rates.
+"""When units are updated: AdamW with state outside the GPU, overlapped with its computation (Fuyou, section 4.3).
 
-- Mode `forward`: when the norm is known, ahead of the unit's next forward. `late_moments` are the second part of an
-  update: weights under forward (in RAM 18 of 26 bytes a parameter; on the SSD 10 read and 2 written of 10 and 10),
-  moments under backward, computed from the same gradient (18; 8 and 8). The bits are those of one update. Also of
-  updates that stream through the GPU: 14 bytes to it and 4 back for the weights, moments by the CPU.
-- Mode `backward`: when the gradient has landed, under the rest of backward. No clipping.
+Mode `forward`: a unit is updated when the gradient norm is known, ahead of its next forward; clipping is exact. With
+`late_moments` an update has two parts with bitwise the results of one. The weights are updated during forward: state in
+RAM has 18 of 26 bytes a parameter read and written then; on the SSD 10 are read and 2 written, instead of 10 and 10.
+The moments are updated during the next backward from the same gradient (18 in RAM; 8 and 8 on the SSD). For updates
+streamed through the GPU the first part moves 14 bytes to the GPU and 4 back, and the CPU updates the moments.
+
+Mode `backward`: a unit is updated when its gradient is complete, during the rest of backward; without clipping.
 """
 
 from __future__ import annotations
@@ -32,7 +33,7 @@ MOMENTS_AHEAD = 2  # units from late moments to the gradient that replaces their
 
 @dataclass(frozen=True)
 class StepStats:
-    """Mean loss per trained token, gradient norm, clip factor."""
+    """The mean loss of a label, the gradient norm, and the factor of clipping; `metrics` by name."""
 
     loss: float
     grad_norm: float
@@ -41,6 +42,8 @@ class StepStats:
 
 
 class Optimizer:
+    """Hands gradients over to updates at the plan's time."""
+
     def __init__(self, placement: Placement, weights: WeightStream, gradients: Gradients, queues: Queues, adamw: AdamW):
         self.geo, self.plan, self.queues = placement.geo, placement.plan, queues
         self.weights, self.gradients = weights, gradients
@@ -54,19 +57,21 @@ class Optimizer:
 
     @property
     def _first_gpu(self) -> int:
-        """The GPU of the losses."""
+        """The GPU of the head."""
         return self.plan.units[self.geo.head].gpu
 
     # ------------------------------------------------ a step
 
     def begin(self, step: int, lr: float) -> None:
-        """Sets step (from 1) and learning rate of updates to come; late moments make room for its gradients."""
+        """Begins a step: sets its number (from 1) and learning rate for updates. The first late moments of the step
+        before are queued.
+        """
         assert not self.gradients.landed, "the last step's gradients are not consumed"
         self.on_cpu.moments(self.geo.head - MOMENTS_AHEAD)
         self.kernels.step, self.kernels.lr = step, lr
 
     def finish(self, u: int) -> None:
-        """Sends unit u's gradient to its update; in mode `backward` updates the unit."""
+        """Ends unit u's gradient sum; in mode `backward` also queues its update."""
         self.on_cpu.moments(u - 1 - MOMENTS_AHEAD)
         self.gradients.finish(u)
         if self.plan.mode == "backward":
@@ -74,7 +79,9 @@ class Optimizer:
             self.weights.layers[u].trained.settle()  # its next forward is far off
 
     def conclude(self, losses: list[Tensor], trained: float) -> StepStats:
-        """Waits for backward; returns its statistics, sets the updates' clip factor."""
+        """Waits for backward and returns the step's statistics; sets the clip factor for the updates. `trained`:
+        labels.
+        """
         limit, clip, clipped = self.kernels.adamw.max_grad_norm, self.kernels.clip, self.plan.mode == "forward"
         first, others = self._first_gpu, [gpu for gpu in range(self.plan.gpus) if gpu != self._first_gpu]
         sums = [self._on(gpu, "sums of squares", partial(self._sums_of, gpu)) for gpu in others]
@@ -113,7 +120,7 @@ class Optimizer:
     # ------------------------------------------------ updates
 
     def update(self, u: int) -> None:
-        """Hands over unit u's update, if due."""
+        """Queues unit u's update, if there is a gradient."""
         if u not in self.gradients.landed:
             return
         gradient = self.gradients.landed.pop(u)
@@ -125,24 +132,24 @@ class Optimizer:
         (self.on_gpu if unit.state == "gpu" else self.streamed).hand_over(u, gradient)
 
     def update_before_forward(self, u: int) -> None:
-        """Hands over unit u's update, if due, and early ones."""
+        """Queues unit u's update, if there is a gradient, and updates that can run early."""
         self.run_ahead()
         self.update(u)
         self.run_ahead()
 
     def run_ahead(self) -> None:
-        """Hands over early updates, in forward order, up to the first that needs a staging buffer."""
+        """Queues updates on the CPU in forward order, up to the first whose weights need a staging buffer."""
         for u in self.early:
             if u in self.gradients.landed and self.plan.units[u].weights == "ssd":
                 return
             self.update(u)
 
     def read_ahead(self) -> None:
-        """Starts reading the next updates' state from the SSD."""
+        """Starts reading the state of the next updates from the SSD."""
         self.on_cpu.records.read_ahead()
 
     def flush(self) -> None:
-        """Runs all updates due, in forward order."""
+        """Queues all updates that have a gradient, in forward order, and all late moments."""
         for u in range(self.geo.n_units):
             self.update(u)
             trained = self.weights.layers[u].trained
@@ -157,8 +164,10 @@ class Optimizer:
 
 
 def learning_rate(step: int, total: int, peak: float, schedule: str, warmup: int) -> float:
-    """The rate of `step` (from 1): linear from 0 over `warmup`; then constant, cosine to 10 %, linear to 0 in step
-    total + 1, polynomial (of power 1 to LAST_RATE) or wsd, as transformers has them: constant until the last DECAYED.
+    """The learning rate of `step` (from 1) of `total`: linear from 0 over `warmup` steps, then by `schedule`.
+
+    constant; cosine to 10 % of the peak; linear to 0 at step total + 1; polynomial (power 1, to LAST_RATE) and wsd
+    (constant, then falling over the last DECAYED of the run), both as in transformers.
     """
     if step <= warmup:
         return peak * step / warmup

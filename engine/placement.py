@@ -1,6 +1,6 @@
 """Where weights and optimizer state are stored between uses, and the transfers to and from there.
 
-Records of state have equal sizes: one ring serves units of any size.
+Optimizer state is divided in records of equal size, so one pool of buffers serves units of any size.
 """
 
 from __future__ import annotations
@@ -30,28 +30,28 @@ Way = Literal["read", "verify", "write"]
 
 
 def silent(nbytes: int) -> None:
-    """No progress."""
+    """A Progress that shows nothing."""
 
 
 class Store(Protocol):
-    """Shards on the SSD, by name."""
+    """Shards on the SSD, by name (storage/store.py)."""
 
     def read(self, name: str, buffer: memoryview, later: bool = False) -> Future[None]:
-        """`later`: no task waits for it yet; requests of others go first."""
+        """`later`: no task waits for the bytes yet, so requests of others go first."""
         ...
 
     def verify(self, name: str, buffer: memoryview) -> Future[None]:
-        """Reads and compares with the checksum."""
+        """Reads a shard and compares it with its checksum."""
         ...
 
     def write(self, name: str, buffer: memoryview, later: bool = False) -> Future[None]: ...
 
 
 class Scratch(Protocol):
-    """Bytes by offset on the SSD, for one run."""
+    """Space on the SSD by offset, which one run uses (storage/scratch.py)."""
 
     def read(self, offset: int, buffer: memoryview, later: bool = False) -> Future[None]:
-        """`later` as of Store."""
+        """`later`: as of Store."""
         ...
 
     def write(self, offset: int, buffer: memoryview, later: bool = False) -> Future[None]: ...
@@ -60,18 +60,20 @@ class Scratch(Protocol):
 
 
 class Space:
-    """Scratch space on the SSD: parts are reserved while the engine is built, then all is claimed at once."""
+    """Scratch space on the SSD. Parts are reserved while the engine is built; then `claim` takes all of it from the
+    drives.
+    """
 
     def __init__(self, scratch: Scratch | None = None):
         self.scratch, self.nbytes = scratch, 0
 
     def reserve(self, nbytes: int) -> int:
-        """The offset of a part."""
+        """Reserves bytes; returns their offset."""
         self.nbytes += nbytes
         return self.nbytes - nbytes
 
     def claim(self, devices: Sequence[Device]) -> None:
-        """Raises StoreError."""
+        """Takes the reserved space from the drives. Raises StoreError."""
         if self.nbytes:
             self.scratch = OnDrives(devices, self.nbytes)
 
@@ -91,7 +93,7 @@ class Space:
 
 
 class Piece(NamedTuple):
-    """Bytes of a tensor: where a buffer in RAM has them, where the layout wants them."""
+    """Some bytes of a tensor: their first byte in a buffer as it is read, and their offset in the layout."""
 
     first: int
     offset: int
@@ -99,19 +101,22 @@ class Piece(NamedTuple):
 
 
 class BaseFiles(Protocol):
-    """Frozen weights in the user's checkpoint."""
+    """Frozen weights that are read from the user's checkpoint."""
 
     def read(self, u: int, buffer: memoryview) -> Future[None]: ...
 
     def pieces(self, u: int) -> Sequence[Piece]:
-        """Of unit u, as `read` leaves it."""
+        """Where `read` puts the bytes of unit u."""
         ...
 
     def close(self) -> None: ...
 
 
 class Entry(NamedTuple):
-    """A unit's trained or frozen (`base`) weights, also of a slice of experts, or record `r` of its state."""
+    """What is stored as one: the trained (`weights`) or frozen (`base`) weights of a unit, or record `r` of its state.
+
+    The unit of a `base` entry may be a slice of experts.
+    """
 
     kind: Literal["weights", "base", "state"]
     u: int
@@ -120,7 +125,7 @@ class Entry(NamedTuple):
 
 @dataclass(frozen=True)
 class Stored:
-    """A shard, and its first byte in its entry's buffer."""
+    """A shard of an entry, and its first byte in the entry's buffer."""
 
     entry: Entry
     name: str
@@ -129,7 +134,9 @@ class Stored:
 
 
 def stored(geo: Geometry, record: int, entry: Entry, *parts: str) -> list[Stored]:
-    """The shards of an entry, or of these parts of a record (Geometry.state_parts); their names are any host's."""
+    """The shards of an entry. `parts`: of a record only these (Geometry.state_parts). Names are the same on all
+    hosts.
+    """
     if entry.kind != "state":
         return [Stored(entry, f"{entry.kind}-{entry.u:05d}", 0, _by_names(geo, entry))]
     a, b = geo.records(entry.u, record)[entry.r]
@@ -138,7 +145,7 @@ def stored(geo: Geometry, record: int, entry: Entry, *parts: str) -> list[Stored
 
 
 def entries(geo: Geometry, record: int) -> Iterator[Entry]:
-    """Trained weights and state, unit by unit."""
+    """The entries of a snapshot: trained weights and state, unit by unit."""
     for u in range(geo.n_units):
         if geo.numel[u]:
             yield Entry("weights", u)
@@ -146,11 +153,12 @@ def entries(geo: Geometry, record: int) -> Iterator[Entry]:
 
 
 def _by_names(geo: Geometry, entry: Entry) -> Layout:
+    """The layout of weights by the names that tensors have in a checkpoint."""
     return (geo.stored if entry.kind == "weights" else geo.stored_base)[entry.u]
 
 
 class Placement:
-    """The plan's buffers, made at once, and the store."""
+    """All buffers of a plan, allocated at once, and what reads and writes entries where the plan stores them."""
 
     def __init__(
         self,
@@ -162,7 +170,7 @@ class Placement:
         space: Space | None = None,
         files: BaseFiles | None = None,
     ):
-        """`files`: of frozen weights on the SSD; without them, they are copied to the scratch space."""
+        """`files`: reads frozen weights on the SSD from the checkpoint; None: they are copied to the scratch space."""
         self.geo, self.plan, self.memory, self.queues = geo, plan, memory, queues
         self.store, self.space, self.files = store, space or Space(), files
         self.blank = True  # buffers in RAM are as the system gives memory: zero
@@ -182,16 +190,16 @@ class Placement:
         self.gradients = [self.of(u, "gpu", "rounded") for u in units]
 
     def of(self, u: int, tier: Tier, what: What) -> Tensor:
-        """Unit u's buffer; empty if absent or simulated."""
+        """Unit u's buffer; empty if the plan has none, and in a simulation."""
         name = self.geo.base_names[u] if what == "base" else self.geo.names[u]
         return next(iter(self.many(tier, what, name, self.plan.units[self.geo.unit_of(u)].gpu)), NOTHING)
 
     def many(self, tier: Tier, what: What, of: str = "", gpu: int = 0) -> list[Tensor]:
-        """Equal buffers in RAM or of a GPU, as in buffers.py; none where the plan needs none."""
+        """Equal buffers, by the fields of buffers.Buffers; empty if the plan has none."""
         return self._made.get((tier, what, of, gpu if tier == "gpu" else 0), [])
 
     def pool(self, tier: Tier, what: What, of: str = "", gpu: int = 0, part: slice | None = None) -> Pool:
-        """A new pool of equal buffers, or of a part of them."""
+        """A new pool of equal buffers. `part`: of only some of them."""
         tensors = self.many(tier, what, of, gpu)
         pool = Pool(
             f"{numbered(tier, gpu)} {what} {of}".rstrip(), tensors[part] if part else tensors, self.memory.poison
@@ -200,7 +208,7 @@ class Placement:
         return pool
 
     def gpu_pools(self, what: What, of: str = "") -> list[Pool]:
-        """A pool of each GPU."""
+        """A pool on each GPU."""
         return [self.pool("gpu", what, of, gpu) for gpu in range(self.plan.gpus)]
 
     def pools(self, tier: Tier, what: What, gpu: int = 0) -> dict[str, Pool]:
@@ -218,11 +226,12 @@ class Placement:
     # ------------------------------------------------ entries
 
     def tier(self, entry: Entry) -> Tier:
+        """Where the plan stores an entry."""
         unit = self.plan.units[self.geo.unit_of(entry.u)]
         return {"weights": unit.weights, "base": unit.base, "state": unit.state}[entry.kind]
 
     def stored(self, entry: Entry) -> Tensor | None:
-        """Its buffer; None on the SSD."""
+        """The buffer in which an entry is stored; None on the SSD."""
         if self.tier(entry) == "ssd":
             return None
         if entry.kind == "state":
@@ -230,34 +239,36 @@ class Placement:
         return (self.weights if entry.kind == "weights" else self.base)[entry.u]
 
     def in_ram(self, entry: Entry) -> Tensor | None:
-        """Its buffer if the CPU can address it; in a simulation not that of a GPU."""
+        """The buffer in which an entry is stored if the CPU can address it, else None."""
         stored = self.stored(entry)
         away = stored is None or stored.device.type != "cpu" or (self.queues.simulated and self.tier(entry) == "gpu")
         return None if away else stored
 
     def in_place(self, entry: Entry) -> bool:
-        """Whether an entry is read from the user's checkpoint, and written nowhere."""
+        """Whether an entry is read from the user's checkpoint and never written."""
         return entry.kind == "base" and self.files is not None and self.tier(entry) == "ssd"
 
     def pieces(self, entry: Entry) -> Sequence[Piece]:
-        """Of an entry in a host slot."""
+        """Where a read to a buffer in RAM puts the bytes of an entry."""
         if self.files is not None and self.in_place(entry):
             return self.files.pieces(entry.u)
         return (Piece(0, 0, self.layout(entry).span),)
 
     def shards_of(self, entry: Entry, *parts: str) -> list[Stored]:
-        """Of an entry, or of these parts of a record (Geometry.state_parts)."""
+        """The shards of an entry. `parts`: of a record only these (Geometry.state_parts)."""
         return stored(self.geo, self.plan.record, entry, *parts)
 
     def layout(self, entry: Entry) -> Layout:
-        """Of the entry's bytes, weights by a checkpoint's names."""
+        """The layout of an entry's bytes. Weights have the names of a checkpoint."""
         if entry.kind != "state":
             return _by_names(self.geo, entry)
         a, b = self.geo.records(entry.u, self.plan.record)[entry.r]
         return self.geo.state_layout(b - a)
 
     def entries(self, everything: bool = True) -> Iterator[Entry]:
-        """A snapshot's entries, or those on the GPU or in RAM; frozen weights come from the checkpoint."""
+        """The entries of a snapshot; without `everything` only those on GPUs or in RAM. Frozen weights are none of
+        them.
+        """
         return (e for e in entries(self.geo, self.plan.record) if everything or self.tier(e) != "ssd")
 
     def nbytes(self, everything: bool = True) -> int:
@@ -269,12 +280,13 @@ class Placement:
         return sum(layout.span for layout in self.geo.base)
 
     def shards(self) -> Iterator[Stored]:
-        """All shards of a snapshot."""
+        """The shards of a snapshot."""
         return (shard for entry in self.entries() for shard in self.shards_of(entry))
 
     # ------------------------------------------------ traffic in a step
 
     def read_weights(self, entry: Entry, buffer: Tensor, after: Sequence[Task]) -> Task:
+        """Queues a read of weights from the SSD to a buffer in RAM."""
         files, nbytes = self.files, self.layout(entry).span
         if files is None or not self.in_place(entry):
             return self._io("ssd_read", "weights", self.label(entry), self.shards_of(entry), buffer, after)
@@ -285,31 +297,34 @@ class Placement:
         return self.queues.run("ssd_read", "weights", self.label(entry), io, after, nbytes=nbytes)
 
     def label(self, entry: Entry) -> str:
-        """Label of its tasks."""
+        """The name of an entry in the names of its tasks."""
         return f"{self.geo.base_names[entry.u]} base" if entry.kind == "base" else self.geo.names[entry.u]
 
     def write_weights(self, u: int, buffer: Tensor, after: Sequence[Task]) -> Task:
+        """Queues a write of unit u's weights to the SSD."""
         return self._io("ssd_write", "weights", self.geo.names[u], self.shards_of(Entry("weights", u)), buffer, after)
 
     def read_state(self, u: int, r: int, buffer: Tensor, after: Sequence[Task], *parts: str) -> Task:
-        """Reads a record or these parts, to their offsets."""
+        """Queues a read of a record, or of these parts, to their offsets in `buffer`."""
         shards = self.shards_of(Entry("state", u, r), *parts)
         return self._io("state_read", "state", " ".join((self.geo.names[u], str(r), *parts)), shards, buffer, after)
 
     def write_state(self, u: int, r: int, buffer: Tensor, after: Sequence[Task], *parts: str) -> Task:
-        """Writes a record or these parts."""
+        """Queues a write of a record, or of these parts."""
         shards = self.shards_of(Entry("state", u, r), *parts)
         return self._io("state_write", "state", " ".join((self.geo.names[u], str(r), *parts)), shards, buffer, after)
 
     def write(self, entry: Entry, buffer: Tensor, after: Sequence[Task]) -> Task:
-        """Writes weights or a record."""
+        """Queues a write of weights or of a record."""
         given = buffer, after
         return (
             self.write_state(entry.u, entry.r, *given) if entry.kind == "state" else self.write_weights(entry.u, *given)
         )
 
     def fetch(self, entry: Entry, buffer: Tensor, after: Sequence[Task], *parts: str) -> Task:
-        """Brings to RAM, between steps, these parts of what is on a GPU, or on the SSD, compared with checksums."""
+        """Queues a copy of an entry, or of these parts, to RAM, between steps: from a GPU, or from the SSD with a check
+        of its checksums.
+        """
         stored, shards, state = self.stored(entry), self.shards_of(entry, *parts), entry.kind == "state"
         nbytes = sum(shard.layout.span for shard in shards)
 
@@ -340,9 +355,8 @@ class Placement:
         return self.store
 
     def transfer(self, entry: Entry, way: Way, later: bool = False) -> Transfer:
-        """The method that moves an entry's shards: the store's or, for frozen weights, the scratch space's.
-
-        `later`: no task waits for it yet.
+        """The method that moves an entry's shards: of the store or, for frozen weights, of the scratch space. `later`:
+        as of Store.
         """
         if entry.kind != "base":
             if way == "verify":
@@ -352,11 +366,11 @@ class Placement:
         return lambda _, buffer: (scratch.write if way == "write" else scratch.read)(offset, buffer)
 
     def move(self, transfer: Transfer, shards: Sequence[Stored], buffer: Tensor) -> None:
-        """Moves shards from or to their offsets in `buffer`. Even on errors nothing is in flight afterwards."""
+        """Moves shards from or to their offsets in `buffer`, and waits. Also after an error nothing is in flight."""
         finish(self.start(transfer, shards, buffer))
 
     def start(self, transfer: Transfer, shards: Sequence[Stored], buffer: Tensor) -> list[Future[None]]:
-        """Begins as `move`; on errors nothing is in flight."""
+        """Starts to move shards. After an error nothing is in flight."""
         moving: list[Future[None]] = []
         try:
             for s in shards:
@@ -368,7 +382,7 @@ class Placement:
 
 
 def finish(moving: Iterable[Future[None]]) -> None:
-    """Waits for all; raises the first error."""
+    """Waits for all futures, then raises the first error."""
     moving = list(moving)
     wait(moving)
     for future in moving:

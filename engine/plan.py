@@ -1,4 +1,4 @@
-"""The plan: every decision of a run as frozen data. Pure; no torch."""
+"""The plan: every decision of a run as frozen data. Imports no torch."""
 
 from __future__ import annotations
 
@@ -29,9 +29,9 @@ COUNTS = (
 
 
 class DoesNotFit(Exception):
-    """Limits are exceeded; the message has numbers and a way out. Exit code 3.
+    """A plan needs more than the limits. The message has the numbers and says what to change. Exit code 3.
 
-    `need`: gpu and host bytes of the smallest plan, if known.
+    `need`: bytes of the smallest plan, "gpu" and "host", if known.
     """
 
     def __init__(self, message: str, need: dict[str, int] | None = None):
@@ -41,7 +41,7 @@ class DoesNotFit(Exception):
 
 @dataclass(frozen=True)
 class Limits:
-    """Bytes for a plan, of each GPU and of RAM. On the CPU all are RAM."""
+    """Bytes that a plan may use, of each GPU and of RAM. On the CPU both are in RAM."""
 
     gpu: int
     host: int
@@ -51,20 +51,21 @@ class Limits:
 
     @property
     def both(self) -> int:
+        """Bytes of all GPUs and of RAM."""
         return self.gpus * self.gpu - sum(self.less) + self.host
 
     def of(self, gpu: int) -> int:
-        """A GPU's bytes."""
+        """Bytes of one GPU."""
         return self.gpu - (self.less[gpu] if self.less else 0)
 
     def lacking(self, need: Mapping[str, int]) -> dict[str, int]:
-        """Bytes missing, by tier that lacks any."""
+        """Bytes missing for `need`, by tier, without tiers that have enough."""
         lacks = {"gpu": need["gpu"] - self.gpu, "host": need["host"] - self.host}
         return {tier: nbytes for tier, nbytes in lacks.items() if nbytes > 0}
 
 
 class Shares(NamedTuple):
-    """How GPUs that are unequal, or have unequal memory, divide a model's layers."""
+    """How unequal GPUs, or GPUs with unequal memory, divide a model's layers."""
 
     blocks: tuple[float, ...]  # of each GPU, in proportion
     head: int  # its GPU
@@ -72,7 +73,10 @@ class Shares(NamedTuple):
 
 @dataclass(frozen=True)
 class UnitPlan:
-    """Placement of a unit. `state` "gpu": weights and update there too."""
+    """Where one unit's weights, state and activations are stored, and where it is updated.
+
+    With `state` "gpu" its weights are on the GPU and it is updated there.
+    """
 
     weights: Tier = "gpu"  # of hi, the compute copy
     state: Tier = "gpu"  # of lo, m, v
@@ -86,16 +90,17 @@ class UnitPlan:
 
     @property
     def lent(self) -> bool:
-        """Whether another GPU holds some of it."""
+        """Whether some of its saved tensors are in another GPU's memory."""
         return any(tier == "peer" for _, tier in self.saved)
 
     def names(self, tier: SavedTier) -> tuple[str, ...]:
+        """Names of the tensors saved in a tier."""
         return tuple(name for name, t in self.saved if t == tier)
 
 
 @dataclass(frozen=True)
 class Plan:
-    """Steps may have fewer tokens and micro-batches."""
+    """All decisions of a run. A step may have fewer tokens and micro-batches than the plan."""
 
     units: tuple[UnitPlan, ...]  # embedding, blocks or half blocks, head
     tokens: int  # of a micro-batch, at most
@@ -194,22 +199,22 @@ class Plan:
 
     @property
     def last_host(self) -> bool:
-        """Whether sums of gradients end here."""
+        """Whether this host completes the sums of gradients."""
         return self.host == self.hosts - 1
 
     @property
     def sum_piece(self) -> int:
-        """Most elements of a sum that go to the next host at once."""
+        """Most elements of a gradient sum that are sent to the next host at once."""
         return min(self.piece, SUM_PIECE)
 
     @property
     def sums_wide(self) -> bool:
-        """Whether gradients are summed in fp32: over several micro-batches."""
+        """Whether gradients are summed in fp32: if there are several micro-batches."""
         return self.n_micro > 1 or self.hosts > 1
 
     @cached_property
     def gpus(self) -> int:
-        """With those that only hold what others save."""
+        """The number of GPUs, those that only hold saved tensors of others included."""
         return 1 + max((max(unit.gpu, unit.peer * unit.lent) for unit in self.distinct.values()), default=0)
 
     def loss_gpu(self, b: int) -> int:
@@ -217,12 +222,12 @@ class Plan:
         return self.losses[b % len(self.losses)] if self.losses else self.units[-1].gpu
 
     def dealt(self, gpus: int, tied: bool, peers: bool = False, shares: Shares | None = None) -> Plan:
-        """This plan on `gpus` GPUs, block after block in turn; the head follows, a tied embedding is with it.
+        """This plan on `gpus` GPUs: blocks are assigned round robin, the head follows, and a tied embedding is on its
+        GPU.
 
-        With `shares` each GPU's blocks are in even distances.
-
-        Each computes while the next waits for what it leaves; `peers`: on GPUs, which copy to each other, not in RAM.
-        Equal units of a GPU stay one object. A plan that is dealt to as many stays as it is.
+        `shares`: each GPU's number of blocks is in proportion, evenly spread. `peers`: GPUs have access to each other's
+        memory, so outputs of layers are copied between them; else they go through RAM. A plan that is on as many GPUs
+        already is returned as it is. Equal units of a GPU stay one object.
         """
         in_ram = self.between == "host" and not any(unit.lent for unit in self.distinct.values())
         if gpus == self.gpus and (gpus == 1 or peers or in_ram):
@@ -243,27 +248,28 @@ class Plan:
         return replace(self, units=units, between=between, losses=())
 
     def cut(self, cfg: ModelConfig) -> ModelConfig:
-        """`cfg` with this plan's units."""
+        """`cfg` with the units of this plan: whole or half blocks, slices of experts."""
         return replace(cfg, halves=self.halves, at_once=self.at_once, slices=self.slices)
 
     @property
     def buffers(self) -> int:
-        """For layers' weights on a GPU, one in use; both kinds of half blocks have a window."""
+        """The number of buffers for weights on a GPU; attention and MLP halves have `window` each."""
         return self.window * (2 if self.halves else 1)
 
     def changed(self, chosen: Container[int], **change: Any) -> Plan:
-        """This plan with `change` of units in `chosen`; equal units stay one object (`distinct`)."""
+        """This plan with the fields `change` in the units `chosen`. Equal units stay one object (`distinct`)."""
         made = {id(unit): replace(unit, **change) for unit in self.distinct.values()}
         units = (made[id(unit)] if u in chosen else unit for u, unit in enumerate(self.units))
         return replace(self, units=tuple(units))
 
     @cached_property
     def distinct(self) -> dict[int, UnitPlan]:
-        """The objects in `units`, by an index of each: equal units are one."""
+        """The different objects in `units`, each by the last index where it stands: equal units are one object."""
         last = dict(zip(map(id, self.units), range(len(self.units)), strict=True))
         return {u: self.units[u] for u in last.values()}
 
     def uses(self, tier: Tier) -> bool:
+        """Whether the plan stores anything in a tier."""
         placed = lambda unit: tier in (unit.weights, unit.state, unit.base, unit.x) or unit.names(tier)
         return any(map(placed, self.distinct.values()))
 
@@ -274,11 +280,11 @@ class Plan:
 
     @property
     def runs_on_cuda(self) -> bool:
-        """Whether CUDA has the kernels: none updates units with 16 or 8-bit moments."""
+        """Whether there are CUDA kernels for its updates: not for 16- or 8-bit moments on a GPU."""
         return self.adam_bits == 32 or not any("gpu" in (unit.state, unit.update) for unit in self.distinct.values())
 
     def spilled(self, u: int) -> bool:
-        """Whether unit u's gradient waits on the SSD."""
+        """Whether unit u's gradient waits for its update on the SSD."""
         return self.gradients == "ssd" and self.units[u].state == "ssd"
 
     def save(self, path: Path) -> None:
@@ -286,7 +292,7 @@ class Plan:
 
     @staticmethod
     def of(data: dict[str, Any]) -> Plan:
-        """From `asdict`'s data. Raises InputError on any other."""
+        """The plan from the data of `asdict`. Raises InputError for anything else."""
         try:
             data = dict(data)
             if data.pop("strands", 1) != 1:  # of an older version
@@ -304,7 +310,7 @@ class Plan:
 
     @staticmethod
     def load(path: Path) -> Plan:
-        """From JSON or YAML. Raises InputError on any other content."""
+        """The plan from a JSON or YAML file. Raises InputError for other content."""
         import yaml
 
         try:
@@ -320,7 +326,7 @@ class Plan:
 
 
 def spread_evenly(n: int, shares: Sequence[float]) -> list[int]:
-    """Which of `shares` each of n has: the one that is furthest behind its share."""
+    """Assigns n items: each goes to the index of `shares` that is furthest behind its share."""
     had, found = [0] * len(shares), list[int]()
     for i in range(1, n + 1):
         found.append(max(range(len(shares)), key=lambda k: shares[k] / sum(shares) * i - had[k]))
@@ -332,7 +338,7 @@ _TYPES = {"int": int, "bool": bool}
 
 
 def _check_types(what: dict[str, Any], cls: type) -> None:
-    """Raises InputError on wrong types, without the value: YAML aliases can make it endless."""
+    """Raises InputError for fields of a wrong type. The value is not shown: YAML aliases can make it endless."""
     words = [*what.get("late_moments", ()), *(word for pair in what.get("saved", ()) for word in pair)]
     for f in fields(cls):
         expected = None if str(f.type).startswith("tuple") else _TYPES.get(str(f.type), str)

@@ -1,9 +1,9 @@
 """Gradients and weights of several hosts, each with some of a step's micro-batches and a share of the optimizer state.
 
-A sum of gradients goes from host to host: each begins with the sum of the one before, so that the order of additions,
-and with it every bit, is that of one host. The last rounds it and deals it out; each host updates its share (as in
-ZeRO, Rajbhandari et al. 2020), and sends the new weights to all. Sums have queues of their own: a host that waits for
-its share must not hold them up.
+A gradient sum goes from host to host: each adds its micro-batches to the sum of the host before, so the order of
+additions, and every result, is bitwise that of one host. The last host rounds the gradient and sends each host its
+share; the host updates that share (as in ZeRO, Rajbhandari et al. 2020) and sends the new weights to all others. Sums
+have queues of their own, so that a host which waits for its share does not delay them.
 """
 
 from __future__ import annotations
@@ -28,18 +28,22 @@ BETWEEN = "net_between"  # of the queue net, which is idle, by the run's own thr
 
 
 class Wire(Protocol):
-    """Tensors in RAM between hosts, for each queue in the order of its calls. A call returns when they are there."""
+    """Moves tensors in RAM between hosts, for each queue in the order of the calls. A call returns when they have
+    arrived.
+    """
 
     def send(self, queue: str, host: int, what: Tensor) -> None: ...
 
     def receive(self, queue: str, host: int, what: Tensor) -> None: ...
 
     def deal(self, queue: str, root: int, parts: Sequence[Tensor]) -> None:
-        """Sends each host's part from `root`; elsewhere receives the own one, the others are not looked at."""
+        """Sends each host its part from host `root`. On other hosts only the own part is filled, the rest is not
+        used.
+        """
         ...
 
     def gather(self, queue: str, parts: Sequence[Tensor]) -> None:
-        """Sends the own part to all, receives theirs."""
+        """Sends the own part to all other hosts and fills theirs."""
         ...
 
 
@@ -62,13 +66,14 @@ class SharedGradients(Gradients):
         return self._wire
 
     def get(self, u: int, gpu: int | None = None) -> Gradient:
-        """Also begins the next unit's sum: it is on its way while this one's is added to."""
+        """As of Gradients. Also begins the sum of the next unit, which is received during this unit's additions."""
         gradient, following = super().get(u, gpu), self.following.get(u)
         if following is not None and following not in self.holding and u not in self.aside:
             self._begin(following, self.plan.units[following].gpu)
         return gradient
 
     def _begin(self, u: int, gpu: int) -> None:
+        """Receives unit u's sum from the host before; on the first host the sum begins with zeros."""
         if self.plan.host == 0 and u not in self.aside:
             super()._begin(u, gpu)
             return
@@ -90,7 +95,9 @@ class SharedGradients(Gradients):
         buffer.ready = tuple(come[-1:])  # first in, first out: the last piece arrives last
 
     def finish(self, u: int) -> None:
-        """Passes unit u's sum on, or rounds and deals it; receives the own share."""
+        """Sends unit u's sum to the next host; the last host rounds it and sends the shares. Receives this host's
+        share.
+        """
         if not self.geo.numel[u]:
             return
         self.aside.discard(u)
@@ -124,14 +131,14 @@ class SharedGradients(Gradients):
         self.landed[u] = Landed(mine or Buffer(NOTHING), (dealt,), size, own.start)
 
     def set_aside(self, u: int) -> None:
-        """Passes the sum on, from the last host to the first, which goes on with it."""
+        """Sends the sum to the next host. It comes back to the first host, which continues it."""
         if self.geo.numel[u]:
             accumulator = self.holding.pop(u)
             accumulator.free((self._pass_on(u, accumulator),))
             self.aside.add(u)
 
     def _pass_on(self, u: int, accumulator: Buffer) -> Task:
-        """Sends unit u's sum to the next host; returns the last read of the accumulator."""
+        """Sends unit u's sum to the next host, in pieces; returns the task that reads the sum last."""
         gpu, name = self.plan.units[u].gpu, self.geo.names[u]
         for first, n in map(extent, self.geo.pieces(u, self.plan.sum_piece)):
             piece = self.onward.acquire(name)
@@ -169,7 +176,7 @@ class SharedGradients(Gradients):
         self.wire.gather("statistics", parts)
 
     def totals(self, loss: Callable[[Tensor], Tensor], gpu: int, others: Sequence[Tensor]) -> tuple[Tensor, Tensor]:
-        """As a host alone: the loss is summed from host to host, the last has the norm and tells all."""
+        """As of Gradients. The loss is summed from host to host; the last host has the norm, and sends both to all."""
         found, wire, host = torch.zeros(2, dtype=torch.float64), self.wire, self.plan.host
         if host:
             wire.receive("statistics", host - 1, found[:1])

@@ -1,8 +1,8 @@
 """One training step, from top to bottom. Read this file first.
 
-All micro-batches of a layer, then the next layer; what is computed with each is in layers.py. The only wait is for loss
-and gradient norm, after backward. Weights and activations come to the GPU in the order that `expect` is told, and free
-themselves after their last use.
+A step computes all micro-batches of a layer, then the next layer; layers.py has the tasks. It waits once, for loss and
+gradient norm after backward. Weights and activations are copied to the GPU in the order that `expect` was given, and
+their buffers are freed after the last use.
 """
 
 from __future__ import annotations
@@ -53,11 +53,13 @@ def train_step(
     preference: Preference | None = None,
     docs: Sequence[Sequence[Documents]] | None = None,
 ) -> StepStats:
-    """Forward, backward and update; `step` counts from 1. `trained`: labels of all hosts, or the sum of their weights;
-    with `preference`, the sum of pairs' weights. `docs`: of each host's micro-batches. None: of `batch`.
+    """One step: forward, backward and update. `step` counts from 1.
 
-    In mode `forward` the next call runs the update, ahead of each layer's forward, or `e.optimizer.flush()` does.
-    Raises InputError where no token has a label: there is no mean of the loss.
+    `trained`: the number of labels on all hosts, or the sum of their weights; with `preference`, the sum of the pairs'
+    weights; None: the labels of `batch`. `docs`: the documents of each host's micro-batches; None: those of `batch`.
+
+    In mode `forward` the update runs during the next call, ahead of each layer's forward, or in `e.optimizer.flush()`.
+    Raises InputError if no token has a label: the loss has no mean.
     """
     trained = sum(mb.trained for mb in batch) if trained is None else trained
     here = [mb.docs for mb in batch if mb.docs]
@@ -80,15 +82,15 @@ def train_step(
 
 
 def metrics_of(parts: Sequence[Tensor], trained: float) -> dict[str, float]:
-    """Means over labels of what a teacher's loss is made of, (2,) of each micro-batch."""
+    """Means over labels of the two parts of a teacher's loss. `parts`: (2,) sums of each micro-batch."""
     ce, kl = torch.stack([part.cpu() for part in parts]).sum(0).tolist()
     return {"ce": ce / trained, "kl": kl / trained}
 
 
 def evaluate(e: Engine, batch: Sequence[Inputs], parts: list[Tensor] | None = None) -> list[Tensor]:
-    """Each micro-batch's losses (N,), zero without a label. Runs updates that are due.
+    """The losses (N,) of each micro-batch, zero for tokens without a label. Runs updates that are due.
 
-    `parts` takes, where there is a teacher, sums of the two parts of each micro-batch's losses, (2,) fp64.
+    `parts`: with a teacher, the sums of the two parts of each micro-batch's losses are appended, (2,) fp64.
     """
     _forward(e, batch, train=False)
     with e.weights.of_losses(_loss_gpus(e, batch)) as w:
@@ -99,7 +101,7 @@ def evaluate(e: Engine, batch: Sequence[Inputs], parts: list[Tensor] | None = No
 
 
 def _add_counts(e: Engine, batch: Sequence[Inputs], done: Sequence[Task]) -> None:
-    """Waits for the losses' tasks, and adds what several GPUs counted to the counter on the head's GPU."""
+    """Waits for the losses' tasks; adds the counts of several GPUs to the counter on the head's GPU."""
     if e.queues.simulated:
         return
     for mb, task in zip(batch, done, strict=True):
@@ -109,7 +111,11 @@ def _add_counts(e: Engine, batch: Sequence[Inputs], done: Sequence[Task]) -> Non
 
 
 def stream_layers(e: Engine) -> Iterator[tuple[int, Any]]:
-    """Layers in order, with prefetched weights, for a caller who computes with each: a sampled token. As `evaluate`."""
+    """Yields (unit, weights) of all layers in order, prefetched, for a caller that computes with them: to sample a
+    token.
+
+    Runs updates that are due.
+    """
     _expect(e)
     for u in range(e.geo.head):
         for part in e.weights.parts(u):
@@ -119,7 +125,7 @@ def stream_layers(e: Engine) -> Iterator[tuple[int, Any]]:
 
 
 def _streamed(e: Engine, given: Sequence[LayerPart]) -> Iterator[tuple[int, Any]]:
-    """The first of `given`, as `stream_layers` has it; the caller reads the others too."""
+    """Yields the first of `given`, which are used together, and frees all of them after it."""
     part = given[0]
     queue, whole = numbered("compute", e.gpu(part.u)), e.geo.weights[part.u].span + e.geo.base[part.u].span
     arrived = e.queues.run(queue, "other", f"wait for {e.geo.names[part.u]}", lambda: None, part.ready)
@@ -136,7 +142,9 @@ def _streamed(e: Engine, given: Sequence[LayerPart]) -> Iterator[tuple[int, Any]
 
 
 def _forward(e: Engine, batch: Sequence[Inputs], train: bool, twice: bool = False) -> None:
-    """All layers but the head, whose weights come too. `twice`: the head reads its input so often."""
+    """Forward of all layers but the head; the head's weights are prefetched. `twice`: the head reads its input two
+    times.
+    """
     _expect(e)
     e.activations.expect_forward(len(batch))
     for u in range(e.geo.head):
@@ -149,7 +157,7 @@ def _forward(e: Engine, batch: Sequence[Inputs], train: bool, twice: bool = Fals
 
 
 def _expect(e: Engine) -> None:
-    """Weights of a forward pass, updated if that is due; a tied embedding's twice."""
+    """Begins the pass of weights for a forward pass, with updates that are due. A tied embedding is used two times."""
     e.weights.expect([*range(e.geo.head), *read_by_loss(e.geo)], before=e.optimizer.update_before_forward)
 
 
@@ -157,14 +165,14 @@ def _expect(e: Engine) -> None:
 
 
 def _loss_gpus(e: Engine, batch: Sequence[Inputs]) -> Iterable[int]:
-    """GPUs that compute the losses of a step's micro-batches."""
+    """The GPUs that compute the losses of these micro-batches."""
     return dict.fromkeys(map(e.plan.loss_gpu, range(len(batch))))
 
 
 def _losses(
     e: Engine, batch: Sequence[Inputs], w: Read, parts: list[Tensor] | None = None
 ) -> tuple[list[Tensor], list[Task]]:
-    """Each micro-batch's losses, and their tasks."""
+    """The losses of each micro-batch, and their tasks."""
     losses = [NOTHING] * len(batch)
     return losses, [loss(e, b, w[e.plan.loss_gpu(b)], mb, losses, parts) for b, mb in enumerate(batch)]
 
@@ -172,9 +180,10 @@ def _losses(
 def _losses_and_gradients(
     e: Engine, batch: Sequence[Inputs], scale: float, comparison: Comparison | None, parts: list[Tensor]
 ) -> tuple[list[Tensor], list[Task]]:
-    """As `_losses`, and the head's gradients of scale * their sum.
+    """As `_losses`, and adds the head's gradients of `scale` times the sum of the losses.
 
-    With `comparison` all losses come first; it makes the factors of their gradients, and the losses that are returned.
+    With `comparison` all losses are computed first: they give the factors of the gradients, and the losses that are
+    returned.
     """
     read, waits = read_by_loss(e.geo), bool(moving_sums(e.geo, e.plan))
     losses, done, compared = [NOTHING] * len(batch), list[Task](), list[Task]()
@@ -199,6 +208,8 @@ def _losses_and_gradients(
 
 
 def _compare(e: Engine, comparison: Comparison, losses: list[Tensor], made: Sequence[Task]) -> Task:
+    """Queues the comparison of pairs, after their losses."""
+
     def compare() -> None:
         if e.plan.losses:
             for task in made:
@@ -209,7 +220,7 @@ def _compare(e: Engine, comparison: Comparison, losses: list[Tensor], made: Sequ
 
 
 def _pool_load(e: Engine, batch: Sequence[Inputs]) -> None:
-    """Tells every GPU the load of experts on all, and on all hosts, which gradients of its balance need."""
+    """Adds up the load of experts on all GPUs and hosts: the gradient of the balance loss needs it."""
     if e.cfg.experts is None or e.plan.gpus == e.plan.hosts == 1:
         return
 
@@ -234,6 +245,7 @@ def _pool_load(e: Engine, batch: Sequence[Inputs]) -> None:
 
 
 def _backward(e: Engine, batch: Sequence[Inputs]) -> None:
+    """Backward of all blocks and of the embedding."""
     blocks = range(e.geo.head - 1, 0, -1)
     e.weights.expect(blocks)
     e.activations.expect_backward(len(batch))

@@ -1,7 +1,7 @@
-"""How a unit is updated: on the GPU, on the CPU, or streamed through the GPU, the latter two whole or in two parts.
+"""How a unit is updated: on its GPU, on the CPU, or streamed through the GPU; the latter two whole or in two parts.
 
-Tasks keep the hyper-parameters of their step: the next may begin before they run. State in RAM may stream through the
-GPU: PCIe and RAM together are faster than either.
+Tasks keep the hyper-parameters of their step, since the next step may begin before they run. State in RAM may be
+streamed through the GPU, because PCIe and RAM together are faster than either.
 """
 
 from __future__ import annotations
@@ -44,7 +44,7 @@ class AdamW:
 
 
 class Clip:
-    """The factor of a step's gradients; 1 until a norm is known."""
+    """The factor of a step's gradients, on each GPU and in RAM; 1 until a norm is known."""
 
     def __init__(self, queues: Queues):
         self.known: tuple[Task, ...] = ()  # sets it; clipped updates come after
@@ -53,12 +53,12 @@ class Clip:
             self.in_ram = torch.ones(1, dtype=torch.float32)
 
     def set_in_ram(self, factor: float) -> None:
-        """A new tensor: earlier updates may still read the last."""
+        """Makes a new tensor, since earlier updates may still read the last one."""
         self.in_ram = torch.tensor([factor], dtype=torch.float32)
 
 
 class Kernels:
-    """AdamW with the current step's hyper-parameters."""
+    """AdamW kernels with the hyper-parameters of the current step."""
 
     def __init__(self, geo: Geometry, plan: Plan, queues: Queues, adamw: AdamW):
         self.geo, self.plan, self.adamw, self.clip = geo, plan, adamw, Clip(queues)
@@ -67,7 +67,9 @@ class Kernels:
         self.workers = None if queues.simulated else Workers(update_threads(plan.gpus))
 
     def bind(self, u: int, a: int, b: int, on_gpu: bool = False, part: Part = "all") -> Kernel:
-        """Updates elements a..b of unit u, or a `part` of them."""
+        """A function that updates elements [a, b) of unit u, or a `part` of their state, with this step's
+        hyper-parameters.
+        """
         h = self.adamw
         hyper = dict(lr=self.lr, beta1=h.beta1, beta2=h.beta2, eps=h.eps, weight_decay=h.weight_decay, step=self.step)
         hyper["n_decay"] = min(max(self.geo.n_decay[u] - a, 0), b - a)
@@ -93,14 +95,14 @@ class Kernels:
 
 
 def _nothing(w: Tensor, state: Mapping[str, Tensor], grad: Tensor) -> None:
-    """A simulation's kernel."""
+    """The kernel of a simulation."""
 
 
 # ---------------------------------------------------------------- on the GPU
 
 
 class OnGpuUpdates:
-    """Updates of units stored on the GPU, on its compute stream."""
+    """Updates of units whose state is on the GPU, in its compute queue."""
 
     def __init__(self, kernels: Kernels, placement: Placement, weights: WeightStream, queues: Queues):
         self.kernels, self.geo, self.plan = kernels, kernels.geo, kernels.plan
@@ -108,6 +110,7 @@ class OnGpuUpdates:
         self.parts: dict[int, list[tuple[Tensor, dict[str, Tensor]]]] = {}  # by unit: weights and state of each record
 
     def hand_over(self, u: int, gradient: Landed) -> None:
+        """Queues unit u's update."""
         ranges, landed = self.geo.records(u, self.plan.record), gradient.buffer.tensor
         updates = [self.kernels.bind(u, a, b, on_gpu=True) for a, b in ranges]
 
@@ -121,7 +124,7 @@ class OnGpuUpdates:
         self.weights.layers[u].trained.publish(task)
 
     def _records(self, u: int) -> list[tuple[Tensor, dict[str, Tensor]]]:
-        """Made once: with several GPUs a view costs more time than the launch of a record's kernel."""
+        """Views of each record, made once: with several GPUs making them takes longer than launching the kernel."""
         if u not in self.parts:
             weights = flat(self.placement.weights[u], self.geo.dtype, self.geo.numel[u])
             parts = zip(self.geo.records(u, self.plan.record), self.placement.state[u], strict=True)
@@ -133,19 +136,19 @@ class OnGpuUpdates:
 
 
 class CpuWork:
-    """A layer's update on the CPU, or a part of it."""
+    """The update of one unit on the CPU, or one of its two parts."""
 
     def __init__(
         self, kernels: Kernels, queues: Queues, u: int, gradient: Landed | Spilled, part: Part, hi: Tensor = NOTHING
     ):
-        """`hi`: the weights in RAM; the part "moments" reads none."""
+        """`hi`: the weights in RAM. The part "moments" does not need them."""
         self.kernels, self.geo, self.queues = kernels, kernels.geo, queues
         self.u, self.gradient, self.part, self.hi = u, gradient, part, hi
         self.ranges = self.geo.records(u, kernels.plan.record)
         self.updates = [kernels.bind(u, a, b, part=part) for a, b in self.ranges]
 
     def whole(self, states: Sequence[Tensor], after: Sequence[Task]) -> Task:
-        """Queues all records; `states` lie in RAM, as the gradient does."""
+        """Queues the update of all records, whose `states` are in RAM."""
         grads = [self.gradient.part(a, b).tensor for a, b in self.ranges]
 
         def update() -> None:
@@ -157,6 +160,7 @@ class CpuWork:
         return self._run(self.geo.names[self.u], update, (*after, *self.gradient.ready), n)
 
     def record(self, r: int, state: Tensor, after: Sequence[Task]) -> Task:
+        """Queues the update of record r."""
         a, b = self.ranges[r]
         grad = self.gradient.part(a, b)
 
@@ -184,7 +188,7 @@ class CpuWork:
 
 
 class Read(NamedTuple):
-    """A record on its way from the SSD."""
+    """A record that is being read from the SSD."""
 
     u: int
     r: int
@@ -193,7 +197,7 @@ class Read(NamedTuple):
 
 
 class Records:
-    """Records stored on the SSD, read ahead while the ring has slots."""
+    """Records stored on the SSD, read ahead while the pool has free buffers."""
 
     def __init__(self, geo: Geometry, plan: Plan, placement: Placement):
         self.geo, self.plan, self.placement = geo, plan, placement
@@ -207,6 +211,7 @@ class Records:
         self.written: dict[tuple[int, int], Task] = {}
 
     def read_ahead(self) -> None:
+        """Starts reads in the order of the updates, as far as there are buffers."""
         while self.readable and self.pool.is_free and len(self.ahead) < len(self.order):
             self._read()
 
@@ -222,7 +227,7 @@ class Records:
         return Read(u, r, buffer, self.placement.read_state(u, r, buffer.tensor, (*buffer.ready, *last), *parts))
 
     def take(self, u: int, r: int) -> Read:
-        """Record r of unit u, the next in order."""
+        """Record r of unit u, which has to be the next in order."""
         if not self.ahead:
             self._read()
         read = self.ahead.popleft()
@@ -230,18 +235,20 @@ class Records:
         return read
 
     def take_moments(self, u: int, r: int) -> Read:
-        """Its moments alone, once its weights are updated."""
+        """The moments of a record alone, after the update of its weights."""
         return self._start(u, r, "moments")
 
     def put_back(self, read: Read, done: Task, *parts: str) -> None:
-        """Writes it, or `parts`, after `done`, and releases its slot."""
+        """Writes the record, or `parts` of it, after `done`, and frees its buffer."""
         write = self.placement.write_state(read.u, read.r, read.buffer.tensor, (done,), *parts)
         self.written[read.u, read.r] = write
         read.buffer.free((write,))
 
 
 class CpuUpdates:
-    """Updates on the CPU. With late moments `hand_over` queues the weights, `moments` the rest."""
+    """Updates on the CPU. With late moments `hand_over` queues the update of weights, and `moments` that of the
+    moments.
+    """
 
     def __init__(
         self, kernels: Kernels, placement: Placement, weights: WeightStream, gradients: Gradients, queues: Queues
@@ -253,7 +260,7 @@ class CpuUpdates:
         self.written: dict[int, Task] = {}  # the last moments of a layer with state in RAM
 
     def hand_over(self, u: int, gradient: Landed | Spilled) -> None:
-        """Queues layer u's update."""
+        """Queues unit u's update."""
         unit, weights = self.plan.units[u], self.weights.in_ram(u)
         taken, late = weights.take(), unit.state in self.plan.late_moments
         after = (*taken.ready, *self.kernels.clip.known)
@@ -271,15 +278,15 @@ class CpuUpdates:
         weights.put(taken, current)
 
     def moments_later(self, u: int, gradient: Landed | Spilled, after: Sequence[Task]) -> None:
-        """Layer u's moments are due, `after` its weights' update."""
+        """Keeps the update of unit u's moments for `moments`. It comes after `after`, the update of its weights."""
         self.late[u] = CpuWork(self.kernels, self.queues, u, gradient, "moments"), after
 
     def moments_of(self, u: int) -> tuple[Task, ...]:
-        """The last task on the moments of a layer with state in RAM, where they were late."""
+        """The last update of the moments of a unit with state in RAM; empty if they were not late."""
         return (self.written[u],) if u in self.written else ()
 
     def _record(self, work: CpuWork, r: int, after: Sequence[Task], late: bool) -> Task:
-        """Updates one record from the SSD; with late moments only its low halves go back."""
+        """Queues the update of a record on the SSD; with late moments only its low halves are written."""
         read = self.records.take(work.u, r)
         done = work.record(r, read.buffer.tensor, (*after, read.task))
         if not late:
@@ -293,7 +300,7 @@ class CpuUpdates:
         return done
 
     def moments(self, first: int) -> None:
-        """Queues due moments, last layer first, down to layer `first`."""
+        """Queues late updates of moments, from the last unit down to unit `first`."""
         for u in sorted((u for u in self.late if u >= first), reverse=True):
             work, after = self.late.pop(u)
             if self.plan.units[work.u].state == "ssd" and work.ranges:
@@ -311,8 +318,9 @@ class CpuUpdates:
 
 
 class StreamedUpdates:
-    """Updates on the GPU of state in RAM, record by record, in queues of their own while the CPU updates others, when
-    a layer's weights come for forward. Late moments follow on the CPU.
+    """Updates on the GPU of state in RAM, record by record, when a unit's weights are copied to the GPU for forward.
+
+    They have queues of their own, while the CPU updates other units. Late moments are updated on the CPU.
     """
 
     def __init__(
@@ -325,6 +333,7 @@ class StreamedUpdates:
         self.part: Part = "weights" if "gpu" in self.plan.late_moments else "all"
 
     def hand_over(self, u: int, gradient: Landed) -> None:
+        """Queues unit u's update."""
         weights, read = self.weights.in_ram(u), []
         held, come = weights.get(), weights.ready
         for r, (a, b) in enumerate(self.geo.records(u, self.plan.record)):
@@ -337,7 +346,10 @@ class StreamedUpdates:
         weights.write_back(done)
 
     def _record(self, u: int, r: int, hi: Tensor, come: Sequence[Task], grad: Elements) -> tuple[Task, Task]:
-        """(copy to the GPU, update of weights `hi`, there after `come`); queues the copy back too."""
+        """Queues the update of a record: copy to the GPU, update, copy back. Returns the first two tasks.
+
+        `hi`: its weights on the GPU, valid after `come`.
+        """
         a, b = self.geo.records(u, self.plan.record)[r]
         dtype, layout, stored = self.geo.dtype, self.geo.state_layout(b - a), self.placement.state[u][r]
         of, gpu = f"{self.geo.names[u]} {r}", self.plan.units[u].gpu
@@ -361,7 +373,9 @@ class StreamedUpdates:
         return gone, done
 
     def _back(self, u: int, r: int, updated: Tensor, done: Task) -> Task:
-        """Copies what changed of a record to RAM, before late moments its low halves; the last task on its buffer."""
+        """Queues the copy of what changed to RAM; before late moments these are the low halves. Returns the last task
+        on the buffer.
+        """
         (a, b), stored = self.geo.records(u, self.plan.record)[r], self.placement.state[u][r]
         first, layout = 0, self.geo.state_layout(b - a)
         if self.part == "weights":

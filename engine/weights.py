@@ -1,8 +1,9 @@
-"""Weights on the GPU: a pass says in what order it uses layers, then takes one after another.
+"""Weights on the GPU: a pass says in which order it uses layers, then takes one after the other.
 
-They are stored there, or come from RAM or the SSD to a buffer of a pool, ahead of their use; a resident copy is a pool
-of one. After the last use in a pass their buffers are free, and keep their content until another's comes: backward
-begins with what forward used last. That is STRONGHOLD's window and, the order being known, Belady's choice.
+Weights are stored on the GPU, or copied from RAM or the SSD to a buffer of a pool ahead of their use; a resident copy
+has a pool of one buffer. After the last use in a pass the buffer is free, and keeps its content until it is needed for
+other weights, so that backward begins with the layers that forward used last. This is the window of STRONGHOLD and,
+since the order is known, Belady's optimal replacement.
 """
 
 from __future__ import annotations
@@ -28,7 +29,7 @@ from trireme.models import model
 
 
 class OnGpu:
-    """Weights stored on their GPU, or none. Readers come after `ready`."""
+    """Weights stored on their GPU, or no weights. Tasks that read them come after `ready`."""
 
     may_come = True
 
@@ -37,26 +38,27 @@ class OnGpu:
         self.ready: tuple[Task, ...] = ()
 
     def fetch(self) -> None:
-        """They are there."""
+        """Nothing to do: they are on the GPU."""
 
     def get(self) -> Buffer:
+        """The buffer with the weights."""
         self.fetch()
         assert self.here is not None
         return self.here
 
     def release(self, after: Sequence[Task]) -> None:
-        """They stay."""
+        """To be called after the last use in a pass; here nothing to do."""
 
     def publish(self, done: Task) -> None:
-        """After `done` they are new."""
+        """To be called with the task that updates them."""
         self.ready = (done,)
 
     def settle(self) -> None:
-        """They are where they are stored."""
+        """Nothing to do: new weights are where they are stored."""
 
 
 class InRam(OnGpu):
-    """Weights stored in RAM. After `updated` they are current there."""
+    """Weights stored in RAM, valid there after `updated`."""
 
     def __init__(self, name: str, placement: Placement, entry: Entry, pool: Pool, gpu: int):
         self.name, self.placement, self.entry, self.pool, self.gpu = name, placement, entry, pool, gpu
@@ -77,7 +79,7 @@ class InRam(OnGpu):
             self.here.content, self.ready = self, (self._copy_up(self.here),)
 
     def release(self, after: Sequence[Task]) -> None:
-        """The last reader is `after`."""
+        """Frees the buffer on the GPU. `after`: the tasks that read it last."""
         here, self.here = self.get(), None
         here.free((*self.ready, *after, *self.updated))
 
@@ -113,11 +115,11 @@ class InRam(OnGpu):
         return taken
 
     def put(self, taken: Buffer, done: Task) -> None:  # noqa: ARG002 (of the SSD)
-        """After `done` those of `take` are new."""
+        """To be called with what `take` returned and the task that updates it."""
         self.publish(done)
 
     def write_back(self, done: Task) -> None:
-        """After `done` those on the GPU are new: copies them to RAM."""
+        """Copies weights that `done` updates on the GPU to RAM."""
         here, stored = self.get(), self._stored()
 
         def down() -> None:
@@ -129,7 +131,7 @@ class InRam(OnGpu):
 
 
 class OnSsd(InRam):
-    """Weights stored on the SSD, which pass through a staging buffer in RAM."""
+    """Weights stored on the SSD. They are read and written through staging buffers in RAM."""
 
     def __init__(self, name: str, placement: Placement, entry: Entry, pool: Pool, gpu: int, staging: Pool):
         super().__init__(name, placement, entry, pool, gpu)
@@ -157,14 +159,14 @@ class OnSsd(InRam):
         taken.ready, self.fresh = (done,), taken
 
     def settle(self) -> None:
-        """Frees the staging buffer of new weights, to be read again."""
+        """Frees the staging buffer that holds new weights; the next use reads them from the SSD."""
         if self.fresh is not None:
             self.fresh.free(self.updated)
             self.fresh = None
 
 
 def pooled(part: OnGpu) -> bool:
-    """Whether weights have a buffer of a pool."""
+    """Whether the weights have a buffer of a pool now."""
     return isinstance(part, InRam) and part.here is not None
 
 
@@ -172,7 +174,7 @@ def pooled(part: OnGpu) -> bool:
 
 
 class LayerWeights:
-    """A layer's trained and frozen weights, and what a pass makes of both."""
+    """A layer's trained and frozen weights, and `decoded`, what a pass makes of them."""
 
     begins = ends = True  # as SliceWeights
 
@@ -206,10 +208,10 @@ class LayerWeights:
 
 
 class SliceWeights:
-    """Some of a layer's frozen experts, in use with the layer's other weights."""
+    """A slice of a layer's frozen experts, in use together with the layer's other weights."""
 
     def __init__(self, u: int, v: int, numbers: range, frozen: OnGpu):
-        """`v`: their number among units of frozen weights, of `numbers` of the layer's slices."""
+        """`v`: its number as a unit of frozen weights. `numbers`: those of all slices of the layer."""
         self.u, self.v, self.frozen = u, v, frozen
         self.begins, self.ends = v == numbers[0], v == numbers[-1]
         self.layer: LayerWeights | None = None  # while in use
@@ -246,7 +248,7 @@ LayerPart = LayerWeights | SliceWeights  # what a task computes with
 
 
 class WeightStream:
-    """The weights of all layers."""
+    """The weights of all layers, and the passes over them."""
 
     def __init__(self, geo: Geometry, plan: Plan, placement: Placement, queues: Queues):
         self.geo, self.plan, self.placement, self.queues = geo, plan, placement, queues
@@ -262,6 +264,7 @@ class WeightStream:
         self.copies = dict[tuple[int, int], LayerWeights]()  # of what the loss reads, by unit and GPU
 
     def _stored(self, kind: Literal["weights", "base"], pool: What) -> Iterable[OnGpu]:
+        """The weights of each unit, by where the plan stores them."""
         placement, geo = self.placement, self.geo
         pools = [placement.pools("gpu", pool, gpu) for gpu in range(self.plan.gpus)]
         staging = placement.pools("host", pool)
@@ -283,7 +286,9 @@ class WeightStream:
     # ------------------------------------------------ a pass
 
     def expect(self, units: Iterable[int], before: Callable[[int], None] | None = None) -> None:
-        """A pass uses `units` in this order: each comes when its pool has a buffer, after `before(u)`."""
+        """Begins a pass that uses `units` in this order. Copies start as buffers are free, each after a call of
+        `before(u)`.
+        """
         self.uses = deque(units)
         layers = [self.layers[u] for u in self.uses]
         for layer in layers:
@@ -294,7 +299,9 @@ class WeightStream:
         self.coming.expect(coming)
 
     def parts(self, u: int, backward: bool = False) -> Iterator[LayerPart]:
-        """What layer u is computed with: its weights on its GPU, or slices of its experts, one after another."""
+        """Yields what layer u is computed with: the layer, or the slices of its experts one after the other; frees them
+        after use.
+        """
         layer = self._begin(u, backward)
         if not layer.slices:
             yield layer
@@ -308,7 +315,7 @@ class WeightStream:
 
     @contextmanager
     def of_losses(self, gpus: Iterable[int]) -> Iterator[dict[int, dict[int, LayerWeights]]]:
-        """What a loss reads on each of the GPUs, by unit; on another than the head's a copy."""
+        """A context with what a loss reads: {GPU: {unit: weights}}. GPUs other than the head's get copies."""
         read = read_by_loss(self.geo)
         for v in read:
             self._begin(v)
@@ -317,6 +324,7 @@ class WeightStream:
             self._end(v)
 
     def _begin(self, u: int, backward: bool = False) -> LayerWeights:
+        """Takes layer u into use: waits for nothing, but starts its copy and its decoding."""
         layer = self.layers[u]
         if u in self.uses:
             self.uses.remove(u)
@@ -328,12 +336,12 @@ class WeightStream:
         return layer
 
     def _end(self, u: int) -> None:
-        """Frees layer u's buffers after its last reader, unless the pass uses them again."""
+        """Frees layer u's buffers after its last reader, unless the pass uses the layer again."""
         if u not in self.uses:
             self._release(u)
 
     def _on(self, gpu: int, u: int) -> LayerWeights:
-        """Layer u in use or, on another GPU, a copy."""
+        """The weights of layer u, which is in use, on a GPU: a copy if it is not the layer's."""
         layer, own = self.in_use[u], self.plan.units[u].gpu
         if gpu == own:
             return layer
@@ -356,7 +364,7 @@ class WeightStream:
         return copy
 
     def _copy(self, u: int, gpu: int) -> LayerWeights:
-        """Layer u's buffers on another GPU."""
+        """The buffers for a copy of layer u on another GPU."""
         name, many = self.geo.names[u], partial(self.placement.many, "gpu")
         trained, frozen, decoded = (
             next(iter(many(what, name, gpu)), NOTHING) for what in ("weights copy", "base copy", "decoded copy")
@@ -381,7 +389,7 @@ class WeightStream:
         self.coming.go_on()
 
     def break_off(self, after: Task) -> None:
-        """Ends a pass: frees all that came, after `after`."""
+        """Ends a pass early: frees all its buffers after `after`."""
         self.coming.break_off()
         self.uses.clear()
         for layer in self.held:
@@ -392,11 +400,12 @@ class WeightStream:
 
     @property
     def held(self) -> list[LayerWeights]:
-        """Layers in use, or with buffers of pools."""
+        """The layers that are in use or have buffers of pools."""
         of = lambda layer: (layer.trained, layer.frozen, *(each.frozen for each in layer.slices))
         return [layer for layer in self.layers if layer.u in self.in_use or any(map(pooled, of(layer)))]
 
     def _decode(self, layer: LayerWeights, backward: bool) -> Buffer:
+        """Takes a buffer and queues what makes a pass's codes and decoded matrices, if it needs any."""
         u, geo, gpu = layer.u, self.geo, self.plan.units[layer.u].gpu
         decoded, nbytes = self.for_decoded[gpu].acquire(geo.names[u]), geo.decode_bytes[u][backward]
         if not nbytes:  # this pass reads frozen codes as they lie
@@ -413,7 +422,7 @@ class WeightStream:
         return decoded
 
     def tensors(self, layer: LayerPart) -> dict[str, Tensor]:
-        """By name, of a layer in use."""
+        """The weights of a layer in use, by name."""
         geo, u = self.geo, layer.u
         if isinstance(layer, SliceWeights):
             assert layer.layer is not None
@@ -424,7 +433,7 @@ class WeightStream:
     # ------------------------------------------------ updates
 
     def in_ram(self, u: int) -> InRam:
-        """Layer u's trained weights, stored in RAM or on the SSD."""
+        """The trained weights of layer u, which are stored in RAM or on the SSD."""
         trained = self.layers[u].trained
         assert isinstance(trained, InRam)
         return trained

@@ -1,4 +1,6 @@
-"""What the control groups of this process allow: folders of a controller, and the cores that it may use. No torch."""
+"""What the control groups of this process allow: folders of a controller, and the cores it may use. Imports no
+torch.
+"""
 
 from __future__ import annotations
 
@@ -11,9 +13,10 @@ QUOTA = "cpu.cfs_quota_us", "cpu.cfs_period_us"  # of version 1
 
 
 def groups(controller: str) -> Iterator[tuple[Path, int]]:
-    """(folder, version 1 or 2) of the groups above this process that have `controller`, its own first.
+    """Yields (folder, version 1 or 2) of the control groups of this process that have `controller`, the innermost
+    first.
 
-    In a container outer folders may be invisible; its limit is the root's.
+    In a container the outer ones may be invisible; its limit is that of the root.
     """
     for line in OWN.read_text().splitlines() if OWN.exists() else ["0::/", f"1:{controller}:/"]:
         number, controllers, path = line.split(":", 2)
@@ -26,7 +29,7 @@ def groups(controller: str) -> Iterator[tuple[Path, int]]:
 
 
 def cores() -> float:
-    """Cores that this process may keep busy: its affinity or, if less, the quota of a group above it."""
+    """Cores that this process may use: those of its affinity or, if it is less, the quota of a group."""
     found = float(len(os.sched_getaffinity(0)))
     for group, version in groups("cpu"):
         try:
@@ -42,7 +45,7 @@ def cores() -> float:
 
 
 def update_threads(gpus: int = 1) -> int:
-    """Threads of CPU AdamW: all cores but one for Python, or two for each of several GPUs and one.
+    """Threads of CPU AdamW: all cores but one for Python; with several GPUs all but two for each and one.
 
     Each of several GPUs has threads that launch kernels, and each needs a core. On 64 cores with four H100s no gain was
     seen: a step of 7B took 3.7 s, for another reason (`real._set_interpreter`).

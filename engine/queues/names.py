@@ -1,7 +1,7 @@
-"""The names of the queues: what each one transfers, for which GPU, over which link. No torch.
+"""The names of the queues: what each one transfers, for which GPU, over which link. Imports no torch.
 
-With one GPU `compute` is the calling thread with its CUDA stream. Several GPUs have queues of their own, threads all:
-`compute`, `compute1`, ... On the CPU they are pretended.
+With one GPU, `compute` is the calling thread with its CUDA stream. With several, each GPU has queues of its own,
+`compute`, `compute1`, ..., and all of them are threads; on the CPU the GPUs are pretended.
 """
 
 from __future__ import annotations
@@ -35,30 +35,32 @@ TITLES = {  # for people: in traces and pictures
 
 
 def numbered(name: str, gpu: int) -> str:
-    """A GPU's queue or tier."""
+    """The name of a GPU's queue or tier."""
     return f"{name}{gpu}" if gpu else name
 
 
 def kind_of(queue: str) -> str:
-    """A queue's name without its GPU."""
+    """A queue's name without the number of its GPU."""
     return queue.rstrip("0123456789")
 
 
 def gpu_of(queue: str) -> int:
+    """The GPU of a queue."""
     return int(queue[len(kind_of(queue)) :] or 0)
 
 
 def plain(queue: str) -> str:
-    """A queue's kind; of hops and sums, the way on the bus that they take."""
+    """A queue's kind; of transfers between GPUs through RAM, and of sums, the direction on PCIe that they take."""
     return BUS.get(kind_of(queue), kind_of(queue))
 
 
 def title(queue: str) -> str:
-    """A queue as people read it, with the name that the log has."""
+    """A queue for people, with its name in logs."""
     return f"{TITLES[kind_of(queue)]} ({queue})"
 
 
 def queues_of(gpus: int, hosts: int = 1) -> tuple[str, ...]:
+    """All queues of a machine with these GPUs, one of `hosts`."""
     unused = (*((*HOPS, *PEERS) if gpus == 1 else ()), *(SUMS if hosts == 1 else ()))
     own = tuple(queue for queue in ON_GPU if queue not in unused)
     others = (numbered(queue, gpu) for gpu in range(1, gpus) for queue in own)

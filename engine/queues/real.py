@@ -1,4 +1,4 @@
-"""Queues that execute tasks: at once in the calling thread, or in threads and CUDA streams."""
+"""Queues that execute tasks: immediately in the calling thread, or in threads and CUDA streams."""
 
 from __future__ import annotations
 
@@ -21,6 +21,8 @@ from trireme.engine.queues.trace import Span
 
 
 class RealTask(Task):
+    """A task with its result or error, and on a stream its CUDA events."""
+
     __slots__ = ("result", "error", "began", "ended", "_issued")
 
     def __init__(self, queue: str, kind: Kind, of: str, nbytes: float = 0, flops: float = 0):
@@ -52,12 +54,12 @@ class RealTask(Task):
 
 
 class InlineQueues:
-    """Every task at once in the calling thread: the reference."""
+    """Executes every task immediately in the calling thread. The results of all other queues are bitwise these."""
 
     simulated = False
 
     def __init__(self, device: torch.device | str = "cpu", gpus: int = 1):
-        """`gpus`: `device` and those behind it."""
+        """`device`: the first of `gpus` GPUs with consecutive numbers."""
         first = torch.device(device)
         if first.type == "cuda" and first.index is None:
             first = torch.device("cuda", torch.cuda.current_device())
@@ -99,13 +101,13 @@ class InlineQueues:
             torch.cuda.current_stream(self.device).synchronize()
 
     def drain(self) -> None:
-        """All is done."""
+        """Returns at once: all tasks are over."""
 
     def close(self) -> None:
-        """No threads to end."""
+        """Does nothing: there are no threads."""
 
     def trace(self) -> list[Span]:
-        """Spans recorded while `tracing`, since the last call. Call after drain()."""
+        """The tasks recorded while `tracing` since the last call. To be called after `drain`."""
         spans = [Span.over(t) for t in self.tasks]
         self.tasks = []
         return spans
@@ -145,10 +147,11 @@ SWITCHING = threading.Lock()
 
 
 def _set_interpreter(gpus: int) -> None:
-    """Lets threads that launch kernels run: short turns, and no search for cycles among all objects of the process.
+    """Lets the threads that launch kernels run: they take short turns, and the garbage collector rarely looks at all
+    objects.
 
-    Such a search takes 0.15 s, after torch alone is imported, and every thread waits for it. What exists already is
-    left out of it, too.
+    Such a collection takes 0.15 s once torch is imported, and every thread waits for it. Objects that exist now are
+    left out.
     """
     with SWITCHING:
         USUAL.append(USUAL[0] if USUAL else (sys.getswitchinterval(), gc.get_threshold()))
@@ -158,7 +161,7 @@ def _set_interpreter(gpus: int) -> None:
 
 
 def _reset_interpreter() -> None:
-    """To what it was, where these are the last queues that are closed."""
+    """Restores the settings when the last open queues are closed."""
     with SWITCHING:
         interval, thresholds = USUAL.pop()
         if not USUAL:
@@ -168,9 +171,9 @@ def _reset_interpreter() -> None:
 
 
 class RealQueues(InlineQueues):
-    """A thread per queue, on CUDA with a stream where it is a GPU's; one GPU's `compute`: the caller's.
+    """A thread for each queue, with a CUDA stream for those of a GPU. The caller's thread executes one GPU's `compute`.
 
-    Until all are closed the interpreter's threads take shorter turns, and it searches for cycles more rarely.
+    While any are open, the interpreter's threads take shorter turns, and garbage is collected more rarely.
     """
 
     def __init__(self, device: torch.device | str = "cpu", extra: Sequence[str] = (), gpus: int = 1, hosts: int = 1):
@@ -194,13 +197,14 @@ class RealQueues(InlineQueues):
             self._start(name)
 
     def _start(self, queue: str) -> None:
+        """Starts a queue's thread."""
         self.queues[queue] = SimpleQueue()
         thread = threading.Thread(target=self._serve, args=(queue,), name=f"queue-{queue}", daemon=True)
         thread.start()
         self.threads.append(thread)
 
     def _open(self, gpu: int) -> None:
-        """Makes its streams; `compute` shares the caller's, which brings inputs."""
+        """Makes a GPU's streams. `compute` has the caller's stream, on which inputs are copied."""
         device = self.devices[gpu]
         for name in (queue for queue in ON_GPU[1:] if queue in self.names):
             self.streams[numbered(name, gpu)] = torch.cuda.Stream(device)
@@ -257,6 +261,7 @@ class RealQueues(InlineQueues):
             del task, fn, after, item  # an idle thread's locals would keep a slot's memory
 
     def drain(self) -> None:
+        """Waits for all tasks; raises the first error."""
         last = [self._sentinel(name) for name in self.queues]
         for task in last:
             task._issued.wait()
@@ -269,12 +274,13 @@ class RealQueues(InlineQueues):
                 stream.synchronize()
 
     def _sentinel(self, queue: str) -> RealTask:
+        """Queues an empty task, to wait for those before it."""
         task = RealTask(queue, "other", "drain")
         self.queues[queue].put((task, lambda: None, ()))
         return task
 
     def close(self) -> None:
-        """Ends the threads; tasks behind a failed one do not run."""
+        """Ends the threads. Tasks after a failed one are not executed."""
         for waiting in self.queues.values():
             waiting.put(None)
         for thread in self.threads:

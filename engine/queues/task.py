@@ -1,10 +1,12 @@
-"""Tasks, and the queues that execute them in order, one for each resource.
+"""Tasks, and the queues that execute them in order; each queue is one resource.
 
-A task waits only for tasks handed over before it, and queues are first in, first out: no deadlock. Three kinds:
+A task waits only for tasks handed over before it, and each queue executes in order, so there is no deadlock. There are
+three kinds of queues:
 
-- `InlineQueues` (real.py): every task at once;
-- `RealQueues` (real.py): a thread per queue and, for copies to and from a GPU, a stream; ordered by events or futures;
-- `SimulatedQueues` (planner/simulate.py): times alone; start = max(queue free, inputs ready), end = start + seconds.
+- `InlineQueues` (real.py): executes every task at once;
+- `RealQueues` (real.py): a thread for each queue and, for work on a GPU, a stream; ordered by futures and events;
+- `SimulatedQueues` (planner/simulate.py): computes times alone; a task starts when its queue is free and all tasks that
+  it waits for have ended.
 """
 
 from __future__ import annotations
@@ -23,12 +25,12 @@ Kind = Literal[
 
 
 def named(kind: Kind, of: str) -> str:
-    """A task's name for people."""
+    """The name of a task, for people."""
     return of if kind == "other" else f"{kind} {of}".rstrip()
 
 
 class Task:
-    """Work on a queue, its amounts and times."""
+    """Work on a queue: its kind, what it is on (`of`), bytes, FLOPs, start and end."""
 
     __slots__ = ("queue", "kind", "of", "nbytes", "flops", "start", "end")
 
@@ -41,7 +43,7 @@ class Task:
         return named(self.kind, self.of)
 
     def wait(self) -> Any:
-        """Blocks until it is over, on the GPU too; returns its result or raises its error."""
+        """Blocks until the task is over, on the GPU too. Returns its result or raises its error."""
         raise NotImplementedError(f"{self.name}: simulated work has no result")
 
 
@@ -51,7 +53,7 @@ class Queues(Protocol):
 
     @property
     def device(self) -> torch.device:
-        """GPU 0."""
+        """The first GPU."""
         ...
 
     def run(
@@ -64,9 +66,12 @@ class Queues(Protocol):
         nbytes: float = 0,
         flops: float = 0,
     ) -> Task:
-        """Hands over `fn`, to run after all of `after`; returns its task at once. `of`: unit or piece."""
+        """Hands over `fn`, which is executed after all tasks in `after`; returns its task at once.
+
+        `of`: what it is on, such as a layer. `nbytes`, `flops`: what it moves and computes.
+        """
         ...
 
     def drain(self) -> None:
-        """Returns when all tasks are over; raises the first error."""
+        """Waits for all tasks; raises the first error."""
         ...

@@ -1,4 +1,4 @@
-"""The trace of executed tasks: start and end of each, seconds by queue, a file for Perfetto."""
+"""The trace of executed tasks: start and end of each, seconds by queue, and a file for Perfetto."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from trireme.engine.queues.task import Kind, Task, named
 
 @dataclass(frozen=True)
 class Span:
-    """A task in a trace; seconds since its beginning."""
+    """An executed task; times in seconds since the queues began."""
 
     queue: str
     kind: Kind
@@ -40,7 +40,7 @@ def busy(spans: Sequence[Span]) -> dict[str, float]:
 
 
 def perfetto(spans: Sequence[Span]) -> str:
-    """A Chrome trace (ui.perfetto.dev): a row a queue, microseconds."""
+    """A Chrome trace for ui.perfetto.dev, in JSON: one row for each queue, times in microseconds."""
     rows = {queue: i for i, queue in enumerate(dict.fromkeys((*QUEUES, *(s.queue for s in spans))))}
     events = [
         {"ph": "M", "name": "thread_name", "pid": "measured", "tid": i, "args": {"name": title(queue)}}

@@ -1,7 +1,7 @@
 """The watchdog: ends a run that makes no more progress.
 
-A wedged GPU or drive would be waited for without end, in calls that no exception interrupts. So a thread of its own
-says what hangs and ends the process at once: unwinding would free memory that a late queue may still write to.
+A GPU or drive that hangs would be waited for without end, in calls that no exception interrupts. So a thread says what
+hangs and ends the process at once: unwinding the stack would free memory that a late transfer may still write to.
 """
 
 from __future__ import annotations
@@ -19,20 +19,22 @@ HALVES = 2  # silent in a row: a process stopped and continued has slept through
 
 
 def patience(step_s: float) -> float:
-    """Seconds without progress; `step_s`: of a step, as predicted."""
+    """Seconds without progress until a run is ended. `step_s`: predicted seconds of a step."""
     return max(LEAST, STEPS * step_s)
 
 
 def nothing() -> None:
-    """Of a run that has no other progress than its queues'."""
+    """The `other` of a run without progress outside its queues."""
 
 
 @contextmanager
 def watched(
     queues: RealQueues, limit: float, late: Callable[[str], object], other: Callable[[], object] = nothing
 ) -> Iterator[None]:
-    """Within, calls late(what hangs) from another thread once for `limit` seconds no task was over and `other` returned
-    equal values: progress outside the queues.
+    """A context in which `late(what hangs)` is called once, from another thread, after `limit` seconds without
+    progress.
+
+    Progress is a task that ends, or another value of `other`.
     """
     left = threading.Event()
     args = (left, queues, limit, late, other)
@@ -50,7 +52,7 @@ def watch(
     late: Callable[[str], object],
     other: Callable[[], object] = nothing,
 ) -> None:
-    """Until `left` is set or, once, `late` is called."""
+    """The thread's function: returns when `left` is set, or after the call of `late`."""
     before, silent = (dict(queues.over), other()), 0
     while not left.wait(limit / HALVES):
         now = dict(queues.over), other()
@@ -61,7 +63,7 @@ def watch(
 
 
 def _hanging(queues: RealQueues) -> str:
-    """The queue and task that others wait for: of those that have begun, the first; none on a GPU's streams."""
+    """Says what hangs: of the tasks that have begun the first, for which others wait; or a GPU's streams."""
     tasks = list(queues.at.values())
     begun = [task for task in tasks if task.start]
     if not begun and queues.streams:
@@ -74,7 +76,7 @@ def _hanging(queues: RealQueues) -> str:
 
 
 def leave(say: Callable[[], object], at_most: float = 5.0) -> None:
-    """Ends the process with HUNG once `say` returns, or seconds later: the terminal may hang too."""
+    """Ends the process with exit code HUNG after `say`, or after `at_most` seconds: the terminal may hang, too."""
     saying = threading.Thread(target=say, daemon=True)
     saying.start()
     saying.join(at_most)
