@@ -1,9 +1,10 @@
-"""Asynchronous reads and writes of large aligned buffers, many in flight, results as futures.
+"""Asynchronous reads and writes of large aligned buffers: many in flight, their results as futures.
 
-Requests are cut into pieces of `block` bytes, and have a class: those of the highest go first, but after `BOUND` pieces
-of higher classes a waiting class has its turn, so that none starves. Requests of one class alternate. `depth` pieces
-are in flight, or `mixed` in a direction while there are more in the other (devices.py measures them). A future ends,
-also with an error, when none of its pieces is in flight: its buffer is free.
+A request is cut into pieces of `block` bytes, and belongs to a class (reads and writes that a task waits for, or not
+yet). Pieces of the highest class start first, but after BOUND pieces of higher classes a waiting class has its turn, so
+none starves. Requests of one class take turns. At most `depth` pieces are in flight, of each direction at most `mixed`
+while there are more of the other (devices.py measures both). A future ends, also with an error, when none of its pieces
+is in flight: its buffer can be used again.
 """
 
 from __future__ import annotations
@@ -36,9 +37,10 @@ BOUND = 8  # pieces of higher classes that pass a waiting class before one of it
 
 
 def arena(nbytes: int) -> memoryview:
-    """Zeroed memory of round_up(nbytes), on 2 MiB pages if possible, as a drive's command holds limited pages.
+    """Zeroed memory of round_up(nbytes), on 2 MiB pages if possible, since a command to a drive holds a limited number
+    of pages.
 
-    Not for forked children: copy on write would break transfers.
+    Forked children do not get it: copy on write would break transfers.
     """
     size = round_up(nbytes, HUGE_PAGE)
     area = mmap.mmap(
@@ -52,14 +54,17 @@ def arena(nbytes: int) -> memoryview:
 
 
 def address_of(buffer: Buffer) -> int:
+    """The address of a buffer's first byte."""
     return np.frombuffer(memoryview(buffer), np.uint8, count=1).ctypes.data
 
 
 class File:
-    """A file and its descriptor. `direct` (O_DIRECT) needs offset, size, address in multiples of 4,096."""
+    """A file and its descriptor. `direct`: with O_DIRECT, which needs offset, size and address in multiples of
+    4,096.
+    """
 
     def __init__(self, path: AnyPath, direct: bool, size: int | None = None, write: bool = True):
-        """With `size`, creates the file and allocates its blocks. Raises StoreError."""
+        """`size`: creates the file and allocates its blocks; None: opens it. Raises StoreError."""
         self.path, self.direct = os.fspath(path), direct
         flags = (os.O_RDWR if write else os.O_RDONLY) | os.O_CLOEXEC | (os.O_DIRECT if direct else 0)
         try:
@@ -76,7 +81,7 @@ class File:
                 raise
 
     def allocate(self, size: int) -> None:
-        """Raises StoreError."""
+        """Allocates blocks for `size` bytes. Raises StoreError."""
         try:
             os.posix_fallocate(self.fd, 0, size)
         except OSError as e:
@@ -87,7 +92,7 @@ class File:
 
 
 def _open(path: str, flags: int) -> int:
-    """os.open; lifts the soft limit where descriptors run out."""
+    """os.open; raises the soft limit of descriptors to the hard one if it is reached."""
     try:
         return os.open(path, flags, 0o666)
     except OSError as e:
@@ -99,6 +104,8 @@ def _open(path: str, flags: int) -> int:
 
 
 class _Request:
+    """A read or write as its caller asked for it. `rank`: its class. `end`: the byte that has to be reached."""
+
     __slots__ = ("file", "rank", "end", "future", "waiting", "left", "error")
 
     def __init__(self, file: File, rank: int, offset: int, view: memoryview, block: int, need: int):
@@ -116,7 +123,7 @@ class _Request:
 
 
 class Piece:
-    """`view` at `offset` of `file`."""
+    """A part of a request: the bytes `view` at `offset` of the file."""
 
     __slots__ = ("request", "offset", "view")
 
@@ -133,7 +140,7 @@ class Piece:
 
 
 class IO:
-    """Pieces and depth limits; a back end implements `_start`."""
+    """Requests, and the limits of pieces in flight. A back end implements `_start` and calls `_finish`."""
 
     name = "?"
 
@@ -155,15 +162,15 @@ class IO:
     def read(
         self, file: File, offset: int, buffer: Buffer, need: int | None = None, later: bool = False
     ) -> Future[None]:
-        """Fills `buffer`; the file may end after `need` bytes (default all). `later`: nobody waits for it yet."""
+        """Fills `buffer`. The file may end after `need` bytes (None: all). `later`: no task waits for it yet."""
         return self._request(file, READ_AHEAD if later else READ, offset, buffer, need)
 
     def write(self, file: File, offset: int, buffer: Buffer, later: bool = False) -> Future[None]:
-        """Writes `buffer` at `offset`; durable only after fsync. `later` as of `read`."""
+        """Writes `buffer` at `offset`. It is durable only after fsync. `later`: as of `read`."""
         return self._request(file, WRITE_BACK if later else WRITE, offset, buffer, None)
 
     def close(self) -> None:
-        """Waits for pieces in flight; other requests fail."""
+        """Waits for the pieces in flight; requests with others fail."""
         with self._lock:
             already, self._closed = self._closed, True
             dropped = [request for waiting in self._waiting for request in waiting]
@@ -177,7 +184,7 @@ class IO:
             self._stop()
 
     def _stop(self) -> None:
-        """When nothing is in flight."""
+        """Called once, when nothing is in flight, to end the back end."""
 
     def _request(self, file: File, rank: int, offset: int, buffer: Buffer, need: int | None) -> Future[None]:
         view = memoryview(buffer).cast("B")
@@ -195,7 +202,7 @@ class IO:
         return request.future
 
     def _pump(self) -> None:
-        """Starts waiting pieces up to the limit."""
+        """Starts waiting pieces up to the limits."""
         while True:
             with self._lock:
                 batch = []
@@ -211,7 +218,7 @@ class IO:
             self._start(batch)
 
     def _next(self) -> int | None:
-        """The class whose piece starts next; None while there is none, or the drive is full."""
+        """The class whose piece starts next; None if none is waiting, or the limits are reached."""
         waiting = [rank for rank in CLASSES if self._waiting[rank]]
         due = [rank for rank in waiting if self._passed[rank] >= BOUND and self._may_start(rank)]
         if due or not waiting:
@@ -219,21 +226,22 @@ class IO:
         return waiting[0] if self._may_start(waiting[0]) else None
 
     def _may_start(self, rank: int) -> bool:
+        """Whether the limits allow one more piece of a class."""
         write = rank >= WRITE
         return self._flying[write] < max(self.mixed, self.depth - self._flying[not write])
 
     def _count(self, rank: int) -> None:
-        """Counts a started piece of class `rank`."""
+        """Notes that a piece of class `rank` has started."""
         self._passed[rank] = 0
         for lower in range(rank + 1, len(CLASSES)):
             self._passed[lower] = self._passed[lower] + 1 if self._waiting[lower] else 0
 
     def _start(self, pieces: list[Piece]) -> None:
-        """`_finish` must follow for each, from any thread."""
+        """Starts pieces. For each of them `_finish` has to be called, from any thread."""
         raise NotImplementedError
 
     def _finish(self, piece: Piece, result: int) -> None:
-        """Takes back a piece with its `result`: bytes moved or -errno. The caller pumps afterwards."""
+        """Ends a piece. `result`: bytes moved, or -errno. The caller calls `_pump` afterwards."""
         request, path, error, again = piece.request, piece.file.path, None, False
         reached, verb = piece.offset + result, "writing" if piece.write else "reading"
         if result == -errno.EINTR:
@@ -257,7 +265,7 @@ class IO:
             self._idle.notify_all()
 
     def _put_back(self, piece: Piece) -> bool:
-        """Queues the rest, unless the request has failed."""
+        """Queues the rest of a piece again; False if its request has failed."""
         with self._lock:
             request = piece.request
             if self._closed or request.error:
@@ -268,7 +276,9 @@ class IO:
             return True
 
     def _end(self, request: _Request, error: StoreError | None, pieces: int) -> None:
-        """Counts pieces off; after an error no other is started. The last ends the future."""
+        """Notes that pieces of a request have ended. After an error no further ones start. The last one ends the
+        future.
+        """
         with self._lock:
             before, request.left = request.left, request.left - pieces
             if error and not request.error:
@@ -287,7 +297,7 @@ class IO:
 def together(
     parts: Sequence[Future[None]], finish: Callable[[BaseException | None], None] | None = None
 ) -> Future[None]:
-    """Ends after all parts, with the first error; finish(error) runs before."""
+    """A future that ends after all parts, with their first error. `finish(error)` is called before it ends."""
     joint: Future[None] = Future()
     joint.set_running_or_notify_cancel()
     lock, left = threading.Lock(), [len(parts)]
@@ -318,7 +328,7 @@ def together(
 
 
 def then(first: Future[None], work: Callable[[], None], pool: Executor) -> Future[None]:
-    """work() in `pool` after `first`, unless that failed."""
+    """A future of `work()`, which runs in `pool` after `first`, unless that failed."""
     joint: Future[None] = Future()
     joint.set_running_or_notify_cancel()
 
@@ -341,7 +351,7 @@ def then(first: Future[None], work: Callable[[], None], pool: Executor) -> Futur
 
 
 class ThreadIO(IO):
-    """A thread per piece in flight; transfers release the GIL."""
+    """A back end with threads, one for each piece in flight. Transfers release the GIL."""
 
     name = "threads"
 
@@ -366,7 +376,7 @@ class ThreadIO(IO):
             self._pump()
 
     def _move(self, piece: Piece) -> int:
-        """Returns bytes moved. Raises OSError."""
+        """Reads or writes a piece; returns bytes moved. Raises OSError."""
         fd = piece.file.fd
         moved = (os.pwritev if piece.write else os.preadv)(fd, [piece.view], piece.offset)
         if not piece.file.direct:  # free the page cache

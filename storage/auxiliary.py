@@ -1,4 +1,4 @@
-"""Auxiliary files of a checkpoint: config, tokenizer, chat templates, licence."""
+"""Auxiliary files of a checkpoint: all but weights, such as config, tokenizer, chat templates, licence."""
 
 from __future__ import annotations
 
@@ -19,17 +19,18 @@ NAMED = 3  # files named in a message
 
 
 def auxiliary(folder: Path) -> list[str]:
-    """Their names, relative to `folder`."""
+    """Names of the auxiliary files in `folder`, relative to it."""
     return sorted(name for name, why in _looks_alike(folder).items() if not why)
 
 
 def auxiliary_files(
     folder: Path, tokenizer: Path | None = None, template: str | None = None, end: int | None = None
 ) -> dict[str, CONTENT]:
-    """Auxiliary files by name, with those of another tokenizer, whose end token is `end`, or another template (in both
-    places that readers know).
+    """The auxiliary files by name.
 
-    Raises StoreError, CheckpointError where the tokenizer cannot be copied or its configuration is not JSON.
+    `tokenizer`: take those of another tokenizer's folder, and write `end` as its end token into the configuration.
+    `template`: a chat template to write in both places where readers look for it. Raises StoreError; CheckpointError if
+    the tokenizer cannot be copied, or its configuration is not JSON.
     """
     files: dict[str, CONTENT] = {name: folder / name for name in auxiliary(folder)}
     if tokenizer:
@@ -52,12 +53,12 @@ def auxiliary_files(
 
 
 def content_of(auxiliary: CONTENT) -> bytes:
-    """Raises OSError, StoreError."""
+    """The bytes of an auxiliary file. Raises OSError, StoreError."""
     return auxiliary if isinstance(auxiliary, bytes) else read_small(auxiliary, links=True)
 
 
 def _is_tokenizers(name: str) -> bool:
-    """Whether it is useless with another tokenizer."""
+    """Whether a file belongs to the tokenizer: with another one it is not copied."""
     known = ("tokenizer", "special_tokens_map.json", "added_tokens.json", "vocab.", "merges.txt")
     return name.startswith(known) or Path(name).suffix in (".model", ".tiktoken") or _is_template(name)
 
@@ -67,7 +68,7 @@ def _is_template(name: str) -> bool:
 
 
 def _with(path: Path, **fields: object) -> bytes:
-    """A JSON file with other fields."""
+    """A JSON file with some fields replaced."""
     try:
         found = parse_json(read_small(path, links=True), "file")
     except ValueError as error:
@@ -76,7 +77,7 @@ def _with(path: Path, **fields: object) -> bytes:
 
 
 def left_behind(folder: Path) -> str:
-    """A line about auxiliary files that are refused, or "". Raises CheckpointError for config.json."""
+    """A line about auxiliary files that are not copied, or "". Raises CheckpointError if config.json is one of them."""
     left = sorted((name, why) for name, why in _looks_alike(folder).items() if why)
     for name, why in left:
         if name == "config.json":
@@ -87,13 +88,13 @@ def left_behind(folder: Path) -> str:
 
 
 def is_auxiliary(name: str) -> bool:
-    """Whether the name stays in its folder."""
+    """Whether this can be the name of an auxiliary file: within its folder, and of a known kind."""
     folder, _, file = name.rpartition("/")
     return is_plain(name) and folder in ("", TEMPLATES) and Path(file).suffix in SUFFIXES
 
 
 def _looks_alike(folder: Path) -> dict[str, str]:
-    """Candidate -> why it is refused, or ""."""
+    """All files that look like auxiliary ones: name -> why it is not copied, or ""."""
     found = [p for p in folder.iterdir() if p.suffix in SUFFIXES and not p.name.endswith(".index.json")]
     found += (folder / TEMPLATES).glob("*.jinja")
     return {str(p.relative_to(folder)): _unfit(folder, p) for p in found if not p.name.startswith(".")}
@@ -102,8 +103,8 @@ def _looks_alike(folder: Path) -> dict[str, str]:
 def _unfit(folder: Path, path: Path) -> str:
     """Why a file is not copied, or "".
 
-    A link out of the folder may lead to a key. Download caches of Hugging Face are links: snapshots/<revision>/<file>
-    -> ../../blobs/<hash>.
+    A link out of the folder may lead to a private file. In the cache of Hugging Face files are links to blobs:
+    snapshots/<revision>/<file> -> ../../blobs/<hash>.
     """
     if not is_auxiliary(str(path.relative_to(folder))):
         return "has no plain name"

@@ -1,6 +1,6 @@
-"""A Hugging Face checkpoint folder: validated, read tensor by tensor, and written in the same form.
+"""A Hugging Face checkpoint folder: checked, read tensor by tensor, and written in the same form.
 
-Only safetensors is read. Memory is one chunk; the page cache is given back.
+Only safetensors files are read. Memory holds one chunk at a time; pages read are dropped from the page cache.
 """
 
 from __future__ import annotations
@@ -43,7 +43,7 @@ NUMPY = {"F64": np.float64, "F32": np.float32, "F16": np.float16, "BF16": np.uin
 
 
 class SourceTensor(NamedTuple):
-    """`dtype` in safetensors' notation; `offset` from the start of `file`."""
+    """Where a tensor is. `dtype` as safetensors writes it; `offset` in bytes from the start of `file`."""
 
     dtype: str
     shape: tuple[int, ...]
@@ -61,7 +61,7 @@ class SourceTensor(NamedTuple):
 
 @dataclass(frozen=True)
 class Source:
-    """A checkpoint with checked headers; `files` are its safetensors."""
+    """A checkpoint whose headers were checked. `files`: its safetensors files."""
 
     folder: Path
     files: tuple[str, ...]
@@ -70,38 +70,38 @@ class Source:
 
     @property
     def others(self) -> dict[str, CONTENT]:
-        """All but weights; without the index if there is a model.safetensors, where libraries ignore it."""
+        """All files but weights. Next to a model.safetensors the index is left out, since libraries ignore it there."""
         index = SINGLE not in self.files and (self.folder / INDEX).exists()
         return self.auxiliary | ({INDEX: self.folder / INDEX} if index else {})
 
     @property
     def nbytes(self) -> int:
-        """Of its safetensors files; of its tensors where it has none."""
+        """Bytes of its safetensors files; without files, of its tensors."""
         files = sum((self.folder / f).stat().st_size for f in self.files)
         return files or sum(t.nbytes for t in self.tensors.values())
 
     @property
     def shapes(self) -> dict[str, tuple[int, ...]]:
-        """Of its tensors, by name."""
+        """The shapes of its tensors, by name."""
         return {name: t.shape for name, t in self.tensors.items()}
 
     def named(self, name: str) -> str:
-        """A tensor with its file, for messages; of what is no tensor here with the folder."""
+        """A tensor with its file, for messages; with the folder if there is no such tensor."""
         with suppress(KeyError):
             return f"{self.folder / self.place(name).file}: {name}"
         return f"{self.folder}: {name}"
 
     def read(self, name: str) -> np.ndarray:
-        """Its bytes, (nbytes,) uint8. Raises StoreError."""
+        """A tensor's bytes, (nbytes,) uint8. Raises StoreError."""
         t = self.place(name)
         return self.bytes_of(t.file, t.offset, t.nbytes)
 
     def place(self, name: str) -> SourceTensor:
-        """Where a tensor lies."""
+        """Where a tensor is stored."""
         return self.tensors[name]
 
     def bytes_of(self, file: str, offset: int, nbytes: int) -> np.ndarray:
-        """(nbytes,) uint8. Raises StoreError."""
+        """Bytes of a file, (nbytes,) uint8. Raises StoreError."""
         out = np.empty(nbytes, np.uint8)
         filled = 0
         for chunk in _chunks(self.folder / file, offset, nbytes):
@@ -110,8 +110,9 @@ class Source:
         return out
 
     def values(self, name: str, first: int = 0, last: int | None = None) -> Iterator[np.ndarray]:
-        """Elements [first, last) in their dtype (bf16 as uint16 bits); a piece is valid until the next. Raises
-        CheckpointError.
+        """Yields elements [first, last) in their dtype (bf16 as uint16 bits); each array is valid until the next.
+
+        Raises CheckpointError for a dtype that is not one of weights.
         """
         t = self.place(name)
         if t.dtype not in NUMPY:
@@ -122,11 +123,11 @@ class Source:
                 yield chunk[a : a + PIECE].view(NUMPY[t.dtype])
 
     def size_of(self, file: str) -> int:
-        """Bytes of a weight file when it is written again."""
+        """Bytes that a weight file has when it is written again."""
         return (self.folder / file).stat().st_size
 
     def rewritten(self, file: str, fetch: Callable[[str], Iterable[np.ndarray] | None]) -> Iterator[np.ndarray]:
-        """A weight file with new data; the header is copied."""
+        """Yields a weight file's bytes with new values; the header stays. `fetch`: as of `export`."""
         tensors = sorted(((t.offset, name) for name, t in self.tensors.items() if t.file == file and t.nbytes))
         path, position = self.folder / file, 0
         for offset, name in tensors:
@@ -138,12 +139,12 @@ class Source:
 
 
 def unread(path: Path, name: str, dtype: str) -> str:
-    """That a weight is of another dtype than those of NUMPY."""
+    """The message that a weight has a dtype that is not read."""
     return f"{path}: {shown(name)} is {dtype}; a weight must be {', '.join(NUMPY)}. Take the BF16 original."
 
 
 def stored_values(name: str, t: SourceTensor, values: Iterable[np.ndarray]) -> Iterator[np.ndarray]:
-    """A tensor's values, all of them, as its bytes."""
+    """All values of a tensor as its bytes."""
     filled = 0
     for piece in values:
         yield convert(piece, dtype_of(piece), t.dtype).view(np.uint8)
@@ -152,7 +153,9 @@ def stored_values(name: str, t: SourceTensor, values: Iterable[np.ndarray]) -> I
 
 
 def open_source(folder: AnyPath, say: Say = to_stderr) -> Source:
-    """Checks all headers; `say` is called with files that are not copied. Raises CheckpointError."""
+    """Opens a checkpoint and checks all headers. `say` is called with files that are not copied. Raises
+    CheckpointError.
+    """
     folder = Path(folder)
     if not folder.is_dir():
         raise CheckpointError(f"{folder} is not a folder. Give the folder of a Hugging Face checkpoint.")
@@ -179,7 +182,7 @@ def open_source(folder: AnyPath, say: Say = to_stderr) -> Source:
 
 
 def _read_index(folder: Path) -> dict[str, str]:
-    """Tensor name -> file name within the folder."""
+    """The file of each tensor, by the index. Raises CheckpointError."""
     path = folder / INDEX
     try:
         weight_map = parse_json(read_small(path, MAX_HEADER, links=True), "index").get("weight_map")
@@ -204,7 +207,9 @@ def _read_index(folder: Path) -> dict[str, str]:
 
 
 def _collect(folder: Path, files: tuple[str, ...], weight_map: dict[str, str] | None) -> Source:
-    """Source of all tensors, also of those that weight_map lacks: libraries read whole files, in this order."""
+    """The checkpoint of these files, with tensors that the index lacks, too: libraries read whole files, in this
+    order.
+    """
     tensors = {}
     for file in files:
         header = read_header(folder / file)
@@ -226,7 +231,9 @@ def _collect(folder: Path, files: tuple[str, ...], weight_map: dict[str, str] | 
 
 
 def _chunks(path: Path, offset: int, nbytes: int, most: int | None = None) -> Iterator[np.ndarray]:
-    """Bytes [offset, offset + nbytes), `most` at once; a chunk is valid until the next."""
+    """Yields bytes [offset, offset + nbytes) of a file, at most `most` at a time; each array is valid until the
+    next.
+    """
     buffer = np.empty(min(most or CHUNK, nbytes), np.uint8)
     fd, end = -1, offset + nbytes
     try:
@@ -250,12 +257,12 @@ def _chunks(path: Path, offset: int, nbytes: int, most: int | None = None) -> It
 
 
 def dtype_of(values: np.ndarray) -> str:
-    """safetensors' dtype of weights."""
+    """The dtype of weights in numpy, as safetensors writes it: uint16 is BF16."""
     return next(word for word, kind in NUMPY.items() if kind == values.dtype)
 
 
 def convert(values: np.ndarray, dtype: str, to: str) -> np.ndarray:
-    """`values` from `dtype` to `to` (keys of NUMPY; bf16 as bits), rounded to nearest even; NaN stays."""
+    """Converts `values` from `dtype` to `to` (keys of NUMPY; bf16 as bits), rounding to nearest even. NaN stays NaN."""
     if dtype == to:
         return values
     if dtype == "BF16":
@@ -277,7 +284,7 @@ def convert(values: np.ndarray, dtype: str, to: str) -> np.ndarray:
 
 
 def is_finite(values: np.ndarray) -> bool:
-    """Whether all values are, bf16 as bits."""
+    """Whether all values are finite; bf16 as bits."""
     if values.dtype == np.uint16:
         return not bool(((values & 0x7F80) == 0x7F80).any())
     return bool(np.isfinite(values).all())
@@ -289,11 +296,11 @@ def export(
     fetch: Callable[[str], Iterable[np.ndarray] | None],
     progress: Callable[[int], None] = lambda _: None,
 ) -> dict[str, str]:
-    """Writes a checkpoint with the source's files, names, shapes, dtypes, metadata and auxiliary files into `out`.
+    """Writes a checkpoint to `out` with the source's files, names, shapes, dtypes, metadata and auxiliary files.
 
-    fetch(name) yields values, flat float32 or uint16 (bf16 bits), rounded to the source's dtype; None copies the
-    tensor. `progress(nbytes)` counts bytes written and read back. Files are named once all are synced and compared.
-    Returns their checksums. Raises StoreError, leaving no files.
+    fetch(name) yields new values, flat, as float32 or bf16 bits in uint16; they are rounded to the source's dtype. It
+    returns None for a tensor to copy. `progress(nbytes)` is called for bytes written and read back. Files get their
+    names when all of them are synced and were compared. Returns their checksums. Raises StoreError, leaving no files.
     """
     out = Path(out)
     files = [*source.others, *source.files]
@@ -335,7 +342,7 @@ def _copied(source: Source, file: str) -> Iterator[np.ndarray]:
 
 
 def counted(content: Iterable[np.ndarray | memoryview], progress: Callable[[int], object]) -> Iterator[memoryview]:
-    """The pieces; calls progress(nbytes) for each once the next is requested."""
+    """The same pieces; calls progress(nbytes) for each when the next one is requested."""
     for piece in content:
         yield piece if isinstance(piece, memoryview) else piece.data
         progress(len(piece))

@@ -1,4 +1,4 @@
-"""A folder on a drive, and the I/O back end that was measured to be fastest there."""
+"""A folder on a drive, and the I/O back end that was measured to be the fastest there."""
 
 from __future__ import annotations
 
@@ -31,7 +31,9 @@ SETTINGS = (
 
 @dataclass
 class Device:
-    """`direct`: bypasses the page cache. Bytes per second, one direction at a time."""
+    """A folder and its back end. `direct`: files bypass the page cache. `read`, `write`: bytes/s, one direction at a
+    time.
+    """
 
     path: Path
     io: IO
@@ -44,12 +46,12 @@ class Device:
 
     @property
     def speed(self) -> float:
-        """Read and written back."""
+        """Bytes/s of data that is read and written back."""
         return 2 / (1 / self.read + 1 / self.write)
 
 
 def check_links(folder: Path) -> None:
-    """Raises StoreError where the drive has no hard links, which snapshots are made of."""
+    """Raises StoreError if the drive has no hard links: snapshots consist of them."""
     path, link = folder / PROBE, folder / LINKED
     try:
         link.unlink(missing_ok=True)
@@ -64,8 +66,10 @@ def check_links(folder: Path) -> None:
 
 
 def is_direct(folder: Path) -> bool:
-    """Whether files in `folder` bypass the page cache. Accepting O_DIRECT proves nothing: where unaligned reads succeed
-    (tmpfs, overlay, sometimes btrfs), the cache served them.
+    """Whether files in `folder` bypass the page cache.
+
+    That O_DIRECT is accepted proves nothing: where unaligned reads succeed, too (tmpfs, overlay, sometimes btrfs), they
+    came from the cache.
     """
     path = folder / PROBE
     path.unlink(missing_ok=True)
@@ -93,7 +97,7 @@ def is_direct(folder: Path) -> bool:
 
 
 def open_device(path: AnyPath, nbytes: int = 256 * MIB, say: Say = to_stderr) -> Device:
-    """Makes the folder and picks the fastest back end on `nbytes` of test data (0: the first).
+    """Makes the folder and picks the fastest back end, measured on `nbytes` of test data (0: takes the first).
 
     `say` is called with what slows the drive down. Raises StoreError.
     """
@@ -120,7 +124,7 @@ def open_device(path: AnyPath, nbytes: int = 256 * MIB, say: Say = to_stderr) ->
 
 
 def _candidates(path: Path, direct: bool, say: Say) -> Iterator[Device]:
-    """Settings that work here."""
+    """Yields the back ends that work here."""
     for backend, block, depth, mixed in SETTINGS:
         if direct or backend is ThreadIO:
             try:
@@ -131,7 +135,9 @@ def _candidates(path: Path, direct: bool, say: Say) -> Iterator[Device]:
 
 @contextmanager
 def _test_file(folder: Path, direct: bool, nbytes: int) -> Iterator[tuple[File, list[memoryview]]]:
-    """About nbytes, written (first writes cost more), and two buffers of half."""
+    """A file of about `nbytes` that was written once, since first writes cost more, and two buffers of half its
+    size.
+    """
     path, half = folder / PROBE, round_up(nbytes // 2)
     path.unlink(missing_ok=True)
     file = File(path, direct, 2 * half)
@@ -149,7 +155,7 @@ def _test_file(folder: Path, direct: bool, nbytes: int) -> Iterator[tuple[File, 
 
 
 def _measure(device: Device, file: File, halves: list[memoryview]) -> float:
-    """Sets the speeds; total seconds to read, write, do both."""
+    """Sets the device's speeds. Returns seconds to read, write, and do both at once."""
     io, half = device.io, len(halves[0])
 
     def timed(*requests: Future[None]) -> float:

@@ -1,4 +1,4 @@
-"""Durable files: written and synced before they are renamed to their final names."""
+"""Durable files: written and synced before they get their final names."""
 
 from __future__ import annotations
 
@@ -29,11 +29,11 @@ Say = Callable[[str], None]  # called with lines for the user
 
 
 class StoreError(OSError):
-    """A disk that fails, is full or holds something wrong: which file, what to do."""
+    """A drive failed, is full, or holds something wrong. The message names the file and says what to do."""
 
 
 class NoSnapshot(StoreError):
-    """No store, or none with a snapshot."""
+    """There is no store, or it has no snapshot."""
 
 
 def as_store_error(error: OSError, path: AnyPath, during: str = "") -> StoreError:
@@ -48,7 +48,7 @@ def to_stderr(line: str) -> None:
 
 
 def check_space(folder: Path, needed: int, what: str) -> None:
-    """Raises StoreError without `needed` bytes free."""
+    """Raises StoreError if fewer than `needed` bytes are free. `what`: for the message."""
     free = shutil.disk_usage(folder).free
     if needed > free:
         message = f"has {_amount(free)} free, {what} needs {_amount(needed)}: {_amount(needed - free)} more"
@@ -64,9 +64,10 @@ def _amount(nbytes: int) -> str:
 
 
 def write_synced(path: Path, content: Iterable[Buffer]) -> None:
-    """A new file, fsynced; large ones past the page cache, DEPTH blocks while the next is made. Raises StoreError.
+    """Writes a new file and syncs it; large ones bypass the page cache. Raises StoreError.
 
-    What has the name is removed, not written to: it may be a link to another file.
+    DEPTH blocks are written while the next is made. A file with this name is removed, not written to: it may be a link
+    to another file.
     """
     fd, end = -1, 0
     written: deque[Future[None]] = deque()
@@ -95,7 +96,9 @@ def write_synced(path: Path, content: Iterable[Buffer]) -> None:
 
 
 def _blocks(content: Iterable[Buffer]) -> Iterator[memoryview]:
-    """Page-aligned copies of BLOCK bytes, the last one shorter; each is valid while the next DEPTH are made."""
+    """Yields the content in page-aligned blocks of BLOCK bytes, the last one shorter. Each is valid while the next
+    DEPTH are made.
+    """
     made: list[memoryview] = []
     room, filled, blocks = memoryview(b""), 0, 0
     for chunk in content:
@@ -116,14 +119,14 @@ def _blocks(content: Iterable[Buffer]) -> Iterator[memoryview]:
 
 
 def go_direct(fd: int, direct: bool) -> None:
-    """Past the page cache or through it, as far as the filesystem can."""
+    """Makes a file bypass the page cache, or not, if the filesystem can."""
     flags = fcntl.fcntl(fd, fcntl.F_GETFL)
     with suppress(OSError):
         fcntl.fcntl(fd, fcntl.F_SETFL, flags | os.O_DIRECT if direct else flags & ~os.O_DIRECT)
 
 
 def _write(fd: int, block: memoryview, offset: int) -> None:
-    """All of it; what goes through the page cache is flushed and dropped, so that it never fills memory."""
+    """Writes all of a block. What goes through the page cache is flushed and dropped, so that it never fills memory."""
     start = offset
     while block:
         direct = _is_direct(fd)
@@ -142,7 +145,9 @@ def _write(fd: int, block: memoryview, offset: int) -> None:
 
 
 def read_back(path: Path) -> Iterator[memoryview]:
-    """The whole file, past the page cache where possible; DEPTH blocks are read while the one before them is used."""
+    """Yields the whole file, bypassing the page cache if possible. DEPTH blocks are read while the one before is
+    used.
+    """
     fd = os.open(path, os.O_RDONLY | os.O_CLOEXEC)
     coming: deque[Future[memoryview]] = deque()
     with ThreadPoolExecutor(DEPTH) as reading:
@@ -163,7 +168,7 @@ def read_back(path: Path) -> Iterator[memoryview]:
 
 
 def _read(fd: int, buffer: memoryview, offset: int) -> memoryview:
-    """The buffer's part that the file fills."""
+    """Fills the buffer from the file; returns the part that was filled."""
     filled = 0
     while filled < len(buffer):
         direct = _is_direct(fd)
@@ -187,12 +192,12 @@ def _is_direct(fd: int) -> bool:
 
 
 def partial_of(path: Path) -> Path:
-    """Its name while it is written."""
+    """The name that a file has while it is written."""
     return path.with_name(f".{path.name}.partial")
 
 
 def replace_synced(path: Path, text: bytes) -> None:
-    """After a crash, the old content or the new. Raises StoreError."""
+    """Replaces a file: after a crash it has the old content or the new. Raises StoreError."""
     partial = partial_of(path)
     try:
         write_synced(partial, [text])
@@ -205,7 +210,7 @@ def replace_synced(path: Path, text: bytes) -> None:
 
 
 def sync_folder(folder: Path) -> None:
-    """Makes names in `folder` durable. Raises StoreError."""
+    """Makes the names in `folder` durable. Raises StoreError."""
     fd = -1
     try:
         fd = os.open(folder, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
@@ -218,7 +223,9 @@ def sync_folder(folder: Path) -> None:
 
 
 def make_folder(path: Path) -> list[Path]:
-    """Makes a folder and missing parents, durably; returns them, innermost first. Raises OSError, leaving none."""
+    """Makes a folder and its missing parents, durably. Returns those made, innermost first. Raises OSError, leaving
+    none.
+    """
     missing = [p for p in (path, *path.parents) if not p.exists()]
     try:
         path.mkdir(parents=True, exist_ok=True)
@@ -231,14 +238,14 @@ def make_folder(path: Path) -> list[Path]:
 
 
 def remove_folders(folders: Iterable[Path]) -> None:
-    """The empty ones."""
+    """Removes those folders that are empty."""
     for folder in folders:
         with suppress(OSError):
             folder.rmdir()
 
 
 def check_folder(path: Path) -> None:
-    """Raises StoreError unless a folder: links may lead elsewhere."""
+    """Raises StoreError unless `path` is a folder. A link is refused: it may lead elsewhere."""
     try:
         if not stat.S_ISDIR(os.lstat(path).st_mode):
             raise StoreError(errno.ENOTDIR, "has to be a folder, and no link", str(path))
@@ -247,7 +254,7 @@ def check_folder(path: Path) -> None:
 
 
 def make_place(path: Path, folder: Path) -> None:
-    """Makes the subfolders of `folder` that `path` is in. Raises StoreError where one is a link, OSError."""
+    """Makes the subfolders of `folder` that `path` is in. Raises StoreError if one is a link, OSError."""
     inside = path.relative_to(folder).parents
     for place in (folder / part for part in reversed(inside[:-1])):  # the user may name a link as `folder`
         place.mkdir(exist_ok=True)
@@ -255,7 +262,9 @@ def make_place(path: Path, folder: Path) -> None:
 
 
 def lock(fd: int) -> bool:
-    """Locks an open file or folder until closed; False where held. True on filesystems without locks."""
+    """Locks an open file or folder until it is closed. False if another process has the lock; True on filesystems
+    without locks.
+    """
     try:
         fcntl.flock(fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
     except BlockingIOError:
@@ -266,9 +275,9 @@ def lock(fd: int) -> bool:
 
 
 def lock_folder(path: Path, stack: ExitStack) -> list[Path]:
-    """Makes and locks the folder until `stack` closes or the process ends.
+    """Makes a folder and locks it until `stack` closes or the process ends.
 
-    Returns folders made, innermost first. Raises StoreError, leaving none.
+    Returns the folders that were made, innermost first. Raises StoreError, leaving none.
     """
     made: list[Path] = []
     try:
@@ -292,5 +301,5 @@ def lock_folder(path: Path, stack: ExitStack) -> list[Path]:
 
 
 def existing(folder: str | Path) -> Path:
-    """The nearest existing folder upwards."""
+    """The folder, or its nearest parent that exists."""
     return next(p for p in (Path(folder), *Path(folder).absolute().parents) if p.exists())

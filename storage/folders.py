@@ -1,7 +1,7 @@
 """The folders of a store: which store they belong to, which process has locked them, what is removed from them.
 
-`store.id` is written first and, renamed `store.finished`, removed last: after a kill it tells the store's files from
-others. Only the holder of `store.lock` makes or removes files.
+`store.id` is written first. It is removed last, after it was renamed `store.finished`: so after a kill a store's files
+can be told from other files. Only the process that holds `store.lock` makes or removes files.
 """
 
 from __future__ import annotations
@@ -39,7 +39,7 @@ SHAPE = {"store": str, "device": int, "devices": int, "auxiliary": [str], "run":
 
 
 class Owner(NamedTuple):
-    """Whose a store is: the id of a run, and its folder."""
+    """The run that a store belongs to: its id, and its folder."""
 
     run: str = ""
     folder: str = ""
@@ -47,7 +47,9 @@ class Owner(NamedTuple):
 
 @dataclass(frozen=True)
 class Identity:
-    """A folder's number, the first folder's auxiliary files, `owner`, and the folders that were made for it."""
+    """The content of `store.id`: number of this folder, auxiliary files in the first folder, owner, folders made for
+    the store.
+    """
 
     store: str
     device: int
@@ -63,7 +65,7 @@ def write_identity(folder: Path, identity: Identity) -> None:
 
 
 def read_identity(folder: Path, name: str = IDENTITY) -> Identity:
-    """Raises NoSnapshot where no store is, StoreError where unreadable."""
+    """Reads `store.id`. Raises NoSnapshot if there is no store, StoreError if it cannot be read."""
     path = folder / name
     try:
         text = read_small(path, LARGEST)
@@ -86,9 +88,9 @@ def read_identity(folder: Path, name: str = IDENTITY) -> Identity:
 
 
 def is_taken(folder: Path, first: Path) -> bool:
-    """Whether a new store, `first` its first folder, would destroy a snapshot in `folder`.
+    """Whether a new store would destroy a snapshot in `folder`. `first`: the first folder of that store.
 
-    Snapshots on other than the first device may be remains of a killed commit.
+    Snapshots in folders other than the first may be remains of a commit that was killed.
     """
     if not snapshots.folders(folder):
         return False
@@ -99,15 +101,15 @@ def is_taken(folder: Path, first: Path) -> bool:
 
 
 def owner_of(folder: Path) -> Owner | None:
-    """Whose the store in a folder is, None where none is to be read."""
+    """The owner of the store in a folder; None if it cannot be read."""
     known = _read(folder, IDENTITY)
     return Owner(known.run, known.folder) if known else None
 
 
 def in_order(folders: Sequence[Path], run: str = "") -> list[int]:
-    """The folders of a run's store, by device.
+    """The order of the folders of a run's store, as indices of `folders`.
 
-    Raises StoreError where one is missing or foreign, NoSnapshot if none holds a snapshot.
+    Raises StoreError if one is missing or belongs to another store, NoSnapshot if none has a snapshot.
     """
     found = [replace(read_identity(folder), folder="", made=()) for folder in folders]
     if any(known.run != run for known in found):
@@ -123,10 +125,10 @@ def in_order(folders: Sequence[Path], run: str = "") -> list[int]:
 
 
 def take(paths: Sequence[Path], auxiliary: Sequence[str], stack: ExitStack, undo: ExitStack) -> list[tuple[str, ...]]:
-    """Locks the folders for a new store until `stack` closes; clears stores without a snapshot.
+    """Locks the folders for a new store until `stack` closes, and clears stores without a snapshot.
 
-    Returns what was made for each, as Identity.made, by a store that it clears too; `undo` reverts. Raises StoreError
-    where a folder is in use, holds a snapshot, or a foreign file of a store's name.
+    Returns for each folder what was made for it (Identity.made), also by a store that is cleared; `undo` reverts.
+    Raises StoreError if a folder is in use, holds a snapshot, or holds another's file with a name that stores use.
     """
     made: list[tuple[str, ...]] = []
     for path in paths:
@@ -150,7 +152,7 @@ def take(paths: Sequence[Path], auxiliary: Sequence[str], stack: ExitStack, undo
 def sign(
     paths: Sequence[Path], auxiliary: Sequence[str], owner: Owner, made: Sequence[tuple[str, ...]], undo: ExitStack
 ) -> None:
-    """Writes a new store's identities. `made`: as `take` gives it. `undo` ends it."""
+    """Writes the identities of a new store. `made`: from `take`. `undo` removes the store again."""
     name = uuid.uuid4().hex
     for k, path in enumerate(paths):
         undo.callback(remove_folders, [path / FOLDER])
@@ -160,7 +162,7 @@ def sign(
 
 
 def adopt(paths: Sequence[Path], owner: Owner) -> None:
-    """A store of that run says which folder it is in, which may have been moved."""
+    """Notes the folder of the store's run, which may have been moved."""
     for path in paths:
         known = read_identity(path)
         if known.folder != owner.folder:
@@ -168,9 +170,9 @@ def adopt(paths: Sequence[Path], owner: Owner) -> None:
 
 
 def remove(paths: Sequence[Path], progress: Callable[[int], object] = lambda _: None) -> None:
-    """Removes all of the store, its locks, which are held, and folders made for it.
+    """Removes a store whose locks are held, with its locks and the folders made for it.
 
-    Killed meanwhile, the store is finished.
+    If it is killed, the store is marked finished, and `remove_finished` completes it.
     """
     for path in paths:
         _mark_finished(path)
@@ -183,18 +185,18 @@ def remove(paths: Sequence[Path], progress: Callable[[int], object] = lambda _: 
 
 
 def is_finished(path: Path, run: str) -> bool:
-    """Whether the removal of that run's store was killed; also where it cannot be read."""
+    """Whether the removal of this run's store was begun and not completed. True also if the mark cannot be read."""
     return (path / FINISHED).exists() and (not (known := _read(path, FINISHED)) or known.run == run)
 
 
 def remove_finished(paths: Sequence[Path], run: str = "") -> None:
-    """Completes the killed removal of a run's store. Raises StoreError where in use."""
+    """Completes the removal of a run's store. Raises StoreError if it is in use."""
     own = [path for path in paths if is_finished(path, run) or not (path / FINISHED).exists()]
     discard([*_finished(own), *(path for path in own if (path / LOCK).exists() and not _holds_store(path))])
 
 
 def discard(paths: Sequence[Path], progress: Callable[[int], object] = lambda _: None) -> None:
-    """As remove, of what is not locked yet. Raises StoreError where in use."""
+    """Locks a store and removes it. Raises StoreError if it is in use."""
     with ExitStack() as stack:
         for path in paths:
             lock_folder(path, stack)
@@ -202,7 +204,7 @@ def discard(paths: Sequence[Path], progress: Callable[[int], object] = lambda _:
 
 
 def finish(path: Path) -> None:
-    """Removes this folder's part of a store; its lock stays held."""
+    """Removes a folder's part of a store. Its lock stays held."""
     _mark_finished(path)
     _erase(path)
 
@@ -218,7 +220,7 @@ def _holds_store(path: Path) -> bool:
 
 
 def _finished(paths: Sequence[Path]) -> list[Path]:
-    """Folders of stores that any of them marks finished."""
+    """The folders of stores of which one is marked finished."""
     over = [path for path in paths if (path / FINISHED).exists()]
     names = {known.store for path in over if (known := _read(path, FINISHED))}
     begun = [path for path in paths if (known := _read(path, IDENTITY)) and known.store in names]
@@ -232,7 +234,7 @@ def _mark_finished(path: Path) -> None:
 
 
 def _erase(path: Path, progress: Callable[[int], object] = lambda _: None) -> tuple[str, ...]:
-    """Removes a finished store's files; gives its Identity.made."""
+    """Removes the files of a finished store; returns its Identity.made."""
     known = _read(path, FINISHED)
     if (path / FINISHED).exists():
         _empty(path, known, progress)
@@ -241,10 +243,7 @@ def _erase(path: Path, progress: Callable[[int], object] = lambda _: None) -> tu
 
 
 def _empty(path: Path, identity: Identity | None, progress: Callable[[int], object] = lambda _: None) -> None:
-    """Removes all but identity and lock; auxiliary files only if the identity is readable.
-
-    Raises StoreError if FOLDER is a link.
-    """
+    """Removes all but identity and lock. Auxiliary files are removed only if the identity tells which they are."""
     others = (*identity.auxiliary, INDEX) if identity and identity.device == 0 else ()
     for name in (*others, scratch.NAME, PROBE, LINKED):
         if not (path / name).parent.is_symlink() or (path / name).parent == path:

@@ -1,6 +1,6 @@
-"""The safetensors format: 8 bytes of header length, a JSON header, then the tensors without gaps.
+"""The safetensors format: 8 bytes with the header's length, the header in JSON, then the tensors without gaps.
 
-Tensors must cover the data. Written headers are padded to a block boundary.
+Tensors have to cover the data. Headers are written with spaces up to a multiple of 4,096 bytes.
 """
 
 from __future__ import annotations
@@ -21,12 +21,12 @@ LFS_POINTER = b"version https://git-lfs"
 
 
 class CheckpointError(ValueError):
-    """An unusable checkpoint: which file, what is wrong, what to do."""
+    """A checkpoint that cannot be used. The message names the file and says what is wrong and what to do."""
 
 
 @dataclass(frozen=True)
 class Header:
-    """Tensor offsets count from `data`, an offset in the file."""
+    """The header of a file. Offsets of tensors count from `data`, which is an offset in the file."""
 
     layout: Layout
     metadata: dict[str, str]
@@ -34,7 +34,7 @@ class Header:
 
 
 def read_header(path: Path) -> Header:
-    """Raises CheckpointError unless complete and consistent."""
+    """Reads a file's header. Raises CheckpointError unless it is complete and consistent."""
     try:
         status = path.stat()
         if not stat.S_ISREG(status.st_mode):  # opening a pipe would block
@@ -63,7 +63,7 @@ def read_header(path: Path) -> Header:
 
 
 def parse_header(text: bytes, data_bytes: int) -> tuple[Layout, dict[str, str]]:
-    """(tensors by offset, metadata), with data_bytes after the header. Raises ValueError."""
+    """(tensors by offset, metadata) of a header with `data_bytes` after it. Raises ValueError."""
     if any(text.count(mark) > most * MAX_TENSORS for mark, most in MARKS.items()):
         raise ValueError(f"the header lists more than {MAX_TENSORS} tensors, the most accepted")
     fields = parse_json(text, "header")
@@ -82,7 +82,7 @@ def parse_header(text: bytes, data_bytes: int) -> tuple[Layout, dict[str, str]]:
 
 
 def parse_tensors(fields: dict[str, Any]) -> Layout:
-    """By offset, without gap or overlap. Raises ValueError."""
+    """The layout of a header's tensors. Raises ValueError if there is a gap or an overlap."""
     tensors = [_tensor(name, *_entry(name, entry)) for name, entry in fields.items()]
     tensors.sort(key=lambda t: (t.offset, t.nbytes))
     end = 0
@@ -95,7 +95,7 @@ def parse_tensors(fields: dict[str, Any]) -> Layout:
 
 
 def _entry(name: str, entry: object) -> tuple[str, list[int], list[int]]:
-    """(dtype, shape, data_offsets), each of the right type."""
+    """(dtype, shape, data_offsets) of a tensor, with the right types. Raises ValueError."""
     if type(entry) is not dict or entry.keys() != {"dtype", "shape", "data_offsets"}:
         raise ValueError(f"{shown(name)!r} lacks dtype, shape and data_offsets")
     dtype, shape, offsets = entry["dtype"], entry["shape"], entry["data_offsets"]
@@ -110,7 +110,7 @@ def _entry(name: str, entry: object) -> tuple[str, list[int], list[int]]:
 
 
 def _tensor(name: str, dtype: str, shape: list[int], offsets: list[int]) -> TensorSpec:
-    """Checked against its shape."""
+    """A tensor whose size is that of its shape. Raises ValueError."""
     nbytes = 0 if 0 in shape else ITEMSIZE[dtype]
     for n in shape:  # stops early: a shape of a million numbers is an attack
         nbytes *= n
@@ -127,7 +127,7 @@ def _short(n: int) -> str:
 
 
 def encode_header(layout: Layout, metadata: dict[str, str] | None = None) -> bytes:
-    """Length and header, padded to a multiple of 4,096."""
+    """A file's first bytes: length and header, padded to a multiple of 4,096."""
     fields = ({"__metadata__": metadata} if metadata else {}) | list_tensors(layout)
     text = json.dumps(fields, separators=(",", ":")).encode()
     length = round_up(8 + len(text)) - 8
@@ -135,7 +135,7 @@ def encode_header(layout: Layout, metadata: dict[str, str] | None = None) -> byt
 
 
 def list_tensors(layout: Layout) -> dict[str, dict[str, Any]]:
-    """Inverse of parse_tensors."""
+    """The inverse of parse_tensors."""
     return {
         t.name: {"dtype": t.dtype, "shape": t.shape, "data_offsets": [t.offset, t.offset + t.nbytes]}
         for t in layout.tensors

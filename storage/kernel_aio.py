@@ -1,6 +1,6 @@
-"""The kernel's asynchronous I/O (io_submit) through ctypes: deep queues without a thread per request.
+"""The kernel's asynchronous I/O (io_submit) through ctypes: many requests in flight without a thread for each.
 
-One call starts a batch, one thread waits; both without the GIL.
+One call starts a batch of pieces, and one thread waits for them, both without the GIL.
 """
 
 from __future__ import annotations
@@ -54,7 +54,7 @@ def _call(number: int, *args: Any) -> int:
 
 
 class KernelIO(IO):
-    """Raises StoreError without kernel AIO or free slots (fs.aio-max-nr)."""
+    """A back end with the kernel's AIO. Raises StoreError if there is none, or no free slots (fs.aio-max-nr)."""
 
     name = "kernel aio"
 
@@ -105,6 +105,7 @@ class KernelIO(IO):
                 done += 1
 
     def _reap(self) -> None:
+        """The thread that waits for pieces."""
         events = (_Event * self._slots)()
         patience = _Timespec(0, 100_000_000)  # a failed submission gives no event
         while True:
@@ -124,7 +125,7 @@ class KernelIO(IO):
             self._pump()
 
     def _give_up(self, error: int) -> None:
-        """No event can be had: what is in flight fails with -error, and what comes later when it is submitted."""
+        """No more events can be read: pieces in flight fail with -error, and later ones when they are submitted."""
         self._error = error
         _call(self._destroy, self._context)  # waits until the kernel no longer uses the buffers
         with self._work:

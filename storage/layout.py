@@ -1,7 +1,7 @@
-"""The layout of a unit's buffer: the same offsets on the SSD, in RAM and on the GPU.
+"""The layout of a unit's buffer: tensors have the same offsets on the SSD, in RAM and on the GPU.
 
-No gaps, as safetensors requires. Groups of multiples of 4,096 bytes come first: most matrices are block-aligned.
-Vectors come last: weight decay applies to a prefix.
+There are no gaps, as safetensors requires. Groups whose size is a multiple of 4,096 bytes come first, so most matrices
+are aligned to blocks. Vectors come last, so that weight decay applies to a prefix.
 """
 
 from __future__ import annotations
@@ -33,12 +33,13 @@ ITEMSIZE = {
 
 
 def round_up(n: int, to: int = ALIGN) -> int:
+    """The next multiple of `to`."""
     return -(-n // to) * to
 
 
 @dataclass(frozen=True)
 class TensorSpec:
-    """`dtype` in safetensors' notation, `offset` in bytes."""
+    """A tensor in a layout. `dtype` as safetensors writes it, `offset` in bytes."""
 
     name: str
     dtype: str
@@ -56,7 +57,7 @@ class TensorSpec:
 
 @dataclass(frozen=True)
 class Layout:
-    """In order; `span` is nbytes rounded up to 4,096."""
+    """Tensors in the order of their offsets; `span` is `nbytes` rounded up to 4,096."""
 
     tensors: tuple[TensorSpec, ...]
 
@@ -77,7 +78,7 @@ class Layout:
 
 
 def sequential(specs: Sequence[tuple[str, str, tuple[int, ...]]], align: int = 1) -> Layout:
-    """Layout of (name, dtype, shape) in this order, at multiples of `align` bytes."""
+    """A layout of (name, dtype, shape) in this order, each at a multiple of `align` bytes."""
     tensors, offset = [], 0
     for name, dtype, shape in specs:
         offset = round_up(offset, align)
@@ -90,9 +91,9 @@ def sequential(specs: Sequence[tuple[str, str, tuple[int, ...]]], align: int = 1
 def pack(
     groups: Sequence[Sequence[tuple[str, tuple[int, ...]]]], dtype: str, others: Mapping[str, str] | None = None
 ) -> Layout:
-    """Layout of groups of (name, shape), sorted by rank; members of a group stay neighbours (q, k, v; gate, up).
+    """A layout of groups of (name, shape), sorted by `rank`. Members of a group stay neighbours (q, k, v; gate, up).
 
-    `others`: name -> dtype of tensors of another; wider ones stand before the vectors. Those of them that would leave
+    `others`: name -> dtype of tensors that have another one. Wider ones stand before the vectors; those that would put
     what follows at an odd address stand among the vectors.
     """
     others = others or {}
@@ -108,7 +109,7 @@ def pack(
 
 
 def rank(group: Sequence[tuple[str, tuple[int, ...]]], dtype: str) -> int:
-    """0 matrices in aligned groups, 1 other matrices, 2 vectors."""
+    """The order of a group: 0 matrices that fill blocks of 4,096 bytes, 1 other matrices, 2 vectors."""
     if any(len(shape) < 2 for _, shape in group):
         return 2
     return 0 if all(prod(shape) * ITEMSIZE[dtype] % ALIGN == 0 for _, shape in group) else 1

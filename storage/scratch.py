@@ -1,6 +1,6 @@
-"""Temporary files striped over the drives: swapped activations and gradients.
+"""Scratch files striped over the drives, for swapped activations, gradients and copies of frozen weights.
 
-Written in place, never synced, in unlinked files: gone with the process.
+They are written in place, never synced, and unlinked from the start, so they are gone with the process.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ Move = Callable[[File, int, memoryview], Future[None]]
 
 
 class Scratch:
-    """`nbytes` on devices, claimed at once. Raises StoreError without space."""
+    """Space of `nbytes` on devices, allocated at once. Raises StoreError if it is short."""
 
     def __init__(self, devices: Sequence[Device], nbytes: int):
         self.devices, self.turns = tuple(devices), _turns([device.speed for device in devices])
@@ -46,18 +46,18 @@ class Scratch:
         return self._move([partial(device.io.write, later=later) for device in self.devices], offset, buffer)
 
     def close(self) -> None:
-        """Nothing may be in flight."""
+        """Frees the space. Nothing may be in flight."""
         for file in self.files:
             file.close()
 
     def _move(self, moves: Sequence[Move], offset: int, buffer: Buffer) -> Future[None]:
-        """`moves`: read or write of each device."""
+        """Moves the parts of a buffer. `moves`: the read or write of each device."""
         view = memoryview(buffer).cast("B")
         parts = [moves[d](self.files[d], place, view[a:b]) for d, place, a, b in self._parts(offset, len(view))]
         return parts[0] if len(parts) == 1 else together(parts)
 
     def _parts(self, offset: int, nbytes: int) -> Iterator[tuple[int, int, int, int]]:
-        """(device, place in its file, begin, end in the buffer)."""
+        """Yields (device, offset in its file, begin in the buffer, end in the buffer)."""
         if len(self.turns) == 1:
             yield 0, offset, 0, nbytes
             return
@@ -79,6 +79,7 @@ class Scratch:
 
 
 def _claim(device: Device, nbytes: int) -> File:
+    """Makes and unlinks a device's file and allocates its blocks. Raises StoreError."""
     check_space(device.path, nbytes, "the file of swapped activations and gradients")
     path = Path(device.path) / NAME
     path.unlink(missing_ok=True)  # of a run killed right here
@@ -93,6 +94,6 @@ def _claim(device: Device, nbytes: int) -> File:
 
 
 def _turns(speeds: Sequence[float]) -> tuple[int, ...]:
-    """Devices in turn, by speed, evenly spread."""
+    """The device of each stripe in a round: faster ones have more of them, spread evenly."""
     counts = [min(MOST_TURNS, round(speed / min(speeds))) for speed in speeds]
     return tuple(d for _, d in sorted(((i + 0.5) / n, d) for d, n in enumerate(counts) for i in range(n)))

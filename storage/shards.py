@@ -1,6 +1,7 @@
 """Named shards on one or more drives: read, verified, and written copy-on-write.
 
-Versions without users become spares: in the steady state no file is made, grown or removed.
+A write goes to another file, and the old file becomes a spare when no snapshot and no read uses it. Once there are
+enough spares, no file is made, grown or removed.
 """
 
 from __future__ import annotations
@@ -33,12 +34,12 @@ DAMAGED = "is damaged: its bytes are not those that were written"
 
 
 class Damaged(StoreError):
-    """Silently changed bytes."""
+    """Bytes have changed although the drive reported no error."""
 
 
 @dataclass
 class Shard:
-    """A named layout, one stripe per device, with current versions."""
+    """A named layout with one stripe on each device; `current`: the files with its content."""
 
     layout: Layout
     weights: bool
@@ -47,7 +48,7 @@ class Shard:
 
     @cached_property
     def headers(self) -> list[memoryview]:
-        """In page-aligned memory."""
+        """The headers of its files, in page-aligned memory."""
         buffers = [memoryview(mmap.mmap(-1, len(stripe.header))) for stripe in self.stripes]
         for buffer, stripe in zip(buffers, self.stripes, strict=True):
             buffer[:] = stripe.header
@@ -55,10 +56,10 @@ class Shard:
 
 
 class Shards:
-    """A store's shards by name. read, verify, write are thread-safe."""
+    """The shards of a store, by name. `read`, `verify` and `write` may be called from any thread."""
 
     def __init__(self, devices: Sequence[Device], keep: int):
-        """`keep`: snapshots that hold further versions."""
+        """`keep`: the number of snapshots, each of which may hold further files."""
         self.devices, self.keep = list(devices), keep
         self.shards: dict[str, Shard] = {}
         self.snapshots: list[snapshots.Snapshot] = []  # oldest first
@@ -71,7 +72,7 @@ class Shards:
         return [device.path for device in self.devices]
 
     def add(self, name: str, layout: Layout, weights: bool = False) -> None:
-        """`weights`: tensors stay whole, in Hugging Face's index."""
+        """Adds a shard. `weights`: its tensors are not cut, and are in the Hugging Face index."""
         assert snapshots.SHARD.fullmatch(name), name
         assert name not in self.shards, name
         speeds = [device.speed for device in self.devices]
@@ -79,7 +80,7 @@ class Shards:
         self.shards[name] = Shard(layout, weights, stripes)
 
     def reserve(self) -> None:
-        """Allocates the steady state's files. Raises StoreError, taking nothing, where space is short."""
+        """Allocates the files that are needed in the long run. Raises StoreError, taking nothing, if space is short."""
         wanted: dict[tuple[int, int], int] = defaultdict(lambda: IN_FLIGHT)
         for shard in self.shards.values():
             for stripe in shard.stripes:
@@ -89,11 +90,11 @@ class Shards:
     # ------------------------------------------------------------ reading
 
     def read(self, name: str, buffer: Buffer, later: bool = False) -> Future[None]:
-        """Fills `buffer` (page-aligned, layout.span bytes). The future raises StoreError. `later` as in aio.py."""
+        """Fills `buffer` (page-aligned, layout.span bytes). The future raises StoreError. `later`: as in aio.py."""
         return self._read(name, buffer, later=later)
 
     def verify(self, name: str, buffer: Buffer) -> Future[None]:
-        """read, compared by checksum; the future may raise Damaged."""
+        """Reads, and compares with the checksum. The future raises StoreError, also Damaged."""
         return self._read(name, buffer, verify=True)
 
     def _read(self, name: str, buffer: Buffer, verify: bool = False, later: bool = False) -> Future[None]:
@@ -117,7 +118,7 @@ class Shards:
         return together(parts, lambda _: self._versions.drop(versions))
 
     def _compare(self, name: str, stripe: int, version: Version, data: list[memoryview]) -> None:
-        """Raises Damaged."""
+        """Raises Damaged if the checksum is not that of the version."""
         if checksum(data) == version.sum:
             return
         sound = [s.step for s in self.snapshots if version not in self._held(s)]
@@ -126,23 +127,23 @@ class Shards:
         raise Damaged(errno.EIO, f"{DAMAGED}. {last}", str(path))
 
     def _known_as(self, name: str, stripe: int, version: Version) -> Path:
-        """Its name in the last snapshot with it, else its own."""
+        """The file's name in the last snapshot that has it, else its own."""
         for snapshot in reversed(self.snapshots):
             if name in snapshot.shards and (version.device, version.id) in snapshot.shards[name].keys:
                 return self.paths[version.device] / snapshot.folder / snapshots.file_name(name, stripe)
         return Path(version.file.path)
 
     def _held(self, snapshot: snapshots.Snapshot) -> list[Version]:
-        """A snapshot's versions."""
+        """The files of a snapshot."""
         return [self._versions[key] for record in snapshot.shards.values() for key in record.keys]
 
     # ------------------------------------------------------------ writing
 
     def write(self, name: str, buffer: Buffer, later: bool = False) -> Future[None]:
-        """Writes `buffer` (page-aligned, layout.span bytes) as a new version, current once done; after an error the old
-        one stays.
+        """Writes `buffer` (page-aligned, layout.span bytes) to new files. They are current once the future ends without
+        error.
 
-        One write of a name at a time. `later` as in aio.py. Raises StoreError at once without space.
+        There may be one write of a name at a time. `later`: as in aio.py. Raises StoreError at once if space is short.
         """
         shard = self.shards[name]
         view = _view(shard, buffer)
@@ -166,7 +167,7 @@ class Shards:
         return together(parts, finish)
 
     def _take(self, stripes: Sequence[Stripe]) -> list[Version]:
-        """A file per stripe. Raises StoreError, taking none."""
+        """A file for each stripe. Raises StoreError, taking none."""
         versions: list[Version] = []
         with ExitStack() as undo:
             for stripe in stripes:

@@ -1,7 +1,8 @@
-"""Snapshots on disk: a folder of hard links, a manifest and an index, which is also a Hugging Face checkpoint.
+"""Snapshots on disk: a folder with hard links to the store's files, a manifest and an index. It is a Hugging Face
+checkpoint.
 
-One rename on the first device publishes a snapshot, or begins its removal: under its name it is complete, even after a
-power failure.
+One rename on the first device publishes a snapshot, another one begins its removal: a folder with a snapshot's name is
+complete, even after a power failure.
 """
 
 from __future__ import annotations
@@ -55,7 +56,7 @@ SHAPE = {
 
 @dataclass(frozen=True)
 class Record:
-    """A unit's buffer in a snapshot; by stripe, `files` are version ids, `sums` checksums."""
+    """A shard in a snapshot. For each stripe, `files` has the id of its file and `sums` its checksum."""
 
     layout: Layout
     weights: bool
@@ -71,6 +72,8 @@ class Record:
 
 @dataclass(frozen=True)
 class Snapshot:
+    """The content of a manifest. `extra`: what the caller stores with it, as JSON."""
+
     sequence: int
     step: int
     extra: dict[str, Any]
@@ -82,14 +85,14 @@ class Snapshot:
         return f"snapshot-{self.sequence:06d}-step-{self.step}"
 
     def links(self) -> list[tuple[int, str, int]]:
-        """(device, name in the snapshot, file id) of all files."""
+        """(device, name in the snapshot's folder, id of the store's file) of all files."""
         found: list[tuple[int, str, int]] = []
         for name, record in self.shards.items():
             found += ((device, file_name(name, k), id) for k, (device, id) in enumerate(record.keys))
         return found
 
     def index(self, prefix: str = "") -> bytes:
-        """Hugging Face's index of the weights; `prefix` precedes file names."""
+        """The Hugging Face index of the weights; `prefix` is put before file names."""
         weight_map: dict[str, str] = {}
         total = 0
         for name, record in self.shards.items():
@@ -100,12 +103,12 @@ class Snapshot:
 
 
 def file_name(shard: str, stripe: int) -> str:
-    """A stripe's name in snapshots."""
+    """The name of a stripe's file in a snapshot's folder."""
     return f"{shard}.{stripe}.safetensors" if stripe else f"{shard}.safetensors"
 
 
 def write(snapshot: Snapshot, devices: Sequence[Path]) -> None:
-    """Makes the snapshot from synced files. Raises StoreError, leaving nothing."""
+    """Makes a snapshot of files that are synced. Raises StoreError, leaving nothing."""
     first = devices[0]
     partial = first / f"{snapshot.folder}.partial"
     places = [partial, *(device / snapshot.folder for device in devices[1:])]
@@ -136,14 +139,14 @@ def write(snapshot: Snapshot, devices: Sequence[Path]) -> None:
 
 
 def publish(snapshot: Snapshot, first: Path) -> None:
-    """Makes the rename durable and updates the store's own index."""
+    """Makes the rename durable, and writes the index in the store's folder, which leads to this snapshot."""
     sync_folder(first)
     if any(record.weights for record in snapshot.shards.values()):
         replace_synced(first / INDEX, snapshot.index(f"{snapshot.folder}/"))
 
 
 def remove(snapshot: Snapshot, devices: Sequence[Path]) -> None:
-    """Removes a snapshot. Its files may be rewritten only afterwards."""
+    """Removes a snapshot. Only then its files may be overwritten. Raises StoreError."""
     dropped = devices[0] / f"{snapshot.folder}.dropped"
     try:
         (devices[0] / snapshot.folder).rename(dropped)
@@ -155,18 +158,18 @@ def remove(snapshot: Snapshot, devices: Sequence[Path]) -> None:
 
 
 def folders(device: Path) -> list[str]:
-    """A device's snapshots, oldest first."""
+    """Names of the snapshots on a device, oldest first."""
     found = [p.name for p in device.iterdir() if NAME.fullmatch(p.name) and p.is_dir() and not p.is_symlink()]
     return sorted(found, key=lambda name: int(name.split("-")[1]))
 
 
 def leftovers(device: Path) -> list[Path]:
-    """Folders of snapshots half made or half removed."""
+    """Folders of snapshots that are only partly made or partly removed."""
     return [p for p in device.iterdir() if LEFTOVER.fullmatch(p.name) and p.is_dir() and not p.is_symlink()]
 
 
 def load(first: Path) -> list[Snapshot]:
-    """A device's snapshots, oldest first."""
+    """The snapshots on the first device, oldest first. Raises StoreError."""
     return [_read(first / name) for name in folders(first)]
 
 
@@ -184,7 +187,7 @@ def _read(folder: Path) -> Snapshot:
 
 
 def way_back(folder: Path) -> str:
-    """What to do where a snapshot is damaged."""
+    """What the user can do if the snapshot in `folder` is damaged."""
     names = folders(folder.parent)
     older, newer = names[: names.index(folder.name)], names[names.index(folder.name) + 1 :]
     if newer:
@@ -197,8 +200,8 @@ def way_back(folder: Path) -> str:
 def check(snapshot: Snapshot, devices: Sequence[Path]) -> None:
     """Raises StoreError unless every file has its size and header, and every auxiliary file its checksum.
 
-    Shard data is checked when read. Where a copy of the run split a hard link, the snapshot's file counts. Symbolic
-    links are refused.
+    Data of shards is checked when it is read. If a copy of the run split a hard link, the snapshot's file counts.
+    Symbolic links are refused.
     """
     first, back = devices[0] / snapshot.folder, way_back(devices[0] / snapshot.folder)
     stripes = [stripe for record in snapshot.shards.values() for stripe in record.stripes]
@@ -228,7 +231,7 @@ def check(snapshot: Snapshot, devices: Sequence[Path]) -> None:
 
 
 def check_header(path: Path, stripe: Stripe, back: str) -> None:
-    """Raises StoreError unless a stripe's file has its size and header; OSError."""
+    """Raises StoreError unless a stripe's file has its size and header; OSError if it cannot be read."""
     with os.fdopen(os.open(path, os.O_RDONLY | os.O_CLOEXEC | os.O_NOFOLLOW | os.O_NONBLOCK), "rb") as f:
         size, header = os.fstat(f.fileno()).st_size, f.read(len(stripe.header))
     if size != stripe.nbytes:
@@ -238,14 +241,14 @@ def check_header(path: Path, stripe: Stripe, back: str) -> None:
 
 
 def _link(path: Path, name: Path) -> None:
-    """Makes `name` a hard link to `path`; killed in between, it is made again."""
+    """Makes `name` a hard link to `path`, if it is not."""
     if not (os.path.lexists(name) and os.path.samestat(os.lstat(name), os.lstat(path))):
         name.unlink(missing_ok=True)
         os.link(path, name)
 
 
 def clean(devices: Sequence[Path], valid: set[str]) -> None:
-    """Removes a crash's partial snapshots, nothing else."""
+    """Removes partial snapshots that a crash left, and nothing else."""
     for k, device in enumerate(devices):
         orphans = [device / name for name in folders(device) if k > 0 and name not in valid]
         for path in (*orphans, *leftovers(device)):
@@ -265,7 +268,7 @@ def _to_json(snapshot: Snapshot) -> dict[str, Any]:
 
 
 def renamed(fields: Any) -> Any:
-    """`fields` with today's name of the key that stores were first written with."""
+    """`fields` with the present name of a key that older stores have under another name."""
     if isinstance(fields, dict) and "companions" in fields and "auxiliary" not in fields:
         fields["auxiliary"] = fields.pop("companions")
     return fields
@@ -284,18 +287,18 @@ def parse(manifest: bytes) -> Snapshot:
     shards = {name: _record(name, r) for name, r in fields["shards"].items()}
     keys = [key for record in shards.values() for key in record.keys]
     if len(set(keys)) < len(keys):
-        raise ValueError("two spans are in one file")
+        raise ValueError("two shards are in one file")
     return Snapshot(fields["sequence"], fields["step"], fields["extra"], fields["auxiliary"], shards)
 
 
 def may_be_auxiliary(name: str) -> bool:
-    """Whether it can be the name of an auxiliary file, and is none of ours."""
+    """Whether this can be the name of an auxiliary file, and is not a name that snapshots use."""
     return is_auxiliary(name) and name not in (MANIFEST, INDEX)
 
 
 def _record(name: str, r: dict[str, Any]) -> Record:
     if not SHARD.fullmatch(name):
-        raise ValueError(f"{shown(name)!r} is not the name of a span")
+        raise ValueError(f"{shown(name)!r} is not the name of a shard")
     layout = parse_tensors(r["tensors"])
     stripes = tuple(
         Stripe(s["device"], parse_tensors(s["tensors"]), tuple(tuple(segment) for segment in s["segments"]))

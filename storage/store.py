@@ -47,7 +47,7 @@ from trireme.storage.versions import FOLDER, Version
 
 
 class Store(Shards):
-    """Shards that outlive the process, by Store.create or Store.open."""
+    """Shards that outlive the process. Made by Store.create or Store.open."""
 
     def __init__(self, devices: Sequence[Device], keep: int):
         super().__init__(devices, keep)
@@ -64,11 +64,11 @@ class Store(Shards):
         say: Say = to_stderr,
         owner: Owner = Owner(),  # noqa: B008, immutable
     ) -> Store:
-        """A new store that keeps `keep` snapshots; clears remains of stores without one.
+        """Makes a new store that keeps `keep` snapshots; clears remains of stores without a snapshot in these folders.
 
-        `auxiliary`: a checkpoint's folder, or its files besides weights. `trial`: bytes written to measure a drive;
-        `say` is called with what slows it down. Raises StoreError, leaving nothing, where a folder is in use, or has a
-        snapshot or a foreign file with a name that a store uses.
+        `auxiliary`: a checkpoint's folder, or its files besides weights. `trial`: bytes to measure each drive with.
+        `say` is called with what slows a drive down. Raises StoreError, leaving nothing, if a folder is in use, has a
+        snapshot, or holds another's file with a name that stores use.
         """
         paths = [_path(d) for d in dirs]
         content = _auxiliary(auxiliary)
@@ -92,9 +92,8 @@ class Store(Shards):
         say: Say = to_stderr,
         owner: Owner = Owner(),  # noqa: B008, immutable
     ) -> Store:
-        """The owner's store at its last snapshot; arguments as `create`. Removes a crash's remains.
-
-        Raises StoreError.
+        """Opens the owner's store at its last snapshot; arguments as of `create`. Removes what a crash left. Raises
+        StoreError.
         """
         with ExitStack() as stack:
             dirs = [dirs[i] for i in folders.in_order([_path(d) for d in dirs], owner.run)]
@@ -144,10 +143,12 @@ class Store(Shards):
         keep: int | None = None,
         progress: Callable[[int], object] = lambda _: None,
     ) -> None:
-        """Makes a snapshot with `extra` (JSON), drops the oldest beyond `keep`, if not the store's own.
+        """Makes a snapshot with `extra` (JSON), then removes the oldest ones beyond `keep` (None: as the store was
+        made).
 
-        Writes in flight belong to the next. Calls progress(0) for each file made durable. `meet` returns when other
-        stores have this snapshot too: what it raises leaves all snapshots. Raises StoreError, keeping earlier ones.
+        Writes that are in flight belong to the next snapshot. Calls progress(0) for each file that was made durable.
+        `meet` returns when the stores of other hosts have this snapshot, too; if it raises, no snapshot is removed.
+        Raises StoreError; earlier snapshots stay.
         """
         with self._versions.lock:
             state = {name: list(shard.current or ()) for name, shard in self.shards.items()}
@@ -174,7 +175,10 @@ class Store(Shards):
             self._versions.drop(self._held(self.snapshots.pop(0)))
 
     def restore(self, step: int | None = None) -> dict[str, Any]:
-        """Makes the last snapshot (of `step`) current; nothing may be in flight. Returns `extra`. Raises StoreError."""
+        """Makes the content of the last snapshot (or of the last of `step`) current. Nothing may be in flight.
+
+        Returns its `extra`. Raises StoreError.
+        """
         matching = [s for s in self.snapshots if step is None or s.step == step]
         if not matching:
             raise StoreError(errno.ENOENT, f"holds no snapshot of step {step}", str(self.paths[0]))
@@ -187,7 +191,7 @@ class Store(Shards):
         return snapshot.extra
 
     def go_back(self, sequence: int) -> dict[str, Any]:
-        """As restore, of the snapshot of this number: drops later ones, which other stores lack."""
+        """As `restore`, for the snapshot with this number. Removes later ones, which stores of other hosts lack."""
         while self.snapshots[-1].sequence > sequence:
             snapshots.remove(self.snapshots[-1], self.paths)
             self._versions.drop(self._held(self.snapshots.pop()))
@@ -195,7 +199,7 @@ class Store(Shards):
         return self.restore()
 
     def clear(self) -> None:
-        """Forgets all shards, for others to be added; snapshots keep theirs."""
+        """Forgets all shards, so that others can be added. Snapshots keep theirs."""
         for shard in self.shards.values():
             self._versions.drop(shard.current or [])
         self.shards = {}
@@ -215,7 +219,7 @@ class Store(Shards):
     # ------------------------------------------------------------ the end
 
     def close(self) -> None:
-        """After requests in flight."""
+        """Closes the store after the requests in flight."""
         self._resources.close()
 
     def _end(self) -> None:
@@ -223,9 +227,9 @@ class Store(Shards):
         self._sums.shutdown()
 
     def remove(self, progress: Callable[[int], object] = lambda _: None) -> None:
-        """Removes all files and folders that it made, and closes; if killed, the next process completes it.
+        """Removes all files and folders of the store, and closes it. If this is killed, the next process completes it.
 
-        progress(0) is called for each.
+        progress(0) is called for each file.
         """
         folders.remove(self.paths, progress)
         self.close()
@@ -252,13 +256,13 @@ def _device(d: AnyPath | Device, stack: ExitStack, trial: int, say: Say) -> Devi
 
 
 def _auxiliary(given: AnyPath | Mapping[str, CONTENT] | None) -> dict[str, CONTENT]:
-    """Those that may be stored with snapshots."""
+    """The files that can be stored with snapshots."""
     found = given if isinstance(given, Mapping) else auxiliary_files(Path(given)) if given else {}
     return {name: auxiliary for name, auxiliary in found.items() if snapshots.may_be_auxiliary(name)}
 
 
 def _sync(version: Version, nbytes: int) -> None:
-    """At its exact size. Raises StoreError."""
+    """Makes a file durable at its exact size. Raises StoreError."""
     try:
         if version.lost:
             raise OSError(errno.EIO, "an earlier fsync failed; it must be written again")

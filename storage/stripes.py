@@ -1,4 +1,4 @@
-"""Layouts striped over drives: one safetensors file on each, its size by the drive's speed."""
+"""Layouts striped over drives: one safetensors file on each drive, with a size by the drive's speed."""
 
 from __future__ import annotations
 
@@ -13,9 +13,10 @@ from trireme.storage.layout import ALIGN, Layout, TensorSpec
 
 @dataclass(frozen=True)
 class Stripe:
-    """A shard's part on one device, a safetensors file.
+    """The part of a shard on one device, a safetensors file.
 
-    `segments`: (offset in the shard, in the data, bytes), multiples of 4,096 except the last's bytes.
+    `segments`: (offset in the shard, offset in the file's data, bytes). All are multiples of 4,096 but the last one's
+    bytes.
     """
 
     device: int
@@ -24,26 +25,26 @@ class Stripe:
 
     @cached_property
     def header(self) -> bytes:
-        """A multiple of 4,096 bytes."""
+        """The file's header, a multiple of 4,096 bytes."""
         return encode_header(self.layout, {"format": "pt"})
 
     @property
     def nbytes(self) -> int:
-        """Exact file size."""
+        """Exact size of the file."""
         return len(self.header) + self.layout.nbytes
 
     @property
     def capacity(self) -> int:
-        """File size in use: whole blocks."""
+        """Size of the file while it is in use: whole blocks."""
         return len(self.header) + self.layout.span
 
     def data_of(self, span: memoryview) -> list[memoryview]:
-        """The data, in order, as views of the buffer."""
+        """Views of the shard's buffer `span`, in the order of the file's data."""
         return [span[at : at + n] for at, _, n in self.segments]
 
 
 def check_stripes(layout: Layout, stripes: Sequence[Stripe]) -> None:
-    """Raises ValueError unless they hold each byte once, in whole blocks, one stripe a device."""
+    """Raises ValueError unless the stripes hold each byte once, in whole blocks, with one stripe on a device."""
     if any(a.device >= b.device for a, b in pairwise(stripes)):
         raise ValueError("two stripes are on one device")
     for stripe in stripes:
@@ -53,14 +54,16 @@ def check_stripes(layout: Layout, stripes: Sequence[Stripe]) -> None:
     end = 0
     for at, offset, n in sorted(segment for stripe in stripes for segment in stripe.segments):
         if at != end or n == 0 or at % ALIGN or offset % ALIGN:
-            raise ValueError("the stripes are not the whole of a span")
+            raise ValueError("the stripes are not the whole of a shard")
         end += n
     if end != layout.nbytes:
-        raise ValueError("the stripes are not the whole of a span")
+        raise ValueError("the stripes are not the whole of a shard")
 
 
 def stripe_bytes(layout: Layout, speeds: Sequence[float]) -> tuple[Stripe, ...]:
-    """Stripes by speed alone: devices end together. A cut tensor's parts are U8, `name[begin:end]` in bytes."""
+    """Cuts a layout by speed alone, so that devices end together. A part of a tensor is U8, named `name[begin:end]` by
+    its bytes.
+    """
     stripes, begin, total = [], 0, sum(speeds)
     for device in range(len(speeds)):
         share = sum(speeds[: device + 1]) / total
@@ -76,7 +79,7 @@ def stripe_bytes(layout: Layout, speeds: Sequence[float]) -> tuple[Stripe, ...]:
 
 
 def _window(layout: Layout, begin: int, end: int) -> Layout:
-    """Tensors of [begin, end)."""
+    """The tensors, and parts of tensors, within bytes [begin, end)."""
     tensors = []
     for t in layout.tensors:
         lo, hi = max(begin, t.offset), min(end, t.offset + t.nbytes)
@@ -89,10 +92,11 @@ def _window(layout: Layout, begin: int, end: int) -> Layout:
 
 
 def stripe_tensors(layout: Layout, speeds: Sequence[float], load: list[float]) -> tuple[Stripe, ...]:
-    """Stripes of whole tensors, for any reader: largest first, each to the device that ends first.
+    """Assigns whole tensors to devices, so that any reader can read them: the largest first, each to the device that
+    ends first.
 
-    `load`, seconds of work by device, evens out shards. From the first tensor that does not fill whole blocks on, all
-    are on one device: they have no block-aligned offsets of their own.
+    `load`: seconds of work of each device so far, is updated. Tensors from the first one that does not fill whole
+    blocks are all on one device: they have no block-aligned offsets of their own.
     """
     aligned = [t for t in layout.tensors if t.offset % ALIGN == 0 and t.nbytes % ALIGN == 0]
     aligned = aligned[: next((i for i, t in enumerate(aligned) if t != layout.tensors[i]), len(aligned))]
@@ -112,7 +116,7 @@ def stripe_tensors(layout: Layout, speeds: Sequence[float], load: list[float]) -
 
 
 def _whole_stripe(device: int, tensors: list[TensorSpec]) -> Stripe:
-    """In the fewest segments."""
+    """A stripe of these tensors, in the fewest segments."""
     specs, offset = [], 0
     segments: list[tuple[int, int, int]] = []
     for t in tensors:

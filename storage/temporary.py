@@ -1,4 +1,4 @@
-"""Folders that live as long as their process, which locks a file; the next process removes unlocked ones."""
+"""Folders that are removed with their process: each has a locked file, and the next process removes unlocked ones."""
 
 from __future__ import annotations
 
@@ -16,17 +16,17 @@ HIDDEN = ".trireme-"  # prefix where users look
 
 
 class Temporary:
-    """A new private folder, removed when closed or collected. Raises OSError."""
+    """A new private folder, removed when it is closed or collected. Raises OSError."""
 
     def __init__(self, prefix: str, parent: str | os.PathLike[str] | None = None):
-        """`parent` None: the system's temporary folder."""
+        """`parent`: None is the system's temporary folder."""
         parent = Path(parent or tempfile.gettempdir())
         sweep(prefix, parent)
         self.path, fd = _make(prefix, parent)
         self._end = weakref.finalize(self, _end, self.path, fd)
 
     def keep(self) -> None:
-        """Makes it permanent."""
+        """Makes the folder permanent."""
         if ended := self._end.detach():
             (self.path / LOCK).unlink(missing_ok=True)
             os.close(ended[2][1])
@@ -42,13 +42,13 @@ class Temporary:
 
 
 def sweep(prefix: str, parent: Path) -> None:
-    """Removes what killed processes of this user have left."""
+    """Removes folders that killed processes of this user have left."""
     for left in parent.glob(prefix + "*"):
         _sweep(left)
 
 
 def _make(prefix: str, parent: Path) -> tuple[Path, int]:
-    """(folder, descriptor of its lock)."""
+    """Makes a folder; returns it and the descriptor of its lock."""
     while True:
         path = Path(tempfile.mkdtemp(prefix=prefix, dir=parent))
         try:
@@ -64,7 +64,7 @@ def _make(prefix: str, parent: Path) -> tuple[Path, int]:
 
 
 def _sweep(left: Path) -> None:
-    """Removes this user's folder with an unlocked lock."""
+    """Removes a folder of this user if its lock is free."""
     with suppress(OSError):
         found = left.lstat()
         if not stat.S_ISDIR(found.st_mode) or found.st_uid != os.geteuid():
@@ -78,7 +78,7 @@ def _sweep(left: Path) -> None:
 
 
 def _remove(path: Path) -> None:
-    """The lock last: a kill leaves it to the next process."""
+    """Removes a folder, its lock last: if this is killed, the next process removes the rest."""
     for inside in path.iterdir():
         if inside.is_dir() and not inside.is_symlink():
             shutil.rmtree(inside, ignore_errors=True)

@@ -1,6 +1,6 @@
 """Checks of what is read back: checksums, JSON with a checksum, limits on the size of small files.
 
-XXH3, 64 bits (25 GB/s a thread), finds silent errors of drives.
+Checksums are XXH3 with 64 bits (25 GB/s a thread): they find errors that drives do not report.
 """
 
 from __future__ import annotations
@@ -52,12 +52,12 @@ def read_small(path: Path, limit: int = SMALL, links: bool = False) -> bytes:
 
 
 def why(error: OSError | ValueError) -> str:
-    """What is wrong, for a line that names the file itself."""
+    """The reason of an error, for a line that names the file itself."""
     return error.strerror or str(error) if isinstance(error, OSError) else str(error)
 
 
 def read_text(path: Path, limit: int = TEXT) -> str:
-    """The UTF-8 text of a file that a person names, or of a pipe. Raises OSError, UnicodeDecodeError."""
+    """The UTF-8 text of a file that the user names, or of a pipe. Raises OSError, UnicodeDecodeError."""
     with path.open("rb") as file:
         content = file.read(limit + 1)
     if len(content) > limit:
@@ -66,7 +66,7 @@ def read_text(path: Path, limit: int = TEXT) -> str:
 
 
 def parse_json(text: bytes, what: str) -> dict[str, Any]:
-    """The JSON object in `text`, no key twice. Raises ValueError whatever the bytes."""
+    """The JSON object in `text`. Raises ValueError for anything else, also if a key stands twice."""
     repeated: list[str] = []
 
     def as_object(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
@@ -139,18 +139,20 @@ def shown(text: str, most: int = NAME) -> str:
 
 
 def displayed(text: str) -> str:
-    """Foreign text for a terminal, as it is but for controls, which would move, colour or answer for it."""
+    """Foreign text for a terminal: only control characters are escaped, which could move the cursor, colour or send
+    answers.
+    """
     return re.sub("[\x00-\x08\x0b-\x1f\x7f-\x9f]", lambda match: repr(match[0])[1:-1], text)
 
 
 def is_plain(name: str) -> bool:
-    """A path within its folder, printable."""
+    """Whether `name` is a printable path within its folder."""
     parts = name.split("/")
     return name.isprintable() and "\\" not in name and not any(part in ("", ".", "..") for part in parts)
 
 
 def checksum(buffers: Iterable[Buffer]) -> str:
-    """Of concatenated buffers: 16 hexadecimal digits. Releases the GIL."""
+    """The checksum of concatenated buffers, 16 hexadecimal digits. Releases the GIL."""
     sums = xxhash.xxh3_64()
     for buffer in buffers:
         sums.update(buffer)
@@ -158,7 +160,7 @@ def checksum(buffers: Iterable[Buffer]) -> str:
 
 
 def summed(buffers: Iterable[Any], found: Callable[[str], None]) -> Iterator[Any]:
-    """The buffers; after the last, found(checksum)."""
+    """The same buffers; after the last one calls found(checksum)."""
     sums = xxhash.xxh3_64()
     for buffer in buffers:
         sums.update(buffer)
@@ -167,13 +169,13 @@ def summed(buffers: Iterable[Any], found: Callable[[str], None]) -> Iterator[Any
 
 
 def seal(version: int, fields: dict[str, Any]) -> bytes:
-    """`fields` as JSON that begins with format version and checksum."""
+    """`fields` as JSON that begins with the format's version and a checksum."""
     rest = json.dumps(fields).encode().removeprefix(b"{")
     return b'{"format": %d, "xxh3_64": "%s", ' % (version, checksum([rest]).encode()) + rest
 
 
 def unseal(text: bytes, version: int, what: str) -> dict[str, Any]:
-    """The sealed fields. Raises ValueError where changed, StoreError for another version."""
+    """The fields of a sealed text. Raises ValueError if it was changed, StoreError if it has another version."""
     found = re.match(rb'\{"format": (\d{1,9})[,}]', text)
     if found and int(found[1]) != version:
         message = f"is of format {int(found[1])}, this version reads {version}. Go on with the version that wrote it"

@@ -19,7 +19,7 @@ FOLDER = "files"
 
 @dataclass(eq=False)
 class Version:
-    """One file. `users`: current state, snapshots, reads and writes under way."""
+    """One file of a store. `users`: the shard's current content, snapshots, and reads and writes in progress."""
 
     id: int
     device: int
@@ -31,6 +31,7 @@ class Version:
     lost: bool = False  # an fsync failed: content unknown
 
     def resize(self, nbytes: int) -> None:
+        """Sets the file's size. Raises StoreError."""
         try:
             os.ftruncate(self.file.fd, nbytes)
         except OSError as e:
@@ -38,7 +39,7 @@ class Version:
 
 
 class Versions:
-    """Thread-safe."""
+    """The files of all devices, with their users. May be used from any thread."""
 
     def __init__(self, devices: Sequence[Device]):
         self.devices = devices
@@ -51,7 +52,7 @@ class Versions:
         return self._all[key]
 
     def take(self, device: int, capacity: int) -> Version:
-        """A spare or new file with one user. Raises StoreError without space."""
+        """A spare or new file, with one user. Raises StoreError if space is short."""
         with self.lock:
             spares = self._spares[device, capacity]
             version = spares.pop() if spares else self._allocate(device, capacity)
@@ -71,7 +72,7 @@ class Versions:
                 version.users += 1
 
     def drop(self, versions: Iterable[Version]) -> None:
-        """Files without users become spares."""
+        """Takes a user from each file. Files without users become spares."""
         with self.lock:
             for version in versions:
                 version.users -= 1
@@ -79,7 +80,7 @@ class Versions:
                     self._spares[version.device, version.capacity].append(version)
 
     def reserve(self, wanted: Mapping[tuple[int, int], int]) -> None:
-        """Allocates up to `wanted` files of each (device, capacity). Raises StoreError without space."""
+        """Allocates files until there are `wanted` of each (device, capacity). Raises StoreError if space is short."""
         there = Counter((v.device, v.capacity) for v in self._all.values())
         missing = {key: n - there[key] for key, n in wanted.items() if n > there[key]}
         for k, device in enumerate(self.devices):
@@ -97,7 +98,7 @@ class Versions:
         return version
 
     def adopt(self, named: Mapping[tuple[int, int], int]) -> None:
-        """Opens files that snapshots name, (device, id) -> capacity, and spares of those sizes; removes others."""
+        """Opens the files of snapshots, (device, id) -> capacity, and spares of those sizes; removes all others."""
         sizes = {(device, capacity) for (device, _), capacity in named.items()}
         for k, device in enumerate(self.devices):
             for path in version_files(device.path):
@@ -113,7 +114,7 @@ class Versions:
                     path.unlink()
 
     def close(self) -> None:
-        """After transfers in flight."""
+        """Closes the back ends, after transfers in flight, and all files."""
         for device in self.devices:
             device.io.close()
         for version in self._all.values():
@@ -123,7 +124,7 @@ class Versions:
 
 
 def version_files(folder: Path) -> list[Path]:
-    """A store's files in a device's folder. Raises StoreError where FOLDER is a link."""
+    """The files of a store in a device's folder. Raises StoreError if FOLDER is a link."""
     if (folder / FOLDER).is_symlink():
         check_folder(folder / FOLDER)
     found = (folder / FOLDER).glob("*.safetensors")

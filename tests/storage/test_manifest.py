@@ -77,7 +77,7 @@ BAD = {
         ]
         + [f"{TEMPLATES}/../../victim.jinja", "\ud800.json", "x" * 99999 + "\0.json"]
     ],
-    "not the name of a span": [
+    "not the name of a shard": [
         lambda m, name=name: m["shards"].update({name: m["shards"].pop("block-0")})
         for name in ["../block", "/block", ".block", "", "a/b", "a b", "a\0", "\x1b[2J" * 100]
     ],
@@ -102,7 +102,7 @@ BAD = {
         lambda m, x=x: first(m)["tensors"]["q"].update(shape=x) for x in [[1], [1 << 62] * 1000, [0], []]
     ],
     "gap or an overlap": [lambda m: first(m)["tensors"].pop("q")],
-    "not the whole of a span": [
+    "not the whole of a shard": [
         lambda m: first(m)["stripes"].pop(),
         lambda m: first(m).update(tensors={}),
     ],
@@ -112,7 +112,7 @@ BAD = {
         lambda m: first(m)["stripes"][0]["tensors"].clear(),
     ],
     "two stripes are on one device": [lambda m: first(m)["stripes"][1].update(device=0)],
-    "two spans are in one file": [
+    "two shards are in one file": [
         lambda m: first(m)["stripes"][0].update(file=m["shards"]["block-0.adam"]["stripes"][0]["file"])
     ],
     "names more than 2 folders": [lambda m: first(m)["stripes"][1].update(device=2)],
