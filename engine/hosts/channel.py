@@ -1,9 +1,9 @@
 """Authenticated connections between hosts.
 
-Both ends prove that they know the secret, over random numbers of both (as in ISO/IEC 9798-4), before anything else is
-read. Each direction then has a key of its own. A frame is its length (8 bytes), its content, and the HMAC-SHA256 (RFC
-2104) of its number, length and content: a frame that was changed, repeated, left out, moved or sent back is noticed,
-and nothing in it is used. Nothing is encrypted.
+Before anything else is read, both ends prove that they know the secret, over random numbers of both (as in ISO/IEC
+9798-4). Each direction then has a key of its own. A frame is its length (8 bytes), its content, and the HMAC-SHA256
+(RFC 2104) of its number, length and content. So a frame that was changed, repeated, left out, moved or sent back is
+noticed, and nothing in it is used. Nothing is encrypted.
 """
 
 from __future__ import annotations
@@ -24,11 +24,11 @@ FEW = 1 << 16  # bytes sent at once, with head and tag
 
 
 class Forged(Exception):
-    """What came was not sent by a host of this run, or was changed on its way."""
+    """Bytes that no host of this run has sent, or that were changed on the way."""
 
 
 class End(NamedTuple):
-    """What a connection is for. `line`: which of several between the same hosts."""
+    """What a connection is for: which hosts, and which `line` of several between them."""
 
     hosts: int
     source: int  # connects
@@ -37,12 +37,13 @@ class End(NamedTuple):
 
 
 class _Sealer:
-    """The tags of one direction's frames, in order."""
+    """Makes the authentication tags of one direction's frames, in order."""
 
     def __init__(self, key: bytes):
         self._mac, self._number = hmac.new(key, digestmod="sha256"), 0
 
     def next(self, head: bytes) -> hmac.HMAC:
+        """The HMAC of the next frame, begun with its number and `head`."""
         mac = self._mac.copy()
         mac.update(HEAD.pack(self._number) + head)
         self._number += 1
@@ -50,14 +51,16 @@ class _Sealer:
 
 
 class Channel:
-    """A connection whose ends have proven themselves. One thread may send while another receives."""
+    """A connection after both ends have proven that they know the secret. One thread may send while another
+    receives.
+    """
 
     def __init__(self, connection: socket.socket, outward: bytes, inward: bytes):
         """`outward`, `inward`: the keys of the two directions."""
         self.socket, self._out, self._in = connection, _Sealer(outward), _Sealer(inward)
 
     def send(self, content: memoryview) -> None:
-        """Raises OSError."""
+        """Sends a frame. Raises OSError."""
         if content.nbytes <= FEW:
             self.socket.sendall(self.sealed(bytes(content)))
             return
@@ -70,7 +73,9 @@ class Channel:
         self.socket.sendall(mac.digest())
 
     def receive(self, into: memoryview) -> None:
-        """A frame of `into`'s size, which is not to be believed if this raises. Raises OSError, Forged."""
+        """Receives a frame of the size of `into`. Its content may be used only if this returns. Raises OSError,
+        Forged.
+        """
         head = read(self.socket, HEAD.size)
         if HEAD.unpack(head)[0] != into.nbytes:
             raise Forged(f"{HEAD.unpack(head)[0]} bytes came, expected {into.nbytes}")
@@ -81,14 +86,16 @@ class Channel:
         _check(mac, read(self.socket, TAG))
 
     def sealed(self, content: bytes) -> bytes:
-        """The next frame to send."""
+        """The bytes of the next frame to send."""
         head = HEAD.pack(len(content))
         mac = self._out.next(head)
         mac.update(content)
         return head + content + mac.digest()
 
     def opened(self, came: bytearray, most: int) -> bytes | None:
-        """The content of the next frame, taken out of `came`; None if it is not whole yet. Raises Forged."""
+        """Takes the next frame out of the bytes `came` and returns its content; None if it is not complete. Raises
+        Forged.
+        """
         if len(came) < HEAD.size:
             return None
         head = bytes(came[: HEAD.size])
@@ -105,17 +112,20 @@ class Channel:
         return content
 
     def close(self) -> None:
-        """Wakes who waits for it, here and there. Raises OSError where it has ended."""
+        """Closes the connection, which wakes the threads that wait for it at both ends. Raises OSError if it has
+        ended.
+        """
         self.socket.shutdown(socket.SHUT_RDWR)
 
 
 def _check(mac: hmac.HMAC, tag: bytes) -> None:
+    """Raises Forged if a frame's tag is wrong."""
     if not hmac.compare_digest(mac.digest(), tag):
         raise Forged("a frame is not as a host of this run sent it")
 
 
 def read_into(connection: socket.socket, into: memoryview) -> None:
-    """Raises OSError, also at the connection's end."""
+    """Fills a buffer. Raises OSError, also if the connection ends."""
     while into.nbytes:
         n = connection.recv_into(into)
         if not n:
@@ -124,7 +134,7 @@ def read_into(connection: socket.socket, into: memoryview) -> None:
 
 
 def read(connection: socket.socket, n: int, end: float | None = None) -> bytes:
-    """`n` bytes, until time.monotonic() is `end`. Raises OSError."""
+    """Reads `n` bytes, until time.monotonic() is `end`. Raises OSError."""
     found = bytearray(n)
     view = memoryview(found)
     while view.nbytes:
@@ -142,9 +152,9 @@ def _derived(key: bytes, label: bytes, said: bytes) -> bytes:
 
 
 def greet(connection: socket.socket, key: bytes, end: End, until: float) -> Channel:
-    """This host has connected; returns once the other has its channel.
+    """Opens a channel on the host that has connected; returns when the other host has its channel, too.
 
-    Raises OSError, and Forged where the other does not know the secret.
+    Raises OSError; Forged if the other host does not know the secret.
     """
     hello = HELLO.pack(MAGIC, *end, secrets.token_bytes(NONCE))
     connection.settimeout(max(1e-3, until - time.monotonic()))
@@ -162,9 +172,9 @@ def greet(connection: socket.socket, key: bytes, end: End, until: float) -> Chan
 
 
 def answer(connection: socket.socket, key: bytes, host: int, hosts: int, until: float) -> tuple[End, Channel]:
-    """This host was connected to, and sends a frame without content once it has the channel.
+    """Opens a channel on the host that was connected to, and sends an empty frame.
 
-    Raises OSError, and Forged where the other is none of this run.
+    Raises OSError; Forged if the other host is not one of this run.
     """
     connection.settimeout(max(1e-3, until - time.monotonic()))
     hello = read(connection, HELLO.size, until)

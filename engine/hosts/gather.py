@@ -1,6 +1,6 @@
-"""fp32 master weights for the host that exports: low halves of other hosts' chunks, requested one at a time.
+"""fp32 masters for the host that exports: it requests the low halves of other hosts' records one at a time.
 
-A request is the unit and the record's first element; the answer its low halves: no more than a record is in RAM.
+A request is a unit and the record's first element, the answer its low halves. So RAM holds no more than one record.
 """
 
 from __future__ import annotations
@@ -21,10 +21,10 @@ END = -1
 
 
 class Gatherer(Reader):
-    """On the host that exports: reads records of all."""
+    """On the host that exports: reads the records of all hosts."""
 
     def __init__(self, own: Reader, wire: Wire):
-        """`own`: of this host's."""
+        """`own`: reads this host's records."""
         super().__init__(own.placement)
         self.own, self.wire = own, wire
         self.came = torch.empty(0, dtype=torch.uint8)
@@ -45,9 +45,10 @@ class Gatherer(Reader):
 
 @contextmanager
 def masters(own: Reader, wire: Wire | None) -> Iterator[Reader | None]:
-    """On all hosts at once, queues idle: a reader where the export is made, None on the others, which answer it.
+    """Called on all hosts at once, with idle queues: yields a reader on the host that exports, None on others, which
+    answer.
 
-    `own`: of each host's share. Raises LostHost, InputError.
+    `own`: reads this host's share. Raises LostHost, InputError.
     """
     plan = own.placement.plan
     if wire is None:
@@ -63,6 +64,7 @@ def masters(own: Reader, wire: Wire | None) -> Iterator[Reader | None]:
 
 
 def _answer(own: Reader, wire: Wire) -> None:
+    """Answers requests until the host that exports has no more."""
     asked = torch.zeros(2, dtype=torch.int64)
     while True:
         wire.receive(BETWEEN, EXPORTS, asked)

@@ -1,4 +1,4 @@
-"""The hosts of a run: one process each, with the environment of torchrun, and what they agree on."""
+"""The hosts of a run, one process each, started with the environment of torchrun; and how they agree on values."""
 
 from __future__ import annotations
 
@@ -33,7 +33,7 @@ NAMES = ("RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE")  # in the envir
 
 
 class Place(NamedTuple):
-    """This process among those of a run."""
+    """Which of a run's processes this one is."""
 
     host: int = 0
     hosts: int = 1
@@ -42,7 +42,7 @@ class Place(NamedTuple):
 
 
 def place() -> Place:
-    """From torchrun's environment; alone without one. Raises InputError."""
+    """Reads the environment of torchrun; without it this process is alone. Raises InputError."""
     said = {name: os.environ.get(name, str(usual)) for name, usual in zip(NAMES, Place(), strict=True)}
     if said["WORLD_SIZE"] in ("0", "1"):
         return Place()
@@ -69,7 +69,7 @@ def _refuse(name: str, text: str, expected: str) -> NoReturn:
 
 
 def told(text: str, shape: Shape, host: int) -> Any:
-    """A JSON object that a host has sent, of this shape. Raises InputError."""
+    """Parses a JSON object of this shape that a host has sent. Raises InputError."""
     try:
         found = parse_json(text.encode(errors="surrogatepass"), "text")
         wrong = complaint(found, shape)
@@ -81,32 +81,32 @@ def told(text: str, shape: Shape, host: int) -> Any:
 
 
 def refuse_text(host: int, wrong: str) -> NoReturn:
-    """Raises InputError."""
+    """Raises InputError about what a host has sent."""
     raise InputError(f"host {host} says what this version does not{wrong}. Start the same version on all hosts.")
 
 
 class Alone:
-    """A run on one host."""
+    """A run on one host: the methods of Group without other hosts."""
 
     host, hosts, local_hosts = 0, 1, 1
     wire: Wire | None = None
 
     @property
     def waits(self) -> bool:
-        """Whether the run's own thread waits for another host, which is watched there."""
+        """Whether the run's own thread waits for another host now. Heartbeats watch that wait, not the watchdog."""
         return self.wire is not None and self.wire.waits
 
     def texts(self, text: str) -> list[str]:
-        """What each host gives."""
+        """The text that each host gives."""
         return [text]
 
     def numbers(self, own: Sequence[float], most: int, least: int = 0) -> list[float]:
-        """Those of all hosts in order, `least` to `most` of each."""
+        """The numbers of all hosts, in order. Each host gives `least` to `most` of them."""
         assert least <= len(own) <= most
         return list(own)
 
     def each(self, own: float) -> list[float]:
-        """A finite number of each host."""
+        """One finite number of each host."""
         found = self.numbers([own], 1, 1)
         for host, n in enumerate(found):
             if not math.isfinite(n):
@@ -114,38 +114,42 @@ class Alone:
         return found
 
     def any(self, asked: bool) -> bool:
-        """Whether a host says yes."""
+        """Whether the answer of any host is yes."""
         return any(self.each(asked))
 
     def first(self, answer: bool) -> bool:
-        """Host 0's answer: clocks differ."""
+        """The answer of host 0. It decides about time, since clocks differ."""
         return bool(self.each(answer)[0])
 
     def meet(self) -> None:
-        """Returns once all hosts are here."""
+        """Returns when all hosts have called it."""
         self.numbers([], 1)
 
     def agree(self, what: str, said: Mapping[str, object], way: str) -> None:
-        """Raises InputError where a host's `said`, values as JSON, is not host 0's; `way` out."""
+        """Raises InputError if a host's `said` (values as JSON) differs from that of host 0. `way`: what the user can
+        do.
+        """
 
     def tell(self, why: str) -> None:
-        """Has all hosts end, as this one is about to: what unwinds it may wait for them."""
+        """Ends all other hosts, because this one is about to end and its cleanup may wait for them."""
 
     def failed(self, error: BaseException) -> None:
-        """As tell, of an error, unless another host is to blame."""
+        """As `tell`, for an error, unless another host caused it."""
         if not (isinstance(error, LostHost) and self.judgement()):
             self.tell(_reason(error))
 
     def judgement(self) -> str:
-        """Why the run ends, once a connection has broken."""
+        """Why the run ends, after a connection has broken."""
         return ""
 
 
 class Group(Alone):
-    """Several hosts. Methods raise LostHost."""
+    """Several hosts. All methods raise LostHost."""
 
     def __init__(self, at: Place, late: Callable[[str], object]):
-        """Returns once all are here. `late(why)`: called where the run must end and main does not."""
+        """Returns when all hosts are connected. `late(why)`: called if the run has to end and the main thread does not
+        end it.
+        """
         # late: torch takes seconds
         from trireme.engine.hosts.meeting import first_address, meet
         from trireme.engine.hosts.secret import shared_secret
@@ -201,7 +205,7 @@ class Group(Alone):
         return found
 
     def speed(self) -> float:
-        """Bytes a second from each host to the next, all at once; the slowest."""
+        """Bytes/s from each host to the next, all at once; those of the slowest."""
         import torch
 
         assert self.wire is not None
@@ -221,7 +225,7 @@ class Group(Alone):
         return self.watch.judgement()
 
     def close(self) -> None:
-        """Ends signs of life: this host is done."""
+        """Ends this host's heartbeats: it is done."""
         assert self.wire is not None
         self.watch.close()
         self.wire.close()
@@ -229,7 +233,7 @@ class Group(Alone):
 
 @contextmanager
 def joined(at: Place, late: Callable[[str], object]) -> Iterator[Alone]:
-    """The hosts, while this one takes part; an exception within ends all."""
+    """A context in which this host takes part in the run. An exception within ends the run on all hosts."""
     if at.hosts == 1:
         yield Alone()
         return
@@ -246,6 +250,6 @@ def joined(at: Place, late: Callable[[str], object]) -> Iterator[Alone]:
 
 
 def _reason(error: BaseException) -> str:
-    """An error as other hosts hear of it."""
+    """An error as other hosts report it."""
     where = f"{error.filename}: {error.strerror}" if isinstance(error, OSError) and error.strerror else ""
     return where or str(error) or type(error).__name__

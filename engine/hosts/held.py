@@ -1,7 +1,7 @@
-"""Snapshots of a run's hosts: those that can be read, the last complete one, and its bytes.
+"""Snapshots of a run's hosts: those that can be read here, the last complete one, and its bytes.
 
-A store is read by its owner and, where disks are shared, by other hosts, without its lock: the files of a snapshot stay
-as they are until all hosts have a newer one.
+A store is read by its owner and, on shared disks, also by other hosts, without its lock: the files of a snapshot do not
+change until all hosts have a newer one.
 """
 
 from __future__ import annotations
@@ -31,7 +31,7 @@ TOLD = {"begun": bool, "held": [(int, int, int, str)]}  # by each process: (host
 
 
 class Key(NamedTuple):
-    """What snapshots of a run's hosts have in common where they are of one moment."""
+    """What the snapshots of a run's hosts have in common if they belong together."""
 
     step: int
     hosts: int
@@ -40,7 +40,7 @@ class Key(NamedTuple):
 
 @dataclass(frozen=True)
 class Held:
-    """A host's snapshot. `dirs`: of its store, by device."""
+    """A host's snapshot. `dirs`: the folders of its store, by device."""
 
     host: int
     dirs: Sequence[Path]
@@ -61,7 +61,7 @@ class Held:
 
     @property
     def of(self) -> int:
-        """The host that it says to be of."""
+        """The number of the host, as the snapshot says."""
         try:
             host = self.snapshot.extra["cut"]["plan"]["host"]
         except (KeyError, TypeError):
@@ -69,7 +69,9 @@ class Held:
         return host if type(host) is int else 0
 
     def pieces(self, name: str, layout: Layout) -> Iterator[tuple[int, bytes]]:
-        """(offset in the span, bytes) of a shard, a piece at a time. Raises StoreError; Damaged behind the last."""
+        """Yields (offset in the shard, bytes) of a shard, piece by piece. Raises StoreError; Damaged after the last
+        piece.
+        """
         record = self.snapshot.shards.get(name)
         if record is None or record.layout != layout:
             message = "is the state of another model, or in other shards"
@@ -96,7 +98,7 @@ def _blocks(path: Path, first: int, sizes: Iterable[int]) -> Iterator[bytes]:
 
 
 def held_in(host: int, dirs: Sequence[Path], run: str) -> list[Held]:
-    """The snapshots of another host's store, oldest first; none where it is not reachable, or another run's."""
+    """The snapshots in another host's store, oldest first; empty if it cannot be reached or belongs to another run."""
     try:
         dirs = [dirs[i] for i in folders.in_order(dirs, run)]
         found = [Held(host, dirs, snapshot) for snapshot in snapshots.load(dirs[0])]
@@ -107,21 +109,22 @@ def held_in(host: int, dirs: Sequence[Path], run: str) -> list[Held]:
 
 @dataclass(frozen=True)
 class Whole:
-    """The last snapshot that all of a run's hosts have."""
+    """The last snapshot that all hosts of a run have."""
 
     key: Key
     mine: Mapping[int, Held]  # in this process's sight, by host
     sights: Sequence[frozenset[int]]  # the hosts in each process's sight
 
     def seer(self, host: int) -> int:
-        """The first process that sees the snapshot of `host`."""
+        """The first process that can read the snapshot of `host`."""
         return next(process for process, sight in enumerate(self.sights) if host in sight)
 
 
 def last_whole(group: Alone, held: Sequence[Held], begun: bool, run: Path) -> Whole | None:
-    """`held`: what is in this process's sight; `begun`: whether the run began here too. None where there is none yet.
+    """The last snapshot that all hosts have; None if there is none yet. `held`: snapshots that this process can read.
+    `begun`: whether the run has begun on this host.
 
-    Raises InputError where a host's is missing.
+    Raises InputError if a host's snapshot is missing.
     """
     own = json.dumps({"begun": begun, "held": [[each.host, *each.key] for each in held]})
     said = [told(text, TOLD, process) for process, text in enumerate(group.texts(own))]

@@ -1,7 +1,8 @@
-"""How the hosts of a run find each other: at host 0's port, then each at a port of its own, until all are connected.
+"""How the hosts of a run find each other: at the port of host 0, then each at a port of its own, until all are
+connected.
 
-Whoever connects has seconds to prove that it knows the secret, else its connection is closed and forgotten. Once all
-hosts are here no port is open.
+A process that connects has a few seconds to prove that it knows the secret, else its connection is closed. When all
+hosts are connected, no port is open.
 """
 
 from __future__ import annotations
@@ -34,23 +35,23 @@ Lines = dict[str, dict[int, Channel]]  # by line and host
 
 
 class Address(NamedTuple):
-    """Of a port. `name` as it was given."""
+    """A port. `name`: of the host, as it was given."""
 
     name: str
     port: int
 
 
 def first_address() -> Address:
-    """Host 0's, of the environment: torchrun's own store is at MASTER_PORT, and this is the port behind it."""
+    """The port of host 0: the one after MASTER_PORT, where torchrun's own store is."""
     behind = os.environ.get("TORCHELASTIC_USE_AGENT_STORE") == "True"
     return Address(os.environ["MASTER_ADDR"], int(os.environ["MASTER_PORT"]) + behind)
 
 
 class Door:
-    """An open port. `channels`: of those who have proven themselves, by (host, line)."""
+    """An open port. `channels`: of the hosts that have proven that they know the secret, by (host, line)."""
 
     def __init__(self, host: int, hosts: int, key: bytes, at: Address):
-        """Raises OSError where the port is taken."""
+        """Raises OSError if the port is in use."""
         self.host, self.hosts, self.key = host, hosts, key
         self.channels: dict[tuple[int, int], Channel] = {}
         self.refused = 0  # connections of strangers
@@ -91,7 +92,7 @@ class Door:
             connection.close()
 
     def wait(self, lines: range, until: float) -> dict[tuple[int, int], Channel]:
-        """Once all hosts behind this one are here with those lines: the channels. Raises LostHost."""
+        """The channels, when all hosts after this one have connected on these lines. Raises LostHost."""
         wanted = {(host, line) for host in range(self.host + 1, self.hosts) for line in lines}
         with self._news:
             if self._news.wait_for(lambda: wanted <= self.channels.keys(), max(0.0, until - time.monotonic())):
@@ -108,7 +109,9 @@ class Door:
 
 
 def _listen(at: Address) -> socket.socket:
-    """On an address that is given as a number, or on all of this machine. Raises OSError."""
+    """Opens a port: on the address, if it is given as a number, else on all addresses of this machine. Raises
+    OSError.
+    """
     name = "127.0.0.1" if at.name == "localhost" else at.name
     if is_number(name):
         family = socket.AF_INET6 if ":" in name else socket.AF_INET
@@ -124,7 +127,7 @@ def _listen(at: Address) -> socket.socket:
 
 
 def is_number(name: str) -> bool:
-    """Whether an address is one, not a name."""
+    """Whether a host is named by its address."""
     try:
         ipaddress.ip_address(name.partition("%")[0])
     except ValueError:
@@ -133,7 +136,7 @@ def is_number(name: str) -> bool:
 
 
 def meet(host: int, hosts: int, key: bytes, at: Address) -> Lines:
-    """Connections to all other hosts. `at`: host 0's. Raises LostHost, InputError."""
+    """Connects to all other hosts. `at`: the address of host 0. Raises LostHost, InputError."""
     until, control = time.monotonic() + MEETING, LINES.index("control")
     reach = lambda other, where, line: _reach(where, key, End(hosts, host, other, line), until)
     found: dict[tuple[int, int], Channel] = {}
@@ -162,14 +165,14 @@ def meet(host: int, hosts: int, key: bytes, at: Address) -> Lines:
 
 
 def _own(connection: socket.socket, at: Address) -> Address:
-    """Where this host listens: on its address towards host 0; "", all, where that is for this machine alone."""
+    """Where this host listens: its address towards host 0; "" stands for all addresses of this machine."""
     name = connection.getsockname()[0].removeprefix("::ffff:")
     here = ipaddress.ip_address(name.partition("%")[0]).is_loopback
     return Address("" if here and not (is_number(at.name) or at.name == "localhost") else name, 0)
 
 
 def _reach(where: Address, key: bytes, end: End, until: float) -> Channel:
-    """Connects to a host, which may not be there yet. Raises LostHost, InputError where it has another secret."""
+    """Connects to a host that may not have started yet. Raises LostHost; InputError if it has another secret."""
     why = "no time is left"
     while time.monotonic() < until:
         connection = None
@@ -189,14 +192,14 @@ def _reach(where: Address, key: bytes, end: End, until: float) -> Channel:
 
 
 def _tell(door: Door, until: float) -> list[Address]:
-    """On host 0: hears where each host listens, and tells all."""
+    """On host 0: receives where each host listens, and sends the list to all."""
     control = LINES.index("control")
     door.wait(range(control, control + 1), until)
     table = [Address("", 0)]
     for host in range(1, door.hosts):
         channel = door.channels[host, control]
         channel.socket.settimeout(max(1e-3, until - time.monotonic()))
-        table.append(address_of(_received(channel, TABLE), host))
+        table.append(address_of(_received(channel), host))
     for host in range(1, door.hosts):
         channel = door.channels[host, control]
         for each in table:
@@ -206,26 +209,28 @@ def _tell(door: Door, until: float) -> list[Address]:
 
 
 def _ask(channel: Channel, own: Address, hosts: int) -> list[Address]:
-    """On another host: says where it listens, and hears where all do."""
+    """On the other hosts: sends where this one listens, and receives the list."""
     channel.socket.settimeout(MEETING)
     _say(channel, own)
-    found = [address_of(_received(channel, TABLE), host) for host in range(hosts)]
+    found = [address_of(_received(channel), host) for host in range(hosts)]
     channel.socket.settimeout(None)
     return found
 
 
 def _say(channel: Channel, where: Address) -> None:
+    """Sends an address."""
     channel.send(memoryview(json.dumps(where._asdict()).encode().ljust(TABLE)))
 
 
-def _received(channel: Channel, n: int) -> bytes:
-    found = bytearray(n)
+def _received(channel: Channel) -> bytes:
+    """Receives an address as text."""
+    found = bytearray(TABLE)
     channel.receive(memoryview(found))
     return bytes(found)
 
 
 def address_of(text: bytes, host: int) -> Address:
-    """Where a host listens, as it says. Raises Forged."""
+    """The address that a host has sent. Raises Forged."""
     try:
         found = parse_json(text, "address")
         wrong = complaint(found, WHERE)

@@ -1,8 +1,8 @@
 """Redistributes a run's optimizer state from the snapshots of another number of hosts.
 
-Records are the same for any number, so each goes whole from the share that it was in to the share that it is in now:
-read where its old host's store is reachable, else sent by a host that reaches it. All go through one list in one
-order, so none waits in a circle.
+Records are the same for any number of hosts. Each is copied whole to the host that updates it now: read from its old
+host's store if that can be reached, else sent by a host that can read it. All hosts go through the same list in the
+same order, so none waits in a circle.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ from trireme.engine.shared import BETWEEN, Wire
 
 
 def fill(placement: Placement, whole: Whole, wire: Wire | None, progress: Progress = silent) -> None:
-    """Fills in trained weights and state. Raises StoreError, LostHost, InputError."""
+    """Sets trained weights and state to those of the snapshot. Raises StoreError, LostHost, InputError."""
     placement.blank = False
     plan, same = placement.plan, (placement.geo.cfg, placement.geo.dtype, placement.geo.adam_bits)
     then = Geometry(*same, 0, whole.key.hosts)
@@ -38,7 +38,7 @@ def fill(placement: Placement, whole: Whole, wire: Wire | None, progress: Progre
 
 
 def _source(whole: Whole, host: int, geo: Geometry, then: Geometry, entry: Entry, record: int) -> int:
-    """The old host that this one has an entry of: a reachable one, if it may choose."""
+    """The old host whose snapshot has an entry; if there is a choice, one that this process can read."""
     if entry.kind == "weights":  # all have them
         return min(whole.sights[host], default=0)
     first = geo.records(entry.u, record)[entry.r][0]
@@ -65,7 +65,7 @@ def _bring(buffer: Tensor, shards: list[Stored], whole: Whole, source: int, wire
 
 
 def _send(wire: Wire, host: int, held: Held, shards: list[Stored]) -> None:
-    """In pieces, each behind its (offset, bytes)."""
+    """Sends shards in pieces, each after its (offset, bytes)."""
     for shard in shards:
         for at, piece in held.pieces(shard.name, shard.layout):
             wire.send(BETWEEN, host, torch.tensor([shard.first + at, len(piece)]))

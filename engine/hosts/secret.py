@@ -1,6 +1,6 @@
-"""The secret that the hosts of a run share: a file of the user's, the same on each host.
+"""The secret that the hosts of a run share: a file of the user, the same on each host.
 
-It is no part of a run's folder: that may be given to others, and need not be on a disk that all hosts see.
+It is not in a run's folder, which may be given to others, and need not be on a disk that all hosts can read.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ PATIENCE = 20.0  # seconds for host 0 to make it, where hosts share the folder
 
 
 def secret_path() -> Path:
-    """$XDG_CONFIG_HOME/trireme/hosts.secret, or that in ~/.config. Raises InputError without a home."""
+    """$XDG_CONFIG_HOME/trireme/hosts.secret, or the same in ~/.config. Raises InputError without a home folder."""
     try:
         folder = Path(os.environ.get("XDG_CONFIG_HOME") or Path.home() / ".config")
     except RuntimeError:
@@ -30,7 +30,7 @@ def secret_path() -> Path:
 
 
 def shared_secret(host: int) -> bytes:
-    """A key of 32 bytes, of the file's content; host 0 makes a file that is missing. Raises InputError."""
+    """A key of 32 bytes, from the file's content. Host 0 makes the file if it is missing. Raises InputError."""
     path, end = secret_path(), time.monotonic() + PATIENCE
     while True:
         try:
@@ -58,7 +58,7 @@ def _read(path: Path) -> bytes:
 
 
 def _make(path: Path) -> None:
-    """Whole or not at all, and never over another's. Raises InputError."""
+    """Writes the file at once, and never over another one. Raises InputError."""
     part = path.with_name(f".{path.name}.{secrets.token_hex(8)}")
     try:
         path.parent.mkdir(mode=0o700, parents=True, exist_ok=True)

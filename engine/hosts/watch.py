@@ -1,7 +1,7 @@
-"""Heartbeats: a host that is lost, hangs or fails ends all hosts, with one line that names it.
+"""Heartbeats: a host that is lost, hangs or fails ends the run on all hosts, with one line that names it.
 
-A thread on each host sends a sign of life to each other over a connection of its own, and counts how long each is
-silent: a connection that waits for a host that hangs names nobody. No torch.
+A thread on each host sends a heartbeat to each other host over a connection of its own, and counts how long each is
+silent: a connection that waits for a host cannot tell which host hangs. Imports no torch.
 """
 
 from __future__ import annotations
@@ -11,7 +11,7 @@ from collections.abc import Callable, Mapping, Sequence
 
 from trireme.engine.hosts.channel import Channel, Forged
 
-BEAT = 0.5  # seconds between signs of life
+BEAT = 0.5  # seconds between heartbeats
 SILENT = 45.0  # seconds without one: lost, and said to all within a minute
 SUSPECTED = 5.0  # the same once a connection has broken
 GRACE = 10.0  # seconds to end in order, then at once
@@ -24,7 +24,7 @@ class LostHost(Exception):
 
 
 class Signs:
-    """Signs to and from one host. Nothing here waits."""
+    """Heartbeats to and from one host. No method waits."""
 
     def __init__(self, channel: Channel):
         channel.socket.setblocking(False)
@@ -43,7 +43,7 @@ class Signs:
             self.broken = True
 
     def collect(self) -> list[bytes]:
-        """All signs that have come since. Raises Forged."""
+        """All heartbeats that have arrived. Raises Forged."""
         while not self.over:
             try:
                 came = self.channel.socket.recv(1 << 16)
@@ -63,7 +63,9 @@ class Signs:
 
 
 class Watch:
-    """`names`: of the hosts. Once the run must end `cut()` is called, and `late(why)` if it does not end in order."""
+    """The thread of heartbeats. When the run has to end, `cut()` is called, and `late(why)` if it does not end in
+    order.
+    """
 
     def __init__(
         self,
@@ -73,7 +75,7 @@ class Watch:
         late: Callable[[str], object],
         cut: Callable[[], object],
     ):
-        """`channels`: to the other hosts, for signs alone."""
+        """`names`: of the hosts. `channels`: to the other hosts, for heartbeats alone."""
         self.host, self.names, self.late, self.cut = host, names, late, cut
         self.why = ""  # the run ends
         self.suspicious = False  # a connection has broken
@@ -84,17 +86,19 @@ class Watch:
         self._thread.start()
 
     def tell(self, why: str) -> None:
-        """Has all hosts end: this one is about to."""
+        """Ends the run on all hosts: this one is about to end."""
         self._told = self._told or f"{self.names[self.host]}: {why}"
 
     def judgement(self, at_most: float = SUSPECTED + 4 * BEAT) -> str:
-        """Why the run ends, once a connection has broken; "" if no host is to blame for seconds."""
+        """Why the run ends, after a connection has broken; "" if no host is found to be the cause within `at_most`
+        seconds.
+        """
         self.suspicious = True
         self._judged.wait(at_most)
         return self.why
 
     def close(self) -> None:
-        """This host is done."""
+        """Ends the heartbeats: this host is done."""
         self._left.set()
         self._thread.join(GRACE)
 
@@ -117,7 +121,7 @@ class Watch:
             signs.leave(OVER)
 
     def _heard(self) -> str:
-        """Sends a sign to all, and hears theirs: why the run ends."""
+        """Sends a heartbeat to all hosts and reads theirs. Returns why the run ends, or ""."""
         for other, signs in self._signs.items():
             signs.leave(LIVES)
             try:
@@ -132,6 +136,6 @@ class Watch:
         longest = max(self._silent, key=self._silent.__getitem__)
         suspected = self.suspicious or self._signs[longest].broken
         if self._silent[longest] >= (SUSPECTED if suspected else SILENT):
-            lost = f"{self.names[longest]} is lost or hangs: no sign of life for {self._silent[longest]:.0f} s"
+            lost = f"{self.names[longest]} is lost or hangs: no heartbeat for {self._silent[longest]:.0f} s"
             self._told = self._told or lost  # to all, with this sign
         return ""

@@ -1,4 +1,4 @@
-"""Tensors between hosts: a connection for each queue, so that queues do not wait for each other."""
+"""Tensors between hosts: one connection for each queue, so that queues do not wait for each other."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ def data(what: Tensor) -> memoryview:
 
 @contextmanager
 def answered(host: int) -> Iterator[None]:
-    """Turns a connection's errors into LostHost."""
+    """A context in which errors of a connection become LostHost."""
     try:
         yield
     except Forged as error:
@@ -37,17 +37,17 @@ def answered(host: int) -> Iterator[None]:
 
 
 class Wire:
-    """The Wire of engine/shared.py. Raises LostHost."""
+    """Implements the Wire of engine/shared.py. Methods raise LostHost."""
 
     def __init__(self, host: int, lines: Mapping[str, Mapping[int, Channel]]):
-        """`lines`: connections by line and host; `sum_in` and `sum_out` are the two ends of one."""
+        """`lines`: connections by line and host. `sum_in` and `sum_out` are the two ends of one connection."""
         self.host, self._lines = host, lines
         self.waits = False  # the run's own thread does, for another host
         self._senders = {line: ThreadPoolExecutor(SENDERS, f"to hosts, {line}") for line in lines}
 
     @contextmanager
     def waiting(self) -> Iterator[None]:
-        """What the run's own thread calls."""
+        """A context around what the run's own thread calls."""
         self.waits = True
         try:
             yield
@@ -82,7 +82,7 @@ class Wire:
         return self._senders[queue.partition("_")[0]].submit(self._send, queue, host, what)
 
     def exchange(self, queue: str, to: int, source: int, block: Tensor) -> None:
-        """Sends `block` to one host while receiving as much from another."""
+        """Sends `block` to one host while receiving as many bytes from another."""
         came, going = torch.empty_like(block), self._sending(queue, to, block)
         self._receive(queue, source, came)
         going.result()
@@ -96,7 +96,9 @@ class Wire:
             self._receive(queue, root, parts[self.host])
 
     def gather(self, queue: str, parts: Sequence[Tensor]) -> None:
-        """All receive in the order of hosts, so there is always one whom all others hear: none waits in a circle."""
+        """All hosts receive in the order of hosts. So there is always a host that all others receive from, and none
+        waits in a circle.
+        """
         own, others = parts[self.host], self._others(parts)
         going = [self._sending(queue, host, own) for host, _ in others if own.numel()]
         for host, part in others:
@@ -109,14 +111,14 @@ class Wire:
         return [(host, part) for host, part in enumerate(parts) if host != self.host]
 
     def cut(self) -> None:
-        """Ends all that waits for a host."""
+        """Ends all calls that wait for a host."""
         for line, channels in self._lines.items():
             for channel in channels.values() if line != "watch" else ():
                 with suppress(OSError):
                     channel.close()
 
     def close(self) -> None:
-        """Ends all connections."""
+        """Closes all connections."""
         self.cut()
         for senders in self._senders.values():
             senders.shutdown()

@@ -120,7 +120,7 @@ def on_battery() -> bool:
 
 def available_ram() -> int:
     """Bytes that this process may still take within its cgroups; beyond memory.high it would be throttled."""
-    found = [_meminfo("MemAvailable")]
+    found = [_unused_ram()]
     for group, limit, used in ((group, *files) for group, v in groups("memory") for files in MEMORY[v]):
         try:
             found.append(int((group / limit).read_text()) - int((group / used).read_text()) + _reclaimable(group))
@@ -142,9 +142,10 @@ def _reclaimable(group: Path) -> int:
     return int(counts.get("total_inactive_file", counts.get("inactive_file", 0)))
 
 
-def _meminfo(key: str) -> int:
+def _unused_ram() -> int:
+    """Bytes of RAM that the kernel says are available; all RAM if it does not say."""
     for line in Path("/proc/meminfo").read_text().splitlines():
-        if line.startswith(key + ":"):
+        if line.startswith("MemAvailable:"):
             return int(line.split()[1]) << 10
     return os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
 

@@ -39,7 +39,7 @@ MEANT = {  # what others call a command: what it is here
 
 
 def program() -> str:
-    """The command as it was called."""
+    """The command as the user called it."""
     spec = getattr(sys.modules["__main__"], "__spec__", None)
     if spec is not None and spec.name == "trireme.__main__":
         return "python -m trireme"
@@ -59,7 +59,7 @@ class _Version(argparse.Action):
 
 
 class _Help(argparse.HelpFormatter):
-    """In the terminal's width, parted between words."""
+    """Help text in the terminal's width, divided between words."""
 
     def __init__(self, prog: str):
         width = min(WIDEST, shutil.get_terminal_size((WIDEST + 1, 24)).columns - 1)
@@ -88,7 +88,9 @@ class CommandParser(argparse.ArgumentParser):
         raise InputError(f"{said}.")
 
     def known(self, argv: Sequence[str], name: str) -> argparse.Namespace:
-        """What the command `name` is given. Raises InputError, with the nearest option, where it has no such one."""
+        """Parses the arguments of the command `name`. Raises InputError, for an unknown option with the nearest known
+        one.
+        """
         given, rest = self.parse_known_args(argv)
         for word in rest:
             option = word.partition("=")[0]
@@ -106,7 +108,7 @@ class CommandParser(argparse.ArgumentParser):
 
 
 def typed(parse: Parser) -> Parser:
-    """Errors as argparse shows them."""
+    """A parser whose ValueErrors become argparse's."""
 
     def checked(text: str) -> Any:
         try:
@@ -144,7 +146,7 @@ def _help(f: Field[Any]) -> str:
 
 
 def _kind(f: Field[Any]) -> dict[str, Any]:
-    """For add_argument."""
+    """The arguments of add_argument for an option."""
     meta = f.metadata
     if meta["parse"] is bool:
         return {"action": "store_true"}
@@ -157,7 +159,7 @@ def _kind(f: Field[Any]) -> dict[str, Any]:
 
 
 def _spelled(word: str) -> str:
-    """Resolves a flag's alias."""
+    """A flag with an alias replaced by the option's name."""
     match = re.match(r"--([\w-]+)(?==|$)", word)
     if not match or match[1] in ("help", "version"):
         return word
@@ -165,7 +167,7 @@ def _spelled(word: str) -> str:
 
 
 def refuse_command(word: str) -> None:
-    """Raises InputError where the first word names what a command does, in another word, and no folder."""
+    """Raises InputError if the first word is no folder but another word for one of the commands."""
     meant = MEANT.get(word) or next((MEANT[near] for near in difflib.get_close_matches(word, MEANT, 1, 0.75)), "")
     if meant and not Path(word).exists():
         raise InputError(f"{word} is no folder here, and no command. Did you mean {program()} {meant}?")
@@ -189,7 +191,9 @@ def _from_flags(argv: Sequence[str]) -> dict[str, Any]:
 
 
 def latest_run(folder: Path) -> Path:
-    """The run written last; a config.yaml of another program counts where there are no others. Raises InputError."""
+    """The run in `folder` that was written last. A config.yaml of another program counts only if there is no run.
+    Raises InputError.
+    """
     configs = [path for path in folder.glob("*/config.yaml") if path.is_file()]
     runs = [path.parent for path in [path for path in configs if text_of(path).startswith(SIGNED)] or configs]
     if not runs:
@@ -204,11 +208,10 @@ def parse(
     of_first: Callable[[str], str] = lambda text: text,
     say: Say | None = None,
 ) -> Options:
-    """`argv` lacks the program's name. Of several `hosts` this is `host`, and `of_first` gives host 0's text.
+    """The options of a command line without the program's name.
 
-    `say` hears how a file of another trainer was read.
-
-    Raises InputError; --help exits.
+    This is host `host` of `hosts`; `of_first` returns host 0's text, given this host's. `say` is called with lines on
+    how another trainer's file was read. Raises InputError; exits for --help.
     """
     given = _from_flags(argv)
     if hosts > 1:
@@ -234,7 +237,9 @@ def parse(
 
 
 def _instead_of(run: Path) -> str:
-    """What to resume instead of a folder without a run: the run that it is a part of, as OUT/best; else a new one."""
+    """What to resume instead of a folder without a run: the run that it is in, such as OUT for OUT/best; else a new
+    run.
+    """
     for above in list(Path(full(run)).parents)[:3]:
         if (above / "config.yaml").is_file() and text_of(above / "config.yaml").startswith(SIGNED):
             return f"It is a part of the run in {above}: --resume {above}."
@@ -244,7 +249,7 @@ def _instead_of(run: Path) -> str:
 
 
 def _check_there(run: Path, kept: dict[str, Any], given: dict[str, Any]) -> None:
-    """Raises InputError where a file or folder that `kept` names has been moved away."""
+    """Raises InputError if a file or folder that `kept` names has been moved away."""
     for name in ("model", "data", "val", "tokenizer", "chat_template", "adapter", "teacher"):
         value = kept.get(name) if name not in given else None
         for text in (value,) if isinstance(value, str) else value if isinstance(value, (list, tuple)) else ():
@@ -257,13 +262,13 @@ def _check_there(run: Path, kept: dict[str, Any], given: dict[str, Any]) -> None
 
 
 def _without_length(kept: dict[str, Any], given: dict[str, Any]) -> dict[str, Any]:
-    """`kept` without epochs where steps are given instead, and the other way round."""
+    """`kept` without epochs if steps are given now, and without steps if epochs are."""
     other = {"epochs": "max_steps", "max_steps": "epochs"}
     return {name: value for name, value in kept.items() if name in given or other.get(name) not in given}
 
 
 def _of_host(given: dict[str, Any], host: int, hosts: int) -> dict[str, Any]:
-    """A host's options: those behind the first keep their state in folders of their own. Raises InputError."""
+    """A host's options. Hosts other than the first store their state in folders of their own. Raises InputError."""
     if not (given.get("resume") or given.get("out")) or "config" in given or "demo" in given:
         raise InputError(
             f"WORLD_SIZE is {hosts} hosts: say --out DIR, without --config or --demo. Host 0 writes the checkpoint "
@@ -276,7 +281,7 @@ def _of_host(given: dict[str, Any], host: int, hosts: int) -> dict[str, Any]:
 
 
 def _as_other(given: dict[str, Any], host: int) -> dict[str, Any]:
-    """Host 0's options as another's."""
+    """The options of another host, from those of host 0."""
     if "store" in given:
         given["store"] = tuple(_place(folder, host) for folder in given["store"])
     given.pop("log", None)
@@ -288,7 +293,7 @@ def _place(folder: str, host: int) -> str:
 
 
 def checked(options: Options) -> Options:
-    """What belongs together; the output's folder by default, and paths as text. Raises InputError."""
+    """Options that belong together, with the default folder of the output. Raises InputError."""
     options = replace(options, **{f.name: _as_text(getattr(options, f.name), f.default == ()) for f in fields(Options)})
     if options.demo:
         own = [flag_of(name) for name in ("model", "data", "val", "resume") if getattr(options, name)]
@@ -331,7 +336,7 @@ def checked(options: Options) -> Options:
 
 
 def _as_text(value: Any, several: bool) -> Any:
-    """A value that Python gave: paths as text, one value where several are meant."""
+    """A value from Python: paths become text, and one value a list where several are meant."""
     if several and isinstance(value, (str, os.PathLike)):
         value = (value,)
     if isinstance(value, (list, tuple)):
@@ -340,7 +345,7 @@ def _as_text(value: Any, several: bool) -> Any:
 
 
 def _check_named(options: Options) -> None:
-    """Raises InputError unless a model and data are named, or nothing but a plan is wanted."""
+    """Raises InputError unless a model and data are named, or only a plan is wanted."""
     if options.shape and (options.model or not options.dry_run):
         wrong = f"leave {options.model} out" if options.model else "add --dry-run"
         raise InputError(f"--shape {options.shape} plans for a model that is not here: {wrong}.")

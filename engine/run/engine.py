@@ -1,4 +1,4 @@
-"""The engine of a run, built and loaded: from the checkpoint, a snapshot, or snapshots of another number of hosts."""
+"""The engine of a run, built and loaded: from the checkpoint, from a snapshot, or from the snapshots of other hosts."""
 
 from __future__ import annotations
 
@@ -41,7 +41,7 @@ from trireme.storage.store import Store
 
 
 def make_engine(job: Job, queues: RealQueues, store: Store, screen: Screen, group: Alone | None = None) -> Engine:
-    """An engine with empty placement. Raises DoesNotFit."""
+    """Builds the engine; its buffers are not filled. Raises DoesNotFit."""
     o = job.options
     adamw = AdamW(o.beta1, o.beta2, o.eps, job.weight_decay, o.max_grad_norm)
     hold_to(job.limits, job.device)
@@ -58,7 +58,7 @@ def make_engine(job: Job, queues: RealQueues, store: Store, screen: Screen, grou
 
 
 def make_base(job: Job, screen: Screen, asked: Sequence[int]) -> None:
-    """Writes the file of --base in the store, unless it is there. Raises StoreError, KeyboardInterrupt as Live.load."""
+    """Writes the file of --base in the store, unless it is there. Raises StoreError; KeyboardInterrupt as Live.load."""
     if isinstance(job.source, Cached) and not job.source.is_made():
         nbytes = job.source.original.nbytes + job.source.file_bytes
         with _loading(screen, f"quantizing the base to {job.source.base}", nbytes, asked) as more:
@@ -66,7 +66,9 @@ def make_base(job: Job, screen: Screen, asked: Sequence[int]) -> None:
 
 
 def _base_files(job: Job, store: Store, screen: Screen) -> CheckpointBase | None:
-    """Frozen weights on the SSD, in the user's checkpoint; None where they are copied."""
+    """Reads frozen weights on the SSD from the user's checkpoint; None if they are copied to the scratch space
+    instead.
+    """
     if job.files.copied or not job.forecast.frozen_on_ssd:
         return None
     geo, units = job.forecast.geo, job.plan.units
@@ -90,9 +92,10 @@ def load_engine(
     whole: Whole | None = None,
     clock: Clock | None = None,
 ) -> tuple[dict[str, str], str]:
-    """Loads the snapshot if `resumed`, or a share of `whole`, else the checkpoint. Returns Exchange.base and .trained.
+    """Loads the snapshot if `resumed`, this host's share of `whole` if there is one, else the checkpoint.
 
-    `clock`: within its part "load". Without `everything`, what is stored on the SSD is not read. Raises as Live.load.
+    Returns Exchange.base and Exchange.trained. `clock` counts within its part "load". Without `everything`, what stays
+    on the SSD is not read. Raises as Live.load.
     """
     adapter = None if resumed else job.adapter
     exchange = Exchange(job.cfg, job.source, e.placement, adapter.values if adapter else None)
@@ -115,7 +118,7 @@ def load_engine(
 
 
 def _load_and_warm_up(e: Engine, job: Job, exchange: Exchange, more: Callable[[int], None], clock: Clock) -> None:
-    """On a GPU loads in another thread, while this one has kernels compiled."""
+    """On a GPU, loads in another thread while this one compiles kernels."""
     if job.device.type != "cuda" or job.plan.gpus * job.plan.hosts > 1:
         exchange.load(more)
         return
@@ -136,14 +139,16 @@ def _load_and_warm_up(e: Engine, job: Job, exchange: Exchange, more: Callable[[i
 
 
 def _first(job: Job) -> Inputs:
-    """The first step's first micro-batch."""
+    """The first micro-batch of the first step."""
     mb, o = in_ram(job.cfg, next(iter(job.data.step(0, job.options.batch_size, job.micro_rows)))), job.options
     load = make_load(job.cfg, mb.tokens, o.router_aux, job.device)
     return placed(mb, [(rope_tables(job.cfg, job.seq_len, job.device), job.device)], [load])
 
 
 def claim_space(e: Engine, job: Job, store: Store, anew: bool) -> None:
-    """Scratch space and, where no snapshot has them (`anew`), shards. Raises StoreError without space."""
+    """Takes scratch space and, if `anew`, space for shards, which no snapshot has then. Raises StoreError if it is
+    short.
+    """
     e.claim_scratch(store.devices)
     if not anew:
         return
@@ -168,7 +173,7 @@ def _load_snapshot(e: Engine, store: Store, screen: Screen, asked: Sequence[int]
 
 
 def _way_back(e: Engine, store: Store, screen: Screen, asked: Sequence[int]) -> str:
-    """Advice for a damaged snapshot; reads older ones until one is whole."""
+    """What the user can do about a damaged snapshot. Reads older ones until one is whole."""
     *older, last = store.snapshots
     newer = [last.folder]
     for snapshot in reversed(older):
@@ -199,9 +204,9 @@ def _loading(screen: Screen, what: str, nbytes: int, asked: Sequence[int]) -> It
 
 
 def warm_up(e: Engine, mb: Inputs, loaded: Iterable[int]) -> None:
-    """Takes units through forward and backward in the order in which they are `loaded`. For one GPU.
+    """Runs forward and backward of units in the order in which they are `loaded`, to compile kernels. For one GPU.
 
-    Raises what a step of the micro-batch would.
+    Raises what a step of the micro-batch would raise.
     """
     seen = set[tuple[str, bool]]()
     for u in loaded:
@@ -213,7 +218,7 @@ def warm_up(e: Engine, mb: Inputs, loaded: Iterable[int]) -> None:
 
 
 def _arrives(e: Engine, activation: Activation, tokens: int, again: bool = False) -> None:
-    """An activation of zeros, sent and brought back as a step would."""
+    """An activation of zeros, copied out and back as in a step."""
     here = activation.fill(tokens, again)
     e.compute("zero", activation.u, here.buffer.tensor.zero_, (here,))
     activation.queue = e.activations.hop_in

@@ -37,7 +37,7 @@ NO_ROOM = "(no sample: the plan's buffers leave no memory for one)"
 
 
 class Sample(NamedTuple):
-    """A fitted prompt, its continuation, whether the model ended it."""
+    """A prompt as it was fitted, its continuation, and whether the model ended it."""
 
     prompt: str
     text: str
@@ -45,7 +45,9 @@ class Sample(NamedTuple):
 
 
 def prompts(data: Dataset, count: int) -> list[list[int]]:
-    """Up to `count` different prompts (token ids): a document's tokens before the first trained one, LEAD at least."""
+    """Up to `count` different prompts as token ids: the tokens of a document before its first trained one, at least
+    LEAD.
+    """
     found: list[list[int]] = []
     for mb in islice(data.batches(1), FIRST):
         for ids, labels in zip(*(np.split(a, np.cumsum(mb.lengths)[:-1]) for a in (mb.ids, mb.labels)), strict=True):
@@ -59,7 +61,7 @@ def prompts(data: Dataset, count: int) -> list[list[int]]:
 
 
 def fitted(e: Engine, given: list[list[int]], max_new: int = MAX_NEW) -> list[list[int]]:
-    """The prompts' ends, as long as memory, a step's free workspace included, allows."""
+    """The ends of the prompts, as long as the memory allows, with the workspace of a step, which is free."""
     room = e.memory.gpu_limit - e.memory.used("gpu") + workspace(e.geo, e.plan)
     most = max(map(len, given), default=0)
     most = min(most, e.cfg.max_positions - 1) if e.cfg.rope is None or e.cfg.indexed else most
@@ -75,7 +77,10 @@ def sample(
     max_new: int = MAX_NEW,
     enough: Callable[[], bool] = lambda: False,
 ) -> list[Sample]:
-    """Greedy continuations of prompts, fitted. Applies due updates. Ends once `enough()`. Out of memory: NO_ROOM."""
+    """Greedy continuations of the prompts, which are fitted first. Applies updates that are due.
+
+    Stops when `enough()` is true. Gives NO_ROOM if memory runs out.
+    """
     given = fitted(e, given, max_new)
     shown = [codec.decode(ids) for ids in given]
     none = [Sample(prompt, NO_ROOM, True) for prompt in shown]
@@ -95,7 +100,7 @@ def sample(
 
 
 def _let_go(e: Engine) -> None:
-    """Releases the layers of a pass that was broken off."""
+    """Releases the layers of a pass that was ended early."""
     in_flight = [task for held in e.weights.held for task in held.ready]
     for gpu in range(e.plan.gpus):  # each after the one before: the last is over when all are
         done = e.queues.run(numbered("compute", gpu), "other", "break off the sample", lambda: None, in_flight)
@@ -107,7 +112,7 @@ def _let_go(e: Engine) -> None:
 
 
 class Evaluation:
-    """Loss on the held-out data, a sample, the best weights so far."""
+    """Evaluations of a run: the loss on held-out data, a sample, the best weights so far."""
 
     def __init__(self, live: Live, stop: Stop):
         self.live, self.stop = live, stop
@@ -119,7 +124,9 @@ class Evaluation:
         return placed(mb, self.places, loads, correct)
 
     def counter(self) -> torch.Tensor | None:
-        """Where the head, on its GPU, adds how many labels were the likeliest tokens; None of losses without that."""
+        """Where the head counts, on its GPU, labels that were the likeliest token; None for losses without that
+        count.
+        """
         engine = self.live.engine
         if self.live.preference or engine.cfg.teaching:
             return None
@@ -127,7 +134,7 @@ class Evaluation:
 
     @property
     def is_enough(self) -> bool:
-        """Whether --patience has come to its end."""
+        """Whether --patience has been used up."""
         patience = self.live.job.options.patience
         return patience is not None and self.live.progress.worse >= patience
 
@@ -142,7 +149,7 @@ class Evaluation:
                 self._run(job.data.held_out)
 
     def _run(self, held_out: Dataset) -> None:
-        """A request to stop discards the result: a resumed run evaluates anew."""
+        """Evaluates. If the run is asked to stop meanwhile, the result is dropped: the resumed run evaluates again."""
         live, done = self.live, self.live.progress
         began = time.monotonic()
         with live.watched("evaluation"):
@@ -164,7 +171,7 @@ class Evaluation:
         self.ended, done.evaluated = time.monotonic(), done.step
 
     def _loss(self, held_out: Dataset) -> tuple[float, dict[str, float]]:
-        """Mean over labels, or over pairs with what is said of them."""
+        """The mean loss of labels, or of pairs with their metrics."""
         live, job, total, count, correct = self.live, self.live.job, 0.0, 0.0, self.counter()
         rows_read = 0
         docs, logps, parts = list[Documents](), list[float](), list[torch.Tensor]()
@@ -195,7 +202,7 @@ class Evaluation:
         return total / (count or 1), metrics
 
     def samples(self, count: int) -> list[Sample]:
-        """Greedy continuations of `count` documents' beginnings, held-out if any."""
+        """Greedy continuations of the beginnings of `count` documents, held-out ones if there are any."""
         job = self.live.job
         if job.codec is None or job.cfg.scores or not count or self.stop.leaving or self.live.group.host:
             return []
@@ -211,7 +218,9 @@ def epoch(live: Live) -> float:
 
 
 def load_record(load: Load) -> Record:
-    """The busiest expert's share of its layer's tokens, experts without a token, the loss if it has a weight."""
+    """The largest share of a layer's tokens that one expert has, experts without a token, the balance loss if it has a
+    weight.
+    """
     counts = load.counts[load.counts.any(1)]  # dense layers count nothing
     shares = counts / counts.sum(1, keepdim=True)
     found: Record = {"expert_share": round(float(shares.max()), 4), "experts_idle": int((counts == 0).sum())}

@@ -56,6 +56,8 @@ SMALL = 3_000_000_000  # parameters; below, the default learning rate is doubled
 
 @dataclass(frozen=True)
 class Job:
+    """The model, data, machine and plan of a run, and the options in force."""
+
     options: Options
     out: Path
     cfg: ModelConfig
@@ -108,7 +110,7 @@ class Job:
 
     @property
     def eval_rows(self) -> int | None:
-        """Held-out rows an evaluation reads; None: all."""
+        """Held-out rows that an evaluation reads; None: all of them."""
         held_out, tokens = self.read and self.read.held_out, self.work.held_out
         if held_out is None or tokens >= held_out.tokens:
             return None
@@ -120,7 +122,7 @@ class Job:
 
     @property
     def n_micro(self) -> int:
-        """Micro-batches of a step, at most, over all hosts."""
+        """Most micro-batches of a step, over all hosts."""
         if self.plan.hosts == 1:
             return self.plan.n_micro
         return min(self.plan.hosts * self.plan.n_micro, math.ceil(self.work.sequences / self.micro_rows))
@@ -144,12 +146,12 @@ def prepare(
     date: str | None = None,
     launches: Mapping[str, list[int]] | None = None,
 ) -> Job:
-    """Reads and checks what the options name, and plans.
+    """Reads and checks what the options name, and makes the plan.
 
-    `saved`: a resumed run's Pinned.json. `progress(name, position, size)`: bytes read of each data file. `clock` counts
-    the parts. `group`: the hosts, which plan by the smallest of them. `date`: what chat templates take for today.
-    `launches`: settings of kernels with which a resumed run began; else those that are kept for this GPU.
-    Raises InputError, CheckpointError, DoesNotFit.
+    `saved`: Pinned.json of a resumed run. `progress(name, position, size)`: bytes read of each data file. `clock`
+    counts the parts. `group`: the hosts; the plan is for the smallest of them. `date`: what chat templates take for
+    today. `launches`: settings of kernels that a resumed run began with; None: those kept for this GPU. Raises
+    InputError, CheckpointError, DoesNotFit.
     """
     assert options.model or options.shape
     assert options.out
@@ -200,7 +202,7 @@ def prepare(
 
 
 def _read_for_base(source: Source) -> int:
-    """Bytes of the checkpoint that are read to quantize it: twice, or once into a file, and no more."""
+    """Bytes of the checkpoint that are read to quantize it: twice, or only once if a file keeps the result."""
     return 2 * source.nbytes if not isinstance(source, Cached) else 0 if source.is_made() else source.nbytes
 
 
@@ -211,7 +213,7 @@ def default_rate(options: Options, cfg: ModelConfig) -> float:
 
 
 def _of_a_teacher(options: Options, cfg: ModelConfig, data: Dataset | None, seq_len: int) -> int:
-    """Bytes of RAM of what it says: of places of all data, and of three steps, in use and being read."""
+    """Bytes of RAM for what a teacher says: offsets for all data, and the rows of three steps."""
     if cfg.teaching is None or data is None:
         return 0
     pieces = len(data.pieces) + (len(data.held_out.pieces) if data.held_out else 0)
@@ -219,13 +221,13 @@ def _of_a_teacher(options: Options, cfg: ModelConfig, data: Dataset | None, seq_
 
 
 def _with_tables(limits: Limits, data: Dataset | None, more: int = 0) -> Limits:
-    """The limits less the RAM that the data's tables hold, and `more`, in steps of TABLES so that plans repeat."""
+    """The limits less `more` and the RAM of the data's tables, rounded to steps of TABLES so that plans repeat."""
     held = (data.memory + more) // TABLES * TABLES if data else 0
     return replace(limits, host=max(0, limits.host - held))
 
 
 def common_plan(group: Alone, plan: Plan) -> Plan:
-    """Host 0's plan, which all adopt."""
+    """The plan of host 0, which all hosts use."""
     if group.hosts == 1:
         return plan
     first = told(group.texts(json.dumps(asdict(plan)))[0], dict, 0)
@@ -235,7 +237,7 @@ def common_plan(group: Alone, plan: Plan) -> Plan:
 def common_launches(
     group: Alone, device: torch.device, begun: Mapping[str, list[int]] | None, say: Say
 ) -> dict[str, list[int]]:
-    """Host 0's settings of kernels, which all adopt: those with which the run began, or those kept for its GPU."""
+    """Settings of kernels of host 0, which all hosts use: those that the run began with, or those kept for its GPU."""
     own = settings_kept(device) if begun is None else dict(begun)
     if group.hosts > 1:
         own = told(group.texts(json.dumps(own))[0], SHAPE, 0)
@@ -268,7 +270,7 @@ def _data_options(options: Options, cfg: ModelConfig, seq_len: int, pad: int | N
 
 
 def shelf() -> Shelf | None:
-    """Tokens that all runs of this user share."""
+    """The cache of tokens that all runs of this user share."""
     folder = cache_folder()
     try:
         return Shelf.under(folder / "tokens") if folder else None
@@ -277,9 +279,10 @@ def shelf() -> Shelf | None:
 
 
 def _work(options: Options, data: Dataset | None, seq_len: int) -> Work:
-    """Without data, full sequences. Evaluations take about EVALUATING of the run and read a step's tokens at least.
+    """How much the run computes. Without data, all sequences are full.
 
-    An evaluation's token costs at most a third of a trained one.
+    Evaluations take about EVALUATING of the run, and at least as many tokens as a step; one of their tokens costs at
+    most a third of a trained one.
     """
     if data is None:
         return Work(seq_len, options.batch_size, options.max_steps or SOME_STEPS, document=seq_len)
@@ -301,7 +304,7 @@ def epochs_of(options: Options, data: Dataset) -> float:
 
 
 def _in_force(options: Options, cfg: ModelConfig, data: Dataset | None, seq_len: int, plan: Plan, lr: float) -> Options:
-    """`options` with what was chosen, so that config.yaml repeats the run where defaults are others."""
+    """The options with all that was chosen, so that config.yaml repeats the run where defaults differ."""
     decay = options.weight_decay if options.weight_decay is not None else default_decay(cfg)
     found = replace(options, seq_len=seq_len, lr=lr, weight_decay=decay, adam_bits=plan.adam_bits)
     if data is not None and not options.max_steps:
@@ -328,7 +331,7 @@ def _files(
     data: Dataset | None,
     work: Work,
 ) -> Files:
-    """What the run has and will have on drives, without training state."""
+    """What the run has on drives, and will have, besides training state."""
     tokens = data.nbytes(shelf()) if data else 0
     held = [*(file for d in store_folders(options.store, out) for file in version_files(d))]
     held += [file for kind in ("best*", "step-*") for file in out.glob(f"{kind}/*.safetensors")]
@@ -346,7 +349,7 @@ def _files(
 
 
 def check_room(job: Job) -> None:
-    """Raises DoesNotFit where a drive has no room for what the run must write; snapshots are not counted."""
+    """Raises DoesNotFit if a drive has no space for what the run must write. Snapshots are not counted."""
     part = job.forecast.disk_parts()
     wanted = [(job.out, part["export"] + part["best"] + part["apart"], "--out")]
     if job.plan.uses("ssd"):

@@ -1,4 +1,4 @@
-"""The state of a run: loaded, saved as a snapshot, exported and freed."""
+"""A run in progress: its engine is loaded, saved as a snapshot, exported and freed."""
 
 from __future__ import annotations
 
@@ -53,6 +53,8 @@ from trireme.storage.untrusted import checksum
 
 @dataclass
 class Progress:
+    """How far a run has come, and its best evaluation."""
+
     step: int = 0
     start: float | None = None  # eval_loss before training
     best: float | None = None  # lowest eval_loss of what was trained, and its step
@@ -79,11 +81,13 @@ class Progress:
 
     @property
     def lowest(self) -> float:
-        """eval_loss of what was trained and of before."""
+        """The lowest eval_loss, with that before training."""
         return min((loss for loss in (self.start, self.best) if loss is not None), default=math.inf)
 
 
 class Live:
+    """A run in progress."""
+
     def __init__(
         self,
         job: Job,
@@ -93,7 +97,7 @@ class Live:
         trackers: Sequence[Tracker],
         group: Alone,
     ):
-        """`start`: with a store. Raises InputError, StoreError."""
+        """`start`: what it goes on with, and its store. Raises InputError, StoreError."""
         assert start.store is not None
         self.job, self.store, self.screen, self.group = job, start.store, screen, group
         snapshot, self.whole = start.snapshot, start.whole
@@ -123,13 +127,13 @@ class Live:
 
     @property
     def written(self) -> int:
-        """Bytes to drives in the whole run: by steps and evaluations, of snapshots, of checkpoints."""
+        """Bytes that the whole run has written to drives: in steps and evaluations, of snapshots, of checkpoints."""
         return self.progress.written + sum(device.io.written for device in self.store.devices) + self.exported
 
     def load(self, asked: Sequence[int] = ()) -> None:
-        """Makes and fills the engine.
+        """Builds and fills the engine.
 
-        Raises DoesNotFit, InputError, StoreError; KeyboardInterrupt between pieces once `asked` is not empty.
+        Raises DoesNotFit, InputError, StoreError; KeyboardInterrupt between two pieces when `asked` is not empty.
         """
         with self.clock.at("load"):
             with self.watched("quantizing"):
@@ -147,7 +151,7 @@ class Live:
             self._save_reshared(self.whole)
 
     def compare(self, asked: Sequence[int] = ()) -> None:
-        """Gives the data what the reference says of it, where --method compares with it. Raises as `load`."""
+        """Computes the reference's log-probabilities of the data, if --method compares with them. Raises as `load`."""
         if self.preference is None or not self.preference.compares:
             return
         sums = {} if self.resumed else self.base | {"trained": self.loaded}
@@ -156,7 +160,7 @@ class Live:
             self.job = with_reference(*given)
 
     def _save_reshared(self, whole: Whole) -> None:
-        """Saves the redistributed state; then that of hosts that are no more can go."""
+        """Saves the redistributed state; then the state of hosts that no longer exist can be removed."""
         self._save(keep=1)
         before = count(whole.key.hosts, "host")
         self.screen.say(f"hosts    {self.group.hosts}, where the run had {before}: its state was redistributed")
@@ -168,7 +172,7 @@ class Live:
         self.whole = None
 
     def _loaded(self, base: dict[str, str]) -> None:
-        """Raises InputError where frozen weights are not those that the run began with."""
+        """Raises InputError if frozen weights are not those that the run began with."""
         for unit, found in base.items():
             if self.base.get(unit, found) != found:
                 raise InputError(
@@ -178,12 +182,12 @@ class Live:
         self.base = base
 
     def _check_base(self, copied: bool = False) -> None:
-        """Raises StoreError where frozen weights that steps read, or that are to be `copied`, have changed."""
+        """Raises StoreError if frozen weights that steps read, or that are to be `copied`, have changed."""
         if self.engine.placement.files is not None or (copied and self.base):
             check_unchanged(self._stamps)
 
     def move(self, job: Job) -> None:
-        """Takes over the plan of `job`, through a snapshot: memory holds no second state."""
+        """Changes to the plan of `job`, through a snapshot: memory cannot hold the state twice."""
         self.save()
         self.give_back()
         self.job = job
@@ -196,13 +200,13 @@ class Live:
                 self._loaded(load_engine(self._engine, job, self.store, self.screen, resumed=True, everything=False)[0])
 
     def apply_updates(self) -> None:
-        """Applies all updates; drains queues."""
+        """Runs all updates that are due, and waits for them."""
         with self.clock.at("steps"), self.watched("updates"):
             self.engine.optimizer.flush()
             self.queues.drain()
 
     def watched(self, what: str) -> AbstractContextManager[None]:
-        """Within, a task, a read or a write that hangs ends the process with code 4."""
+        """A context in which a task, a read or a write that hangs ends the process with exit code 4."""
         limit = patience(self.job.forecast.step.step_s)
 
         def late(what_hangs: str) -> None:
@@ -214,7 +218,7 @@ class Live:
         return watched(self.queues, limit, late, self._progress)
 
     def _progress(self) -> tuple[int, object]:
-        """Of what is no task; another each time while a terminal or another host is waited for."""
+        """Progress outside the queues. It always changes while a terminal or another host is waited for."""
         return self.screen.counted, object() if self.screen.waits or self.group.waits else None
 
     def _last_words(self, said: str) -> None:
@@ -222,11 +226,11 @@ class Live:
         self.group.judgement()  # until all hosts know
 
     def dealt(self, batch: Sequence[InRam]) -> Sequence[InRam]:
-        """This host's micro-batches."""
+        """The micro-batches of this host."""
         return dealt(batch, self.group.host, self.group.hosts)
 
     def documents(self, batch: Sequence[InRam]) -> list[list[Documents]]:
-        """Of each host's micro-batches."""
+        """The documents of each host's micro-batches."""
         return [[mb.of_docs for mb in share if mb.of_docs] for share in shares(batch, self.group.hosts)]
 
     @property
@@ -234,10 +238,10 @@ class Live:
         return bool(self.store.snapshots) and self.store.snapshots[-1].step == self.progress.step
 
     def save(self) -> None:
-        """A snapshot, whose best is in OUT/best.
+        """Makes a snapshot, and writes its best weights to OUT/best.
 
-        Where that cannot be written, as on a full drive of --out, and is what the snapshot itself has, the error comes
-        after the snapshot. Raises StoreError.
+        If OUT/best cannot be written, as on a full drive, and the snapshot itself has those weights, the error is
+        raised after the snapshot was made. Raises StoreError.
         """
         failed: StoreError | None = None
         try:
@@ -252,7 +256,7 @@ class Live:
             raise failed
 
     def _save(self, keep: int | None = None) -> None:
-        """`keep`: snapshots, if not --keep."""
+        """`keep`: the number of snapshots; None: that of --keep."""
         self.apply_updates()
         self._check_base()
         with self.clock.at("snapshots"), self.watched("snapshot"):
@@ -287,7 +291,7 @@ class Live:
         return f"Last snapshot: step {snapshots[-1].step:,}" if snapshots else "There is no snapshot yet"
 
     def keep_best(self) -> None:
-        """The present weights are the best: copied within RAM where there is room, else OUT/best at once."""
+        """Keeps the present weights as the best: copied within RAM if it has room, else written to OUT/best at once."""
         self.apply_updates()
         if self.group.any(not self.job.forecast.kept):
             self.export(self.job.out / BEST)
@@ -298,15 +302,15 @@ class Live:
             self.best_kept = True
 
     def write_best(self) -> None:
-        """OUT/best is the best so far."""
+        """Writes the best weights so far to OUT/best."""
         if self.best_kept:
             self.export(self.job.out / BEST, self._best)
             self.best_kept = False
 
     def export(self, folder: Path | None = None, kept: Kept | None = None) -> None:
-        """Writes OUT, or replaces `folder`, of weights `kept` or the present ones; reads it back.
+        """Writes weights, those `kept` or the present ones, to OUT, or replaces `folder` by them; reads them back.
 
-        Host 0 does, and asks the others for what it lacks.
+        Host 0 writes; it asks the others for what it lacks.
         """
         own = kept or Reader(self.engine.placement)
         with self.clock.at("export"), self.watched("export"), masters(own, self.group.wire) as reader:
@@ -330,7 +334,7 @@ class Live:
             self._merge(job.cfg)
 
     def _save_weights(self, reader: Reader, folder: Path) -> dict[str, str]:
-        """A checkpoint or adapters; returns the files' checksums."""
+        """Writes a checkpoint or adapters; returns the checksums of its files."""
         job = self.job
         if job.cfg.lora is not None:
             save_adapter(folder, job.cfg, reader, *base_of(job.options.model))
@@ -349,7 +353,7 @@ class Live:
 
     @contextmanager
     def _writing(self, what: str, nbytes: int, times: int) -> Iterator[Callable[[int], None]]:
-        """Gives a function to call with each part's size, `times` in all for each byte that is written."""
+        """Gives a function to call with each part's size; each byte is counted `times` times."""
         told = 0
         with self.screen.working(what, times * nbytes) as more:
 
@@ -362,7 +366,7 @@ class Live:
         self.exported += told // times
 
     def export_best(self) -> None:
-        """OUT becomes the best, without writing it twice; OUT/best stays as it is."""
+        """Makes OUT/best the output without writing it again. OUT/best stays."""
         if self.best_kept:
             self.export(kept=self._best)
             return
@@ -386,7 +390,7 @@ class Live:
                 self.screen.warn(f"not merged: {error}")
 
     def give_back(self) -> None:
-        """Frees the engine's memory. Idempotent."""
+        """Frees the engine's memory. Calling it again does nothing."""
         if self._engine is not None:
             self._engine.close()
             self._engine = self._best = None
@@ -395,7 +399,7 @@ class Live:
                 torch.cuda.empty_cache()
 
     def close(self) -> None:
-        """Ends the queues; gives back. Idempotent."""
+        """Ends the queues and frees the memory. Calling it again does nothing."""
         with self.watched("close"):
             self.queues.close()
             self.give_back()
@@ -406,7 +410,7 @@ class Live:
 
 
 def reopen_adapter(cfg: ModelConfig, model: str, out: Path) -> list[str]:
-    """Returns the lines to print. Raises StoreError where the adapter cannot be read."""
+    """Opens the adapter that was written; returns the lines to print. Raises StoreError if it cannot be read."""
     try:
         found = read_adapter(out, cfg)
     except InputError as error:

@@ -43,15 +43,15 @@ BOUND_EVERY = 50  # steps between timings of queues
 
 
 class Interrupted(Exception):
-    """Asked to stop, and saved."""
+    """The run was asked to stop, and is saved."""
 
 
 class Diverged(InputError):
-    """Loss or gradient norm is not finite."""
+    """The loss or the gradient norm is not finite."""
 
 
 class Run:
-    """The loop."""
+    """The loop over the steps of a run."""
 
     def __init__(self, live: Live):
         self.live = live
@@ -133,12 +133,12 @@ class Run:
         return load_record(load)
 
     def _due(self) -> tuple[tuple[int, int], tuple[int, int] | None]:
-        """(step from 0, rows of a micro-batch) of the step to come and, unless it is the last, of that after it."""
+        """(step from 0, rows of a micro-batch) of the next step and of the one after it, None if there is none."""
         now, rows, job = self.live.progress.step, self.live.job.micro_rows, self.live.job
         return (now, rows), ((now + 1, rows) if now + 1 < job.total_steps else None)
 
     def _batch(self, due: tuple[int, int]) -> list[InRam]:
-        """A step's micro-batches, in another thread."""
+        """The micro-batches of a step. Runs in another thread."""
         job, (step, rows) = self.live.job, due
         on_gpu = job.device.type == "cuda"
         batch = job.data.step(step, job.options.batch_size, rows)
@@ -172,7 +172,7 @@ class Run:
         return record | ({"gpu_mem_gib": round(gpu, 3)} if job.device.type == "cuda" else {})
 
     def _diverged(self, stats: StepStats) -> None:
-        """Drops the gradients. Only a snapshot undoes updates made under backward."""
+        """Drops the gradients and raises Diverged. Updates made during backward stay; only a snapshot undoes them."""
         self.live.engine.gradients.discard()
         self.live.write_best()
         raise Diverged(
@@ -181,7 +181,7 @@ class Run:
         )
 
     def _trace(self) -> list[Span]:
-        """The last step's tasks; notes the busiest queue."""
+        """The tasks of the last step. Also notes the busiest queue."""
         live = self.live
         with live.clock.at("steps"), live.watched(f"step {live.progress.step:,}"):
             live.queues.drain()
@@ -240,7 +240,7 @@ class Run:
         live.screen.say(f"took     {took_line(live.clock, live.estimated)}")
 
     def _leave(self) -> None:
-        """On other hosts than the first: removes all once the checkpoint is written."""
+        """On hosts other than the first: removes all files when the checkpoint is written."""
         live = self.live
         live.close()
         live.group.meet()
@@ -250,7 +250,7 @@ class Run:
             remove_folders([*live.job.store_dirs, live.job.out.parent])
 
     def _about_best(self, exported: bool, there: bool) -> list[str]:
-        """Where the best weights are, and the loss of what was exported."""
+        """A line on where the best weights are, and the loss of what was exported."""
         done, evals = self.live.progress, self.live.log.totals.evals
         if done.best is None or evals is None:
             return []
@@ -261,7 +261,7 @@ class Run:
         return [f"best     {which}: {self._evaluated(done.best, done.best_step)}{last}"]
 
     def _warn_of_worse(self, exported: bool) -> None:
-        """Where the output, the best or else the last, is no better than the model was."""
+        """Warns if the output is no better than the model before training."""
         done, evals = self.live.progress, self.live.log.totals.evals
         if done.start is None or evals is None:
             return
@@ -281,7 +281,10 @@ class Run:
 
 
 def _noise(job: Job, step: int, batch: Sequence[MicroBatch]) -> list[Noise | None]:
-    """--neftune's, of each micro-batch of a step, from 0: a function of the seed, the step and the place in it."""
+    """The noise of --neftune for each micro-batch of a step, from 0.
+
+    It is a function of the seed, the step and the place in the step.
+    """
     alpha, first, found = job.options.neftune, 0, list[Noise | None]()
     key = zlib.crc32(f"neftune {job.options.seed} {step}".encode()) >> 1
     for mb in batch:

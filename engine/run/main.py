@@ -42,6 +42,7 @@ ENVIRONMENT = {"OMP_WAIT_POLICY": "PASSIVE"} | (
 
 
 def command() -> int:
+    """The console script: returns the exit code."""
     open_streams()
     return main(sys.argv[1:], process_began())
 
@@ -110,7 +111,7 @@ def main(argv: Sequence[str], began: float | None = None) -> int:
 
 @contextmanager
 def said_later(screen: Screen, at: Place) -> Iterator[None]:
-    """Within, hosts meet: says so after WAIT seconds, as a wrong name shows only in the end."""
+    """A context in which hosts connect. It says so after WAIT seconds, since a wrong name shows only at the end."""
     if at.hosts == 1:
         yield
         return
@@ -128,12 +129,12 @@ def said_later(screen: Screen, at: Place) -> Iterator[None]:
 
 
 def interrupt(_: int) -> None:
-    """A signal as Ctrl-C is to Python."""
+    """Handles a signal as Python handles Ctrl-C."""
     raise KeyboardInterrupt
 
 
 def interruptible(name: str, argv: Sequence[str], screen: Screen) -> int:
-    """A command besides training; returns the exit code."""
+    """Runs a command other than training; returns the exit code."""
     if name == "sample":  # Ctrl-C ends an answer, not the conversation
         return COMMANDS[name](argv)
     with stop_signals(interrupt, lambda: screen.urgent("left at once")):
@@ -141,7 +142,7 @@ def interruptible(name: str, argv: Sequence[str], screen: Screen) -> int:
 
 
 def check_folder() -> None:
-    """Raises InputError where the current folder has been removed: torch's libraries end the process there."""
+    """Raises InputError if the current folder has been removed: torch's libraries would end the process."""
     try:
         Path.cwd()
     except FileNotFoundError:
@@ -149,6 +150,7 @@ def check_folder() -> None:
 
 
 def is_resumable(options: Options) -> bool:
+    """Whether the run has begun, so that --resume can continue it."""
     try:
         return bool(options.out) and Path(options.out, "config.yaml").exists()
     except OSError:  # a name that is too long, a folder that is closed
@@ -156,6 +158,7 @@ def is_resumable(options: Options) -> bool:
 
 
 def about_disk(error: OSError, options: Options) -> str:
+    """The message of an error of a drive or a path, and what to do."""
     where, what = error.filename or options.out or "the temporary folder", error.strerror or str(error)
     if is_resumable(options):
         return f"{where}: {what}. When that is fixed: --resume {run_folder(options)}"
@@ -164,25 +167,26 @@ def about_disk(error: OSError, options: Options) -> str:
 
 
 def about_memory(what: str, options: Options) -> str:
+    """The message that memory is short, and what to do."""
     again = f" When that is fixed: --resume {run_folder(options)}" if is_resumable(options) else ""
     said = f": {what}" if what else ""
     return f"there is not enough memory for that{said}. Free some, or raise its limits (ulimit -v, -u).{again}"
 
 
 def run_folder(options: Options) -> str:
-    """The folder of --resume."""
+    """The folder that --resume takes."""
     return str(Path(options.out).parent) if place().host else options.out
 
 
 def how_to_go_on(options: Options) -> str:
-    """How a run goes on whose hosts have ended."""
+    """How to continue a run whose hosts have ended."""
     if is_resumable(options):
         return f"To go on, on all hosts: --resume {run_folder(options)}"
     return "There is nothing to go on with yet"
 
 
 def take_gpus(options: Options, at: Place) -> None:
-    """Shows a host its own GPUs where several are on a machine. Raises InputError."""
+    """Lets a host see only its own GPUs if several hosts are on one machine. Raises InputError."""
     visible = os.environ.get("CUDA_VISIBLE_DEVICES")
     if at.local_hosts == 1 or options.device == "cpu" or visible == "":
         return
@@ -199,11 +203,12 @@ def take_gpus(options: Options, at: Place) -> None:
 
 
 def nowhere() -> io.TextIOWrapper:
+    """A stream that drops its text."""
     return io.TextIOWrapper(io.FileIO(os.devnull, "w"))
 
 
 def open_streams() -> None:
-    """Closed streams go nowhere; unencodable characters are replaced."""
+    """Replaces closed streams by ones that drop their text, and lets characters that cannot be encoded be replaced."""
     sys.stdout, sys.stderr = sys.stdout or nowhere(), sys.stderr or nowhere()
     for stream in (sys.stdout, sys.stderr):
         if isinstance(stream, io.TextIOWrapper):
@@ -220,7 +225,7 @@ def give_up_output() -> None:
 
 
 def run(options: Options, screen: Screen, clock: Clock, group: Alone) -> int:
-    """Returns 0, or 130 if interrupted and saved."""
+    """Trains. Returns the exit code: 0, or 130 if the run was interrupted and saved."""
     os.environ.update(ENVIRONMENT | os.environ)
     warnings.showwarning = lambda message, *_, **__: screen.urgent(f"warning: {message}")
 
@@ -245,7 +250,7 @@ def run(options: Options, screen: Screen, clock: Clock, group: Alone) -> int:
 
 
 def check_paths(options: Options) -> None:
-    """Looks at the paths that a new run is given, before torch is imported. Raises InputError."""
+    """Checks the paths that a new run is given, before torch is imported. Raises InputError."""
     from trireme.engine.data.dataset import parse_val  # late: --help needs none of it
     from trireme.engine.data.files.folders import find_data
     from trireme.engine.run.output.folder import check_checkpoint, check_free

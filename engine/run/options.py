@@ -27,14 +27,14 @@ DATA, OUTPUT, TRAINING, PLACEMENT, INSTEAD = (
 
 @dataclass(frozen=True)
 class Every:
-    """Steps, seconds or a share of the run; all None: never."""
+    """An interval in steps, in seconds, or as a share of the run; all None: never."""
 
     steps: int | None = None
     seconds: float | None = None
     share: float | None = None
 
     def due(self, step: int, total_steps: int, seconds: float) -> bool:
-        """After `step`, from 1; `seconds` after the last time."""
+        """Whether it is due after `step`, counted from 1. `seconds`: since the last time."""
         if self.steps:
             return step % self.steps == 0
         if self.seconds:
@@ -45,7 +45,7 @@ class Every:
         return False
 
     def count(self, total_steps: int) -> int:
-        """How often it is due; ten times for an interval in seconds."""
+        """How often it is due in the run; an interval in seconds counts as ten times."""
         if self.steps:
             return total_steps // self.steps
         if self.seconds:
@@ -53,7 +53,7 @@ class Every:
         return min(int(1 / self.share + 1e-9), total_steps) if self.share else 0
 
     def __str__(self) -> str:
-        """The inverse of `every`."""
+        """The text that `every` parses to this."""
         if not self.seconds:
             return str(self.steps or self.share or "never")
         whole = self.seconds % 60 == 0
@@ -64,7 +64,7 @@ class Every:
 
 
 def every(text: str) -> Every:
-    """`500` steps, `0.1` of the run, `30min` (s, min, h), `never`."""
+    """Parses `500` (steps), `0.1` (of the run), `30min` (s, min, h) or `never`."""
     match = re.fullmatch(r"((?:\d+\.?\d*|\.\d+)(?:e[+-]?\d+)?) ?(s|min|h)?", text.strip())
     if text.strip() in ("never", "0"):
         return Every()
@@ -80,7 +80,7 @@ def every(text: str) -> Every:
 
 
 def integral(text: str) -> int:
-    """A whole number, also as 100.0 or 1e2."""
+    """Parses a whole number, also written as 100.0 or 1e2."""
     if not float(text).is_integer():
         raise ValueError(f"{text!r} is not a whole number")
     return int(float(text))
@@ -98,7 +98,7 @@ def one_of(*values: Any) -> Parser:
 
 
 def either(*parsers: Parser, expected: str) -> Parser:
-    """The first parser that accepts the text; `expected` describes all."""
+    """A parser that takes the result of the first of several that accepts the text. `expected`: describes them all."""
 
     def parse(text: str) -> Any:
         for parser in parsers:
@@ -110,7 +110,7 @@ def either(*parsers: Parser, expected: str) -> Parser:
 
 
 def listed(parser: Parser, like: str = "") -> Parser:
-    """Values separated by commas, as many as in `like`."""
+    """A parser of values separated by commas, as many as `like` has."""
 
     def parse(text: str) -> tuple[Any, ...]:
         values = [part for part in text.strip("()[] ").split(",") if part] if like else text.split(",")
@@ -122,7 +122,7 @@ def listed(parser: Parser, like: str = "") -> Parser:
 
 
 def labels_of(text: str) -> tuple[str, ...]:
-    """Names of classes, or as many as a number says, as transformers calls them."""
+    """Parses names of classes, or their number: then they are named as in transformers."""
     if text.isascii() and text.isdigit():
         return tuple(f"LABEL_{i}" for i in range(number(2, 1 << 16, int)(text)))
     names = tuple(part.strip() for part in text.split(","))
@@ -132,7 +132,7 @@ def labels_of(text: str) -> tuple[str, ...]:
 
 
 def json_object(text: str) -> str:
-    """An object in JSON, as it is written again."""
+    """Parses a JSON object; returns it as text."""
     try:
         value = json.loads(text)
     except (ValueError, RecursionError):
@@ -143,14 +143,16 @@ def json_object(text: str) -> str:
 
 
 def named(text: str) -> str:
-    """Any text but an empty one, which an unset variable of a shell gives."""
+    """Any text but an empty one, as a shell gives for a variable that is not set."""
     if not text.strip():
         raise ValueError("it is empty; leave the option out")
     return text
 
 
 def _option(group: str, text: str, default: Any = None, parse: Parser = named, **more: Any) -> Any:
-    """`more`: metavar or choices; also (names elsewhere); repeat (each use adds a value)."""
+    """A field with help for the command line. `more`: metavar or choices; also: names elsewhere; repeat: each use adds
+    a value.
+    """
     if choices := more.pop("choices", ()):
         parse, more["metavar"] = one_of(*choices), "{" + ",".join(choices) + "}"
     return field(default=default, metadata={"group": group, "help": text, "parse": parse, **more})
@@ -161,7 +163,7 @@ def _option(group: str, text: str, default: Any = None, parse: Parser = named, *
 
 @dataclass(frozen=True)
 class Options:
-    """None or empty: chosen from data, model or machine."""
+    """All options of a run. None or empty: chosen by data, model or machine."""
 
     model: str = _option(DATA, "Hugging Face checkpoint", "", metavar="DIR", also="model-name-or-path base-model")
     data: tuple[str, ...] = _option(
@@ -506,5 +508,5 @@ class Options:
 
 
 def store_folders(given: Sequence[str], out: Path) -> list[Path]:
-    """Where a run's store is: the folders of --store, or one in its output."""
+    """The folders of a run's store: those of --store, or one in its output."""
     return [Path(folder) for folder in given] or [out / "store"]

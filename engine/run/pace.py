@@ -1,4 +1,4 @@
-"""How fast steps are: the estimate is updated as they are measured, and another plan is used where it is faster."""
+"""How fast steps are: corrects the estimate by measured steps, and changes to a faster plan."""
 
 from __future__ import annotations
 
@@ -29,7 +29,10 @@ SHORT, SETTLED = 0.5, 5  # seconds of a step on a GPU; that step of a run whose 
 
 
 def better(job: Job, steps: int) -> Choice | None:
-    """A plan worth a move through the drive and back for `steps` steps, updates where they are; else None."""
+    """A plan that is worth moving the state through the drive and back for `steps` steps; None if there is none.
+
+    Updates stay on the CPU or GPU where they are.
+    """
     if job.device.type != "cuda" or job.options.plan or job.plan.hosts > 1:
         return None
     p, rates, document, trained = job.plan, job.machine.rates, job.data.document, job.data.trained
@@ -46,13 +49,13 @@ def better(job: Job, steps: int) -> Choice | None:
 
 
 def has_room(now: Forecast, plan: Plan) -> bool:
-    """Whether the drives, if they are measured and used, take what `plan` puts there."""
+    """Whether the drives have space for what `plan` puts there. False if the present plan does not use them."""
     used = now.plan.uses("ssd") or not plan.uses("ssd")
     return used and replace(now, plan=plan).disk() <= max(now.room, now.disk())
 
 
 class Pace:
-    """Of this process's steps."""
+    """The speed of this process's steps."""
 
     def __init__(self, live: Live):
         self.live = live
@@ -64,14 +67,14 @@ class Pace:
 
     @property
     def needs_trace(self) -> bool:
-        """Of the next step."""
+        """Whether the next step is to be traced."""
         return self.differs or self.live.progress.step + 1 == self.warm
 
     def compare(self, spans: Sequence[Span], micro: Sequence[Inputs], seconds: float) -> bool:
-        """After a step: tells the estimate again after the second or, of short ones, the fifth, and after those that
-        differed for minutes.
+        """Called after each step. Prints the estimate again after the second step (of short steps the fifth), and after
+        steps whose time differed for minutes.
 
-        Returns whether that moved the run to another plan, through a snapshot.
+        Returns whether the run changed to another plan, through a snapshot.
         """
         tokens = self.live.group.hosts * sum(mb.tokens for mb in micro)
         usual = seconds * self.live.job.work.tokens / tokens  # steps differ in size
@@ -107,9 +110,9 @@ class Pace:
         return self._tell(left)
 
     def _question(self, predicted: float, by_tasks: float) -> None:
-        """No step is faster than its machine: where one is, others used it as its rates were measured.
+        """No step is faster than its machine: if one seems so, other programs ran while the rates were measured.
 
-        Seconds by the times of its tasks, since first steps do not wait for all that they write.
+        Takes the times of its tasks, since the first steps do not wait for all that they write.
         """
         job = self.live.job
         if by_tasks * DIFFERENT < predicted:
@@ -119,13 +122,13 @@ class Pace:
             )
 
     def _note_drives(self) -> None:
-        """What drives that limit steps have kept up for minutes, for the next run's plan."""
+        """Stores the rates of drives that limited steps for minutes, for the next run's plan."""
         job, step = self.live.job, self.live.job.forecast.step
         if step.busy["ssd"] > BUSY * step.step_s:
             note_drives(job.machine.rates, job.store_dirs)
 
     def _changed(self, spans: Sequence[Span], micro: Sequence[Inputs], seconds: float) -> bool:
-        """Drives slow down and recover."""
+        """Steps take another time for minutes, since drives slow down and recover: corrects the rates."""
         live, before = self.live, self.live.job.machine.rates
         assert self.watch is not None
         self._correct(spans, micro, seconds)
@@ -138,7 +141,7 @@ class Pace:
         return self._tell(live.job.total_steps - live.progress.step, self.watch.step_s)
 
     def _correct(self, spans: Sequence[Span], micro: Sequence[Inputs], seconds: float) -> Prediction:
-        """Corrects rates by a traced step; returns what they had predicted."""
+        """Corrects the rates by a traced step; returns what they had predicted."""
         live, job = self.live, self.live.job
         with live.clock.at("plan"):
             found = predict(job.cfg, job.plan, job.machine.rates, batch_of(micro))
@@ -147,7 +150,7 @@ class Pace:
         return found
 
     def _tell(self, left: int, step_s: float | None = None) -> bool:
-        """The estimate of `left` steps; moves to another plan if that pays, and returns whether it did."""
+        """Prints the estimate for `left` steps. Changes to a faster plan if that pays; returns whether it did."""
         live = self.live
         with live.clock.at("plan"):
             after = estimate(live.job, live.progress.step, live.clock, step_s)

@@ -1,4 +1,4 @@
-"""The plan of a job: of a resumed run, read from --plan, or chosen for model, data and machine."""
+"""The plan of a job: of the resumed run, read from --plan, or chosen for model, data and machine."""
 
 from __future__ import annotations
 
@@ -37,7 +37,7 @@ def given_plan(
     gpus: int = 1,
     hosts: int = 1,
 ) -> Plan | None:
-    """The plan of --plan. Raises InputError where it does not suit model, run or device."""
+    """The plan of --plan. Raises InputError if it does not suit the model, the run or the device."""
     if not options.plan:
         return None
     plan = replace(Plan.load(Path(options.plan)), hosts=hosts, host=hosts - 1)
@@ -64,7 +64,7 @@ def given_plan(
 
 
 def check_options(options: Options, plan: Plan, rows: int) -> None:
-    """Raises InputError where options say otherwise than the plan, which decides; `rows`: of a micro-batch."""
+    """Raises InputError if options contradict the plan. `rows`: of a micro-batch."""
     fewer = min(options.micro_batch, options.batch_size) if isinstance(options.micro_batch, int) else rows
     said: dict[str, tuple[object, object]] = {
         "--adam-bits": (options.adam_bits or plan.adam_bits, plan.adam_bits),
@@ -84,14 +84,14 @@ def check_options(options: Options, plan: Plan, rows: int) -> None:
 
 
 def check_memory(options: Options, cfg: ModelConfig, plan: Plan, limits: Limits) -> None:
-    """Raises DoesNotFit."""
+    """Raises DoesNotFit if the plan needs more than the limits."""
     geo = Geometry.of(cfg, plan)
     if limits.lacking(usage(geo, plan, limits.less)):
         raise DoesNotFit(f"{options.plan}: the plan needs {shortage(geo, plan, limits)}. Change it, or leave it out.")
 
 
 def check_step(options: Options, plan: Plan, sequences: int, seq_len: int) -> None:
-    """Raises InputError where a step has more micro-batches than the given plan."""
+    """Raises InputError if a step has more micro-batches than the given plan."""
     rows = plan.tokens // seq_len
     needed = math.ceil(sequences / rows / plan.hosts)
     if needed > plan.n_micro:
@@ -102,7 +102,7 @@ def check_step(options: Options, plan: Plan, sequences: int, seq_len: int) -> No
 
 
 def check_peers(options: Options, plan: Plan, machine: Machine) -> None:
-    """Raises InputError where GPUs that do not copy to each other are to."""
+    """Raises InputError if the plan copies between GPUs that have no access to each other's memory."""
     if plan.gpus == 1 or machine.rates.peer:
         return
     lent = next((f", saved of unit {u} to gpu, host or ssd" for u, unit in plan.distinct.items() if unit.lent), "")
@@ -114,7 +114,7 @@ def check_peers(options: Options, plan: Plan, machine: Machine) -> None:
 
 
 class PlanFound(NamedTuple):
-    """A plan, its reasons, the machine, with drives measured where the plan may use them."""
+    """A plan with its reasons, and the machine; its drives were measured if the plan may use them."""
 
     plan: Plan
     because: tuple[str, ...]
@@ -123,7 +123,7 @@ class PlanFound(NamedTuple):
 
 @dataclass(frozen=True)
 class Planner:
-    """All that decides a plan before the data is read."""
+    """What decides a plan before the data is read."""
 
     options: Options
     cfg: ModelConfig
@@ -141,18 +141,18 @@ class Planner:
 
     @property
     def dtype(self) -> str:
-        """BF16 or F32."""
+        """The dtype of weights, BF16 or F32."""
         if self.pinned:
             return self.pinned.plan.dtype
         return self.given.dtype if self.given else DTYPES.get(self.options.dtype, "BF16" if self.on_cuda else "F32")
 
     @property
     def _one_memory(self) -> bool:
-        """Whether both tiers are RAM, in any proportion."""
+        """Whether both tiers are in RAM, so that they may be divided in any proportion."""
         return not (self.on_cuda or self.options.gpu_memory or self.given)
 
     def refuse_early(self) -> None:
-        """Raises DoesNotFit where steps of one sequence do not fit: no data can help."""
+        """Raises DoesNotFit if not even steps of one sequence fit: then no data can help."""
         if self.given:
             check_memory(self.options, self.cfg, self.given, self.limits)
             return
@@ -169,7 +169,7 @@ class Planner:
             simple_plan(self.cfg, self.limits, self.wanted(sequences))
 
     def limits_for(self, sequences: int) -> Limits:
-        """`limits`; on a CPU, where half of the RAM is too small for a tier, another division. Raises DoesNotFit."""
+        """The limits. On a CPU RAM is divided otherwise if half of it is too small for a tier. Raises DoesNotFit."""
         if not self._one_memory:
             return self.limits
         wanted, room, refused = self.wanted(sequences), self.limits.both, []
@@ -199,7 +199,7 @@ class Planner:
         )
 
     def _lacking(self, wanted: Wanted) -> Limits | None:
-        """The smallest plan's need; None where one fits."""
+        """What the smallest plan needs; None if a plan fits."""
         try:
             simple_plan(self.cfg, self.limits, wanted)
         except DoesNotFit as error:
@@ -207,7 +207,7 @@ class Planner:
         return None
 
     def find(self, work: Work, files: Files, limits: Limits, machine: Machine, stores: Sequence[Path]) -> PlanFound:
-        """`limits`: of limits_for; `stores`: folders on drives. Raises InputError, DoesNotFit."""
+        """Chooses the plan. `limits`: of limits_for. `stores`: folders on drives. Raises InputError, DoesNotFit."""
         o, wanted = self.options, self.wanted(work.sequences)
         wanted = replace(wanted, document=work.document, trained=work.trained, compared=work.compared)
         if self.given:
@@ -231,7 +231,7 @@ class Planner:
         return PlanFound(choice.plan, choice.because, machine)
 
     def wanted(self, sequences: int) -> Wanted:
-        """Raises InputError."""
+        """What a plan is wanted for, with steps of `sequences`. Raises InputError."""
         o, pinned, gpus, hosts = self.options, self.pinned, self.limits.gpus, self.hosts
         sequences = math.ceil(sequences / hosts)  # of each
         begun: Mode = pinned.plan.mode if pinned else "backward"
@@ -260,5 +260,5 @@ class Planner:
 
 
 def record_size(parameters: int, ram: int) -> int:
-    """Parameters of a record: many for the drive, few compared with RAM."""
+    """Parameters of a record: many, so that drives are fast, but few compared with RAM."""
     return max(min(1 << 24, ram // 1024), min(parameters // 256, ram // 256), 1 << 12) // 4096 * 4096

@@ -36,6 +36,7 @@ ON_A_CPU = "known after the second step: on a CPU it is measured, not predicted"
 
 
 def report(job: Job) -> list[str]:
+    """The lines to print."""
     forecast, on_gpu = job.forecast, job.device.type == "cuda"
     lines = [
         model_line(job),
@@ -73,7 +74,7 @@ def report(job: Job) -> list[str]:
 
 
 def planned(job: Job) -> dict[str, Any]:
-    """The figures of the report."""
+    """The figures of the report, for `plan` in Python."""
     f, on_gpu = job.forecast, job.device.type == "cuda"
     held = f.memory(all_gpus=not on_gpu)
     tier = lambda name: sum(row[name] for row in held.values())
@@ -131,7 +132,7 @@ def _expert_lines(job: Job) -> list[str]:
 
 
 def _carried_notes(job: Job) -> list[str]:
-    """What the language model does not use."""
+    """Notes on tensors that the language model does not use."""
     names = hf.carried(job.cfg, job.source.tensors)
     nbytes = sum(job.source.tensors[name].nbytes for name in names)
     copied = "" if not names or job.cfg.lora else f"{len(names):,} tensors, {gib(nbytes)}"
@@ -141,7 +142,7 @@ def _carried_notes(job: Job) -> list[str]:
 
 
 def _packing_notes(job: Job) -> list[str]:
-    """What becomes of packed matrices."""
+    """Notes on what happens to packed matrices."""
     packing, geo = job.cfg.packing, job.forecast.geo
     if packing is None:
         return []
@@ -159,7 +160,7 @@ def _packing_notes(job: Job) -> list[str]:
 
 
 def _quantized(source: Source) -> str:
-    """When a base is."""
+    """When the matrices of --base are quantized."""
     if not isinstance(source, Cached):
         return "quantized as they are loaded"
     if source.is_made():
@@ -168,7 +169,7 @@ def _quantized(source: Source) -> str:
 
 
 def data_lines(job: Job) -> list[str]:
-    """What was read, and examples of it."""
+    """What was read, and examples."""
     data, work = job.read, job.work
     if data is None:
         steps = (
@@ -185,7 +186,7 @@ def data_lines(job: Job) -> list[str]:
 
 
 def _experts(job: Job) -> str:
-    """What is said of experts with --dtype fp8."""
+    """What --dtype fp8 does with experts."""
     if job.cfg.experts is None:
         return ""
     return " and experts" if narrow.experts_in_fp8(job.cfg, job.plan.tokens) else ", not experts,"
@@ -227,7 +228,7 @@ def _memory_notes(job: Job) -> list[str]:
 
 
 def _tuned(job: Job) -> list[str]:
-    """Settings of kernels that are not the usual ones."""
+    """A note if kernels have other settings than the usual ones."""
     return [f"{count(len(job.launches), 'kernel')} as tuned by check --tune"] if job.launches else []
 
 
@@ -246,7 +247,7 @@ def steps_line(job: Job) -> str:
 
 
 def hosts_lines(job: Job, on_gpu: bool) -> list[str]:
-    """What several hosts share, and the network's share of a step: of the last host, which has most."""
+    """What several hosts share, and how much of a step the network takes: on the last host, which sends most."""
     hosts, step, rate = job.plan.hosts, job.forecast.step, job.machine.rates.net
     if hosts == 1:
         return []
@@ -259,7 +260,7 @@ def hosts_lines(job: Job, on_gpu: bool) -> list[str]:
 
 
 def _length_notes(job: Job) -> list[str]:
-    """Options of length without effect, or with one that is not expected."""
+    """Notes on options of length that have no effect, or an unexpected one."""
     o, notes, rope = job.options, [], job.cfg.rope
     if rope and rope.kind == "longrope" and job.seq_len > rope.original_positions:
         notes.append(
@@ -285,9 +286,9 @@ def _length_notes(job: Job) -> list[str]:
 
 
 def estimate(job: Job, done: int = 0, clock: Clock | None = None, step_s: float | None = None) -> dict[Part, float]:
-    """Seconds by part of the run after `done` steps; without a clock, from before its start.
+    """Seconds of each part of the run after `done` steps. Without a clock, those of the whole run.
 
-    `clock`: parts that have happened are taken as they were. `step_s`: measured seconds of a step.
+    `clock`: parts that have happened take their measured time. `step_s`: measured seconds of a step.
     """
     total = job.total_steps
     steps_s = (total - done) * (step_s or job.forecast.step.step_s)
@@ -302,7 +303,9 @@ def estimate(job: Job, done: int = 0, clock: Clock | None = None, step_s: float 
 
 
 def events(job: Job, done: int, steps_s: float | None) -> Events:
-    """After `done` steps; `steps_s`: seconds of the others, None where they are not known."""
+    """What happens besides the steps after `done` steps. `steps_s`: seconds of those steps; None if they are not
+    known.
+    """
     o, total = job.options, job.total_steps
     evaluations, held_out = 0, job.read and job.read.held_out
     if held_out:
@@ -328,13 +331,13 @@ def events(job: Job, done: int, steps_s: float | None) -> Events:
 
 
 def known(clock: Clock | None, compiles: bool) -> Times:
-    """Seconds of a part's last event; not of its first where kernels were compiled in it."""
+    """Seconds of each part's last event. A first event is left out if kernels were compiled in it."""
     parts: tuple[Part, ...] = ("evaluations", "samples", "snapshots", "export")
     return {part: clock.last[part] for part in parts if clock.times[part] > compiles} if clock else {}
 
 
 def often(every: Every, done: int, total: int, seconds: float | None) -> int:
-    """How often it is due in the rest of the run, of `seconds`; if they are not known, as Every.count."""
+    """How often something is due in the rest of the run, which takes `seconds`; None: as Every.count."""
     if every.seconds:
         return every.count(total - done) if seconds is None else int(seconds / every.seconds)
     return sum(every.due(step, total, 0.0) for step in range(done + 1, total + 1))

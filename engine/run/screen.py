@@ -1,4 +1,4 @@
-"""A run's output: lines that stay, a live line on a terminal (plain lines in a pipe), errors."""
+"""The output of a run: lines that stay, a live line on a terminal (plain lines in a pipe), errors."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ INDENT = 9  # of a line's continuation: the width of its label
 
 
 def progress(record: Mapping[str, Any], total_steps: int, eta: float | None) -> dict[str, str]:
-    """A step's line by part, in order."""
+    """The parts of a step's line, in order."""
     r = {key: value for key, value in record.items() if value is not None}
     parts = {"step": f"step {r['step']:>{len(f'{total_steps:,}')},}/{total_steps:,}", "loss": f"loss {r['loss']:.4f}"}
     if "ce" in r and "kl" in r:
@@ -65,7 +65,7 @@ def progress(record: Mapping[str, Any], total_steps: int, eta: float | None) -> 
 
 
 def one_line(parts: Mapping[str, str], width: float = math.inf) -> str:
-    """Shorter than `width`: the least telling parts go, then the end."""
+    """A line shorter than `width`: parts that say least are left out, then its end is cut."""
     parts = {name: shown(part, LINE) for name, part in parts.items()}
     for name in ("memory", "mfu", "experts", "time", "norm", "lr", "bound", "speed"):
         if len("  ".join(parts.values())) < width:
@@ -76,9 +76,9 @@ def one_line(parts: Mapping[str, str], width: float = math.inf) -> str:
 
 
 def wrapped(line: str, width: int) -> str:
-    """A line in lines shorter than a terminal is wide, parted between words; those behind the first are indented.
+    """A line divided between words for a terminal of this width; all but the first part are indented.
 
-    A command to be copied is not parted.
+    A command, which users copy, is not divided.
     """
     if len(line) < width:
         return line
@@ -90,7 +90,7 @@ def wrapped(line: str, width: int) -> str:
 
 
 class Screen:
-    """Standard output and error. One thread at a time, except `urgent`."""
+    """Standard output and standard error. Used by one thread at a time, except `urgent`."""
 
     def __init__(self, stream: TextIO | None = None):
         self._stream: TextIO | None = stream or sys.stdout
@@ -102,7 +102,7 @@ class Screen:
         self.waits = False  # for a terminal that is held
 
     def forgive(self) -> None:
-        """From now on drops output that cannot be written."""
+        """From now on, output that cannot be written is dropped."""
         self._may_fail = False
 
     def _write(self, text: str) -> None:
@@ -121,16 +121,16 @@ class Screen:
             self.waits = False
 
     def say(self, line: str) -> None:
-        """Prints above the live line. Raises StoreError, BrokenPipeError until `forgive`."""
+        """Prints a line above the live line. Raises StoreError and BrokenPipeError, until `forgive` is called."""
         line = shown(line, LINE)
         if self._live:
             line = wrapped(line, shutil.get_terminal_size().columns)
         self._write(f"\r\x1b[K{line}\n{self._drawn()}" if self._parts else line + "\n")
 
     def text(self, piece: str) -> None:
-        """Prints text as it is, without a line's end: what the command was called for. Raises as `say`.
+        """Prints text as it is, without a line end: what the command was called for. Raises as `say`.
 
-        Models say what they were trained to say: controls in it are not for a terminal.
+        On a terminal control characters are escaped, since a model may have learned any text.
         """
         self._write(displayed(piece) if self._live else piece)
 
@@ -138,7 +138,7 @@ class Screen:
         self.say(f"warning: {line}")
 
     def urgent(self, line: str) -> None:
-        """Safe in a signal handler."""
+        """Prints to standard error. May be called in a signal handler."""
         with suppress(OSError, RuntimeError):  # a closed terminal; within another line
             if sys.stderr.isatty():
                 width = shutil.get_terminal_size().columns
@@ -146,7 +146,7 @@ class Screen:
             print(line, file=sys.stderr, flush=True)
 
     def show(self, parts: Mapping[str, str], final: bool) -> None:
-        """Redraws the live line; in a pipe, prints one every PLAIN_SECONDS and the final one."""
+        """Redraws the live line; in a pipe, prints a line every PLAIN_SECONDS and the final one."""
         now = time.monotonic()
         if not final and now - self._last < (LIVE_SECONDS if self._live else PLAIN_SECONDS):
             return
@@ -161,12 +161,12 @@ class Screen:
             self._parts = {}
 
     def _drawn(self) -> str:
-        """In the terminal's width: a wrapped line cannot be redrawn."""
+        """The live line in the terminal's width: a line that wraps cannot be redrawn."""
         return one_line(self._parts, shutil.get_terminal_size().columns)
 
     @contextmanager
     def passing(self, step: str, expected: float | None) -> Iterator[None]:
-        """Shows the seconds of a long step, in a pipe each minute; meanwhile nothing but `urgent` may print."""
+        """A context that shows the seconds of a long step, in a pipe every minute. Within, only `urgent` may print."""
         began, ended, before = time.monotonic(), threading.Event(), dict(self._parts)
 
         def tell() -> None:
@@ -194,7 +194,7 @@ class Screen:
             self._parts = {}
 
     def far(self, what: str, done: int, total: int, begun: float, unit: str = "B") -> None:
-        """`begun`: by time.monotonic."""
+        """Shows how much of some work is done. `begun`: by time.monotonic."""
         seconds = time.monotonic() - begun
         if seconds > PATIENCE and 0 < done < total:
             size, prefix = next((s, u) for s, u in ((1e9, "G"), (1e6, "M"), (1e3, "k"), (1, "")) if total >= s)
@@ -205,7 +205,7 @@ class Screen:
 
     @contextmanager
     def working(self, what: str, total: int, unit: str = "B") -> Iterator[Callable[[int], None]]:
-        """Gives a function to call with each finished part's size; restores the live line."""
+        """Gives a function to call with the size of each finished part; restores the live line afterwards."""
         begun, done, before = time.monotonic(), 0, self._parts
 
         def more(size: int) -> None:

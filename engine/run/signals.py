@@ -1,6 +1,7 @@
-"""Requests to stop: a signal once to save and end, twice to end at once.
+"""Requests to stop: the first signal saves and ends the run, the second ends it at once.
 
-A notice is no second request: a session's end sends a hang-up with SIGTERM, SLURM sends SIGUSR1 long before it.
+Some signals are notices and do not count as second ones: when a session ends, a hang-up comes with SIGTERM, and SLURM
+sends SIGUSR1 long before it.
 """
 
 from __future__ import annotations
@@ -20,10 +21,10 @@ STOPS = (signal.SIGINT, signal.SIGTERM, *NOTICES)
 
 
 class Stop:
-    """A request to stop after the step that has begun."""
+    """A request to stop after the current step."""
 
     def __init__(self, total: int, screen: Screen, last_snapshot: Callable[[], str], alone: bool = True):
-        """Where not `alone`, hosts agree first, by `hear`."""
+        """`alone`: there is one host. With several, the hosts agree first, and then `hear` is called."""
         self.total, self.screen, self.last_snapshot, self.alone = total, screen, last_snapshot, alone
         self.asked = False
         self.last = total  # last step to do
@@ -32,14 +33,15 @@ class Stop:
 
     @property
     def leaving(self) -> bool:
-        """Whether it stops before its last step."""
+        """Whether the run stops before its last step."""
         return self.last < self.total
 
     def begins(self, step: int) -> None:
-        """Signals now let `step` finish."""
+        """From now on a signal lets `step` finish."""
         self.begun = min(step, self.total)
 
     def ask(self, number: int) -> None:
+        """Handles the first signal."""
         self.how = "^C " if number == signal.SIGINT else "asked to stop:"
         self.asked = True
         if self.alone:
@@ -48,20 +50,21 @@ class Stop:
         self.screen.urgent(f"\n  finishing step {self.begun:,} and saving{insist}")
 
     def hear(self, asked: bool) -> None:
-        """A host was asked."""
+        """To be called with whether any host was asked to stop."""
         if asked:
             self.last, self.how = self.begun, self.how or "asked to stop:"
 
     def insist(self) -> None:
-        """On the second signal."""
+        """Handles the second signal."""
         self.screen.urgent(f"\nleft at once. {self.last_snapshot()}")
 
 
 @contextmanager
 def stop_signals(first: Callable[[int], None], second: Callable[[], None]) -> Iterator[None]:
-    """The first signal calls first(number); a second that is no notice calls second() and exits.
+    """A context in which the first signal calls first(number), and a second one that is no notice calls second() and
+    exits.
 
-    Signals belong to the main thread: in another nothing changes.
+    Only the main thread receives signals; in other threads this does nothing.
     """
     if threading.current_thread() is not threading.main_thread():
         yield

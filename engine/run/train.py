@@ -1,7 +1,7 @@
 """A run from its options to its end.
 
-A folder is locked for the run (output/folder.py) or its snapshot is opened (begin/resume.py). The options become a job
-(job.py: model, data, machine and plan), the job an engine with its weights (live.py, engine.py), and loop.py trains.
+The run's folder is locked (output/folder.py), or its snapshot is opened (begin/resume.py). The options become a job
+(job.py: model, data, machine and plan), the job an engine with weights (live.py, engine.py), and loop.py trains.
 """
 
 from __future__ import annotations
@@ -56,10 +56,10 @@ def finetune(
     group: Alone | None = None,
     trackers: Sequence[Tracker] = (),
 ) -> Live | None:
-    """Returns the run, its engine closed; None of a dry run. `clock`: that of the command; `group`: the hosts;
-    `trackers`: besides those of --log.
+    """Trains. Returns the run, whose engine is closed; None for a dry run.
 
-    Raises InputError, CheckpointError, DoesNotFit, StoreError, LostHost, Interrupted.
+    `clock`: of the command. `group`: the hosts. `trackers`: in addition to those of --log. Raises InputError,
+    CheckpointError, DoesNotFit, StoreError, LostHost, Interrupted.
     """
     screen, clock, group, options = screen or Screen(), clock or Clock(), group or Alone(), checked(options)
     options = fetched(options, screen)
@@ -86,7 +86,7 @@ def finetune(
 
 
 def _warn_of_folder(options: Options, screen: Screen) -> None:
-    """A dry run writes nothing; the run will."""
+    """Warns in a dry run if the folder could not be used."""
     try:
         check_free(options)
     except InputError as error:
@@ -96,7 +96,7 @@ def _warn_of_folder(options: Options, screen: Screen) -> None:
 def _start(
     options: Options, screen: Screen, clock: Clock, group: Alone, id: str, trackers: Sequence[Tracker]
 ) -> Live | None:
-    """A new run. `id`: of the run."""
+    """A new run. `id`: its id."""
     if group.host:
         group.meet()  # host 0's folder may hold the others': it has to be free first
     with new_run(options, Interrupted, id) as run, open_trackers(options, screen) as more:
@@ -112,7 +112,7 @@ def _start(
 def _resume(
     options: Options, screen: Screen, clock: Clock, group: Alone, id: str, trackers: Sequence[Tracker]
 ) -> Live | None:
-    """A run from its last snapshot. `id`: of the run."""
+    """Continues a run from its last snapshot. `id`: its id."""
     busy = f"--resume {options.out}: another process is at that run. Wait for its end."
     with ExitStack() as stack:
         stack.callback(remove_folders, stack.enter_context(locked(Path(options.out), busy)))
@@ -139,19 +139,21 @@ def _resume(
 
 
 def _write_options(job: Job, id: str) -> None:
-    """config.yaml has all that is in force: changed ones, and those that were chosen."""
+    """Writes config.yaml with all options in force, also changed and chosen ones."""
     replace_synced(job.out / "config.yaml", signed(id, config_yaml(job.options)))
 
 
 def _say_computed_by(snapshot: Snapshot, now: str, screen: Screen) -> None:
-    """Says so where libraries or GPU are not those of the snapshot."""
+    """Says so if libraries or GPU are not those of the snapshot."""
     before = snapshot.get("computed_by") or now
     if before != now:
         screen.say(f"changed  {now}, was {shown(before, 200)} at step {snapshot['step']:,}: it may round differently")
 
 
 def _prepare(options: Options, screen: Screen, clock: Clock, group: Alone, snapshot: Snapshot | None = None) -> Job:
-    """The job, on which all hosts agree, with its report. Where it does not fit, the error offers what would."""
+    """Makes the job, on which all hosts agree, and prints its report. If it does not fit, the error offers what
+    would.
+    """
     try:
         job = _job(options, screen, clock, group, snapshot)
         if snapshot:
@@ -215,7 +217,9 @@ def _train(job: Job, start: Start, screen: Screen, clock: Clock, trackers: Seque
 
 
 def _restore_best(live: Live) -> bool:
-    """The best of the snapshot's moment. Returns whether it is to be made again: it is what the snapshot has."""
+    """Restores the best weights of the snapshot's moment. Returns whether they have to be written again from the
+    snapshot.
+    """
     out, done = live.job.out, live.progress
     best = Best(done.best_step, done.best) if done.best_step and done.best is not None else None
     nbytes = sum(path.stat().st_size for path in out.glob(f"{BEST}*/*.safetensors"))
@@ -233,7 +237,7 @@ def _restore_best(live: Live) -> bool:
 
 @contextmanager
 def _failure_told(group: Alone) -> Iterator[None]:
-    """Tells the other hosts of an exception before it unwinds what waits for them."""
+    """Tells the other hosts of an exception, before cleanup that waits for them."""
     try:
         yield
     except Interrupted:
@@ -244,7 +248,7 @@ def _failure_told(group: Alone) -> Iterator[None]:
 
 
 def _load(live: Live) -> None:
-    """A signal acts between two pieces, with no drive request in flight."""
+    """Loads the engine. A signal takes effect between two pieces, when no request to a drive is in flight."""
     asked: list[int] = []
 
     def ask(number: int) -> None:
