@@ -1,4 +1,4 @@
-"""Seconds spent in the parts of a run, and steps that differ from their estimate. No torch."""
+"""Seconds spent in the parts of a run, and steps that differ from their estimate. Imports no torch."""
 
 from __future__ import annotations
 
@@ -39,16 +39,16 @@ class Clock:
 
     @property
     def other(self) -> float:
-        """Seconds in no part."""
+        """Seconds since the beginning that are in no part."""
         return self.whole - sum(self.spent.values())
 
     def with_spent(self, left: Times) -> dict[Part, float]:
-        """The whole run's parts: seconds spent, and those of `left`."""
+        """Seconds of each part of the whole run: those spent, and those of `left`."""
         return {part: seconds + left.get(part, 0.0) for part, seconds in self.spent.items()}
 
     @contextmanager
     def at(self, part: Part) -> Iterator[None]:
-        """Counts the time within, without inner parts."""
+        """A context whose time counts for `part`, without the time of inner parts."""
         began, counted = self.now(), sum(self.spent.values())
         try:
             yield
@@ -59,7 +59,7 @@ class Clock:
             self.times[part] += 1
 
     def move(self, seconds: float, source: Part, to: Part) -> None:
-        """Counts seconds of one part as another's."""
+        """Counts seconds of one part as those of another."""
         self.spent[source] -= seconds
         self.spent[to] += seconds
 
@@ -75,7 +75,7 @@ def process_began() -> float:
 
 @dataclass
 class Watch:
-    """Notices steps that differ from `step_s` for minutes, as where a drive slows or recovers, at most once an hour."""
+    """Notices steps that differ from `step_s` for minutes, such as when a drive slows down; at most once an hour."""
 
     step_s: float  # seconds of a usual step
     now: Callable[[], float] = time.monotonic
@@ -86,7 +86,9 @@ class Watch:
     held: bool = False  # the last step ended a window that was as usual
 
     def differs(self, seconds: float) -> bool:
-        """After a step of `seconds`, for the tokens of a usual one. Then `step_s` is the median of the window."""
+        """To be called after a step that took `seconds`, scaled to a usual step's tokens. If it returns True, `step_s`
+        is the median of the window.
+        """
         now, self.held = self.now(), False
         self.since = now - seconds if self.since is None else self.since
         self.times.append(seconds)
@@ -102,5 +104,5 @@ class Watch:
         return True
 
     def begin(self, step_s: float) -> None:
-        """After a change of plan."""
+        """To be called after a change of plan."""
         self.step_s, self.times, self.since = step_s, [], None

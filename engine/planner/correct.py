@@ -1,7 +1,7 @@
-"""Rates corrected by the task times of a traced step.
+"""Corrects rates by the task times of one traced step.
 
-A run has other shapes and neighbours than a probe, and drives past their fast caches. The traced step trains, like
-PatrickStar's warm-up iteration.
+A run has other shapes than a probe, other programs run next to it, and its drives' fast caches are full. The traced
+step trains like any other, as PatrickStar's warm-up iteration.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ SHARE = 0.05  # of a step that a queue works, from which it counts
 
 
 def measured(spans: Sequence[Span]) -> dict[str, float]:
-    """Seconds of each of TIMED_BY at work; of the drive, with requests in flight."""
+    """Seconds that each of TIMED_BY was at work; for the drive, seconds with requests in flight."""
     found, end = defaultdict[str, float](float), 0.0
     for queue, seconds in busy(spans).items():
         found[plain(queue)] += seconds
@@ -42,13 +42,15 @@ def measured(spans: Sequence[Span]) -> dict[str, float]:
 
 
 def at_work(spans: Sequence[Span]) -> dict[str, float]:
-    """Seconds of each queue at work, the drive's as "ssd"; not those between hosts, which wait for each other."""
+    """Seconds that each queue was at work, the drive's as "ssd". Without queues between hosts, which wait for each
+    other.
+    """
     found = {queue: seconds for queue, seconds in busy(spans).items() if queue not in READS + WRITES + NET}
     return found | {"ssd": measured(spans)["ssd"]}
 
 
 def batch_of(micro: Sequence[Inputs]) -> Batch:
-    """A step's micro-batches for a prediction: as many, each like the largest."""
+    """A step's micro-batches for a prediction: their number, each as large as the largest."""
     most = max(micro, key=lambda mb: mb.tokens)
     document = max(1, round(2 * most.pairs / most.tokens) - 1)
     return Batch(most.tokens, document, len(micro), most.trained / most.tokens, most.docs is not None)
@@ -57,7 +59,7 @@ def batch_of(micro: Sequence[Inputs]) -> Batch:
 def until_its_end(spans: Sequence[Span]) -> list[Span]:
     """The spans of a traced step, cut at the end of its computation.
 
-    The rest is the drain: last updates, and reads for the next step.
+    What follows are the last updates, and reads for the next step.
     """
     end, done = max((s.end for s in spans if kind_of(s.queue) == "compute"), default=float("inf")), []
     for span in spans:
@@ -70,9 +72,10 @@ def until_its_end(spans: Sequence[Span]) -> list[Span]:
 
 
 def corrected(rates: Rates, found: Prediction, spans: Sequence[Span], seconds: float) -> Rates:
-    """Rates that would have predicted each kind's time in `spans`, of a step of `seconds` predicted as `found`.
+    """Rates that would have predicted the time of each kind of task in `spans`, of a step that took `seconds`. `found`:
+    the prediction.
 
-    Times are compared per byte: a first step moves other amounts.
+    Times are compared per byte, since a first step moves other amounts.
     """
     spans = until_its_end(spans)
     took, said = measured(spans), measured(found.spans)

@@ -31,6 +31,8 @@ ENDLESS = 1 << 40  # sequences
 
 @dataclass(frozen=True)
 class Work:
+    """What a run computes: its steps, their sequences and tokens, evaluations."""
+
     seq_len: int
     sequences: int  # of a step
     steps: int
@@ -47,7 +49,7 @@ class Work:
 
     @property
     def lengths(self) -> list[int]:
-        """Of a usual step's documents."""
+        """The lengths of the documents in a usual step."""
         length = self.document or self.seq_len
         whole, rest = divmod(self.tokens, length)
         return [length] * whole + [rest] * (rest > 0)
@@ -80,6 +82,8 @@ class Files:
 
 
 class Change(NamedTuple):
+    """A change of options that makes a run faster, and its step."""
+
     what: str
     gain: float  # in tokens a second
     step_s: float
@@ -87,6 +91,8 @@ class Change(NamedTuple):
 
 @dataclass(frozen=True)
 class Forecast:
+    """The estimates of a run with a plan."""
+
     cfg: ModelConfig
     plan: Plan
     machine: Machine
@@ -107,23 +113,23 @@ class Forecast:
 
     @property
     def tflops(self) -> float:
-        """Model TFLOP/s: three times forward's, without recomputation."""
+        """Model TFLOP/s: three times those of forward, without recomputation."""
         pairs = costs.layer_pairs(self.cfg, self.work.lengths)
         return costs.model_flops(self.cfg, self.work.tokens, pairs) / self.step.step_s / 1e12
 
     def pinning_s(self) -> float:
-        """Seconds of pinning RAM, before the first step."""
+        """Seconds to pin RAM before the first step."""
         return usage(self.geo, self.plan)["host"] / self.machine.rates.pin
 
     # ------------------------------------------------ memory and disk
 
     @property
     def fullest(self) -> int:
-        """The GPU with the least left."""
+        """The GPU with the fewest bytes left."""
         return fullest(each_usage(self.geo, self.plan)[0], self.limits)
 
     def memory(self, all_gpus: bool = False) -> dict[str, dict[Tier, int]]:
-        """Bytes by row and tier; of several GPUs the fullest, or `all_gpus`."""
+        """Bytes by row of the table and by tier: of the fullest GPU, or with `all_gpus` of all."""
         geo, plan = self.geo, self.plan
         made, counted = buffers(geo, plan), range(plan.gpus) if all_gpus else [self.fullest]
         held: dict[str, dict[Tier, int]] = {row: dict.fromkeys(TIERS, 0) for row in GROUPS}
@@ -139,7 +145,7 @@ class Forecast:
 
     @property
     def kept(self) -> int:
-        """Bytes of RAM for the best weights so far; 0 where the plan leaves no room."""
+        """Bytes of RAM for a copy of the best weights; 0 if the plan leaves no room for it."""
         if not self.files.best:
             return 0
         geo, need, low = self.geo, usage(self.geo, self.plan), 2 * (self.files.exact and self.plan.dtype == "BF16")
@@ -156,7 +162,7 @@ class Forecast:
 
     @property
     def frozen_read(self) -> int:
-        """Bytes read to load them: those kept in fp8 twice, in the compute dtype."""
+        """Bytes read to load frozen weights: those that become fp8 are read twice."""
         codes = (t.nbytes for layout in self.geo.base for t in layout.tensors if t.name.endswith(narrow.ROWS))
         if self.files.read:
             return self.files.read
@@ -172,7 +178,7 @@ class Forecast:
         return sum(geo.weights[u].span + geo.state_span(u, self.plan.record) for u in range(geo.n_units))
 
     def disk_parts(self) -> dict[str, int]:
-        """Bytes on the drives, at most."""
+        """Bytes on the drives by what takes them, at most."""
         stored, files = self.stored(), self.files
         export = files.export or shapes.parameters(self.cfg) * ITEMSIZE[self.plan.dtype]
         return {
@@ -192,16 +198,18 @@ class Forecast:
 
     @property
     def room(self) -> int:
-        """Bytes of the drives for the run, `held` included; 0 without a drive. State on them leaves a reserve free."""
+        """Bytes of the drives that the run may use, with those it has already; 0 without a drive. If steps write state
+        there, a reserve stays free.
+        """
         reserve = self.machine.reserve if self.plan.uses("ssd") else 0
         return max(0, self.machine.ssd - reserve) + self.files.held
 
     # ------------------------------------------------ changes
 
     def faster(self, sequences: int = ENDLESS, bits_open: bool = True) -> list[Change]:
-        """Up to three changes with more tokens a second, the best first, each planned and predicted.
+        """Up to three changes that give more tokens a second, the best first; each is planned and predicted.
 
-        `sequences`: of the data. `bits_open`: --adam-bits may still be chosen.
+        `sequences`: those of the data. `bits_open`: --adam-bits can still be chosen.
         """
         now, better = self.work.tokens / self._predict(roughly=True).step_s, []
         for what, change in self._changes(sequences, bits_open):
@@ -237,7 +245,7 @@ class Forecast:
         yield "a GPU twice as fast", lambda: replace(self, machine=quick).again()
 
     def again(self, limits: Limits | None = None, adam_bits: int = 0, n_micro: int = 0) -> Forecast:
-        """Planned anew by a short search. Raises DoesNotFit."""
+        """Another plan, by a short search. Raises DoesNotFit."""
         p, limits, work = self.plan, limits or self.limits, self.work
         changed = replace(p, n_micro=n_micro or p.n_micro)
         wanted = Wanted.like(changed, work.document or work.seq_len, work.trained, work.compared)
@@ -247,7 +255,7 @@ class Forecast:
 
 
 def check_drive(f: Forecast) -> None:
-    """Raises DoesNotFit where the plan needs a missing drive, or more than it holds."""
+    """Raises DoesNotFit if the plan needs a drive and there is none, or more than the drives hold."""
     plan, room, need, drive = f.plan, f.room, f.disk(), f.machine.ssd + f.files.held > 0
     if plan.uses("ssd") and not drive:
         wanted = Wanted.like(plan, f.work.document or f.work.seq_len, f.work.trained, f.work.compared)
@@ -270,7 +278,7 @@ def check_drive(f: Forecast) -> None:
 
 
 def scratch(geo: Geometry, plan: Plan) -> tuple[int, int]:
-    """Bytes of activations and gradients on the SSD, as in Engine.claim_scratch."""
+    """Bytes of (activations, gradients) on the SSD, as Engine.claim_scratch takes them."""
     units = [(u, plan.units[u]) for u in range(geo.n_units)]
     saved = sum(geo.saved_layout(u, unit.names("ssd"), plan.tokens).span for u, unit in units)
     leave = range(1, geo.n_units if plan.between == "host" else geo.head)  # the head's input is read at once
@@ -279,7 +287,7 @@ def scratch(geo: Geometry, plan: Plan) -> tuple[int, int]:
 
 
 def spares(geo: Geometry, plan: Plan) -> int:
-    """Bytes of spare files, as in Store.reserve."""
+    """Bytes of the store's spare files, as Store.reserve makes them."""
     if not plan.stored_on_ssd:
         return 0
     sizes = {layout.span for layout in geo.weights}

@@ -1,4 +1,4 @@
-"""Known GPUs: names, memory, speed. No torch."""
+"""Known GPUs: names, memory, rates. Imports no torch."""
 
 from __future__ import annotations
 
@@ -11,6 +11,8 @@ from trireme.engine.amounts import positive, size
 
 @dataclass(frozen=True)
 class Gpu:
+    """What the data sheet of a GPU says, or what was measured."""
+
     name: str
     memory: int  # bytes
     matmul: float  # FLOP/s of a bf16 matrix multiplication, sums in fp32 (fp16 on a V100)
@@ -142,7 +144,7 @@ _WORDS = re.compile(
 
 
 def _key(name: str) -> str:
-    """`NVIDIA GeForce RTX_4090` as `4090`, `16 GB` as `16g`, `Mobile` as `laptop`."""
+    """A name without what varies: `NVIDIA GeForce RTX_4090` is `4090`, `16 GB` is `16g`, `Mobile` is `laptop`."""
     plain = _WORDS.sub("", name.lower().replace("mobile", "laptop"))
     return re.sub(r"(\d)gi?b$", r"\1g", plain)
 
@@ -163,7 +165,7 @@ GPUS = {gpu.name.lower().replace(" ", ""): gpu for gpu in _BY_KEY.values()}
 def find_gpu(text: str, tflops: float = 0.0) -> Gpu:
     """The GPU of that name, or an RTX 4090 of that memory size. Raises ValueError.
 
-    `tflops`: what it reaches in a bf16 matrix multiplication, in place of the known rate.
+    `tflops`: TFLOP/s of a bf16 matmul, instead of the known rate.
     """
     key = _key(text)
     if found := _BY_KEY.get(_ALSO.get(key, key)):
@@ -188,13 +190,15 @@ def find_gpu(text: str, tflops: float = 0.0) -> Gpu:
 
 
 def at_rate(gpu: Gpu, tflops: float) -> Gpu:
-    """`gpu` where a matrix multiplication reaches so many TFLOP/s: a power limit, or a measurement."""
+    """`gpu` with this rate of a matmul in TFLOP/s, as with a power limit, or as it was measured."""
     share = tflops * 1e12 / gpu.matmul
     return replace(gpu, matmul=tflops * 1e12, fp8=gpu.fp8 * share)
 
 
 def bus_of(gpu: Gpu, text: str) -> float:
-    """Bytes/s each way of `x8`, lanes of the GPU's own PCIe generation, or of a number in GB/s. Raises ValueError."""
+    """Bytes/s in each direction of `x8` (lanes of the GPU's own PCIe generation), or of a number in GB/s. Raises
+    ValueError.
+    """
     match = re.fullmatch(r"x(1|2|4|8|16)", text)
     if not match:
         try:
@@ -214,7 +218,7 @@ def _no_bf16(text: str) -> str:
 
 
 def _perhaps(key: str) -> str:
-    """Known GPUs of the same number as the unknown one of `key`, else of a name nearly the same."""
+    """Names of known GPUs that the unknown `key` may mean: with the same number, or spelled nearly the same."""
     number = re.search(r"\d\d+", key)
     known = {k: gpu.name for k, gpu in _BY_KEY.items() if not gpu.name.startswith("V100")}
     alike = [k for k, name in known.items() if number and re.findall(r"\d\d+", name)[:1] == [number[0]]]

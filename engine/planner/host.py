@@ -1,4 +1,4 @@
-"""What this process may use of the machine: device, memory within all limits, drives."""
+"""What this process may use of the machine: GPUs, memory within all limits, drives."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ ALIKE = 1 << 30  # equal GPUs whose free memory differs by less have the least o
 
 
 def choose_device(wanted: str) -> torch.device:
-    """Raises InputError where "cuda" is missing, is AMD's, or has no bf16."""
+    """The device that --device asks for. Raises InputError if there is no CUDA GPU, or it is AMD's or has no bf16."""
     if wanted == "cuda" and not torch.cuda.is_available():
         raise InputError("--device cuda: torch sees no CUDA device. Leave it out to train on the CPU.")
     if wanted == "cpu" or not torch.cuda.is_available():
@@ -44,7 +44,7 @@ def choose_device(wanted: str) -> torch.device:
 
 
 def choose_gpus(wanted: str | int, device: torch.device) -> int:
-    """The number of GPUs, `device` the first. On the CPU they are pretended. Raises InputError."""
+    """The number of GPUs, of which `device` is the first. On the CPU they are pretended. Raises InputError."""
     if device.type != "cuda":
         gpus = 1 if wanted == "all" else int(wanted)
         if gpus > MOST_GPUS:
@@ -58,12 +58,12 @@ def choose_gpus(wanted: str | int, device: torch.device) -> int:
 
 
 def are_equal(device: torch.device, gpus: int) -> bool:
-    """Whether results do not depend on which of the GPUs computes what."""
+    """Whether the GPUs give bitwise equal results."""
     return len(set(map(model_of, gpus_from(device, gpus)))) == 1
 
 
 def model_of(device: torch.device) -> str:
-    """Equal ones give equal bits."""
+    """What tells GPUs apart that give other results."""
     if device.type != "cuda":
         return "the CPU"
     found = torch.cuda.get_device_properties(device)
@@ -71,7 +71,7 @@ def model_of(device: torch.device) -> str:
 
 
 def computed_by(device: torch.device) -> str:
-    """What bits depend on besides the plan: versions of libraries and the kind of GPU."""
+    """What results depend on besides the plan: versions of libraries, and the kind of GPU."""
     parts = [f"torch {torch.__version__}", model_of(device)]
     if device.type == "cuda":
         parts.insert(1, f"triton {version('triton')}")
@@ -90,7 +90,7 @@ _LASTING = ("lanes", "generation", "milliwatts")  # an idle link slows down
 
 
 def gpu_now(device: torch.device) -> dict[str, int]:
-    """What NVML says of a GPU's link and power limit, by the names of _ASKED; what it does not say is missing."""
+    """What NVML reports of a GPU's link and power limit, by the names of _ASKED; without what it does not report."""
     try:
         nvml, handle, value = ctypes.CDLL("libnvidia-ml.so.1"), ctypes.c_void_p(), ctypes.c_uint()
         uuid = str(torch.cuda.get_device_properties(device).uuid).removeprefix("GPU-")
@@ -107,7 +107,9 @@ def gpu_now(device: torch.device) -> dict[str, int]:
 
 
 def gpu_state(device: torch.device) -> dict[str, int | str]:
-    """Which of several GPUs, and what its speed depends on besides: another slot, power limit or mode measures anew."""
+    """Which GPU it is, and what its speed depends on: after a change of slot, power limit or mode it is measured
+    again.
+    """
     kept = {name: value for name, value in gpu_now(device).items() if name in _LASTING}
     return {"uuid": str(torch.cuda.get_device_properties(device).uuid), **kept}
 
@@ -119,7 +121,9 @@ def on_battery() -> bool:
 
 
 def available_ram() -> int:
-    """Bytes that this process may still take within its cgroups; beyond memory.high it would be throttled."""
+    """Bytes of RAM that this process may still take within its control groups; beyond memory.high it would be slowed
+    down.
+    """
     found = [_unused_ram()]
     for group, limit, used in ((group, *files) for group, v in groups("memory") for files in MEMORY[v]):
         try:
@@ -137,7 +141,7 @@ MEMORY = {
 
 
 def _reclaimable(group: Path) -> int:
-    """Page cache counted as used; version 1's "total_" includes groups below."""
+    """Bytes of page cache that a group counts as used. "total_" of version 1 includes the groups below."""
     counts = dict(line.split() for line in (group / "memory.stat").read_text().splitlines())
     return int(counts.get("total_inactive_file", counts.get("inactive_file", 0)))
 
@@ -151,10 +155,10 @@ def _unused_ram() -> int:
 
 
 def memory_limits(device: torch.device, gpu_memory: int | None, ram: int | None, gpus: int = 1) -> Limits:
-    """Bytes that the plan may use: given limits, else free memory, less a reserve. Raises InputError, DoesNotFit.
+    """Bytes that a plan may use: the given limits, else free memory, less a reserve. Raises InputError, DoesNotFit.
 
-    `gpu_memory`, of each GPU, includes the driver's context, `ram` the process. On the CPU the gpu tier is half of RAM;
-    with both given, they are the tiers themselves. Where other processes use one GPU, each has a limit of its own.
+    `gpu_memory`: of each GPU, with the driver's context. `ram`: of this process. On the CPU the tier "gpu" is half of
+    the RAM; if both are given, they are the tiers. If other processes use a GPU, it has a limit of its own.
     """
     if device.type != "cuda" and gpu_memory is not None:
         return Limits(gpu_memory, int(available_ram() * RAM_SHARE) if ram is None else ram, gpus)
@@ -175,7 +179,7 @@ def memory_limits(device: torch.device, gpu_memory: int | None, ram: int | None,
 
 
 def gpus_from(device: torch.device, gpus: int) -> list[torch.device]:
-    """`device` and those behind it; pretended ones are one."""
+    """`device` and the GPUs after it; pretended GPUs are all the same device."""
     more = range(1, gpus) if device.type == "cuda" else ()
     return [device, *(torch.device("cuda", (device.index or 0) + gpu) for gpu in more)]
 
@@ -189,7 +193,9 @@ def _free(device: torch.device, gpu_memory: int | None) -> tuple[int, int]:
 
 
 def _left_by_the_process(ram: int | None, later: int) -> int:
-    """Bytes of RAM for the plan: of the limit, what the process neither holds nor takes `later`. Raises DoesNotFit."""
+    """Bytes of RAM for the plan: of the limit, what the process does not hold and will not take `later`. Raises
+    DoesNotFit.
+    """
     if ram is None:
         return max(0, int(available_ram() * RAM_SHARE) - later)
     taken = resident() + later
@@ -205,24 +211,24 @@ def resident() -> int:
 
 
 def hold_to(limits: Limits, device: torch.device) -> None:
-    """Has torch refuse more CUDA memory than the limit and its reserve."""
+    """Makes torch refuse CUDA memory beyond the limit and its reserve."""
     for gpu, each in enumerate(gpus_from(device, limits.gpus)) if device.type == "cuda" else ():
         total = torch.cuda.get_device_properties(each).total_memory
         torch.cuda.set_per_process_memory_fraction(min(1.0, (limits.of(gpu) + GPU_RESERVE) / total), each)
 
 
 def memory_in_use(device: torch.device, gpus: int = 1) -> tuple[float, float]:
-    """Peak GiB of the fullest GPU's allocator and resident RAM."""
+    """(peak GiB of the allocator on the fullest GPU, GiB of RAM that the process holds)."""
     cuda = device.type == "cuda"
     gpu = max(map(torch.cuda.max_memory_reserved, gpus_from(device, gpus))) if cuda else 0
     return gpu / 2**30, resource.getrusage(resource.RUSAGE_SELF).ru_maxrss / 2**20
 
 
 def drive_of(folder: str | Path) -> int:
-    """The device number of a folder, existing or not."""
+    """The device number of a folder, which need not exist."""
     return existing(folder).stat().st_dev
 
 
 def places_of(folders: Sequence[str | Path]) -> list[Path]:
-    """An existing folder on each drive."""
+    """One existing folder on each of the drives."""
     return list({drive_of(folder): existing(folder) for folder in folders}.values())

@@ -1,4 +1,4 @@
-"""Estimates as lines of text: memory, disk space, time, wear."""
+"""Estimates as lines of text: memory, disk space, time, endurance."""
 
 from __future__ import annotations
 
@@ -32,7 +32,9 @@ LITTLE, PART = 0.001, 0.01  # of what drives are rated for, of what is written: 
 
 
 def memory_lines(f: Forecast, on_gpu: bool = True) -> list[str]:
-    """The table of what each memory holds, and its limit; of several GPUs the fullest. On a CPU the gpu tier is RAM."""
+    """The table of what each memory holds, and its limit; of several GPUs the fullest. On a CPU the tier "gpu" is
+    RAM.
+    """
     gpus, held = f.plan.gpus, f.memory(all_gpus=not on_gpu)
     several = f"GPU {f.fullest}" if f.limits.less else "each GPU"
     names: dict[Tier, str] = {**MEMORIES, "gpu": (several if gpus > 1 else "GPU") if on_gpu else "RAM"}
@@ -51,7 +53,7 @@ def memory_lines(f: Forecast, on_gpu: bool = True) -> list[str]:
 
 
 def cell(nbytes: int) -> str:
-    """Bytes in ten characters."""
+    """Bytes as ten characters."""
     if not nbytes:
         return f"{'–':>10}"
     if nbytes >= 1000 << 30:
@@ -60,6 +62,7 @@ def cell(nbytes: int) -> str:
 
 
 def _decisions(f: Forecast, row: str, names: Mapping[Tier, str]) -> str:
+    """What the plan decides, behind a row of the table."""
     plan = f.plan
     n, units = len(plan.units), "half blocks" if plan.halves else "blocks"
     if row == "weights":
@@ -84,12 +87,15 @@ def _decisions(f: Forecast, row: str, names: Mapping[Tier, str]) -> str:
 
 
 def _counted(tiers: Iterable[Tier], names: Mapping[Tier, str]) -> str:
+    """How many layers are in each tier."""
     found = [names[tier] for tier in tiers]
     return ", ".join(f"{found.count(name)} {name}" for name in dict.fromkeys(names.values()) if name in found)
 
 
 def unmeasured_line(f: Forecast, assumed: bool) -> str:
-    """What the estimate takes from other GPUs, "" where it was measured on such a one. `assumed`: nothing was."""
+    """What the estimate assumes from other GPUs; "" for GPUs on which it was measured. `assumed`: with --assume nothing
+    was measured.
+    """
     if any(re.search(rf"\b{name}\b", f.machine.name) for name in MEASURED):
         return ""
     own = ["attention", "the loss", "launches"]
@@ -102,7 +108,7 @@ def unmeasured_line(f: Forecast, assumed: bool) -> str:
 
 
 def disk_line(f: Forecast) -> str:
-    """Bytes on the drives by part, against the room."""
+    """Bytes on the drives by what takes them, and whether they fit."""
     part, keep = f.disk_parts(), f.files.keep
     parts = f"store {gb(part['store'])}, as much again for {count(keep, 'snapshot')}"
     parts += f", spare files {gb(part['spares'])}" if part["spares"] else ""
@@ -121,12 +127,13 @@ def disk_line(f: Forecast) -> str:
 
 
 def gpu_lines(f: Forecast) -> list[str]:
+    """Lines of time, which are predicted with a GPU only."""
     start = [f"start    {start_line(f)}"] if f.pinning_s() >= LONG else []
     return [f"time     {time_line(f)}", *start]
 
 
 def time_line(f: Forecast) -> str:
-    """A step, the run, their limit."""
+    """The time of a step and of all steps, and what limits them."""
     found, step, work = f.step, f.step.step_s, f.work
     return (
         f"{seconds(step)} a step ({count(work.sequences, 'sequence')}, {compact(work.tokens)} tokens: "
@@ -137,19 +144,19 @@ def time_line(f: Forecast) -> str:
 
 
 def start_line(f: Forecast) -> str:
-    """The start's longest part."""
+    """The longest part of the start."""
     held = usage(f.geo, f.plan)["host"] / 2**30
     return f"{duration(f.pinning_s())} before the first step, to pin {held:.1f} GiB of RAM for transfers"
 
 
 def ready_line(parts: Times) -> str:
-    """Time until the checkpoint, by part."""
+    """Time until the checkpoint is written, by part."""
     listed = ", ".join(f"{part} {duration(s)}" for part, s in parts.items() if s >= 0.5)
     return f"in about {duration(sum(parts.values()))}{f': {listed}' if listed else ''}"
 
 
 def took_line(clock: Clock, estimated: Times) -> str:
-    """Time taken, by part, and estimated where that differs."""
+    """The time that the run took, by part, with the estimate where it differs."""
     parts = []
     for part in PARTS:
         took, told = duration(clock.spent[part]), duration(estimated.get(part, 0.0))
@@ -161,7 +168,7 @@ def took_line(clock: Clock, estimated: Times) -> str:
 
 
 def wear_warning(f: Forecast, written: Mapping[str, int], run_s: float | None) -> str:
-    """Where a run wears out the drives, and what it would write otherwise; else ""."""
+    """A warning if the run writes much of what the drives are rated for, and what would write less; else ""."""
     rated, total = f.machine.endurance or ENDURANCE * (f.machine.ssd or 2 * TB), sum(written.values())
     if total <= WORN * rated:
         return ""
@@ -179,7 +186,9 @@ def wear_warning(f: Forecast, written: Mapping[str, int], run_s: float | None) -
 
 
 def wear_line(f: Forecast, written: Mapping[str, int]) -> str:
-    """Bytes read and written, in all by what writes them; the drives' endurance. "" for little, past steps."""
+    """Bytes read and written in a step, and written in all, compared with what drives are rated for; "" if it is
+    little.
+    """
     rated, total = f.machine.endurance or ENDURANCE * (f.machine.ssd or 2 * TB), sum(written.values())
     if total < LITTLE * rated and not f.plan.uses("ssd"):
         return ""

@@ -1,4 +1,4 @@
-"""This machine as the planner's Machine: its memory, drives and rates."""
+"""This machine as the planner's Machine: its memory, drives and measured rates."""
 
 from __future__ import annotations
 
@@ -33,7 +33,7 @@ def this_machine(
     fp8: bool = False,
     scan: Scan | None = None,
 ) -> Machine:
-    """This machine, its rates measured in seconds or before, its drives, under `folders`, taken as usual ones."""
+    """This machine, with rates measured now or stored. Its drives, those of `folders`, are assumed to be usual ones."""
     cuda = device.type == "cuda"
     measure = partial(_alone, device, dtype, limits)
     found, how = cache.kept(cache.chips_now(device, dtype), measure) if cuda else (measure(), "measured")
@@ -64,27 +64,29 @@ def this_machine(
 
 
 def _alone(device: torch.device, dtype: str, limits: Limits) -> dict[str, float]:
-    """A GPU's rates, and those of the processor."""
+    """The rates of one GPU and of the processor."""
     return {"matmul": compute.matmul_rate(device, DTYPE[dtype])} | processor.processor_rates(device, dtype, limits.host)
 
 
 def _recurring(device: torch.device, dtype: str, own: Scan) -> dict[str, Any]:
-    """Identity of a recurrence's rates."""
+    """The identity of a recurrence's rates."""
     shape = {"scan": [own.key_heads, own.heads, own.key_dim, own.value_dim, own.delta]}
     return cache.chips_now(device, dtype) | shape
 
 
 def doubt(device: torch.device, dtype: str, scan: Scan | None = None) -> None:
-    """Has the next run measure processor and GPU anew, fp8 and a model's recurrence too."""
+    """Makes the next run measure processor, GPU, fp8 and the model's recurrence again."""
     known = [cache.chips_now(device, kind) for kind in (dtype, "FP8")]
     for identity in known + ([_recurring(device, dtype, scan)] if scan else []):
         cache.forget(identity)
 
 
 def with_drives(machine: Machine, folders: Sequence[str | Path], anew: bool = False) -> Machine:
-    """`machine` with rates of the drives under `folders`, measured before or `anew`, if they can be tried.
+    """`machine` with the rates of the drives of `folders`, stored or, with `anew`, measured; unchanged if they cannot
+    be tried.
 
-    No faster than they were for minutes in the last run that told: a probe ends before a fast cache is full.
+    They are at most what the drives kept up for minutes in the last run that told: a probe ends before a fast cache is
+    full.
     """
     try:
         places = places_of(folders)
@@ -101,18 +103,18 @@ def with_drives(machine: Machine, folders: Sequence[str | Path], anew: bool = Fa
 
 
 def note_pinned(device: torch.device, nbytes: int) -> None:
-    """Remembers what CUDA pinned before it refused more, as on WSL2; for the next run."""
+    """Stores how many bytes CUDA pinned before it refused more, as on WSL2, for the next run."""
     cache.remember(cache.chips(device, "") | {"what": "pinned"}, {"bytes": nbytes})
 
 
 def pinnable(device: torch.device) -> float:
-    """Bytes of RAM that CUDA pins, if an earlier run was refused more."""
+    """Bytes of RAM that CUDA pins; infinite unless an earlier run was refused more."""
     found = cache.remembered(cache.chips(device, "") | {"what": "pinned"})
     return found["bytes"] if found else math.inf
 
 
 def note_drives(rates: Rates, folders: Sequence[str | Path]) -> None:
-    """Remembers `rates` of drives that worked for minutes, as a share of what was measured; for the next run."""
+    """Stores the rates that drives kept up for minutes, as a share of those measured, for the next run."""
     found = {place: cache.remembered(drive.identity(place)) for place in places_of(folders)}
     measured = sum(known["ssd_read"] for known in found.values() if known)
     for place in found if all(found.values()) else ():

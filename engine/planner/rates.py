@@ -1,6 +1,6 @@
-"""The rates of a machine: measured, of known GPUs and drives, or `--assume`. No torch.
+"""The rates of a machine: measured, of known GPUs and drives, or of `--assume`. Imports no torch.
 
-Figures come from data sheets or, where marked "measured", from this project's benchmarks.
+Figures are from data sheets or, where marked "measured", from this project's benchmarks.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ GB, TB = 10**9, 10**12
 
 @dataclass(frozen=True)
 class Rates:
-    """Of each resource alone, in the long run: FLOP/s, bytes/s, parameters/s, seconds."""
+    """The rate of each resource when it works alone, in the long run: FLOP/s, bytes/s, parameters/s, seconds."""
 
     matmul: float  # a large square matmul of the compute dtype on random data
     copy: float  # GPU memory, read plus written
@@ -73,11 +73,11 @@ class Rates:
         return self.others[gpu - 1] if gpu and self.others else self
 
     def change(self, **change: Any) -> Rates:
-        """With these rates of all GPUs."""
+        """These rates with changes, also in those of other GPUs."""
         return replace(self, **change, others=tuple(replace(other, **change) for other in self.others))
 
     def with_moments(self, bits: int) -> Rates:
-        """These rates with `adam` for moments of so many bits."""
+        """These rates with `adam` for moments of this many bits."""
         return replace(self, adam=self.adam8) if bits == 8 and self.adam8 else self
 
     def times(self, share: float, names: tuple[str, ...]) -> Rates:
@@ -91,7 +91,7 @@ COMPUTATION = ("forward", "backward", "loss", "finish")
 
 @dataclass(frozen=True)
 class Drive:
-    """An NVMe drive: bytes/s kept up for hours, bytes, and bytes of warranted writes."""
+    """An NVMe drive: bytes/s that it keeps up for hours, its size, and the bytes that may be written to it."""
 
     name: str
     read: float
@@ -119,9 +119,9 @@ RAM_SHARE = 0.85  # usable, of available RAM
 
 
 def rates_of(measured: Mapping[str, float]) -> Rates:
-    """Rates from measured numbers by name, `matmul` and `adam` at least; zero and infinite count as missing.
+    """Rates from measured numbers by name; `matmul` and `adam` are needed, zero and infinity count as missing.
 
-    Without a bus (on a CPU) a copy reads and writes RAM.
+    Without PCIe, on a CPU, a copy reads and writes RAM.
     """
     known = {f.name for f in fields(Rates)}
     found = {k: v for k, v in measured.items() if k in known and v and math.isfinite(v)}
@@ -133,6 +133,8 @@ def rates_of(measured: Mapping[str, float]) -> Rates:
 
 @dataclass(frozen=True)
 class Machine:
+    """Memory, drives and rates that a plan is made for."""
+
     name: str  # of the GPU
     gpu: int  # bytes
     ram: int
@@ -146,7 +148,7 @@ class Machine:
     less: tuple[int, ...] = ()  # bytes that each GPU has less than `gpu`, where they are unequal
 
     def first(self, gpus: int, gpu_memory: int | None = None) -> Machine:
-        """With the first `gpus` of its GPUs, or so many like its own, of at most `gpu_memory` bytes each."""
+        """The machine with the first `gpus` of its GPUs, or more like its own, of at most `gpu_memory` bytes each."""
         given = gpu_memory or self.gpu
         less = tuple(max(0, given - self.gpu + less) for less in self.less[:gpus])
         rates = replace(self.rates, others=self.rates.others[: gpus - 1])
@@ -154,11 +156,11 @@ class Machine:
 
     @property
     def limits(self) -> Limits:
-        """Usable bytes, like host.memory_limits."""
+        """Bytes that a plan may use, as host.memory_limits gives them."""
         return Limits(self.gpu - GPU_OVERHEAD, int(self.ram * RAM_SHARE), self.gpus, less=self.less)
 
     def describe(self, on_gpu: bool = True) -> str:
-        """Its parts and their speeds. Without a GPU both tiers are RAM, and there is no bus."""
+        """A line with its parts and their speeds. Without a GPU both tiers are RAM, and there is no PCIe."""
         r = self.rates
         whole = f" | RAM {gib(self.gpus * self.gpu - sum(self.less) + self.ram, 0)}"
         each = " and ".join(gib(self.gpu - less, 0) for less in self.less) or gib(self.gpu, 0)
@@ -182,7 +184,7 @@ def machine(
     name: str = "",
     cores: float = math.inf,
 ) -> Machine:
-    """A machine from its parts. `dram`: bytes/s of RAM. AdamW takes all of it, with cores enough."""
+    """A machine from its parts. `dram`: bytes/s of RAM, which AdamW reaches with enough cores."""
     adam = min(dram / ADAM_BYTES, cores * CORE_ADAM)
     rates = Rates(gpu.matmul, gpu.copy, gpu.bus, gpu.bus, adam, dram, host=HOST, fp8=gpu.fp8)
     made = Machine(name or gpu.name, gpu.memory, ram, rates)
@@ -203,7 +205,7 @@ def machine(
 
 
 def reserved(nbytes: int) -> int:
-    """Bytes of drives of that size to be left free."""
+    """Bytes of a drive of this size that stay free."""
     return round((1 - DRIVE_SHARE) * nbytes)
 
 
@@ -287,6 +289,7 @@ def _number(given: Mapping[str, str], name: str) -> float:
 
 
 def _drives(text: str) -> tuple[Drive, int]:
+    """The drives of `ssd=`, and their number. Raises ValueError."""
     match = re.fullmatch(r"(?:(\d+)x)?([^@]+?)(?:@([\d.]+)/([\d.]+))?", text)
     if not match:
         raise ValueError(f"{text!r} is not drives; write them like 2x2TB@7/5")

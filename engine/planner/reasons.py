@@ -1,4 +1,4 @@
-"""The decisions of a plan as sentences with their figures."""
+"""The decisions of a plan, as sentences with figures."""
 
 from __future__ import annotations
 
@@ -19,9 +19,9 @@ PLACES: dict[SavedTier, str] = {"peer": "memory of other GPUs", "host": "RAM", "
 def reasons(
     geo: Geometry, first: Plan, before: Prediction, plan: Plan, found: Prediction, peers: bool = True
 ) -> tuple[str, ...]:
-    """A sentence for each decision of `plan`; `first` is the plain rule's plan, `before` its step.
+    """One sentence for each decision of `plan`. `first`: the plan of the simple rule; `before`: its step.
 
-    `peers`: several GPUs have access to each other's memory.
+    `peers`: GPUs have access to each other's memory.
     """
     said = []
     if plan.halves:
@@ -64,7 +64,7 @@ def _base(geo: Geometry, plan: Plan) -> Iterable[str]:
 
 
 def _activations(geo: Geometry, plan: Plan, compute: float, before: float) -> Iterable[str]:
-    """Swapped tensors; seconds of computation, `before` by the plain rule."""
+    """Which tensors are swapped. `compute`, `before`: seconds of computation in a step, and by the simple rule."""
     n, blocks = len(plan.units), "half blocks" if plan.halves else "blocks"
     for tier, where in PLACES.items():
         away = [u for u in range(1, n - 1) if plan.units[u].names(tier)]
@@ -83,7 +83,7 @@ def _activations(geo: Geometry, plan: Plan, compute: float, before: float) -> It
 
 
 def _outputs(plan: Plan, peers: bool) -> Iterable[str]:
-    """Where layers leave what the next one reads, and where losses are computed."""
+    """Where the outputs of layers are stored until the next layer, and where losses are computed."""
     if plan.gpus > 1 and plan.between == "gpu":
         yield "outputs of layers go to the next GPU by peer copies, not through RAM"
     if plan.losses:
@@ -96,7 +96,7 @@ def _outputs(plan: Plan, peers: bool) -> Iterable[str]:
 
 
 def benefits(geo: Geometry, batch: Batch, rates: Rates) -> list[str]:
-    """A line for each of `moves`: what is saved next, and the recomputation that it spares."""
+    """A line for each of `moves`: which tensors are saved next, and the recomputation that this saves."""
     found, before = [], dict[str, tuple[str, ...]]()
     for move in moves(geo, batch, rates):
         more = ", ".join(name for name in move.names if name not in before.get(move.kind, ()))

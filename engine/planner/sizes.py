@@ -1,4 +1,4 @@
-"""Models by the names that people use: shapes to plan for and to measure, without a checkpoint. No torch."""
+"""Models by the names that people use: shapes to plan for and to measure, without a checkpoint. Imports no torch."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ def gpt3(width: int, layers: int, heads: int) -> ModelConfig:
 
 
 def config(model_type: str, width: int, layers: int, heads: int, kv: int, vocab: int, **keys: Any) -> ModelConfig:
-    """Of its config.json, with these keys in addition to the usual."""
+    """The config of a config.json with these keys in addition to the usual ones."""
     return parse_config(dict(
         model_type=model_type, hidden_size=width, num_hidden_layers=layers, num_attention_heads=heads,
         num_key_value_heads=kv, vocab_size=vocab, **keys,
@@ -44,7 +44,7 @@ def gemma3(width: int, ffn: int, layers: int, heads: int, kv: int, vocab: int = 
 
 
 def qwen35(model_type: str, width: int, layers: int, heads: int, kv: int, **keys: Any) -> ModelConfig:
-    """Of the language model within."""
+    """The config of the language model in a model with vision."""
     text = dict(model_type=f"{model_type}_text", hidden_size=width, num_hidden_layers=layers, num_attention_heads=heads,
                 num_key_value_heads=kv, vocab_size=248320, head_dim=256,
                 rope_parameters=dict(rope_type="default", rope_theta=1e7, partial_rotary_factor=0.25))  # fmt: skip
@@ -52,7 +52,7 @@ def qwen35(model_type: str, width: int, layers: int, heads: int, kv: int, **keys
 
 
 def granite_h(width: int, ffn: int, heads: int, kv: int, mamba: int, experts: int = 0, **keys: Any) -> ModelConfig:
-    """Granite 4 of 40 layers, four of them with attention."""
+    """Granite 4 with 40 layers, four of them with attention."""
     types = ["attention" if i in (5, 15, 25, 35) else "mamba" for i in range(40)]
     return config("granitemoehybrid", width, 40, heads, kv, 100352, shared_intermediate_size=ffn, layer_types=types,
                   num_local_experts=experts, mamba_n_heads=mamba, mamba_d_state=128, position_embedding_type="nope",
@@ -62,7 +62,7 @@ def granite_h(width: int, ffn: int, heads: int, kv: int, mamba: int, experts: in
 def falcon_h1(
     width: int, ffn: int, layers: int, heads: int, kv: int, vocab: int, mamba: tuple[int, int], **keys: Any
 ) -> ModelConfig:
-    """`mamba`: heads of recurrences, and their width."""
+    """`mamba`: number of heads of the recurrences, and their width."""
     own = dict(head_dim=128, mamba_d_ssm=mamba[0] * mamba[1], mamba_n_heads=mamba[0], mamba_d_head=mamba[1],
                mamba_rms_norm=True, mamba_norm_before_gate=False, rope_theta=1e11,
                embedding_multiplier=5.656854249492381)  # fmt: skip
@@ -190,8 +190,8 @@ _UNSHAPED = re.compile(r"^.*/|-(instruct|it|pt|base|chat|hf|thinking|v\d\.\d|\d{
 
 
 def find_model(name: str) -> ModelConfig:
-    """The shape of that name, as it is published or here, in any case. Raises InputError, which lists names: those that
-    begin as the nearest does, or all.
+    """The shape of a model by its published name or the name here, in any case. Raises InputError, which lists near
+    names.
     """
     plain = _UNSHAPED.sub("", name.lower().replace("_", "-"))
     if found := MODELS.get(_ALSO.get(plain, plain)):
@@ -205,7 +205,7 @@ def find_model(name: str) -> ModelConfig:
 
 
 def _listed(near: str) -> str:
-    """The names that begin as `near` does, or all for "", as llama-{7b,8b}."""
+    """The names that begin as `near` does, or all for "", written as llama-{7b,8b}."""
     families: dict[str, list[str]] = {}
     for name in (name for name in MODELS if name.partition("-")[0].startswith(near.partition("-")[0])):
         family, _, size = name.rpartition("-")

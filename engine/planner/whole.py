@@ -1,4 +1,4 @@
-"""Estimated seconds of each part of a run."""
+"""Estimated seconds of each part of a whole run."""
 
 from __future__ import annotations
 
@@ -39,7 +39,7 @@ LARGE = 1 << 28  # bytes of a checkpoint whose export tells a drive's rate
 
 @dataclass(frozen=True)
 class Events:
-    """What a run does between its steps."""
+    """What a run does besides its steps."""
 
     evaluations: int = 0
     held_out: int = 0  # sequences of each
@@ -52,9 +52,10 @@ class Events:
 
 
 def estimated_parts(f: Forecast, steps: int, events: Events, known: Times | None = None) -> dict[Part, float]:
-    """Seconds of each part but the compilation. Steps and what happens between them are simulated by their own code.
+    """Seconds of each part but the compilation. Steps, and what happens between them, are simulated by the code that
+    does them.
 
-    `known`: seconds of one event of a part, in place of the simulation.
+    `known`: measured seconds of one event of a part, which replace the simulation.
     """
     known = known or {}
     first = {part: s for part, s in FIRST.items() if f.machine.rates.host and part not in known}  # of a GPU
@@ -78,22 +79,23 @@ def estimated_parts(f: Forecast, steps: int, events: Events, known: Times | None
 
 
 def _read(f: Forecast) -> float:
-    """Bytes/s of the drives, or of a usual one."""
+    """Bytes/s that the drives read; of a usual drive if there is none."""
     return f.machine.rates.ssd_read or DRIVES["gen4"].read
 
 
 def _write(f: Forecast) -> float:
+    """Bytes/s that the drives write."""
     return f.machine.rates.ssd_write or DRIVES["gen4"].write
 
 
 def export_s(f: Forecast, folder: Path) -> Times:
-    """Seconds of an export at the rate of the last to the drive of `folder`, if there was one."""
+    """Seconds of an export at the rate of the last one to the drive of `folder`; empty if there was none."""
     found = cache.remembered(_exported(f, folder))
     return {"export": FIXED + f.files.export / found["rate"]} if found else {}
 
 
 def note_export(f: Forecast, folder: Path, seconds: float) -> None:
-    """Remembers the rate of a checkpoint written to `folder` and read back."""
+    """Stores the rate at which a checkpoint was written to `folder` and read back."""
     if f.files.export >= LARGE:
         cache.remember(_exported(f, folder), {"rate": f.files.export / seconds})
 
@@ -103,27 +105,27 @@ def _exported(f: Forecast, folder: Path) -> dict[str, Any]:
 
 
 def snapshot(f: Forecast) -> Prediction:
-    """A snapshot: what is on no drive is written there, the rest is linked."""
+    """The prediction of a snapshot: what is not on the drives is written, the rest is linked."""
     return _between(f, lambda e, _: save_to_store(e.placement))
 
 
 def _between(
     f: Forecast, issue: Callable[[Engine, Sequence[Inputs]], object], batch: Batch | None = None
 ) -> Prediction:
-    """Simulated on the machine, or on one with a usual drive."""
+    """Simulates work between steps on the machine; without a drive, on one with a usual drive."""
     rates = f.machine.rates.change(ssd_read=_read(f), ssd_write=_write(f))
     return predict_between(f.cfg, f.plan, rates, batch or f.work.batch(f.plan), issue)
 
 
 def _kept_s(f: Forecast) -> float:
-    """Seconds of a copy of the best weights."""
+    """Seconds to copy the best weights."""
     if not f.kept:
         return 0.0
     return f.kept / COPIED + _between(f, lambda e, _: Kept(e.placement, f.files.exact).take()).step_s
 
 
 def _export_s(f: Forecast) -> float:
-    """Seconds of a checkpoint: weights come from where they are stored, then go to files."""
+    """Seconds of a checkpoint: weights are brought to RAM, then written to files."""
 
     def read(e: Engine, _: Sequence[Inputs]) -> None:
         reader = Weights(e.placement)
@@ -140,7 +142,7 @@ def _files_s(f: Forecast, nbytes: int) -> float:
 
 
 class Weights(Reader):
-    """Of a host that exports: low halves of others' records come by the network."""
+    """Reads the weights on a host that exports: low halves of other hosts' records come through the network."""
 
     def low(self, u: int, a: int, b: int) -> Tensor:
         e = self.placement
@@ -166,7 +168,7 @@ def written(f: Forecast, steps: int, events: Events) -> dict[str, int]:
 
 
 def removed(f: Forecast, snapshots: int) -> int:
-    """Bytes of the store at the end: what is placed on the SSD, and what the last snapshots keep."""
+    """Bytes of the store at the end: what the plan stores on the SSD, and what the last snapshots keep."""
     return f.stored() - snapshot(f).ssd_written + min(snapshots, f.files.keep) * f.stored()
 
 
@@ -179,13 +181,13 @@ def evaluation_s(f: Forecast, sequences: int) -> float:
 
 
 def _evaluation(f: Forecast, sequences: int) -> tuple[float, Prediction]:
-    """Groups of sequences, and one of them simulated."""
+    """(number of groups of sequences, the prediction of one)."""
     work = replace(f.work, sequences=min(sequences, f.work.sequences))
     return sequences / work.sequences, _between(f, evaluate, replace(work.batch(f.plan), compared=False))
 
 
 def token_s(f: Forecast) -> float:
-    """Of a sampled token: a pass over all weights."""
+    """Seconds of a sampled token: a pass over all weights."""
     return _between(f, lambda e, _: deque(stream_layers(e), 0)).step_s
 
 
@@ -193,9 +195,11 @@ def token_s(f: Forecast) -> float:
 
 
 def compile_s(cfg: ModelConfig, plan: Plan, device: torch.device | None, loading: float = 0.0) -> float:
-    """Seconds of the first step beyond the second; 0 on a CPU. Compilation begins under `loading` seconds.
+    """Seconds that the first step takes longer than the second; 0 on a CPU. `loading`: seconds during which kernels are
+    compiled already.
 
-    KNOWN or as measured if this machine has run the model with Triton's present cache; `device` None: it has not.
+    It is KNOWN, or as measured, if this machine has run the model with Triton's present cache; with `device` None it
+    has not.
     """
     if device is not None and device.type != "cuda":
         return 0.0
@@ -204,13 +208,13 @@ def compile_s(cfg: ModelConfig, plan: Plan, device: torch.device | None, loading
 
 
 def note_compilation(cfg: ModelConfig, plan: Plan, device: torch.device, seconds: float) -> None:
-    """Remembers what the next run's first step will take, after one that took `seconds` more than its second."""
+    """Stores what the next run's first step will take, after one that took `seconds` more than its second."""
     known = _forms(cfg, plan, device)
     cache.remember(known, {"seconds": seconds if cache.remembered(known) else min(seconds, KNOWN)})
 
 
 def _forms(cfg: ModelConfig, plan: Plan, device: torch.device) -> dict[str, Any]:
-    """All that kernels' forms depend on, and Triton's cache folder."""
+    """Everything that the kernels depend on, and Triton's cache folder."""
     return cache.chips(device, plan.dtype) | {
         "model": {name: value for name, value in numbers(cfg).items() if name != "n_layers"},
         "micro-batch": plan.tokens,
@@ -227,7 +231,7 @@ def _cached() -> bool:
 
 
 def _cache_folder() -> list[Any]:
-    """Triton's version and cache folder; another inode once it was removed."""
+    """Triton's version and cache folder; its inode changes when it is removed."""
     import triton
     from triton import knobs
 

@@ -1,4 +1,4 @@
-"""What else would train: adapters, their base quantized, or 8-bit moments, offered where a run does not fit."""
+"""What else would train, offered if a run does not fit: adapters, with a quantized base, or 8-bit moments."""
 
 from __future__ import annotations
 
@@ -23,9 +23,10 @@ BASES = "fp8", "nf4"  # of what is frozen, the more exact first
 
 
 def alternatives(options: Options) -> str:
-    """Sentences that offer adapters, a packed base of them, and 8-bit moments, with their steps as predicted.
+    """Sentences that offer adapters, adapters with a packed base, and 8-bit moments, each with its predicted step; ""
+    if none fits.
 
-    "" where none fits. Reads no data.
+    Reads no data.
     """
     if options.resume or options.plan:
         return ""
@@ -43,7 +44,7 @@ def alternatives(options: Options) -> str:
 
 
 def _base_that_fits(options: Options) -> str | None:
-    """`--base` with the first of BASES that fits, and its step; None where none does, or one is given."""
+    """`--base` with the first of BASES that fits, and its step; None if none fits, or one is given already."""
     for base in BASES if options.base is None else ():
         with suppress(DoesNotFit, InputError, CheckpointError):
             job = prepare(replace(options, base=base, data=()), say=lambda _: None)
@@ -54,7 +55,7 @@ def _base_that_fits(options: Options) -> str | None:
 
 
 def _step_if_it_fits(lighter: Options, files: Files) -> str | None:
-    """What is said of a step; "" on a CPU, where none is predicted; None where it does not fit."""
+    """Words on the predicted step; "" on a CPU, where none is predicted; None if it does not fit."""
     try:
         cfg = what_is_trained(lighter)
         device, limits, assumed = device_and_limits(lighter)

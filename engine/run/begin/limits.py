@@ -1,4 +1,6 @@
-"""Where a job computes: the device and its memory, of this machine, of --assume, or the least of all hosts."""
+"""Where a job computes: the device and its memory limits, of this machine, of --assume, or the smallest of all
+hosts.
+"""
 
 from __future__ import annotations
 
@@ -18,7 +20,7 @@ from trireme.models.config import InputError, ModelConfig
 
 
 def device_and_limits(options: Options) -> tuple[torch.device, Limits, Machine | None]:
-    """Device, usable memory, and the machine if it is assumed. Raises InputError, DoesNotFit."""
+    """The device, usable memory, and the machine of --assume if there is one. Raises InputError, DoesNotFit."""
     if options.assume:
         machine, limits = _assumed(options, options.assume)
         return torch.device("cuda"), limits, machine
@@ -33,7 +35,7 @@ def device_and_limits(options: Options) -> tuple[torch.device, Limits, Machine |
 
 
 def common_limits(group: Alone, options: Options, limits: Limits, device: torch.device) -> Limits:
-    """Limits that every host has, for all its GPUs; those of a machine are shared by its hosts. Raises InputError."""
+    """The limits that every host has, on all its GPUs. Hosts on one machine share its RAM. Raises InputError."""
     if options.ram is None:
         limits = replace(limits, host=limits.host // group.local_hosts)
     several = group.hosts > 1
@@ -49,7 +51,7 @@ def common_limits(group: Alone, options: Options, limits: Limits, device: torch.
 
 
 def _assumed(options: Options, machine: str) -> tuple[Machine, Limits]:
-    """The machine of --assume and its limits; --gpu-memory and --ram override them. Raises InputError, DoesNotFit."""
+    """The machine of --assume and its limits, which --gpu-memory and --ram replace. Raises InputError, DoesNotFit."""
     if not options.dry_run:
         raise InputError("--assume plans for a machine that is not this one. Add --dry-run.")
     made = assume(machine)
@@ -67,13 +69,13 @@ def _assumed(options: Options, machine: str) -> tuple[Machine, Limits]:
 
 
 def check_gpus(cfg: ModelConfig, gpus: int) -> None:
-    """Raises InputError where the model cannot be divided among so many."""
+    """Raises InputError if the model cannot be divided among this many GPUs."""
     if gpus > cfg.n_layers:
         raise InputError(f"--gpus {gpus}: the model has {count(cfg.n_layers, 'block')}, a GPU computes one at least.")
 
 
 def check_compiler() -> None:
-    """Raises InputError where Triton cannot launch kernels."""
+    """Raises InputError if Triton cannot compile what launches kernels."""
     from trireme.kernels.launcher import why_none  # late: Triton takes a second
 
     if why := why_none():
@@ -82,14 +84,14 @@ def check_compiler() -> None:
 
 
 def check_heads(cfg: ModelConfig, device: torch.device) -> None:
-    """Raises InputError where no kernel has heads so wide."""
+    """Raises InputError if no kernel has heads this wide."""
     if device.type == "cuda" and cfg.head_dim > WIDEST_HEAD:
         wide = f"the model has heads of {cfg.head_dim}"
         raise InputError(f"{wide}, and a GPU computes heads of {WIDEST_HEAD} at most. Add --device cpu.")
 
 
 def check_fp8(cfg: ModelConfig, device: torch.device, assumed: Machine | None) -> None:
-    """Raises InputError where the GPU has no fp8."""
+    """Raises InputError if the GPU has no fp8."""
     if not cfg.fp8 or device.type != "cuda":
         return
     lacks = assumed.rates.fp8 == 0 if assumed else torch.cuda.get_device_capability(device) < (8, 9)

@@ -1,4 +1,4 @@
-"""--method, --labels and --teacher: what is made of the data, with parameters by TRL's names."""
+"""--method, --labels and --teacher: what is trained from the data. Parameters have TRL's names."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ OF_A_TEACHER = ("distill_weight", "temperature", "top_k")
 
 
 def teaching_of(options: Options) -> Teaching | None:
-    """None without a teacher. Raises InputError."""
+    """The loss with a teacher; None without one. Raises InputError."""
     if not options.teacher:
         for name in OF_A_TEACHER:
             if (value := getattr(options, name)) is not None:
@@ -48,7 +48,7 @@ def teaching_of(options: Options) -> Teaching | None:
 
 
 def preference_of(options: Options) -> Preference | None:
-    """None of supervised fine-tuning. Raises InputError where a parameter is not one of the method."""
+    """The method of preferences; None for supervised fine-tuning. Raises InputError for parameters of other methods."""
     given = {name: value for name in PARAMETERS if (value := getattr(options, name)) is not None}
     if options.method == "sft":
         given.pop("label_smoothing", None)  # of the cross-entropy
@@ -71,7 +71,9 @@ def kind_of_data(options: Options) -> Kind:
 
 
 def with_labels(options: Options, config: dict[str, Any]) -> Options:
-    """With the names of the labels: those given, of the checkpoint's config.json, or of the data. Raises InputError."""
+    """The options with the names of the labels: those given, or those of config.json, or of the data. Raises
+    InputError.
+    """
     if options.method != "classify":
         return options
     there = labels_of(config, options.model)
@@ -88,7 +90,7 @@ def with_labels(options: Options, config: dict[str, Any]) -> Options:
 
 
 def with_head(options: Options, cfg: ModelConfig) -> ModelConfig:
-    """With the head that the method trains. Raises InputError where the checkpoint has another."""
+    """The config with the head that the method trains. Raises InputError if the checkpoint has another."""
     where = options.model or options.shape or ""
     scores = {"reward": 1, "classify": len(options.labels)}.get(options.method)
     if scores is None:
@@ -113,5 +115,5 @@ def described(of: Preference) -> str:
 
 
 def parameters(of: Preference) -> dict[str, Any]:
-    """Of its method."""
+    """The parameters of a method, by name."""
     return {name: getattr(of, name) for name, methods in PARAMETERS.items() if of.method in methods}

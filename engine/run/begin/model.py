@@ -39,6 +39,8 @@ DETAILS = ("lora_alpha", "lora_targets", "rslora", "loraplus")  # what --adapter
 
 
 class OpenedModel(NamedTuple):
+    """What `open_model` returns."""
+
     options: Options  # with the names of a classifier's labels
     cfg: ModelConfig
     source: Source
@@ -48,9 +50,9 @@ class OpenedModel(NamedTuple):
 
 
 def open_model(options: Options, pinned: Pinned | None, date: str | None, hosts: int, say: Say) -> OpenedModel:
-    """The checkpoint that the options name, with what of it is trained, its tokenizer and sequence length.
+    """Opens the checkpoint that the options name, with what of it is trained, its tokenizer and the sequence length.
 
-    `pinned`: of a resumed run; `date`: what chat templates take for today. Raises InputError, CheckpointError.
+    `pinned`: what a resumed run keeps. `date`: what chat templates take for today. Raises InputError, CheckpointError.
     """
     folder = Path(options.model)
     raw = {} if options.shape else read_raw(options.model)
@@ -82,7 +84,7 @@ def open_model(options: Options, pinned: Pinned | None, date: str | None, hosts:
 
 
 def what_is_trained(options: Options) -> ModelConfig:
-    """The model, what of it is trained, whether in fp8, and with a teacher. Raises InputError."""
+    """The model's config with what is trained, whether in fp8, and with a teacher. Raises InputError."""
     if options.rope_factor and options.shape:
         raise InputError("--rope-factor changes a config.json, which --shape has not. Leave it out.")
     cfg = find_model(options.shape) if options.shape else read_config(options.model, options.rope_factor)
@@ -126,7 +128,7 @@ def in_experts(cfg: ModelConfig, lora: Lora) -> bool:
 
 
 def lora_with_dropout(cfg: ModelConfig, lora: Lora, dropout: float | None) -> Lora:
-    """Raises InputError for adapters of experts, which have no dropout in peft either."""
+    """Adapters with dropout. Raises InputError for those of experts, which have none in peft either."""
     if dropout and in_experts(cfg, lora):
         raise InputError(
             f"--lora-dropout {dropout:g}: adapters of experts have none, as in peft. Leave it out, or name other "
@@ -136,10 +138,10 @@ def lora_with_dropout(cfg: ModelConfig, lora: Lora, dropout: float | None) -> Lo
 
 
 def alpha_of(options: Options) -> float:
-    """As peft's lora_alpha: of --rslora that of adapters scaled by alpha / sqrt(R).
+    """peft's lora_alpha; with --rslora, that of adapters scaled by alpha / sqrt(R).
 
-    LoRA+ is an alpha that is larger by its ratio: B is smaller by it, and AdamW's steps do not depend on the size of
-    gradients, so those of B are larger by the ratio.
+    LoRA+ is an alpha larger by its ratio: B is smaller by the ratio, and since AdamW's steps do not depend on the size
+    of gradients, those of B are larger by the ratio.
     """
     assert options.lora is not None
     default = 8.0 if options.rslora else 2.0 * options.lora
@@ -147,12 +149,12 @@ def alpha_of(options: Options) -> float:
 
 
 def given_adapter(options: Options, cfg: ModelConfig) -> Adapter | None:
-    """The adapter that --adapter names. Raises InputError."""
+    """The adapter of --adapter; None without one. Raises InputError."""
     return read_adapter(Path(options.adapter), cfg) if options.adapter else None
 
 
 def about_config(raw: Mapping[str, Any], cfg: ModelConfig) -> list[str]:
-    """What config.json says of the model's class and is not followed: code of its own, no class of a language model."""
+    """Notes on what config.json names and is not used: code of its own, a class that is no language model."""
     code, named, lines = raw.get("auto_map"), raw.get("architectures"), list[str]()
     own = [ref for name, ref in code.items() if name.startswith("AutoModel")] if isinstance(code, dict) else []
     if own:
@@ -163,7 +165,7 @@ def about_config(raw: Mapping[str, Any], cfg: ModelConfig) -> list[str]:
 
 
 def about_adapter(options: Options, cfg: ModelConfig) -> list[str]:
-    """What the adapter that --adapter names is not as one would expect. Raises InputError."""
+    """Notes on what one may not expect of the adapter of --adapter. Raises InputError."""
     adapter, lines = given_adapter(options, cfg), list[str]()
     if adapter is None:
         return lines
@@ -215,7 +217,7 @@ def named_codec(options: Options, folder: Path, date: str | None) -> Codec | Non
 
 
 def with_auxiliary(options: Options, cfg: ModelConfig, folder: Path, source: Source, codec: Codec | None) -> Source:
-    """The source, with the auxiliary that the output is to have. Raises InputError."""
+    """The source with the auxiliary files that the output is to have. Raises InputError."""
     if codec and (options.tokenizer or options.chat_template):
         source = replace(source, auxiliary=_trained_with(options, cfg, folder, codec))
     if options.rope_factor:
@@ -228,7 +230,7 @@ def with_auxiliary(options: Options, cfg: ModelConfig, folder: Path, source: Sou
 
 
 def _trained_with(options: Options, cfg: ModelConfig, folder: Path, codec: Codec) -> dict[str, CONTENT]:
-    """The output's auxiliary, with the given tokenizer and chat template."""
+    """The auxiliary files of the output, with the given tokenizer and chat template."""
     other = Path(options.tokenizer) if options.tokenizer else None
     if other and other.samefile(folder):
         other = None
@@ -238,12 +240,12 @@ def _trained_with(options: Options, cfg: ModelConfig, folder: Path, codec: Codec
 
 
 def pad_of(options: Options, codec: Codec | None) -> int | None:
-    """The token that a score head does not read."""
+    """The padding token, which a score head does not read."""
     return pad_in({} if options.shape else read_raw(options.model), codec.facts.pad if codec else None)
 
 
 def _extended(options: Options, cfg: ModelConfig, folder: Path) -> bytes:
-    """The output's config.json, with --rope-factor."""
+    """The config.json of the output, with --rope-factor."""
     if cfg.lora and not options.merge:
         raise InputError("--rope-factor: an adapter has no config.json to say it in. Add --merge, and use OUT/merged.")
     return json.dumps(read_raw(folder, options.rope_factor), indent=2).encode()

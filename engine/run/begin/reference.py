@@ -1,9 +1,9 @@
-"""Log-probabilities of the data by the reference, the model before training: one streamed forward pass.
+"""Log-probabilities of the data by the reference, which is the model before training: one forward pass.
 
-They are kept in OUT/reference/logps.safetensors: tensors `train` and `val`, (documents,) float64, sums over documents'
-trained tokens, in the order of the packed data; the metadata's `key` names weights and data, `done` how many documents
-are known. A killed run goes on behind these. The user's cache keeps them too, by that key. With several hosts each
-computes its share, and host 0 keeps all.
+They are stored in OUT/reference/logps.safetensors: tensors `train` and `val`, (documents,) float64, the sum over each
+document's trained tokens, in the order of the packed data. The metadata has `key`, which names weights and data, and
+`done`, the number of documents that are known. A killed run continues after these. The user's cache also stores them by
+that key. With several hosts each computes its share, and host 0 stores all.
 """
 
 from __future__ import annotations
@@ -46,14 +46,14 @@ CACHED = 50  # runs whose numbers are in the cache, for later ones
 
 @dataclass
 class Known:
-    """What is known so far, of all documents: training data first."""
+    """The log-probabilities that are known so far, those of the training data first."""
 
     key: str
     values: np.ndarray  # (documents,) float64
     done: int = 0
 
     def encoded(self, train: int) -> bytes:
-        """`train`: documents of the training data."""
+        """The content of the file. `train`: documents of the training data."""
         tensors = {"train": self.values[:train], "val": self.values[train:]}
         return save(tensors, {"format": "trireme reference 1", "key": self.key, "done": str(self.done)})
 
@@ -69,8 +69,8 @@ def with_reference(
 ) -> Job:
     """The job with the reference's numbers in its data: read, or computed by `e`, which has the model before training.
 
-    `sums`: checksums of all weights, empty of a resumed run, which needs what it began with. Leaves early, with what is
-    known kept, once `stopped()`. Raises InputError, StoreError, LostHost.
+    `sums`: checksums of all weights; empty for a resumed run, which needs those that it began with. If `stopped()`,
+    what is known is stored, and this returns early. Raises InputError, StoreError, LostHost.
     """
     data, held = job.data, job.data.held_out
     parts, path = [data, *([held] if held else [])], run_folder(job.out, group.host) / REFERENCE / NAME
@@ -108,7 +108,7 @@ def _compute(
     stopped: Callable[[], bool],
     group: Alone,
 ) -> None:
-    """Fills `known` from where it ends."""
+    """Computes what is not known yet."""
     places = [(rope_tables(job.cfg, job.seq_len, device), device) for device in e.queues.devices]
     began = kept = time.monotonic()
     documents = 0
@@ -134,7 +134,8 @@ def _compute(
 
 
 def in_order(docs: Sequence[Sequence[Documents]], losses: Sequence[Tensor], group: Alone, many: int) -> list[float]:
-    """logps of `many` documents: those of all hosts. docs: of each host's micro-batches; losses: of this one's, (N,).
+    """The log-probabilities of `many` documents, from those of all hosts. docs: of each host's micro-batches; losses:
+    of this host's, (N,).
 
     Raises LostHost, InputError.
     """
@@ -146,7 +147,7 @@ def in_order(docs: Sequence[Sequence[Documents]], losses: Sequence[Tensor], grou
 
 
 def _of_host_0(own: Known | None, total: int, group: Alone) -> Known | None:
-    """Host 0's. Raises LostHost, InputError."""
+    """What host 0 knows. Raises LostHost, InputError."""
     if group.hosts == 1:
         return own
     said = group.texts(own.encoded(0).hex() if own else "")[0]
@@ -164,7 +165,7 @@ def _many(job: Job, documents: int) -> str:
 
 
 def _key(job: Job, sums: Mapping[str, str]) -> str:
-    """Of the weights, of the data, and of what decides roundings."""
+    """The key of the weights, the data, and all that decides roundings."""
     said: dict[str, Any] = {"weights": dict(sorted(sums.items())), "dtype": job.plan.dtype, "fp8": job.cfg.fp8}
     said |= {"rows": job.micro_rows, "together": job.n_micro, "by": computed_by(job.device)}
     said |= {"launches": job.launches} if job.launches else {}
@@ -178,7 +179,7 @@ def _data_key(job: Job) -> str:
 
 
 def _read(path: Path, total: int) -> Known | None:
-    """None where it is not there, or not of so many documents."""
+    """The stored numbers; None if there are none, or of another number of documents."""
     try:
         return _parsed(path.read_bytes(), total)
     except OSError:
@@ -209,7 +210,7 @@ def _cached_file(key: str) -> Path | None:
 
 
 def _keep_in_cache(path: Path, known: Known, train: int) -> None:
-    """The oldest make room."""
+    """Stores the numbers in the cache, from which the oldest are removed."""
     try:
         path.parent.mkdir(exist_ok=True, parents=True)
         replace_synced(path, known.encoded(train))

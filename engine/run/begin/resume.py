@@ -1,4 +1,4 @@
-"""What a run resumes from: its store and the last snapshot that all of its hosts have."""
+"""What a resumed run continues: its store, and the last snapshot that all of its hosts have."""
 
 from __future__ import annotations
 
@@ -48,7 +48,7 @@ OF_DATA = (  # options that decide what the rows are; --data may be elsewhere no
 
 
 def new_store(job: Job, screen: Screen, run: str) -> Store:
-    """Its drives are measured where steps use them. `run`: its id. Raises StoreError, InputError."""
+    """A new store. Its drives are measured if steps use them. `run`: the id. Raises StoreError, InputError."""
     trial, dirs = min(TRIAL, 4 * job.parameters) * job.plan.uses("ssd"), job.store_dirs
     check_not_taken(dirs, run, job.out)
     try:
@@ -60,7 +60,7 @@ def new_store(job: Job, screen: Screen, run: str) -> Store:
 
 
 def is_finished(options: Options, run: str) -> bool:
-    """Whether all that is left to do is to remove the store."""
+    """Whether only the store is left to be removed."""
     out = Path(options.out)
     dirs = store_folders(options.store, out)
     exported = any(out.glob("*.safetensors"))
@@ -72,7 +72,7 @@ def is_finished(options: Options, run: str) -> bool:
 
 
 def _has_result(out: Path) -> bool:
-    """Whether all files of a run's result are there."""
+    """Whether all files of the run's result are there."""
     with suppress(CheckpointError):
         return (out / ADAPTER).exists() or bool(open_source(out).files)
     return False
@@ -90,9 +90,9 @@ def _clean(options: Options, run: str, host: int) -> None:
 
 
 def open_snapshot(options: Options, screen: Screen, run: str) -> tuple[Store | None, Snapshot | None]:
-    """The store and last snapshot; (None, None) before the first.
+    """The store and its last snapshot; (None, None) before the first one.
 
-    Raises StoreError, and InputError where its store is missing, or another run's.
+    Raises StoreError; InputError if the store is missing or another run's.
     """
     out = Path(options.out)
     dirs = store_folders(options.store, out)
@@ -109,7 +109,7 @@ def open_snapshot(options: Options, screen: Screen, run: str) -> tuple[Store | N
 
 
 class Start(NamedTuple):
-    """What a run goes on with."""
+    """What a run continues: its store and snapshots."""
 
     store: Store | None = None
     snapshot: Snapshot | None = None
@@ -117,9 +117,9 @@ class Start(NamedTuple):
 
 
 def open_run(options: Options, screen: Screen, group: Alone, run: str) -> Start:
-    """The last snapshot that all of the run's hosts have, newer ones dropped; nothing where one has none.
+    """The last snapshot that all hosts of the run have; newer ones are removed. Nothing if a host has none yet.
 
-    `run`: its id. Raises as open_snapshot, and InputError where it is finished or a host's store is not reachable.
+    `run`: its id. Raises as open_snapshot, and InputError if the run is finished or a host's store cannot be reached.
     """
     begun, folder = (Path(options.out) / "config.yaml").is_file(), run_folder(Path(options.out), group.host)
     if group.first(is_finished(options, run)):
@@ -148,7 +148,7 @@ def open_run(options: Options, screen: Screen, group: Alone, run: str) -> Start:
 
 
 def _common(options: Options, group: Alone, snapshot: Snapshot | None, step: int) -> Snapshot:
-    """This host's snapshot, else another's with a log that is to begin. Raises InputError."""
+    """This host's snapshot; if it has none, another host's, with a new log. Raises InputError."""
     said = [told(text, {"snapshot": {dict, type(None)}}, host)["snapshot"]
             for host, text in enumerate(group.texts(json.dumps({"snapshot": snapshot})))]  # fmt: skip
     if snapshot is not None:
@@ -159,12 +159,12 @@ def _common(options: Options, group: Alone, snapshot: Snapshot | None, step: int
 
 
 def run_folder(out: Path, host: int) -> Path:
-    """Host 0's."""
+    """The folder of host 0."""
     return out.parent if host else out
 
 
 def _own(run: Path, store: Store | None, host: int) -> list[Held]:
-    """Raises InputError where the store is another host's."""
+    """The snapshots in this host's store. Raises InputError if it is another host's."""
     found = [Held(host, store.paths, snapshot) for snapshot in store.snapshots] if store is not None else []
     for each in found:
         if each.of != host:
@@ -173,26 +173,26 @@ def _own(run: Path, store: Store | None, host: int) -> list[Held]:
 
 
 def _others(folder: Path, host: int, run: str) -> list[Held]:
-    """Snapshots of other hosts whose folders are reachable."""
+    """Snapshots of other hosts whose folders can be reached."""
     there = {0: folder} | hosts_in(folder)
     places = {k: place for k, place in there.items() if k != host and run_of(place) == run}
     return [each for k, place in places.items() for each in held_in(k, stores_of(place), run)]
 
 
 def hosts_in(folder: Path) -> dict[int, Path]:
-    """The folders of other hosts than the first."""
+    """The folders of hosts other than the first."""
     return {int(p.name[5:]): p for p in folder.glob("host-*") if re.fullmatch(r"host-[1-9]\d{0,3}", p.name)}
 
 
 def remove_given_up(out: Path, hosts: int, progress: Progress = silent) -> None:
-    """Removes what hosts beyond the first `hosts` kept before they gave up: no run needs it."""
+    """Removes what hosts beyond the first `hosts` have stored: the run does not need it any more."""
     run = run_of(out)
     for place in (place for host, place in hosts_in(out).items() if host >= hosts):
         _give_up(place, run, progress)
 
 
 def _give_up(place: Path, run: str, progress: Progress = silent) -> None:
-    """As remove_host, of a folder of this run or without one."""
+    """As remove_host, if the folder is one of this run or has no run."""
     with suppress(OSError):
         held = {path.name for path in place.iterdir()}
         killed_early = "config.yaml" not in held and held <= {*OURS, "store"}
@@ -201,7 +201,7 @@ def _give_up(place: Path, run: str, progress: Progress = silent) -> None:
 
 
 def remove_host(place: Path, run: str, progress: Progress) -> None:
-    """Removes all that a host of this run has kept."""
+    """Removes all that a host of this run has stored."""
     with suppress(InputError, StoreError):
         dirs = own_stores(stores_of(place), run, place)
         folders.discard(dirs, progress)
@@ -210,7 +210,7 @@ def remove_host(place: Path, run: str, progress: Progress) -> None:
 
 
 def check_continues(job: Job, snapshot: Snapshot) -> None:
-    """Raises InputError where the job has other data or fewer steps."""
+    """Raises InputError if the job has other data, or fewer steps than the run has done."""
     if snapshot["data"] != job.data.fingerprint:
         now, was = saved_options(job.options), snapshot["options"]
         other = [flag_of(name) for name in OF_DATA if name in was and now[name] != was[name]]

@@ -1,6 +1,6 @@
-"""What a resumed run keeps for bitwise equal results, and what must agree with its snapshot.
+"""What a resumed run keeps so that its results are bitwise those of the uninterrupted one, and what must agree.
 
-No torch.
+Imports no torch.
 """
 
 from __future__ import annotations
@@ -39,7 +39,7 @@ def cut_of(plan: Plan) -> dict[str, Any]:
 
 @dataclass(frozen=True)
 class Pinned:
-    """What a resumed run keeps: its plan, which may change but for `cut_of` and where updates run, and what follows."""
+    """What a resumed run keeps. Its plan may change, but not `cut_of` it nor where updates run."""
 
     plan: Plan
     batch_size: int
@@ -63,7 +63,7 @@ class Pinned:
         return self.plan.tokens // self.rows
 
     def on(self, host: int, hosts: int) -> Pinned:
-        """The same run on another number of hosts."""
+        """What the run keeps on another number of hosts."""
         if hosts == self.plan.hosts:
             return self
         most = min(self.plan.hosts * self.plan.n_micro, math.ceil(self.batch_size / self.rows))
@@ -102,7 +102,7 @@ SNAPSHOT = {
 
 
 def check_snapshot(options: Options, said: Mapping[str, Any]) -> None:
-    """Raises InputError where a snapshot is not of this version's form."""
+    """Raises InputError if a snapshot has not the form of this version."""
     missing: dict[str, Any] = {"computed_by": "", "launches": {}, "eval_rows": None, "worse": 0, "base": {}}
     missing |= {"date": None, "start": None, "teacher": ""}
     wrong = complaint({**missing, **said}, SNAPSHOT)
@@ -123,7 +123,7 @@ def check_snapshot(options: Options, said: Mapping[str, Any]) -> None:
 
 
 def is_date(text: str) -> bool:
-    """Whether it is one as 2026-03-31."""
+    """Whether a text is a date such as 2026-03-31."""
     try:
         return text == date.fromisoformat(text).isoformat()
     except ValueError:
@@ -131,7 +131,7 @@ def is_date(text: str) -> bool:
 
 
 def check_updates(options: Options, data: Mapping[str, Any], hosts: int) -> None:
-    """Raises InputError where a GPU has updated what several hosts would update on the CPU."""
+    """Raises InputError if a GPU has updated what the CPU would update with several hosts."""
     plan = Pinned.read(data).plan
     if hosts > 1 and any("gpu" in (unit.state, unit.update) for unit in plan.distinct.values()):
         raise InputError(
@@ -141,7 +141,7 @@ def check_updates(options: Options, data: Mapping[str, Any], hosts: int) -> None
 
 
 def pinned_of(options: Options, data: Mapping[str, Any], host: int = 0, hosts: int = 1) -> Pinned:
-    """Raises InputError where the snapshot's form is old, or the options contradict it."""
+    """What the snapshot's run keeps. Raises InputError if its form is old, or the options contradict it."""
     try:
         pinned = Pinned.read(data)
     except (InputError, KeyError):
@@ -167,13 +167,13 @@ def pinned_of(options: Options, data: Mapping[str, Any], host: int = 0, hosts: i
 
 
 def identity(cfg: ModelConfig, source: Source) -> dict[str, dict[str, Any]]:
-    """The config's numbers; dtype and shape of every tensor."""
+    """The numbers of the config, and dtype and shape of every tensor."""
     source = source.inner if isinstance(source, Headed) else source
     return {"config": numbers(cfg), "tensors": {name: [t.dtype, *t.shape] for name, t in source.tensors.items()}}
 
 
 def check_model(options: Options, pinned: Pinned, cfg: ModelConfig, source: Source) -> None:
-    """Raises InputError unless the model is the resumed run's."""
+    """Raises InputError unless the model is that of the resumed run."""
     for kind, now in identity(cfg, source).items():
         before = pinned.model[kind]
         for name in [*before, *now]:
@@ -194,7 +194,7 @@ def check_model(options: Options, pinned: Pinned, cfg: ModelConfig, source: Sour
 
 
 def misfit(plan: Plan, cfg: ModelConfig) -> str:
-    """Why a plan does not suit the model; "" where it does."""
+    """Why a plan does not suit the model; "" if it does."""
     if len(plan.units) != plan.cut(cfg).n_units or plan.halves and cfg.whole:
         return "the plan is for another model"
     if plan.slices > 1 and not narrow.may_be_sliced(cfg):

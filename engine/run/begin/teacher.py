@@ -1,8 +1,8 @@
-"""--teacher: what it says of the data, in scores that are given, or made by a streamed pass of it before the run.
+"""--teacher: what it says of the data, in given scores, or in scores that a pass of it makes before the run.
 
-The pass writes what `trireme score` writes, into the user's cache, or into OUT/teacher where that has no room. A killed
-run goes on behind the parts that are there; scores.json is written last. Later runs with the same teacher and data
-take it from the cache, where the longest unused make room.
+The pass writes the files of `trireme score` into the user's cache, or into OUT/teacher if the cache has no room. A
+killed run continues after the parts that are there; scores.json is written last. Later runs with the same teacher and
+data use the cache, from which scores that were not used for longest are removed.
 """
 
 from __future__ import annotations
@@ -45,7 +45,7 @@ SOURCES = ("train", "val")
 
 
 def about_teacher(job: Job, screen: Screen) -> list[str]:
-    """Lines of the report. Raises InputError where the teacher cannot teach this model."""
+    """Lines for the report. Raises InputError if the teacher cannot teach this model."""
     teacher, teaching = job.options.teacher, job.cfg.teaching
     if not teacher or teaching is None:
         return []
@@ -88,7 +88,7 @@ def _changed(job: Job) -> str:
 
 
 def _check_same(teacher: str, vocabulary: str, job: Job) -> None:
-    """Raises InputError where the teacher's tokens are others."""
+    """Raises InputError if the teacher has other tokens."""
     if job.read is None:
         return
     if job.codec is None:
@@ -110,14 +110,14 @@ def _sources(job: Job) -> dict[str, Dataset]:
 
 
 def _nbytes(job: Job) -> int:
-    """Of all scores, about."""
+    """About the bytes of all scores."""
     assert job.cfg.teaching is not None
     labels = sum(data.trained * data.tokens for data in _sources(job).values()) if job.read else 0
     return int(labels * (job.cfg.teaching.nbytes + 4))
 
 
 def _passed(job: Job, teacher: str, begun: str, screen: Screen) -> Names:
-    """The scores of a checkpoint, made where they are not there yet."""
+    """The scores of a checkpoint, made unless they are there."""
     o, teaching = job.options, job.cfg.teaching
     assert teaching is not None
     dtype = o.dtype if o.dtype in FORMATS else None
@@ -147,7 +147,7 @@ def _passed(job: Job, teacher: str, begun: str, screen: Screen) -> Names:
 
 
 def _keys(job: Job, opened: Opened, asked: argparse.Namespace, below: int) -> list[str]:
-    """Of the scores of each source."""
+    """The key of each source's scores."""
     assert job.cfg.teaching is not None
     device, dtype = device_and_dtype(asked, opened)
     rows, k = evaluate.rows_of(device, job.seq_len), job.cfg.teaching.k
@@ -156,7 +156,7 @@ def _keys(job: Job, opened: Opened, asked: argparse.Namespace, below: int) -> li
 
 
 def _folder(job: Job, key: str) -> Path:
-    """Where scores are or will be. Raises DoesNotFit where no drive has room for them."""
+    """Where scores are or will be. Raises DoesNotFit if no drive has room."""
     own, cache, nbytes = job.out / TEACHER, cache_folder(), _nbytes(job)
     if cache is not None:
         shared = cache / TEACHER / key
@@ -174,7 +174,7 @@ def _folder(job: Job, key: str) -> Path:
 def _make(
     job: Job, folder: Path, opened: Opened, codec: Codec, asked: argparse.Namespace, below: int, screen: Screen
 ) -> None:
-    """Runs the pass, or goes on with it."""
+    """Runs the pass, or continues it."""
     began, k, sources = time.monotonic(), job.cfg.teaching.k if job.cfg.teaching else 0, _sources(job)
     held = list(sources.values())
     size = f"{compact(shapes.parameters(opened.cfg))} parameters"
@@ -196,7 +196,7 @@ def _make(
 
 
 def _make_room(folder: Path) -> None:
-    """Removes the longest unused of the cache, beyond its share of the drive."""
+    """Removes scores from the cache that were not used for longest, beyond its share of the drive."""
     room = shutil.disk_usage(folder).total // KEPT
     found = [(path.stat().st_mtime, path.parent) for path in folder.parent.glob(f"*/{NAMES}")]
     for _, old in sorted(found, reverse=True):

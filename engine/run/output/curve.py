@@ -1,4 +1,4 @@
-"""loss.svg: training and evaluation loss over steps."""
+"""loss.svg: training and evaluation loss over the steps."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ Scale = Callable[[float], float]  # value -> coordinate
 
 
 class Curve:
-    """Beyond MOST points, means of neighbours."""
+    """Points of a curve; beyond MOST of them, neighbours are replaced by their means."""
 
     def __init__(self) -> None:
         self._points: list[Point] = []  # means of `_each` added ones
@@ -34,7 +34,7 @@ class Curve:
         self._waiting = 0
 
     def add(self, step: float, loss: float) -> None:
-        """Ignores losses that are not finite."""
+        """Adds a loss. One that is not finite is left out."""
         if not abs(loss) < ABSURD:
             return
         self._steps, self._losses, self._waiting = self._steps + step, self._losses + loss, self._waiting + 1
@@ -51,12 +51,12 @@ class Curve:
 
     @property
     def points(self) -> list[Point]:
-        """By step."""
+        """The points, by step."""
         return [*self._points, self._mean()] if self._waiting else list(self._points)
 
 
 def draw(train: Sequence[Point], evals: Sequence[Point], title: str = "", what: str = LOSS) -> str:
-    """SVG text. `what`: the vertical axis."""
+    """The figure as SVG. `what`: label of the vertical axis."""
     smooth = _smoothed(train)
     shape = [*smooth, *evals] or [(0.0, 0.0)]
     first, last = min(x for x, _ in shape), max(x for x, _ in shape)
@@ -91,7 +91,7 @@ def draw(train: Sequence[Point], evals: Sequence[Point], title: str = "", what: 
 
 
 def _smoothed(points: Sequence[Point]) -> list[Point]:
-    """Means over a centred window of a twenty-fifth of the run: no lag behind falling losses."""
+    """Means over a centred window of a twenty-fifth of the run, which do not lag behind falling losses."""
     half = len(points) // 50
     sums = [0.0, *accumulate(y for _, y in points)]
     ends = [(max(0, i - half), min(len(points), i + half + 1)) for i in range(len(points))]
@@ -99,13 +99,13 @@ def _smoothed(points: Sequence[Point]) -> list[Point]:
 
 
 def _thinned(points: Sequence[Point]) -> list[Point]:
-    """About DRAWN points, with the last."""
+    """About DRAWN of the points, the last one included."""
     stride = -(-len(points) // DRAWN) or 1
     return [*points[::stride], *points[-1:]]
 
 
 def _ticks(low: float, high: float, about: int) -> list[float]:
-    """Numbers in [low, high], 1, 2 or 5 times a power of ten apart."""
+    """Numbers in [low, high], at distances of 1, 2 or 5 times a power of ten."""
     rough = (high - low) / about
     power = 10 ** math.floor(math.log10(rough))
     step = next(power * m for m in (1, 2, 5, 10) if power * m >= rough * 0.999)

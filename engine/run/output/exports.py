@@ -1,7 +1,7 @@
-"""Checkpoints in a run's folder, replaced as a whole: OUT/step-N, and OUT/best, which records its step.
+"""Checkpoints in a run's folder that are replaced as a whole: OUT/step-N, and OUT/best, which notes its step.
 
-OUT/best is the best so far. The one that the last snapshot names is kept as OUT/best.old until a newer snapshot names
-another: a run that is killed goes on with the best of its snapshot's moment.
+OUT/best has the best weights so far. The one that the last snapshot names is kept as OUT/best.old until a newer
+snapshot names another: a killed run continues with the best of its snapshot's moment.
 """
 
 from __future__ import annotations
@@ -23,14 +23,14 @@ Save = Callable[[Path], Mapping[str, str]]  # writes a new folder, and returns i
 
 
 class Best(NamedTuple):
-    """Which one it is, as NOTE says."""
+    """The content of NOTE: which weights OUT/best has."""
 
     step: int
     eval_loss: float
 
 
 def replace_folder(folder: Path, save: Save) -> None:
-    """Saves over `folder`, which stays until the new one is whole."""
+    """Saves to a new folder, which then replaces `folder`."""
     new, old = (folder.with_name(folder.name + ending) for ending in (".new", ".old"))
     bring_back(folder)
     for left in (new, old):
@@ -44,26 +44,26 @@ def replace_folder(folder: Path, save: Save) -> None:
 
 
 def half_made(out: Path) -> list[Path]:
-    """Of OUT/step-N."""
+    """Folders of OUT/step-N that are not complete."""
     return [path for path in out.glob("step-*") if re.fullmatch(r"step-\d+\.(new|old)", path.name)]
 
 
 def bring_back(folder: Path) -> None:
-    """Undoes a replacement that was killed between its renames."""
+    """Undoes a replacement that was killed between its two renames."""
     old = folder.with_name(folder.name + ".old")
     if old.exists() and not folder.exists():
         old.rename(folder)
 
 
 def remove(folder: Path) -> None:
-    """Of a link the link alone."""
+    """Removes a folder; of a link, only the link."""
     if folder.is_symlink():
         folder.unlink()
     shutil.rmtree(folder, ignore_errors=True)
 
 
 def take_over(folder: Path, out: Path, progress: Callable[[int], object] = lambda _: None) -> None:
-    """Gives `out` the files of `folder`, one by one: by links where the drive has them."""
+    """Gives `out` the files of `folder`, one by one: by hard links if the drive has them."""
     for path in _files(folder):
         target = out / path.relative_to(folder)
         make_place(target, out)
@@ -97,7 +97,7 @@ def replace_best(out: Path, save: Save, best: Best) -> None:
 
 
 def set_aside(out: Path) -> None:
-    """Takes OUT/best away: at once where no snapshot names it, else as OUT/best.old, to be removed later."""
+    """Removes OUT/best: at once if no snapshot names it, else it becomes OUT/best.old, to be removed later."""
     best, old = out / BEST, out / f"{BEST}.old"
     if old.exists():
         remove(best)
@@ -106,14 +106,14 @@ def set_aside(out: Path) -> None:
 
 
 def forget_old(out: Path) -> None:
-    """A snapshot names OUT/best, or there is none."""
+    """Removes OUT/best.old, when a snapshot names OUT/best or there is no snapshot."""
     remove(out / f"{BEST}.old")
 
 
 def restore_best(out: Path, best: Best | None, progress: Callable[[int], object] = lambda _: None) -> bool:
-    """Undoes what a kill has left half done, and makes OUT/best the one that a snapshot names.
+    """Undoes what a kill has left incomplete, and makes OUT/best the one that a snapshot names.
 
-    Returns whether it is there, whole. `progress` hears of bytes read.
+    Returns whether it is there and complete. `progress` is called with bytes read.
     """
     for left in half_made(out):
         if left.suffix == ".old":
@@ -130,7 +130,7 @@ def restore_best(out: Path, best: Best | None, progress: Callable[[int], object]
 
 
 def _holds(best: Best, folder: Path, progress: Callable[[int], object]) -> bool:
-    """Whether a folder holds that one, to the byte."""
+    """Whether a folder has these weights, compared byte by byte."""
     try:
         said = parse_json(read_small(folder / NOTE), NOTE)
         if complaint(said, SHAPE) or (said["step"], said["eval_loss"]) != best:
@@ -144,6 +144,6 @@ def _holds(best: Best, folder: Path, progress: Callable[[int], object]) -> bool:
 
 
 def _files(folder: Path) -> list[Path]:
-    """All but the note."""
+    """The files of a folder but the note."""
     found = [path for path in sorted(folder.rglob("*")) if path.is_file() and not path.is_symlink()]
     return [path for path in found if path != folder / NOTE]

@@ -1,8 +1,8 @@
-"""A run's folder: whose it is, free before the run, complete after it.
+"""A run's folder: which run it belongs to, free before the run, complete after it.
 
-A run has an id, a random number, in the first line of its config.yaml and in its store's store.id. Nobody else knows
-the number, so a folder of a stranger cannot name another run's store as its own. A copy of a run's folder can: a store
-also says which folder its run is in, and that one keeps it as long as it names the store, too.
+A run has an id, a random number, in the first line of its config.yaml and in its store's store.id. Since nobody else
+knows the number, another's folder cannot name this run's store as its own. A copy of the run's folder can; so the store
+also says which folder its run is in, and that folder keeps the store as long as it names it, too.
 """
 
 from __future__ import annotations
@@ -55,7 +55,7 @@ UNFIT = (errno.EACCES, errno.EPERM, errno.EROFS, errno.ENOENT, errno.ENOTDIR, er
 
 
 def check_checkpoint(model: str) -> None:
-    """Raises InputError where `model` is a file, or a Hugging Face hub name and no folder."""
+    """Raises InputError if `model` is a file, or a Hugging Face hub name and no folder."""
     if model and Path(model).is_file():
         raise InputError(f"{model} is a file. Give the folder of a checkpoint: config.json, .safetensors.")
     if re.fullmatch(r"[\w.-]+/[\w.-]+", model) and not Path(model).parent.exists():
@@ -68,15 +68,19 @@ def check_checkpoint(model: str) -> None:
 
 @dataclass
 class NewRun:
+    """What `new_run` gives."""
+
     store: Store | None = None
 
 
 @contextmanager
 def new_run(options: Options, saved: type[BaseException], id: str) -> Iterator[NewRun]:
-    """Locks a new run's folder, writes config.yaml, closes the store at the end. `id`: of the run.
+    """A context with a new run's folder, locked, with its config.yaml; at the end the store is closed. `id`: of the
+    run.
 
-    Removes the files of a run that fails before a step is logged or saved; not after `saved`, its exception once it has
-    saved itself, nor where the same command was killed before. Raises StoreError, InputError where the folder is taken.
+    If the run fails before a step is logged or saved, its files are removed; not after `saved`, not if the exception
+    says that it was saved, nor if the same command was killed there before. Raises StoreError; InputError if the folder
+    is in use.
     """
     out, run = Path(options.out), NewRun()
     with _writable(out):
@@ -112,7 +116,7 @@ def _undo(run: NewRun, folders: Sequence[Path], own: Sequence[Path]) -> None:
 
 
 def tidy(out: Path) -> None:
-    """Removes a finished run's leftovers, after its store."""
+    """Removes what a finished run has left, after its store."""
     for folder in (
         out / "tokens",
         out / REFERENCE,
@@ -130,9 +134,9 @@ def tidy(out: Path) -> None:
 
 @contextmanager
 def locked(out: Path, otherwise: str) -> Iterator[list[Path]]:
-    """Makes and locks the folder, without a lock file; gives the folders made.
+    """A context that makes and locks the folder, without a lock file; gives the folders that were made.
 
-    Raises InputError, `otherwise` where another process holds it.
+    Raises InputError with `otherwise` if another process has the lock.
     """
     with _writable(out):
         made = make_folder(out)
@@ -147,7 +151,7 @@ def locked(out: Path, otherwise: str) -> Iterator[list[Path]]:
 
 @contextmanager
 def _writable(out: Path) -> Iterator[None]:
-    """Errors of an unusable folder, not of a failing drive, become InputErrors."""
+    """A context in which errors about an unusable folder, not about a failing drive, become InputErrors."""
     try:
         yield
     except OSError as error:
@@ -157,7 +161,9 @@ def _writable(out: Path) -> Iterator[None]:
 
 
 def check_free(options: Options) -> bool:
-    """True where the same command was killed before its first step. Else raises InputError unless free."""
+    """Raises InputError unless the folder is free. Returns True if the same command was killed there before its first
+    step.
+    """
     out, source = Path(options.out), Path(options.model)
     if out.is_symlink() and not out.exists():
         raise InputError(f"--out {out} is a link to {out.readlink()}, which is not there. Name another folder.")
@@ -179,7 +185,7 @@ def check_free(options: Options) -> bool:
 
 
 def _is_same(options: Options, held: set[str]) -> bool:
-    """See check_free. `held`: names in OUT."""
+    """Whether the same command was killed there before its first step. `held`: names in OUT."""
     out = Path(options.out)
     if not (out / "config.yaml").is_file():
         return held == {partial_of(out / "config.yaml").name}
@@ -198,7 +204,9 @@ def has_started(out: Path) -> bool:
 
 
 def reopen(source: Source, out: Path, opener: str = "AutoModelForCausalLM", scored: bool = False) -> list[str]:
-    """Returns the lines to print. Raises StoreError where export and source differ in more than values."""
+    """Opens the output; returns the lines to print. Raises StoreError if it differs from the source in more than
+    values.
+    """
     packing = source.packing if isinstance(source, Packed) else None
     written = open_checkpoint(out, packing)
     ours, theirs = _signature(written), _signature(source)
@@ -234,7 +242,7 @@ Entry = tuple[str, tuple[int, ...], str]  # dtype, shape, file
 
 
 def _signature(source: Source) -> dict[str, Entry]:
-    """By name: a tied weight stored once, or twice, stays so."""
+    """Names, dtypes and shapes of tensors. A tied weight that is stored once, or twice, stays so."""
     return {name: (t.dtype, t.shape, t.file) for name, t in source.tensors.items()}
 
 
@@ -272,7 +280,7 @@ def unsigned(config: bytes) -> bytes:
 
 
 def run_of(folder: Path) -> str:
-    """The id of the run in a folder; "" where there is none."""
+    """The id of the run in a folder; "" if there is none."""
     with suppress(OSError):
         found = LINE.match(read_small(folder / "config.yaml", LARGEST, links=True))
         return found[1].decode() if found else ""
@@ -280,7 +288,9 @@ def run_of(folder: Path) -> str:
 
 
 def common_id(out: Path, resumed: bool, group: Alone) -> str:
-    """Host 0's: of the run in `out`, else a new one; "" where a resumed run has lost it. Raises InputError."""
+    """The id of host 0: that of the run in `out`, else a new one; "" if a resumed run has lost it. Raises
+    InputError.
+    """
     own = run_of(out) or ("" if resumed else uuid.uuid4().hex)
     first = group.texts(own)[0]
     if first and not ID.fullmatch(first):
@@ -289,12 +299,14 @@ def common_id(out: Path, resumed: bool, group: Alone) -> str:
 
 
 def owner(out: Path, run: str) -> Owner:
-    """What the store of a run in `out` says."""
+    """What the store of a run in `out` says of its owner."""
     return Owner(run, full(out))
 
 
 def check_own(dirs: Sequence[Path], run: str, out: Path) -> None:
-    """Raises InputError where a folder holds the store of another run, or is still that of the folder's original."""
+    """Raises InputError if a folder has the store of another run, or one that still belongs to the original of a copied
+    folder.
+    """
     for path in dirs:
         of = folders.owner_of(path)
         if of is None:
@@ -313,7 +325,7 @@ def check_own(dirs: Sequence[Path], run: str, out: Path) -> None:
 
 
 def check_not_taken(dirs: Sequence[Path], run: str, out: Path) -> None:
-    """Raises InputError where a new store would replace that of another run, which has no snapshot yet."""
+    """Raises InputError if a new store would replace that of another run, which has no snapshot yet."""
     for path in dirs:
         of = folders.owner_of(path)
         if of and of.run != run and not snapshots.folders(path) and (other := _claimant(of, path, out)):
@@ -323,13 +335,13 @@ def check_not_taken(dirs: Sequence[Path], run: str, out: Path) -> None:
 
 
 def own_stores(dirs: Sequence[Path], run: str, out: Path) -> list[Path]:
-    """The folders that hold the store of this run, in its folder `out`, and of no other."""
+    """The folders that have the store of this run, whose folder is `out`."""
     found = [(path, folders.owner_of(path)) for path in dirs]
     return [path for path, of in found if of and of.run == run and not _claimant(of, path, out)]
 
 
 def _claimant(of: Owner, store: Path, out: Path) -> Path | None:
-    """The folder that a store says to belong to, where it is another than `out` and says so, too."""
+    """The folder that a store names as its owner, if it is another than `out` and names the store, too."""
     folder = Path(of.folder)
     try:
         if folder.samefile(out) or run_of(folder) != of.run:
@@ -340,7 +352,7 @@ def _claimant(of: Owner, store: Path, out: Path) -> Path | None:
 
 
 def refuse_links(out: Path) -> None:
-    """Raises InputError where a link in a run's folder would have it write elsewhere."""
+    """Raises InputError if a link in the run's folder would lead writes elsewhere."""
     for name in LINKED:
         if (out / name).is_symlink():
             raise InputError(f"{out / name} is a link, and a run would write where it leads. Remove it.")

@@ -1,7 +1,7 @@
-"""The log of a run: log.jsonl and log.csv, the line on the terminal, loss.svg, and trackers by request.
+"""The log of a run: log.jsonl and log.csv, the line on the terminal, loss.svg, and trackers if asked for.
 
-log.csv and loss.svg follow from log.jsonl. Nothing here stops a run: a full disk delays lines and is reported once, a
-failing tracker is left out.
+log.csv and loss.svg are made from log.jsonl. Nothing here stops a run: if a disk is full, lines wait and the user is
+warned once; a tracker that fails is left out.
 """
 
 from __future__ import annotations
@@ -50,7 +50,7 @@ def _tensorboard(out: Path, _: Options) -> Tracker:
 
 
 def _wandb(out: Path, options: Options) -> Tracker:
-    """A resumed run goes on in its own W&B run, known by its id in OUT/wandb."""
+    """Weights & Biases. A resumed run continues its W&B run, whose id is in OUT/wandb."""
     import wandb
 
     known = _known(out, "wandb", options)
@@ -61,7 +61,7 @@ def _wandb(out: Path, options: Options) -> Tracker:
 
 
 def _mlflow(out: Path, options: Options) -> Tracker:
-    """As _wandb; where it logs to, its own environment says."""
+    """MLflow, continued as W&B. Its own environment variables say where it logs to."""
     import mlflow
 
     known = _known(out, "mlflow", options)
@@ -75,7 +75,7 @@ def _mlflow(out: Path, options: Options) -> Tracker:
 
 
 def _comet(out: Path, options: Options) -> Tracker:
-    """As _wandb."""
+    """Comet, continued as W&B."""
     import comet_ml
 
     known = _known(out, "comet", options)
@@ -96,7 +96,7 @@ def _numbers(record: Record) -> Record:
 
 
 def _known(out: Path, name: str, options: Options) -> str | None:
-    """What a tracker called the run that is resumed."""
+    """The id that a tracker gave to the run that is resumed."""
     held = out / name / "run-id"
     return held.read_text().strip() if options.resume and held.is_file() else None
 
@@ -109,7 +109,7 @@ def _note(out: Path, name: str, id: str) -> None:
 
 @contextmanager
 def open_trackers(options: Options, screen: Screen) -> Iterator[list[Tracker]]:
-    """Those of --log, started before anything else takes time. Raises InputError where one cannot be."""
+    """The trackers of --log, started before anything takes time. Raises InputError if one cannot be started."""
     started: list[Tracker] = []
     try:
         for name, start in TRACKERS.items():
@@ -143,6 +143,8 @@ def _warn_of_tracker(screen: Screen, error: Exception) -> None:
 
 @dataclass
 class Totals:
+    """Sums and extremes over the log of a run."""
+
     steps: int = 0
     seconds: float = 0.0
     tokens: float = 0.0
@@ -197,7 +199,7 @@ class Totals:
 
 
 class RunLog:
-    """One thread at a time."""
+    """Writes a run's log. Used by one thread at a time."""
 
     def __init__(
         self,
@@ -210,8 +212,8 @@ class RunLog:
         title: str = "",
         what: str = LOSS,
     ):
-        """`since`: of a resumed run's snapshot; drops later lines. `evaluations`: in all. `title` and
-        `what`, the vertical axis: of loss.svg.
+        """`since`: from the snapshot of a resumed run; later lines are removed. `evaluations`: of the whole run.
+        `title`, `what`: title and vertical axis of loss.svg.
 
         Raises StoreError.
         """
@@ -230,7 +232,7 @@ class RunLog:
             screen.warn(f"{path} is not as it was at step {since.step:,}: lines were lost or changed")
 
     def _taken_over(self, path: Path) -> Iterator[bytes]:
-        """log.csv's lines; counts log.jsonl's."""
+        """The lines of log.csv, made from log.jsonl, which are counted."""
         yield ",".join(COLUMNS).encode() + b"\n"
         for _, record in read_log(path):
             self._count(record)
@@ -243,14 +245,14 @@ class RunLog:
                 curve.add(record["step"], record[key])
 
     def step(self, record: Record) -> None:
-        """A step's `step`, `loss` and any other of COLUMNS."""
+        """Logs a step: `step`, `loss` and any of COLUMNS."""
         self._add(record)
         self._ends.append(time.monotonic() - self._evaluated)
         final = record["step"] >= self._total
         self._screen.show(progress(record, self._total, None if final else self._eta(record)), final)
 
     def eval(self, record: Record) -> None:
-        """An evaluation's `step` (0 before training), `eval_loss`, `epoch`, perhaps `sample`, a text."""
+        """Logs an evaluation: `step` (0 before training), `eval_loss`, `epoch`, and perhaps `sample`, a text."""
         best, first = self.totals.best[0] if self.totals.best else math.inf, self.totals.evals
         self._add(record)
         self._evaluated += record.get("eval_time_s", 0.0)
@@ -263,12 +265,12 @@ class RunLog:
         self.draw()
 
     def summary(self) -> str:
-        """Draws loss.svg; returns the run's last line."""
+        """Draws loss.svg; returns the last line of the run."""
         self.draw()
         return self.totals.line()
 
     def sync(self, step: int, evaluated: int | None) -> Mark:
-        """Makes the log durable; returns its Mark."""
+        """Makes the log durable; returns how far it goes."""
         for file in (self._jsonl, self._csv):
             if error := file.sync():
                 self._warn(error)
@@ -304,7 +306,7 @@ class RunLog:
             self._warned = True
 
     def _eta(self, record: Record) -> float | None:
-        """Seconds to go, evaluations included."""
+        """Seconds until the end, evaluations included."""
         left, t = self._total - record["step"], self.totals
         evaluations = t.evaluating / t.evaluations * max(0, self._evaluations - t.evaluations) if t.evaluations else 0.0
         if len(self._ends) > 1:
@@ -313,7 +315,7 @@ class RunLog:
 
 
 def evaluated(loss: float, record: Record) -> str:
-    """eval_loss, and what it is to be read with."""
+    """eval_loss and the other figures of an evaluation, as text."""
     shown = {"accuracy": "eval_rewards/accuracies", "margin": "eval_rewards/margins"}
     if "eval_rows" in record:
         shown = {"accuracy": "eval_accuracy", "margin": "eval_margin"}

@@ -1,4 +1,4 @@
-"""log.jsonl and log.csv: whole lines, synced with each snapshot, validated when read."""
+"""log.jsonl and log.csv: complete lines, synced with each snapshot, and checked when they are read."""
 
 from __future__ import annotations
 
@@ -55,7 +55,7 @@ Record = dict[str, Any]  # of a step or evaluation, by column
 
 
 class Mark(NamedTuple):
-    """log.jsonl's extent at a snapshot."""
+    """How far log.jsonl went at a snapshot."""
 
     step: int
     evaluated: int | None  # last evaluated step
@@ -64,10 +64,10 @@ class Mark(NamedTuple):
 
 
 class Appender:
-    """On a full disk, lines wait in memory; `nbytes` and `crc32` include them."""
+    """Appends lines to a file. If the disk is full they wait in memory; `nbytes` and `crc32` count them, too."""
 
     def __init__(self, path: Path, lines: Iterable[bytes]):
-        """Replaces the file atomically by `lines`, with newlines. Raises StoreError."""
+        """Replaces the file atomically by these lines, with line ends. Raises StoreError."""
         self.path, self.nbytes, self.crc32 = path, 0, 0
         write_synced(partial_of(path), map(self._counted, lines))
         partial_of(path).replace(path)
@@ -81,7 +81,7 @@ class Appender:
         return line
 
     def append(self, line: bytes) -> OSError | None:
-        """Returns the error where writing failed."""
+        """Appends a line. Returns the error if it could not be written."""
         self._waiting += self._counted(line)
         return self._flush()
 
@@ -101,7 +101,7 @@ class Appender:
         return None
 
     def sync(self) -> OSError | None:
-        """Makes the file durable. Returns the error."""
+        """Makes the file durable. Returns the error if it cannot."""
         error = self._flush()
         try:
             os.fdatasync(self._fd)
@@ -115,7 +115,7 @@ class Appender:
 
 
 def read_log(path: Path, nbytes: float = math.inf) -> Iterator[tuple[bytes, Record]]:
-    """Sound lines in the first `nbytes`, with their records."""
+    """The valid lines in the first `nbytes`, with their records."""
     at = 0
     with path.open("rb") if path.exists() else nullcontext(()) as lines:
         for line in lines:
@@ -125,7 +125,7 @@ def read_log(path: Path, nbytes: float = math.inf) -> Iterator[tuple[bytes, Reco
 
 
 def read_until(path: Path, mark: Mark) -> Iterator[bytes]:
-    """The lines at the snapshot; of a damaged file, those of steps up to it."""
+    """The lines as of a snapshot; of a damaged file, the lines of steps up to it."""
     evaluated = -1 if mark.evaluated is None else mark.evaluated
     for line, record in read_log(path, mark.nbytes if is_whole(path, mark) else math.inf):
         if record["step"] <= (evaluated if "eval_loss" in record else mark.step):
@@ -133,7 +133,7 @@ def read_until(path: Path, mark: Mark) -> Iterator[bytes]:
 
 
 def is_whole(path: Path, mark: Mark) -> bool:
-    """Whether the content at the snapshot is intact."""
+    """Whether the file's content up to a snapshot is unchanged."""
     value, left = 0, mark.nbytes
     with path.open("rb") if path.exists() else nullcontext(io.BytesIO()) as file:
         while left and (block := file.read(min(left, 1 << 20))):
@@ -142,7 +142,7 @@ def is_whole(path: Path, mark: Mark) -> bool:
 
 
 def _record(line: bytes) -> Record | None:
-    """None where the line is damaged."""
+    """The record of a line; None if the line is damaged."""
     try:
         content = json.loads(line)
     except (ValueError, RecursionError):
@@ -162,7 +162,7 @@ def _is_sound(column: str, value: Any) -> bool:
 
 
 def _finite(value: Any) -> Any:
-    """NaN and infinity as text."""
+    """A value for JSON: NaN and infinity become text."""
     return str(value) if isinstance(value, float) and not math.isfinite(value) else value
 
 
