@@ -177,13 +177,12 @@ class Fetched(Protocol):
 
 
 class Prefetch:
-    """Starts copies to the GPU in the order in which they are used, each as soon as there is a buffer for it."""
+    """Transfers to the GPU in the order of their use, each as soon as it may come."""
 
     def __init__(self) -> None:
         self.queue: deque[Fetched] = deque()
 
     def expect(self, items: Iterable[Fetched]) -> None:
-        """Begins a pass that uses these items in this order."""
         assert not self.queue, "what the last pass expects was not used"
         self.queue.extend(items)
         self.go_on()
@@ -194,7 +193,6 @@ class Prefetch:
             self.queue.popleft().fetch()
 
     def break_off(self) -> None:
-        """Ends the pass."""
         self.queue.clear()
 
 

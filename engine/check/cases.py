@@ -1,4 +1,4 @@
-"""Calls of every kernel at the shapes of common models: LLaMA-3-8B and LLaMA-2-13B blocks, and mixtures of experts."""
+"""Calls of every kernel with the shapes of common models: blocks of LLaMA-3-8B and LLaMA-2-13B, mixtures of experts."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ PACKED = (1890, 57, 423, 1201, 88, 640, 312, 1024, 17, 733, 205, 999, 131, 350, 
 
 
 class Case(NamedTuple):
-    """A call of `op`; `work`: bytes, or FLOPs where `flops`; `bound`: of the relative error."""
+    """A call of `op`. `work`: its bytes, or FLOPs if `flops`. `bound`: of the relative error."""
 
     label: str
     op: str
@@ -29,7 +29,7 @@ class Case(NamedTuple):
 
 
 class Mixture(NamedTuple):
-    """Experts, chosen ones, width, hidden width of each."""
+    """Numbers of experts and of chosen ones, width, and hidden width of each expert."""
 
     E: int
     k: int
@@ -53,7 +53,7 @@ PRODUCTS = ((8192, 8192, 8192), (8192, 4096, 28672), (8192, 14336, 4096), (4096,
 
 @dataclass(frozen=True)
 class Shapes:
-    """Those of LLaMA-3-8B and others; smaller ones for small GPUs and for tests."""
+    """The shapes of LLaMA-3-8B and others; there are smaller ones for small GPUs and for tests."""
 
     device: str = "cuda"
     N: int = 8192  # tokens
@@ -166,7 +166,7 @@ def loss(s: Shapes) -> Iterator[Case]:
 
 
 def fp8(s: Shapes) -> Iterator[Case]:
-    """Quantization of a block's tensors and of norms' results, which read them twice; GEMMs."""
+    """Quantization of a block's tensors and of the outputs of norms, and GEMMs."""
     N, F, randn = s.N, s.F, s.randn
     for D in s.quantized:
         x = randn(N, D)
@@ -197,7 +197,7 @@ def fp8(s: Shapes) -> Iterator[Case]:
 
 
 def fp8_experts(s: Shapes) -> Iterator[Case]:
-    """As experts, of codes: forward's products and the gradients of rows."""
+    """As `experts`, with fp8 codes: GEMMs of forward and of the gradients of rows."""
     for name, (E, k, D, I) in s.mixtures.items():
         P, chosen = s.mixed * k, ops.route_fwd(s.randn(s.mixed, E), ops.Rule(k))[1]
         order = ops.sort_pairs(chosen, E)
@@ -219,7 +219,7 @@ def fp8_experts(s: Shapes) -> Iterator[Case]:
 
 
 class Attention(NamedTuple):
-    """Inputs and gradients, packed."""
+    """Inputs and gradients of attention, packed."""
 
     q: Tensor
     k: Tensor
@@ -233,7 +233,7 @@ class Attention(NamedTuple):
 
 
 def attention_inputs(lengths: Any, H: int, K: int, d: int, s: Shapes = Shapes(), e: int = 0) -> Attention:
-    """`e`: width of values, if another than d of queries and keys."""
+    """`e`: width of values, if it is not the width d of queries and keys."""
     N = sum(lengths)
     if e:
         q, dq, k, dk, v, dv = (s.randn(N, n, width) for n, width in ((H, d), (K, d), (K, e)) for _ in range(2))
@@ -262,7 +262,7 @@ def attention(s: Shapes) -> Iterator[Case]:
 
 
 def experts(s: Shapes) -> Iterator[Case]:
-    """Of tokens with random logits of the router."""
+    """Routing and GEMMs of experts, for tokens with random router logits."""
     first = next(iter(s.mixtures))
     for name, (E, k, D, I) in s.mixtures.items():
         N, rule = s.mixed, ops.Rule(k)
@@ -301,7 +301,7 @@ def sorted_rows(name: str, order: ops.Order, weights: Tensor, D: int, I: int, s:
 
 
 def packed(s: Shapes) -> Iterator[Case]:
-    """A layer's experts in each packing."""
+    """The experts of a layer in each packing."""
     name, (E, _, D, I) = next(iter(s.mixtures.items()))
     G = D // 32
     drawn = lambda low, high, *shape: torch.randint(low, high, shape, dtype=torch.uint8, device=s.device)
@@ -322,7 +322,7 @@ def packed(s: Shapes) -> Iterator[Case]:
 
 
 def _int4(name: str, E: int, I: int, D: int, s: Shapes, wide: Tensor) -> Iterator[Case]:
-    """In each order, with zero points but for compressed-tensors."""
+    """In each order, with zero points except for compressed-tensors."""
     words = lambda *shape: torch.randint(-(1 << 31), 1 << 31, shape, dtype=torch.int32, device=s.device)
     G, moved = D // 32, wide.numel() * 5 // 2
     yield Case(f"{name} rows", "int4_decode", (words(E, I, D // 8), s.randn(E, I, G), None, wide, 32, "rows"), moved)
@@ -332,7 +332,7 @@ def _int4(name: str, E: int, I: int, D: int, s: Shapes, wide: Tensor) -> Iterato
 
 
 def scans(s: Shapes) -> Iterator[Case]:
-    """A gated delta rule with what is around it, and the gate of an attention's output."""
+    """A gated delta rule with the operations around it, and the gate of an attention's output."""
     N, (K, H, d), docs = s.N, s.scan, ops.make_docs([s.N], s.device)
     q, k = (torch.nn.functional.normalize(s.randn(N, K, d).float(), dim=-1).to(BF16) for _ in range(2))
     v, dy, gate = (s.randn(N, H, d) for _ in range(3))
@@ -356,7 +356,7 @@ def scans(s: Shapes) -> Iterator[Case]:
 
 
 def mamba(s: Shapes) -> Iterator[Case]:
-    """Mamba2's recurrence, which has no delta rule, and its gated norm, of groups of heads."""
+    """Mamba2's recurrence, which has no delta rule, and its gated norm of groups of heads."""
     N, (K, H, d, e), docs = s.N, s.mamba, ops.make_docs([s.N], s.device)
     q, k = (torch.nn.functional.normalize(s.randn(N, K, d).float(), dim=-1).to(BF16) for _ in range(2))
     v, dy = (s.randn(N, H, e) for _ in range(2))
@@ -387,7 +387,7 @@ COMPARED = (BF16, torch.float32, *EXACT)  # not a split master's low halves
 
 
 def error(case: Case) -> float:
-    """The largest relative error of results and written arguments, compared with the op's reference implementation."""
+    """The largest relative error of results and written arguments, compared with the reference implementation."""
     op = getattr(ops, case.op)
     found = [
         [t.float() if t.dtype in EXACT else t for t in _run(case, of) if t.dtype in COMPARED]
@@ -398,13 +398,13 @@ def error(case: Case) -> float:
 
 
 def repeats(case: Case, runs: int) -> bool:
-    """Whether `runs` calls give the same bits."""
+    """Whether `runs` calls give bitwise equal results."""
     first = bits(case)
     return all(equal(first, bits(case)) for _ in range(runs - 1))
 
 
 def bits(case: Case) -> list[Tensor]:
-    """The bytes of all results, and of arguments as they are afterwards."""
+    """The bytes of all results, and of the arguments after the call."""
     return [t.contiguous().view(-1).view(torch.uint8) for t in _run(case, getattr(ops, case.op))]
 
 
@@ -413,12 +413,12 @@ def equal(a: list[Tensor], b: list[Tensor]) -> bool:
 
 
 def _run(case: Case, op: Callable[..., Any]) -> list[Tensor]:
-    """Results, and arguments as they are afterwards; the case's own stay."""
+    """Results, and arguments after the call. The case's own arguments are not changed."""
     copies = [a.clone() if torch.is_tensor(a) else a for a in case.args]
     results = op(*copies, **case.kwargs)
     return [t for t in (*_flat(results), *copies) if torch.is_tensor(t)]
 
 
 def _flat(results: Any) -> list[Any]:
-    """All that an op returns, in one list."""
+    """All results of an op in one list."""
     return [t for part in results for t in _flat(part)] if isinstance(results, tuple) else [results]

@@ -1,6 +1,6 @@
-"""`trireme check`: what this machine has, how fast it is, and what to change. Writes nothing but its report.
+"""`trireme check`: what this machine has, how fast it is, and what to change. Writes only its report.
 
-In two minutes at most, of which drives take 30 seconds, kernels 40, and pinning 10.
+It takes two minutes at most, of which drives take 30 seconds, kernels 40, and pinning 10.
 """
 
 from __future__ import annotations
@@ -28,11 +28,10 @@ OFF = 0.25  # of a step's estimate, from which it is told
 
 
 def check(folders: Mapping[str, Path], report: Path, say: Callable[[str], None], tuning: bool = False) -> list[Row]:
-    """Says a line for each part, and what to change; writes `report`. `folders`: on drives, by the names given.
+    """Prints a line for each part and what to change, and writes `report`. `folders`: on drives, by the names given.
 
-    `tuning`: instead of the machine's parts, tries launch settings of each kernel and keeps those that are faster.
-
-    Raises InputError where `report` cannot be written, OSError where a drive fails.
+    `tuning`: instead tries launch settings of each kernel and keeps those that are faster. Raises InputError if
+    `report` cannot be written, OSError if a drive fails.
     """
     start, rows, new = time.monotonic(), list[Row](), not report.exists()
     try:
@@ -83,7 +82,7 @@ def _rows(folders: Mapping[str, Path], end: float) -> Iterator[Row]:
 
 
 def _tuning() -> Iterator[Row]:
-    """Some minutes, most of them of compiling."""
+    """Tries launch settings; takes some minutes, most of them for compilation."""
     yield from host.software()
     device = host.torch_device()
     if device is None:
@@ -93,7 +92,7 @@ def _tuning() -> Iterator[Row]:
 
 
 def _steps(device: torch.device, rates: Rates, folder: Path | None, end: float) -> Iterator[Row]:
-    """Steps next to their estimates: on a CPU estimates leave out too much to be judged."""
+    """Steps and their estimates. On a CPU estimates leave out too much to be judged."""
     for step in steps(device, memory_limits(device, None, None), rates, folder, end):
         if step.why:
             yield Row("step", step.name, f"not tried: {step.why}")
@@ -105,7 +104,7 @@ def _steps(device: torch.device, rates: Rates, folder: Path | None, end: float) 
 
 
 def folders_of(given: Iterable[str]) -> dict[str, Path]:
-    """The folders by the names that were given. Raises InputError."""
+    """The folders, by the names given. Raises InputError."""
     for name in given:
         if not Path(name).is_dir():
             raise InputError(f"--store {name}: there is no such folder. Name one on the drive to check.")

@@ -1,4 +1,4 @@
-"""Drives: free space, O_DIRECT, hard links, rates that last."""
+"""Checks of drives: free space, O_DIRECT, hard links, rates that last."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ LEAST = 1 << 30  # bytes free, to be tried
 
 
 def drives(folders: Mapping[str, Path]) -> Iterator[tuple[Row, dict[str, float]]]:
-    """Rows, each with rates where it has them. `folders`: by the name that was given; nothing is left there."""
+    """Yields rows, each with the rates that it measured. `folders`: by the names given; nothing is left in them."""
     for name, folder in folders.items():
         disk, model = shutil.disk_usage(folder), drive.identity(folder)["model"] or "a drive without a model's name"
         left = disk.free - reserved(disk.total)

@@ -1,4 +1,4 @@
-"""The GPU: memory, link, rates next to those of its data sheet, memory that can be pinned, kernels."""
+"""Checks of the GPU: memory, link, rates compared with its data sheet, memory that can be pinned, kernels."""
 
 from __future__ import annotations
 
@@ -39,7 +39,7 @@ CHECKED = Shapes(
 
 
 def no_gpu() -> Row:
-    """Why there is none that trains."""
+    """Why there is no GPU that trains."""
     if not torch.cuda.is_available():
         why = "sees no GPU" if torch.version.cuda else "is built without CUDA"
         how = "to train on a GPU, install NVIDIA's driver and a torch with CUDA"
@@ -51,7 +51,7 @@ def no_gpu() -> Row:
 
 
 def known(name: str) -> Gpu | None:
-    """What its data sheet says, if it is known."""
+    """What the data sheet of a GPU says, if it is known."""
     try:
         return find_gpu(name)
     except ValueError:
@@ -59,7 +59,7 @@ def known(name: str) -> Gpu | None:
 
 
 def gpu(device: torch.device, rates: Mapping[str, float]) -> Iterator[Row]:
-    """`rates`: of compute.matmul_rate and processor.processor_rates."""
+    """Yields rows. `rates`: from compute.matmul_rate and processor.processor_rates."""
     name, sheet = torch.cuda.get_device_name(device), known(torch.cuda.get_device_name(device))
     free, total = torch.cuda.mem_get_info(device)
     busy = "close what else uses it" if free < 0.85 * total else ""
@@ -73,7 +73,7 @@ def gpu(device: torch.device, rates: Mapping[str, float]) -> Iterator[Row]:
 
 
 def _links(device: torch.device) -> tuple[dict[str, int], dict[str, int]]:
-    """What the driver says of the GPU when it is idle, and while it computes."""
+    """What the driver says of the GPU's link, (idle, while it computes)."""
     idle = gpu_now(device)
     a = torch.randn(8192, 8192, device=device, dtype=torch.bfloat16)
     for _ in range(20):
@@ -82,7 +82,7 @@ def _links(device: torch.device) -> tuple[dict[str, int], dict[str, int]]:
 
 
 def link(idle: Mapping[str, int], busy: Mapping[str, int]) -> Row:
-    """Of host.gpu_now."""
+    """A row on the link. `idle`, `busy`: from host.gpu_now."""
     if "lanes" not in busy:
         return Row("gpu", "PCIe", "the driver does not say")
     lanes, of, best = busy["lanes"], busy.get("lanes of the card", 0), busy.get("generation", 0)
@@ -96,7 +96,7 @@ def link(idle: Mapping[str, int], busy: Mapping[str, int]) -> Row:
 
 
 def _against(sheet: Gpu | None, rates: Mapping[str, float]) -> Iterator[Row]:
-    """Rates next to what is known of such a GPU."""
+    """Yields rows of rates, compared with what such a GPU usually has."""
     hot = "look at its power limit, temperature and mode, and at other programs"
     parts = (
         ("matmul", "bf16 matrix multiplication", 1e12, "TFLOP/s", "matmul", hot),
@@ -111,7 +111,7 @@ def _against(sheet: Gpu | None, rates: Mapping[str, float]) -> Iterator[Row]:
 
 
 def pinned(device: torch.device) -> Row:
-    """RAM that CUDA registers, in pieces until it refuses one."""
+    """How much RAM CUDA registers, in pieces until it refuses one."""
     limit = min(available_ram() // 2, PINNED) if not is_wsl() else available_ram() * 3 // 4
     memory, start, tried = Memory(device, 1 << 60, 1 << 60), time.monotonic(), 0
     try:
@@ -130,7 +130,7 @@ def pinned(device: torch.device) -> Row:
 
 
 def kernels(shapes: Shapes, timed: Callable[[Case], float] | None, fp8: bool) -> Iterator[Row]:
-    """Each kernel's error against its reference and, where `timed` gives seconds of a call, its rate."""
+    """Yields each kernel's error against its reference and, if `timed` gives seconds of a call, its rate."""
     end = time.monotonic() + KERNELS_S
     for name in ORDER:
         if name == "fp8" and not fp8:
@@ -140,7 +140,7 @@ def kernels(shapes: Shapes, timed: Callable[[Case], float] | None, fp8: bool) ->
 
 
 def _group(name: str, cases: Iterator[Case], timed: Callable[[Case], float] | None, end: float) -> Iterator[Row]:
-    """Until `end`."""
+    """Yields the rows of a group of kernels, until `end`."""
     late = Row("kernels", name, "not all tried: out of time. Check again: what was compiled is kept")
     try:
         for case in cases:
@@ -174,7 +174,7 @@ def _compared(case: Case, timed: Callable[[Case], float] | None) -> Row:
 
 
 def call_seconds(case: Case) -> float:
-    """The best of a few calls on the GPU, compiled before."""
+    """Seconds of the fastest of a few calls on the GPU; compiles before."""
     run = lambda: getattr(ops, case.op)(*case.args, **case.kwargs)
     run()
     best = float("inf")

@@ -1,4 +1,4 @@
-"""Software, cores and RAM, with CPU AdamW's rate."""
+"""Checks of software, cores and RAM, with the rate of CPU AdamW."""
 
 from __future__ import annotations
 
@@ -44,7 +44,7 @@ def software() -> Iterator[Row]:
 
 
 def host(rates: Mapping[str, float]) -> Iterator[Row]:
-    """`rates`: of processor.processor_rates."""
+    """Yields rows. `rates`: from processor.processor_rates."""
     here, may = os.cpu_count() or 1, cores()
     quota = f"; {update_threads()} update" if may < here else ""
     few = "raise the container's CPU limit or the affinity, if updates limit steps" if may < here / 2 else ""

@@ -1,4 +1,4 @@
-"""A line of the check: what was looked at, what was found, and what to change."""
+"""A row of the check: what was looked at, what was found, and what to change."""
 
 from __future__ import annotations
 
@@ -22,6 +22,6 @@ class Row:
 
 
 def changes(rows: Iterable[Row]) -> list[str]:
-    """What to change, each once."""
+    """What to change, each advice once."""
     found = [f"{row.what}: {row.change}" for row in rows if row.change]
     return list(dict.fromkeys(found)) or ["nothing"]

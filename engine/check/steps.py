@@ -45,7 +45,7 @@ PLACES: dict[bool, dict[str, Where]] = {
 
 
 class Step(NamedTuple):
-    """Seconds measured and estimated; `why`: it was not tried."""
+    """A step's measured and estimated seconds; `why`: it was not tried."""
 
     name: str
     seconds: float = 0.0
@@ -54,9 +54,9 @@ class Step(NamedTuple):
 
 
 def steps(device: torch.device, limits: Limits, rates: Rates, folder: Path | None, end: float) -> Iterator[Step]:
-    """A small model's step with its state in each memory, begun before `end`, by time.monotonic.
+    """Yields a step with its state in each memory, begun before `end` (time.monotonic).
 
-    `folder`: on a drive; nothing is left there.
+    `folder`: on a drive; nothing is left in it.
     """
     cuda = device.type == "cuda"
     name, tokens, n_micro = MODEL[cuda]
@@ -84,7 +84,7 @@ def steps(device: torch.device, limits: Limits, rates: Rates, folder: Path | Non
 
 
 def _seconds(open_engine: Callable[..., AbstractContextManager[Engine]], device: torch.device, seq: int) -> float:
-    """Of a step; the engine's buffers are free afterwards."""
+    """Seconds of a step. The engine's buffers are freed afterwards."""
     with open_engine(queues=RealQueues(device)) as e:
         seconds = _timed(e, seq)
     del e
@@ -93,7 +93,7 @@ def _seconds(open_engine: Callable[..., AbstractContextManager[Engine]], device:
 
 
 def _timed(e: Engine, seq: int) -> float:
-    """The median of steps after the first."""
+    """The median seconds of steps after the first."""
     places = [(rope_tables(e.cfg, seq, gpu), gpu) for gpu in e.queues.devices]
     times = []
     for step in range(1, WARM + TIMED + 1):
@@ -116,7 +116,7 @@ def random_engine(
     max_grad_norm: float = 1.0,
     pinned: bool = True,
 ) -> Iterator[Engine]:
-    """An engine with random weights, its store in `folder` while it is open. Closes `queues`."""
+    """A context with an engine that has random weights, and its store in `folder` meanwhile. Closes `queues`."""
     with ExitStack() as stack:
         store = None
         if folder is not None:
@@ -176,7 +176,7 @@ def _fill(
 
 
 def _repeat(tile: torch.Tensor, out: torch.Tensor, at: int) -> int:
-    """Fills `out` with the tile again and again, from its element `at` on; returns the element after the last."""
+    """Fills `out` with the tile again and again, beginning with the tile's element `at`; returns the next element."""
     while len(out):
         part = tile[at : at + len(out)]
         out[: len(part)].copy_(part)
@@ -187,7 +187,7 @@ def _repeat(tile: torch.Tensor, out: torch.Tensor, at: int) -> int:
 def make_batch(
     cfg: ModelConfig, tokens: int, seq: int, micro: int, seed: int, text: bytes | None = None
 ) -> list[MicroBatch]:
-    """`tokens` in sequences of `seq`, `micro` a micro-batch: bytes of a text, or random ids."""
+    """`tokens` tokens in sequences of `seq`, `micro` of them a micro-batch: bytes of a text, or random ids."""
     random = np.random.default_rng(seed)
     rows = []
     for _ in range(tokens // seq):

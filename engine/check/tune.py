@@ -1,7 +1,7 @@
-"""`trireme check --tune`: the few settings of each launch (kernels/chips/tried.py), tried on this GPU.
+"""`trireme check --tune`: tries the few settings of each launch (kernels/chips/tried.py) on this GPU.
 
-A setting counts if the kernel's results are within the bound of its reference and repeat, and is taken where it is
-faster than the usual one by MORE, twice. What is taken may round differently: each line says so, by comparing all bits.
+A setting counts if the kernel's results are within the bound of its reference and repeat. It is taken if it is faster
+than the usual one by MORE, twice. Results may round differently with it: each line says whether they do.
 """
 
 from __future__ import annotations
@@ -30,14 +30,14 @@ NARROW = 256  # width of the loss's inputs: its matrix multiplications take less
 
 @dataclass
 class Found:
-    """What was found: settings that are faster than the usual ones."""
+    """The settings that were found to be faster than the usual ones."""
 
     settings: dict[str, list[int]] = field(default_factory=dict)
     rounds: bool = False  # one of them rounds differently
 
 
 def tune(chip: Chip, shapes: Shapes, seconds: Callable[[Case], float], found: Found) -> Iterator[Row]:
-    """A row for each launch; `found` gets what is faster. `seconds` of a call."""
+    """Yields a row for each launch; `found` gets faster settings. `seconds`: measures a call."""
     for name, settings in tried(chip).items():
         try:
             yield _tried(name, case_of(name, chip, shapes), settings, seconds, found)
@@ -69,7 +69,7 @@ def _tried(
 
 
 def _works(case: Case, seconds: Callable[[Case], float]) -> float:
-    """Seconds of a call; infinite where it fails, or its results are wrong or do not repeat."""
+    """Seconds of a call; infinity if it fails, or its results are wrong or do not repeat."""
     try:
         right = cases.error(case) <= case.bound and cases.repeats(case, REPEATS)
         return _median(case, seconds) if right else math.inf
@@ -84,7 +84,7 @@ def _median(case: Case, seconds: Callable[[Case], float]) -> float:
 
 
 def _in_turn(name: str, setting: Sequence[int], case: Case, seconds: Callable[[Case], float]) -> float:
-    """How many times as fast as usual, timed in turn."""
+    """How many times as fast as the usual setting, timed alternately."""
     times: dict[bool, list[float]] = {False: [], True: []}
     for _ in range(ROUNDS):
         for new, spent in times.items():
@@ -97,7 +97,7 @@ def _in_turn(name: str, setting: Sequence[int], case: Case, seconds: Callable[[C
 
 
 def case_of(name: str, chip: Chip, s: Shapes) -> Case:
-    """A call in which the launch takes the larger part of the time."""
+    """A call in which the launch takes most of the time."""
     if name.startswith("attention_"):
         kind, width = name.removeprefix("attention_").split()
         return _attention(kind, int(width), chip, s)
@@ -119,7 +119,7 @@ def case_of(name: str, chip: Chip, s: Shapes) -> Case:
 
 
 def _attention(kind: str, width: int, chip: Chip, s: Shapes) -> Case:
-    """On Hopper with a window, as long as the text: without one its own kernels compute heads up to 128."""
+    """On Hopper with a window as long as the text, since without a window other kernels compute heads up to 128."""
     a = cases.attention_inputs(s.tuned or LENGTHS, *HEADS[width], width, s)
     window = sum(a.docs.lengths) if chip.arch == 90 else 0
     if kind == "fwd":
@@ -131,7 +131,7 @@ def _attention(kind: str, width: int, chip: Chip, s: Shapes) -> Case:
 
 
 def rows(device: torch.device, shapes: Shapes, seconds: Callable[[Case], float]) -> Iterator[Row]:
-    """A row for each launch of a GPU, and where the faster settings are kept."""
+    """Yields a row for each launch of a GPU, and one on where the faster settings are stored."""
     found = Found()
     with tuned.in_use({}):
         yield from tune(launch.chip(device), shapes, seconds, found)

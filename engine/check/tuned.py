@@ -1,4 +1,4 @@
-"""Launch settings that `trireme check --tune` found, in the cache folder, and the settings of a run."""
+"""Launch settings that `trireme check --tune` has found, stored in the cache folder, and the settings of a run."""
 
 from __future__ import annotations
 
@@ -26,14 +26,14 @@ SHAPE = {str: [int]}
 
 
 def identity(device: torch.device) -> dict[str, str]:
-    """What settings are kept by: the GPU, its driver, torch and Triton."""
+    """What settings are stored for: the GPU, its driver, torch and Triton."""
     found = chips(device, "")
     driver = str(found.get("driver", ""))
     return {"gpu": model_of(device), "driver": driver, "torch": torch.__version__, "triton": version("triton")}
 
 
 def keep(device: torch.device, settings: Settings) -> Path | None:
-    """The file in which they are kept; None without a cache folder. Raises StoreError."""
+    """Stores settings; returns their file, or None without a cache folder. Raises StoreError."""
     path, known = _file(device)
     if path is not None:
         replace_synced(path, (json.dumps({"identity": known, "settings": settings}) + "\n").encode())
@@ -41,7 +41,7 @@ def keep(device: torch.device, settings: Settings) -> Path | None:
 
 
 def kept(device: torch.device) -> dict[str, list[int]]:
-    """What was last kept for this GPU and this software; nothing where that is missing or no longer of use."""
+    """The settings stored for this GPU and this software; empty if there are none or they cannot be used."""
     if device.type != "cuda":
         return {}
     path, known = _file(device)
@@ -61,7 +61,7 @@ def _file(device: torch.device) -> tuple[Path | None, dict[str, str]]:
 
 @contextmanager
 def in_use(settings: Settings) -> Iterator[None]:
-    """Kernels are launched with these settings inside, with the usual ones after."""
+    """A context in which kernels are launched with these settings."""
     launch.use(settings)
     try:
         yield

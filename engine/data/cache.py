@@ -1,13 +1,16 @@
-"""Tokenized documents on disk: written once, used only if complete.
+"""Tokenized documents on disk: written once, and used only if complete.
 
-A cache is a folder tokens-<key>/, renamed when complete; the key hashes all that decides its content:
+A cache is a folder tokens-<key>/, which gets this name when it is complete. The key is a hash of all that decides the
+content:
+
   tokens       ids, the top bit: trained
   offsets.npy  (documents + 1,) int64
   trained.npy  (documents,) int64, trained tokens
   weights.npy  (documents,) float64, as int64, of data with weights other than 1
   values.npy   (documents,) float64, as int64, of data with values other than 0: classes, margins of pairs
   meta.json    what was read, size of `tokens`, checksums, its own too
-Not mapped: truncating a mapped file kills the process.
+
+Files are read, not mapped: if a mapped file is truncated, the process is killed.
 """
 
 from __future__ import annotations
@@ -41,7 +44,7 @@ KEPT = 20  # a shelf takes at most a twentieth of its drive
 
 
 def digest(path: Path, told: Callable[[int], object] = lambda _: None) -> str:
-    """SHA-256. `told` hears how many bytes are read."""
+    """SHA-256 of a file. `told` is called with the bytes read so far."""
     value = hashlib.sha256()
     with path.open("rb") as file:
         while block := file.read(_BLOCK):
@@ -51,13 +54,13 @@ def digest(path: Path, told: Callable[[int], object] = lambda _: None) -> str:
 
 
 def cache_key(*parts: Any) -> str:
-    """A hash of `parts`, of JSON's types."""
+    """A hash of `parts`, which are values of JSON."""
     return hashlib.sha256(json.dumps([_VERSION, *parts], sort_keys=True).encode()).hexdigest()[:24]
 
 
 @dataclass(frozen=True)
 class TokenFile:
-    """A cache."""
+    """A cache that was opened."""
 
     path: Path  # of `tokens`
     fd: int  # closed with this object
@@ -81,7 +84,7 @@ class TokenFile:
         return 1.0 if self.own_weights is None else self.own_weights
 
     def values_at(self, starts: np.ndarray) -> np.ndarray:
-        """Values of the documents that have these tokens, float64."""
+        """Values of the documents that begin with these tokens, float64."""
         if self.own_values is None:
             return np.zeros(len(starts))
         return self.own_values[np.searchsorted(self.offsets, starts, side="right") - 1]
@@ -99,7 +102,7 @@ class TokenFile:
 
 
 def decode(stored: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
-    """(ids int32, trained bool)"""
+    """(ids int32, trained bool) of tokens as stored."""
     top = _top_bit(stored.dtype)
     return (stored & (top - 1)).astype(np.int32), stored >= top
 
@@ -109,10 +112,10 @@ def _top_bit(dtype: np.dtype) -> int:
 
 
 class TokenWriter:
-    """Builds a cache: `add` documents, then `finish` or `abandon`."""
+    """Writes a cache: `add` documents, then `finish` or `abandon`."""
 
     def __init__(self, folder: Path, key: str, vocabulary: int):
-        """`vocabulary`: above all ids, at most 1 << 31."""
+        """`vocabulary`: larger than all ids, at most 1 << 31."""
         self.final = folder / f"tokens-{key}"
         self.scratch = folder / f"tokens-{key}.partial"
         shutil.rmtree(self.scratch, ignore_errors=True)
@@ -128,7 +131,9 @@ class TokenWriter:
     def add(
         self, ids: np.ndarray, trained: np.ndarray, starts: bool = True, weight: float = 1.0, value: float = 0.0
     ) -> None:
-        """ids (n,) int32, trained (n,) bool. Continues the last document unless `starts`. `weight`, `value`: of it."""
+        """Adds tokens: ids (n,) int32, trained (n,) bool. Without `starts` they continue the last document. `weight`,
+        `value`: of the document.
+        """
         if len(ids):
             self.max_id = max(self.max_id, int(ids.max()))
         top = _top_bit(self._dtype)
@@ -145,7 +150,7 @@ class TokenWriter:
         self._trained[-1] += int(trained.sum())
 
     def finish(self, meta: dict[str, Any]) -> TokenFile:
-        """Renames and opens the cache."""
+        """Gives the cache its name and opens it."""
         with self._file as file:
             size = file.tell()
             _sync(file)
@@ -189,7 +194,7 @@ def _sync(file: IO[Any]) -> None:
 
 @dataclass(frozen=True)
 class Shelf:
-    """Tokens kept for later runs, by key; the longest unused make room."""
+    """Caches of tokens kept for later runs, by key. Those not used for longest are removed for new ones."""
 
     folder: Path  # of this version: another may make other tokens of the same data
 
@@ -216,7 +221,7 @@ class Shelf:
         return nbytes <= min(disk.total // KEPT, disk.free // 2)
 
     def put(self, made: TokenFile) -> None:
-        """Moves a cache of the same drive here. `made` can be read on, whoever removes the files."""
+        """Moves a cache of the same drive here. It can still be read, also if it is removed meanwhile."""
         place = self.folder / made.path.parent.name
         with contextlib.suppress(OSError):  # another process was faster
             made.path.parent.rename(place)
@@ -229,7 +234,7 @@ class Shelf:
 
 
 def _used(place: Path) -> tuple[float, int, Path]:
-    """(time of the last use, bytes, place)."""
+    """(time of the last use, bytes, path)."""
     try:
         return place.stat().st_mtime, sum(file.stat().st_size for file in place.iterdir()), place
     except OSError:  # removed meanwhile
@@ -252,7 +257,7 @@ _COUNTS = dict(
 
 
 def open_tokens(folder: Path) -> TokenFile | None:
-    """None where the cache is not whole to the bit. Raises nothing."""
+    """Opens a cache; None if it is not intact. Raises nothing."""
     if not all((folder / name).is_file() for name in ("tokens", "offsets.npy", "trained.npy", "meta.json")):
         return None
     try:
@@ -268,7 +273,7 @@ def open_tokens(folder: Path) -> TokenFile | None:
 
 
 def _checked(folder: Path, fd: int) -> TokenFile | None:
-    """`fd`: of `tokens`."""
+    """The cache; `fd`: of `tokens`. Raises an error if it is not intact."""
     try:
         meta = unseal(read_small(folder / "meta.json"), _VERSION, "meta.json")
         more = [name for name, there in (("weights", "weighted"), ("values", "valued")) if meta.get(there)]
@@ -301,7 +306,7 @@ def _checked(folder: Path, fd: int) -> TokenFile | None:
 
 
 def _table(path: Path) -> np.ndarray:
-    """(n,) int64. Compares the header, which is not parsed. Raises ValueError."""
+    """(n,) int64 of a file. Its header is compared, not parsed. Raises ValueError."""
     with path.open("rb") as file:
         head = file.read(_HEADER)
         table = np.fromfile(file, np.int64)
@@ -313,7 +318,7 @@ def _table(path: Path) -> np.ndarray:
 
 
 def _read_through(fd: int, dtype: np.dtype) -> tuple[int, int]:
-    """(CRC-32, greatest id or -1)."""
+    """(CRC-32, largest id or -1) of the tokens."""
     crc, max_id, at, below = 0, -1, 0, _top_bit(dtype) - 1
     while block := os.pread(fd, _BLOCK, at):
         crc, at = zlib.crc32(block, crc), at + len(block)

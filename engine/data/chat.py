@@ -1,7 +1,7 @@
-"""Conversations to text through the checkpoint's chat template, and the characters to train on.
+"""Conversations to text by the checkpoint's chat template, and the characters to train on.
 
-They are those in {% generation %} blocks; in a template without, assistant turns, less the opening that the prompt
-gives ("<|im_start|>assistant\\n") and white space at the end.
+These are the characters in {% generation %} blocks. If the template has none, they are the turns of the assistant,
+without the opening that the prompt gives ("<|im_start|>assistant\\n") and white space at the end.
 """
 
 from __future__ import annotations
@@ -30,6 +30,8 @@ _TELLING = 64  # characters that are not in a text by chance
 
 
 class Marked(NamedTuple):
+    """The text of a conversation, and the spans of characters to train on."""
+
     text: str
     spans: list[Span]  # to train on
     said: int  # characters of messages to learn
@@ -38,7 +40,7 @@ class Marked(NamedTuple):
 
 
 class ChatTemplate:
-    """The default template, and one for tools, if any."""
+    """The default template, and one for tools if there is one."""
 
     def __init__(
         self,
@@ -49,7 +51,8 @@ class ChatTemplate:
         eos: str | None = None,
     ):
         """`sources`: templates by name, with "default". `date`: as of Template. `stops`: tokens at which the model's
-        generation stops, `eos` among them. Raises as Template."""
+        generation stops, `eos` among them. Raises as Template.
+        """
         self._templates = {name: Template(source, variables, date) for name, source in sources.items()}
         self._habits: dict[bool, Habits] = {}
         self._given: dict[str, ChatTemplate] = {}
@@ -59,7 +62,7 @@ class ChatTemplate:
 
     @cached_property
     def fingerprint(self) -> str:
-        """Of all that decides its texts."""
+        """A hash of all that decides its texts."""
         stops = [[*self._stops, self._eos]] if self._stopped_by_next(None) or self._left_off(None) else []
         return hashlib.sha256(json.dumps([*self._parts, *stops], sort_keys=True).encode()).hexdigest()
 
@@ -68,7 +71,7 @@ class ChatTemplate:
         return self._template(tools).text(messages, tools, prompt)
 
     def given(self, variables: Mapping[str, Any]) -> ChatTemplate:
-        """The same with more variables. Raises BadRow where they are not the template's to have."""
+        """The same template with more variables. Raises BadRow if it may not have them."""
         if taken := [name for name in variables if name in _TAKEN or not name.isidentifier()]:
             raise BadRow(f"'chat_template_kwargs' sets {taken[0]!r}, which the row's own columns are for")
         try:
@@ -87,7 +90,9 @@ class ChatTemplate:
     def mark(
         self, messages: list[Fields], tools: list[Fields] | None, variables: Mapping[str, Any] | None = None
     ) -> Marked:
-        """Learns no message with "train": False. Raises BadRow where the characters to learn are unclear."""
+        """The text with the characters to train on; messages with "train": False have none. Raises BadRow if they are
+        unclear.
+        """
         if variables:
             marked = self.given(variables).mark(messages, tools)
             reads = self._template(tools).reads
@@ -116,7 +121,7 @@ class ChatTemplate:
         return Marked(text, spans, said, lost, _unread(messages, rendering))
 
     def notes(self) -> list[str]:
-        """Warnings for the user."""
+        """Notes for the user."""
         found, template = [], self._template(None)
         if self.date:
             found.append(f"the chat template writes the date into conversations: {self.date} in the whole run")
@@ -136,7 +141,7 @@ class ChatTemplate:
         return found
 
     def _end(self) -> tuple[str, str]:
-        """What is trained behind the words of a turn, and what follows in the same line."""
+        """(what is trained after the words of a turn, what follows in the same line)."""
         if not self._template(None).tags:
             return self._of(None).end.strip().partition("\n")[0][:NAME], ""
         with suppress(BadRow):
@@ -148,13 +153,13 @@ class ChatTemplate:
         return "?", ""
 
     def _stopped_by_next(self, tools: list[Fields] | None) -> bool:
-        """Whether the next turn's opening is what ends the assistant's turns, as in GLM."""
+        """Whether the assistant's turns end with the opening of the next turn, as in GLM."""
         if not self._stops or self._template(tools).tags or self._of(tools).end.strip():
             return False
         return self._of(tools).follows.startswith(self._stops)
 
     def _left_off(self, tools: list[Fields] | None) -> str:
-        """The token that ends the assistant's earlier turns, where the template does not write it behind the last."""
+        """The token that ends the assistant's earlier turns, if the template does not write it after the last one."""
         if self._template(tools).tags or self._of(tools).end.strip():
             return ""
         return next((stop for stop in self._stops if self._of(tools).inner.strip() == stop), "")
@@ -169,7 +174,7 @@ class ChatTemplate:
         return self._habits[given]
 
     def _check_answers(self, messages: list[Fields], tools: list[Fields] | None) -> None:
-        """Raises BadRow where answers of tools would be learned."""
+        """Raises BadRow if answers of tools would be trained."""
         if any(message["role"] == "tool" for message in messages) and self._of(tools).answers:
             raise BadRow(
                 "the chat template writes what tools answer into the assistant's turns, so what to train on cannot be "
@@ -177,7 +182,7 @@ class ChatTemplate:
             )
 
     def _turn(self, i: int, messages: list[Fields], tools: list[Fields] | None, rendering: Rendering) -> Span:
-        """Characters of message i to learn."""
+        """The characters of message i to train on."""
         found = [span for turn, span in rendering.turns if turn == i]
         if len(found) > 1:  # what is written within another message's turn, a call's name for instance, is that one's
             others = [span for turn, span in rendering.turns if turn != i]
@@ -198,7 +203,9 @@ class ChatTemplate:
         return start + self._opening(i, messages, tools, written), end
 
     def _last(self, messages: list[Fields], tools: list[Fields] | None, text: str) -> Span | None:
-        """Characters of the last message to learn where it is written behind the loop, by what asks for it."""
+        """The characters of the last message to train on, if it is written after the loop by what asks for an
+        answer.
+        """
         end = self._of(tools).end.strip()
         words = (messages[-1].get("content") or "").strip()
         with suppress(BadRow):
@@ -233,13 +240,13 @@ class ChatTemplate:
 
 
 def _tagged(rendering: Rendering, wanted: list[bool]) -> list[Span]:
-    """{% generation %} blocks in wanted turns."""
+    """The {% generation %} blocks in the wanted turns."""
     unwanted = [span for i, span in rendering.turns if not wanted[i]]
     return [(a, b) for a, b in rendering.generated if not any(start <= a and b <= stop for start, stop in unwanted)]
 
 
 def _check_calls(messages: list[Fields], wanted: list[bool], rendering: Rendering, tags: bool) -> None:
-    """Raises BadRow where a call is not written, or is to be learned and not in {% generation %}."""
+    """Raises BadRow if a call is not written, or is to be trained and not in {% generation %}."""
     for i, message in enumerate(messages):
         turns = [span for turn, span in rendering.turns if turn == i] or [(0, len(rendering.text))]
         if wanted[i] and tags:
@@ -252,7 +259,7 @@ def _check_calls(messages: list[Fields], wanted: list[bool], rendering: Renderin
 
 
 def _unread(messages: list[Fields], rendering: Rendering) -> tuple[str, ...]:
-    """Keys of messages that the template does not look at, as messages[].KEY."""
+    """Keys of messages that the template does not read, as messages[].KEY."""
     found: dict[str, None] = {}
     for message, read in zip(messages, rendering.read, strict=True):
         keys = [key for key, value in message.items() if key not in read and value not in (None, "", [], {})]
@@ -262,7 +269,7 @@ def _unread(messages: list[Fields], rendering: Rendering) -> tuple[str, ...]:
 
 
 def _unwritten(i: int, message: Fields, rendering: Rendering) -> tuple[int, int]:
-    """(characters of message i, those missing in its turn), by line."""
+    """(characters of message i, characters that its turn lacks), compared by line."""
     turn = "".join(rendering.text[a:b] for j, (a, b) in rendering.turns if j == i) or rendering.text
     texts = [message.get("content"), thoughts_of(message)]
     lines = [line.strip() for text in texts if isinstance(text, str) for line in _LINES.split(text)]
@@ -270,7 +277,7 @@ def _unwritten(i: int, message: Fields, rendering: Rendering) -> tuple[int, int]
 
 
 def _with_calls(message: Fields, form: type | None) -> Fields:
-    """Arguments of tool calls as `form`, dict or str; None: as given. They are JSON: see calls.py."""
+    """A message whose tool calls have arguments as `form`, dict or str; None: as they are. They are JSON (calls.py)."""
     if not message.get("tool_calls"):
         return message
     calls = []
@@ -286,7 +293,7 @@ def _with_calls(message: Fields, form: type | None) -> Fields:
 
 
 def _rendered(template: Template, parts: list[Fields], joined: list[Fields], tools: list[Fields] | None) -> Rendering:
-    """Of messages with lists of parts where the template takes them in all roles, else of joined ones."""
+    """The rendering of messages with lists of parts if the template takes them in all roles, else of joined ones."""
     if parts != joined:
         with suppress(BadRow):
             return template.render(parts, tools)
@@ -294,7 +301,7 @@ def _rendered(template: Template, parts: list[Fields], joined: list[Fields], too
 
 
 def _with_parts(message: Fields, parts: bool) -> Fields:
-    """Texts of a list as parts, or as servers join them."""
+    """A message whose texts are lists of parts, or joined as servers join them."""
     texts = message.get("content")
     if not isinstance(texts, list):
         return message
@@ -314,7 +321,7 @@ def _check_tools(tools: list[Fields] | None, text: str) -> None:
 def _check_written(
     template: Template, messages: list[Fields], tools: list[Fields] | None, rendering: Rendering
 ) -> None:
-    """Raises BadRow where a message is missing; for a leading system message there is a note."""
+    """Raises BadRow if a message is missing in the text; a leading system message that is missing gives a note."""
     written = {turn for turn, _ in rendering.turns}
     said = [(message.get("content") or "").strip() for message in messages]
     apart = [
@@ -338,5 +345,5 @@ def _check_written(
 
 
 def _function(call: Fields) -> Fields:
-    """A tool call's name and arguments."""
+    """Name and arguments of a tool call."""
     return call.get("function", call)

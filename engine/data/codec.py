@@ -1,4 +1,4 @@
-"""A checkpoint's tokenizer and chat template, untrusted programs, run in Sandboxes."""
+"""A checkpoint's tokenizer and chat template. They are programs that are not trusted, so they run in Sandboxes."""
 
 from __future__ import annotations
 
@@ -31,6 +31,8 @@ CUT = "·"  # between the tokens of what looks like one
 
 
 class Facts(NamedTuple):
+    """What the parent process knows of tokenizer and template."""
+
     vocab_size: int
     eos: int | None  # id after a text
     eos_token: str | None
@@ -45,7 +47,7 @@ class Facts(NamedTuple):
 
 
 class _Programs:
-    """Tokenizer and template in the child."""
+    """Tokenizer and template in the child process."""
 
     def __init__(
         self, begin: Begin, folder: Path, chat_template: tuple[str, str] | None, patience: float, date: str | None
@@ -121,7 +123,9 @@ class _Programs:
         return made[0]
 
     def parts(self, ids: np.ndarray, stops: Sequence[int], marks: bool) -> list[str]:
-        """What ids[:stop] adds to the text before, for ascending stops; with `marks`, CUT in special tokens cut up."""
+        """For ascending `stops`, what ids[:stop] adds to the text before. `marks`: put CUT in special tokens that are
+        cut up.
+        """
         self._begin(TOKENIZER, len(ids))
         found = self._tokenizer.cut_up(ids, self._looks) if marks else []
         cuts = {at for _, first, stop in found for at in range(first + 1, stop)}
@@ -147,7 +151,7 @@ class Codec:
         patience: float = PATIENCE,
         date: str | None = None,
     ):
-        """`date`: as of Template. Raises InputError where one cannot be used or exceeds its limits."""
+        """`date`: as of Template. Raises InputError if tokenizer or template cannot be used or exceed their limits."""
         self._made_of = (folder, chat_template, patience, date)
         self.sandbox = self.another()
         try:
@@ -156,14 +160,14 @@ class Codec:
             raise InputError(f"{folder}: {error}. Name another: --tokenizer FOLDER or --chat-template FILE.") from None
 
     def vocabulary(self) -> str:
-        """A fingerprint of all tokens and their ids. Raises InputError."""
+        """A hash of all tokens and their ids. Raises InputError."""
         try:
             return self.sandbox.call(_Programs.vocabulary)
         except (Died, MemoryError) as error:
             raise InputError(f"{self._made_of[0]}: {error}. Name another: --tokenizer FOLDER.") from None
 
     def another(self) -> Sandbox:
-        """One more process for them."""
+        """Another process with tokenizer and template."""
         return Sandbox(_Programs, *self._made_of)
 
     def prompt(self, given: str | list[Fields]) -> list[int]:
@@ -174,15 +178,15 @@ class Codec:
             raise InputError(f"the prompt: {error}.") from None
 
     def decode(self, ids: Sequence[int] | np.ndarray) -> str:
-        """The text, special tokens included. For show: a failure gives its reason in brackets."""
+        """The text, with special tokens. To be shown: a failure gives its reason in brackets."""
         return "".join(self._parts(ids, [len(ids)], False))
 
     def parts(self, ids: Sequence[int] | np.ndarray, stops: Sequence[int]) -> list[str]:
-        """The text, parted at token counts `stops`, with CUT in special tokens that are several. Fails as `decode`."""
+        """The text, divided after `stops` tokens, with CUT in special tokens that are cut up. Fails as `decode`."""
         return self._parts(ids, stops, True)
 
     def after(self, ids: Sequence[int] | np.ndarray, begins: int) -> str:
-        """The text of ids[begins:], as it reads behind those before. Fails as `decode`."""
+        """The text of ids[begins:] as it reads after the tokens before. Fails as `decode`."""
         return self._parts(ids, [begins, len(ids)], False)[-1] if len(ids) > begins else ""
 
     def _parts(self, ids: Sequence[int] | np.ndarray, stops: Sequence[int], marks: bool) -> list[str]:
@@ -193,7 +197,8 @@ class Codec:
 
 
 def load_codec(folder: str | Path, chat_template: str | None = None, date: str | None = None) -> Codec | None:
-    """None without a tokenizer.json. `chat_template`: a file, "plain", "chatml"; None: the checkpoint's.
+    """The codec of a checkpoint; None without a tokenizer.json. `chat_template`: a file, "plain" or "chatml"; None: the
+    checkpoint's.
 
     `date`: what it takes for today, as 2026-03-31. Raises InputError.
     """
@@ -209,7 +214,7 @@ Numbered = list[tuple[int, Example]]  # by row number
 
 
 class RowDied(Exception):
-    """A process died of `row`; the message says how."""
+    """A process died because of `row`; the message says how."""
 
     def __init__(self, row: int, how: str):
         super().__init__(how)
@@ -217,7 +222,9 @@ class RowDied(Exception):
 
 
 class Encoders:
-    """Encodes batches in order in `workers` processes, as rendering holds the GIL; without a codec (ids) at once."""
+    """Encodes batches in order in `workers` processes, since rendering holds the GIL. Without a codec (token ids) at
+    once.
+    """
 
     def __init__(self, codec: Codec | None, workers: int):
         self._waiting: deque[tuple[Numbered, Future[list[Encoded | BadRow]]]] = deque()
@@ -239,7 +246,7 @@ class Encoders:
         self._waiting.append((batch, result))
 
     def results(self, all: bool = False) -> Iterator[tuple[int, Encoded | BadRow]]:
-        """(row number, result) of batches beyond the limit, or of all. Raises RowDied."""
+        """Yields (row number, result) of batches beyond the limit, or of all. Raises RowDied."""
         while len(self._waiting) > (0 if all else self._limit):
             batch, result = self._waiting[0]
             found = result.result()
@@ -256,7 +263,7 @@ class Encoders:
             self._free.put(box)
 
     def _alone(self, box: Sandbox, number: int, example: Example) -> Encoded | BadRow:
-        """A row of a failed batch. Raises RowDied."""
+        """Encodes one row of a batch that failed. Raises RowDied."""
         try:
             return box.call(_Programs.encode, self._facts, [example])[0]
         except RecursionError:
@@ -267,7 +274,7 @@ class Encoders:
             raise RowDied(number, str(error)) from None
 
     def close(self) -> None:
-        """Ends all processes but the codec's."""
+        """Ends all processes but the codec's own."""
         stopped = bool(self._waiting)  # by an error or Ctrl-C
         for box in self._boxes if stopped else ():
             box.kill()

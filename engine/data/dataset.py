@@ -82,6 +82,8 @@ class DataOptions:
 
 @dataclass(frozen=True)
 class Dataset:
+    """The data of a run, tokenized and packed."""
+
     files: tuple[TokenFile, ...]
     pieces: np.ndarray  # (pieces,) PIECE, grouped by row
     rows: np.ndarray  # (rows + 1,) int64: row r is pieces[rows[r]:rows[r + 1]]
@@ -99,7 +101,7 @@ class Dataset:
 
     @property
     def n_sequences(self) -> int:
-        """Packed rows."""
+        """The number of packed rows."""
         return len(self.rows) - 1
 
     @property
@@ -108,31 +110,31 @@ class Dataset:
 
     @property
     def tokens(self) -> int:
-        """Of an epoch."""
+        """Tokens of an epoch."""
         return int(self.pieces["length"].sum())
 
     def nbytes(self, shelf: Shelf | None = None) -> int:
-        """On disk, each file once, without those on the shelf."""
+        """Bytes on disk, each file counted once, without those on the shelf."""
         files = (*self.files, *(self.held_out.files if self.held_out else ()))
         ours = [file for file in files if not (shelf and file.path.is_relative_to(shelf.folder))]
         return sum({file.meta["key"]: file.meta["bytes"] for file in ours}.values())
 
     @property
     def memory(self) -> int:
-        """Bytes of RAM of the tables, the order of rows in two epochs included."""
+        """Bytes of RAM of the tables, and of the order of rows in two epochs."""
         both = (self, *([self.held_out] if self.held_out else []))
         files = {id(file): file.offsets.nbytes + file.trained.nbytes for data in both for file in data.files}
         return sum(files.values()) + sum(data.pieces.nbytes + 3 * data.rows.nbytes for data in both)
 
     @property
     def document(self) -> int:
-        """Length of a document with this data's mean number of attended tokens."""
+        """The length of a document that has this data's mean number of attended tokens."""
         lengths = self.pieces["length"].astype(float)
         return round((lengths**2).sum() / lengths.sum())
 
     @cached_property
     def trained(self) -> float:
-        """Trained share of tokens; of a sample where rows were cut, as answers come last."""
+        """The share of tokens that are trained; if rows were cut, that of a sample, since answers come last."""
         if self.kind in SCORED:
             return len(self.pieces) / self.tokens
         counts = self.report.counts
@@ -143,24 +145,24 @@ class Dataset:
 
     @property
     def fingerprint(self) -> str:
-        """Equal fingerprints, equal micro-batches."""
+        """Equal fingerprints mean equal micro-batches."""
         keys = "".join(file.meta["key"] for file in self.files)
         pieces = repack_fields(self.pieces[["file", "start", "length", "goes_on"]])  # weights go with the key
         layout = [zlib.crc32(array.tobytes()) for array in (pieces, self.rows)]
         return f"{zlib.crc32(f'{keys} {layout} {self.seed}'.encode()):08x}"
 
     def steps_per_epoch(self, batch_size: int) -> int:
-        """The last may be smaller."""
+        """Steps of an epoch. The last one may be smaller."""
         return math.ceil(self.n_sequences / batch_size)
 
     def step(self, i: int, batch_size: int, micro_batch: int) -> list[MicroBatch]:
-        """Of at most `micro_batch` rows; i counts from 0 over all epochs."""
+        """The micro-batches of step i, counted from 0 over all epochs; each of at most `micro_batch` rows."""
         epoch, at = divmod(i, self.steps_per_epoch(batch_size))
         order = self._order(epoch)[at * batch_size : (at + 1) * batch_size]
         return [self._gather(order[k : k + micro_batch]) for k in range(0, len(order), micro_batch)]
 
     def batches(self, micro_batch: int, most: int | None = None) -> Iterator[MicroBatch]:
-        """Every row once, or `most` rows drawn by the seed, in a fixed order."""
+        """Yields every row once, or `most` rows drawn by the seed, in a fixed order."""
         rows = np.arange(self.n_sequences)
         if most is not None and most < len(rows):
             rows = np.sort(self._order(0)[:most])
@@ -168,18 +170,18 @@ class Dataset:
             yield self._gather(rows[k : k + micro_batch])
 
     def labels(self) -> Iterator[np.ndarray]:
-        """Of each piece, int32: its tokens that are trained, but its first."""
+        """Yields for each piece, int32, its trained tokens but the first."""
         for i in range(0, len(self.pieces), SAMPLED):
             pieces = self.pieces[i : i + SAMPLED]
             _, labels = self._read(pieces)
             yield from (each[each >= 0] for each in np.split(labels, np.cumsum(pieces["length"])[:-1]))
 
     def describe_held_out(self) -> list[str]:
-        """Held-out files' report."""
+        """The report of held-out files."""
         return self.held_out.report.lines() if self.held_out and not self.report.held_out else []
 
     def example(self, k: int = 0) -> str:
-        """The beginning of document k, decoded; the trained part in [..]."""
+        """The beginning of document k as text, with the trained part in [..]."""
         in_order = np.lexsort((self.pieces["start"], self.pieces["file"]))
         if self.kind == "classes":
             piece = in_order[k % len(in_order)]
@@ -202,7 +204,7 @@ class Dataset:
 
     @property
     def paired(self) -> bool:
-        """Whether documents are compared two by two."""
+        """Whether documents are compared in pairs."""
         return self.kind in PAIRED
 
     @property
@@ -240,7 +242,7 @@ class Dataset:
         return ids[mine], labels[mine]
 
     def _values(self, pieces: np.ndarray) -> np.ndarray:
-        """What rows say as a number: classes, margins. (pieces,) float64."""
+        """What rows say as a number, classes or margins: (pieces,) float64."""
         found = np.zeros(len(pieces))
         for i, file in enumerate(self.files):
             mine = pieces["file"] == i
@@ -253,8 +255,8 @@ def load_dataset(
 ) -> Dataset:
     """Reads, tokenizes (or finds in the cache), holds out, cuts and packs.
 
-    sources: `path`, `path:weight`, or `-`; a path is a file, a folder or a pattern.
-    Raises InputError; OSError where the cache cannot be written.
+    sources: `path`, `path:weight`, or `-`; a path is a file, a folder or a pattern. Raises InputError; OSError if the
+    cache cannot be written.
     """
     scratch = Temporary("trireme-tokens-") if options.cache is None else None
     reading = Reading(
@@ -322,7 +324,7 @@ def load_dataset(
 
 
 def find_labels(sources: Sequence[str], map: str | None) -> tuple[str, ...]:
-    """The classes that rows name, as classes.labels_in. Raises InputError."""
+    """The classes that rows name, as classes.labels_in finds them. Raises InputError."""
     if "-" in sources:
         raise InputError("--data -: rows that are read once cannot tell which classes there are. Give --labels A,B.")
     files = [file for text in sources for file in find_data(text).files]
@@ -334,7 +336,9 @@ def _named(text: str, folder: Path) -> Found:
 
 
 def parse_val(val: str | None) -> tuple[float, list[DataFile]]:
-    """--val as (share, files), one empty. Of a folder, the files that are named as validation data, if any."""
+    """--val as (share, files), of which one is empty. Of a folder, the files that are named as validation data, if
+    any.
+    """
     if not val:
         return 0.0, []
     try:
@@ -354,7 +358,7 @@ def _lay_out(
     codec: Codec | None,
     options: DataOptions,
 ) -> Dataset:
-    """`rows`: DOCUMENT."""
+    """Cuts and packs `rows`, which are DOCUMENT."""
     if not rows["trained"].any():
         start, length = int(rows["start"][0]), int(rows["length"][0])
         ids, trained = decode(files[rows["file"][0]].read(start, start + min(length, 60)))

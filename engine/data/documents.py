@@ -19,7 +19,7 @@ PIECE = np.dtype([("file", "<u2"), ("start", "<i8"), ("length", "<i4"), ("goes_o
 
 
 def all_documents(files: Sequence[TokenFile]) -> np.ndarray:
-    """(n,) DOCUMENT, in order."""
+    """All documents in order, (n,) DOCUMENT."""
     tables = []
     for i, file in enumerate(files):
         table = np.zeros(file.n_documents, DOCUMENT)
@@ -30,7 +30,7 @@ def all_documents(files: Sequence[TokenFile]) -> np.ndarray:
 
 
 def first_of_each(documents: np.ndarray, most: int | None) -> np.ndarray:
-    """At most `most` of each file."""
+    """The first documents of each file, at most `most`."""
     if most is None or not len(documents):
         return documents
     starts = np.flatnonzero(np.diff(documents["file"], prepend=-1))
@@ -40,7 +40,7 @@ def first_of_each(documents: np.ndarray, most: int | None) -> np.ndarray:
 
 
 def hold_out(documents: np.ndarray, share: float, seed: int, is_text: bool) -> tuple[np.ndarray, np.ndarray]:
-    """(train, held out). Of a text with too few documents, the longest one's end is held out."""
+    """(train, held out). If there are too few documents of text, the end of the longest is held out."""
     n = round(share * len(documents))
     if n == 0 and is_text:
         return _part_the_longest(documents, share)
@@ -71,7 +71,7 @@ def _part_the_longest(documents: np.ndarray, share: float) -> tuple[np.ndarray, 
 
 
 def weigh(documents: np.ndarray, weights: Sequence[float], seed: int) -> np.ndarray:
-    """File f's documents weights[f] times; the seed chooses a fraction."""
+    """The documents of file f weights[f] times; of a fraction, the seed chooses which."""
     if all(weight == 1 for weight in weights):
         return documents
     parts = []
@@ -84,7 +84,7 @@ def weigh(documents: np.ndarray, weights: Sequence[float], seed: int) -> np.ndar
 
 @dataclass(frozen=True)
 class Fitted:
-    """Pieces, and counts of documents that did not fit."""
+    """Pieces, and numbers of documents that did not fit."""
 
     pieces: np.ndarray  # (n,) PIECE
     longer: int = 0
@@ -96,7 +96,7 @@ class Fitted:
 
 
 def fit(documents: np.ndarray, files: Sequence[TokenFile], seq_len: int, long: str | None) -> Fitted:
-    """Fits documents into seq_len tokens. `long`: as DataOptions."""
+    """Fits documents into seq_len tokens. `long`: as of DataOptions."""
     learnable = documents["trained"] > 0
     unlearnable = int((~learnable).sum())
     documents = documents[learnable]
@@ -126,7 +126,7 @@ def fit(documents: np.ndarray, files: Sequence[TokenFile], seq_len: int, long: s
 def with_labels(pieces: np.ndarray, rows: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
     """Pieces and bounds of the rows that have a label: a text may end in a piece of one token, which has none.
 
-    After packing, so that the other rows are what they would be with it.
+    Called after packing, so that other rows do not depend on it.
     """
     labels = pieces["length"] + pieces["goes_on"] > 1
     keep = np.add.reduceat(labels, rows[:-1], dtype=np.int64) > 0
@@ -137,7 +137,7 @@ def with_labels(pieces: np.ndarray, rows: np.ndarray) -> tuple[np.ndarray, np.nd
 
 
 def _pieces(documents: np.ndarray, split: np.ndarray, seq_len: int) -> tuple[np.ndarray, np.ndarray]:
-    """(pieces, the document of each): windows where `split`, else beginnings."""
+    """(pieces, the document of each): windows of the documents if `split`, else their beginnings."""
     document, start, length = cut_points(
         np.where(split, documents["length"], documents["length"].clip(max=seq_len)), seq_len
     )
@@ -150,7 +150,7 @@ def _pieces(documents: np.ndarray, split: np.ndarray, seq_len: int) -> tuple[np.
 
 
 def learns(piece: np.void, files: Sequence[TokenFile]) -> bool:
-    """Whether a token of it is trained."""
+    """Whether any token of a piece is trained."""
     start = int(piece["start"])
     stop = start + int(piece["length"]) + bool(piece["goes_on"])
     _, trained = decode(files[piece["file"]].read(start + 1, stop))

@@ -1,4 +1,4 @@
-"""Examples to tokens; spans of characters to train on become tokens by their offsets."""
+"""Examples to tokens. Spans of characters to train on become tokens by the tokens' offsets."""
 
 from __future__ import annotations
 
@@ -15,6 +15,8 @@ from trireme.engine.data.tokens import Tokenizer, Tokens
 
 
 class Encoded(NamedTuple):
+    """The tokens of an example, which of them are trained, and counts for the report."""
+
     ids: np.ndarray  # (n,) int32
     trained: np.ndarray  # (n,) bool: learned, from tokens before
     starts: bool = True
@@ -35,7 +37,7 @@ def encode(
     template: ChatTemplate | None,
     begin: Callable[[str, int], None] = lambda *_: None,
 ) -> list[Encoded | BadRow]:
-    """Each example as tokens, or its fault. `tokenizer` may be None where all are ids.
+    """The tokens of each example, or what is wrong with it. `tokenizer` may be None if all examples are token ids.
 
     Calls begin(TEMPLATE or TOKENIZER, characters) before each.
     """
@@ -68,7 +70,7 @@ def encode(
 def _rendered(
     examples: Sequence[Example], template: ChatTemplate | None, begin: Callable[[str, int], None]
 ) -> tuple[dict[int, Encoded | BadRow], list[tuple[int, Text]], list[tuple[int, Chat | Completion, Marked]]]:
-    """With their indices: results without a tokenizer (ids, faults); texts; texts with the characters to train on."""
+    """With the examples' indices: results that need no tokenizer; texts; texts with the characters to train on."""
     results: dict[int, Encoded | BadRow] = {}
     plain: list[tuple[int, Text]] = []
     marked: list[tuple[int, Chat | Completion, Marked]] = []
@@ -91,7 +93,7 @@ def _rendered(
 
 
 def size(example: Example) -> int:
-    """Characters, about: it bounds a batch and its time."""
+    """About the number of characters; it bounds a batch and its time."""
     if isinstance(example, Ids):
         return 4 * len(example.ids)
     characters = 0
@@ -107,7 +109,7 @@ def size(example: Example) -> int:
 
 
 def _marked(example: Chat | Completion, template: ChatTemplate | None) -> Marked:
-    """Raises BadRow where the characters to train on are unclear."""
+    """The text of an example with the characters to train on. Raises BadRow if they are unclear."""
     if isinstance(example, Chat):
         assert template, "prepare.py has turned chats into completions where there is none"
         return template.mark(example.messages, example.tools, example.variables)
@@ -132,7 +134,7 @@ def _piece(example: Text, tokenizer: Tokenizer) -> Tokens | BadRow:
 
 
 def within(ids: np.ndarray, offsets: np.ndarray, text: str, greedy: dict[int, str]) -> np.ndarray:
-    """The offsets, (n, 2), of `greedy` tokens without the spaces that they take."""
+    """The offsets (n, 2) without the spaces that `greedy` tokens take."""
     if not greedy:
         return offsets
     offsets = offsets.copy()
@@ -145,10 +147,10 @@ def within(ids: np.ndarray, offsets: np.ndarray, text: str, greedy: dict[int, st
 
 
 def overlap(offsets: np.ndarray, spans: Sequence[Span]) -> np.ndarray:
-    """Tokens that hold a character of a span, (n,) bool. offsets (n, 2) int64.
+    """Which tokens have a character of a span, (n,) bool. offsets (n, 2) int64.
 
-    A token on a border cannot be generated in part: it counts. One without characters (a normalizer's word mark) goes
-    with the next.
+    A token on a border counts, since it cannot be generated in part. One without characters (a word mark of a
+    normalizer) counts with the next.
     """
     starts, stops = offsets[:, 0], np.maximum(offsets[:, 1], offsets[:, 0] + 1)
     trained = np.zeros(len(offsets), bool)
@@ -163,7 +165,7 @@ def _counted(made: Encoded, text: str, tokenizer: Tokenizer) -> Encoded:
 
 
 def _first(ids: np.ndarray, trained: np.ndarray) -> Encoded:
-    """The first token cannot be learned."""
+    """The first token cannot be trained."""
     trained[:1] = False
     return Encoded(ids, trained)
 

@@ -1,4 +1,4 @@
-"""How a chat template writes turns, found by rendering probes."""
+"""How a chat template writes turns, found by rendering test messages."""
 
 from __future__ import annotations
 
@@ -45,6 +45,7 @@ class Habits(NamedTuple):
 
 
 def habits(template: Template, tools: list[Fields] | None) -> Habits:
+    """Finds how a template writes turns, without tools or with them."""
     asked: list[Fields] = [{"role": "user", "content": "?"}]
     before, end, inner, follows = [], "", "", ""
     for content in (PROBE, f"<think>\n{PROBE}\n</think>\n\n{PROBE}"):
@@ -69,14 +70,17 @@ def habits(template: Template, tools: list[Fields] | None) -> Habits:
 
 
 def whole_marks(shared: str, of: str = "") -> str:
-    """What texts begin with, unless it is all `of` one, less a part of a mark: <think> and <tool> share a <."""
+    """`shared` without a partial mark at its end, since <think> and <tool> share a <; unchanged if it is all of the
+    text `of`.
+    """
     return shared if shared == of else re.sub(r"</?[^<>]*$", "", shared)
 
 
 def prompts(template: Template, messages: Sequence[Fields], tools: list[Fields] | None) -> list[str]:
-    """Possible openings of the next message: what the prompt adds; all after the last turn. Empty where refused.
+    """Possible openings of the next message: what the prompt adds, or all after the last turn. Empty if the template
+    refuses.
 
-    Some templates always write after the last turn, others change what is there.
+    Some templates always write something after the last turn, others change what is there.
     """
     try:
         asking = template.render(messages, tools, prompt=True)
@@ -91,7 +95,7 @@ def prompts(template: Template, messages: Sequence[Fields], tools: list[Fields] 
 
 
 def _has_answers(template: Template, asked: list[Fields], tools: list[Fields] | None) -> bool:
-    """Whether a turn of the assistant holds the answer of the tool that it called."""
+    """Whether a turn of the assistant contains the answer of the tool that it called."""
     for arguments in ({PROBE: 1}, json.dumps({PROBE: 1})):
         call = {"id": _ID, "type": "function", "function": {"name": "f", "arguments": arguments}}
         called: Fields = {"role": "assistant", "content": "", "tool_calls": [call]}
@@ -103,7 +107,9 @@ def _has_answers(template: Template, asked: list[Fields], tools: list[Fields] | 
 
 
 def _arguments(template: Template, asked: list[Fields], tools: list[Fields] | None) -> type | None:
-    """The form that is written neither as Python's nor as JSON in a string; dict where both are, but not alike."""
+    """The form of arguments, dict or str, that a tool call writes as plain JSON; None if both give the same text, or
+    neither does.
+    """
     texts = {}
     for arguments in ({_ARGUMENT: 1}, json.dumps({_ARGUMENT: 1})):
         call = {"id": _ID, "type": "function", "function": {"name": "f", "arguments": arguments}}
@@ -117,7 +123,7 @@ def _arguments(template: Template, asked: list[Fields], tools: list[Fields] | No
 
 
 def _takes_parts(template: Template, tools: list[Fields] | None) -> bool:
-    """Whether it writes the texts of a list of parts, and not the list."""
+    """Whether the template writes the texts of a list of parts, and not the list itself."""
     parts = [{"type": "text", "text": f"{PROBE}{i}"} for i in (1, 2)]
     with suppress(BadRow):
         found = template.text([{"role": "user", "content": parts}], tools)

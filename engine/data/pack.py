@@ -10,9 +10,9 @@ import numpy as np
 
 
 def best_fit(lengths: np.ndarray, capacity: int) -> tuple[np.ndarray, np.ndarray]:
-    """Best-fit decreasing: the longest first, into the fullest row that takes it. Deterministic.
+    """Best-fit decreasing: the longest documents first, each into the fullest row that has room. Deterministic.
 
-    lengths (n,), in 1..capacity. Returns (order (n,) int64, starts (rows + 1,) int64): row r holds
+    lengths (n,), from 1 to capacity. Returns (order (n,) int64, starts (rows + 1,) int64): row r has
     order[starts[r]:starts[r + 1]].
     """
     assert len(lengths)
@@ -54,7 +54,7 @@ def best_fit(lengths: np.ndarray, capacity: int) -> tuple[np.ndarray, np.ndarray
 
 
 def cut_points(lengths: np.ndarray, seq_len: int) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
-    """Windows of seq_len tokens, the last shorter; an empty document has none.
+    """Cuts documents into windows of seq_len tokens, the last one shorter; an empty document has none.
 
     lengths (n,). Returns (document (m,), start (m,) within it, length (m,)).
     """
@@ -66,13 +66,13 @@ def cut_points(lengths: np.ndarray, seq_len: int) -> tuple[np.ndarray, np.ndarra
 
 
 def one_per_row(n: int) -> tuple[np.ndarray, np.ndarray]:
-    """As best_fit, a document a row."""
+    """As best_fit, with one document in each row."""
     return np.arange(n, dtype=np.int64), np.arange(n + 1, dtype=np.int64)
 
 
 @lru_cache(maxsize=2)  # one for an epoch's steps
 def shuffled(n: int, *key: int) -> np.ndarray:
-    """A permutation of range(n), int64, read-only, equal on every machine and numpy."""
+    """A permutation of range(n), int64, read-only, the same on every machine and with every numpy."""
     raw = np.random.Philox(np.random.SeedSequence(key)).random_raw(n)
     order = np.argsort(raw, kind="stable")
     order.flags.writeable = False

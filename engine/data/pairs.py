@@ -20,10 +20,10 @@ from trireme.models.config import InputError
 
 @dataclass
 class PairWriter:
-    """Takes the answers of rows in order, and writes pairs: of a row's two, or of an answer and its counterpart.
+    """Takes the answers of rows in order and writes pairs: the two answers of a row, or an answer and its counterpart.
 
-    The counterpart of a labelled answer is its prompt with the answer of the row before (of the first row: of the row
-    behind it), as kto measures its KL.
+    The counterpart of a labelled answer is its prompt with the answer of the row before (for the first row: of the
+    next), as kto measures its KL.
     """
 
     kind: Kind
@@ -32,7 +32,7 @@ class PairWriter:
     last: Encoded | None = None  # labelled
 
     def add(self, made: Encoded | BadRow, weight: float, value: float = 0.0) -> BadRow | None:
-        """The fault of the row, told once, though it has two answers. `value`: of an answer."""
+        """What is wrong with the row, once though it has two answers; or None. `value`: of an answer."""
         if isinstance(made, Encoded) and not made.trained.any():
             made = BadRow("an answer has no token to learn")
         if self.kind == "labels":
@@ -72,15 +72,16 @@ class PairWriter:
         self.writer.add(np.concatenate([made.ids[:mine], other.ids[theirs:]]), trained, weight=weight)
 
     def finish(self) -> None:
-        """Raises InputError where an answer is left without a counterpart."""
+        """Raises InputError if an answer has no counterpart."""
         if self.waiting:
             raise InputError("--method kto compares each answer with that of another row, and there is one row alone.")
 
 
 def scored(ids: np.ndarray, lengths: np.ndarray, pad: int | None) -> np.ndarray:
-    """Where the token of each document is that a score head reads: its last one that is not `pad`, else its first.
+    """The token of each document that a score head reads: the last one that is not `pad`, else the first.
 
-    As transformers finds it, whose batches end with padding. ids: of documents of these lengths, one after another.
+    This is how transformers finds it, whose batches end with padding. ids: of documents with these lengths, one after
+    another.
     """
     starts = np.cumsum(lengths) - lengths
     places = np.arange(len(ids))
@@ -91,7 +92,7 @@ def scored(ids: np.ndarray, lengths: np.ndarray, pad: int | None) -> np.ndarray:
 
 
 def both(firsts: np.ndarray, files: Sequence[TokenFile]) -> np.ndarray:
-    """(2n,) DOCUMENT: each pair's first document, of `firsts`, (n,), and its second, which lies behind it."""
+    """(2n,) DOCUMENT: the first document of each pair, from `firsts` (n,), and its second, which follows it."""
     found = np.repeat(firsts, 2)
     seconds = found[1::2]
     for i, file in enumerate(files):
@@ -104,7 +105,9 @@ def both(firsts: np.ndarray, files: Sequence[TokenFile]) -> np.ndarray:
 
 
 def fit(documents: np.ndarray, files: Sequence[TokenFile], seq_len: int, long: str | None) -> Fitted:
-    """Fits pairs, (2n,) DOCUMENT, into seq_len tokens: answers' ends are cut, the longer one's first. Counts pairs."""
+    """Fits pairs, (2n,) DOCUMENT, into seq_len tokens: the ends of answers are cut, those of the longer one first.
+    Counts pairs.
+    """
     if long == "split":
         raise InputError("--long split: a pair's documents are compared as wholes. Take cut, drop or error.")
     lengths = documents["length"].reshape(-1, 2)
@@ -130,7 +133,7 @@ def fit(documents: np.ndarray, files: Sequence[TokenFile], seq_len: int, long: s
 
 
 def _alike(pieces: np.ndarray, files: Sequence[TokenFile]) -> int:
-    """Pairs of good answers and bad ones, (2n,) PIECE, whose two documents are the same."""
+    """The number of pairs, (2n,) PIECE, whose two documents are equal."""
     pairs = pieces.reshape(-1, 2)
     text = lambda piece: files[piece["file"]].read(int(piece["start"]), int(piece["start"] + piece["length"]))
     same = np.flatnonzero(pairs["length"][:, 0] == pairs["length"][:, 1])
@@ -138,7 +141,7 @@ def _alike(pieces: np.ndarray, files: Sequence[TokenFile]) -> int:
 
 
 def packed(pieces: np.ndarray, seq_len: int, together: bool) -> tuple[np.ndarray, np.ndarray]:
-    """As pack.best_fit, each pair in one row; not `together`: a pair a row."""
+    """As pack.best_fit, with each pair in one row; without `together`, one pair a row."""
     lengths = pieces["length"].reshape(-1, 2).sum(1)
     order, rows = pack.best_fit(lengths, seq_len) if together else pack.one_per_row(len(lengths))
     return (2 * order[:, None] + np.arange(2)).reshape(-1), 2 * rows

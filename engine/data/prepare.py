@@ -1,4 +1,4 @@
-"""From a data file to tokens in the cache: read, recognized, tokenized, bad rows counted."""
+"""From a data file to tokens in the cache: rows are read, recognized and tokenized, bad ones counted."""
 
 from __future__ import annotations
 
@@ -61,7 +61,7 @@ class Reading:
     labels: tuple[str, ...] = ()  # as DataOptions
 
     def key(self, source: DataFile, progress: Progress | None = None) -> str:
-        """Of the content and all that decides its tokens."""
+        """The key of a file's content and all that decides its tokens."""
         tokenizer, template = (self.codec.facts.tokenizer, self.codec.facts.template) if self.codec else (None, None)
         more = [*([self.media] if self.media else []), *([{"system": self.system}] if self.system else [])]
         more += [{"variables": self.variables}] if self.variables else []
@@ -77,7 +77,7 @@ class Reading:
 
 
 class _Waiting(NamedTuple):
-    """What is known of an example that is not yet written."""
+    """What is known of an example that is not written yet."""
 
     weight: float
     value: float  # a pair's margin, or the number of a row's class; else 0
@@ -121,12 +121,14 @@ class _Tally:
 
     @property
     def hopeless(self) -> bool:
-        """Whether the run will stop: rows are only counted."""
+        """Whether the run will stop, so that rows are only counted."""
         return self.bad > 0 and not self.skip_bad
 
 
 def tokenize(source: DataFile, reading: Reading, progress: Progress | None = None) -> TokenFile:
-    """From the cache or made now. Raises InputError where rows are bad or tokens not the model's."""
+    """The tokens of a file, from the cache or made now. Raises InputError for bad rows, and for tokens that the model
+    has not.
+    """
     key = reading.key(source, progress)
     made = open_tokens(reading.folder / f"tokens-{key}") or _shelved(source, reading, key, progress)
     made = made or _build(source, reading, key, progress)
@@ -148,7 +150,7 @@ def _beyond(source: DataFile, token: int, reading: Reading) -> str:
 
 
 def _shelved(source: DataFile, reading: Reading, key: str, progress: Progress | None) -> TokenFile | None:
-    """From the shelf, or made on it; None where there is none, or no room."""
+    """The tokens from the shelf, or made there; None without a shelf or room."""
     if reading.shelf is None:
         return None
     if made := reading.shelf.find(key):
@@ -246,7 +248,7 @@ def _answers(value: Fields, reading: Reading, tally: _Tally) -> tuple[str, list[
 
 
 def _check_weight(row: Fields, tally: _Tally) -> None:
-    """Raises BadRow where the weights of some rows are numbers, and others' are not."""
+    """Raises BadRow if the weights of some rows are numbers and those of others are not."""
     if row.get("weight") in (None, "", [], {}):
         return
     weighted = is_weighted(row)
@@ -258,7 +260,7 @@ def _check_weight(row: Fields, tally: _Tally) -> None:
 
 
 def _dressed(example: Example, row: Row, reading: Reading) -> Example:
-    """With --system and --chat-template-kwargs, and as the checkpoint can read it."""
+    """An example with --system and --chat-template-kwargs, in a form that the checkpoint can read."""
     if isinstance(example, Chat) and reading.system:
         example = with_system(example, reading.system)
     if isinstance(example, Chat) and reading.variables:
@@ -272,7 +274,9 @@ def _dressed(example: Example, row: Row, reading: Reading) -> Example:
 
 
 def _without_template(example: Example, reading: Reading) -> Example:
-    """The plain form where there is no template. Raises InputError where the checkpoint cannot read such data."""
+    """The plain form of an example if there is no template. Raises InputError if the checkpoint cannot read such
+    data.
+    """
     if isinstance(example, Ids):
         return example
     if reading.codec is None:
@@ -301,7 +305,9 @@ def _flush(encoders: Encoders, tally: _Tally) -> None:
 def _told(
     encoders: Encoders, told: int, tally: _Tally, reader: Reader, progress: Progress | None
 ) -> Iterator[tuple[int, Encoded | BadRow]]:
-    """The last results, all being read. Progress goes from `told` bytes to all: a template may take seconds a row."""
+    """Yields the last results, when all rows have been read; progress goes on, since a template may take seconds a
+    row.
+    """
     examples = max(1, len(tally.waiting))
     for result in encoders.results(True):
         done = examples - len(tally.waiting)
@@ -357,7 +363,7 @@ def _checked(found: Encoded | BadRow, vocabulary: int, reading: Reading) -> Enco
 
 
 def _named(tally: _Tally) -> str:
-    """The format, or, of a file that mixes them, each with its rows."""
+    """The format; of a file with several formats, each with its number of rows."""
     if len(tally.formats) == 1:
         return next(iter(tally.formats))
     most_first = sorted(tally.formats.items(), key=lambda item: -item[1])
@@ -365,7 +371,7 @@ def _named(tally: _Tally) -> str:
 
 
 def _judge(source: DataFile, tally: _Tally) -> None:
-    """Raises InputError where rows are bad or none is good."""
+    """Raises InputError if rows are bad, or none is good."""
     rows = f"{tally.rows:,} rows" if tally.rows != 1 else "1 row"
     if tally.rows == 0:
         raise InputError(f"{source} holds no rows. Name another file with --data.")

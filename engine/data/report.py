@@ -51,7 +51,7 @@ class FileReport:
 
 
 class Counts(NamedTuple):
-    """Of rows, before weights and cuts."""
+    """Counts of rows, before weights and cuts."""
 
     rows: int
     tokens: int
@@ -62,7 +62,7 @@ class Counts(NamedTuple):
 
     @classmethod
     def of(cls, rows: np.ndarray) -> Counts:
-        """rows (n,) DOCUMENT, n > 0."""
+        """Counts rows, (n,) DOCUMENT, n > 0."""
         p50, p99 = np.percentile(rows["length"], [50, 99]).tolist()
         tokens, trained = int(rows["length"].sum()), int(rows["trained"].sum())
         return cls(len(rows), tokens, trained, p50, p99, int(rows["length"].max()))
@@ -106,14 +106,14 @@ class Report:
         return [*lines, *(note if note.startswith(WARNING) else f"note: {note}" for note in self.notes)]
 
     def _files(self) -> list[str]:
-        """A line each; of many that are alike, the first."""
+        """One line for each file; of many similar ones, lines for the first."""
         alike = [file for file in self.files if not (file.bad or file.unused)][LISTED:]
         lines = [str(file) for file in self.files if file not in alike]
         more = f"{len(alike):,} more files: {count(sum(file.rows for file in alike), 'row')}"
         return [*lines, more] if alike else lines
 
     def losses(self) -> list[str]:
-        """Rows cut, split or dropped."""
+        """Lines on rows that were cut, split or dropped."""
         lines = [self._long_rows()] if self.fitted.longer else []
         if self.fitted.unlearnable:
             lines.append(f"{count(self.fitted.unlearnable, 'row')} dropped: nothing to learn in what is kept")
@@ -135,9 +135,9 @@ class Report:
 def notes_on(
     files: Sequence[TokenFile], codec: Codec | None, renames: Mapping[str, str], scored: bool = False
 ) -> list[str]:
-    """Warnings about the files, the tokenizer and the template. `renames`: those of --map.
+    """Notes about the files, the tokenizer and the template. `renames`: those of --map.
 
-    `scored`: nothing is to be said, so what teaches to stop does not matter.
+    `scored`: the model has a score head and says nothing, so what teaches it to stop does not matter.
     """
     if codec is None:
         return []
@@ -174,7 +174,9 @@ def notes_on(
 
 
 def example_text(ids: np.ndarray, learned: np.ndarray, codec: Codec | None) -> str:
-    """The beginning as text, [..] around learned tokens, line ends as ⏎. ids (n,), learned (n,) bool: is a label."""
+    """The beginning of a document as text, with [..] around trained tokens and ⏎ for line ends. ids (n,), learned (n,)
+    bool.
+    """
     tokens = len(ids)
     ids, runs = ids[:SHOWN], _runs(learned[:SHOWN])
     if codec is None:
@@ -187,7 +189,7 @@ def example_text(ids: np.ndarray, learned: np.ndarray, codec: Codec | None) -> s
 
 
 def _runs(flags: np.ndarray) -> list[tuple[int, int]]:
-    """[start, stop) of equal flags."""
+    """Ranges [start, stop) of equal flags."""
     edges = np.flatnonzero(np.diff(flags.astype(np.int8))) + 1
     bounds = [0, *edges.tolist(), len(flags)]
     return list(zip(bounds[:-1], bounds[1:], strict=True))

@@ -1,7 +1,7 @@
-"""A process for untrusted programs (tokenizers, chat templates), with limits of memory and processor time.
+"""A process for programs that are not trusted (tokenizers, chat templates), with limits of memory and processor time.
 
-By the kernel: allocations fail, and a timer ends even C code that holds the GIL. They guard the machine, not secrets:
-the process has its user's rights.
+The kernel enforces them: allocations fail, and a timer ends even C code that holds the GIL. They protect the machine,
+not secrets: the process has its user's rights.
 """
 
 from __future__ import annotations
@@ -32,7 +32,7 @@ Begin = Callable[[str, float], None]  # (what, seconds of processor time it may 
 
 
 class Died(Exception):
-    """The process ended in a call. `doing`: begun last; the message says how."""
+    """The process ended during a call. `doing`: what was begun last. The message says how it ended."""
 
     def __init__(self, doing: str, how: str):
         super().__init__(f"{doing} {how}")
@@ -40,13 +40,13 @@ class Died(Exception):
 
 
 class Sandbox:
-    """Calls functions in a child process on an object made there. One thread at a time.
+    """Calls functions in a child process, on an object made there. Used by one thread at a time.
 
-    A call starts the child if none runs; it ends with `close`, this object or this process.
+    A call starts the child if none is running. The child ends with `close`, with this object, or with this process.
     """
 
     def __init__(self, make: Callable[..., Any], *args: Any, memory: int = MEMORY):
-        """`make(begin, *args)` makes the object in the child; it calls `begin` before work."""
+        """`make(begin, *args)` makes the object in the child. It calls `begin` before work that takes time."""
         self._make, self._memory = (make, *args), memory
         self._process: subprocess.Popen[bytes] | None = None
         self._killed, self._lock = False, threading.Lock()
@@ -54,8 +54,8 @@ class Sandbox:
     def call(self, work: Callable[..., Any], *args: Any) -> Any:
         """The result of `work(object, *args)`, pickled by name.
 
-        Raises InputError, BadRow, MemoryError of `work`, others as RuntimeError; Died; RecursionError where `args` nest
-        too deeply.
+        Raises InputError, BadRow and MemoryError of `work`, other exceptions as RuntimeError; Died; RecursionError if
+        `args` are nested too deeply.
         """
         request = pickle.dumps((work, *args))
         if self._process is not None and self._process.poll() is not None:  # ended between two calls
@@ -104,7 +104,7 @@ class Sandbox:
         return value
 
     def kill(self) -> None:
-        """No child until `close`: calls in other threads raise Died."""
+        """Ends the child until `close`: calls in other threads raise Died."""
         with self._lock:
             self._killed = True
             if self._process is not None:
@@ -138,7 +138,7 @@ def _how(code: int, seconds: float, memory: int) -> str:
 
 
 def serve(fd: int, memory: int) -> None:
-    """Answers calls until the connection closes."""
+    """The child's loop: answers calls until the connection closes."""
     stops = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP, signal.SIGUSR1, signal.SIGUSR2)
     for number in stops:  # the parent acts on them
         signal.signal(number, signal.SIG_IGN)
@@ -179,7 +179,9 @@ def _answer(request: bytes, first: Any) -> tuple[str, Any]:
 
 
 def _limit_memory(nbytes: int) -> None:
-    """Allows `nbytes` more, no core file; the first victim where memory runs out."""
+    """Allows `nbytes` more memory and no core file, and makes this process the first to be killed if memory runs
+    out.
+    """
     resource.setrlimit(resource.RLIMIT_CORE, (0, 0))
     with contextlib.suppress(OSError, ValueError):  # no Linux
         most = int(Path("/proc/self/statm").read_text().split()[0]) * resource.getpagesize() + nbytes

@@ -1,6 +1,6 @@
 """Special tokens of a checkpoint's tokenizer: those that its configuration adds to tokenizer.json.
 
-They are added as transformers 5 does on loading, so that a text becomes the tokens that its servers send.
+They are added as transformers 5 adds them, so that a text has the tokens that servers of the model use.
 """
 
 from __future__ import annotations
@@ -18,8 +18,9 @@ _FLAGS = ("single_word", "lstrip", "rstrip", "normalized", "special")
 
 
 def named(config: dict[str, Any], older: dict[str, Any]) -> dict[str, Any]:
-    """Every `*_token`: a text or an object. `older`: special_tokens_map.json, which wins where `config`,
-    tokenizer_config.json, lists no added tokens, and else is not read."""
+    """Every `*_token`, as text or object. `older`: special_tokens_map.json; it wins if `config`, tokenizer_config.json,
+    lists no added tokens, and is not read otherwise.
+    """
     given = config if "added_tokens_decoder" in config else config | older
     extra = given.get("extra_special_tokens")
     more = extra if isinstance(extra, dict) else {}
@@ -29,7 +30,9 @@ def named(config: dict[str, Any], older: dict[str, Any]) -> dict[str, Any]:
 def added(
     config: dict[str, Any], older: dict[str, Any], older_ids: dict[str, Any], spec: dict[str, Any]
 ) -> list[tokenizers.AddedToken]:
-    """Tokens to add, in order; of one text the last counts. `older_ids`: added_tokens.json; `spec`: tokenizer.json."""
+    """Tokens to add, in order; of the same text the last one counts. `older_ids`: added_tokens.json; `spec`:
+    tokenizer.json.
+    """
     names, extra = named(config, older), _extra(config, older)
     padding = spec.get("padding")
     if isinstance(padding, dict):
@@ -63,7 +66,7 @@ def listed(spec: dict[str, Any]) -> list[dict[str, Any]]:
 
 
 def _extra(config: dict[str, Any], older: dict[str, Any]) -> list[Any]:
-    """Further special tokens, by either name; of the older file only those of the newer name, if it has others too."""
+    """Further special tokens, under either name; of the older file only those of the newer name, if it has both."""
     older = {} if "added_tokens_decoder" in config else older
     found = [
         given.get(name) for given in (config, older) for name in ("extra_special_tokens", "additional_special_tokens")
@@ -80,7 +83,7 @@ def _is_id(key: str) -> bool:
 
 
 def text(value: Any) -> str:
-    """The characters of a token, "" where `value` is none that the library takes."""
+    """The characters of a token; "" if `value` is not one that the library takes."""
     content = value.get("content") if isinstance(value, dict) else value
     if not isinstance(content, str) or any("\ud800" <= c <= "\udfff" for c in content):
         return ""
@@ -96,9 +99,9 @@ _LOOKS = r"<\|[\w.-]{1,40}\|>|<｜[^<>｜\s]{1,40}｜>"  # like a special token,
 
 
 def cut_up(pieces: Sequence[str], names: Sequence[str], looks: bool = True) -> list[tuple[str, int, int]]:
-    """(special token, first, stop) of those that are written with several tokens, of which `pieces` are the texts.
+    """(special token, first, stop) of special tokens that are written with several tokens, whose texts are `pieces`.
 
-    Those of `names`, and, if `looks`, all that look like one.
+    Those in `names` and, with `looks`, all that look like one.
     """
     starts = [0, *accumulate(map(len, pieces))]
     known = [*sorted((re.escape(name) for name in names if name), key=len, reverse=True), *([_LOOKS] if looks else [])]

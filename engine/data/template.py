@@ -1,7 +1,7 @@
 """Jinja chat templates as Hugging Face runs them, with the characters of each message.
 
-The compiled template also writes marks (Unicode noncharacters) around each turn of a loop over messages and around
-{% generation %}. Without them it must give the plain rendering.
+The template is compiled a second time to write marks (Unicode noncharacters) around each turn of a loop over messages
+and around {% generation %}. Without the marks it must give the plain rendering.
 """
 
 from __future__ import annotations
@@ -35,6 +35,8 @@ PROBE = "Qz7"  # in no template
 
 
 class Rendering(NamedTuple):
+    """A rendered conversation, with the characters of each turn."""
+
     text: str
     turns: list[tuple[int, Span]]  # (message, what its turn of the loop wrote), none empty
     generated: list[Span]  # inside {% generation %}
@@ -42,7 +44,7 @@ class Rendering(NamedTuple):
 
 
 class _Message(dict[str, Any]):
-    """Known to loops through any filter; notes which keys are read."""
+    """A message that loops recognize through any filter, and that notes which of its keys are read."""
 
     __slots__ = ("read", "turn")
 
@@ -74,7 +76,7 @@ class _Message(dict[str, Any]):
 
 
 class _Generation(jinja2.ext.Extension):
-    """The {% generation %} tag; its scope is its own, as a macro's."""
+    """The {% generation %} tag. Its scope is its own, as a macro's."""
 
     tags = {"generation"}
 
@@ -105,7 +107,7 @@ def _tojson(
     separators: tuple[str, str] | None = None,
     sort_keys: bool = False,
 ) -> str:
-    """Jinja's own filter escapes <, > and & for HTML."""
+    """As transformers' filter: Jinja's own would escape <, > and & for HTML."""
     return json.dumps(
         value, ensure_ascii=ensure_ascii, indent=indent, separators=separators, sort_keys=sort_keys, default=_no_json
     )
@@ -137,7 +139,7 @@ def _end_turn(value: Any) -> str:
 
 
 def _mark_loops(tree: nodes.Template) -> None:
-    """Puts marks around turns of loops over single values, or over their numbers in a list."""
+    """Puts marks around the turns of loops over single values, or over their numbers in a list."""
     for loop in tree.find_all(nodes.For):
         if isinstance(loop.target, nodes.Name):
             value = _value_of(loop, loop.target.name)
@@ -149,7 +151,9 @@ def _mark_loops(tree: nodes.Template) -> None:
 
 
 def _value_of(loop: nodes.For, name: str) -> nodes.Expr:
-    """What a turn of a loop is about: its variable `name`; of `for i in range(...)` the first X[i] of an outer X."""
+    """What a turn of a loop is about: the loop's variable `name`; of `for i in range(...)` the first X[i] of a list X
+    outside.
+    """
     calls = loop.iter.find_all(nodes.Call) if not isinstance(loop.iter, nodes.Call) else (loop.iter,)
     if any(isinstance(call.node, nodes.Name) and call.node.name == "range" for call in calls):
         own = {found.name for part in loop.body for found in part.find_all(nodes.Name) if found.ctx == "store"}
@@ -161,10 +165,12 @@ def _value_of(loop: nodes.For, name: str) -> nodes.Expr:
 
 
 class Template:
-    """Compiling raises jinja2.TemplateSyntaxError or any Exception, running only BadRow. Limits: see sandbox.py."""
+    """A compiled template. Compiling raises jinja2.TemplateSyntaxError or any other Exception, rendering only BadRow.
+    Limits: sandbox.py.
+    """
 
     def __init__(self, source: str, variables: Mapping[str, str], date: str | None = None):
-        """`variables`: bos_token, eos_token, ...; `date`: that of strftime_now, as 2026-03-31, by default today's."""
+        """`variables`: bos_token, eos_token, ...; `date`: that of strftime_now, as 2026-03-31; None: today's."""
         self.source, self._variables = source, dict[str, Any](variables)
         self._random = "random" in source or "lipsum" in source
         self.tags = re.search(r"\{%-?\s*generation\s*-?%\}", source) is not None
@@ -177,17 +183,17 @@ class Template:
         self._marked = jinja2.Template.from_code(environment, environment.compile(tree), environment.globals)
 
     def given(self, variables: Mapping[str, Any]) -> Template:
-        """The same with more variables."""
+        """The same template with more variables."""
         other = copy(self)
         other._variables = self._variables | dict(variables)
         return other
 
     def text(self, messages: Sequence[Fields], tools: list[Fields] | None, prompt: bool = False) -> str:
-        """`prompt` adds the opening of the next message. Raises BadRow where refused."""
+        """`prompt`: adds the opening of the next message. Raises BadRow if the template refuses."""
         return self._run(self._plain, messages, tools, prompt)
 
     def render(self, messages: Sequence[Fields], tools: list[Fields] | None, prompt: bool = False) -> Rendering:
-        """Raises BadRow where refused or turns are unclear."""
+        """Raises BadRow if the template refuses, or turns are unclear."""
         text = self.text(messages, tools, prompt)
         if any(mark in text for mark in (_TURN, _OF, _END, _GENERATION, _DONE)):
             raise BadRow("holds one of the characters U+FDD0 to U+FDD4, which no text may use")
@@ -199,7 +205,9 @@ class Template:
 
     @cached_property
     def _lists(self) -> tuple[bool, bool, bool]:
-        """Whether texts have to be lists of parts: of the assistant, of others; whether thoughts have to be a part."""
+        """Whether texts have to be lists of parts, (of the assistant, of others), and whether thoughts have to be a
+        part.
+        """
 
         def holds(role: str, content: Any, **more: str) -> bool:
             talk = [{"role": "user", "content": [_part("?")] if others else "?"}] if role == "assistant" else []
@@ -216,7 +224,7 @@ class Template:
         return mine, others, not apart and holds("assistant", [_part(PROBE, "thinking"), _part("!")])
 
     def _as_taken(self, message: Fields) -> Fields:
-        """With a list of parts for its text, where the template takes no other form."""
+        """A message with a list of parts as its text, if the template takes no other form."""
         mine, others, thoughts = self._lists
         listed = mine if dict.get(message, "role") == "assistant" else others
         content, held = dict.get(message, "content"), thoughts_of(message) if thoughts else None
@@ -259,12 +267,12 @@ def _part(text: str, kind: str = "text") -> Fields:
 
 
 def thoughts_of(message: Fields) -> Any:
-    """Thoughts, apart from content, or None."""
+    """Thoughts of a message apart from its content, or None."""
     return next((dict.get(message, name) for name in THOUGHTS if dict.get(message, name) is not None), None)
 
 
 def _with_reasoning(message: Fields) -> Fields:
-    """Thoughts under all names that templates read: `thinking` in gpt-oss, `reasoning` in Solar."""
+    """A message with its thoughts under all names that templates read: `thinking` in gpt-oss, `reasoning` in Solar."""
     thoughts = thoughts_of(message)
     if thoughts is None:
         return message
@@ -297,5 +305,5 @@ def _read_marks(marked: str) -> Rendering:
 
 
 def _one_line(error: Exception) -> str:
-    """The template may have written the error, at any length."""
+    """An error as one line. The template may have written it, at any length."""
     return shown(" ".join(str(error)[:10_000].split()), 500) or type(error).__name__

@@ -62,7 +62,7 @@ BUILT_IN = {"plain": PLAIN, "chatml": CHATML}
 
 
 def read_choice(choice: str) -> tuple[str, str]:
-    """--chat-template, a file or name of BUILT_IN, as (name, template). Raises InputError."""
+    """--chat-template, which is a file or a name of BUILT_IN, as (name, template). Raises InputError."""
     if choice not in BUILT_IN and not Path(choice).exists():
         raise InputError(f"--chat-template {choice}: no such file, and none of {', '.join(sorted(BUILT_IN))}.")
     return choice, BUILT_IN.get(choice) or _read(Path(choice), "--chat-template ")
@@ -71,7 +71,9 @@ def read_choice(choice: str) -> tuple[str, str]:
 def load_template(
     tokenizer: Tokenizer, choice: tuple[str, str] | None = None, date: str | None = None
 ) -> ChatTemplate | None:
-    """`choice`, of read_choice, or the checkpoint's template, if any. Raises InputError, MemoryError."""
+    """The template of `choice`, from read_choice, or the checkpoint's, if it has one. Raises InputError,
+    MemoryError.
+    """
     variables = tokenizer.specials
     if choice:
         where, source = choice
@@ -98,20 +100,20 @@ def load_template(
 
 
 def standalone(tokenizer: Tokenizer, choice: tuple[str, str]) -> str:
-    """The template for other programs: a built-in one sets its tokens."""
+    """The template for other programs: a built-in one sets the tokens that it needs."""
     where, source = choice
     ends = _ends(tokenizer) if where in BUILT_IN else {}
     return "".join(f"{{%- set {name} = {json.dumps(token)} %}}\n" for name, token in ends.items()) + source
 
 
 def _ends(tokenizer: Tokenizer) -> dict[str, str]:
-    """Built-in templates' variables: tokens that the tokenizer puts around texts."""
+    """Variables of the built-in templates: tokens that the tokenizer puts around texts."""
     bos = "".join(tokenizer.core.id_to_token(i) or "" for i in tokenizer.bos)
     return {"bos_token": bos, "eos_token": tokenizer.eos_token or ""}
 
 
 def _own_templates(tokenizer: Tokenizer) -> tuple[dict[str, str], str]:
-    """(templates by name, their file)."""
+    """(the checkpoint's templates by name, their file)."""
     path = tokenizer.folder / "chat_template.jinja"
     more = {p.stem: _read(p) for p in sorted((tokenizer.folder / TEMPLATES).glob("*.jinja")) if p.is_file()}
     if path.is_file():

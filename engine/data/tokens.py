@@ -29,8 +29,8 @@ Tokens = tuple[np.ndarray, np.ndarray | None]  # ids (n,) int32; offsets (n, 2) 
 class Tokenizer:
     """A Hugging Face fast tokenizer; `core` adds nothing to a text.
 
-    Where the library fails (it raises bare Exception, and panics), load_tokenizer raises InputError, `encode` returns
-    BadRow, `decode` raises it. Limits: see sandbox.py.
+    If the library fails (it raises bare Exception, and panics), load_tokenizer raises InputError, `encode` returns
+    BadRow, and `decode` raises it. Limits: sandbox.py.
     """
 
     core: tokenizers.Tokenizer
@@ -60,11 +60,11 @@ class Tokenizer:
 
     @property
     def pad(self) -> int | None:
-        """The token that fills batches up."""
+        """The token that fills up batches."""
         return self.core.token_to_id(self.specials.get("pad_token", ""))
 
     def encode(self, texts: Sequence[str], offsets: bool = False) -> list[Tokens | BadRow]:
-        """Tokens of each text, nothing added."""
+        """The tokens of each text; nothing is added."""
         short = [text for text in texts if len(text) <= WINDOW]
         found = iter(self._batch(short, offsets))
         return [next(found) if len(text) <= WINDOW else self._long(text, offsets) for text in texts]
@@ -80,7 +80,7 @@ class Tokenizer:
         return [BadRow(f"the tokenizer fails on it: {reason}")]
 
     def _long(self, text: str, offsets: bool) -> Tokens | BadRow:
-        """Takes the memory of a window."""
+        """Encodes a long text with the memory of one window."""
         parts = []
         for start in range(0, len(text), WINDOW):
             part = self.part(text, start, min(start + WINDOW, len(text)))
@@ -92,8 +92,8 @@ class Tokenizer:
     def part(self, text: str, start: int, stop: int) -> tuple[np.ndarray, np.ndarray] | BadRow:
         """(ids (n,) int32, offsets (n, 2) int32) of the tokens of `text` that begin in [start, stop).
 
-        Computed with OVERLAP characters on each side. Where these do not settle the tokens at a border, it is a border
-        of tokens: parts are joined to the text's tokens unless a word is about as long as OVERLAP.
+        They are computed with OVERLAP characters on each side. If these do not settle the tokens at a border, it is
+        taken as a border of tokens. Parts joined are the text's tokens, unless a word is about as long as OVERLAP.
         """
         low = start - min(OVERLAP, start) if self._settled(text, start) else start
         high = min(stop + OVERLAP, len(text)) if self._settled(text, stop) else stop
@@ -126,18 +126,18 @@ class Tokenizer:
         return ids, offsets + np.int32(start)
 
     def wrap(self, ids: np.ndarray, end: bool = True) -> tuple[np.ndarray, int]:
-        """(ids (n,) int32 with bos and, if `end`, eos, neither twice; tokens put before)."""
+        """(ids (n,) int32 with bos and, if `end`, eos, neither of them twice; number of tokens put before)."""
         lead = () if tuple(ids[: len(self.bos)]) == self.bos else self.bos
         tail = (self.eos,) if end and self.eos is not None and (not len(ids) or ids[-1] != self.eos) else ()
         return np.concatenate([np.array(lead, np.int32), ids, np.array(tail, np.int32)]), len(lead)
 
     def cut_up(self, ids: Sequence[int] | np.ndarray, looks: bool = True) -> list[tuple[str, int, int]]:
-        """As specials.cut_up, of ids[first:stop]. Raises BadRow."""
+        """As specials.cut_up. Raises BadRow."""
         names = [token.content for token in self.core.get_added_tokens_decoder().values()]
         return specials.cut_up([self.decode([i]) for i in ids], [*names, *self.specials.values()], looks)
 
     def decode(self, ids: Sequence[int] | np.ndarray) -> str:
-        """The text, special tokens included. Raises BadRow."""
+        """The text, with special tokens. Raises BadRow."""
         try:
             return self.core.decode([int(i) for i in ids], skip_special_tokens=False)
         except BaseException as error:
@@ -150,7 +150,7 @@ def _tokens(encoding: tokenizers.Encoding, offsets: bool) -> Tokens:
 
 
 def _reason(error: BaseException) -> str:
-    """The library's message. Raises others' errors: Ctrl-C, an exit, MemoryError."""
+    """The library's message. Errors that are not the library's (Ctrl-C, an exit, MemoryError) are raised."""
     panic = (type(error).__module__, type(error).__name__) == ("pyo3_runtime", "PanicException")  # a BaseException
     if not panic and (not isinstance(error, Exception) or isinstance(error, MemoryError)):
         raise error
@@ -158,7 +158,7 @@ def _reason(error: BaseException) -> str:
 
 
 def load_tokenizer(folder: str | Path) -> Tokenizer | None:
-    """None without a tokenizer.json. Raises InputError where it cannot be used."""
+    """The tokenizer of a folder; None without a tokenizer.json. Raises InputError if it cannot be used."""
     folder = Path(folder)
     path = folder / "tokenizer.json"
     if not path.is_file():
@@ -254,7 +254,7 @@ def _specials(folder: Path, given: dict[str, Any]) -> dict[str, str]:
 
 
 def _around(plain: list[int], whole: list[int]) -> tuple[list[int], list[int]]:
-    """What the post-processor puts before a text and behind it."""
+    """(what the post-processor puts before a text, what it puts after it)."""
     for at in range(len(whole) - len(plain) + 1) if plain else ():
         if whole[at : at + len(plain)] == plain:
             return whole[:at], whole[at + len(plain) :]
@@ -286,14 +286,14 @@ def _stops(core: tokenizers.Tokenizer, folder: Path, eos: int | None) -> tuple[s
 
 
 def _unknown(core: tokenizers.Tokenizer, spec: dict[str, Any]) -> int | None:
-    """By number in Unigram, else by name."""
+    """The unknown token: by number in Unigram, else by name."""
     model = spec.get("model")
     name, number = (model.get("unk_token"), model.get("unk_id")) if isinstance(model, dict) else (None, None)
     return core.token_to_id(name) if isinstance(name, str) else number if type(number) is int else None
 
 
 def _bos(core: tokenizers.Tokenizer, config: dict[str, Any], names: dict[str, str], lead: list[int]) -> tuple[int, ...]:
-    """As add_bos_token says, else as the post-processor does."""
+    """The tokens before a text: as add_bos_token says, else as the post-processor puts them."""
     asked = config.get("add_bos_token")
     if asked is None:
         return tuple(lead)
@@ -302,7 +302,7 @@ def _bos(core: tokenizers.Tokenizer, config: dict[str, Any], names: dict[str, st
 
 
 def _unlike(bos: Sequence[int], lead: Sequence[int]) -> tuple[str, ...]:
-    """A note where a text begins otherwise than tokenizer.json says."""
+    """A note if a text begins otherwise than tokenizer.json says."""
     if bool(bos) == bool(lead):
         return ()
     mine, its = ("begin with a begin token", "has none") if bos else ("have no begin token", "has one")

@@ -147,9 +147,7 @@ class Group(Alone):
     """Several hosts. All methods raise LostHost."""
 
     def __init__(self, at: Place, late: Callable[[str], object]):
-        """Returns when all hosts are connected. `late(why)`: called if the run has to end and the main thread does not
-        end it.
-        """
+        """Returns once all are here. `late(why)`: called where the run must end and main does not."""
         # late: torch takes seconds
         from trireme.engine.hosts.meeting import first_address, meet
         from trireme.engine.hosts.secret import shared_secret
@@ -233,7 +231,7 @@ class Group(Alone):
 
 @contextmanager
 def joined(at: Place, late: Callable[[str], object]) -> Iterator[Alone]:
-    """A context in which this host takes part in the run. An exception within ends the run on all hosts."""
+    """The hosts, while this one takes part; an exception within ends all."""
     if at.hosts == 1:
         yield Alone()
         return

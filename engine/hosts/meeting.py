@@ -136,7 +136,7 @@ def is_number(name: str) -> bool:
 
 
 def meet(host: int, hosts: int, key: bytes, at: Address) -> Lines:
-    """Connects to all other hosts. `at`: the address of host 0. Raises LostHost, InputError."""
+    """Connections to all other hosts. `at`: host 0's. Raises LostHost, InputError."""
     until, control = time.monotonic() + MEETING, LINES.index("control")
     reach = lambda other, where, line: _reach(where, key, End(hosts, host, other, line), until)
     found: dict[tuple[int, int], Channel] = {}
@@ -172,7 +172,7 @@ def _own(connection: socket.socket, at: Address) -> Address:
 
 
 def _reach(where: Address, key: bytes, end: End, until: float) -> Channel:
-    """Connects to a host that may not have started yet. Raises LostHost; InputError if it has another secret."""
+    """Connects to a host, which may not be there yet. Raises LostHost, InputError where it has another secret."""
     why = "no time is left"
     while time.monotonic() < until:
         connection = None

@@ -39,7 +39,7 @@ MEANT = {  # what others call a command: what it is here
 
 
 def program() -> str:
-    """The command as the user called it."""
+    """The command as it was called."""
     spec = getattr(sys.modules["__main__"], "__spec__", None)
     if spec is not None and spec.name == "trireme.__main__":
         return "python -m trireme"

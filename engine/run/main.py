@@ -134,7 +134,7 @@ def interrupt(_: int) -> None:
 
 
 def interruptible(name: str, argv: Sequence[str], screen: Screen) -> int:
-    """Runs a command other than training; returns the exit code."""
+    """A command besides training; returns the exit code."""
     if name == "sample":  # Ctrl-C ends an answer, not the conversation
         return COMMANDS[name](argv)
     with stop_signals(interrupt, lambda: screen.urgent("left at once")):

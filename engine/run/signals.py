@@ -64,7 +64,7 @@ def stop_signals(first: Callable[[int], None], second: Callable[[], None]) -> It
     """A context in which the first signal calls first(number), and a second one that is no notice calls second() and
     exits.
 
-    Only the main thread receives signals; in other threads this does nothing.
+    Signals belong to the main thread: in another nothing changes.
     """
     if threading.current_thread() is not threading.main_thread():
         yield

@@ -1,8 +1,8 @@
-"""Adapters in peft's format: adapter_config.json and adapter_model.safetensors, fp32.
+"""Adapters in peft's format: adapter_config.json and adapter_model.safetensors, in fp32.
 
-Those of experts are `target_parameters` there: the module is wrapped once for each parameter, the last outermost, and B
-is (out, rank E), by rank and expert. So are linear layers with names of experts' matrices, as shared_experts.gate_proj:
-peft 0.21 takes such a `target_modules` for all experts.
+Adapters of experts are peft's `target_parameters`: the module is wrapped once for each parameter, the last one
+outermost, and B is (out, rank E), by rank and expert. Linear layers named like experts' matrices, such as
+shared_experts.gate_proj, are `target_parameters`, too, since peft 0.21 takes such a `target_modules` for all experts.
 """
 
 from __future__ import annotations
@@ -36,7 +36,7 @@ Halves = tuple[str | None, ...]  # names of an expert's gate and up, or of its d
 
 @dataclass(frozen=True)
 class Adapter:
-    """What is adapted; tensors by canonical names."""
+    """An opened adapter: what is adapted, and its tensors by canonical names."""
 
     lora: Lora  # of the largest rank
     source: Source
@@ -50,7 +50,7 @@ class Adapter:
     dropout: float
 
     def values(self, name: str, first: int, last: int) -> Iterator[np.ndarray]:
-        """Of a tensor in the rank of `lora`, or of one that is whole."""
+        """Elements [first, last) of a tensor, in the rank of `lora`; or of a weight that the adapter replaces."""
         if name in self.whole:
             yield from self.source.values(self.whole[name], first, last)
             return
@@ -63,7 +63,9 @@ class Adapter:
             yield self._padded(name, self.lora.rank - self.ranks[module]).flatten()[first:last].numpy()
 
     def tensor(self, name: str) -> torch.Tensor:
-        """A whole tensor, fp32, of its module's rank: A (rank, in), B (out, rank); of experts (E rank, features)."""
+        """A whole tensor in fp32, in the rank of its module: A (rank, in), B (out, rank); of experts (E rank,
+        features).
+        """
         if name in self.singles:
             return self._stacked(self.singles[name], name.endswith(".lora_B.weight"))
         found = self._read(self.names[name])
@@ -73,7 +75,7 @@ class Adapter:
         return found.view(len(found), rank, -1).permute(2, 1, 0).reshape(-1, len(found))
 
     def _padded(self, name: str, more: int) -> torch.Tensor:
-        """With zeros for `more` ranks: they get no gradient."""
+        """A tensor with zeros for `more` ranks. They get no gradient."""
         found = self.tensor(name)
         if name.endswith(".lora_B.weight") and not turned(name):
             return pad(found, (0, more))
@@ -81,7 +83,9 @@ class Adapter:
         return pad(found.unflatten(0, (experts, -1)), (0, 0, 0, more)).flatten(0, 1)
 
     def _stacked(self, experts: list[Halves], b: bool) -> torch.Tensor:
-        """As peft has them in one: of gate and up A one below the other, B (out, rank) side by side, zero elsewhere."""
+        """Adapters of single experts as peft has them in one tensor: of gate and up, A below each other and B side by
+        side, zero elsewhere.
+        """
         shape = next(self.source.tensors[name].shape for halves in experts for name in halves if name)
         zero = torch.zeros(shape)
         found = ([self._read(name) if name else zero for name in halves] for halves in experts)
@@ -96,17 +100,19 @@ class Adapter:
 
 
 def turned(name: str) -> bool:
-    """Whether a tensor lies otherwise in peft's files: B of experts, (E rank, out) here."""
+    """Whether a tensor has another order in peft's files: B of experts is (E rank, out) here."""
     return shapes.adapts_experts(name) and name.endswith(".lora_B.weight")
 
 
 def parameters(cfg: ModelConfig) -> list[str]:
-    """The parameters of a layer's experts, in transformers."""
+    """Names of the parameters of a layer's experts in transformers."""
     return [cfg.names.module(f"{cfg.names.experts}.{matrix}") for matrix in (shapes.GATE_UP, shapes.DOWN)]
 
 
 def peft_names(cfg: ModelConfig) -> dict[str, str]:
-    """Canonical name of each tensor of the adapters -> peft's: that of its module, the last of experts' outermost."""
+    """Canonical name -> peft's name of each tensor of the adapters; of experts, that of the outermost wrapped
+    module.
+    """
     wrapped = {shapes.GATE_UP: ".base_layer", shapes.DOWN: ""}
 
     def renamed(name: str) -> str:
@@ -118,19 +124,19 @@ def peft_names(cfg: ModelConfig) -> dict[str, str]:
 
 
 def _in_modules(cfg: ModelConfig, target: str) -> str:
-    """A target as transformers' modules are called."""
+    """A target by the name of transformers' module."""
     full = next(module for module in adaptable(cfg) if f".{module}".endswith(f".{target}"))
     return ".".join(cfg.names.module(full).split(".")[-len(target.split(".")) :])
 
 
 def adapter_shapes(cfg: ModelConfig) -> dict[str, tuple[int, ...]]:
-    """name -> shape."""
+    """The shape of each tensor of the adapters."""
     units = (shapes.trained_parts(cfg, u) for u in range(cfg.n_units))
     return {name: shape for unit in units for part in unit for group in part for name, shape in group}
 
 
 def save_adapter(folder: Path, cfg: ModelConfig, reader: Reader, base: str, revision: str = "") -> None:
-    """Writes the adapters; `base` names their model, `revision` its commit on the hub. Raises StoreError."""
+    """Writes the adapters. `base`: the name of their model; `revision`: its commit on the hub. Raises StoreError."""
     assert cfg.lora is not None
     unit = {t.name: u for u, layout in enumerate(reader.placement.geo.weights) for t in layout.tensors}
     names, rank = peft_names(cfg), cfg.lora.rank
@@ -161,12 +167,14 @@ def save_adapter(folder: Path, cfg: ModelConfig, reader: Reader, base: str, revi
 
 
 def excluded(cfg: ModelConfig) -> str:
-    """The regular expression of what has layers of like names outside the language model; "" without."""
+    """A regular expression of modules outside the language model whose layers have the same names; "" if there are
+    none.
+    """
     return "|".join(f"{re.escape(prefix)}.*" for prefix in (cfg.carried if cfg.wrapper else ()))
 
 
 def _config(cfg: ModelConfig, lora: Lora, base: str) -> dict[str, Any]:
-    """Keys that peft, vLLM and llama.cpp read."""
+    """The keys of adapter_config.json that peft, vLLM and llama.cpp read."""
     experts = cfg.experts is not None and lora.adapts(cfg.names.experts)
     others = [t for t in lora.targets if not (experts and f".{cfg.names.experts}".endswith(f".{t}"))]
     modules = [_in_modules(cfg, t) for t in others]

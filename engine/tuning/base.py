@@ -22,7 +22,7 @@ Stamps = dict[Path, tuple[int, int, int]]  # file -> its number, bytes and time 
 
 
 class Extent(NamedTuple):
-    """Whole blocks of a file, and their first byte in a host slot."""
+    """Whole blocks of a file, and the first byte to which they are read in a buffer."""
 
     file: str
     offset: int
@@ -31,14 +31,16 @@ class Extent(NamedTuple):
 
 
 class Way(NamedTuple):
-    """How a unit's frozen weights come from the checkpoint."""
+    """How a unit's frozen weights are read from the checkpoint."""
 
     extents: tuple[Extent, ...]
     pieces: tuple[Piece, ...]
 
 
 def way(layout: Layout, source: Source, stored: Mapping[str, str]) -> Way:
-    """The extents of a unit's tensors, neighbours as one, and the tensors within. `stored`: their names in `source`."""
+    """The extents of a unit's tensors, neighbours joined, and the tensors in them. `stored`: their names in
+    `source`.
+    """
     found = []
     for t in layout.tensors:
         name, first = in_file(t.name, t.numel)
@@ -58,10 +60,14 @@ def way(layout: Layout, source: Source, stored: Mapping[str, str]) -> Way:
 
 
 class CheckpointBase:
-    """placement.BaseFiles of a checkpoint, read by the requests of the drive that it lies on."""
+    """Reads frozen weights from a checkpoint, as placement.BaseFiles, through the back end of the drive that it is
+    on.
+    """
 
     def __init__(self, layouts: Mapping[int, Layout], source: Source, stored: Mapping[str, str], device: Device):
-        """`layouts`: of units stored on the SSD. Raises StoreError where a file does not open as the drive's own."""
+        """`layouts`: of the units stored on the SSD. Raises StoreError if a file cannot be opened as the drive's
+        own.
+        """
         self.device = device
         self.ways = {u: way(layout, source, stored) for u, layout in layouts.items()}
         self.sizes, self.files = dict[str, int](), dict[str, File]()
@@ -90,7 +96,9 @@ class CheckpointBase:
 
 
 def why_copied(cfg: ModelConfig, dtype: str, source: Source, stored: Mapping[str, str], stores: Sequence[Path]) -> str:
-    """Why frozen weights cannot be read where they lie; "" where they can. `stores`: folders that the run writes."""
+    """Why frozen weights cannot be read from the checkpoint itself; "" if they can. `stores`: folders that the run
+    writes.
+    """
     frozen = {t.name: t.dtype for layout in geometry(cfg, dtype, 32).stored_base for t in layout.tensors}
     if any(name.endswith(FP8) for name in frozen):
         return "they are kept in fp8"
@@ -114,7 +122,7 @@ def why_copied(cfg: ModelConfig, dtype: str, source: Source, stored: Mapping[str
 
 
 def stamps(source: Source) -> Stamps:
-    """What tells whether files have changed since."""
+    """Sizes and times of files, which tell whether they have changed."""
     return {source.folder / name: _stamp(source.folder / name) for name in source.files}
 
 
@@ -124,7 +132,7 @@ def _stamp(path: Path) -> tuple[int, int, int]:
 
 
 def check_unchanged(before: Stamps, why: str = "was changed while the run trained on top of it") -> None:
-    """Raises StoreError where a file is not as `stamps` found it."""
+    """Raises StoreError if a file is not as it was for `stamps`."""
     for path, stamp in before.items():
         if not path.exists() or _stamp(path) != stamp:
             raise StoreError(errno.ESTALE, f"{why}; restore it", str(path))

@@ -1,8 +1,8 @@
-"""--base with --store: what is quantized is kept in a file of the store, for this run and for later ones.
+"""--base with --store: the quantized weights are kept in a file of the store, for this run and for later ones.
 
-DIR/bases/nf4-KEY.safetensors has the parts of all matrices, by their names in memory; a .json file next to it has
-checksums of the checkpoint's files that they were made of, and their stamps. A checkpoint with these stamps, or else
-with these checksums, is not quantized again. KEY tells shapes apart, and by some of the values checkpoints.
+DIR/bases/nf4-KEY.safetensors has the parts of all matrices, by their names in memory. A .json file next to it has
+checksums and stamps of the checkpoint's files that they were made from. A checkpoint with these stamps, or else with
+these checksums, is not quantized again. KEY is made of the shapes and of some of the values.
 """
 
 from __future__ import annotations
@@ -36,7 +36,7 @@ Progress = Callable[[int], object]
 
 @dataclass(frozen=True)
 class Cached(Quantized):
-    """With all parts in `file`, which `make` writes."""
+    """A checkpoint whose quantized parts are in `file`, which `make` writes."""
 
     file: Path
     header: bytes
@@ -46,11 +46,11 @@ class Cached(Quantized):
         return len(self.header) + sum(t.nbytes for t in self.parts.values())
 
     def is_made(self) -> bool:
-        """Whether the file is there, and the checkpoint as it was when it was made."""
+        """Whether the file is there, and was made from the checkpoint as it is."""
         return self._is_whole() and self._record().get("stamps") == self._stamps()
 
     def make(self, progress: Progress) -> None:
-        """Writes the file, unless it is there. Raises StoreError."""
+        """Writes the file, unless it is made. Raises StoreError."""
         if self.is_made():
             return
         before = stamps(self.original)
@@ -77,7 +77,7 @@ class Cached(Quantized):
         return self.file.is_file() and self.file.stat().st_size == self.file_bytes
 
     def _record(self) -> dict[str, Any]:
-        """{} where there is none to be read."""
+        """The content of the .json file; {} if it cannot be read."""
         try:
             return parse_json(read_small(self.record, LARGEST), "record")
         except (OSError, ValueError):
@@ -87,7 +87,7 @@ class Cached(Quantized):
         return {str(path.absolute()): list(stamp) for path, stamp in stamps(self.original).items()}
 
     def _written(self, progress: Progress) -> Iterator[memoryview]:
-        """The file. Of a matrix the codes come first, so its scales wait."""
+        """Yields the file's bytes. The codes of a matrix come first, so its scales wait."""
         yield memoryview(self.header)
         with ThreadPoolExecutor(THREADS) as pool:  # torch and reads release the GIL
             scales = list[np.ndarray]()
@@ -101,7 +101,7 @@ class Cached(Quantized):
 
 
 def _ahead(pool: ThreadPoolExecutor, encoders: tuple[Encoder, ...]) -> Iterator[tuple[bool, Any]]:
-    """(whether it is a matrix's last, Encoder.strip) of all strips in order, a few of them made ahead."""
+    """Yields (whether it is the last strip of its matrix, result of Encoder.strip) in order; a few are made ahead."""
     waiting = deque[tuple[bool, Future[Any]]]()
     for encoder in encoders:
         rows, height = encoder.shape[0], encoder.height
@@ -115,7 +115,7 @@ def _ahead(pool: ThreadPoolExecutor, encoders: tuple[Encoder, ...]) -> Iterator[
 
 
 def cached(source: Quantized, store: Path) -> Cached:
-    """`source` with its parts in a file of the store."""
+    """`source` with its quantized parts in a file of the store."""
     layout = sequential([(name, t.dtype, t.shape) for name, t in source.parts.items()])
     header, original = encode_header(layout), source.original
     sizes = {name: original.size_of(name) for name in original.files}
@@ -128,7 +128,7 @@ def cached(source: Quantized, store: Path) -> Cached:
 
 
 def _content(source: Source, progress: Progress) -> dict[str, str]:
-    """Checksums of its files."""
+    """Checksums of the checkpoint's files."""
 
     def of(name: str) -> str:
         size = source.size_of(name)

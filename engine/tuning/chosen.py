@@ -18,9 +18,9 @@ ALL = ("all", "all-linear")  # words of other trainers for every target
 
 
 def chosen(cfg: ModelConfig, freeze: Sequence[str], train: Sequence[str]) -> ModelConfig:
-    """`cfg` that trains what matches `train`, all if empty, and not `freeze`: globs over Hugging Face names.
+    """`cfg` that trains tensors which match `train` (all if empty) and not `freeze`: globs over Hugging Face names.
 
-    Raises InputError where a pattern matches nothing, splits a matmul, or nothing is left to train.
+    Raises InputError if a pattern matches nothing or only a part of a matmul, or nothing is left to train.
     """
     for flag, patterns in (("--train", train), ("--freeze", freeze)):
         for pattern in patterns:
@@ -38,13 +38,13 @@ def matching(cfg: ModelConfig, pattern: str) -> list[str]:
 
 
 def _trained(cfg: ModelConfig) -> dict[str, bool]:
-    """Name of every tensor -> whether it is trained."""
+    """For the name of every tensor whether it is trained."""
     groups = shapes.all_groups(cfg)
     return {name: not frozen for group in groups for frozen in [shapes.is_frozen(cfg, group)] for name, _ in group}
 
 
 def _instead(cfg: ModelConfig, pattern: str) -> str:
-    """Names close to a pattern, one for all layers."""
+    """Names similar to a pattern, one for all layers."""
     if cfg.tied and fnmatchcase(f"{cfg.names.output}.weight", pattern):
         return f"The output matrix is the embedding: {shapes.embedding_name(cfg)}"
     names = folded(cfg, _trained(cfg))
@@ -52,7 +52,7 @@ def _instead(cfg: ModelConfig, pattern: str) -> str:
 
 
 def folded(cfg: ModelConfig, names: Iterable[str]) -> list[str]:
-    """Names with ranges of layers in place of their numbers, as model.layers.0-31.mlp.down_proj.weight."""
+    """Names with ranges of layers instead of their numbers, such as model.layers.0-31.mlp.down_proj.weight."""
     before, after = cfg.names.block.split("{}")
     layers: dict[str, list[int]] = {}
     for name in names:
@@ -63,7 +63,7 @@ def folded(cfg: ModelConfig, names: Iterable[str]) -> list[str]:
 
 
 def _runs(numbers: Iterable[int]) -> list[list[int]]:
-    """Numbers in runs of neighbours."""
+    """Numbers in groups of consecutive ones."""
     return [[n for _, n in run] for _, run in groupby(enumerate(sorted(numbers)), lambda pair: pair[1] - pair[0])]
 
 
@@ -72,7 +72,7 @@ def _range(run: Sequence[int]) -> str:
 
 
 def trained_lines(cfg: ModelConfig, asked: Mapping[str, Sequence[str]]) -> list[str]:
-    """How much is trained, and what each pattern matches. `asked`: flag -> its patterns."""
+    """Lines on how much is trained, and what each pattern matches. `asked`: flag -> its patterns."""
     found = _trained(cfg)
     sizes = {name: prod(s) for group in shapes.all_groups(cfg) for name, s in group}
     share = sum(sizes[name] for name, yes in found.items() if yes) / sum(sizes.values())
@@ -83,7 +83,7 @@ def trained_lines(cfg: ModelConfig, asked: Mapping[str, Sequence[str]]) -> list[
 
 
 def adapted(cfg: ModelConfig, lora: Lora) -> ModelConfig:
-    """`cfg` with adapters, which alone are trained. InputError where the rank or a target fits nothing."""
+    """`cfg` with adapters, which alone are trained. Raises InputError if the rank or a target does not fit."""
     if not 1 <= lora.rank <= cfg.width:
         raise InputError(f"a LoRA rank of {lora.rank}: expected 1 to {cfg.width}, the width of the model.")
     modules = adaptable(cfg)
@@ -94,7 +94,7 @@ def adapted(cfg: ModelConfig, lora: Lora) -> ModelConfig:
 
 
 def adaptable(cfg: ModelConfig) -> tuple[str, ...]:
-    """Names of what can have adapters, within a block."""
+    """Names of the layers within a block that can have adapters."""
     return (*linear_layers(cfg), *((cfg.names.experts,) if cfg.experts else ()))
 
 
@@ -112,12 +112,14 @@ def _mixers(cfg: ModelConfig) -> tuple[str, ...]:
 
 
 def _layers_seen(cfg: ModelConfig) -> tuple[ModelConfig, ...]:
-    """The model as its layers see it: with experts, without, or both."""
+    """The configs of the model's kinds of layers: with experts, without, or both."""
     return (cfg, cfg.dense) if cfg.experts and cfg.experts.dense else (cfg,)
 
 
 def targets(cfg: ModelConfig, given: Sequence[str]) -> tuple[str, ...]:
-    """Targets of adapters: those given, or every linear layer of the blocks; of a mixture of experts attention's."""
+    """The layers that get adapters: those given, else every linear layer of the blocks, or of a mixture of experts
+    those of attention.
+    """
     everything = len(given) == 1 and given[0] in ALL
     if given and not everything:
         return tuple(given)

@@ -1,7 +1,7 @@
 """Checkpoints that get a score head (models/families/scores.py): their config.json, and the files that are written.
 
-The files of a language model are written without its output matrix, and with `score.weight` behind the last tensor of
-one; config.json names transformers' class, the labels and the padding token.
+The files of a language model are written without its output matrix, and with `score.weight` after the last tensor of
+one file; config.json names transformers' class, the labels and the padding token.
 """
 
 from __future__ import annotations
@@ -74,7 +74,7 @@ class Headed(Source):
 
     @property
     def others(self) -> dict[str, CONTENT]:
-        """With the index of these files."""
+        """The files but weights, with an index of the new files."""
         found = self.inner.others
         if INDEX in found:
             index = json.loads(content_of(found[INDEX]))
@@ -92,7 +92,7 @@ class Headed(Source):
         return self.tensors[self.name].file == file and self.name not in self.inner.tensors
 
     def _layout(self, file: str) -> tuple[Layout, dict[str, str], int]:
-        """(tensors, metadata, where these begin) of a file as `inner` writes it."""
+        """(tensors, metadata, offset of the tensors) of a file as `inner` writes it."""
         if isinstance(self.inner, Unpacked):
             header = self.inner.headers[file]
             layout = sequential([(n, t.dtype, t.shape) for n, t in self.inner.tensors.items() if t.file == file])
@@ -101,7 +101,7 @@ class Headed(Source):
         return found.layout, found.metadata, found.data
 
     def _headers(self, file: str) -> tuple[int, bytes, list[tuple[int, int]]]:
-        """(bytes of the old header, the new one, what of the old file is left out)."""
+        """(bytes of the old header, the new header, ranges of the old file that are left out)."""
         layout, metadata, data = self._layout(file)
         gone = [(data + t.offset, data + t.offset + t.nbytes) for t in layout.tensors if t.name in self.without]
         kept = [(t.name, t.dtype, t.shape) for t in layout.tensors if t.name not in self.without]
@@ -111,7 +111,9 @@ class Headed(Source):
 
 
 def headed(cfg: ModelConfig, source: Source) -> Source:
-    """`source` as it is written: with its score head, and without another; itself where it has one alone."""
+    """`source` as it is written: with its score head, and without an output matrix; unchanged if it has only a score
+    head.
+    """
     name = shapes.output_name(cfg)
     names = hf.canonical_names(cfg, source.shapes)
     without = frozenset(stored for stored in names if stored.endswith(hf.OUTPUTS))
@@ -130,14 +132,14 @@ def headed(cfg: ModelConfig, source: Source) -> Source:
 
 
 def names_in(raw: dict[str, Any], labels: int) -> tuple[str, ...]:
-    """Names of the labels, by config.json; LABEL_0 and so on where it has none."""
+    """Names of the labels in config.json; LABEL_0 and so on if it has none."""
     found = raw.get("id2label")
     found = found if isinstance(found, dict) else {}
     return tuple(str(found.get(str(i), f"LABEL_{i}")) for i in range(labels))
 
 
 def pad_in(raw: dict[str, Any], tokenizers: int | None) -> int | None:
-    """The padding token: of config.json, else the tokenizer's, else the first end token."""
+    """The padding token: of config.json, else of the tokenizer, else the first end token."""
     ends = raw.get("eos_token_id")
     for value in (raw.get("pad_token_id"), tokenizers, ends[0] if isinstance(ends, list) and ends else ends):
         if type(value) is int:
@@ -146,7 +148,7 @@ def pad_in(raw: dict[str, Any], tokenizers: int | None) -> int | None:
 
 
 def config_of(raw: dict[str, Any], cfg: ModelConfig, labels: Sequence[str], pad: int | None) -> dict[str, Any]:
-    """config.json of a model with a score head."""
+    """The config.json of a model with a score head."""
     named = raw.get("architectures")
     first = named[0] if isinstance(named, list) and named and isinstance(named[0], str) else ""
     known = LANGUAGE.sub("", first)
@@ -169,7 +171,7 @@ def with_config(
 
 
 def check_problem(raw: dict[str, Any], where: str) -> None:
-    """Raises InputError where the model's classes are no classes of which one is right."""
+    """Raises InputError if the model's classes are not such that one is right."""
     problem = raw.get("problem_type")
     if problem not in (None, "single_label_classification"):
         raise InputError(f'{where}: "problem_type" is {problem!r}: one class of several is learned, nothing else.')

@@ -1,4 +1,6 @@
-"""What int4 checkpoints say of a matrix besides its parts: its shape (compressed-tensors), groups of columns (GPTQ)."""
+"""What int4 checkpoints store of a matrix besides its parts: its shape (compressed-tensors), its groups of columns
+(GPTQ).
+"""
 
 from __future__ import annotations
 
@@ -14,7 +16,7 @@ CODES = 8  # of an int32
 
 
 def check_groups(source: Source, packing: Packing, name: str, shape: tuple[int, ...]) -> None:
-    """Of the groups of columns of a matrix that stay a part of it. Raises CheckpointError."""
+    """Checks the groups of columns of a matrix whose part they stay. Raises CheckpointError."""
     values, groups = source.read(name).view(np.int32), -(-shape[-1] // packing.block[1])
     if not (values.min(initial=0) >= 0 and values.max(initial=0) < groups):
         where = source.folder / source.tensors[name].file
@@ -22,7 +24,7 @@ def check_groups(source: Source, packing: Packing, name: str, shape: tuple[int, 
 
 
 def check(source: Source, packing: Packing, name: str, shape: tuple[int, ...]) -> None:
-    """Of a tensor that `packing.checked` names, given the shape of its matrix. Raises CheckpointError."""
+    """Checks a tensor that `packing.checked` names, given the shape of its matrix. Raises CheckpointError."""
     t = source.tensors[name]
     where, columns = f"{source.folder / t.file}: {name}", shape[-1]
     order = name.endswith("_idx")

@@ -1,4 +1,4 @@
-"""Merges an adapter into its base model: a plain checkpoint, each matrix rounded once."""
+"""Merges an adapter into its base model: the result is a plain checkpoint, each matrix rounded once."""
 
 from __future__ import annotations
 
@@ -54,9 +54,10 @@ def merge_folder(folder: Path, model: str, out: Path, say: Say, working: Working
 
 @contextmanager
 def _claimed(out: Path, files: Sequence[str]) -> Iterator[None]:
-    """Locks a folder for these files: a new or empty one, or what a killed merge of the same files has left.
+    """A context that locks a folder for these files: a new or empty one, or one that a killed merge of the same files
+    has left.
 
-    A mark stays in it until all are there. Raises InputError where it is not free, StoreError.
+    A mark is in it until all files are there. Raises InputError if it is not free, StoreError.
     """
     mark, text = partial_of(out / "merge"), "\n".join(files).encode()
     if out.is_symlink() and not out.exists():
@@ -90,7 +91,7 @@ def _claimed(out: Path, files: Sequence[str]) -> Iterator[None]:
 
 
 def merge_adapter(folder: Path, cfg: ModelConfig, source: Source, out: Path, progress: Progress = silent) -> None:
-    """Writes `source` plus the adapter to `out`. Raises StoreError, InputError also where a value is not finite."""
+    """Writes `source` plus the adapter to `out`. Raises StoreError; InputError, also if a value is not finite."""
     base = hf.as_found(replace(cfg, lora=None, frozen=()), source.shapes)
     adapter, before = read_adapter(folder, base, merging=True), stamps(source)
     tensor = lru_cache(4)(adapter.tensor)  # one of experts serves all of them
@@ -128,7 +129,7 @@ def merge_adapter(folder: Path, cfg: ModelConfig, source: Source, out: Path, pro
 
 
 def _finite(pieces: Iterable[np.ndarray], otherwise: str) -> Iterator[np.ndarray]:
-    """Raises InputError where one is not."""
+    """The same pieces. Raises InputError if a value is not finite."""
     for piece in pieces:
         if not is_finite(piece):
             raise InputError(otherwise)
@@ -136,13 +137,15 @@ def _finite(pieces: Iterable[np.ndarray], otherwise: str) -> Iterator[np.ndarray
 
 
 def _is_adapted(cfg: ModelConfig, adapter: Adapter, name: str) -> bool:
-    """Whether a tensor has `factors`, or is replaced."""
+    """Whether the adapter changes or replaces a tensor."""
     modules = name.removesuffix(".weight"), shapes.within_experts(cfg, name)[0]
     return name in adapter.whole or any(module in adapter.ranks for module in modules)
 
 
 def factors(cfg: ModelConfig, adapter: Adapter, tensor: Callable[[str], Tensor], name: str) -> tuple[str, Factors]:
-    """(adapted module, what a tensor's matrices, one after another, get the matmuls of); no matmuls without one."""
+    """(the adapted module, for each matrix in a tensor the two factors that are added to it); no factors without an
+    adapter.
+    """
     module = name.removesuffix(".weight")
     parts = shapes.adapter_names(module)
     if module in adapter.ranks and not shapes.adapts_experts(parts[0]):
@@ -161,7 +164,7 @@ def factors(cfg: ModelConfig, adapter: Adapter, tensor: Callable[[str], Tensor],
 
 
 def merged(read: Iterator[np.ndarray], found: Factors, scale: float) -> Iterator[np.ndarray]:
-    """W + scale * left @ right in fp32, in pieces."""
+    """Yields W + scale * left @ right in fp32, in pieces."""
     coming, first, stop = iter(found), 0, 0  # first: of the tensor's elements
     for piece in read:
         end = first + len(piece)

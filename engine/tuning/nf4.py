@@ -1,7 +1,7 @@
-"""Checkpoints of bitsandbytes in NF4, with and without double quantization: what each matrix X has, and its state.
+"""Checkpoints of bitsandbytes in NF4, with and without double quantization: the parts of each matrix X, and its state.
 
-With it X.absmax has bytes, an offset and, for 256 of them, a scale in X.nested_absmax: they are decoded as they are
-read, as bitsandbytes does, to the fp32 scales that memory has.
+With double quantization, X.absmax has bytes, an offset and, for each 256 of them, a scale in X.nested_absmax. They are
+decoded as bitsandbytes does while they are read, to the fp32 scales that memory has.
 """
 
 from __future__ import annotations
@@ -31,7 +31,7 @@ TABLE = (  # of kernels/packed/reference.py, which needs torch
 
 @dataclass(frozen=True)
 class Nested:
-    """Scales that are packed themselves."""
+    """Scales that are quantized themselves."""
 
     source: Source
     codes: SourceTensor
@@ -40,7 +40,7 @@ class Nested:
     offset: np.float32
 
     def __call__(self, first: int, last: int) -> np.ndarray:
-        """Scales [first, last), fp32: a product, then a sum, each rounded."""
+        """Scales [first, last) in fp32: a product, then a sum, each rounded."""
         codes = self.source.bytes_of(self.codes.file, self.codes.offset + first, last - first)
         a, b = first // NESTED_BLOCK, -(-last // NESTED_BLOCK)
         scales = self.source.bytes_of(self.scales.file, self.scales.offset + 4 * a, 4 * (b - a)).view(np.float32)
@@ -51,7 +51,7 @@ class Nested:
 
 @dataclass(frozen=True)
 class Matrix:
-    """One in NF4: its shape, its parts in memory, and what makes its scales where no file has them."""
+    """A matrix in NF4: its shape, its parts in memory, and what computes its scales if no file has them."""
 
     shape: tuple[int, int]
     parts: tuple[SourceTensor, SourceTensor]
@@ -59,7 +59,7 @@ class Matrix:
 
 
 def matrices(source: Source, packing: Packing) -> dict[str, tuple[tuple[str, ...], Matrix]]:
-    """name -> (its tensors in files, what they are). Raises CheckpointError."""
+    """For each matrix (its tensors in files, what they are). Raises CheckpointError."""
     found = dict[str, tuple[tuple[str, ...], Matrix]]()
     for stored, t in source.tensors.items():
         if stored.endswith((FP4, INT8)):
@@ -75,7 +75,7 @@ def matrices(source: Source, packing: Packing) -> dict[str, tuple[tuple[str, ...
 
 
 def check_whole(source: Source, taken: set[str]) -> None:
-    """Raises CheckpointError where a part lacks its state."""
+    """Raises CheckpointError if a part has no state."""
     for stored, t in source.tensors.items():
         if stored not in taken and stored.endswith((SCALES, MAP, NESTED, NESTED_MAP)):
             name = stored.rpartition(".")[0]
@@ -125,7 +125,7 @@ def _floats(source: Source, name: str) -> np.ndarray:
 
 
 def _state(source: Source, name: str) -> dict[str, Any]:
-    """The quantizer's state, checked."""
+    """The state of the quantizer, checked. Raises CheckpointError."""
     t = source.tensors[name + STATE]
     where = f"{source.folder / t.file}: {name}{STATE}"
     if t.dtype != "U8" or t.numel > LARGEST_STATE:

@@ -1,4 +1,4 @@
-"""Opens an adapter in peft's format: its tensors fit the model, and its two files agree."""
+"""Opens an adapter in peft's format, and checks that its tensors fit the model and its two files agree."""
 
 from __future__ import annotations
 
@@ -33,7 +33,7 @@ SINGLE = re.compile(r"\.experts\.\d+\.")  # one of a layer's experts, as transfo
 
 
 class Place(NamedTuple):
-    """A matrix that may be adapted, or that of all experts of a layer."""
+    """A matrix that may have an adapter, or the same matrix of all experts of a layer."""
 
     module: str
     layer: int  # -1: of none
@@ -48,9 +48,9 @@ class Place(NamedTuple):
 
 
 def read_adapter(folder: Path, cfg: ModelConfig, merging: bool = False) -> Adapter:
-    """What of `cfg` is trained does not count; `merging`: also what cannot be trained.
+    """Opens the adapter in `folder`. What `cfg` trains does not matter. `merging`: accept also what cannot be trained.
 
-    Raises InputError on another format, kind or base.
+    Raises InputError for another format, kind or base.
     """
     said, source = read_said(folder, excluded(cfg), cfg.scores > 0), _opened(folder)
     stored = {_short(name): name for name in source.tensors}
@@ -90,7 +90,7 @@ def read_adapter(folder: Path, cfg: ModelConfig, merging: bool = False) -> Adapt
 
 
 def scored_by(folder: Path, cfg: ModelConfig) -> ModelConfig:
-    """`cfg` with the score head that an adapter has, of a model that has none. Raises InputError as read_adapter."""
+    """`cfg` with the score head of an adapter, for a model that has none. Raises InputError as read_adapter."""
     if cfg.scores or read_adapter_config(folder).get("task_type") != "SEQ_CLS":
         return cfg
     found = next((t.shape for name, t in _opened(folder).tensors.items() if _short(name) == HEAD), None)
@@ -100,7 +100,7 @@ def scored_by(folder: Path, cfg: ModelConfig) -> ModelConfig:
 
 
 def _lora(there: Mapping[str, Place]) -> Lora:
-    """In the largest rank."""
+    """The adapters in the largest rank of all."""
     rank, alpha = max((place.rank, place.alpha) for place in there.values()) if there else (1, 1.0)
     other = [(name, place.scale) for name, place in there.items() if not isclose(place.scale, alpha / rank)]
     targets = {place.target for place in there.values() if place.target}
@@ -108,7 +108,7 @@ def _lora(there: Mapping[str, Place]) -> Lora:
 
 
 def _opened(folder: Path) -> Source:
-    """Raises InputError."""
+    """The adapter's tensors. Raises InputError."""
     if not (folder / WEIGHTS).exists() and (folder / PICKLE).exists():
         rewrite = "PeftModel.from_pretrained(model, DIR).save_pretrained(OTHER)"
         raise InputError(f"{folder / PICKLE} is a pickle, which is not read. Write safetensors with peft: {rewrite}.")
@@ -122,20 +122,20 @@ def _opened(folder: Path) -> Source:
 
 
 def _short(name: str) -> str:
-    """A tensor's name without peft's prefix, and without the adapter's own name, which some tools keep."""
+    """The name of a tensor without peft's prefix, and without the adapter's own name, which some programs keep."""
     return name.removeprefix(PREFIX).replace(".default.weight", ".weight")
 
 
 def _place(
     module: str, layer: int, target: str, size: tuple[int, float], stored: Mapping[str, tuple[int, ...]]
 ) -> Place:
-    """`stored`: shapes for a rank of 1, of A and of B."""
+    """`stored`: the shapes of A and of B for a rank of 1."""
     (a, (e, inner)), (b, (outer, _)) = stored.items()
     return Place(module, layer, target, *size, {a: (e * size[0], inner), b: (outer, e * size[0])})
 
 
 def _places(cfg: ModelConfig, said: Said) -> Iterator[Place]:
-    """All that training can adapt."""
+    """All matrices whose adapters can be trained."""
     every = adapted(cfg, Lora(1, 1.0, adaptable(cfg)))
     names, sizes = peft_names(every), adapter_shapes(every)
     layered = re.compile(re.escape(cfg.names.block).replace(r"\{\}", r"(\d+)") + r"(.+)\.lora_A\.weight")
@@ -152,7 +152,9 @@ def _places(cfg: ModelConfig, said: Said) -> Iterator[Place]:
 
 
 def _of_one(said: Said, name: str) -> str:
-    """A tensor's name without prefix; of experts of whose two matrices the first alone is adapted, the outer one."""
+    """The name of a tensor without its prefix. If only the first of experts' two matrices has an adapter, its name is
+    that of the outer one.
+    """
     name, inner = name.removeprefix(PREFIX), ".experts.base_layer.lora_"
     layer = name.partition(".experts.")[0]
     if ".experts." not in name or [said.adapts(f"{layer}.experts.{m}") for m in (GATE_UP, DOWN)] != [True, False]:
@@ -161,7 +163,7 @@ def _of_one(said: Said, name: str) -> str:
 
 
 def _outer_places(cfg: ModelConfig, said: Said) -> Iterator[Place]:
-    """Embedding and output matrix; not of a tied model, which has one for both."""
+    """Embedding and output matrix; none in a tied model, which has one matrix for both."""
     for module, names in (
         ()
         if cfg.tied
@@ -179,7 +181,7 @@ def _outer_places(cfg: ModelConfig, said: Said) -> Iterator[Place]:
 
 
 def _single_places(cfg: ModelConfig, said: Said) -> Iterator[Place]:
-    """Each expert's matrices."""
+    """The matrices of each expert."""
     for u in range(1, cfg.n_units - 1):
         for name, shape in (
             tensor for group in shapes.weight_groups(cfg, u) for tensor in group if len(tensor[1]) == 3
@@ -192,9 +194,10 @@ def _single_places(cfg: ModelConfig, said: Said) -> Iterator[Place]:
 
 
 def _whole(folder: Path, cfg: ModelConfig, said: Said, found: Mapping[str, tuple[int, ...]]) -> dict[str, str]:
-    """Weights that the adapter has instead of the model's: peft's name, without prefix -> that of a checkpoint.
+    """Weights that the adapter has in place of the model's: peft's name without prefix -> name in a checkpoint.
 
-    Those of modules_to_save, and embedding and output matrix, which peft keeps with their adapters. Raises InputError.
+    These are of modules_to_save, and embedding and output matrix, which peft stores with their adapters. Raises
+    InputError.
     """
     outer = {cfg.names.module(name) for name in (cfg.names.embed, cfg.names.output)}
     named, whole = set[str](), dict[str, str]()
@@ -222,7 +225,7 @@ def _whole(folder: Path, cfg: ModelConfig, said: Said, found: Mapping[str, tuple
 
 
 def _check_trainable(folder: Path, there: Mapping[str, Place], whole: Mapping[str, str]) -> None:
-    """Raises InputError where the adapter can only be merged."""
+    """Raises InputError if the adapter can only be merged."""
     outer = [module for module, place in there.items() if not place.target]
     held = sorted(name for name in whole.values() if name != HEAD)
     if outer:
@@ -237,7 +240,7 @@ def _check_trainable(folder: Path, there: Mapping[str, Place], whole: Mapping[st
 def _gathered(
     folder: Path, cfg: ModelConfig, names: dict[str, str], there: Mapping[str, Place]
 ) -> tuple[dict[str, list[Halves]], dict[str, Place]]:
-    """(Adapter.singles, `there` with a layer's experts as one place); takes names of single experts out of `names`.
+    """(Adapter.singles, `there` with a layer's experts as one place). Removes the names of single experts from `names`.
 
     Raises InputError.
     """
@@ -263,7 +266,7 @@ def _gathered(
 
 
 def _is_there(folder: Path, cfg: ModelConfig, said: Said, place: Place, found: Mapping[str, tuple[int, ...]]) -> bool:
-    """Whether a place is adapted. Raises InputError where the two files disagree, or a shape is another."""
+    """Whether a place has an adapter. Raises InputError if the two files disagree, or a shape is wrong."""
     key = _left_out(cfg, said, place)
     if key != "" and not place.stored.keys() & found.keys():
         return False
@@ -279,7 +282,7 @@ def _is_there(folder: Path, cfg: ModelConfig, said: Said, place: Place, found: M
 
 
 def _left_out(cfg: ModelConfig, said: Said, place: Place) -> str | None:
-    """See Said.left_out."""
+    """As Said.left_out, for a place."""
     module = cfg.names.module(place.module)
     if shapes.adapts_experts(f"{place.module}.lora_A.weight"):
         return "" if said.adapts(module) else "target_parameters"
@@ -287,7 +290,7 @@ def _left_out(cfg: ModelConfig, said: Said, place: Place) -> str | None:
 
 
 def _unsupported(cfg: ModelConfig, name: str, modules: Container[str]) -> str:
-    """Of a tensor without a place."""
+    """The message about a tensor that fits no place."""
     module = name.partition(".lora_")[0].partition(".base_layer")[0].removesuffix(".weight")
     if module in modules:
         return f"{shown(name)} is not of a plain LoRA adapter, which has lora_A.weight and lora_B.weight of a layer."

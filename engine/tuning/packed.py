@@ -1,7 +1,7 @@
 """Checkpoints with packed matrices (models/families/packing.py), read as if they were plain.
 
-Frozen, they stay packed up to the GPU, and are copied as they are. Where one is trained, they are decoded as they are
-read, and all is written in bf16.
+Frozen matrices stay packed until the GPU decodes them, and are copied as they are. If a packed matrix is trained, all
+are decoded as they are read, and the result is written in bf16.
 """
 
 from __future__ import annotations
@@ -40,7 +40,7 @@ OF_PARTS = NUMPY | {"I32": np.int32}  # others are bytes
 
 @dataclass(frozen=True)
 class Packed(Source):
-    """A checkpoint with packed matrices, which look like bf16 without a place in a file."""
+    """A checkpoint with packed matrices. They appear as bf16 tensors that have no place in a file."""
 
     packing: Packing  # its parts have one dtype, that of these files
     parts: dict[str, SourceTensor]  # of packed matrices, by the matrix's name with a part's suffix
@@ -48,18 +48,19 @@ class Packed(Source):
 
     @property
     def nbytes(self) -> int:
-        """As Source.nbytes, packed."""
+        """As Source.nbytes: the packed bytes."""
         plain = (t for name, t in self.tensors.items() if not self.packs(name))
         return super().nbytes if self.files else sum(t.nbytes for t in (*self.parts.values(), *plain))
 
     def packs(self, name: str) -> bool:
+        """Whether a tensor is a packed matrix."""
         return name + self.packing.parts[0].suffix in self.parts
 
     def place(self, name: str) -> SourceTensor:
         return self.parts.get(name) or super().place(name)
 
     def values(self, name: str, first: int = 0, last: int | None = None) -> Iterator[np.ndarray]:
-        """As Source.values; of parts whose dtype is not of weights their bytes."""
+        """As Source.values. A part with a dtype that weights do not have is given as bytes."""
         if name in self.parts:
             last = self.parts[name].numel if last is None else last
             for a in range(first, last, CHUNK // 4):
@@ -79,7 +80,7 @@ class Packed(Source):
         )
 
     def _columns_of_part(self, name: str, first: int, shape: tuple[int, ...]) -> np.ndarray:
-        """Columns of a matrix as files have it: `shape` of them, flat."""
+        """Columns of a part as files have it: `shape` of them, flat."""
         if len(shape) == 1:  # one for all rows
             return self._of_part(name, 0, shape[0])
         width = self.parts[name].shape[-1]
@@ -87,7 +88,7 @@ class Packed(Source):
         return np.concatenate([self._of_part(name, a, a + shape[1]) for a in rows])
 
     def _decoded(self, name: str, first: int, last: int | None, dtype: str = "BF16") -> Iterator[np.ndarray]:
-        """By whole experts, or some rows of a matrix."""
+        """Yields decoded values, by whole experts or by some rows of a matrix."""
         shape = self.tensors[name].shape
         n, one = shape[0], prod(shape[1:])
         last = n * one if last is None else last
@@ -99,9 +100,7 @@ class Packed(Source):
             yield self._rows(name, a, b, dtype)[begin:end]
 
     def _rows(self, name: str, first: int, last: int, dtype: str) -> np.ndarray:
-        """Experts [first, last), or rows of a matrix, `first` of which is the first of a block. Raises
-        CheckpointError.
-        """
+        """Decodes experts [first, last), or rows of a matrix from the first of a block on. Raises CheckpointError."""
         shape = last - first, *self.tensors[name].shape[1:]
         packing = self.packing.of(name)
         starts = packing.starts(shape, first)
@@ -122,7 +121,7 @@ class Packed(Source):
 
 @dataclass(frozen=True)
 class Unpacked(Packed):
-    """As one in bf16: so it is written, where packed matrices are trained."""
+    """A packed checkpoint as it is written in bf16, if packed matrices are trained."""
 
     places: dict[str, SourceTensor]  # of tensors that are not packed
     headers: dict[str, bytes]  # of the files
@@ -151,7 +150,7 @@ class Unpacked(Packed):
 
     @property
     def others(self) -> dict[str, CONTENT]:
-        """Without the word of the packing, and with the index of these files."""
+        """The files but weights: config.json without the packing, and an index of the new files."""
         found = super().others
         config = json.loads(content_of(found["config.json"]))
         config.pop("quantization_config", None)
@@ -167,8 +166,8 @@ class Unpacked(Packed):
 
 
 def check_packing(cfg: ModelConfig, source: Source, say: Say) -> None:
-    """Whether config.json and the tensors agree. Raises InputError where transformers would not read them, and where
-    packed matrices have biases, which the model has not, that are not zero.
+    """Checks that config.json and the tensors agree. Raises InputError for what transformers would not read, and for
+    packed matrices with biases other than zero, which the model has not.
     """
     if isinstance(source, Packed) and cfg.packing is None:
         raise InputError(
@@ -191,9 +190,9 @@ def check_packing(cfg: ModelConfig, source: Source, say: Say) -> None:
 
 
 def as_stored(cfg: ModelConfig, source: Source) -> ModelConfig:
-    """`cfg` with those matrices packed that are in `source`, whatever config.json says.
+    """`cfg` with those matrices packed that are packed in `source`, whatever config.json says.
 
-    Raises CheckpointError where a weight is of a dtype that is not read.
+    Raises CheckpointError for a weight of a dtype that is not read.
     """
     cfg = replace(hf.as_found(cfg, source.shapes), packing=None, packed=())
     odd = {name: t for name, t in source.tensors.items() if t.dtype not in NUMPY}
@@ -211,12 +210,12 @@ def as_stored(cfg: ModelConfig, source: Source) -> ModelConfig:
 
 
 def as_said(cfg: ModelConfig) -> ModelConfig:
-    """`cfg` with what config.json says is packed in as few globs as that takes."""
+    """`cfg` with the matrices packed that config.json names, in as few globs as possible."""
     return replace(cfg, packed=globs(cfg, lambda *matrix: shapes.is_packed(cfg, [matrix])))
 
 
 def globs(cfg: ModelConfig, is_packed: Callable[[str, tuple[int, ...]], bool]) -> tuple[str, ...]:
-    """Over the names of matrices that are: one for all layers where all are, else their names."""
+    """Globs over the names of packed matrices: one for all layers if all are packed, else their names."""
     before, after = cfg.names.block.split("{}")
     found: dict[str, dict[str, bool]] = {}  # a name for all layers -> names -> whether packed
     for name, shape in (matrix for group in shapes.all_groups(cfg) for matrix in group):
@@ -231,7 +230,7 @@ def globs(cfg: ModelConfig, is_packed: Callable[[str, tuple[int, ...]], bool]) -
 
 
 def outlined(cfg: ModelConfig, folder: Path) -> Source:
-    """A checkpoint of this config, in bf16 but for what is packed, without files."""
+    """A checkpoint of this config without files, in bf16 but for what is packed."""
     tensors = {name: SourceTensor("BF16", shape, "", 0) for name, shape in shapes.stored_tensors(cfg).items()}
     if cfg.packing is None:
         return Source(folder, (), tensors, {})
@@ -248,7 +247,7 @@ def outlined(cfg: ModelConfig, folder: Path) -> Source:
 
 
 def as_trained(cfg: ModelConfig, source: Source, stored: Mapping[str, str]) -> Source:
-    """`source`, as one in bf16 where packed matrices are trained. `stored`: canonical name -> name in `source`."""
+    """`source`, or the same in bf16 if packed matrices are trained. `stored`: canonical name -> name in `source`."""
     if not isinstance(source, Packed):
         return source
     trained = (matrix for group in shapes.all_groups(cfg) if not shapes.is_frozen(cfg, group) for matrix in group)
@@ -261,7 +260,7 @@ def as_trained(cfg: ModelConfig, source: Source, stored: Mapping[str, str]) -> S
 
 
 def unpacked(cfg: ModelConfig, source: Packed, wide: frozenset[str] = frozenset()) -> Unpacked:
-    """A checkpoint that is written in bf16: the same files, tensors in the same order, but for `hf.spare` ones."""
+    """A checkpoint to be written in bf16: the same files and tensors in the same order, without `hf.spare` ones."""
     codes, spare = source.packing.parts[0].suffix, set(hf.spare(cfg, source.tensors))
     places = {n: t for n, t in source.tensors.items() if n not in spare}
     places |= {n.removesuffix(codes): t for n, t in source.parts.items() if n.endswith(codes)}

@@ -1,4 +1,4 @@
-"""Opens a checkpoint: the parts of packed matrices (models/families/packing.py) are found, and checked."""
+"""Opens a checkpoint: finds the parts of packed matrices (models/families/packing.py), and checks them."""
 
 from __future__ import annotations
 
@@ -15,9 +15,9 @@ from trireme.storage.headers import CheckpointError
 
 
 def open_checkpoint(folder: str | Path, packing: Packing | None = None, say: Say = to_stderr) -> Source:
-    """As open_source, with packed matrices as if they were bf16. Raises CheckpointError.
+    """As open_source, but packed matrices appear as bf16. Raises CheckpointError.
 
-    `packing`: what config.json says; None looks for all.
+    `packing`: what config.json says; None looks for all kinds.
     """
     source = open_source(folder, say)
     if packing is NF4 or (packing is None and any(name.endswith(nf4.STATE) for name in source.tensors)):
@@ -33,7 +33,7 @@ def open_checkpoint(folder: str | Path, packing: Packing | None = None, say: Say
 
 
 def _as_spelled(source: Source, packing: Packing) -> Packing:
-    """`packing`, or that of AutoFP8, whose "quant_method" is the same: a scale for each matrix, in X.weight_scale."""
+    """`packing`, or AutoFP8's, which has the same "quant_method" but a scale for each matrix, in X.weight_scale."""
     ends = lambda part: any(name.endswith("weight" + part.stored) for name in source.tensors)
     if packing.code != "e4m3" or ends(packing.parts[1]) or not ends(BY_ROW.parts[1]):
         return packing
@@ -55,7 +55,7 @@ def _in_nf4(source: Source) -> Source:
 
 
 def _found(source: Source, packing: Packing) -> dict[str, tuple[str, ...]]:
-    """Matrix -> names of its parts, where all are there."""
+    """For each matrix the names of its parts, if all are there."""
     found = dict[str, tuple[str, ...]]()
     for stored, t in source.tensors.items():
         row = packing.of(stored)
@@ -69,7 +69,7 @@ def _found(source: Source, packing: Packing) -> dict[str, tuple[str, ...]]:
 
 
 def _check_whole(source: Source, packing: Packing, found: Mapping[str, tuple[str, ...]]) -> None:
-    """Raises CheckpointError where a matrix lacks a part, or scales have a matrix that is not packed."""
+    """Raises CheckpointError if a matrix lacks a part, or scales belong to a matrix that is not packed."""
     taken = {part for parts in found.values() for part in parts}
     for stored, t in source.tensors.items():
         if stored in taken or stored.endswith(UNUSED):
@@ -125,14 +125,14 @@ def _packed(source: Source, packing: Packing, found: Mapping[str, tuple[str, ...
 
 
 def _typed(source: Source, packing: Packing, matrices: Sequence[Sequence[str]]) -> Packing:
-    """With the dtypes of the first of its matrices, if it may have these."""
+    """The packing with the dtypes of its first matrix, if they are allowed."""
     dtypes = tuple(source.tensors[name].dtype for name in matrices[0]) if matrices else ()
     right = all(d in part.dtypes for d, part in zip(dtypes, packing.parts, strict=False))
     return packing.with_dtypes(dtypes) if dtypes and right else packing
 
 
 def _looks(source: Source, packing: Packing, stored: Sequence[str], parts: list[SourceTensor]) -> SourceTensor:
-    """What a packed matrix looks like."""
+    """How a packed matrix appears."""
     shape = packing.decoded(parts[0].shape)
     typed = all(t.dtype in part.dtypes for part, t in zip(packing.parts, parts, strict=True))
     if shape is None or not typed or not packing.suits(shape, tuple(t.shape for t in parts)):

@@ -1,4 +1,4 @@
-"""adapter_config.json of peft, key by key: what is read, what changes nothing, and everything else refused by name.
+"""peft's adapter_config.json, key by key: what is read, what has no effect, and everything else refused by name.
 
 Checked against LoraConfig of peft 0.21.
 """
@@ -73,7 +73,8 @@ class Said:
     stable: bool  # alpha is to be divided by the root of the rank
 
     def left_out(self, module: str, layer: int, layers: str) -> str | None:
-        """The key by which peft gives a linear layer no adapter, "" if it gives one; None where it cannot be known.
+        """The key because of which peft gives a linear layer no adapter; "" if it gives one; None if it cannot be
+        known.
 
         `layer`: its number in the list `layers` of the model.
         """
@@ -105,15 +106,16 @@ class Said:
 
 
 def _named(ends: frozenset[str], name: str) -> bool:
-    """Whether a name, or its end behind a dot, is in `ends`."""
+    """Whether a name, or its end after a dot, is in `ends`."""
     parts = name.split(".")
     return any(".".join(parts[k:]) in ends for k in range(len(parts)))
 
 
 def read_said(folder: Path, excluded: str = "", scored: bool = False) -> Said:
-    """`excluded`: a regular expression that exclude_modules may be. `scored`: the model has a score head.
+    """Reads adapter_config.json. `excluded`: a regular expression that exclude_modules may be. `scored`: the model has
+    a score head.
 
-    Raises InputError unless it is a plain LoRA of a causal language model, or if `scored` of a classifier.
+    Raises InputError unless it is a plain LoRA of a causal language model or, if `scored`, of a classifier.
     """
     config, where = read_adapter_config(folder), folder / CONFIG
     _check(where, config, excluded, scored)
@@ -144,12 +146,12 @@ def read_said(folder: Path, excluded: str = "", scored: bool = False) -> Said:
 
 
 def _first(patterns: Patterns, name: str, otherwise: float) -> float:
-    """The value of the first pattern that a name matches, as peft matches it."""
+    """The value of the first pattern that matches a name, as peft matches."""
     return next((value for pattern, value in patterns if pattern.match(name)), otherwise)
 
 
 def _patterns(where: Path, key: str, given: dict[str, float], least: int) -> Patterns:
-    """Raises InputError on a pattern that might not end, and on a value beyond `least` and `MOST`."""
+    """Raises InputError for a pattern that might take forever, or a value not between `least` and MOST."""
     found = []
     for text, value in given.items():
         if not least <= value <= MOST:
@@ -166,9 +168,9 @@ def _patterns(where: Path, key: str, given: dict[str, float], least: int) -> Pat
 
 
 def _matching(text: str) -> re.Pattern[str] | None:
-    """target_modules as a regular expression; None for all linear layers, and where it might not end.
+    """target_modules as a regular expression; None for all linear layers, and if it might take forever.
 
-    Names of modules have few digits, so that repeated digits cost nothing.
+    Names of modules have few digits, so repeated digits are harmless.
     """
     plain = re.sub(r"(\\d|\[\\d\]|\[0-9\])[*+{]", "", text)
     repeated = len(re.findall(r"[*+{]", plain)) > OF_TARGETS or re.search(r"\)[*+{]|\\[1-9]|\(\?P=", text)
@@ -185,7 +187,7 @@ def _listed(value: Any) -> frozenset[Any]:
 
 
 def read_adapter_config(folder: Path) -> dict[str, Any]:
-    """Raises InputError."""
+    """The content of adapter_config.json. Raises InputError."""
     if not folder.is_dir():
         raise InputError(f"{folder}: no such folder. Name the folder of an adapter, with {CONFIG}.")
     try:
@@ -197,13 +199,13 @@ def read_adapter_config(folder: Path) -> dict[str, Any]:
 
 
 def base_of(config: dict[str, Any]) -> str:
-    """See Said.base."""
+    """The name of the base model (Said.base)."""
     name = config.get("base_model_name_or_path")
     return name if isinstance(name, str) and "\0" not in name else ""
 
 
 def _check(where: Path, config: dict[str, Any], excluded: str, scored: bool) -> None:
-    """See read_said."""
+    """Raises InputError as read_said."""
     if "peft_type" not in config and "fine_tune_type" in config:
         raise InputError(
             f"{where} is of mlx-lm, not of peft. Fuse the adapter there (mlx_lm.fuse), and train the result."

@@ -1,7 +1,7 @@
 """A plain checkpoint whose frozen matrices are quantized as they are read (--base), some rows at a time.
 
-Norms, embeddings, routers, the output matrix and all that is trained stay as they are. What is written, by --merge or
-next to frozen matrices, is made of the checkpoint's own values.
+Norms, embeddings, routers, the output matrix and all trained tensors stay as they are. What --merge writes, or is
+written next to frozen matrices, is made of the checkpoint's own values.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ BASES = {"nf4": NF4, "fp8": FP8.with_dtypes(("F8_E4M3", "F32")), "mxfp4": MX}
 
 @dataclass(frozen=True)
 class Quantized(Packed):
-    """`original` with parts of quantized matrices in addition to its tensors."""
+    """`original`, with the parts of quantized matrices in addition to its tensors."""
 
     original: Source
     encoders: tuple[Encoder, ...]  # in the order of `parts`
@@ -39,7 +39,7 @@ class Quantized(Packed):
 
 @dataclass(frozen=True)
 class Encoder:
-    """Quantizes a matrix, some rows at a time; several in one tensor by whole ones."""
+    """Quantizes a matrix, some rows at a time; of several matrices in one tensor, whole ones."""
 
     source: Source
     name: str
@@ -51,13 +51,13 @@ class Encoder:
 
     @property
     def height(self) -> int:
-        """Rows, whole blocks of them, or matrices at a time."""
+        """The number of rows (whole blocks of them) or matrices at a time."""
         shape = self.shape
         step = max(self.packing.step(shape), min(self.packing.block[0], shape[0]))
         return max(1, STRIP // (prod(shape[1:]) * step)) * step if len(shape) == 2 else 1
 
     def strip(self, a: int, b: int) -> tuple[np.ndarray, np.ndarray]:
-        """(codes, scales), flat, of rows or matrices [a, b)."""
+        """(codes, scales) of rows or matrices [a, b), flat."""
         from trireme.models.packed import encode  # torch, which nothing else here needs
 
         rest = self.shape[1:]
@@ -67,13 +67,13 @@ class Encoder:
 
 @dataclass(frozen=True)
 class Encoded:
-    """A part of a matrix, quantized anew each time that it is read."""
+    """A part of a quantized matrix, computed each time that it is read."""
 
     encoder: Encoder
     part: int
 
     def __call__(self, first: int, last: int) -> np.ndarray:
-        """Its elements [first, last), flat."""
+        """Elements [first, last) of the part, flat."""
         encoder, height = self.encoder, self.encoder.height
         rows, *rest = encoder.shape
         each = prod(encoder.packing.shapes((height, *rest))[self.part])
@@ -90,9 +90,10 @@ def _in_fp32(source: Source, name: str, first: int, last: int) -> Iterator[np.nd
 
 
 def quantized(cfg: ModelConfig, source: Source, base: str, stored: dict[str, str]) -> tuple[ModelConfig, Quantized]:
-    """(cfg, source) whose frozen matrices of blocks are in `base`. `stored`: canonical name -> name in `source`.
+    """(cfg, source) with the frozen matrices of blocks quantized to `base`. `stored`: canonical name -> name in
+    `source`.
 
-    Raises InputError where nothing is frozen, or the checkpoint is packed.
+    Raises InputError if nothing is frozen, or the checkpoint is packed already.
     """
     if isinstance(source, Packed):
         raise InputError(f"--base {base}: {source.folder} is in {source.packing.word} already. Leave --base out.")

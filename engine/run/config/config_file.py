@@ -1,6 +1,6 @@
 """Options in YAML: --config, and the config.yaml of a run; written, read and compared.
 
-No torch.
+Imports no torch.
 """
 
 from __future__ import annotations
@@ -50,7 +50,7 @@ _OWN = (
 
 
 class Refused(InputError):
-    """Of a file with several keys that cannot be taken: a line for each."""
+    """A file with several keys that cannot be used, with a line for each."""
 
     def __init__(self, message: str, lines: Sequence[str]):
         super().__init__(message)
@@ -60,9 +60,9 @@ class Refused(InputError):
 def from_yaml(
     path: Path, text: str | None = None, typed: Container[str] = (), say: Say | None = None
 ) -> dict[str, Any]:
-    """`text`: its content, if it is not here. `typed`: options that win. `say` hears how keys of others were read.
+    """The options in a YAML file. `text`: its content, if it has been read. `typed`: options that replace them.
 
-    Raises InputError.
+    `say` is called with how keys of others were read. Raises InputError.
     """
     given, keys = read_options(path, _read_yaml(path, text_of(path) if text is None else text), typed)
     ignored = [f"ignored  {path}: {', '.join(shown(key) for key in keys.ignored)}"] if keys.ignored else []
@@ -73,7 +73,7 @@ def from_yaml(
 
 
 def read_options(path: Path, pairs: Iterable[tuple[str, Any]], typed: Container[str]) -> tuple[dict[str, Any], Read]:
-    """Options of a file's keys and values, and how they were read. Raises InputError."""
+    """The options of a file's keys and values, and how they were read. Raises InputError."""
     given, keys = dict[str, Any](), read_keys(pairs, typed)
     wrong = keys.wrong
     for key, name, value in keys.given:
@@ -99,7 +99,7 @@ def read_options(path: Path, pairs: Iterable[tuple[str, Any]], typed: Container[
 
 
 def text_of(path: Path) -> str:
-    """Raises InputError."""
+    """The text of a file. Raises InputError."""
     try:
         return read_text(path)
     except OSError as error:
@@ -109,7 +109,7 @@ def text_of(path: Path) -> str:
 
 
 def _read_yaml(path: Path, text: str) -> list[tuple[str, Any]]:
-    """Keys and values, duplicates too."""
+    """Keys and values, also those that occur twice."""
     try:
         loader = yaml.SafeLoader(text)
         node = loader.get_single_node()
@@ -124,7 +124,7 @@ def _read_yaml(path: Path, text: str) -> list[tuple[str, Any]]:
 
 
 def _written(value: Any, where: str) -> str:
-    """A plain value as text. Refuses nested lists: a few bytes of aliases expand to gigabytes."""
+    """A plain value as text. Nested lists are refused: a few bytes of aliases can expand to gigabytes."""
     if isinstance(value, (list, Mapping, Set)):
         raise InputError(f"{where}: a {type(value).__name__} is not a plain value.")
     try:
@@ -134,7 +134,7 @@ def _written(value: Any, where: str) -> str:
 
 
 def _convert(f: Field[Any], value: Any, where: str) -> Any:
-    """Raises ValueError."""
+    """The value of an option. Raises ValueError."""
     parse = f.metadata["parse"]
     if parse is bool or isinstance(value, bool):
         if not (parse is bool and isinstance(value, bool)):
@@ -150,18 +150,20 @@ def _convert(f: Field[Any], value: Any, where: str) -> Any:
 
 
 def options_of(out: Path) -> dict[str, Any]:
-    """Of the run in a folder, by its config.yaml; {} where there is none, or another program's. Raises InputError."""
+    """The options of the run in a folder; {} if it has none, or its config.yaml is another program's. Raises
+    InputError.
+    """
     path = out / "config.yaml"
     return from_yaml(path) if path.is_file() and text_of(path).startswith(SIGNED) else {}
 
 
 def stores_of(run: Path) -> list[Path]:
-    """The folders of a run's store. Raises InputError where its config.yaml is not one."""
+    """The folders of a run's store. Raises InputError if its config.yaml cannot be read."""
     return store_folders(from_yaml(run / "config.yaml").get("store", ()), run)
 
 
 def saved_options(options: Options) -> dict[str, Any]:
-    """The run's options as JSON and YAML values; paths absolute."""
+    """The options as JSON and YAML have them; paths are absolute."""
     content: dict[str, Any] = {}
     for f in fields(Options):
         value = getattr(options, f.name)
@@ -180,18 +182,19 @@ def saved_options(options: Options) -> dict[str, Any]:
 
 
 def to_agree(options: Options) -> dict[str, str]:
-    """What all hosts must be given alike: all but paths, limits of memory and trackers."""
+    """The options that must be alike on all hosts: all but paths, limits of memory and trackers."""
     same = {flag_of(name): repr(value) for name, value in saved_options(options).items() if name not in _OWN}
     return same | {"--resume": str(bool(options.resume)), "--dry-run": str(options.dry_run)}
 
 
 def config_yaml(options: Options) -> bytes:
+    """The config.yaml of a run with these options."""
     content = {name: value for name, value in saved_options(options).items() if value is not None}
     return yaml.safe_dump(content, sort_keys=False, allow_unicode=True).encode()
 
 
 def repeats(config: bytes, options: Options) -> bool:
-    """Whether a config.yaml, without its run's id, is of these options, whether or not it has what was chosen."""
+    """Whether a config.yaml, without the run's id, has these options, with or without those that were chosen."""
     try:
         saved = yaml.safe_load(config)
     except (yaml.YAMLError, *_TRUSTING):
@@ -204,19 +207,19 @@ def repeats(config: bytes, options: Options) -> bool:
 
 
 def changes(options: Options, before: Mapping[str, Any]) -> list[str]:
-    """A line per option that differs from `before`, earlier `saved_options`."""
+    """A line for each option that differs from `before`, which `saved_options` gave."""
     said = lambda value: "not given" if value in (None, []) else shown(repr(value), 500)
     both = [(name, value, before[name]) for name, value in saved_options(options).items() if name in before]
     return [f"{flag_of(name)} {said(value)}, was {said(was)}" for name, value, was in both if value != was]
 
 
 def full(path: str | Path) -> str:
-    """Absolute, links kept."""
+    """An absolute path; links are kept."""
     return os.path.abspath(path)  # noqa: PTH100, follows links
 
 
 def _absolute(data: str) -> str:
-    """A file, folder or pattern, with :WEIGHT or not, made absolute; a share (0.02), `-` and `plain` as given."""
+    """A file, folder or pattern with :WEIGHT or not, as absolute path; a share (0.02), `-` and `plain` as they are."""
     word = data in ("-", "plain") or re.fullmatch(r"[\d.]+", data)
     path = re.sub(r":[\d.]+$", "", data)
     return full(data) if (Path(path).exists() or set("*?") & set(path)) and not word else data

@@ -1,6 +1,7 @@
 """Configuration files of other trainers: each key becomes an option, is named as ignored, or is refused with a hint.
 
-Of LLaMA-Factory, axolotl, TRL, torchtune and mlx-lm. Keys within keys are written with dots, as optimizer.lr. No torch.
+They are those of LLaMA-Factory, axolotl, TRL, torchtune and mlx-lm. Keys within keys have dots, such as optimizer.lr.
+Imports no torch.
 """
 
 from __future__ import annotations
@@ -77,7 +78,7 @@ NOTHING = ("none", "no", "null", "false", "disabled")
 
 
 def read_keys(pairs: Iterable[tuple[str, Any]], typed: Container[str]) -> Read:
-    """`pairs`: keys and values of a file; `typed`: options that win."""
+    """The options of a file's keys and values, `pairs`. `typed`: options that replace them."""
     items = [Item(key, key.replace("_", "-"), value) for key, value in _flat(pairs)]
     items = [item._replace(name=RENAMED.get(item.name, item.name)) for item in items]
     found = Read([item for item in items if not is_empty(item.value)], typed)
@@ -92,7 +93,7 @@ def read_keys(pairs: Iterable[tuple[str, Any]], typed: Container[str]) -> Read:
 
 
 def _flat(pairs: Iterable[tuple[str, Any]]) -> Iterator[tuple[str, Any]]:
-    """Keys within the keys of NESTED with dots; few, as a few bytes of aliases expand to gigabytes."""
+    """Keys within the keys of NESTED, with dots. There may be few: a few bytes of aliases can expand to gigabytes."""
     left = MOST
 
     def inner(key: str, value: Any) -> Iterator[tuple[str, Any]]:
@@ -116,7 +117,7 @@ def _field(item: Item) -> str | None:
 
 
 def _matches(value: Any, globs: str) -> bool:
-    """Whether a value, of a list each, is one of these."""
+    """Whether a value, or each value of a list, is one of these."""
     texts = [text_of_value(v).lower() for v in (value if isinstance(value, list) else [value])]
     return all(any(fnmatch(text, glob) or _equal(text, glob) for glob in globs.split()) for text in texts)
 
@@ -127,7 +128,7 @@ def _equal(text: str, other: str) -> bool:
 
 
 def _single(found: Read, item: Item) -> None:
-    """A key that stands for itself."""
+    """Reads a key that has a meaning by itself."""
     name, theirs = _field(item), None if _field(item) else elsewhere(item.name)
     if name:
         _own(found, item, name)
@@ -146,7 +147,7 @@ def _single(found: Read, item: Item) -> None:
 
 
 def _own(found: Read, item: Item, name: str) -> None:
-    """A key with an option."""
+    """Reads a key that is an option here."""
     values = VALUES.get(name, {})
     glob = next((glob for glob in values if fnmatch(item.text.lower(), glob)), None)
     if (
@@ -165,7 +166,7 @@ def _own(found: Read, item: Item, name: str) -> None:
 
 
 def _wrong(item: Item, name: str) -> str:
-    """What is wrong with a value that an option takes otherwise; "" if nothing."""
+    """What is wrong with a value that the option does not take; "" if nothing."""
     if name == "val" and (number(item.value) or 0) >= 1:
         return "--val takes a file, or a share of --data such as 0.02"
     if name == "log" and not _matches(item.value, "tensorboard wandb trace *,*"):

@@ -1,5 +1,6 @@
-"""Keys of configuration files while they are read, and those that mean something together, as a batch's size and how
-often it is accumulated."""
+"""Keys of configuration files while they are read, and keys that mean something together, such as a batch's size and
+how often it is accumulated.
+"""
 
 from __future__ import annotations
 
@@ -18,7 +19,7 @@ MOST = 200  # keys within keys, and values shown of a list
 
 
 class Item(NamedTuple):
-    """A key as it is written, as options are, and its value."""
+    """A key as it is written, the key as options are written, and its value."""
 
     key: str
     name: str
@@ -31,7 +32,7 @@ class Item(NamedTuple):
 
 @dataclass
 class Read:
-    """What was read of a file."""
+    """What has been read of a file, and the keys that have not."""
 
     left: list[Item]  # not looked at yet
     typed: Container[str] = ()  # options that win
@@ -41,20 +42,20 @@ class Read:
     wrong: list[str] = field(default_factory=list)  # a sentence for each key
 
     def take(self, *names: str) -> Item | None:
-        """The key of one of these names, the last if there are several."""
+        """Takes the key with one of these names; of several the last."""
         found = self.take_all("|".join(map(re.escape, names)) or "(?!)")
         if len(found) > 1:
             self.wrong.append(f"{found[-1].key} and {found[0].key} say the same. Leave one out")
         return found[-1] if found else None
 
     def take_all(self, names: str) -> list[Item]:
-        """Keys whose whole name matches a regular expression."""
+        """Takes the keys whose whole name matches a regular expression."""
         found = [item for item in self.left if re.fullmatch(names, item.name)]
         self.left = [item for item in self.left if not re.fullmatch(names, item.name)]
         return found
 
     def value(self, name: str) -> Any:
-        """Of a key that stays; None without it."""
+        """The value of a key, which is not taken; None without it."""
         return next((item.value for item in self.left if name in (item.name, field_of(item.name))), None)
 
     def give(self, item: Item, name: str, value: Any) -> None:
@@ -66,7 +67,7 @@ def is_empty(value: Any) -> bool:
 
 
 def text_of_value(value: Any) -> str:
-    """Of a list its plain values."""
+    """A value as text; of a list, its plain values."""
     if isinstance(value, list):
         return ",".join("…" if isinstance(v, (list, dict, set)) else text_of_value(v) for v in value[:MOST])
     if isinstance(value, (dict, set)):
@@ -103,7 +104,7 @@ KINDS = ("json", "csv", "parquet", "text")  # paths of data sets whose files are
 
 
 def _batch(found: Read) -> None:
-    """The sequences of a step, on one GPU."""
+    """The number of sequences of a step, on one GPU."""
     accumulated = found.take("gradient-accumulation-steps", "grad-accumulation-steps")
     size = found.take("per-device-train-batch-size")
     if size is None and (accumulated or found.value("base-model")):
@@ -131,7 +132,7 @@ def _betas(found: Read) -> None:
 
 
 def _warmup(found: Read) -> None:
-    """Of a share and a number of steps the latter counts, unless it is 0."""
+    """Of a share and a number of steps the number counts, unless it is 0."""
     if found.value("warmup-steps") is None or found.value("warmup-ratio") is None:
         return
     unused = found.take("warmup-steps" if number(found.value("warmup-steps")) == 0 else "warmup-ratio")
@@ -157,7 +158,7 @@ def _packing(found: Read) -> None:
 
 
 def _template_variables(found: Read) -> None:
-    """Variables of the chat template, as an object; of LLaMA-Factory and ms-swift a single one."""
+    """Variables of the chat template as an object; LLaMA-Factory and ms-swift have a single one."""
     item, thinking = found.take("chat-template-kwargs"), found.take("enable-thinking")
     if item and not isinstance(item.value, dict):
         found.left.append(item)
@@ -169,7 +170,7 @@ def _template_variables(found: Read) -> None:
 
 
 def _method(found: Read) -> None:
-    """LLaMA-Factory's stage, of dpo with a loss; axolotl's reward model, and ms-swift's task_type."""
+    """The method: by LLaMA-Factory's stage (dpo with a loss), axolotl's reward model, or ms-swift's task_type."""
     for name, method in (("reward-model", "reward"), ("task-type", "classify")):
         item = found.take(name)
         if item and (item.value is True or item.text.lower() == "seq_cls"):
@@ -192,7 +193,7 @@ def _method(found: Read) -> None:
 
 
 def _base(found: Read) -> None:
-    """QLoRA's base in the 4 bits of bitsandbytes, by its own keys."""
+    """The base of QLoRA in the 4 bits of bitsandbytes, by its own keys."""
     bits, four = found.take("quantization-bit"), found.take("load-in-4bit")
     method = found.take("quantization-method", "quant-method")
     named = method is None or method.text.lower() in ("bnb", "bitsandbytes")
@@ -219,7 +220,7 @@ def _torchtune(found: Read) -> None:
 
 
 def _adapters(found: Read) -> None:
-    """Whether adapters are trained, and how."""
+    """Whether adapters are trained, and which."""
     kind = found.take("finetuning-type", "fine-tune-type", "use-peft")
     if kind is None and found.value("adapter") in KINDS_OF_ADAPTERS:
         kind = found.take("adapter")
@@ -248,7 +249,7 @@ def _adapters(found: Read) -> None:
 
 
 def _alpha(found: Read, kind: Item | None, rank: Any) -> None:
-    """mlx-lm's scale as an alpha."""
+    """mlx-lm's scale, as alpha."""
     scale = found.take("lora-parameters.scale")
     if scale is None and kind and kind.name == "fine-tune-type":
         scale = Item(kind.key, kind.name, 20.0)
@@ -266,7 +267,7 @@ def _steps(found: Read) -> None:
 
 
 def _datasets(found: Read) -> None:
-    """axolotl's lists, and the column of text."""
+    """axolotl's lists of data, and the column with the text."""
     if "data" in found.typed:
         found.ignored += [item.key for item in found.take_all(r"datasets?(\..*)?|dataset-(dir|text-field)")]
     for kind, name in (("datasets", "data"), ("test-datasets", "val")):
@@ -296,7 +297,7 @@ def _datasets(found: Read) -> None:
 
 
 def _named_data(found: Read) -> None:
-    """LLaMA-Factory's data sets, by the names that its dataset_info.json gives them."""
+    """LLaMA-Factory's data sets, by the names in its dataset_info.json."""
     folder, item = found.take("dataset-dir"), None
     if isinstance(found.value("dataset"), (str, list)):
         item = found.take("dataset")
@@ -316,7 +317,7 @@ def _named_data(found: Read) -> None:
 
 
 def _info(path: Path) -> dict[str, str]:
-    """Name -> file, of data sets whose columns have the usual names; {} where there is no such file."""
+    """The file of each data set whose columns have the usual names; {} without such a file."""
     try:
         sets = parse_json(read_small(path, links=True), str(path))
     except (OSError, ValueError):

@@ -1,4 +1,4 @@
-"""Option names: the flag of a field, names in other trainers, hints for their options that have no equal here."""
+"""Names of options: the flag of a field, names in other trainers, hints for their options that have no equal here."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ MISSPELT = 0.9  # likeness, of 1
 
 
 class Theirs(NamedTuple):
-    """Options of other trainers without an equal here."""
+    """Options of other trainers that have no equal here, and what to say of them."""
 
     names: str  # globs
     answer: str  # what to do
@@ -215,7 +215,7 @@ def flag_of(name: str) -> str:
 
 
 def field_of(name: str) -> str | None:
-    """The field of an option or alias, without dashes; None without one."""
+    """The field of an option or alias, without dashes; None if there is none."""
     key = name.replace("_", "-")
     found = _ALIASES.get(key, key.replace("-", "_"))
     return found if found in FIELDS else None
@@ -223,7 +223,7 @@ def field_of(name: str) -> str | None:
 
 @lru_cache
 def elsewhere(name: str) -> Theirs | None:
-    """What is said of another trainer's option; None also where it looks like one of ours, misspelt."""
+    """What to say of another trainer's option; None for unknown names, and for misspelled names of our options."""
     key = name.replace("_", "-")
     found = next((theirs for theirs in ELSEWHERE if any(fnmatch(key, n) for n in theirs.names.split())), None)
     misspelt = found and key not in found.names.split() and difflib.get_close_matches(key, _known(), 1, MISSPELT)
@@ -240,7 +240,7 @@ def resolve(name: str) -> str:
 
 
 def unknown(name: str) -> str:
-    """What to say of a name that nobody has."""
+    """What to say of a name that is not known anywhere."""
     near = nearest(name.replace("_", "-"), _known(), field_of)
     if not near:
         return f"unknown option --{name}. See --help."
@@ -249,9 +249,8 @@ def unknown(name: str) -> str:
 
 
 def nearest(key: str, known: Sequence[str], means: Callable[[str], object] = str) -> str:
-    """The known name, without dashes, that `key` misspells, or that it begins where all that it begins mean the same.
-
-    "" without one.
+    """The known name, without dashes, that `key` misspells, or whose beginning it is if all such names mean the same;
+    else "".
     """
     near = next((other for other in difflib.get_close_matches(key, known) if _alike(key, other)), "")
     begun = [other for other in known if len(key) > 2 and other.startswith(key)]
@@ -265,7 +264,7 @@ def _known() -> list[str]:
 
 
 def _alike(key: str, other: str) -> bool:
-    """Whether two names may mean the same: each word is near one of the other's."""
+    """Whether two names may mean the same: each word is similar to one of the other's."""
     like = lambda a, b, least: difflib.SequenceMatcher(None, a, b).ratio() > least
     near = lambda a, b, least=0.65: a.startswith(b) or b.startswith(a) or like(a, b, least)
     mine, theirs = key.split("-"), other.split("-")

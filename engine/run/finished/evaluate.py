@@ -99,7 +99,7 @@ def evaluate(given: argparse.Namespace) -> int:
 
 
 class Ready(NamedTuple):
-    """Data that was read, and the layers for it."""
+    """Data that was read, and the layers to compute with."""
 
     opened: Opened
     layers: Layers
@@ -146,7 +146,7 @@ def load_for_data(
     below: int,
     screen: Screen,
 ) -> Ready:
-    """With its layers loaded. Raises as `evaluate`."""
+    """Reads the data and loads the layers. Raises as `evaluate`."""
     cfg, place = opened.cfg, device_and_dtype(given, opened)
     rows, dtype = rows_of(place[0], seq_len), DTYPE[place[1]]
     room = needs(cfg, rows * seq_len, dtype.itemsize) + 3 * 4 * logits * cfg.vocab
@@ -179,7 +179,7 @@ def _read(name: str, codec: Codec, opened: Opened, given: argparse.Namespace, se
 
 
 def needs(cfg: ModelConfig, tokens: int, itemsize: int) -> int:
-    """Upper bound of a pass's bytes besides weights, of one micro-batch."""
+    """Upper bound of the bytes that a pass of one micro-batch needs besides weights."""
     kinds = {shapes.kind(cfg, u): u for u in range(cfg.n_units)}
     temporaries = max(workspace.workspace_bytes(cfg, u, tokens, itemsize) for u in kinds.values())
     return temporaries + 3 * tokens * (cfg.width * itemsize + 64) + 16 * tokens * cfg.head_dim
@@ -188,7 +188,9 @@ def needs(cfg: ModelConfig, tokens: int, itemsize: int) -> int:
 def loss_on(
     layers: Layers, data: Dataset, rows: int, seq_len: int, dtype: torch.dtype, waiting: int, screen: Screen
 ) -> Found:
-    """Over all of `data`, `rows` at once; `waiting`: tokens that share a pass, at least a micro-batch's."""
+    """The result over all of `data`, with `rows` sequences a micro-batch. `waiting`: tokens that share a pass, at least
+    those of a micro-batch.
+    """
     tables = rope_tables(layers.cfg, seq_len, layers.device)
     found = Found(0.0, 0, 0, data.n_sequences, 0.0, layers.opened.kind)
     if data.kind == "rewards":
@@ -261,7 +263,7 @@ Take = Callable[[int, Any, Any, torch.Tensor, Any], None]  # (micro-batch, head,
 
 
 def forward(layers: Layers, group: Sequence[MicroBatch], tables: Tables, dtype: torch.dtype, take: Take) -> None:
-    """A pass; `take` gets what reaches the head."""
+    """A pass over all layers. `take` is called with each micro-batch's input of the head."""
     cfg, device = layers.cfg, layers.device
     inputs = [placed(in_ram(cfg, mb), [(tables, device)]).on(0) for mb in group]
     empty = lambda mb: torch.empty((len(mb.ids), cfg.width), dtype=dtype, device=device)
@@ -283,6 +285,6 @@ def forward(layers: Layers, group: Sequence[MicroBatch], tables: Tables, dtype: 
 def losses_of(
     cfg: ModelConfig, w: Any, embed: Any, x: torch.Tensor, mb: Any, correct_: torch.Tensor | None = None
 ) -> torch.Tensor:
-    """By token, (N,) fp32; `correct_` as of head_loss."""
+    """The losses of tokens, (N,) fp32. `correct_`: as of head_loss."""
     top = head.with_output(cfg, w, embed)
     return head.head_loss(cfg, top, x, mb.labels, mb.loss_rows, 1.0, correct_=correct_)

@@ -32,10 +32,12 @@ from trireme.storage.layout import ALIGN, ITEMSIZE, round_up
 
 
 class Layers:
-    """Layers are kept on the device (on a CPU: in RAM) or in RAM; of the others two are in RAM at once."""
+    """The layers of a model. Some stay on the device (on a CPU in RAM), some in RAM; of the others RAM holds two at a
+    time.
+    """
 
     def __init__(self, opened: Opened, device: torch.device, dtype: str, limits: Limits, needs: int):
-        """`dtype`: F32 or BF16; `needs`: bytes of the device without weights. Raises DoesNotFit, InputError."""
+        """`dtype`: F32 or BF16. `needs`: bytes of the device for other tensors. Raises DoesNotFit, InputError."""
         self.cfg, self.device, self.opened = opened.cfg, device, opened
         self._on_cpu = device.type == "cpu"
         try:
@@ -64,7 +66,7 @@ class Layers:
         self._ahead = Ahead(self._bring)
 
     def _place(self, dtype: str, limits: Limits, needs: int) -> None:
-        """Which layers lie on the device, in RAM, and in the files alone."""
+        """Decides which layers stay on the device, in RAM, or only in the files."""
         self.geo = geo = Geometry(self.cfg, dtype)
         units = range(geo.n_units)
         self._second = [round_up(geo.base[u].span, ALIGN) for u in units]  # offset of adapters
@@ -100,7 +102,7 @@ class Layers:
     # ------------------------------------------------ filled
 
     def load(self, progress: Callable[[int], object]) -> None:
-        """Reads what stays in memory. Raises InputError on values that are not finite, StoreError."""
+        """Reads the layers that stay in memory. Raises InputError for values that are not finite, StoreError."""
         for u in sorted(self.resident | self.in_ram):
             buffer = torch.empty(self.sizes[u], dtype=torch.uint8)
             self._fill(u, buffer)
@@ -111,7 +113,7 @@ class Layers:
         self._check_files()
 
     def _check_files(self) -> None:
-        """Raises StoreError where layers that are read would be of another model than those before."""
+        """Raises StoreError if files have changed: layers would be of two models."""
         check_unchanged(self._files, "was changed while it was read")
 
     def _copied(self, buffer: Tensor) -> Tensor:
@@ -141,7 +143,7 @@ class Layers:
             yield from self.opened.adapter.values(name, first, last)
 
     def _bring(self, key: tuple[int, int]) -> Tensor:
-        """(layer, buffer) to read it into, in another thread."""
+        """Reads (layer, buffer) in another thread."""
         u, slot = key
         self._fill(u, self._slots[slot])
         return self._slots[slot]
@@ -149,7 +151,7 @@ class Layers:
     # ------------------------------------------------ passes
 
     def units(self) -> Iterator[tuple[int, Any]]:
-        """(u, model.weights) of all layers in order, as models.generate takes them."""
+        """Yields (u, model.weights) of all layers in order, as models.generate takes them."""
         keys = list(zip(self.streamed, cycle((0, 1)), strict=False))
         due = iter(zip(keys, [*keys[1:], None], strict=True))
         for u in range(self.geo.n_units):
@@ -171,14 +173,14 @@ class Layers:
 
     @property
     def pass_s(self) -> float:
-        """Seconds of a pass to bring what does not stay on the device, as measured while loading."""
+        """Seconds of a pass to bring layers that do not stay on the device, as measured while loading."""
         moved = [(self.streamed, self._read_s)] + (
             [] if self._on_cpu else [([*self.streamed, *self.in_ram], self._copy_s)]
         )
         return sum(sum(self.sizes[u] for u in us) * s / max(1, n) for us, (n, s) in moved)
 
     def speed_line(self, what: str) -> str:
-        """How long a pass takes at least, where not all layers stay in memory; else "". `what`: a pass is."""
+        """How long a pass takes at least, if not all layers stay in memory; else "". `what`: names a pass."""
         if not self.streamed and not self.in_ram:
             return ""
         read = f"reads {gib(sum(self.sizes[u] for u in self.streamed))} of {gib(sum(self.sizes))} from the files"
@@ -195,7 +197,7 @@ class Layers:
 
 
 def device_and_dtype(given: argparse.Namespace, opened: Opened) -> tuple[torch.device, str]:
-    """Device and number format, F32 or BF16. Raises InputError."""
+    """The device and the number format, F32 or BF16. Raises InputError."""
     device = choose_device(given.device or "auto")
     if device.type == "cuda":
         check_compiler()
@@ -206,8 +208,8 @@ def device_and_dtype(given: argparse.Namespace, opened: Opened) -> tuple[torch.d
 def load_layers(
     given: argparse.Namespace, opened: Opened, place: tuple[torch.device, str], needs: int, what: str, screen: Screen
 ) -> Layers:
-    """The model's layers, and before they are used how fast they come. `place`: of device_and_dtype; `needs`: the
-    device's bytes of other tensors; `what`: a pass is.
+    """Loads the layers; before that prints how fast they can be read. `place`: from device_and_dtype. `needs`: bytes of
+    the device for other tensors. `what`: names a pass.
     """
     device, dtype = place
     layers = Layers(opened, device, dtype, memory_limits(device, given.gpu_memory, given.ram), needs)

@@ -1,4 +1,4 @@
-"""A finished model, opened: a checkpoint, a run's output, its `best` or `step-N`, or an adapter with its base."""
+"""Opens a finished model: a checkpoint, a run's output, its `best` or `step-N`, or an adapter with its base."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ GENERATION = "generation_config.json"
 
 @dataclass(frozen=True)
 class Opened:
-    """A model whose weights are all frozen but its adapter's."""
+    """A model whose weights are all frozen, but for an adapter's."""
 
     base: Path  # the checkpoint
     cfg: ModelConfig
@@ -43,11 +43,11 @@ class Opened:
 
     @property
     def kind(self) -> Kind:
-        """Of the data that it can be evaluated on."""
+        """The kind of data that it can be evaluated on."""
         return ("rewards" if self.cfg.scores == 1 else "classes") if self.cfg.scores else ""
 
     def refuse_head(self, why: str) -> None:
-        """Raises InputError where the model says a number, no text."""
+        """Raises InputError if the model has a score head, which gives no text."""
         if self.cfg.scores:
             raise InputError(f"{self.base}: the model has a score head, no output matrix: {why}.")
 
@@ -60,7 +60,7 @@ class Opened:
         return found
 
     def generation(self) -> dict[str, Any]:
-        """generation_config.json, with the end tokens of config.json where it names none. Raises InputError."""
+        """generation_config.json, with the end tokens of config.json if it names none. Raises InputError."""
         found = _json(self.base / GENERATION) if (self.base / GENERATION).is_file() else {}
         if found.get("eos_token_id") is None:
             config = _json(self.base / "config.json")
@@ -71,7 +71,7 @@ class Opened:
 
 
 def open_model(given: argparse.Namespace, screen: Screen) -> tuple[Opened, Codec]:
-    """The model that a command is given, of a folder or of the hub. Raises InputError, CheckpointError."""
+    """Opens the model that a command is given, of a folder or of the hub. Raises InputError, CheckpointError."""
     folder, model = folder_of(given.folder, screen), given.model or ""
     if (Path(folder) / CONFIG).is_file():
         model = base_for(Path(folder), model, screen)
@@ -113,7 +113,7 @@ def open_folder(folder: str, model: str, say: Callable[[str], None]) -> Opened:
 
 
 def _check_finished(path: Path) -> None:
-    """Raises InputError where a run has not written its output yet."""
+    """Raises InputError if a run has not written its output yet."""
     if (path / "config.json").is_file() or not (path / "config.yaml").is_file():
         return
     others = [p for p in (path / "best", *sorted(path.glob("step-*"))) if p.is_dir()]

@@ -1,4 +1,6 @@
-"""Options of `sample`, `eval` and `score`, read before torch is imported: --help and wrong options answer at once."""
+"""Options of `sample`, `eval` and `score`. They are read before torch is imported, so --help and errors come at
+once.
+"""
 
 from __future__ import annotations
 
@@ -95,7 +97,7 @@ def eval_options(argv: Sequence[str]) -> argparse.Namespace:
 
 
 def _data_parser(name: str, usage: str, text: str) -> CommandParser:
-    """With the options of data."""
+    """A parser with the options of data."""
     found = _parser(name, usage, text)
     data = found.add_argument_group("data, read as for training")
     data.add_argument("--data", metavar="FILE", action="append", default=[], help="repeat it: each file has a line")

@@ -1,4 +1,4 @@
-"""Trireme from Python: the command's options as keyword arguments, results as data, an exception for each exit code."""
+"""Trireme from Python: options as keyword arguments, results as data, an exception for each exit code."""
 
 from __future__ import annotations
 
@@ -108,7 +108,7 @@ class Given(TypedDict, total=False):
 
 
 class Error(Exception):
-    """What the command says in one line."""
+    """The line that the command would print."""
 
     exit_code = 1
 
@@ -120,7 +120,7 @@ class InputError(Error):
 
 
 class DoesNotFit(Error):
-    """Into memory or onto the drives."""
+    """Memory or drives are too small."""
 
     exit_code = 3
 
@@ -132,14 +132,14 @@ class DeviceError(Error):
 
 
 class Interrupted(Error):
-    """Asked to stop by a signal; saved, if a step was taken."""
+    """A signal asked to stop. The run is saved if a step was done."""
 
     exit_code = 130
 
 
 @contextmanager
 def _translated(options: Options) -> Iterator[None]:
-    """Raises one of the exceptions above."""
+    """A context in which errors become the exceptions of this module."""
     from trireme.engine.plan import DoesNotFit as Large  # late: torch takes seconds
     from trireme.engine.run.loop import Interrupted as Stopped
 
@@ -156,7 +156,7 @@ def _translated(options: Options) -> Iterator[None]:
 
 
 def words_of(options: Record) -> list[str]:
-    """As the command line has them."""
+    """The options as words of a command line."""
     found = []
     for name, value in options.items():
         flag = flag_of(name)
@@ -207,17 +207,17 @@ class Run:
     best: tuple[int, float] | None  # (step, loss on --val), the lowest of what was trained
 
     def sample(self, prompt: str | Sequence[dict[str, Any]], **options: Any) -> str:
-        """As `sample` of its folder."""
+        """As the function `sample`, for the run's folder."""
         return sample(self.folder, prompt, **options)
 
     def evaluate(self, data: str | Path, **options: Any) -> Record:
-        """As `evaluate` of its folder."""
+        """As the function `evaluate`, for the run's folder."""
         return evaluate(self.folder, data, **options)
 
 
 @dataclass(frozen=True)
 class Plan:
-    """What a run would do. Bytes, seconds; on a CPU times are not estimated: None."""
+    """What a run would do: bytes, seconds. On a CPU times are not estimated and are None."""
 
     steps: int
     tokens_per_step: int
@@ -258,7 +258,7 @@ def hear(on_step: Callable[[Record], object], record: Record) -> None:
 
 
 def result(folder: Path) -> Run:
-    """Of a finished run's folder, by its log."""
+    """The run in a finished run's folder, from its log."""
     from trireme.engine.run.output.log import Totals
     from trireme.engine.run.output.records import read_log
 
@@ -288,7 +288,8 @@ def plan(**options: Unpack[Given]) -> Plan:
 
 
 def sample(folder: str | Path, prompt: str | Sequence[dict[str, Any]], **options: Any) -> str:
-    """An answer to a prompt, or to messages; options as of `trireme sample`, as temperature=0.7, seed=1, as_text=True.
+    """The answer to a prompt or to messages. Options are those of `trireme sample`, such as temperature=0.7, seed=1,
+    as_text=True.
 
     Raises InputError, DoesNotFit, DeviceError.
     """
@@ -301,7 +302,9 @@ def sample(folder: str | Path, prompt: str | Sequence[dict[str, Any]], **options
 
 
 def evaluate(folder: str | Path, data: str | Path, **options: Any) -> Record:
-    """loss, perplexity, trained_tokens and tokens of a file; options as of `trireme eval`. Raises as `sample`."""
+    """loss, perplexity, trained_tokens and tokens of a file. Options are those of `trireme eval`. Raises as
+    `sample`.
+    """
     with _translated(Options(out=str(folder))), _screen(False) as screen:
         from trireme.engine.run.finished import evaluate as command  # late: torch takes seconds
         from trireme.engine.run.finished.options import eval_options
@@ -312,7 +315,7 @@ def evaluate(folder: str | Path, data: str | Path, **options: Any) -> Record:
 
 
 def _with_names(function: Any) -> None:
-    """Options in the signature that notebooks show and complete."""
+    """Puts the options in the signature, which notebooks show and complete."""
     own = [p for p in inspect.signature(function).parameters.values() if p.kind is not p.VAR_KEYWORD]
     own = [p.replace(kind=p.KEYWORD_ONLY) for p in own]
     names = [inspect.Parameter(name, inspect.Parameter.KEYWORD_ONLY, default=None) for name in Given.__annotations__]

@@ -1,4 +1,4 @@
-"""`trireme sample FOLDER`: text of a finished model, for one prompt, for a file of them, or in a conversation."""
+"""`trireme sample FOLDER`: text from a finished model, for one prompt, for a file of them, or in a conversation."""
 
 from __future__ import annotations
 
@@ -40,15 +40,16 @@ class Speaker:
         self.ends = ends_of(opened.generation()) | frozenset([] if end is None else [end])
 
     def fit(self, prompt: Sequence[int]) -> int:
-        """How many tokens may follow. Raises InputError."""
+        """How many tokens may follow a prompt. Raises InputError."""
         return min(_after(self.cfg, prompt), self.sampling.max_new)
 
     def speak(
         self, prompts: Sequence[Sequence[int]], told: Told | None = None, first: int = 0
     ) -> list[tuple[str, int, bool]]:
-        """(text, its tokens, whether it ended) of each prompt; `told` of a single one's text as it comes.
+        """(text, number of its tokens, whether it ended) for each prompt. `told`: is called with a single prompt's text
+        as it is made.
 
-        `first`: the number of the first of them.
+        `first`: the number of the first prompt.
         """
         most, picker = min(map(self.fit, prompts)), Picker(self.sampling, len(prompts), first)
         new = list[int]()
@@ -81,7 +82,7 @@ class Speaker:
 
 
 def _after(cfg: ModelConfig, prompt: Sequence[int]) -> int:
-    """Positions behind a prompt. Raises InputError where there are none, or the prompt has no tokens."""
+    """Positions left after a prompt. Raises InputError if there are none, or the prompt has no tokens."""
     if not prompt:
         raise InputError("a prompt without tokens: there is nothing to continue. Write some text.")
     if len(prompt) >= cfg.max_positions:
@@ -92,7 +93,7 @@ def _after(cfg: ModelConfig, prompt: Sequence[int]) -> int:
 
 
 class Echo:
-    """Text shown as it comes, whole characters of it."""
+    """Prints text as it is made, only whole characters."""
 
     def __init__(self, codec: Codec, prompt: Sequence[int], ends: frozenset[int], told: Told):
         self.codec, self.prompt, self.ends, self.told, self.shown = codec, prompt, ends, told, 0
@@ -109,7 +110,7 @@ class Echo:
 
 
 def sample(given: argparse.Namespace) -> int:
-    """Returns the exit code. Raises InputError, CheckpointError, DoesNotFit, StoreError."""
+    """Runs the command; returns the exit code. Raises InputError, CheckpointError, DoesNotFit, StoreError."""
     screen = Screen(sys.stderr)
     opened, codec, sampling = _opened(given, screen)
     by_template = bool(codec.facts.template) and not given.as_text
@@ -135,7 +136,7 @@ def sample(given: argparse.Namespace) -> int:
 
 
 def answer(given: argparse.Namespace, prompt: str | list[Fields], screen: Screen) -> str:
-    """To a prompt as of --prompt, or to messages. Raises as `sample`."""
+    """The answer to a prompt as of --prompt, or to messages. Raises as `sample`."""
     opened, codec, sampling = _opened(given, screen)
     if isinstance(prompt, str):
         given.prompt = prompt
@@ -153,7 +154,9 @@ def _opened(given: argparse.Namespace, screen: Screen) -> tuple[Opened, Codec, S
 
 
 def _sampling(given: argparse.Namespace, opened: Opened, screen: Screen) -> Sampling:
-    """By options and generation_config.json, of which it says what is not used. Raises InputError."""
+    """How tokens are chosen, by options and generation_config.json; says what of the latter is not used. Raises
+    InputError.
+    """
     found, unused = sampling_of(opened.generation(), given.seed)
     asked = {"temperature": given.temperature, "top_p": given.top_p, "top_k": given.top_k}
     asked["max_new"] = given.max_new_tokens
@@ -175,7 +178,7 @@ def speaker(
     sampling: Sampling,
     prompts: list[list[int]],
 ) -> Iterator[Speaker]:
-    """The model, loaded to answer `prompts`, or for a conversation where there are none."""
+    """A context with the model, loaded to answer `prompts`; without prompts, for a conversation."""
     for prompt in prompts:
         _after(opened.cfg, prompt)
     longest = max(map(len, prompts), default=min(CHAT, opened.cfg.max_positions))
@@ -231,7 +234,7 @@ def _row(line: str, where: str, by_template: bool) -> Any:
 
 
 def chat(speaker: Speaker, system: str | None, screen: Screen) -> None:
-    """Until standard input ends. Ctrl-C ends an answer."""
+    """A conversation until standard input ends. Ctrl-C ends an answer."""
     first = [{"role": "system", "content": system}] if system else []
     messages = list(first)
     screen.say("chat     an empty line or Ctrl-D ends it, /new begins another, Ctrl-C ends an answer")
@@ -251,7 +254,7 @@ def chat(speaker: Speaker, system: str | None, screen: Screen) -> None:
 
 
 def _answer(speaker: Speaker, messages: list[Fields]) -> str:
-    """As it was shown. Raises InputError."""
+    """Prints the answer and returns it. Raises InputError."""
     parts: list[str] = []
 
     def told(text: str) -> None:
@@ -264,7 +267,7 @@ def _answer(speaker: Speaker, messages: list[Fields]) -> str:
 
 
 def ask() -> str:
-    """A line of standard input, without its end; "" at its end."""
+    """A line of standard input without its end; "" at its end."""
     try:
         return input("> " if sys.stdin.isatty() else "").strip()
     except UnicodeDecodeError as error:

@@ -1,4 +1,4 @@
-"""Which token comes next: the likeliest, or drawn as transformers draws it; by generation_config.json or options."""
+"""How the next token is chosen: the likeliest, or drawn as in transformers; by generation_config.json or options."""
 
 from __future__ import annotations
 
@@ -31,6 +31,8 @@ DEFAULTS: dict[str, Any] = {
 
 @dataclass(frozen=True)
 class Sampling:
+    """How the next token is chosen."""
+
     temperature: float = 0.0  # 0: the likeliest token
     top_k: int = 0  # 0: all
     top_p: float = 1.0
@@ -75,7 +77,7 @@ def _number(config: Mapping[str, Any], key: str, low: float, high: float) -> flo
 
 
 def ends_of(config: Mapping[str, Any]) -> frozenset[int]:
-    """Tokens that end a text. Raises InputError."""
+    """The tokens that end a text. Raises InputError."""
     value = config.get("eos_token_id")
     ids = value if isinstance(value, list) else [] if value is None else [value]
     if not all(type(token) is int for token in ids):
@@ -85,15 +87,15 @@ def ends_of(config: Mapping[str, Any]) -> frozenset[int]:
 
 
 class Picker:
-    """The next token of each of some prompts. Equal seeds, equal tokens; a prompt's draws are its own."""
+    """Chooses the next token of each prompt. Equal seeds give equal tokens; each prompt has its own random numbers."""
 
     def __init__(self, sampling: Sampling, prompts: int, first: int):
-        """`first`: the number of the first of them."""
+        """`first`: the number of the first prompt."""
         self.sampling = sampling
         self._dice = [torch.Generator().manual_seed(sampling.seed + first + i) for i in range(prompts)]
 
     def __call__(self, logits: Tensor) -> list[int]:
-        """Of logits (B, V) fp32."""
+        """The next tokens, from logits (B, V) in fp32."""
         if not self.sampling.temperature:
             return logits.argmax(-1).tolist()
         found = probabilities(self.sampling, logits).cpu()
@@ -101,7 +103,9 @@ class Picker:
 
 
 def probabilities(sampling: Sampling, logits: Tensor) -> Tensor:
-    """(B, V) fp32 of logits: by temperature, then the top_k largest, then the fewest that have top_p together."""
+    """Probabilities (B, V) in fp32: by temperature, then of the top_k largest, then of the fewest that have top_p
+    together.
+    """
     scores = logits / max(sampling.temperature, COLDEST)
     if 0 < sampling.top_k < scores.shape[-1]:
         least = torch.topk(scores, sampling.top_k).values[..., -1:]
@@ -115,6 +119,6 @@ def probabilities(sampling: Sampling, logits: Tensor) -> Tensor:
 
 
 def continued(prompt: Sequence[int], new: Sequence[int], ends: frozenset[int]) -> tuple[list[int], int, bool]:
-    """(prompt and text without its end token, tokens of the prompt, whether it ended)."""
+    """(prompt and text without its end token, number of the prompt's tokens, whether it ended)."""
     ended = bool(new) and new[-1] in ends
     return [*prompt, *(new[:-1] if ended else new)], len(prompt), ended

@@ -56,7 +56,7 @@ PART = 1 << 26  # bytes of a part, about
 
 
 def score(given: argparse.Namespace) -> int:
-    """Returns the exit code. Raises InputError, CheckpointError, DoesNotFit, StoreError."""
+    """Runs the command; returns the exit code. Raises InputError, CheckpointError, DoesNotFit, StoreError."""
     out, say = Screen(), Screen(sys.stderr)
     folder, all_ = Path(given.out), Found(0.0, 0, 0, 0)
     ready = evaluate.open_and_load(given, say, head.TOP_CHUNK if given.top_k else 0)
@@ -75,7 +75,7 @@ def score(given: argparse.Namespace) -> int:
 
 
 def _keep_names(folder: Path, given: argparse.Namespace, ready: Ready) -> None:
-    """Raises InputError where the folder has scores of something else."""
+    """Writes scores.json. Raises InputError if the folder has scores of something else."""
     sources, codec = list(zip(given.data, ready.sources, strict=True)), ready.sources[0].codec
     assert codec is not None
     said = described(Path(given.folder), min(given.top_k or 0, ready.below), codec, sources)
@@ -94,7 +94,7 @@ def _keep_names(folder: Path, given: argparse.Namespace, ready: Ready) -> None:
 
 
 def described(model: Path, k: int, codec: Codec, sources: Sequence[tuple[str, Dataset]]) -> dict[str, Any]:
-    """What scores.json says."""
+    """The content of scores.json."""
     said = {"format": FORMAT, "model": str(model.resolve()), "tokenizer": codec.vocabulary()}
     files = [{file.meta["key"]: file.n_documents for file in data.files} for _, data in sources]
     each = [{"data": name, "folder": f"{i:03}", "files": files[i]} for i, (name, _) in enumerate(sources)]
@@ -124,7 +124,7 @@ class Part:
 
 
 def _sum(said: Mapping[str, str], tensors: Mapping[str, np.ndarray]) -> str:
-    """Checksum of a part."""
+    """The checksum of a part."""
     form = {name: (str(t.dtype), t.shape) for name, t in sorted(tensors.items())}
     named = [*(said.get(name) for name in ("format", "key", "first", "batches")), form]
     return checksum([json.dumps(named).encode(), *(tensors[name].reshape(-1).view(np.uint8).data for name in form)])
@@ -157,7 +157,7 @@ def _with(found: Found, scores: Any) -> Found:
 
 
 def _written_parts(folder: Path, key: str, sequences: int) -> tuple[int, int, Found]:
-    """(parts, micro-batches in them, their loss). Raises InputError where they are of something else."""
+    """(number of parts, micro-batches in them, their loss). Raises InputError if they are of something else."""
     parts, done, found = 0, 0, Found(0.0, 0, 0, sequences)
     while (path := folder / f"part-{parts:05}.safetensors").is_file():
         try:
@@ -180,9 +180,9 @@ def _written_parts(folder: Path, key: str, sequences: int) -> tuple[int, int, Fo
 def key_of(
     opened: Opened, data: Dataset, device: str, dtype: torch.dtype, rows: int, seq_len: int, k: int, below: int
 ) -> str:
-    """Of weights by the places, sizes and times of their files, of data, and of what decides the numbers.
+    """The key of the weights (by paths, sizes and times of their files), the data, and all that decides the numbers.
 
-    Places are absolute: config.yaml has the teacher's, and its command perhaps a relative one.
+    Paths are absolute, since config.yaml has the teacher's absolute path while a command may have a relative one.
     """
     found = stamps(opened.source) | (stamps(opened.adapter.source) if opened.adapter else {})
     files = {str(path.parent.resolve() / path.name): stamp for path, stamp in found.items()}
@@ -193,7 +193,7 @@ def key_of(
 
 @dataclass(frozen=True)
 class Numbered(MicroBatch):
-    """With what its documents are."""
+    """A micro-batch with the numbers of its documents."""
 
     pieces: np.ndarray = field(
         default_factory=lambda: np.zeros((0, 2), np.int64)
@@ -209,7 +209,7 @@ def _numbered(ready: Ready, data: Dataset) -> Iterator[Numbered]:
 
 
 def _scores(ready: Ready, group: Sequence[MicroBatch], k: int) -> list[dict[str, np.ndarray]]:
-    """Of each micro-batch, the tensors of a part."""
+    """The tensors of a part, of each micro-batch."""
     cfg, found = ready.layers.cfg, list[dict[str, np.ndarray]]()
 
     def take(b: int, w: Any, embed: Any, x: torch.Tensor, mb: Any) -> None:

@@ -1,4 +1,4 @@
-"""The hub's own client, the optional package huggingface_hub: found, asked, and its failures as one line."""
+"""The hub's own client, the optional package huggingface_hub; its failures become one line."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ OURS = (errno.ENOSPC, errno.EDQUOT, errno.EACCES, errno.EROFS, errno.EIO)  # of 
 
 
 def client() -> Any:
-    """The package, or None where it is not installed."""
+    """The package, or None if it is not installed."""
     try:
         import huggingface_hub.errors  # late: optional, and slow
         import huggingface_hub.utils
@@ -37,7 +37,9 @@ def reached(error: BaseException) -> bool:
 
 @contextmanager
 def asking(hub: Any, name: Named, what: str) -> Iterator[None]:
-    """The client's failures as InputError, those of this machine's drives as they are. `what` was not done."""
+    """A context in which the client's failures become InputErrors; failures of this machine's drives stay. `what`: was
+    not done.
+    """
     errors = hub.errors
     page = f"{endpoint()}/{'datasets/' * (name.kind == 'dataset')}{name.repo}"
     try:

@@ -1,8 +1,8 @@
-"""Models and data sets of the Hugging Face hub: downloaded into the client's cache, of one commit, and named by path.
+"""Models and data sets of the Hugging Face hub: one commit is downloaded into the client's cache, and named by path.
 
-Files that are there are not downloaded again; one whose connection breaks is continued, by the client. Only files that
-are read are taken: of a model safetensors, configuration, tokenizer and templates, of a data set its tables or texts.
-No code, no pickles.
+Files that are there are not downloaded again; if a connection breaks, the client continues the file. Only files that
+are read are downloaded: of a model safetensors, configuration, tokenizer and templates, of a data set its tables or
+texts. No code and no pickles.
 """
 
 from __future__ import annotations
@@ -31,7 +31,7 @@ NAMES = 4  # named in a line
 
 
 def fetched(options: Options, screen: Screen) -> Options:
-    """The options with paths instead of names on the hub; unchanged without the client.
+    """The options with paths in place of names on the hub; unchanged without the client.
 
     Raises InputError, OSError.
     """
@@ -54,7 +54,7 @@ def fetched(options: Options, screen: Screen) -> Options:
 
 
 def folder_of(model: str, screen: Screen, outline: bool = False) -> str:
-    """The folder of a model of the hub; `model` itself where it is a folder's name or there is no client.
+    """The folder of a model on the hub; `model` itself if it is a folder or there is no client.
 
     `outline`: without its weights. Raises InputError, OSError.
     """
@@ -79,7 +79,7 @@ def folder_of(model: str, screen: Screen, outline: bool = False) -> str:
 
 
 def base_for(folder: Path, model: str, screen: Screen) -> str:
-    """The base of the adapter in `folder`: `model` if given, else what it names; a folder where there is one.
+    """The base of the adapter in `folder`: `model` if given, else the one that it names; a folder if there is one.
 
     Raises InputError, OSError.
     """
@@ -93,7 +93,7 @@ def base_for(folder: Path, model: str, screen: Screen) -> str:
 
 
 def model_files(name: Named, there: Files) -> Files:
-    """Those that are read. Raises InputError where it is no model in safetensors."""
+    """The files to download. Raises InputError if the model has no safetensors."""
     files = {file: size for file, size in there.items() if is_auxiliary(file) or _is_weights(file)}
     whole = {file for file in files if file.endswith(".safetensors") and not file.startswith("consolidated")}
     if whole:  # Mistral's own form of the same weights
@@ -116,7 +116,7 @@ def _is_weights(file: str) -> bool:
 
 
 def _data(text: str, screen: Screen) -> tuple[list[str], list[str]]:
-    """Paths to train on, with their weight, and names of what is there for evaluation. Raises InputError, OSError."""
+    """Paths to train on, with weights, and names of files for evaluation. Raises InputError, OSError."""
     plain, weight = parted(text)
     name = data_name(plain)
     if name is None:
@@ -135,7 +135,7 @@ def _data(text: str, screen: Screen) -> tuple[list[str], list[str]]:
 
 
 def data_files(name: Named, there: Files) -> tuple[list[str], list[str]]:
-    """Files to train on, and such for evaluation. Raises InputError where it is not clear which."""
+    """Files to train on, and files for evaluation. Raises InputError if it is not clear which."""
     chosen = [file for file in there if not name.file or fnmatch(file, name.file) or _under(file, name.file)]
     if not chosen:
         raise InputError(f"{name}: {name.repo} has no such file. It has {_some(sorted(there))}.")
@@ -169,7 +169,7 @@ def _some(names: Sequence[str]) -> str:
 
 
 def _listed(hub: Any, name: Named) -> tuple[Named, Files]:
-    """Of its commit, all files. Raises InputError."""
+    """All files of the commit. Raises InputError."""
     with asking(hub, name, "found"):
         found = hub.HfApi(endpoint=endpoint()).repo_info(
             name.repo, repo_type=name.kind, revision=name.revision or None, files_metadata=True
@@ -182,7 +182,7 @@ def _listed(hub: Any, name: Named) -> tuple[Named, Files]:
 
 
 def _download(hub: Any, name: Named, files: Files, screen: Screen) -> None:
-    """Raises InputError, also where there is no room; OSError."""
+    """Raises InputError, also if there is no space; OSError."""
     missing = {file: size for file, size in files.items() if not (name.folder / file).is_file()}
     if not missing:
         return

@@ -1,8 +1,8 @@
-"""Names of the Hugging Face hub, and where its client keeps what they name: its cache, which other programs share.
+"""Names on the Hugging Face hub, and the client's cache, where it stores files; other programs use it, too.
 
 A model is OWNER/NAME or OWNER/NAME@REVISION, a data set also hf://datasets/OWNER/NAME@REVISION/FILE. The cache has
-(models|datasets)--OWNER--NAME/snapshots/COMMIT/FILE; a file is there only once it is complete. Whether a model is, all
-its files, says an auxiliary file of this program's next to `snapshots`.
+(models|datasets)--OWNER--NAME/snapshots/COMMIT/FILE; a file is there only when it is complete. Whether a model has all
+its files is noted in an auxiliary file of this program next to `snapshots`.
 """
 
 from __future__ import annotations
@@ -31,7 +31,7 @@ Files = dict[str, int]  # name -> bytes
 
 @dataclass(frozen=True)
 class Named:
-    """What a name means."""
+    """What a name means: owner, name, revision, file."""
 
     kind: str  # model, dataset
     repo: str  # OWNER/NAME
@@ -45,7 +45,7 @@ class Named:
 
     @property
     def folder(self) -> Path:
-        """Of a commit, in the cache."""
+        """The folder of a commit in the cache."""
         return self._cache / "snapshots" / self.revision
 
     @property
@@ -54,31 +54,31 @@ class Named:
 
     @property
     def mark(self) -> Path:
-        """Says which files a complete model has: {name: bytes}."""
+        """The file that lists what a complete model has: {name: bytes}."""
         return self._cache / "trireme" / f"{self.revision}.json"
 
     @property
     def is_whole(self) -> bool:
-        """Whether a commit of a model is there, each file with its size."""
+        """Whether a commit of a model is complete, each file with its size."""
         with suppress(OSError, ValueError):
             files = parse_json(read_small(self.mark), self.mark.name)
             return all((self.folder / name).stat().st_size == size for name, size in files.items())
         return False
 
     def set_whole(self, files: Files) -> None:
-        """Raises OSError."""
+        """Notes that a model is complete. Raises OSError."""
         self.mark.parent.mkdir(exist_ok=True)
         replace_synced(self.mark, json.dumps(files).encode())
 
 
 def cache() -> Path:
-    """Where the client keeps downloads, by its own environment variables."""
+    """Where the client stores downloads, by its own environment variables."""
     home = os.environ.get("HF_HOME") or Path(os.environ.get("XDG_CACHE_HOME") or "~/.cache") / "huggingface"
     return Path(os.path.expandvars(Path(os.environ.get("HF_HUB_CACHE") or Path(home) / "hub").expanduser()))
 
 
 def model_name(text: str) -> Named | None:
-    """None of a folder, and of what looks like one: where the first part of the path is there."""
+    """The name of a model; None for a folder, and for what looks like one because the first part of the path exists."""
     found = _MODEL.fullmatch(text)
     if not found or found["owner"].strip(".") == "" or Path(text).exists() or Path(found["owner"]).exists():
         return None
@@ -86,7 +86,7 @@ def model_name(text: str) -> Named | None:
 
 
 def data_name(text: str) -> Named | None:
-    """As model_name. `text` is without its weight."""
+    """As model_name, for data. `text`: without its weight."""
     found = _DATA.fullmatch(text)
     if not found:
         return None
@@ -101,7 +101,7 @@ def data_name(text: str) -> Named | None:
 
 
 def named(path: str | Path) -> Named | None:
-    """The name of a model's folder, or of a data set's file, that was downloaded; None of any other path."""
+    """The name on the hub of a downloaded model's folder or data file; None for any other path."""
     with suppress(ValueError):
         found = _KEPT.fullmatch(Path(path).relative_to(cache().absolute()).as_posix())
         if found and (found["kind"] == "dataset") == bool(found["file"]):
@@ -111,7 +111,7 @@ def named(path: str | Path) -> Named | None:
 
 
 def written(path: str) -> str:
-    """A path, or a data file's with its weight, as config.yaml has it: by its name on the hub if it has one."""
+    """A path as config.yaml has it: by its name on the hub if it has one; a data file with its weight."""
     weight = re.search(r"(:\d*\.?\d+)?$", path)
     plain = path[: weight.start()] if weight else path
     name = named(plain)
@@ -125,18 +125,18 @@ def title(model: str) -> str:
 
 
 def base_of(model: str) -> tuple[str, str]:
-    """A model as adapters name their base: (name on the hub, its commit), or (absolute path, "")."""
+    """The base of adapters: (name on the hub, commit), or (absolute path, "")."""
     name = named(Path(model).absolute())
     return (name.repo, name.revision) if name else (str(Path(model).resolve()), "")
 
 
 def opens(model: str) -> str:
-    """What transformers opens a model by."""
+    """The name by which transformers opens a model."""
     name = named(Path(model).absolute())
     return name.repo if name else model
 
 
 def parted(text: str) -> tuple[str, str]:
-    """Data as it is named, and its weight, as text. Raises InputError."""
+    """(data as it is named, its weight as text). Raises InputError."""
     plain, _ = weighed(text)
     return plain, text[len(plain) :]

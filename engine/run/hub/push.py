@@ -1,4 +1,6 @@
-"""Uploads a run's output to the Hugging Face hub, with a model card, as one commit; a new repository is private."""
+"""Uploads the output of a run to the Hugging Face hub, with a model card, as one commit. A new repository is
+private.
+"""
 
 from __future__ import annotations
 
@@ -29,7 +31,7 @@ MODEL = "config.json"
 
 
 def check_push(options: Options) -> None:
-    """Before training: raises InputError unless the output can be uploaded, as far as is known by then."""
+    """Raises InputError before training if it is known already that the output cannot be uploaded."""
     if not options.push:
         return
     if (options.lora or options.adapter) and not base_of(options.model)[1]:
@@ -44,7 +46,7 @@ def check_push(options: Options) -> None:
 
 
 def push(out: Path, name: str, screen: Screen) -> None:
-    """Raises InputError, OSError."""
+    """Uploads. Raises InputError, OSError."""
     hub = _client(name)
     content = _content(out, name)
     _check_free(hub, name)
@@ -69,7 +71,7 @@ def _client(name: str) -> Any:
 
 
 def _check_free(hub: Any, name: str) -> None:
-    """Raises InputError where a model is there already: files of two would be mixed."""
+    """Raises InputError if a model is there already: its files and the new ones would be mixed."""
     with asking(hub, Named("model", name), "uploaded"):
         api = hub.HfApi(endpoint=endpoint())
         there = api.repo_info(name).siblings or () if api.repo_exists(name) else ()
@@ -78,9 +80,9 @@ def _check_free(hub: Any, name: str) -> None:
 
 
 def _content(out: Path, name: str) -> dict[str, Path | bytes]:
-    """What is uploaded, by name: weights, configuration, tokenizer, and the card. No paths of this machine.
+    """What is uploaded, by name: weights, configuration, tokenizer, and the card. It has no paths of this machine.
 
-    Raises InputError where there is no model, or an adapter's base is not on the hub.
+    Raises InputError if there is no model, or an adapter's base is not on the hub.
     """
     weights = sorted(path for path in out.glob("*.safetensors") if path.is_file())
     adapter = (out / CONFIG).is_file()
@@ -98,7 +100,7 @@ def _content(out: Path, name: str) -> dict[str, Path | bytes]:
 
 
 def _base(out: Path, adapter: bool) -> str:
-    """The base's name on the hub; "" of a whole model where it is not known. Raises InputError."""
+    """The base's name on the hub; "" for a whole model if it is not known. Raises InputError."""
     if adapter:
         base = base_in(read_adapter_config(out))
         if not NAME.fullmatch(base) or base.startswith(".") or Path(base).exists():
@@ -113,7 +115,7 @@ def _base(out: Path, adapter: bool) -> str:
 
 
 def _without_path(config: Path) -> bytes | None:
-    """config.json without the folder that it was read from; None where it names none."""
+    """config.json without the folder that it was read from; None if it names none."""
     found = parse_json(read_small(config, links=True), str(config))
     where = found.get("_name_or_path")
     if not isinstance(where, str) or not (where.startswith((".", "~")) or Path(where).is_absolute()):
@@ -133,9 +135,9 @@ _LEFT_OUT = frozenset({
 
 
 def card_of(out: Path, name: str, base: str, adapter: bool) -> str:
-    """Markdown of the run whose output is in `out`. `base`: on the hub, "" where it is not known.
+    """The model card, in Markdown, of the run in `out`. `base`: name on the hub, "" if it is not known.
 
-    Raises InputError where config.yaml is not one.
+    Raises InputError if config.yaml cannot be read.
     """
     given = options_of(out)
     data = [data_name(parted(text)[0]) for text in given.get("data", ())]
@@ -158,14 +160,14 @@ def card_of(out: Path, name: str, base: str, adapter: bool) -> str:
 
 
 def shown_model(given: dict[str, Any]) -> str:
-    """The model by its name, without its folder."""
+    """The model's name without its folder."""
     model = str(given.get("model") or "")
     found = model_name(model)
     return found.repo if found else Path(model).name or "a model"
 
 
 def _data(given: dict[str, Any]) -> list[str]:
-    """Files by name, without their folders; those of the hub as they are called there."""
+    """Names of data files without their folders; those of the hub by their names there."""
 
     def shown(text: str) -> str:
         plain, weight = parted(text)
