@@ -1,4 +1,4 @@
-"""JSON rows: an object a line, arrays of objects, objects in sequence."""
+"""Rows in JSON: one object a line, arrays of objects, or objects one after the other."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ _TOO_LONG = "holds a number of thousands of digits"  # Python refuses it
 
 
 def json_of(text: str) -> Any:
-    """What JSON in a string says. Raises ValueError (BadRow where a key occurs twice), RecursionError."""
+    """The value of JSON in a string. Raises ValueError (BadRow if a key occurs twice), RecursionError."""
     return _DECODER.decode(text)
 
 
@@ -44,7 +44,7 @@ LINES = (".jsonl", ".ndjson")
 
 
 def holds_lines(file: Bytes, kind: str) -> bool:
-    """Whether JSON is an object a line, whatever its name."""
+    """Whether a file has one JSON object a line, whatever its name is."""
     first = next((line for line in iter(lambda: file.readline(ROW), b"") if line.strip(_BOM + _SPACE)), b"")
     first = first.lstrip(_BOM + _SPACE)
     if first[:1] != b"{":
@@ -88,7 +88,7 @@ def _json_line(line: bytes) -> Fields | BadRow:
 
 
 def json_values(path: Path, file: Bytes) -> Iterator[Row]:
-    """Objects of JSON arrays or in sequence."""
+    """Yields the objects of JSON arrays, or objects one after the other."""
     text = io.TextIOWrapper(file, encoding="utf-8-sig", newline="")
     buffer, pos, line, number, inside = "", 0, 1, 0, False
     more = True

@@ -1,4 +1,4 @@
-"""What a reader of files hands on: rows, and the faults of single ones."""
+"""What readers of files yield: rows, and faults of single rows."""
 
 from __future__ import annotations
 
@@ -11,11 +11,13 @@ TOO_LARGE = f"is longer than {ROW >> 20} MiB. Part it into several rows, or give
 
 
 class BadRow(ValueError):
-    """A row's fault; later rows can be read."""
+    """What is wrong with a row. Later rows can still be read."""
 
 
 class Row(NamedTuple):
-    """`number`: line or row as an editor counts. A long text has several, from `starts` to `ends`."""
+    """A row. `number`: of the line or row, as an editor counts. A long text has several rows, from `starts` to
+    `ends`.
+    """
 
     number: int
     value: Fields | BadRow
@@ -26,6 +28,6 @@ class Row(NamedTuple):
 
 
 def kind_of(value: object) -> str:
-    """A value's type in JSON's words."""
+    """The type of a value, by JSON's names."""
     names = {dict: "an object", list: "a list", str: "a string", bool: "a boolean", type(None): "null"}
     return names.get(type(value)) or ("a number" if isinstance(value, (int, float)) else type(value).__name__)

@@ -1,6 +1,6 @@
-"""What a teacher says of data: the files of `trireme score --top-k K`, and its rows for the pieces of a run.
+"""What a teacher says of data: the files of `trireme score --top-k K`, and the teacher's rows for the pieces of a run.
 
-The files are described in engine/run/finished/score.py. They are mapped, not read: rows come with their micro-batch.
+engine/run/finished/score.py describes the files. They are mapped; rows are read with their micro-batch.
 """
 
 from __future__ import annotations
@@ -37,7 +37,7 @@ class Taught(NamedTuple):
 
 @dataclass(frozen=True)
 class Names:
-    """scores.json: of which model, tokenizer and data scores are."""
+    """The content of scores.json: the model, tokenizer and data that scores are of."""
 
     folder: Path
     model: str
@@ -47,11 +47,12 @@ class Names:
 
 
 def is_scores(path: str | Path) -> bool:
+    """Whether a folder has scores."""
     return (Path(path) / NAMES).is_file()
 
 
 def read_names(folder: str | Path) -> Names:
-    """Raises InputError where they cannot teach."""
+    """Reads scores.json. Raises InputError if the scores cannot teach."""
     path = Path(folder) / NAMES
     try:
         said = parse_json(read_small(path), "file")
@@ -76,14 +77,14 @@ def read_names(folder: str | Path) -> Names:
 
 @dataclass(frozen=True)
 class Part:
-    """A file, mapped."""
+    """A file of scores, mapped."""
 
     path: Path
     header: Header
 
     @classmethod
     def open(cls, path: Path, k: int) -> Part:
-        """Raises InputError."""
+        """Opens a file. Raises InputError."""
         try:
             header = read_header(path)
         except CheckpointError as error:
@@ -108,7 +109,7 @@ class Part:
 
 
 def parts_of(folder: Path, k: int) -> list[Part]:
-    """Of a source. Raises InputError."""
+    """The files of a source. Raises InputError."""
     found = list[Part]()
     while (path := folder / f"part-{len(found):05}.safetensors").is_file():
         found.append(Part.open(path, k))
@@ -122,7 +123,7 @@ def parts_of(folder: Path, k: int) -> list[Part]:
 
 @dataclass(frozen=True)
 class Teacher:
-    """Rows for the pieces of a data set: in RAM PLACE bytes for each."""
+    """The teacher's rows for the pieces of a data set. RAM holds PLACE bytes for each piece."""
 
     parts: tuple[tuple[Path, np.ndarray, np.ndarray, np.ndarray], ...]  # as Taught, mapped
     part: np.ndarray  # (pieces,) int32
@@ -132,7 +133,9 @@ class Teacher:
     key: str  # of what the scores are of
 
     def of(self, pieces: np.ndarray) -> Taught:
-        """Of these pieces' labels, one after another. Raises InputError where the files have changed."""
+        """What the teacher says of these pieces' labels, one after another. Raises InputError if the files have
+        changed.
+        """
         found = [Taught(*(t[a : a + n] for t in self.parts[p][1:])) for p, a, n in self._places(pieces)]
         ids, logps, rest = (np.concatenate(tables) for tables in zip(*found, strict=True))
         shares = np.exp(logps.astype(np.float32)).sum(1) + np.exp(rest)
@@ -157,7 +160,7 @@ class Pieces(NamedTuple):
 
 
 def places_of(files: Sequence[Any], pieces: np.ndarray) -> np.ndarray:
-    """(pieces, 2) int64: a piece's document among those of all files, and its first token in it."""
+    """(pieces, 2) int64: the number of a piece's document among those of all files, and its first token in it."""
     first = np.cumsum([0, *(len(file.offsets) - 1 for file in files)])
     found = np.zeros((len(pieces), 2), np.int64)
     for i, file in enumerate(files):
@@ -168,7 +171,7 @@ def places_of(files: Sequence[Any], pieces: np.ndarray) -> np.ndarray:
 
 
 def taught_by(names: Names, data: Pieces, vocab: int) -> Teacher:
-    """The teacher's rows of each piece: those of a scored piece that begins where it does. Raises InputError."""
+    """The teacher's rows for each piece: those of the scored piece that begins at the same token. Raises InputError."""
     known = {file.meta["key"]: i for i, file in reversed(list(enumerate(data.files)))}
     parts, places, rows = list[Part](), [np.zeros(0, np.int64)], [np.zeros((0, 3), np.int64)]
     for source in names.sources:
@@ -206,7 +209,7 @@ def _matched(
     places: np.ndarray,
     rows: np.ndarray,
 ) -> Teacher:
-    """Raises InputError where a piece is missing, or its labels are others."""
+    """Raises InputError if a piece has no scores, or its labels differ."""
     order = np.argsort(places, kind="stable")
     same = np.array([known[file.meta["key"]] for file in data.files], np.int64)
     wanted = (same[data.table["file"]] << BITS) + data.table["start"]

@@ -1,4 +1,4 @@
-"""Data files: named, checked, read row by row."""
+"""Data files: named, checked, and read row by row."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ MOST = 1000  # weight: each repeat takes memory
 
 @dataclass(frozen=True)
 class DataFile:
-    """A data file and its weight: 2 sees each row twice an epoch, 0.5 half of them."""
+    """A data file with its weight: with 2 an epoch has each row twice, with 0.5 half of the rows."""
 
     path: Path  # a file, or what names `parts`
     weight: float = 1.0
@@ -50,7 +50,7 @@ class DataFile:
 
 
 def weighed(text: str) -> tuple[str, float]:
-    """`path` or `path:weight`. Raises InputError."""
+    """(path, weight) of `path` or `path:weight`. Raises InputError."""
     match = re.fullmatch(r"(.+):(\d*\.?\d+)", text)
     path, weight = (match[1], float(match[2])) if match and not Path(text).exists() else (text, 1.0)
     if weight <= 0:
@@ -61,7 +61,7 @@ def weighed(text: str) -> tuple[str, float]:
 
 
 def check_file(path: Path) -> None:
-    """Raises InputError where it cannot be opened, or is no kind of data."""
+    """Raises InputError if a file cannot be opened, or is no kind of data."""
     if path.exists() and not path.is_file():
         raise InputError(f"{path} is not a regular file. Pipe it into standard input: --data -.")
     kind = DataFile(path).kind
@@ -85,7 +85,7 @@ def check_file(path: Path) -> None:
 
 
 def spool(stream: BinaryIO, folder: Path) -> DataFile:
-    """Standard input as a file in `folder`, or the one already there."""
+    """Standard input as a file in `folder`; a file that is there already is used."""
     kept = next(iter(sorted(folder.glob("stdin.*"))), None)
     if kept is None:
         if stream.isatty():
@@ -104,10 +104,9 @@ def spool(stream: BinaryIO, folder: Path) -> DataFile:
 
 
 def _parts(pipe: int) -> Iterator[bytes]:
-    """Bytes from a file descriptor, up to its end.
+    """Yields bytes from a file descriptor until its end.
 
-    A signal that arrives just before a read would be handled after it, however long it waits. So no wait is longer than
-    a second.
+    No wait is longer than a second: a signal that arrives just before a read is handled only after it.
     """
     while True:
         if select.select([pipe], [], [], 1.0)[0]:
@@ -118,7 +117,7 @@ def _parts(pipe: int) -> Iterator[bytes]:
 
 
 class Reader:
-    """`position` of `size` bytes are read."""
+    """Reads the rows of a file. `position` of its `size` bytes have been read."""
 
     def __init__(self, source: DataFile, eos_token: str | None = None):
         self.source, self.size = source, source.size
@@ -132,7 +131,7 @@ class Reader:
         return self._done + (self._raw.tell() if self._raw and not self._raw.closed else 0)
 
     def rows(self) -> Iterator[Row]:
-        """Raises InputError."""
+        """Yields the rows. Raises InputError."""
         for path in self.source.files:
             try:
                 lines = self._holds_lines(path)
@@ -151,7 +150,7 @@ class Reader:
 
     @staticmethod
     def _first_bad_line(path: Path) -> int:
-        """The first line that is not UTF-8, or 0: a decoder of blocks does not tell."""
+        """The first line that is not UTF-8, or 0. A decoder that reads blocks does not tell."""
         decoder, number = codecs.getincrementaldecoder("utf-8")(), 1
         with path.open("rb") as raw:
             file = unpacked(path, raw)

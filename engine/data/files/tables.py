@@ -18,7 +18,7 @@ _TIME = 0.5  # stands for a time, which is named as not used
 
 
 class _Lines:
-    """Checked lines. `number`: of the last. `taken`: characters of the row so far, reset by its reader."""
+    """Checked lines. `number`: of the last one. `taken`: characters of the row so far, which its reader sets to 0."""
 
     def __init__(self, path: Path, stream: io.TextIOWrapper):
         self._path, self._stream, self.number, self.taken = path, stream, 0, 0
@@ -40,9 +40,10 @@ class _Lines:
 
 
 def read_csv(path: Path, file: Bytes, tabs: bool = False) -> Iterator[Row]:
-    """Cells end with a comma, a semicolon or a tab, whichever the first line has most of; `tabs`: a tab, if it has one.
+    """Yields rows of CSV. Cells end with the comma, semicolon or tab that the first line has most of. `tabs`: with a
+    tab, if it has one.
 
-    Cells of nan, as pandas writes what is absent, are null.
+    A cell with nan, which pandas writes for absent values, is null.
     """
     csv.field_size_limit(ROW)
     lines = _Lines(path, io.TextIOWrapper(file, encoding="utf-8-sig", newline=""))
@@ -72,7 +73,7 @@ def read_csv(path: Path, file: Bytes, tabs: bool = False) -> Iterator[Row]:
 
 
 def read_columns(path: Path, file: Bytes) -> Iterator[Row]:
-    """Parquet, or Arrow's files and streams."""
+    """Yields rows of Parquet, or of Arrow's files and streams."""
     try:
         import pyarrow
         import pyarrow.ipc
@@ -101,7 +102,7 @@ def _parquet(pyarrow: Any, path: Path, file: Bytes) -> Iterator[tuple[Any, list[
 
 
 def _arrow(pyarrow: Any, path: Path, file: Bytes) -> Iterator[tuple[Any, list[str]]]:
-    """Of a stream, as the datasets library writes it, or of a file of Arrow's."""
+    """Batches of a stream, as the datasets library writes it, or of an Arrow file."""
     if file.read(6) == b"ARROW1":
         made = pyarrow.ipc.open_file(file)
         batches = (made.get_batch(i) for i in range(made.num_record_batches))
@@ -115,7 +116,7 @@ def _arrow(pyarrow: Any, path: Path, file: Bytes) -> Iterator[tuple[Any, list[st
 
 
 def _columns(pyarrow: Any, path: Path, schema: Any) -> tuple[list[str], list[str]]:
-    """(columns to read, those of times, which no format uses, and Python has no nanoseconds). Raises InputError."""
+    """(columns to read, columns of times: no format uses them, and Python has no nanoseconds). Raises InputError."""
     if len(set(schema.names)) != len(schema.names):
         raise InputError(f"{path} names a column twice: {', '.join(schema.names)}.")
     timed = [field.name for field in schema if pyarrow.types.is_temporal(field.type)]
@@ -123,7 +124,7 @@ def _columns(pyarrow: Any, path: Path, schema: Any) -> tuple[list[str], list[str
 
 
 def _without_nulls(value: Any) -> Any:
-    """Arrow gives the objects of a column all keys that any of them has; those of others are null."""
+    """A value without keys that are null: Arrow gives each object of a column the keys of all."""
     if isinstance(value, dict):
         return {key: _without_nulls(inside) for key, inside in value.items() if inside is not None}
     return [_without_nulls(inside) for inside in value] if isinstance(value, list) else value

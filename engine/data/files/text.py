@@ -1,4 +1,4 @@
-"""Running text: documents between separator lines, long ones in pieces."""
+"""Running text: documents between separator lines; long ones come in pieces."""
 
 from __future__ import annotations
 
@@ -16,7 +16,9 @@ SEPARATOR = "<|endoftext|>"  # a line that ends a document, whatever the tokeniz
 
 
 def read_text(path: Path, file: Bytes, separators: set[str]) -> Iterator[Row]:
-    """A piece begins with a line that begins with no space, where there is one. Lines may be of any length."""
+    """Yields pieces of documents. A piece begins with a line that does not begin with a space, if there is one. Lines
+    may have any length.
+    """
     stream = io.TextIOWrapper(file, encoding="utf-8-sig")  # CRLF becomes LF
     document, number, begins = _Document(), 0, True
     while part := stream.readline(_LINE):
@@ -33,7 +35,7 @@ def read_text(path: Path, file: Bytes, separators: set[str]) -> Iterator[Row]:
 
 
 class _Document:
-    """Cuts a document into pieces; each waits for the text after it."""
+    """Cuts a document into pieces. Each piece waits for the text after it."""
 
     def __init__(self) -> None:
         self._parts: list[str] = []  # of the next piece
@@ -42,7 +44,7 @@ class _Document:
         self._before = ""
 
     def add(self, number: int, part: str, begins: bool) -> Iterator[Row]:
-        """Takes a line, or a part of a long one; `begins`: it is the first."""
+        """Takes a line, or a part of a long one. `begins`: it is the first part."""
         apart = begins and not part[:1].isspace()
         if self._size >= _PIECE and (apart or not begins) or self._size >= 2 * _PIECE:
             yield from self._hold("".join(self._parts))
@@ -61,7 +63,7 @@ class _Document:
         self._before = (self._before + text)[-CONTEXT:]
 
     def end(self) -> Iterator[Row]:
-        """The rest; no row where all is blank."""
+        """Yields the rest; nothing if all of it is blank."""
         text = "".join(self._parts).rstrip("\n")
         if text.strip() or self._held:
             yield from self._hold(text, ends=True)

@@ -1,4 +1,4 @@
-"""Files as their bytes: packed ones are unpacked while they are read."""
+"""Files as bytes: compressed ones are unpacked while they are read."""
 
 from __future__ import annotations
 
@@ -38,7 +38,7 @@ _COLUMNS = {"messages", "conversations", "text", "prompt", "instruction", "input
 
 
 def unpacked(path: Path, raw: BinaryIO) -> Bytes:
-    """Raises InputError where what it takes is not installed; reading raises DAMAGES."""
+    """The bytes of a file. Raises InputError if a package for it is not installed; reading raises DAMAGES."""
     packing = path.suffix.lower()
     if packing == ".gz":
         return cast(BinaryIO, gzip.open(raw))
@@ -58,7 +58,9 @@ def unpacked(path: Path, raw: BinaryIO) -> Bytes:
 
 
 class _Streams(io.RawIOBase):
-    """All streams of a file, with zeros between them. Python's readers leave what is behind them, without a word."""
+    """All compressed streams of a file, with zeros between them: Python's readers silently ignore what follows the
+    zeros.
+    """
 
     def __init__(self, raw: BinaryIO, make: Callable[[], bz2.BZ2Decompressor | lzma.LZMADecompressor]):
         self._raw, self._make, self._decoder = raw, make, make()
@@ -67,7 +69,7 @@ class _Streams(io.RawIOBase):
         return True
 
     def readinto(self, buffer: Any) -> int:
-        """Raises OSError, EOFError or lzma.LZMAError where it is damaged."""
+        """Raises OSError, EOFError or lzma.LZMAError if the file is damaged."""
         while True:
             if self._decoder.eof:
                 rest = self._decoder.unused_data.lstrip(b"\0")
@@ -86,7 +88,7 @@ class _Streams(io.RawIOBase):
 
 
 def misnamed(path: Path, head: bytes) -> str:
-    """What a file of these first bytes is, and what to do, where its name says otherwise; else ""."""
+    """What a file with these first bytes is, and what to do, if its name says otherwise; else ""."""
     for magic, what, suffix in _MAGIC:
         if head.startswith(magic) and path.suffix.lower() != suffix:
             name = path.name.removesuffix(path.suffix) if suffix in (".parquet", ".arrow") else path.name
@@ -104,7 +106,7 @@ def misnamed(path: Path, head: bytes) -> str:
 
 
 def rows_by_name(path: Path) -> str:
-    """What a text is whose first line is a row of JSON, and what to do; else ""."""
+    """What a text is whose first line is a row in JSON, and what to do; else ""."""
     with path.open("rb") as raw:
         first = raw.readline(1 << 20).removeprefix(b"\xef\xbb\xbf")
     if not first.startswith(b"{"):

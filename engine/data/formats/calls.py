@@ -1,4 +1,4 @@
-"""Tools, and calls of them, in the spellings of the popular trainers and servers."""
+"""Tools, and calls of tools, as the popular trainers and servers write them."""
 
 from __future__ import annotations
 
@@ -10,7 +10,9 @@ from trireme.engine.data.files.rows import BadRow, Fields, kind_of
 
 
 def read_tools(row: Fields) -> list[Fields] | None:
-    """`tools`, or OpenAI's older `functions`: JSON schemas, bare functions, or either as a string of JSON."""
+    """The tools of `tools`, or of OpenAI's older `functions`: JSON schemas, bare functions, or either as JSON in a
+    string.
+    """
     given = [key for key in ("tools", "functions") if row.get(key) not in (None, "", [], {})]
     if not given:
         return None
@@ -36,7 +38,7 @@ def read_tools(row: Fields) -> list[Fields] | None:
 
 
 def _without_nulls(schema: Any) -> Any:
-    """No schema is null: what Arrow made of absent keys, and others wrote as JSON. A value may be."""
+    """A schema without keys that are null, which Arrow or others have made of absent ones. A value may be null."""
     if isinstance(schema, list):
         return [_without_nulls(inside) for inside in schema]
     if not isinstance(schema, dict):
@@ -47,7 +49,7 @@ def _without_nulls(schema: Any) -> Any:
 
 
 def drop_strange_nulls(messages: list[Fields], tools: list[Fields] | None) -> None:
-    """Drops null arguments that the called tool does not have: Arrow gives each call the arguments of all tools."""
+    """Removes null arguments that the called tool does not have: Arrow gives each call the arguments of all tools."""
     known = {}
     for tool in tools or []:
         function = tool.get("function", tool)
@@ -63,7 +65,9 @@ def drop_strange_nulls(messages: list[Fields], tools: list[Fields] | None) -> No
 
 
 def read_calls(message: Fields, where: str, unused: dict[str, None]) -> list[Fields]:
-    """`tool_calls` and the older `function_call` of a message, with arguments that are JSON. Raises BadRow."""
+    """The calls of a message, `tool_calls` or the older `function_call`, with arguments that are JSON. Raises
+    BadRow.
+    """
     calls, single = message.get("tool_calls") or [], message.get("function_call") or None
     if isinstance(calls, str):
         calls = _parsed(calls, f"{where}: 'tool_calls' is a string that is not JSON")
@@ -77,7 +81,7 @@ def read_calls(message: Fields, where: str, unused: dict[str, None]) -> list[Fie
 
 
 def told_calls(value: Any, where: str, unused: dict[str, None]) -> list[Fields]:
-    """Calls that are a turn of their own, `{name, arguments}` or a list, as objects or JSON. Raises BadRow."""
+    """Calls that are a turn of their own: `{name, arguments}` or a list of them, as objects or JSON. Raises BadRow."""
     calls = _parsed(value, f"{where}: the function call is not JSON") if isinstance(value, str) else value
     calls = calls if isinstance(calls, list) else [calls]
     if not calls or not all(_is_call(call) for call in calls):
@@ -86,12 +90,12 @@ def told_calls(value: Any, where: str, unused: dict[str, None]) -> list[Fields]:
 
 
 def new_call(function: Fields) -> Fields:
-    """For number_calls."""
+    """A call that number_calls gives an id."""
     return {"id": "", "type": "function", "function": function}
 
 
 def number_calls(messages: list[Fields]) -> None:
-    """Gives new calls an id, and each answer without one that of the call it answers, in their order."""
+    """Gives new calls an id, and answers without an id that of the call that they answer, in order."""
     waiting: list[str] = []
     for i, message in enumerate(messages):
         for k, call in enumerate(message.get("tool_calls", [])):
@@ -117,7 +121,7 @@ _PARTS = ("id", "type", "index", "function")  # of a call; an index says its ord
 
 
 def _call(call: Fields, where: str, unused: dict[str, None]) -> Fields:
-    """The call with `arguments`: as they are where they are JSON, {} where there are none. Llama says `parameters`."""
+    """A call with `arguments`, {} if it has none. Llama's key is `parameters`."""
     function = dict(call.get("function", call))
     key = next((key for key in ("arguments", "parameters", "args") if function.get(key) is not None), "arguments")
     given = function.pop(key, None)
@@ -144,7 +148,7 @@ def _call(call: Fields, where: str, unused: dict[str, None]) -> Fields:
 
 
 def _check_numbers(value: Any, what: str) -> None:
-    """Raises BadRow where it holds NaN or an infinity, which Python reads and writes, and no server takes."""
+    """Raises BadRow if a value has NaN or infinity: Python reads and writes them, but no server takes them."""
     try:
         json.dumps(value, allow_nan=False)
     except ValueError:

@@ -1,4 +1,4 @@
-"""Rows with a class: any row that is read, and its `label`, a name or the number of one."""
+"""Rows with a class: any row that can be read, with a `label`, which is the name or the number of a class."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ _TALKS = {"messages": read_messages, "conversations": read_sharegpt}
 def read_class(given: Fields, renames: Mapping[str, str], labels: Sequence[str]) -> tuple[str, Example, list[str], int]:
     """(format, what is classified, keys that are not read, the class). Raises BadRow.
 
-    A text is as its tokenizer has it, without an end token; a conversation may end with any message.
+    A text has the tokens of its tokenizer, without an end token. A conversation may end with any message.
     """
     row = parsed(rename(given, renames))
     if row.get(KEY) is None:
@@ -39,14 +39,14 @@ def read_class(given: Fields, renames: Mapping[str, str], labels: Sequence[str])
 
 
 def as_read(example: Example) -> Example:
-    """A prompt and its completion as one text; no text has an end token."""
+    """A prompt and its completion become one text, without an end token."""
     if isinstance(example, Completion):
         return Text(example.prompt + example.completion, ends=False)
     return example._replace(ends=False) if isinstance(example, Text) else example
 
 
 def class_of(value: Any, labels: Sequence[str]) -> int:
-    """The number of a label. Raises BadRow where it is none, or not clear."""
+    """The number of a label. Raises BadRow if it is not a label, or is ambiguous."""
     word = _word(value)
     if word in labels:
         found = labels.index(word)
@@ -60,7 +60,7 @@ def class_of(value: Any, labels: Sequence[str]) -> int:
 
 
 def _word(value: Any) -> str:
-    """As text. Raises BadRow where it is not one class."""
+    """A label as text. Raises BadRow if it is not one class."""
     if isinstance(value, bool):
         return str(value).lower()
     if isinstance(value, (float, Decimal)) and math.isfinite(value) and value == int(value):
@@ -77,7 +77,9 @@ def _is_number(word: str) -> bool:
 
 
 def labels_in(rows: Iterable[Any], renames: Mapping[str, str]) -> tuple[str, ...]:
-    """The classes that rows name, sorted; of numbers as many as the largest says, as LABEL_0. Raises InputError."""
+    """The classes that rows name, sorted. If they are numbers, as many as the largest says, named LABEL_0 and so on.
+    Raises InputError.
+    """
     found, fault = set[str](), ""
     for row in rows:
         value = rename(row, renames).get(KEY) if isinstance(row, dict) else None

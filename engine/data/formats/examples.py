@@ -1,4 +1,4 @@
-"""Four kinds of example, and the checks of rows that all formats share."""
+"""The four kinds of example, and checks of rows that all formats use."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from trireme.engine.data.files.rows import BadRow, Fields, kind_of
 
 
 class Text(NamedTuple):
-    """Running text, all trained. A long document may come in pieces."""
+    """Running text; all of it is trained. A long document may come in pieces."""
 
     text: str
     starts: bool = True
@@ -19,14 +19,16 @@ class Text(NamedTuple):
 
 
 class Completion(NamedTuple):
-    """Prompt and trained completion, exactly as written."""
+    """A prompt and a completion, which is trained, exactly as they are written."""
 
     prompt: str
     completion: str
 
 
 class Chat(NamedTuple):
-    """A message with "train": False is context. Its content is a string, or a list of the texts of its parts."""
+    """A conversation. A message with "train": False is not trained. Its content is a string, or a list of its parts'
+    texts.
+    """
 
     messages: list[Fields]
     tools: list[Fields] | None = None
@@ -36,7 +38,7 @@ class Chat(NamedTuple):
 
 
 class Ids(NamedTuple):
-    """Tokens, and which are trained (None: all)."""
+    """Token ids, and which are trained (None: all)."""
 
     ids: list[int]
     trained: list[bool] | None = None
@@ -49,7 +51,7 @@ Example = Text | Completion | Chat | Ids
 
 
 def string(row: Mapping[str, Any], key: str, default: str | None = None) -> str:
-    """`default` where absent or null. Raises BadRow."""
+    """A string of a row; `default` if it is absent or null. Raises BadRow."""
     value = row.get(key)
     value = default if value is None else value
     if not isinstance(value, str):
@@ -58,7 +60,7 @@ def string(row: Mapping[str, Any], key: str, default: str | None = None) -> str:
 
 
 def filled_list(row: Mapping[str, Any], key: str, of: str) -> list[Any]:
-    """A list, not empty, `of` such things. Raises BadRow."""
+    """A list with at least one of these things. Raises BadRow."""
     value = row[key]
     if not isinstance(value, list):
         python = isinstance(value, str) and value.lstrip().startswith("[") and "'" in value
@@ -70,7 +72,7 @@ def filled_list(row: Mapping[str, Any], key: str, of: str) -> list[Any]:
 
 
 def by_case(row: Mapping[str, Any], keys: Sequence[str], more: Sequence[str] = ()) -> str:
-    """A hint where columns are those of a format, `keys` and perhaps `more`, but for case and spaces; else ""."""
+    """A hint if the columns are those of a format, `keys` and perhaps `more`, but for case and spaces; else ""."""
     names = {str(key).strip().lower(): str(key) for key in row}
     if not all(key in names for key in keys):
         return ""

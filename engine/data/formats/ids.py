@@ -14,7 +14,9 @@ SAYS_MORE = ("labels", *LOSS_MASKS, "attention_mask", "position_ids", "seq_lengt
 
 
 def read_ids(row: Fields) -> Ids:
-    """`input_ids`, less those at the ends that attention_mask leaves out; trained where labels and all masks say so."""
+    """`input_ids` without the padding that attention_mask leaves out. A token is trained if labels and all masks say
+    so.
+    """
     ids = _integers(row, "input_ids")
     for key, value in row.items():
         masks = key.endswith(("mask", "masks")) or (isinstance(value, list) and _MAY_MASK.search(key))
@@ -59,7 +61,7 @@ def _mask(row: Fields, key: str, n: int) -> list[bool]:
 
 
 def _attended(row: Fields, n: int) -> tuple[int, int]:
-    """[start, stop) of the tokens that attention_mask keeps: pads stand at the ends."""
+    """[start, stop) of the tokens that attention_mask keeps. Padding is at the ends."""
     if row.get("attention_mask") is None:
         return 0, n
     mask = _mask(row, "attention_mask", n)
@@ -72,7 +74,7 @@ def _attended(row: Fields, n: int) -> tuple[int, int]:
 
 
 def _check_one_document(row: Fields, start: int, stop: int, n: int) -> None:
-    """Raises BadRow where positions or lengths tell of several documents in a row."""
+    """Raises BadRow if positions or lengths show several documents in a row."""
     several = "the row holds several documents. Give each a row of its own; they are packed here"
     if row.get("position_ids") is not None:
         places = _integers(row, "position_ids")

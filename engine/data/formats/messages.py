@@ -1,7 +1,6 @@
 """One message of a conversation: its role, what it says, whether it is trained.
 
-A key is used here, or is the chat template's to use (what no template reads is named in the report), or the row is
-refused.
+A key is used here, or is left to the chat template (the report names what no template reads), or the row is refused.
 """
 
 from __future__ import annotations
@@ -35,7 +34,7 @@ _TEXTS, _THOUGHTS = ("text", "input_text", "output_text"), ("thinking", "reasoni
 
 
 def refuse_media(keys: Mapping[str, Any], where: str, unless: str = "") -> None:
-    """Raises BadRow where a key holds images, videos or audio. `unless`: when its column may be left out."""
+    """Raises BadRow if a key has images, videos or audio. `unless`: when its column may be left out."""
     for key, value in keys.items():
         stem = key.lower().removesuffix("s").removesuffix("_url").removesuffix("_path")
         if stem in _MEDIA and value not in (None, "", [], {}, "[]", "{}", "null"):
@@ -44,7 +43,7 @@ def refuse_media(keys: Mapping[str, Any], where: str, unless: str = "") -> None:
 
 
 def refuse_masked(row: Mapping[str, Any]) -> None:
-    """Raises BadRow where a column says that the row, or some of its messages, are not to be learned."""
+    """Raises BadRow if a column says that the row, or some of its messages, are not to be trained."""
     for key in (*_TRAINED, *_MASKED):
         value, off = row.get(key), key in _MASKED
         if _flag(value, key not in _NUMBERS and key != "loss") is off:
@@ -56,16 +55,16 @@ def refuse_masked(row: Mapping[str, Any]) -> None:
 
 
 def _flag(value: Any, numbers: bool) -> bool | None:
-    """What a column says, also as text, as tables have it; None: something else. `numbers`: 0 and 1 say it too."""
+    """Yes or no in a column, also as text, as tables have it; None for other values. `numbers`: 0 and 1 count, too."""
     word = str(value).strip().lower() if isinstance(value, (bool, str)) or (numbers and value in (0, 1)) else ""
     words = {"true": True, "false": False} | ({"1": True, "1.0": True, "0": False, "0.0": False} if numbers else {})
     return words.get(word)
 
 
 def read_message(turn: Any, where: str, unused: dict[str, None]) -> Fields:
-    """`{role, content}`, or ShareGPT's `{from, value}`, as the first. Null values count as absent.
+    """The message of `{role, content}` or ShareGPT's `{from, value}`, in the first form. Null values count as absent.
 
-    "train": False marks what is not learned. Raises BadRow.
+    "train": False marks what is not trained. Raises BadRow.
     """
     if not isinstance(turn, dict):
         raise BadRow(f"{where} is {kind_of(turn)}, expected {{role, content}}")
@@ -100,7 +99,7 @@ def read_message(turn: Any, where: str, unused: dict[str, None]) -> Fields:
 
 
 def _read_thoughts(message: Fields, where: str) -> None:
-    """Raises BadRow where thoughts are no string, or are said twice, and not alike."""
+    """Raises BadRow if thoughts are not a string, or are given twice and differ."""
     for key in SAID[1:]:
         if message.get(key, "") in ([], {}, False):
             message.pop(key)
@@ -112,7 +111,9 @@ def _read_thoughts(message: Fields, where: str) -> None:
 
 
 def _read_content(message: Fields, where: str, unused: dict[str, None]) -> None:
-    """A list of parts becomes its text, or a list of texts; thoughts among them are put next to it."""
+    """A list of parts becomes a text if it has one, else a list of texts. Thoughts among the parts get a key of their
+    own.
+    """
     content = message.get("content")
     if not isinstance(content, list):
         if content is not None and not isinstance(content, str):
@@ -152,7 +153,7 @@ def _thought(part: Fields, where: str) -> str:
 
 
 def _trained(message: Fields, where: str, unused: dict[str, None]) -> bool:
-    """Takes out what says whether the message is learned."""
+    """Removes the keys that say whether the message is trained; returns what they say."""
     trained = True
     for key in (*_TRAINED, *_MASKED):
         if key not in message:
