@@ -13,11 +13,11 @@ from trireme.models.sizes.workspace import LOSS_CHUNK
 from trireme.storage.layout import ITEMSIZE, Layout, round_up
 
 ENDS = ("embed", "head", "ends")  # size classes with one unit in use at a time
-OUT_SLOTS = 2  # for pieces of gradients leaving the GPU: one filled, one emptied
-GRADIENT_SLOTS = 2  # host slots for records of gradients from the SSD
-SUMS = 2  # accumulators where sums come from other hosts or go there
-SUM_SLOTS = 3  # for pieces of sums on their way between hosts, each way
-WHOLE_SLOTS = 2  # for gradients whose shares go to other hosts
+OUT_SLOTS = 2  # buffers for pieces of gradients that leave the GPU: one is filled, one is copied
+GRADIENT_SLOTS = 2  # RAM buffers for records of gradients that are read from the SSD
+SUMS = 2  # buffers for gradient sums with several hosts: one is sent while the next is received
+SUM_SLOTS = 3  # RAM buffers for pieces of sums in transfer between hosts, in each direction
+WHOLE_SLOTS = 2  # RAM buffers for gradients whose shares are sent to other hosts
 
 Alike = Sequence[tuple[int, int]]  # (a unit, the number of units with its kind and plan)
 

@@ -78,15 +78,15 @@ class UnitPlan:
     With `state` "gpu" its weights are on the GPU and it is updated there.
     """
 
-    weights: Tier = "gpu"  # of hi, the compute copy
-    state: Tier = "gpu"  # of lo, m, v
-    update: Literal["cpu", "gpu"] = "cpu"  # of state in RAM; "gpu" streams it
-    resident: bool = False  # GPU copy of host or ssd weights, refreshed once a step
-    x: Tier = "gpu"  # input
-    saved: tuple[tuple[str, SavedTier], ...] = ()  # (name, tier); others are recomputed
-    base: Tier = "gpu"  # of frozen weights
-    gpu: int = 0  # that computes with it
-    peer: int = 0  # GPU that holds what is saved in tier "peer"
+    weights: Tier = "gpu"  # where trained weights in the compute dtype are stored
+    state: Tier = "gpu"  # where optimizer state is stored: moments, and low halves of fp32 masters
+    update: Literal["cpu", "gpu"] = "cpu"  # where state in RAM is updated; "gpu" streams it through the GPU
+    resident: bool = False  # weights in host or ssd have a copy on the GPU, refreshed once a step
+    x: Tier = "gpu"  # where the unit's input is stored until backward
+    saved: tuple[tuple[str, SavedTier], ...] = ()  # (name, tier) of saved tensors; others are recomputed
+    base: Tier = "gpu"  # where frozen weights are stored
+    gpu: int = 0  # the GPU that computes with it
+    peer: int = 0  # the GPU that holds tensors saved in tier "peer"
 
     @property
     def lent(self) -> bool:
@@ -103,27 +103,27 @@ class Plan:
     """All decisions of a run. A step may have fewer tokens and micro-batches than the plan."""
 
     units: tuple[UnitPlan, ...]  # embedding, blocks or half blocks, head
-    tokens: int  # of a micro-batch, at most
-    n_micro: int  # micro-batches of a step, at most
+    tokens: int  # most tokens of a micro-batch
+    n_micro: int  # most micro-batches of a step
     dtype: str = "BF16"  # or F32
-    mode: Mode = "forward"  # when updates run: optimizer.py; what `backward` gains: docs/design.md
+    mode: Mode = "forward"  # when updates run (optimizer.py); docs/design.md says what `backward` gains
     adam_bits: int = 32  # of each moment: 32, 16 or 8
-    late_moments: tuple[Tier, ...] = ()  # tiers with moments under backward, gpu: of streamed updates; optimizer.py
-    window: int = 2  # GPU slots of weights: one in use, others prefetched
-    host_window: int = 2  # host slots of SSD-stored weights, of gradients passing through
-    state_slots: int = 4  # host slots of SSD-stored records
+    late_moments: tuple[Tier, ...] = ()  # tiers whose moments are updated in backward; gpu: of streamed updates
+    window: int = 2  # GPU buffers for weights: one in use, the others prefetched
+    host_window: int = 2  # RAM buffers for weights on the SSD, and for gradients that pass through RAM
+    state_slots: int = 4  # RAM buffers for records on the SSD
     record: int = 1 << 24  # parameters of an optimizer record
-    stream_slots: int = 3  # GPU slots of streamed records
-    piece: int = 1 << 40  # most elements of a gradient leaving the GPU at once
-    swap_slots: int = 2  # of each ring of swapped activations
-    between: Literal["gpu", "host"] = "gpu"  # tier of x and dx until the next unit; gpu: to another GPU by peer copies
-    gradients: Literal["host", "ssd"] = "host"  # where those with SSD-stored state wait
-    halves: bool = False  # half blocks as units
-    at_once: int = 0  # packed experts that a matmul decodes at a time; 0: all of a layer's, once a pass
-    slices: int = 1  # units of weights that a layer's frozen experts come in, one after another
-    losses: tuple[int, ...] = ()  # GPUs that compute the losses of micro-batches, in turn; none: the head's
-    hosts: int = 1  # that deal a step's micro-batches among themselves; n_micro: of each, at most
-    host: int = 0  # this one
+    stream_slots: int = 3  # GPU buffers for streamed records
+    piece: int = 1 << 40  # most elements of a gradient that are copied from the GPU at once
+    swap_slots: int = 2  # buffers of each pool of swapped activations
+    between: Literal["gpu", "host"] = "gpu"  # tier of x and dx until the next unit; gpu: peer copies to another GPU
+    gradients: Literal["host", "ssd"] = "host"  # where gradients of units with state on the SSD wait for their update
+    halves: bool = False  # units are half blocks: attention, MLP
+    at_once: int = 0  # packed experts that a matmul decodes at a time; 0: all of a layer, once in a pass
+    slices: int = 1  # number of slices in which a layer's frozen experts are copied to the GPU
+    losses: tuple[int, ...] = ()  # GPUs that compute the losses of micro-batches in turn; empty: the head's GPU
+    hosts: int = 1  # hosts, each with some of a step's micro-batches; n_micro is then of each host
+    host: int = 0  # this host
 
     def __post_init__(self) -> None:
         for name in COUNTS:

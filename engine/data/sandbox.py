@@ -36,7 +36,6 @@ class Died(Exception):
 
     def __init__(self, doing: str, how: str):
         super().__init__(f"{doing} {how}")
-        self.doing, self.how = doing, how
 
 
 class Sandbox:
