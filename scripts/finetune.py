@@ -4,7 +4,9 @@ import sys
 from pathlib import Path
 
 try:
-    from trireme.engine.run.main import command
+    from trireme.__main__ import loaded
+
+    command = loaded()
 except ModuleNotFoundError as missing:
     root = Path(__file__).absolute().parents[1]
     print(f"error: {missing.name} is not installed. Do this first: pip install -e {root}", file=sys.stderr)

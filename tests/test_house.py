@@ -69,7 +69,7 @@ MAY_IMPORT = {  # beside files of the same room
     "engine/run/hub": ALL,
     "engine/run/output": ALL,
     "engine/tuning": BELOW | {"engine"},
-    "scripts": {"engine/run"},
+    "scripts": {"engine/run", "scripts/command"},
     "scripts/command": {"engine/run", "engine/run/finished"},
     "scripts/bench": ALL,
     "scripts/papers": ALL,
@@ -128,6 +128,7 @@ def module(path: Path) -> str:
 
 
 MODULES = {module(path): path for room in ROOMS for path in sources(room)}
+MODULES["trireme.__main__"] = ROOT / "scripts" / "command" / "__main__.py"
 TORCH_FREE = [f"trireme.{name.replace('/', '.')}" for name in TORCH_FREE]
 TORCH_FREE += [
     name

@@ -113,7 +113,7 @@ class _Programs:
                 raise made
             return self._tokenizer.wrap(made[0], end=False)[0]
         if self._template is None:
-            raise BadRow("there is no chat template")
+            raise BadRow("messages need a chat template, and there is none. Give --chat-template chatml, or a text")
         self._begin(TEMPLATE, sum(len(str(message)) for message in given))
         text = self._template.text(given, prompt=True)
         self._begin(TOKENIZER, len(text))

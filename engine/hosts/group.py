@@ -146,15 +146,15 @@ class Alone:
 class Group(Alone):
     """Several hosts. All methods raise LostHost."""
 
-    def __init__(self, at: Place, late: Callable[[str], object]):
-        """Returns once all are here. `late(why)`: called where the run must end and main does not."""
+    def __init__(self, at: Place, late: Callable[[str], object], say: Callable[[str], object]):
+        """Returns once all are here. `late(why)`: called where the run must end and main does not; `say`: as meet's."""
         # late: torch takes seconds
         from trireme.engine.hosts.meeting import first_address, meet
         from trireme.engine.hosts.secret import shared_secret
         from trireme.engine.hosts.wire import Wire
 
         self.host, self.hosts, self.local_hosts = at.host, at.hosts, at.local_hosts
-        lines = meet(at.host, at.hosts, shared_secret(at.host), first_address())
+        lines = meet(at.host, at.hosts, shared_secret(at.host), first_address(), say)
         self.wire = Wire(at.host, lines)
         names = self.texts(socket.gethostname())
         titles = [f"host {h}" + f" ({name})" * (len(set(names)) > 1) for h, name in enumerate(names)]
@@ -230,12 +230,12 @@ class Group(Alone):
 
 
 @contextmanager
-def joined(at: Place, late: Callable[[str], object]) -> Iterator[Alone]:
+def joined(at: Place, late: Callable[[str], object], say: Callable[[str], object] = lambda _: None) -> Iterator[Alone]:
     """The hosts, while this one takes part; an exception within ends all."""
     if at.hosts == 1:
         yield Alone()
         return
-    group = Group(at, late)
+    group = Group(at, late, say)
     try:
         yield group
     except LostHost as error:

@@ -15,6 +15,7 @@ import socket
 import threading
 import time
 from collections import Counter
+from collections.abc import Callable
 from contextlib import suppress
 from typing import NamedTuple
 
@@ -27,11 +28,17 @@ MEETING = 300.0  # seconds for all hosts to be here
 PROOF = 10.0  # seconds for who connects to prove itself
 AT_ONCE = 64  # connections of one address that have not yet
 AGAIN = 0.2  # seconds between trials
+STRANGE = 20.0  # seconds of connections that nobody proves anything on: another program's port
 LINES = ("net", "sum", "statistics", "control", "watch")  # connections between each two hosts
 TABLE = 256  # bytes for each host's address
 WHERE = {"name": str, "port": int}
 
 Lines = dict[str, dict[int, Channel]]  # by line and host
+Say = Callable[[str], object]
+
+
+def silent(_: str) -> None:
+    pass
 
 
 class Address(NamedTuple):
@@ -135,10 +142,13 @@ def is_number(name: str) -> bool:
     return True
 
 
-def meet(host: int, hosts: int, key: bytes, at: Address) -> Lines:
-    """Connections to all other hosts. `at`: host 0's. Raises LostHost, InputError."""
+def meet(host: int, hosts: int, key: bytes, at: Address, say: Say = silent) -> Lines:
+    """Connections to all other hosts. `at`: host 0's; `say`: called with what seems wrong while this waits.
+
+    Raises LostHost, InputError.
+    """
     until, control = time.monotonic() + MEETING, LINES.index("control")
-    reach = lambda other, where, line: _reach(where, key, End(hosts, host, other, line), until)
+    reach = lambda other, where, line: _reach(where, key, End(hosts, host, other, line), until, say)
     found: dict[tuple[int, int], Channel] = {}
     if host:
         found[0, control] = reach(0, at, control)
@@ -171,24 +181,32 @@ def _own(connection: socket.socket, at: Address) -> Address:
     return Address("" if here and not (is_number(at.name) or at.name == "localhost") else name, 0)
 
 
-def _reach(where: Address, key: bytes, end: End, until: float) -> Channel:
+def _reach(where: Address, key: bytes, end: End, until: float, say: Say) -> Channel:
     """Connects to a host, which may not be there yet. Raises LostHost, InputError where it has another secret."""
-    why = "no time is left"
+    why, place, strange = "no time is left", f"host {end.target} at {shown(where.name)}, port {where.port}", 0.0
     while time.monotonic() < until:
-        connection = None
+        connection, began = None, time.monotonic()
         try:
             connection = socket.create_connection(where, timeout=PROOF)
             connection.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
             return greet(connection, key, end, min(until, time.monotonic() + PROOF))
         except Forged as error:
-            wrong = f"host {end.target} at {shown(where.name)}, port {where.port}: {error}"
-            raise InputError(f"{wrong}. Copy host 0's to all hosts: ~/.config/trireme/hosts.secret.") from None
+            raise InputError(
+                f"{place}: {error}. Copy host 0's to all hosts: ~/.config/trireme/hosts.secret. If another program "
+                "answers there, take another MASTER_PORT."
+            ) from None
         except (OSError, UnicodeError) as error:  # UnicodeError: a name that cannot be one
             why = getattr(error, "strerror", None) or str(error)
+            time.sleep(AGAIN)
             if connection is not None:
                 connection.close()
-            time.sleep(AGAIN)
-    raise LostHost(f"host {end.target} at {shown(where.name)}, port {where.port} does not answer: {why}")
+                before, strange = strange, strange + time.monotonic() - began
+                if before < STRANGE <= strange:
+                    say(
+                        f"{place}: what takes connections there does not answer as a host of this run ({why}). If it "
+                        "is another program, take another MASTER_PORT"
+                    )
+    raise LostHost(f"{place} does not answer: {why}")
 
 
 def _tell(door: Door, until: float) -> list[Address]:

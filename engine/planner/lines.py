@@ -70,7 +70,7 @@ def _decisions(f: Forecast, row: str, names: Mapping[Tier, str]) -> str:
         stored = _counted((u.base if frozen[k] else u.weights for k, u in enumerate(plan.units)), names)
         buffers = count(plan.buffers, units.removesuffix("s"))
         where = "in RAM" if names is not MEMORIES else "on each GPU" if plan.gpus > 1 else "on the GPU"
-        return f"   {n} layers stored: {stored}; buffers for {buffers} {where}"
+        return f"   {n - 2} {units}, embedding and head: {stored}; buffers for {buffers} {where}"
     if row == "optimizer state":
         updated = sum(u.update == "gpu" or u.state == "gpu" for u in plan.units)
         where = f"; {updated} updated on the GPU" if 0 < updated < n and names is MEMORIES else ""

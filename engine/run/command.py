@@ -39,11 +39,11 @@ MEANT = {  # what others call a command: what it is here
 
 
 def program() -> str:
-    """The command as it was called."""
+    """The command as it was called; from Python, in a notebook too, as it is installed."""
     spec = getattr(sys.modules["__main__"], "__spec__", None)
     if spec is not None and spec.name == "trireme.__main__":
         return "python -m trireme"
-    return "trireme" if Path(sys.argv[0]).name == "trireme" else "python scripts/finetune.py"
+    return "python scripts/finetune.py" if Path(sys.argv[0]).name == "finetune.py" else "trireme"
 
 
 class _Version(argparse.Action):

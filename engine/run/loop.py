@@ -160,7 +160,6 @@ class Run:
             "tokens": tokens,
             "tokens_per_second": round(tokens / seconds, 1),
             ("rows_per_second" if job.cfg.scores else "trained_tokens_per_second"): round(trained / seconds, 1),
-            "mfu": round(flops / seconds / self.peak, 4),
             "step_time_s": round(seconds, 4),
             "wall_time": round(time.time(), 3),
             "ram_gib": round(ram, 3),
@@ -169,7 +168,9 @@ class Run:
             "bound": self.bound,
         } | {name: round(value, 6) for name, value in stats.metrics.items()}
         record |= {} if job.cfg.scores else {"trained_tokens": trained}
-        return record | ({"gpu_mem_gib": round(gpu, 3)} if job.device.type == "cuda" else {})
+        if job.device.type == "cuda":  # the peak of a CPU is known by no data sheet, and varies with its other load
+            record |= {"mfu": round(flops / seconds / self.peak, 4), "gpu_mem_gib": round(gpu, 3)}
+        return record
 
     def _diverged(self, stats: StepStats) -> None:
         """Drops the gradients and raises Diverged. Updates made during backward stay; only a snapshot undoes them."""

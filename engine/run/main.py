@@ -8,6 +8,7 @@ import errno
 import io
 import os
 import platform
+import signal
 import sys
 import threading
 import warnings
@@ -19,18 +20,21 @@ from trireme.engine.hosts.group import Alone, Place, joined, place
 from trireme.engine.hosts.watch import LostHost
 from trireme.engine.plan import DoesNotFit
 from trireme.engine.planner.clock import Clock, process_began
-from trireme.engine.run.command import parse, parse_check, parse_merge, parse_push
+from trireme.engine.run.command import parse, parse_check, parse_merge, parse_push, program
 from trireme.engine.run.config.config_file import Refused
 from trireme.engine.run.hub.fetch import base_for, fetched
 from trireme.engine.run.options import Options
 from trireme.engine.run.screen import OUTPUT, Screen
-from trireme.engine.run.signals import stop_signals
+from trireme.engine.run.signals import end_at_signals, stop_signals
 from trireme.models.config import InputError
 from trireme.storage.headers import CheckpointError
 from trireme.storage.untrusted import shown
 
 LONGEST, WORD = 2000, 300  # characters of an error, of one word in it
 MISNAMED = (errno.ENAMETOOLONG, errno.ELOOP)  # of a path that was given
+FULL = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG)
+CLOSED = (errno.EACCES, errno.EPERM, errno.EROFS)
+FAILING = (errno.EIO, errno.ESTALE, errno.EREMOTEIO, errno.EUCLEAN)  # a drive, or a server of files
 NO_MEMORY = (errno.ENOMEM, errno.EAGAIN)  # a limit of memory, of processes
 WAIT = 10.0  # seconds of silence while hosts meet
 NO_THREAD = "can't start new thread"  # Python's
@@ -44,7 +48,14 @@ ENVIRONMENT = {"OMP_WAIT_POLICY": "PASSIVE"} | (
 def command() -> int:
     """The console script: returns the exit code."""
     open_streams()
-    return main(sys.argv[1:], process_began())
+    argv, began = sys.argv[1:], process_began()
+    chat = argv[:1] == ["sample"]  # Ctrl-C ends an answer
+    if chat and signal.getsignal(signal.SIGINT) != signal.SIG_IGN:
+        signal.signal(signal.SIGINT, signal.default_int_handler)
+    with nullcontext() if chat else stop_signals(interrupt, left_at_once):
+        code = main(argv, began)
+    end_at_signals(code)
+    return code
 
 
 def main(argv: Sequence[str], began: float | None = None) -> int:
@@ -57,6 +68,9 @@ def main(argv: Sequence[str], began: float | None = None) -> int:
         screen.urgent(f"error: {whose}{shown(words, LONGEST)}")
         return code
 
+    def strange(line: str) -> None:
+        screen.urgent(f"warning: host {at.host}: {line}")
+
     def timed_out(why: str) -> None:
         from trireme.engine.queues.watchdog import leave  # late: torch takes seconds
 
@@ -68,18 +82,18 @@ def main(argv: Sequence[str], began: float | None = None) -> int:
             os.environ.update(ENVIRONMENT | os.environ)
             if place().hosts > 1:
                 raise InputError(f"trireme {argv[0]} runs on one host. Start it without torchrun, or unset WORLD_SIZE.")
-            return interruptible(argv[0], argv[1:], screen)
+            return interruptible(argv[0], argv[1:])
         at = place()
         if at.host:
             screen = Screen(nowhere())
         with ExitStack() as stack:
             with said_later(screen, at):
-                group = stack.enter_context(joined(at, timed_out))
+                group = stack.enter_context(joined(at, timed_out, strange))
             options = parse(argv, group.host, group.hosts, lambda text: group.texts(text)[0], screen.say)
             take_gpus(options, at)
             return run(options, screen, clock, group)
     except (InputError, CheckpointError) as error:
-        code = fail(str(error), 2)
+        code = fail(str(error), 4 if is_of_drive(error) else 2)
         for line in error.lines if isinstance(error, Refused) else ():
             screen.urgent(f"  {shown(line, LONGEST)}")
         return code
@@ -133,11 +147,15 @@ def interrupt(_: int) -> None:
     raise KeyboardInterrupt
 
 
-def interruptible(name: str, argv: Sequence[str], screen: Screen) -> int:
+def left_at_once() -> None:
+    Screen().urgent("left at once")
+
+
+def interruptible(name: str, argv: Sequence[str]) -> int:
     """A command besides training; returns the exit code."""
     if name == "sample":  # Ctrl-C ends an answer, not the conversation
         return COMMANDS[name](argv)
-    with stop_signals(interrupt, lambda: screen.urgent("left at once")):
+    with stop_signals(interrupt, left_at_once):
         return COMMANDS[name](argv)
 
 
@@ -162,8 +180,17 @@ def about_disk(error: OSError, options: Options) -> str:
     where, what = error.filename or options.out or "the temporary folder", error.strerror or str(error)
     if is_resumable(options):
         return f"{where}: {what}. When that is fixed: --resume {run_folder(options)}"
-    full = error.errno in (errno.ENOSPC, errno.EDQUOT, errno.EFBIG) and where != OUTPUT
-    return f"{where}: {what}." + " Free some space there, or name another folder." * full
+    if error.errno in FULL:
+        return f"{where}: {what}." + " Free some space there, or name another folder." * (where != OUTPUT)
+    if error.errno in CLOSED:
+        return f"{where}: {what}. Change its permissions, or name another."
+    return f"{where}: {what}." + " Is its drive failing? See dmesg." * (error.errno in FAILING)
+
+
+def is_of_drive(error: BaseException) -> bool:
+    """Whether what is said of a file's content comes of a drive that did not give it."""
+    behind = error.__context__
+    return isinstance(behind, OSError) and behind.errno in FAILING
 
 
 def about_memory(what: str, options: Options) -> str:
@@ -229,7 +256,7 @@ def run(options: Options, screen: Screen, clock: Clock, group: Alone) -> int:
     os.environ.update(ENVIRONMENT | os.environ)
     warnings.showwarning = lambda message, *_, **__: screen.urgent(f"warning: {message}")
 
-    with stop_signals(interrupt, lambda: screen.urgent("left at once")):  # until loop.Run's
+    with stop_signals(interrupt, left_at_once):  # until loop.Run's
         if not options.demo:
             options = fetched(options, screen)
         if group.hosts == 1 and not (options.demo or options.resume):
@@ -276,6 +303,7 @@ def merge(argv: Sequence[str]) -> int:
     base = base_for(Path(given.adapter), given.model, screen)
     merge_folder(Path(given.adapter), base, Path(given.out), screen.warn, screen.working)
     screen.say(f"output   {given.out}/: the model with its adapter, read back")
+    screen.say(f"next     {program()} eval {given.out} --data FILE, or open it with transformers")
     return 0
 
 

@@ -98,10 +98,11 @@ class Pace:
         then = live.job.forecast.step.step_s  # steps differ in size
         self.watch = Watch(then)
         said = f"predicted {found.step_s:.3g} s a step, " if cuda else ""
-        live.screen.say(
-            f"warm-up  {said}measured {seconds:.3g} s; expected from now on "
-            f"{then:.3g} s, {count(left, 'more step')} in {duration(left * then)}"
-        )
+        if left:
+            live.screen.say(
+                f"warm-up  {said}measured {seconds:.3g} s; expected from now on "
+                f"{then:.3g} s, {count(left, 'more step')} in {duration(left * then)}"
+            )
         if cuda:
             beyond = max(0.0, self.first_s - then) + max(0.0, seconds - then)  # the second step has the first updates
             live.clock.move(beyond, "steps", "compile")
@@ -157,7 +158,8 @@ class Pace:
             choice = better(live.job, left) if left else None
         if not live.estimated:  # on a CPU
             live.estimated = live.clock.with_spent(after)
-        live.screen.say(f"ready    {ready_line(after)}")
+        if left:
+            live.screen.say(f"ready    {ready_line(after)}")
         if choice:
             live.screen.say(f"plan     changed: {choice.found.step_s:.3g} s a step; " + "; ".join(choice.because))
             live.move(replace(live.job, plan=choice.plan))

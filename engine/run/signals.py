@@ -6,6 +6,7 @@ sends SIGUSR1 long before it.
 
 from __future__ import annotations
 
+import atexit
 import os
 import signal
 import threading
@@ -59,30 +60,49 @@ class Stop:
         self.screen.urgent(f"\nleft at once. {self.last_snapshot()}")
 
 
+class _Asked:
+    """A handler of STOPS, and the signals that it has had."""
+
+    def __init__(self, first: Callable[[int], None], second: Callable[[], None]):
+        self.first, self.second, self.signals = first, second, list[int]()
+
+    def __call__(self, number: int, _: FrameType | None) -> None:
+        self.signals.append(number)
+        if sum(n not in NOTICES for n in self.signals) > 1 and number not in NOTICES:
+            self.second()
+            os._exit(LEFT)
+        if len(self.signals) == 1:
+            self.first(number)
+
+
 @contextmanager
 def stop_signals(first: Callable[[int], None], second: Callable[[], None]) -> Iterator[None]:
     """A context in which the first signal calls first(number), and a second one that is no notice calls second() and
     exits.
 
-    Signals belong to the main thread: in another nothing changes.
+    Where it is used within itself, what the inner one has had counts in the outer one too: a second signal while the
+    first unwinds ends the process. Signals belong to the main thread: in another nothing changes.
     """
     if threading.current_thread() is not threading.main_thread():
         yield
         return
-    caught = [n for n in STOPS if signal.getsignal(n) != signal.SIG_IGN]
-    asked: list[int] = []
-
-    def ask(number: int, _: FrameType | None) -> None:
-        asked.append(number)
-        if sum(n not in NOTICES for n in asked) > 1 and number not in NOTICES:
-            second()
-            os._exit(LEFT)
-        if len(asked) == 1:
-            first(number)
-
-    before = {n: signal.signal(n, ask) for n in caught}
+    asked = _Asked(first, second)
+    before = {n: signal.signal(n, asked) for n in STOPS if signal.getsignal(n) != signal.SIG_IGN}
     try:
         yield
     finally:
+        for outer in {handler for handler in before.values() if isinstance(handler, _Asked)}:
+            outer.signals += asked.signals
         for n, handler in before.items():
             signal.signal(n, handler)
+
+
+def end_at_signals(code: int) -> None:
+    """From now on they end the process with `code`; once threads have ended they are ignored.
+
+    The interpreter's own end takes a moment, in which they would show a traceback, or change the code.
+    """
+    caught = [n for n in STOPS if signal.getsignal(n) != signal.SIG_IGN]
+    for n in caught:
+        signal.signal(n, lambda *_: os._exit(code))
+    atexit.register(lambda: [signal.signal(n, signal.SIG_IGN) for n in caught])

@@ -74,7 +74,7 @@ def test_without_a_gpu_it_says_so_and_checks_the_rest(quick, capsys, monkeypatch
         (["--store", "/proc"], "--store /proc cannot be written to (No such file or directory). Name another folder."),
         (["--store", ","], "--store names no folder."),
         (["--report", "no/where.json"], "--report no/where.json: No such file or directory. Name another file."),
-        (["--fast"], "unknown option --fast. See python scripts/finetune.py check --help."),
+        (["--fast"], "unknown option --fast. See trireme check --help."),
         (["--store"], "--store: expected a value; one that begins with -: --store=VALUE."),
     ],
 )

@@ -216,7 +216,7 @@ def test_an_end_token_of_generation_config_ends(here, capsys):
         (["--prompt", "a", "--chat"], "--prompt and --chat: one of them at a time."),
         (["--prompt", "a", "--top-p", "0.5"], "--top-p is of drawn tokens, and the likeliest is taken."),
         (["--prompt", "a", "--temperature", "-1"], "--temperature: '-1' is not a number"),
-        (["--prompt", "a", "--beams", "3"], "unknown option --beams. See python scripts/finetune.py sample --help."),
+        (["--prompt", "a", "--beams", "3"], "unknown option --beams. See trireme sample --help."),
         (["--prompt", "a" * 300], "tokens: the model has 256 positions. Shorten it."),
         (["--prompt", "a" * 300, "--ram", "1MiB"], "tokens: the model has 256 positions. Shorten it."),
         (["--prompts", "."], "error: --prompts .: Is a directory."),

@@ -16,6 +16,7 @@ from runs import make_small
 
 from trireme.engine.run.finished import python as trireme
 from trireme.engine.run.options import Options
+from trireme.models import config
 from trireme.storage.files import StoreError
 
 ROOT = Path(__file__).parents[2]
@@ -113,6 +114,32 @@ def test_an_exception_for_each_exit_code(here, change, error, message):
     with pytest.raises(error, match=message) as found:
         trireme.finetune(**{**SMALL, **change})
     assert found.value.exit_code == {trireme.InputError: 2, trireme.DoesNotFit: 3}[error]
+
+
+def test_an_exception_in_on_step_is_a_warning_once():
+    heard = []
+    hear = trireme.hearing(lambda record: heard.append(record["step"]) or 1 / (2 - record["step"]))
+    hear({"step": 1})
+    with pytest.warns(RuntimeWarning, match="on_step has failed and is not called any more: ZeroDivisionError"):
+        hear({"step": 2})
+    hear({"step": 3})
+    assert heard == [1, 2]
+
+
+def test_nothing_is_taken_for_another_argument(here):
+    with pytest.raises(TypeError, match="positional"):
+        trireme.finetune("model", "stories.txt")
+    with pytest.raises(trireme.InputError, match="the prompt is 5; expected a text or a list of messages"):
+        trireme.sample("model", 5)
+
+
+def test_a_file_that_a_drive_does_not_give_is_a_device_error(here, monkeypatch):
+    def fails(*args, **kwargs):
+        raise OSError(5, "Input/output error")
+
+    monkeypatch.setattr(config, "read_small", fails)
+    with pytest.raises(trireme.DeviceError, match=r"model/config\.json cannot be read: Input/output error"):
+        trireme.finetune(**SMALL)
 
 
 @pytest.mark.full

@@ -6,6 +6,7 @@ import stat
 import threading
 import time
 from concurrent.futures import ThreadPoolExecutor
+from contextlib import suppress
 
 import pytest
 from runs import free_port
@@ -218,6 +219,30 @@ def test_a_host_with_another_secret_says_so_and_the_other_waits_for_a_better():
     with pytest.raises(LostHost, match="host 1 has not come"):
         door.wait(range(1), 0.0)
     door.close()
+
+
+@pytest.mark.parametrize("closes", [True, False])
+def test_another_program_at_the_port_is_named_while_a_host_waits(closes, monkeypatch):
+    for name, seconds in (("MEETING", 0.4), ("STRANGE", 0.1), ("PROOF", 0.1), ("AGAIN", 0.01)):
+        monkeypatch.setattr(meeting, name, seconds)
+    said, taken = [], []
+    with socket.create_server(("127.0.0.1", 0)) as other:
+
+        def take():
+            with suppress(OSError):
+                while True:
+                    connection, _ = other.accept()
+                    taken.append(connection)
+                    if closes:
+                        connection.close()
+
+        threading.Thread(target=take, daemon=True).start()
+        at = Address("127.0.0.1", other.getsockname()[1])
+        with pytest.raises(LostHost, match=f"host 0 at 127.0.0.1, port {at.port} does not answer"):
+            meet(1, 2, KEY, at, said.append)
+        other.shutdown(socket.SHUT_RDWR)
+    (line,) = said
+    assert line.startswith(f"host 0 at 127.0.0.1, port {at.port}: what takes connections there does not answer as")
 
 
 def test_a_port_in_use_is_one_line():

@@ -77,7 +77,7 @@ def test_an_upload_that_fails_leaves_a_finished_run(known, monkeypatch, capsys):
     known.writable = False
     err = refused(capsys, *RUN)
     assert "me/tuned: not uploaded: the hub answered 403, Forbidden: this token may not write" in err
-    assert err.endswith("The run is done; to upload it: python scripts/finetune.py push out me/tuned")
+    assert err.endswith("The run is done; to upload it: trireme push out me/tuned")
     assert Path("out/model.safetensors").exists()
     known.writable = True
     assert finetune.main(["push", "out", "me/tuned"]) == 0

@@ -1,5 +1,6 @@
 """The command as a user meets it: every wrong input is one line, the right exit code, and nothing left behind."""
 
+import errno
 import fcntl
 import json
 import os
@@ -28,8 +29,10 @@ from trireme.engine.hosts.group import Place
 from trireme.engine.planner import host
 from trireme.engine.run import evaluation, job
 from trireme.engine.run.command import parse
+from trireme.engine.run.options import Options
 from trireme.engine.run.screen import Screen
 from trireme.engine.run.signals import STOPS
+from trireme.models import config
 
 
 def set_weight(name: str, value: np.ndarray | None) -> None:
@@ -369,6 +372,28 @@ def test_a_disk_that_is_full(here, capsys, limit):
     assert not (here / "out" / "model.safetensors").exists()
 
 
+@pytest.mark.parametrize(
+    ("number", "advice"),
+    [
+        (errno.EDQUOT, " Free some space there, or name another folder."),
+        (errno.EROFS, " Change its permissions, or name another."),
+        (errno.EIO, " Is its drive failing? See dmesg."),
+        (errno.EBADF, ""),
+    ],
+)
+def test_a_disk_error_before_a_run_says_what_to_do(number, advice):
+    error = OSError(number, "is wrong", "there")
+    assert finetune.about_disk(error, Options()) == f"there: is wrong.{advice}"
+
+
+def test_a_checkpoint_on_a_failing_drive_is_no_wrong_input(here, capsys, monkeypatch):
+    def fails_to_read(*args, **kwargs):
+        raise OSError(errno.EIO, "Input/output error")
+
+    monkeypatch.setattr(config, "read_small", fails_to_read)
+    assert "model/config.json cannot be read: Input/output error" in fails(capsys, here, *TRAIN, code=4)
+
+
 NEAREST = {
     "sample": (["sample", "model", "--temprature", "1"], "unknown option --temprature. Did you mean --temperature?"),
     "eval": (["eval", "model", "--dta=x"], "unknown option --dta. Did you mean --data?"),
@@ -377,7 +402,7 @@ NEAREST = {
     "cut short": (["check", "--rep", "x"], "unknown option --rep. Did you mean --report?"),
     "push": (
         ["push", "model", "a/b", "--private"],
-        "unknown option --private. See python scripts/finetune.py push --help.",
+        "unknown option --private. See trireme push --help.",
     ),
     "a word too many": (["merge", "model", "other", "--out", "x"], "other: unknown here. See"),
     "training": (

@@ -162,13 +162,13 @@ def test_a_plan_of_adapters_counts_the_layers_that_are_frozen(here, capsys):
     """Which are on the SSD, where what is trained is on the GPU."""
     box = ("--dry-run", "--assume", "gpu=rtx3090,ram=32GiB,ssd=2TB", "--lora", "4", "--max-steps", "1")
     report = said(capsys, "--shape", "llama-70b", *box, "--seq-len", "512", "--batch-size", "1")
-    assert re.search(r"82 layers stored: (\d+ GPU, )?(\d+ RAM, )?\d\d SSD;", report)
+    assert re.search(r"80 blocks, embedding and head: (\d+ GPU, )?(\d+ RAM, )?\d\d SSD;", report)
 
 
 def test_on_a_cpu_there_is_one_memory(here, capsys):
     report = said(capsys, "model", "--data", "stories.txt", "--dry-run")
     assert re.search(r"^plan +RAM +SSD$", report, re.MULTILINE)
-    assert re.search(r"\d+ layers stored: \d+ RAM;", report)
+    assert re.search(r"\d+ blocks, embedding and head: \d+ RAM;", report)
     assert "bus" not in re.search("^machine .*", report, re.MULTILINE)[0]
 
 

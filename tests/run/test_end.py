@@ -18,14 +18,15 @@ import pytest
 from command import TRAIN, fails
 from safetensors.numpy import load_file, save_file
 
+from trireme import __main__ as entry
 from trireme.engine.exchange import Exchange
 from trireme.engine.planner.forecast import Forecast
-from trireme.engine.run import evaluation, live, loop, train
+from trireme.engine.run import evaluation, live, loop, signals, train
 from trireme.engine.run import main as finetune
 from trireme.engine.run.options import Options
 from trireme.engine.run.output.folder import reopen
 from trireme.engine.run.screen import Screen
-from trireme.engine.run.signals import Stop, stop_signals
+from trireme.engine.run.signals import STOPS, Stop, stop_signals
 from trireme.storage.checkpoint import open_source
 from trireme.storage.files import StoreError
 
@@ -353,6 +354,50 @@ def test_afterwards_all_is_as_before():
     with stop_signals(str, str):
         assert signal.getsignal(INT) is not before
     assert signal.getsignal(INT) is before
+
+
+@pytest.mark.parametrize(("numbers", "ends"), [([INT, INT], True), ([USR1, TERM], False), ([TERM, HUP], False)])
+def test_a_signal_while_the_first_unwinds_is_the_second(numbers, ends, monkeypatch):
+    said = []
+    monkeypatch.setattr(signals.os, "_exit", said.append)
+    with stop_signals(lambda _: said.append("outer"), lambda: said.append("second")):
+        with stop_signals(lambda _: said.append("first"), str):
+            signal.raise_signal(numbers[0])
+        signal.raise_signal(numbers[1])
+    assert said == (["first", "second", 130] if ends else ["first"])
+
+
+def test_at_its_end_the_command_shows_no_traceback(monkeypatch):
+    """Nor does it begin to save: what is left to do is the interpreter's."""
+    ended, later, before = [], [], {n: signal.getsignal(n) for n in STOPS}
+    monkeypatch.setattr(signals.os, "_exit", ended.append)
+    monkeypatch.setattr(signals.atexit, "register", later.append)
+    monkeypatch.setattr(finetune, "main", lambda *_: 3)
+    monkeypatch.setattr(sys, "argv", ["trireme", "--demo"])
+    try:
+        assert finetune.command() == 3
+        for n in (INT, TERM):
+            signal.raise_signal(n)
+        later[0]()
+        signal.raise_signal(TERM)
+    finally:
+        for n, handler in before.items():
+            signal.signal(n, handler)
+    assert ended == [3, 3]
+
+
+def test_ctrl_c_while_modules_are_imported_is_no_traceback():
+    """Before the command has handlers of its own, the process is ended."""
+    before = signal.getsignal(INT)
+    try:
+        for given, now in (
+            (signal.default_int_handler, signal.SIG_DFL), (signal.SIG_IGN, signal.SIG_IGN)
+        ):  # fmt: skip
+            signal.signal(INT, given)
+            assert entry.loaded() is finetune.command
+            assert signal.getsignal(INT) == now
+    finally:
+        signal.signal(INT, before)
 
 
 def test_from_python_in_any_thread(here):

@@ -496,6 +496,8 @@ def test_what_has_changed_is_named_with_what_it_was(tmp_path, monkeypatch):
         ("trireme", "/usr/bin/trireme", None),
         ("python scripts/finetune.py", "scripts/finetune.py", None),
         ("python -m trireme", "/a/trireme/__main__.py", "trireme.__main__"),
+        ("trireme", "/usr/lib/python3/ipykernel_launcher.py", "ipykernel_launcher"),
+        ("trireme", "", None),
     ],
 )
 def test_the_command_calls_itself_as_it_was_called(name, program, module, monkeypatch, capsys):

@@ -264,7 +264,7 @@ MERGES = {
     "another base": (["whole", "--out", "x", "--model", "other"], "for this model it would be"),
     "an unknown option": (
         ["whole", "--out", "x", "--rank", "3"],
-        "unknown option --rank. See python scripts/finetune.py merge --help.",
+        "unknown option --rank. See trireme merge --help.",
     ),
 }
 

@@ -7,6 +7,7 @@ import inspect
 import json
 import os
 import sys
+import warnings
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
@@ -15,7 +16,7 @@ from typing import TYPE_CHECKING, Any, TypedDict
 
 from trireme.engine.run.command import parse
 from trireme.engine.run.config.option_names import flag_of
-from trireme.engine.run.main import ENVIRONMENT, about_disk
+from trireme.engine.run.main import ENVIRONMENT, about_disk, is_of_drive
 from trireme.engine.run.options import Options
 from trireme.engine.run.screen import Screen
 from trireme.models import config
@@ -146,7 +147,7 @@ def _translated(options: Options) -> Iterator[None]:
     try:
         yield
     except (config.InputError, CheckpointError) as error:
-        raise InputError(str(error)) from error
+        raise (DeviceError if is_of_drive(error) else InputError)(str(error)) from error
     except (Large, MemoryError) as error:
         raise DoesNotFit(str(error) or os.strerror(errno.ENOMEM)) from error
     except (Stopped, KeyboardInterrupt) as error:
@@ -236,10 +237,10 @@ class Plan:
 # ---------------------------------------------------------------- calls
 
 
-def finetune(on_step: Callable[[Record], object] | None = None, show: bool = True, **options: Unpack[Given]) -> Run:
+def finetune(*, on_step: Callable[[Record], object] | None = None, show: bool = True, **options: Unpack[Given]) -> Run:
     """Trains. `on_step` hears of each step and evaluation, as log.jsonl has it; `show`: print as the command does.
 
-    Raises InputError, DoesNotFit, DeviceError, Interrupted.
+    Raises InputError, DoesNotFit, DeviceError, Interrupted; warns of an exception in `on_step`, once.
     """
     given = _options(dict(options))
     if given.dry_run or given.demo:
@@ -247,14 +248,26 @@ def finetune(on_step: Callable[[Record], object] | None = None, show: bool = Tru
     with _translated(given), _screen(show) as screen:
         from trireme.engine.run import train  # late: torch takes seconds
 
-        hearing = [(lambda record: hear(on_step, record), lambda: None)] if on_step else []
-        live = train.finetune(given, screen, trackers=hearing)
+        live = train.finetune(given, screen, trackers=[(hearing(on_step), lambda: None)] if on_step else [])
         assert live is not None
     return result(Path(given.out))
 
 
-def hear(on_step: Callable[[Record], object], record: Record) -> None:
-    on_step(dict(record))
+def hearing(on_step: Callable[[Record], object]) -> Callable[[Record], None]:
+    """Calls `on_step` with copies of records, until it raises an exception: that is a warning, seen without `show`."""
+    failed = False
+
+    def hear(record: Record) -> None:
+        nonlocal failed
+        if failed:
+            return
+        try:
+            on_step(dict(record))
+        except Exception as error:
+            failed = True
+            warnings.warn(f"on_step has failed and is not called any more: {error!r}", RuntimeWarning, stacklevel=2)
+
+    return hear
 
 
 def result(folder: Path) -> Run:
@@ -297,6 +310,8 @@ def sample(folder: str | Path, prompt: str | Sequence[dict[str, Any]], **options
         from trireme.engine.run.finished import sample as command  # late: torch takes seconds
         from trireme.engine.run.finished.options import sample_options
 
+        if not isinstance(prompt, (str, Sequence)):
+            raise config.InputError(f"the prompt is {prompt!r}; expected a text or a list of messages.")
         words = [str(folder), "--prompt=x", *words_of(options)]
         return command.answer(sample_options(words), prompt if isinstance(prompt, str) else list(prompt), screen)
 
