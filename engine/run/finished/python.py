@@ -7,7 +7,6 @@ import inspect
 import json
 import os
 import sys
-import warnings
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
@@ -265,7 +264,7 @@ def hearing(on_step: Callable[[Record], object]) -> Callable[[Record], None]:
             on_step(dict(record))
         except Exception as error:
             failed = True
-            warnings.warn(f"on_step has failed and is not called any more: {error!r}", RuntimeWarning, stacklevel=2)
+            Screen().urgent(f"warning: on_step has failed and is not called any more: {error!r}")
 
     return hear
 
