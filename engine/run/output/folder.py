@@ -176,8 +176,10 @@ def check_free(options: Options) -> bool:
         return "config.yaml" in held
     if (out / "config.yaml").is_file():
         if any(name.endswith(".safetensors") for name in held):
-            result = f"it is --adapter {out}" if ADAPTER in held else "it is the checkpoint"
-            further = f"if it is finished, name another folder; to train its result further, {result}"
+            result = f"say --adapter {out}" if ADAPTER in held else f"name {out} as the checkpoint"
+            further = (
+                f"if it is finished, name another folder; to train its result further, {result}, and another --out"
+            )
             raise InputError(f"--out {out} holds a run and its checkpoint. Go on with it: --resume {out}; {further}.")
         raise InputError(f"--out {out} holds a run. Go on with it: --resume {out}; or name another folder.")
     entries = "1 entry" if len(held) == 1 else f"{len(held):,} entries"
@@ -227,7 +229,7 @@ def reopen(source: Source, out: Path, opener: str = "AutoModelForCausalLM", scor
         f"{len(others) - len(given)} other files byte-identical"
         + (f"; as trained with: {', '.join(given)}" if given else ""),
         f"next     {afterwards(out, scored)}; {opener}.from_pretrained({str(out)!r}); the same run again: "
-        f"--config {out}/config.yaml",
+        f"{program()} --config {out}/config.yaml --out DIR",
     ]
 
 
