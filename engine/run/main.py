@@ -25,7 +25,7 @@ from trireme.engine.run.config.config_file import Refused
 from trireme.engine.run.hub.fetch import base_for, fetched
 from trireme.engine.run.options import Options
 from trireme.engine.run.screen import OUTPUT, Screen
-from trireme.engine.run.signals import end_at_signals, stop_signals
+from trireme.engine.run.signals import LEFT, end_at_signals, stop_signals
 from trireme.models.config import InputError
 from trireme.storage.headers import CheckpointError
 from trireme.storage.untrusted import shown
@@ -52,6 +52,8 @@ def command() -> int:
     chat = argv[:1] == ["sample"]  # Ctrl-C ends an answer
     if chat and signal.getsignal(signal.SIGINT) != signal.SIG_IGN:
         signal.signal(signal.SIGINT, signal.default_int_handler)
+    if not chat:
+        sys.unraisablehook = unraisable
     with nullcontext() if chat else stop_signals(interrupt, left_at_once):
         code = main(argv, began)
     end_at_signals(code)
@@ -149,6 +151,14 @@ def interrupt(_: int) -> None:
 
 def left_at_once() -> None:
     Screen().urgent("left at once")
+
+
+def unraisable(what: "sys.UnraisableHookArgs") -> None:
+    """An interrupt that came within a callback of the garbage collector is dropped by Python: the process ends."""
+    if what.exc_type is KeyboardInterrupt:
+        left_at_once()
+        os._exit(LEFT)
+    sys.__unraisablehook__(what)
 
 
 def interruptible(name: str, argv: Sequence[str]) -> int:

@@ -374,6 +374,7 @@ def test_at_its_end_the_command_shows_no_traceback(monkeypatch):
     monkeypatch.setattr(signals.atexit, "register", later.append)
     monkeypatch.setattr(finetune, "main", lambda *_: 3)
     monkeypatch.setattr(sys, "argv", ["trireme", "--demo"])
+    monkeypatch.setattr(sys, "unraisablehook", sys.unraisablehook)
     try:
         assert finetune.command() == 3
         for n in (INT, TERM):
@@ -398,6 +399,20 @@ def test_ctrl_c_while_modules_are_imported_is_no_traceback():
             assert signal.getsignal(INT) == now
     finally:
         signal.signal(INT, before)
+
+
+def test_an_interrupt_within_a_callback_is_not_lost(capsys, monkeypatch):
+    class Thing:
+        def __del__(self):
+            raise KeyboardInterrupt
+
+    left = []
+    monkeypatch.setattr(finetune.os, "_exit", left.append)
+    monkeypatch.setattr(sys, "__unraisablehook__", lambda _: None)
+    monkeypatch.setattr(sys, "unraisablehook", finetune.unraisable)
+    Thing()
+    assert left == [130]
+    assert capsys.readouterr().err == "left at once\n"
 
 
 def test_from_python_in_any_thread(here):
