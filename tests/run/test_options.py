@@ -5,6 +5,7 @@ import importlib
 import json
 import os
 import re
+import signal
 import subprocess
 import sys
 from pathlib import Path
@@ -57,10 +58,15 @@ def test_defaults():
         options.lr = 1.0
 
 
-def test_the_installed_command_and_the_script_are_one():
+def test_the_installed_command_and_the_script_are_one(monkeypatch):
     root = Path(__file__).parents[2]
     entry = re.search(r'^trireme = "(.*):(.*)"$', (root / "pyproject.toml").read_text(), re.MULTILINE)
-    assert getattr(importlib.import_module(entry[1]), entry[2]) is script("finetune").command
+    monkeypatch.setattr("trireme.engine.run.main.command", lambda: 7)
+    before = signal.getsignal(signal.SIGINT)
+    try:
+        assert getattr(importlib.import_module(entry[1]), entry[2])() == script("finetune").command() == 7
+    finally:
+        signal.signal(signal.SIGINT, before)
 
 
 def test_help_is_one_page_of_few_options(capsys, monkeypatch):
