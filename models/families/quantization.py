@@ -112,8 +112,8 @@ def _awq(keys: Keys, names: Names) -> tuple[Packing, tuple[str, ...]]:
 
 
 def _modelopt(keys: Keys, names: Names) -> tuple[Packing, tuple[str, ...]]:
-    keys.refuse_unless("quant_algo", ("NVFP4", "FP8"))
-    packing = MODELOPT if keys.raw["quant_algo"] == "NVFP4" else BY_ROW.scaled(WHOLE, WHOLE)
+    keys.refuse_unless("quant_algo", ("NVFP4", "W4A16_NVFP4", "FP8"))
+    packing = BY_ROW.scaled(WHOLE, WHOLE) if keys.raw["quant_algo"] == "FP8" else MODELOPT
     keys.refuse_unless("group_size", (None, 16))
     return packing, _blocks(names, _left_out(keys, "ignore", "exclude_modules"))
 
@@ -155,14 +155,25 @@ def _weights(keys: Keys, name: str, group: Any) -> Keys:
 
 
 def _float(weights: Keys) -> Packing:
-    """fp8 with scales by row, tensor or block."""
+    """fp8 with scales by row, tensor, block, or group of columns."""
     weights.refuse_unless("num_bits", (8,))
     weights.refuse_unless("type", ("float",))
     weights.refuse_unless("symmetric", (True,), True)
-    weights.refuse_unless("strategy", ("channel", "tensor", "block"))
+    weights.refuse_unless("strategy", ("channel", "tensor", "block", "group"))
     if weights.raw["strategy"] == "block":
         return BY_ROW.scaled(*_pair(weights, "block_structure"))
+    if weights.raw["strategy"] == "group":
+        return BY_ROW.scaled(1, _group(weights, "group_size"))
     return BY_ROW.scaled(1 if weights.raw["strategy"] == "channel" else WHOLE, WHOLE)
+
+
+def _mxfp8(weights: Keys) -> Packing:
+    """fp8 with a power of two by group of columns."""
+    weights.refuse_unless("strategy", ("group",))
+    weights.refuse_unless("group_size", (MX.block[1],))
+    packing = _float(weights)
+    codes, scales = packing.parts
+    return replace(packing, parts=(codes, replace(scales, dtypes=BYTES)))
 
 
 def _int4(weights: Keys) -> Packing:
@@ -229,6 +240,8 @@ def _blocks(names: Names, left_out: list[str]) -> tuple[str, ...]:
 
 FORMATS: dict[str, Callable[[Keys], Packing]] = {
     "float-quantized": _float,
+    "naive-quantized": _float,  # the same, as older releases call it
+    "mxfp8-quantized": _mxfp8,
     "pack-quantized": _int4,
     "nvfp4-pack-quantized": partial(_fp4, NVFP4, "tensor_group"),
     "mxfp4-pack-quantized": partial(_fp4, MX, "group"),

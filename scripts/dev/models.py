@@ -33,7 +33,7 @@ Rope, in the notations of transformers 4 and 5: {kinds}. With `longrope` the run
 are used, the short ones up to `original_max_position_embeddings`. `--rope-factor X` extends a context X times by
 YaRN, in training and in the result's `config.json`.
 
-Packed weights are read as published: fp8 in blocks, by row or tensor; int4 of compressed-tensors, GPTQ and AWQ in four
+Packed weights are read as published: fp8 in blocks, by row, tensor or group; int4 of compressed-tensors, GPTQ and AWQ in four
 bits, NVFP4, MXFP4, NF4: see [packed weights](packed.md). The files decide which tensors are packed. Frozen, as under
 LoRA, they stay packed on the drive, in RAM and in transfers; trained, they are decoded once, and the result is in bf16.
 `--base nf4`, `fp8` or `mxfp4` quantizes the frozen matrices of a plain checkpoint as they are loaded.

@@ -22,6 +22,8 @@ def of_group(**weights):
 
 NF4 = dict(quant_method="bitsandbytes", load_in_4bit=True, bnb_4bit_quant_type="nf4")
 BY_ROW = dict(quant_method="compressed-tensors", format="float-quantized") | of_group()
+MODELOPT = dict(quant_method="modelopt")
+MXFP8 = BY_ROW | dict(format="mxfp8-quantized")
 OF_INT4 = dict(num_bits=4, type="int", strategy="group", group_size=32)
 OF_FP4 = dict(num_bits=4, strategy="tensor_group", group_size=16)
 INT4, NVFP4 = (
@@ -188,7 +190,13 @@ def test_attention_scale_by_layer():
         (LLAMA | dict(quantization_config=BY_ROW | dict(config_groups={})), ["config_groups", "an object of groups"]),
         (LLAMA | dict(quantization_config=BY_ROW | dict(config_groups={"g": 3})), ["config_groups", "g", "weights"]),
         (LLAMA | dict(quantization_config=BY_ROW | of_group(num_bits=4)), ["num_bits", "4"]),
-        (LLAMA | dict(quantization_config=BY_ROW | of_group(strategy="group")), ["strategy", "group", "channel"]),
+        (LLAMA | dict(quantization_config=BY_ROW | of_group(strategy="token")), ["strategy", "token", "channel"]),
+        (LLAMA | dict(quantization_config=BY_ROW | of_group(strategy="group")), ["group_size", "positive"]),
+        (LLAMA | dict(quantization_config=MXFP8 | of_group(strategy="group", group_size=16)), ["group_size", "16"]),
+        (
+            LLAMA | dict(quantization_config=BY_ROW | dict(format="naive-quantized") | of_group(type="int")),
+            ["type", "int", "float"],
+        ),
         (LLAMA | dict(quantization_config=BY_ROW | of_group(strategy="block")), ["block_structure", "two positive"]),
         (LLAMA | dict(quantization_config=BY_ROW | dict(ignore=[1])), ["ignore", "a list of names"]),
         (LLAMA | dict(quantization_config=NF4 | dict(load_in_8bit=True)), ["load_in_8bit"]),
@@ -325,6 +333,11 @@ def test_a_last_group_of_columns_is_short_in_gptq_alone(said):
     packing = parse_config(LLAMA | dict(quantization_config=said)).packing
     assert packing.holds((64, 2 * packing.block[1]))
     assert packing.holds((64, 2 * packing.block[1] - 8)) == (said is GPTQ)
+
+
+def test_weights_whose_activations_are_not_quantized_are_packed_alike():
+    packing = lambda algo: parse_config(LLAMA | dict(quantization_config=MODELOPT | dict(quant_algo=algo))).packing
+    assert packing("W4A16_NVFP4") == packing("NVFP4") != packing("FP8")
 
 
 def test_patterns_of_layers():
