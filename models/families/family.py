@@ -144,3 +144,4 @@ class Wrapper:
     tied_default: bool = False  # of that outside
     flat: bool = False  # keys and names of tensors may be those of a text model with a vision tower
     behind: bool = False  # names of tensors may be those of the text's model behind language_model.
+    older: dict[str, str] = field(default_factory=dict)  # other names of `texts` in files -> these

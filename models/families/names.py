@@ -278,7 +278,15 @@ NEOX = Names(
 )
 WITH_SINKS = replace(SPLIT, sinks="self_attn.sinks")
 NO_GATE = replace(SPLIT, up=("mlp.up_proj",))
+BEFORE_MLP = replace(SPLIT, norm2="pre_feedforward_layernorm")
 LAYERNORMS = replace(SPLIT, q_norm="self_attn.query_layernorm", k_norm="self_attn.key_layernorm")
+LAYERNORMS_MIXTURE = replace(
+    LAYERNORMS,
+    up=("mlp.shared_mlp.gate_proj", "mlp.shared_mlp.up_proj"),
+    down="mlp.shared_mlp.down_proj",
+    router="mlp.gate.wg",
+    experts="mlp.experts",
+)
 GATE_UP = replace(SPLIT, up=("mlp.gate_up_proj",))
 GLM4 = replace(GATE_UP, post1="post_self_attn_layernorm", post2="post_mlp_layernorm")
 PLAIN_MLP = replace(SPLIT, up=("mlp.c_fc",), down="mlp.c_proj")
