@@ -111,6 +111,21 @@ def _awq(keys: Keys, names: Names) -> tuple[Packing, tuple[str, ...]]:
     return packing, _blocks(names, _left_out(keys))
 
 
+def _autoround(keys: Keys, names: Names) -> tuple[Packing, tuple[str, ...]]:
+    """In the layout of GPTQ or AWQ, by auto_round's export_to_autoround."""
+    keys.refuse_unless("bits", (4,))
+    for name, accepted in (("data_type", (None, "int")), ("act_bits", (None, 16)), ("super_bits", (None,))):
+        keys.refuse_unless(name, accepted)
+    keys.refuse_unless("packing_format", (None, *AUTOROUND))
+    packing = AUTOROUND[keys.raw.get("packing_format") or "auto_round:auto_gptq"]
+    others = keys.raw.get("extra_config") or {}
+    plain = lambda own: isinstance(own, dict) and own.get("bits") in (16, 32)
+    if not isinstance(others, dict) or not all(map(plain, others.values())):
+        raise keys.error("extra_config", "none, or modules of 16 bits: others have settings of their own")
+    left = [_glob(f"re:{name}") for name in others]
+    return replace(packing, block=(1, _group(keys, "group_size"))), _blocks(names, left)
+
+
 def _modelopt(keys: Keys, names: Names) -> tuple[Packing, tuple[str, ...]]:
     keys.refuse_unless("quant_algo", ("NVFP4", "W4A16_NVFP4", "FP8"))
     packing = BY_ROW.scaled(WHOLE, WHOLE) if keys.raw["quant_algo"] == "FP8" else MODELOPT
@@ -246,6 +261,15 @@ FORMATS: dict[str, Callable[[Keys], Packing]] = {
     "nvfp4-pack-quantized": partial(_fp4, NVFP4, "tensor_group"),
     "mxfp4-pack-quantized": partial(_fp4, MX, "group"),
 }
+AUTOROUND = {  # packing_format -> where zero points are, and whether they are less by one
+    "auto_round:auto_gptq": GPTQ,
+    "auto_round:gptq": GPTQ,
+    "auto": GPTQ,
+    "auto_round": GPTQ_2,
+    "auto_round:gptqmodel": GPTQ_2,
+    "auto_round:auto_awq": AWQ,
+    "auto_round:awq": AWQ,
+}
 READ = {
     "mxfp4": _mxfp4,
     "fp8": _fp8,
@@ -253,6 +277,7 @@ READ = {
     "compressed-tensors": _compressed,
     "modelopt": _modelopt,
     "gptq": _gptq,
+    "auto-round": _autoround,
     "awq": _awq,
     "bitsandbytes": _nf4,
 }

@@ -29,7 +29,7 @@ OF_FP4 = dict(num_bits=4, strategy="tensor_group", group_size=16)
 INT4, NVFP4 = (
     dict(quant_method="compressed-tensors", format=form) for form in ("pack-quantized", "nvfp4-pack-quantized")
 )
-GPTQ, AWQ = (dict(quant_method=method, bits=4, group_size=128) for method in ("gptq", "awq"))
+GPTQ, AWQ, AUTOROUND = (dict(quant_method=method, bits=4, group_size=128) for method in ("gptq", "awq", "auto-round"))
 GPT2 = dict(model_type="gpt2", vocab_size=50257, n_embd=768, n_layer=12, n_head=12)
 LLAMA = dict(
     model_type="llama",
@@ -179,6 +179,16 @@ def test_attention_scale_by_layer():
         (LLAMA | dict(quantization_config=AWQ | dict(version=None, format="gemv")), ['"format"', "gemv"]),
         (LLAMA | dict(quantization_config=AWQ | dict(q_group_size=64)), ["q_group_size", "64", "128"]),
         (LLAMA | dict(quantization_config=GPTQ | dict(dynamic={"+:.*": {"bits": 8}})), ["dynamic", "left out"]),
+        (LLAMA | dict(quantization_config=AUTOROUND | dict(bits=2)), ["bits", "2", "4"]),
+        (LLAMA | dict(quantization_config=AUTOROUND | dict(data_type="mx_fp")), ["data_type", "mx_fp", "int"]),
+        (
+            LLAMA | dict(quantization_config=AUTOROUND | dict(packing_format="x")),
+            ["packing_format", "auto_round:auto_g"],
+        ),
+        (
+            LLAMA | dict(quantization_config=AUTOROUND | dict(extra_config={"a": {"bits": 8}})),
+            ["extra_config", "16 bi"],
+        ),
         (LLAMA | dict(quantization_config=AWQ | dict(version="gemv")), ["version", "gemv"]),
         (LLAMA | dict(quantization_config=AWQ | dict(zero_point=False)), ["zero_point", "false"]),
         (LLAMA | dict(quantization_config=AWQ | dict(bits=8)), ["bits", "8"]),
