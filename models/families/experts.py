@@ -29,7 +29,7 @@ class Experts:
     kept: int = 1  # groups that are
     two: bool = True  # a group is as good as the sum of its two best, not as its best
     apart: bool = False  # one by one in files, where those of the release are in one
-    turned: bool = False  # matrices are (E, out, in) in files, those of the release (E, in, out)
+    turned: bool = False  # matrices are (E, out, in) in files, those of the release (E, in, out) or one by one
     latent: int = 0  # width of what they read and give; 0: the model's
 
 

@@ -73,6 +73,12 @@ class Names:
             name = name.replace(here, there)
         return name
 
+    def stored(self, name: str) -> str:
+        """The inverse of `module`: some files have the names of modules."""
+        for here, there in self.in_modules:
+            name = name.replace(there, here)
+        return name
+
 
 @lru_cache
 def within(names: Names) -> Names:
@@ -83,8 +89,8 @@ def within(names: Names) -> Names:
 
 @lru_cache
 def turned(names: Names) -> Names:
-    """The names for files with experts (E, out, in), where those of the release are (E, in, out)."""
-    return replace(names, stacked=(f"{names.experts}.gate_up_proj", f"{names.experts}.down_proj"))
+    """The names for files with experts (E, out, in), where those of the release are (E, in, out) or one by one."""
+    return replace(names, each=(), stacked=(f"{names.experts}.gate_up_proj", f"{names.experts}.down_proj"))
 
 
 @lru_cache

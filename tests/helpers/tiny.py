@@ -419,9 +419,7 @@ def oracle_generate(model, prompts, max_new):
 
 def own_name(cfg, name):
     """Ours of a name that transformers has in memory, where files of the model have another."""
-    for here, there in cfg.names.in_modules:
-        name = name.replace(there, here)
-    return name
+    return cfg.names.stored(name)
 
 
 def apart(cfg, name, t):

@@ -30,6 +30,13 @@ def test_base_model_without_prefix(cfg, prefix):
     assert sources(cfg, found) == {name: name.removeprefix(prefix) for name in shapes_of(cfg)}
 
 
+def test_a_tensor_is_there_once():
+    found = shapes_of(LLAMA)
+    twice = found | {"layers.0.mlp.up_proj.weight": found["model.layers.0.mlp.up_proj.weight"]}
+    with pytest.raises(InputError, match=r"layers\.0\.mlp\.up_proj\.weight and model\.layers.* are two names"):
+        canonical_names(LLAMA, twice)
+
+
 def test_tied_in_either_direction():
     found = shapes_of(TIED)
     both = found | {"lm_head.weight": found[EMBED]}
