@@ -224,7 +224,7 @@ def _pair(keys: Keys, name: str) -> tuple[int, int]:
 def _spelled(keys: Keys, *names: str) -> str:
     """Which of several names of a key has a value. Raises InputError where two have different ones."""
     said = [name for name in names if keys.raw.get(name) is not None] or [*names[:1]]
-    if any(keys.raw.get(name) != keys.raw.get(said[0]) for name in said):
+    if any(keys.raw[name] != keys.raw[said[0]] for name in said[1:]):
         raise keys.error(said[1], f"{keys.shown(said[0])}, as {json.dumps(said[0])} has it")
     return said[0]
 

@@ -192,6 +192,7 @@ def test_attention_scale_by_layer():
         (LLAMA | dict(quantization_config=AWQ | dict(version="gemv")), ["version", "gemv"]),
         (LLAMA | dict(quantization_config=AWQ | dict(zero_point=False)), ["zero_point", "false"]),
         (LLAMA | dict(quantization_config=AWQ | dict(bits=8)), ["bits", "8"]),
+        (LLAMA | dict(quantization_config=AWQ | dict(bits=float("nan"))), ["bits", "NaN", "4"]),
         (LLAMA | dict(quantization_config=BY_ROW | dict(transform_config={"r": 1})), ["transform_config"]),
         (
             LLAMA | dict(quantization_config=BY_ROW | dict(sparsity_config=dict(format="2:4"))),
