@@ -160,6 +160,9 @@ DELTA_SHARED = replace(
 DELTA_IN_ONE = replace(
     DELTA_SHARED, each=(), stacked=("mlp.experts.gate_up_proj", "mlp.experts.down_proj")
 )  # (E, out, in)
+OF_WRAPPER = (("model.language_model.", "model."),)  # a text's own files may have the names of those around it
+DELTA_TEXT = replace(DELTA, also=OF_WRAPPER)
+DELTA_IN_ONE_TEXT = replace(DELTA_IN_ONE, also=OF_WRAPPER)
 DELTA_BY_HEAD = replace(DELTA, mixed=("linear_attn.in_proj_qkvz", "linear_attn.in_proj_ba"), mixed_by_head=True)
 DELTA_SHARED_BY_HEAD = replace(DELTA_SHARED, mixed=DELTA_BY_HEAD.mixed, mixed_by_head=True)
 CORRECTED = replace(

@@ -302,11 +302,11 @@ FAMILIES = {
     ),
     "qwen3_5_text": Family(
         "Qwen 3.5, 3.6 and 3.8 (0.8B to 27B)",
-        names=names.DELTA, vocab=248320, n_heads=16, kv_heads=4, ffn=12288, **_HYBRID,
+        names=names.DELTA_TEXT, vocab=248320, n_heads=16, kv_heads=4, ffn=12288, **_HYBRID,
     ),
     "qwen3_5_moe_text": Family(
         "Qwen 3.5 and 3.6 (35B-A3B to 397B-A17B)",
-        names=names.DELTA_IN_ONE, vocab=248320, n_heads=16, kv_heads=2, ffn=512,
+        names=names.DELTA_IN_ONE_TEXT, vocab=248320, n_heads=16, kv_heads=2, ffn=512,
         experts=ExpertKeys(256, 8, 512, renormalise=True, shared=512), aliases={"num_local_experts": "num_experts"},
         **_HYBRID,
     ),
