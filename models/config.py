@@ -494,7 +494,7 @@ def _wrapped(raw: dict[str, Any], where: str, model_type: str) -> ModelConfig:
         raise keys.error(name, "an object")
     where = f"{where}: {name}" if name else where
     if isinstance(said := inner.get("model_type", wrapper.texts[0]), str):
-        inner = inner | {"model_type": OTHER_NAMES.get(said, said)}
+        inner = inner | {"model_type": (OTHER_NAMES | wrapper.older).get(said, said)}
     Keys(inner, where).refuse_unless("model_type", wrapper.texts)
     inner = inner | _tied(keys, Keys(inner, where), wrapper)
     if raw.get("quantization_config") is not None:

@@ -15,6 +15,7 @@ Shape = tuple[int, ...]
 OUTPUTS = ("lm_head.weight", "embed_out.weight")  # ends of names of output matrices; the second is of one family
 # Ends of names of buffers that older versions of transformers stored.
 _BUFFERS = (".attn.bias", ".attn.masked_bias", ".attention.bias", ".attention.masked_bias", ".rotary_emb.inv_freq")
+_IN_ONE = ".experts.gate_up_proj", ".experts.up_proj"  # ends of names of all experts, in transformers' modules
 _WRAPPERS = ("module.", "_orig_mod.", "_fsdp_wrapped_module.", "base_model.model.")  # of DDP, torch.compile, FSDP, peft
 
 
@@ -25,6 +26,8 @@ def as_found(cfg: ModelConfig, found: Mapping[str, Shape]) -> ModelConfig:
     own = cfg.experts
     if own is not None and cfg.names.stacked and any(f".{cfg.names.experts}.0." in name for name in found):
         return replace(cfg, experts=replace(own, apart=True))
+    if own is not None and (cfg.names.each or cfg.names.stacked) and any(name.endswith(_IN_ONE) for name in found):
+        return replace(cfg, experts=replace(own, turned=True))
     if own is None or not cfg.names.either:
         return cfg
     out_in = {"gate_up_proj": (own.count, 2 * own.width, cfg.width), "down_proj": (own.count, cfg.width, own.width)}
@@ -74,6 +77,7 @@ def canonical_names(
                 f"{named(name)} has shape {list(found[name])}, config.json says {list(wanted[target])}. "
                 "The weights and config.json are not of the same model."
             )
+    _check_once(names, named)
     present = set(names.values())
     missing = [name for name in wanted if name not in present and not (cfg.scores and name == output_name(cfg))]
     if missing:
@@ -81,6 +85,14 @@ def canonical_names(
         lacks = f"{named('the checkpoint')} lacks {missing[0]}{more}"
         raise InputError(f"{lacks}, which config.json calls for. Download it again.")
     return names
+
+
+def _check_once(names: Mapping[str, str | None], named: Callable[[str], str]) -> None:
+    """Raises InputError where two names stand for one tensor, unless one is the output's, of tied matrices."""
+    first: dict[str, str] = {}
+    for name, target in names.items():
+        if target is not None and not name.endswith(OUTPUTS) and first.setdefault(target, name) != name:
+            raise InputError(f"{named(name)} and {first[target]} are two names of one tensor. Remove one.")
 
 
 def sources(cfg: ModelConfig, found: Mapping[str, Shape], named: Callable[[str], str] = str) -> dict[str, str]:
@@ -148,6 +160,7 @@ def _in_full(cfg: ModelConfig, name: str) -> Iterator[str]:
     for there, here in cfg.names.also:
         if there in name:
             yield name.replace(there, here)
+    yield cfg.names.stored(name)
     if cfg.flat and name.startswith("model."):  # as of a text model with a vision tower
         yield "model.language_model." + name.removeprefix("model.")
     text = "language_model."  # in files of a multimodal model: model.layers and lm_head behind it

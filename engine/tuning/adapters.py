@@ -178,7 +178,8 @@ def _config(cfg: ModelConfig, lora: Lora, base: str) -> dict[str, Any]:
     experts = cfg.experts is not None and lora.adapts(cfg.names.experts)
     others = [t for t in lora.targets if not (experts and f".{cfg.names.experts}".endswith(f".{t}"))]
     modules = [_in_modules(cfg, t) for t in others]
-    like_experts = [t for t in modules if cfg.experts and t.rpartition(".")[2] in cfg.names.each]
+    each = cfg.names.each or cfg.family.names.each  # however files have experts
+    like_experts = [t for t in modules if cfg.experts and t.rpartition(".")[2] in each]
     named = [*(parameters(cfg) if experts else ()), *(f"{t}.weight" for t in like_experts)]
     more: dict[str, Any] = {"exclude_modules": excluded(cfg)} if excluded(cfg) else {}
     if lora.scales:

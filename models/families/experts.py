@@ -29,7 +29,7 @@ class Experts:
     kept: int = 1  # groups that are
     two: bool = True  # a group is as good as the sum of its two best, not as its best
     apart: bool = False  # one by one in files, where those of the release are in one
-    turned: bool = False  # matrices are (E, out, in) in files, those of the release (E, in, out)
+    turned: bool = False  # matrices are (E, out, in) in files, those of the release (E, in, out) or one by one
     latent: int = 0  # width of what they read and give; 0: the model's
 
 
@@ -86,6 +86,7 @@ def parse_experts(keys: Keys, family: ExpertKeys | None, layers: int) -> Experts
     for name, accepted in (REFUSED if family.groups else REFUSED | UNGROUPED).items():
         keys.refuse_unless(name, accepted)
     counted = family.count_key
+    keys = _one(keys, family.chosen_key, layers)
     count, chosen = keys.count(counted, family.count), keys.count(family.chosen_key, family.chosen)
     if layers * count > MOST:
         raise keys.error(counted, f"at most {MOST // layers:,} in each of {layers:,} layers")
@@ -107,6 +108,16 @@ def parse_experts(keys: Keys, family: ExpertKeys | None, layers: int) -> Experts
         count, chosen, width, renormalise, shared, bool(gated), limit, family.bias, aux, family.sigmoid, scale, dense,
         family.fp32, *_groups(keys, family, count, chosen), latent=latent,
     )  # fmt: skip
+
+
+def _one(keys: Keys, name: str, layers: int) -> Keys:
+    """With one number in place of a list of each layer's, where those are equal."""
+    found = keys.raw.get(name)
+    if not isinstance(found, list):
+        return keys
+    if len(found) != layers or any(n != found[0] for n in found):
+        raise keys.error(name, f"a number, or {layers} times the same")
+    return Keys(keys.raw | {name: found[0]}, keys.where)
 
 
 def _groups(keys: Keys, family: ExpertKeys, count: int, chosen: int) -> tuple[int, int, bool]:

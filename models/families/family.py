@@ -108,7 +108,7 @@ class Family:
     unadapted: tuple[str, ...] = ()  # linear layers that peft has no adapters of
     attention_gate: bool = False  # attention's result times sigmoid of a gate, by head behind the query
     packings: tuple[str, ...] = (  # quant_method: matrices may be packed so
-        "fp8", "fbgemm_fp8", "compressed-tensors", "modelopt", "gptq", "awq", "bitsandbytes",
+        "fp8", "fbgemm_fp8", "compressed-tensors", "modelopt", "gptq", "auto-round", "awq", "bitsandbytes",
     )  # fmt: skip
     mtp: bool = False  # num_nextn_predict_layers more in the file, which predict further tokens
     carried: tuple[str, ...] = ()  # what names of tensors begin with that are copied and not used
@@ -144,3 +144,4 @@ class Wrapper:
     tied_default: bool = False  # of that outside
     flat: bool = False  # keys and names of tensors may be those of a text model with a vision tower
     behind: bool = False  # names of tensors may be those of the text's model behind language_model.
+    older: dict[str, str] = field(default_factory=dict)  # other names of `texts` in files -> these

@@ -22,7 +22,6 @@ KNOWN = {  # (what they have, the nearest that is supported) -> their model type
     ("sparse attention with an indexer of its keys, and images", "minimax_m2"): "minimax_m3_vl minimax_m3_vl_text",
     ("a gate on the result of attention, and experts", "glm4_moe"): "afmoe laguna step3p7",
     ("a gate on the result of attention", "llama"): "muse_glimmer",
-    ("soft-capped scores, and no norms behind the branches", "gemma2"): "vaultgemma",
     ("heads of several widths, and values that are keys", "gemma3"): (
         "gemma4 gemma4_text gemma4_unified gemma4_unified_text"
     ),
@@ -38,6 +37,11 @@ KNOWN = {  # (what they have, the nearest that is supported) -> their model type
     ("another activation, without a gate", "llama"): "apertus nanochat",
     ("positions that are biases of the scores (ALiBi)", "gpt_neox"): "bloom",
     ("positions or heads of another kind", "gpt2"): "opt gpt_neo gpt_bigcode xglm biogpt openai-gpt ctrl",
+    ("queries, keys and values in one matrix, and experts", "glm4_moe"): "sarvam_moe",
+    ("factors of branches that have a norm behind them", "granite"): "hyperclovax",
+    ("an MLP next to experts, or windows with them", "granitemoe"): "granitemoeshared granitemoe_swa",
+    ("rope that changes with a document's length", "llama"): "internlm3",
+    ("other names of tensors", "llama"): "exaone",
     ("bytes that are packed in place of tokens", "llama"): "blt",
     ("weights of three values", "llama"): "bitnet",
     ("cross-attention to images", "llama"): "mllama",
@@ -70,12 +74,13 @@ WITHOUT_SCORES = frozenset({
     "olmo_hybrid",
     "glm4_moe", "glm4_moe_lite", "glm_moe_dsa", "solar_open", "dots1", "minimax_m2", "exaone_moe", "hy_v3", "mellum",
     "ernie4_5", "ernie4_5_moe", "cwm", "qwen3_5_moe_text", "qwen3_vl_text", "qwen3_vl_moe_text", "qwen2_5_vl_text",
-    "qwen2_vl_text", "glm4v_text", "glm4v_moe_text", "deepseek_v32", "youtu",
+    "qwen2_vl_text", "glm4v_text", "glm4v_moe_text", "deepseek_v32", "youtu", "iquestcoder", "jais2", "vaultgemma",
 })  # fmt: skip
 IN_CLASSES = {  # of others: how its classes are called, where it is not the capitalized words of the model type
     "gpt2": "GPT2",
     "gpt_neox": "GPTNeoX",
     "hunyuan_v1_dense": "HunYuanDenseV1",
+    "hunyuan_v1_moe": "HunYuanMoEV1",
     "qwen3_5_text": "Qwen3_5Text",
     "smollm3": "SmolLM3",
 }

@@ -73,6 +73,12 @@ class Names:
             name = name.replace(here, there)
         return name
 
+    def stored(self, name: str) -> str:
+        """The inverse of `module`: some files have the names of modules."""
+        for here, there in self.in_modules:
+            name = name.replace(there, here)
+        return name
+
 
 @lru_cache
 def within(names: Names) -> Names:
@@ -83,8 +89,8 @@ def within(names: Names) -> Names:
 
 @lru_cache
 def turned(names: Names) -> Names:
-    """The names for files with experts (E, out, in), where those of the release are (E, in, out)."""
-    return replace(names, stacked=(f"{names.experts}.gate_up_proj", f"{names.experts}.down_proj"))
+    """The names for files with experts (E, out, in), where those of the release are (E, in, out) or one by one."""
+    return replace(names, each=(), stacked=(f"{names.experts}.gate_up_proj", f"{names.experts}.down_proj"))
 
 
 @lru_cache
@@ -154,6 +160,9 @@ DELTA_SHARED = replace(
 DELTA_IN_ONE = replace(
     DELTA_SHARED, each=(), stacked=("mlp.experts.gate_up_proj", "mlp.experts.down_proj")
 )  # (E, out, in)
+OF_WRAPPER = (("model.language_model.", "model."),)  # a text's own files may have the names of those around it
+DELTA_TEXT = replace(DELTA, also=OF_WRAPPER)
+DELTA_IN_ONE_TEXT = replace(DELTA_IN_ONE, also=OF_WRAPPER)
 DELTA_BY_HEAD = replace(DELTA, mixed=("linear_attn.in_proj_qkvz", "linear_attn.in_proj_ba"), mixed_by_head=True)
 DELTA_SHARED_BY_HEAD = replace(DELTA_SHARED, mixed=DELTA_BY_HEAD.mixed, mixed_by_head=True)
 CORRECTED = replace(
@@ -278,7 +287,15 @@ NEOX = Names(
 )
 WITH_SINKS = replace(SPLIT, sinks="self_attn.sinks")
 NO_GATE = replace(SPLIT, up=("mlp.up_proj",))
+BEFORE_MLP = replace(SPLIT, norm2="pre_feedforward_layernorm")
 LAYERNORMS = replace(SPLIT, q_norm="self_attn.query_layernorm", k_norm="self_attn.key_layernorm")
+LAYERNORMS_MIXTURE = replace(
+    LAYERNORMS,
+    up=("mlp.shared_mlp.gate_proj", "mlp.shared_mlp.up_proj"),
+    down="mlp.shared_mlp.down_proj",
+    router="mlp.gate.wg",
+    experts="mlp.experts",
+)
 GATE_UP = replace(SPLIT, up=("mlp.gate_up_proj",))
 GLM4 = replace(GATE_UP, post1="post_self_attn_layernorm", post2="post_mlp_layernorm")
 PLAIN_MLP = replace(SPLIT, up=("mlp.c_fc",), down="mlp.c_proj")

@@ -111,9 +111,24 @@ def _awq(keys: Keys, names: Names) -> tuple[Packing, tuple[str, ...]]:
     return packing, _blocks(names, _left_out(keys))
 
 
+def _autoround(keys: Keys, names: Names) -> tuple[Packing, tuple[str, ...]]:
+    """In the layout of GPTQ or AWQ, by auto_round's export_to_autoround."""
+    keys.refuse_unless("bits", (4,))
+    for name, accepted in (("data_type", (None, "int")), ("act_bits", (None, 16)), ("super_bits", (None,))):
+        keys.refuse_unless(name, accepted)
+    keys.refuse_unless("packing_format", (None, *AUTOROUND))
+    packing = AUTOROUND[keys.raw.get("packing_format") or "auto_round:auto_gptq"]
+    others = keys.raw.get("extra_config") or {}
+    plain = lambda own: isinstance(own, dict) and own.get("bits") in (16, 32)
+    if not isinstance(others, dict) or not all(map(plain, others.values())):
+        raise keys.error("extra_config", "none, or modules of 16 bits: others have settings of their own")
+    left = [_glob(f"re:{name}") for name in others]
+    return replace(packing, block=(1, _group(keys, "group_size"))), _blocks(names, left)
+
+
 def _modelopt(keys: Keys, names: Names) -> tuple[Packing, tuple[str, ...]]:
-    keys.refuse_unless("quant_algo", ("NVFP4", "FP8"))
-    packing = MODELOPT if keys.raw["quant_algo"] == "NVFP4" else BY_ROW.scaled(WHOLE, WHOLE)
+    keys.refuse_unless("quant_algo", ("NVFP4", "W4A16_NVFP4", "FP8"))
+    packing = BY_ROW.scaled(WHOLE, WHOLE) if keys.raw["quant_algo"] == "FP8" else MODELOPT
     keys.refuse_unless("group_size", (None, 16))
     return packing, _blocks(names, _left_out(keys, "ignore", "exclude_modules"))
 
@@ -155,14 +170,25 @@ def _weights(keys: Keys, name: str, group: Any) -> Keys:
 
 
 def _float(weights: Keys) -> Packing:
-    """fp8 with scales by row, tensor or block."""
+    """fp8 with scales by row, tensor, block, or group of columns."""
     weights.refuse_unless("num_bits", (8,))
     weights.refuse_unless("type", ("float",))
     weights.refuse_unless("symmetric", (True,), True)
-    weights.refuse_unless("strategy", ("channel", "tensor", "block"))
+    weights.refuse_unless("strategy", ("channel", "tensor", "block", "group"))
     if weights.raw["strategy"] == "block":
         return BY_ROW.scaled(*_pair(weights, "block_structure"))
+    if weights.raw["strategy"] == "group":
+        return BY_ROW.scaled(1, _group(weights, "group_size"))
     return BY_ROW.scaled(1 if weights.raw["strategy"] == "channel" else WHOLE, WHOLE)
+
+
+def _mxfp8(weights: Keys) -> Packing:
+    """fp8 with a power of two by group of columns."""
+    weights.refuse_unless("strategy", ("group",))
+    weights.refuse_unless("group_size", (MX.block[1],))
+    packing = _float(weights)
+    codes, scales = packing.parts
+    return replace(packing, parts=(codes, replace(scales, dtypes=BYTES)))
 
 
 def _int4(weights: Keys) -> Packing:
@@ -198,7 +224,7 @@ def _pair(keys: Keys, name: str) -> tuple[int, int]:
 def _spelled(keys: Keys, *names: str) -> str:
     """Which of several names of a key has a value. Raises InputError where two have different ones."""
     said = [name for name in names if keys.raw.get(name) is not None] or [*names[:1]]
-    if any(keys.raw.get(name) != keys.raw.get(said[0]) for name in said):
+    if any(keys.raw[name] != keys.raw[said[0]] for name in said[1:]):
         raise keys.error(said[1], f"{keys.shown(said[0])}, as {json.dumps(said[0])} has it")
     return said[0]
 
@@ -229,9 +255,20 @@ def _blocks(names: Names, left_out: list[str]) -> tuple[str, ...]:
 
 FORMATS: dict[str, Callable[[Keys], Packing]] = {
     "float-quantized": _float,
+    "naive-quantized": _float,  # the same, as older releases call it
+    "mxfp8-quantized": _mxfp8,
     "pack-quantized": _int4,
     "nvfp4-pack-quantized": partial(_fp4, NVFP4, "tensor_group"),
     "mxfp4-pack-quantized": partial(_fp4, MX, "group"),
+}
+AUTOROUND = {  # packing_format -> where zero points are, and whether they are less by one
+    "auto_round:auto_gptq": GPTQ,
+    "auto_round:gptq": GPTQ,
+    "auto": GPTQ,
+    "auto_round": GPTQ_2,
+    "auto_round:gptqmodel": GPTQ_2,
+    "auto_round:auto_awq": AWQ,
+    "auto_round:awq": AWQ,
 }
 READ = {
     "mxfp4": _mxfp4,
@@ -240,6 +277,7 @@ READ = {
     "compressed-tensors": _compressed,
     "modelopt": _modelopt,
     "gptq": _gptq,
+    "auto-round": _autoround,
     "awq": _awq,
     "bitsandbytes": _nf4,
 }

@@ -197,6 +197,12 @@ FAMILIES = {
         n_heads=8, kv_heads=4, head_dim=256, max_positions=8192, tied=True, qkv_bias=BIAS, o_bias=BIAS,
         windows="pattern", period=2, query_scale=True, embed_root=True, capped=True,
     ),
+    "vaultgemma": Family(
+        "VaultGemma 1B",
+        names=names.BEFORE_MLP, spelled=SPELLED | dict(act="hidden_activation"), add_one=True, acts=GELU, vocab=256000,
+        n_heads=8, kv_heads=4, head_dim=256, max_positions=8192, tied=True, qkv_bias=BIAS, o_bias=BIAS,
+        windows="pattern", period=2, query_scale=True, embed_root=True, capped=True,
+    ),
     "gpt_neox": Family(
         "Pythia, GPT-NeoX-20B",
         names=names.NEOX, spelled=SPELLED | dict(eps="layer_norm_eps", theta="rotary_emb_base", share="rotary_pct"),
@@ -296,11 +302,11 @@ FAMILIES = {
     ),
     "qwen3_5_text": Family(
         "Qwen 3.5, 3.6 and 3.8 (0.8B to 27B)",
-        names=names.DELTA, vocab=248320, n_heads=16, kv_heads=4, ffn=12288, **_HYBRID,
+        names=names.DELTA_TEXT, vocab=248320, n_heads=16, kv_heads=4, ffn=12288, **_HYBRID,
     ),
     "qwen3_5_moe_text": Family(
         "Qwen 3.5 and 3.6 (35B-A3B to 397B-A17B)",
-        names=names.DELTA_IN_ONE, vocab=248320, n_heads=16, kv_heads=2, ffn=512,
+        names=names.DELTA_IN_ONE_TEXT, vocab=248320, n_heads=16, kv_heads=2, ffn=512,
         experts=ExpertKeys(256, 8, 512, renormalise=True, shared=512), aliases={"num_local_experts": "num_experts"},
         **_HYBRID,
     ),
@@ -418,6 +424,27 @@ FAMILIES = {
         "Hunyuan (0.5B to 7B)",
         names=names.LAYERNORMS, eps=1e-5, qk_norm="head", rope_first=True, alpha=True, qkv_bias=BIAS, o_bias=BIAS,
     ),
+    "hunyuan_v1_moe": Family(
+        "Hunyuan A13B (80B)",
+        names=names.LAYERNORMS_MIXTURE, vocab=290943, n_heads=32, ffn=11008, eps=1e-5, qk_norm="head", rope_first=True,
+        alpha=True, qkv_bias=BIAS, o_bias=BIAS,
+        experts=ExpertKeys(
+            1, 1, 11008, width_key="intermediate_size", chosen_key="moe_topk", renormalise=True, fp32=True,
+            shared_key="intermediate_size", beside=11008,
+        ),
+        aliases={"num_local_experts": "num_experts", "num_experts_per_tok": "moe_topk"},
+    ),
+    "iquestcoder": Family(
+        "IQuest-Coder V1 (40B)",
+        vocab=76800, n_heads=40, ffn=27648, kv_heads=8, head_dim=128, max_positions=131072, eps=1e-5, qkv_bias=BIAS,
+        o_bias=BIAS, mlp_bias=MLP_BIAS, only={"use_sliding_window": (None, False)},
+    ),
+    "jais2": Family(
+        "Jais 2 (8B, 70B)",
+        names=names.NO_GATE, spelled=SPELLED | dict(eps="layer_norm_eps"), layer_norm=True, gated=False, acts=RELU2,
+        vocab=150272, n_heads=26, ffn=26624, max_positions=8192, eps=1e-5, qkv_bias=("attention_bias", True),
+        o_bias=("attention_bias", True), mlp_bias=("mlp_bias", True),
+    ),
     "arcee": Family(
         "AFM 4.5B",
         names=names.NO_GATE, gated=False, acts=RELU2, max_positions=4096, eps=1e-5, qkv_bias=BIAS, o_bias=BIAS,
@@ -444,6 +471,13 @@ WRAPPERS = {
         tied="outside",
         tied_default=True,
         behind=True,
+    ),
+    "exaone4_5": Wrapper(
+        ("exaone4",),
+        {"image_token_id": 67, "video_token_id": 68},
+        ("model.visual.", "mtp."),
+        tied="outside",
+        older={"exaone4_5_text": "exaone4"},
     ),
     "qwen3_5": Wrapper(("qwen3_5_text",), _QWEN35_MEDIA, ("model.visual.", "mtp."), tied="outside"),
     "qwen3_5_moe": Wrapper(("qwen3_5_moe_text",), _QWEN35_MEDIA, ("model.visual.", "mtp."), tied="outside"),

@@ -33,9 +33,10 @@ Rope, in the notations of transformers 4 and 5: {kinds}. With `longrope` the run
 are used, the short ones up to `original_max_position_embeddings`. `--rope-factor X` extends a context X times by
 YaRN, in training and in the result's `config.json`.
 
-Packed weights are read as published: fp8 in blocks, by row or tensor; int4 of compressed-tensors, GPTQ and AWQ in four
-bits, NVFP4, MXFP4, NF4: see [packed weights](packed.md). The files decide which tensors are packed. Frozen, as under
-LoRA, they stay packed on the drive, in RAM and in transfers; trained, they are decoded once, and the result is in bf16.
+Packed weights are read as published: fp8 in blocks, by row, tensor or group; int4 of compressed-tensors, GPTQ and AWQ
+in four bits, NVFP4, MXFP4, NF4: see [packed weights](packed.md). The files decide which tensors are packed. Frozen, as
+under LoRA, they stay packed on the drive, in RAM and in transfers; trained, they are decoded once, and the result is in
+bf16.
 `--base nf4`, `fp8` or `mxfp4` quantizes the frozen matrices of a plain checkpoint as they are loaded.
 
 These are refused with one line that names the key: other activations, weights quantized otherwise (GPTQ in other
@@ -48,7 +49,7 @@ than four bits, 8 bits of bitsandbytes, GGUF), heads for other tasks, routing by
 {known}
 """
 MAKERS = {
-    "LLaMA and similar": "llama seed_oss smollm3 cwm helium arcee",
+    "LLaMA and similar": "llama seed_oss smollm3 cwm helium arcee iquestcoder jais2",
     "GPT": "gpt2 gpt_neox gpt_oss starcoder2",
     "Qwen": (
         "qwen2 qwen3 qwen2_moe qwen3_moe qwen3_next qwen3_5_text qwen3_5_moe_text qwen2_vl_text qwen2_5_vl_text "
@@ -58,13 +59,13 @@ MAKERS = {
     "Mistral": "mistral ministral ministral3 mistral4 mixtral",
     "DeepSeek, Moonshot": "deepseek_v2 deepseek_v3 deepseek_v32",
     "MiniMax": "minimax_m2",
-    "Tencent": "hunyuan_v1_dense hy_v3 youtu",
+    "Tencent": "hunyuan_v1_dense hunyuan_v1_moe hy_v3 youtu",
     "EXAONE": "exaone4 exaone_moe",
     "Upstage": "solar_open",
     "rednote": "dots1",
     "Baidu": "ernie4_5 ernie4_5_moe",
     "JetBrains": "mellum",
-    "Google": "gemma gemma2 gemma3_text",
+    "Google": "gemma gemma2 gemma3_text vaultgemma",
     "Microsoft": "phi3",
     "IBM": "granite granitemoe granite_swa granitemoehybrid bamba",
     "NVIDIA": "nemotron_h",
@@ -84,7 +85,7 @@ def special(family: Family) -> list[str]:
         "norms before and after attention and MLP": bool(n.norm1 and n.post1),
         "norms multiply by 1 + weight": family.add_one,
         "GELU between two matrices": not family.gated and family.acts[0] in GELU,
-        "GELU, exact or by tanh, between two matrices": EXACT_GELU in family.acts,
+        "GELU, exact or by tanh, between two matrices": not family.gated and EXACT_GELU in family.acts,
         "GeGLU": family.gated and family.acts is not SILU,
         "learned positions": not family.rotary,
         "rope on a part of each head": bool(family.partial),

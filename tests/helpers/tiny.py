@@ -265,6 +265,17 @@ CASES = {
     "hunyuan tied, biases, alpha": ("hunyuan_v1_dense", LLAMA | dict(
         attention_bias=True, tie_word_embeddings=True, rope_parameters=dict(
             rope_type="dynamic", alpha=50.0, rope_theta=10000.0, factor=1.0, mscale=1.0, mscale_all_dim=1.0))),
+    "hunyuan moe": ("hunyuan_v1_moe", LLAMA | dict(num_experts=6, moe_topk=2, intermediate_size=24)),
+    "hunyuan moe tied, biases, alpha": ("hunyuan_v1_moe", LLAMA | dict(
+        num_experts=5, moe_topk=[3, 3], attention_bias=True, tie_word_embeddings=True, rope_parameters=dict(
+            rope_type="dynamic", alpha=50.0, rope_theta=10000.0, factor=1.0))),
+    "iquestcoder": ("iquestcoder", LLAMA),
+    "jais2": ("jais2", PLAIN),
+    "jais2 tied, without biases": ("jais2", PLAIN | dict(
+        attention_bias=False, mlp_bias=False, tie_word_embeddings=True)),
+    "vaultgemma": ("vaultgemma", LLAMA | dict(
+        hidden_size=64, head_dim=16, sliding_window=4, query_pre_attn_scalar=12, attn_logit_softcapping=1.5,
+        final_logit_softcapping=2.0)),
     "arcee": ("arcee", LLAMA),
     "arcee tied, biases": ("arcee", LLAMA | dict(attention_bias=True, mlp_bias=True, tie_word_embeddings=True)),
     "qwen3 moe among dense layers": ("qwen3_moe", MIXTURE | dict(
@@ -408,9 +419,7 @@ def oracle_generate(model, prompts, max_new):
 
 def own_name(cfg, name):
     """Ours of a name that transformers has in memory, where files of the model have another."""
-    for here, there in cfg.names.in_modules:
-        name = name.replace(there, here)
-    return name
+    return cfg.names.stored(name)
 
 
 def apart(cfg, name, t):

@@ -67,6 +67,12 @@ CASES = {  # name -> (model_type, text_config, vision_config, other keys)
     ),
     "kimi k2.5": ("kimi_k25", LATENT | dict(first_k_dense_replace=1, n_group=1, topk_group=1), KIMI, UNTIED),
     "mistral3 tied": ("mistral3", PLAIN | dict(model_type="mistral", sliding_window=5), PIXTRAL, TIED),
+    "exaone 4.5": (
+        "exaone4_5",
+        PLAIN | dict(model_type="exaone4_5_text", num_hidden_layers=3, sliding_window=5, layer_types=TYPES),
+        WIDE | dict(fullatt_block_indexes=[0], num_key_value_heads=1),
+        {},
+    ),
     "qwen3 vl": ("qwen3_vl", LLAMA | dict(rope_parameters=FIFTHS), DEEP, {}),
     "qwen3 vl tied, biases": (
         "qwen3_vl",

@@ -135,7 +135,8 @@ def read_by_transformers(model_type: str) -> dict:
     """Keys that its modelling file reads of a config, and other names of them -> the default."""
     made = CONFIG_MAPPING[model_type]
     name = made.__module__.split(".")[-2]
-    source = (Path(transformers.__file__).parent / "models" / name / f"modeling_{name}.py").read_text()
+    files = (Path(transformers.__file__).parent / f"models/{own}/modeling_{own}.py" for own in (name, "llama"))
+    source = next(file for file in files if file.exists()).read_text()
     found = {*re.findall(r"config\.(\w+)", source), *re.findall(r'getattr\(\w*\.?config, *"(\w+)"', source)}
     found |= {*made.attribute_map, *BASIC, "rope_scaling", "rope_parameters"}
     return {

@@ -5,6 +5,7 @@ from contextlib import nullcontext
 
 import pytest
 import torch
+from engines import exchange, final_weights, opened
 from safetensors.torch import load_file, save_file
 from tiny import CASES, InDouble, Tiny, apart, oracle, own_name, relative, shifted_labels
 from transformers import AutoModelForCausalLM
@@ -88,6 +89,26 @@ def test_a_saved_folder_goes_through(case, tmp_path):
     reopened = AutoModelForCausalLM.from_pretrained(ours, dtype=torch.float32)
     state = reopened.state_dict()
     assert all(torch.equal(t, state[name]) for name, t in reference.state_dict().items())
+
+
+@pytest.mark.parametrize("case", ["qwen3 moe", "minimax m2", "hy v3", "granite moe", "nemotron 3"])
+def test_files_with_the_names_of_modules_go_through(case, tmp_path):
+    """As transformers writes them of a model in parts, or where it is told to: a layer's experts in one, and so on."""
+    reference, _ = oracle(*CASES[case])
+    reference.save_pretrained(tmp_path / "theirs", save_original_format=False)
+    reference.save_pretrained(tmp_path / "released")
+
+    def loaded(folder):
+        e, x = exchange(*opened(tmp_path / folder)[:2], dtype="F32")
+        x.load()
+        return torch.cat([*final_weights(e).values()]), x
+
+    (weights, x), (expected, _) = loaded("theirs"), loaded("released")
+    assert torch.equal(weights, expected)
+    x.save(tmp_path / "ours")
+    before, after = (load_file(tmp_path / name / "model.safetensors") for name in ("theirs", "ours"))
+    assert before.keys() == after.keys()
+    assert all(torch.equal(t, after[name]) for name, t in before.items())
 
 
 @pytest.mark.parametrize("case", CASES)

@@ -22,12 +22,14 @@ def of_group(**weights):
 
 NF4 = dict(quant_method="bitsandbytes", load_in_4bit=True, bnb_4bit_quant_type="nf4")
 BY_ROW = dict(quant_method="compressed-tensors", format="float-quantized") | of_group()
+MODELOPT = dict(quant_method="modelopt")
+MXFP8 = BY_ROW | dict(format="mxfp8-quantized")
 OF_INT4 = dict(num_bits=4, type="int", strategy="group", group_size=32)
 OF_FP4 = dict(num_bits=4, strategy="tensor_group", group_size=16)
 INT4, NVFP4 = (
     dict(quant_method="compressed-tensors", format=form) for form in ("pack-quantized", "nvfp4-pack-quantized")
 )
-GPTQ, AWQ = (dict(quant_method=method, bits=4, group_size=128) for method in ("gptq", "awq"))
+GPTQ, AWQ, AUTOROUND = (dict(quant_method=method, bits=4, group_size=128) for method in ("gptq", "awq", "auto-round"))
 GPT2 = dict(model_type="gpt2", vocab_size=50257, n_embd=768, n_layer=12, n_head=12)
 LLAMA = dict(
     model_type="llama",
@@ -177,9 +179,20 @@ def test_attention_scale_by_layer():
         (LLAMA | dict(quantization_config=AWQ | dict(version=None, format="gemv")), ['"format"', "gemv"]),
         (LLAMA | dict(quantization_config=AWQ | dict(q_group_size=64)), ["q_group_size", "64", "128"]),
         (LLAMA | dict(quantization_config=GPTQ | dict(dynamic={"+:.*": {"bits": 8}})), ["dynamic", "left out"]),
+        (LLAMA | dict(quantization_config=AUTOROUND | dict(bits=2)), ["bits", "2", "4"]),
+        (LLAMA | dict(quantization_config=AUTOROUND | dict(data_type="mx_fp")), ["data_type", "mx_fp", "int"]),
+        (
+            LLAMA | dict(quantization_config=AUTOROUND | dict(packing_format="x")),
+            ["packing_format", "auto_round:auto_g"],
+        ),
+        (
+            LLAMA | dict(quantization_config=AUTOROUND | dict(extra_config={"a": {"bits": 8}})),
+            ["extra_config", "16 bi"],
+        ),
         (LLAMA | dict(quantization_config=AWQ | dict(version="gemv")), ["version", "gemv"]),
         (LLAMA | dict(quantization_config=AWQ | dict(zero_point=False)), ["zero_point", "false"]),
         (LLAMA | dict(quantization_config=AWQ | dict(bits=8)), ["bits", "8"]),
+        (LLAMA | dict(quantization_config=AWQ | dict(bits=float("nan"))), ["bits", "NaN", "4"]),
         (LLAMA | dict(quantization_config=BY_ROW | dict(transform_config={"r": 1})), ["transform_config"]),
         (
             LLAMA | dict(quantization_config=BY_ROW | dict(sparsity_config=dict(format="2:4"))),
@@ -188,7 +201,13 @@ def test_attention_scale_by_layer():
         (LLAMA | dict(quantization_config=BY_ROW | dict(config_groups={})), ["config_groups", "an object of groups"]),
         (LLAMA | dict(quantization_config=BY_ROW | dict(config_groups={"g": 3})), ["config_groups", "g", "weights"]),
         (LLAMA | dict(quantization_config=BY_ROW | of_group(num_bits=4)), ["num_bits", "4"]),
-        (LLAMA | dict(quantization_config=BY_ROW | of_group(strategy="group")), ["strategy", "group", "channel"]),
+        (LLAMA | dict(quantization_config=BY_ROW | of_group(strategy="token")), ["strategy", "token", "channel"]),
+        (LLAMA | dict(quantization_config=BY_ROW | of_group(strategy="group")), ["group_size", "positive"]),
+        (LLAMA | dict(quantization_config=MXFP8 | of_group(strategy="group", group_size=16)), ["group_size", "16"]),
+        (
+            LLAMA | dict(quantization_config=BY_ROW | dict(format="naive-quantized") | of_group(type="int")),
+            ["type", "int", "float"],
+        ),
         (LLAMA | dict(quantization_config=BY_ROW | of_group(strategy="block")), ["block_structure", "two positive"]),
         (LLAMA | dict(quantization_config=BY_ROW | dict(ignore=[1])), ["ignore", "a list of names"]),
         (LLAMA | dict(quantization_config=NF4 | dict(load_in_8bit=True)), ["load_in_8bit"]),
@@ -222,7 +241,8 @@ def test_attention_scale_by_layer():
         (LLAMA | dict(residual_multiplier=0.2), ["residual_multiplier"]),
         (LLAMA | dict(query_pre_attn_scalar=256), ["query_pre_attn_scalar"]),
         (LLAMA | dict(no_rope_layers=[1] * 32), ["no_rope_layers"]),
-        (LLAMA | dict(model_type="vaultgemma"), ["soft-capped scores", "gemma2"]),
+        (LLAMA | dict(model_type="apertus"), ["another activation", "llama"]),
+        (LLAMA | dict(model_type="hunyuan_v1_moe", moe_topk=[1, 2] * 16), ["moe_topk", "32 times the same"]),
         (LLAMA | dict(model_type="gemma2", hidden_act="gelu_pytorch_tanh", attn_logit_softcapping=0), ["softcapping"]),
         (LLAMA | dict(model_type="phi3", partial_rotary_factor=0.23), ["partial_rotary_factor", "0.23", "128"]),
         (LLAMA | dict(model_type="phi3", partial_rotary_factor=1.5), ["partial_rotary_factor", "1.5"]),
@@ -325,6 +345,11 @@ def test_a_last_group_of_columns_is_short_in_gptq_alone(said):
     packing = parse_config(LLAMA | dict(quantization_config=said)).packing
     assert packing.holds((64, 2 * packing.block[1]))
     assert packing.holds((64, 2 * packing.block[1] - 8)) == (said is GPTQ)
+
+
+def test_weights_whose_activations_are_not_quantized_are_packed_alike():
+    packing = lambda algo: parse_config(LLAMA | dict(quantization_config=MODELOPT | dict(quant_algo=algo))).packing
+    assert packing("W4A16_NVFP4") == packing("NVFP4") != packing("FP8")
 
 
 def test_patterns_of_layers():

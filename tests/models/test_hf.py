@@ -4,7 +4,7 @@ import pytest
 
 from trireme.models.config import InputError, parse_config
 from trireme.models.hf import canonical_names, sources
-from trireme.models.sizes.shapes import weight_groups
+from trireme.models.sizes.shapes import stored_tensors, weight_groups
 
 GPT2 = parse_config(dict(model_type="gpt2", vocab_size=11, n_embd=8, n_layer=2, n_head=2, n_positions=16))
 KEYS = dict(vocab_size=11, hidden_size=8, intermediate_size=12, num_hidden_layers=2, num_attention_heads=2)
@@ -28,6 +28,30 @@ def test_names_as_they_are(cfg):
 def test_base_model_without_prefix(cfg, prefix):
     found = {name.removeprefix(prefix): shape for name, shape in shapes_of(cfg).items()}
     assert sources(cfg, found) == {name: name.removeprefix(prefix) for name in shapes_of(cfg)}
+
+
+def test_a_tensor_is_there_once():
+    found = shapes_of(LLAMA)
+    twice = found | {"layers.0.mlp.up_proj.weight": found["model.layers.0.mlp.up_proj.weight"]}
+    with pytest.raises(InputError, match=r"layers\.0\.mlp\.up_proj\.weight and model\.layers.* are two names"):
+        canonical_names(LLAMA, twice)
+
+
+def test_a_text_model_with_the_names_of_the_one_around_it():
+    """As transformers reads the text_config of Qwen 3.5 alone, next to the tensors of the whole."""
+    sizes = dict(
+        num_key_value_heads=1,
+        linear_num_key_heads=2,
+        linear_num_value_heads=2,
+        linear_key_head_dim=4,
+        linear_value_head_dim=4,
+    )
+    cfg = parse_config(
+        KEYS | sizes | dict(model_type="qwen3_5_text", layer_types=["linear_attention", "full_attention"])
+    )
+    wanted = stored_tensors(cfg)
+    named = lambda name: name.replace("model.", "model.language_model.", 1)
+    assert canonical_names(cfg, {named(name): shape for name, shape in wanted.items()}) == {named(n): n for n in wanted}
 
 
 def test_tied_in_either_direction():

@@ -29,7 +29,7 @@ def sizes(model_type, vocab, width, ffn, layers, heads, kv_heads=None, **more):
 
 def mixture(model_type, vocab, width, ffn, layers, heads, kv_heads, inner, experts, **more):
     """As sizes, of a mixture with experts of `inner` features, under all names of the keys."""
-    keys = dict(moe_intermediate_size=inner, norm_topk_prob=True) | ({} if "moe_k" in more else TOP)
+    keys = dict(moe_intermediate_size=inner, norm_topk_prob=True) | ({} if more.keys() & {"moe_k", "moe_topk"} else TOP)
     keys |= {COUNTS[model_type]: experts} | more
     return sizes(model_type, vocab, width, ffn, layers, heads, kv_heads, **keys)
 
@@ -57,7 +57,7 @@ def flat(text, vision):
 COUNTS = dict(
     solar_open="n_routed_experts", dots1="n_routed_experts", minimax_m2="num_local_experts", exaone_moe="num_experts",
     hy_v3="num_experts", mellum="num_experts", qwen3_vl_moe_text="num_experts", glm4v_moe_text="n_routed_experts",
-    ernie4_5_moe="moe_num_experts", granitemoe="num_local_experts",
+    ernie4_5_moe="moe_num_experts", granitemoe="num_local_experts", hunyuan_v1_moe="num_experts",
 )  # fmt: skip
 TOP = dict(num_experts_per_tok=8)
 TOWER = dict(depth=1, hidden_size=16, intermediate_size=24, num_heads=2, patch_size=4, image_size=16)
@@ -156,6 +156,17 @@ RELEASED = {  # name -> ((config.json, layers), parameters as the name or the ca
     "Qwen3-VL 235B": (wrapped(mixture("qwen3_vl_moe_text", 151936, 4096, 12288, 94, 64, 4, 1536, 128, head_dim=128,
                                       rope_theta=5e6, decoder_sparse_step=1, mlp_only_layers=[], rope_scaling=MROPE),
                               DEEP, tie_word_embeddings=False), 235.1),
+    "Hunyuan A13B": (mixture("hunyuan_v1_moe", 128167, 4096, 3072, 32, 32, 8, 3072, 64, moe_topk=[8] * 2,
+                             head_dim=128, tie_word_embeddings=True, rope_theta=10000.0, rope_scaling=dict(
+                                 alpha=1000.0, beta_fast=32, beta_slow=1, factor=1.0, mscale=1.0, mscale_all_dim=1.0,
+                                 type="dynamic")), 80.4),
+    "IQuest-Coder 40B": (sizes("iquestcoder", 76800, 5120, 27648, 80, 40, 8, head_dim=128, rope_theta=500000.0), 39.8),
+    "Jais 2 8B": (sizes("jais2", 150272, 3328, 26624, 32, 26, 26, rope_theta=500000.0), 8.09),
+    "EXAONE 4.5 33B": (wrapped(sizes(
+        "exaone4_5_text", 153600, 5120, 27392, 64, 40, 8, sliding_window=4096, sliding_window_pattern="LLLG",
+        layer_types=["sliding_attention", "full_attention"], num_nextn_predict_layers=1, rope_scaling=dict(
+            factor=16.0, high_freq_factor=4.0, low_freq_factor=1.0, original_max_position_embeddings=8192,
+            rope_theta=1000000.0, rope_type="llama3")), WINDOWED | dict(num_key_value_heads=1)), 32.5),
     "DeepSeek-V3": (latent("deepseek_v3", 129280, 7168, 18432, 59, 128, 2048, 256, n_group=8, topk_group=4,
                            routed_scaling_factor=2.5, topk_method="noaux_tc", scoring_func="sigmoid", moe_layer_freq=1,
                            num_nextn_predict_layers=1, rope_scaling=YARN_MLA), 671.0),  # two more layers are dense

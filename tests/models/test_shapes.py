@@ -100,6 +100,9 @@ DIALECTS = {
     "gpt_neox": SMALL | dict(model_type="gpt_neox"),
     "gemma2": SMALL | dict(model_type="gemma2", head_dim=32),
     "arcee": SMALL | dict(model_type="arcee", hidden_act="relu2", mlp_bias=True),
+    "jais2": SMALL | dict(model_type="jais2", hidden_act="relu2"),
+    "hunyuan moe": MIXTURE
+    | dict(model_type="hunyuan_v1_moe", moe_topk=MIXTURE["num_experts_per_tok"], intermediate_size=48),
     "hunyuan": SMALL | dict(model_type="hunyuan_v1_dense", num_key_value_heads=2),
     "granite moe": MIXTURE
     | dict(model_type="granitemoe", num_local_experts=8, intermediate_size=48, residual_multiplier=0.5),

@@ -2,6 +2,7 @@
 
 import json
 
+import numpy as np
 import pytest
 import torch
 from engines import JitterQueues, exchange, gpu_plan, opened
@@ -272,6 +273,26 @@ def test_groups_of_caches_and_no_order_say_nothing_of_weights(made):
     raw["quantization_config"]["config_groups"] = dict(group_0=of_cache)
     with pytest.raises(InputError, match='expected a group with "weights"'):
         parse_config(raw)
+
+
+@pytest.mark.parametrize(("case", "form"), [
+    ("gptq", None), ("gptq", "auto_round:auto_gptq"), ("gptq v2", "auto_round:gptqmodel"),
+    ("awq", "auto_round:auto_awq"),
+])  # fmt: skip
+def test_auto_round_writes_the_layouts_of_others(made, tmp_path, case, form):
+    """As its export_to_autoround does, without the groups' numbers, which AutoGPTQ has."""
+    folder, _, wide = made(case)
+    state = load_file(folder / "model.safetensors")
+    save_file({n: t for n, t in state.items() if not n.endswith(".g_idx")}, tmp_path / "model.safetensors")
+    raw = json.loads((folder / "config.json").read_text())
+    before = parse_config(raw)
+    spelled = dict(packing_format=form, iters=200, sym=False, extra_config={".*mlp\\.gate.*": dict(bits=16)})
+    raw["quantization_config"] = dict(quant_method="auto-round", bits=4, group_size=CASES[case][3]) | spelled
+    assert parse_config(raw).packing == before.packing
+    (tmp_path / "config.json").write_text(json.dumps(raw))
+    source = opened(tmp_path)[1]
+    for name, values in wide.items():
+        assert np.array_equal(np.concatenate(list(source.values(name))), values.flatten().numpy())
 
 
 def test_matrices_that_are_left_out_stay_as_they_are(made, tmp_path):

@@ -40,6 +40,8 @@ CASES = {  # model_type, keys, block, dtype of the scales, modules that stay
                torch.float32, ["lm_head"]),
     "by row, compressed-tensors": ("qwen3", LLAMA, (1, WHOLE), torch.bfloat16, ["lm_head"]),
     "by tensor, compressed-tensors": ("qwen3_moe", MIXTURE, (WHOLE, WHOLE), torch.float32, ["lm_head"]),
+    "by group, compressed-tensors": ("llama", LLAMA | dict(hidden_size=32, intermediate_size=64, head_dim=8), (1, 32),
+                                     E8M0, ["lm_head"]),
     "by row, fbgemm": ("llama", LLAMA, (1, WHOLE), torch.float32, ["lm_head"]),
     "by tensor": ("llama", LLAMA, (WHOLE, WHOLE), torch.float32, ["lm_head"]),
 }  # fmt: skip
@@ -72,12 +74,14 @@ def said(case):
     """(what scales have behind a matrix's name, quantization_config)."""
     _, _, block, dtype, left = CASES[case]
     if "compressed" in case:
-        strategy = "tensor" if block[0] == WHOLE else "channel"
+        strategy, form = {WHOLE: ("channel", "float-quantized"), 32: ("group", "mxfp8-quantized")}[block[1]]
+        strategy, form = ("tensor", "naive-quantized") if block[0] == WHOLE else (strategy, form)
         weights = dict(num_bits=8, type="float", strategy=strategy, symmetric=True, dynamic=False, block_structure=None)
+        weights |= dict(group_size=32, scale_dtype="torch.uint8") if strategy == "group" else {}
         groups = dict(group_0=dict(targets=["Linear"], weights=weights, input_activations=dict(num_bits=8)))
         ignored = ["lm_head", r"re:.*mlp\.gate$"]
         return "_scale", dict(
-            quant_method="compressed-tensors", format="float-quantized", config_groups=groups, ignore=ignored,
+            quant_method="compressed-tensors", format=form, config_groups=groups, ignore=ignored,
             sparsity_config={}, transform_config={}, kv_cache_scheme=None,
         )  # fmt: skip
     if "fbgemm" in case:
