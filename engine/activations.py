@@ -409,7 +409,7 @@ class ActivationSwap:
         coming = [(gpu, each) for gpu, each in read if each.way.outside is not None]
         for gpu, each in coming:
             each.queue = each.way.comes or numbered(queue, gpu)
-        prefetch.expect([each for _, each in coming])
+        prefetch.expect(coming)
 
     def go_on(self) -> None:
         """To be called when a buffer was freed or an activation stored: starts the transfers that can start now."""

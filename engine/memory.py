@@ -177,23 +177,28 @@ class Fetched(Protocol):
 
 
 class Prefetch:
-    """Transfers to the GPU in the order of their use, each as soon as it may come."""
+    """Transfers to GPUs in the order of their use, each as soon as it may come; a GPU's do not wait for another's."""
 
     def __init__(self) -> None:
-        self.queue: deque[Fetched] = deque()
+        self.queues: list[deque[tuple[int, Fetched]]] = []  # of each GPU, with numbers in the order of all
 
-    def expect(self, items: Iterable[Fetched]) -> None:
-        assert not self.queue, "what the last pass expects was not used"
-        self.queue.extend(items)
+    def expect(self, items: Iterable[tuple[int, Fetched]]) -> None:
+        """`items`: each with its GPU."""
+        assert not any(self.queues), "what the last pass expects was not used"
+        queues = dict[int, deque[tuple[int, Fetched]]]()
+        for number, (gpu, item) in enumerate(items):
+            queues.setdefault(gpu, deque()).append((number, item))
+        self.queues = list(queues.values())
         self.go_on()
 
     def go_on(self) -> None:
         """To be called when a buffer was freed."""
-        while self.queue and self.queue[0].may_come:
-            self.queue.popleft().fetch()
+        while ready := [queue for queue in self.queues if queue and queue[0][1].may_come]:
+            first = min(ready, key=lambda queue: queue[0][0])
+            first.popleft()[1].fetch()
 
     def break_off(self) -> None:
-        self.queue.clear()
+        self.queues.clear()
 
 
 @dataclass(eq=False)

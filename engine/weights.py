@@ -293,9 +293,10 @@ class WeightStream:
         layers = [self.layers[u] for u in self.uses]
         for layer in layers:
             layer.before = before
-        coming = list[Fetched]()
+        coming = list[tuple[int, Fetched]]()
         for layer in layers:
-            coming += [layer, *layer.slices]
+            items: list[Fetched] = [layer, *layer.slices]
+            coming += [(self.plan.units[layer.u].gpu, item) for item in items]
         self.coming.expect(coming)
 
     def parts(self, u: int, backward: bool = False) -> Iterator[LayerPart]:

@@ -53,17 +53,34 @@ def test_what_is_forgotten_is_not_found_again():
 
 
 def test_transfers_start_in_order_and_none_overtakes_one_that_waits():
-    items = [SimpleNamespace(name=name, may_come=name != "b") for name in "abc"]
-    fetched, coming = [], Prefetch()
-    for item in items:
-        item.fetch = lambda item=item: fetched.append(item.name)
-    coming.expect(items)
+    (items, fetched), coming = _to_fetch("abc"), Prefetch()
+    coming.expect((0, item) for item in items)
     assert fetched == ["a"]
     with pytest.raises(AssertionError):
-        coming.expect(items)
+        coming.expect((0, item) for item in items)
     items[1].may_come = True
     coming.go_on()
     assert fetched == ["a", "b", "c"]
+
+
+def test_transfers_to_a_gpu_do_not_wait_for_those_to_another():
+    (items, fetched), coming = _to_fetch("abcdef"), Prefetch()
+    coming.expect(zip((0, 1, 0, 1, 0, 1), items, strict=True))
+    assert fetched == ["a", "c", "e"]
+    items[1].may_come = True
+    coming.go_on()
+    assert fetched == ["a", "c", "e", "b", "d", "f"]
+    coming.break_off()
+    coming.expect(zip((0, 1, 0, 1, 0, 1), items, strict=True))
+    assert fetched[6:] == ["a", "b", "c", "d", "e", "f"]
+
+
+def _to_fetch(names):
+    """Of which `b` may not come yet, and the names of those that were fetched."""
+    items, fetched = [SimpleNamespace(name=name, may_come=name != "b") for name in names], []
+    for item in items:
+        item.fetch = lambda item=item: fetched.append(item.name)
+    return items, fetched
 
 
 @pytest.mark.parametrize("window", [1, 2, 3])
