@@ -151,7 +151,8 @@ def between(geo: Geometry, plan: Plan, limits: Limits, piece: int) -> Iterable[P
 
 
 def divided_losses(geo: Geometry, plan: Plan, limits: Limits, piece: int) -> Iterable[Plan]:
-    """The losses of micro-batches on all GPUs in turn, or on all but that of the last block, which is ready last.
+    """The losses of micro-batches on all GPUs in turn, or on all but that of the last block, which is ready last; a
+    quarter of them on another GPU than the head's, where the head is small.
 
     With fewer blocks kept on the GPU if need be.
     """
@@ -161,7 +162,8 @@ def divided_losses(geo: Geometry, plan: Plan, limits: Limits, piece: int) -> Ite
     turn = tuple((home + i) % plan.gpus for i in range(plan.gpus))
     others = tuple(gpu for gpu in turn if gpu != last)
     kept = [u for u, unit in enumerate(plan.units) if unit.names("gpu") or unit.lent]
-    for losses in dict.fromkeys((turn, (*turn[1:], home), *((others,) if len(others) > 1 else ()))):
+    few = home, turn[1], home, home
+    for losses in dict.fromkeys((turn, (*turn[1:], home), *((others,) if len(others) > 1 else ()), few)):
         if losses != plan.losses:
             short = replace(plan, losses=losses, piece=min(plan.piece, piece))
             room = _with_less_kept(geo, short, limits, kept)
@@ -319,13 +321,20 @@ def in_peers(geo: Geometry, plan: Plan, limits: Limits, steps: Sequence[Move], p
     of_gpus = dict.fromkeys(map(frozenset[int], (range(plan.gpus), *one)))
     for only in of_gpus:
         own = [u for u, unit in enumerate(plan.units) if unit.gpu in only]
-        swapping = [u for u in own if any(tier != "gpu" for _, tier in plan.units[u].saved)]
         streamed = replace(short, window=min(WINDOWS), swap_slots=min(SLOTS)).changed(own, resident=False)
         for roomy in (short, streamed):
-            for base in dict.fromkeys((roomy, roomy.changed(swapping, saved=(), peer=0))):
+            for base in dict.fromkeys((_swapping_only(roomy, own), roomy.changed(own, saved=(), peer=0))):
                 lending = lend(geo, base, limits, steps, only) if fits(geo, base, limits) else base
                 if lending != base and fits(geo, lending, limits):
                     yield longer_pieces(geo, lending, limits)
+
+
+def _swapping_only(plan: Plan, units: Sequence[int]) -> Plan:
+    """`plan` whose `units` save nothing but what they swap to RAM or the SSD."""
+    for saved in dict.fromkeys(plan.units[u].saved for u in units):
+        alike = {u for u in units if plan.units[u].saved == saved}
+        plan = plan.changed(alike, saved=tuple((n, tier) for n, tier in saved if tier in ("host", "ssd")), peer=0)
+    return plan
 
 
 def fuller(geo: Geometry, plan: Plan, limits: Limits, piece: int, states: bool) -> Iterable[Plan]:
@@ -346,10 +355,22 @@ def fuller(geo: Geometry, plan: Plan, limits: Limits, piece: int, states: bool) 
 def lend(geo: Geometry, plan: Plan, limits: Limits, steps: Sequence[Move], only: Collection[int]) -> Plan:
     """`plan` that saves more of the units of GPUs `only`, most seconds per byte first: on their own GPU as far as it
     has room, then on the roomiest other. A GPU lends what it has left in addition to all that it computes with.
+
+    GPUs with less room than the roomiest first leave some for buffers on their way to a peer: as many bytes as one of
+    `steps` saves, or none; that after which the busiest GPU recomputes least.
     """
-    rooms = _Rooms(geo, plan, limits)
+    spans = (geo.saved_layout(geo.kinds.index(move.kind), move.names, plan.tokens).span for move in steps)
+    found = [_lent(geo, plan, limits, steps, only, staged) for staged in dict.fromkeys((0, *spans))]
+    return min(found, key=lambda each: each[0])[1]
+
+
+def _lent(
+    geo: Geometry, plan: Plan, limits: Limits, steps: Sequence[Move], only: Collection[int], staged: int
+) -> tuple[float, Plan]:
+    """Seconds that the busiest GPU recomputes after `lend` with buffers of `staged` bytes, and the plan."""
+    rooms = _Rooms(geo, plan, limits, staged)
     units = [u for u in range(geo.head - 1, 0, -1) if plan.units[u].gpu in only]
-    changed: dict[int, UnitPlan] = {}
+    changed, left = dict[int, UnitPlan](), [0.0] * plan.gpus
     for move, u in ((move, u) for move in steps for u in units if geo.kinds[u] == move.kind):
         unit = changed.get(u, plan.units[u])
         saved = dict(unit.saved)
@@ -359,26 +380,33 @@ def lend(geo: Geometry, plan: Plan, limits: Limits, steps: Sequence[Move], only:
         own: SavedTier = "gpu"
         lent: SavedTier = "peer"
         for tier in (own, lent) if more else ():
-            saving = replace(unit, saved=(*unit.saved, *((name, tier) for name in more)), peer=peer * (tier == lent))
-            saving = replace(saving, peer=peer) if saving.lent else saving
+            saving = replace(unit, saved=(*unit.saved, *((name, tier) for name in more)))
+            saving = replace(saving, peer=peer if saving.lent else 0)
             if rooms.take(u, unit, saving):
                 changed[u] = saving
                 break
+        else:
+            left[unit.gpu] += move.seconds if more else 0.0
     for unit in dict.fromkeys(changed.values()):
         chosen = {u for u, other in changed.items() if other == unit}
         plan = plan.changed(chosen, saved=unit.saved, peer=unit.peer)
-    return plan
+    return max(left), plan
 
 
 class _Rooms:
-    """Bytes that each GPU has left with a plan."""
+    """Bytes that each GPU has left with a plan, and with buffers of `staged` bytes on all but the roomiest."""
 
-    def __init__(self, geo: Geometry, plan: Plan, limits: Limits):
+    def __init__(self, geo: Geometry, plan: Plan, limits: Limits, staged: int = 0):
         self.geo, self.plan = geo, plan
         self.left = [limits.of(gpu) - used for gpu, used in enumerate(each_usage(geo, plan)[0])]
         self.staged = [0] * plan.gpus  # of a buffer on the way to a peer
         for u, unit in enumerate(plan.units):
             self.staged[unit.gpu] = max(self.staged[unit.gpu], self._span(u, unit, "peer"))
+        for gpu in set(range(plan.gpus)) - {max(range(plan.gpus), key=lambda gpu: self.left[gpu])}:
+            more = plan.swap_slots * max(0, staged - self.staged[gpu])
+            if more <= self.left[gpu]:
+                self.left[gpu] -= more
+                self.staged[gpu] = max(staged, self.staged[gpu])
 
     def _span(self, u: int, unit: UnitPlan, tier: SavedTier) -> int:
         names = unit.names(tier)

@@ -191,6 +191,20 @@ def test_a_full_gpu_makes_room_for_what_a_peer_saves():
     assert all(unit.gpu == 0 and unit.peer == 1 and not unit.resident for p in lent for unit in p.units if unit.lent)
 
 
+def test_a_full_gpu_leaves_room_for_buffers_on_their_way_to_a_peer():
+    """All that it saves is in the peer's memory, where its own has room for some and then for no buffer."""
+    cfg = replace(SMALL, n_layers=6)
+    first = replace(deal(cfg, plan(cfg, UnitPlan("host", "host"), tokens=4096, n_micro=4), 2), between="gpu")
+    geo, batch = Geometry.of(cfg, first), Batch(4096, 2048, 4)
+    names, used = set(geo.saved_names(geo.kinds[1])), each_usage(geo, first)[0]
+    room = first.swap_slots * geo.saved_layout(1, tuple(geo.saved_names(geo.kinds[1])), 4096).span + MIB
+    limits = Limits(8 << 30, 1 << 40, 2, less=((8 << 30) - used[0] - room, 0))
+    found = list(in_peers(geo, first, limits, moves(geo, batch, LINKED), first.piece))
+    assert all(fits(geo, each, limits) for each in found)
+    kept = [[set(unit.names("peer")) for unit in each.units[1:-1] if unit.gpu == 0] for each in found]
+    assert [names] * 3 in kept
+
+
 @pytest.mark.full
 def test_memory_that_another_process_leaves_on_one_of_two_equal_gpus_is_used(monkeypatch):
     """Both compute as many layers, and the roomier one saves for the other."""
