@@ -111,6 +111,7 @@ class Activation:
         """`names`: of the saved tensors; empty for an input or its gradient."""
         self.swap, self.u, self.label, self.names, self.way = swap, u, label, names, way
         self.here: Buffer | None = None  # on the GPU
+        self.made: tuple[Task, ...] = ()  # what readers come after; they do not wait for each other
         self.tokens = 0
         self.again = False  # a later pass reads it, too
         self.stored = False  # outside
@@ -127,21 +128,29 @@ class Activation:
         """Takes a buffer on the GPU of the task that writes it. `again`: a later pass reads it, too."""
         self.tokens, self.again, self.stored = tokens, again, False
         self.here = self._buffer(self.way.out)
-        return InUse(self, self.here, tokens, self.written)
+        return InUse(self, self.here, tokens, self.here.ready, self.written)
 
     def written(self, task: Task) -> None:
-        """Sends it outside, unless it stays until its only reader."""
+        """Sends it outside, unless it stays until its only reader.
+
+        From another GPU it is sent when its reader is queued: else what readers save would queue behind all that the
+        other GPU has not written yet.
+        """
         here, way = self._here(), self.way
         here.ready = (task,)
         if way.peer:
             here = self._cross(here)
-        if way.outside is None or (way.stays and not self.again):
+        self.made = here.ready
+        if way.outside is None or (way.stays and (way.peer or not self.again)):
             return
-        here.used(way.outside.store(way.leaves, self.label, here, self.nbytes))
-        self.stored = True
+        self._store(here, way.outside)
         if not way.stays:
             self._free(here.ready)
         self.swap.go_on()
+
+    def _store(self, here: Buffer, outside: Outside) -> None:
+        here.used(outside.store(self.way.leaves, self.label, here, self.nbytes))
+        self.stored = True
 
     def _cross(self, here: Buffer) -> Buffer:
         """Copies it to the GPU of the tasks that read it."""
@@ -163,12 +172,15 @@ class Activation:
             return
         assert self.way.outside is not None
         here = self._buffer(self.way.back)
-        here.ready = (self.way.outside.load(self.queue, self.label, here, self.nbytes),)
+        here.ready = self.made = (self.way.outside.load(self.queue, self.label, here, self.nbytes),)
         self.here = here
 
     def read(self, last: bool = True) -> InUse:
         """`last`: no other task of this pass reads it."""
-        return InUse(self, self._here(), self.tokens, self.was_read if last else self._here().used)
+        here, outside = self._here(), self.way.outside
+        if self.again and outside is not None and not self.stored:
+            self._store(here, outside)
+        return InUse(self, here, self.tokens, self.made, self.was_read if last else here.used)
 
     def was_read(self, task: Task) -> None:
         """To be called with the last task of a pass that reads it: frees the buffer unless the next pass reads it
@@ -206,11 +218,8 @@ class InUse(NamedTuple):
     of: Activation
     buffer: Buffer
     tokens: int
+    ready: tuple[Task, ...]
     done: Callable[[Task], None]
-
-    @property
-    def ready(self) -> tuple[Task, ...]:
-        return self.buffer.ready
 
     def rows(self) -> Tensor:
         """The tensor of an input or its gradient, (N, D) in the compute dtype."""

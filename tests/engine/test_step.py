@@ -471,7 +471,7 @@ def _without_tensors(mb: Inputs) -> Inputs:
 def handed_over(plan) -> list[tuple[str, str, str]]:
     """(queue, kind, of) of a step's tasks in the order of the program."""
     cfg, drive = replace(LLAMA, n_layers=len(plan.units) - 2), Rates(1.0, 1.0, 1.0, 1.0, 1.0, 1.0, 1.0, 1.0)
-    queues = SimulatedQueues(lambda task: 1.0, drive)
+    queues = SimulatedQueues(lambda task: 1.0, drive, plan.gpus)
     e, batch = build(cfg, plan, LIMITS, queues), [Inputs(24, 20, 100)] * plan.n_micro
     for step in (1, 2):
         queues.begin()
@@ -500,6 +500,22 @@ def test_what_is_needed_next_is_on_its_way_before(between, slots):
         for i, (u, b) in enumerate((u, b) for u in order for b in range(4)):
             for what in fetched[way]:
                 assert tasks.index(("h2d", "activations", f"block{u:03d} {what} {b}")) < at[max(0, i - slots + 1)]
+
+
+def test_copies_of_a_gpu_do_not_queue_behind_those_of_another():
+    """On each of two GPUs an input is stored when its reader is queued, before what that saves; the next layer's
+    activations come before weights whose buffer is in use until then."""
+    unit = UnitPlan("host", "host", x="host", saved=(("qkv", "host"),))
+    plan = gpu_plan(LLAMA, units=(unit,) * 8, window=2, swap_slots=2, n_micro=4)
+    done = handed_over(relayed(plan, (0, 1), between="gpu"))
+    turn = next(i for i, (_, kind, _) in enumerate(done) if kind == "loss")
+    for gpu, name, first in (("", "block003", "block001"), ("1", "block002", "block000")):
+        stored = [of for queue, kind, of in done[:turn] if (queue, kind) == (f"d2h{gpu}", "activations")]
+        at = stored.index(f"{name} x 0")
+        assert stored[at : at + 4] == [f"{name} {what}" for what in ("x 0", "host 0", "x 1", "host 1")]
+        brought = [(kind, of) for queue, kind, of in done[turn:] if queue == f"h2d{gpu}"]
+        weights = brought.index(("weights", first))
+        assert all(brought.index(("activations", f"{name} host {b}")) < weights for b in (0, 1))
 
 
 @pytest.mark.parametrize(
