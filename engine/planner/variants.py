@@ -151,8 +151,8 @@ def between(geo: Geometry, plan: Plan, limits: Limits, piece: int) -> Iterable[P
 
 
 def divided_losses(geo: Geometry, plan: Plan, limits: Limits, piece: int) -> Iterable[Plan]:
-    """The losses of micro-batches on all GPUs in turn, or on all but that of the last block, which is ready last; a
-    quarter of them on another GPU than the head's, where the head is small.
+    """The losses of micro-batches on all GPUs in turn, on all but that of the last block, which is ready last, on all
+    but the head's, which may be full; or a quarter of them on another GPU than the head's, where the head is small.
 
     With fewer blocks kept on the GPU if need be.
     """
@@ -160,10 +160,10 @@ def divided_losses(geo: Geometry, plan: Plan, limits: Limits, piece: int) -> Ite
         return
     home, last = plan.units[geo.head].gpu, plan.units[geo.head - 1].gpu
     turn = tuple((home + i) % plan.gpus for i in range(plan.gpus))
-    others = tuple(gpu for gpu in turn if gpu != last)
+    others = [tuple(gpu for gpu in turn if gpu != out) for out in (last, home) if plan.gpus > 2]
     kept = [u for u, unit in enumerate(plan.units) if unit.names("gpu") or unit.lent]
     few = home, turn[1], home, home
-    for losses in dict.fromkeys((turn, (*turn[1:], home), *((others,) if len(others) > 1 else ()), few)):
+    for losses in dict.fromkeys((turn, (*turn[1:], home), *others, few)):
         if losses != plan.losses:
             short = replace(plan, losses=losses, piece=min(plan.piece, piece))
             room = _with_less_kept(geo, short, limits, kept)
