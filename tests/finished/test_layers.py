@@ -18,7 +18,7 @@ from trireme.engine.data.dataset import MicroBatch
 from trireme.engine.plan import DoesNotFit, Limits
 from trireme.engine.run.finished import evaluate
 from trireme.engine.run.finished.layers import Layers
-from trireme.engine.run.finished.model import _of_run, open_folder
+from trireme.engine.run.finished.model import of_run, open_folder
 from trireme.engine.run.hub.push import card_of
 from trireme.engine.run.screen import Screen
 from trireme.models.config import InputError
@@ -83,6 +83,7 @@ class OneBatch(NamedTuple):
     n_sequences: int = 3
     kind: str = ""
     tokens: int = 24
+    weighted: bool = False
 
     def batches(self, rows):
         yield self.batch
@@ -188,8 +189,8 @@ def test_options_in_an_adapter_of_another_program_are_named_and_not_read(tmp_pat
     for name, content in (("ours/config.yaml", "# run 1\ntokenizer: /t\n"), ("theirs/config.yaml", "tokenizer: [{]")):
         (tmp_path / name).parent.mkdir()
         (tmp_path / name).write_text(content)
-    assert _of_run(tmp_path / "ours", said.append) == {"tokenizer": "/t"}
-    assert _of_run(tmp_path / "theirs", said.append) == {}
+    assert of_run(tmp_path / "ours", said.append) == {"tokenizer": "/t"}
+    assert of_run(tmp_path / "theirs", said.append) == {}
     assert said == [f"{tmp_path}/theirs/config.yaml is not of a run of this program, and is not read"]
     assert card_of(tmp_path / "theirs", "a/b", "", adapter=False)
 

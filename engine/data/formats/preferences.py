@@ -14,8 +14,7 @@ _WORDS = {"true", "false", "desirable", "undesirable", "chosen", "rejected", "go
 _NUMBERS = {"0", "1", "-1", "0.0", "1.0", "-1.0"}
 _EMPTY: tuple[Any, ...] = (None, "", [], {})
 _WHAT = (
-    "is preference data, good answers and bad ones: training with --method dpo (kto, if labelled) reads both, and "
-    "evaluates them by --val."
+    "is preference data, good answers and bad ones: training and `eval` with --method dpo (kto, if labelled) read both."
 )
 
 FormatOf = Callable[[Mapping[str, str]], tuple[str, tuple[str, ...]] | None]

@@ -1,33 +1,38 @@
-"""`trireme eval FOLDER --data FILE`: loss of a finished model on each file, perplexity or accuracy."""
+"""`trireme eval FOLDER --data FILE`: loss of a finished model on each file; perplexity, accuracy or margins."""
 
 from __future__ import annotations
 
 import argparse
-import math
 import sys
 import time
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import replace
+from functools import reduce
+from pathlib import Path
 from typing import Any, NamedTuple
 
 import numpy as np
 import torch
 
-from trireme.engine.amounts import compact, count
 from trireme.engine.build import documents_of, in_ram, placed
 from trireme.engine.data.codec import Codec
 from trireme.engine.data.dataset import DataOptions, Dataset, MicroBatch, load_dataset
 from trireme.engine.data.formats.pairs import Kind
 from trireme.engine.memory import DTYPE
+from trireme.engine.run.begin.method import described, kind_of_data, preference_of
+from trireme.engine.run.finished.found import Found, Judged
 from trireme.engine.run.finished.layers import Layers, device_and_dtype, load_layers
-from trireme.engine.run.finished.model import Opened, open_model
+from trireme.engine.run.finished.model import Opened, of_run, open_folder, open_model
+from trireme.engine.run.finished.options import OF_METHODS
+from trireme.engine.run.hub.fetch import folder_of
 from trireme.engine.run.job import shelf
-from trireme.engine.run.output.log import perplexity
+from trireme.engine.run.options import Options
 from trireme.engine.run.screen import Screen
 from trireme.engine.tuning.headed import pad_in
+from trireme.engine.tuning.peft_config import CONFIG
 from trireme.models import head, model
 from trireme.models.config import InputError, ModelConfig, read_raw
-from trireme.models.losses.preferences import Preference, compare, joined
+from trireme.models.losses.preferences import COMPARED, Documents, Preference, joined
 from trireme.models.rows import Tables, rope_tables
 from trireme.models.sizes import shapes, workspace
 
@@ -35,66 +40,14 @@ AT_ONCE = 1 << 13  # tokens of a micro-batch, unless a sequence is longer
 WAITING = 1 << 30  # bytes of activations between layers, where each pass reads the model's files
 
 
-class Found(NamedTuple):
-    total: float  # of the labels' losses
-    labels: int
-    tokens: int
-    sequences: int
-    correct: float | None = None  # labels that no other token was likelier than, where counted
-    kind: Kind = ""  # of a score head: "rewards", whose labels are pairs, or "classes"
-    margins: float = 0.0  # sum of what rewards differ by
-
-    def plus(self, other: Found) -> Found:
-        labels, tokens = self.labels + other.labels, self.tokens + other.tokens
-        correct = None if self.correct is None or other.correct is None else self.correct + other.correct
-        counts = labels, tokens, self.sequences + other.sequences
-        return Found(self.total + other.total, *counts, correct, other.kind, self.margins + other.margins)
-
-    @property
-    def accuracy(self) -> float | None:
-        return None if self.correct is None else self.correct / max(1, self.labels)
-
-    @property
-    def loss(self) -> float:
-        """The mean."""
-        return self.total / max(1, self.labels)
-
-    def __str__(self) -> str:
-        of = f"{compact(self.labels)} trained tokens of {compact(self.tokens)}, {count(self.sequences, 'sequence')}"
-        accuracy = "" if self.accuracy is None else f", accuracy {self.accuracy:.4f}"
-        if self.kind:
-            margin, noun = ("", "row") if self.kind == "classes" else (f", margin {self.margin:.4g}", "pair")
-            some = f"{count(self.labels, noun)} of {compact(self.tokens)} tokens"
-            return f"loss {self.loss:.4f}{accuracy}{margin}, on {some}"
-        return f"loss {self.loss:.4f}, perplexity {perplexity(self.loss)}{accuracy}, on {of}"
-
-    @property
-    def margin(self) -> float:
-        return self.margins / max(1, self.labels)
-
-    def described(self) -> dict[str, float]:
-        if self.kind:
-            margin, rows = ({"margin": self.margin}, "pairs") if self.kind == "rewards" else ({}, "rows")
-            return {
-                "loss": self.loss,
-                "accuracy": self.accuracy or 0.0,
-                **margin,
-                rows: self.labels,
-                "tokens": self.tokens,
-            }
-        found = {"loss": self.loss, "perplexity": math.exp(min(self.loss, 700.0))}
-        found |= {} if self.accuracy is None else {"accuracy": self.accuracy}
-        return found | {"trained_tokens": self.labels, "tokens": self.tokens, "sequences": self.sequences}
-
-
 def evaluate(given: argparse.Namespace) -> int:
     """Returns the exit code. Raises InputError, CheckpointError, DoesNotFit, StoreError."""
-    out, all_ = Screen(), Found(0.0, 0, 0, 0, 0.0)
+    out, all_ = Screen(), list[Any]()
     for name, found in zip(given.data, losses(given, Screen(sys.stderr)), strict=True):
         out.say(f"eval     {name}: {found}")
-        all_ = all_.plus(found)
+        all_.append(found)
     if len(given.data) > 1:
-        out.say(f"eval     all {len(given.data)} files: {all_}")
+        out.say(f"eval     all {len(given.data)} files: {reduce(lambda one, other: one.plus(other), all_)}")
     return 0
 
 
@@ -111,30 +64,54 @@ class Ready(NamedTuple):
     below: int  # ids that likeliest tokens may have
 
 
-def losses(given: argparse.Namespace, screen: Screen) -> Iterator[Found]:
+def losses(given: argparse.Namespace, screen: Screen) -> Iterator[Found | Judged]:
     """Of each file. Raises as `evaluate`."""
-    ready = open_and_load(given, screen, scores=True)
+    options = Options(**{name: getattr(given, name) for name in OF_METHODS})
+    of = preference_of(options)
+    if given.reference and not (of and of.compares):
+        raise InputError(f"--reference is for --method {', '.join(COMPARED)}. Leave it out.")
+    opened, sources, seq_len = open_and_read(given, screen, True, kind_of_data(options))
+    if opened.kind == "rewards":
+        of = Preference("reward")
+    if of and of.compares:
+        sources = _with_reference(given, opened, sources, seq_len, screen)
+    ready = load_for_data(given, opened, sources, seq_len, 0, opened.cfg.vocab, screen)
+    if of and not opened.kind:
+        screen.say(f"method   {described(of)}")
     try:
-        for data in ready.sources:
-            yield loss_on(ready.layers, data, ready.rows, ready.seq_len, ready.dtype, ready.waiting, screen)
+        for data in sources:
+            if of:
+                docs, logps = _logps(ready, data, "evaluating", screen)
+                yield Judged(of, docs, logps, data.tokens)
+            else:
+                yield loss_on(ready.layers, data, ready.rows, ready.seq_len, ready.dtype, ready.waiting, screen)
     finally:
         ready.layers.close()
 
 
-def open_and_load(given: argparse.Namespace, screen: Screen, logits: int = 0, scores: bool = False) -> Ready:
-    """`logits`: rows of them in fp32 that a pass needs. `scores`: the model may have a score head.
+def open_and_load(given: argparse.Namespace, screen: Screen, logits: int = 0) -> Ready:
+    """`logits`: rows of them in fp32 that a pass needs. Raises as `evaluate`."""
+    opened, sources, seq_len = open_and_read(given, screen, False)
+    return load_for_data(given, opened, sources, seq_len, logits, opened.cfg.vocab, screen)
+
+
+def open_and_read(
+    given: argparse.Namespace, screen: Screen, scores: bool, kind: Kind = ""
+) -> tuple[Opened, list[Dataset], int]:
+    """The model, the data for it, and --seq-len. `scores`: it may have a score head. `kind`: by --method.
 
     Raises as `evaluate`.
     """
     opened, codec = open_model(given, screen)
     if not scores:
         opened.refuse_head("it has no log-probabilities of tokens; `eval` says how good it is")
-    cfg = opened.cfg
+    if kind:
+        opened.refuse_head(f"leave --method {given.method} out, `eval` sees what it is")
+    cfg, kind = opened.cfg, kind or opened.kind
     seq_len = given.seq_len or min(2048, cfg.max_positions)
     if seq_len > cfg.max_positions:
         raise InputError(f"--seq-len {seq_len}: the model has {cfg.max_positions} positions. Lower it.")
-    sources = [_read(name, codec, opened, given, seq_len, screen) for name in given.data]
-    return load_for_data(given, opened, sources, seq_len, logits, cfg.vocab, screen)
+    return opened, [_read(name, codec, opened, given, seq_len, kind, screen) for name in given.data], seq_len
 
 
 def load_for_data(
@@ -160,16 +137,18 @@ def rows_of(device: torch.device, seq_len: int) -> int:
     return max(1, AT_ONCE // seq_len) if device.type == "cuda" else 1
 
 
-def _read(name: str, codec: Codec, opened: Opened, given: argparse.Namespace, seq_len: int, screen: Screen) -> Dataset:
+def _read(
+    name: str, codec: Codec, opened: Opened, given: argparse.Namespace, seq_len: int, kind: Kind, screen: Screen
+) -> Dataset:
     """A source, and what the report says of it. Raises InputError."""
     began = time.monotonic()
     options = DataOptions(
         seq_len=seq_len, map=given.map, long=given.long, skip_bad=given.skip_bad, vocab_size=opened.cfg.vocab,
-        media=opened.cfg.media, shelf=shelf(),
+        media=opened.cfg.media, shelf=shelf(), kind=kind,
     )  # fmt: skip
     if opened.cfg.scores:
         pad = pad_in(read_raw(opened.base), codec.facts.pad)
-        options = replace(options, kind=opened.kind, labels=opened.labels, pad=pad)
+        options = replace(options, labels=opened.labels, pad=pad)
     far = lambda file, position, size: screen.far(f"reading {file}", position, size, began)
     data = load_dataset([name], codec, options, far)
     screen.clear()
@@ -192,43 +171,60 @@ def loss_on(
     those of a micro-batch.
     """
     tables = rope_tables(layers.cfg, seq_len, layers.device)
-    found = Found(0.0, 0, 0, data.n_sequences, 0.0, layers.opened.kind)
-    if data.kind == "rewards":
-        return _rewards_on(layers, data, rows, tables, dtype, waiting, screen, found)
+    found = Found(0.0, 0, 0, data.n_sequences, 0.0, bool(layers.opened.kind), 0.0 if data.weighted else None)
     correct = torch.zeros(1, dtype=torch.float64, device=layers.device)
     with screen.working("evaluating", data.tokens, "tokens") as more:
         for group in grouped(data.batches(rows), waiting):
             loss = sum(float(losses.double().sum()) for losses in _pass(layers, group, tables, dtype, correct))
-            tokens = sum(len(mb.ids) for mb in group)
-            labels = found.labels + sum(mb.trained for mb in group)
-            found = found._replace(total=found.total + loss, labels=labels, tokens=found.tokens + tokens)
-            more(tokens)
+            weight = sum(in_ram(layers.cfg, mb).weight for mb in group) if data.weighted else None
+            counts = sum(mb.trained for mb in group), sum(len(mb.ids) for mb in group)
+            found = found.plus(Found(loss, *counts, 0, 0.0, found.classes, weight))
+            more(counts[1])
     return found._replace(correct=float(correct))
 
 
-def _rewards_on(
-    layers: Layers,
-    data: Dataset,
-    rows: int,
-    tables: Tables,
-    dtype: torch.dtype,
-    waiting: int,
-    screen: Screen,
-    found: Found,
-) -> Found:
-    """As loss_on, of pairs."""
-    with screen.working("evaluating", data.tokens, "tokens") as more:
-        for group in grouped(data.batches(rows), waiting):
-            docs = [docs for mb in group if (docs := documents_of(mb))]
-            losses = _pass(layers, group, tables, dtype)
-            scores = [of.sums(each.cpu().numpy()) for of, each in zip(docs, losses, strict=True)]
-            made = compare(Preference("reward"), joined(docs), np.concatenate(scores))
-            differ = made.rewards[::2] - made.rewards[1::2]
-            tokens = sum(len(mb.ids) for mb in group)
-            more(tokens)
-            part = Found(float(made.losses.sum()), len(differ), tokens, 0, float((differ > 0).sum()), found.kind)
-            found = found.plus(part._replace(margins=float(differ.sum())))
-    return found
+# ---------------------------------------------------------------- answers that are compared
+
+
+def _logps(ready: Ready, data: Dataset, what: str, screen: Screen) -> tuple[Documents, np.ndarray]:
+    """Of all documents of `data`, in order: what they are, and the logps, (documents,), that `compare` takes."""
+    layers = ready.layers
+    tables = rope_tables(layers.cfg, ready.seq_len, layers.device)
+    docs, logps = list[Documents](), list[np.ndarray]()
+    with screen.working(what, data.tokens, "tokens") as more:
+        for group in grouped(data.batches(ready.rows), ready.waiting):
+            of = [each for mb in group if (each := documents_of(mb))]
+            losses = _pass(layers, group, tables, ready.dtype)
+            docs += of
+            logps += [each.sums(found.cpu().numpy()) for each, found in zip(of, losses, strict=True)]
+            more(sum(len(mb.ids) for mb in group))
+    return joined(docs), np.concatenate(logps)
+
+
+def _with_reference(
+    given: argparse.Namespace, opened: Opened, sources: list[Dataset], seq_len: int, screen: Screen
+) -> list[Dataset]:
+    """The data with the reference's log-probabilities: of --reference, else of what the run began with.
+
+    Raises as `evaluate`.
+    """
+    path, folder = Path(given.folder), given.reference and folder_of(given.reference, screen)
+    kept = of_run(path, screen.warn)
+    began = folder or kept.get("adapter") or (str(opened.base) if opened.adapter else kept.get("model"))
+    if not began or not Path(began).is_dir():
+        which = f"{began}, which is no folder here" if began else f"which {path} does not name"
+        raise InputError(f"--method {given.method} compares with the model before training, {which}: --reference DIR.")
+    base = str(opened.base) if (Path(began) / CONFIG).is_file() and opened.adapter else ""
+    before = open_folder(began, base, screen.warn, kept.get("rope_factor"))
+    before.refuse_head("it is no --reference of preferences")
+    if before.cfg.vocab < opened.cfg.vocab or before.cfg.max_positions < seq_len:
+        what = f"{before.cfg.vocab:,} tokens and {before.cfg.max_positions:,} positions, too few for this model's data"
+        raise InputError(f"--reference {began} has {what}. Name what the model was trained from.")
+    ready = load_for_data(given, before, sources, seq_len, 0, before.cfg.vocab, screen)
+    try:
+        return [replace(data, reference=_logps(ready, data, "the reference", screen)[1]) for data in sources]
+    finally:
+        ready.layers.close()
 
 
 def grouped(batches: Iterator[MicroBatch], tokens: int) -> Iterator[list[MicroBatch]]:
@@ -249,11 +245,12 @@ def _pass(
     dtype: torch.dtype,
     correct_: torch.Tensor | None = None,
 ) -> list[torch.Tensor]:
-    """Losses of the group's micro-batches, (N,) each; `correct_` as of head_loss."""
+    """Losses of the group's micro-batches, (N,) each, by the weights of rows; `correct_` as of head_loss."""
     found: list[torch.Tensor] = []
 
     def take(_: int, w: Any, embed: Any, x: torch.Tensor, mb: Any) -> None:
-        found.append(losses_of(layers.cfg, w, embed, x, mb, correct_))
+        losses = losses_of(layers.cfg, w, embed, x, mb, correct_)
+        found.append(losses if mb.factors is None else losses * mb.factors)
 
     forward(layers, group, tables, dtype, take)
     return found
@@ -285,6 +282,6 @@ def forward(layers: Layers, group: Sequence[MicroBatch], tables: Tables, dtype: 
 def losses_of(
     cfg: ModelConfig, w: Any, embed: Any, x: torch.Tensor, mb: Any, correct_: torch.Tensor | None = None
 ) -> torch.Tensor:
-    """The losses of tokens, (N,) fp32. `correct_`: as of head_loss."""
+    """By token, (N,) fp32; `correct_` as of head_loss."""
     top = head.with_output(cfg, w, embed)
-    return head.head_loss(cfg, top, x, mb.labels, mb.loss_rows, 1.0, correct_=correct_)
+    return head.head_loss(cfg, top, x, mb.labels, mb.loss_rows, 1.0, factors=mb.factors, correct_=correct_)

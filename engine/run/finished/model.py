@@ -79,8 +79,11 @@ def open_model(given: argparse.Namespace, screen: Screen) -> tuple[Opened, Codec
     return found, found.codec(given.tokenizer, given.chat_template)
 
 
-def open_folder(folder: str, model: str, say: Callable[[str], None]) -> Opened:
-    """`model`: the base of an adapter, if not the one that it names. Raises InputError, CheckpointError."""
+def open_folder(folder: str, model: str, say: Callable[[str], None], factor: float | None = None) -> Opened:
+    """`model`: the base of an adapter, if not the one that it names. `factor`: as --rope-factor, if no run says it.
+
+    Raises InputError, CheckpointError.
+    """
     check_checkpoint(folder)
     path, kept = Path(folder), dict[str, Any]()
     if not path.is_dir():
@@ -91,14 +94,13 @@ def open_folder(folder: str, model: str, say: Callable[[str], None]) -> Opened:
         if not Path(model or named or "?").is_dir():
             wrong = f"--model {model} is no folder" if model else f"{folder}: its base, {named!r}, is no folder here"
             raise InputError(f"{wrong}. Name the checkpoint: --model DIR.")
-        base, kept = Path(model or named), _of_run(path, say)
+        base, kept = Path(model or named), of_run(path, say)
     elif model:
         raise InputError(f"--model {model}: {folder} is no adapter. Leave --model out.")
     else:
         _check_finished(path)
         base = path
-    factor = kept.get("rope_factor")
-    cfg = read_config(base, factor)
+    cfg = read_config(base, kept.get("rope_factor", factor))
     cfg = scored_by(path, cfg) if is_adapter else cfg
     source = open_checkpoint(base, cfg.packing, lambda _: None)
     check_packing(cfg, source, say)
@@ -122,8 +124,8 @@ def _check_finished(path: Path) -> None:
     raise InputError(f"{path}: that run is not finished, or its output is elsewhere.{instead} --resume {path} goes on.")
 
 
-def _of_run(path: Path, say: Callable[[str], None]) -> dict[str, Any]:
-    """Options of the run that wrote an adapter into `path`, its OUT/best or OUT/step-N; {} of another's."""
+def of_run(path: Path, say: Callable[[str], None]) -> dict[str, Any]:
+    """Options of the run that wrote a model into `path`, its OUT/best or OUT/step-N; {} of another's."""
     for folder in (path, path.parent):
         if given := options_of(folder):
             return given

@@ -6,14 +6,16 @@ from __future__ import annotations
 
 import argparse
 from collections.abc import Sequence
+from dataclasses import fields
 
 from trireme.engine.amounts import number, size, whole
 from trireme.engine.run.command import CommandParser, program, typed
-from trireme.engine.run.options import one_of
+from trireme.engine.run.options import Options, one_of
 from trireme.models.config import InputError
 
 FORMATS = {"bf16": "BF16", "fp32": "F32"}
 MOST_TOP_K = 256  # of `score`
+OF_METHODS = ("method", "beta", "label_smoothing", "simpo_gamma", "desirable_weight", "undesirable_weight")  # of `eval`
 
 
 def _parser(name: str, usage: str, description: str) -> CommandParser:
@@ -93,7 +95,19 @@ def sample_options(argv: Sequence[str]) -> argparse.Namespace:
 def eval_options(argv: Sequence[str]) -> argparse.Namespace:
     """Raises InputError; --help exits."""
     text = "Computes a model's loss on data, as the evaluations of a run do; of a classifier or reward model accuracy."
-    return _with_data(_data_parser("eval", "--data FILE [options]", text), "eval", argv)
+    found = _data_parser("eval", "--data FILE [options]", text)
+    more = found.add_argument_group("answers that are compared, read as for training")
+    known = {field.name: field.metadata for field in fields(Options)}
+    more.add_argument(
+        "--method", metavar="{dpo,ipo,orpo,simpo,kto}", type=typed(one_of("sft", "dpo", "ipo", "orpo", "simpo", "kto")),
+        default="sft", help="what their loss is; parameters as in training:",
+    )  # fmt: skip
+    for name in OF_METHODS[1:]:
+        more.add_argument(f"--{name.replace('_', '-')}", metavar="X", type=typed(known[name]["parse"]))
+    more.add_argument(
+        "--reference", metavar="DIR", help="dpo, ipo, kto: the model before training [what the run began with]"
+    )
+    return _with_data(found, "eval", argv)
 
 
 def _data_parser(name: str, usage: str, text: str) -> CommandParser:

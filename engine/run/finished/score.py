@@ -42,7 +42,8 @@ from trireme.engine.data.codec import Codec
 from trireme.engine.data.dataset import Dataset, MicroBatch
 from trireme.engine.data.files.scores import FORMAT, NAMES, places_of
 from trireme.engine.run.finished import evaluate
-from trireme.engine.run.finished.evaluate import Found, Ready
+from trireme.engine.run.finished.evaluate import Ready
+from trireme.engine.run.finished.found import Found
 from trireme.engine.run.finished.model import Opened
 from trireme.engine.run.screen import Screen
 from trireme.engine.tuning.base import stamps
