@@ -4,6 +4,7 @@ import bz2
 import gzip
 import json
 import lzma
+import os
 import re
 from collections import defaultdict
 
@@ -14,7 +15,7 @@ from chats import CHATML, TALK, make_tokenizer
 from trireme.engine.data import cache
 from trireme.engine.data.codec import load_codec
 from trireme.engine.data.dataset import DataOptions, load_dataset
-from trireme.engine.data.files import json_rows, text
+from trireme.engine.data.files import folders, json_rows, text
 from trireme.engine.data.files.folders import MOST_FILES, find_data
 from trireme.engine.data.files.sources import Reader
 from trireme.models.config import InputError
@@ -478,3 +479,16 @@ def test_data_that_is_trained_on_and_held_out(tmp_path, codec):
     notes = lambda val: load(codec, tmp_path / "a.jsonl", val=str(tmp_path / val)).report.notes
     assert any(f"{tmp_path}/a.jsonl is trained on and held out" in note for note in notes("a.jsonl"))
     assert not any("held out" in note for note in notes("b.jsonl"))
+
+
+def test_a_folder_of_all_there_is_is_not_walked_to_its_end(tmp_path, monkeypatch):
+    """As `--data /`; what cannot be opened is named."""
+    for name in ("a", "b", "c"):
+        (tmp_path / name).mkdir()
+        (tmp_path / name / "rows.jsonl").write_text('{"text": "x"}\n')
+    real = os.scandir
+    monkeypatch.setattr(folders.os, "scandir", lambda place: real(place if place[-1] != "b" else "/nowhere"))
+    assert find_data(str(tmp_path)).notes == [f"{tmp_path}: not read, as they may not be opened: b"]
+    monkeypatch.setattr(folders, "MOST_THERE", 4)
+    with pytest.raises(InputError, match=r"holds more than 4 files and folders, some of them in .*Name the folder of"):
+        find_data(str(tmp_path))

@@ -12,6 +12,7 @@ from trireme.engine.data.dataset import DataOptions, load_dataset
 from trireme.engine.data.files.rows import BadRow
 from trireme.engine.data.formats.examples import Chat, Ids
 from trireme.engine.data.formats.formats import parse_map, read_row
+from trireme.engine.data.formats.pairs import read_answers
 from trireme.engine.data.templates import CHATML, load_template
 from trireme.models.config import InputError
 
@@ -484,3 +485,33 @@ def test_prompt_and_completion_as_messages_are_no_joined_text(tmp_path):
         hint = note.rpartition("--map ")[2]
         data = load_dataset([str(path)], codec, DataOptions(seq_len=64, map=hint))
         assert data.example().endswith("assistant⏎[Hello.<|im_end|>]⏎")
+
+
+# ---------------------------------------------------------------- answers that are JSON
+
+ASKING = [{"role": "user", "content": "q"}]
+USERS, ANSWER = json.dumps(ASKING), json.dumps([{"role": "assistant", "content": "x"}])
+
+
+@pytest.mark.parametrize(
+    ("row", "answers"),
+    [
+        ({"prompt": "As JSON", "completion": USERS}, [USERS]),
+        ({"prompt": "As JSON", "completion": '{"a": 1, "a": 2}'}, ['{"a": 1, "a": 2}']),
+        ({"prompt": "As JSON", "completion": ANSWER}, ["x"]),  # as tables have messages
+        ({"prompt": ASKING, "completion": ANSWER}, [ANSWER]),  # no table
+        ({"prompt": USERS, "completion": USERS}, [USERS]),
+        ({"prompt": "As JSON", "chosen": USERS, "rejected": "No."}, [USERS, "No."]),
+        ({"prompt": "As JSON", "chosen": ANSWER, "rejected": "No."}, [ANSWER, "No."]),
+        ({"prompt": ASKING, "chosen": USERS, "rejected": "No."}, [USERS, "No."]),
+        ({"conversations": ASKING, "chosen": USERS, "rejected": ANSWER}, [USERS, ANSWER]),
+        ({"prompt": "As JSON", "completion": USERS, "label": True}, [USERS]),
+    ],
+)
+def test_json_is_messages_only_where_they_are_an_answer(row, answers):
+    if "chosen" in row or "label" in row:
+        examples = [example for example, _ in read_answers(row, "labels" if "label" in row else "pairs")[1]]
+    else:
+        examples = [read_row(row)[1]]
+    found = [e.messages[-1]["content"] if isinstance(e, Chat) else e.completion for e in examples]
+    assert found == answers

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import glob
+import os
 import re
 from collections.abc import Sequence
 from itertools import groupby
@@ -10,10 +11,13 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 from trireme.engine.data.files.sources import KINDS, TEXTS, DataFile, check_file, weighed
+from trireme.engine.data.files.unpack import PACKINGS
 from trireme.models.config import InputError
 from trireme.storage.untrusted import parse_json, read_small, why
 
 MOST_FILES = 500  # each is held open
+MOST_THERE = 500_000  # names in a folder
+_ENDINGS = (*KINDS, *(f"{kind}{packing}" for kind in KINDS for packing in PACKINGS))
 _NAMED = 4  # files named in a line
 _WHAT = {"train": "train", "training": "train", "test": "test"}
 _WHAT |= dict.fromkeys(("valid", "validation", "val", "dev", "eval"), "valid")
@@ -74,12 +78,12 @@ def _folder(folder: Path, weight: float) -> Found:
         return _saved(folder, weight)
     if (folder / "tokenizer.json").is_file() and (folder / "config.json").is_file():
         raise InputError(f"{folder} is a checkpoint, not data. Name a file or folder of rows with --data.")
-    there = sorted(path for path in folder.rglob("*") if path.is_symlink() or path.is_file())
-    linked = [path for path in there if path.is_dir()]  # not followed: a link may lead anywhere
-    empty = [path for path in there if path.is_file() and not _size(path)]
-    there = [path for path in there if path not in {*linked, *empty}]
+    there, linked, closed = _walked(folder)  # links are not followed: they may lead anywhere
+    sizes = {path: _size(path) for path in there}
+    empty = [path for path in there if not sizes[path]]
+    there = [path for path in there if sizes[path]]
     by_use, inside = by_uses([path.relative_to(folder) for path in there])
-    files = [path for paths in by_use.values() for path in paths]
+    files = {path for paths in by_use.values() for path in paths}
     if not files:
         raise InputError(f"{folder} is a folder without data. Expected files of {', '.join(KINDS)}.")
     inside = [folder / path for path in inside]
@@ -91,20 +95,47 @@ def _folder(folder: Path, weight: float) -> Found:
     _check_twice(train)
     left += [path for use, paths in by_use.items() if use not in ("valid",) and paths is not train for path in paths]
     notes = [f"{folder}: not read: {_list(sorted(left), folder)}"] if left else []
-    empty = [path for path in empty if DataFile(path).kind in KINDS]
     notes += [f"{folder}: empty: {_list(empty, folder)}"] if empty else []
     notes += [f"{folder}: not read, as they are links to folders: {_list(linked, folder)}"] if linked else []
+    notes += [f"{folder}: not read, as they may not be opened: {_list(closed, folder)}"] if closed else []
     if parts := missing_parts([*train, *by_use["valid"]]):
         raise InputError(f"{folder} lacks {_list(parts, folder)}. Download it again, or name the files that are there.")
     held = _sources(by_use["valid"], str(folder), 1.0) if by_use["valid"] else []
     return Found(_sources(train, str(folder), weight), held, notes)
 
 
+def _walked(folder: Path) -> tuple[list[Path], list[Path], list[Path]]:
+    """Below `folder`, but for hidden folders: files of data, links to folders, folders that cannot be opened.
+
+    Raises InputError where there are more than MOST_THERE names.
+    """
+    found, linked, closed, seen = list[str](), list[str](), list[str](), 0
+    waiting = [str(folder)]
+    while waiting:
+        place = waiting.pop()
+        try:
+            with os.scandir(place) as entries:
+                inside = [(entry.path, entry.name, entry.is_dir(), entry.is_symlink()) for entry in entries]
+        except OSError:
+            closed.append(place)
+            continue
+        seen += len(inside)
+        if seen > MOST_THERE:
+            many = f"holds more than {MOST_THERE:,} files and folders, some of them in {place}"
+            raise InputError(f"{folder} {many}. Name the folder of the data, or join texts into fewer files.")
+        waiting += [path for path, name, is_folder, link in inside if is_folder and not link and name[0] != "."]
+        linked += [path for path, _, is_folder, link in inside if is_folder and link]
+        found += [path for path, name, is_folder, _ in inside if not is_folder and name.lower().endswith(_ENDINGS)]
+    data, links, shut = (sorted(map(Path, paths)) for paths in (found, linked, closed))
+    return data, links, shut
+
+
 def _size(path: Path) -> int:
+    """1 of what cannot be opened, which check_file says."""
     try:
         return path.stat().st_size
-    except OSError:  # removed meanwhile
-        return 0
+    except OSError:
+        return 1
 
 
 def by_uses(names: Sequence[Path]) -> tuple[dict[str, list[Path]], list[Path]]:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import re
 from typing import Any
 
@@ -43,18 +44,39 @@ def read_talk(row: Fields, answer: str = "completion") -> Chat:
     return _finished(row, messages, unused)
 
 
-def messages_in(value: Any) -> list[Any]:
-    """A list of messages, also one alone, and as JSON in a string; empty where it is a text. Raises BadRow."""
-    if isinstance(value, str) and re.match(r"\s*(\[\s*)?\{\s*\"", value):
-        try:
-            value = json_of(value)
-        except BadRow:
-            raise
-        except (ValueError, RecursionError):
-            return []
-        if isinstance(value, list) and not all(map(_is_message, value)):
-            return []
-    return [value] if _is_message(value) else value if isinstance(value, list) else []
+def messages_in(value: Any, answer: bool = False) -> list[Any]:
+    """A list of messages, also one alone, and as JSON in a string; empty where it is a text. Raises BadRow.
+
+    `answer`: JSON that does not end with a message of the assistant is a text, too.
+    """
+    if not isinstance(value, str):
+        return [value] if _is_message(value) else value if isinstance(value, list) else []
+    if not re.match(r"\s*(\[\s*)?\{\s*\"", value):
+        return []
+    try:
+        said = json.loads(value)
+    except (ValueError, RecursionError):
+        return []
+    said = said if isinstance(said, list) else [said]
+    if not all(map(_is_message, said)) or (answer and role_of(said[-1]) not in ("assistant", CALL)):
+        return []
+    found = json_of(value)  # no key twice
+    return found if isinstance(found, list) else [found]
+
+
+def talks_in(row: Fields, asked: str, *answers: str) -> list[list[Any]]:
+    """As messages_in of a prompt and its answers: columns of a row, of which answers are alike. Raises BadRow."""
+    keys = (asked, *answers)
+    if any(isinstance(row.get(key), (list, dict)) for key in keys):  # so strings are texts
+        return [[] if isinstance(row.get(key), str) else messages_in(row.get(key)) for key in keys]
+    said = [messages_in(row.get(key), answer=True) for key in answers]
+    return [messages_in(row.get(asked)), *(said if all(said) else ([] for _ in said))]
+
+
+def role_of(message: Any) -> str:
+    """As ROLES has it; "" of what is no message."""
+    said = (message.get("role") or message.get("from") or "") if isinstance(message, dict) else ""
+    return ROLES.get(said.strip().lower(), said) if isinstance(said, str) else ""
 
 
 def _is_message(value: Any) -> bool:

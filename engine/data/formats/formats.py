@@ -11,11 +11,11 @@ from trireme.engine.data.files.json_rows import json_of
 from trireme.engine.data.files.rows import BadRow, Fields
 from trireme.engine.data.formats import conversations
 from trireme.engine.data.formats.conversations import (
-    messages_in,
     read_alpaca,
     read_messages,
     read_sharegpt,
     read_talk,
+    talks_in,
 )
 from trireme.engine.data.formats.examples import Chat, Completion, Example, Text, by_case, string
 from trireme.engine.data.formats.ids import SAYS_MORE, read_ids
@@ -199,7 +199,7 @@ def _text(row: Fields) -> Text:
 
 
 def _prompt_completion(row: Fields) -> Example:
-    asked, answer = messages_in(row["prompt"]), messages_in(row["completion"])
+    asked, answer = talks_in(row, "prompt", "completion")
     if asked or answer:
         if not asked and row["prompt"] != [] and (prompt := string(row, "prompt")).strip():
             asked = [{"role": "user", "content": prompt}]

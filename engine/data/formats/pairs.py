@@ -13,11 +13,12 @@ from typing import Any, Literal
 from trireme.engine.data.files.rows import BadRow, Fields, kind_of
 from trireme.engine.data.formats.conversations import (
     SAYS_MORE,
-    messages_in,
     read_alpaca,
     read_messages,
     read_sharegpt,
     read_talk,
+    role_of,
+    talks_in,
 )
 from trireme.engine.data.formats.examples import Chat, Completion, Example, by_case, string
 from trireme.engine.data.formats.messages import CALL, ROLES, refuse_masked
@@ -135,18 +136,17 @@ def _by_side(row: Mapping[str, Any]) -> str:
 
 def _pair(row: Fields) -> list[Answer]:
     """`chosen` and `rejected`: texts, or messages, with or without those of the prompt."""
-    chosen, rejected = (messages_in(row[key]) for key in ("chosen", "rejected"))
+    context, chosen, rejected = talks_in(row, "prompt", "chosen", "rejected")
     if bool(chosen) != bool(rejected):
         raise BadRow("'chosen' and 'rejected' are of different kinds, a text and messages")
     prompt = row.get("prompt")
     if chosen and rejected:
-        context = messages_in(prompt) if prompt is not None else []
         if not context and isinstance(prompt, str) and prompt.strip():
             context = [{"role": "user", "content": prompt}]
         sides = zip(("chosen", "rejected"), _both_ways(chosen, rejected), strict=True)
         return [(_talk(row, *_apart(context, *both), side), 1.0) for side, both in sides]
     texts = string(row, "chosen"), string(row, "rejected")
-    if context := messages_in(prompt):
+    if context:
         return [(_talk(row, context, [{"role": "assistant", "content": text}]), 1.0) for text in texts]
     if prompt is not None:
         asked = string(row, "prompt")
@@ -170,11 +170,6 @@ def _both_ways(chosen: Any, rejected: Any) -> tuple[tuple[Any, Any], tuple[Any, 
     return (chosen, rejected), (rejected, chosen)
 
 
-def _role(message: Any) -> str:
-    said = (message.get("role") or message.get("from") or "") if isinstance(message, dict) else ""
-    return ROLES.get(said.strip().lower(), said) if isinstance(said, str) else ""
-
-
 def _content(message: Any) -> Any:
     return (message.get("content") or message.get("value")) if isinstance(message, dict) else None
 
@@ -188,14 +183,14 @@ def _apart(context: list[Any], mine: list[Any], other: list[Any]) -> tuple[list[
     before = _joined(context, shared)
     if not before:
         raise BadRow("'chosen' and 'rejected' have no message in common, and there is no 'prompt'")
-    if not shared and (role := _role(answer[0])) not in ("", "assistant", CALL):
+    if not shared and (role := role_of(answer[0])) not in ("", "assistant", CALL):
         raise BadRow(f"after the prompt there is a message of role {role!r}, expected 'assistant'")
     return before, answer
 
 
 def _joined(context: list[Any], shared: list[Any]) -> list[Any]:
     """What is before the answer: a prompt, and what both sides begin with, which may hold it, or go on from its end."""
-    asked, begun = ([(_role(m), _content(m)) for m in messages] for messages in (context, shared))
+    asked, begun = ([(role_of(m), _content(m)) for m in messages] for messages in (context, shared))
     if not (asked and begun) or asked == begun[-len(asked) :]:
         return shared or context
     for n in range(min(len(asked), len(begun)), 0, -1):
@@ -257,7 +252,11 @@ def _talk_pair(row: Fields) -> list[Answer]:
     context = next(row[key] for key in _TALKS if row.get(key) is not None)
     if not isinstance(context, list):
         raise BadRow(f"the conversation is {kind_of(context)}, expected a list of messages")
-    answers = [messages_in(row[key]) or [{"role": "assistant", "content": row[key]}] for key in ("chosen", "rejected")]
+    both = talks_in({**row, "": context}, "", "chosen", "rejected")[1:]
+    answers = [
+        talk or [{"role": "assistant", "content": row[key]}]
+        for key, talk in zip(("chosen", "rejected"), both, strict=True)
+    ]
     if any(len(answer) > 1 and answer[: len(context)] == context for answer in answers):
         return _pair(row)  # UltraFeedback's has both
     sides = zip(("chosen", "rejected"), answers, strict=True)
@@ -274,9 +273,10 @@ def _last(chat: Chat) -> Chat:
 
 
 def _labelled(row: Fields) -> list[Answer]:
-    if (context := messages_in(row["prompt"])) or messages_in(row["completion"]):
+    context, answer = talks_in(row, "prompt", "completion")
+    if context or answer:
         context = context or [{"role": "user", "content": string(row, "prompt")}]
-        answer = messages_in(row["completion"]) or [{"role": "assistant", "content": string(row, "completion")}]
+        answer = answer or [{"role": "assistant", "content": string(row, "completion")}]
         return [(_talk(row, context, answer), _sign(row))]
     return [(_completion(string(row, "prompt"), string(row, "completion")), _sign(row))]
 
