@@ -13,7 +13,7 @@ from typing import Any
 import numpy as np
 import tokenizers
 
-from trireme.engine.data import mistral, specials
+from trireme.engine.data import specials, versions
 from trireme.engine.data.files.rows import BadRow
 from trireme.models.config import InputError
 from trireme.storage.untrusted import read_small, why
@@ -175,13 +175,14 @@ def load_tokenizer(folder: str | Path) -> Tokenizer | None:
         core = tokenizers.Tokenizer.from_str(json.dumps(spec))
         core.add_tokens(more)
         vocabulary, model = core.get_vocab_size(), _optional(folder / "config.json")
-        read, wrong = mistral.corrected(spec, vocabulary, config, model)
+        read, wrong = versions.corrected(spec, vocabulary, config, model)
         probe = next((text for text in PROBES if core.encode(text, add_special_tokens=False).ids), "")
         around = [core.encode(probe, add_special_tokens=wanted).ids for wanted in (False, True)]
         # A post-processor adds tokens and may trim offsets.
         core = tokenizers.Tokenizer.from_str(json.dumps(read | {"post_processor": None}))
         core.add_tokens(more)
         core.encode_special_tokens = config.get("split_special_tokens") is True
+        unlike = versions.built_anew(read, [*core.get_added_tokens_decoder().values()], config, model)
     except BaseException as error:
         raise InputError(f"{path} is not a tokenizer that can be read: {_reason(error)}. Download it again.") from None
     known = {specials.text(token) for token in specials.listed(whole)}
@@ -204,7 +205,7 @@ def load_tokenizer(folder: str | Path) -> Tokenizer | None:
         eos,
         config,
         fingerprint,
-        (*notes, *wrong, *_unlike(bos, lead)),
+        (*notes, *wrong, *_unlike(bos, lead), *unlike),
         _unknown(core, spec),
         _stops(core, folder, eos),
     )

@@ -9,7 +9,7 @@ import tokenizers
 from chats import CHATML, TALK, bracketed, encoded, make_tokenizer
 from transformers import AutoTokenizer, PreTrainedTokenizerFast
 
-from trireme.engine.data import mistral, tokens
+from trireme.engine.data import tokens, versions
 from trireme.engine.data.chat import ChatTemplate
 from trireme.engine.data.codec import load_codec
 from trireme.engine.data.dataset import DataOptions, load_dataset
@@ -19,6 +19,7 @@ from trireme.engine.data.formats.examples import Chat, Text
 from trireme.engine.data.specials import cut_up
 from trireme.engine.data.templates import BUILT_IN, load_template
 from trireme.engine.data.tokens import load_tokenizer
+from trireme.models.families.table import FAMILIES
 
 TREE = [{"role": "user", "content": "Name a tall tree."}, {"role": "assistant", "content": "A redwood."}]
 ASKED = "<|im_start|>user\nName a tall tree.<|im_end|>\n<|im_start|>assistant\n"
@@ -70,11 +71,11 @@ PATTERNS = [  # pre-tokenizer, config.json, fix_mistral_regex, (whether the patt
 @pytest.mark.parametrize(("before", "model", "fix", "expected"), PATTERNS)
 def test_where_the_pattern_of_mistral_is_corrected(before, model, fix, expected):
     spec = {"pre_tokenizer": before}
-    made, notes = mistral.corrected(spec, 131_072, {"fix_mistral_regex": fix}, model)
+    made, notes = versions.corrected(spec, 131_072, {"fix_mistral_regex": fix}, model)
     assert (made == spec, bool(notes)) == expected
-    assert mistral.corrected(spec, 100_000, {"fix_mistral_regex": fix}, model) == (spec, ())
+    assert versions.corrected(spec, 100_000, {"fix_mistral_regex": fix}, model) == (spec, ())
     if made != spec:
-        assert mistral.corrected(made, 131_072, {}, model) == (made, ())
+        assert versions.corrected(made, 131_072, {}, model) == (made, ())
 
 
 @pytest.mark.full
@@ -88,6 +89,95 @@ def test_the_pattern_of_mistral_is_corrected_where_transformers_does(tmp_path, l
     assert ours.encode([said])[0][0].tolist() == peer(tmp_path)(said, add_special_tokens=False)["input_ids"]
     assert (ours.encode(["oW"])[0][0].tolist() == [256]) == expected[0]
     assert any("fix_mistral_regex" in note for note in ours.notes) == expected[1]
+
+
+# ---------------------------------------------------------------- built anew
+
+
+def spec_of(model, before, normalizer=None, decoder=None):
+    """A small tokenizer.json of English letters, digits and spaces, as `model` has them."""
+    special = [("<s>", 0), ("</s>", 1), ("<unk>", 2)]
+    if model == "bytes":
+        pieces = [*sorted(tokenizers.pre_tokenizers.ByteLevel.alphabet()), "12", "ĊĊ", "Ġa", "'t"]
+        merges = [["1", "2"], ["Ċ", "Ċ"], ["Ġ", "a"], ["'", "t"]]
+    else:
+        pieces, merges = ["▁", *(f"<0x{i:02X}>" for i in range(256)), *"abcdehlo", "▁a", "he"], [["▁", "a"], ["h", "e"]]
+    names = [*(name for name, _ in special), *pieces]
+    if model == "unigram":
+        made = {"type": "Unigram", "vocab": [[name, -1.0] for name in names], "unk_id": 2}
+    else:
+        made = {"type": "BPE", "vocab": {name: i for i, name in enumerate(names)}, "merges": merges}
+        made |= {"byte_fallback": True, "fuse_unk": True, "unk_token": "<unk>"} if model == "pieces" else {}
+    flags = dict(single_word=False, lstrip=False, rstrip=False, normalized=False, special=True)
+    added = [{"id": i, "content": name, **flags} for name, i in special]
+    parts = {"pre_tokenizer": before, "normalizer": normalizer, "decoder": decoder and {"type": decoder} | BYTES}
+    return {"version": "1.0", "model": made, "added_tokens": added, "post_processor": None, **parts}
+
+
+GPT2 = {"type": "ByteLevel", "add_prefix_space": False, "trim_offsets": True, "use_regex": True}
+DIGITS = {"type": "Sequence", "pretokenizers": [{"type": "Digits", "individual_digits": True}, GPT2]}
+FIRST = {"type": "Metaspace", "replacement": "▁", "prepend_scheme": "first", "split": False}
+TO_WORDS = {"type": "Replace", "pattern": {"String": " "}, "content": "▁"}
+PREPENDED = {"type": "Sequence", "normalizers": [{"type": "Prepend", "prepend": "▁"}, TO_WORDS]}
+SPACED = {"type": "Split", "pattern": {"String": " "}, "behavior": "MergedWithPrevious", "invert": False}
+QWEN = {"type": "Sequence", "pretokenizers": [SPLIT | {"pattern": {"Regex": versions._QWEN2}}, BYTES]}
+PLAIN = "PreTrainedTokenizerFast"
+ANEW = {  # tokenizer.json, tokenizer_class, model_type, more of tokenizer_config.json, whether a note says so
+    "digits": (spec_of("bytes", DIGITS), "GPT2Tokenizer", "llama", {}, True),
+    "gpt2": (spec_of("bytes", GPT2), "GPT2TokenizerFast", "llama", {}, False),
+    "digits as they are": (spec_of("bytes", DIGITS), "GPT2Tokenizer", "granite", {}, False),
+    "digits by type": (spec_of("bytes", DIGITS), None, "starcoder2", {}, True),
+    "olmoe": (spec_of("bytes", GPT2, {"type": "NFC"}), "GPTNeoXTokenizerFast", "olmoe", {}, False),
+    "no NFC": (spec_of("bytes", GPT2), "GPTNeoXTokenizer", "gpt_neox", {}, True),
+    "llama 2": (spec_of("pieces", None, PREPENDED), "LlamaTokenizer", "llama", {"legacy": False}, True),
+    "llama 2, legacy": (spec_of("pieces", None, PREPENDED), "LlamaTokenizerFast", "llama", {"legacy": True}, True),
+    "llama 2, newer": (spec_of("pieces", FIRST), "LlamaTokenizer", "llama", {"legacy": False}, False),
+    "llama 3": (spec_of("bytes", DIGITS, decoder="ByteLevel"), "LlamaTokenizerFast", "llama", {}, False),
+    "mistral": (spec_of("pieces", None, PREPENDED), "LlamaTokenizer", "mistral", {"legacy": False}, False),
+    "unigram": (spec_of("unigram", FIRST), "LlamaTokenizer", "llama", {}, True),
+    "gemma": (spec_of("pieces", SPACED, TO_WORDS), "GemmaTokenizer", "gemma2", {}, False),
+    "gemma otherwise": (spec_of("pieces", FIRST), "GemmaTokenizer", "gemma2", {}, True),
+    "qwen": (spec_of("bytes", QWEN, {"type": "NFC"}), "Qwen2Tokenizer", "qwen3", {}, False),
+    "qwen otherwise": (spec_of("bytes", GPT2), PLAIN, "qwen2", {}, True),
+    "qwen by its class": (spec_of("bytes", GPT2), PLAIN, "qwen3", {}, False),
+    "unnamed": (spec_of("pieces", None, PREPENDED), None, "llama", {}, False),
+    "no type": (spec_of("bytes", DIGITS), "GPT2Tokenizer", None, {}, True),
+}
+
+
+@pytest.mark.parametrize("name", ANEW)
+def test_a_note_names_what_transformers_5_builds_anew(tmp_path, name):
+    """It is there exactly where AutoTokenizer has other tokens; what is read is tokenizer.json, as it is."""
+    spec, named, kind, more, noted = ANEW[name]
+    tokens_of = dict(bos_token="<s>", eos_token="</s>", unk_token="<unk>", pad_token="</s>")
+    config = tokens_of | ({"tokenizer_class": named} if named else {}) | more
+    (tmp_path / "tokenizer.json").write_text(json.dumps(spec))
+    (tmp_path / "tokenizer_config.json").write_text(json.dumps(config))
+    if kind:
+        (tmp_path / "config.json").write_text(json.dumps({"model_type": kind}))
+    mine, auto, whole = load_tokenizer(tmp_path), AutoTokenizer.from_pretrained(tmp_path), peer(tmp_path)
+    texts = [text.replace("{0}", "</s>") for text in versions._PROBES]
+    ids = [made[0].tolist() for made in mine.encode(texts)]
+    assert ids == [whole(text, add_special_tokens=False).input_ids for text in texts]
+    differ = sum(a != auto(text, add_special_tokens=False).input_ids for a, text in zip(ids, texts, strict=True))
+    assert [f"{differ} of {len(texts)} sample texts have other tokens" in note for note in mine.notes] == [True] * noted
+    assert bool(differ) == noted
+    if noted and kind != "qwen2":  # what the note says helps
+        (tmp_path / "tokenizer_config.json").write_text(json.dumps(config | {"tokenizer_class": PLAIN}))
+        auto = AutoTokenizer.from_pretrained(tmp_path)
+        assert f'"tokenizer_class": "{PLAIN}" in tokenizer_config.json' in mine.notes[0]
+        assert ids == [auto(text, add_special_tokens=False).input_ids for text in texts]
+
+
+def test_classes_of_model_types_are_those_of_transformers():
+    from transformers.models.auto import tokenization_auto as auto
+
+    for kind, own in auto.TOKENIZER_MAPPING_NAMES.items():
+        if kind in (*FAMILIES, *versions._OWN, *versions._AS_IT_IS) and own != "TokenizersBackend":
+            assert versions._OWN.get(kind) == own.removesuffix("Fast")
+        elif kind in FAMILIES or kind in versions._AS_IT_IS:
+            assert kind in {*versions._AS_IT_IS} - {*versions._OWN}
+    assert {*versions._OWN} & auto.MODELS_WITH_INCORRECT_HUB_TOKENIZER_CLASS == {*versions._FORCED}
 
 
 # ---------------------------------------------------------------- special tokens
