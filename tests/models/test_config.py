@@ -395,7 +395,7 @@ def test_what_is_known_and_not_supported():
 
 
 def test_only_the_table_names_a_family():
-    """Blocks, shapes and engine read descriptions; sizes.py gives some, mistral.py is of tokenizers."""
+    """Blocks, shapes and engine read descriptions; sizes.py gives some, versions.py is of tokenizers."""
     root = Path(__file__).parents[2]
     own = set(SUPPORTED) - {"llama", "gpt2"} | {"gemma3"}
     for path in (path for room in ("models", "engine", "kernels") for path in root.glob(f"{room}/**/*.py")):
@@ -403,7 +403,7 @@ def test_only_the_table_names_a_family():
             "models/families/table.py",
             "models/families/known.py",
             "engine/planner/sizes.py",
-            "engine/data/mistral.py",
+            "engine/data/versions.py",
         )
         if path not in [root / name for name in named]:
             words = set(re.findall(r"[\"']([a-z_]+\d*\w*)[\"']", path.read_text()))
