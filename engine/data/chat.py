@@ -70,6 +70,26 @@ class ChatTemplate:
         """As Template.text."""
         return self._template(tools).text(messages, tools, prompt)
 
+    def asked(
+        self, messages: list[Fields], tools: list[Fields] | None, variables: Mapping[str, Any] | None = None
+    ) -> str:
+        """Messages to answer as `mark` writes them, with the opening of the answer. Raises BadRow."""
+        if variables:
+            return self.given(variables).asked(messages, tools)
+        usual = [{k: v for k, v in m.items() if k != "train"} for m in messages]
+        if all(isinstance(m.get("content"), str) and "tool_calls" not in m for m in usual):
+            joined = parts = usual
+        else:
+            written = [_with_calls(m, self._of(tools).arguments) for m in usual]
+            joined, parts = ([_with_parts(m, how) for m in written] for how in (False, self._of(tools).parts))
+        text = ""
+        if parts != joined:
+            with suppress(BadRow):
+                text = self.text(parts, tools, prompt=True)
+        text = text or self.text(joined, tools, prompt=True)
+        _check_tools(tools, text)
+        return text
+
     def given(self, variables: Mapping[str, Any]) -> ChatTemplate:
         """The same template with more variables. Raises BadRow if it may not have them."""
         if taken := [name for name in variables if name in _TAKEN or not name.isidentifier()]:

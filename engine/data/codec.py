@@ -15,9 +15,9 @@ from typing import NamedTuple
 import numpy as np
 
 from trireme.engine.data.chat import ChatTemplate
-from trireme.engine.data.encode import TEMPLATE, TOKENIZER, Encoded, encode
-from trireme.engine.data.files.rows import BadRow, Fields
-from trireme.engine.data.formats.examples import Example
+from trireme.engine.data.encode import TEMPLATE, TOKENIZER, Encoded, check, encode, size
+from trireme.engine.data.files.rows import BadRow
+from trireme.engine.data.formats.examples import Chat, Example
 from trireme.engine.data.sandbox import Begin, Died, Sandbox
 from trireme.engine.data.templates import PLAIN, load_template, read_choice, standalone
 from trireme.engine.data.tokens import load_tokenizer
@@ -104,9 +104,10 @@ class _Programs:
             raise InputError("the tokenizer or its chat template was changed while data was read. Begin again.")
         return encode(examples, self._tokenizer, self._template, self._begin)
 
-    def prompt(self, given: str | list[Fields]) -> np.ndarray:
+    def prompt(self, given: str | Chat) -> np.ndarray:
         """(n,) int32 of a text to continue, or of messages to answer. Raises BadRow."""
         if isinstance(given, str):
+            check(given)
             self._begin(TOKENIZER, len(given))
             (made,) = self._tokenizer.encode([given])
             if isinstance(made, BadRow):
@@ -114,8 +115,9 @@ class _Programs:
             return self._tokenizer.wrap(made[0], end=False)[0]
         if self._template is None:
             raise BadRow("messages need a chat template, and there is none. Give --chat-template chatml, or a text")
-        self._begin(TEMPLATE, sum(len(str(message)) for message in given))
-        text = self._template.text(given, prompt=True)
+        self._begin(TEMPLATE, size(given))
+        text = self._template.asked(given.messages, given.tools, given.variables)
+        check(text)
         self._begin(TOKENIZER, len(text))
         (made,) = self._tokenizer.encode([text])
         if isinstance(made, BadRow):
@@ -170,12 +172,12 @@ class Codec:
         """Another process with tokenizer and template."""
         return Sandbox(_Programs, *self._made_of)
 
-    def prompt(self, given: str | list[Fields]) -> list[int]:
+    def prompt(self, given: str | Chat, where: str = "the prompt") -> list[int]:
         """Tokens of a text to continue, or of messages to answer, with the opening of the answer. Raises InputError."""
         try:
             return self.sandbox.call(_Programs.prompt, given).tolist()
         except (BadRow, Died, MemoryError) as error:
-            raise InputError(f"the prompt: {error}.") from None
+            raise InputError(f"{where}: {error}.") from None
 
     def decode(self, ids: Sequence[int] | np.ndarray) -> str:
         """The text, with special tokens. To be shown: a failure gives its reason in brackets."""

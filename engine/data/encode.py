@@ -79,13 +79,13 @@ def _rendered(
             if isinstance(example, Ids):
                 results[i] = _ids(example)
             elif isinstance(example, Text):
-                _check(example.text)
+                check(example.text)
                 plain.append((i, example))
             else:
                 if isinstance(example, Chat):
                     begin(TEMPLATE, size(example))
                 whole = _marked(example, template)
-                _check(whole.text)
+                check(whole.text)
                 marked.append((i, example, whole))
         except BadRow as error:
             results[i] = error
@@ -117,7 +117,7 @@ def _marked(example: Chat | Completion, template: ChatTemplate | None) -> Marked
     return Marked(text, [(len(example.prompt), len(text))], 0, 0)
 
 
-def _check(text: str) -> None:
+def check(text: str) -> None:
     """Raises BadRow where `text` is too long or no Unicode: JSON may hold half of a surrogate pair."""
     if len(text) > ROW:
         raise BadRow(f"comes to a text of {len(text):,} characters; the most is {ROW:,}")

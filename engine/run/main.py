@@ -308,10 +308,10 @@ def merge(argv: Sequence[str]) -> int:
     """`trireme merge ADAPTER --out DIR`. Raises InputError, CheckpointError, StoreError."""
     given, screen = parse_merge(argv), Screen()
 
-    from trireme.engine.tuning.merge import merge_folder  # late, as above
+    from trireme.engine.run.finished.merge import merge_of_run  # late, as above
 
     base = base_for(Path(given.adapter), given.model, screen)
-    merge_folder(Path(given.adapter), base, Path(given.out), screen.warn, screen.working)
+    merge_of_run(Path(given.adapter), base, Path(given.out), screen)
     screen.say(f"output   {given.out}/: the model with its adapter, read back")
     screen.say(f"next     {program()} eval {given.out} --data FILE, or open it with transformers")
     return 0

@@ -29,21 +29,32 @@ from trireme.storage.untrusted import read_small
 
 Factors = list[tuple[Tensor, Tensor]]  # (left (rows, R), right (R, columns)) of each matrix
 Working = Callable[[str, int], AbstractContextManager[Progress]]  # (what is done, its bytes) -> what hears of them
+Finished = Callable[[ModelConfig, Source], Source]  # with the auxiliary files that the output is to have
 
 
-def merge_folder(folder: Path, model: str, out: Path, say: Say, working: Working) -> None:
+def merge_folder(
+    folder: Path,
+    model: str,
+    out: Path,
+    say: Say,
+    working: Working,
+    factor: float | None = None,
+    finished: Finished | None = None,
+) -> None:
     """Writes the model of the adapter in `folder`, or that in the folder `model`, plus the adapter to `out`.
 
-    Raises InputError, CheckpointError, StoreError.
+    `factor`: as --rope-factor. Raises InputError, CheckpointError, StoreError.
     """
     base = base_of(read_adapter_config(folder))
     if not Path(model or base or "?").is_dir():
         wrong = f"--model {model} is no folder" if model else f"{folder}: its base, {base!r}, is no folder here"
         raise InputError(f"{wrong}. Name the checkpoint: --model DIR.")
-    cfg = scored_by(folder, read_config(model or base))
+    cfg = scored_by(folder, read_config(model or base, factor))
     source = open_checkpoint(model or base, cfg.packing, say)
     check_packing(cfg, source, say)
-    if cfg.scores:
+    if finished:
+        source = finished(cfg, source)
+    elif cfg.scores:
         raw = read_raw(model or base)
         source = with_config(cfg, source, raw, names_in(raw, cfg.scores), pad_in(raw, None))
     if isinstance(source, Packed):

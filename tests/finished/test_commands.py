@@ -9,8 +9,8 @@ from pathlib import Path
 
 import pytest
 import torch
-from chats import CHATML, make_tokenizer
-from runs import make_small
+from chats import CHATML, make_tokenizer, user
+from runs import make_small, write_rows
 from safetensors.torch import load_file, save_file
 from tiny import LLAMA, oracle
 from transformers import (
@@ -78,10 +78,6 @@ def theirs(given: str | list, new: int = NEW, ends: tuple[int, ...] = (1,)) -> s
         attention_mask=torch.ones_like(ids),
     )[0, ids.shape[1] :]
     return tokenizer.decode([token for token in out.tolist() if token not in ends])
-
-
-def user(text: str) -> dict:
-    return {"role": "user", "content": text}
 
 
 def test_a_text_is_continued(here, capsys):
@@ -292,3 +288,56 @@ def test_eval_without_data(runs, capsys):
     assert "no data given. Name it: --data FILE" in said(capsys, "eval", str(runs / "out"), code=2)[1]
     _, err = said(capsys, "eval", str(runs / "out"), "--data", str(runs / "held.txt"), "--seq-len", "9999", code=2)
     assert "--seq-len 9999: the model has 512 positions" in err
+
+
+def test_rows_of_prompts_are_read_as_in_training(here, capsys):
+    """System, tools, variables and parts reach the template; what is not read is named, or refused by its line."""
+    rows = [
+        {"messages": [user("a")], "system": "S"},
+        {"prompt": [user("a")]},
+        {"prompt": "a", "id": 7},
+        {"messages": [{"role": "human", "content": [{"type": "text", "text": "a"}]}]},
+    ]
+    ask = ("sample", "model", "--prompts", "p.jsonl", "--max-new-tokens", "4")
+    write_rows(Path("p.jsonl"), rows)
+    out, err = said(capsys, *ask)
+    found = [json.loads(line) for line in out.splitlines()]
+    system = {"role": "system", "content": "S"}
+    asked = [[system, user("a")], [user("a")], [user("a")], [user("a")]]
+    assert [row["text"] for row in found] == [theirs(each, 4) for each in asked]
+    assert found[0]["messages"] == asked[0]
+    assert "prompts  not used: id" in err
+    write_rows(Path("p.jsonl"), rows[1:2])
+    out, _ = said(capsys, *ask, "--system", "S")
+    assert json.loads(out)["messages"] == asked[0]
+
+
+@pytest.mark.parametrize(
+    ("row", "more", "message"),
+    [
+        ({"messages": [user([{"type": "image"}])]}, [], "p.jsonl line 1: messages[0] holds a part of type 'image'"),
+        ({"prompt": "a", "messages": [user("a")]}, [], "p.jsonl line 1: expected a prompt, a string, or messages."),
+        ({"prompt": "a", "tools": [{"name": "f"}]}, [], "p.jsonl line 1: the chat template does not write the tool"),
+        ({"messages": [user("a")]}, ["--as-text"], "p.jsonl line 1: messages need a chat template. Give"),
+        ({"prompt": "a", "system": "S"}, ["--as-text"], "p.jsonl line 1: 'system' is for a chat template"),
+        ({"prompt": 5}, [], "p.jsonl line 1: expected a prompt"),
+    ],
+)
+def test_a_row_that_cannot_be_asked_is_one_line(here, capsys, row, more, message):
+    write_rows(Path("p.jsonl"), [row])
+    assert message in said(capsys, "sample", "model", "--prompts", "p.jsonl", *more, code=2)[1]
+
+
+@pytest.mark.full
+@pytest.mark.parametrize("data", ["held.txt", "classes.jsonl"])
+def test_merge_writes_what_a_run_with_merge_writes(runs, tmp_path, capsys, data):
+    """Its --rope-factor, chat template and names of classes too."""
+    write_rows(runs / "classes.jsonl", [{"text": f"Once {i}", "label": ["good", "bad"][i % 2]} for i in range(4)])
+    words = [str(runs / "model"), "--data", str(runs / data), "--lora", "2", "--merge", "--seq-len", "64"]
+    words += ["--max-steps", "1", "--batch-size", "2", "--rope-factor", "2", "--chat-template", "chatml"]
+    words += ["--method", "classify"] if data == "classes.jsonl" else []
+    assert main([*words, "--out", str(tmp_path / "out")]) == 0
+    said(capsys, "merge", str(tmp_path / "out"), "--out", str(tmp_path / "merged"))
+    files = {path.name: path.read_bytes() for path in (tmp_path / "merged").iterdir()}
+    assert files == {path.name: path.read_bytes() for path in (tmp_path / "out" / "merged").iterdir()}
+    assert "chat_template.jinja" in files

@@ -220,6 +220,7 @@ def _with_reference(
     if before.cfg.vocab < opened.cfg.vocab or before.cfg.max_positions < seq_len:
         what = f"{before.cfg.vocab:,} tokens and {before.cfg.max_positions:,} positions, too few for this model's data"
         raise InputError(f"--reference {began} has {what}. Name what the model was trained from.")
+    screen.say(f"compared with {began}:")
     ready = load_for_data(given, before, sources, seq_len, 0, before.cfg.vocab, screen)
     try:
         return [replace(data, reference=_logps(ready, data, "the reference", screen)[1]) for data in sources]

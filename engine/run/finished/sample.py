@@ -9,12 +9,13 @@ from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager, suppress
 from dataclasses import replace
 from pathlib import Path
-from typing import Any
 
 import torch
 
 from trireme.engine.data.codec import Codec
-from trireme.engine.data.files.rows import Fields
+from trireme.engine.data.files.rows import BadRow, Fields
+from trireme.engine.data.formats.conversations import SAYS_MORE, read_messages, with_system
+from trireme.engine.data.formats.examples import Chat
 from trireme.engine.memory import DTYPE
 from trireme.engine.run.finished.layers import Layers, device_and_dtype, load_layers
 from trireme.engine.run.finished.model import GENERATION, Opened, open_model
@@ -116,8 +117,8 @@ def sample(given: argparse.Namespace) -> int:
     by_template = bool(codec.facts.template) and not given.as_text
     if given.chat and not by_template:
         raise InputError(f"--chat: {opened.base} has no chat template. Add --chat-template chatml, or use --prompt.")
-    rows = [] if given.chat else read_prompts(given, by_template)
-    prompts = [codec.prompt(row) for row in rows]
+    rows = {} if given.chat else read_prompts(given, by_template, screen)
+    prompts = [codec.prompt(row, where) for where, row in rows.items()]
     with speaker(given, screen, opened, codec, sampling, prompts) as speaks:
         how = "; a prompt is a user's message (--as-text: continued as it is)" if by_template and rows else ""
         screen.say(f"sampling {sampling}{how}")
@@ -129,8 +130,8 @@ def sample(given: argparse.Namespace) -> int:
         else:
             for first in range(0, len(rows), AT_ONCE):
                 answers = speaks.speak(prompts[first : first + AT_ONCE], first=first)
-                for row, (text, tokens, ended) in zip(rows[first:], answers, strict=False):
-                    what = {"prompt": row} if isinstance(row, str) else {"messages": row}
+                for row, (text, tokens, ended) in zip([*rows.values()][first:], answers, strict=False):
+                    what = {"prompt": row} if isinstance(row, str) else {"messages": said_in(row)}
                     say(json.dumps({**what, "text": text, "tokens": tokens, "ended": ended}, ensure_ascii=False) + "\n")
     return 0
 
@@ -138,10 +139,13 @@ def sample(given: argparse.Namespace) -> int:
 def answer(given: argparse.Namespace, prompt: str | list[Fields], screen: Screen) -> str:
     """The answer to a prompt as of --prompt, or to messages. Raises as `sample`."""
     opened, codec, sampling = _opened(given, screen)
+    by_template = bool(codec.facts.template) and not given.as_text
     if isinstance(prompt, str):
         given.prompt = prompt
-        (prompt,) = read_prompts(given, bool(codec.facts.template) and not given.as_text)
-    prompts = [codec.prompt(prompt)]
+        (asked,) = read_prompts(given, by_template, screen).values()
+    else:
+        asked = _asked({"messages": prompt}, "the prompt", by_template, given.system)
+    prompts = [codec.prompt(asked)]
     with speaker(given, screen, opened, codec, sampling, prompts) as speaks:
         ((text, _, _),) = speaks.speak(prompts)
     return text
@@ -197,40 +201,65 @@ def say(text: str) -> None:
     Screen().text(text)
 
 
-def read_prompts(given: argparse.Namespace, by_template: bool) -> list[Any]:
-    """Texts to continue, or messages to answer. Raises InputError."""
-    system = [{"role": "system", "content": given.system}] if given.system else []
-    if system and not by_template:
+def read_prompts(given: argparse.Namespace, by_template: bool, screen: Screen) -> dict[str, str | Chat]:
+    """Texts to continue, or messages to answer, by what a message calls them. Raises InputError."""
+    if given.system and not by_template:
         raise InputError("--system: texts are continued as they are, without the chat template. Leave it out.")
-    asked = lambda text: [*system, {"role": "user", "content": text}] if by_template else text
     if given.prompts is None:
-        return [asked(given.prompt)]
+        return {"the prompt": _asked({"prompt": given.prompt}, "the prompt", by_template, given.system)}
     try:
         lines = read_text(Path(given.prompts)).removeprefix("\ufeff").replace("\r\n", "\n").split("\n")
     except (OSError, UnicodeDecodeError) as error:
         raise InputError(f"--prompts {given.prompts}: {why(error)}.") from None
-    found = []
+    found, unused = dict[str, str | Chat](), dict[str, None]()
     for i, line in enumerate(lines, 1):
-        if not line.strip():
-            continue
-        row = line if not given.prompts.endswith(".jsonl") else _row(line, f"{given.prompts} line {i}", by_template)
-        found.append(asked(row) if isinstance(row, str) else row)
+        if line.strip():
+            where = f"{given.prompts} line {i}"
+            row = _row(line, where) if given.prompts.endswith(".jsonl") else {"prompt": line}
+            found[where] = asked = _asked(row, where, by_template, given.system)
+            unused |= dict.fromkeys(key for key in row if key not in ("prompt", "messages", *SAYS_MORE))
+            unused |= dict.fromkeys(asked.unused if isinstance(asked, Chat) else ())
     if not found:
         raise InputError(f"--prompts {given.prompts} holds no prompts.")
+    if unused:
+        screen.say(f"prompts  not used: {shown(', '.join(unused), 200)}")
     return found
 
 
-def _row(line: str, where: str, by_template: bool) -> Any:
-    """A prompt, or messages. Raises InputError."""
+def _row(line: str, where: str) -> Fields:
+    """Raises InputError."""
     try:
-        row = parse_json(line.encode(), "row")
+        return parse_json(line.encode(), "row")
     except ValueError as error:
         raise InputError(f"{where}: {shown(str(error), 200)}.") from None
-    if isinstance(row.get("prompt"), str):
-        return row["prompt"]
-    if by_template and isinstance(row.get("messages"), list) and row["messages"]:
-        return row["messages"]
-    raise InputError(f"{where}: expected a prompt, a string{', or messages' if by_template else ''}.")
+
+
+def _asked(row: Fields, where: str, by_template: bool, system: str | None) -> str | Chat:
+    """The text of `prompt`; with a template the messages of `prompt` or `messages`, read as in training.
+
+    Raises InputError.
+    """
+    asked = {key: row[key] for key in ("prompt", "messages") if row.get(key) not in (None, [])}
+    ((key, value),) = asked.items() if len(asked) == 1 else [("", None)]
+    if key == "prompt" and isinstance(value, str) and not by_template:
+        if more := [name for name in SAYS_MORE if row.get(name)]:
+            raise InputError(f"{where}: {more[0]!r} is for a chat template, and texts are continued as they are.")
+        return value
+    if not key or not isinstance(value, (list, str) if key == "prompt" else list):
+        raise InputError(f"{where}: expected a prompt, a string, or messages.")
+    if not by_template:
+        raise InputError(f"{where}: messages need a chat template. Give --chat-template chatml, or a text.")
+    messages = [{"role": "user", "content": value}] if isinstance(value, str) else value
+    try:
+        found = read_messages({name: row[name] for name in SAYS_MORE if name in row} | {"messages": messages}, False)
+    except BadRow as error:
+        raise InputError(f"{where}: {error}.") from None
+    return with_system(found, system) if system else found
+
+
+def said_in(chat: Chat) -> list[Fields]:
+    """Its messages as rows have them."""
+    return [{key: value for key, value in message.items() if key != "train"} for message in chat.messages]
 
 
 def chat(speaker: Speaker, system: str | None, screen: Screen) -> None:
@@ -262,7 +291,7 @@ def _answer(speaker: Speaker, messages: list[Fields]) -> str:
         say(text)
 
     with suppress(KeyboardInterrupt):
-        speaker.speak([speaker.codec.prompt(messages)], told)
+        speaker.speak([speaker.codec.prompt(Chat(messages, None))], told)
     return "".join(parts)
 
 
