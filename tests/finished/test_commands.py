@@ -21,6 +21,7 @@ from transformers import (
     TopPLogitsWarper,
 )
 
+from trireme.engine.run.config.config_file import SIGNED
 from trireme.engine.run.finished.sampling import Sampling, probabilities
 from trireme.engine.run.main import main
 
@@ -251,6 +252,19 @@ def test_eval_finds_the_loss_that_the_run_found(runs, capsys, run):
     out, _ = said(capsys, "eval", str(runs / run), "--data", str(runs / "held.txt"), "--seq-len", "64")
     assert f"held.txt: loss {loss:.4f}, perplexity {torch.tensor(loss).exp():.4g}, accuracy {accuracy:.4f}, on " in out
     assert re.search(r"on \d+ trained tokens of \d+, 1 sequence\n", out)
+
+
+def test_eval_reads_data_with_the_system_message_of_a_run(here, capsys):
+    """Where it is given; else a line says that the run had one."""
+    Path("moody.jinja").write_text("{{ mood or '' }}" + CHATML)
+    write_rows(Path("chat.jsonl"), [{"messages": [user("a"), {"role": "assistant", "content": "b"}]}])
+    shutil.copytree("model", "own")
+    Path("own/config.yaml").write_text(f"{SIGNED}\nsystem: S\n")
+    given = ("eval", "own", "--data", "chat.jsonl", "--chat-template", "moody.jinja")
+    tokens = lambda *more: int(re.search(r"on 2 trained tokens of (\d+)", said(capsys, *given, *more)[0])[1])
+    assert tokens("--system", "S") == tokens() + len("system\nS\n") + 2
+    assert tokens("--chat-template-kwargs", '{"mood": "xy"}') == tokens() + 2
+    assert "the run had --system, and data is read without it here" in said(capsys, *given)[1]
 
 
 def test_eval_of_several_files_has_a_line_of_each(runs, capsys):

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import argparse
+import json
 import sys
 import time
 from collections.abc import Callable, Iterator, Sequence
@@ -105,6 +106,10 @@ def open_and_read(
     opened, codec = open_model(given, screen)
     if not scores:
         opened.refuse_head("it has no log-probabilities of tokens; `eval` says how good it is")
+    kept = of_run(Path(given.folder), screen.warn)
+    for name in ("system", "chat_template_kwargs"):
+        if kept.get(name) and not getattr(given, name):
+            screen.warn(f"the run had --{name.replace('_', '-')}, and data is read without it here")
     if kind:
         opened.refuse_head(f"leave --method {given.method} out, `eval` sees what it is")
     cfg, kind = opened.cfg, kind or opened.kind
@@ -144,7 +149,8 @@ def _read(
     began = time.monotonic()
     options = DataOptions(
         seq_len=seq_len, map=given.map, long=given.long, skip_bad=given.skip_bad, vocab_size=opened.cfg.vocab,
-        media=opened.cfg.media, shelf=shelf(), kind=kind,
+        media=opened.cfg.media, shelf=shelf(), kind=kind, system=given.system,
+        variables=json.loads(given.chat_template_kwargs or "{}"),
     )  # fmt: skip
     if opened.cfg.scores:
         pad = pad_in(read_raw(opened.base), codec.facts.pad)

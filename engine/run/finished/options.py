@@ -127,6 +127,11 @@ def _data_parser(name: str, usage: str, text: str) -> CommandParser:
         help="what happens to longer rows [text: split, else cut]",
     )  # fmt: skip
     data.add_argument("--skip-bad", action="store_true", help="drop and count rows that cannot be read")
+    data.add_argument("--system", metavar="TEXT", help="system message of conversations that have none")
+    parse = next(field.metadata["parse"] for field in fields(Options) if field.name == "chat_template_kwargs")
+    data.add_argument(
+        "--chat-template-kwargs", metavar="JSON", type=typed(parse), help="variables of the chat template"
+    )
     return found
 
 
