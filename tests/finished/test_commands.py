@@ -355,3 +355,14 @@ def test_merge_writes_what_a_run_with_merge_writes(runs, tmp_path, capsys, data)
     files = {path.name: path.read_bytes() for path in (tmp_path / "merged").iterdir()}
     assert files == {path.name: path.read_bytes() for path in (tmp_path / "out" / "merged").iterdir()}
     assert "chat_template.jinja" in files
+
+
+def test_an_adapter_of_a_quantized_base_is_said_to_differ(runs, tmp_path, capsys):
+    """Its base is read as the checkpoint has it."""
+    shutil.copytree(runs / "adapter", tmp_path / "adapter")
+    with (tmp_path / "adapter" / "config.yaml").open("a") as file:
+        file.write("base: nf4\n")
+    says = "warning: the run quantized the checkpoint (--base nf4); here it is read as it is"
+    data = ["--data", str(runs / "held.txt"), "--seq-len", "64"]
+    assert says in said(capsys, "eval", str(tmp_path / "adapter"), *data)[1]
+    assert says not in said(capsys, "eval", str(runs / "adapter"), *data)[1]

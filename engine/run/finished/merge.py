@@ -6,7 +6,7 @@ from pathlib import Path
 
 from trireme.engine.data.templates import BUILT_IN
 from trireme.engine.run.begin.model import named_codec, with_auxiliary
-from trireme.engine.run.finished.model import of_run
+from trireme.engine.run.finished.model import of_run, say_base
 from trireme.engine.run.options import Options
 from trireme.engine.run.screen import Screen
 from trireme.engine.tuning.merge import merge_folder
@@ -20,6 +20,7 @@ def merge_of_run(folder: Path, base: str, out: Path, screen: Screen) -> None:
     --rope-factor, names of labels, tokenizer and chat template are those of the run, by its config.yaml.
     """
     kept = of_run(folder, screen.warn)
+    say_base(kept, screen.warn)
     tokenizer, template = kept.get("tokenizer"), kept.get("chat_template")
     if tokenizer and not Path(tokenizer).is_dir():
         screen.warn(f"--tokenizer {tokenizer} of the run is not there: the output has that of the checkpoint")

@@ -95,6 +95,7 @@ def open_folder(folder: str, model: str, say: Callable[[str], None], factor: flo
             wrong = f"--model {model} is no folder" if model else f"{folder}: its base, {named!r}, is no folder here"
             raise InputError(f"{wrong}. Name the checkpoint: --model DIR.")
         base, kept = Path(model or named), of_run(path, say)
+        say_base(kept, say)
     elif model:
         raise InputError(f"--model {model}: {folder} is no adapter. Leave --model out.")
     else:
@@ -132,6 +133,12 @@ def of_run(path: Path, say: Callable[[str], None]) -> dict[str, Any]:
     if (path / "config.yaml").is_file():
         say(f"{path / 'config.yaml'} is not of a run of this program, and is not read")
     return {}
+
+
+def say_base(kept: dict[str, Any], say: Callable[[str], None]) -> None:
+    """Says where the run of an adapter, with options `kept`, trained it on other weights than are read."""
+    if kept.get("base"):
+        say(f"the run quantized the checkpoint (--base {kept['base']}); here it is read as it is, so numbers differ")
 
 
 def _json(path: Path) -> dict[str, Any]:
