@@ -66,7 +66,7 @@ _CONTRACTED = r"(?i:'s|'t|'re|'ve|'m|'ll|'d)|[^\r\n\p{L}\p{N}]?"
 _QWEN2 = rf"{_CONTRACTED}\p{{L}}+|\p{{N}}| ?[^\s\p{{L}}\p{{N}}]+[\r\n]*|\s*[\r\n]+|\s+(?!\S)|\s+"
 _QWEN3_5 = rf"{_CONTRACTED}[\p{{L}}\p{{M}}]+|\p{{N}}| ?[^\s\p{{L}}\p{{M}}\p{{N}}]+[\r\n]*|\s*[\r\n]+|\s+(?!\S)|\s+"
 _OWN = {  # model types whose class is not read from tokenizer.json: that class
-    **dict.fromkeys(("gpt2", "starcoder2"), "GPT2Tokenizer"),
+    **dict.fromkeys(("gpt2", "starcoder2", "jais2"), "GPT2Tokenizer"),
     **dict.fromkeys(("gpt_neox", "olmoe"), "GPTNeoXTokenizer"),
     **dict.fromkeys(("gemma", "gemma2", "gemma3", "gemma3_text"), "GemmaTokenizer"),
     **dict.fromkeys(("qwen2", "qwen2_moe", "qwen3", "qwen3_moe", "qwen3_next"), "Qwen2Tokenizer"),
@@ -75,7 +75,7 @@ _OWN = {  # model types whose class is not read from tokenizer.json: that class
 }
 _AS_IT_IS = (  # those that have tokenizer.json as it is, whatever class is named
     *("mistral", "mistral3", "mixtral", "ministral", "ministral3", "phi3", "minimax_m2", "ernie4_5", "ernie4_5_moe"),
-    *("granite", "granitemoe", "granitemoehybrid", "olmo2", "olmo3", "olmo_hybrid", "kimi_k25"),
+    *("granite", "granitemoe", "granitemoehybrid", "olmo2", "olmo3", "olmo_hybrid", "kimi_k25", "iquestcoder"),
     *("glm", "glm4", "glm4_moe", "glm4_moe_lite", "glm4v", "glm4v_moe"),
 )
 _FORCED = ("qwen2", "qwen3_5", "qwen3_5_moe", "qwen3_5_moe_text")  # those whose own class comes first
