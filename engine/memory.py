@@ -127,8 +127,8 @@ class Pool:
             raise RuntimeError(
                 f"pool {self.name}: {owner} needs a buffer and all {len(self.buffers)} are owned ({owners})"
             )
-        found = (i for i, b in enumerate(self._free) if content is not None and b.content is content)
-        buffer = self._free.pop(next(found, 0))
+        found = (i for i, b in enumerate(self._free) if b.content is content)
+        buffer = self._free.pop(0 if content is None else next(found, 0))
         if buffer.content is not content:
             self._empty(buffer)
         buffer.owner = owner

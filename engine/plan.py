@@ -125,6 +125,14 @@ class Plan:
     hosts: int = 1  # hosts, each with some of a step's micro-batches; n_micro is then of each host
     host: int = 0  # this host
 
+    @cached_property
+    def _hash(self) -> int:
+        return hash(tuple(getattr(self, f.name) for f in fields(self)))
+
+    def __hash__(self) -> int:
+        """Computed once: a search asks for its plans by hash."""
+        return self._hash
+
     def __post_init__(self) -> None:
         for name in COUNTS:
             value = getattr(self, name)
