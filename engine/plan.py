@@ -127,7 +127,9 @@ class Plan:
 
     @cached_property
     def _hash(self) -> int:
-        return hash(tuple(getattr(self, f.name) for f in fields(self)))
+        units = {id(unit): hash(unit) for unit in self.distinct.values()}
+        rest = (getattr(self, f.name) for f in fields(self) if f.name != "units")
+        return hash((*(units[id(unit)] for unit in self.units), *rest))
 
     def __hash__(self) -> int:
         """Computed once: a search asks for its plans by hash."""

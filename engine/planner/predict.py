@@ -239,13 +239,14 @@ def durations(cfg: ModelConfig, plan: Plan, rates: Rates, batch: Batch, k: int =
     speed = {queue: getattr(rates, DRIVE.get(queue, queue)) for queue in ("h2d", "d2h", *DRIVE)}
     speed |= dict.fromkeys(NET, rates.net) | dict.fromkeys(PEERS, rates.peer or min(rates.h2d, rates.d2h))
     speed["cpu"] = ADAM_BYTES * rates.adam * rates.concurrent
+    kernels_in = cache(lambda kind: kernels_of(cfg, kind, "", batch.learned))
 
     def duration(task: Task) -> float:
         if (queue := plain(task.queue)) in speed:
             return latency + task.nbytes / speed[queue]
         if (task.kind, task.of) in known:
             return k * known[task.kind, task.of]
-        kernels, passed = kernels_of(cfg, task.kind, "", batch.learned), passes.get(task.kind, 1.0)
+        kernels, passed = kernels_in(task.kind), passes.get(task.kind, 1.0)
         if task.kind == "token" and not rates.host:  # on a CPU
             return task.nbytes / rates.copy + kernels * rates.task / OPS
         return _launched(kernels, task.nbytes * passed / rates.copy, rates)
