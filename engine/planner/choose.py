@@ -19,7 +19,7 @@ from trireme.engine.buffers import fits, read_by_loss
 from trireme.engine.geometry import PART_BYTES, Geometry
 from trireme.engine.plan import DoesNotFit, Limits, Plan, Shares
 from trireme.engine.planner import variants
-from trireme.engine.planner.predict import FEW, Batch, Prediction, predict, together, unit_seconds
+from trireme.engine.planner.predict import FEW, Batch, Prediction, no_collection, predict, together, unit_seconds
 from trireme.engine.planner.rates import Rates
 from trireme.engine.planner.reasons import reasons
 from trireme.engine.planner.rule import Cut, Lean, Wanted, cuts, longer_pieces, simple_plan, sliced
@@ -52,6 +52,7 @@ class Choice:
         return _per_token(self.plan, self.found)
 
 
+@no_collection()
 def choose(
     cfg: ModelConfig,
     limits: Limits,
