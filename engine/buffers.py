@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, replace
+from functools import lru_cache
 from typing import Literal
 
 from trireme.engine.geometry import Geometry, extent
@@ -12,6 +13,7 @@ from trireme.engine.plan import SAVED, Limits, Plan, Tier
 from trireme.models.sizes.workspace import LOSS_CHUNK
 from trireme.storage.layout import ITEMSIZE, Layout, round_up
 
+KEPT = 4096  # answers to whether a plan fits: a search asks again
 ENDS = ("embed", "head", "ends")  # size classes with one unit in use at a time
 OUT_SLOTS = 2  # buffers for pieces of gradients that leave the GPU: one is filled, one is copied
 GRADIENT_SLOTS = 2  # RAM buffers for records of gradients that are read from the SSD
@@ -336,6 +338,7 @@ def each_usage(geo: Geometry, plan: Plan) -> tuple[list[int], int]:
     return on_gpu, host
 
 
+@lru_cache(KEPT)
 def fits(geo: Geometry, plan: Plan, limits: Limits) -> bool:
     """Whether the plan's buffers and workspace are within the limits."""
     return not limits.lacking(usage(geo, plan, limits.less))

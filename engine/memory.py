@@ -127,8 +127,8 @@ class Pool:
             raise RuntimeError(
                 f"pool {self.name}: {owner} needs a buffer and all {len(self.buffers)} are owned ({owners})"
             )
-        found = (i for i, b in enumerate(self._free) if content is not None and b.content is content)
-        buffer = self._free.pop(next(found, 0))
+        found = (i for i, b in enumerate(self._free) if b.content is content)
+        buffer = self._free.pop(0 if content is None else next(found, 0))
         if buffer.content is not content:
             self._empty(buffer)
         buffer.owner = owner
@@ -218,16 +218,15 @@ class Memory:
     others: Sequence[torch.device] = ()  # GPUs behind `device`
     less: Sequence[int] = ()  # bytes that each GPU has less than `gpu_limit`, where their memory is unequal
     table: list[tuple[str, str, int, int, int]] = field(default_factory=list)  # tier, name, bytes each, count, GPU
+    taken: Counter[tuple[str, int]] = field(default_factory=Counter)  # bytes by tier and GPU
     pools: list[Pool] = field(default_factory=list)
     _maps: list[mmap.mmap] = field(default_factory=list)
     _pins: list[weakref.finalize[..., Memory]] = field(default_factory=list)
 
     def used(self, tier: str, gpu: int | None = None) -> int:
         """Bytes taken in "host", or in "gpu": of one GPU, or of the one that has taken most."""
-        taken = Counter(dict.fromkeys(range(1 + len(self.others)), 0))
-        for t, _, each, count, g in self.table:
-            taken[g] += each * count * (t == tier)
-        return taken[gpu] if gpu is not None else max(taken.values())
+        gpus = range(1 + len(self.others)) if gpu is None else (gpu,)
+        return max(self.taken[tier, gpu] for gpu in gpus)
 
     def reserve(self, tier: str, name: str, nbytes: int, count: int = 1, gpu: int = 0) -> None:
         """Counts buffers against a tier's limit without allocating them. Raises DoesNotFit."""
@@ -242,6 +241,7 @@ class Memory:
                 f"{gib(limit)} is left. Raise {option} or lower --seq-len or --micro-batch."
             )
         self.table.append((tier, name, nbytes, count, gpu))
+        self.taken[tier, gpu] += nbytes * count
 
     def alloc(self, tier: str, name: str, nbytes: int, count: int = 1, gpu: int = 0) -> list[Tensor]:
         """Allocates uint8 buffers of `nbytes`, rounded up to 4,096 and page-aligned. Raises DoesNotFit."""

@@ -140,9 +140,10 @@ class Optimizer:
     def run_ahead(self) -> None:
         """Queues updates on the CPU in forward order, up to the first whose weights need a staging buffer."""
         for u in self.early:
-            if u in self.gradients.landed and self.plan.units[u].weights == "ssd":
-                return
-            self.update(u)
+            if u in self.gradients.landed:
+                if self.plan.units[u].weights == "ssd":
+                    return
+                self.update(u)
 
     def read_ahead(self) -> None:
         """Starts reading the state of the next updates from the SSD."""

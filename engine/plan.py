@@ -125,6 +125,16 @@ class Plan:
     hosts: int = 1  # hosts, each with some of a step's micro-batches; n_micro is then of each host
     host: int = 0  # this host
 
+    @cached_property
+    def _hash(self) -> int:
+        units = {id(unit): hash(unit) for unit in self.distinct.values()}
+        rest = (getattr(self, f.name) for f in fields(self) if f.name != "units")
+        return hash((*(units[id(unit)] for unit in self.units), *rest))
+
+    def __hash__(self) -> int:
+        """Computed once: a search asks for its plans by hash."""
+        return self._hash
+
     def __post_init__(self) -> None:
         for name in COUNTS:
             value = getattr(self, name)

@@ -166,6 +166,14 @@ class ModelConfig:
     mlp_rows: int = 1 << 14  # tokens that an MLP half computes at once: sums of its gradients follow these tiles
 
     @cached_property
+    def _hash(self) -> int:
+        return hash(tuple(getattr(self, f.name) for f in fields(self)))
+
+    def __hash__(self) -> int:
+        """Computed once: counts and layouts are kept by configuration."""
+        return self._hash
+
+    @cached_property
     def family(self) -> Family:
         return FAMILIES[self.model_type]
 

@@ -19,7 +19,7 @@ from trireme.engine.buffers import fits, read_by_loss
 from trireme.engine.geometry import PART_BYTES, Geometry
 from trireme.engine.plan import DoesNotFit, Limits, Plan, Shares
 from trireme.engine.planner import variants
-from trireme.engine.planner.predict import FEW, Batch, Prediction, predict, together, unit_seconds
+from trireme.engine.planner.predict import FEW, Batch, Prediction, no_collection, predict, together, unit_seconds
 from trireme.engine.planner.rates import Rates
 from trireme.engine.planner.reasons import reasons
 from trireme.engine.planner.rule import Cut, Lean, Wanted, cuts, longer_pieces, simple_plan, sliced
@@ -52,6 +52,7 @@ class Choice:
         return _per_token(self.plan, self.found)
 
 
+@no_collection()
 def choose(
     cfg: ModelConfig,
     limits: Limits,
@@ -59,19 +60,21 @@ def choose(
     wanted: Wanted,
     begun: Plan | None = None,
     leans: Sequence[Lean] = LEANS,
+    refined: int = REFINED,
 ) -> Choice:
     """The fastest variant of first_plan's. Deterministic. Raises DoesNotFit.
 
-    `begun`: the plan of a begun run, which keeps updates on their processors if that fits. `leans`: fewer are quicker.
+    `begun`: the plan of a begun run, which keeps updates on their processors if that fits. Fewer `leans`, and fewer
+    plans that are `refined`, are quicker.
     Unequal GPUs divide layers by speed or by memory, whichever is faster; equal ones of which one has less memory left,
     in turn or by memory.
     """
     if not rates.others and not limits.less:
-        return _choose(cfg, limits, rates, wanted, begun, leans)
+        return _choose(cfg, limits, rates, wanted, begun, leans, refined)
     found, refused = list[Choice](), list[DoesNotFit]()
     for shares in ways_to_share(cfg, limits, rates, wanted):
         try:
-            found.append(_choose(cfg, limits, rates, replace(wanted, shares=shares), begun, leans))
+            found.append(_choose(cfg, limits, rates, replace(wanted, shares=shares), begun, leans, refined))
         except DoesNotFit as error:
             refused.append(error)
     if not found:
@@ -107,7 +110,13 @@ def ways_to_share(cfg: ModelConfig, limits: Limits, rates: Rates, wanted: Wanted
 
 
 def _choose(
-    cfg: ModelConfig, limits: Limits, rates: Rates, wanted: Wanted, begun: Plan | None, leans: Sequence[Lean]
+    cfg: ModelConfig,
+    limits: Limits,
+    rates: Rates,
+    wanted: Wanted,
+    begun: Plan | None,
+    leans: Sequence[Lean],
+    refined: int,
 ) -> Choice:
     wanted = replace(wanted, peers=wanted.gpus > 1 and rates.peer > 0)
     drive = has_drive(rates)
@@ -118,7 +127,7 @@ def _choose(
             f"RAM of {gib(limits.host, 1)} and GPU memory of {gib(limits.gpu, 1)} do not hold everything, and there is "
             "no drive for the rest."
         )
-    search = partial(_search, cfg, limits, rates, wanted, begun=begun, leans=leans)
+    search = partial(_search, cfg, limits, rates, wanted, begun=begun, leans=leans, refined=refined)
     sliced = None if begun else _sliced(cfg, limits, wanted, first, drive)
     if sliced is None:
         return search(first)
@@ -161,6 +170,7 @@ def _search(
     first: Plan,
     begun: Plan | None,
     leans: Sequence[Lean],
+    refined: int,
 ) -> Choice:
     """As choose, of plans that cut layers as `first` does."""
     wanted = replace(wanted, cuts=(Cut.of(first),))
@@ -174,7 +184,7 @@ def _search(
     groups = max(FEW, first.n_micro // together(first.n_micro, wanted.gpus))
     most = max(LEAST, min(2, wanted.gpus) * WORK // (trials.geo.n_units * groups))
     _by_floors(trials, limits, plans, most)
-    _around_the_best(trials, limits, first.piece, most, steps, updates=begun is None)
+    _around_the_best(trials, limits, first.piece, most, steps, begun is None, refined)
     best = trials.best()
     because = reasons(trials.geo, first, before, best, trials.found[best], wanted.peers)
     if begun and updated_alike(best, begun) != best:
@@ -261,7 +271,7 @@ def _by_floors(trials: Trials, limits: Limits, plans: Sequence[Plan], most: int)
 
 
 def _around_the_best(
-    trials: Trials, limits: Limits, piece: int, most: int, steps: Sequence[Move], updates: bool
+    trials: Trials, limits: Limits, piece: int, most: int, steps: Sequence[Move], updates: bool, refined: int
 ) -> None:
     """Varies one decision after another of the best plans."""
     geo = trials.geo
@@ -285,7 +295,7 @@ def _around_the_best(
     if updates and wanted.on_cuda and wanted.gpu_updates and wanted.mode == "forward":
         decisions.append(lambda plan: variants.updates(geo, plan, limits, piece))
     most *= 2 if wanted.gpus == 1 else 3  # with several GPUs there is more to decide
-    for rank, base in enumerate(sorted(trials.found, key=trials.cost)[:REFINED]):
+    for rank, base in enumerate(sorted(trials.found, key=trials.cost)[:refined]):
         best = base
         for decide in decisions:
             for plan in decide(best):

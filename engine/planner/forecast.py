@@ -24,7 +24,7 @@ from trireme.storage.layout import ITEMSIZE
 from trireme.storage.shards import IN_FLIGHT
 
 BEST = "best so far"  # its row: what is written with the next snapshot, or at the end
-SHORT = 4  # leans of a search for what is faster
+SHORT = 4  # leans of a search for what is faster, which refines the best plan alone
 WORTH_SAYING = 1.1  # gain from which a change is offered
 ENDLESS = 1 << 40  # sequences
 
@@ -250,7 +250,7 @@ class Forecast:
         changed = replace(p, n_micro=n_micro or p.n_micro)
         wanted = Wanted.like(changed, work.document or work.seq_len, work.trained, work.compared)
         wanted = replace(wanted, adam_bits=adam_bits or p.adam_bits)
-        choice = choose(self.cfg, limits, self.machine.rates, wanted, leans=LEANS[:SHORT])
+        choice = choose(self.cfg, limits, self.machine.rates, wanted, leans=LEANS[:SHORT], refined=1)
         return replace(self, plan=choice.plan, limits=limits)
 
 

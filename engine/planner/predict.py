@@ -7,7 +7,7 @@ from collections import defaultdict
 from collections.abc import Callable, Iterator, Mapping, Sequence, Set
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
-from functools import partial
+from functools import cache, lru_cache, partial
 
 from trireme.engine.buffers import moving_sums
 from trireme.engine.build import Engine, Inputs, build
@@ -42,6 +42,7 @@ APART = 4  # of each of several GPUs
 OPS = 4  # operations of torch on a CPU that take the interpreter as long as a task
 PIECES = 16  # of the largest gradient, `roughly`
 HALF = 450  # tokens of a document at half of attention's best: 0.54, 0.70, 0.73 at 1k, 4k, 8k
+KEPT = 1024  # predictions
 STEADY, STEPS = 1e-4, 12  # change of a steady state's steps; steps before extrapolation
 
 
@@ -94,11 +95,18 @@ def predict(cfg: ModelConfig, plan: Plan, rates: Rates, batch: Batch, roughly: b
     """The steady state of `plan`, which is taken to fit. Raises ValueError where it needs a drive and rates have none.
 
     Several micro-batches are simulated as one (within 2 %). Only `roughly`: the same where `between` is "host", and
-    merged pieces of gradients.
+    merged pieces of gradients; searches ask for the same plans, so these are kept.
     """
+    return (_known if roughly else _predict)(cfg, plan, rates, batch, roughly)
+
+
+def _predict(cfg: ModelConfig, plan: Plan, rates: Rates, batch: Batch, roughly: bool) -> Prediction:
     with _engine(cfg, plan, rates, batch, roughly) as (e, queues, inputs):
         seconds = _steady(e, queues, inputs) + _lag(plan, unit_seconds(cfg, plan, rates, batch), e.geo, rates)
         return _prediction(seconds, queues, () if roughly else tuple(queues.trace()))
+
+
+_known = lru_cache(KEPT)(_predict)
 
 
 def predict_between(
@@ -140,7 +148,7 @@ def _engine(
         batch = replace(batch, tokens=k * batch.tokens, n_micro=batch.n_micro // k)
     if roughly:
         plan = replace(plan, piece=max(plan.piece, max(Geometry.of(cfg, plan).numel) // PIECES))
-    with _no_collection():
+    with no_collection():
         yield build(cfg, plan, Limits(1 << 60, 1 << 60), queues), queues, batch.inputs(cfg)
         queues.close()
 
@@ -170,8 +178,8 @@ def _lag(plan: Plan, known: Mapping[tuple[Kind, str], float], geo: Geometry, rat
 
 
 @contextmanager
-def _no_collection() -> Iterator[None]:
-    """No garbage collection: it doubles the time."""
+def no_collection() -> Iterator[None]:
+    """No garbage collection: it doubles the time of a step's simulation, and adds a tenth to a search."""
     was = gc.isenabled()
     gc.disable()
     try:
@@ -231,13 +239,14 @@ def durations(cfg: ModelConfig, plan: Plan, rates: Rates, batch: Batch, k: int =
     speed = {queue: getattr(rates, DRIVE.get(queue, queue)) for queue in ("h2d", "d2h", *DRIVE)}
     speed |= dict.fromkeys(NET, rates.net) | dict.fromkeys(PEERS, rates.peer or min(rates.h2d, rates.d2h))
     speed["cpu"] = ADAM_BYTES * rates.adam * rates.concurrent
+    kernels_in = cache(lambda kind: kernels_of(cfg, kind, "", batch.learned))
 
     def duration(task: Task) -> float:
         if (queue := plain(task.queue)) in speed:
             return latency + task.nbytes / speed[queue]
         if (task.kind, task.of) in known:
             return k * known[task.kind, task.of]
-        kernels, passed = kernels_of(cfg, task.kind, "", batch.learned), passes.get(task.kind, 1.0)
+        kernels, passed = kernels_in(task.kind), passes.get(task.kind, 1.0)
         if task.kind == "token" and not rates.host:  # on a CPU
             return task.nbytes / rates.copy + kernels * rates.task / OPS
         return _launched(kernels, task.nbytes * passed / rates.copy, rates)
@@ -250,15 +259,16 @@ def issues(cfg: ModelConfig, plan: Plan, rates: Rates, batch: Batch, k: int = 1)
     cfg = plan.cut(cfg)
     kinds = {name: shapes.kind(cfg, u) for u, name in enumerate(shapes.unit_names(cfg))}
 
-    def issue(task: Task) -> float:
-        if plain(task.queue) != "compute" or plan.gpus > 1:
-            return 0.0
-        of = kinds.get(task.of, "")
-        started = rates.host * kernels_of(cfg, task.kind, of, batch.learned)
-        if task.kind not in MICRO:
+    @cache
+    def seconds(kind: Kind, of: str) -> float:
+        started = rates.host * kernels_of(cfg, kind, of, batch.learned)
+        if kind not in MICRO:
             return started
-        within = 0 if of == "embed" else WITHIN.get(task.kind, 0) / len(shapes.inner_kinds(cfg))
+        within = 0 if of == "embed" else WITHIN.get(kind, 0) / len(shapes.inner_kinds(cfg))
         return k * (started + within * rates.task) + (k - 1) * rates.task
+
+    def issue(task: Task) -> float:
+        return seconds(task.kind, kinds.get(task.of, "")) if plan.gpus == 1 and task.queue == "compute" else 0.0
 
     return issue
 

@@ -16,6 +16,7 @@ from __future__ import annotations
 import bisect
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import replace
+from functools import cache
 from itertools import pairwise
 from typing import Any
 
@@ -34,6 +35,7 @@ OWN_LINK = 1.2  # times the rate of the bus: peer copies that are faster have a 
 TURN: tuple[Kind, ...] = ("loss", "adamw moments")  # tasks that begin backward
 
 
+@cache
 def is_copy(queue: str) -> bool:
     """Whether its tasks move bytes of RAM: to and from GPUs and drives."""
     return plain(queue) in ("h2d", "d2h") or queue in DRIVE
@@ -45,8 +47,9 @@ class Noted(Task):
     __slots__ = ("after", "seconds", "issue", "in_ram", "of_all")
 
     def __init__(self, queue: str, kind: Kind, of: str, nbytes: float, flops: float, after: Sequence[Task]):
-        super().__init__(queue, kind, of, nbytes, flops)
+        self.queue, self.kind, self.of, self.nbytes, self.flops = queue, kind, of, nbytes, flops
         self.after, self.seconds, self.issue, self.in_ram, self.of_all = after, 0.0, 0.0, 0.0, 0.0
+        self.start = self.end = 0.0
 
 
 class SimulatedQueues:
@@ -168,25 +171,27 @@ class SimulatedQueues:
         return [(a, b, down if turn <= a < end else up) for a, b in places]
 
     def _time(self, tasks: Sequence[Noted], slow: dict[str, float]) -> None:
-        streamed = {task.queue for task in tasks if task.queue.startswith(STREAMED)}
+        streamed = {queue for queue in {task.queue for task in tasks} if queue.startswith(STREAMED)}
         shared = {queue: (self.buses[numbered(plain(queue), gpu_of(queue))], 1) for queue in streamed if is_copy(queue)}
         shared |= {way: (bus, 0) for way, bus in self.buses.items() if (bus, 1) in shared.values()}
-        free, take, each, handed = self.free, self.drives.take, self.rates.task, self.handed
+        shared |= {queue: (self.drives, rank) for queue, rank in CLASS.items()}
+        free, each, handed = self.free, self.rates.task, self.handed
         through_ram = self.ram.take
         inline = each > 0 and self.rates.host == 0  # on a CPU
         for task in tasks:
             queue = task.queue
             handed += each
-            start, seconds = max(free[queue], handed), task.seconds * slow[queue]
+            start = free[queue]
+            if handed > start:
+                start = handed
             for other in task.after:
                 if other.end > start:
                     start = other.end
+            seconds = task.seconds * slow[queue]
             end = start + seconds
-            if queue in DRIVE:
-                end = take(CLASS[queue], start, seconds)
-            elif queue in shared:
-                bus, rank = shared[queue]
-                end = bus.take(rank, start, seconds)
+            if queue in shared:
+                device, rank = shared[queue]
+                end = device.take(rank, start, seconds)
             if task.in_ram:
                 end = max(end, through_ram(start, task.in_ram))
             if task.of_all:
@@ -206,15 +211,28 @@ class Intervals:
 
     def take(self, start: float, seconds: float) -> float:
         """Books `seconds` of free time from `start` on; returns its end."""
-        first = i = bisect.bisect_left(self.ends, start)
+        starts, ends, n = self.starts, self.ends, len(self.ends)
+        if not n or ends[-1] < start:  # mostly
+            starts.append(start)
+            ends.append(start + seconds)
+            return start + seconds
+        first = i = bisect.bisect_left(ends, start)
         at, left = start, seconds
-        while i < len(self.starts) and self.starts[i] - at <= left:
-            left -= max(0.0, self.starts[i] - at)
-            at = max(at, self.ends[i])
-            i += 1
-        met = self.starts[first : first + 1] if i > first else []
-        self.starts[first:i], self.ends[first:i] = [min([start, *met])], [at + left]
-        return at + left
+        while i < n and (free := starts[i] - at) <= left:
+            if free > 0:
+                left -= free
+            at, i = ends[i], i + 1
+        end = at + left
+        if i == first:
+            starts.insert(first, start)
+            ends.insert(first, end)
+            return end
+        if start < starts[first]:
+            starts[first] = start
+        ends[first] = end
+        if i > first + 1:
+            del starts[first + 1 : i], ends[first + 1 : i]
+        return end
 
 
 class Classes:
@@ -230,9 +248,13 @@ class Classes:
 
         It delays lower classes, but for the share that they keep.
         """
-        ends = [busy.take(start, seconds) for busy in self.busy[rank:]]
-        waiting = sum(a < b for a, b in pairwise(ends))
-        end = min(ends[-1], start + (ends[0] - start) * (1 + waiting / self.bound))
+        first = last = self.busy[rank].take(start, seconds)
+        waiting = 0
+        for lower in self.busy[rank + 1 :]:
+            end = lower.take(start, seconds)
+            waiting += last < end
+            last = end
+        end = min(last, start + (first - start) * (1 + waiting / self.bound))
         return min(end, start + (1 + self.bound) * seconds) if rank else end
 
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Collection, Iterable, Sequence
+from contextlib import suppress
 from dataclasses import replace
 from itertools import accumulate, combinations, pairwise, product
 from typing import Any, NamedTuple
@@ -54,24 +55,26 @@ def variants(
     if geo.cfg.lora:
         yield from _with_a_base(geo, limits, first, wanted, steps)
         return
-    for size in sizes(first, wanted):
-        for lean in leans:
-            try:
-                plan = simple_plan(geo.cfg, limits, replace(wanted, sizes=(size,)), lean)
-            except DoesNotFit:
-                continue
-            yield plan
-            yield from swaps(geo, plan, limits, steps)
+    for plan in _plans(geo, limits, wanted, product(sizes(first, wanted), leans)):
+        yield plan
+        yield from swaps(geo, plan, limits, steps)
+
+
+def _plans(
+    geo: Geometry, limits: Limits, wanted: Wanted, ways: Iterable[tuple[tuple[int, int], Lean]]
+) -> Iterable[Plan]:
+    """The rule's plans by (size, lean) that fit, each once."""
+    found = dict[Plan, None]()
+    for size, lean in ways:
+        with suppress(DoesNotFit):
+            found[simple_plan(geo.cfg, limits, replace(wanted, sizes=(size,)), lean)] = None
+    return found
 
 
 def _with_a_base(geo: Geometry, limits: Limits, first: Plan, wanted: Wanted, steps: Sequence[Move]) -> Iterable[Plan]:
     """As variants, of adapters: RAM is shared between their base and activations."""
-    inputs: tuple[Tier, ...] = ("gpu", "host")
-    for size, x, share in product(sizes(first, wanted), inputs, BASE_RAM):
-        try:
-            plan = simple_plan(geo.cfg, limits, replace(wanted, sizes=(size,)), Lean(x))
-        except DoesNotFit:
-            continue
+    inputs = Lean("gpu"), Lean("host")
+    for plan, share in product(_plans(geo, limits, wanted, product(sizes(first, wanted), inputs)), BASE_RAM):
         in_ram = [u for u, unit in enumerate(plan.units) if unit.base == "host"]
         kept = some(in_ram, int(share * len(in_ram)))
         low = plan.changed(set(in_ram) - kept, base="ssd") if wanted.free else plan
@@ -84,11 +87,7 @@ def through_the_drive(
 ) -> Iterable[Plan]:
     """Plans with less state in RAM, for saved tensors there and then on the SSD (Fuyou, section 4.4)."""
     less = replace(limits, host=int(DRIVE_RAM * limits.host))
-    for size, lean in product(sizes(first, wanted), DRIVE_LEANS):
-        try:
-            plan = simple_plan(geo.cfg, less, replace(wanted, sizes=(size,)), lean)
-        except DoesNotFit:
-            continue
+    for plan in _plans(geo, less, wanted, product(sizes(first, wanted), DRIVE_LEANS)):
         for swapping in swaps(geo, plan, limits, steps, drive=True):
             yield fill_ram(geo, swapping, limits) if wanted.free else swapping
 

@@ -6,6 +6,8 @@ With one GPU, `compute` is the calling thread with its CUDA stream. With several
 
 from __future__ import annotations
 
+from functools import cache
+
 # What a step waits for; optimizer records, which would hold it up in the same queue.
 READS, WRITES = ("ssd_read", "state_read"), ("ssd_write", "state_write")
 LATER = ("state_read", "state_write")  # their requests let others go first
@@ -39,16 +41,19 @@ def numbered(name: str, gpu: int) -> str:
     return f"{name}{gpu}" if gpu else name
 
 
+@cache
 def kind_of(queue: str) -> str:
     """A queue's name without the number of its GPU."""
     return queue.rstrip("0123456789")
 
 
+@cache
 def gpu_of(queue: str) -> int:
     """The GPU of a queue."""
     return int(queue[len(kind_of(queue)) :] or 0)
 
 
+@cache
 def plain(queue: str) -> str:
     """A queue's kind; of transfers between GPUs through RAM, and of sums, the direction on PCIe that they take."""
     return BUS.get(kind_of(queue), kind_of(queue))

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from typing import Any
 
 from trireme.engine.amounts import compact, count, duration, gb, gib, seconds
@@ -35,8 +36,8 @@ from trireme.storage.checkpoint import Source
 ON_A_CPU = "known after the second step: on a CPU it is measured, not predicted"
 
 
-def report(job: Job) -> list[str]:
-    """The lines to print."""
+def report(job: Job) -> Iterator[str]:
+    """The lines to print. What a dry run searches for comes when the plan is printed already."""
     forecast, on_gpu = job.forecast, job.device.type == "cuda"
     lines = [
         model_line(job),
@@ -64,13 +65,14 @@ def report(job: Job) -> list[str]:
     lines.append(f"disk     {disk_line(forecast)}")
     if on_gpu:
         lines.append(f"ready    {ready_line(estimate(job))}")
+    yield from lines
     if on_gpu and job.options.dry_run:  # planning each takes seconds
         changes = forecast.faster(job.data.n_sequences if job.read else ENDLESS, bits_open=job.options.resume is None)
-        lines += [f"faster   {c.what}: {c.gain:.1f} times the tokens/s ({seconds(c.step_s)} a step)" for c in changes]
-    lines += _labelled("because", list(job.because))
+        for c in changes:
+            yield f"faster   {c.what}: {c.gain:.1f} times the tokens/s ({seconds(c.step_s)} a step)"
+    yield from _labelled("because", list(job.because))
     if on_gpu and job.options.dry_run:
-        lines += _labelled("benefit", benefits(forecast.geo, forecast.work.batch(job.plan), job.machine.rates))
-    return lines
+        yield from _labelled("benefit", benefits(forecast.geo, forecast.work.batch(job.plan), job.machine.rates))
 
 
 def planned(job: Job) -> dict[str, Any]:

@@ -161,9 +161,8 @@ def _prepare(options: Options, screen: Screen, clock: Clock, group: Alone, snaps
                 screen.say(f"changed  {line} at step {snapshot['step']:,}")
             check_continues(job, snapshot)
         with clock.at("plan"):
-            lines = report(job)
-        for line in lines:
-            screen.say(line)
+            for line in report(job):
+                screen.say(line)
         if not (snapshot or options.assume):
             check_room(job)
         for line in about_teacher(job, screen):

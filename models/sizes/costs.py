@@ -180,6 +180,7 @@ def _expert_bias_params(cfg: ModelConfig, u: int) -> int:
     return down * (1 + (f"{DOWN}_bias" in trained)) + up * (f"{GATE_UP}_bias" in trained)
 
 
+@lru_cache(KNOWN)
 def forward_flops(cfg: ModelConfig, u: int, tokens: int, pairs: int) -> int:
     """FLOPs of a unit in forward. For the head, `tokens` is the number of labels."""
     attention = mixer_flops(cfg, kind(cfg, u), tokens, pairs)
@@ -191,6 +192,7 @@ def forward_flops(cfg: ModelConfig, u: int, tokens: int, pairs: int) -> int:
     return 2 * tokens * (sum(_linear_params(cfg, what).values()) + _adapter_params(cfg, u)) + attention
 
 
+@lru_cache(KNOWN)
 def backward_flops(cfg: ModelConfig, u: int, tokens: int, pairs: int) -> int:
     """FLOPs of a unit in backward if nothing is recomputed.
 
@@ -211,6 +213,7 @@ def _again(missing: Set[str]) -> Set[str]:
     return missing | NEVER_SAVED | ({BESIDE} if "resid" in missing else set())
 
 
+@lru_cache(KNOWN)
 def recompute_flops(cfg: ModelConfig, kept: frozenset[str], tokens: int, pairs: int, kind: str = "block") -> int:
     """FLOPs that backward adds to recompute the saved_shapes that are not in `kept`."""
     missing = saved_shapes(cfg, tokens, kind).keys() - kept

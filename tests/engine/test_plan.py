@@ -29,6 +29,15 @@ def plan_for(gpu: int, host: int, **more) -> Plan:
     return simple_plan(SMALL, Limits(gpu, host), replace(wanted, **more))
 
 
+def test_equal_plans_and_models_have_one_hash():
+    """Whether units that are equal are one object or not: both are asked for by hash, which is kept."""
+    plan = plan_for(100 * MIB, 100 * MIB)
+    apart = replace(plan, units=tuple(map(replace, plan.units)))
+    assert len(apart.distinct) > len(plan.distinct)
+    assert (apart, hash(apart)) == (plan, hash(plan))
+    assert hash(replace(SMALL, n_layers=9)) != hash(replace(SMALL)) == hash(SMALL)
+
+
 @settings(max_examples=60, deadline=None)
 @given(st.integers(1, 300), st.integers(1, 300), st.sampled_from(("forward", "backward")), st.sampled_from((32, 8)))
 def test_a_plan_fits_or_is_refused_with_the_way_out(gpu, host, mode, bits):

@@ -287,7 +287,7 @@ def test_what_would_be_faster_is_searched_for_in_dry_runs_alone(checkpoint, monk
     job = prepare(replace(given, dry_run=True))
     again, searched = Forecast.again, []
     monkeypatch.setattr(Forecast, "again", lambda *given, **more: searched.append(1) or again(*given, **more))
-    said = report(replace(job, options=replace(job.options, dry_run=False)))
+    said = list(report(replace(job, options=replace(job.options, dry_run=False))))
     assert not searched
     assert not any(line.startswith("faster") for line in said)
     assert any(line.startswith("faster") for line in report(job))

@@ -296,7 +296,7 @@ def plan(**options: Unpack[Given]) -> Plan:
         from trireme.engine.run.report import planned, report
 
         job = prepare(fetched(checked(replace(given, dry_run=True)), screen), say=lambda _: None)
-        return Plan(**planned(job), report=report(job))
+        return Plan(**planned(job), report=list(report(job)))
 
 
 def sample(folder: str | Path, prompt: str | Sequence[dict[str, Any]], **options: Any) -> str:
