@@ -670,7 +670,7 @@ def test_sizes_of_layers_that_are_a_mixer_or_an_mlp(fp8, keys, u, monkeypatch):
 def test_sizes_of_two_mixers_beside_each_other(fp8, lora, halves, u, monkeypatch):
     cfg = replace(parse_config(FALCON_H1), fp8=fp8, halves=halves, lora=lora, frozen=("*",) if lora else ())
     names = list(shapes.saved_shapes(cfg, 1, shapes.kind(cfg, u)))
-    for keep in [frozenset(), *({name} for name in names), frozenset(names)]:
+    for keep in [frozenset(), *(frozenset({name}) for name in names), frozenset(names)]:
         forward, backward = Watch(), Watch()
         _watched(cfg, u, monkeypatch, keep, forward, backward)
         if lora is None:
