@@ -287,16 +287,18 @@ class WeightStream:
 
     def expect(self, units: Iterable[int], before: Callable[[int], None] | None = None) -> None:
         """Begins a pass that uses `units` in this order. Copies start as buffers are free, each after a call of
-        `before(u)`.
+        `before(u)`. The copies to a GPU do not wait for those to another, unless state is read from the SSD: its
+        records are read ahead in the order of updates, which `before` starts.
         """
         self.uses = deque(units)
         layers = [self.layers[u] for u in self.uses]
         for layer in layers:
             layer.before = before
+        in_order = before is not None and any(unit.state == "ssd" for unit in self.plan.distinct.values())
         coming = list[tuple[int, Fetched]]()
         for layer in layers:
             items: list[Fetched] = [layer, *layer.slices]
-            coming += [(self.plan.units[layer.u].gpu, item) for item in items]
+            coming += [(0 if in_order else self.plan.units[layer.u].gpu, item) for item in items]
         self.coming.expect(coming)
 
     def parts(self, u: int, backward: bool = False) -> Iterator[LayerPart]:
