@@ -470,6 +470,8 @@ def test_what_a_folder_holds_and_is_not_read_is_named(tmp_path):
     assert names(find_data(str(folder))) == [["a.jsonl"], []]
     told = [note.removeprefix(f"{folder}: ") for note in find_data(str(folder)).notes]
     assert told == ["empty: void.jsonl", "not read, as they are links to folders: more"]
+    (folder / "c").symlink_to("c")
+    assert names(find_data(str(folder))) == [["a.jsonl"], []]
     (folder / "b.jsonl").symlink_to(tmp_path / "nowhere")
     assert f"{folder}/b.jsonl: No such file or directory" in fails(folder)
 

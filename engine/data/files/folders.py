@@ -115,7 +115,7 @@ def _walked(folder: Path) -> tuple[list[Path], list[Path], list[Path]]:
         place = waiting.pop()
         try:
             with os.scandir(place) as entries:
-                inside = [(entry.path, entry.name, entry.is_dir(), entry.is_symlink()) for entry in entries]
+                inside = [(entry.path, entry.name, _is_folder(entry), entry.is_symlink()) for entry in entries]
         except OSError:
             closed.append(place)
             continue
@@ -128,6 +128,14 @@ def _walked(folder: Path) -> tuple[list[Path], list[Path], list[Path]]:
         found += [path for path, name, is_folder, _ in inside if not is_folder and name.lower().endswith(_ENDINGS)]
     data, links, shut = (sorted(map(Path, paths)) for paths in (found, linked, closed))
     return data, links, shut
+
+
+def _is_folder(entry: os.DirEntry[str]) -> bool:
+    """False of a link that cannot be followed."""
+    try:
+        return entry.is_dir()
+    except OSError:
+        return False
 
 
 def _size(path: Path) -> int:
