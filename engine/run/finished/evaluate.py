@@ -106,7 +106,7 @@ def open_and_read(
     opened, codec = open_model(given, screen)
     if not scores:
         opened.refuse_head("it has no log-probabilities of tokens; `eval` says how good it is")
-    kept = of_run(Path(given.folder), screen.warn)
+    kept = of_run(Path(given.folder), lambda _: None)  # an adapter's were read when it was opened
     for name in ("system", "chat_template_kwargs"):
         if kept.get(name) and not getattr(given, name):
             screen.warn(f"the run had --{name.replace('_', '-')}, and data is read without it here")
@@ -215,7 +215,7 @@ def _with_reference(
     Raises as `evaluate`.
     """
     path, folder = Path(given.folder), given.reference and folder_of(given.reference, screen)
-    kept = of_run(path, screen.warn)
+    kept = of_run(path, lambda _: None)
     began = folder or kept.get("adapter") or (str(opened.base) if opened.adapter else kept.get("model"))
     if not began or not Path(began).is_dir():
         which = f"{began}, which is no folder here" if began else f"which {path} does not name"
