@@ -69,6 +69,9 @@ def losses(given: argparse.Namespace, screen: Screen) -> Iterator[Found | Judged
     """Of each file. Raises as `evaluate`."""
     options = Options(**{name: getattr(given, name) for name in OF_METHODS})
     of = preference_of(options)
+    if not of and given.label_smoothing is not None:  # in training it is also of the cross-entropy
+        what = "--label-smoothing is for --method dpo or simpo: texts are evaluated without it"
+        raise InputError(f"{what}. Leave it out.")
     if given.reference and not (of and of.compares):
         raise InputError(f"--reference is for --method {', '.join(COMPARED)}. Leave it out.")
     opened, sources, seq_len = open_and_read(given, screen, True, kind_of_data(options))
