@@ -476,6 +476,11 @@ def test_what_a_folder_holds_and_is_not_read_is_named(tmp_path):
     assert f"{folder}/b.jsonl: No such file or directory" in fails(folder)
 
 
+def test_a_folder_without_data_names_what_is_not_read(tmp_path):
+    put(tmp_path, void_jsonl=b"")
+    assert f"{tmp_path} is a folder without data; empty: void.jsonl. Expected files of .jsonl" in fails(tmp_path)
+
+
 def test_data_that_is_trained_on_and_held_out(tmp_path, codec):
     put(tmp_path, a_jsonl=LINES, b_jsonl=LINES + LINES)
     notes = lambda val: load(codec, tmp_path / "a.jsonl", val=str(tmp_path / val)).report.notes

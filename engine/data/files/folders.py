@@ -84,8 +84,12 @@ def _folder(folder: Path, weight: float) -> Found:
     there = [path for path in there if sizes[path]]
     by_use, inside = by_uses([path.relative_to(folder) for path in there])
     files = {path for paths in by_use.values() for path in paths}
+    unread = [f"empty: {_list(empty, folder)}"] if empty else []
+    unread += [f"not read, as they are links to folders: {_list(linked, folder)}"] if linked else []
+    unread += [f"not read, as they may not be opened: {_list(closed, folder)}"] if closed else []
     if not files:
-        raise InputError(f"{folder} is a folder without data. Expected files of {', '.join(KINDS)}.")
+        said = "; ".join([f"{folder} is a folder without data", *unread])
+        raise InputError(f"{said}. Expected files of {', '.join(KINDS)}.")
     inside = [folder / path for path in inside]
     left = [path for path in inside if path.relative_to(folder) not in files]
     by_use = {use: [folder / path for path in paths] for use, paths in by_use.items()}
@@ -95,9 +99,7 @@ def _folder(folder: Path, weight: float) -> Found:
     _check_twice(train)
     left += [path for use, paths in by_use.items() if use not in ("valid",) and paths is not train for path in paths]
     notes = [f"{folder}: not read: {_list(sorted(left), folder)}"] if left else []
-    notes += [f"{folder}: empty: {_list(empty, folder)}"] if empty else []
-    notes += [f"{folder}: not read, as they are links to folders: {_list(linked, folder)}"] if linked else []
-    notes += [f"{folder}: not read, as they may not be opened: {_list(closed, folder)}"] if closed else []
+    notes += [f"{folder}: {each}" for each in unread]
     if parts := missing_parts([*train, *by_use["valid"]]):
         raise InputError(f"{folder} lacks {_list(parts, folder)}. Download it again, or name the files that are there.")
     held = _sources(by_use["valid"], str(folder), 1.0) if by_use["valid"] else []
