@@ -337,7 +337,7 @@ def test_rows_of_prompts_are_read_as_in_training(here, capsys):
     ("row", "more", "message"),
     [
         ({"messages": [user([{"type": "image"}])]}, [], "p.jsonl line 1: messages[0] holds a part of type 'image'"),
-        ({"prompt": "a", "messages": [user("a")]}, [], "p.jsonl line 1: expected a prompt, a string, or messages."),
+        ({"prompt": "a", "messages": [user("a")]}, [], "p.jsonl line 1: 'prompt' and 'messages' are both there."),
         ({"prompt": "a", "tools": [{"name": "f"}]}, [], "p.jsonl line 1: the chat template does not write the tool"),
         ({"messages": [user("a")]}, ["--as-text"], "p.jsonl line 1: messages need a chat template. Give"),
         ({"prompt": "a", "system": "S"}, ["--as-text"], "p.jsonl line 1: 'system' is for a chat template"),
