@@ -470,8 +470,15 @@ def test_what_a_folder_holds_and_is_not_read_is_named(tmp_path):
     assert names(find_data(str(folder))) == [["a.jsonl"], []]
     told = [note.removeprefix(f"{folder}: ") for note in find_data(str(folder)).notes]
     assert told == ["empty: void.jsonl", "not read, as they are links to folders: more"]
+    (folder / "c").symlink_to("c")
+    assert names(find_data(str(folder))) == [["a.jsonl"], []]
     (folder / "b.jsonl").symlink_to(tmp_path / "nowhere")
     assert f"{folder}/b.jsonl: No such file or directory" in fails(folder)
+
+
+def test_a_folder_without_data_names_what_is_not_read(tmp_path):
+    put(tmp_path, void_jsonl=b"")
+    assert f"{tmp_path} is a folder without data; empty: void.jsonl. Expected files of .jsonl" in fails(tmp_path)
 
 
 def test_data_that_is_trained_on_and_held_out(tmp_path, codec):

@@ -169,6 +169,19 @@ def test_a_note_names_what_transformers_5_builds_anew(tmp_path, name):
         assert ids == [auto(text, add_special_tokens=False).input_ids for text in texts]
 
 
+def test_a_tokenizer_that_transformers_5_cannot_build_anew_is_read(tmp_path):
+    """Its class has no prefix of pieces within a word, and no merge of two such pieces."""
+    spec = spec_of("bytes", GPT2)
+    spec["model"] |= {"vocab": {"<s>": 0, "</s>": 1, "<unk>": 2, "a": 3, "##b": 4, "ab": 5}, "merges": [["a", "##b"]]}
+    spec["model"] |= {"continuing_subword_prefix": "##", "unk_token": "<unk>"}
+    (tmp_path / "tokenizer.json").write_text(json.dumps(spec))
+    (tmp_path / "tokenizer_config.json").write_text('{"tokenizer_class": "GPTNeoXTokenizer"}')
+    with pytest.raises(Exception, match="out of vocabulary"):
+        AutoTokenizer.from_pretrained(tmp_path)
+    (note,) = load_tokenizer(tmp_path).notes
+    assert note.startswith("transformers 5 cannot read the tokenizer, as it builds GPTNeoXTokenizer anew: ")
+
+
 def test_classes_of_model_types_are_those_of_transformers():
     from transformers.models.auto import tokenization_auto as auto
 

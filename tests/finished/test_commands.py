@@ -267,6 +267,13 @@ def test_eval_reads_data_with_the_system_message_of_a_run(here, capsys):
     assert "the run had --system, and data is read without it here" in said(capsys, *given)[1]
 
 
+def test_eval_names_options_that_it_does_not_read_once(runs, tmp_path, capsys):
+    shutil.copytree(runs / "adapter", tmp_path / "theirs")
+    (tmp_path / "theirs/config.yaml").write_text("tokenizer: /t\n")
+    given = ("--data", str(runs / "held.txt"), "--seq-len", "64")
+    assert said(capsys, "eval", str(tmp_path / "theirs"), *given)[1].count("is not of a run of this program") == 1
+
+
 def test_eval_of_several_files_has_a_line_of_each(runs, capsys):
     data = ["--data", str(runs / "held.txt"), "--data", str(runs / "stories.txt")]
     lines = said(capsys, "eval", str(runs / "out"), *data)[0].splitlines()
@@ -330,7 +337,7 @@ def test_rows_of_prompts_are_read_as_in_training(here, capsys):
     ("row", "more", "message"),
     [
         ({"messages": [user([{"type": "image"}])]}, [], "p.jsonl line 1: messages[0] holds a part of type 'image'"),
-        ({"prompt": "a", "messages": [user("a")]}, [], "p.jsonl line 1: expected a prompt, a string, or messages."),
+        ({"prompt": "a", "messages": [user("a")]}, [], "p.jsonl line 1: 'prompt' and 'messages' are both there."),
         ({"prompt": "a", "tools": [{"name": "f"}]}, [], "p.jsonl line 1: the chat template does not write the tool"),
         ({"messages": [user("a")]}, ["--as-text"], "p.jsonl line 1: messages need a chat template. Give"),
         ({"prompt": "a", "system": "S"}, ["--as-text"], "p.jsonl line 1: 'system' is for a chat template"),

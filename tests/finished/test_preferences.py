@@ -118,6 +118,7 @@ def test_the_model_itself_as_reference_has_no_margin(here):
         (dict(method="dpo"), "compares with the model before training, which .*after does not name: --reference DIR"),
         (dict(method="dpo", reference="/nowhere"), "/nowhere, which is no folder here: --reference DIR"),
         (dict(method="orpo", reference="x"), "--reference is for --method dpo, ipo, kto"),
+        (dict(label_smoothing=0.1), "--label-smoothing is for --method dpo or simpo: .*without it. Leave it out"),
         (dict(beta=0.2), "--beta 0.2 is for --method dpo and its relatives"),
         (dict(method="orpo", simpo_gamma=1), "--simpo-gamma 1 is for --method simpo"),
         (dict(), "`eval` with --method dpo"),

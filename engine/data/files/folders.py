@@ -84,8 +84,12 @@ def _folder(folder: Path, weight: float) -> Found:
     there = [path for path in there if sizes[path]]
     by_use, inside = by_uses([path.relative_to(folder) for path in there])
     files = {path for paths in by_use.values() for path in paths}
+    unread = [f"empty: {_list(empty, folder)}"] if empty else []
+    unread += [f"not read, as they are links to folders: {_list(linked, folder)}"] if linked else []
+    unread += [f"not read, as they may not be opened: {_list(closed, folder)}"] if closed else []
     if not files:
-        raise InputError(f"{folder} is a folder without data. Expected files of {', '.join(KINDS)}.")
+        said = "; ".join([f"{folder} is a folder without data", *unread])
+        raise InputError(f"{said}. Expected files of {', '.join(KINDS)}.")
     inside = [folder / path for path in inside]
     left = [path for path in inside if path.relative_to(folder) not in files]
     by_use = {use: [folder / path for path in paths] for use, paths in by_use.items()}
@@ -95,9 +99,7 @@ def _folder(folder: Path, weight: float) -> Found:
     _check_twice(train)
     left += [path for use, paths in by_use.items() if use not in ("valid",) and paths is not train for path in paths]
     notes = [f"{folder}: not read: {_list(sorted(left), folder)}"] if left else []
-    notes += [f"{folder}: empty: {_list(empty, folder)}"] if empty else []
-    notes += [f"{folder}: not read, as they are links to folders: {_list(linked, folder)}"] if linked else []
-    notes += [f"{folder}: not read, as they may not be opened: {_list(closed, folder)}"] if closed else []
+    notes += [f"{folder}: {each}" for each in unread]
     if parts := missing_parts([*train, *by_use["valid"]]):
         raise InputError(f"{folder} lacks {_list(parts, folder)}. Download it again, or name the files that are there.")
     held = _sources(by_use["valid"], str(folder), 1.0) if by_use["valid"] else []
@@ -115,7 +117,7 @@ def _walked(folder: Path) -> tuple[list[Path], list[Path], list[Path]]:
         place = waiting.pop()
         try:
             with os.scandir(place) as entries:
-                inside = [(entry.path, entry.name, entry.is_dir(), entry.is_symlink()) for entry in entries]
+                inside = [(entry.path, entry.name, _is_folder(entry), entry.is_symlink()) for entry in entries]
         except OSError:
             closed.append(place)
             continue
@@ -128,6 +130,14 @@ def _walked(folder: Path) -> tuple[list[Path], list[Path], list[Path]]:
         found += [path for path, name, is_folder, _ in inside if not is_folder and name.lower().endswith(_ENDINGS)]
     data, links, shut = (sorted(map(Path, paths)) for paths in (found, linked, closed))
     return data, links, shut
+
+
+def _is_folder(entry: os.DirEntry[str]) -> bool:
+    """False of a link that cannot be followed."""
+    try:
+        return entry.is_dir()
+    except OSError:
+        return False
 
 
 def _size(path: Path) -> int:

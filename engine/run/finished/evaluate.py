@@ -69,6 +69,9 @@ def losses(given: argparse.Namespace, screen: Screen) -> Iterator[Found | Judged
     """Of each file. Raises as `evaluate`."""
     options = Options(**{name: getattr(given, name) for name in OF_METHODS})
     of = preference_of(options)
+    if not of and given.label_smoothing is not None:  # in training it is also of the cross-entropy
+        what = "--label-smoothing is for --method dpo or simpo: texts are evaluated without it"
+        raise InputError(f"{what}. Leave it out.")
     if given.reference and not (of and of.compares):
         raise InputError(f"--reference is for --method {', '.join(COMPARED)}. Leave it out.")
     opened, sources, seq_len = open_and_read(given, screen, True, kind_of_data(options))
@@ -106,7 +109,7 @@ def open_and_read(
     opened, codec = open_model(given, screen)
     if not scores:
         opened.refuse_head("it has no log-probabilities of tokens; `eval` says how good it is")
-    kept = of_run(Path(given.folder), screen.warn)
+    kept = of_run(Path(given.folder), lambda _: None)  # an adapter's were read when it was opened
     for name in ("system", "chat_template_kwargs"):
         if kept.get(name) and not getattr(given, name):
             screen.warn(f"the run had --{name.replace('_', '-')}, and data is read without it here")
@@ -215,7 +218,7 @@ def _with_reference(
     Raises as `evaluate`.
     """
     path, folder = Path(given.folder), given.reference and folder_of(given.reference, screen)
-    kept = of_run(path, screen.warn)
+    kept = of_run(path, lambda _: None)
     began = folder or kept.get("adapter") or (str(opened.base) if opened.adapter else kept.get("model"))
     if not began or not Path(began).is_dir():
         which = f"{began}, which is no folder here" if began else f"which {path} does not name"

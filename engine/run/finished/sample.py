@@ -240,7 +240,9 @@ def _asked(row: Fields, where: str, by_template: bool, system: str | None) -> st
     Raises InputError.
     """
     asked = {key: row[key] for key in ("prompt", "messages") if row.get(key) not in (None, [])}
-    ((key, value),) = asked.items() if len(asked) == 1 else [("", None)]
+    if len(asked) > 1:
+        raise InputError(f"{where}: 'prompt' and 'messages' are both there. Leave one out.")
+    ((key, value),) = asked.items() or [("", None)]
     if key == "prompt" and isinstance(value, str) and not by_template:
         if more := [name for name in SAYS_MORE if row.get(name)]:
             raise InputError(f"{where}: {more[0]!r} is for a chat template, and texts are continued as they are.")
