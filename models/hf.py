@@ -77,7 +77,6 @@ def canonical_names(
                 f"{named(name)} has shape {list(found[name])}, config.json says {list(wanted[target])}. "
                 "The weights and config.json are not of the same model."
             )
-    _check_once(names, named)
     present = set(names.values())
     missing = [name for name in wanted if name not in present and not (cfg.scores and name == output_name(cfg))]
     if missing:
@@ -85,14 +84,6 @@ def canonical_names(
         lacks = f"{named('the checkpoint')} lacks {missing[0]}{more}"
         raise InputError(f"{lacks}, which config.json calls for. Download it again.")
     return names
-
-
-def _check_once(names: Mapping[str, str | None], named: Callable[[str], str]) -> None:
-    """Raises InputError where two names stand for one tensor, unless one is the output's, of tied matrices."""
-    first: dict[str, str] = {}
-    for name, target in names.items():
-        if target is not None and not name.endswith(OUTPUTS) and first.setdefault(target, name) != name:
-            raise InputError(f"{named(name)} and {first[target]} are two names of one tensor. Remove one.")
 
 
 def sources(cfg: ModelConfig, found: Mapping[str, Shape], named: Callable[[str], str] = str) -> dict[str, str]:

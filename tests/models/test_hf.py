@@ -30,13 +30,6 @@ def test_base_model_without_prefix(cfg, prefix):
     assert sources(cfg, found) == {name: name.removeprefix(prefix) for name in shapes_of(cfg)}
 
 
-def test_a_tensor_is_there_once():
-    found = shapes_of(LLAMA)
-    twice = found | {"layers.0.mlp.up_proj.weight": found["model.layers.0.mlp.up_proj.weight"]}
-    with pytest.raises(InputError, match=r"layers\.0\.mlp\.up_proj\.weight and model\.layers.* are two names"):
-        canonical_names(LLAMA, twice)
-
-
 def test_a_text_model_with_the_names_of_the_one_around_it():
     """As transformers reads the text_config of Qwen 3.5 alone, next to the tensors of the whole."""
     sizes = dict(
