@@ -87,6 +87,7 @@ TYPES = ["full_attention", "sliding_attention"]
 MAMBA = dict(mamba_n_heads=8, mamba_d_head=16, mamba_n_groups=2, mamba_d_state=12)
 KINDS = ["linear_attention", "full_attention"]
 OWN = {
+    "iquestcoder": {"sliding_window": None, "use_sliding_window": False},
     "solar_open": {"first_k_dense_replace": 0},
     "dots1": {"n_shared_experts": 1},
     "granitemoehybrid": MAMBA | {"layer_types": ["mamba", "attention"]},
