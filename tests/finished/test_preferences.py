@@ -116,7 +116,8 @@ def test_the_model_itself_as_reference_has_no_margin(here):
     ("options", "says"),
     [
         (dict(method="dpo"), "compares with the model before training, which .*after does not name: --reference DIR"),
-        (dict(method="dpo", reference="/nowhere"), "/nowhere, which is no folder here: --reference DIR"),
+        (dict(method="dpo", reference="/nowhere"), "--reference /nowhere: no such folder. Name the model before"),
+        (dict(method="dpo", reference="/nowhere", data="absent.jsonl"), "--reference /nowhere: no such folder"),
         (dict(method="orpo", reference="x"), "--reference is for --method dpo, ipo, kto"),
         (dict(label_smoothing=0.1), "--label-smoothing is for --method dpo or simpo: .*without it. Leave it out"),
         (dict(beta=0.2), "--beta 0.2 is for --method dpo and its relatives"),
@@ -125,8 +126,10 @@ def test_the_model_itself_as_reference_has_no_margin(here):
     ],
 )
 def test_what_is_wrong_is_one_line(here, options, says):
+    options = dict(options)
+    name = options.pop("data", "pairs.jsonl")
     with pytest.raises(InputError, match=says):
-        evaluate(here / "after", here / "pairs.jsonl", seq_len=128, **options)
+        evaluate(here / "after", here / name, seq_len=128, **options)
 
 
 def test_weights_of_rows_count_as_in_a_run(here):

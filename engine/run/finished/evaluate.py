@@ -74,11 +74,14 @@ def losses(given: argparse.Namespace, screen: Screen) -> Iterator[Found | Judged
         raise InputError(f"{what}. Leave it out.")
     if given.reference and not (of and of.compares):
         raise InputError(f"--reference is for --method {', '.join(COMPARED)}. Leave it out.")
+    reference = given.reference and folder_of(given.reference, screen)
+    if reference and not Path(reference).is_dir():  # before the data is read
+        raise InputError(f"--reference {reference}: no such folder. Name the model before training.")
     opened, sources, seq_len = open_and_read(given, screen, True, kind_of_data(options))
     if opened.kind == "rewards":
         of = Preference("reward")
     if of and of.compares:
-        sources = _with_reference(given, opened, sources, seq_len, screen)
+        sources = _with_reference(given, reference, opened, sources, seq_len, screen)
     ready = load_for_data(given, opened, sources, seq_len, 0, opened.cfg.vocab, screen)
     if of and not opened.kind:
         screen.say(f"method   {described(of)}")
@@ -211,15 +214,20 @@ def _logps(ready: Ready, data: Dataset, what: str, screen: Screen) -> tuple[Docu
 
 
 def _with_reference(
-    given: argparse.Namespace, opened: Opened, sources: list[Dataset], seq_len: int, screen: Screen
+    given: argparse.Namespace,
+    reference: str | None,
+    opened: Opened,
+    sources: list[Dataset],
+    seq_len: int,
+    screen: Screen,
 ) -> list[Dataset]:
-    """The data with the reference's log-probabilities: of --reference, else of what the run began with.
+    """The data with log-probabilities of `reference`, the folder of --reference, else of what the run began with.
 
     Raises as `evaluate`.
     """
-    path, folder = Path(given.folder), given.reference and folder_of(given.reference, screen)
+    path = Path(given.folder)
     kept = of_run(path, lambda _: None)
-    began = folder or kept.get("adapter") or (str(opened.base) if opened.adapter else kept.get("model"))
+    began = reference or kept.get("adapter") or (str(opened.base) if opened.adapter else kept.get("model"))
     if not began or not Path(began).is_dir():
         which = f"{began}, which is no folder here" if began else f"which {path} does not name"
         raise InputError(f"--method {given.method} compares with the model before training, {which}: --reference DIR.")
