@@ -24,9 +24,11 @@ def as_found(cfg: ModelConfig, found: Mapping[str, Shape]) -> ModelConfig:
     if cfg.scan and cfg.names.convs:
         cfg = replace(cfg, scan=replace(cfg.scan, parts=_convs(cfg, cfg.scan, found)))
     own = cfg.experts
-    if own is not None and cfg.names.stacked and any(f".{cfg.names.experts}.0." in name for name in found):
+    apart = any(f".{cfg.names.experts}.0." in name for name in found)  # also where an MTP layer has them in one
+    if own is not None and cfg.names.stacked and apart:
         return replace(cfg, experts=replace(own, apart=True))
-    if own is not None and (cfg.names.each or cfg.names.stacked) and any(name.endswith(_IN_ONE) for name in found):
+    in_one = (cfg.names.each or cfg.names.stacked) and any(name.endswith(_IN_ONE) for name in found)
+    if own is not None and in_one and not apart:
         return replace(cfg, experts=replace(own, turned=True))
     if own is None or not cfg.names.either:
         return cfg
