@@ -477,9 +477,13 @@ def small_stretches():
 
 def fork() -> int:
     """os.fork, once no engine is left. Its memory is not inherited (MADV_DONTFORK), so a child that let go of a mapping
-    of its parent's would unmap what has taken that place since. A child ends after ten minutes."""
+    of its parent's would unmap what has taken that place since. A child ends after ten minutes.
+
+    torch makes its pool of threads anew when a child first asks for it, which fails where two threads do so at once.
+    """
     gc.collect()
     pid = os.fork()
     if not pid:
         signal.alarm(600)
+        torch.set_num_threads(torch.get_num_threads())
     return pid
