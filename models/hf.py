@@ -24,13 +24,15 @@ def as_found(cfg: ModelConfig, found: Mapping[str, Shape]) -> ModelConfig:
     if cfg.scan and cfg.names.convs:
         cfg = replace(cfg, scan=replace(cfg.scan, parts=_convs(cfg, cfg.scan, found)))
     own = cfg.experts
+    if own is None:
+        return cfg
     apart = any(f".{cfg.names.experts}.0." in name for name in found)  # also where an MTP layer has them in one
-    if own is not None and cfg.names.stacked and apart:
+    if apart and cfg.names.stacked:
         return replace(cfg, experts=replace(own, apart=True))
     in_one = (cfg.names.each or cfg.names.stacked) and any(name.endswith(_IN_ONE) for name in found)
-    if own is not None and in_one and not apart:
+    if in_one and not apart:
         return replace(cfg, experts=replace(own, turned=True))
-    if own is None or not cfg.names.either:
+    if not cfg.names.either:
         return cfg
     out_in = {"gate_up_proj": (own.count, 2 * own.width, cfg.width), "down_proj": (own.count, cfg.width, own.width)}
     seen = {name.rpartition(".")[2]: tuple(shape) for name, shape in found.items() if f".{cfg.names.experts}." in name}

@@ -312,7 +312,7 @@ def other_swaps(geo: Geometry, plan: Plan, limits: Limits, steps: Sequence[Move]
 
 def in_peers(geo: Geometry, plan: Plan, limits: Limits, steps: Sequence[Move], piece: int) -> Iterable[Plan]:
     """Plans that save more, or all that they swap, in other GPUs' memory: of all units, of the head's GPU, of the
-    fullest one. A full GPU has no room for what is on its way to another: so also with weights streamed to it that were
+    fullest one. A full GPU has no room for what is in flight to another: so also with weights streamed to it that were
     resident, in few buffers.
     """
     short = replace(plan, piece=min(plan.piece, piece))
@@ -355,7 +355,7 @@ def lend(geo: Geometry, plan: Plan, limits: Limits, steps: Sequence[Move], only:
     """`plan` that saves more of the units of GPUs `only`, most seconds per byte first: on their own GPU as far as it
     has room, then on the roomiest other. A GPU lends what it has left in addition to all that it computes with.
 
-    GPUs with less room than the roomiest first leave some for buffers on their way to a peer: as many bytes as one of
+    GPUs with less room than the roomiest first leave some for the buffers of copies to a peer: as many bytes as one of
     `steps` saves, or none; that after which the busiest GPU recomputes least.
     """
     spans = (geo.saved_layout(geo.kinds.index(move.kind), move.names, plan.tokens).span for move in steps)
