@@ -9,7 +9,7 @@ from collections.abc import Sequence
 from dataclasses import fields
 
 from trireme.engine.amounts import number, size, whole
-from trireme.engine.run.command import CommandParser, program, typed
+from trireme.engine.run.command import CommandParser, Parser, program, typed
 from trireme.engine.run.options import Options, one_of
 from trireme.models.config import InputError
 
@@ -92,18 +92,22 @@ def sample_options(argv: Sequence[str]) -> argparse.Namespace:
     return given
 
 
+def _as_in_training(name: str) -> Parser:
+    """How training reads the value of its option of this name."""
+    return typed(next(field.metadata["parse"] for field in fields(Options) if field.name == name))
+
+
 def eval_options(argv: Sequence[str]) -> argparse.Namespace:
     """Raises InputError; --help exits."""
     text = "Computes a model's loss on data, as the evaluations of a run do; of a classifier or reward model accuracy."
     found = _data_parser("eval", "--data FILE [options]", text)
     more = found.add_argument_group("answers that are compared, read as for training")
-    known = {field.name: field.metadata for field in fields(Options)}
     more.add_argument(
         "--method", metavar="{dpo,ipo,orpo,simpo,kto}", type=typed(one_of("sft", "dpo", "ipo", "orpo", "simpo", "kto")),
         default="sft", help="what their loss is; parameters as in training:",
     )  # fmt: skip
     for name in OF_METHODS[1:]:
-        more.add_argument(f"--{name.replace('_', '-')}", metavar="X", type=typed(known[name]["parse"]))
+        more.add_argument(f"--{name.replace('_', '-')}", metavar="X", type=_as_in_training(name))
     more.add_argument(
         "--reference", metavar="DIR", help="dpo, ipo, kto: the model before training [what the run began with]"
     )
@@ -128,9 +132,11 @@ def _data_parser(name: str, usage: str, text: str) -> CommandParser:
     )  # fmt: skip
     data.add_argument("--skip-bad", action="store_true", help="drop and count rows that cannot be read")
     data.add_argument("--system", metavar="TEXT", help="system message of conversations that have none")
-    parse = next(field.metadata["parse"] for field in fields(Options) if field.name == "chat_template_kwargs")
     data.add_argument(
-        "--chat-template-kwargs", metavar="JSON", type=typed(parse), help="variables of the chat template"
+        "--chat-template-kwargs",
+        metavar="JSON",
+        type=_as_in_training("chat_template_kwargs"),
+        help="variables of the chat template",
     )
     return found
 
