@@ -15,13 +15,13 @@ from torch import Tensor
 from trireme.engine.placement import Progress, silent
 from trireme.engine.tuning.adapters import Adapter
 from trireme.engine.tuning.base import check_unchanged, stamps
-from trireme.engine.tuning.headed import headed, names_in, pad_in, with_config
+from trireme.engine.tuning.headed import headed
 from trireme.engine.tuning.opened import read_adapter, scored_by
 from trireme.engine.tuning.packed import Packed, check_packing, unpacked
 from trireme.engine.tuning.parts import open_checkpoint
 from trireme.engine.tuning.peft_config import base_of, read_adapter_config
 from trireme.models import hf
-from trireme.models.config import InputError, ModelConfig, read_config, read_raw
+from trireme.models.config import InputError, ModelConfig, read_config
 from trireme.models.sizes import shapes
 from trireme.storage.checkpoint import Source, convert, dtype_of, export, is_finite
 from trireme.storage.files import Say, lock, make_folder, partial_of, remove_folders, sync_folder, write_synced
@@ -52,11 +52,7 @@ def merge_folder(
     cfg = scored_by(folder, read_config(model or base, factor))
     source = open_checkpoint(model or base, cfg.packing, say)
     check_packing(cfg, source, say)
-    if finished:
-        source = finished(cfg, source)
-    elif cfg.scores:
-        raw = read_raw(model or base)
-        source = with_config(cfg, source, raw, names_in(raw, cfg.scores), pad_in(raw, None))
+    source = finished(cfg, source) if finished else source
     if isinstance(source, Packed):
         say(f"note: {source.folder}: matrices in {source.packing.word} that the adapter changes make all be in bf16")
     with _claimed(out, [*source.others, *source.files]), working("merging the adapter", 2 * source.nbytes) as more:
