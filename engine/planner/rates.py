@@ -31,6 +31,7 @@ class Rates:
     adam: float  # AdamW on the CPU with fp32 moments, parameters/s
     dram: float  # RAM: an update takes ADAM_BYTES a parameter, a byte copied meanwhile delays it 1 / dram seconds
     adam8: float = 0.0  # with 8-bit moments; 0: as `adam`
+    spare: float = 0.0  # bytes/s of copies that do not delay updates, by `with_moments`
     ssd_read: float = 0.0  # all drives, past any fast cache, without writes
     ssd_write: float = 0.0
     ssd_free: float = 0.0  # bytes/s of removing files; 0: at once
@@ -77,8 +78,14 @@ class Rates:
         return replace(self, **change, others=tuple(replace(other, **change) for other in self.others))
 
     def with_moments(self, bits: int) -> Rates:
-        """These rates with `adam` for moments of this many bits."""
-        return replace(self, adam=self.adam8) if bits == 8 and self.adam8 else self
+        """These rates with `adam` and `spare` for moments of this many bits.
+
+        Updates with 32-bit moments are taken to use all of RAM's bandwidth; the delay by copies was measured with them.
+        Both moments are read and written: with 8 bits that is 4 bytes a parameter, not 16.
+        """
+        adam = self.adam8 if bits == 8 and self.adam8 else self.adam
+        used = (ADAM_BYTES - 4 * (32 - bits) / 8) * adam
+        return replace(self, adam=adam, spare=max(0.0, ADAM_BYTES * self.adam - used))
 
     def times(self, share: float, names: tuple[str, ...]) -> Rates:
         """These rates with those of `names` multiplied by `share`."""

@@ -5,7 +5,8 @@
 - **One bus a way**: copies of streamed updates and those of weights and activations take turns.
 - **One bus for peer copies** too, where these are no faster than it: without a link of their own.
 - **One memory**: copies and CPU AdamW slow each other, as do both directions of the bus, by the bytes of a whole pass:
-  moment by moment a faster queue would slow others. Where buses and drives together are faster than RAM, a copy also
+  moment by moment a faster queue would slow others. Updates with smaller moments leave some of RAM's rate to copies
+  (`Rates.spare`). Where buses and drives together are faster than RAM, a copy also
   takes RAM's time that earlier ones left free; copies of several GPUs, that of all GPUs in this direction.
 - **One wait**: tasks handed over after the step's statistics begin after them.
 - **One interpreter**: a task begins once it is handed over, its kernels once they are started, in program order.
@@ -287,7 +288,8 @@ def _sharing(moved: dict[str, float], rates: Rates) -> dict[str, float]:
     GPUs are taken to receive as many bytes of outputs by peer copies as they send; what is saved in peers gives way.
     """
     copied = sum(moved[queue] for queue in moved if is_copy(queue))
-    crowd = 1 + ADAM_BYTES * rates.adam / rates.dram * copied / moved["cpu"] if moved["cpu"] else 1.0
+    alone = moved["cpu"] / (ADAM_BYTES * rates.adam)  # seconds of updates
+    crowd = 1 + max(0.0, copied / alone - rates.spare) / rates.dram if alone else 1.0
     slow, on_bus = {"cpu": crowd}, rates.peer <= OWN_LINK * rates.d2h
     for gpu in {gpu_of(queue) for queue in moved}:
         ways = {way: [queue for queue in BUS if BUS[queue] == way] for way in ("h2d", "d2h")}
@@ -301,9 +303,7 @@ def _sharing(moved: dict[str, float], rates: Rates) -> dict[str, float]:
         turns = {way: amount((way, *(queue for queue in queues if queue in STREAMED))) for way, queues in ways.items()}
         total = {way: turns[way] + first[way] for way in ways}
         lost = dict.fromkeys(ways, (1 / rates.duplex - 1) * min(total.values()))
-        lost["h2d"] += (1 / rates.reading - 1) * min(
-            total["h2d"], moved["cpu"] / ADAM_BYTES / rates.adam * rates.of(gpu).h2d
-        )
+        lost["h2d"] += (1 / rates.reading - 1) * min(total["h2d"], alone * rates.of(gpu).h2d)
         for way, queues in ways.items():
             slower = 1 + (lost[way] + first[way]) / turns[way] if turns[way] else 1.0
             slow |= {numbered(queue, gpu): slower for queue in (way, *queues) if queue == way or queue in STREAMED}

@@ -99,6 +99,21 @@ def test_copies_delay_updates():
     assert cpu(6e10) == pytest.approx(alone + weights / 6e10, rel=0.01)  # updated under forward, beside weights alone
 
 
+def test_copies_delay_updates_with_8_bit_moments_by_what_exceeds_the_bandwidth_of_ram():
+    """These read and write 16 bytes a parameter, where those with fp32 moments take all of it with 28."""
+    rates = replace(RATES, adam=1e9, concurrent=1.0, latency=0.0, dram=4e10)
+    geo, batch = Geometry(SMALL, "BF16", 8), Batch(512, 256, 2)
+    n, weights = sum(geo.numel), sum(layout.span for layout in geo.weights)
+    p = plan(SMALL, UnitPlan("host", "host"), tokens=512, adam_bits=8)
+    for adam8 in (5e8, 1.5e9, 1.7e9, 2e9):
+        alone, spare = n / adam8, max(0.0, 28e9 - 16 * adam8)
+        delay = max(0.0, weights - spare * alone) / 4e10
+        cpu = predict(SMALL, p, replace(rates, adam8=adam8), batch).busy["cpu"]
+        assert cpu == pytest.approx(alone + delay, rel=0.01)
+        assert (delay > 0) == (adam8 > 1.6e9)
+    assert [rates.with_moments(bits).spare for bits in (32, 16, 8)] == [0, 8e9, 12e9]  # at the rate of fp32 moments
+
+
 def test_a_plan_that_uses_a_drive_needs_one():
     with pytest.raises(ValueError, match="drive"):
         predict(SMALL, plan(SMALL, UnitPlan("ssd", "ssd")), H200, Batch(256, 256, 2))
