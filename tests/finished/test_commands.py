@@ -22,6 +22,7 @@ from transformers import (
 )
 
 from trireme.engine.run.config.config_file import SIGNED
+from trireme.engine.run.finished.options import sample_options
 from trireme.engine.run.finished.sampling import Sampling, probabilities
 from trireme.engine.run.main import main
 
@@ -135,6 +136,13 @@ def test_a_conversation_that_is_not_utf_8_is_one_line(here, capsys, monkeypatch)
 
 
 @pytest.mark.full
+def test_underscores_are_hyphens_in_names_of_options_only():
+    words = ["a_b", "--prompt=c_d=e_f", "--max_new_tokens=3", "--chat_template", "g_h"]
+    given = sample_options(words)
+    assert (given.folder, given.prompt, given.max_new_tokens) == ("a_b", "c_d=e_f", 3)
+    assert given.chat_template == "g_h"
+
+
 def test_drawn_text_repeats_with_the_seed(here, capsys):
     draw = lambda seed: said(capsys, "sample", "model", "--prompt", "a", "--temperature", "1", "--seed", seed)[0]
     assert draw("1") == draw("1") != draw("2")

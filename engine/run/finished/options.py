@@ -41,7 +41,8 @@ def _parser(name: str, usage: str, description: str) -> CommandParser:
 
 def _parsed(found: CommandParser, name: str, argv: Sequence[str]) -> argparse.Namespace:
     """Raises InputError; --help exits."""
-    given = found.known([word.replace("_", "-") if word.startswith("--") else word for word in argv], name)
+    split = [word.partition("=") if word.startswith("--") else ("", "", word) for word in argv]
+    given = found.known([flag.replace("_", "-") + equals + value for flag, equals, value in split], name)
     if not given.folder:
         raise InputError(f"no model is named. Name its folder: {program()} {name} FOLDER.")
     return given
