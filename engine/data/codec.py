@@ -95,9 +95,8 @@ class _Programs:
     def facts(self) -> Facts:
         return self._facts
 
-    def vocabulary(self) -> str:
-        tokens = sorted(self._tokenizer.core.get_vocab(with_added_tokens=True).items())
-        return hashlib.sha256(json.dumps(tokens).encode()).hexdigest()
+    def tokens(self) -> dict[str, int]:
+        return self._tokenizer.core.get_vocab(with_added_tokens=True)
 
     def encode(self, facts: Facts, examples: Sequence[Example]) -> list[Encoded | BadRow]:
         if self._facts != facts:
@@ -161,12 +160,16 @@ class Codec:
         except (Died, MemoryError) as error:
             raise InputError(f"{folder}: {error}. Name another: --tokenizer FOLDER or --chat-template FILE.") from None
 
-    def vocabulary(self) -> str:
-        """A hash of all tokens and their ids. Raises InputError."""
+    def tokens(self) -> dict[str, int]:
+        """The ids of all tokens. Raises InputError."""
         try:
-            return self.sandbox.call(_Programs.vocabulary)
+            return self.sandbox.call(_Programs.tokens)
         except (Died, MemoryError) as error:
             raise InputError(f"{self._made_of[0]}: {error}. Name another: --tokenizer FOLDER.") from None
+
+    def vocabulary(self) -> str:
+        """A hash of all tokens and their ids. Raises InputError."""
+        return hashlib.sha256(json.dumps(sorted(self.tokens().items())).encode()).hexdigest()
 
     def another(self) -> Sandbox:
         """Another process with tokenizer and template."""

@@ -2,6 +2,7 @@
 
 import json
 import math
+import shutil
 
 import numpy as np
 import pytest
@@ -130,6 +131,30 @@ def test_what_is_wrong_is_one_line(here, options, says):
     name = options.pop("data", "pairs.jsonl")
     with pytest.raises(InputError, match=says):
         evaluate(here / "after", here / name, seq_len=128, **options)
+
+
+def test_a_reference_with_other_tokens_is_refused(here, tmp_path):
+    """By an id that is another token there; not for one token more, another way to cut up texts, or no tokenizer."""
+    loss = lambda folder: evaluate(here / "after", here / "pairs.jsonl", method="dpo", reference=folder, seq_len=128)[
+        "loss"
+    ]
+    expected = loss(here / "before")
+    made = shutil.copytree(here / "before", tmp_path / "before")
+    path = made / "tokenizer.json"
+    found = json.loads(path.read_text())
+    vocab = found["model"]["vocab"]
+    added = dict(
+        id=260, content="<more>", single_word=False, lstrip=False, rstrip=False, normalized=False, special=True
+    )
+    path.write_text(json.dumps(found | {"added_tokens": [*found["added_tokens"], added], "post_processor": None}))
+    assert loss(made) == expected
+    a, b = sorted((vocab["a"], vocab["b"]))
+    vocab["a"], vocab["b"] = vocab["b"], vocab["a"]
+    path.write_text(json.dumps(found))
+    with pytest.raises(InputError, match=rf"before has another tokenizer: token {a} is 'b' there, and 'a' in the data"):
+        loss(made)
+    path.unlink()
+    assert loss(made) == expected
 
 
 def test_weights_of_rows_count_as_in_a_run(here):

@@ -16,7 +16,7 @@ import numpy as np
 import torch
 
 from trireme.engine.build import documents_of, in_ram, placed
-from trireme.engine.data.codec import Codec
+from trireme.engine.data.codec import Codec, load_codec
 from trireme.engine.data.dataset import DataOptions, Dataset, MicroBatch, load_dataset
 from trireme.engine.data.formats.pairs import Kind
 from trireme.engine.memory import DTYPE
@@ -237,12 +237,30 @@ def _with_reference(
     if before.cfg.vocab < opened.cfg.vocab or before.cfg.max_positions < seq_len:
         what = f"{before.cfg.vocab:,} tokens and {before.cfg.max_positions:,} positions, too few for this model's data"
         raise InputError(f"--reference {began} has {what}. Name what the model was trained from.")
+    if reference and (codec := load_codec(before.tokenizer, "plain")):
+        _refuse_other_tokens(reference, codec, sources)
     screen.say(f"compared with {began}:")
     ready = load_for_data(given, before, sources, seq_len, 0, before.cfg.vocab, screen)
     try:
         return [replace(data, reference=_logps(ready, data, "the reference", screen)[1]) for data in sources]
     finally:
         ready.layers.close()
+
+
+def _refuse_other_tokens(reference: str, codec: Codec, sources: Sequence[Dataset]) -> None:
+    """Raises InputError if an id in the data is another token to the reference, by its `codec`.
+
+    Both models read the same ids, so that it would cut up a text in another way does not matter.
+    """
+    of_data = sources[0].codec
+    names, theirs = ({i: token for token, i in each.tokens().items()} if each else {} for each in (of_data, codec))
+    used = {int(i) for data in sources for mb in data.batches(1) for i in np.unique(mb.ids)}
+    for i in sorted(used & names.keys() & theirs.keys()):
+        if names[i] != theirs[i]:
+            what = f"token {i} is {theirs[i]!r} there, and {names[i]!r} in the data"
+            raise InputError(
+                f"--reference {reference} has another tokenizer: {what}. Name what the model was trained from."
+            )
 
 
 def grouped(batches: Iterator[MicroBatch], tokens: int) -> Iterator[list[MicroBatch]]:
