@@ -13,6 +13,8 @@ from tiny import LLAMA, oracle
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from trireme import InputError, evaluate
+from trireme.engine.run.config.config_file import options_of
+from trireme.engine.run.finished import model as opening
 from trireme.engine.run.main import main
 
 pytestmark = pytest.mark.grid
@@ -178,7 +180,10 @@ def test_a_run_is_found_with_what_it_began_with(here, tmp_path, monkeypatch, mor
     assert main([*words, "--device", "cpu", "--out", str(out)]) == 0
     records = [json.loads(line) for line in (out / "log.jsonl").read_text().splitlines()]
     last = [record for record in records if "eval_loss" in record][-1]
+    read = []
+    monkeypatch.setattr(opening, "options_of", lambda folder: read.append(folder) or options_of(folder))
     found = evaluate(out, pairs, method="dpo", beta=0.4, seq_len=128, device="cpu")
+    assert read.count(out) == 1
     assert last["eval_loss"] != pytest.approx(math.log(2), abs=1e-3)
     for name in ("loss", "rewards/margins", "rewards/chosen", "logps/rejected"):
         assert found[name] == pytest.approx(last[f"eval_{name}"], rel=1e-5, abs=2e-6)

@@ -112,9 +112,10 @@ def open_and_read(
     opened, codec = open_model(given, screen)
     if not scores:
         opened.refuse_head("it has no log-probabilities of tokens; `eval` says how good it is")
-    kept = of_run(Path(given.folder), lambda _: None)  # an adapter's were read when it was opened
+    if not opened.adapter:  # an adapter's were read when it was opened
+        opened = replace(opened, run=of_run(Path(given.folder), lambda _: None))
     for name in ("system", "chat_template_kwargs"):
-        if kept.get(name) and not getattr(given, name):
+        if opened.run.get(name) and not getattr(given, name):
             screen.warn(f"the run had --{name.replace('_', '-')}, and data is read without it here")
     if kind:
         opened.refuse_head(f"leave --method {given.method} out, `eval` sees what it is")
@@ -225,8 +226,7 @@ def _with_reference(
 
     Raises as `evaluate`.
     """
-    path = Path(given.folder)
-    kept = of_run(path, lambda _: None)
+    path, kept = Path(given.folder), opened.run
     began = reference or kept.get("adapter") or (str(opened.base) if opened.adapter else kept.get("model"))
     if not began or not Path(began).is_dir():
         which = f"{began}, which is no folder here" if began else f"which {path} does not name"

@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 import argparse
-from collections.abc import Callable
-from dataclasses import dataclass, replace
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field, replace
 from datetime import date
 from pathlib import Path
 from typing import Any
@@ -40,6 +40,7 @@ class Opened:
     tokenizer: Path
     template: str | None  # as --chat-template
     labels: tuple[str, ...] = ()  # names of a score head's
+    run: Mapping[str, Any] = field(default_factory=dict)  # options of the run that wrote it, of an adapter as opened
 
     @property
     def kind(self) -> Kind:
@@ -112,7 +113,8 @@ def open_folder(folder: str, model: str, say: Callable[[str], None], factor: flo
         raise InputError(f"{folder}: config.json calls for a score head, and no file has {head}. Download it again.")
     cfg = adapted(cfg, adapter.lora) if adapter else replace(cfg, frozen=("*",))
     labels = tuple(kept.get("labels") or names_in(read_raw(base), cfg.scores))
-    return Opened(base, cfg, source, adapter, Path(kept.get("tokenizer") or base), kept.get("chat_template"), labels)
+    tokenizer, template = Path(kept.get("tokenizer") or base), kept.get("chat_template")
+    return Opened(base, cfg, source, adapter, tokenizer, template, labels, kept)
 
 
 def _check_finished(path: Path) -> None:
