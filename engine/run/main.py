@@ -54,14 +54,19 @@ def command() -> int:
         signal.signal(signal.SIGINT, signal.default_int_handler)
     if not chat:
         sys.unraisablehook = unraisable
-    with nullcontext() if chat else stop_signals(interrupt, left_at_once):
-        code = main(argv, began)
+    code = main(argv, began)
     end_at_signals(code)
     return code
 
 
 def main(argv: Sequence[str], began: float | None = None) -> int:
     """Returns the exit code. `began`: time.monotonic() at the command's start, if not now."""
+    chat = list(argv[:1]) == ["sample"]  # Ctrl-C ends an answer, not the conversation
+    with nullcontext() if chat else stop_signals(interrupt, left_at_once):  # until train's and loop.Run's
+        return _main(argv, began)
+
+
+def _main(argv: Sequence[str], began: float | None) -> int:
     options, screen, clock, at = Options(), Screen(), Clock(began=began), Place()
 
     def fail(message: str, code: int) -> int:
@@ -84,7 +89,7 @@ def main(argv: Sequence[str], began: float | None = None) -> int:
             os.environ.update(ENVIRONMENT | os.environ)
             if place().hosts > 1:
                 raise InputError(f"trireme {argv[0]} runs on one host. Start it without torchrun, or unset WORLD_SIZE.")
-            return interruptible(argv[0], argv[1:])
+            return COMMANDS[argv[0]](argv[1:])
         at = place()
         if at.host:
             screen = Screen(nowhere())
@@ -159,14 +164,6 @@ def unraisable(what: "sys.UnraisableHookArgs") -> None:
         left_at_once()
         os._exit(LEFT)
     sys.__unraisablehook__(what)
-
-
-def interruptible(name: str, argv: Sequence[str]) -> int:
-    """A command besides training; returns the exit code."""
-    if name == "sample":  # Ctrl-C ends an answer, not the conversation
-        return COMMANDS[name](argv)
-    with stop_signals(interrupt, left_at_once):
-        return COMMANDS[name](argv)
 
 
 def check_folder() -> None:
@@ -266,23 +263,22 @@ def run(options: Options, screen: Screen, clock: Clock, group: Alone) -> int:
     os.environ.update(ENVIRONMENT | os.environ)
     warnings.showwarning = lambda message, *_, **__: screen.urgent(f"warning: {message}")
 
-    with stop_signals(interrupt, left_at_once):  # until loop.Run's
-        if not options.demo:
-            options = fetched(options, screen)
-        if group.hosts == 1 and not (options.demo or options.resume):
-            check_paths(options)
-        # late: torch takes seconds
-        from trireme.engine.run import demo, loop, train
+    if not options.demo:
+        options = fetched(options, screen)
+    if group.hosts == 1 and not (options.demo or options.resume):
+        check_paths(options)
+    # late: torch takes seconds
+    from trireme.engine.run import demo, loop, train
 
-        clock.spent["imports"] += clock.whole
-        try:
-            with demo.prepared(options, screen) if options.demo else nullcontext(options) as given:
-                fitted = demo.sized(given, screen) if options.demo else given
-                train.finetune(fitted, screen, clock, group)
-                if options.demo and not options.dry_run:
-                    demo.say_after(fitted, screen)
-        except loop.Interrupted:
-            return 130
+    clock.spent["imports"] += clock.whole
+    try:
+        with demo.prepared(options, screen) if options.demo else nullcontext(options) as given:
+            fitted = demo.sized(given, screen) if options.demo else given
+            train.finetune(fitted, screen, clock, group)
+            if options.demo and not options.dry_run:
+                demo.say_after(fitted, screen)
+    except loop.Interrupted:
+        return 130
     return 0
 
 
