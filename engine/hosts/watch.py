@@ -127,7 +127,7 @@ class Watch:
             try:
                 came = signs.collect()
             except Forged as error:
-                self.tell(f"what came from {self.names[other]} was changed on its way: {error}")
+                self.tell(f"what came from {self.names[other]} was changed in transit: {error}")
                 return self._told
             for sign in came:
                 if sign.startswith(END):

@@ -31,7 +31,7 @@ def answered(host: int) -> Iterator[None]:
     try:
         yield
     except Forged as error:
-        raise LostHost(f"what came from host {host} was changed on its way: {error}") from error
+        raise LostHost(f"what came from host {host} was changed in transit: {error}") from error
     except OSError as error:
         raise LostHost(f"host {host} does not answer: {error.strerror or error}") from error
 

@@ -183,7 +183,7 @@ def late_moments(plan: Plan) -> Iterable[Plan]:
 def updates(geo: Geometry, plan: Plan, limits: Limits, piece: int) -> Iterable[Plan]:
     """Other shares of units updated on the GPU, with their moments late or not; also of a plan that has none.
 
-    Where their state has no room on its way through the GPU, swapped tensors are recomputed, or a unit's state goes
+    Where their state has no room in the buffers of the GPU, swapped tensors are recomputed, or a unit's state goes
     back to RAM.
     """
     if any(unit.update == "cpu" and unit.state == unit.weights == "host" for unit in plan.units):

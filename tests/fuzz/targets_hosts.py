@@ -65,7 +65,7 @@ def hosts_address(folder: Path) -> Target:
 
 
 def hosts_connection(folder: Path) -> Target:
-    """A greeting and three frames as bytes, changed on their way. Nothing but what was sent is ever believed."""
+    """A greeting and three frames as bytes, changed in transit. Nothing but what was sent is ever believed."""
     frames = (b"", b"a text", bytes(range(256)) * 300)
     channel.secrets = SimpleNamespace(token_bytes=bytes)  # the same greeting every time
     hello = channel.HELLO.pack(channel.MAGIC, 2, 1, 0, 4, bytes(32))

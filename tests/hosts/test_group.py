@@ -304,7 +304,7 @@ def watched(monkeypatch):
     ("ends", "why"),
     [
         (lambda there: there.socket.close(), "host 1 is lost or hangs: no heartbeat for 0 s"),
-        (lambda there: there.socket.sendall(b"x" * 99), "host 0: what came from host 1 was changed on its way: "),
+        (lambda there: there.socket.sendall(b"x" * 99), "host 0: what came from host 1 was changed in transit: "),
         (lambda there: there.send(memoryview(b"end host 1: no\x1b[2J")), "host 1: no\x1b[2J"),
     ],
 )

@@ -177,7 +177,7 @@ def test_spare_memory_of_a_peer_holds_what_the_heads_gpu_would_recompute():
 
 
 def test_a_full_gpu_makes_room_for_what_a_peer_saves():
-    """Its resident weights are streamed instead, or there is no buffer for what is on its way."""
+    """Its resident weights are streamed instead, or there is no buffer for copies in flight."""
     unit = UnitPlan("host", "host", resident=True)
     cfg = replace(SMALL, n_layers=24)
     first = replace(deal(cfg, plan(cfg, unit, tokens=4096, n_micro=4), 2), between="gpu")
