@@ -64,6 +64,7 @@ class ExpertKeys:
     shared_key: str = ""  # of the width of one that every token takes, without a gate; "": none
     latent_key: str = ""  # of the width of what experts read and give; null: the model's
     typed: bool = False  # by layers_block_type: layers without are of other kinds
+    layered: tuple[tuple[str, int | None], ...] = ()  # keys, and what they must say of each layer; None: the width
 
 
 REFUSED = {  # key -> accepted values
@@ -71,7 +72,7 @@ REFUSED = {  # key -> accepted values
     "use_sliding_window": (None, False),
     "swiglu_alpha": (None, 1.702),
 }
-UNGROUPED = {"n_group": (None, 1), "topk_group": (None, 1)}
+UNGROUPED = {"n_group": (None, False, 1), "topk_group": (None, False, 1)}
 MOST = 1 << 18  # experts of all layers
 
 
@@ -86,7 +87,8 @@ def parse_experts(keys: Keys, family: ExpertKeys | None, layers: int) -> Experts
     for name, accepted in (REFUSED if family.groups else REFUSED | UNGROUPED).items():
         keys.refuse_unless(name, accepted)
     counted = family.count_key
-    keys = _one(keys, family.chosen_key, layers)
+    for name in (counted, family.chosen_key):
+        keys = _one(keys, name, layers)
     count, chosen = keys.count(counted, family.count), keys.count(family.chosen_key, family.chosen)
     if layers * count > MOST:
         raise keys.error(counted, f"at most {MOST // layers:,} in each of {layers:,} layers")
@@ -96,6 +98,10 @@ def parse_experts(keys: Keys, family: ExpertKeys | None, layers: int) -> Experts
     if renormalise is None:
         renormalise = keys.flag("norm_topk_prob", family.normalised)
     width = keys.count(family.width_key, family.width)
+    for name, number in family.layered:
+        expected = width if number is None else number
+        if _one(keys, name, layers).raw.get(name) not in (None, expected):
+            raise keys.error(name, f"{expected} in all layers")
     gated = keys.count("shared_expert_intermediate_size", family.shared) if family.shared else 0
     shared = width * keys.count(family.beside_key, family.beside) if family.beside_key else gated
     shared = keys.count(family.shared_key, family.beside) if family.shared_key else shared

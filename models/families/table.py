@@ -431,8 +431,14 @@ FAMILIES = {
         experts=ExpertKeys(
             1, 1, 11008, width_key="intermediate_size", chosen_key="moe_topk", renormalise=True, fp32=True,
             shared_key="intermediate_size", beside=11008,
+            layered=(("moe_intermediate_size", None), ("num_shared_expert", 1)),
         ),
         aliases={"num_local_experts": "num_experts", "num_experts_per_tok": "moe_topk"},
+        only={
+            "moe_layer_num_skipped": (None, 0), "use_cla": (None, False), "use_mla": (None, False),
+            "use_mixed_mlp_moe": (None, True), "use_qk_norm": (None, True), "position_embedding_xdrope": (None, False),
+            "routed_scaling_factor": (None, False, 1), "group_limited_greedy": (None, False),
+        },
     ),
     "iquestcoder": Family(
         "IQuest-Coder V1 (40B)",

@@ -243,6 +243,18 @@ def test_attention_scale_by_layer():
         (LLAMA | dict(no_rope_layers=[1] * 32), ["no_rope_layers"]),
         (LLAMA | dict(model_type="apertus"), ["another activation", "llama"]),
         (LLAMA | dict(model_type="hunyuan_v1_moe", moe_topk=[1, 2] * 16), ["moe_topk", "32 times the same"]),
+        (LLAMA | dict(model_type="hunyuan_v1_moe", num_experts=[1, 2] * 16), ["num_experts", "32 times the same"]),
+        (LLAMA | dict(model_type="hunyuan_v1_moe", moe_intermediate_size=[11008, 1] * 16), ["moe_intermediate_size"]),
+        (
+            LLAMA | dict(model_type="hunyuan_v1_moe", moe_intermediate_size=[768] * 32),
+            ["moe_intermediate_size", "expected 11008 in all layers"],
+        ),
+        (
+            LLAMA | dict(model_type="hunyuan_v1_moe", num_shared_expert=[2] * 32),
+            ["num_shared_expert", "expected 1 in all layers"],
+        ),
+        (LLAMA | dict(model_type="hunyuan_v1_moe", moe_layer_num_skipped=1), ["moe_layer_num_skipped"]),
+        (LLAMA | dict(model_type="hunyuan_v1_moe", use_cla=True), ["use_cla"]),
         (LLAMA | dict(model_type="gemma2", hidden_act="gelu_pytorch_tanh", attn_logit_softcapping=0), ["softcapping"]),
         (LLAMA | dict(model_type="phi3", partial_rotary_factor=0.23), ["partial_rotary_factor", "0.23", "128"]),
         (LLAMA | dict(model_type="phi3", partial_rotary_factor=1.5), ["partial_rotary_factor", "1.5"]),

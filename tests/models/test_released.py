@@ -156,8 +156,10 @@ RELEASED = {  # name -> ((config.json, layers), parameters as the name or the ca
     "Qwen3-VL 235B": (wrapped(mixture("qwen3_vl_moe_text", 151936, 4096, 12288, 94, 64, 4, 1536, 128, head_dim=128,
                                       rope_theta=5e6, decoder_sparse_step=1, mlp_only_layers=[], rope_scaling=MROPE),
                               DEEP, tie_word_embeddings=False), 235.1),
-    "Hunyuan A13B": (mixture("hunyuan_v1_moe", 128167, 4096, 3072, 32, 32, 8, 3072, 64, moe_topk=[8] * 2,
-                             head_dim=128, tie_word_embeddings=True, rope_theta=10000.0, rope_scaling=dict(
+    "Hunyuan A13B": (mixture("hunyuan_v1_moe", 128167, 4096, 3072, 32, 32, 8, [3072] * 2, 64, moe_topk=[8] * 2,
+                             num_shared_expert=[1] * 2, moe_layer_num_skipped=0, use_cla=False, use_mixed_mlp_moe=True,
+                             n_group=False, topk_group=False, routed_scaling_factor=False, head_dim=128,
+                             tie_word_embeddings=True, rope_theta=10000.0, rope_scaling=dict(
                                  alpha=1000.0, beta_fast=32, beta_slow=1, factor=1.0, mscale=1.0, mscale_all_dim=1.0,
                                  type="dynamic")), 80.4),
     "IQuest-Coder 40B": (sizes("iquestcoder", 76800, 5120, 27648, 80, 40, 8, head_dim=128, rope_theta=500000.0), 39.8),
