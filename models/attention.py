@@ -30,7 +30,7 @@ from trireme.models.linear import (
     trained,
     upstream,
 )
-from trireme.models.norm import Norm, norm_backward, norm_for
+from trireme.models.norm import Norm, norm_for, normed_linear_backward
 from trireme.models.rows import Pass, Table, rotate_
 
 # signature of ops.attention_fwd
@@ -105,7 +105,7 @@ def backward(
     del result  # workspace._block_workspace
     d_qkv = _upstream(p, w, g, dqkv)
     del dqkv  # workspace._attention_moments
-    _backward_to_x(p.cfg, w, g, x, d_qkv, dy if dresid is None else dresid, dx)
+    normed_linear_backward((w.norm, w.qkv), (g.norm, g.qkv), p.cfg.eps, x, d_qkv, dy if dresid is None else dresid, dx)
 
 
 def recall(p: Pass, w: Weights, x: Tensor) -> Result:
@@ -188,16 +188,6 @@ def _rotates_codes(p: Pass, w: Weights) -> Table | None:
     alone = w.qkv.takes_codes and w.qkv.bias is None and w.latent is None
     plain = cfg.rotated_first and not cfg.names.by_head and not cfg.attention_gate
     return of_k if alone and plain else None
-
-
-def _backward_to_x(
-    cfg: ModelConfig, w: Weights, g: Weights, x: Tensor, d_qkv: Upstream, dy: Tensor, dx: Tensor
-) -> None:
-    """Fills dx: the gradient through qkv, plus dy."""
-    y, stats = norm_for(w.qkv, x, w.norm, cfg.eps, forward=False, backward=trained(g.qkv.weight))
-    add_gradients_(g.qkv, w.qkv, y, d_qkv)
-    del y  # workspace._block_workspace
-    norm_backward(linear_backward(d_qkv, w.qkv), x, w.norm, stats, g.norm, dy, dx)
 
 
 def _project(p: Pass, w: Weights, x: Tensor, out: Tensor | None = None, copy: Tensor | None = None) -> Tensor:

@@ -8,7 +8,16 @@ import torch
 from torch import Tensor
 
 from trireme.kernels import ops
-from trireme.models.linear import Linear, Operand, if_trained, or_scratch
+from trireme.models.linear import (
+    Linear,
+    Operand,
+    Upstream,
+    add_gradients_,
+    if_trained,
+    linear_backward,
+    or_scratch,
+    trained,
+)
 
 
 class Norm(NamedTuple):
@@ -84,3 +93,23 @@ def norm_backward(
         return ops.rmsnorm_bwd(dy, x, w.factor, stats.rstd, if_trained(g.weight), dresidual, out)
     dweight, dbias = or_scratch(g.weight, w.weight), or_scratch(g.bias, w.bias)
     return ops.layernorm_bwd(dy, x, w.weight, stats.mean, stats.rstd, dweight, dbias, dresidual, out)
+
+
+def normed_linear_backward(
+    w: tuple[Norm | None, Linear],
+    g: tuple[Norm | None, Linear],
+    eps: float,
+    x: Tensor,
+    d: Upstream,
+    dy: Tensor,
+    dx: Tensor,
+) -> None:
+    """Fills dx (N, D): the gradient of x through a norm and the linear layer that reads it, plus dy. Adds to g.
+
+    `d`: the gradient of the layer's output. The norm is computed again.
+    """
+    (before, layer), (g_before, g_layer) = w, g
+    y, stats = norm_for(layer, x, before, eps, forward=False, backward=trained(g_layer.weight))
+    add_gradients_(g_layer, layer, y, d)
+    del y  # workspace._block_workspace, _scan_moments
+    norm_backward(linear_backward(d, layer), x, before, stats, g_before, dy, dx)

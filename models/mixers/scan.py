@@ -39,7 +39,7 @@ from trireme.models.linear import (
     trained,
     upstream,
 )
-from trireme.models.norm import Norm, norm_backward, norm_for
+from trireme.models.norm import Norm, norm_for, normed_linear_backward
 from trireme.models.rows import Pass, Rows
 
 EPS = 1e-6  # of the lengths of q and k
@@ -135,7 +135,9 @@ def backward(
     d_mixed: Upstream = _backward_to_mixed(p, w, g, result, dy)
     del result  # workspace._block_workspace
     d_mixed = upstream(d_mixed, w.mixed, g.mixed)
-    _backward_to_x(p.cfg, w, g, x, d_mixed, dx if _own(p.cfg).with_attention else dy, dx)
+    normed_linear_backward(
+        (w.norm, w.mixed), (g.norm, g.mixed), p.cfg.eps, x, d_mixed, dx if _own(p.cfg).with_attention else dy, dx
+    )
 
 
 def _backward_to_mixed(p: Pass, w: Weights, g: Weights, result: Result, dy: Tensor) -> Tensor:
@@ -201,16 +203,6 @@ def _lengths_backward_(own: Scan, a: Inputs, dq_: Tensor, dk_: Tensor) -> None:
     for d_, t, factor, rstd in zip((dq_, dk_), (q, k), _lengths(own, q), (a.q_rstd, a.k_rstd), strict=True):
         assert rstd is not None
         ops.head_rmsnorm_bwd(d_, t, factor, rstd, None, d_)
-
-
-def _backward_to_x(
-    cfg: ModelConfig, w: Weights, g: Weights, x: Tensor, d_mixed: Upstream, dy: Tensor, dx: Tensor
-) -> None:
-    """Fills dx: the gradient through `mixed`, plus dy."""
-    y, stats = norm_for(w.mixed, x, w.norm, cfg.eps, forward=False, backward=trained(g.mixed.weight))
-    add_gradients_(g.mixed, w.mixed, y, d_mixed)
-    del y  # workspace._scan_moments
-    norm_backward(linear_backward(d_mixed, w.mixed), x, w.norm, stats, g.norm, dy, dx)
 
 
 def split(cfg: ModelConfig, mixed: Tensor) -> Parts:

@@ -152,7 +152,7 @@ def _attention_moments(cfg: ModelConfig, sizes: _Sizes) -> tuple[int, list[int]]
         result + last.dy + last.matrix + attn,
         result + attn + qkv + lse + gated,  # dout, dqkv, row sums of dout * out; dout before the gate, or dq
         qkv + first.dy,
-        first.held + made + first.columns,  # attention._backward_to_x: d_qkv
+        first.held + made + first.columns,  # norm.normed_linear_backward: d_qkv
         first.held + y + first.add,  # y or its gradient
         first.held + first.matrix + x,
     ]
@@ -183,7 +183,7 @@ def _latent_moments(cfg: ModelConfig, sizes: _Sizes) -> tuple[int, list[int]]:
         d_heads + heads + attn + lse,  # dout, row sums of dout * out
         d_heads + heads + tokens * own.rope * max(itemsize, 4),  # latent.backward: the keys' shared part
         qkv + first.dy,
-        first.held + made + first.columns,  # attention._backward_to_x: d_qkv
+        first.held + made + first.columns,  # norm.normed_linear_backward: d_qkv
         first.held + y + first.add,  # y or its gradient
         first.held + first.matrix + x,
     ]
@@ -230,7 +230,7 @@ def _scan_moments(cfg: ModelConfig, sizes: _Sizes) -> tuple[int, list[int]]:
         result + mixed + value + read + channels + local + value + 2 * states + each,  # scan_bwd
         result + mixed + turned,
         mixed + first.dy,
-        first.held + made + first.columns,  # scan._backward_to_x
+        first.held + made + first.columns,  # norm.normed_linear_backward
         first.held + y + first.add,
         first.held + first.matrix + x,
     ]
