@@ -1,8 +1,11 @@
-"""The fastest plan of a short search that starts from a rule's plan, and the reasons.
+"""Searches for the fastest plan, starting from the plan of a rule (rule.py), and gives the reasons for the choice.
 
-Variants (variants.py) are simulated in the order of their floors while one could be faster than the best; then windows,
-slots and updates are varied around the best. The rule's plan is among them: the choice is never predicted to be slower.
-Only the processor of updates and the size of a micro-batch change roundings.
+1. Variants of the rule's plan (variants.py) are ranked by a lower bound of their time (`lower_bounds`).
+2. They are simulated (predict.py) in this order, as long as a bound is below the best simulated time.
+3. Single decisions of the best plans are varied: windows, buffers, swapped tensors, updates.
+
+The rule's plan is among the candidates, so the estimate of the chosen plan is never slower than that of the rule's.
+Plans differ in roundings only if they differ in the processor of updates or in the size of a micro-batch.
 """
 
 from __future__ import annotations
@@ -19,29 +22,37 @@ from trireme.engine.buffers import fits, read_by_loss
 from trireme.engine.geometry import PART_BYTES, Geometry
 from trireme.engine.plan import DoesNotFit, Limits, Plan, Shares
 from trireme.engine.planner import variants
-from trireme.engine.planner.predict import FEW, Batch, Prediction, no_collection, predict, together, unit_seconds
+from trireme.engine.planner.predict import (
+    MIN_GROUPS,
+    Batch,
+    Prediction,
+    merge_factor,
+    no_collection,
+    predict,
+    unit_seconds,
+)
 from trireme.engine.planner.rates import Rates
 from trireme.engine.planner.reasons import reasons
-from trireme.engine.planner.rule import Cut, Lean, Wanted, cuts, longer_pieces, simple_plan, sliced
+from trireme.engine.planner.rule import Cut, Strategy, Wanted, cuts, longer_pieces, simple_plan, sliced
 from trireme.engine.planner.simulate import drive_seconds, queue_seconds
-from trireme.engine.planner.variants import LEANS, Move, moves, updated_alike
+from trireme.engine.planner.variants import STRATEGIES, Move, moves, updated_alike
 from trireme.engine.queues.names import QUEUES, numbered
 from trireme.models.config import ModelConfig
 from trireme.models.sizes import costs, narrow
 
-WEAR = 0.5  # of the seconds that writing activations to the SSD takes: a charge for its wear
-HOPEFUL = 0.995  # of the best time: plans with a floor above are not simulated
-SLICES = 4  # of a layer's frozen experts, tried where they may overlap better
-REFINED = 4  # best plans that are varied
-WITHOUT_A_DRIVE = Lean(states=1.0), Lean("host", states=1.0), Lean("host", states=1.0, updates=0.0)
-# Units x micro-batches in all simulations of the search, twice as many for several GPUs; simulations at least. As many
-# again vary the best.
+WEAR = 0.5  # a plan's cost includes this share of the seconds of writing activations to the SSD, for the drive's wear
+WORTH_SIMULATING = 0.995  # a plan is simulated if its lower bound is below this share of the best time
+SLICES = 4  # number of slices of a layer's frozen experts that is tried for a better overlap
+REFINED = 4  # number of best plans whose decisions are varied
+WITHOUT_A_DRIVE = Strategy(states=1.0), Strategy("host", states=1.0), Strategy("host", states=1.0, updates=0.0)
+# WORK: units x simulated micro-batches in all simulations of the variants, twice as many for several GPUs; LEAST:
+# simulations at least. Varying the best plans takes as many simulations again.
 WORK, LEAST = 8000, 3
 
 
 @dataclass(frozen=True)
 class Choice:
-    """A plan, its step as predicted `roughly`, and a sentence for each decision."""
+    """A plan, its estimated step (`predict` with `roughly`), and one sentence for each decision."""
 
     plan: Plan
     found: Prediction
@@ -49,6 +60,7 @@ class Choice:
 
     @property
     def per_token(self) -> float:
+        """Seconds."""
         return _per_token(self.plan, self.found)
 
 
@@ -59,22 +71,23 @@ def choose(
     rates: Rates,
     wanted: Wanted,
     begun: Plan | None = None,
-    leans: Sequence[Lean] = LEANS,
+    strategies: Sequence[Strategy] = STRATEGIES,
     refined: int = REFINED,
 ) -> Choice:
-    """The fastest variant of first_plan's. Deterministic. Raises DoesNotFit.
+    """Returns the plan with the lowest estimated cost. Deterministic. Raises DoesNotFit.
 
-    `begun`: the plan of a begun run, which keeps updates on their processors if that fits. Fewer `leans`, and fewer
-    plans that are `refined`, are quicker.
-    Unequal GPUs divide layers by speed or by memory, whichever is faster; equal ones of which one has less memory left,
-    in turn or by memory.
+    `begun`: the plan of the run that is continued; updates stay on the processors of that plan if that fits.
+    `strategies`, `refined`: fewer make the search shorter.
+
+    Layers are divided among unequal GPUs by speed or by memory, and among equal GPUs with unequal free memory in turn
+    or by memory; the faster of the two is returned.
     """
     if not rates.others and not limits.less:
-        return _choose(cfg, limits, rates, wanted, begun, leans, refined)
+        return _choose(cfg, limits, rates, wanted, begun, strategies, refined)
     found, refused = list[Choice](), list[DoesNotFit]()
     for shares in ways_to_share(cfg, limits, rates, wanted):
         try:
-            found.append(_choose(cfg, limits, rates, replace(wanted, shares=shares), begun, leans, refined))
+            found.append(_choose(cfg, limits, rates, replace(wanted, shares=shares), begun, strategies, refined))
         except DoesNotFit as error:
             refused.append(error)
     if not found:
@@ -93,9 +106,10 @@ def _divided(plan: Plan, rates: Rates) -> str:
 
 
 def ways_to_share(cfg: ModelConfig, limits: Limits, rates: Rates, wanted: Wanted) -> list[Shares | None]:
-    """Blocks in proportion to the GPUs' FLOP/s, the head's work counted on the fastest, or to their memory.
+    """Ways to divide the blocks among GPUs; None is in turn.
 
-    Of equal GPUs in turn, or in proportion to their memory, with the head on the roomiest.
+    Unequal GPUs: in proportion to FLOP/s, with the head's work on the fastest GPU, or in proportion to memory.
+    Equal GPUs: in turn, or in proportion to memory, with the head on the GPU with the most memory.
     """
     speeds, rooms = ([of(gpu) for gpu in range(wanted.gpus)] for of in (lambda g: rates.of(g).matmul, limits.of))
     fastest = max(range(wanted.gpus), key=lambda gpu: (speeds[gpu], rooms[gpu]))
@@ -115,7 +129,7 @@ def _choose(
     rates: Rates,
     wanted: Wanted,
     begun: Plan | None,
-    leans: Sequence[Lean],
+    strategies: Sequence[Strategy],
     refined: int,
 ) -> Choice:
     wanted = replace(wanted, peers=wanted.gpus > 1 and rates.peer > 0)
@@ -127,17 +141,17 @@ def _choose(
             f"RAM of {gib(limits.host, 1)} and GPU memory of {gib(limits.gpu, 1)} do not hold everything, and there is "
             "no drive for the rest."
         )
-    search = partial(_search, cfg, limits, rates, wanted, begun=begun, leans=leans, refined=refined)
+    search = partial(_search, cfg, limits, rates, wanted, begun=begun, strategies=strategies, refined=refined)
     sliced = None if begun else _sliced(cfg, limits, wanted, first, drive)
     if sliced is None:
         return search(first)
     other = search(sliced)
-    if first.window == 1:  # slow: all of a layer's experts leave no room for the next
+    if first.window == 1:  # slow: the experts of a layer leave no memory to prefetch the next layer
         trials = Trials(Geometry.of(cfg, first), rates, wanted)
         if other.per_token < _per_token(first, trials.simulate(first)):
             return other
     found = search(first)
-    return other if other.per_token < HOPEFUL * found.per_token else found
+    return other if other.per_token < WORTH_SIMULATING * found.per_token else found
 
 
 def _per_token(plan: Plan, found: Prediction) -> float:
@@ -146,7 +160,7 @@ def _per_token(plan: Plan, found: Prediction) -> float:
 
 
 def _sliced(cfg: ModelConfig, limits: Limits, wanted: Wanted, first: Plan, drive: bool) -> Plan | None:
-    """The rule's plan with frozen experts in slices, where `first` has none and they may overlap better."""
+    """The rule's plan with frozen experts in slices, if `first` has none and they may overlap better, else None."""
     if not _may_overlap_better(cfg, first) or (cut := sliced(cfg, SLICES)) not in cuts(cfg, wanted):
         return None
     with suppress(DoesNotFit):
@@ -156,7 +170,9 @@ def _sliced(cfg: ModelConfig, limits: Limits, wanted: Wanted, first: Plan, drive
 
 
 def _may_overlap_better(cfg: ModelConfig, first: Plan) -> bool:
-    """Whether frozen experts come to a GPU that whole blocks do not fit on: slices leave room for the next ones."""
+    """Whether slices of experts may be prefetched where whole layers of experts are not: frozen experts are streamed to
+    one GPU, on which whole blocks do not fit.
+    """
     streamed = any(unit.base != "gpu" for unit in first.units)
     alone = first.gpus == first.hosts == 1
     return first.halves and first.slices == 1 and alone and streamed and narrow.may_be_sliced(cfg)
@@ -169,21 +185,21 @@ def _search(
     wanted: Wanted,
     first: Plan,
     begun: Plan | None,
-    leans: Sequence[Lean],
+    strategies: Sequence[Strategy],
     refined: int,
 ) -> Choice:
-    """As choose, of plans that cut layers as `first` does."""
+    """`choose` among plans that divide layers into units as `first` does."""
     wanted = replace(wanted, cuts=(Cut.of(first),))
     trials = Trials(Geometry.of(cfg, first), rates, wanted)
     before, steps = trials.simulate(first), moves(trials.geo, trials.batch(first), rates)
-    plans = _candidates(trials, limits, first, begun, steps, leans)
+    plans = _candidates(trials, limits, first, begun, steps, strategies)
     if begun and (alike := _as_begun(trials.geo, limits, plans, begun)):
         plans = alike
         trials.found.clear()  # `first` may update units elsewhere
         trials.simulate(plans[0])
-    groups = max(FEW, first.n_micro // together(first.n_micro, wanted.gpus))
+    groups = max(MIN_GROUPS, first.n_micro // merge_factor(first.n_micro, wanted.gpus))
     most = max(LEAST, min(2, wanted.gpus) * WORK // (trials.geo.n_units * groups))
-    _by_floors(trials, limits, plans, most)
+    _by_lower_bounds(trials, limits, plans, most)
     _around_the_best(trials, limits, first.piece, most, steps, begun is None, refined)
     best = trials.best()
     because = reasons(trials.geo, first, before, best, trials.found[best], wanted.peers)
@@ -193,14 +209,13 @@ def _search(
 
 
 def first_plan(cfg: ModelConfig, limits: Limits, wanted: Wanted, drive: bool) -> Plan:
-    """The rule's plan or, without a drive to hold what is left, one with state on the GPU before activations.
-
-    It uses the SSD where no plan does without. Raises DoesNotFit.
+    """The rule's plan. If it needs the SSD and there is no `drive`: a plan without the SSD, which fills the GPU with
+    optimizer state before activations, if one fits; otherwise the rule's plan. Raises DoesNotFit.
     """
     first = simple_plan(cfg, limits, wanted)
     if drive or not first.uses("ssd"):
         return first
-    others = (simple_plan(cfg, limits, wanted, lean) for lean in WITHOUT_A_DRIVE)
+    others = (simple_plan(cfg, limits, wanted, strategy) for strategy in WITHOUT_A_DRIVE)
     return next((plan for plan in others if not plan.uses("ssd")), first)
 
 
@@ -213,6 +228,8 @@ def has_drive(rates: Rates) -> bool:
 
 @dataclass
 class Trials:
+    """The plans that were simulated, with their estimates."""
+
     geo: Geometry
     rates: Rates
     wanted: Wanted
@@ -223,12 +240,12 @@ class Trials:
         return self.found[plan]
 
     def cost(self, plan: Plan) -> float:
-        """Seconds per token, with a charge for wear."""
+        """Estimated seconds per token, plus WEAR."""
         return self._per_token(plan, self.found[plan].step_s)
 
-    def floor(self, plan: Plan) -> float:
+    def lower_bound(self, plan: Plan) -> float:
         """A lower bound of `cost`."""
-        return self._per_token(plan, max(floors(self.geo, plan, self.rates, self.batch(plan)).values()))
+        return self._per_token(plan, max(lower_bounds(self.geo, plan, self.rates, self.batch(plan)).values()))
 
     def best(self) -> Plan:
         return min(self.found, key=self.cost)
@@ -239,31 +256,38 @@ class Trials:
     def _per_token(self, plan: Plan, seconds: float) -> float:
         moved = Traffic()
         for u, unit in enumerate(plan.units):
-            if unit.x == "ssd" or unit.names("ssd"):  # few plans write activations, and all are asked for their cost
+            if unit.x == "ssd" or unit.names("ssd"):  # most plans write no activations: skip the computation
                 _activations(self.geo, plan, u, moved)
         wear = WEAR * moved.written / self.rates.ssd_write if moved.written else 0.0
         return (seconds + wear) / (plan.tokens * plan.n_micro)
 
 
 def _candidates(
-    trials: Trials, limits: Limits, first: Plan, begun: Plan | None, steps: Sequence[Move], leans: Sequence[Lean]
+    trials: Trials,
+    limits: Limits,
+    first: Plan,
+    begun: Plan | None,
+    steps: Sequence[Move],
+    strategies: Sequence[Strategy],
 ) -> list[Plan]:
+    """The variants of `first` that fit. They use the SSD only if there is a drive."""
     geo, wanted, drive = trials.geo, trials.wanted, has_drive(trials.rates)
-    plans = dict.fromkeys(variants.variants(geo, limits, first, wanted, steps, leans))
-    if first.uses("ssd") and not begun and not geo.cfg.lora:  # a begun run has claimed its scratch
+    plans = dict.fromkeys(variants.variants(geo, limits, first, wanted, steps, strategies))
+    if first.uses("ssd") and not begun and not geo.cfg.lora:  # a running run has allocated its scratch files
         plans |= dict.fromkeys(variants.through_the_drive(geo, limits, first, wanted, steps))
     return [plan for plan in plans if drive or not plan.uses("ssd")]
 
 
 def _as_begun(geo: Geometry, limits: Limits, plans: Iterable[Plan], begun: Plan) -> list[Plan]:
-    """`begun` and `plans` with its updates, if they fit."""
+    """`begun`, and `plans` with updates on the processors of `begun`: those that fit."""
     alike = [begun, *(updated_alike(plan, begun) for plan in plans)]
     return [plan for plan in alike if plan is not None and fits(geo, plan, limits)]
 
 
-def _by_floors(trials: Trials, limits: Limits, plans: Sequence[Plan], most: int) -> None:
-    for floor, i in sorted((trials.floor(plan), i) for i, plan in enumerate(plans))[: most + 1]:
-        if floor >= HOPEFUL * trials.cost(trials.best()):
+def _by_lower_bounds(trials: Trials, limits: Limits, plans: Sequence[Plan], most: int) -> None:
+    """Simulates at most `most` of `plans` in the order of their lower bounds, as long as one may be the best."""
+    for bound, i in sorted((trials.lower_bound(plan), i) for i, plan in enumerate(plans))[: most + 1]:
+        if bound >= WORTH_SIMULATING * trials.cost(trials.best()):
             break
         plan = longer_pieces(trials.geo, plans[i], limits)
         if plan not in trials.found and len(trials.found) <= most:
@@ -273,7 +297,11 @@ def _by_floors(trials: Trials, limits: Limits, plans: Sequence[Plan], most: int)
 def _around_the_best(
     trials: Trials, limits: Limits, piece: int, most: int, steps: Sequence[Move], updates: bool, refined: int
 ) -> None:
-    """Varies one decision after another of the best plans."""
+    """Varies one decision after another of the `refined` best plans, and simulates the results.
+
+    `piece`: the rule's length of gradient pieces; `most`: the limit of simulations of `_by_lower_bounds`; `updates`:
+    updates may move between CPU and GPU.
+    """
     geo = trials.geo
     decisions: list[Callable[[Plan], Iterable[Plan]]] = [
         lambda plan: variants.other_swaps(geo, plan, limits, steps),
@@ -294,7 +322,7 @@ def _around_the_best(
         decisions.append(lambda plan: variants.fuller(geo, plan, limits, piece, wanted.gpu_updates and updates))
     if updates and wanted.on_cuda and wanted.gpu_updates and wanted.mode == "forward":
         decisions.append(lambda plan: variants.updates(geo, plan, limits, piece))
-    most *= 2 if wanted.gpus == 1 else 3  # with several GPUs there is more to decide
+    most *= 2 if wanted.gpus == 1 else 3  # several GPUs have more decisions
     for rank, base in enumerate(sorted(trials.found, key=trials.cost)[:refined]):
         best = base
         for decide in decisions:
@@ -305,12 +333,12 @@ def _around_the_best(
                     best = min(best, plan, key=trials.cost)
 
 
-# ---------------------------------------------------------------- a floor in closed form
+# ---------------------------------------------------------------- a lower bound in closed form
 
 
 @dataclass
 class Traffic:
-    """Bytes of each queue in forward and in backward, and of the drives."""
+    """Bytes that each queue moves in forward and in backward, and bytes of the drives in a step."""
 
     forward: dict[str, float] = field(default_factory=lambda: dict.fromkeys(QUEUES, 0.0))
     backward: dict[str, float] = field(default_factory=lambda: dict.fromkeys(QUEUES, 0.0))
@@ -318,11 +346,12 @@ class Traffic:
     written: int = 0
 
 
-def floors(geo: Geometry, plan: Plan, rates: Rates, batch: Batch) -> dict[str, float]:
-    """Seconds of a step that each resource needs if it never waits.
+def lower_bounds(geo: Geometry, plan: Plan, rates: Rates, batch: Batch) -> dict[str, float]:
+    """Lower bounds of a step's time in seconds: for each resource, the time that it needs without waiting.
 
-    "passes" sums both passes, each as long as its slowest queue. Activations leave in forward and return in backward;
-    updates that wait for the norm run in forward. Several GPUs share computation and the bus at best evenly.
+    "passes" is the sum of forward and backward, each as long as its slowest queue. Activations are swapped out in
+    forward and read back in backward; updates that need the gradient norm run in forward. Computation and PCIe
+    transfers are assumed to be divided evenly among several GPUs.
     """
     rates = rates.with_moments(plan.adam_bits)
     each = [unit_seconds(geo.cfg, plan, rates.of(gpu), batch) for gpu in range(plan.gpus if rates.others else 1)]
@@ -349,7 +378,7 @@ def floors(geo: Geometry, plan: Plan, rates: Rates, batch: Batch) -> dict[str, f
 
 
 def _activations(geo: Geometry, plan: Plan, u: int, moved: Traffic) -> None:
-    """Adds unit u's saved tensors and input."""
+    """Adds the bytes of unit u's saved tensors and input to `moved`."""
     unit, n = plan.units[u], plan.n_micro
     saved = n * geo.saved_layout(u, unit.names("host") + unit.names("ssd"), plan.tokens).span
     x, away = n * geo.x_bytes(plan.tokens) * (u > 0), unit.x != "gpu"
@@ -367,7 +396,7 @@ def _activations(geo: Geometry, plan: Plan, u: int, moved: Traffic) -> None:
 
 
 def _base(geo: Geometry, plan: Plan, u: int, moved: Traffic) -> None:
-    """Adds unit u's frozen weights; those that the pass before left on the GPU do not come again."""
+    """Adds the bytes of unit u's frozen weights; those that the previous pass left on the GPU are not copied."""
     tier, nbytes = plan.units[u].base, geo.base_bytes[u]
     first, again = not _stays(geo, plan, u), 0 < u < geo.head - _window(plan)
     moved.forward["h2d"] += nbytes * (tier != "gpu") * first
@@ -376,17 +405,17 @@ def _base(geo: Geometry, plan: Plan, u: int, moved: Traffic) -> None:
 
 
 def _window(plan: Plan) -> int:
-    """Units that are on the GPUs at once."""
+    """Number of units whose weights are on the GPUs at once."""
     return plan.buffers * plan.gpus
 
 
 def _stays(geo: Geometry, plan: Plan, u: int) -> bool:
-    """Whether unit u may be on the GPU still, unchanged, when forward begins."""
+    """Whether the weights of unit u may still be on the GPU, unchanged, when forward begins."""
     return u <= _window(plan) or u == geo.head
 
 
 def _weights_and_state(geo: Geometry, plan: Plan, u: int, moved: Traffic) -> None:
-    """Adds unit u's weights, gradient and optimizer state."""
+    """Adds the bytes of unit u's weights, gradient and optimizer state."""
     unit, numel = plan.units[u], geo.numel[u]
     weights, state = geo.weights[u].span, geo.state_span(u, plan.record)
     spilled = weights * plan.spilled(u)

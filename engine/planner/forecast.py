@@ -17,14 +17,14 @@ from trireme.engine.planner.choose import choose, first_plan
 from trireme.engine.planner.predict import Batch, Prediction, predict
 from trireme.engine.planner.rates import DRIVE_SHARE, RAM_SHARE, TB, Machine
 from trireme.engine.planner.rule import Wanted
-from trireme.engine.planner.variants import LEANS
+from trireme.engine.planner.variants import STRATEGIES
 from trireme.models.config import ModelConfig
 from trireme.models.sizes import costs, narrow, shapes
 from trireme.storage.layout import ITEMSIZE
 from trireme.storage.shards import IN_FLIGHT
 
 BEST = "best so far"  # its row: what is written with the next snapshot, or at the end
-SHORT = 4  # leans of a search for what is faster, which refines the best plan alone
+SHORT = 4  # strategies of a search for what is faster, which refines the best plan alone
 WORTH_SAYING = 1.1  # gain from which a change is offered
 ENDLESS = 1 << 40  # sequences
 
@@ -250,7 +250,7 @@ class Forecast:
         changed = replace(p, n_micro=n_micro or p.n_micro)
         wanted = Wanted.like(changed, work.document or work.seq_len, work.trained, work.compared)
         wanted = replace(wanted, adam_bits=adam_bits or p.adam_bits)
-        choice = choose(self.cfg, limits, self.machine.rates, wanted, leans=LEANS[:SHORT], refined=1)
+        choice = choose(self.cfg, limits, self.machine.rates, wanted, strategies=STRATEGIES[:SHORT], refined=1)
         return replace(self, plan=choice.plan, limits=limits)
 
 

@@ -15,7 +15,7 @@ from trireme.engine.geometry import ADAM_BYTES, Geometry
 from trireme.engine.layers import GRADIENT
 from trireme.engine.plan import Limits, Plan
 from trireme.engine.planner.rates import Rates
-from trireme.engine.planner.simulate import DRIVE, Noted, SimulatedQueues, drive_seconds, is_copy
+from trireme.engine.planner.simulate import DRIVE, SimulatedQueues, SimulatedTask, drive_seconds, is_copy
 from trireme.engine.queues.names import NET, PEERS, gpu_of, plain
 from trireme.engine.queues.task import Kind, Task
 from trireme.engine.queues.trace import Span
@@ -32,17 +32,17 @@ LOSS_FORWARD = 1 / 3  # of the loss's three matmuls
 LOSS_KERNELS = 12, 6  # and for each chunk of logits
 FP8_LAYERS = 4  # of a block: two kernels each make a matrix's codes
 # Times `Rates.host`: what each other GPU's thread delays a kernel. Steps of 3B to 30B on two and four H100s: 1.1 to 2.3
-TURNS = 1.6
+CONTENTION = 1.6
 EMBED_KERNELS: dict[Kind, int] = {"forward": 1, "backward": 4}  # sorts ids, adds in place
 # Python of a block between its kernels, in tasks' (Rates.task): 0.2 and 0.43 ms where a task takes 47 us
 WITHIN: dict[Kind, int] = {"forward": 4, "backward": 9}
 MICRO: tuple[Kind, ...] = ("forward", "backward", "loss")  # tasks of each micro-batch
-FEW = 8  # micro-batches simulated apart, at least
-APART = 4  # of each of several GPUs
+MIN_GROUPS = 8  # micro-batches simulated apart, at least
+MIN_PER_GPU = 4  # of each of several GPUs
 OPS = 4  # operations of torch on a CPU that take the interpreter as long as a task
 PIECES = 16  # of the largest gradient, `roughly`
 HALF = 450  # tokens of a document at half of attention's best: 0.54, 0.70, 0.73 at 1k, 4k, 8k
-KEPT = 1024  # predictions
+CACHED = 1024  # predictions
 STEADY, STEPS = 1e-4, 12  # change of a steady state's steps; steps before extrapolation
 
 
@@ -106,7 +106,7 @@ def _predict(cfg: ModelConfig, plan: Plan, rates: Rates, batch: Batch, roughly: 
         return _prediction(seconds, queues, () if roughly else tuple(queues.trace()))
 
 
-_known = lru_cache(KEPT)(_predict)
+_known = lru_cache(CACHED)(_predict)
 
 
 def predict_between(
@@ -137,9 +137,9 @@ def _engine(
         raise ValueError("the plan uses a drive and the machine has none")
     cfg, rates = plan.cut(cfg), rates.with_moments(plan.adam_bits)
     merged = roughly or (plan.between == "gpu" and plan.gpus == 1)
-    k = together(batch.n_micro, plan.gpus) if merged else 1
+    k = merge_factor(batch.n_micro, plan.gpus) if merged else 1
     if plan.gpus > 1:  # one interpreter launches for all
-        turns = TURNS * (plan.gpus - 1) * rates.host
+        turns = CONTENTION * (plan.gpus - 1) * rates.host
         rates = rates.change(host=plan.gpus * rates.host, launch=rates.launch + turns)
     issue = issues(cfg, plan, rates, batch, k)
     queues = SimulatedQueues(durations(cfg, plan, rates, batch, k), rates, plan.gpus, issue, plan.hosts)
@@ -189,15 +189,15 @@ def no_collection() -> Iterator[None]:
             gc.enable()
 
 
-def together(n_micro: int, gpus: int = 1) -> int:
-    """The largest divisor of `n_micro` that leaves FEW groups, and each GPU some: fewer fake idle GPUs."""
-    few = max(FEW, APART * gpus) if gpus > 1 else FEW
+def merge_factor(n_micro: int, gpus: int = 1) -> int:
+    """The largest divisor of `n_micro` that leaves MIN_GROUPS groups, and each GPU some: fewer fake idle GPUs."""
+    few = max(MIN_GROUPS, MIN_PER_GPU * gpus) if gpus > 1 else MIN_GROUPS
     return max(k for k in range(1, n_micro + 1) if n_micro % k == 0 and (k == 1 or n_micro // k >= few))
 
 
 def _prediction(seconds: float, queues: SimulatedQueues, spans: tuple[Span, ...]) -> Prediction:
     busy, moved = dict.fromkeys(("compute", "h2d", "d2h", "ssd", "cpu", "update"), 0.0), {"ssd_read": 0, "ssd_write": 0}
-    working = defaultdict[tuple[str, int], list[Noted]](list)  # tasks by queue and GPU
+    working = defaultdict[tuple[str, int], list[SimulatedTask]](list)  # tasks by queue and GPU
     for t in queues.tasks:
         if t.queue in DRIVE:
             moved[DRIVE[t.queue]] += int(t.nbytes)

@@ -88,7 +88,7 @@ class Wanted:
 
 
 @dataclass(frozen=True)
-class Lean:
+class Strategy:
     """Preferences where only time tells what is better. The default is the plain rule."""
 
     x: Tier = "gpu"  # first tier tried for blocks' inputs
@@ -116,7 +116,7 @@ def largest(n: int, good: Callable[[int], bool]) -> int:
     return low
 
 
-def furthest(geo: Geometry, limits: Limits, n: int, plan: Callable[[int], Plan]) -> Plan:
+def largest_fitting(geo: Geometry, limits: Limits, n: int, plan: Callable[[int], Plan]) -> Plan:
     """plan(k) of the largest k in 0..n that fits; plan(0) is taken to fit."""
     return plan(largest(n, lambda k: fits(geo, plan(k), limits)))
 
@@ -146,15 +146,15 @@ def cuts(cfg: ModelConfig, wanted: Wanted) -> Sequence[Cut]:
     return wanted.cuts or all_cuts(cfg, wanted.gpus == wanted.hosts == 1)
 
 
-def simple_plan(cfg: ModelConfig, limits: Limits, wanted: Wanted, lean: Lean = Lean()) -> Plan:
+def simple_plan(cfg: ModelConfig, limits: Limits, wanted: Wanted, strategy: Strategy = Strategy()) -> Plan:
     """The rule's plan, with the first of `wanted.sizes` that fits. Raises DoesNotFit with numbers and ways out."""
     refused = []
     for cut in cuts(cfg, wanted):
         last = wanted.hosts - 1, wanted.hosts
         geo = geometry(replace(cfg, **cut._asdict()), wanted.dtype, wanted.adam_bits, *last)
-        plan = _smallest(geo, limits, wanted, lean)
+        plan = _smallest(geo, limits, wanted, strategy)
         if fits(geo, plan, limits):
-            return _fill(geo, plan, limits, wanted, lean)
+            return _fill(geo, plan, limits, wanted, strategy)
         refused.append((geo, plan))
     geo, plan = min(refused, key=lambda r: _excess(r[0], r[1], limits))
     raise DoesNotFit(_why_not(geo, plan, limits), usage(geo, plan, limits.less))
@@ -163,21 +163,21 @@ def simple_plan(cfg: ModelConfig, limits: Limits, wanted: Wanted, lean: Lean = L
 # ---------------------------------------------------------------- the smallest plan
 
 
-def _smallest(geo: Geometry, limits: Limits, wanted: Wanted, lean: Lean) -> Plan:
+def _smallest(geo: Geometry, limits: Limits, wanted: Wanted, strategy: Strategy) -> Plan:
     refused = []
-    for plan in _low_plans(geo, wanted, lean):
+    for plan in _lowest_plans(geo, wanted, strategy):
         if fits(geo, plan, limits):
             return plan
         refused.append(plan)
     return min(refused, key=lambda plan: _excess(geo, plan, limits))
 
 
-def _low_plans(geo: Geometry, wanted: Wanted, lean: Lean) -> Iterable[Plan]:
+def _lowest_plans(geo: Geometry, wanted: Wanted, strategy: Strategy) -> Iterable[Plan]:
     """Plans with everything as low as `placement` allows, the roomiest first."""
     weights, state = LOWEST[wanted.placement]
     frozen = any(layout.tensors for layout in geo.base)
     small = geo.cfg.lora is not None and weights != "gpu"
-    inputs = TIERS[TIERS.index(lean.x) : 3 if "ssd" in (weights, state) else 2]
+    inputs = TIERS[TIERS.index(strategy.x) : 3 if "ssd" in (weights, state) else 2]
     # (weight slots on the GPU, gradient piece, weight slots in RAM)
     half = geo.half_piece()
     slots = ((2, half, 2), (2, half // 8, 2), (1, half // 8, 2), (1, 1, 1))
@@ -222,7 +222,7 @@ def _excess(geo: Geometry, plan: Plan, limits: Limits) -> int:
 # ---------------------------------------------------------------- moved up
 
 
-def _fill(geo: Geometry, plan: Plan, limits: Limits, wanted: Wanted, lean: Lean) -> Plan:
+def _fill(geo: Geometry, plan: Plan, limits: Limits, wanted: Wanted, strategy: Strategy) -> Plan:
     """Moves parts of a plan up, most useful first."""
     n, to_gpu = geo.n_units, wanted.free and wanted.gpu_updates
     if to_gpu and fits(geo, everything := plan.changed(range(n), weights="gpu", state="gpu", base="gpu"), limits):
@@ -232,18 +232,20 @@ def _fill(geo: Geometry, plan: Plan, limits: Limits, wanted: Wanted, lean: Lean)
     if wanted.free:
         plan = _base_to_ram(geo, _to_ram(geo, plan, limits), limits)
     if wanted.on_cuda and wanted.gpu_updates and plan.mode == "forward":
-        plan = share_updates(geo, plan, limits, lean.updates)
-    if lean.resident:
-        plan = _stay(geo, plan, limits)
+        plan = share_updates(geo, plan, limits, strategy.updates)
+    if strategy.resident:
+        plan = _keep_resident(geo, plan, limits)
     if to_gpu:
-        plan = _states_to_gpu(geo, plan, limits, _useful(geo, plan) if lean.states is None else round(lean.states * n))
-    plan = _deeper(geo, plan, limits)
+        plan = _states_to_gpu(
+            geo, plan, limits, _useful_states(geo, plan) if strategy.states is None else round(strategy.states * n)
+        )
+    plan = _more_state_buffers(geo, plan, limits)
     plan = _keep_activations(geo, plan, limits)
     if to_gpu:
         plan = _states_to_gpu(geo, plan, limits, n)
     if wanted.free:  # states that went to the GPU left room
         plan = fill_ram(geo, _base_to_gpu(geo, plan, limits), limits)
-    return furthest(geo, limits, 2, lambda k: replace(plan, window=plan.window + k))
+    return largest_fitting(geo, limits, 2, lambda k: replace(plan, window=plan.window + k))
 
 
 def _fill_adapted(geo: Geometry, plan: Plan, limits: Limits, wanted: Wanted) -> Plan:
@@ -255,17 +257,17 @@ def _fill_adapted(geo: Geometry, plan: Plan, limits: Limits, wanted: Wanted) -> 
     plan = _keep_activations(geo, plan, limits)
     if wanted.free:
         plan = fill_ram(geo, _base_to_gpu(geo, plan, limits), limits)
-    return furthest(geo, limits, 2, lambda k: replace(plan, window=plan.window + k))
+    return largest_fitting(geo, limits, 2, lambda k: replace(plan, window=plan.window + k))
 
 
 def of_first(geo: Geometry, plan: Plan, limits: Limits, units: Sequence[int], **change: Any) -> Plan:
     """`plan` with `change` of the first of `units`, of as many as fit."""
-    return furthest(geo, limits, len(units), lambda k: plan.changed(units[:k], **change))
+    return largest_fitting(geo, limits, len(units), lambda k: plan.changed(units[:k], **change))
 
 
 def of_spread(geo: Geometry, plan: Plan, limits: Limits, units: Sequence[int], **change: Any) -> Plan:
     """As `of_first`, of units that are evenly spread among these."""
-    return furthest(geo, limits, len(units), lambda k: plan.changed(some(units, k), **change))
+    return largest_fitting(geo, limits, len(units), lambda k: plan.changed(some(units, k), **change))
 
 
 def _base_to_gpu(geo: Geometry, plan: Plan, limits: Limits) -> Plan:
@@ -289,16 +291,16 @@ def _states_to_gpu(geo: Geometry, plan: Plan, limits: Limits, most: int) -> Plan
     return of_first(geo, plan, limits, range(most), weights="gpu", state="gpu", update="cpu", resident=False)
 
 
-def _stay(geo: Geometry, plan: Plan, limits: Limits) -> Plan:
+def _keep_resident(geo: Geometry, plan: Plan, limits: Limits) -> Plan:
     units = [u for u, unit in enumerate(plan.units) if unit.update == "cpu" and unit.weights == "host"]
     return of_first(geo, plan, limits, units, resident=True)
 
 
-def _deeper(geo: Geometry, plan: Plan, limits: Limits) -> Plan:
+def _more_state_buffers(geo: Geometry, plan: Plan, limits: Limits) -> Plan:
     """Adds RAM slots for records from the SSD."""
     records = sum(len(geo.records(u, plan.record)) for u, unit in enumerate(plan.units) if unit.state == "ssd")
     more = max(0, records - plan.state_slots)
-    return furthest(geo, limits, more, lambda k: replace(plan, state_slots=plan.state_slots + k))
+    return largest_fitting(geo, limits, more, lambda k: replace(plan, state_slots=plan.state_slots + k))
 
 
 def fill_ram(geo: Geometry, plan: Plan, limits: Limits) -> Plan:
@@ -315,10 +317,12 @@ def _base_to_ram(geo: Geometry, plan: Plan, limits: Limits) -> Plan:
 def longer_pieces(geo: Geometry, plan: Plan, limits: Limits) -> Plan:
     """Lengthens the pieces of gradients, as far as they fit."""
     most = max((n for unit, n in zip(plan.units, geo.numel, strict=True) if unit.state != "gpu"), default=0)
-    return furthest(geo, limits, -(-most // STRETCH), lambda k: replace(plan, piece=max(plan.piece, k * STRETCH)))
+    return largest_fitting(
+        geo, limits, -(-most // STRETCH), lambda k: replace(plan, piece=max(plan.piece, k * STRETCH))
+    )
 
 
-def _useful(geo: Geometry, plan: Plan) -> int:
+def _useful_states(geo: Geometry, plan: Plan) -> int:
     """How many first units should have state on the GPU, for the other updates to hide under forward.
 
     The CPU cannot run ahead of the first. With few tokens a step GPU memory is worth more for state than activations.
@@ -351,7 +355,7 @@ def _keep_activations(geo: Geometry, plan: Plan, limits: Limits) -> Plan:
             base = base.changed(chosen, saved=tuple((name, "gpu") for name in geo.saved_names(kind)))
         return base
 
-    return furthest(geo, limits, geo.n_units - 2, kept)
+    return largest_fitting(geo, limits, geo.n_units - 2, kept)
 
 
 # ---------------------------------------------------------------- a refusal

@@ -33,7 +33,7 @@ from trireme.storage.aio import BOUND, CLASSES, READ, WRITE
 DRIVE = dict.fromkeys(READS, "ssd_read") | dict.fromkeys(WRITES, "ssd_write")  # queue -> its rate
 CLASS = {queue: (WRITE if queue in WRITES else READ) + (queue in LATER) for queue in DRIVE}  # of its requests
 OWN_LINK = 1.2  # times the rate of the bus: peer copies that are faster have a link of their own
-TURN: tuple[Kind, ...] = ("loss", "adamw moments")  # tasks that begin backward
+BACKWARD_STARTS: tuple[Kind, ...] = ("loss", "adamw moments")  # tasks that begin backward
 
 
 @cache
@@ -42,7 +42,7 @@ def is_copy(queue: str) -> bool:
     return plain(queue) in ("h2d", "d2h") or queue in DRIVE
 
 
-class Noted(Task):
+class SimulatedTask(Task):
     """A task, with its seconds alone, the interpreter's to start its kernels, a copy's of RAM and of all GPUs' way."""
 
     __slots__ = ("after", "seconds", "issue", "in_ram", "of_all")
@@ -71,17 +71,17 @@ class SimulatedQueues:
     ):
         self.duration, self.rates, self.issue = duration, rates, issue
         self.devices: Sequence[torch.device] = [torch.device("cpu")] * gpus
-        self.tasks: list[Noted] = []  # of a step, in program order
+        self.tasks: list[SimulatedTask] = []  # of a step, in program order
         self.parts: list[tuple[int, int, dict[str, float]]] = []  # [start, stop) of them, slow-down of each queue
         self.free = dict.fromkeys(queues_of(gpus, hosts), 0.0)
-        self.drives, self.ram = Classes(len(CLASSES), BOUND), Intervals()
+        self.drives, self.ram = SharedDevice(len(CLASSES), BOUND), Intervals()
         both = {"h2d": (rates.up_all, Intervals()), "d2h": (rates.down_all, Intervals())}
         known = ((queue, both[plain(queue)]) for queue in self.free if gpus > 1 and plain(queue) in both)
         self.of_all = {
             queue: way for queue, way in known if way[0]
         }  # by queue: bytes/s of all GPUs' way, its busy times
         ways = {numbered(BUS[queue], gpu) for queue in (STREAMED[0], STREAMED[-1]) for gpu in range(gpus)}
-        self.buses = {way: Classes(2, 1) for way in ways}
+        self.buses = {way: SharedDevice(2, 1) for way in ways}
         buses = [rate for gpu in range(gpus) for rate in (rates.of(gpu).h2d, rates.of(gpu).d2h)]
         self.crowded = sum(buses) + max(rates.ssd_read, rates.ssd_write) > rates.dram
         self.waited = 0.0  # end of the last statistics
@@ -100,8 +100,8 @@ class SimulatedQueues:
         after: Sequence[Task] = (),
         nbytes: float = 0,
         flops: float = 0,
-    ) -> Noted:
-        task = Noted(queue, kind, of, nbytes, flops, after)
+    ) -> SimulatedTask:
+        task = SimulatedTask(queue, kind, of, nbytes, flops, after)
         task.seconds = self.duration(task)
         task.issue = self.issue(task) if self.issue else 0.0
         task.in_ram = nbytes / self.rates.dram if self.crowded and is_copy(queue) else 0.0
@@ -165,13 +165,13 @@ class SimulatedQueues:
     def _halves(self) -> list[tuple[int, int, dict[str, float]]]:
         """Forward, backward to the statistics, and the next forward's beginning."""
         n = len(self.tasks)
-        turn = next(i for i, task in enumerate(self.tasks) if task.kind in TURN)
+        turn = next(i for i, task in enumerate(self.tasks) if task.kind in BACKWARD_STARTS)
         end = next(i for i in range(n, 0, -1) if self.tasks[i - 1].kind == "statistics")
         up, down = _slowness((self.tasks[:turn] + self.tasks[end:], self.tasks[turn:end]), self.rates, self.free)
         places = pairwise(sorted({0, turn, end, n}))
         return [(a, b, down if turn <= a < end else up) for a, b in places]
 
-    def _time(self, tasks: Sequence[Noted], slow: dict[str, float]) -> None:
+    def _time(self, tasks: Sequence[SimulatedTask], slow: dict[str, float]) -> None:
         streamed = {queue for queue in {task.queue for task in tasks} if queue.startswith(STREAMED)}
         shared = {queue: (self.buses[numbered(plain(queue), gpu_of(queue))], 1) for queue in streamed if is_copy(queue)}
         shared |= {way: (bus, 0) for way, bus in self.buses.items() if (bus, 1) in shared.values()}
@@ -236,7 +236,7 @@ class Intervals:
         return end
 
 
-class Classes:
+class SharedDevice:
     """A device whose requests have classes, highest first, as drives in storage/aio.py."""
 
     def __init__(self, count: int, bound: int):
@@ -262,7 +262,7 @@ class Classes:
 # ---------------------------------------------------------------- slow-down
 
 
-def _slowness(halves: Sequence[Sequence[Noted]], rates: Rates, queues: Iterable[str]) -> list[dict[str, float]]:
+def _slowness(halves: Sequence[Sequence[SimulatedTask]], rates: Rates, queues: Iterable[str]) -> list[dict[str, float]]:
     """For each pass, the slow-down of each queue by others."""
     moved = [dict.fromkeys(queues, 0.0) for _ in halves]
     for half, tasks in zip(moved, halves, strict=True):

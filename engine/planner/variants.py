@@ -14,11 +14,11 @@ from trireme.engine.plan import DoesNotFit, Limits, Plan, SavedTier, Tier, UnitP
 from trireme.engine.planner.predict import Batch, rebuilt_seconds
 from trireme.engine.planner.rates import Rates
 from trireme.engine.planner.rule import (
-    Lean,
+    Strategy,
     Wanted,
     fill_ram,
-    furthest,
     largest,
+    largest_fitting,
     longer_pieces,
     of_first,
     share_updates,
@@ -29,51 +29,58 @@ from trireme.engine.planner.rule import (
 from trireme.models.sizes import shapes
 from trireme.storage.layout import ITEMSIZE
 
-MICRO_BATCHES = 2  # sizes tried, from the rule's down
-SHARES = (1.0, 0.5, 0.2)  # of the moves that RAM has room for
-PARTS = 8  # of them, tried around a good plan
-DRIVE_LEANS = Lean("host", 0.0, updates=0.0), Lean(), Lean("host")
-DRIVE_RAM = 0.85  # for state, where it gives way to activations
-LEANS = (
-    *(Lean(x, states) for states in (None, 1.0, 0.0) for x in ("gpu", "host")),
-    *(Lean(x, states, updates=0.0) for states in (1.0, 0.0) for x in ("gpu", "host")),
-    *(Lean(x, resident=True, updates=0.0) for x in ("gpu", "host")),
+MICRO_BATCHES = 2  # sizes of a micro-batch that are tried, from the rule's down
+SHARES = (1.0, 0.5, 0.2)  # of the moves that fit in RAM, tried for each plan
+PARTS = 8  # numbers of moves that are tried around a good plan
+DRIVE_STRATEGIES = Strategy("host", 0.0, updates=0.0), Strategy(), Strategy("host")
+DRIVE_RAM = 0.85  # share of the RAM that state may take in plans that swap activations through RAM to the SSD
+STRATEGIES = (
+    *(Strategy(x, states) for states in (None, 1.0, 0.0) for x in ("gpu", "host")),
+    *(Strategy(x, states, updates=0.0) for states in (1.0, 0.0) for x in ("gpu", "host")),
+    *(Strategy(x, resident=True, updates=0.0) for x in ("gpu", "host")),
 )
-BASE_RAM = (1.0, 0.7, 0.4, 0.0)  # shares of the frozen units in RAM that activations leave there
+BASE_RAM = (1.0, 0.7, 0.4, 0.0)  # shares of the frozen units in RAM that stay there; activations get the rest
 UPDATES = (0.0, 0.15, 0.3, 0.45, 0.6)  # shares of RAM-stored units updated on the GPU
 WINDOWS = (2, 3, 4)
-SLOTS = (2, 3, 4)  # of swap rings; more absorb bursts
+SLOTS = (2, 3, 4)  # buffers for swapped activations; more absorb bursts
 FROZEN: dict[str, Any] = {"base": "gpu"}
 STATE: dict[str, Any] = {"weights": "gpu", "state": "gpu", "update": "cpu", "resident": False}
 LATE: tuple[tuple[Tier, ...], ...] = ((), ("host",), ("host", "ssd"), ("gpu", "host"), ("gpu", "host", "ssd"))
 
 
 def variants(
-    geo: Geometry, limits: Limits, first: Plan, wanted: Wanted, steps: Sequence[Move], leans: Sequence[Lean] = LEANS
+    geo: Geometry,
+    limits: Limits,
+    first: Plan,
+    wanted: Wanted,
+    steps: Sequence[Move],
+    strategies: Sequence[Strategy] = STRATEGIES,
 ) -> Iterable[Plan]:
-    """Plans that fit: micro-batches, leans, saved tensors recomputed or in RAM."""
+    """Plans that fit, for several sizes of a micro-batch and `strategies`, each with its saved tensors recomputed and
+    with the first of `steps` swapped to RAM.
+    """
     if geo.cfg.lora:
         yield from _with_a_base(geo, limits, first, wanted, steps)
         return
-    for plan in _plans(geo, limits, wanted, product(sizes(first, wanted), leans)):
+    for plan in _plans(geo, limits, wanted, product(sizes(first, wanted), strategies)):
         yield plan
         yield from swaps(geo, plan, limits, steps)
 
 
 def _plans(
-    geo: Geometry, limits: Limits, wanted: Wanted, ways: Iterable[tuple[tuple[int, int], Lean]]
+    geo: Geometry, limits: Limits, wanted: Wanted, ways: Iterable[tuple[tuple[int, int], Strategy]]
 ) -> Iterable[Plan]:
-    """The rule's plans by (size, lean) that fit, each once."""
+    """The rule's plan for each (size, strategy) of `ways` that fits, without duplicates."""
     found = dict[Plan, None]()
-    for size, lean in ways:
+    for size, strategy in ways:
         with suppress(DoesNotFit):
-            found[simple_plan(geo.cfg, limits, replace(wanted, sizes=(size,)), lean)] = None
+            found[simple_plan(geo.cfg, limits, replace(wanted, sizes=(size,)), strategy)] = None
     return found
 
 
 def _with_a_base(geo: Geometry, limits: Limits, first: Plan, wanted: Wanted, steps: Sequence[Move]) -> Iterable[Plan]:
-    """As variants, of adapters: RAM is shared between their base and activations."""
-    inputs = Lean("gpu"), Lean("host")
+    """`variants` for adapters: RAM is divided between the frozen base and activations."""
+    inputs = Strategy("gpu"), Strategy("host")
     for plan, share in product(_plans(geo, limits, wanted, product(sizes(first, wanted), inputs)), BASE_RAM):
         in_ram = [u for u, unit in enumerate(plan.units) if unit.base == "host"]
         kept = some(in_ram, int(share * len(in_ram)))
@@ -85,25 +92,27 @@ def _with_a_base(geo: Geometry, limits: Limits, first: Plan, wanted: Wanted, ste
 def through_the_drive(
     geo: Geometry, limits: Limits, first: Plan, wanted: Wanted, steps: Sequence[Move]
 ) -> Iterable[Plan]:
-    """Plans with less state in RAM, for saved tensors there and then on the SSD (Fuyou, section 4.4)."""
+    """Plans that swap saved tensors first to RAM, then to the SSD, with less state in RAM (Fuyou, section 4.4)."""
     less = replace(limits, host=int(DRIVE_RAM * limits.host))
-    for plan in _plans(geo, less, wanted, product(sizes(first, wanted), DRIVE_LEANS)):
+    for plan in _plans(geo, less, wanted, product(sizes(first, wanted), DRIVE_STRATEGIES)):
         for swapping in swaps(geo, plan, limits, steps, drive=True):
             yield fill_ram(geo, swapping, limits) if wanted.free else swapping
 
 
 def sizes(first: Plan, wanted: Wanted) -> tuple[tuple[int, int], ...]:
-    """The rule's, smaller ones, and a larger one: fewer slots may make it fit."""
+    """(tokens, number) of micro-batches: the rule's, smaller ones, and a larger one, for fewer buffers."""
     at = next(i for i, (tokens, _) in enumerate(wanted.sizes) if tokens <= first.tokens)
     return wanted.sizes[max(0, at - 1) : at + MICRO_BATCHES]
 
 
 # ---------------------------------------------------------------- one decision changed
 
-# Gradient pieces longer than `piece` give way, then grow into the room left.
+# These functions first shorten the pieces of gradients to `piece` elements, to free memory for the change, and then
+# lengthen them as far as they fit.
 
 
 def windows(geo: Geometry, plan: Plan, limits: Limits, piece: int) -> Iterable[Plan]:
+    """Other numbers of buffers for weights on the GPU."""
     for window in WINDOWS:
         wider = replace(plan, window=window, piece=min(plan.piece, piece))
         if window != plan.window and fits(geo, wider, limits):
@@ -111,7 +120,7 @@ def windows(geo: Geometry, plan: Plan, limits: Limits, piece: int) -> Iterable[P
 
 
 def swap_slots(geo: Geometry, plan: Plan, limits: Limits, piece: int) -> Iterable[Plan]:
-    """Other numbers of slots, with fewer blocks kept on the GPU if need be."""
+    """Other numbers of buffers for swapped activations, with fewer blocks saved on the GPU if memory is short."""
     away = any(unit.x != "gpu" or any(tier != "gpu" for _, tier in unit.saved) for unit in plan.units)
     if not away and plan.between != "host":
         return
@@ -125,19 +134,21 @@ def swap_slots(geo: Geometry, plan: Plan, limits: Limits, piece: int) -> Iterabl
 
 
 def fewer_writes(geo: Geometry, plan: Plan, limits: Limits) -> Iterable[Plan]:
-    """One buffer in RAM for weights from the SSD: its room takes inputs of blocks that are written there."""
+    """One buffer in RAM for weights from the SSD instead of two; inputs of blocks take the freed RAM, so that fewer are
+    written to the SSD.
+    """
     away = [u for u, unit in enumerate(plan.units) if unit.x == "ssd"]
     if away and plan.host_window > 1:
         yield of_first(geo, replace(plan, host_window=1), limits, away, x="host")
 
 
 def _with_less_kept(geo: Geometry, plan: Plan, limits: Limits, kept: Sequence[int]) -> Plan:
-    """`plan` that saves no more of the first of `kept`, as few as need be."""
-    return furthest(geo, limits, len(kept), lambda k: plan.changed(kept[: len(kept) - k], saved=()))
+    """`plan`, without saved tensors of as few of the first of `kept` units as makes it fit."""
+    return largest_fitting(geo, limits, len(kept), lambda k: plan.changed(kept[: len(kept) - k], saved=()))
 
 
 def between(geo: Geometry, plan: Plan, limits: Limits, piece: int) -> Iterable[Plan]:
-    """What is between layers through RAM rather than by peer copies, or the other way."""
+    """Outputs of layers through RAM instead of peer copies, or the reverse."""
     head = plan.units[geo.head]
     if plan.between == "gpu":
         x: Tier = "host" if head.x == "gpu" else head.x
@@ -150,10 +161,10 @@ def between(geo: Geometry, plan: Plan, limits: Limits, piece: int) -> Iterable[P
 
 
 def divided_losses(geo: Geometry, plan: Plan, limits: Limits, piece: int) -> Iterable[Plan]:
-    """The losses of micro-batches on all GPUs in turn, on all but that of the last block, which is ready last, on all
-    but the head's, which may be full; or a quarter of them on another GPU than the head's, where the head is small.
+    """The losses of micro-batches are computed in turn by all GPUs; by all but that of the last block, which is ready
+    last; by all but the head's, whose memory may be full; or, for a small head, every fourth by another GPU.
 
-    With fewer blocks kept on the GPU if need be.
+    Fewer blocks are saved on the GPU if memory is short.
     """
     if plan.hosts > 1 or plan.n_micro == 1 or geo.cfg.scores:  # a score head takes no time
         return
@@ -171,6 +182,7 @@ def divided_losses(geo: Geometry, plan: Plan, limits: Limits, piece: int) -> Ite
 
 
 def late_moments(plan: Plan) -> Iterable[Plan]:
+    """Other tiers whose moments are written during backward, apart from the weights."""
     tiers: set[Tier] = {unit.state for unit in plan.units if unit.update == "cpu"} - {"gpu"}
     tiers |= {"gpu"} if any(unit.update == "gpu" for unit in plan.units) else set()
     tried = [tiers.intersection(plan.late_moments)]
@@ -181,10 +193,10 @@ def late_moments(plan: Plan) -> Iterable[Plan]:
 
 
 def updates(geo: Geometry, plan: Plan, limits: Limits, piece: int) -> Iterable[Plan]:
-    """Other shares of units updated on the GPU, with their moments late or not; also of a plan that has none.
+    """Other shares of units that are updated on the GPU, with their moments written during backward or not.
 
-    Where their state has no room in the buffers of the GPU, swapped tensors are recomputed, or a unit's state goes
-    back to RAM.
+    If there is no GPU memory to stream their state through, swapped tensors are recomputed, or one unit's state is
+    moved from the GPU to RAM.
     """
     if any(unit.update == "cpu" and unit.state == unit.weights == "host" for unit in plan.units):
         others: tuple[Tier, ...] = tuple(tier for tier in plan.late_moments if tier != "gpu")
@@ -196,6 +208,7 @@ def updates(geo: Geometry, plan: Plan, limits: Limits, piece: int) -> Iterable[P
 
 
 def _shared(geo: Geometry, plan: Plan, limits: Limits, share: float) -> Plan:
+    """`plan` with `share` of the updates on the GPU; `plan` itself if no change of `updates` makes that fit."""
     swapping = [u for u, unit in enumerate(plan.units) if unit.names("host")]
     on_gpu = [u for u, unit in enumerate(plan.units) if unit.state == "gpu"]
     fewer = plan.changed(swapping, saved=()), plan.changed(on_gpu[-1:], weights="host", state="host")
@@ -204,7 +217,7 @@ def _shared(geo: Geometry, plan: Plan, limits: Limits, share: float) -> Plan:
 
 
 def updated_alike(plan: Plan, begun: Plan) -> Plan | None:
-    """`plan` with updates on the processors of `begun`; None if its placement forbids that."""
+    """`plan` with each unit's update on the processor of `begun`; None if the placement of `plan` does not allow it."""
     units = []
     for unit, other in zip(plan.units, begun.units, strict=True):
         on_gpu = other.state == "gpu" or other.update == "gpu"
@@ -223,22 +236,22 @@ def updated_alike(plan: Plan, begun: Plan) -> Plan | None:
 
 
 class Move(NamedTuple):
-    """Saving more of a block."""
+    """A step towards saving everything of a kind of unit: more tensors are saved, and fewer are recomputed."""
 
-    kind: str  # of its unit
-    names: tuple[str, ...]  # saved after it
-    nbytes: int  # more, for the tokens of a micro-batch
-    seconds: float  # of recomputation spared
+    kind: str  # of unit: block, attention, mlp
+    names: tuple[str, ...]  # all tensors that are saved after this move
+    nbytes: int  # additional bytes, for the tokens of a micro-batch
+    seconds: float  # of recomputation that it avoids, for a micro-batch
 
 
 Point = tuple[float, float, int]  # bytes, seconds, index
 
 
 def moves(geo: Geometry, batch: Batch, rates: Rates) -> list[Move]:
-    """From saving nothing to saving everything, most seconds per byte first.
+    """The moves from saving nothing to saving everything, sorted by seconds per byte, highest first.
 
-    Of each kind of unit the sets of saved tensors on the lower convex hull of bytes and recomputation (Fuyou, equation
-    12; MPress, table III).
+    For each kind of unit the sets of saved tensors are those on the lower convex hull of (bytes, seconds of
+    recomputation) (Fuyou, equation 12; MPress, table III).
     """
     found = []
     for kind in geo.inner_kinds:
@@ -248,72 +261,73 @@ def moves(geo: Geometry, batch: Batch, rates: Rates) -> list[Move]:
         points = [(sum(map(nbytes.__getitem__, names)), again(names)) for names in sets]
         for (size, before, _), (more, after, i) in pairwise(_chain(sets, _hull(points))):
             found.append(Move(kind, sets[i], int(more - size), before - after))
-    return sorted(found, key=lambda move: -float(f"{move.seconds / move.nbytes:.6g}"))  # else roundings break the order
+    return sorted(
+        found, key=lambda move: -float(f"{move.seconds / move.nbytes:.6g}")
+    )  # otherwise rounding errors would change the order
 
 
 def _hull(points: Sequence[tuple[float, float]]) -> list[Point]:
-    """Of the points on the lower convex hull, as far as seconds fall."""
+    """The points (bytes, seconds) on the lower convex hull, as long as seconds decrease."""
     kept: list[Point] = []
     for point in sorted((*point, i) for i, point in enumerate(points)):
         if kept and point[1] >= kept[-1][1]:
             continue
-        while len(kept) > 1 and _turn(kept[-2], kept[-1], point) < 0:
+        while len(kept) > 1 and _cross_product(kept[-2], kept[-1], point) < 0:
             kept.pop()
         kept.append(point)
     return kept
 
 
 def _chain(sets: Sequence[tuple[str, ...]], hull: Sequence[Point]) -> list[Point]:
-    """The corners of a hull, and of the points between two those that only add to the one before."""
+    """The corners of a hull, and those points on its edges whose set contains the set of the previous point."""
     chain = list(hull[:1])
     for before, here, after in zip(hull, hull[1:], [*hull[2:], None], strict=False):
-        corner = after is None or _turn(before, here, after) != 0
+        corner = after is None or _cross_product(before, here, after) != 0
         if corner or set(sets[here[2]]).issuperset(sets[chain[-1][2]]):
             chain.append(here)
     return chain
 
 
-def _turn(a: Point, b: Point, c: Point) -> float:
-    """Above zero where the way from a over b to c turns to the left, zero where it is straight but for roundings."""
+def _cross_product(a: Point, b: Point, c: Point) -> float:
+    """Cross product of b - a and c - a: positive for a left turn at b; zero if the points are collinear within 1e-6."""
     left, right = (b[0] - a[0]) * (c[1] - a[1]), (b[1] - a[1]) * (c[0] - a[0])
     return 0.0 if abs(left - right) <= 1e-6 * max(abs(left), abs(right)) else left - right
 
 
 def swaps(geo: Geometry, plan: Plan, limits: Limits, steps: Sequence[Move], drive: bool = False) -> Iterable[Plan]:
-    """Plans that save the first of `moves`, in RAM as far as it reaches; with a `drive` the next on the SSD too.
-
-    Of the last blocks as much as fits is kept on the GPU.
+    """Plans that save the tensors of the first n `steps`, for several n, in RAM; with a `drive` more of them than fit
+    in RAM, the rest on the SSD. As many of the last blocks as fit save all tensors on the GPU.
     """
     plain = plan.changed(range(geo.n_units), saved=())
     ends = list(accumulate(geo.kinds.count(move.kind) for move in steps))
-    room = _room(geo, plain, limits, steps)
+    room = _moves_in_ram(geo, plain, limits, steps)
     for n in sorted({*(n for n in ends if n <= room), *(int(room * share) for share in SHARES)} - {0}):
-        yield most_kept(geo, plain, limits, steps, n, n)
+        yield with_most_on_gpu(geo, plain, limits, steps, n, n)
     for n in (n for n in ends if drive and n > room):
         for in_ram in {room, 0}:
-            yield most_kept(geo, plain, limits, steps, n, in_ram)
+            yield with_most_on_gpu(geo, plain, limits, steps, n, in_ram)
 
 
-def _room(geo: Geometry, plan: Plan, limits: Limits, steps: Sequence[Move]) -> int:
-    """How many moves fit in RAM."""
+def _moves_in_ram(geo: Geometry, plan: Plan, limits: Limits, steps: Sequence[Move]) -> int:
+    """The largest number of moves whose tensors fit in RAM."""
     total = sum(geo.kinds.count(move.kind) for move in steps)
-    return largest(total, lambda n: fits(geo, walked(geo, plan, steps, n, n), limits))
+    return largest(total, lambda n: fits(geo, with_moves(geo, plan, steps, n, n), limits))
 
 
 def other_swaps(geo: Geometry, plan: Plan, limits: Limits, steps: Sequence[Move]) -> Iterable[Plan]:
-    """More and fewer moves to RAM than a plan has, of one that has none on the SSD."""
+    """Plans with other numbers of moves to RAM than `plan`; none if it swaps to the SSD."""
     if any(unit.names("ssd") for unit in plan.units):
         return
     plain = plan.changed(range(geo.n_units), saved=())
-    room = _room(geo, plain, limits, steps)
+    room = _moves_in_ram(geo, plain, limits, steps)
     for n in dict.fromkeys(round(room * i / PARTS) for i in range(1, PARTS + 1)):
-        yield most_kept(geo, plain, limits, steps, n, n)
+        yield with_most_on_gpu(geo, plain, limits, steps, n, n)
 
 
 def in_peers(geo: Geometry, plan: Plan, limits: Limits, steps: Sequence[Move], piece: int) -> Iterable[Plan]:
-    """Plans that save more, or all that they swap, in other GPUs' memory: of all units, of the head's GPU, of the
-    fullest one. A full GPU has no room for what is in flight to another: so also with weights streamed to it that were
-    resident, in few buffers.
+    """Plans that save more tensors, or all that they swap, in other GPUs' memory: those of all GPUs, of the head's GPU,
+    or of the GPU with the least free memory. Copies to a peer need buffers on the source, so plans in which that GPU
+    keeps no resident weights and has few buffers are tried, too.
     """
     short = replace(plan, piece=min(plan.piece, piece))
     one = {plan.units[geo.head].gpu}, {fullest(each_usage(geo, short)[0], limits)}
@@ -329,7 +343,7 @@ def in_peers(geo: Geometry, plan: Plan, limits: Limits, steps: Sequence[Move], p
 
 
 def _swapping_only(plan: Plan, units: Sequence[int]) -> Plan:
-    """`plan` whose `units` save nothing but what they swap to RAM or the SSD."""
+    """`plan` in which `units` save only tensors that are swapped to RAM or the SSD."""
     for saved in dict.fromkeys(plan.units[u].saved for u in units):
         alike = {u for u in units if plan.units[u].saved == saved}
         plan = plan.changed(alike, saved=tuple((n, tier) for n, tier in saved if tier in ("host", "ssd")), peer=0)
@@ -337,8 +351,8 @@ def _swapping_only(plan: Plan, units: Sequence[int]) -> Plan:
 
 
 def fuller(geo: Geometry, plan: Plan, limits: Limits, piece: int, states: bool) -> Iterable[Plan]:
-    """Plans that fill each of several GPUs with its units' frozen weights, or with `states` with those: the rule stops
-    where one GPU is full.
+    """Plans that fill each of several GPUs with frozen weights of its units, and if `states` with their weights and
+    optimizer state. The rule stops when the first GPU is full.
     """
     short = replace(plan, piece=min(plan.piece, piece))
     frozen = [u for u, unit in enumerate(plan.units) if unit.base != "gpu"]
@@ -352,11 +366,11 @@ def fuller(geo: Geometry, plan: Plan, limits: Limits, piece: int, states: bool) 
 
 
 def lend(geo: Geometry, plan: Plan, limits: Limits, steps: Sequence[Move], only: Collection[int]) -> Plan:
-    """`plan` that saves more of the units of GPUs `only`, most seconds per byte first: on their own GPU as far as it
-    has room, then on the roomiest other. A GPU lends what it has left in addition to all that it computes with.
+    """`plan` with more saved tensors in units of the GPUs `only`, in the order of `steps`: on the unit's own GPU while
+    it has memory, then on the other GPU with the most free memory.
 
-    GPUs with less room than the roomiest first leave some for the buffers of copies to a peer: as many bytes as one of
-    `steps` saves, or none; that after which the busiest GPU recomputes least.
+    The GPUs with less free memory reserve buffers for copies to a peer. The reserve is the size of one of `steps`, or
+    nothing, whichever leaves the least recomputation to the busiest GPU.
     """
     spans = (geo.saved_layout(geo.kinds.index(move.kind), move.names, plan.tokens).span for move in steps)
     found = [_lent(geo, plan, limits, steps, only, staged) for staged in dict.fromkeys((0, *spans))]
@@ -366,8 +380,8 @@ def lend(geo: Geometry, plan: Plan, limits: Limits, steps: Sequence[Move], only:
 def _lent(
     geo: Geometry, plan: Plan, limits: Limits, steps: Sequence[Move], only: Collection[int], staged: int
 ) -> tuple[float, Plan]:
-    """Seconds that the busiest GPU recomputes after `lend` with buffers of `staged` bytes, and the plan."""
-    rooms = _Rooms(geo, plan, limits, staged)
+    """(seconds of recomputation of the busiest GPU, plan) of `lend` with reserved buffers of `staged` bytes."""
+    rooms = _FreeMemory(geo, plan, limits, staged)
     units = [u for u in range(geo.head - 1, 0, -1) if plan.units[u].gpu in only]
     changed, left = dict[int, UnitPlan](), [0.0] * plan.gpus
     for move, u in ((move, u) for move in steps for u in units if geo.kinds[u] == move.kind):
@@ -392,13 +406,13 @@ def _lent(
     return max(left), plan
 
 
-class _Rooms:
-    """Bytes that each GPU has left with a plan, and with buffers of `staged` bytes on all but the roomiest."""
+class _FreeMemory:
+    """Free bytes of each GPU with a plan, less buffers of `staged` bytes on all GPUs but the one with the most."""
 
     def __init__(self, geo: Geometry, plan: Plan, limits: Limits, staged: int = 0):
         self.geo, self.plan = geo, plan
         self.left = [limits.of(gpu) - used for gpu, used in enumerate(each_usage(geo, plan)[0])]
-        self.staged = [0] * plan.gpus  # of a buffer on the way to a peer
+        self.staged = [0] * plan.gpus  # bytes of a buffer for copies to a peer
         for u, unit in enumerate(plan.units):
             self.staged[unit.gpu] = max(self.staged[unit.gpu], self._span(u, unit, "peer"))
         for gpu in set(range(plan.gpus)) - {max(range(plan.gpus), key=lambda gpu: self.left[gpu])}:
@@ -412,7 +426,7 @@ class _Rooms:
         return self.geo.saved_layout(u, names, self.plan.tokens).span if names else 0
 
     def take(self, u: int, before: UnitPlan, after: UnitPlan) -> bool:
-        """Takes what unit u needs more after a change of its saved tensors, if all GPUs have that."""
+        """Allocates the additional bytes of unit u after a change of its saved tensors; False if they do not fit."""
         more = {tier: self._span(u, after, tier) - self._span(u, before, tier) for tier in ("gpu", "peer")}
         pool = max(0, self._span(u, after, "peer") - self.staged[after.gpu])
         own, lent = self.plan.n_micro * more["gpu"] + self.plan.swap_slots * pool, self.plan.n_micro * more["peer"]
@@ -424,15 +438,16 @@ class _Rooms:
         return True
 
 
-def most_kept(geo: Geometry, plan: Plan, limits: Limits, steps: Sequence[Move], n: int, in_ram: int) -> Plan:
-    """`walked` with the largest `keep`."""
-    return furthest(geo, limits, geo.cfg.n_layers, lambda keep: walked(geo, plan, steps, n, in_ram, keep))
+def with_most_on_gpu(geo: Geometry, plan: Plan, limits: Limits, steps: Sequence[Move], n: int, in_ram: int) -> Plan:
+    """`with_moves` with the largest `keep` that fits."""
+    return largest_fitting(geo, limits, geo.cfg.n_layers, lambda keep: with_moves(geo, plan, steps, n, in_ram, keep))
 
 
-def walked(geo: Geometry, plan: Plan, steps: Sequence[Move], n: int, in_ram: int, keep: int = 0) -> Plan:
-    """`plan` with everything of the last `keep` blocks on the GPU, and of the others the first n moves.
+def with_moves(geo: Geometry, plan: Plan, steps: Sequence[Move], n: int, in_ram: int, keep: int = 0) -> Plan:
+    """`plan` in which the last `keep` blocks save all tensors on the GPU, and the others those of the first n moves.
 
-    A move is counted for each unit of its kind, evenly spread. The first `in_ram` save in RAM, the others on the SSD.
+    Each move counts once for each unit of its kind. The last move is applied to units at even distances. The first
+    `in_ram` moves save in RAM, the others on the SSD.
     """
     last = geo.cfg.n_layers - keep
     to_ram: Tier = "host"

@@ -27,7 +27,7 @@ from trireme.engine.planner.predict import Batch, predict
 from trireme.engine.planner.rates import Rates
 from trireme.engine.planner.rule import Wanted, simple_plan
 from trireme.engine.planner.sizes import MODELS
-from trireme.engine.planner.variants import LEANS, most_kept, moves, walked
+from trireme.engine.planner.variants import STRATEGIES, moves, with_most_on_gpu, with_moves
 from trireme.models.config import ModelConfig
 
 LINES = (  # arguments of step.py
@@ -45,19 +45,19 @@ def swaps(geo: Geometry, base: Plan, limits: Limits, rates: Rates, document: int
     steps = moves(geo, Batch(base.tokens, document, base.n_micro), rates)
     total = sum(geo.kinds.count(move.kind) for move in steps)
     for n in dict.fromkeys(round(total * i / PARTS) for i in range(PARTS + 1)):
-        if fits(geo, walked(geo, plain, steps, n, n), limits):
-            yield n, most_kept(geo, plain, limits, steps, n, n)
+        if fits(geo, with_moves(geo, plain, steps, n, n), limits):
+            yield n, with_most_on_gpu(geo, plain, limits, steps, n, n)
 
 
 def alternatives(cfg: ModelConfig, limits: Limits, rates: Rates, wanted: Wanted) -> Iterator[tuple[str, Plan]]:
-    """(kind, plan) over micro-batches, leans, tensors in RAM, shares of blocks."""
+    """(kind, plan) over micro-batches, strategies, tensors in RAM, shares of blocks."""
     for size in wanted.sizes[:3]:
-        for lean in LEANS:
+        for strategy in STRATEGIES:
             try:
-                base = simple_plan(cfg, limits, replace(wanted, sizes=(size,)), lean)
+                base = simple_plan(cfg, limits, replace(wanted, sizes=(size,)), strategy)
             except DoesNotFit:
                 continue
-            kind = f"x {lean.x}, states {lean.states}, resident {lean.resident}, updates {lean.updates}"
+            kind = f"x {strategy.x}, states {strategy.states}, resident {strategy.resident}, updates {strategy.updates}"
             yield kind, base
             geo = Geometry.of(cfg, base)
             for n, plan in swaps(geo, base, limits, rates, wanted.document):

@@ -10,8 +10,8 @@ are written during backward. What is left: the CPU updates weights at 20 bytes o
 GPU those of a share of the layers, whose state is transferred, 14 bytes up and 4 down. Copies take bandwidth of RAM
 from the CPU.
 
---all: the least lower bound (planner/choose.floors) of all plans with 0 to 8 layers' state on the GPU, any share of the
-other updates there, and any saved tensors; some minutes.
+--all: the least lower bound (planner/choose.lower_bounds) of all plans with 0 to 8 layers' state on the GPU, any share
+of the other updates there, and any saved tensors; some minutes.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ from trireme.engine.planner.choose import Trials, choose, first_plan
 from trireme.engine.planner.gpus import GPUS
 from trireme.engine.planner.predict import Batch, predict, unit_seconds
 from trireme.engine.planner.rates import Rates, machine, rates_of
-from trireme.engine.planner.rule import Cut, Lean, Wanted, sizes_of
+from trireme.engine.planner.rule import Cut, Strategy, Wanted, sizes_of
 from trireme.engine.planner.sizes import MODELS
 from trireme.engine.planner.variants import moves, variants
 from trireme.engine.run.plan import record_size
@@ -100,14 +100,14 @@ def least(model: str, fp8: bool, limits: Limits, rates: Rates, parts: int = 8) -
     wanted = wanted_of(cfg, limits, clip=True)
     first = first_plan(cfg, limits, wanted, drive=False)
     trials = Trials(Geometry.of(cfg, first), rates, replace(wanted, cuts=(Cut.of(first),)))
-    leans = [
-        Lean(x, states / cfg.n_units, updates=share / parts)
+    strategies = [
+        Strategy(x, states / cfg.n_units, updates=share / parts)
         for x, states, share in product(("gpu", "host"), range(9), range(parts + 1))
     ]
     steps = moves(trials.geo, trials.batch(first), rates)
-    made = set(variants(trials.geo, limits, first, trials.wanted, steps, leans))
+    made = set(variants(trials.geo, limits, first, trials.wanted, steps, strategies))
     plans = [plan for plan in made if not plan.uses("ssd")]
-    return len(plans), SEQUENCES * SEQ * min(map(trials.floor, plans))
+    return len(plans), SEQUENCES * SEQ * min(map(trials.lower_bound, plans))
 
 
 def main() -> None:

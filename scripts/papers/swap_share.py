@@ -21,7 +21,7 @@ from trireme.engine.planner.predict import Batch, predict
 from trireme.engine.planner.rates import Machine, assume
 from trireme.engine.planner.rule import Wanted, simple_plan
 from trireme.engine.planner.sizes import MODELS
-from trireme.engine.planner.variants import LEANS, most_kept, moves, walked
+from trireme.engine.planner.variants import STRATEGIES, moves, with_most_on_gpu, with_moves
 from trireme.engine.run.plan import record_size
 from trireme.models.config import ModelConfig
 from trireme.models.sizes import shapes
@@ -34,7 +34,7 @@ def points(a: argparse.Namespace, cfg: ModelConfig, m: Machine, sequences: int) 
     record = record_size(shapes.parameters(cfg), m.limits.host)
     wanted = Wanted(sizes, mode="backward", record=record, document=a.seq)
     choice = choose(cfg, m.limits, m.rates, wanted).plan
-    base = simple_plan(cfg, m.limits, replace(wanted, sizes=((choice.tokens, choice.n_micro),)), LEANS[0])
+    base = simple_plan(cfg, m.limits, replace(wanted, sizes=((choice.tokens, choice.n_micro),)), STRATEGIES[0])
     geo = Geometry.of(cfg, base)
     plain, steps = (
         base.changed(range(geo.n_units), saved=()),
@@ -42,9 +42,9 @@ def points(a: argparse.Namespace, cfg: ModelConfig, m: Machine, sequences: int) 
     )
     total = sum(geo.kinds.count(move.kind) for move in steps)
     plans = [
-        most_kept(geo, plain, m.limits, steps, n, n)
+        with_most_on_gpu(geo, plain, m.limits, steps, n, n)
         for n in dict.fromkeys(round(total * i / a.points) for i in range(a.points + 1))
-        if fits(geo, walked(geo, plain, steps, n, n), m.limits)
+        if fits(geo, with_moves(geo, plain, steps, n, n), m.limits)
     ]
     curve = {swapped_share(geo, plan): plan for plan in plans}
     for chosen, (share, plan) in [*((False, p) for p in curve.items()), (True, (swapped_share(geo, choice), choice))]:

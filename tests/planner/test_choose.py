@@ -13,11 +13,11 @@ from trireme.engine.buffers import buffers, fits
 from trireme.engine.build import build
 from trireme.engine.geometry import Geometry, geometry
 from trireme.engine.plan import DoesNotFit, Limits
-from trireme.engine.planner.choose import choose, floors
+from trireme.engine.planner.choose import choose, lower_bounds
 from trireme.engine.planner.predict import Batch, predict, rebuilt_seconds
 from trireme.engine.planner.rates import DRIVES, GPUS, Rates, machine
 from trireme.engine.planner.reasons import reasons
-from trireme.engine.planner.rule import Lean, Wanted, all_cuts, cuts, simple_plan, sliced
+from trireme.engine.planner.rule import Strategy, Wanted, all_cuts, cuts, simple_plan, sliced
 from trireme.engine.planner.simulate import SimulatedQueues
 from trireme.engine.planner.sizes import MODELS
 from trireme.engine.planner.variants import moves, swap_slots, swaps, updated_alike, updates
@@ -178,15 +178,15 @@ def test_reasons_are_of_the_plan():
 def test_floors_are_below_what_is_simulated(cfg):
     choice = choose(cfg, Limits(150 * MIB, 70 * MIB if cfg.lora else 300 * MIB), RATES, WANTED)
     batch = Batch(choice.plan.tokens, 256, choice.plan.n_micro)
-    floor = floors(Geometry.of(cfg, choice.plan), choice.plan, RATES, batch)
-    assert max(floor.values()) <= choice.found.step_s
+    bound = lower_bounds(Geometry.of(cfg, choice.plan), choice.plan, RATES, batch)
+    assert max(bound.values()) <= choice.found.step_s
     if cfg.frozen:  # the drive binds, and of frozen weights alone
         read = sum(
             geo.span
             for geo, u in zip(Geometry.of(cfg, choice.plan).base, choice.plan.units, strict=True)
             if u.base == "ssd"
         )
-        assert floor["ssd"] >= 1.4 * read / RATES.ssd_read > 0
+        assert bound["ssd"] >= 1.4 * read / RATES.ssd_read > 0
         assert any("frozen weights of" in reason for reason in choice.because)
 
 
@@ -205,11 +205,11 @@ def test_experts_in_mxfp4_are_counted_packed_and_their_decoding_too():
     spans = [s for s in found.spans if s.kind == "decode"]
     assert sum(s.nbytes for s in spans) == 2 * 36 * round(decoded.nbytes * (1 + 4.25 / 16))
     assert found.busy["h2d"] == pytest.approx(2 * 65.3 * GB / RATES.h2d, rel=0.1)
-    floor = floors(geo, plan, RATES, batch)
+    bound = lower_bounds(geo, plan, RATES, batch)
     without = replace(cfg, packing=None)
-    taken = floor["compute"] - floors(Geometry.of(without, plan), plan, RATES, batch)["compute"]
+    taken = bound["compute"] - lower_bounds(Geometry.of(without, plan), plan, RATES, batch)["compute"]
     assert taken == pytest.approx(sum(s.nbytes for s in spans) / RATES.copy)
-    assert max(floor.values()) <= found.step_s
+    assert max(bound.values()) <= found.step_s
 
 
 def test_adapters_write_nothing_to_the_drive():
@@ -313,7 +313,7 @@ def test_the_largest_models_are_planned_with_few_simulations(monkeypatch, gpu, r
 def test_a_full_gpu_makes_room_for_updates():
     """8B in fp8 with clipping, an H100: the CPU is the limit, and a plan whose GPU is full has no updates there."""
     cfg, limits = replace(MODELS["llama-8b"], fp8=True), Limits(23 << 30, 115 << 30)
-    full = simple_plan(cfg, limits, Wanted(((16384, 2),), record=1 << 25), Lean("host", updates=0.0))
+    full = simple_plan(cfg, limits, Wanted(((16384, 2),), record=1 << 25), Strategy("host", updates=0.0))
     geo, rates = Geometry.of(cfg, full), machine(GPUS["h100"], 128 << 30).rates
     swapping = list(swaps(geo, full, limits, moves(geo, Batch(16384, 1024, 2), rates)))[-1]
     assert any(unit.names("host") for unit in swapping.units)

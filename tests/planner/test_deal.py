@@ -13,9 +13,9 @@ from trireme.engine.build import Inputs, build
 from trireme.engine.geometry import Geometry
 from trireme.engine.plan import Limits, Shares, UnitPlan
 from trireme.engine.planner import choose as choose_module
-from trireme.engine.planner.choose import choose, floors, ways_to_share
+from trireme.engine.planner.choose import choose, lower_bounds, ways_to_share
 from trireme.engine.planner.predict import Batch, predict, predict_between
-from trireme.engine.planner.rule import Lean, Wanted, shortage, simple_plan
+from trireme.engine.planner.rule import Strategy, Wanted, shortage, simple_plan
 from trireme.engine.planner.simulate import SimulatedQueues
 from trireme.engine.planner.variants import divided_losses, fuller, in_peers, moves
 from trireme.engine.step import evaluate, train_step
@@ -96,7 +96,7 @@ def test_where_ram_is_short_inputs_are_at_home_on_their_gpus():
     """Each GPU has those of its own blocks: a plan fits that has no room for them in RAM."""
     wanted = Wanted(((512, 8),), document=512, gpus=2, placement="host")
     roomy = Limits(300 * MIB, 4000 * MIB, 2)
-    low = simple_plan(SMALL, roomy, wanted, Lean("host"))
+    low = simple_plan(SMALL, roomy, wanted, Strategy("host"))
     assert all(unit.x == "host" for unit in low.units)
     short = replace(roomy, host=usage(Geometry.of(SMALL, low), low)["host"] - 8 * MIB)
     choice = choose(SMALL, short, H200, wanted)
@@ -105,7 +105,7 @@ def test_where_ram_is_short_inputs_are_at_home_on_their_gpus():
     assert choice.plan.units[-1].x == "host"
     assert fits(geo, choice.plan, short)
     batch = Batch(512, 512, 8)
-    assert max(floors(geo, choice.plan, H200, batch).values()) <= choice.found.step_s
+    assert max(lower_bounds(geo, choice.plan, H200, batch).values()) <= choice.found.step_s
 
 
 LINKED = replace(H200, peer=3e11, host=1.3e-5)
@@ -114,9 +114,11 @@ LINKED = replace(H200, peer=3e11, host=1.3e-5)
 def test_with_peer_access_outputs_stay_on_gpus(monkeypatch):
     """They move by peer copies where that fits and is faster; else through RAM, as without peer access."""
     monkeypatch.setattr(choose_module, "WORK", 400)
-    wanted, plain = Wanted(((512, 4),), document=256, gpus=2), [Lean()]
+    wanted, plain = Wanted(((512, 4),), document=256, gpus=2), [Strategy()]
     limits = Limits(200 * MIB, 2000 * MIB, 2)
-    linked, apart = (choose(SMALL, limits, rates, wanted, leans=plain) for rates in (LINKED, replace(LINKED, peer=0.0)))
+    linked, apart = (
+        choose(SMALL, limits, rates, wanted, strategies=plain) for rates in (LINKED, replace(LINKED, peer=0.0))
+    )
     assert (linked.plan.between, apart.plan.between) == ("gpu", "host")
     assert linked.found.step_s < apart.found.step_s
     assert linked.found.busy["peer"] > 0
@@ -213,7 +215,7 @@ def test_memory_that_another_process_leaves_on_one_of_two_equal_gpus_is_used(mon
     wanted = Wanted(((4096, 4),), document=2048, gpus=2)
     limits = Limits(4000 * MIB, 1400 * MIB, 2, less=(3400 * MIB, 0))
     lending, alone = (
-        choose(SMALL, limits, rates, replace(wanted, lending=lends), leans=[Lean()]) for lends in (True, False)
+        choose(SMALL, limits, rates, replace(wanted, lending=lends), strategies=[Strategy()]) for lends in (True, False)
     )
     assert {unit.gpu for unit in lending.plan.units if unit.lent} == {0}
     assert not any(unit.lent for unit in alone.plan.units)
@@ -247,11 +249,11 @@ def test_equal_gpus_of_which_one_has_little_memory_left_divide_layers_by_it(monk
     rates = replace(LINKED, adam=3e8, dram=3e8 * 34)
     wanted, limits = Wanted(((512, 2),), document=512, gpus=2), Limits(2000 * MIB, 2000 * MIB, 2, less=(1700 * MIB, 0))
     assert ways_to_share(SMALL, limits, rates, wanted) == [None, Shares((300 * MIB, 2000 * MIB), 1)]
-    choice = choose(SMALL, limits, rates, wanted, leans=[Lean()])
+    choice = choose(SMALL, limits, rates, wanted, strategies=[Strategy()])
     blocks = Counter(unit.gpu for unit in choice.plan.units[1:-1])
     assert blocks[1] > blocks[0] > 0
     assert choice.because[-1].startswith("one GPU has less free memory than another (")
-    in_turn = choose(SMALL, replace(limits, gpu=300 * MIB, less=()), rates, wanted, leans=[Lean()])
+    in_turn = choose(SMALL, replace(limits, gpu=300 * MIB, less=()), rates, wanted, strategies=[Strategy()])
     assert choice.found.step_s < 0.9 * in_turn.found.step_s
 
 
@@ -277,7 +279,7 @@ def test_losses_of_a_large_vocabulary_are_divided_over_gpus(monkeypatch):
     monkeypatch.setattr(choose_module, "WORK", 400)
     cfg, rates = replace(SMALL, vocab=64000), replace(LINKED, adam=1e12, dram=1e14, host=0.0)
     wanted, limits = Wanted(((4096, 8),), document=2048, gpus=2), Limits(4 << 30, 1 << 40, 2)
-    choose_for = lambda cfg, begun=None, rates=rates: choose(cfg, limits, rates, wanted, begun, [Lean()])
+    choose_for = lambda cfg, begun=None, rates=rates: choose(cfg, limits, rates, wanted, begun, [Strategy()])
     choice = choose_for(cfg)
     assert set(choice.plan.losses) == {0, 1}
     said = [each for each in choice.because if each.startswith("GPUs ")]
@@ -328,15 +330,15 @@ def test_unequal_gpus_have_blocks_by_their_speed_in_even_distances():
 def test_unequal_gpus_are_planned_within_the_memory_of_each(monkeypatch):
     monkeypatch.setattr(choose_module, "WORK", 400)
     limits = Limits(300 * MIB, 2000 * MIB, 2, less=(0, 120 * MIB))
-    wanted, plain = Wanted(((512, 8),), document=256, gpus=2), [Lean()]
-    choice = choose(SMALL, limits, UNEQUAL, wanted, leans=plain)
+    wanted, plain = Wanted(((512, 8),), document=256, gpus=2), [Strategy()]
+    choice = choose(SMALL, limits, UNEQUAL, wanted, strategies=plain)
     geo = Geometry.of(SMALL, choice.plan)
     for gpu, used in enumerate(each_usage(geo, choice.plan)[0]):
         assert used <= limits.of(gpu)
     blocks = Counter(unit.gpu for unit in choice.plan.units[1:-1])
     assert blocks[0] > blocks[1]
     batch = Batch(512, 256, 8)
-    assert max(floors(geo, choice.plan, UNEQUAL, batch).values()) <= choice.found.step_s
+    assert max(lower_bounds(geo, choice.plan, UNEQUAL, batch).values()) <= choice.found.step_s
     in_turn = predict(SMALL, choice.plan.dealt(1, False).dealt(2, False), UNEQUAL, batch, roughly=True)
     assert choice.found.step_s < in_turn.step_s
     assert any(said.startswith("GPUs are unequal (") for said in choice.because)

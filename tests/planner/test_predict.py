@@ -12,7 +12,7 @@ from plans import ADAPTED, H200, ONE_B, RATES, SEVEN_B, SMALL, plan
 from trireme.engine.buffers import usage
 from trireme.engine.geometry import ADAM_BYTES, Geometry
 from trireme.engine.plan import Limits, Plan, UnitPlan
-from trireme.engine.planner.predict import KERNELS, RECURRENCE, WITHIN, Batch, predict, together, unit_seconds
+from trireme.engine.planner.predict import KERNELS, RECURRENCE, WITHIN, Batch, merge_factor, predict, unit_seconds
 from trireme.engine.planner.rates import GPUS, Rates, assume, rates_of
 from trireme.engine.planner.rule import Wanted, simple_plan
 from trireme.engine.planner.simulate import is_copy
@@ -346,9 +346,9 @@ def test_very_many_micro_batches_pass_some_as_one(placement, off, monkeypatch):
     m = assume("gpu=rtx4090,ram=512GiB,ssd=2x2TB@7/5")
     by_rule = simple_plan(SEVEN_B, m.limits, Wanted(((2048, 48),), placement=placement))
     batch = Batch(by_rule.tokens, 2048, by_rule.n_micro)
-    assert (together(48), together(15), together(17)) == (6, 1, 1)
+    assert (merge_factor(48), merge_factor(15), merge_factor(17)) == (6, 1, 1)
     found = predict(SEVEN_B, by_rule, m.rates, batch)
-    monkeypatch.setattr("trireme.engine.planner.predict.together", lambda n, gpus: 1)
+    monkeypatch.setattr("trireme.engine.planner.predict.merge_factor", lambda n, gpus: 1)
     exact = predict(SEVEN_B, by_rule, m.rates, batch)
     assert found.step_s == pytest.approx(exact.step_s, rel=off)
     assert found.busy["compute"] == pytest.approx(exact.busy["compute"], rel=0.01)

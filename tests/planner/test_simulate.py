@@ -16,7 +16,7 @@ from trireme.engine.planner.gpus import GPUS
 from trireme.engine.planner.predict import Batch, durations, predict
 from trireme.engine.planner.rates import DRIVES, Rates, machine
 from trireme.engine.planner.rule import Wanted
-from trireme.engine.planner.simulate import Classes, Intervals, SimulatedQueues
+from trireme.engine.planner.simulate import Intervals, SharedDevice, SimulatedQueues
 from trireme.engine.planner.sizes import MODELS
 from trireme.engine.run.plan import record_size
 from trireme.engine.step import train_step
@@ -48,7 +48,7 @@ def test_a_drive_fills_its_gaps():
 
 def test_a_waiting_class_has_its_share_of_the_drives():
     """What a step waits for is delayed by one part in BOUND at most; a write gets at least that much."""
-    drives = Classes(4, BOUND)
+    drives = SharedDevice(4, BOUND)
     assert drives.take(WRITE_BACK, 0, 4) == 4
     assert drives.take(READ, 0, 8) == 8 * (1 + 1 / BOUND)  # nothing is left of the four seconds before it
     assert drives.take(READ, 0, 8) == 16 * (1 + 1 / BOUND)
@@ -73,7 +73,7 @@ def test_copies_of_several_gpus_share_what_ram_gives_all_of_them():
     assert task.end == pytest.approx(0.5)
 
 
-def in_turn(self: Classes, rank: int, start: float, seconds: float) -> float:
+def in_turn(self: SharedDevice, rank: int, start: float, seconds: float) -> float:
     """Drives without classes, whose queues take turns."""
     assert self.bound == BOUND
     end = self.busy[0].take(start, seconds)
@@ -87,7 +87,7 @@ def test_classes_make_175b_on_fuyous_machine_faster(monkeypatch):
     record = record_size(shapes.parameters(cfg), m.limits.host)
     plan = choose(cfg, m.limits, m.rates, Wanted(((2048, 8),), record=record)).plan
     by_class = predict(cfg, plan, m.rates, Batch(2048, 1024, 8)).step_s
-    monkeypatch.setattr(Classes, "take", in_turn)
+    monkeypatch.setattr(SharedDevice, "take", in_turn)
     assert predict(cfg, plan, m.rates, Batch(2048, 1024, 8)).step_s > 1.04 * by_class
 
 

@@ -13,7 +13,7 @@ from trireme.engine.plan import UnitPlan
 from trireme.engine.planner.predict import Batch, unit_seconds
 from trireme.engine.planner.rates import assume
 from trireme.engine.planner.rule import largest
-from trireme.engine.planner.variants import moves, rebuilt_seconds, walked
+from trireme.engine.planner.variants import moves, rebuilt_seconds, with_moves
 from trireme.models.sizes import shapes
 
 GPUS = "rtx3090", "rtx4090", "a100-80g", "h200"
@@ -26,7 +26,7 @@ def choices(sets, layers):
 
 
 def gap(dice: Random) -> float:
-    """Seconds of recomputation by the walk beyond the least that the same bytes allow, over those of a step."""
+    """Seconds of recomputation by these moves beyond the least that the same bytes allow, over those of a step."""
     heads, layers, tokens = dice.choice((2, 4, 8)), dice.randint(8, 9), dice.choice((1024, 4096, 16384, 65536))
     cfg = llama(128 * heads * dice.choice((1, 2)), layers, heads, 128 * heads * dice.choice((2, 3, 4)))
     rates, batch = assume(f"gpu={dice.choice(GPUS)},ram=64GiB").rates, Batch(tokens, dice.choice((512, tokens)), 1)
@@ -41,16 +41,16 @@ def gap(dice: Random) -> float:
     room = dice.uniform(0.05, 1) * layers * sum(size.values())
 
     empty, steps = plan(cfg, UnitPlan(), tokens=tokens, n_micro=1), moves(geo, batch, rates)
-    saved = lambda n: [unit.names("host") for unit in walked(geo, empty, steps, n, n).units[1:-1]]
+    saved = lambda n: [unit.names("host") for unit in with_moves(geo, empty, steps, n, n).units[1:-1]]
     taken = lambda n: sum(size[name] for names in saved(n) for name in names)
-    walk = saved(largest(layers * len(steps), lambda n: taken(n) <= room))
+    chosen = saved(largest(layers * len(steps), lambda n: taken(n) <= room))
     step = sum(unit_seconds(cfg, empty, rates, batch).values())  # all of it recomputed
-    spare = sum(left(()) - left(names) for names in walk)
-    return (sum(map(left, walk)) - seconds[nbytes <= room].min()) / (step - spare)
+    spare = sum(left(()) - left(names) for names in chosen)
+    return (sum(map(left, chosen)) - seconds[nbytes <= room].min()) / (step - spare)
 
 
 @pytest.mark.full
-def test_the_walk_is_within_a_percent_of_the_best_of_all_choices():
+def test_the_order_of_moves_is_within_a_percent_of_the_best_of_all_choices():
     """Of 200 models and machines: each block may save any set of its tensors, within an amount of RAM."""
     dice = Random(0)
     gaps = [gap(dice) for _ in range(200)]
