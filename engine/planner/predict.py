@@ -1,4 +1,7 @@
-"""Estimated time of a step: its own code on simulated queues (simulate.py)."""
+"""Estimates the time of a step: runs the step's own code on simulated queues (simulate.py).
+
+The duration of a task is computed from its bytes and FLOPs and from the machine's rates (rates.py).
+"""
 
 from __future__ import annotations
 
@@ -25,36 +28,38 @@ from trireme.models.sizes import costs, narrow, shapes, workspace
 from trireme.storage.layout import ITEMSIZE
 
 PASSES: dict[Kind, float] = {"finish": 1.9, "zero": 1.3, "decode": 1.3}  # bytes copied for each byte of a task
-TOKEN = 40  # kernels of a block for a sampled token, 0.65 ms
+TOKEN = 40  # kernels of a block for a sampled token, which take 0.65 ms
 KERNELS: dict[Kind, int] = {"forward": 12, "backward": 40, "finish": 8, "statistics": 10, "token": TOKEN}  # others: 1
-RECURRENCE: dict[Kind, int] = {"forward": 18, "backward": 75}  # more of a mixer that is a recurrence, or has one, too
-LOSS_FORWARD = 1 / 3  # of the loss's three matmuls
-LOSS_KERNELS = 12, 6  # and for each chunk of logits
-FP8_LAYERS = 4  # of a block: two kernels each make a matrix's codes
-# Times `Rates.host`: what each other GPU's thread delays a kernel. Steps of 3B to 30B on two and four H100s: 1.1 to 2.3
+RECURRENCE: dict[Kind, int] = {"forward": 18, "backward": 75}  # additional kernels of a mixer with a recurrence
+LOSS_FORWARD = 1 / 3  # share of forward in the loss's three matrix multiplications
+LOSS_KERNELS = 12, 6  # kernels of the loss, and additional ones for each chunk of logits
+FP8_LAYERS = 4  # linear layers of a block; for each, two kernels quantize a matrix
+# Each other GPU's thread delays the launch of a kernel by this multiple of `Rates.host`. Fitted: 1.1 to 2.3 in steps of
+# 3B to 30B on two and four H100s.
 CONTENTION = 1.6
-EMBED_KERNELS: dict[Kind, int] = {"forward": 1, "backward": 4}  # sorts ids, adds in place
-# Python of a block between its kernels, in tasks' (Rates.task): 0.2 and 0.43 ms where a task takes 47 us
+EMBED_KERNELS: dict[Kind, int] = {"forward": 1, "backward": 4}  # backward sorts ids and adds in place
+# Time of the interpreter in a block between its kernels, in units of Rates.task: 0.2 and 0.43 ms where a task takes 47
+# us
 WITHIN: dict[Kind, int] = {"forward": 4, "backward": 9}
 MICRO: tuple[Kind, ...] = ("forward", "backward", "loss")  # tasks of each micro-batch
-MIN_GROUPS = 8  # micro-batches simulated apart, at least
-MIN_PER_GPU = 4  # of each of several GPUs
-OPS = 4  # operations of torch on a CPU that take the interpreter as long as a task
-PIECES = 16  # of the largest gradient, `roughly`
-HALF = 450  # tokens of a document at half of attention's best: 0.54, 0.70, 0.73 at 1k, 4k, 8k
+MIN_GROUPS = 8  # groups of micro-batches that are simulated, at least
+MIN_PER_GPU = 4  # the same for each of several GPUs
+OPS = 4  # operations of torch on a CPU in the time of one task (Rates.task)
+PIECES = 16  # pieces of the largest gradient in a rough simulation, at most
+HALF = 450  # tokens of a document with half of attention's best rate: shares are 0.54, 0.70, 0.73 at 1k, 4k, 8k
 CACHED = 1024  # predictions
-STEADY, STEPS = 1e-4, 12  # change of a steady state's steps; steps before extrapolation
+STEADY, STEPS = 1e-4, 12  # relative change of steps in a steady state; steps that are simulated to reach it, at most
 
 
 @dataclass(frozen=True)
 class Prediction:
-    """A steady state's step. `bound`: the busiest queue.
+    """The estimate of a step in the steady state. `bound`: the busiest resource.
 
-    `busy`: seconds of compute, h2d, d2h, ssd, cpu, update, with several hosts net, of several GPUs the most; dram: that
-    copies take of RAM alone.
+    `busy`: seconds for which each resource works: compute, h2d, d2h, ssd, cpu, update, with several hosts net, with
+    several GPUs peer and the maximum over GPUs; dram: the seconds of all copies at the rate of RAM.
     """
 
-    step_s: float
+    step_s: float  # seconds
     busy: dict[str, float]
     bound: str
     ssd_read: int  # bytes
@@ -64,13 +69,13 @@ class Prediction:
 
 @dataclass(frozen=True)
 class Batch:
-    """A step's micro-batches of `tokens` in documents of `seq_len`."""
+    """The micro-batches of a step: each has `tokens` in documents of `seq_len`."""
 
     tokens: int
     seq_len: int
     n_micro: int
     trained: float = 1.0  # share of tokens with a label
-    compared: bool = False  # the head's losses come before their gradients
+    compared: bool = False  # a loss that compares documents: the head's forward runs once more, for all micro-batches
 
     @property
     def learned(self) -> int:
@@ -92,10 +97,12 @@ class Batch:
 
 
 def predict(cfg: ModelConfig, plan: Plan, rates: Rates, batch: Batch, roughly: bool = False) -> Prediction:
-    """The steady state of `plan`, which is taken to fit. Raises ValueError where it needs a drive and rates have none.
+    """The estimate of `plan` in the steady state. Whether it fits is not checked. Raises ValueError if the plan uses
+    the SSD and the rates have no drive.
 
-    Several micro-batches are simulated as one (within 2 %). Only `roughly`: the same where `between` is "host", and
-    merged pieces of gradients; searches ask for the same plans, so these are kept.
+    Several micro-batches are simulated as one, which changes the result by at most 2 %. With `roughly` also those of
+    several GPUs and of outputs that are stored outside the GPU, and gradients have fewer pieces. Rough results are
+    cached, since searches ask for the same plans.
     """
     return (_known if roughly else _predict)(cfg, plan, rates, batch, roughly)
 
@@ -112,9 +119,9 @@ _known = lru_cache(CACHED)(_predict)
 def predict_between(
     cfg: ModelConfig, plan: Plan, rates: Rates, batch: Batch, issue: Callable[[Engine, Sequence[Inputs]], object]
 ) -> Prediction:
-    """What `issue` hands over between steps, while no update is due: the second of two. Raises as `predict`.
-
-    An evaluation of `batch`, a sampled token, a snapshot, an export.
+    """The estimate of work between steps, when no update is pending: an evaluation of `batch`, a sampled token, a
+    snapshot, an export. `issue` adds its tasks to the engine's queues; the second of two calls counts. Raises as
+    `predict`.
     """
     with _engine(cfg, plan, rates, batch) as (e, queues, inputs):
         known, name, train = unit_seconds(cfg, plan, rates, batch), e.geo.names[-1], queues.duration
@@ -132,7 +139,7 @@ def predict_between(
 def _engine(
     cfg: ModelConfig, plan: Plan, rates: Rates, batch: Batch, roughly: bool = False
 ) -> Iterator[tuple[Engine, SimulatedQueues, list[Inputs]]]:
-    """An engine on simulated queues, and its inputs: micro-batches as one, as far as `predict` says."""
+    """An engine on simulated queues, the queues, and the inputs, with micro-batches merged as `predict` describes."""
     if plan.uses("ssd") and not (rates.ssd_read and rates.ssd_write):
         raise ValueError("the plan uses a drive and the machine has none")
     cfg, rates = plan.cut(cfg), rates.with_moments(plan.adam_bits)
@@ -154,7 +161,7 @@ def _engine(
 
 
 def _steady(e: Engine, queues: SimulatedQueues, inputs: Sequence[Inputs]) -> float:
-    """Seconds of a steady state's step, noted in `queues`."""
+    """Seconds of a step in the steady state, whose tasks are then in `queues`."""
     for step, part in enumerate((inputs[:1], inputs), 1):  # the first makes gradients
         queues.begin()
         train_step(e, part, step, 0.0)
@@ -167,11 +174,13 @@ def _steady(e: Engine, queues: SimulatedQueues, inputs: Sequence[Inputs]) -> flo
         grown = [a - b for a, b in zip(now, before, strict=True)]
         if all(abs(more) < STEADY * seconds for more in grown):
             return seconds
-    return seconds + max(grown[1:])  # once slots wait for the queue that falls behind
+    return seconds + max(grown[1:])  # the step as it will be when buffers wait for the queue that falls behind
 
 
 def _lag(plan: Plan, known: Mapping[tuple[Kind, str], float], geo: Geometry, rates: Rates) -> float:
-    """Seconds that the last of several hosts begins backward later than the first: a unit and its sum each."""
+    """Seconds by which the last of several hosts begins backward later than the first: for each host the backward of a
+    unit and the transfer of its sum.
+    """
     of = lambda kind, u: sum(known.get((kind, name), 0.0) for name, _ in _parts(geo, u))
     slowest = max(of(kind, u) for kind in ("loss", "backward") for u in range(geo.n_units))
     return (plan.hosts - 1) * (plan.n_micro * slowest + 4 * max(geo.numel) / rates.net)
@@ -179,7 +188,7 @@ def _lag(plan: Plan, known: Mapping[tuple[Kind, str], float], geo: Geometry, rat
 
 @contextmanager
 def no_collection() -> Iterator[None]:
-    """No garbage collection: it doubles the time of a step's simulation, and adds a tenth to a search."""
+    """A context without garbage collection, which would double the time of a simulation."""
     was = gc.isenabled()
     gc.disable()
     try:
@@ -190,7 +199,9 @@ def no_collection() -> Iterator[None]:
 
 
 def merge_factor(n_micro: int, gpus: int = 1) -> int:
-    """The largest divisor of `n_micro` that leaves MIN_GROUPS groups, and each GPU some: fewer fake idle GPUs."""
+    """How many micro-batches are simulated as one: the largest divisor of `n_micro` that leaves at least MIN_GROUPS
+    groups, and MIN_PER_GPU for each of several GPUs, since with fewer the simulation has idle GPUs that a run has not.
+    """
     few = max(MIN_GROUPS, MIN_PER_GPU * gpus) if gpus > 1 else MIN_GROUPS
     return max(k for k in range(1, n_micro + 1) if n_micro % k == 0 and (k == 1 or n_micro // k >= few))
 
@@ -215,7 +226,7 @@ def _prediction(seconds: float, queues: SimulatedQueues, spans: tuple[Span, ...]
 
 
 def _covered(tasks: Sequence[Task]) -> float:
-    """Seconds in which any of them is under way: those of a bus overlap."""
+    """Seconds in which at least one of `tasks` runs; those of different queues may overlap."""
     if len({task.queue for task in tasks}) == 1:
         return sum(task.end - task.start for task in tasks)
     seconds = end = 0.0
@@ -229,7 +240,7 @@ def _covered(tasks: Sequence[Task]) -> float:
 
 
 def durations(cfg: ModelConfig, plan: Plan, rates: Rates, batch: Batch, k: int = 1) -> Callable[[Task], float]:
-    """A task's seconds alone, k micro-batches as one."""
+    """Returns a function that gives the seconds of a task without others; k micro-batches are simulated as one."""
     cfg = plan.cut(cfg)
     if rates.others:
         each = [durations(cfg, plan, replace(rates.of(gpu), others=()), batch, k) for gpu in range(plan.gpus)]
@@ -255,7 +266,9 @@ def durations(cfg: ModelConfig, plan: Plan, rates: Rates, batch: Batch, k: int =
 
 
 def issues(cfg: ModelConfig, plan: Plan, rates: Rates, batch: Batch, k: int = 1) -> Callable[[Task], float]:
-    """Seconds of the interpreter for a task's kernels, k micro-batches as one. Several GPUs' threads start theirs."""
+    """Returns a function that gives the seconds of the interpreter to launch a task's kernels; 0 with several GPUs,
+    where each GPU's thread launches them. k micro-batches are simulated as one.
+    """
     cfg = plan.cut(cfg)
     kinds = {name: shapes.kind(cfg, u) for u, name in enumerate(shapes.unit_names(cfg))}
 
@@ -274,7 +287,7 @@ def issues(cfg: ModelConfig, plan: Plan, rates: Rates, batch: Batch, k: int = 1)
 
 
 def kernels_of(cfg: ModelConfig, kind: Kind, of: str, learned: int) -> float:
-    """Kernels of a task on the GPU. `of`: what its unit is (shapes.kind); `learned`: labels of a micro-batch."""
+    """Kernels of a task on the GPU. `of`: the kind of its unit (shapes.kind); `learned`: labels in a micro-batch."""
     if kind == "loss":
         return LOSS_KERNELS[0] + LOSS_KERNELS[1] * -(-learned // workspace.LOSS_CHUNK)
     if of == "embed" and kind in MICRO:
@@ -290,11 +303,12 @@ def kernels_of(cfg: ModelConfig, kind: Kind, of: str, learned: int) -> float:
 
 
 def _launched(kernels: float, seconds: float, rates: Rates) -> float:
+    """Seconds of so many kernels that compute for `seconds`: with the gaps between them, or the time to launch them."""
     return max(seconds + kernels * rates.launch, kernels * rates.host)
 
 
 def unit_seconds(cfg: ModelConfig, plan: Plan, rates: Rates, batch: Batch) -> dict[tuple[Kind, str], float]:
-    """(kind, unit) -> seconds of forward, backward or loss of a micro-batch."""
+    """Seconds of forward, backward or loss of a micro-batch, by (kind, unit)."""
     cfg = plan.cut(cfg)
     names, N = shapes.unit_names(cfg), batch.tokens
     pairs = batch.inputs(cfg)[0].pairs
@@ -362,7 +376,9 @@ def _parts(geo: Geometry, u: int) -> list[tuple[str, float]]:
 def rebuilt_seconds(
     cfg: ModelConfig, u: int, kept: frozenset[str], rates: Rates, batch: Batch, itemsize: int = 2
 ) -> float:
-    """Of the GEMMs and attention that rebuild what a micro-batch of unit u has not saved, within backward."""
+    """Seconds of recomputation in backward: of the GEMMs and attention for the tensors of a micro-batch of unit u that
+    are not in `kept`.
+    """
     kind, N, pairs = shapes.kind(cfg, u), batch.tokens, batch.inputs(cfg)[0].pairs
     missing = shapes.saved_shapes(cfg, 1, kind).keys() - kept
     rebuilt = costs.recompute_flops(cfg, kept, N, pairs, kind) - costs.mixer_flops(cfg, kind, N, pairs, missing)
@@ -386,7 +402,7 @@ def _long(batch: Batch) -> float:
 def _mixer_seconds(
     cfg: ModelConfig, kind: str, rates: Rates, batch: Batch, backward: bool = False, made: Set[str] = costs.MIXED
 ) -> float:
-    """Of a unit's attention and recurrence without GEMMs: of those that make any of `made`."""
+    """Seconds of a unit's attention and recurrence without GEMMs, of those whose results include any of `made`."""
     pairs, (cfg, kind) = batch.inputs(cfg)[0].pairs, shapes.seen(cfg, kind)
     if kind not in ("block", "attention"):
         return 0.0
@@ -402,13 +418,15 @@ def _mixer_seconds(
 
 
 def _multiplied(rates: Rates, flops: float, in_fp8: float, moved: float) -> float:
-    """Seconds of GEMMs, so many FLOPs of them in fp8, whose codes move so many bytes."""
+    """Seconds of GEMMs with `flops` FLOPs, of which `in_fp8` in fp8; quantizing for them moves `moved` bytes."""
     quick = in_fp8 / (rates.fp8 * rates.gemm_fp8) if in_fp8 else 0.0
     return (flops - in_fp8) / (rates.matmul * rates.gemm) + quick + moved / rates.copy
 
 
 def _slower(rates: Rates, own: costs.Grouped, rows: float, gradients: float = 0.0) -> float:
-    """Seconds that grouped GEMMs, so many FLOPs of `own`, take beyond those of a dense matrix."""
+    """Seconds by which the grouped GEMMs of `own` take longer than a dense GEMM: `rows` FLOPs of outputs and gradients
+    of rows, `gradients` FLOPs of gradients of matrices.
+    """
     in_fp8, in_bf16 = (rates.fp8, rates.grouped_fp8, rates.gemm_fp8), (rates.matmul, rates.grouped, rates.gemm)
     rate, share, dense = in_fp8 if own.fp8 else in_bf16
     more = rows * (1 / share - 1 / dense) / rate if rows else 0.0
@@ -416,7 +434,9 @@ def _slower(rates: Rates, own: costs.Grouped, rows: float, gradients: float = 0.
 
 
 def _features(cfg: ModelConfig, kind: str) -> float:
-    """Features of a token that norms, residuals, rotation, activation read and write once, in backward twice."""
+    """Features per token that norms, residuals, rotation and activation read and write: in forward once, in backward
+    twice.
+    """
     cfg, kind = shapes.seen(cfg, kind)
     attention = 4.5 * cfg.width + 2 * (cfg.q_width + cfg.kv_width) + 1.5 * cfg.q_width * cfg.attention_gate
     attention += (cfg.qkv_width + 3 * cfg.q_width) * bool(cfg.latent)  # norms of latents, keys put together
@@ -430,7 +450,9 @@ def _features(cfg: ModelConfig, kind: str) -> float:
 
 
 def _adapter_features(cfg: ModelConfig, u: int) -> tuple[int, int]:
-    """Features of a token that adapters read and write, in forward and backward: matmuls too thin for their FLOPs."""
+    """Features per token that adapters read and write, (in forward, in backward): these GEMMs are too narrow to be
+    limited by FLOPs.
+    """
     tensors = [group for part in shapes.trained_parts(cfg, u) for group in part if ".lora_" in group[0][0]]
     rows = lambda name: shapes.chosen(cfg) if shapes.adapts_experts(name) else 1
     out = lambda name, shape: shape[1] if shapes.adapts_experts(name) else shape[0]
@@ -440,7 +462,9 @@ def _adapter_features(cfg: ModelConfig, u: int) -> tuple[int, int]:
 
 
 def _loss_seconds(cfg: ModelConfig, rates: Rates, tokens: int, itemsize: int, gemm: float) -> tuple[float, float]:
-    """(five passes over the logits; a trained weight's GEMM, two over its fp32 gradient each chunk)."""
+    """Seconds of (the loss and the input's gradient: two GEMMs, five passes over the logits; the weight's gradient, if
+    it is trained: a GEMM, and two passes over the fp32 gradient for each chunk).
+    """
     chunks, head = -(-tokens // workspace.LOSS_CHUNK), cfg.n_units - 1
     once, back = (count(cfg, head, tokens, 0) for count in (costs.forward_flops, costs.backward_flops))
     summed = 8 * chunks * cfg.outputs * cfg.width * (back > once)

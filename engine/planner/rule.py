@@ -1,4 +1,7 @@
-"""The rule that makes the first plan: fill the GPU, then RAM, then the SSD; recompute the rest. No torch."""
+"""The rule that makes the first plan: fills the GPU, then RAM, then the SSD, and recomputes what is not saved.
+
+It starts from the plan that needs the least memory and moves parts of it up to faster tiers. Imports no torch.
+"""
 
 from __future__ import annotations
 
@@ -15,12 +18,12 @@ from trireme.models.config import ModelConfig
 from trireme.models.sizes import narrow, shapes
 from trireme.storage.layout import ITEMSIZE
 
-UPDATE_TOKENS = 50_000  # a step with a forward as long as the CPU's updates
-GPU_UPDATES = 0.3  # of RAM-stored units: 14 B a parameter over PCIe against 19 B of DRAM
-MARGIN = {"gpu": 1.0, "host": 1.25}  # of lacking memory: more RAM, larger records
-LATE_TOKENS = 12_000  # a step from which moments are written apart from weights
+UPDATE_TOKENS = 50_000  # tokens of a step whose forward takes as long as the updates on the CPU
+GPU_UPDATES = 0.3  # share of units in RAM that the GPU updates: 14 bytes/parameter over PCIe, 19 of RAM on the CPU
+MARGIN = {"gpu": 1.0, "host": 1.25}  # a message advises this multiple of the missing bytes: more RAM, larger records
+LATE_TOKENS = 12_000  # tokens of a step from which moments are written apart from weights
 
-SLICES = 2, 4, 8, 16, 32  # that are tried
+SLICES = 2, 4, 8, 16, 32  # numbers of slices of a layer's frozen experts that are tried
 
 Between = Literal["gpu", "host"]  # of x and dx
 Waiting = Literal["host", "ssd"]  # of gradients, for the norm
@@ -35,11 +38,11 @@ LOWEST: dict[Placement, tuple[Tier, Tier]] = {  # of weights, of state
 
 
 class Cut(NamedTuple):
-    """How finely a model is cut."""
+    """How a model is divided into units; see the plan's keys of these names."""
 
-    halves: bool = False  # half blocks as units
+    halves: bool = False  # units are sub-layers, not blocks
     at_once: int = 0  # packed experts that are decoded at a time; 0: all
-    slices: int = 1  # units of weights that a layer's frozen experts come in
+    slices: int = 1  # units of weights of a layer's frozen experts
 
     @classmethod
     def of(cls, plan: Plan) -> Cut:
@@ -48,26 +51,28 @@ class Cut(NamedTuple):
 
 @dataclass(frozen=True)
 class Wanted:
+    """What is asked of a plan: the step, and limits on the decisions."""
+
     sizes: tuple[tuple[int, int], ...]  # (tokens of a micro-batch, micro-batches a step), largest first
     dtype: str = "BF16"
     mode: Mode = "forward"
     record: int = 1 << 24
     adam_bits: int = 32
     placement: Placement = "auto"  # or the tier of weights and state; "state-ssd": weights in RAM
-    cuts: Sequence[Cut] = ()  # of which the first that fits is taken; none: all of the model
+    cuts: Sequence[Cut] = ()  # divisions that are tried in this order; none: all that the model allows
     on_cuda: bool = True
     document: int = 1024  # tokens of a usual document
     trained: float = 1.0  # share of tokens with a label
-    compared: bool = False  # as Batch
+    compared: bool = False  # as in Batch
     gpus: int = 1
-    peers: bool = False  # GPUs copy to each other
-    lending: bool = True  # and save in each other's memory
-    shares: Shares | None = None
-    hosts: int = 1  # plans are of the last, which needs most
+    peers: bool = False  # GPUs have access to each other's memory
+    lending: bool = True  # GPUs may save tensors in each other's memory
+    shares: Shares | None = None  # how blocks are divided among GPUs; None: in turn
+    hosts: int = 1  # the plan is that of the last host, which needs the most memory
 
     @classmethod
     def like(cls, plan: Plan, document: int, trained: float, compared: bool = False) -> Wanted:
-        """The same step and records, for a GPU."""
+        """A request for the step, dtype and records of `plan`, on CUDA."""
         sizes = ((plan.tokens, plan.n_micro),)
         same = plan.dtype, plan.mode, plan.record, plan.adam_bits
         found = cls(sizes, *same, document=document, trained=trained, gpus=plan.gpus, hosts=plan.hosts)
@@ -83,32 +88,34 @@ class Wanted:
 
     @property
     def gpu_updates(self) -> bool:
-        """Whether the device can update: CUDA has no kernel for narrow moments. Shares of hosts lie in RAM."""
+        """Whether updates can run on the device. Not on CUDA with 8- or 16-bit moments, which have no kernel there, nor
+        with several hosts, whose shares of the state are in RAM.
+        """
         return self.hosts == 1 and (not self.on_cuda or self.adam_bits == 32)
 
 
 @dataclass(frozen=True)
 class Strategy:
-    """Preferences where only time tells what is better. The default is the plain rule."""
+    """Decisions of the rule of which only a simulation tells which is faster. The default is the plain rule."""
 
     x: Tier = "gpu"  # first tier tried for blocks' inputs
     states: float | None = None  # share of units with state on the GPU before activations; None: by tokens a step
-    resident: bool = False  # keep weights from RAM on the GPU before activations
-    updates: float = GPU_UPDATES
+    resident: bool = False  # fill the GPU with copies of weights that are stored in RAM before activations
+    updates: float = GPU_UPDATES  # share of the units in RAM that the GPU updates
 
 
 def spread(n: int, k: int) -> frozenset[int]:
-    """k of range(n), evenly spread."""
+    """k indices of range(n), evenly spaced."""
     return frozenset(i * n // k for i in range(k)) if k else frozenset()
 
 
 def some(units: Sequence[int], k: int) -> frozenset[int]:
-    """k of `units`, evenly spread."""
+    """k of `units`, evenly spaced."""
     return frozenset(units[i] for i in spread(len(units), k))
 
 
 def largest(n: int, good: Callable[[int], bool]) -> int:
-    """The largest k in 0..n with good(k), which is monotone; good(0) is taken as true."""
+    """The largest k in 0..n with good(k), by bisection. good is monotone; good(0) is assumed to be true."""
     low, high = 0, n
     while low < high:
         middle = (low + high + 1) // 2
@@ -117,13 +124,13 @@ def largest(n: int, good: Callable[[int], bool]) -> int:
 
 
 def largest_fitting(geo: Geometry, limits: Limits, n: int, plan: Callable[[int], Plan]) -> Plan:
-    """plan(k) of the largest k in 0..n that fits; plan(0) is taken to fit."""
+    """plan(k) with the largest k in 0..n that fits, by bisection; plan(0) is assumed to fit."""
     return plan(largest(n, lambda k: fits(geo, plan(k), limits)))
 
 
 def all_cuts(cfg: ModelConfig, alone: bool = True, halves: Sequence[bool] = (False, True)) -> list[Cut]:
-    """The coarsest first: whole blocks before half blocks, where the model has any, then packed experts decoded in
-    slices, then frozen experts that come in slices, if one GPU is `alone`.
+    """All divisions of a model, the coarsest first: whole blocks, sub-layers if the model has any, packed experts that
+    are decoded in parts, and, if one GPU is `alone`, frozen experts in slices.
     """
     halves = halves[:1] if cfg.whole else halves
     found = [Cut(half) for half in halves]
@@ -135,19 +142,21 @@ def all_cuts(cfg: ModelConfig, alone: bool = True, halves: Sequence[bool] = (Fal
 
 
 def sliced(cfg: ModelConfig, slices: int) -> Cut:
-    """Frozen experts in `slices`. A slice of packed ones is decoded as before, or whole."""
+    """Sub-layers with frozen experts in `slices`; packed experts are decoded in parts of at most a slice."""
     assert cfg.experts is not None
     slices = min(slices, cfg.experts.count)
     return Cut(True, min(narrow.slice_of(cfg), -(-cfg.experts.count // slices)), slices)
 
 
 def cuts(cfg: ModelConfig, wanted: Wanted) -> Sequence[Cut]:
-    """That are tried, in this order."""
+    """The divisions that are tried, in this order."""
     return wanted.cuts or all_cuts(cfg, wanted.gpus == wanted.hosts == 1)
 
 
 def simple_plan(cfg: ModelConfig, limits: Limits, wanted: Wanted, strategy: Strategy = Strategy()) -> Plan:
-    """The rule's plan, with the first of `wanted.sizes` that fits. Raises DoesNotFit with numbers and ways out."""
+    """The rule's plan, with the first of `wanted.sizes` that fits. Raises DoesNotFit, whose message has the missing
+    bytes and the options that help.
+    """
     refused = []
     for cut in cuts(cfg, wanted):
         last = wanted.hosts - 1, wanted.hosts
@@ -164,6 +173,7 @@ def simple_plan(cfg: ModelConfig, limits: Limits, wanted: Wanted, strategy: Stra
 
 
 def _smallest(geo: Geometry, limits: Limits, wanted: Wanted, strategy: Strategy) -> Plan:
+    """The first of the lowest plans that fits; if none fits, the one that lacks the fewest bytes."""
     refused = []
     for plan in _lowest_plans(geo, wanted, strategy):
         if fits(geo, plan, limits):
@@ -173,7 +183,7 @@ def _smallest(geo: Geometry, limits: Limits, wanted: Wanted, strategy: Strategy)
 
 
 def _lowest_plans(geo: Geometry, wanted: Wanted, strategy: Strategy) -> Iterable[Plan]:
-    """Plans with everything as low as `placement` allows, the roomiest first."""
+    """Plans with everything in the lowest tier that `placement` allows, with the largest buffers first."""
     weights, state = LOWEST[wanted.placement]
     frozen = any(layout.tensors for layout in geo.base)
     small = geo.cfg.lora is not None and weights != "gpu"
@@ -189,7 +199,7 @@ def _lowest_plans(geo: Geometry, wanted: Wanted, strategy: Strategy) -> Iterable
         apart = wanted.on_cuda and wanted.mode == "forward" and geo.adam_bits == 32 and tokens * n_micro >= LATE_TOKENS
         for x in inputs if between == "gpu" or wanted.gpus > 1 else inputs[inputs.index("host") :]:
             base = weights if frozen else "gpu"
-            # Adapters and their state are small; their base is not.
+            # Adapters and their state are small, so they are in RAM; their base is not.
             low = UnitPlan("host", "host", x=x, base=base) if small else UnitPlan(weights, state, x=x, base=base)
             needed_at_once: Tier = "gpu" if between == "gpu" else "host" if x == "gpu" else x
             plan = Plan(
@@ -223,7 +233,7 @@ def _excess(geo: Geometry, plan: Plan, limits: Limits) -> int:
 
 
 def _fill(geo: Geometry, plan: Plan, limits: Limits, wanted: Wanted, strategy: Strategy) -> Plan:
-    """Moves parts of a plan up, most useful first."""
+    """Moves parts of a plan to faster tiers as far as they fit, the most useful ones first."""
     n, to_gpu = geo.n_units, wanted.free and wanted.gpu_updates
     if to_gpu and fits(geo, everything := plan.changed(range(n), weights="gpu", state="gpu", base="gpu"), limits):
         return _keep_activations(geo, everything, limits)
@@ -243,13 +253,13 @@ def _fill(geo: Geometry, plan: Plan, limits: Limits, wanted: Wanted, strategy: S
     plan = _keep_activations(geo, plan, limits)
     if to_gpu:
         plan = _states_to_gpu(geo, plan, limits, n)
-    if wanted.free:  # states that went to the GPU left room
+    if wanted.free:  # states that were moved to the GPU have freed RAM
         plan = fill_ram(geo, _base_to_gpu(geo, plan, limits), limits)
     return largest_fitting(geo, limits, 2, lambda k: replace(plan, window=plan.window + k))
 
 
 def _fill_adapted(geo: Geometry, plan: Plan, limits: Limits, wanted: Wanted) -> Plan:
-    """As _fill, of adapters: first they, then activations, then their base."""
+    """`_fill` for adapters: first the adapters, then activations, then their base."""
     if wanted.free:
         trained = plan.changed(range(geo.n_units), weights="gpu", state="gpu") if wanted.gpu_updates else plan
         plan = trained if fits(geo, trained, limits) else plan
@@ -261,12 +271,12 @@ def _fill_adapted(geo: Geometry, plan: Plan, limits: Limits, wanted: Wanted) -> 
 
 
 def of_first(geo: Geometry, plan: Plan, limits: Limits, units: Sequence[int], **change: Any) -> Plan:
-    """`plan` with `change` of the first of `units`, of as many as fit."""
+    """`plan` with `change` in the first k of `units`, with the largest k that fits."""
     return largest_fitting(geo, limits, len(units), lambda k: plan.changed(units[:k], **change))
 
 
 def of_spread(geo: Geometry, plan: Plan, limits: Limits, units: Sequence[int], **change: Any) -> Plan:
-    """As `of_first`, of units that are evenly spread among these."""
+    """As `of_first`, with k of `units` that are evenly spaced."""
     return largest_fitting(geo, limits, len(units), lambda k: plan.changed(some(units, k), **change))
 
 
@@ -283,7 +293,7 @@ def _to_ram(geo: Geometry, plan: Plan, limits: Limits) -> Plan:
 
 
 def _inputs_to_ram(geo: Geometry, plan: Plan, limits: Limits) -> Plan:
-    """Brings inputs of blocks from the SSD to RAM: they are written and read in every step."""
+    """Moves inputs of blocks from the SSD to RAM, since they are written and read in every step."""
     return of_spread(geo, plan, limits, [u for u, unit in enumerate(plan.units) if unit.x == "ssd"], x="host")
 
 
@@ -297,20 +307,20 @@ def _keep_resident(geo: Geometry, plan: Plan, limits: Limits) -> Plan:
 
 
 def _more_state_buffers(geo: Geometry, plan: Plan, limits: Limits) -> Plan:
-    """Adds RAM slots for records from the SSD."""
+    """Adds buffers in RAM for optimizer chunks from the SSD."""
     records = sum(len(geo.records(u, plan.record)) for u, unit in enumerate(plan.units) if unit.state == "ssd")
     more = max(0, records - plan.state_slots)
     return largest_fitting(geo, limits, more, lambda k: replace(plan, state_slots=plan.state_slots + k))
 
 
 def fill_ram(geo: Geometry, plan: Plan, limits: Limits) -> Plan:
-    """Brings state from the SSD to RAM, then frozen weights, as far as they fit."""
+    """Moves state from the SSD to RAM, then frozen weights, as far as they fit."""
     left = [u for u, unit in enumerate(plan.units) if unit.state == "ssd"]
     return _base_to_ram(geo, of_spread(geo, plan, limits, left, weights="host", state="host"), limits)
 
 
 def _base_to_ram(geo: Geometry, plan: Plan, limits: Limits) -> Plan:
-    """Brings frozen weights from the SSD to RAM."""
+    """Moves frozen weights from the SSD to RAM, as far as they fit."""
     return of_spread(geo, plan, limits, [u for u, unit in enumerate(plan.units) if unit.base == "ssd"], base="host")
 
 
@@ -323,9 +333,10 @@ def longer_pieces(geo: Geometry, plan: Plan, limits: Limits) -> Plan:
 
 
 def _useful_states(geo: Geometry, plan: Plan) -> int:
-    """How many first units should have state on the GPU, for the other updates to hide under forward.
+    """How many of the first units should have their state on the GPU, so that forward hides the updates of the others.
 
-    The CPU cannot run ahead of the first. With few tokens a step GPU memory is worth more for state than activations.
+    Forward needs the first units at once, so their updates on the CPU cannot overlap it. With few tokens in a step, GPU
+    memory gains more for state than for activations.
     """
     if plan.mode == "backward":
         return 0
@@ -337,7 +348,9 @@ def _useful_states(geo: Geometry, plan: Plan) -> int:
 
 
 def share_updates(geo: Geometry, plan: Plan, limits: Limits, share: float = GPU_UPDATES) -> Plan:
-    """Has the GPU update `share` of the RAM-stored units: forward is too short for either processor's updates alone."""
+    """`plan` in which the GPU updates `share` of the units in RAM, if that fits; otherwise `plan`. Forward is too short
+    for all updates on one of the two processors.
+    """
     in_ram = [u for u, unit in enumerate(plan.units) if unit.state == unit.weights == "host" and not unit.resident]
     chosen = some(in_ram, round(share * len(in_ram)))
     shared = plan.changed(set(in_ram) - chosen, update="cpu").changed(chosen, update="gpu")
@@ -346,7 +359,7 @@ def share_updates(geo: Geometry, plan: Plan, limits: Limits, share: float = GPU_
 
 
 def _keep_activations(geo: Geometry, plan: Plan, limits: Limits) -> Plan:
-    """Keeps all saved tensors of the last blocks on the GPU: they live shortest."""
+    """Saves all tensors of as many of the last blocks as fit on the GPU: these are needed for the shortest time."""
 
     def kept(k: int) -> Plan:
         base = plan
@@ -364,6 +377,7 @@ FLAGS = {"gpu": "--gpu-memory", "host": "--ram"}
 
 
 def _why_not(geo: Geometry, plan: Plan, limits: Limits) -> str:
+    """The message for a plan that does not fit: what is needed, the limit, and what to change."""
     lacks = limits.lacking(usage(geo, plan, limits.less))
     assert lacks, "a plan that fits was refused"
     more = {tier: rounded_up(MARGIN[tier] * lacks[tier]) for tier in lacks}  # not the sum: options include a reserve
@@ -383,7 +397,7 @@ def _why_not(geo: Geometry, plan: Plan, limits: Limits) -> str:
 
 
 def _experts_at_once(geo: Geometry, lacks: Mapping[str, int]) -> str:
-    """Of a mixture that a GPU is too small for: its experts, of which a layer's are on the GPU at once."""
+    """For a mixture of experts, if GPU memory is missing: the bytes of one layer's experts; else ""."""
     own, packing = geo.cfg.experts, geo.cfg.packing
     if own is None or "gpu" not in lacks or geo.slices:
         return ""
@@ -395,7 +409,7 @@ def _experts_at_once(geo: Geometry, lacks: Mapping[str, int]) -> str:
 
 
 def shortage(geo: Geometry, plan: Plan, limits: Limits) -> str:
-    """The need and the limit of each tier that is too small, of GPUs the fullest."""
+    """The need and the limit of each tier that is too small; of several GPUs the one with the least free memory."""
     on_gpu, host = each_usage(geo, plan)
     gpu = fullest(on_gpu, limits)
     memory = f"memory of GPU {gpu}" if limits.less else "GPU memory"
@@ -412,5 +426,5 @@ def _most(most: int, good: Callable[[int], bool]) -> int:
 
 
 def sizes_of(rows: Sequence[int], sequences: int, seq_len: int) -> tuple[tuple[int, int], ...]:
-    """`Wanted.sizes` for micro-batches of `rows` sequences, in a step of `sequences`."""
+    """`Wanted.sizes` for micro-batches of each of `rows` sequences, in a step of `sequences`."""
     return tuple((r * seq_len, -(-sequences // r)) for r in rows)

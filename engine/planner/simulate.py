@@ -1,15 +1,19 @@
-"""Simulated queues: when each task of a step would start and end.
+"""Simulated queues: computes when each task of a step would start and end.
 
-- **One drive**: queues of the SSD share one half-duplex device of all drives' rate. A request takes the time that
-  earlier ones of its class and of higher ones left free, and its share of the others' (storage/aio.py).
-- **One bus a way**: copies of streamed updates and those of weights and activations take turns.
-- **One bus for peer copies** too, where these are no faster than it: without a link of their own.
-- **One memory**: copies and CPU AdamW slow each other, as do both directions of the bus, by the bytes of a whole pass:
-  moment by moment a faster queue would slow others. Updates with smaller moments leave some of RAM's rate to copies
-  (`Rates.spare`). Where buses and drives together are faster than RAM, a copy also
-  takes RAM's time that earlier ones left free; copies of several GPUs, that of all GPUs in this direction.
-- **One wait**: tasks handed over after the step's statistics begin after them.
-- **One interpreter**: a task begins once it is handed over, its kernels once they are started, in program order.
+A queue runs its tasks in order. A task starts when its queue is free and the tasks that it waits for have ended. Queues
+slow each other down where they share a device:
+
+- **Drives**: the queues of the SSD share one half-duplex device with the rate of all drives. Requests have classes, as
+  in storage/aio.py: a request gets the time that requests of its own and of higher classes leave free, and a minimum
+  share.
+- **PCIe**: in each direction of each GPU, copies of streamed updates share the bus with those of weights and
+  activations. Peer copies use it, too, unless they are faster than it, that is, have a link of their own.
+- **RAM**: copies and CPU AdamW slow each other down, and so do both directions of PCIe. The factor is computed from the
+  bytes of a whole pass. Updates with 8- or 16-bit moments leave some of RAM's rate to copies (`Rates.spare`). If PCIe
+  and drives together are faster than RAM, each copy also takes time of RAM, and with several GPUs time of the limit of
+  all GPUs in its direction.
+- **Statistics**: tasks that are issued after the step's statistics start after them, since the interpreter waits there.
+- **Interpreter**: a task starts after it was issued, and its kernels after they were launched, in program order.
 """
 
 from __future__ import annotations
@@ -32,18 +36,22 @@ from trireme.storage.aio import BOUND, CLASSES, READ, WRITE
 
 DRIVE = dict.fromkeys(READS, "ssd_read") | dict.fromkeys(WRITES, "ssd_write")  # queue -> its rate
 CLASS = {queue: (WRITE if queue in WRITES else READ) + (queue in LATER) for queue in DRIVE}  # of its requests
-OWN_LINK = 1.2  # times the rate of the bus: peer copies that are faster have a link of their own
-BACKWARD_STARTS: tuple[Kind, ...] = ("loss", "adamw moments")  # tasks that begin backward
+OWN_LINK = 1.2  # peer copies faster than this multiple of PCIe's rate have a link of their own
+BACKWARD_STARTS: tuple[Kind, ...] = ("loss", "adamw moments")  # kinds of tasks that begin backward
 
 
 @cache
 def is_copy(queue: str) -> bool:
-    """Whether its tasks move bytes of RAM: to and from GPUs and drives."""
+    """Whether the tasks of a queue copy between RAM and GPUs or drives."""
     return plain(queue) in ("h2d", "d2h") or queue in DRIVE
 
 
 class SimulatedTask(Task):
-    """A task, with its seconds alone, the interpreter's to start its kernels, a copy's of RAM and of all GPUs' way."""
+    """A task with its simulated start and end in seconds.
+
+    `seconds`: its duration without others; `issue`: the interpreter's time to launch its kernels; `in_ram`, `of_all`:
+    for a copy, its time at the rate of RAM, and at the rate of all GPUs together.
+    """
 
     __slots__ = ("after", "seconds", "issue", "in_ram", "of_all")
 
@@ -54,9 +62,10 @@ class SimulatedTask(Task):
 
 
 class SimulatedQueues:
-    """Notes the tasks of a step, then times them. `duration`: seconds of a task alone; `issue`: to start its kernels.
+    """Records the tasks of a step, then computes their times.
 
-    Steady steps are alike: timing one's tasks again is ten times as fast as the step's code.
+    `duration`: seconds of a task without others; `issue`: seconds of the interpreter to launch its kernels. The steps
+    of a steady state have the same tasks: computing their times again is ten times as fast as running the step's code.
     """
 
     simulated = True
@@ -84,8 +93,8 @@ class SimulatedQueues:
         self.buses = {way: SharedDevice(2, 1) for way in ways}
         buses = [rate for gpu in range(gpus) for rate in (rates.of(gpu).h2d, rates.of(gpu).d2h)]
         self.crowded = sum(buses) + max(rates.ssd_read, rates.ssd_write) > rates.dram
-        self.waited = 0.0  # end of the last statistics
-        self.handed = 0.0  # the interpreter is done with the last task
+        self.waited = 0.0  # seconds at the end of the last statistics
+        self.handed = 0.0  # seconds when the interpreter has issued the last task
 
     @property
     def device(self) -> torch.device:
@@ -111,24 +120,25 @@ class SimulatedQueues:
         return task
 
     def drain(self) -> None:
-        """Nothing runs."""
+        """Does nothing: no task runs."""
 
     def close(self) -> None:
-        """Unlinks the tasks: many for the garbage collector."""
+        """Removes the references between tasks, which would take the garbage collector long."""
         for task in self.tasks:
             task.after = ()
         self.begin()
 
     def begin(self) -> None:
-        """Begins a step."""
+        """Forgets the recorded tasks; those of the next step follow."""
         self.tasks, self.parts = [], []
 
     def trace(self) -> list[Span]:
         return [Span.over(t) for t in self.tasks]
 
     def repeat(self) -> None:
-        """Makes the noted step follow itself: a wait for the step before becomes one for the last like task here, or
-        none where that comes before the waiter: it ended long ago.
+        """Makes the recorded step follow itself: a wait for a task of the previous step becomes a wait for the last
+        task of the same queue, kind and unit in this step. It is removed if that task comes earlier in the step than
+        the waiting one, since in the previous step it ended long before.
         """
         last = {(task.queue, task.kind, task.of): i for i, task in enumerate(self.tasks)}
         mine = set(self.tasks)
@@ -138,7 +148,9 @@ class SimulatedQueues:
                 task.after = [t for t in task.after if t in mine] + [self.tasks[j] for j in before if j >= i]
 
     def time(self) -> float:
-        """Seconds of the noted tasks as the next step. A wait for a later task is for that of the step before."""
+        """Runs the recorded tasks as the next step; returns its seconds. A wait for a later task in program order
+        refers to that task in the previous step.
+        """
         begun, self.parts = self.waited, self.parts or self._halves()
         for a, b, slow in self.parts:
             self._time(self.tasks[a:b], slow)
@@ -147,23 +159,23 @@ class SimulatedQueues:
         return self.waited - begun
 
     def time_alone(self) -> float:
-        """Seconds of the noted tasks, which are of no step: their end is waited for."""
+        """Seconds of the recorded tasks, which are not a step: until the last one ends."""
         begun, (slow,) = self.waited, _slowness((self.tasks,), self.rates, self.free)
         self._time(self.tasks, slow)
         self._wait(max((self.handed, *(task.end for task in self.tasks))))
         return self.waited - begun
 
     def _wait(self, end: float) -> None:
-        """What is handed over later begins after `end`."""
+        """Tasks that are issued from here on start after `end`."""
         self.waited = self.handed = end
         self.free = {queue: max(t, end) for queue, t in self.free.items()}
 
     def behind(self) -> list[float]:
-        """Seconds that each queue works past the step's end."""
+        """Seconds that each queue works beyond the end of the step."""
         return [end - self.waited for end in self.free.values()]
 
     def _halves(self) -> list[tuple[int, int, dict[str, float]]]:
-        """Forward, backward to the statistics, and the next forward's beginning."""
+        """(start, stop, slow-down) of the tasks of forward, of backward to the statistics, and of the next forward."""
         n = len(self.tasks)
         turn = next(i for i, task in enumerate(self.tasks) if task.kind in BACKWARD_STARTS)
         end = next(i for i in range(n, 0, -1) if self.tasks[i - 1].kind == "statistics")
@@ -204,14 +216,14 @@ class SimulatedQueues:
 
 
 class Intervals:
-    """Busy times of a device, sorted, apart."""
+    """The times at which a device is busy: disjoint intervals in order."""
 
     def __init__(self) -> None:
         self.starts: list[float] = []
         self.ends: list[float] = []
 
     def take(self, start: float, seconds: float) -> float:
-        """Books `seconds` of free time from `start` on; returns its end."""
+        """Reserves the first `seconds` of free time from `start` on; returns their end."""
         starts, ends, n = self.starts, self.ends, len(self.ends)
         if not n or ends[-1] < start:  # mostly
             starts.append(start)
@@ -237,17 +249,17 @@ class Intervals:
 
 
 class SharedDevice:
-    """A device whose requests have classes, highest first, as drives in storage/aio.py."""
+    """A device whose requests have classes, the highest first, as those of drives in storage/aio.py."""
 
     def __init__(self, count: int, bound: int):
-        """`bound`: pieces of higher classes that pass a waiting class before one of its own."""
+        """`bound`: pieces of higher classes that are served before one piece of a waiting lower class."""
         self.bound = bound
         self.busy = [Intervals() for _ in range(count)]  # with requests of a class and of higher ones
 
     def take(self, rank: int, start: float, seconds: float) -> float:
-        """Books `seconds` of a request of class `rank` from `start` on; returns its end.
+        """Reserves `seconds` for a request of class `rank` from `start` on; returns its end.
 
-        It delays lower classes, but for the share that they keep.
+        Lower classes are delayed, except for their minimum share.
         """
         first = last = self.busy[rank].take(start, seconds)
         waiting = 0
@@ -263,7 +275,7 @@ class SharedDevice:
 
 
 def _slowness(halves: Sequence[Sequence[SimulatedTask]], rates: Rates, queues: Iterable[str]) -> list[dict[str, float]]:
-    """For each pass, the slow-down of each queue by others."""
+    """For each pass, the factor by which other queues slow down each queue."""
     moved = [dict.fromkeys(queues, 0.0) for _ in halves]
     for half, tasks in zip(moved, halves, strict=True):
         for task in tasks:
@@ -275,7 +287,7 @@ def _slowness(halves: Sequence[Sequence[SimulatedTask]], rates: Rates, queues: I
 
 
 def drive_seconds(read: float, written: float, rates: Rates) -> float:
-    """Seconds of the drives for a step's bytes."""
+    """Seconds of the drives to read and write so many bytes; reads and writes at once have the mixed rate."""
     if not (read or written):
         return 0.0
     up, down = read / rates.ssd_read, written / rates.ssd_write
@@ -283,9 +295,10 @@ def drive_seconds(read: float, written: float, rates: Rates) -> float:
 
 
 def _sharing(moved: dict[str, float], rates: Rates) -> dict[str, float]:
-    """The slow-down of buses and the CPU, from a pass's bytes of each queue. On a GPU's bus hops and sums go first.
+    """The factor by which the queues of PCIe and of the CPU are slowed down; `moved`: bytes of each queue in a pass.
 
-    GPUs are taken to receive as many bytes of outputs by peer copies as they send; what is saved in peers gives way.
+    On PCIe, outputs of layers and sums of gradients have priority. Each GPU is assumed to receive as many bytes of
+    outputs by peer copies as it sends; copies of tensors saved in peers have lower priority.
     """
     copied = sum(moved[queue] for queue in moved if is_copy(queue))
     alone = moved["cpu"] / (ADAM_BYTES * rates.adam)  # seconds of updates
@@ -311,7 +324,7 @@ def _sharing(moved: dict[str, float], rates: Rates) -> dict[str, float]:
 
 
 def queue_seconds(moved: dict[str, float], rates: Rates) -> dict[str, float]:
-    """Seconds of the bus and the CPU for a pass's bytes."""
+    """Seconds of PCIe and of the CPU for the bytes of a pass."""
     slow = _sharing(moved, rates)
     alone = {"h2d": rates.h2d, "d2h": rates.d2h, "cpu": ADAM_BYTES * rates.adam * rates.concurrent}
     return {queue: moved[queue] / rate * slow[queue] for queue, rate in alone.items()}
