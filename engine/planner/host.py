@@ -44,7 +44,7 @@ def choose_device(wanted: str) -> torch.device:
 
 
 def choose_gpus(wanted: str | int, device: torch.device) -> int:
-    """The number of GPUs, of which `device` is the first. On the CPU they are pretended. Raises InputError."""
+    """The number of GPUs, of which `device` is the first. On a CPU they are emulated. Raises InputError."""
     if device.type != "cuda":
         gpus = 1 if wanted == "all" else int(wanted)
         if gpus > MOST_GPUS:
@@ -179,7 +179,7 @@ def memory_limits(device: torch.device, gpu_memory: int | None, ram: int | None,
 
 
 def gpus_from(device: torch.device, gpus: int) -> list[torch.device]:
-    """`device` and the GPUs after it; pretended GPUs are all the same device."""
+    """`device` and the GPUs after it; emulated GPUs are all the same device."""
     more = range(1, gpus) if device.type == "cuda" else ()
     return [device, *(torch.device("cuda", (device.index or 0) + gpu) for gpu in more)]
 

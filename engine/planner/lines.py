@@ -81,6 +81,8 @@ def _decisions(f: Forecast, row: str, names: Mapping[Tier, str]) -> str:
         return "   written to OUT/best with each snapshot, and at the end"
     if row == "activations":
         kept = sum(bool(u.saved) for u in plan.units)
+        if kept == 0:
+            return f"   recomputed for all {n - 2} {units}"
         others = ", recomputed in the others" if kept < n - 2 else ""
         return f"   saved for {kept} of {n - 2} {units}{others}"
     return ""
@@ -98,7 +100,7 @@ def unmeasured_line(f: Forecast, assumed: bool) -> str:
     """
     if any(re.search(rf"\b{name}\b", f.machine.name) for name in MEASURED):
         return ""
-    own = ["attention", "the loss", "launches"]
+    own = ["attention", "the loss", "kernel launches"]
     own += ["experts"] * (f.cfg.experts is not None) + ["fp8"] * f.cfg.fp8
     sheets = "rates are those of data sheets; " * assumed
     return (

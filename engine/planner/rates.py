@@ -175,7 +175,7 @@ class Machine:
         peer = f", GPU to GPU {r.peer / GB:.0f}" * (r.peer > 0)
         bus = f"PCIe {r.h2d / GB:.0f} GB/s{peer} | " if on_gpu else ""
         alike = self.gpus > 1 and not self.rates.others
-        several = f"{self.gpus} x " if on_gpu else f"{self.gpus} pretended GPUs on "
+        several = f"{self.gpus} x " if on_gpu else f"{self.gpus} emulated GPUs on "
         return (
             f"{several * alike}{self.name}{memory}, {r.dram / GB:.0f} GB/s | {self.drives} | {bus}"
             f"CPU AdamW {r.adam / GB:.1f} G parameters/s{f' ({self.how})' * bool(self.how)}"

@@ -1,7 +1,7 @@
 """The names of the queues: what each one transfers, for which GPU, over which link. Imports no torch.
 
 With one GPU, `compute` is the calling thread with its CUDA stream. With several, each GPU has queues of its own,
-`compute`, `compute1`, ..., and all of them are threads; on the CPU the GPUs are pretended.
+`compute`, `compute1`, ..., and all of them are threads; on a CPU the GPUs are emulated.
 """
 
 from __future__ import annotations

@@ -49,7 +49,7 @@ class Task:
 
 class Queues(Protocol):
     simulated: bool
-    devices: Sequence[torch.device]  # GPUs; on the CPU pretended
+    devices: Sequence[torch.device]  # GPUs; on a CPU they are emulated
 
     @property
     def device(self) -> torch.device:

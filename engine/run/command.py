@@ -123,16 +123,17 @@ def _parser() -> argparse.ArgumentParser:
     parser = CommandParser(
         prog=program(),
         usage=f"{program()} CHECKPOINT --data FILE [--out DIR] [options]",
-        description="Fine-tunes CHECKPOINT, a Hugging Face folder (--model DIR means the same), on one machine.",
-        epilog="Names from Hugging Face and others work too (--learning_rate, --output_dir, ...). Other commands, each "
-        f"with its own --help: {program()} sample OUT, eval OUT, score OUT, merge ADAPTER, push OUT, check.",
+        description="Fine-tunes CHECKPOINT, the folder of a Hugging Face model or its name on the hub (also: --model).",
+        epilog="Names of other trainers work too (--learning_rate, --output_dir, ...). Other commands, each with "
+        f"its own --help: {program()} sample OUT, eval OUT, score OUT, merge ADAPTER, push OUT, check.",
         add_help=False,
     )
     groups = {name: parser.add_argument_group(name) for name in (DATA, OUTPUT, TRAINING, PLACEMENT, INSTEAD)}
     for f in fields(Options):
         groups[f.metadata["group"]].add_argument(flag_of(f.name), default=argparse.SUPPRESS, help=_help(f), **_kind(f))
-    groups[INSTEAD].add_argument("--version", action=_Version, nargs=0, default=argparse.SUPPRESS, help="which one")
-    groups[INSTEAD].add_argument("-h", "--help", action="help", help="this page")
+    version = "print the version"
+    groups[INSTEAD].add_argument("--version", action=_Version, nargs=0, default=argparse.SUPPRESS, help=version)
+    groups[INSTEAD].add_argument("-h", "--help", action="help", help="print this page")
     return parser
 
 

@@ -20,8 +20,8 @@ DATA, OUTPUT, TRAINING, PLACEMENT, INSTEAD = (
     "model and data",
     "output",
     "training",
-    "the machine (all found by itself)",
-    "instead of typing, instead of training",
+    "machine (all of it is detected)",
+    "configuration files, dry runs",
 )
 
 
@@ -168,107 +168,128 @@ class Options:
     model: str = _option(DATA, "Hugging Face checkpoint", "", metavar="DIR", also="model-name-or-path base-model")
     data: tuple[str, ...] = _option(
         DATA,
-        "files, folders or quoted patterns to train on; repeat it to mix them",
+        "files, folders or quoted patterns to train on; repeat the option to mix several",
         (),
         metavar="FILE[:WEIGHT]",
         also="dataset",
         repeat=True,
     )
     val: str | None = _option(
-        DATA, "held-out data: a file, or a share of --data such as 0.02", metavar="FILE", also="val-size val-set-size"
+        DATA,
+        "held-out data for evaluation: a file, or a share of --data such as 0.02",
+        metavar="FILE",
+        also="val-size val-set-size",
     )
-    map: str | None = _option(DATA, "your column names: prompt=question,completion=answer", metavar="OURS=YOURS")
+    map: str | None = _option(DATA, "names of your columns: prompt=question,completion=answer", metavar="OURS=YOURS")
     seq_len: int | None = _option(
         DATA,
-        "tokens a sequence [2048, or what the model allows]",
+        "tokens per sequence [2048, or the model's maximum if that is less]",
         parse=number(2, kind=int),
         metavar="N",
         also="max-length cutoff-len max-seq-length sequence-len max-seq-len",
     )
     long: str | None = _option(
-        DATA, "what happens to longer rows [text: split, else cut]", choices=("cut", "drop", "split", "error")
+        DATA,
+        "what to do with rows longer than --seq-len [text: split, else cut]",
+        choices=("cut", "drop", "split", "error"),
     )
     rope_factor: float | None = _option(
-        DATA, "extend the context so many times, by YaRN; into OUT's config.json", parse=number(1), metavar="X"
+        DATA,
+        "extend the context length by this factor (YaRN); written to OUT's config.json",
+        parse=number(1),
+        metavar="X",
     )
-    no_pack: bool = _option(DATA, "one row a sequence", False, parse=bool)
-    skip_bad: bool = _option(DATA, "drop and count rows that cannot be read, instead of stopping", False, parse=bool)
+    no_pack: bool = _option(DATA, "do not pack: one row per sequence", False, parse=bool)
+    skip_bad: bool = _option(DATA, "skip and count rows that cannot be read, instead of stopping", False, parse=bool)
     max_samples: int | None = _option(
-        DATA, "rows used of each file of --data, the first ones [all]", parse=whole, metavar="N"
+        DATA, "use only the first N rows of each file of --data [all]", parse=whole, metavar="N"
     )
     show_example: int = _option(
-        DATA, "examples printed, the trained part in [..]", 1, parse=number(0, kind=int), metavar="N"
+        DATA, "number of examples to print, with the trained part in [..]", 1, parse=number(0, kind=int), metavar="N"
     )
-    tokenizer: str | None = _option(
-        DATA, "a folder with another tokenizer", metavar="DIR", also="tokenizer-name-or-path"
-    )
+    tokenizer: str | None = _option(DATA, "folder of another tokenizer", metavar="DIR", also="tokenizer-name-or-path")
     chat_template: str | None = _option(DATA, "another chat template: a .jinja file, chatml or plain", metavar="FILE")
     system: str | None = _option(
         DATA, "system message of chats that have none", metavar="TEXT", also="default-system default-system-message"
     )
     chat_template_kwargs: str | None = _option(
-        DATA, "variables of the chat template, as '{\"enable_thinking\": false}'", parse=json_object, metavar="JSON"
+        DATA,
+        "variables of the chat template, such as '{\"enable_thinking\": false}'",
+        parse=json_object,
+        metavar="JSON",
     )
 
-    out: str = _option(OUTPUT, "folder to write [runs/NAME of the checkpoint]", "", metavar="DIR", also="output-dir")
+    out: str = _option(
+        OUTPUT, "output folder [runs/NAME, with the checkpoint's name]", "", metavar="DIR", also="output-dir"
+    )
     store: tuple[str, ...] = _option(
         OUTPUT,
-        "weights, moments and snapshots: a folder on each drive [OUT/store]",
+        "folders for weights, moments and snapshots, one on each drive [OUT/store]",
         (),
         parse=listed(named),
         metavar="DIR[,DIR]",
     )
     save_every: Every = _option(
         OUTPUT,
-        "snapshot: 500 (steps), 0.1 (of the run), 30min, never",
+        "interval of snapshots: 500 (steps), 0.1 (of the run), 30min, never",
         Every(seconds=1800.0),
         parse=every,
         metavar="WHEN",
         also="save-steps",
     )
     eval_every: Every = _option(
-        OUTPUT, "evaluation on --val, the same way", Every(share=0.1), parse=every, metavar="WHEN", also="eval-steps"
+        OUTPUT,
+        "interval of evaluations on --val, in the same form",
+        Every(share=0.1),
+        parse=every,
+        metavar="WHEN",
+        also="eval-steps",
     )
     eval_tokens: int | None = _option(
-        OUTPUT, "tokens of --val an evaluation reads [a tenth of the run's time in all]", parse=whole, metavar="N"
+        OUTPUT,
+        "tokens of --val per evaluation [such that evaluations take a tenth of the run]",
+        parse=whole,
+        metavar="N",
     )
-    export: str = _option(OUTPUT, "what becomes the output, by the loss on --val", "last", choices=("last", "best"))
+    export: str = _option(
+        OUTPUT, "write the last weights, or those with the lowest loss on --val", "last", choices=("last", "best")
+    )
     export_every: Every = _option(
-        OUTPUT, "in OUT/step-N, each a complete checkpoint", Every(), parse=every, metavar="WHEN"
+        OUTPUT, "interval of complete checkpoints in OUT/step-N", Every(), parse=every, metavar="WHEN"
     )
     patience: int | None = _option(
         OUTPUT,
-        "stop after N evaluations that are no better [never]",
+        "stop after N evaluations without improvement [never]",
         parse=whole,
         metavar="N",
         also="early-stopping-patience",
     )
-    keep: int = _option(OUTPUT, "snapshots kept", 1, parse=whole, metavar="N", also="save-total-limit")
+    keep: int = _option(OUTPUT, "number of snapshots to keep", 1, parse=whole, metavar="N", also="save-total-limit")
     log: tuple[str, ...] = _option(
         OUTPUT,
-        "also: tensorboard, wandb, mlflow, comet, trace (a timeline of the run)",
+        "also log to tensorboard, wandb, mlflow, comet; trace: a timeline of all tasks",
         (),
         parse=listed(named),
         metavar="NAME[,NAME]",
         also="report-to",
     )
     push: str | None = _option(
-        OUTPUT, "upload OUT to the Hugging Face hub, private, with a model card", metavar="OWNER/NAME"
+        OUTPUT, "upload OUT to a private repository of the Hugging Face hub, with a model card", metavar="OWNER/NAME"
     )
     resume: str | None = _option(
-        OUTPUT, "go on with RUN, or with the latest one", parse=str, metavar="RUN", also="resume-from-checkpoint"
+        OUTPUT, "continue RUN, or the latest run in runs/", parse=str, metavar="RUN", also="resume-from-checkpoint"
     )
 
     method: str = _option(
         TRAINING,
-        "what is learned: the rows (sft), which answers are preferred, or, by a score head, their reward or a class",
+        "fine-tuning (sft), learning from preferences (dpo to kto), a reward model or a classifier",
         "sft",
         choices=("sft", "dpo", "ipo", "orpo", "simpo", "kto", "reward", "classify"),
         also="rl",
     )
     labels: tuple[str, ...] = _option(
         TRAINING,
-        "classify: names of the classes, or how many [those of the checkpoint, else of the data]",
+        "classify: names or number of the classes [from the checkpoint, else from the data]",
         (),
         parse=labels_of,
         metavar="NAME,NAME",
@@ -279,20 +300,20 @@ class Options:
     )
     beta: float | None = _option(
         TRAINING,
-        "with a method of preferences: how much it weighs [0.1]",
+        "methods of preferences: beta of the loss [0.1]",
         parse=positive,
         metavar="X",
         also="pref-beta rl-beta dpo-beta kto-beta orpo-alpha orpo-beta",
     )
     label_smoothing: float | None = _option(
         TRAINING,
-        "share of a label's probability that all tokens have equally; dpo, simpo: of pairs with wrong labels [0]",
+        "label smoothing of the cross-entropy; dpo, simpo: share of wrong pairs [0]",
         parse=number(0, 0.499999),
         metavar="X",
         also="dpo-label-smoothing label-smoothing-factor",
     )
     simpo_gamma: float | None = _option(
-        TRAINING, "simpo: margin that a reward is to have [0.5]", parse=number(0), metavar="X"
+        TRAINING, "simpo: target margin of the rewards [0.5]", parse=number(0), metavar="X"
     )
     desirable_weight: float | None = _option(
         TRAINING,
@@ -310,22 +331,25 @@ class Options:
     )
     teacher: str | None = _option(
         TRAINING,
-        "learn from a model of any size too, by its likeliest tokens: a checkpoint, or what `trireme score` wrote",
+        "distillation: also learn from the likeliest tokens of this checkpoint, or from an output of `trireme score`",
         metavar="DIR",
         also="teacher-model teacher-model-name-or-path",
     )
     distill_weight: float | None = _option(
-        TRAINING, "weight of the teacher in the loss, the rest being the labels' [0.5]", parse=number(0, 1), metavar="X"
+        TRAINING,
+        "weight of the teacher in the loss; that of the labels is 1 - X [0.5]",
+        parse=number(0, 1),
+        metavar="X",
     )
     temperature: float | None = _option(
         TRAINING,
-        "softens what teacher and model say before they are compared [1]",
+        "temperature of the distributions of teacher and model [1]",
         parse=number(0.01, 100),
         metavar="X",
         also="kd-temperature distill-temperature",
     )
     top_k: int | None = _option(
-        TRAINING, "likeliest tokens that the teacher names [64]", parse=number(1, 256, kind=int), metavar="K"
+        TRAINING, "number of the teacher's likeliest tokens per label [64]", parse=number(1, 256, kind=int), metavar="K"
     )
     epochs: float | None = _option(
         TRAINING,
@@ -334,11 +358,13 @@ class Options:
         metavar="X",
         also="num-train-epochs num-epochs",
     )
-    max_steps: int | None = _option(TRAINING, "steps, instead of --epochs", parse=whole, metavar="N", also="iters")
-    batch_size: int = _option(TRAINING, "sequences an optimizer step", 16, parse=whole, metavar="N")
+    max_steps: int | None = _option(
+        TRAINING, "number of steps, instead of --epochs", parse=whole, metavar="N", also="iters"
+    )
+    batch_size: int = _option(TRAINING, "sequences per optimizer step", 16, parse=whole, metavar="N")
     micro_batch: str | int = _option(
         TRAINING,
-        "sequences the device computes at once",
+        "sequences that are computed at once",
         "auto",
         parse=either(one_of("auto"), whole, expected="auto, or a whole number of at least 1"),
         metavar="N",
@@ -346,7 +372,7 @@ class Options:
     )
     lr: float | None = _option(
         TRAINING,
-        "peak learning rate [1e-5; below 3 B parameters 2e-5; of adapters 2e-4; of preferences 1e-6 and 1e-5]",
+        "peak learning rate [1e-5; 2e-5 below 3B parameters; adapters 2e-4; preferences 1e-6, adapters 1e-5]",
         parse=positive,
         metavar="X",
         also="learning-rate",
@@ -361,18 +387,18 @@ class Options:
     )
     warmup: float = _option(
         TRAINING,
-        "share of the run (below 1), or steps",
+        "length of the warm-up: a share of the run (below 1), or steps",
         0.03,
         parse=either(number(0, BELOW_ONE), number(1, kind=integral), expected="a share (below 1) or a number of steps"),
         metavar="X",
         also="warmup-steps warmup-ratio",
     )
     weight_decay: float | None = _option(
-        TRAINING, "decay of the weights; never of norms and biases [0.01; of adapters 0]", parse=number(0), metavar="X"
+        TRAINING, "weight decay; not applied to norms and biases [0.01; adapters 0]", parse=number(0), metavar="X"
     )
     betas: tuple[float, float] = _option(
         TRAINING,
-        "decay rates of AdamW's moments",
+        "beta1 and beta2 of AdamW",
         (0.9, 0.95),
         parse=listed(number(0, BELOW_ONE), "0.9,0.95"),
         metavar="X,X",
@@ -383,74 +409,82 @@ class Options:
     )
     lora: int | None = _option(
         TRAINING,
-        "train adapters of this rank (16 is usual) on the model as it is",
+        "train LoRA adapters of this rank (16 is usual); the model is frozen",
         parse=whole,
         metavar="R",
         also="lora-r lora-rank",
     )
-    lora_alpha: float | None = _option(
-        TRAINING, "what adapters add is times this / R [2 R]", parse=positive, metavar="X"
-    )
+    lora_alpha: float | None = _option(TRAINING, "adapters are scaled by alpha / R [2 R]", parse=positive, metavar="X")
     rslora: bool = _option(
         TRAINING,
-        "adapters are scaled by alpha / sqrt(R); alpha is 8 if not given",
+        "rsLoRA: scale by alpha / sqrt(R); the default alpha is then 8",
         False,
         parse=bool,
         also="use-rslora peft-use-rslora",
     )
     loraplus: float | None = _option(
         TRAINING,
-        "LoRA+: learning rate of B over that of A (16 is usual)",
+        "LoRA+: ratio of the learning rates of B and A (16 is usual)",
         parse=number(1, 1024),
         metavar="X",
         also="loraplus-lr-ratio",
     )
     lora_dropout: float | None = _option(
         TRAINING,
-        "share of what adapters read that is dropped in training [0; with --adapter what it was trained with]",
+        "dropout of the adapters' inputs [0; with --adapter that of the adapter]",
         parse=number(0, BELOW_ONE),
         metavar="X",
     )
     lora_targets: tuple[str, ...] = _option(
         TRAINING,
-        "matrices with adapters, as q_proj, experts [all; in mixtures attention]",
+        "matrices with adapters, such as q_proj, experts [all; mixtures of experts: attention]",
         (),
         parse=listed(named),
         metavar="NAME[,NAME]",
         also="lora-target lora-target-modules",
     )
     base: str | None = _option(
-        TRAINING, "quantize what is frozen in the blocks as it is loaded, as in QLoRA", choices=("nf4", "fp8", "mxfp4")
+        TRAINING,
+        "quantize the frozen matrices of the blocks while loading, as QLoRA does",
+        choices=("nf4", "fp8", "mxfp4"),
     )
     train: tuple[str, ...] = _option(
-        TRAINING, "train these tensors alone: '*.mlp.*'", (), parse=listed(named), metavar="GLOB[,GLOB]"
+        TRAINING, "train only these tensors, such as '*.mlp.*'", (), parse=listed(named), metavar="GLOB[,GLOB]"
     )
     freeze: tuple[str, ...] = _option(
-        TRAINING, "leave these tensors as they are: '*embed*'", (), parse=listed(named), metavar="GLOB[,GLOB]"
+        TRAINING, "do not train these tensors, such as '*embed*'", (), parse=listed(named), metavar="GLOB[,GLOB]"
     )
     router_aux: float = _option(
-        TRAINING, "weight of a loss that evens out the load of experts; 0: none", 0.0, parse=number(0), metavar="X"
+        TRAINING, "weight of the load-balancing loss of experts; 0: none", 0.0, parse=number(0), metavar="X"
     )
-    adapter: str | None = _option(TRAINING, "go on training this adapter, a folder of peft's format", metavar="DIR")
-    merge: bool = _option(TRAINING, "with adapters: write OUT/merged too, the model with them added", False, parse=bool)
+    adapter: str | None = _option(TRAINING, "train this adapter further, a folder in peft's format", metavar="DIR")
+    merge: bool = _option(
+        TRAINING, "with adapters: also write OUT/merged, the model with the adapters added", False, parse=bool
+    )
     neftune: float | None = _option(
         TRAINING,
-        "NEFTune: noise on embeddings, alpha / sqrt(tokens x width) at most (5 is usual)",
+        "NEFTune: noise on embeddings of up to alpha / sqrt(tokens x width) (5 is usual)",
         parse=number(0),
         metavar="ALPHA",
         also="neftune-noise-alpha noisy-embedding-alpha neftune-alpha",
     )
     max_grad_norm: float = _option(
         TRAINING,
-        "clip the global gradient norm; 0: do not",
+        "clip the global gradient norm; 0: no clipping",
         1.0,
         parse=number(0),
         metavar="X",
         also="clip gradient-clipping",
     )
-    seed: int = _option(TRAINING, "order of the data", 42, parse=number(0, 2**32 - 1, kind=int), metavar="N")
+    seed: int = _option(
+        TRAINING,
+        "seed of the data's order, of noise and of dropout",
+        42,
+        parse=number(0, 2**32 - 1, kind=int),
+        metavar="N",
+    )
 
-    device: str = _option(PLACEMENT, "where to compute", "auto", choices=("auto", "cuda", "cpu"))
+    device: str = _option(PLACEMENT, "device to compute on", "auto", choices=("auto", "cuda", "cpu"))
     dtype: str = _option(
         PLACEMENT,
         "number format of the computation [bf16 on a GPU, else fp32]",
@@ -459,35 +493,39 @@ class Options:
     )
     gpus: str | int = _option(
         PLACEMENT,
-        "equal GPUs that share the blocks, or all; a CPU pretends",
+        "number of GPUs, or all; on a CPU they are emulated",
         1,
         parse=either(one_of("all"), whole, expected="all, or a whole number of at least 1"),
         metavar="N",
         also="num-gpus",
     )
     gpu_memory: int | None = _option(
-        PLACEMENT, "hard limit of each GPU, as 24GiB [what is free]", parse=size, metavar="SIZE"
+        PLACEMENT, "hard limit of each GPU, such as 24GiB [the free memory]", parse=size, metavar="SIZE"
     )
-    ram: int | None = _option(PLACEMENT, "hard limit [85 % of what this process may use]", parse=size, metavar="SIZE")
+    ram: int | None = _option(
+        PLACEMENT, "hard limit of this process [85 % of what it may use]", parse=size, metavar="SIZE"
+    )
     optimizer_mode: str = _option(
         PLACEMENT,
-        "when AdamW runs: overlapped with backward, or with the next forward",
+        "whether AdamW overlaps with backward or with the next forward",
         "auto",
         choices=("auto", "backward", "forward"),
     )
-    plan: str | None = _option(PLACEMENT, "a plan of your own, as JSON", metavar="FILE")
+    plan: str | None = _option(PLACEMENT, "use this plan, a JSON file, instead of searching for one", metavar="FILE")
 
-    config: str | None = _option(INSTEAD, "options from a YAML file; flags win over them", metavar="FILE")
+    config: str | None = _option(
+        INSTEAD, "read options from a YAML file; the command line overrides them", metavar="FILE"
+    )
     dry_run: bool = _option(
-        INSTEAD, "report and plan, then stop; config.json alone will do, and no --data", False, parse=bool
+        INSTEAD, "print report and plan, then stop; needs only config.json, and no --data", False, parse=bool
     )
     assume: str | None = _option(
-        INSTEAD, "--dry-run for another machine: gpu=rtx4090,ram=128GiB,ssd=2x2TB@7/5,bus=x8", metavar="PARTS"
+        INSTEAD, "dry run for another machine: gpu=rtx4090,ram=128GiB,ssd=2x2TB@7/5,bus=x8", metavar="PARTS"
     )
     shape: str | None = _option(
-        INSTEAD, "--dry-run for a model that is not here: llama-3.3-70b (a wrong name lists all)", metavar="NAME"
+        INSTEAD, "dry run for a model by name: llama-3.3-70b (an unknown name lists all)", metavar="NAME"
     )
-    demo: bool = _option(INSTEAD, "train a small model made on the spot, in a minute", False, parse=bool)
+    demo: bool = _option(INSTEAD, "train a small generated model on generated text, in a minute", False, parse=bool)
 
     eps: ClassVar[float] = 1e-8  # PyTorch's
 

@@ -129,7 +129,7 @@ def _expert_lines(job: Job) -> list[str]:
     how, given = "frozen" if frozen else "trained", f"{job.options.router_aux:g}" if job.options.router_aux else "off"
     return [
         f"experts  {own.count} in a layer, {own.chosen} for each token: {compact(job.parameters - idle)} parameters a "
-        f"token; router {how}, loss of balance {given} (config.json has {own.aux:g}, --router-aux decides)"
+        f"token; router {how}, load-balancing loss {given} (config.json has {own.aux:g}; set it with --router-aux)"
     ]
 
 

@@ -217,8 +217,8 @@ def test_an_end_token_of_generation_config_ends(here, capsys):
 @pytest.mark.parametrize(
     ("argv", "message"),
     [
-        ([], "nothing is asked. Say --prompt TEXT, --chat or --prompts FILE."),
-        (["--prompt", "a", "--chat"], "--prompt and --chat: one of them at a time."),
+        ([], "no prompt given. Use --prompt TEXT, --chat or --prompts FILE."),
+        (["--prompt", "a", "--chat"], "--prompt and --chat: only one at a time."),
         (["--prompt", "a", "--top-p", "0.5"], "--top-p is of drawn tokens, and the likeliest is taken."),
         (["--prompt", "a", "--temperature", "-1"], "--temperature: '-1' is not a number"),
         (["--prompt", "a", "--beams", "3"], "unknown option --beams. See trireme sample --help."),

@@ -352,7 +352,7 @@ def test_what_was_never_measured_on_a_gpu_is_named(checkpoint, capsys):
         assert dry_run(checkpoint, "--assume", f"gpu={gpu},ram=48GiB") == 0
         said[gpu] = [line for line in capsys.readouterr().out.splitlines() if "never measured on" in line]
     (line,) = said["rtx4090"]
-    assert "never measured on RTX 4090: rates are those of data sheets; attention, the loss and launches" in line
+    assert "never measured on RTX 4090: rates are those of data sheets; attention, the loss and kernel launches" in line
     assert said["h100"] == []
 
 

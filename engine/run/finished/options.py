@@ -30,12 +30,12 @@ def _parser(name: str, usage: str, description: str) -> CommandParser:
     more = found.add_argument_group("model and machine")
     add = lambda flag, metavar, text, parse=str: more.add_argument(flag, metavar=metavar, help=text, type=typed(parse))
     add("--model", "DIR", "an adapter's base [the one that it names]")
-    add("--tokenizer", "DIR", "a folder with another tokenizer [that of the run]")
+    add("--tokenizer", "DIR", "folder of another tokenizer [that of the run]")
     add("--chat-template", "FILE", "another chat template: a .jinja file, chatml or plain [that of the run]")
-    add("--device", "{auto,cuda,cpu}", "where to compute [auto]", one_of("auto", "cuda", "cpu"))
+    add("--device", "{auto,cuda,cpu}", "device to compute on [auto]", one_of("auto", "cuda", "cpu"))
     add("--dtype", "{bf16,fp32}", "number format [bf16 on a GPU, else fp32]", one_of(*FORMATS))
-    add("--gpu-memory", "SIZE", "hard limit of the GPU, as 24GiB [what is free]", size)
-    add("--ram", "SIZE", "hard limit of RAM [85 %% of what this process may use]", size)
+    add("--gpu-memory", "SIZE", "hard limit of the GPU, such as 24GiB [the free memory]", size)
+    add("--ram", "SIZE", "hard limit of this process [85 %% of what it may use]", size)
     return found
 
 
@@ -53,34 +53,41 @@ def sample_options(argv: Sequence[str]) -> argparse.Namespace:
     found = _parser(
         "sample",
         "--prompt TEXT | --chat | --prompts FILE [options]",
-        "Writes text with a model: on standard output; what it says of itself goes to standard error.",
+        "Generates text with a model. The text goes to standard output, all other lines to standard error.",
     )
-    what = found.add_argument_group("what is asked")
+    what = found.add_argument_group("prompts")
     what.add_argument(
-        "--prompt", metavar="TEXT", help="a user's message, or where there is no chat template a text to continue"
+        "--prompt", metavar="TEXT", help="a user's message, or a text to continue if the model has no chat template"
     )
     what.add_argument("--chat", action="store_true", help="a conversation, line by line; /new begins another")
     what.add_argument(
-        "--prompts", metavar="FILE", help=".jsonl with prompt or messages, else a prompt a line; answers as JSON lines"
+        "--prompts",
+        metavar="FILE",
+        help=".jsonl with prompt or messages, else one prompt per line; answers are JSON lines",
     )
     what.add_argument("--as-text", action="store_true", help="continue prompts as they are, without the chat template")
     what.add_argument("--system", metavar="TEXT", help="a system message")
-    how = found.add_argument_group(
-        "how it is drawn", "As generation_config.json says, else the likeliest token each time; or:"
-    )
-    how.add_argument("--temperature", metavar="X", type=typed(number(0, 100)), help="0: the likeliest token")
+    how = found.add_argument_group("sampling", "The default is generation_config.json, else greedy decoding.")
     how.add_argument(
-        "--top-p", metavar="X", type=typed(number(0, 1)), help="from the fewest tokens of this share together"
+        "--temperature", metavar="X", type=typed(number(0, 100)), help="temperature of the softmax; 0: greedy decoding"
     )
-    how.add_argument("--top-k", metavar="N", type=typed(number(0, kind=int)), help="from the N likeliest; 0: all")
+    how.add_argument(
+        "--top-p",
+        metavar="X",
+        type=typed(number(0, 1)),
+        help="sample from the fewest tokens whose probabilities add up to X",
+    )
+    how.add_argument(
+        "--top-k", metavar="N", type=typed(number(0, kind=int)), help="sample from the N likeliest tokens; 0: from all"
+    )
     how.add_argument(
         "--seed",
         metavar="N",
         type=typed(number(0, 2**32 - 1, kind=int)),
         default=42,
-        help="equal ones, equal text [42]",
+        help="the same seed gives the same text [42]",
     )
-    how.add_argument("--max-new-tokens", metavar="N", type=typed(whole), help="of an answer [512]")
+    how.add_argument("--max-new-tokens", metavar="N", type=typed(whole), help="tokens of an answer, at most [512]")
     given = _parsed(found, "sample", argv)
     asked = [
         flag
@@ -88,8 +95,8 @@ def sample_options(argv: Sequence[str]) -> argparse.Namespace:
         if value not in (None, False)
     ]
     if len(asked) != 1:
-        wrong = f"{' and '.join(asked)}: one of them at a time" if asked else "nothing is asked"
-        raise InputError(f"{wrong}. Say --prompt TEXT, --chat or --prompts FILE.")
+        wrong = f"{' and '.join(asked)}: only one at a time" if asked else "no prompt given"
+        raise InputError(f"{wrong}. Use --prompt TEXT, --chat or --prompts FILE.")
     return given
 
 
@@ -100,17 +107,21 @@ def _as_in_training(name: str) -> Parser:
 
 def eval_options(argv: Sequence[str]) -> argparse.Namespace:
     """Raises InputError; --help exits."""
-    text = "Computes a model's loss on data, as the evaluations of a run do; of a classifier or reward model accuracy."
+    text = (
+        "Computes a model's loss on data, as evaluations of a run do; for classifiers and reward models also accuracy."
+    )
     found = _data_parser("eval", "--data FILE [options]", text)
-    more = found.add_argument_group("answers that are compared, read as for training")
+    more = found.add_argument_group("preferences, read as for training")
     more.add_argument(
         "--method", metavar="{dpo,ipo,orpo,simpo,kto}", type=typed(one_of("sft", "dpo", "ipo", "orpo", "simpo", "kto")),
-        default="sft", help="what their loss is; parameters as in training:",
+        default="sft", help="the loss; its parameters are those of training:",
     )  # fmt: skip
     for name in OF_METHODS[1:]:
         more.add_argument(f"--{name.replace('_', '-')}", metavar="X", type=_as_in_training(name))
     more.add_argument(
-        "--reference", metavar="DIR", help="dpo, ipo, kto: the model before training [what the run began with]"
+        "--reference",
+        metavar="DIR",
+        help="dpo, ipo, kto: the model before training [the model with which the run began]",
     )
     return _with_data(found, "eval", argv)
 
@@ -119,19 +130,25 @@ def _data_parser(name: str, usage: str, text: str) -> CommandParser:
     """A parser with the options of data."""
     found = _parser(name, usage, text)
     data = found.add_argument_group("data, read as for training")
-    data.add_argument("--data", metavar="FILE", action="append", default=[], help="repeat it: each file has a line")
-    data.add_argument("--map", metavar="OURS=YOURS", help="your column names: prompt=question,completion=answer")
+    data.add_argument(
+        "--data",
+        metavar="FILE",
+        action="append",
+        default=[],
+        help="data to read; repeat the option for several, each gets a line",
+    )
+    data.add_argument("--map", metavar="OURS=YOURS", help="names of your columns: prompt=question,completion=answer")
     data.add_argument(
         "--seq-len",
         metavar="N",
         type=typed(number(2, kind=int)),
-        help="tokens a sequence [2048, or what the model allows]",
+        help="tokens per sequence [2048, or the model's maximum if that is less]",
     )
     data.add_argument(
         "--long", metavar="{cut,drop,split,error}", type=typed(one_of("cut", "drop", "split", "error")),
-        help="what happens to longer rows [text: split, else cut]",
+        help="what to do with rows longer than --seq-len [text: split, else cut]",
     )  # fmt: skip
-    data.add_argument("--skip-bad", action="store_true", help="drop and count rows that cannot be read")
+    data.add_argument("--skip-bad", action="store_true", help="skip and count rows that cannot be read")
     data.add_argument("--system", metavar="TEXT", help="system message of conversations that have none")
     data.add_argument(
         "--chat-template-kwargs",
@@ -152,11 +169,14 @@ def _with_data(found: CommandParser, name: str, argv: Sequence[str]) -> argparse
 
 def score_options(argv: Sequence[str]) -> argparse.Namespace:
     """Raises InputError; --help exits."""
-    text = "Writes a model's log-probabilities of data: of documents, and with --top-k of each token's likeliest ones."
+    text = "Writes a model's log-probabilities of the documents of data, with --top-k also of the likeliest tokens."
     found = _data_parser("score", "--data FILE --out DIR [options]", text)
-    found.add_argument("--out", metavar="DIR", default="", help="folder to write, or to go on with")
+    found.add_argument("--out", metavar="DIR", default="", help="output folder; one that is not complete is continued")
     found.add_argument(
-        "--top-k", metavar="K", type=typed(number(1, MOST_TOP_K, kind=int)), help=f"at most {MOST_TOP_K} [none]"
+        "--top-k",
+        metavar="K",
+        type=typed(number(1, MOST_TOP_K, kind=int)),
+        help=f"also write the K likeliest tokens of each label; at most {MOST_TOP_K} [none]",
     )
     given = _with_data(found, "score", argv)
     if not given.out:
