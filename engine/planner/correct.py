@@ -1,7 +1,7 @@
-"""Corrects rates by the task times of one traced step.
+"""Corrects rates with the task times of one traced step.
 
-A run has other shapes than a probe, other programs run next to it, and its drives' fast caches are full. The traced
-step trains like any other, as PatrickStar's warm-up iteration.
+In a run shapes differ from those of the probe, other programs use the machine, and the caches of drives are full. The
+traced step trains like any other (PatrickStar, section 7.1: the warm-up iteration).
 """
 
 from __future__ import annotations
@@ -24,11 +24,11 @@ TIMED_BY = {  # kind of tasks -> their rates
     "cpu": ("adam", "adam8", "dram"),
     "ssd": ("ssd_read", "ssd_write"),
 }
-SHARE = 0.05  # of a step that a queue works, from which it counts
+SHARE = 0.05  # a queue's rate is corrected if it works for more than this share of the step
 
 
 def measured(spans: Sequence[Span]) -> dict[str, float]:
-    """Seconds that each of TIMED_BY was at work; for the drive, seconds with requests in flight."""
+    """Seconds for which each kind of TIMED_BY worked; for the drive, seconds with requests in flight."""
     found, end = defaultdict[str, float](float), 0.0
     for queue, seconds in busy(spans).items():
         found[plain(queue)] += seconds
@@ -42,8 +42,8 @@ def measured(spans: Sequence[Span]) -> dict[str, float]:
 
 
 def at_work(spans: Sequence[Span]) -> dict[str, float]:
-    """Seconds that each queue was at work, the drive's as "ssd". Without queues between hosts, which wait for each
-    other.
+    """Seconds for which each queue worked, those of the drive as "ssd"; without queues between hosts, which wait for
+    each other.
     """
     found = {queue: seconds for queue, seconds in busy(spans).items() if queue not in READS + WRITES + NET}
     return found | {"ssd": measured(spans)["ssd"]}
@@ -59,7 +59,7 @@ def batch_of(micro: Sequence[Inputs]) -> Batch:
 def until_its_end(spans: Sequence[Span]) -> list[Span]:
     """The spans of a traced step, cut at the end of its computation.
 
-    What follows are the last updates, and reads for the next step.
+    The tasks after that are the last updates, and reads for the next step.
     """
     end, done = max((s.end for s in spans if kind_of(s.queue) == "compute"), default=float("inf")), []
     for span in spans:

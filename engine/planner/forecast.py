@@ -23,9 +23,9 @@ from trireme.models.sizes import costs, narrow, shapes
 from trireme.storage.layout import ITEMSIZE
 from trireme.storage.shards import IN_FLIGHT
 
-BEST = "best so far"  # its row: what is written with the next snapshot, or at the end
-SHORT = 4  # strategies of a search for what is faster, which refines the best plan alone
-WORTH_SAYING = 1.1  # gain from which a change is offered
+BEST = "best so far"  # row of the memory table: the copy of the best weights
+SHORT = 4  # strategies in a search for faster settings, which refines only the best plan
+WORTH_SAYING = 1.1  # a change with at least this gain in tokens/s is printed
 ENDLESS = 1 << 40  # sequences
 
 
@@ -72,10 +72,10 @@ class Files:
     export: int = 0  # the written checkpoint; 0: weights in the compute dtype
     merged: int = 0  # the written model with its adapters in it
     copied: str = "the checkpoint's, or a copy"  # why they take space on the SSD; "": read from the checkpoint
-    best: bool = False  # kept for a while in addition to the next or the last
+    best: bool = False  # a checkpoint of the best weights is written in addition to the last
     exact: bool = False  # the checkpoint is written from fp32 masters
     tokens: int = 0  # the tokenized data
-    held: int = 0  # of these and the state, what the run has already
+    held: int = 0  # bytes of these files and of the state that the run has on the drives already
     keep: int = 1
     apart: int = 0  # checkpoints of single steps
     read: int = 0  # to quantize a base
@@ -113,7 +113,7 @@ class Forecast:
 
     @property
     def tflops(self) -> float:
-        """Model TFLOP/s: three times those of forward, without recomputation."""
+        """Model TFLOP/s of a step: three times the FLOPs of forward, without recomputation, per second."""
         pairs = costs.layer_pairs(self.cfg, self.work.lengths)
         return costs.model_flops(self.cfg, self.work.tokens, pairs) / self.step.step_s / 1e12
 
@@ -157,12 +157,12 @@ class Forecast:
 
     @property
     def frozen(self) -> int:
-        """Bytes of frozen weights."""
+        """Bytes of all frozen weights."""
         return sum(layout.span for layout in self.geo.base)
 
     @property
     def frozen_read(self) -> int:
-        """Bytes read to load frozen weights: those that become fp8 are read twice."""
+        """Bytes that are read to load frozen weights; those that are quantized to fp8 are read twice."""
         codes = (t.nbytes for layout in self.geo.base for t in layout.tensors if t.name.endswith(narrow.ROWS))
         if self.files.read:
             return self.files.read
@@ -178,7 +178,7 @@ class Forecast:
         return sum(geo.weights[u].span + geo.state_span(u, self.plan.record) for u in range(geo.n_units))
 
     def disk_parts(self) -> dict[str, int]:
-        """Bytes on the drives by what takes them, at most."""
+        """Bytes on the drives at their maximum, by what takes them."""
         stored, files = self.stored(), self.files
         export = files.export or shapes.parameters(self.cfg) * ITEMSIZE[self.plan.dtype]
         return {
@@ -198,8 +198,8 @@ class Forecast:
 
     @property
     def room(self) -> int:
-        """Bytes of the drives that the run may use, with those it has already; 0 without a drive. If steps write state
-        there, a reserve stays free.
+        """Bytes of the drives that the run may use, including those that it uses already; 0 without a drive. A reserve
+        stays free if steps write state to the drives.
         """
         reserve = self.machine.reserve if self.plan.uses("ssd") else 0
         return max(0, self.machine.ssd - reserve) + self.files.held
@@ -207,7 +207,7 @@ class Forecast:
     # ------------------------------------------------ changes
 
     def faster(self, sequences: int = ENDLESS, bits_open: bool = True) -> list[Change]:
-        """Up to three changes that give more tokens a second, the best first; each is planned and predicted.
+        """Up to three changes that give more tokens per second, the best first. Each is planned and simulated.
 
         `sequences`: those of the data. `bits_open`: --adam-bits can still be chosen.
         """
@@ -245,7 +245,7 @@ class Forecast:
         yield "a GPU twice as fast", lambda: replace(self, machine=quick).again()
 
     def again(self, limits: Limits | None = None, adam_bits: int = 0, n_micro: int = 0) -> Forecast:
-        """Another plan, by a short search. Raises DoesNotFit."""
+        """The estimates with other limits, moments or micro-batches, planned by a short search. Raises DoesNotFit."""
         p, limits, work = self.plan, limits or self.limits, self.work
         changed = replace(p, n_micro=n_micro or p.n_micro)
         wanted = Wanted.like(changed, work.document or work.seq_len, work.trained, work.compared)
@@ -278,7 +278,7 @@ def check_drive(f: Forecast) -> None:
 
 
 def scratch(geo: Geometry, plan: Plan) -> tuple[int, int]:
-    """Bytes of (activations, gradients) on the SSD, as Engine.claim_scratch takes them."""
+    """Bytes of (activations, gradients) on the SSD, as Engine.claim_scratch allocates them."""
     units = [(u, plan.units[u]) for u in range(geo.n_units)]
     saved = sum(geo.saved_layout(u, unit.names("ssd"), plan.tokens).span for u, unit in units)
     leave = range(1, geo.n_units if plan.between == "host" else geo.head)  # the head's input is read at once
@@ -287,7 +287,7 @@ def scratch(geo: Geometry, plan: Plan) -> tuple[int, int]:
 
 
 def spares(geo: Geometry, plan: Plan) -> int:
-    """Bytes of the store's spare files, as Store.reserve makes them."""
+    """Bytes of the store's spare files, as Store.reserve allocates them."""
     if not plan.stored_on_ssd:
         return 0
     sizes = {layout.span for layout in geo.weights}

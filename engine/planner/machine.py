@@ -22,7 +22,7 @@ from trireme.engine.planner.rates import DRIVES, ENDURANCE, GB, Machine, Rates, 
 from trireme.models.config import Scan
 
 OWN = "matmul", "copy", "h2d", "d2h", "duplex"  # rates of a GPU, not of the machine
-NOTICED = 0.9  # share of a drive's measured rate from which a run's is told
+NOTICED = 0.9  # a sustained rate of a drive below this share of its measured rate is printed
 
 
 def this_machine(
@@ -33,7 +33,9 @@ def this_machine(
     fp8: bool = False,
     scan: Scan | None = None,
 ) -> Machine:
-    """This machine, with rates measured now or stored. Its drives, those of `folders`, are assumed to be usual ones."""
+    """This machine, with rates that are measured or read from the cache. The drives of `folders` are assumed to have
+    the rates of a usual drive; `with_drives` measures them.
+    """
     cuda = device.type == "cuda"
     measure = partial(_alone, device, dtype, limits)
     found, how = cache.kept(cache.chips_now(device, dtype), measure) if cuda else (measure(), "measured")
@@ -82,11 +84,11 @@ def doubt(device: torch.device, dtype: str, scan: Scan | None = None) -> None:
 
 
 def with_drives(machine: Machine, folders: Sequence[str | Path], anew: bool = False) -> Machine:
-    """`machine` with the rates of the drives of `folders`, stored or, with `anew`, measured; unchanged if they cannot
-    be tried.
+    """`machine` with the rates of the drives of `folders`, from the cache or, with `anew`, measured again; unchanged if
+    the drives cannot be measured.
 
-    They are at most what the drives kept up for minutes in the last run that told: a probe ends before a fast cache is
-    full.
+    A probe ends before a drive's cache is full, so the rates are at most those that the drives sustained for minutes in
+    an earlier run.
     """
     try:
         places = places_of(folders)
@@ -114,7 +116,7 @@ def pinnable(device: torch.device) -> float:
 
 
 def note_drives(rates: Rates, folders: Sequence[str | Path]) -> None:
-    """Stores the rates that drives kept up for minutes, as a share of those measured, for the next run."""
+    """Stores the rates that the drives sustained for minutes, as a share of the measured ones, for the next run."""
     found = {place: cache.remembered(drive.identity(place)) for place in places_of(folders)}
     measured = sum(known["ssd_read"] for known in found.values() if known)
     for place in found if all(found.values()) else ():

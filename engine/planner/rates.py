@@ -1,6 +1,6 @@
-"""The rates of a machine: measured, of known GPUs and drives, or of `--assume`. Imports no torch.
+"""The rates of a machine, as measured or for `--assume`, and data of known drives. Imports no torch.
 
-Figures are from data sheets or, where marked "measured", from this project's benchmarks.
+Numbers are from data sheets or, where marked "measured", from this project's benchmarks.
 """
 
 from __future__ import annotations
@@ -22,27 +22,27 @@ GB, TB = 10**9, 10**12
 
 @dataclass(frozen=True)
 class Rates:
-    """The rate of each resource when it works alone, in the long run: FLOP/s, bytes/s, parameters/s, seconds."""
+    """The sustained rate of each resource without others: FLOP/s, bytes/s, parameters/s, or seconds."""
 
-    matmul: float  # a large square matmul of the compute dtype on random data
-    copy: float  # GPU memory, read plus written
-    h2d: float
-    d2h: float
+    matmul: float  # FLOP/s of a large square GEMM in the compute dtype on random data
+    copy: float  # bytes/s of GPU memory, read plus written
+    h2d: float  # bytes/s from RAM to a GPU
+    d2h: float  # bytes/s from a GPU to RAM
     adam: float  # AdamW on the CPU with fp32 moments, parameters/s
-    dram: float  # RAM: an update takes ADAM_BYTES a parameter, a byte copied meanwhile delays it 1 / dram seconds
+    dram: float  # bytes/s of RAM: an update moves ADAM_BYTES a parameter, a copied byte delays it by 1 / dram seconds
     adam8: float = 0.0  # with 8-bit moments; 0: as `adam`
-    spare: float = 0.0  # bytes/s of copies that do not delay updates, by `with_moments`
-    ssd_read: float = 0.0  # all drives, past any fast cache, without writes
-    ssd_write: float = 0.0
-    ssd_free: float = 0.0  # bytes/s of removing files; 0: at once
+    spare: float = 0.0  # bytes/s of copies that do not delay updates; set by `with_moments`
+    ssd_read: float = 0.0  # bytes/s of all drives, with full caches and without writes
+    ssd_write: float = 0.0  # bytes/s of all drives, with full caches and without reads
+    ssd_free: float = 0.0  # bytes/s at which files are removed; 0: takes no time
     duplex: float = 0.92  # share of h2d and d2h left when both are busy
     reading: float = 0.82  # of h2d during CPU updates: 0.64 to 0.94 in 15 runs on Xeons; d2h kept 0.92 or more
     concurrent: float = 0.88  # of adam in a step, where it was not measured out of caches and during copies
-    launch: float = 3e-6  # the gap before a kernel
-    host: float = 0.0  # seconds of the host to start a kernel; 0: it computes itself
-    task: float = 0.0  # of the interpreter to hand over and run a task, kernels and copies left out
-    latency: float = 5e-5  # of handing a task to another queue
-    pin: float = 3e9  # bytes/s of pinning RAM
+    launch: float = 3e-6  # seconds between two kernels
+    host: float = 0.0  # seconds of the CPU to launch a kernel; 0: the CPU computes itself
+    task: float = 0.0  # seconds of the interpreter to issue and run a task, without kernels and copies
+    latency: float = 5e-5  # seconds to pass a task to another queue
+    pin: float = 3e9  # bytes/s at which RAM is pinned
     mixed: float = 1.0  # share of ssd_read and ssd_write left when both happen
     fp8: float = 0.0  # FLOP/s of a large fp8 matmul, sums in fp32; 0: none
     peer: float = 0.0  # bytes/s from a GPU's memory to another's, each way; 0: no peer access
@@ -53,7 +53,7 @@ class Rates:
     # LLaMA shapes of 1.3B to 13B, and attention's benchmark.
     gemm: float = 0.885
     gemm_fp8: float = 0.84  # of `fp8`
-    # Products of experts (kernels/experts) at 32,768 tokens, Qwen3-30B, gpt-oss, Mixtral: 0.59 to 0.76, their tiles'
+    # Grouped GEMMs of experts (kernels/experts) at 32,768 tokens, Qwen3-30B, gpt-oss, Mixtral: 0.59 to 0.76, their tiles'
     # padding apart; gradients of matrices.
     grouped: float = 0.65
     grouped_fp8: float = 0.50  # of `fp8`: 0.44 to 0.59, on an H100
@@ -68,9 +68,10 @@ class Rates:
     backward: float = 1.0
     loss: float = 1.0
     finish: float = 1.0  # a gradient's norm and rounding
-    others: tuple[Rates, ...] = ()  # of the GPUs behind the first, where they are unequal
+    others: tuple[Rates, ...] = ()  # those of GPUs 1, 2, ... if they differ from GPU 0's
 
     def of(self, gpu: int) -> Rates:
+        """The rates of a GPU."""
         return self.others[gpu - 1] if gpu and self.others else self
 
     def change(self, **change: Any) -> Rates:
@@ -98,7 +99,7 @@ COMPUTATION = ("forward", "backward", "loss", "finish")
 
 @dataclass(frozen=True)
 class Drive:
-    """An NVMe drive: bytes/s that it keeps up for hours, its size, and the bytes that may be written to it."""
+    """An NVMe drive: sustained bytes/s, capacity in bytes, and bytes that it is rated to be written."""
 
     name: str
     read: float
@@ -119,16 +120,16 @@ SHARED = 1.05  # dram over what AdamW alone takes of it, in measured steps bound
 HOST = 1.3e-5  # seconds to start a kernel: 1.1e-5 to 1.7e-5 measured on Xeons
 CONSUMER_DRAM = 70 * GB  # two channels of DDR5-5600: 89.6 GB/s on paper
 CORE_ADAM = 0.6e9  # parameters/s of a core's AdamW: 0.62 on Xeons, 0.55 to 0.75 on Zen 4
-CODE = 700 << 20  # RAM for code loaded and compiled on a GPU: in first steps, samples, exports
-GPU_OVERHEAD = 5 << 28  # of an assumed GPU: the driver's context and late kernels
-DRIVE_SHARE = 0.95  # of a drive, planned to be full: the rest is for its file system, and for writes to stay fast
-RAM_SHARE = 0.85  # usable, of available RAM
+CODE = 700 << 20  # bytes of RAM for code that is loaded and compiled with a GPU in first steps, samples, exports
+GPU_OVERHEAD = 5 << 28  # bytes of an assumed GPU for the driver's context and kernels that are loaded later
+DRIVE_SHARE = 0.95  # share of a drive that a plan may fill: the rest is for its file system, and keeps writes fast
+RAM_SHARE = 0.85  # share of the available RAM that a plan may use
 
 
 def rates_of(measured: Mapping[str, float]) -> Rates:
-    """Rates from measured numbers by name; `matmul` and `adam` are needed, zero and infinity count as missing.
+    """Rates from measured numbers by name. `matmul` and `adam` are required; zero and infinity count as missing.
 
-    Without PCIe, on a CPU, a copy reads and writes RAM.
+    On a CPU there is no PCIe: a copy reads and writes RAM.
     """
     known = {f.name for f in fields(Rates)}
     found = {k: v for k, v in measured.items() if k in known and v and math.isfinite(v)}
@@ -152,10 +153,10 @@ class Machine:
     drives: str = "no SSD"
     how: str = ""  # the rates are known
     gpus: int = 1
-    less: tuple[int, ...] = ()  # bytes that each GPU has less than `gpu`, where they are unequal
+    less: tuple[int, ...] = ()  # bytes by which each GPU has less than `gpu`, if they are unequal
 
     def first(self, gpus: int, gpu_memory: int | None = None) -> Machine:
-        """The machine with the first `gpus` of its GPUs, or more like its own, of at most `gpu_memory` bytes each."""
+        """The machine with `gpus` GPUs, its first ones or more of the same kind, of at most `gpu_memory` bytes each."""
         given = gpu_memory or self.gpu
         less = tuple(max(0, given - self.gpu + less) for less in self.less[:gpus])
         rates = replace(self.rates, others=self.rates.others[: gpus - 1])
@@ -224,8 +225,8 @@ def assume(text: str) -> Machine:
 
     `gpu=2xrtx4090`: two; `gpu=rtx4090+rtx3090`: unequal ones; `gpu=24GiB`: an RTX 4090 of that memory.
     `ssd` without @READ/WRITE (GB/s a drive):
-    DRIVES["gen4"]. `dram` (GB/s) and `bus` (queues, or GB/s) are each of the whole machine and of each GPU. `tflops`:
-    of a bf16 matrix multiplication. `cores` that update on the CPU. `peer`: GB/s each way of peer copies between GPUs.
+    DRIVES["gen4"]. `dram`: GB/s of RAM. `bus`: lanes or GB/s of each GPU. `tflops`: TFLOP/s of a bf16 matrix
+    multiplication. `cores`: those that update on the CPU. `peer`: GB/s each way of peer copies between GPUs.
     """
     words = [part.split("=", 1) for part in text.replace(" ", "").split(",")]
     given = {word[0]: word[-1] for word in words if len(word) == 2}

@@ -26,15 +26,16 @@ from trireme.engine.step import evaluate, stream_layers
 from trireme.models.config import ModelConfig, numbers
 from trireme.storage.files import existing
 
-# Seconds beyond rates, medians of runs on an H200 (LLaMA of 0.15 to 6.7 B).
-NEW, SOME, KNOWN = 9.5, 4.0, 1.0  # of compilation: Triton's cache has no model's kernels; has another's; has all
-ENTRIES = 20  # entries in Triton's cache: a probe leaves 3, a model about 40
-FIRST: Times = {"evaluations": 0.2, "samples": 0.3}  # on a GPU the first time: a pass without backward
-FIXED, CLOSING = 0.1, 0.25  # of files written and made durable; of the end: threads, pinned memory, the store
+# Seconds that do not follow from rates; medians of runs on an H200 (LLaMA of 0.15 to 6.7 B).
+# Compilation, if Triton's cache has no model's kernels, those of another model, all kernels:
+NEW, SOME, KNOWN = 9.5, 4.0, 1.0
+ENTRIES = 20  # entries of Triton's cache from which it has a model's kernels: a probe leaves 3, a model about 40
+FIRST: Times = {"evaluations": 0.2, "samples": 0.3}  # additional, the first time on a GPU
+FIXED, CLOSING = 0.1, 0.25  # to write files durably; to end threads, free pinned memory, close the store
 LOADING, OPENED = 1.7e9, 0.2  # bytes/s of values from a checkpoint to their placement, at most; seconds in addition
 COPIED = 4e9  # bytes/s of a copy from RAM or a GPU to RAM that is not pinned
-AGAIN = 0.5  # of planning before the first step: plans are sought again after the second
-LARGE = 1 << 28  # bytes of a checkpoint whose export tells a drive's rate
+AGAIN = 0.5  # share of the planning time for the second search, after the traced step
+LARGE = 1 << 28  # bytes of a checkpoint from which the rate of its export is stored
 
 
 @dataclass(frozen=True)
@@ -52,8 +53,7 @@ class Events:
 
 
 def estimated_parts(f: Forecast, steps: int, events: Events, known: Times | None = None) -> dict[Part, float]:
-    """Seconds of each part but the compilation. Steps, and what happens between them, are simulated by the code that
-    does them.
+    """Seconds of each part except compilation. Steps, and the work between them, are simulated with their own code.
 
     `known`: measured seconds of one event of a part, which replace the simulation.
     """

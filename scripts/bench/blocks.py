@@ -261,7 +261,7 @@ def alternate(runs: Mapping[str, Callable]) -> dict[str, dict]:
 
 
 def passes_of(b: Block) -> dict[str, Callable]:
-    """By TIMES."""
+    """The runs of forward and of backward, by their names in TIMES."""
     b.both()
     return dict(zip(TIMES, (b.forward, b.backward, b.both), strict=True))
 

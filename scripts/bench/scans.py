@@ -42,14 +42,14 @@ class Inputs(NamedTuple):
 
 
 class Bound(NamedTuple):
-    """Work of a pass."""
+    """Bytes and FLOPs of a pass."""
 
     nbytes: int
     flops: int
 
 
 def inputs(own: Scan, tokens: int, device: torch.device, dtype: torch.dtype = torch.bfloat16) -> Inputs:
-    """Random ones; queries and keys of length one."""
+    """Random inputs; queries and keys are normalized."""
     N, K, H, d, e = tokens, own.key_heads, own.heads, own.key_dim, own.value_dim
     randn = lambda *shape: torch.randn(shape, device=device)
     q, k = (normalize(randn(N, K, d), dim=-1).to(dtype) for _ in range(2))

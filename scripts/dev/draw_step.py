@@ -1,6 +1,6 @@
 """A training step, queue by queue, as a picture: python scripts/dev/draw_step.py > docs/one-step.svg
 
-Drawn from a simulation.
+The times are those of a simulation.
 """
 
 from __future__ import annotations

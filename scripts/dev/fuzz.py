@@ -1,4 +1,4 @@
-"""python scripts/dev/fuzz.py [TARGET ...] [--seed S] [--count N]: mutated files by the million."""
+"""python scripts/dev/fuzz.py [TARGET ...] [--seed S] [--count N]: tries mutated inputs."""
 
 import argparse
 import sys

@@ -1,6 +1,6 @@
-"""python scripts/dev/kill_trials.py [--count 500] [--flips 50]: kills and flipped bits by the hundred, as a table.
+"""python scripts/dev/kill_trials.py [--count 500] [--flips 50]: kills runs at random times and flips bits.
 
---first K --count 1 repeats trial K. Failures stay in --work.
+Prints a table of the results. --first K --count 1 repeats trial K. Failures stay in --work.
 """
 
 import argparse

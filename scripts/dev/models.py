@@ -75,7 +75,7 @@ MAKERS = {
 
 
 def special(family: Family) -> list[str]:
-    """A family's special features."""
+    """The differences of a family from pre-RMSNorm, SwiGLU and rotary positions."""
     n = family.names
     said = {
         "LayerNorms with bias": family.layer_norm,
@@ -133,7 +133,7 @@ def special(family: Family) -> list[str]:
 
 
 def verified(model_type: str) -> str:
-    """How, beyond random weights."""
+    """How a family is verified in addition to random weights: release, checkpoint, or "-"."""
     tests = (ROOT / "tests/models/test_released.py").read_text()
     outer = [name for name, wrapper in WRAPPERS.items() if model_type in wrapper.texts]
     names = "|".join([model_type, *outer])

@@ -140,7 +140,7 @@ def forecast(cfg: ModelConfig, m: Machine, sequences: int, mode: str = "forward"
 
 
 def faster(made: Forecast, placement: str) -> Forecast:
-    """The same step by a run's plan."""
+    """The estimate of the same step with the plan of a search, as a run makes it."""
     p = made.plan
     sizes = [(2 * p.tokens, p.n_micro // 2), (p.tokens, p.n_micro), (p.tokens // 2, 2 * p.n_micro)]
     sizes = sizes[p.n_micro % 2 : 2 + (p.tokens > SEQ)]
