@@ -310,15 +310,12 @@ def _launched(kernels: float, seconds: float, rates: Rates) -> float:
 def unit_seconds(cfg: ModelConfig, plan: Plan, rates: Rates, batch: Batch) -> dict[tuple[Kind, str], float]:
     """Seconds of forward, backward or loss of a micro-batch, by (kind, unit)."""
     cfg = plan.cut(cfg)
-    names, N = shapes.unit_names(cfg), batch.tokens
-    pairs = batch.inputs(cfg)[0].pairs
-    row = N * ITEMSIZE[plan.dtype]  # bytes of a feature
-    gemm = rates.matmul * rates.gemm
+    names, gemm = shapes.unit_names(cfg), rates.matmul * rates.gemm
+    row = batch.tokens * ITEMSIZE[plan.dtype]  # bytes of a feature
 
     def launched(kind: Kind, seconds: float, of: str) -> float:
         return _launched(kernels_of(cfg, kind, of, batch.learned), seconds, rates)
 
-    multiplied, slower = partial(_multiplied, rates), partial(_slower, rates)
     geo = Geometry.of(cfg, plan)
     lost = _loss_seconds(cfg, rates, batch.learned, ITEMSIZE[plan.dtype], gemm)
     known: dict[tuple[Kind, str], float] = {
@@ -330,42 +327,51 @@ def unit_seconds(cfg: ModelConfig, plan: Plan, rates: Rates, batch: Batch) -> di
         known["loss", names[-1]], known["loss", f"{names[-1]} {GRADIENT}"] = (each / rates.loss for each in lost)
     if batch.compared:
         known["loss", names[-1]] *= 1 + LOSS_FORWARD
-    # Gradients are read and written each micro-batch, in fp32 if several.
-    wide = 8 if batch.n_micro > 1 or plan.hosts > 1 else 2 * ITEMSIZE[plan.dtype]
-    trained, alike = geo.numel, dict[tuple[int, frozenset[str]], int]()  # units by what their times depend on
+    alike = dict[tuple[int, frozenset[str]], int]()  # the first unit of those with equal times
     for u in range(1, cfg.n_units - 1):
-        kind = geo.kinds[u]
-        kept = frozenset(name for name, _ in plan.units[u].saved)
-        if (first := alike.setdefault((geo.alike[u], kept), u)) < u:
+        saved = frozenset(name for name, _ in plan.units[u].saved)
+        if (first := alike.setdefault((geo.alike[u], saved), u)) < u:
             for (name, _), (same, _) in zip(_parts(geo, u), _parts(geo, first), strict=True):
                 known["forward", name], known["backward", name] = known["forward", same], known["backward", same]
             continue
-        mixed, mixed_back = costs.mixer_flops(cfg, kind, N, pairs), costs.mixer_backward_flops(cfg, kind, N, pairs)
-        once = costs.forward_flops(cfg, u, N, pairs) - mixed
-        back = costs.backward_flops(cfg, u, N, pairs) - mixed_back
-        up, down = (row * n / rates.copy for n in _adapter_features(cfg, u))
-        quick, own = costs.in_fp8_work(cfg, u, kept, N), costs.grouped_work(cfg, u, kept, N)
-        small = row * _features(cfg, kind) / rates.copy
-        sliced = narrow.sliced_bytes(cfg, u, N, ITEMSIZE[plan.dtype])
-        summed = wide * trained[u] / rates.copy
-        forward = (
-            multiplied(once, quick.forward, quick.forward_bytes) + _mixer_seconds(cfg, kind, rates, batch) + small + up
-        )
-        backward = (
-            multiplied(back, quick.backward, quick.backward_bytes)
-            + _mixer_seconds(cfg, kind, rates, batch, backward=True)
-            + small * (3 if len(kept) < len(shapes.saved_shapes(cfg, 1, kind)) else 2)
-            + summed
-            + down
-            + slower(own, own.backward, own.gradients)
-            + sliced.backward / rates.copy
-            + rebuilt_seconds(cfg, u, kept, rates, batch, ITEMSIZE[plan.dtype])
-        )
-        forward += slower(own, own.forward) + sliced.forward / rates.copy
+        forward, backward = _inner_seconds(cfg, plan, rates, batch, geo, u, saved)
         for name, share in _parts(geo, u):
-            known["forward", name] = launched("forward", share * forward, kind) / rates.forward
-            known["backward", name] = launched("backward", share * backward, kind) / rates.backward
+            known["forward", name] = launched("forward", share * forward, geo.kinds[u]) / rates.forward
+            known["backward", name] = launched("backward", share * backward, geo.kinds[u]) / rates.backward
     return known
+
+
+def _inner_seconds(
+    cfg: ModelConfig, plan: Plan, rates: Rates, batch: Batch, geo: Geometry, u: int, saved: frozenset[str]
+) -> tuple[float, float]:
+    """Seconds of (forward, backward) of a micro-batch of unit u, a block or a sub-layer, without kernel launches.
+
+    Backward recomputes the tensors that are not in `saved`.
+    """
+    kind, N, itemsize = geo.kinds[u], batch.tokens, ITEMSIZE[plan.dtype]
+    pairs, row = batch.inputs(cfg)[0].pairs, batch.tokens * itemsize  # row: bytes of a feature
+    multiplied, slower, mixer = partial(_multiplied, rates), partial(_slower, rates), partial(_mixer_seconds, cfg, kind)
+    once = costs.forward_flops(cfg, u, N, pairs) - costs.mixer_flops(cfg, kind, N, pairs)
+    back = costs.backward_flops(cfg, u, N, pairs) - costs.mixer_backward_flops(cfg, kind, N, pairs)
+    up, down = (row * n / rates.copy for n in _adapter_features(cfg, u))
+    quick, own = costs.in_fp8_work(cfg, u, saved, N), costs.grouped_work(cfg, u, saved, N)
+    small = row * _features(cfg, kind) / rates.copy
+    sliced = narrow.sliced_bytes(cfg, u, N, itemsize)
+    # Gradients are read and written in each micro-batch, in fp32 if there are several.
+    summed = (8 if batch.n_micro > 1 or plan.hosts > 1 else 2 * itemsize) * geo.numel[u] / rates.copy
+    forward = multiplied(once, quick.forward, quick.forward_bytes) + mixer(rates, batch) + small + up
+    forward += slower(own, own.forward) + sliced.forward / rates.copy
+    backward = (
+        multiplied(back, quick.backward, quick.backward_bytes)
+        + mixer(rates, batch, backward=True)
+        + small * (3 if len(saved) < len(shapes.saved_shapes(cfg, 1, kind)) else 2)
+        + summed
+        + down
+        + slower(own, own.backward, own.gradients)
+        + sliced.backward / rates.copy
+        + rebuilt_seconds(cfg, u, saved, rates, batch, itemsize)
+    )
+    return forward, backward
 
 
 def _parts(geo: Geometry, u: int) -> list[tuple[str, float]]:

@@ -53,8 +53,8 @@ class Rates:
     # LLaMA shapes of 1.3B to 13B, and attention's benchmark.
     gemm: float = 0.885
     gemm_fp8: float = 0.84  # of `fp8`
-    # Grouped GEMMs of experts (kernels/experts) at 32,768 tokens, Qwen3-30B, gpt-oss, Mixtral: 0.59 to 0.76, their tiles'
-    # padding apart; gradients of matrices.
+    # Grouped GEMMs of experts (kernels/experts) at 32,768 tokens, Qwen3-30B, gpt-oss, Mixtral: 0.59 to 0.76 without the
+    # padding of tiles; gradients of matrices.
     grouped: float = 0.65
     grouped_fp8: float = 0.50  # of `fp8`: 0.44 to 0.59, on an H100
     grouped_add: float = 0.50
