@@ -124,8 +124,8 @@ class _Programs:
         return made[0]
 
     def parts(self, ids: np.ndarray, stops: Sequence[int], marks: bool) -> list[str]:
-        """For ascending `stops`, what ids[:stop] adds to the text before. `marks`: put CUT in special tokens that are
-        cut up.
+        """For ascending `stops`, the text that the tokens up to each stop add. `marks`: put CUT in special tokens that
+        are encoded as several tokens.
         """
         self._begin(TOKENIZER, len(ids))
         found = self._tokenizer.cut_up(ids, self._looks) if marks else []
@@ -205,7 +205,7 @@ def load_codec(folder: str | Path, chat_template: str | None = None, date: str |
     """The codec of a checkpoint; None without a tokenizer.json. `chat_template`: a file, "plain" or "chatml"; None: the
     checkpoint's.
 
-    `date`: what it takes for today, as 2026-03-31. Raises InputError.
+    `date`: the date that a template gets as today's, such as 2026-03-31. Raises InputError.
     """
     if not (Path(folder) / "tokenizer.json").is_file():
         return None

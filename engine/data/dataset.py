@@ -3,7 +3,7 @@
     dataset = load_dataset(["chats.jsonl"], load_codec(checkpoint), DataOptions(seq_len=4096, val="0.02"))
     for micro_batch in dataset.step(i, batch_size=16, micro_batch=2): ...
 
-A step is a pure function of (data, options, i). Tokens lie on disk, a few numbers a document in memory.
+A step is a pure function of (data, options, i). Tokens are on disk; in memory there are a few numbers per document.
 """
 
 from __future__ import annotations
@@ -204,7 +204,7 @@ class Dataset:
 
     @property
     def paired(self) -> bool:
-        """Whether documents are compared in pairs."""
+        """Whether the data has pairs of documents, whose losses are compared."""
         return self.kind in PAIRED
 
     @property

@@ -71,7 +71,7 @@ def _part_the_longest(documents: np.ndarray, share: float) -> tuple[np.ndarray, 
 
 
 def weigh(documents: np.ndarray, weights: Sequence[float], seed: int) -> np.ndarray:
-    """The documents of file f weights[f] times; of a fraction, the seed chooses which."""
+    """The documents, each of file f repeated weights[f] times; for the fractional part the seed selects documents."""
     if all(weight == 1 for weight in weights):
         return documents
     parts = []

@@ -126,8 +126,8 @@ class _Tally:
 
 
 def tokenize(source: DataFile, reading: Reading, progress: Progress | None = None) -> TokenFile:
-    """The tokens of a file, from the cache or made now. Raises InputError for bad rows, and for tokens that the model
-    has not.
+    """The tokens of a file, from the cache or tokenized now. Raises InputError for bad rows, and for token ids beyond
+    the model's vocabulary.
     """
     key = reading.key(source, progress)
     made = open_tokens(reading.folder / f"tokens-{key}") or _shelved(source, reading, key, progress)

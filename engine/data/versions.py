@@ -1,4 +1,4 @@
-"""Tokenizers that versions of transformers read otherwise: Mistral's, and those that transformers 5 builds anew.
+"""Tokenizers that versions of transformers read differently: Mistral's, and those that transformers 5 rebuilds.
 
 Mistral's pattern of words was wrong in files of transformers 4. transformers 5 replaces it where tokenizer_config.json
 has "fix_mistral_regex": true, and else warns. The tokens here are the same; the note comes only where the pattern of
@@ -88,7 +88,7 @@ _PROBES = (
 def built_anew(
     spec: dict[str, Any], added: Sequence[Any], config: dict[str, Any], model: dict[str, Any]
 ) -> tuple[str, ...]:
-    """A note where transformers 5 makes other tokens of a text. `added`: all added tokens.
+    """A note if transformers 5 tokenizes a text differently, else none. `added`: all added tokens.
 
     `spec`: tokenizer.json, which the library reads; `config`: tokenizer_config.json; `model`: config.json.
     """

@@ -66,7 +66,7 @@ class Ready(NamedTuple):
 
 
 def losses(given: argparse.Namespace, screen: Screen) -> Iterator[Found | Judged]:
-    """Of each file. Raises as `evaluate`."""
+    """The loss of each file. Raises as `evaluate`."""
     options = Options(**{name: getattr(given, name) for name in OF_METHODS})
     of = preference_of(options)
     if not of and given.label_smoothing is not None:  # in training it is also of the cross-entropy
@@ -97,7 +97,7 @@ def losses(given: argparse.Namespace, screen: Screen) -> Iterator[Found | Judged
 
 
 def open_and_load(given: argparse.Namespace, screen: Screen, logits: int = 0) -> Ready:
-    """`logits`: rows of them in fp32 that a pass needs. Raises as `evaluate`."""
+    """The data, and the layers of the model. `logits`: rows of fp32 logits that a pass needs. Raises as `evaluate`."""
     opened, sources, seq_len = open_and_read(given, screen, False)
     return load_for_data(given, opened, sources, seq_len, logits, opened.cfg.vocab, screen)
 
@@ -145,14 +145,14 @@ def load_for_data(
 
 
 def rows_of(device: torch.device, seq_len: int) -> int:
-    """Sequences of a micro-batch."""
+    """Number of sequences of a micro-batch."""
     return max(1, AT_ONCE // seq_len) if device.type == "cuda" else 1
 
 
 def _read(
     name: str, codec: Codec, opened: Opened, given: argparse.Namespace, seq_len: int, kind: Kind, screen: Screen
 ) -> Dataset:
-    """A source, and what the report says of it. Raises InputError."""
+    """A source of data, and its lines of the report. Raises InputError."""
     began = time.monotonic()
     options = DataOptions(
         seq_len=seq_len, map=given.map, long=given.long, skip_bad=given.skip_bad, vocab_size=opened.cfg.vocab,
@@ -281,7 +281,9 @@ def _pass(
     dtype: torch.dtype,
     correct_: torch.Tensor | None = None,
 ) -> list[torch.Tensor]:
-    """Losses of the group's micro-batches, (N,) each, by the weights of rows; `correct_` as of head_loss."""
+    """Losses of the tokens of each micro-batch in the group, (N,) fp32 each, times the weights of rows; `correct_`: as
+    in head_loss.
+    """
     found: list[torch.Tensor] = []
 
     def take(_: int, w: Any, embed: Any, x: torch.Tensor, mb: Any) -> None:
@@ -318,6 +320,6 @@ def forward(layers: Layers, group: Sequence[MicroBatch], tables: Tables, dtype: 
 def losses_of(
     cfg: ModelConfig, w: Any, embed: Any, x: torch.Tensor, mb: Any, correct_: torch.Tensor | None = None
 ) -> torch.Tensor:
-    """By token, (N,) fp32; `correct_` as of head_loss."""
+    """The loss of each token, (N,) fp32; `correct_`: as in head_loss."""
     top = head.with_output(cfg, w, embed)
     return head.head_loss(cfg, top, x, mb.labels, mb.loss_rows, 1.0, factors=mb.factors, correct_=correct_)

@@ -1,4 +1,4 @@
-"""What an evaluation finds: loss, with perplexity or accuracy; of answers that are compared, how far they are apart."""
+"""Results of an evaluation: loss, with perplexity or accuracy; for preferences accuracy and margin."""
 
 from __future__ import annotations
 
@@ -38,7 +38,7 @@ class Found(NamedTuple):
 
     @property
     def loss(self) -> float:
-        """The mean."""
+        """The mean loss."""
         return self.total / (self.weighed or 1)
 
     def __str__(self) -> str:
@@ -83,7 +83,7 @@ class Judged(NamedTuple):
         return f"{', '.join(said)}, on {many} of {compact(self.tokens)} tokens"
 
     def described(self) -> dict[str, float]:
-        """By the names of a run's log."""
+        """The values by their names in a run's log."""
         made = compare(self.of, self.docs, self.logps)
         counts = {self.answers: len(self.logps) // 2, "tokens": self.tokens}
         return {"loss": made.loss} | made.metrics() | counts

@@ -1,4 +1,6 @@
-"""`trireme merge ADAPTER --out DIR`: with what the adapter's run says of the model, as --merge writes it."""
+"""`trireme merge ADAPTER --out DIR`: adds an adapter to its model with the settings of the adapter's run, as --merge
+does.
+"""
 
 from __future__ import annotations
 

@@ -31,7 +31,7 @@ GENERATION = "generation_config.json"
 
 @dataclass(frozen=True)
 class Opened:
-    """A model whose weights are all frozen, but for an adapter's."""
+    """A finished model. All weights are frozen, except those of an adapter."""
 
     base: Path  # the checkpoint
     cfg: ModelConfig

@@ -1,4 +1,4 @@
-"""How the next token is chosen: the likeliest, or drawn as in transformers; by generation_config.json or options."""
+"""How the next token is chosen: greedily, or sampled as in transformers; by generation_config.json or options."""
 
 from __future__ import annotations
 
@@ -103,8 +103,8 @@ class Picker:
 
 
 def probabilities(sampling: Sampling, logits: Tensor) -> Tensor:
-    """Probabilities (B, V) in fp32: by temperature, then of the top_k largest, then of the fewest that have top_p
-    together.
+    """Probabilities (B, V) in fp32: with the temperature, then restricted to the top_k largest, then to the fewest
+    whose sum is top_p.
     """
     scores = logits / max(sampling.temperature, COLDEST)
     if 0 < sampling.top_k < scores.shape[-1]:

@@ -1,23 +1,23 @@
-"""`trireme score FOLDER --data FILE --out DIR`: what a model of any size says of data, written to files.
+"""`trireme score FOLDER --data FILE --out DIR`: writes a model's log-probabilities of data to files.
 
 DIR/scores.json names model, vocabulary and data, its files of tokens by key with their numbers of documents.
 DIR/000/part-00000.safetensors and so on are of the first --data, in order:
 
-    document  (n,) I64   number of the document among those that were read; a text or a long row may be in pieces
-    start     (n,) I64   its token at which the piece begins
-    length    (n,) I64   tokens of the piece
-    trained   (n,) I64   of them with a label: tokens that are trained, but a piece's first
+    document  (n,) I64   index of the document in the order of reading; a long one may be in several pieces
+    start     (n,) I64   position of the piece's first token in the document
+    length    (n,) I64   number of tokens of the piece
+    trained   (n,) I64   number of labels: trained tokens, except the piece's first
     logp      (n,) F64   sum of their log-probabilities
 
 and with --top-k K, of all M labels of these pieces one after another:
 
-    label     (M,) I32   the token that comes
+    label     (M,) I32   the labels
     ids       (M, K) I32  the K likeliest tokens
     logps     (M, K) F16  their log-probabilities
     rest      (M,) F32   logarithm of the probability of all others
 
 A part's metadata has `key`, equal in all of a source, `first`, its first micro-batch, `batches`, how many it holds, and
-`sum`, the checksum of these and of its tensors. The same command goes on behind the parts that are there.
+`sum`, the checksum of these and of its tensors. The same command continues after the parts that are complete.
 """
 
 from __future__ import annotations
