@@ -51,7 +51,7 @@ def extent(piece: Sequence[Stretch]) -> tuple[int, int]:
 
 
 class Geometry:
-    """Sizes by unit: 0 the embedding, then blocks or half blocks, last the head.
+    """Sizes by unit: 0 the embedding, then blocks or sub-layers, last the head.
 
     A unit of frozen weights is a unit or, with a number from `n_units` on, a slice of a unit's experts.
     """
@@ -252,7 +252,7 @@ class Geometry:
     def _stretches(self, u: int) -> tuple[Stretch, ...]:
         """Unit u's stretches, in the order of its weights.
 
-        Matrices and vectors of each half block have stretches of their own, so the gradient norm is bitwise the same in
+        Matrices and vectors of each sub-layer have stretches of their own, so the gradient norm is bitwise the same in
         every plan.
         """
         kind = self._alike(u)

@@ -102,7 +102,7 @@ class UnitPlan:
 class Plan:
     """All decisions of a run. A step may have fewer tokens and micro-batches than the plan."""
 
-    units: tuple[UnitPlan, ...]  # embedding, blocks or half blocks, head
+    units: tuple[UnitPlan, ...]  # embedding, blocks or sub-layers, head
     tokens: int  # most tokens of a micro-batch
     n_micro: int  # most micro-batches of a step
     dtype: str = "BF16"  # or F32
@@ -118,7 +118,7 @@ class Plan:
     swap_slots: int = 2  # buffers of each pool of swapped activations
     between: Literal["gpu", "host"] = "gpu"  # tier of x and dx until the next unit; gpu: peer copies to another GPU
     gradients: Literal["host", "ssd"] = "host"  # where gradients of units with state on the SSD wait for their update
-    halves: bool = False  # units are half blocks: attention, MLP
+    halves: bool = False  # units are sub-layers: attention, MLP
     at_once: int = 0  # packed experts that a matmul decodes at a time; 0: all of a layer, once in a pass
     slices: int = 1  # number of slices in which a layer's frozen experts are copied to the GPU
     losses: tuple[int, ...] = ()  # GPUs that compute the losses of micro-batches in turn; empty: the head's GPU
@@ -174,7 +174,7 @@ class Plan:
         if self.gradients not in ("host", "ssd") or (self.gradients, self.mode) == ("ssd", "backward"):
             raise InputError(f"plan: gradients {self.gradients!r}: there are host and, unless mode is backward, ssd")
         if self.slices > 1 and not (self.halves and self.between == "gpu" and self.gpus == 1):
-            raise InputError("plan: slices of experts are of half blocks, and what passes between them is on one gpu")
+            raise InputError("plan: slices of experts are of sub-layers, and what passes between them is on one gpu")
         self._check_gpus()
         self._check_hosts()
         if self.mode not in MODES:
@@ -258,7 +258,7 @@ class Plan:
         return replace(self, units=units, between=between, losses=())
 
     def cut(self, cfg: ModelConfig) -> ModelConfig:
-        """`cfg` with the units of this plan: whole or half blocks, slices of experts."""
+        """`cfg` with the units of this plan: blocks or sub-layers, slices of experts."""
         return replace(cfg, halves=self.halves, at_once=self.at_once, slices=self.slices)
 
     @property

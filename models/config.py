@@ -136,7 +136,7 @@ class ModelConfig:
     teaching: Teaching | None = None  # of the loss; from the run's options
     scores: int = 0  # rows of a score head in place of the output matrix (families/scores.py); 0: a language model
     score_std: float = STD  # of the weights of a new one
-    halves: bool = False  # units are half blocks; from the plan
+    halves: bool = False  # units are sub-layers; from the plan
     at_once: int = 0  # packed experts that a matmul decodes at a time; 0: a pass decodes all; from the plan
     slices: int = 1  # units of weights that a layer's frozen experts come in; from the plan
     packing: Packing | None = None  # of matrices in files; frozen ones stay so up to the GPU
@@ -160,7 +160,7 @@ class ModelConfig:
     mtp_layers: int = 0  # behind the last, carried through
     wrapper: str = ""  # the model_type around it
     media: tuple[tuple[int, str], ...] = ()  # tokens that images and the like take the place of, and their keys
-    parallel: bool = False  # attention and MLP read one input: no half blocks
+    parallel: bool = False  # attention and MLP read one input: no sub-layers
     mlp_layers: tuple[int, ...] = ()  # where a layer is a mixer or an MLP: those that are one; (): each has both
     tanh_gelu: bool = False  # where the GELU of the family is exact
     mlp_rows: int = 1 << 14  # tokens that an MLP half computes at once: sums of its gradients follow these tiles

@@ -64,7 +64,7 @@ def cell(nbytes: int) -> str:
 def _decisions(f: Forecast, row: str, names: Mapping[Tier, str]) -> str:
     """What the plan decides, behind a row of the table."""
     plan = f.plan
-    n, units = len(plan.units), "half blocks" if plan.halves else "blocks"
+    n, units = len(plan.units), "sub-layers" if plan.halves else "blocks"
     if row == "weights":
         frozen = f.geo.base_bytes  # of a layer with adapters nearly all
         stored = _counted((u.base if frozen[k] else u.weights for k, u in enumerate(plan.units)), names)
@@ -196,7 +196,8 @@ def wear_line(f: Forecast, written: Mapping[str, int]) -> str:
         return ""
     most = {what: nbytes for what, nbytes in written.items() if nbytes > PART * total}
     parts = ", ".join(f"{what} {gb(nbytes)}" for what, nbytes in most.items())
+    read, each = (gb(nbytes) if nbytes else "nothing" for nbytes in (f.step.ssd_read, f.step.ssd_written))
     return (
-        f"{gb(f.step.ssd_read)} read and {gb(f.step.ssd_written)} written a step, {gb(total)} written "
+        f"{read} read and {each} written a step, {gb(total)} written "
         f"in all ({parts}): {percent(total / rated)} of the {gb(rated)} that drives of this size are often rated for"
     )

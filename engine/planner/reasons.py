@@ -25,11 +25,13 @@ def reasons(
     """
     said = []
     if plan.halves:
-        said.append("blocks are split in halves, attention and MLP: whole blocks do not fit on the GPU")
+        said.append("blocks are divided into sub-layers, attention and MLP: whole blocks do not fit on the GPU")
     if plan.slices > 1:
-        said.append(f"frozen experts of a layer come in {plan.slices} slices: less of the GPU holds them at a time")
+        said.append(
+            f"frozen experts of a layer are transferred in {plan.slices} slices: two at a time take less GPU memory"
+        )
     if plan.at_once:
-        said.append(f"experts are decoded {plan.at_once} at a time: all of a layer do not fit on the GPU decoded")
+        said.append(f"experts are decoded {plan.at_once} at a time: those of a layer do not fit on the GPU together")
     said += _states(geo, plan)
     said += _base(geo, plan)
     if plan.tokens != first.tokens:
@@ -65,14 +67,15 @@ def _base(geo: Geometry, plan: Plan) -> Iterable[str]:
 
 def _activations(geo: Geometry, plan: Plan, compute: float, before: float) -> Iterable[str]:
     """Which tensors are swapped. `compute`, `before`: seconds of computation in a step, and by the simple rule."""
-    n, blocks = len(plan.units), "half blocks" if plan.halves else "blocks"
+    n, blocks = len(plan.units), "sub-layers" if plan.halves else "blocks"
     for tier, where in PLACES.items():
         away = [u for u in range(1, n - 1) if plan.units[u].names(tier)]
         if away:
             nbytes = plan.n_micro * sum(geo.saved_layout(u, plan.units[u].names(tier), plan.tokens).span for u in away)
+            gain = f": computation takes {compute:.3g} s of a step rather than {before:.3g} s"
             yield (
-                f"{_counted([plan.units[u].names(tier) for u in away])} of {n - 2} {blocks} are swapped to "
-                f"{where} ({gib(nbytes, 1)}): computation takes {compute:.3g} s of a step rather than {before:.3g} s"
+                f"{_counted([plan.units[u].names(tier) for u in away])} of {n - 2} {blocks} are swapped to {where} "
+                f"({gib(nbytes, 1)}){gain * (f'{compute:.3g}' != f'{before:.3g}')}"
             )
     inputs = sum(unit.x != "gpu" for unit in plan.units[1:-1])
     if inputs:
@@ -102,8 +105,8 @@ def benefits(geo: Geometry, batch: Batch, rates: Rates) -> list[str]:
         more = ", ".join(name for name in move.names if name not in before.get(move.kind, ()))
         before[move.kind] = move.names
         where = "a block" if move.kind == "block" else f"a block's {move.kind}"
-        spared = f"{seconds(move.seconds)} of recomputation for {gib(move.nbytes, 1)}"
-        found.append(f"{more} of {where}: {spared}, {1e12 * move.seconds / move.nbytes:,.0f} ms per GB")
+        spared = f"{seconds(move.seconds)} of recomputation, and takes {gib(move.nbytes, 1)}"
+        found.append(f"saving {more} of {where} avoids {spared}: {1e12 * move.seconds / move.nbytes:,.0f} ms per GB")
     return found
 
 

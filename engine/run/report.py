@@ -149,22 +149,26 @@ def _packing_notes(job: Job) -> list[str]:
     if packing is None:
         return []
     kept = sum(t.nbytes for layout in geo.base for t in layout.tensors if packing.part_of(t.name))
-    notes = [f"frozen matrices stay in {packing.word}, {gib(kept)}, until the GPU decodes a layer's"] if kept else []
+    notes = (
+        [f"frozen matrices stay in {packing.word}, {gib(kept)}, until the GPU decodes them, one layer at a time"]
+        if kept
+        else []
+    )
     if isinstance(job.source, Unpacked) or not isinstance(job.source, Packed):
-        notes.append(f"{packing.word} is decoded as it is read, and the result is in bf16, as its config.json will say")
+        notes.append(f"{packing.word} is decoded while it is read; the output is in bf16, also in its config.json")
     if job.options.base:
-        notes.append(f"--base: they are {_quantized(job.source)}; what is merged or exported is not of them")
+        notes.append(f"--base: they are {_quantized(job.source)}; merged and exported weights are the checkpoint's own")
     elif job.options.merge:
         notes.append("--merge: the merged model is in bf16 if the adapters change a packed matrix")
     if job.cfg.fp8:
-        notes.append("--dtype fp8: matrices of linear layers are quantized anew, with one scale each")
+        notes.append("--dtype fp8: matrices of linear layers are quantized again, with one scale each")
     return notes
 
 
 def _quantized(source: Source) -> str:
     """When the matrices of --base are quantized."""
     if not isinstance(source, Cached):
-        return "quantized as they are loaded"
+        return "quantized while they are loaded"
     if source.is_made():
         return f"read from {source.file}, where an earlier run has quantized them"
     return f"quantized into {source.file}, {gib(source.file_bytes)}, which later runs read"
@@ -174,11 +178,9 @@ def data_lines(job: Job) -> list[str]:
     """What was read, and examples."""
     data, work = job.read, job.work
     if data is None:
-        steps = (
-            "" if job.options.max_steps else f"; {work.steps:,} steps for an example: --max-steps for another number"
-        )
+        steps = "" if job.options.max_steps else f"; {work.steps:,} steps are assumed (--max-steps)"
         full = f"{work.sequences:,} x {work.seq_len:,} = {compact(work.tokens)} tokens (--batch-size, --seq-len)"
-        return [f"data     not read, as no --data is given: a step is {full}{steps}"]
+        return [f"data     none given; a step is {full}{steps}"]
     examples = [f"example  {data.example(k)}" for k in range(min(job.options.show_example, len(data.pieces)))]
     return [
         *_labelled("data", data.report.lines()),

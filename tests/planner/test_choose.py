@@ -351,7 +351,7 @@ def test_half_blocks_where_whole_ones_do_not_fit():
     assert choice.plan.halves
     assert len(choice.plan.units) == 2 * wide.n_layers + 2
     assert fits(Geometry.of(wide, choice.plan), choice.plan, limits(room))
-    assert any("blocks are split in halves" in line for line in choice.because)
+    assert any("blocks are divided into sub-layers" in line for line in choice.because)
     settled = replace(wanted, cuts=all_cuts(wide, halves=(True,)), sizes=((choice.plan.tokens, choice.plan.n_micro),))
     assert choose(wide, limits(2 * room), RATES, settled, choice.plan).plan.halves, "a run that has begun keeps them"
     assert not choose(wide, limits(2 * room), RATES, wanted).plan.halves

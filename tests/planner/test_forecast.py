@@ -93,7 +93,7 @@ def test_wear_is_told_by_what_writes():
     assert not f.plan.uses("ssd")
     assert wear_line(f, {"steps": 0, "snapshots": 10**12}) == ""
     line = wear_line(f, {"steps": 0, "snapshots": 3 * 10**12, "checkpoints": 10**12, "start": 10**9})
-    assert "0 kB written a step, 4 TB written in all (snapshots 3 TB, checkpoints 1 TB): 0.3 % of the 1.2 PB" in line
+    assert "nothing written a step, 4 TB written in all (snapshots 3 TB, checkpoints 1 TB): 0.3 % of the 1.2 PB" in line
 
 
 @pytest.mark.full

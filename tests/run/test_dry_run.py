@@ -49,8 +49,8 @@ def test_neither_data_nor_tokenizer_is_needed(here, config_alone, capsys):
     for name in ("tokenizer.json", "tokenizer_config.json"):
         (config_alone / name).unlink(missing_ok=True)
     report = said(capsys, "model", *BOX, "--seq-len", "64", "--batch-size", "8")
-    assert "data     not read, as no --data is given: a step is 8 x 64 = 512 tokens" in report
-    assert "1,000 steps for an example: --max-steps" in report
+    assert "data     none given; a step is 8 x 64 = 512 tokens" in report
+    assert "1,000 steps are assumed (--max-steps)" in report
     assert "steps    1,000 of 8 sequences of up to 64 tokens" in report
     report = said(capsys, "model", *BOX, "--seq-len", "64", "--max-steps", "70")
     assert "steps    70 of 16 sequences" in report
@@ -93,7 +93,7 @@ def test_a_release_in_fp8_is_planned_by_its_config_alone(config_alone, capsys):
     assert "by config.json alone, 1.63 MiB" in wide
     assert "by config.json alone, 898.45 KiB" in report
     everything = said(capsys, *args)
-    assert "fp8 is decoded as it is read, and the result is in bf16" in everything
+    assert "fp8 is decoded while it is read; the output is in bf16" in everything
     assert "stay in fp8" not in everything
 
 

@@ -69,7 +69,7 @@ def test_a_run_on_packed_weights(tmp_path, capsys, monkeypatch, word, lora):
         assert f"frozen matrices stay in {word}" in said
         assert "--merge: the merged model is in bf16" in said
     else:
-        assert f"{word} is decoded as it is read, and the result is in bf16" in said
+        assert f"{word} is decoded while it is read; the output is in bf16" in said
     cut = tmp_path / "cut"
     stopped(replace(run, out=str(cut)), 3, monkeypatch)
     finetune(replace(run, out=str(cut), resume=str(cut)))
