@@ -61,7 +61,8 @@ def habits(template: Template, tools: list[Fields] | None) -> Habits:
                     inner = inner or end
                     follows = follows or rendering.text[stop : stop + _FOLLOWS]
     found = prompts(template, asked, tools)
-    begun = [prompt for prompt in found if before and all(lead.startswith(prompt) for lead in before)]
+    bare = [prompt.lstrip() for prompt in found]  # space between turns may be the last turn's
+    begun = [prompt for prompt in (*found, *bare) if before and all(lead.startswith(prompt) for lead in before)]
     prompt = next(iter([*begun, *found]), None)
     lead = commonprefix([*before, prompt] if prompt else before) if before else None
     lead = lead and whole_marks(lead)

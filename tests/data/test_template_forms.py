@@ -136,3 +136,48 @@ def test_the_end_of_earlier_turns_is_that_of_the_last():
     assert template.mark([user("a"), said("b<end>")], None).text.count("<end>") == 2  # not doubled
     assert not template.notes()
     assert "so stopping is not learned" in ChatTemplate({"default": source}, {}, None, ["<eos>"], "<eos>").notes()[0]
+
+
+def test_a_turn_ends_where_its_loop_jumps_on():
+    """As in Command R7B, which writes the answers of tools in a loop that a message of another kind breaks."""
+    answers = (
+        "{% if m.role == 'tool' %}{% for n in messages[loop.index0:] %}{% if n.role == 'tool' %}{{ n.content }},"
+        "{% elif n.role == 'user' %}{% continue %}{% else %}{% break %}{% endif %}"
+        "{% endfor %}]{% continue %}{% endif %}"
+    )
+    source = TURNS.replace("<{{ m.role }}>BODY", answers + "<{{ m.role }}>{{ m.content }}")
+    talk = [user("a"), said("b"), {"role": "tool", "content": "9"}, said("c"), user("d"), said("e")]
+    told = "<user>a<end><assistant>[b<end>]9,]<assistant>[c<end>]<user>d<end><assistant>[e<end>]"
+    assert learned(source, talk)[0] == told
+
+
+def test_space_before_an_opening_may_be_the_last_turns():
+    """As in axolotl's template for Alpaca."""
+    source = (
+        "{% for m in messages %}{{ '### ' + m.role + ':\n' + m.content }}{{ '<end>' if m.role == 'assistant' }}"
+        "{% if not loop.last %}{{ '\n\n' }}{% endif %}{% endfor %}"
+        "{% if add_generation_prompt %}{{ '\n\n### assistant:\n' }}{% endif %}"
+    )
+    talk = [user("a"), said("b"), user("c"), said("d")]
+    told = "### user:\na\n\n### assistant:\n[b<end>]\n\n### user:\nc\n\n### assistant:\n[d<end>]"
+    assert learned(source, talk)[0] == told
+
+
+@pytest.mark.parametrize("preface", ["<bos>", "<system>Help.<end>"])
+def test_the_assistant_may_speak_first(preface):
+    """Llama 3 and Kimi K2 write what begins the text within the first turn."""
+    first = f"{{% if loop.first and m.role != 'system' %}}{preface}{{% endif %}}<{{{{ m.role }}}}>{{{{ m.content }}}}"
+    source = TURNS.replace("<{{ m.role }}>BODY", first)
+    talk = [said("a"), user("b"), said("c <assistant>")]
+    assert learned(source, talk)[0] == f"{preface}<assistant>[a<end>]<user>b<end><assistant>[c <assistant><end>]"
+    other = source.replace(preface, "{{ m.content }}")  # no preface, but words
+    with pytest.raises(BadRow, match="does not begin with '<assistant>'"):
+        learned(other, talk)
+
+
+def test_words_that_a_turn_leaves_out_are_an_error():
+    """As Command R does with a role that it does not know."""
+    source = TURNS.replace("BODY", "{% if m.role != 'developer' %}{{ m.content | replace(';', ',') }}{% endif %}")
+    assert learned(source, [user("a;"), said("b")])[0] == "<user>a,<end><assistant>[b<end>]"
+    with pytest.raises(BadRow, match=r"nothing for message 0 \(role 'developer'\); call it 'system' in the data, or"):
+        learned(source, [{"role": "developer", "content": "a"}, user("a"), said("c")])
