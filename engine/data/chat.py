@@ -267,12 +267,12 @@ class ChatTemplate:
         """The end of the opening in the first turn, which may begin with what any first turn has: BOS, a system
         message. 0 if it is not there.
         """
-        before, found, _ = written.partition(opening)
-        if opening and found:
+        before = written[: written.find(opening)] if opening and opening in written else ""
+        if before:
             with suppress(BadRow):
                 other = self._template(tools).render([{"role": "user", "content": PROBE}], tools)
                 start = next((a for turn, (a, _) in other.turns if turn == 0), len(other.text))
-                return len(before + found) if other.text[start:].startswith(before) else 0
+                return len(before + opening) if other.text[start:].startswith(before) else 0
         return 0
 
 

@@ -67,6 +67,22 @@ REFUSED = {
     "a row that is not to be learned": ({"messages": TALK, "train": False}, "'train' is false: leave the row out"),
     "a row that is masked": ({"text": "a", "mask": True}, "'mask' is true: leave the row out"),
     "rows inside": ({"data": [{"text": "a"}]}, "If 'data' is the list of rows, write that list alone"),
+    "turns of Gemini": (
+        {"contents": [{"role": "user", "parts": []}]},
+        "'contents' holds objects with the keys 'role', 'p",
+    ),
+    "turns of XTuner": (
+        {"conversation": [{"input": "q"}]},
+        "with the keys 'input'; a conversation has {role, content}.",
+    ),
+    "pairs of alpaca": (
+        {"instruction": "i", "input": "", "chosen": "c", "rejected": "r"},
+        "rows: --map output=chosen,unused=rejected",
+    ),
+    "columns with a system message": (
+        {"query": "q", "response": "a", "system": "s"},
+        "Perhaps --map instruction=query,output=response.",
+    ),
     "train of a table": ({"text": "a", "train": "False"}, "'train' is false: leave the row out"),
     "train 0": ({"prompt": "q", "completion": "a", "train": 0}, "'train' is 0: leave the row out"),
     "mask of a table": ({"text": "a", "masked": "1"}, "'masked' is 1: leave the row out"),

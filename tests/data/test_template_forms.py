@@ -170,6 +170,8 @@ def test_the_assistant_may_speak_first(preface):
     source = TURNS.replace("<{{ m.role }}>BODY", first)
     talk = [said("a"), user("b"), said("c <assistant>")]
     assert learned(source, talk)[0] == f"{preface}<assistant>[a<end>]<user>b<end><assistant>[c <assistant><end>]"
+    none = "{% for m in messages %}{{ '[' + m.content + ']' if m.role == 'user' else m.content + '<end>' }}{% endfor %}"
+    assert learned(none, talk)[0] == "[a<end>][b][c <assistant><end>]"  # Mistral's has no opening
     other = source.replace(preface, "{{ m.content }}")  # no preface, but words
     with pytest.raises(BadRow, match="does not begin with '<assistant>'"):
         learned(other, talk)
@@ -181,3 +183,13 @@ def test_words_that_a_turn_leaves_out_are_an_error():
     assert learned(source, [user("a;"), said("b")])[0] == "<user>a,<end><assistant>[b<end>]"
     with pytest.raises(BadRow, match=r"nothing for message 0 \(role 'developer'\); call it 'system' in the data, or"):
         learned(source, [{"role": "developer", "content": "a"}, user("a"), said("c")])
+
+
+def test_a_prompt_may_close_a_thought_that_a_turn_has():
+    """As Hy3's, whose marks have names of their own."""
+    source = TURNS.replace(
+        "BODY", "{% if m.role == 'assistant' %}<think:x>{{ m.reasoning_content }}</think:x>{% endif %}{{ m.content }}"
+    ).replace("%}<assistant>{%", "%}<assistant><think:x></think:x>{%")
+    assert learned(source, [user("a"), said("b")])[0] == "<user>a<end><assistant><think:x></think:x>[b<end>]"
+    thought = learned(source, [user("a"), said("b", reasoning_content="Hm.")])[0]
+    assert thought == "<user>a<end><assistant><think:x>[Hm.</think:x>b<end>]"

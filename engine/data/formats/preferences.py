@@ -62,7 +62,8 @@ def _without(row: Mapping[str, Any], good: list[str], bad: list[str], format_of:
     for key in good:
         asked = [f"prompt={name}" for name in ("question", "query", "input") if name in row and "prompt" not in row]
         others = [f"unused={other}" for other in good if other != key]
-        for ours, more in (("completion", []), ("completion", asked), ("output", []), ("messages", []), ("text", [])):
+        asks = [("completion", []), ("completion", asked), ("output", []), ("messages", []), ("text", [])]
+        for ours, more in sorted(asks, key=lambda way: way[0] != "output") if row.get("instruction") else asks:
             pairs = [f"{ours}={key}", *more, *others, *leave]
             form = format_of({theirs: ours for ours, _, theirs in (pair.partition("=") for pair in pairs)})
             if form and ours in form[1]:
