@@ -229,6 +229,10 @@ def test_an_end_token_of_generation_config_ends(here, capsys):
         (["--prompts", "gone.txt"], "--prompts gone.txt: "),
         (["--prompts", "rows.csv"], "--prompts rows.csv: expected .jsonl, or text with a prompt a line. Convert it."),
         (["--prompts", "rows.jsonl.gz"], "--prompts rows.jsonl.gz: expected .jsonl, or text"),
+        (
+            ["--prompts", "other.jsonl"],
+            "other.jsonl line 1: expected a prompt, a string, or messages; its keys are 'text'.",
+        ),
         (["--prompt", "a", "--as-text", "--system", "b"], "--system: texts are continued as they are"),
         (["--prompt", "a", "--as-text", "--chat-template-kwargs", "{}"], "--chat-template-kwargs: texts are continued"),
         (
@@ -239,6 +243,7 @@ def test_an_end_token_of_generation_config_ends(here, capsys):
     ],
 )
 def test_what_is_wrong_is_one_line(here, capsys, argv, message):
+    write_rows(Path("other.jsonl"), [{"text": "a"}])
     _, err = said(capsys, "sample", "model", *argv, code=2)
     (line,) = [line for line in err.splitlines() if line.startswith("error: ")]
     assert message in line
@@ -288,7 +293,9 @@ def test_variables_of_the_template_are_given_to_it(here, capsys, monkeypatch):
     Path("moody.jinja").write_text("{{ mood or '' }}" + CHATML)
     shutil.copytree("model", "own")
     Path("own/config.yaml").write_text(f"{SIGNED}\nchat_template_kwargs: '{{}}'\nsystem: S\n")
-    write_rows(Path("p.jsonl"), [{"prompt": "a"}, {"prompt": "a", "chat_template_kwargs": {"mood": "z"}}])
+    answered = [user("a"), {"role": "assistant", "content": "b"}]
+    rows = [{"prompt": "a"}, {"prompt": "a", "chat_template_kwargs": {"mood": "z"}}, {"messages": answered}]
+    write_rows(Path("p.jsonl"), rows)
     asked = []
     prompt = Codec.prompt
     monkeypatch.setattr(Codec, "prompt", lambda self, *a: asked.append(prompt(self, *a)) or asked[-1])
@@ -299,9 +306,10 @@ def test_variables_of_the_template_are_given_to_it(here, capsys, monkeypatch):
     assert "warning: the chat template does not read chat_template_kwargs.tone\n" in err
     assert "warning: the run had --system, and the model is asked without it here\n" in err
     assert "the run had --chat" not in err
+    assert "warning: 1 prompt of 3 with an answer at the end: another comes after it\n" in err
     monkeypatch.setattr(sys, "stdin", io.StringIO("a\n"))
     said(capsys, "sample", "own", "--chat", *more, "--max-new-tokens", "1")
-    assert asked[2] == asked[0]
+    assert asked[3] == asked[0]
 
 
 def test_eval_names_options_that_it_does_not_read_once(runs, tmp_path, capsys):

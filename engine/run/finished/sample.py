@@ -12,6 +12,7 @@ from pathlib import Path
 
 import torch
 
+from trireme.engine.amounts import count
 from trireme.engine.data.codec import Codec
 from trireme.engine.data.files.json_rows import LINES
 from trireme.engine.data.files.rows import BadRow, Fields
@@ -126,7 +127,7 @@ def sample(given: argparse.Namespace) -> int:
     begun = [{"role": "system", "content": given.system}] if given.system else []
     empty = Chat(begun, None, variables=variables_of(given))
     rows = {} if given.chat else read_prompts(given, by_template, screen)
-    say_unread(codec, [empty] if given.chat else rows.values(), screen)
+    warn_of(codec, [empty] if given.chat else rows.values(), screen)
     prompts = [codec.prompt(row, where) for where, row in rows.items()]
     with speaker(given, screen, opened, codec, sampling, prompts) as speaks:
         how = "; a prompt is a user's message (--as-text: continued as it is)" if by_template and rows else ""
@@ -239,9 +240,12 @@ def read_prompts(given: argparse.Namespace, by_template: bool, screen: Screen) -
     return found
 
 
-def say_unread(codec: Codec, asked: Iterable[str | Chat], screen: Screen) -> None:
-    """Names variables that the chat template does not read."""
-    alike = {(*(chat.variables or ()), bool(chat.tools)): chat for chat in asked if isinstance(chat, Chat)}
+def warn_of(codec: Codec, asked: Iterable[str | Chat], screen: Screen) -> None:
+    """Names variables that the chat template does not read, and says where an answer is there already."""
+    chats = [chat for chat in asked if isinstance(chat, Chat)]
+    if answered := sum(chat.messages[-1:] != [] and chat.messages[-1]["role"] == "assistant" for chat in chats):
+        screen.warn(f"{count(answered, 'prompt')} of {len(chats):,} with an answer at the end: another comes after it")
+    alike = {(*(chat.variables or ()), bool(chat.tools)): chat for chat in chats}
     if unread := dict.fromkeys(name for chat in alike.values() for name in codec.unread(chat)):
         screen.warn(f"the chat template does not read {shown(', '.join(unread), 200)}")
 
@@ -273,7 +277,8 @@ def _asked(row: Fields, where: str, by_template: bool, given: argparse.Namespace
             raise InputError(f"{where}: {more[0]!r} is for a chat template, and texts are continued as they are.")
         return value
     if not key or not isinstance(value, (list, str) if key == "prompt" else list):
-        raise InputError(f"{where}: expected a prompt, a string, or messages.")
+        keys = ", ".join(f"'{shown(name, 60)}'" for name in list(row)[:8]) or "none"
+        raise InputError(f"{where}: expected a prompt, a string, or messages; its keys are {keys}.")
     if not by_template:
         raise InputError(f"{where}: messages need a chat template. Give --chat-template chatml, or a text.")
     messages = [{"role": "user", "content": value}] if isinstance(value, str) else value
