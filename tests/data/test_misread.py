@@ -210,7 +210,8 @@ def test_rows_of_preferences_are_read_by_their_own_keys(load):
 
 def test_pairs_of_equal_answers_are_counted(load):
     rows = [dict(prompt="p ", chosen=a, rejected=b) for a, b in (("x y", "x y"), ("x y", "x z"), ("x", "x y"))]
-    assert "1 pair has two equal answers, so neither is preferred" in load(rows, kind="pairs").report.lines()
+    for kind in ("pairs", "rewards"):
+        assert "1 pair has two equal answers, so neither is preferred" in load(rows, kind=kind).report.lines()
     cut = [dict(prompt="p ", chosen="s" * 80 + "a", rejected="s" * 80 + "b")]
     assert load(cut, kind="pairs", seq_len=32).report.fitted.alike == 1
     assert not any("equal answers" in line for line in load(rows, kind="labels").report.lines())

@@ -1,6 +1,7 @@
 """Rows in the conventions of TRL, axolotl, LLaMA-Factory and ShareGPT, and what is near to them."""
 
 import json
+import re
 
 import pytest
 from chats import said, user
@@ -111,3 +112,37 @@ def test_pairs_that_are_refused(case):
 def test_a_label_that_is_null_gives_way_to_its_other_name():
     row = {"prompt": "q", "completion": "a", "label": None, "kto_tag": False}
     assert read_answers(row, "labels")[1][0][1] == -1
+
+
+CALLED = {"id": "abcdefgh1", "type": "function", "function": {"name": "f", "arguments": "{}"}}
+OTHERS = {  # rows of other trainers: format, and what is before either answer
+    "OpenAI": ({"input": {"messages": [user("q")], "tools": [{"name": "f"}], "parallel_tool_calls": True},
+                "preferred_output": [said("good")], "non_preferred_output": [said("bad")]}, [user("q")]),
+    "ms-swift": ({"messages": [system("s"), user("q"), said("good")], "rejected_response": "bad"},
+                 [system("s"), user("q")]),
+    "ms-swift's messages": ({"messages": [user("q"), said("good")], "rejected_messages": [user("q"), said("bad")]},
+                            [user("q")]),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("case", OTHERS)
+def test_pairs_of_other_trainers(case):
+    row, before = OTHERS[case]
+    _, ((good, one), (bad, other)), unused = read_answers(row, "pairs")
+    assert (one, other, unused) == (1, 1, [])
+    assert told(good.messages) == told([*before, said("good")])
+    assert told(bad.messages) == told([*before, said("bad")])
+    assert (good.tools is not None) == (case == "OpenAI")
+    assert [weight for _, weight in read_answers(row, "labels")[1]] == [1, -1]
+
+
+@pytest.mark.parametrize(("row", "says"), [
+    ({"input": "q", "preferred_output": [said("a")], "non_preferred_output": [said("b")]}, "'input' is a string, exp"),
+    ({"input": {}, "preferred_output": [said("a")], "non_preferred_output": [said("b")]}, "'input' has no 'messages'"),
+    ({"messages": [user("q")], "rejected_response": "b"}, "'messages' does not end with the assistant's message"),
+    ({"prompt": "q", "chosen": "a", "rejected": "b", "images": ["x.png"]}, "'images' holds what is no text; only"),
+])  # fmt: skip
+def test_pairs_of_other_trainers_that_are_refused(row, says):
+    for kind in ("pairs", "labels", "rewards"):
+        with pytest.raises(BadRow, match=re.escape(says)):
+            read_answers(row, kind)
