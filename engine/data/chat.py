@@ -251,8 +251,10 @@ class ChatTemplate:
         for prompt in here:
             if prompt and written.startswith(prompt):
                 return len(prompt)
-        if usual.lead and written.startswith(usual.lead):
-            return len(usual.lead)
+        heads = [prompt.removesuffix(usual.prompt or "") for prompt in here]  # before the usual opening
+        for head in ("", *heads):
+            if usual.lead and written.startswith(head + usual.lead):
+                return len(head + usual.lead)
         if not i and (found := self._after_preface(usual.prompt or usual.lead or "", tools, written)):
             return found
         if "" in here or (usual.prompt == "" and usual.lead is not None and not usual.lead.strip()):

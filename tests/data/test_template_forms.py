@@ -193,3 +193,9 @@ def test_a_prompt_may_close_a_thought_that_a_turn_has():
     assert learned(source, [user("a"), said("b")])[0] == "<user>a<end><assistant><think:x></think:x>[b<end>]"
     thought = learned(source, [user("a"), said("b", reasoning_content="Hm.")])[0]
     assert thought == "<user>a<end><assistant><think:x>[Hm.</think:x>b<end>]"
+    after = "{% set after = messages[loop.index0 - 1] if loop.index0 else {} %}{{ '</tool>' if after.role == 'tool' }}"
+    source = source.replace("<{{ m.role }}>", after + "<{{ m.role }}>")
+    source = source.replace("%}<assistant><think", "%}{{ '</tool>' if messages[-1].role == 'tool' }}<assistant><think")
+    talk = [user("a"), said("b"), {"role": "tool", "content": "9"}, said("c", reasoning_content="Hm.")]
+    assert learned(source, talk)[0].endswith("<tool>9<end></tool><assistant><think:x>[Hm.</think:x>c<end>]")
+    assert learned(source, [*talk[:3], said("c")])[0].endswith("</tool><assistant><think:x></think:x>[c<end>]")
