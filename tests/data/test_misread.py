@@ -79,6 +79,10 @@ REFUSED = {
         {"instruction": "i", "input": "", "chosen": "c", "rejected": "r"},
         "rows: --map output=chosen,unused=rejected",
     ),
+    "pairs of OpenAI": (
+        {"input": {"messages": [user("q")]}, "preferred_output": [said("a")], "non_preferred_output": [said("b")]},
+        "Write the good answers to a file of rows that are read: messages, or prompt, completion",
+    ),
     "columns with a system message": (
         {"query": "q", "response": "a", "system": "s"},
         "Perhaps --map instruction=query,output=response.",
