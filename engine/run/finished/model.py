@@ -137,7 +137,7 @@ def of_run(path: Path, say: Callable[[str], None]) -> dict[str, Any]:
     return {}
 
 
-def say_left_out(kept: dict[str, Any], given: argparse.Namespace, what: str, say: Callable[[str], None]) -> None:
+def say_left_out(kept: Mapping[str, Any], given: argparse.Namespace, what: str, say: Callable[[str], None]) -> None:
     """Says which options for the chat template a run had (`kept`), and the command has not. `what`: is read without
     them.
     """
