@@ -90,6 +90,11 @@ class ChatTemplate:
         _check_tools(tools, text)
         return text
 
+    def unread(self, variables: Mapping[str, Any], tools: list[Fields] | None) -> list[str]:
+        """Variables that the template does not read, as chat_template_kwargs.NAME."""
+        reads = self._template(tools).reads
+        return [f"chat_template_kwargs.{name}" for name in variables if name not in reads]
+
     def given(self, variables: Mapping[str, Any]) -> ChatTemplate:
         """The same template with more variables. Raises BadRow if it may not have them."""
         if taken := [name for name in variables if name in _TAKEN or not name.isidentifier()]:
@@ -115,9 +120,7 @@ class ChatTemplate:
         """
         if variables:
             marked = self.given(variables).mark(messages, tools)
-            reads = self._template(tools).reads
-            unread = [f"chat_template_kwargs.{name}" for name in variables if name not in reads]
-            return marked._replace(unread=(*marked.unread, *unread))
+            return marked._replace(unread=(*marked.unread, *self.unread(variables, tools)))
         wanted = [m["role"] == "assistant" and m.get("train", True) for m in messages]
         usual, template = self._of(tools), self._template(tools)
         written = [_with_calls({k: v for k, v in m.items() if k != "train"}, usual.arguments) for m in messages]
@@ -248,8 +251,12 @@ class ChatTemplate:
         for prompt in here:
             if prompt and written.startswith(prompt):
                 return len(prompt)
-        if usual.lead and written.startswith(usual.lead):
-            return len(usual.lead)
+        heads = [prompt.removesuffix(usual.prompt or "") for prompt in here]  # before the usual opening
+        for head in ("", *heads):
+            if usual.lead and written.startswith(head + usual.lead):
+                return len(head + usual.lead)
+        if not i and (found := self._after_preface(usual.prompt or usual.lead or "", tools, written)):
+            return found
         if "" in here or (usual.prompt == "" and usual.lead is not None and not usual.lead.strip()):
             return 0
         what = f"does not begin with {usual.lead!r}" if usual.lead else "begins with no opening that can be told"
@@ -257,6 +264,18 @@ class ChatTemplate:
             f"message {i} (assistant) {what} in the chat template's rendering; a template with {{% generation %}} tags "
             "says what to train on (--chat-template FILE)"
         )
+
+    def _after_preface(self, opening: str, tools: list[Fields] | None, written: str) -> int:
+        """The end of the opening in the first turn, which may begin with what any first turn has: BOS, a system
+        message. 0 if it is not there.
+        """
+        before = written[: written.find(opening)] if opening and opening in written else ""
+        if before:
+            with suppress(BadRow):
+                other = self._template(tools).render([{"role": "user", "content": PROBE}], tools)
+                start = next((a for turn, (a, _) in other.turns if turn == 0), len(other.text))
+                return len(before + opening) if other.text[start:].startswith(before) else 0
+        return 0
 
 
 def _tagged(rendering: Rendering, wanted: list[bool]) -> list[Span]:
@@ -342,7 +361,9 @@ def _check_written(
     template: Template, messages: list[Fields], tools: list[Fields] | None, rendering: Rendering
 ) -> None:
     """Raises BadRow if a message is missing in the text; a leading system message that is missing gives a note."""
-    written = {turn for turn, _ in rendering.turns}
+    written = dict[int, str]()
+    for turn, (start, stop) in rendering.turns:
+        written[turn] = written.get(turn, "") + rendering.text[start:stop]
     said = [(message.get("content") or "").strip() for message in messages]
     apart = [
         i
@@ -350,7 +371,10 @@ def _check_written(
         if i not in written and said[i] and message["role"] != "assistant" and (i or message["role"] != "system")
     ]
     lost = [i for i in apart if said[i] not in rendering.text]
-    if doubtful := [i for i in apart if len(said[i]) < _TELLING or sum(said[i] in text for text in said) > 1]:
+    doubtful = [i for i in apart if len(said[i]) < _TELLING or sum(said[i] in text for text in said) > 1]
+    others = [i for i in written if messages[i]["role"] != "assistant" and (i or messages[i]["role"] != "system")]
+    doubtful += [i for i in others if said[i] not in written[i]]  # changed, elsewhere, or not there
+    if doubtful:
         marks = {i: f"{PROBE}{i}{PROBE}" for i in doubtful}  # words that are nowhere else
         marked = [{**m, "content": marks[i]} if i in marks else m for i, m in enumerate(messages)]
         with suppress(BadRow):
@@ -358,10 +382,9 @@ def _check_written(
             lost = sorted({*lost, *(i for i in doubtful if marks[i] not in text)})
     if lost:
         role = messages[lost[0]]["role"]
-        raise BadRow(
-            f"the chat template writes nothing for message {lost[0]} (role {role!r}); "
-            "one that does: --chat-template FILE"
-        )
+        ways = "one that does: --chat-template FILE"
+        ways = f"call it 'system' in the data, or {ways}" if role == "developer" else ways
+        raise BadRow(f"the chat template writes nothing for message {lost[0]} (role {role!r}); {ways}")
 
 
 def _function(call: Fields) -> Fields:

@@ -123,6 +123,9 @@ class _Programs:
             raise made
         return made[0]
 
+    def unread(self, given: Chat) -> list[str]:
+        return self._template.unread(given.variables or {}, given.tools) if self._template else []
+
     def parts(self, ids: np.ndarray, stops: Sequence[int], marks: bool) -> list[str]:
         """For ascending `stops`, the text that the tokens up to each stop add. `marks`: put CUT in special tokens that
         are encoded as several tokens.
@@ -181,6 +184,10 @@ class Codec:
             return self.sandbox.call(_Programs.prompt, given).tolist()
         except (BadRow, Died, MemoryError) as error:
             raise InputError(f"{where}: {error}.") from None
+
+    def unread(self, given: Chat) -> list[str]:
+        """Its variables that the template does not read, as chat_template_kwargs.NAME."""
+        return self.sandbox.call(_Programs.unread, given) if given.variables else []
 
     def decode(self, ids: Sequence[int] | np.ndarray) -> str:
         """The text, with special tokens. To be shown: a failure gives its reason in brackets."""

@@ -10,7 +10,7 @@ from os.path import commonprefix
 from typing import NamedTuple
 
 from trireme.engine.data.files.rows import BadRow, Fields
-from trireme.engine.data.template import PROBE, Template
+from trireme.engine.data.template import PROBE, THOUGHTS, Template
 
 _FOLLOWS = 64  # characters
 _ARGUMENT = "Qz8"
@@ -60,8 +60,13 @@ def habits(template: Template, tools: list[Fields] | None) -> Habits:
                     end = written[written.rindex(PROBE) + len(PROBE) :]
                     inner = inner or end
                     follows = follows or rendering.text[stop : stop + _FOLLOWS]
+    with suppress(BadRow):  # a prompt may close a thought that turns have, as in Hy3
+        rendering = template.render([*asked, {"role": "assistant", "content": PROBE, THOUGHTS[0]: PROBE}], tools)
+        openings = [rendering.text[start:stop].partition(PROBE) for turn, (start, stop) in rendering.turns if turn]
+        before += [opening for opening, said, _ in openings if said]
     found = prompts(template, asked, tools)
-    begun = [prompt for prompt in found if before and all(lead.startswith(prompt) for lead in before)]
+    bare = [prompt.lstrip() for prompt in found]  # space between turns may be the last turn's
+    begun = [prompt for prompt in (*found, *bare) if before and all(lead.startswith(prompt) for lead in before)]
     prompt = next(iter([*begun, *found]), None)
     lead = commonprefix([*before, prompt] if prompt else before) if before else None
     lead = lead and whole_marks(lead)

@@ -117,7 +117,7 @@ class Report:
         lines = [self._long_rows()] if self.fitted.longer else []
         if self.fitted.unlearnable:
             lines.append(f"{count(self.fitted.unlearnable, 'row')} dropped: nothing to learn in what is kept")
-        if self.fitted.alike and self.kind == "pairs":
+        if self.fitted.alike and self.kind in ("pairs", "rewards"):
             have = "has" if self.fitted.alike == 1 else "have"
             lines.append(f"{count(self.fitted.alike, 'pair')} {have} two equal answers, so neither is preferred")
         return lines

@@ -144,10 +144,21 @@ def _mark_loops(tree: nodes.Template) -> None:
         if isinstance(loop.target, nodes.Name):
             value = _value_of(loop, loop.target.name)
             begin, end = (
-                nodes.Output([nodes.Call(nodes.Name(f, "load"), [value], [], None, None)])
+                nodes.Output([nodes.Call(nodes.Name(f, "load"), [value], [], None, None)]).set_lineno(loop.lineno)
                 for f in ("__begin_turn", "__end_turn")
             )
-            loop.body = [begin.set_lineno(loop.lineno), *loop.body, end.set_lineno(loop.lineno)]
+            loop.body = [begin, *_with_ends(loop.body, end), end]
+
+
+def _with_ends(body: Sequence[nodes.Node], end: nodes.Node) -> list[nodes.Node]:
+    """The body of a loop with `end` before each {% break %} and {% continue %} of it, not of loops inside."""
+    found = list[nodes.Node]()
+    for node in body:
+        for name in ("else_",) if isinstance(node, nodes.For) else ("body", "elif_", "else_"):
+            if isinstance(inside := getattr(node, name, None), list):
+                setattr(node, name, _with_ends(inside, end))
+        found += [end, node] if isinstance(node, (nodes.Break, nodes.Continue)) else [node]
+    return found
 
 
 def _value_of(loop: nodes.For, name: str) -> nodes.Expr:
@@ -300,7 +311,6 @@ def _read_marks(marked: str) -> Rendering:
         elif open_blocks:
             generated.append((open_blocks.pop(), at))
     parts.append(marked[done:])
-    # left in open_turns: ended by {% continue %}, of unknown extent
     return Rendering("".join(parts), [turn for turn in sorted(turns) if turn[1][0] < turn[1][1]], sorted(generated))
 
 

@@ -183,7 +183,10 @@ def _from_flags(argv: Sequence[str]) -> dict[str, Any]:
         if word.startswith("-"):
             raise InputError(f"unknown option {word}. See --help.")
         if "model" in given:
-            what = f"{word}: the checkpoint is {given['model']} already"
+            model = given["model"]
+            if model == argv[0] and "/" not in model and not Path(model).exists() and Path(word).is_dir():
+                raise InputError(f"{model} is no folder here, and no command. See {program()} --help.")
+            what = f"{word}: the checkpoint is {model} already"
             if given.get("data") and Path(word).suffix:
                 raise InputError(f"{what}. Is it a pattern's file? Quote the pattern, so that --data gets it whole.")
             raise InputError(f"{what}. Data goes behind --data.")

@@ -193,7 +193,9 @@ def read_adapter_config(folder: Path) -> dict[str, Any]:
     try:
         return parse_json(read_small(folder / CONFIG, links=True), "file")
     except FileNotFoundError:
-        raise InputError(f"{folder} has no {CONFIG}: it is not an adapter of peft.") from None
+        whole = (folder / "config.json").is_file()
+        what = "it is a whole model. Take it as the checkpoint" if whole else "it is not an adapter of peft"
+        raise InputError(f"{folder} has no {CONFIG}: {what}.") from None
     except (OSError, ValueError) as error:
         raise InputError(f"{folder / CONFIG}: {why(error)}.") from None
 

@@ -1,12 +1,14 @@
 """Files and folders of strangers: read, or refused in words that name the cause and a way that works."""
 
 import bz2
+import glob
 import gzip
 import json
 import lzma
 import os
 import re
 from collections import defaultdict
+from pathlib import Path
 
 import numpy as np
 import pytest
@@ -368,6 +370,24 @@ def test_a_quoted_pattern(tmp_path):
     assert values(f"{tmp_path}/shards/**/*.jsonl") == ROWS * 4
     assert [file.weight for file in find_data(f"{tmp_path}/shards/[01].jsonl:2").files] == [2, 2]
     assert "matches no file" in fails(tmp_path / "shards" / "*.csv")
+
+
+def test_a_pattern_finds_what_glob_finds(tmp_path, monkeypatch):
+    """But for links to folders, which are named."""
+    names = ("a__1_jsonl", "a__deep__2_jsonl", "a__deep__er__3_jsonl", "b__4_jsonl", "a__5_ndjson", ".hidden__6_jsonl")
+    put(tmp_path, **dict.fromkeys((*names, "a__.7_jsonl"), LINES))
+    monkeypatch.chdir(tmp_path)
+    patterns = ("**/*.jsonl", "*/**/*.jsonl", "**/deep/**/*.jsonl", "a/**", "[ab]/**/[1-3]*", "**/**/4.jsonl", "**/.*")
+    for given in [f"{start}{pattern}" for pattern in patterns for start in ("", f"{tmp_path}/")]:
+        expected = sorted({path for path in glob.glob(given, recursive=True) if Path(path).is_file()})
+        assert sorted(str(file.path) for file in find_data(given).files) == expected, given
+    Path("linked").symlink_to("a")
+    noted = "not read, as they are links to folders: linked"
+    assert find_data("**/*.jsonl").notes == [f"**/*.jsonl: {noted}"]
+    assert fails("**/*.tsv") == f"**/*.tsv matches no file; {noted}. Correct the path."
+    monkeypatch.setattr(folders, "MOST_THERE", 4)
+    with pytest.raises(InputError, match=r"\*\*/\*.jsonl holds more than 4 files and folders, some of them in "):
+        find_data("**/*.jsonl")
 
 
 # ---------------------------------------------------------------- long texts

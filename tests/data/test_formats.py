@@ -131,7 +131,10 @@ def test_json_is_read_in_chunks_of_any_size(tmp_path_factory, data, chunk):
         (b'"text"', "holds a string, expected an object"),
         (b'{"text": "a", "text": "b"}', "the key 'text' occurs twice"),
         (b'{"text": "a\0b"}', "holds NUL bytes: damaged, or not UTF-8"),
-        (b'{"text": "\xe9"}', "is not UTF-8 (byte 0xe9 at 10)"),
+        (
+            b'{"text": "\xe9"}',
+            "is not UTF-8 (byte 0xe9 at 10); if all of the file is in one encoding, iconv converts it",
+        ),
         (b"[" * 100_000, "is nested too deeply"),
         (b'{"input_ids": [' + b"9" * 5000 + b"]}", "holds a number of thousands of digits"),
     ],
@@ -374,6 +377,7 @@ def test_messages_of_openai():
         ({"messages": TALK, "label": False}, "is preference data"),
         ({"prompt": "p", "completion": "c", "label": True}, "is preference data"),
         ({}, "no known format has its keys (none)"),
+        ({"Messages": TALK}, "or input_ids. Perhaps --map messages=Messages."),
         ({"q": 1, "a": 2}, "or input_ids. --map names your columns, as instruction=question,output=answer."),
     ],
 )
@@ -391,6 +395,7 @@ def test_a_hint_for_columns_works(ours, theirs):
     with pytest.raises(BadRow) as error:
         find_format(row)
     (hint,) = re.findall(r"Perhaps --map (\S+)[.]", str(error.value))
+    assert not any(pair.partition("=")[0] == pair.partition("=")[2] for pair in hint.split(","))
     renamed = rename(row, parse_map(hint))
     assert renamed == {o: f"the {t}" for o, t in zip(ours, theirs, strict=True)}
     assert "the" in str(find_format(renamed).read(renamed))

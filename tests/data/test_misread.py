@@ -67,6 +67,26 @@ REFUSED = {
     "a row that is not to be learned": ({"messages": TALK, "train": False}, "'train' is false: leave the row out"),
     "a row that is masked": ({"text": "a", "mask": True}, "'mask' is true: leave the row out"),
     "rows inside": ({"data": [{"text": "a"}]}, "If 'data' is the list of rows, write that list alone"),
+    "turns of Gemini": (
+        {"contents": [{"role": "user", "parts": []}]},
+        "'contents' holds objects with the keys 'role', 'p",
+    ),
+    "turns of XTuner": (
+        {"conversation": [{"input": "q"}]},
+        "with the keys 'input'; a conversation has {role, content}.",
+    ),
+    "pairs of alpaca": (
+        {"instruction": "i", "input": "", "chosen": "c", "rejected": "r"},
+        "rows: --map output=chosen,unused=rejected",
+    ),
+    "pairs of OpenAI": (
+        {"input": {"messages": [user("q")]}, "preferred_output": [said("a")], "non_preferred_output": [said("b")]},
+        "Write the good answers to a file of rows that are read: messages, or prompt, completion",
+    ),
+    "columns with a system message": (
+        {"query": "q", "response": "a", "system": "s"},
+        "Perhaps --map instruction=query,output=response.",
+    ),
     "train of a table": ({"text": "a", "train": "False"}, "'train' is false: leave the row out"),
     "train 0": ({"prompt": "q", "completion": "a", "train": 0}, "'train' is 0: leave the row out"),
     "mask of a table": ({"text": "a", "masked": "1"}, "'masked' is 1: leave the row out"),
@@ -194,7 +214,8 @@ def test_rows_of_preferences_are_read_by_their_own_keys(load):
 
 def test_pairs_of_equal_answers_are_counted(load):
     rows = [dict(prompt="p ", chosen=a, rejected=b) for a, b in (("x y", "x y"), ("x y", "x z"), ("x", "x y"))]
-    assert "1 pair has two equal answers, so neither is preferred" in load(rows, kind="pairs").report.lines()
+    for kind in ("pairs", "rewards"):
+        assert "1 pair has two equal answers, so neither is preferred" in load(rows, kind=kind).report.lines()
     cut = [dict(prompt="p ", chosen="s" * 80 + "a", rejected="s" * 80 + "b")]
     assert load(cut, kind="pairs", seq_len=32).report.fitted.alike == 1
     assert not any("equal answers" in line for line in load(rows, kind="labels").report.lines())

@@ -136,3 +136,66 @@ def test_the_end_of_earlier_turns_is_that_of_the_last():
     assert template.mark([user("a"), said("b<end>")], None).text.count("<end>") == 2  # not doubled
     assert not template.notes()
     assert "so stopping is not learned" in ChatTemplate({"default": source}, {}, None, ["<eos>"], "<eos>").notes()[0]
+
+
+def test_a_turn_ends_where_its_loop_jumps_on():
+    """As in Command R7B, which writes the answers of tools in a loop that a message of another kind breaks."""
+    answers = (
+        "{% if m.role == 'tool' %}{% for n in messages[loop.index0:] %}{% if n.role == 'tool' %}{{ n.content }},"
+        "{% elif n.role == 'user' %}{% continue %}{% else %}{% break %}{% endif %}"
+        "{% endfor %}]{% continue %}{% endif %}"
+    )
+    source = TURNS.replace("<{{ m.role }}>BODY", answers + "<{{ m.role }}>{{ m.content }}")
+    talk = [user("a"), said("b"), {"role": "tool", "content": "9"}, said("c"), user("d"), said("e")]
+    told = "<user>a<end><assistant>[b<end>]9,]<assistant>[c<end>]<user>d<end><assistant>[e<end>]"
+    assert learned(source, talk)[0] == told
+
+
+def test_space_before_an_opening_may_be_the_last_turns():
+    """As in axolotl's template for Alpaca."""
+    source = (
+        "{% for m in messages %}{{ '### ' + m.role + ':\n' + m.content }}{{ '<end>' if m.role == 'assistant' }}"
+        "{% if not loop.last %}{{ '\n\n' }}{% endif %}{% endfor %}"
+        "{% if add_generation_prompt %}{{ '\n\n### assistant:\n' }}{% endif %}"
+    )
+    talk = [user("a"), said("b"), user("c"), said("d")]
+    told = "### user:\na\n\n### assistant:\n[b<end>]\n\n### user:\nc\n\n### assistant:\n[d<end>]"
+    assert learned(source, talk)[0] == told
+
+
+@pytest.mark.parametrize("preface", ["<bos>", "<system>Help.<end>"])
+def test_the_assistant_may_speak_first(preface):
+    """Llama 3 and Kimi K2 write what begins the text within the first turn."""
+    first = f"{{% if loop.first and m.role != 'system' %}}{preface}{{% endif %}}<{{{{ m.role }}}}>{{{{ m.content }}}}"
+    source = TURNS.replace("<{{ m.role }}>BODY", first)
+    talk = [said("a"), user("b"), said("c <assistant>")]
+    assert learned(source, talk)[0] == f"{preface}<assistant>[a<end>]<user>b<end><assistant>[c <assistant><end>]"
+    none = "{% for m in messages %}{{ '[' + m.content + ']' if m.role == 'user' else m.content + '<end>' }}{% endfor %}"
+    assert learned(none, talk)[0] == "[a<end>][b][c <assistant><end>]"  # Mistral's has no opening
+    other = source.replace(preface, "{{ m.content }}")  # no preface, but words
+    with pytest.raises(BadRow, match="does not begin with '<assistant>'"):
+        learned(other, talk)
+
+
+def test_words_that_a_turn_leaves_out_are_an_error():
+    """As Command R does with a role that it does not know."""
+    source = TURNS.replace("BODY", "{% if m.role != 'developer' %}{{ m.content | replace(';', ',') }}{% endif %}")
+    assert learned(source, [user("a;"), said("b")])[0] == "<user>a,<end><assistant>[b<end>]"
+    with pytest.raises(BadRow, match=r"nothing for message 0 \(role 'developer'\); call it 'system' in the data, or"):
+        learned(source, [{"role": "developer", "content": "a"}, user("a"), said("c")])
+
+
+def test_a_prompt_may_close_a_thought_that_a_turn_has():
+    """As Hy3's, whose marks have names of their own."""
+    source = TURNS.replace(
+        "BODY", "{% if m.role == 'assistant' %}<think:x>{{ m.reasoning_content }}</think:x>{% endif %}{{ m.content }}"
+    ).replace("%}<assistant>{%", "%}<assistant><think:x></think:x>{%")
+    assert learned(source, [user("a"), said("b")])[0] == "<user>a<end><assistant><think:x></think:x>[b<end>]"
+    thought = learned(source, [user("a"), said("b", reasoning_content="Hm.")])[0]
+    assert thought == "<user>a<end><assistant><think:x>[Hm.</think:x>b<end>]"
+    after = "{% set after = messages[loop.index0 - 1] if loop.index0 else {} %}{{ '</tool>' if after.role == 'tool' }}"
+    source = source.replace("<{{ m.role }}>", after + "<{{ m.role }}>")
+    source = source.replace("%}<assistant><think", "%}{{ '</tool>' if messages[-1].role == 'tool' }}<assistant><think")
+    talk = [user("a"), said("b"), {"role": "tool", "content": "9"}, said("c", reasoning_content="Hm.")]
+    assert learned(source, talk)[0].endswith("<tool>9<end></tool><assistant><think:x>[Hm.</think:x>c<end>]")
+    assert learned(source, [*talk[:3], said("c")])[0].endswith("</tool><assistant><think:x></think:x>[c<end>]")

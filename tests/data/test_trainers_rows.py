@@ -1,6 +1,7 @@
 """Rows in the conventions of TRL, axolotl, LLaMA-Factory and ShareGPT, and what is near to them."""
 
 import json
+import re
 
 import pytest
 from chats import said, user
@@ -111,3 +112,77 @@ def test_pairs_that_are_refused(case):
 def test_a_label_that_is_null_gives_way_to_its_other_name():
     row = {"prompt": "q", "completion": "a", "label": None, "kto_tag": False}
     assert read_answers(row, "labels")[1][0][1] == -1
+
+
+CALLED = {"id": "abcdefgh1", "type": "function", "function": {"name": "f", "arguments": "{}"}}
+OTHERS = {  # rows of other trainers: format, and what is before either answer
+    "OpenAI": ({"input": {"messages": [user("q")], "tools": [{"name": "f"}], "parallel_tool_calls": True},
+                "preferred_output": [said("good")], "non_preferred_output": [said("bad")]}, [user("q")]),
+    "ms-swift": ({"messages": [system("s"), user("q"), said("good")], "rejected_response": "bad"},
+                 [system("s"), user("q")]),
+    "ms-swift's messages": ({"messages": [user("q"), said("good")], "rejected_messages": [user("q"), said("bad")]},
+                            [user("q")]),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("case", OTHERS)
+def test_pairs_of_other_trainers(case):
+    row, before = OTHERS[case]
+    _, ((good, one), (bad, other)), unused = read_answers(row, "pairs")
+    assert (one, other, unused) == (1, 1, [])
+    assert told(good.messages) == told([*before, said("good")])
+    assert told(bad.messages) == told([*before, said("bad")])
+    assert (good.tools is not None) == (case == "OpenAI")
+    assert [weight for _, weight in read_answers(row, "labels")[1]] == [1, -1]
+
+
+@pytest.mark.parametrize(("row", "says"), [
+    ({"input": "q", "preferred_output": [said("a")], "non_preferred_output": [said("b")]}, "'input' is a string, exp"),
+    ({"input": {}, "preferred_output": [said("a")], "non_preferred_output": [said("b")]}, "'input' has no 'messages'"),
+    ({"messages": [user("q")], "rejected_response": "b"}, "'messages' does not end with the assistant's message"),
+    ({"prompt": "q", "chosen": "a", "rejected": "b", "images": ["x.png"]}, "'images' holds what is no text; only"),
+])  # fmt: skip
+def test_pairs_of_other_trainers_that_are_refused(row, says):
+    for kind in ("pairs", "labels", "rewards"):
+        with pytest.raises(BadRow, match=re.escape(says)):
+            read_answers(row, kind)
+
+
+def test_messages_of_anthropic():
+    """Calls and answers of tools are parts of the content; the system message and answers are lists of parts."""
+    text = lambda said: {"type": "text", "text": said}
+    use = {"type": "tool_use", "id": "t1", "name": "f", "input": {"city": "Rom"}}
+    answer = {"type": "tool_result", "tool_use_id": "t1", "content": [text("20")], "is_error": False}
+    row = {
+        "system": [text("s") | {"cache_control": {"type": "ephemeral"}}],
+        "messages": [
+            user("q"),
+            said([text("Let me look."), use]),
+            user([answer, text("Well?")]),
+            said([text("Warm.")]),
+        ],
+        "tools": [{"name": "f", "description": "d", "input_schema": {"type": "object"}}],
+    }
+    _, chat, unused = read_row(row)
+    assert unused == ["messages[].content[].cache_control"]
+    assert told(chat.messages) == [
+        ("system", "s"), ("user", "q"), ("assistant", "Let me look."), ("tool", "20"), ("user", "Well?"),
+        ("assistant", "Warm."),
+    ]  # fmt: skip
+    assert chat.messages[2]["tool_calls"] == [
+        {"id": "t1", "type": "function", "function": {"name": "f", "arguments": {"city": "Rom"}}}
+    ]
+    assert chat.messages[3]["tool_call_id"] == "t1"
+    function = {"name": "f", "description": "d", "parameters": {"type": "object"}}
+    assert chat.tools == [{"type": "function", "function": function}]
+    assert read_row({"messages": [user("q"), said([use])]})[1].messages[1]["content"] == ""
+    for bad, says in (
+        (said([use, text("more")]), "messages[1] has a part behind tool_use; calls come last"),
+        (said([text("a"), {**use, "name": None}]), "messages[1]: 'tool_calls' is not a list"),
+        (user([use]), "messages[1] has calls, and the role 'user'"),
+        (user([text("a"), answer]), "messages[1] has a part before tool_result; answers come first"),
+        (user([answer, {"type": "image", "source": {}}]), "messages[1] holds a part of type 'image'"),
+        (said([use, answer]), "messages[1] holds tool_use and tool_result"),
+    ):
+        with pytest.raises(BadRow, match=re.escape(says)):
+            read_row({"messages": [user("q"), bad, said("a")]})

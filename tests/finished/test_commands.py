@@ -21,6 +21,7 @@ from transformers import (
     TopPLogitsWarper,
 )
 
+from trireme.engine.data.codec import Codec
 from trireme.engine.run.config.config_file import SIGNED
 from trireme.engine.run.finished.options import sample_options
 from trireme.engine.run.finished.sampling import Sampling, probabilities
@@ -226,11 +227,23 @@ def test_an_end_token_of_generation_config_ends(here, capsys):
         (["--prompt", "a" * 300, "--ram", "1MiB"], "tokens: the model has 256 positions. Shorten it."),
         (["--prompts", "."], "error: --prompts .: Is a directory."),
         (["--prompts", "gone.txt"], "--prompts gone.txt: "),
+        (["--prompts", "rows.csv"], "--prompts rows.csv: expected .jsonl, or text with a prompt a line. Convert it."),
+        (["--prompts", "rows.jsonl.gz"], "--prompts rows.jsonl.gz: expected .jsonl, or text"),
+        (
+            ["--prompts", "other.jsonl"],
+            "other.jsonl line 1: expected a prompt, a string, or messages; its keys are 'text'.",
+        ),
         (["--prompt", "a", "--as-text", "--system", "b"], "--system: texts are continued as they are"),
+        (["--prompt", "a", "--as-text", "--chat-template-kwargs", "{}"], "--chat-template-kwargs: texts are continued"),
+        (
+            ["--prompt", "a", "--chat-template-kwargs", "[1]"],
+            "--chat-template-kwargs: '[1]' is no object in JSON",
+        ),
         (["--prompt", "a", "--model", "x"], "--model x: model is no adapter. Leave --model out."),
     ],
 )
 def test_what_is_wrong_is_one_line(here, capsys, argv, message):
+    write_rows(Path("other.jsonl"), [{"text": "a"}])
     _, err = said(capsys, "sample", "model", *argv, code=2)
     (line,) = [line for line in err.splitlines() if line.startswith("error: ")]
     assert message in line
@@ -273,6 +286,30 @@ def test_eval_reads_data_with_the_system_message_of_a_run(here, capsys):
     assert tokens("--system", "S") == tokens() + len("system\nS\n") + 2
     assert tokens("--chat-template-kwargs", '{"mood": "xy"}') == tokens() + 2
     assert "the run had --system, and data is read without it here" in said(capsys, *given)[1]
+
+
+def test_variables_of_the_template_are_given_to_it(here, capsys, monkeypatch):
+    """A row's own come first. Those that it does not read are named, and those that the run had and are not given."""
+    Path("moody.jinja").write_text("{{ mood or '' }}" + CHATML)
+    shutil.copytree("model", "own")
+    Path("own/config.yaml").write_text(f"{SIGNED}\nchat_template_kwargs: '{{}}'\nsystem: S\n")
+    answered = [user("a"), {"role": "assistant", "content": "b"}]
+    rows = [{"prompt": "a"}, {"prompt": "a", "chat_template_kwargs": {"mood": "z"}}, {"messages": answered}]
+    write_rows(Path("p.jsonl"), rows)
+    asked = []
+    prompt = Codec.prompt
+    monkeypatch.setattr(Codec, "prompt", lambda self, *a: asked.append(prompt(self, *a)) or asked[-1])
+    more = ("--chat-template", "moody.jinja", "--chat-template-kwargs", '{"mood": "xy", "tone": 1}')
+    _, err = said(capsys, "sample", "own", "--prompts", "p.jsonl", *more, "--max-new-tokens", "1")
+    assert len(asked[0]) == len(asked[1]) + 1
+    assert asked[0][2:] == asked[1][1:]
+    assert "warning: the chat template does not read chat_template_kwargs.tone\n" in err
+    assert "warning: the run had --system, and the model is asked without it here\n" in err
+    assert "the run had --chat" not in err
+    assert "warning: 1 prompt of 3 with an answer at the end: another comes after it\n" in err
+    monkeypatch.setattr(sys, "stdin", io.StringIO("a\n"))
+    said(capsys, "sample", "own", "--chat", *more, "--max-new-tokens", "1")
+    assert asked[3] == asked[0]
 
 
 def test_eval_names_options_that_it_does_not_read_once(runs, tmp_path, capsys):

@@ -184,6 +184,7 @@ def test_a_word_that_is_no_command_names_the_one_that_is_meant(word, command, tm
     assert refused(word, "m") == f"{word} is no folder here, and no command. Did you mean trireme {command}?"
     (tmp_path / word).mkdir()
     assert parse([word, "--data", "a"]).model == word, "a folder of that name is one"
+    assert refused("info", word) == "info is no folder here, and no command. See trireme --help."
 
 
 def test_no_tracker_may_be_said():

@@ -166,6 +166,10 @@ def _config(**change):
 
 BAD = {
     "no config": (lambda folder: (folder / CONFIG).unlink(), "has no adapter_config.json"),
+    "a whole model": (
+        lambda folder: (folder / CONFIG).rename(folder / "config.json"),
+        "has no adapter_config.json: it is a whole model. Take it as the checkpoint.",
+    ),
     "no weights": (lambda folder: (folder / WEIGHTS).unlink(), "cannot be read"),
     "a pickle": (
         lambda folder: (folder / WEIGHTS).rename(folder / "adapter_model.bin"),

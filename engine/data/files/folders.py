@@ -6,6 +6,7 @@ import glob
 import os
 import re
 from collections.abc import Sequence
+from fnmatch import fnmatchcase
 from itertools import groupby
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -41,19 +42,50 @@ def find_data(text: str) -> Found:
     if "://" in name:
         raise InputError(f"{name} is not a file here. Download it first: curl -LO {name}.")
     if glob.has_magic(name) and not path.exists():
-        matches = sorted(glob.glob(name, recursive=True))  # noqa: PTH207
-        files = [Path(found) for found in matches if Path(found).is_file()]
-        if not files:
-            raise InputError(f"{name} matches no file. Correct the path.")
-        parts = missing_parts(files)
-        notes = [f"{name} lacks {_list(parts)}: parts of a set"] if parts else []
-        return Found(_sources(files, name, weight), [], notes)
+        return _matching(path, weight)
     if re.fullmatch(r"[\w.-]+/[\w.-]+", name) and DataFile(path).kind not in KINDS and not path.parent.exists():
         raise InputError(
             f"{name} is no file here. If it is a dataset of the Hugging Face hub, download it, and name its files: "
             f"hf download {name} --repo-type dataset --local-dir {path.name}"
         )
     return Found(_sources([path], name, weight), [], [])
+
+
+def _matching(pattern: Path, weight: float) -> Found:
+    """The files of a pattern. Raises InputError where there are none, or `**` finds too many."""
+    unread = list[str]()
+    if "**" in pattern.parts:
+        before = pattern.parts.index("**")
+        parts, roots = pattern.parts[before:], sorted(glob.glob(str(Path(*pattern.parts[:before]))))  # noqa: PTH207
+        there, linked, closed = _walked([root for root in roots if Path(root).is_dir()], pattern)
+        fits = lambda path: any(
+            _fits(path.relative_to(root).parts, parts) for root in roots if path.is_relative_to(root)
+        )
+        files = [path for path in there if path.is_file() and fits(path)]
+        unread = _not_walked(linked, closed)
+    else:
+        matches = sorted(glob.glob(str(pattern)))  # noqa: PTH207
+        files = [Path(found) for found in matches if Path(found).is_file()]
+    if not files:
+        raise InputError(f"{'; '.join([f'{pattern} matches no file', *unread])}. Correct the path.")
+    lacks = missing_parts(files)
+    notes = [f"{pattern} lacks {_list(lacks)}: parts of a set"] if lacks else []
+    return Found(_sources(files, str(pattern), weight), [], notes + [f"{pattern}: {what}" for what in unread])
+
+
+def _fits(names: Sequence[str], parts: Sequence[str]) -> bool:
+    """Whether the parts of a path are those of a pattern, as in glob: hidden names only where the pattern says so."""
+    if not parts or not names:
+        return not names and all(part == "**" for part in parts)
+    if parts[0] == "**":
+        return _fits(names, parts[1:]) or (names[0][0] != "." and _fits(names[1:], parts))
+    shown = names[0][0] != "." or parts[0][0] == "."
+    return shown and fnmatchcase(names[0], parts[0]) and _fits(names[1:], parts[1:])
+
+
+def _not_walked(linked: Sequence[Path], closed: Sequence[Path], folder: Path | None = None) -> list[str]:
+    found = [f"not read, as they are links to folders: {_list(linked, folder)}"] if linked else []
+    return found + ([f"not read, as they may not be opened: {_list(closed, folder)}"] if closed else [])
 
 
 def _sources(files: Sequence[Path], name: str, weight: float) -> list[DataFile]:
@@ -78,15 +110,14 @@ def _folder(folder: Path, weight: float) -> Found:
         return _saved(folder, weight)
     if (folder / "tokenizer.json").is_file() and (folder / "config.json").is_file():
         raise InputError(f"{folder} is a checkpoint, not data. Name a file or folder of rows with --data.")
-    there, linked, closed = _walked(folder)  # links are not followed: they may lead anywhere
+    there, linked, closed = _walked([str(folder)], folder)  # links are not followed: they may lead anywhere
     sizes = {path: _size(path) for path in there}
     empty = [path for path in there if not sizes[path]]
     there = [path for path in there if sizes[path]]
     by_use, inside = by_uses([path.relative_to(folder) for path in there])
     files = {path for paths in by_use.values() for path in paths}
     unread = [f"empty: {_list(empty, folder)}"] if empty else []
-    unread += [f"not read, as they are links to folders: {_list(linked, folder)}"] if linked else []
-    unread += [f"not read, as they may not be opened: {_list(closed, folder)}"] if closed else []
+    unread += _not_walked(linked, closed, folder)
     if not files:
         said = "; ".join([f"{folder} is a folder without data", *unread])
         raise InputError(f"{said}. Expected files of {', '.join(KINDS)}.")
@@ -106,13 +137,13 @@ def _folder(folder: Path, weight: float) -> Found:
     return Found(_sources(train, str(folder), weight), held, notes)
 
 
-def _walked(folder: Path) -> tuple[list[Path], list[Path], list[Path]]:
-    """Below `folder`, but for hidden folders: files of data, links to folders, folders that cannot be opened.
+def _walked(folders: Sequence[str], shown: Path) -> tuple[list[Path], list[Path], list[Path]]:
+    """Below `folders`, but for hidden folders: files of data, links to folders, folders that cannot be opened.
 
-    Raises InputError where there are more than MOST_THERE names.
+    Raises InputError, about `shown`, where there are more than MOST_THERE names.
     """
     found, linked, closed, seen = list[str](), list[str](), list[str](), 0
-    waiting = [str(folder)]
+    waiting = [*folders]
     while waiting:
         place = waiting.pop()
         try:
@@ -124,7 +155,7 @@ def _walked(folder: Path) -> tuple[list[Path], list[Path], list[Path]]:
         seen += len(inside)
         if seen > MOST_THERE:
             many = f"holds more than {MOST_THERE:,} files and folders, some of them in {place}"
-            raise InputError(f"{folder} {many}. Name the folder of the data, or join texts into fewer files.")
+            raise InputError(f"{shown} {many}. Name the folder of the data, or join texts into fewer files.")
         waiting += [path for path, name, is_folder, link in inside if is_folder and not link and name[0] != "."]
         linked += [path for path, _, is_folder, link in inside if is_folder and link]
         found += [path for path, name, is_folder, _ in inside if not is_folder and name.lower().endswith(_ENDINGS)]

@@ -76,7 +76,8 @@ def _json_line(line: bytes) -> Fields | BadRow:
     try:
         return _object(_DECODER.decode(line.decode("utf-8")))
     except UnicodeDecodeError as error:
-        return BadRow(f"is not UTF-8 (byte {error.object[error.start]:#04x} at {error.start})")
+        byte = f"byte {error.object[error.start]:#04x} at {error.start}"
+        return BadRow(f"is not UTF-8 ({byte}); if all of the file is in one encoding, iconv converts it")
     except json.JSONDecodeError as error:
         return BadRow(f"is not JSON ({error.msg} at character {error.pos + 1})")
     except RecursionError:

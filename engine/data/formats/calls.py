@@ -34,7 +34,14 @@ def read_tools(row: Fields) -> list[Fields] | None:
     except RecursionError:
         raise BadRow(f"{given[0]!r} is nested too deeply") from None
     _check_numbers(tools, repr(given[0]))
-    return [{"type": "function", "function": t} if "name" in t and "function" not in t else t for t in tools]
+    return [{"type": "function", "function": _bare(t)} if "name" in t and "function" not in t else t for t in tools]
+
+
+def _bare(tool: Fields) -> Fields:
+    """A bare function, with Anthropic's `input_schema` as its parameters."""
+    if "input_schema" not in tool or "parameters" in tool:
+        return tool
+    return {("parameters" if key == "input_schema" else key): value for key, value in tool.items()}
 
 
 def _without_nulls(schema: Any) -> Any:

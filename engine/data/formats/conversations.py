@@ -8,6 +8,7 @@ from typing import Any
 
 from trireme.engine.data.files.json_rows import json_of
 from trireme.engine.data.files.rows import BadRow, Fields, kind_of
+from trireme.engine.data.formats.blocks import turns_of
 from trireme.engine.data.formats.calls import drop_strange_nulls, number_calls, read_tools, told_calls
 from trireme.engine.data.formats.examples import Chat, Completion, filled_list, string
 from trireme.engine.data.formats.messages import CALL, ROLES, SAID, read_message
@@ -92,7 +93,8 @@ def _chat(row: Fields, column: str, answered: bool) -> Chat:
 def _turns(turns: list[Any], column: str, unused: dict[str, None], before: list[Fields] | None = None) -> list[Fields]:
     """The messages, after those `before`. A call is added to the assistant message before it, else stands alone."""
     messages = before or []
-    for i, turn in enumerate(turns):
+    spoken = [(i, part) for i, turn in enumerate(turns) for part in turns_of(turn, f"{column}[{i}]")]
+    for i, turn in spoken:
         message = read_message(turn, f"{column}[{i}]", unused)
         if message["role"] == CALL:
             message["tool_calls"] = told_calls(message.pop("content", None), f"{column}[{i}]", unused)
@@ -108,7 +110,12 @@ def _turns(turns: list[Any], column: str, unused: dict[str, None], before: list[
 
 def _finished(row: Fields, messages: list[Fields], unused: dict[str, None], answered: bool = True) -> Chat:
     """Raises BadRow where, if it is to be `answered`, there is nothing to learn; else nothing is."""
-    if system := string(row, "system", ""):
+    system = row.get("system") or ""
+    if isinstance(system, list):  # of Anthropic's parts
+        system = read_message({"role": "system", "content": system}, "'system'", unused)["content"]
+    elif system:
+        system = string(row, "system")
+    if system:
         if not messages or messages[0]["role"] not in SYSTEM:
             messages = [{"role": "system", "content": system}, *messages]
         elif messages[0].get("content") != system:

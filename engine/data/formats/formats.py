@@ -53,14 +53,22 @@ def find_format(row: Mapping[str, Any], hint: str = "", given: Mapping[str, Any]
         return form
     given = row if given is None else given
     keys = set(given)
-    hint = next(filter(None, (by_case(given, form.keys, form.more) for form in FORMATS)), hint)
+    cased = next(filter(None, (by_case(given, form.keys, form.more) for form in FORMATS)), "")
+    hint = cased or hint
     likely = [(ours, theirs) for ours, theirs in _LIKELY if set(theirs) <= keys] + _by_value(given)
-    for ours, theirs in likely[:1]:
-        hint += f" Perhaps --map {','.join(f'{o}={t}' for o, t in zip(ours, theirs, strict=True))}."
+    for ours, theirs in likely[: 0 if cased else 1]:
+        chat = ours == ("prompt", "completion") and any(given.get(key) for key in ("system", "history", "tools"))
+        named = ("instruction", "output") if chat else ours  # joined texts have none of these
+        pairs = [f"{o}={t}" for o, t in zip(named, theirs, strict=True) if o != t]
+        hint += f" Perhaps --map {','.join(pairs)}."
     found = ", ".join(f"'{shown(key, KEY)}'" for key in list(given)[:8]) or "none"
-    lists = [k for k, v in given.items() if isinstance(v, list) and v and all(isinstance(row, dict) for row in v)]
-    if lists and not likely:
-        hint += f" If '{shown(lists[0], KEY)}' is the list of rows, write that list alone."
+    objects = {k: v for k, v in given.items() if isinstance(v, list) and v and all(isinstance(o, dict) for o in v)}
+    if objects and not likely and not cased:
+        name, inside = next(iter(objects.items()))
+        names = ", ".join(f"'{shown(key, KEY)}'" for key in list(inside[0])[:4])
+        rows = f"If '{shown(name, KEY)}' is the list of rows, write that list alone."
+        turns = f"'{shown(name, KEY)}' holds objects with the keys {names}; a conversation has {{role, content}}."
+        hint += f" {rows if _fitting(inside[0]) else turns}"
     if _SEGMENTS in keys:
         hint = " Of axolotl's segments write what is learned as completion, and what is before it as prompt."
     if keys == {"role", "content"}:
@@ -223,11 +231,14 @@ KEY = 60  # characters of a key that are named
 
 _EXPECTED = "messages; conversations; instruction, output; prompt, completion; text; or input_ids"
 _LIKELY = (
+    (("system", "instruction", "output"), ("system_prompt", "question", "response")),
     (("prompt", "completion"), ("question", "answer")),
     (("prompt", "completion"), ("prompt", "response")),
     (("prompt", "completion"), ("prompt", "output")),
     (("prompt", "completion"), ("input", "output")),
     (("prompt", "completion"), ("query", "response")),
+    (("prompt", "completion"), ("problem", "solution")),
+    (("prompt", "completion"), ("input_text", "output_text")),
     (("instruction", "input", "output"), ("instruction", "context", "response")),
     (("instruction", "output"), ("instruction", "response")),
     (("text",), ("content",)),

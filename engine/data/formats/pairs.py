@@ -21,8 +21,9 @@ from trireme.engine.data.formats.conversations import (
     talks_in,
 )
 from trireme.engine.data.formats.examples import Chat, Completion, Example, by_case, string
-from trireme.engine.data.formats.messages import CALL, ROLES, refuse_masked
+from trireme.engine.data.formats.messages import CALL, ROLES, refuse_masked, refuse_media
 from trireme.engine.data.formats.preferences import side_of
+from trireme.engine.data.formats.spellings import of_openai, of_swift
 
 # Of data: rows of their own, pairs, labelled answers; pairs and rows that are scored, at their last token
 Kind = Literal["", "pairs", "labels", "rewards", "classes"]
@@ -34,6 +35,7 @@ LABELS = ("label", "kto_tag")
 _GOOD, _BAD = ("true", "1", "1.0", "yes", "good", "desirable"), ("false", "0", "0.0", "-1", "no", "bad", "undesirable")
 _ASKED = ("question", "query", "instruction", "input", "problem", "context", "user")  # other names of a prompt
 _TALKS = ("messages", "conversations")
+_OF_SWIFT = ("rejected_response", "rejected_messages")
 _TELLING = 32  # characters that two answers do not begin with by chance
 
 
@@ -61,6 +63,7 @@ def read_answers(row: Fields, kind: Kind) -> tuple[AnswerFormat, list[Answer], l
     if row.get("label") is None and row.get(LABELS[1]) is not None:
         row = {key: value for key, value in row.items() if key != LABELS[1]} | {"label": row[LABELS[1]]}
     refuse_masked(row)
+    refuse_media({key: value for key, value in row.items() if key != "unused"}, "", "where its text stands alone")
     form = _found(row, kind)
     weight, answers = weight_of(row), form.read(row)
     if kind == "labels" and not form.labelled:
@@ -309,6 +312,10 @@ FORMATS = (
     AnswerFormat("conversations,chosen,rejected", ("conversations", "chosen", "rejected"), _talk_pair),
     AnswerFormat("messages,chosen,rejected", ("messages", "chosen", "rejected"), _talk_pair),
     AnswerFormat("chosen,rejected", ("chosen", "rejected"), _pair),
+    AnswerFormat(
+        "input,preferred_output", ("input", "preferred_output", "non_preferred_output"),
+        lambda row: _pair(of_openai(row)), ()),
+    *(AnswerFormat(f"messages,{bad}", ("messages", bad), lambda row: _pair(of_swift(row))) for bad in _OF_SWIFT),
     AnswerFormat("prompt,completion,label", ("prompt", "completion", "label"), _labelled, SAYS_MORE, True),
     AnswerFormat("messages,label", ("messages", "label"), _labelled_talk, SAYS_MORE, True),
     AnswerFormat("conversations,label", ("conversations", "label"), _labelled_talk, SAYS_MORE, True),

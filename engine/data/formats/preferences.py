@@ -6,6 +6,7 @@ from collections.abc import Callable, Mapping
 from typing import Any
 
 from trireme.engine.data.files.rows import BadRow
+from trireme.engine.data.formats.conversations import role_of
 
 _BAD, _GOOD = ("rejected", "non_preferred", "dispreferred"), ("chosen", "accepted", "preferred")  # also in longer keys
 _SHORT = {"reject": False, "bad": False, "loser": False, "y_l": False, "good": True, "winner": True, "y_w": True}
@@ -62,10 +63,17 @@ def _without(row: Mapping[str, Any], good: list[str], bad: list[str], format_of:
     for key in good:
         asked = [f"prompt={name}" for name in ("question", "query", "input") if name in row and "prompt" not in row]
         others = [f"unused={other}" for other in good if other != key]
-        for ours, more in (("completion", []), ("completion", asked), ("output", []), ("messages", []), ("text", [])):
+        asks = [("completion", []), ("completion", asked), ("output", []), ("messages", []), ("text", [])]
+        for ours, more in sorted(asks, key=lambda way: way[0] != "output") if row.get("instruction") else asks:
             pairs = [f"{ours}={key}", *more, *others, *leave]
             form = format_of({theirs: ours for ours, _, theirs in (pair.partition("=") for pair in pairs)})
-            if form and ours in form[1]:
+            answers_alone = ours == "messages" and _answers_alone(row[key])
+            if form and ours in form[1] and not answers_alone:
                 return pairs
     alone = [*(f"unused={key}" for key in good), *leave]
     return alone if format_of(dict.fromkeys((*good, *bad), "unused")) else []
+
+
+def _answers_alone(talk: Any) -> bool:
+    """Whether messages are the assistant's alone, as in OpenAI's `preferred_output`: the question is elsewhere."""
+    return isinstance(talk, list) and all(role_of(message) == "assistant" for message in talk)

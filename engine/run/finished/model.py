@@ -137,6 +137,15 @@ def of_run(path: Path, say: Callable[[str], None]) -> dict[str, Any]:
     return {}
 
 
+def say_left_out(kept: Mapping[str, Any], given: argparse.Namespace, what: str, say: Callable[[str], None]) -> None:
+    """Says which options for the chat template a run had (`kept`), and the command has not. `what`: is read without
+    them.
+    """
+    for name in ("system", "chat_template_kwargs"):
+        if kept.get(name) and not getattr(given, name):
+            say(f"the run had --{name.replace('_', '-')}, and {what} without it here")
+
+
 def say_base(kept: dict[str, Any], say: Callable[[str], None]) -> None:
     """Says where the run of an adapter, with options `kept`, trained it on other weights than are read."""
     if kept.get("base"):

@@ -67,6 +67,7 @@ def sample_options(argv: Sequence[str]) -> argparse.Namespace:
     )
     what.add_argument("--as-text", action="store_true", help="continue prompts as they are, without the chat template")
     what.add_argument("--system", metavar="TEXT", help="a system message")
+    _add_variables(what)
     how = found.add_argument_group("sampling", "The default is generation_config.json, else greedy decoding.")
     how.add_argument(
         "--temperature", metavar="X", type=typed(number(0, 100)), help="temperature of the softmax; 0: greedy decoding"
@@ -103,6 +104,14 @@ def sample_options(argv: Sequence[str]) -> argparse.Namespace:
 def _as_in_training(name: str) -> Parser:
     """How training reads the value of its option of this name."""
     return typed(next(field.metadata["parse"] for field in fields(Options) if field.name == name))
+
+
+def _add_variables(group: argparse._ArgumentGroup) -> None:
+    parse, text = (
+        _as_in_training("chat_template_kwargs"),
+        "variables of the chat template, as '{\"enable_thinking\": false}'",
+    )
+    group.add_argument("--chat-template-kwargs", metavar="JSON", type=parse, help=text)
 
 
 def eval_options(argv: Sequence[str]) -> argparse.Namespace:
@@ -150,12 +159,7 @@ def _data_parser(name: str, usage: str, text: str) -> CommandParser:
     )  # fmt: skip
     data.add_argument("--skip-bad", action="store_true", help="skip and count rows that cannot be read")
     data.add_argument("--system", metavar="TEXT", help="system message of conversations that have none")
-    data.add_argument(
-        "--chat-template-kwargs",
-        metavar="JSON",
-        type=_as_in_training("chat_template_kwargs"),
-        help="variables of the chat template",
-    )
+    _add_variables(data)
     return found
 
 

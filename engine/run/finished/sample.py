@@ -5,20 +5,24 @@ from __future__ import annotations
 import argparse
 import json
 import sys
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager, suppress
 from dataclasses import replace
 from pathlib import Path
 
 import torch
 
+from trireme.engine.amounts import count
 from trireme.engine.data.codec import Codec
+from trireme.engine.data.files.json_rows import LINES
 from trireme.engine.data.files.rows import BadRow, Fields
+from trireme.engine.data.files.sources import KINDS, TEXTS, DataFile
+from trireme.engine.data.files.unpack import PACKINGS
 from trireme.engine.data.formats.conversations import SAYS_MORE, read_messages, with_system
 from trireme.engine.data.formats.examples import Chat
 from trireme.engine.memory import DTYPE
 from trireme.engine.run.finished.layers import Layers, device_and_dtype, load_layers
-from trireme.engine.run.finished.model import GENERATION, Opened, open_model
+from trireme.engine.run.finished.model import GENERATION, Opened, of_run, open_model, say_left_out
 from trireme.engine.run.finished.sampling import Picker, Sampling, continued, ends_of, sampling_of
 from trireme.engine.run.screen import Screen
 from trireme.models.config import InputError, ModelConfig
@@ -117,13 +121,19 @@ def sample(given: argparse.Namespace) -> int:
     by_template = bool(codec.facts.template) and not given.as_text
     if given.chat and not by_template:
         raise InputError(f"--chat: {opened.base} has no chat template. Add --chat-template chatml, or use --prompt.")
+    if by_template:
+        kept = opened.run if opened.adapter else of_run(Path(given.folder), lambda _: None)
+        say_left_out(kept, given, "the model is asked", screen.warn)
+    begun = [{"role": "system", "content": given.system}] if given.system else []
+    empty = Chat(begun, None, variables=variables_of(given))
     rows = {} if given.chat else read_prompts(given, by_template, screen)
+    warn_of(codec, [empty] if given.chat else rows.values(), screen)
     prompts = [codec.prompt(row, where) for where, row in rows.items()]
     with speaker(given, screen, opened, codec, sampling, prompts) as speaks:
         how = "; a prompt is a user's message (--as-text: continued as it is)" if by_template and rows else ""
         screen.say(f"sampling {sampling}{how}")
         if given.chat:
-            chat(speaks, given.system, screen)
+            chat(speaks, empty, screen)
         elif given.prompts is None:
             speaks.speak(prompts, say)
             say("\n")
@@ -144,7 +154,7 @@ def answer(given: argparse.Namespace, prompt: str | list[Fields], screen: Screen
         given.prompt = prompt
         (asked,) = read_prompts(given, by_template, screen).values()
     else:
-        asked = _asked({"messages": prompt}, "the prompt", by_template, given.system)
+        asked = _asked({"messages": prompt}, "the prompt", by_template, given)
     prompts = [codec.prompt(asked)]
     with speaker(given, screen, opened, codec, sampling, prompts) as speaks:
         ((text, _, _),) = speaks.speak(prompts)
@@ -203,10 +213,14 @@ def say(text: str) -> None:
 
 def read_prompts(given: argparse.Namespace, by_template: bool, screen: Screen) -> dict[str, str | Chat]:
     """Texts to continue, or messages to answer, by what a message calls them. Raises InputError."""
-    if given.system and not by_template:
-        raise InputError("--system: texts are continued as they are, without the chat template. Leave it out.")
+    for flag, value in (("--system", given.system), ("--chat-template-kwargs", given.chat_template_kwargs)):
+        if value and not by_template:
+            raise InputError(f"{flag}: texts are continued as they are, without the chat template. Leave it out.")
     if given.prompts is None:
-        return {"the prompt": _asked({"prompt": given.prompt}, "the prompt", by_template, given.system)}
+        return {"the prompt": _asked({"prompt": given.prompt}, "the prompt", by_template, given)}
+    kind = DataFile(Path(given.prompts)).kind
+    if kind in KINDS and kind not in (*LINES, *TEXTS) or given.prompts.lower().endswith(PACKINGS):
+        raise InputError(f"--prompts {given.prompts}: expected .jsonl, or text with a prompt a line. Convert it.")
     try:
         lines = read_text(Path(given.prompts)).removeprefix("\ufeff").replace("\r\n", "\n").split("\n")
     except (OSError, UnicodeDecodeError) as error:
@@ -215,8 +229,8 @@ def read_prompts(given: argparse.Namespace, by_template: bool, screen: Screen) -
     for i, line in enumerate(lines, 1):
         if line.strip():
             where = f"{given.prompts} line {i}"
-            row = _row(line, where) if given.prompts.endswith(".jsonl") else {"prompt": line}
-            found[where] = asked = _asked(row, where, by_template, given.system)
+            row = _row(line, where) if kind in LINES else {"prompt": line}
+            found[where] = asked = _asked(row, where, by_template, given)
             unused |= dict.fromkeys(key for key in row if key not in ("prompt", "messages", *SAYS_MORE))
             unused |= dict.fromkeys(asked.unused if isinstance(asked, Chat) else ())
     if not found:
@@ -224,6 +238,16 @@ def read_prompts(given: argparse.Namespace, by_template: bool, screen: Screen) -
     if unused:
         screen.say(f"prompts  not used: {shown(', '.join(unused), 200)}")
     return found
+
+
+def warn_of(codec: Codec, asked: Iterable[str | Chat], screen: Screen) -> None:
+    """Names variables that the chat template does not read, and says where an answer is there already."""
+    chats = [chat for chat in asked if isinstance(chat, Chat)]
+    if answered := sum(chat.messages[-1:] != [] and chat.messages[-1]["role"] == "assistant" for chat in chats):
+        screen.warn(f"{count(answered, 'prompt')} of {len(chats):,} with an answer at the end: another comes after it")
+    alike = {(*(chat.variables or ()), bool(chat.tools)): chat for chat in chats}
+    if unread := dict.fromkeys(name for chat in alike.values() for name in codec.unread(chat)):
+        screen.warn(f"the chat template does not read {shown(', '.join(unread), 200)}")
 
 
 def _row(line: str, where: str) -> Fields:
@@ -234,7 +258,12 @@ def _row(line: str, where: str) -> Fields:
         raise InputError(f"{where}: {shown(str(error), 200)}.") from None
 
 
-def _asked(row: Fields, where: str, by_template: bool, system: str | None) -> str | Chat:
+def variables_of(given: argparse.Namespace) -> Fields:
+    """--chat-template-kwargs."""
+    return json.loads(given.chat_template_kwargs or "{}")
+
+
+def _asked(row: Fields, where: str, by_template: bool, given: argparse.Namespace) -> str | Chat:
     """The text of `prompt`; with a template the messages of `prompt` or `messages`, read as in training.
 
     Raises InputError.
@@ -248,7 +277,8 @@ def _asked(row: Fields, where: str, by_template: bool, system: str | None) -> st
             raise InputError(f"{where}: {more[0]!r} is for a chat template, and texts are continued as they are.")
         return value
     if not key or not isinstance(value, (list, str) if key == "prompt" else list):
-        raise InputError(f"{where}: expected a prompt, a string, or messages.")
+        keys = ", ".join(f"'{shown(name, 60)}'" for name in list(row)[:8]) or "none"
+        raise InputError(f"{where}: expected a prompt, a string, or messages; its keys are {keys}.")
     if not by_template:
         raise InputError(f"{where}: messages need a chat template. Give --chat-template chatml, or a text.")
     messages = [{"role": "user", "content": value}] if isinstance(value, str) else value
@@ -256,7 +286,8 @@ def _asked(row: Fields, where: str, by_template: bool, system: str | None) -> st
         found = read_messages({name: row[name] for name in SAYS_MORE if name in row} | {"messages": messages}, False)
     except BadRow as error:
         raise InputError(f"{where}: {error}.") from None
-    return with_system(found, system) if system else found
+    found = with_system(found, given.system) if given.system else found
+    return found._replace(variables=variables_of(given) | (found.variables or {}) or None)
 
 
 def said_in(chat: Chat) -> list[Fields]:
@@ -264,18 +295,17 @@ def said_in(chat: Chat) -> list[Fields]:
     return [{key: value for key, value in message.items() if key != "train"} for message in chat.messages]
 
 
-def chat(speaker: Speaker, system: str | None, screen: Screen) -> None:
-    """A conversation until standard input ends. Ctrl-C ends an answer."""
-    first = [{"role": "system", "content": system}] if system else []
-    messages = list(first)
+def chat(speaker: Speaker, empty: Chat, screen: Screen) -> None:
+    """A conversation until standard input ends, begun by `empty`. Ctrl-C ends an answer."""
+    messages = [*empty.messages]
     screen.say("chat     an empty line or Ctrl-D ends it, /new begins another, Ctrl-C ends an answer")
     while line := ask():
         if line == "/new":
-            messages = list(first)
+            messages = [*empty.messages]
             continue
         messages.append({"role": "user", "content": line})
         try:
-            answer = _answer(speaker, messages)
+            answer = _answer(speaker, empty._replace(messages=messages))
         except InputError as error:
             screen.warn(f"{error} /new begins another conversation")
             messages.pop()
@@ -284,7 +314,7 @@ def chat(speaker: Speaker, system: str | None, screen: Screen) -> None:
         messages.append({"role": "assistant", "content": answer})
 
 
-def _answer(speaker: Speaker, messages: list[Fields]) -> str:
+def _answer(speaker: Speaker, asked: Chat) -> str:
     """Prints the answer and returns it. Raises InputError."""
     parts: list[str] = []
 
@@ -293,7 +323,7 @@ def _answer(speaker: Speaker, messages: list[Fields]) -> str:
         say(text)
 
     with suppress(KeyboardInterrupt):
-        speaker.speak([speaker.codec.prompt(Chat(messages, None))], told)
+        speaker.speak([speaker.codec.prompt(asked)], told)
     return "".join(parts)
 
 

@@ -176,7 +176,7 @@ class Totals:
                 self.best = min(self.best or (math.inf, 0), (loss, record["step"]), key=lambda best: best[0])
 
     def line(self) -> str:
-        parts = [f"done     {self.steps:,} steps"]
+        parts = [f"done     {count(self.steps, 'step')}"]
         if self.seconds:
             parts.append(duration(self.seconds))
         if self.evaluating:

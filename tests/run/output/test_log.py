@@ -125,7 +125,7 @@ def test_a_log_that_was_damaged_is_said_and_the_run_goes_on(tmp_path, damage, le
         path.write_bytes(text)
     again = run(tmp_path, [6], since=mark, stream=stream)
     assert "log.jsonl is not as it was at step 5: lines were lost or changed" in stream.getvalue()
-    assert again.summary().startswith(f"done     {len(left) + 1} steps")
+    assert again.summary().startswith(f"done     {len(left) + 1} step")
     again.close()
     assert [r["step"] for r in lines(path)] == [*left, 6]
     assert [r["step"] for r in table(tmp_path / "log.csv")] == [str(step) for step in (*left, 6)]
