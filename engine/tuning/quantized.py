@@ -13,11 +13,12 @@ from math import prod
 
 import numpy as np
 
-from trireme.engine.tuning.packed import STRIP, Made, Packed, globs
+from trireme.engine.tuning.packed import Made, Packed, globs
 from trireme.models.config import FP8, MX, NF4, InputError, ModelConfig, Packing
 from trireme.models.sizes import shapes
 from trireme.storage.checkpoint import Source, SourceTensor, convert, dtype_of
 
+STRIP = 1 << 18  # elements of a matrix quantized at a time; each loader needs about 30 bytes of RAM for one
 BASES = {"nf4": NF4, "fp8": FP8.with_dtypes(("F8_E4M3", "F32")), "mxfp4": MX}
 
 
