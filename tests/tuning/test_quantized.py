@@ -28,7 +28,7 @@ from trireme.kernels.packed.reference import NF4
 from trireme.models import hf
 from trireme.models.config import InputError, Lora
 from trireme.models.packed import decode, encode
-from trireme.storage.checkpoint import Source, SourceTensor
+from trireme.storage.checkpoint import Source, SourceTensor, open_source
 from trireme.storage.devices import open_device
 from trireme.storage.files import StoreError
 
@@ -135,6 +135,23 @@ def test_loaders_quantize_within_what_a_plan_leaves():
         wide = Source(Path(), (), {"w": SourceTensor("BF16", shape, "", 0)}, {})
         height = Encoder(wide, "w", BASES["nf4"]).height
         assert height == 1 or min(height, shape[0]) * shape[1] <= STRIP
+
+
+@pytest.mark.parametrize("base", BASES)
+def test_matrices_of_several_in_one_tensor_are_quantized_by_rows(tmp_path, monkeypatch, base):
+    """One expert of a large model has 16 M elements: 0.5 GB at once, for each loader."""
+    w = torch.randn(3, 300, 64, generator=torch.Generator().manual_seed(0))
+    save_file({"w": w}, tmp_path / "model.safetensors")
+    encoder, sizes = Encoder(open_source(tmp_path), "w", BASES[base]), []
+    whole = encoder.strip(0, 3)
+    monkeypatch.setattr("trireme.engine.tuning.quantized.STRIP", 64 * 130)
+    monkeypatch.setattr("trireme.models.packed.encode", lambda p, x: sizes.append(x.size) or encode(p, x))
+    for by_rows, at_once in zip(encoder.strip(0, 3), whole, strict=True):
+        assert np.array_equal(by_rows, at_once)
+    assert sum(sizes) == w.numel()
+    assert max(sizes) <= 64 * 130
+    for part, (codes, of_one) in enumerate(zip(whole, encoder.strip(1, 2), strict=True)):
+        assert np.array_equal(of_one, codes.reshape(3, -1)[1]), part
 
 
 @pytest.mark.full
