@@ -10,7 +10,7 @@ import os
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import suppress
 from dataclasses import dataclass
-from functools import partial
+from functools import cached_property, partial
 from math import prod
 from pathlib import Path
 from typing import NamedTuple
@@ -126,9 +126,17 @@ class Source:
         """Bytes that a weight file has when it is written again."""
         return (self.folder / file).stat().st_size
 
+    @cached_property
+    def names_in(self) -> dict[str, list[str]]:
+        """The names of each file's tensors."""
+        found: dict[str, list[str]] = {file: [] for file in self.files}
+        for name, t in self.tensors.items():
+            found.setdefault(t.file, []).append(name)
+        return found
+
     def rewritten(self, file: str, fetch: Callable[[str], Iterable[np.ndarray] | None]) -> Iterator[np.ndarray]:
         """Yields a weight file's bytes with new values; the header stays. `fetch`: as of `export`."""
-        tensors = sorted(((t.offset, name) for name, t in self.tensors.items() if t.file == file and t.nbytes))
+        tensors = sorted((t.offset, name) for name in self.names_in[file] if (t := self.tensors[name]).nbytes)
         path, position = self.folder / file, 0
         for offset, name in tensors:
             yield from _chunks(path, position, offset - position)
@@ -302,18 +310,19 @@ def export(
     returns None for a tensor to copy. `progress(nbytes)` is called for bytes written and read back. Files get their
     names when all of them are synced and were compared. Returns their checksums. Raises StoreError, leaving no files.
     """
-    out = Path(out)
-    files = [*source.others, *source.files]
+    out, others = Path(out), source.others
+    files = [*others, *source.files]
     done: dict[str, str] = {}  # file -> checksum
     try:
         out.mkdir(parents=True, exist_ok=True)
         if out.samefile(source.folder):
             raise StoreError(errno.EEXIST, "is the source checkpoint itself; choose another folder", str(out))
-        check_space(out, sum(_size(source, f) for f in files), "the exported checkpoint")
+        nbytes = sum(map(_size, others.values())) + sum(map(source.size_of, source.files))
+        check_space(out, nbytes, "the exported checkpoint")
         for file in files:
             make_place(out / file, out)
             done[file] = ""
-            content = source.rewritten(file, fetch) if file in source.files else _copied(source, file)
+            content = _copied(others[file]) if file in others else source.rewritten(file, fetch)
             write_synced(partial_of(out / file), summed(counted(content, progress), partial(done.__setitem__, file)))
         for file, written in done.items():
             if checksum(counted(read_back(partial_of(out / file)), progress)) != written:
@@ -330,15 +339,12 @@ def export(
             partial_of(out / file).unlink(missing_ok=True)
 
 
-def _size(source: Source, file: str) -> int:
-    auxiliary = source.others.get(file)
-    if auxiliary is None:
-        return source.size_of(file)
+def _size(auxiliary: CONTENT) -> int:
     return len(auxiliary) if isinstance(auxiliary, bytes) else auxiliary.stat().st_size
 
 
-def _copied(source: Source, file: str) -> Iterator[np.ndarray]:
-    yield np.frombuffer(content_of(source.others.get(file, source.folder / file)), np.uint8)
+def _copied(auxiliary: CONTENT) -> Iterator[np.ndarray]:
+    yield np.frombuffer(content_of(auxiliary), np.uint8)
 
 
 def counted(content: Iterable[np.ndarray | memoryview], progress: Callable[[int], object]) -> Iterator[memoryview]:

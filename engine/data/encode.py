@@ -60,7 +60,8 @@ def encode(
                 results[i] = found
             else:
                 made = _counted(_learned(example, *found, whole, tokenizer), whole.text, tokenizer)
-                ends = int(np.isin(made.ids[made.trained], tokenizer.stop_ids).sum())
+                learned = made.ids[made.trained]
+                ends = sum(int(np.count_nonzero(learned == stop)) for stop in tokenizer.stop_ids)
                 results[i] = made._replace(
                     said=whole.said, unwritten=whole.unwritten, unread=whole.unread, early=ends > len(whole.spans)
                 )

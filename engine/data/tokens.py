@@ -7,6 +7,7 @@ import json
 from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import cached_property
+from itertools import chain
 from pathlib import Path
 from typing import Any
 
@@ -145,8 +146,9 @@ class Tokenizer:
 
 
 def _tokens(encoding: tokenizers.Encoding, offsets: bool) -> Tokens:
-    spans = np.array(encoding.offsets, np.int32).reshape(-1, 2) if offsets else None
-    return np.array(encoding.ids, np.int32), spans
+    ids = encoding.ids
+    flat = chain.from_iterable(encoding.offsets) if offsets else ()  # twice as fast as an array of pairs
+    return np.array(ids, np.int32), np.fromiter(flat, np.int32, 2 * len(ids)).reshape(-1, 2) if offsets else None
 
 
 def _reason(error: BaseException) -> str:

@@ -108,6 +108,11 @@ class Forecast:
     def step(self) -> Prediction:
         return self._predict(roughly=False)
 
+    @property
+    def roughly(self) -> Prediction:
+        """The step as searches predict it: micro-batches as one. It moves the same bytes, and is known already."""
+        return self._predict(roughly=True)
+
     def _predict(self, roughly: bool) -> Prediction:
         return predict(self.cfg, self.plan, self.machine.rates, self.work.batch(self.plan), roughly)
 
@@ -211,14 +216,14 @@ class Forecast:
 
         `sequences`: those of the data. `bits_open`: --adam-bits can still be chosen.
         """
-        now, better = self.work.tokens / self._predict(roughly=True).step_s, []
+        now, better = self.work.tokens / self.roughly.step_s, []
         for what, change in self._changes(sequences, bits_open):
             try:
                 changed = change()
                 check_drive(changed)
             except DoesNotFit:
                 continue
-            gain = changed.work.tokens / changed._predict(roughly=True).step_s / now
+            gain = changed.work.tokens / changed.roughly.step_s / now
             if gain >= WORTH_SAYING:
                 better.append(Change(what, gain, changed.work.tokens / self.work.tokens * self.step.step_s / gain))
         return sorted(better, key=lambda change: -change.gain)[:3]
@@ -226,7 +231,7 @@ class Forecast:
     def _changes(self, sequences: int, bits_open: bool) -> Iterable[tuple[str, Callable[[], Forecast]]]:
         m, r, p, limits = self.machine, self.machine.rates, self.plan, self.limits
         if p.adam_bits == 32 and bits_open:
-            yield "--adam-bits 8", lambda: self.again(adam_bits=8)
+            yield "--adam-bits 8", lambda: self.in_8_bits
         doubled = 2 * self.work.sequences
         if doubled <= sequences:
             more = replace(self.work, sequences=doubled)
@@ -243,6 +248,11 @@ class Forecast:
         yield "a GPU with twice the memory", lambda: self.again(replace(limits, gpu=2 * limits.gpu))
         quick = replace(m, rates=replace(r, matmul=2 * r.matmul, fp8=2 * r.fp8, copy=2 * r.copy))
         yield "a GPU twice as fast", lambda: replace(self, machine=quick).again()
+
+    @cached_property
+    def in_8_bits(self) -> Forecast:
+        """With moments of 8 bits. Raises DoesNotFit."""
+        return self.again(adam_bits=8)
 
     def again(self, limits: Limits | None = None, adam_bits: int = 0, n_micro: int = 0) -> Forecast:
         """The estimates with other limits, moments or micro-batches, planned by a short search. Raises DoesNotFit."""

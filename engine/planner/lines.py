@@ -177,7 +177,7 @@ def wear_warning(f: Forecast, written: Mapping[str, int], run_s: float | None) -
     less = [] if f.cfg.lora else ["--lora 16"]
     if f.plan.adam_bits == 32 and f.step.ssd_written:
         with suppress(DoesNotFit):
-            other = total - written["steps"] * (1 - f.again(adam_bits=8).step.ssd_written / f.step.ssd_written)
+            other = total - written["steps"] * (1 - f.in_8_bits.roughly.ssd_written / f.roughly.ssd_written)
             less.insert(0, f"--adam-bits 8 ({gb(other)})")
     less.append("fewer and larger steps (--batch-size), or more RAM")
     within = f" in {run_s / 86400:.1f} days" if run_s and run_s > 86400 else ""

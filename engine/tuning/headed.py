@@ -95,7 +95,7 @@ class Headed(Source):
         """(tensors, metadata, offset of the tensors) of a file as `inner` writes it."""
         if isinstance(self.inner, Unpacked):
             header = self.inner.headers[file]
-            layout = sequential([(n, t.dtype, t.shape) for n, t in self.inner.tensors.items() if t.file == file])
+            layout = sequential([(n, *self.inner.tensors[n][:2]) for n in self.inner.names_in[file]])
             return layout, {"format": "pt"}, len(header)
         found = read_header(self.folder / file)
         return found.layout, found.metadata, found.data

@@ -139,14 +139,13 @@ class Unpacked(Packed):
         return sum(map(self.size_of, self.files))
 
     def size_of(self, file: str) -> int:
-        return len(self.headers[file]) + sum(t.nbytes for t in self.tensors.values() if t.file == file)
+        return len(self.headers[file]) + sum(self.tensors[name].nbytes for name in self.names_in[file])
 
     def rewritten(self, file: str, fetch: Callable[[str], Iterable[np.ndarray] | None]) -> Iterator[np.ndarray]:
         yield np.frombuffer(self.headers[file], np.uint8)
-        for name, t in self.tensors.items():
-            if t.file == file:
-                new = fetch(name)
-                yield from stored_values(name, t, self.values(name) if new is None else new)
+        for name in self.names_in[file]:
+            new = fetch(name)
+            yield from stored_values(name, self.tensors[name], self.values(name) if new is None else new)
 
     @property
     def others(self) -> dict[str, CONTENT]:

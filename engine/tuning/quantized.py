@@ -13,11 +13,12 @@ from math import prod
 
 import numpy as np
 
-from trireme.engine.tuning.packed import STRIP, Made, Packed, globs
+from trireme.engine.tuning.packed import Made, Packed, globs
 from trireme.models.config import FP8, MX, NF4, InputError, ModelConfig, Packing
 from trireme.models.sizes import shapes
 from trireme.storage.checkpoint import Source, SourceTensor, convert, dtype_of
 
+STRIP = 1 << 18  # elements of a matrix quantized at a time; each loader needs about 30 bytes of RAM for one
 BASES = {"nf4": NF4, "fp8": FP8.with_dtypes(("F8_E4M3", "F32")), "mxfp4": MX}
 
 
@@ -52,17 +53,32 @@ class Encoder:
     @property
     def height(self) -> int:
         """The number of rows (whole blocks of them) or matrices at a time."""
-        shape = self.shape
-        step = max(self.packing.step(shape), min(self.packing.block[0], shape[0]))
-        return max(1, STRIP // (prod(shape[1:]) * step)) * step if len(shape) == 2 else 1
+        return self._rows if len(self.shape) == 2 else 1
+
+    @property
+    def _rows(self) -> int:
+        """The number of rows that are quantized at once."""
+        rows, columns = self.shape[-2:]
+        step = max(self.packing.step((rows, columns)), min(self.packing.block[0], rows))
+        return max(1, STRIP // (columns * step)) * step
 
     def strip(self, a: int, b: int) -> tuple[np.ndarray, np.ndarray]:
         """(codes, scales) of rows or matrices [a, b), flat."""
+        rows, columns = self.shape[-2:]
+        if len(self.shape) == 2:
+            return self._encoded(a, b - a, columns)
+        places = [
+            (m * rows + row, min(self._rows, rows - row)) for m in range(a, b) for row in range(0, rows, self._rows)
+        ]
+        codes, scales = zip(*(self._encoded(first, n, columns) for first, n in places), strict=True)
+        return np.concatenate(codes), np.concatenate(scales)
+
+    def _encoded(self, first: int, n: int, columns: int) -> tuple[np.ndarray, np.ndarray]:
+        """(codes, scales) of `n` rows of all matrices, flat."""
         from trireme.models.packed import encode  # torch, which nothing else here needs
 
-        rest = self.shape[1:]
-        values = np.concatenate(list(_in_fp32(self.source, self.name, a * prod(rest), b * prod(rest))))
-        return encode(self.packing, values.reshape(b - a, *rest))
+        values = np.concatenate(list(_in_fp32(self.source, self.name, first * columns, (first + n) * columns)))
+        return encode(self.packing, values.reshape(n, columns))
 
 
 @dataclass(frozen=True)

@@ -6,6 +6,7 @@ import json
 import os
 import shutil
 import tracemalloc
+from dataclasses import replace
 from pathlib import Path
 
 import ml_dtypes
@@ -400,3 +401,21 @@ def test_real_checkpoints(real, tmp_path):
         export(source, tmp_path / name, lambda _: None)
         for path in (tmp_path / name).iterdir():
             assert path.read_bytes() == (real / name / path.name).read_bytes()
+
+
+def test_an_export_of_many_files_goes_through_the_tensors_once(tmp_path, monkeypatch):
+    """A checkpoint may have hundreds of files and 100,000 tensors."""
+    walks, asked, others = [], [], checkpoint.Source.others.fget
+
+    class Walked(dict):
+        def items(self):
+            walks.append(1)
+            return super().items()
+
+    source = open_source(save(tmp_path / "in", shards=3))
+    source = replace(source, tensors=Walked(source.tensors))
+    monkeypatch.setattr(checkpoint.Source, "others", property(lambda s: asked.append(1) or others(s)))
+    export(source, tmp_path / "out", lambda name: None)
+    assert (len(walks), len(asked)) == (1, 1)
+    for file in source.files:
+        assert (tmp_path / "out" / file).read_bytes() == (tmp_path / "in" / file).read_bytes()

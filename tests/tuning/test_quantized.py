@@ -3,6 +3,7 @@
 from dataclasses import replace
 from math import copysign, floor, log2
 from os import truncate, utime
+from pathlib import Path
 from types import SimpleNamespace
 
 import numpy as np
@@ -14,17 +15,20 @@ from safetensors.torch import load_file, save_file
 from tiny import LLAMA, MIXTURE, oracle
 from transformers.integrations.finegrained_fp8 import Fp8Quantize
 
+from trireme.engine.exchange import LOADERS
 from trireme.engine.geometry import geometry
+from trireme.engine.planner.host import TEMPORARIES
 from trireme.engine.run.job import prepare
 from trireme.engine.run.train import finetune
 from trireme.engine.tuning.base import CheckpointBase, why_copied
 from trireme.engine.tuning.cached import cached
 from trireme.engine.tuning.chosen import adapted, chosen
-from trireme.engine.tuning.quantized import BASES, Encoder, quantized
+from trireme.engine.tuning.quantized import BASES, STRIP, Encoder, quantized
 from trireme.kernels.packed.reference import NF4
 from trireme.models import hf
 from trireme.models.config import InputError, Lora
 from trireme.models.packed import decode, encode
+from trireme.storage.checkpoint import Source, SourceTensor, open_source
 from trireme.storage.devices import open_device
 from trireme.storage.files import StoreError
 
@@ -122,6 +126,32 @@ def test_parts_of_a_matrix_are_those_of_the_whole(tmp_path, monkeypatch):
             for first, last in ((0, 1), (len(whole) // 3, len(whole)), (0, len(whole))):
                 assert np.array_equal(np.concatenate(list(source.values(name, first, last))), whole[first:last])
             monkeypatch.undo()
+
+
+def test_loaders_quantize_within_what_a_plan_leaves():
+    """With 30 bytes for an element: its value, magnitude, quotient, and number as int64."""
+    assert 30 * STRIP * LOADERS <= TEMPORARIES // 2
+    for shape in ((28672, 8192), (64, 1 << 20), (3, 8192)):
+        wide = Source(Path(), (), {"w": SourceTensor("BF16", shape, "", 0)}, {})
+        height = Encoder(wide, "w", BASES["nf4"]).height
+        assert height == 1 or min(height, shape[0]) * shape[1] <= STRIP
+
+
+@pytest.mark.parametrize("base", BASES)
+def test_matrices_of_several_in_one_tensor_are_quantized_by_rows(tmp_path, monkeypatch, base):
+    """One expert of a large model has 16 M elements: 0.5 GB at once, for each loader."""
+    w = torch.randn(3, 300, 64, generator=torch.Generator().manual_seed(0))
+    save_file({"w": w}, tmp_path / "model.safetensors")
+    encoder, sizes = Encoder(open_source(tmp_path), "w", BASES[base]), []
+    whole = encoder.strip(0, 3)
+    monkeypatch.setattr("trireme.engine.tuning.quantized.STRIP", 64 * 130)
+    monkeypatch.setattr("trireme.models.packed.encode", lambda p, x: sizes.append(x.size) or encode(p, x))
+    for by_rows, at_once in zip(encoder.strip(0, 3), whole, strict=True):
+        assert np.array_equal(by_rows, at_once)
+    assert sum(sizes) == w.numel()
+    assert max(sizes) <= 64 * 130
+    for part, (codes, of_one) in enumerate(zip(whole, encoder.strip(1, 2), strict=True)):
+        assert np.array_equal(of_one, codes.reshape(3, -1)[1]), part
 
 
 @pytest.mark.full

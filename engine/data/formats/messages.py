@@ -27,6 +27,7 @@ _TRAINED = (
     *("loss", "loss_mask", "step_loss_mask", "loss_scale", "loss_weight", "weight"),
 )  # true or 1: learned
 _MASKED = ("mask", "masked", "is_masked")  # true: not learned
+_FLAGS = (*_TRAINED, *_MASKED)
 _NUMBERS = ("loss_scale", "loss_weight", "weight")
 _MAY_MASK = re.compile("train|learn|loss|mask|weight|supervise", re.IGNORECASE)  # within a key that is not known
 _MEDIA = ("image", "video", "audio", "pixel_value", "input_feature")  # less an s
@@ -44,8 +45,8 @@ def refuse_media(keys: Mapping[str, Any], where: str, unless: str = "") -> None:
 
 def refuse_masked(row: Mapping[str, Any]) -> None:
     """Raises BadRow if a column says that the row, or some of its messages, are not to be trained."""
-    for key in (*_TRAINED, *_MASKED):
-        value, off = row.get(key), key in _MASKED
+    for key in [key for key in _FLAGS if key in row]:  # few rows have any
+        value, off = row[key], key in _MASKED
         if _flag(value, key not in _NUMBERS and key != "loss") is off:
             raise BadRow(f"{key!r} is {str(value).lower()}: leave the row out, or the column: --map unused={key}")
         flags = [_flag(one, True) for one in value] if isinstance(value, list) and "input_ids" not in row else []
@@ -155,9 +156,7 @@ def _thought(part: Fields, where: str) -> str:
 def _trained(message: Fields, where: str, unused: dict[str, None]) -> bool:
     """Removes the keys that say whether the message is trained; returns what they say."""
     trained = True
-    for key in (*_TRAINED, *_MASKED):
-        if key not in message:
-            continue
+    for key in [key for key in _FLAGS if key in message]:
         value = message.pop(key)
         if key in _MASKED and not isinstance(value, bool):
             raise BadRow(f"{where}: {key!r} is {value!r}, expected true (not learned) or false")

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
+from functools import lru_cache
 from typing import Any
 
 from trireme.engine.data.files.rows import BadRow
@@ -42,6 +43,7 @@ def refuse_preferences(row: Mapping[str, Any], renames: Mapping[str, str], forma
             raise BadRow(f"{_WHAT} Keep the rows that {key!r} says are good, and leave the column out: {way_out}")
 
 
+@lru_cache(256)  # rows have the same columns
 def side_of(key: str) -> bool | None:
     """Whether a column holds good answers (True), bad ones (False) or something else."""
     key = key.lower()
