@@ -239,6 +239,7 @@ class RealQueues(InlineQueues):
 
     def _serve(self, queue: str) -> None:
         stream = self.streams.get(queue)
+        torch.get_num_threads()  # asked first, torch applies its number to this thread: bits of GEMMs depend on it
         try:
             if stream is not None:
                 if kind_of(queue) in PEERS:  # torch orders a copy between GPUs behind the current streams of both

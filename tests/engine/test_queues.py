@@ -52,6 +52,15 @@ def test_a_queue_is_first_in_first_out(queues):
     assert seen == list(range(100))
 
 
+def test_threads_multiply_as_the_caller_does():
+    """MKL divides some sums by its number of threads, which torch sets in a new thread only when it is asked."""
+    a, b = torch.randn(4, 130), torch.randn(650, 130)
+    queues = RealQueues(gpus=2)
+    found = queues.run("compute1", "other", "product", lambda: torch.mm(a, b.T)).wait()
+    queues.close()
+    assert torch.equal(found, torch.mm(a, b.T))
+
+
 def test_an_error_reaches_whoever_waits_and_stops_the_queues(queues):
     def fail():
         raise OSError(28, "No space left on device", "shard")
