@@ -22,6 +22,7 @@ from trireme.engine.between import Reader
 from trireme.engine.exchange import fetch
 from trireme.engine.tuning.chosen import adaptable
 from trireme.engine.tuning.peft_config import CONFIG
+from trireme.engine.tuning.spellings import PREFIX as PREFIX
 from trireme.models.config import InputError, Lora, ModelConfig
 from trireme.models.sizes import shapes
 from trireme.storage.checkpoint import Source, convert, dtype_of
@@ -30,7 +31,6 @@ from trireme.storage.headers import encode_header
 from trireme.storage.layout import sequential
 
 WEIGHTS = "adapter_model.safetensors"
-PREFIX = "base_model.model."  # peft's
 Halves = tuple[str | None, ...]  # names of an expert's gate and up, or of its down
 
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import re
 from collections.abc import Container, Iterator, Mapping
+from dataclasses import replace
 from math import isclose
 from pathlib import Path
 from typing import NamedTuple
@@ -20,6 +21,7 @@ from trireme.engine.tuning.adapters import (
 )
 from trireme.engine.tuning.chosen import adaptable, adapted
 from trireme.engine.tuning.peft_config import CONFIG, Said, read_adapter_config, read_said
+from trireme.engine.tuning.spellings import SINGLE, WRAPPERS, by_expert, short, spelled
 from trireme.models.config import InputError, Lora, ModelConfig, scored
 from trireme.models.sizes import shapes
 from trireme.models.sizes.shapes import DOWN, GATE_UP
@@ -29,7 +31,6 @@ from trireme.storage.untrusted import shown
 
 PICKLE = "adapter_model.bin"
 HEAD = "score.weight"
-SINGLE = re.compile(r"\.experts\.\d+\.")  # one of a layer's experts, as transformers 4 has them
 
 
 class Place(NamedTuple):
@@ -53,13 +54,14 @@ def read_adapter(folder: Path, cfg: ModelConfig, merging: bool = False) -> Adapt
     Raises InputError for another format, kind or base.
     """
     said, source = read_said(folder, excluded(cfg), cfg.scores > 0), _opened(folder)
-    stored = {_short(name): name for name in source.tensors}
+    pairs, spelling = spelled(cfg, source.tensors)
+    stored, said = dict(pairs), replace(said, spelling=spelling)
     if len(stored) < len(source.tensors):
-        raise InputError(f"{folder / WEIGHTS} has a tensor twice: with {PREFIX} before its name, and without.")
+        raise InputError(f"{folder / WEIGHTS} has a tensor twice, such as with {PREFIX} before its name, and without.")
     found = {short: source.tensors[name].shape for short, name in stored.items()}
     places = [*_places(cfg, said), *_outer_places(cfg, said)]
-    if cfg.names.each and any(map(SINGLE.search, found)):
-        places += _single_places(cfg, said)
+    if any(map(SINGLE.search, found)):
+        places += _single_places(by_expert(cfg), said)
     whole = _whole(folder, cfg, said, found)
     for name in sorted(found.keys() - whole.keys() - {name for place in places for name in place.stored}):
         raise InputError(f"{folder / WEIGHTS}: {_unsupported(cfg, name, {place.module for place in places})}")
@@ -73,7 +75,7 @@ def read_adapter(folder: Path, cfg: ModelConfig, merging: bool = False) -> Adapt
         for place in there.values()
         for name, short in zip(shapes.adapter_names(place.module), place.stored, strict=True)
     }
-    singles, there = _gathered(folder, cfg, names, there)
+    singles, there = _gathered(folder, by_expert(cfg), names, there)
     lora = _lora(there)
     return Adapter(
         lora,
@@ -93,7 +95,7 @@ def scored_by(folder: Path, cfg: ModelConfig) -> ModelConfig:
     """`cfg` with the score head of an adapter, for a model that has none. Raises InputError as read_adapter."""
     if cfg.scores or read_adapter_config(folder).get("task_type") != "SEQ_CLS":
         return cfg
-    found = next((t.shape for name, t in _opened(folder).tensors.items() if _short(name) == HEAD), None)
+    found = next((t.shape for name, t in _opened(folder).tensors.items() if short(name) == HEAD), None)
     if found is None or len(found) != 2:
         raise InputError(f"{folder / CONFIG}: task_type is SEQ_CLS, and {WEIGHTS} has no {HEAD}.")
     return scored(cfg, found[0], str(folder))
@@ -119,11 +121,6 @@ def _opened(folder: Path) -> Source:
     found = header.layout.tensors
     tensors = {t.name: SourceTensor(t.dtype, t.shape, WEIGHTS, header.data + t.offset) for t in found}
     return Source(folder, (WEIGHTS,), tensors, {})
-
-
-def _short(name: str) -> str:
-    """The name of a tensor without peft's prefix, and without the adapter's own name, which some programs keep."""
-    return name.removeprefix(PREFIX).replace(".default.weight", ".weight")
 
 
 def _place(
@@ -181,7 +178,7 @@ def _outer_places(cfg: ModelConfig, said: Said) -> Iterator[Place]:
 
 
 def _single_places(cfg: ModelConfig, said: Said) -> Iterator[Place]:
-    """The matrices of each expert."""
+    """The matrices of each expert. `cfg`: as `by_expert` has it."""
     for u in range(1, cfg.n_units - 1):
         for name, shape in (
             tensor for group in shapes.weight_groups(cfg, u) for tensor in group if len(tensor[1]) == 3
@@ -294,5 +291,7 @@ def _unsupported(cfg: ModelConfig, name: str, modules: Container[str]) -> str:
     module = name.partition(".lora_")[0].partition(".base_layer")[0].removesuffix(".weight")
     if module in modules:
         return f"{shown(name)} is not of a plain LoRA adapter, which has lora_A.weight and lora_B.weight of a layer."
+    if wrapper := next((inner for inner in WRAPPERS if inner in name), ""):
+        return f"{shown(name)}: {wrapper!r} is of a wrapped model. Save the adapter of the model inside, without it."
     can = ", ".join(adaptable(cfg))
     return f"adapters of {shown(module)} are not supported. Those of {can} in the {cfg.n_layers:,} layers are."

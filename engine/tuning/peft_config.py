@@ -11,6 +11,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from trireme.engine.tuning.spellings import Spelling
 from trireme.models.config import InputError
 from trireme.storage.untrusted import complaint, parse_json, read_small, shown, why
 
@@ -71,6 +72,7 @@ class Said:
     ranks: Patterns
     alphas: Patterns
     stable: bool  # alpha is to be divided by the root of the rank
+    spelling: Spelling = Spelling()  # of modules' names in these lists and patterns
 
     def left_out(self, module: str, layer: int, layers: str) -> str | None:
         """The key because of which peft gives a linear layer no adapter; "" if it gives one; None if it cannot be
@@ -80,6 +82,7 @@ class Said:
         """
         if self.adapts(f"{module}.weight"):
             return ""
+        module = self.spelling.theirs(module)
         if _named(self.excluded, module) or (self.excluding and self.excluding.fullmatch(module)):
             return "exclude_modules"
         if any(f".{end}." in f".{module}." for end in self.saved):
@@ -96,13 +99,14 @@ class Said:
 
     def sized(self, name: str) -> tuple[int, float]:
         """(rank, alpha without rank stabilisation) of a module or parameter."""
+        name = self.spelling.theirs(name)
         rank = int(_first(self.ranks, name, self.rank))
         alpha = float(_first(self.alphas, name, self.alpha))
         return rank, alpha * math.sqrt(rank) if self.stable else alpha
 
     def adapts(self, parameter: str) -> bool:
         """Whether peft gives a parameter an adapter."""
-        return _named(self.parameters, parameter)
+        return _named(self.parameters, self.spelling.theirs(parameter))
 
 
 def _named(ends: frozenset[str], name: str) -> bool:
