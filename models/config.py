@@ -13,7 +13,7 @@ from typing import Any
 
 from trireme.models.families.experts import Experts, parse_experts
 from trireme.models.families.extend import extended
-from trireme.models.families.family import EXACT_GELU, GELU, RELU2, SILU, Family, Wrapper
+from trireme.models.families.family import EXACT_GELU, GELU, OF_LOGITS, RELU2, SILU, Family, Wrapper
 from trireme.models.families.fields import heads_of, positions_of, scales_of
 from trireme.models.families.keys import InputError, Keys
 from trireme.models.families.known import why_not
@@ -505,6 +505,8 @@ def _wrapped(raw: dict[str, Any], where: str, model_type: str) -> ModelConfig:
         inner = inner | {"model_type": (OTHER_NAMES | wrapper.older).get(said, said)}
     Keys(inner, where).refuse_unless("model_type", wrapper.texts)
     inner = inner | _tied(keys, Keys(inner, where), wrapper)
+    if OF_LOGITS in FAMILIES[inner["model_type"]].caps:
+        Keys(inner, where).refuse_unless(OF_LOGITS, (None,))  # transformers' multimodal class has no cap of logits
     if raw.get("quantization_config") is not None:
         inner["quantization_config"] = raw["quantization_config"]
     media = tuple((keys.count(key, default), key) for key, default in wrapper.media.items())

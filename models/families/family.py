@@ -39,6 +39,7 @@ OLD_SPELLED = dict(
 OLD_ALIASES = {SPELLED[name]: OLD_SPELLED[name] for name in ("width", "n_layers", "n_heads", "max_positions")}
 
 Flag = bool | tuple[str, bool]  # fixed, or (key, default)
+OF_SCORES, OF_LOGITS = "attn_logit_softcapping", "final_logit_softcapping"  # keys of soft caps
 BIAS, MLP_BIAS = ("attention_bias", False), ("mlp_bias", False)
 
 
@@ -99,7 +100,7 @@ class Family:
     unrotated: Literal["", "listed", "full", "typed", "null", "all"] = ""
     scaled: bool = False  # reads scales of embedding, attention, branches, logits
     multiplied: bool = False  # reads Falcon-H1's factors of embedding, keys, attention, MLP, logits
-    capped: bool = False  # reads attn_logit_softcapping and final_logit_softcapping
+    caps: dict[str, float | None] = field(default_factory=dict)  # keys of soft caps that are read -> defaults
     query_scale: bool = False  # attention's scale is query_pre_attn_scalar ** -0.5
     embed_root: bool = False  # the embedding's factor is sqrt(width)
     experts: ExpertKeys | None = None  # in place of the MLP
@@ -121,9 +122,7 @@ class Family:
     @property
     def accepts(self) -> set[str]:
         """The keys of config.INERT that models of this family read, so that all values are accepted."""
-        found = {"query_pre_attn_scalar"} if self.query_scale else set()
-        if self.capped:
-            found |= {"attn_logit_softcapping", "final_logit_softcapping"}
+        found = {"query_pre_attn_scalar", *self.caps} if self.query_scale else {*self.caps}
         if self.partial:
             found |= {"partial_rotary_factor"}
         if self.scaled:

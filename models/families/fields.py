@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import replace
 from typing import Any
 
-from trireme.models.families.family import Family
+from trireme.models.families.family import OF_LOGITS, OF_SCORES, Family
 from trireme.models.families.keys import InputError, Keys, is_number
 from trireme.models.families.latent import Latent
 from trireme.models.families.rope import Rope, parse_ropes
@@ -106,9 +106,9 @@ def scales_of(keys: Keys, family: Family, width: int, head_dim: int) -> dict[str
             logit_scale=1.0 / keys.number("logits_scaling", 1.0),
         )
     found = dict(embed_scale=width**0.5) if family.embed_root else {}
-    if family.capped:
-        found["attention_cap"] = _cap(keys, "attn_logit_softcapping", 50.0)
-        found["logit_cap"] = _cap(keys, "final_logit_softcapping", 30.0)
+    for field, name in (("attention_cap", OF_SCORES), ("logit_cap", OF_LOGITS)):
+        if name in family.caps:
+            found[field] = _cap(keys, name, family.caps[name])
     if family.query_scale:
         found["attention_scale"] = keys.number("query_pre_attn_scalar", 256.0) ** -0.5
     return found
@@ -127,6 +127,6 @@ def _multiplied(keys: Keys, head_dim: int) -> dict[str, Any]:
     )
 
 
-def _cap(keys: Keys, name: str, default: float) -> float:
+def _cap(keys: Keys, name: str, default: float | None) -> float:
     """A soft cap; 0 for null, which is none."""
     return 0.0 if keys.raw.get(name, default) is None else keys.number(name, default)

@@ -11,6 +11,8 @@ from trireme.models.families.family import (
     EXACT_GELU,
     GELU,
     MLP_BIAS,
+    OF_LOGITS,
+    OF_SCORES,
     OLD_ALIASES,
     OLD_SPELLED,
     RELU2,
@@ -184,7 +186,7 @@ FAMILIES = {
         names=names.BOTH, spelled=SPELLED | dict(act="hidden_activation"), add_one=True, acts=GELU, qk_norm="head",
         theta=1e6, local_theta=1e4, local_theta_key="rope_local_base_freq", vocab=262208, n_heads=8, kv_heads=4,
         head_dim=256, max_positions=131072, tied=True, qkv_bias=BIAS, o_bias=BIAS, windows="pattern", period=6,
-        period_key=True, query_scale=True, embed_root=True,
+        period_key=True, query_scale=True, embed_root=True, caps={OF_LOGITS: None},
     ),
     "gemma": Family(
         "Gemma 1 (2B, 7B), CodeGemma",
@@ -195,13 +197,13 @@ FAMILIES = {
         "Gemma 2 (2B to 27B)",
         names=names.BOTH, spelled=SPELLED | dict(act="hidden_activation"), add_one=True, acts=GELU, vocab=256000,
         n_heads=8, kv_heads=4, head_dim=256, max_positions=8192, tied=True, qkv_bias=BIAS, o_bias=BIAS,
-        windows="pattern", period=2, query_scale=True, embed_root=True, capped=True,
+        windows="pattern", period=2, query_scale=True, embed_root=True, caps={OF_SCORES: 50.0, OF_LOGITS: 30.0},
     ),
     "vaultgemma": Family(
         "VaultGemma 1B",
         names=names.BEFORE_MLP, spelled=SPELLED | dict(act="hidden_activation"), add_one=True, acts=GELU, vocab=256000,
         n_heads=8, kv_heads=4, head_dim=256, max_positions=8192, tied=True, qkv_bias=BIAS, o_bias=BIAS,
-        windows="pattern", period=2, query_scale=True, embed_root=True, capped=True,
+        windows="pattern", period=2, query_scale=True, embed_root=True, caps={OF_SCORES: 50.0, OF_LOGITS: 30.0},
     ),
     "gpt_neox": Family(
         "Pythia, GPT-NeoX-20B",

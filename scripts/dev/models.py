@@ -4,7 +4,7 @@ import re
 from importlib.metadata import version
 from pathlib import Path
 
-from trireme.models.families.family import EXACT_GELU, GELU, RELU2, SILU, Family
+from trireme.models.families.family import EXACT_GELU, GELU, OF_LOGITS, OF_SCORES, RELU2, SILU, Family
 from trireme.models.families.known import KNOWN
 from trireme.models.families.rope import KINDS
 from trireme.models.families.scans import DeltaKeys, MambaKeys
@@ -104,7 +104,8 @@ def special(family: Family) -> list[str]:
         "window by `layer_types`": family.windows == "pattern",
         "a second table of angles for layers with the window": family.local_theta is not None,
         "factors of embedding, scores, branches and logits": family.scaled or family.multiplied,
-        "soft-capped scores and logits": family.capped,
+        "soft-capped scores": OF_SCORES in family.caps,
+        "soft-capped logits": OF_LOGITS in family.caps,
         "scores by `query_pre_attn_scalar`": family.query_scale,
         "embedding times the square root of the width": family.embed_root,
         "biases": bool(family.qkv_bias),

@@ -189,6 +189,7 @@ CASES = {
     "gemma3": ("gemma3_text", DIALECTS | dict(layer_types=TYPES, sliding_window=4, query_pre_attn_scalar=12)),
     "gemma3 untied, two ropes": ("gemma3_text", DIALECTS | dict(
         layer_types=TYPES, sliding_window=6, tie_word_embeddings=False, head_dim=16, num_key_value_heads=1,
+        final_logit_softcapping=2.0,
         rope_parameters=dict(full_attention=dict(rope_type="linear", rope_theta=1e6, factor=8.0),
                              sliding_attention=dict(rope_type="default", rope_theta=100.0)))),
     "gemma": ("gemma", LLAMA),

@@ -275,7 +275,7 @@ def test_attention_scale_by_layer():
         (LLAMA | dict(model_type="starcoder2", hidden_act="gelu_pytorch_tanh", use_bias=False), ["use_bias"]),
         (LLAMA | dict(rope_scaling=dict(type="yarn", factor=4.0, llama_4_scaling_beta=0.1)), ["llama_4_scaling_beta"]),
         (LLAMA | dict(model_type="granite", logits_scaling=0), ["logits_scaling", "0"]),
-        (LLAMA | dict(model_type="gemma3_text", final_logit_softcapping=30.0), ["final_logit_softcapping"]),
+        (LLAMA | dict(model_type="gemma3_text", attn_logit_softcapping=30.0), ["attn_logit_softcapping"]),
         (LLAMA | dict(model_type="gemma3_text", use_bidirectional_attention=True), ["use_bidirectional_attention"]),
         (LLAMA | dict(rope_scaling=dict(type="dynamic", factor=4.0)), ["dynamic"]),
         (LLAMA | dict(model_type="ministral3"), ["default", "yarn"]),

@@ -10,7 +10,7 @@ import pytest
 import torch
 from safetensors.torch import load_file, save_file
 from tiny import CASES as TEXT_CASES
-from tiny import YARN, Tiny, apart, relative, shifted_labels
+from tiny import LLAMA, YARN, Tiny, apart, relative, shifted_labels
 from tiny import oracle as text_oracle
 from transformers import AutoConfig, AutoModelForCausalLM, AutoModelForImageTextToText
 from wrapped import CASES, oracle, spelled, turned
@@ -191,6 +191,14 @@ def test_faults_of_a_wrapper_are_named(change, words):
     with pytest.raises(InputError) as e:
         parse_config(good | change, "c.json")
     assert all(word in str(e.value) for word in ["c.json", *words]), str(e.value)
+
+
+def test_logits_of_a_multimodal_model_have_no_cap():
+    """transformers' class around a language model does not read it."""
+    raw = dict(LLAMA, model_type="gemma3_text", hidden_activation="gelu_pytorch_tanh", final_logit_softcapping=2.0)
+    assert parse_config(raw).logit_cap == 2.0
+    with pytest.raises(InputError, match='text_config: "final_logit_softcapping": 2.0 is not supported'):
+        parse_config(dict(model_type="gemma3", text_config=raw))
 
 
 @pytest.mark.parametrize(
