@@ -435,7 +435,7 @@ def _parsed(raw: dict[str, Any], where: str, model_type: str) -> ModelConfig:
     for name, accepted in (INERT | family.only).items():
         if name not in family.accepts or name in family.only:
             keys.refuse_unless(name, accepted)
-    packing, packed = packing_of(keys, family.packings, family.names)
+    packing, packed = packing_of(keys, family.packings, family.names, family.carried)
     spelled = family.spelled
     keys.refuse_unless(spelled["act"], family.acts, family.acts[0])
     width, layers = keys.count(spelled["width"]), keys.count(spelled["n_layers"], most=MOST_LAYERS)

@@ -259,7 +259,14 @@ def as_trained(cfg: ModelConfig, source: Source, stored: Mapping[str, str]) -> S
 
 
 def unpacked(cfg: ModelConfig, source: Packed, wide: frozenset[str] = frozenset()) -> Unpacked:
-    """A checkpoint to be written in bf16: the same files and tensors in the same order, without `hf.spare` ones."""
+    """A checkpoint to be written in bf16: the same files and tensors in the same order, without `hf.spare` ones.
+
+    Raises CheckpointError if there are tensors that are packed in another way.
+    """
+    for name in (name for name, t in source.tensors.items() if t.dtype not in NUMPY):
+        if name.startswith(source.packing.left):
+            wrong = "is packed in another way than the layers, so the result cannot be in bf16"
+            raise CheckpointError(f"{source.named(name)} {wrong}. Take the BF16 original.")
     codes, spare = source.packing.parts[0].suffix, set(hf.spare(cfg, source.tensors))
     places = {n: t for n, t in source.tensors.items() if n not in spare}
     places |= {n.removesuffix(codes): t for n, t in source.parts.items() if n.endswith(codes)}

@@ -60,6 +60,8 @@ def _found(source: Source, packing: Packing) -> dict[str, tuple[str, ...]]:
     for stored, t in source.tensors.items():
         row = packing.of(stored)
         codes = row.parts[0]
+        if stored.startswith(packing.left):
+            continue
         if stored.endswith(codes.stored) and (t.dtype in codes.dtypes or packing is MXFP4):
             name = row.matrix(stored, codes.stored)
             parts = tuple(row.named(name, part.stored) for part in row.parts)
@@ -72,7 +74,7 @@ def _check_whole(source: Source, packing: Packing, found: Mapping[str, tuple[str
     """Raises CheckpointError if a matrix lacks a part, or scales belong to a matrix that is not packed."""
     taken = {part for parts in found.values() for part in parts}
     for stored, t in source.tensors.items():
-        if stored in taken or stored.endswith(UNUSED):
+        if stored in taken or stored.endswith(UNUSED) or stored.startswith(packing.left):
             continue
         where, row = f"{source.folder / t.file}: {stored}", packing.of(stored)
         codes, *others = row.parts

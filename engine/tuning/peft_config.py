@@ -29,7 +29,7 @@ ONLY: dict[str, tuple[object, ...]] = {
     "bias": ("none",),
     "init_lora_weights": (True, "gaussian", "eva", "orthogonal", "mica"),
     "peft_type": ("LORA",),
-    "task_type": ("CAUSAL_LM",),
+    "task_type": ("CAUSAL_LM", "SEQ_2_SEQ_LM", "FEATURE_EXTRACTION"),
 }
 SCORED = "SEQ_CLS"  # task_type of models with a score head
 NUMBERS = ("lora_alpha", "r")

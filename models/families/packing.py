@@ -45,6 +45,7 @@ class Packing:
     divides: bool = False  # of fp4: scales are divided by that of the scales
     experts: Packing | None = None  # of experts, in parts of the same names, where theirs is another
     checked: tuple[str, ...] = ()  # ends of names, as `stored`, of what parts.py checks and nothing else needs
+    left: tuple[str, ...] = ()  # what names of tensors begin with that are packed in another way: they are copied
 
     def of(self, name: str) -> Packing:
         """The packing of a tensor by its name: experts may have another one."""

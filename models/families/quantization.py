@@ -30,11 +30,13 @@ from trireme.models.families.packing import (
 )
 
 
-def packing_of(keys: Keys, accepted: tuple[str, ...], names: Names) -> tuple[Packing | None, tuple[str, ...]]:
+def packing_of(
+    keys: Keys, accepted: tuple[str, ...], names: Names, carried: tuple[str, ...] = ()
+) -> tuple[Packing | None, tuple[str, ...]]:
     """(the packing, globs over names in memory of what is packed), or (None, ()) without a "quantization_config".
 
-    `accepted` are the family's values of quant_method. Raises InputError for others, and for settings that would change
-    the numbers.
+    `accepted` are the family's values of quant_method, `carried` what names of tensors begin with that are only copied.
+    Raises InputError for other methods, and for settings that would change the numbers.
     """
     found = keys.raw.get("quantization_config")
     if keys.raw.get("quantization"):
@@ -43,8 +45,27 @@ def packing_of(keys: Keys, accepted: tuple[str, ...], names: Names) -> tuple[Pac
         return None, ()
     method = found.get("quant_method") if isinstance(found, dict) else None
     if method in accepted and isinstance(method, str):
-        return READ[method](Keys(found, f"{keys.where}: quantization_config"), names)
+        found, left = _without(found, carried)
+        packing, packed = READ[method](Keys(found, f"{keys.where}: quantization_config"), names)
+        return (replace(packing, left=carried) if left else packing), packed
     raise _unsupported(keys.where, method, f"for a {keys.raw.get('model_type')}")
+
+
+def _without(found: dict[str, Any], carried: tuple[str, ...]) -> tuple[dict[str, Any], bool]:
+    """(quantization_config without groups that are only of tensors which are copied, whether there were any)."""
+    groups = found.get("config_groups")
+    if not isinstance(groups, dict):
+        return found, False
+    others = {name: group for name, group in groups.items() if not _is_of(group, carried)}
+    return found | {"config_groups": others}, len(others) < len(groups)
+
+
+def _is_of(group: Any, carried: tuple[str, ...]) -> bool:
+    """Whether a group's targets are all regular expressions of names that begin so."""
+    targets = group.get("targets") if isinstance(group, dict) else None
+    if not isinstance(targets, list) or not targets or any(type(target) is not str for target in targets):
+        return False
+    return all(target.startswith("re:") and _glob(target).lstrip(".*").startswith(carried) for target in targets)
 
 
 def _unsupported(where: str, method: object, what: str, key: str = "quantization_config") -> InputError:
@@ -151,7 +172,7 @@ def _compressed(keys: Keys, names: Names) -> tuple[Packing, tuple[str, ...]]:
         raise keys.error("config_groups", 'a group with "weights"')
     if len(found) > 1:
         raise InputError(f"{keys.where}: its groups have scales of several shapes, which is not supported.")
-    return found.pop(), _blocks(names, [_glob(module) for module in _left_out(keys, "ignore")])
+    return found.pop(), _blocks(names, [_glob(module) for module in _left_out(keys, "ignore")], exact=True)
 
 
 def _of_others(group: Any) -> bool:
@@ -244,12 +265,16 @@ def _left_out(keys: Keys, *others: str) -> list[str]:
     return found
 
 
-def _blocks(names: Names, left_out: list[str]) -> tuple[str, ...]:
-    """Globs over all matrices of blocks but routers and modules in `left_out`; what is packed is then seen in files."""
+def _blocks(names: Names, left_out: list[str], exact: bool = False) -> tuple[str, ...]:
+    """Globs over all matrices of blocks but routers, convolutions and modules in `left_out`; what is packed is then
+    seen in files.
+
+    `exact`: modules within those are not left out.
+    """
     inner = "*" + names.block.removeprefix(names.base).format("*")  # also within a wrapper
-    found = [f"{inner}*", *(f"!{inner}{name}.weight" for name in (names.router, names.shared_gate) if name)]
+    found = [f"{inner}*", *(f"!{inner}{name}.weight" for name in (names.router, names.shared_gate, names.conv) if name)]
     for module in (name.replace(".*", "*") for name in left_out):
-        found += [f"!{module}", f"!{module}.*", f"!*{module}.weight"]
+        found += [*(() if exact else (f"!{module}", f"!{module}.*")), f"!*{module}.weight"]
     return tuple(found)
 
 

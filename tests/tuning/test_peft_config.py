@@ -45,7 +45,7 @@ ACCEPTED = {
     "runtime_config": [{"ephemeral_gpu_offload": True}],
     "target_modules": [["self_attn.q_proj", "mlp.down_proj", "k_none"], r".*\.(q_proj|down_proj)"],
     "target_parameters": [["nowhere.weight"]],
-    "task_type": [None],
+    "task_type": [None, "SEQ_2_SEQ_LM", "FEATURE_EXTRACTION"],
     "use_rslora": [True],
 }
 ELSEWHERE = {"layers_pattern", "modules_to_save", "peft_type", "r", "rank_pattern"}  # below, and test_opened.py
