@@ -11,8 +11,9 @@ from trireme.models.config import ModelConfig
 
 PREFIX = "base_model.model."  # peft's
 SINGLE = re.compile(r"\.experts\.\d+\.")  # one of a layer's experts, as transformers 4 has them
-# What names of a language model begin with: within a multimodal model, there before transformers 4.52, and alone.
-_BASES = ("model.language_model.", "language_model.model.", "model.")
+# What names of a language model begin with: within a multimodal model, there before transformers 4.52, alone, and
+# without a head.
+_BASES = ("model.language_model.", "language_model.model.", "model.", "")
 _PARTS = ("layers.", "embed_tokens.", "norm.")  # what comes behind it
 _OUTER_HEAD = "language_model.lm_head."
 WRAPPERS = ("_fsdp_wrapped_module.", "_checkpoint_wrapped_module.", "_orig_mod.", "module.")
@@ -44,14 +45,14 @@ def spelled(cfg: ModelConfig, stored: Iterable[str]) -> tuple[list[tuple[str, st
     here = cfg.names.module(cfg.names.block).partition("layers.")[0]
     if here not in _BASES:
         return found, Spelling()
-    bases = {_base(name) for name, _ in found} - {""}
+    bases = {base for name, _ in found for base in [_base(name)] if base is not None}
     there = here if here in bases or not bases else sorted(bases)[0]
     return [(_moved(name, here), stored) for name, stored in found], Spelling(here, there)
 
 
-def _base(name: str) -> str:
-    """What a name within the language model begins with; "" if it is none."""
-    return next((base for base in _BASES if name.startswith(tuple(base + part for part in _PARTS))), "")
+def _base(name: str) -> str | None:
+    """What a name within the language model begins with; None if it is not within it."""
+    return next((base for base in _BASES if name.startswith(tuple(base + part for part in _PARTS))), None)
 
 
 def _moved(name: str, here: str) -> str:
@@ -59,7 +60,7 @@ def _moved(name: str, here: str) -> str:
     base = _base(name)
     if name.startswith(_OUTER_HEAD):
         return name.removeprefix("language_model.")
-    return here + name.removeprefix(base) if base else name
+    return name if base is None else here + name.removeprefix(base)
 
 
 def _in_modules(cfg: ModelConfig, name: str) -> str:

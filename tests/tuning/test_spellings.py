@@ -22,7 +22,7 @@ from trireme.storage.checkpoint import open_source
 peft = pytest.importorskip("peft")
 
 MODULES = ("q_proj", "down_proj")
-INSIDE, BEFORE, ALONE = "model.language_model.", "language_model.model.", "model."
+INSIDE, BEFORE, ALONE, HEADLESS = "model.language_model.", "language_model.model.", "model.", ""
 
 
 def of(case: str) -> ModelConfig:
@@ -50,7 +50,8 @@ def replaced(here: str, there: str):
 
 @pytest.mark.parametrize(("case", "here", "there"), [
     ("gemma3", INSIDE, BEFORE), ("gemma3", INSIDE, ALONE), ("qwen2.5 vl", INSIDE, ALONE), ("qwen3.5", INSIDE, ALONE),
-    ("mistral3", INSIDE, BEFORE), ("llama", ALONE, INSIDE), ("llama", ALONE, BEFORE),
+    ("mistral3", INSIDE, BEFORE), ("llama", ALONE, INSIDE), ("llama", ALONE, BEFORE), ("llama", ALONE, HEADLESS),
+    ("qwen3.5", INSIDE, HEADLESS),
 ])  # fmt: skip
 def test_a_language_model_alone_or_within_another(case, here, there, tmp_path):
     """Lists and patterns of adapter_config.json are of the adapter's own names."""
