@@ -59,7 +59,7 @@ def read_adapter(folder: Path, cfg: ModelConfig, merging: bool = False) -> Adapt
     if len(stored) < len(source.tensors):
         raise InputError(f"{folder / WEIGHTS} has a tensor twice, such as with {PREFIX} before its name, and without.")
     found = {short: source.tensors[name].shape for short, name in stored.items()}
-    places = [*_places(cfg, said), *_outer_places(cfg, said)]
+    places = [*_places(cfg, said), *_outer_places(cfg, said), *_gates(cfg, said)]
     if any(map(SINGLE.search, found)):
         places += _single_places(by_expert(cfg), said)
     whole = _whole(folder, cfg, said, found)
@@ -177,6 +177,18 @@ def _outer_places(cfg: ModelConfig, said: Said) -> Iterator[Place]:
         yield _place(module, -1, "", said.sized(theirs), {a: (1, inner), b: (outer, 1)})
 
 
+def _gates(cfg: ModelConfig, said: Said) -> Iterator[Place]:
+    """Routers and the gates of shared experts, which transformers 4 has as linear layers."""
+    ends = tuple(f".{name}.weight" for name in (cfg.names.router, cfg.names.shared_gate) if name)
+    layered = re.compile(re.escape(cfg.names.block).replace(r"\{\}", r"(\d+)") + ".+")
+    for name, shape in shapes.stored_tensors(cfg).items() if ends else ():
+        if name.endswith(ends) and len(shape) == 2 and (match := layered.fullmatch(name)):
+            theirs = cfg.names.module(name).removesuffix(".weight")
+            a, b = shapes.adapter_names(theirs)
+            stored = {a: (1, shape[1]), b: (shape[0], 1)}
+            yield _place(name.removesuffix(".weight"), int(match[1]), "", said.sized(theirs), stored)
+
+
 def _single_places(cfg: ModelConfig, said: Said) -> Iterator[Place]:
     """The matrices of each expert. `cfg`: as `by_expert` has it."""
     for u in range(1, cfg.n_units - 1):
@@ -226,7 +238,8 @@ def _check_trainable(folder: Path, there: Mapping[str, Place], whole: Mapping[st
     outer = [module for module, place in there.items() if not place.target]
     held = sorted(name for name in whole.values() if name != HEAD)
     if outer:
-        wrong = f"adapters of {' and '.join(outer)}"
+        more = f" and {len(outer) - 2:,} more" if len(outer) > 2 else ""
+        wrong = f"adapters of {' and '.join(outer[:2])}{more}"
     elif held:
         wrong = f"whole weights in an adapter ({held[0]}{f' and {len(held) - 1} more' if len(held) > 1 else ''})"
     else:

@@ -191,6 +191,15 @@ def test_the_head_of_gpt2_is_merged(tmp_path):
     assert torch.allclose(merged_logits(tmp_path, cfg), peft_logits(tmp_path), atol=1e-4)
 
 
+def test_the_gate_of_a_shared_expert_is_merged(tmp_path):
+    folder, cfg = make(tmp_path, "qwen2 moe", target_modules=["o_proj", "shared_expert_gate"])
+    assert torch.allclose(merged_logits(tmp_path, cfg), peft_logits(tmp_path), atol=1e-4)
+    with pytest.raises(
+        InputError, match=r"layers.0.mlp.shared_expert_gate and .*1.mlp.shared_expert_gate cannot be tr"
+    ):
+        read_adapter(folder, cfg)
+
+
 @pytest.mark.parametrize("asked", [
     dict(target_modules=["embed_tokens"]), dict(target_modules=["q_proj", "lm_head"]),
     dict(target_modules=["q_proj"], modules_to_save=["lm_head"]),

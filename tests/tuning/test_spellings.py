@@ -6,7 +6,7 @@ import pytest
 import torch
 import wrapped
 from safetensors.torch import load_file, save_file
-from tiny import CASES
+from tiny import CASES, oracle
 from transformers import AutoModelForImageTextToText
 
 from trireme.engine.tuning.adapters import PREFIX, WEIGHTS, adapter_shapes, peft_names
@@ -117,6 +117,27 @@ def test_single_experts_where_the_base_has_all_in_one(case, each, tmp_path):
     assert len(turned.singles) == 4 * cfg.n_layers
     name = next(iter(turned.singles))
     assert torch.equal(turned.tensor(name), apart.tensor(name))
+
+
+@pytest.mark.parametrize(("case", "router"), [("qwen3 moe", "mlp.gate"), ("mixtral", "block_sparse_moe.gate")])
+def test_routers_that_were_linear_layers_are_merged(case, router, tmp_path):
+    """As `all-linear` of transformers 4 has them."""
+    oracle(*CASES[case])[0].save_pretrained(tmp_path / "base")
+    modules, tensors = [f"model.layers.{layer}.{router}" for layer in range(2)], {}
+    for module in modules:
+        tensors |= {f"{PREFIX}{module}.lora_A.weight": torch.randn(2, 40)}
+        tensors |= {f"{PREFIX}{module}.lora_B.weight": torch.randn(6, 2)}
+    folder = tmp_path / "adapter"
+    folder.mkdir()
+    save_file(tensors, folder / WEIGHTS)
+    (folder / CONFIG).write_text(json.dumps(dict(peft_type="LORA", r=2, lora_alpha=6, target_modules="all-linear")))
+    merge_adapter(folder, of(case), open_source(tmp_path / "base"), tmp_path / "merged")
+    base, found = (load_file(tmp_path / name / "model.safetensors") for name in ("base", "merged"))
+    for module in modules:
+        a, b = (tensors[f"{PREFIX}{module}.lora_{part}.weight"] for part in "AB")
+        assert torch.allclose(found[f"{module}.weight"], base[f"{module}.weight"] + 3 * b @ a, atol=1e-5)
+    with pytest.raises(InputError, match=f"adapters of {modules[0]} and {modules[1]} cannot be trained; `merge` adds"):
+        read_adapter(folder, of(case))
 
 
 @pytest.mark.parametrize("wrapper", WRAPPERS)
