@@ -1,4 +1,4 @@
-"""Whole runs on packed releases: adapters with the merged model, and all weights."""
+"""Packed releases: whole runs, adapters with the merged model, and all weights; groups that are only copied."""
 
 import json
 from dataclasses import replace
@@ -8,8 +8,13 @@ import torch
 from four_bits import in_fp4, in_int4
 from runs import losses, make_small, options, stopped
 from safetensors.torch import load_file, save_file
+from tiny import HYBRID, oracle
 
 from trireme.engine.run.train import finetune
+from trireme.engine.tuning.packed import as_said, as_stored, check_packing, unpacked
+from trireme.engine.tuning.parts import open_checkpoint
+from trireme.models.config import InputError, read_config
+from trireme.storage.headers import CheckpointError
 
 pytestmark = pytest.mark.full
 
@@ -74,3 +79,67 @@ def test_a_run_on_packed_weights(tmp_path, capsys, monkeypatch, word, lora):
     stopped(replace(run, out=str(cut)), 3, monkeypatch)
     finetune(replace(run, out=str(cut), resume=str(cut)))
     assert losses(cut) == found
+
+
+# ---------------------------------------------------------------- groups of tensors that are only copied
+
+GROUP, OF_MTP = 8, 40
+MTP = "mtp.layers.0.mlp.down_proj"
+LEFT_OUT = ["in_proj_a", "in_proj_b"]
+PACKED = ("_proj.weight", "in_proj_qkv.weight", "in_proj_z.weight")
+
+
+def group(size, *targets):
+    weights = dict(num_bits=4, type="int", symmetric=True, strategy="group", group_size=size, actorder=None)
+    return dict(format="pack-quantized", targets=list(targets), weights=weights, input_activations=None)
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory):
+    """As Qwen3.6 is released in int4: MTP in groups of another size, linear_attn itself among what is left out."""
+    folder = tmp_path_factory.mktemp("packed")
+    oracle("qwen3_5_text", HYBRID)[0].bfloat16().save_pretrained(folder)
+    files = load_file(folder / "model.safetensors") | {f"{MTP}.weight": torch.randn(40, 40).bfloat16()}
+    for name in list(files):
+        if name.endswith(PACKED):
+            parts, _ = in_int4(files.pop(name), "int4", OF_MTP if name.startswith("mtp.") else GROUP)
+            files |= {name.removesuffix(".weight") + end: part for end, part in parts.items()}
+    save_file(files, folder / "model.safetensors", {"format": "pt"})
+    path = folder / "config.json"
+    inner = [f"model.layers.{i}.linear_attn{end}" for i in (0, 2) for end in ("", *(f".{n}" for n in LEFT_OUT))]
+    said = dict(
+        quant_method="compressed-tensors", format="pack-quantized", ignore=["lm_head", *inner],
+        config_groups=dict(group_0=group(GROUP, "Linear"), group_mtp=group(OF_MTP, r"re:.*mtp\..*proj$")),
+    )  # fmt: skip
+    path.write_text(json.dumps(json.loads(path.read_text()) | dict(quantization_config=said)))
+    return folder
+
+
+def test_tensors_that_are_copied_may_be_packed_in_another_way(folder):
+    cfg, said = read_config(folder), []
+    source = open_checkpoint(folder, cfg.packing, said.append)
+    check_packing(cfg, source, said.append)
+    assert said == []
+    assert source.tensors[f"{MTP}.weight_packed"].dtype == "I32"
+    names = {name for name in source.tensors if source.packs(name)}
+    assert {name.rpartition(".layers.")[2] for name in names if ".0.linear_attn." in name} == {
+        f"0.linear_attn.{n}.weight" for n in ("in_proj_qkv", "in_proj_z", "out_proj")
+    }
+    assert as_said(cfg).packed == as_stored(cfg, source).packed  # config.json alone says the same
+
+
+def test_what_is_packed_in_another_way_cannot_be_decoded_with_the_rest(folder):
+    cfg = read_config(folder)
+    source = open_checkpoint(folder, cfg.packing)
+    wrong = rf"{MTP}.weight_\w+ is packed in another way than the layers, so the result cannot be in bf16. Take"
+    with pytest.raises(CheckpointError, match=wrong):
+        unpacked(as_stored(cfg, source), source)
+
+
+@pytest.mark.parametrize("targets", [["Linear"], [r"re:.*mlp\..*proj$"], [r"re:.*mtp\..*", "Linear"], [], None])
+def test_other_groups_of_another_size_are_refused(folder, targets, tmp_path):
+    raw = json.loads((folder / "config.json").read_text())
+    raw["quantization_config"]["config_groups"]["group_mtp"]["targets"] = targets
+    (tmp_path / "config.json").write_text(json.dumps(raw))
+    with pytest.raises(InputError, match="its groups have scales of several shapes, which is not supported"):
+        read_config(tmp_path)
