@@ -46,7 +46,7 @@ from trireme.engine.run.screen import Screen
 from trireme.engine.run.signals import stop_signals
 from trireme.models.config import InputError
 from trireme.storage.files import remove_folders, replace_synced
-from trireme.storage.untrusted import shown
+from trireme.storage.untrusted import quoted, shown
 
 
 def finetune(
@@ -80,7 +80,7 @@ def finetune(
         try:
             push(live.job.out, options.push, screen)
         except (InputError, OSError) as error:
-            again = f"{program()} push {live.job.out} {options.push}"
+            again = f"{program()} push {quoted(live.job.out)} {options.push}"
             raise InputError(f"{str(error).rstrip('.')}. The run is done; to upload it: {again}") from None
     return live
 
