@@ -31,7 +31,7 @@ from trireme.models.config import InputError
 from trireme.storage.aio import arena
 from trireme.storage.checkpoint import export, open_source
 from trireme.storage.files import StoreError
-from trireme.storage.folders import Owner
+from trireme.storage.folders import FINISHED, IDENTITY, Owner
 from trireme.storage.layout import sequential
 from trireme.storage.store import Store
 
@@ -327,6 +327,23 @@ def test_only_its_own_stores_of_other_hosts_are_removed(tmp_path, whose):
     assert drive.exists() == (whose != "the run's")
     assert whose == "the run's" or tree(drive) == before
     assert goes_on(options(tmp_path / "out", store=(str(tmp_path / "first"),), resume="out"))
+
+
+@pytest.mark.parametrize("when", ["marked", "lock left"])
+@pytest.mark.parametrize("whose", [RUN, OTHER])
+def test_another_hosts_store_that_was_killed_while_it_was_removed_is_removed(tmp_path, whose, when):
+    out, drive = tmp_path / "out", tmp_path / "drive"
+    stopped(out, tmp_path / "first")
+    given = stopped(out / "host-1", drive, run=whose)
+    (out / "host-1" / "config.yaml").write_bytes(signed(RUN, config_yaml(given)))
+    (drive / IDENTITY).rename(drive / FINISHED)
+    if when == "lock left":
+        for path in drive.iterdir():
+            path.unlink() if path.is_file() else shutil.rmtree(path)
+        (drive / "store.lock").touch()
+    remove_given_up(out, 1)
+    assert not (out / "host-1").exists()
+    assert drive.exists() == (whose == OTHER and when == "marked")
 
 
 @pytest.mark.parametrize("whose", [RUN, OTHER])
