@@ -14,6 +14,7 @@ from trireme.engine.hosts.group import Alone, told
 from trireme.engine.hosts.held import Held, Whole, held_in, last_whole
 from trireme.engine.placement import Progress, silent
 from trireme.engine.run.begin.snapshot import check_snapshot
+from trireme.engine.run.command import program
 from trireme.engine.run.config.config_file import saved_options, stores_of
 from trireme.engine.run.config.option_names import flag_of
 from trireme.engine.run.job import Job
@@ -129,8 +130,10 @@ def open_run(options: Options, screen: Screen, group: Alone, run: str) -> Start:
         _clean(options, run, group)
         adapter = (folder / ADAPTER).exists()
         result = f"say --adapter {quoted(folder)}" if adapter else "name the folder as the checkpoint"
+        upload = f" To upload it: {program()} push {quoted(folder)} {options.push}." if options.push else ""
         raise InputError(
             f"--resume {folder}: that run is finished. To train its result further, {result}, and another --out."
+            f"{upload}"
         )
     store, _ = open_snapshot(options, screen, run)
     try:
