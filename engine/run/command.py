@@ -203,7 +203,16 @@ def latest_run(folder: Path) -> Path:
     runs = [path.parent for path in [path for path in configs if text_of(path).startswith(SIGNED)] or configs]
     if not runs:
         raise InputError(f"--resume: no run in {folder}/. Name the run: --resume RUN.")
-    return max(runs, key=lambda run: max(path.lstat().st_mtime for path in run.iterdir()))
+    return max(runs, key=_last_change)
+
+
+def _last_change(folder: Path) -> float:
+    """When a file in a folder was written last. A run that is active there renames and removes some meanwhile."""
+    times = [0.0]
+    for path in folder.iterdir():
+        with suppress(FileNotFoundError):
+            times.append(path.lstat().st_mtime)
+    return max(times)
 
 
 def parse(

@@ -428,6 +428,15 @@ def test_resume_finds_the_run_and_its_options(tmp_path, monkeypatch):
     assert (options.lr, options.max_steps, options.out, options.resume) == (1e-3, 9, "runs/old", "runs/old")
 
 
+def test_the_latest_run_is_found_beside_one_that_is_active(tmp_path, monkeypatch):
+    """A file that it lists and renames at once is not there any more."""
+    monkeypatch.chdir(tmp_path)
+    resumable(tmp_path)
+    real = Path.iterdir
+    monkeypatch.setattr(Path, "iterdir", lambda path: [*real(path), path / ".loss.svg.partial"])
+    assert latest_run(tmp_path / "runs").name == "a"
+
+
 def test_a_resumed_host_takes_from_host_0_all_but_its_own_paths_and_limits(tmp_path, monkeypatch):
     """Of two config.yaml one may have been written without the other when the run was killed."""
     monkeypatch.chdir(tmp_path)
