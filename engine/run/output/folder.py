@@ -191,7 +191,9 @@ def _is_same(options: Options, held: set[str]) -> bool:
     """Whether the same command was killed there before its first step. `held`: names in OUT."""
     out = Path(options.out)
     if not (out / "config.yaml").is_file():
-        return held == {partial_of(out / "config.yaml").name}
+        left = {name for name in held if place().hosts > 1 and re.fullmatch(r"host-\d+", name)}  # by other hosts
+        begun = any(has_started(out / name) or any((out / name).glob("store/snapshot-*")) for name in left)
+        return held - left <= {partial_of(out / "config.yaml").name} and not begun
     stores = store_folders(options.store, out)
     started = has_started(out) or any(d.is_dir() and snapshots.folders(d) for d in stores)
     ours = all(
