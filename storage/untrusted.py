@@ -9,6 +9,7 @@ import errno
 import json
 import os
 import re
+import shlex
 import stat
 from collections.abc import Callable, Iterable, Iterator
 from itertools import pairwise, repeat
@@ -136,6 +137,15 @@ def shown(text: str, most: int = NAME) -> str:
     if len(text) > max(most, half + end):
         text = f"{text[:half]}…({len(text) - half - end:,} more characters)…{text[-end:]}"
     return _CONTROLS.sub(lambda match: repr(match[0])[1:-1], text)
+
+
+def quoted(path: str | Path) -> str:
+    """A path as a word of a command that can be copied into a shell: bash or zsh, if it has control characters."""
+    text = f"./{path}" if str(path).startswith("-") else str(path)
+    if not (_CONTROLS.search(text) or "  " in text):  # which are not shown as they are
+        return shlex.quote(text)
+    plain = (chr(b) if 32 < b < 127 and b not in b"'\\" else f"\\x{b:02x}" for b in os.fsencode(text))
+    return f"$'{''.join(plain)}'"
 
 
 def displayed(text: str) -> str:

@@ -14,7 +14,7 @@ from contextlib import suppress
 from pathlib import Path
 
 from trireme.models.config import InputError
-from trireme.storage.untrusted import read_small
+from trireme.storage.untrusted import quoted, read_small
 
 LEAST, MOST = 32, 4096  # bytes
 PATIENCE = 20.0  # seconds for host 0 to make it, where hosts share the folder
@@ -50,7 +50,8 @@ def _read(path: Path) -> bytes:
     """Raises InputError, OSError."""
     about = path.stat()
     if about.st_uid != os.getuid() or stat.S_IMODE(about.st_mode) & 0o077:
-        raise InputError(f"{path} can be read or written by others. Make a new one: rm {path}, or chmod 600 {path}.")
+        word = quoted(path)
+        raise InputError(f"{path} can be read or written by others. Make a new one: rm {word}, or chmod 600 {word}.")
     content = read_small(path, MOST, links=True).strip()
     if len(content) < LEAST:
         raise InputError(f"{path} has {len(content)} characters, expected {LEAST} or more. Remove it: host 0 makes it.")

@@ -22,6 +22,7 @@ from trireme.storage.layout import round_up
 
 TEMPORARIES = 256 << 20  # RAM of plain torch in a step, and of libraries
 POWER = Path("/sys/class/power_supply")
+MEMINFO, STATM = Path("/proc/meminfo"), Path("/proc/self/statm")
 GPU_RESERVE = 512 << 20  # late kernels, library workspaces, fragmentation
 ALIKE = 1 << 30  # equal GPUs whose free memory differs by less have the least of it
 
@@ -148,9 +149,10 @@ def _reclaimable(group: Path) -> int:
 
 def _unused_ram() -> int:
     """Bytes of RAM that the kernel says are available; all RAM if it does not say."""
-    for line in Path("/proc/meminfo").read_text().splitlines():
-        if line.startswith("MemAvailable:"):
-            return int(line.split()[1]) << 10
+    with suppress(OSError):  # a container may hide it
+        for line in MEMINFO.read_text().splitlines():
+            if line.startswith("MemAvailable:"):
+                return int(line.split()[1]) << 10
     return os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
 
 
@@ -206,8 +208,11 @@ def _left_by_the_process(ram: int | None, later: int) -> int:
 
 def resident() -> int:
     """Bytes of RAM that this process holds, rounded up so that plans repeat."""
-    pages = int(Path("/proc/self/statm").read_text().split()[1])
-    return round_up(pages * os.sysconf("SC_PAGE_SIZE"), 64 << 20)
+    try:
+        nbytes = int(STATM.read_text().split()[1]) * os.sysconf("SC_PAGE_SIZE")
+    except OSError:  # no /proc: what it held at most
+        nbytes = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss << 10
+    return round_up(nbytes, 64 << 20)
 
 
 def hold_to(limits: Limits, device: torch.device) -> None:

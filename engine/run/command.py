@@ -16,13 +16,14 @@ from dataclasses import Field, fields, replace
 from pathlib import Path
 from typing import Any, NoReturn
 
-from trireme.engine.run.config.config_file import SIGNED, from_yaml, full, text_of
+from trireme.engine.run.config.config_file import OWN, SIGNED, from_yaml, full, text_of
 from trireme.engine.run.config.option_names import flag_of, nearest, resolve
 from trireme.engine.run.hub.names import title
 from trireme.engine.run.options import DATA, INSTEAD, OUTPUT, PLACEMENT, TRAINING, Options, Parser
 from trireme.engine.run.screen import Screen
 from trireme.models.config import InputError
 from trireme.storage.files import Say
+from trireme.storage.untrusted import quoted
 
 WIDEST = 112  # columns of --help
 SAMPLE, EVAL, TRAIN = "sample OUT --chat", "eval OUT --data FILE", "CHECKPOINT --data FILE"
@@ -202,7 +203,16 @@ def latest_run(folder: Path) -> Path:
     runs = [path.parent for path in [path for path in configs if text_of(path).startswith(SIGNED)] or configs]
     if not runs:
         raise InputError(f"--resume: no run in {folder}/. Name the run: --resume RUN.")
-    return max(runs, key=lambda run: max(path.lstat().st_mtime for path in run.iterdir()))
+    return max(runs, key=_last_change)
+
+
+def _last_change(folder: Path) -> float:
+    """When a file in a folder was written last. A run that is active there renames and removes some meanwhile."""
+    times = [0.0]
+    for path in folder.iterdir():
+        with suppress(FileNotFoundError):
+            times.append(path.lstat().st_mtime)
+    return max(times)
 
 
 def parse(
@@ -231,7 +241,7 @@ def parse(
                 raise InputError(f"{flag_of(name)}: a resumed run has options and a model of its own. Leave it out.")
         if full(given.get("out", run)) != full(run):
             raise InputError(f"--out {given['out']}: a run goes on in its own folder, {run}. Leave it out.")
-        kept = from_yaml(run / "config.yaml") if begun else _as_other(from_yaml(run / "config.yaml", text), host)
+        kept = _kept(run / "config.yaml", begun, text, host)
         _check_there(run, kept, given)
         given = {**_without_length(kept, given), **given, "resume": str(run), "out": str(run)}
     elif "config" in given:
@@ -240,16 +250,30 @@ def parse(
     return checked(Options(**given))
 
 
+def _kept(config: Path, begun: bool, text: str, host: int) -> dict[str, Any]:
+    """The options of a run from its config.yaml. `begun`: there is one; `text`: that of host 0.
+
+    Another host has its own paths and limits, and all else from host 0: of two files one may be older after a kill.
+    """
+    if not host:
+        return from_yaml(config)
+    first = from_yaml(config, text)
+    if not begun:
+        return _as_other(first, host)
+    own = {name: value for name, value in from_yaml(config).items() if name in OWN}
+    return {name: value for name, value in first.items() if name not in OWN} | own
+
+
 def _instead_of(run: Path) -> str:
     """What to resume instead of a folder without a run: the run that it is in, such as OUT for OUT/best; else a new
     run.
     """
     for above in list(Path(full(run)).parents)[:3]:
         if (above / "config.yaml").is_file() and text_of(above / "config.yaml").startswith(SIGNED):
-            return f"It is a part of the run in {above}: --resume {above}."
+            return f"It is a part of the run in {above}: --resume {quoted(above)}."
     if run.is_dir() and any(not path.name.startswith(".") for path in run.iterdir()):
         return "Name the folder that --out named."
-    return f"Begin one there: {program()} CHECKPOINT --data FILE --out {run}."
+    return f"Begin one there: {program()} CHECKPOINT --data FILE --out {quoted(run)}."
 
 
 def _check_there(run: Path, kept: dict[str, Any], given: dict[str, Any]) -> None:
@@ -397,7 +421,9 @@ def parse_merge(argv: Sequence[str]) -> argparse.Namespace:
     if not given.adapter:
         raise InputError(f"no adapter is named. Name its folder: {program()} merge ADAPTER --out DIR.")
     if not given.out:
-        raise InputError(f"--out is missing. Name the folder to write: {program()} merge {given.adapter} --out DIR.")
+        raise InputError(
+            f"--out is missing. Name the folder to write: {program()} merge {quoted(given.adapter)} --out DIR."
+        )
     return given
 
 

@@ -21,6 +21,7 @@ from trireme.engine.run.command import program
 from trireme.engine.run.options import Options, every
 from trireme.engine.run.screen import Screen
 from trireme.storage.temporary import Temporary
+from trireme.storage.untrusted import quoted
 
 LAYERS, WIDTH, HEADS, KV_HEADS, FFN, VOCAB, POSITIONS = 4, 128, 4, 2, 384, 512, 512
 STORIES = 4000
@@ -137,8 +138,8 @@ def say_after(options: Options, screen: Screen) -> None:
     if len(samples) > 1:
         screen.say(f"before   {samples[0]!r}")
         screen.say(f"after    {samples[-1]!r}")
-    screen.say(f'next     {program()} sample {out} --prompt "{prompt}" --temperature 0.7')
-    screen.say(f"         {program()} eval {out} --data {options.data[0]}")
+    screen.say(f'next     {program()} sample {quoted(out)} --prompt "{prompt}" --temperature 0.7')
+    screen.say(f"         {program()} eval {quoted(out)} --data {quoted(options.data[0])}")
     screen.say(f"         {program()} CHECKPOINT --data FILE --dry-run    (yours: shows what a run would do)")
 
 

@@ -58,11 +58,14 @@ def make_engine(job: Job, queues: RealQueues, store: Store, screen: Screen, grou
 
 
 def make_base(job: Job, screen: Screen, asked: Sequence[int]) -> None:
-    """Writes the file of --base in the store, unless it is there. Raises StoreError; KeyboardInterrupt as Live.load."""
-    if isinstance(job.source, Cached) and not job.source.is_made():
-        nbytes = job.source.original.nbytes + job.source.file_bytes
-        with _loading(screen, f"quantizing the base to {job.source.base}", nbytes, asked) as more:
-            job.source.make(more)
+    """Writes the file of --base in the store, unless it is there and as it was written. Raises StoreError;
+    KeyboardInterrupt as Live.load.
+    """
+    if isinstance(job.source, Cached):
+        made, nbytes = job.source.is_made(), job.source.file_bytes
+        what = "checking the base" if made else f"quantizing the base to {job.source.base}"
+        with _loading(screen, what, nbytes + (0 if made else job.source.original.nbytes), asked) as more:
+            job.source.make(more, screen.warn)
 
 
 def _base_files(job: Job, store: Store, screen: Screen) -> CheckpointBase | None:

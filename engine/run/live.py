@@ -48,7 +48,7 @@ from trireme.kernels import host_adamw
 from trireme.models.config import InputError, ModelConfig
 from trireme.models.losses.preferences import Documents
 from trireme.storage.files import StoreError, read_back, remove_folders
-from trireme.storage.untrusted import checksum
+from trireme.storage.untrusted import checksum, quoted
 
 
 @dataclass
@@ -213,7 +213,7 @@ class Live:
             how = f"no progress for {duration(limit)}; {what_hangs}"
             said = f"error: {what}: {how}. Is the GPU or a drive failing? {self.last_snapshot()}"
             self.group.tell(how)
-            leave(lambda: self._last_words(f"{said}. To go on: --resume {self.job.out}"))
+            leave(lambda: self._last_words(f"{said}. To go on: --resume {quoted(self.job.out)}"))
 
         return watched(self.queues, limit, late, self._progress)
 
@@ -420,6 +420,6 @@ def reopen_adapter(cfg: ModelConfig, model: str, out: Path) -> list[str]:
     return [
         f"output   {out}/: {', '.join([CONFIG, WEIGHTS, *logs])}",
         f"check    reopened: an adapter of rank {found.lora.rank}, {len(found.source.tensors):,} tensors",
-        f"next     {afterwards(out, cfg.scores > 0)}; {program()} merge {out} --out DIR; "
+        f"next     {afterwards(out, cfg.scores > 0)}; {program()} merge {quoted(out)} --out DIR; "
         f"PeftModel.from_pretrained({cfg.opener}.from_pretrained({model!r}{labels}), {str(out)!r})",
     ]

@@ -38,6 +38,7 @@ from trireme.models.config import InputError
 from trireme.models.rows import Load, Noise, make_load, neftune
 from trireme.models.sizes import costs
 from trireme.storage.files import remove_folders, replace_synced
+from trireme.storage.untrusted import quoted
 
 BOUND_EVERY = 50  # steps between timings of queues
 
@@ -82,7 +83,7 @@ class Run:
                 live.save()
                 out = live.job.out
                 saved = f"{self.stop.how} saved {out} at step {done.step:,}"
-                live.screen.say(f"{saved}. Resume: {program()} --resume {out}")
+                live.screen.say(f"{saved}. Resume: {program()} --resume {quoted(out)}")
                 raise Interrupted
             self._finish()
 

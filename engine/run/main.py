@@ -28,7 +28,7 @@ from trireme.engine.run.screen import OUTPUT, Screen
 from trireme.engine.run.signals import LEFT, end_at_signals, stop_signals
 from trireme.models.config import InputError
 from trireme.storage.headers import CheckpointError
-from trireme.storage.untrusted import shown
+from trireme.storage.untrusted import quoted, shown
 
 LONGEST, WORD = 2000, 300  # characters of an error, of one word in it
 MISNAMED = (errno.ENAMETOOLONG, errno.ELOOP)  # of a path that was given
@@ -208,8 +208,8 @@ def about_memory(what: str, options: Options) -> str:
 
 
 def run_folder(options: Options) -> str:
-    """The folder that --resume takes."""
-    return str(Path(options.out).parent) if place().host else options.out
+    """The folder that --resume takes, as a word of a command."""
+    return quoted(Path(options.out).parent if place().host else options.out)
 
 
 def how_to_go_on(options: Options) -> str:
@@ -309,7 +309,7 @@ def merge(argv: Sequence[str]) -> int:
     base = base_for(Path(given.adapter), given.model, screen)
     merge_of_run(Path(given.adapter), base, Path(given.out), screen)
     screen.say(f"output   {given.out}/: the model with its adapter, read back")
-    screen.say(f"next     {program()} eval {given.out} --data FILE, or open it with transformers")
+    screen.say(f"next     {program()} eval {quoted(given.out)} --data FILE, or open it with transformers")
     return 0
 
 

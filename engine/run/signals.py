@@ -74,6 +74,8 @@ class _Asked:
             os._exit(LEFT)
         elif len(self.signals) == 1 or (self.twice and number not in NOTICES):
             self.first(number)
+        elif number not in NOTICES:
+            Screen().urgent("\n  already stopping; again: leave at once")
 
 
 @contextmanager

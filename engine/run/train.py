@@ -46,7 +46,7 @@ from trireme.engine.run.screen import Screen
 from trireme.engine.run.signals import stop_signals
 from trireme.models.config import InputError
 from trireme.storage.files import remove_folders, replace_synced
-from trireme.storage.untrusted import shown
+from trireme.storage.untrusted import quoted, shown
 
 
 def finetune(
@@ -77,11 +77,14 @@ def finetune(
     else:
         live = _start(options, screen, clock, group, id, trackers)
     if options.push and live and not group.host:
+        again = f"The run is done; to upload it: {program()} push {quoted(live.job.out)} {options.push}"
         try:
             push(live.job.out, options.push, screen)
         except (InputError, OSError) as error:
-            again = f"{program()} push {live.job.out} {options.push}"
-            raise InputError(f"{str(error).rstrip('.')}. The run is done; to upload it: {again}") from None
+            raise InputError(f"{str(error).rstrip('.')}. {again}") from None
+        except KeyboardInterrupt:
+            screen.urgent(f"interrupted. {again}")
+            raise Interrupted from None
     return live
 
 

@@ -1,8 +1,8 @@
 """--base with --store: the quantized weights are kept in a file of the store, for this run and for later ones.
 
 DIR/bases/nf4-KEY.safetensors has the parts of all matrices, by their names in memory. A .json file next to it has
-checksums and stamps of the checkpoint's files that they were made from. A checkpoint with these stamps, or else with
-these checksums, is not quantized again. KEY is made of the shapes and of some of the values.
+its checksum, and checksums and stamps of the checkpoint's files that it was made from. A checkpoint with these stamps,
+or else with these checksums, is not quantized again. KEY is made of the shapes and of some of the values.
 """
 
 from __future__ import annotations
@@ -19,11 +19,21 @@ import numpy as np
 
 from trireme.engine.tuning.base import check_unchanged, stamps
 from trireme.engine.tuning.quantized import Encoder, Quantized
-from trireme.storage.checkpoint import CHUNK, Source, SourceTensor
-from trireme.storage.files import check_space, make_place, partial_of, replace_synced, sync_folder, write_synced
+from trireme.storage.checkpoint import CHUNK, Source, SourceTensor, counted
+from trireme.storage.files import (
+    Say,
+    check_space,
+    make_place,
+    partial_of,
+    read_back,
+    replace_synced,
+    sync_folder,
+    to_stderr,
+    write_synced,
+)
 from trireme.storage.headers import encode_header
 from trireme.storage.layout import sequential
-from trireme.storage.untrusted import checksum, parse_json, read_small
+from trireme.storage.untrusted import checksum, parse_json, read_small, summed
 
 FOLDER = "bases"
 ENCODING = 1  # of this code: another one has other values
@@ -49,19 +59,27 @@ class Cached(Quantized):
         """Whether the file is there, and was made from the checkpoint as it is."""
         return self._is_whole() and self._record().get("stamps") == self._stamps()
 
-    def make(self, progress: Progress) -> None:
-        """Writes the file, unless it is made. Raises StoreError."""
-        if self.is_made():
+    def make(self, progress: Progress, say: Say = to_stderr) -> None:
+        """Writes the file, unless it is made and has the bytes that were written. Raises StoreError."""
+        known, sound = self._record(), False
+        if self._is_whole() and "sum" in known:  # older ones have none
+            sound = checksum(counted(read_back(self.file), progress)) == known["sum"]
+            if not sound:
+                say(f"{self.file} is damaged: its bytes are not those that were written. It is made again")
+        if sound and self.is_made():
             return
         before = stamps(self.original)
-        record = {"stamps": self._stamps(), "content": _content(self.original, progress)}
-        if not (self._is_whole() and self._record().get("content") == record["content"]):
+        record: dict[str, Any] = {"stamps": self._stamps(), "content": _content(self.original, progress)}
+        if sound and known.get("content") == record["content"]:
+            record["sum"] = known["sum"]
+        else:
             folder = self.file.parent
             make_place(self.file, folder.parent)
             check_space(folder, self.file_bytes, "the quantized base")
             self.record.unlink(missing_ok=True)
             try:
-                write_synced(partial_of(self.file), self._written(progress))
+                content = summed(self._written(progress), lambda sum: record.update(sum=sum))
+                write_synced(partial_of(self.file), content)
                 check_unchanged(before)
                 partial_of(self.file).replace(self.file)
             finally:

@@ -1,4 +1,4 @@
-"""python scripts/dev/kill_trials.py [--count 500] [--flips 50]: kills runs at random times and flips bits.
+"""python scripts/dev/kill_trials.py [--count 500] [--hosts 40] [--flips 50]: kills runs at random times and flips bits.
 
 Prints a table of the results. --first K --count 1 repeats trial K. Failures stay in --work.
 """
@@ -15,11 +15,13 @@ def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__.split(":")[0])
     parser.add_argument("--count", type=int, default=500, help="runs that are killed")
     parser.add_argument("--merges", type=int, default=50, help="merges that are killed")
+    parser.add_argument("--hosts", type=int, default=40, help="runs of two hosts of which one is killed")
     parser.add_argument("--flips", type=int, default=50, help="flipped bits in each kind of file")
     parser.add_argument("--first", type=int, default=0, help="the first trial and flip")
     parser.add_argument("--work", help="a new folder, on the drive to be tried [a temporary one]")
     given = parser.parse_args()
-    sys.path.insert(0, str(Path(__file__).parents[2] / "tests" / "helpers"))
+    sys.path[:0] = [str(Path(__file__).parents[2] / "tests" / name) for name in ("helpers", "hosts")]
+    import host_kills
     import torch
     from kills import KINDS, flip, make_bench, merge_trial, trial
 
@@ -33,6 +35,8 @@ def main() -> int:
     seeds = lambda n: range(given.first, given.first + n)
     made = [trial(bench, seed) for seed in seeds(given.count)]
     made += [merge_trial(bench, seed) for seed in seeds(given.merges)]
+    wholes = {kind: host_kills.whole(bench, kind) for kind in host_kills.KINDS if given.hosts}
+    made += [host_kills.trial(bench, wholes, seed) for seed in seeds(given.hosts)]
     for place in dict.fromkeys(t.place for t in made):
         here = [t for t in made if t.place == place]
         kills, bad = Counter(name for t in here for name, _ in t.kills), [t for t in here if t.wrong]

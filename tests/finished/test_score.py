@@ -14,6 +14,7 @@ from safetensors.torch import save_file
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from trireme.engine.run.finished import evaluate, options, score
+from trireme.engine.run.output.folder import locked
 from trireme.models.config import InputError
 
 
@@ -98,6 +99,17 @@ def test_a_killed_command_goes_on_behind_its_parts(folder, tmp_path, monkeypatch
         assert all(np.array_equal(ours[name], theirs[name]) for name in ours.keys() | theirs.keys())
     with safe_open(path, "numpy") as file:
         assert file.metadata()["format"] == score.FORMAT
+
+
+def test_two_commands_do_not_write_to_one_folder(folder, tmp_path, monkeypatch):
+    ended = []
+    ready = SimpleNamespace(layers=SimpleNamespace(close=lambda: ended.append(True)))
+    monkeypatch.setattr(evaluate, "open_and_load", lambda *_: ready)
+    given = options.score_options(command(folder, tmp_path / "out"))
+    with locked(tmp_path / "out", ""), pytest.raises(InputError, match="another process writes scores there"):
+        score.score(given)
+    assert ended
+    assert not any((tmp_path / "out").iterdir())
 
 
 def test_a_folder_of_something_else_is_refused(folder, tmp_path):

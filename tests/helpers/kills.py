@@ -114,7 +114,7 @@ def run(
     note, said = mmap.mmap(-1, 64), tempfile.TemporaryFile()  # noqa: SIM115, gone with the process
     pid = fork()
     if not pid:
-        _command(argv, place, stop, said.fileno(), lambda: _watch(str(inside), before, late, note))
+        _command(argv, place, stop, said.fileno(), lambda: watch_files(str(inside), before, late, note))
     over = os.pidfd_open(pid)
     try:
         if after is not None and not select.select([over], [], [], after)[0]:
@@ -166,7 +166,7 @@ def _stop_in_step(stop: int) -> None:
     loop.train_step = asked
 
 
-def _watch(inside: str, fatal: int, late: int, note: mmap.mmap) -> None:
+def watch_files(inside: str, fatal: int, late: int, note: mmap.mmap) -> None:
     """Counts what this process does to files under `inside`, and kills it before event `fatal`, or `late`."""
     numbers, ends, finish = itertools.count(1), [0, 0], loop.Run._finish
 

@@ -9,6 +9,7 @@ import yaml
 from hub_server import TOKEN, Repo
 
 from trireme.engine.run import main as finetune
+from trireme.engine.run import train
 from trireme.engine.run.hub import push
 from trireme.engine.run.screen import Screen
 from trireme.models.config import InputError
@@ -82,6 +83,20 @@ def test_an_upload_that_fails_leaves_a_finished_run(known, monkeypatch, capsys):
     known.writable = True
     assert finetune.main(["push", "out", "me/tuned"]) == 0
     assert "model.safetensors" in known.repos["models/me/tuned"].files
+
+
+@pytest.mark.full
+def test_an_upload_that_is_interrupted_leaves_a_finished_run(known, monkeypatch, capsys):
+    """Also where the process was killed before it, the resumed run says how it is uploaded."""
+
+    def interrupted(*_):
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr(train, "push", interrupted)
+    assert finetune.main(list(RUN)) == 130
+    line = "interrupted. The run is done; to upload it: trireme push out me/tuned"
+    assert capsys.readouterr().err.splitlines()[-1] == line
+    assert refused(capsys, "--resume", "out").endswith("and another --out. To upload it: trireme push out me/tuned.")
 
 
 EARLY = {

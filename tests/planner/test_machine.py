@@ -303,6 +303,16 @@ def test_cores_are_those_of_affinity_and_quota(tmp_path, monkeypatch, own, files
     assert cache.chips_now(CPU, "F32")["cores"] == cores
 
 
+@pytest.mark.parametrize("text", [None, "MemTotal: 9 kB\n", ""])
+def test_where_proc_is_hidden_memory_is_known_all_the_same(tmp_path, monkeypatch, text):
+    monkeypatch.setattr(host, "MEMINFO", tmp_path / "meminfo")
+    monkeypatch.setattr(host, "STATM", tmp_path / "statm")
+    if text is not None:
+        (tmp_path / "meminfo").write_text(text)
+    assert host._unused_ram() == os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
+    assert 64 << 20 <= host.resident() < 64 << 30
+
+
 @pytest.mark.parametrize(
     ("supplies", "battery"),
     [({}, False), ({"BAT0": ("Battery", "1")}, False), ({"AC": ("Mains", "1")}, False), ({"AC": ("Mains", "0")}, True),

@@ -26,7 +26,7 @@ from trireme.engine.run import main as finetune
 from trireme.engine.run.options import Options
 from trireme.engine.run.output.folder import reopen
 from trireme.engine.run.screen import Screen
-from trireme.engine.run.signals import STOPS, Stop, stop_signals
+from trireme.engine.run.signals import NOTICES, STOPS, Stop, stop_signals
 from trireme.storage.checkpoint import open_source
 from trireme.storage.files import StoreError
 
@@ -337,6 +337,9 @@ def test_who_insists(numbers, ends, how):
     assert (done.returncode, "goes on" in done.stdout) == ((130, False) if ends else (0, True)), done.stderr
     assert done.stderr.count("first") == 1
     assert ("second" in done.stderr) == ends
+    order = sorted(numbers) if how == "together" else numbers
+    heard = order[0] in NOTICES and any(n not in NOTICES for n in order)  # a request after a notice is answered
+    assert ("\n  already stopping; again: leave at once\n" in done.stderr) == heard
 
 
 @pytest.mark.parametrize(

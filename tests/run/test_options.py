@@ -20,7 +20,7 @@ from script_files import script
 from trireme.engine.amounts import size
 from trireme.engine.run.begin.resume import check_continues
 from trireme.engine.run.command import checked, latest_run, parse
-from trireme.engine.run.config.config_file import changes, config_yaml, repeats, saved_options
+from trireme.engine.run.config.config_file import changes, config_yaml, repeats, saved_options, to_agree
 from trireme.engine.run.config.option_names import ELSEWHERE
 from trireme.engine.run.job import prepare
 from trireme.engine.run.main import main
@@ -426,6 +426,30 @@ def test_resume_finds_the_run_and_its_options(tmp_path, monkeypatch):
     assert latest_run(tmp_path / "runs").name == "old"
     options = parse(["--resume", "--max-steps", "9"])
     assert (options.lr, options.max_steps, options.out, options.resume) == (1e-3, 9, "runs/old", "runs/old")
+
+
+def test_the_latest_run_is_found_beside_one_that_is_active(tmp_path, monkeypatch):
+    """A file that it lists and renames at once is not there any more."""
+    monkeypatch.chdir(tmp_path)
+    resumable(tmp_path)
+    real = Path.iterdir
+    monkeypatch.setattr(Path, "iterdir", lambda path: [*real(path), path / ".loss.svg.partial"])
+    assert latest_run(tmp_path / "runs").name == "a"
+
+
+def test_a_resumed_host_takes_from_host_0_all_but_its_own_paths_and_limits(tmp_path, monkeypatch):
+    """Of two config.yaml one may have been written without the other when the run was killed."""
+    monkeypatch.chdir(tmp_path)
+    resumable(tmp_path, "--lr", "1e-3", "--max-steps", "9")
+    host = tmp_path / "runs/a/host-1"
+    host.mkdir()
+    there = parse([*BASE, "--lr", "2e-3", "--seq-len", "64", "--ram", "5GiB", "--store", "there/host-1"])
+    (host / "config.yaml").write_bytes(config_yaml(there))
+    first = (tmp_path / "runs/a/config.yaml").read_text()
+    found = parse(["--resume", "runs/a"], 1, 2, lambda _: first)
+    assert (found.lr, found.max_steps, found.seq_len) == (1e-3, 9, None)
+    assert (found.ram, found.store) == (5 << 30, (str(tmp_path / "there/host-1"),))
+    assert to_agree(found) == to_agree(parse(["--resume", "runs/a"], 0, 2))
 
 
 def resumable(folder: Path, *given: str) -> None:

@@ -2,7 +2,9 @@
 
 import json
 import os
+import shlex
 import shutil
+import subprocess
 from pathlib import Path
 
 import pytest
@@ -13,7 +15,7 @@ from trireme.storage.auxiliary import TEMPLATES
 from trireme.storage.files import StoreError
 from trireme.storage.snapshots import FORMAT, MANIFEST
 from trireme.storage.store import Store
-from trireme.storage.untrusted import checksum, seal, unseal
+from trireme.storage.untrusted import checksum, quoted, seal, unseal
 
 SNAPSHOT = "snapshot-000001-step-1"
 
@@ -339,3 +341,20 @@ def test_a_store_of_the_first_version_opens(ours):
     with Store.open(devices(ours, 2)) as store:
         assert store.snapshots[-1].step == 1
         assert store.snapshots[-1].auxiliary
+
+
+@pytest.mark.parametrize("path", ["runs/a", "two words", "it's", "$HOME/`x`", "-dash", "*", "ü;#"])
+def test_a_path_that_is_shown_in_a_command_can_be_copied(path):
+    word = quoted(path)
+    assert [word.removeprefix("./") for word in shlex.split(word)] == [path]
+    assert not word.startswith("-")
+    assert quoted("runs/a") == "runs/a"
+
+
+def test_a_path_with_control_characters_can_be_copied_too():
+    for path in ("line\nend", "two  blanks", os.fsdecode(b"\xff'\\a"), "ü\t漢", "-\x1b[31m"):
+        word = quoted(path)
+        assert word.isascii()
+        assert " " not in word
+        done = subprocess.run(["bash", "-c", f"printf %s {word}"], capture_output=True, timeout=60)
+        assert os.fsdecode(done.stdout).removeprefix("./") == path

@@ -201,12 +201,16 @@ def test_a_kept_base_is_that_of_the_checkpoint(tmp_path, monkeypatch):
         "cut short": (lambda: truncate(kept.file, 5000), True),
         "no record": (kept.record.unlink, True),
         "a torn record": (lambda: truncate(kept.record, 9), True),
+        "a flipped bit": (lambda: flip(kept.file, -1), True),
+        "no checksum": (lambda: kept.record.write_text(kept.record.read_text().replace('"sum"', '"older"')), True),
     }
     for case, (change, anew) in changes.items():
         change()
         written.clear()
-        kept.make(lambda n: None)
+        said = []
+        kept.make(lambda n: None, said.append)
         assert bool(written) == anew, case
+        assert bool(said) == (case == "a flipped bit")
         assert kept.is_made()
     assert {path.name for path in kept.file.parent.iterdir()} == {kept.file.name, kept.record.name}
     kept.record.unlink()

@@ -14,7 +14,7 @@ from typing import Any, NamedTuple
 from trireme.engine.data.files.sources import KINDS, TEXTS, DataFile, check_file, weighed
 from trireme.engine.data.files.unpack import PACKINGS
 from trireme.models.config import InputError
-from trireme.storage.untrusted import parse_json, read_small, why
+from trireme.storage.untrusted import parse_json, quoted, read_small, why
 
 MOST_FILES = 500  # each is held open
 MOST_THERE = 500_000  # names in a folder
@@ -250,7 +250,7 @@ def _saved(folder: Path, weight: float) -> Found:
     uses = {split: _use(Path(split)) for split in splits}
     train = [split for split in splits if uses[split] == "train"] or [split for split in splits if not uses[split]]
     if len(train) != 1:
-        raise InputError(f"{folder} holds {', '.join(splits)}. Name one: --data {folder / splits[0]}.")
+        raise InputError(f"{folder} holds {', '.join(splits)}. Name one: --data {quoted(folder / splits[0])}.")
     held = [file for split in splits if uses[split] == "valid" for file in _shards(folder / split, 1.0)]
     left = [split for split in splits if split not in train and uses[split] != "valid"]
     notes = [f"{folder}: not read: {', '.join(left)}"] if left else []

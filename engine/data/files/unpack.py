@@ -14,6 +14,7 @@ from typing import Any, BinaryIO, cast
 
 from trireme.engine.data.files.rows import Bytes
 from trireme.models.config import InputError
+from trireme.storage.untrusted import quoted
 
 PACKINGS = (".gz", ".bz2", ".xz", ".zst")
 DAMAGES = (gzip.BadGzipFile, EOFError, zlib.error, lzma.LZMAError, OSError)  # OSError with an errno is none
@@ -92,13 +93,13 @@ def misnamed(path: Path, head: bytes) -> str:
     for magic, what, suffix in _MAGIC:
         if head.startswith(magic) and path.suffix.lower() != suffix:
             name = path.name.removesuffix(path.suffix) if suffix in (".parquet", ".arrow") else path.name
-            return f"is {what} by another name. Rename it: mv {path} {path.with_name(name + suffix)}"
+            return f"is {what} by another name. Rename it: mv {quoted(path)} {quoted(path.with_name(name + suffix))}"
     for magic, what, advice in _OTHERS:
         if head.startswith(magic):
-            return f"is {what}. {advice} {path}"
+            return f"is {what}. {advice} {quoted(path)}"
     name, kind = path.name.removesuffix(path.suffix), path.suffix.lower()
     if kind in (".csv", ".tsv") and head.removeprefix(b"\xef\xbb\xbf").lstrip()[:2] in (b'{"', b"[{"):
-        return f"is JSON by another name. Rename it: mv {path} {path.with_name(name + '.jsonl')}"
+        return f"is JSON by another name. Rename it: mv {quoted(path)} {quoted(path.with_name(name + '.jsonl'))}"
     page = head.lstrip()[:15].lower().startswith((b"<!doctype html", b"<html"))
     if page and path.suffix.lower() not in (".txt", ".md"):
         return "is a web page, not data. Download the file itself: its address has /resolve/ in it, not /blob/"
@@ -117,4 +118,4 @@ def rows_by_name(path: Path) -> str:
         return ""
     if not isinstance(row, dict) or not _COLUMNS & row.keys():
         return ""
-    return f"holds rows of JSON, not running text. Rename it: mv {path} {path.with_suffix('.jsonl')}"
+    return f"holds rows of JSON, not running text. Rename it: mv {quoted(path)} {quoted(path.with_suffix('.jsonl'))}"

@@ -1,18 +1,19 @@
 """Log-probabilities of the data by the reference, which is the model before training: one forward pass.
 
 They are stored in OUT/reference/logps.safetensors: tensors `train` and `val`, (documents,) float64, the sum over each
-document's trained tokens, in the order of the packed data. The metadata has `key`, which names weights and data, and
-`done`, the number of documents that are known. A killed run continues after these. The user's cache also stores them by
-that key. With several hosts each computes its share, and host 0 stores all.
+document's trained tokens, in the order of the packed data. The metadata has `key`, which names weights and data,
+`done`, the number of documents that are known, and `sum`, the checksum of both and of the numbers. A killed run
+continues after the documents that are known. The user's cache also stores them by that key. With several hosts each
+computes its share, and host 0 stores all.
 """
 
 from __future__ import annotations
 
-import errno
 import hashlib
 import json
 import time
 from collections.abc import Callable, Mapping, Sequence
+from contextlib import suppress
 from dataclasses import dataclass, replace
 from itertools import chain, islice
 from pathlib import Path
@@ -38,6 +39,7 @@ from trireme.models.config import InputError
 from trireme.models.losses.preferences import Documents
 from trireme.models.rows import rope_tables
 from trireme.storage.files import replace_synced
+from trireme.storage.untrusted import checksum
 
 NAME = "logps.safetensors"
 KEPT_EVERY = 20.0  # seconds between writes of what is known so far
@@ -52,10 +54,14 @@ class Known:
     values: np.ndarray  # (documents,) float64
     done: int = 0
 
+    def sum(self) -> str:
+        return checksum([f"{self.key} {self.done} ".encode(), self.values.view(np.uint8).data])
+
     def encoded(self, train: int) -> bytes:
         """The content of the file. `train`: documents of the training data."""
         tensors = {"train": self.values[:train], "val": self.values[train:]}
-        return save(tensors, {"format": "trireme reference 1", "key": self.key, "done": str(self.done)})
+        said = {"format": "trireme reference 1", "key": self.key, "done": str(self.done), "sum": self.sum()}
+        return save(tensors, said)
 
 
 def with_reference(
@@ -196,6 +202,7 @@ def _parsed(content: bytes, total: int) -> Known | None:
     except (ValueError, KeyError, TypeError, SafetensorError, RecursionError):
         return None
     sound = values.dtype == np.float64 and values.shape == (total,) and np.isfinite(values).all()
+    sound = sound and said.get("sum", known.sum()) == known.sum()  # older ones have none
     return known if sound and 0 <= known.done <= total else None
 
 
@@ -210,13 +217,10 @@ def _cached_file(key: str) -> Path | None:
 
 
 def _keep_in_cache(path: Path, known: Known, train: int) -> None:
-    """Stores the numbers in the cache, from which the oldest are removed."""
-    try:
+    """Stores the numbers in the cache, if it can be written, and removes the oldest from it."""
+    with suppress(OSError):
         path.parent.mkdir(exist_ok=True, parents=True)
         replace_synced(path, known.encoded(train))
         others = sorted(path.parent.glob("*.safetensors"), key=lambda each: each.stat().st_mtime)
         for old in others[:-CACHED]:
             old.unlink(missing_ok=True)
-    except OSError as error:
-        if error.errno not in (errno.ENOSPC, errno.EROFS, errno.EACCES, errno.ENOENT, errno.EDQUOT):
-            raise

@@ -14,6 +14,7 @@ from trireme.engine.hosts.group import Alone, told
 from trireme.engine.hosts.held import Held, Whole, held_in, last_whole
 from trireme.engine.placement import Progress, silent
 from trireme.engine.run.begin.snapshot import check_snapshot
+from trireme.engine.run.command import program
 from trireme.engine.run.config.config_file import saved_options, stores_of
 from trireme.engine.run.config.option_names import flag_of
 from trireme.engine.run.job import Job
@@ -37,6 +38,7 @@ from trireme.storage.files import NoSnapshot, StoreError, remove_folders
 from trireme.storage.folders import IDENTITY
 from trireme.storage.headers import CheckpointError
 from trireme.storage.store import Store
+from trireme.storage.untrusted import quoted
 
 TRIAL = 256 << 20  # bytes written to measure a drive, at most
 
@@ -78,15 +80,17 @@ def _has_result(out: Path) -> bool:
     return False
 
 
-def _clean(options: Options, run: str, host: int) -> None:
-    """Completes the end of a finished run."""
+def _clean(options: Options, run: str, group: Alone) -> None:
+    """Completes the end of a finished run. Each host removes its own: host 0 may not reach their stores."""
     out = Path(options.out)
-    if host:
+    if group.host:
         _give_up(out, run)
-        return
-    folders.remove_finished(store_folders(options.store, out), run)
-    tidy(out)
-    remove_given_up(out, 1)
+    else:
+        folders.remove_finished(store_folders(options.store, out), run)
+        tidy(out)
+    group.meet()
+    if not group.host:
+        remove_given_up(out, 1)
 
 
 def open_snapshot(options: Options, screen: Screen, run: str) -> tuple[Store | None, Snapshot | None]:
@@ -123,10 +127,13 @@ def open_run(options: Options, screen: Screen, group: Alone, run: str) -> Start:
     """
     begun, folder = (Path(options.out) / "config.yaml").is_file(), run_folder(Path(options.out), group.host)
     if group.first(is_finished(options, run)):
-        _clean(options, run, group.host)
-        result = f"say --adapter {folder}" if (folder / ADAPTER).exists() else "name the folder as the checkpoint"
+        _clean(options, run, group)
+        adapter = (folder / ADAPTER).exists()
+        result = f"say --adapter {quoted(folder)}" if adapter else "name the folder as the checkpoint"
+        upload = f" To upload it: {program()} push {quoted(folder)} {options.push}." if options.push else ""
         raise InputError(
             f"--resume {folder}: that run is finished. To train its result further, {result}, and another --out."
+            f"{upload}"
         )
     store, _ = open_snapshot(options, screen, run)
     try:
@@ -203,9 +210,10 @@ def _give_up(place: Path, run: str, progress: Progress = silent) -> None:
 def remove_host(place: Path, run: str, progress: Progress) -> None:
     """Removes all that a host of this run has stored."""
     with suppress(InputError, StoreError):
-        dirs = own_stores(stores_of(place), run, place)
-        folders.discard(dirs, progress)
-        remove_folders(dirs)
+        named = stores_of(place)
+        folders.discard(own_stores(named, run, place), progress)
+        folders.remove_finished(named, run)  # what a kill has left of it
+        remove_folders(named)
     shutil.rmtree(place, ignore_errors=True)
 
 

@@ -13,7 +13,8 @@ import json
 import os
 import shutil
 import time
-from contextlib import suppress
+from collections.abc import Iterator
+from contextlib import contextmanager, suppress
 from dataclasses import replace
 from pathlib import Path
 
@@ -38,10 +39,11 @@ from trireme.kernels.private import cache_folder
 from trireme.models import head
 from trireme.models.config import InputError
 from trireme.models.sizes import shapes
-from trireme.storage.files import existing, replace_synced
+from trireme.storage.files import existing, lock, remove_folders, replace_synced
 
 PART = 1 << 24  # bytes of a part: what a killed pass loses at most
 SOURCES = ("train", "val")
+WAIT = 1.0  # seconds between looks at a pass of another run
 
 
 def about_teacher(job: Job, screen: Screen) -> list[str]:
@@ -136,14 +138,32 @@ def _passed(job: Job, teacher: str, begun: str, screen: Screen) -> Names:
         raise InputError(_changed(job))
     folder = _folder(job, "-".join(keys))
     if not is_scores(folder):
-        _make(job, folder, opened, codec, asked, below, screen)
-        if folder.parent.name == TEACHER:
-            _make_room(folder)
-    else:
-        screen.say(f"taught   by {teacher}: what it says is known from an earlier run")
-        with suppress(OSError):
-            os.utime(folder / NAMES)
+        with _claimed(folder, screen):
+            if not is_scores(folder):
+                _make(job, folder, opened, codec, asked, below, screen)
+                if folder.parent.name == TEACHER:
+                    _make_room(folder)
+                return read_names(folder)
+    screen.say(f"taught   by {teacher}: what it says is known from an earlier run")
+    with suppress(OSError):
+        os.utime(folder / NAMES)
     return read_names(folder)
+
+
+@contextmanager
+def _claimed(folder: Path, screen: Screen) -> Iterator[None]:
+    """A context with a locked folder, made if it is missing. Waits for another run that writes the same scores."""
+    folder.mkdir(parents=True, exist_ok=True)
+    fd = os.open(folder, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
+    try:
+        if not lock(fd):
+            screen.say("teacher  another run asks it the same: waits until that has its answers")
+            while not lock(fd):
+                time.sleep(WAIT)
+        yield
+    finally:
+        os.close(fd)
+        remove_folders([folder, folder.parent])  # if it failed before the first part
 
 
 def _keys(job: Job, opened: Opened, asked: argparse.Namespace, below: int) -> list[str]:

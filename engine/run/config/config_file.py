@@ -33,7 +33,7 @@ CHOSEN = (  # if not given
     *("beta", "label_smoothing", "simpo_gamma", "desirable_weight", "undesirable_weight"),  # of a method
     *("distill_weight", "temperature", "top_k"),  # of a teacher
 )
-_OWN = (
+OWN = (  # of a host
     "model",
     "tokenizer",
     "chat_template",
@@ -183,7 +183,7 @@ def saved_options(options: Options) -> dict[str, Any]:
 
 def to_agree(options: Options) -> dict[str, str]:
     """The options that must be alike on all hosts: all but paths, limits of memory and trackers."""
-    same = {flag_of(name): repr(value) for name, value in saved_options(options).items() if name not in _OWN}
+    same = {flag_of(name): repr(value) for name, value in saved_options(options).items() if name not in OWN}
     return same | {"--resume": str(bool(options.resume)), "--dry-run": str(options.dry_run)}
 
 

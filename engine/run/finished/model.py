@@ -24,7 +24,7 @@ from trireme.engine.tuning.parts import open_checkpoint
 from trireme.engine.tuning.peft_config import CONFIG, base_of, read_adapter_config
 from trireme.models.config import InputError, ModelConfig, read_config, read_raw
 from trireme.storage.checkpoint import Source
-from trireme.storage.untrusted import parse_json, read_small, why
+from trireme.storage.untrusted import parse_json, quoted, read_small, why
 
 GENERATION = "generation_config.json"
 
@@ -124,7 +124,9 @@ def _check_finished(path: Path) -> None:
     others = [p for p in (path / "best", *sorted(path.glob("step-*"))) if p.is_dir()]
     others += sorted(p for p in (path / "store").glob("snapshot-*") if (p / "config.json").is_file())
     instead = f" There is {', '.join(map(str, others))}." if others else ""
-    raise InputError(f"{path}: that run is not finished, or its output is elsewhere.{instead} --resume {path} goes on.")
+    raise InputError(
+        f"{path}: that run is not finished, or its output is elsewhere.{instead} --resume {quoted(path)} goes on."
+    )
 
 
 def of_run(path: Path, say: Callable[[str], None]) -> dict[str, Any]:

@@ -12,6 +12,7 @@ from trireme.engine.amounts import number, size, whole
 from trireme.engine.run.command import CommandParser, Parser, program, typed
 from trireme.engine.run.options import Options, one_of
 from trireme.models.config import InputError
+from trireme.storage.untrusted import quoted
 
 FORMATS = {"bf16": "BF16", "fp32": "F32"}
 MOST_TOP_K = 256  # of `score`
@@ -184,5 +185,7 @@ def score_options(argv: Sequence[str]) -> argparse.Namespace:
     )
     given = _with_data(found, "score", argv)
     if not given.out:
-        raise InputError(f"--out is missing. Name the folder to write: {program()} score {given.folder} --out DIR.")
+        raise InputError(
+            f"--out is missing. Name the folder to write: {program()} score {quoted(given.folder)} --out DIR."
+        )
     return given

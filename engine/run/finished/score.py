@@ -45,6 +45,7 @@ from trireme.engine.run.finished import evaluate
 from trireme.engine.run.finished.evaluate import Ready
 from trireme.engine.run.finished.found import Found
 from trireme.engine.run.finished.model import Opened
+from trireme.engine.run.output.folder import locked
 from trireme.engine.run.screen import Screen
 from trireme.engine.tuning.base import stamps
 from trireme.models import head
@@ -59,20 +60,29 @@ PART = 1 << 26  # bytes of a part, about
 def score(given: argparse.Namespace) -> int:
     """Runs the command; returns the exit code. Raises InputError, CheckpointError, DoesNotFit, StoreError."""
     out, say = Screen(), Screen(sys.stderr)
-    folder, all_ = Path(given.out), Found(0.0, 0, 0, 0)
+    folder = Path(given.out)
     ready = evaluate.open_and_load(given, say, head.TOP_CHUNK if given.top_k else 0)
+    busy = f"--out {folder}: another process writes scores there. Wait for its end, or name another folder."
     try:
-        _keep_names(folder, given, ready)
-        for i, (name, data) in enumerate(zip(given.data, ready.sources, strict=True)):
-            found = score_source(ready, data, folder / f"{i:03}", given.top_k or 0, say)
-            out.say(f"score    {name}: {found}")
-            all_ = all_.plus(found)
+        with locked(folder, busy):
+            _keep_names(folder, given, ready)
+            all_ = _score_sources(folder, given, ready, out, say)
     finally:
         ready.layers.close()
     if len(given.data) > 1:
         out.say(f"score    all {len(given.data)} files: {all_}")
     out.say(f"output   {folder}/: {count(len(list(folder.glob('*/*.safetensors'))), 'part')}, scores.json")
     return 0
+
+
+def _score_sources(folder: Path, given: argparse.Namespace, ready: Ready, out: Screen, say: Screen) -> Found:
+    """The loss of all; progress is shown by `say`."""
+    all_ = Found(0.0, 0, 0, 0)
+    for i, (name, data) in enumerate(zip(given.data, ready.sources, strict=True)):
+        found = score_source(ready, data, folder / f"{i:03}", given.top_k or 0, say)
+        out.say(f"score    {name}: {found}")
+        all_ = all_.plus(found)
+    return all_
 
 
 def _keep_names(folder: Path, given: argparse.Namespace, ready: Ready) -> None:

@@ -18,7 +18,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import NoReturn
 
-from trireme.engine.hosts.group import Alone, refuse_text
+from trireme.engine.hosts.group import Alone, place, refuse_text
 from trireme.engine.run.command import program
 from trireme.engine.run.config.config_file import SIGNED, config_yaml, full, repeats, stores_of
 from trireme.engine.run.options import Options, store_folders
@@ -32,7 +32,7 @@ from trireme.storage.checkpoint import Source
 from trireme.storage.files import StoreError, existing, lock, make_folder, partial_of, remove_folders, replace_synced
 from trireme.storage.folders import Owner
 from trireme.storage.store import Store
-from trireme.storage.untrusted import read_small, shown
+from trireme.storage.untrusted import quoted, read_small, shown
 
 ADAPTER = "adapter_model.safetensors"
 REFERENCE = "reference"  # begin/reference.py
@@ -175,13 +175,14 @@ def check_free(options: Options) -> bool:
     if not held or _is_same(options, held):
         return "config.yaml" in held
     if (out / "config.yaml").is_file():
+        run = quoted(out.parent if place().host else out)
         if any(name.endswith(".safetensors") for name in held):
-            result = f"say --adapter {out}" if ADAPTER in held else f"name {out} as the checkpoint"
+            result = f"say --adapter {quoted(out)}" if ADAPTER in held else f"name {out} as the checkpoint"
             further = (
                 f"if it is finished, name another folder; to train its result further, {result}, and another --out"
             )
-            raise InputError(f"--out {out} holds a run and its checkpoint. Go on with it: --resume {out}; {further}.")
-        raise InputError(f"--out {out} holds a run. Go on with it: --resume {out}; or name another folder.")
+            raise InputError(f"--out {out} holds a run and its checkpoint. Go on with it: --resume {run}; {further}.")
+        raise InputError(f"--out {out} holds a run. Go on with it: --resume {run}; or name another folder.")
     entries = "1 entry" if len(held) == 1 else f"{len(held):,} entries"
     raise InputError(f"--out {out} is not empty ({entries}). Name another folder.")
 
@@ -190,7 +191,9 @@ def _is_same(options: Options, held: set[str]) -> bool:
     """Whether the same command was killed there before its first step. `held`: names in OUT."""
     out = Path(options.out)
     if not (out / "config.yaml").is_file():
-        return held == {partial_of(out / "config.yaml").name}
+        left = {name for name in held if place().hosts > 1 and re.fullmatch(r"host-\d+", name)}  # by other hosts
+        begun = any(has_started(out / name) or any((out / name).glob("store/snapshot-*")) for name in left)
+        return held - left <= {partial_of(out / "config.yaml").name} and not begun
     stores = store_folders(options.store, out)
     started = has_started(out) or any(d.is_dir() and snapshots.folders(d) for d in stores)
     ours = all(
@@ -229,15 +232,15 @@ def reopen(source: Source, out: Path, opener: str = "AutoModelForCausalLM", scor
         f"{len(others) - len(given)} other files byte-identical"
         + (f"; as trained with: {', '.join(given)}" if given else ""),
         f"next     {afterwards(out, scored)}; {opener}.from_pretrained({str(out)!r}); the same run again: "
-        f"{program()} --config {out}/config.yaml --out DIR",
+        f"{program()} --config {quoted(out / 'config.yaml')} --out DIR",
     ]
 
 
 def afterwards(out: Path, scored: bool = False) -> str:
     """What to type next."""
     if scored:
-        return f"{program()} eval {out} --data FILE"
-    return f"{program()} sample {out} --prompt TEXT, or {program()} eval {out} --data FILE"
+        return f"{program()} eval {quoted(out)} --data FILE"
+    return f"{program()} sample {quoted(out)} --prompt TEXT, or {program()} eval {quoted(out)} --data FILE"
 
 
 Entry = tuple[str, tuple[int, ...], str]  # dtype, shape, file
@@ -322,7 +325,7 @@ def check_own(dirs: Sequence[Path], run: str, out: Path) -> None:
         if original := _claimant(of, path, out):
             raise InputError(
                 f"--resume {out}: the store in {path} is that of the run in {original}, of which this folder is a "
-                f"copy. Go on with --resume {original}, or copy the store too, and name the copy with --store."
+                f"copy. Go on with --resume {quoted(original)}, or copy the store too, and name the copy with --store."
             )
 
 

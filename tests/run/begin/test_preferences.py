@@ -1,5 +1,6 @@
 """Runs with --method: the same losses, rewards and weights as TRL's formulas with transformers and torch's AdamW."""
 
+import errno
 import os
 import shutil
 import signal
@@ -201,6 +202,26 @@ def test_killed_while_the_reference_is_asked_it_goes_on_there(folder, cache, mon
     finetune(run(folder, "later", max_steps=1))
     assert not asked
     assert weights(folder / "later") == weights(killed.out) == weights(whole.out)
+
+
+def test_a_flipped_bit_of_what_the_reference_says_is_noticed():
+    """Of one file in OUT and one in the cache."""
+    known = reference.Known("key", np.arange(1.0, 9.0), 5)
+    whole = known.encoded(6)
+    assert (reference._parsed(whole, 8).values == known.values).all()
+    for bit in range(8 * len(whole)):
+        changed = bytearray(whole)
+        changed[bit // 8] ^= 1 << bit % 8
+        found = reference._parsed(bytes(changed), 8)
+        assert found is None or (found.key, found.done, [*found.values]) == ("key", 5, [*known.values]), bit
+
+
+def test_a_cache_on_a_failing_drive_does_not_end_the_run(tmp_path, monkeypatch):
+    def fails(*_):
+        raise OSError(errno.EIO, "Input/output error")
+
+    monkeypatch.setattr(reference, "replace_synced", fails)
+    reference._keep_in_cache(tmp_path / "a.safetensors", reference.Known("key", np.zeros(2), 2), 1)
 
 
 @pytest.mark.full

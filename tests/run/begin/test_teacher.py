@@ -4,6 +4,7 @@ import json
 import os
 import shutil
 import signal
+import threading
 from dataclasses import replace
 from functools import partial
 from types import SimpleNamespace
@@ -39,6 +40,7 @@ from trireme.engine.run.command import parse
 from trireme.engine.run.finished import evaluate, options, score
 from trireme.engine.run.job import prepare
 from trireme.engine.run.options import Options
+from trireme.engine.run.screen import Screen
 from trireme.engine.run.train import finetune
 from trireme.models.config import InputError, Teaching
 
@@ -190,6 +192,31 @@ def test_a_run_does_not_go_on_with_another_teacher(folder, monkeypatch, tmp_path
     os.utime(tmp_path / "teacher-model" / "model.safetensors")
     with pytest.raises(InputError, match="is not what the run began with, or its files were touched"):
         finetune(replace(parts, resume=parts.out))
+
+
+def test_of_two_runs_with_one_teacher_the_second_waits_for_the_first(tmp_path, monkeypatch, capsys):
+    """As in a search over learning rates: both would write the same files of the cache."""
+    monkeypatch.setattr(teacher, "WAIT", 0.001)
+    there, order = threading.Event(), []
+
+    class Told(Screen):
+        def say(self, line):
+            super().say(line)
+            there.set()
+
+    def second() -> None:
+        with teacher._claimed(tmp_path / "key", Told()):
+            order.append("second")
+
+    with teacher._claimed(tmp_path / "key", Screen()):
+        waits = threading.Thread(target=second)
+        waits.start()
+        assert there.wait(60)
+        order.append("first")
+    waits.join(60)
+    assert order == ["first", "second"]
+    assert not (tmp_path / "key").exists()
+    assert capsys.readouterr().out == "teacher  another run asks it the same: waits until that has its answers\n"
 
 
 @pytest.mark.full

@@ -17,13 +17,14 @@ from transformers import PreTrainedTokenizerFast
 
 from trireme.engine.data.codec import load_codec
 from trireme.engine.data.dataset import DataOptions, load_dataset
-from trireme.engine.hosts.group import Alone
+from trireme.engine.hosts.group import Alone, Place
 from trireme.engine.plan import DoesNotFit
 from trireme.engine.run import demo
 from trireme.engine.run import job as jobs
 from trireme.engine.run.begin.resume import new_store, open_run, open_snapshot, remove_given_up
 from trireme.engine.run.config.config_file import config_yaml
 from trireme.engine.run.options import Options, store_folders
+from trireme.engine.run.output import folder as output_folder
 from trireme.engine.run.output.folder import check_free, common_id, new_run, reopen, run_of, signed, tidy
 from trireme.engine.run.screen import Screen
 from trireme.engine.run.train import finetune
@@ -31,7 +32,7 @@ from trireme.models.config import InputError
 from trireme.storage.aio import arena
 from trireme.storage.checkpoint import export, open_source
 from trireme.storage.files import StoreError
-from trireme.storage.folders import Owner
+from trireme.storage.folders import FINISHED, IDENTITY, Owner
 from trireme.storage.layout import sequential
 from trireme.storage.store import Store
 
@@ -327,6 +328,43 @@ def test_only_its_own_stores_of_other_hosts_are_removed(tmp_path, whose):
     assert drive.exists() == (whose != "the run's")
     assert whose == "the run's" or tree(drive) == before
     assert goes_on(options(tmp_path / "out", store=(str(tmp_path / "first"),), resume="out"))
+
+
+@pytest.mark.parametrize(
+    ("hosts", "begun"), [(2, ""), (2, "log.jsonl"), (2, "store/snapshot-000001-step-2/a"), (1, "")]
+)
+def test_what_another_host_has_left_before_its_first_step_is_begun_again(tmp_path, monkeypatch, hosts, begun):
+    """Host 0, which ended in order, has removed its own files."""
+    monkeypatch.setattr(output_folder, "place", lambda: Place(hosts=hosts))
+    host = tmp_path / "out" / "host-1"
+    (host / "tokens").mkdir(parents=True)
+    (host / "config.yaml").write_text("lr: 1")
+    if begun:
+        (host / begun).parent.mkdir(parents=True, exist_ok=True)
+        (host / begun).write_text("{}")
+    given = options(tmp_path / "out")
+    if begun or hosts == 1:
+        with pytest.raises(InputError, match="is not empty"):
+            check_free(given)
+    else:
+        assert not check_free(given)
+
+
+@pytest.mark.parametrize("when", ["marked", "lock left"])
+@pytest.mark.parametrize("whose", [RUN, OTHER])
+def test_another_hosts_store_that_was_killed_while_it_was_removed_is_removed(tmp_path, whose, when):
+    out, drive = tmp_path / "out", tmp_path / "drive"
+    stopped(out, tmp_path / "first")
+    given = stopped(out / "host-1", drive, run=whose)
+    (out / "host-1" / "config.yaml").write_bytes(signed(RUN, config_yaml(given)))
+    (drive / IDENTITY).rename(drive / FINISHED)
+    if when == "lock left":
+        for path in drive.iterdir():
+            path.unlink() if path.is_file() else shutil.rmtree(path)
+        (drive / "store.lock").touch()
+    remove_given_up(out, 1)
+    assert not (out / "host-1").exists()
+    assert drive.exists() == (whose == OTHER and when == "marked")
 
 
 @pytest.mark.parametrize("whose", [RUN, OTHER])
