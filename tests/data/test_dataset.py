@@ -514,7 +514,7 @@ def test_memory_does_not_grow_with_the_file(tmp_path):
     (tmp_path / "big.json").write_text("[" + ",\n".join([row] * 1500) + "]")
     small = write(tmp_path / "small.jsonl", [{"input_ids": [1, 2]}])
     run = [sys.executable, "-c", GROWTH, small, str(tmp_path / "big.json")]
-    tokens, growth = subprocess.run(run, capture_output=True, text=True, check=True).stdout.split()
+    tokens, growth = subprocess.run(run, capture_output=True, text=True, check=True, timeout=300).stdout.split()
     assert int(tokens) == 6_000_000
     assert int(growth) < 100e6
 

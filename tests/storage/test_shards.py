@@ -193,7 +193,7 @@ def test_two_runs_never_share_a_store(tmp_path):
         with pytest.raises(StoreError, match=f"in use by process {os.getpid()}"):
             Store.open(devices(tmp_path))
         program = f"from trireme.storage.store import Store; Store.open([{str(tmp_path / 'd0')!r}])"
-        result = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True)
+        result = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, timeout=300)
         assert "in use by process" in result.stderr
     Store.open(devices(tmp_path)).close()
 
