@@ -382,7 +382,8 @@ def test_a_store_that_is_finished_leaves_only_what_is_not_its_own(tmp_path, monk
             for seed in range(2):
                 write_all(store, seed)
                 store.commit(seed, {})
-            (tmp_path / "d0" / "notes.txt").write_text("mine")
+            for mine in ("d0/notes.txt", "d1/config.json"):  # auxiliary files are on the first drive
+                (tmp_path / mine).write_text("mine")
             if stopped:
                 with monkeypatch.context() as m, pytest.raises(KeyboardInterrupt):
                     m.setattr(folders, "_erase", lambda path, progress: interrupt())
@@ -392,7 +393,7 @@ def test_a_store_that_is_finished_leaves_only_what_is_not_its_own(tmp_path, monk
     with create(tmp_path, 2) as store:
         assert {p.name for p in (tmp_path / "d0").iterdir()} == {"notes.txt", "files", "store.id", "store.lock"}
         store.remove()
-    assert [p.name for d in ("d0", "d1") for p in (tmp_path / d).iterdir()] == ["notes.txt"]
+    assert [p.name for d in ("d0", "d1") for p in (tmp_path / d).iterdir()] == ["notes.txt", "config.json"]
 
 
 def interrupt():
