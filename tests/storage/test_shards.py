@@ -66,6 +66,12 @@ def test_the_steady_state_makes_no_file_and_changes_no_size(tmp_path):
             store.commit(seed, {})
         assert {p.name for p in folder.iterdir()} == before
         assert sum(p.stat().st_blocks for p in folder.iterdir()) == allocated
+    for seed in range(4):  # spares are found again
+        with Store.open(devices(tmp_path), keep=2) as store:
+            for _ in range(2):
+                write_all(store, seed)
+            store.commit(seed, {})
+        assert len(list(folder.iterdir())) <= len(before)
 
 
 def test_keep_rollback_and_recycling(tmp_path):
