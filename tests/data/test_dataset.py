@@ -231,6 +231,10 @@ def test_weights_and_several_files(tokenizer, tmp_path):
     assert 'b.jsonl: 10 rows, format "messages", weight 0.5' in data.report.lines()[1]
     with pytest.raises(InputError, match="b.jsonl:0.04: the weight leaves none of its rows"):
         load([a, f"{b}:0.04"], tokenizer)
+    parted = load(f"{a}:3", tokenizer, val="0.4")  # held out, a row counts once
+    trained, held = (sorted(map(str, documents(d.batches(100)))) for d in (parted, parted.held_out))
+    assert (len(trained), len(held)) == (18, 4)
+    assert len({*trained, *held}) == 10
 
 
 # ---------------------------------------------------------------- held out
