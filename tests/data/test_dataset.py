@@ -470,7 +470,9 @@ def test_no_file_stays_open_or_behind(tokenizer, tmp_path, monkeypatch, cache):
     """Also without a cache: then tokens lie in a temporary folder as long as the data live."""
     monkeypatch.setattr(tempfile, "tempdir", str(tmp_path / "temporary"))
     (tmp_path / "temporary").mkdir()
-    path, opened = write(tmp_path / "a.jsonl", [{"text": "some text"}] * 5), len(os.listdir("/proc/self/fd"))
+    path = write(tmp_path / "a.jsonl", [{"text": "some text"}] * 5)
+    load(path, tokenizer)  # the tokenizer's process stays
+    opened = len(os.listdir("/proc/self/fd"))
     data = load(path, tokenizer, cache=tmp_path / "cache" if cache else None)
     expected = [data.step(i, 2, 2)[0].ids.tolist() for i in range(3)]
     assert len(os.listdir("/proc/self/fd")) > opened
