@@ -6,6 +6,7 @@ import os
 import signal
 import tempfile
 from pathlib import Path
+from types import SimpleNamespace
 
 import torch
 
@@ -19,6 +20,7 @@ from sandboxed import forked
 
 from trireme.engine.data.sandbox import Sandbox
 from trireme.engine.planner.probe import compute, processor
+from trireme.engine.queues import real as real_queues
 from trireme.engine.run import evaluation, job
 from trireme.models.sizes import narrow
 
@@ -78,6 +80,19 @@ def released(request):
     if torch.cuda.is_initialized() and sum(map(torch.cuda.memory_reserved, range(torch.cuda.device_count()))) > KEPT:
         gc.collect()
         torch.cuda.empty_cache()
+
+
+@pytest.fixture(autouse=True, scope="session")
+def few_to_collect():
+    """What is there before the first test is no garbage: each run and each fork looks for some, and a child would copy
+    all that it looks at. The engine's queues, which leave the same out while they are open, do not undo that.
+    """
+    gc.collect()
+    gc.freeze()
+    with pytest.MonkeyPatch.context() as patch:
+        kept = dict(get_threshold=gc.get_threshold, set_threshold=gc.set_threshold)
+        patch.setattr(real_queues, "gc", SimpleNamespace(**kept, freeze=lambda: None, unfreeze=lambda: None))
+        yield
 
 
 @pytest.fixture(autouse=True, scope="session")

@@ -186,6 +186,14 @@ def test_tests_import_helpers_and_not_each_other():
         assert not [name for name, _ in imports(path) if name.startswith("test_")], path
 
 
+def test_no_test_waits_for_a_process_without_end():
+    """A call of subprocess.run without a timeout hangs with the process that it started."""
+    for path in (ROOT / "tests").rglob("*.py"):
+        for node in ast.walk(ast.parse(path.read_text())):
+            if isinstance(node, ast.Call) and ast.unparse(node.func) == "subprocess.run":
+                assert "timeout" in [word.arg for word in node.keywords], f"{path}:{node.lineno}"
+
+
 def test_the_rooms_are_those_that_are_packed():
     """A folder that is not listed would be missing from the wheel; an __init__.py would shadow others' packages."""
     listed = re.search(r"packages = \[(.*?)\]", (ROOT / "pyproject.toml").read_text(), re.DOTALL)[1]
@@ -213,7 +221,9 @@ def test_a_type_checker_resolves_imports_where_nothing_is_installed(tmp_path):
             (clone / room / path.name).write_bytes(path.read_bytes())
     (clone / "probe.py").write_text("from trireme.storage.layout import TensorSpec\nreveal_type(TensorSpec.nbytes)\n")
     words = ["--config-file", os.devnull, "--no-site-packages", "--cache-dir", os.devnull, "probe.py"]
-    done = subprocess.run([sys.executable, "-I", "-m", "mypy", *words], cwd=clone, capture_output=True, text=True)
+    done = subprocess.run(
+        [sys.executable, "-I", "-m", "mypy", *words], cwd=clone, capture_output=True, text=True, timeout=600
+    )
     assert 'Revealed type is "' in done.stdout, done.stdout + done.stderr
     assert '"Any"' not in done.stdout
     assert "import" not in done.stdout, done.stdout
@@ -233,7 +243,7 @@ def test_torch_stays_out_of_the_modules_that_need_none():
     code = "\n".join(
         f"import {name}\nassert not {{'torch', 'triton'}} & set(sys.modules), {name!r}" for name in TORCH_FREE
     )
-    subprocess.run([sys.executable, "-c", "import sys\n" + code], check=True, cwd="/")
+    subprocess.run([sys.executable, "-c", "import sys\n" + code], check=True, cwd="/", timeout=600)
 
 
 def test_the_build_asks_for_a_setuptools_that_reads_the_licence():
@@ -261,7 +271,7 @@ def wheel(tmp_path_factory) -> Path:
     new = int(metadata.version("setuptools").split(".")[0]) >= 77 if importlib.util.find_spec("setuptools") else False
     isolation = ["--no-build-isolation"] if new else []
     command = [sys.executable, "-m", "pip", "wheel", "--quiet", "--no-deps", *isolation, "-w", str(work), str(copy)]
-    done = subprocess.run(command, capture_output=True, text=True)
+    done = subprocess.run(command, capture_output=True, text=True, timeout=600)
     assert done.returncode == 0, done.stderr
     (built,) = work.glob("*.whl")
     return built
@@ -287,7 +297,7 @@ def from_wheel(site: Path, cwd: Path, code: str, *words: str) -> str:
     nowhere = {"XDG_CACHE_HOME": os.devnull}
     environment = {**os.environ, **nowhere, "PYTHONPATH": str(site), "OMP_NUM_THREADS": "1"}
     command = [sys.executable, "-c", code, *words]
-    done = subprocess.run(command, cwd=cwd, env=environment, capture_output=True, text=True)
+    done = subprocess.run(command, cwd=cwd, env=environment, capture_output=True, text=True, timeout=600)
     assert done.returncode == 0, done.stderr
     return done.stdout
 

@@ -231,6 +231,10 @@ def test_weights_and_several_files(tokenizer, tmp_path):
     assert 'b.jsonl: 10 rows, format "messages", weight 0.5' in data.report.lines()[1]
     with pytest.raises(InputError, match="b.jsonl:0.04: the weight leaves none of its rows"):
         load([a, f"{b}:0.04"], tokenizer)
+    parted = load(f"{a}:3", tokenizer, val="0.4")  # held out, a row counts once
+    trained, held = (sorted(map(str, documents(d.batches(100)))) for d in (parted, parted.held_out))
+    assert (len(trained), len(held)) == (18, 4)
+    assert len({*trained, *held}) == 10
 
 
 # ---------------------------------------------------------------- held out
@@ -466,7 +470,9 @@ def test_no_file_stays_open_or_behind(tokenizer, tmp_path, monkeypatch, cache):
     """Also without a cache: then tokens lie in a temporary folder as long as the data live."""
     monkeypatch.setattr(tempfile, "tempdir", str(tmp_path / "temporary"))
     (tmp_path / "temporary").mkdir()
-    path, opened = write(tmp_path / "a.jsonl", [{"text": "some text"}] * 5), len(os.listdir("/proc/self/fd"))
+    path = write(tmp_path / "a.jsonl", [{"text": "some text"}] * 5)
+    load(path, tokenizer)  # the tokenizer's process stays
+    opened = len(os.listdir("/proc/self/fd"))
     data = load(path, tokenizer, cache=tmp_path / "cache" if cache else None)
     expected = [data.step(i, 2, 2)[0].ids.tolist() for i in range(3)]
     assert len(os.listdir("/proc/self/fd")) > opened
@@ -514,7 +520,7 @@ def test_memory_does_not_grow_with_the_file(tmp_path):
     (tmp_path / "big.json").write_text("[" + ",\n".join([row] * 1500) + "]")
     small = write(tmp_path / "small.jsonl", [{"input_ids": [1, 2]}])
     run = [sys.executable, "-c", GROWTH, small, str(tmp_path / "big.json")]
-    tokens, growth = subprocess.run(run, capture_output=True, text=True, check=True).stdout.split()
+    tokens, growth = subprocess.run(run, capture_output=True, text=True, check=True, timeout=300).stdout.split()
     assert int(tokens) == 6_000_000
     assert int(growth) < 100e6
 

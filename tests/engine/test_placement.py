@@ -104,4 +104,4 @@ memory.close()
 gc.collect()
 view[:] = bytes(4096)
 """
-    assert subprocess.run([sys.executable, "-c", program]).returncode == 0
+    assert subprocess.run([sys.executable, "-c", program], timeout=300).returncode == 0

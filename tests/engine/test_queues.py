@@ -6,6 +6,7 @@ import queue
 import sys
 import threading
 from contextlib import nullcontext
+from functools import partial
 
 import pytest
 import torch
@@ -95,18 +96,20 @@ def test_a_queue_whose_stream_is_refused_fails_its_tasks(queues, monkeypatch):
 
 def test_the_interpreter_is_as_before_once_all_queues_are_closed(monkeypatch):
     monkeypatch.setattr(real, "USUAL", [])
-    said, before, thresholds = [], sys.getswitchinterval(), gc.get_threshold()
+    said, collected, before, thresholds = [], [], sys.getswitchinterval(), gc.get_threshold()
     monkeypatch.setattr(sys, "setswitchinterval", said.append)
+    for name in ("freeze", "unfreeze"):
+        monkeypatch.setattr(real.gc, name, partial(collected.append, name))
     first, second = RealQueues(), RealQueues(gpus=2)
     first.close()
     first.close()
     assert said == [real.SWITCH, real.SWITCH / 2]
     assert gc.get_threshold() == (*thresholds[:2], real.OLD)
-    assert gc.get_freeze_count()
+    assert collected == ["freeze", "freeze"]
     second.close()
     assert said[2:] == [before]
     assert gc.get_threshold() == thresholds
-    assert not gc.get_freeze_count()
+    assert collected == ["freeze", "freeze", "unfreeze"]
 
 
 @pytest.mark.parametrize("queue", [queue for queue in queues_of(2) if kind_of(queue) not in STREAMED])

@@ -236,7 +236,7 @@ def test_the_head_reads_its_input_twice_where_documents_are_compared(method, bet
     plan = gpu_plan(LLAMA, units=units, dtype="BF16", n_micro=4, between=between, swap_slots=2)
     before = (("warm_up", "evaluate"), ("warm_up",), (), ())
     check(plan, RealQueues("cpu", extra=("poison",)), "tied", between=before, method=method)
-    for late in LAGS:
+    for late in LAGS if method in ("dpo", "kto") else ():  # methods differ when all losses are there
         check(plan, LateQueues(late), method=method)
 
 

@@ -86,7 +86,7 @@ def _run_tool(name: str, *args) -> str:
     with tempfile.NamedTemporaryFile() as f:
         f.write(args[-1])
         f.flush()
-        done = subprocess.run([TOOLS / name, *args[:-1], f.name], capture_output=True, text=True)
+        done = subprocess.run([TOOLS / name, *args[:-1], f.name], capture_output=True, text=True, timeout=300)
     assert done.returncode == 0, done.stdout + done.stderr
     return done.stdout + done.stderr
 

@@ -422,7 +422,8 @@ def flip(bench: Bench, kind: str, seed: int) -> tuple[str, str]:
     place = dice.choice(list(PLACES))
     folder = bench.folder / f"flip-{kind}-{seed}"
     folder.mkdir()
-    subprocess.run(["cp", "-a", str(stopped(bench, place)), str(folder / "out")], check=True)  # hard links stay links
+    command = ["cp", "-a", str(stopped(bench, place)), str(folder / "out")]  # hard links stay links
+    subprocess.run(command, check=True, timeout=300)
     path = dice.choice(sorted((folder / "out").glob(KINDS[kind])))
     bit = dice.randrange(8 * path.stat().st_size)
     with open(path, "r+b") as file:

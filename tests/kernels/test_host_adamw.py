@@ -415,7 +415,9 @@ def test_damaged_object_is_rebuilt(fresh, monkeypatch, tmp_path):
 def an_object(path, body):
     """A shared object that can be loaded, and is none of ours."""
     path.parent.mkdir(parents=True, exist_ok=True)
-    subprocess.run(["c++", "-shared", "-fPIC", "-x", "c++", "-", "-o", path], input=body.encode(), check=True)
+    subprocess.run(
+        ["c++", "-shared", "-fPIC", "-x", "c++", "-", "-o", path], input=body.encode(), check=True, timeout=300
+    )
 
 
 @needs_compiler
@@ -514,8 +516,10 @@ def test_what_a_killed_compiler_leaves_is_removed_by_the_next(fresh, monkeypatch
     monkeypatch.setenv("CXX", str(killer))
     child = os.fork()
     if not child:
-        host_adamw.library()
-        os._exit(0)  # it was not killed
+        try:
+            host_adamw.library()
+        finally:
+            os._exit(0)  # it was not killed
     assert os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]) == -signal.SIGKILL
     (left,) = parent.iterdir()
     assert [path.name for path in left.iterdir()] == ["cc.s"]

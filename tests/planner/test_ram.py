@@ -50,7 +50,9 @@ def test_no_byte_more_than_the_limit(tmp_path):
     make_wide(tmp_path)
     words = ["model", "--data", "stories.txt", "--ram", "1GiB", "--device", "cpu", "--out", "out"]
     words += ["--seq-len", "64", "--batch-size", "4", "--max-steps", "2"]
-    done = subprocess.run([sys.executable, "-c", RUN, *words], cwd=tmp_path, capture_output=True, text=True)
+    done = subprocess.run(
+        [sys.executable, "-c", RUN, *words], cwd=tmp_path, capture_output=True, text=True, timeout=300
+    )
     assert done.returncode == 0, done.stderr
     assert int(re.search(r"^peak (\d+)", done.stdout, re.M)[1]) << 10 <= LIMIT
     assert re.search(r"stored: .* SSD;", done.stdout), "the limit binds"

@@ -257,7 +257,7 @@ def test_a_class_that_is_not_followed_is_noted(here, capsys):
 
 def test_without_installation_what_to_do_is_said():
     bare = [sys.executable, "-I", "-S", str(ROOT / "scripts" / "finetune.py"), "--help"]
-    done = subprocess.run(bare, capture_output=True, text=True)
+    done = subprocess.run(bare, capture_output=True, text=True, timeout=300)
     assert done.returncode == 2
     assert done.stderr.startswith("error: trireme is not installed")
     assert f"pip install -e {ROOT}" in done.stderr
@@ -338,7 +338,7 @@ for line in ("nowhere --data x", "model --data x.jsonl", "model --data stories.t
 
 
 def test_a_wrong_path_or_option_is_answered_before_torch_is_imported(here):
-    done = subprocess.run([sys.executable, "-c", BEFORE_TORCH], capture_output=True, text=True)
+    done = subprocess.run([sys.executable, "-c", BEFORE_TORCH], capture_output=True, text=True, timeout=300)
     assert done.returncode == 0, done.stderr
     assert done.stderr.count("error: ") == 6
 
@@ -350,7 +350,7 @@ def test_a_model_of_the_hub_is_answered_with_how_to_get_it(here, capsys, monkeyp
     (words,) = re.findall(r": (hf download some/model-1B --local-dir model-1B)\n", err)
     command = Path(sys.executable).parent / "hf"
     if command.exists():
-        subprocess.run([command, *words.split()[1:], "--help"], check=True, capture_output=True)
+        subprocess.run([command, *words.split()[1:], "--help"], check=True, capture_output=True, timeout=300)
     assert "Give the folder of a Hugging Face checkpoint" in fails(capsys, here, "nowhere", *TRAIN[1:])
 
 
@@ -591,7 +591,7 @@ def test_output_that_cannot_be_written(here, argv, code):
     for unbuffered, err in streams[: 3 if argv == TRAIN else 1]:
         with open("/dev/full", "w") as full:
             command = [COMMAND[0], *unbuffered, *COMMAND[1:], *argv]
-            done = subprocess.run(command, stdout=full, stderr=err, env=environment)
+            done = subprocess.run(command, stdout=full, stderr=err, env=environment, timeout=300)
         assert done.returncode == code
         if code == 4 and done.stderr is not None:
             assert done.stderr == b"error: standard output: No space left on device.\n"

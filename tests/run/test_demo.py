@@ -67,9 +67,12 @@ def test_what_it_makes_stays_as_long_as_a_run_needs_it(tmp_path, monkeypatch, ow
     given = Options(demo=True, out=str(tmp_path / "out") if own_out else None)
     if left == "killed":
         if not (pid := fork()):
-            with demo.prepared(given, Screen()):
-                os._exit(0)
-        os.waitpid(pid, 0)
+            try:
+                with demo.prepared(given, Screen()):
+                    os._exit(0)
+            finally:
+                os._exit(1)
+        assert os.waitpid(pid, 0)[1] == 0
     else:
         with pytest.raises(ZeroDivisionError), demo.prepared(given, Screen()) as options:
             if left == "a run":

@@ -333,7 +333,7 @@ INT, TERM, HUP, USR1, USR2 = signal.SIGINT, signal.SIGTERM, signal.SIGHUP, signa
 )
 def test_who_insists(numbers, ends, how):
     command = [sys.executable, "-c", PROGRAM, str([int(n) for n in numbers]), how]
-    done = subprocess.run(command, capture_output=True, text=True)
+    done = subprocess.run(command, capture_output=True, text=True, timeout=300)
     assert (done.returncode, "goes on" in done.stdout) == ((130, False) if ends else (0, True)), done.stderr
     assert done.stderr.count("first") == 1
     assert ("second" in done.stderr) == ends

@@ -50,7 +50,9 @@ def quick_sandboxes():
 def run(*argv: str) -> subprocess.CompletedProcess:
     """The command in a process of its own: an abort is the end of it."""
     command = [sys.executable, str(ROOT / "scripts" / "finetune.py"), *argv]
-    return subprocess.run(command, capture_output=True, text=True, env=os.environ | {"OMP_NUM_THREADS": "1"})
+    return subprocess.run(
+        command, capture_output=True, text=True, env=os.environ | {"OMP_NUM_THREADS": "1"}, timeout=300
+    )
 
 
 def set_tokenizer(**change) -> None:
@@ -581,7 +583,9 @@ def test_a_long_row_takes_little_memory(here):
     write("x.jsonl", json.dumps({"text": text[: 8 << 20]}) + "\n")
     argv = ["model", "--data", "x.jsonl", "--dry-run", "--seq-len", "64"]
     command = [sys.executable, "-c", PEAK, sys.executable, str(ROOT / "scripts" / "finetune.py"), *argv]
-    done = subprocess.run(command, capture_output=True, text=True, env=os.environ | {"OMP_NUM_THREADS": "1"})
+    done = subprocess.run(
+        command, capture_output=True, text=True, env=os.environ | {"OMP_NUM_THREADS": "1"}, timeout=300
+    )
     status, peak = map(int, done.stdout.split())
     assert status == 0, done.stderr
     assert peak < 700 << 10

@@ -317,7 +317,7 @@ def test_arena_is_not_copied_into_children():
         "if p == 0: ctypes.string_at(address_of(a), 1)\n"
         "raise SystemExit(os.WTERMSIG(os.waitpid(p, 0)[1]))"
     )
-    assert subprocess.run([sys.executable, "-c", program]).returncode == 11  # the child has no such memory
+    assert subprocess.run([sys.executable, "-c", program], timeout=300).returncode == 11  # the child has no such memory
 
 
 def test_file_creation_claims_the_space_and_refuses_to_overwrite(tmp_path):

@@ -19,7 +19,7 @@ from hypothesis.extra import numpy as hnp
 
 from trireme.storage import checkpoint
 from trireme.storage.auxiliary import auxiliary, auxiliary_files
-from trireme.storage.checkpoint import INDEX, CheckpointError, convert, export, open_source
+from trireme.storage.checkpoint import INDEX, CheckpointError, convert, export, is_finite, open_source
 from trireme.storage.files import StoreError
 
 RNG = np.random.default_rng(0)
@@ -90,7 +90,7 @@ def test_conversion_agrees_with_ml_dtypes(values):
     )
 
 
-@pytest.mark.parametrize("shards", [1, 3])
+@pytest.mark.parametrize("shards", [1, len(TENSORS)])  # or one for each: of the last there is only a header
 def test_export_without_changes_is_a_copy(tmp_path, shards):
     folder = save(tmp_path / "in", shards)
     source = open_source(folder)
@@ -100,6 +100,18 @@ def test_export_without_changes_is_a_copy(tmp_path, shards):
     assert {p.name for p in out.iterdir()} == expected
     for name in expected:
         assert (out / name).read_bytes() == (folder / name).read_bytes()
+
+
+@pytest.mark.parametrize("value", [np.nan, np.inf, -np.inf])
+@pytest.mark.parametrize("dtype", [np.float32, np.float16, ml_dtypes.bfloat16])
+def test_what_is_not_finite_is_found(dtype, value):
+    largest = float(ml_dtypes.finfo(dtype).max)
+    values = np.array([0, 1, -largest, largest, float(ml_dtypes.finfo(dtype).smallest_subnormal)], dtype)
+    assert is_finite(words(values))
+    for at in range(len(values)):
+        spoilt = values.copy()
+        spoilt[at] = value
+        assert not is_finite(words(spoilt))
 
 
 def test_export_changes_what_is_given_and_keeps_dtypes(tmp_path):

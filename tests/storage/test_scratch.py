@@ -32,6 +32,7 @@ def test_what_was_written_is_read(devices, count, monkeypatch):
     random, total = np.random.default_rng(count), 3000 * K
     (devices[0].path / "scratch").write_text("of a run that was killed before its file had lost its name")
     s = Scratch(devices[:count], total)
+    assert sum(os.fstat(file.fd).st_size for file in s.files) == total  # before anything is written
     edges = [0, *sorted(random.choice(np.arange(1, total // 4096), 12, replace=False) * 4096), total]
     spans = {}
     for a, b in zip(edges, edges[1:], strict=False):
@@ -45,7 +46,11 @@ def test_what_was_written_is_read(devices, count, monkeypatch):
         assert out == buffer
     assert sum(os.fstat(file.fd).st_size for file in s.files) == total
     assert not any(list(device.path.iterdir()) for device in devices), "whoever is killed leaves nothing"
+    files = [file.fd for file in s.files]
     s.close()
+    for fd in files:  # its space is free
+        with pytest.raises(OSError, match="Bad file descriptor"):
+            os.fstat(fd)
 
 
 def test_faster_devices_hold_more_and_take_turns(devices):

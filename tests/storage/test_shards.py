@@ -20,9 +20,9 @@ import transformers
 from runs import make_small
 from stores import LAYOUTS, STATE, WEIGHTS, K, content, create, devices, holds, write_all
 
-from trireme.storage import folders, shards, snapshots
+from trireme.storage import folders, shards, snapshots, versions
 from trireme.storage import store as store_module
-from trireme.storage.aio import arena
+from trireme.storage.aio import File, arena
 from trireme.storage.checkpoint import INDEX, open_source
 from trireme.storage.files import StoreError
 from trireme.storage.layout import ALIGN, pack, sequential
@@ -66,6 +66,12 @@ def test_the_steady_state_makes_no_file_and_changes_no_size(tmp_path):
             store.commit(seed, {})
         assert {p.name for p in folder.iterdir()} == before
         assert sum(p.stat().st_blocks for p in folder.iterdir()) == allocated
+    for seed in range(4):  # spares are found again
+        with Store.open(devices(tmp_path), keep=2) as store:
+            for _ in range(2):
+                write_all(store, seed)
+            store.commit(seed, {})
+        assert len(list(folder.iterdir())) <= len(before)
 
 
 def test_keep_rollback_and_recycling(tmp_path):
@@ -82,8 +88,12 @@ def test_keep_rollback_and_recycling(tmp_path):
         assert holds(store, 4)
         with pytest.raises(StoreError, match="no snapshot of step 0"):
             store.restore(0)
-        assert store.restore() == {"seed": 5}
-        assert holds(store, 5)
+        files = len(list(tmp_path.glob("d0/files/*")))
+        for _ in range(3):  # what was written since is a spare each time
+            assert store.restore() == {"seed": 5}
+            assert holds(store, 5)
+            write_all(store, 31)
+        assert len(list(tmp_path.glob("d0/files/*"))) == files
     with Store.open(devices(tmp_path), keep=1) as store:
         assert holds(store, 5)
         write_all(store, 6)
@@ -193,7 +203,7 @@ def test_two_runs_never_share_a_store(tmp_path):
         with pytest.raises(StoreError, match=f"in use by process {os.getpid()}"):
             Store.open(devices(tmp_path))
         program = f"from trireme.storage.store import Store; Store.open([{str(tmp_path / 'd0')!r}])"
-        result = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True)
+        result = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, timeout=300)
         assert "in use by process" in result.stderr
     Store.open(devices(tmp_path)).close()
 
@@ -354,6 +364,9 @@ def test_leftovers_are_removed_and_nothing_else(tmp_path):
         path.write_text("x")
     orphan = tmp_path / "d1" / "snapshot-000009-step-9"  # made on the second device only
     orphan.mkdir()
+    links = [tmp_path / f"d{k}" / f"snapshot-00000{4 + k}-step-3{end}" for k, end in ((0, ".partial"), (1, ""))]
+    for link in links:
+        link.symlink_to(tmp_path / "d0" / "snapshot-mine")
     with Store.open(devices(tmp_path, 2)) as store:
         assert holds(store, 0)
         write_all(store, 1)
@@ -362,6 +375,7 @@ def test_leftovers_are_removed_and_nothing_else(tmp_path):
         assert (tmp_path / "d0" / name).read_text() == "x"
     assert not any((tmp_path / "d0" / name).exists() for name in leftovers)
     assert not orphan.exists()
+    assert all(link.is_symlink() for link in links)
 
 
 def test_a_store_that_is_finished_leaves_only_what_is_not_its_own(tmp_path, monkeypatch):
@@ -374,7 +388,8 @@ def test_a_store_that_is_finished_leaves_only_what_is_not_its_own(tmp_path, monk
             for seed in range(2):
                 write_all(store, seed)
                 store.commit(seed, {})
-            (tmp_path / "d0" / "notes.txt").write_text("mine")
+            for mine in ("d0/notes.txt", "d1/config.json"):  # auxiliary files are on the first drive
+                (tmp_path / mine).write_text("mine")
             if stopped:
                 with monkeypatch.context() as m, pytest.raises(KeyboardInterrupt):
                     m.setattr(folders, "_erase", lambda path, progress: interrupt())
@@ -384,7 +399,7 @@ def test_a_store_that_is_finished_leaves_only_what_is_not_its_own(tmp_path, monk
     with create(tmp_path, 2) as store:
         assert {p.name for p in (tmp_path / "d0").iterdir()} == {"notes.txt", "files", "store.id", "store.lock"}
         store.remove()
-    assert [p.name for d in ("d0", "d1") for p in (tmp_path / d).iterdir()] == ["notes.txt"]
+    assert [p.name for d in ("d0", "d1") for p in (tmp_path / d).iterdir()] == ["notes.txt", "config.json"]
 
 
 def interrupt():
@@ -515,6 +530,23 @@ def test_a_failed_write_leaves_the_old_version_and_a_retry_succeeds(tmp_path, nu
         assert holds(store, 1)
 
 
+def test_a_write_for_which_one_drive_has_no_room_takes_nothing_of_the_other(tmp_path, monkeypatch):
+    def full(path, *args):
+        if "d1" in path.parts:
+            raise StoreError(errno.ENOSPC, "No space left on device", str(path))
+        return File(path, *args)
+
+    with create(tmp_path, 2) as store:
+        with monkeypatch.context() as patch:
+            patch.setattr(versions, "File", full)
+            for _ in range(3):  # its file on the first drive is a spare again each time
+                with pytest.raises(StoreError, match="No space left"):
+                    store.write("block-0.adam", content(STATE, 0))
+        assert [path.parts[-3] for path in tmp_path.glob("d*/files/*")] == ["d0"]
+        write_all(store, 1)
+        assert holds(store, 1)
+
+
 def test_a_failed_read_is_an_error_and_a_retry_succeeds(tmp_path):
     sick = [False]
 
@@ -634,6 +666,21 @@ def test_checksums_are_taken_while_the_drive_writes(tmp_path, monkeypatch):
         store.verify("block-0.adam", arena(STATE.span)).result(60)
 
 
+def test_what_is_being_verified_is_compared_before_the_store_is_closed(tmp_path):
+    gate = threading.Event()
+
+    def fault(piece):
+        assert piece.write or gate.wait(60)
+
+    with create(tmp_path, fault=fault, depth=32) as store:
+        write_all(store, 0)
+        checked = store.verify("block-0.adam", arena(STATE.span))
+        io = store.devices[0].io
+        close = io.close
+        io.close = lambda: [gate.set(), close()]
+    assert checked.result(60) is None
+
+
 def test_a_span_without_bytes_is_as_good_as_any(tmp_path):
     with Store.create(devices(tmp_path, 2)) as store:
         store.add("nothing", sequential([("a", "F32", (0, 8))]), weights=True)
@@ -668,8 +715,12 @@ def test_what_an_fsync_lost_must_be_written_again(tmp_path, monkeypatch):
         for _ in range(2):  # so often that the file is written again; it is as good as any then
             write_all(store, 1)
         store.commit(1, {})
+        synced = []
+        store.commit(2, {}, progress=synced.append)
+        assert not synced  # its files are durable already
     with Store.open(devices(tmp_path)) as store:
         assert holds(store, 1)
+        assert store.snapshots[-1].step == 2
 
 
 @pytest.mark.parametrize("call", ["link", "rename", "mkdir"])

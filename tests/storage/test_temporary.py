@@ -16,13 +16,16 @@ def left_by_a_killed_process(parent: Path, keep: bool = False) -> Path:
     """The folder of a process that was killed when it had written something there."""
     pid = fork()
     if not pid:
-        made = Temporary("t-", parent)
-        (made.path / "deep").mkdir()
-        (made.path / "deep" / "file").write_text("x" * 1000)
-        (made.path / "link").symlink_to(parent.parent)
-        if keep:
-            made.keep()
-        os.kill(os.getpid(), signal.SIGKILL)
+        try:
+            made = Temporary("t-", parent)
+            (made.path / "deep").mkdir()
+            (made.path / "deep" / "file").write_text("x" * 1000)
+            (made.path / "link").symlink_to(parent.parent)
+            if keep:
+                made.keep()
+            os.kill(os.getpid(), signal.SIGKILL)
+        finally:
+            os._exit(1)
     assert os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1]) == -signal.SIGKILL
     (folder,) = parent.iterdir()
     return folder
