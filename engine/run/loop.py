@@ -73,7 +73,7 @@ class Run:
     def go(self) -> None:
         """Raises Interrupted, Diverged, StoreError."""
         live, done = self.live, self.live.progress
-        with stop_signals(self.stop.ask, self.stop.insist, twice=True), closing(self.batches):
+        with stop_signals(self.stop.ask, self.stop.insist), closing(self.batches):
             self.evaluation.run_if_due()
             self.stop.begins(done.step + 1)
             while done.step < self.stop.last and not self.evaluation.is_enough:

@@ -42,14 +42,13 @@ class Stop:
         self.begun = min(step, self.total)
 
     def ask(self, number: int) -> None:
-        """Handles the first signal, and after notices the first other one."""
-        if self.alone and not self.asked:
-            self.hear(True)
+        """Handles the first signal."""
         self.how = "^C " if number == signal.SIGINT else "asked to stop:"
         self.asked = True
+        if self.alone:
+            self.hear(True)
         insist = "" if number in NOTICES else "; again: leave at once"
-        step = self.last if self.leaving else self.begun
-        self.screen.urgent(f"\n  finishing step {step:,} and saving{insist}")
+        self.screen.urgent(f"\n  finishing step {self.begun:,} and saving{insist}")
 
     def hear(self, asked: bool) -> None:
         """To be called with whether any host was asked to stop."""
@@ -64,24 +63,24 @@ class Stop:
 class _Asked:
     """A handler of STOPS, and the signals that it has had."""
 
-    def __init__(self, first: Callable[[int], None], second: Callable[[], None], twice: bool):
-        self.first, self.second, self.twice, self.signals = first, second, twice, list[int]()
+    def __init__(self, first: Callable[[int], None], second: Callable[[], None]):
+        self.first, self.second, self.signals = first, second, list[int]()
 
     def __call__(self, number: int, _: FrameType | None) -> None:
         self.signals.append(number)
         if sum(n not in NOTICES for n in self.signals) > 1 and number not in NOTICES:
             self.second()
             os._exit(LEFT)
-        elif len(self.signals) == 1 or (self.twice and number not in NOTICES):
+        if len(self.signals) == 1:
             self.first(number)
         elif number not in NOTICES:
             Screen().urgent("\n  already stopping; again: leave at once")
 
 
 @contextmanager
-def stop_signals(first: Callable[[int], None], second: Callable[[], None], twice: bool = False) -> Iterator[None]:
+def stop_signals(first: Callable[[int], None], second: Callable[[], None]) -> Iterator[None]:
     """A context in which the first signal calls first(number), and a second one that is no notice calls second() and
-    exits. `twice`: if the first ones are notices, the first other signal calls first(number) again.
+    exits. After notices the first other signal is answered with a line.
 
     Where it is used within itself, what the inner one has had counts in the outer one too: a second signal while the
     first unwinds ends the process. Signals belong to the main thread: in another nothing changes.
@@ -89,7 +88,7 @@ def stop_signals(first: Callable[[int], None], second: Callable[[], None], twice
     if threading.current_thread() is not threading.main_thread():
         yield
         return
-    asked = _Asked(first, second, twice)
+    asked = _Asked(first, second)
     before = {n: signal.signal(n, asked) for n in STOPS if signal.getsignal(n) != signal.SIG_IGN}
     try:
         yield

@@ -257,7 +257,7 @@ def _load(live: Live) -> None:
         asked.append(number)
         live.screen.urgent("\n  leaving; again: leave at once")
 
-    with stop_signals(ask, lambda: live.screen.urgent("\nleft at once"), twice=True):
+    with stop_signals(ask, lambda: live.screen.urgent("\nleft at once")):
         live.load(asked)
     if asked:
         raise KeyboardInterrupt
