@@ -142,7 +142,7 @@ def grouped_mm(
     y = torch.empty((P, B), dtype=x.dtype, device=x.device) if out is None else out
     assert y.shape == (P, B)
     assert y.is_contiguous()
-    t = launch.grouped_mm(x.device, x.dtype, E, B)
+    t = launch.grouped_mm(x.device, x.dtype, B)
     tiles = cdiv(P // t.rows + min(E, P), TOGETHER.value) * TOGETHER.value  # no sizes of groups need more
     block_scaled = scales is not None and launch.chip(x.device).arch // 10 == 12
     _grouped_mm[(tiles * cdiv(B, t.b),)](

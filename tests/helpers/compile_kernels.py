@@ -244,13 +244,6 @@ def large_gradient_call():
     gradients.grouped_add_(torch.zeros(1, 4096, 8192), a, b, Order(place, place, torch.zeros(2, dtype=torch.int32)))
 
 
-def many_experts_call():
-    """Of so many experts that Hopper has a tile for them."""
-    x, place = torch.zeros(16, 64, dtype=BF16), torch.zeros(16, dtype=torch.int32)
-    found = Order(place, place, torch.zeros(257, dtype=torch.int32))
-    matmuls.grouped_mm(x, torch.zeros(256, 256, 64, dtype=BF16).mT, found, 1)
-
-
 def products_call():
     x, w = torch.zeros(16, 512, dtype=BF16), torch.zeros(8, 512, 512, dtype=BF16)
     found = Order(
@@ -381,7 +374,7 @@ def listed(arch: int) -> list:
         calls += [lambda D=D: norm_calls(D) for D in (768, 4096, 5120, 12288)]
         calls += [other_calls]
         calls += [routing_calls, lambda: experts_call(32, 4, 2880, 2880, in_out=True), packed_calls, small_packed_calls]
-    calls += [large_gradient_call, many_experts_call, lambda: wide_norm_call(16384, BF16)] * (arch == 90)
+    calls += [large_gradient_call, lambda: wide_norm_call(16384, BF16)] * (arch == 90)
     return [*calls, lambda: experts_call(128, 8, 2048, 768), fp8_calls, fp8_experts_calls]
 
 

@@ -116,22 +116,23 @@ def test_the_librarys_products_have_the_bits_of_ours(name, N, load):
 
 
 @pytest.mark.parametrize("load", LOADS)
-def test_the_wide_tile_of_many_experts_has_the_bits_of_the_usual_one(load, monkeypatch):
-    """With rows looked up and sorted, matrices in both orders, and a depth that the tile's does not divide."""
+@pytest.mark.parametrize(("E", "B"), [(256, 512), (32, 704)])
+def test_the_wide_tile_has_the_bits_of_the_usual_one(E, B, load, monkeypatch):
+    """With rows looked up and sorted, matrices in both orders, and a depth and columns that the tile does not divide."""
     needs_chip(90)
-    N, E, k, A, B = 3000, 256, 8, 712, 512
+    N, k, A = 3000, 8, 712
     order = order_.sort_pairs(choices(load, N, E, k, "cuda"), E)
     x, rows = (randn(n, A, device="cuda", dtype=BF16) for n in (N, N * k))
     stored = randn(E, A, B, device="cuda", dtype=BF16, scale=A**-0.5)
+    tile = launch.grouped_mm(x.device, BF16, B)
+    assert tile.b == 256
     for w in (stored, stored.mT.contiguous().mT):
         for a, chosen in ((x, k), (rows, 0)):
             out = torch.empty(N * k, B, device="cuda", dtype=BF16)
-            assert launch.grouped_mm(x.device, BF16, E, B).b == 256
             wide = matmuls.grouped_mm(a, w, order, chosen, out).clone()
             check(wide, reference.grouped_mm(*up(a, w), order, chosen), ONE_ROUNDING[BF16])
             with monkeypatch.context() as usual:
-                usual.setattr(launch, "MANY", E + 1)
-                assert launch.grouped_mm(x.device, BF16, E, B).b == 128
+                usual.setattr(launch, "grouped_mm", lambda *_: tile._replace(b=128))
                 assert torch.equal(matmuls.grouped_mm(a, w, order, chosen, out), wide)
 
 

@@ -64,18 +64,15 @@ def test_rows_of_logits_are_wide_where_they_stay_in_l2(on):
     assert rows == {86: (narrow, narrow), 89: (wide, narrow), 90: (wide, narrow)}
 
 
-def test_many_small_experts_have_a_wide_tile_on_hopper(on):
+def test_products_of_experts_have_a_wide_tile_on_hopper(on):
     """In bf16 alone, where columns fill it, with the depth of the usual tile: the order of the sums stays."""
     usual, wide = (128, 64, 128, 8, 3), (128, 64, 256, 8, 3)
     on(H100)
-    for E, B, tile in ((512, 1024, wide), (128, 1536, wide), (512, 640, usual), (64, 1536, usual)):
-        assert launch.grouped_mm(GPU, torch.bfloat16, E, B) == tile
-    assert launch.grouped_mm(GPU, torch.float8_e4m3fn, 512, 1024) == (128, 128, 128, 8, 3)
-    launch.use({"grouped_mm": [64, 64, 128, 4, 4]})  # tuned with few experts
-    assert launch.grouped_mm(GPU, torch.bfloat16, 512, 1024) == wide
+    for B, tile in ((16, usual), (128, usual), (256, wide), (640, usual), (1408, wide), (2880, wide), (28672, wide)):
+        assert launch.grouped_mm(GPU, torch.bfloat16, B) == tile
+    assert launch.grouped_mm(GPU, torch.float8_e4m3fn, 1024) == (128, 128, 128, 8, 3)
     on(Chip(100, 148))
-    launch.use({})
-    assert launch.grouped_mm(GPU, torch.bfloat16, 512, 1024) == usual
+    assert launch.grouped_mm(GPU, torch.bfloat16, 1024) == usual
 
 
 @pytest.mark.parametrize("chip", CHIPS, ids=lambda chip: f"sm_{chip.arch}")
@@ -85,7 +82,7 @@ def test_what_is_tried_has_the_usual_setting_and_rows_that_documents_are_cut_int
     tiles = {w: launch.attention(GPU, torch.bfloat16, w)._asdict() for w in (64, 128, 256)}
     usual = {f"attention_{kind} {w}": tile for w, each in tiles.items() for kind, tile in each.items()}
     usual |= {
-        "grouped_mm": launch.grouped_mm(GPU, torch.bfloat16, 32, 2880),
+        "grouped_mm": launch.grouped_mm(GPU, torch.bfloat16, 2880),
         "grouped_add": launch.grouped_add(GPU, torch.bfloat16),
     }
     usual |= {"quantize": launch.quantize(GPU, False), "quantize both": launch.quantize(GPU, True)}
@@ -100,11 +97,8 @@ def test_what_is_tried_has_the_usual_setting_and_rows_that_documents_are_cut_int
         assert len(set(each)) == len(each) > 1, name
         if name.startswith("attention_"):
             assert {s[name.startswith("attention_dkv")] for s in each} <= {*TILES}, name
-    assert ("block_scaled" in settings, "quantize" in settings, "grouped_add" in settings) == (
-        chip.arch >= 120,
-        chip.arch >= 89,
-        chip.arch != 90,
-    )
+    assert ("block_scaled" in settings, "quantize" in settings) == (chip.arch >= 120, chip.arch >= 89)
+    assert ("grouped_mm" in settings) == ("grouped_add" in settings) == (chip.arch != 90)
 
 
 def test_settings_in_use_are_for_bf16_and_leave_other_launches(on):
