@@ -234,9 +234,8 @@ HINTS = {
     "columns the wrong way round": (
         ["--data", "qa.jsonl", "--map", "question=prompt,answer=completion"], "--map prompt=question,completion=answer",
         ["--data", "qa.jsonl", "--map", "prompt=question,completion=answer"]),
-    "three other columns": (["--data", "dolly.jsonl"], "--map instruction=instruction,input=context,output=response",
-                            ["--data", "dolly.jsonl", "--map",
-                             "instruction=instruction,input=context,output=response"]),
+    "three other columns": (["--data", "dolly.jsonl"], "Perhaps --map input=context,output=response",
+                            ["--data", "dolly.jsonl", "--map", "input=context,output=response"]),
     "preferences": (["--data", "chosen.jsonl"], "--map completion=chosen,unused=rejected",
                     ["--data", "chosen.jsonl", "--map", "completion=chosen,unused=rejected"]),
     "labels": (["--data", "label.jsonl"], "--map unused=label", ["--data", "label.jsonl", "--map", "unused=label"]),
