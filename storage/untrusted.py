@@ -142,7 +142,7 @@ def shown(text: str, most: int = NAME) -> str:
 def quoted(path: str | Path) -> str:
     """A path as a word of a command that can be copied into a shell: bash or zsh, if it has control characters."""
     text = f"./{path}" if str(path).startswith("-") else str(path)
-    if not (_CONTROLS.search(text) or "  " in text):  # which are not shown as they are
+    if not (_CONTROLS.search(text) or re.search(r"\s\s|[^\S ]", text)):  # which are not shown as they are
         return shlex.quote(text)
     plain = (chr(b) if 32 < b < 127 and b not in b"'\\" else f"\\x{b:02x}" for b in os.fsencode(text))
     return f"$'{''.join(plain)}'"

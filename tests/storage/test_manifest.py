@@ -352,7 +352,7 @@ def test_a_path_that_is_shown_in_a_command_can_be_copied(path):
 
 
 def test_a_path_with_control_characters_can_be_copied_too():
-    for path in ("line\nend", "two  blanks", os.fsdecode(b"\xff'\\a"), "ü\t漢", "-\x1b[31m"):
+    for path in ("line\nend", "two  blanks", "a\u3000wide\xa0blank", os.fsdecode(b"\xff'\\a"), "ü\t漢", "-\x1b[31m"):
         word = quoted(path)
         assert word.isascii()
         assert " " not in word
