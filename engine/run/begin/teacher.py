@@ -153,17 +153,30 @@ def _passed(job: Job, teacher: str, begun: str, screen: Screen) -> Names:
 @contextmanager
 def _claimed(folder: Path, screen: Screen) -> Iterator[None]:
     """A context with a locked folder, made if it is missing. Waits for another run that writes the same scores."""
-    folder.mkdir(parents=True, exist_ok=True)
-    fd = os.open(folder, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
+    fd = _locked(folder)
+    if fd is None:
+        screen.say("teacher  another run asks it the same: waits until that has its answers")
+        while (fd := _locked(folder)) is None:
+            time.sleep(WAIT)
     try:
-        if not lock(fd):
-            screen.say("teacher  another run asks it the same: waits until that has its answers")
-            while not lock(fd):
-                time.sleep(WAIT)
         yield
     finally:
-        os.close(fd)
         remove_folders([folder, folder.parent])  # if it failed before the first part
+        os.close(fd)
+
+
+def _locked(folder: Path) -> int | None:
+    """Makes and locks a folder; returns its descriptor. None if another process has the lock, or removes the folder."""
+    try:
+        folder.mkdir(parents=True, exist_ok=True)
+        fd = os.open(folder, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
+    except FileNotFoundError:
+        return None
+    with suppress(FileNotFoundError):
+        if lock(fd) and os.path.samestat(os.fstat(fd), folder.stat()):
+            return fd
+    os.close(fd)
+    return None
 
 
 def _keys(job: Job, opened: Opened, asked: argparse.Namespace, below: int) -> list[str]:

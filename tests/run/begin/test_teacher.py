@@ -205,7 +205,8 @@ def test_of_two_runs_with_one_teacher_the_second_waits_for_the_first(tmp_path, m
             there.set()
 
     def second() -> None:
-        with teacher._claimed(tmp_path / "key", Told()):
+        with teacher._claimed(tmp_path / "key", Told()):  # the first has removed the folder, as it wrote nothing
+            assert teacher._locked(tmp_path / "key") is None
             order.append("second")
 
     with teacher._claimed(tmp_path / "key", Screen()):
