@@ -191,7 +191,8 @@ def _job(options: Options, screen: Screen, clock: Clock, group: Alone, snapshot:
     finally:
         screen.clear()
     if job.read:
-        group.agree("data", {"--data": job.data.fingerprint}, "Copy host 0's")
+        held = job.data.held_out
+        group.agree("data", {"--data": job.data.fingerprint, "--val": held and held.fingerprint}, "Copy host 0's")
     group.agree("checkpoints", job.pinned.model, "Copy host 0's")
     return job
 

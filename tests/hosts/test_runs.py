@@ -396,10 +396,13 @@ def test_what_hosts_are_given_is_compared_before_anything_is_written(folder):
     weights = bytearray((grown / "model.safetensors").read_bytes())
     weights[-4] ^= 1  # of the last value
     (grown / "model.safetensors").write_bytes(weights)
-    rate = lambda host: command(folder, out, "--seed", str(host))
+    argv = command(folder, out)
+    rate = lambda host: [*argv, "--seed", str(host)]
     assert "host 1 was started with other options than host 0: --seed." in refused(out, 2, rate)
     text = lambda host: [*command(folder, out), *(["--data", str(other)] if host else [])]
-    assert "host 1 was started with other data than host 0: --data." in refused(out, 2, text)
+    assert "host 1 was started with other data than host 0: --data, --val." in refused(out, 2, text)
+    held = lambda host: [str(other if host else folder / "stories.txt") if word == "0.1" else word for word in argv]
+    assert "host 1 was started with other data than host 0: --val." in refused(out, 2, held)
     bits = lambda host: [str(grown if host else folder / "checkpoint"), *command(folder, out)[1:]]
     assert "host 1 was started with other weights than host 0: those that are trained." in refused(out, 2, bits)
     assert "WORLD_SIZE is 2 hosts: say --out DIR" in refused(out, 2, command(folder, out)[:3])
