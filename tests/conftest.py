@@ -84,8 +84,9 @@ def released(request):
 
 @pytest.fixture(autouse=True, scope="session")
 def few_to_collect():
-    """What is there before the first test is no garbage: each run and each fork looks for some, and a child would copy
-    all that it looks at. The engine's queues, which leave the same out while they are open, do not undo that.
+    """Leaves the objects that exist before the first test, those of imported modules, out of all garbage collections:
+    runs and forked children are faster. Objects of tests are collected as usual. The engine's queues, which freeze and
+    unfreeze objects while they are open, would undo this, so they do neither (tests/engine/test_queues.py tests them).
     """
     gc.collect()
     gc.freeze()
