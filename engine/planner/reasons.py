@@ -72,10 +72,11 @@ def _activations(geo: Geometry, plan: Plan, compute: float, before: float) -> It
         away = [u for u in range(1, n - 1) if plan.units[u].names(tier)]
         if away:
             nbytes = plan.n_micro * sum(geo.saved_layout(u, plan.units[u].names(tier), plan.tokens).span for u in away)
-            gain = f": computation takes {compute:.3g} s of a step rather than {before:.3g} s"
+            now, then = f"{compute:.3g}", f"{before:.3g}"
+            gain = f": computation takes {now} s of a step rather than {then} s" * (float(now) < float(then))
             yield (
                 f"{_counted([plan.units[u].names(tier) for u in away])} of {n - 2} {blocks} are swapped to {where} "
-                f"({gib(nbytes, 1)}){gain * (f'{compute:.3g}' != f'{before:.3g}')}"
+                f"({gib(nbytes, 1)}){gain}"
             )
     inputs = sum(unit.x != "gpu" for unit in plan.units[1:-1])
     if inputs:

@@ -172,6 +172,11 @@ def test_reasons_are_of_the_plan():
     assert f"the inputs of {SMALL.n_layers} blocks are stored outside the GPU (" in said
     assert "holds the state" not in said
     assert f"holds the state of 1 of {n} layers" in say(units=away.changed({0}, weights="gpu", state="gpu").units)
+    swapping, compute = first.changed({1}, saved=(("resid", "host"),)), found.busy["compute"]
+    for times in (0.5, 1.0, 2.0):  # the other changes of a plan may take longer than what swapping saves
+        now = replace(found, busy=found.busy | {"compute": times * compute})
+        (line,) = [line for line in reasons(geo, first, found, swapping, now) if " swapped to RAM (" in line]
+        assert ("rather than" in line) == (times < 1)
 
 
 @pytest.mark.parametrize("cfg", [SMALL, ADAPTED, PARTLY], ids=["all", "adapters", "some"])
