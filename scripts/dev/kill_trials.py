@@ -40,7 +40,7 @@ def main() -> int:
     for place in dict.fromkeys(t.place for t in made):
         here = [t for t in made if t.place == place]
         kills, bad = Counter(name for t in here for name, _ in t.kills), [t for t in here if t.wrong]
-        print(f"{place:8} {len(here):4} runs  {sum(kills.values()):4} kills  {len(bad):3} wrong   killed before "
+        print(f"{place:13} {len(here):4} runs  {sum(kills.values()):4} kills  {len(bad):3} wrong   killed before "
               + ", ".join(f"{name} {n}" for name, n in kills.most_common()))  # fmt: skip
         for t in bad:
             print(f"         wrong: {t}")
