@@ -25,6 +25,8 @@ from trireme.engine.data.files.rows import BadRow
 from trireme.models.config import InputError
 
 MEMORY = 4 << 30  # bytes of address space more than at the start
+STARTED = 4 << 30  # bytes of address space at the start where /proc, which has them, is hidden
+STATM = Path("/proc/self/statm")
 
 ALONE = {"OMP_NUM_THREADS": "1", "OPENBLAS_NUM_THREADS": "1", "TOKENIZERS_PARALLELISM": "false"}
 
@@ -182,8 +184,11 @@ def _limit_memory(nbytes: int) -> None:
     out.
     """
     resource.setrlimit(resource.RLIMIT_CORE, (0, 0))
-    with contextlib.suppress(OSError, ValueError):  # no Linux
-        most = int(Path("/proc/self/statm").read_text().split()[0]) * resource.getpagesize() + nbytes
-        soft, hard = resource.getrlimit(resource.RLIMIT_AS)
-        resource.setrlimit(resource.RLIMIT_AS, (most if soft == resource.RLIM_INFINITY else min(most, soft), hard))
+    try:
+        most = int(STATM.read_text().split()[0]) * resource.getpagesize() + nbytes
+    except OSError:
+        most = STARTED + nbytes
+    soft, hard = resource.getrlimit(resource.RLIMIT_AS)
+    resource.setrlimit(resource.RLIMIT_AS, (most if soft == resource.RLIM_INFINITY else min(most, soft), hard))
+    with contextlib.suppress(OSError):
         Path("/proc/self/oom_score_adj").write_text("1000")

@@ -1,6 +1,7 @@
 """A process of its own: its results, its limits, and every bad end as one exception."""
 
 import os
+import resource
 import select
 import signal
 import subprocess
@@ -10,6 +11,7 @@ import threading
 import pytest
 from sandboxed import Thing, abort, compute, interrupt_the_parent, pid, raise_it, remember, take, time_left
 
+from trireme.engine.data import sandbox
 from trireme.engine.data.files.rows import BadRow
 from trireme.engine.data.sandbox import Died, Sandbox
 from trireme.engine.run.signals import STOPS
@@ -87,6 +89,18 @@ def test_memory_is_limited(box):
     with pytest.raises(MemoryError, match="taking takes more than 1 GiB of memory"):
         box.call(take, 1 << 31)
     assert box.call(pid) == child
+
+
+def test_memory_is_limited_where_proc_is_hidden(tmp_path, monkeypatch):
+    """What the process has at the start is not known there."""
+    found = {}
+    monkeypatch.setattr(sandbox, "STATM", tmp_path / "statm")
+    monkeypatch.setattr(sandbox.resource, "getrlimit", lambda which: (resource.RLIM_INFINITY, resource.RLIM_INFINITY))
+    monkeypatch.setattr(sandbox.resource, "setrlimit", found.__setitem__)
+    monkeypatch.setattr(sandbox.Path, "write_text", lambda *_: 4)
+    sandbox._limit_memory(1 << 30)
+    assert found[resource.RLIMIT_AS] == (sandbox.STARTED + (1 << 30), resource.RLIM_INFINITY)
+    assert found[resource.RLIMIT_CORE] == (0, 0)
 
 
 def test_an_abort_is_one_exception_and_nothing_is_printed(box, capfd):
