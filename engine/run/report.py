@@ -149,15 +149,13 @@ def _packing_notes(job: Job) -> list[str]:
     if packing is None:
         return []
     kept = sum(t.nbytes for layout in geo.base for t in layout.tensors if packing.part_of(t.name))
-    notes = (
-        [f"frozen matrices stay in {packing.word}, {gib(kept)}, until the GPU decodes them, one layer at a time"]
-        if kept
-        else []
-    )
+    notes = []
+    if kept:
+        notes.append(f"frozen matrices stay in {packing.word}, {gib(kept)}, until the GPU decodes them, layer by layer")
     if isinstance(job.source, Unpacked) or not isinstance(job.source, Packed):
         notes.append(f"{packing.word} is decoded while it is read; the output is in bf16, also in its config.json")
     if job.options.base:
-        notes.append(f"--base: they are {_quantized(job.source)}; merged and exported weights are the checkpoint's own")
+        notes.append(f"--base: they are {_quantized(job.source)}; merges and exports use the checkpoint's own values")
     elif job.options.merge:
         notes.append("--merge: the merged model is in bf16 if the adapters change a packed matrix")
     if job.cfg.fp8:
