@@ -94,6 +94,7 @@ def few_to_collect():
         kept = dict(get_threshold=gc.get_threshold, set_threshold=gc.set_threshold)
         patch.setattr(real_queues, "gc", SimpleNamespace(**kept, freeze=lambda: None, unfreeze=lambda: None))
         yield
+    gc.unfreeze()
 
 
 @pytest.fixture(autouse=True, scope="session")
