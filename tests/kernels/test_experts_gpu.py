@@ -118,7 +118,7 @@ def test_the_librarys_products_have_the_bits_of_ours(name, N, load):
 @pytest.mark.parametrize("load", LOADS)
 @pytest.mark.parametrize(("E", "B"), [(256, 512), (32, 704)])
 def test_the_wide_tile_has_the_bits_of_the_usual_one(E, B, load, monkeypatch):
-    """With rows looked up and sorted, matrices in both orders, and a depth and columns that the tile does not divide."""
+    """With rows looked up and sorted, matrices in both orders, and sizes that the tile does not divide."""
     needs_chip(90)
     N, k, A = 3000, 8, 712
     order = order_.sort_pairs(choices(load, N, E, k, "cuda"), E)
