@@ -52,18 +52,28 @@ def packing_of(
 
 
 def _without(found: dict[str, Any], carried: tuple[str, ...]) -> tuple[dict[str, Any], bool]:
-    """(quantization_config without groups that are only of tensors which are copied, whether there were any)."""
+    """(quantization_config without groups that are only of tensors which are copied, whether there were any).
+
+    A group with the settings of another one stays.
+    """
     groups = found.get("config_groups")
     if not isinstance(groups, dict):
         return found, False
     others = {name: group for name, group in groups.items() if not _is_of(group, carried)}
-    return found | {"config_groups": others}, len(others) < len(groups)
+    if {*map(_settings, groups.values())} == {*map(_settings, others.values())}:
+        return found, False  # all are packed in one way
+    return found | {"config_groups": others}, True
+
+
+def _settings(group: Any) -> str:
+    """A group without its targets."""
+    return json.dumps(group | {"targets": None} if isinstance(group, dict) else group, sort_keys=True)
 
 
 def _is_of(group: Any, carried: tuple[str, ...]) -> bool:
-    """Whether a group's targets are all regular expressions of names that begin so."""
+    """Whether a group's targets are all regular expressions of names that begin so, without alternatives."""
     targets = group.get("targets") if isinstance(group, dict) else None
-    if not isinstance(targets, list) or not targets or any(type(target) is not str for target in targets):
+    if not isinstance(targets, list) or not targets or any(type(t) is not str or "|" in t for t in targets):
         return False
     return all(target.startswith("re:") and _glob(target).lstrip(".*").startswith(carried) for target in targets)
 
@@ -172,7 +182,9 @@ def _compressed(keys: Keys, names: Names) -> tuple[Packing, tuple[str, ...]]:
         raise keys.error("config_groups", 'a group with "weights"')
     if len(found) > 1:
         raise InputError(f"{keys.where}: its groups have scales of several shapes, which is not supported.")
-    return found.pop(), _blocks(names, [_glob(module) for module in _left_out(keys, "ignore")], exact=True)
+    start = lambda module: "*" * (module.startswith("re:") and not module.endswith("$"))  # which a name begins with
+    left_out = [_glob(module) + start(module) for module in _left_out(keys, "ignore")]
+    return found.pop(), _blocks(names, left_out, exact=True)
 
 
 def _of_others(group: Any) -> bool:

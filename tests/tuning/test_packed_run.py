@@ -136,7 +136,32 @@ def test_what_is_packed_in_another_way_cannot_be_decoded_with_the_rest(folder):
         unpacked(as_stored(cfg, source), source)
 
 
-@pytest.mark.parametrize("targets", [["Linear"], [r"re:.*mlp\..*proj$"], [r"re:.*mtp\..*", "Linear"], [], None])
+def changed(folder, to, **said):
+    """The config of `folder` with other keys of its quantization_config."""
+    raw = json.loads((folder / "config.json").read_text())
+    raw["quantization_config"] |= said
+    (to / "config.json").write_text(json.dumps(raw))
+    return read_config(to)
+
+
+def test_a_group_of_its_own_that_is_packed_as_the_others_is_decoded_with_them(folder, tmp_path):
+    groups = dict(group_0=group(GROUP, "Linear"), group_mtp=group(GROUP, r"re:.*mtp\..*proj$"))
+    assert changed(folder, tmp_path, config_groups=groups).packing.left == ()
+    assert read_config(folder).packing.left == ("mtp.",)
+
+
+def test_a_regular_expression_of_what_is_left_out_is_the_beginning_of_names(folder, tmp_path):
+    """As compressed-tensors matches it, unless it ends with $."""
+    said = lambda *ignore: as_said(changed(folder, tmp_path, ignore=[*ignore])).packed
+    packed = lambda *ignore: {name for name in said(*ignore) if "attn" in name}
+    every = packed()
+    assert packed("re:.*self_attn$") == every
+    assert packed("re:.*self_attn") == {name for name in every if "self_attn" not in name} < every
+
+
+@pytest.mark.parametrize("targets", [
+    ["Linear"], [r"re:.*mlp\..*proj$"], [r"re:.*mtp\..*", "Linear"], [r"re:.*mtp\..*|.*layers\.0\..*"], [], None,
+])  # fmt: skip
 def test_other_groups_of_another_size_are_refused(folder, targets, tmp_path):
     raw = json.loads((folder / "config.json").read_text())
     raw["quantization_config"]["config_groups"]["group_mtp"]["targets"] = targets
