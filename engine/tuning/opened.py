@@ -54,13 +54,13 @@ def read_adapter(folder: Path, cfg: ModelConfig, merging: bool = False) -> Adapt
     Raises InputError for another format, kind or base.
     """
     said, source = read_said(folder, excluded(cfg), cfg.scores > 0), _opened(folder)
-    pairs, spelling = spelled(cfg, source.tensors)
+    pairs, spelling = spelled(cfg, source.tensors, str(folder / WEIGHTS))
     stored, said = dict(pairs), replace(said, spelling=spelling)
     if len(stored) < len(source.tensors):
         raise InputError(f"{folder / WEIGHTS} has a tensor twice, such as with {PREFIX} before its name, and without.")
     found = {short: source.tensors[name].shape for short, name in stored.items()}
     places = [*_places(cfg, said), *_outer_places(cfg, said), *_gates(cfg, said)]
-    if any(map(SINGLE.search, found)):
+    if by_expert(cfg).names.each and any(map(SINGLE.search, found)):
         places += _single_places(by_expert(cfg), said)
     whole = _whole(folder, cfg, said, found)
     for name in sorted(found.keys() - whole.keys() - {name for place in places for name in place.stored}):
@@ -144,8 +144,13 @@ def _places(cfg: ModelConfig, said: Said) -> Iterator[Place]:
         }
         target = cfg.names.experts if shapes.adapts_experts(match[0]) else match[2]
         theirs = cfg.names.module(module)
-        parameter = f"{theirs}.weight" if said.adapts(f"{theirs}.weight") else theirs
-        yield _place(module, int(match[1]), target, said.sized(parameter), stored)
+        yield _place(module, int(match[1]), target, _size(said, theirs), stored)
+
+
+def _size(said: Said, module: str) -> tuple[int, float]:
+    """As Said.sized, by the name under which peft adapts a module: its own, or that of its weight."""
+    weight = f"{module}.weight"
+    return said.sized(weight if said.adapts(weight) else module)
 
 
 def _of_one(said: Said, name: str) -> str:
@@ -186,7 +191,7 @@ def _gates(cfg: ModelConfig, said: Said) -> Iterator[Place]:
             theirs = cfg.names.module(name).removesuffix(".weight")
             a, b = shapes.adapter_names(theirs)
             stored = {a: (1, shape[1]), b: (shape[0], 1)}
-            yield _place(name.removesuffix(".weight"), int(match[1]), "", said.sized(theirs), stored)
+            yield _place(name.removesuffix(".weight"), int(match[1]), "", _size(said, theirs), stored)
 
 
 def _single_places(cfg: ModelConfig, said: Said) -> Iterator[Place]:

@@ -7,7 +7,7 @@ from collections.abc import Iterable
 from dataclasses import replace
 from typing import NamedTuple
 
-from trireme.models.config import ModelConfig
+from trireme.models.config import InputError, ModelConfig
 
 PREFIX = "base_model.model."  # peft's
 SINGLE = re.compile(r"\.experts\.\d+\.")  # one of a layer's experts, as transformers 4 has them
@@ -35,18 +35,21 @@ def short(name: str) -> str:
     return name.removeprefix(PREFIX).replace(".default.weight", ".weight")
 
 
-def spelled(cfg: ModelConfig, stored: Iterable[str]) -> tuple[list[tuple[str, str]], Spelling]:
+def spelled(cfg: ModelConfig, stored: Iterable[str], where: str) -> tuple[list[tuple[str, str]], Spelling]:
     """((name by transformers' modules without peft's prefix, name in the file) of each tensor, the adapter's spelling).
 
     An adapter may have been made with the class of the language model alone, that of the multimodal model around it, or
-    an older one. All of them compute the same.
+    an older one. All of them compute the same. Raises InputError about the file `where` if it mixes them.
     """
     found = [(_in_modules(cfg, short(name)), name) for name in stored]
     here = cfg.names.module(cfg.names.block).partition("layers.")[0]
     if here not in _BASES:
         return found, Spelling()
     bases = {base for name, _ in found for base in [_base(name)] if base is not None}
-    there = here if here in bases or not bases else sorted(bases)[0]
+    if len(bases) > 1:
+        first, second = (f"{base}layers" for base in sorted(bases)[:2])
+        raise InputError(f"{where} names modules in two ways, {first} and {second}. Save it anew with peft.")
+    there = next(iter(bases), here)
     return [(_moved(name, here), stored) for name, stored in found], Spelling(here, there)
 
 

@@ -75,8 +75,16 @@ def test_both_spellings_of_one_tensor_are_refused(tmp_path):
     tensors = load_file(folder / WEIGHTS)
     name = f"{PREFIX}{INSIDE}layers.1.mlp.down_proj.lora_A.weight"
     save_file(tensors | {name.replace(INSIDE, ALONE): tensors[name].clone()}, folder / WEIGHTS)
-    with pytest.raises(InputError, match="has a tensor twice, such as with base_model.model"):
+    with pytest.raises(InputError, match="in two ways, model.layers and model.language_model.layers. Save"):
         read_adapter(folder, cfg)
+
+
+def test_modules_of_two_spellings_are_refused(tmp_path):
+    """Patterns and lists of adapter_config.json would be read in one of them."""
+    cfg = of("gemma3")
+    rename = lambda name: name.replace(INSIDE, BEFORE) if "layers.1." in name else name
+    with pytest.raises(InputError, match=f"in two ways, {BEFORE}layers and {INSIDE}layers. Save"):
+        read_adapter(make(tmp_path / "adapter", cfg, rename), cfg)
 
 
 @pytest.mark.parametrize("case", ["nemotron 3", "hy v3"])
@@ -138,6 +146,28 @@ def test_routers_that_were_linear_layers_are_merged(case, router, tmp_path):
         assert torch.allclose(found[f"{module}.weight"], base[f"{module}.weight"] + 3 * b @ a, atol=1e-5)
     with pytest.raises(InputError, match=f"adapters of {modules[0]} and {modules[1]} cannot be trained; `merge` adds"):
         read_adapter(folder, of(case))
+
+
+def test_single_experts_of_a_model_that_never_had_them_are_refused(tmp_path):
+    name = "model.layers.0.mlp.experts.0.up_proj"
+    save_file({f"{PREFIX}{name}.lora_{part}.weight": torch.ones(2, 2) for part in "AB"}, tmp_path / WEIGHTS)
+    (tmp_path / CONFIG).write_text(json.dumps(dict(peft_type="LORA", r=2, lora_alpha=6, target_modules=["up_proj"])))
+    with pytest.raises(InputError, match=f"adapters of {name} are not supported"):
+        read_adapter(tmp_path, of("gpt oss"))
+
+
+def test_patterns_of_a_router_that_is_a_parameter(tmp_path):
+    """As target_parameters of transformers 5 has it: peft looks for the parameter's name."""
+    cfg = of("qwen3 moe")
+    router, (outer, inner) = "model.layers.0.mlp.gate", (cfg.experts.count, cfg.width)
+    tensors = {"A": torch.ones(3, inner), "B": torch.ones(outer, 3)}
+    save_file({f"{PREFIX}{router}.lora_{part}.weight": t for part, t in tensors.items()}, tmp_path / WEIGHTS)
+    parameter = f"{router}.weight"
+    config = dict(peft_type="LORA", r=2, lora_alpha=6, target_modules=[], target_parameters=[parameter])
+    config |= dict(rank_pattern={parameter: 3}, alpha_pattern={parameter: 12})
+    (tmp_path / CONFIG).write_text(json.dumps(config))
+    found = read_adapter(tmp_path, cfg, merging=True)
+    assert (found.ranks, found.scales) == ({router: 3}, {router: 4.0})
 
 
 @pytest.mark.parametrize("wrapper", WRAPPERS)
