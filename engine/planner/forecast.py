@@ -78,7 +78,7 @@ class Files:
     held: int = 0  # bytes of these files and of the state that the run has on the drives already
     keep: int = 1
     apart: int = 0  # checkpoints of single steps
-    read: int = 0  # to quantize a base
+    read: int = 0  # to quantize a base, or to check and load one
 
 
 class Change(NamedTuple):

@@ -201,9 +201,12 @@ def prepare(
     )  # fmt: skip
 
 
-def _read_for_base(source: Source) -> int:
-    """Bytes of the checkpoint that are read to quantize it: twice, or only once if a file keeps the result."""
-    return 2 * source.nbytes if not isinstance(source, Cached) else 0 if source.is_made() else source.nbytes
+def read_for_base(source: Source) -> int:
+    """Bytes that are read to load a base: the checkpoint twice, for codes and for scales, or for its checksums and for
+    both. A file that keeps the result is read once, and before that compared with its checksum if it is there.
+    """
+    kept = source.file_bytes if isinstance(source, Cached) else 0
+    return 2 * kept if isinstance(source, Cached) and source.is_made() else 2 * source.nbytes + kept
 
 
 def default_rate(options: Options, cfg: ModelConfig) -> float:
@@ -340,7 +343,7 @@ def _files(
     merged = source.nbytes * options.merge
     best = data is not None and data.held_out is not None
     apart = options.export_every.count(work.steps)
-    read = _read_for_base(source) if options.base else 0
+    read = read_for_base(source) if options.base else 0
     dtypes = {t.dtype for name in stored.values() if (t := source.tensors.get(name))}
     exact = bool(cfg.lora) or dtypes != {"BF16"}
     return Files(

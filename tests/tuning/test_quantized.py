@@ -18,7 +18,7 @@ from transformers.integrations.finegrained_fp8 import Fp8Quantize
 from trireme.engine.exchange import LOADERS
 from trireme.engine.geometry import geometry
 from trireme.engine.planner.host import TEMPORARIES
-from trireme.engine.run.job import prepare
+from trireme.engine.run.job import prepare, read_for_base
 from trireme.engine.run.train import finetune
 from trireme.engine.tuning.base import CheckpointBase, why_copied
 from trireme.engine.tuning.cached import cached
@@ -166,8 +166,13 @@ def test_with_a_store_a_base_is_quantized_once(tmp_path, monkeypatch):
         cfg, anew = quantized(cfg, source, "nf4", stored)
         kept = cached(anew, store)
         assert not kept.is_made()
-        kept.make(lambda n: None)
+        assert read_for_base(kept) == 2 * source.nbytes + kept.file_bytes
+        for nbytes in (source.nbytes + kept.file_bytes, kept.file_bytes):  # then its own checksum alone
+            heard = []
+            kept.make(heard.append)
+            assert nbytes - len(kept.header) <= sum(heard) <= nbytes
         assert kept.is_made()
+        assert read_for_base(kept) == 2 * kept.file_bytes
         assert kept.file.stat().st_size == kept.file_bytes
         for name in kept.parts:
             assert np.array_equal(np.concatenate(list(kept.values(name))), np.concatenate(list(anew.values(name))))
