@@ -303,12 +303,14 @@ def export(
     out: AnyPath,
     fetch: Callable[[str], Iterable[np.ndarray] | None],
     progress: Callable[[int], None] = lambda _: None,
+    check: Callable[[], None] = lambda: None,
 ) -> dict[str, str]:
     """Writes a checkpoint to `out` with the source's files, names, shapes, dtypes, metadata and auxiliary files.
 
     fetch(name) yields new values, flat, as float32 or bf16 bits in uint16; they are rounded to the source's dtype. It
     returns None for a tensor to copy. `progress(nbytes)` is called for bytes written and read back. Files get their
-    names when all of them are synced and were compared. Returns their checksums. Raises StoreError, leaving no files.
+    names when all of them are synced and were compared, and check() has raised nothing. Returns their checksums. Raises
+    StoreError, leaving no files.
     """
     out, others = Path(out), source.others
     files = [*others, *source.files]
@@ -327,6 +329,7 @@ def export(
         for file, written in done.items():
             if checksum(counted(read_back(partial_of(out / file)), progress)) != written:
                 raise StoreError(errno.EIO, "read back, it is not what was written", str(out / file))
+        check()
         for file in files:
             partial_of(out / file).replace(out / file)
         for folder in {(out / f).parent for f in files} | {out}:

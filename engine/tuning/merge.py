@@ -122,26 +122,13 @@ def merge_adapter(folder: Path, cfg: ModelConfig, source: Source, out: Path, pro
         else:
             read = source.values(stored)
             if not pairs:
-                return unchanged(stored, _finite(read, damaged))
+                return _finite(read, damaged)
         beyond = f"{stored}: with the adapter of {folder}, values are beyond {dtype}. Is its lora_alpha right?"
         read = _finite(read, damaged)
         added = merged(read, pairs, adapter.scales[module]) if pairs else read
-        return unchanged(stored, _finite((convert(piece, dtype_of(piece), dtype) for piece in added), beyond))
+        return _finite((convert(piece, dtype_of(piece), dtype) for piece in added), beyond)
 
-    def unchanged(stored: str, pieces: Iterable[np.ndarray]) -> Iterator[np.ndarray]:
-        yield from pieces
-        check_unchanged({path: before[path] for path in _files_of(source, stored)}, "was changed while it was merged")
-
-    export(source, out, values, progress)
-
-
-def _files_of(source: Source, name: str) -> set[Path]:
-    """The files that a tensor is read from; none for a new score head. There may be hundreds of others."""
-    names = [name]
-    if isinstance(source, Packed) and source.packs(name):
-        names = [part for suffix in source.packing.parts if (part := name + suffix.suffix) in source.parts]
-    places = (source.place(name) for name in names)
-    return {source.folder / place.file for place in places if place.file}
+    export(source, out, values, progress, lambda: check_unchanged(before, "was changed while it was merged"))
 
 
 def _finite(pieces: Iterable[np.ndarray], otherwise: str) -> Iterator[np.ndarray]:

@@ -44,7 +44,7 @@ def tried(here: Chip) -> dict[str, tuple[tuple[int, ...], ...]]:
         found = dict(LARGE)
     else:
         found = {name: tuple(tuple(k.tile) for k in known if k.shared <= here.shared) for name, known in KNOWN.items()}
-    missing = {"grouped_mm", "grouped_add"} if here.arch == 90 else set()  # Hopper's own tiles, experts/hopper.py
+    missing = {"grouped_mm", "grouped_add"} if here.arch == 90 else set()  # of its own: launch.py, hopper.py
     missing |= {"quantize", "quantize both", "gated_codes"} if here.arch < 89 else set()
     missing |= {"block_scaled"} if here.arch // 10 != 12 else set()
     return {name: settings for name, settings in (found | ALL).items() if name not in missing}

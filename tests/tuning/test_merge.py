@@ -19,11 +19,9 @@ from tiny import CASES, oracle
 
 from trireme.engine.placement import silent
 from trireme.engine.tuning.adapters import PREFIX, WEIGHTS
-from trireme.engine.tuning.merge import _files_of, merge_folder, merged
-from trireme.engine.tuning.packed import Packed
+from trireme.engine.tuning.merge import merge_folder, merged
 from trireme.engine.tuning.peft_config import CONFIG
-from trireme.models.config import NF4, InputError
-from trireme.storage.checkpoint import SourceTensor
+from trireme.models.config import InputError
 from trireme.storage.files import StoreError
 
 NAME = "model.layers.1.mlp.down_proj"
@@ -141,38 +139,23 @@ def test_a_link_to_nothing_is_no_place(made):
         made.merge()
 
 
-def test_a_base_that_changes_meanwhile_is_noticed(made, monkeypatch):
+@pytest.mark.parametrize("touched", ["first", "other"])
+def test_a_base_that_changes_meanwhile_is_noticed(made, monkeypatch, touched):
+    """Also a file of which all is copied."""
+    base, copied = made.folder / "base", "model.layers.0.self_attn.rotary_emb.inv_freq"
+    files = dict.fromkeys(load_file(base / "model.safetensors"), "first.safetensors") | {copied: "other.safetensors"}
+    (base / "model.safetensors").rename(base / "first.safetensors")
+    save_file({copied: torch.ones(4)}, base / "other.safetensors", {"format": "pt"})
+    (base / "model.safetensors.index.json").write_text(json.dumps({"metadata": {}, "weight_map": files}))
+
     def touches(*given):
-        os.utime(made.folder / "base/model.safetensors", ns=(0, 0))
+        os.utime(base / f"{touched}.safetensors", ns=(0, 0))
         return merged(*given)
 
     monkeypatch.setattr("trireme.engine.tuning.merge.merged", touches)
-    with pytest.raises(StoreError, match="was changed while it was merged; restore it"):
+    with pytest.raises(StoreError, match=f"was changed while it was merged; restore it: .*{touched}.safetensors"):
         made.merge()
     assert not (made.folder / "out").exists()
-
-
-def test_each_tensor_is_read_from_a_file_that_is_looked_at_again(made, monkeypatch):
-    """That file alone: a checkpoint may have hundreds, and 100,000 tensors."""
-    before, seen = load_file(made.folder / "base/model.safetensors"), []
-    (made.folder / "base/model.safetensors").unlink()
-    files = {name: f"model-{i + 1:05d}-of-{len(before):05d}.safetensors" for i, name in enumerate(sorted(before))}
-    for name, file in files.items():
-        save_file({name: before[name]}, made.folder / "base" / file, {"format": "pt"})
-    index = {"metadata": {}, "weight_map": files}
-    (made.folder / "base/model.safetensors.index.json").write_text(json.dumps(index))
-    monkeypatch.setattr("trireme.engine.tuning.merge.check_unchanged", lambda stamps, why: seen.append(list(stamps)))
-    made.merge()
-    assert seen == [[made.folder / "base" / file] for file in sorted(files.values())]
-
-
-def test_of_a_packed_matrix_the_files_of_its_parts_are_looked_at(tmp_path):
-    place = lambda file: SourceTensor("U8", (4,), file, 0)
-    parts = {f"a.weight{part.suffix}": place(file) for part, file in zip(NF4.parts, ("codes", "scales"), strict=True)}
-    tensors = {"a.weight": place(""), "b.weight": place("plain"), "score.weight": place("")}
-    source = Packed(tmp_path, (), tensors, {}, NF4, parts, {})
-    files = lambda name: {path.name for path in _files_of(source, name)}
-    assert [files(name) for name in tensors] == [{"codes", "scales"}, {"plain"}, set()]
 
 
 def test_two_merges_do_not_write_to_one_folder(made):
