@@ -215,11 +215,11 @@ def _whole(folder: Path, cfg: ModelConfig, said: Said, found: Mapping[str, tuple
     """
     outer = {cfg.names.module(name) for name in (cfg.names.embed, cfg.names.output)}
     named, whole = set[str](), dict[str, str]()
-    there = {end for end in said.saved if any(module.endswith(end) for module in outer)}
+    there = {end for end in said.saved if any(said.spelling.theirs(module).endswith(end) for module in outer)}
     for name, shape in shapes.stored_tensors(cfg).items():
         theirs = cfg.names.module(name)
         module, _, what = theirs.rpartition(".")
-        ends = {end for end in said.saved if module.endswith(end)}  # as peft, without a dot
+        ends = {end for end in said.saved if said.spelling.theirs(module).endswith(end)}  # as peft, without a dot
         there |= ends
         for stored in (theirs, f"{module}.base_layer.{what}") if ends or module in outer else ():
             if stored in found:

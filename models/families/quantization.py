@@ -45,7 +45,7 @@ def packing_of(
         return None, ()
     method = found.get("quant_method") if isinstance(found, dict) else None
     if method in accepted and isinstance(method, str):
-        found, left = _without(found, carried)
+        found, left = _without(found, carried) if method == "compressed-tensors" else (found, False)
         packing, packed = READ[method](Keys(found, f"{keys.where}: quantization_config"), names)
         return (replace(packing, left=carried) if left else packing), packed
     raise _unsupported(keys.where, method, f"for a {keys.raw.get('model_type')}")

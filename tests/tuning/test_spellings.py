@@ -69,6 +69,13 @@ def test_a_language_model_alone_or_within_another(case, here, there, tmp_path):
     assert sorted(set(plain.scales.values())) == [1.5, 3.0]
 
 
+def test_a_module_that_is_saved_whole_has_the_adapters_own_name(tmp_path):
+    cfg, name = of("gemma3"), f"{ALONE}norm"
+    folder = make(tmp_path / "adapter", cfg, replaced(PREFIX + INSIDE, PREFIX + ALONE), modules_to_save=[name])
+    save_file(load_file(folder / WEIGHTS) | {f"{PREFIX}{name}.weight": torch.ones(cfg.width)}, folder / WEIGHTS)
+    assert read_adapter(folder, cfg, merging=True).whole == {cfg.names.final_norm + ".weight": f"{PREFIX}{name}.weight"}
+
+
 def test_both_spellings_of_one_tensor_are_refused(tmp_path):
     cfg = of("gemma3")
     folder = make(tmp_path / "adapter", cfg)
