@@ -33,7 +33,7 @@ from trireme.storage.files import (
 )
 from trireme.storage.headers import encode_header
 from trireme.storage.layout import sequential
-from trireme.storage.untrusted import checksum, parse_json, read_small, summed
+from trireme.storage.untrusted import checksum, parse_json, read_small, summed, why
 
 FOLDER = "bases"
 ENCODING = 1  # of this code: another one has other values
@@ -63,9 +63,10 @@ class Cached(Quantized):
         """Writes the file, unless it is made and has the bytes that were written. Raises StoreError."""
         known, sound = self._record(), False
         if self._is_whole() and "sum" in known:  # older ones have none
-            sound = checksum(counted(read_back(self.file), progress)) == known["sum"]
-            if not sound:
-                say(f"{self.file} is damaged: its bytes are not those that were written. It is made again")
+            damage = self._damage(known["sum"], progress)
+            sound = not damage
+            if damage:
+                say(f"{self.file} is damaged: {damage}. It is made again")
         if sound and self.is_made():
             return
         before = stamps(self.original)
@@ -93,6 +94,14 @@ class Cached(Quantized):
 
     def _is_whole(self) -> bool:
         return self.file.is_file() and self.file.stat().st_size == self.file_bytes
+
+    def _damage(self, sum: str, progress: Progress) -> str:
+        """Why the file is not that of the checksum `sum`; "" if it is."""
+        try:
+            found = checksum(counted(read_back(self.file), progress))
+        except OSError as error:
+            return why(error)
+        return "" if found == sum else "its bytes are not those that were written"
 
     def _record(self) -> dict[str, Any]:
         """The content of the .json file; {} if it cannot be read."""

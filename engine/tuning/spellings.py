@@ -48,7 +48,7 @@ def spelled(cfg: ModelConfig, stored: Iterable[str], where: str) -> tuple[list[t
     bases = {base for name, _ in found for base in [_base(name)] if base is not None}
     if len(bases) > 1:
         first, second = (f"{base}layers" for base in sorted(bases)[:2])
-        raise InputError(f"{where} names modules in two ways, {first} and {second}. Save it anew with peft.")
+        raise InputError(f"{where} names modules in two ways, {first} and {second}. Save it again with peft.")
     there = next(iter(bases), here)
     return [(_moved(name, here), stored) for name, stored in found], Spelling(here, there)
 

@@ -208,14 +208,16 @@ def test_a_kept_base_is_that_of_the_checkpoint(tmp_path, monkeypatch):
         "a torn record": (lambda: truncate(kept.record, 9), True),
         "a flipped bit": (lambda: flip(kept.file, -1), True),
         "no checksum": (lambda: kept.record.write_text(kept.record.read_text().replace('"sum"', '"older"')), True),
+        "a bad block": (lambda: monkeypatch.setattr("trireme.engine.tuning.cached.read_back", unreadable), True),
     }
+    damage = {"a flipped bit": "its bytes are not those that were written", "a bad block": "Input/output error"}
     for case, (change, anew) in changes.items():
         change()
         written.clear()
         said = []
         kept.make(lambda n: None, said.append)
         assert bool(written) == anew, case
-        assert bool(said) == (case == "a flipped bit")
+        assert said == [f"{kept.file} is damaged: {damage.get(case)}. It is made again"] * (case in damage)
         assert kept.is_made()
     assert {path.name for path in kept.file.parent.iterdir()} == {kept.file.name, kept.record.name}
     kept.record.unlink()
@@ -226,6 +228,11 @@ def test_a_kept_base_is_that_of_the_checkpoint(tmp_path, monkeypatch):
     with pytest.raises(KeyboardInterrupt):
         kept.make(stop)
     assert not kept.is_made()
+
+
+def unreadable(path):
+    yield memoryview(path.read_bytes()[:100])
+    raise OSError(5, "Input/output error")
 
 
 def flip(path, at):
