@@ -82,6 +82,12 @@ def test_a_file_that_is_foreign_or_damaged_is_not_used(here, content):
     assert tuned.kept(GPU) == {}
 
 
+def test_a_launch_that_this_version_does_not_tune_is_left_out(here):
+    settings = {"grouped_mm": [64, 64, 128, 4, 3]}
+    tuned.keep(GPU, settings | {"of an earlier version": [1]})
+    assert tuned.kept(GPU) == settings
+
+
 def test_a_setting_a_little_faster_is_not_taken(here, monkeypatch):
     monkeypatch.setattr(tune, "tried", lambda chip: {name: tried(chip)[name] for name in FASTER})
     rows = list(tune.rows(GPU, TINY, clock(gain=1.02)))
