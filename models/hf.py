@@ -16,7 +16,8 @@ OUTPUTS = ("lm_head.weight", "embed_out.weight")  # ends of names of output matr
 # Ends of names of buffers that older versions of transformers stored.
 _BUFFERS = (".attn.bias", ".attn.masked_bias", ".attention.bias", ".attention.masked_bias", ".rotary_emb.inv_freq")
 _IN_ONE = ".experts.gate_up_proj", ".experts.up_proj"  # ends of names of all experts, in transformers' modules
-_WRAPPERS = ("module.", "_orig_mod.", "_fsdp_wrapped_module.", "base_model.model.")  # of DDP, torch.compile, FSDP, peft
+# Parts of names by FSDP, activation checkpointing, torch.compile, DDP.
+WRAPPERS = ("_fsdp_wrapped_module.", "_checkpoint_wrapped_module.", "_orig_mod.", "module.")
 
 
 def as_found(cfg: ModelConfig, found: Mapping[str, Shape]) -> ModelConfig:
@@ -137,7 +138,7 @@ def _canonical(cfg: ModelConfig, name: str, wanted: Mapping[str, Shape], named: 
             return None if cfg.scores else output_name(cfg)
         if cfg.carries(full) or full.endswith(_BUFFERS) or _is_spare(cfg, full, wanted):
             return None
-    wrapped = next((prefix for prefix in _WRAPPERS if name.startswith(prefix)), "")
+    wrapped = next((prefix for prefix in (*WRAPPERS, "base_model.model.") if name.startswith(prefix)), "")
     hint = (
         f"Its prefix {wrapped!r} is that of a wrapped model. Save the model inside, without it."
         if wrapped

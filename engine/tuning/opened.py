@@ -21,8 +21,9 @@ from trireme.engine.tuning.adapters import (
 )
 from trireme.engine.tuning.chosen import adaptable, adapted
 from trireme.engine.tuning.peft_config import CONFIG, Said, read_adapter_config, read_said
-from trireme.engine.tuning.spellings import SINGLE, WRAPPERS, by_expert, short, spelled
+from trireme.engine.tuning.spellings import SINGLE, by_expert, short, spelled
 from trireme.models.config import InputError, Lora, ModelConfig, scored
+from trireme.models.hf import WRAPPERS
 from trireme.models.sizes import shapes
 from trireme.models.sizes.shapes import DOWN, GATE_UP
 from trireme.storage.checkpoint import Source, SourceTensor

@@ -16,7 +16,6 @@ SINGLE = re.compile(r"\.experts\.\d+\.")  # one of a layer's experts, as transfo
 _BASES = ("model.language_model.", "language_model.model.", "model.", "")
 _PARTS = ("layers.", "embed_tokens.", "norm.")  # what comes behind it
 _OUTER_HEAD = "language_model.lm_head."
-WRAPPERS = ("_fsdp_wrapped_module.", "_checkpoint_wrapped_module.", "_orig_mod.", "module.")
 
 
 class Spelling(NamedTuple):

@@ -14,7 +14,6 @@ from trireme.engine.tuning.chosen import adapted
 from trireme.engine.tuning.merge import merge_adapter
 from trireme.engine.tuning.opened import read_adapter
 from trireme.engine.tuning.peft_config import CONFIG
-from trireme.engine.tuning.spellings import WRAPPERS
 from trireme.models import hf
 from trireme.models.config import InputError, Lora, ModelConfig, parse_config
 from trireme.storage.checkpoint import open_source
@@ -177,7 +176,7 @@ def test_patterns_of_a_router_that_is_a_parameter(tmp_path):
     assert (found.ranks, found.scales) == ({router: 3}, {router: 4.0})
 
 
-@pytest.mark.parametrize("wrapper", WRAPPERS)
+@pytest.mark.parametrize("wrapper", hf.WRAPPERS)
 def test_a_wrapped_model_is_named(wrapper, tmp_path):
     cfg = of("llama")
     folder = make(tmp_path / "adapter", cfg, replaced(PREFIX, f"{PREFIX}{wrapper}"))
