@@ -309,6 +309,7 @@ def test_config_file_and_flags_that_win(tmp_path):
         ("seed: !!timestamp 7", "is not YAML: "),
         ("seed: !!int ''", "is not YAML: "),
         ('out: "a\\0b"', "out holds a NUL character"),
+        ('{"system": "\\ud83d\\ude00"}', r"system holds '\ud83d', half a character. Write the character itself"),
         ("resume_from_checkpoint: runs/a", "resume_from_checkpoint belongs on the command line"),
         ("config: c.yaml", "config belongs on the command line"),
     ],

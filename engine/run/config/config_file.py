@@ -24,6 +24,8 @@ from trireme.models.config import InputError
 from trireme.storage.files import Say
 from trireme.storage.untrusted import read_text, shown
 
+HALF = re.compile("[\ud800-\udc7f\udd00-\udfff]")  # of JSON's pairs; others are bytes of a name that is not UTF-8
+
 # Raised by PyYAML's constructors where a value belies its tag or is too deep.
 _TRUSTING = (ValueError, AttributeError, TypeError, LookupError, ArithmeticError, RecursionError)
 SIGNED = "# run "  # beginning of a run's config.yaml; those of others have no such line
@@ -81,8 +83,11 @@ def read_options(path: Path, pairs: Iterable[tuple[str, Any]], typed: Container[
             wrong.append(f"{key} belongs on the command line. Leave it out here")
             continue
         for part in value if isinstance(value, list) else [value]:
-            if "\0" in _written(part, f"{path}: {key}"):
+            text = _written(part, f"{path}: {key}")
+            if "\0" in text:
                 raise InputError(f"{path}: {key} holds a NUL character.")
+            if half := HALF.search(text):
+                raise InputError(f"{path}: {key} holds {half[0]!a}, half a character. Write the character itself.")
         if name in given:
             wrong.append(f"{key} is {flag_of(name)}, which is given already. Leave one out")
             continue
