@@ -357,13 +357,19 @@ def _check_tools(tools: list[Fields] | None, text: str) -> None:
             )
 
 
+def _by_turn(rendering: Rendering) -> dict[int, str]:
+    """What is written in the turn of each message that has one."""
+    found = dict[int, str]()
+    for turn, (start, stop) in rendering.turns:
+        found[turn] = found.get(turn, "") + rendering.text[start:stop]
+    return found
+
+
 def _check_written(
     template: Template, messages: list[Fields], tools: list[Fields] | None, rendering: Rendering
 ) -> None:
     """Raises BadRow if a message is missing in the text; a leading system message that is missing gives a note."""
-    written = dict[int, str]()
-    for turn, (start, stop) in rendering.turns:
-        written[turn] = written.get(turn, "") + rendering.text[start:stop]
+    written = _by_turn(rendering)
     said = [(message.get("content") or "").strip() for message in messages]
     apart = [
         i
@@ -378,8 +384,10 @@ def _check_written(
         marks = {i: f"{PROBE}{i}{PROBE}" for i in doubtful}  # words that are nowhere else
         marked = [{**m, "content": marks[i]} if i in marks else m for i, m in enumerate(messages)]
         with suppress(BadRow):
-            text = template.text(marked, tools)
-            lost = sorted({*lost, *(i for i in doubtful if marks[i] not in text)})
+            other = template.render(marked, tools)
+            turns = _by_turn(other)  # a turn may also have the words in another form, in capitals for instance
+            unsaid = [i for i in doubtful if marks[i] not in other.text and turns.get(i) == written.get(i)]
+            lost = sorted({*lost, *unsaid})
     if lost:
         role = messages[lost[0]]["role"]
         ways = "one that does: --chat-template FILE"

@@ -138,6 +138,16 @@ def test_a_message_that_the_template_leaves_out_is_missed_though_its_words_are_e
         template.mark(talk, None)
 
 
+@pytest.mark.parametrize("written", ["m.content | upper", "m.content[:3]", "m.content | replace('2', 'two')"])
+def test_a_message_may_be_written_in_another_form(written):
+    source = "{% for m in messages %}@{{ m.role }} {{ " + written + " if m.role == 'user' else m.content }}{% endfor %}"
+    template = ChatTemplate({"default": source + "{% if add_generation_prompt %}@assistant {% endif %}"}, {})
+    marked = template.mark([user("2 and 2?"), said("four")], None)
+    assert [marked.text[a:b] for a, b in marked.spans] == ["four"]
+    with pytest.raises(BadRow, match=r"writes nothing for message 0 \(role 'user'\)"):
+        ChatTemplate({"default": source.replace(written, "'2 and 2?'")}, {}).mark([user("2 and two?"), said("4")], None)
+
+
 def test_a_template_without_a_loop_is_asked_too():
     source = "{{ messages[-2].content }}{% generation %}{{ messages[-1].content }}{% endgeneration %}"
     template = ChatTemplate({"default": source}, {})
