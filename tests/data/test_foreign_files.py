@@ -19,7 +19,7 @@ from trireme.engine.data.codec import load_codec
 from trireme.engine.data.dataset import DataOptions, load_dataset
 from trireme.engine.data.files import folders, json_rows, text
 from trireme.engine.data.files.folders import MOST_FILES, find_data
-from trireme.engine.data.files.sources import Reader
+from trireme.engine.data.files.sources import KINDS, Reader
 from trireme.models.config import InputError
 
 ROWS = [{"text": f"row {i}"} for i in range(3)]
@@ -373,18 +373,26 @@ def test_a_quoted_pattern(tmp_path):
 
 
 def test_a_pattern_finds_what_glob_finds(tmp_path, monkeypatch):
-    """But for links to folders, which are named."""
-    names = ("a__1_jsonl", "a__deep__2_jsonl", "a__deep__er__3_jsonl", "b__4_jsonl", "a__5_ndjson", ".hidden__6_jsonl")
+    """In its order; but for links to folders, which are named."""
+    names = (
+        "a-b__8_jsonl",
+        "a__1_jsonl",
+        "a__deep__2_jsonl",
+        "a__deep__er__3_jsonl",
+        "b__4_jsonl",
+        "a__5_ndjson",
+        ".hidden__6_jsonl",
+    )
     put(tmp_path, **dict.fromkeys((*names, "a__.7_jsonl"), LINES))
     monkeypatch.chdir(tmp_path)
     patterns = ("**/*.jsonl", "*/**/*.jsonl", "**/deep/**/*.jsonl", "a/**", "[ab]/**/[1-3]*", "**/**/4.jsonl", "**/.*")
     for given in [f"{start}{pattern}" for pattern in patterns for start in ("", f"{tmp_path}/")]:
         expected = sorted({path for path in glob.glob(given, recursive=True) if Path(path).is_file()})
-        assert sorted(str(file.path) for file in find_data(given).files) == expected, given
+        assert [str(file.path) for file in find_data(given).files] == expected, given
     Path("linked").symlink_to("a")
     noted = "not read, as they are links to folders: linked"
     assert find_data("**/*.jsonl").notes == [f"**/*.jsonl: {noted}"]
-    assert fails("**/*.tsv") == f"**/*.tsv matches no file; {noted}. Correct the path."
+    assert fails("**/*.tsv") == f"**/*.tsv matches no file of {', '.join(KINDS)}; {noted}. Correct the path."
     monkeypatch.setattr(folders, "MOST_THERE", 4)
     with pytest.raises(InputError, match=r"\*\*/\*.jsonl holds more than 4 files and folders, some of them in "):
         find_data("**/*.jsonl")

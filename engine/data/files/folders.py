@@ -53,21 +53,22 @@ def find_data(text: str) -> Found:
 
 def _matching(pattern: Path, weight: float) -> Found:
     """The files of a pattern. Raises InputError where there are none, or `**` finds too many."""
-    unread = list[str]()
+    unread, what = list[str](), "matches no file"
     if "**" in pattern.parts:
+        what += f" of {', '.join(KINDS)}"
         before = pattern.parts.index("**")
         parts, roots = pattern.parts[before:], sorted(glob.glob(str(Path(*pattern.parts[:before]))))  # noqa: PTH207
         there, linked, closed = _walked([root for root in roots if Path(root).is_dir()], pattern)
         fits = lambda path: any(
             _fits(path.relative_to(root).parts, parts) for root in roots if path.is_relative_to(root)
         )
-        files = [path for path in there if path.is_file() and fits(path)]
+        files = sorted((path for path in there if path.is_file() and fits(path)), key=str)  # as glob's below
         unread = _not_walked(linked, closed)
     else:
         matches = sorted(glob.glob(str(pattern)))  # noqa: PTH207
         files = [Path(found) for found in matches if Path(found).is_file()]
     if not files:
-        raise InputError(f"{'; '.join([f'{pattern} matches no file', *unread])}. Correct the path.")
+        raise InputError(f"{'; '.join([f'{pattern} {what}', *unread])}. Correct the path.")
     lacks = missing_parts(files)
     notes = [f"{pattern} lacks {_list(lacks)}: parts of a set"] if lacks else []
     return Found(_sources(files, str(pattern), weight), [], notes + [f"{pattern}: {what}" for what in unread])

@@ -17,6 +17,7 @@ from trireme.engine.data.files.tables import read_columns, read_csv
 from trireme.engine.data.files.text import SEPARATOR, read_text
 from trireme.engine.data.files.unpack import DAMAGES, PACKINGS, misnamed, rows_by_name, unpacked
 from trireme.models.config import InputError
+from trireme.storage.untrusted import quoted
 
 TEXTS, COLUMNS = (".txt", ".md"), (".parquet", ".arrow")
 KINDS = (*LINES, ".json", ".csv", ".tsv", *TEXTS, *COLUMNS)
@@ -78,7 +79,7 @@ def check_file(path: Path) -> None:
         raise InputError(f"{path} is a Git LFS pointer, not the data. Run git lfs pull, or download it again.")
     wide = "UTF-32" if head[:4] in (b"\xff\xfe\0\0", b"\0\0\xfe\xff") else "UTF-16"
     if wide == "UTF-32" or head[:2] in (b"\xff\xfe", b"\xfe\xff"):
-        raise InputError(f"{path} is {wide}. Convert it: iconv -f {wide} -t UTF-8 {path} > NEW.")
+        raise InputError(f"{path} is {wide}. Convert it: iconv -f {wide} -t UTF-8 {quoted(path)} > NEW.")
     what = misnamed(path, head) or ("" if kind not in TEXTS else rows_by_name(path))
     if what:
         raise InputError(f"{path} {what}.")
