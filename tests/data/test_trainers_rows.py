@@ -140,12 +140,20 @@ def test_pairs_of_other_trainers(case):
     ({"input": "q", "preferred_output": [said("a")], "non_preferred_output": [said("b")]}, "'input' is a string, exp"),
     ({"input": {}, "preferred_output": [said("a")], "non_preferred_output": [said("b")]}, "'input' has no 'messages'"),
     ({"messages": [user("q")], "rejected_response": "b"}, "'messages' does not end with the assistant's message"),
+    ({"messages": [user("q"), said("a")], "system": 0, "rejected_response": "b"}, "'system' is a number, expected a string"),
     ({"prompt": "q", "chosen": "a", "rejected": "b", "images": ["x.png"]}, "'images' holds what is no text; only"),
 ])  # fmt: skip
 def test_pairs_of_other_trainers_that_are_refused(row, says):
     for kind in ("pairs", "labels", "rewards"):
         with pytest.raises(BadRow, match=re.escape(says)):
             read_answers(row, kind)
+
+
+def test_of_two_bad_answers_of_ms_swift_the_messages_count():
+    row = {"messages": [user("q"), said("a")], "rejected_messages": [user("q"), said("b")], "rejected_response": "c"}
+    form, (_, (bad, _)), unused = read_answers(row, "pairs")
+    assert (form.name, told(bad.messages)[-1]) == ("messages,rejected_messages", ("assistant", "b"))
+    assert unused == ["rejected_response"]
 
 
 def test_messages_of_anthropic():
@@ -176,8 +184,11 @@ def test_messages_of_anthropic():
     function = {"name": "f", "description": "d", "parameters": {"type": "object"}}
     assert chat.tools == [{"type": "function", "function": function}]
     assert read_row({"messages": [user("q"), said([use])]})[1].messages[1]["content"] == ""
+    row = {"messages": [user("q"), said([use | {"caller": "x"}]), user([answer]) | {"name": "n"}, said("a")]}
+    _, chat, unused = read_row(row)
+    assert (unused, chat.messages[2]["name"]) == (["messages[].tool_calls[].caller"], "n")
     for bad, says in (
-        (said([use, text("more")]), "messages[1] has a part behind tool_use; calls come last"),
+        (said([use, text("more")]), "messages[1] has a part after tool_use; calls come last"),
         (said([text("a"), {**use, "name": None}]), "messages[1]: 'tool_calls' is not a list"),
         (user([use]), "messages[1] has calls, and the role 'user'"),
         (user([text("a"), answer]), "messages[1] has a part before tool_result; answers come first"),

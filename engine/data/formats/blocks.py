@@ -26,18 +26,20 @@ def turns_of(turn: Any, where: str) -> list[Any]:
         raise BadRow(f"{where} holds {_CALL} and {_ANSWER}: a call, and an answer to one")
     if calls:
         if _CALL in kinds[: len(rest)]:
-            raise BadRow(f"{where} has a part behind {_CALL}; calls come last")
+            raise BadRow(f"{where} has a part after {_CALL}; calls come last")
         if turn.get("tool_calls"):
             raise BadRow(f"{where} holds {_CALL}, and has 'tool_calls' too")
         return [{**turn, "content": rest, "tool_calls": [_call(part) for part in calls]}]
     if _ANSWER in kinds[len(answers) :]:
         raise BadRow(f"{where} has a part before {_ANSWER}; answers come first")
-    return [*(_answer(part) for part in answers), *([{**turn, "content": rest}] if rest else [])]
+    told = [_answer(part) for part in answers]
+    return [*told, {**turn, "content": rest}] if rest else [*told[:-1], {**turn, **told[-1]}]
 
 
 def _call(part: Fields) -> Fields:
     function = {"name": part.get("name"), "arguments": part.get("input")}
-    return {"id": part.get("id") or "", "type": "function", "function": function}
+    told = {key: value for key, value in part.items() if key not in ("name", "input")}
+    return {**told, "id": part.get("id") or "", "type": "function", "function": function}
 
 
 def _answer(part: Fields) -> Fields:

@@ -110,11 +110,10 @@ def _turns(turns: list[Any], column: str, unused: dict[str, None], before: list[
 
 def _finished(row: Fields, messages: list[Fields], unused: dict[str, None], answered: bool = True) -> Chat:
     """Raises BadRow where, if it is to be `answered`, there is nothing to learn; else nothing is."""
-    system = row.get("system") or ""
-    if isinstance(system, list):  # of Anthropic's parts
-        system = read_message({"role": "system", "content": system}, "'system'", unused)["content"]
-    elif system:
-        system = string(row, "system")
+    if isinstance(row.get("system"), list):  # of Anthropic's parts
+        system = read_message({"role": "system", "content": row["system"]}, "'system'", unused)["content"]
+    else:
+        system = string(row, "system", "")
     if system:
         if not messages or messages[0]["role"] not in SYSTEM:
             messages = [{"role": "system", "content": system}, *messages]

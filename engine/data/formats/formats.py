@@ -65,7 +65,7 @@ def find_format(row: Mapping[str, Any], hint: str = "", given: Mapping[str, Any]
     objects = {k: v for k, v in given.items() if isinstance(v, list) and v and all(isinstance(o, dict) for o in v)}
     if objects and not likely and not cased:
         name, inside = next(iter(objects.items()))
-        names = ", ".join(f"'{shown(key, KEY)}'" for key in list(inside[0])[:4])
+        names = ", ".join(f"'{shown(key, KEY)}'" for key in list(inside[0])[:4]) or "none"
         rows = f"If '{shown(name, KEY)}' is the list of rows, write that list alone."
         turns = f"'{shown(name, KEY)}' holds objects with the keys {names}; a conversation has {{role, content}}."
         hint += f" {rows if _fitting(inside[0]) else turns}"

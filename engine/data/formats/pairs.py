@@ -35,7 +35,7 @@ LABELS = ("label", "kto_tag")
 _GOOD, _BAD = ("true", "1", "1.0", "yes", "good", "desirable"), ("false", "0", "0.0", "-1", "no", "bad", "undesirable")
 _ASKED = ("question", "query", "instruction", "input", "problem", "context", "user")  # other names of a prompt
 _TALKS = ("messages", "conversations")
-_OF_SWIFT = ("rejected_response", "rejected_messages")
+_OF_SWIFT = ("rejected_messages", "rejected_response")  # of both the first counts, as in ms-swift
 _TELLING = 32  # characters that two answers do not begin with by chance
 
 
