@@ -80,7 +80,7 @@ def _words(value: Any, path: tuple[Any, ...] = ()) -> Iterator[tuple[str, tuple[
             if value[:1] in ("{", "["):
                 value = json.loads(value)
     if isinstance(value, str):
-        yield from ((word, path) for word in re.findall(r"w\d+w", value))
+        yield from ((word, path) for word in re.findall(r"(?=(w\d+w))", value))  # of "w4w2w" both
     items = value.items() if isinstance(value, dict) else enumerate(value) if isinstance(value, list) else ()
     for key, inside in items:
         yield from _words(inside, (*path, key))
@@ -100,6 +100,7 @@ def _learned(row: dict[str, Any]) -> set[str]:
         turns = row.get(column)
         with suppress(ValueError):
             turns = json.loads(turns) if isinstance(turns, str) and turns.startswith("[{") else turns
+        turns = [turns] if isinstance(turns, dict) else turns
         for turn in [turn for turn in turns if isinstance(turn, dict)] if isinstance(turns, list) else ():
             off = [turn.get(key) in (0, False) for key in ("train", "training", "loss", "loss_mask", "weight")]
             off += [turn.get(key) is True for key in ("mask", "masked")]
