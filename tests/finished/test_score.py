@@ -2,6 +2,7 @@
 
 import json
 import re
+from pathlib import Path
 from types import SimpleNamespace
 
 import numpy as np
@@ -110,18 +111,22 @@ def test_two_commands_do_not_write_to_one_folder(folder, tmp_path, monkeypatch):
         score.score(given)
     assert ended
     assert not any((tmp_path / "out").iterdir())
+    given.out = str(tmp_path / "file")
+    Path(given.out).touch()
+    with pytest.raises(InputError, match=r"file cannot be written to \(File exists\)\. Name another folder"):
+        score.score(given)
 
 
 def test_a_folder_of_something_else_is_refused(folder, tmp_path):
-    for more, says in ((("--top-k", "2"), "holds scores of another model"), ((), "")):
-        given = options.score_options(command(folder, tmp_path / "out", *more))
-        source = SimpleNamespace(codec=SimpleNamespace(vocabulary=lambda: "words"), files=())
-        ready = SimpleNamespace(sources=[source, source], below=512)
-        if says:
-            score._keep_names(tmp_path / "out", options.score_options(command(folder, tmp_path / "out")), ready)
-            with pytest.raises(InputError, match=says):
-                score._keep_names(tmp_path / "out", given, ready)
-    (tmp_path / "other").mkdir()
+    given, other = (options.score_options(command(folder, tmp_path / "out", *k)) for k in ((), ("--top-k", "2")))
+    source = SimpleNamespace(codec=SimpleNamespace(vocabulary=lambda: "words"), files=())
+    ready = SimpleNamespace(sources=[source, source], below=512)
+    for name in ("out", "other"):
+        (tmp_path / name).mkdir()
+    score._keep_names(tmp_path / "out", given, ready)
+    score._keep_names(tmp_path / "out", given, ready)
+    with pytest.raises(InputError, match="holds scores of another model"):
+        score._keep_names(tmp_path / "out", other, ready)
     (tmp_path / "other" / "a").write_text("")
     with pytest.raises(InputError, match="is not empty"):
         score._keep_names(tmp_path / "other", given, ready)

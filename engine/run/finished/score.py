@@ -97,7 +97,7 @@ def _keep_names(folder: Path, given: argparse.Namespace, ready: Ready) -> None:
         before = None
     if before != said:
         raise InputError(f"--out {folder} holds scores of another model or of other data. Name another folder.")
-    if not path.is_file() and folder.is_dir() and any(folder.iterdir()):
+    if not path.is_file() and any(folder.iterdir()):
         raise InputError(f"--out {folder} is not empty. Name another folder.")
     for i, _ in enumerate(ready.sources):
         (folder / f"{i:03}").mkdir(parents=True, exist_ok=True)

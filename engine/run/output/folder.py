@@ -51,7 +51,8 @@ OURS = (
     *(partial_of(Path(name)).name for name in LOGS),
     *LOGS,
 )
-UNFIT = (errno.EACCES, errno.EPERM, errno.EROFS, errno.ENOENT, errno.ENOTDIR, errno.ENAMETOOLONG, errno.EINVAL)
+UNFIT = {errno.EACCES, errno.EPERM, errno.EROFS}  # not allowed
+UNFIT |= {errno.EEXIST, errno.ENOENT, errno.ENOTDIR, errno.ENAMETOOLONG, errno.EINVAL}  # not a folder
 
 
 def check_checkpoint(model: str) -> None:
