@@ -296,7 +296,7 @@ class Options:
         also="num-labels",
     )
     center_rewards_coefficient: float | None = _option(
-        TRAINING, "reward: weight of the square of a pair's mean rewards [0]", parse=number(0), metavar="X"
+        TRAINING, "reward: weight of the squared sum of a pair's rewards [0]", parse=number(0), metavar="X"
     )
     beta: float | None = _option(
         TRAINING,

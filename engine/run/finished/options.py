@@ -117,9 +117,7 @@ def _add_variables(group: argparse._ArgumentGroup) -> None:
 
 def eval_options(argv: Sequence[str]) -> argparse.Namespace:
     """Raises InputError; --help exits."""
-    text = (
-        "Computes a model's loss on data, as evaluations of a run do; for classifiers and reward models also accuracy."
-    )
+    text = "Computes a model's loss and accuracy on data, as evaluations of a run do."
     found = _data_parser("eval", "--data FILE [options]", text)
     more = found.add_argument_group("preferences, read as for training")
     more.add_argument(

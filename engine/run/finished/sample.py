@@ -224,7 +224,7 @@ def read_prompts(given: argparse.Namespace, by_template: bool, screen: Screen) -
     try:
         lines = read_text(Path(given.prompts)).removeprefix("\ufeff").replace("\r\n", "\n").split("\n")
     except (OSError, UnicodeDecodeError) as error:
-        raise InputError(f"--prompts {given.prompts}: {why(error)}.") from None
+        raise InputError(f"--prompts {given.prompts}: {why(error)}. Name a file of prompts.") from None
     found, unused = dict[str, str | Chat](), dict[str, None]()
     for i, line in enumerate(lines, 1):
         if line.strip():
@@ -278,7 +278,7 @@ def _asked(row: Fields, where: str, by_template: bool, given: argparse.Namespace
         return value
     if not key or not isinstance(value, (list, str) if key == "prompt" else list):
         keys = ", ".join(f"'{shown(name, 60)}'" for name in list(row)[:8]) or "none"
-        raise InputError(f"{where}: expected a prompt, a string, or messages; its keys are {keys}.")
+        raise InputError(f"{where}: expected 'prompt', a string, or 'messages', not empty; its keys are {keys}.")
     if not by_template:
         raise InputError(f"{where}: messages need a chat template. Give --chat-template chatml, or a text.")
     messages = [{"role": "user", "content": value}] if isinstance(value, str) else value
