@@ -180,6 +180,7 @@ def test_messages_of_anthropic():
     assert chat.messages[2]["tool_calls"] == [
         {"id": "t1", "type": "function", "function": {"name": "f", "arguments": {"city": "Rom"}}}
     ]
+    assert list(chat.messages[2]["tool_calls"][0]) == ["id", "type", "function"]  # templates write them in this order
     assert chat.messages[3]["tool_call_id"] == "t1"
     function = {"name": "f", "description": "d", "parameters": {"type": "object"}}
     assert chat.tools == [{"type": "function", "function": function}]

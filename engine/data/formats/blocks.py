@@ -38,8 +38,8 @@ def turns_of(turn: Any, where: str) -> list[Any]:
 
 def _call(part: Fields) -> Fields:
     function = {"name": part.get("name"), "arguments": part.get("input")}
-    told = {key: value for key, value in part.items() if key not in ("name", "input")}
-    return {**told, "id": part.get("id") or "", "type": "function", "function": function}
+    told = {key: value for key, value in part.items() if key not in ("id", "type", "name", "input", "function")}
+    return {"id": part.get("id") or "", "type": "function", "function": function, **told}
 
 
 def _answer(part: Fields) -> Fields:

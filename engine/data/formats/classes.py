@@ -10,7 +10,7 @@ from typing import Any
 from trireme.engine.data.files.rows import BadRow, Fields, kind_of
 from trireme.engine.data.formats.conversations import read_messages, read_sharegpt
 from trireme.engine.data.formats.examples import Completion, Example, Text
-from trireme.engine.data.formats.formats import UNUSED, parsed, read_row, rename
+from trireme.engine.data.formats.formats import parsed, read_row, rename
 from trireme.engine.data.formats.messages import refuse_masked, refuse_media
 from trireme.models.config import InputError
 from trireme.storage.untrusted import shown
@@ -33,7 +33,7 @@ def read_class(given: Fields, renames: Mapping[str, str], labels: Sequence[str])
     talk = next((key for key in _TALKS if row.get(key) is not None), None)
     if talk:
         refuse_masked(row)
-        refuse_media({key: value for key, value in row.items() if key != UNUSED}, "", "where its text stands alone")
+        refuse_media(row)
         chat = _TALKS[talk](row, answered=False)
         return f"{talk},{KEY}", as_read(chat), [key for key in chat.unused if key != KEY], value
     rest = {key: value for key, value in given.items() if renames.get(key, key) != KEY}

@@ -130,7 +130,7 @@ def check_row(row: Mapping[str, Any], renames: Mapping[str, str] | None = None) 
 
     refuse_masked(row)
     refuse_preferences(row, renames or {}, format_of)
-    refuse_media({key: value for key, value in row.items() if key != UNUSED}, "", "where its text stands alone")
+    refuse_media(row)
 
 
 def parsed(row: Fields) -> Fields:

@@ -34,12 +34,12 @@ _MEDIA = ("image", "video", "audio", "pixel_value", "input_feature")  # less an 
 _TEXTS, _THOUGHTS = ("text", "input_text", "output_text"), ("thinking", "reasoning")
 
 
-def refuse_media(keys: Mapping[str, Any], where: str, unless: str = "") -> None:
-    """Raises BadRow if a key has images, videos or audio. `unless`: when its column may be left out."""
+def refuse_media(keys: Mapping[str, Any], where: str = "") -> None:
+    """Raises BadRow if a column, or a key at `where`, has images, videos or audio."""
     for key, value in keys.items():
         stem = key.lower().removesuffix("s").removesuffix("_url").removesuffix("_path")
         if stem in _MEDIA and value not in (None, "", [], {}, "[]", "{}", "null"):
-            way_out = f". {unless.capitalize()}, leave the column out: --map unused={key}" if unless else ""
+            way_out = "" if where else f". Where its text stands alone, leave the column out: --map unused={key}"
             raise BadRow(f"{where}{key!r} holds what is no text; only text can be trained on{way_out}")
 
 

@@ -63,7 +63,7 @@ def read_answers(row: Fields, kind: Kind) -> tuple[AnswerFormat, list[Answer], l
     if row.get("label") is None and row.get(LABELS[1]) is not None:
         row = {key: value for key, value in row.items() if key != LABELS[1]} | {"label": row[LABELS[1]]}
     refuse_masked(row)
-    refuse_media({key: value for key, value in row.items() if key != "unused"}, "", "where its text stands alone")
+    refuse_media(row)
     form = _found(row, kind)
     weight, answers = weight_of(row), form.read(row)
     if kind == "labels" and not form.labelled:
