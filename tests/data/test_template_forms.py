@@ -151,6 +151,18 @@ def test_a_turn_ends_where_its_loop_jumps_on():
     assert learned(source, talk)[0] == told
 
 
+def test_an_answer_may_end_with_a_jump():
+    """A loop inside has jumps of its own."""
+    words = "{% for w in m.content.split() %}{% if w == 'stop' %}{% break %}{% endif %}{{ w }}{% endfor %}"
+    source = (
+        "{% for m in messages %}{% if m.role == 'user' %}<user>{{ m.content }}<end>"
+        "{% else %}<assistant>" + words + "<end>{% continue %}{% endif %}{% endfor %}"
+        "{% if add_generation_prompt %}<assistant>{% endif %}"
+    )
+    talk = [user("a"), said("b stop c"), user("d"), said("e")]
+    assert learned(source, talk)[0] == "<user>a<end><assistant>[b<end>]<user>d<end><assistant>[e<end>]"
+
+
 def test_space_before_an_opening_may_be_the_last_turns():
     """As in axolotl's template for Alpaca."""
     source = (
