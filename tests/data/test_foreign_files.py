@@ -385,7 +385,16 @@ def test_a_pattern_finds_what_glob_finds(tmp_path, monkeypatch):
     )
     put(tmp_path, **dict.fromkeys((*names, "a__.7_jsonl"), LINES))
     monkeypatch.chdir(tmp_path)
-    patterns = ("**/*.jsonl", "*/**/*.jsonl", "**/deep/**/*.jsonl", "a/**", "[ab]/**/[1-3]*", "**/**/4.jsonl", "**/.*")
+    patterns = (
+        "**/*.jsonl",
+        "*/**/*.jsonl",
+        "**/deep/**/*.jsonl",
+        "a/**",
+        "[ab]/**/[1-3]*",
+        "**/**/4.jsonl",
+        "**/.*",
+        "**/.h*/*",
+    )
     for given in [f"{start}{pattern}" for pattern in patterns for start in ("", f"{tmp_path}/")]:
         expected = sorted({path for path in glob.glob(given, recursive=True) if Path(path).is_file()})
         assert [str(file.path) for file in find_data(given).files] == expected, given

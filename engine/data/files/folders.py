@@ -58,7 +58,8 @@ def _matching(pattern: Path, weight: float) -> Found:
         what += f" of {', '.join(KINDS)}"
         before = pattern.parts.index("**")
         parts, roots = pattern.parts[before:], sorted(glob.glob(str(Path(*pattern.parts[:before]))))  # noqa: PTH207
-        there, linked, closed = _walked([root for root in roots if Path(root).is_dir()], pattern)
+        hidden = any(part.startswith(".") for part in parts)
+        there, linked, closed = _walked([root for root in roots if Path(root).is_dir()], pattern, hidden)
         fits = lambda path: any(
             _fits(path.relative_to(root).parts, parts) for root in roots if path.is_relative_to(root)
         )
@@ -138,8 +139,8 @@ def _folder(folder: Path, weight: float) -> Found:
     return Found(_sources(train, str(folder), weight), held, notes)
 
 
-def _walked(folders: Sequence[str], shown: Path) -> tuple[list[Path], list[Path], list[Path]]:
-    """Below `folders`, but for hidden folders: files of data, links to folders, folders that cannot be opened.
+def _walked(folders: Sequence[str], shown: Path, hidden: bool = False) -> tuple[list[Path], list[Path], list[Path]]:
+    """Below `folders`: files of data, links to folders, folders that cannot be opened. `hidden`: in hidden ones, too.
 
     Raises InputError, about `shown`, where there are more than MOST_THERE names.
     """
@@ -157,7 +158,9 @@ def _walked(folders: Sequence[str], shown: Path) -> tuple[list[Path], list[Path]
         if seen > MOST_THERE:
             many = f"holds more than {MOST_THERE:,} files and folders, some of them in {place}"
             raise InputError(f"{shown} {many}. Name the folder of the data, or join texts into fewer files.")
-        waiting += [path for path, name, is_folder, link in inside if is_folder and not link and name[0] != "."]
+        waiting += [
+            path for path, name, is_folder, link in inside if is_folder and not link and (hidden or name[0] != ".")
+        ]
         linked += [path for path, _, is_folder, link in inside if is_folder and link]
         found += [path for path, name, is_folder, _ in inside if not is_folder and name.lower().endswith(_ENDINGS)]
     data, links, shut = (sorted(map(Path, paths)) for paths in (found, linked, closed))
