@@ -14,9 +14,9 @@ def of_openai(row: Fields) -> Fields:
     given = row["input"]
     if not isinstance(given, dict):
         raise BadRow(f"'input' is {kind_of(given)}, expected an object with 'messages'")
-    asked = filled_list(given, "messages", "{role, content}") if "messages" in given else None
-    if asked is None:
+    if "messages" not in given:
         raise BadRow("'input' has no 'messages'")
+    asked = filled_list(given, "messages", "{role, content}")
     more = {key: given[key] for key in SAYS_MORE if key in given}
     return {**more, "prompt": asked, "chosen": row["preferred_output"], "rejected": row["non_preferred_output"]}
 
