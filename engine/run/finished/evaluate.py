@@ -23,7 +23,7 @@ from trireme.engine.memory import DTYPE
 from trireme.engine.run.begin.method import described, kind_of_data, preference_of
 from trireme.engine.run.finished.found import Found, Judged
 from trireme.engine.run.finished.layers import Layers, device_and_dtype, load_layers
-from trireme.engine.run.finished.model import Opened, of_run, open_folder, open_model, say_left_out
+from trireme.engine.run.finished.model import Opened, open_folder, open_model, say_left_out
 from trireme.engine.run.finished.options import OF_METHODS
 from trireme.engine.run.hub.fetch import folder_of
 from trireme.engine.run.job import shelf
@@ -112,8 +112,6 @@ def open_and_read(
     opened, codec = open_model(given, screen)
     if not scores:
         opened.refuse_head("it has no log-probabilities of tokens; `eval` says how good it is")
-    if not opened.adapter:  # an adapter's were read when it was opened
-        opened = replace(opened, run=of_run(Path(given.folder), lambda _: None))
     say_left_out(opened.run, given, "data is read", screen.warn)
     if kind:
         opened.refuse_head(f"leave --method {given.method} out, `eval` sees what it is")

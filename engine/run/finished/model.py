@@ -40,7 +40,7 @@ class Opened:
     tokenizer: Path
     template: str | None  # as --chat-template
     labels: tuple[str, ...] = ()  # names of a score head's
-    run: Mapping[str, Any] = field(default_factory=dict)  # options of the run that wrote it, of an adapter as opened
+    run: Mapping[str, Any] = field(default_factory=dict)  # options of the run that wrote it
 
     @property
     def kind(self) -> Kind:
@@ -77,6 +77,7 @@ def open_model(given: argparse.Namespace, screen: Screen) -> tuple[Opened, Codec
     if (Path(folder) / CONFIG).is_file():
         model = base_for(Path(folder), model, screen)
     found = open_folder(folder, model, screen.warn)
+    found = found if found.adapter else replace(found, run=of_run(Path(folder), lambda _: None))
     return found, found.codec(given.tokenizer, given.chat_template)
 
 

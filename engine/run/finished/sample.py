@@ -22,7 +22,7 @@ from trireme.engine.data.formats.conversations import SAYS_MORE, read_messages, 
 from trireme.engine.data.formats.examples import Chat
 from trireme.engine.memory import DTYPE
 from trireme.engine.run.finished.layers import Layers, device_and_dtype, load_layers
-from trireme.engine.run.finished.model import GENERATION, Opened, of_run, open_model, say_left_out
+from trireme.engine.run.finished.model import GENERATION, Opened, open_model, say_left_out
 from trireme.engine.run.finished.sampling import Picker, Sampling, continued, ends_of, sampling_of
 from trireme.engine.run.screen import Screen
 from trireme.models.config import InputError, ModelConfig
@@ -122,8 +122,7 @@ def sample(given: argparse.Namespace) -> int:
     if given.chat and not by_template:
         raise InputError(f"--chat: {opened.base} has no chat template. Add --chat-template chatml, or use --prompt.")
     if by_template:
-        kept = opened.run if opened.adapter else of_run(Path(given.folder), lambda _: None)
-        say_left_out(kept, given, "the model is asked", screen.warn)
+        say_left_out(opened.run, given, "the model is asked", screen.warn)
     begun = [{"role": "system", "content": given.system}] if given.system else []
     empty = Chat(begun, None, variables=variables_of(given))
     rows = {} if given.chat else read_prompts(given, by_template, screen)
