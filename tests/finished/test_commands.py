@@ -390,7 +390,7 @@ def test_rows_of_prompts_are_read_as_in_training(here, capsys):
         ({"prompt": "a", "tools": [{"name": "f"}]}, [], "p.jsonl line 1: the chat template does not write the tool"),
         ({"messages": [user("a")]}, ["--as-text"], "p.jsonl line 1: messages need a chat template. Give"),
         ({"prompt": "a", "system": "S"}, ["--as-text"], "p.jsonl line 1: 'system' is for a chat template"),
-        ({"prompt": 5}, [], "p.jsonl line 1: expected a prompt"),
+        ({"prompt": 5}, [], "p.jsonl line 1: expected 'prompt'"),
     ],
 )
 def test_a_row_that_cannot_be_asked_is_one_line(here, capsys, row, more, message):
