@@ -201,7 +201,9 @@ class Screen:
             unit = f"{prefix}{unit}" if len(unit) == 1 else f"{prefix} {unit}".lstrip()
             parts = {"what": f"{what}  {done / size:.3g} of {total / size:.3g} {unit}"}
             parts["speed"] = f"{done / seconds / size:.2g} {unit}/s"
-            self.show(parts | {"eta": f"eta {duration(seconds * (total - done) / done)}"}, False)
+            if 1000 * done >= total:  # before, it may be small files alone, which are slower
+                parts["eta"] = f"eta {duration(seconds * (total - done) / done)}"
+            self.show(parts, False)
 
     @contextmanager
     def working(self, what: str, total: int, unit: str = "B") -> Iterator[Callable[[int], None]]:

@@ -404,6 +404,11 @@ def test_an_evaluation_shows_how_far_it_is(tmp_path, monkeypatch):
     with screen(stream).working("evaluating", 900, "tokens") as more:
         more(300)
         assert "evaluating  300 of 900 tokens" in on_screen(stream.getvalue())[-1]
+    with screen(stream).working("merging", 10**12) as more:
+        more(10**8)
+        assert "eta" not in on_screen(stream.getvalue())[-1], "so far only small files are written"
+        more(10**9)
+        assert "eta" in on_screen(stream.getvalue())[-1]
 
 
 def test_long_work_says_how_far_it_is_and_leaves_the_step_line_as_it_was(tmp_path, monkeypatch):
