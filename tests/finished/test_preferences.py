@@ -135,8 +135,13 @@ def test_what_is_wrong_is_one_line(here, options, says):
         evaluate(here / "after", here / name, seq_len=128, **options)
 
 
+def _renamed(vocab, old, new):
+    return {new if token == old else token: i for token, i in vocab.items()}
+
+
 def test_a_reference_with_other_tokens_is_refused(here, tmp_path):
-    """By an id that is another token there; not for one token more, another way to cut up texts, or no tokenizer."""
+    """By an id that is another token there; not for one token more or with a name of its own, another way to cut up
+    texts, or no tokenizer."""
     loss = lambda folder: evaluate(here / "after", here / "pairs.jsonl", method="dpo", reference=folder, seq_len=128)[
         "loss"
     ]
@@ -151,6 +156,8 @@ def test_a_reference_with_other_tokens_is_refused(here, tmp_path):
     path.write_text(json.dumps(found | {"added_tokens": [*found["added_tokens"], added], "post_processor": None}))
     assert loss(made) == expected
     a, b = sorted((vocab["a"], vocab["b"]))
+    path.write_text(json.dumps(found | {"model": found["model"] | {"vocab": _renamed(vocab, "a", "<|reserved|>")}}))
+    assert loss(made) == expected
     vocab["a"], vocab["b"] = vocab["b"], vocab["a"]
     path.write_text(json.dumps(found))
     with pytest.raises(InputError, match=rf"before has another tokenizer: token {a} is 'b' there, and 'a' in the data"):

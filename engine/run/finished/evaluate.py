@@ -246,14 +246,16 @@ def _with_reference(
 def _refuse_other_tokens(reference: str, codec: Codec, sources: Sequence[Dataset]) -> None:
     """Raises InputError if an id in the data is another token to the reference, by its `codec`.
 
-    Both models read the same ids, so that it would cut up a text in another way does not matter.
+    Both models read the same ids. So that it would cut up a text in another way does not matter, nor does a reserved
+    token that has got a name in one of them: neither name has another id in the other.
     """
     of_data = sources[0].codec
-    names, theirs = ({i: token for token, i in each.tokens().items()} if each else {} for each in (of_data, codec))
+    ours, theirs = (each.tokens() if each else {} for each in (of_data, codec))
+    names, other = ({i: token for token, i in ids.items()} for ids in (ours, theirs))
     used = {int(i) for data in sources for mb in data.batches(1) for i in np.unique(mb.ids)}
-    for i in sorted(used & names.keys() & theirs.keys()):
-        if names[i] != theirs[i]:
-            what = f"token {i} is {theirs[i]!r} there, and {names[i]!r} in the data"
+    for i in sorted(used & names.keys() & other.keys()):
+        if names[i] != other[i] and (names[i] in theirs or other[i] in ours):
+            what = f"token {i} is {other[i]!r} there, and {names[i]!r} in the data"
             raise InputError(
                 f"--reference {reference} has another tokenizer: {what}. Name what the model was trained from."
             )
