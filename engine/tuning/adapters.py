@@ -22,7 +22,7 @@ from trireme.engine.between import Reader
 from trireme.engine.exchange import fetch
 from trireme.engine.tuning.chosen import adaptable
 from trireme.engine.tuning.peft_config import CONFIG
-from trireme.engine.tuning.spellings import PREFIX as PREFIX
+from trireme.engine.tuning.spellings import PREFIX
 from trireme.models.config import InputError, Lora, ModelConfig
 from trireme.models.sizes import shapes
 from trireme.storage.checkpoint import Source, convert, dtype_of

@@ -10,7 +10,6 @@ from pathlib import Path
 from typing import NamedTuple
 
 from trireme.engine.tuning.adapters import (
-    PREFIX,
     WEIGHTS,
     Adapter,
     Halves,
@@ -21,7 +20,7 @@ from trireme.engine.tuning.adapters import (
 )
 from trireme.engine.tuning.chosen import adaptable, adapted
 from trireme.engine.tuning.peft_config import CONFIG, Said, read_adapter_config, read_said
-from trireme.engine.tuning.spellings import SINGLE, by_expert, short, spelled
+from trireme.engine.tuning.spellings import PREFIX, SINGLE, by_expert, short, spelled
 from trireme.models.config import InputError, Lora, ModelConfig, scored
 from trireme.models.hf import WRAPPERS
 from trireme.models.sizes import shapes

@@ -18,9 +18,10 @@ from safetensors.torch import load_file, save_file
 from tiny import CASES, oracle
 
 from trireme.engine.placement import silent
-from trireme.engine.tuning.adapters import PREFIX, WEIGHTS
+from trireme.engine.tuning.adapters import WEIGHTS
 from trireme.engine.tuning.merge import merge_folder, merged
 from trireme.engine.tuning.peft_config import CONFIG
+from trireme.engine.tuning.spellings import PREFIX
 from trireme.models.config import InputError
 from trireme.storage.files import StoreError
 

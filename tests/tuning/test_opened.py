@@ -17,11 +17,12 @@ from trireme.engine.exchange import Exchange
 from trireme.engine.queues.real import InlineQueues
 from trireme.engine.run.begin.model import about_adapter
 from trireme.engine.run.options import Options
-from trireme.engine.tuning.adapters import PREFIX, WEIGHTS, save_adapter
+from trireme.engine.tuning.adapters import WEIGHTS, save_adapter
 from trireme.engine.tuning.chosen import adapted
 from trireme.engine.tuning.merge import merge_adapter
 from trireme.engine.tuning.opened import read_adapter
 from trireme.engine.tuning.peft_config import CONFIG
+from trireme.engine.tuning.spellings import PREFIX
 from trireme.engine.updates import AdamW
 from trireme.models.config import InputError, Lora, numbers
 from trireme.storage.checkpoint import open_source

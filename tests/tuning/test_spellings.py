@@ -9,11 +9,12 @@ from safetensors.torch import load_file, save_file
 from tiny import CASES, oracle
 from transformers import AutoModelForImageTextToText
 
-from trireme.engine.tuning.adapters import PREFIX, WEIGHTS, adapter_shapes, peft_names
+from trireme.engine.tuning.adapters import WEIGHTS, adapter_shapes, peft_names
 from trireme.engine.tuning.chosen import adapted
 from trireme.engine.tuning.merge import merge_adapter
 from trireme.engine.tuning.opened import read_adapter
 from trireme.engine.tuning.peft_config import CONFIG
+from trireme.engine.tuning.spellings import PREFIX
 from trireme.models import hf
 from trireme.models.config import InputError, Lora, ModelConfig, parse_config
 from trireme.storage.checkpoint import open_source
