@@ -12,12 +12,11 @@ _CALL, _ANSWER = "tool_use", "tool_result"
 def turns_of(turn: Any, where: str) -> list[Any]:
     """The turn, or what its parts `tool_use` and `tool_result` make of it. Raises BadRow where order would be lost."""
     parts = turn.get("content") if isinstance(turn, dict) else None
-    kinds = (
-        [str(part.get("type")) if isinstance(part, dict) else "" for part in parts] if isinstance(parts, list) else []
-    )
+    if not isinstance(parts, list):
+        return [turn]
+    kinds = [str(part.get("type")) if isinstance(part, dict) else "" for part in parts]
     if not {_CALL, _ANSWER} & set(kinds):
         return [turn]
-    assert isinstance(parts, list)
     rest = [part for part, kind in zip(parts, kinds, strict=True) if kind not in (_CALL, _ANSWER)]
     calls, answers = (
         [part for part, kind in zip(parts, kinds, strict=True) if kind == one] for one in (_CALL, _ANSWER)
