@@ -70,8 +70,8 @@ def grouped_add_(dw_: Tensor, a: Tensor, b: Tensor, order: Order, k_a: int = 0, 
     assert b.shape == (P // k_b if k_b else P, B)
     assert all(t.is_contiguous() for t in (dw_, a, b))
     assert a.dtype == b.dtype
-    if hopper.suits(a.device, a.dtype, A, B):
-        hopper.add_(dw_, a, b, order, k_a, k_b, hopper.reduces(dw_))
+    if hopper.suits(dw_, a, b, k_a, k_b):
+        hopper.add_(dw_, a, b, order, k_a, k_b)
         return
     t = launch.grouped_add(a.device, a.dtype)
     _grouped_add[(E * cdiv(A, t.a) * cdiv(B, t.b),)](

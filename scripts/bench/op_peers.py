@@ -12,7 +12,6 @@ import torch
 from torch import Tensor
 
 from trireme.kernels import ops
-from trireme.kernels.experts import hopper
 
 Peers = dict[str, tuple[Callable, float]]
 
@@ -204,17 +203,10 @@ def grouped_product(x: Tensor, w: Tensor, order: ops.Order, k: int) -> Peers:
 
 
 def grouped_gradient(dw: Tensor, a: Tensor, b: Tensor, order: ops.Order, k_a: int, k_b: int) -> Peers:
-    """torch's, in bf16 and not added to a sum, of sorted rows; one matrix for all rows.
-
-    On Hopper also ours without the copy engine's reduction.
-    """
-    found: Peers = {}
-    turned = (dw, a, b, order, k_a, k_b) if dw.is_contiguous() else (dw.mT, b, a, order, k_b, k_a)
-    if hopper.suits(a.device, a.dtype, *dw.shape[1:]):
-        found["no reduction"] = (lambda: hopper.add_(*turned, False), 1.0)
+    """torch's, in bf16 and not added to a sum, of sorted rows; one matrix for all rows."""
     ends = order.starts[1:].clone()
     a, b = (x[order.pair // k] if k else x for x, k in ((a, k_a), (b, k_b)))
-    return found | {
+    return {
         "grouped": (lambda: torch._grouped_mm(a.T, b, offs=ends), 1.0),
         "one matrix": (lambda: torch.mm(a.T, b), 1.0),
     }

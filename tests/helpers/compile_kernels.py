@@ -226,6 +226,9 @@ def experts_call(E, k, D, I, in_out=False, dtype=BF16):
     gradients.grouped_add_(torch.zeros_like(up, dtype=torch.float32), x, d_gate_up, found, k, 0)
     gradients.grouped_add_(torch.zeros_like(down, dtype=torch.float32), act, x, found, 0, k)
     gradients.grouped_add_(torch.zeros_like(up), x, d_gate_up, found, k, 0)  # into bf16
+    gradients.grouped_add_(torch.zeros_like(down), act, x, found, 0, k)
+    for grad in (torch.zeros(E, 16, D), torch.zeros(E, 16, D, dtype=dtype)):  # of an adapter
+        gradients.grouped_add_(grad, torch.zeros(P, 16, dtype=dtype), x, found, 0, k)
     if in_out:
         gradients.grouped_add_(torch.zeros(E, 1, 2 * I), torch.zeros(P, 1, dtype=dtype), d_gate_up, found)
         rows.clamped_swiglu_fwd(d_gate_up, 7.0)
@@ -235,13 +238,6 @@ def experts_call(E, k, D, I, in_out=False, dtype=BF16):
         out, lse, scores = torch.zeros(N, 64, 64, dtype=dtype), torch.zeros(64, N), torch.zeros(64, dtype=dtype)
         sinks.sinks_fwd_(out, lse, scores)
         sinks.sinks_bwd_(torch.zeros(64), out, out, lse, scores)
-
-
-def large_gradient_call():
-    """Of a matrix whose tiles are the larger ones on Hopper."""
-    a, b = (torch.zeros(16, width, dtype=BF16) for width in (4096, 8192))
-    place = torch.zeros(16, dtype=torch.int32)
-    gradients.grouped_add_(torch.zeros(1, 4096, 8192), a, b, Order(place, place, torch.zeros(2, dtype=torch.int32)))
 
 
 def products_call():
@@ -374,7 +370,7 @@ def listed(arch: int) -> list:
         calls += [lambda D=D: norm_calls(D) for D in (768, 4096, 5120, 12288)]
         calls += [other_calls]
         calls += [routing_calls, lambda: experts_call(32, 4, 2880, 2880, in_out=True), packed_calls, small_packed_calls]
-    calls += [large_gradient_call, lambda: wide_norm_call(16384, BF16)] * (arch == 90)
+    calls += [lambda: wide_norm_call(16384, BF16)] * (arch == 90)
     return [*calls, lambda: experts_call(128, 8, 2048, 768), fp8_calls, fp8_experts_calls]
 
 

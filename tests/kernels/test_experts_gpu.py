@@ -154,42 +154,51 @@ def test_what_the_library_does_not_take_is_ours():
         check(matmuls.grouped_mm(a, b, order), reference.grouped_mm(*up(a, b), order), ONE_ROUNDING[BF16])
 
 
+def by_triton(monkeypatch, *given) -> None:
+    """gradients.grouped_add_ by the kernel of other chips."""
+    with monkeypatch.context() as usual:
+        usual.setattr(hopper, "suits", lambda *_: False)
+        gradients.grouped_add_(*given)
+
+
 @pytest.mark.parametrize("load", LOADS)
-@pytest.mark.parametrize("name", ["Qwen3-30B", "gpt-oss-20b"])
-def test_the_copy_engine_adds_as_threads_do(name, load):
-    """In 20 runs, clipped where a tile reaches beyond the matrix; idle experts are not touched."""
+@pytest.mark.parametrize("dtype", [torch.float32, BF16])
+@pytest.mark.parametrize(("E", "k", "D", "I"), [MIXTURES["Qwen3-30B"], MIXTURES["gpt-oss-20b"], (300, 3, 136, 264)])
+def test_hoppers_gradients_have_the_bits_of_tritons(E, k, D, I, dtype, load, monkeypatch):
+    """In 20 runs: rows looked up in one operand or none, in both orders, of adapters; idle experts are not touched."""
     needs_chip(90)
     needs(8)
-    N, (E, k, D, I) = 3000, MIXTURES[name]
+    N = 3000
     order = order_.sort_pairs(choices(load, N, E, k, "cuda"), E)
-    x, d_gate_up = randn(N, D, device="cuda", dtype=BF16), randn(N * k, 2 * I, device="cuda", dtype=BF16)
-    for shape, given in (((E, D, 2 * I), (x, d_gate_up, order, k, 0)), ((E, 2 * I, D), (d_gate_up, x, order, 0, k))):
-        start = torch.randn(shape, device="cuda")
+    x, h = randn(N, D, device="cuda", dtype=BF16), randn(N * k, 16, device="cuda", dtype=BF16)
+    d_gate_up = randn(N * k, 2 * I, device="cuda", dtype=BF16)
+    for a, b, k_a, k_b in ((x, d_gate_up, k, 0), (d_gate_up, x, 0, k), (h, x, 0, k), (h, d_gate_up, 0, 0)):
+        start = torch.randn(E, a.shape[1], b.shape[1], device="cuda").to(dtype)
         plain, grad = start.clone(), torch.empty_like(start)
-        assert hopper.reduces(grad)
-        hopper.add_(plain, *given, False)
+        assert hopper.suits(grad, a, b, k_a, k_b)
+        by_triton(monkeypatch, plain, a, b, order, k_a, k_b)
         idle = order.starts[1:] == order.starts[:-1]
         assert torch.equal(plain[idle], start[idle])
         for _ in range(20):
             grad.copy_(start)
-            gradients.grouped_add_(grad, *given)
+            gradients.grouped_add_(grad, a, b, order, k_a, k_b)
             assert torch.equal(grad, plain)
 
 
-def test_the_copy_engine_keeps_what_is_not_finite():
-    """And a sum that is not aligned to 16 bytes, or narrow, is added to by threads."""
+@pytest.mark.parametrize("dtype", [torch.float32, BF16])
+def test_hoppers_gradients_keep_what_is_not_finite(dtype, monkeypatch):
+    """And a sum that is not aligned to 16 bytes is added to by Triton's kernel."""
     needs_chip(90)
     order = order_.sort_pairs(choices(LOADS[0], 300, 2, 1, "cuda"), 2)
     a, b = (randn(300, width, device="cuda", dtype=BF16) for width in (136, 264))
-    start = torch.randn(2, 136, 264, device="cuda")
+    start = torch.randn(2, 136, 264, device="cuda").to(dtype)
     start[:, 3, 5], start[:, 7, 11], start[:, 130, 260] = float("nan"), float("inf"), float("-inf")
     plain, grad = start.clone(), start.clone()
-    hopper.add_(plain, a, b, order, 0, 0, False)
+    by_triton(monkeypatch, plain, a, b, order)
     gradients.grouped_add_(grad, a, b, order)
     torch.testing.assert_close(grad, plain, rtol=0, atol=0, equal_nan=True)
-    odd = torch.empty(start.numel() + 1, device="cuda")[1:].view_as(start).copy_(start)
-    assert not hopper.reduces(odd)
-    assert not hopper.reduces(start[:, :120])
+    odd = torch.empty(start.numel() + 1, device="cuda", dtype=dtype)[1:].view_as(start).copy_(start)
+    assert not hopper.suits(odd, a, b, 0, 0)
     gradients.grouped_add_(odd, a, b, order)
     torch.testing.assert_close(odd, plain, rtol=0, atol=0, equal_nan=True)
 
