@@ -274,7 +274,9 @@ def convert(values: np.ndarray, dtype: str, to: str) -> np.ndarray:
     if dtype == to:
         return values
     if dtype == "BF16":
-        values = (values.astype(np.uint32) << 16).view(np.float32)
+        shifted = values.astype(np.uint32)
+        shifted <<= 16  # in place: another array would take longer than the work
+        values = shifted.view(np.float32)
     with np.errstate(over="ignore", invalid="ignore"):
         if to != "BF16":
             return values.astype(NUMPY[to], copy=False)

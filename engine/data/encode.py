@@ -131,7 +131,7 @@ def check(text: str) -> None:
 def _piece(example: Text, tokenizer: Tokenizer) -> Tokens | BadRow:
     start = len(example.before)
     text = example.before + example.text + example.after
-    return tokenizer.part(text, start, start + len(example.text))
+    return tokenizer.part(text, start, start + len(example.text), offsets=False)
 
 
 def within(ids: np.ndarray, offsets: np.ndarray, text: str, greedy: dict[int, str]) -> np.ndarray:

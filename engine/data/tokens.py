@@ -24,6 +24,7 @@ OVERLAP = 1 << 12  # on each side of a window
 PROBES = ("a", "A", "0", ".", "的")  # of which every tokenizer knows one
 
 Tokens = tuple[np.ndarray, np.ndarray | None]  # ids (n,) int32; offsets (n, 2) int32, in characters, or None
+Located = tuple[np.ndarray, np.ndarray]  # the same with offsets
 
 
 @dataclass(frozen=True)
@@ -82,43 +83,82 @@ class Tokenizer:
 
     def _long(self, text: str, offsets: bool) -> Tokens | BadRow:
         """Encodes a long text with the memory of one window."""
-        parts = []
+        ids, places = list[np.ndarray](), list[np.ndarray]()
         for start in range(0, len(text), WINDOW):
-            part = self.part(text, start, min(start + WINDOW, len(text)))
+            part = self.part(text, start, min(start + WINDOW, len(text)), offsets)
             if isinstance(part, BadRow):
                 return part
-            parts.append(part)
-        return np.concatenate([p[0] for p in parts]), np.concatenate([p[1] for p in parts]) if offsets else None
+            ids.append(part[0])
+            places += [] if part[1] is None else [part[1]]
+        return np.concatenate(ids), np.concatenate(places) if offsets else None
 
-    def part(self, text: str, start: int, stop: int) -> tuple[np.ndarray, np.ndarray] | BadRow:
+    def part(self, text: str, start: int, stop: int, offsets: bool = True) -> Tokens | BadRow:
         """(ids (n,) int32, offsets (n, 2) int32) of the tokens of `text` that begin in [start, stop).
 
         They are computed with OVERLAP characters on each side. If these do not settle the tokens at a border, it is
         taken as a border of tokens. Parts joined are the text's tokens, unless a word is about as long as OVERLAP.
+
+        Without `offsets` it takes less time: only the tokens around the borders are located.
         """
-        low = start - min(OVERLAP, start) if self._settled(text, start) else start
-        high = min(stop + OVERLAP, len(text)) if self._settled(text, stop) else stop
+        first, last = self._settled(text, start), self._settled(text, stop)
+        low = start - min(OVERLAP, start) if first else start
+        high = min(stop + OVERLAP, len(text)) if last else stop
+        if not offsets:
+            found = self._batch([text[low:high]], offsets=False)[0]
+            if isinstance(found, BadRow):
+                return found
+            if (inside := self._inside(found[0], first, last, start, stop)) is not None:
+                return found[0][inside], None
         made = self._window(text, low, high)
         if isinstance(made, BadRow):
             return made
-        ids, offsets = made
-        mine = offsets[:, 0] >= start
+        ids, places = made
+        mine = places[:, 0] >= start
         if high > stop:
-            mine &= offsets[:, 0] < stop
-        return ids[mine], offsets[mine]
+            mine &= places[:, 0] < stop
+        return ids[mine], places[mine] if offsets else None
 
-    def _settled(self, text: str, border: int) -> bool:
-        """Whether the tokens around `border` are the same in a narrow and in a wide window."""
-        found = []
+    def _inside(
+        self, ids: np.ndarray, first: Located | None, last: Located | None, start: int, stop: int
+    ) -> np.ndarray | None:
+        """Which of the tokens `ids` begin in [start, stop), (n,) bool, from those around the borders, `first` and
+        `last`; None if they are not the same as in `ids`.
+
+        Equal tokens of equal text are at the same characters, but for the unknown token, which has any length.
+        """
+        inside = np.ones(len(ids), bool)
+        if first:
+            near, places = first
+            n = len(near) - int((places[:, 0] >= start + OVERLAP // 4).sum())
+            if not self._same(ids[:n], near[:n]):
+                return None
+            inside[:n] = places[:n, 0] >= start
+        if last:
+            near, places = last
+            n = len(near) - int((places[:, 0] < stop - OVERLAP // 4).sum())
+            if n > len(ids) or not self._same(ids[len(ids) - n :], near[len(near) - n :]):
+                return None
+            inside[len(ids) - n :] &= places[len(near) - n :, 0] < stop
+        return inside
+
+    def _same(self, ids: np.ndarray, near: np.ndarray) -> bool:
+        return np.array_equal(ids, near) and (self.unknown is None or self.unknown not in ids)
+
+    def _settled(self, text: str, border: int) -> Located | None:
+        """The tokens around `border`, up to OVERLAP characters away, if those next to it are the same in a narrower
+        window, else None.
+        """
+        found, windows = [], list[Located]()
         for reach in (OVERLAP // 2 + 1, OVERLAP) if 0 < border < len(text) else ():
             made = self._window(text, max(0, border - reach), min(len(text), border + reach))
             if isinstance(made, BadRow):
-                return False
+                return None
             near = np.abs(made[1][:, 0] - border) < OVERLAP // 4
             found.append((made[0][near].tolist(), made[1][near, 0].tolist()))
-        return bool(found) and found[0] == found[1]
+            windows.append(made)
+        return windows[-1] if found and found[0] == found[1] else None
 
-    def _window(self, text: str, start: int, stop: int) -> tuple[np.ndarray, np.ndarray] | BadRow:
+    def _window(self, text: str, start: int, stop: int) -> Located | BadRow:
         made = self._batch([text[start:stop]], offsets=True)[0]
         if isinstance(made, BadRow):
             return made

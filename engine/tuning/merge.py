@@ -177,6 +177,7 @@ def merged(read: Iterator[np.ndarray], found: Factors, scale: float) -> Iterator
                 stop += len(left) * right.shape[1]
             part, at, columns = piece[first - end :][: stop - first], first - begin, right.shape[1]
             rows = slice(at // columns, -(-(at + len(part)) // columns))
-            delta = (left[rows] @ right).flatten()[at - rows.start * columns :][: len(part)] * scale
-            yield convert(part, dtype_of(part), "F32") + delta.numpy()
+            delta = (left[rows] @ right).flatten()[at - rows.start * columns :][: len(part)].mul_(scale).numpy()
+            delta += convert(part, dtype_of(part), "F32")
+            yield delta
             first += len(part)

@@ -6,6 +6,7 @@ to the terminal.
 
 import errno
 import gzip
+import itertools
 import json
 import os
 import random
@@ -650,3 +651,35 @@ def test_windows_of_real_tokenizers(real, name, monkeypatch):
     ids, offsets = tokenizer.encode([text], offsets=True)[0]
     assert np.array_equal(ids, whole[0])
     assert np.array_equal(offsets, whole[1])
+
+
+@pytest.mark.parametrize("name", ["stories260k", "tokenizers/gpt2", "tokenizers/minimind"])
+def test_a_part_without_offsets_has_the_same_tokens(real, name, monkeypatch):
+    """Only the tokens around its borders are located: the offsets of all take time."""
+    tokenizer, located = load_tokenizer(real / name), []
+    batch = tokens.Tokenizer._batch
+
+    def noted(self, texts, offsets):
+        located.extend(len(text) for text in texts if offsets)
+        return batch(self, texts, offsets)
+
+    monkeypatch.setattr(tokens, "OVERLAP", 200)
+    text = (real / "data" / "tinyshakespeare.txt").read_text()[:20_000]
+    borders = [*range(0, 20_000, 2999), 20_000]
+    expected = [tokenizer.part(text, a, b)[0].tolist() for a, b in itertools.pairwise(borders)]
+    monkeypatch.setattr(tokens.Tokenizer, "_batch", noted)
+    found = [tokenizer.part(text, a, b, offsets=False)[0].tolist() for a, b in itertools.pairwise(borders)]
+    assert found == expected
+    assert max(located) == 400
+
+
+def test_a_part_with_unknown_words_at_its_borders_has_the_same_tokens(monkeypatch):
+    """An unknown token has any length, so it does not tell where the tokens are."""
+    core = tokenizers.Tokenizer(tokenizers.models.WordLevel({"[UNK]": 0, "a": 1}, unk_token="[UNK]"))
+    core.pre_tokenizer = tokenizers.pre_tokenizers.Whitespace()
+    tokenizer = tokens.Tokenizer(core, Path(), {}, (), None, {}, "", unknown=0)
+    monkeypatch.setattr(tokens, "OVERLAP", 40)
+    text = " ".join(random.Random(1).choices(["a", "bc", "defg"], k=400))
+    for start, stop in itertools.pairwise([*range(0, len(text), 101), len(text)]):
+        made = [tokenizer.part(text, start, stop, offsets=wanted)[0].tolist() for wanted in (True, False)]
+        assert made[0] == made[1]
