@@ -151,7 +151,7 @@ class Optimizer:
 
     def flush(self) -> None:
         """Queues all updates that have a gradient, in forward order, and all late moments."""
-        for u in range(self.geo.n_units):
+        for u in sorted(self.gradients.landed):
             self.update(u)
             trained = self.weights.layers[u].trained
             trained.settle()

@@ -181,6 +181,15 @@ def test_a_streamed_update_comes_after_the_copy_of_the_last_ones_weights():
     assert copies[0] in queues.before[updates[1]]
 
 
+def test_a_second_flush_copies_nothing():
+    queues = InlineQueues()
+    e = make(LLAMA, gpu_plan(LLAMA, units=(UnitPlan("host", "host", "gpu"),) * 5), queues)
+    train(e, batches(LLAMA, 1, 1, 24))
+    before = queues.moved.copy()
+    e.optimizer.flush()
+    assert queues.moved == before
+
+
 def test_a_profiler_sees_each_task_by_its_name(monkeypatch):
     seen = []
     monkeypatch.setattr(real, "PROFILED", True)
