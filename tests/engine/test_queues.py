@@ -112,6 +112,14 @@ def test_the_interpreter_is_as_before_once_all_queues_are_closed(monkeypatch):
     assert collected == ["freeze", "freeze", "unfreeze"]
 
 
+def test_queues_that_cannot_be_opened_leave_the_interpreter_as_it_was(monkeypatch):
+    monkeypatch.setattr(real, "USUAL", [])
+    before = sys.getswitchinterval()
+    with pytest.raises((RuntimeError, AssertionError)):  # of torch: there is no such GPU
+        RealQueues("cuda:99")
+    assert sys.getswitchinterval() == before
+
+
 @pytest.mark.parametrize("queue", [queue for queue in queues_of(2) if kind_of(queue) not in STREAMED])
 def test_an_error_in_any_queue_ends_the_step_with_that_error(queue):
     class Failing(RealQueues):
