@@ -77,12 +77,11 @@ def whole_gib(nbytes: float) -> str:
 
 def gb(nbytes: float) -> str:
     """Bytes in decimal units, as drives are sold: `3.2 GB`."""
-    for nbytes_of, unit in ((10**15, "PB"), (10**12, "TB"), (10**9, "GB"), (10**6, "MB")):
-        if nbytes >= nbytes_of:
-            return (
-                f"{nbytes / nbytes_of:.3g} {unit}" if nbytes < 1000 * nbytes_of else f"{nbytes / nbytes_of:,.0f} {unit}"
-            )
-    return f"{nbytes / 1000:.3g} kB"
+    n, units = nbytes / 1000, ["kB", "MB", "GB", "TB", "PB"]
+    while n >= 999.5 and len(units) > 1:
+        n /= 1000
+        del units[0]
+    return f"{n:.3g} {units[0]}" if n < 999.5 else f"{n:,.0f} {units[0]}"
 
 
 def count(n: int, noun: str) -> str:
@@ -101,7 +100,7 @@ def compact(n: float) -> str:
 
 def seconds(s: float) -> str:
     """Three figures: `0.599 s`, `41.2 s`; from 1000 s on as `duration`."""
-    return f"{s:.3g} s" if s < 1000 else duration(s)
+    return f"{s:.3g} s" if s < 999.5 else duration(s)
 
 
 def percent(share: float) -> str:

@@ -227,13 +227,12 @@ class Gradients:
                 total = self.sums[gpu][place + i : place + i + 1]
                 ops.grad_finish(wide[start:stop], out=narrow[start - first : stop - first], total=total)
 
-        nbytes = 3 * n * ITEMSIZE[self.geo.dtype]
+        nbytes = 3 * n * self.itemsize
         return self.queues.run(numbered("compute", gpu), "finish", self.geo.names[u], finish, after, nbytes=nbytes)
 
     def _land(self, u: int, piece: Sequence[Stretch], out: Buffer, host: Buffer, rounded: Task) -> Task:
         """Copies a rounded piece to RAM."""
-        size = ITEMSIZE[self.geo.dtype]
-        first, nbytes = (size * n for n in extent(piece))
+        first, nbytes = (self.itemsize * n for n in extent(piece))
 
         def land() -> None:
             host.tensor[first : first + nbytes].copy_(out.tensor[:nbytes], non_blocking=True)

@@ -52,13 +52,9 @@ class Optimizer:
         self.on_cpu = CpuUpdates(self.kernels, placement, weights, gradients, queues)
         self.streamed = StreamedUpdates(self.kernels, placement, weights, self.on_cpu, queues)
         self.early = [u for u, unit in enumerate(self.plan.units) if unit.weights != "gpu" and unit.update == "cpu"]
+        self.head_gpu = self.plan.units[self.geo.head].gpu  # has the statistics
         if not queues.simulated:
-            self.stats = torch.zeros(3, dtype=torch.float64, device=queues.devices[self._first_gpu])
-
-    @property
-    def _first_gpu(self) -> int:
-        """The GPU of the head."""
-        return self.plan.units[self.geo.head].gpu
+            self.stats = torch.zeros(3, dtype=torch.float64, device=queues.devices[self.head_gpu])
 
     # ------------------------------------------------ a step
 
@@ -83,22 +79,22 @@ class Optimizer:
         labels.
         """
         limit, clip, clipped = self.kernels.adamw.max_grad_norm, self.kernels.clip, self.plan.mode == "forward"
-        first, others = self._first_gpu, [gpu for gpu in range(self.plan.gpus) if gpu != self._first_gpu]
+        others = [gpu for gpu in range(self.plan.gpus) if gpu != self.head_gpu]
         sums = [self._on(gpu, "sums of squares", partial(self._sums_of, gpu)) for gpu in others]
 
         def add(begun: Tensor) -> Tensor:
             return sum((part.double().sum().to(begun.device) for part in losses), begun)
 
         def conclude() -> Tensor:
-            loss, norm = self.gradients.totals(add, first, [task.wait() for task in sums])
+            loss, norm = self.gradients.totals(add, self.head_gpu, [task.wait() for task in sums])
             self.stats[0] = loss / trained
             self.stats[1] = norm
             self.stats[2] = torch.clamp(limit / (norm + 1e-6), max=1.0) if limit else 1.0
             if clipped:
-                clip.on_device[first].copy_(self.stats[2:])
+                clip.on_device[self.head_gpu].copy_(self.stats[2:])
             return self.stats.to("cpu")
 
-        task = self.queues.run(numbered("compute", first), "statistics", "", conclude, sums)
+        task = self.queues.run(numbered("compute", self.head_gpu), "statistics", "", conclude, sums)
         if clipped:
             clip.known = (task, *(self._on(gpu, "clip", partial(self._set_clip, gpu, task), (task,)) for gpu in others))
         if self.queues.simulated:
@@ -151,7 +147,7 @@ class Optimizer:
 
     def flush(self) -> None:
         """Queues all updates that have a gradient, in forward order, and all late moments."""
-        for u in range(self.geo.n_units):
+        for u in sorted(self.gradients.landed):
             self.update(u)
             trained = self.weights.layers[u].trained
             trained.settle()

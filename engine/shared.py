@@ -22,7 +22,6 @@ from trireme.engine.placement import Placement
 from trireme.engine.plan import Plan
 from trireme.engine.queues.names import numbered
 from trireme.engine.queues.task import Queues, Task
-from trireme.storage.layout import ITEMSIZE
 
 BETWEEN = "net_between"  # of the queue net, which is idle, by the run's own thread
 
@@ -102,7 +101,7 @@ class SharedGradients(Gradients):
             return
         self.aside.discard(u)
         accumulator, name, kind = self.holding.pop(u), self.geo.names[u], self.geo.size_class(u)
-        shares, size = self.geo.shares(u, self.plan.record), ITEMSIZE[self.geo.dtype]
+        shares, size = self.geo.shares(u, self.plan.record), self.itemsize
         own = shares[self.plan.host]
         mine = self.landings[kind].acquire(name) if own.stop > own.start else None
         whole = self.whole[kind].acquire(name) if self.plan.last_host else None
@@ -113,7 +112,7 @@ class SharedGradients(Gradients):
         accumulator.free((last,))
 
         def deal() -> None:
-            parts = [torch.empty(0, dtype=torch.uint8)] * self.plan.hosts
+            parts = [NOTHING] * self.plan.hosts
             if whole is not None:
                 parts = [whole.tensor[s.start * size : s.stop * size] for s in shares]
             if mine is not None:
@@ -156,11 +155,10 @@ class SharedGradients(Gradients):
         return left
 
     def shared(self, u: int, hi: Tensor, updated: Task) -> Task:
-        size, nbytes = ITEMSIZE[self.geo.dtype], self.geo.weights[u].span
-        shares = self.geo.shares(u, self.plan.record)
+        shares, nbytes = self.geo.shares(u, self.plan.record), self.geo.weights[u].span
 
         def gather() -> None:
-            self.wire.gather("net", [hi[s.start * size : s.stop * size] for s in shares])
+            self.wire.gather("net", [hi[s.start * self.itemsize : s.stop * self.itemsize] for s in shares])
 
         return self.queues.run("net", "weights", self.geo.names[u], gather, (updated,), nbytes=nbytes)
 

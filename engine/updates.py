@@ -335,7 +335,8 @@ class StreamedUpdates:
     def hand_over(self, u: int, gradient: Landed) -> None:
         """Queues unit u's update."""
         weights, read = self.weights.in_ram(u), []
-        held, come = weights.get(), weights.ready
+        held = weights.get()
+        come = (*weights.ready, *weights.updated)  # the copy of the last update reads them, too
         for r, (a, b) in enumerate(self.geo.records(u, self.plan.record)):
             up, done = self._record(u, r, flat(held.tensor, self.geo.dtype, b)[a:], come, gradient.part(a, b))
             read.append(up)
@@ -348,7 +349,7 @@ class StreamedUpdates:
     def _record(self, u: int, r: int, hi: Tensor, come: Sequence[Task], grad: Elements) -> tuple[Task, Task]:
         """Queues the update of a record: copy to the GPU, update, copy back. Returns the first two tasks.
 
-        `hi`: its weights on the GPU, valid after `come`.
+        `hi`: its weights on the GPU, which may be written after `come`.
         """
         a, b = self.geo.records(u, self.plan.record)[r]
         dtype, layout, stored = self.geo.dtype, self.geo.state_layout(b - a), self.placement.state[u][r]

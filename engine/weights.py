@@ -260,7 +260,7 @@ class WeightStream:
         ]
         self.coming = Prefetch()
         self.uses: deque[int] = deque()  # of layers to come in this pass
-        self.in_use: dict[int, LayerWeights] = {}
+        self.in_use: set[int] = set()  # layers
         self.copies = dict[tuple[int, int], LayerWeights]()  # of what the loss reads, by unit and GPU
 
     def _stored(self, kind: Literal["weights", "base"], pool: What) -> Iterable[OnGpu]:
@@ -335,7 +335,7 @@ class WeightStream:
         layer.frozen.get()
         if layer.decoded is None and self.geo.decoded[u].tensors:
             layer.decoded = self._decode(layer, backward)
-        self.in_use[u] = layer
+        self.in_use.add(u)
         return layer
 
     def _end(self, u: int) -> None:
@@ -345,7 +345,7 @@ class WeightStream:
 
     def _on(self, gpu: int, u: int) -> LayerWeights:
         """The weights of layer u, which is in use, on a GPU: a copy if it is not the layer's."""
-        layer, own = self.in_use[u], self.plan.units[u].gpu
+        layer, own = self.layers[u], self.plan.units[u].gpu
         if gpu == own:
             return layer
         if (u, gpu) not in self.copies:
@@ -377,7 +377,8 @@ class WeightStream:
         return copy
 
     def _release(self, u: int) -> None:
-        layer = self.in_use.pop(u)
+        layer = self.layers[u]
+        self.in_use.discard(u)
         layer.last, layer.copied = (*layer.last, *layer.copied), ()
         for each in layer.slices:
             if pooled(each.frozen):  # of a pass that was broken off
@@ -396,10 +397,8 @@ class WeightStream:
         self.coming.break_off()
         self.uses.clear()
         for layer in self.held:
-            self.in_use[layer.u] = layer
             layer.done(after)
-        for u in list(self.in_use):
-            self._release(u)
+            self._release(layer.u)
 
     @property
     def held(self) -> list[LayerWeights]:

@@ -124,9 +124,11 @@ def _check(mac: hmac.HMAC, tag: bytes) -> None:
         raise Forged("a frame is not as a host of this run sent it")
 
 
-def read_into(connection: socket.socket, into: memoryview) -> None:
-    """Fills a buffer. Raises OSError, also if the connection ends."""
+def read_into(connection: socket.socket, into: memoryview, end: float | None = None) -> None:
+    """Fills a buffer, until time.monotonic() is `end`. Raises OSError, also if the connection ends."""
     while into.nbytes:
+        if end is not None:
+            connection.settimeout(max(1e-3, end - time.monotonic()))
         n = connection.recv_into(into)
         if not n:
             raise ConnectionResetError("the connection has ended")
@@ -134,16 +136,9 @@ def read_into(connection: socket.socket, into: memoryview) -> None:
 
 
 def read(connection: socket.socket, n: int, end: float | None = None) -> bytes:
-    """Reads `n` bytes, until time.monotonic() is `end`. Raises OSError."""
+    """Reads `n` bytes, as `read_into`."""
     found = bytearray(n)
-    view = memoryview(found)
-    while view.nbytes:
-        if end is not None:
-            connection.settimeout(max(1e-3, end - time.monotonic()))
-        got = connection.recv_into(view)
-        if not got:
-            raise ConnectionResetError("the connection has ended")
-        view = view[got:]
+    read_into(connection, memoryview(found), end)
     return bytes(found)
 
 

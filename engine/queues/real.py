@@ -179,8 +179,6 @@ class RealQueues(InlineQueues):
     def __init__(self, device: torch.device | str = "cpu", extra: Sequence[str] = (), gpus: int = 1, hosts: int = 1):
         super().__init__(device, gpus)
         self.names = queues_of(gpus, hosts)
-        _set_interpreter(gpus)
-        self.open = True
         self.error: BaseException | None = None
         self.failed: Callable[[BaseException], object] = lambda _: None  # hears of the first of a thread
         self.at: dict[str, RealTask] = {}  # by queue: its task, waiting or begun
@@ -195,6 +193,8 @@ class RealQueues(InlineQueues):
         self.threads: list[threading.Thread] = []
         for name in (*self.names[gpus == 1 :], *extra):
             self._start(name)
+        _set_interpreter(gpus)  # last: `close` resets it, and there is none if this fails
+        self.open = True
 
     def _start(self, queue: str) -> None:
         """Starts a queue's thread."""

@@ -10,7 +10,7 @@ from functools import partial
 
 import pytest
 import torch
-from engines import LIMITS, LLAMA, batches, gpu_plan, lent, make, relayed
+from engines import LIMITS, LLAMA, batches, gpu_plan, lent, make, relayed, train
 
 from trireme.engine.build import Inputs, build, inputs_on
 from trireme.engine.plan import UnitPlan
@@ -112,6 +112,14 @@ def test_the_interpreter_is_as_before_once_all_queues_are_closed(monkeypatch):
     assert collected == ["freeze", "freeze", "unfreeze"]
 
 
+def test_queues_that_cannot_be_opened_leave_the_interpreter_as_it_was(monkeypatch):
+    monkeypatch.setattr(real, "USUAL", [])
+    before = sys.getswitchinterval()
+    with pytest.raises((RuntimeError, AssertionError)):  # of torch: there is no such GPU
+        RealQueues("cuda:99")
+    assert sys.getswitchinterval() == before
+
+
 @pytest.mark.parametrize("queue", [queue for queue in queues_of(2) if kind_of(queue) not in STREAMED])
 def test_an_error_in_any_queue_ends_the_step_with_that_error(queue):
     class Failing(RealQueues):
@@ -153,6 +161,41 @@ def simulate(plan, rates):
     e.optimizer.flush()
     assert e.memory.owned() == len(e.optimizer.on_cpu.records.ahead)
     return seconds, spans
+
+
+class Noting(InlineQueues):
+    """Notes which tasks are over before a task begins: those that it waits for, and those before it in its queue."""
+
+    def __init__(self):
+        super().__init__()
+        self.before, self.last = {}, {}
+
+    def run(self, queue, kind, of, fn, after=(), nbytes=0, flops=0):
+        task = super().run(queue, kind, of, fn, after, nbytes, flops)
+        ordered = {*after, *([self.last[queue]] if queue in self.last else ())}
+        self.before[task], self.last[queue] = ordered.union(*(self.before[other] for other in ordered)), task
+        return task
+
+
+def test_a_streamed_update_comes_after_the_copy_of_the_last_ones_weights():
+    """The head's buffer on the GPU keeps its weights from step to step: the update writes what the copy reads."""
+    units = (UnitPlan(), *(UnitPlan("host", "host"),) * 3, UnitPlan("host", "host", "gpu"))
+    queues = Noting()
+    train(make(LLAMA, gpu_plan(LLAMA, units=units), queues, poison=False), batches(LLAMA, 2, 1, 24))
+    updates = [task for task in queues.before if task.queue == "update"]
+    copies = [task for task in queues.before if (task.queue, task.kind) == ("update_out", "weights")]
+    assert len(updates) == len(copies) == 2
+    assert sum(task.queue == "h2d" and task.of == "head" for task in queues.before) == 1
+    assert copies[0] in queues.before[updates[1]]
+
+
+def test_a_second_flush_copies_nothing():
+    queues = InlineQueues()
+    e = make(LLAMA, gpu_plan(LLAMA, units=(UnitPlan("host", "host", "gpu"),) * 5), queues)
+    train(e, batches(LLAMA, 1, 1, 24))
+    before = queues.moved.copy()
+    e.optimizer.flush()
+    assert queues.moved == before
 
 
 def test_a_profiler_sees_each_task_by_its_name(monkeypatch):

@@ -21,7 +21,7 @@ import numpy as np
 import pytest
 from command import TRAIN, fails, on_screen
 
-from trireme.engine.amounts import compact, duration, percent
+from trireme.engine.amounts import compact, duration, gb, percent, seconds
 from trireme.engine.data import dataset
 from trireme.engine.queues.names import title
 from trireme.engine.run import loop, main
@@ -262,6 +262,9 @@ def test_figures():
     assert [compact(n) for n in (0, 243, 999.6, 11700, 123456, 1.24e6, 5e9)] == [
         "0", "243", "1k", "11.7k", "123k", "1.24M", "5B",
     ]  # fmt: skip
+    sizes = (500, 999_400, 999_600, 3.2e9, 999.7e9, 1.2e18)
+    assert [gb(n) for n in sizes] == ["0.5 kB", "999 kB", "1 MB", "3.2 GB", "1 TB", "1,200 PB"]
+    assert [seconds(s) for s in (0.5994, 999.4, 999.6)] == ["0.599 s", "999 s", "16m40s"]
     shares = (0, 0.0004, 0.004, 0.0096, 0.042, 0.0996, 0.42, 1, 10)
     assert [percent(share) for share in shares] == [
         "0 %", "0.04 %", "0.4 %", "1 %", "4.2 %", "10 %", "42 %", "100 %", "1000 %",
