@@ -147,11 +147,11 @@ class Optimizer:
 
     def flush(self) -> None:
         """Queues all updates that have a gradient, in forward order, and all late moments."""
-        for u in sorted(self.gradients.landed):
+        for u in range(self.geo.n_units):
+            landed, trained = u in self.gradients.landed, self.weights.layers[u].trained
             self.update(u)
-            trained = self.weights.layers[u].trained
-            trained.settle()
-            if self.plan.units[u].update == "gpu":  # they came for it alone
+            trained.settle()  # also of an update before a pass that was broken off
+            if landed and self.plan.units[u].update == "gpu":  # they came for it alone
                 trained.release(())
         self.on_cpu.moments(0)
 
