@@ -244,7 +244,7 @@ def _score_loss(
 
 
 def head_top(
-    cfg: ModelConfig, w: HeadWeights, x: Tensor, loss_rows: Tensor, k: int, below: int | None = None
+    cfg: ModelConfig, w: HeadWeights, x: Tensor, loss_rows: Tensor, k: int, below: int
 ) -> tuple[Tensor, Tensor, Tensor]:
     """The k likeliest tokens, among ids less than `below`, after each of the M rows of x (N, D) in loss_rows.
 

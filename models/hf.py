@@ -163,4 +163,7 @@ def _in_full(cfg: ModelConfig, name: str) -> Iterator[str]:
     if cfg.behind and name.startswith(text):
         inner = name.removeprefix(text)
         yield inner
-        yield "model.language_model." + inner.removeprefix("model.")
+        inner = inner.removeprefix("model.")
+        yield "model.language_model." + inner
+        if inner.startswith("blocks."):  # as transformers' save_pretrained names the layers of Kimi K2.5
+            yield "model.language_model.layers." + inner.removeprefix("blocks.")

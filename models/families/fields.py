@@ -29,7 +29,7 @@ def heads_of(keys: Keys, family: Family, width: int, heads: int) -> tuple[int, i
 
 
 def positions_of(
-    keys: Keys, family: Family, head_dim: int, positions: int, layers: int, latent: Latent | None = None
+    keys: Keys, family: Family, head_dim: int, positions: int, layers: int, latent: Latent | None
 ) -> dict[str, Any]:
     """The fields of ModelConfig for rope, windows and layers without rope. Raises InputError."""
     window, first, full = sliding_window(keys, family, layers)

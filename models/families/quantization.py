@@ -31,7 +31,7 @@ from trireme.models.families.packing import (
 
 
 def packing_of(
-    keys: Keys, accepted: tuple[str, ...], names: Names, carried: tuple[str, ...] = ()
+    keys: Keys, accepted: tuple[str, ...], names: Names, carried: tuple[str, ...]
 ) -> tuple[Packing | None, tuple[str, ...]]:
     """(the packing, globs over names in memory of what is packed), or (None, ()) without a "quantization_config".
 

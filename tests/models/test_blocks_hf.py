@@ -38,7 +38,8 @@ HYBRIDS = [case for case, (model_type, _) in CASES.items() if FAMILIES[model_typ
 @pytest.mark.parametrize("case", HYBRIDS)
 def test_hybrids_in_fp64(case):
     """In recurrences of random weights rounding grows, and experts change: fp32 is no oracle."""
-    check_as_transformers(case, "F64", 1e-6, InDouble())
+    most = 1e-7 if CASES[case][0] == "falcon_h1" else 1e-11  # transformers rounds Falcon-H1's ssm_multipliers to fp32
+    check_as_transformers(case, "F64", most, InDouble())
 
 
 @pytest.mark.parametrize("case", [case for case in CASES if case not in HYBRIDS])
@@ -48,7 +49,8 @@ def test_as_transformers(case):
 
 def check_as_transformers(case, dtype, most, arithmetic=None):
     """Documents packed into one run give what transformers gives for each alone."""
-    reference, cfg = oracle(*CASES[case])
+    with arithmetic or nullcontext():
+        reference, cfg = oracle(*CASES[case])  # computes frequencies of rope
     reference.to(DTYPE[dtype]).set_experts_implementation("eager")  # grouped products have no fp64
     lengths = [13, 1, 20, 9]
     ids, labels = packed(lengths, cfg.vocab)

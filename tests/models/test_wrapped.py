@@ -220,6 +220,17 @@ def test_a_tensor_that_nobody_knows_is_refused(tmp_path, name):
         canonical_names(cfg, shapes | {name: (1,)})
 
 
+def test_kimi_as_transformers_saves_it(tmp_path):
+    """save_pretrained renames layers to blocks, as those of the vision tower; releases have layers."""
+    reference, raw = oracle("kimi k2.5")
+    reference.save_pretrained(tmp_path)
+    saved = {name: tuple(t.shape) for name, t in load_file(tmp_path / "model.safetensors").items()}
+    released = {name: tuple(t.shape) for name, t in spelled(reference, reference.state_dict()).items()}
+    assert any(name.startswith("language_model.model.blocks.") for name in saved.keys() - released.keys())
+    targets = lambda found: set(canonical_names(parse_config(raw), found).values())
+    assert targets(saved) == targets(released)
+
+
 def test_what_is_carried_may_be_of_any_dtype(tmp_path):
     """Even one that no weight may have: it is only copied."""
     reference, raw = oracle("gemma3")
