@@ -191,6 +191,8 @@ def about_disk(error: OSError, options: Options) -> str:
         return f"{where}: {what}." + " Free some space there, or name another folder." * (where != OUTPUT)
     if error.errno in CLOSED:
         return f"{where}: {what}. Change its permissions, or name another."
+    if error.errno in MISNAMED:
+        return f"{where}: {what}. Name another path."
     return f"{where}: {what}." + " Is its drive failing? See dmesg." * (error.errno in FAILING)
 
 

@@ -378,6 +378,8 @@ def test_a_disk_that_is_full(here, capsys, limit):
         (errno.EDQUOT, " Free some space there, or name another folder."),
         (errno.EROFS, " Change its permissions, or name another."),
         (errno.EIO, " Is its drive failing? See dmesg."),
+        (errno.ELOOP, " Name another path."),
+        (errno.ENAMETOOLONG, " Name another path."),
         (errno.EBADF, ""),
     ],
 )
