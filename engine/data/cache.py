@@ -273,7 +273,7 @@ def open_tokens(folder: Path) -> TokenFile | None:
 
 
 def _checked(folder: Path, fd: int) -> TokenFile | None:
-    """The cache; `fd`: of `tokens`. Raises an error if it is not intact."""
+    """The cache; None if it is not intact. `fd`: of `tokens`."""
     try:
         meta = unseal(read_small(folder / "meta.json"), _VERSION, "meta.json")
         more = [name for name, there in (("weights", "weighted"), ("values", "valued")) if meta.get(there)]

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import errno
+import os
 from collections.abc import Mapping, Sequence
 from concurrent.futures import Future
 from pathlib import Path
@@ -73,8 +74,8 @@ class CheckpointBase:
         self.sizes, self.files = dict[str, int](), dict[str, File]()
         try:
             for name in {extent.file for found in self.ways.values() for extent in found.extents}:
-                self.sizes[name] = (source.folder / name).stat().st_size
                 self.files[name] = File(source.folder / name, device.direct, write=False)
+                self.sizes[name] = os.fstat(self.files[name].fd).st_size
         except StoreError:
             self.close()
             raise

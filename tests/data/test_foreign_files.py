@@ -181,6 +181,10 @@ def test_nulls_that_arrow_put_in_are_no_arguments(tmp_path, arrow, name):
         with arrow.OSFile(str(path), "wb") as sink, arrow.ipc.new_stream(sink, table.schema) as writer:
             writer.write_table(table, max_chunksize=1)
     assert values(path) == CALLS
+    for suffix, pack in PACKED.items():
+        packed = tmp_path / f"{name}{suffix}"
+        packed.write_bytes(pack(path.read_bytes()))
+        assert values(packed) == CALLS
     path.write_bytes(path.read_bytes()[:-40])
     assert "that can be read" in fails(path)
 

@@ -68,6 +68,15 @@ def test_every_tensor_comes_from_its_place(device, drawn, random):
         assert out[t.offset : t.offset + t.nbytes] == content[there.file][there.offset : there.offset + t.nbytes]
 
 
+def test_a_base_of_which_a_file_is_missing(device, tmp_path):
+    _, source, stored = model(tmp_path)
+    name, found = next(iter(source.tensors.items()))
+    layout = pack([[(name, found.shape)]], "F32")
+    (tmp_path / found.file).unlink()
+    with pytest.raises(StoreError, match=found.file):
+        CheckpointBase({0: layout}, source, {name: name}, device)
+
+
 @pytest.mark.parametrize("case", ["llama", "gpt2", "qwen3 moe"])
 def test_a_base_read_in_place_trains_the_same(case, device, tmp_path):
     """Slots that are let go of are poisoned: only what was read and copied is there."""

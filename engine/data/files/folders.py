@@ -117,21 +117,19 @@ def _folder(folder: Path, weight: float) -> Found:
     empty = [path for path in there if not sizes[path]]
     there = [path for path in there if sizes[path]]
     by_use, inside = by_uses([path.relative_to(folder) for path in there])
-    files = {path for paths in by_use.values() for path in paths}
     unread = [f"empty: {_list(empty, folder)}"] if empty else []
     unread += _not_walked(linked, closed, folder)
-    if not files:
+    if not inside:
         said = "; ".join([f"{folder} is a folder without data", *unread])
         raise InputError(f"{said}. Expected files of {', '.join(KINDS)}.")
-    inside = [folder / path for path in inside]
-    left = [path for path in inside if path.relative_to(folder) not in files]
     by_use = {use: [folder / path for path in paths] for use, paths in by_use.items()}
     train = by_use["train"] or by_use[""]
     if not train:
-        raise InputError(f"{folder} holds no training data, only {_list(sorted(files))}. Name one with --data.")
+        only = sorted(path for paths in by_use.values() for path in paths)
+        raise InputError(f"{folder} holds no training data, only {_list(only)}. Name one with --data.")
     _check_twice(train)
-    left += [path for use, paths in by_use.items() if use not in ("valid",) and paths is not train for path in paths]
-    notes = [f"{folder}: not read: {_list(sorted(left), folder)}"] if left else []
+    left = sorted({folder / path for path in inside} - {*train, *by_use["valid"]})
+    notes = [f"{folder}: not read: {_list(left, folder)}"] if left else []
     notes += [f"{folder}: {each}" for each in unread]
     if parts := missing_parts([*train, *by_use["valid"]]):
         raise InputError(f"{folder} lacks {_list(parts, folder)}. Download it again, or name the files that are there.")

@@ -174,7 +174,7 @@ class Reader:
         if kind in COLUMNS or (kind in (*LINES, ".json") and not lines):
             self.unit = "row"
         if kind in COLUMNS:
-            return read_columns(path, file)
+            return read_columns(path, file, kind == ".arrow")
         if kind in (".csv", ".tsv"):
             return read_csv(path, file, kind == ".tsv")
         if kind in TEXTS:

@@ -4,10 +4,12 @@ from __future__ import annotations
 
 import csv
 import io
+import shutil
+import tempfile
 from collections.abc import Iterator
 from itertools import chain
 from pathlib import Path
-from typing import Any
+from typing import Any, BinaryIO, cast
 
 from trireme.engine.data.files.rows import ROW, TOO_LARGE, BadRow, Bytes, Row
 from trireme.models.config import InputError
@@ -72,15 +74,21 @@ def read_csv(path: Path, file: Bytes, tabs: bool = False) -> Iterator[Row]:
         raise InputError(f"{path} {where} is not CSV: {error}. Is a quote amiss?") from None
 
 
-def read_columns(path: Path, file: Bytes) -> Iterator[Row]:
-    """Yields rows of Parquet, or of Arrow's files and streams."""
+def read_columns(path: Path, file: Bytes, arrow: bool) -> Iterator[Row]:
+    """Yields rows of Parquet or, with `arrow`, of Arrow's files and streams. Both are read in any order, so a packed
+    file is unpacked first, into a temporary one.
+    """
     try:
         import pyarrow
         import pyarrow.ipc
         import pyarrow.parquet
     except ImportError:
         raise InputError(f"{path}: {path.suffix} needs pyarrow. Install it: pip install pyarrow.") from None
-    number, batches = 0, _parquet if path.suffix.lower() != ".arrow" else _arrow
+    if not file.seekable():
+        packed, file = file, cast(BinaryIO, tempfile.TemporaryFile())  # noqa: SIM115, closed with the generator
+        shutil.copyfileobj(packed, file)
+        file.seek(0)
+    number, batches = 0, _arrow if arrow else _parquet
     try:
         for batch, timed in batches(pyarrow, path, file):
             times = dict.fromkeys(timed, _TIME)
@@ -91,7 +99,7 @@ def read_columns(path: Path, file: Bytes) -> Iterator[Row]:
         if getattr(error, "errno", None) or isinstance(error, InputError):  # a failing disk; pyarrow's own have none
             raise
         what = " ".join(str(error).split()).rstrip(".")
-        kind = "Arrow" if batches is _arrow else "Parquet"
+        kind = "Arrow" if arrow else "Parquet"
         raise InputError(f"{path} is not {kind} that can be read: {what}.") from None
 
 

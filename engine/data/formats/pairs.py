@@ -266,6 +266,16 @@ def _talk_pair(row: Fields) -> list[Answer]:
     return [(_talk(row, context, answer, side), 1.0) for side, answer in sides]
 
 
+def _openai_pair(row: Fields) -> list[Answer]:
+    """OpenAI's; other keys of `input` than it reads are named."""
+    answers = _pair(of_openai(row))
+    others = [key for key, value in row["input"].items() if value not in (None, "", [], {})]
+    unread = tuple(f"input.{key}" for key in others if key not in ("messages", *SAYS_MORE))
+    return [
+        (chat._replace(unused=(*chat.unused, *unread)), weight) for chat, weight in answers if isinstance(chat, Chat)
+    ]
+
+
 def _last(chat: Chat) -> Chat:
     """With the last message alone to learn."""
     before = [{**message, "train": False} for message in chat.messages[:-1]]
@@ -313,8 +323,7 @@ FORMATS = (
     AnswerFormat("messages,chosen,rejected", ("messages", "chosen", "rejected"), _talk_pair),
     AnswerFormat("chosen,rejected", ("chosen", "rejected"), _pair),
     AnswerFormat(
-        "input,preferred_output", ("input", "preferred_output", "non_preferred_output"),
-        lambda row: _pair(of_openai(row)), ()),
+        "input,preferred_output", ("input", "preferred_output", "non_preferred_output"), _openai_pair, ()),
     *(AnswerFormat(f"messages,{bad}", ("messages", bad), lambda row: _pair(of_swift(row))) for bad in _OF_SWIFT),
     AnswerFormat("prompt,completion,label", ("prompt", "completion", "label"), _labelled, SAYS_MORE, True),
     AnswerFormat("messages,label", ("messages", "label"), _labelled_talk, SAYS_MORE, True),

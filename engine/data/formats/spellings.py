@@ -7,6 +7,7 @@ from typing import Any
 from trireme.engine.data.files.rows import BadRow, Fields, kind_of
 from trireme.engine.data.formats.conversations import SAYS_MORE, role_of
 from trireme.engine.data.formats.examples import filled_list, string
+from trireme.engine.data.formats.messages import refuse_media
 
 
 def of_openai(row: Fields) -> Fields:
@@ -16,6 +17,7 @@ def of_openai(row: Fields) -> Fields:
         raise BadRow(f"'input' is {kind_of(given)}, expected an object with 'messages'")
     if "messages" not in given:
         raise BadRow("'input' has no 'messages'")
+    refuse_media(given, "'input': ")
     asked = filled_list(given, "messages", "{role, content}")
     more = {key: given[key] for key in SAYS_MORE if key in given}
     return {**more, "prompt": asked, "chosen": row["preferred_output"], "rejected": row["non_preferred_output"]}
