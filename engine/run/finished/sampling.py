@@ -54,7 +54,7 @@ def sampling_of(config: Mapping[str, Any], seed: int) -> tuple[Sampling, list[st
         found = replace(
             found,
             temperature=1.0 if number("temperature", 0, 100) is None else float(config["temperature"]),
-            top_k=50 if "top_k" not in config else int(number("top_k", 0, 1 << 31) or 0),
+            top_k=50 if (most := number("top_k", 0, 1 << 31)) is None else int(most),
             top_p=1.0 if number("top_p", 0, 1) is None else float(config["top_p"]),
         )
     if most := number("max_new_tokens", 1, 1 << 31):
