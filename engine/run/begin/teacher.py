@@ -230,9 +230,14 @@ def _make(
 
 def _make_room(folder: Path) -> None:
     """Removes scores from the cache that were not used for longest, beyond its share of the drive."""
-    room = shutil.disk_usage(folder).total // KEPT
-    found = [(path.stat().st_mtime, path.parent) for path in folder.parent.glob(f"*/{NAMES}")]
-    for _, old in sorted(found, reverse=True):
-        room -= sum(path.stat().st_size for path in old.rglob("*") if path.is_file())
-        if room < 0 and old != folder:
-            shutil.rmtree(old, ignore_errors=True)
+    with suppress(OSError):  # other runs remove some, too
+        room = shutil.disk_usage(folder).total // KEPT
+        found = [(path.stat().st_mtime, path.parent) for path in folder.parent.glob(f"*/{NAMES}")]
+        for _, old in sorted(found, reverse=True):
+            room -= sum(path.stat().st_size for path in old.rglob("*") if path.is_file())
+            if room < 0 and old != folder and (fd := _locked(old)) is not None:
+                try:
+                    (old / NAMES).unlink(missing_ok=True)  # first: without a part of them they are no scores
+                    shutil.rmtree(old, ignore_errors=True)
+                finally:
+                    os.close(fd)

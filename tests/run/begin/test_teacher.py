@@ -7,6 +7,7 @@ import signal
 import threading
 from dataclasses import replace
 from functools import partial
+from pathlib import Path
 from types import SimpleNamespace
 
 import numpy as np
@@ -218,6 +219,21 @@ def test_of_two_runs_with_one_teacher_the_second_waits_for_the_first(tmp_path, m
     assert order == ["first", "second"]
     assert not (tmp_path / "key").exists()
     assert capsys.readouterr().out == "teacher  another run asks it the same: waits until that has its answers\n"
+
+
+def test_scores_are_removed_whole_and_by_one_run(tmp_path, monkeypatch):
+    monkeypatch.setattr(teacher, "KEPT", 1 << 80)  # no room
+    for name in ("new", "old", "locked"):
+        (tmp_path / name).mkdir()
+        (tmp_path / name / "scores.json").write_text("{}")
+    fd = teacher._locked(tmp_path / "locked")
+    with monkeypatch.context() as killed:
+        killed.setattr(teacher.shutil, "rmtree", lambda *_, **__: None)
+        teacher._make_room(tmp_path / "new")
+    os.close(fd)
+    assert [(tmp_path / name / "scores.json").exists() for name in ("new", "old", "locked")] == [True, False, True]
+    monkeypatch.setattr(Path, "glob", lambda *_: [tmp_path / "gone" / "scores.json"])  # another run has removed it
+    teacher._make_room(tmp_path / "new")
 
 
 @pytest.mark.full
