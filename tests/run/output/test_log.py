@@ -389,8 +389,8 @@ def test_tokens_are_counted_and_not_computed_from_rounded_rates(tmp_path):
     """The same in a run and in one that was resumed; older logs have rates alone."""
     totals = log_module.Totals()
     totals.add({"step": 0, "eval_loss": 4.0, "eval_time_s": 2.0, "sample": "a"})
-    for seconds in (0.0331, 0.0007):
-        record = {"step": 1, "loss": 4.0, "step_time_s": seconds, "tokens_per_second": round(64 / seconds * 1.01, 1)}
+    for took in (0.0331, 0.0007):
+        record = {"step": 1, "loss": 4.0, "step_time_s": took, "tokens_per_second": round(64 / took * 1.01, 1)}
         totals.add(record | {"tokens": 64, "trained_tokens": 60})
     totals.add({"step": 3, "loss": 4.0, "step_time_s": 2.0, "tokens_per_second": 5.0, "trained_tokens_per_second": 4.0})
     assert (totals.tokens, totals.trained) == (138, 128)
