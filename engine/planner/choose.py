@@ -303,25 +303,27 @@ def _around_the_best(
     updates may move between CPU and GPU.
     """
     geo = trials.geo
+    short = lambda change: partial(variants.with_short_pieces, geo, limits, piece, change)
     decisions: list[Callable[[Plan], Iterable[Plan]]] = [
         lambda plan: variants.other_swaps(geo, plan, limits, steps),
-        lambda plan: variants.windows(geo, plan, limits, piece),
-        lambda plan: variants.swap_slots(geo, plan, limits, piece),
+        short(variants.windows),
+        short(lambda plan: variants.swap_slots(geo, plan, limits)),
         variants.late_moments,
         lambda plan: variants.fewer_writes(geo, plan, limits) if trials.wanted.free else (),
     ]
     if trials.wanted.peers:
-        decisions.insert(0, lambda plan: variants.between(geo, plan, limits, piece))
-    lending = [lambda plan: variants.in_peers(geo, plan, limits, steps, piece)] * trials.wanted.lends
+        decisions.insert(0, short(lambda plan: variants.between(geo, plan)))
+    lending = [short(lambda plan: variants.in_peers(geo, plan, limits, steps))] * trials.wanted.lends
     decisions += lending
     wanted, sums = trials.wanted, any(geo.numel[v] for v in read_by_loss(geo))
     if wanted.gpus > 1 and not trials.rates.others and (wanted.peers or not sums):  # unequal GPUs round differently
-        decisions.append(lambda plan: variants.divided_losses(geo, plan, limits, piece))
+        decisions.append(short(lambda plan: variants.divided_losses(geo, plan, limits)))
         decisions += lending  # in the memory that divided losses leave
     if wanted.gpus > 1 and wanted.free:
-        decisions.append(lambda plan: variants.fuller(geo, plan, limits, piece, wanted.gpu_updates and updates))
+        states = wanted.gpu_updates and updates
+        decisions.append(short(lambda plan: variants.fuller(geo, plan, limits, states)))
     if updates and wanted.on_cuda and wanted.gpu_updates and wanted.mode == "forward":
-        decisions.append(lambda plan: variants.updates(geo, plan, limits, piece))
+        decisions.append(short(lambda plan: variants.updates(geo, plan, limits)))
     most *= 2 if wanted.gpus == 1 else 3  # several GPUs have more decisions
     for rank, base in enumerate(sorted(trials.found, key=trials.cost)[:refined]):
         best = base
