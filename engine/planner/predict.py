@@ -87,10 +87,6 @@ class Batch:
         whole, rest = divmod(self.tokens, self.seq_len)
         return [self.seq_len] * whole + [rest] * (rest > 0)
 
-    @property
-    def total(self) -> int:
-        return self.tokens * self.n_micro
-
     def inputs(self, cfg: ModelConfig) -> list[Inputs]:
         pairs = costs.layer_pairs(cfg, self.lengths)
         return [Inputs(self.tokens, self.learned, pairs)] * self.n_micro
