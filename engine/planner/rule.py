@@ -233,7 +233,7 @@ def _lowest_plans(geo: Geometry, wanted: Wanted, strategy: Strategy) -> Iterable
                 hosts=wanted.hosts,
                 host=wanted.hosts - 1,
             )
-            yield plan if wanted.gpus == 1 else plan.dealt(wanted.gpus, geo.cfg.tied, wanted.peers, wanted.shares)
+            yield plan.dealt(wanted.gpus, geo.cfg.tied, wanted.peers, wanted.shares)
 
 
 def _excess(geo: Geometry, plan: Plan, limits: Limits) -> int:
