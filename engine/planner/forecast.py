@@ -168,9 +168,9 @@ class Forecast:
     @property
     def frozen_read(self) -> int:
         """Bytes that are read to load frozen weights; those that are quantized to fp8 are read twice."""
-        codes = (t.nbytes for layout in self.geo.base for t in layout.tensors if t.name.endswith(narrow.ROWS))
         if self.files.read:
             return self.files.read
+        codes = (t.nbytes for layout in self.geo.base for t in layout.tensors if t.name.endswith(narrow.ROWS))
         return self.frozen + (2 * ITEMSIZE[self.plan.dtype] - 1) * sum(codes)
 
     @property
