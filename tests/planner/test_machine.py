@@ -70,6 +70,15 @@ def test_a_cache_that_cannot_be_written_costs_only_time(folder):
     assert cache.kept({"gpu": "A"}, lambda: {"h2d": 1.0})[0] == {"h2d": 1.0}
 
 
+def test_a_file_that_cannot_be_replaced_leaves_no_other(folder):
+    cache.remember({"gpu": "A"}, {"h2d": 1.0})
+    (file,) = (folder / "trireme").iterdir()
+    file.unlink()
+    file.mkdir()
+    cache.remember({"gpu": "A"}, {"h2d": 1.0})
+    assert list((folder / "trireme").iterdir()) == [file]
+
+
 def test_rates_are_not_kept_where_others_may_write(folder, monkeypatch):
     cache.kept({"gpu": "A"}, lambda: {"h2d": 1.0})
     (file,) = (folder / "trireme").iterdir()
