@@ -141,12 +141,11 @@ def kernels(shapes: Shapes, timed: Callable[[Case], float], fp8: bool) -> Iterat
 
 def _group(name: str, cases: Iterator[Case], timed: Callable[[Case], float], end: float) -> Iterator[Row]:
     """Yields the rows of a group of kernels, until `end`."""
-    late = Row("kernels", name, "not all tried: out of time. Check again: what was compiled is kept")
     try:
         for case in cases:
             yield _compared(case, timed)
             if time.monotonic() > end:
-                yield late
+                yield Row("kernels", name, "not all tried: out of time. Check again: what was compiled is kept")
                 return
     except torch.cuda.OutOfMemoryError:
         yield Row("kernels", name, "not all tried: too large for this GPU's memory")

@@ -42,7 +42,6 @@ def tune(chip: Chip, shapes: Shapes, seconds: Callable[[Case], float], found: Fo
             yield _tried(name, case_of(name, chip, shapes), settings, seconds, found)
         except torch.cuda.OutOfMemoryError:
             yield Row("tune", name, "not tried: too large for this GPU's memory")
-    launch.use({})
 
 
 def _tried(
