@@ -70,7 +70,7 @@ class Shapes:
     quantized: tuple[int, ...] = (4096, 14336, 28672)
     mixtures: Mapping[str, Mixture] = field(default_factory=lambda: MIXTURES)
     mixed: int = 32768  # tokens of a mixture
-    tuned: tuple[int, ...] = ()  # lengths of documents, if others than check --tune takes
+    tuned: tuple[int, ...] = (900, 57, 1091)  # lengths of documents in the attention that check --tune times
     scan: tuple[int, int, int] = (16, 32, 128)  # heads of keys, of values, their width, as Qwen3.5 has them
     mamba: tuple[int, int, int, int] = (8, 64, 128, 64)  # groups, heads, states, their width, as Nemotron 3 has them
 

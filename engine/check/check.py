@@ -68,17 +68,15 @@ def _rows(folders: Mapping[str, Path], end: float) -> Iterator[Row]:
     else:
         yield from gpu.gpu(device, found)
         yield gpu.pinned(device)
-    tried = list[dict[str, float]]()
-    for row, rates in drives(folders):
-        yield row
-        tried += [rates] if rates else []
+    tried = dict[Path, dict[str, float]]()  # rates of drives
+    yield from drives(folders, tried)
     if device is not None:
         fp8 = torch.cuda.get_device_capability(device) >= (8, 9)
         with tuned.in_use(tuned.kept(device)):
             yield from gpu.kernels(gpu.checked(device), gpu.call_seconds, fp8)
         torch.cuda.empty_cache()
-    first = next((folder for folder in folders.values() if tried), None)
-    yield from _steps(where, rates_of(found | (tried[0] if tried else {})), first, end)
+    folder, rates = next(iter(tried.items()), (None, {}))
+    yield from _steps(where, rates_of(found | rates), folder, end)
 
 
 def _tuning() -> Iterator[Row]:

@@ -18,24 +18,28 @@ SECONDS = 30  # of all drives: up to 2 x TURNS + 1 turns each
 LEAST = 1 << 30  # bytes free, to be tried
 
 
-def drives(folders: Mapping[str, Path]) -> Iterator[tuple[Row, dict[str, float]]]:
-    """Yields rows, each with the rates that it measured. `folders`: by the names given; nothing is left in them."""
+def drives(folders: Mapping[str, Path], out: dict[Path, dict[str, float]]) -> Iterator[Row]:
+    """Yields rows; `out` gets the rates of the drives that were measured, by folder. `folders`: by the names given;
+    nothing is left in them.
+    """
     for name, folder in folders.items():
         disk, model = shutil.disk_usage(folder), drive.identity(folder)["model"] or "a drive without a model's name"
         left = disk.free - reserved(disk.total)
         full = "" if left > 0 else f"free {gb(-left)}: nearly full drives write slowly"
         numbers = {"model": model, "free": disk.free, "bytes": disk.total}
-        yield Row("drive", name, f"{model}, {gb(disk.free)} of {gb(disk.total)} free", full, numbers), {}
+        yield Row("drive", name, f"{model}, {gb(disk.free)} of {gb(disk.total)} free", full, numbers)
         with Temporary(HIDDEN, folder) as own:
-            yield _links(name, own), {}
+            yield _links(name, own)
             direct = is_direct(own)
         how = "" if direct else "put the store on ext4, xfs or btrfs of a drive of this machine"
         said = "files bypass the page cache" if direct else "no O_DIRECT: slower, through the page cache"
-        yield Row("drive", f"{name}, O_DIRECT", said, how, {"direct": direct}), {}
+        yield Row("drive", f"{name}, O_DIRECT", said, how, {"direct": direct})
         if disk.free < LEAST:
-            yield Row("drive", f"{name}, rates", "not tried: less than 1 GiB is free", "free some space"), {}
+            yield Row("drive", f"{name}, rates", "not tried: less than 1 GiB is free", "free some space")
             continue
-        yield _rates(name, folder, SECONDS / len(folders) / (2 * compute.TURNS + 1))
+        seconds = SECONDS / len(folders) / (2 * compute.TURNS + 1)
+        out[folder] = drive.drive_rates(folder, seconds, patient=True)
+        yield _rates(name, out[folder])
 
 
 def _links(name: str, folder: Path) -> Row:
@@ -47,11 +51,10 @@ def _links(name: str, folder: Path) -> Row:
     return Row("drive", f"{name}, hard links", "snapshots can be made", numbers={"links": True})
 
 
-def _rates(name: str, folder: Path, seconds: float) -> tuple[Row, dict[str, float]]:
-    found = drive.drive_rates(folder, seconds, patient=True)
+def _rates(name: str, found: Mapping[str, float]) -> Row:
     read, write, usual = found["ssd_read"], found["ssd_write"], DRIVES["gen4"]
     said = f"read {read / GB:.2f}, write {write / GB:.2f} GB/s, {percent(found['mixed'])} of it both at once"
     slow = "use an NVMe drive in a slot of its own, and look at its temperature" if read < usual.read / 7 else ""
     if not slow and write < usual.write / 2:
         slow = "it writes slowly: is it full, hot, or without a fast cache?"
-    return Row("drive", f"{name}, rates", said, slow, dict(found)), found
+    return Row("drive", f"{name}, rates", said, slow, dict(found))

@@ -129,8 +129,8 @@ def pinned(device: torch.device) -> Row:
 # ---------------------------------------------------------------- kernels
 
 
-def kernels(shapes: Shapes, timed: Callable[[Case], float] | None, fp8: bool) -> Iterator[Row]:
-    """Yields each kernel's error against its reference and, if `timed` gives seconds of a call, its rate."""
+def kernels(shapes: Shapes, timed: Callable[[Case], float], fp8: bool) -> Iterator[Row]:
+    """Yields each kernel's error against its reference, and its rate. `timed`: seconds of a call."""
     end = time.monotonic() + KERNELS_S
     for name in ORDER:
         if name == "fp8" and not fp8:
@@ -139,23 +139,22 @@ def kernels(shapes: Shapes, timed: Callable[[Case], float] | None, fp8: bool) ->
             yield from _group(name, GROUPS[name](shapes), timed, end)
 
 
-def _group(name: str, cases: Iterator[Case], timed: Callable[[Case], float] | None, end: float) -> Iterator[Row]:
+def _group(name: str, cases: Iterator[Case], timed: Callable[[Case], float], end: float) -> Iterator[Row]:
     """Yields the rows of a group of kernels, until `end`."""
-    late = Row("kernels", name, "not all tried: out of time. Check again: what was compiled is kept")
     try:
         for case in cases:
             yield _compared(case, timed)
             if time.monotonic() > end:
-                yield late
+                yield Row("kernels", name, "not all tried: out of time. Check again: what was compiled is kept")
                 return
     except torch.cuda.OutOfMemoryError:
         yield Row("kernels", name, "not all tried: too large for this GPU's memory")
 
 
-def _compared(case: Case, timed: Callable[[Case], float] | None) -> Row:
+def _compared(case: Case, timed: Callable[[Case], float]) -> Row:
     what, how = f"{case.op} {case.label}", "do not train on this GPU; send this report to the project"
     try:
-        off, same, took = error(case), repeats(case, TIMES), timed(case) if timed else 0.0
+        off, same, took = error(case), repeats(case, TIMES), timed(case)
     except torch.cuda.OutOfMemoryError:
         raise
     except Exception as failed:  # of Triton's compiler, of its launcher, of CUDA
@@ -165,12 +164,9 @@ def _compared(case: Case, timed: Callable[[Case], float] | None) -> Row:
         return Row("kernels", what, f"WRONG: differs by {off:.1e} from its reference", how, {"error": off})
     if not same:
         return Row("kernels", what, f"WRONG: {TIMES} calls give different bits", how, {"repeats": False})
-    said, numbers = f"error {off:.0e}", {"error": off}
-    if timed:
-        rate = case.work / took
-        said += f", {rate / 1e12:.0f} TFLOP/s" if case.flops else f", {rate / 1e9:,.0f} GB/s"
-        numbers["rate"] = rate
-    return Row("kernels", what, said, numbers=dict(numbers))
+    rate = case.work / took
+    said = f"{rate / 1e12:.0f} TFLOP/s" if case.flops else f"{rate / 1e9:,.0f} GB/s"
+    return Row("kernels", what, f"error {off:.0e}, {said}", numbers={"error": off, "rate": rate})
 
 
 def call_seconds(case: Case) -> float:

@@ -23,7 +23,6 @@ from trireme.kernels.chips.tried import tried
 MORE = 1.03  # times as fast, from which another setting is taken
 CALLS, ROUNDS = 10, 5  # that are timed: of each setting, and in turn with the usual one
 REPEATS = 3  # calls that have to give the same bits
-LENGTHS = (900, 57, 1091)  # of documents: tokens of an attention
 HEADS = {64: (32, 32), 128: (32, 8), 256: (16, 8)}  # queries' and keys', by width
 NARROW = 256  # width of the loss's inputs: its matrix multiplications take less than its kernel
 
@@ -43,7 +42,6 @@ def tune(chip: Chip, shapes: Shapes, seconds: Callable[[Case], float], found: Fo
             yield _tried(name, case_of(name, chip, shapes), settings, seconds, found)
         except torch.cuda.OutOfMemoryError:
             yield Row("tune", name, "not tried: too large for this GPU's memory")
-    launch.use({})
 
 
 def _tried(
@@ -120,7 +118,7 @@ def case_of(name: str, chip: Chip, s: Shapes) -> Case:
 
 def _attention(kind: str, width: int, chip: Chip, s: Shapes) -> Case:
     """On Hopper with a window as long as the text, since without a window other kernels compute heads up to 128."""
-    a = cases.attention_inputs(s.tuned or LENGTHS, *HEADS[width], width, s)
+    a = cases.attention_inputs(s.tuned, *HEADS[width], width, s)
     window = sum(a.docs.lengths) if chip.arch == 90 else 0
     if kind == "fwd":
         return Case(str(width), "attention_fwd", (a.q, a.k, a.v, a.docs, a.scale, window), 1.0)

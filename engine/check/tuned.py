@@ -16,7 +16,7 @@ from trireme.engine.planner.host import model_of
 from trireme.engine.planner.probe.cache import chips
 from trireme.kernels import launch
 from trireme.kernels.chips.chip import chip
-from trireme.kernels.chips.tried import misfit, tried
+from trireme.kernels.chips.tried import misfit
 from trireme.kernels.private import cache_folder
 from trireme.storage.files import replace_synced
 from trireme.storage.untrusted import complaint, parse_json
@@ -50,10 +50,18 @@ def kept(device: torch.device) -> dict[str, list[int]]:
         found = parse_json(path.read_bytes(), path.name) if path else {}
     if complaint(found, {"identity": {str: str}, "settings": SHAPE}) or found["identity"] != known:
         return {}
+    return usable(found["settings"], device)[0]
+
+
+def usable(settings: Settings, device: torch.device) -> tuple[dict[str, list[int]], str]:
+    """Those of `settings` that this version may use on `device`, and why the others are left out, or "". Another
+    version may tune other launches, and try other settings of a launch.
+    """
+    if device.type != "cuda":
+        return {}, "a CPU has none" if settings else ""
     here = chip(device)
-    tuned = tried(here)  # an earlier version may have tuned more
-    used = {name: setting for name, setting in found["settings"].items() if name in tuned}
-    return {} if misfit(here, used) else used
+    why = {name: misfit(here, {name: setting}) for name, setting in settings.items()}
+    return {name: setting for name, setting in settings.items() if not why[name]}, ", ".join(filter(None, why.values()))
 
 
 def _file(device: torch.device) -> tuple[Path | None, dict[str, str]]:

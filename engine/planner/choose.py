@@ -200,7 +200,8 @@ def _search(
     groups = max(MIN_GROUPS, first.n_micro // merge_factor(first.n_micro, wanted.gpus))
     most = max(LEAST, min(2, wanted.gpus) * WORK // (trials.geo.n_units * groups))
     _by_lower_bounds(trials, limits, plans, most)
-    _around_the_best(trials, limits, first.piece, most, steps, begun is None, refined)
+    most *= 2 if wanted.gpus == 1 else 3  # several GPUs have more decisions
+    _around_the_best(trials, _decisions(trials, limits, first.piece, steps, begun is None), most, refined)
     best = trials.best()
     because = reasons(trials.geo, first, before, best, trials.found[best], wanted.peers)
     if begun and updated_alike(best, begun) != best:
@@ -294,35 +295,44 @@ def _by_lower_bounds(trials: Trials, limits: Limits, plans: Sequence[Plan], most
             trials.simulate(plan)
 
 
-def _around_the_best(
-    trials: Trials, limits: Limits, piece: int, most: int, steps: Sequence[Move], updates: bool, refined: int
-) -> None:
-    """Varies one decision after another of the `refined` best plans, and simulates the results.
+def _decisions(
+    trials: Trials, limits: Limits, piece: int, steps: Sequence[Move], updates: bool
+) -> list[Callable[[Plan], Iterable[Plan]]]:
+    """Functions that vary one decision of a plan, in the order in which they are tried.
 
-    `piece`: the rule's length of gradient pieces; `most`: the limit of simulations of `_by_lower_bounds`; `updates`:
-    updates may move between CPU and GPU.
+    `piece`: the rule's length of gradient pieces; `updates`: updates may move between CPU and GPU.
     """
-    geo = trials.geo
+    geo, wanted = trials.geo, trials.wanted
+    short = lambda change: partial(variants.with_short_pieces, geo, limits, piece, change)
     decisions: list[Callable[[Plan], Iterable[Plan]]] = [
         lambda plan: variants.other_swaps(geo, plan, limits, steps),
-        lambda plan: variants.windows(geo, plan, limits, piece),
-        lambda plan: variants.swap_slots(geo, plan, limits, piece),
+        short(variants.windows),
+        short(lambda plan: variants.swap_slots(geo, plan, limits)),
         variants.late_moments,
-        lambda plan: variants.fewer_writes(geo, plan, limits) if trials.wanted.free else (),
+        lambda plan: variants.fewer_writes(geo, plan, limits) if wanted.free else (),
     ]
-    if trials.wanted.peers:
-        decisions.insert(0, lambda plan: variants.between(geo, plan, limits, piece))
-    lending = [lambda plan: variants.in_peers(geo, plan, limits, steps, piece)] * trials.wanted.lends
+    if wanted.peers:
+        decisions.insert(0, short(lambda plan: variants.between(geo, plan)))
+    lending = [short(lambda plan: variants.in_peers(geo, plan, limits, steps))] * wanted.lends
     decisions += lending
-    wanted, sums = trials.wanted, any(geo.numel[v] for v in read_by_loss(geo))
+    sums = any(geo.numel[v] for v in read_by_loss(geo))
     if wanted.gpus > 1 and not trials.rates.others and (wanted.peers or not sums):  # unequal GPUs round differently
-        decisions.append(lambda plan: variants.divided_losses(geo, plan, limits, piece))
+        decisions.append(short(lambda plan: variants.divided_losses(geo, plan, limits)))
         decisions += lending  # in the memory that divided losses leave
     if wanted.gpus > 1 and wanted.free:
-        decisions.append(lambda plan: variants.fuller(geo, plan, limits, piece, wanted.gpu_updates and updates))
+        states = wanted.gpu_updates and updates
+        decisions.append(short(lambda plan: variants.fuller(geo, plan, limits, states)))
     if updates and wanted.on_cuda and wanted.gpu_updates and wanted.mode == "forward":
-        decisions.append(lambda plan: variants.updates(geo, plan, limits, piece))
-    most *= 2 if wanted.gpus == 1 else 3  # several GPUs have more decisions
+        decisions.append(short(lambda plan: variants.updates(geo, plan, limits)))
+    return decisions
+
+
+def _around_the_best(
+    trials: Trials, decisions: Sequence[Callable[[Plan], Iterable[Plan]]], most: int, refined: int
+) -> None:
+    """Varies one decision after another of the `refined` best plans, and simulates the results, those of the best plan
+    always, those of the others until there are `most` simulations.
+    """
     for rank, base in enumerate(sorted(trials.found, key=trials.cost)[:refined]):
         best = base
         for decide in decisions:

@@ -168,9 +168,9 @@ class Forecast:
     @property
     def frozen_read(self) -> int:
         """Bytes that are read to load frozen weights; those that are quantized to fp8 are read twice."""
-        codes = (t.nbytes for layout in self.geo.base for t in layout.tensors if t.name.endswith(narrow.ROWS))
         if self.files.read:
             return self.files.read
+        codes = (t.nbytes for layout in self.geo.base for t in layout.tensors if t.name.endswith(narrow.ROWS))
         return self.frozen + (2 * ITEMSIZE[self.plan.dtype] - 1) * sum(codes)
 
     @property
@@ -238,15 +238,11 @@ class Forecast:
             yield f"--batch-size {doubled}", lambda: replace(self.again(n_micro=2 * p.n_micro), work=more)
         yield "twice the RAM", lambda: self.again(replace(limits, host=2 * limits.host))
         if any(u.state == "ssd" for u in p.units):
-            drives = replace(
-                m,
-                ssd=2 * m.ssd,
-                reserve=2 * m.reserve,
-                rates=replace(r, ssd_read=2 * r.ssd_read, ssd_write=2 * r.ssd_write),
-            )
+            rates = r.times(2, ("ssd_read", "ssd_write"))
+            drives = replace(m, ssd=2 * m.ssd, reserve=2 * m.reserve, rates=rates)
             yield "twice the drives", lambda: replace(self, machine=drives).again()
         yield "a GPU with twice the memory", lambda: self.again(replace(limits, gpu=2 * limits.gpu))
-        quick = replace(m, rates=replace(r, matmul=2 * r.matmul, fp8=2 * r.fp8, copy=2 * r.copy))
+        quick = replace(m, rates=r.times(2, ("matmul", "fp8", "copy")))
         yield "a GPU twice as fast", lambda: replace(self, machine=quick).again()
 
     @cached_property
@@ -256,9 +252,8 @@ class Forecast:
 
     def again(self, limits: Limits | None = None, adam_bits: int = 0, n_micro: int = 0) -> Forecast:
         """The estimates with other limits, moments or micro-batches, planned by a short search. Raises DoesNotFit."""
-        p, limits, work = self.plan, limits or self.limits, self.work
-        changed = replace(p, n_micro=n_micro or p.n_micro)
-        wanted = Wanted.like(changed, work.document or work.seq_len, work.trained, work.compared)
+        p, limits = self.plan, limits or self.limits
+        wanted = Wanted.like(replace(p, n_micro=n_micro or p.n_micro), self.work.batch(p))
         wanted = replace(wanted, adam_bits=adam_bits or p.adam_bits)
         choice = choose(self.cfg, limits, self.machine.rates, wanted, strategies=STRATEGIES[:SHORT], refined=1)
         return replace(self, plan=choice.plan, limits=limits)
@@ -268,7 +263,7 @@ def check_drive(f: Forecast) -> None:
     """Raises DoesNotFit if the plan needs a drive and there is none, or more than the drives hold."""
     plan, room, need, drive = f.plan, f.room, f.disk(), f.machine.ssd + f.files.held > 0
     if plan.uses("ssd") and not drive:
-        wanted = Wanted.like(plan, f.work.document or f.work.seq_len, f.work.trained, f.work.compared)
+        wanted = Wanted.like(plan, f.work.batch(plan))
 
         def enough(ram: int) -> bool:
             return not first_plan(f.cfg, replace(f.limits, host=ram), wanted, drive=False).uses("ssd")

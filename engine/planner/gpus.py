@@ -133,7 +133,7 @@ _ALSO = {
     "pro500048g": "pro5000", "dgxspark": "gb10", "spark": "gb10", "gh200480g": "gh200",
 }  # fmt: skip
 _WITHOUT_BF16 = re.compile(
-    r"(t4|p4|p40|p100|titan(v|x|xp)?|8000|v100(16g|32g)?|quadro\w*|t\d{3,4}|(9[5-8]|10[3-8]|16[356]|20[678])0\w*)"
+    r"(t4|p4|[kmp]\d{2,4}|titan(v|x|xp)?|8000|v100(16g|32g)?|quadro\w*|t\d{3,4}|(9[5-8]|10[3-8]|16[356]|20[678])0\w*)"
 )
 _OTHERS = re.compile(
     r"amd|radeon|instinct|mi\d|rx\d|\d{4}xtx?$|intel|arc|a(3[18]|58|7[57])0$|b5[78]0$|apple|m[1-9]|tpu"

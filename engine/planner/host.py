@@ -117,8 +117,12 @@ def gpu_state(device: torch.device) -> dict[str, int | str]:
 
 def on_battery() -> bool:
     """Whether a laptop runs on its battery."""
-    mains = [path for path in POWER.glob("*/online") if (path.parent / "type").read_text().strip() != "Battery"]
-    return bool(mains) and all(path.read_text().strip() == "0" for path in mains)
+    mains = []
+    for path in POWER.glob("*/online"):
+        with suppress(OSError):  # of a port that does not say
+            if (path.parent / "type").read_text().strip() != "Battery":
+                mains.append(path.read_text().strip())
+    return bool(mains) and all(online == "0" for online in mains)
 
 
 def available_ram() -> int:
@@ -223,7 +227,7 @@ def hold_to(limits: Limits, device: torch.device) -> None:
 
 
 def memory_in_use(device: torch.device, gpus: int = 1) -> tuple[float, float]:
-    """(peak GiB of the allocator on the fullest GPU, GiB of RAM that the process holds)."""
+    """(GiB of the allocator on the fullest GPU, GiB of RAM of the process), both at their peak."""
     cuda = device.type == "cuda"
     gpu = max(map(torch.cuda.max_memory_reserved, gpus_from(device, gpus))) if cuda else 0
     return gpu / 2**30, resource.getrusage(resource.RUSAGE_SELF).ru_maxrss / 2**20

@@ -169,9 +169,14 @@ def took_line(clock: Clock, estimated: Times) -> str:
     return f"{whole}{': ' * bool(parts)}{', '.join(parts)}"
 
 
+def _rated(f: Forecast) -> float:
+    """Bytes that the drives are rated to be written; without a drive, those of a usual one."""
+    return f.machine.endurance or ENDURANCE * (f.machine.ssd or 2 * TB)
+
+
 def wear_warning(f: Forecast, written: Mapping[str, int], run_s: float | None) -> str:
     """A warning if the run writes much of what the drives are rated for, and what would write less; else ""."""
-    rated, total = f.machine.endurance or ENDURANCE * (f.machine.ssd or 2 * TB), sum(written.values())
+    rated, total = _rated(f), sum(written.values())
     if total <= WORN * rated:
         return ""
     less = [] if f.cfg.lora else ["--lora 16"]
@@ -191,7 +196,7 @@ def wear_line(f: Forecast, written: Mapping[str, int]) -> str:
     """Bytes read and written in a step, and written in all, compared with what drives are rated for; "" if it is
     little.
     """
-    rated, total = f.machine.endurance or ENDURANCE * (f.machine.ssd or 2 * TB), sum(written.values())
+    rated, total = _rated(f), sum(written.values())
     if total < LITTLE * rated and not f.plan.uses("ssd"):
         return ""
     most = {what: nbytes for what, nbytes in written.items() if nbytes > PART * total}

@@ -87,10 +87,6 @@ class Batch:
         whole, rest = divmod(self.tokens, self.seq_len)
         return [self.seq_len] * whole + [rest] * (rest > 0)
 
-    @property
-    def total(self) -> int:
-        return self.tokens * self.n_micro
-
     def inputs(self, cfg: ModelConfig) -> list[Inputs]:
         pairs = costs.layer_pairs(cfg, self.lengths)
         return [Inputs(self.tokens, self.learned, pairs)] * self.n_micro
@@ -109,7 +105,9 @@ def predict(cfg: ModelConfig, plan: Plan, rates: Rates, batch: Batch, roughly: b
 
 def _predict(cfg: ModelConfig, plan: Plan, rates: Rates, batch: Batch, roughly: bool) -> Prediction:
     with _engine(cfg, plan, rates, batch, roughly) as (e, queues, inputs):
-        seconds = _steady(e, queues, inputs) + _lag(plan, unit_seconds(cfg, plan, rates, batch), e.geo, rates)
+        seconds = _steady(e, queues, inputs)
+        if plan.hosts > 1:
+            seconds += _lag(plan, unit_seconds(cfg, plan, rates, batch), e.geo, rates)
         return _prediction(seconds, queues, () if roughly else tuple(queues.trace()))
 
 
@@ -202,7 +200,7 @@ def merge_factor(n_micro: int, gpus: int = 1) -> int:
     """How many micro-batches are simulated as one: the largest divisor of `n_micro` that leaves at least MIN_GROUPS
     groups, and MIN_PER_GPU for each of several GPUs, since with fewer the simulation has idle GPUs that a run has not.
     """
-    few = max(MIN_GROUPS, MIN_PER_GPU * gpus) if gpus > 1 else MIN_GROUPS
+    few = max(MIN_GROUPS, MIN_PER_GPU * gpus)
     return max(k for k in range(1, n_micro + 1) if n_micro % k == 0 and (k == 1 or n_micro // k >= few))
 
 

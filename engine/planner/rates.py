@@ -7,16 +7,17 @@ from __future__ import annotations
 
 import math
 import re
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, fields, replace
-from typing import Any
+from typing import Any, TypeVar
 
 from trireme.engine.amounts import gib, positive, size, whole
 from trireme.engine.geometry import ADAM_BYTES
-from trireme.engine.plan import Limits
+from trireme.engine.plan import MOST_GPUS, Limits
 from trireme.engine.planner.gpus import GPUS, Gpu, bus_of, find_gpu
 from trireme.models.config import InputError
 
+T = TypeVar("T")
 GB, TB = 10**9, 10**12
 
 
@@ -247,6 +248,8 @@ def _assumed(given: Mapping[str, str]) -> Machine:
     if "tflops" in given and len(names) > 1:
         raise ValueError("tflops= is of one kind of GPU, and there are several")
     made = unequal([_alike({**given, "gpu": name}) for name in names])
+    if made.gpus > MOST_GPUS:
+        raise ValueError(f"{made.gpus} GPUs are too many; a run has at most {MOST_GPUS}")
     return _with_peers(made, given) if "peer" in given else made
 
 
@@ -267,7 +270,8 @@ def _alike(given: Mapping[str, str]) -> Machine:
     """With equal GPUs. Raises ValueError."""
     several = re.fullmatch(r"(\d{1,2})x(.+)", given["gpu"])
     gpus, name = (whole(several[1]), several[2]) if several else (1, given["gpu"])
-    gpu, ram = find_gpu(name, _number(given, "tflops") if "tflops" in given else 0.0), size(given["ram"])
+    gpu = find_gpu(name, _read(given, "tflops", positive) if "tflops" in given else 0.0)
+    ram = _read(given, "ram", size)
     if "bus" in given:
         gpu = replace(gpu, bus=bus_of(gpu, given["bus"]))
     dram: float = CONSUMER_DRAM
@@ -275,9 +279,9 @@ def _alike(given: Mapping[str, str]) -> Machine:
         if ram >= gpu.memory:
             raise ValueError(f"the {gpu.name} has one memory of {gib(gpu.memory, 0)}; ram= is the CPU's part of it")
         gpu, dram = replace(gpu, memory=gpu.memory - ram), gpu.copy
-    dram = _number(given, "dram") * GB if "dram" in given else dram
-    cores = _number(given, "cores") if "cores" in given else math.inf
-    drive, drives = _drives(given["ssd"]) if "ssd" in given else (None, 0)
+    dram = _read(given, "dram", positive) * GB if "dram" in given else dram
+    cores = _read(given, "cores", positive) if "cores" in given else math.inf
+    drive, drives = _read(given, "ssd", _drives) if "ssd" in given else (None, 0)
     return replace(machine(gpu, ram, drive, drives, dram, cores=cores), gpus=gpus)
 
 
@@ -285,13 +289,13 @@ def _with_peers(made: Machine, given: Mapping[str, str]) -> Machine:
     """Raises ValueError."""
     if made.gpus == 1:
         raise ValueError("peer= is of copies between GPUs, and there is one")
-    return replace(made, rates=made.rates.change(peer=_number(given, "peer") * GB))
+    return replace(made, rates=made.rates.change(peer=_read(given, "peer", positive) * GB))
 
 
-def _number(given: Mapping[str, str], name: str) -> float:
-    """A part that is a number above 0. Raises ValueError."""
+def _read(given: Mapping[str, str], name: str, parse: Callable[[str], T]) -> T:
+    """A part as `parse` reads it. Raises ValueError, which names the part."""
     try:
-        return positive(given[name])
+        return parse(given[name])
     except ValueError as error:
         raise ValueError(f"{name}={given[name]}: {error}") from None
 
@@ -303,8 +307,6 @@ def _drives(text: str) -> tuple[Drive, int]:
         raise ValueError(f"{text!r} is not drives; write them like 2x2TB@7/5")
     capacity, like = size(match[2]), DRIVES["gen4"]
     read, write = (_speed(match[3]), _speed(match[4])) if match[3] else (like.read, like.write)
-    if not capacity:
-        raise ValueError(f"{text!r}: a drive of no capacity")
     return Drive("drive", read, write, capacity, ENDURANCE * capacity), whole(match[1] or "1")
 
 

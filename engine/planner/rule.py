@@ -8,7 +8,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from itertools import product
-from typing import Any, Literal, NamedTuple
+from typing import TYPE_CHECKING, Any, Literal, NamedTuple
 
 from trireme.engine.amounts import rounded_up
 from trireme.engine.buffers import each_usage, fits, fullest, usage
@@ -17,6 +17,9 @@ from trireme.engine.plan import TIERS, DoesNotFit, Limits, Mode, Plan, Shares, T
 from trireme.models.config import ModelConfig
 from trireme.models.sizes import narrow, shapes
 from trireme.storage.layout import ITEMSIZE
+
+if TYPE_CHECKING:
+    from trireme.engine.planner.predict import Batch  # imports torch
 
 UPDATE_TOKENS = 50_000  # tokens of a step whose forward takes as long as the updates on the CPU
 GPU_UPDATES = 0.3  # share of units in RAM that the GPU updates: 14 bytes/parameter over PCIe, 19 of RAM on the CPU
@@ -71,12 +74,20 @@ class Wanted:
     hosts: int = 1  # the plan is that of the last host, which needs the most memory
 
     @classmethod
-    def like(cls, plan: Plan, document: int, trained: float, compared: bool = False) -> Wanted:
-        """A request for the step, dtype and records of `plan`, on CUDA."""
-        sizes = ((plan.tokens, plan.n_micro),)
-        same = plan.dtype, plan.mode, plan.record, plan.adam_bits
-        found = cls(sizes, *same, document=document, trained=trained, gpus=plan.gpus, hosts=plan.hosts)
-        return replace(found, compared=compared)
+    def like(cls, plan: Plan, batch: Batch) -> Wanted:
+        """A request for the step, dtype and records of `plan`, on CUDA, with documents and labels as in `batch`."""
+        return cls(
+            ((plan.tokens, plan.n_micro),),
+            plan.dtype,
+            plan.mode,
+            plan.record,
+            plan.adam_bits,
+            document=batch.seq_len,
+            trained=batch.trained,
+            compared=batch.compared,
+            gpus=plan.gpus,
+            hosts=plan.hosts,
+        )
 
     @property
     def free(self) -> bool:
@@ -222,7 +233,7 @@ def _lowest_plans(geo: Geometry, wanted: Wanted, strategy: Strategy) -> Iterable
                 hosts=wanted.hosts,
                 host=wanted.hosts - 1,
             )
-            yield plan if wanted.gpus == 1 else plan.dealt(wanted.gpus, geo.cfg.tied, wanted.peers, wanted.shares)
+            yield plan.dealt(wanted.gpus, geo.cfg.tied, wanted.peers, wanted.shares)
 
 
 def _excess(geo: Geometry, plan: Plan, limits: Limits) -> int:

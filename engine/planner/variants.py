@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Collection, Iterable, Sequence
+from collections.abc import Callable, Collection, Iterable, Sequence
 from contextlib import suppress
 from dataclasses import replace
 from itertools import accumulate, combinations, pairwise, product
@@ -107,30 +107,32 @@ def sizes(first: Plan, wanted: Wanted) -> tuple[tuple[int, int], ...]:
 
 # ---------------------------------------------------------------- one decision changed
 
-# These functions first shorten the pieces of gradients to `piece` elements, to free memory for the change, and then
-# lengthen them as far as they fit.
+
+def with_short_pieces(
+    geo: Geometry, limits: Limits, piece: int, change: Callable[[Plan], Iterable[Plan]], plan: Plan
+) -> Iterable[Plan]:
+    """Those of `change(plan)` that fit. `plan` is first given gradient pieces of at most `piece` elements, to free
+    memory for the change; then the pieces are lengthened as far as they fit.
+    """
+    for changed in change(replace(plan, piece=min(plan.piece, piece))):
+        if fits(geo, changed, limits):
+            yield longer_pieces(geo, changed, limits)
 
 
-def windows(geo: Geometry, plan: Plan, limits: Limits, piece: int) -> Iterable[Plan]:
+def windows(plan: Plan) -> Iterable[Plan]:
     """Other numbers of buffers for weights on the GPU."""
-    for window in WINDOWS:
-        wider = replace(plan, window=window, piece=min(plan.piece, piece))
-        if window != plan.window and fits(geo, wider, limits):
-            yield longer_pieces(geo, wider, limits)
+    return (replace(plan, window=window) for window in WINDOWS if window != plan.window)
 
 
-def swap_slots(geo: Geometry, plan: Plan, limits: Limits, piece: int) -> Iterable[Plan]:
+def swap_slots(geo: Geometry, plan: Plan, limits: Limits) -> Iterable[Plan]:
     """Other numbers of buffers for swapped activations, with fewer blocks saved on the GPU if memory is short."""
     away = any(unit.x != "gpu" or any(tier != "gpu" for _, tier in unit.saved) for unit in plan.units)
     if not away and plan.between != "host":
         return
     kept = [u for u, unit in enumerate(plan.units) if unit.names("gpu")]
     for slots in SLOTS:
-        if slots == plan.swap_slots:
-            continue
-        deeper = _with_less_kept(geo, replace(plan, swap_slots=slots, piece=min(plan.piece, piece)), limits, kept)
-        if fits(geo, deeper, limits):
-            yield longer_pieces(geo, deeper, limits)
+        if slots != plan.swap_slots:
+            yield _with_less_kept(geo, replace(plan, swap_slots=slots), limits, kept)
 
 
 def fewer_writes(geo: Geometry, plan: Plan, limits: Limits) -> Iterable[Plan]:
@@ -147,20 +149,17 @@ def _with_less_kept(geo: Geometry, plan: Plan, limits: Limits, kept: Sequence[in
     return largest_fitting(geo, limits, len(kept), lambda k: plan.changed(kept[: len(kept) - k], saved=()))
 
 
-def between(geo: Geometry, plan: Plan, limits: Limits, piece: int) -> Iterable[Plan]:
+def between(geo: Geometry, plan: Plan) -> Iterable[Plan]:
     """Outputs of layers through RAM instead of peer copies, or the reverse."""
     head = plan.units[geo.head]
     if plan.between == "gpu":
         x: Tier = "host" if head.x == "gpu" else head.x
-        other = replace(plan, between="host").changed({geo.head}, x=x)
+        yield replace(plan, between="host").changed({geo.head}, x=x)
     else:
-        other = replace(plan, between="gpu").changed({geo.head}, x="gpu")
-    other = replace(other, piece=min(plan.piece, piece))
-    if fits(geo, other, limits):
-        yield longer_pieces(geo, other, limits)
+        yield replace(plan, between="gpu").changed({geo.head}, x="gpu")
 
 
-def divided_losses(geo: Geometry, plan: Plan, limits: Limits, piece: int) -> Iterable[Plan]:
+def divided_losses(geo: Geometry, plan: Plan, limits: Limits) -> Iterable[Plan]:
     """The losses of micro-batches are computed in turn by all GPUs; by all but that of the last block, which is ready
     last; by all but the head's, whose memory may be full; or, for a small head, every fourth by another GPU.
 
@@ -175,10 +174,7 @@ def divided_losses(geo: Geometry, plan: Plan, limits: Limits, piece: int) -> Ite
     few = home, turn[1], home, home
     for losses in dict.fromkeys((turn, (*turn[1:], home), *others, few)):
         if losses != plan.losses:
-            short = replace(plan, losses=losses, piece=min(plan.piece, piece))
-            room = _with_less_kept(geo, short, limits, kept)
-            if fits(geo, room, limits):
-                yield longer_pieces(geo, room, limits)
+            yield _with_less_kept(geo, replace(plan, losses=losses), limits, kept)
 
 
 def late_moments(plan: Plan) -> Iterable[Plan]:
@@ -192,7 +188,7 @@ def late_moments(plan: Plan) -> Iterable[Plan]:
             yield replace(plan, late_moments=late)
 
 
-def updates(geo: Geometry, plan: Plan, limits: Limits, piece: int) -> Iterable[Plan]:
+def updates(geo: Geometry, plan: Plan, limits: Limits) -> Iterable[Plan]:
     """Other shares of units that are updated on the GPU, with their moments written during backward or not.
 
     If there is no GPU memory to stream their state through, swapped tensors are recomputed, or one unit's state is
@@ -202,9 +198,8 @@ def updates(geo: Geometry, plan: Plan, limits: Limits, piece: int) -> Iterable[P
         others: tuple[Tier, ...] = tuple(tier for tier in plan.late_moments if tier != "gpu")
         both: tuple[Tier, ...] = ("gpu", *others)
         late = [others, both] if others else [others]
-        shorts = [replace(plan, piece=min(plan.piece, piece), late_moments=tiers) for tiers in late]
-        for other in dict.fromkeys(_shared(geo, *each) for each in product(shorts, (limits,), UPDATES)):
-            yield longer_pieces(geo, other, limits)
+        tried = product((replace(plan, late_moments=tiers) for tiers in late), UPDATES)
+        yield from dict.fromkeys(_shared(geo, other, limits, share) for other, share in tried)
 
 
 def _shared(geo: Geometry, plan: Plan, limits: Limits, share: float) -> Plan:
@@ -324,22 +319,21 @@ def other_swaps(geo: Geometry, plan: Plan, limits: Limits, steps: Sequence[Move]
         yield with_most_on_gpu(geo, plain, limits, steps, n, n)
 
 
-def in_peers(geo: Geometry, plan: Plan, limits: Limits, steps: Sequence[Move], piece: int) -> Iterable[Plan]:
+def in_peers(geo: Geometry, plan: Plan, limits: Limits, steps: Sequence[Move]) -> Iterable[Plan]:
     """Plans that save more tensors, or all that they swap, in other GPUs' memory: those of all GPUs, of the head's GPU,
     or of the GPU with the least free memory. Copies to a peer need buffers on the source, so plans in which that GPU
     keeps no resident weights and has few buffers are tried, too.
     """
-    short = replace(plan, piece=min(plan.piece, piece))
-    one = {plan.units[geo.head].gpu}, {fullest(each_usage(geo, short)[0], limits)}
+    one = {plan.units[geo.head].gpu}, {fullest(each_usage(geo, plan)[0], limits)}
     of_gpus = dict.fromkeys(map(frozenset[int], (range(plan.gpus), *one)))
     for only in of_gpus:
         own = [u for u, unit in enumerate(plan.units) if unit.gpu in only]
-        streamed = replace(short, window=min(WINDOWS), swap_slots=min(SLOTS)).changed(own, resident=False)
-        for roomy in (short, streamed):
+        streamed = replace(plan, window=min(WINDOWS), swap_slots=min(SLOTS)).changed(own, resident=False)
+        for roomy in (plan, streamed):
             for base in dict.fromkeys((_swapping_only(roomy, own), roomy.changed(own, saved=(), peer=0))):
                 lending = lend(geo, base, limits, steps, only) if fits(geo, base, limits) else base
-                if lending != base and fits(geo, lending, limits):
-                    yield longer_pieces(geo, lending, limits)
+                if lending != base:
+                    yield lending
 
 
 def _swapping_only(plan: Plan, units: Sequence[int]) -> Plan:
@@ -350,19 +344,18 @@ def _swapping_only(plan: Plan, units: Sequence[int]) -> Plan:
     return plan
 
 
-def fuller(geo: Geometry, plan: Plan, limits: Limits, piece: int, states: bool) -> Iterable[Plan]:
+def fuller(geo: Geometry, plan: Plan, limits: Limits, states: bool) -> Iterable[Plan]:
     """Plans that fill each of several GPUs with frozen weights of its units, and if `states` with their weights and
     optimizer state. The rule stops when the first GPU is full.
     """
-    short = replace(plan, piece=min(plan.piece, piece))
     frozen = [u for u, unit in enumerate(plan.units) if unit.base != "gpu"]
     trained = [u for u, unit in enumerate(plan.units) if states and unit.state != "gpu"]
     for left, moved in ((frozen, FROZEN), (trained, STATE)):
-        filled = short
+        filled = plan
         for gpu in range(plan.gpus):
             filled = of_first(geo, filled, limits, [u for u in left if plan.units[u].gpu == gpu], **moved)
-        if filled != short and fits(geo, filled, limits):
-            yield longer_pieces(geo, filled, limits)
+        if filled != plan:
+            yield filled
 
 
 def lend(geo: Geometry, plan: Plan, limits: Limits, steps: Sequence[Move], only: Collection[int]) -> Plan:
@@ -388,18 +381,19 @@ def _lent(
         unit = changed.get(u, plan.units[u])
         saved = dict(unit.saved)
         more = [name for name in move.names if name not in saved]
+        if not more:
+            continue
         others = [gpu for gpu in range(plan.gpus) if gpu != unit.gpu]
         peer = unit.peer if unit.lent else max(others, key=lambda gpu: rooms.left[gpu])
-        own: SavedTier = "gpu"
-        lent: SavedTier = "peer"
-        for tier in (own, lent) if more else ():
+        tiers: tuple[SavedTier, ...] = "gpu", "peer"
+        for tier in tiers:
             saving = replace(unit, saved=(*unit.saved, *((name, tier) for name in more)))
             saving = replace(saving, peer=peer if saving.lent else 0)
             if rooms.take(u, unit, saving):
                 changed[u] = saving
                 break
         else:
-            left[unit.gpu] += move.seconds if more else 0.0
+            left[unit.gpu] += move.seconds
     for unit in dict.fromkeys(changed.values()):
         chosen = {u for u, other in changed.items() if other == unit}
         plan = plan.changed(chosen, saved=unit.saved, peer=unit.peer)
@@ -409,7 +403,7 @@ def _lent(
 class _FreeMemory:
     """Free bytes of each GPU with a plan, less buffers of `staged` bytes on all GPUs but the one with the most."""
 
-    def __init__(self, geo: Geometry, plan: Plan, limits: Limits, staged: int = 0):
+    def __init__(self, geo: Geometry, plan: Plan, limits: Limits, staged: int):
         self.geo, self.plan = geo, plan
         self.left = [limits.of(gpu) - used for gpu, used in enumerate(each_usage(geo, plan)[0])]
         self.staged = [0] * plan.gpus  # bytes of a buffer for copies to a peer
@@ -450,8 +444,6 @@ def with_moves(geo: Geometry, plan: Plan, steps: Sequence[Move], n: int, in_ram:
     `in_ram` moves save in RAM, the others on the SSD.
     """
     last = geo.cfg.n_layers - keep
-    to_ram: Tier = "host"
-    to_drive: Tier = "ssd"
     saved: dict[int, dict[str, Tier]] = {}
     for u in range(1, geo.head):
         on_gpu = shapes.layer(geo.cfg, u) >= last
@@ -461,7 +453,8 @@ def with_moves(geo: Geometry, plan: Plan, steps: Sequence[Move], n: int, in_ram:
         done, ram = min(n, len(units)), min(in_ram, n, len(units))
         n, in_ram, near = n - done, in_ram - ram, spread(done, ram)
         for i, place in enumerate(sorted(spread(len(units), done))):
-            u, tier = units[place], to_ram if i in near else to_drive
+            u = units[place]
+            tier: Tier = "host" if i in near else "ssd"
             if shapes.layer(geo.cfg, u) < last:
                 saved[u] = {name: saved[u].get(name, tier) for name in move.names}
     for names in dict.fromkeys(tuple(names.items()) for names in saved.values()):

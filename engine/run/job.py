@@ -15,7 +15,7 @@ from typing import Any
 import torch
 
 from trireme.engine.amounts import gib
-from trireme.engine.check.tuned import SHAPE
+from trireme.engine.check.tuned import SHAPE, usable
 from trireme.engine.check.tuned import kept as settings_kept
 from trireme.engine.data.cache import Shelf
 from trireme.engine.data.codec import Codec
@@ -39,8 +39,6 @@ from trireme.engine.run.plan import Planner
 from trireme.engine.tuning.adapters import Adapter, adapter_shapes
 from trireme.engine.tuning.base import why_copied
 from trireme.engine.tuning.cached import Cached
-from trireme.kernels.chips.chip import chip
-from trireme.kernels.chips.tried import misfit
 from trireme.kernels.private import cache_folder
 from trireme.models.config import InputError, ModelConfig
 from trireme.models.sizes import shapes
@@ -240,14 +238,16 @@ def common_plan(group: Alone, plan: Plan) -> Plan:
 def common_launches(
     group: Alone, device: torch.device, begun: Mapping[str, list[int]] | None, say: Say
 ) -> dict[str, list[int]]:
-    """Settings of kernels of host 0, which all hosts use: those that the run began with, or those kept for its GPU."""
+    """Settings of kernels of host 0, which all hosts use: those that the run began with, or those kept for its GPU.
+    Without those that this device or this version does not use.
+    """
     own = settings_kept(device) if begun is None else dict(begun)
     if group.hosts > 1:
         own = told(group.texts(json.dumps(own))[0], SHAPE, 0)
-    if own and (wrong := misfit(chip(device), own) if device.type == "cuda" else "a CPU has none"):
+    used, wrong = usable(own, device)
+    if wrong:
         say(f"the run began with launch settings that do not suit this device ({wrong}): it may round differently")
-        return {}
-    return own
+    return used
 
 
 def _data_options(options: Options, cfg: ModelConfig, seq_len: int, pad: int | None) -> DataOptions:

@@ -36,11 +36,9 @@ def better(job: Job, steps: int) -> Choice | None:
     if job.device.type != "cuda" or job.options.plan or job.plan.hosts > 1:
         return None
     p, rates, document, trained = job.plan, job.machine.rates, job.data.document, job.data.trained
-    wanted = replace(Wanted.like(p, document, trained, job.work.compared), cuts=(Cut.of(p),))
-    choice = choose(job.cfg, job.limits, rates, wanted, begun=p)
-    now = predict(
-        job.cfg, p, rates, Batch(p.tokens, document, p.n_micro, trained, job.work.compared), roughly=True
-    ).step_s
+    batch = Batch(p.tokens, document, p.n_micro, trained, job.work.compared)
+    choice = choose(job.cfg, job.limits, rates, replace(Wanted.like(p, batch), cuts=(Cut.of(p),)), begun=p)
+    now = predict(job.cfg, p, rates, batch, roughly=True).step_s
     move = 14 * job.trained_parameters * (1 / rates.ssd_read + 1 / rates.ssd_write)
     move += job.forecast.frozen_read / rates.ssd_read
     worth = choice.found.step_s < WORTH_A_MOVE * now and steps * (now - choice.found.step_s) > 2 * move

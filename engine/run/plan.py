@@ -18,7 +18,7 @@ from trireme.engine.planner.clock import Clock
 from trireme.engine.planner.forecast import Files, Forecast, Work, check_drive
 from trireme.engine.planner.machine import with_drives
 from trireme.engine.planner.rates import Machine
-from trireme.engine.planner.rule import Wanted, all_cuts, cuts, shortage, simple_plan
+from trireme.engine.planner.rule import Wanted, all_cuts, cuts, shortage, simple_plan, sizes_of
 from trireme.engine.run.begin.snapshot import DTYPES, Pinned, cut_of, misfit
 from trireme.engine.run.options import Options
 from trireme.models.config import InputError, ModelConfig
@@ -251,7 +251,7 @@ class Planner:
             rows = [min(sequences, o.micro_batch)]
         else:
             rows = sorted({min(sequences, most >> k) for k in range(20) if most >> k}, reverse=True)
-        sizes = tuple((r * self.seq_len, math.ceil(sequences / r)) for r in rows)
+        sizes = sizes_of(rows, sequences, self.seq_len)
         record = record_size(shapes.parameters(self.cfg), self.limits.host)
         if hosts > 1:  # shares are whole records
             quarter = shapes.parameters(self.cfg) // self.cfg.n_units // (4 * hosts) // 4096 * 4096

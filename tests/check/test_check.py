@@ -66,6 +66,24 @@ def test_without_a_gpu_it_says_so_and_checks_the_rest(quick, capsys, monkeypatch
     assert os.listdir(quick / "nvme") == []
 
 
+def test_steps_use_a_drive_that_was_measured(quick, monkeypatch):
+    """Not the first one, if that is too full to be tried."""
+    for name in ("full", "free"):
+        (quick / name).mkdir()
+    usage = lambda folder: SimpleNamespace(free=(1 << 40) * (folder.name != "full"), total=1 << 41)
+    monkeypatch.setattr("trireme.engine.check.drives.shutil.disk_usage", usage)
+    monkeypatch.setattr(drive, "identity", lambda folder: {"model": "a drive"})
+    used = []
+
+    def steps(device, limits, rates, folder, end):
+        used.append((rates.ssd_read, folder.name))
+        return iter(())
+
+    monkeypatch.setattr(check, "steps", steps)
+    assert main(["check", "--store", "full,free"]) == 0
+    assert used == [(3e9, "free")]
+
+
 @pytest.mark.parametrize(
     ("argv", "says"),
     [
@@ -106,7 +124,7 @@ def test_what_a_drive_lacks_is_said(tmp_path, monkeypatch):
     monkeypatch.setattr(drive, "drive_rates", lambda *_, **__: DRIVE | {"ssd_read": 0.5e9})
     space = SimpleNamespace(free=20 << 30, total=1 << 40)
     monkeypatch.setattr("trireme.engine.check.drives.shutil.disk_usage", lambda folder: space)
-    said = changes(row for row, _ in drives({"disk": tmp_path}))
+    said = changes(drives({"disk": tmp_path}, {}))
     assert said == [
         "disk: free 33.5 GB: nearly full drives write slowly",
         "disk, hard links: cannot hold snapshots: it has no hard links. Name a folder on ext4, xfs or btrfs with "
@@ -115,7 +133,9 @@ def test_what_a_drive_lacks_is_said(tmp_path, monkeypatch):
         "disk, rates: use an NVMe drive in a slot of its own, and look at its temperature",
     ]
     space.free = 1 << 20
-    assert [rates for _, rates in drives({"disk": tmp_path})] == [{}] * 4, "too full to be tried"
+    tried = {}
+    assert len(list(drives({"disk": tmp_path}, tried))) == 4
+    assert tried == {}, "too full to be tried"
     assert os.listdir(tmp_path) == []
 
 
@@ -213,11 +233,11 @@ def test_a_wrong_kernel_is_named(monkeypatch):
     calls = count()
     monkeypatch.setattr(ops, "relu2_fwd", lambda h: right(h) + (next(calls) == 3) * 2**-20)
     ops.relu2_fwd.__wrapped__ = right.__wrapped__
-    (bad,) = [row for row in gpu.kernels(SMALL, None, fp8=False) if row.change]
+    (bad,) = [row for row in gpu.kernels(SMALL, lambda case: 1e-3, fp8=False) if row.change]
     assert bad.found == "WRONG: 5 calls give different bits"
     assert any("GB/s" in row.found for row in rows)
     monkeypatch.setattr(gpu, "KERNELS_S", -1.0)
-    late = list(gpu.kernels(SMALL, None, fp8=True))
+    late = list(gpu.kernels(SMALL, lambda case: 1e-3, fp8=True))
     assert sum("out of time" in row.found for row in late) == len(gpu.ORDER) == len(GROUPS)
 
 
@@ -227,7 +247,7 @@ def test_a_kernel_that_cannot_run_is_named(monkeypatch):
 
     fails.__wrapped__ = ops.rope_.__wrapped__
     monkeypatch.setattr(ops, "rope_", fails)
-    rows = list(gpu.kernels(SMALL, None, fp8=True))
+    rows = list(gpu.kernels(SMALL, lambda case: 1e-3, fp8=True))
     (bad,) = [row for row in rows if row.change]
     assert bad.found == "FAILED: RuntimeError: out of resource: shared memory, required: 131072, limit: 101376"
     assert rows.index(bad) < len(rows) - 1, "the others are compared"
@@ -238,7 +258,7 @@ def test_a_gpu_without_room_leaves_the_rest(monkeypatch):
         raise torch.cuda.OutOfMemoryError
 
     monkeypatch.setattr(gpu, "error", full)
-    rows = list(gpu.kernels(SMALL, None, fp8=True))
+    rows = list(gpu.kernels(SMALL, lambda case: 1e-3, fp8=True))
     assert [row.found for row in rows] == ["not all tried: too large for this GPU's memory"] * len(GROUPS)
 
 

@@ -30,7 +30,6 @@ def here(monkeypatch, tmp_path):
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
     monkeypatch.setattr(launch, "chip", lambda device: RTX_4090)
     monkeypatch.setattr(tuned, "chip", lambda device: RTX_4090)
-    monkeypatch.setattr(job, "chip", lambda device: RTX_4090)
     said = {"gpu": "NVIDIA GeForce RTX 4090", "driver": "NVRM 580.65"}
     monkeypatch.setattr(tuned, "chips", lambda *_: said)
     monkeypatch.setattr(tuned, "model_of", lambda device: said["gpu"])
@@ -83,9 +82,16 @@ def test_a_file_that_is_foreign_or_damaged_is_not_used(here, content):
 
 
 def test_a_launch_that_this_version_does_not_tune_is_left_out(here):
+    """And only that: of the settings that are kept, and of those that a resumed run began with."""
     settings = {"grouped_mm": [64, 64, 128, 4, 3]}
-    tuned.keep(GPU, settings | {"of an earlier version": [1]})
+    earlier, said = settings | {"of an earlier version": [1], "quantize": [1, 2, 3]}, []
+    tuned.keep(GPU, earlier)
     assert tuned.kept(GPU) == settings
+    assert job.common_launches(Alone(), GPU, earlier, said.append) == settings
+    assert said == [
+        "the run began with launch settings that do not suit this device ('of an earlier version' is not a launch of "
+        "this GPU, 'quantize' is not launched with [1, 2, 3]): it may round differently"
+    ]
 
 
 def test_a_setting_a_little_faster_is_not_taken(here, monkeypatch):
@@ -143,7 +149,7 @@ def test_a_run_begins_with_what_is_kept_and_goes_on_with_what_it_began_with(here
     begun = {"quantize": [64, 64, 4]}
     assert job.common_launches(Alone(), GPU, begun, said.append) == begun
     assert said == []
-    assert job.common_launches(Alone(), GPU, {"quantize": [1, 2, 3]}, said.append) == {}
+    assert job.common_launches(Alone(), GPU, {"quantize": [1, 2, 3], **settings}, said.append) == settings
     assert said == [
         "the run began with launch settings that do not suit this device ('quantize' is not launched with [1, 2, 3]): "
         "it may round differently"

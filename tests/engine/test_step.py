@@ -245,7 +245,7 @@ def test_losses_of_a_score_head_stay_on_its_gpu():
     with pytest.raises(InputError, match="losses of a score head are computed on the head's GPU"):
         make(cfg, replace(plan, losses=(0, 1)), RealQueues("cpu", gpus=2))
     geo = geometry.Geometry.of(cfg, plan)
-    assert not list(divided_losses(geo, plan, LIMITS, 1 << 20))
+    assert not list(divided_losses(geo, plan, LIMITS))
 
 
 @pytest.mark.parametrize("dtype", ["F32", "BF16"])

@@ -1,11 +1,14 @@
 """Models, rates of machines and plans that are predicted, not run."""
 
+from collections.abc import Callable, Iterable
 from dataclasses import replace
 
 from engines import LLAMA
 
-from trireme.engine.plan import Plan, UnitPlan
+from trireme.engine.geometry import Geometry
+from trireme.engine.plan import Limits, Plan, UnitPlan
 from trireme.engine.planner.rates import Rates
+from trireme.engine.planner.variants import with_short_pieces
 from trireme.models.config import Lora, ModelConfig, Rope
 from trireme.models.sizes import shapes
 
@@ -30,3 +33,11 @@ def plan(cfg: ModelConfig, unit: UnitPlan, keep: int = 0, tokens: int = 16384, n
     kept = replace(unit, saved=tuple((name, "gpu") for name in shapes.saved_shapes(cfg, 1)))
     units = [kept if cfg.n_layers - keep < u <= cfg.n_layers else unit for u in range(cfg.n_units)]
     return Plan(tuple(units), tokens, n_micro, **more)
+
+
+def fitting(
+    change: Callable[..., Iterable[Plan]], geo: Geometry, plan: Plan, limits: Limits, *more, piece: int = 0
+) -> list[Plan]:
+    """The plans of `change` that fit, as the search tries them. `piece`: that of `plan` if not given."""
+    changed = lambda short: change(geo, short, limits, *more)
+    return list(with_short_pieces(geo, limits, piece or plan.piece, changed, plan))

@@ -7,7 +7,7 @@ import pytest
 from engines import LLAMA, gpu_plan
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from plans import ADAPTED, PARTLY
+from plans import ADAPTED, PARTLY, fitting
 
 from trireme.engine.buffers import buffers, fits
 from trireme.engine.build import build
@@ -324,7 +324,7 @@ def test_a_full_gpu_makes_room_for_updates():
     assert any(unit.names("host") for unit in swapping.units)
     for plan in (full, swapping):
         assert not any(unit.update == "gpu" for unit in plan.units)
-        found = list(updates(geo, plan, limits, geo.half_piece()))
+        found = fitting(updates, geo, plan, limits, piece=geo.half_piece())
         assert all(fits(geo, other, limits) for other in found)
         assert {sum(unit.update == "gpu" for unit in other.units) for other in found} == {0, 5, 10, 14, 19}
 
@@ -335,7 +335,7 @@ def test_bursts_of_activations_get_more_slots():
     plan = choose(SMALL, limits, rates, replace(WANTED, sizes=((1024, 8), (512, 16)))).plan
     plan = plan.changed(range(len(plan.units)), saved=()).changed((1, 3, 5, 7), saved=(("gate_up", "host"),))
     seconds = lambda p: predict(SMALL, p, rates, Batch(p.tokens, 256, p.n_micro)).step_s
-    two, *more = sorted(swap_slots(Geometry.of(SMALL, plan), plan, limits, plan.piece), key=lambda p: p.swap_slots)
+    two, *more = sorted(fitting(swap_slots, Geometry.of(SMALL, plan), plan, limits), key=lambda p: p.swap_slots)
     assert two.swap_slots == 2
     assert min(map(seconds, more), default=seconds(plan)) < 0.98 * seconds(two)
 

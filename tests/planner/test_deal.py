@@ -5,7 +5,7 @@ from dataclasses import replace
 
 import pytest
 from engines import LIMITS, LLAMA, gpu_plan
-from plans import ADAPTED, H200, SEVEN_B, SMALL, plan
+from plans import ADAPTED, H200, SEVEN_B, SMALL, fitting, plan
 
 from trireme.engine.amounts import rounded_up
 from trireme.engine.buffers import each_usage, fits, usage
@@ -167,7 +167,7 @@ def test_spare_memory_of_a_peer_holds_what_the_heads_gpu_would_recompute():
     saved = 4 * 3 * geo.saved_layout(1, tuple(geo.saved_names(geo.kinds[1])), 4096).span
     assert full - other > saved
     limits, steps = Limits(full + (24 << 20), 1 << 40, 2), moves(geo, batch, rates)
-    found = list(in_peers(geo, first, limits, steps, first.piece))
+    found = fitting(in_peers, geo, first, limits, steps)
     assert all(fits(geo, each, limits) for each in found)
     assert any(unit.lent for each in found for unit in each.units)
     assert not any(unit.names("host") for each in found for unit in each.units)
@@ -186,7 +186,7 @@ def test_a_full_gpu_makes_room_for_what_a_peer_saves():
     geo, batch = Geometry.of(cfg, first), Batch(4096, 2048, 4)
     used = each_usage(geo, first)[0]
     limits = Limits(4 << 30, 1 << 40, 2, less=((4 << 30) - used[0], 0))
-    found = list(in_peers(geo, first, limits, moves(geo, batch, LINKED), first.piece))
+    found = fitting(in_peers, geo, first, limits, moves(geo, batch, LINKED))
     assert all(fits(geo, each, limits) for each in found)
     lent = [each for each in found if any(unit.lent for unit in each.units)]
     assert lent
@@ -201,7 +201,7 @@ def test_a_full_gpu_leaves_room_for_buffers_on_their_way_to_a_peer():
     names, used = set(geo.saved_names(geo.kinds[1])), each_usage(geo, first)[0]
     room = first.swap_slots * geo.saved_layout(1, tuple(geo.saved_names(geo.kinds[1])), 4096).span + MIB
     limits = Limits(8 << 30, 1 << 40, 2, less=((8 << 30) - used[0] - room, 0))
-    found = list(in_peers(geo, first, limits, moves(geo, batch, LINKED), first.piece))
+    found = fitting(in_peers, geo, first, limits, moves(geo, batch, LINKED))
     assert all(fits(geo, each, limits) for each in found)
     kept = [[set(unit.names("peer")) for unit in each.units[1:-1] if unit.gpu == 0] for each in found]
     assert [names] * 3 in kept
@@ -235,11 +235,11 @@ def test_each_gpu_is_filled_with_what_its_own_units_store(cfg):
     geo = Geometry.of(cfg, first)
     stored = lambda made, gpu: [unit.base if cfg.lora else unit.state for unit in made.units if unit.gpu == gpu]
     assert "host" in stored(first, 1)
-    (filled,) = fuller(geo, first, limits, first.piece, True)
+    (filled,) = fitting(fuller, geo, first, limits, True)
     assert fits(geo, filled, limits)
     assert set(stored(filled, 1)) == {"gpu"}
     assert "host" in stored(filled, 0)
-    assert bool(list(fuller(geo, first, limits, first.piece, False))) == bool(cfg.lora)
+    assert bool(fitting(fuller, geo, first, limits, False)) == bool(cfg.lora)
 
 
 @pytest.mark.full
@@ -267,7 +267,7 @@ def test_losses_in_turn_take_the_memory_of_what_peers_save():
     geo = Geometry.of(SMALL, first)
     used = each_usage(geo, first)[0]
     tight = Limits(used[1], 1 << 40, 2)
-    found = list(divided_losses(geo, first, tight, first.piece))
+    found = fitting(divided_losses, geo, first, tight)
     assert found
     for each in found:
         assert fits(geo, each, tight)

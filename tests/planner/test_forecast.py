@@ -136,6 +136,14 @@ def test_a_store_grows_to_what_was_said(tmp_path, memory, monkeypatch):
     assert 0.98 * said < found[0] < 1.1 * said
 
 
+def test_unequal_gpus_are_all_made_twice_as_fast(monkeypatch):
+    f = replace(forecast("gpu=rtx4090,ram=128GiB"), machine=assume("gpu=rtx4090+rtx3090,ram=128GiB"))
+    monkeypatch.setattr(Forecast, "again", lambda self: self)
+    (quick,) = (change() for what, change in f._changes(1, False) if what == "a GPU twice as fast")
+    speeds = lambda rates: [rates.of(gpu).matmul for gpu in range(2)]
+    assert speeds(quick.machine.rates) == [2 * speed for speed in speeds(f.machine.rates)]
+
+
 @pytest.mark.full
 def test_what_a_change_promises_is_what_it_predicts():
     f = forecast("gpu=rtx4090,ram=48GiB,ssd=2TB@7/5")

@@ -70,6 +70,15 @@ def test_a_cache_that_cannot_be_written_costs_only_time(folder):
     assert cache.kept({"gpu": "A"}, lambda: {"h2d": 1.0})[0] == {"h2d": 1.0}
 
 
+def test_a_file_that_cannot_be_replaced_leaves_no_other(folder):
+    cache.remember({"gpu": "A"}, {"h2d": 1.0})
+    (file,) = (folder / "trireme").iterdir()
+    file.unlink()
+    file.mkdir()
+    cache.remember({"gpu": "A"}, {"h2d": 1.0})
+    assert list((folder / "trireme").iterdir()) == [file]
+
+
 def test_rates_are_not_kept_where_others_may_write(folder, monkeypatch):
     cache.kept({"gpu": "A"}, lambda: {"h2d": 1.0})
     (file,) = (folder / "trireme").iterdir()
@@ -222,6 +231,19 @@ def test_a_drive_that_fails_leaves_nothing_either(tmp_path, monkeypatch):
     assert os.listdir(tmp_path) == []
 
 
+def test_a_drive_that_is_full_leaves_no_back_end_open(tmp_path, monkeypatch):
+    def fail(*_):
+        raise OSError("no space")
+
+    closed = list[bool]()
+    device = SimpleNamespace(io=SimpleNamespace(close=lambda: closed.append(True)))
+    monkeypatch.setattr(drive, "open_device", lambda folder: device)
+    monkeypatch.setattr(drive, "Scratch", fail)
+    with pytest.raises(OSError, match="no space"):
+        drive.drive_rates(tmp_path)
+    assert closed
+
+
 def test_this_machine_and_its_drives(tmp_path, monkeypatch):
     made = this_machine(CPU, "F32", Limits(1 << 30, 1 << 30), [str(tmp_path / "not" / "yet")])
     assert min(made.rates.matmul, made.rates.copy, made.rates.adam, made.rates.ssd_read) > 0
@@ -316,14 +338,17 @@ def test_where_proc_is_hidden_memory_is_known_all_the_same(tmp_path, monkeypatch
 @pytest.mark.parametrize(
     ("supplies", "battery"),
     [({}, False), ({"BAT0": ("Battery", "1")}, False), ({"AC": ("Mains", "1")}, False), ({"AC": ("Mains", "0")}, True),
-     ({"AC": ("Mains", "0"), "usb": ("USB", "1")}, False)],
+     ({"AC": ("Mains", "0"), "usb": ("USB", "1")}, False), ({"AC": ("Mains", "0"), "usb": ("USB", None)}, True)],
 )  # fmt: skip
 def test_a_laptop_may_be_on_its_battery(tmp_path, monkeypatch, supplies, battery):
     monkeypatch.setattr(host, "POWER", tmp_path)
     for name, (kind, online) in supplies.items():
         (tmp_path / name).mkdir()
         (tmp_path / name / "type").write_text(f"{kind}\n")
-        (tmp_path / name / "online").write_text(f"{online}\n")
+        if online is None:  # reading it fails, as that of a port without a supply
+            (tmp_path / name / "online").mkdir()
+        else:
+            (tmp_path / name / "online").write_text(f"{online}\n")
     assert host.on_battery() == battery
 
 

@@ -57,9 +57,12 @@ def remember(identity: dict[str, Any], rates: dict[str, float]) -> None:
     path, identity = _place(identity)
     if path:
         part = path.with_name(f"{path.name}.{os.getpid()}")
-        with contextlib.suppress(OSError):
+        try:
             part.write_text(json.dumps({"identity": identity, "rates": rates}, indent=1))
             part.replace(path)
+        except OSError:
+            with contextlib.suppress(OSError):
+                part.unlink(missing_ok=True)
 
 
 def forget(identity: dict[str, Any]) -> None:

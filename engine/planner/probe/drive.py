@@ -12,6 +12,7 @@ import time
 from collections import deque
 from collections.abc import Callable
 from concurrent.futures import Future
+from contextlib import ExitStack
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -69,8 +70,9 @@ def drive_rates(folder: Path, seconds: float = 4.0, most: int = 4 << 30, patient
     """
     nbytes = min(most, shutil.disk_usage(folder).free // 8) // (2 * CHUNK) * 2 * CHUNK
     believed, written = not (patient or is_virtual(folder)), 0
-    with Temporary(HIDDEN, folder) as own:
+    with Temporary(HIDDEN, folder) as own, ExitStack() as stack:
         device = open_device(own)  # as the store does
+        stack.callback(device.io.close)
         scratch = Scratch([device], max(nbytes, 2 * CHUNK))
 
         def writing() -> float:
