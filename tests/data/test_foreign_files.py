@@ -1,12 +1,14 @@
 """Files and folders of strangers: read, or refused in words that name the cause and a way that works."""
 
 import bz2
+import errno
 import glob
 import gzip
 import json
 import lzma
 import os
 import re
+import shutil
 from collections import defaultdict
 from pathlib import Path
 
@@ -88,6 +90,20 @@ def test_damaged_packed_files(tmp_path, suffix):
         says = fails(tmp_path / f"a.jsonl{suffix}")
         assert f"is a damaged {suffix} (" in says
         assert "\n" not in says
+
+
+def test_a_packed_table_without_space_to_unpack_it(tmp_path, monkeypatch):
+    parquet = pytest.importorskip("pyarrow.parquet")
+    parquet.write_table(pytest.importorskip("pyarrow").table({"text": ["a"]}), tmp_path / "a.parquet")
+    path = tmp_path / "a.parquet.xz"
+    path.write_bytes(lzma.compress((tmp_path / "a.parquet").read_bytes()))
+
+    def full(*_):
+        raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+
+    monkeypatch.setattr(shutil, "copyfileobj", full)
+    assert "a.parquet.xz: it cannot be unpacked into a file in" in (says := fails(path))
+    assert "No space left on device. Unpack it, or set TMPDIR" in says
 
 
 @pytest.mark.parametrize("suffix", PACKED)

@@ -86,7 +86,13 @@ def read_columns(path: Path, file: Bytes, arrow: bool) -> Iterator[Row]:
         raise InputError(f"{path}: {path.suffix} needs pyarrow. Install it: pip install pyarrow.") from None
     if not file.seekable():
         packed, file = file, cast(BinaryIO, tempfile.TemporaryFile())  # noqa: SIM115, closed with the generator
-        shutil.copyfileobj(packed, file)
+        try:
+            shutil.copyfileobj(packed, file)
+        except OSError as error:
+            where = f"{path}: it cannot be unpacked into a file in {tempfile.gettempdir()}"
+            raise InputError(
+                f"{where}: {error.strerror}. Unpack it, or set TMPDIR to a folder with more space."
+            ) from None
         file.seek(0)
     number, batches = 0, _arrow if arrow else _parquet
     try:
