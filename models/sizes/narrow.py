@@ -89,7 +89,7 @@ def slices(cfg: ModelConfig, u: int) -> tuple[range, ...]:
 
 def may_be_sliced(cfg: ModelConfig) -> bool:
     """Whether experts can come in slices: all of them are frozen, and blocks can be divided into sub-layers."""
-    if cfg.experts is None or cfg.parallel:
+    if cfg.experts is None or cfg.whole:
         return False
     cut = replace(cfg, halves=True)
     found = (g for u in range(1, cut.n_units - 1) if kind(cut, u) == "mlp" for g in weight_groups(cut, u))
