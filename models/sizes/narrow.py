@@ -59,8 +59,9 @@ def sliced_groups(cfg: ModelConfig, u: int) -> list[Group]:
 def slice_of(cfg: ModelConfig) -> int:
     """How many of a layer's packed experts a matmul decodes at a time if not all are decoded; 0 without such."""
     one = replace(cfg, at_once=1, slices=1)
-    sliced = cfg.experts and any(sliced_groups(one, u) for u in range(one.n_units))
-    return -(-cfg.experts.count // SLICES) if cfg.experts and sliced else 0
+    if cfg.experts is None or not any(sliced_groups(one, u) for u in range(one.n_units)):
+        return 0
+    return -(-cfg.experts.count // SLICES)
 
 
 def slice_bytes(cfg: ModelConfig, u: int, itemsize: int) -> int:
