@@ -19,7 +19,7 @@ from contextlib import contextmanager
 from dataclasses import asdict, replace
 from functools import partial
 from pathlib import Path
-from typing import Any, NamedTuple, get_args
+from typing import Any, NamedTuple
 
 import numpy as np
 import torch
@@ -46,7 +46,7 @@ from trireme.engine.run.plan import record_size
 from trireme.engine.step import train_step
 from trireme.engine.tuning.quantized import BASES
 from trireme.models.config import ModelConfig
-from trireme.models.losses.preferences import Method, Preference
+from trireme.models.losses.preferences import METHODS, Preference
 from trireme.models.rows import Tables, rope_tables
 from trireme.models.sizes import costs, narrow, shapes
 
@@ -323,7 +323,7 @@ def arguments(argv: list[str]) -> Arguments:
     p.add_argument(
         "--off", type=lambda t: t.split(","), default=[], help="techniques to leave out: " + ",".join(SWITCHES)
     )
-    p.add_argument("--method", choices=get_args(Method), help="preference tuning of pairs, the reference pass apart")
+    p.add_argument("--method", choices=METHODS, help="preference tuning of pairs, the reference pass apart")
     p.add_argument("--text", help="a text file whose bytes are the tokens")
     p.add_argument("--device", choices=("auto", "cuda", "cpu"), default="auto")
     p.add_argument("--dtype", choices=("auto", "bf16", "fp8"), default="auto", help="bf16 on the CPU too; or fp8")
