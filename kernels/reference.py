@@ -9,7 +9,7 @@ whose names end in `_` are written or added to; others are only read.
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 
 import torch
 from torch import Tensor
@@ -234,24 +234,29 @@ def add_noise_(x_: Tensor, scale: Tensor, key: int, first: int) -> None:
 
     Computed in fp32, rounded once.
     """
-    features = _mixed(torch.arange(x_.shape[1], device=x_.device))
-    rows = _mixed(_mixed(first + torch.arange(len(x_), device=x_.device)) ^ key)
-    each = max(1, 65536 // x_.shape[1])  # rows at once
-    for x, row, by in zip(x_.split(each), rows.split(each), scale.split(each), strict=True):
-        u = (_mixed(row[:, None] ^ features) >> 8).float() * 2.0**-23 - 1.0
-        x.copy_(upcast(x) + u * by[:, None])
+    for rows, random in _random(x_, key, first):
+        u = random.float() * 2.0**-23 - 1.0
+        x_[rows] = upcast(x_[rows]) + u * scale[rows, None]
 
 
 def dropout(x: Tensor, p: float, key: int, first: int, out: Tensor | None = None) -> Tensor:
     """x (N, D) / (1 - p), or 0 with probability p: a function of (key, first + row, feature). `out` may be x."""
     out = torch.empty(x.shape, dtype=x.dtype, device=x.device) if out is None else out
-    features = _mixed(torch.arange(x.shape[1], device=x.device))
-    rows = _mixed(_mixed(first + torch.arange(len(x), device=x.device)) ^ key)
-    each = max(1, 65536 // x.shape[1])  # rows at once
-    for part, row, y in zip(x.split(each), rows.split(each), out.split(each), strict=True):
-        kept = (_mixed(row[:, None] ^ features) >> 8) >= round(p * 2**24)
-        y.copy_(torch.where(kept, upcast(part) * (1 / (1 - p)), 0.0))
+    for rows, random in _random(x, key, first):
+        out[rows] = torch.where(random >= round(p * 2**24), upcast(x[rows]) * (1 / (1 - p)), 0.0)
     return out
+
+
+def _random(x: Tensor, key: int, first: int) -> Iterator[tuple[slice, Tensor]]:
+    """(some rows, their random numbers of 24 bits, (rows, D), int64) of x (N, D), functions of (key, first + row,
+    feature).
+    """
+    features = _mixed(torch.arange(x.shape[1], device=x.device))
+    by_row = _mixed(_mixed(first + torch.arange(len(x), device=x.device)) ^ key)
+    each = max(1, 65536 // x.shape[1])  # rows at once
+    for a in range(0, len(x), each):
+        rows = slice(a, a + each)
+        yield rows, _mixed(by_row[rows, None] ^ features) >> 8
 
 
 def _mixed(h: Tensor) -> Tensor:

@@ -157,11 +157,11 @@ def _backward_to_qkv(p: Pass, w: Weights, g: Weights, result: Result, dy: Tensor
         dout = ops.sigmoid_gate_bwd(dout, out, gate, _gate(cfg, dqkv))
         dq = torch.empty_like(q)
     ops.attention_bwd(dout, q, k, v, out, result.lse, docs, scale, dq, dk, dv, window, cfg.attention_cap)
-    if not cfg.rotated_first:
-        of_q, of_k = p.tables
-        _rotate_(p, dqkv, inverse=True) if gate is None else rotate_(dk, of_k, p.rows, inverse=True)
-        if gate is not None:
-            rotate_(dq, of_q, p.rows, inverse=True)
+    if not cfg.rotated_first and gate is None:
+        _rotate_(p, dqkv, inverse=True)
+    elif not cfg.rotated_first:  # dq is not in dqkv
+        for gradient, table in zip((dq, dk), p.tables, strict=True):
+            rotate_(gradient, table, p.rows, inverse=True)
     q, k, _ = _split(cfg, result.qkv)  # before the norms
     _head_norm_backward_(dq, q, w.q_norm, q_rstd, g.q_norm, placed)
     _head_norm_backward_(dk, k, w.k_norm, k_rstd, g.k_norm)

@@ -125,7 +125,7 @@ def _logits(cfg: ModelConfig, units: Units, ids: Tensor, rows: Mapping[torch.dev
                 embed = w
                 head.embed_forward(w, ids, rows[at], x)
             elif u < cfg.n_units - 1:
-                attend = cache.mixer(shapes.layer(cfg, u), into[at], sinks=bool(cfg.names.sinks))
+                attend = cache.mixer(shapes.layer(cfg, u), into[at])
                 if isinstance(w, experts.Weights) and w.part is not None and passed is None:
                     found = shapes.passed_shapes(cfg, len(x))
                     passed = {name: torch.empty(s, dtype=DTYPE[d], device=at) for name, (s, d) in found.items()}
@@ -146,6 +146,7 @@ class _Cache:
     ):
         shape = (n_prompts, positions, cfg.n_kv_heads)
         self.dtype, self.places, self.positions = dtype, places, positions
+        self.sinks = bool(cfg.names.sinks)
         at = {shapes.layer(cfg, u): places[u] for u in range(cfg.n_units - 2, 0, -1)}  # a layer's first unit
         self.k, self.v = dict[int, Tensor](), dict[int, Tensor]()
         for place in dict.fromkeys(at.values()):
@@ -162,15 +163,15 @@ class _Cache:
         prompt = torch.repeat_interleave(torch.tensor(docs.lengths)).to(docs.positions.device)
         return prompt * self.positions + docs.positions
 
-    def mixer(self, layer: int, place: Tensor, sinks: bool) -> Mixing:
+    def mixer(self, layer: int, place: Tensor) -> Mixing:
         """The function, or functions, that a layer's mixer calls in place of those of training."""
         if layer in self.states and layer in self.k:
-            return both.Mixing(self.attention(layer, place, sinks), self.states[layer].recur)
+            return both.Mixing(self.attention(layer, place), self.states[layer].recur)
         if layer in self.states:
             return self.states[layer].recur
-        return self.attention(layer, place, sinks) if layer in self.k else ops.attention_fwd  # a layer without a mixer
+        return self.attention(layer, place) if layer in self.k else ops.attention_fwd  # a layer without a mixer
 
-    def attention(self, layer: int, place: Tensor, sinks: bool) -> Attend:
+    def attention(self, layer: int, place: Tensor) -> Attend:
         """A function in place of ops.attention_fwd: first for packed prompts, then for one token each over the cache.
 
         As there is no backward, it returns the sums of the softmax only where sinks need them.
@@ -191,7 +192,7 @@ class _Cache:
                 return _capped(q, k_all, v_all, seen, scale, cap), q.new_empty(0)
             query, keys, values = (t.transpose(1, 2) for t in (q[:, None], k_all, v_all))
             y = scaled_dot_product_attention(query, keys, values, seen[:, None, None], scale=scale, enable_gqa=True)
-            return y.transpose(1, 2)[:, 0], _lse(q, k_all, seen, scale) if sinks else q.new_empty(0)
+            return y.transpose(1, 2)[:, 0], _lse(q, k_all, seen, scale) if self.sinks else q.new_empty(0)
 
         return attend
 

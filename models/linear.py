@@ -115,11 +115,10 @@ def upstream(dy: Upstream, w: Linear, g: Linear) -> Upstream:
     return Gradient(ops.quantize(dy, columns=trained(g.weight)), dy.dtype, dy if needed else None, dh)
 
 
-def _down_gradient(dy: Upstream, w: lora.Adapters) -> Tensor:
-    if isinstance(dy, Gradient) and dy.dh is not None:
-        return dy.dh
-    assert isinstance(dy, Tensor)
-    return lora.down_gradient(dy, w)
+def _down_gradient(dy: Upstream) -> Tensor:
+    assert isinstance(dy, Gradient)
+    assert dy.dh is not None
+    return dy.dh
 
 
 def linear_backward(dy: Upstream, w: Linear) -> Tensor:
@@ -133,7 +132,7 @@ def linear_backward(dy: Upstream, w: Linear) -> Tensor:
         assert plain is not None
         dx = torch.mm(plain, w.weight.T)
     if w.adapters is not None:
-        lora.add_backward_(dx, _down_gradient(dy, w.adapters), w.adapters)
+        lora.add_backward_(dx, _down_gradient(dy), w.adapters)
     return dx
 
 
@@ -178,7 +177,7 @@ def add_gradients_(g: Linear, w: Linear, x: Operand, dy: Upstream) -> None:
         ops.bias_bwd_(g.bias, plain)
     if g.adapters is not None and w.adapters is not None:
         assert isinstance(x, Tensor)
-        dh = _down_gradient(dy, w.adapters)
+        dh = _down_gradient(dy)
         for part, read in lora.inputs(x, w.adapters):
             add_matmul_(g.adapters.a[part], dh[:, part], read)
             del read  # workspace._block_workspace

@@ -35,9 +35,13 @@ class Adapters(NamedTuple):
     keys: tuple[int, ...] = ()  # of parts, below 2^31
     dropout: Dropout | None = None  # from `dropping`
 
+    @property
+    def rank(self) -> int:
+        return len(self.a) // len(self.b)
+
     def each(self) -> tuple[Tensor, ...]:
         """The A of each part, (R, in)."""
-        return self.a.split(len(self.a) // len(self.b))
+        return self.a.split(self.rank)
 
 
 def part_key(name: str) -> int:
@@ -67,7 +71,7 @@ def down(x: Tensor, w: Adapters) -> tuple[Tensor, ...]:
     """x A^T of each part, K times (N, R), given x (N, in)."""
     if w.dropout is not None:
         return tuple(torch.mm(dropped(x, w, i), a.T) for i, a in enumerate(w.each()))
-    return torch.mm(x, w.a.T).split(len(w.a) // len(w.b), 1)
+    return torch.mm(x, w.a.T).split(w.rank, 1)
 
 
 def add_(out_: Tensor, x: Tensor, w: Adapters, times: float = 1.0) -> None:
@@ -87,7 +91,7 @@ def add_backward_(dx_: Tensor, dh: Tensor, w: Adapters) -> None:
     if w.dropout is None:
         dx_.addmm_(dh, w.a)
         return
-    for i, (a, each) in enumerate(zip(w.each(), dh.split(len(w.a) // len(w.b), 1), strict=True)):
+    for i, (a, each) in enumerate(zip(w.each(), dh.split(w.rank, 1), strict=True)):
         d = torch.mm(each, a)
         dx_.add_(dropped(d, w, i, d))
         del d  # workspace._block_workspace
@@ -98,22 +102,21 @@ def inputs(x: Tensor, w: Adapters) -> Iterator[tuple[slice, Tensor]]:
     if w.dropout is None:
         yield slice(None), x
         return
-    rank = len(w.a) // len(w.b)
     for i in range(len(w.b)):
-        yield slice(i * rank, i * rank + rank), dropped(x, w, i)
+        yield slice(i * w.rank, (i + 1) * w.rank), dropped(x, w, i)
 
 
 def scaled_down(x: Tensor, w: Adapters) -> tuple[Tensor, ...]:
     """scale * x A^T of each part, (N, R)."""
     h = torch.mm(x, w.a.T) if w.dropout is None else torch.cat(down(x, w), 1)
-    return _scale_(h, w).split(len(w.a) // len(w.b), 1)
+    return _scale_(h, w).split(w.rank, 1)
 
 
 def _scale_(h_: Tensor, w: Adapters) -> Tensor:
     """Multiplies each part's columns of h_ (N, K R) by its scale."""
     if len(set(w.scales)) == 1:
         return h_.mul_(w.scales[0])
-    for part, scale in zip(h_.split(len(w.a) // len(w.b), 1), w.scales, strict=True):
+    for part, scale in zip(h_.split(w.rank, 1), w.scales, strict=True):
         part.mul_(scale)
     return h_
 

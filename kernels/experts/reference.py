@@ -56,7 +56,9 @@ def route_fwd(logits: Tensor, rule: Rule, correction: Tensor | None = None) -> t
     """
     x = upcast(logits)
     score = torch.sigmoid(x) if rule.sigmoid else torch.softmax(x, -1)
-    key = score if correction is None and rule.groups > 1 else x if correction is None else score + correction
+    key = score if rule.groups > 1 else x
+    if correction is not None:
+        key = score + correction
     key = torch.where(key.isnan(), float("-inf"), key)
     key = _of_best_groups(key, rule) if rule.groups > 1 else key
     experts = torch.sort(key, dim=-1, descending=True, stable=True).indices[:, : rule.k].sort(-1).values

@@ -36,14 +36,18 @@ def quantize(x: Tensor, rows: bool = True, columns: bool = False, out: Quantized
     values = x.float()
     power = power_of(torch.where(values.isfinite(), values.abs(), 0.0).amax().view(1))
     codes = codes_of(values, power)
-    turned = torch.nn.functional.pad(codes.view(torch.uint8).T, (0, -len(x) % PAD)).contiguous().view(E4M3)
-    found = Quantized(power2(-power), codes if rows else None, turned if columns else None)
+    found = Quantized(power2(-power), codes if rows else None, _turned(codes) if columns else None)
     if out is None:
         return found
     for there, value in zip(out, found, strict=True):
         if there is not None and value is not None:
             there.view(torch.uint8).copy_(value.view(torch.uint8))
     return out
+
+
+def _turned(codes: Tensor) -> Tensor:
+    """Codes (N, D) as the columns of Quantized."""
+    return torch.nn.functional.pad(codes.view(torch.uint8).T, (0, -len(codes) % PAD)).contiguous().view(E4M3)
 
 
 def quantize_rows(x: Tensor) -> tuple[Tensor, Tensor]:

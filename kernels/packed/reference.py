@@ -10,6 +10,12 @@ STRIP = 1024  # rows decoded at a time
 NUMBERS = torch.tensor([*MAGNITUDES, *(-m for m in MAGNITUDES)])  # by 4 bits
 
 
+def _powers(exponents: Tensor) -> Tensor:
+    """Powers of two, fp32, of exponents uint8 with a bias of 127."""
+    power = exponents.int()
+    return torch.where(power == 0, 1 << 22, power << 23).view(torch.float32)  # 2^-127 is subnormal
+
+
 def mxfp4_decode(blocks: Tensor, scales: Tensor, out: Tensor) -> None:
     """Decodes blocks (E, R, G, 16) and scales (E, R, G), both uint8 (mxfp4.py), exactly into out (E, 32 G, R)."""
     byte = torch.arange(256)
@@ -30,8 +36,7 @@ def e4m3_decode(codes: Tensor, scales: Tensor, out: Tensor, block: tuple[int, in
     """
     _, R, C = codes.shape
     if scales.dtype == torch.uint8:
-        power = scales.int()
-        scales = torch.where(power == 0, 1 << 22, power << 23).view(torch.float32)  # 2^-127 has no exponent
+        scales = _powers(scales)
     B, K = min(block[0], R), min(block[1], C)
     step = max(1, STRIP // B)  # rows of scales at a time
     for matrix, scale, into in zip(codes, scales.float(), out, strict=True):
@@ -73,8 +78,7 @@ def fp4_decode(codes: Tensor, scales: Tensor, scale: Tensor | None, out: Tensor,
     """
     for i, (pairs, of_groups, into) in enumerate(zip(codes, scales, out, strict=True)):
         if scale is None:
-            power = of_groups.int()
-            wide = torch.where(power == 0, 1 << 22, power << 23).view(torch.float32)  # 2^-127 has no exponent
+            wide = _powers(of_groups)
         else:
             wide = of_groups.view(torch.float8_e4m3fn).float()
             wide = wide / scale[i] if divide else wide * scale[i]

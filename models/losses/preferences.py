@@ -10,12 +10,12 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Literal, NamedTuple
+from typing import Literal, NamedTuple, get_args
 
 import numpy as np
 
 Method = Literal["dpo", "ipo", "orpo", "simpo", "kto", "reward"]
-METHODS: tuple[Method, ...] = ("dpo", "ipo", "orpo", "simpo", "kto", "reward")
+METHODS: tuple[Method, ...] = get_args(Method)
 COMPARED: tuple[Method, ...] = ("dpo", "ipo", "kto")  # with a reference: the model before training
 SURE = -1e-7  # a mean log-probability above it is rounding, and has no odds
 

@@ -216,8 +216,9 @@ def _again(missing: Set[str]) -> Set[str]:
 @lru_cache(KNOWN)
 def recompute_flops(cfg: ModelConfig, kept: frozenset[str], tokens: int, pairs: int, kind: str = "block") -> int:
     """FLOPs that backward adds to recompute the saved_shapes that are not in `kept`."""
+    cfg, kind = seen(cfg, kind)
     missing = saved_shapes(cfg, tokens, kind).keys() - kept
-    sliced = is_sliced(seen(cfg, kind)[0]) and seen(cfg, kind)[1] == "mlp"
+    sliced = is_sliced(cfg) and kind == "mlp"
     again = _again(missing) | ({up_name(cfg)} if sliced else set())
     linear = sum(n for name, n in _linear_params(cfg, kind).items() if name in again)
     if sliced and cfg.experts:

@@ -59,8 +59,9 @@ def sliced_groups(cfg: ModelConfig, u: int) -> list[Group]:
 def slice_of(cfg: ModelConfig) -> int:
     """How many of a layer's packed experts a matmul decodes at a time if not all are decoded; 0 without such."""
     one = replace(cfg, at_once=1, slices=1)
-    sliced = cfg.experts and any(sliced_groups(one, u) for u in range(one.n_units))
-    return -(-cfg.experts.count // SLICES) if cfg.experts and sliced else 0
+    if cfg.experts is None or not any(sliced_groups(one, u) for u in range(one.n_units)):
+        return 0
+    return -(-cfg.experts.count // SLICES)
 
 
 def slice_bytes(cfg: ModelConfig, u: int, itemsize: int) -> int:
@@ -89,7 +90,7 @@ def slices(cfg: ModelConfig, u: int) -> tuple[range, ...]:
 
 def may_be_sliced(cfg: ModelConfig) -> bool:
     """Whether experts can come in slices: all of them are frozen, and blocks can be divided into sub-layers."""
-    if cfg.experts is None or cfg.parallel:
+    if cfg.experts is None or cfg.whole:
         return False
     cut = replace(cfg, halves=True)
     found = (g for u in range(1, cut.n_units - 1) if kind(cut, u) == "mlp" for g in weight_groups(cut, u))

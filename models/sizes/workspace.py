@@ -187,10 +187,9 @@ def _latent_moments(cfg: ModelConfig, sizes: _Sizes) -> tuple[int, list[int]]:
         first.held + y + first.add,  # y or its gradient
         first.held + first.matrix + x,
     ]
-    for rank, inside, outside, made in ((own.q_rank, own.q_rank, cfg.q_width, q), (own.kv_rank, own.kv_rank, 0, kv)):
-        if not rank:
-            continue
-        codes = _codes(cfg, sizes, inside, outside or cfg.n_heads * (own.nope + own.value))
+    matrices = [(own.q_rank, cfg.q_width, q), (own.kv_rank, cfg.n_heads * (own.nope + own.value), kv)]  # q_b, kv_b
+    for rank, outside, made in matrices[not own.q_rank :]:
+        codes = _codes(cfg, sizes, rank, outside)
         moments += [
             qkv + q + of(rank) + codes.x + made,  # latent.heads
             d_heads

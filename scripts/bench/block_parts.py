@@ -104,23 +104,26 @@ def sampled(device: torch.device | str) -> Iterator[list[tuple[float, float, flo
 
 def looped(run: Call, device: torch.device) -> Callable[[], float]:
     """A measure for in_turn: seconds of a call of `run`, in a loop that lasts about LONG."""
-    run()
-    n = max(1, round(LONG / min(timed(run, device) for _ in range(3))))
-    return lambda: timed(lambda: [run() for _ in range(n)], device) / n
+
+    def repeat(times: int) -> None:
+        for _ in range(times):
+            run()  # each result is freed before the next
+
+    repeat(1)
+    n = max(1, round(LONG / min(timed(partial(repeat, 1), device) for _ in range(3))))
+    return lambda: timed(partial(repeat, n), device) / n
 
 
 def sustained(calls: Sequence[Call], flops: float, device: torch.device) -> float:
     """FLOP/s of `calls` in a loop under sustained load."""
 
-    def repeat(times: int) -> None:
-        for _ in range(times):
-            for call in calls:
-                call()
+    def run() -> None:
+        for call in calls:
+            call()
 
-    repeat(1)
-    n = max(1, round(LONG / min(timed(partial(repeat, 1), device) for _ in range(3))))
-    repeat(n)
-    return n * flops / timed(partial(repeat, n), device)
+    measure = looped(run, device)
+    measure()  # warm-up
+    return flops / measure()
 
 
 def gemm_rate(device: torch.device) -> float:

@@ -9,6 +9,7 @@ import argparse
 
 from trireme.engine.amounts import gb, seconds
 from trireme.engine.plan import DoesNotFit
+from trireme.engine.planner.forecast import Forecast
 from trireme.engine.run.command import parse
 from trireme.engine.run.job import prepare
 
@@ -54,23 +55,28 @@ RAMS = ("64GiB", "128GiB")  # of an RTX 4090 with a drive
 STEP = "--seq-len 2048 --dry-run --out OUT --batch-size"  # sequences
 
 
-def dry_run(machine: str, job: str, sequences: int = 16) -> str:
-    """Tokens/s and seconds of a step, and what it writes to drives; or why it does not fit, in a line."""
+def simulated(command: str) -> Forecast | str:
+    """The forecast of a command, or why it does not fit, in a line."""
     try:
-        f = prepare(parse([*f"{job} {STEP} {sequences} --assume {machine}".split()])).forecast
+        return prepare(parse(command.split())).forecast
     except DoesNotFit as error:
         return f"no: {str(error).removeprefix('even the smallest plan ').split('. ')[0]}"
+
+
+def dry_run(machine: str, job: str, sequences: int = 16) -> str:
+    """Tokens/s and seconds of a step, and what it writes to drives; or why it does not fit, in a line."""
+    f = simulated(f"{job} {STEP} {sequences} --assume {machine}")
+    if isinstance(f, str):
+        return f
     written = f", {gb(f.step.ssd_written)} written" if f.step.ssd_written else ""
     return f"{f.work.tokens / f.step.step_s:,.0f} ({seconds(f.step.step_s)}{written})"
 
 
 def large(model: str, drives: str) -> list[str]:
     """Cells of adapters on a frozen base in fp8, in steps of 65,536 tokens."""
-    given = f"--shape {model} --lora 16 --base fp8 --seq-len 2048 --batch-size 32 --dry-run --out OUT"
-    try:
-        f = prepare(parse([*f"{given} --assume gpu=rtx4090,ram=128GiB,ssd={drives}".split()])).forecast
-    except DoesNotFit as error:
-        return [f"no: {str(error).removeprefix('even the smallest plan ').split('. ')[0]}"] * 2
+    f = simulated(f"--shape {model} --lora 16 --base fp8 {STEP} 32 --assume gpu=rtx4090,ram=128GiB,ssd={drives}")
+    if isinstance(f, str):
+        return [f] * 2
     read, written = gb(f.step.ssd_read), f", {gb(f.step.ssd_written)} written" if f.step.ssd_written else ""
     return [f"{f.work.tokens / f.step.step_s:,.0f} ({seconds(f.step.step_s)})", f"{read} read{written}"]
 

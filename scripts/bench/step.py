@@ -19,7 +19,7 @@ from contextlib import contextmanager
 from dataclasses import asdict, replace
 from functools import partial
 from pathlib import Path
-from typing import Any, NamedTuple, get_args
+from typing import Any, NamedTuple
 
 import numpy as np
 import torch
@@ -46,9 +46,9 @@ from trireme.engine.run.plan import record_size
 from trireme.engine.step import train_step
 from trireme.engine.tuning.quantized import BASES
 from trireme.models.config import ModelConfig
-from trireme.models.losses.preferences import Method, Preference
+from trireme.models.losses.preferences import METHODS, Preference
 from trireme.models.rows import Tables, rope_tables
-from trireme.models.sizes import costs, shapes
+from trireme.models.sizes import costs, narrow, shapes
 
 Arguments = argparse.Namespace
 
@@ -60,8 +60,8 @@ GIB = 1 << 30
 
 
 def wanted_of(a: Arguments, cfg: ModelConfig, dtype: str, limits: Limits) -> Wanted:
-    if a.slices and cfg.experts is None:
-        raise DoesNotFit(f"--slices {a.slices} is of experts, and {a.model} has none")
+    if a.slices and not narrow.may_be_sliced(cfg):
+        raise DoesNotFit(f"--slices {a.slices}: {a.model} has no frozen experts that can come in slices. Leave it out.")
     most = min(a.tokens // a.gpus, 16384)  # a micro-batch for each GPU at least
     rows = [a.micro] if a.micro else [r for r in (32, 16, 8, 4, 2, 1) if r * a.seq <= most] or [1]
     return Wanted(
@@ -104,7 +104,7 @@ class Run(NamedTuple):
     """Seconds of timed steps and of the traced one before, losses, spans of the traced and the last."""
 
     times: list[float]
-    warm_s: float
+    warm_s: float  # of no meaning where `warm` is empty
     losses: list[float]
     warm: list[Span]
     last: list[Span]
@@ -135,7 +135,7 @@ def run_steps(a: Arguments, e: Engine, batch_of: Callable[[int], list[MicroBatch
     e.optimizer.flush()
     e.queues.drain()
     print(f"last updates: {time.perf_counter() - start:.3f} s")
-    return Run(times[a.warmup :], times[a.warmup - 2], losses, warm, e.queues.trace())
+    return Run(times[a.warmup :], times[traced - 1], losses, warm, e.queues.trace())
 
 
 def _step(
@@ -323,7 +323,7 @@ def arguments(argv: list[str]) -> Arguments:
     p.add_argument(
         "--off", type=lambda t: t.split(","), default=[], help="techniques to leave out: " + ",".join(SWITCHES)
     )
-    p.add_argument("--method", choices=get_args(Method), help="preference tuning of pairs, the reference pass apart")
+    p.add_argument("--method", choices=METHODS, help="preference tuning of pairs, the reference pass apart")
     p.add_argument("--text", help="a text file whose bytes are the tokens")
     p.add_argument("--device", choices=("auto", "cuda", "cpu"), default="auto")
     p.add_argument("--dtype", choices=("auto", "bf16", "fp8"), default="auto", help="bf16 on the CPU too; or fp8")

@@ -16,6 +16,7 @@ from trireme.engine.memory import views
 from trireme.engine.plan import Limits, UnitPlan
 from trireme.engine.planner.sizes import find_model
 from trireme.engine.queues.real import RealQueues
+from trireme.engine.tuning.chosen import adapted, targets
 from trireme.kernels import ops
 from trireme.models import model
 from trireme.models.config import FP8, Lora, ModelConfig
@@ -23,10 +24,17 @@ from trireme.models.families.packing import AWQ, GPTQ, INT4_ZEROS, MXFP4, NF4, N
 from trireme.models.packed import DTYPE, Sliced, decode, grouped_mm
 from trireme.models.rows import make_rows, rope_tables
 from trireme.models.sizes import workspace
+from trireme.models.sizes.narrow import may_be_sliced
 
 PACKINGS = {"mxfp4": MXFP4, "fp8": replace(FP8, block=(24, 20)), "nf4": NF4, "nvfp4": NVFP4,
             "int4": INT4_ZEROS, "gptq": GPTQ, "awq": AWQ}  # fmt: skip
 BIASED = pytest.mark.parametrize("biased", [False, True])
+
+
+def test_only_blocks_that_can_be_divided_have_slices():
+    for name, divided in ("Qwen3-30B-A3B", True), ("Nemotron-3-Nano", False):
+        cfg = find_model(name)
+        assert may_be_sliced(adapted(cfg, Lora(4, 8.0, targets(cfg, ())))) == divided
 
 
 def packed(name, experts, rows, columns, device="cpu"):

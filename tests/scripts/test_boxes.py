@@ -30,9 +30,7 @@ def test_more_decisions_leave_time_for_other_sizes(monkeypatch):
     """Where losses may be divided over GPUs, micro-batches of the second best size are refined, too."""
     boxes = script("bench/boxes")
     machine, job = next(m for m in boxes.BOXES.values() if "2x" in m), boxes.JOBS["70B, LoRA"]
-    seconds = lambda: (
-        boxes.prepare(boxes.parse([*f"{job} {boxes.STEP} 16 --assume {machine}".split()])).forecast.step.step_s
-    )
+    seconds = lambda: boxes.simulated(f"{job} {boxes.STEP} 16 --assume {machine}").step.step_s
     free = seconds()
     monkeypatch.setattr(variants, "divided_losses", lambda *given: ())
     assert free <= seconds()

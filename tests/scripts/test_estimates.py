@@ -1,9 +1,11 @@
 """The benchmarks of many runs: their lines are arguments that step.py and the command accept."""
 
+from types import SimpleNamespace
+
 import pytest
 from script_files import script
 
-from trireme.engine.plan import Limits
+from trireme.engine.plan import DoesNotFit, Limits
 from trireme.engine.planner.sizes import MODELS
 from trireme.engine.run.command import parse
 
@@ -16,6 +18,24 @@ def test_every_line_of_steps_is_one_that_step_takes(line):
     given = bench_step.arguments(line.removesuffix("--store").split())
     wanted = bench_step.wanted_of(given, MODELS[given.model], "BF16", Limits(15 << 30, 60 << 30))
     assert wanted.sizes
+
+
+@pytest.mark.parametrize("model", ["llama-tiny", "qwen3-30b", "nemotron-3-nano"])
+def test_slices_are_refused_where_no_experts_can_have_them(model):
+    given = bench_step.arguments([model, "--slices", "2"])
+    with pytest.raises(DoesNotFit, match="no frozen experts"):
+        bench_step.wanted_of(given, MODELS[model], "BF16", Limits(15 << 30, 60 << 30))
+
+
+@pytest.mark.parametrize("warmup", [0, 1, 2, 3])
+def test_a_step_is_timed_after_any_number_of_others(warmup, monkeypatch):
+    queues = SimpleNamespace(devices=(), drain=lambda: None, trace=lambda: ["span"])
+    engine = SimpleNamespace(cfg=None, queues=queues, optimizer=SimpleNamespace(flush=lambda: None))
+    monkeypatch.setattr(bench_step, "_step", lambda *given: SimpleNamespace(loss=1.0, grad_norm=1.0))
+    given = bench_step.arguments(["llama-tiny", "--warmup", str(warmup), "--steps", "1"])
+    run = bench_step.run_steps(given, engine, lambda step: [])
+    assert (len(run.times), len(run.losses)) == (1, warmup + 1)
+    assert bool(run.warm) == (warmup > 2)
 
 
 @pytest.mark.parametrize("line", [*estimates.RUNS, *estimates.RUNS_ON_A_CPU])

@@ -1,5 +1,6 @@
 """Implementations timed in rounds."""
 
+import weakref
 from contextlib import contextmanager
 from types import SimpleNamespace
 
@@ -30,6 +31,22 @@ def test_implementations_take_turns_and_medians_count(monkeypatch):
     assert turns["ours"] == (2.0, 1.0, 3.0, 1500.0, 690.0)
     assert turns["peer"] == (5.0, 4.0, 6.0, 1400.0, 690.0)
     assert str(turns["peer"]) == "1400 MHz 690 W"
+
+
+def test_results_of_a_timed_loop_do_not_pile_up(monkeypatch):
+    """A second of an operation's outputs would not fit the GPU."""
+    monkeypatch.setattr(block_parts, "timed", lambda run, device: (run(), 0.25)[1])
+    results, alive = [], []
+
+    def run():
+        result = set()
+        results.append(weakref.ref(result))
+        alive.append(sum(each() is not None for each in results))
+        return result
+
+    assert block_parts.looped(run, "cpu")() == 0.25 / 4
+    assert len(results) == 1 + 3 + 4
+    assert max(alive) == 1
 
 
 def test_without_samples_clock_and_power_are_absent():
