@@ -118,7 +118,7 @@ def listed(parser: Parser, like: str = "") -> Parser:
         values = [part for part in text.strip("()[] ").split(",") if part] if like else text.split(",")
         if like and len(values) != len(like.split(",")):
             raise ValueError(f"{text!r} does not have the form {like}")
-        return tuple(map(parser, values))
+        return tuple(parser(value.strip()) for value in values)
 
     return parse
 

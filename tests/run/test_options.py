@@ -268,6 +268,13 @@ def test_warmup_is_a_share_or_steps():
     assert parse([*BASE, "--warmup", "0"]).warmup_steps(200) == 0
 
 
+def test_blanks_after_commas_are_no_part_of_values(tmp_path):
+    given = parse([*BASE, "--log", "trace, wandb", "--lora-targets", "q_proj, v_proj", "--store", f"a, {tmp_path}/b"])
+    assert (given.log, given.lora_targets) == (("trace", "wandb"), ("q_proj", "v_proj"))
+    assert given.store == ("a", f"{tmp_path}/b")
+    assert refused(*BASE, "--log", "trace, ").startswith("--log: it is empty")
+
+
 def test_config_file_and_flags_that_win(tmp_path):
     config = tmp_path / "c.yaml"
     config.write_text(
