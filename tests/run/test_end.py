@@ -12,6 +12,7 @@ import time
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
 from pathlib import Path
+from types import SimpleNamespace
 
 import numpy as np
 import pytest
@@ -350,6 +351,14 @@ def test_what_a_second_signal_does_is_said(number, again, capsys):
     stop.begins(3)
     stop.ask(number)
     assert capsys.readouterr().err == f"\n  finishing step 3 and saving{again}\n"
+
+
+@pytest.mark.parametrize(("number", "again"), [(INT, "; again: leave at once"), (USR1, "")])
+def test_what_a_second_signal_does_while_loading_is_said(number, again, capsys):
+    loading = SimpleNamespace(screen=Screen(io.StringIO()), load=lambda _: signal.raise_signal(number))
+    with pytest.raises(KeyboardInterrupt):
+        train._load(loading)
+    assert capsys.readouterr().err == f"\n  leaving{again}\n"
 
 
 @pytest.mark.parametrize("number", [INT, TERM])
