@@ -455,3 +455,12 @@ def test_from_python_in_any_thread(here):
         run = pool.submit(train.finetune, given).result()
     assert (run.progress.step, run.log.totals.steps) == (2, 2)
     assert (here / "out" / "model.safetensors").exists()
+
+
+def test_output_that_is_given_up_keeps_no_descriptor(monkeypatch, tmp_path):
+    with (tmp_path / "out").open("w") as stream:
+        monkeypatch.setattr(sys, "stdout", SimpleNamespace(flush=lambda: os.write(-1, b""), fileno=stream.fileno))
+        before = os.listdir("/proc/self/fd")
+        finetune.give_up_output()
+        assert os.path.samestat(os.fstat(stream.fileno()), os.stat(os.devnull))
+        assert os.listdir("/proc/self/fd") == before
