@@ -40,13 +40,13 @@ from trireme.storage.snapshots import NO_WAY_BACK, NONE_OLDER
 from trireme.storage.store import Store
 
 
-def make_engine(job: Job, queues: RealQueues, store: Store, screen: Screen, group: Alone | None = None) -> Engine:
+def make_engine(job: Job, queues: RealQueues, store: Store, screen: Screen, group: Alone) -> Engine:
     """Builds the engine; its buffers are not filled. Raises DoesNotFit."""
     o = job.options
     adamw = AdamW(o.beta1, o.beta2, o.eps, job.weight_decay, o.max_grad_norm)
     hold_to(job.limits, job.device)
-    wire, files = group.wire if group else None, _base_files(job, store, screen)
-    e = build(job.cfg, job.plan, job.limits, queues, adamw=adamw, store=store, files=files, wire=wire)
+    files = _base_files(job, store, screen)
+    e = build(job.cfg, job.plan, job.limits, queues, adamw=adamw, store=store, files=files, wire=group.wire)
     if e.memory.refused:
         pinned = e.memory.used("host") - e.memory.refused
         note_pinned(job.device, pinned)
@@ -88,10 +88,10 @@ def load_engine(
     job: Job,
     store: Store,
     screen: Screen,
+    group: Alone,
     resumed: bool,
     asked: Sequence[int] = (),
     everything: bool = True,
-    group: Alone | None = None,
     whole: Whole | None = None,
     clock: Clock | None = None,
 ) -> tuple[dict[str, str], str]:
@@ -108,15 +108,14 @@ def load_engine(
         else:
             what = f"redistributing the state of {count(whole.key.hosts, 'host')}"
             with _loading(screen, what, e.placement.nbytes(), asked) as more:
-                reshare.fill(e.placement, whole, group.wire if group else None, more)
+                reshare.fill(e.placement, whole, group.wire, more)
         if e.placement.frozen_bytes:
             with _loading(screen, "loading what is frozen", e.placement.frozen_bytes, asked) as more:
                 exchange.load_base(more)
         return exchange.base, exchange.trained
     with _loading(screen, "loading", e.placement.nbytes() + e.placement.frozen_bytes, asked) as more:
         _load_and_warm_up(e, job, exchange, more, clock or Clock())
-    if group:
-        group.agree("weights", exchange.base | {"those that are trained": exchange.trained}, "Copy host 0's checkpoint")
+    group.agree("weights", exchange.base | {"those that are trained": exchange.trained}, "Copy host 0's checkpoint")
     return exchange.base, exchange.trained
 
 

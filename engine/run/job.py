@@ -70,7 +70,6 @@ class Job:
     machine: Machine
     work: Work
     files: Files
-    lr: float
     launches: dict[str, list[int]] = field(default_factory=dict)  # settings of kernels, as tuned.kept
 
     @property
@@ -95,8 +94,14 @@ class Job:
         return sum(Geometry.of(self.cfg, self.plan).numel)
 
     @property
+    def lr(self) -> float:
+        assert self.options.lr is not None
+        return self.options.lr
+
+    @property
     def weight_decay(self) -> float:
-        return default_decay(self.cfg) if self.options.weight_decay is None else self.options.weight_decay
+        assert self.options.weight_decay is not None
+        return self.options.weight_decay
 
     @property
     def seq_len(self) -> int:
@@ -191,12 +196,10 @@ def prepare(
     if not (assumed or is_absent(options)):
         why = why_copied(cfg, plan.dtype, source, stored, stores)
         files = replace(files, copied=f"copied: {why}" if why else "")
-    lr = options.lr or default_rate(options, cfg)
-    options = _in_force(options, cfg, data, seq_len, plan, lr)
+    options = _in_force(options, cfg, data, seq_len, plan)
     return Job(
-        options, out, cfg, source, stored, codec, data, device, plan, because, limits, machine, work, files, lr,
-        settings,
-    )  # fmt: skip
+        options, out, cfg, source, stored, codec, data, device, plan, because, limits, machine, work, files, settings
+    )
 
 
 def read_for_base(source: Source) -> int:
@@ -306,10 +309,16 @@ def epochs_of(options: Options, data: Dataset) -> float:
     return options.epochs or (1.0 if data.is_text or data.paired else 3.0)
 
 
-def _in_force(options: Options, cfg: ModelConfig, data: Dataset | None, seq_len: int, plan: Plan, lr: float) -> Options:
+def _in_force(options: Options, cfg: ModelConfig, data: Dataset | None, seq_len: int, plan: Plan) -> Options:
     """The options with all that was chosen, so that config.yaml repeats the run where defaults differ."""
-    decay = options.weight_decay if options.weight_decay is not None else default_decay(cfg)
-    found = replace(options, seq_len=seq_len, lr=lr, weight_decay=decay, adam_bits=plan.adam_bits)
+    default_decay = 0.0 if cfg.lora else 0.01
+    found = replace(
+        options,
+        seq_len=seq_len,
+        lr=options.lr or default_rate(options, cfg),
+        weight_decay=default_decay if options.weight_decay is None else options.weight_decay,
+        adam_bits=plan.adam_bits,
+    )
     if data is not None and not options.max_steps:
         found = replace(found, epochs=epochs_of(options, data))
     if options.lora is not None and cfg.lora is not None:
@@ -319,10 +328,6 @@ def _in_force(options: Options, cfg: ModelConfig, data: Dataset | None, seq_len:
     if taught := cfg.teaching:
         found = replace(found, distill_weight=taught.weight, temperature=taught.temperature, top_k=taught.k)
     return found
-
-
-def default_decay(cfg: ModelConfig) -> float:
-    return 0.0 if cfg.lora else 0.01
 
 
 def _files(

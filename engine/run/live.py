@@ -142,22 +142,31 @@ class Live:
             if reason := host_adamw.why_slow():
                 self.screen.warn(f"AdamW runs in torch on the CPU, several times slower: {reason}")
             claim_space(self._engine, self.job, self.store, anew=not self.resumed or self.whole is not None)
-            given = self._engine, self.job, self.store, self.screen, self.resumed, asked
             with self.watched("loading"):
-                base, self.loaded = load_engine(*given, group=self.group, whole=self.whole, clock=self.clock)
-                self._loaded(base)
-        self.compare(asked)
+                base, self.loaded = load_engine(
+                    self._engine,
+                    self.job,
+                    self.store,
+                    self.screen,
+                    self.group,
+                    self.resumed,
+                    asked,
+                    whole=self.whole,
+                    clock=self.clock,
+                )
+                self._check_frozen(base)
+        self._compute_reference(asked)
         if self.whole is not None and not asked:
             self._save_reshared(self.whole)
 
-    def compare(self, asked: Sequence[int] = ()) -> None:
+    def _compute_reference(self, asked: Sequence[int]) -> None:
         """Computes the reference's log-probabilities of the data, if --method compares with them. Raises as `load`."""
         if self.preference is None or not self.preference.compares:
             return
         sums = {} if self.resumed else self.base | {"trained": self.loaded}
         with self.clock.at("reference"), self.watched("the reference"):
-            given = self.job, self.engine, self.screen, sums, self.resumed, lambda: bool(asked), self.group
-            self.job = with_reference(*given)
+            stopped = lambda: bool(asked)
+            self.job = with_reference(self.job, self.engine, self.screen, sums, self.resumed, stopped, self.group)
 
     def _save_reshared(self, whole: Whole) -> None:
         """Saves the redistributed state; then the state of hosts that no longer exist can be removed."""
@@ -171,8 +180,8 @@ class Live:
                     remove_host(place, run_of(self.job.out), more)
         self.whole = None
 
-    def _loaded(self, base: dict[str, str]) -> None:
-        """Raises InputError if frozen weights are not those that the run began with."""
+    def _check_frozen(self, base: dict[str, str]) -> None:
+        """Stores the checksums of frozen weights. Raises InputError if they are not those that the run began with."""
         for unit, found in base.items():
             if self.base.get(unit, found) != found:
                 raise InputError(
@@ -192,12 +201,15 @@ class Live:
         self.give_back()
         self.job = job
         with self.clock.at("load"):
-            self._engine = make_engine(job, self.queues, self.store, self.screen)
+            self._engine = make_engine(job, self.queues, self.store, self.screen, self.group)
             claim_space(self._engine, job, self.store, anew=False)
             if job.plan.stored_on_ssd:
                 self.store.reserve()
             with self.watched("loading"):
-                self._loaded(load_engine(self._engine, job, self.store, self.screen, resumed=True, everything=False)[0])
+                base, _ = load_engine(
+                    self._engine, job, self.store, self.screen, self.group, resumed=True, everything=False
+                )
+                self._check_frozen(base)
 
     def apply_updates(self) -> None:
         """Runs all updates that are due, and waits for them."""

@@ -257,7 +257,8 @@ def give_up_output() -> None:
         try:
             stream.flush()
         except OSError:
-            os.dup2(os.open(os.devnull, os.O_WRONLY), stream.fileno())
+            with Path(os.devnull).open("w") as nothing:
+                os.dup2(nothing.fileno(), stream.fileno())
 
 
 def run(options: Options, screen: Screen, clock: Clock, group: Alone) -> int:

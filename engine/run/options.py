@@ -70,11 +70,13 @@ def every(text: str) -> Every:
         return Every()
     if match:
         value, unit = float(match[1]), match[2]
-        if 0 < value <= MOST and unit:
-            return Every(seconds=value * {"s": 1, "min": 60, "h": 3600}[unit])
-        if LEAST <= value < 1:
+        if unit:
+            seconds = value * {"s": 1, "min": 60, "h": 3600}[unit]
+            if 0 < seconds <= MOST:
+                return Every(seconds=seconds)
+        elif LEAST <= value < 1:
             return Every(share=value)
-        if 1 <= value <= MOST and value == int(value):
+        elif 1 <= value <= MOST and value == int(value):
             return Every(steps=int(value))
     raise ValueError(f"{text!r} is not an interval; write 500 (steps), 0.1 (of the run), 30min or never")
 
@@ -116,7 +118,7 @@ def listed(parser: Parser, like: str = "") -> Parser:
         values = [part for part in text.strip("()[] ").split(",") if part] if like else text.split(",")
         if like and len(values) != len(like.split(",")):
             raise ValueError(f"{text!r} does not have the form {like}")
-        return tuple(map(parser, values))
+        return tuple(parser(value.strip()) for value in values)
 
     return parse
 

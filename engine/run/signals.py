@@ -21,6 +21,11 @@ NOTICES = (signal.SIGHUP, signal.SIGUSR1, signal.SIGUSR2)
 STOPS = (signal.SIGINT, signal.SIGTERM, *NOTICES)
 
 
+def if_again(number: int) -> str:
+    """What a second signal like the first one, `number`, does: to end the line that answers the first."""
+    return "" if number in NOTICES else "; again: leave at once"
+
+
 class Stop:
     """A request to stop after the current step."""
 
@@ -47,8 +52,7 @@ class Stop:
         self.asked = True
         if self.alone:
             self.hear(True)
-        insist = "" if number in NOTICES else "; again: leave at once"
-        self.screen.urgent(f"\n  finishing step {self.begun:,} and saving{insist}")
+        self.screen.urgent(f"\n  finishing step {self.begun:,} and saving{if_again(number)}")
 
     def hear(self, asked: bool) -> None:
         """To be called with whether any host was asked to stop."""

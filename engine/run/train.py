@@ -43,7 +43,7 @@ from trireme.engine.run.output.folder import (
 from trireme.engine.run.output.log import Tracker, open_trackers
 from trireme.engine.run.report import dry_line, estimate, report
 from trireme.engine.run.screen import Screen
-from trireme.engine.run.signals import stop_signals
+from trireme.engine.run.signals import if_again, stop_signals
 from trireme.models.config import InputError
 from trireme.storage.files import remove_folders, replace_synced
 from trireme.storage.untrusted import quoted, shown
@@ -256,7 +256,7 @@ def _load(live: Live) -> None:
 
     def ask(number: int) -> None:
         asked.append(number)
-        live.screen.urgent("\n  leaving; again: leave at once")
+        live.screen.urgent(f"\n  leaving{if_again(number)}")
 
     with stop_signals(ask, lambda: live.screen.urgent("\nleft at once")):
         live.load(asked)

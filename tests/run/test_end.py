@@ -12,6 +12,7 @@ import time
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
 from pathlib import Path
+from types import SimpleNamespace
 
 import numpy as np
 import pytest
@@ -352,6 +353,14 @@ def test_what_a_second_signal_does_is_said(number, again, capsys):
     assert capsys.readouterr().err == f"\n  finishing step 3 and saving{again}\n"
 
 
+@pytest.mark.parametrize(("number", "again"), [(INT, "; again: leave at once"), (USR1, "")])
+def test_what_a_second_signal_does_while_loading_is_said(number, again, capsys):
+    loading = SimpleNamespace(screen=Screen(io.StringIO()), load=lambda _: signal.raise_signal(number))
+    with pytest.raises(KeyboardInterrupt):
+        train._load(loading)
+    assert capsys.readouterr().err == f"\n  leaving{again}\n"
+
+
 @pytest.mark.parametrize("number", [INT, TERM])
 def test_after_a_notice_a_signal_is_answered(number, capsys, monkeypatch):
     """In the last step too, which goes on to the end; the next one leaves. What is saved stays the same step."""
@@ -446,3 +455,12 @@ def test_from_python_in_any_thread(here):
         run = pool.submit(train.finetune, given).result()
     assert (run.progress.step, run.log.totals.steps) == (2, 2)
     assert (here / "out" / "model.safetensors").exists()
+
+
+def test_output_that_is_given_up_keeps_no_descriptor(monkeypatch, tmp_path):
+    with (tmp_path / "out").open("w") as stream:
+        monkeypatch.setattr(sys, "stdout", SimpleNamespace(flush=lambda: os.write(-1, b""), fileno=stream.fileno))
+        before = os.listdir("/proc/self/fd")
+        finetune.give_up_output()
+        assert os.path.samestat(os.fstat(stream.fileno()), os.stat(os.devnull))
+        assert os.listdir("/proc/self/fd") == before

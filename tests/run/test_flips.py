@@ -14,6 +14,7 @@ import pytest
 from command import finetune as command
 from runs import losses, options, stopped
 
+from trireme.engine.hosts.group import Alone
 from trireme.engine.plan import UnitPlan
 from trireme.engine.queues.real import InlineQueues
 from trireme.engine.run import engine as run_engine
@@ -99,10 +100,10 @@ def resumed(job: Job, run: Options) -> dict[str, bytes]:
     screen = Screen(io.StringIO())
     store, said = resume.open_snapshot(run, screen, run_of(Path(run.out)))
     with store:
-        e = run_engine.make_engine(job, InlineQueues(), store, screen)
+        e = run_engine.make_engine(job, InlineQueues(), store, screen, Alone())
         with closing(e):
             run_engine.claim_space(e, job, store, anew=False)
-            run_engine.load_engine(e, job, store, screen, resumed=True)
+            run_engine.load_engine(e, job, store, screen, Alone(), resumed=True)
             found = {"said": json.dumps(said).encode(), "step": b"%d" % store.snapshots[-1].step}
             for name, shard in store.shards.items():
                 buffer = arena(shard.layout.span)

@@ -120,6 +120,7 @@ def test_positional_may_stand_anywhere_and_data_may_repeat():
         (["--ram", "9" * 400 + "GiB"], f"--ram: '{'9' * 400}GiB' is more than any machine has."),
         (["--save-every", "9" * 400], f"--save-every: '{'9' * 400}' is not an interval; write 500 (steps)"),
         (["--eval-every", "9" * 400 + "h"], f"--eval-every: '{'9' * 400}h' is not an interval; write 500 (steps)"),
+        (["--save-every", "1e11h"], "--save-every: '1e11h' is not an interval; write 500 (steps)"),
         (["--adam_beta2", "0.999"], "--adam-beta2 is not an option here: --betas 0.9,0.95 sets both."),
         (["--warmup", "1.5"], "--warmup: '1.5' is not a share (below 1) or a number of steps."),
         (["--ram", "0B"], "--ram: it must be greater than 0."),
@@ -267,6 +268,13 @@ def test_warmup_is_a_share_or_steps():
     assert parse([*BASE, "--warmup", "0"]).warmup_steps(200) == 0
 
 
+def test_blanks_after_commas_are_no_part_of_values(tmp_path):
+    given = parse([*BASE, "--log", "trace, wandb", "--lora-targets", "q_proj, v_proj", "--store", f"a, {tmp_path}/b"])
+    assert (given.log, given.lora_targets) == (("trace", "wandb"), ("q_proj", "v_proj"))
+    assert given.store == ("a", f"{tmp_path}/b")
+    assert refused(*BASE, "--log", "trace, ").startswith("--log: it is empty")
+
+
 def test_config_file_and_flags_that_win(tmp_path):
     config = tmp_path / "c.yaml"
     config.write_text(
@@ -407,7 +415,7 @@ def test_words_that_are_also_files_stay_words(tmp_path, monkeypatch):
     assert (again.data, again.val, again.chat_template) == (("-",), "0.02", "plain")
 
 
-@pytest.mark.parametrize("when", ["0.00001", "1234567s", "1000000min", "0.5s", "100h", "never", "7", "1e-3"])
+@pytest.mark.parametrize("when", ["0.00001", "1234567s", "1e12s", "1000000min", "0.5s", "100h", "never", "7", "1e-3"])
 def test_intervals_read_back_exactly(when):
     assert every(str(every(when))) == every(when)
 
