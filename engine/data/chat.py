@@ -16,7 +16,7 @@ from functools import cached_property
 from os.path import commonprefix
 from typing import Any, NamedTuple
 
-from trireme.engine.data.files.rows import BadRow, Fields
+from trireme.engine.data.files.rows import BadRow, Fields, unread_keys
 from trireme.engine.data.habits import PROBE_TOOLS, Habits, habits, prompts, whole_marks
 from trireme.engine.data.template import PROBE, THOUGHTS, Rendering, Span, Template, thoughts_of
 from trireme.storage.untrusted import NAME
@@ -302,9 +302,10 @@ def _unread(messages: list[Fields], rendering: Rendering) -> tuple[str, ...]:
     """Keys of messages that the template does not read, as messages[].KEY."""
     found: dict[str, None] = {}
     for message, read in zip(messages, rendering.read, strict=True):
-        keys = [key for key, value in message.items() if key not in read and value not in (None, "", [], {})]
         thought = any(name in read for name in THOUGHTS)
-        found |= dict.fromkeys(key for key in keys if key not in _LINKS and not (thought and key in THOUGHTS))
+        found |= dict.fromkeys(
+            key for key in unread_keys(message, read) if key not in _LINKS and not (thought and key in THOUGHTS)
+        )
     return tuple(f"messages[].{key}" for key in found)
 
 

@@ -15,7 +15,7 @@ from trireme.engine.amounts import count
 from trireme.engine.data.cache import Shelf, TokenFile, TokenWriter, cache_key, digest, open_tokens
 from trireme.engine.data.codec import Codec, Encoders, Numbered, RowDied
 from trireme.engine.data.encode import Encoded, size
-from trireme.engine.data.files.rows import BadRow, Fields, Row
+from trireme.engine.data.files.rows import EMPTY, BadRow, Fields, Row
 from trireme.engine.data.files.sources import DataFile, Reader
 from trireme.engine.data.formats.classes import as_read, read_class
 from trireme.engine.data.formats.conversations import with_system
@@ -249,7 +249,7 @@ def _answers(value: Fields, reading: Reading, tally: _Tally) -> tuple[str, list[
 
 def _check_weight(row: Fields, tally: _Tally) -> None:
     """Raises BadRow if the weights of some rows are numbers and those of others are not."""
-    if row.get("weight") in (None, "", [], {}):
+    if row.get("weight") in EMPTY:
         return
     weighted = is_weighted(row)
     if tally.weighted is None:

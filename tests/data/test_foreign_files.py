@@ -373,9 +373,11 @@ def test_several_formats_in_one_file(tmp_path, chats):
 
 def test_a_table_of_mixed_rows_has_nulls(tmp_path, chats, arrow):
     """As concatenate_datasets writes it: every row has all columns."""
+    import pyarrow.parquet
+
     columns = dict.fromkeys(key for row in MIXED[:4] for key in row)
     rows = [{key: row.get(key) for key in columns} for row in MIXED[:4]]
-    arrow.parquet.write_table(arrow.Table.from_pylist(rows), tmp_path / "mixed.parquet")
+    pyarrow.parquet.write_table(arrow.Table.from_pylist(rows), tmp_path / "mixed.parquet")
     (said, *_) = load(chats, tmp_path / "mixed.parquet").report.lines()
     each = "messages: 1 row; prompt,completion: 1 row; text: 1 row; alpaca: 1 row"
     assert said.endswith(f"4 rows, in several formats ({each})")

@@ -179,6 +179,12 @@ def test_data_sets_that_are_not_guessed(names, says):
         fetch.data_files(Named("dataset", "a/b"), dict.fromkeys(names, 1))
 
 
+def test_of_too_many_files_a_name_is_shown_that_can_be_given():
+    many = {f"data/{i}.jsonl": 1 for i in range(fetch.MOST_FILES + 1)}
+    with pytest.raises(InputError, match="Name some: hf://datasets/a/b/FILE"):
+        fetch.data_files(Named("dataset", "a/b", file="data"), many)
+
+
 def test_names_and_paths(tmp_path, monkeypatch):
     """A path stays a path; weights, revisions and files are read and written the same way."""
     monkeypatch.chdir(tmp_path)

@@ -144,3 +144,7 @@ def test_paths_of_this_machine_are_left_out(known, local):
     Path("model/adapter_config.json").write_text('{"base_model_name_or_path": "/home/me/model"}')
     with pytest.raises(InputError, match="is '/home/me/model', a folder of this machine"):
         push.push(Path("model"), "me/other", Screen())
+    Path("model/adapter_config.json").unlink()
+    Path("model/config.json").write_text("{")
+    with pytest.raises(InputError, match=r"model/config.json: the file is not valid JSON .* Restore it"):
+        push.push(Path("model"), "me/other", Screen())

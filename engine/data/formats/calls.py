@@ -6,14 +6,14 @@ import json
 from typing import Any
 
 from trireme.engine.data.files.json_rows import json_of
-from trireme.engine.data.files.rows import BadRow, Fields, kind_of
+from trireme.engine.data.files.rows import EMPTY, BadRow, Fields, kind_of, unread_keys
 
 
 def read_tools(row: Fields) -> list[Fields] | None:
     """The tools of `tools`, or of OpenAI's older `functions`: JSON schemas, bare functions, or either as JSON in a
     string.
     """
-    given = [key for key in ("tools", "functions") if row.get(key) not in (None, "", [], {})]
+    given = [key for key in ("tools", "functions") if row.get(key) not in EMPTY]
     if not given:
         return None
     if len(given) > 1:
@@ -144,13 +144,11 @@ def _call(call: Fields, where: str, unused: dict[str, None]) -> Fields:
     if not isinstance(call.get("id", ""), (str, int)):
         raise BadRow(f"{where}: the 'id' of a call is {kind_of(call['id'])}, expected a string")
     parts = (*(_PARTS if bare else ()), "name")
-    told = [key for key in function if key not in parts and function[key] not in (None, "", [], {})]
-    unused |= dict.fromkeys(f"messages[].tool_calls[].function.{key}" for key in told)
+    unused |= dict.fromkeys(f"messages[].tool_calls[].function.{key}" for key in unread_keys(function, parts))
     function = {key: value for key, value in function.items() if key in parts} | {"arguments": given if held else {}}
     if bare:
         return function
-    told = [key for key, value in call.items() if key not in _PARTS and value not in (None, "", [], {})]
-    unused |= dict.fromkeys(f"messages[].tool_calls[].{key}" for key in told)
+    unused |= dict.fromkeys(f"messages[].tool_calls[].{key}" for key in unread_keys(call, _PARTS))
     return {key: value for key, value in call.items() if key in _PARTS} | {"function": function}
 
 

@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from trireme.engine.data.files.json_rows import json_of
-from trireme.engine.data.files.rows import BadRow, Fields
+from trireme.engine.data.files.rows import EMPTY, BadRow, Fields, unread_keys
 from trireme.engine.data.formats import conversations
 from trireme.engine.data.formats.conversations import (
     read_alpaca,
@@ -43,8 +43,7 @@ class Format:
         """Keys with values that are not read."""
         more = () if isinstance(example, Completion) else self.more
         known = {*self.keys, *more, UNUSED}
-        here = [key for key, value in row.items() if key not in known and value not in (None, "", [], {})]
-        return [*here, *(example.unused if isinstance(example, Chat) else ())]
+        return [*unread_keys(row, known), *(example.unused if isinstance(example, Chat) else ())]
 
 
 def find_format(row: Mapping[str, Any], hint: str = "", given: Mapping[str, Any] | None = None) -> Format:
@@ -193,7 +192,7 @@ def rename(row: Fields, renames: Mapping[str, str]) -> Fields:
 def replaced(row: Mapping[str, Any], renames: Mapping[str, str]) -> list[str]:
     """Columns that have a value, and whose place another takes by --map."""
     ours = {name for theirs, name in renames.items() if theirs in row} - {UNUSED}
-    return [f"{key} (of the file)" for key in ours if key not in renames and row.get(key) not in (None, "", [], {})]
+    return [f"{key} (of the file)" for key in ours if key not in renames and row.get(key) not in EMPTY]
 
 
 # ---------------------------------------------------------------- no conversations

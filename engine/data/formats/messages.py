@@ -9,7 +9,7 @@ import re
 from collections.abc import Mapping
 from typing import Any
 
-from trireme.engine.data.files.rows import BadRow, Fields, kind_of
+from trireme.engine.data.files.rows import BadRow, Fields, kind_of, unread_keys
 from trireme.engine.data.formats.calls import read_calls
 
 CALL = "call"  # a turn that is a call, in ShareGPT's way
@@ -134,8 +134,7 @@ def _read_content(message: Fields, where: str, unused: dict[str, None]) -> None:
         else:
             raise BadRow(f"{where} holds a part of type {kind!r}; only text can be trained on")
         known = ("type", "text", *_THOUGHTS, "closed")
-        told = [key for key, value in part.items() if key not in known and value not in (None, "", [], {})]
-        unused |= dict.fromkeys(f"messages[].content[].{key}" for key in told)
+        unused |= dict.fromkeys(f"messages[].content[].{key}" for key in unread_keys(part, known))
     message["content"] = texts if len(texts) > 1 else "".join(texts)
     if thoughts:
         if any(message.get(key) for key in SAID[1:]):

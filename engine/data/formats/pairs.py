@@ -10,7 +10,7 @@ from dataclasses import dataclass
 from decimal import Decimal
 from typing import Any, Literal
 
-from trireme.engine.data.files.rows import BadRow, Fields, kind_of
+from trireme.engine.data.files.rows import BadRow, Fields, kind_of, unread_keys
 from trireme.engine.data.formats.conversations import (
     SAYS_MORE,
     read_alpaca,
@@ -53,9 +53,8 @@ class AnswerFormat:
         """Keys with values that are not read."""
         known = {*self.keys, "weight", "unused"}
         known |= set(self.more) if any(isinstance(example, Chat) for example, _ in answers) else set()
-        here = [key for key, value in row.items() if key not in known and value not in (None, "", [], {})]
         inside = [key for example, _ in answers if isinstance(example, Chat) for key in example.unused]
-        return [*here, *dict.fromkeys(inside)]
+        return [*unread_keys(row, known), *dict.fromkeys(inside)]
 
 
 def read_answers(row: Fields, kind: Kind) -> tuple[AnswerFormat, list[Answer], list[str]]:
@@ -269,10 +268,9 @@ def _talk_pair(row: Fields) -> list[Answer]:
 def _openai_pair(row: Fields) -> list[Answer]:
     """OpenAI's; other keys of `input` than it reads are named."""
     answers = _pair(of_openai(row))
-    others = [key for key, value in row["input"].items() if value not in (None, "", [], {})]
-    unread = tuple(f"input.{key}" for key in others if key not in ("messages", *SAYS_MORE))
+    others = tuple(f"input.{key}" for key in unread_keys(row["input"], ("messages", *SAYS_MORE)))
     return [
-        (chat._replace(unused=(*chat.unused, *unread)), weight) for chat, weight in answers if isinstance(chat, Chat)
+        (chat._replace(unused=(*chat.unused, *others)), weight) for chat, weight in answers if isinstance(chat, Chat)
     ]
 
 

@@ -6,7 +6,7 @@ from collections.abc import Callable, Mapping
 from functools import lru_cache
 from typing import Any
 
-from trireme.engine.data.files.rows import BadRow
+from trireme.engine.data.files.rows import EMPTY, BadRow
 from trireme.engine.data.formats.conversations import role_of
 
 _BAD, _GOOD = ("rejected", "non_preferred", "dispreferred"), ("chosen", "accepted", "preferred")  # also in longer keys
@@ -14,7 +14,6 @@ _SHORT = {"reject": False, "bad": False, "loser": False, "y_l": False, "good": T
 _TAGS = ("label", "kto_tag", "desirable", "is_desirable")
 _WORDS = {"true", "false", "desirable", "undesirable", "chosen", "rejected", "good", "bad", "yes", "no"}
 _NUMBERS = {"0", "1", "-1", "0.0", "1.0", "-1.0"}
-_EMPTY: tuple[Any, ...] = (None, "", [], {})
 _WHAT = (
     "is preference data, good answers and bad ones: training and `eval` with --method dpo (kto, if labelled) read both."
 )
@@ -27,7 +26,7 @@ def refuse_preferences(row: Mapping[str, Any], renames: Mapping[str, str], forma
 
     `format_of`: name and columns of the format that further renames make of the row, None where it cannot be read.
     """
-    sides = {key: side_of(key) for key, value in row.items() if value not in _EMPTY}
+    sides = {key: side_of(key) for key, value in row.items() if value not in EMPTY}
     good, bad = ([key for key, side in sides.items() if side is which] for which in (True, False))
     tags = [key for key in _TAGS if key in row]
     before = [f"{ours}={theirs}" for theirs, ours in renames.items()]

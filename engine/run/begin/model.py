@@ -104,9 +104,9 @@ def what_is_trained(options: Options) -> ModelConfig:
     if options.adapter:
         if options.lora is not None or details:
             raise InputError("--adapter has its own rank, alpha and targets. Leave --lora and its options out.")
-        if cfg.scores and not read_adapter(Path(options.adapter), cfg).whole:
-            raise InputError(f"--adapter {options.adapter} has no score head: it is of another method. Leave it out.")
         adapter = read_adapter(Path(options.adapter), cfg)
+        if cfg.scores and not adapter.whole:
+            raise InputError(f"--adapter {options.adapter} has no score head: it is of another method. Leave it out.")
         given = options.lora_dropout
         if given is None and not in_experts(cfg, adapter.lora):
             given = adapter.dropout

@@ -14,7 +14,7 @@ import os
 import shutil
 import time
 from collections.abc import Iterator
-from contextlib import contextmanager, suppress
+from contextlib import contextmanager, nullcontext, suppress
 from dataclasses import replace
 from pathlib import Path
 
@@ -69,16 +69,16 @@ def with_teacher(job: Job, snapshot: Snapshot | None, screen: Screen) -> Job:
     if not teacher or job.cfg.teaching is None:
         return job
     begun = str(snapshot.get("teacher", "")) if snapshot else ""
-    names = read_names(teacher) if is_scores(teacher) else _passed(job, teacher, begun, screen)
 
     def taught(data: Dataset) -> Dataset:
         return replace(data, teacher=taught_by(names, Pieces(data.files, data.pieces, data.labels()), job.cfg.vocab))
 
-    data = taught(job.data)
-    assert data.teacher is not None
-    if begun and data.teacher.key != begun:
-        raise InputError(_changed(job))
-    held = data.held_out and taught(data.held_out)
+    with nullcontext(read_names(teacher)) if is_scores(teacher) else _passed(job, teacher, begun, screen) as names:
+        data = taught(job.data)
+        assert data.teacher is not None
+        if begun and data.teacher.key != begun:
+            raise InputError(_changed(job))
+        held = data.held_out and taught(data.held_out)
     return replace(job, read=replace(data, held_out=held))
 
 
@@ -118,8 +118,9 @@ def _nbytes(job: Job) -> int:
     return int(labels * (job.cfg.teaching.nbytes + 4))
 
 
-def _passed(job: Job, teacher: str, begun: str, screen: Screen) -> Names:
-    """The scores of a checkpoint, made unless they are there."""
+@contextmanager
+def _passed(job: Job, teacher: str, begun: str, screen: Screen) -> Iterator[Names]:
+    """A context with the scores of a checkpoint, made unless they are there. No other run removes them meanwhile."""
     o, teaching = job.options, job.cfg.teaching
     assert teaching is not None
     dtype = o.dtype if o.dtype in FORMATS else None
@@ -137,22 +138,20 @@ def _passed(job: Job, teacher: str, begun: str, screen: Screen) -> Names:
     if begun and keys[0] != begun:
         raise InputError(_changed(job))
     folder = _folder(job, "-".join(keys))
-    if not is_scores(folder):
-        with _claimed(folder, screen):
-            if not is_scores(folder):
-                _make(job, folder, opened, codec, asked, below, screen)
-                if folder.parent.name == TEACHER:
-                    _make_room(folder)
-                return read_names(folder)
-    screen.say(f"taught   by {teacher}: what it says is known from an earlier run")
-    with suppress(OSError):
-        os.utime(folder / NAMES)
-    return read_names(folder)
+    with _claimed(folder, screen):
+        if is_scores(folder):
+            screen.say(f"taught   by {teacher}: what it says is known from an earlier run")
+            with suppress(OSError):
+                os.utime(folder / NAMES)
+        else:
+            _make(job, folder, opened, codec, asked, below, screen)
+            _make_room(folder)
+        yield read_names(folder)
 
 
 @contextmanager
 def _claimed(folder: Path, screen: Screen) -> Iterator[None]:
-    """A context with a locked folder, made if it is missing. Waits for another run that writes the same scores."""
+    """A context with a locked folder, made if it is missing. Waits for another run that has the lock."""
     fd = _locked(folder)
     if fd is None:
         screen.say("teacher  another run asks it the same: waits until that has its answers")
@@ -229,12 +228,18 @@ def _make(
 
 
 def _make_room(folder: Path) -> None:
-    """Removes scores from the cache that were not used for longest, beyond its share of the drive."""
+    """Removes scores, also parts of killed passes, that were not used for longest, beyond the cache's share of the
+    drive.
+    """
     with suppress(OSError):  # other runs remove some, too
         room = shutil.disk_usage(folder).total // KEPT
-        found = [(path.stat().st_mtime, path.parent) for path in folder.parent.glob(f"*/{NAMES}")]
-        for _, old in sorted(found, reverse=True):
-            room -= sum(path.stat().st_size for path in old.rglob("*") if path.is_file())
+        found = list[tuple[float, int, Path]]()
+        for old in folder.parent.iterdir():
+            files = [path.stat() for path in old.rglob("*") if path.is_file()]
+            used = max((file.st_mtime for file in files), default=0.0)
+            found.append((used, sum(file.st_size for file in files), old))
+        for _, nbytes, old in sorted(found, reverse=True):
+            room -= nbytes
             if room < 0 and old != folder and (fd := _locked(old)) is not None:
                 try:
                     (old / NAMES).unlink(missing_ok=True)  # first: without a part of them they are no scores

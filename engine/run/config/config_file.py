@@ -159,7 +159,8 @@ def options_of(out: Path) -> dict[str, Any]:
     InputError.
     """
     path = out / "config.yaml"
-    return from_yaml(path) if path.is_file() and text_of(path).startswith(SIGNED) else {}
+    text = text_of(path) if path.is_file() else ""
+    return from_yaml(path, text) if text.startswith(SIGNED) else {}
 
 
 def stores_of(run: Path) -> list[Path]:

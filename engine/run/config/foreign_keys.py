@@ -166,7 +166,10 @@ def _template_variables(found: Read) -> None:
     given = item.value if item else {}
     given = given | ({"enable_thinking": thinking.value} if thinking and thinking.value is not None else {})
     if given and (first := item or thinking):
-        found.give(first, "chat_template_kwargs", json.dumps(given, default=str))
+        try:
+            found.give(first, "chat_template_kwargs", json.dumps(given, default=str))
+        except TypeError:  # a date
+            found.wrong.append(f"{first.key}: a key of it is no text. Write it in quotes")
 
 
 def _method(found: Read) -> None:
@@ -261,7 +264,7 @@ def _steps(found: Read) -> None:
     if per_epoch := found.take("max-steps-per-epoch"):
         epochs = found.take(*(item.name for item in found.left if field_of(item.name) == "epochs"))
         steps = (number(per_epoch.value) or 0) * (number(epochs.value) or 0 if epochs else 1)
-        found.give(per_epoch, "max_steps", int(steps) if steps < LARGEST and steps == int(steps) else steps)
+        found.give(per_epoch, "max_steps", int(steps) if abs(steps) < LARGEST and steps == int(steps) else steps)
     if (best := found.take("load-best-model-at-end")) and best.value is True:
         found.give(best, "export", "best")
 

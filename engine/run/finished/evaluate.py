@@ -131,7 +131,9 @@ def load_for_data(
     below: int,
     screen: Screen,
 ) -> Ready:
-    """Reads the data and loads the layers. Raises as `evaluate`."""
+    """Loads the layers, to compute with them on data that was read for `seq_len`. `below`: as in Ready. `logits`: as
+    in `open_and_load`. Raises as `evaluate`.
+    """
     cfg, place = opened.cfg, device_and_dtype(given, opened)
     rows, dtype = rows_of(place[0], seq_len), DTYPE[place[1]]
     room = needs(cfg, rows * seq_len, dtype.itemsize) + 3 * 4 * logits * cfg.vocab

@@ -152,7 +152,8 @@ def data_files(name: Named, there: Files) -> tuple[list[str], list[str]]:
         raise InputError(f"{name} has {len(sets)} sets to train on: {_some(sets)}. Name one: --data '{one}'.")
     if len(train) > MOST_FILES:
         raise InputError(
-            f"{name}: {len(train):,} files, the most is {MOST_FILES}. Name some: hf://datasets/{name}/FILE."
+            f"{name}: {len(train):,} files, the most is {MOST_FILES}. Name some: "
+            f"hf://datasets/{replace(name, file='')}/FILE."
         )
     return [path.as_posix() for path in train], [] if name.file else [path.as_posix() for path in by_use["valid"]]
 

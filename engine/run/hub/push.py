@@ -24,7 +24,7 @@ from trireme.engine.tuning.peft_config import CONFIG, read_adapter_config
 from trireme.engine.tuning.peft_config import base_of as base_in
 from trireme.models.config import InputError
 from trireme.storage.auxiliary import auxiliary
-from trireme.storage.untrusted import parse_json, read_small
+from trireme.storage.untrusted import parse_json, read_small, why
 
 NAME = re.compile(r"\w[\w.-]*/\w[\w.-]*")
 MODEL = "config.json"
@@ -115,8 +115,11 @@ def _base(out: Path, adapter: bool) -> str:
 
 
 def _without_path(config: Path) -> bytes | None:
-    """config.json without the folder that it was read from; None if it names none."""
-    found = parse_json(read_small(config, links=True), str(config))
+    """config.json without the folder that it was read from; None if it names none. Raises InputError."""
+    try:
+        found = parse_json(read_small(config, links=True), "file")
+    except (OSError, ValueError) as error:
+        raise InputError(f"{config}: {why(error)}. Restore it.") from None
     where = found.get("_name_or_path")
     if not isinstance(where, str) or not (where.startswith((".", "~")) or Path(where).is_absolute()):
         return None
@@ -182,7 +185,7 @@ def _data(given: dict[str, Any]) -> list[str]:
 
 def _training(out: Path, given: dict[str, Any]) -> list[str]:
     totals = Totals()
-    for _, record in read_log(out / "log.jsonl") if (out / "log.jsonl").is_file() else ():
+    for _, record in read_log(out / "log.jsonl"):
         totals.add(record)
     lines = list[str]()
     if totals.steps:

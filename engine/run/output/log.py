@@ -172,8 +172,8 @@ class Totals:
             self.evaluating += record.get("eval_time_s", 0.0)
             self.sampled |= "sample" in record
             self.evals = (self.evals or (loss,))[0], loss
-            if record["step"]:
-                self.best = min(self.best or (math.inf, 0), (loss, record["step"]), key=lambda best: best[0])
+            if record["step"] and loss < (self.best[0] if self.best else math.inf):
+                self.best = loss, record["step"]
 
     def line(self) -> str:
         parts = [f"done     {count(self.steps, 'step')}"]

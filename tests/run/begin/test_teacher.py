@@ -152,7 +152,7 @@ def scored(folder, out, *more):
 
 
 @pytest.mark.full
-def test_scores_teach_as_their_model_does(folder, tmp_path, cache, capsys):
+def test_scores_teach_as_their_model_does(folder, tmp_path, cache, capsys, monkeypatch):
     """Packed or not, in one micro-batch or several; a later run asks the teacher nothing."""
     one = dict(batch_size=99, max_steps=1)
     finetune(run(folder, "asked", **one))
@@ -161,7 +161,15 @@ def test_scores_teach_as_their_model_does(folder, tmp_path, cache, capsys):
     capsys.readouterr()
     finetune(run(folder, "given", teacher=given, top_k=None, **one))
     assert "by the scores in" in capsys.readouterr().out
-    finetune(run(folder, "later", **one))
+    (place,), real = cache.iterdir(), teacher.taught_by
+
+    def reads(*given):
+        assert teacher._locked(place) is None  # no other run removes them meanwhile
+        return real(*given)
+
+    with monkeypatch.context() as later:
+        later.setattr(teacher, "taught_by", reads)
+        finetune(run(folder, "later", **one))
     assert "is known from an earlier run" in capsys.readouterr().out
     assert weights(folder / "asked") == weights(folder / "given") == weights(folder / "later")
     for name, more in {"alone": dict(no_pack=True), "several": dict(micro_batch=1)}.items():
@@ -226,13 +234,17 @@ def test_scores_are_removed_whole_and_by_one_run(tmp_path, monkeypatch):
     for name in ("new", "old", "locked"):
         (tmp_path / name).mkdir()
         (tmp_path / name / "scores.json").write_text("{}")
+    (tmp_path / "killed" / "000").mkdir(parents=True)
+    (tmp_path / "killed" / "000" / "part-00000.safetensors").write_text("scores")
     fd = teacher._locked(tmp_path / "locked")
     with monkeypatch.context() as killed:
         killed.setattr(teacher.shutil, "rmtree", lambda *_, **__: None)
         teacher._make_room(tmp_path / "new")
-    os.close(fd)
     assert [(tmp_path / name / "scores.json").exists() for name in ("new", "old", "locked")] == [True, False, True]
-    monkeypatch.setattr(Path, "glob", lambda *_: [tmp_path / "gone" / "scores.json"])  # another run has removed it
+    teacher._make_room(tmp_path / "new")
+    os.close(fd)
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["locked", "new"]
+    monkeypatch.setattr(Path, "iterdir", lambda _: iter([tmp_path / "gone"]))  # another run has removed it
     teacher._make_room(tmp_path / "new")
 
 

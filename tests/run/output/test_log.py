@@ -6,6 +6,7 @@ import errno
 import functools
 import io
 import json
+import math
 import os
 import re
 import shutil
@@ -395,6 +396,9 @@ def test_tokens_are_counted_and_not_computed_from_rounded_rates(tmp_path):
     totals.add({"step": 3, "loss": 4.0, "step_time_s": 2.0, "tokens_per_second": 5.0, "trained_tokens_per_second": 4.0})
     assert (totals.tokens, totals.trained) == (138, 128)
     assert "1 evaluation with samples 2s" in totals.line()
+    totals.add({"step": 3, "eval_loss": math.nan})
+    assert totals.best is None
+    assert "best" not in totals.line()
 
 
 def test_an_evaluation_shows_how_far_it_is(tmp_path, monkeypatch):
