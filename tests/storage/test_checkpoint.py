@@ -238,12 +238,12 @@ BAD = {
     "is truncated": lambda d: os.truncate(d / "model-00002-of-00003.safetensors", 5),
     "the file is truncated": lambda d: os.truncate(d / "model-00001-of-00003.safetensors", 400),
     "Git LFS pointer": lambda d: (d / "model-00002-of-00003.safetensors").write_text("version https://git-lfs.x\n"),
-    "it is not there": lambda d: edit_index(d, lambda m: m.update(ghost=next(iter(m.values())))),
-    "outside its folder": lambda d: edit_index(d, lambda m: m.update(x="../../etc/x.safetensors")),
-    "only .safetensors files": lambda d: edit_index(d, lambda m: m.update(x="pytorch_model.bin")),
-    "no weight_map": lambda d: (d / INDEX).write_text("{}"),
-    "not valid JSON": lambda d: (d / INDEX).write_text("{"),
-    "not a regular file": lambda d: os.mkfifo(d / "model.safetensors"),
+    "it is not there. Download": lambda d: edit_index(d, lambda m: m.update(ghost=next(iter(m.values())))),
+    "outside its folder.* Take": lambda d: edit_index(d, lambda m: m.update(x="../../etc/x.safetensors")),
+    "only safetensors is read. Take": lambda d: edit_index(d, lambda m: m.update(x="pytorch_model.bin")),
+    "no weight_map.* Download": lambda d: (d / INDEX).write_text("{}"),
+    "not valid JSON.* Download": lambda d: (d / INDEX).write_text("{"),
+    "not a regular file. Put the file": lambda d: os.mkfifo(d / "model.safetensors"),
     "but no model.safetensors.index.json": lambda d: (d / INDEX).unlink(),
 }
 
