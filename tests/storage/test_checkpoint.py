@@ -136,8 +136,8 @@ def test_export_changes_what_is_given_and_keeps_dtypes(tmp_path):
 def test_an_export_is_on_the_drive_when_it_returns(tmp_path, monkeypatch):
     """The run removes all it could be made of again right after: contents first, then the names in every folder."""
     source, done = open_source(save(tmp_path / "in", 2)), []
-    replace = os.replace
-    monkeypatch.setattr(os, "replace", lambda old, new: (replace(old, new), done.append(("name", Path(new).parent))))
+    replace = Path.replace  # which does not look os.replace up in Python 3.10
+    monkeypatch.setattr(Path, "replace", lambda old, new: (replace(old, new), done.append(("name", Path(new).parent))))
     monkeypatch.setattr(checkpoint, "sync_folder", lambda folder: done.append(("sync", Path(folder))))
     export(source, tmp_path / "out", lambda name: None)
     names = [folder for what, folder in done if what == "name"]
