@@ -29,12 +29,14 @@ from torch import Tensor
 from trireme.kernels import moments, reference
 from trireme.kernels.private import cache_folder, is_private
 
+SAID = 200  # characters shown of a compiler's message
 RECORD = 1 << 18  # elements that a thread takes at a time
 
 # ---------------------------------------------------------------- building
 
 SOURCE = Path(__file__).with_name("host_adamw.cpp")
 BUILD = "trireme-build-"  # prefix of the compiler's temporary folders
+PATIENCE = 120.0  # seconds for a compiler, which takes a few
 FUNCTIONS = ("adamw", "list", "team_open", "team_run", "team_close")
 FLAGS = ("-std=c++17", "-O3", "-fno-math-errno", "-ffp-contract=off", "-fopenmp-simd", "-pthread", "-shared", "-fPIC")
 
@@ -54,8 +56,8 @@ def _compiled(compiler: str, parent: Path) -> Iterator[Path]:
     """Path of the compiled library, in a temporary folder in `parent` that is removed at the end of the context.
 
     The compiler's own temporary files are there, too. The folder is locked while it is in use. A process that is killed
-    leaves it unlocked, and the next one that compiles in `parent` removes it. Raises CalledProcessError where the
-    compiler fails, OSError where it cannot be started.
+    leaves it unlocked, and the next one that compiles in `parent` removes it. Raises as subprocess.run;
+    CalledProcessError also where the compiler has written nothing.
     """
     for left in parent.glob(f"{BUILD}*"):
         with contextlib.suppress(OSError), _locked(left):
@@ -67,8 +69,10 @@ def _compiled(compiler: str, parent: Path) -> Iterator[Path]:
         with lock:
             with contextlib.suppress(OSError):  # without locks nobody removes it
                 lock.enter_context(_locked(Path(own)))
-            if subprocess.run([*command, "-march=native"], capture_output=True, env=env).returncode:
-                subprocess.run(command, capture_output=True, check=True, env=env)
+            if subprocess.run([*command, "-march=native"], capture_output=True, env=env, timeout=PATIENCE).returncode:
+                subprocess.run(command, capture_output=True, check=True, env=env, timeout=PATIENCE)
+            if not target.exists():
+                raise subprocess.CalledProcessError(0, command, stderr=b"no library is written")
             target.chmod(0o700)  # is_private, whatever the umask
             yield target
 
@@ -96,9 +100,9 @@ def _load(path: Path) -> ctypes.CDLL:
 def _build(compiler: str) -> ctypes.CDLL:
     """The library for this source, compiler and CPU, from the cache folder, or compiled now.
 
-    Raises CalledProcessError where the compiler fails.
+    Raises as `_compiled` and `_load`.
     """
-    version = subprocess.run([compiler, "--version"], capture_output=True, check=True).stdout
+    version = subprocess.run([compiler, "--version"], capture_output=True, check=True, timeout=PATIENCE).stdout
     parts = (SOURCE.read_bytes(), " ".join(FLAGS).encode(), version, _cpu().encode())
     name = f"host_adamw-{hashlib.sha256(b'|'.join(parts)).hexdigest()[:20]}.so"
     folder = cache_folder()
@@ -126,17 +130,28 @@ def why_slow() -> str:
     return _built()[1]
 
 
+def _why(compiler: str, error: Exception) -> str:
+    """Why there is no library, in one line, and what to do."""
+    how = "Repair it, or set CXX to another C++ compiler"
+    if isinstance(error, subprocess.TimeoutExpired):
+        return f"{compiler} has not ended in {error.timeout:.0f} s. {how}"
+    if isinstance(error, subprocess.CalledProcessError):
+        lines = error.stderr.decode(errors="replace").split("\n")
+        said = next((line.strip() for line in lines if "error" in line), lines[0].strip())
+        return f"{compiler} fails: {said[:SAID] or f'exit code {error.returncode}'}. {how}"
+    return f"{error}. Set TMPDIR to a folder with space whose files can be executed"
+
+
 @cache
 def _built() -> tuple[ctypes.CDLL | None, str]:
     """(library or None, why there is none or "")."""
     compiler = next(filter(None, map(shutil.which, (os.environ.get("CXX", "c++"), "g++", "clang++"))), None)
+    if compiler is None:
+        return None, "no C++ compiler (c++, g++, clang++) on the PATH. Install g++"
     try:
-        if compiler is None:
-            raise FileNotFoundError("no C++ compiler (c++, g++, clang++) on the PATH")
         lib = _build(compiler)
-    except (OSError, subprocess.CalledProcessError) as error:
-        reason = error.stderr.decode(errors="replace") if isinstance(error, subprocess.CalledProcessError) else error
-        return None, str(reason)
+    except (OSError, subprocess.SubprocessError) as error:
+        return None, _why(compiler, error)
     for work in (lib.trireme_adamw, lib.trireme_list):
         work.argtypes, work.restype = [c_void_p, POINTER(c_int64)], None
     lib.trireme_team_open.argtypes, lib.trireme_team_open.restype = [c_int64], c_void_p

@@ -38,7 +38,7 @@ from trireme.models.families.scores import OUTPUT, STD, std_of, why_none
 from trireme.models.families.scores import class_of as class_of
 from trireme.models.families.scores import labels_of as labels_of
 from trireme.models.families.table import FAMILIES, OTHER_NAMES, WRAPPERS, text_of
-from trireme.storage.untrusted import parse_json, read_small, shown
+from trireme.storage.untrusted import parse_json, read_small, shown, unreadable
 
 LARGEST = 1 << 20  # of config.json
 MOST_LAYERS = 1 << 12  # work grows with them before the files are read
@@ -393,7 +393,7 @@ def read_raw(folder: str | Path, rope_factor: float | None = None) -> dict[str, 
             raise InputError(f"{path} is missing. {how}.") from None
         raise InputError(f"{path} is missing. Give the folder of a Hugging Face checkpoint.") from None
     except OSError as e:
-        raise InputError(f"{path} cannot be read: {e.strerror}.") from None
+        raise InputError(unreadable(path, e)) from None
     except ValueError as e:
         raise InputError(f"{path}: {e}. Download it again.") from None
     if inside.exists():

@@ -31,9 +31,9 @@ from trireme.storage.files import (
     to_stderr,
     write_synced,
 )
-from trireme.storage.headers import MAX_HEADER, CheckpointError, read_header
+from trireme.storage.headers import AGAIN, MAX_HEADER, CheckpointError, read_header
 from trireme.storage.layout import ITEMSIZE
-from trireme.storage.untrusted import checksum, is_plain, parse_json, read_small, shown, summed
+from trireme.storage.untrusted import checksum, is_plain, parse_json, read_small, shown, summed, unreadable
 
 INDEX = "model.safetensors.index.json"
 SINGLE = "model.safetensors"
@@ -195,16 +195,18 @@ def _read_index(folder: Path) -> dict[str, str]:
     try:
         weight_map = parse_json(read_small(path, MAX_HEADER, links=True), "index").get("weight_map")
     except OSError as e:
-        raise CheckpointError(f"{path} cannot be read: {e.strerror}.") from e
+        raise CheckpointError(unreadable(path, e)) from e
     except ValueError as e:
-        raise CheckpointError(f"{path}: {e}.") from e
+        raise CheckpointError(f"{path}: {e}. {AGAIN}.") from e
     if type(weight_map) is not dict or not weight_map or any(type(f) is not str for f in weight_map.values()):
-        raise CheckpointError(f"{path} has no weight_map from tensor names to file names.")
+        raise CheckpointError(f"{path} has no weight_map from tensor names to file names. {AGAIN}.")
     for file in set(weight_map.values()):
         if not is_plain(file):
-            raise CheckpointError(f"{path} points outside its folder ({shown(file)!r}). Refused.")
+            raise CheckpointError(
+                f"{path} points outside its folder ({shown(file)!r}). Take the checkpoint from a source that you trust."
+            )
         if not file.endswith(".safetensors"):
-            raise CheckpointError(f"{path} names {shown(file)!r}; only .safetensors files are read.")
+            raise CheckpointError(f"{path} names {shown(file)!r}; only safetensors is read. Take that version.")
         try:
             missing = not (folder / file).exists()
         except OSError:  # name too long
@@ -232,9 +234,9 @@ def _collect(folder: Path, files: tuple[str, ...], weight_map: dict[str, str] | 
     for name, file in (weight_map or {}).items():
         if name not in tensors:
             where = f"{shown(name)!r} is in {shown(file)}"
-            raise CheckpointError(f"{folder / INDEX} says that {where}; it is not there.")
+            raise CheckpointError(f"{folder / INDEX} says that {where}; it is not there. Download both again.")
     if not tensors:
-        raise CheckpointError(f"{folder} holds no tensors.")
+        raise CheckpointError(f"{folder} holds no tensors. Download it again.")
     return Source(folder, files, tensors, auxiliary_files(folder))
 
 

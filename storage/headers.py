@@ -12,8 +12,9 @@ from pathlib import Path
 from typing import Any
 
 from trireme.storage.layout import ITEMSIZE, Layout, TensorSpec, round_up
-from trireme.storage.untrusted import parse_json, shown
+from trireme.storage.untrusted import parse_json, shown, unreadable
 
+AGAIN = "Download or copy it again"
 MAX_HEADER = 32 << 20
 MAX_TENSORS = 100_000  # of one file; the largest models have as many in all
 MARKS = {b"{": 1, b"[": 2, b",": 16}  # most for each tensor, before parsing: objects outgrow text
@@ -38,7 +39,7 @@ def read_header(path: Path) -> Header:
     try:
         status = path.stat()
         if not stat.S_ISREG(status.st_mode):  # opening a pipe would block
-            raise CheckpointError(f"{path} is not a regular file.")
+            raise CheckpointError(f"{path} is not a regular file. Put the file itself there.")
         with path.open("rb") as f:
             start = f.read(len(LFS_POINTER))
             if start == LFS_POINTER:
@@ -47,18 +48,20 @@ def read_header(path: Path) -> Header:
             if status.st_size < 8 or length > status.st_size - 8:
                 raise CheckpointError(
                     f"{path} is truncated or not a safetensors file: it has {status.st_size} bytes, its header would "
-                    f"end at byte {8 + length}. Download or copy it again."
+                    f"end at byte {8 + length}. {AGAIN}."
                 )
             if length > MAX_HEADER:
-                raise CheckpointError(f"{path}: its header claims {length} bytes; {MAX_HEADER} is the most accepted.")
+                raise CheckpointError(
+                    f"{path}: its header claims {length} bytes; {MAX_HEADER} is the most accepted. {AGAIN}."
+                )
             f.seek(8)
             text = f.read(length)
     except OSError as e:
-        raise CheckpointError(f"{path} cannot be read: {e.strerror}.") from e
+        raise CheckpointError(unreadable(path, e)) from e
     try:
         layout, metadata = parse_header(text, status.st_size - 8 - length)
     except ValueError as e:
-        raise CheckpointError(f"{path}: {e}.") from e
+        raise CheckpointError(f"{path}: {e}. {AGAIN}.") from e
     return Header(layout, metadata, 8 + length)
 
 
@@ -73,8 +76,7 @@ def parse_header(text: bytes, data_bytes: int) -> tuple[Layout, dict[str, str]]:
     layout = parse_tensors(fields)
     if layout.nbytes > data_bytes:
         raise ValueError(
-            f"the file is truncated: its tensors take {_short(layout.nbytes)} bytes, {data_bytes} are there. "
-            "Download or copy it again"
+            f"the file is truncated: its tensors take {_short(layout.nbytes)} bytes, {data_bytes} are there"
         )
     if layout.nbytes < data_bytes:
         raise ValueError(f"{data_bytes - layout.nbytes} bytes follow the last tensor")

@@ -37,6 +37,11 @@ SUM = re.compile(r"[0-9a-f]{16}")
 SEAL = re.compile(rb'\{"format": (\d{1,9}), "xxh3_64": "([0-9a-f]{16})", (?=")')
 KINDS = {dict: "an object", list: "a list", str: "a string", bool: "true or false", type(None): "null"}
 NUMBERS = {int: "a whole number", float: "a number"}
+REMEDIES = {
+    errno.EACCES: "Change its permissions.",
+    errno.EPERM: "Change its permissions.",
+    errno.EIO: "Is its drive failing? See dmesg.",
+}
 Shape = Any  # type, set, [Shape], (Shape, ...), {key: Shape}
 
 
@@ -55,6 +60,12 @@ def read_small(path: Path, limit: int = SMALL, links: bool = False) -> bytes:
 def why(error: OSError | ValueError) -> str:
     """The reason of an error, for a line that names the file itself."""
     return error.strerror or str(error) if isinstance(error, OSError) else str(error)
+
+
+def unreadable(path: Path, error: OSError) -> str:
+    """The message that a file of a checkpoint cannot be read, and what to do."""
+    how = REMEDIES.get(error.errno or 0, "Put the file itself there, or download it again.")
+    return f"{path} cannot be read: {why(error)}. {how}"
 
 
 def read_text(path: Path, limit: int = TEXT) -> str:

@@ -39,7 +39,7 @@ def software() -> Iterator[Row]:
     said = ", ".join(f"{name} {text}" for name, text in found.items())
     yield Row("software", "versions", said, numbers=dict(found))
     why = why_slow()
-    how = "install g++: AdamW on the CPU is several times slower without it" if why else ""
+    how = "repair that: AdamW on the CPU is several times slower without it" if why else ""
     yield Row("software", "C++ compiler", why or "compiles AdamW for this CPU", how, {"compiles": not why})
 
 

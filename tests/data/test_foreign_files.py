@@ -163,6 +163,7 @@ def test_a_header_within_a_joined_table_is_no_row(tmp_path):
 
 @pytest.fixture
 def arrow():
+    pytest.importorskip("pyarrow.parquet")
     return pytest.importorskip("pyarrow")
 
 

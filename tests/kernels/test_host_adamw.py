@@ -535,6 +535,32 @@ def test_what_a_killed_compiler_leaves_is_removed_by_the_next(fresh, monkeypatch
     assert not list((tmp_path / "tmp").glob("cc*"))
 
 
+@pytest.mark.parametrize(
+    ("body", "said"),
+    {
+        "silent": ("exit 1", "fails: exit code 1."),
+        "long": ("yes warning | head -1000 >&2; echo 'x.cpp:1: error: no' >&2; exit 1", "fails: x.cpp:1: error: no."),
+        "idle": ("exit 0", "fails: no library is written."),
+        "endless": ("exec sleep 60", "has not ended in 0 s."),
+    }.values(),
+)
+def test_a_compiler_that_fails_is_named_in_one_line(fresh, monkeypatch, tmp_path, body, said):
+    monkeypatch.setattr(host_adamw, "PATIENCE", 0.2 if "sleep" in body else 60)
+    path = compiler(tmp_path, body)
+    monkeypatch.setenv("CXX", str(path))
+    assert host_adamw.library() is None
+    assert host_adamw.why_slow() == f"{path} {said} Repair it, or set CXX to another C++ compiler"
+
+
+def test_a_library_that_cannot_be_mapped_says_where_to_put_it(fresh, monkeypatch):
+    def load(path):
+        raise OSError(f"{path}: failed to map segment from shared object")
+
+    monkeypatch.setattr(host_adamw, "_load", load)
+    assert host_adamw.library() is None
+    assert "failed to map segment from shared object. Set TMPDIR to a folder" in host_adamw.why_slow()
+
+
 @pytest.mark.parametrize("broken", [False, True])
 def test_without_a_compiler_the_bits_are_the_same_and_the_reason_is_known(fresh, monkeypatch, tmp_path, broken):
     monkeypatch.delenv("CXX", raising=False)
@@ -542,7 +568,7 @@ def test_without_a_compiler_the_bits_are_the_same_and_the_reason_is_known(fresh,
     if broken:
         compiler(tmp_path, "echo cannot >&2; exit 1")
     assert host_adamw.library() is None
-    assert ("cannot" if broken else "no C++ compiler") in host_adamw.why_slow()
+    assert ("c++ fails: cannot. Repair it" if broken else "no C++ compiler") in host_adamw.why_slow()
     both(host_adamw.adamw_, state(host_adamw.RECORD + 5, True, BF16), n_decay=host_adamw.RECORD + 2)
     for width, (run, oracle) in NARROW.items():
         tensors = narrow(state(host_adamw.RECORD + 300, True, BF16), width)

@@ -136,8 +136,8 @@ def test_export_changes_what_is_given_and_keeps_dtypes(tmp_path):
 def test_an_export_is_on_the_drive_when_it_returns(tmp_path, monkeypatch):
     """The run removes all it could be made of again right after: contents first, then the names in every folder."""
     source, done = open_source(save(tmp_path / "in", 2)), []
-    replace = os.replace
-    monkeypatch.setattr(os, "replace", lambda old, new: (replace(old, new), done.append(("name", Path(new).parent))))
+    replace = Path.replace  # which does not look os.replace up in Python 3.10
+    monkeypatch.setattr(Path, "replace", lambda old, new: (replace(old, new), done.append(("name", Path(new).parent))))
     monkeypatch.setattr(checkpoint, "sync_folder", lambda folder: done.append(("sync", Path(folder))))
     export(source, tmp_path / "out", lambda name: None)
     names = [folder for what, folder in done if what == "name"]
@@ -238,12 +238,12 @@ BAD = {
     "is truncated": lambda d: os.truncate(d / "model-00002-of-00003.safetensors", 5),
     "the file is truncated": lambda d: os.truncate(d / "model-00001-of-00003.safetensors", 400),
     "Git LFS pointer": lambda d: (d / "model-00002-of-00003.safetensors").write_text("version https://git-lfs.x\n"),
-    "it is not there": lambda d: edit_index(d, lambda m: m.update(ghost=next(iter(m.values())))),
-    "outside its folder": lambda d: edit_index(d, lambda m: m.update(x="../../etc/x.safetensors")),
-    "only .safetensors files": lambda d: edit_index(d, lambda m: m.update(x="pytorch_model.bin")),
-    "no weight_map": lambda d: (d / INDEX).write_text("{}"),
-    "not valid JSON": lambda d: (d / INDEX).write_text("{"),
-    "not a regular file": lambda d: os.mkfifo(d / "model.safetensors"),
+    "it is not there. Download": lambda d: edit_index(d, lambda m: m.update(ghost=next(iter(m.values())))),
+    "outside its folder.* Take": lambda d: edit_index(d, lambda m: m.update(x="../../etc/x.safetensors")),
+    "only safetensors is read. Take": lambda d: edit_index(d, lambda m: m.update(x="pytorch_model.bin")),
+    "no weight_map.* Download": lambda d: (d / INDEX).write_text("{}"),
+    "not valid JSON.* Download": lambda d: (d / INDEX).write_text("{"),
+    "not a regular file. Put the file": lambda d: os.mkfifo(d / "model.safetensors"),
     "but no model.safetensors.index.json": lambda d: (d / INDEX).unlink(),
 }
 

@@ -78,6 +78,7 @@ def test_damage_is_named(tmp_path, content, message):
     with pytest.raises(CheckpointError, match=message) as e:
         read_header(path)
     assert "\n" not in str(e.value)
+    assert str(e.value).endswith((". Download or copy it again.", ". Run `git lfs pull`."))
     assert str(path) in str(e.value)
 
 

@@ -1,6 +1,7 @@
 """Crash safety: power failures, replayed from a log of a store's calls. Killed runs: tests/run/test_kills.py."""
 
 import os
+import pathlib
 import random
 import shutil
 import stat
@@ -55,6 +56,8 @@ class Drive:
             self.inodes[path.stat().st_ino] = Inode(names)
         for name in self.real:
             monkeypatch.setattr(os, name, getattr(self, name))
+            if hasattr(getattr(pathlib, "_normal_accessor", None), name) and name != "open":  # Python 3.10's pathlib
+                monkeypatch.setattr(pathlib._normal_accessor, name, getattr(self, name))
         monkeypatch.setattr(os, "fdatasync", self.fsync)
         monkeypatch.setattr(shutil, "rmtree", self.rmtree)
 
