@@ -181,7 +181,7 @@ def _routes(cfg: ModelConfig, w: Weights, y: Tensor, passed: Passed | None) -> R
 
 def _within(order: ops.Order, own: Slice | None) -> ops.Order:
     """`order` with the starts of a slice's experts alone."""
-    return order if own is None else order._replace(starts=order.starts[own.first : own.last + 1])
+    return order if own is None else order._replace(starts=order.starts[own.first : own.last + 1], sliced=True)
 
 
 def _sums(

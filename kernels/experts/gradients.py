@@ -70,7 +70,7 @@ def grouped_add_(dw_: Tensor, a: Tensor, b: Tensor, order: Order, k_a: int = 0, 
     assert b.shape == (P // k_b if k_b else P, B)
     assert all(t.is_contiguous() for t in (dw_, a, b))
     assert a.dtype == b.dtype
-    if hopper.suits(dw_, a, b, k_a, k_b):
+    if not order.sliced and hopper.suits(dw_, a, b, k_a, k_b):  # it reads rows behind an expert's last
         hopper.add_(dw_, a, b, order, k_a, k_b)
         return
     t = launch.grouped_add(a.device, a.dtype)

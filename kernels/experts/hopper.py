@@ -8,7 +8,7 @@ subnormal sums become zero. A tile of bf16 sums is read during the matrix multip
 once and written by the copy engine.
 
 In an expert's last step rows of x that are not its own are zeros, and those of y are the next expert's: what is not
-finite there reaches the gradient of both.
+finite there reaches the gradient of both. So rows of all experts have to be there (Order.sliced).
 Legend: E experts, X and Y widths of x and y, CHOSEN rows of a token if rows of x are looked up, else 0. A step is a
 tuple: tile, first row, row behind the expert's last, first columns of x and of y, numbers of x's rows.
 """

@@ -39,6 +39,7 @@ class Order(NamedTuple):
     pair: Tensor  # (P,) int32, the pair of each sorted row
     row: Tensor  # (P,) int32, the sorted row of each pair
     starts: Tensor  # (E + 1,) int32, the first sorted row of each expert, and P
+    sliced: bool = False  # whether `starts` is of some neighbouring experts; rows of others may hold anything
 
 
 TINY = 1e-20  # added to a sum of sigmoids

@@ -156,6 +156,25 @@ def test_grouped_products(device, dtype, load, N, E, k, A, B):
     check(narrow, expected, bound)
 
 
+@pytest.mark.parametrize("device", DEVICES)
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_gradients_of_a_slice_of_experts(device, dtype):
+    """The bits of all experts', whatever rows of other experts hold."""
+    N, E, k, A, B = 60, 6, 2, 16, 40
+    order = reference.sort_pairs(choices(LOADS[0], N, E, k, device), E)
+    a, b = (randn(N * k, width, device=device, dtype=dtype) for width in (A, B))
+    whole = torch.ones(E, A, B, device=device)
+    gradients.grouped_add_(whole, a, b, order)
+    part = order._replace(starts=order.starts[2:5], sliced=True)
+    first, last = part.starts[0], part.starts[-1]
+    for rows in (a, b):
+        rows[:first], rows[last:] = float("nan"), float("inf")
+    found = torch.ones(2, A, B, device=device)
+    gradients.grouped_add_(found, a, b, part)
+    assert 0 < first < last < N * k
+    assert torch.equal(found, whole[2:4])
+
+
 def check_in_parts(whole, sorted_rows, order, k, w, r):
     """Experts in three parts, each with its own rows alone: bitwise the whole, of the reference too."""
     E = len(order.starts) - 1
