@@ -167,8 +167,8 @@ def test_gradients_of_a_slice_of_experts(device, dtype):
     gradients.grouped_add_(whole, a, b, order)
     part = order._replace(starts=order.starts[2:5], sliced=True)
     first, last = part.starts[0], part.starts[-1]
-    for rows in (a, b):
-        rows[:first], rows[last:] = float("nan"), float("inf")
+    for operand in (a, b):
+        operand[:first], operand[last:] = float("nan"), float("inf")
     found = torch.ones(2, A, B, device=device)
     gradients.grouped_add_(found, a, b, part)
     assert 0 < first < last < N * k
