@@ -17,6 +17,7 @@ from transformers import AutoModelForCausalLM, AutoTokenizer
 from trireme.engine.run.finished import evaluate, options, score
 from trireme.engine.run.output.folder import locked
 from trireme.models.config import InputError
+from trireme.storage.headers import CheckpointError
 
 
 @pytest.fixture(scope="module")
@@ -102,14 +103,11 @@ def test_a_killed_command_goes_on_behind_its_parts(folder, tmp_path, monkeypatch
         assert file.metadata()["format"] == score.FORMAT
 
 
-def test_two_commands_do_not_write_to_one_folder(folder, tmp_path, monkeypatch):
-    ended = []
-    ready = SimpleNamespace(layers=SimpleNamespace(close=lambda: ended.append(True)))
-    monkeypatch.setattr(evaluate, "open_and_load", lambda *_: ready)
+def test_what_cannot_be_written_is_refused_before_the_model_is_loaded(folder, tmp_path, monkeypatch):
+    monkeypatch.setattr(evaluate, "load_for_data", None)
     given = options.score_options(command(folder, tmp_path / "out"))
     with locked(tmp_path / "out", ""), pytest.raises(InputError, match="another process writes scores there"):
         score.score(given)
-    assert ended
     assert not any((tmp_path / "out").iterdir())
     given.out = str(tmp_path / "file")
     Path(given.out).touch()
@@ -117,19 +115,35 @@ def test_two_commands_do_not_write_to_one_folder(folder, tmp_path, monkeypatch):
         score.score(given)
 
 
+def test_a_model_that_cannot_be_loaded_leaves_no_folder(folder, tmp_path, monkeypatch):
+    def fails(*_):
+        raise CheckpointError("damaged")
+
+    monkeypatch.setattr(evaluate, "load_for_data", fails)
+    with pytest.raises(CheckpointError):
+        score.score(options.score_options(command(folder, tmp_path / "a" / "out")))
+    assert not (tmp_path / "a").exists()
+
+
 def test_a_folder_of_something_else_is_refused(folder, tmp_path):
     given, other = (options.score_options(command(folder, tmp_path / "out", *k)) for k in ((), ("--top-k", "2")))
     source = SimpleNamespace(codec=SimpleNamespace(vocabulary=lambda: "words"), files=())
-    ready = SimpleNamespace(sources=[source, source], below=512)
+    opened = SimpleNamespace(cfg=SimpleNamespace(vocab=512))
+    names = lambda of, given: score._names(tmp_path / of, given, opened, [source, source])
     for name in ("out", "other"):
         (tmp_path / name).mkdir()
-    score._keep_names(tmp_path / "out", given, ready)
-    score._keep_names(tmp_path / "out", given, ready)
+    (tmp_path / "out" / ".scores.json.partial").touch()  # of a process that was killed
+    kept = json.dumps(names("out", given))
+    (tmp_path / "out" / "scores.json").write_text(kept)
+    assert names("out", given) == json.loads(kept)
     with pytest.raises(InputError, match="holds scores of another model"):
-        score._keep_names(tmp_path / "out", other, ready)
+        names("out", other)
+    (tmp_path / "out" / "scores.json").write_text("[" * 100_000)
+    with pytest.raises(InputError, match="holds scores of another model"):
+        names("out", given)
     (tmp_path / "other" / "a").write_text("")
     with pytest.raises(InputError, match="is not empty"):
-        score._keep_names(tmp_path / "other", given, ready)
+        names("other", given)
     with pytest.raises(InputError, match="--out is missing"):
         options.score_options([str(folder / "checkpoint"), "--data", "a"])
 
@@ -146,7 +160,7 @@ def test_parts_of_others_are_refused(tmp_path):
             score._written_parts(tmp_path, "key", 9)
 
 
-def test_parts_that_are_not_as_they_were_written_are_refused(folder, tmp_path):
+def test_parts_that_are_not_as_they_were_written_are_refused(tmp_path):
     """A flipped bit anywhere, a part twice or under another's name: their losses would be another's."""
     part, paths = score.Part(0), [tmp_path / f"part-{i:05}.safetensors" for i in (0, 1, 2)]
     for path in paths[:2]:
@@ -168,11 +182,6 @@ def test_parts_that_are_not_as_they_were_written_are_refused(folder, tmp_path):
             path.write_bytes(content)
         with pytest.raises(InputError, match="is damaged, or has another's name. Remove it and those behind it"):
             score._written_parts(tmp_path, "key", 9)
-    with pytest.raises(InputError, match="holds scores of another model"):
-        (tmp_path / "scores.json").write_text("[" * 100_000)
-        test = SimpleNamespace(codec=SimpleNamespace(vocabulary=lambda: "words"), files=())
-        given = options.score_options(command(folder, tmp_path))
-        score._keep_names(tmp_path, given, SimpleNamespace(sources=[test, test], below=512))
 
 
 @pytest.mark.full

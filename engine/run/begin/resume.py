@@ -138,20 +138,20 @@ def open_run(options: Options, screen: Screen, group: Alone, run: str) -> Start:
     store, _ = open_snapshot(options, screen, run)
     try:
         whole = last_whole(group, [*_own(folder, store, group.host), *_others(folder, group.host, run)], begun, folder)
+        own = whole.mine.get(group.host) if whole else None
+        if store is not None and own is None:  # of a moment that not all had
+            store.remove()
+            store = None
+        if whole is None:
+            return Start()
+        snapshot = store.go_back(own.snapshot.sequence) if store is not None and own is not None else None
+        if whole.key.hosts == group.hosts:
+            return Start(store, snapshot)
+        return Start(store, _common(options, group, snapshot, whole.key.step), whole)
     except BaseException:
         if store is not None:
             store.close()
         raise
-    own = whole.mine.get(group.host) if whole else None
-    if store is not None and own is None:  # of a moment that not all had
-        store.remove()
-        store = None
-    if whole is None:
-        return Start()
-    snapshot = store.go_back(own.snapshot.sequence) if store is not None and own is not None else None
-    if whole.key.hosts == group.hosts:
-        return Start(store, snapshot)
-    return Start(store, _common(options, group, snapshot, whole.key.step), whole)
 
 
 def _common(options: Options, group: Alone, snapshot: Snapshot | None, step: int) -> Snapshot:

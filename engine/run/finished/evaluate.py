@@ -96,12 +96,6 @@ def losses(given: argparse.Namespace, screen: Screen) -> Iterator[Found | Judged
         ready.layers.close()
 
 
-def open_and_load(given: argparse.Namespace, screen: Screen, logits: int = 0) -> Ready:
-    """The data, and the layers of the model. `logits`: rows of fp32 logits that a pass needs. Raises as `evaluate`."""
-    opened, sources, seq_len = open_and_read(given, screen, False)
-    return load_for_data(given, opened, sources, seq_len, logits, opened.cfg.vocab, screen)
-
-
 def open_and_read(
     given: argparse.Namespace, screen: Screen, scores: bool, kind: Kind = ""
 ) -> tuple[Opened, list[Dataset], int]:
@@ -131,8 +125,8 @@ def load_for_data(
     below: int,
     screen: Screen,
 ) -> Ready:
-    """Loads the layers, to compute with them on data that was read for `seq_len`. `below`: as in Ready. `logits`: as
-    in `open_and_load`. Raises as `evaluate`.
+    """Loads the layers, to compute with them on data that was read for `seq_len`. `below`: as in Ready. `logits`: rows
+    of fp32 logits that a pass needs. Raises as `evaluate`.
     """
     cfg, place = opened.cfg, device_and_dtype(given, opened)
     rows, dtype = rows_of(place[0], seq_len), DTYPE[place[1]]

@@ -27,6 +27,7 @@ import hashlib
 import json
 import sys
 from collections.abc import Iterator, Mapping, Sequence
+from contextlib import ExitStack
 from dataclasses import dataclass, field
 from itertools import islice
 from pathlib import Path
@@ -51,7 +52,7 @@ from trireme.engine.tuning.base import stamps
 from trireme.models import head
 from trireme.models.config import InputError
 from trireme.models.rows import rope_tables
-from trireme.storage.files import replace_synced
+from trireme.storage.files import partial_of, remove_folders, replace_synced
 from trireme.storage.untrusted import checksum, parse_json, read_small
 
 PART = 1 << 26  # bytes of a part, about
@@ -61,14 +62,18 @@ def score(given: argparse.Namespace) -> int:
     """Runs the command; returns the exit code. Raises InputError, CheckpointError, DoesNotFit, StoreError."""
     out, say = Screen(), Screen(sys.stderr)
     folder = Path(given.out)
-    ready = evaluate.open_and_load(given, say, head.TOP_CHUNK if given.top_k else 0)
+    opened, sources, seq_len = evaluate.open_and_read(given, say, False)
     busy = f"--out {folder}: another process writes scores there. Wait for its end, or name another folder."
-    try:
-        with locked(folder, busy):
-            _keep_names(folder, given, ready)
-            all_ = _score_sources(folder, given, ready, out, say)
-    finally:
-        ready.layers.close()
+    with ExitStack() as stack:
+        stack.callback(remove_folders, stack.enter_context(locked(folder, busy)))
+        names = _names(folder, given, opened, sources)
+        vocab, logits = opened.cfg.vocab, head.TOP_CHUNK if given.top_k else 0
+        ready = evaluate.load_for_data(given, opened, sources, seq_len, logits, vocab, say)
+        stack.callback(ready.layers.close)
+        replace_synced(folder / NAMES, json.dumps(names, indent=1).encode())  # first: with it the folder is known
+        for i, _ in enumerate(sources):
+            (folder / f"{i:03}").mkdir(exist_ok=True)
+        all_ = _score_sources(folder, given, ready, out, say)
     if len(given.data) > 1:
         out.say(f"score    all {len(given.data)} files: {all_}")
     out.say(f"output   {folder}/: {count(len(list(folder.glob('*/*.safetensors'))), 'part')}, scores.json")
@@ -85,11 +90,12 @@ def _score_sources(folder: Path, given: argparse.Namespace, ready: Ready, out: S
     return all_
 
 
-def _keep_names(folder: Path, given: argparse.Namespace, ready: Ready) -> None:
-    """Writes scores.json. Raises InputError if the folder has scores of something else."""
-    sources, codec = list(zip(given.data, ready.sources, strict=True)), ready.sources[0].codec
+def _names(folder: Path, given: argparse.Namespace, opened: Opened, sources: Sequence[Dataset]) -> dict[str, Any]:
+    """The content of scores.json. Raises InputError if the folder has scores of something else, or other files."""
+    codec = sources[0].codec
     assert codec is not None
-    said = described(Path(given.folder), min(given.top_k or 0, ready.below), codec, sources)
+    named = list(zip(given.data, sources, strict=True))
+    said = described(Path(given.folder), min(given.top_k or 0, opened.cfg.vocab), codec, named)
     path = folder / NAMES
     try:
         before = parse_json(read_small(path, links=True), "file") if path.is_file() else said
@@ -97,11 +103,9 @@ def _keep_names(folder: Path, given: argparse.Namespace, ready: Ready) -> None:
         before = None
     if before != said:
         raise InputError(f"--out {folder} holds scores of another model or of other data. Name another folder.")
-    if not path.is_file() and any(folder.iterdir()):
+    if not path.is_file() and {*folder.iterdir()} - {partial_of(path)}:
         raise InputError(f"--out {folder} is not empty. Name another folder.")
-    for i, _ in enumerate(ready.sources):
-        (folder / f"{i:03}").mkdir(parents=True, exist_ok=True)
-    replace_synced(path, json.dumps(said, indent=1).encode())
+    return said
 
 
 def described(model: Path, k: int, codec: Codec, sources: Sequence[tuple[str, Dataset]]) -> dict[str, Any]:
