@@ -109,7 +109,7 @@ def loss(
     too.
 
     `parts`: as of `evaluate`. The task's result, where several GPUs compute losses, is the number of labels that were
-    the likeliest token, (1,); else None.
+    the most likely token, (1,); else None.
     """
     u, gpu = e.geo.head, e.plan.loss_gpu(b)
     scale, g, left, comparison, compared = into or Into(1.0, {})

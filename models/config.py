@@ -93,7 +93,7 @@ class Lora:
 
 @dataclass(frozen=True)
 class Teaching:
-    """A teacher in the loss: its k likeliest tokens, the weight of its divergence, and the temperature of both."""
+    """A teacher in the loss: its k most likely tokens, the weight of its divergence, and the temperature of both."""
 
     k: int
     weight: float

@@ -246,7 +246,7 @@ def _score_loss(
 def head_top(
     cfg: ModelConfig, w: HeadWeights, x: Tensor, loss_rows: Tensor, k: int, below: int
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """The k likeliest tokens, among ids less than `below`, after each of the M rows of x (N, D) in loss_rows.
+    """The k most likely tokens, among ids less than `below`, after each of the M rows of x (N, D) in loss_rows.
 
     (ids (M, k) int64, log-probabilities (M, k) fp32, the logarithm of the probability of all other tokens (M,) fp32).
     Logits exist for TOP_CHUNK rows at a time.

@@ -98,7 +98,7 @@ class ChatTemplate:
     def given(self, variables: Mapping[str, Any]) -> ChatTemplate:
         """The same template with more variables. Raises BadRow if it may not have them."""
         if taken := [name for name in variables if name in _TAKEN or not name.isidentifier()]:
-            what = "which the template gets from elsewhere" if taken[0] in _TAKEN else "which is no name of a variable"
+            what = "which is set by other means" if taken[0] in _TAKEN else "which is not a variable name"
             raise BadRow(f"'chat_template_kwargs' sets {taken[0]!r}, {what}; leave it out")
         try:
             key = json.dumps(variables, sort_keys=True)
@@ -201,8 +201,8 @@ class ChatTemplate:
         """Raises BadRow if answers of tools would be trained."""
         if any(message["role"] == "tool" for message in messages) and self._of(tools).answers:
             raise BadRow(
-                "the chat template writes what tools answer into the assistant's turns, so what to train on cannot be "
-                "told; a template with {% generation %} tags says it (--chat-template FILE)"
+                "the chat template writes answers of tools into the assistant's turns, so the assistant's text "
+                "cannot be located; give a template with {% generation %} tags: --chat-template FILE"
             )
 
     def _turn(self, i: int, messages: list[Fields], tools: list[Fields] | None, rendering: Rendering) -> Span:
@@ -216,8 +216,8 @@ class ChatTemplate:
         if len(found) != 1:
             what = "nothing" if not found else "several parts"
             raise BadRow(
-                f"the chat template writes {what} for message {i} (assistant), so what to train on cannot be told; "
-                "a template with {% generation %} tags says it (--chat-template FILE)"
+                f"the chat template writes {what} for message {i} (assistant), so the assistant's text "
+                "cannot be located; give a template with {% generation %} tags: --chat-template FILE"
             )
         start, stop = found[0]
         written = rendering.text[start:stop]
@@ -260,10 +260,10 @@ class ChatTemplate:
             return found
         if "" in here or (usual.prompt == "" and usual.lead is not None and not usual.lead.strip()):
             return 0
-        what = f"does not begin with {usual.lead!r}" if usual.lead else "begins with no opening that can be told"
+        what = f"does not begin with {usual.lead!r}" if usual.lead else "does not begin with a recognizable header"
         raise BadRow(
-            f"message {i} (assistant) {what} in the chat template's rendering; a template with {{% generation %}} tags "
-            "says what to train on (--chat-template FILE)"
+            f"message {i} (assistant) {what} in the chat template's rendering; give a template with "
+            "{% generation %} tags: --chat-template FILE"
         )
 
     def _after_preface(self, opening: str, tools: list[Fields] | None, written: str) -> int:
@@ -294,7 +294,8 @@ def _check_calls(messages: list[Fields], wanted: list[bool], rendering: Renderin
         written = "".join(rendering.text[a:b] for a, b in turns)
         if any(_function(call)["name"] not in written for call in message.get("tool_calls", [])):
             raise BadRow(
-                f"the chat template does not write the tool calls of message {i}; one that does: --chat-template FILE"
+                f"the chat template does not write the tool calls of message {i}; "
+                "give one that does: --chat-template FILE"
             )
 
 
@@ -354,7 +355,7 @@ def _check_tools(tools: list[Fields] | None, text: str) -> None:
         name = tool.get("function", tool).get("name")
         if isinstance(name, str) and name not in text:
             raise BadRow(
-                f"the chat template does not write the tool {name!r}; one that does: --chat-template FILE, "
+                f"the chat template does not write the tool {name!r}; give one that does: --chat-template FILE, "
                 "or leave them out: --map unused=tools"
             )
 
@@ -392,7 +393,7 @@ def _check_written(
             lost = sorted({*lost, *unsaid})
     if lost:
         role = messages[lost[0]]["role"]
-        ways = "one that does: --chat-template FILE"
+        ways = "give one that does: --chat-template FILE"
         ways = f"call it 'system' in the data, or {ways}" if role == "developer" else ways
         raise BadRow(f"the chat template writes nothing for message {lost[0]} (role {role!r}); {ways}")
 

@@ -297,7 +297,7 @@ def load_dataset(
             same = next(
                 str(source) for source, file in zip(val_given, val_files, strict=True) if file.meta["key"] in both
             )
-            notes.append(f"{same} is trained on and held out: eval_loss will say nothing of other data")
+            notes.append(f"{same} is trained on and held out: eval_loss does not measure the loss on unseen data")
     elif share:
         is_text = all(file.meta["format"] == "text" for file in files)
         before = len(rows)

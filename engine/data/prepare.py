@@ -281,8 +281,8 @@ def _without_template(example: Example, reading: Reading) -> Example:
         return example
     if reading.codec is None:
         raise InputError(
-            "the checkpoint has no tokenizer.json, which this data needs. Give --tokenizer FOLDER. Of tokenizer.model, "
-            "or vocab.json and merges.txt, transformers makes one: AutoTokenizer.from_pretrained(DIR)"
+            "the checkpoint has no tokenizer.json, which this data needs. Give --tokenizer FOLDER. transformers "
+            "converts tokenizer.model, or vocab.json and merges.txt: AutoTokenizer.from_pretrained(DIR)"
             ".save_pretrained(FOLDER). Or train on rows of input_ids and labels."
         )
     if isinstance(example, Chat) and reading.codec.facts.template is None:

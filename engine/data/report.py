@@ -148,7 +148,7 @@ def notes_on(
         share = percent(lost / total("said"))
         notes.append(f"the chat template leaves out {share} of what the assistant says, which is not trained: {KEEP}")
     if (early := total("early")) and not scored:
-        ends = "an end token among the words that are trained, which teaches to stop there"
+        ends = "an end token inside the trained text: the model learns to stop there"
         notes.append(f"{count(early, 'row')} with {ends}")
     if unknown := total("unknown"):
         share = percent(unknown / sum(int(file.offsets[-1]) for file in files))

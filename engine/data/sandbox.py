@@ -132,7 +132,7 @@ def _how(code: int, seconds: float, memory: int) -> str:
         return f"takes longer than {seconds:,.0f} s of processor time"
     allowed = f"it may take {memory / (1 << 30):.3g} GiB of memory"
     name = signal.Signals(-code).name if code < 0 else f"exit code {code}"
-    return f"was killed ({name}); {allowed}" if code == -signal.SIGKILL else f"breaks down ({name}); {allowed}"
+    return f"was killed ({name}); {allowed}" if code == -signal.SIGKILL else f"crashes ({name}); {allowed}"
 
 
 # ---------------------------------------------------------------- in the child

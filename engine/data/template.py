@@ -115,7 +115,7 @@ def _tojson(
 
 def _no_json(value: Any) -> NoReturn:
     if isinstance(value, jinja2.Undefined):
-        raise jinja2.exceptions.TemplateError(f"it writes {value._undefined_name!r}, which is not there")
+        raise jinja2.exceptions.TemplateError(f"it writes {value._undefined_name!r}, which is undefined")
     raise TypeError(f"{type(value).__name__} is not JSON")
 
 
@@ -211,7 +211,7 @@ class Template:
         marked = [_Message(message, i, set()) for i, message in enumerate(messages)]
         rendering = _read_marks(self._run(self._marked, marked, tools, prompt))
         if rendering.text != text:
-            raise BadRow("the chat template works on its own output, so it cannot be told who wrote what")
+            raise BadRow("the chat template processes its own output, so the text of each role cannot be located")
         return rendering._replace(read=tuple(message.read for message in marked))
 
     @cached_property

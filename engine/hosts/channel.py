@@ -157,7 +157,7 @@ def greet(connection: socket.socket, key: bytes, end: End, until: float) -> Chan
     said = hello + read(connection, NONCE, until)
     proof = read(connection, TAG, until)
     if not hmac.compare_digest(proof, _derived(key, b"target", said)):
-        raise Forged("it has another secret")
+        raise Forged("its secret differs")
     connection.sendall(_derived(key, b"source", said))
     channel = _channel(connection, key, said, b"to target", b"to source")
     connection.settimeout(max(1e-3, until - time.monotonic()))
@@ -180,7 +180,7 @@ def answer(connection: socket.socket, key: bytes, host: int, hosts: int, until: 
     said = hello + secrets.token_bytes(NONCE)
     connection.sendall(said[HELLO.size :] + _derived(key, b"target", said))
     if not hmac.compare_digest(read(connection, TAG, until), _derived(key, b"source", said)):
-        raise Forged("it has another secret")
+        raise Forged("its secret differs")
     return end, _channel(connection, key, said, b"to source", b"to target")
 
 

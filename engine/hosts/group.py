@@ -82,7 +82,7 @@ def told(text: str, shape: Shape, host: int) -> Any:
 
 def refuse_text(host: int, wrong: str) -> NoReturn:
     """Raises InputError about what a host has sent."""
-    raise InputError(f"host {host} says what this version does not{wrong}. Start the same version on all hosts.")
+    raise InputError(f"host {host} sent what this version does not expect{wrong}. Start the same version on all hosts.")
 
 
 class Alone:

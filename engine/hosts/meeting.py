@@ -106,7 +106,7 @@ class Door:
                 return dict(self.channels)
             host = min(wanted - self.channels.keys())[0]
             others = f"; {self.refused} connections without the secret were refused" if self.refused else ""
-        raise LostHost(f"host {host} has not come to port {self.port} within {MEETING:.0f} s{others}")
+        raise LostHost(f"host {host} did not connect to port {self.port} within {MEETING:.0f} s{others}")
 
     def close(self) -> None:
         self._open = False
@@ -162,7 +162,7 @@ def meet(host: int, hosts: int, key: bytes, at: Address, say: Say = silent) -> L
         try:
             table = _tell(door, until) if not host else _ask(found[0, control], own._replace(port=door.port), hosts)
         except (OSError, Forged) as error:
-            raise LostHost(f"another host has ended while hosts met: {error}") from error
+            raise LostHost(f"another host ended while the hosts connected: {error}") from error
         for other in range(host):
             where = at if not other else Address(table[other].name or at.name, table[other].port)
             for line in range(len(LINES)):
@@ -182,7 +182,7 @@ def _own(connection: socket.socket, at: Address) -> Address:
 
 
 def _reach(where: Address, key: bytes, end: End, until: float, say: Say) -> Channel:
-    """Connects to a host, which may not be there yet. Raises LostHost, InputError where it has another secret."""
+    """Connects to a host, which may not be there yet. Raises LostHost, InputError where its secret differs."""
     why, place, strange = "no time is left", f"host {end.target} at {shown(where.name)}, port {where.port}", 0.0
     while time.monotonic() < until:
         connection, began = None, time.monotonic()
@@ -203,8 +203,8 @@ def _reach(where: Address, key: bytes, end: End, until: float, say: Say) -> Chan
                 before, strange = strange, strange + time.monotonic() - began
                 if before < STRANGE <= strange:
                     say(
-                        f"{place}: what takes connections there does not answer as a host of this run ({why}). If it "
-                        "is another program, take another MASTER_PORT"
+                        f"{place}: the program listening there does not answer as a host of this run ({why}). If it "
+                        "is another, take another MASTER_PORT"
                     )
     raise LostHost(f"{place} does not answer: {why}")
 

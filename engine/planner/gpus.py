@@ -175,7 +175,7 @@ def find_gpu(text: str, tflops: float = 0.0) -> Gpu:
     if _WITHOUT_BF16.fullmatch(key):
         raise ValueError(_no_bf16(text))
     if _OTHERS.match(key):
-        raise ValueError(f"{text!r} is not NVIDIA's, and the kernels are for NVIDIA's GPUs")
+        raise ValueError(f"{text!r} is not an NVIDIA GPU, and the kernels are for NVIDIA GPUs")
     like = GPUS["rtx4090"]
     try:
         sized = replace(like, name="a GPU as fast as an RTX 4090", memory=size(text))

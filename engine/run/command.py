@@ -189,8 +189,8 @@ def _from_flags(argv: Sequence[str]) -> dict[str, Any]:
                 raise InputError(f"{model} is no folder here, and no command. See {program()} --help.")
             what = f"{word}: the checkpoint is {model} already"
             if given.get("data") and Path(word).suffix:
-                raise InputError(f"{what}. Is it a pattern's file? Quote the pattern, so that --data gets it whole.")
-            raise InputError(f"{what}. Data goes behind --data.")
+                raise InputError(f"{what}. Did the shell expand a pattern? Quote it.")
+            raise InputError(f"{what}. Give data with --data.")
         given["model"] = word
     return given
 
@@ -299,7 +299,7 @@ def _of_host(given: dict[str, Any], host: int, hosts: int) -> dict[str, Any]:
     """A host's options. Hosts other than the first store their state in folders of their own. Raises InputError."""
     if not (given.get("resume") or given.get("out")) or "config" in given or "demo" in given:
         raise InputError(
-            f"WORLD_SIZE is {hosts} hosts: say --out DIR, without --config or --demo. Host 0 writes the checkpoint "
+            f"WORLD_SIZE is {hosts} hosts: give --out DIR, without --config or --demo. Host 0 writes the checkpoint "
             "there; host N keeps its state in DIR/host-N, on a disk of its own or on one that they share."
         )
     if not host:
@@ -326,7 +326,7 @@ def checked(options: Options) -> Options:
     if options.demo:
         own = [flag_of(name) for name in ("model", "data", "val", "resume") if getattr(options, name)]
         if own:
-            raise InputError(f"--demo trains a model of its own on stories of its own. Leave out {', '.join(own)}.")
+            raise InputError(f"--demo trains a generated model on generated stories. Leave out {', '.join(own)}.")
         return options
     _check_named(options)
     from trireme.engine.run.begin.method import preference_of, teaching_of  # late: numpy, and --help needs none
@@ -347,7 +347,7 @@ def checked(options: Options) -> Options:
         )
     if (options.export == "best" or options.patience) and not options.val and options.data:
         flag = f"--patience {options.patience}" if options.patience else "--export best"
-        raise InputError(f"{flag} goes by the loss on held-out data. Give --val.")
+        raise InputError(f"{flag} needs the loss on held-out data. Give --val.")
     stores = {os.path.realpath(folder) for folder in options.store}
     if os.path.realpath("/") in stores or "" in options.store:
         wrong = "names no folder" if "" in options.store else "names the root of all folders"
@@ -392,7 +392,7 @@ def parse_check(argv: Sequence[str]) -> argparse.Namespace:
     """store, report and tune of `check`. Raises InputError; --help exits."""
     parser = CommandParser(
         usage=f"{program()} check [--store DIR[,DIR]] [--report FILE] [--tune]",
-        description="Says what this machine has, how fast it is, and what to change, in two minutes. Writes a report.",
+        description="Reports what this machine has, how fast it is, and what to change, in two minutes.",
     )
     parser.add_argument("--store", metavar="DIR[,DIR]", default=".", help="a folder on each drive to try [this one]")
     parser.add_argument("--report", metavar="FILE", default="trireme-check.json", help="where the report is written")

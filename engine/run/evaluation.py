@@ -124,7 +124,7 @@ class Evaluation:
         return placed(mb, self.places, loads, correct)
 
     def counter(self) -> torch.Tensor | None:
-        """Where the head counts, on its GPU, labels that were the likeliest token; None for losses without that
+        """Where the head counts, on its GPU, labels that were the most likely token; None for losses without that
         count.
         """
         engine = self.live.engine

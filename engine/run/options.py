@@ -333,7 +333,7 @@ class Options:
     )
     teacher: str | None = _option(
         TRAINING,
-        "distillation: also learn from the likeliest tokens of this checkpoint, or from an output of `trireme score`",
+        "distillation: also learn from the most likely tokens of this checkpoint, or from an output of `trireme score`",
         metavar="DIR",
         also="teacher-model teacher-model-name-or-path",
     )
@@ -351,7 +351,10 @@ class Options:
         also="kd-temperature distill-temperature",
     )
     top_k: int | None = _option(
-        TRAINING, "number of the teacher's likeliest tokens per label [64]", parse=number(1, 256, kind=int), metavar="K"
+        TRAINING,
+        "number of the teacher's most likely tokens per label [64]",
+        parse=number(1, 256, kind=int),
+        metavar="K",
     )
     epochs: float | None = _option(
         TRAINING,

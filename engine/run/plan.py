@@ -48,7 +48,7 @@ def given_plan(
     if options.dtype != "auto" and DTYPES[options.dtype] != plan.dtype:
         raise InputError(f"{options.plan}: the plan computes in {plan.dtype}. Leave --dtype out, or change the plan.")
     if plan.gpus != gpus:
-        raise InputError(f"{options.plan}: the plan is for {count(plan.gpus, 'GPU')}. Say --gpus {plan.gpus}.")
+        raise InputError(f"{options.plan}: the plan is for {count(plan.gpus, 'GPU')}. Give --gpus {plan.gpus}.")
     check_options(options, plan, plan.tokens // seq_len)
     if on_cuda and not plan.runs_on_cuda:
         raise InputError(
@@ -74,7 +74,7 @@ def check_options(options: Options, plan: Plan, rows: int) -> None:
     for flag, (asked, planned) in said.items():
         if asked != planned:
             raise InputError(
-                f"{options.plan}: {flag} is {asked}, the plan has {planned}. Say {flag} {planned}, or change the plan."
+                f"{options.plan}: {flag} is {asked}, the plan has {planned}. Give {flag} {planned}, or change the plan."
             )
     if plan.mode == "backward" and options.max_grad_norm:
         raise InputError(

@@ -6,7 +6,7 @@ is in cross_entropy.py. The teacher's tokens are set to -inf in the chunk of log
     dlogits = scale * factor * softmax over the others * ((1 - weight) * p + weight * g), p and g of all others
 
 At the end the gradients of the teacher's tokens are stored in their places.
-Legend: N tokens, M labels, K likeliest tokens, D width, V vocabulary.
+Legend: N tokens, M labels, K most likely tokens, D width, V vocabulary.
 """
 
 from __future__ import annotations

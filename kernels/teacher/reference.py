@@ -1,6 +1,6 @@
-"""Distillation from a teacher's likeliest tokens, in plain torch: reference for tests, and CPU path.
+"""Distillation from a teacher's most likely tokens, in plain torch: reference for tests, and CPU path.
 
-A teacher gives probabilities (shares) of K + 1 classes: its K likeliest tokens, and all other tokens together. p are
+A teacher gives probabilities (shares) of K + 1 classes: its K most likely tokens, and all other tokens together. p are
 the student's shares of these classes, q the teacher's, both softened, that is in proportion to share^(1 / T).
 
     loss = (1 - weight) * (lse - logits[label]) + weight * T^2 * sum(q * log(q / p))
@@ -8,7 +8,7 @@ the student's shares of these classes, q the teacher's, both softened, that is i
 Let g = T * (p - q), whose sum is 0. The derivative of T^2 times the divergence is g of a likeliest token by its logit,
 and g of the others times the softmax over the others by the logit of another one (Hinton et al. 2015,
 arXiv:1503.02531, section 2, for these classes).
-Legend: N tokens, M labels, K likeliest tokens, D width, V vocabulary.
+Legend: N tokens, M labels, K most likely tokens, D width, V vocabulary.
 """
 
 from __future__ import annotations

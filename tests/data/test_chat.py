@@ -272,7 +272,7 @@ def test_an_opening_that_cannot_be_found_is_refused():
         "{{ raise_exception('no') }}{% endif %}"
         "{% for m in messages %}{{ '<' + m.role + '>' + m.content + '<end>' }}{% endfor %}"
     )
-    with pytest.raises(BadRow, match="message 1 .* begins with no opening that can be told"):
+    with pytest.raises(BadRow, match="message 1 .* does not begin with a recognizable header"):
         ChatTemplate({"default": source}, {}).mark([user("a"), said("b")], None)
 
 
@@ -439,7 +439,7 @@ def test_answers_of_tools_in_the_assistants_turn_are_not_learned():
         "{% if add_generation_prompt %}{{ '<assistant>' }}{% endif %}"
     )
     assert learned(source, PLAIN_TALK["one turn"], TOOLS) == ["Use a pin.<end>"]
-    with pytest.raises(BadRow, match="what tools answer into the assistant's turns"):
+    with pytest.raises(BadRow, match="answers of tools into the assistant's turns"):
         learned(source, CALLS["call"], TOOLS)
 
 

@@ -120,12 +120,12 @@ def test_all_streams_of_a_packed_file_are_read(tmp_path, suffix):
 @pytest.mark.parametrize(
     ("name", "content", "says"),
     [
-        ("a.jsonl", gzip.compress(LINES, mtime=0), "is gzip by another name. Rename it: mv {0} {0}.gz"),
-        ("a.json", lzma.compress(LINES), "is xz by another name. Rename it: mv {0} {0}.xz"),
-        ("a.txt", bz2.compress(LINES), "is bzip2 by another name"),
-        ("a.jsonl", b"\x28\xb5\x2f\xfd" + LINES, "is Zstandard by another name"),
-        ("a.json", b"PAR1" + LINES, "is Parquet by another name. Rename it: mv {0} {1}/a.parquet"),
-        ("a.csv", b"ARROW1" + LINES, "is Arrow by another name. Rename it: mv {0} {1}/a.arrow"),
+        ("a.jsonl", gzip.compress(LINES, mtime=0), "is gzip with another extension. Rename it: mv {0} {0}.gz"),
+        ("a.json", lzma.compress(LINES), "is xz with another extension. Rename it: mv {0} {0}.xz"),
+        ("a.txt", bz2.compress(LINES), "is bzip2 with another extension"),
+        ("a.jsonl", b"\x28\xb5\x2f\xfd" + LINES, "is Zstandard with another extension"),
+        ("a.json", b"PAR1" + LINES, "is Parquet with another extension. Rename it: mv {0} {1}/a.parquet"),
+        ("a.csv", b"ARROW1" + LINES, "is Arrow with another extension. Rename it: mv {0} {1}/a.arrow"),
         ("a.jsonl", b"PK\x03\x04" + LINES, "is a zip archive. Unpack it: unzip {0}"),
         ("a.jsonl", b"<!DOCTYPE html><html>", "is a web page, not data"),
         ("a.json", b"\x80\x04\x95abc", "is a pickle of Python"),

@@ -303,7 +303,10 @@ def test_thoughts_among_the_parts():
 @pytest.mark.parametrize(
     ("row", "says"),
     [
-        ({"messages": TALK, "images": ["a.png"]}, "'images' holds what is no text; only text can be trained on"),
+        (
+            {"messages": TALK, "images": ["a.png"]},
+            "'images' holds content that is not text; only text can be trained on",
+        ),
         ({"conversations": TALK, "image": "a.png"}, "--map unused=image"),
         ({"messages": TALK, "videos": [{"bytes": "x"}]}, "'videos'"),
         ({"text": "x", "audio": {"path": "a.wav"}}, "'audio'"),

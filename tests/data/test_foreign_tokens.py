@@ -509,7 +509,7 @@ def test_the_template_of_a_processor_is_found(tmp_path):
 
 def test_what_a_template_writes_and_is_not_there_is_named():
     source = "{% for m in messages %}{{ m.name | tojson }}{{ m.content }}{% endfor %}"
-    with pytest.raises(ValueError, match="it writes 'name', which is not there"):
+    with pytest.raises(ValueError, match="it writes 'name', which is undefined"):
         ChatTemplate({"default": source}, {}).mark(TALK, None)
 
 
@@ -521,7 +521,7 @@ def test_an_end_token_among_the_words_is_noted(tmp_path):
         row = {"messages": [{"role": "user", "content": "x </s> y"}, {"role": "assistant", "content": said}]}
         path.write_text(json.dumps(row))
         found = load_dataset([str(path)], codec, DataOptions(seq_len=64)).report.notes
-        assert ["1 row with an end token among the words" in note for note in found] == [True] * notes
+        assert ["1 row with an end token inside the trained text" in note for note in found] == [True] * notes
     path.write_text(json.dumps({"prompt": "a </s>", "completion": "b </s> c"}))
     assert "1 row with an end token" in load_dataset([str(path)], codec, DataOptions(seq_len=64)).report.notes[0]
     path.write_text(json.dumps({"prompt": "a </s>", "completion": "b </s>"}))

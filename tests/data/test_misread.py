@@ -238,7 +238,7 @@ FILES = {
     "a.csv": (b"text\na\ncaf\xe9\n", "a.csv line 3 is not UTF-8"),
     "u.txt": ("a".encode("utf-32"), "is UTF-32. Convert it: iconv -f UTF-32"),
     "rows.txt": (b'{"text": "a b"}\n{"text": "c"}\n', "holds rows of JSON, not running text. Rename it"),
-    "rows.csv": (b'{"text": "a"}\n', "is JSON by another name. Rename it"),
+    "rows.csv": (b'{"text": "a"}\n', "is JSON with another extension. Rename it"),
     "q.csv": (b'prompt,completion\na,b\n"c,d\ne,f\n', "q.csv line 3 to 4 is not CSV"),
     "n.csv": (b"prompt,completion\na,nan\n", "line 2: 'completion' is null"),
 }

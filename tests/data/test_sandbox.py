@@ -104,7 +104,7 @@ def test_memory_is_limited_where_proc_is_hidden(tmp_path, monkeypatch):
 
 
 def test_an_abort_is_one_exception_and_nothing_is_printed(box, capfd):
-    with pytest.raises(Died, match=r"quoting breaks down \(SIGABRT\); it may take 1 GiB of memory"):
+    with pytest.raises(Died, match=r"quoting crashes \(SIGABRT\); it may take 1 GiB of memory"):
         box.call(abort)
     assert capfd.readouterr() == ("", "")
     assert box.call(remember, "a") == ["thing", "a"]

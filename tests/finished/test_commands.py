@@ -87,7 +87,7 @@ def test_a_text_is_continued(here, capsys):
     out, err = said(capsys, "sample", "model", "--prompt", "Once upon", "--as-text", "--max-new-tokens", str(NEW))
     assert out == theirs("Once upon") + "\n"
     assert re.match(
-        r"model    model, [\d,]+ parameters, .* in f32 on the CPU\nsampling the likeliest token each time\n", err
+        r"model    model, [\d,]+ parameters, .* in f32 on the CPU\nsampling the most likely token each time\n", err
     )
 
 
@@ -220,7 +220,7 @@ def test_an_end_token_of_generation_config_ends(here, capsys):
     [
         ([], "no prompt given. Use --prompt TEXT, --chat or --prompts FILE."),
         (["--prompt", "a", "--chat"], "--prompt and --chat: only one at a time."),
-        (["--prompt", "a", "--top-p", "0.5"], "--top-p is of drawn tokens, and the likeliest is taken."),
+        (["--prompt", "a", "--top-p", "0.5"], "--top-p is for sampling, and decoding is greedy."),
         (["--prompt", "a", "--temperature", "-1"], "--temperature: '-1' is not a number"),
         (["--prompt", "a", "--beams", "3"], "unknown option --beams. See trireme sample --help."),
         (["--prompt", "a" * 300], "tokens: the model has 256 positions. Shorten it."),
@@ -241,7 +241,7 @@ def test_an_end_token_of_generation_config_ends(here, capsys):
         ),
         (
             ["--prompt", "a", "--chat-template-kwargs", '{"a-b": 1}'],
-            "sets 'a-b', which is no name of a variable; leave",
+            "sets 'a-b', which is not a variable name; leave",
         ),
         (["--prompt", "a", "--model", "x"], "--model x: model is no adapter. Leave --model out."),
     ],
@@ -308,7 +308,7 @@ def test_variables_of_the_template_are_given_to_it(here, capsys, monkeypatch):
     assert len(asked[0]) == len(asked[1]) + 1
     assert asked[0][2:] == asked[1][1:]
     assert "warning: the chat template does not read chat_template_kwargs.tone\n" in err
-    assert "warning: the run had --system, and the model is asked without it here\n" in err
+    assert "warning: the run had --system, and the prompt is formatted without it here\n" in err
     assert "the run had --chat" not in err
     assert "warning: 1 prompt of 3 with an answer at the end: another comes after it\n" in err
     monkeypatch.setattr(sys, "stdin", io.StringIO("a\n"))

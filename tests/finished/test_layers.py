@@ -67,7 +67,7 @@ def their_losses(model, batch):
 
 
 def their_hits(model, batch):
-    """Labels that are the likeliest token."""
+    """Labels that are the most likely token."""
     total = 0
     ids, labels = (torch.from_numpy(a).long().split(batch.lengths) for a in (batch.ids, batch.labels))
     for own, targets in zip(ids, labels, strict=True):

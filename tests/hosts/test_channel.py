@@ -69,7 +69,7 @@ def test_frames_go_both_ways(pair, n):
 
 def test_another_secret_is_refused_by_both_ends():
     asking, answering = met(OTHER, KEY)
-    with pytest.raises(Forged, match="it has another secret"):
+    with pytest.raises(Forged, match="its secret differs"):
         asking.result()
     with pytest.raises((Forged, OSError)):
         answering.result()
@@ -87,7 +87,7 @@ def test_what_was_recorded_is_not_taken_again():
     there, here = socket.socketpair()
     said = HELLO.pack(MAGIC, 2, 1, 0, 3, bytes(32))
     there.sendall(said + bytes(32))
-    with pytest.raises(Forged, match="another secret"):
+    with pytest.raises(Forged, match="its secret differs"):
         answer(here, KEY, 0, 2, time.monotonic() + 10)
 
 
@@ -203,7 +203,7 @@ def test_hosts_meet_though_a_stranger_talks_and_leave_no_port_open(name):
 def test_who_does_not_come_is_named(monkeypatch):
     monkeypatch.setattr(meeting, "MEETING", 0.3)
     port = free_port()
-    with pytest.raises(LostHost, match=f"host 1 has not come to port {port} within 0 s"):
+    with pytest.raises(LostHost, match=f"host 1 did not connect to port {port} within 0 s"):
         meet(0, 2, KEY, Address("127.0.0.1", port))
     with pytest.raises(LostHost, match=f"host 0 at 127.0.0.1, port {port} does not answer: Connection refused"):
         meet(1, 2, KEY, Address("127.0.0.1", port))
@@ -214,9 +214,9 @@ def test_who_does_not_come_is_named(monkeypatch):
 def test_a_host_with_another_secret_says_so_and_the_other_waits_for_a_better():
     port = free_port()
     door = Door(0, 2, KEY, Address("127.0.0.1", port))
-    with pytest.raises(InputError, match=f"host 0 at 127.0.0.1, port {port}: it has another secret. Copy host 0's"):
+    with pytest.raises(InputError, match=f"host 0 at 127.0.0.1, port {port}: its secret differs. Copy host 0's"):
         meet(1, 2, OTHER, Address("127.0.0.1", port))
-    with pytest.raises(LostHost, match="host 1 has not come"):
+    with pytest.raises(LostHost, match="host 1 did not connect"):
         door.wait(range(1), 0.0)
     door.close()
 
@@ -242,7 +242,7 @@ def test_another_program_at_the_port_is_named_while_a_host_waits(closes, monkeyp
             meet(1, 2, KEY, at, said.append)
         other.shutdown(socket.SHUT_RDWR)
     (line,) = said
-    assert line.startswith(f"host 0 at 127.0.0.1, port {at.port}: what takes connections there does not answer as")
+    assert line.startswith(f"host 0 at 127.0.0.1, port {at.port}: the program listening there does not answer as")
 
 
 def test_a_port_in_use_is_one_line():

@@ -217,7 +217,7 @@ SEEN = '{"begun": true, "held": [[1, 4, 2, "ab"]]}'
     ],
 )
 def test_what_another_host_says_is_read_without_trust(text, wrong):
-    with pytest.raises(InputError, match="host 1 says what this version does not") as refused:
+    with pytest.raises(InputError, match="host 1 sent what this version does not expect") as refused:
         held.last_whole(Says(text), [], True, Path("out"))
     assert wrong in str(refused.value)
     assert held.last_whole(Says(SEEN), [], True, Path("out")) is None  # of host 0 no snapshot
@@ -244,17 +244,17 @@ def test_hosts_plan_with_the_least_memory_of_their_equal_gpus(monkeypatch):
 def test_how_much_another_host_says_is_bounded(monkeypatch, n):
     here = object.__new__(group.Group)
     monkeypatch.setattr(here, "_gathered", lambda own: [own, own.clone().index_fill_(0, torch.tensor([0]), n)])
-    with pytest.raises(InputError, match="host 1 says what this version does not: .* numbers, expected 0 to 1"):
+    with pytest.raises(InputError, match="host 1 sent what this version does not expect: .* numbers, expected 0 to 1"):
         here.numbers([3.0], 1)
     monkeypatch.setattr(here, "numbers", lambda own, *_: [*own, n])
-    with pytest.raises(InputError, match="host 1 says what this version does not: "):
+    with pytest.raises(InputError, match="host 1 sent what this version does not expect: "):
         here.texts("")
     if abs(n) > 1e308 or n != n:
-        with pytest.raises(InputError, match="host 1 says what this version does not: (nan|inf)"):
+        with pytest.raises(InputError, match="host 1 sent what this version does not expect: (nan|inf)"):
             here.each(1.0)
     monkeypatch.undo()
     monkeypatch.setattr(here, "_gathered", lambda own: [own, torch.zeros_like(own)])
-    with pytest.raises(InputError, match="host 1 says what this version does not: 0 numbers, expected 1 to 1"):
+    with pytest.raises(InputError, match="host 1 sent what this version does not expect: 0 numbers, expected 1 to 1"):
         here.first(True)
 
 

@@ -102,7 +102,7 @@ def test_an_upload_that_is_interrupted_leaves_a_finished_run(known, monkeypatch,
 EARLY = {
     "no token": (
         RUN,
-        "me/tuned: not uploaded: there is no token. To have one, log in (hf auth login), or set HF_TOKEN",
+        "me/tuned: not uploaded: no token was found: log in (hf auth login), or set HF_TOKEN",
     ),
     "no owner": ((*RUN[:-1], "tuned"), "--push tuned: expected OWNER/NAME"),
     "a local base": (("model", *RUN[1:], "--lora", "2"), "adapters name their base, and model is a folder of this"),

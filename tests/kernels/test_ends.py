@@ -197,7 +197,7 @@ def test_the_reference_smooths_labels_as_torch(cap):
 @pytest.mark.parametrize("dtype", DTYPES)
 @pytest.mark.parametrize(("cap", "gradient"), [(0.0, True), (0.7, False)])
 def test_labels_that_are_the_likeliest(device, dtype, cap, gradient):
-    """Of every second row the likeliest token is the label; rows without a label stay as they are."""
+    """Of every second row the most likely token is the label; rows without a label stay as they are."""
     torch.manual_seed(0)
     x, w, labels, rows, dw = _loss_case(12, 16, 101, 9, dtype, device, torch.float32)
     top, found = (x.double() @ w.double().T).topk(2, 1)

@@ -243,7 +243,7 @@ def test_a_snapshot_that_hangs_ends_the_run(checkpoint):
     both = "state_write hangs in state embed 0", "ssd_write hangs in weights embed"  # at once
     assert line in [
         f"error: snapshot: no progress for 0s; queue {which}. Is the GPU or a drive failing? There is no snapshot yet. "
-        f"To go on: --resume {out}"
+        f"To continue: --resume {out}"
         for which in both
     ]
 
@@ -260,6 +260,6 @@ def test_a_queue_that_hangs_ends_the_run_which_goes_on(checkpoint, queue):
     assert ended(pid) == 4
     (line,) = errors.read_text().splitlines()
     assert line.startswith(f"error: step 6: no progress for 1s; queue {queue} hangs in "), line
-    assert line.endswith(f"Last snapshot: step 4. To go on: --resume {out}")
+    assert line.endswith(f"Last snapshot: step 4. To continue: --resume {out}")
     assert ended(resumed(options(checkpoint, out, "host", resume=str(out)))) == 0
     assert finished(out)

@@ -138,8 +138,8 @@ def test_positional_may_stand_anywhere_and_data_may_repeat():
             ["--out", "a/b", "--store", "a/./b,c"],
             "--store a/./b,c is --out itself. Name another folder, or leave it out.",
         ),
-        (["other"], "other: the checkpoint is ckpt already. Data goes behind --data."),
-        (["--data", "a.jsonl", "b.jsonl"], "b.jsonl: the checkpoint is ckpt already. Is it a pattern's file? Quote"),
+        (["other"], "other: the checkpoint is ckpt already. Give data with --data."),
+        (["--data", "a.jsonl", "b.jsonl"], "b.jsonl: the checkpoint is ckpt already. Did the shell expand a pattern? Quote it"),
         (["--gradient_checkpointing", "true"], "--gradient-checkpointing is not an option here: what is kept"),
         (["--use_dora", "1"], "--use-dora is not an option here: DoRA is not supported"),
         (["--dtype", "fp16"], "--dtype: 'fp16' is not one of auto, bf16, fp32, fp8."),
@@ -230,7 +230,7 @@ def test_what_would_be_ignored_is_refused(tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
     made(tmp_path)
     assert refused(*BASE, "--demo") == (
-        "--demo trains a model of its own on stories of its own. Leave out --model, --data."
+        "--demo trains a generated model on generated stories. Leave out --model, --data."
     )
     assert "Leave out --val" in refused("--demo", "--val", "0.1")
     (tmp_path / "config.yaml").write_bytes(config_yaml(parse(BASE)))

@@ -237,7 +237,7 @@ def test_more_steps_asked_for_on_resuming_are_kept(checkpoint, monkeypatch, caps
     stopped(replace(run, resume=run.out, max_steps=10), 8, monkeypatch)
     assert "max_steps: 10" in (checkpoint / "longer" / "config.yaml").read_text()
     capsys.readouterr()
-    with pytest.raises(InputError, match="is at step 8, and 6 are asked for"):
+    with pytest.raises(InputError, match="is at step 8, and 6 were given"):
         finetune(replace(run, resume=run.out))
     assert capsys.readouterr().out == "changed  --max-steps 6, was 10 at step 8\n"
 
@@ -499,7 +499,7 @@ def test_a_plan_with_room_for_fewer_micro_batches_is_refused(checkpoint):
         ({"mode": "backward"}, {}, "its mode backward updates before the norm is known. Add --max-grad-norm 0, or"),
         ({"mode": "backward"}, {"max_grad_norm": 0.0, "optimizer_mode": "forward"}, "--optimizer-mode is forward"),
         ({"mode": "backward"}, {"max_grad_norm": 0.0}, ""),
-        ({}, {"gpus": 2}, "the plan is for 1 GPU. Say --gpus 1"),
+        ({}, {"gpus": 2}, "the plan is for 1 GPU. Give --gpus 1"),
     ],
 )  # fmt: skip
 def test_no_option_is_silently_overruled_by_a_given_plan(checkpoint, begun, plan, given, says):

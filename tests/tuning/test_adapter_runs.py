@@ -147,7 +147,9 @@ def test_peft_opens_it_and_merged_it_computes_the_same(checkpoint, whole):
 def test_an_adapter_is_trained_further(checkpoint, whole):
     more = options(checkpoint, checkpoint / "further", "gpu", adapter=str(checkpoint / "whole"))
     finetune(replace(more, lr=1e-9, max_steps=1))
-    with pytest.raises(InputError, match="finished. To train its result further, say --adapter .*further, and another"):
+    with pytest.raises(
+        InputError, match="finished. To train its result further, give --adapter .*further, and another"
+    ):
         finetune(replace(more, resume=more.out))
     found = load_file(checkpoint / "further" / TENSORS)
     assert all(torch.allclose(t, whole[0][name], atol=1e-6) for name, t in found.items())

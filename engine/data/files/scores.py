@@ -30,7 +30,7 @@ PLACE = 16  # bytes
 class Taught(NamedTuple):
     """What a teacher says of M labels."""
 
-    ids: np.ndarray  # (M, K) int32: its likeliest tokens
+    ids: np.ndarray  # (M, K) int32: its most likely tokens
     logps: np.ndarray  # (M, K) float16: their log-probabilities
     rest: np.ndarray  # (M,) float32: logarithm of the probability of all others
 
@@ -68,7 +68,7 @@ def read_names(folder: str | Path) -> Names:
     if wrong:
         raise InputError(f"{path}: its content{wrong}. Score the data again.")
     if said["top_k"] < 1:
-        raise InputError(f"{folder} has no likeliest tokens, and cannot teach. Score the data with --top-k 64.")
+        raise InputError(f"{folder} has no top-k tokens, which distillation needs. Score the data with --top-k 64.")
     return Names(Path(folder), said["model"], said["tokenizer"], said["top_k"], tuple(said["sources"]))
 
 
@@ -94,7 +94,7 @@ class Part:
         wanted: dict[str, tuple[Any, ...]] = dict.fromkeys(TABLES, ("I64", n))
         wanted |= {"label": ("I32", m), "rest": ("F32", m), "ids": ("I32", m, k), "logps": ("F16", m, k)}
         if any(found.get(name) != form for name, form in wanted.items()):
-            raise InputError(f"{path} is no part of scores of {k} tokens. Score the data again.")
+            raise InputError(f"{path} is not a file of scores with {k} tokens per label. Score the data again.")
         return cls(path, header)
 
     @property
@@ -143,7 +143,7 @@ class Teacher:
         if len(ids) and not (apart and ids.min() >= 0 and ids.max() < self.vocab and (abs(shares - 1) < NEAR).all()):
             paths = sorted({str(self.parts[p][0]) for p, *_ in self._places(pieces)})
             raise InputError(
-                f"{paths[0]} is damaged: what it says of a token is no distribution. Score the data again."
+                f"{paths[0]} is damaged: the probabilities of a token are not a distribution. Score the data again."
             )
         return Taught(ids, logps, rest)
 
@@ -189,7 +189,9 @@ def taught_by(names: Names, data: Pieces, vocab: int) -> Teacher:
             ends = np.cumsum(trained)
             rows.append(np.stack([np.full(len(at), len(parts)), ends - trained, trained], 1))
             if (trained < 0).any() or (ends[-1] if len(ends) else 0) != len(part.table("label")):
-                raise InputError(f"{part.path} is damaged: it has not the labels of its documents. Score them again.")
+                raise InputError(
+                    f"{part.path} is damaged: its labels are not those of its documents. Score them again."
+                )
             parts.append(part)
     every = {file.meta["key"] for source in names.sources for file in data.files if file.meta["key"] in source["files"]}
     if missing := [file for file in data.files if file.meta["key"] not in every]:

@@ -93,13 +93,14 @@ def misnamed(path: Path, head: bytes) -> str:
     for magic, what, suffix in _MAGIC:
         if head.startswith(magic) and path.suffix.lower() != suffix:
             name = path.name.removesuffix(path.suffix) if suffix in (".parquet", ".arrow") else path.name
-            return f"is {what} by another name. Rename it: mv {quoted(path)} {quoted(path.with_name(name + suffix))}"
+            renamed = path.with_name(name + suffix)
+            return f"is {what} with another extension. Rename it: mv {quoted(path)} {quoted(renamed)}"
     for magic, what, advice in _OTHERS:
         if head.startswith(magic):
             return f"is {what}. {advice} {quoted(path)}"
     name, kind = path.name.removesuffix(path.suffix), path.suffix.lower()
     if kind in (".csv", ".tsv") and head.removeprefix(b"\xef\xbb\xbf").lstrip()[:2] in (b'{"', b"[{"):
-        return f"is JSON by another name. Rename it: mv {quoted(path)} {quoted(path.with_name(name + '.jsonl'))}"
+        return f"is JSON with another extension. Rename it: mv {quoted(path)} {quoted(path.with_name(name + '.jsonl'))}"
     page = head.lstrip()[:15].lower().startswith((b"<!doctype html", b"<html"))
     if page and path.suffix.lower() not in (".txt", ".md"):
         return "is a web page, not data. Download the file itself: its address has /resolve/ in it, not /blob/"

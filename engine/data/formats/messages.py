@@ -40,7 +40,7 @@ def refuse_media(keys: Mapping[str, Any], where: str = "") -> None:
         stem = key.lower().removesuffix("s").removesuffix("_url").removesuffix("_path")
         if stem in _MEDIA and value not in (None, "", [], {}, "[]", "{}", "null"):
             way_out = "" if where else f". Where its text stands alone, leave the column out: --map unused={key}"
-            raise BadRow(f"{where}{key!r} holds what is no text; only text can be trained on{way_out}")
+            raise BadRow(f"{where}{key!r} holds content that is not text; only text can be trained on{way_out}")
 
 
 def refuse_masked(row: Mapping[str, Any]) -> None:
@@ -138,7 +138,7 @@ def _read_content(message: Fields, where: str, unused: dict[str, None]) -> None:
     message["content"] = texts if len(texts) > 1 else "".join(texts)
     if thoughts:
         if any(message.get(key) for key in SAID[1:]):
-            raise BadRow(f"{where} has thoughts in its content and in a field of their own")
+            raise BadRow(f"{where} has reasoning in its content and in a separate field")
         message["reasoning_content"] = "\n".join(thoughts)
 
 

@@ -45,7 +45,7 @@ def common_limits(group: Alone, options: Options, limits: Limits, device: torch.
         raise InputError(f"--gpus: hosts have {', '.join(f'{n:.0f}' for n in gpus)}. Give each as many.")
     if several and limits.less and (options.assume or not are_equal(device, limits.gpus)):
         raise InputError(
-            "--gpus: unequal GPUs round differently, and hosts add up what theirs computed. Use equal ones."
+            "--gpus: unequal GPUs round differently, and hosts sum what their GPUs computed. Use equal ones."
         )
     return replace(limits, gpu=int(min(gpu)), host=int(min(host)), less=() if several else limits.less)
 
@@ -56,7 +56,9 @@ def _assumed(options: Options, machine: str) -> tuple[Machine, Limits]:
         raise InputError("--assume plans for a machine that is not this one. Add --dry-run.")
     made = assume(machine)
     if options.gpus == "all" and made.gpus == 1:
-        raise InputError("--gpus all: how many does the assumed machine have? Say --gpus N, or --assume gpu=2xrtx4090.")
+        raise InputError(
+            "--gpus all: how many does the assumed machine have? Give --gpus N, or --assume gpu=2xrtx4090."
+        )
     asked = made.gpus if options.gpus in ("all", 1) else int(options.gpus)
     if asked > made.gpus > 1:
         raise InputError(f"--gpus {asked}: the assumed machine has {made.gpus}.")

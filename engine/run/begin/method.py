@@ -37,7 +37,7 @@ def teaching_of(options: Options) -> Teaching | None:
                 raise InputError(f"--{name.replace('_', '-')} {value:g} is for --teacher FOLDER. Leave it out.")
         return None
     if options.method != "sft":
-        raise InputError(f"--teacher: a teacher is for --method sft, not {options.method}. Leave one of both out.")
+        raise InputError(f"--teacher: a teacher is for --method sft, not {options.method}. Leave one of them out.")
     k = options.top_k or TOP_K
     if is_scores(options.teacher):
         k = read_names(options.teacher).k

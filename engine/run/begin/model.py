@@ -93,14 +93,14 @@ def what_is_trained(options: Options) -> ModelConfig:
         teaching = replace(teaching, k=min(teaching.k, cfg.vocab))
     smoothing = (options.label_smoothing or 0.0) if options.method == "sft" else 0.0
     if teaching and smoothing:
-        raise InputError("--label-smoothing: with --teacher labels are not smoothed. Leave one or the other out.")
+        raise InputError("--label-smoothing: with --teacher labels are not smoothed. Leave one of them out.")
     cfg = with_head(options, replace(cfg, fp8=options.dtype == "fp8", teaching=teaching, smoothing=smoothing))
     details = any(getattr(options, name) for name in DETAILS)
     if options.router_aux and (cfg.experts is None or cfg.names.correction):
         why = "the model's experts are balanced by a bias" if cfg.experts else "the model has no experts"
         raise InputError(f"--router-aux: {why}. Leave it out.")
     if (options.freeze or options.train) and (options.adapter or options.lora is not None):
-        raise InputError("--freeze and --train: with adapters, they alone are trained. Leave one or the other out.")
+        raise InputError("--freeze and --train: with adapters, they alone are trained. Leave one of them out.")
     if options.adapter:
         if options.lora is not None or details:
             raise InputError("--adapter has its own rank, alpha and targets. Leave --lora and its options out.")
@@ -158,7 +158,7 @@ def about_config(raw: Mapping[str, Any], cfg: ModelConfig) -> list[str]:
     code, named, lines = raw.get("auto_map"), raw.get("architectures"), list[str]()
     own = [ref for name, ref in code.items() if name.startswith("AutoModel")] if isinstance(code, dict) else []
     if own:
-        lines.append(f"names code of its own, {shown(str(own[0]))}, which is never run")
+        lines.append(f"refers to custom code, {shown(str(own[0]))}, which is never run")
     if isinstance(named, list) and named and not str(named[0]).endswith(ENDS):
         lines.append(f'says "architectures": {shown(str(named[0]))}, which is no language model')
     return [f"note: config.json {line}: the model is read as transformers' {cfg.model_type}" for line in lines]
@@ -247,5 +247,5 @@ def pad_of(options: Options, codec: Codec | None) -> int | None:
 def _extended(options: Options, cfg: ModelConfig, folder: Path) -> bytes:
     """The config.json of the output, with --rope-factor."""
     if cfg.lora and not options.merge:
-        raise InputError("--rope-factor: an adapter has no config.json to say it in. Add --merge, and use OUT/merged.")
+        raise InputError("--rope-factor: an adapter has no config.json to store it. Add --merge, and use OUT/merged.")
     return json.dumps(read_raw(folder, options.rope_factor), indent=2).encode()

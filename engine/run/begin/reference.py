@@ -85,7 +85,7 @@ def with_reference(
     if resumed:
         if found is None or found.done < total or found.key.partition("-")[2] != _data_key(job):
             raise InputError(
-                f"{path} is lost or was changed: the run compares with what the model said before training. "
+                f"{path} is lost or was changed: the run compares with the log-probabilities before training. "
                 "Restore it from a copy, or start again."
             )
     else:
@@ -94,7 +94,7 @@ def with_reference(
         same = [each for each in others if each and each.key == key]
         found = max(same, key=lambda each: each.done, default=Known(key, np.zeros(total)))
         if found.done == total:
-            screen.say(f"compared {_many(job, total)}: the reference is known from an earlier run")
+            screen.say(f"compared {_many(job, total)}: the reference's log-probabilities are kept from an earlier run")
         else:
             _compute(job, e, screen, found, parts, stopped, group)
         if not group.host and found.done:
@@ -162,7 +162,7 @@ def _of_host_0(own: Known | None, total: int, group: Alone) -> Known | None:
     except ValueError:
         found = None
     if said and found is None:
-        refuse_text(0, ": what the reference says of the data")
+        refuse_text(0, ": the reference's log-probabilities")
     return found
 
 

@@ -129,7 +129,7 @@ def open_run(options: Options, screen: Screen, group: Alone, run: str) -> Start:
     if group.first(is_finished(options, run)):
         _clean(options, run, group)
         adapter = (folder / ADAPTER).exists()
-        result = f"say --adapter {quoted(folder)}" if adapter else "name the folder as the checkpoint"
+        result = f"give --adapter {quoted(folder)}" if adapter else "name the folder as the checkpoint"
         upload = f" To upload it: {program()} push {quoted(folder)} {options.push}." if options.push else ""
         raise InputError(
             f"--resume {folder}: that run is finished. To train its result further, {result}, and another --out."
@@ -228,6 +228,6 @@ def check_continues(job: Job, snapshot: Snapshot) -> None:
         raise InputError(f"--resume {job.out}: the data is not what the run was started with. {way}.")
     if job.total_steps < snapshot["step"]:
         raise InputError(
-            f"--resume {job.out}: the run is at step {snapshot['step']:,}, and {job.total_steps:,} are asked for. "
-            "Ask for more: --max-steps or --epochs."
+            f"--resume {job.out}: the run is at step {snapshot['step']:,}, and {job.total_steps:,} were given. "
+            "Give more: --max-steps or --epochs."
         )

@@ -58,9 +58,7 @@ def about_teacher(job: Job, screen: Screen) -> list[str]:
     codec = load_codec(teacher) or open_folder(teacher, "", screen.warn).codec()
     _check_same(teacher, codec.vocabulary(), job)
     nbytes = _nbytes(job)
-    return [f"teacher  {teacher}: it reads the data before the first step, and says {gib(nbytes)} of it"] * bool(
-        job.read
-    )
+    return [f"teacher  {teacher}: scores the data before the first step: {gib(nbytes)}"] * bool(job.read)
 
 
 def with_teacher(job: Job, snapshot: Snapshot | None, screen: Screen) -> Job:
@@ -98,7 +96,7 @@ def _check_same(teacher: str, vocabulary: str, job: Job) -> None:
     if vocabulary != job.codec.vocabulary():
         raise InputError(
             f"--teacher {teacher} has another tokenizer: its tokens or their ids are not those "
-            f"of {job.options.tokenizer or job.options.model}, and what it says of them means nothing here. Take one "
+            f"of {job.options.tokenizer or job.options.model}, and its log-probabilities are of other tokens. Take one "
             "of the same family."
         )
 
@@ -129,7 +127,7 @@ def _passed(job: Job, teacher: str, begun: str, screen: Screen) -> Iterator[Name
         gpu_memory=o.gpu_memory, ram=o.ram,
     )  # fmt: skip
     opened, codec = open_model(asked, screen)
-    opened.refuse_head("it cannot teach what to write. Name another --teacher")
+    opened.refuse_head("it has no log-probabilities of tokens. Name another --teacher")
     _check_same(teacher, codec.vocabulary(), job)
     below = min(job.cfg.vocab, opened.cfg.vocab)
     if teaching.k > below:
@@ -140,7 +138,7 @@ def _passed(job: Job, teacher: str, begun: str, screen: Screen) -> Iterator[Name
     folder = _folder(job, "-".join(keys))
     with _claimed(folder, screen):
         if is_scores(folder):
-            screen.say(f"taught   by {teacher}: what it says is known from an earlier run")
+            screen.say(f"teacher  {teacher}: its scores are kept from an earlier run")
             with suppress(OSError):
                 os.utime(folder / NAMES)
         else:
@@ -154,7 +152,7 @@ def _claimed(folder: Path, screen: Screen) -> Iterator[None]:
     """A context with a locked folder, made if it is missing. Waits for another run that has the lock."""
     fd = _locked(folder)
     if fd is None:
-        screen.say("teacher  another run asks it the same: waits until that has its answers")
+        screen.say("teacher  another run computes the same scores: waiting for it")
         while (fd := _locked(folder)) is None:
             time.sleep(WAIT)
     try:
@@ -197,8 +195,7 @@ def _folder(job: Job, key: str) -> Path:
             return shared
     if nbytes > (free := shutil.disk_usage(existing(job.out)).free):
         raise DoesNotFit(
-            f"{own}: what the teacher says of the data takes {gib(nbytes)}, {gib(free)} are free. Lower --top-k, or "
-            "free some space."
+            f"{own}: the teacher's scores take {gib(nbytes)}, {gib(free)} are free. Lower --top-k, or free some space."
         )
     return own / key
 
@@ -224,7 +221,7 @@ def _make(
     if torch.cuda.is_available():
         torch.cuda.empty_cache()
     tokens, took = sum(data.tokens for data in held), seconds(time.monotonic() - began)
-    screen.say(f"taught   {compact(tokens)} tokens by {job.options.teacher}, {size}: its pass took {took}")
+    screen.say(f"teacher  {job.options.teacher}, {size}: scored {compact(tokens)} tokens in {took}")
 
 
 def _make_room(folder: Path) -> None:

@@ -62,7 +62,7 @@ class Ready(NamedTuple):
     seq_len: int
     dtype: torch.dtype
     waiting: int  # tokens that share a pass, at least a micro-batch's
-    below: int  # ids that likeliest tokens may have
+    below: int  # ids that most likely tokens may have
 
 
 def losses(given: argparse.Namespace, screen: Screen) -> Iterator[Found | Judged]:

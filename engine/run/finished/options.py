@@ -80,7 +80,10 @@ def sample_options(argv: Sequence[str]) -> argparse.Namespace:
         help="sample from the fewest tokens whose probabilities add up to X",
     )
     how.add_argument(
-        "--top-k", metavar="N", type=typed(number(0, kind=int)), help="sample from the N likeliest tokens; 0: from all"
+        "--top-k",
+        metavar="N",
+        type=typed(number(0, kind=int)),
+        help="sample from the N most likely tokens; 0: from all",
     )
     how.add_argument(
         "--seed",
@@ -172,14 +175,14 @@ def _with_data(found: CommandParser, name: str, argv: Sequence[str]) -> argparse
 
 def score_options(argv: Sequence[str]) -> argparse.Namespace:
     """Raises InputError; --help exits."""
-    text = "Writes a model's log-probabilities of the documents of data, with --top-k also of the likeliest tokens."
+    text = "Writes a model's log-probabilities of the documents of data, with --top-k also of the most likely tokens."
     found = _data_parser("score", "--data FILE --out DIR [options]", text)
     found.add_argument("--out", metavar="DIR", default="", help="output folder; one that is not complete is continued")
     found.add_argument(
         "--top-k",
         metavar="K",
         type=typed(number(1, MOST_TOP_K, kind=int)),
-        help=f"also write the K likeliest tokens of each label; at most {MOST_TOP_K} [none]",
+        help=f"also write the K most likely tokens of each label; at most {MOST_TOP_K} [none]",
     )
     given = _with_data(found, "score", argv)
     if not given.out:

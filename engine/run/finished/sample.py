@@ -122,7 +122,7 @@ def sample(given: argparse.Namespace) -> int:
     if given.chat and not by_template:
         raise InputError(f"--chat: {opened.base} has no chat template. Add --chat-template chatml, or use --prompt.")
     if by_template:
-        say_left_out(opened.run, given, "the model is asked", screen.warn)
+        say_left_out(opened.run, given, "the prompt is formatted", screen.warn)
     begun = [{"role": "system", "content": given.system}] if given.system else []
     empty = Chat(begun, None, variables=variables_of(given))
     rows = {} if given.chat else read_prompts(given, by_template, screen)
@@ -176,7 +176,7 @@ def _sampling(given: argparse.Namespace, opened: Opened, screen: Screen) -> Samp
     found = replace(found, **{name: value for name, value in asked.items() if value is not None})
     if not found.temperature and (given.top_p is not None or given.top_k is not None):
         flag = "--top-p" if given.top_p is not None else "--top-k"
-        raise InputError(f"{flag} is of drawn tokens, and the likeliest is taken. Add --temperature 1, for instance.")
+        raise InputError(f"{flag} is for sampling, and decoding is greedy. Add --temperature 1, for instance.")
     if unused:
         screen.warn(f"{opened.base / GENERATION}: not used: {', '.join(unused)}")
     return found

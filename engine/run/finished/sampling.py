@@ -12,7 +12,7 @@ from torch import Tensor
 from trireme.models.config import InputError
 from trireme.storage.untrusted import shown
 
-COLDEST = 1e-6  # what is below draws the likeliest token all the same, but would not be finite
+COLDEST = 1e-6  # what is below draws the most likely token all the same, but would not be finite
 READ = ("do_sample", "temperature", "top_k", "top_p", "eos_token_id", "max_new_tokens")
 # What says nothing about how text is made, or what it would be made with by default.
 INERT = ("bos_token_id", "pad_token_id", "decoder_start_token_id", "transformers_version", "max_length", "use_cache")
@@ -33,7 +33,7 @@ DEFAULTS: dict[str, Any] = {
 class Sampling:
     """How the next token is chosen."""
 
-    temperature: float = 0.0  # 0: the likeliest token
+    temperature: float = 0.0  # 0: the most likely token
     top_k: int = 0  # 0: all
     top_p: float = 1.0
     seed: int = 42
@@ -41,7 +41,7 @@ class Sampling:
 
     def __str__(self) -> str:
         if not self.temperature:
-            return "the likeliest token each time"
+            return "the most likely token each time"
         parts = [f"temperature {self.temperature:g}", *([f"top-k {self.top_k}"] if self.top_k else [])]
         return ", ".join([*parts, *([f"top-p {self.top_p:g}"] if self.top_p < 1 else []), f"seed {self.seed}"])
 

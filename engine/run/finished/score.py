@@ -12,7 +12,7 @@ DIR/000/part-00000.safetensors and so on are of the first --data, in order:
 and with --top-k K, of all M labels of these pieces one after another:
 
     label     (M,) I32   the labels
-    ids       (M, K) I32  the K likeliest tokens
+    ids       (M, K) I32  the K most likely tokens
     logps     (M, K) F16  their log-probabilities
     rest      (M,) F32   logarithm of the probability of all others
 

@@ -45,14 +45,14 @@ def asking(hub: Any, name: Named, what: str) -> Iterator[None]:
     try:
         yield
     except errors.GatedRepoError:
-        raise InputError(f"{name}: its owner asks for consent. Give it at {page}, then {LOGIN}.") from None
+        raise InputError(f"{name}: access is restricted. Accept the terms at {page}, then {LOGIN}.") from None
     except errors.LocalTokenNotFoundError:
-        raise InputError(f"{name}: not {what}: there is no token. To have one, {LOGIN}.") from None
+        raise InputError(f"{name}: not {what}: no token was found: {LOGIN}.") from None
     except errors.RepositoryNotFoundError:
         where = "no folder here" if name.kind == "model" else "no file here"
         raise InputError(
-            f"{name} is {where}, and the hub shows no {_word(name)} {name.repo}. Correct the name; if it is private, "
-            f"{LOGIN}."
+            f"{name} is {where}, and no {_word(name)} {name.repo} was found on the hub. Correct the name; if it "
+            f"is private, {LOGIN}."
         ) from None
     except errors.RevisionNotFoundError:
         raise InputError(f"{name}: {name.repo} has no revision {name.revision!r}. See {page}/commits.") from None

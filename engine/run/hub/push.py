@@ -37,7 +37,7 @@ def check_push(options: Options) -> None:
     if (options.lora or options.adapter) and not base_of(options.model)[1]:
         raise InputError(
             f"--push {options.push}: adapters name their base, and {options.model} is a folder of this machine. Name "
-            "the base as it is called on the hub, or merge the adapter and upload the result: push DIR OWNER/NAME."
+            "the base by its name on the hub, or merge the adapter and upload the result: push DIR OWNER/NAME."
         )
     hub = _client(options.push)
     with asking(hub, Named("model", options.push), "uploaded"):
@@ -63,10 +63,10 @@ def push(out: Path, name: str, screen: Screen) -> None:
 def _client(name: str) -> Any:
     """Raises InputError."""
     if not NAME.fullmatch(name):
-        raise InputError(f"--push {name}: expected OWNER/NAME, as a model is called on the hub.")
+        raise InputError(f"--push {name}: expected OWNER/NAME, the model's name on the hub.")
     hub = client()
     if hub is None:
-        raise InputError(f"--push {name}: that takes the hub's client: pip install huggingface_hub.")
+        raise InputError(f"--push {name}: uploads need the hub's client: pip install huggingface_hub.")
     return hub
 
 

@@ -178,7 +178,7 @@ def check_free(options: Options) -> bool:
     if (out / "config.yaml").is_file():
         run = quoted(out.parent if place().host else out)
         if any(name.endswith(".safetensors") for name in held):
-            result = f"say --adapter {quoted(out)}" if ADAPTER in held else f"name {out} as the checkpoint"
+            result = f"give --adapter {quoted(out)}" if ADAPTER in held else f"name {out} as the checkpoint"
             further = (
                 f"if it is finished, name another folder; to train its result further, {result}, and another --out"
             )

@@ -170,7 +170,7 @@ def test_scores_teach_as_their_model_does(folder, tmp_path, cache, capsys, monke
     with monkeypatch.context() as later:
         later.setattr(teacher, "taught_by", reads)
         finetune(run(folder, "later", **one))
-    assert "is known from an earlier run" in capsys.readouterr().out
+    assert "are kept from an earlier run" in capsys.readouterr().out
     assert weights(folder / "asked") == weights(folder / "given") == weights(folder / "later")
     for name, more in {"alone": dict(no_pack=True), "several": dict(micro_batch=1)}.items():
         finetune(run(folder, name, teacher=given, **one | more))
@@ -226,7 +226,7 @@ def test_of_two_runs_with_one_teacher_the_second_waits_for_the_first(tmp_path, m
     waits.join(60)
     assert order == ["first", "second"]
     assert not (tmp_path / "key").exists()
-    assert capsys.readouterr().out == "teacher  another run asks it the same: waits until that has its answers\n"
+    assert capsys.readouterr().out == "teacher  another run computes the same scores: waiting for it\n"
 
 
 def test_scores_are_removed_whole_and_by_one_run(tmp_path, monkeypatch):

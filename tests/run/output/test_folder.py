@@ -427,7 +427,7 @@ def test_where_it_may_not(tmp_path, monkeypatch):
     (run / "model.safetensors").write_text("")
     assert f"holds a run and its checkpoint. Go on with it: --resume {run}; if it is finished" in refused(run)
     (run / "model.safetensors").rename(run / "adapter_model.safetensors")
-    assert f"name another folder; to train its result further, say --adapter {run}, and another --out" in refused(run)
+    assert f"name another folder; to train its result further, give --adapter {run}, and another --out" in refused(run)
     (run / "adapter_model.safetensors").unlink()
     assert f"{file} is a file" in refused(file)
     assert f"{file} is a file" in refused(file / "below")
