@@ -110,7 +110,9 @@ BAD = {
     "'label' is NaN, no class": dict(label=Decimal("nan")),
     "'label' is '9999": dict(label="9" * 5000),
     "has no 'label', the class of the row": dict(),
-    "'images' holds content that is not text": dict(label="bad", messages=[{"role": "user", "content": "q"}], images=["x.png"]),
+    "'images' holds content that is not text": dict(
+        label="bad", messages=[{"role": "user", "content": "q"}], images=["x.png"]
+    ),
     "'train' is false": dict(label="bad", messages=[{"role": "user", "content": "q"}], train=False),
 }
 

@@ -139,7 +139,10 @@ def test_positional_may_stand_anywhere_and_data_may_repeat():
             "--store a/./b,c is --out itself. Name another folder, or leave it out.",
         ),
         (["other"], "other: the checkpoint is ckpt already. Give data with --data."),
-        (["--data", "a.jsonl", "b.jsonl"], "b.jsonl: the checkpoint is ckpt already. Did the shell expand a pattern? Quote it"),
+        (
+            ["--data", "a.jsonl", "b.jsonl"],
+            "b.jsonl: the checkpoint is ckpt already. Did the shell expand a pattern? Quote it",
+        ),
         (["--gradient_checkpointing", "true"], "--gradient-checkpointing is not an option here: what is kept"),
         (["--use_dora", "1"], "--use-dora is not an option here: DoRA is not supported"),
         (["--dtype", "fp16"], "--dtype: 'fp16' is not one of auto, bf16, fp32, fp8."),
