@@ -98,7 +98,7 @@ def test_private_and_gated(hub, monkeypatch, capsys):
     assert "if it is private, log in (hf auth login), or set HF_TOKEN" in refused(capsys, *RUN)
     hub.repos["models/some/model"] = Repo(hub.repos["models/some/model"].files, gated=True)
     err = refused(capsys, *RUN)
-    assert f"its owner asks for consent. Give it at {hub.url}/some/model, then log in" in err
+    assert f"access is restricted. Accept the terms at {hub.url}/some/model, then log in" in err
     monkeypatch.setenv("HF_TOKEN", TOKEN)
     assert finetune.main(list(RUN)) == 0
 

@@ -50,11 +50,11 @@ def test_forty_gpus_are_known_and_every_name_that_is_told_is_one():
         ("gpu=K80,ram=64GiB", "'K80' has no bf16"),
         ("gpu=Tesla M40,ram=64GiB", "'TeslaM40' has no bf16"),
         ("gpu=p2000,ram=64GiB", "'p2000' has no bf16"),
-        ("gpu=m3max,ram=64GiB", "'m3max' is not NVIDIA's"),
+        ("gpu=m3max,ram=64GiB", "'m3max' is not an NVIDIA GPU"),
         ("gpu=65x4090,ram=64GiB", "65 GPUs are too many; a run has at most 64."),
-        ("gpu=mi300x,ram=64GiB", "'mi300x' is not NVIDIA's"),
-        ("gpu=7900xtx,ram=64GiB", "is not NVIDIA's"),
-        ("gpu=arc b580,ram=64GiB", "is not NVIDIA's"),
+        ("gpu=mi300x,ram=64GiB", "'mi300x' is not an NVIDIA GPU"),
+        ("gpu=7900xtx,ram=64GiB", "is not an NVIDIA GPU"),
+        ("gpu=arc b580,ram=64GiB", "is not an NVIDIA GPU"),
         ("gpu=rtx5060super,ram=64GiB", "Perhaps RTX 5060, or"),
         ("gpu=rtx6000,ram=64GiB", "Perhaps RTX A6000, RTX Pro 6000 or RTX 6000 Ada, or"),
         ("gpu=4091,ram=64GiB", "Perhaps RTX 4090, or"),
@@ -142,7 +142,7 @@ def test_amds_gpus_are_refused(monkeypatch):
         monkeypatch.setattr(f"torch.cuda.{name}", lambda found=found: found)
     monkeypatch.setattr("torch.version.hip", "6.4.1")
     for wanted in ("auto", "cuda"):
-        with pytest.raises(InputError, match="AMD's GPUs .ROCm.* --device cpu"):
+        with pytest.raises(InputError, match="AMD GPUs .ROCm.* --device cpu"):
             choose_device(wanted)
     assert choose_device("cpu").type == "cpu"
     monkeypatch.setattr("torch.version.hip", None)

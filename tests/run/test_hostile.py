@@ -368,7 +368,7 @@ def test_a_tokenizer_that_aborts_as_it_is_loaded(here):
     set_tokenizer(normalizer=replace({"String": "a"}, "b" * 10**6), added_tokens=added)
     done = run(*TRAIN)
     assert done.returncode == 2, done.stderr[-2000:]
-    assert re.fullmatch(r"error: model: tokenizer.json breaks down \(SIG[A-Z]+\); .*--tokenizer.*\n", done.stderr)
+    assert re.fullmatch(r"error: model: tokenizer.json crashes \(SIG[A-Z]+\); .*--tokenizer.*\n", done.stderr)
 
 
 @pytest.mark.full
