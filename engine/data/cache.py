@@ -127,6 +127,7 @@ class TokenWriter:
         self._weights, self._values = array("d"), array("d")
         self._crc = 0
         self.max_id = -1
+        self._before = (0, 0, -1)  # bytes, checksum and largest id before the last document
 
     def add(
         self, ids: np.ndarray, trained: np.ndarray, starts: bool = True, weight: float = 1.0, value: float = 0.0
@@ -134,6 +135,8 @@ class TokenWriter:
         """Adds tokens: ids (n,) int32, trained (n,) bool. Without `starts` they continue the last document. `weight`,
         `value`: of the document.
         """
+        if starts:
+            self._before = (self._file.tell(), self._crc, self.max_id)
         if len(ids):
             self.max_id = max(self.max_id, int(ids.max()))
         top = _top_bit(self._dtype)
@@ -148,6 +151,14 @@ class TokenWriter:
             self._values.append(value)
         self._lengths[-1] += len(ids)
         self._trained[-1] += int(trained.sum())
+
+    def drop(self) -> None:
+        """Removes the last document, which was not complete."""
+        end, self._crc, self.max_id = self._before
+        self._file.seek(end)
+        self._file.truncate()
+        for table in (self._lengths, self._trained, self._weights, self._values):
+            table.pop()
 
     def finish(self, meta: dict[str, Any]) -> TokenFile:
         """Gives the cache its name and opens it."""
