@@ -41,6 +41,7 @@ _VERSION = 1
 _BLOCK = 1 << 22
 _HEADER = 128  # bytes of a .npy
 KEPT = 20  # a shelf takes at most a twentieth of its drive
+SMALL, OFTEN = 1000, 32  # for a cache below 1/SMALL of that, room is made only if it is one in OFTEN
 
 
 def digest(path: Path, told: Callable[[int], object] = lambda _: None) -> str:
@@ -238,6 +239,9 @@ class Shelf:
             made.path.parent.rename(place)
             os.utime(place)
         room = shutil.disk_usage(self.folder).total // KEPT
+        small = SMALL * _used(place)[1] < room
+        if small and len(list(self.folder.glob("tokens-*"))) % OFTEN:
+            return  # else each of hundreds of files would look at all caches
         for _, size, old in sorted(map(_used, self.folder.parent.glob("*/tokens-*")), reverse=True):
             room -= size
             if room < 0 and old != place:
