@@ -41,6 +41,7 @@ _VERSION = 1
 _BLOCK = 1 << 22
 _HEADER = 128  # bytes of a .npy
 KEPT = 20  # a shelf takes at most a twentieth of its drive
+SMALL, OFTEN = 1000, 32  # for a cache below 1/SMALL of that, room is made only if it is one in OFTEN
 
 
 def digest(path: Path, told: Callable[[int], object] = lambda _: None) -> str:
@@ -127,6 +128,7 @@ class TokenWriter:
         self._weights, self._values = array("d"), array("d")
         self._crc = 0
         self.max_id = -1
+        self._before = (0, 0, -1)  # bytes, checksum and largest id before the last document
 
     def add(
         self, ids: np.ndarray, trained: np.ndarray, starts: bool = True, weight: float = 1.0, value: float = 0.0
@@ -134,6 +136,8 @@ class TokenWriter:
         """Adds tokens: ids (n,) int32, trained (n,) bool. Without `starts` they continue the last document. `weight`,
         `value`: of the document.
         """
+        if starts:
+            self._before = (self._file.tell(), self._crc, self.max_id)
         if len(ids):
             self.max_id = max(self.max_id, int(ids.max()))
         top = _top_bit(self._dtype)
@@ -148,6 +152,14 @@ class TokenWriter:
             self._values.append(value)
         self._lengths[-1] += len(ids)
         self._trained[-1] += int(trained.sum())
+
+    def drop(self) -> None:
+        """Removes the last document, which was not complete."""
+        end, self._crc, self.max_id = self._before
+        self._file.seek(end)
+        self._file.truncate()
+        for table in (self._lengths, self._trained, self._weights, self._values):
+            table.pop()
 
     def finish(self, meta: dict[str, Any]) -> TokenFile:
         """Gives the cache its name and opens it."""
@@ -227,6 +239,9 @@ class Shelf:
             made.path.parent.rename(place)
             os.utime(place)
         room = shutil.disk_usage(self.folder).total // KEPT
+        small = SMALL * _used(place)[1] < room
+        if small and len(list(self.folder.glob("tokens-*"))) % OFTEN:
+            return  # else each of hundreds of files would look at all caches
         for _, size, old in sorted(map(_used, self.folder.parent.glob("*/tokens-*")), reverse=True):
             room -= size
             if room < 0 and old != place:

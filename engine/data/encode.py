@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -11,7 +11,7 @@ from trireme.engine.data.chat import ChatTemplate, Marked
 from trireme.engine.data.files.rows import ROW, BadRow
 from trireme.engine.data.formats.examples import Chat, Completion, Example, Ids, Text
 from trireme.engine.data.template import Span
-from trireme.engine.data.tokens import Tokenizer, Tokens
+from trireme.engine.data.tokens import OVERLAP, WINDOW, Tokenizer, Tokens
 
 
 class Encoded(NamedTuple):
@@ -91,6 +91,21 @@ def _rendered(
         except BadRow as error:
             results[i] = error
     return results, plain, marked
+
+
+def pieces(example: Example) -> Iterator[Example]:
+    """Yields the pieces of a long text, whose tokens joined are those of the whole text; another example as it is."""
+    if not isinstance(example, Text) or not WINDOW < len(example.text) <= ROW:
+        yield example
+        return
+    whole = example.before + example.text + example.after
+    first, end = len(example.before), len(example.before) + len(example.text)
+    for start in range(first, end, WINDOW):
+        stop = min(start + WINDOW, end)
+        starts, ends = example.starts and start == first, example.ends and stop == end
+        yield Text(
+            whole[start:stop], starts, ends, whole[max(0, start - OVERLAP) : start], whole[stop : stop + OVERLAP]
+        )
 
 
 def size(example: Example) -> int:
@@ -182,7 +197,7 @@ def _text(example: Text, ids: np.ndarray, tokenizer: Tokenizer) -> Encoded:
     if example.starts:
         ids, _ = tokenizer.wrap(ids, example.ends)
         return _first(ids, np.ones(len(ids), bool))
-    if example.ends and tokenizer.eos is not None:
+    if example.ends and tokenizer.eos is not None and ids[-1:].tolist() != [tokenizer.eos]:
         ids = np.append(ids, np.int32(tokenizer.eos))
     return Encoded(ids, np.ones(len(ids), bool), starts=False)
 

@@ -14,7 +14,7 @@ import numpy as np
 from trireme.engine.amounts import count
 from trireme.engine.data.cache import Shelf, TokenFile, TokenWriter, cache_key, digest, open_tokens
 from trireme.engine.data.codec import Codec, Encoders, Numbered, RowDied
-from trireme.engine.data.encode import Encoded, size
+from trireme.engine.data.encode import Encoded, pieces, size
 from trireme.engine.data.files.rows import EMPTY, BadRow, Fields, Row
 from trireme.engine.data.files.sources import DataFile, Reader
 from trireme.engine.data.formats.classes import as_read, read_class
@@ -82,6 +82,7 @@ class _Waiting(NamedTuple):
     weight: float
     value: float  # a pair's margin, or the number of a row's class; else 0
     form: str  # format of its row
+    starts: bool  # a document, of which more pieces may follow
     last: bool  # of its row
 
 
@@ -95,11 +96,13 @@ class _Tally:
     rows: int = 0
     bad: int = 0
     refused: int = -1  # the last bad row that was tokenized
+    broken: bool = False  # a piece of the last document was bad
     first: tuple[int, str] | None = None  # bad row, its fault
     skip_bad: bool = False
     batch: Numbered = field(default_factory=list)  # read, not yet tokenized
     batch_rows: int = _FIRST_ROWS  # at most
     waiting: deque[_Waiting] = field(default_factory=deque)
+    done: int = 0  # bytes read, without those of what waits
     characters: int = 0
     unused: dict[str, None] = field(default_factory=dict)  # keys, in order
     encoded: int = 0  # characters
@@ -170,7 +173,7 @@ def _build(source: DataFile, reading: Reading, key: str, progress: Progress | No
     reader = Reader(source, codec.facts.eos_token if codec else None)
     cpus = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
     encoders = Encoders(codec, min(cpus, 16, 1 + reader.size // _SHARE))
-    tally, told = _Tally(skip_bad=reading.skip_bad, absent=set(reading.renames)), 0
+    tally = _Tally(skip_bad=reading.skip_bad, absent=set(reading.renames))
     sink = PairWriter(reading.kind, writer) if reading.kind in PAIRED else writer
     try:
         for row in reader.rows():
@@ -178,12 +181,11 @@ def _build(source: DataFile, reading: Reading, key: str, progress: Progress | No
             _take(row, reading, tally)
             if len(tally.batch) >= tally.batch_rows or tally.characters >= _BATCH_CHARACTERS:
                 _flush(encoders, tally)
-                _put(sink, tally, vocabulary, reading, encoders.results())
-                if progress and reader.position < reader.size:
-                    told = reader.position
-                    progress(source.path.name, told, reader.size)
+                _put(sink, tally, vocabulary, reading, _told(encoders.results(), tally, reader, progress))
         _flush(encoders, tally)
-        _put(sink, tally, vocabulary, reading, _told(encoders, told, tally, reader, progress))
+        _put(sink, tally, vocabulary, reading, _told(encoders.results(True), tally, reader, progress))
+        if progress:
+            progress(source.path.name, reader.size, reader.size)
         _judge(source, tally)
         if isinstance(sink, PairWriter):
             sink.finish()
@@ -218,10 +220,12 @@ def _take(row: Row, reading: Reading, tally: _Tally) -> None:
         return
     if not tally.hopeless:
         tally.unused |= dict.fromkeys(unused)
-        for i, (example, weight) in enumerate(examples, 1):
-            tally.chats += isinstance(example, Chat)
+        tally.chats += sum(isinstance(example, Chat) for example, _ in examples)
+        parts = [(piece, weight) for example, weight in examples for piece in pieces(example)]
+        for i, (example, weight) in enumerate(parts, 1):
             tally.batch.append((row.number, example))
-            tally.waiting.append(_Waiting(weight, number, form, i == len(examples)))
+            starts = not isinstance(example, Text) or example.starts
+            tally.waiting.append(_Waiting(weight, number, form, starts, i == len(parts)))
             tally.characters += size(example)
 
 
@@ -297,25 +301,25 @@ def _without_template(example: Example, reading: Reading) -> Example:
 
 def _flush(encoders: Encoders, tally: _Tally) -> None:
     if not tally.hopeless and tally.batch:
-        encoders.submit(tally.batch)
+        each = 1 if tally.characters >= 2 * _BATCH_CHARACTERS else len(tally.batch)  # pieces of a long text
+        for i in range(0, len(tally.batch), each):
+            encoders.submit(tally.batch[i : i + each])
     tally.batch, tally.characters = [], 0
     tally.batch_rows = min(_BATCH_ROWS, 2 * tally.batch_rows)
 
 
 def _told(
-    encoders: Encoders, told: int, tally: _Tally, reader: Reader, progress: Progress | None
+    results: Iterable[tuple[int, Encoded | BadRow]], tally: _Tally, reader: Reader, progress: Progress | None
 ) -> Iterator[tuple[int, Encoded | BadRow]]:
-    """Yields the last results, when all rows have been read; progress goes on, since a template may take seconds a
-    row.
+    """Yields the results. Progress is that of results, not of reading: a template may take seconds a row, and a row may
+    be the whole file.
     """
-    examples = max(1, len(tally.waiting))
-    for result in encoders.results(True):
-        done = examples - len(tally.waiting)
-        if progress and done % _FIRST_ROWS == 0:
-            progress(reader.source.path.name, told + (reader.size - told) * done // examples, reader.size)
+    for result in results:
+        waiting = len(tally.waiting)
+        tally.done += (reader.position - tally.done) // waiting
+        if progress and (waiting % _FIRST_ROWS == 0 or not tally.waiting[0].starts) and tally.done < reader.size:
+            progress(reader.source.path.name, tally.done, reader.size)
         yield result
-    if progress:
-        progress(reader.source.path.name, reader.size, reader.size)
 
 
 def _put(
@@ -326,12 +330,17 @@ def _put(
     results: Iterable[tuple[int, Encoded | BadRow]],
 ) -> None:
     for number, found in results:
-        result, (weight, value, form, last) = _checked(found, vocabulary, reading), tally.waiting.popleft()
+        result, (weight, value, form, starts, last) = _checked(found, vocabulary, reading), tally.waiting.popleft()
+        tally.broken &= not starts
+        if tally.broken:
+            continue
         fault: BadRow | None = None
         if isinstance(sink, PairWriter):
             fault = sink.add(result, weight, value)
         elif isinstance(result, BadRow):
-            fault = result
+            fault, tally.broken = result, True
+            if not starts:
+                sink.drop()
         elif reading.kind == "classes":
             sink.add(result.ids, np.ones(len(result.ids), bool), weight=weight, value=value)
         else:

@@ -167,6 +167,37 @@ def test_pieces_of_a_long_text_are_one_document(tokenizer, tmp_path, monkeypatch
     assert list(documents(whole.batches(1))) == list(documents(pieces.batches(1)))
 
 
+def test_a_long_row_is_tokenized_in_pieces(tokenizer, tmp_path, monkeypatch):
+    """With the same tokens, and with progress: a row may be the whole file."""
+    rows = [{"text": "first"}, {"text": "".join(f"line {i}\n" for i in range(2000)) + "<|im_end|>"}, {"text": "last"}]
+    path, seen = write(tmp_path / "a.jsonl", rows), []
+    whole = load(path, tokenizer, seq_len=1 << 16)
+    monkeypatch.setattr("trireme.engine.data.encode.WINDOW", 1000)
+    monkeypatch.setattr(prepare, "_BATCH_CHARACTERS", 2000)
+    options = DataOptions(seq_len=1 << 16)
+    pieces = load_dataset([path], codec_of(tokenizer.folder), options, lambda *args: seen.append(args))
+    assert whole.files[0].lengths.tolist() == pieces.files[0].lengths.tolist()
+    assert list(documents(whole.batches(1))) == list(documents(pieces.batches(1)))
+    done = [at for name, at, _ in seen if name == "a.jsonl"]
+    assert done == sorted(set(done))
+    assert len(done) > 10
+
+
+@pytest.mark.parametrize("at", [0, 40, 79])
+def test_a_bad_piece_takes_its_document_with_it(tokenizer, tmp_path, monkeypatch, at):
+    """And not the one before, to which the pieces after it do not belong."""
+    monkeypatch.setattr("trireme.engine.data.files.text._PIECE", 100)
+    lines = [f"line {i}\n" for i in range(80)]
+    lines[at] = "<|im_start|>\n"
+    (tmp_path / "a.txt").write_text("".join(["one\n<|endoftext|>\n", *lines, "<|endoftext|>\n", *lines, lines[at]]))
+    media = ((tokenizer.core.token_to_id("<|im_start|>"), "image_token_id"),)
+    data = load(str(tmp_path / "a.txt"), tokenizer, skip_bad=True, media=media)
+    assert data.files[0].lengths.tolist() == [len(tokenizer.wrap(tokenizer.encode(["one"])[0][0])[0])]
+    assert (data.files[0].meta["rows"], data.files[0].meta["bad"]) == (3, 2)
+    (tmp_path / "b.txt").write_text("".join([*lines, "<|endoftext|>\none\n"]))
+    assert load(str(tmp_path / "b.txt"), tokenizer, skip_bad=True, media=media).files[0].n_documents == 1
+
+
 @pytest.mark.parametrize(
     ("long", "longer"),
     [("cut", [([9] * 8, [9] * 7 + [-100])]), ("drop", []), ("split", [([9] * 8, [9] * 8)])],

@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 from chats import make_tokenizer
 
-from trireme.engine.data import prepare
+from trireme.engine.data import cache, prepare
 from trireme.engine.data.cache import KEPT, Shelf
 from trireme.engine.data.codec import load_codec
 from trireme.engine.data.dataset import DataOptions, load_dataset
@@ -41,8 +41,8 @@ def rows(path: Path, text: str, n: int = 5) -> str:
     return str(path)
 
 
-def ids(codec, path: str, shelf: Shelf | None, cache: Path | None = None) -> list:
-    data = load_dataset([path], codec, DataOptions(seq_len=64, cache=cache, shelf=shelf))
+def ids(codec, path: str, shelf: Shelf | None, folder: Path | None = None) -> list:
+    data = load_dataset([path], codec, DataOptions(seq_len=64, cache=folder, shelf=shelf))
     return [batch.ids.tolist() for batch in data.batches(1)]
 
 
@@ -98,6 +98,17 @@ def test_the_longest_unused_makes_room(codec, builds, shelf, tmp_path, monkeypat
     assert len(builds) == 3
     ids(codec, paths[1], shelf)
     assert len(builds) == 4
+
+
+def test_small_files_do_not_each_look_at_all_others(codec, shelf, tmp_path, monkeypatch):
+    looks, used = [], cache._used
+    monkeypatch.setattr(cache, "_used", lambda place: looks.append(place) or used(place))
+    monkeypatch.setattr(cache, "OFTEN", 4)
+    for i in range(9):
+        rows(tmp_path / f"{i}.jsonl", f"{i}", 1)
+    ids(codec, str(tmp_path / "*.jsonl"), shelf)
+    assert len(list(shelf.folder.iterdir())) == 9
+    assert len(looks) == 9 + 4 + 8
 
 
 @pytest.mark.parametrize("disk", [Disk(1 << 40, 0, 100), Disk(1000, 0, 1 << 40)])
