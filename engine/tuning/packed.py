@@ -255,12 +255,13 @@ def as_trained(cfg: ModelConfig, source: Source, stored: Mapping[str, str]) -> S
     found = frozenset(name for name in names if source.packs(name))
     if found and not source.files:
         return Source(source.folder, (), source.tensors, source.auxiliary)
-    return unpacked(cfg, source, found if not source.packing.exact else frozenset()) if found else source
+    return unpacked(cfg, source, found) if found else source
 
 
-def unpacked(cfg: ModelConfig, source: Packed, wide: frozenset[str] = frozenset()) -> Unpacked:
+def unpacked(cfg: ModelConfig, source: Packed, changed: frozenset[str] = frozenset()) -> Unpacked:
     """A checkpoint to be written in bf16: the same files and tensors in the same order, without `hf.spare` ones.
 
+    `changed`: packed matrices that are not written as they are, so that they are read without a rounding to bf16.
     Raises CheckpointError if there are tensors that are packed in another way.
     """
     for name in (name for name, t in source.tensors.items() if t.dtype not in NUMPY):
@@ -278,4 +279,4 @@ def unpacked(cfg: ModelConfig, source: Packed, wide: frozenset[str] = frozenset(
         for t in layout.tensors:
             tensors[t.name] = SourceTensor(t.dtype, t.shape, file, len(headers[file]) + t.offset)
     given = source.folder, source.files, tensors, source.auxiliary, source.packing, source.parts, source.made
-    return Unpacked(*given, source.tensors, headers, wide)
+    return Unpacked(*given, source.tensors, headers, frozenset() if source.packing.exact else changed)
