@@ -52,6 +52,7 @@ class Exchange:
         """
         self.reader = reader or Reader(placement)
         self.source, self.placement, self.adapters = source, placement, adapters
+        self.read_from = source.computed_in(placement.geo.dtype)
         self.shapes = {t.name: t.shape for layout in placement.geo.stored for t in layout.tensors}
         self.stored = hf.sources(cfg, source.shapes, source.named)  # canonical -> source's name
         self.canonical = hf.canonical_names(cfg, source.shapes)  # source's -> canonical name, None if not trained
@@ -104,7 +105,7 @@ class Exchange:
 
     def _values(self, name: str, first: int, last: int) -> Iterator[np.ndarray]:
         if name in self.stored:
-            yield from self.source.values(self.stored[name], first, last)
+            yield from self.read_from.values(self.stored[name], first, last)
         elif self.adapters is not None:
             yield from self.adapters(name, first, last)
         else:

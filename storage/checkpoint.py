@@ -91,6 +91,10 @@ class Source:
             return f"{self.folder / self.place(name).file}: {name}"
         return f"{self.folder}: {name}"
 
+    def computed_in(self, dtype: str) -> Source:  # noqa: ARG002 (values are given as they are stored)
+        """The same for a computation in F32 or BF16, to which its values are not rounded by way of the other."""
+        return self
+
     def read(self, name: str) -> np.ndarray:
         """A tensor's bytes, (nbytes,) uint8. Raises StoreError."""
         t = self.place(name)

@@ -46,6 +46,9 @@ class Headed(Source):
 
         yield initial(name, self.tensors[name].shape, self.std).flatten()[first:last].numpy()
 
+    def computed_in(self, dtype: str) -> Source:
+        return replace(self, inner=self.inner.computed_in(dtype))
+
     @property
     def nbytes(self) -> int:
         return sum(map(self.size_of, self.files))

@@ -104,8 +104,9 @@ def merge_adapter(folder: Path, cfg: ModelConfig, source: Source, out: Path, pro
     tensor = lru_cache(4)(adapter.tensor)  # one of experts serves all of them
     names = hf.canonical_names(base, source.shapes, source.named)
     if isinstance(source, Packed):
-        packed = (name for stored, name in names.items() if name and source.packs(stored))
-        source = unpacked(base, source) if any(_is_adapted(base, adapter, name) for name in packed) else source
+        packed = {stored: name for stored, name in names.items() if name and source.packs(stored)}
+        changed = frozenset(stored for stored, name in packed.items() if _is_adapted(base, adapter, name))
+        source = unpacked(base, source, changed) if changed else source
     source = headed(base, source)
     names = hf.canonical_names(base, source.shapes)
 

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Callable, Iterable, Iterator, Mapping
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from math import prod
 from pathlib import Path
 
@@ -45,6 +45,7 @@ class Packed(Source):
     packing: Packing  # its parts have one dtype, that of these files
     parts: dict[str, SourceTensor]  # of packed matrices, by the matrix's name with a part's suffix
     made: Mapping[str, Made]  # what makes the elements of parts that no file has
+    wide: frozenset[str] = field(default=frozenset(), kw_only=True)  # matrices that are decoded into fp32, not bf16
 
     @property
     def nbytes(self) -> int:
@@ -57,7 +58,20 @@ class Packed(Source):
         return name + self.packing.parts[0].suffix in self.parts
 
     def place(self, name: str) -> SourceTensor:
-        return self.parts.get(name) or super().place(name)
+        found = self.parts.get(name) or super().place(name)
+        return found._replace(dtype="F32") if name in self.wide else found
+
+    def computed_in(self, dtype: str) -> Source:
+        packed = frozenset(name for name in self.tensors if self.packs(name))
+        return replace(self, wide=packed) if packed and dtype == "F32" and not self.packing.exact else self
+
+    def named(self, name: str) -> str:
+        """As Source.named; a part by its name in the file."""
+        packing = self.packing.of(name)
+        part = packing.part_of(name)
+        if part and name in self.parts and (file := self.parts[name].file):
+            return f"{self.folder / file}: {packing.named(name.removesuffix(part.suffix), part.stored)}"
+        return super().named(name)
 
     def values(self, name: str, first: int = 0, last: int | None = None) -> Iterator[np.ndarray]:
         """As Source.values. A part with a dtype that weights do not have is given as bytes."""
@@ -66,7 +80,7 @@ class Packed(Source):
             for a in range(first, last, CHUNK // 4):
                 yield self._of_part(name, a, min(a + CHUNK // 4, last))
         elif self.packs(name):
-            yield from self._decoded(name, first, last)
+            yield from self._decoded(name, first, last, "F32" if name in self.wide else "BF16")
         else:
             yield from super().values(name, first, last)
 
@@ -87,7 +101,7 @@ class Packed(Source):
         rows = range(first, first + shape[0] * width, width)
         return np.concatenate([self._of_part(name, a, a + shape[1]) for a in rows])
 
-    def _decoded(self, name: str, first: int, last: int | None, dtype: str = "BF16") -> Iterator[np.ndarray]:
+    def _decoded(self, name: str, first: int, last: int | None, dtype: str) -> Iterator[np.ndarray]:
         """Yields decoded values, by whole experts or by some rows of a matrix."""
         shape = self.tensors[name].shape
         n, one = shape[0], prod(shape[1:])
@@ -125,14 +139,10 @@ class Unpacked(Packed):
 
     places: dict[str, SourceTensor]  # of tensors that are not packed
     headers: dict[str, bytes]  # of the files
-    wide: frozenset[str] = frozenset()  # packed matrices that are read in fp32, of which bf16 would be a rounding
 
     def place(self, name: str) -> SourceTensor:
         found = self.parts.get(name) or self.places[name]
         return found._replace(dtype="F32") if name in self.wide else found
-
-    def values(self, name: str, first: int = 0, last: int | None = None) -> Iterator[np.ndarray]:
-        return self._decoded(name, first, last, "F32") if name in self.wide else super().values(name, first, last)
 
     @property
     def nbytes(self) -> int:
@@ -169,10 +179,7 @@ def check_packing(cfg: ModelConfig, source: Source, say: Say) -> None:
     packed matrices with biases other than zero, which the model has not.
     """
     if isinstance(source, Packed) and cfg.packing is None:
-        raise InputError(
-            f'{source.folder}: there are tensors in {source.packing.word}, but config.json has no "quantization_config"'
-            ". Copy it from the release: transformers does not find these tensors without it."
-        )
+        raise InputError(unsaid(source.folder, source.packing))
     if cfg.packing is not None and not isinstance(source, Packed):
         word = cfg.packing.word
         say(
@@ -186,6 +193,14 @@ def check_packing(cfg: ModelConfig, source: Source, say: Say) -> None:
                 f"{source.folder}: {name} is not zero, and a {cfg.model_type} as config.json describes it has no such "
                 "bias. The weights and config.json are not of the same model."
             )
+
+
+def unsaid(folder: Path, packing: Packing) -> str:
+    """The message about packed matrices of which config.json says nothing."""
+    return (
+        f'{folder}: there are tensors in {packing.word}, but config.json has no "quantization_config". Copy it from '
+        "the release: transformers does not find these tensors without it."
+    )
 
 
 def as_stored(cfg: ModelConfig, source: Source) -> ModelConfig:
@@ -255,12 +270,13 @@ def as_trained(cfg: ModelConfig, source: Source, stored: Mapping[str, str]) -> S
     found = frozenset(name for name in names if source.packs(name))
     if found and not source.files:
         return Source(source.folder, (), source.tensors, source.auxiliary)
-    return unpacked(cfg, source, found if not source.packing.exact else frozenset()) if found else source
+    return unpacked(cfg, source, found) if found else source
 
 
-def unpacked(cfg: ModelConfig, source: Packed, wide: frozenset[str] = frozenset()) -> Unpacked:
+def unpacked(cfg: ModelConfig, source: Packed, changed: frozenset[str] = frozenset()) -> Unpacked:
     """A checkpoint to be written in bf16: the same files and tensors in the same order, without `hf.spare` ones.
 
+    `changed`: packed matrices that are not written as they are, so that they are read without a rounding to bf16.
     Raises CheckpointError if there are tensors that are packed in another way.
     """
     for name in (name for name, t in source.tensors.items() if t.dtype not in NUMPY):
@@ -278,4 +294,4 @@ def unpacked(cfg: ModelConfig, source: Packed, wide: frozenset[str] = frozenset(
         for t in layout.tensors:
             tensors[t.name] = SourceTensor(t.dtype, t.shape, file, len(headers[file]) + t.offset)
     given = source.folder, source.files, tensors, source.auxiliary, source.packing, source.parts, source.made
-    return Unpacked(*given, source.tensors, headers, wide)
+    return Unpacked(*given, source.tensors, headers, wide=frozenset() if source.packing.exact else changed)

@@ -7,7 +7,7 @@ from dataclasses import replace
 from pathlib import Path
 
 from trireme.engine.tuning import int4, nf4
-from trireme.engine.tuning.packed import Made, Packed
+from trireme.engine.tuning.packed import Made, Packed, unsaid
 from trireme.models.config import BY_ROW, COLUMN_GROUPS, MXFP4, NF4, PACKINGS, UNUSED, WHOLE, Packing
 from trireme.storage.checkpoint import Source, SourceTensor, open_source
 from trireme.storage.files import Say, to_stderr
@@ -28,7 +28,12 @@ def open_checkpoint(folder: str | Path, packing: Packing | None = None, say: Say
         if packing:
             _check_whole(source, row, found)
         if found:
-            return _packed(source, row, found, say)
+            try:
+                return _packed(source, row, found, say)
+            except CheckpointError:
+                if packing or row is MXFP4:
+                    raise
+                raise CheckpointError(unsaid(source.folder, row)) from None  # groups may be of another size
     return source
 
 

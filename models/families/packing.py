@@ -265,5 +265,5 @@ PACKINGS = (MXFP4, FP8, BY_ROW, NF4, NVFP4, MODELOPT, MX, INT4_ZEROS, INT4, GPTQ
 # Ends of names: of activations and of a cache, which are not quantized here.
 UNUSED = (
     ".activation_scale", ".input_scale", ".input_scale_ub", ".input_global_scale", ".output_scale",
-    ".k_scale", ".v_scale", ".q_scale",
+    ".k_scale", ".v_scale", ".q_scale", ".kv_scale",
 )  # fmt: skip

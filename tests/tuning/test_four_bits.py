@@ -19,6 +19,7 @@ from trireme.engine.tuning.packed import as_said, check_packing
 from trireme.engine.tuning.parts import open_checkpoint
 from trireme.models.config import InputError, Lora, parse_config, read_config
 from trireme.storage.devices import open_device
+from trireme.storage.headers import CheckpointError
 
 pytestmark = pytest.mark.grid
 
@@ -169,7 +170,7 @@ HOSTILE = {  # case -> (checkpoint, change of the tensors, words)
         lambda s: s.update({PACKED_: torch.zeros(40, 28).to(torch.uint8)}),
         f"holds scales of int4, but {PACKED_} is U8: one tensor in two forms",
     ),
-    "NaN": ("int4", lambda s: s[SCALE][1].fill_(float("nan")), r"scales by more than 2\^123"),
+    "NaN": ("int4", lambda s: s[SCALE][1].fill_(float("nan")), rf"{SCALE} scales by more than 2\^123"),
     "an order": (
         "int4",
         lambda s: s.update({ORDER: torch.arange(56).flip(0) // 8}),
@@ -199,7 +200,7 @@ HOSTILE = {  # case -> (checkpoint, change of the tensors, words)
     "no qzeros": ("gptq", lambda s: s.pop(f"{M}.qzeros"), f"{M}.qweight is I32, and its zero points, {M}.qzeros, are"),
     "no qweight": ("gptq", lambda s: s.pop(f"{M}.qweight"), f"holds .* of GPTQ, but {M}.qweight is missing"),
     "zero of 15": ("gptq", lambda s: s[f"{M}.qzeros"][0].fill_(15), "has zero points that programs read as 0 or as 16"),
-    "huge scale": ("gptq", lambda s: s[f"{M}.scales"][0].fill_(float("inf")), r"scales by more than 2\^123"),
+    "huge scale": ("gptq", lambda s: s[f"{M}.scales"][0].fill_(float("inf")), rf"{M}.scales scales by .* 2\^123"),
     "words of 64": (
         "gptq",
         lambda s: s.update({f"{M}.qweight": s[f"{M}.qweight"].long()}),
@@ -211,9 +212,9 @@ HOSTILE = {  # case -> (checkpoint, change of the tensors, words)
         r"AWQ has I32 \[in, out / 8\], F16 \[in / 32, out\] and I32 \[in / 32, out / 8\]",
     ),
     "not scaled": ("nvfp4", lambda s: s.pop(OF_ALL), f"and its global scale, {OF_ALL}, are missing"),
-    "zero": ("nvfp4", lambda s: s[OF_ALL].zero_(), r"_divisor scales by more than 2\^116"),
-    "in 8": ("nvfp4", lambda s: s[SCALE].view(torch.uint8)[3].fill_(127), "_scales holds NaN"),
-    "infinite": ("modelopt", lambda s: s[FACTOR].fill_(float("inf")), r"_factor scales by more than 2\^116"),
+    "zero": ("nvfp4", lambda s: s[OF_ALL].zero_(), rf"{OF_ALL} scales by more than 2\^116"),
+    "in 8": ("nvfp4", lambda s: s[SCALE].view(torch.uint8)[3].fill_(127), f"{SCALE} holds NaN"),
+    "infinite": ("modelopt", lambda s: s[FACTOR].fill_(float("inf")), rf"{FACTOR} scales by more than 2\^116"),
     "255": ("mxfp4", lambda s: s[SCALE][3].fill_(255), r"scales by more than 2\^125"),
     "fp4 in floats": (
         "deepseek experts",
@@ -317,6 +318,11 @@ def test_matrices_that_are_left_out_stay_as_they_are(made, tmp_path):
         assert f"{M}.weight" not in as_said(planned).packed
         assert as_said(planned).packed == cfg.packed
         exchange(cfg, source)[1].load()
+
+
+def test_groups_of_another_size_are_not_what_is_wrong_where_config_says_nothing(made):
+    with pytest.raises(CheckpointError, match='tensors in GPTQ, but config.json has no "quantization_config". Copy it'):
+        open_checkpoint(made("gptq")[0])
 
 
 # ---------------------------------------------------------------- GPTQ by the formula of its kernels

@@ -220,18 +220,47 @@ def test_one_layer_is_trained_and_the_other_stays_packed_in_memory(made, tmp_pat
     assert {name for name, t in exact.items() if torch.equal(t, after[name])} == {n for n in exact if ".layers.0." in n}
 
 
+def test_in_fp32_nothing_is_rounded_to_bf16(made, tmp_path):
+    """Nor what is decoded as it is read: q, k and v of a layer where one of them is not packed."""
+    folder, plain = made("one in bf16")
+    state, packed = (load_file(path / "model.safetensors") for path in (plain, folder))
+    rows, columns = CASES["one in bf16"][2]
+    for name in (name for name in state if f"{name}_scale_inv" in packed):
+        scales = packed[f"{name}_scale_inv"].repeat_interleave(rows, 0).repeat_interleave(columns, 1)
+        state[name] = packed[name].float() * scales[: len(state[name]), : state[name].shape[1]]
+    save_file(state, tmp_path / "model.safetensors", {"format": "pt"})
+    (tmp_path / "config.json").write_bytes((plain / "config.json").read_bytes())
+    found = []
+    for path in (folder, tmp_path):
+        cfg, source, _ = opened(path, lambda cfg: adapted(cfg, Lora(2, 4.0, ("q_proj",))))
+        e, x = exchange(cfg, source, dtype="F32")
+        x.load()
+        found.append(train(e, batches(cfg, 1, 2, 24)))
+    assert found[0] == found[1]
+
+
 def test_a_merged_model_is_that_of_the_decoded_base(made, tmp_path):
+    """Each matrix is rounded once: what the adapter changes is decoded in fp32."""
     folder, plain = made("dense")
     base = AutoModelForCausalLM.from_pretrained(plain, dtype=torch.float32)
     keys = dict(r=2, lora_alpha=6, init_lora_weights=False, task_type="CAUSAL_LM", target_modules=["q_proj"])
     peft.get_peft_model(base, peft.LoraConfig(**keys)).save_pretrained(tmp_path / "adapter")
-    for path in (folder, plain):
-        cfg = read_config(path)
-        merge_adapter(tmp_path / "adapter", cfg, open_checkpoint(path, cfg.packing), tmp_path / path.name)
-    ours, theirs = (load_file(tmp_path / path.name / "model.safetensors") for path in (folder, plain))
+    cfg = read_config(folder)
+    merge_adapter(tmp_path / "adapter", cfg, open_checkpoint(folder, cfg.packing), tmp_path / "merged")
+    ours, theirs, packed = (load_file(p / "model.safetensors") for p in (tmp_path / "merged", plain, folder))
+    factors = load_file(tmp_path / "adapter/adapter_model.safetensors")
     assert ours.keys() == theirs.keys()
-    assert all(torch.equal(t, theirs[name]) for name, t in ours.items())
-    assert "quantization_config" not in json.loads((tmp_path / folder.name / "config.json").read_text())
+    for name, t in ours.items():
+        if not name.endswith("q_proj.weight"):
+            assert torch.equal(t, theirs[name])
+            continue
+        rows, columns = CASES["dense"][2]
+        scales = packed[f"{name}_scale_inv"].repeat_interleave(rows, 0).repeat_interleave(columns, 1)
+        a, b = (factors[f"base_model.model.{name.removesuffix('weight')}lora_{x}.weight"].double() for x in "AB")
+        exact = packed[name].double() * scales[: len(t), : t.shape[1]].double() + 3 * b @ a
+        least = (exact.bfloat16() - exact).abs()
+        assert ((t - exact).abs() <= 1.01 * least).all()
+    assert "quantization_config" not in json.loads((tmp_path / "merged/config.json").read_text())
 
 
 def test_config_alone_says_what_is_packed(made):
@@ -287,7 +316,7 @@ HOSTILE = {  # case -> (change of the tensors, words)
     "another dtype": (lambda s: s.update({f"{NAME}_scale_inv": torch.ones(3, 3).half()}), r"_scale_inv F16 \[3, 3\]"),
     "a vector": (
         lambda s: s.update({NAME: torch.zeros(2240).to(E4M3)}), r"is F8_E4M3 \[2240\] and .*fp8 has F8_E4M3 \[out"),
-    "NaN in codes": (lambda s: s[NAME].view(torch.uint8)[3].fill_(127), f"safetensors: {NAME}_codes holds NaN;"),
+    "NaN in codes": (lambda s: s[NAME].view(torch.uint8)[3].fill_(127), f"safetensors: {NAME} holds NaN;"),
     "NaN in scales": (lambda s: s[f"{NAME}_scale_inv"][1].fill_(float("nan")), r"_scale_inv scales by more than 2\^"),
     "infinite scale": (lambda s: s[f"{NAME}_scale_inv"][1].fill_(-torch.inf), r"_scale_inv scales by more than 2\^"),
     "another shape": (
@@ -314,8 +343,10 @@ def test_config_and_tensors_have_to_agree(made, tmp_path):
 def test_scales_of_activations_are_named_and_not_used(made, tmp_path):
     folder, _ = made("dense")
     state, said = load_file(folder / "model.safetensors"), []
-    state["model.layers.0.mlp.down_proj.activation_scale"] = torch.ones(())
+    state |= {
+        f"model.layers.0.{end}": torch.ones(()) for end in ("mlp.down_proj.activation_scale", "self_attn.kv_scale")
+    }
     save_file(state, tmp_path / "model.safetensors", {"format": "pt"})
     source = open_checkpoint(tmp_path, read_config(folder).packing, said.append)
-    assert "1 scales of activations, as model.layers.0.mlp.down_proj.activation_scale, are not used" in said[0]
-    assert not any("activation_scale" in name for name in source.tensors)
+    assert "2 scales of activations, as model.layers.0.mlp.down_proj.activation_scale, are not used" in said[0]
+    assert not any(name.endswith(("activation_scale", "kv_scale")) for name in source.tensors)

@@ -48,7 +48,7 @@ class Layers:
                 raise
             self.cfg = replace(opened.cfg, at_once=at_once)
             self._place(dtype, limits, needs)
-        source = opened.source
+        source = self._source = opened.source.computed_in(dtype)
         self.stored = hf.sources(opened.cfg, source.shapes, source.named)
         check_tied(source, hf.canonical_names(opened.cfg, source.shapes), self.stored)
         units = range(self.geo.n_units)
@@ -130,14 +130,14 @@ class Layers:
         parts = [(geo.stored_base[u], buffer[:at]), (geo.stored[u], buffer[at:])]
         tensors = [(t, part) for layout, part in parts for t in layout.tensors]
         packing = self.geo.cfg.packing
-        with naming_files(self.opened.source, self.stored):
+        with naming_files(self._source, self.stored):
             list(self._pool.map(lambda each: fill_weight(each[0], each[1], self._values, packing), tensors))
         self._read_s[0] += self.sizes[u]
         self._read_s[1] += time.perf_counter() - began
 
     def _values(self, name: str, first: int, last: int) -> Iterator[np.ndarray]:
         if name in self.stored:
-            yield from self.opened.source.values(self.stored[name], first, last)
+            yield from self._source.values(self.stored[name], first, last)
         else:
             assert self.opened.adapter is not None
             yield from self.opened.adapter.values(name, first, last)
