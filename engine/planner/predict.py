@@ -263,7 +263,7 @@ def durations(cfg: ModelConfig, plan: Plan, rates: Rates, batch: Batch, k: int =
     return duration
 
 
-def issues(cfg: ModelConfig, plan: Plan, rates: Rates, batch: Batch, k: int = 1) -> Callable[[Task], float]:
+def issues(cfg: ModelConfig, plan: Plan, rates: Rates, batch: Batch, k: int) -> Callable[[Task], float]:
     """Returns a function that gives the seconds of the interpreter to launch a task's kernels; 0 with several GPUs,
     where each GPU's thread launches them. k micro-batches are simulated as one.
     """
