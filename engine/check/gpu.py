@@ -45,7 +45,7 @@ def no_gpu() -> Row:
         how = "to train on a GPU, install NVIDIA's driver and a torch with CUDA"
         return Row("gpu", "GPU", f"torch {torch.__version__} {why}: kernels are not checked", how, {"there": False})
     if torch.version.hip:
-        return Row("gpu", "GPU", "AMD's: kernels are for NVIDIA's", "use a GPU of NVIDIA's", {"there": False})
+        return Row("gpu", "GPU", "an AMD GPU: kernels are for NVIDIA GPUs", "use an NVIDIA GPU", {"there": False})
     name = torch.cuda.get_device_name()
     return Row("gpu", "GPU", f"{name} has no bf16", "use an RTX 30, an A100 or anything newer", {"there": False})
 

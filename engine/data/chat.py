@@ -98,7 +98,8 @@ class ChatTemplate:
     def given(self, variables: Mapping[str, Any]) -> ChatTemplate:
         """The same template with more variables. Raises BadRow if it may not have them."""
         if taken := [name for name in variables if name in _TAKEN or not name.isidentifier()]:
-            what = "which the template gets from elsewhere" if taken[0] in _TAKEN else "which is no name of a variable"
+            elsewhere = taken[0] in _TAKEN
+            what = "which the template gets from elsewhere" if elsewhere else "which is not the name of a variable"
             raise BadRow(f"'chat_template_kwargs' sets {taken[0]!r}, {what}; leave it out")
         try:
             key = json.dumps(variables, sort_keys=True)

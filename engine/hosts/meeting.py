@@ -106,7 +106,7 @@ class Door:
                 return dict(self.channels)
             host = min(wanted - self.channels.keys())[0]
             others = f"; {self.refused} connections without the secret were refused" if self.refused else ""
-        raise LostHost(f"host {host} has not come to port {self.port} within {MEETING:.0f} s{others}")
+        raise LostHost(f"host {host} has not connected to port {self.port} within {MEETING:.0f} s{others}")
 
     def close(self) -> None:
         self._open = False

@@ -35,7 +35,7 @@ def choose_device(wanted: str) -> torch.device:
         return torch.device("cpu")
     if torch.version.hip:
         raise InputError(
-            "this torch is for AMD's GPUs (ROCm), kernels are for NVIDIA's. Install another, or --device cpu."
+            "this torch is for AMD GPUs (ROCm), the kernels are for NVIDIA GPUs. Install another, or --device cpu."
         )
     if torch.cuda.get_device_capability()[0] < 8:  # before Ampere
         raise InputError(

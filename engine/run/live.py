@@ -225,7 +225,7 @@ class Live:
             how = f"no progress for {duration(limit)}; {what_hangs}"
             said = f"error: {what}: {how}. Is the GPU or a drive failing? {self.last_snapshot()}"
             self.group.tell(how)
-            leave(lambda: self._last_words(f"{said}. To go on: --resume {quoted(self.job.out)}"))
+            leave(lambda: self._last_words(f"{said}. To continue: --resume {quoted(self.job.out)}"))
 
         return watched(self.queues, limit, late, self._progress)
 

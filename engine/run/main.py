@@ -122,9 +122,9 @@ def _main(argv: Sequence[str], began: float | None) -> int:
         return fail(about_memory(NO_THREAD, options), 3)
     except KeyboardInterrupt:
         if argv and argv[0] in COMMANDS:
-            return fail("interrupted; the same command goes on" if argv[0] == "score" else "interrupted", 130)
+            return fail("interrupted; the same command continues it" if argv[0] == "score" else "interrupted", 130)
         if is_resumable(options):
-            return fail(f"interrupted. To go on: --resume {run_folder(options)}", 130)
+            return fail(f"interrupted. To continue: --resume {run_folder(options)}", 130)
         return fail("interrupted before there was anything to save", 130)
     finally:
         give_up_output()
@@ -155,7 +155,7 @@ def interrupt(_: int) -> None:
 
 
 def left_at_once() -> None:
-    Screen().urgent("left at once")
+    Screen().urgent("stopped at once")
 
 
 def unraisable(what: "sys.UnraisableHookArgs") -> None:
@@ -217,8 +217,8 @@ def run_folder(options: Options) -> str:
 def how_to_go_on(options: Options) -> str:
     """How to continue a run whose hosts have ended."""
     if is_resumable(options):
-        return f"To go on, on all hosts: --resume {run_folder(options)}"
-    return "There is nothing to go on with yet"
+        return f"To continue, on all hosts: --resume {run_folder(options)}"
+    return "There is nothing to continue from yet"
 
 
 def take_gpus(options: Options, at: Place) -> None:
@@ -227,7 +227,7 @@ def take_gpus(options: Options, at: Place) -> None:
     if at.local_hosts == 1 or options.device == "cpu" or visible == "":
         return
     if options.gpus == "all":
-        raise InputError(f"--gpus all: {at.local_hosts} hosts are on this machine. Say --gpus N, of each.")
+        raise InputError(f"--gpus all: {at.local_hosts} hosts are on this machine. Give --gpus N, of each.")
     each = int(options.gpus)
     own = range(at.local * each, (at.local + 1) * each)
     every = visible.split(",") if visible is not None else [str(gpu) for gpu in range(own.stop)]

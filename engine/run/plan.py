@@ -48,7 +48,7 @@ def given_plan(
     if options.dtype != "auto" and DTYPES[options.dtype] != plan.dtype:
         raise InputError(f"{options.plan}: the plan computes in {plan.dtype}. Leave --dtype out, or change the plan.")
     if plan.gpus != gpus:
-        raise InputError(f"{options.plan}: the plan is for {count(plan.gpus, 'GPU')}. Say --gpus {plan.gpus}.")
+        raise InputError(f"{options.plan}: the plan is for {count(plan.gpus, 'GPU')}. Give --gpus {plan.gpus}.")
     check_options(options, plan, plan.tokens // seq_len)
     if on_cuda and not plan.runs_on_cuda:
         raise InputError(

@@ -23,7 +23,7 @@ STOPS = (signal.SIGINT, signal.SIGTERM, *NOTICES)
 
 def if_again(number: int) -> str:
     """What a second signal like the first one, `number`, does: to end the line that answers the first."""
-    return "" if number in NOTICES else "; again: leave at once"
+    return "" if number in NOTICES else "; again: stop at once"
 
 
 class Stop:
@@ -61,7 +61,7 @@ class Stop:
 
     def insist(self) -> None:
         """Handles the second signal."""
-        self.screen.urgent(f"\nleft at once. {self.last_snapshot()}")
+        self.screen.urgent(f"\nstopped at once. {self.last_snapshot()}")
 
 
 class _Asked:
@@ -78,7 +78,7 @@ class _Asked:
         if len(self.signals) == 1:
             self.first(number)
         elif number not in NOTICES:
-            Screen().urgent("\n  already stopping; again: leave at once")
+            Screen().urgent("\n  already stopping; again: stop at once")
 
 
 @contextmanager

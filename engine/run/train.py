@@ -258,7 +258,7 @@ def _load(live: Live) -> None:
         asked.append(number)
         live.screen.urgent(f"\n  leaving{if_again(number)}")
 
-    with stop_signals(ask, lambda: live.screen.urgent("\nleft at once")):
+    with stop_signals(ask, lambda: live.screen.urgent("\nstopped at once")):
         live.load(asked)
     if asked:
         raise KeyboardInterrupt

@@ -110,7 +110,7 @@ BAD = {
     "'label' is NaN, no class": dict(label=Decimal("nan")),
     "'label' is '9999": dict(label="9" * 5000),
     "has no 'label', the class of the row": dict(),
-    "'images' holds what is no text": dict(label="bad", messages=[{"role": "user", "content": "q"}], images=["x.png"]),
+    "'images' holds something other": dict(label="bad", messages=[{"role": "user", "content": "q"}], images=["x.png"]),
     "'train' is false": dict(label="bad", messages=[{"role": "user", "content": "q"}], train=False),
 }
 

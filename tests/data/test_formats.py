@@ -172,7 +172,7 @@ def test_a_file_that_is_not_there(tmp_path):
         ("a.json", b'[{"input_ids": [' + b"9" * 5000 + b"]}]", "row 1 holds a number of thousands of digits"),
         ("a.csv", b"text,text\nx,y\n", "the header names a column twice"),
         ("a.csv", b"text\nx\0y\n", "line 2 holds NUL bytes"),
-        ("a.csv", b'text\n"x\ny\n', "line 2 to 3 is not CSV: unexpected end of data. Is a quote amiss?"),
+        ("a.csv", b'text\n"x\ny\n', "line 2 to 3 is not CSV: unexpected end of data. Is a quote missing?"),
         ("a.jsonl.gz", b"not gzip", "is a damaged .gz"),
         ("a.jsonl.gz", gzip.compress(b'{"text": "x"}\n' * 99, mtime=0)[:-20], "is a damaged .gz"),
     ],

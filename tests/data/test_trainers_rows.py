@@ -140,10 +140,10 @@ def test_pairs_of_other_trainers(case):
     ({"input": "q", "preferred_output": [said("a")], "non_preferred_output": [said("b")]}, "'input' is a string, exp"),
     ({"input": {}, "preferred_output": [said("a")], "non_preferred_output": [said("b")]}, "'input' has no 'messages'"),
     ({"input": {"messages": [user("q")], "images": ["x.png"]}, "preferred_output": [said("a")],
-      "non_preferred_output": [said("b")]}, "'input': 'images' holds what is no text"),
+      "non_preferred_output": [said("b")]}, "'input': 'images' holds something other than text"),
     ({"messages": [user("q")], "rejected_response": "b"}, "'messages' does not end with the assistant's message"),
     ({"messages": [user("q"), said("a")], "system": 0, "rejected_response": "b"}, "'system' is a number, exp"),
-    ({"prompt": "q", "chosen": "a", "rejected": "b", "images": ["x.png"]}, "'images' holds what is no text; only"),
+    ({"prompt": "q", "chosen": "a", "rejected": "b", "images": ["x.png"]}, "'images' holds something other"),
 ])  # fmt: skip
 def test_pairs_of_other_trainers_that_are_refused(row, says):
     for kind in ("pairs", "labels", "rewards"):

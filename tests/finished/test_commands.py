@@ -241,9 +241,9 @@ def test_an_end_token_of_generation_config_ends(here, capsys):
         ),
         (
             ["--prompt", "a", "--chat-template-kwargs", '{"a-b": 1}'],
-            "sets 'a-b', which is no name of a variable; leave",
+            "sets 'a-b', which is not the name of a variable; leave",
         ),
-        (["--prompt", "a", "--model", "x"], "--model x: model is no adapter. Leave --model out."),
+        (["--prompt", "a", "--model", "x"], "--model x: model is not an adapter. Leave --model out."),
     ],
 )
 def test_what_is_wrong_is_one_line(here, capsys, argv, message):

@@ -203,7 +203,7 @@ def test_hosts_meet_though_a_stranger_talks_and_leave_no_port_open(name):
 def test_who_does_not_come_is_named(monkeypatch):
     monkeypatch.setattr(meeting, "MEETING", 0.3)
     port = free_port()
-    with pytest.raises(LostHost, match=f"host 1 has not come to port {port} within 0 s"):
+    with pytest.raises(LostHost, match=f"host 1 has not connected to port {port} within 0 s"):
         meet(0, 2, KEY, Address("127.0.0.1", port))
     with pytest.raises(LostHost, match=f"host 0 at 127.0.0.1, port {port} does not answer: Connection refused"):
         meet(1, 2, KEY, Address("127.0.0.1", port))

@@ -159,7 +159,7 @@ def test_a_host_that_is_lost_or_hangs_ends_all_and_nothing_is_lost(folder, whole
     assert code == 4
     line = run.errors()[0]
     assert "host 1 is lost or hangs: no heartbeat for " in line
-    assert line.endswith(f"To go on, on all hosts: --resume {out}")
+    assert line.endswith(f"To continue, on all hosts: --resume {out}")
     if how == signal.SIGKILL:
         again = Run(out, 2, ["--resume", str(out)])
         assert again.ended() == [0, 0], again.errors()

@@ -108,7 +108,7 @@ REQUESTS = {
     "all GPUs of no machine": (
         ["--dry-run", "--assume", "gpu=rtx4090,ram=64GiB", "--gpus", "all"],
         2,
-        ["--gpus all", "Say --gpus N"],
+        ["--gpus all", "Give --gpus N"],
     ),
     "more GPUs than are assumed": (
         ["--dry-run", "--assume", "gpu=2xrtx4090,ram=64GiB", "--gpus", "3"],
@@ -197,7 +197,7 @@ def test_a_signal_ends_a_command_with_a_line(tmp_path, capsys, monkeypatch, name
         assert finetune.main([name, "x"]) == 130
     finally:
         signal.signal(number, before)
-    more = "; the same command goes on" if name == "score" else ""
+    more = "; the same command continues it" if name == "score" else ""
     assert capsys.readouterr().err == f"error: interrupted{more}\n"
 
 
@@ -245,7 +245,7 @@ def test_a_class_that_is_not_followed_is_noted(here, capsys):
     code = {"AutoConfig": "configuration_x.Config", "AutoModelForCausalLM": "modeling_x.Model"}
     for keys, noted in (
         ({"auto_map": code}, "names code of its own, modeling_x.Model, which is never run: the model is read as"),
-        ({"architectures": ["Qwen2Model"]}, 'says "architectures": Qwen2Model, which is no language model'),
+        ({"architectures": ["Qwen2Model"]}, 'says "architectures": Qwen2Model, which is not a language model'),
         ({"auto_map": {"AutoConfig": "configuration_x.Config"}, "architectures": ["GPT2LMHeadModel"]}, ""),
     ):
         set_config(**{"auto_map": None} | keys)
@@ -538,7 +538,7 @@ def test_asked_to_stop_while_it_reads_it_leaves_all_as_it_was(here, number, agai
     assert Path("out/tokens").is_dir()
     os.kill(process, number)
     code = ended(process)
-    kept = "interrupted. To go on: --resume out" if again else "interrupted before there was anything to save"
+    kept = "interrupted. To continue: --resume out" if again else "interrupted before there was anything to save"
     assert (code, os.read(err, 1000).decode()) == (130, f"error: {kept}\n")
     assert {p for p in tree(here) if "stdin" not in p.name} == {p for p in before if "stdin" not in p.name}
 
@@ -552,7 +552,7 @@ def test_what_was_killed_while_it_read_can_be_begun_again(here, capsys, monkeypa
     ended(process)
     with open("stories.txt") as redirected:
         monkeypatch.setattr(sys, "stdin", redirected)
-        assert "holds a run. Go on with it: --resume out" in said(capsys, [*PIPED, "--lr", "1e-3"], 2)
+        assert "holds a run. Continue it: --resume out" in said(capsys, [*PIPED, "--lr", "1e-3"], 2)
         assert finetune.main(list(PIPED) if how == "the same command" else ["--resume", "out"]) == 0
     assert Path("out/model.safetensors").exists()
     assert not Path("out/tokens").exists()
@@ -576,7 +576,7 @@ def test_interrupted_before_the_first_step(here, argv, kept, capsys, monkeypatch
     (here / "out").mkdir()
     (here / "out" / "config.yaml").write_text("model: model\ndata: stories.txt\nout: out\n")
     monkeypatch.setattr(finetune, "run", interrupt)
-    what = ". To go on: --resume out" if kept else " before there was anything to save"
+    what = ". To continue: --resume out" if kept else " before there was anything to save"
     assert said(capsys, list(argv), 130) == f"error: interrupted{what}\n"
 
 

@@ -340,11 +340,11 @@ def test_who_insists(numbers, ends, how):
     assert ("second" in done.stderr) == ends
     order = sorted(numbers) if how == "together" else numbers
     heard = order[0] in NOTICES and any(n not in NOTICES for n in order)  # a request after a notice is answered
-    assert ("\n  already stopping; again: leave at once\n" in done.stderr) == heard
+    assert ("\n  already stopping; again: stop at once\n" in done.stderr) == heard
 
 
 @pytest.mark.parametrize(
-    ("number", "again"), [(INT, "; again: leave at once"), (TERM, "; again: leave at once"), (USR1, "")]
+    ("number", "again"), [(INT, "; again: stop at once"), (TERM, "; again: stop at once"), (USR1, "")]
 )
 def test_what_a_second_signal_does_is_said(number, again, capsys):
     stop = Stop(9, Screen(io.StringIO()), lambda: "")
@@ -353,7 +353,7 @@ def test_what_a_second_signal_does_is_said(number, again, capsys):
     assert capsys.readouterr().err == f"\n  finishing step 3 and saving{again}\n"
 
 
-@pytest.mark.parametrize(("number", "again"), [(INT, "; again: leave at once"), (USR1, "")])
+@pytest.mark.parametrize(("number", "again"), [(INT, "; again: stop at once"), (USR1, "")])
 def test_what_a_second_signal_does_while_loading_is_said(number, again, capsys):
     loading = SimpleNamespace(screen=Screen(io.StringIO()), load=lambda _: signal.raise_signal(number))
     with pytest.raises(KeyboardInterrupt):
@@ -374,11 +374,11 @@ def test_after_a_notice_a_signal_is_answered(number, capsys, monkeypatch):
             signal.raise_signal(USR2)
             assert capsys.readouterr().err == "\n  finishing step 3 and saving\n"
             signal.raise_signal(number)
-            assert capsys.readouterr().err == "\n  already stopping; again: leave at once\n"
+            assert capsys.readouterr().err == "\n  already stopping; again: stop at once\n"
             signal.raise_signal(HUP)
             assert not capsys.readouterr().err
             signal.raise_signal(number)
-            assert capsys.readouterr().err.startswith("\nleft at once. all lost\n")
+            assert capsys.readouterr().err.startswith("\nstopped at once. all lost\n")
         assert stop.last == 3
 
 
@@ -445,7 +445,7 @@ def test_an_interrupt_within_a_callback_is_not_lost(capsys, monkeypatch):
     monkeypatch.setattr(sys, "unraisablehook", finetune.unraisable)
     Thing()
     assert left == [130]
-    assert capsys.readouterr().err == "left at once\n"
+    assert capsys.readouterr().err == "stopped at once\n"
 
 
 def test_from_python_in_any_thread(here):

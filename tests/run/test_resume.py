@@ -490,7 +490,7 @@ def test_a_plan_with_room_for_fewer_micro_batches_is_refused(checkpoint):
 @pytest.mark.parametrize(
     ("plan", "given", "says"),
     [
-        ({}, {"micro_batch": 2}, "--micro-batch is 2, the plan has 4. Say --micro-batch 4, or change the plan"),
+        ({}, {"micro_batch": 2}, "--micro-batch is 2, the plan has 4. Give --micro-batch 4, or change the plan"),
         ({}, {"micro_batch": 16}, ""),  # a step has 4 sequences
         ({}, {"adam_bits": 8}, "--adam-bits is 8, the plan has 32"),
         ({"adam_bits": 8}, {"adam_bits": 32}, "--adam-bits is 32, the plan has 8"),
@@ -499,7 +499,7 @@ def test_a_plan_with_room_for_fewer_micro_batches_is_refused(checkpoint):
         ({"mode": "backward"}, {}, "its mode backward updates before the norm is known. Add --max-grad-norm 0, or"),
         ({"mode": "backward"}, {"max_grad_norm": 0.0, "optimizer_mode": "forward"}, "--optimizer-mode is forward"),
         ({"mode": "backward"}, {"max_grad_norm": 0.0}, ""),
-        ({}, {"gpus": 2}, "the plan is for 1 GPU. Say --gpus 1"),
+        ({}, {"gpus": 2}, "the plan is for 1 GPU. Give --gpus 1"),
     ],
 )  # fmt: skip
 def test_no_option_is_silently_overruled_by_a_given_plan(checkpoint, begun, plan, given, says):

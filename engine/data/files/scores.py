@@ -94,7 +94,7 @@ class Part:
         wanted: dict[str, tuple[Any, ...]] = dict.fromkeys(TABLES, ("I64", n))
         wanted |= {"label": ("I32", m), "rest": ("F32", m), "ids": ("I32", m, k), "logps": ("F16", m, k)}
         if any(found.get(name) != form for name, form in wanted.items()):
-            raise InputError(f"{path} is no part of scores of {k} tokens. Score the data again.")
+            raise InputError(f"{path} is not part of scores of {k} tokens. Score the data again.")
         return cls(path, header)
 
     @property
@@ -143,7 +143,7 @@ class Teacher:
         if len(ids) and not (apart and ids.min() >= 0 and ids.max() < self.vocab and (abs(shares - 1) < NEAR).all()):
             paths = sorted({str(self.parts[p][0]) for p, *_ in self._places(pieces)})
             raise InputError(
-                f"{paths[0]} is damaged: what it says of a token is no distribution. Score the data again."
+                f"{paths[0]} is damaged: the log-probabilities of a token are not a distribution. Score the data again."
             )
         return Taught(ids, logps, rest)
 

@@ -41,7 +41,7 @@ class _Lines:
         return line
 
 
-def read_csv(path: Path, file: Bytes, tabs: bool = False) -> Iterator[Row]:
+def read_csv(path: Path, file: Bytes, tabs: bool) -> Iterator[Row]:
     """Yields rows of CSV. Cells end with the comma, semicolon or tab that the first line has most of. `tabs`: with a
     tab, if it has one.
 
@@ -71,7 +71,7 @@ def read_csv(path: Path, file: Bytes, tabs: bool = False) -> Iterator[Row]:
                 yield Row(number, dict(zip(header, values, strict=True)))
     except csv.Error as error:
         where = f"line {begins}" + (f" to {reader.line_num}" if reader.line_num > begins else "")
-        raise InputError(f"{path} {where} is not CSV: {error}. Is a quote amiss?") from None
+        raise InputError(f"{path} {where} is not CSV: {error}. Is a quote missing?") from None
 
 
 def read_columns(path: Path, file: Bytes, arrow: bool) -> Iterator[Row]:

@@ -56,7 +56,9 @@ def _assumed(options: Options, machine: str) -> tuple[Machine, Limits]:
         raise InputError("--assume plans for a machine that is not this one. Add --dry-run.")
     made = assume(machine)
     if options.gpus == "all" and made.gpus == 1:
-        raise InputError("--gpus all: how many does the assumed machine have? Say --gpus N, or --assume gpu=2xrtx4090.")
+        raise InputError(
+            "--gpus all: how many does the assumed machine have? Give --gpus N, or --assume gpu=2xrtx4090."
+        )
     asked = made.gpus if options.gpus in ("all", 1) else int(options.gpus)
     if asked > made.gpus > 1:
         raise InputError(f"--gpus {asked}: the assumed machine has {made.gpus}.")

@@ -85,7 +85,7 @@ def with_reference(
     if resumed:
         if found is None or found.done < total or found.key.partition("-")[2] != _data_key(job):
             raise InputError(
-                f"{path} is lost or was changed: the run compares with what the model said before training. "
+                f"{path} is lost or was changed: the run needs the log-probabilities of the model before training. "
                 "Restore it from a copy, or start again."
             )
     else:

@@ -57,10 +57,8 @@ def about_teacher(job: Job, screen: Screen) -> list[str]:
         return [f"teacher  {names.model}, by the scores in {teacher}"]
     codec = load_codec(teacher) or open_folder(teacher, "", screen.warn).codec()
     _check_same(teacher, codec.vocabulary(), job)
-    nbytes = _nbytes(job)
-    return [f"teacher  {teacher}: it reads the data before the first step, and says {gib(nbytes)} of it"] * bool(
-        job.read
-    )
+    line = f"teacher  {teacher}: it scores the data before the first step: {gib(_nbytes(job))}"
+    return [line] if job.read else []
 
 
 def with_teacher(job: Job, snapshot: Snapshot | None, screen: Screen) -> Job:
@@ -98,7 +96,7 @@ def _check_same(teacher: str, vocabulary: str, job: Job) -> None:
     if vocabulary != job.codec.vocabulary():
         raise InputError(
             f"--teacher {teacher} has another tokenizer: its tokens or their ids are not those "
-            f"of {job.options.tokenizer or job.options.model}, and what it says of them means nothing here. Take one "
+            f"of {job.options.tokenizer or job.options.model}, so its scores mean nothing here. Take one "
             "of the same family."
         )
 
@@ -140,7 +138,7 @@ def _passed(job: Job, teacher: str, begun: str, screen: Screen) -> Iterator[Name
     folder = _folder(job, "-".join(keys))
     with _claimed(folder, screen):
         if is_scores(folder):
-            screen.say(f"taught   by {teacher}: what it says is known from an earlier run")
+            screen.say(f"taught   by {teacher}: its scores are known from an earlier run")
             with suppress(OSError):
                 os.utime(folder / NAMES)
         else:
@@ -154,7 +152,7 @@ def _claimed(folder: Path, screen: Screen) -> Iterator[None]:
     """A context with a locked folder, made if it is missing. Waits for another run that has the lock."""
     fd = _locked(folder)
     if fd is None:
-        screen.say("teacher  another run asks it the same: waits until that has its answers")
+        screen.say("teacher  another run computes the same scores: waits for them")
         while (fd := _locked(folder)) is None:
             time.sleep(WAIT)
     try:
@@ -197,7 +195,7 @@ def _folder(job: Job, key: str) -> Path:
             return shared
     if nbytes > (free := shutil.disk_usage(existing(job.out)).free):
         raise DoesNotFit(
-            f"{own}: what the teacher says of the data takes {gib(nbytes)}, {gib(free)} are free. Lower --top-k, or "
+            f"{own}: the teacher's scores of the data take {gib(nbytes)}, {gib(free)} are free. Lower --top-k, or "
             "free some space."
         )
     return own / key

@@ -169,7 +169,7 @@ def _template_variables(found: Read) -> None:
         try:
             found.give(first, "chat_template_kwargs", json.dumps(given, default=str))
         except TypeError:  # a date
-            found.wrong.append(f"{first.key}: a key of it is no text. Write it in quotes")
+            found.wrong.append(f"{first.key}: one of its keys is not text. Write it in quotes")
 
 
 def _method(found: Read) -> None:

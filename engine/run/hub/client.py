@@ -49,10 +49,10 @@ def asking(hub: Any, name: Named, what: str) -> Iterator[None]:
     except errors.LocalTokenNotFoundError:
         raise InputError(f"{name}: not {what}: there is no token. To have one, {LOGIN}.") from None
     except errors.RepositoryNotFoundError:
-        where = "no folder here" if name.kind == "model" else "no file here"
+        kind = "folder" if name.kind == "model" else "file"
         raise InputError(
-            f"{name} is {where}, and the hub shows no {_word(name)} {name.repo}. Correct the name; if it is private, "
-            f"{LOGIN}."
+            f"{name} is not a {kind} here, and the hub shows no {_word(name)} {name.repo}. Correct the name; if it is "
+            f"private, {LOGIN}."
         ) from None
     except errors.RevisionNotFoundError:
         raise InputError(f"{name}: {name.repo} has no revision {name.revision!r}. See {page}/commits.") from None

@@ -191,7 +191,7 @@ REFUSED = [
     ("lora_r: 8\nlora_target_modules: '.*[qv]_proj'", "lora_target_modules .*[qv]_proj: it is a regular expression"),
     ("output_dir: ${here}/out", "output_dir ${here}/out: write what it stands for."),
     ("max_steps_per_epoch: -.inf", "max_steps_per_epoch: '-inf' is not a whole number of at least 1."),
-    ("chat_template_kwargs: {2026-03-31: x}", "chat_template_kwargs: a key of it is no text. Write it in quotes."),
+    ("chat_template_kwargs: {2026-03-31: x}", "chat_template_kwargs: one of its keys is not text. Write it in quotes."),
     ("schedule: square", "schedule: 'square' is not one of cosine, linear, constant, constant_with_warmup, poly"),
     ("optimizer: {lr: 1e-5, dampening: 1}", "unknown option --optimizer.dampening. See --help."),
     ("lr: 1e-5\nlearning_rate: 1e-5", "learning_rate is --lr, which is given already. Leave one out."),
