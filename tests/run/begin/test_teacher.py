@@ -27,6 +27,7 @@ from runs import (
     take_step,
     text,
     theirs,
+    trained_by_peft,
     tuned,
     weights,
     write_rows,
@@ -135,10 +136,8 @@ def test_three_steps_are_those_of_the_definition(folder, more, capsys):
 def test_adapters_are_trained_as_by_peft(folder):
     peft = pytest.importorskip("peft")
     opts = run(folder, "lora", lora=4, lora_alpha=8.0, lora_targets=("q_proj", "v_proj"), weight_decay=0.0)
-    finetune(replace(opts, out=str(folder / "begun"), max_steps=1, lr=1e-30))
-    model = peft.PeftModel.from_pretrained(theirs(opts.model), folder / "begun", is_trainable=True)
-    trained = [(n, p) for n, p in model.named_parameters() if p.requires_grad]
-    seen = three_steps(opts, model, adamw_of(trained, opts.lr, decay=0.0))
+    model, adamw = trained_by_peft(opts, folder / "begun")
+    seen = three_steps(opts, model, adamw)
     finetune(opts)
     check_log(opts.out, seen)
     written = load_file(folder / "lora" / "adapter_model.safetensors")
@@ -226,7 +225,7 @@ def test_of_two_runs_with_one_teacher_the_second_waits_for_the_first(tmp_path, m
     waits.join(60)
     assert order == ["first", "second"]
     assert not (tmp_path / "key").exists()
-    assert capsys.readouterr().out == "teacher  another run asks it the same: waits until that has its answers\n"
+    assert capsys.readouterr().out == "teacher  another run computes the same scores: waits for them\n"
 
 
 def test_scores_are_removed_whole_and_by_one_run(tmp_path, monkeypatch):
@@ -359,7 +358,7 @@ def test_scores_of_something_else_are_refused(folder, tmp_path):
     refuses("has another tokenizer", names(tokenizer="other"))
     refuses("is of an older version", names(format="trireme scores 1"))
     refuses("cannot teach", names(top_k=0))
-    refuses("is no part of scores of 6 tokens", names(top_k=6))
+    refuses("is not part of scores of 6 tokens", names(top_k=6))
     refuses("has no scores of stories.txt", data=(str(folder / "stories.txt"),))
     refuses("lacks 18 of the data's 18", lambda place: next(place.glob("000/*")).unlink())
     short = scored(folder, tmp_path / "short", "--seq-len", "8")
