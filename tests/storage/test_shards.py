@@ -18,7 +18,7 @@ import safetensors
 import torch
 import transformers
 from runs import make_small
-from stores import LAYOUTS, STATE, WEIGHTS, K, content, create, devices, holds, write_all
+from stores import LAYOUTS, STATE, WEIGHTS, K, content, create, devices, flip, holds, write_all
 
 from trireme.storage import folders, shards, snapshots, versions
 from trireme.storage import store as store_module
@@ -602,12 +602,6 @@ def test_a_damaged_snapshot_is_named_and_the_one_before_still_opens(tmp_path):
     shutil.rmtree(newest)
     with Store.open(devices(tmp_path)) as store:
         assert holds(store, 0)
-
-
-def flip(path: Path, at: int) -> None:
-    content = bytearray(path.read_bytes())
-    content[at] ^= 4
-    path.write_bytes(content)
 
 
 def damaged(store: Store) -> dict[str, Damaged]:
