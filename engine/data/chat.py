@@ -202,8 +202,8 @@ class ChatTemplate:
         """Raises BadRow if answers of tools would be trained."""
         if any(message["role"] == "tool" for message in messages) and self._of(tools).answers:
             raise BadRow(
-                "the chat template writes what tools answer into the assistant's turns, so what to train on cannot be "
-                "told; a template with {% generation %} tags says it (--chat-template FILE)"
+                "the chat template writes what tools answer into the assistant's turns, so what to train on is not "
+                "clear; a template with {% generation %} tags says it (--chat-template FILE)"
             )
 
     def _turn(self, i: int, messages: list[Fields], tools: list[Fields] | None, rendering: Rendering) -> Span:
@@ -217,7 +217,7 @@ class ChatTemplate:
         if len(found) != 1:
             what = "nothing" if not found else "several parts"
             raise BadRow(
-                f"the chat template writes {what} for message {i} (assistant), so what to train on cannot be told; "
+                f"the chat template writes {what} for message {i} (assistant), so what to train on is not clear; "
                 "a template with {% generation %} tags says it (--chat-template FILE)"
             )
         start, stop = found[0]
@@ -261,7 +261,7 @@ class ChatTemplate:
             return found
         if "" in here or (usual.prompt == "" and usual.lead is not None and not usual.lead.strip()):
             return 0
-        what = f"does not begin with {usual.lead!r}" if usual.lead else "begins with no opening that can be told"
+        what = f"does not begin with {usual.lead!r}" if usual.lead else "begins with no known opening"
         raise BadRow(
             f"message {i} (assistant) {what} in the chat template's rendering; a template with {{% generation %}} tags "
             "says what to train on (--chat-template FILE)"

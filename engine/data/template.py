@@ -211,7 +211,7 @@ class Template:
         marked = [_Message(message, i, set()) for i, message in enumerate(messages)]
         rendering = _read_marks(self._run(self._marked, marked, tools, prompt))
         if rendering.text != text:
-            raise BadRow("the chat template works on its own output, so it cannot be told who wrote what")
+            raise BadRow("the chat template works on its own output, so turns cannot be distinguished")
         return rendering._replace(read=tuple(message.read for message in marked))
 
     @cached_property

@@ -196,7 +196,7 @@ def _from_flags(argv: Sequence[str]) -> dict[str, Any]:
             what = f"{word}: the checkpoint is {model} already"
             if given.get("data") and Path(word).suffix:
                 raise InputError(f"{what}. Is it a pattern's file? Quote the pattern, so that --data gets it whole.")
-            raise InputError(f"{what}. Data goes behind --data.")
+            raise InputError(f"{what}. Name data with --data.")
         given["model"] = word
     return given
 
@@ -305,7 +305,7 @@ def _of_host(given: dict[str, Any], host: int, hosts: int) -> dict[str, Any]:
     """A host's options. Hosts other than the first store their state in folders of their own. Raises InputError."""
     if not (given.get("resume") or given.get("out")) or "config" in given or "demo" in given:
         raise InputError(
-            f"WORLD_SIZE is {hosts} hosts: say --out DIR, without --config or --demo. Host 0 writes the checkpoint "
+            f"WORLD_SIZE is {hosts} hosts: give --out DIR, without --config or --demo. Host 0 writes the checkpoint "
             "there; host N keeps its state in DIR/host-N, on a disk of its own or on one that they share."
         )
     if not host:
@@ -353,7 +353,7 @@ def checked(options: Options) -> Options:
         )
     if (options.export == "best" or options.patience) and not options.val and options.data:
         flag = f"--patience {options.patience}" if options.patience else "--export best"
-        raise InputError(f"{flag} goes by the loss on held-out data. Give --val.")
+        raise InputError(f"{flag} uses the loss on held-out data. Give --val.")
     out = options.out or str(Path("runs") / (options.shape or title(options.model)))
     _check_store(options, out)
     return replace(options, out=out)
@@ -364,7 +364,7 @@ def _check_store(options: Options, out: str) -> None:
     named = f"--store {','.join(options.store)}"
     stores = {os.path.realpath(folder) for folder in options.store}
     if os.path.realpath("/") in stores or "" in options.store:
-        wrong = "names no folder" if "" in options.store else "names the root of all folders"
+        wrong = "names no folder" if "" in options.store else "names the root folder"
         raise InputError(f"{named} {wrong}. Name a folder of its own on each drive.")
     for folder in () if options.resume else options.store:
         if os.path.lexists(folder) and not Path(folder).is_dir():
@@ -397,7 +397,7 @@ def _check_named(options: Options) -> None:
         raise InputError("no data given. Name it: --data FILE (.jsonl .json .csv .txt .parquet).")
     if options.val or options.epochs:
         flag = "--val" if options.val else "--epochs"
-        raise InputError(f"{flag} is about data, and no --data is given. Name it, or leave {flag} out.")
+        raise InputError(f"{flag} is for data, and no --data is given. Name it, or leave {flag} out.")
 
 
 def parse_check(argv: Sequence[str]) -> argparse.Namespace:

@@ -272,7 +272,7 @@ def test_an_opening_that_cannot_be_found_is_refused():
         "{{ raise_exception('no') }}{% endif %}"
         "{% for m in messages %}{{ '<' + m.role + '>' + m.content + '<end>' }}{% endfor %}"
     )
-    with pytest.raises(BadRow, match="message 1 .* begins with no opening that can be told"):
+    with pytest.raises(BadRow, match="message 1 .* begins with no known opening"):
         ChatTemplate({"default": source}, {}).mark([user("a"), said("b")], None)
 
 

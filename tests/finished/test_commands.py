@@ -237,7 +237,7 @@ def test_an_end_token_of_generation_config_ends(here, capsys):
         (["--prompt", "a", "--as-text", "--chat-template-kwargs", "{}"], "--chat-template-kwargs: texts are continued"),
         (
             ["--prompt", "a", "--chat-template-kwargs", "[1]"],
-            "--chat-template-kwargs: '[1]' is no object in JSON",
+            "--chat-template-kwargs: '[1]' is not a JSON object",
         ),
         (
             ["--prompt", "a", "--chat-template-kwargs", '{"a-b": 1}'],

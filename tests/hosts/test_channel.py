@@ -216,7 +216,7 @@ def test_a_host_with_another_secret_says_so_and_the_other_waits_for_a_better():
     door = Door(0, 2, KEY, Address("127.0.0.1", port))
     with pytest.raises(InputError, match=f"host 0 at 127.0.0.1, port {port}: it has another secret. Copy host 0's"):
         meet(1, 2, OTHER, Address("127.0.0.1", port))
-    with pytest.raises(LostHost, match="host 1 has not come"):
+    with pytest.raises(LostHost, match="host 1 has not connected"):
         door.wait(range(1), 0.0)
     door.close()
 

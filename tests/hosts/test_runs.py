@@ -405,7 +405,7 @@ def test_what_hosts_are_given_is_compared_before_anything_is_written(folder):
     assert "host 1 was started with other data than host 0: --val." in refused(out, 2, held)
     bits = lambda host: [str(grown if host else folder / "checkpoint"), *command(folder, out)[1:]]
     assert "host 1 was started with other weights than host 0: those that are trained." in refused(out, 2, bits)
-    assert "WORLD_SIZE is 2 hosts: say --out DIR" in refused(out, 2, command(folder, out)[:3])
+    assert "WORLD_SIZE is 2 hosts: give --out DIR" in refused(out, 2, command(folder, out)[:3])
     assert "host 1 was started with other GPUs than host 0: --device." in refused(
         out, 2, command(folder, out), other_gpu
     )

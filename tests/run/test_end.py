@@ -274,7 +274,7 @@ def test_patience_goes_on_counting_where_a_run_is_resumed(here, losses, capsys, 
 
 @pytest.mark.parametrize("option", [["--export", "best"], ["--patience", "3"]])
 def test_without_held_out_data_there_is_no_best(here, capsys, option):
-    assert f"{' '.join(option)} goes by the loss on held-out data. Give --val." in fails(capsys, here, *TRAIN, *option)
+    assert f"{' '.join(option)} uses the loss on held-out data. Give --val." in fails(capsys, here, *TRAIN, *option)
 
 
 def test_the_log_has_the_time_the_sample_and_the_seconds(here, losses, capsys):

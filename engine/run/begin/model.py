@@ -106,7 +106,7 @@ def what_is_trained(options: Options) -> ModelConfig:
         return adapted(cfg, _new_lora(options, options.lora, cfg))
     for name in (*DETAILS, "lora_dropout", "merge"):
         if getattr(options, name):
-            raise InputError(f"{flag_of(name)} is of adapters. Give their rank: --lora 16.")
+            raise InputError(f"{flag_of(name)} is for adapters. Give their rank: --lora 16.")
     return chosen(cfg, options.freeze, options.train)
 
 

@@ -169,7 +169,7 @@ def test_scores_teach_as_their_model_does(folder, tmp_path, cache, capsys, monke
     with monkeypatch.context() as later:
         later.setattr(teacher, "taught_by", reads)
         finetune(run(folder, "later", **one))
-    assert "is known from an earlier run" in capsys.readouterr().out
+    assert "are known from an earlier run" in capsys.readouterr().out
     assert weights(folder / "asked") == weights(folder / "given") == weights(folder / "later")
     for name, more in {"alone": dict(no_pack=True), "several": dict(micro_batch=1)}.items():
         finetune(run(folder, name, teacher=given, **one | more))
@@ -363,7 +363,7 @@ def test_scores_of_something_else_are_refused(folder, tmp_path):
     refuses("lacks 18 of the data's 18", lambda place: next(place.glob("000/*")).unlink())
     short = scored(folder, tmp_path / "short", "--seq-len", "8")
     refuses("lacks 8 of the data.s 18 documents or parts", where=short)
-    refuses("is no distribution", damaged("logps", lambda t: t + np.float16(1)))
-    refuses("is no distribution", damaged("ids", lambda t: t * 0))
+    refuses("not a distribution", damaged("logps", lambda t: t + np.float16(1)))
+    refuses("not a distribution", damaged("ids", lambda t: t * 0))
     refuses("or others", damaged("label", lambda t: t + 1))
     refuses("cannot be read", lambda place: next(place.glob("000/*")).write_bytes(b"1"))
