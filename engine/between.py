@@ -125,7 +125,7 @@ def save_to_store(placement: Placement, progress: Progress = silent) -> None:
         progress(placement.layout(entry).span)
 
 
-def load_from_store(placement: Placement, progress: Progress = silent, everything: bool = True) -> None:
+def load_from_store(placement: Placement, progress: Progress, everything: bool = True) -> None:
     """Reads and verifies what is stored on GPUs or in RAM; with `everything` also verifies what stays on the SSD.
 
     Raises StoreError, and Damaged, a StoreError, for a wrong checksum. Also on errors, of `progress` too, nothing is in

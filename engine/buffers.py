@@ -165,6 +165,12 @@ def _by_class(geo: Geometry, units: Alike, sizes: Sequence[int]) -> dict[str, tu
     return found
 
 
+def _pools(geo: Geometry, tier: Tier, what: What, units: Alike, sizes: Sequence[int], window: int) -> Iterable[Buffers]:
+    """A pool of at most `window` buffers for each size class of these units."""
+    for kind, (size, count) in _by_class(geo, units, sizes).items():
+        yield Buffers(tier, what, size, 1 if kind in ENDS else min(window, count), kind)
+
+
 def _weight_buffers(geo: Geometry, plan: Plan, units: Alike) -> Iterable[Buffers]:
     """Buffers of trained weights. Those of one layer have its size; those of a pool have that of the largest layer."""
     spans = _spans(geo.weights)
@@ -175,12 +181,10 @@ def _weight_buffers(geo: Geometry, plan: Plan, units: Alike) -> Iterable[Buffers
         if unit.weights == "host":
             yield Buffers("host", "weights", spans[u], alike, geo.names[u])
     streamed = [(u, n) for u, n in units if plan.units[u].weights != "gpu" and not plan.units[u].resident]
-    for kind, (size, count) in _by_class(geo, streamed, spans).items():
-        yield Buffers("gpu", "weights pool", size, 1 if kind in ENDS else min(plan.window, count), kind)
+    yield from _pools(geo, "gpu", "weights pool", streamed, spans, plan.window)
     from_ssd = [(u, n) for u, n in units if plan.units[u].weights == "ssd"]
     yield Buffers("host", "staging", _staging(geo, plan, units))
-    for kind, (size, count) in _by_class(geo, from_ssd, spans).items():
-        yield Buffers("host", "weights pool", size, 1 if kind in ENDS else min(plan.host_window, count), kind)
+    yield from _pools(geo, "host", "weights pool", from_ssd, spans, plan.host_window)
 
 
 def _base_buffers(geo: Geometry, plan: Plan, units: Alike) -> Iterable[Buffers]:
@@ -194,11 +198,9 @@ def _base_buffers(geo: Geometry, plan: Plan, units: Alike) -> Iterable[Buffers]:
         if tier(v) != "ssd":
             yield Buffers(tier(v), "base", spans[v], alike, geo.base_names[v])
     streamed = [(v, n) for v, n in units if tier(v) != "gpu"]
-    for kind, (size, count) in _by_class(geo, streamed, spans).items():
-        yield Buffers("gpu", "base pool", size, 1 if kind in ENDS else min(plan.window, count), kind)
+    yield from _pools(geo, "gpu", "base pool", streamed, spans, plan.window)
     from_ssd = [(v, n) for v, n in units if tier(v) == "ssd"]
-    for kind, (size, count) in _by_class(geo, from_ssd, geo.base_room).items():
-        yield Buffers("host", "base pool", size, 1 if kind in ENDS else min(plan.host_window, count), kind)
+    yield from _pools(geo, "host", "base pool", from_ssd, geo.base_room, plan.host_window)
     yield Buffers("gpu", "decoded", decoded)
 
 

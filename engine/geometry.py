@@ -171,8 +171,8 @@ class Geometry:
         return forward, read + 2 * made[narrow.ROWS] + turned
 
     @cached_property
-    def quantised(self) -> tuple[bool, ...]:
-        """For each unit whether each pass quantises some of its trained weights."""
+    def quantized(self) -> tuple[bool, ...]:
+        """For each unit whether each pass quantizes some of its trained weights."""
         return tuple(any(t.name.endswith(narrow.ROWS) for t in layout.tensors) for layout in self.decoded)
 
     def kept_in_fp8(self, u: int) -> list[shapes.Group]:

@@ -142,43 +142,35 @@ class Plan:
                 raise InputError(f"plan: {name} is {value!r}, expected a whole number from 1 to {MOST:,}")
         if type(self.at_once) is not int or not 0 <= self.at_once <= MOST:
             raise InputError(f"plan: at_once is {self.at_once!r}, expected a whole number from 0 to {MOST:,}")
-        if self.dtype not in ("BF16", "F32") or self.adam_bits not in (32, 16, 8):
-            raise InputError(
-                f"plan: dtype {self.dtype!r}, adam_bits {self.adam_bits!r}: there are BF16, F32; 32, 16, 8"
-            )
+        _one_of("dtype", self.dtype, ("BF16", "F32"))
+        _one_of("adam_bits", self.adam_bits, (32, 16, 8))
+        _one_of("between", self.between, ("gpu", "host"))
+        _one_of("mode", self.mode, MODES)
+        _one_of("gradients", self.gradients, ("host", "ssd") if self.mode == "forward" else ("host",))
+        for tier in self.late_moments:
+            _one_of("late_moments", tier, TIERS)
         for u, unit in self.distinct.items():
             if len({name for name, _ in unit.saved}) < len(unit.saved):
                 raise InputError(f"plan: unit {u} saves a tensor twice: {', '.join(name for name, _ in unit.saved)}")
+            _one_of(f"update of unit {u}", unit.update, ("cpu", "gpu"))
+            for tier in (unit.weights, unit.state, unit.base, unit.x):
+                _one_of(f"a tier of unit {u}", tier, TIERS)
+            for _, saved in unit.saved:
+                _one_of(f"a tier of saved tensors of unit {u}", saved, SAVED)
             if (unit.weights == "gpu") != (unit.state == "gpu"):
                 raise InputError(
                     f"plan: unit {u} has weights on {unit.weights} and state on {unit.state}; gpu is for both"
                 )
-            if unit.update not in ("cpu", "gpu"):
-                raise InputError(f"plan: unit {u} is updated on {unit.update!r}; there are cpu and gpu")
             if unit.update == "gpu" and (unit.weights, unit.state, unit.resident) != ("host", "host", False):
                 raise InputError(f"plan: unit {u} is to be updated on the gpu, so weights and state must be in host")
-            for tier in (unit.weights, unit.state, unit.base, unit.x):
-                if tier not in TIERS:
-                    raise InputError(f"plan: unit {u} names the tier {tier!r}; there are {', '.join(TIERS)}")
-            for saved in (t for _, t in unit.saved):
-                if saved not in SAVED:
-                    raise InputError(f"plan: unit {u} saves in the tier {saved!r}; there are {', '.join(SAVED)}")
         if self.mode == "backward" and any(u.update == "gpu" for u in self.units):
             raise InputError("plan: updates streamed through the gpu need mode forward")
         if self.late_moments and (self.mode, self.adam_bits) != ("forward", 32):
             raise InputError("plan: late_moments needs mode forward and adam_bits 32")
-        if not set(TIERS) >= set(self.late_moments):
-            raise InputError(f"plan: late_moments {', '.join(self.late_moments)}: there are {', '.join(TIERS)}")
-        if self.between not in ("gpu", "host"):
-            raise InputError(f"plan: between {self.between!r} is neither gpu nor host")
-        if self.gradients not in ("host", "ssd") or (self.gradients, self.mode) == ("ssd", "backward"):
-            raise InputError(f"plan: gradients {self.gradients!r}: there are host and, unless mode is backward, ssd")
         if self.slices > 1 and not (self.halves and self.between == "gpu" and self.gpus == 1):
             raise InputError("plan: slices of experts are of sub-layers, and what passes between them is on one gpu")
         self._check_gpus()
         self._check_hosts()
-        if self.mode not in MODES:
-            raise InputError(f"plan: mode {self.mode!r} is not one of {', '.join(MODES)}")
 
     def _check_gpus(self) -> None:
         if any(not 0 <= unit.gpu < MOST_GPUS for unit in self.distinct.values()):
@@ -344,6 +336,11 @@ def spread_evenly(n: int, shares: Sequence[float]) -> list[int]:
     return found
 
 
+def _one_of(name: str, value: object, allowed: Sequence[object]) -> None:
+    if value not in allowed:
+        raise InputError(f"plan: {name} is {value!r}, expected {' or '.join(map(str, allowed))}")
+
+
 _TYPES = {"int": int, "bool": bool}
 
 
@@ -355,4 +352,4 @@ def _check_types(what: dict[str, Any], cls: type) -> None:
         if expected and f.name in what and type(what[f.name]) is not expected:
             raise InputError(f"plan: {f.name} is of type {type(what[f.name]).__name__}, expected {expected.__name__}")
     if not all(isinstance(word, str) for word in words):
-        raise InputError("plan: saved and late_moments hold something that is no name")
+        raise InputError("plan: saved and late_moments hold something that is not a name")

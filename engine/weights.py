@@ -418,7 +418,7 @@ class WeightStream:
             given = views(geo.weights[u], trained.tensor) | views(geo.base[u], frozen.tensor)
             model.make_codes(geo.cfg, u, given, views(geo.decoded[u], decoded.tensor), backward)
 
-        after = (*(layer.trained.ready if geo.quantised[u] else ()), *layer.frozen.ready, *decoded.ready)
+        after = (*(layer.trained.ready if geo.quantized[u] else ()), *layer.frozen.ready, *decoded.ready)
         queue = numbered("compute", gpu)
         decoded.ready = (self.queues.run(queue, "decode", geo.names[u], decode, after, nbytes=nbytes),)
         return decoded

@@ -70,7 +70,7 @@ def read_identity(folder: Path, name: str = IDENTITY) -> Identity:
     try:
         text = read_small(path, LARGEST)
         if text.startswith(b'{"store"'):
-            raise StoreError(errno.EINVAL, "is of format 1. Go on with the version that wrote it")
+            raise StoreError(errno.EINVAL, "is of format 1. Use the version that wrote it")
         fields = {"made": []} | snapshots.renamed(unseal(text, FORMAT, "identity"))  # older ones do not say it
         if wrong := complaint(fields, SHAPE):
             raise ValueError(f"it{wrong}")
@@ -276,5 +276,5 @@ def _refuse_others(paths: Sequence[Path], auxiliary: Sequence[str]) -> None:
     for path in paths:
         there += [(path, theirs) for theirs in (*version_files(path), *snapshots.leftovers(path))]
     for path, theirs in there[:1]:
-        message = f"holds {theirs.relative_to(path)}, which is no store's; choose another folder"
+        message = f"holds {theirs.relative_to(path)}, which is not a file of a store; choose another folder"
         raise StoreError(errno.EEXIST, message, str(path))

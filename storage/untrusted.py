@@ -199,7 +199,7 @@ def unseal(text: bytes, version: int, what: str) -> dict[str, Any]:
     """The fields of a sealed text. Raises ValueError if it was changed, StoreError if it has another version."""
     found = re.match(rb'\{"format": (\d{1,9})[,}]', text)
     if found and int(found[1]) != version:
-        message = f"is of format {int(found[1])}, this version reads {version}. Go on with the version that wrote it"
+        message = f"is of format {int(found[1])}, this version reads {version}. Use the version that wrote it"
         raise StoreError(errno.EINVAL, message)
     sealed = SEAL.match(text)
     if not sealed or checksum([text[sealed.end() :]]) != sealed[2].decode():

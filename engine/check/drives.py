@@ -53,7 +53,7 @@ def _links(name: str, folder: Path) -> Row:
 
 def _rates(name: str, found: Mapping[str, float]) -> Row:
     read, write, usual = found["ssd_read"], found["ssd_write"], DRIVES["gen4"]
-    said = f"read {read / GB:.2f}, write {write / GB:.2f} GB/s, {percent(found['mixed'])} of it both at once"
+    said = f"read {read / GB:.2f}, write {write / GB:.2f} GB/s, together {percent(found['mixed'])} of that"
     slow = "use an NVMe drive in a slot of its own, and look at its temperature" if read < usual.read / 7 else ""
     if not slow and write < usual.write / 2:
         slow = "it writes slowly: is it full, hot, or without a fast cache?"

@@ -58,7 +58,7 @@ class _Programs:
         begin("tokenizer.json", LOADING)
         found = load_tokenizer(folder)
         if found is None:
-            raise InputError(f"{folder} has lost its tokenizer.json. Begin again.")
+            raise InputError(f"{folder} has lost its tokenizer.json. Start again.")
         self._tokenizer = t = found
         self._begin(TEMPLATE, 0)
         self._template = load_template(t, chat_template, date)
@@ -100,7 +100,7 @@ class _Programs:
 
     def encode(self, facts: Facts, examples: Sequence[Example]) -> list[Encoded | BadRow]:
         if self._facts != facts:
-            raise InputError("the tokenizer or its chat template was changed while data was read. Begin again.")
+            raise InputError("the tokenizer or its chat template was changed while data was read. Start again.")
         return encode(examples, self._tokenizer, self._template, self._begin)
 
     def prompt(self, given: str | Chat) -> np.ndarray:

@@ -285,10 +285,7 @@ def load_dataset(
         raise InputError(f"--map names {', '.join(map(repr, sorted(nowhere)))}, a column that no row has. Correct it.")
     each = 2 if options.kind in PAIRED else 1  # documents of a row
     rows = documents.first_of_each(documents.all_documents(files)[::each], options.max_samples)
-    all_rows = sum(file.n_documents for file in files) // each
-    fewer = (
-        [f"--max-samples {options.max_samples:,}: {len(rows):,} of {all_rows:,} rows"] if len(rows) < all_rows else []
-    )
+    used, all_rows = len(rows), sum(file.n_documents for file in files) // each
     held_out, apart = None, ""
     if val_given:
         val_files = tuple(tokenize(source, reading, progress) for source in val_given)
@@ -300,27 +297,31 @@ def load_dataset(
             notes.append(f"{same} is trained on and held out: eval_loss does not measure the loss on unseen data")
     elif share:
         is_text = all(file.meta["format"] == "text" for file in files)
-        before = len(rows)
         rows, kept = documents.hold_out(rows, share, options.seed, is_text)
         held_out = _lay_out([replace(source, weight=1.0) for source in given], files, kept, codec, options)
-        parted = len(rows) == before  # the end of the longest
+        parted = len(rows) == used  # the end of the longest
         apart = f"its last {compact(int(kept['length'].sum()))} tokens" if parted else count(len(kept), "row")
     train = _lay_out(given, files, rows, codec, options)
-    lost = [f"of the rows held out: {line}" for line in held_out.report.losses()] if held_out and apart else []
-    if options.system and not all(file.meta["chats"] for file in files):
-        notes.append("--system is for conversations, and not used in other rows")
-    if options.variables and not all(file.meta["chats"] for file in files):
-        notes.append("--chat-template-kwargs is for conversations, and not used in other rows")
+    notes += _notes_on_options(files, options)
+    if used < all_rows:
+        notes.append(f"--max-samples {options.max_samples:,}: {used:,} of {all_rows:,} rows")
+    if held_out and apart:
+        notes += [f"of the rows held out: {line}" for line in held_out.report.losses()]
+    notes += notes_on(files, codec, reading.renames, options.kind in SCORED)
+    report = replace(train.report, held_out=apart, notes=tuple(notes))
+    return replace(train, report=report, held_out=held_out, scratch=scratch)
+
+
+def _notes_on_options(files: Sequence[TokenFile], options: DataOptions) -> list[str]:
+    """Notes on options that some rows have no use for, and on weights of rows."""
+    asked = {"--system": options.system, "--chat-template-kwargs": options.variables}
+    notes = [f"{flag} is for conversations, and not used in other rows" for flag, value in asked.items() if value]
+    notes = [] if all(file.meta["chats"] for file in files) else notes
     if weights := [file.own_weights for file in files if file.own_weights is not None]:
         sizes = np.abs(np.concatenate(weights))
         if (sizes != 1).any():
             notes.append(f"rows count by their column 'weight', {sizes.min():g} to {sizes.max():g}")
-    report = replace(
-        train.report,
-        held_out=apart,
-        notes=(*notes, *fewer, *lost, *notes_on(files, codec, reading.renames, options.kind in SCORED)),
-    )
-    return replace(train, report=report, held_out=held_out, scratch=scratch)
+    return notes
 
 
 def find_labels(sources: Sequence[str], map: str | None) -> tuple[str, ...]:

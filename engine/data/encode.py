@@ -140,7 +140,7 @@ def check(text: str) -> None:
     try:
         text.encode()
     except UnicodeEncodeError as error:
-        raise BadRow(f"holds {text[error.start]!r}, half of a surrogate pair, which is no character") from None
+        raise BadRow(f"holds {text[error.start]!r}, half of a surrogate pair, which is not a character") from None
 
 
 def _piece(example: Text, tokenizer: Tokenizer) -> Tokens | BadRow:
@@ -188,7 +188,7 @@ def _first(ids: np.ndarray, trained: np.ndarray) -> Encoded:
 
 def _ids(example: Ids) -> Encoded | BadRow:
     if min(example.ids) < 0 or max(example.ids) >= 1 << 31:
-        return BadRow("'input_ids' holds a number that is no token id")
+        return BadRow("'input_ids' holds a number that is not a token id")
     ids = np.array(example.ids, np.int32)
     return _first(ids, np.ones(len(ids), bool) if example.trained is None else np.array(example.trained, bool))
 

@@ -128,7 +128,7 @@ class _Tally:
         return self.bad > 0 and not self.skip_bad
 
 
-def tokenize(source: DataFile, reading: Reading, progress: Progress | None = None) -> TokenFile:
+def tokenize(source: DataFile, reading: Reading, progress: Progress | None) -> TokenFile:
     """The tokens of a file, from the cache or tokenized now. Raises InputError for bad rows, and for token ids beyond
     the model's vocabulary.
     """

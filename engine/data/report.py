@@ -132,9 +132,7 @@ class Report:
         )
 
 
-def notes_on(
-    files: Sequence[TokenFile], codec: Codec | None, renames: Mapping[str, str], scored: bool = False
-) -> list[str]:
+def notes_on(files: Sequence[TokenFile], codec: Codec | None, renames: Mapping[str, str], scored: bool) -> list[str]:
     """Notes about the files, the tokenizer and the template. `renames`: those of --map.
 
     `scored`: the model has a score head and says nothing, so what teaches it to stop does not matter.

@@ -291,7 +291,9 @@ def _specials(folder: Path, given: dict[str, Any]) -> dict[str, str]:
         value = entry.get("content") if isinstance(entry, dict) else entry
         if isinstance(value, str):
             if any("\ud800" <= c <= "\udfff" for c in name + value):
-                raise InputError(f"{folder}: {name} {value!r} holds half of a surrogate pair, which is no character.")
+                raise InputError(
+                    f"{folder}: {name} {value!r} holds half of a surrogate pair, which is not a character."
+                )
             found[name] = value
     return found
 

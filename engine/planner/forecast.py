@@ -14,7 +14,7 @@ from trireme.engine.buffers import GROUP, GROUPS, buffers, each_usage, fullest, 
 from trireme.engine.geometry import Geometry
 from trireme.engine.plan import TIERS, DoesNotFit, Limits, Plan, Tier
 from trireme.engine.planner.choose import choose, first_plan
-from trireme.engine.planner.predict import Batch, Prediction, predict
+from trireme.engine.planner.predict import Batch, Prediction, lengths_of, predict
 from trireme.engine.planner.rates import DRIVE_SHARE, RAM_SHARE, TB, Machine
 from trireme.engine.planner.rule import Wanted
 from trireme.engine.planner.variants import STRATEGIES
@@ -50,9 +50,7 @@ class Work:
     @property
     def lengths(self) -> list[int]:
         """The lengths of the documents in a usual step."""
-        length = self.document or self.seq_len
-        whole, rest = divmod(self.tokens, length)
-        return [length] * whole + [rest] * (rest > 0)
+        return lengths_of(self.tokens, self.document or self.seq_len)
 
     def batch(self, plan: Plan) -> Batch:
         n_micro = min(plan.n_micro, math.ceil(self.sequences * self.seq_len / plan.tokens / plan.hosts))

@@ -76,7 +76,7 @@ def _recurring(device: torch.device, dtype: str, own: Scan) -> dict[str, Any]:
     return cache.chips_now(device, dtype) | shape
 
 
-def doubt(device: torch.device, dtype: str, scan: Scan | None = None) -> None:
+def doubt(device: torch.device, dtype: str, scan: Scan | None) -> None:
     """Makes the next run measure processor, GPU, fp8 and the model's recurrence again."""
     known = [cache.chips_now(device, kind) for kind in (dtype, "FP8")]
     for identity in known + ([_recurring(device, dtype, scan)] if scan else []):
@@ -99,7 +99,7 @@ def with_drives(machine: Machine, folders: Sequence[str | Path], anew: bool = Fa
     free, mixed = (min(found[name] for found, _ in tried) for name in ("ssd_free", "mixed"))
     held = min(_held(place) for place in places)
     rates = replace(machine.rates, ssd_read=held * read, ssd_write=held * write, ssd_free=free, mixed=mixed)
-    each = f"read {rates.ssd_read / GB:.1f}, write {rates.ssd_write / GB:.1f} GB/s, {mixed:.2f} of it both at once"
+    each = f"read {rates.ssd_read / GB:.1f}, write {rates.ssd_write / GB:.1f} GB/s, together {mixed:.2f} of that"
     how = tried[0][1] + f"; a run kept up {percent(held)} of that" * (held < NOTICED)
     return replace(machine, rates=rates, drives=f"{machine.ssd / GB:,.0f} GB of disk free, {each} ({how})")
 

@@ -84,12 +84,17 @@ class Batch:
     @property
     def lengths(self) -> list[int]:
         """Tokens of each document."""
-        whole, rest = divmod(self.tokens, self.seq_len)
-        return [self.seq_len] * whole + [rest] * (rest > 0)
+        return lengths_of(self.tokens, self.seq_len)
 
     def inputs(self, cfg: ModelConfig) -> list[Inputs]:
         pairs = costs.layer_pairs(cfg, self.lengths)
         return [Inputs(self.tokens, self.learned, pairs)] * self.n_micro
+
+
+def lengths_of(tokens: int, length: int) -> list[int]:
+    """The lengths of documents of `length` tokens, of which the last is cut."""
+    whole, rest = divmod(tokens, length)
+    return [length] * whole + [rest] * (rest > 0)
 
 
 def predict(cfg: ModelConfig, plan: Plan, rates: Rates, batch: Batch, roughly: bool = False) -> Prediction:
@@ -263,7 +268,7 @@ def durations(cfg: ModelConfig, plan: Plan, rates: Rates, batch: Batch, k: int =
     return duration
 
 
-def issues(cfg: ModelConfig, plan: Plan, rates: Rates, batch: Batch, k: int = 1) -> Callable[[Task], float]:
+def issues(cfg: ModelConfig, plan: Plan, rates: Rates, batch: Batch, k: int) -> Callable[[Task], float]:
     """Returns a function that gives the seconds of the interpreter to launch a task's kernels; 0 with several GPUs,
     where each GPU's thread launches them. k micro-batches are simulated as one.
     """

@@ -246,7 +246,7 @@ def _assumed(given: Mapping[str, str]) -> Machine:
     """Raises ValueError."""
     names = given["gpu"].split("+")
     if "tflops" in given and len(names) > 1:
-        raise ValueError("tflops= is of one kind of GPU, and there are several")
+        raise ValueError("tflops= is for one kind of GPU, and there are several")
     made = unequal([_alike({**given, "gpu": name}) for name in names])
     if made.gpus > MOST_GPUS:
         raise ValueError(f"{made.gpus} GPUs are too many; a run has at most {MOST_GPUS}")
@@ -259,7 +259,7 @@ def unequal(parts: Sequence[Machine]) -> Machine:
     if len(parts) == 1:
         return parts[0]
     if len({part.ram for part in parts}) > 1 or len({part.rates.dram for part in parts}) > 1:
-        raise ValueError("a GPU whose memory is the CPU's too has no other next to it")
+        raise ValueError("a GPU that shares the CPU's memory cannot be one of several")
     most = max(part.gpu for part in each)
     rates = replace(each[0].rates, others=tuple(part.rates for part in each[1:]))
     less, name = tuple(most - part.gpu for part in each), " + ".join(part.name for part in each)
@@ -288,7 +288,7 @@ def _alike(given: Mapping[str, str]) -> Machine:
 def _with_peers(made: Machine, given: Mapping[str, str]) -> Machine:
     """Raises ValueError."""
     if made.gpus == 1:
-        raise ValueError("peer= is of copies between GPUs, and there is one")
+        raise ValueError("peer= is for copies between GPUs, and there is one GPU")
     return replace(made, rates=made.rates.change(peer=_read(given, "peer", positive) * GB))
 
 

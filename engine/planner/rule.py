@@ -358,7 +358,7 @@ def _useful_states(geo: Geometry, plan: Plan) -> int:
     return units
 
 
-def share_updates(geo: Geometry, plan: Plan, limits: Limits, share: float = GPU_UPDATES) -> Plan:
+def share_updates(geo: Geometry, plan: Plan, limits: Limits, share: float) -> Plan:
     """`plan` in which the GPU updates `share` of the units in RAM, if that fits; otherwise `plan`. Forward is too short
     for all updates on one of the two processors.
     """

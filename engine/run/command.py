@@ -131,11 +131,17 @@ def _parser() -> argparse.ArgumentParser:
     )
     groups = {name: parser.add_argument_group(name) for name in (DATA, OUTPUT, TRAINING, PLACEMENT, INSTEAD)}
     for f in fields(Options):
-        groups[f.metadata["group"]].add_argument(flag_of(f.name), default=argparse.SUPPRESS, help=_help(f), **_kind(f))
+        add_option(groups[f.metadata["group"]], f.name, default=argparse.SUPPRESS)
     version = "print the version"
     groups[INSTEAD].add_argument("--version", action=_Version, nargs=0, default=argparse.SUPPRESS, help=version)
     groups[INSTEAD].add_argument("-h", "--help", action="help", help="print this page")
     return parser
+
+
+def add_option(group: argparse._ArgumentGroup, name: str, **more: Any) -> None:
+    """Adds an option of a run, with its help and its parser. `more`: of add_argument."""
+    f = next(f for f in fields(Options) if f.name == name)
+    group.add_argument(flag_of(name), help=_help(f), **_kind(f), **more)
 
 
 def _help(f: Field[Any]) -> str:
@@ -169,10 +175,10 @@ def _spelled(word: str) -> str:
 
 
 def refuse_command(word: str) -> None:
-    """Raises InputError if the first word is no folder but another word for one of the commands."""
+    """Raises InputError if the first word is not a folder but another word for one of the commands."""
     meant = MEANT.get(word) or next((MEANT[near] for near in difflib.get_close_matches(word, MEANT, 1, 0.75)), "")
     if meant and not Path(word).exists():
-        raise InputError(f"{word} is no folder here, and no command. Did you mean {program()} {meant}?")
+        raise InputError(f"{word} is not a folder here, nor a command. Did you mean {program()} {meant}?")
 
 
 def _from_flags(argv: Sequence[str]) -> dict[str, Any]:
@@ -186,7 +192,7 @@ def _from_flags(argv: Sequence[str]) -> dict[str, Any]:
         if "model" in given:
             model = given["model"]
             if model == argv[0] and "/" not in model and not Path(model).exists() and Path(word).is_dir():
-                raise InputError(f"{model} is no folder here, and no command. See {program()} --help.")
+                raise InputError(f"{model} is not a folder here, nor a command. See {program()} --help.")
             what = f"{word}: the checkpoint is {model} already"
             if given.get("data") and Path(word).suffix:
                 raise InputError(f"{what}. Did the shell expand a pattern? Quote it.")
@@ -240,7 +246,7 @@ def parse(
             if name in given:
                 raise InputError(f"{flag_of(name)}: a resumed run has options and a model of its own. Leave it out.")
         if full(given.get("out", run)) != full(run):
-            raise InputError(f"--out {given['out']}: a run goes on in its own folder, {run}. Leave it out.")
+            raise InputError(f"--out {given['out']}: a run continues in its own folder, {run}. Leave it out.")
         kept = _kept(run / "config.yaml", begun, text, host)
         _check_there(run, kept, given)
         given = {**_without_length(kept, given), **given, "resume": str(run), "out": str(run)}
@@ -350,17 +356,15 @@ def checked(options: Options) -> Options:
         raise InputError(f"{flag} needs the loss on held-out data. Give --val.")
     stores = {os.path.realpath(folder) for folder in options.store}
     if os.path.realpath("/") in stores or "" in options.store:
-        wrong = "names no folder" if "" in options.store else "names the root of all folders"
-        raise InputError(f"--store {','.join(options.store)} {wrong}. Name a folder of its own on each drive.")
+        wrong = "names no folder" if "" in options.store else "names the root folder"
+        raise InputError(f"{named} {wrong}. Name a folder of its own on each drive.")
     for folder in () if options.resume else options.store:
         if os.path.lexists(folder) and not Path(folder).is_dir():
             raise InputError(f"--store {folder} is a file, or a link to nothing. Name a folder.")
     if len(stores) < len(options.store):
-        raise InputError(f"--store {','.join(options.store)}: a folder is named twice. Name one on each drive.")
-    out = options.out or str(Path("runs") / (options.shape or title(options.model)))
+        raise InputError(f"{named}: a folder is named twice. Name one on each drive.")
     if os.path.realpath(out) in stores and not options.resume:
-        raise InputError(f"--store {','.join(options.store)} is --out itself. Name another folder, or leave it out.")
-    return replace(options, out=out)
+        raise InputError(f"{named} is --out itself. Name another folder, or leave it out.")
 
 
 def _as_text(value: Any, several: bool) -> Any:
@@ -385,7 +389,7 @@ def _check_named(options: Options) -> None:
         raise InputError("no data given. Name it: --data FILE (.jsonl .json .csv .txt .parquet).")
     if options.val or options.epochs:
         flag = "--val" if options.val else "--epochs"
-        raise InputError(f"{flag} is about data, and no --data is given. Name it, or leave {flag} out.")
+        raise InputError(f"{flag} is for data, and no --data is given. Name it, or leave {flag} out.")
 
 
 def parse_check(argv: Sequence[str]) -> argparse.Namespace:

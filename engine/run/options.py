@@ -129,7 +129,9 @@ def labels_of(text: str) -> tuple[str, ...]:
         return tuple(f"LABEL_{i}" for i in range(number(2, 1 << 16, int)(text)))
     names = tuple(part.strip() for part in text.split(","))
     if len(names) < 2 or not all(names) or len(set(names)) < len(names):
-        raise ValueError(f"{text[:60]!r} is no number of classes, nor two different names or more: negative,positive")
+        raise ValueError(
+            f"{text[:60]!r} is neither a number of classes nor two or more different names, such as negative,positive"
+        )
     return names
 
 
@@ -140,7 +142,7 @@ def json_object(text: str) -> str:
     except (ValueError, RecursionError):
         value = None
     if not isinstance(value, dict):
-        raise ValueError(f'{text[:60]!r} is no object in JSON, such as {{"enable_thinking": false}}')
+        raise ValueError(f'{text[:60]!r} is not a JSON object, such as {{"enable_thinking": false}}')
     return json.dumps(value, sort_keys=True)
 
 

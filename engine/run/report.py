@@ -201,7 +201,7 @@ def method_line(job: Job) -> str:
     of, teaching = preference_of(o), job.cfg.teaching
     what = f"LoRA, rank {lora.rank}, alpha {lora.alpha:g}, on {', '.join(lora.targets)}" if lora else what
     what += f"; {compact(job.trained_parameters)} parameters trained" if job.cfg.frozen else ""
-    fp8 = f", linear layers{_experts(job)} of blocks in fp8 (mfu is of its rate)" if job.cfg.fp8 else ""
+    fp8 = f", linear layers{_experts(job)} of blocks in fp8 (mfu is relative to its rate)" if job.cfg.fp8 else ""
     what = f"{described(of)}, {what}" if of else f"classify ({', '.join(o.labels)[:80]}), {what}" if o.labels else what
     if teaching:
         parts = f"cross-entropy x {1 - teaching.weight:g} + divergence from the teacher x {teaching.weight:g}"
@@ -223,7 +223,7 @@ def _memory_notes(job: Job) -> list[str]:
     if o.assume:
         return []
     if o.ram and not (one_memory and o.gpu_memory):
-        notes.append(f"of --ram {gib(o.ram)}, {gib(o.ram - given)} are Python's, its libraries' and the data's")
+        notes.append(f"of --ram {gib(o.ram)}, {gib(o.ram - given)} are for Python, its libraries and the data")
     if given > (free := available_ram()):
         notes.append(f"warning: the limit of {gib(given)} is more than the {gib(free)} of RAM that are free")
     return notes

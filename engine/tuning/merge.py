@@ -47,7 +47,7 @@ def merge_folder(
     """
     base = base_of(read_adapter_config(folder))
     if not Path(model or base or "?").is_dir():
-        wrong = f"--model {model} is no folder" if model else f"{folder}: its base, {base!r}, is no folder here"
+        wrong = f"--model {model} is not a folder" if model else f"{folder}: its base, {base!r}, is not a folder here"
         raise InputError(f"{wrong}. Name the checkpoint: --model DIR.")
     cfg = scored_by(folder, read_config(model or base, factor))
     source = open_checkpoint(model or base, cfg.packing, say)

@@ -115,7 +115,7 @@ def _named(ends: frozenset[str], name: str) -> bool:
     return any(".".join(parts[k:]) in ends for k in range(len(parts)))
 
 
-def read_said(folder: Path, excluded: str = "", scored: bool = False) -> Said:
+def read_said(folder: Path, excluded: str, scored: bool) -> Said:
     """Reads adapter_config.json. `excluded`: a regular expression that exclude_modules may be. `scored`: the model has
     a score head.
 

@@ -133,6 +133,6 @@ def quantized(cfg: ModelConfig, source: Source, base: str, stored: dict[str, str
                 parts[stored[there] + part.suffix] = SourceTensor(part.dtypes[0], own, "", 0)
                 made[stored[there] + part.suffix] = Encoded(encoders[-1], i)
     if not parts:
-        raise InputError(f"--base {base}: no matrix is frozen. It is of --lora, --adapter, --freeze and --train.")
+        raise InputError(f"--base {base}: no matrix is frozen. It is for --lora, --adapter, --freeze and --train.")
     given = source.folder, source.files, source.tensors, source.auxiliary, packing, parts, made
     return cfg, Quantized(*given, source, tuple(encoders), base)

@@ -13,24 +13,24 @@ class Experts:
     """A mixture of experts, in place of the MLP of each layer that is not in `dense`."""
 
     count: int
-    chosen: int  # for each token
-    width: int  # hidden width of each
-    renormalise: bool  # weights divided by their sum
-    shared: int = 0  # hidden width of one that every token takes; 0: none
-    shared_gate: bool = False  # times a sigmoid of the token
-    limit: float = 0.0  # of a clamped SwiGLU over interleaved gate and up; 0: a plain one
-    bias: bool = False  # of router and experts
-    aux: float = 0.0  # router_aux_loss_coef, in force only where a run asks for it
-    sigmoid: bool = False  # scores: chosen by their sum with a frozen correction, in fp32
-    scale: float = 1.0  # of the weights
-    dense: tuple[int, ...] = ()  # layers with an MLP of their own instead
-    fp32: bool = False  # the router's product, as always with a correction
-    groups: int = 1  # of experts; those of the best are chosen from
-    kept: int = 1  # groups that are
-    two: bool = True  # a group is as good as the sum of its two best, not as its best
-    apart: bool = False  # one by one in files, where those of the release are in one
-    turned: bool = False  # matrices are (E, out, in) in files, those of the release (E, in, out) or one by one
-    latent: int = 0  # width of what they read and give; 0: the model's
+    chosen: int  # experts of a token
+    width: int  # hidden width of an expert
+    renormalise: bool  # the weights of a token's experts are divided by their sum
+    shared: int = 0  # hidden width of an expert that processes every token; 0: none
+    shared_gate: bool = False  # its output is multiplied by the sigmoid of a gate
+    limit: float = 0.0  # limit of a clamped SwiGLU over interleaved gate and up; 0: plain SwiGLU
+    bias: bool = False  # router and experts have biases
+    aux: float = 0.0  # router_aux_loss_coef, used only if a run asks for it
+    sigmoid: bool = False  # scores are sigmoids in fp32; experts are selected by score plus a frozen correction
+    scale: float = 1.0  # factor of the weights
+    dense: tuple[int, ...] = ()  # layers with a plain MLP instead of experts
+    fp32: bool = False  # the router's matrix multiplication is in fp32, as always with a correction
+    groups: int = 1  # number of groups of experts
+    kept: int = 1  # number of groups, the best of a token, from which its experts are selected
+    two: bool = True  # a group's score is the sum of its two best experts' scores, not the best score
+    apart: bool = False  # files have a tensor for each expert, where the release has one tensor for all
+    turned: bool = False  # files have (E, out, in), where the release has (E, in, out) or a tensor for each expert
+    latent: int = 0  # width of the experts' input and output; 0: the model's
 
 
 @dataclass(frozen=True)
@@ -45,9 +45,11 @@ class ExpertKeys:
     chosen_key: str = "num_experts_per_tok"
     renormalise: bool | None = None  # None: norm_topk_prob
     normalised: bool = False  # default of norm_topk_prob
-    shared: int = 0  # shared_expert_intermediate_size, with a gate; 0: none
-    beside: int | None = None  # how many of the width of the others every token takes, without a gate
-    beside_key: str = ""  # "": none
+    shared: int = 0  # shared_expert_intermediate_size: a shared expert with a gate; 0: none
+    shared_count: int | None = None  # shared experts without a gate, each as wide as the others
+    shared_count_key: str = ""  # "": none
+    shared_width: int | None = None  # width of one shared expert without a gate
+    shared_width_key: str = ""  # "": none
     sigmoid: bool = False
     scale: float = 1.0
     scale_key: str = ""  # "": 1
@@ -57,14 +59,13 @@ class ExpertKeys:
     spaced: bool = False  # by moe_layer_start_index, moe_layer_end_index and moe_layer_interval
     limit: float = 0.0  # swiglu_limit; 0: none
     bias: bool = False
-    fp32: bool = False  # the router's product, which one with a correction always has
+    fp32: bool = False
     groups: tuple[int, int] | None = None  # n_group, topk_group; None: not read
-    method: bool = False  # reads topk_method: greedy, or by a group's best
-    optional: bool = False  # a count of 0: every layer has an MLP
-    shared_key: str = ""  # of the width of one that every token takes, without a gate; "": none
-    latent_key: str = ""  # of the width of what experts read and give; null: the model's
-    typed: bool = False  # by layers_block_type: layers without are of other kinds
-    layered: tuple[tuple[str, int | None], ...] = ()  # keys, and what they must say of each layer; None: the width
+    method: bool = False  # topk_method is read: greedy, or by a group's best score
+    optional: bool = False  # with a count of 0 every layer has an MLP
+    latent_key: str = ""  # width of the experts' input and output; null: the model's
+    typed: bool = False  # layers with experts by layers_block_type
+    layered: tuple[tuple[str, int | None], ...] = ()  # keys, and their only value in all layers; None: the width
 
 
 REFUSED = {  # key -> accepted values
@@ -103,8 +104,11 @@ def parse_experts(keys: Keys, family: ExpertKeys | None, layers: int) -> Experts
         if _one(keys, name, layers).raw.get(name) not in (None, expected):
             raise keys.error(name, f"{expected} in all layers")
     gated = keys.count("shared_expert_intermediate_size", family.shared) if family.shared else 0
-    shared = width * keys.count(family.beside_key, family.beside) if family.beside_key else gated
-    shared = keys.count(family.shared_key, family.beside) if family.shared_key else shared
+    shared = gated
+    if family.shared_count_key:
+        shared = width * keys.count(family.shared_count_key, family.shared_count)
+    if family.shared_width_key:
+        shared = keys.count(family.shared_width_key, family.shared_width)
     aux = 0.0 if keys.raw.get("router_aux_loss_coef") in (None, 0) else keys.number("router_aux_loss_coef")
     limit = keys.number("swiglu_limit", family.limit) if family.limit else 0.0
     scale = keys.number(family.scale_key, family.scale) if family.scale_key else 1.0
@@ -117,7 +121,7 @@ def parse_experts(keys: Keys, family: ExpertKeys | None, layers: int) -> Experts
 
 
 def _one(keys: Keys, name: str, layers: int) -> Keys:
-    """With one number in place of a list of each layer's, where those are equal."""
+    """`keys` with one number instead of a list of equal numbers, one for each layer."""
     found = keys.raw.get(name)
     if not isinstance(found, list):
         return keys

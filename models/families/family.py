@@ -57,29 +57,29 @@ class Family:
     gated: bool = True  # otherwise an activation between two matmuls
     acts: tuple[str, ...] = SILU  # the first is the default
     qk_norm: Literal["", "head", "width"] = ""  # norms of q and k: per head, or over all
-    qk_norm_key: str = ""  # there are any; "": always
+    qk_norm_key: str = ""  # key that says whether there are such norms; "": there are
     rope_first: bool = False  # q and k are rotated before their norms
     rotary: bool = True
     grouped: bool = True  # reads num_key_value_heads and head_dim
     partial: float = 0.0  # default of partial_rotary_factor; 0: not read
     pairs: bool = False  # rope turns neighbouring features, not halves
     rotary_dim: bool = False  # reads rotary_dim: the features of a head that are rotated
-    longrope: bool = False  # what scales positions is longrope, and nothing else
+    longrope: bool = False  # longrope is the only scaling of positions
     rope_types: dict[str, str] = field(default_factory=dict)  # other names of rope's types
-    alpha: bool = False  # rope of type dynamic has an alpha, which makes theta another
+    alpha: bool = False  # rope of type dynamic has an alpha, which changes theta
     pairs_key: bool = False  # reads rope_interleave: pairs, or halves
     latent: LatentKeys | None = None  # attention over latents
-    indexed: bool = False  # reads index_topk: in longer documents an indexer chooses keys; it is copied, not used
+    indexed: bool = False  # reads index_topk: in longer documents an indexer selects keys; it is copied, not used
     query_beta: bool = False  # reads llama_4_scaling_beta: queries scaled by position
     theta: float = 10000.0
-    local_theta: float | None = None  # of layers with a window, whose rope is their own; None: one rope for all
+    local_theta: float | None = None  # theta of layers with a window; None: one rope for all layers
     local_theta_key: str = ""  # "": none
-    thetas: bool = False  # reads layer_rope_theta, one of each layer; 0: a layer without rope
+    thetas: bool = False  # reads layer_rope_theta, a number for each layer; 0: no rope
     nested: bool = False  # rope is described in rope_parameters alone, for each kind of layers
     original: int | None = None  # original_max_position_embeddings, outside rope's parameters
-    kv_heads: int | None = None  # None: one a query head
+    kv_heads: int | None = None  # None: one for each query head
     head_dim: int | None = None  # None: width / heads
-    vocab: int | None = None  # None: config.json must say it; so for n_heads and ffn
+    vocab: int | None = None  # None: config.json must have it; likewise n_heads and ffn
     n_heads: int | None = None
     ffn: int | None = None
     max_positions: int = 2048
@@ -92,9 +92,9 @@ class Family:
     window: int | None = 4096
     period: int = 0  # of "pattern": every period-th layer has no window; 0: all have
     period_key: bool = False  # reads sliding_window_pattern
-    first: bool = False  # of a period the first layer has no window, not the last
+    first: bool = False  # the first layer of a period, not the last, has no window
     above: int = 0  # default of max_window_layers, of "above" and of "pattern"; 0: not read
-    listed_type: str = ""  # the model_type that transformers takes it for where layer_types is there
+    listed_type: str = ""  # model_type as which transformers reads a config.json with layer_types
     aliases: dict[str, str] = field(default_factory=dict)  # other names of keys -> those that are read
     # no_rope_layers; layers without window; all: by a key, where rope has no theta, always
     unrotated: Literal["", "listed", "full", "typed", "null", "all"] = ""
@@ -106,14 +106,14 @@ class Family:
     experts: ExpertKeys | None = None  # in place of the MLP
     single: bool = False  # a layer is a mixer or an MLP, by layers_block_type or hybrid_override_pattern
     scan: DeltaKeys | MambaKeys | None = None  # in place of attention in some layers
-    unadapted: tuple[str, ...] = ()  # linear layers that peft has no adapters of
-    attention_gate: bool = False  # attention's result times sigmoid of a gate, by head behind the query
-    packings: tuple[str, ...] = (  # quant_method: matrices may be packed so
+    unadapted: tuple[str, ...] = ()  # linear layers for which peft has no adapters
+    attention_gate: bool = False  # attention's result times the sigmoid of a gate, stored after each query
+    packings: tuple[str, ...] = (  # accepted values of quant_method
         "fp8", "fbgemm_fp8", "compressed-tensors", "modelopt", "gptq", "auto-round", "awq", "bitsandbytes",
     )  # fmt: skip
-    mtp: bool = False  # num_nextn_predict_layers more in the file, which predict further tokens
-    carried: tuple[str, ...] = ()  # what names of tensors begin with that are copied and not used
-    rope_said: bool = False  # config.json must describe rope: the default of transformers is no plain one
+    mtp: bool = False  # files have num_nextn_predict_layers more layers, for further tokens
+    carried: tuple[str, ...] = ()  # prefixes of the names of tensors that are copied and not used
+    rope_said: bool = False  # config.json must describe rope: the default of transformers is not plain rope
     parallel: bool = False  # reads use_parallel_residual
     by_layer: bool = False  # reads scale_attn_weights, scale_attn_by_inverse_layer_idx
     only: dict[str, tuple[Any, ...]] = field(default_factory=dict)  # keys -> values that are accepted
@@ -137,10 +137,10 @@ class Wrapper:
     """A multimodal model: the language model of its text_config is trained, the rest copied."""
 
     texts: tuple[str, ...]  # model types of text_config; the first is the default
-    media: dict[str, int]  # keys of the tokens that stand for images and the like -> defaults
+    media: dict[str, int]  # keys of the tokens that stand for images, audio or video -> defaults
     carried: tuple[str, ...] = ("model.visual.",)
-    tied: Literal["text", "outside", "either"] = "text"  # tie_word_embeddings; "text": outside, then there
-    tied_default: bool = False  # of that outside
+    tied: Literal["text", "outside", "either"] = "text"  # place of tie_word_embeddings; "text": both, outside first
+    tied_default: bool = False  # of the key outside
     flat: bool = False  # keys and names of tensors may be those of a text model with a vision tower
-    behind: bool = False  # names of tensors may be those of the text's model behind language_model.
+    behind: bool = False  # names of tensors may have language_model. before those of the text model
     older: dict[str, str] = field(default_factory=dict)  # other names of `texts` in files -> these

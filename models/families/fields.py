@@ -37,35 +37,34 @@ def positions_of(
         return {}
     if family.rope_said and not (keys.raw.get("rope_scaling") or keys.raw.get("rope_parameters")):
         raise keys.error("rope_parameters", "an object")
-    unread = InputError(f'{keys.where}: "partial_rotary_factor" is not supported for {keys.raw["model_type"]}.')
+    rope, local = parse_ropes(keys, family, latent.rope if latent and not family.partial else head_dim, positions)
+    if (rope.width or local.width) and not family.partial:
+        raise InputError(f'{keys.where}: "partial_rotary_factor" is not supported for {keys.raw["model_type"]}.')
     if latent is not None:
-        rope, _ = parse_ropes(keys, family, head_dim if family.partial else latent.rope, positions)
-        if rope.width and not family.partial:
-            raise unread
         if (rope.width or head_dim) != latent.rope and family.partial:
             raise keys.error("partial_rotary_factor", f"{latent.rope} of {head_dim} features, by qk_rope_head_dim")
         pairs = keys.flag("rope_interleave", True) if family.pairs_key else family.pairs
         rope = replace(rope, width=latent.rope, pairs=pairs)
         return dict(rope=rope, attention_scale=head_dim**-0.5 * rope.sharpness)
-    rope, local = parse_ropes(keys, family, head_dim, positions)
-    if (rope.width or local.width) and not family.partial:
-        raise unread
     found: dict[str, Any] = dict(rope=rope, window=window, window_from=first, full_layers=full)
     if local != rope and window:
         found["local_rope"] = local
     if family.thetas and keys.raw.get("layer_rope_theta") is not None:
         return found | _by_theta(keys, rope, [bool(window) and i not in full for i in range(layers)])
+    return found | dict(unrotated=_unrotated(keys, family, layers, full if window else tuple(range(layers))))
+
+
+def _unrotated(keys: Keys, family: Family, layers: int, full: tuple[int, ...]) -> tuple[int, ...]:
+    """The layers without rope, by Family.unrotated. `full`: those without a window."""
     if family.unrotated == "listed":
-        found["unrotated"] = unrotated_layers(keys, layers)
-    elif family.unrotated == "typed":
+        return unrotated_layers(keys, layers)
+    if family.unrotated == "full":
+        return full if keys.raw.get("sliding_window", family.window) is not None else ()
+    none = family.unrotated == "all" or (family.unrotated == "null" and _without_theta(keys))
+    if family.unrotated == "typed":
         keys.refuse_unless("position_embedding_type", (None, "rope", "nope"))
-        rotated = keys.raw.get("position_embedding_type") == "rope"
-        found["unrotated"] = () if rotated else tuple(range(layers))
-    elif family.unrotated in ("null", "all"):
-        found["unrotated"] = tuple(range(layers)) if family.unrotated == "all" or _without_theta(keys) else ()
-    elif family.unrotated and keys.raw.get("sliding_window", family.window) is not None:
-        found["unrotated"] = full if window else tuple(range(layers))
-    return found
+        none = keys.raw.get("position_embedding_type") != "rope"
+    return tuple(range(layers)) if none else ()
 
 
 def _without_theta(keys: Keys) -> bool:

@@ -27,8 +27,8 @@ _GLM: dict[str, Any] = dict(
     partial=0.5, pairs=True, kv_heads=2, head_dim=128, max_positions=131072, eps=1.5625e-7,
     qkv_bias=("attention_bias", True),
 )  # fmt: skip
-_BESIDE: dict[str, Any] = dict(
-    beside=1, beside_key="n_shared_experts", sigmoid=True, scale_key="routed_scaling_factor",
+_SHARED: dict[str, Any] = dict(
+    shared_count=1, shared_count_key="n_shared_experts", sigmoid=True, scale_key="routed_scaling_factor",
 )  # fmt: skip
 _LATENT: dict[str, Any] = dict(moe_layer_freq=(None, 1))
 _INDEXED = _LATENT | dict(
@@ -111,7 +111,7 @@ FAMILIES = {
         scaled=True, unrotated="typed", aliases={"layers_block_type": "layer_types"}, scan=MambaKeys(),
         experts=ExpertKeys(
             8, 2, 11008, "num_local_experts", "intermediate_size", renormalise=True, optional=True,
-            shared_key="shared_intermediate_size", scale_key="residual_multiplier",
+            shared_width_key="shared_intermediate_size", scale_key="residual_multiplier",
         ),
     ),
     "bamba": Family(
@@ -139,7 +139,7 @@ FAMILIES = {
         ),
         experts=ExpertKeys(
             8, 2, 7688, "n_routed_experts", normalised=True, sigmoid=True, scale_key="routed_scaling_factor",
-            groups=(1, 1), shared_key="moe_shared_expert_intermediate_size", beside=7688,
+            groups=(1, 1), shared_width_key="moe_shared_expert_intermediate_size", shared_width=7688,
             latent_key="moe_latent_size", typed=True,
         ),
         aliases={
@@ -221,19 +221,19 @@ FAMILIES = {
         "GLM-4.5, 4.5-Air, 4.6 and 4.7",
         names=names.CORRECTED, partial=0.5, kv_heads=8, max_positions=131072, eps=1e-5, qk_norm="head",
         qk_norm_key="use_qk_norm", qkv_bias=BIAS, mtp=True,
-        experts=ExpertKeys(128, 8, 1408, "n_routed_experts", normalised=True, leading=1, **_BESIDE),
+        experts=ExpertKeys(128, 8, 1408, "n_routed_experts", normalised=True, leading=1, **_SHARED),
         aliases={"num_local_experts": "n_routed_experts", "num_mtp_layers": "num_nextn_predict_layers"},
     ),
     "solar_open": Family(
         "Solar Open 100B",
         names=names.CORRECTED, kv_heads=8, head_dim=128, ffn=1280, max_positions=131072, eps=1e-5, theta=1e6,
-        qkv_bias=BIAS, experts=ExpertKeys(128, 8, 1280, "n_routed_experts", normalised=True, **_BESIDE),
+        qkv_bias=BIAS, experts=ExpertKeys(128, 8, 1280, "n_routed_experts", normalised=True, **_SHARED),
         aliases={"num_local_experts": "n_routed_experts"}, only={"first_k_dense_replace": (None, 0)},
     ),
     "dots1": Family(
         "dots.llm1",
         names=names.CORRECTED, kv_heads=32, qk_norm="head", qkv_bias=BIAS, o_bias=BIAS, windows="pattern", above=62,
-        experts=ExpertKeys(None, None, 1408, "n_routed_experts", leading=0, **_BESIDE | dict(beside=None)),
+        experts=ExpertKeys(None, None, 1408, "n_routed_experts", leading=0, **_SHARED | dict(shared_count=None)),
         aliases={"num_local_experts": "n_routed_experts"},
     ),
     "minimax_m2": Family(
@@ -249,7 +249,7 @@ FAMILIES = {
         unrotated="full", carried=("mtp.",),
         experts=ExpertKeys(
             64, 8, 1024, normalised=True, leading=1, listed=True,
-            **_BESIDE | dict(beside_key="num_shared_experts", scale=2.5),
+            **_SHARED | dict(shared_count_key="num_shared_experts", scale=2.5),
         ),
     ),
     "hy_v3": Family(
@@ -258,7 +258,7 @@ FAMILIES = {
         qk_norm="head", qkv_bias=BIAS, o_bias=BIAS, mtp=True,
         experts=ExpertKeys(
             192, 8, 1536, renormalise=True, leading=1, listed=True,
-            **_BESIDE | dict(beside_key="num_shared_experts", scale=2.826, scale_key="router_scaling_factor"),
+            **_SHARED | dict(shared_count_key="num_shared_experts", scale=2.826, scale_key="router_scaling_factor"),
         ),
         aliases={"num_local_experts": "num_experts"},
         only={"mlp_bias": (None, False), "first_k_dense_replace": (None, 1)},
@@ -322,7 +322,7 @@ FAMILIES = {
         "GLM-4.5V and 4.6V (106B)",
         names=names.CORRECTED, partial=0.5, kv_heads=8, max_positions=65536, eps=1e-5,
         qkv_bias=("attention_bias", True), mtp=True, inner=True,
-        experts=ExpertKeys(128, 8, 1408, "n_routed_experts", normalised=True, leading=1, **_BESIDE),
+        experts=ExpertKeys(128, 8, 1408, "n_routed_experts", normalised=True, leading=1, **_SHARED),
         aliases={"num_local_experts": "n_routed_experts"},
     ),
     "deepseek_v2": Family(
@@ -331,7 +331,7 @@ FAMILIES = {
         o_bias=BIAS,
         experts=ExpertKeys(
             64, None, 1407, "n_routed_experts", renormalise=False, leading=0, fp32=True, groups=(1, 1), method=True,
-            **_BESIDE | dict(beside=2, sigmoid=False),
+            **_SHARED | dict(shared_count=2, sigmoid=False),
         ),
         aliases={"num_experts": "n_routed_experts"},
         only=_LATENT | dict(norm_topk_prob=(None, False), scoring_func=(None, "softmax"), mlp_bias=(None, False)),
@@ -342,7 +342,7 @@ FAMILIES = {
         vocab=129280, ffn=18432, n_heads=128, max_positions=4096, latent=LatentKeys(),
         pairs=True, pairs_key=True, qkv_bias=BIAS, o_bias=BIAS, mtp=True,
         experts=ExpertKeys(
-            256, 8, 2048, "n_routed_experts", normalised=True, leading=3, groups=(8, 4), **_BESIDE | dict(scale=2.5)
+            256, 8, 2048, "n_routed_experts", normalised=True, leading=3, groups=(8, 4), **_SHARED | dict(scale=2.5)
         ),
         aliases={"num_local_experts": "n_routed_experts", "num_mtp_layers": "num_nextn_predict_layers"},
         only=_LATENT | dict(topk_method=(None, "noaux_tc"), scoring_func=(None, "sigmoid")),
@@ -353,7 +353,7 @@ FAMILIES = {
         max_positions=163840, latent=LatentKeys(), pairs=True, indexed=True, qkv_bias=BIAS, o_bias=BIAS, mtp=True,
         experts=ExpertKeys(
             256, 8, 2048, "n_routed_experts", normalised=True, leading=3, listed=True, groups=(8, 4),
-            **_BESIDE | dict(scale=2.5),
+            **_SHARED | dict(scale=2.5),
         ),
         aliases={"num_local_experts": "n_routed_experts", "num_experts": "n_routed_experts"}, only=_INDEXED,
     ),
@@ -364,7 +364,7 @@ FAMILIES = {
         qkv_bias=BIAS, o_bias=BIAS, mtp=True,
         experts=ExpertKeys(
             256, 8, 2048, "n_routed_experts", normalised=True, leading=3, listed=True, groups=(1, 1),
-            **_BESIDE | dict(scale=2.5),
+            **_SHARED | dict(scale=2.5),
         ),
         aliases={"num_local_experts": "n_routed_experts", "num_experts": "n_routed_experts"}, only=_INDEXED,
     ),
@@ -376,7 +376,7 @@ FAMILIES = {
         mtp=True,
         experts=ExpertKeys(
             64, 4, 1536, "n_routed_experts", normalised=True, leading=1, listed=True, groups=(1, 1),
-            **_BESIDE | dict(scale=1.8),
+            **_SHARED | dict(scale=1.8),
         ),
         aliases={"num_local_experts": "n_routed_experts"},
         only=_LATENT
@@ -390,7 +390,7 @@ FAMILIES = {
         query_beta=True, rope_said=True, qkv_bias=BIAS, o_bias=BIAS,
         experts=ExpertKeys(
             128, 4, 2048, "n_routed_experts", normalised=True, leading=0, groups=(1, 1),
-            **_BESIDE | dict(sigmoid=False),
+            **_SHARED | dict(sigmoid=False),
         ),
         aliases={"num_local_experts": "n_routed_experts"}, only=_LATENT,
     ),
@@ -416,8 +416,8 @@ FAMILIES = {
         names=names.STATICS, pairs=True, kv_heads=4, max_positions=131072, eps=1e-5, theta=5e5, tied=True,
         carried=("mtp", "model.mtp"),
         experts=ExpertKeys(
-            64, 6, 1536, "moe_num_experts", chosen_key="moe_k", renormalise=True, beside=2,
-            beside_key="moe_num_shared_experts", spaced=True,
+            64, 6, 1536, "moe_num_experts", chosen_key="moe_k", renormalise=True, shared_count=2,
+            shared_count_key="moe_num_shared_experts", spaced=True,
         ),
         aliases={"num_experts": "moe_num_experts", "num_experts_per_tok": "moe_k"},
         only={"use_bias": (None, False), "moe_norm_min": (None, 1e-12)},
@@ -432,7 +432,7 @@ FAMILIES = {
         alpha=True, qkv_bias=BIAS, o_bias=BIAS,
         experts=ExpertKeys(
             1, 1, 11008, width_key="intermediate_size", chosen_key="moe_topk", renormalise=True, fp32=True,
-            shared_key="intermediate_size", beside=11008,
+            shared_width_key="intermediate_size", shared_width=11008,
             layered=(("moe_intermediate_size", None), ("num_shared_expert", 1)),
         ),
         aliases={"num_local_experts": "num_experts", "num_experts_per_tok": "moe_topk"},

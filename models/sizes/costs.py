@@ -13,7 +13,7 @@ from typing import NamedTuple
 
 from trireme.models.config import ModelConfig
 from trireme.models.families.scans import Scan
-from trireme.models.sizes.narrow import experts_in_fp8, in_fp8, norms_make_codes, quantised_each
+from trireme.models.sizes.narrow import experts_in_fp8, in_fp8, norms_make_codes, quantized_each
 from trireme.models.sizes.shapes import (
     DOWN,
     GATE_UP,
@@ -252,7 +252,7 @@ def grouped_work(cfg: ModelConfig, u: int, kept: frozenset[str], tokens: int) ->
     return Grouped(up + down, up + down, gradients, up * (up_name(cfg) not in kept), experts_in_fp8(cfg, tokens))
 
 
-_quantised_each = lru_cache(KNOWN)(quantised_each)
+_quantized_each = lru_cache(KNOWN)(quantized_each)
 
 
 class InFp8(NamedTuple):
@@ -269,14 +269,14 @@ class InFp8(NamedTuple):
 def in_fp8_work(cfg: ModelConfig, u: int, kept: frozenset[str], tokens: int) -> InFp8:
     """InFp8 of a block or sub-layer. All matrices of a unit count as trained if one is."""
     what, N, trained = kind(cfg, u), tokens, _trained_params(cfg, u) > 0
-    missing, each = saved_shapes(cfg, 1, what).keys() - kept, _quantised_each(cfg, u)
+    missing, each = saved_shapes(cfg, 1, what).keys() - kept, _quantized_each(cfg, u)
     cfg, what = seen(cfg, what)
     sizes = _linear_layers(cfg, what)
     found = {name: (a, b) for name, (a, b) in sizes.items() if in_fp8(cfg, a, b)}
     again = {name: size for name, size in found.items() if name in _again(missing)}
     flops = lambda sizes: 2 * N * sum(a * b for a, b in sizes.values())
     # Read twice, written once: x; behind, dy in both orders. Matrices: Geometry.decode_bytes, or where each matmul
-    # quantises them as x. A norm's codes: 5 bytes where it moves 4 without them.
+    # quantizes them as x. A norm's codes: 5 bytes where it moves 4 without them.
     before = dict.fromkeys(("qkv", "mixed"), cfg.names.norm1) | {up_name(cfg): cfg.names.norm2}
     of_x = lambda name, a: (1 if norms_make_codes(cfg) and before.get(name) else 5) * N * a
     moved = lambda sizes: sum(of_x(name, a) + 5 * each * a * b for name, (a, b) in sizes.items())

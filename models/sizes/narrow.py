@@ -46,8 +46,8 @@ def packed_groups(cfg: ModelConfig, u: int) -> list[Group]:
     """The frozen_groups that stay packed until the GPU decodes them. fp8_groups are not among them: they are codes."""
     if cfg.packing is None:
         return []
-    quantised = fp8_groups(cfg, u)
-    return [group for group in frozen_groups(cfg, u) if is_packed(cfg, group) and group not in quantised]
+    quantized = fp8_groups(cfg, u)
+    return [group for group in frozen_groups(cfg, u) if is_packed(cfg, group) and group not in quantized]
 
 
 def sliced_groups(cfg: ModelConfig, u: int) -> list[Group]:
@@ -171,11 +171,11 @@ def base_groups(cfg: ModelConfig, u: int) -> list[Group]:
 
 
 def _base_groups(cfg: ModelConfig, u: int) -> list[Group]:
-    packed, parts, quantised = packed_groups(cfg, u), packed_parts(cfg, u), fp8_groups(cfg, u)
+    packed, parts, quantized = packed_groups(cfg, u), packed_parts(cfg, u), fp8_groups(cfg, u)
     suffixes = [part.suffix for part in cfg.packing.parts] if cfg.packing else []
-    found: list[Group] = [[(group[0][0] + SCALE, FP8_SCALE)] for group in quantised if is_frozen(cfg, group)]
+    found: list[Group] = [[(group[0][0] + SCALE, FP8_SCALE)] for group in quantized if is_frozen(cfg, group)]
     for group in frozen_groups(cfg, u):
-        if group in quantised:
+        if group in quantized:
             found.append([(group[0][0] + ROWS, fused(group))])
             continue
         if group not in packed:
@@ -225,7 +225,7 @@ def fused(group: Group) -> tuple[int, int]:
     return sum(shape[0] for _, shape in group), group[0][1][1]
 
 
-def quantised_each(cfg: ModelConfig, u: int) -> bool:
+def quantized_each(cfg: ModelConfig, u: int) -> bool:
     """Whether each matmul quantizes unit u's trained matrices, because codes of all would take too much GPU memory."""
     return sum(prod(fused(group)) for group in fp8_groups(cfg, u) if not is_frozen(cfg, group)) > MOST_CODES
 
@@ -236,7 +236,7 @@ def made_groups(cfg: ModelConfig, u: int) -> tuple[list[Group], dict[str, str]]:
     They are the decoded packed_groups without sliced_groups, and of fp8_groups codes in both orders, or if frozen in
     the order that base_groups do not have.
     """
-    sliced, dtypes, each = sliced_groups(cfg, u), dict[str, str](), quantised_each(cfg, u)
+    sliced, dtypes, each = sliced_groups(cfg, u), dict[str, str](), quantized_each(cfg, u)
     found = [group for group in packed_groups(cfg, u) if group not in sliced]
     for group in fp8_groups(cfg, u):
         if each and not is_frozen(cfg, group):

@@ -10,7 +10,7 @@ from __future__ import annotations
 from typing import NamedTuple
 
 from trireme.models.config import ModelConfig
-from trireme.models.sizes.narrow import at_once, experts_in_fp8, in_fp8, norms_make_codes, quantised_each, slice_bytes
+from trireme.models.sizes.narrow import at_once, experts_in_fp8, in_fp8, norms_make_codes, quantized_each, slice_bytes
 from trireme.models.sizes.shapes import (
     chosen,
     expert_input,
@@ -44,7 +44,7 @@ def workspace_bytes(cfg: ModelConfig, u: int, tokens: int, itemsize: int, grad_i
     partials = 2 * 4 * cfg.width * min(PROGRAMS, tokens) + SLACK
     if u == cfg.n_units - 1:
         return _head_workspace(cfg, tokens, itemsize, grad_itemsize or itemsize) + partials
-    sizes = _Sizes(tokens, itemsize, grad_itemsize or itemsize, quantised_each(cfg, u))
+    sizes = _Sizes(tokens, itemsize, grad_itemsize or itemsize, quantized_each(cfg, u))
     return _block_workspace(cfg, kind(cfg, u), sizes) + slice_bytes(cfg, u, itemsize) + partials
 
 
@@ -52,7 +52,7 @@ class _Sizes(NamedTuple):
     tokens: int
     item: int  # bytes of a value
     grad: int  # of a gradient's
-    each: bool  # narrow.quantised_each
+    each: bool  # narrow.quantized_each
 
 
 class _Codes(NamedTuple):

@@ -77,13 +77,13 @@ def fuyou_seconds(cfg: ModelConfig, sequences: int, gpu: str, drives: int, overl
     return min(step(i / 20) for i in range(21))
 
 
-def zero_infinity_seconds(cfg: ModelConfig, sequences: int, gpu: str, drives: int = 12) -> float:
+def zero_infinity_seconds(cfg: ModelConfig, sequences: int, gpu: str) -> float:
     """A step of ZeRO-Infinity as Fuyou describes it (section 3, figure 2a): nothing overlaps, blocks are recomputed.
 
     Parameters come from the drives and over PCIe for both passes, checkpoints of blocks go to RAM, gradients to RAM;
     then 12 + 2 bytes of state a parameter are read, updated and written.
     """
-    r, p, tokens = fuyou_server(gpu, drives).rates, shapes.parameters(cfg), sequences * SEQ
+    r, p, tokens = fuyou_server(gpu, 12).rates, shapes.parameters(cfg), sequences * SEQ
     computed = costs.model_flops(cfg, tokens, costs.attended_pairs([SEQ] * sequences)) * 4 / 3 / FUYOU_BLOCK[gpu]
     checkpoint = 2 * tokens * cfg.width * cfg.n_layers
     passes = 4 * p / r.ssd_read + (4 * p + checkpoint) / r.h2d + (2 * p + checkpoint) / r.d2h

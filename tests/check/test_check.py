@@ -59,7 +59,7 @@ def test_without_a_gpu_it_says_so_and_checks_the_rest(quick, capsys, monkeypatch
         f"torch {torch.__version__} is built without CUDA: kernels are not checked"
     ]
     assert len(rows["drive"]) == 8
-    assert rows["drive"][3].found == "read 3.00, write 2.00 GB/s, 80 % of it both at once"
+    assert rows["drive"][3].found == "read 3.00, write 2.00 GB/s, together 80 % of that"
     assert [row.found for row in rows["step"]] == ["1.000 s, estimated 0.500 s (+100 %)", "not tried: no drive"]
     assert all(line in said for line in ("! gpu", "change      ", "report      trireme-check.json"))
     assert sorted(os.listdir(quick)) == ["nvme", "trireme-check.json"], "nothing else is written"

@@ -703,7 +703,7 @@ def test_ids_beyond_the_vocabulary(tokenizer, tmp_path):
     assert "the model's vocabulary is 100: the tokenizer does not belong" in error_of(path, tokenizer, vocab_size=100)
     for bad in (-1, 1 << 40):
         path = write(tmp_path / "b.jsonl", [{"input_ids": [1, bad]}])
-        assert "holds a number that is no token id" in error_of(path, tokenizer)
+        assert "holds a number that is not a token id" in error_of(path, tokenizer)
     path = write(tmp_path / "c.jsonl", [{"input_ids": [1, 70_000]}, {"input_ids": [1, 2]}])
     assert "line 1: token id 70000 is in no vocabulary of 261. 1 of 2 rows" in error_of(path, tokenizer)
     assert "token id 70000, the model's vocabulary is 260" in error_of(path, None, vocab_size=260)

@@ -226,9 +226,7 @@ def test_flags_that_say_neither_are_refused_and_those_of_others_named():
         assert f"{key!r} is {value!r}, expected" in refused({"messages": [said("a", **{key: value})]})
     assert "marks parts of a message" in refused({"messages": [said("a", train_detail=[{"begin_offset": 0}])]})
     for key, value in (("no_loss", True), ("ignore_loss", False), ("supervised", 0), ("token_weight", 1)):
-        assert f"{key!r} is no mask that is known; name it 'train'" in refused(
-            {"messages": [said("a", **{key: value})]}
-        )
+        assert f"{key!r} is not a known mask; name it 'train'" in refused({"messages": [said("a", **{key: value})]})
     assert example_of({"messages": [said("a", training_id=17)]}).messages == [said("a", training_id=17)]
     row = {"messages": [user("Hi?", training=True), said("Hello.", training=True)]}
     assert read_row(row)[2] == ["messages[].training (role user)"]

@@ -91,7 +91,7 @@ REFUSED = {
     "train 0": ({"prompt": "q", "completion": "a", "train": 0}, "'train' is 0: leave the row out"),
     "mask of a table": ({"text": "a", "masked": "1"}, "'masked' is 1: leave the row out"),
     "a list of flags": ({"messages": [user("q"), said("a")], "mask": [1, 0]}, "'mask' is a list, whose entries"),
-    "weights of tokens": ({"input_ids": [1, 2], "loss_weights": [0.0, 1.0]}, "'loss_weights' is no mask that is known"),
+    "weights of tokens": ({"input_ids": [1, 2], "loss_weights": [0.0, 1.0]}, "'loss_weights' is not a known mask"),
     "another case": ({"Instruction": "q", "Output": "a"}, "Perhaps --map instruction=Instruction,output=Output."),
     "spaces": ({"text ": "a"}, "Remove the spaces around the names of its columns."),
     "segments": ({"segments": [{"label": True, "text": "a"}] * 2}, "Of axolotl's segments write what is learned as"),

@@ -237,13 +237,13 @@ def test_an_end_token_of_generation_config_ends(here, capsys):
         (["--prompt", "a", "--as-text", "--chat-template-kwargs", "{}"], "--chat-template-kwargs: texts are continued"),
         (
             ["--prompt", "a", "--chat-template-kwargs", "[1]"],
-            "--chat-template-kwargs: '[1]' is no object in JSON",
+            "--chat-template-kwargs: '[1]' is not a JSON object",
         ),
         (
             ["--prompt", "a", "--chat-template-kwargs", '{"a-b": 1}'],
             "sets 'a-b', which is not a variable name; leave",
         ),
-        (["--prompt", "a", "--model", "x"], "--model x: model is no adapter. Leave --model out."),
+        (["--prompt", "a", "--model", "x"], "--model x: model is not an adapter. Leave --model out."),
     ],
 )
 def test_what_is_wrong_is_one_line(here, capsys, argv, message):

@@ -174,13 +174,13 @@ def test_a_folder_that_is_none(tmp_path, monkeypatch):
         open_folder("nothing", "", print)
     Path("run/best").mkdir(parents=True)
     Path("run/config.yaml").write_text("# run 1\nmodel: x\n")
-    with fails("that run is not finished.* There is run/best. --resume run goes on"):
+    with fails("that run is not finished.* There is run/best. --resume run continues it"):
         open_folder("run", "", print)
     Path("adapter").mkdir()
     Path("adapter/adapter_config.json").write_text(
         json.dumps({"peft_type": "LORA", "base_model_name_or_path": "gone/x"})
     )
-    with fails("its base, 'gone/x', is no folder here. Name the checkpoint: --model DIR"):
+    with fails("its base, 'gone/x', is not a folder here. Name the checkpoint: --model DIR"):
         open_folder("adapter", "", print)
 
 

@@ -145,7 +145,7 @@ def test_a_file_that_a_drive_does_not_give_is_a_device_error(here, monkeypatch):
 @pytest.mark.full
 def test_stopped_by_a_signal_it_is_saved_and_goes_on(here):
     stop = lambda record: signal.raise_signal(signal.SIGINT) if record["step"] == 1 else None
-    with pytest.raises(trireme.Interrupted, match="finetune.resume='out'. goes on") as found:
+    with pytest.raises(trireme.Interrupted, match="finetune.resume='out'. continues the run") as found:
         trireme.finetune(**SMALL, out="out", on_step=stop)
     assert found.value.exit_code == 130
     run = trireme.finetune(resume="out", show=False)

@@ -423,6 +423,11 @@ def final_weights(e: Engine, reader: Reader | None = None) -> dict[str, torch.Te
 def check_same(e: Engine, steps: list[list[Batch]], losses: list, weights: dict[str, torch.Tensor], **more) -> None:
     """Steps have these losses and leave these weights, bit by bit. Closes the engine. `more`: of `train`."""
     assert train(e, steps, **more) == losses
+    check_weights(e, weights)
+
+
+def check_weights(e: Engine, weights: dict[str, torch.Tensor]) -> None:
+    """The engine has these weights, bit by bit, and no buffers in use. Closes it."""
     for name, value in final_weights(e).items():
         assert torch.equal(value, weights[name]), name
     assert e.memory.owned() == len(e.optimizer.on_cpu.records.ahead)  # what is held is only what was read ahead

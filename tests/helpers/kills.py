@@ -335,7 +335,7 @@ def trial(bench: Bench, seed: int) -> Trial:
                 dict(after=share * whole.seconds),
             ])  # fmt: skip
         ended = run(command, folder, EVERYWHERE[made.place], **how)
-        named = re.search(r"Go on with it: --resume ([^\s;]+)", ended.said)
+        named = re.search(r"Continue it: --resume ([^\s;]+)", ended.said)
         if ended.code == -signal.SIGKILL:
             when = "instant" if "after" in how else f"late {ended.last}" if "late" in how else ended.last
             made.kills.append((when, ended.events))

@@ -137,10 +137,10 @@ def check_same(one: Options, other: Options) -> None:
     assert weights(one.out) == weights(other.out)
 
 
-def check_stopped(whole: Options, parts: Options, monkeypatch, step: int = 2) -> None:
+def check_stopped(whole: Options, parts: Options, monkeypatch) -> None:
     """A run that is stopped in a step and resumed ends as the whole one."""
     finetune(whole)
-    stopped(parts, step, monkeypatch)
+    stopped(parts, 2, monkeypatch)
     finetune(replace(parts, resume=parts.out))
     check_same(whole, parts)
 
@@ -152,6 +152,15 @@ def theirs(path: Path | str) -> torch.nn.Module:
     from transformers import AutoModelForCausalLM  # seconds, which other tests need not wait for
 
     return AutoModelForCausalLM.from_pretrained(path, dtype=torch.float32).eval()
+
+
+def trained_by_peft(opts: Options, begun: Path) -> tuple[torch.nn.Module, torch.optim.AdamW]:
+    """peft's model with the run's adapters as they are before training, written to `begun`, and torch's AdamW."""
+    peft = pytest.importorskip("peft")
+    finetune(replace(opts, out=str(begun), max_steps=1, lr=1e-30))
+    model = peft.PeftModel.from_pretrained(theirs(opts.model), begun, is_trainable=True)
+    trained = [(n, p) for n, p in model.named_parameters() if p.requires_grad]
+    return model, adamw_of(trained, opts.lr, decay=0.0)
 
 
 def adamw_of(named: Iterable[tuple[str, torch.nn.Parameter]], lr: float, decay: float = 0.01) -> torch.optim.AdamW:

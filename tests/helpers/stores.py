@@ -111,3 +111,10 @@ def holds(store: Store, seed: int) -> bool:
         if got[: shard.layout.nbytes] != content(shard.layout, seed)[: shard.layout.nbytes]:
             return False
     return True
+
+
+def flip(path: Path, at: int) -> None:
+    """Changes a bit of a file's byte."""
+    data = bytearray(path.read_bytes())
+    data[at] ^= 4
+    path.write_bytes(data)

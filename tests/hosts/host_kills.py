@@ -100,7 +100,7 @@ def trial(bench: Bench, wholes: dict[str, Whole], seed: int) -> Trial:
         ended = not any(codes) or any("that run is finished" in text for text in said)
         if ended or (argv[0] == "--resume" and -signal.SIGKILL not in codes):
             break
-        if -signal.SIGKILL not in codes and any(re.search(r"Go on with it: --resume ", text) for text in said):
+        if -signal.SIGKILL not in codes and any(re.search(r"Continue it: --resume ", text) for text in said):
             argv, hosts = ["--resume", str(out)], dice.choice([2, 2, 1, 3])
         codes, said, _ = go(argv, hosts, folder)
     if not ended:

@@ -156,8 +156,8 @@ def test_products_are_those_of_the_codes(rows, out_dtype, device):
     exact = (a.rows.double() * a.scale) @ (b.rows.double() * b.scale).T + (0 if bias is None else bias.double())
     error = (out.double() - exact).norm() / exact.norm()
     assert error < (2.4e-3 if out_dtype == torch.bfloat16 else 1e-6 if device == "cpu" else 3e-4)
-    quantised = (exact - x.double() @ w.double().T - (0 if bias is None else bias.double())).norm() / exact.norm()
-    assert 0.01 < quantised < 0.05  # of two roundings to four bits
+    quantized = (exact - x.double() @ w.double().T - (0 if bias is None else bias.double())).norm() / exact.norm()
+    assert 0.01 < quantized < 0.05  # of two roundings to four bits
     total = torch.randn(rows, 64, device=device).to(out_dtype)
     exact += total.double() - (0 if bias is None else bias.double())
     ops.fp8_add_(total, a.rows, a.scale, b.rows, b.scale)

@@ -39,19 +39,27 @@ EPSILON = 2**-4 / 3**0.5 * 2**0.5  # of a matmul, relative: two operands, each o
 DEEP = 8  # matmuls between a block's ends and any of its gradients, at most
 
 
-@pytest.mark.parametrize("name", [name for name in FAMILIES if "moe" not in name])  # a choice of experts is no matmul
-def test_gradients_of_a_block_are_within_the_error_of_the_format(name):
-    """Errors of matmuls are independent: their squares add up along the way."""
-    reference, cfg = oracle(*FAMILIES[name])
+def check_errors(model_type, keys):
+    """Checks a block's output and gradients; the relative error of the output.
+
+    Errors of matmuls are independent: their squares add up along the way.
+    """
+    reference, cfg = oracle(model_type, keys)
     exact = block_gradients(Tiny(cfg, reference.state_dict()), ())
     found = block_gradients(Tiny(replace(cfg, fp8=True), reference.state_dict(), "BF16", "F32"), ())
     bound = EPSILON * DEEP**0.5
-    assert EPSILON / 4 < relative(found[0], exact[0]) < bound
+    assert relative(found[0], exact[0]) < bound
     assert relative(found[1], exact[1]) < bound
     whole = sum(float(g.norm()) ** 2 for g in exact[2].values()) ** 0.5
     for weight, gradient in exact[2].items():  # of some biases nothing but rounding is left
         error = float((found[2][weight] - gradient).norm())
         assert error < bound * float(gradient.norm()) + 1e-3 * whole, weight
+    return relative(found[0], exact[0])
+
+
+@pytest.mark.parametrize("name", [name for name in FAMILIES if "moe" not in name])  # a choice of experts is no matmul
+def test_gradients_of_a_block_are_within_the_error_of_the_format(name):
+    assert check_errors(*FAMILIES[name]) > EPSILON / 4
 
 
 @pytest.mark.parametrize("name", ["llama", "llama biases", "gpt2", "olmo2", "gpt_neox", "qwen2 moe", "falcon h1"])
@@ -110,17 +118,7 @@ def test_products_of_experts_are_within_the_error_of_the_format(bias):
     model_type, keys = "qwen3_moe", MIXTURE
     if bias:
         model_type, keys = "gpt_oss", KEYS | dict(num_local_experts=4, num_experts_per_tok=4, intermediate_size=32)
-    reference, cfg = oracle(model_type, keys)
-    state = reference.state_dict()
-    exact = block_gradients(Tiny(cfg, state), ())
-    found = block_gradients(Tiny(replace(cfg, fp8=True), state, "BF16", "F32"), ())
-    bound = EPSILON * DEEP**0.5
-    assert relative(found[0], exact[0]) < bound
-    assert relative(found[1], exact[1]) < bound
-    whole = sum(float(g.norm()) ** 2 for g in exact[2].values()) ** 0.5
-    for weight, gradient in exact[2].items():
-        error = float((found[2][weight] - gradient).norm())
-        assert error < bound * float(gradient.norm()) + 1e-3 * whole, weight
+    check_errors(model_type, keys)
     check_every_subset(model_type, "BF16", "F32", fp8=True, **keys)
 
 

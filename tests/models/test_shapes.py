@@ -578,13 +578,18 @@ def test_launchers_of_scans_allocate_what_blocks_are_watched_with(K, delta, monk
     assert {kind: launched for kind, (launched, _) in peaks.items()} == {kind: n for kind, (_, n) in peaks.items()}
 
 
+def _bound(cfg, u, itemsize=4, grad_itemsize=None):
+    """The bound of a unit's workspace, without what is inside kernels, which these do not have."""
+    found = workspace.workspace_bytes(cfg, u, TOKENS, itemsize, grad_itemsize)
+    return found - 8 * cfg.width * TOKENS - workspace.SLACK
+
+
 @UNITS
 @pytest.mark.parametrize("name", SMALL_MODELS)
 def test_workspace_bounds_what_a_block_allocates(name, halves, u, monkeypatch):
     cfg, forward, backward = replace(parse_config(SMALL_MODELS[name]), halves=halves), Watch(), Watch()
     _watched(cfg, u, monkeypatch, (), forward, backward)
-    sums = 8 * cfg.width * TOKENS + workspace.SLACK  # inside kernels, which these do not have
-    bound = workspace.workspace_bytes(cfg, u, TOKENS, 4) - sums
+    bound = _bound(cfg, u)
     assert 0 < forward.peak < backward.peak
     assert 0.98 * bound < backward.peak <= bound
 
@@ -597,7 +602,7 @@ def test_workspace_of_a_long_text_is_that_of_a_tile(name, halves, u, monkeypatch
     for tile in (TOKENS, 16, 15):
         tiled, forward, backward = replace(cfg, mlp_rows=tile), Watch(), Watch()
         _watched(tiled, u, monkeypatch, (), forward, backward)
-        bounds[tile] = workspace.workspace_bytes(tiled, u, TOKENS, 4) - 8 * cfg.width * TOKENS - workspace.SLACK
+        bounds[tile] = _bound(tiled, u)
         assert 0.65 * bounds[tile] < max(forward.peak, backward.peak) <= bounds[tile]
     if shapes.kind(cfg, u).endswith("mlp"):
         assert bounds[16] < 0.3 * bounds[TOKENS]
@@ -616,7 +621,7 @@ def test_workspace_holds_the_codes_of_fp8(name, most, halves, u, monkeypatch):
     cfg = replace(parse_config((SMALL_MODELS | DIALECTS)[name]), halves=halves, fp8=True)
     forward, backward = Watch(), Watch()
     _watched(cfg, u, monkeypatch, (), forward, backward)
-    bound = workspace.workspace_bytes(cfg, u, TOKENS, 4) - 8 * cfg.width * TOKENS - workspace.SLACK
+    bound = _bound(cfg, u)
     assert max(forward.peak, backward.peak) <= bound
     assert backward.peak > (0.97 if name in SMALL_MODELS and not cfg.experts else 0.6) * bound
     _check_flops(cfg, u, frozenset(), forward, backward)
@@ -632,8 +637,7 @@ def test_workspace_holds_additions_to_gradients(name, grads, halves, u, monkeypa
     cfg = replace(parse_config(SMALL_MODELS[name]), halves=halves, fp8=True)
     forward, backward = Watch(), Watch()
     _watched(cfg, u, monkeypatch, (), forward, backward, "BF16", grads)
-    found = workspace.workspace_bytes(cfg, u, TOKENS, 2, 2 if grads == "BF16" else 4)
-    bound = found - 8 * cfg.width * TOKENS - workspace.SLACK
+    bound = _bound(cfg, u, 2, 2 if grads == "BF16" else 4)
     assert 0.8 * bound < max(forward.peak, backward.peak) <= bound
 
 
@@ -642,7 +646,7 @@ def test_workspace_holds_additions_to_gradients(name, grads, halves, u, monkeypa
 def test_workspace_is_enough_for_every_family(name, halves, u, monkeypatch):
     cfg, forward, backward = replace(parse_config(DIALECTS[name]), halves=halves), Watch(), Watch()
     _watched(cfg, u, monkeypatch, (), forward, backward)
-    bound = workspace.workspace_bytes(cfg, u, TOKENS, 4) - 8 * cfg.width * TOKENS - workspace.SLACK
+    bound = _bound(cfg, u)
     assert max(forward.peak, backward.peak) <= bound
     assert backward.peak > 0.7 * bound
 
@@ -658,7 +662,7 @@ def test_sizes_of_layers_that_are_a_mixer_or_an_mlp(fp8, keys, u, monkeypatch):
         forward, backward = Watch(), Watch()
         _watched(cfg, u, monkeypatch, keep, forward, backward)
         _check_flops(cfg, u, keep, forward, backward)
-        bound = workspace.workspace_bytes(cfg, u, TOKENS, 4) - 8 * cfg.width * TOKENS - workspace.SLACK
+        bound = _bound(cfg, u)
         assert max(forward.peak, backward.peak) <= bound
         assert keep or fp8 or backward.peak > 0.75 * bound
 
@@ -675,7 +679,7 @@ def test_sizes_of_two_mixers_beside_each_other(fp8, lora, halves, u, monkeypatch
         _watched(cfg, u, monkeypatch, keep, forward, backward)
         if lora is None:
             _check_flops(cfg, u, keep, forward, backward)
-        bound = workspace.workspace_bytes(cfg, u, TOKENS, 4) - 8 * cfg.width * TOKENS - workspace.SLACK
+        bound = _bound(cfg, u)
         assert max(forward.peak, backward.peak) <= bound
         assert keep or fp8 or backward.peak > 0.7 * bound
 
@@ -694,7 +698,7 @@ def test_workspace_is_enough_for_adapters_of_experts(rank, halves, u, monkeypatc
     cfg = replace(parse_config(MIXTURE), halves=halves, lora=Lora(rank, 8.0, ("experts",)), frozen=("*",))
     forward, backward = Watch(), Watch()
     _watched(cfg, u, monkeypatch, (), forward, backward)
-    bound = workspace.workspace_bytes(cfg, u, TOKENS, 4) - 8 * cfg.width * TOKENS - workspace.SLACK
+    bound = _bound(cfg, u)
     assert 0.6 * bound < max(forward.peak, backward.peak) <= bound
     plain = replace(cfg, lora=None, frozen=("*",))
     more = costs.forward_flops(cfg, u, TOKENS, 0) - costs.forward_flops(plain, u, TOKENS, 0)
@@ -711,7 +715,7 @@ def test_workspace_and_flops_of_slices_are_those_of_all_experts(rank, tile, fp8,
     whole, sliced = [(Watch(), Watch()) for _ in range(2)]
     for cut, watches in ((cfg, whole), (replace(cfg, slices=3), sliced)):
         _watched(cut, 2, monkeypatch, (), *watches)
-    bound = workspace.workspace_bytes(replace(cfg, slices=3), 2, TOKENS, 4) - 8 * cfg.width * TOKENS - workspace.SLACK
+    bound = _bound(replace(cfg, slices=3), 2)
     assert 0.6 * bound < max(sliced[0].peak, sliced[1].peak) <= bound
     own, each = cfg.experts, lambda kept: costs.recompute_flops(kept, frozenset(), TOKENS, 0, "mlp")
     assert each(replace(cfg, slices=3)) - each(cfg) == 2 * TOKENS * own.count * cfg.width
@@ -729,7 +733,7 @@ def test_workspace_holds_what_dropout_makes(name, halves, u, monkeypatch):
     cfg = replace(parse_config(SMALL_MODELS[name]), halves=halves, lora=lora, frozen=("*",))
     forward, backward = Watch(), Watch()
     _watched(cfg, u, monkeypatch, (), forward, backward)
-    bound = workspace.workspace_bytes(cfg, u, TOKENS, 4) - 8 * cfg.width * TOKENS - workspace.SLACK
+    bound = _bound(cfg, u)
     assert 0.7 * bound < max(forward.peak, backward.peak) <= bound
     plain = Watch(), Watch()
     _watched(replace(cfg, lora=replace(lora, dropout=0.0)), u, monkeypatch, (), *plain)

@@ -68,7 +68,7 @@ def test_forty_gpus_are_known_and_every_name_that_is_told_is_one():
         ("gpu=4090,ram=0GiB", "ram=0GiB: it must be greater than 0."),
         ("gpu=4090,ram=64GiB,ssd=0TB", "ssd=0TB: it must be greater than 0."),
         ("gpu=4090,ram=64GiB,ssd=2TB@0/5", "ssd=2TB@0/5: it must be greater than 0."),
-        ("gpu=4090,ram=64GiB,peer=50", "peer= is of copies between GPUs, and there is one"),
+        ("gpu=4090,ram=64GiB,peer=50", "peer= is for copies between GPUs, and there is one GPU"),
         ("gpu=2x4090,ram=64GiB,peer=0", "peer=0: it must be greater than 0."),
         ("gpu=4090,ram=64GiB,tflops=x", "tflops=x: 'x' is not a number"),
         ("gpu=4090,ram=64GiB,color=blue", "there is no color=; write it like gpu=rtx4090"),
@@ -121,7 +121,7 @@ def test_unequal_gpus_have_rates_and_memory_of_their_own():
     assert len(less.rates.others) == 1
     slower = made.rates.times(0.5, ("matmul",))
     assert slower.of(2).matmul == pytest.approx(82.6e12)
-    for text, says in (("rtx4090+gb10", "no other next to it"), ("rtx4090+rtx3090,tflops=9", "one kind of GPU")):
+    for text, says in (("rtx4090+gb10", "cannot be one of several"), ("rtx4090+rtx3090,tflops=9", "one kind of GPU")):
         with pytest.raises(InputError, match=says):
             assume(f"gpu={text},ram=64GiB")
 

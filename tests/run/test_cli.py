@@ -552,7 +552,7 @@ def test_what_was_killed_while_it_read_can_be_begun_again(here, capsys, monkeypa
     ended(process)
     with open("stories.txt") as redirected:
         monkeypatch.setattr(sys, "stdin", redirected)
-        assert "holds a run. Go on with it: --resume out" in said(capsys, [*PIPED, "--lr", "1e-3"], 2)
+        assert "holds a run. Continue it: --resume out" in said(capsys, [*PIPED, "--lr", "1e-3"], 2)
         assert finetune.main(list(PIPED) if how == "the same command" else ["--resume", "out"]) == 0
     assert Path("out/model.safetensors").exists()
     assert not Path("out/tokens").exists()

@@ -73,7 +73,9 @@ def test_runs_from_before_fp8_were_in_bf16(checkpoint):
 
 def test_it_is_said(checkpoint):
     given = options(checkpoint, checkpoint / "said", "gpu", dtype="fp8")
-    assert method_line(prepare(given)).endswith("compute in bf16, linear layers of blocks in fp8 (mfu is of its rate)")
+    assert method_line(prepare(given)).endswith(
+        "compute in bf16, linear layers of blocks in fp8 (mfu is relative to its rate)"
+    )
 
 
 def test_whether_experts_are_is_said(checkpoint, monkeypatch):

@@ -285,7 +285,7 @@ FORGED = {
     "options that are none": (lambda said: said.update(options=[]), ".options is a list, expected an object"),
     "a best of text": (lambda said: said.update(best=["1", 1]), r".best\[0\] is a string, expected a number or null"),
     "half a mark": (lambda said: said.update(log=[1]), ".log has 1 entries, expected 4"),
-    "a day that is none": (lambda said: said.update(date="2026-02-30"), ".date is no date"),
+    "a day that is none": (lambda said: said.update(date="2026-02-30"), ".date is not a date"),
     "bytes without end": (lambda said: said.update(written=10**400), r".written is 1000+….*…0+, expected a whole"),
     "something more": (lambda said: said.update({"\x1b": 1}), r" has '\\\\x1b'"),
     "no batch size": (lambda said: said["cut"].pop("batch_size"), ".cut lacks 'batch_size'"),

@@ -127,7 +127,7 @@ def test_positional_may_stand_anywhere_and_data_may_repeat():
         (["--gpu-memory", "0.0GiB"], "--gpu-memory: it must be greater than 0."),
         (["--store", ""], "--store: it is empty; leave the option out."),
         (["--store", "a,,b"], "--store: it is empty; leave the option out."),
-        (["--store", "/"], "--store / names the root of all folders. Name a folder of its own on each drive."),
+        (["--store", "/"], "--store / names the root folder. Name a folder of its own on each drive."),
         (["--train", ""], "--train: it is empty; leave the option out."),
         (["--val", ""], "--val: it is empty; leave the option out."),
         (["--ram", "24"], "--ram: '24' is not a size; write it like 24GiB, 2TB or 512MiB."),
@@ -149,7 +149,7 @@ def test_positional_may_stand_anywhere_and_data_may_repeat():
         (["--optim", "adamw_8bit"], "--optim is not an option here: the optimizer is AdamW, and --adam-bits 8 keeps"),
         (
             ["--lora_model_dir", "x"],
-            "--lora-model-dir is not an option here: --adapter DIR goes on with peft's",
+            "--lora-model-dir is not an option here: --adapter DIR trains peft's",
         ),
         (["--rank", "8"], "--rank is not an option here: --lora 16 trains adapters, and without it everything is"),
         (
@@ -185,10 +185,10 @@ def test_refusals_say_what_and_what_to_do(argv, says):
 def test_a_word_that_is_no_command_names_the_one_that_is_meant(word, command, tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
     monkeypatch.setattr("sys.argv", ["trireme"])
-    assert refused(word, "m") == f"{word} is no folder here, and no command. Did you mean trireme {command}?"
+    assert refused(word, "m") == f"{word} is not a folder here, nor a command. Did you mean trireme {command}?"
     (tmp_path / word).mkdir()
     assert parse([word, "--data", "a"]).model == word, "a folder of that name is one"
-    assert refused("info", word) == "info is no folder here, and no command. See trireme --help."
+    assert refused("info", word) == "info is not a folder here, nor a command. See trireme --help."
 
 
 def test_no_tracker_may_be_said():
@@ -237,7 +237,7 @@ def test_what_would_be_ignored_is_refused(tmp_path, monkeypatch):
     )
     assert "Leave out --val" in refused("--demo", "--val", "0.1")
     (tmp_path / "config.yaml").write_bytes(config_yaml(parse(BASE)))
-    assert "a run goes on in its own folder" in refused("--resume", str(tmp_path), "--out", "elsewhere")
+    assert "a run continues in its own folder" in refused("--resume", str(tmp_path), "--out", "elsewhere")
     assert parse(["--resume", str(tmp_path), "--out", f"{tmp_path}/"]).out == str(tmp_path)
 
 

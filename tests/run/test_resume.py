@@ -490,7 +490,7 @@ def test_a_plan_with_room_for_fewer_micro_batches_is_refused(checkpoint):
 @pytest.mark.parametrize(
     ("plan", "given", "says"),
     [
-        ({}, {"micro_batch": 2}, "--micro-batch is 2, the plan has 4. Say --micro-batch 4, or change the plan"),
+        ({}, {"micro_batch": 2}, "--micro-batch is 2, the plan has 4. Give --micro-batch 4, or change the plan"),
         ({}, {"micro_batch": 16}, ""),  # a step has 4 sequences
         ({}, {"adam_bits": 8}, "--adam-bits is 8, the plan has 32"),
         ({"adam_bits": 8}, {"adam_bits": 32}, "--adam-bits is 32, the plan has 8"),

@@ -156,9 +156,9 @@ def test_an_identity_is_refused_in_words(ours, change):
 
 def test_what_an_older_version_wrote_is_said_to_be_so(ours):
     put(ours / "d0" / SNAPSHOT / MANIFEST, b'{"format": 1, "sequence": 1}')
-    refused(ours, "is of format 1, this version reads 2. Go on with the version that wrote it")
+    refused(ours, "is of format 1, this version reads 2. Use the version that wrote it")
     put(ours / "d0" / "store.id", b'{"store": "0123", "device": 0, "devices": 2}')
-    refused(ours, "is of format 1. Go on with the version that wrote it")
+    refused(ours, "is of format 1. Use the version that wrote it")
 
 
 # ---------------------------------------------------------------- nothing outside the store
@@ -240,7 +240,7 @@ def test_a_new_store_in_place_of_one_without_a_snapshot_leaves_what_links_lead_t
     for k in range(2):
         shutil.rmtree(ours / f"d{k}" / SNAPSHOT)
     before = outside(victim)
-    with pytest.raises(StoreError, match="has to be a folder, and no link|which is no store.s"):
+    with pytest.raises(StoreError, match="has to be a folder, and no link|which is not a file of a store"):
         Store.create(devices(ours, 2), auxiliary=made / "source")
     assert outside(victim) == before
 

@@ -18,7 +18,7 @@ import safetensors
 import torch
 import transformers
 from runs import make_small
-from stores import LAYOUTS, STATE, WEIGHTS, K, content, create, devices, holds, write_all
+from stores import LAYOUTS, STATE, WEIGHTS, K, content, create, devices, flip, holds, write_all
 
 from trireme.storage import folders, shards, snapshots, versions
 from trireme.storage import store as store_module
@@ -279,7 +279,7 @@ def test_a_new_store_takes_no_name_of_others(tmp_path, name):
     path.parent.mkdir(parents=True, exist_ok=True)
     path.write_text("x")
     before = sorted(tmp_path.rglob("*"))
-    with pytest.raises(StoreError, match=f"holds {name.removesuffix('/a')}, which is no store's"):
+    with pytest.raises(StoreError, match=f"holds {name.removesuffix('/a')}, which is not a file of a store"):
         Store.create([tmp_path / "d0", tmp_path / "d1"])
     assert sorted(tmp_path.rglob("*")) == before
     assert path.read_text() == "x"
@@ -475,10 +475,10 @@ def test_a_folder_with_files_that_a_store_would_replace_is_refused(tmp_path, nam
         (folder / "config.json").write_text(folder.name)
     if name != "config.json":
         (tmp_path / "d0" / "config.json").rename(tmp_path / "d0" / name)
-    with pytest.raises(StoreError, match=f"{name}, which is no store's"):
+    with pytest.raises(StoreError, match=f"{name}, which is not a file of a store"):
         create(tmp_path, 2, auxiliary=source)
     assert [p.name for p in (tmp_path / "d0").iterdir()] == [name]
-    with pytest.raises(StoreError, match="config.json, which is no store's"):
+    with pytest.raises(StoreError, match="config.json, which is not a file of a store"):
         Store.create([source], auxiliary=source)
 
 
@@ -597,17 +597,11 @@ def test_a_damaged_snapshot_is_named_and_the_one_before_still_opens(tmp_path):
         with pytest.raises(StoreError, match="is damaged.* step 0, remove snapshot-000002-step-1.*manifest.json"):
             Store.open(devices(tmp_path))
     (newest / "manifest.json").write_text('{"format": 99}')
-    with pytest.raises(StoreError, match="is of format 99, this version reads 2. Go on with.*manifest.json"):
+    with pytest.raises(StoreError, match="is of format 99, this version reads 2. Use the version.*manifest.json"):
         Store.open(devices(tmp_path))
     shutil.rmtree(newest)
     with Store.open(devices(tmp_path)) as store:
         assert holds(store, 0)
-
-
-def flip(path: Path, at: int) -> None:
-    content = bytearray(path.read_bytes())
-    content[at] ^= 4
-    path.write_bytes(content)
 
 
 def damaged(store: Store) -> dict[str, Damaged]:

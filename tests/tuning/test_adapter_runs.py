@@ -258,7 +258,7 @@ MERGES = {
     "no folder to write": (["whole"], "--out is missing. Name the folder to write: "),
     "no adapter named": (["--out", "x"], "no adapter is named. Name its folder: "),
     "a folder with files": (["whole", "--out", "whole"], "--out whole is there already. Name another"),
-    "no such model": (["whole", "--out", "x", "--model", "y"], "--model y is no folder. Name the checkpoint"),
+    "no such model": (["whole", "--out", "x", "--model", "y"], "--model y is not a folder. Name the checkpoint"),
     "a base that is elsewhere": (
         ["hub", "--out", "x"],
         "someone/model: not found: http://127.0.0.1:9 cannot be reached",

@@ -12,6 +12,7 @@ import torch
 from engines import adapters, batches, exchange, final_weights, opened, train
 from runs import losses, options, stopped
 from safetensors.torch import load_file, save_file
+from stores import flip
 from tiny import LLAMA, MIXTURE, oracle
 from transformers.integrations.finegrained_fp8 import Fp8Quantize
 
@@ -233,12 +234,6 @@ def test_a_kept_base_is_that_of_the_checkpoint(tmp_path, monkeypatch):
 def unreadable(path):
     yield memoryview(path.read_bytes()[:100])
     raise OSError(5, "Input/output error")
-
-
-def flip(path, at):
-    data = bytearray(path.read_bytes())
-    data[at] ^= 1
-    path.write_bytes(data)
 
 
 def test_matrices_whose_rows_end_within_a_group_stay_as_they_are(tmp_path):

@@ -45,7 +45,7 @@ def find_data(text: str) -> Found:
         return _matching(path, weight)
     if re.fullmatch(r"[\w.-]+/[\w.-]+", name) and DataFile(path).kind not in KINDS and not path.parent.exists():
         raise InputError(
-            f"{name} is no file here. If it is a dataset of the Hugging Face hub, download it, and name its files: "
+            f"{name} is not a file here. If it is a dataset of the Hugging Face hub, download it, and name its files: "
             f"hf download {name} --repo-type dataset --local-dir {path.name}"
         )
     return Found(_sources([path], name, weight), [], [])

@@ -41,7 +41,7 @@ class _Lines:
         return line
 
 
-def read_csv(path: Path, file: Bytes, tabs: bool = False) -> Iterator[Row]:
+def read_csv(path: Path, file: Bytes, tabs: bool) -> Iterator[Row]:
     """Yields rows of CSV. Cells end with the comma, semicolon or tab that the first line has most of. `tabs`: with a
     tab, if it has one.
 

@@ -71,7 +71,7 @@ def filled_list(row: Mapping[str, Any], key: str, of: str) -> list[Any]:
     return value
 
 
-def by_case(row: Mapping[str, Any], keys: Sequence[str], more: Sequence[str] = ()) -> str:
+def by_case(row: Mapping[str, Any], keys: Sequence[str], more: Sequence[str]) -> str:
     """A hint if the columns are those of a format, `keys` and perhaps `more`, but for case and spaces; else ""."""
     names = {str(key).strip().lower(): str(key) for key in row}
     if not all(key in names for key in keys):

@@ -114,7 +114,7 @@ def _by_value(row: Mapping[str, Any]) -> list[tuple[tuple[str, ...], tuple[str, 
     return []
 
 
-def check_row(row: Mapping[str, Any], renames: Mapping[str, str] | None = None) -> None:
+def check_row(row: Mapping[str, Any], renames: Mapping[str, str] | None) -> None:
     """Raises BadRow where it holds preferences, or more than text. `renames`: those of --map."""
 
     def format_of(more: Mapping[str, str]) -> tuple[str, tuple[str, ...]] | None:

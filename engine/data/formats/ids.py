@@ -21,7 +21,7 @@ def read_ids(row: Fields) -> Ids:
     for key, value in row.items():
         masks = key.endswith(("mask", "masks")) or (isinstance(value, list) and _MAY_MASK.search(key))
         if masks and key not in (*SAYS_MORE, *_OTHER_MASKS) and value not in (None, [], ""):
-            raise BadRow(f"{key!r} is no mask that is known. Is 1 trained? --map loss_mask={key}, else unused={key}")
+            raise BadRow(f"{key!r} is not a known mask. Is 1 trained? --map loss_mask={key}, else unused={key}")
     trained = [True] * len(ids)
     for key in LOSS_MASKS:
         if row.get(key) is not None:

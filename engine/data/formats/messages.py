@@ -169,7 +169,7 @@ def _trained(message: Fields, where: str, unused: dict[str, None]) -> bool:
     for key, value in message.items():
         if _MAY_MASK.search(key) and isinstance(value, (bool, int, float)) and value in (0, 1):
             names = "'train' (true: learned) or 'mask' (true: context)"
-            raise BadRow(f"{where}: {key!r} is no mask that is known; name it {names}")
+            raise BadRow(f"{where}: {key!r} is not a known mask; name it {names}")
     if message.get("train_detail"):
         raise BadRow(f"{where}: 'train_detail' marks parts of a message; only whole ones can be left out")
     return trained

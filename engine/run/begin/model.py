@@ -95,32 +95,40 @@ def what_is_trained(options: Options) -> ModelConfig:
     if teaching and smoothing:
         raise InputError("--label-smoothing: with --teacher labels are not smoothed. Leave one of them out.")
     cfg = with_head(options, replace(cfg, fp8=options.dtype == "fp8", teaching=teaching, smoothing=smoothing))
-    details = any(getattr(options, name) for name in DETAILS)
     if options.router_aux and (cfg.experts is None or cfg.names.correction):
         why = "the model's experts are balanced by a bias" if cfg.experts else "the model has no experts"
         raise InputError(f"--router-aux: {why}. Leave it out.")
     if (options.freeze or options.train) and (options.adapter or options.lora is not None):
         raise InputError("--freeze and --train: with adapters, they alone are trained. Leave one of them out.")
     if options.adapter:
-        if options.lora is not None or details:
-            raise InputError("--adapter has its own rank, alpha and targets. Leave --lora and its options out.")
-        adapter = read_adapter(Path(options.adapter), cfg)
-        if cfg.scores and not adapter.whole:
-            raise InputError(f"--adapter {options.adapter} has no score head: it is of another method. Leave it out.")
-        given = options.lora_dropout
-        if given is None and not in_experts(cfg, adapter.lora):
-            given = adapter.dropout
-        return adapted(cfg, lora_with_dropout(cfg, adapter.lora, given))
-    if options.lora is None:
-        for name in (*DETAILS, "lora_dropout", "merge"):
-            if getattr(options, name):
-                raise InputError(f"{flag_of(name)} is of adapters. Give their rank: --lora 16.")
-        return chosen(cfg, options.freeze, options.train)
-    alpha = alpha_of(options) * math.sqrt(options.lora if options.rslora else 1) * (options.loraplus or 1.0)
+        return adapted(cfg, _given_lora(options, cfg))
+    if options.lora is not None:
+        return adapted(cfg, _new_lora(options, options.lora, cfg))
+    for name in (*DETAILS, "lora_dropout", "merge"):
+        if getattr(options, name):
+            raise InputError(f"{flag_of(name)} is for adapters. Give their rank: --lora 16.")
+    return chosen(cfg, options.freeze, options.train)
+
+
+def _given_lora(options: Options, cfg: ModelConfig) -> Lora:
+    """The adapters of --adapter. Raises InputError."""
+    if options.lora is not None or any(getattr(options, name) for name in DETAILS):
+        raise InputError("--adapter has its own rank, alpha and targets. Leave --lora and its options out.")
+    adapter = read_adapter(Path(options.adapter or ""), cfg)
+    if cfg.scores and not adapter.whole:
+        raise InputError(f"--adapter {options.adapter} has no score head: it is of another method. Leave it out.")
+    dropout = options.lora_dropout
+    if dropout is None and not in_experts(cfg, adapter.lora):
+        dropout = adapter.dropout
+    return lora_with_dropout(cfg, adapter.lora, dropout)
+
+
+def _new_lora(options: Options, rank: int, cfg: ModelConfig) -> Lora:
+    """The adapters of --lora. Raises InputError."""
+    alpha = alpha_of(options) * math.sqrt(rank if options.rslora else 1) * (options.loraplus or 1.0)
     if (options.lora_alpha or 0) > MOST:
         raise InputError(f"--lora-alpha {options.lora_alpha:g}: expected at most {MOST:,}.")
-    lora = Lora(options.lora, alpha, targets(cfg, options.lora_targets))
-    return adapted(cfg, lora_with_dropout(cfg, lora, options.lora_dropout))
+    return lora_with_dropout(cfg, Lora(rank, alpha, targets(cfg, options.lora_targets)), options.lora_dropout)
 
 
 def in_experts(cfg: ModelConfig, lora: Lora) -> bool:
@@ -154,13 +162,13 @@ def given_adapter(options: Options, cfg: ModelConfig) -> Adapter | None:
 
 
 def about_config(raw: Mapping[str, Any], cfg: ModelConfig) -> list[str]:
-    """Notes on what config.json names and is not used: code of its own, a class that is no language model."""
+    """Notes on what config.json names and is not used: code of its own, a class that is not a language model."""
     code, named, lines = raw.get("auto_map"), raw.get("architectures"), list[str]()
     own = [ref for name, ref in code.items() if name.startswith("AutoModel")] if isinstance(code, dict) else []
     if own:
         lines.append(f"refers to custom code, {shown(str(own[0]))}, which is never run")
     if isinstance(named, list) and named and not str(named[0]).endswith(ENDS):
-        lines.append(f'says "architectures": {shown(str(named[0]))}, which is no language model')
+        lines.append(f'says "architectures": {shown(str(named[0]))}, which is not a language model')
     return [f"note: config.json {line}: the model is read as transformers' {cfg.model_type}" for line in lines]
 
 

@@ -107,7 +107,7 @@ def check_snapshot(options: Options, said: Mapping[str, Any]) -> None:
     missing |= {"date": None, "start": None, "teacher": ""}
     wrong = complaint({**missing, **said}, SNAPSHOT)
     if not wrong and said.get("date") is not None and not is_date(said["date"]):
-        wrong = ".date is no date"
+        wrong = ".date is not a date"
     if not wrong:
         try:
             pinned = Pinned.read(said["cut"])
@@ -118,7 +118,7 @@ def check_snapshot(options: Options, said: Mapping[str, Any]) -> None:
             wrong = f".cut: {error}"
     if wrong:
         raise InputError(
-            f"--resume {options.resume}: its snapshot{wrong}. Go on with the version that made it, or start again."
+            f"--resume {options.resume}: its snapshot{wrong}. Use the version that made it, or start again."
         )
 
 
@@ -136,7 +136,7 @@ def check_updates(options: Options, data: Mapping[str, Any], hosts: int) -> None
     if hosts > 1 and any("gpu" in (unit.state, unit.update) for unit in plan.distinct.values()):
         raise InputError(
             f"--resume {options.resume}: the run updates state on the GPU, and {hosts} hosts would on the CPU, with "
-            "other roundings. Go on with one host."
+            "other roundings. Continue with one host."
         )
 
 

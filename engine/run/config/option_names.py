@@ -110,7 +110,7 @@ ELSEWHERE = (
     ),
     Theirs("*target-parameters", "--lora-targets experts adapts all experts of a mixture"),
     Theirs("unfrozen-parameters freeze-*", "--train and --freeze take globs over names of tensors"),
-    Theirs("lora-model-dir adapter-name-or-path resume-adapter-file", "--adapter DIR goes on with peft's adapter"),
+    Theirs("lora-model-dir adapter-name-or-path resume-adapter-file", "--adapter DIR trains peft's adapter further"),
     Theirs("rank use-peft finetuning-type fine-tune-type lora-* qlora-* peft-*",
            "--lora 16 trains adapters, and without it everything is trained"),
     Theirs("bnb-*quant-type quantization-type", "--base nf4 is the 4 bits that there are; leave it out", "nf4"),

@@ -221,7 +221,7 @@ def _with_reference(
     path, kept = Path(given.folder), opened.run
     began = reference or kept.get("adapter") or (str(opened.base) if opened.adapter else kept.get("model"))
     if not began or not Path(began).is_dir():
-        which = f"{began}, which is no folder here" if began else f"which {path} does not name"
+        which = f"{began}, which is not a folder here" if began else f"which {path} does not name"
         raise InputError(f"--method {given.method} compares with the model before training, {which}: --reference DIR.")
     base = str(opened.base) if (Path(began) / CONFIG).is_file() and opened.adapter else ""
     before = open_folder(began, base, screen.warn, kept.get("rope_factor"))

@@ -17,7 +17,7 @@ from trireme.storage.checkpoint import Source
 
 
 def merge_of_run(folder: Path, base: str, out: Path, screen: Screen) -> None:
-    """`base`: the checkpoint, "" where it is no folder here. Raises InputError, CheckpointError, StoreError.
+    """`base`: the checkpoint, "" where it is not a folder here. Raises InputError, CheckpointError, StoreError.
 
     --rope-factor, names of labels, tokenizer and chat template are those of the run, by its config.yaml.
     """

@@ -94,12 +94,14 @@ def open_folder(folder: str, model: str, say: Callable[[str], None], factor: flo
     if is_adapter:
         named = base_of(read_adapter_config(path))
         if not Path(model or named or "?").is_dir():
-            wrong = f"--model {model} is no folder" if model else f"{folder}: its base, {named!r}, is no folder here"
+            wrong = (
+                f"--model {model} is not a folder" if model else f"{folder}: its base, {named!r}, is not a folder here"
+            )
             raise InputError(f"{wrong}. Name the checkpoint: --model DIR.")
         base, kept = Path(model or named), of_run(path, say)
         say_base(kept, say)
     elif model:
-        raise InputError(f"--model {model}: {folder} is no adapter. Leave --model out.")
+        raise InputError(f"--model {model}: {folder} is not an adapter. Leave --model out.")
     else:
         _check_finished(path)
         base = path
@@ -126,7 +128,7 @@ def _check_finished(path: Path) -> None:
     others += sorted(p for p in (path / "store").glob("snapshot-*") if (p / "config.json").is_file())
     instead = f" There is {', '.join(map(str, others))}." if others else ""
     raise InputError(
-        f"{path}: that run is not finished, or its output is elsewhere.{instead} --resume {quoted(path)} goes on."
+        f"{path}: that run is not finished, or its output is elsewhere.{instead} --resume {quoted(path)} continues it."
     )
 
 

@@ -6,11 +6,10 @@ from __future__ import annotations
 
 import argparse
 from collections.abc import Sequence
-from dataclasses import fields
 
-from trireme.engine.amounts import number, size, whole
-from trireme.engine.run.command import CommandParser, Parser, program, typed
-from trireme.engine.run.options import Options, one_of
+from trireme.engine.amounts import number, whole
+from trireme.engine.run.command import CommandParser, add_option, program, typed
+from trireme.engine.run.options import one_of
 from trireme.models.config import InputError
 from trireme.storage.untrusted import quoted
 
@@ -33,10 +32,10 @@ def _parser(name: str, usage: str, description: str) -> CommandParser:
     add("--model", "DIR", "an adapter's base [the one that it names]")
     add("--tokenizer", "DIR", "folder of another tokenizer [that of the run]")
     add("--chat-template", "FILE", "another chat template: a .jinja file, chatml or plain [that of the run]")
-    add("--device", "{auto,cuda,cpu}", "device to compute on [auto]", one_of("auto", "cuda", "cpu"))
+    add_option(more, "device")
     add("--dtype", "{bf16,fp32}", "number format [bf16 on a GPU, else fp32]", one_of(*FORMATS))
-    add("--gpu-memory", "SIZE", "hard limit of the GPU, such as 24GiB [the free memory]", size)
-    add("--ram", "SIZE", "hard limit of this process [85 %% of what it may use]", size)
+    for name in ("gpu_memory", "ram"):
+        add_option(more, name)
     return found
 
 
@@ -68,7 +67,7 @@ def sample_options(argv: Sequence[str]) -> argparse.Namespace:
     )
     what.add_argument("--as-text", action="store_true", help="continue prompts as they are, without the chat template")
     what.add_argument("--system", metavar="TEXT", help="a system message")
-    _add_variables(what)
+    add_option(what, "chat_template_kwargs")
     how = found.add_argument_group("sampling", "The default is generation_config.json, else greedy decoding.")
     how.add_argument(
         "--temperature", metavar="X", type=typed(number(0, 100)), help="temperature of the softmax; 0: greedy decoding"
@@ -105,19 +104,6 @@ def sample_options(argv: Sequence[str]) -> argparse.Namespace:
     return given
 
 
-def _as_in_training(name: str) -> Parser:
-    """How training reads the value of its option of this name."""
-    return typed(next(field.metadata["parse"] for field in fields(Options) if field.name == name))
-
-
-def _add_variables(group: argparse._ArgumentGroup) -> None:
-    parse, text = (
-        _as_in_training("chat_template_kwargs"),
-        "variables of the chat template, as '{\"enable_thinking\": false}'",
-    )
-    group.add_argument("--chat-template-kwargs", metavar="JSON", type=parse, help=text)
-
-
 def eval_options(argv: Sequence[str]) -> argparse.Namespace:
     """Raises InputError; --help exits."""
     text = "Computes a model's loss and accuracy on data, as evaluations of a run do."
@@ -125,10 +111,10 @@ def eval_options(argv: Sequence[str]) -> argparse.Namespace:
     more = found.add_argument_group("preferences, read as for training")
     more.add_argument(
         "--method", metavar="{dpo,ipo,orpo,simpo,kto}", type=typed(one_of("sft", "dpo", "ipo", "orpo", "simpo", "kto")),
-        default="sft", help="the loss; its parameters are those of training:",
+        default="sft", help="the loss; its parameters are those of training",
     )  # fmt: skip
     for name in OF_METHODS[1:]:
-        more.add_argument(f"--{name.replace('_', '-')}", metavar="X", type=_as_in_training(name))
+        add_option(more, name)
     more.add_argument(
         "--reference",
         metavar="DIR",
@@ -148,20 +134,8 @@ def _data_parser(name: str, usage: str, text: str) -> CommandParser:
         default=[],
         help="data to read; repeat the option for several, each gets a line",
     )
-    data.add_argument("--map", metavar="OURS=YOURS", help="names of your columns: prompt=question,completion=answer")
-    data.add_argument(
-        "--seq-len",
-        metavar="N",
-        type=typed(number(2, kind=int)),
-        help="tokens per sequence [2048, or the model's maximum if that is less]",
-    )
-    data.add_argument(
-        "--long", metavar="{cut,drop,split,error}", type=typed(one_of("cut", "drop", "split", "error")),
-        help="what to do with rows longer than --seq-len [text: split, else cut]",
-    )  # fmt: skip
-    data.add_argument("--skip-bad", action="store_true", help="skip and count rows that cannot be read")
-    data.add_argument("--system", metavar="TEXT", help="system message of conversations that have none")
-    _add_variables(data)
+    for option in ("map", "seq_len", "long", "skip_bad", "system", "chat_template_kwargs"):
+        add_option(data, option)
     return found
 
 

@@ -150,7 +150,7 @@ def _translated(options: Options) -> Iterator[None]:
     except (Large, MemoryError) as error:
         raise DoesNotFit(str(error) or os.strerror(errno.ENOMEM)) from error
     except (Stopped, KeyboardInterrupt) as error:
-        raise Interrupted(f"interrupted; finetune(resume={options.out!r}) goes on") from error
+        raise Interrupted(f"interrupted; finetune(resume={options.out!r}) continues the run") from error
     except OSError as error:
         raise DeviceError(about_disk(error, options)) from error
 

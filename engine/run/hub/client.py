@@ -49,7 +49,7 @@ def asking(hub: Any, name: Named, what: str) -> Iterator[None]:
     except errors.LocalTokenNotFoundError:
         raise InputError(f"{name}: not {what}: no token was found: {LOGIN}.") from None
     except errors.RepositoryNotFoundError:
-        where = "no folder here" if name.kind == "model" else "no file here"
+        kind = "folder" if name.kind == "model" else "file"
         raise InputError(
             f"{name} is {where}, and no {_word(name)} {name.repo} was found on the hub. Correct the name; if it "
             f"is private, {LOGIN}."

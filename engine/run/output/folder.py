@@ -62,8 +62,8 @@ def check_checkpoint(model: str) -> None:
     if re.fullmatch(r"[\w.-]+/[\w.-]+", model) and not Path(model).parent.exists():
         folder = model.rpartition("/")[2]
         raise InputError(
-            f"{model} is no folder here. If it is a model of the Hugging Face hub, download it, and name the folder: "
-            f"hf download {model} --local-dir {folder}"
+            f"{model} is not a folder here. If it is a model of the Hugging Face hub, download it, and name the "
+            f"folder: hf download {model} --local-dir {folder}"
         )
 
 
@@ -182,8 +182,8 @@ def check_free(options: Options) -> bool:
             further = (
                 f"if it is finished, name another folder; to train its result further, {result}, and another --out"
             )
-            raise InputError(f"--out {out} holds a run and its checkpoint. Go on with it: --resume {run}; {further}.")
-        raise InputError(f"--out {out} holds a run. Go on with it: --resume {run}; or name another folder.")
+            raise InputError(f"--out {out} holds a run and its checkpoint. Continue it: --resume {run}; {further}.")
+        raise InputError(f"--out {out} holds a run. Continue it: --resume {run}; or name another folder.")
     entries = "1 entry" if len(held) == 1 else f"{len(held):,} entries"
     raise InputError(f"--out {out} is not empty ({entries}). Name another folder.")
 
@@ -237,7 +237,7 @@ def reopen(source: Source, out: Path, opener: str = "AutoModelForCausalLM", scor
     ]
 
 
-def afterwards(out: Path, scored: bool = False) -> str:
+def afterwards(out: Path, scored: bool) -> str:
     """What to type next."""
     if scored:
         return f"{program()} eval {quoted(out)} --data FILE"
@@ -266,14 +266,8 @@ def _differs(out: Path, what: str) -> NoReturn:
 ID = re.compile(r"[0-9a-f]{32}")
 LINE = re.compile(SIGNED.encode() + rb"([0-9a-f]{32}) [^\n]*\n")
 LARGEST = 1 << 20  # bytes of a config.yaml
-LINKED = (
-    "merged",
-    "tokens",
-    "tensorboard",
-    "wandb",
-    "mlflow",
-    "comet",
-)  # where a link would have a run write elsewhere
+# where a link would make a run write elsewhere
+LINKED = ("merged", "tokens", "tensorboard", "wandb", "mlflow", "comet")
 
 
 def signed(run: str, config: bytes) -> bytes:
@@ -326,7 +320,8 @@ def check_own(dirs: Sequence[Path], run: str, out: Path) -> None:
         if original := _claimant(of, path, out):
             raise InputError(
                 f"--resume {out}: the store in {path} is that of the run in {original}, of which this folder is a "
-                f"copy. Go on with --resume {quoted(original)}, or copy the store too, and name the copy with --store."
+                f"copy. Continue with --resume {quoted(original)}, or copy the store too, and name the copy with "
+                "--store."
             )
 
 

@@ -302,7 +302,7 @@ class RunLog:
 
     def _warn(self, error: OSError) -> None:
         if not self._warned:
-            self._screen.warn(f"the log in {self._out} cannot be written ({error.strerror}); training goes on")
+            self._screen.warn(f"the log in {self._out} cannot be written ({error.strerror}); training continues")
             self._warned = True
 
     def _eta(self, record: Record) -> float | None:

@@ -243,7 +243,7 @@ def test_what_does_not_belong_together_is_refused(folder, tmp_path):
         "--method classify --beta 0.1": "--beta 0.1 is for --method dpo and its relatives",
         "--method dpo --center-rewards-coefficient 0.1": "is for --method reward",
         "--method classify --long split": "--method classify reads whole rows",
-        "--method classify --labels a": "no number of classes",
+        "--method classify --labels a": "neither a number of classes",
         "--method classify --label-smoothing 0.1": "is for --method dpo or simpo",
         "--method reward --teacher .": "a teacher is for --method sft, not reward",
     }.items():

@@ -28,6 +28,7 @@ from runs import (
     take_step,
     text,
     theirs,
+    trained_by_peft,
     tuned,
     weights,
     write_rows,
@@ -136,10 +137,8 @@ def test_three_steps_are_those_of_the_definition(folder, more, capsys):
 def test_adapters_are_trained_as_by_peft(folder):
     peft = pytest.importorskip("peft")
     opts = run(folder, "lora", lora=4, lora_alpha=8.0, lora_targets=("q_proj", "v_proj"), weight_decay=0.0)
-    finetune(replace(opts, out=str(folder / "begun"), max_steps=1, lr=1e-30))
-    model = peft.PeftModel.from_pretrained(theirs(opts.model), folder / "begun", is_trainable=True)
-    trained = [(n, p) for n, p in model.named_parameters() if p.requires_grad]
-    seen = three_steps(opts, model, adamw_of(trained, opts.lr, decay=0.0))
+    model, adamw = trained_by_peft(opts, folder / "begun")
+    seen = three_steps(opts, model, adamw)
     finetune(opts)
     check_log(opts.out, seen)
     written = load_file(folder / "lora" / "adapter_model.safetensors")

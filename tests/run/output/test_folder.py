@@ -176,7 +176,7 @@ def test_what_was_killed_before_its_first_step_begins_again(tmp_path):
         1 / 0  # noqa: B018
     assert tree(out) == {path: content for path, content in before.items() if path.name != "stdin.txt"}
 
-    assert f"holds a run. Go on with it: --resume {out}" in refused(out, lr=1e-3)
+    assert f"holds a run. Continue it: --resume {out}" in refused(out, lr=1e-3)
     for name in ("log.jsonl", "notes.txt", "store/snapshot-000001-step-1"):
         path = out / name
         path.mkdir() if "snapshot" in name else path.write_text("{}\n")
@@ -256,7 +256,7 @@ def test_a_copy_of_a_run_leaves_the_store_to_the_original(tmp_path):
     given = stopped(tmp_path / "mine", tmp_path / "drive")
     copy = replace(given, out=str(tmp_path / "copy"), resume=str(tmp_path / "copy"))
     shutil.copytree(given.out, copy.out)
-    with pytest.raises(InputError, match=f"that of the run in {given.out}, of which this folder is a copy. Go on with"):
+    with pytest.raises(InputError, match=f"that of the run in {given.out}, of which this folder is a copy. Continue"):
         goes_on(copy)
     shutil.copytree(tmp_path / "drive", tmp_path / "drive-2")
     with pytest.raises(InputError, match="of which this folder is a copy"):
@@ -423,9 +423,9 @@ def test_where_it_may_not(tmp_path, monkeypatch):
     before = tree(tmp_path)
     assert "is the checkpoint itself" in refused(full, full)
     assert "is not empty (1 entry). Name another folder" in refused(full)
-    assert f"holds a run. Go on with it: --resume {run}" in refused(run)
+    assert f"holds a run. Continue it: --resume {run}" in refused(run)
     (run / "model.safetensors").write_text("")
-    assert f"holds a run and its checkpoint. Go on with it: --resume {run}; if it is finished" in refused(run)
+    assert f"holds a run and its checkpoint. Continue it: --resume {run}; if it is finished" in refused(run)
     (run / "model.safetensors").rename(run / "adapter_model.safetensors")
     assert f"name another folder; to train its result further, give --adapter {run}, and another --out" in refused(run)
     (run / "adapter_model.safetensors").unlink()
