@@ -354,6 +354,14 @@ def checked(options: Options) -> Options:
     if (options.export == "best" or options.patience) and not options.val and options.data:
         flag = f"--patience {options.patience}" if options.patience else "--export best"
         raise InputError(f"{flag} needs the loss on held-out data. Give --val.")
+    out = options.out or str(Path("runs") / (options.shape or title(options.model)))
+    _check_store(options, out)
+    return replace(options, out=out)
+
+
+def _check_store(options: Options, out: str) -> None:
+    """Raises InputError unless --store names different folders, none of which is `out`."""
+    named = f"--store {','.join(options.store)}"
     stores = {os.path.realpath(folder) for folder in options.store}
     if os.path.realpath("/") in stores or "" in options.store:
         wrong = "names no folder" if "" in options.store else "names the root folder"

@@ -51,8 +51,8 @@ def asking(hub: Any, name: Named, what: str) -> Iterator[None]:
     except errors.RepositoryNotFoundError:
         kind = "folder" if name.kind == "model" else "file"
         raise InputError(
-            f"{name} is {where}, and no {_word(name)} {name.repo} was found on the hub. Correct the name; if it "
-            f"is private, {LOGIN}."
+            f"{name} is not a {kind} here, and no {_word(name)} {name.repo} was found on the hub. Correct the name; if "
+            f"it is private, {LOGIN}."
         ) from None
     except errors.RevisionNotFoundError:
         raise InputError(f"{name}: {name.repo} has no revision {name.revision!r}. See {page}/commits.") from None
