@@ -37,7 +37,7 @@ def generate(
     cfg: ModelConfig,
     units: Units,
     prompts: Sequence[Sequence[int]],
-    max_new: int,
+    max_new: int | Sequence[int],
     *,
     eos: frozenset[int] = frozenset(),
     device: torch.device | str = "cpu",
@@ -46,22 +46,25 @@ def generate(
     enough: Callable[[], bool] = lambda: False,
     pick: Pick = likeliest,
 ) -> list[list[int]]:
-    """A continuation of each prompt: up to max_new tokens chosen by `pick`, ending with the first one that is in `eos`.
+    """A continuation of each prompt: up to max_new tokens (of each, or of all) chosen by `pick`, ending with the first
+    one that is in `eos`.
 
     `units()`, called once for each token, yields (u, model.weights) in order, in `dtype` on `device`, or with several
     devices on places[u], where the cache of its layer is, too. The weights of a unit must stay valid until the next is
     yielded, those of a tied embedding until the end. `enough()`, asked after each token, ends generation for all.
     Raises InputError if a prompt leaves no learned position free.
     """
-    assert max_new >= 1
+    most = [max_new] * len(prompts) if isinstance(max_new, int) else max_new
     assert all(prompts)
+    assert all(n >= 1 for n in most)
     if not prompts:
         return []
     lengths = [len(p) for p in prompts]
-    room = [_room(cfg, n, max_new) for n in lengths]
+    room = [_room(cfg, n, new) for n, new in zip(lengths, most, strict=True)]
+    longest = max(n + new for n, new in zip(lengths, room, strict=True))
     places = places or [torch.device(device)] * cfg.n_units
-    tables = {place: rope_tables(cfg, max(lengths) + max_new, place) for place in dict.fromkeys(places)}
-    cache = _Cache(cfg, len(prompts), max(lengths) + max_new, places, dtype)
+    tables = {place: rope_tables(cfg, longest, place) for place in dict.fromkeys(places)}
+    cache = _Cache(cfg, len(prompts), longest, places, dtype)
     new: list[list[int]] = [[] for _ in prompts]
     done = lambda i: len(new[i]) == room[i] or bool(new[i]) and new[i][-1] in eos
 
