@@ -93,6 +93,8 @@ def test_every_option_is_a_keyword():
     [
         (dict(lora=16, no_pack=True, skip_bad=False, val=None), ["--lora=16", "--no-pack"]),
         (dict(data=["a", Path("b")], store=["c", "d"]), ["--data=a", "--data=b", "--store=c,d"]),
+        (dict(val=["a", "b"]), ["--val=a", "--val=b"]),
+        (dict(val=0.02), ["--val=0.02"]),
         (dict(betas=(0.9, 0.95), learning_rate=1e-5), ["--betas=0.9,0.95", "--learning-rate=1e-05"]),
         (dict(chat_template_kwargs={"a": False}), ['--chat-template-kwargs={"a": false}']),
     ],

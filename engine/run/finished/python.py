@@ -162,12 +162,14 @@ def words_of(options: Record) -> list[str]:
     found = []
     for name, value in options.items():
         flag = flag_of(name)
+        several = name in ("data", "dataset") and not isinstance(value, (str, os.PathLike))
+        several |= name == "val" and isinstance(value, (list, tuple))  # of which the command takes one
         if value is None or value is False:
             continue
         if value is True:
             found.append(flag)
-        elif name in ("data", "dataset") and not isinstance(value, (str, os.PathLike)):
-            found += [f"{flag}={name}" for name in _paths(flag, value)]
+        elif several:
+            found += [f"{flag}={path}" for path in _paths(flag, value)]
         elif isinstance(value, (list, tuple)):
             found.append(f"{flag}={','.join(str(each) for each in value)}")
         elif isinstance(value, dict):
