@@ -22,7 +22,7 @@ from trireme.models.block import Mixing
 from trireme.models.config import InputError, ModelConfig
 from trireme.models.mixers import both, scan
 from trireme.models.packed import DTYPE
-from trireme.models.rows import Rows, make_rows, rope_tables
+from trireme.models.rows import Rows, Table, Tables, make_rows, rope_tables
 from trireme.models.sizes import shapes, workspace
 
 Units = Callable[[], Iterator[tuple[int, Any]]]
@@ -37,7 +37,7 @@ def generate(
     cfg: ModelConfig,
     units: Units,
     prompts: Sequence[Sequence[int]],
-    max_new: int,
+    max_new: int | Sequence[int],
     *,
     eos: frozenset[int] = frozenset(),
     device: torch.device | str = "cpu",
@@ -46,27 +46,30 @@ def generate(
     enough: Callable[[], bool] = lambda: False,
     pick: Pick = likeliest,
 ) -> list[list[int]]:
-    """A continuation of each prompt: up to max_new tokens chosen by `pick`, ending with the first one that is in `eos`.
+    """A continuation of each prompt: up to max_new tokens (of each, or of all) chosen by `pick`, ending with the first
+    one that is in `eos`.
 
     `units()`, called once for each token, yields (u, model.weights) in order, in `dtype` on `device`, or with several
     devices on places[u], where the cache of its layer is, too. The weights of a unit must stay valid until the next is
     yielded, those of a tied embedding until the end. `enough()`, asked after each token, ends generation for all.
     Raises InputError if a prompt leaves no learned position free.
     """
-    assert max_new >= 1
+    most = [max_new] * len(prompts) if isinstance(max_new, int) else max_new
     assert all(prompts)
+    assert all(n >= 1 for n in most)
     if not prompts:
         return []
     lengths = [len(p) for p in prompts]
-    room = [_room(cfg, n, max_new) for n in lengths]
+    room = [_room(cfg, n, new) for n, new in zip(lengths, most, strict=True)]
+    longest = max(n + new for n, new in zip(lengths, room, strict=True))
     places = places or [torch.device(device)] * cfg.n_units
-    tables = {place: rope_tables(cfg, max(lengths) + max_new, place) for place in dict.fromkeys(places)}
-    cache = _Cache(cfg, len(prompts), max(lengths) + max_new, places, dtype)
+    tables = {place: _tables(cfg, longest, place) for place in dict.fromkeys(places)}
+    cache = _Cache(cfg, len(prompts), longest, places, dtype)
     new: list[list[int]] = [[] for _ in prompts]
     done = lambda i: len(new[i]) == room[i] or bool(new[i]) and new[i][-1] in eos
 
     ids = [token for p in prompts for token in p]
-    rows = {place: make_rows(lengths, tables[place], place) for place in tables}
+    rows = {place: _turned(cfg, make_rows(lengths, tables[place], place), lengths, longest) for place in tables}
     single = {place: make_rows([1] * len(prompts), tables[place], place) for place in tables}
     while True:
         logits = _logits(cfg, units, torch.tensor(ids, device=places[0]), rows, cache)
@@ -75,12 +78,47 @@ def generate(
                 new[i].append(token)
         if enough() or all(done(i) for i in range(len(new))):
             return new
+        now = [n + len(tokens) for n, tokens in zip(lengths, new, strict=True)]
+        if any(now[i] == _switch(cfg, longest) + 1 and not done(i) for i in range(len(new))):
+            ids = [token for prompt, tokens in zip(prompts, new, strict=True) for token in (*prompt, *tokens)]
+            rows = {place: _turned(cfg, make_rows(now, tables[place], place), now, longest) for place in tables}
+            continue  # keys in the cache are turned by the short factors
         # finished prompts repeat their last token in place: the batch keeps its shape
         ids = [tokens[-1] for tokens in new]
-        past = [n + len(tokens) - 1 for n, tokens in zip(lengths, new, strict=True)]
         for place, each in single.items():
-            positions = torch.tensor(past, dtype=torch.int32, device=place)
-            rows[place] = each._replace(docs=each.docs._replace(positions=positions))
+            positions = torch.tensor(now, dtype=torch.int32, device=place) - 1
+            rows[place] = _turned(cfg, each._replace(docs=each.docs._replace(positions=positions)), now, longest)
+
+
+def _switch(cfg: ModelConfig, longest: int) -> int:
+    """The number of tokens, prompt and text, up to which longrope's short factors are used; 0 if it does not matter.
+
+    As in transformers, texts that become longer are computed again from their beginning, with the long factors.
+    """
+    rope = cfg.rope
+    return rope.original_positions if rope and rope.kind == "longrope" and longest > rope.original_positions else 0
+
+
+def _tables(cfg: ModelConfig, longest: int, place: torch.device) -> Tables:
+    """Tables for positions below `longest`; where longrope switches, the short factors' rows come first."""
+    found = rope_tables(cfg, longest, place)
+    if not (switch := _switch(cfg, longest)):
+        return found
+    short, long = rope_tables(cfg, switch, place).rope, found.rope
+    assert short is not None
+    assert long is not None
+    both = Table(torch.cat([short.cos, long.cos]), torch.cat([short.sin, long.sin]), long.pairs)
+    return found._replace(rope=both)
+
+
+def _turned(cfg: ModelConfig, rows: Rows, lengths: Sequence[int], longest: int) -> Rows:
+    """Rows of documents that are now `lengths` tokens long, with the rows of `_tables` that turn them."""
+    if not (switch := _switch(cfg, longest)):
+        return rows
+    docs = rows.docs
+    first = torch.tensor([switch if n > switch else 0 for n in lengths], dtype=torch.int32)
+    first = torch.repeat_interleave(first, torch.tensor(docs.lengths)).to(docs.positions.device)
+    return rows._replace(turns=docs.positions + first)
 
 
 def needs(cfg: ModelConfig, n_prompts: int, length: int, max_new: int, itemsize: int) -> int:
@@ -88,7 +126,8 @@ def needs(cfg: ModelConfig, n_prompts: int, length: int, max_new: int, itemsize:
 
     `length`: tokens of the longest prompt; `itemsize`: bytes of a value of the compute dtype.
     """
-    positions, tokens = n_prompts * (length + max_new), n_prompts * length
+    positions = n_prompts * (length + max_new)
+    tokens = positions if _switch(cfg, length + max_new) else n_prompts * length
     cache = cfg.attending * positions * cfg.n_kv_heads * (cfg.head_dim + cfg.value_dim) * itemsize
     if own := cfg.scan:
         state = 4 * own.heads * own.key_dim * own.value_dim + itemsize * (own.taps - 1) * own.channels

@@ -108,6 +108,7 @@ class Rows(NamedTuple):
     load: Load | None = None  # of a step in training
     noise: Noise | None = None  # likewise
     dropout: Dropout | None = None  # likewise, of adapters
+    turns: Tensor | None = None  # (N,) int32 rows of the tables; None: positions in the documents
 
     def in_layer(self, layer: int) -> Rows:
         """These rows with dropout masks of this layer's own."""
@@ -138,7 +139,8 @@ def rotate_(heads_: Tensor, table: Table | None, rows: Rows, inverse: bool = Fal
     """Rotates the first features of heads_ (N, heads, d), as many as the table has; none without a table."""
     if table is not None:
         turned = heads_[..., : 2 * table.cos.shape[1]]
-        ops.rope_(turned, table.cos, table.sin, rows.docs.positions, inverse, table.pairs)
+        turns = rows.docs.positions if rows.turns is None else rows.turns
+        ops.rope_(turned, table.cos, table.sin, turns, inverse, table.pairs)
 
 
 def make_rows(lengths: Sequence[int], tables: Tables, device: torch.device | str) -> Rows:

@@ -120,6 +120,15 @@ def typed(parse: Parser) -> Parser:
     return checked
 
 
+class _Once(argparse.Action):
+    """An option that would lose its first file if it was given twice, like --data."""
+
+    def __call__(self, parser: Any, space: argparse.Namespace, value: Any, flag: str | None = None) -> None:
+        if hasattr(space, self.dest):
+            parser.error(f"{flag} {value}: {flag} is {getattr(space, self.dest)} already. Name a folder or a pattern")
+        setattr(space, self.dest, value)
+
+
 def _parser() -> argparse.ArgumentParser:
     parser = CommandParser(
         prog=program(),
@@ -161,6 +170,8 @@ def _kind(f: Field[Any]) -> dict[str, Any]:
     more: dict[str, Any] = {"metavar": meta["metavar"], "type": typed(meta["parse"])}
     if meta.get("repeat"):
         more["action"] = "append"
+    if f.name == "val":
+        more["action"] = _Once
     if f.name == "resume":
         more |= {"nargs": "?", "const": ""}
     return more

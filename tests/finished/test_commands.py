@@ -120,6 +120,15 @@ def test_a_file_of_prompts(here, capsys, name):
     assert all(row["tokens"] == NEW and not row["ended"] for row in found)
 
 
+def test_a_long_prompt_does_not_shorten_the_other_answers(here, capsys):
+    prompts = ["Once", "a" * 251]  # of 256 positions, with the begin token
+    Path("p.txt").write_text("\n".join(prompts))
+    out, _ = said(capsys, "sample", "model", "--prompts", "p.txt", "--as-text", "--max-new-tokens", str(NEW))
+    found = [json.loads(line) for line in out.splitlines()]
+    assert [row["tokens"] for row in found] == [NEW, 4]
+    assert [row["text"] for row in found] == [theirs(prompts[0]), theirs(prompts[1], 4)]
+
+
 def test_a_conversation(here, capsys, monkeypatch):
     monkeypatch.setattr(sys, "stdin", io.StringIO("Hi\nWhy?\n/new\nWhy?\n"))
     out, err = said(capsys, "sample", "model", "--chat", "--max-new-tokens", str(NEW))

@@ -93,6 +93,8 @@ def test_every_option_is_a_keyword():
     [
         (dict(lora=16, no_pack=True, skip_bad=False, val=None), ["--lora=16", "--no-pack"]),
         (dict(data=["a", Path("b")], store=["c", "d"]), ["--data=a", "--data=b", "--store=c,d"]),
+        (dict(val=["a", "b"]), ["--val=a", "--val=b"]),
+        (dict(val=0.02), ["--val=0.02"]),
         (dict(betas=(0.9, 0.95), learning_rate=1e-5), ["--betas=0.9,0.95", "--learning-rate=1e-05"]),
         (dict(chat_template_kwargs={"a": False}), ['--chat-template-kwargs={"a": false}']),
     ],
@@ -129,8 +131,29 @@ def test_an_exception_in_on_step_is_a_warning_once(capsys):
 def test_nothing_is_taken_for_another_argument(here):
     with pytest.raises(TypeError, match="positional"):
         trireme.finetune("model", "stories.txt")
-    with pytest.raises(trireme.InputError, match="the prompt is 5; expected a text or a list of messages"):
-        trireme.sample("model", 5)
+
+
+def test_several_files_are_evaluated_together(here):
+    Path("short.txt").write_text("Once there was a cat.")
+    files = ["stories.txt", Path("short.txt")]
+    one, other = (trireme.evaluate("model", name, seq_len=64) for name in files)
+    both = trireme.evaluate("model", files, seq_len=64)
+    assert both["trained_tokens"] == one["trained_tokens"] + other["trained_tokens"]
+    total = sum(each["loss"] * each["trained_tokens"] for each in (one, other))
+    assert both["loss"] == pytest.approx(total / both["trained_tokens"], rel=1e-12)
+
+
+@pytest.mark.parametrize("data", [5, b"a.txt", {"text": "a"}, [{"text": "a"}], ["a.txt", None]])
+def test_data_that_are_no_names_are_refused(data):
+    for call in (lambda: trireme.evaluate("model", data), lambda: trireme.finetune(model="model", data=data)):
+        with pytest.raises(trireme.InputError, match="^--data: .* is no name of a file. Give a path or a list of"):
+            call()
+
+
+@pytest.mark.parametrize("prompt", [5, b"Once", ["Once", "There"], Path("prompt.txt")])
+def test_a_prompt_is_a_text_or_messages(prompt):
+    with pytest.raises(trireme.InputError, match="^the prompt is .*; expected a text or a list of messages"):
+        trireme.sample("model", prompt)
 
 
 def test_a_file_that_a_drive_does_not_give_is_a_device_error(here, monkeypatch):

@@ -73,6 +73,16 @@ def test_greedy_as_transformers(case):
     assert generate(cfg, units_of(tiny), PROMPTS, 20, enough=lambda: next(asked)) == [t[:3] for t in expected]
 
 
+def test_longrope_takes_its_factors_by_the_length_of_each_text():
+    """Texts become longer than 14 tokens at different times, or are from the beginning."""
+    model_type, keys = CASES["phi3 window, longrope within"]
+    reference, cfg = oracle(model_type, keys | dict(original_max_position_embeddings=14))
+    prompts = [*PROMPTS, [5] * 14, [7] * 15]
+    made = generate(cfg, units_of(Tiny(cfg, reference.state_dict())), prompts, [4, 20, 5, 8, 4, 4])
+    expected = oracle_generate(reference, prompts, 20)
+    assert made == [tokens[:n] for tokens, n in zip(expected, [4, 20, 5, 8, 4, 4], strict=True)]
+
+
 def test_greedy_on_stories(real):
     folder = real / "stories260k"
     reference = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32)

@@ -130,6 +130,7 @@ def test_positional_may_stand_anywhere_and_data_may_repeat():
         (["--store", "/"], "--store / names the root folder. Name a folder of its own on each drive."),
         (["--train", ""], "--train: it is empty; leave the option out."),
         (["--val", ""], "--val: it is empty; leave the option out."),
+        (["--val", "a", "--val=b"], "--val b: --val is a already. Name a folder or a pattern."),
         (["--ram", "24"], "--ram: '24' is not a size; write it like 24GiB, 2TB or 512MiB."),
         (["--save-every", "x"], "--save-every: 'x' is not an interval; write 500 (steps), 0.1 (of the run), 30min"),
         (["--log", "aim"], "--log aim: expected tensorboard, wandb, mlflow, comet or trace; leave it out for none."),

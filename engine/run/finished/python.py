@@ -7,9 +7,10 @@ import inspect
 import json
 import os
 import sys
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
+from functools import reduce
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, TypedDict
 
@@ -20,6 +21,7 @@ from trireme.engine.run.options import Options
 from trireme.engine.run.screen import Screen
 from trireme.models import config
 from trireme.storage.headers import CheckpointError
+from trireme.storage.untrusted import shown
 
 if TYPE_CHECKING:
     from typing_extensions import Unpack
@@ -156,16 +158,18 @@ def _translated(options: Options) -> Iterator[None]:
 
 
 def words_of(options: Record) -> list[str]:
-    """The options as words of a command line."""
+    """The options as words of a command line. Raises config.InputError for data that are no names of files."""
     found = []
     for name, value in options.items():
         flag = flag_of(name)
+        several = name in ("data", "dataset") and not isinstance(value, (str, os.PathLike))
+        several |= name == "val" and isinstance(value, (list, tuple))  # of which the command takes one
         if value is None or value is False:
             continue
         if value is True:
             found.append(flag)
-        elif name in ("data", "dataset") and not isinstance(value, (str, os.PathLike)):
-            found += [f"{flag}={os.fspath(each)}" for each in value]
+        elif several:
+            found += [f"{flag}={path}" for path in _paths(flag, value)]
         elif isinstance(value, (list, tuple)):
             found.append(f"{flag}={','.join(str(each) for each in value)}")
         elif isinstance(value, dict):
@@ -173,6 +177,16 @@ def words_of(options: Record) -> list[str]:
         else:
             found.append(f"{flag}={value}")
     return found
+
+
+def _paths(flag: str, value: Any) -> list[str]:
+    """The names in a list of files. Raises config.InputError."""
+    names = list[Any](value) if isinstance(value, Iterable) and not isinstance(value, (bytes, Mapping)) else [value]
+    for name in names:
+        if not isinstance(name, (str, os.PathLike)):
+            wrong = f"{flag}: {shown(repr(name))} is no name of a file"
+            raise config.InputError(f"{wrong}. Give a path or a list of paths; write rows to a .jsonl file.")
+    return [os.fspath(name) for name in names]
 
 
 def _options(given: Record, **more: Any) -> Options:
@@ -210,7 +224,7 @@ class Run:
         """As the function `sample`, for the run's folder."""
         return sample(self.folder, prompt, **options)
 
-    def evaluate(self, data: str | Path, **options: Any) -> Record:
+    def evaluate(self, data: Names, **options: Any) -> Record:
         """As the function `evaluate`, for the run's folder."""
         return evaluate(self.folder, data, **options)
 
@@ -309,23 +323,24 @@ def sample(folder: str | Path, prompt: str | Sequence[dict[str, Any]], **options
         from trireme.engine.run.finished import sample as command  # late: torch takes seconds
         from trireme.engine.run.finished.options import sample_options
 
-        if not isinstance(prompt, (str, Sequence)):
-            raise config.InputError(f"the prompt is {prompt!r}; expected a text or a list of messages.")
+        messages = isinstance(prompt, Sequence) and all(isinstance(message, Mapping) for message in prompt)
+        if not (isinstance(prompt, str) or messages):
+            raise config.InputError(f"the prompt is {shown(repr(prompt))}; expected a text or a list of messages.")
         words = [str(folder), "--prompt=x", *words_of(options)]
         return command.answer(sample_options(words), prompt if isinstance(prompt, str) else list(prompt), screen)
 
 
-def evaluate(folder: str | Path, data: str | Path, **options: Any) -> Record:
-    """loss, perplexity, trained_tokens and tokens of a file. Options are those of `trireme eval`. Raises as
-    `sample`.
+def evaluate(folder: str | Path, data: Names, **options: Any) -> Record:
+    """loss, perplexity, trained_tokens and tokens of a file, or of several together. Options are those of
+    `trireme eval`. Raises as `sample`.
     """
     with _translated(Options(out=str(folder))), _screen(False) as screen:
         from trireme.engine.run.finished import evaluate as command  # late: torch takes seconds
         from trireme.engine.run.finished.options import eval_options
 
         given = eval_options([str(folder), *words_of({"data": data, **options})])
-        (found,) = command.losses(given, screen)
-        return found.described()
+        each: Iterator[Any] = command.losses(given, screen)
+        return reduce(lambda one, other: one.plus(other), each).described()
 
 
 def _with_names(function: Any) -> None:

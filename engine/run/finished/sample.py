@@ -56,7 +56,7 @@ class Speaker:
 
         `first`: the number of the first prompt.
         """
-        most, picker = min(map(self.fit, prompts)), Picker(self.sampling, len(prompts), first)
+        picker = Picker(self.sampling, len(prompts), first)
         new = list[int]()
         echo = Echo(self.codec, prompts[0], self.ends, told) if told else None
 
@@ -71,7 +71,7 @@ class Speaker:
             self.cfg,
             self.layers.units,
             prompts,
-            most,
+            [self.fit(prompt) for prompt in prompts],
             eos=self.ends,
             device=self.layers.device,
             dtype=self.dtype,
