@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 from chats import make_tokenizer
 
-from trireme.engine.data import prepare
+from trireme.engine.data import cache, prepare
 from trireme.engine.data.cache import KEPT, Shelf
 from trireme.engine.data.codec import load_codec
 from trireme.engine.data.dataset import DataOptions, load_dataset
@@ -78,6 +78,23 @@ def test_what_is_damaged_is_made_again(codec, builds, shelf, tmp_path, damage):
         tokens.write_bytes(content[:-2] if damage == "cut" else bytes([content[0] ^ 255]) + content[1:])
     assert [ids(codec, path, shelf) for _ in range(2)] == [whole] * 2
     assert len(builds) == 2
+
+
+def test_without_memory_tokens_are_not_taken_for_damaged(codec, shelf, tmp_path, monkeypatch):
+    path = rows(tmp_path / "a.jsonl", "some text")
+    ids(codec, path, shelf)
+    (tokens,) = shelf.folder.glob("*/tokens")
+
+    def short(*_):
+        raise MemoryError
+
+    monkeypatch.setattr(cache, "_read_through", short)
+    opened = len(os.listdir("/proc/self/fd"))
+    for place in (None, shelf):
+        with pytest.raises(MemoryError):
+            ids(codec, path, place, tmp_path / "out")
+    assert tokens.exists()
+    assert len(os.listdir("/proc/self/fd")) == opened
 
 
 def test_the_longest_unused_makes_room(codec, builds, shelf, tmp_path, monkeypatch):
