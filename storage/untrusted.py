@@ -14,7 +14,7 @@ import stat
 from collections.abc import Callable, Iterable, Iterator
 from itertools import pairwise, repeat
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, BinaryIO
 
 import xxhash
 
@@ -25,6 +25,7 @@ if TYPE_CHECKING:
 
 SMALL = 256 << 20  # tokenizers: up to 60 million
 TEXT = 64 << 20  # a template, options, prompts
+PART = 1 << 20  # bytes of a read
 NAME = 60  # characters shown of a foreign name
 FILE_NAME = 260  # characters of a file's name, at most 255, with the punctuation around it
 LINE = 20_000  # characters on the terminal
@@ -51,10 +52,19 @@ def read_small(path: Path, limit: int = SMALL, links: bool = False) -> bytes:
     with os.fdopen(fd, "rb") as file:
         if not stat.S_ISREG(os.fstat(fd).st_mode):
             raise StoreError(errno.EINVAL, "is not a regular file", str(path))
-        content = file.read(limit + 1)
+        content = _up_to(limit + 1, file)
     if len(content) > limit:
         raise StoreError(errno.EFBIG, f"has more than {limit} bytes", str(path))
     return content
+
+
+def _up_to(limit: int, file: BinaryIO) -> bytes:
+    """The first `limit` bytes at most. file.read(limit) would allocate all of them, beyond some limits of memory."""
+    parts = []
+    while part := file.read(min(limit, PART)):
+        parts.append(part)
+        limit -= len(part)
+    return b"".join(parts)
 
 
 def why(error: OSError | ValueError) -> str:
@@ -71,7 +81,7 @@ def unreadable(path: Path, error: OSError) -> str:
 def read_text(path: Path, limit: int = TEXT) -> str:
     """The UTF-8 text of a file that the user names, or of a pipe. Raises OSError, UnicodeDecodeError."""
     with path.open("rb") as file:
-        content = file.read(limit + 1)
+        content = _up_to(limit + 1, file)
     if len(content) > limit:
         raise StoreError(errno.EFBIG, f"has more than {limit >> 20} MiB", str(path))
     return content.decode()

@@ -190,7 +190,7 @@ class TokenWriter:
         self.scratch.rename(self.final)
         made = open_tokens(self.final)
         if made is None:
-            raise OSError(f"{self.final}: what was written cannot be read back")
+            raise OSError(errno.EIO, "what was written cannot be read back", str(self.final))
         return made
 
     def abandon(self) -> None:
@@ -272,23 +272,26 @@ _COUNTS = dict(
 
 
 def open_tokens(folder: Path) -> TokenFile | None:
-    """Opens a cache; None if it is not intact. Raises nothing."""
+    """Opens a cache; None if it is not intact. Raises MemoryError."""
     if not all((folder / name).is_file() for name in ("tokens", "offsets.npy", "trained.npy", "meta.json")):
         return None
     try:
         fd = os.open(folder / "tokens", os.O_RDONLY | os.O_CLOEXEC)
     except OSError:
         return None
-    found = _checked(folder, fd)
-    if found is None:
-        os.close(fd)
-    else:
-        weakref.finalize(found, os.close, fd)
-    return found
+    found = None
+    try:
+        found = _checked(folder, fd)
+        return found
+    finally:
+        if found is None:
+            os.close(fd)
+        else:
+            weakref.finalize(found, os.close, fd)
 
 
 def _checked(folder: Path, fd: int) -> TokenFile | None:
-    """The cache; None if it is not intact. `fd`: of `tokens`."""
+    """The cache; None if it is not intact. `fd`: of `tokens`. Raises MemoryError: the cache may be intact."""
     try:
         meta = unseal(read_small(folder / "meta.json"), _VERSION, "meta.json")
         more = [name for name, there in (("weights", "weighted"), ("values", "valued")) if meta.get(there)]
@@ -316,7 +319,7 @@ def _checked(folder: Path, fd: int) -> TokenFile | None:
         if any(len(table) != len(trained) or not np.isfinite(table).all() for table in own.values()):
             return None
         return TokenFile(folder / "tokens", fd, dtype, offsets, trained, meta, own.get("weights"), own.get("values"))
-    except (OSError, ValueError, KeyError, TypeError, IndexError, EOFError, OverflowError, MemoryError, RecursionError):
+    except (OSError, ValueError, KeyError, TypeError, IndexError, EOFError, OverflowError, RecursionError):
         return None
 
 

@@ -130,9 +130,16 @@ def _end(process: subprocess.Popen[bytes], connection: Connection) -> None:
 def _how(code: int, seconds: float, memory: int) -> str:
     if code == -signal.SIGPROF:
         return f"takes longer than {seconds:,.0f} s of processor time"
-    allowed = f"it may take {memory / (1 << 30):.3g} GiB of memory"
+    allowed = f"it may take {_amount(memory)}"
     name = signal.Signals(-code).name if code < 0 else f"exit code {code}"
     return f"was killed ({name}); {allowed}" if code == -signal.SIGKILL else f"crashes ({name}); {allowed}"
+
+
+def _amount(memory: int) -> str:
+    """The memory that a child may take. It has the limits of this process, too."""
+    limits = (resource.getrlimit(which)[0] for which in (resource.RLIMIT_AS, resource.RLIMIT_DATA))
+    less = any(soft != resource.RLIM_INFINITY for soft in limits)
+    return f"{memory / (1 << 30):.3g} GiB of memory" + " (or what `ulimit -v` and `-d` allow)" * less
 
 
 # ---------------------------------------------------------------- in the child
@@ -143,6 +150,7 @@ def serve(fd: int, memory: int) -> None:
     stops = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP, signal.SIGUSR1, signal.SIGUSR2)
     for number in stops:  # the parent acts on them
         signal.signal(number, signal.SIG_IGN)
+    amount = _amount(memory)
     _limit_memory(memory)
     connection, doing = Connection(fd), ""
 
@@ -163,7 +171,7 @@ def serve(fd: int, memory: int) -> None:
                 held.append(value)
                 value = None
             if isinstance(value, MemoryError):
-                value = MemoryError(f"{doing or 'it'} takes more than {memory / (1 << 30):.3g} GiB of memory")
+                value = MemoryError(f"{doing or 'it'} takes more than {amount}")
             connection.send((kind, value))
             del value
 

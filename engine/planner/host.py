@@ -126,10 +126,10 @@ def on_battery() -> bool:
 
 
 def available_ram() -> int:
-    """Bytes of RAM that this process may still take within its control groups; beyond memory.high it would be slowed
-    down.
+    """Bytes of RAM that this process may still take within its limits and control groups; beyond memory.high it would
+    be slowed down.
     """
-    found = [_unused_ram()]
+    found = [_unused_ram(), *_within_limits()]
     for group, limit, used in ((group, *files) for group, v in groups("memory") for files in MEMORY[v]):
         try:
             found.append(int((group / limit).read_text()) - int((group / used).read_text()) + _reclaimable(group))
@@ -158,6 +158,17 @@ def _unused_ram() -> int:
             if line.startswith("MemAvailable:"):
                 return int(line.split()[1]) << 10
     return os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
+
+
+def _within_limits() -> list[int]:
+    """Bytes of address space and of data that limits of this process leave (ulimit -v, -d), where there are any."""
+    found = []
+    for field, which in ((0, resource.RLIMIT_AS), (5, resource.RLIMIT_DATA)):
+        limit, _ = resource.getrlimit(which)
+        if limit != resource.RLIM_INFINITY:
+            with suppress(OSError):  # no /proc
+                found.append(limit - int(STATM.read_text().split()[field]) * os.sysconf("SC_PAGE_SIZE"))
+    return found
 
 
 def memory_limits(device: torch.device, gpu_memory: int | None, ram: int | None, gpus: int = 1) -> Limits:

@@ -244,7 +244,10 @@ def nowhere() -> io.TextIOWrapper:
 
 
 def open_streams() -> None:
-    """Replaces closed streams by ones that drop their text, and lets characters that cannot be encoded be replaced."""
+    """Replaces closed streams by an empty one and ones that drop their text, and lets characters that cannot be encoded
+    be replaced.
+    """
+    sys.stdin = sys.stdin or io.TextIOWrapper(io.BufferedReader(io.FileIO(os.devnull)))
     sys.stdout, sys.stderr = sys.stdout or nowhere(), sys.stderr or nowhere()
     for stream in (sys.stdout, sys.stderr):
         if isinstance(stream, io.TextIOWrapper):

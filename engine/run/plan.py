@@ -9,15 +9,16 @@ from functools import cached_property
 from pathlib import Path
 from typing import NamedTuple
 
-from trireme.engine.amounts import count, rounded_up
+from trireme.engine.amounts import count, gib, rounded_up
 from trireme.engine.buffers import usage
 from trireme.engine.geometry import Geometry
 from trireme.engine.plan import MODES, DoesNotFit, Limits, Mode, Plan
 from trireme.engine.planner.choose import choose, first_plan
 from trireme.engine.planner.clock import Clock
 from trireme.engine.planner.forecast import Files, Forecast, Work, check_drive
+from trireme.engine.planner.host import TEMPORARIES, available_ram
 from trireme.engine.planner.machine import with_drives
-from trireme.engine.planner.rates import Machine
+from trireme.engine.planner.rates import RAM_SHARE, Machine
 from trireme.engine.planner.rule import Wanted, all_cuts, cuts, shortage, simple_plan, sizes_of
 from trireme.engine.run.begin.snapshot import DTYPES, Pinned, cut_of, misfit
 from trireme.engine.run.options import Options
@@ -194,8 +195,17 @@ class Planner:
         out = f", or lower {' or '.join(lower)}" if lower else ""
         return (
             f"even the smallest plan needs {rounded_up(need.both)} of RAM, {rounded_up(need.gpu)} of it to "
-            f"compute in; the limit is {rounded_up(room)}. "
-            f"Raise --ram by {rounded_up((need.both - room) * RECORDS)}{out}."
+            f"compute in; the limit is {rounded_up(room)}. {self._more_ram(need)}{out}."
+        )
+
+    def _more_ram(self, need: Limits) -> str:
+        """How to get enough RAM: without --ram the limit is what is free."""
+        if self.options.ram or self.options.assume:
+            return f"Raise --ram by {rounded_up((need.both - self.limits.both) * RECORDS)}"
+        enough, free = int((need.both * RECORDS + TEMPORARIES) / RAM_SHARE), available_ram()
+        return (
+            f"This process may take {gib(free)} more, {rounded_up(enough)} are enough: free some RAM, or raise the "
+            "limit of its control group or `ulimit -v`"
         )
 
     def _lacking(self, wanted: Wanted) -> Limits | None:

@@ -234,6 +234,8 @@ def test_standard_input(tmp_path):
                 assert (folder / name).read_bytes() == content
     with open(os.openpty()[1], "rb") as terminal, pytest.raises(InputError, match="nothing is piped"):
         spool(terminal, tmp_path / "none")
+    with piped(b"") as stream, pytest.raises(InputError, match="standard input is empty"):
+        spool(stream, tmp_path / "none")
 
 
 def test_no_signal_waits_for_standard_input(tmp_path, monkeypatch):

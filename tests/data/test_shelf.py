@@ -80,6 +80,23 @@ def test_what_is_damaged_is_made_again(codec, builds, shelf, tmp_path, damage):
     assert len(builds) == 2
 
 
+def test_without_memory_tokens_are_not_taken_for_damaged(codec, shelf, tmp_path, monkeypatch):
+    path = rows(tmp_path / "a.jsonl", "some text")
+    ids(codec, path, shelf)
+    (tokens,) = shelf.folder.glob("*/tokens")
+
+    def short(*_):
+        raise MemoryError
+
+    monkeypatch.setattr(cache, "_read_through", short)
+    opened = len(os.listdir("/proc/self/fd"))
+    for place in (None, shelf):
+        with pytest.raises(MemoryError):
+            ids(codec, path, place, tmp_path / "out")
+    assert tokens.exists()
+    assert len(os.listdir("/proc/self/fd")) == opened
+
+
 def test_the_longest_unused_makes_room(codec, builds, shelf, tmp_path, monkeypatch):
     paths = [rows(tmp_path / f"{name}.jsonl", name * 50) for name in "abc"]
     size = lambda: sum(file.stat().st_size for file in shelf.folder.rglob("*") if file.is_file())

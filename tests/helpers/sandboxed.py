@@ -3,6 +3,7 @@
 import gc
 import os
 import signal
+import warnings
 import weakref
 from multiprocessing.connection import Pipe
 from typing import NoReturn
@@ -91,7 +92,9 @@ def forked(box: Sandbox) -> None:
     with there, box._lock:
         if box._killed:
             raise Died("the process", "is not wanted any more")
-        pid = os.fork()
+        with warnings.catch_warnings():  # Python 3.12 and later warn of threads
+            warnings.simplefilter("ignore", DeprecationWarning)
+            pid = os.fork()
         if not pid:
             _serve(there.fileno(), box._memory)
         box._process = Forked(pid)

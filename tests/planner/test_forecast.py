@@ -11,6 +11,7 @@ from command import finetune
 
 from trireme.engine.buffers import buffers, usage, workspace
 from trireme.engine.plan import TIERS, DoesNotFit, Limits, Plan
+from trireme.engine.planner import host
 from trireme.engine.planner.choose import first_plan
 from trireme.engine.planner.forecast import Files, Forecast, Work, check_drive
 from trireme.engine.planner.lines import cell, disk_line, gpu_lines, memory_lines, time_line, wear_line, wear_warning
@@ -315,6 +316,20 @@ def test_what_cannot_fit_is_refused_with_the_way_out(checkpoint, capsys, machine
     err = capsys.readouterr().err
     assert says in err
     assert err.count("\n") == 1
+
+
+def test_on_a_cpu_without_ram_the_way_out_is_free_ram(checkpoint, tmp_path, monkeypatch, capsys):
+    """Then --ram was not given and cannot be raised."""
+    monkeypatch.setattr(host, "MEMINFO", tmp_path / "meminfo")
+    host.MEMINFO.write_text(f"MemAvailable: {1 << 17} kB\n")
+    assert dry_run(checkpoint, "--device", "cpu") == 3
+    err = capsys.readouterr().err
+    more, enough, unit = re.search(
+        r"may take (\d+).00 MiB more, ([\d.]+) (GiB|MiB) are enough: free some", err
+    ).groups()
+    assert more == "128"
+    host.MEMINFO.write_text(f"MemAvailable: {int(float(enough) * (1 << 20 if unit == 'GiB' else 1 << 10))} kB\n")
+    assert dry_run(checkpoint, "--device", "cpu") == 0
 
 
 @pytest.mark.full

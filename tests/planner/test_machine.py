@@ -2,6 +2,7 @@
 
 import json
 import os
+import resource
 import shutil
 from dataclasses import replace
 from types import SimpleNamespace
@@ -295,6 +296,18 @@ def test_memory_is_not_planned_beyond_where_a_cgroup_throttles(tmp_path, monkeyp
     (tmp_path / "memory.high").write_text("1300\n")
     monkeypatch.setattr(cgroups, "ROOT", tmp_path)
     monkeypatch.setattr(cgroups, "OWN", tmp_path / "none")
+    assert host.available_ram() == 300
+
+
+@pytest.mark.parametrize(("which", "field"), [(resource.RLIMIT_AS, 0), (resource.RLIMIT_DATA, 5)])
+def test_memory_is_not_planned_beyond_limits_of_the_process(tmp_path, monkeypatch, which, field):
+    """ulimit -v and -d, as batch systems set them."""
+    pages = [0] * 7
+    pages[field] = 1000
+    (tmp_path / "statm").write_text(" ".join(map(str, pages)) + "\n")
+    monkeypatch.setattr(host, "STATM", tmp_path / "statm")
+    limits = {which: 1000 * os.sysconf("SC_PAGE_SIZE") + 300}
+    monkeypatch.setattr(resource, "getrlimit", lambda asked: (limits.get(asked, resource.RLIM_INFINITY), -1))
     assert host.available_ram() == 300
 
 

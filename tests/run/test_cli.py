@@ -27,7 +27,7 @@ from script_files import ROOT
 
 from trireme.engine.hosts.group import Place
 from trireme.engine.planner import host
-from trireme.engine.run import evaluation, job
+from trireme.engine.run import evaluation, job, main
 from trireme.engine.run.command import parse
 from trireme.engine.run.options import Options
 from trireme.engine.run.screen import Screen
@@ -541,6 +541,16 @@ def test_asked_to_stop_while_it_reads_it_leaves_all_as_it_was(here, number, agai
     kept = "interrupted. To continue: --resume out" if again else "interrupted before there was anything to save"
     assert (code, os.read(err, 1000).decode()) == (130, f"error: {kept}\n")
     assert {p for p in tree(here) if "stdin" not in p.name} == {p for p in before if "stdin" not in p.name}
+
+
+def test_streams_that_are_closed_are_empty(monkeypatch):
+    """As under `<&- >&-`; --data - and --chat read standard input."""
+    for name in ("stdin", "stdout", "stderr"):
+        monkeypatch.setattr(sys, name, None)
+    main.open_streams()
+    with sys.stdin, sys.stdout, sys.stderr:
+        assert (sys.stdin.isatty(), sys.stdin.buffer.read()) == (False, b"")
+        assert sys.stdout.write("text") == 4
 
 
 @pytest.mark.full

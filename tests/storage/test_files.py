@@ -4,12 +4,14 @@ import errno
 import fcntl
 import os
 import threading
+import tracemalloc
 
 import numpy as np
 import pytest
 
 from trireme.storage import files
 from trireme.storage.files import StoreError, read_back, replace_synced, write_synced
+from trireme.storage.untrusted import PART, read_small, read_text
 
 BLOCK = 8192
 
@@ -35,6 +37,27 @@ def test_a_file_is_its_pieces(tmp_path, monkeypatch, nbytes, each, direct):
     assert (tmp_path / "file").read_bytes() == b"".join(piece.tobytes() for piece in given)
     read = b"".join(chunk.tobytes() for chunk in read_back(tmp_path / "file"))
     assert read == (tmp_path / "file").read_bytes()
+
+
+def test_a_small_file_takes_little_memory(tmp_path):
+    """Limits of memory count what is allocated, even if it is never used."""
+    (tmp_path / "file").write_bytes(bytes(3000))
+    tracemalloc.start()
+    try:
+        assert len(read_small(tmp_path / "file")) == len(read_text(tmp_path / "file")) == 3000
+        assert tracemalloc.get_traced_memory()[1] < 16 << 20
+    finally:
+        tracemalloc.stop()
+
+
+@pytest.mark.parametrize(("size", "fits"), [(PART, True), (2 * PART + 1, True), (2 * PART + 2, False)])
+def test_a_small_file_is_read_up_to_its_limit(tmp_path, size, fits):
+    (tmp_path / "file").write_bytes(bytes(size))
+    if fits:
+        assert len(read_small(tmp_path / "file", 2 * PART + 1)) == size
+    else:
+        with pytest.raises(StoreError, match=f"has more than {2 * PART + 1} bytes"):
+            read_small(tmp_path / "file", 2 * PART + 1)
 
 
 def test_a_piece_may_change_once_the_next_is_asked_for(tmp_path):

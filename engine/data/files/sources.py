@@ -96,6 +96,8 @@ def spool(stream: BinaryIO, folder: Path) -> DataFile:
         with scratch.open("wb") as file:
             for part in _parts(stream.fileno()):
                 file.write(part)
+        if not scratch.stat().st_size:
+            raise InputError("--data -: standard input is empty. Pipe the data into it, or name a file.")
         with scratch.open("rb") as file:
             start = file.read(1 << 16).removeprefix(b"\xef\xbb\xbf").lstrip()[:1]
         kept = folder / ("stdin.jsonl" if start in (b"{", b"[") else "stdin.txt")
