@@ -106,7 +106,7 @@ def test_private_and_gated(hub, monkeypatch, capsys):
 NOT = {
     "a model that is not there": (
         ["some/other"],
-        "some/other is no folder here, and no model some/other was found on the hub",
+        "some/other is not a folder here, and no model some/other was found on the hub",
     ),
     "a revision that is not there": (["some/model@v9"], "some/model has no revision 'v9'. See"),
     "data that is not there": (

