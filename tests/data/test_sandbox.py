@@ -95,7 +95,7 @@ def test_limits_of_the_process_are_named(monkeypatch):
     """They may be what is too small."""
     monkeypatch.setattr(sandbox.resource, "getrlimit", lambda which: (1 << 20, 1 << 20))
     said = "1 GiB of memory (or what `ulimit -v` and `-d` allow)"
-    assert sandbox._how(-signal.SIGABRT, 1, 1 << 30) == f"breaks down (SIGABRT); it may take {said}"
+    assert sandbox._how(-signal.SIGABRT, 1, 1 << 30) == f"crashes (SIGABRT); it may take {said}"
 
 
 def test_memory_is_limited_where_proc_is_hidden(tmp_path, monkeypatch):
