@@ -45,7 +45,7 @@ from trireme.engine.run.report import dry_line, estimate, report
 from trireme.engine.run.screen import Screen
 from trireme.engine.run.signals import if_again, stop_signals
 from trireme.models.config import InputError
-from trireme.storage.files import remove_folders, replace_synced
+from trireme.storage.files import replace_synced
 from trireme.storage.untrusted import quoted, shown
 
 
@@ -118,7 +118,7 @@ def _resume(
     """Continues a run from its last snapshot. `id`: its id."""
     busy = f"--resume {options.out}: another process is at that run. Wait for its end."
     with ExitStack() as stack:
-        stack.callback(remove_folders, stack.enter_context(locked(Path(options.out), busy)))
+        stack.enter_context(locked(Path(options.out), busy))
         refuse_links(Path(options.out))
         with clock.at("headers"):
             start = open_run(options, screen, group, id)

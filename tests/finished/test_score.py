@@ -106,6 +106,7 @@ def test_a_killed_command_goes_on_behind_its_parts(folder, tmp_path, monkeypatch
 def test_what_cannot_be_written_is_refused_before_the_model_is_loaded(folder, tmp_path, monkeypatch):
     monkeypatch.setattr(evaluate, "load_for_data", None)
     given = options.score_options(command(folder, tmp_path / "out"))
+    (tmp_path / "out").mkdir()
     with locked(tmp_path / "out", ""), pytest.raises(InputError, match="another process writes scores there"):
         score.score(given)
     assert not any((tmp_path / "out").iterdir())

@@ -52,7 +52,7 @@ from trireme.engine.tuning.base import stamps
 from trireme.models import head
 from trireme.models.config import InputError
 from trireme.models.rows import rope_tables
-from trireme.storage.files import partial_of, remove_folders, replace_synced
+from trireme.storage.files import partial_of, replace_synced
 from trireme.storage.untrusted import checksum, parse_json, read_small
 
 PART = 1 << 26  # bytes of a part, about
@@ -65,7 +65,7 @@ def score(given: argparse.Namespace) -> int:
     opened, sources, seq_len = evaluate.open_and_read(given, say, False)
     busy = f"--out {folder}: another process writes scores there. Wait for its end, or name another folder."
     with ExitStack() as stack:
-        stack.callback(remove_folders, stack.enter_context(locked(folder, busy)))
+        stack.enter_context(locked(folder, busy))
         names = _names(folder, given, opened, sources)
         vocab, logits = opened.cfg.vocab, head.TOP_CHUNK if given.top_k else 0
         ready = evaluate.load_for_data(given, opened, sources, seq_len, logits, vocab, say)

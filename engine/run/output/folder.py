@@ -86,7 +86,7 @@ def new_run(options: Options, saved: type[BaseException], id: str) -> Iterator[N
     out, run = Path(options.out), NewRun()
     with _writable(out):
         check_free(options)
-    with locked(out, f"--out {out}: another run has just started there. Name another folder.") as made:
+    with locked(out, f"--out {out}: another run has just started there. Name another folder."):
         again = check_free(options)  # another may have started
         refuse_links(out)
         try:
@@ -101,19 +101,18 @@ def new_run(options: Options, saved: type[BaseException], id: str) -> Iterator[N
             if not has_started(out) and not (run.store and run.store.snapshots):
                 kept = again or any((out / name).exists() for name in PASSES)
                 with suppress(OSError):  # report the first error
-                    _undo(run, made, () if kept else [out / name for name in OURS])
+                    _undo(run, () if kept else [out / name for name in OURS])
             raise
         finally:
             if run.store:
                 run.store.close()
 
 
-def _undo(run: NewRun, folders: Sequence[Path], own: Sequence[Path]) -> None:
+def _undo(run: NewRun, own: Sequence[Path]) -> None:
     if run.store:
         run.store.remove()
     for path in own:
         shutil.rmtree(path) if path.is_dir() else path.unlink(missing_ok=True)
-    remove_folders(folders)
 
 
 def tidy(out: Path) -> None:
@@ -134,8 +133,9 @@ def tidy(out: Path) -> None:
 
 
 @contextmanager
-def locked(out: Path, otherwise: str) -> Iterator[list[Path]]:
-    """A context that makes and locks the folder, without a lock file; gives the folders that were made.
+def locked(out: Path, otherwise: str) -> Iterator[None]:
+    """A context that makes and locks the folder, without a lock file. Folders that it made are removed at its end, if
+    they are empty.
 
     Raises InputError with `otherwise` if another process has the lock.
     """
@@ -145,7 +145,10 @@ def locked(out: Path, otherwise: str) -> Iterator[list[Path]]:
     try:
         if not lock(fd):
             raise InputError(otherwise)
-        yield made
+        try:
+            yield
+        finally:
+            remove_folders(made)
     finally:
         os.close(fd)
 
