@@ -94,5 +94,7 @@ def sort_pairs(experts: Tensor, n_experts: int) -> Order:
     order = Order(empty(P), empty(P), empty(n_experts + 1))
     _count[(blocks,)](experts, counts, P, blocks, n_experts, BLOCK, block_e, num_warps=8)
     _scan[(n_experts,)](counts, totals, blocks, SCAN, num_warps=4)
-    _place[(blocks,)](experts, counts, totals, *order[:3], P, blocks, n_experts, BLOCK, block_e, num_warps=8)
+    _place[(blocks,)](
+        experts, counts, totals, order.pair, order.row, order.starts, P, blocks, n_experts, BLOCK, block_e, num_warps=8
+    )
     return order
