@@ -315,8 +315,8 @@ def load_dataset(
 def _notes_on_options(files: Sequence[TokenFile], options: DataOptions) -> list[str]:
     """Notes on options that some rows have no use for, and on weights of rows."""
     asked = {"--system": options.system, "--chat-template-kwargs": options.variables}
-    notes = [f"{flag} is for conversations, and not used in other rows" for flag, value in asked.items() if value]
-    notes = [] if all(file.meta["chats"] for file in files) else notes
+    others = not all(file.meta["chats"] for file in files)
+    notes = [f"{flag} is for conversations, and not used in other rows" for flag, v in asked.items() if v and others]
     if weights := [file.own_weights for file in files if file.own_weights is not None]:
         sizes = np.abs(np.concatenate(weights))
         if (sizes != 1).any():
