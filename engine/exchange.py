@@ -99,7 +99,7 @@ class Exchange:
         """fp32 values limited to the range of F16; counts those that were beyond it."""
         for piece in pieces:
             limited = np.clip(piece, -LARGEST_F16, LARGEST_F16)
-            if n := np.count_nonzero(limited != piece):
+            if n := int(np.count_nonzero(limited != piece)):
                 self.beyond[stored] = self.beyond.get(stored, 0) + n
             yield limited
 
