@@ -63,11 +63,15 @@ def test_threads_multiply_as_the_caller_does():
 
 
 def test_an_error_reaches_whoever_waits_and_stops_the_queues(queues):
+    gate = threading.Event()
+
     def fail():
+        gate.wait()
         raise OSError(28, "No space left on device", "shard")
 
     bad = queues.run("ssd_write", "other", "bad", fail)
     after = queues.run("cpu", "other", "after", lambda: pytest.fail("ran after an error"), after=(bad,))
+    gate.set()
     for task in (bad, after):
         with pytest.raises(OSError, match="No space left"):
             task.wait()
