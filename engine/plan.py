@@ -264,6 +264,12 @@ class Plan:
         units = (made[id(unit)] if u in chosen else unit for u, unit in enumerate(self.units))
         return replace(self, units=tuple(units))
 
+    def with_units(self, changed: Mapping[int, UnitPlan]) -> Plan:
+        """This plan with other units at these indices. Equal units become one object (`distinct`)."""
+        one = dict[UnitPlan, UnitPlan]()
+        units = (changed.get(u, unit) for u, unit in enumerate(self.units))
+        return replace(self, units=tuple(one.setdefault(unit, unit) for unit in units))
+
     @cached_property
     def distinct(self) -> dict[int, UnitPlan]:
         """The different objects in `units`, each by the last index where it stands: equal units are one object."""
@@ -296,9 +302,6 @@ class Plan:
     def of(data: dict[str, Any]) -> Plan:
         """The plan from the data of `asdict`. Raises InputError for anything else."""
         try:
-            data = dict(data)
-            if data.pop("strands", 1) != 1:  # of an older version
-                raise InputError("plan: strands is not 1, and the head's gradient is one sum. Make a new plan.")
             units = [UnitPlan(**{**u, "saved": tuple(tuple(s) for s in u.get("saved", ()))}) for u in data["units"]]
             plan = {**data, "units": tuple(units), "late_moments": tuple(data.get("late_moments", ()))}
             plan["losses"] = tuple(data.get("losses", ()))

@@ -14,7 +14,7 @@ from typing import NamedTuple
 import numpy as np
 import torch
 
-from trireme.engine.between import Writer
+from trireme.engine.between import writing
 from trireme.engine.build import Engine, build, inputs_on
 from trireme.engine.data.dataset import MicroBatch
 from trireme.engine.memory import DTYPE, views
@@ -144,7 +144,7 @@ def random_state(placement: Placement) -> None:
             if placement.layout(entry).tensors:
                 _fill(placement, entry, tile, packed, coded)
         for r in range(len(placement.state[u])):
-            with Writer(placement, Entry("state", u, r)) as buffer:
+            with writing(placement, Entry("state", u, r)) as buffer:
                 buffer.zero_()
 
 
@@ -156,7 +156,7 @@ def _fill(
     coded: Callable[[], Quantized],
 ) -> None:
     layout, at, packing = placement.layout(entry), 0, placement.geo.cfg.packing
-    with Writer(placement, entry) as buffer:
+    with writing(placement, entry) as buffer:
         for name, tensor in views(layout, buffer).items():
             part = packing.part_of(name) if packing else None
             if name.endswith(SCALE):
