@@ -48,9 +48,9 @@ class Optimizer:
         self.geo, self.plan, self.queues = placement.geo, placement.plan, placement.queues
         self.weights, self.gradients = weights, gradients
         self.kernels = Kernels(placement, adamw)
-        self.on_gpu = OnGpuUpdates(self.kernels, placement, weights)
-        self.on_cpu = CpuUpdates(self.kernels, placement, weights, gradients)
-        self.streamed = StreamedUpdates(self.kernels, placement, weights, self.on_cpu)
+        self.on_gpu = OnGpuUpdates(self.kernels, weights)
+        self.on_cpu = CpuUpdates(self.kernels, weights, gradients)
+        self.streamed = StreamedUpdates(self.kernels, weights, self.on_cpu)
         self.early = [u for u, unit in enumerate(self.plan.units) if unit.weights != "gpu" and unit.update == "cpu"]
         self.head_gpu = self.plan.units[self.geo.head].gpu  # has the statistics
         if not self.queues.simulated:

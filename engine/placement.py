@@ -290,8 +290,9 @@ class Placement:
         return " ".join((self.geo.names[entry.u], *([str(entry.r)] if entry.kind == "state" else []), *parts))
 
     def transfer(self, way: Way, entry: Entry, buffer: Tensor, after: Sequence[Task], *parts: str) -> Task:
-        """Queues a read from the SSD to a buffer in RAM, or a write, of an entry; of a record's `parts` alone at their
-        offsets. Frozen weights are read from the checkpoint's files or from the scratch space.
+        """Queues a read from the SSD to a buffer in RAM, with a check of its checksums for "verify", or a write, of an
+        entry; of a record's `parts` alone at their offsets. Frozen weights are read from the checkpoint's files or from
+        the scratch space.
         """
         files, state = self.files if self.in_place(entry) else None, entry.kind == "state"
         shards = self.shards_of(entry, *parts)
@@ -303,7 +304,7 @@ class Placement:
             else:
                 self.move(way, shards, buffer, later=state)
 
-        queue = f"{'state' if state else 'ssd'}_{way}"
+        queue = f"{'state' if state else 'ssd'}_{'write' if way == 'write' else 'read'}"
         return self.queues.run(queue, _kind(entry), self.label(entry, *parts), io, after, nbytes=nbytes)
 
     def fetch(self, entry: Entry, buffer: Tensor, after: Sequence[Task], *parts: str) -> Task:
@@ -311,19 +312,16 @@ class Placement:
         of its checksums.
         """
         stored, shards = self.stored(entry), self.shards_of(entry, *parts)
-        nbytes = sum(shard.layout.span for shard in shards)
+        if stored is None:
+            return self.transfer("verify", entry, buffer, after, *parts)
 
-        def io() -> None:
-            if stored is None:
-                self.move("verify", shards, buffer)
-                return
+        def down() -> None:
             for part in (slice(shard.first, shard.first + shard.layout.span) for shard in shards):
                 buffer[part].copy_(stored[part], non_blocking=True)
 
-        queue = "state_read" if entry.kind == "state" else "ssd_read"
-        if stored is not None:
-            queue = numbered("d2h", self.plan.units[self.geo.unit_of(entry.u)].gpu)
-        return self.queues.run(queue, _kind(entry), self.label(entry), io, after, nbytes=nbytes)
+        queue = numbered("d2h", self.plan.units[self.geo.unit_of(entry.u)].gpu)
+        nbytes = sum(shard.layout.span for shard in shards)
+        return self.queues.run(queue, _kind(entry), self.label(entry, *parts), down, after, nbytes=nbytes)
 
     def move(self, way: Way, shards: Sequence[Stored], buffer: Tensor, later: bool = False) -> None:
         """As `start`, and waits. Also after an error nothing is in flight."""

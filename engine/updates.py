@@ -60,8 +60,8 @@ class Kernels:
     """AdamW kernels with the hyper-parameters of the current step."""
 
     def __init__(self, placement: Placement, adamw: AdamW):
-        self.geo, self.plan, self.queues, self.adamw = placement.geo, placement.plan, placement.queues, adamw
-        self.clip = Clip(self.queues)
+        self.placement, self.adamw, self.clip = placement, adamw, Clip(placement.queues)
+        self.geo, self.plan, self.queues = placement.geo, placement.plan, placement.queues
         self.on_cuda = self.queues.device.type == "cuda"
         self.step, self.lr = 0, 0.0
         self.workers = None if self.queues.simulated else Workers(update_threads(self.plan.gpus))
@@ -104,9 +104,9 @@ def _nothing(w: Tensor, state: Mapping[str, Tensor], grad: Tensor) -> None:
 class OnGpuUpdates:
     """Updates of units whose state is on the GPU, in its compute queue."""
 
-    def __init__(self, kernels: Kernels, placement: Placement, weights: WeightStream):
+    def __init__(self, kernels: Kernels, weights: WeightStream):
         self.kernels, self.geo, self.plan, self.queues = kernels, kernels.geo, kernels.plan, kernels.queues
-        self.placement, self.weights = placement, weights
+        self.placement, self.weights = kernels.placement, weights
         self.parts: dict[int, list[tuple[Tensor, dict[str, Tensor]]]] = {}  # by unit: weights and state of each record
 
     def hand_over(self, u: int, gradient: Landed) -> None:
@@ -179,8 +179,7 @@ class CpuWork:
 class Read(NamedTuple):
     """A record that is being read from the SSD."""
 
-    u: int
-    r: int
+    entry: Entry
     buffer: Buffer
     task: Task
 
@@ -189,16 +188,15 @@ class Records:
     """Records stored on the SSD, read ahead while the pool has free buffers."""
 
     def __init__(self, placement: Placement):
-        self.placement, self.geo = placement, placement.geo
+        self.placement, self.pool = placement, placement.pool("host", "state pool")
         geo, plan = placement.geo, placement.plan
-        self.pool = placement.pool("host", "state pool")
         units = range(geo.n_units) if plan.mode == "forward" else reversed(range(geo.n_units))
         on_ssd = (u for u in units if plan.units[u].state == "ssd")
-        self.order = [(u, r) for u in on_ssd for r in range(len(geo.records(u, plan.record)))]
+        self.order = [Entry("state", u, r) for u in on_ssd for r in range(len(geo.records(u, plan.record)))]
         self.next = 0  # index in `order` of the next read
         self.readable = len(self.order)  # records to read; late moments must be written first
         self.ahead: deque[Read] = deque()
-        self.written: dict[tuple[int, int], tuple[Task, ...]] = {}
+        self.written: dict[Entry, tuple[Task, ...]] = {}
 
     def read_ahead(self) -> None:
         """Starts reads in the order of the updates, as far as there are buffers."""
@@ -206,30 +204,28 @@ class Records:
             self._read_next()
 
     def _read_next(self) -> None:
-        u, r = self.order[self.next]
+        self.ahead.append(self.read(self.order[self.next]))
         self.next = (self.next + 1) % len(self.order)
         self.readable -= 1
-        self.ahead.append(self.read(u, r))
 
-    def read(self, u: int, r: int, *parts: str) -> Read:
-        """Starts to read record r of unit u, or `parts` of it."""
-        buffer = self.pool.acquire(f"{self.geo.names[u]} state {r}")
-        ready, entry = (*buffer.ready, *self.written.get((u, r), ())), Entry("state", u, r)
-        return Read(u, r, buffer, self.placement.transfer("read", entry, buffer.tensor, ready, *parts))
+    def read(self, entry: Entry, *parts: str) -> Read:
+        """Starts to read a record, or `parts` of it."""
+        buffer = self.pool.acquire(self.placement.label(entry))
+        ready = (*buffer.ready, *self.written.get(entry, ()))
+        return Read(entry, buffer, self.placement.transfer("read", entry, buffer.tensor, ready, *parts))
 
-    def take(self, u: int, r: int) -> Read:
-        """Record r of unit u, which has to be the next in order."""
+    def take(self, entry: Entry) -> Read:
+        """A record, which has to be the next in order."""
         if not self.ahead:
             self._read_next()
         read = self.ahead.popleft()
-        assert (read.u, read.r) == (u, r), "optimizer records are read in the order of their updates"
+        assert read.entry == entry, "optimizer records are read in the order of their updates"
         return read
 
     def put_back(self, read: Read, done: Task, *parts: str) -> None:
         """Writes the record, or `parts` of it, after `done`, and frees its buffer."""
-        entry = Entry("state", read.u, read.r)
-        write = self.placement.transfer("write", entry, read.buffer.tensor, (done,), *parts)
-        self.written[read.u, read.r] = (write,)
+        write = self.placement.transfer("write", read.entry, read.buffer.tensor, (done,), *parts)
+        self.written[read.entry] = (write,)
         read.buffer.free((write,))
 
 
@@ -238,10 +234,10 @@ class CpuUpdates:
     moments.
     """
 
-    def __init__(self, kernels: Kernels, placement: Placement, weights: WeightStream, gradients: Gradients):
+    def __init__(self, kernels: Kernels, weights: WeightStream, gradients: Gradients):
         self.kernels, self.geo, self.plan = kernels, kernels.geo, kernels.plan
-        self.placement, self.weights, self.gradients = placement, weights, gradients
-        self.records = Records(placement)
+        self.placement, self.weights, self.gradients = kernels.placement, weights, gradients
+        self.records = Records(self.placement)
         self.late: dict[int, tuple[CpuWork, Sequence[Task]]] = {}  # moments that are due, and what they come after
         self.written: dict[int, tuple[Task, ...]] = {}  # the last late moments of a layer with state in RAM
 
@@ -269,7 +265,7 @@ class CpuUpdates:
 
     def _record(self, work: CpuWork, r: int, after: Sequence[Task], late: bool) -> Task:
         """Queues the update of a record on the SSD; with late moments only its low halves are written."""
-        read = self.records.take(work.u, r)
+        read = self.records.take(Entry("state", work.u, r))
         done = work.record(r, read.buffer.tensor, (*after, read.task))
         if not late:
             self.records.put_back(read, done)
@@ -287,7 +283,7 @@ class CpuUpdates:
             work, after = self.late.pop(u)
             if self.plan.units[work.u].state == "ssd" and work.ranges:
                 for r in range(len(work.ranges)):
-                    read = self.records.read(work.u, r, "moments")
+                    read = self.records.read(Entry("state", work.u, r), "moments")
                     done = work.record(r, read.buffer.tensor, (*after, read.task))
                     self.records.put_back(read, done, "moments")
                 self.records.readable += len(work.ranges)
@@ -306,10 +302,10 @@ class StreamedUpdates:
     They have queues of their own, while the CPU updates other units. Late moments are updated on the CPU.
     """
 
-    def __init__(self, kernels: Kernels, placement: Placement, weights: WeightStream, on_cpu: CpuUpdates):
+    def __init__(self, kernels: Kernels, weights: WeightStream, on_cpu: CpuUpdates):
         self.kernels, self.geo, self.plan, self.queues = kernels, kernels.geo, kernels.plan, kernels.queues
-        self.placement, self.weights, self.on_cpu = placement, weights, on_cpu
-        self.pools = placement.gpu_pools("state pool")
+        self.placement, self.weights, self.on_cpu = kernels.placement, weights, on_cpu
+        self.pools = self.placement.gpu_pools("state pool")
         self.written: dict[tuple[int, int], tuple[Task, ...]] = {}
         self.part: Part = "weights" if "gpu" in self.plan.late_moments else "all"
 

@@ -59,9 +59,10 @@ class OnGpu:
 class InRam(OnGpu):
     """Weights stored in RAM, valid there after `updated`."""
 
-    def __init__(self, name: str, placement: Placement, entry: Entry, pool: Pool, gpu: int):
-        self.name, self.placement, self.entry, self.pool, self.gpu = name, placement, entry, pool, gpu
-        self.nbytes = placement.layout(entry).span
+    def __init__(self, placement: Placement, entry: Entry, pool: Pool):
+        self.placement, self.entry, self.pool = placement, entry, pool
+        self.name, self.nbytes = placement.label(entry), placement.layout(entry).span
+        self.gpu = placement.plan.units[placement.geo.unit_of(entry.u)].gpu
         self.here = None  # while in use
         self.ready = ()
         self.updated: tuple[Task, ...] = ()
@@ -97,8 +98,8 @@ class InRam(OnGpu):
             for first, offset, n in pieces:
                 here.tensor[offset : offset + n].copy_(source[first : first + n], non_blocking=True)
 
-        label, queue = self.placement.label(self.entry), numbered("h2d", self.gpu)
-        return self.placement.queues.run(queue, "weights", label, up, (*here.ready, *come), nbytes=self.nbytes)
+        queue, ready = numbered("h2d", self.gpu), (*here.ready, *come)
+        return self.placement.queues.run(queue, "weights", self.name, up, ready, nbytes=self.nbytes)
 
     def _stored(self) -> Tensor:
         stored = self.placement.stored(self.entry)
@@ -132,13 +133,13 @@ class InRam(OnGpu):
 class OnSsd(InRam):
     """Weights stored on the SSD. They are read and written through staging buffers in RAM."""
 
-    def __init__(self, name: str, placement: Placement, entry: Entry, pool: Pool, gpu: int, staging: Pool):
-        super().__init__(name, placement, entry, pool, gpu)
+    def __init__(self, placement: Placement, entry: Entry, pool: Pool, staging: Pool):
+        super().__init__(placement, entry, pool)
         self.staging = staging
         self.fresh: Buffer | None = None  # new weights that are still in RAM
 
     def _copy_up(self, here: Buffer) -> Task:
-        source, self.fresh = self.fresh or self._read(self.placement.label(self.entry)), None
+        source, self.fresh = self.fresh or self._read(self.name), None
         done = self._copy(source.tensor, source.ready, here)
         source.free((done, *self.updated))
         return done
@@ -284,9 +285,9 @@ class WeightStream:
             resident = kind == "weights" and unit.resident
             to = placement.pool("gpu", "weights", name, gpu) if resident else pools[gpu][size]
             if tier == "host":
-                yield InRam(name, placement, entry, to, gpu)
+                yield InRam(placement, entry, to)
             else:
-                yield OnSsd(name, placement, entry, to, gpu, staging[size])
+                yield OnSsd(placement, entry, to, staging[size])
 
     # ------------------------------------------------ a pass
 
