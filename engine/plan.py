@@ -14,6 +14,7 @@ from trireme.storage.untrusted import read_text
 
 Tier = Literal["gpu", "host", "ssd"]
 SavedTier = Literal["gpu", "peer", "host", "ssd"]  # peer: another GPU's memory
+Saved = tuple[tuple[str, SavedTier], ...]  # as UnitPlan.saved
 Mode = Literal["forward", "backward"]
 TIERS: tuple[Tier, ...] = get_args(Tier)
 SAVED: tuple[SavedTier, ...] = get_args(SavedTier)
@@ -242,7 +243,7 @@ class Plan:
 
         def dealt(u: int, unit: UnitPlan) -> UnitPlan:
             gpu = last if u == head or (u == 0 and tied) else turns[(u - 1) // halves] if u else 0
-            saved: tuple[tuple[str, SavedTier], ...] = tuple((n, "host" if t == "peer" else t) for n, t in unit.saved)
+            saved: Saved = tuple((n, "host" if t == "peer" else t) for n, t in unit.saved)
             return made.setdefault((id(unit), gpu), replace(unit, gpu=gpu, peer=0, saved=saved))
 
         units = tuple(dealt(u, unit) for u, unit in enumerate(self.units))
@@ -264,11 +265,15 @@ class Plan:
         units = (made[id(unit)] if u in chosen else unit for u, unit in enumerate(self.units))
         return replace(self, units=tuple(units))
 
-    def with_units(self, changed: Mapping[int, UnitPlan]) -> Plan:
-        """This plan with other units at these indices. Equal units become one object (`distinct`)."""
-        one = dict[UnitPlan, UnitPlan]()
-        units = (changed.get(u, unit) for u, unit in enumerate(self.units))
-        return replace(self, units=tuple(one.setdefault(unit, unit) for unit in units))
+    def saving(self, saved: Mapping[int, Saved]) -> Plan:
+        """This plan with other saved tensors in some units, by index. Equal units stay one object (`distinct`)."""
+        units, made = list(self.units), dict[tuple[int, Saved], UnitPlan]()
+        for u, tensors in saved.items():
+            key = id(self.units[u]), tensors
+            if key not in made:
+                made[key] = replace(self.units[u], saved=tensors)
+            units[u] = made[key]
+        return replace(self, units=tuple(units))
 
     @cached_property
     def distinct(self) -> dict[int, UnitPlan]:

@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, Any, Literal, NamedTuple
 from trireme.engine.amounts import rounded_up
 from trireme.engine.buffers import each_usage, fits, fullest, usage
 from trireme.engine.geometry import STRETCH, Geometry, geometry
-from trireme.engine.plan import TIERS, DoesNotFit, Limits, Mode, Plan, SavedTier, Shares, Tier, UnitPlan
+from trireme.engine.plan import TIERS, DoesNotFit, Limits, Mode, Plan, Saved, Shares, Tier, UnitPlan
 from trireme.models.config import ModelConfig
 from trireme.models.sizes import narrow, shapes
 from trireme.storage.layout import ITEMSIZE
@@ -354,10 +354,8 @@ def share_updates(geo: Geometry, plan: Plan, limits: Limits, share: float) -> Pl
 
 def _keep_activations(geo: Geometry, plan: Plan, limits: Limits) -> Plan:
     """Saves all tensors of as many of the last blocks as fit on the GPU: these are needed for the shortest time."""
-    tier: SavedTier = "gpu"
-    all_of = {kind: tuple((name, tier) for name in geo.saved_names(kind)) for kind in geo.inner_kinds}
-    saving = lambda u: replace(plan.units[u], saved=all_of[geo.kinds[u]])
-    kept = lambda k: plan.with_units({u: saving(u) for u in range(geo.head - k, geo.head)})
+    all_of: dict[str, Saved] = {k: tuple((name, "gpu") for name in geo.saved_names(k)) for k in geo.inner_kinds}
+    kept = lambda k: plan.saving({u: all_of[geo.kinds[u]] for u in range(geo.head - k, geo.head)})
     return largest_fitting(geo, limits, geo.n_units - 2, kept)
 
 

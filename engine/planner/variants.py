@@ -329,16 +329,13 @@ def in_peers(geo: Geometry, plan: Plan, limits: Limits, steps: Sequence[Move]) -
         own = [u for u, unit in enumerate(plan.units) if unit.gpu in only]
         streamed = replace(plan, window=min(WINDOWS), swap_slots=min(SLOTS)).changed(own, resident=False)
         for roomy in (plan, streamed):
-            only_swapped = roomy.with_units({u: _swapped(roomy.units[u]) for u in own})
-            for base in dict.fromkeys((only_swapped, roomy.changed(own, saved=(), peer=0))):
+            swapped = {u: tuple(s for s in roomy.units[u].saved if s[1] in ("host", "ssd")) for u in own}
+            for base in dict.fromkeys(
+                (roomy.saving(swapped).changed(own, peer=0), roomy.changed(own, saved=(), peer=0))
+            ):
                 lending = lend(geo, base, limits, steps, only) if fits(geo, base, limits) else base
                 if lending != base:
                     yield lending
-
-
-def _swapped(unit: UnitPlan) -> UnitPlan:
-    """`unit`, saving only those tensors that it swaps to RAM or the SSD."""
-    return replace(unit, saved=tuple((n, tier) for n, tier in unit.saved if tier in ("host", "ssd")), peer=0)
 
 
 def fuller(geo: Geometry, plan: Plan, limits: Limits, states: bool) -> Iterable[Plan]:
@@ -391,7 +388,10 @@ def _lent(
                 break
         else:
             left[unit.gpu] += move.seconds
-    return max(left), plan.with_units(changed)
+    for unit in dict.fromkeys(changed.values()):
+        chosen = {u for u, other in changed.items() if other == unit}
+        plan = plan.changed(chosen, saved=unit.saved, peer=unit.peer)
+    return max(left), plan
 
 
 class _FreeMemory:
@@ -451,4 +451,4 @@ def with_moves(geo: Geometry, plan: Plan, steps: Sequence[Move], n: int, in_ram:
             tier: Tier = "host" if i in near else "ssd"
             if shapes.layer(geo.cfg, u) < last:
                 saved[u] = {name: saved[u].get(name, tier) for name in move.names}
-    return plan.with_units({u: replace(plan.units[u], saved=tuple(names.items())) for u, names in saved.items()})
+    return plan.saving({u: tuple(names.items()) for u, names in saved.items()})
