@@ -9,30 +9,17 @@ next layer is on another GPU, `x` goes through the same buffer in RAM as the mic
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator, Sequence
-from typing import Literal, NamedTuple, Protocol
+from typing import Literal, NamedTuple
 
 from torch import Tensor
 
-from trireme.engine.geometry import Geometry
 from trireme.engine.memory import Buffer, Pool, Prefetch, copied, flat, memory_of, views
 from trireme.engine.placement import Placement, Space
-from trireme.engine.plan import SAVED, Plan, SavedTier, Tier
+from trireme.engine.plan import SAVED, SavedTier, Tier
 from trireme.engine.queues.names import HOPS, numbered
 from trireme.engine.queues.task import Queues, Task
 
 # ---------------------------------------------------------------- outside the GPU
-
-
-class Outside(Protocol):
-    """A place for one activation outside its GPU: in RAM, on another GPU or on the SSD."""
-
-    def store(self, queue: str, label: str, here: Buffer, nbytes: int) -> Task:
-        """Copies the first `nbytes` of `here` to this place. Returns the task that reads `here` last."""
-        ...
-
-    def load(self, queue: str, label: str, here: Buffer, nbytes: int) -> Task:
-        """Copies the bytes back to `here`. Returns the task that writes `here` last."""
-        ...
 
 
 class InMemory:
@@ -42,9 +29,11 @@ class InMemory:
         self.queues, self.place = queues, place
 
     def store(self, queue: str, label: str, here: Buffer, nbytes: int) -> Task:
+        """Copies the first `nbytes` of `here` to this place. Returns the task that reads `here` last."""
         return self._copy(queue, label, here, self.place, nbytes)
 
     def load(self, queue: str, label: str, here: Buffer, nbytes: int) -> Task:
+        """Copies the bytes back to `here`. Returns the task that writes `here` last."""
         return self._copy(queue, label, self.place, here, nbytes)
 
     def _copy(self, queue: str, label: str, source: Buffer, target: Buffer, nbytes: int) -> Task:
@@ -86,12 +75,16 @@ class OnSsd:
         return task
 
 
+Outside = InMemory | OnSsd  # a place for one activation outside its GPU
+
+
 # ---------------------------------------------------------------- one activation
 
 
 class Way(NamedTuple):
     """The buffers and queues through which an activation gets from the task that writes it to those that read it."""
 
+    gpu: int  # of the tasks that read it
     out: Buffer | Pool  # to write it to
     back: Buffer | Pool  # to read it from
     leaves: str = ""  # the queue that copies it outside
@@ -273,8 +266,9 @@ class ActivationSwap:
     Copies back to the GPU are started in the order in which a pass reads them, each once its pool has a free buffer.
     """
 
-    def __init__(self, geo: Geometry, plan: Plan, placement: Placement, queues: Queues):
-        self.geo, self.plan, self.placement, self.queues = geo, plan, placement, queues
+    def __init__(self, placement: Placement):
+        self.placement, self.queues = placement, placement.queues
+        self.geo, self.plan = geo, plan = placement.geo, placement.plan
         self.hop_in, self.hop_out = HOPS if plan.gpus > 1 and plan.between == "host" else ("h2d", "d2h")
         self.to_next, self.again = Prefetch(), Prefetch()  # to the next layer; in backward what forward left
         self.staging = placement.pool("host", "staging pool")
@@ -316,21 +310,21 @@ class ActivationSwap:
         if tier == "gpu" and not divided:
             own = Buffer(next(on_gpu))
             through_ram = InMemory(self.queues, self.places[b]) if writer != reader and not stays else None
-            way = Way(own if writer == reader else out, own, leaves, through_ram, peer=peer)
+            way = Way(reader, own if writer == reader else out, own, leaves, through_ram, peer=peer)
         elif u == self.geo.head and stays:
-            way = Way(out, back, peer=peer)
+            way = Way(reader, out, back, peer=peer)
         elif tier == "gpu":
-            way = Way(out, back, leaves, InMemory(self.queues, self.places[b]))
+            way = Way(reader, out, back, leaves, InMemory(self.queues, self.places[b]))
         else:
             outside = self._outside(tier, in_ram, self.geo.x_bytes(self.plan.tokens))
-            way = Way(out, back, leaves, outside, stays=stays, peer=peer)
+            way = Way(reader, out, back, leaves, outside, stays=stays, peer=peer)
         return Activation(self, u, f"{self.geo.names[u]} x {b}", way)
 
     def _dx(self, u: int, b: int, pools: Pools) -> Activation:
         writer, reader = self._gpu(u, b), self._gpu(u - 1)
         outside = InMemory(self.queues, self.places[b]) if self.plan.between == "host" else None
         out, back, peer = self._pools_of(pools, writer, reader)
-        way = Way(out, back, numbered(self.hop_out, writer), outside, peer=peer)
+        way = Way(reader, out, back, numbered(self.hop_out, writer), outside, peer=peer)
         return Activation(self, u, f"{self.geo.names[u]} dx {b}", way)
 
     def _pools_of(self, pools: Pools, writer: int, reader: int) -> tuple[Pool, Pool, str]:
@@ -352,13 +346,13 @@ class ActivationSwap:
         def way(tier: SavedTier) -> Way:
             if tier == "gpu":
                 own = Buffer(next(on_gpu))
-                return Way(own, own)
+                return Way(gpu, own, own)
             pool = self.pools[tier][gpu]
             if tier == "peer":
                 of_peer = InMemory(self.queues, Buffer(next(lent)))
-                return Way(pool, pool, numbered("peer_out", gpu), of_peer, numbered("peer_in", gpu))
+                return Way(gpu, pool, pool, numbered("peer_out", gpu), of_peer, numbered("peer_in", gpu))
             nbytes = self.geo.saved_layout(u, unit.names(tier), self.plan.tokens).span
-            return Way(pool, pool, numbered("d2h", gpu), self._outside(tier, in_ram, nbytes))
+            return Way(gpu, pool, pool, numbered("d2h", gpu), self._outside(tier, in_ram, nbytes))
 
         for b in range(self.plan.n_micro):
             yield [Activation(self, u, f"{name} {t} {b}", way(t), unit.names(t)) for t in tiers]
@@ -385,24 +379,20 @@ class ActivationSwap:
     def expect_forward(self, n_micro: int) -> None:
         """Starts a forward pass: with `between` "host", each layer's input is brought back before the layer."""
         if self.plan.between == "host":
-            inputs = [(self._gpu(u, b), x) for u, of in enumerate(self.x) for b, x in enumerate(of[:n_micro])]
-            self._expect(self.to_next, self.hop_in, inputs)
+            self._expect(self.to_next, self.hop_in, [x for of in self.x for x in of[:n_micro]])
 
     def expect_head(self, n_micro: int) -> None:
         """To be called before the head reads its inputs a second time, for losses that compare micro-batches."""
         if self.plan.between == "host":
-            inputs = enumerate(self.x[self.geo.head][:n_micro])
-            self._expect(self.to_next, self.hop_in, [(self.plan.loss_gpu(b), x) for b, x in inputs])
+            self._expect(self.to_next, self.hop_in, self.x[self.geo.head][:n_micro])
 
     def expect_backward(self, n_micro: int) -> None:
         """Starts a backward pass: what forward stored outside is brought back before its layer, and, with `between`
         "host", the gradients of inputs.
         """
-        blocks, micro_batches = range(self.geo.head - 1, 0, -1), range(n_micro)
-        left = [(self._gpu(u), each) for u in blocks for each in self._left(u, n_micro)]
-        self._expect(self.again, "h2d", [(gpu, each) for gpu, each in left if isinstance(each.way.back, Pool)])
-        above = [(self._gpu(u - 1), self.dx[u][b]) for u in range(self.geo.head, 0, -1) for b in micro_batches]
-        self._expect(self.to_next, self.hop_in, above)
+        left = [each for u in range(self.geo.head - 1, 0, -1) for each in self._left(u, n_micro)]
+        self._expect(self.again, "h2d", [each for each in left if isinstance(each.way.back, Pool)])
+        self._expect(self.to_next, self.hop_in, [dx for of in self.dx[:0:-1] for dx in of[:n_micro]])
 
     def _left(self, u: int, n_micro: int) -> list[Activation]:
         """Layer u's activations in the order in which backward reads them; of slices, the last one reads what is
@@ -413,12 +403,12 @@ class ActivationSwap:
             return [*x, *(each for of in saved for each in of)]
         return [each for b in range(n_micro) for each in (x[b], *saved[b])]
 
-    def _expect(self, prefetch: Prefetch, queue: str, read: Sequence[tuple[int, Activation]]) -> None:
-        """`read`: (GPU of the reader, activation), in the order in which layers read them."""
-        coming = [(gpu, each) for gpu, each in read if each.way.outside is not None]
-        for gpu, each in coming:
-            each.queue = each.way.comes or numbered(queue, gpu)
-        prefetch.expect(coming)
+    def _expect(self, prefetch: Prefetch, queue: str, read: Sequence[Activation]) -> None:
+        """`read`: in the order in which layers read them."""
+        coming = [each for each in read if each.way.outside is not None]
+        for each in coming:
+            each.queue = each.way.comes or numbered(queue, each.way.gpu)
+        prefetch.expect([(each.way.gpu, each) for each in coming])
 
     def go_on(self) -> None:
         """To be called when a buffer was freed or an activation stored: starts the transfers that can start now."""

@@ -7,6 +7,7 @@ from __future__ import annotations
 from collections import deque
 from collections.abc import Iterator
 from concurrent.futures import Future, wait
+from contextlib import contextmanager
 from dataclasses import dataclass
 from itertools import cycle
 
@@ -80,35 +81,26 @@ class Reader:
         return self.read(entry, "low")[lo.offset : lo.offset + lo.nbytes]
 
 
-class Writer:
-    """A context that gives a buffer in RAM for an entry's bytes, between steps, and stores them on exit."""
-
-    def __init__(self, placement: Placement, entry: Entry):
-        self.placement, self.entry, self.stored = placement, entry, placement.stored(entry)
-        in_ram = placement.in_ram(entry)
-        self.buffer = staging(placement, entry) if in_ram is None else in_ram
-
-    def __enter__(self) -> Tensor:
-        return self.buffer
-
-    def __exit__(self, kind: object, error: object, trace: object) -> None:
-        if error is not None or self.buffer is self.stored or self.placement.in_place(self.entry):
-            return
-        if self.stored is None:
-            self.placement.move(
-                self.placement.transfer(self.entry, "write"), self.placement.shards_of(self.entry), self.buffer
-            )
-        else:
-            self.stored[: len(self.buffer)].copy_(self.buffer)
-
-
-def staging(placement: Placement, entry: Entry) -> Tensor:
-    """The staging buffer in RAM, cut to the entry's size: for entries that are not stored in RAM."""
-    return next(iter(placement.many("host", "staging")), NOTHING)[: placement.layout(entry).span]
+@contextmanager
+def writing(placement: Placement, entry: Entry) -> Iterator[Tensor]:
+    """A context with a buffer in RAM for an entry's bytes, between steps, which are stored at its end. Raises
+    StoreError.
+    """
+    stored, buffer = placement.stored(entry), placement.in_ram(entry)
+    buffer = _place(placement, entry)[1] if buffer is None else buffer
+    yield buffer
+    if buffer is stored or placement.in_place(entry):
+        return
+    if stored is None:
+        placement.move("write", placement.shards_of(entry), buffer)
+    else:
+        stored[: len(buffer)].copy_(buffer)
 
 
 def _place(placement: Placement, entry: Entry) -> tuple[int, Tensor]:
-    """(first byte, buffer) within the staging buffer for an entry: records lie at its end, weights at its beginning."""
+    """(first byte, buffer) within the staging buffer in RAM for an entry that is not stored in RAM: records lie at its
+    end, weights at its beginning.
+    """
     whole, span = next(iter(placement.many("host", "staging")), NOTHING), placement.layout(entry).span
     begin = placement.staging - span if entry.kind == "state" else 0
     return begin, whole[begin : begin + span]
@@ -118,7 +110,7 @@ def save_to_store(placement: Placement, progress: Progress = silent) -> None:
     """Writes what is stored on GPUs or in RAM to its shards in the store. Raises StoreError."""
     reader, written = Reader(placement), list[tuple[Entry, Task]]()
     for entry in placement.entries(everything=False):
-        written.append((entry, placement.write(entry, *reader.bring(entry))))
+        written.append((entry, placement.transfer("write", entry, *reader.bring(entry))))
         reader.used(written[-1][1])
     for entry, task in () if placement.queues.simulated else written:
         task.wait()
@@ -146,7 +138,7 @@ def load_from_store(placement: Placement, progress: Progress, everything: bool =
         for entry, buffer in _places(placement, everything):
             while len(coming) == READ_AHEAD or any(buffer is taken for _, taken, _ in coming):
                 arrive()
-            coming.append((entry, buffer, placement.start(placement.ssd.verify, placement.shards_of(entry), buffer)))
+            coming.append((entry, buffer, placement.start("verify", placement.shards_of(entry), buffer)))
         while coming:
             arrive()
     finally:

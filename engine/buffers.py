@@ -6,7 +6,7 @@ from collections import Counter
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, replace
 from functools import lru_cache
-from typing import Literal
+from typing import Literal, get_args
 
 from trireme.engine.geometry import Geometry, extent
 from trireme.engine.plan import SAVED, Limits, Plan, Tier
@@ -27,26 +27,17 @@ Alike = Sequence[tuple[int, int]]  # (a unit, the number of units with its kind 
 Group = Literal["weights", "gradients", "optimizer state", "activations", "workspace"]  # rows of the memory table
 
 # What buffers hold, by group. Those of a pool pass from owner to owner.
-What = Literal[
+OfWeights = Literal[
     "weights", "weights pool", "weights copy", "base", "base pool", "base copy", "decoded", "decoded copy",
-    "sum", "sum of embedding", "sums", "rounded", "rounded pool", "gradient", "whole gradient", "gradient pool",
-    "state", "state pool",
-    "x", "x pool", "dx", "dx pool", "saved", "lent", "saved pool", "passed pool", "staging pool",
-    "dlogits", "staging",
 ]  # fmt: skip
-GROUPS: dict[Group, tuple[What, ...]] = {
-    "weights": (
-        *("weights", "weights pool", "weights copy", "base", "base pool", "base copy"),
-        *("decoded", "decoded copy"),
-    ),
-    "gradients": (
-        *("sum", "sum of embedding", "sums", "rounded", "rounded pool"),
-        *("gradient", "whole gradient", "gradient pool"),
-    ),
-    "optimizer state": ("state", "state pool"),
-    "activations": ("x", "x pool", "dx", "dx pool", "saved", "lent", "saved pool", "passed pool", "staging pool"),
-    "workspace": ("dlogits", "staging"),
-}
+OfGradients = Literal[
+    "sum", "sum of embedding", "sums", "rounded", "rounded pool", "gradient", "whole gradient", "gradient pool",
+]  # fmt: skip
+OfState = Literal["state", "state pool"]
+OfActivations = Literal["x", "x pool", "dx", "dx pool", "saved", "lent", "saved pool", "passed pool", "staging pool"]
+OfWorkspace = Literal["dlogits", "staging"]
+What = OfWeights | OfGradients | OfState | OfActivations | OfWorkspace
+GROUPS: dict[Group, tuple[What, ...]] = dict(zip(get_args(Group), map(get_args, get_args(What)), strict=True))
 GROUP = {what: group for group, all_of in GROUPS.items() for what in all_of}
 
 

@@ -6,6 +6,7 @@ import zlib
 from collections.abc import Callable, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass, field
+from functools import partial
 from typing import Any, Generic, NamedTuple, Protocol, TypeVar
 
 import numpy as np
@@ -52,9 +53,8 @@ class Engine:
     activations: ActivationSwap
     gradients: Gradients
     optimizer: Optimizer
-    views: dict[tuple[int, ...], Any] = field(
-        default_factory=dict, repr=False
-    )  # of buffers, by layer and address; buffers never move
+    # Of buffers, by layer and address; buffers never move.
+    views: dict[tuple[int, ...], Any] = field(default_factory=dict, repr=False)
 
     def claim_scratch(self, devices: Sequence[Device]) -> None:
         """Takes space on the drives for frozen weights, activations and gradients. Raises StoreError."""
@@ -122,21 +122,15 @@ def build(
         raise InputError("plan: losses of a score head are computed on the head's GPU: losses is empty")
     assert plan.slices == 1 or narrow.may_be_sliced(cfg), "slices are of frozen experts"
     assert len(queues.devices) == plan.gpus, "queues for other GPUs than the plan's"
-    geo, others = Geometry.of(cfg, plan), queues.devices[1:]
-    given = queues.device, limits.gpu, limits.host, queues.simulated
-    memory = Memory(*given, pinned=pinned, others=others, less=limits.less)
+    geo, memory = Geometry.of(cfg, plan), Memory(queues.devices, limits, queues.simulated, pinned=pinned)
     if poison:
         memory.poison = lambda buffer: _poison(queues, buffer)
     for gpu in range(plan.gpus):
         memory.reserve("gpu", "workspace", workspace(geo, plan, gpu), gpu=gpu)
     placement = Placement(geo, plan, memory, queues, store, Space(scratch), files)
-    weights = WeightStream(geo, plan, placement, queues)
-    swap = ActivationSwap(geo, plan, placement, queues)
-    alone = plan.hosts == 1
-    gradients = (
-        Gradients(geo, plan, placement, queues) if alone else SharedGradients(geo, plan, placement, queues, wire)
-    )
-    optimizer = Optimizer(placement, weights, gradients, queues, adamw or AdamW())
+    weights, swap = WeightStream(placement), ActivationSwap(placement)
+    gradients = Gradients(placement) if plan.hosts == 1 else SharedGradients(placement, wire)
+    optimizer = Optimizer(placement, weights, gradients, adamw or AdamW())
     return Engine(geo.cfg, geo, plan, queues, memory, placement, weights, swap, gradients, optimizer)
 
 
@@ -243,20 +237,16 @@ def in_ram(cfg: ModelConfig, micro_batch: MicroBatch, pinned: bool = False, nois
     """Makes the tensors of a micro-batch in RAM. `pinned`: in pinned memory, so that copies to a GPU are
     asynchronous.
     """
+    pin = Tensor.pin_memory if pinned else lambda tensor: tensor
     given = micro_batch.ids, micro_batch.labels, np.flatnonzero(micro_batch.labels >= 0)
-    ids, labels, loss_rows = (torch.from_numpy(array.astype(np.int64)) for array in given)
-    docs = ops.lay_docs(micro_batch.lengths)
-    weights = micro_batch.weights
+    ids, labels, loss_rows = (pin(torch.from_numpy(array.astype(np.int64))) for array in given)
+    docs, weights = ops.lay_docs(micro_batch.lengths), micro_batch.weights
+    docs = docs._replace(content=pin(docs.content))
     of_docs, factors = documents_of(micro_batch), None
     if weights is not None and of_docs is None:
-        factors = torch.from_numpy(np.repeat(weights, micro_batch.lengths).astype(np.float32))
-    shares = Shares(*map(torch.from_numpy, micro_batch.taught)) if micro_batch.taught else None
-    if pinned:
-        ids, labels, loss_rows = (t.pin_memory() for t in (ids, labels, loss_rows))
-        factors = factors.pin_memory() if factors is not None else None
-        docs = docs._replace(content=docs.content.pin_memory())
-        noise = noise and noise._replace(scale=noise.scale.pin_memory())
-        shares = shares and Shares(*(t.pin_memory() for t in shares))
+        factors = pin(torch.from_numpy(np.repeat(weights, micro_batch.lengths).astype(np.float32)))
+    shares = Shares(*(pin(torch.from_numpy(array)) for array in micro_batch.taught)) if micro_batch.taught else None
+    noise = noise and noise._replace(scale=pin(noise.scale))
     pairs = costs.layer_pairs(cfg, micro_batch.lengths)
     return InRam(
         len(labels), len(loss_rows), pairs, ids, labels, loss_rows, docs, False, noise, of_docs, factors, shares
@@ -313,11 +303,12 @@ def placed(
     """
     packed = []
     for (tables, device), load in zip(places, loads or [None] * len(places), strict=True):
-        ids, labels, loss_rows = (t.to(device, non_blocking=True) for t in (mb.ids, mb.labels, mb.loss_rows))
+        move = partial(Tensor.to, device=device, non_blocking=True)
+        ids, labels, loss_rows = map(move, (mb.ids, mb.labels, mb.loss_rows))
         counts = load and load._replace(counted=not mb.idle)
-        noise = mb.noise and mb.noise._replace(scale=mb.noise.scale.to(device, non_blocking=True))
-        factors = None if mb.factors is None else mb.factors.to(device, non_blocking=True)
-        shares = mb.shares and Shares(*(t.to(device, non_blocking=True) for t in mb.shares))
+        noise = mb.noise and mb.noise._replace(scale=move(mb.noise.scale))
+        factors = None if mb.factors is None else move(mb.factors)
+        shares = mb.shares and Shares(*map(move, mb.shares))
         rows = Rows(ops.place_docs(mb.docs, device), tables, counts, noise, mb.dropout)
         packed.append(Packed(ids, labels, loss_rows, rows, factors, shares, correct))
     return Inputs(mb.tokens, mb.trained, mb.pairs, tuple(packed), mb.of_docs)

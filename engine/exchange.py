@@ -13,7 +13,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from trireme.engine.between import Reader, Writer
+from trireme.engine.between import Reader, writing
 from trireme.engine.placement import Entry, Placement, Progress, silent
 from trireme.kernels.fp8 import reference as fp8
 from trireme.kernels.reference import join_master, split_master
@@ -32,6 +32,7 @@ Read = Callable[[str, int, int], Iterable[np.ndarray]]  # (tensor, first, last) 
 LOADERS = 8  # tensors read at once
 PIECE = 1 << 18  # elements at a time, in a core's cache
 LARGEST_F16 = 65504.0
+BITS = NUMPY | {"I16": np.int16, "I32": np.int32} | dict.fromkeys(("I8", "U8", "F8_E4M3", "F8_E8M0"), np.uint8)
 
 
 class Exchange:
@@ -211,7 +212,7 @@ def _fill_weights(placement: Placement, entry: Entry, read: Read, pool: ThreadPo
     """Fills the weights of one entry; returns the checksum of the values read."""
     layout, sums = placement.layout(entry), list[str]()
     if layout.tensors:
-        with Writer(placement, entry) as buffer:
+        with writing(placement, entry) as buffer:
             of_units = entry.kind == "base" and entry.u < placement.geo.n_units
             for group in placement.geo.kept_in_fp8(entry.u) if of_units else ():
                 sums += _fill_codes(group, placement, entry, buffer, read, pool)
@@ -262,7 +263,7 @@ def _fill_record(placement: Placement, u: int, r: int, read: Read, in_bf16: Cont
     if stored is not None and stored is not placement.in_ram(entry) and _is_zero(placement, u, in_bf16):
         stored.zero_()  # on the GPU: nothing to bring
         return
-    with Writer(placement, entry) as buffer:
+    with writing(placement, entry) as buffer:
         if not (blank and placement.in_ram(entry) is buffer):
             buffer.zero_()
         if placement.geo.dtype == "F32":
@@ -307,16 +308,7 @@ def fetch(reader: Reader, u: int, name: str, exact: bool) -> Iterator[np.ndarray
 
 def _numpy(buffer: Tensor, t: TensorSpec) -> np.ndarray:
     """A tensor's values in a buffer, flat; bf16 and fp8 codes as bits."""
-    others = {
-        "I16": np.int16,
-        "I32": np.int32,
-        "I8": np.uint8,
-        "U8": np.uint8,
-        "F8_E4M3": np.uint8,
-        "F8_E8M0": np.uint8,
-    }
-    kind = others.get(t.dtype) or NUMPY[t.dtype]
-    return buffer[t.offset : t.offset + t.nbytes].numpy().view(kind)
+    return buffer[t.offset : t.offset + t.nbytes].numpy().view(BITS[t.dtype])
 
 
 def _tensor(values: np.ndarray) -> Tensor:

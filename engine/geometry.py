@@ -331,15 +331,12 @@ class Geometry:
         """The host that updates an element."""
         return next(h for h, share in enumerate(self.shares(u, record)) if share.start <= element < share.stop)
 
-    def share_span(self, u: int, record: int) -> int:
-        """Bytes of the gradient of this host's share; of one host, of the whole unit."""
-        own = self.share(u, record)
-        return self.weights[u].span if self.hosts == 1 else round_up((own.stop - own.start) * ITEMSIZE[self.dtype])
-
     def share_spans(self, record: int) -> tuple[int, ...]:
-        """`share_span` of each unit."""
+        """Bytes of this host's share of each unit's gradient; of one host, of the whole unit."""
         if record not in self._shares:
-            self._shares[record] = tuple(self.share_span(u, record) for u in range(self.n_units))
+            own = (self.share(u, record) for u in range(self.n_units))
+            parts = (round_up((s.stop - s.start) * ITEMSIZE[self.dtype]) for s in own)
+            self._shares[record] = tuple(parts if self.hosts > 1 else (layout.span for layout in self.weights))
         return self._shares[record]
 
     def workspace_bytes(self, u: int, tokens: int, grad_itemsize: int) -> int:

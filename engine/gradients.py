@@ -13,34 +13,21 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from trireme.engine.geometry import Geometry, Stretch, extent
+from trireme.engine.geometry import Stretch, extent
 from trireme.engine.memory import NOTHING, Buffer, Pool, copied, flat, memory_of, views
 from trireme.engine.placement import Placement
-from trireme.engine.plan import Plan
 from trireme.engine.queues.names import numbered
-from trireme.engine.queues.task import Queues, Task
+from trireme.engine.queues.task import Task
 from trireme.kernels import ops
 from trireme.storage.layout import ITEMSIZE, round_up
 
 
-class Gradient(NamedTuple):
-    """The buffer in which a unit's gradient is summed, as a task's use."""
-
-    buffer: Buffer
-
-    @property
-    def ready(self) -> tuple[Task, ...]:
-        return self.buffer.ready
-
-    def done(self, task: Task) -> None:
-        self.buffer.ready = (task,)
-
-
 class Elements(NamedTuple):
-    """Some elements of a gradient, valid after `ready`. `buffer`: to be freed after the last task that reads them."""
+    """Some elements of a gradient, valid after its `ready`. `buffer`: to be freed after the last task that reads
+    them.
+    """
 
     tensor: Tensor
-    ready: tuple[Task, ...]
     buffer: Buffer | None = None
 
 
@@ -54,7 +41,7 @@ class Landed:
     def part(self, a: int, b: int) -> Elements:
         """Elements [a, b)."""
         start, stop = ((i - self.first) * self.itemsize for i in (a, b))
-        return Elements(self.buffer.tensor[start:stop], self.ready)
+        return Elements(self.buffer.tensor[start:stop])
 
     def free(self, after: Sequence[Task]) -> None:
         self.buffer.free(after)
@@ -63,10 +50,11 @@ class Landed:
 class Spilled:
     """A gradient in the scratch space on the SSD, which waits for its update. Parts are read to buffers in RAM."""
 
-    def __init__(self, name: str, nbytes: int, itemsize: int, placement: Placement, queues: Queues, pool: Pool):
-        self.name, self.nbytes, self.itemsize = name, nbytes, itemsize
-        self.space, self.queues, self.pool = placement.space, queues, pool
-        self.offset = placement.space.reserve(nbytes)
+    def __init__(self, placement: Placement, u: int, pool: Pool):
+        geo = placement.geo
+        self.name, self.nbytes, self.itemsize = geo.names[u], geo.weights[u].span, ITEMSIZE[geo.dtype]
+        self.space, self.queues, self.pool = placement.space, placement.queues, pool
+        self.offset = self.space.reserve(self.nbytes)
         self.ready: tuple[Task, ...] = ()  # last task on it
 
     def write(self, source: Buffer, landed: Task) -> None:
@@ -89,7 +77,7 @@ class Spilled:
 
         ready = (*buffer.ready, *self.ready)
         self.ready = (self.queues.run("state_read", "gradient", self.name, read, ready, nbytes=end - first),)
-        return Elements(buffer.tensor[a * self.itemsize - first : b * self.itemsize - first], self.ready, buffer)
+        return Elements(buffer.tensor[a * self.itemsize - first : b * self.itemsize - first], buffer)
 
     def free(self, after: Sequence[Task]) -> None:
         """Does nothing: its space on the SSD is its own."""
@@ -98,8 +86,8 @@ class Spilled:
 class Gradients:
     """The sums of a step's gradients, and in `landed` the gradients that wait for their updates, by unit."""
 
-    def __init__(self, geo: Geometry, plan: Plan, placement: Placement, queues: Queues):
-        self.geo, self.plan, self.placement, self.queues = geo, plan, placement, queues
+    def __init__(self, placement: Placement):
+        self.geo, self.plan, self.queues = geo, plan, queues = placement.geo, placement.plan, placement.queues
         self.wide = geo.gradients if plan.sums_wide else geo.weights  # of the accumulators
         self.accumulators, self.tied = placement.gpu_pools("sum"), placement.gpu_pools("sum of embedding")
         self.out = placement.gpu_pools("rounded pool")  # rounded
@@ -109,32 +97,29 @@ class Gradients:
         self.dlogits = placement.gpu_pools("dlogits")
         self.landed: dict[int, Landed | Spilled] = {}
         self.itemsize = ITEMSIZE[geo.dtype]
-        self.on_gpu = [Buffer(tensor) for tensor in placement.gradients]  # of layers that are updated there
-        self.on_ssd = {
-            u: Spilled(geo.names[u], geo.weights[u].span, self.itemsize, placement, queues, back)
-            for u in range(geo.n_units)
-            if plan.spilled(u)
-        }
+        units = range(geo.n_units)
+        self.on_gpu = [Buffer(placement.of(u, "gpu", "rounded")) for u in units]  # of layers that are updated there
+        self.on_ssd = {u: Spilled(placement, u, back) for u in units if plan.spilled(u)}
         if not queues.simulated:
             sums = (torch.zeros(geo.first_stretch[-1], device=device) for device in queues.devices)
             self.sums = list(sums)  # of squares by stretch, by GPU: each its units'
 
-    def get(self, u: int, gpu: int | None = None) -> Gradient:
+    def get(self, u: int, gpu: int | None = None) -> Buffer:
         """The buffer of unit u's sum, zero before the first addition. `gpu`: moves the sum to another GPU than the
         unit's.
         """
         if not self.geo.numel[u]:
-            return Gradient(Buffer(NOTHING))
+            return Buffer(NOTHING)
         gpu = self.plan.units[u].gpu if gpu is None else gpu
         if u not in self.holding:
             self._begin(u, gpu)
         if gpu != self.at[u]:
             self._move(u, gpu)
-        return Gradient(self.holding[u])
+        return self.holding[u]
 
-    def tensors(self, u: int, gradient: Gradient) -> dict[str, Tensor]:
+    def tensors(self, u: int, gradient: Buffer) -> dict[str, Tensor]:
         """Views of a sum, by name."""
-        return views(self.wide[u], gradient.buffer.tensor) if self.geo.numel[u] else {}
+        return views(self.wide[u], gradient.tensor) if self.geo.numel[u] else {}
 
     def _begin(self, u: int, gpu: int) -> None:
         """Takes a buffer for unit u's sum on a GPU, and sets it to zero."""

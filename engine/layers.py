@@ -14,10 +14,9 @@ from torch import Tensor
 
 from trireme.engine.activations import saved_tensors
 from trireme.engine.build import Engine, Inputs
-from trireme.engine.gradients import Gradient
 from trireme.engine.memory import NOTHING, Buffer, Use, flat
 from trireme.engine.queues.task import Task
-from trireme.engine.weights import LayerPart, LayerWeights, SliceWeights
+from trireme.engine.weights import LayerPart, LayerWeights
 from trireme.models import head, model
 from trireme.models.losses.comparison import Comparison
 from trireme.models.sizes import costs
@@ -54,8 +53,8 @@ def forward_block(e: Engine, u: int, b: int, w: LayerPart, mb: Inputs, train: bo
         model.forward(e.cfg, u, weights, x.rows(), rows, kept, onto.rows(), passed=sums)
 
     weights = weights_of(e, w)
-    flops = costs.forward_flops(e.cfg, u, mb.tokens, mb.pairs) * share_of(e, w)
-    return e.compute("forward", u, forward, (w, *saved, x, *out, *passed), flops, name_of(e, w))
+    flops = costs.forward_flops(e.cfg, u, mb.tokens, mb.pairs) * w.share
+    return e.compute("forward", u, forward, (w, *saved, x, *out, *passed), flops, w.name)
 
 
 # ---------------------------------------------------------------- the head
@@ -72,13 +71,6 @@ class Left(NamedTuple):
     dlogits: Buffer  # (M, V)
     norm: list[head.HeadWeights]  # the final norm's gradient: `loss` appends it, `add_gradients` takes it
 
-    @property
-    def ready(self) -> tuple[Task, ...]:
-        return self.dlogits.ready
-
-    def done(self, task: Task) -> None:
-        self.dlogits.ready = (task,)
-
     def logits(self, e: Engine, mb: Inputs) -> Tensor:
         vocab = e.cfg.vocab
         return flat(self.dlogits.tensor, e.geo.dtype, mb.trained * vocab).view(mb.trained, vocab)
@@ -90,7 +82,7 @@ class Into(NamedTuple):
     """
 
     scale: float
-    g: Mapping[int, Gradient]  # by unit
+    g: Mapping[int, Buffer]  # sums, by unit
     left: Left | None = None
     comparison: Comparison | None = None  # has the losses' factors
     compared: Sequence[Task] = ()  # makes them
@@ -143,13 +135,12 @@ def loss(
     grads = {v: gradients_of(e, v, gradient) for v, gradient in g.items()}
     once, back = (count(e.cfg, u, mb.trained, mb.pairs) for count in (costs.forward_flops, costs.backward_flops))
     flops = once + (once if left else back if g else 0)
-    written: list[Use] = [use for use in (dx, left) if use]
-    uses: list[Use] = [*w.values(), x, *g.values(), *written]
+    uses: list[Use] = [*w.values(), x, *g.values(), *([dx] if dx else []), *([left.dlogits] if left else [])]
     return e.compute("loss", u, add, uses, flops, gpu=gpu, after=compared)
 
 
 def add_gradients(
-    e: Engine, b: int, w: Mapping[int, LayerWeights], g: Mapping[int, Gradient], mb: Inputs, left: Left
+    e: Engine, b: int, w: Mapping[int, LayerWeights], g: Mapping[int, Buffer], mb: Inputs, left: Left
 ) -> Task:
     """Adds the head's gradients of micro-batch b, from what its `loss` left, to `g`."""
     u, gpu = e.geo.head, e.plan.loss_gpu(b)
@@ -163,7 +154,7 @@ def add_gradients(
     weights = {v: weights_of(e, layer) for v, layer in w.items()}
     grads = {v: gradients_of(e, v, gradient) for v, gradient in g.items()}
     once, back = (count(e.cfg, u, mb.trained, mb.pairs) for count in (costs.forward_flops, costs.backward_flops))
-    uses: tuple[Use, ...] = (*w.values(), x, *g.values(), left)
+    uses: tuple[Use, ...] = (*w.values(), x, *g.values(), left.dlogits)
     done = e.compute("loss", u, add, uses, back - once, f"{e.geo.names[u]} {GRADIENT}", gpu)
     left.dlogits.free((done,))
     return done
@@ -200,7 +191,7 @@ def backward_block(e: Engine, u: int, b: int, w: LayerPart, mb: Inputs) -> Task:
     flops = costs.backward_flops(e.cfg, u, mb.tokens, mb.pairs)
     flops += costs.recompute_flops(e.cfg, kept, mb.tokens, mb.pairs, e.geo.kinds[u])
     uses = w, gradient, x, *saved, dy, *dx, *passed
-    return e.compute("backward", u, backward, uses, flops * share_of(e, w), name_of(e, w))
+    return e.compute("backward", u, backward, uses, flops * w.share, w.name)
 
 
 def backward_embedding(e: Engine, b: int, mb: Inputs) -> Task:
@@ -221,28 +212,17 @@ def weights_of(e: Engine, part: LayerPart) -> Any:
     """The weights of a layer in use, as model.weights gives them. None in a simulation."""
     if e.queues.simulated:
         return None
-    own = e.geo.slice_at(part.v).own if isinstance(part, SliceWeights) else None
-    key = part.u, own.start if own else 0, *(frozen.get().tensor.data_ptr() for frozen in part.stored)
+    key = part.u, part.own.start if part.own else 0, *(frozen.get().tensor.data_ptr() for frozen in part.stored)
     if key not in e.views:
-        e.views[key] = model.weights(e.cfg, part.u, e.weights.tensors(part), own)
+        e.views[key] = model.weights(e.cfg, part.u, part.tensors(e.geo), part.own)
     return e.views[key]
 
 
-def name_of(e: Engine, part: LayerPart) -> str:
-    """The name of a layer, or of a slice of its experts."""
-    return e.geo.base_names[part.v] if isinstance(part, SliceWeights) else e.geo.names[part.u]
-
-
-def share_of(e: Engine, part: LayerPart) -> float:
-    """The share of its layer's work that a slice does."""
-    return e.geo.share_of_slice(part.v) if isinstance(part, SliceWeights) else 1
-
-
-def gradients_of(e: Engine, u: int, gradient: Gradient) -> Any:
+def gradients_of(e: Engine, u: int, gradient: Buffer) -> Any:
     """The gradient sums of a layer, as model.gradients gives them. None in a simulation."""
     if e.queues.simulated:
         return None
-    key = u, gradient.buffer.tensor.data_ptr()
+    key = u, gradient.tensor.data_ptr()
     if key not in e.views:
         e.views[key] = model.gradients(e.cfg, u, e.gradients.tensors(u, gradient))
     return e.views[key]

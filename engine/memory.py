@@ -19,7 +19,7 @@ import torch
 from torch import Tensor
 
 from trireme.engine.amounts import gib
-from trireme.engine.plan import DoesNotFit
+from trireme.engine.plan import DoesNotFit, Limits
 from trireme.engine.queues.names import numbered
 from trireme.engine.queues.task import Kind, Queues, Task
 from trireme.storage.layout import Layout, round_up
@@ -71,6 +71,10 @@ class Buffer:
         self.ready: tuple[Task, ...] = ()
         self.owner: str | None = None
         self.content: object | None = None
+
+    def done(self, task: Task) -> None:
+        """As a task's use (Use): the next task that uses it comes after `task`."""
+        self.ready = (task,)
 
     def used(self, task: Task) -> None:
         """The next task that writes it comes after `task`, too."""
@@ -203,20 +207,17 @@ class Prefetch:
 
 @dataclass(eq=False)
 class Memory:
-    """Allocates named buffers under limits in bytes, of each GPU and of RAM. On the CPU the tier "gpu" is in RAM, too.
+    """Allocates named buffers under limits. On the CPU the tier "gpu" is in RAM, too.
 
     `simulated`: only counts them. `poison`: called with buffers when they are freed.
     """
 
-    device: torch.device
-    gpu_limit: int
-    ram_limit: int
+    devices: Sequence[torch.device]  # GPUs
+    limits: Limits
     simulated: bool = False
     poison: Poison | None = None
     pinned: bool = True  # register host memory; False after a refusal
     refused: int = 0  # bytes not registered
-    others: Sequence[torch.device] = ()  # GPUs behind `device`
-    less: Sequence[int] = ()  # bytes that each GPU has less than `gpu_limit`, where their memory is unequal
     table: list[tuple[str, str, int, int, int]] = field(default_factory=list)  # tier, name, bytes each, count, GPU
     taken: Counter[tuple[str, int]] = field(default_factory=Counter)  # bytes by tier and GPU
     pools: list[Pool] = field(default_factory=list)
@@ -225,14 +226,14 @@ class Memory:
 
     def used(self, tier: str, gpu: int | None = None) -> int:
         """Bytes taken in "host", or in "gpu": of one GPU, or of the one that has taken most."""
-        gpus = range(1 + len(self.others)) if gpu is None else (gpu,)
+        gpus = range(len(self.devices)) if gpu is None else (gpu,)
         return max(self.taken[tier, gpu] for gpu in gpus)
 
     def reserve(self, tier: str, name: str, nbytes: int, count: int = 1, gpu: int = 0) -> None:
         """Counts buffers against a tier's limit without allocating them. Raises DoesNotFit."""
         if nbytes * count == 0:
             return
-        limit = self.gpu_limit - (self.less[gpu] if self.less else 0) if tier == "gpu" else self.ram_limit
+        limit = self.limits.of(gpu) if tier == "gpu" else self.limits.host
         total = self.used(tier, gpu) + nbytes * count
         if total > limit:
             option, where = ("--gpu-memory", "GPU memory") if tier == "gpu" else ("--ram", "RAM")
@@ -249,12 +250,13 @@ class Memory:
         self.reserve(tier, name, nbytes, count, gpu)
         if self.simulated or nbytes == 0:
             return [NOTHING] * count
-        cuda = tier == "gpu" and self.device.type == "cuda"
-        slab = self._gpu_slab(nbytes * count, gpu) if cuda else self._host_slab(nbytes * count, pin=tier == "host")
-        return list(slab.split(nbytes))
+        cuda = self.devices[0].type == "cuda"
+        if cuda and tier == "gpu":
+            return list(self._gpu_slab(nbytes * count, gpu).split(nbytes))
+        return list(self._host_slab(nbytes * count, pin=cuda).split(nbytes))
 
     def _gpu_slab(self, nbytes: int, gpu: int) -> Tensor:
-        slab = torch.empty(nbytes + 4096, dtype=torch.uint8, device=(self.device, *self.others)[gpu])
+        slab = torch.empty(nbytes + 4096, dtype=torch.uint8, device=self.devices[gpu])
         skip = -slab.data_ptr() % 4096
         return slab[skip : skip + nbytes]
 
@@ -267,8 +269,8 @@ class Memory:
         _advise(room, "MADV_HUGEPAGE", skip, whole)
         _advise(room, "MADV_DONTFORK", 0, len(room))
         address = base + skip
-        if pin and (self.pinned or self.refused) and self.device.type == "cuda":
-            self.pinned = self.pinned and _register(address, nbytes, self.device)
+        if pin and (self.pinned or self.refused):
+            self.pinned = self.pinned and _register(address, nbytes, self.devices[0])
             if self.pinned:  # unregister before any way out frees the memory
                 self._pins.append(weakref.finalize(self, _unregister, address))
             else:
@@ -281,7 +283,7 @@ class Memory:
         lines = [f"{'tier':5} {'buffer':32} {'count':>6} {'each':>11} {'total':>11}"]
         for tier, name, each, count, gpu in self.table:
             lines.append(f"{numbered(tier, gpu):5} {name:32} {count:6} {gib(each):>11} {gib(each * count):>11}")
-        for tier, limit in (("gpu", self.gpu_limit), ("host", self.ram_limit)):
+        for tier, limit in (("gpu", self.limits.gpu), ("host", self.limits.host)):
             lines.append(f"{tier:5} {'total (limit)':32} {'':6} {gib(self.used(tier)):>11} {gib(limit):>11}")
         return lines
 

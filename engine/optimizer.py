@@ -22,7 +22,7 @@ from torch import Tensor
 from trireme.engine.gradients import Gradients, Landed
 from trireme.engine.placement import Placement
 from trireme.engine.queues.names import numbered
-from trireme.engine.queues.task import Queues, Task
+from trireme.engine.queues.task import Task
 from trireme.engine.updates import AdamW, CpuUpdates, Kernels, OnGpuUpdates, StreamedUpdates
 from trireme.engine.weights import WeightStream
 
@@ -44,17 +44,17 @@ class StepStats:
 class Optimizer:
     """Hands gradients over to updates at the plan's time."""
 
-    def __init__(self, placement: Placement, weights: WeightStream, gradients: Gradients, queues: Queues, adamw: AdamW):
-        self.geo, self.plan, self.queues = placement.geo, placement.plan, queues
+    def __init__(self, placement: Placement, weights: WeightStream, gradients: Gradients, adamw: AdamW):
+        self.geo, self.plan, self.queues = placement.geo, placement.plan, placement.queues
         self.weights, self.gradients = weights, gradients
-        self.kernels = Kernels(self.geo, self.plan, queues, adamw)
-        self.on_gpu = OnGpuUpdates(self.kernels, placement, weights, queues)
-        self.on_cpu = CpuUpdates(self.kernels, placement, weights, gradients, queues)
-        self.streamed = StreamedUpdates(self.kernels, placement, weights, self.on_cpu, queues)
+        self.kernels = Kernels(placement, adamw)
+        self.on_gpu = OnGpuUpdates(self.kernels, weights)
+        self.on_cpu = CpuUpdates(self.kernels, weights, gradients)
+        self.streamed = StreamedUpdates(self.kernels, weights, self.on_cpu)
         self.early = [u for u, unit in enumerate(self.plan.units) if unit.weights != "gpu" and unit.update == "cpu"]
         self.head_gpu = self.plan.units[self.geo.head].gpu  # has the statistics
-        if not queues.simulated:
-            self.stats = torch.zeros(3, dtype=torch.float64, device=queues.devices[self.head_gpu])
+        if not self.queues.simulated:
+            self.stats = torch.zeros(3, dtype=torch.float64, device=self.queues.devices[self.head_gpu])
 
     # ------------------------------------------------ a step
 
@@ -80,7 +80,8 @@ class Optimizer:
         """
         limit, clip, clipped = self.kernels.adamw.max_grad_norm, self.kernels.clip, self.plan.mode == "forward"
         others = [gpu for gpu in range(self.plan.gpus) if gpu != self.head_gpu]
-        sums = [self._on(gpu, "sums of squares", partial(self._sums_of, gpu)) for gpu in others]
+        brought = lambda gpu: self.gradients.sums[gpu].to("cpu")
+        sums = [self._on(gpu, "sums of squares", partial(brought, gpu)) for gpu in others]
 
         def add(begun: Tensor) -> Tensor:
             return sum((part.double().sum().to(begun.device) for part in losses), begun)
@@ -96,7 +97,8 @@ class Optimizer:
 
         task = self.queues.run(numbered("compute", self.head_gpu), "statistics", "", conclude, sums)
         if clipped:
-            clip.known = (task, *(self._on(gpu, "clip", partial(self._set_clip, gpu, task), (task,)) for gpu in others))
+            fill = lambda gpu: clip.on_device[gpu].fill_(float(task.wait()[2]))
+            clip.known = (task, *(self._on(gpu, "clip", partial(fill, gpu), (task,)) for gpu in others))
         if self.queues.simulated:
             return StepStats(0.0, 0.0, 1.0)
         loss, norm, factor = task.wait().tolist()
@@ -106,12 +108,6 @@ class Optimizer:
 
     def _on(self, gpu: int, of: str, fn: Callable[[], object], after: Sequence[Task] = ()) -> Task:
         return self.queues.run(numbered("compute", gpu), "other", of, fn, after)
-
-    def _sums_of(self, gpu: int) -> Tensor:
-        return self.gradients.sums[gpu].to("cpu")
-
-    def _set_clip(self, gpu: int, statistics: Task) -> None:
-        self.kernels.clip.on_device[gpu].fill_(float(statistics.wait()[2]))
 
     # ------------------------------------------------ updates
 

@@ -8,7 +8,6 @@ from __future__ import annotations
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from concurrent.futures import Future, wait
 from dataclasses import dataclass
-from functools import partial
 from typing import Literal, NamedTuple, Protocol
 
 from torch import Tensor
@@ -17,7 +16,7 @@ from trireme.engine.buffers import ENDS, What, buffers
 from trireme.engine.geometry import SLICE, Geometry
 from trireme.engine.memory import NOTHING, Memory, Pool, memory_of
 from trireme.engine.plan import Plan, Tier
-from trireme.engine.queues.names import LATER, READS, numbered
+from trireme.engine.queues.names import numbered
 from trireme.engine.queues.task import Kind, Queues, Task
 from trireme.models.sizes.shapes import HALVES
 from trireme.storage.devices import Device
@@ -25,7 +24,6 @@ from trireme.storage.layout import Layout
 from trireme.storage.scratch import Scratch as OnDrives
 
 Progress = Callable[[int], None]  # (bytes just moved)
-Transfer = Callable[[str, memoryview], "Future[None]"]  # (shard's name, bytes)
 Way = Literal["read", "verify", "write"]
 
 
@@ -64,7 +62,7 @@ class Space:
     drives.
     """
 
-    def __init__(self, scratch: Scratch | None = None):
+    def __init__(self, scratch: Scratch | None):
         self.scratch, self.nbytes = scratch, 0
 
     def reserve(self, nbytes: int) -> int:
@@ -166,13 +164,13 @@ class Placement:
         plan: Plan,
         memory: Memory,
         queues: Queues,
-        store: Store | None = None,
-        space: Space | None = None,
-        files: BaseFiles | None = None,
+        store: Store | None,
+        space: Space,
+        files: BaseFiles | None,
     ):
         """`files`: reads frozen weights on the SSD from the checkpoint; None: they are copied to the scratch space."""
         self.geo, self.plan, self.memory, self.queues = geo, plan, memory, queues
-        self.store, self.space, self.files = store, space or Space(), files
+        self.store, self.space, self.files = store, space, files
         self.blank = True  # buffers in RAM are as the system gives memory: zero
         based = range(len(geo.base))
         tiers = [plan.units[geo.unit_of(v)].base for v in based]
@@ -187,12 +185,12 @@ class Placement:
         self.weights = [self.of(u, plan.units[u].weights, "weights") for u in units]
         self.base = [self.of(v, tiers[v], "base") for v in based]
         self.state = [self._split_records(u, self.of(u, plan.units[u].state, "state")) for u in units]
-        self.gradients = [self.of(u, "gpu", "rounded") for u in units]
 
-    def of(self, u: int, tier: Tier, what: What) -> Tensor:
-        """Unit u's buffer; empty if the plan has none, and in a simulation."""
+    def of(self, u: int, tier: Tier, what: What, gpu: int | None = None) -> Tensor:
+        """Unit u's buffer, on its GPU or on `gpu`; empty if the plan has none, and in a simulation."""
         name = self.geo.base_names[u] if what == "base" else self.geo.names[u]
-        return next(iter(self.many(tier, what, name, self.plan.units[self.geo.unit_of(u)].gpu)), NOTHING)
+        gpu = self.plan.units[self.geo.unit_of(u)].gpu if gpu is None else gpu
+        return next(iter(self.many(tier, what, name, gpu)), NOTHING)
 
     def many(self, tier: Tier, what: What, of: str = "", gpu: int = 0) -> list[Tensor]:
         """Equal buffers, by the fields of buffers.Buffers; empty if the plan has none."""
@@ -285,100 +283,75 @@ class Placement:
 
     # ------------------------------------------------ traffic in a step
 
-    def read_weights(self, entry: Entry, buffer: Tensor, after: Sequence[Task]) -> Task:
-        """Queues a read of weights from the SSD to a buffer in RAM."""
-        files, nbytes = self.files, self.layout(entry).span
-        if files is None or not self.in_place(entry):
-            return self._io("ssd_read", "weights", self.label(entry), self.shards_of(entry), buffer, after)
+    def label(self, entry: Entry, *parts: str) -> str:
+        """The name of an entry, or of these parts of a record, in the names of its tasks."""
+        if entry.kind == "base":
+            return f"{self.geo.base_names[entry.u]} base"
+        return " ".join((self.geo.names[entry.u], *([str(entry.r)] if entry.kind == "state" else []), *parts))
+
+    def transfer(self, way: Way, entry: Entry, buffer: Tensor, after: Sequence[Task], *parts: str) -> Task:
+        """Queues a read from the SSD to a buffer in RAM, with a check of its checksums for "verify", or a write, of an
+        entry; of a record's `parts` alone at their offsets. Frozen weights are read from the checkpoint's files or from
+        the scratch space.
+        """
+        files, state = self.files if self.in_place(entry) else None, entry.kind == "state"
+        shards = self.shards_of(entry, *parts)
+        nbytes = sum(shard.layout.span for shard in shards)
 
         def io() -> None:
-            files.read(entry.u, memory_of(buffer, self.geo.base_room[entry.u])).result()
+            if files is not None:
+                files.read(entry.u, memory_of(buffer, self.geo.base_room[entry.u])).result()
+            else:
+                self.move(way, shards, buffer, later=state)
 
-        return self.queues.run("ssd_read", "weights", self.label(entry), io, after, nbytes=nbytes)
-
-    def label(self, entry: Entry) -> str:
-        """The name of an entry in the names of its tasks."""
-        return f"{self.geo.base_names[entry.u]} base" if entry.kind == "base" else self.geo.names[entry.u]
-
-    def write_weights(self, u: int, buffer: Tensor, after: Sequence[Task]) -> Task:
-        """Queues a write of unit u's weights to the SSD."""
-        return self._io("ssd_write", "weights", self.geo.names[u], self.shards_of(Entry("weights", u)), buffer, after)
-
-    def read_state(self, u: int, r: int, buffer: Tensor, after: Sequence[Task], *parts: str) -> Task:
-        """Queues a read of a record, or of these parts, to their offsets in `buffer`."""
-        shards = self.shards_of(Entry("state", u, r), *parts)
-        return self._io("state_read", "state", " ".join((self.geo.names[u], str(r), *parts)), shards, buffer, after)
-
-    def write_state(self, u: int, r: int, buffer: Tensor, after: Sequence[Task], *parts: str) -> Task:
-        """Queues a write of a record, or of these parts."""
-        shards = self.shards_of(Entry("state", u, r), *parts)
-        return self._io("state_write", "state", " ".join((self.geo.names[u], str(r), *parts)), shards, buffer, after)
-
-    def write(self, entry: Entry, buffer: Tensor, after: Sequence[Task]) -> Task:
-        """Queues a write of weights or of a record."""
-        given = buffer, after
-        return (
-            self.write_state(entry.u, entry.r, *given) if entry.kind == "state" else self.write_weights(entry.u, *given)
-        )
+        queue = f"{'state' if state else 'ssd'}_{'write' if way == 'write' else 'read'}"
+        return self.queues.run(queue, _kind(entry), self.label(entry, *parts), io, after, nbytes=nbytes)
 
     def fetch(self, entry: Entry, buffer: Tensor, after: Sequence[Task], *parts: str) -> Task:
         """Queues a copy of an entry, or of these parts, to RAM, between steps: from a GPU, or from the SSD with a check
         of its checksums.
         """
-        stored, shards, state = self.stored(entry), self.shards_of(entry, *parts), entry.kind == "state"
-        nbytes = sum(shard.layout.span for shard in shards)
+        stored, shards = self.stored(entry), self.shards_of(entry, *parts)
+        if stored is None:
+            return self.transfer("verify", entry, buffer, after, *parts)
 
-        def io() -> None:
-            if stored is None:
-                self.move(self.transfer(entry, "verify"), shards, buffer)
-                return
+        def down() -> None:
             for part in (slice(shard.first, shard.first + shard.layout.span) for shard in shards):
                 buffer[part].copy_(stored[part], non_blocking=True)
 
-        queue = "state_read" if state else "ssd_read"
-        if stored is not None:
-            queue = numbered("d2h", self.plan.units[self.geo.unit_of(entry.u)].gpu)
-        return self.queues.run(queue, "state" if state else "weights", self.label(entry), io, after, nbytes=nbytes)
+        queue = numbered("d2h", self.plan.units[self.geo.unit_of(entry.u)].gpu)
+        nbytes = sum(shard.layout.span for shard in shards)
+        return self.queues.run(queue, _kind(entry), self.label(entry, *parts), down, after, nbytes=nbytes)
 
-    def _io(
-        self, queue: str, kind: Kind, of: str, shards: Sequence[Stored], buffer: Tensor, after: Sequence[Task]
-    ) -> Task:
-        def io() -> None:
-            way: Way = "read" if queue in READS else "write"
-            self.move(self.transfer(shards[0].entry, way, later=queue in LATER), shards, buffer)
+    def move(self, way: Way, shards: Sequence[Stored], buffer: Tensor, later: bool = False) -> None:
+        """As `start`, and waits. Also after an error nothing is in flight."""
+        finish(self.start(way, shards, buffer, later))
 
-        return self.queues.run(queue, kind, of, io, after, nbytes=sum(shard.layout.span for shard in shards))
-
-    @property
-    def ssd(self) -> Store:
-        assert self.store is not None, "the plan uses the SSD, and the engine was built without a store"
-        return self.store
-
-    def transfer(self, entry: Entry, way: Way, later: bool = False) -> Transfer:
-        """The method that moves an entry's shards: of the store or, for frozen weights, of the scratch space. `later`:
-        as of Store.
+    def start(self, way: Way, shards: Sequence[Stored], buffer: Tensor, later: bool = False) -> list[Future[None]]:
+        """Starts to move shards from or to their offsets in `buffer`; those of frozen weights are in the scratch space.
+        `later`: as of Store. After an error nothing is in flight.
         """
-        if entry.kind != "base":
-            if way == "verify":
-                return self.ssd.verify
-            return partial(self.ssd.write if way == "write" else self.ssd.read, later=later)
-        scratch, offset = self.space.claimed(), self.base_offset[entry.u]
-        return lambda _, buffer: (scratch.write if way == "write" else scratch.read)(offset, buffer)
-
-    def move(self, transfer: Transfer, shards: Sequence[Stored], buffer: Tensor) -> None:
-        """Moves shards from or to their offsets in `buffer`, and waits. Also after an error nothing is in flight."""
-        finish(self.start(transfer, shards, buffer))
-
-    def start(self, transfer: Transfer, shards: Sequence[Stored], buffer: Tensor) -> list[Future[None]]:
-        """Starts to move shards. After an error nothing is in flight."""
         moving: list[Future[None]] = []
         try:
             for s in shards:
-                moving.append(transfer(s.name, memory_of(buffer[s.first :], s.layout.span)))
+                moving.append(self._start(way, s, memory_of(buffer[s.first :], s.layout.span), later))
         except BaseException:
             wait(moving)
             raise
         return moving
+
+    def _start(self, way: Way, shard: Stored, memory: memoryview, later: bool) -> Future[None]:
+        if shard.entry.kind == "base":
+            scratch, offset = self.space.claimed(), self.base_offset[shard.entry.u]
+            return (scratch.write if way == "write" else scratch.read)(offset, memory)
+        assert self.store is not None, "the plan uses the SSD, and the engine was built without a store"
+        if way == "verify":
+            return self.store.verify(shard.name, memory)
+        return (self.store.write if way == "write" else self.store.read)(shard.name, memory, later)
+
+
+def _kind(entry: Entry) -> Kind:
+    return "state" if entry.kind == "state" else "weights"
 
 
 def finish(moving: Iterable[Future[None]]) -> None:

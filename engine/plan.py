@@ -14,6 +14,7 @@ from trireme.storage.untrusted import read_text
 
 Tier = Literal["gpu", "host", "ssd"]
 SavedTier = Literal["gpu", "peer", "host", "ssd"]  # peer: another GPU's memory
+Saved = tuple[tuple[str, SavedTier], ...]  # as UnitPlan.saved
 Mode = Literal["forward", "backward"]
 TIERS: tuple[Tier, ...] = get_args(Tier)
 SAVED: tuple[SavedTier, ...] = get_args(SavedTier)
@@ -242,7 +243,7 @@ class Plan:
 
         def dealt(u: int, unit: UnitPlan) -> UnitPlan:
             gpu = last if u == head or (u == 0 and tied) else turns[(u - 1) // halves] if u else 0
-            saved: tuple[tuple[str, SavedTier], ...] = tuple((n, "host" if t == "peer" else t) for n, t in unit.saved)
+            saved: Saved = tuple((n, "host" if t == "peer" else t) for n, t in unit.saved)
             return made.setdefault((id(unit), gpu), replace(unit, gpu=gpu, peer=0, saved=saved))
 
         units = tuple(dealt(u, unit) for u, unit in enumerate(self.units))
@@ -262,6 +263,16 @@ class Plan:
         """This plan with the fields `change` in the units `chosen`. Equal units stay one object (`distinct`)."""
         made = {id(unit): replace(unit, **change) for unit in self.distinct.values()}
         units = (made[id(unit)] if u in chosen else unit for u, unit in enumerate(self.units))
+        return replace(self, units=tuple(units))
+
+    def saving(self, saved: Mapping[int, Saved]) -> Plan:
+        """This plan with other saved tensors in some units, by index. Equal units stay one object (`distinct`)."""
+        units, made = list(self.units), dict[tuple[int, Saved], UnitPlan]()
+        for u, tensors in saved.items():
+            key = id(self.units[u]), tensors
+            if key not in made:
+                made[key] = replace(self.units[u], saved=tensors)
+            units[u] = made[key]
         return replace(self, units=tuple(units))
 
     @cached_property
@@ -296,9 +307,6 @@ class Plan:
     def of(data: dict[str, Any]) -> Plan:
         """The plan from the data of `asdict`. Raises InputError for anything else."""
         try:
-            data = dict(data)
-            if data.pop("strands", 1) != 1:  # of an older version
-                raise InputError("plan: strands is not 1, and the head's gradient is one sum. Make a new plan.")
             units = [UnitPlan(**{**u, "saved": tuple(tuple(s) for s in u.get("saved", ()))}) for u in data["units"]]
             plan = {**data, "units": tuple(units), "late_moments": tuple(data.get("late_moments", ()))}
             plan["losses"] = tuple(data.get("losses", ()))

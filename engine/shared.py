@@ -15,13 +15,12 @@ from typing import Protocol
 import torch
 from torch import Tensor
 
-from trireme.engine.geometry import Geometry, extent
-from trireme.engine.gradients import Gradient, Gradients, Landed
+from trireme.engine.geometry import extent
+from trireme.engine.gradients import Gradients, Landed
 from trireme.engine.memory import NOTHING, Buffer, flat
 from trireme.engine.placement import Placement
-from trireme.engine.plan import Plan
 from trireme.engine.queues.names import numbered
-from trireme.engine.queues.task import Queues, Task
+from trireme.engine.queues.task import Task
 
 BETWEEN = "net_between"  # of the queue net, which is idle, by the run's own thread
 
@@ -49,9 +48,10 @@ class Wire(Protocol):
 class SharedGradients(Gradients):
     """Gradients of several hosts."""
 
-    def __init__(self, geo: Geometry, plan: Plan, placement: Placement, queues: Queues, wire: Wire | None):
+    def __init__(self, placement: Placement, wire: Wire | None):
         """`wire`: None in a simulation."""
-        super().__init__(geo, plan, placement, queues)
+        super().__init__(placement)
+        geo = self.geo
         self._wire = wire
         self.into, self.onward = placement.pool("host", "sums", "in"), placement.pool("host", "sums", "out")
         self.whole = placement.pools("host", "whole gradient")
@@ -64,7 +64,7 @@ class SharedGradients(Gradients):
         assert self._wire is not None, "a simulation has no wire"
         return self._wire
 
-    def get(self, u: int, gpu: int | None = None) -> Gradient:
+    def get(self, u: int, gpu: int | None = None) -> Buffer:
         """As of Gradients. Also begins the sum of the next unit, which is received during this unit's additions."""
         gradient, following = super().get(u, gpu), self.following.get(u)
         if following is not None and following not in self.holding and u not in self.aside:

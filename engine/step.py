@@ -25,7 +25,6 @@ from trireme.engine.layers import (
     forward_block,
     forward_embedding,
     loss,
-    name_of,
     weights_of,
 )
 from trireme.engine.memory import NOTHING
@@ -37,9 +36,6 @@ from trireme.models.config import InputError
 from trireme.models.losses.comparison import Comparison
 from trireme.models.losses.preferences import Documents, Preference
 from trireme.models.rows import Load
-
-Read = Mapping[int, Mapping[int, LayerWeights]]  # by losses: by GPU and unit
-
 
 # ---------------------------------------------------------------- the step
 
@@ -133,7 +129,7 @@ def _streamed(e: Engine, given: Sequence[LayerPart]) -> Iterator[tuple[int, Any]
         arrived.wait()  # another thread's queue
     yield part.u, weights_of(e, part)
     nbytes = e.geo.base[part.v].span if isinstance(part, SliceWeights) else whole
-    done = e.queues.run(queue, "token", name_of(e, part), lambda: None, nbytes=nbytes)  # what the caller read
+    done = e.queues.run(queue, "token", part.name, lambda: None, nbytes=nbytes)  # what the caller read
     for each in given:
         each.done(done)
 
@@ -170,9 +166,9 @@ def _loss_gpus(e: Engine, batch: Sequence[Inputs]) -> Iterable[int]:
 
 
 def _losses(
-    e: Engine, batch: Sequence[Inputs], w: Read, parts: list[Tensor] | None = None
+    e: Engine, batch: Sequence[Inputs], w: Mapping[int, Mapping[int, LayerWeights]], parts: list[Tensor] | None = None
 ) -> tuple[list[Tensor], list[Task]]:
-    """The losses of each micro-batch, and their tasks."""
+    """The losses of each micro-batch, and their tasks. `w`: what they read, by GPU and unit."""
     losses = [NOTHING] * len(batch)
     return losses, [loss(e, b, w[e.plan.loss_gpu(b)], mb, losses, parts) for b, mb in enumerate(batch)]
 

@@ -14,11 +14,10 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from trireme.engine.geometry import GPU_BYTES, PART_BYTES, Geometry, Part
-from trireme.engine.gradients import Elements, Gradients, Landed, Spilled
+from trireme.engine.geometry import GPU_BYTES, PART_BYTES, Part
+from trireme.engine.gradients import Gradients, Landed, Spilled
 from trireme.engine.memory import NOTHING, Buffer, flat, views
-from trireme.engine.placement import Placement
-from trireme.engine.plan import Plan
+from trireme.engine.placement import Entry, Placement
 from trireme.engine.queues.cgroups import update_threads
 from trireme.engine.queues.names import numbered
 from trireme.engine.queues.task import Kind, Queues, Task
@@ -60,11 +59,12 @@ class Clip:
 class Kernels:
     """AdamW kernels with the hyper-parameters of the current step."""
 
-    def __init__(self, geo: Geometry, plan: Plan, queues: Queues, adamw: AdamW):
-        self.geo, self.plan, self.adamw, self.clip = geo, plan, adamw, Clip(queues)
-        self.on_cuda = queues.device.type == "cuda"
+    def __init__(self, placement: Placement, adamw: AdamW):
+        self.placement, self.adamw, self.clip = placement, adamw, Clip(placement.queues)
+        self.geo, self.plan, self.queues = placement.geo, placement.plan, placement.queues
+        self.on_cuda = self.queues.device.type == "cuda"
         self.step, self.lr = 0, 0.0
-        self.workers = None if queues.simulated else Workers(update_threads(plan.gpus))
+        self.workers = None if self.queues.simulated else Workers(update_threads(self.plan.gpus))
 
     def bind(self, u: int, a: int, b: int, on_gpu: bool = False, part: Part = "all") -> Kernel:
         """A function that updates elements [a, b) of unit u, or a `part` of their state, with this step's
@@ -104,9 +104,9 @@ def _nothing(w: Tensor, state: Mapping[str, Tensor], grad: Tensor) -> None:
 class OnGpuUpdates:
     """Updates of units whose state is on the GPU, in its compute queue."""
 
-    def __init__(self, kernels: Kernels, placement: Placement, weights: WeightStream, queues: Queues):
-        self.kernels, self.geo, self.plan = kernels, kernels.geo, kernels.plan
-        self.placement, self.weights, self.queues = placement, weights, queues
+    def __init__(self, kernels: Kernels, weights: WeightStream):
+        self.kernels, self.geo, self.plan, self.queues = kernels, kernels.geo, kernels.plan, kernels.queues
+        self.placement, self.weights = kernels.placement, weights
         self.parts: dict[int, list[tuple[Tensor, dict[str, Tensor]]]] = {}  # by unit: weights and state of each record
 
     def hand_over(self, u: int, gradient: Landed) -> None:
@@ -138,47 +138,36 @@ class OnGpuUpdates:
 class CpuWork:
     """The update of one unit on the CPU, or one of its two parts."""
 
-    def __init__(
-        self, kernels: Kernels, queues: Queues, u: int, gradient: Landed | Spilled, part: Part, hi: Tensor = NOTHING
-    ):
+    def __init__(self, kernels: Kernels, u: int, gradient: Landed | Spilled, part: Part, hi: Tensor = NOTHING):
         """`hi`: the weights in RAM. The part "moments" does not need them."""
-        self.kernels, self.geo, self.queues = kernels, kernels.geo, queues
-        self.u, self.gradient, self.part, self.hi = u, gradient, part, hi
+        self.kernels, self.geo, self.u, self.gradient, self.part, self.hi = kernels, kernels.geo, u, gradient, part, hi
         self.ranges = self.geo.records(u, kernels.plan.record)
         self.updates = [kernels.bind(u, a, b, part=part) for a, b in self.ranges]
 
     def whole(self, states: Sequence[Tensor], after: Sequence[Task]) -> Task:
         """Queues the update of all records, whose `states` are in RAM."""
-        grads = [self.gradient.part(a, b).tensor for a, b in self.ranges]
-
-        def update() -> None:
-            with self._workers().together():
-                for r, (state, grad) in enumerate(zip(states, grads, strict=True)):
-                    self._update(r, state, grad)
-
-        n = sum(b - a for a, b in self.ranges)
-        return self._run(self.geo.names[self.u], update, (*after, *self.gradient.ready), n)
+        return self._run(self.geo.names[self.u], dict(enumerate(states)), after)
 
     def record(self, r: int, state: Tensor, after: Sequence[Task]) -> Task:
         """Queues the update of record r."""
-        a, b = self.ranges[r]
-        grad = self.gradient.part(a, b)
+        return self._run(f"{self.geo.names[self.u]} {r}", {r: state}, after)
+
+    def _run(self, of: str, states: Mapping[int, Tensor], after: Sequence[Task]) -> Task:
+        grads = {r: self.gradient.part(*self.ranges[r]) for r in states}
 
         def update() -> None:
-            with self._workers().together():
-                self._update(r, state, grad.tensor)
+            assert self.kernels.workers is not None, "simulated work is never run"
+            with self.kernels.workers.together():
+                for r, grad in grads.items():
+                    self._update(r, states[r], grad.tensor)
 
-        task = self._run(f"{self.geo.names[self.u]} {r}", update, (*after, *grad.ready), b - a)
-        if grad.buffer is not None:
-            grad.buffer.free((task,))
+        nbytes = PART_BYTES[self.part] * sum(b - a for a, b in (self.ranges[r] for r in states))
+        ready = (*after, *self.gradient.ready)
+        task = self.kernels.queues.run("cpu", KIND[self.part], of, update, ready, nbytes=nbytes)
+        for grad in grads.values():
+            if grad.buffer is not None:
+                grad.buffer.free((task,))
         return task
-
-    def _run(self, of: str, update: Callable[[], None], after: Sequence[Task], n: int) -> Task:
-        return self.queues.run("cpu", KIND[self.part], of, update, after, nbytes=PART_BYTES[self.part] * n)
-
-    def _workers(self) -> Workers:
-        assert self.kernels.workers is not None, "simulated work is never run"
-        return self.kernels.workers
 
     def _update(self, r: int, state: Tensor, gradient: Tensor) -> None:
         (a, b), dtype = self.ranges[r], self.geo.dtype
@@ -190,8 +179,7 @@ class CpuWork:
 class Read(NamedTuple):
     """A record that is being read from the SSD."""
 
-    u: int
-    r: int
+    entry: Entry
     buffer: Buffer
     task: Task
 
@@ -199,49 +187,45 @@ class Read(NamedTuple):
 class Records:
     """Records stored on the SSD, read ahead while the pool has free buffers."""
 
-    def __init__(self, geo: Geometry, plan: Plan, placement: Placement):
-        self.geo, self.plan, self.placement = geo, plan, placement
-        self.pool = placement.pool("host", "state pool")
+    def __init__(self, placement: Placement):
+        self.placement, self.pool = placement, placement.pool("host", "state pool")
+        geo, plan = placement.geo, placement.plan
         units = range(geo.n_units) if plan.mode == "forward" else reversed(range(geo.n_units))
         on_ssd = (u for u in units if plan.units[u].state == "ssd")
-        self.order = [(u, r) for u in on_ssd for r in range(len(geo.records(u, plan.record)))]
+        self.order = [Entry("state", u, r) for u in on_ssd for r in range(len(geo.records(u, plan.record)))]
         self.next = 0  # index in `order` of the next read
         self.readable = len(self.order)  # records to read; late moments must be written first
         self.ahead: deque[Read] = deque()
-        self.written: dict[tuple[int, int], Task] = {}
+        self.written: dict[Entry, tuple[Task, ...]] = {}
 
     def read_ahead(self) -> None:
         """Starts reads in the order of the updates, as far as there are buffers."""
         while self.readable and self.pool.is_free and len(self.ahead) < len(self.order):
-            self._read()
+            self._read_next()
 
-    def _read(self) -> None:
-        u, r = self.order[self.next]
+    def _read_next(self) -> None:
+        self.ahead.append(self.read(self.order[self.next]))
         self.next = (self.next + 1) % len(self.order)
         self.readable -= 1
-        self.ahead.append(self._start(u, r))
 
-    def _start(self, u: int, r: int, *parts: str) -> Read:
-        buffer = self.pool.acquire(f"{self.geo.names[u]} state {r}")
-        last = (self.written[u, r],) if (u, r) in self.written else ()
-        return Read(u, r, buffer, self.placement.read_state(u, r, buffer.tensor, (*buffer.ready, *last), *parts))
+    def read(self, entry: Entry, *parts: str) -> Read:
+        """Starts to read a record, or `parts` of it."""
+        buffer = self.pool.acquire(self.placement.label(entry))
+        ready = (*buffer.ready, *self.written.get(entry, ()))
+        return Read(entry, buffer, self.placement.transfer("read", entry, buffer.tensor, ready, *parts))
 
-    def take(self, u: int, r: int) -> Read:
-        """Record r of unit u, which has to be the next in order."""
+    def take(self, entry: Entry) -> Read:
+        """A record, which has to be the next in order."""
         if not self.ahead:
-            self._read()
+            self._read_next()
         read = self.ahead.popleft()
-        assert (read.u, read.r) == (u, r), "optimizer records are read in the order of their updates"
+        assert read.entry == entry, "optimizer records are read in the order of their updates"
         return read
-
-    def take_moments(self, u: int, r: int) -> Read:
-        """The moments of a record alone, after the update of its weights."""
-        return self._start(u, r, "moments")
 
     def put_back(self, read: Read, done: Task, *parts: str) -> None:
         """Writes the record, or `parts` of it, after `done`, and frees its buffer."""
-        write = self.placement.write_state(read.u, read.r, read.buffer.tensor, (done,), *parts)
-        self.written[read.u, read.r] = write
+        write = self.placement.transfer("write", read.entry, read.buffer.tensor, (done,), *parts)
+        self.written[read.entry] = (write,)
         read.buffer.free((write,))
 
 
@@ -250,21 +234,19 @@ class CpuUpdates:
     moments.
     """
 
-    def __init__(
-        self, kernels: Kernels, placement: Placement, weights: WeightStream, gradients: Gradients, queues: Queues
-    ):
+    def __init__(self, kernels: Kernels, weights: WeightStream, gradients: Gradients):
         self.kernels, self.geo, self.plan = kernels, kernels.geo, kernels.plan
-        self.placement, self.weights, self.gradients, self.queues = placement, weights, gradients, queues
-        self.records = Records(self.geo, self.plan, placement)
+        self.placement, self.weights, self.gradients = kernels.placement, weights, gradients
+        self.records = Records(self.placement)
         self.late: dict[int, tuple[CpuWork, Sequence[Task]]] = {}  # moments that are due, and what they come after
-        self.written: dict[int, Task] = {}  # the last moments of a layer with state in RAM
+        self.written: dict[int, tuple[Task, ...]] = {}  # the last late moments of a layer with state in RAM
 
     def hand_over(self, u: int, gradient: Landed | Spilled) -> None:
         """Queues unit u's update."""
         unit, weights = self.plan.units[u], self.weights.in_ram(u)
         taken, late = weights.take(), unit.state in self.plan.late_moments
         after = (*taken.ready, *self.kernels.clip.known)
-        work = CpuWork(self.kernels, self.queues, u, gradient, "weights" if late else "all", taken.tensor)
+        work = CpuWork(self.kernels, u, gradient, "weights" if late else "all", taken.tensor)
         if unit.state == "ssd" and work.ranges:
             for r in range(len(work.ranges)):  # first in, first out: the last record ends last
                 done = self._record(work, r, after, late)
@@ -279,15 +261,11 @@ class CpuUpdates:
 
     def moments_later(self, u: int, gradient: Landed | Spilled, after: Sequence[Task]) -> None:
         """Keeps the update of unit u's moments for `moments`. It comes after `after`, the update of its weights."""
-        self.late[u] = CpuWork(self.kernels, self.queues, u, gradient, "moments"), after
-
-    def moments_of(self, u: int) -> tuple[Task, ...]:
-        """The last update of the moments of a unit with state in RAM; empty if they were not late."""
-        return (self.written[u],) if u in self.written else ()
+        self.late[u] = CpuWork(self.kernels, u, gradient, "moments"), after
 
     def _record(self, work: CpuWork, r: int, after: Sequence[Task], late: bool) -> Task:
         """Queues the update of a record on the SSD; with late moments only its low halves are written."""
-        read = self.records.take(work.u, r)
+        read = self.records.take(Entry("state", work.u, r))
         done = work.record(r, read.buffer.tensor, (*after, read.task))
         if not late:
             self.records.put_back(read, done)
@@ -305,12 +283,13 @@ class CpuUpdates:
             work, after = self.late.pop(u)
             if self.plan.units[work.u].state == "ssd" and work.ranges:
                 for r in range(len(work.ranges)):
-                    read = self.records.take_moments(work.u, r)
+                    read = self.records.read(Entry("state", work.u, r), "moments")
                     done = work.record(r, read.buffer.tensor, (*after, read.task))
                     self.records.put_back(read, done, "moments")
                 self.records.readable += len(work.ranges)
             else:
-                done = self.written[work.u] = work.whole(self.placement.state[work.u], after)
+                done = work.whole(self.placement.state[work.u], after)
+                self.written[work.u] = (done,)
             work.gradient.free((done,))
 
 
@@ -323,13 +302,11 @@ class StreamedUpdates:
     They have queues of their own, while the CPU updates other units. Late moments are updated on the CPU.
     """
 
-    def __init__(
-        self, kernels: Kernels, placement: Placement, weights: WeightStream, on_cpu: CpuUpdates, queues: Queues
-    ):
-        self.kernels, self.geo, self.plan = kernels, kernels.geo, kernels.plan
-        self.placement, self.weights, self.on_cpu, self.queues = placement, weights, on_cpu, queues
-        self.pools = placement.gpu_pools("state pool")
-        self.written: dict[tuple[int, int], Task] = {}
+    def __init__(self, kernels: Kernels, weights: WeightStream, on_cpu: CpuUpdates):
+        self.kernels, self.geo, self.plan, self.queues = kernels, kernels.geo, kernels.plan, kernels.queues
+        self.placement, self.weights, self.on_cpu = kernels.placement, weights, on_cpu
+        self.pools = self.placement.gpu_pools("state pool")
+        self.written: dict[tuple[int, int], tuple[Task, ...]] = {}
         self.part: Part = "weights" if "gpu" in self.plan.late_moments else "all"
 
     def hand_over(self, u: int, gradient: Landed) -> None:
@@ -338,7 +315,7 @@ class StreamedUpdates:
         held = weights.get()
         come = (*weights.ready, *weights.updated)  # the copy of the last update reads them, too
         for r, (a, b) in enumerate(self.geo.records(u, self.plan.record)):
-            up, done = self._record(u, r, flat(held.tensor, self.geo.dtype, b)[a:], come, gradient.part(a, b))
+            up, done = self._record(u, r, flat(held.tensor, self.geo.dtype, b)[a:], come, gradient)
             read.append(up)
         if self.part == "weights":
             self.on_cpu.moments_later(u, gradient, read)
@@ -346,7 +323,7 @@ class StreamedUpdates:
             gradient.free(read)
         weights.write_back(done)
 
-    def _record(self, u: int, r: int, hi: Tensor, come: Sequence[Task], grad: Elements) -> tuple[Task, Task]:
+    def _record(self, u: int, r: int, hi: Tensor, come: Sequence[Task], gradient: Landed) -> tuple[Task, Task]:
         """Queues the update of a record: copy to the GPU, update, copy back. Returns the first two tasks.
 
         `hi`: its weights on the GPU, which may be written after `come`.
@@ -355,18 +332,19 @@ class StreamedUpdates:
         dtype, layout, stored = self.geo.dtype, self.geo.state_layout(b - a), self.placement.state[u][r]
         of, gpu = f"{self.geo.names[u]} {r}", self.plan.units[u].gpu
         adamw, buffer = self.kernels.bind(u, a, b, on_gpu=True, part=self.part), self.pools[gpu].acquire(of)
+        landed = gradient.part(a, b).tensor
 
         def up() -> None:
             buffer.tensor[: layout.span].copy_(stored, non_blocking=True)
-            gradient = flat(buffer.tensor[layout.span :], dtype, b - a)
-            gradient.copy_(flat(grad.tensor, dtype, b - a), non_blocking=True)
+            grad = flat(buffer.tensor[layout.span :], dtype, b - a)
+            grad.copy_(flat(landed, dtype, b - a), non_blocking=True)
 
         def update() -> None:
-            gradient = flat(buffer.tensor[layout.span :], dtype, b - a)
-            adamw(hi, views(layout, buffer.tensor), gradient)
+            grad = flat(buffer.tensor[layout.span :], dtype, b - a)
+            adamw(hi, views(layout, buffer.tensor), grad)
 
-        last = (*((self.written[u, r],) if (u, r) in self.written else ()), *self.on_cpu.moments_of(u))
-        before = (*buffer.ready, *grad.ready, *self.kernels.clip.known, *last)
+        last = (*self.written.get((u, r), ()), *self.on_cpu.written.get(u, ()))
+        before = (*buffer.ready, *gradient.ready, *self.kernels.clip.known, *last)
         nbytes = layout.span + ITEMSIZE[dtype] * (b - a)
         gone = self.queues.run(numbered("update_in", gpu), "state", of, up, before, nbytes=nbytes)
         done = self.queues.run(numbered("update", gpu), "adamw", of, update, (gone, *come), nbytes=GPU_BYTES * (b - a))
@@ -389,5 +367,6 @@ class StreamedUpdates:
             stored[changed].copy_(updated[changed], non_blocking=True)
 
         queue, of = numbered("update_out", self.plan.units[u].gpu), f"{self.geo.names[u]} {r}"
-        self.written[u, r] = self.queues.run(queue, "state", of, down, (done,), nbytes=layout.span)
-        return self.written[u, r]
+        back = self.queues.run(queue, "state", of, down, (done,), nbytes=layout.span)
+        self.written[u, r] = (back,)
+        return back

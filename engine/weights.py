@@ -18,11 +18,10 @@ from torch import Tensor
 
 from trireme.engine.buffers import What, read_by_loss
 from trireme.engine.geometry import Geometry
-from trireme.engine.memory import NOTHING, Buffer, Fetched, Pool, Prefetch, views
+from trireme.engine.memory import Buffer, Fetched, Pool, Prefetch, views
 from trireme.engine.placement import Entry, Placement
-from trireme.engine.plan import Plan
 from trireme.engine.queues.names import numbered
-from trireme.engine.queues.task import Queues, Task
+from trireme.engine.queues.task import Task
 from trireme.models import model
 
 # ---------------------------------------------------------------- one layer's trained or frozen weights
@@ -60,9 +59,10 @@ class OnGpu:
 class InRam(OnGpu):
     """Weights stored in RAM, valid there after `updated`."""
 
-    def __init__(self, name: str, placement: Placement, entry: Entry, pool: Pool, gpu: int):
-        self.name, self.placement, self.entry, self.pool, self.gpu = name, placement, entry, pool, gpu
-        self.nbytes = placement.layout(entry).span
+    def __init__(self, placement: Placement, entry: Entry, pool: Pool):
+        self.placement, self.entry, self.pool = placement, entry, pool
+        self.name, self.nbytes = placement.label(entry), placement.layout(entry).span
+        self.gpu = placement.plan.units[placement.geo.unit_of(entry.u)].gpu
         self.here = None  # while in use
         self.ready = ()
         self.updated: tuple[Task, ...] = ()
@@ -98,8 +98,8 @@ class InRam(OnGpu):
             for first, offset, n in pieces:
                 here.tensor[offset : offset + n].copy_(source[first : first + n], non_blocking=True)
 
-        label, queue = self.placement.label(self.entry), numbered("h2d", self.gpu)
-        return self.placement.queues.run(queue, "weights", label, up, (*here.ready, *come), nbytes=self.nbytes)
+        queue, ready = numbered("h2d", self.gpu), (*here.ready, *come)
+        return self.placement.queues.run(queue, "weights", self.name, up, ready, nbytes=self.nbytes)
 
     def _stored(self) -> Tensor:
         stored = self.placement.stored(self.entry)
@@ -133,13 +133,13 @@ class InRam(OnGpu):
 class OnSsd(InRam):
     """Weights stored on the SSD. They are read and written through staging buffers in RAM."""
 
-    def __init__(self, name: str, placement: Placement, entry: Entry, pool: Pool, gpu: int, staging: Pool):
-        super().__init__(name, placement, entry, pool, gpu)
+    def __init__(self, placement: Placement, entry: Entry, pool: Pool, staging: Pool):
+        super().__init__(placement, entry, pool)
         self.staging = staging
         self.fresh: Buffer | None = None  # new weights that are still in RAM
 
     def _copy_up(self, here: Buffer) -> Task:
-        source, self.fresh = self.fresh or self._read(self.placement.label(self.entry)), None
+        source, self.fresh = self.fresh or self._read(self.name), None
         done = self._copy(source.tensor, source.ready, here)
         source.free((done, *self.updated))
         return done
@@ -147,7 +147,7 @@ class OnSsd(InRam):
     def _read(self, owner: str) -> Buffer:
         buffer = self.staging.acquire(owner)
         ready = (*buffer.ready, *self.updated)
-        buffer.ready = (self.placement.read_weights(self.entry, buffer.tensor, ready),)
+        buffer.ready = (self.placement.transfer("read", self.entry, buffer.tensor, ready),)
         return buffer
 
     def take(self) -> Buffer:
@@ -155,7 +155,7 @@ class OnSsd(InRam):
 
     def put(self, taken: Buffer, done: Task) -> None:
         self.publish(done)
-        self.updated = (self.placement.write_weights(self.entry.u, taken.tensor, (done,)),)
+        self.updated = (self.placement.transfer("write", self.entry, taken.tensor, (done,)),)
         taken.ready, self.fresh = (done,), taken
 
     def settle(self) -> None:
@@ -176,10 +176,11 @@ def pooled(part: OnGpu) -> bool:
 class LayerWeights:
     """A layer's trained and frozen weights, and `decoded`, what a pass makes of them."""
 
-    begins = ends = True  # as SliceWeights
+    own, share, begins, ends = None, 1, True, True  # as SliceWeights
 
-    def __init__(self, u: int, trained: OnGpu, frozen: OnGpu, slices: Sequence[SliceWeights] = ()):
-        self.u, self.trained, self.frozen, self.slices = u, trained, frozen, slices
+    def __init__(self, u: int, name: str, trained: OnGpu, frozen: OnGpu):
+        self.u, self.name, self.trained, self.frozen = u, name, trained, frozen
+        self.slices: list[SliceWeights] = []
         self.decoded: Buffer | None = None
         self.before: Callable[[int], None] | None = None  # called before they come
         self.last: tuple[Task, ...] = ()  # reader
@@ -206,15 +207,21 @@ class LayerWeights:
     def done(self, task: Task) -> None:
         self.last = (task,)
 
+    def tensors(self, geo: Geometry) -> dict[str, Tensor]:
+        """The weights by name, while in use."""
+        u, found = self.u, views(geo.weights[self.u], self.trained.get().tensor)
+        found |= views(geo.base[u], self.frozen.get().tensor)
+        return found | (views(geo.decoded[u], self.decoded.tensor) if self.decoded is not None else {})
+
 
 class SliceWeights:
     """A slice of a layer's frozen experts, in use together with the layer's other weights."""
 
-    def __init__(self, u: int, v: int, numbers: range, frozen: OnGpu):
-        """`v`: its number as a unit of frozen weights. `numbers`: those of all slices of the layer."""
-        self.u, self.v, self.frozen = u, v, frozen
+    def __init__(self, layer: LayerWeights, v: int, geo: Geometry, frozen: OnGpu):
+        """`v`: its number as a unit of frozen weights."""
+        self.layer, self.u, self.v, self.name, self.frozen = layer, layer.u, v, geo.base_names[v], frozen
+        self.own, self.share, numbers = geo.slice_at(v).own, geo.share_of_slice(v), geo.slices_of[layer.u]
         self.begins, self.ends = v == numbers[0], v == numbers[-1]
-        self.layer: LayerWeights | None = None  # while in use
         self.last: tuple[Task, ...] = ()  # reader
 
     @property
@@ -226,22 +233,22 @@ class SliceWeights:
 
     @property
     def stored(self) -> tuple[OnGpu, ...]:
-        assert self.layer is not None
         return *self.layer.stored, self.frozen
 
     @property
     def ready(self) -> tuple[Task, ...]:
-        assert self.layer is not None
         return (*self.layer.ready, *self.frozen.ready)
 
     def done(self, task: Task) -> None:
-        assert self.layer is not None
         self.layer.done(task)
         self.last = (task,)
 
+    def tensors(self, geo: Geometry) -> dict[str, Tensor]:
+        return self.layer.tensors(geo) | views(geo.base[self.v], self.frozen.get().tensor)
+
     def release(self) -> None:
         self.frozen.release(self.last)
-        self.layer, self.last = None, ()
+        self.last = ()
 
 
 LayerPart = LayerWeights | SliceWeights  # what a task computes with
@@ -250,14 +257,13 @@ LayerPart = LayerWeights | SliceWeights  # what a task computes with
 class WeightStream:
     """The weights of all layers, and the passes over them."""
 
-    def __init__(self, geo: Geometry, plan: Plan, placement: Placement, queues: Queues):
-        self.geo, self.plan, self.placement, self.queues = geo, plan, placement, queues
+    def __init__(self, placement: Placement):
+        self.placement, self.geo, self.plan, self.queues = placement, placement.geo, placement.plan, placement.queues
         self.for_decoded = placement.gpu_pools("decoded")
         trained, frozen = list(self._stored("weights", "weights pool")), list(self._stored("base", "base pool"))
-        self.layers = [
-            LayerWeights(u, trained[u], frozen[u], [SliceWeights(u, v, of, frozen[v]) for v in of])
-            for u, of in enumerate(geo.slices_of)
-        ]
+        self.layers = [LayerWeights(u, name, trained[u], frozen[u]) for u, name in enumerate(self.geo.names)]
+        for layer, numbers in zip(self.layers, self.geo.slices_of, strict=True):
+            layer.slices = [SliceWeights(layer, v, self.geo, frozen[v]) for v in numbers]
         self.coming = Prefetch()
         self.uses: deque[int] = deque()  # of layers to come in this pass
         self.in_use: set[int] = set()  # layers
@@ -279,9 +285,9 @@ class WeightStream:
             resident = kind == "weights" and unit.resident
             to = placement.pool("gpu", "weights", name, gpu) if resident else pools[gpu][size]
             if tier == "host":
-                yield InRam(name, placement, entry, to, gpu)
+                yield InRam(placement, entry, to)
             else:
-                yield OnSsd(name, placement, entry, to, gpu, staging[size])
+                yield OnSsd(placement, entry, to, staging[size])
 
     # ------------------------------------------------ a pass
 
@@ -310,7 +316,6 @@ class WeightStream:
             yield layer
         for each in layer.slices:
             each.frozen.get()
-            each.layer = layer
             yield each
             each.release()
             self.coming.go_on()
@@ -368,12 +373,9 @@ class WeightStream:
 
     def _copy(self, u: int, gpu: int) -> LayerWeights:
         """The buffers for a copy of layer u on another GPU."""
-        name, many = self.geo.names[u], partial(self.placement.many, "gpu")
-        trained, frozen, decoded = (
-            next(iter(many(what, name, gpu)), NOTHING) for what in ("weights copy", "base copy", "decoded copy")
-        )
-        copy = LayerWeights(u, OnGpu(trained), OnGpu(frozen))
-        copy.decoded = Buffer(decoded) if self.geo.decoded[u].tensors else None
+        of = partial(self.placement.of, u, "gpu", gpu=gpu)
+        copy = LayerWeights(u, self.geo.names[u], OnGpu(of("weights copy")), OnGpu(of("base copy")))
+        copy.decoded = Buffer(of("decoded copy")) if self.geo.decoded[u].tensors else None
         return copy
 
     def _release(self, u: int) -> None:
@@ -422,15 +424,6 @@ class WeightStream:
         queue = numbered("compute", gpu)
         decoded.ready = (self.queues.run(queue, "decode", geo.names[u], decode, after, nbytes=nbytes),)
         return decoded
-
-    def tensors(self, layer: LayerPart) -> dict[str, Tensor]:
-        """The weights of a layer in use, by name."""
-        geo, u = self.geo, layer.u
-        if isinstance(layer, SliceWeights):
-            assert layer.layer is not None
-            return self.tensors(layer.layer) | views(geo.base[layer.v], layer.frozen.get().tensor)
-        found = views(geo.weights[u], layer.trained.get().tensor) | views(geo.base[u], layer.frozen.get().tensor)
-        return found | (views(geo.decoded[u], layer.decoded.tensor) if layer.decoded is not None else {})
 
     # ------------------------------------------------ updates
 

@@ -19,12 +19,11 @@ from trireme.engine.check.row import WIDTHS, Row, changes
 from trireme.engine.check.steps import steps
 from trireme.engine.planner.host import memory_limits
 from trireme.engine.planner.probe import compute, processor
-from trireme.engine.planner.rates import Rates, rates_of
+from trireme.engine.planner.rates import rates_of
 from trireme.models.config import InputError
 from trireme.storage.temporary import HIDDEN, Temporary
 
 WHOLE = 105.0  # seconds, after which no step begins
-OFF = 0.25  # of a step's estimate, from which it is told
 
 
 def check(folders: Mapping[str, Path], report: Path, say: Callable[[str], None], tuning: bool = False) -> list[Row]:
@@ -76,7 +75,7 @@ def _rows(folders: Mapping[str, Path], end: float) -> Iterator[Row]:
             yield from gpu.kernels(gpu.checked(device), gpu.call_seconds, fp8)
         torch.cuda.empty_cache()
     folder, rates = next(iter(tried.items()), (None, {}))
-    yield from _steps(where, rates_of(found | rates), folder, end)
+    yield from steps(where, memory_limits(where, None, None), rates_of(found | rates), folder, end)
 
 
 def _tuning() -> Iterator[Row]:
@@ -87,18 +86,6 @@ def _tuning() -> Iterator[Row]:
         yield gpu.no_gpu()
     else:
         yield from tune.rows(device, gpu.checked(device), gpu.call_seconds)
-
-
-def _steps(device: torch.device, rates: Rates, folder: Path | None, end: float) -> Iterator[Row]:
-    """Steps and their estimates. On a CPU estimates leave out too much to be judged."""
-    for step in steps(device, memory_limits(device, None, None), rates, folder, end):
-        if step.why:
-            yield Row("step", step.name, f"not tried: {step.why}")
-            continue
-        off = step.seconds / step.estimate - 1
-        said = f"{step.seconds:.3f} s, estimated {step.estimate:.3f} s ({100 * off:+.0f} %)"
-        wrong = "a run corrects its estimate in the second step" if off > OFF and device.type == "cuda" else ""
-        yield Row("step", step.name, said, wrong, {"seconds": step.seconds, "estimate": step.estimate})
 
 
 def folders_of(given: Iterable[str]) -> dict[str, Path]:

@@ -13,6 +13,7 @@ from trireme.engine.check.cases import GROUPS, MIXTURES, Case, Shapes, error, re
 from trireme.engine.check.host import is_wsl
 from trireme.engine.check.row import Row
 from trireme.engine.memory import Memory
+from trireme.engine.plan import Limits
 from trireme.engine.planner.gpus import Gpu, find_gpu
 from trireme.engine.planner.host import available_ram, gpu_now
 from trireme.engine.planner.rates import GB
@@ -113,7 +114,7 @@ def _against(sheet: Gpu | None, rates: Mapping[str, float]) -> Iterator[Row]:
 def pinned(device: torch.device) -> Row:
     """How much RAM CUDA registers, in pieces until it refuses one."""
     limit = min(available_ram() // 2, PINNED) if not is_wsl() else available_ram() * 3 // 4
-    memory, start, tried = Memory(device, 1 << 60, 1 << 60), time.monotonic(), 0
+    memory, start, tried = Memory([device], Limits(1 << 60, 1 << 60)), time.monotonic(), 0
     try:
         while tried + PIECE <= limit and not memory.refused and time.monotonic() - start < PINNING_S:
             memory.alloc("host", "check", PIECE, 1)

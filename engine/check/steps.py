@@ -9,13 +9,13 @@ from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, ExitStack, contextmanager
 from functools import cache, partial
 from pathlib import Path
-from typing import NamedTuple
 
 import numpy as np
 import torch
 
-from trireme.engine.between import Writer
+from trireme.engine.between import writing
 from trireme.engine.build import Engine, build, inputs_on
+from trireme.engine.check.row import Row
 from trireme.engine.data.dataset import MicroBatch
 from trireme.engine.memory import DTYPE, views
 from trireme.engine.placement import Entry, Placement
@@ -36,6 +36,7 @@ from trireme.storage.devices import open_device
 from trireme.storage.store import Store
 from trireme.storage.temporary import HIDDEN, Temporary
 
+OFF = 0.25  # of a step's estimate, from which it is told
 WARM, TIMED = 3, 3  # steps; the first compile and fill
 MODEL = {True: ("llama-0.4b", 16384, 4), False: ("llama-tiny", 128, 2)}  # on a GPU: tokens of a micro-batch, of a step
 PLACES: dict[bool, dict[str, Where]] = {
@@ -44,17 +45,8 @@ PLACES: dict[bool, dict[str, Where]] = {
 }
 
 
-class Step(NamedTuple):
-    """A step's measured and estimated seconds; `why`: it was not tried."""
-
-    name: str
-    seconds: float = 0.0
-    estimate: float = 0.0
-    why: str = ""
-
-
-def steps(device: torch.device, limits: Limits, rates: Rates, folder: Path | None, end: float) -> Iterator[Step]:
-    """Yields a step with its state in each memory, begun before `end` (time.monotonic).
+def steps(device: torch.device, limits: Limits, rates: Rates, folder: Path | None, end: float) -> Iterator[Row]:
+    """Yields rows of a step with its state in each memory, begun before `end` (time.monotonic).
 
     `folder`: on a drive; nothing is left in it.
     """
@@ -68,19 +60,27 @@ def steps(device: torch.device, limits: Limits, rates: Rates, folder: Path | Non
             ((tokens, n_micro),), dtype, record=1 << 22, placement=placement, on_cuda=cuda, document=tokens // 8
         )
         if placement == "ssd" and folder is None:
-            yield Step(what, why="no drive was tried")
+            yield Row("step", what, "not tried: no drive was tried")
             continue
         if time.monotonic() > end:
-            yield Step(what, why="out of time")
+            yield Row("step", what, "not tried: out of time")
             continue
         try:
             plan = simple_plan(cfg, limits, wanted)
         except DoesNotFit as error:
-            yield Step(what, why=str(error).split(". ")[0])
+            yield Row("step", what, "not tried: " + str(error).split(". ")[0])
             continue
         found = predict(cfg, plan, rates, Batch(tokens, wanted.document, n_micro))
         open_engine = partial(random_engine, cfg, plan, limits, folder=folder if placement == "ssd" else None)
-        yield Step(what, _seconds(open_engine, device, wanted.document), found.step_s)
+        yield compared(what, _seconds(open_engine, device, wanted.document), found.step_s, cuda)
+
+
+def compared(name: str, seconds: float, estimate: float, cuda: bool) -> Row:
+    """A step and its estimate. On a CPU estimates leave out too much to be judged."""
+    off = seconds / estimate - 1
+    said = f"{seconds:.3f} s, estimated {estimate:.3f} s ({100 * off:+.0f} %)"
+    wrong = "a run corrects its estimate in the second step" if off > OFF and cuda else ""
+    return Row("step", name, said, wrong, {"seconds": seconds, "estimate": estimate})
 
 
 def _seconds(open_engine: Callable[..., AbstractContextManager[Engine]], device: torch.device, seq: int) -> float:
@@ -144,7 +144,7 @@ def random_state(placement: Placement) -> None:
             if placement.layout(entry).tensors:
                 _fill(placement, entry, tile, packed, coded)
         for r in range(len(placement.state[u])):
-            with Writer(placement, Entry("state", u, r)) as buffer:
+            with writing(placement, Entry("state", u, r)) as buffer:
                 buffer.zero_()
 
 
@@ -156,7 +156,7 @@ def _fill(
     coded: Callable[[], Quantized],
 ) -> None:
     layout, at, packing = placement.layout(entry), 0, placement.geo.cfg.packing
-    with Writer(placement, entry) as buffer:
+    with writing(placement, entry) as buffer:
         for name, tensor in views(layout, buffer).items():
             part = packing.part_of(name) if packing else None
             if name.endswith(SCALE):

@@ -10,7 +10,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from trireme.engine.between import Writer
+from trireme.engine.between import writing
 from trireme.engine.geometry import Geometry
 from trireme.engine.hosts.group import refuse_text
 from trireme.engine.hosts.held import Held, Whole
@@ -29,7 +29,7 @@ def fill(placement: Placement, whole: Whole, wire: Wire | None, progress: Progre
             source = _source(whole, host, geo, then, entry, plan.record)
             shards = stored(geo, plan.record, entry)
             if host == plan.host:
-                with Writer(placement, entry) as buffer:
+                with writing(placement, entry) as buffer:
                     _bring(buffer, shards, whole, source, wire)
                 progress(placement.layout(entry).span)
             elif source not in whole.sights[host] and whole.seer(source) == plan.host:

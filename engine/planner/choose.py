@@ -61,7 +61,20 @@ class Choice:
     @property
     def per_token(self) -> float:
         """Seconds."""
-        return _per_token(self.plan, self.found)
+        return self.found.step_s / (self.plan.tokens * self.plan.n_micro)
+
+
+@dataclass(frozen=True)
+class Search:
+    """The arguments of `choose`."""
+
+    cfg: ModelConfig
+    limits: Limits
+    rates: Rates
+    wanted: Wanted
+    begun: Plan | None
+    strategies: Sequence[Strategy]
+    refined: int
 
 
 @no_collection()
@@ -82,12 +95,13 @@ def choose(
     Layers are divided among unequal GPUs by speed or by memory, and among equal GPUs with unequal free memory in turn
     or by memory; the faster of the two is returned.
     """
+    search = Search(cfg, limits, rates, wanted, begun, strategies, refined)
     if not rates.others and not limits.less:
-        return _choose(cfg, limits, rates, wanted, begun, strategies, refined)
+        return _choose(search)
     found, refused = list[Choice](), list[DoesNotFit]()
     for shares in ways_to_share(cfg, limits, rates, wanted):
         try:
-            found.append(_choose(cfg, limits, rates, replace(wanted, shares=shares), begun, strategies, refined))
+            found.append(_choose(replace(search, wanted=replace(wanted, shares=shares))))
         except DoesNotFit as error:
             refused.append(error)
     if not found:
@@ -123,85 +137,60 @@ def ways_to_share(cfg: ModelConfig, limits: Limits, rates: Rates, wanted: Wanted
     return [Shares(tuple(by_speed), fastest), by_memory]
 
 
-def _choose(
-    cfg: ModelConfig,
-    limits: Limits,
-    rates: Rates,
-    wanted: Wanted,
-    begun: Plan | None,
-    strategies: Sequence[Strategy],
-    refined: int,
-) -> Choice:
-    wanted = replace(wanted, peers=wanted.gpus > 1 and rates.peer > 0)
-    drive = has_drive(rates)
-    first = first_plan(cfg, limits, wanted, drive)
-    begun = begun and begun.dealt(wanted.gpus, cfg.tied, wanted.peers, wanted.shares)
+def _choose(s: Search) -> Choice:
+    wanted, drive = replace(s.wanted, peers=s.wanted.gpus > 1 and s.rates.peer > 0), s.rates.has_drive
+    first = first_plan(s.cfg, s.limits, wanted, drive)
+    s = replace(s, wanted=wanted, begun=s.begun and s.begun.dealt(wanted.gpus, s.cfg.tied, wanted.peers, wanted.shares))
     if first.uses("ssd") and not drive:
         raise DoesNotFit(
-            f"RAM of {gib(limits.host, 1)} and GPU memory of {gib(limits.gpu, 1)} do not hold everything, and there is "
-            "no drive for the rest."
+            f"RAM of {gib(s.limits.host, 1)} and GPU memory of {gib(s.limits.gpu, 1)} do not hold everything, and "
+            "there is no drive for the rest."
         )
-    search = partial(_search, cfg, limits, rates, wanted, begun=begun, strategies=strategies, refined=refined)
-    sliced = None if begun else _sliced(cfg, limits, wanted, first, drive)
+    sliced = None if s.begun else _sliced(s, first, drive)
     if sliced is None:
-        return search(first)
-    other = search(sliced)
+        return _search(s, first)
+    other = _search(s, sliced)
     if first.window == 1:  # slow: the experts of a layer leave no memory to prefetch the next layer
-        trials = Trials(Geometry.of(cfg, first), rates, wanted)
-        if other.per_token < _per_token(first, trials.simulate(first)):
+        simulated = Trials(Geometry.of(s.cfg, first), s.rates, wanted).simulate(first)
+        if other.per_token < Choice(first, simulated, ()).per_token:
             return other
-    found = search(first)
+    found = _search(s, first)
     return other if other.per_token < WORTH_SIMULATING * found.per_token else found
 
 
-def _per_token(plan: Plan, found: Prediction) -> float:
-    """Seconds."""
-    return found.step_s / (plan.tokens * plan.n_micro)
-
-
-def _sliced(cfg: ModelConfig, limits: Limits, wanted: Wanted, first: Plan, drive: bool) -> Plan | None:
-    """The rule's plan with frozen experts in slices, if `first` has none and they may overlap better, else None."""
-    if not _may_overlap_better(cfg, first) or (cut := sliced(cfg, SLICES)) not in cuts(cfg, wanted):
+def _sliced(s: Search, first: Plan, drive: bool) -> Plan | None:
+    """The rule's plan with frozen experts in slices, if `first` has none and they may overlap better, else None: frozen
+    experts are streamed to one GPU, on which whole blocks do not fit.
+    """
+    streamed = any(unit.base != "gpu" for unit in first.units)
+    alone = first.gpus == first.hosts == 1
+    if not (first.halves and first.slices == 1 and alone and streamed and narrow.may_be_sliced(s.cfg)):
+        return None
+    if (cut := sliced(s.cfg, SLICES)) not in cuts(s.cfg, s.wanted):
         return None
     with suppress(DoesNotFit):
-        plan = first_plan(cfg, limits, replace(wanted, cuts=(cut,)), drive)
+        plan = first_plan(s.cfg, s.limits, replace(s.wanted, cuts=(cut,)), drive)
         return plan if drive or not plan.uses("ssd") else None
     return None
 
 
-def _may_overlap_better(cfg: ModelConfig, first: Plan) -> bool:
-    """Whether slices of experts may be prefetched where whole layers of experts are not: frozen experts are streamed to
-    one GPU, on which whole blocks do not fit.
-    """
-    streamed = any(unit.base != "gpu" for unit in first.units)
-    alone = first.gpus == first.hosts == 1
-    return first.halves and first.slices == 1 and alone and streamed and narrow.may_be_sliced(cfg)
-
-
-def _search(
-    cfg: ModelConfig,
-    limits: Limits,
-    rates: Rates,
-    wanted: Wanted,
-    first: Plan,
-    begun: Plan | None,
-    strategies: Sequence[Strategy],
-    refined: int,
-) -> Choice:
+def _search(s: Search, first: Plan) -> Choice:
     """`choose` among plans that divide layers into units as `first` does."""
-    wanted = replace(wanted, cuts=(Cut.of(first),))
-    trials = Trials(Geometry.of(cfg, first), rates, wanted)
-    before, steps = trials.simulate(first), moves(trials.geo, trials.batch(first), rates)
-    plans = _candidates(trials, limits, first, begun, steps, strategies)
-    if begun and (alike := _as_begun(trials.geo, limits, plans, begun)):
-        plans = alike
-        trials.found.clear()  # `first` may update units elsewhere
-        trials.simulate(plans[0])
+    wanted, limits, begun = replace(s.wanted, cuts=(Cut.of(first),)), s.limits, s.begun
+    trials = Trials(Geometry.of(s.cfg, first), s.rates, wanted)
+    before, steps = trials.simulate(first), moves(trials.geo, trials.batch(first), s.rates)
+    plans = _candidates(trials, s, first, steps)
+    if begun:  # and plans with updates on the processors of `begun`
+        alike = (begun, *(updated_alike(plan, begun) for plan in plans))
+        if fitting := [plan for plan in alike if plan is not None and fits(trials.geo, plan, limits)]:
+            plans = fitting
+            trials.found.clear()  # `first` may update units elsewhere
+            trials.simulate(plans[0])
     groups = max(MIN_GROUPS, first.n_micro // merge_factor(first.n_micro, wanted.gpus))
     most = max(LEAST, min(2, wanted.gpus) * WORK // (trials.geo.n_units * groups))
     _by_lower_bounds(trials, limits, plans, most)
     most *= 2 if wanted.gpus == 1 else 3  # several GPUs have more decisions
-    _around_the_best(trials, _decisions(trials, limits, first.piece, steps, begun is None), most, refined)
+    _around_the_best(trials, _decisions(trials, limits, first.piece, steps, begun is None), most, s.refined)
     best = trials.best()
     because = reasons(trials.geo, first, before, best, trials.found[best], wanted.peers)
     if begun and updated_alike(best, begun) != best:
@@ -218,10 +207,6 @@ def first_plan(cfg: ModelConfig, limits: Limits, wanted: Wanted, drive: bool) ->
         return first
     others = (simple_plan(cfg, limits, wanted, strategy) for strategy in WITHOUT_A_DRIVE)
     return next((plan for plan in others if not plan.uses("ssd")), first)
-
-
-def has_drive(rates: Rates) -> bool:
-    return bool(rates.ssd_read and rates.ssd_write)
 
 
 # ---------------------------------------------------------------- the search
@@ -263,26 +248,13 @@ class Trials:
         return (seconds + wear) / (plan.tokens * plan.n_micro)
 
 
-def _candidates(
-    trials: Trials,
-    limits: Limits,
-    first: Plan,
-    begun: Plan | None,
-    steps: Sequence[Move],
-    strategies: Sequence[Strategy],
-) -> list[Plan]:
+def _candidates(trials: Trials, s: Search, first: Plan, steps: Sequence[Move]) -> list[Plan]:
     """The variants of `first` that fit. They use the SSD only if there is a drive."""
-    geo, wanted, drive = trials.geo, trials.wanted, has_drive(trials.rates)
-    plans = dict.fromkeys(variants.variants(geo, limits, first, wanted, steps, strategies))
-    if first.uses("ssd") and not begun and not geo.cfg.lora:  # a running run has allocated its scratch files
+    geo, wanted, limits, drive = trials.geo, trials.wanted, s.limits, s.rates.has_drive
+    plans = dict.fromkeys(variants.variants(geo, limits, first, wanted, steps, s.strategies))
+    if first.uses("ssd") and not s.begun and not geo.cfg.lora:  # a running run has allocated its scratch files
         plans |= dict.fromkeys(variants.through_the_drive(geo, limits, first, wanted, steps))
     return [plan for plan in plans if drive or not plan.uses("ssd")]
-
-
-def _as_begun(geo: Geometry, limits: Limits, plans: Iterable[Plan], begun: Plan) -> list[Plan]:
-    """`begun`, and `plans` with updates on the processors of `begun`: those that fit."""
-    alike = [begun, *(updated_alike(plan, begun) for plan in plans)]
-    return [plan for plan in alike if plan is not None and fits(geo, plan, limits)]
 
 
 def _by_lower_bounds(trials: Trials, limits: Limits, plans: Sequence[Plan], most: int) -> None:
@@ -365,9 +337,8 @@ def lower_bounds(geo: Geometry, plan: Plan, rates: Rates, batch: Batch) -> dict[
     """
     rates = rates.with_moments(plan.adam_bits)
     each = [unit_seconds(geo.cfg, plan, rates.of(gpu), batch) for gpu in range(plan.gpus if rates.others else 1)]
-    seconds = {
-        key: len(each) / sum(1 / found[key] for found in each) for key in each[0]
-    }  # by all GPUs, times their number
+    # By all GPUs, times their number.
+    seconds = {key: len(each) / sum(1 / found[key] for found in each) for key in each[0]}
     forward = plan.n_micro * sum(s for (kind, _), s in seconds.items() if kind == "forward") / plan.gpus
     decode = [sum(way) / rates.copy for way in zip(*geo.decode_bytes, strict=True)]  # in forward and in backward
     forward += decode[0]

@@ -47,20 +47,10 @@ class Work:
     def tokens(self) -> int:
         return max(1, round(self.sequences * self.seq_len * self.used))
 
-    @property
-    def lengths(self) -> list[int]:
-        """The lengths of the documents in a usual step."""
-        return lengths_of(self.tokens, self.document or self.seq_len)
-
     def batch(self, plan: Plan) -> Batch:
         n_micro = min(plan.n_micro, math.ceil(self.sequences * self.seq_len / plan.tokens / plan.hosts))
-        return Batch(
-            math.ceil(self.tokens / plan.hosts / n_micro),
-            self.document or self.seq_len,
-            n_micro,
-            self.trained,
-            self.compared,
-        )
+        tokens = math.ceil(self.tokens / plan.hosts / n_micro)
+        return Batch(tokens, self.document or self.seq_len, n_micro, self.trained, self.compared)
 
 
 @dataclass(frozen=True)
@@ -117,8 +107,9 @@ class Forecast:
     @property
     def tflops(self) -> float:
         """Model TFLOP/s of a step: three times the FLOPs of forward, without recomputation, per second."""
-        pairs = costs.layer_pairs(self.cfg, self.work.lengths)
-        return costs.model_flops(self.cfg, self.work.tokens, pairs) / self.step.step_s / 1e12
+        work = self.work
+        pairs = costs.layer_pairs(self.cfg, lengths_of(work.tokens, work.document or work.seq_len))
+        return costs.model_flops(self.cfg, work.tokens, pairs) / self.step.step_s / 1e12
 
     def pinning_s(self) -> float:
         """Seconds to pin RAM before the first step."""
@@ -159,17 +150,12 @@ class Forecast:
         return nbytes if nbytes <= room else 0
 
     @property
-    def frozen(self) -> int:
-        """Bytes of all frozen weights."""
-        return sum(layout.span for layout in self.geo.base)
-
-    @property
     def frozen_read(self) -> int:
         """Bytes that are read to load frozen weights; those that are quantized to fp8 are read twice."""
         if self.files.read:
             return self.files.read
         codes = (t.nbytes for layout in self.geo.base for t in layout.tensors if t.name.endswith(narrow.ROWS))
-        return self.frozen + (2 * ITEMSIZE[self.plan.dtype] - 1) * sum(codes)
+        return sum(self.geo.base_bytes) + (2 * ITEMSIZE[self.plan.dtype] - 1) * sum(codes)
 
     @property
     def frozen_on_ssd(self) -> int:
@@ -282,11 +268,10 @@ def check_drive(f: Forecast) -> None:
 
 def scratch(geo: Geometry, plan: Plan) -> tuple[int, int]:
     """Bytes of (activations, gradients) on the SSD, as Engine.claim_scratch allocates them."""
-    units = [(u, plan.units[u]) for u in range(geo.n_units)]
-    saved = sum(geo.saved_layout(u, unit.names("ssd"), plan.tokens).span for u, unit in units)
+    saved = sum(geo.saved_layout(u, unit.names("ssd"), plan.tokens).span for u, unit in enumerate(plan.units))
     leave = range(1, geo.n_units if plan.between == "host" else geo.head)  # the head's input is read at once
     x = geo.x_bytes(plan.tokens) * sum(plan.units[u].x == "ssd" for u in leave)
-    return plan.n_micro * (saved + x), sum(geo.weights[u].span for u, _ in units if plan.spilled(u))
+    return plan.n_micro * (saved + x), sum(w.span for u, w in enumerate(geo.weights) if plan.spilled(u))
 
 
 def spares(geo: Geometry, plan: Plan) -> int:

@@ -118,10 +118,9 @@ def disk_line(f: Forecast) -> str:
     parts += ", twice that for the best and the one before it" if f.files.best else ""
     parts += f", {count(f.files.apart, 'step')} kept {gb(part['apart'])}" if part["apart"] else ""
     parts += f", tokens {gb(part['tokens'])}" if part["tokens"] else ""
-    if f.frozen_on_ssd and f.files.copied:
-        parts += f", frozen weights {gb(part['frozen'])} ({f.files.copied})"
+    parts += f", frozen weights {gb(part['frozen'])} ({f.files.copied})" if part["frozen"] else ""
     parts += f", activations and gradients {gb(part['scratch'])}" if part["scratch"] else ""
-    need, room = f.disk(), f.room
+    need, room = sum(part.values()), f.room
     if not room:
         return f"{parts}: {gb(need)}"
     verdict = "fits" if need <= room else f"short by {gb(need - room)}: free some space, or the run will stop"
@@ -130,8 +129,10 @@ def disk_line(f: Forecast) -> str:
 
 def gpu_lines(f: Forecast) -> list[str]:
     """Lines of time, which are predicted with a GPU only."""
-    start = [f"start    {start_line(f)}"] if f.pinning_s() >= LONG else []
-    return [f"time     {time_line(f)}", *start]
+    found, pinning, held = [f"time     {time_line(f)}"], f.pinning_s(), usage(f.geo, f.plan)["host"] / 2**30
+    if pinning >= LONG:
+        found.append(f"start    {duration(pinning)} before the first step, to pin {held:.1f} GiB of RAM for transfers")
+    return found
 
 
 def time_line(f: Forecast) -> str:
@@ -143,12 +144,6 @@ def time_line(f: Forecast) -> str:
         f"{count(work.steps, 'step')} = {duration(work.steps * step)}; "
         f"limited by {BINDS[found.bound]} ({seconds(found.busy[found.bound])} of {seconds(step)})"
     )
-
-
-def start_line(f: Forecast) -> str:
-    """The longest part of the start."""
-    held = usage(f.geo, f.plan)["host"] / 2**30
-    return f"{duration(f.pinning_s())} before the first step, to pin {held:.1f} GiB of RAM for transfers"
 
 
 def ready_line(parts: Times) -> str:

@@ -61,8 +61,7 @@ def this_machine(
         name = " + ".join(map(torch.cuda.get_device_name, gpus_from(device, limits.gpus)))
     drives = f"{room / GB:,.0f} GB of disk free (speed of {count} {usual.name}{'s' * (count > 1)} assumed)"
     kept = sum(reserved(disk.total) for disk in disks)
-    made = Machine(name, limits.gpu, limits.host, rates, room, kept, worn, drives, how, limits.gpus)
-    return replace(made, less=limits.less)
+    return Machine(name, limits.gpu, limits.host, rates, room, kept, worn, drives, how, limits.gpus, limits.less)
 
 
 def _alone(device: torch.device, dtype: str, limits: Limits) -> dict[str, float]:

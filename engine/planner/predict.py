@@ -86,9 +86,12 @@ class Batch:
         """Tokens of each document."""
         return lengths_of(self.tokens, self.seq_len)
 
+    def pairs(self, cfg: ModelConfig) -> int:
+        """(query, key) pairs of a micro-batch in a layer's attention."""
+        return costs.layer_pairs(cfg, self.lengths)
+
     def inputs(self, cfg: ModelConfig) -> list[Inputs]:
-        pairs = costs.layer_pairs(cfg, self.lengths)
-        return [Inputs(self.tokens, self.learned, pairs)] * self.n_micro
+        return [Inputs(self.tokens, self.learned, self.pairs(cfg))] * self.n_micro
 
 
 def lengths_of(tokens: int, length: int) -> list[int]:
@@ -143,7 +146,7 @@ def _engine(
     cfg: ModelConfig, plan: Plan, rates: Rates, batch: Batch, roughly: bool = False
 ) -> Iterator[tuple[Engine, SimulatedQueues, list[Inputs]]]:
     """An engine on simulated queues, the queues, and the inputs, with micro-batches merged as `predict` describes."""
-    if plan.uses("ssd") and not (rates.ssd_read and rates.ssd_write):
+    if plan.uses("ssd") and not rates.has_drive:
         raise ValueError("the plan uses a drive and the machine has none")
     cfg, rates = plan.cut(cfg), rates.with_moments(plan.adam_bits)
     merged = roughly or (plan.between == "gpu" and plan.gpus == 1)
@@ -220,9 +223,8 @@ def _prediction(seconds: float, queues: SimulatedQueues, spans: tuple[Span, ...]
     for (queue, _), tasks in working.items():
         name = "net" if queue in NET else "peer" if queue in PEERS else queue
         busy[name] = max(busy.get(name, 0.0), _covered(tasks))
-    busy["ssd"] = drive_seconds(
-        moved["ssd_read"], moved["ssd_write"], queues.rates
-    )  # spans include waits for the drive
+    # Spans include waits for the drive.
+    busy["ssd"] = drive_seconds(moved["ssd_read"], moved["ssd_write"], queues.rates)
     busy["dram"] = sum(t.nbytes for t in queues.tasks if is_copy(t.queue)) / queues.rates.dram
     bound = max(busy, key=busy.__getitem__)
     return Prediction(seconds, busy, bound, moved["ssd_read"], moved["ssd_write"], spans)
@@ -352,7 +354,7 @@ def _inner_seconds(
     Backward recomputes the tensors that are not in `saved`.
     """
     kind, N, itemsize = geo.kinds[u], batch.tokens, ITEMSIZE[plan.dtype]
-    pairs, row = batch.inputs(cfg)[0].pairs, batch.tokens * itemsize  # row: bytes of a feature
+    pairs, row = batch.pairs(cfg), batch.tokens * itemsize  # row: bytes of a feature
     multiplied, slower, mixer = partial(_multiplied, rates), partial(_slower, rates), partial(_mixer_seconds, cfg, kind)
     once = costs.forward_flops(cfg, u, N, pairs) - costs.mixer_flops(cfg, kind, N, pairs)
     back = costs.backward_flops(cfg, u, N, pairs) - costs.mixer_backward_flops(cfg, kind, N, pairs)
@@ -388,7 +390,7 @@ def rebuilt_seconds(
     """Seconds of recomputation in backward: of the GEMMs and attention for the tensors of a micro-batch of unit u that
     are not in `kept`.
     """
-    kind, N, pairs = shapes.kind(cfg, u), batch.tokens, batch.inputs(cfg)[0].pairs
+    kind, N, pairs = shapes.kind(cfg, u), batch.tokens, batch.pairs(cfg)
     missing = shapes.saved_shapes(cfg, 1, kind).keys() - kept
     rebuilt = costs.recompute_flops(cfg, kept, N, pairs, kind) - costs.mixer_flops(cfg, kind, N, pairs, missing)
     once = costs.forward_flops(cfg, u, N, pairs) - costs.mixer_flops(cfg, kind, N, pairs)
@@ -412,7 +414,7 @@ def _mixer_seconds(
     cfg: ModelConfig, kind: str, rates: Rates, batch: Batch, backward: bool = False, made: Set[str] = costs.MIXED
 ) -> float:
     """Seconds of a unit's attention and recurrence without GEMMs, of those whose results include any of `made`."""
-    pairs, (cfg, kind) = batch.inputs(cfg)[0].pairs, shapes.seen(cfg, kind)
+    pairs, (cfg, kind) = batch.pairs(cfg), shapes.seen(cfg, kind)
     if kind not in ("block", "attention"):
         return 0.0
     seconds = 0.0

@@ -71,6 +71,10 @@ class Rates:
     finish: float = 1.0  # a gradient's norm and rounding
     others: tuple[Rates, ...] = ()  # those of GPUs 1, 2, ... if they differ from GPU 0's
 
+    @property
+    def has_drive(self) -> bool:
+        return bool(self.ssd_read and self.ssd_write)
+
     def of(self, gpu: int) -> Rates:
         """The rates of a GPU."""
         return self.others[gpu - 1] if gpu and self.others else self
@@ -190,27 +194,18 @@ def machine(
     drive: Drive | None = None,
     drives: int = 1,
     dram: float = CONSUMER_DRAM,
-    name: str = "",
     cores: float = math.inf,
 ) -> Machine:
     """A machine from its parts. `dram`: bytes/s of RAM, which AdamW reaches with enough cores."""
     adam = min(dram / ADAM_BYTES, cores * CORE_ADAM)
     rates = Rates(gpu.matmul, gpu.copy, gpu.bus, gpu.bus, adam, dram, host=HOST, fp8=gpu.fp8)
-    made = Machine(name or gpu.name, gpu.memory, ram, rates)
+    made = Machine(gpu.name, gpu.memory, ram, rates)
     if drive is None:
         return made
-    drives_say = (
-        f"{drives} x {drive.capacity / TB:g} TB, read {drive.read / GB:g}, write {drive.write / GB:g} GB/s each"
-    )
+    say = f"{drives} x {drive.capacity / TB:g} TB, read {drive.read / GB:g}, write {drive.write / GB:g} GB/s each"
     rates = replace(rates, ssd_read=drives * drive.read, ssd_write=drives * drive.write)
-    return replace(
-        made,
-        rates=rates,
-        ssd=drives * drive.capacity,
-        reserve=reserved(drives * drive.capacity),
-        endurance=drives * drive.endurance,
-        drives=drives_say,
-    )
+    ssd, endurance = drives * drive.capacity, drives * drive.endurance
+    return replace(made, rates=rates, ssd=ssd, reserve=reserved(ssd), endurance=endurance, drives=say)
 
 
 def reserved(nbytes: int) -> int:
@@ -250,7 +245,11 @@ def _assumed(given: Mapping[str, str]) -> Machine:
     made = unequal([_alike({**given, "gpu": name}) for name in names])
     if made.gpus > MOST_GPUS:
         raise ValueError(f"{made.gpus} GPUs are too many; a run has at most {MOST_GPUS}")
-    return _with_peers(made, given) if "peer" in given else made
+    if "peer" not in given:
+        return made
+    if made.gpus == 1:
+        raise ValueError("peer= is for copies between GPUs, and there is one GPU")
+    return replace(made, rates=made.rates.change(peer=_read(given, "peer", positive) * GB))
 
 
 def unequal(parts: Sequence[Machine]) -> Machine:
@@ -283,13 +282,6 @@ def _alike(given: Mapping[str, str]) -> Machine:
     cores = _read(given, "cores", positive) if "cores" in given else math.inf
     drive, drives = _read(given, "ssd", _drives) if "ssd" in given else (None, 0)
     return replace(machine(gpu, ram, drive, drives, dram, cores=cores), gpus=gpus)
-
-
-def _with_peers(made: Machine, given: Mapping[str, str]) -> Machine:
-    """Raises ValueError."""
-    if made.gpus == 1:
-        raise ValueError("peer= is for copies between GPUs, and there is one GPU")
-    return replace(made, rates=made.rates.change(peer=_read(given, "peer", positive) * GB))
 
 
 def _read(given: Mapping[str, str], name: str, parse: Callable[[str], T]) -> T:

@@ -32,16 +32,22 @@ def reasons(
         )
     if plan.at_once:
         said.append(f"experts are decoded {plan.at_once} at a time: those of a layer do not fit on the GPU together")
-    said += _states(geo, plan)
-    said += _base(geo, plan)
+    of = lambda units, nbytes: f"{len(units)} of {len(plan.units)} layers ({gib(sum(map(nbytes, units)), 1)})"
+    if on_ssd := [u for u, unit in enumerate(plan.units) if unit.state == "ssd"]:
+        states = of(on_ssd, lambda u: geo.state_span(u, plan.record))
+        said.append(f"optimizer state of {states} is on the SSD: it does not fit in RAM")
+    if away := [u for u, unit in enumerate(plan.units) if unit.base == "ssd" and geo.base_bytes[u]]:
+        said.append(f"frozen weights of {of(away, geo.base_bytes.__getitem__)} are read from the SSD")
     if plan.tokens != first.tokens:
         gain = "leave room on the GPU" if plan.tokens < first.tokens else "add to the gradients less often"
         said.append(f"micro-batches of {plan.tokens:,} tokens rather than {first.tokens:,} {gain}")
     said += _activations(geo, plan, found.busy["compute"], before.busy["compute"])
     said += _outputs(plan, peers)
-    said += _gradients(geo, plan)
-    states = {"host" if t == "gpu" else t for t in plan.late_moments}
-    late = [t for t in TIERS if t in states and any(u.state == t for u in plan.units)]
+    if spilled := [u for u in range(geo.n_units) if plan.spilled(u)]:
+        gradients = of(spilled, lambda u: geo.weights[u].span)
+        said.append(f"gradients of {gradients} wait on the SSD for the global norm: they do not fit in RAM")
+    tiers = {"host" if t == "gpu" else t for t in plan.late_moments}
+    late = [t for t in TIERS if t in tiers and any(u.state == t for u in plan.units)]
     if late:
         where = " and ".join(f"{'on' if tier == 'ssd' else 'in'} {PLACES[tier]}" for tier in late)
         said.append(f"moments of the state {where} are written during backward, which is longer than forward")
@@ -49,20 +55,6 @@ def reasons(
     if times > NOTICED:
         said.append(f"a plan that only fills GPU, RAM and SSD in turn would take {times:.3g} times as long")
     return tuple(said)
-
-
-def _states(geo: Geometry, plan: Plan) -> Iterable[str]:
-    on_ssd = [u for u, unit in enumerate(plan.units) if unit.state == "ssd"]
-    if on_ssd:
-        nbytes, of = sum(geo.state_span(u, plan.record) for u in on_ssd), f"{len(on_ssd)} of {len(plan.units)} layers"
-        yield f"optimizer state of {of} ({gib(nbytes, 1)}) is on the SSD: it does not fit in RAM"
-
-
-def _base(geo: Geometry, plan: Plan) -> Iterable[str]:
-    away = [u for u, unit in enumerate(plan.units) if unit.base == "ssd" and geo.base_bytes[u]]
-    if away:
-        nbytes = sum(geo.base_bytes[u] for u in away)
-        yield f"frozen weights of {len(away)} of {len(plan.units)} layers ({gib(nbytes, 1)}) are read from the SSD"
 
 
 def _activations(geo: Geometry, plan: Plan, compute: float, before: float) -> Iterable[str]:
@@ -116,11 +108,3 @@ def _counted(saved: Sequence[tuple[str, ...]]) -> str:
     units = Counter(name for names in saved for name in names)
     alike = {count: [name for name in units if units[name] == count] for count in units.values()}
     return " and ".join(f"{', '.join(names)} of {count}" for count, names in alike.items())
-
-
-def _gradients(geo: Geometry, plan: Plan) -> Iterable[str]:
-    spilled = [u for u in range(len(plan.units)) if plan.spilled(u)]
-    if spilled:
-        nbytes = sum(geo.weights[u].span for u in spilled)
-        of = f"{len(spilled)} of {len(plan.units)} layers ({gib(nbytes, 1)})"
-        yield f"gradients of {of} wait on the SSD for the global norm: they do not fit in RAM"

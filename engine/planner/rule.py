@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, Any, Literal, NamedTuple
 from trireme.engine.amounts import rounded_up
 from trireme.engine.buffers import each_usage, fits, fullest, usage
 from trireme.engine.geometry import STRETCH, Geometry, geometry
-from trireme.engine.plan import TIERS, DoesNotFit, Limits, Mode, Plan, Shares, Tier, UnitPlan
+from trireme.engine.plan import TIERS, DoesNotFit, Limits, Mode, Plan, Saved, Shares, Tier, UnitPlan
 from trireme.models.config import ModelConfig
 from trireme.models.sizes import narrow, shapes
 from trireme.storage.layout import ITEMSIZE
@@ -168,29 +168,20 @@ def simple_plan(cfg: ModelConfig, limits: Limits, wanted: Wanted, strategy: Stra
     """The rule's plan, with the first of `wanted.sizes` that fits. Raises DoesNotFit, whose message has the missing
     bytes and the options that help.
     """
-    refused = []
+    refused = list[tuple[Geometry, Plan]]()
     for cut in cuts(cfg, wanted):
         last = wanted.hosts - 1, wanted.hosts
         geo = geometry(replace(cfg, **cut._asdict()), wanted.dtype, wanted.adam_bits, *last)
-        plan = _smallest(geo, limits, wanted, strategy)
-        if fits(geo, plan, limits):
-            return _fill(geo, plan, limits, wanted, strategy)
-        refused.append((geo, plan))
-    geo, plan = min(refused, key=lambda r: _excess(r[0], r[1], limits))
+        for plan in _lowest_plans(geo, wanted, strategy):
+            if fits(geo, plan, limits):
+                return _fill(geo, plan, limits, wanted, strategy)
+            refused.append((geo, plan))
+    lack = lambda tried: sum(limits.lacking(usage(tried[0], tried[1], limits.less)).values())
+    geo, plan = min(refused, key=lack)
     raise DoesNotFit(_why_not(geo, plan, limits), usage(geo, plan, limits.less))
 
 
 # ---------------------------------------------------------------- the smallest plan
-
-
-def _smallest(geo: Geometry, limits: Limits, wanted: Wanted, strategy: Strategy) -> Plan:
-    """The first of the lowest plans that fits; if none fits, the one that lacks the fewest bytes."""
-    refused = []
-    for plan in _lowest_plans(geo, wanted, strategy):
-        if fits(geo, plan, limits):
-            return plan
-        refused.append(plan)
-    return min(refused, key=lambda plan: _excess(geo, plan, limits))
 
 
 def _lowest_plans(geo: Geometry, wanted: Wanted, strategy: Strategy) -> Iterable[Plan]:
@@ -236,10 +227,6 @@ def _lowest_plans(geo: Geometry, wanted: Wanted, strategy: Strategy) -> Iterable
             yield plan.dealt(wanted.gpus, geo.cfg.tied, wanted.peers, wanted.shares)
 
 
-def _excess(geo: Geometry, plan: Plan, limits: Limits) -> int:
-    return sum(limits.lacking(usage(geo, plan, limits.less)).values())
-
-
 # ---------------------------------------------------------------- moved up
 
 
@@ -255,7 +242,8 @@ def _fill(geo: Geometry, plan: Plan, limits: Limits, wanted: Wanted, strategy: S
     if wanted.on_cuda and wanted.gpu_updates and plan.mode == "forward":
         plan = share_updates(geo, plan, limits, strategy.updates)
     if strategy.resident:
-        plan = _keep_resident(geo, plan, limits)
+        units = [u for u, unit in enumerate(plan.units) if unit.update == "cpu" and unit.weights == "host"]
+        plan = of_first(geo, plan, limits, units, resident=True)
     if to_gpu:
         plan = _states_to_gpu(
             geo, plan, limits, _useful_states(geo, plan) if strategy.states is None else round(strategy.states * n)
@@ -312,11 +300,6 @@ def _states_to_gpu(geo: Geometry, plan: Plan, limits: Limits, most: int) -> Plan
     return of_first(geo, plan, limits, range(most), weights="gpu", state="gpu", update="cpu", resident=False)
 
 
-def _keep_resident(geo: Geometry, plan: Plan, limits: Limits) -> Plan:
-    units = [u for u, unit in enumerate(plan.units) if unit.update == "cpu" and unit.weights == "host"]
-    return of_first(geo, plan, limits, units, resident=True)
-
-
 def _more_state_buffers(geo: Geometry, plan: Plan, limits: Limits) -> Plan:
     """Adds buffers in RAM for optimizer chunks from the SSD."""
     records = sum(len(geo.records(u, plan.record)) for u, unit in enumerate(plan.units) if unit.state == "ssd")
@@ -371,14 +354,8 @@ def share_updates(geo: Geometry, plan: Plan, limits: Limits, share: float) -> Pl
 
 def _keep_activations(geo: Geometry, plan: Plan, limits: Limits) -> Plan:
     """Saves all tensors of as many of the last blocks as fit on the GPU: these are needed for the shortest time."""
-
-    def kept(k: int) -> Plan:
-        base = plan
-        for kind in geo.inner_kinds:
-            chosen = {u for u in range(geo.head - k, geo.head) if geo.kinds[u] == kind}
-            base = base.changed(chosen, saved=tuple((name, "gpu") for name in geo.saved_names(kind)))
-        return base
-
+    all_of: dict[str, Saved] = {k: tuple((name, "gpu") for name in geo.saved_names(k)) for k in geo.inner_kinds}
+    kept = lambda k: plan.saving({u: all_of[geo.kinds[u]] for u in range(geo.head - k, geo.head)})
     return largest_fitting(geo, limits, geo.n_units - 2, kept)
 
 

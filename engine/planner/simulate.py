@@ -86,9 +86,7 @@ class SimulatedQueues:
         self.drives, self.ram = SharedDevice(len(CLASSES), BOUND), Intervals()
         both = {"h2d": (rates.up_all, Intervals()), "d2h": (rates.down_all, Intervals())}
         known = ((queue, both[plain(queue)]) for queue in self.free if gpus > 1 and plain(queue) in both)
-        self.of_all = {
-            queue: way for queue, way in known if way[0]
-        }  # by queue: bytes/s of all GPUs' way, its busy times
+        self.of_all = {queue: way for queue, way in known if way[0]}  # bytes/s of all GPUs' way, its busy times
         ways = {numbered(BUS[queue], gpu) for queue in (STREAMED[0], STREAMED[-1]) for gpu in range(gpus)}
         self.buses = {way: SharedDevice(2, 1) for way in ways}
         buses = [rate for gpu in range(gpus) for rate in (rates.of(gpu).h2d, rates.of(gpu).d2h)]

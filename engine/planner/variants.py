@@ -256,9 +256,8 @@ def moves(geo: Geometry, batch: Batch, rates: Rates) -> list[Move]:
         points = [(sum(map(nbytes.__getitem__, names)), again(names)) for names in sets]
         for (size, before, _), (more, after, i) in pairwise(_chain(sets, _hull(points))):
             found.append(Move(kind, sets[i], int(more - size), before - after))
-    return sorted(
-        found, key=lambda move: -float(f"{move.seconds / move.nbytes:.6g}")
-    )  # otherwise rounding errors would change the order
+    # Rounded: rounding errors would change the order.
+    return sorted(found, key=lambda move: -float(f"{move.seconds / move.nbytes:.6g}"))
 
 
 def _hull(points: Sequence[tuple[float, float]]) -> list[Point]:
@@ -330,18 +329,13 @@ def in_peers(geo: Geometry, plan: Plan, limits: Limits, steps: Sequence[Move]) -
         own = [u for u, unit in enumerate(plan.units) if unit.gpu in only]
         streamed = replace(plan, window=min(WINDOWS), swap_slots=min(SLOTS)).changed(own, resident=False)
         for roomy in (plan, streamed):
-            for base in dict.fromkeys((_swapping_only(roomy, own), roomy.changed(own, saved=(), peer=0))):
+            swapped = {u: tuple(s for s in roomy.units[u].saved if s[1] in ("host", "ssd")) for u in own}
+            for base in dict.fromkeys(
+                (roomy.saving(swapped).changed(own, peer=0), roomy.changed(own, saved=(), peer=0))
+            ):
                 lending = lend(geo, base, limits, steps, only) if fits(geo, base, limits) else base
                 if lending != base:
                     yield lending
-
-
-def _swapping_only(plan: Plan, units: Sequence[int]) -> Plan:
-    """`plan` in which `units` save only tensors that are swapped to RAM or the SSD."""
-    for saved in dict.fromkeys(plan.units[u].saved for u in units):
-        alike = {u for u in units if plan.units[u].saved == saved}
-        plan = plan.changed(alike, saved=tuple((n, tier) for n, tier in saved if tier in ("host", "ssd")), peer=0)
-    return plan
 
 
 def fuller(geo: Geometry, plan: Plan, limits: Limits, states: bool) -> Iterable[Plan]:
@@ -457,6 +451,4 @@ def with_moves(geo: Geometry, plan: Plan, steps: Sequence[Move], n: int, in_ram:
             tier: Tier = "host" if i in near else "ssd"
             if shapes.layer(geo.cfg, u) < last:
                 saved[u] = {name: saved[u].get(name, tier) for name in move.names}
-    for names in dict.fromkeys(tuple(names.items()) for names in saved.values()):
-        plan = plan.changed({u for u, each in saved.items() if tuple(each.items()) == names}, saved=names)
-    return plan
+    return plan.saving({u: tuple(names.items()) for u, names in saved.items()})

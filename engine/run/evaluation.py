@@ -62,7 +62,7 @@ def prompts(data: Dataset, count: int) -> list[list[int]]:
 
 def fitted(e: Engine, given: list[list[int]], max_new: int = MAX_NEW) -> list[list[int]]:
     """The ends of the prompts, as long as the memory allows, with the workspace of a step, which is free."""
-    room = e.memory.gpu_limit - e.memory.used("gpu") + workspace(e.geo, e.plan)
+    room = e.memory.limits.gpu - e.memory.used("gpu") + workspace(e.geo, e.plan)
     most = max(map(len, given), default=0)
     most = min(most, e.cfg.max_positions - 1) if e.cfg.rope is None or e.cfg.indexed else most
     itemsize = DTYPE[e.plan.dtype].itemsize

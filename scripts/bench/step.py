@@ -235,7 +235,7 @@ def against_bound(a: Arguments, e: Engine, rates: Rates, run: Run) -> dict[str, 
 
 def against_prediction(a: Arguments, e: Engine, rates: Rates, run: Run, at_start: float) -> dict[str, Any]:
     """Prints and returns predicted and measured time and memory."""
-    step_s, device = statistics.median(run.times), e.memory.device
+    step_s, device = statistics.median(run.times), e.queues.device
     gpu, ram = memory_in_use(device, a.gpus)
     estimated = {tier: nbytes / GIB for tier, nbytes in usage(e.geo, e.plan).items()}
     estimated["host"] += CODE / GIB if device.type == "cuda" else 0.0

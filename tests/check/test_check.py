@@ -16,7 +16,7 @@ from trireme.engine.check import steps as module
 from trireme.engine.check.cases import GROUPS, Mixture, Shapes, error
 from trireme.engine.check.drives import drives
 from trireme.engine.check.row import Row, changes
-from trireme.engine.check.steps import Step, steps
+from trireme.engine.check.steps import compared, steps
 from trireme.engine.plan import Limits
 from trireme.engine.planner.gpus import find_gpu
 from trireme.engine.planner.probe import drive
@@ -48,7 +48,7 @@ def by_part(rows: list[Row]) -> dict[str, list[Row]]:
 
 
 def test_without_a_gpu_it_says_so_and_checks_the_rest(quick, capsys, monkeypatch):
-    monkeypatch.setattr(check, "steps", lambda *_: iter([Step("in RAM", 1.0, 0.5), Step("on SSD", why="no drive")]))
+    monkeypatch.setattr(check, "steps", lambda *_: iter([compared("in RAM", 1.0, 0.5, cuda=False)]))
     (quick / "nvme").mkdir()
     assert main(["check", "--store", "nvme,."]) == 0
     said = capsys.readouterr().out
@@ -59,7 +59,7 @@ def test_without_a_gpu_it_says_so_and_checks_the_rest(quick, capsys, monkeypatch
     assert [row.found for row in rows["gpu"]] == [f"torch {torch.__version__} {why}: kernels are not checked"]
     assert len(rows["drive"]) == 8
     assert rows["drive"][3].found == "read 3.00, write 2.00 GB/s, together 80 % of that"
-    assert [row.found for row in rows["step"]] == ["1.000 s, estimated 0.500 s (+100 %)", "not tried: no drive"]
+    assert [row.found for row in rows["step"]] == ["1.000 s, estimated 0.500 s (+100 %)"]
     assert all(line in said for line in ("! gpu", "change      ", "report      trireme-check.json"))
     assert sorted(os.listdir(quick)) == ["nvme", "trireme-check.json"], "nothing else is written"
     assert os.listdir(quick / "nvme") == []
@@ -277,18 +277,16 @@ def test_steps_are_run_next_to_their_estimates(tmp_path, monkeypatch):
     rates, end = rates_of(RATES | DRIVE), time.monotonic() + 60
     cpu, room = torch.device("cpu"), Limits(1 << 30, 1 << 30)
     in_ram, on_ssd = steps(cpu, room, rates, tmp_path, end)
-    assert min(in_ram.seconds, in_ram.estimate, on_ssd.seconds, on_ssd.estimate) > 0
+    assert min(*in_ram.numbers.values(), *on_ssd.numbers.values()) > 0
     assert os.listdir(tmp_path) == []
     assert len(made) == 2
-    assert [step.why for step in steps(cpu, Limits(1 << 20, 1 << 30), rates, None, end)] == [
-        "even the smallest plan needs 70.85 MiB of GPU memory, the limit is 1.00 MiB", "no drive was tried",
-    ]  # fmt: skip
-    assert [step.why for step in steps(cpu, room, rates, tmp_path, 0.0)] == ["out of time"] * 2
+    assert [row.found for row in steps(cpu, Limits(1 << 20, 1 << 30), rates, None, end)] == [
+        "not tried: even the smallest plan needs 70.85 MiB of GPU memory, the limit is 1.00 MiB",
+        "not tried: no drive was tried",
+    ]
+    assert [row.found for row in steps(cpu, room, rates, tmp_path, 0.0)] == ["not tried: out of time"] * 2
 
 
-def test_an_estimate_that_is_far_off_is_told_on_a_gpu(monkeypatch):
-    monkeypatch.setattr(check, "memory_limits", lambda *_: None)
-    monkeypatch.setattr(check, "steps", lambda *_: iter([Step("far", 1.3, 1.0), Step("near", 1.1, 1.0)]))
-    for device, told in (("cuda", [True, False]), ("cpu", [False, False])):
-        rows = check._steps(torch.device(device), None, None, 0.0)
-        assert [bool(row.change) for row in rows] == told
+def test_an_estimate_that_is_far_off_is_told_on_a_gpu():
+    for cuda, told in ((True, [True, False]), (False, [False, False])):
+        assert [bool(compared("step", seconds, 1.0, cuda).change) for seconds in (1.3, 1.1)] == told

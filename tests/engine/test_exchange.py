@@ -9,7 +9,7 @@ from engines import LIMITS, LLAMA, MemoryScratch, MemoryStore, gpu_plan
 from safetensors.numpy import load_file, save_file
 
 from trireme.engine import exchange as module
-from trireme.engine.between import Reader, Writer
+from trireme.engine.between import Reader, writing
 from trireme.engine.build import build
 from trireme.engine.exchange import Exchange, Kept
 from trireme.engine.memory import views
@@ -116,7 +116,7 @@ def test_moments_are_zero_however_often_homes_are_filled(tmp_path, tier):
     states = [Reader(x.placement).read(entry).clone() for entry in x.placement.entries() if entry.kind == "state"]
     for u in range(x.placement.geo.n_units):
         for r in range(len(x.placement.state[u])):
-            with Writer(x.placement, Entry("state", u, r)) as buffer:
+            with writing(x.placement, Entry("state", u, r)) as buffer:
                 buffer.fill_(7)
     x.load()
     entries = [entry for entry in x.placement.entries() if entry.kind == "state"]
@@ -138,7 +138,7 @@ def test_zeros_are_not_brought_to_a_gpu(tmp_path, monkeypatch, stored):
     in_ram = x.placement.in_ram
     monkeypatch.setattr(x.placement, "in_ram", lambda entry: None if entry.kind == "state" else in_ram(entry))
     monkeypatch.setattr(
-        module, "Writer", lambda placement, entry: brought.append(entry.kind) or Writer(placement, entry)
+        module, "writing", lambda placement, entry: brought.append(entry.kind) or writing(placement, entry)
     )
     x.load()
     assert all(map(torch.equal, first, (record for unit in x.placement.state for record in unit)))

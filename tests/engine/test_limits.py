@@ -65,7 +65,7 @@ def a_run(cfg: ModelConfig, limits: Limits, folder: Path) -> list[str]:
         fill(e.placement, random_pieces)
         tables = rope_tables(cfg, 64, "cpu")
         for i, step in enumerate(batches(cfg, 3, 2, 64), 1):
-            train_step(e, [inputs_on(cfg, mb, [(tables, e.memory.device)]) for mb in step], i, 1e-3)
+            train_step(e, [inputs_on(cfg, mb, [(tables, e.queues.device)]) for mb in step], i, 1e-3)
         e.optimizer.flush()
         e.queues.close()
     return sorted({unit.state for unit in plan.units})
@@ -104,14 +104,14 @@ def test_ram_that_cuda_does_not_pin_is_counted(monkeypatch):
     asked, forgotten = [], []
     monkeypatch.setattr(memory, "_register", lambda address, nbytes, device: asked.append(nbytes) or len(asked) < 2)
     monkeypatch.setattr(memory, "_unregister", forgotten.append)
-    held = memory.Memory(torch.device("cuda"), MIB, 64 * MIB)
+    held = memory.Memory([torch.device("cuda")], Limits(MIB, 64 * MIB))
     for k in (1, 2, 4):
         held.alloc("host", f"buffer {k}", k * MIB)
     assert asked == [MIB, 2 * MIB]
     assert held.refused == 6 * MIB
     held.close()
     assert len(forgotten) == 1
-    plain = memory.Memory(torch.device("cuda"), MIB, 64 * MIB, pinned=False)
+    plain = memory.Memory([torch.device("cuda")], Limits(MIB, 64 * MIB), pinned=False)
     plain.alloc("host", "buffer", MIB)
     assert len(asked) == 2
     assert plain.refused == 0

@@ -77,7 +77,7 @@ def test_refused_or_within_the_limits(seed, tmp_path):
             rows_left, batch = rows, []
             while rows_left:
                 k = min(per, rows_left)
-                batch.append(inputs_on(cfg, Batch(cfg.vocab, (seq,) * k, step), [(tables, e.memory.device)]))
+                batch.append(inputs_on(cfg, Batch(cfg.vocab, (seq,) * k, step), [(tables, e.queues.device)]))
                 rows_left -= k
             train_step(e, batch, step, 1e-4)
         e.optimizer.flush()

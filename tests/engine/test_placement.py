@@ -48,7 +48,7 @@ def test_after_an_error_nothing_of_the_buffer_is_in_flight(way, how):
     store = SickStore(*how)
     placement = build(LLAMA, plan, LIMITS, InlineQueues(), store=store).placement
     with pytest.raises(StoreError, match="Input/output error"):
-        placement.move(getattr(store, way), placement.shards_of(Entry("state", 1)), placement.state[1][0])
+        placement.move(way, placement.shards_of(Entry("state", 1)), placement.state[1][0])
     assert all(future.done() for future in store.slow)
 
 
@@ -98,7 +98,8 @@ def test_what_the_store_still_has_stays_in_memory():
     program = """
 import gc, torch
 from trireme.engine.memory import Memory, memory_of
-memory = Memory(torch.device("cpu"), 1 << 30, 1 << 30)
+from trireme.engine.plan import Limits
+memory = Memory([torch.device("cpu")], Limits(1 << 30, 1 << 30))
 view = memory_of(memory.alloc("host", "buffer", 8 << 20)[0], 4096)
 memory.close()
 gc.collect()

@@ -2,7 +2,7 @@
 
 import json
 import re
-from dataclasses import asdict, replace
+from dataclasses import replace
 
 import pytest
 from engines import LLAMA
@@ -190,11 +190,3 @@ def test_a_step_may_have_any_number_of_micro_batches():
     with pytest.raises(DoesNotFit, match="GPU memory|RAM"):
         plan_for(24 * MIB, 12 * MIB, sizes=((256, 200),), placement="host")
     assert usage(geo, plans[2])["gpu"] - usage(geo, plans[1])["gpu"] < 4 * MIB
-
-
-def test_an_older_plans_strands_are_one_or_refused():
-    made = asdict(plan_for(1 << 30, 1 << 30))
-    assert Plan.of(made | {"strands": 1}) == Plan.of(made)
-    for strands in (2, "1", None):
-        with pytest.raises(InputError, match="the head's gradient is one sum"):
-            Plan.of(made | {"strands": strands})

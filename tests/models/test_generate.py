@@ -6,7 +6,7 @@ from types import SimpleNamespace
 import numpy as np
 import pytest
 import torch
-from engines import GPT, LLAMA, Words, batches, gpu_plan, make, train
+from engines import GPT, LIMITS, LLAMA, Words, batches, gpu_plan, make, train
 from safetensors.torch import load_file
 from tiny import CASES, Tiny, oracle, oracle_generate
 from transformers import AutoModelForCausalLM
@@ -14,7 +14,7 @@ from transformers import AutoModelForCausalLM
 from trireme.engine import weights
 from trireme.engine.buffers import workspace
 from trireme.engine.data.dataset import MicroBatch
-from trireme.engine.plan import UnitPlan
+from trireme.engine.plan import Limits, UnitPlan
 from trireme.engine.run import evaluation
 from trireme.models.config import InputError, read_config
 from trireme.models.generate import _Cache, generate, needs
@@ -138,12 +138,12 @@ def test_prompts_are_cut_to_what_memory_holds(cfg):
     assert evaluation.fitted(e, LONG) == LONG
     held = e.memory.used("gpu") - workspace(e.geo, e.plan)
     for length in (17, 1):
-        e.memory.gpu_limit = held + needs(e.cfg, 3, length, 48, 4)
+        e.memory.limits = Limits(held + needs(e.cfg, 3, length, 48, 4), 1 << 30)
         assert evaluation.fitted(e, LONG) == [prompt[-length:] for prompt in LONG]
         cut = evaluation.sample(e, Words(), LONG)
-        e.memory.gpu_limit = 1 << 30
+        e.memory.limits = LIMITS
         assert cut == evaluation.sample(e, Words(), [prompt[-length:] for prompt in LONG])
-    e.memory.gpu_limit = held
+    e.memory.limits = Limits(held, 1 << 30)
     assert evaluation.sample(e, Words(), LONG) == [("", evaluation.NO_ROOM, True)] * 3
     assert evaluation.sample(e, Words(), []) == []
 

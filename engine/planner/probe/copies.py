@@ -8,6 +8,7 @@ from collections.abc import Callable, Sequence
 import torch
 
 from trireme.engine.memory import Memory
+from trireme.engine.plan import Limits
 
 COPY, AHEAD = 256 << 20, 6  # bytes of a copy at most, copies queued
 PHASE = 0.4  # seconds of a flow
@@ -25,7 +26,8 @@ class _Bus:
     """Copies of `nbytes` between pinned RAM and a GPU, each direction on its own stream."""
 
     def __init__(self, device: torch.device, nbytes: int):
-        self.memory, self.nbytes = Memory(device, 1 << 40, 1 << 40), nbytes  # torch never gives its pinned memory back
+        self.nbytes = nbytes
+        self.memory = Memory([device], Limits(1 << 40, 1 << 40))  # torch never gives its pinned memory back
         self.gpu, start = self.memory.alloc("gpu", "probe", nbytes, 2), time.perf_counter()
         self.host = self.memory.alloc("host", "probe", nbytes, 2)
         self.pin = 2 * nbytes / (time.perf_counter() - start)
@@ -34,8 +36,6 @@ class _Bus:
     def copy(self, way: int) -> torch.cuda.Event:
         """Starts a copy to the GPU (way 0) or from it (way 1). The event happens when it is over."""
         to, source = (tier[way] for tier in ((self.gpu, self.host) if way == 0 else (self.host, self.gpu)))
-        assert to is not None
-        assert source is not None
         with torch.cuda.stream(self.streams[way]):
             to.copy_(source, non_blocking=True)
             return self.streams[way].record_event(torch.cuda.Event(enable_timing=True))
