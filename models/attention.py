@@ -69,7 +69,7 @@ class Result(NamedTuple):
     branch: Tensor | None  # (N, D), the argument of a norm behind o, if saved or made
 
 
-def forward(p: Pass, w: Weights, x: Tensor, out: Tensor, attend: Attend = ops.attention_fwd) -> None:
+def forward(p: Pass, w: Weights, x: Tensor, out: Tensor, attend: Attend | None = None) -> None:
     """Fills out (N, D), which may be x, and every tensor of p.saved; the others are temporaries.
 
     If branch.copies, the norm copies x to `out`, and the GEMM of o adds to it there.
@@ -241,9 +241,9 @@ def _head_norm_backward_(
 
 
 def _attend(
-    p: Pass, w: Weights, heads: _Heads, out: Tensor | None = None, attend: Attend = ops.attention_fwd
+    p: Pass, w: Weights, heads: _Heads, out: Tensor | None = None, attend: Attend | None = None
 ) -> tuple[Tensor, Tensor]:
-    cfg = p.cfg
+    cfg, attend = p.cfg, attend or ops.attention_fwd
     q, k, v = heads[:3]
     out = None if out is None else out.unflatten(1, (cfg.n_heads, -1))
     out, lse = attend(q, k, v, p.rows.docs, cfg.layer_scale(p.layer), cfg.layer_window(p.layer), out, cfg.attention_cap)
