@@ -104,7 +104,7 @@ def backward(
     dqkv = _backward_to_qkv(p, w, g, result, dy)
     del result  # workspace._block_workspace
     d_qkv = _upstream(p, w, g, dqkv)
-    del dqkv  # workspace._attention_moments
+    del dqkv  # workspace._around_mixer
     normed_linear_backward((w.norm, w.qkv), (g.norm, g.qkv), p.cfg.eps, x, d_qkv, dy if dresid is None else dresid, dx)
 
 
@@ -137,7 +137,7 @@ def _backward_to_qkv(p: Pass, w: Weights, g: Weights, result: Result, dy: Tensor
     inner = _gated(result.out, result.heads.gate)
     d_o = upstream(branch_backward(cfg, dy, inner, w.o, w.post, g.post, result.branch), w.o, g.o)
     add_gradients_(g.o, w.o, inner, d_o)
-    del inner  # workspace._attention_moments
+    del inner  # workspace._around_mixer
     q, k, v, q_rstd, k_rstd, gate = result.heads
     dout, out = (t.unflatten(1, (cfg.n_heads, -1)) for t in (linear_backward(d_o, w.o), result.out))
     del d_o  # workspace._block_workspace
