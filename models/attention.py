@@ -69,7 +69,7 @@ class Result(NamedTuple):
     branch: Tensor | None  # (N, D), the argument of a norm behind o, if saved or made
 
 
-def forward(p: Pass, w: Weights, x: Tensor, out: Tensor, attend: Attend = ops.attention_fwd) -> None:
+def forward(p: Pass, w: Weights, x: Tensor, out: Tensor, attend: Attend | None = None) -> None:
     """Fills out (N, D), which may be x, and every tensor of p.saved; the others are temporaries.
 
     If branch.copies, the norm copies x to `out`, and the GEMM of o adds to it there.
@@ -104,7 +104,7 @@ def backward(
     dqkv = _backward_to_qkv(p, w, g, result, dy)
     del result  # workspace._block_workspace
     d_qkv = _upstream(p, w, g, dqkv)
-    del dqkv  # workspace._attention_moments
+    del dqkv  # workspace._around_mixer
     normed_linear_backward((w.norm, w.qkv), (g.norm, g.qkv), p.cfg.eps, x, d_qkv, dy if dresid is None else dresid, dx)
 
 
@@ -137,7 +137,7 @@ def _backward_to_qkv(p: Pass, w: Weights, g: Weights, result: Result, dy: Tensor
     inner = _gated(result.out, result.heads.gate)
     d_o = upstream(branch_backward(cfg, dy, inner, w.o, w.post, g.post, result.branch), w.o, g.o)
     add_gradients_(g.o, w.o, inner, d_o)
-    del inner  # workspace._attention_moments
+    del inner  # workspace._around_mixer
     q, k, v, q_rstd, k_rstd, gate = result.heads
     dout, out = (t.unflatten(1, (cfg.n_heads, -1)) for t in (linear_backward(d_o, w.o), result.out))
     del d_o  # workspace._block_workspace
@@ -241,9 +241,9 @@ def _head_norm_backward_(
 
 
 def _attend(
-    p: Pass, w: Weights, heads: _Heads, out: Tensor | None = None, attend: Attend = ops.attention_fwd
+    p: Pass, w: Weights, heads: _Heads, out: Tensor | None = None, attend: Attend | None = None
 ) -> tuple[Tensor, Tensor]:
-    cfg = p.cfg
+    cfg, attend = p.cfg, attend or ops.attention_fwd
     q, k, v = heads[:3]
     out = None if out is None else out.unflatten(1, (cfg.n_heads, -1))
     out, lse = attend(q, k, v, p.rows.docs, cfg.layer_scale(p.layer), cfg.layer_window(p.layer), out, cfg.attention_cap)

@@ -6,12 +6,11 @@ Saved in addition to the tensors of the sub-layers: resid (N, D), the MLP's inpu
 from __future__ import annotations
 
 from collections.abc import Iterator
-from typing import Any, NamedTuple, cast
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
 
-from trireme.kernels import ops
 from trireme.models import attention, experts, mlp
 from trireme.models.attention import Attend
 from trireme.models.config import ModelConfig
@@ -32,10 +31,15 @@ class Weights(NamedTuple):
     mlp: Mlp
 
 
-def forward(p: Pass, w: Weights, x: Tensor, out: Tensor, attend: Mixing = ops.attention_fwd) -> None:
+def mixer(w: Mixer) -> Any:
+    """The module of a mixer, by the type of its weights: attention.py, scan.py or both.py."""
+    return both if isinstance(w, both.Weights) else scan if isinstance(w, scan.Weights) else attention
+
+
+def forward(p: Pass, w: Weights, x: Tensor, out: Tensor, mixing: Mixing | None = None) -> None:
     """Fills out (N, D) and every tensor of p.saved, given x (N, D)."""
     resid = p.saved.get("resid", out)
-    mixer_forward(p, w.attention, x, resid, attend)
+    mixer(w.attention).forward(p, w.attention, x, resid, mixing)
     mlp_forward(p, w.mlp, x if p.cfg.parallel else resid, out)
 
 
@@ -47,54 +51,11 @@ def backward(p: Pass, w: Weights, g: Weights, x: Tensor, dy: Tensor, dx: Tensor)
     elif "resid" in p.saved:
         resid = p.saved["resid"]
     else:
-        resid = _residual(p, w.attention, x, recalled)
+        resid, *recalled = mixer(w.attention).residual(p, w.attention, x)
     dresid = mlp_backward(p, w.mlp, g.mlp, resid, dy)
     del resid  # workspace._block_workspace
-    mixer_backward(p, w.attention, g.attention, x, dy if p.cfg.parallel else dresid, dx, recalled, dresid)
-
-
-def _residual(p: Pass, w: Mixer, x: Tensor, recalled: list[Any]) -> Tensor:
-    """The `out` of residual of attention.py, scan.py or both.py; appends its Result to `recalled`."""
-    result: Any
-    if isinstance(w, both.Weights):
-        out, result = both.residual(p, w, x)
-    elif isinstance(w, scan.Weights):
-        out, result = scan.residual(p, w, x)
-    else:
-        out, result = attention.residual(p, w, x)
-    recalled.append(result)
-    return out
-
-
-def mixer_forward(p: Pass, w: Mixer, x: Tensor, out: Tensor, attend: Mixing = ops.attention_fwd) -> None:
-    """attention.forward, scan.forward or both.forward, by the type of w."""
-    if isinstance(w, both.Weights):
-        both.forward(p, w, x, out, None if attend is ops.attention_fwd else cast(both.Mixing, attend))
-    elif isinstance(w, scan.Weights):
-        scan.forward(p, w, x, out, None if attend is ops.attention_fwd else cast(scan.Recur, attend))
-    else:
-        attention.forward(p, w, x, out, cast(Attend, attend))
-
-
-def mixer_backward(
-    p: Pass,
-    w: Mixer,
-    g: Mixer,
-    x: Tensor,
-    dy: Tensor,
-    dx: Tensor,
-    recalled: list[Any] | None = None,
-    dresid: Tensor | None = None,
-) -> None:
-    """attention.backward, scan.backward or both.backward, by the type of w."""
-    if isinstance(w, both.Weights) and isinstance(g, both.Weights):
-        both.backward(p, w, g, x, dy, dx, recalled)
-    elif isinstance(w, scan.Weights) and isinstance(g, scan.Weights):
-        scan.backward(p, w, g, x, dy, dx, recalled)
-    else:
-        assert isinstance(w, attention.Weights)
-        assert isinstance(g, attention.Weights)
-        attention.backward(p, w, g, x, dy, dx, recalled, dresid)
+    passed = (dy, dx, recalled, dresid) if p.cfg.parallel else (dresid, dx, recalled)
+    mixer(w.attention).backward(p, w.attention, g.attention, x, *passed)
 
 
 def mlp_forward(p: Pass, w: Mlp, x: Tensor, out: Tensor, passed: experts.Passed | None = None) -> None:

@@ -191,21 +191,16 @@ class ModelConfig:
     def carried(self) -> tuple[str, ...]:
         """Prefixes of the names of tensors that are copied to the output and not used."""
         behind = (self.names.prefix(self.n_layers + i) for i in range(self.mtp_layers))
-        return (*(WRAPPERS[self.wrapper].carried if self.wrapper else ()), *self.family.carried, *behind)
+        return (*(self.outer.carried if self.outer else ()), *self.family.carried, *behind)
 
     def carries(self, name: str) -> bool:
         """Whether a tensor is copied and not used."""
         return name.startswith(self.carried) or self.indexed and ".self_attn.indexer." in name
 
     @property
-    def flat(self) -> bool:
-        """Whether files may name its tensors as those of a text model among others."""
-        return bool(self.wrapper) and WRAPPERS[self.wrapper].flat
-
-    @property
-    def behind(self) -> bool:
-        """Whether files may have language_model. before its tensors' names."""
-        return bool(self.wrapper) and WRAPPERS[self.wrapper].behind
+    def outer(self) -> Wrapper | None:
+        """The multimodal model that contains it."""
+        return WRAPPERS.get(self.wrapper)
 
     @property
     def opener(self) -> str:

@@ -53,14 +53,6 @@ class Slice(NamedTuple):
     last: int
     of: int
 
-    @property
-    def begins(self) -> bool:
-        return self.first == 0
-
-    @property
-    def ends(self) -> bool:
-        return self.last == self.of
-
 
 class Weights(NamedTuple):
     """Weights of the sub-layer, or their gradients: empty where a tensor is frozen. `up`, `down`: of `part` alone."""
@@ -82,11 +74,11 @@ class Weights(NamedTuple):
 
     @property
     def begins(self) -> bool:
-        return self.part is None or self.part.begins
+        return self.part is None or self.part.first == 0
 
     @property
     def ends(self) -> bool:
-        return self.part is None or self.part.ends
+        return self.part is None or self.part.last == self.part.of
 
     def own(self, fp8: bool = False) -> Weights:
         """These weights with biases and adapters of the experts of `part` alone, and with this `fp8`."""

@@ -202,13 +202,13 @@ class _Cache:
         prompt = torch.repeat_interleave(torch.tensor(docs.lengths)).to(docs.positions.device)
         return prompt * self.positions + docs.positions
 
-    def mixer(self, layer: int, place: Tensor) -> Mixing:
+    def mixer(self, layer: int, place: Tensor) -> Mixing | None:
         """The function, or functions, that a layer's mixer calls in place of those of training."""
         if layer in self.states and layer in self.k:
             return both.Mixing(self.attention(layer, place), self.states[layer].recur)
         if layer in self.states:
             return self.states[layer].recur
-        return self.attention(layer, place) if layer in self.k else ops.attention_fwd  # a layer without a mixer
+        return self.attention(layer, place) if layer in self.k else None  # a layer without a mixer
 
     def attention(self, layer: int, place: Tensor) -> Attend:
         """A function in place of ops.attention_fwd: first for packed prompts, then for one token each over the cache.

@@ -157,10 +157,10 @@ def _in_full(cfg: ModelConfig, name: str) -> Iterator[str]:
         if there in name:
             yield name.replace(there, here)
     yield cfg.names.stored(name)
-    if cfg.flat and name.startswith("model."):  # as of a text model with a vision tower
+    if cfg.outer and cfg.outer.flat and name.startswith("model."):  # as of a text model with a vision tower
         yield "model.language_model." + name.removeprefix("model.")
     text = "language_model."  # in files of a multimodal model: model.layers and lm_head behind it
-    if cfg.behind and name.startswith(text):
+    if cfg.outer and cfg.outer.behind and name.startswith(text):
         inner = name.removeprefix(text)
         yield inner
         inner = inner.removeprefix("model.")

@@ -118,12 +118,10 @@ def _activation_backward(
         return ops.gelu_bias_bwd(d_act, up, w.gelu_bias, or_scratch(g.gelu_bias, w.gelu_bias), cfg.exact_gelu)
     if cfg.relu2:
         return ops.relu2_bwd(d_act, up)
-    if cfg.gate_scale != 1.0:
-        found = (ops.swiglu_bwd if cfg.silu else ops.geglu_bwd)(d_act, up)
-        _scale_gate_(cfg, found[0])
-        return found
-    if w.down.takes_codes and w.up.takes_codes and w.up.bias is None:
+    if w.down.takes_codes and w.up.takes_codes and w.up.bias is None and cfg.gate_scale == 1.0:
         columns = trained(g.up.weight) or trained(g.down.weight)
         codes, act = (ops.swiglu_codes_bwd if cfg.silu else ops.geglu_codes_bwd)(d_act, up, columns)
         return Gradient(codes, d_act.dtype), act
-    return ops.swiglu_bwd(d_act, up) if cfg.silu else ops.geglu_bwd(d_act, up)
+    found = (ops.swiglu_bwd if cfg.silu else ops.geglu_bwd)(d_act, up)
+    _scale_gate_(cfg, found[0])
+    return found

@@ -37,20 +37,20 @@ def forward(
     rows: Rows,
     saved: dict[str, Tensor],
     out: Tensor,
-    attend: block.Mixing = ops.attention_fwd,
+    mixing: block.Mixing | None = None,
     passed: experts.Passed | None = None,
 ) -> None:
     """Forward of unit u, a block or sub-layer: fills out (N, D) and every tensor of `saved`, given x (N, D).
 
-    `attend`: what computes the mixer, in generation with a cache. `passed`: of units that are slices of experts
+    `mixing`: what a mixer calls in generation, with a cache. `passed`: of units that are slices of experts
     (experts.py); one that does not end its layer fills it instead of out.
     """
     p = _pass(cfg, u, rows, saved)
     w = dropping(w, p.rows.dropout)
     if isinstance(w, block.Weights):
-        block.forward(p, w, x, out, attend)
+        block.forward(p, w, x, out, mixing)
     elif isinstance(w, block.Mixer):
-        block.mixer_forward(p, w, x, out, attend)
+        block.mixer(w).forward(p, w, x, out, mixing)
     else:
         block.mlp_forward(p, w, x, out, passed)
 
@@ -73,7 +73,7 @@ def backward(
     if isinstance(w, block.Weights) and isinstance(g, block.Weights):
         block.backward(p, w, g, x, dy, dx)
     elif isinstance(w, block.Mixer) and isinstance(g, block.Mixer):
-        block.mixer_backward(p, w, g, x, dy, dx)
+        block.mixer(w).backward(p, w, g, x, dy, dx)
     else:
         assert not isinstance(w, block.Weights | block.Mixer)
         assert not isinstance(g, block.Weights | block.Mixer)

@@ -107,7 +107,8 @@ def scales_of(keys: Keys, family: Family, width: int, head_dim: int) -> dict[str
     found = dict(embed_scale=width**0.5) if family.embed_root else {}
     for field, name in (("attention_cap", OF_SCORES), ("logit_cap", OF_LOGITS)):
         if name in family.caps:
-            found[field] = _cap(keys, name, family.caps[name])
+            default = family.caps[name]
+            found[field] = 0.0 if keys.raw.get(name, default) is None else keys.number(name, default)  # null: none
     if family.query_scale:
         found["attention_scale"] = keys.number("query_pre_attn_scalar", 256.0) ** -0.5
     return found
@@ -124,8 +125,3 @@ def _multiplied(keys: Keys, head_dim: int) -> dict[str, Any]:
         mlp_scale=down,
         logit_scale=keys.number("lm_head_multiplier", 1.0),
     )
-
-
-def _cap(keys: Keys, name: str, default: float | None) -> float:
-    """A soft cap; 0 for null, which is none."""
-    return 0.0 if keys.raw.get(name, default) is None else keys.number(name, default)

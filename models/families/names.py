@@ -110,6 +110,11 @@ def adapter_names(module: str) -> tuple[str, str]:
     return f"{module}.lora_A.weight", f"{module}.lora_B.weight"
 
 
+def _gated(module: str) -> dict[str, Any]:
+    """The matrices of a gated MLP."""
+    return dict(up=(f"{module}.gate_proj", f"{module}.up_proj"), down=f"{module}.down_proj")
+
+
 SPLIT = Names(
     base="model.",
     embed="model.embed_tokens",
@@ -119,12 +124,13 @@ SPLIT = Names(
     qkv=("self_attn.q_proj", "self_attn.k_proj", "self_attn.v_proj"),
     o="self_attn.o_proj",
     norm2="post_attention_layernorm",
-    up=("mlp.gate_proj", "mlp.up_proj"),
-    down="mlp.down_proj",
     q_norm="self_attn.q_norm",
     k_norm="self_attn.k_norm",
+    **_gated("mlp"),
 )
-MIXTURE = replace(SPLIT, router="mlp.gate", experts="mlp.experts")
+EXPERTS: dict[str, Any] = dict(router="mlp.gate", experts="mlp.experts")
+WITH_SHARED = EXPERTS | _gated("mlp.shared_expert") | dict(shared_gate="mlp.shared_expert_gate")
+MIXTURE = replace(SPLIT, **EXPERTS)
 DELTA = replace(
     SPLIT,
     mixed=tuple(f"linear_attn.in_proj_{part}" for part in ("qkv", "z", "b", "a")),
@@ -143,34 +149,13 @@ MAMBA: dict[str, Any] = dict(
     mixed_norm="mamba.norm",
     skip="mamba.D",
 )
-SHARED = replace(
-    MIXTURE,
-    up=("mlp.shared_expert.gate_proj", "mlp.shared_expert.up_proj"),
-    down="mlp.shared_expert.down_proj",
-    shared_gate="mlp.shared_expert_gate",
-)
-DELTA_SHARED = replace(
-    DELTA,
-    router=SHARED.router,
-    experts=SHARED.experts,
-    up=SHARED.up,
-    down=SHARED.down,
-    shared_gate=SHARED.shared_gate,
-)
-DELTA_IN_ONE = replace(
-    DELTA_SHARED, each=(), stacked=("mlp.experts.gate_up_proj", "mlp.experts.down_proj")
-)  # (E, out, in)
+SHARED = replace(SPLIT, **WITH_SHARED)
 OF_WRAPPER = (("model.language_model.", "model."),)  # a text's own files may have the names of those around it
 DELTA_TEXT = replace(DELTA, also=OF_WRAPPER)
-DELTA_IN_ONE_TEXT = replace(DELTA_IN_ONE, also=OF_WRAPPER)
+DELTA_IN_ONE_TEXT = turned(replace(DELTA_TEXT, **WITH_SHARED))
 DELTA_BY_HEAD = replace(DELTA, mixed=("linear_attn.in_proj_qkvz", "linear_attn.in_proj_ba"), mixed_by_head=True)
-DELTA_SHARED_BY_HEAD = replace(DELTA_SHARED, mixed=DELTA_BY_HEAD.mixed, mixed_by_head=True)
-CORRECTED = replace(
-    MIXTURE,
-    up=("mlp.shared_experts.gate_proj", "mlp.shared_experts.up_proj"),
-    down="mlp.shared_experts.down_proj",
-    correction="mlp.gate.e_score_correction_bias",
-)
+DELTA_SHARED_BY_HEAD = replace(DELTA_BY_HEAD, **WITH_SHARED)
+CORRECTED = replace(MIXTURE, **_gated("mlp.shared_experts"), correction="mlp.gate.e_score_correction_bias")
 LATENT = replace(
     SPLIT,
     qkv=("self_attn.q_a_proj", "self_attn.kv_a_proj_with_mqa"),
@@ -179,15 +164,9 @@ LATENT = replace(
     q_b="self_attn.q_b_proj",
     kv_b="self_attn.kv_b_proj",
 )
-LATENT_MIXTURE = replace(
-    LATENT,
-    up=("mlp.shared_experts.gate_proj", "mlp.shared_experts.up_proj"),
-    down="mlp.shared_experts.down_proj",
-    router="mlp.gate",
-    experts="mlp.experts",
-)
-LATENT_STACKED = replace(LATENT_MIXTURE, each=(), stacked=("mlp.experts.gate_up_proj", "mlp.experts.down_proj"))
-LATENT_CORRECTED = replace(LATENT_MIXTURE, correction="mlp.gate.e_score_correction_bias")
+LATENT_MIXTURE = replace(LATENT, **EXPERTS, **_gated("mlp.shared_experts"))
+LATENT_STACKED = turned(LATENT_MIXTURE)
+LATENT_CORRECTED = replace(LATENT_MIXTURE, correction=CORRECTED.correction)
 FUSED = replace(SPLIT, router="mlp.router", experts="mlp.experts", each=(), sinks="self_attn.sinks")
 IN_ONE = replace(MIXTURE, each=(), either=True)
 SPARSE = replace(
@@ -205,8 +184,6 @@ OUTSIDE = replace(
 )
 SHARED_MLP_CORRECTED = replace(
     MIXTURE,
-    up=("mlp.shared_mlp.gate_proj", "mlp.shared_mlp.up_proj"),
-    down="mlp.shared_mlp.down_proj",
     router="mlp.router.gate",
     correction="mlp.expert_bias",
     in_modules=(
@@ -214,6 +191,7 @@ SHARED_MLP_CORRECTED = replace(
         ("mlp.expert_bias", "mlp.e_score_correction_bias"),
         ("mlp.shared_mlp.", "mlp.shared_experts."),
     ),
+    **_gated("mlp.shared_mlp"),
 )
 STATICS = replace(
     CORRECTED,
@@ -236,8 +214,7 @@ FEED_FORWARD = replace(
     SPLIT,
     final_norm="model.final_layernorm",
     norm2="pre_ff_layernorm",
-    up=("feed_forward.gate_proj", "feed_forward.up_proj"),
-    down="feed_forward.down_proj",
+    **_gated("feed_forward"),
     **MAMBA,
 )
 ONE_MIXER = Names(
@@ -289,13 +266,7 @@ WITH_SINKS = replace(SPLIT, sinks="self_attn.sinks")
 NO_GATE = replace(SPLIT, up=("mlp.up_proj",))
 BEFORE_MLP = replace(SPLIT, norm2="pre_feedforward_layernorm")
 LAYERNORMS = replace(SPLIT, q_norm="self_attn.query_layernorm", k_norm="self_attn.key_layernorm")
-LAYERNORMS_MIXTURE = replace(
-    LAYERNORMS,
-    up=("mlp.shared_mlp.gate_proj", "mlp.shared_mlp.up_proj"),
-    down="mlp.shared_mlp.down_proj",
-    router="mlp.gate.wg",
-    experts="mlp.experts",
-)
+LAYERNORMS_MIXTURE = replace(LAYERNORMS, **_gated("mlp.shared_mlp"), router="mlp.gate.wg", experts="mlp.experts")
 GATE_UP = replace(SPLIT, up=("mlp.gate_up_proj",))
 GLM4 = replace(GATE_UP, post1="post_self_attn_layernorm", post2="post_mlp_layernorm")
 PLAIN_MLP = replace(SPLIT, up=("mlp.c_fc",), down="mlp.c_proj")

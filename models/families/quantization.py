@@ -87,10 +87,6 @@ def _unsupported(where: str, method: object, what: str, key: str = "quantization
     )
 
 
-def _mxfp4(keys: Keys, names: Names) -> tuple[Packing, tuple[str, ...]]:  # noqa: ARG001
-    return MXFP4, MXFP4.globs
-
-
 def _fp8(keys: Keys, names: Names) -> tuple[Packing, tuple[str, ...]]:
     keys.refuse_unless("fmt", (None, "e4m3", "float8_e4m3fn"))
     keys.refuse_unless("expert_dtype", (None, "fp8", "fp4"))
@@ -105,10 +101,6 @@ def _fp8(keys: Keys, names: Names) -> tuple[Packing, tuple[str, ...]]:
     if keys.raw.get("expert_dtype") == "fp4":
         packing = replace(packing, experts=FP4)
     return packing, _blocks(names, _left_out(keys))
-
-
-def _fbgemm(keys: Keys, names: Names) -> tuple[Packing, tuple[str, ...]]:
-    return BY_ROW, _blocks(names, _left_out(keys))
 
 
 def _nf4(keys: Keys, names: Names) -> tuple[Packing, tuple[str, ...]]:
@@ -307,10 +299,10 @@ AUTOROUND = {  # packing_format -> where zero points are, and whether they are l
     "auto_round:auto_awq": AWQ,
     "auto_round:awq": AWQ,
 }
-READ = {
-    "mxfp4": _mxfp4,
+READ: dict[str, Callable[[Keys, Names], tuple[Packing, tuple[str, ...]]]] = {
+    "mxfp4": lambda *_: (MXFP4, MXFP4.globs),
     "fp8": _fp8,
-    "fbgemm_fp8": _fbgemm,
+    "fbgemm_fp8": lambda keys, names: (BY_ROW, _blocks(names, _left_out(keys))),
     "compressed-tensors": _compressed,
     "modelopt": _modelopt,
     "gptq": _gptq,

@@ -42,6 +42,11 @@ _QWEN_VL: dict[str, Any] = dict(
     kv_heads=8, max_positions=32768, eps=1e-5, theta=1e6, qkv_bias=True, windows="above", above=80,
     rope_types={"mrope": "default"}, inner=True,
 )  # fmt: skip
+_GEMMA2: dict[str, Any] = dict(
+    spelled=SPELLED | dict(act="hidden_activation"), add_one=True, acts=GELU, vocab=256000, n_heads=8, kv_heads=4,
+    head_dim=256, max_positions=8192, tied=True, qkv_bias=BIAS, o_bias=BIAS, windows="pattern", period=2,
+    query_scale=True, embed_root=True, caps={OF_SCORES: 50.0, OF_LOGITS: 30.0},
+)  # fmt: skip
 FAMILIES = {
     "gpt2": Family(
         "GPT-2, DistilGPT-2",
@@ -193,18 +198,8 @@ FAMILIES = {
         add_one=True, acts=(*GELU, EXACT_GELU), vocab=256000, n_heads=16, kv_heads=16, head_dim=256, max_positions=8192,
         tied=True, qkv_bias=BIAS, o_bias=BIAS, embed_root=True,
     ),
-    "gemma2": Family(
-        "Gemma 2 (2B to 27B)",
-        names=names.BOTH, spelled=SPELLED | dict(act="hidden_activation"), add_one=True, acts=GELU, vocab=256000,
-        n_heads=8, kv_heads=4, head_dim=256, max_positions=8192, tied=True, qkv_bias=BIAS, o_bias=BIAS,
-        windows="pattern", period=2, query_scale=True, embed_root=True, caps={OF_SCORES: 50.0, OF_LOGITS: 30.0},
-    ),
-    "vaultgemma": Family(
-        "VaultGemma 1B",
-        names=names.BEFORE_MLP, spelled=SPELLED | dict(act="hidden_activation"), add_one=True, acts=GELU, vocab=256000,
-        n_heads=8, kv_heads=4, head_dim=256, max_positions=8192, tied=True, qkv_bias=BIAS, o_bias=BIAS,
-        windows="pattern", period=2, query_scale=True, embed_root=True, caps={OF_SCORES: 50.0, OF_LOGITS: 30.0},
-    ),
+    "gemma2": Family("Gemma 2 (2B to 27B)", names=names.BOTH, **_GEMMA2),
+    "vaultgemma": Family("VaultGemma 1B", names=names.BEFORE_MLP, **_GEMMA2),
     "gpt_neox": Family(
         "Pythia, GPT-NeoX-20B",
         names=names.NEOX, spelled=SPELLED | dict(eps="layer_norm_eps", theta="rotary_emb_base", share="rotary_pct"),

@@ -11,7 +11,6 @@ from typing import NamedTuple
 
 from torch import Tensor
 
-from trireme.kernels import ops
 from trireme.models import attention
 from trireme.models.attention import Attend
 from trireme.models.mixers import scan
@@ -34,7 +33,7 @@ class Mixing(NamedTuple):
 
 def forward(p: Pass, w: Weights, x: Tensor, out: Tensor, mixing: Mixing | None = None) -> None:
     """Fills out (N, D), which must not be x, and every tensor of p.saved; the others are temporaries."""
-    attend, recur = mixing or (ops.attention_fwd, None)
+    attend, recur = mixing or (None, None)
     attention.forward(p, w.attention, x, out, attend)
     scan.forward(_scanned(p), w.scan, x, out, recur)
 

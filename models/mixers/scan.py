@@ -100,7 +100,7 @@ def forward(p: Pass, w: Weights, x: Tensor, out: Tensor, recur: Recur | None = N
     mixed = _project(cfg, w, x, p.saved.get("mixed"), copy)
     scanned = _scan(p, w, mixed, p.saved.get("scan_out"), recur)
     inner = _gated(cfg, w, mixed, scanned)
-    del mixed, scanned  # workspace._scan_moments
+    del mixed, scanned  # workspace._around_mixer
     add_branch(cfg, out if both else x, inner, w.o, w.norm, None, out)
 
 
@@ -147,7 +147,7 @@ def _backward_to_mixed(p: Pass, w: Weights, g: Weights, result: Result, dy: Tens
     d_o = upstream(branch_backward(cfg, dy, dy, w.o, None, None, None), w.o, g.o)
     inner = _gated(cfg, w, *result)
     add_gradients_(g.o, w.o, inner, d_o)
-    del inner  # workspace._scan_moments
+    del inner  # workspace._around_mixer
     d_inner = linear_backward(d_o, w.o)
     del d_o  # workspace._scan_moments
     d_mixed = torch.empty_like(result.mixed)
@@ -235,7 +235,7 @@ def _project(cfg: ModelConfig, w: Weights, x: Tensor, out: Tensor | None = None,
         _scale_(_own(cfg), mixed)
         return mixed
     found = linear(y, w.mixed, dtype=x.dtype)
-    del y  # workspace._scan_moments
+    del y  # workspace._around_mixer
     order = file_order(_own(cfg), x.device)
     return torch.index_select(found, 1, order, out=out) if out is not None else found.index_select(1, order)
 

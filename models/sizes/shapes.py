@@ -254,12 +254,8 @@ def _head_groups(cfg: ModelConfig) -> list[Group]:
 
 def _norm(cfg: ModelConfig, *names: str) -> list[Group]:
     """Groups of norms over the width; the name "" stands for none."""
-    return [group for name in names if name for group in _one_norm(cfg, name)]
-
-
-def _one_norm(cfg: ModelConfig, name: str) -> list[Group]:
-    weight: Group = [(f"{name}.weight", (cfg.width,))]
-    return [weight, [(f"{name}.bias", (cfg.width,))]] if cfg.family.layer_norm else [weight]
+    parts = ("weight", "bias") if cfg.family.layer_norm else ("weight",)
+    return [[(f"{name}.{part}", (cfg.width,))] for name in names if name for part in parts]
 
 
 def _matrix(cfg: ModelConfig, names: tuple[str, ...], rows: tuple[int, ...], columns: int) -> Group:

@@ -1,8 +1,7 @@
 """GPU workspace of a unit: an upper bound of the bytes of temporaries in forward and backward. No torch.
 
-Each function lists the moments at which most temporaries exist, as sums of bytes in the order of the code that they
-describe; the workspace is the largest of them. Each `del` in that code on which a sum depends has a comment that names
-the function here. Legend: N tokens.
+Each function lists the moments at which most temporaries exist, as sums of bytes; the workspace is the largest of them.
+Each `del` in the code described on which a sum depends has a comment that names the function here. Legend: N tokens.
 """
 
 from __future__ import annotations
@@ -130,31 +129,47 @@ def _block_workspace(cfg: ModelConfig, kind: str, sizes: _Sizes) -> int:
     return max(moments[kind]) + behind + 4 * row + 3 * tokens * rank * itemsize + dropped
 
 
+def _around_mixer(
+    cfg: ModelConfig, sizes: _Sizes, first: _Codes, last: _Codes, widths: tuple[int, int], result: int, gated: int
+) -> list[int]:
+    """Moments of the two linear layers of attention or a recurrence: its projection, and the one behind it.
+
+    `widths`: features of the projection, and of what the last layer reads. `result`: bytes of the mixer's Result;
+    `gated`: of what the last layer reads in addition.
+    """
+    x, projected, inner = (sizes.tokens * width * sizes.item for width in (cfg.width, *widths))
+    y, made = _normed(cfg, cfg.names.norm1, first, last, x)
+    matmul = x * (last.x > 0)  # added to what there is; dy of the last layer is the caller's
+    return [
+        y + first.x + projected,  # attention._project, scan._project
+        made + first.x,
+        inner + last.x + matmul,  # add_branch
+        result + gated + last.x + matmul,  # attention.residual, scan.residual: and `out`
+        result + gated + last.dy + last.add,  # attention._backward_to_qkv, scan._backward_to_mixed
+        result + last.dy + last.matrix + inner,
+        projected + first.dy,
+        first.held + made + first.columns,  # norm.normed_linear_backward
+        first.held + y + first.add,  # y or its gradient
+        first.held + first.matrix + x,
+    ]
+
+
 def _attention_moments(cfg: ModelConfig, sizes: _Sizes) -> tuple[int, list[int]]:
     """(bytes of attention.Result, moments of attention)."""
-    tokens, itemsize, *_ = sizes
-    x, attn, qkv = (tokens * width * itemsize for width in (cfg.width, cfg.q_width, cfg.qkv_width))
-    lse = cfg.n_heads * tokens * 4
     if cfg.latent:
         return _latent_moments(cfg, sizes)
+    tokens, itemsize, *_ = sizes
+    attn, qkv = (tokens * width * itemsize for width in (cfg.q_width, cfg.qkv_width))
+    lse = cfg.n_heads * tokens * 4
     normed = tokens * (cfg.q_width + cfg.kv_width) * itemsize + 2 * lse if cfg.qk_norm else 0  # normed q, k
     result, gated = qkv + normed + attn + lse, attn * cfg.attention_gate
     first = _codes(cfg, sizes, cfg.width, cfg.qkv_width, cfg.qkv_bias)
-    last = _codes(cfg, sizes, cfg.q_width, cfg.width)  # dy is the caller's
-    matmul = x * (last.x > 0)  # added to what there is
-    y, made = _normed(cfg, cfg.names.norm1, first, last, x)
+    last = _codes(cfg, sizes, cfg.q_width, cfg.width)
+    matmul = tokens * cfg.width * itemsize * (last.x > 0)
     return result, [
-        y + first.x + qkv,  # attention._project
-        made + first.x,
+        *_around_mixer(cfg, sizes, first, last, (cfg.qkv_width, cfg.q_width), result, gated),
         qkv * cfg.attention_gate + gated + attn + last.x + matmul,  # add_branch
-        result + gated + last.x + matmul,  # attention.residual: and `out`
-        result + gated + last.dy + last.add,  # attention._backward_to_qkv
-        result + last.dy + last.matrix + attn,
         result + attn + qkv + lse + gated,  # dout, dqkv, row sums of dout * out; dout before the gate, or dq
-        qkv + first.dy,
-        first.held + made + first.columns,  # norm.normed_linear_backward: d_qkv
-        first.held + y + first.add,  # y or its gradient
-        first.held + first.matrix + x,
     ]
 
 
@@ -163,29 +178,18 @@ def _latent_moments(cfg: ModelConfig, sizes: _Sizes) -> tuple[int, list[int]]:
     own, (tokens, itemsize, *_) = cfg.latent, sizes
     assert own is not None
     of = lambda width: tokens * width * itemsize
-    x, attn, qkv, heads = (of(width) for width in (cfg.width, cfg.attn_width, cfg.qkv_width, cfg.q_width))
+    attn, qkv, heads = (of(width) for width in (cfg.attn_width, cfg.qkv_width, cfg.q_width))
     kv, lse = of(cfg.n_heads * (own.nope + own.value)), cfg.n_heads * tokens * 4
     q = heads if own.q_rank else 0
     result = qkv + q + heads + kv + attn + lse
     d_heads = result + qkv + q + kv  # and in attention's backward those of keys
     first = _codes(cfg, sizes, cfg.width, cfg.qkv_width, cfg.qkv_bias)
-    last = _codes(cfg, sizes, cfg.attn_width, cfg.width)  # dy is the caller's
-    matmul = x * (last.x > 0)  # added to what there is
-    y, made = _normed(cfg, cfg.names.norm1, first, last, x)
+    last = _codes(cfg, sizes, cfg.attn_width, cfg.width)
     moments = [
-        y + first.x + qkv,  # attention._project
-        made + first.x,
+        *_around_mixer(cfg, sizes, first, last, (cfg.qkv_width, cfg.attn_width), result, 0),
         result,
-        attn + last.x + matmul,  # add_branch
-        result + last.x + matmul,  # attention.residual: and `out`
-        result + last.dy + last.add,  # attention._backward_to_qkv
-        result + last.dy + last.matrix + attn,
         d_heads + heads + attn + lse,  # dout, row sums of dout * out
         d_heads + heads + tokens * own.rope * max(itemsize, 4),  # latent.backward: the keys' shared part
-        qkv + first.dy,
-        first.held + made + first.columns,  # norm.normed_linear_backward: d_qkv
-        first.held + y + first.add,  # y or its gradient
-        first.held + first.matrix + x,
     ]
     matrices = [(own.q_rank, cfg.q_width, q), (own.kv_rank, cfg.n_heads * (own.nope + own.value), kv)]  # q_b, kv_b
     for rank, outside, made in matrices[not own.q_rank :]:
@@ -204,8 +208,7 @@ def _scan_moments(cfg: ModelConfig, sizes: _Sizes) -> tuple[int, list[int]]:
     """(bytes of scan.Result, moments of a recurrence)."""
     own, (N, item, *_) = cfg.scan, sizes
     assert own is not None
-    widths = cfg.width, own.mixed_width, own.value_width, own.channels
-    x, mixed, value, channels = (N * width * item for width in widths)
+    mixed, value, channels = (N * width * item for width in (own.mixed_width, own.value_width, own.channels))
     first, last = _codes(cfg, sizes, cfg.width, own.mixed_width), _codes(cfg, sizes, own.value_width, cfg.width)
     turned = mixed * cfg.names.mixed_by_head  # in its file's order
     keys = 2 * N * own.key_heads * (own.key_dim * item + 4) * own.delta  # q and k by length
@@ -214,24 +217,14 @@ def _scan_moments(cfg: ModelConfig, sizes: _Sizes) -> tuple[int, list[int]]:
     states = -(-N // ROWS_OF_SCANS) * own.heads * own.key_dim * own.value_dim * item
     each = 2 * N * own.heads * own.key_dim * item * (own.heads > own.key_heads)
     inside = N * own.heads * ROWS_OF_SCANS * item * (1 + own.delta)  # P and T of chunks
-    result, matmul = mixed + value, x * (last.x > 0)
-    y, made = _normed(cfg, cfg.names.norm1, first, last, x)
+    result = mixed + value
     return result, [
-        y + first.x + mixed,  # scan._project
-        made + first.x,
+        *_around_mixer(cfg, sizes, first, last, (own.mixed_width, own.value_width), result, value),
         result + read + inside,  # scan_fwd
         result + value,  # scan._gated
-        value + last.x + matmul,  # add_branch
-        result + value + last.x + matmul,  # scan.residual: and `out`
-        result + value + last.dy + last.add,  # scan._backward_to_mixed
-        result + value + last.dy + last.matrix,
         result + mixed + 2 * value,  # gated_norm_bwd
         result + mixed + value + read + channels + local + value + 2 * states + each,  # scan_bwd
         result + mixed + turned,
-        mixed + first.dy,
-        first.held + made + first.columns,  # norm.normed_linear_backward
-        first.held + y + first.add,
-        first.held + first.matrix + x,
     ]
 
 

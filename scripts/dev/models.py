@@ -40,7 +40,8 @@ bf16.
 `--base nf4`, `fp8` or `mxfp4` quantizes the frozen matrices of a plain checkpoint as they are loaded.
 
 These are refused with one line that names the key: other activations, weights quantized otherwise (GPTQ in other
-than four bits, 8 bits of bitsandbytes, GGUF), heads for other tasks, routing by groups of experts (`n_group`).
+than four bits, 8 bits of bitsandbytes, GGUF), heads for other tasks, routing by groups of experts (`n_group`) where
+the family's releases have none.
 
 ## Known, and not supported
 

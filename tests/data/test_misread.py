@@ -203,7 +203,23 @@ PAIRS = {
     ),
     "a list of texts": (dict(prompt="q", chosen=["a"], rejected=["b"]), "the answer in 'chosen': message [0] is a"),
     "masked": (dict(prompt="q", chosen="a", rejected="b", trainable=False), "'trainable' is false"),
-}
+    "another question": (
+        {"prompt": "q", "chosen": [user("r"), said("a")], "rejected": [user("r"), said("b")]},
+        "is not what",
+    ),
+    "the same words of another role": (
+        {"prompt": [said("q")], "chosen": [user("q"), said("a")], "rejected": [user("q"), said("b")]},
+        "'prompt' is not what 'chosen' and 'rejected' begin with",
+    ),
+    "the prompt twice": (
+        {"prompt": "What is the tallest tree of all?\n", "chosen": "What is the tallest tree of all? A redwood.",
+         "rejected": "What is the tallest tree of all? An oak."},
+        "'chosen' and 'rejected' begin with the prompt; leave it out: --map unused=prompt",
+    ),
+    "columns by their sides": ({"prompt": "q", "chosen_response": "a", "rejected_response": "b"},
+                               "Perhaps --map chosen=chosen_response,rejected=rejected_response"),
+    "columns in another case": ({"Prompt": "q", "Chosen": "a", "Rejected": "b"}, "--map prompt=Prompt,chosen=Chosen"),
+}  # fmt: skip
 
 
 @pytest.mark.parametrize("case", PAIRS)

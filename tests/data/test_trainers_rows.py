@@ -81,34 +81,6 @@ def test_prompts_of_pairs(case):
     assert answers == [told([*before, said("good")]), told([*before, said("bad")])]
 
 
-PAIRS = {
-    "another question": (
-        {"prompt": "q", "chosen": [user("r"), said("a")], "rejected": [user("r"), said("b")]},
-        "is not what",
-    ),
-    "the same words of another role": (
-        {"prompt": [said("q")], "chosen": [user("q"), said("a")], "rejected": [user("q"), said("b")]},
-        "'prompt' is not what 'chosen' and 'rejected' begin with",
-    ),
-    "the prompt twice": (
-        {"prompt": "What is the tallest tree of all?\n", "chosen": "What is the tallest tree of all? A redwood.",
-         "rejected": "What is the tallest tree of all? An oak."},
-        "'chosen' and 'rejected' begin with the prompt; leave it out: --map unused=prompt",
-    ),
-    "columns by their sides": ({"prompt": "q", "chosen_response": "a", "rejected_response": "b"},
-                               "Perhaps --map chosen=chosen_response,rejected=rejected_response"),
-    "columns in another case": ({"Prompt": "q", "Chosen": "a", "Rejected": "b"}, "--map prompt=Prompt,chosen=Chosen"),
-}  # fmt: skip
-
-
-@pytest.mark.parametrize("case", PAIRS)
-def test_pairs_that_are_refused(case):
-    row, says = PAIRS[case]
-    with pytest.raises(BadRow) as error:
-        read_answers(row, "pairs")
-    assert says in str(error.value)
-
-
 def test_a_label_that_is_null_gives_way_to_its_other_name():
     row = {"prompt": "q", "completion": "a", "label": None, "kto_tag": False}
     assert read_answers(row, "labels")[1][0][1] == -1

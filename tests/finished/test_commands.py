@@ -10,7 +10,7 @@ from pathlib import Path
 import pytest
 import torch
 from chats import CHATML, make_tokenizer, user
-from runs import make_small, write_rows
+from runs import make_small, records, write_rows
 from safetensors.torch import load_file, save_file
 from tiny import LLAMA, oracle
 from transformers import (
@@ -281,8 +281,7 @@ def runs(tmp_path_factory) -> Path:
 
 @pytest.mark.parametrize("run", ["out", "adapter"])
 def test_eval_finds_the_loss_that_the_run_found(runs, capsys, run):
-    records = [json.loads(line) for line in (runs / run / "log.jsonl").read_text().splitlines()]
-    loss, accuracy = [(r["eval_loss"], r["eval_accuracy"]) for r in records if "eval_loss" in r][-1]
+    loss, accuracy = [(r["eval_loss"], r["eval_accuracy"]) for r in records(runs / run, "eval_loss")][-1]
     out, _ = said(capsys, "eval", str(runs / run), "--data", str(runs / "held.txt"), "--seq-len", "64")
     assert f"held.txt: loss {loss:.4f}, perplexity {torch.tensor(loss).exp():.4g}, accuracy {accuracy:.4f}, on " in out
     assert re.search(r"on \d+ trained tokens of \d+, 1 sequence\n", out)

@@ -40,8 +40,8 @@ def of_four(case):
     return oracle(model_type, keys | {"n_layer" if model_type == "gpt2" else "num_hidden_layers": 4})
 
 
-def loaded(opened, limits=ROOMY, device=CPU, dtype="F32"):
-    layers = Layers(opened, device, dtype, limits, 0)
+def loaded(opened, limits=ROOMY, device=CPU):
+    layers = Layers(opened, device, "F32", limits, 0)
     layers.load(lambda _: None)
     return layers
 

@@ -264,10 +264,10 @@ class Batch:
         self.labels = labels
 
 
-def batches(cfg: ModelConfig, steps: int, n_micro: int, tokens: int, seed: int = 0) -> list[list[Batch]]:
+def batches(cfg: ModelConfig, steps: int, n_micro: int, tokens: int) -> list[list[Batch]]:
     third = tokens // 3
     shapes = [(tokens,), (third, tokens - third), (1, tokens - 2), (tokens - 3,)]
-    return [[Batch(cfg.vocab, shapes[(s + b) % 4], seed + 100 * s + b) for b in range(n_micro)] for s in range(steps)]
+    return [[Batch(cfg.vocab, shapes[(s + b) % 4], 100 * s + b) for b in range(n_micro)] for s in range(steps)]
 
 
 def taught(cfg: ModelConfig, steps: int, n_micro: int, tokens: int) -> list[list[Batch]]:

@@ -27,34 +27,13 @@ from trireme.models.packed import Sliced, grouped_mm
 from trireme.models.sizes import costs, narrow, shapes, workspace
 from trireme.storage.layout import pack
 
-GPT2 = dict(model_type="gpt2", vocab_size=50257, n_embd=768, n_layer=12, n_head=12)
-LLAMA3_8B = dict(
-    model_type="llama",
-    vocab_size=128256,
-    hidden_size=4096,
-    intermediate_size=14336,
-    num_hidden_layers=32,
-    num_attention_heads=32,
-    num_key_value_heads=8,
-)
+GPT2 = parse_config(dict(model_type="gpt2", vocab_size=50257, n_embd=768, n_layer=12, n_head=12))
+LLAMA3_8B, QWEN3_30B = find_model("llama-8b"), find_model("qwen3-30b")
 SMALL = dict(vocab_size=50, hidden_size=64, intermediate_size=128, num_hidden_layers=1, num_attention_heads=4)
 MIXTURE = SMALL | dict(
     model_type="qwen3_moe", num_key_value_heads=2, head_dim=32, num_experts=8, num_experts_per_tok=3,
     moe_intermediate_size=48,
 )  # fmt: skip
-QWEN3_30B = dict(
-    model_type="qwen3_moe",
-    vocab_size=151936,
-    hidden_size=2048,
-    intermediate_size=6144,
-    num_hidden_layers=48,
-    num_attention_heads=32,
-    num_key_value_heads=4,
-    head_dim=128,
-    num_experts=128,
-    num_experts_per_tok=8,
-    moe_intermediate_size=768,
-)
 LATENT = SMALL | dict(
     q_lora_rank=40, kv_lora_rank=24, qk_nope_head_dim=24, qk_rope_head_dim=8, v_head_dim=16, n_routed_experts=8,
     num_experts_per_tok=3, moe_intermediate_size=48, first_k_dense_replace=0, n_shared_experts=1, n_group=1,
@@ -130,13 +109,13 @@ DIALECTS = {
 
 
 def test_parameters():
-    assert shapes.parameters(parse_config(GPT2)) == 124_439_808  # GPT-2 small
-    assert shapes.parameters(parse_config(LLAMA3_8B)) == 8_030_261_248  # Llama 3 8B
-    assert shapes.parameters(parse_config(LLAMA3_8B), 0) == 128256 * 4096
+    assert shapes.parameters(GPT2) == 124_439_808  # GPT-2 small
+    assert shapes.parameters(LLAMA3_8B) == 8_030_261_248  # Llama 3 8B
+    assert shapes.parameters(LLAMA3_8B, 0) == 128256 * 4096
 
 
 def test_units():
-    cfg = parse_config(GPT2)
+    cfg = GPT2
     names = shapes.unit_names(cfg)
     assert len(names) == cfg.n_units == 14
     assert (names[0], names[12], names[13]) == ("embed", "block011", "head")
@@ -145,7 +124,7 @@ def test_units():
 
 def test_vectors_come_last_in_a_layout():
     """So weight decay applies to a prefix; and q, k, v are neighbours."""
-    layout = pack(shapes.weight_groups(parse_config(LLAMA3_8B), 1), "BF16")
+    layout = pack(shapes.weight_groups(LLAMA3_8B, 1), "BF16")
     dims = [len(t.shape) for t in layout.tensors]
     assert dims == sorted(dims, reverse=True)
     assert [t.name.split(".")[-2] for t in layout.tensors[:3]] == ["q_proj", "k_proj", "v_proj"]
@@ -164,11 +143,11 @@ def test_pairs_of_a_layer_are_the_mean_over_windows():
     by_layer = [costs.attended_pairs(lengths, cfg.layer_window(i)) for i in range(4)]
     assert by_layer == [by_layer[0]] * 3 + [costs.attended_pairs(lengths)]
     assert costs.layer_pairs(cfg, lengths) == sum(by_layer) // 4
-    assert costs.layer_pairs(parse_config(GPT2), lengths) == costs.attended_pairs(lengths)
+    assert costs.layer_pairs(GPT2, lengths) == costs.attended_pairs(lengths)
 
 
 def test_model_flops_are_six_a_parameter():
-    cfg = parse_config(LLAMA3_8B)
+    cfg = LLAMA3_8B
     vectors = (2 * 32 + 1) * 4096
     matrices = shapes.parameters(cfg) - 128256 * 4096 - vectors
     assert costs.model_flops(cfg, 1000, 0) == 6 * 1000 * matrices
@@ -179,7 +158,7 @@ def test_model_flops_are_six_a_parameter():
 
 
 def test_a_mixture_has_the_bytes_of_all_experts_and_the_flops_of_the_chosen():
-    cfg = parse_config(QWEN3_30B)
+    cfg = QWEN3_30B
     assert shapes.parameters(cfg) == 30_532_122_624  # Qwen3-30B-A3B
     assert shapes.parameters(find_model("qwen3-235b")) == 235_093_634_560  # Qwen3-235B-A22B
     embedding, vectors = 151936 * 2048, 48 * (2 * 2048 + 2 * 128) + 2048
@@ -214,7 +193,7 @@ def test_units_of_glm():
 
 
 def test_saved_bytes():
-    cfg = parse_config(LLAMA3_8B)
+    cfg = LLAMA3_8B
     assert shapes.saved_bytes(cfg, 10, 2) == {
         "qkv": 10 * 6144 * 2,
         "attn_out": 10 * 4096 * 2,
@@ -596,7 +575,7 @@ def test_workspace_bounds_what_a_block_allocates(name, halves, u, monkeypatch):
 
 @UNITS
 @pytest.mark.parametrize("name", SMALL_MODELS | DIALECTS)
-def test_workspace_of_a_long_text_is_that_of_a_tile(name, halves, u, monkeypatch):
+def test_workspace_is_enough_for_every_family_and_of_a_long_text_that_of_a_tile(name, halves, u, monkeypatch):
     cfg = replace(parse_config((SMALL_MODELS | DIALECTS)[name]), halves=halves)
     bounds = {}
     for tile in (TOKENS, 16, 15):
@@ -604,6 +583,7 @@ def test_workspace_of_a_long_text_is_that_of_a_tile(name, halves, u, monkeypatch
         _watched(tiled, u, monkeypatch, (), forward, backward)
         bounds[tile] = _bound(tiled, u)
         assert 0.65 * bounds[tile] < max(forward.peak, backward.peak) <= bounds[tile]
+        assert tile < TOKENS or backward.peak > 0.7 * bounds[tile]
     if shapes.kind(cfg, u).endswith("mlp"):
         assert bounds[16] < 0.3 * bounds[TOKENS]
     elif shapes.kind(cfg, u) == "attention":
@@ -639,16 +619,6 @@ def test_workspace_holds_additions_to_gradients(name, grads, halves, u, monkeypa
     _watched(cfg, u, monkeypatch, (), forward, backward, "BF16", grads)
     bound = _bound(cfg, u, 2, 2 if grads == "BF16" else 4)
     assert 0.8 * bound < max(forward.peak, backward.peak) <= bound
-
-
-@UNITS
-@pytest.mark.parametrize("name", DIALECTS)
-def test_workspace_is_enough_for_every_family(name, halves, u, monkeypatch):
-    cfg, forward, backward = replace(parse_config(DIALECTS[name]), halves=halves), Watch(), Watch()
-    _watched(cfg, u, monkeypatch, (), forward, backward)
-    bound = _bound(cfg, u)
-    assert max(forward.peak, backward.peak) <= bound
-    assert backward.peak > 0.7 * bound
 
 
 @pytest.mark.grid
@@ -755,8 +725,8 @@ def test_flops_are_those_of_the_products(name, halves, u, monkeypatch):
 
 def test_halves_make_a_block():
     """Of weights, operations and what is saved; all but `resid`, which is the input of the second."""
-    for raw in (GPT2, LLAMA3_8B):
-        whole, cut = parse_config(raw), replace(parse_config(raw), halves=True)
+    for whole in (GPT2, LLAMA3_8B):
+        cut = replace(whole, halves=True)
         assert shapes.unit_names(cut)[:4] == ["embed", "attn000", "mlp000", "attn001"]
         assert cut.n_units == 2 * whole.n_layers + 2
         assert [shapes.layer(cut, u) for u in (1, 2, 3)] == [0, 0, 1]
@@ -771,7 +741,7 @@ def test_halves_make_a_block():
 
 
 def test_attention_flops():
-    cfg = parse_config(LLAMA3_8B)
+    cfg = LLAMA3_8B
     pairs = costs.attended_pairs([100])
     attention = 4 * pairs * 32 * 128
     assert costs.forward_flops(cfg, 1, 100, pairs) - costs.forward_flops(cfg, 1, 100, 0) == attention

@@ -2,7 +2,6 @@
 
 import errno
 import io
-import json
 import os
 import re
 import signal
@@ -17,6 +16,7 @@ from types import SimpleNamespace
 import numpy as np
 import pytest
 from command import TRAIN, fails
+from runs import records
 from safetensors.numpy import load_file, save_file
 
 from trireme import __main__ as entry
@@ -122,15 +122,11 @@ def written(monkeypatch):
     found, save = [], Exchange.save
 
     def saved(self, folder, progress):
-        found.append((steps_of(Path("out")), folder.name))
+        found.append((len(records("out", "loss")), folder.name))
         return save(self, folder, progress)
 
     monkeypatch.setattr(Exchange, "save", saved)
     return found
-
-
-def steps_of(out: Path) -> int:
-    return sum('"loss"' in line for line in (out / "log.jsonl").read_text().splitlines())
 
 
 BEST = "best.new"
@@ -280,9 +276,9 @@ def test_without_held_out_data_there_is_no_best(here, capsys, option):
 def test_the_log_has_the_time_the_sample_and_the_seconds(here, losses, capsys):
     began = time.time()
     said(capsys, *EVALUATED)
-    records = [json.loads(line) for line in Path("out/log.jsonl").read_text().splitlines()]
-    assert all(began - 1 <= r["wall_time"] <= time.time() for r in records)
-    evals = [r for r in records if "eval_loss" in r]
+    found = records("out")
+    assert all(began - 1 <= r["wall_time"] <= time.time() for r in found)
+    evals = [r for r in found if "eval_loss" in r]
     assert all(r["eval_time_s"] >= 0 and r["sample"] for r in evals)
     assert "wall_time" in Path("out/log.csv").read_text().splitlines()[0]
 

@@ -13,7 +13,7 @@ from pathlib import Path
 from types import SimpleNamespace
 
 import pytest
-from runs import STEPS, child, ended, hold, losses, make_small, options, stopped
+from runs import STEPS, child, ended, hold, losses, make_small, options, records, stopped
 
 from trireme.engine import exchange
 from trireme.engine.between import READ_AHEAD
@@ -58,8 +58,7 @@ def test_what_is_finished_is_what_was_said(checkpoint, where, monkeypatch, capsy
 
 
 def evaluations(out: Path) -> dict[int, float]:
-    records = [json.loads(line) for line in (out / "log.jsonl").read_text().splitlines()]
-    return {r["step"]: r["eval_loss"] for r in records if "eval_loss" in r}
+    return {r["step"]: r["eval_loss"] for r in records(out, "eval_loss")}
 
 
 @pytest.mark.parametrize("stop", ["before an evaluation", "in an evaluation", "after a snapshot"])

@@ -1,7 +1,11 @@
 """Adapters out and in: peft opens ours, we open peft's, and merged they are an ordinary checkpoint."""
 
 import json
+import shutil
+from copy import deepcopy
 from dataclasses import replace
+from functools import cache
+from pathlib import Path
 
 import numpy as np
 import pytest
@@ -49,12 +53,27 @@ def engine(cfg, source, adapters=None, tier="ssd"):
     return e
 
 
-def trained(case, folder):
-    cfg, source = based(case, folder / "base")
-    e = engine(cfg, source)
-    train(e, batches(cfg, 3, 2, 24), lr=0.05)
-    save_adapter(folder / "adapter", cfg, Reader(e.placement), str(folder / "base"))
-    return cfg, source, e
+@pytest.fixture(scope="module")
+def trained(tmp_path_factory):
+    """case -> (cfg, source, engine, folder) of an adapter after three steps, in `folder` with its base; for reading."""
+
+    @cache
+    def made(case):
+        folder = tmp_path_factory.mktemp("adapter")
+        cfg, source = based(case, folder / "base")
+        e = engine(cfg, source)
+        train(e, batches(cfg, 3, 2, 24), lr=0.05)
+        save_adapter(folder / "adapter", cfg, Reader(e.placement), str(folder / "base"))
+        return cfg, source, e, folder
+
+    return made
+
+
+@pytest.fixture
+def adapter(trained, tmp_path):
+    """(the model of an adapter, that adapter's folder, to be spoiled)"""
+    cfg, *_, folder = trained("llama")
+    return replace(cfg, lora=None, frozen=()), Path(shutil.copytree(folder / "adapter", tmp_path / "adapter"))
 
 
 def logits(model, ids):
@@ -63,19 +82,25 @@ def logits(model, ids):
 
 
 @CASE
-def test_peft_computes_what_we_compute(case, tmp_path):
+def test_peft_and_a_merged_checkpoint_compute_what_we_compute(case, trained, tmp_path):
     peft = pytest.importorskip("peft")
-    cfg, _, e = trained(case, tmp_path)
-    base = AutoModelForCausalLM.from_pretrained(tmp_path / "base", dtype=torch.float32)
+    cfg, source, e, folder = trained(case)
+    merge_adapter(folder / "adapter", cfg, source, tmp_path / "merged")
+    base, merged = (
+        AutoModelForCausalLM.from_pretrained(path, dtype=torch.float32)
+        for path in (folder / "base", tmp_path / "merged")
+    )
     batch = batches(cfg, 1, 1, 24)[0][0]
     mine = evaluate(e, [inputs_on(cfg, batch, [(rope_tables(cfg, 64, "cpu"), "cpu")])])[0]
-    theirs = peft.PeftModel.from_pretrained(base, tmp_path / "adapter")
     ids, labels = torch.from_numpy(batch.ids).long(), torch.from_numpy(batch.labels).long()
-    losses = torch.nn.functional.cross_entropy(logits(theirs, ids), labels, reduction="none", ignore_index=-100)
-    assert torch.allclose(mine, losses, atol=2e-5)
+    losses = lambda model: torch.nn.functional.cross_entropy(
+        logits(model, ids), labels, reduction="none", ignore_index=-100
+    )
+    assert torch.allclose(mine, losses(merged), atol=2e-5)
+    theirs = peft.PeftModel.from_pretrained(base, folder / "adapter")
+    assert torch.allclose(mine, losses(theirs), atol=2e-5)
     with theirs.disable_adapter():  # it has learned something
-        plain = torch.nn.functional.cross_entropy(logits(theirs, ids), labels, reduction="none", ignore_index=-100)
-    assert not torch.allclose(plain, losses, atol=1e-2)
+        assert not torch.allclose(mine, losses(theirs), atol=1e-2)
 
 
 MIXTURES = ("qwen3 moe among dense layers", "qwen2 moe among dense layers", "mixtral", "gpt oss", "olmoe", "glm4 moe",
@@ -91,36 +116,33 @@ def test_each_family_of_mixtures_is_compared_with_peft():
 
 
 @pytest.mark.grid
-@pytest.mark.parametrize("experts", [(), ("experts",)])
 @pytest.mark.parametrize("case", MIXTURES)
-def test_peft_opens_all_linear_layers_of_a_mixture(case, experts, tmp_path):
-    """It takes a target called gate_proj for that of all experts."""
+def test_peft_opens_all_linear_layers_of_a_mixture(case, tmp_path):
+    """Without experts and with them: it takes a target called gate_proj for that of all experts."""
     peft = pytest.importorskip("peft")
     reference, cfg = oracle(*CASES[case])
     reference.save_pretrained(tmp_path / "base")
-    source = open_source(tmp_path / "base")
-    cfg = as_stored(cfg, source)
-    cfg = adapted(cfg, Lora(2, 8.0, (*targets(cfg, ("all-linear",)), *experts)))
-    values = {name: initial(f"{name}.lora_A.weight", shape) for name, shape in adapter_shapes(cfg).items()}
-    e = engine(cfg, source, lambda name, first, last: [values[name].flatten()[first:last].numpy()], "gpu")
-    save_adapter(tmp_path / "adapter", cfg, Reader(e.placement), str(tmp_path / "base"))
-    merge_adapter(tmp_path / "adapter", cfg, source, tmp_path / "merged")
-    ids = torch.arange(3, 30)
-    base, merged = (
-        AutoModelForCausalLM.from_pretrained(tmp_path / name, dtype=torch.float32) for name in ("base", "merged")
-    )
-    plain, wanted = logits(base, ids), logits(merged, ids)
-    theirs = peft.PeftModel.from_pretrained(base, tmp_path / "adapter")
+    source, ids = open_source(tmp_path / "base"), torch.arange(3, 30)
+    plain, as_read = logits(reference, ids), as_stored(cfg, source)
     off = 4e-4 if cfg.scan else 1e-4  # rounding grows in recurrences of random weights
-    assert torch.allclose(logits(theirs, ids), wanted, atol=off)
-    assert torch.allclose(logits(theirs.merge_and_unload(), ids), wanted, atol=off)
-    assert not torch.allclose(plain, wanted, atol=1e-2)
+    for experts in ((), ("experts",)):
+        adapter, merged = (tmp_path / f"{name} {len(experts)}" for name in ("adapter", "merged"))
+        cfg = adapted(as_read, Lora(2, 8.0, (*targets(as_read, ("all-linear",)), *experts)))
+        values = {name: initial(f"{name}.lora_A.weight", shape) for name, shape in adapter_shapes(cfg).items()}
+        e = engine(cfg, source, lambda name, a, b, values=values: [values[name].flatten()[a:b].numpy()], "gpu")
+        save_adapter(adapter, cfg, Reader(e.placement), str(tmp_path / "base"))
+        merge_adapter(adapter, cfg, source, merged)
+        wanted = logits(AutoModelForCausalLM.from_pretrained(merged, dtype=torch.float32), ids)
+        theirs = peft.PeftModel.from_pretrained(deepcopy(reference), adapter)
+        assert torch.allclose(logits(theirs, ids), wanted, atol=off)
+        assert torch.allclose(logits(theirs.merge_and_unload(), ids), wanted, atol=off)
+        assert not torch.allclose(plain, wanted, atol=1e-2)
 
 
 @CASE
-def test_an_adapter_comes_back_as_it_went(case, tmp_path):
-    cfg, source, e = trained(case, tmp_path)
-    found = read_adapter(tmp_path / "adapter", replace(cfg, lora=None, frozen=()))
+def test_an_adapter_comes_back_as_it_went(case, trained):
+    cfg, source, e, folder = trained(case)
+    found = read_adapter(folder / "adapter", replace(cfg, lora=None, frozen=()))
     assert (found.lora.rank, found.lora.scale) == (2, 3.0)
     again = engine(adapted(replace(cfg, frozen=()), found.lora), source, found.values, tier="gpu")
     before, after = final_weights(e), final_weights(again)
@@ -129,22 +151,10 @@ def test_an_adapter_comes_back_as_it_went(case, tmp_path):
         assert torch.equal(value, after[name]), name
 
 
-@CASE
-def test_a_merged_checkpoint_computes_the_same(case, tmp_path):
-    cfg, source, e = trained(case, tmp_path)
-    merge_adapter(tmp_path / "adapter", cfg, source, tmp_path / "merged")
-    batch = batches(cfg, 1, 1, 24)[0][0]
-    mine = evaluate(e, [inputs_on(cfg, batch, [(rope_tables(cfg, 64, "cpu"), "cpu")])])[0]
-    model = AutoModelForCausalLM.from_pretrained(tmp_path / "merged", dtype=torch.float32)
-    ids, labels = torch.from_numpy(batch.ids).long(), torch.from_numpy(batch.labels).long()
-    losses = torch.nn.functional.cross_entropy(logits(model, ids), labels, reduction="none", ignore_index=-100)
-    assert torch.allclose(mine, losses, atol=2e-5)
-
-
-def test_frozen_tensors_are_exported_as_they_were(tmp_path):
-    _, source, e = trained("llama", tmp_path)
+def test_frozen_tensors_are_exported_as_they_were(trained, tmp_path):
+    _, source, e, folder = trained("llama")
     Exchange(e.cfg, source, e.placement).save(tmp_path / "out")
-    assert (tmp_path / "out/model.safetensors").read_bytes() == (tmp_path / "base/model.safetensors").read_bytes()
+    assert (tmp_path / "out/model.safetensors").read_bytes() == (folder / "base/model.safetensors").read_bytes()
 
 
 def test_a_fresh_adapter_changes_nothing(tmp_path):
@@ -189,19 +199,18 @@ BAD = {
 
 
 @pytest.mark.parametrize("case", BAD)
-def test_what_is_no_adapter_of_this_model_is_refused_in_one_line(case, tmp_path):
-    cfg, _, _ = trained("llama", tmp_path)
-    damage, words = BAD[case]
-    damage(tmp_path / "adapter")
+def test_what_is_no_adapter_of_this_model_is_refused_in_one_line(case, adapter):
+    (cfg, folder), (damage, words) = adapter, BAD[case]
+    damage(folder)
     with pytest.raises(InputError, match=words) as refused:
-        read_adapter(tmp_path / "adapter", replace(cfg, lora=None, frozen=()))
+        read_adapter(folder, cfg)
     assert "\n" not in str(refused.value)
 
 
-def test_an_adapter_of_another_base_is_refused(tmp_path):
-    cfg, _, _ = trained("llama", tmp_path)
+def test_an_adapter_of_another_base_is_refused(adapter):
+    cfg, folder = adapter
     with pytest.raises(InputError, match=r"down_proj.lora_A.weight is \[2, 56\], for this model it would be \[2, 64\]"):
-        read_adapter(tmp_path / "adapter", replace(cfg, lora=None, frozen=(), ffn=64))
+        read_adapter(folder, replace(cfg, ffn=64))
 
 
 @pytest.mark.parametrize(("lora", "words"), [
@@ -214,9 +223,9 @@ def test_ranks_and_targets_that_fit_nothing(lora, words):
         adapted(oracle(*CASES["llama"])[1], lora)
 
 
-def test_the_scale_of_a_rank_stabilised_adapter(tmp_path):
-    cfg, _, _ = trained("llama", tmp_path)
-    _config(use_rslora=True)(tmp_path / "adapter")
-    found = read_adapter(tmp_path / "adapter", replace(cfg, lora=None, frozen=()))
+def test_the_scale_of_a_rank_stabilised_adapter(adapter):
+    cfg, folder = adapter
+    _config(use_rslora=True)(folder)
+    found = read_adapter(folder, cfg)
     assert found.lora.scale == pytest.approx(6.0 / np.sqrt(2))
-    assert load_file(tmp_path / "adapter" / WEIGHTS).keys() == found.source.tensors.keys()
+    assert load_file(folder / WEIGHTS).keys() == found.source.tensors.keys()

@@ -6,7 +6,6 @@ from pathlib import Path
 
 import numpy as np
 import pytest
-import torch
 from engines import LIMITS, MemoryScratch, MemoryStore, batches, final_weights, gpu_plan, train
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
@@ -105,9 +104,9 @@ def test_a_base_read_in_place_trains_the_same(case, device, tmp_path):
     assert why_copied(cfg, "F32", source, stored, [tmp_path]) == ""
 
 
-def model(folder: Path, dtype=torch.float32):
+def model(folder: Path):
     reference, cfg = oracle(*CASES["llama"])
-    reference.to(dtype).save_pretrained(folder)
+    reference.save_pretrained(folder)
     source = open_source(folder)
     return cfg, source, hf.sources(cfg, source.shapes)
 

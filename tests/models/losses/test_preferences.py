@@ -26,8 +26,8 @@ def of(case: str) -> Preference:
     return Preference(case.split()[0], **PARAMETERS[case])
 
 
-def documents(method: str, weights=(1.0, 1.0, 1.0), seed=0, shift=0.0):
-    random = np.random.default_rng(seed)
+def documents(method: str, weights=(1.0, 1.0, 1.0), shift=0.0):
+    random = np.random.default_rng(0)
     logps = random.normal(-1.5, 0.5, 6) * TRAINED
     logps = -np.abs(logps)
     signs = np.array([1, -1, -1]) if method == "kto" else np.ones(3)
