@@ -206,6 +206,48 @@ def test_nulls_that_arrow_put_in_are_no_arguments(tmp_path, arrow, name):
     assert "that can be read" in fails(path)
 
 
+@pytest.mark.parametrize("name", ["a.parquet", "stream.arrow"])
+@pytest.mark.parametrize("known", [True, False])
+def test_values_that_arrow_holds_as_json_are_values(tmp_path, arrow, name, known, monkeypatch):
+    """The datasets library writes those of several types so: a text would have quotation marks and escapes."""
+    import pyarrow.parquet
+
+    if not hasattr(arrow, "json_"):
+        pytest.skip("this pyarrow does not write the type")
+    text, call, tool = 'Say "hi".\nNow', {"function": {"name": "f", "arguments": {"a": None, "b": [1]}}}, TOOLS[0]
+    rows = [{"messages": [{"role": "user", "content": [{"type": "text", "text": text}]},
+                          {"role": "assistant", "content": text, "tool_calls": [call]}], "tools": [tool]}]  # fmt: skip
+    held = [{"messages": [{k: v if k == "role" else [json.dumps(c) for c in v] if k == "tool_calls" else json.dumps(v)
+                           for k, v in m.items()} for m in row["messages"]],
+             "tools": [json.dumps(tool) for tool in row["tools"]]} for row in rows]  # fmt: skip
+    message = [("role", arrow.string()), ("content", arrow.json_()), ("tool_calls", arrow.list_(arrow.json_()))]
+    typed = {"messages": arrow.list_(arrow.struct(message)), "tools": arrow.list_(arrow.json_())}
+    table, path = arrow.Table.from_pylist(held).cast(arrow.schema(typed.items())), tmp_path / name
+    if name == "a.parquet":
+        pyarrow.parquet.write_table(table, path)
+    else:
+        with arrow.OSFile(str(path), "wb") as sink, arrow.ipc.new_stream(sink, table.schema) as writer:
+            writer.write_table(table)
+    if not known:  # pyarrow before 19: the field says what its strings are
+        arrow.unregister_extension_type("arrow.json")
+    try:
+        assert values(path) == rows
+    finally:
+        if not known:
+            arrow.register_extension_type(arrow.json_())
+
+
+def test_a_value_that_is_not_the_json_of_its_column_is_refused(arrow, tmp_path):
+    column = arrow.field("text", arrow.string(), metadata={"ARROW:extension:name": "arrow.json"})
+    with arrow.OSFile(str(tmp_path / "a.arrow"), "wb") as sink:
+        schema = arrow.schema([column])
+        with arrow.ipc.new_stream(sink, schema) as writer:
+            writer.write_table(arrow.table({"text": ['"a"', "a", '{"b": 1, "b": 2}']}, schema=schema))
+    good, *bad = values(tmp_path / "a.arrow")
+    assert good == {"text": "a"}
+    assert [str(row)[:30] for row in bad] == ["holds 'a', which its column sa", "the key 'b' occurs twice"]
+
+
 @pytest.mark.parametrize(
     ("make", "says"),
     [
