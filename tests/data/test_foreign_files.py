@@ -328,6 +328,7 @@ def test_a_folder_with_files_for_training_and_for_validation(tmp_path, codec):
         ({"data__train-00000-of-00002_parquet": b"x", "data__train-00001-of-00002_parquet": b"x",
           "data__test-00000-of-00001_parquet": b"x", "README_md": b"x"}, 2, 0),
         ({"gsm8k_train_jsonl": b"x", "gsm8k_test_jsonl": b"x"}, 1, 0),
+        ({"en__train-00000-of-00001_csv": b"x", "de__train-00000-of-00001_csv": b"x", "train_more_csv": b"x"}, 3, 0),
         ({"train__a_jsonl": b"x", "train__b_jsonl": b"x", "dev__a_jsonl": b"x"}, 2, 1),
         ({"a_jsonl": b"x", "b_json": b"x", "sub__c_csv": b"x", "dataset_info_json": b"{}", "LICENSE_txt": b"x"}, 3, 0),
         ({"a_txt": b"x", "b_md": b"x", ".cache__c_txt": b"x", "empty_txt": b""}, 1, 0),  # texts are one source
@@ -342,6 +343,10 @@ def test_which_files_of_a_folder_are_trained_on(tmp_path, files, train, held):
 def test_folders_without_data_say_why(tmp_path):
     assert "is a folder without data. Expected files of .jsonl" in fails(put(tmp_path / "a", image_png=b"x"))
     assert "holds no training data, only test.jsonl" in fails(put(tmp_path / "b", test_jsonl=LINES))
+    splits = {f"data__{split}-00000-of-00001_jsonl": LINES for split in ("train_sft", "train_gen", "test_sft")}
+    said = fails(put(tmp_path / "f", **splits))
+    assert f"data holds 2 splits to train on: train_gen, train_sft. Name one: --data '{tmp_path}/f/data/tr" in said
+    assert len(values(said.rpartition("--data '")[2].rstrip("'."))) == len(LINES.splitlines())
     both = put(tmp_path / "c", train_jsonl=LINES, train_csv=b"text\nx\n")
     assert "train.csv, train.jsonl: the same rows twice?" in fails(both)
     assert "is a checkpoint, not data" in fails(put(tmp_path / "d", tokenizer_json=b"{}", config_json=b"{}"))

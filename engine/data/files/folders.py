@@ -128,6 +128,7 @@ def _folder(folder: Path, weight: float) -> Found:
         only = sorted(path for paths in by_use.values() for path in paths)
         raise InputError(f"{folder} holds no training data, only {_list(only)}. Name one with --data.")
     _check_twice(train)
+    _check_splits(by_use["train"])
     left = sorted({folder / path for path in inside} - {*train, *by_use["valid"]})
     notes = [f"{folder}: not read: {_list(left, folder)}"] if left else []
     notes += [f"{folder}: {each}" for each in unread]
@@ -233,6 +234,20 @@ def _check_twice(files: Sequence[Path]) -> None:
             raise InputError(
                 f"{same[0].parent} holds {_list(same)}: the same rows twice? Name files, each with --data."
             )
+
+
+def _check_splits(files: Sequence[Path]) -> None:
+    """Raises InputError where files for training are of several splits of a data set, which may hold the same rows.
+
+    They are called as the hub has them: train_sft-00000-of-00001.parquet next to train_gen-00000-of-00001.parquet.
+    """
+    parts = [path for path in files if set_of(path) != str(path.with_name(path.name.partition(".")[0]))]
+    place = lambda path: path.parent
+    for folder, group in groupby(sorted(parts, key=place), key=place):
+        if len(splits := sorted({set_of(path) for path in group})) > 1:
+            shown = ", ".join(Path(split).name for split in splits[:_NAMED])
+            one = quoted(Path(f"{splits[0]}-*"))
+            raise InputError(f"{folder} holds {len(splits)} splits to train on: {shown}. Name one: --data {one}.")
 
 
 def _list(files: Sequence[Path], folder: Path | None = None) -> str:
