@@ -340,6 +340,43 @@ def test_which_files_of_a_folder_are_trained_on(tmp_path, files, train, held):
     assert [len(part) for part in names(found)] == [train, held]
 
 
+CARD = """---
+license: mit
+configs:
+- config_name: main
+  data_files:
+  - split: train
+    path: ["a/*.jsonl", "b.jsonl"]
+  - split: test
+    path: held.jsonl
+- config_name: other
+  data_files: more/*
+---
+# Data
+"""
+
+
+def test_the_card_of_a_data_set_says_which_files_are_trained_on(tmp_path):
+    """Names of files say nothing here: without the card all of them are."""
+    mine = dict(a__1_jsonl=LINES, b_jsonl=LINES, held_jsonl=LINES)
+    folder = put(tmp_path / "a", README_md=CARD.encode(), **mine)
+    assert names(find_data(folder)) == [["1.jsonl", "b.jsonl"], []]
+    assert find_data(folder).notes == [f"{folder}: not read: README.md, held.jsonl"]
+    valid = CARD.replace("split: test", "split: validation").replace("- config_name: other", "- config_name: default")
+    assert names(find_data(put(tmp_path / "a", README_md=valid.encode()))) == [["1.jsonl", "b.jsonl"], ["held.jsonl"]]
+    more = put(tmp_path / "a", README_md=CARD.encode(), more__c_jsonl=LINES)
+    one = f"Name the files of one: --data {tmp_path}/a/a/1.jsonl."
+    assert fails(more) == f"{tmp_path}/a/README.md describes 2 configurations of the data: main, other. {one}"
+    marked = CARD.replace("config_name: other", "config_name: other\n  default: true")
+    for card in (marked, CARD.replace("other", "default")):
+        assert names(find_data(put(tmp_path / "a", README_md=card.encode()))) == [["c.jsonl"], []]
+    splits = put(tmp_path / "b", README_md=CARD.replace("split: test", "split: train_2").encode(), **mine)
+    assert "b holds 2 splits to train on, by README.md: train, train_2. Name one: --data" in fails(splits)
+    for card in ("---\n", "---\nconfigs: [{data_files: [[{split: 1}]]}]\n---", "---\n{{", "a"):
+        folder = put(tmp_path / "c", README_md=card.encode(), **mine)
+        assert len(find_data(folder).files) == 3
+
+
 def test_folders_without_data_say_why(tmp_path):
     assert "is a folder without data. Expected files of .jsonl" in fails(put(tmp_path / "a", image_png=b"x"))
     assert "holds no training data, only test.jsonl" in fails(put(tmp_path / "b", test_jsonl=LINES))

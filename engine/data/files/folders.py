@@ -6,15 +6,16 @@ import glob
 import os
 import re
 from collections.abc import Sequence
-from fnmatch import fnmatchcase
 from itertools import groupby
 from pathlib import Path
 from typing import Any, NamedTuple
 
+from trireme.engine.data.files.cards import CARD, Splits, splits_of
+from trireme.engine.data.files.cards import fits as fits_pattern
 from trireme.engine.data.files.sources import KINDS, TEXTS, DataFile, check_file, weighed
 from trireme.engine.data.files.unpack import PACKINGS
 from trireme.models.config import InputError
-from trireme.storage.untrusted import parse_json, quoted, read_small, why
+from trireme.storage.untrusted import parse_json, quoted, read_small, shown, why
 
 MOST_FILES = 500  # each is held open
 MOST_THERE = 500_000  # names in a folder
@@ -61,7 +62,7 @@ def _matching(pattern: Path, weight: float) -> Found:
         hidden = any(part.startswith(".") for part in parts)
         there, linked, closed = _walked([root for root in roots if Path(root).is_dir()], pattern, hidden)
         fits = lambda path: any(
-            _fits(path.relative_to(root).parts, parts) for root in roots if path.is_relative_to(root)
+            fits_pattern(path.relative_to(root).parts, parts) for root in roots if path.is_relative_to(root)
         )
         files = sorted((path for path in there if path.is_file() and fits(path)), key=str)  # as glob's below
         unread = _not_walked(linked, closed)
@@ -73,16 +74,6 @@ def _matching(pattern: Path, weight: float) -> Found:
     lacks = missing_parts(files)
     notes = [f"{pattern} lacks {_list(lacks)}: parts of a set"] if lacks else []
     return Found(_sources(files, str(pattern), weight), [], notes + [f"{pattern}: {what}" for what in unread])
-
-
-def _fits(names: Sequence[str], parts: Sequence[str]) -> bool:
-    """Whether the parts of a path are those of a pattern, as in glob: hidden names only where the pattern says so."""
-    if not parts or not names:
-        return not names and all(part == "**" for part in parts)
-    if parts[0] == "**":
-        return _fits(names, parts[1:]) or (names[0][0] != "." and _fits(names[1:], parts))
-    shown = names[0][0] != "." or parts[0][0] == "."
-    return shown and fnmatchcase(names[0], parts[0]) and _fits(names[1:], parts[1:])
 
 
 def _not_walked(linked: Sequence[Path], closed: Sequence[Path], folder: Path | None = None) -> list[str]:
@@ -122,13 +113,16 @@ def _folder(folder: Path, weight: float) -> Found:
     if not inside:
         said = "; ".join([f"{folder} is a folder without data", *unread])
         raise InputError(f"{said}. Expected files of {', '.join(KINDS)}.")
+    splits = splits_of(folder, inside)
+    by_use = _by_splits(folder, splits) if splits else by_use
     by_use = {use: [folder / path for path in paths] for use, paths in by_use.items()}
     train = by_use["train"] or by_use[""]
     if not train:
         only = sorted(path for paths in by_use.values() for path in paths)
         raise InputError(f"{folder} holds no training data, only {_list(only)}. Name one with --data.")
     _check_twice(train)
-    _check_splits(by_use["train"])
+    if not splits:
+        _check_splits(by_use["train"])
     left = sorted({folder / path for path in inside} - {*train, *by_use["valid"]})
     notes = [f"{folder}: not read: {_list(left, folder)}"] if left else []
     notes += [f"{folder}: {each}" for each in unread]
@@ -194,6 +188,20 @@ def by_uses(names: Sequence[Path]) -> tuple[dict[str, list[Path]], list[Path]]:
     for path in [path for path in inside if DataFile(path).kind not in TEXTS] or inside:
         by_use[_use(path)].append(path)
     return by_use, inside
+
+
+def _by_splits(folder: Path, splits: Splits) -> dict[str, list[Path]]:
+    """As by_uses, by what the card of a data set says. Raises InputError where several splits are for training."""
+    by_use: dict[str, list[Path]] = {"train": [], "valid": [], "test": [], "": []}
+    uses = {split: _use(Path(split)) for split in splits} if len(splits) > 1 else dict.fromkeys(splits, "train")
+    train = [split for split, use in uses.items() if use == "train"] or [s for s, use in uses.items() if not use]
+    if len(train) > 1:
+        one = quoted(folder / splits[train[0]][0])
+        said = ", ".join(shown(split, 60) for split in train[:_NAMED])
+        raise InputError(f"{folder} holds {len(train)} splits to train on, by {CARD}: {said}. Name one: --data {one}.")
+    for split, paths in splits.items():
+        by_use["train" if split in train else uses[split]] += paths
+    return by_use
 
 
 def _use(path: Path) -> str:
