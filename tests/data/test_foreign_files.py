@@ -19,7 +19,7 @@ from chats import CHATML, TALK, make_tokenizer
 from trireme.engine.data import cache
 from trireme.engine.data.codec import load_codec
 from trireme.engine.data.dataset import DataOptions, load_dataset
-from trireme.engine.data.files import folders, json_rows, text
+from trireme.engine.data.files import cards, folders, json_rows, text
 from trireme.engine.data.files.folders import MOST_FILES, find_data
 from trireme.engine.data.files.sources import KINDS, Reader
 from trireme.models.config import InputError
@@ -356,7 +356,7 @@ configs:
 """
 
 
-def test_the_card_of_a_data_set_says_which_files_are_trained_on(tmp_path):
+def test_the_card_of_a_data_set_says_which_files_are_trained_on(tmp_path, monkeypatch):
     """Names of files say nothing here: without the card all of them are."""
     mine = dict(a__1_jsonl=LINES, b_jsonl=LINES, held_jsonl=LINES)
     folder = put(tmp_path / "a", README_md=CARD.encode(), **mine)
@@ -372,9 +372,30 @@ def test_the_card_of_a_data_set_says_which_files_are_trained_on(tmp_path):
         assert names(find_data(put(tmp_path / "a", README_md=card.encode()))) == [["c.jsonl"], []]
     splits = put(tmp_path / "b", README_md=CARD.replace("split: test", "split: train_2").encode(), **mine)
     assert "b holds 2 splits to train on, by README.md: train, train_2. Name one: --data" in fails(splits)
-    for card in ("---\n", "---\nconfigs: [{data_files: [[{split: 1}]]}]\n---", "---\n{{", "a"):
-        folder = put(tmp_path / "c", README_md=card.encode(), **mine)
-        assert len(find_data(folder).files) == 3
+    en = dict(en__train_jsonl=LINES, en__dev_jsonl=LINES)
+    by_folder = b"---\nconfigs:\n- {config_name: en, data_dir: en}\n- {config_name: de, data_dir: de}\n---\n"
+    assert names(find_data(put(tmp_path / "d", README_md=by_folder, **en))) == [["train.jsonl"], ["dev.jsonl"]]
+    assert "2 configurations of the data: en, de." in fails(put(tmp_path / "d", de__a_jsonl=LINES))
+    monkeypatch.setattr(cards, "_MOST", 11)
+    assert "README.md names too many patterns of files" in fails(tmp_path / "b")
+
+
+@pytest.mark.parametrize(
+    "card",
+    [
+        "---\n",
+        "---\n{{",
+        "a",
+        "---\nconfigs: [{data_dir: 1}]\n---",
+        "---\nconfigs: [{data_files: [[{split: 1}]]}]\n---",
+        f"---\nconfigs: [{{data_files: '{'**/' * 300}*'}}]\n---",
+        "---\nconfigs: [{data_files: [{split: ., path: a.jsonl}, {split: /, path: b.jsonl}]}]\n---",
+        "---\nconfigs: &c [*c, {data_files: &f [*f]}]\n---",
+    ],
+)
+def test_a_card_that_says_nothing(tmp_path, card):
+    folder = put(tmp_path, README_md=card.encode(), a_jsonl=LINES, b_jsonl=LINES)
+    assert names(find_data(folder)) == [["a.jsonl", "b.jsonl"], []]
 
 
 def test_folders_without_data_say_why(tmp_path):

@@ -113,7 +113,7 @@ def _folder(folder: Path, weight: float) -> Found:
     if not inside:
         said = "; ".join([f"{folder} is a folder without data", *unread])
         raise InputError(f"{said}. Expected files of {', '.join(KINDS)}.")
-    splits = splits_of(folder, inside)
+    splits = splits_of(folder, inside, _use)
     by_use = _by_splits(folder, splits) if splits else by_use
     by_use = {use: [folder / path for path in paths] for use, paths in by_use.items()}
     train = by_use["train"] or by_use[""]
