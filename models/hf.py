@@ -156,6 +156,7 @@ def _in_full(cfg: ModelConfig, name: str) -> Iterator[str]:
     for there, here in cfg.names.also:
         if there in name:
             yield name.replace(there, here)
+            yield cfg.names.base + name.replace(there, here)
     yield cfg.names.stored(name)
     if cfg.outer and cfg.outer.flat and name.startswith("model."):  # as of a text model with a vision tower
         yield "model.language_model." + name.removeprefix("model.")

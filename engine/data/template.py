@@ -252,8 +252,21 @@ class Template:
         self, template: jinja2.Template, messages: Sequence[Fields], tools: list[Fields] | None, prompt: bool
     ) -> str:
         taken = [self._as_taken(_with_reasoning(message)) for message in messages]
+        try:
+            return self._rendered(template, taken, tools, prompt)
+        except BadRow:
+            if all("content" in message for message in taken):
+                raise
+            for content in (None, ""):  # of calls alone: many templates ask for null, others for a text
+                with suppress(BadRow):
+                    return self._rendered(template, [_with_content(m, content) for m in taken], tools, prompt)
+            raise
+
+    def _rendered(
+        self, template: jinja2.Template, taken: Sequence[Fields], tools: list[Fields] | None, prompt: bool
+    ) -> str:
         if self._random:
-            random.seed(repr(messages))  # equal each time; the template has this process to itself
+            random.seed(repr(taken))  # equal each time; the template has this process to itself
         try:
             return template.render(
                 messages=taken,
@@ -280,6 +293,14 @@ def _part(text: str, kind: str = "text") -> Fields:
 def thoughts_of(message: Fields) -> Any:
     """Thoughts of a message apart from its content, or None."""
     return next((dict.get(message, name) for name in THOUGHTS if dict.get(message, name) is not None), None)
+
+
+def _with_content(message: Fields, content: str | None) -> Fields:
+    """A message with that content if it has none."""
+    if "content" in message:
+        return message
+    made = {**dict(dict.items(message)), "content": content}
+    return _Message(made, message.turn, message.read) if isinstance(message, _Message) else made
 
 
 def _with_reasoning(message: Fields) -> Fields:

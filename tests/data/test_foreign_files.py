@@ -19,7 +19,7 @@ from chats import CHATML, TALK, make_tokenizer
 from trireme.engine.data import cache
 from trireme.engine.data.codec import load_codec
 from trireme.engine.data.dataset import DataOptions, load_dataset
-from trireme.engine.data.files import folders, json_rows, text
+from trireme.engine.data.files import cards, folders, json_rows, text
 from trireme.engine.data.files.folders import MOST_FILES, find_data
 from trireme.engine.data.files.sources import KINDS, Reader
 from trireme.models.config import InputError
@@ -206,6 +206,48 @@ def test_nulls_that_arrow_put_in_are_no_arguments(tmp_path, arrow, name):
     assert "that can be read" in fails(path)
 
 
+@pytest.mark.parametrize("name", ["a.parquet", "stream.arrow"])
+@pytest.mark.parametrize("known", [True, False])
+def test_values_that_arrow_holds_as_json_are_values(tmp_path, arrow, name, known, monkeypatch):
+    """The datasets library writes those of several types so: a text would have quotation marks and escapes."""
+    import pyarrow.parquet
+
+    if not hasattr(arrow, "json_"):
+        pytest.skip("this pyarrow does not write the type")
+    text, call, tool = 'Say "hi".\nNow', {"function": {"name": "f", "arguments": {"a": None, "b": [1]}}}, TOOLS[0]
+    rows = [{"messages": [{"role": "user", "content": [{"type": "text", "text": text}]},
+                          {"role": "assistant", "content": text, "tool_calls": [call]}], "tools": [tool]}]  # fmt: skip
+    held = [{"messages": [{k: v if k == "role" else [json.dumps(c) for c in v] if k == "tool_calls" else json.dumps(v)
+                           for k, v in m.items()} for m in row["messages"]],
+             "tools": [json.dumps(tool) for tool in row["tools"]]} for row in rows]  # fmt: skip
+    message = [("role", arrow.string()), ("content", arrow.json_()), ("tool_calls", arrow.list_(arrow.json_()))]
+    typed = {"messages": arrow.list_(arrow.struct(message)), "tools": arrow.list_(arrow.json_())}
+    table, path = arrow.Table.from_pylist(held).cast(arrow.schema(typed.items())), tmp_path / name
+    if name == "a.parquet":
+        pyarrow.parquet.write_table(table, path)
+    else:
+        with arrow.OSFile(str(path), "wb") as sink, arrow.ipc.new_stream(sink, table.schema) as writer:
+            writer.write_table(table)
+    if not known:  # pyarrow before 19: the field says what its strings are
+        arrow.unregister_extension_type("arrow.json")
+    try:
+        assert values(path) == rows
+    finally:
+        if not known:
+            arrow.register_extension_type(arrow.json_())
+
+
+def test_a_value_that_is_not_the_json_of_its_column_is_refused(arrow, tmp_path):
+    column = arrow.field("text", arrow.string(), metadata={"ARROW:extension:name": "arrow.json"})
+    with arrow.OSFile(str(tmp_path / "a.arrow"), "wb") as sink:
+        schema = arrow.schema([column])
+        with arrow.ipc.new_stream(sink, schema) as writer:
+            writer.write_table(arrow.table({"text": ['"a"', "a", '{"b": 1, "b": 2}']}, schema=schema))
+    good, *bad = values(tmp_path / "a.arrow")
+    assert good == {"text": "a"}
+    assert [str(row)[:30] for row in bad] == ["holds 'a', which its column sa", "the key 'b' occurs twice"]
+
+
 @pytest.mark.parametrize(
     ("make", "says"),
     [
@@ -286,6 +328,7 @@ def test_a_folder_with_files_for_training_and_for_validation(tmp_path, codec):
         ({"data__train-00000-of-00002_parquet": b"x", "data__train-00001-of-00002_parquet": b"x",
           "data__test-00000-of-00001_parquet": b"x", "README_md": b"x"}, 2, 0),
         ({"gsm8k_train_jsonl": b"x", "gsm8k_test_jsonl": b"x"}, 1, 0),
+        ({"en__train-00000-of-00001_csv": b"x", "de__train-00000-of-00001_csv": b"x", "train_more_csv": b"x"}, 3, 0),
         ({"train__a_jsonl": b"x", "train__b_jsonl": b"x", "dev__a_jsonl": b"x"}, 2, 1),
         ({"a_jsonl": b"x", "b_json": b"x", "sub__c_csv": b"x", "dataset_info_json": b"{}", "LICENSE_txt": b"x"}, 3, 0),
         ({"a_txt": b"x", "b_md": b"x", ".cache__c_txt": b"x", "empty_txt": b""}, 1, 0),  # texts are one source
@@ -297,9 +340,71 @@ def test_which_files_of_a_folder_are_trained_on(tmp_path, files, train, held):
     assert [len(part) for part in names(found)] == [train, held]
 
 
+CARD = """---
+license: mit
+configs:
+- config_name: main
+  data_files:
+  - split: train
+    path: ["a/*.jsonl", "b.jsonl"]
+  - split: test
+    path: held.jsonl
+- config_name: other
+  data_files: more/*
+---
+# Data
+"""
+
+
+def test_the_card_of_a_data_set_says_which_files_are_trained_on(tmp_path, monkeypatch):
+    """Names of files say nothing here: without the card all of them are."""
+    mine = dict(a__1_jsonl=LINES, b_jsonl=LINES, held_jsonl=LINES)
+    folder = put(tmp_path / "a", README_md=CARD.encode(), **mine)
+    assert names(find_data(folder)) == [["1.jsonl", "b.jsonl"], []]
+    assert find_data(folder).notes == [f"{folder}: not read: README.md, held.jsonl"]
+    valid = CARD.replace("split: test", "split: validation").replace("- config_name: other", "- config_name: default")
+    assert names(find_data(put(tmp_path / "a", README_md=valid.encode()))) == [["1.jsonl", "b.jsonl"], ["held.jsonl"]]
+    more = put(tmp_path / "a", README_md=CARD.encode(), more__c_jsonl=LINES)
+    one = f"Name the files of one: --data {tmp_path}/a/a/1.jsonl."
+    assert fails(more) == f"{tmp_path}/a/README.md describes 2 configurations of the data: main, other. {one}"
+    marked = CARD.replace("config_name: other", "config_name: other\n  default: true")
+    for card in (marked, CARD.replace("other", "default")):
+        assert names(find_data(put(tmp_path / "a", README_md=card.encode()))) == [["c.jsonl"], []]
+    splits = put(tmp_path / "b", README_md=CARD.replace("split: test", "split: train_2").encode(), **mine)
+    assert "b holds 2 splits to train on, by README.md: train, train_2. Name one: --data" in fails(splits)
+    en = dict(en__train_jsonl=LINES, en__dev_jsonl=LINES)
+    by_folder = b"---\nconfigs:\n- {config_name: en, data_dir: en}\n- {config_name: de, data_dir: de}\n---\n"
+    assert names(find_data(put(tmp_path / "d", README_md=by_folder, **en))) == [["train.jsonl"], ["dev.jsonl"]]
+    assert "2 configurations of the data: en, de." in fails(put(tmp_path / "d", de__a_jsonl=LINES))
+    monkeypatch.setattr(cards, "_MOST", 11)
+    assert "README.md names too many patterns of files" in fails(tmp_path / "b")
+
+
+@pytest.mark.parametrize(
+    "card",
+    [
+        "---\n",
+        "---\n{{",
+        "a",
+        "---\nconfigs: [{data_dir: 1}]\n---",
+        "---\nconfigs: [{data_files: [[{split: 1}]]}]\n---",
+        f"---\nconfigs: [{{data_files: '{'**/' * 300}*'}}]\n---",
+        "---\nconfigs: [{data_files: [{split: ., path: a.jsonl}, {split: /, path: b.jsonl}]}]\n---",
+        "---\nconfigs: &c [*c, {data_files: &f [*f]}]\n---",
+    ],
+)
+def test_a_card_that_says_nothing(tmp_path, card):
+    folder = put(tmp_path, README_md=card.encode(), a_jsonl=LINES, b_jsonl=LINES)
+    assert names(find_data(folder)) == [["a.jsonl", "b.jsonl"], []]
+
+
 def test_folders_without_data_say_why(tmp_path):
     assert "is a folder without data. Expected files of .jsonl" in fails(put(tmp_path / "a", image_png=b"x"))
     assert "holds no training data, only test.jsonl" in fails(put(tmp_path / "b", test_jsonl=LINES))
+    splits = {f"data__{split}-00000-of-00001_jsonl": LINES for split in ("train_sft", "train_gen", "test_sft")}
+    said = fails(put(tmp_path / "f", **splits))
+    assert f"data holds 2 splits to train on: train_gen, train_sft. Name one: --data '{tmp_path}/f/data/tr" in said
+    assert len(values(said.rpartition("--data '")[2].rstrip("'."))) == len(LINES.splitlines())
     both = put(tmp_path / "c", train_jsonl=LINES, train_csv=b"text\nx\n")
     assert "train.csv, train.jsonl: the same rows twice?" in fails(both)
     assert "is a checkpoint, not data" in fails(put(tmp_path / "d", tokenizer_json=b"{}", config_json=b"{}"))

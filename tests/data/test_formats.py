@@ -372,6 +372,9 @@ def test_messages_of_openai():
         ),
         ({"question": "q", "answer": "a"}, "('question', 'answer'); expected messages; conversations;"),
         ({"question": "q", "answer": "a"}, "Perhaps --map prompt=question,completion=answer."),
+        ({"context": "c", "question": "q", "answer": "a"}, "--map instruction=question,input=context,output=answer."),
+        ({"prompt_ids": [1, 2], "completion_ids": [3]}, "Join prompt_ids and completion_ids as input_ids, with comple"),
+        ({"tokens": [1, 2], "token_type_ids": [0, 0]}, "Perhaps --map input_ids=tokens."),
         (
             {"prompt": "p", "chosen": "c", "rejected": "r"},
             "is preference data, good answers and bad ones",

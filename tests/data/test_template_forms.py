@@ -211,3 +211,20 @@ def test_a_prompt_may_close_a_thought_that_a_turn_has():
     talk = [user("a"), said("b"), {"role": "tool", "content": "9"}, said("c", reasoning_content="Hm.")]
     assert learned(source, talk)[0].endswith("<tool>9<end></tool><assistant><think:x>[Hm.</think:x>c<end>]")
     assert learned(source, [*talk[:3], said("c")])[0].endswith("</tool><assistant><think:x></think:x>[c<end>]")
+
+
+CONTENT = {  # how a template writes a turn that is a call alone
+    "null": "{% if m.content is none %}null {% else %}{{ m.content + '' }}{% endif %}",
+    "a text": "{{ m.content | trim }}{{ '!' if '</think>' in m.content }}",
+    "none": "{{ m.content if m.content is defined else 'none ' }}",
+}
+
+
+@pytest.mark.parametrize(("form", "expected"), [("null", "null "), ("a text", ""), ("none", "none ")])
+@pytest.mark.parametrize("content", [{"content": None}, {}])
+def test_a_call_alone_is_written_by_templates_that_ask_for_null_or_a_text(form, expected, content):
+    """DeepSeek-V3's template asks whether content is null; the first one of Qwen3 searches it as a text."""
+    source = TURNS.replace("BODY", CONTENT[form] + "{% for c in m.tool_calls or [] %}{{ c.function.name }}{% endfor %}")
+    call = {"role": "assistant", "tool_calls": [{"function": {"name": "f", "arguments": {}}}], **content}
+    text, _ = learned(source, [user("?"), call, {"role": "tool", "content": "5"}, said("Five")])
+    assert text == f"<user>?<end><assistant>[{expected}f<end>]<tool>5<end><assistant>[Five<end>]"

@@ -30,6 +30,22 @@ def test_base_model_without_prefix(cfg, prefix):
     assert sources(cfg, found) == {name: name.removeprefix(prefix) for name in shapes_of(cfg)}
 
 
+def test_a_base_model_with_other_names_of_its_norms():
+    """As transformers writes OLMo Hybrid without its output matrix."""
+    kinds = ["linear_attention", "full_attention"]
+    cfg = parse_config(KEYS | dict(model_type="olmo_hybrid", layer_types=kinds, tie_word_embeddings=True))
+    wanted = stored_tensors(cfg)
+    linear = "model.layers.0."
+    named = lambda name: (
+        name.replace("input_layernorm", "attention_layer_norm")
+        .replace("post_attention_layernorm", "feedforward_layer_norm")
+        .removeprefix("model.")
+        if name.startswith(linear)
+        else name.removeprefix("model.")
+    )
+    assert sources(cfg, {named(name): shape for name, shape in wanted.items()}) == {n: named(n) for n in wanted}
+
+
 def test_a_text_model_with_the_names_of_the_one_around_it():
     """As transformers reads the text_config of Qwen 3.5 alone, next to the tensors of the whole."""
     sizes = dict(

@@ -6,15 +6,16 @@ import glob
 import os
 import re
 from collections.abc import Sequence
-from fnmatch import fnmatchcase
 from itertools import groupby
 from pathlib import Path
 from typing import Any, NamedTuple
 
+from trireme.engine.data.files.cards import CARD, Splits, splits_of
+from trireme.engine.data.files.cards import fits as fits_pattern
 from trireme.engine.data.files.sources import KINDS, TEXTS, DataFile, check_file, weighed
 from trireme.engine.data.files.unpack import PACKINGS
 from trireme.models.config import InputError
-from trireme.storage.untrusted import parse_json, quoted, read_small, why
+from trireme.storage.untrusted import parse_json, quoted, read_small, shown, why
 
 MOST_FILES = 500  # each is held open
 MOST_THERE = 500_000  # names in a folder
@@ -61,7 +62,7 @@ def _matching(pattern: Path, weight: float) -> Found:
         hidden = any(part.startswith(".") for part in parts)
         there, linked, closed = _walked([root for root in roots if Path(root).is_dir()], pattern, hidden)
         fits = lambda path: any(
-            _fits(path.relative_to(root).parts, parts) for root in roots if path.is_relative_to(root)
+            fits_pattern(path.relative_to(root).parts, parts) for root in roots if path.is_relative_to(root)
         )
         files = sorted((path for path in there if path.is_file() and fits(path)), key=str)  # as glob's below
         unread = _not_walked(linked, closed)
@@ -73,16 +74,6 @@ def _matching(pattern: Path, weight: float) -> Found:
     lacks = missing_parts(files)
     notes = [f"{pattern} lacks {_list(lacks)}: parts of a set"] if lacks else []
     return Found(_sources(files, str(pattern), weight), [], notes + [f"{pattern}: {what}" for what in unread])
-
-
-def _fits(names: Sequence[str], parts: Sequence[str]) -> bool:
-    """Whether the parts of a path are those of a pattern, as in glob: hidden names only where the pattern says so."""
-    if not parts or not names:
-        return not names and all(part == "**" for part in parts)
-    if parts[0] == "**":
-        return _fits(names, parts[1:]) or (names[0][0] != "." and _fits(names[1:], parts))
-    shown = names[0][0] != "." or parts[0][0] == "."
-    return shown and fnmatchcase(names[0], parts[0]) and _fits(names[1:], parts[1:])
 
 
 def _not_walked(linked: Sequence[Path], closed: Sequence[Path], folder: Path | None = None) -> list[str]:
@@ -122,12 +113,16 @@ def _folder(folder: Path, weight: float) -> Found:
     if not inside:
         said = "; ".join([f"{folder} is a folder without data", *unread])
         raise InputError(f"{said}. Expected files of {', '.join(KINDS)}.")
+    splits = splits_of(folder, inside, _use)
+    by_use = _by_splits(folder, splits) if splits else by_use
     by_use = {use: [folder / path for path in paths] for use, paths in by_use.items()}
     train = by_use["train"] or by_use[""]
     if not train:
         only = sorted(path for paths in by_use.values() for path in paths)
         raise InputError(f"{folder} holds no training data, only {_list(only)}. Name one with --data.")
     _check_twice(train)
+    if not splits:
+        _check_splits(by_use["train"])
     left = sorted({folder / path for path in inside} - {*train, *by_use["valid"]})
     notes = [f"{folder}: not read: {_list(left, folder)}"] if left else []
     notes += [f"{folder}: {each}" for each in unread]
@@ -195,6 +190,20 @@ def by_uses(names: Sequence[Path]) -> tuple[dict[str, list[Path]], list[Path]]:
     return by_use, inside
 
 
+def _by_splits(folder: Path, splits: Splits) -> dict[str, list[Path]]:
+    """As by_uses, by what the card of a data set says. Raises InputError where several splits are for training."""
+    by_use: dict[str, list[Path]] = {"train": [], "valid": [], "test": [], "": []}
+    uses = {split: _use(Path(split)) for split in splits} if len(splits) > 1 else dict.fromkeys(splits, "train")
+    train = [split for split, use in uses.items() if use == "train"] or [s for s, use in uses.items() if not use]
+    if len(train) > 1:
+        one = quoted(folder / splits[train[0]][0])
+        said = ", ".join(shown(split, 60) for split in train[:_NAMED])
+        raise InputError(f"{folder} holds {len(train)} splits to train on, by {CARD}: {said}. Name one: --data {one}.")
+    for split, paths in splits.items():
+        by_use["train" if split in train else uses[split]] += paths
+    return by_use
+
+
 def _use(path: Path) -> str:
     """What a file in a folder is for, by a word of its name, or by the name of its folder: train, valid, test or ""."""
     stem = Path(set_of(path)).name.lower()
@@ -233,6 +242,20 @@ def _check_twice(files: Sequence[Path]) -> None:
             raise InputError(
                 f"{same[0].parent} holds {_list(same)}: the same rows twice? Name files, each with --data."
             )
+
+
+def _check_splits(files: Sequence[Path]) -> None:
+    """Raises InputError where files for training are of several splits of a data set, which may hold the same rows.
+
+    They are called as the hub has them: train_sft-00000-of-00001.parquet next to train_gen-00000-of-00001.parquet.
+    """
+    parts = [path for path in files if set_of(path) != str(path.with_name(path.name.partition(".")[0]))]
+    place = lambda path: path.parent
+    for folder, group in groupby(sorted(parts, key=place), key=place):
+        if len(splits := sorted({set_of(path) for path in group})) > 1:
+            shown = ", ".join(Path(split).name for split in splits[:_NAMED])
+            one = quoted(Path(f"{splits[0]}-*"))
+            raise InputError(f"{folder} holds {len(splits)} splits to train on: {shown}. Name one: --data {one}.")
 
 
 def _list(files: Sequence[Path], folder: Path | None = None) -> str:

@@ -11,12 +11,15 @@ from itertools import chain
 from pathlib import Path
 from typing import Any, BinaryIO, cast
 
-from trireme.engine.data.files.rows import ROW, TOO_LARGE, BadRow, Bytes, Row
+from trireme.engine.data.files.json_rows import json_of
+from trireme.engine.data.files.rows import ROW, TOO_LARGE, BadRow, Bytes, Fields, Row
 from trireme.models.config import InputError
 
 _BATCH = 256  # rows made at once
 _ABSENT = ("nan", "NaN", "<NA>")
 _TIME = 0.5  # stands for a time, which is named as not used
+_JSON = "arrow.json"
+_Form = str | dict[str, Any] | list[Any]  # _JSON, or the forms of an object's keys, or of a list's values
 
 
 class _Lines:
@@ -98,9 +101,10 @@ def read_columns(path: Path, file: Bytes, arrow: bool) -> Iterator[Row]:
     try:
         for batch, timed in batches(pyarrow, path, file):
             times = dict.fromkeys(timed, _TIME)
+            inside = {field.name: form for field in batch.schema if (form := _json_in(pyarrow, field))}
             for value in batch.to_pylist():
                 number += 1
-                yield Row(number, {k: _without_nulls(v) for k, v in value.items()} | times)
+                yield Row(number, _fields(value, inside, times))
     except (pyarrow.ArrowException, ValueError, OverflowError, OSError) as error:
         if getattr(error, "errno", None) or isinstance(error, InputError):  # a failing disk; pyarrow's own have none
             raise
@@ -135,6 +139,47 @@ def _columns(pyarrow: Any, path: Path, schema: Any) -> tuple[list[str], list[str
         raise InputError(f"{path} names a column twice: {', '.join(schema.names)}.")
     timed = [field.name for field in schema if pyarrow.types.is_temporal(field.type)]
     return [name for name in schema.names if name not in timed], timed
+
+
+def _fields(row: Fields, inside: dict[str, _Form], times: Fields) -> Fields | BadRow:
+    """`inside`: where columns have JSON."""
+    try:
+        found = {k: _decoded(v, inside[k]) if k in inside else _without_nulls(v) for k, v in row.items()}
+    except BadRow as error:
+        return error
+    return found | times
+
+
+def _json_in(pyarrow: Any, field: Any) -> _Form | None:
+    """Where a field has JSON in strings, Arrow's type `arrow.json`: the datasets library stores values so that are of
+    several types, such as a content that is a text or a list.
+    """
+    known = getattr(field.type, "extension_name", "")  # older versions of pyarrow only keep what is said of it
+    if _JSON in (known, (field.metadata or {}).get(b"ARROW:extension:name", b"").decode(errors="replace")):
+        return _JSON
+    types = pyarrow.types
+    if types.is_struct(field.type):
+        return {inner.name: form for inner in field.type if (form := _json_in(pyarrow, inner))} or None
+    if types.is_list(field.type) or types.is_large_list(field.type) or types.is_fixed_size_list(field.type):
+        form = _json_in(pyarrow, field.type.value_field)
+        return [form] if form else None
+    return None
+
+
+def _decoded(value: Any, form: _Form | None) -> Any:
+    """As _without_nulls, with JSON in place of its strings. Raises BadRow."""
+    if value is None or form is None:
+        return _without_nulls(value)
+    if isinstance(form, dict):
+        return {key: _decoded(inside, form.get(key)) for key, inside in value.items() if inside is not None}
+    if isinstance(form, list):
+        return [_decoded(inside, form[0]) for inside in value]
+    try:
+        return json_of(value)
+    except BadRow:
+        raise
+    except (ValueError, RecursionError) as error:
+        raise BadRow(f"holds {value[:40]!r}, which its column says is JSON ({error})") from None
 
 
 def _without_nulls(value: Any) -> Any:

@@ -68,6 +68,8 @@ def find_format(row: Mapping[str, Any], hint: str = "", given: Mapping[str, Any]
         rows = f"If '{shown(name, KEY)}' is the list of rows, write that list alone."
         turns = f"'{shown(name, KEY)}' holds objects with the keys {names}; a conversation has {{role, content}}."
         hint += f" {rows if _fitting(inside[0]) else turns}"
+    if len(tokens := _of_tokens(given)) > 1:
+        hint += f" Join {' and '.join(tokens)} as input_ids, with completion_mask: 1 for each token to learn, else 0."
     if _SEGMENTS in keys:
         hint = " Of axolotl's segments write what is learned as completion, and what is before it as prompt."
     if keys == {"role", "content"}:
@@ -102,9 +104,9 @@ def _fitting(row: Mapping[str, Any]) -> Format | None:
 
 def _by_value(row: Mapping[str, Any]) -> list[tuple[tuple[str, ...], tuple[str, ...]]]:
     """Columns that hold a conversation or tokens, whatever they are called."""
+    tokens = _of_tokens(row)
     for key, value in row.items():
-        numbers = isinstance(value, list) and value and all(type(token) is int for token in value)
-        if numbers and re.search("token|ids?$", key, re.IGNORECASE):
+        if tokens == [key]:  # of several, one alone would be a part of the row, such as a prompt
             return [(("input_ids",), (key,))]
         if isinstance(value, list) and value and all(isinstance(turn, dict) for turn in value):
             if all({"role", "content"} <= turn.keys() for turn in value):
@@ -112,6 +114,13 @@ def _by_value(row: Mapping[str, Any]) -> list[tuple[tuple[str, ...], tuple[str, 
             if all({"from", "value"} <= turn.keys() for turn in value):
                 return [(("conversations",), (key,))]
     return []
+
+
+def _of_tokens(row: Mapping[str, Any]) -> list[str]:
+    """Columns that hold ids of tokens, by their names and values."""
+    numbers = lambda value: isinstance(value, list) and value and all(type(token) is int for token in value)
+    named = lambda key: re.search("token|ids?$", key, re.IGNORECASE) and key not in ("token_type_ids", "position_ids")
+    return [key for key, value in row.items() if named(key) and numbers(value)]
 
 
 def check_row(row: Mapping[str, Any], renames: Mapping[str, str] | None) -> None:
@@ -231,6 +240,7 @@ KEY = 60  # characters of a key that are named
 _EXPECTED = "messages; conversations; instruction, output; prompt, completion; text; or input_ids"
 _LIKELY = (
     (("system", "instruction", "output"), ("system_prompt", "question", "response")),
+    (("instruction", "input", "output"), ("question", "context", "answer")),
     (("prompt", "completion"), ("question", "answer")),
     (("prompt", "completion"), ("prompt", "response")),
     (("prompt", "completion"), ("prompt", "output")),
