@@ -293,7 +293,7 @@ def _without_template(example: Example, reading: Reading) -> Example:
         if example.plain is None:
             raise InputError(
                 "the checkpoint has no chat template, which this data needs. Give --chat-template FILE.jinja, "
-                "or --chat-template chatml for a usual one."
+                "or --chat-template plain for a simple one."
             )
         return example.plain
     return example
