@@ -54,7 +54,7 @@ class Step(NamedTuple):
 
 
 def steps(device: torch.device, limits: Limits, rates: Rates, folder: Path | None, end: float) -> Iterator[Step]:
-    """Yields a step with its state in each memory, begun before `end` (time.monotonic).
+    """Yields a step with its state in each memory, as long as it starts before `end` (time.monotonic).
 
     `folder`: on a drive; nothing is left in it.
     """

@@ -77,7 +77,7 @@ class Reading:
 
 
 class _Waiting(NamedTuple):
-    """What is known of an example that is not written yet."""
+    """The metadata of an example that is not written yet."""
 
     weight: float
     value: float  # a pair's margin, or the number of a row's class; else 0
