@@ -133,7 +133,7 @@ class Plan:
         return hash((*(units[id(unit)] for unit in self.units), *rest))
 
     def __hash__(self) -> int:
-        """Computed once: a search asks for its plans by hash."""
+        """Computed once: a search looks its plans up by hash."""
         return self._hash
 
     def __post_init__(self) -> None:

@@ -46,7 +46,7 @@ class HeadWeights(NamedTuple):
 
 
 class Shares(NamedTuple):
-    """What a teacher says of M labels, as ops.Taught has it."""
+    """A teacher's most likely tokens and probabilities for M labels, in the form of ops.Taught."""
 
     ids: Tensor  # (M, K) int32
     logps: Tensor  # (M, K) fp16

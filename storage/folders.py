@@ -185,7 +185,7 @@ def remove(paths: Sequence[Path], progress: Callable[[int], object] = lambda _: 
 
 
 def is_finished(path: Path, run: str) -> bool:
-    """Whether the removal of this run's store was begun and not completed. True also if the mark cannot be read."""
+    """Whether the removal of this run's store was started and not completed. True also if the mark cannot be read."""
     return (path / FINISHED).exists() and (not (known := _read(path, FINISHED)) or known.run == run)
 
 

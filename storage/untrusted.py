@@ -88,7 +88,7 @@ def read_text(path: Path, limit: int = TEXT) -> str:
 
 
 def parse_json(text: bytes, what: str) -> dict[str, Any]:
-    """The JSON object in `text`. Raises ValueError for anything else, also if a key stands twice."""
+    """The JSON object in `text`. Raises ValueError for anything else, also if a key occurs twice."""
     repeated: list[str] = []
 
     def as_object(pairs: list[tuple[str, Any]]) -> dict[str, Any]:

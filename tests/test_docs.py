@@ -89,5 +89,5 @@ def test_the_figures_that_readme_has_from_simulations():
     (line,) = re.findall(r"^trireme (--shape .*)$", text, re.MULTILINE)
     adapters = line.replace("--batch-size 128", "--batch-size 32").replace("2x4TB", "4TB") + " --lora 16"
     for how, command in (("", line), (", `--lora 16`", adapters)):
-        (said,) = re.findall(rf"^\| 70B{how} \| RTX 4090 \| 64 GiB \| \d \| ([\d.]+), of", text, re.MULTILINE)
+        (said,) = re.findall(rf"^\| 70B{how} \| RTX 4090 \| 64 GiB \| \d \| ([\d.]+) s \|", text, re.MULTILINE)
         assert f"{prepare(parse(command.split())).forecast.step.step_s:.3g}" == said

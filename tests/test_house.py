@@ -358,8 +358,16 @@ def test_the_pages_name_only_options_that_exist(page):
 
 @pytest.mark.parametrize("page", PAGES)
 def test_the_pages_link_only_what_is_there(page):
-    for target in re.findall(r"\]\(([^)#:]+)\)", (ROOT / page).read_text()):
-        assert (ROOT / page).parent.joinpath(target).exists(), f"{page} links {target}"
+    for target, anchor in re.findall(r"\]\(([^)#:]*)(?:#([^)]*))?\)", (ROOT / page).read_text()):
+        linked = (ROOT / page).parent.joinpath(target) if target else ROOT / page
+        assert linked.exists(), f"{page} links {target}"
+        assert not anchor or anchor in anchors(linked), f"{page} links {target}#{anchor}"
+
+
+def anchors(page: Path) -> set[str]:
+    """The names that a page's headings have in links."""
+    found = re.findall(r"^#+ (.+)$", page.read_text(), re.MULTILINE)
+    return {re.sub(r"[^\w\- ]", "", heading.lower()).replace(" ", "-") for heading in found}
 
 
 @pytest.mark.parametrize("page", PAGES)

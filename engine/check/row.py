@@ -1,4 +1,4 @@
-"""A row of the check: what was looked at, what was found, and what to change."""
+"""A row of the check: what was checked, the result, and what to change."""
 
 from __future__ import annotations
 

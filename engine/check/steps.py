@@ -46,7 +46,7 @@ PLACES: dict[bool, dict[str, Where]] = {
 
 
 def steps(device: torch.device, limits: Limits, rates: Rates, folder: Path | None, end: float) -> Iterator[Row]:
-    """Yields rows of a step with its state in each memory, begun before `end` (time.monotonic).
+    """Yields rows of a step with its state in each memory, as long as it starts before `end` (time.monotonic).
 
     `folder`: on a drive; nothing is left in it.
     """

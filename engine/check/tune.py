@@ -136,5 +136,5 @@ def rows(device: torch.device, shapes: Shapes, seconds: Callable[[Case], float])
     path = tuned.keep(device, found.settings)
     where = f"kept in {path}" if path else "not kept: there is no cache folder of this user's own"
     rounds = ", with other roundings than untuned ones" if found.rounds else ""
-    said = f"{len(found.settings)} launches, {where}. Runs that begin from now on use them{rounds}; begun ones do not"
+    said = f"{len(found.settings)} launches, {where}. Runs that start from now on use them{rounds}; earlier runs do not"
     yield Row("tune", "settings", said if found.settings else f"none is faster; {where}")

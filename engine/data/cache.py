@@ -45,7 +45,7 @@ SMALL, OFTEN = 1000, 32  # for a cache below 1/SMALL of that, room is made only 
 
 
 def digest(path: Path, told: Callable[[int], object] = lambda _: None) -> str:
-    """SHA-256 of a file. `told` is called with the bytes read so far."""
+    """SHA-256 of a file. `told` is called with the number of bytes read so far."""
     value = hashlib.sha256()
     with path.open("rb") as file:
         while block := file.read(_BLOCK):

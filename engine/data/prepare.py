@@ -77,7 +77,7 @@ class Reading:
 
 
 class _Waiting(NamedTuple):
-    """What is known of an example that is not written yet."""
+    """The metadata of an example that is not written yet."""
 
     weight: float
     value: float  # a pair's margin, or the number of a row's class; else 0
@@ -293,7 +293,7 @@ def _without_template(example: Example, reading: Reading) -> Example:
         if example.plain is None:
             raise InputError(
                 "the checkpoint has no chat template, which this data needs. Give --chat-template FILE.jinja, "
-                "or --chat-template chatml for a usual one."
+                "or --chat-template plain for a simple one."
             )
         return example.plain
     return example

@@ -34,7 +34,7 @@ Begin = Callable[[str, float], None]  # (what, seconds of processor time it may 
 
 
 class Died(Exception):
-    """The process ended during a call. `doing`: what was begun last. The message says how it ended."""
+    """The process ended during a call. `doing`: the last call that was started. The message says how it ended."""
 
     def __init__(self, doing: str, how: str):
         super().__init__(f"{doing} {how}")

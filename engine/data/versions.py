@@ -113,12 +113,12 @@ def built_anew(
     try:
         theirs = _ids(spec | parts | {"model": new}, added, texts)
     except Exception:  # the library has no narrower one
-        what = f"transformers 5 cannot read the tokenizer, as it builds {name} anew"
+        what = f"transformers 5 cannot read the tokenizer, as it rebuilds {name}"
     else:
         if ours == theirs:
             return ()
         differ = sum(one != other for one, other in zip(ours, theirs, strict=True))
-        what = f"{differ} of {len(texts)} sample texts have other tokens in transformers 5, which builds {name} anew"
+        what = f"{differ} of {len(texts)} sample texts have other tokens in transformers 5, which rebuilds {name}"
     cure = ': "tokenizer_class": "PreTrainedTokenizerFast" in tokenizer_config.json makes it read tokenizer.json'
     return (f"{what}{'' if model.get('model_type') in _FORCED else cure}",)
 

@@ -156,11 +156,11 @@ def took_line(clock: Clock, estimated: Times) -> str:
     """The time that the run took, by part, with the estimate where it differs."""
     parts = []
     for part in PARTS:
-        took, told = duration(clock.spent[part]), duration(estimated.get(part, 0.0))
+        took, guess = duration(clock.spent[part]), duration(estimated.get(part, 0.0))
         if max(clock.spent[part], estimated.get(part, 0.0)) >= 0.5:
-            parts.append(f"{part} {took}" + f" of {told}" * (bool(estimated) and told != took))
+            parts.append(f"{part} {took}" + f" (estimated {guess})" * (bool(estimated) and guess != took))
     parts += [f"other {duration(clock.other)}"] if clock.other >= 0.5 else []
-    whole = f"{duration(clock.whole)}" + (f" of {duration(sum(estimated.values()))} estimated" if estimated else "")
+    whole = duration(clock.whole) + (f" (estimated {duration(sum(estimated.values()))})" if estimated else "")
     return f"{whole}{': ' * bool(parts)}{', '.join(parts)}"
 
 

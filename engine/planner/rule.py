@@ -54,7 +54,7 @@ class Cut(NamedTuple):
 
 @dataclass(frozen=True)
 class Wanted:
-    """What is asked of a plan: the step, and limits on the decisions."""
+    """The requirements of a plan: the step, and limits on the decisions."""
 
     sizes: tuple[tuple[int, int], ...]  # (tokens of a micro-batch, micro-batches a step), largest first
     dtype: str = "BF16"

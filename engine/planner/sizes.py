@@ -1,4 +1,4 @@
-"""Models by the names that people use: shapes to plan for and to measure, without a checkpoint. Imports no torch."""
+"""Models by their published names: shapes to plan for and to measure, without a checkpoint. Imports no torch."""
 
 from __future__ import annotations
 

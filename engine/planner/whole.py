@@ -40,7 +40,7 @@ LARGE = 1 << 28  # bytes of a checkpoint from which the rate of its export is st
 
 @dataclass(frozen=True)
 class Events:
-    """What a run does besides its steps."""
+    """The parts of a run other than its steps."""
 
     evaluations: int = 0
     held_out: int = 0  # sequences of each

@@ -63,7 +63,7 @@ def watch(
 
 
 def _hanging(queues: RealQueues) -> str:
-    """Says what hangs: of the tasks that have begun the first, for which others wait; or a GPU's streams."""
+    """Names what hangs: the first of the started tasks, for which others wait; or a GPU's streams."""
     tasks = list(queues.at.values())
     begun = [task for task in tasks if task.start]
     if not begun and queues.streams:

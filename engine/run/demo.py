@@ -16,7 +16,7 @@ import numpy as np
 from safetensors.numpy import save_file
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
 
-from trireme.engine.amounts import seconds
+from trireme.engine.amounts import count, seconds
 from trireme.engine.run.command import program
 from trireme.engine.run.options import Options, every
 from trireme.engine.run.screen import Screen
@@ -118,7 +118,7 @@ def sized(options: Options, screen: Screen) -> Options:
     shutil.rmtree(out)
     step_s = sum(record["step_time_s"] for record in records[1:]) / (MEASURED - 1)
     batch, steps = length(step_s, options.batch_size)
-    size = "" if batch == options.batch_size else f" of {batch} sequences"
+    size = "" if batch == options.batch_size else f" of {count(batch, 'sequence')}"
     screen.say(f"demo     a step takes {seconds(step_s)} here, so {steps} steps{size} are made: about a minute in all")
     return replace(options, batch_size=batch, max_steps=steps)
 

@@ -197,7 +197,7 @@ def about_disk(error: OSError, options: Options) -> str:
 
 
 def is_of_drive(error: BaseException) -> bool:
-    """Whether what is said of a file's content comes of a drive that did not give it."""
+    """Whether a message about a file's content is caused by a drive that failed to read it."""
     behind = error.__context__
     return isinstance(behind, OSError) and behind.errno in FAILING
 

@@ -173,7 +173,7 @@ def _quantized(source: Source) -> str:
 
 
 def data_lines(job: Job) -> list[str]:
-    """What was read, and examples."""
+    """The lines on the data: what was read, and examples."""
     data, work = job.read, job.work
     if data is None:
         steps = "" if job.options.max_steps else f"; {work.steps:,} steps are assumed (--max-steps)"
@@ -305,9 +305,7 @@ def estimate(job: Job, done: int = 0, clock: Clock | None = None, step_s: float 
 
 
 def events(job: Job, done: int, steps_s: float | None) -> Events:
-    """What happens besides the steps after `done` steps. `steps_s`: seconds of those steps; None if they are not
-    known.
-    """
+    """The parts of a run besides steps, after `done` steps. `steps_s`: seconds of those steps; None if not known."""
     o, total = job.options, job.total_steps
     evaluations, held_out = 0, job.read and job.read.held_out
     if held_out:

@@ -147,7 +147,7 @@ def _write_options(job: Job, id: str) -> None:
 
 
 def _say_computed_by(snapshot: Snapshot, now: str, screen: Screen) -> None:
-    """Says so if libraries or GPU are not those of the snapshot."""
+    """Prints a line if libraries or GPU are not those of the snapshot."""
     before = snapshot.get("computed_by") or now
     if before != now:
         screen.say(f"changed  {now}, was {shown(before, 200)} at step {snapshot['step']:,}: it may round differently")

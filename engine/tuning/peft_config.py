@@ -55,7 +55,7 @@ CONVERTED = ("pissa", "olora", "corda", "lora_ga")  # initial values that peft t
 
 @dataclass(frozen=True)
 class Said:
-    """What an adapter_config.json says of a plain LoRA."""
+    """The settings of a plain LoRA in an adapter_config.json."""
 
     rank: int
     alpha: float

@@ -24,7 +24,7 @@ NEVER = -1e6  # logarithm of a share that is 0
 
 
 class Taught(NamedTuple):
-    """What a teacher says of M labels, and how much it counts."""
+    """A teacher's most likely tokens and probabilities for M labels, and the weight of its loss."""
 
     ids: Tensor  # (M, K) int32, different in a row
     logps: Tensor  # (M, K) fp16 or fp32

@@ -185,7 +185,7 @@ def _of_others(group: Any) -> bool:
 
 
 def _weights(keys: Keys, name: str, group: Any) -> Keys:
-    """What one of "config_groups" says of weights."""
+    """The settings for weights in one of "config_groups"."""
     weights = group.get("weights") if isinstance(group, dict) else None
     if not isinstance(weights, dict):
         where = f"{keys.where}: config_groups: {json.dumps(name)[:40]}"

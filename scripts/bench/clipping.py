@@ -1,4 +1,4 @@
-"""What waits for the gradient norm: the lower bound of a step with clipping, next to the simulated step.
+"""The cost of waiting for the gradient norm: the lower bound of a step with clipping, and the simulated step.
 
 python scripts/bench/clipping.py [--gpu h100] [--gpu-memory 23] [--ram 104] [--adam 6.3] [--dram 194]
 python scripts/bench/clipping.py --rates RESULT.json: with the rates of a machine that step.py measured

@@ -56,7 +56,7 @@ def test_the_faster_settings_are_kept_for_this_gpu_and_this_software(here):
     assert tuned.kept(GPU) == expected
     (file,) = (path for path in tuned.cache_folder().iterdir() if path.name.startswith("launches-"))
     assert said["settings"].found == (
-        f"3 launches, kept in {file}. Runs that begin from now on use them; begun ones do not"
+        f"3 launches, kept in {file}. Runs that start from now on use them; earlier runs do not"
     )
     assert launch._settings == {}, "the process itself is as before"
     for changed in ("gpu", "driver"):
@@ -117,7 +117,7 @@ def test_a_setting_that_fails_or_is_wrong_is_not_taken_and_other_roundings_are_n
     fastest = {(128, 64, 128, 8, 3): 4.0, (64, 32, 128, 4, 4): 3.0, (64, 64, 128, 4, 3): 2.0}
     rows = list(tune.rows(GPU, TINY, lambda case: 1 / fastest.get(launch._settings.get("grouped_mm"), 1.0)))
     assert [row.found for row in rows[:1]] == ["64, 64, 128, 4, 3: 2.00 times as fast; rounds differently"]
-    assert "use them, with other roundings than untuned ones; begun ones do not" in rows[-1].found
+    assert "use them, with other roundings than untuned ones; earlier runs do not" in rows[-1].found
 
 
 def test_a_launch_too_large_for_the_gpu_is_left_out(here, monkeypatch):

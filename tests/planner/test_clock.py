@@ -47,9 +47,10 @@ def test_time_counts_once(time_):
     assert {part: s for part, s in clock.spent.items() if s} == clock.last == spent
     assert (clock.whole, clock.other) == (42, 5)
     clock.move(1, "steps", "compile")
-    said = "compile 1s of 0s, steps 3s of 50s, evaluations 3s of 0s, samples 10s, export 20s of 0s, other 5s"
+    said = "compile 1s (estimated 0s), steps 3s (estimated 50s), evaluations 3s (estimated 0s), samples 10s"
     estimated = dict.fromkeys(clock.spent, 0.0) | {"steps": 50.0, "samples": 10.0}
-    assert took_line(clock, estimated) == f"42s of 1m00s estimated: {said}"
+    said += ", export 20s (estimated 0s), other 5s"
+    assert took_line(clock, estimated) == f"42s (estimated 1m00s): {said}"
 
 
 def test_the_promise_of_a_run_has_what_is_spent(time_):

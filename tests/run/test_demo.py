@@ -116,7 +116,7 @@ def test_it_measures_its_first_steps(tmp_path, monkeypatch, capsys):
         assert (found.batch_size, found.max_steps) == (1, demo.FEWEST)
         assert demo.sized(found, Screen()) == found, "a length that is given stays"
         assert not Path(options.model).with_name("measured").exists()
-    assert re.search(r"demo     a step takes .* so 12 steps of 1 sequences are made", capsys.readouterr().out)
+    assert re.search(r"demo     a step takes .* so 12 steps of 1 sequence are made", capsys.readouterr().out)
 
 
 def test_it_learns(tmp_path, capsys, monkeypatch):

@@ -225,7 +225,7 @@ HINTS = {
                   ["model", "--assume", "gpu=rtx4090,ram=128GiB,ssd=2x2TB@7/5"]),
     "more positions than there are": (["--seq-len", "4096"], "the model has 512 positions. Lower it",
                                       ["--seq-len", "512"]),
-    "no template": (["--data", "talk.jsonl"], "--chat-template chatml",
+    "no template": (["--data", "talk.jsonl"], "--chat-template plain",
                     ["--data", "talk.jsonl", "--chat-template", "chatml"]),
     "no tokenizer": (["bare", "--data", "rows.jsonl"], "Give --tokenizer FOLDER",
                      ["bare", "--data", "rows.jsonl", "--tokenizer", "model"]),

@@ -218,7 +218,7 @@ def set_of(path: Path) -> str:
 
 
 def missing_parts(files: Sequence[Path]) -> list[Path]:
-    """What is not there of sets of which parts, NAME-00000-of-00002.parquet, are there."""
+    """Parts that are missing from sets of numbered files, NAME-00000-of-00002.parquet."""
     sets: dict[tuple[str, str, str], set[int]] = {}
     for path in files:
         if match := re.fullmatch(r"(.*-)(\d+)(-of-)(\d+)(\..*)", path.name):

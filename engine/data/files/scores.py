@@ -1,4 +1,4 @@
-"""What a teacher says of data: the files of `trireme score --top-k K`, and the teacher's rows for the pieces of a run.
+"""A teacher's output for data: the files of `trireme score --top-k K`, and the teacher's rows for the pieces of a run.
 
 engine/run/finished/score.py describes the files. They are mapped; rows are read with their micro-batch.
 """
@@ -28,7 +28,7 @@ PLACE = 16  # bytes
 
 
 class Taught(NamedTuple):
-    """What a teacher says of M labels."""
+    """A teacher's most likely tokens and probabilities for M labels."""
 
     ids: np.ndarray  # (M, K) int32: its most likely tokens
     logps: np.ndarray  # (M, K) float16: their log-probabilities
@@ -133,7 +133,7 @@ class Teacher:
     key: str  # of what the scores are of
 
     def of(self, pieces: np.ndarray) -> Taught:
-        """What the teacher says of these pieces' labels, one after another. Raises InputError if the files have
+        """The teacher's output for these pieces' labels, one after another. Raises InputError if the files have
         changed.
         """
         found = [Taught(*(t[a : a + n] for t in self.parts[p][1:])) for p, a, n in self._places(pieces)]

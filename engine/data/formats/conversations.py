@@ -75,7 +75,7 @@ def talks_in(row: Fields, asked: str, *answers: str) -> list[list[Any]]:
 
 
 def role_of(message: Any) -> str:
-    """As ROLES has it; "" of what is no message."""
+    """The role under its name in ROLES; "" if the value is not a message."""
     said = (message.get("role") or message.get("from") or "") if isinstance(message, dict) else ""
     return ROLES.get(said.strip().lower(), said) if isinstance(said, str) else ""
 
@@ -91,7 +91,7 @@ def _chat(row: Fields, column: str, answered: bool) -> Chat:
 
 
 def _turns(turns: list[Any], column: str, unused: dict[str, None], before: list[Fields] | None = None) -> list[Fields]:
-    """The messages, after those `before`. A call is added to the assistant message before it, else stands alone."""
+    """The messages, after those `before`. A call is added to the assistant message before it, if any."""
     messages = before or []
     spoken = [(i, part) for i, turn in enumerate(turns) for part in turns_of(turn, f"{column}[{i}]")]
     for i, turn in spoken:

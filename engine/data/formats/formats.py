@@ -82,7 +82,7 @@ def find_format(row: Mapping[str, Any], hint: str = "", given: Mapping[str, Any]
 
 
 def _rows(values: list[Any]) -> bool:
-    """Whether each would be a row of its own."""
+    """Whether each of them would be a separate row."""
     return len(values) > 1 and all(isinstance(value, dict) and _fitting(value) for value in values[:8])
 
 

@@ -1,4 +1,4 @@
-"""One message of a conversation: its role, what it says, whether it is trained.
+"""One message of a conversation: its role, its content, and whether it is trained.
 
 A key is used here, or is left to the chat template (the report names what no template reads), or the row is refused.
 """

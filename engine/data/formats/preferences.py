@@ -1,4 +1,4 @@
-"""Preference data in the spellings of the popular trainers: recognised, and refused where no --method asks for it."""
+"""Preference data in the formats of popular trainers: recognised, and refused if no --method needs it."""
 
 from __future__ import annotations
 

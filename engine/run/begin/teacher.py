@@ -1,4 +1,4 @@
-"""--teacher: what it says of the data, in given scores, or in scores that a pass of it makes before the run.
+"""--teacher: its output for the data, from given scores, or from scores that a pass before the run computes.
 
 The pass writes the files of `trireme score` into the user's cache, or into OUT/teacher if the cache has no room. A
 killed run continues after the parts that are there; scores.json is written last. Later runs with the same teacher and

@@ -1,4 +1,4 @@
-"""Names of options: the flag of a field, names in other trainers, hints for their options that have no equal here."""
+"""Names of options: the flag of a field, names in other trainers, hints for options that have no equivalent here."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ MISSPELT = 0.9  # likeness, of 1
 
 
 class Theirs(NamedTuple):
-    """Options of other trainers that have no equal here, and what to say of them."""
+    """Options of other trainers that have no equivalent here, and the message for each."""
 
     names: str  # globs
     answer: str  # what to do
@@ -223,7 +223,7 @@ def field_of(name: str) -> str | None:
 
 @lru_cache
 def elsewhere(name: str) -> Theirs | None:
-    """What to say of another trainer's option; None for unknown names, and for misspelled names of our options."""
+    """The message for another trainer's option; None for unknown names, and for misspelled names of our options."""
     key = name.replace("_", "-")
     found = next((theirs for theirs in ELSEWHERE if any(fnmatch(key, n) for n in theirs.names.split())), None)
     misspelt = found and key not in found.names.split() and difflib.get_close_matches(key, _known(), 1, MISSPELT)
@@ -240,7 +240,7 @@ def resolve(name: str) -> str:
 
 
 def unknown(name: str) -> str:
-    """What to say of a name that is not known anywhere."""
+    """The message for a name that is not known in any trainer."""
     near = nearest(name.replace("_", "-"), _known(), field_of)
     if not near:
         return f"unknown option --{name}. See --help."

@@ -251,7 +251,7 @@ class Plan:
 
 
 def finetune(*, on_step: Callable[[Record], object] | None = None, show: bool = True, **options: Unpack[Given]) -> Run:
-    """Trains. `on_step` hears of each step and evaluation, as log.jsonl has it; `show`: print as the command does.
+    """Trains. `on_step` gets the log.jsonl record of each step and evaluation; `show`: print as the command does.
 
     Raises InputError, DoesNotFit, DeviceError, Interrupted; warns of an exception in `on_step`, once.
     """

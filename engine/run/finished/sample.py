@@ -295,7 +295,7 @@ def said_in(chat: Chat) -> list[Fields]:
 
 
 def chat(speaker: Speaker, empty: Chat, screen: Screen) -> None:
-    """A conversation until standard input ends, begun by `empty`. Ctrl-C ends an answer."""
+    """A conversation until standard input ends, starting from `empty`. Ctrl-C ends an answer."""
     messages = [*empty.messages]
     screen.say("chat     an empty line or Ctrl-D ends it, /new begins another, Ctrl-C ends an answer")
     while line := ask():

@@ -47,7 +47,7 @@ class Sampling:
 
 
 def sampling_of(config: Mapping[str, Any], seed: int) -> tuple[Sampling, list[str]]:
-    """What generation_config.json asks for, and its keys that are not used. Raises InputError."""
+    """The settings of generation_config.json, and its keys that are not used. Raises InputError."""
     found = Sampling(seed=seed)
     number = lambda key, low, high: _number(config, key, low, high)
     if config.get("do_sample"):

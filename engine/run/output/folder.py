@@ -302,7 +302,7 @@ def common_id(out: Path, resumed: bool, group: Alone) -> str:
 
 
 def owner(out: Path, run: str) -> Owner:
-    """What the store of a run in `out` says of its owner."""
+    """The owner of the store of a run in `out`, as the store names it."""
     return Owner(run, full(out))
 
 
