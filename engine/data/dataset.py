@@ -15,7 +15,6 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field, replace
 from functools import cached_property
 from pathlib import Path
-from typing import Any
 
 import numpy as np
 from numpy.lib.recfunctions import repack_fields
@@ -30,7 +29,7 @@ from trireme.engine.data.files.sources import DataFile, Reader, spool
 from trireme.engine.data.formats.classes import labels_in
 from trireme.engine.data.formats.formats import parse_map
 from trireme.engine.data.formats.pairs import PAIRED, SCORED, Kind
-from trireme.engine.data.prepare import Progress, Reading, tokenize
+from trireme.engine.data.prepare import DataOptions, Progress, Reading, tokenize
 from trireme.engine.data.report import Counts, FileReport, Report, example_text, notes_on
 from trireme.models.config import InputError
 from trireme.storage.temporary import Temporary
@@ -57,27 +56,6 @@ class MicroBatch:
     def trained(self) -> int:
         """Number of labels."""
         return int((self.labels >= 0).sum())
-
-
-@dataclass(frozen=True)
-class DataOptions:
-    seq_len: int = 2048  # tokens of a row, at most
-    val: str | None = None  # share of rows to hold out (0.02), or a file
-    map: str | None = None  # prompt=question,completion=answer
-    long: str | None = None  # cut, drop, split, error; None: split text, else cut
-    pack: bool = True  # several documents a row
-    skip_bad: bool = False
-    max_samples: int | None = None  # rows of each training file, the first ones
-    seed: int = 42
-    vocab_size: int | None = None  # of the model
-    media: tuple[tuple[int, str], ...] = ()  # tokens of images and the like, which are refused, and their names
-    cache: Path | None = None  # None: temporary
-    shelf: Shelf | None = None  # comes first
-    system: str | None = None  # system message of conversations that have none
-    variables: dict[str, Any] = field(default_factory=dict)  # of the chat template; a row's own win
-    kind: Kind = ""  # of rows: with answers that are compared, or classes
-    labels: tuple[str, ...] = ()  # names of classes
-    pad: int | None = None  # the token that is not scored
 
 
 @dataclass(frozen=True)
@@ -259,20 +237,9 @@ def load_dataset(
     cache cannot be written.
     """
     scratch = Temporary("trireme-tokens-") if options.cache is None else None
-    reading = Reading(
-        codec,
-        parse_map(options.map),
-        options.skip_bad,
-        options.vocab_size,
-        scratch.path if scratch else Path(options.cache or ""),
-        options.shelf,
-        options.media,
-        options.system,
-        options.variables,
-        options.kind,
-        options.labels,
-    )
-    found = [_named(text, reading.folder) for text in sources]
+    folder = scratch.path if scratch else Path(options.cache or "")
+    reading = Reading(options, codec, parse_map(options.map), folder)
+    found = [_named(text, folder) for text in sources]
     given = [file for each in found for file in each.files]
     notes = [note for each in found for note in each.notes]
     share, val_given = parse_val(options.val)

@@ -45,35 +45,50 @@ _SHARE = 1 << 22  # bytes of a file that are worth a process
 
 
 @dataclass(frozen=True)
+class DataOptions:
+    seq_len: int = 2048  # tokens of a row, at most
+    val: str | None = None  # share of rows to hold out (0.02), or a file
+    map: str | None = None  # prompt=question,completion=answer
+    long: str | None = None  # cut, drop, split, error; None: split text, else cut
+    pack: bool = True  # several documents a row
+    skip_bad: bool = False
+    max_samples: int | None = None  # rows of each training file, the first ones
+    seed: int = 42
+    vocab_size: int | None = None  # of the model
+    media: tuple[tuple[int, str], ...] = ()  # tokens of images and the like, which are refused, and their names
+    cache: Path | None = None  # None: temporary
+    shelf: Shelf | None = None  # comes first
+    system: str | None = None  # system message of conversations that have none
+    variables: dict[str, Any] = field(default_factory=dict)  # of the chat template; a row's own win
+    kind: Kind = ""  # of rows: with answers that are compared, or classes
+    labels: tuple[str, ...] = ()  # names of classes
+    pad: int | None = None  # the token that is not scored
+
+
+@dataclass(frozen=True)
 class Reading:
     """How files are read."""
 
+    options: DataOptions
     codec: Codec | None
     renames: dict[str, str]  # theirs: ours
-    skip_bad: bool
-    vocab_size: int | None
     folder: Path  # of the caches
-    shelf: Shelf | None = None
-    media: tuple[tuple[int, str], ...] = ()  # as DataOptions
-    system: str | None = None  # as DataOptions
-    variables: dict[str, Any] = field(default_factory=dict)  # as DataOptions
-    kind: Kind = ""
-    labels: tuple[str, ...] = ()  # as DataOptions
 
     def key(self, source: DataFile, progress: Progress | None = None) -> str:
         """The key of a file's content and all that decides its tokens."""
+        o = self.options
         tokenizer, template = (self.codec.facts.tokenizer, self.codec.facts.template) if self.codec else (None, None)
-        more = [*([self.media] if self.media else []), *([{"system": self.system}] if self.system else [])]
-        more += [{"variables": self.variables}] if self.variables else []
-        more += [{"kind": self.kind}] if self.kind else []
-        more += [{"labels": self.labels}] if self.kind == "classes" else []
+        more = [*([o.media] if o.media else []), *([{"system": o.system}] if o.system else [])]
+        more += [{"variables": o.variables}] if o.variables else []
+        more += [{"kind": o.kind}] if o.kind else []
+        more += [{"labels": o.labels}] if o.kind == "classes" else []
         sums, size, done = list[str](), source.size, 0
         for path in source.files:
             far = lambda at, done=done: progress and progress(f"{source.path.name} (checksum)", done + at, size)
             sums.append(digest(path, far))
             done += path.stat().st_size
         content = sums if source.parts else sums[0]
-        return cache_key(content, source.kind, tokenizer, template, self.renames, self.skip_bad, *more)
+        return cache_key(content, source.kind, tokenizer, template, self.renames, o.skip_bad, *more)
 
 
 class _Waiting(NamedTuple):
@@ -135,13 +150,13 @@ def tokenize(source: DataFile, reading: Reading, progress: Progress | None) -> T
     key = reading.key(source, progress)
     made = open_tokens(reading.folder / f"tokens-{key}") or _shelved(source, reading, key, progress)
     made = made or _build(source, reading, key, progress)
-    if reading.vocab_size is not None and made.meta["max_id"] >= reading.vocab_size:
+    if reading.options.vocab_size is not None and made.meta["max_id"] >= reading.options.vocab_size:
         raise InputError(_beyond(source, made.meta["max_id"], reading))
     return made
 
 
 def _beyond(source: DataFile, token: int, reading: Reading) -> str:
-    size = reading.vocab_size or 0
+    size = reading.options.vocab_size or 0
     said = f"{source} has token id {token}, the model's vocabulary is {size}: "
     tokens = reading.codec.facts.vocab_size if reading.codec else 0
     if size < tokens <= size + _GROWN:
@@ -154,15 +169,15 @@ def _beyond(source: DataFile, token: int, reading: Reading) -> str:
 
 def _shelved(source: DataFile, reading: Reading, key: str, progress: Progress | None) -> TokenFile | None:
     """The tokens from the shelf, or made there; None without a shelf or room."""
-    if reading.shelf is None:
+    if reading.options.shelf is None:
         return None
-    if made := reading.shelf.find(key):
+    if made := reading.options.shelf.find(key):
         return made
-    if not reading.shelf.has_room(source.size):  # a token takes about as many bytes as its text
+    if not reading.options.shelf.has_room(source.size):  # a token takes about as many bytes as its text
         return None
-    with Temporary(".making-", reading.shelf.folder) as folder:
+    with Temporary(".making-", reading.options.shelf.folder) as folder:
         made = _build(source, replace(reading, folder=folder), key, progress)
-        reading.shelf.put(made)
+        reading.options.shelf.put(made)
         return made
 
 
@@ -173,8 +188,8 @@ def _build(source: DataFile, reading: Reading, key: str, progress: Progress | No
     reader = Reader(source, codec.facts.eos_token if codec else None)
     cpus = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
     encoders = Encoders(codec, min(cpus, 16, 1 + reader.size // _SHARE))
-    tally = _Tally(skip_bad=reading.skip_bad, absent=set(reading.renames))
-    sink = PairWriter(reading.kind, writer) if reading.kind in PAIRED else writer
+    tally = _Tally(skip_bad=reading.options.skip_bad, absent=set(reading.renames))
+    sink = PairWriter(reading.options.kind, writer) if reading.options.kind in PAIRED else writer
     try:
         for row in reader.rows():
             tally.unit = reader.unit
@@ -231,17 +246,17 @@ def _take(row: Row, reading: Reading, tally: _Tally) -> None:
 
 def _answers(value: Fields, reading: Reading, tally: _Tally) -> tuple[str, list[Answer], list[str], float]:
     """(format, examples with weights, keys that are not read, value as of _Waiting) of a row. Raises BadRow."""
-    if reading.kind in PAIRED:
+    if reading.options.kind in PAIRED:
         row = parsed(rename(value, reading.renames))
-        answered, answers, unused = read_answers(row, reading.kind)
+        answered, answers, unused = read_answers(row, reading.options.kind)
         _check_weight(row, tally)
         unused = [*unused, *replaced(value, reading.renames)]
-        if reading.kind != "rewards":
+        if reading.options.kind != "rewards":
             return answered.name, answers, unused, 0.0
         return answered.name, answers, [key for key in unused if key != MARGIN], margin_of(row)
     row, number = rename(value, reading.renames), 0.0
-    if reading.kind == "classes":
-        name, example, unused, number = read_class(value, reading.renames, reading.labels)
+    if reading.options.kind == "classes":
+        name, example, unused, number = read_class(value, reading.renames, reading.options.labels)
     else:
         form, example, unused = read_row(value, reading.renames)
         name = form.name
@@ -265,12 +280,12 @@ def _check_weight(row: Fields, tally: _Tally) -> None:
 
 def _dressed(example: Example, row: Row, reading: Reading) -> Example:
     """An example with --system and --chat-template-kwargs, in a form that the checkpoint can read."""
-    if isinstance(example, Chat) and reading.system:
-        example = with_system(example, reading.system)
-    if isinstance(example, Chat) and reading.variables:
-        example = example._replace(variables=reading.variables | (example.variables or {}))
+    if isinstance(example, Chat) and reading.options.system:
+        example = with_system(example, reading.options.system)
+    if isinstance(example, Chat) and reading.options.variables:
+        example = example._replace(variables=reading.options.variables | (example.variables or {}))
     example = _without_template(example, reading)
-    if reading.kind == "classes":
+    if reading.options.kind == "classes":
         return as_read(example)
     if isinstance(example, Text):
         example = Text(example.text, row.starts, row.ends, row.before, row.after)
@@ -341,7 +356,7 @@ def _put(
             fault, tally.broken = result, True
             if not starts:
                 sink.drop()
-        elif reading.kind == "classes":
+        elif reading.options.kind == "classes":
             sink.add(result.ids, np.ones(len(result.ids), bool), weight=weight, value=value)
         else:
             sink.add(result.ids, result.trained, result.starts, weight)
@@ -362,9 +377,9 @@ def _put(
 def _checked(found: Encoded | BadRow, vocabulary: int, reading: Reading) -> Encoded | BadRow:
     if isinstance(found, BadRow):
         return found
-    if reading.kind == "classes" and not len(found.ids):
+    if reading.options.kind == "classes" and not len(found.ids):
         return BadRow("has no token")
-    if media := [key for token, key in reading.media if token in found.ids]:
+    if media := [key for token, key in reading.options.media if token in found.ids]:
         return BadRow(f'holds the token of "{media[0]}" in config.json, but only text is trained')
     if len(found.ids) and found.ids.max() >= vocabulary:
         return BadRow(f"token id {found.ids.max()} is in no vocabulary of {vocabulary}")

@@ -19,9 +19,9 @@ from trireme.engine.check.tuned import SHAPE, usable
 from trireme.engine.check.tuned import kept as settings_kept
 from trireme.engine.data.cache import Shelf
 from trireme.engine.data.codec import Codec
-from trireme.engine.data.dataset import DataOptions, Dataset, load_dataset
+from trireme.engine.data.dataset import Dataset, load_dataset
 from trireme.engine.data.files.scores import PLACE
-from trireme.engine.data.prepare import Progress
+from trireme.engine.data.prepare import DataOptions, Progress
 from trireme.engine.geometry import Geometry
 from trireme.engine.hosts.group import Alone, Group, told
 from trireme.engine.plan import DoesNotFit, Limits, Plan

@@ -17,8 +17,9 @@ import torch
 
 from trireme.engine.build import documents_of, in_ram, placed
 from trireme.engine.data.codec import Codec, load_codec
-from trireme.engine.data.dataset import DataOptions, Dataset, MicroBatch, load_dataset
+from trireme.engine.data.dataset import Dataset, MicroBatch, load_dataset
 from trireme.engine.data.formats.pairs import Kind
+from trireme.engine.data.prepare import DataOptions
 from trireme.engine.memory import DTYPE
 from trireme.engine.run.begin.method import described, kind_of_data, preference_of
 from trireme.engine.run.finished.found import Found, Judged
