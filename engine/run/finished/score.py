@@ -51,7 +51,6 @@ from trireme.engine.run.screen import Screen
 from trireme.engine.tuning.base import stamps
 from trireme.models import head
 from trireme.models.config import InputError
-from trireme.models.rows import rope_tables
 from trireme.storage.files import partial_of, replace_synced
 from trireme.storage.untrusted import checksum, parse_json, read_small
 
@@ -68,26 +67,18 @@ def score(given: argparse.Namespace) -> int:
         stack.enter_context(locked(folder, busy))
         names = _names(folder, given, opened, sources)
         vocab, logits = opened.cfg.vocab, head.TOP_CHUNK if given.top_k else 0
-        ready = evaluate.load_for_data(given, opened, sources, seq_len, logits, vocab, say)
+        ready = evaluate.load_for_data(given, opened, seq_len, logits, vocab, say)
         stack.callback(ready.layers.close)
         replace_synced(folder / NAMES, json.dumps(names, indent=1).encode())  # first: with it the folder is known
-        for i, _ in enumerate(sources):
-            (folder / f"{i:03}").mkdir(exist_ok=True)
-        all_ = _score_sources(folder, given, ready, out, say)
+        all_ = Found(0.0, 0, 0, 0)
+        for i, (name, data) in enumerate(zip(given.data, sources, strict=True)):
+            found = score_source(ready, data, folder / f"{i:03}", given.top_k or 0, say)
+            out.say(f"score    {name}: {found}")
+            all_ = all_.plus(found)
     if len(given.data) > 1:
         out.say(f"score    all {len(given.data)} files: {all_}")
     out.say(f"output   {folder}/: {count(len(list(folder.glob('*/*.safetensors'))), 'part')}, scores.json")
     return 0
-
-
-def _score_sources(folder: Path, given: argparse.Namespace, ready: Ready, out: Screen, say: Screen) -> Found:
-    """The loss of all; progress is shown by `say`."""
-    all_ = Found(0.0, 0, 0, 0)
-    for i, (name, data) in enumerate(zip(given.data, ready.sources, strict=True)):
-        found = score_source(ready, data, folder / f"{i:03}", given.top_k or 0, say)
-        out.say(f"score    {name}: {found}")
-        all_ = all_.plus(found)
-    return all_
 
 
 def _names(folder: Path, given: argparse.Namespace, opened: Opened, sources: Sequence[Dataset]) -> dict[str, Any]:
@@ -147,7 +138,9 @@ def _sum(said: Mapping[str, str], tensors: Mapping[str, np.ndarray]) -> str:
 
 def score_source(ready: Ready, data: Dataset, folder: Path, k: int, screen: Screen, most: int = PART) -> Found:
     """Writes the parts that are missing; returns the loss of all. Raises InputError, StoreError."""
-    key = key_of(ready.opened, data, ready.layers.device.type, ready.dtype, ready.rows, ready.seq_len, k, ready.below)
+    layers = ready.layers
+    key = key_of(layers.opened, data, layers.device.type, ready.dtype, ready.rows, ready.seq_len, k, ready.below)
+    folder.mkdir(parents=True, exist_ok=True)
     parts, done, found = _written_parts(folder, key, data.n_sequences)
     batches, waiting = _numbered(ready, data), Part(done)
     with screen.working("scoring", data.tokens, "tokens") as more:
@@ -249,6 +242,5 @@ def _scores(ready: Ready, group: Sequence[MicroBatch], k: int) -> list[dict[str,
             scores |= {"logps": np.maximum(logps, lowest).astype(np.float16), "rest": rest.astype(np.float32)}
         found.append(scores)
 
-    tables = rope_tables(cfg, ready.seq_len, ready.layers.device)
-    evaluate.forward(ready.layers, group, tables, ready.dtype, take)
+    evaluate.forward(ready, group, take)
     return found
