@@ -67,16 +67,15 @@ class Progress:
     @classmethod
     def of(cls, snapshot: Snapshot) -> Progress:
         best, best_step = snapshot["best"]
-        start = snapshot.get("start", best if best_step is None else None)
         return cls(
             snapshot["step"],
-            start,
-            best if best_step is not None else None,
+            snapshot["start"],
+            best,
             best_step,
             Mark(*snapshot["log"]).evaluated,
             snapshot["written"],
-            snapshot.get("worse", 0),
-            snapshot.get("eval_rows") or None,
+            snapshot["worse"],
+            snapshot["eval_rows"] or None,
         )
 
     @property
@@ -114,7 +113,7 @@ class Live:
         self.clock, self.estimated = clock, dict[Part, float]()
         self._engine: Engine | None = None
         self.preference, self.loaded = preference_of(job.options), ""  # checksum of what is trained, as it was loaded
-        self.base: dict[str, str] = snapshot.get("base", {}) if snapshot else {}  # checksums of frozen weights, by unit
+        self.base: dict[str, str] = snapshot["base"] if snapshot else {}  # checksums of frozen weights, by unit
         self._stamps = stamps(job.source)
         self._best: Kept | None = None  # where there is room for it
         self.exported = 0  # bytes of checkpoints, by this process

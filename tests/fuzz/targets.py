@@ -248,7 +248,7 @@ def snapshot(folder: Path) -> Target:
             said = parse_json(content, "manifest")
         except ValueError:
             return
-        check_snapshot(options, said)
+        said = check_snapshot(options, said)
         changes(options, said["options"])
         check_model(options, pinned_of(options, said["cut"]), cfg, source)
         Mark(*said["log"]).step + said["step"]

@@ -144,7 +144,9 @@ def open_run(options: Options, screen: Screen, group: Alone, run: str) -> Start:
             store = None
         if whole is None:
             return Start()
-        snapshot = store.go_back(own.snapshot.sequence) if store is not None and own is not None else None
+        snapshot = None
+        if store is not None and own is not None:
+            snapshot = check_snapshot(options, store.go_back(own.snapshot.sequence))
         if whole.key.hosts == group.hosts:
             return Start(store, snapshot)
         return Start(store, _common(options, group, snapshot, whole.key.step), whole)
@@ -160,8 +162,7 @@ def _common(options: Options, group: Alone, snapshot: Snapshot | None, step: int
             for host, text in enumerate(group.texts(json.dumps({"snapshot": snapshot})))]  # fmt: skip
     if snapshot is not None:
         return snapshot
-    first = next(filter(None, said))
-    check_snapshot(options, first)
+    first = check_snapshot(options, next(filter(None, said)))
     return {**first, "written": 0, "log": [step, first["log"][1], 0, 0]}
 
 
