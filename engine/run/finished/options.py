@@ -1,4 +1,4 @@
-"""Options of `sample`, `eval` and `score`. They are read before torch is imported, so --help and errors come at
+"""Options of the commands besides training. They are read before torch is imported, so --help and errors come at
 once.
 """
 
@@ -163,4 +163,57 @@ def score_options(argv: Sequence[str]) -> argparse.Namespace:
         raise InputError(
             f"--out is missing. Name the folder to write: {program()} score {quoted(given.folder)} --out DIR."
         )
+    return given
+
+
+def check_options(argv: Sequence[str]) -> argparse.Namespace:
+    """store, report and tune of `check`. Raises InputError; --help exits."""
+    parser = CommandParser(
+        usage=f"{program()} check [--store DIR[,DIR]] [--report FILE] [--tune]",
+        description="Reports what this machine has, how fast it is, and what to change, in two minutes.",
+    )
+    parser.add_argument("--store", metavar="DIR[,DIR]", default=".", help="a folder on each drive to try [this one]")
+    parser.add_argument("--report", metavar="FILE", default="trireme-check.json", help="where the report is written")
+    parser.add_argument(
+        "--tune",
+        action="store_true",
+        help="instead, try launch settings of each kernel; runs use the faster ones",
+    )
+    given = parser.known(argv, "check")
+    given.store = [folder for folder in given.store.split(",") if folder]
+    if not given.store:
+        raise InputError("--store names no folder. Name one on each drive to try.")
+    return given
+
+
+def merge_options(argv: Sequence[str]) -> argparse.Namespace:
+    """adapter, out and model of `merge`. Raises InputError; --help exits."""
+    parser = CommandParser(
+        usage=f"{program()} merge ADAPTER --out DIR [--model DIR]",
+        description="Adds an adapter to its model, and writes an ordinary checkpoint.",
+    )
+    parser.add_argument("adapter", metavar="ADAPTER", nargs="?", default="", help="a folder of peft's format")
+    parser.add_argument("--out", metavar="DIR", default="", help="folder to write")
+    parser.add_argument("--model", metavar="DIR", default="", help="the checkpoint [the one that ADAPTER names]")
+    given = parser.known(argv, "merge")
+    if not given.adapter:
+        raise InputError(f"no adapter is named. Name its folder: {program()} merge ADAPTER --out DIR.")
+    if not given.out:
+        raise InputError(
+            f"--out is missing. Name the folder to write: {program()} merge {quoted(given.adapter)} --out DIR."
+        )
+    return given
+
+
+def push_options(argv: Sequence[str]) -> argparse.Namespace:
+    """folder and name of `push`. Raises InputError; --help exits."""
+    parser = CommandParser(
+        usage=f"{program()} push FOLDER OWNER/NAME",
+        description="Uploads a finished model or adapter to the Hugging Face hub, with a card of its run.",
+    )
+    parser.add_argument("folder", metavar="FOLDER", nargs="?", default="", help="a run's output, or any checkpoint")
+    parser.add_argument("name", metavar="OWNER/NAME", nargs="?", default="", help="its name on the hub")
+    given = parser.known(argv, "push")
+    if not given.folder or not given.name:
+        raise InputError(f"no folder or no name is given: {program()} push FOLDER OWNER/NAME.")
     return given

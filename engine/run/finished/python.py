@@ -16,6 +16,7 @@ from typing import TYPE_CHECKING, Any, TypedDict
 
 from trireme.engine.run.command import parse
 from trireme.engine.run.config.option_names import flag_of
+from trireme.engine.run.finished.options import eval_options, sample_options
 from trireme.engine.run.main import ENVIRONMENT, about_disk, is_of_drive
 from trireme.engine.run.options import Options
 from trireme.engine.run.screen import Screen
@@ -321,7 +322,6 @@ def sample(folder: str | Path, prompt: str | Sequence[dict[str, Any]], **options
     """
     with _translated(Options(out=str(folder))), _screen(False) as screen:
         from trireme.engine.run.finished import sample as command  # late: torch takes seconds
-        from trireme.engine.run.finished.options import sample_options
 
         messages = isinstance(prompt, Sequence) and all(isinstance(message, Mapping) for message in prompt)
         if not (isinstance(prompt, str) or messages):
@@ -336,7 +336,6 @@ def evaluate(folder: str | Path, data: Names, **options: Any) -> Record:
     """
     with _translated(Options(out=str(folder))), _screen(False) as screen:
         from trireme.engine.run.finished import evaluate as command  # late: torch takes seconds
-        from trireme.engine.run.finished.options import eval_options
 
         given = eval_options([str(folder), *words_of({"data": data, **options})])
         each: Iterator[Any] = command.losses(given, screen)
