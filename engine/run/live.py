@@ -30,7 +30,7 @@ from trireme.engine.run.begin.reference import with_reference
 from trireme.engine.run.begin.resume import Snapshot, Start, hosts_in, remove_host, run_folder
 from trireme.engine.run.command import program
 from trireme.engine.run.config.config_file import saved_options
-from trireme.engine.run.engine import claim_space, load_engine, make_base, make_engine
+from trireme.engine.run.engine import Loader, claim_space, make_base, make_engine
 from trireme.engine.run.hub.names import base_of, title
 from trireme.engine.run.job import Job
 from trireme.engine.run.output.curve import LOSS
@@ -142,18 +142,10 @@ class Live:
                 self.screen.warn(f"AdamW runs in torch on the CPU, several times slower: {reason}")
             claim_space(self._engine, self.job, self.store, anew=not self.resumed or self.whole is not None)
             with self.watched("loading"):
-                base, self.loaded = load_engine(
-                    self._engine,
-                    self.job,
-                    self.store,
-                    self.screen,
-                    self.group,
-                    self.resumed,
-                    asked,
-                    whole=self.whole,
-                    clock=self.clock,
-                )
-                self._check_frozen(base)
+                loader = Loader(self._engine, self.job, self.store, self.screen, self.group, asked)
+                read = loader.go_on(self.whole) if self.resumed else loader.begin(self.clock)
+                self.loaded = read.trained
+                self._check_frozen(read.base)
         self._compute_reference(asked)
         if self.whole is not None and not asked:
             self._save_reshared(self.whole)
@@ -205,10 +197,8 @@ class Live:
             if job.plan.stored_on_ssd:
                 self.store.reserve()
             with self.watched("loading"):
-                base, _ = load_engine(
-                    self._engine, job, self.store, self.screen, self.group, resumed=True, everything=False
-                )
-                self._check_frozen(base)
+                loader = Loader(self._engine, job, self.store, self.screen, self.group)
+                self._check_frozen(loader.go_on(everything=False).base)
 
     def apply_updates(self) -> None:
         """Runs all updates that are due, and waits for them."""

@@ -103,7 +103,7 @@ def resumed(job: Job, run: Options) -> dict[str, bytes]:
         e = run_engine.make_engine(job, InlineQueues(), store, screen, Alone())
         with closing(e):
             run_engine.claim_space(e, job, store, anew=False)
-            run_engine.load_engine(e, job, store, screen, Alone(), resumed=True)
+            run_engine.Loader(e, job, store, screen, Alone()).go_on()
             found = {"said": json.dumps(said).encode(), "step": b"%d" % store.snapshots[-1].step}
             for name, shard in store.shards.items():
                 buffer = arena(shard.layout.span)
