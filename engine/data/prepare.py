@@ -24,6 +24,7 @@ from trireme.engine.data.formats.formats import parsed, read_row, rename, replac
 from trireme.engine.data.formats.pairs import (
     MARGIN,
     PAIRED,
+    SCORED,
     Answer,
     Kind,
     is_weighted,
@@ -63,6 +64,16 @@ class DataOptions:
     kind: Kind = ""  # of rows: with answers that are compared, or classes
     labels: tuple[str, ...] = ()  # names of classes
     pad: int | None = None  # the token that is not scored
+
+    @property
+    def paired(self) -> bool:
+        """Whether rows have two documents each, whose losses are compared."""
+        return self.kind in PAIRED
+
+    @property
+    def scored(self) -> bool:
+        """Whether one token of each document counts."""
+        return self.kind in SCORED
 
 
 @dataclass(frozen=True)
@@ -189,7 +200,7 @@ def _build(source: DataFile, reading: Reading, key: str, progress: Progress | No
     cpus = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
     encoders = Encoders(codec, min(cpus, 16, 1 + reader.size // _SHARE))
     tally = _Tally(skip_bad=reading.options.skip_bad, absent=set(reading.renames))
-    sink = PairWriter(reading.options.kind, writer) if reading.options.kind in PAIRED else writer
+    sink = PairWriter(reading.options.kind, writer) if reading.options.paired else writer
     try:
         for row in reader.rows():
             tally.unit = reader.unit
@@ -246,7 +257,7 @@ def _take(row: Row, reading: Reading, tally: _Tally) -> None:
 
 def _answers(value: Fields, reading: Reading, tally: _Tally) -> tuple[str, list[Answer], list[str], float]:
     """(format, examples with weights, keys that are not read, value as of _Waiting) of a row. Raises BadRow."""
-    if reading.options.kind in PAIRED:
+    if reading.options.paired:
         row = parsed(rename(value, reading.renames))
         answered, answers, unused = read_answers(row, reading.options.kind)
         _check_weight(row, tally)
