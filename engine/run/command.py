@@ -19,7 +19,7 @@ from typing import Any, NoReturn
 from trireme.engine.run.config.config_file import OWN, SIGNED, from_yaml, full, text_of
 from trireme.engine.run.config.option_names import flag_of, nearest, resolve
 from trireme.engine.run.hub.names import title
-from trireme.engine.run.options import DATA, INSTEAD, OUTPUT, PLACEMENT, TRAINING, Options, Parser
+from trireme.engine.run.options import GROUPS, Options, Parser
 from trireme.engine.run.screen import Screen
 from trireme.models.config import InputError
 from trireme.storage.files import Say
@@ -138,12 +138,12 @@ def _parser() -> argparse.ArgumentParser:
         f"its own --help: {program()} sample OUT, eval OUT, score OUT, merge ADAPTER, push OUT, check.",
         add_help=False,
     )
-    groups = {name: parser.add_argument_group(name) for name in (DATA, OUTPUT, TRAINING, PLACEMENT, INSTEAD)}
+    groups = {name: parser.add_argument_group(name) for name in GROUPS}
     for f in fields(Options):
         add_option(groups[f.metadata["group"]], f.name, default=argparse.SUPPRESS)
     version = "print the version"
-    groups[INSTEAD].add_argument("--version", action=_Version, nargs=0, default=argparse.SUPPRESS, help=version)
-    groups[INSTEAD].add_argument("-h", "--help", action="help", help="print this page")
+    groups[GROUPS[-1]].add_argument("--version", action=_Version, nargs=0, default=argparse.SUPPRESS, help=version)
+    groups[GROUPS[-1]].add_argument("-h", "--help", action="help", help="print this page")
     return parser
 
 
