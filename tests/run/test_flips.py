@@ -98,8 +98,8 @@ def flip(path: Path, dice: random.Random) -> None:
 def resumed(job: Job, run: Options) -> dict[str, bytes]:
     """Everything that the run goes on with, loaded as by a resumed run: spans, what the snapshot says, auxiliary."""
     screen = Screen(io.StringIO())
-    store, said = resume.open_snapshot(run, screen, run_of(Path(run.out)))
-    with store:
+    with resume.open_store(run, screen, run_of(Path(run.out))) as store:
+        said = store.restore()
         e = run_engine.make_engine(job, InlineQueues(), store, screen, Alone())
         with closing(e):
             run_engine.claim_space(e, job, store, anew=False)
