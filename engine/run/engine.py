@@ -44,7 +44,7 @@ from trireme.storage.store import Store
 def make_engine(job: Job, queues: RealQueues, store: Store, screen: Screen, group: Alone) -> Engine:
     """Builds the engine; its buffers are not filled. Raises DoesNotFit."""
     o = job.options
-    adamw = AdamW(o.beta1, o.beta2, o.eps, job.weight_decay, o.max_grad_norm)
+    adamw = AdamW(*o.betas, weight_decay=job.weight_decay, max_grad_norm=o.max_grad_norm)
     hold_to(job.limits, job.device)
     files = _base_files(job, store, screen)
     e = build(job.cfg, job.plan, job.limits, queues, adamw=adamw, store=store, files=files, wire=group.wire)

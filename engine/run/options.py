@@ -9,7 +9,7 @@ from contextlib import suppress
 from dataclasses import dataclass, field
 from functools import partial
 from pathlib import Path
-from typing import Any, ClassVar
+from typing import Any
 
 from trireme.engine.amounts import MOST, number, positive, size, whole
 
@@ -479,16 +479,6 @@ class Options:
         "dry run for a model by name: llama-3.3-70b (an unknown name lists all)", metavar="NAME"
     )
     demo: bool = _instead("train a small generated model on generated text, in a minute", False, parse=bool)
-
-    eps: ClassVar[float] = 1e-8  # PyTorch's
-
-    @property
-    def beta1(self) -> float:
-        return self.betas[0]
-
-    @property
-    def beta2(self) -> float:
-        return self.betas[1]
 
     @property
     def trace(self) -> bool:
