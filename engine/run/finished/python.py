@@ -9,7 +9,7 @@ import os
 import sys
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from functools import reduce
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, TypedDict
@@ -305,12 +305,11 @@ def plan(**options: Unpack[Given]) -> Plan:
     """A dry run. Raises InputError, DoesNotFit."""
     given = _options(dict(options), dry_run=True)
     with _translated(given), _screen(False) as screen:
-        from trireme.engine.run.command import checked
         from trireme.engine.run.hub.fetch import fetched
         from trireme.engine.run.job import prepare  # late: torch takes seconds
         from trireme.engine.run.report import planned, report
 
-        job = prepare(fetched(checked(replace(given, dry_run=True)), screen), say=lambda _: None)
+        job = prepare(fetched(given, screen), say=lambda _: None)
         return Plan(**planned(job), report=list(report(job)))
 
 
