@@ -17,7 +17,7 @@ from pathlib import Path
 from typing import Any, NoReturn
 
 from trireme.engine.run.config.config_file import OWN, SIGNED, from_yaml, full, text_of
-from trireme.engine.run.config.option_names import flag_of, nearest, resolve
+from trireme.engine.run.config.option_names import FIELDS, flag_of, nearest, resolve
 from trireme.engine.run.hub.names import title
 from trireme.engine.run.options import GROUPS, Options, Parser
 from trireme.engine.run.screen import Screen
@@ -139,8 +139,8 @@ def _parser() -> argparse.ArgumentParser:
         add_help=False,
     )
     groups = {name: parser.add_argument_group(name) for name in GROUPS}
-    for f in fields(Options):
-        add_option(groups[f.metadata["group"]], f.name, default=argparse.SUPPRESS)
+    for name, f in FIELDS.items():
+        add_option(groups[f.metadata["group"]], name, default=argparse.SUPPRESS)
     version = "print the version"
     groups[GROUPS[-1]].add_argument("--version", action=_Version, nargs=0, default=argparse.SUPPRESS, help=version)
     groups[GROUPS[-1]].add_argument("-h", "--help", action="help", help="print this page")
@@ -149,7 +149,7 @@ def _parser() -> argparse.ArgumentParser:
 
 def add_option(group: argparse._ArgumentGroup, name: str, **more: Any) -> None:
     """Adds an option of a run, with its help and its parser. `more`: of add_argument."""
-    f = next(f for f in fields(Options) if f.name == name)
+    f = FIELDS[name]
     group.add_argument(flag_of(name), help=_help(f), **_kind(f), **more)
 
 

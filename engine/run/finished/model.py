@@ -12,6 +12,7 @@ from typing import Any
 from trireme.engine.data.codec import Codec, load_codec
 from trireme.engine.data.formats.pairs import Kind
 from trireme.engine.run.config.config_file import options_of
+from trireme.engine.run.config.option_names import flag_of
 from trireme.engine.run.hub.fetch import base_for, folder_of
 from trireme.engine.run.output.folder import check_checkpoint
 from trireme.engine.run.screen import Screen
@@ -150,7 +151,7 @@ def say_left_out(kept: Mapping[str, Any], given: argparse.Namespace, what: str, 
     """
     for name in ("system", "chat_template_kwargs"):
         if kept.get(name) and not getattr(given, name):
-            say(f"the run had --{name.replace('_', '-')}, and {what} without it here")
+            say(f"the run had {flag_of(name)}, and {what} without it here")
 
 
 def run_of_adapter(folder: Path, say: Callable[[str], None]) -> dict[str, Any]:
