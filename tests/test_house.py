@@ -336,9 +336,9 @@ def test_the_wheel_runs_as_a_module(site, tmp_path):
 
 
 def options_of_commands() -> set[str]:
-    """Of `sample` and `eval`, as they are declared."""
+    """Of all commands but training, as they are declared."""
     declared = [path.read_text() for path in sources("engine/run/finished")]
-    return {name for text in declared for name in re.findall(r'add(?:_argument)?\(\s*"--([a-z-]+)"', text)}
+    return {name for text in declared for name in re.findall(r'add(?:_argument)?\((?:\w+, )?\s*"--([a-z-]+)"', text)}
 
 
 @pytest.mark.parametrize("page", USERS_PAGES)

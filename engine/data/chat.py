@@ -130,7 +130,8 @@ class ChatTemplate:
         _check_tools(tools, rendering.text)
         _check_written(template, messages, tools, rendering)
         if template.tags:
-            spans = _tagged(rendering, wanted)
+            others = [span for i, span in rendering.turns if not wanted[i]]
+            spans = [(a, b) for a, b in rendering.generated if not any(x <= a and b <= y for x, y in others)]
         else:
             self._check_answers(messages, tools)
             spans = [self._turn(i, messages, tools, rendering) for i, yes in enumerate(wanted) if yes]
@@ -277,12 +278,6 @@ class ChatTemplate:
                 start = next((a for turn, (a, _) in other.turns if turn == 0), len(other.text))
                 return len(before + opening) if other.text[start:].startswith(before) else 0
         return 0
-
-
-def _tagged(rendering: Rendering, wanted: list[bool]) -> list[Span]:
-    """The {% generation %} blocks in the wanted turns."""
-    unwanted = [span for i, span in rendering.turns if not wanted[i]]
-    return [(a, b) for a, b in rendering.generated if not any(start <= a and b <= stop for start, stop in unwanted)]
 
 
 def _check_calls(messages: list[Fields], wanted: list[bool], rendering: Rendering, tags: bool) -> None:

@@ -15,7 +15,6 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field, replace
 from functools import cached_property
 from pathlib import Path
-from typing import Any
 
 import numpy as np
 from numpy.lib.recfunctions import repack_fields
@@ -29,8 +28,7 @@ from trireme.engine.data.files.scores import Taught, Teacher
 from trireme.engine.data.files.sources import DataFile, Reader, spool
 from trireme.engine.data.formats.classes import labels_in
 from trireme.engine.data.formats.formats import parse_map
-from trireme.engine.data.formats.pairs import PAIRED, SCORED, Kind
-from trireme.engine.data.prepare import Progress, Reading, tokenize
+from trireme.engine.data.prepare import DataOptions, Progress, Reading, tokenize
 from trireme.engine.data.report import Counts, FileReport, Report, example_text, notes_on
 from trireme.models.config import InputError
 from trireme.storage.temporary import Temporary
@@ -60,42 +58,18 @@ class MicroBatch:
 
 
 @dataclass(frozen=True)
-class DataOptions:
-    seq_len: int = 2048  # tokens of a row, at most
-    val: str | None = None  # share of rows to hold out (0.02), or a file
-    map: str | None = None  # prompt=question,completion=answer
-    long: str | None = None  # cut, drop, split, error; None: split text, else cut
-    pack: bool = True  # several documents a row
-    skip_bad: bool = False
-    max_samples: int | None = None  # rows of each training file, the first ones
-    seed: int = 42
-    vocab_size: int | None = None  # of the model
-    media: tuple[tuple[int, str], ...] = ()  # tokens of images and the like, which are refused, and their names
-    cache: Path | None = None  # None: temporary
-    shelf: Shelf | None = None  # comes first
-    system: str | None = None  # system message of conversations that have none
-    variables: dict[str, Any] = field(default_factory=dict)  # of the chat template; a row's own win
-    kind: Kind = ""  # of rows: with answers that are compared, or classes
-    labels: tuple[str, ...] = ()  # names of classes
-    pad: int | None = None  # the token that is not scored
-
-
-@dataclass(frozen=True)
 class Dataset:
     """The data of a run, tokenized and packed."""
 
     files: tuple[TokenFile, ...]
     pieces: np.ndarray  # (pieces,) PIECE, grouped by row
     rows: np.ndarray  # (rows + 1,) int64: row r is pieces[rows[r]:rows[r + 1]]
-    seed: int
+    options: DataOptions
     codec: Codec | None
     report: Report
     held_out: Dataset | None = None
     left_out: int = 0  # rows without a label
     scratch: Temporary | None = field(default=None, repr=False)  # removed with this object
-    kind: Kind = ""
-    classes: tuple[str, ...] = ()  # their names
-    pad: int | None = None  # as DataOptions
     reference: np.ndarray | None = field(default=None, repr=False)  # (pieces,) float64, as a MicroBatch's
     teacher: Teacher | None = field(default=None, repr=False)  # what it says of each piece
 
@@ -135,7 +109,7 @@ class Dataset:
     @cached_property
     def trained(self) -> float:
         """The share of tokens that are trained; if rows were cut, that of a sample, since answers come last."""
-        if self.kind in SCORED:
+        if self.options.scored:
             return len(self.pieces) / self.tokens
         counts = self.report.counts
         if counts.tokens == self.tokens:
@@ -149,7 +123,7 @@ class Dataset:
         keys = "".join(file.meta["key"] for file in self.files)
         pieces = repack_fields(self.pieces[["file", "start", "length", "goes_on"]])  # weights go with the key
         layout = [zlib.crc32(array.tobytes()) for array in (pieces, self.rows)]
-        return f"{zlib.crc32(f'{keys} {layout} {self.seed}'.encode()):08x}"
+        return f"{zlib.crc32(f'{keys} {layout} {self.options.seed}'.encode()):08x}"
 
     def steps_per_epoch(self, batch_size: int) -> int:
         """Steps of an epoch. The last one may be smaller."""
@@ -183,40 +157,35 @@ class Dataset:
     def example(self, k: int = 0) -> str:
         """The beginning of document k as text, with the trained part in [..]."""
         in_order = np.lexsort((self.pieces["start"], self.pieces["file"]))
-        if self.kind == "classes":
+        if self.options.kind == "classes":
             piece = in_order[k % len(in_order)]
-            return f"{self._shown(piece)} -> {self.classes[int(self._values(self.pieces[[piece]])[0])]}"
-        if not self.paired:
+            return f"{self._shown(piece)} -> {self.options.labels[int(self._values(self.pieces[[piece]])[0])]}"
+        if not self.options.paired:
             return self._shown(in_order[k % len(in_order)])
         first = in_order[2 * k % len(in_order)]  # a pair's pieces are side by side
         good = "bad" if self.pieces["weight"][first] < 0 else "good"
-        second = "" if self.kind == "labels" else f"\n         bad:  {self._shown(first + 1)}"
+        second = "" if self.options.kind == "labels" else f"\n         bad:  {self._shown(first + 1)}"
         return f"{good}: {self._shown(first)}{second}"
 
     def _shown(self, piece: int) -> str:
         ids, labels = self._read(self.pieces[[piece]])
         shifted = np.concatenate([[False], labels[:-1] >= 0])  # labels are those of the next tokens
-        learned = labels >= 0 if self.kind in SCORED else shifted
+        learned = labels >= 0 if self.options.scored else shifted
         return example_text(ids, learned, self.codec)
 
     def _order(self, epoch: int) -> np.ndarray:
-        return pack.shuffled(self.n_sequences, self.seed, epoch)
-
-    @property
-    def paired(self) -> bool:
-        """Whether the data has pairs of documents, whose losses are compared."""
-        return self.kind in PAIRED
+        return pack.shuffled(self.n_sequences, self.options.seed, epoch)
 
     @property
     def weighted(self) -> bool:
-        return self.paired or any(file.own_weights is not None for file in self.files)
+        return self.options.paired or any(file.own_weights is not None for file in self.files)
 
     def _gather(self, rows: np.ndarray) -> MicroBatch:
         at = np.concatenate([np.arange(self.rows[r], self.rows[r + 1]) for r in rows])
         pieces, reference = self.pieces[at], None
-        if self.kind == "rewards":
+        if self.options.kind == "rewards":
             reference = self._values(pieces)
-        elif self.paired:
+        elif self.options.paired:
             reference = np.zeros(len(at)) if self.reference is None else self.reference[at]
         weights = pieces["weight"].copy() if self.weighted else None
         taught = self.teacher.of(at) if self.teacher else None
@@ -233,10 +202,10 @@ class Dataset:
         labels = np.append(np.where(trained[1:], ids[1:], IGNORED), IGNORED).astype(np.int32)
         last = np.cumsum(lengths) - 1
         labels[last] = IGNORED
-        if self.kind in SCORED:
-            classes = self._values(pieces) if self.kind == "classes" else 0
+        if self.options.scored:
+            classes = self._values(pieces) if self.options.kind == "classes" else 0
             labels[:] = IGNORED
-            labels[pairs.scored(ids, lengths, self.pad)] = classes
+            labels[pairs.scored(ids, lengths, self.options.pad)] = classes
         mine = np.ones(len(ids), bool)
         mine[last[goes_on]] = False  # the token after a piece is a label alone
         return ids[mine], labels[mine]
@@ -259,20 +228,9 @@ def load_dataset(
     cache cannot be written.
     """
     scratch = Temporary("trireme-tokens-") if options.cache is None else None
-    reading = Reading(
-        codec,
-        parse_map(options.map),
-        options.skip_bad,
-        options.vocab_size,
-        scratch.path if scratch else Path(options.cache or ""),
-        options.shelf,
-        options.media,
-        options.system,
-        options.variables,
-        options.kind,
-        options.labels,
-    )
-    found = [_named(text, reading.folder) for text in sources]
+    folder = scratch.path if scratch else Path(options.cache or "")
+    reading = Reading(options, codec, parse_map(options.map), folder)
+    found = [_named(text, folder) for text in sources]
     given = [file for each in found for file in each.files]
     notes = [note for each in found for note in each.notes]
     share, val_given = parse_val(options.val)
@@ -283,7 +241,7 @@ def load_dataset(
     files = tuple(tokenize(source, reading, progress) for source in given)
     if nowhere := set.intersection(*(set(file.meta["absent"]) for file in files)):
         raise InputError(f"--map names {', '.join(map(repr, sorted(nowhere)))}, a column that no row has. Correct it.")
-    each = 2 if options.kind in PAIRED else 1  # documents of a row
+    each = 2 if options.paired else 1  # documents of a row
     rows = documents.first_of_each(documents.all_documents(files)[::each], options.max_samples)
     used, all_rows = len(rows), sum(file.n_documents for file in files) // each
     held_out, apart = None, ""
@@ -307,7 +265,7 @@ def load_dataset(
         notes.append(f"--max-samples {options.max_samples:,}: {used:,} of {all_rows:,} rows")
     if held_out and apart:
         notes += [f"of the rows held out: {line}" for line in held_out.report.losses()]
-    notes += notes_on(files, codec, reading.renames, options.kind in SCORED)
+    notes += notes_on(files, codec, reading.renames, options.scored)
     report = replace(train.report, held_out=apart, notes=tuple(notes))
     return replace(train, report=report, held_out=held_out, scratch=scratch)
 
@@ -371,11 +329,10 @@ def _lay_out(
     if unused := set(rows["file"]) - set(weighed["file"]):
         source = given[min(unused)]
         raise InputError(f"{source}:{source.weight:g}: the weight leaves none of its rows. Raise it.")
-    scored, paired = options.kind in SCORED, options.kind in PAIRED
-    if paired:
+    if options.paired:
         fitted = pairs.fit(pairs.both(weighed, files), files, options.seq_len, options.long)
     else:
-        if scored and options.long == "split":
+        if options.scored and options.long == "split":
             raise InputError("--long split: a row has one class, and is read as a whole. Take cut, drop or error.")
         fitted = documents.fit(weighed, files, options.seq_len, options.long)
     pieces = fitted.pieces
@@ -383,22 +340,18 @@ def _lay_out(
         texts = all(file.meta["format"] == "text" for file in files)
         why = "" if texts else ", or answer only after it"
         raise InputError(f"no row is left: all are longer than --seq-len {options.seq_len}{why}.")
-    if paired:
+    if options.paired:
         order, packed = pairs.packed(pieces, options.seq_len, options.pack)
     else:
         lengths = pieces["length"]
         order, packed = pack.best_fit(lengths, options.seq_len) if options.pack else pack.one_per_row(len(pieces))
-    pieces, bounds = (pieces[order], packed) if scored else documents.with_labels(pieces[order], packed)
+    pieces, bounds = (pieces[order], packed) if options.scored else documents.with_labels(pieces[order], packed)
     n = len(bounds) - 1
     used = float(pieces["length"].sum()) / (n * options.seq_len)
     fitted = replace(fitted, pieces=pieces[:0])
-    counts = Counts.of(pairs.both(rows, files))._replace(rows=len(rows)) if paired else Counts.of(rows)
-    report = Report(
-        _file_reports(given, files), counts, fitted, options.seq_len, n, used, options.pack,
-        kind=options.kind, scored=scored,
-    )  # fmt: skip
-    left_out, of = len(packed) - len(bounds), (options.labels, options.pad)
-    return Dataset(files, pieces, bounds, options.seed, codec, report, None, left_out, None, options.kind, *of)
+    counts = Counts.of(pairs.both(rows, files))._replace(rows=len(rows)) if options.paired else Counts.of(rows)
+    report = Report(_file_reports(given, files), counts, fitted, options, n, used)
+    return Dataset(files, pieces, bounds, options, codec, report, left_out=len(packed) - len(bounds))
 
 
 def _file_reports(given: Sequence[DataFile], files: Sequence[TokenFile]) -> tuple[FileReport, ...]:

@@ -11,7 +11,7 @@ from trireme.engine.data.chat import ChatTemplate, Marked
 from trireme.engine.data.files.rows import ROW, BadRow
 from trireme.engine.data.formats.examples import Chat, Completion, Example, Ids, Text
 from trireme.engine.data.template import Span
-from trireme.engine.data.tokens import OVERLAP, WINDOW, Tokenizer, Tokens
+from trireme.engine.data.tokens import OVERLAP, WINDOW, Tokenizer
 
 
 class Encoded(NamedTuple):
@@ -47,7 +47,11 @@ def encode(
         begin(TOKENIZER, sum(len(text.text) for _, text in plain))
         whole_ones = iter(tokenizer.encode([text.text for _, text in plain if not (text.before or text.after)]))
         for i, text in plain:
-            found = _piece(text, tokenizer) if text.before or text.after else next(whole_ones)
+            if text.before or text.after:
+                start, around = len(text.before), text.before + text.text + text.after
+                found = tokenizer.part(around, start, start + len(text.text), offsets=False)
+            else:
+                found = next(whole_ones)
             if isinstance(found, BadRow):
                 results[i] = found
             else:
@@ -141,12 +145,6 @@ def check(text: str) -> None:
         text.encode()
     except UnicodeEncodeError as error:
         raise BadRow(f"holds {text[error.start]!r}, half of a surrogate pair, which is not a character") from None
-
-
-def _piece(example: Text, tokenizer: Tokenizer) -> Tokens | BadRow:
-    start = len(example.before)
-    text = example.before + example.text + example.after
-    return tokenizer.part(text, start, start + len(example.text), offsets=False)
 
 
 def within(ids: np.ndarray, offsets: np.ndarray, text: str, greedy: dict[int, str]) -> np.ndarray:

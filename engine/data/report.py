@@ -12,6 +12,7 @@ from trireme.engine.amounts import compact, count, percent
 from trireme.engine.data.cache import TokenFile
 from trireme.engine.data.codec import Codec
 from trireme.engine.data.documents import Fitted
+from trireme.engine.data.prepare import DataOptions
 
 SHOWN = 2000  # characters, and tokens, of an example
 LISTED = 12  # files
@@ -75,14 +76,11 @@ class Report:
     files: tuple[FileReport, ...]
     counts: Counts
     fitted: Fitted  # without its pieces
-    seq_len: int
+    options: DataOptions
     sequences: int
     used: float  # share of the sequences' room
-    packed: bool
     held_out: str = ""  # what of the rows
     notes: tuple[str, ...] = ()
-    kind: str = ""  # as DataOptions
-    scored: bool = False  # one token of each document counts
 
     def lines(self) -> list[str]:
         """The lines to print."""
@@ -91,16 +89,15 @@ class Report:
         lines = self._files()
         trained = f", {compact(c.trained)} trained ({percent(c.trained / max(c.tokens, 1))})"
         lines.append(
-            f"{held}{compact(c.tokens)} tokens{'' if self.scored else trained}; "
+            f"{held}{compact(c.tokens)} tokens{'' if self.options.scored else trained}; "
             f"length p50 {c.p50:,.0f}, p99 {c.p99:,.0f}, max {c.longest:,}"
         )
         if not self.fitted.longer:
-            lines.append(f"at --seq-len {self.seq_len}: no row is longer")
+            lines.append(f"at --seq-len {self.options.seq_len}: no row is longer")
         lines += self.losses()
-        packed = "packed into " if self.packed else ""
-        single = "" if self.packed else ", one row each"
+        packed, single = ("packed into ", "") if self.options.pack else ("", ", one row each")
         lines.append(
-            f"{packed}{count(self.sequences, 'sequence')} of up to {self.seq_len:,} tokens{single}; "
+            f"{packed}{count(self.sequences, 'sequence')} of up to {self.options.seq_len:,} tokens{single}; "
             f"{percent(1 - self.used)} of the positions are empty and are not computed"
         )
         return [*lines, *(note if note.startswith(WARNING) else f"note: {note}" for note in self.notes)]
@@ -117,7 +114,7 @@ class Report:
         lines = [self._long_rows()] if self.fitted.longer else []
         if self.fitted.unlearnable:
             lines.append(f"{count(self.fitted.unlearnable, 'row')} dropped: nothing to learn in what is kept")
-        if self.fitted.alike and self.kind in ("pairs", "rewards"):
+        if self.fitted.alike and self.options.kind in ("pairs", "rewards"):
             have = "has" if self.fitted.alike == 1 else "have"
             lines.append(f"{count(self.fitted.alike, 'pair')} {have} two equal answers, so neither is preferred")
         return lines
@@ -126,9 +123,10 @@ class Report:
         f = self.fitted
         verb = "row is" if f.longer == 1 else "rows are"
         done = [f"{n:,} {word}" for n, word in ((f.cut, "cut"), (f.split, "split"), (f.dropped, "dropped")) if n]
+        share = percent(f.longer / self.counts.rows)
         return (
-            f"at --seq-len {self.seq_len}: {f.longer:,} {verb} longer ({percent(f.longer / self.counts.rows)}): "
-            f"{', '.join(done)}   (--long cut|drop|split|error)"
+            f"at --seq-len {self.options.seq_len}: {f.longer:,} {verb} longer ({share}): {', '.join(done)}   "
+            "(--long cut|drop|split|error)"
         )
 
 

@@ -42,7 +42,8 @@ def added(
     by_id: dict[int, tokenizers.AddedToken] = {}
     decoder = config.get("added_tokens_decoder")
     if isinstance(decoder, dict):
-        by_id = {int(i): _token(value) for i, value in decoder.items() if _is_id(i) and text(value)}
+        ids = [i for i, value in decoder.items() if i.isdecimal() and len(i) < 12 and text(value)]
+        by_id = {int(i): _token(decoder[i]) for i in ids}
     else:
         special = own | {text(value) for value in extra}
         for content, i in older_ids.items():
@@ -76,10 +77,6 @@ def _extra(config: dict[str, Any], older: dict[str, Any]) -> list[Any]:
     if more is not None:
         return [*(ours or []), *more]
     return ours if ours is not None else last or []
-
-
-def _is_id(key: str) -> bool:
-    return key.isdecimal() and len(key) < 12
 
 
 def text(value: Any) -> str:

@@ -17,9 +17,9 @@ from pathlib import Path
 from typing import Any, NoReturn
 
 from trireme.engine.run.config.config_file import OWN, SIGNED, from_yaml, full, text_of
-from trireme.engine.run.config.option_names import flag_of, nearest, resolve
+from trireme.engine.run.config.option_names import FIELDS, flag_of, nearest, resolve
 from trireme.engine.run.hub.names import title
-from trireme.engine.run.options import DATA, INSTEAD, OUTPUT, PLACEMENT, TRAINING, Options, Parser
+from trireme.engine.run.options import GROUPS, Options, Parser
 from trireme.engine.run.screen import Screen
 from trireme.models.config import InputError
 from trireme.storage.files import Say
@@ -138,18 +138,18 @@ def _parser() -> argparse.ArgumentParser:
         f"its own --help: {program()} sample OUT, eval OUT, score OUT, merge ADAPTER, push OUT, check.",
         add_help=False,
     )
-    groups = {name: parser.add_argument_group(name) for name in (DATA, OUTPUT, TRAINING, PLACEMENT, INSTEAD)}
-    for f in fields(Options):
-        add_option(groups[f.metadata["group"]], f.name, default=argparse.SUPPRESS)
+    groups = {name: parser.add_argument_group(name) for name in GROUPS}
+    for name, f in FIELDS.items():
+        add_option(groups[f.metadata["group"]], name, default=argparse.SUPPRESS)
     version = "print the version"
-    groups[INSTEAD].add_argument("--version", action=_Version, nargs=0, default=argparse.SUPPRESS, help=version)
-    groups[INSTEAD].add_argument("-h", "--help", action="help", help="print this page")
+    groups[GROUPS[-1]].add_argument("--version", action=_Version, nargs=0, default=argparse.SUPPRESS, help=version)
+    groups[GROUPS[-1]].add_argument("-h", "--help", action="help", help="print this page")
     return parser
 
 
 def add_option(group: argparse._ArgumentGroup, name: str, **more: Any) -> None:
     """Adds an option of a run, with its help and its parser. `more`: of add_argument."""
-    f = next(f for f in fields(Options) if f.name == name)
+    f = FIELDS[name]
     group.add_argument(flag_of(name), help=_help(f), **_kind(f), **more)
 
 
@@ -409,56 +409,3 @@ def _check_named(options: Options) -> None:
     if options.val or options.epochs:
         flag = "--val" if options.val else "--epochs"
         raise InputError(f"{flag} is for data, and no --data is given. Name it, or leave {flag} out.")
-
-
-def parse_check(argv: Sequence[str]) -> argparse.Namespace:
-    """store, report and tune of `check`. Raises InputError; --help exits."""
-    parser = CommandParser(
-        usage=f"{program()} check [--store DIR[,DIR]] [--report FILE] [--tune]",
-        description="Reports what this machine has, how fast it is, and what to change, in two minutes.",
-    )
-    parser.add_argument("--store", metavar="DIR[,DIR]", default=".", help="a folder on each drive to try [this one]")
-    parser.add_argument("--report", metavar="FILE", default="trireme-check.json", help="where the report is written")
-    parser.add_argument(
-        "--tune",
-        action="store_true",
-        help="instead, try launch settings of each kernel; runs use the faster ones",
-    )
-    given = parser.known(argv, "check")
-    given.store = [folder for folder in given.store.split(",") if folder]
-    if not given.store:
-        raise InputError("--store names no folder. Name one on each drive to try.")
-    return given
-
-
-def parse_merge(argv: Sequence[str]) -> argparse.Namespace:
-    """adapter, out and model of `merge`. Raises InputError; --help exits."""
-    parser = CommandParser(
-        usage=f"{program()} merge ADAPTER --out DIR [--model DIR]",
-        description="Adds an adapter to its model, and writes an ordinary checkpoint.",
-    )
-    parser.add_argument("adapter", metavar="ADAPTER", nargs="?", default="", help="a folder of peft's format")
-    parser.add_argument("--out", metavar="DIR", default="", help="folder to write")
-    parser.add_argument("--model", metavar="DIR", default="", help="the checkpoint [the one that ADAPTER names]")
-    given = parser.known(argv, "merge")
-    if not given.adapter:
-        raise InputError(f"no adapter is named. Name its folder: {program()} merge ADAPTER --out DIR.")
-    if not given.out:
-        raise InputError(
-            f"--out is missing. Name the folder to write: {program()} merge {quoted(given.adapter)} --out DIR."
-        )
-    return given
-
-
-def parse_push(argv: Sequence[str]) -> argparse.Namespace:
-    """folder and name of `push`. Raises InputError; --help exits."""
-    parser = CommandParser(
-        usage=f"{program()} push FOLDER OWNER/NAME",
-        description="Uploads a finished model or adapter to the Hugging Face hub, with a card of its run.",
-    )
-    parser.add_argument("folder", metavar="FOLDER", nargs="?", default="", help="a run's output, or any checkpoint")
-    parser.add_argument("name", metavar="OWNER/NAME", nargs="?", default="", help="its name on the hub")
-    given = parser.known(argv, "push")
-    if not given.folder or not given.name:
-        raise InputError(f"no folder or no name is given: {program()} push FOLDER OWNER/NAME.")
-    return given

@@ -5,7 +5,8 @@ from __future__ import annotations
 import errno
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager
+from dataclasses import dataclass
 from pathlib import Path
 from queue import SimpleQueue
 
@@ -43,7 +44,7 @@ from trireme.storage.store import Store
 def make_engine(job: Job, queues: RealQueues, store: Store, screen: Screen, group: Alone) -> Engine:
     """Builds the engine; its buffers are not filled. Raises DoesNotFit."""
     o = job.options
-    adamw = AdamW(o.beta1, o.beta2, o.eps, job.weight_decay, o.max_grad_norm)
+    adamw = AdamW(*o.betas, weight_decay=job.weight_decay, max_grad_norm=o.max_grad_norm)
     hold_to(job.limits, job.device)
     files = _base_files(job, store, screen)
     e = build(job.cfg, job.plan, job.limits, queues, adamw=adamw, store=store, files=files, wire=group.wire)
@@ -83,40 +84,74 @@ def _base_files(job: Job, store: Store, screen: Screen) -> CheckpointBase | None
         return None
 
 
-def load_engine(
-    e: Engine,
-    job: Job,
-    store: Store,
-    screen: Screen,
-    group: Alone,
-    resumed: bool,
-    asked: Sequence[int] = (),
-    everything: bool = True,
-    whole: Whole | None = None,
-    clock: Clock | None = None,
-) -> tuple[dict[str, str], str]:
-    """Loads the snapshot if `resumed`, this host's share of `whole` if there is one, else the checkpoint.
+@dataclass(frozen=True)
+class Loader:
+    """Fills an engine. Its methods raise as Live.load, and return the exchange with the checksums of what was read."""
 
-    Returns Exchange.base and Exchange.trained. `clock` counts within its part "load". Without `everything`, what stays
-    on the SSD is not read. Raises as Live.load.
-    """
-    adapter = None if resumed else job.adapter
-    exchange = Exchange(job.cfg, job.source, e.placement, adapter.values if adapter else None)
-    if resumed:
+    e: Engine
+    job: Job
+    store: Store
+    screen: Screen
+    group: Alone
+    asked: Sequence[int] = ()
+
+    def begin(self, clock: Clock) -> Exchange:
+        """Loads the checkpoint, with the adapter of --adapter. `clock` counts within its part "load"."""
+        job, placement, adapter = self.job, self.e.placement, self.job.adapter
+        exchange = Exchange(job.cfg, job.source, placement, adapter.values if adapter else None)
+        with self._loading("loading", placement.nbytes() + placement.frozen_bytes) as more:
+            _load_and_warm_up(self.e, job, exchange, more, clock)
+        sums = exchange.base | {"those that are trained": exchange.trained}
+        self.group.agree("weights", sums, "Copy host 0's checkpoint")
+        return exchange
+
+    def go_on(self, whole: Whole | None = None, everything: bool = True) -> Exchange:
+        """Loads the snapshot, or this host's share of `whole`, and frozen weights from the checkpoint. Without
+        `everything`, what stays on the SSD is not read.
+        """
+        job, placement = self.job, self.e.placement
         if whole is None:
-            _load_snapshot(e, store, screen, asked, everything)
+            self._snapshot(everything)
         else:
             what = f"redistributing the state of {count(whole.key.hosts, 'host')}"
-            with _loading(screen, what, e.placement.nbytes(), asked) as more:
-                reshare.fill(e.placement, whole, group.wire, more)
-        if e.placement.frozen_bytes:
-            with _loading(screen, "loading what is frozen", e.placement.frozen_bytes, asked) as more:
+            with self._loading(what, placement.nbytes()) as more:
+                reshare.fill(placement, whole, self.group.wire, more)
+        exchange = Exchange(job.cfg, job.source, placement)
+        if placement.frozen_bytes:
+            with self._loading("loading what is frozen", placement.frozen_bytes) as more:
                 exchange.load_base(more)
-        return exchange.base, exchange.trained
-    with _loading(screen, "loading", e.placement.nbytes() + e.placement.frozen_bytes, asked) as more:
-        _load_and_warm_up(e, job, exchange, more, clock or Clock())
-    group.agree("weights", exchange.base | {"those that are trained": exchange.trained}, "Copy host 0's checkpoint")
-    return exchange.base, exchange.trained
+        return exchange
+
+    def _snapshot(self, everything: bool) -> None:
+        store, placement = self.store, self.e.placement
+        expected = {shard.name: shard.layout for shard in placement.shards()}
+        if {name: shard.layout for name, shard in store.shards.items()} != expected:
+            folder = Path(store.devices[0].path) / store.snapshots[-1].folder
+            raise StoreError(errno.EINVAL, "is the state of another model, or in other shards", str(folder))
+        try:
+            with self._loading("loading", placement.nbytes(everything)) as more:
+                load_from_store(placement, more, everything)
+        except Damaged as damage:
+            raise StoreError(damage.errno, f"{DAMAGED}. {self._way_back()}", damage.filename) from damage
+
+    def _way_back(self) -> str:
+        """What the user can do about a damaged snapshot. Reads older ones until one is whole."""
+        *older, last = self.store.snapshots
+        newer, placement = [last.folder], self.e.placement
+        for snapshot in reversed(older):
+            self.store.restore(snapshot.step)
+            try:
+                with self._loading(f"checking step {snapshot.step:,}", placement.nbytes()) as more:
+                    load_from_store(placement, more)
+            except Damaged:
+                newer.append(snapshot.folder)
+            else:
+                back = f"The last whole snapshot is of step {snapshot.step:,}"
+                return f"{back}: to go back to it, remove {', '.join(newer)}"
+        return f"{'No snapshot is whole' if older else NONE_OLDER}: {NO_WAY_BACK}"
+
+    def _loading(self, what: str, nbytes: int) -> AbstractContextManager[Callable[[int], None]]:
+        return _loading(self.screen, what, nbytes, self.asked)
 
 
 def _load_and_warm_up(e: Engine, job: Job, exchange: Exchange, more: Callable[[int], None], clock: Clock) -> None:
@@ -159,35 +194,6 @@ def claim_space(e: Engine, job: Job, store: Store, anew: bool) -> None:
         store.add(shard.name, shard.layout, weights=shard.entry.kind == "weights")
     if job.plan.stored_on_ssd:
         store.reserve()
-
-
-def _load_snapshot(e: Engine, store: Store, screen: Screen, asked: Sequence[int], everything: bool) -> None:
-    expected = {shard.name: shard.layout for shard in e.placement.shards()}
-    if {name: shard.layout for name, shard in store.shards.items()} != expected:
-        folder = Path(store.devices[0].path) / store.snapshots[-1].folder
-        raise StoreError(errno.EINVAL, "is the state of another model, or in other shards", str(folder))
-    try:
-        with _loading(screen, "loading", e.placement.nbytes(everything), asked) as more:
-            load_from_store(e.placement, more, everything)
-    except Damaged as damage:
-        back = _way_back(e, store, screen, asked)
-        raise StoreError(damage.errno, f"{DAMAGED}. {back}", damage.filename) from damage
-
-
-def _way_back(e: Engine, store: Store, screen: Screen, asked: Sequence[int]) -> str:
-    """What the user can do about a damaged snapshot. Reads older ones until one is whole."""
-    *older, last = store.snapshots
-    newer = [last.folder]
-    for snapshot in reversed(older):
-        store.restore(snapshot.step)
-        try:
-            with _loading(screen, f"checking step {snapshot.step:,}", e.placement.nbytes(), asked) as more:
-                load_from_store(e.placement, more)
-        except Damaged:
-            newer.append(snapshot.folder)
-        else:
-            return f"The last whole snapshot is of step {snapshot.step:,}: to go back to it, remove {', '.join(newer)}"
-    return f"{'No snapshot is whole' if older else NONE_OLDER}: {NO_WAY_BACK}"
 
 
 @contextmanager

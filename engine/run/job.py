@@ -19,9 +19,9 @@ from trireme.engine.check.tuned import SHAPE, usable
 from trireme.engine.check.tuned import kept as settings_kept
 from trireme.engine.data.cache import Shelf
 from trireme.engine.data.codec import Codec
-from trireme.engine.data.dataset import DataOptions, Dataset, load_dataset
+from trireme.engine.data.dataset import Dataset, load_dataset
 from trireme.engine.data.files.scores import PLACE
-from trireme.engine.data.prepare import Progress
+from trireme.engine.data.prepare import DataOptions, Progress
 from trireme.engine.geometry import Geometry
 from trireme.engine.hosts.group import Alone, Group, told
 from trireme.engine.plan import DoesNotFit, Limits, Plan
@@ -295,7 +295,7 @@ def _work(options: Options, data: Dataset | None, seq_len: int) -> Work:
     epochs = epochs_of(options, data)
     steps = options.max_steps or max(1, math.ceil(data.steps_per_epoch(options.batch_size) * epochs))
     sequences = min(options.batch_size, data.n_sequences)
-    work = Work(seq_len, sequences, steps, data.report.used, data.document, data.trained, data.paired)
+    work = Work(seq_len, sequences, steps, data.report.used, data.document, data.trained, data.options.paired)
     if data.held_out is None:
         return work
     due = options.eval_every.count(steps)
@@ -306,7 +306,7 @@ def _work(options: Options, data: Dataset | None, seq_len: int) -> Work:
 
 
 def epochs_of(options: Options, data: Dataset) -> float:
-    return options.epochs or (1.0 if data.is_text or data.paired else 3.0)
+    return options.epochs or (1.0 if data.is_text or data.options.paired else 3.0)
 
 
 def _in_force(options: Options, cfg: ModelConfig, data: Dataset | None, seq_len: int, plan: Plan) -> Options:

@@ -30,7 +30,7 @@ from trireme.engine.run.begin.reference import with_reference
 from trireme.engine.run.begin.resume import Snapshot, Start, hosts_in, remove_host, run_folder
 from trireme.engine.run.command import program
 from trireme.engine.run.config.config_file import saved_options
-from trireme.engine.run.engine import claim_space, load_engine, make_base, make_engine
+from trireme.engine.run.engine import Loader, claim_space, make_base, make_engine
 from trireme.engine.run.hub.names import base_of, title
 from trireme.engine.run.job import Job
 from trireme.engine.run.output.curve import LOSS
@@ -67,16 +67,15 @@ class Progress:
     @classmethod
     def of(cls, snapshot: Snapshot) -> Progress:
         best, best_step = snapshot["best"]
-        start = snapshot.get("start", best if best_step is None else None)
         return cls(
             snapshot["step"],
-            start,
-            best if best_step is not None else None,
+            snapshot["start"],
+            best,
             best_step,
             Mark(*snapshot["log"]).evaluated,
             snapshot["written"],
-            snapshot.get("worse", 0),
-            snapshot.get("eval_rows") or None,
+            snapshot["worse"],
+            snapshot["eval_rows"] or None,
         )
 
     @property
@@ -114,7 +113,7 @@ class Live:
         self.clock, self.estimated = clock, dict[Part, float]()
         self._engine: Engine | None = None
         self.preference, self.loaded = preference_of(job.options), ""  # checksum of what is trained, as it was loaded
-        self.base: dict[str, str] = snapshot.get("base", {}) if snapshot else {}  # checksums of frozen weights, by unit
+        self.base: dict[str, str] = snapshot["base"] if snapshot else {}  # checksums of frozen weights, by unit
         self._stamps = stamps(job.source)
         self._best: Kept | None = None  # where there is room for it
         self.exported = 0  # bytes of checkpoints, by this process
@@ -143,18 +142,10 @@ class Live:
                 self.screen.warn(f"AdamW runs in torch on the CPU, several times slower: {reason}")
             claim_space(self._engine, self.job, self.store, anew=not self.resumed or self.whole is not None)
             with self.watched("loading"):
-                base, self.loaded = load_engine(
-                    self._engine,
-                    self.job,
-                    self.store,
-                    self.screen,
-                    self.group,
-                    self.resumed,
-                    asked,
-                    whole=self.whole,
-                    clock=self.clock,
-                )
-                self._check_frozen(base)
+                loader = Loader(self._engine, self.job, self.store, self.screen, self.group, asked)
+                read = loader.go_on(self.whole) if self.resumed else loader.begin(self.clock)
+                self.loaded = read.trained
+                self._check_frozen(read.base)
         self._compute_reference(asked)
         if self.whole is not None and not asked:
             self._save_reshared(self.whole)
@@ -206,10 +197,8 @@ class Live:
             if job.plan.stored_on_ssd:
                 self.store.reserve()
             with self.watched("loading"):
-                base, _ = load_engine(
-                    self._engine, job, self.store, self.screen, self.group, resumed=True, everything=False
-                )
-                self._check_frozen(base)
+                loader = Loader(self._engine, job, self.store, self.screen, self.group)
+                self._check_frozen(loader.go_on(everything=False).base)
 
     def apply_updates(self) -> None:
         """Runs all updates that are due, and waits for them."""

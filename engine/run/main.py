@@ -20,8 +20,16 @@ from trireme.engine.hosts.group import Alone, Place, joined, place
 from trireme.engine.hosts.watch import LostHost
 from trireme.engine.plan import DoesNotFit
 from trireme.engine.planner.clock import Clock, process_began
-from trireme.engine.run.command import parse, parse_check, parse_merge, parse_push, program
+from trireme.engine.run.command import parse, program
 from trireme.engine.run.config.config_file import Refused
+from trireme.engine.run.finished.options import (
+    check_options,
+    eval_options,
+    merge_options,
+    push_options,
+    sample_options,
+    score_options,
+)
 from trireme.engine.run.hub.fetch import base_for, fetched
 from trireme.engine.run.options import Options
 from trireme.engine.run.screen import OUTPUT, Screen
@@ -308,9 +316,8 @@ def check_paths(options: Options) -> None:
 
 def merge(argv: Sequence[str]) -> int:
     """`trireme merge ADAPTER --out DIR`. Raises InputError, CheckpointError, StoreError."""
-    given, screen = parse_merge(argv), Screen()
-
-    from trireme.engine.run.finished.merge import merge_of_run  # late, as above
+    given, screen = merge_options(argv), Screen()
+    from trireme.engine.run.finished.merge import merge_of_run  # late, as above, and in all commands
 
     base = base_for(Path(given.adapter), given.model, screen)
     merge_of_run(Path(given.adapter), base, Path(given.out), screen)
@@ -321,9 +328,8 @@ def merge(argv: Sequence[str]) -> int:
 
 def check(argv: Sequence[str]) -> int:
     """`trireme check`. Raises InputError, StoreError, OSError."""
-    given, screen = parse_check(argv), Screen()
-
-    from trireme.engine.check import check as checks  # late, as above
+    given, screen = check_options(argv), Screen()
+    from trireme.engine.check import check as checks
 
     checks.check(checks.folders_of(given.store), Path(given.report), screen.say, given.tune)
     return 0
@@ -331,48 +337,42 @@ def check(argv: Sequence[str]) -> int:
 
 def sample(argv: Sequence[str]) -> int:
     """`trireme sample FOLDER`. Raises as finished.sample.sample."""
-    from trireme.engine.run.finished.options import sample_options  # late, as above
-
     given = sample_options(argv)
-    from trireme.engine.run.finished.sample import sample  # later still: wrong options are answered without torch
+    from trireme.engine.run.finished.sample import sample
 
     return sample(given)
 
 
 def evaluate(argv: Sequence[str]) -> int:
     """`trireme eval FOLDER --data FILE`. Raises as finished.evaluate.evaluate."""
-    from trireme.engine.run.finished.options import eval_options  # late, as above
-
     given = eval_options(argv)
-    from trireme.engine.run.finished.evaluate import evaluate  # later still: torch
+    from trireme.engine.run.finished.evaluate import evaluate
 
     return evaluate(given)
 
 
 def score(argv: Sequence[str]) -> int:
     """`trireme score FOLDER --data FILE --out DIR`. Raises as finished.score.score."""
-    from trireme.engine.run.finished.options import score_options  # late, as above
-
     given = score_options(argv)
-    from trireme.engine.run.finished.score import score  # later still: torch
+    from trireme.engine.run.finished.score import score
 
     return score(given)
 
 
 def push(argv: Sequence[str]) -> int:
     """`trireme push FOLDER OWNER/NAME`. Raises InputError, OSError."""
-    given = parse_push(argv)
-    from trireme.engine.run.hub import push as pushing  # late, as above
+    given = push_options(argv)
+    from trireme.engine.run.hub.push import push
 
-    pushing.push(Path(given.folder), given.name, Screen())
+    push(Path(given.folder), given.name, Screen())
     return 0
 
 
-COMMANDS = {
+COMMANDS = {  # besides training
     "merge": merge,
     "check": check,
     "sample": sample,
     "eval": evaluate,
     "score": score,
     "push": push,
-}  # besides training
+}

@@ -7,8 +7,9 @@ import re
 from collections.abc import Callable, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, field
+from functools import partial
 from pathlib import Path
-from typing import Any, ClassVar
+from typing import Any
 
 from trireme.engine.amounts import MOST, number, positive, size, whole
 
@@ -16,13 +17,7 @@ BELOW_ONE = 0.999999
 LEAST = 1e-9  # share of a run
 SCHEDULES = ("cosine", "linear", "constant", "constant_with_warmup", "polynomial", "wsd")
 Parser = Callable[[str], Any]
-DATA, OUTPUT, TRAINING, PLACEMENT, INSTEAD = (
-    "model and data",
-    "output",
-    "training",
-    "machine (all of it is detected)",
-    "configuration files, dry runs",
-)
+GROUPS = ("model and data", "output", "training", "machine (all of it is detected)", "configuration files, dry runs")
 
 
 @dataclass(frozen=True)
@@ -162,6 +157,9 @@ def _option(group: str, text: str, default: Any = None, parse: Parser = named, *
     return field(default=default, metadata={"group": group, "help": text, "parse": parse, **more})
 
 
+_data, _output, _training, _machine, _instead = (partial(_option, group) for group in GROUPS)
+
+
 # ---------------------------------------------------------------- the options
 
 
@@ -169,380 +167,318 @@ def _option(group: str, text: str, default: Any = None, parse: Parser = named, *
 class Options:
     """All options of a run. None or empty: chosen by data, model or machine."""
 
-    model: str = _option(DATA, "Hugging Face checkpoint", "", metavar="DIR", also="model-name-or-path base-model")
-    data: tuple[str, ...] = _option(
-        DATA,
+    model: str = _data("Hugging Face checkpoint", "", metavar="DIR", also="model-name-or-path base-model")
+    data: tuple[str, ...] = _data(
         "files, folders or quoted patterns to train on; repeat the option to mix several",
         (),
         metavar="FILE[:WEIGHT]",
         also="dataset",
         repeat=True,
     )
-    val: str | None = _option(
-        DATA,
+    val: str | None = _data(
         "held-out data for evaluation: a file, or a share of --data such as 0.02",
         metavar="FILE",
         also="val-size val-set-size",
     )
-    map: str | None = _option(DATA, "names of your columns: prompt=question,completion=answer", metavar="OURS=YOURS")
-    seq_len: int | None = _option(
-        DATA,
+    map: str | None = _data("names of your columns: prompt=question,completion=answer", metavar="OURS=YOURS")
+    seq_len: int | None = _data(
         "tokens per sequence [2048, or the model's maximum if that is less]",
         parse=number(2, kind=int),
         metavar="N",
         also="max-length cutoff-len max-seq-length sequence-len max-seq-len",
     )
-    long: str | None = _option(
-        DATA,
+    long: str | None = _data(
         "what to do with rows longer than --seq-len [text: split, else cut]",
         choices=("cut", "drop", "split", "error"),
     )
-    rope_factor: float | None = _option(
-        DATA,
+    rope_factor: float | None = _data(
         "extend the context length by this factor (YaRN); written to OUT's config.json",
         parse=number(1),
         metavar="X",
     )
-    no_pack: bool = _option(DATA, "do not pack: one row per sequence", False, parse=bool)
-    skip_bad: bool = _option(DATA, "skip and count rows that cannot be read, instead of stopping", False, parse=bool)
-    max_samples: int | None = _option(
-        DATA, "use only the first N rows of each file of --data [all]", parse=whole, metavar="N"
+    no_pack: bool = _data("do not pack: one row per sequence", False, parse=bool)
+    skip_bad: bool = _data("skip and count rows that cannot be read, instead of stopping", False, parse=bool)
+    max_samples: int | None = _data("use only the first N rows of each file of --data [all]", parse=whole, metavar="N")
+    show_example: int = _data(
+        "number of examples to print, with the trained part in [..]", 1, parse=number(0, kind=int), metavar="N"
     )
-    show_example: int = _option(
-        DATA, "number of examples to print, with the trained part in [..]", 1, parse=number(0, kind=int), metavar="N"
+    tokenizer: str | None = _data("folder of another tokenizer", metavar="DIR", also="tokenizer-name-or-path")
+    chat_template: str | None = _data("another chat template: a .jinja file, chatml or plain", metavar="FILE")
+    system: str | None = _data(
+        "system message of chats that have none", metavar="TEXT", also="default-system default-system-message"
     )
-    tokenizer: str | None = _option(DATA, "folder of another tokenizer", metavar="DIR", also="tokenizer-name-or-path")
-    chat_template: str | None = _option(DATA, "another chat template: a .jinja file, chatml or plain", metavar="FILE")
-    system: str | None = _option(
-        DATA, "system message of chats that have none", metavar="TEXT", also="default-system default-system-message"
-    )
-    chat_template_kwargs: str | None = _option(
-        DATA,
+    chat_template_kwargs: str | None = _data(
         "variables of the chat template, such as '{\"enable_thinking\": false}'",
         parse=json_object,
         metavar="JSON",
     )
 
-    out: str = _option(
-        OUTPUT, "output folder [runs/NAME, with the checkpoint's name]", "", metavar="DIR", also="output-dir"
-    )
-    store: tuple[str, ...] = _option(
-        OUTPUT,
+    out: str = _output("output folder [runs/NAME, with the checkpoint's name]", "", metavar="DIR", also="output-dir")
+    store: tuple[str, ...] = _output(
         "folders for weights, moments and snapshots, one on each drive [OUT/store]",
         (),
         parse=listed(named),
         metavar="DIR[,DIR]",
     )
-    save_every: Every = _option(
-        OUTPUT,
+    save_every: Every = _output(
         "interval of snapshots: 500 (steps), 0.1 (of the run), 30min, never",
         Every(seconds=1800.0),
         parse=every,
         metavar="WHEN",
         also="save-steps",
     )
-    eval_every: Every = _option(
-        OUTPUT,
+    eval_every: Every = _output(
         "interval of evaluations on --val, in the same form",
         Every(share=0.1),
         parse=every,
         metavar="WHEN",
         also="eval-steps",
     )
-    eval_tokens: int | None = _option(
-        OUTPUT,
+    eval_tokens: int | None = _output(
         "tokens of --val per evaluation [such that evaluations take a tenth of the run]",
         parse=whole,
         metavar="N",
     )
-    export: str = _option(
-        OUTPUT, "write the last weights, or those with the lowest loss on --val", "last", choices=("last", "best")
+    export: str = _output(
+        "write the last weights, or those with the lowest loss on --val", "last", choices=("last", "best")
     )
-    export_every: Every = _option(
-        OUTPUT, "interval of complete checkpoints in OUT/step-N", Every(), parse=every, metavar="WHEN"
+    export_every: Every = _output(
+        "interval of complete checkpoints in OUT/step-N", Every(), parse=every, metavar="WHEN"
     )
-    patience: int | None = _option(
-        OUTPUT,
+    patience: int | None = _output(
         "stop after N evaluations without improvement [never]",
         parse=whole,
         metavar="N",
         also="early-stopping-patience",
     )
-    keep: int = _option(OUTPUT, "number of snapshots to keep", 1, parse=whole, metavar="N", also="save-total-limit")
-    log: tuple[str, ...] = _option(
-        OUTPUT,
+    keep: int = _output("number of snapshots to keep", 1, parse=whole, metavar="N", also="save-total-limit")
+    log: tuple[str, ...] = _output(
         "also log to tensorboard, wandb, mlflow, comet; trace: a timeline of all tasks",
         (),
         parse=listed(named),
         metavar="NAME[,NAME]",
         also="report-to",
     )
-    push: str | None = _option(
-        OUTPUT, "upload OUT to a private repository of the Hugging Face hub, with a model card", metavar="OWNER/NAME"
+    push: str | None = _output(
+        "upload OUT to a private repository of the Hugging Face hub, with a model card", metavar="OWNER/NAME"
     )
-    resume: str | None = _option(
-        OUTPUT, "continue RUN, or the latest run in runs/", parse=str, metavar="RUN", also="resume-from-checkpoint"
+    resume: str | None = _output(
+        "continue RUN, or the latest run in runs/", parse=str, metavar="RUN", also="resume-from-checkpoint"
     )
 
-    method: str = _option(
-        TRAINING,
+    method: str = _training(
         "fine-tuning (sft), learning from preferences (dpo to kto), a reward model or a classifier",
         "sft",
         choices=("sft", "dpo", "ipo", "orpo", "simpo", "kto", "reward", "classify"),
         also="rl",
     )
-    labels: tuple[str, ...] = _option(
-        TRAINING,
+    labels: tuple[str, ...] = _training(
         "classify: names or number of the classes [from the checkpoint, else from the data]",
         (),
         parse=labels_of,
         metavar="NAME,NAME",
         also="num-labels",
     )
-    center_rewards_coefficient: float | None = _option(
-        TRAINING, "reward: weight of the squared sum of a pair's rewards [0]", parse=number(0), metavar="X"
+    center_rewards_coefficient: float | None = _training(
+        "reward: weight of the squared sum of a pair's rewards [0]", parse=number(0), metavar="X"
     )
-    beta: float | None = _option(
-        TRAINING,
+    beta: float | None = _training(
         "methods of preferences: beta of the loss [0.1]",
         parse=positive,
         metavar="X",
         also="pref-beta rl-beta dpo-beta kto-beta orpo-alpha orpo-beta",
     )
-    label_smoothing: float | None = _option(
-        TRAINING,
+    label_smoothing: float | None = _training(
         "label smoothing of the cross-entropy; dpo, simpo: share of wrong pairs [0]",
         parse=number(0, 0.499999),
         metavar="X",
         also="dpo-label-smoothing label-smoothing-factor",
     )
-    simpo_gamma: float | None = _option(
-        TRAINING, "simpo: target margin of the rewards [0.5]", parse=number(0), metavar="X"
-    )
-    desirable_weight: float | None = _option(
-        TRAINING,
+    simpo_gamma: float | None = _training("simpo: target margin of the rewards [0.5]", parse=number(0), metavar="X")
+    desirable_weight: float | None = _training(
         "kto: weight of good answers [1]",
         parse=positive,
         metavar="X",
         also="kto-chosen-weight kto-desirable-weight",
     )
-    undesirable_weight: float | None = _option(
-        TRAINING,
+    undesirable_weight: float | None = _training(
         "kto: weight of bad answers [1]",
         parse=positive,
         metavar="X",
         also="kto-rejected-weight kto-undesirable-weight",
     )
-    teacher: str | None = _option(
-        TRAINING,
+    teacher: str | None = _training(
         "distillation: also learn from the most likely tokens of this checkpoint, or from an output of `trireme score`",
         metavar="DIR",
         also="teacher-model teacher-model-name-or-path",
     )
-    distill_weight: float | None = _option(
-        TRAINING,
+    distill_weight: float | None = _training(
         "weight of the teacher in the loss; that of the labels is 1 - X [0.5]",
         parse=number(0, 1),
         metavar="X",
     )
-    temperature: float | None = _option(
-        TRAINING,
+    temperature: float | None = _training(
         "temperature of the distributions of teacher and model [1]",
         parse=number(0.01, 100),
         metavar="X",
         also="kd-temperature distill-temperature",
     )
-    top_k: int | None = _option(
-        TRAINING,
+    top_k: int | None = _training(
         "number of the teacher's most likely tokens per label [64]",
         parse=number(1, 256, kind=int),
         metavar="K",
     )
-    epochs: float | None = _option(
-        TRAINING,
+    epochs: float | None = _training(
         "passes over the data [text 1, preferences 1, chats 3]",
         parse=positive,
         metavar="X",
         also="num-train-epochs num-epochs",
     )
-    max_steps: int | None = _option(
-        TRAINING, "number of steps, instead of --epochs", parse=whole, metavar="N", also="iters"
-    )
-    batch_size: int = _option(TRAINING, "sequences per optimizer step", 16, parse=whole, metavar="N")
-    micro_batch: str | int = _option(
-        TRAINING,
+    max_steps: int | None = _training("number of steps, instead of --epochs", parse=whole, metavar="N", also="iters")
+    batch_size: int = _training("sequences per optimizer step", 16, parse=whole, metavar="N")
+    micro_batch: str | int = _training(
         "sequences that are computed at once",
         "auto",
         parse=either(one_of("auto"), whole, expected="auto, or a whole number of at least 1"),
         metavar="N",
         also="micro-batch-size",
     )
-    lr: float | None = _option(
-        TRAINING,
+    lr: float | None = _training(
         "peak learning rate [1e-5; 2e-5 below 3B parameters; adapters 2e-4; preferences 1e-6, adapters 1e-5]",
         parse=positive,
         metavar="X",
         also="learning-rate",
     )
-    schedule: str = _option(
-        TRAINING,
+    schedule: str = _training(
         "learning rate after warm-up: cosine (ends at 10 %), linear, constant, polynomial, wsd",
         "cosine",
         parse=one_of(*SCHEDULES),
         metavar="NAME",
         also="lr-scheduler-type lr-scheduler",
     )
-    warmup: float = _option(
-        TRAINING,
+    warmup: float = _training(
         "length of the warm-up: a share of the run (below 1), or steps",
         0.03,
         parse=either(number(0, BELOW_ONE), number(1, kind=integral), expected="a share (below 1) or a number of steps"),
         metavar="X",
         also="warmup-steps warmup-ratio",
     )
-    weight_decay: float | None = _option(
-        TRAINING, "weight decay; not applied to norms and biases [0.01; adapters 0]", parse=number(0), metavar="X"
+    weight_decay: float | None = _training(
+        "weight decay; not applied to norms and biases [0.01; adapters 0]", parse=number(0), metavar="X"
     )
-    betas: tuple[float, float] = _option(
-        TRAINING,
+    betas: tuple[float, float] = _training(
         "beta1 and beta2 of AdamW",
         (0.9, 0.95),
         parse=listed(number(0, BELOW_ONE), "0.9,0.95"),
         metavar="X,X",
         also="adam-betas",
     )
-    adam_bits: int | None = _option(
-        TRAINING, "bits of each AdamW moment: 32, 16 or 8 [32]", parse=one_of(32, 16, 8), metavar="N"
+    adam_bits: int | None = _training(
+        "bits of each AdamW moment: 32, 16 or 8 [32]", parse=one_of(32, 16, 8), metavar="N"
     )
-    lora: int | None = _option(
-        TRAINING,
+    lora: int | None = _training(
         "train LoRA adapters of this rank (16 is usual); the model is frozen",
         parse=whole,
         metavar="R",
         also="lora-r lora-rank",
     )
-    lora_alpha: float | None = _option(TRAINING, "adapters are scaled by alpha / R [2 R]", parse=positive, metavar="X")
-    rslora: bool = _option(
-        TRAINING,
+    lora_alpha: float | None = _training("adapters are scaled by alpha / R [2 R]", parse=positive, metavar="X")
+    rslora: bool = _training(
         "rsLoRA: scale by alpha / sqrt(R); the default alpha is then 8",
         False,
         parse=bool,
         also="use-rslora peft-use-rslora",
     )
-    loraplus: float | None = _option(
-        TRAINING,
+    loraplus: float | None = _training(
         "LoRA+: ratio of the learning rates of B and A (16 is usual)",
         parse=number(1, 1024),
         metavar="X",
         also="loraplus-lr-ratio",
     )
-    lora_dropout: float | None = _option(
-        TRAINING,
+    lora_dropout: float | None = _training(
         "dropout of the adapters' inputs [0; with --adapter that of the adapter]",
         parse=number(0, BELOW_ONE),
         metavar="X",
     )
-    lora_targets: tuple[str, ...] = _option(
-        TRAINING,
+    lora_targets: tuple[str, ...] = _training(
         "matrices with adapters, such as q_proj, experts [all; mixtures of experts: attention]",
         (),
         parse=listed(named),
         metavar="NAME[,NAME]",
         also="lora-target lora-target-modules",
     )
-    base: str | None = _option(
-        TRAINING,
+    base: str | None = _training(
         "quantize the frozen matrices of the blocks while loading, as QLoRA does",
         choices=("nf4", "fp8", "mxfp4"),
     )
-    train: tuple[str, ...] = _option(
-        TRAINING, "train only these tensors, such as '*.mlp.*'", (), parse=listed(named), metavar="GLOB[,GLOB]"
+    train: tuple[str, ...] = _training(
+        "train only these tensors, such as '*.mlp.*'", (), parse=listed(named), metavar="GLOB[,GLOB]"
     )
-    freeze: tuple[str, ...] = _option(
-        TRAINING, "do not train these tensors, such as '*embed*'", (), parse=listed(named), metavar="GLOB[,GLOB]"
+    freeze: tuple[str, ...] = _training(
+        "do not train these tensors, such as '*embed*'", (), parse=listed(named), metavar="GLOB[,GLOB]"
     )
-    router_aux: float = _option(
-        TRAINING, "weight of the load-balancing loss of experts; 0: none", 0.0, parse=number(0), metavar="X"
+    router_aux: float = _training(
+        "weight of the load-balancing loss of experts; 0: none", 0.0, parse=number(0), metavar="X"
     )
-    adapter: str | None = _option(TRAINING, "train this adapter further, a folder in peft's format", metavar="DIR")
-    merge: bool = _option(
-        TRAINING, "with adapters: also write OUT/merged, the model with the adapters added", False, parse=bool
+    adapter: str | None = _training("train this adapter further, a folder in peft's format", metavar="DIR")
+    merge: bool = _training(
+        "with adapters: also write OUT/merged, the model with the adapters added", False, parse=bool
     )
-    neftune: float | None = _option(
-        TRAINING,
+    neftune: float | None = _training(
         "NEFTune: noise on embeddings of up to alpha / sqrt(tokens x width) (5 is usual)",
         parse=number(0),
         metavar="ALPHA",
         also="neftune-noise-alpha noisy-embedding-alpha neftune-alpha",
     )
-    max_grad_norm: float = _option(
-        TRAINING,
+    max_grad_norm: float = _training(
         "clip the global gradient norm; 0: no clipping",
         1.0,
         parse=number(0),
         metavar="X",
         also="clip gradient-clipping",
     )
-    seed: int = _option(
-        TRAINING,
+    seed: int = _training(
         "seed of the data's order, of noise and of dropout",
         42,
         parse=number(0, 2**32 - 1, kind=int),
         metavar="N",
     )
 
-    device: str = _option(PLACEMENT, "device to compute on", "auto", choices=("auto", "cuda", "cpu"))
-    dtype: str = _option(
-        PLACEMENT,
+    device: str = _machine("device to compute on", "auto", choices=("auto", "cuda", "cpu"))
+    dtype: str = _machine(
         "number format of the computation [bf16 on a GPU, else fp32]",
         "auto",
         choices=("auto", "bf16", "fp32", "fp8"),
     )
-    gpus: str | int = _option(
-        PLACEMENT,
+    gpus: str | int = _machine(
         "number of GPUs, or all; on a CPU they are emulated",
         1,
         parse=either(one_of("all"), whole, expected="all, or a whole number of at least 1"),
         metavar="N",
         also="num-gpus",
     )
-    gpu_memory: int | None = _option(
-        PLACEMENT, "hard limit of each GPU, such as 24GiB [the free memory]", parse=size, metavar="SIZE"
+    gpu_memory: int | None = _machine(
+        "hard limit of each GPU, such as 24GiB [the free memory]", parse=size, metavar="SIZE"
     )
-    ram: int | None = _option(
-        PLACEMENT, "hard limit of this process [85 % of what it may use]", parse=size, metavar="SIZE"
-    )
-    optimizer_mode: str = _option(
-        PLACEMENT,
+    ram: int | None = _machine("hard limit of this process [85 % of what it may use]", parse=size, metavar="SIZE")
+    optimizer_mode: str = _machine(
         "whether AdamW overlaps with backward or with the next forward",
         "auto",
         choices=("auto", "backward", "forward"),
     )
-    plan: str | None = _option(PLACEMENT, "use this plan, a JSON file, instead of searching for one", metavar="FILE")
+    plan: str | None = _machine("use this plan, a JSON file, instead of searching for one", metavar="FILE")
 
-    config: str | None = _option(
-        INSTEAD, "read options from a YAML file; the command line overrides them", metavar="FILE"
+    config: str | None = _instead("read options from a YAML file; the command line overrides them", metavar="FILE")
+    dry_run: bool = _instead(
+        "print report and plan, then stop; needs only config.json, and no --data", False, parse=bool
     )
-    dry_run: bool = _option(
-        INSTEAD, "print report and plan, then stop; needs only config.json, and no --data", False, parse=bool
+    assume: str | None = _instead(
+        "dry run for another machine: gpu=rtx4090,ram=128GiB,ssd=2x2TB@7/5,bus=x8", metavar="PARTS"
     )
-    assume: str | None = _option(
-        INSTEAD, "dry run for another machine: gpu=rtx4090,ram=128GiB,ssd=2x2TB@7/5,bus=x8", metavar="PARTS"
+    shape: str | None = _instead(
+        "dry run for a model by name: llama-3.3-70b (an unknown name lists all)", metavar="NAME"
     )
-    shape: str | None = _option(
-        INSTEAD, "dry run for a model by name: llama-3.3-70b (an unknown name lists all)", metavar="NAME"
-    )
-    demo: bool = _option(INSTEAD, "train a small generated model on generated text, in a minute", False, parse=bool)
-
-    eps: ClassVar[float] = 1e-8  # PyTorch's
-
-    @property
-    def beta1(self) -> float:
-        return self.betas[0]
-
-    @property
-    def beta2(self) -> float:
-        return self.betas[1]
+    demo: bool = _instead("train a small generated model on generated text, in a minute", False, parse=bool)
 
     @property
     def trace(self) -> bool:

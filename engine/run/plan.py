@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, replace
 from functools import cached_property
 from pathlib import Path
 from typing import NamedTuple
@@ -27,41 +27,6 @@ from trireme.models.sizes import shapes
 
 RECORDS = 1.03  # margin of RAM to ask for: more RAM brings larger records
 MICRO_TOKENS = {True: 16384, False: 4096}  # by on_cuda: larger micro-batches are no faster
-
-
-def given_plan(
-    options: Options,
-    cfg: ModelConfig,
-    seq_len: int,
-    pinned: Pinned | None,
-    on_cuda: bool,
-    gpus: int = 1,
-    hosts: int = 1,
-) -> Plan | None:
-    """The plan of --plan. Raises InputError if it does not suit the model, the run or the device."""
-    if not options.plan:
-        return None
-    plan = replace(Plan.load(Path(options.plan)), hosts=hosts, host=hosts - 1)
-    if wrong := misfit(plan, cfg):
-        raise InputError(f"{options.plan}: {wrong}")
-    if plan.tokens % seq_len:
-        raise InputError(f"{options.plan}: the plan is for another --seq-len")
-    if options.dtype != "auto" and DTYPES[options.dtype] != plan.dtype:
-        raise InputError(f"{options.plan}: the plan computes in {plan.dtype}. Leave --dtype out, or change the plan.")
-    if plan.gpus != gpus:
-        raise InputError(f"{options.plan}: the plan is for {count(plan.gpus, 'GPU')}. Give --gpus {plan.gpus}.")
-    check_options(options, plan, plan.tokens // seq_len)
-    if on_cuda and not plan.runs_on_cuda:
-        raise InputError(
-            f"{options.plan}: no CUDA kernel updates {plan.adam_bits}-bit moments. Give every unit a state in host or "
-            "ssd and the update cpu, or set adam_bits to 32."
-        )
-    if pinned:
-        now = cut_of(plan)
-        for key, before in cut_of(pinned.plan).items():
-            if now[key] != before:
-                raise InputError(f"{options.plan}: the run began with {key} {before}, the plan has {now[key]}")
-    return plan
 
 
 def check_options(options: Options, plan: Plan, rows: int) -> None:
@@ -132,13 +97,36 @@ class Planner:
     on_cuda: bool
     limits: Limits
     pinned: Pinned | None
-    clock: Clock = field(default_factory=Clock, compare=False)
-    hosts: int = 1
+    clock: Clock
+    hosts: int
 
     @cached_property
     def given(self) -> Plan | None:
-        gpus, hosts = self.limits.gpus, self.hosts
-        return given_plan(self.options, self.cfg, self.seq_len, self.pinned, self.on_cuda, gpus, hosts)
+        """The plan of --plan. Raises InputError if it does not suit the model, the run or the device."""
+        o = self.options
+        if not o.plan:
+            return None
+        plan = replace(Plan.load(Path(o.plan)), hosts=self.hosts, host=self.hosts - 1)
+        if wrong := misfit(plan, self.cfg):
+            raise InputError(f"{o.plan}: {wrong}")
+        if plan.tokens % self.seq_len:
+            raise InputError(f"{o.plan}: the plan is for another --seq-len")
+        if o.dtype != "auto" and DTYPES[o.dtype] != plan.dtype:
+            raise InputError(f"{o.plan}: the plan computes in {plan.dtype}. Leave --dtype out, or change the plan.")
+        if plan.gpus != self.limits.gpus:
+            raise InputError(f"{o.plan}: the plan is for {count(plan.gpus, 'GPU')}. Give --gpus {plan.gpus}.")
+        check_options(o, plan, plan.tokens // self.seq_len)
+        if self.on_cuda and not plan.runs_on_cuda:
+            raise InputError(
+                f"{o.plan}: no CUDA kernel updates {plan.adam_bits}-bit moments. Give every unit a state in host or "
+                "ssd and the update cpu, or set adam_bits to 32."
+            )
+        if self.pinned:
+            now = cut_of(plan)
+            for key, before in cut_of(self.pinned.plan).items():
+                if now[key] != before:
+                    raise InputError(f"{o.plan}: the run began with {key} {before}, the plan has {now[key]}")
+        return plan
 
     @property
     def dtype(self) -> str:

@@ -20,7 +20,7 @@ from trireme.engine.planner.host import computed_by
 from trireme.engine.planner.whole import AGAIN
 from trireme.engine.run.begin.alternatives import alternatives
 from trireme.engine.run.begin.resume import Snapshot, Start, check_continues, new_store, open_run
-from trireme.engine.run.begin.snapshot import check_snapshot, is_date
+from trireme.engine.run.begin.snapshot import is_date
 from trireme.engine.run.begin.teacher import about_teacher, with_teacher
 from trireme.engine.run.command import checked, program
 from trireme.engine.run.config.config_file import changes, config_yaml, to_agree
@@ -124,8 +124,6 @@ def _resume(
             start = open_run(options, screen, group, id)
         if start.store is not None:
             stack.callback(start.store.close)
-        if start.snapshot:
-            check_snapshot(options, start.snapshot)
         if options.dry_run:
             _prepare(options, screen, clock, group, start.snapshot)
             return None
@@ -148,7 +146,7 @@ def _write_options(job: Job, id: str) -> None:
 
 def _say_computed_by(snapshot: Snapshot, now: str, screen: Screen) -> None:
     """Prints a line if libraries or GPU are not those of the snapshot."""
-    before = snapshot.get("computed_by") or now
+    before = snapshot["computed_by"] or now
     if before != now:
         screen.say(f"changed  {now}, was {shown(before, 200)} at step {snapshot['step']:,}: it may round differently")
 
@@ -183,10 +181,10 @@ def _job(options: Options, screen: Screen, clock: Clock, group: Alone, snapshot:
     far = lambda name, position, size: screen.far(f"reading {name}", position, size, began)
     try:
         today = date.today().isoformat()
-        day = snapshot.get("date") if snapshot else group.texts(today)[0]
+        day = snapshot["date"] if snapshot else group.texts(today)[0]
         if day and not is_date(day):
             refuse_text(0, f": today is {shown(day)!r}")
-        launches = snapshot.get("launches", {}) if snapshot else None
+        launches = snapshot["launches"] if snapshot else None
         job = prepare(options, snapshot and snapshot["cut"], far, screen.warn, clock, group, day, launches)
     finally:
         screen.clear()

@@ -59,16 +59,13 @@ def folded(cfg: ModelConfig, names: Iterable[str]) -> list[str]:
         number, _, rest = name.removeprefix(before).partition(after)
         inner = name.startswith(before) and number.isdigit()
         layers.setdefault(f"{before}{{}}{after}{rest}" if inner else name, []).extend([int(number)] if inner else [])
-    return [name.replace("{}", ",".join(map(_range, _runs(found)))) for name, found in layers.items()]
+    span = lambda run: f"{run[0]}-{run[-1]}" if len(run) > 1 else str(run[0])
+    return [name.replace("{}", ",".join(map(span, _runs(found)))) for name, found in layers.items()]
 
 
 def _runs(numbers: Iterable[int]) -> list[list[int]]:
     """Numbers in groups of consecutive ones."""
     return [[n for _, n in run] for _, run in groupby(enumerate(sorted(numbers)), lambda pair: pair[1] - pair[0])]
-
-
-def _range(run: Sequence[int]) -> str:
-    return f"{run[0]}-{run[-1]}" if len(run) > 1 else str(run[0])
 
 
 def trained_lines(cfg: ModelConfig, asked: Mapping[str, Sequence[str]]) -> list[str]:

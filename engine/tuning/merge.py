@@ -16,12 +16,10 @@ from trireme.engine.placement import Progress, silent
 from trireme.engine.tuning.adapters import Adapter
 from trireme.engine.tuning.base import check_unchanged, stamps
 from trireme.engine.tuning.headed import headed
-from trireme.engine.tuning.opened import read_adapter, scored_by
-from trireme.engine.tuning.packed import Packed, check_packing, unpacked
-from trireme.engine.tuning.parts import open_checkpoint
-from trireme.engine.tuning.peft_config import base_of, read_adapter_config
+from trireme.engine.tuning.opened import read_adapter
+from trireme.engine.tuning.packed import Packed, unpacked
 from trireme.models import hf
-from trireme.models.config import InputError, ModelConfig, read_config
+from trireme.models.config import InputError, ModelConfig
 from trireme.models.sizes import shapes
 from trireme.storage.checkpoint import Source, convert, dtype_of, export, is_finite
 from trireme.storage.files import Say, lock, make_folder, partial_of, remove_folders, sync_folder, write_synced
@@ -29,30 +27,13 @@ from trireme.storage.untrusted import read_small
 
 Factors = list[tuple[Tensor, Tensor]]  # (left (rows, R), right (R, columns)) of each matrix
 Working = Callable[[str, int], AbstractContextManager[Progress]]  # (what is done, its bytes) -> what hears of them
-Finished = Callable[[ModelConfig, Source], Source]  # with the auxiliary files that the output is to have
 
 
-def merge_folder(
-    folder: Path,
-    model: str,
-    out: Path,
-    say: Say,
-    working: Working,
-    factor: float | None = None,
-    finished: Finished | None = None,
-) -> None:
-    """Writes the model of the adapter in `folder`, or that in the folder `model`, plus the adapter to `out`.
+def merge_folder(folder: Path, cfg: ModelConfig, source: Source, out: Path, say: Say, working: Working) -> None:
+    """Writes `source`, the model of the adapter in `folder`, plus the adapter to `out`, which is free.
 
-    `factor`: as --rope-factor. Raises InputError, CheckpointError, StoreError.
+    Raises InputError, CheckpointError, StoreError.
     """
-    base = base_of(read_adapter_config(folder))
-    if not Path(model or base or "?").is_dir():
-        wrong = f"--model {model} is not a folder" if model else f"{folder}: its base, {base!r}, is not a folder here"
-        raise InputError(f"{wrong}. Name the checkpoint: --model DIR.")
-    cfg = scored_by(folder, read_config(model or base, factor))
-    source = open_checkpoint(model or base, cfg.packing, say)
-    check_packing(cfg, source, say)
-    source = finished(cfg, source) if finished else source
     if isinstance(source, Packed):
         say(f"note: {source.folder}: matrices in {source.packing.word} that the adapter changes make all be in bf16")
     with _claimed(out, [*source.others, *source.files]), working("merging the adapter", 2 * source.nbytes) as more:

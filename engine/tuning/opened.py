@@ -166,19 +166,14 @@ def _of_one(said: Said, name: str) -> str:
 
 def _outer_places(cfg: ModelConfig, said: Said) -> Iterator[Place]:
     """Embedding and output matrix; none in a tied model, which has one matrix for both."""
-    for module, names in (
-        ()
-        if cfg.tied
-        else (
-            (cfg.names.embed, ("lora_embedding_A", "lora_embedding_B")),
-            (cfg.names.output, ("lora_A.weight", "lora_B.weight")),
-        )
+    if cfg.tied:
+        return
+    for module, names, inner, outer in (
+        (cfg.names.embed, ("lora_embedding_A", "lora_embedding_B"), cfg.vocab, cfg.width),
+        (cfg.names.output, ("lora_A.weight", "lora_B.weight"), cfg.width, cfg.outputs),
     ):
         theirs = cfg.names.module(module)
         a, b = (f"{theirs}.{name}" for name in names)
-        inner, outer = (cfg.vocab if module == cfg.names.embed else cfg.outputs, cfg.width)[
-            :: 1 if module == cfg.names.embed else -1
-        ]
         yield _place(module, -1, "", said.sized(theirs), {a: (1, inner), b: (outer, 1)})
 
 

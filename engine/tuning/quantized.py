@@ -6,7 +6,6 @@ written next to frozen matrices, is made of the checkpoint's own values.
 
 from __future__ import annotations
 
-from collections.abc import Iterator
 from dataclasses import dataclass, replace
 from functools import cache
 from math import prod
@@ -77,7 +76,8 @@ class Encoder:
         """(codes, scales) of `n` rows of all matrices, flat."""
         from trireme.models.packed import encode  # torch, which nothing else here needs
 
-        values = np.concatenate(list(_in_fp32(self.source, self.name, first * columns, (first + n) * columns)))
+        pieces = self.source.values(self.name, first * columns, (first + n) * columns)
+        values = np.concatenate([np.array(convert(piece, dtype_of(piece), "F32")) for piece in pieces])
         return encode(self.packing, values.reshape(n, columns))
 
 
@@ -98,11 +98,6 @@ class Encoded:
             part = encoder.strip(i * height, min((i + 1) * height, rows))[self.part]
             found.append(part[max(first - i * each, 0) : last - i * each])
         return np.concatenate(found)
-
-
-def _in_fp32(source: Source, name: str, first: int, last: int) -> Iterator[np.ndarray]:
-    for piece in source.values(name, first, last):
-        yield np.array(convert(piece, dtype_of(piece), "F32"))
 
 
 def quantized(cfg: ModelConfig, source: Source, base: str, stored: dict[str, str]) -> tuple[ModelConfig, Quantized]:

@@ -45,7 +45,7 @@ def test_a_text_is_as_its_tokenizer_has_it(tmp_path, codecs):
     rows = [dict(text="b", label="good"), dict(prompt="a", completion=" c", label=0), dict(text="d", label="1")]
     data = load(tmp_path, rows, codecs[0])
     assert documents(data) == [("<s>a c", 0, 0, None, None), ("<s>b", 0, 1, None, None), ("<s>d", 0, 1, None, None)]
-    assert (data.trained * data.tokens, data.report.fitted.unlearnable, data.paired) == (3, 0, False)
+    assert (data.trained * data.tokens, data.report.fitted.unlearnable, data.options.paired) == (3, 0, False)
     assert "trained" not in " ".join(data.report.lines())
     assert data.example(0).endswith(" -> good")
     again = load(tmp_path, [rows[0] | {"label": "bad"}, *rows[1:]], codecs[0])
@@ -78,7 +78,7 @@ def test_the_padding_is_not_scored(tmp_path, codecs):
         ("<s>a b</s>", 1, 0, 2.0, 0.5), ("<s>a c</s>", 1, 0, 2.0, 0.0),
         ("<s>de</s>", 1, 0, 1.0, 0.0), ("<s>df</s>", 1, 0, 1.0, 0.0),
     ]  # fmt: skip
-    assert data.paired
+    assert data.options.paired
     assert "not used" not in " ".join(data.report.lines())
 
 

@@ -817,7 +817,7 @@ def test_reading_is_keyed_by_content(tmp_path):
     from trireme.engine.data.files.folders import find_data
 
     (file,) = find_data(write(tmp_path / "a.jsonl", [{"text": "x"}])).files
-    assert Reading(None, {}, False, None, tmp_path).key(file) == KEY
+    assert Reading(DataOptions(), None, {}, tmp_path).key(file) == KEY
 
 
 KEY = "5a0189ea0fac1dbe02372319"

@@ -99,9 +99,13 @@ def batch_of(vocab):
     return MicroBatch(ids, labels, lengths)
 
 
-def loss(layers, batches):
+def ready(layers):
     tables = rope_tables(layers.cfg, 64, layers.device)
-    return sum(float(losses.double().sum()) for losses in evaluate._pass(layers, batches, tables, torch.float32))
+    return evaluate.Ready(layers, 1, 64, torch.float32, tables, 0, layers.cfg.vocab)
+
+
+def loss(layers, batches):
+    return sum(float(losses.double().sum()) for losses in evaluate._pass(ready(layers), batches))
 
 
 @pytest.mark.parametrize("where", ["memory", "files"])
@@ -119,7 +123,7 @@ def test_tokens_and_losses_of_transformers(case, where, tmp_path):
     expected = their_losses(reference, batch)
     assert loss(layers, [batch]) == pytest.approx(expected, rel=1e-5)
     assert loss(layers, [batch, batch]) == pytest.approx(2 * expected, rel=1e-5)
-    found = evaluate.loss_on(layers, OneBatch(batch), 1, 64, torch.float32, 0, Screen(io.StringIO()))
+    found = evaluate.loss_on(ready(layers), OneBatch(batch), Screen(io.StringIO()))
     assert found.correct == their_hits(reference, batch)
     layers.close()
 

@@ -19,6 +19,7 @@ from targets_rows import ROW_TARGETS
 
 from trireme.engine.data import dataset as data
 from trireme.engine.plan import DoesNotFit, Limits, Plan, UnitPlan
+from trireme.engine.planner.clock import Clock
 from trireme.engine.run.begin.snapshot import Pinned, check_model, check_snapshot, identity, pinned_of
 from trireme.engine.run.command import parse
 from trireme.engine.run.config.config_file import changes, saved_options
@@ -27,7 +28,7 @@ from trireme.engine.run.output import exports
 from trireme.engine.run.output.folder import has_started
 from trireme.engine.run.output.log import RunLog
 from trireme.engine.run.output.records import Mark
-from trireme.engine.run.plan import check_memory, check_step, given_plan
+from trireme.engine.run.plan import Planner, check_step
 from trireme.engine.run.screen import Screen
 from trireme.engine.tuning.adapters import adapter_shapes, peft_names
 from trireme.engine.tuning.chosen import adapted
@@ -247,7 +248,7 @@ def snapshot(folder: Path) -> Target:
             said = parse_json(content, "manifest")
         except ValueError:
             return
-        check_snapshot(options, said)
+        said = check_snapshot(options, said)
         changes(options, said["options"])
         check_model(options, pinned_of(options, said["cut"]), cfg, source)
         Mark(*said["log"]).step + said["step"]
@@ -347,9 +348,9 @@ def plan(folder: Path) -> Target:
 
     def read(content: bytes) -> None:
         path.write_bytes(content)
-        plan = given_plan(options, cfg, 12, None, True)
-        check_memory(options, cfg, plan, Limits(1 << 30, 1 << 30))
-        check_step(options, plan, 2, 12)
+        planner = Planner(options, cfg, 12, True, Limits(1 << 30, 1 << 30), None, Clock(), 1)
+        planner.refuse_early()
+        check_step(options, planner.given, 2, 12)
 
     return Target([json.loads(path.read_text())], as_json, read, (InputError, DoesNotFit))
 

@@ -98,12 +98,12 @@ def flip(path: Path, dice: random.Random) -> None:
 def resumed(job: Job, run: Options) -> dict[str, bytes]:
     """Everything that the run goes on with, loaded as by a resumed run: spans, what the snapshot says, auxiliary."""
     screen = Screen(io.StringIO())
-    store, said = resume.open_snapshot(run, screen, run_of(Path(run.out)))
-    with store:
+    with resume.open_store(run, screen, run_of(Path(run.out))) as store:
+        said = store.restore()
         e = run_engine.make_engine(job, InlineQueues(), store, screen, Alone())
         with closing(e):
             run_engine.claim_space(e, job, store, anew=False)
-            run_engine.load_engine(e, job, store, screen, Alone(), resumed=True)
+            run_engine.Loader(e, job, store, screen, Alone()).go_on()
             found = {"said": json.dumps(said).encode(), "step": b"%d" % store.snapshots[-1].step}
             for name, shard in store.shards.items():
                 buffer = arena(shard.layout.span)

@@ -91,7 +91,7 @@ BEFORE_A_STEP = {
     "half of its store": (store.Store, "_copy_auxiliary", True),
     "its store": (train, "new_store", False),
     "its log": (live, "RunLog", False),
-    "its engine": (live, "load_engine", False),
+    "its engine": (live.Loader, "begin", False),
 }
 
 

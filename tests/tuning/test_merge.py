@@ -6,7 +6,7 @@ import os
 import sys
 import traceback
 from collections.abc import Callable
-from contextlib import nullcontext, suppress
+from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -17,9 +17,10 @@ from runs import ended
 from safetensors.torch import load_file, save_file
 from tiny import CASES, oracle
 
-from trireme.engine.placement import silent
+from trireme.engine.run.finished.merge import merge_of_run
+from trireme.engine.run.screen import Screen
 from trireme.engine.tuning.adapters import WEIGHTS
-from trireme.engine.tuning.merge import merge_folder, merged
+from trireme.engine.tuning.merge import merged
 from trireme.engine.tuning.peft_config import CONFIG
 from trireme.engine.tuning.spellings import PREFIX
 from trireme.models.config import InputError
@@ -33,7 +34,7 @@ class Made:
     folder: Path
 
     def merge(self, out="out") -> None:
-        merge_folder(self.folder / "adapter", "", self.folder / out, print, lambda *_: nullcontext(silent))
+        merge_of_run(self.folder / "adapter", "", self.folder / out, Screen())
 
     def files(self, out="out") -> dict[str, bytes]:
         paths = (p for p in (self.folder / out).rglob("*") if p.is_file())

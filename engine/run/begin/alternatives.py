@@ -4,17 +4,11 @@ from __future__ import annotations
 
 from contextlib import suppress
 from dataclasses import replace
-from pathlib import Path
 
 from trireme.engine.amounts import compact, seconds
 from trireme.engine.plan import DoesNotFit
-from trireme.engine.planner.forecast import Files, Forecast, Work
-from trireme.engine.planner.machine import this_machine
-from trireme.engine.run.begin.limits import device_and_limits
-from trireme.engine.run.begin.model import sequence_length, what_is_trained
 from trireme.engine.run.job import check_room, prepare
 from trireme.engine.run.options import Options
-from trireme.engine.run.plan import Planner
 from trireme.models.config import InputError
 from trireme.storage.headers import CheckpointError
 
@@ -34,44 +28,29 @@ def alternatives(options: Options) -> str:
         based = _base_that_fits(options)
         return f"Or quantize what is frozen, which then fits: {based}." if based else ""
     lighter = replace(options, lora=RANK)
-    adapters = _step_if_it_fits(lighter, Files(export=1))
+    adapters = _step_if_it_fits(lighter)
     if adapters is None and (based := _base_that_fits(lighter)):
         adapters = f" {based}"
     said = [f"Or train adapters, which fit: --lora {RANK}{adapters}."] if adapters is not None else []
-    if options.adam_bits in (None, 32) and (fewer := _step_if_it_fits(replace(options, adam_bits=8), Files())):
+    if options.adam_bits in (None, 32) and (fewer := _step_if_it_fits(replace(options, adam_bits=8))):
         said.append(f"Or train all weights with --adam-bits 8{fewer}.")
     return " ".join(said)
 
 
 def _base_that_fits(options: Options) -> str | None:
     """`--base` with the first of BASES that fits, and its step; None if none fits, or one is given already."""
-    for base in BASES if options.base is None else ():
-        with suppress(DoesNotFit, InputError, CheckpointError):
-            job = prepare(replace(options, base=base, data=()), say=lambda _: None)
-            if not options.assume:
-                check_room(job)
-            return f"--base {base}{_step_line(job.forecast) if job.device.type == 'cuda' else ''}"
-    return None
+    steps = ((base, _step_if_it_fits(replace(options, base=base))) for base in BASES if options.base is None)
+    return next((f"--base {base}{step}" for base, step in steps if step is not None), None)
 
 
-def _step_if_it_fits(lighter: Options, files: Files) -> str | None:
+def _step_if_it_fits(options: Options) -> str | None:
     """Words on the predicted step; "" on a CPU, where none is predicted; None if it does not fit."""
-    try:
-        cfg = what_is_trained(lighter)
-        device, limits, assumed = device_and_limits(lighter)
-        on_cuda, n, seq_len = device.type == "cuda", lighter.batch_size, sequence_length(lighter, cfg)
-        planner, work = Planner(lighter, cfg, seq_len, on_cuda, limits, None), Work(seq_len, n, 1, document=seq_len)
-        limits, stores = planner.limits_for(n), [Path(d) for d in lighter.store] or [Path(lighter.out)]
-        if not on_cuda:
-            planner.refuse_early()
+    with suppress(DoesNotFit, InputError, CheckpointError):
+        job = prepare(replace(options, data=()), say=lambda _: None)
+        if not options.assume:
+            check_room(job)
+        if job.device.type == "cpu":
             return ""
-        machine = assumed or this_machine(device, planner.dtype, limits, stores, cfg.fp8, cfg.scan)
-        found = planner.find(work, files, limits, machine, stores)
-    except (DoesNotFit, InputError):
-        return None
-    return _step_line(Forecast(cfg, found.plan, found.machine, limits, work))
-
-
-def _step_line(f: Forecast) -> str:
-    tokens, step_s = f.work.tokens, f.step.step_s
-    return f", {seconds(step_s)} a step of {compact(tokens)} tokens, {compact(tokens / step_s)} tok/s"
+        tokens, step_s = job.work.tokens, job.forecast.step.step_s
+        return f", {seconds(step_s)} a step of {compact(tokens)} tokens, {compact(tokens / step_s)} tok/s"
+    return None

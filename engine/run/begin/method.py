@@ -9,6 +9,7 @@ from typing import Any
 from trireme.engine.data.dataset import find_labels
 from trireme.engine.data.files.scores import is_scores, read_names
 from trireme.engine.data.formats.pairs import Kind
+from trireme.engine.run.config.option_names import flag_of
 from trireme.engine.run.options import Options
 from trireme.engine.tuning.headed import check_problem, names_in
 from trireme.models.config import InputError, ModelConfig, Teaching, labels_of, scored
@@ -34,7 +35,7 @@ def teaching_of(options: Options) -> Teaching | None:
     if not options.teacher:
         for name in OF_A_TEACHER:
             if (value := getattr(options, name)) is not None:
-                raise InputError(f"--{name.replace('_', '-')} {value:g} is for --teacher FOLDER. Leave it out.")
+                raise InputError(f"{flag_of(name)} {value:g} is for --teacher FOLDER. Leave it out.")
         return None
     if options.method != "sft":
         raise InputError(f"--teacher: a teacher is for --method sft, not {options.method}. Leave one of them out.")
@@ -55,7 +56,7 @@ def preference_of(options: Options) -> Preference | None:
     for name, value in given.items():
         if options.method not in PARAMETERS[name]:
             methods = " or ".join(PARAMETERS[name]) if PARAMETERS[name] != BETAS else "dpo and its relatives"
-            raise InputError(f"--{name.replace('_', '-')} {value:g} is for --method {methods}. Leave it out.")
+            raise InputError(f"{flag_of(name)} {value:g} is for --method {methods}. Leave it out.")
     method = next((method for method in METHODS if method == options.method), None)
     return Preference(method, **given) if method else None
 

@@ -167,7 +167,7 @@ def _of_host_0(own: Known | None, total: int, group: Alone) -> Known | None:
 
 
 def _many(job: Job, documents: int) -> str:
-    return count(documents // 2, "answer" if job.data.kind == "labels" else "pair")
+    return count(documents // 2, "answer" if job.data.options.kind == "labels" else "pair")
 
 
 def _key(job: Job, sums: Mapping[str, str]) -> str:

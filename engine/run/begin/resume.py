@@ -93,11 +93,8 @@ def _clean(options: Options, run: str, group: Alone) -> None:
         remove_given_up(out, 1)
 
 
-def open_snapshot(options: Options, screen: Screen, run: str) -> tuple[Store | None, Snapshot | None]:
-    """The store and its last snapshot; (None, None) before the first one.
-
-    Raises StoreError; InputError if the store is missing or another run's.
-    """
+def open_store(options: Options, screen: Screen, run: str) -> Store | None:
+    """The store; None before the first snapshot. Raises StoreError; InputError if it is missing or another run's."""
     out = Path(options.out)
     dirs = store_folders(options.store, out)
     check_own(dirs, run, out)
@@ -105,11 +102,10 @@ def open_snapshot(options: Options, screen: Screen, run: str) -> tuple[Store | N
     if lost and has_started(out):
         raise InputError(f"--resume {out}: the run's store is not in {lost[0]}. Is its drive mounted?")
     try:
-        store = Store.open(dirs, options.keep, trial=0, say=screen.warn, owner=owner(out, run))
+        return Store.open(dirs, options.keep, trial=0, say=screen.warn, owner=owner(out, run))
     except NoSnapshot:
         screen.say("no snapshot yet: starts from the beginning")
-        return None, None
-    return store, store.restore()
+        return None
 
 
 class Start(NamedTuple):
@@ -123,7 +119,7 @@ class Start(NamedTuple):
 def open_run(options: Options, screen: Screen, group: Alone, run: str) -> Start:
     """The last snapshot that all hosts of the run have; newer ones are removed. Nothing if a host has none yet.
 
-    `run`: its id. Raises as open_snapshot, and InputError if the run is finished or a host's store cannot be reached.
+    `run`: its id. Raises as open_store, and InputError if the run is finished or a host's store cannot be reached.
     """
     begun, folder = (Path(options.out) / "config.yaml").is_file(), run_folder(Path(options.out), group.host)
     if group.first(is_finished(options, run)):
@@ -135,7 +131,7 @@ def open_run(options: Options, screen: Screen, group: Alone, run: str) -> Start:
             f"--resume {folder}: that run is finished. To train its result further, {result}, and another --out."
             f"{upload}"
         )
-    store, _ = open_snapshot(options, screen, run)
+    store = open_store(options, screen, run)
     try:
         whole = last_whole(group, [*_own(folder, store, group.host), *_others(folder, group.host, run)], begun, folder)
         own = whole.mine.get(group.host) if whole else None
@@ -144,7 +140,9 @@ def open_run(options: Options, screen: Screen, group: Alone, run: str) -> Start:
             store = None
         if whole is None:
             return Start()
-        snapshot = store.go_back(own.snapshot.sequence) if store is not None and own is not None else None
+        snapshot = None
+        if store is not None and own is not None:
+            snapshot = check_snapshot(options, store.go_back(own.snapshot.sequence))
         if whole.key.hosts == group.hosts:
             return Start(store, snapshot)
         return Start(store, _common(options, group, snapshot, whole.key.step), whole)
@@ -160,8 +158,7 @@ def _common(options: Options, group: Alone, snapshot: Snapshot | None, step: int
             for host, text in enumerate(group.texts(json.dumps({"snapshot": snapshot})))]  # fmt: skip
     if snapshot is not None:
         return snapshot
-    first = next(filter(None, said))
-    check_snapshot(options, first)
+    first = check_snapshot(options, next(filter(None, said)))
     return {**first, "written": 0, "log": [step, first["log"][1], 0, 0]}
 
 

@@ -80,16 +80,16 @@ SNAPSHOT = {
     "step": int,
     "options": dict,
     "data": str,
-    "computed_by": str,  # as host.computed_by; missing in older snapshots
-    "launches": {str: [int]},  # as tuned.kept; missing in older snapshots: the usual ones
+    "computed_by": str,  # as host.computed_by
+    "launches": {str: [int]},  # as tuned.kept
     "written": int,
     "worse": int,
-    "eval_rows": {int, type(None)},  # None or missing: all
-    "date": {str, type(None)},  # that the chat template writes; None or missing: none
-    "best": ({float, type(None)}, {int, type(None)}),  # in older snapshots without a step: before training
-    "start": {float, type(None)},  # eval_loss before training; missing in older snapshots
+    "eval_rows": {int, type(None)},  # None: all
+    "date": {str, type(None)},  # that the chat template writes
+    "best": ({float, type(None)}, {int, type(None)}),
+    "start": {float, type(None)},  # eval_loss before training
     "base": dict,  # checksums of frozen weights, by unit
-    "teacher": str,  # key of its scores; empty or missing: none
+    "teacher": str,  # key of its scores; "": none
     "log": (int, {int, type(None)}, int, int),
     "cut": {
         **dict.fromkeys(("tokens", "n_micro", "record", "adam_bits", "batch_size", "rows"), int),
@@ -101,12 +101,17 @@ SNAPSHOT = {
 }
 
 
-def check_snapshot(options: Options, said: Mapping[str, Any]) -> None:
-    """Raises InputError if a snapshot has not the form of this version."""
-    missing: dict[str, Any] = {"computed_by": "", "launches": {}, "eval_rows": None, "worse": 0, "base": {}}
-    missing |= {"date": None, "start": None, "teacher": ""}
-    wrong = complaint({**missing, **said}, SNAPSHOT)
-    if not wrong and said.get("date") is not None and not is_date(said["date"]):
+LATER: dict[str, Any] = {"computed_by": "", "launches": {}, "eval_rows": None, "worse": 0}  # older snapshots have none
+LATER |= {"base": {}, "date": None, "start": None, "teacher": ""}
+
+
+def check_snapshot(options: Options, found: Mapping[str, Any]) -> dict[str, Any]:
+    """A snapshot, with what an older one lacks. Raises InputError if it has not the form of SNAPSHOT."""
+    said = {**LATER, **found}
+    wrong = complaint(said, SNAPSHOT)
+    if not wrong and "start" not in found and said["best"][1] is None:
+        said |= {"start": said["best"][0], "best": [None, None]}  # its best was that before training
+    if not wrong and said["date"] is not None and not is_date(said["date"]):
         wrong = ".date is not a date"
     if not wrong:
         try:
@@ -120,6 +125,7 @@ def check_snapshot(options: Options, said: Mapping[str, Any]) -> None:
         raise InputError(
             f"--resume {options.resume}: its snapshot{wrong}. Use the version that made it, or start again."
         )
+    return said
 
 
 def is_date(text: str) -> bool:

@@ -66,7 +66,7 @@ def with_teacher(job: Job, snapshot: Snapshot | None, screen: Screen) -> Job:
     teacher = job.options.teacher
     if not teacher or job.cfg.teaching is None:
         return job
-    begun = str(snapshot.get("teacher", "")) if snapshot else ""
+    begun = snapshot["teacher"] if snapshot else ""
 
     def taught(data: Dataset) -> Dataset:
         return replace(data, teacher=taught_by(names, Pieces(data.files, data.pieces, data.labels()), job.cfg.vocab))
@@ -132,7 +132,9 @@ def _passed(job: Job, teacher: str, begun: str, screen: Screen) -> Iterator[Name
     below = min(job.cfg.vocab, opened.cfg.vocab)
     if teaching.k > below:
         raise InputError(f"--top-k {teaching.k}: {teacher} has a vocabulary of {below}. Lower it.")
-    keys = _keys(job, opened, asked, below)
+    device, format = device_and_dtype(asked, opened)
+    how = device.type, DTYPE[format], evaluate.rows_of(device, job.seq_len), job.seq_len, teaching.k, below
+    keys = [score.key_of(opened, data, *how) for data in _sources(job).values()]
     if begun and keys[0] != begun:
         raise InputError(_changed(job))
     folder = _folder(job, "-".join(keys))
@@ -176,15 +178,6 @@ def _locked(folder: Path) -> int | None:
     return None
 
 
-def _keys(job: Job, opened: Opened, asked: argparse.Namespace, below: int) -> list[str]:
-    """The key of each source's scores."""
-    assert job.cfg.teaching is not None
-    device, dtype = device_and_dtype(asked, opened)
-    rows, k = evaluate.rows_of(device, job.seq_len), job.cfg.teaching.k
-    how = device.type, DTYPE[dtype], rows, job.seq_len, k, below
-    return [score.key_of(opened, data, *how) for data in _sources(job).values()]
-
-
 def _folder(job: Job, key: str) -> Path:
     """Where scores are or will be. Raises DoesNotFit if no drive has room."""
     own, cache, nbytes = job.out / TEACHER, cache_folder(), _nbytes(job)
@@ -207,10 +200,9 @@ def _make(
     began, k, sources = time.monotonic(), job.cfg.teaching.k if job.cfg.teaching else 0, _sources(job)
     held = list(sources.values())
     size = f"{compact(shapes.parameters(opened.cfg))} parameters"
-    ready = evaluate.load_for_data(asked, opened, held, job.seq_len, head.TOP_CHUNK, below, screen)
+    ready = evaluate.load_for_data(asked, opened, job.seq_len, head.TOP_CHUNK, below, screen)
     try:
         for i, data in enumerate(held):
-            (folder / f"{i:03}").mkdir(parents=True, exist_ok=True)
             score.score_source(ready, data, folder / f"{i:03}", k, screen, PART)
     finally:
         ready.layers.close()

@@ -6,7 +6,7 @@ from __future__ import annotations
 
 import json
 import re
-from collections.abc import Container
+from collections.abc import Callable, Container
 from contextlib import suppress
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -47,6 +47,14 @@ class Read:
         if len(found) > 1:
             self.wrong.append(f"{found[-1].key} and {found[0].key} say the same. Leave one out")
         return found[-1] if found else None
+
+    def take_if(self, fits: Callable[[Item], object], *names: str) -> Item | None:
+        """As take, unless the key does not fit."""
+        item = self.take(*names)
+        if item is None or fits(item):
+            return item
+        self.left.append(item)
+        return None
 
     def take_all(self, names: str) -> list[Item]:
         """Takes the keys whose whole name matches a regular expression."""
@@ -140,29 +148,20 @@ def _warmup(found: Read) -> None:
 
 
 def _optimizer(found: Read) -> None:
-    if (item := found.take("optim", "optimizer")) is None:
-        return
-    if re.fullmatch(r"(paged_|ao_)?adamw_(bnb_|torch_)?8bit|\S+\.(paged)?adamw8bit", item.text.lower()):
+    narrow = re.compile(r"(paged_|ao_)?adamw_(bnb_|torch_)?8bit|\S+\.(paged)?adamw8bit")
+    if item := found.take_if(lambda item: narrow.fullmatch(item.text.lower()), "optim", "optimizer"):
         found.give(item, "adam_bits", 8)
-    else:
-        found.left.append(item)
 
 
 def _packing(found: Read) -> None:
-    if (item := found.take("packing", "sample-packing")) is None:
-        return
-    if item.value is False:
+    if item := found.take_if(lambda item: item.value is False, "packing", "sample-packing"):
         found.give(item, "no_pack", True)
-    else:
-        found.left.append(item)
 
 
 def _template_variables(found: Read) -> None:
     """Variables of the chat template as an object; LLaMA-Factory and ms-swift have a single one."""
-    item, thinking = found.take("chat-template-kwargs"), found.take("enable-thinking")
-    if item and not isinstance(item.value, dict):
-        found.left.append(item)
-        item = None
+    item = found.take_if(lambda item: isinstance(item.value, dict), "chat-template-kwargs")
+    thinking = found.take("enable-thinking")
     given = item.value if item else {}
     given = given | ({"enable_thinking": thinking.value} if thinking and thinking.value is not None else {})
     if given and (first := item or thinking):
@@ -293,10 +292,8 @@ def _datasets(found: Read) -> None:
     source = found.take("dataset.source")
     if source and not (source.value in KINDS and found.value("data")):
         found.give(source, "data", source.value)
-    if (loader := found.take("dataset.-component-")) and (source or found.value("data")):
+    if loader := found.take_if(lambda _: source or found.value("data"), "dataset.-component-"):
         found.ignored.append(loader.key)
-    elif loader:
-        found.left.append(loader)
 
 
 def _named_data(found: Read) -> None:

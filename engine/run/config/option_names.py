@@ -235,7 +235,7 @@ def resolve(name: str) -> str:
     if found := field_of(name):
         return found
     if theirs := elsewhere(name):
-        raise InputError(f"--{name.replace('_', '-')} is not an option here: {theirs.answer}.")
+        raise InputError(f"{flag_of(name)} is not an option here: {theirs.answer}.")
     raise InputError(unknown(name))
 
 

@@ -17,8 +17,9 @@ import torch
 
 from trireme.engine.build import documents_of, in_ram, placed
 from trireme.engine.data.codec import Codec, load_codec
-from trireme.engine.data.dataset import DataOptions, Dataset, MicroBatch, load_dataset
+from trireme.engine.data.dataset import Dataset, MicroBatch, load_dataset
 from trireme.engine.data.formats.pairs import Kind
+from trireme.engine.data.prepare import DataOptions
 from trireme.engine.memory import DTYPE
 from trireme.engine.run.begin.method import described, kind_of_data, preference_of
 from trireme.engine.run.finished.found import Found, Judged
@@ -53,14 +54,13 @@ def evaluate(given: argparse.Namespace) -> int:
 
 
 class Ready(NamedTuple):
-    """Data that was read, and the layers to compute with."""
+    """The layers, loaded to compute with them on data."""
 
-    opened: Opened
     layers: Layers
-    sources: list[Dataset]
-    rows: int  # at once
+    rows: int  # sequences of a micro-batch
     seq_len: int
     dtype: torch.dtype
+    tables: Tables
     waiting: int  # tokens that share a pass, at least a micro-batch's
     below: int  # ids that most likely tokens may have
 
@@ -82,7 +82,7 @@ def losses(given: argparse.Namespace, screen: Screen) -> Iterator[Found | Judged
         of = Preference("reward")
     if of and of.compares:
         sources = _with_reference(given, reference, opened, sources, seq_len, screen)
-    ready = load_for_data(given, opened, sources, seq_len, 0, opened.cfg.vocab, screen)
+    ready = load_for_data(given, opened, seq_len, 0, opened.cfg.vocab, screen)
     if of and not opened.kind:
         screen.say(f"method   {described(of)}")
     try:
@@ -91,7 +91,7 @@ def losses(given: argparse.Namespace, screen: Screen) -> Iterator[Found | Judged
                 docs, logps = _logps(ready, data, "evaluating", screen)
                 yield Judged(of, docs, logps, data.tokens)
             else:
-                yield loss_on(ready.layers, data, ready.rows, ready.seq_len, ready.dtype, ready.waiting, screen)
+                yield loss_on(ready, data, screen)
     finally:
         ready.layers.close()
 
@@ -117,13 +117,7 @@ def open_and_read(
 
 
 def load_for_data(
-    given: argparse.Namespace,
-    opened: Opened,
-    sources: list[Dataset],
-    seq_len: int,
-    logits: int,
-    below: int,
-    screen: Screen,
+    given: argparse.Namespace, opened: Opened, seq_len: int, logits: int, below: int, screen: Screen
 ) -> Ready:
     """Loads the layers, to compute with them on data that was read for `seq_len`. `below`: as in Ready. `logits`: rows
     of fp32 logits that a pass needs. Raises as `evaluate`.
@@ -133,7 +127,8 @@ def load_for_data(
     room = needs(cfg, rows * seq_len, dtype.itemsize) + 3 * 4 * logits * cfg.vocab
     layers = load_layers(given, opened, place, room, "a pass", screen)
     waiting = WAITING // (cfg.width * dtype.itemsize) if layers.pass_s else 0
-    return Ready(opened, layers, sources, rows, seq_len, dtype, waiting, min(below, cfg.vocab))
+    tables = rope_tables(layers.cfg, seq_len, layers.device)
+    return Ready(layers, rows, seq_len, dtype, tables, waiting, min(below, cfg.vocab))
 
 
 def rows_of(device: torch.device, seq_len: int) -> int:
@@ -169,18 +164,14 @@ def needs(cfg: ModelConfig, tokens: int, itemsize: int) -> int:
     return temporaries + 3 * tokens * (cfg.width * itemsize + 64) + 16 * tokens * cfg.head_dim
 
 
-def loss_on(
-    layers: Layers, data: Dataset, rows: int, seq_len: int, dtype: torch.dtype, waiting: int, screen: Screen
-) -> Found:
-    """The result over all of `data`, with `rows` sequences a micro-batch. `waiting`: tokens that share a pass, at least
-    those of a micro-batch.
-    """
-    tables = rope_tables(layers.cfg, seq_len, layers.device)
+def loss_on(ready: Ready, data: Dataset, screen: Screen) -> Found:
+    """The result over all of `data`."""
+    layers = ready.layers
     found = Found(0.0, 0, 0, data.n_sequences, 0.0, bool(layers.opened.kind), 0.0 if data.weighted else None)
     correct = torch.zeros(1, dtype=torch.float64, device=layers.device)
     with screen.working("evaluating", data.tokens, "tokens") as more:
-        for group in grouped(data.batches(rows), waiting):
-            loss = sum(float(losses.double().sum()) for losses in _pass(layers, group, tables, dtype, correct))
+        for group in grouped(data.batches(ready.rows), ready.waiting):
+            loss = sum(float(losses.double().sum()) for losses in _pass(ready, group, correct))
             weight = sum(in_ram(layers.cfg, mb).weight for mb in group) if data.weighted else None
             counts = sum(mb.trained for mb in group), sum(len(mb.ids) for mb in group)
             found = found.plus(Found(loss, *counts, 0, 0.0, found.classes, weight))
@@ -193,13 +184,11 @@ def loss_on(
 
 def _logps(ready: Ready, data: Dataset, what: str, screen: Screen) -> tuple[Documents, np.ndarray]:
     """Of all documents of `data`, in order: what they are, and the logps, (documents,), that `compare` takes."""
-    layers = ready.layers
-    tables = rope_tables(layers.cfg, ready.seq_len, layers.device)
     docs, logps = list[Documents](), list[np.ndarray]()
     with screen.working(what, data.tokens, "tokens") as more:
         for group in grouped(data.batches(ready.rows), ready.waiting):
             of = [each for mb in group if (each := documents_of(mb))]
-            losses = _pass(layers, group, tables, ready.dtype)
+            losses = _pass(ready, group)
             docs += of
             logps += [each.sums(found.cpu().numpy()) for each, found in zip(of, losses, strict=True)]
             more(sum(len(mb.ids) for mb in group))
@@ -232,7 +221,7 @@ def _with_reference(
     if reference and (codec := load_codec(before.tokenizer, "plain")):
         _refuse_other_tokens(reference, codec, sources)
     screen.say(f"compared with {began}:")
-    ready = load_for_data(given, before, sources, seq_len, 0, before.cfg.vocab, screen)
+    ready = load_for_data(given, before, seq_len, 0, before.cfg.vocab, screen)
     try:
         return [replace(data, reference=_logps(ready, data, "the reference", screen)[1]) for data in sources]
     finally:
@@ -268,34 +257,28 @@ def grouped(batches: Iterator[MicroBatch], tokens: int) -> Iterator[list[MicroBa
         yield group
 
 
-def _pass(
-    layers: Layers,
-    group: Sequence[MicroBatch],
-    tables: Tables,
-    dtype: torch.dtype,
-    correct_: torch.Tensor | None = None,
-) -> list[torch.Tensor]:
+def _pass(ready: Ready, group: Sequence[MicroBatch], correct_: torch.Tensor | None = None) -> list[torch.Tensor]:
     """Losses of the tokens of each micro-batch in the group, (N,) fp32 each, times the weights of rows; `correct_`: as
     in head_loss.
     """
     found: list[torch.Tensor] = []
 
     def take(_: int, w: Any, embed: Any, x: torch.Tensor, mb: Any) -> None:
-        losses = losses_of(layers.cfg, w, embed, x, mb, correct_)
+        losses = losses_of(ready.layers.cfg, w, embed, x, mb, correct_)
         found.append(losses if mb.factors is None else losses * mb.factors)
 
-    forward(layers, group, tables, dtype, take)
+    forward(ready, group, take)
     return found
 
 
 Take = Callable[[int, Any, Any, torch.Tensor, Any], None]  # (micro-batch, head, embedding, its input, what it is of)
 
 
-def forward(layers: Layers, group: Sequence[MicroBatch], tables: Tables, dtype: torch.dtype, take: Take) -> None:
+def forward(ready: Ready, group: Sequence[MicroBatch], take: Take) -> None:
     """A pass over all layers. `take` is called with each micro-batch's input of the head."""
-    cfg, device = layers.cfg, layers.device
-    inputs = [placed(in_ram(cfg, mb), [(tables, device)]).on(0) for mb in group]
-    empty = lambda mb: torch.empty((len(mb.ids), cfg.width), dtype=dtype, device=device)
+    layers, cfg, device = ready.layers, ready.layers.cfg, ready.layers.device
+    inputs = [placed(in_ram(cfg, mb), [(ready.tables, device)]).on(0) for mb in group]
+    empty = lambda mb: torch.empty((len(mb.ids), cfg.width), dtype=ready.dtype, device=device)
     xs, embed = list[torch.Tensor](), None
     for u, w in layers.units():
         embed = w if u == 0 else embed

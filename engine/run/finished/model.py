@@ -12,6 +12,7 @@ from typing import Any
 from trireme.engine.data.codec import Codec, load_codec
 from trireme.engine.data.formats.pairs import Kind
 from trireme.engine.run.config.config_file import options_of
+from trireme.engine.run.config.option_names import flag_of
 from trireme.engine.run.hub.fetch import base_for, folder_of
 from trireme.engine.run.output.folder import check_checkpoint
 from trireme.engine.run.screen import Screen
@@ -92,14 +93,7 @@ def open_folder(folder: str, model: str, say: Callable[[str], None], factor: flo
         raise InputError(f"{folder}: no such folder. Name a checkpoint, an adapter, or a run's output.")
     is_adapter = (path / CONFIG).is_file()
     if is_adapter:
-        named = base_of(read_adapter_config(path))
-        if not Path(model or named or "?").is_dir():
-            wrong = (
-                f"--model {model} is not a folder" if model else f"{folder}: its base, {named!r}, is not a folder here"
-            )
-            raise InputError(f"{wrong}. Name the checkpoint: --model DIR.")
-        base, kept = Path(model or named), of_run(path, say)
-        say_base(kept, say)
+        base, kept = base_of_adapter(path, model), run_of_adapter(path, say)
     elif model:
         raise InputError(f"--model {model}: {folder} is not an adapter. Leave --model out.")
     else:
@@ -118,6 +112,15 @@ def open_folder(folder: str, model: str, say: Callable[[str], None], factor: flo
     labels = tuple(kept.get("labels") or names_in(read_raw(base), cfg.scores))
     tokenizer, template = Path(kept.get("tokenizer") or base), kept.get("chat_template")
     return Opened(base, cfg, source, adapter, tokenizer, template, labels, kept)
+
+
+def base_of_adapter(folder: Path, model: str) -> Path:
+    """The base of an adapter: `model` if given, else the one that it names. Raises InputError if it is no folder."""
+    named = base_of(read_adapter_config(folder))
+    if not Path(model or named or "?").is_dir():
+        wrong = f"--model {model} is not a folder" if model else f"{folder}: its base, {named!r}, is not a folder here"
+        raise InputError(f"{wrong}. Name the checkpoint: --model DIR.")
+    return Path(model or named)
 
 
 def _check_finished(path: Path) -> None:
@@ -148,13 +151,15 @@ def say_left_out(kept: Mapping[str, Any], given: argparse.Namespace, what: str, 
     """
     for name in ("system", "chat_template_kwargs"):
         if kept.get(name) and not getattr(given, name):
-            say(f"the run had --{name.replace('_', '-')}, and {what} without it here")
+            say(f"the run had {flag_of(name)}, and {what} without it here")
 
 
-def say_base(kept: dict[str, Any], say: Callable[[str], None]) -> None:
-    """Says where the run of an adapter, with options `kept`, trained it on other weights than are read."""
+def run_of_adapter(folder: Path, say: Callable[[str], None]) -> dict[str, Any]:
+    """As of_run. Says where the run trained the adapter on other weights than are read."""
+    kept = of_run(folder, say)
     if kept.get("base"):
         say(f"the run quantized the checkpoint (--base {kept['base']}); here it is read as it is, so numbers differ")
+    return kept
 
 
 def _json(path: Path) -> dict[str, Any]:

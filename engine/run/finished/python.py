@@ -9,13 +9,14 @@ import os
 import sys
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from functools import reduce
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, TypedDict
 
 from trireme.engine.run.command import parse
 from trireme.engine.run.config.option_names import flag_of
+from trireme.engine.run.finished.options import eval_options, sample_options
 from trireme.engine.run.main import ENVIRONMENT, about_disk, is_of_drive
 from trireme.engine.run.options import Options
 from trireme.engine.run.screen import Screen
@@ -304,12 +305,11 @@ def plan(**options: Unpack[Given]) -> Plan:
     """A dry run. Raises InputError, DoesNotFit."""
     given = _options(dict(options), dry_run=True)
     with _translated(given), _screen(False) as screen:
-        from trireme.engine.run.command import checked
         from trireme.engine.run.hub.fetch import fetched
         from trireme.engine.run.job import prepare  # late: torch takes seconds
         from trireme.engine.run.report import planned, report
 
-        job = prepare(fetched(checked(replace(given, dry_run=True)), screen), say=lambda _: None)
+        job = prepare(fetched(given, screen), say=lambda _: None)
         return Plan(**planned(job), report=list(report(job)))
 
 
@@ -321,7 +321,6 @@ def sample(folder: str | Path, prompt: str | Sequence[dict[str, Any]], **options
     """
     with _translated(Options(out=str(folder))), _screen(False) as screen:
         from trireme.engine.run.finished import sample as command  # late: torch takes seconds
-        from trireme.engine.run.finished.options import sample_options
 
         messages = isinstance(prompt, Sequence) and all(isinstance(message, Mapping) for message in prompt)
         if not (isinstance(prompt, str) or messages):
@@ -336,7 +335,6 @@ def evaluate(folder: str | Path, data: Names, **options: Any) -> Record:
     """
     with _translated(Options(out=str(folder))), _screen(False) as screen:
         from trireme.engine.run.finished import evaluate as command  # late: torch takes seconds
-        from trireme.engine.run.finished.options import eval_options
 
         given = eval_options([str(folder), *words_of({"data": data, **options})])
         each: Iterator[Any] = command.losses(given, screen)

@@ -26,7 +26,7 @@ import argparse
 import hashlib
 import json
 import sys
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass, field
 from itertools import islice
@@ -51,7 +51,6 @@ from trireme.engine.run.screen import Screen
 from trireme.engine.tuning.base import stamps
 from trireme.models import head
 from trireme.models.config import InputError
-from trireme.models.rows import rope_tables
 from trireme.storage.files import partial_of, replace_synced
 from trireme.storage.untrusted import checksum, parse_json, read_small
 
@@ -68,26 +67,18 @@ def score(given: argparse.Namespace) -> int:
         stack.enter_context(locked(folder, busy))
         names = _names(folder, given, opened, sources)
         vocab, logits = opened.cfg.vocab, head.TOP_CHUNK if given.top_k else 0
-        ready = evaluate.load_for_data(given, opened, sources, seq_len, logits, vocab, say)
+        ready = evaluate.load_for_data(given, opened, seq_len, logits, vocab, say)
         stack.callback(ready.layers.close)
         replace_synced(folder / NAMES, json.dumps(names, indent=1).encode())  # first: with it the folder is known
-        for i, _ in enumerate(sources):
-            (folder / f"{i:03}").mkdir(exist_ok=True)
-        all_ = _score_sources(folder, given, ready, out, say)
+        all_ = Found(0.0, 0, 0, 0)
+        for i, (name, data) in enumerate(zip(given.data, sources, strict=True)):
+            found = score_source(ready, data, folder / f"{i:03}", given.top_k or 0, say)
+            out.say(f"score    {name}: {found}")
+            all_ = all_.plus(found)
     if len(given.data) > 1:
         out.say(f"score    all {len(given.data)} files: {all_}")
     out.say(f"output   {folder}/: {count(len(list(folder.glob('*/*.safetensors'))), 'part')}, scores.json")
     return 0
-
-
-def _score_sources(folder: Path, given: argparse.Namespace, ready: Ready, out: Screen, say: Screen) -> Found:
-    """The loss of all; progress is shown by `say`."""
-    all_ = Found(0.0, 0, 0, 0)
-    for i, (name, data) in enumerate(zip(given.data, ready.sources, strict=True)):
-        found = score_source(ready, data, folder / f"{i:03}", given.top_k or 0, say)
-        out.say(f"score    {name}: {found}")
-        all_ = all_.plus(found)
-    return all_
 
 
 def _names(folder: Path, given: argparse.Namespace, opened: Opened, sources: Sequence[Dataset]) -> dict[str, Any]:
@@ -147,16 +138,20 @@ def _sum(said: Mapping[str, str], tensors: Mapping[str, np.ndarray]) -> str:
 
 def score_source(ready: Ready, data: Dataset, folder: Path, k: int, screen: Screen, most: int = PART) -> Found:
     """Writes the parts that are missing; returns the loss of all. Raises InputError, StoreError."""
-    key = key_of(ready.opened, data, ready.layers.device.type, ready.dtype, ready.rows, ready.seq_len, k, ready.below)
+    layers = ready.layers
+    key = key_of(layers.opened, data, layers.device.type, ready.dtype, ready.rows, ready.seq_len, k, ready.below)
+    folder.mkdir(parents=True, exist_ok=True)
     parts, done, found = _written_parts(folder, key, data.n_sequences)
-    batches, waiting = _numbered(ready, data), Part(done)
+    batches, waiting, at = data.batches(ready.rows), Part(done), 0  # at: pieces before
     with screen.working("scoring", data.tokens, "tokens") as more:
         for mb in islice(batches, done):
+            at += len(mb.lengths)
             more(len(mb.ids))
         for group in evaluate.grouped(batches, ready.waiting):
-            for scores in _scores(ready, group, k):
+            for scores in _scores(ready, data, group, at, k):
                 waiting.add(scores)
                 found = _with(found, scores)
+            at += sum(len(mb.lengths) for mb in group)
             more(sum(len(mb.ids) for mb in group))
             if waiting.nbytes >= most:
                 waiting.write(folder / f"part-{parts:05}.safetensors", key)
@@ -206,38 +201,20 @@ def key_of(
     return hashlib.sha256(json.dumps(said, sort_keys=True).encode()).hexdigest()[:24]
 
 
-@dataclass(frozen=True)
-class Numbered(MicroBatch):
-    """A micro-batch with the numbers of its documents."""
-
-    pieces: np.ndarray = field(
-        default_factory=lambda: np.zeros((0, 2), np.int64)
-    )  # (documents, 2): number, first token
-
-
-def _numbered(ready: Ready, data: Dataset) -> Iterator[Numbered]:
-    at = 0
-    for mb in data.batches(ready.rows):
-        pieces = data.pieces[at : at + len(mb.lengths)]
-        at += len(mb.lengths)
-        yield Numbered(mb.ids, mb.labels, mb.lengths, mb.weights, mb.reference, None, places_of(data.files, pieces))
-
-
-def _scores(ready: Ready, group: Sequence[MicroBatch], k: int) -> list[dict[str, np.ndarray]]:
-    """The tensors of a part, of each micro-batch."""
+def _scores(ready: Ready, data: Dataset, group: Sequence[MicroBatch], at: int, k: int) -> list[dict[str, np.ndarray]]:
+    """The tensors of a part, of each micro-batch. `at`: the number of the first piece."""
     cfg, found = ready.layers.cfg, list[dict[str, np.ndarray]]()
 
     def take(b: int, w: Any, embed: Any, x: torch.Tensor, mb: Any) -> None:
-        given = group[b]
-        assert isinstance(given, Numbered)
-        lengths = np.array(given.lengths, np.int64)
-        starts = np.cumsum(lengths) - lengths
+        labels, lengths = group[b].labels, np.array(group[b].lengths, np.int64)
+        starts, first = np.cumsum(lengths) - lengths, at + sum(len(before.lengths) for before in group[:b])
+        places = places_of(data.files, data.pieces[first : first + len(lengths)])
         losses = evaluate.losses_of(cfg, w, embed, x, mb).cpu().numpy().astype(np.float64)
         scores = {
-            "document": given.pieces[:, 0].copy(),
-            "start": given.pieces[:, 1].copy(),
+            "document": places[:, 0].copy(),
+            "start": places[:, 1].copy(),
             "length": lengths,
-            "trained": np.add.reduceat((given.labels >= 0).astype(np.int64), starts),
+            "trained": np.add.reduceat((labels >= 0).astype(np.int64), starts),
             "logp": -np.add.reduceat(losses, starts),
         }
         if k:
@@ -245,10 +222,9 @@ def _scores(ready: Ready, group: Sequence[MicroBatch], k: int) -> list[dict[str,
             top = head.head_top(cfg, head.with_output(cfg, w, embed), x, mb.loss_rows, min(k, most), most)
             ids, logps, rest = (each.cpu().numpy() for each in top)
             lowest = np.finfo(np.float16).min
-            scores |= {"label": given.labels[given.labels >= 0].astype(np.int32), "ids": ids.astype(np.int32)}
+            scores |= {"label": labels[labels >= 0].astype(np.int32), "ids": ids.astype(np.int32)}
             scores |= {"logps": np.maximum(logps, lowest).astype(np.float16), "rest": rest.astype(np.float32)}
         found.append(scores)
 
-    tables = rope_tables(cfg, ready.seq_len, ready.layers.device)
-    evaluate.forward(ready.layers, group, tables, ready.dtype, take)
+    evaluate.forward(ready, group, take)
     return found

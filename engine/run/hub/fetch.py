@@ -94,7 +94,8 @@ def base_for(folder: Path, model: str, screen: Screen) -> str:
 
 def model_files(name: Named, there: Files) -> Files:
     """The files to download. Raises InputError if the model has no safetensors."""
-    files = {file: size for file, size in there.items() if is_auxiliary(file) or _is_weights(file)}
+    weights = {file for file in there if is_plain(file) and "/" not in file and file.endswith(".safetensors")}
+    files = {file: size for file, size in there.items() if file in weights or is_auxiliary(file)}
     whole = {file for file in files if file.endswith(".safetensors") and not file.startswith("consolidated")}
     if whole:  # Mistral's own form of the same weights
         files = {file: size for file, size in files.items() if not file.startswith("consolidated")}
@@ -106,10 +107,6 @@ def model_files(name: Named, there: Files) -> Files:
         lacks = "config.json" if "config.json" not in files else "safetensors"
         raise InputError(f"{name} has no {lacks}, {have}. Name a model in safetensors, not GGUF or PyTorch's format.")
     return files
-
-
-def _is_weights(file: str) -> bool:
-    return is_plain(file) and "/" not in file and file.endswith(".safetensors")
 
 
 # ---------------------------------------------------------------- data
@@ -136,7 +133,8 @@ def _data(text: str, screen: Screen) -> tuple[list[str], list[str]]:
 
 def data_files(name: Named, there: Files) -> tuple[list[str], list[str]]:
     """Files to train on, and files for evaluation. Raises InputError if it is not clear which."""
-    chosen = [file for file in there if not name.file or fnmatch(file, name.file) or _under(file, name.file)]
+    within = name.file.rstrip("/") + "/"
+    chosen = [file for file in there if not name.file or fnmatch(file, name.file) or file.startswith(within)]
     if not chosen:
         raise InputError(f"{name}: {name.repo} has no such file. It has {_some(sorted(there))}.")
     by_use, inside = by_uses([Path(file) for file in sorted(chosen) if there[file]])
@@ -156,10 +154,6 @@ def data_files(name: Named, there: Files) -> tuple[list[str], list[str]]:
             f"hf://datasets/{replace(name, file='')}/FILE."
         )
     return [path.as_posix() for path in train], [] if name.file else [path.as_posix() for path in by_use["valid"]]
-
-
-def _under(file: str, folder: str) -> bool:
-    return file.startswith(folder.rstrip("/") + "/")
 
 
 def _some(names: Sequence[str]) -> str:

@@ -197,12 +197,11 @@ def _training(out: Path, given: dict[str, Any]) -> list[str]:
         first, last = totals.evals
         lines += [f"| held-out loss | {first:.4f} | {last:.4f} |"]
         lines += [f"| held-out perplexity | {perplexity(first)} | {perplexity(last)} |"]
-    options = [f"{flag_of(f.name)} {_text(given[f.name])}" for f in fields(Options) if _is_told(f.name, given)]
+    told = {
+        name: value for name, value in given.items() if name not in _LEFT_OUT and value not in (None, False, (), "")
+    }
+    options = [f"{flag_of(f.name)} {_text(told[f.name])}" for f in fields(Options) if f.name in told]
     return [*lines, "", "## Options", "", "```", *options, "```", ""] if options else [*lines, ""]
-
-
-def _is_told(name: str, given: dict[str, Any]) -> bool:
-    return name in given and name not in _LEFT_OUT and given[name] not in (None, False, (), "")
 
 
 def _text(value: Any) -> str:

@@ -35,9 +35,10 @@ from trireme.storage.files import replace_synced
 
 PACKAGES = {"comet": "comet-ml"}  # if not called as --log has it
 Tracker = tuple[Callable[[Record], None], Callable[[], None]]  # (add, close)
+Started = tuple[str, Tracker]  # with the id that it gave to the run, by which it continues a resumed one; "": none
 
 
-def _tensorboard(out: Path, _: Options) -> Tracker:
+def _tensorboard(out: Path, options: Options, known: str) -> Started:  # noqa: ARG001 (as the others)
     from torch.utils.tensorboard import SummaryWriter
 
     writer = SummaryWriter(str(out / "tensorboard"))
@@ -46,46 +47,41 @@ def _tensorboard(out: Path, _: Options) -> Tracker:
         for key, value in _numbers(record).items():
             writer.add_scalar(key, value, record["step"])
 
-    return add, writer.close
+    return "", (add, writer.close)
 
 
-def _wandb(out: Path, options: Options) -> Tracker:
-    """Weights & Biases. A resumed run continues its W&B run, whose id is in OUT/wandb."""
+def _wandb(out: Path, options: Options, known: str) -> Started:
+    """Weights & Biases."""
     import wandb
 
-    known = _known(out, "wandb", options)
     resumed = {"id": known, "resume": "allow"} if known else {}
     run = wandb.init(project="trireme", name=out.name, dir=str(out), config=asdict(options), **resumed)
-    _note(out, "wandb", run.id)
-    return lambda record: run.log(record, step=record["step"]), run.finish
+    return run.id, (lambda record: run.log(record, step=record["step"]), run.finish)
 
 
-def _mlflow(out: Path, options: Options) -> Tracker:
-    """MLflow, continued as W&B. Its own environment variables say where it logs to."""
+def _mlflow(out: Path, options: Options, known: str) -> Started:
+    """MLflow. Its own environment variables say where it logs to."""
     import mlflow
 
-    known = _known(out, "mlflow", options)
     if not known:
         mlflow.set_experiment("trireme")
     run = mlflow.start_run(**({"run_id": known} if known else {"run_name": out.name}))
     if not known:
         mlflow.log_params({name: str(value)[:500] for name, value in asdict(options).items()})
-    _note(out, "mlflow", run.info.run_id)
-    return lambda record: mlflow.log_metrics(_numbers(record), step=record["step"]), mlflow.end_run
+    add = lambda record: mlflow.log_metrics(_numbers(record), step=record["step"])
+    return run.info.run_id, (add, mlflow.end_run)
 
 
-def _comet(out: Path, options: Options) -> Tracker:
-    """Comet, continued as W&B."""
+def _comet(out: Path, options: Options, known: str) -> Started:
     import comet_ml
 
-    known = _known(out, "comet", options)
     how = {"experiment_key": known, "mode": "get"} if known else {"mode": "create"}
     experiment = comet_ml.start(project_name="trireme", **how)
     if not known:
         experiment.set_name(out.name)
         experiment.log_parameters(asdict(options))
-    _note(out, "comet", experiment.get_key())
-    return lambda record: experiment.log_metrics(_numbers(record), step=record["step"]), experiment.end
+    add = lambda record: experiment.log_metrics(_numbers(record), step=record["step"])
+    return experiment.get_key(), (add, experiment.end)
 
 
 TRACKERS = {"tensorboard": _tensorboard, "wandb": _wandb, "mlflow": _mlflow, "comet": _comet}
@@ -93,18 +89,6 @@ TRACKERS = {"tensorboard": _tensorboard, "wandb": _wandb, "mlflow": _mlflow, "co
 
 def _numbers(record: Record) -> Record:
     return {key: value for key, value in record.items() if isinstance(value, (int, float)) and key != "step"}
-
-
-def _known(out: Path, name: str, options: Options) -> str | None:
-    """The id that a tracker gave to the run that is resumed."""
-    held = out / name / "run-id"
-    return held.read_text().strip() if options.resume and held.is_file() else None
-
-
-def _note(out: Path, name: str, id: str) -> None:
-    held = out / name / "run-id"
-    held.parent.mkdir(exist_ok=True)
-    replace_synced(held, id.encode())
 
 
 @contextmanager
@@ -124,9 +108,15 @@ def open_trackers(options: Options, screen: Screen) -> Iterator[list[Tracker]]:
                 _warn_of_tracker(screen, error)
 
 
-def _start(name: str, start: Callable[[Path, Options], Tracker], options: Options) -> Tracker:
+def _start(name: str, start: Callable[[Path, Options, str], Started], options: Options) -> Tracker:
+    """Starts a tracker, or continues it: the id of its run is in OUT/NAME."""
+    out, held = Path(options.out), Path(options.out, name, "run-id")
     try:
-        return start(Path(options.out), options)
+        id, tracker = start(out, options, held.read_text().strip() if options.resume and held.is_file() else "")
+        if id:
+            held.parent.mkdir(exist_ok=True)
+            replace_synced(held, id.encode())
+        return tracker
     except ImportError:
         raise InputError(
             f"--log {name}: it is not installed. pip install {PACKAGES.get(name, name)}, or leave it out."

@@ -51,7 +51,7 @@ def run(folder, out, method, **more) -> Options:
 
 def classifier(opts, labels):
     """transformers' model as a run begins: the checkpoint's weights, our first head."""
-    pad = prepare(replace(opts, dry_run=True)).data.pad
+    pad = prepare(replace(opts, dry_run=True)).data.options.pad
     config = AutoConfig.from_pretrained(opts.model, num_labels=labels, pad_token_id=pad)
     model = AutoModelForSequenceClassification.from_pretrained(opts.model, config=config, dtype=torch.float32).eval()
     model.score.weight.data = initial("score.weight", tuple(model.score.weight.shape), config.initializer_range)

@@ -21,7 +21,7 @@ from trireme.engine.hosts.group import Alone, Place
 from trireme.engine.plan import DoesNotFit
 from trireme.engine.run import demo
 from trireme.engine.run import job as jobs
-from trireme.engine.run.begin.resume import new_store, open_run, open_snapshot, remove_given_up
+from trireme.engine.run.begin.resume import new_store, open_run, open_store, remove_given_up
 from trireme.engine.run.config.config_file import config_yaml
 from trireme.engine.run.options import Options, store_folders
 from trireme.engine.run.output import folder as output_folder
@@ -217,7 +217,7 @@ def stopped(out: Path, *stores: Path, run: str = RUN, step: int = 7) -> Options:
 
 def goes_on(given: Options) -> bool:
     """Whether the run in a folder opens its store."""
-    store, _ = open_snapshot(given, Screen(), run_of(Path(given.out)))
+    store = open_store(given, Screen(), run_of(Path(given.out)))
     if store is not None:
         store.close()
     return store is not None

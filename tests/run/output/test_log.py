@@ -664,7 +664,7 @@ def test_a_tracker_that_cannot_end_is_told(tmp_path, monkeypatch):
     def broken():
         raise ConnectionError("no route")
 
-    monkeypatch.setitem(log_module.TRACKERS, "wandb", lambda out, options: (None, broken))
+    monkeypatch.setitem(log_module.TRACKERS, "wandb", lambda out, options, known: ("", (None, broken)))
     stream = io.StringIO()
     with log_module.open_trackers(Options(log=("wandb",)), Screen(stream)):
         pass
