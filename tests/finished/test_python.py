@@ -143,6 +143,20 @@ def test_several_files_are_evaluated_together(here):
     assert both["loss"] == pytest.approx(total / both["trained_tokens"], rel=1e-12)
 
 
+def test_rows_of_token_ids_are_evaluated_without_a_tokenizer(here):
+    rows = [{"input_ids": [5, 6, 7, 8], "labels": [-100, 6, 7, 8]}] * 3
+    Path("rows.jsonl").write_text("\n".join(map(json.dumps, rows)))
+    with_one = trireme.evaluate("model", "rows.jsonl")
+    Path("model/tokenizer.json").unlink()
+    assert trireme.evaluate("model", "rows.jsonl") == with_one
+    with pytest.raises(trireme.InputError, match="the checkpoint has no tokenizer.json, which this data needs"):
+        trireme.evaluate("model", "stories.txt")
+    with pytest.raises(trireme.InputError, match="data has no tokenizer.json"):
+        trireme.evaluate("model", "rows.jsonl", tokenizer="data")
+    with pytest.raises(trireme.InputError, match="model has no tokenizer.json. Name a folder that has one"):
+        trireme.sample("model", "Once")
+
+
 @pytest.mark.parametrize("data", [5, b"a.txt", {"text": "a"}, [{"text": "a"}], ["a.txt", None]])
 def test_data_that_are_no_names_are_refused(data):
     for call in (lambda: trireme.evaluate("model", data), lambda: trireme.finetune(model="model", data=data)):

@@ -126,7 +126,8 @@ def _passed(job: Job, teacher: str, begun: str, screen: Screen) -> Iterator[Name
         folder=teacher, model=None, tokenizer=None, chat_template=None, device=o.device, dtype=dtype,
         gpu_memory=o.gpu_memory, ram=o.ram,
     )  # fmt: skip
-    opened, codec = open_model(asked, screen)
+    opened = open_model(asked, screen)
+    codec = opened.codec()
     opened.refuse_head("it has no log-probabilities of tokens. Name another --teacher")
     _check_same(teacher, codec.vocabulary(), job)
     below = min(job.cfg.vocab, opened.cfg.vocab)
