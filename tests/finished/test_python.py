@@ -97,6 +97,7 @@ def test_every_option_is_a_keyword():
         (dict(val=0.02), ["--val=0.02"]),
         (dict(betas=(0.9, 0.95), learning_rate=1e-5), ["--betas=0.9,0.95", "--learning-rate=1e-05"]),
         (dict(chat_template_kwargs={"a": False}), ['--chat-template-kwargs={"a": false}']),
+        (dict(map={"prompt": "question", "completion": "my answer"}), ["--map=prompt=question,completion=my answer"]),
     ],
 )
 def test_options_are_those_of_the_command_line(given, argv):
