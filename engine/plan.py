@@ -47,6 +47,7 @@ class Limits:
     host: int
     gpus: int = 1
     all_free: bool = False  # `gpu` is all that a GPU has free: no option raises it
+    free_ram: bool = False  # `host` is what RAM has free: no option raises it
     less: tuple[int, ...] = ()  # bytes that each GPU has less than `gpu`, where their memory is unequal
 
     @property
