@@ -2,9 +2,8 @@
 
 from __future__ import annotations
 
-import json
 from collections.abc import Container, Mapping, Sequence
-from dataclasses import asdict, dataclass, fields, replace
+from dataclasses import dataclass, fields, replace
 from functools import cached_property
 from pathlib import Path
 from typing import Any, Literal, NamedTuple, get_args
@@ -289,9 +288,6 @@ class Plan:
     def spilled(self, u: int) -> bool:
         """Whether unit u's gradient waits for its update on the SSD."""
         return self.gradients == "ssd" and self.units[u].state == "ssd"
-
-    def save(self, path: Path) -> None:
-        path.write_text(json.dumps(asdict(self), indent=1))
 
     @staticmethod
     def of(data: dict[str, Any]) -> Plan:
