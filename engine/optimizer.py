@@ -159,13 +159,16 @@ class Optimizer:
 def learning_rate(step: int, total: int, peak: float, schedule: str, warmup: int) -> float:
     """The learning rate of `step` (from 1) of `total`: linear from 0 over `warmup` steps, then by `schedule`.
 
-    constant; cosine to 10 % of the peak; linear to 0 at step total + 1; polynomial (power 1, to LAST_RATE) and wsd
-    (constant, then falling over the last DECAYED of the run), both as in transformers.
+    constant; cosine to 10 % of the peak at step total, if it is not the only one; linear to 0 at step total + 1;
+    polynomial (power 1, to LAST_RATE) and wsd (constant, then falling over the last DECAYED of the run), both as in
+    transformers.
     """
     if step <= warmup:
         return peak * step / warmup
     left = max(1, total - warmup)
     if schedule == "cosine":
+        if total == 1:
+            return peak
         return peak * (0.1 + 0.45 * (1 + math.cos(math.pi * min(1.0, (step - warmup) / left))))
     gone = (step - warmup - 1) / left
     if schedule == "linear":

@@ -2,9 +2,8 @@
 
 from __future__ import annotations
 
-import json
 from collections.abc import Container, Mapping, Sequence
-from dataclasses import asdict, dataclass, fields, replace
+from dataclasses import dataclass, fields, replace
 from functools import cached_property
 from pathlib import Path
 from typing import Any, Literal, NamedTuple, get_args
@@ -48,6 +47,7 @@ class Limits:
     host: int
     gpus: int = 1
     all_free: bool = False  # `gpu` is all that a GPU has free: no option raises it
+    free_ram: bool = False  # `host` is what RAM has free: no option raises it
     less: tuple[int, ...] = ()  # bytes that each GPU has less than `gpu`, where their memory is unequal
 
     @property
@@ -299,9 +299,6 @@ class Plan:
     def spilled(self, u: int) -> bool:
         """Whether unit u's gradient waits for its update on the SSD."""
         return self.gradients == "ssd" and self.units[u].state == "ssd"
-
-    def save(self, path: Path) -> None:
-        path.write_text(json.dumps(asdict(self), indent=1))
 
     @staticmethod
     def of(data: dict[str, Any]) -> Plan:

@@ -14,10 +14,11 @@ import hashlib
 import os
 import platform
 import shutil
+import signal
 import subprocess
 import tempfile
 import threading
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from ctypes import POINTER, byref, c_float, c_int64, c_uint32, c_void_p
 from functools import cache
@@ -51,6 +52,24 @@ def _cpu() -> str:
     return "\n".join([platform.machine(), platform.processor(), *sorted({x for x in lines if x.startswith(words)})])
 
 
+def _output(command: list[str], env: Mapping[str, str] | None = None) -> bytes:
+    """Standard output. A compiler that does not end in time is killed with the processes that it has started.
+
+    Raises as subprocess.run.
+    """
+    pipe = subprocess.PIPE
+    with subprocess.Popen(command, stdout=pipe, stderr=pipe, env=env, start_new_session=True) as process:
+        try:
+            out, err = process.communicate(timeout=PATIENCE)
+        except BaseException:
+            with contextlib.suppress(ProcessLookupError):
+                os.killpg(process.pid, signal.SIGKILL)
+            raise
+    if process.returncode:
+        raise subprocess.CalledProcessError(process.returncode, command, out, err)
+    return out
+
+
 @contextmanager
 def _compiled(compiler: str, parent: Path) -> Iterator[Path]:
     """Path of the compiled library, in a temporary folder in `parent` that is removed at the end of the context.
@@ -69,8 +88,10 @@ def _compiled(compiler: str, parent: Path) -> Iterator[Path]:
         with lock:
             with contextlib.suppress(OSError):  # without locks nobody removes it
                 lock.enter_context(_locked(Path(own)))
-            if subprocess.run([*command, "-march=native"], capture_output=True, env=env, timeout=PATIENCE).returncode:
-                subprocess.run(command, capture_output=True, check=True, env=env, timeout=PATIENCE)
+            try:
+                _output([*command, "-march=native"], env)
+            except subprocess.CalledProcessError:
+                _output(command, env)
             if not target.exists():
                 raise subprocess.CalledProcessError(0, command, stderr=b"no library is written")
             target.chmod(0o700)  # is_private, whatever the umask
@@ -102,7 +123,7 @@ def _build(compiler: str) -> ctypes.CDLL:
 
     Raises as `_compiled` and `_load`.
     """
-    version = subprocess.run([compiler, "--version"], capture_output=True, check=True, timeout=PATIENCE).stdout
+    version = _output([compiler, "--version"])
     parts = (SOURCE.read_bytes(), " ".join(FLAGS).encode(), version, _cpu().encode())
     name = f"host_adamw-{hashlib.sha256(b'|'.join(parts)).hexdigest()[:20]}.so"
     folder = cache_folder()

@@ -29,7 +29,7 @@ from trireme.models.families.packing import PACKINGS as PACKINGS
 from trireme.models.families.packing import UNUSED as UNUSED
 from trireme.models.families.packing import WHOLE as WHOLE
 from trireme.models.families.packing import Packing
-from trireme.models.families.quantization import packing_of
+from trireme.models.families.quantization import packing_of, said_of
 from trireme.models.families.rope import Rope
 from trireme.models.families.scans import BLOCK_TYPES, KINDS_OF_MLP, block_types, parse_scan
 from trireme.models.families.scans import Scan as Scan
@@ -502,8 +502,8 @@ def _wrapped(raw: dict[str, Any], where: str, model_type: str) -> ModelConfig:
     inner = inner | _tied(keys, Keys(inner, where), wrapper)
     if OF_LOGITS in FAMILIES[inner["model_type"]].caps:
         Keys(inner, where).refuse_unless(OF_LOGITS, (None,))  # transformers' multimodal class has no cap of logits
-    if raw.get("quantization_config") is not None:
-        inner["quantization_config"] = raw["quantization_config"]
+    if (said := said_of(raw, keys.where)) is not None:
+        inner["quantization_config"] = said
     media = tuple((keys.count(key, default), key) for key, default in wrapper.media.items())
     return replace(_parsed(inner, where, inner["model_type"]), wrapper=model_type, media=media)
 

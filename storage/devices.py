@@ -110,17 +110,22 @@ def open_device(path: AnyPath, nbytes: int = 256 * MIB, say: Say = to_stderr) ->
     if not direct:
         say(f"{path}: no O_DIRECT; slower, and through the page cache")
     candidates = _candidates(path, direct, say)
-    best = next(candidates)
-    if nbytes:
-        with _test_file(path, direct, nbytes) as (file, halves):
-            best_time = _measure(best, file, halves)
-            for device in candidates:
-                seconds = _measure(device, file, halves)
-                slower = device
-                if seconds < 0.9 * best_time:  # less is noise
-                    best, slower, best_time = device, best, seconds
-                slower.io.close()
-    return best
+    opened = [next(candidates)]  # first the best so far
+    try:
+        if nbytes:
+            with _test_file(path, direct, nbytes) as (file, halves):
+                best = _measure(opened[0], file, halves)
+                for device in candidates:
+                    opened.append(device)
+                    seconds = _measure(device, file, halves)
+                    faster = seconds < 0.9 * best  # less is noise
+                    best = seconds if faster else best
+                    opened.pop(0 if faster else 1).io.close()
+    except BaseException:
+        for device in opened:
+            device.io.close()
+        raise
+    return opened[0]
 
 
 def _candidates(path: Path, direct: bool, say: Say) -> Iterator[Device]:

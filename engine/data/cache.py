@@ -22,6 +22,7 @@ import io
 import json
 import os
 import shutil
+import time
 import weakref
 import zlib
 from array import array
@@ -41,6 +42,7 @@ _VERSION = 1
 _BLOCK = 1 << 22
 _HEADER = 128  # bytes of a .npy
 KEPT = 20  # a shelf takes at most a twentieth of its drive
+UNUSED = 24 * 3600.0  # seconds after which an empty folder of another version is removed
 SMALL, OFTEN = 1000, 32  # for a cache below 1/SMALL of that, room is made only if it is one in OFTEN
 
 
@@ -246,6 +248,10 @@ class Shelf:
             room -= size
             if room < 0 and old != place:
                 shutil.rmtree(old, ignore_errors=True)
+        for other in {*self.folder.parent.iterdir()} - {self.folder}:  # of other versions, which may be running
+            with contextlib.suppress(OSError):
+                if other.stat().st_mtime < time.time() - UNUSED:
+                    other.rmdir()  # if it is empty
 
 
 def _used(place: Path) -> tuple[float, int, Path]:

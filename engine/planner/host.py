@@ -178,10 +178,11 @@ def memory_limits(device: torch.device, gpu_memory: int | None, ram: int | None,
     the RAM; if both are given, they are the tiers. If other processes use a GPU, it has a limit of its own.
     """
     if device.type != "cuda" and gpu_memory is not None:
-        return Limits(gpu_memory, int(available_ram() * RAM_SHARE) if ram is None else ram, gpus)
+        host = int(available_ram() * RAM_SHARE) if ram is None else ram
+        return Limits(gpu_memory, host, gpus, free_ram=ram is None)
     if device.type != "cuda":
         host = _left_by_the_process(ram, TEMPORARIES)
-        return Limits(host // 2 // gpus, host - host // 2, gpus)
+        return Limits(host // 2 // gpus, host - host // 2, gpus, free_ram=ram is None)
     free = [_free(each, gpu_memory) for each in gpus_from(device, gpus)]
     limit, context = min(free)
     if limit <= GPU_RESERVE:
@@ -192,7 +193,7 @@ def memory_limits(device: torch.device, gpu_memory: int | None, ram: int | None,
     if not are_equal(device, gpus) or most - limit >= ALIKE:
         limit, less = most, tuple(most - room for room, _ in free)
     host = _left_by_the_process(ram, CODE)
-    return Limits(limit - GPU_RESERVE, host, gpus, all_free=gpu_memory is None, less=less)
+    return Limits(limit - GPU_RESERVE, host, gpus, all_free=gpu_memory is None, free_ram=ram is None, less=less)
 
 
 def gpus_from(device: torch.device, gpus: int) -> list[torch.device]:

@@ -370,8 +370,9 @@ def _why_not(geo: Geometry, plan: Plan, limits: Limits) -> str:
     assert lacks, "a plan that fits was refused"
     more = {tier: rounded_up(MARGIN[tier] * lacks[tier]) for tier in lacks}  # not the sum: options include a reserve
     other = f"use a GPU with {more.pop('gpu')} more free memory" if "gpu" in more and limits.all_free else ""
+    frees = f"free {more.pop('host')} of RAM" if "host" in more and limits.free_ram else ""
     raises = " and ".join(f"{flag} by {more[tier]}" for tier, flag in FLAGS.items() if tier in more)
-    first = " and ".join(way for way in (other, f"raise {raises}" * bool(raises)) if way)
+    first = " and ".join(way for way in (other, f"raise {raises}" * bool(raises), frees) if way)
     out = [first[0].upper() + first[1:]]
     shorter = lambda k: usage(geo, replace(plan, tokens=k), limits.less)["gpu"] <= limits.gpu
     if "gpu" in lacks and (tokens := _most(plan.tokens, shorter)):

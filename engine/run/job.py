@@ -357,7 +357,9 @@ def _files(
 
 
 def check_room(job: Job) -> None:
-    """Raises DoesNotFit if a drive has no space for what the run must write. Snapshots are not counted."""
+    """Raises DoesNotFit if a drive has no space for what the run must write: its output, state that steps write, and
+    the first snapshot where it is certain to be made. Of state that steps write, a snapshot holds links.
+    """
     part = job.forecast.disk_parts()
     wanted = [(job.out, part["export"] + part["best"] + part["apart"], "--out")]
     if job.plan.uses("ssd"):
@@ -365,13 +367,19 @@ def check_room(job: Job) -> None:
         wanted += [(d, each, "--store") for d in job.store_dirs]
     if isinstance(job.source, Cached) and not job.source.is_made():
         wanted.append((job.store_dirs[0], job.source.file_bytes, "--store"))
+    reserving = {drive_of(folder) for folder, _, option in wanted if option == "--store"}
+    often = job.options.save_every  # after minutes there may be space
+    saved = 0 if often.seconds or job.plan.hosts > 1 or job.plan.uses("ssd") else often.count(job.total_steps)
+    if saved:
+        each = part["store"] // len(job.store_dirs)
+        wanted += [(d, each, "--store, or set --save-every never") for d in job.store_dirs]
     by_drive: dict[int, list[tuple[Path, int, str]]] = defaultdict(list)
     for folder, need, option in wanted:
         by_drive[drive_of(folder)].append((folder, need, option))
-    for here in by_drive.values():
+    for drive, here in by_drive.items():
         folders, needs, flags = zip(*here, strict=True)
         disk = shutil.disk_usage(existing(folders[0]))
-        reserve, room = (reserved(disk.total), disk.free) if "--store" in flags else (0, disk.free)
+        reserve, room = (reserved(disk.total), disk.free) if drive in reserving else (0, disk.free)
         if sum(needs) > room - reserve:
             kept = f", {gib(reserve)} of them to stay free for the file system" if reserve else ""
             raise DoesNotFit(

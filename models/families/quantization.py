@@ -29,6 +29,8 @@ from trireme.models.families.packing import (
     Packing,
 )
 
+SAID = ("quantization_config", "compression_config")
+
 
 def packing_of(
     keys: Keys, accepted: tuple[str, ...], names: Names, carried: tuple[str, ...]
@@ -38,7 +40,7 @@ def packing_of(
     `accepted` are the family's values of quant_method, `carried` what names of tensors begin with that are only copied.
     Raises InputError for other methods, and for settings that would change the numbers.
     """
-    found = keys.raw.get("quantization_config")
+    found = said_of(keys.raw, keys.where)
     if keys.raw.get("quantization"):
         raise _unsupported(keys.where, "MLX", f"for a {keys.raw.get('model_type')}", "quantization")
     if found is None:
@@ -49,6 +51,19 @@ def packing_of(
         packing, packed = READ[method](Keys(found, f"{keys.where}: quantization_config"), names)
         return (replace(packing, left=carried) if left else packing), packed
     raise _unsupported(keys.where, method, f"for a {keys.raw.get('model_type')}")
+
+
+def said_of(raw: dict[str, Any], where: str) -> Any:
+    """quantization_config of a config.json, or compression_config, as early releases of compressed-tensors call it.
+
+    Raises InputError where both are there and differ.
+    """
+    said = [raw[name] for name in SAID if raw.get(name) is not None]
+    if any(other != said[0] for other in said[1:]):
+        raise InputError(
+            f"{where}: {' and '.join(map(json.dumps, SAID))} are two names of one key, but differ. Remove one."
+        )
+    return said[0] if said else None
 
 
 def _without(found: dict[str, Any], carried: tuple[str, ...]) -> tuple[dict[str, Any], bool]:

@@ -117,6 +117,17 @@ def test_the_longest_unused_makes_room(codec, builds, shelf, tmp_path, monkeypat
     assert len(builds) == 4
 
 
+def test_empty_folders_of_other_versions_are_removed(codec, shelf, tmp_path, monkeypatch):
+    monkeypatch.setattr(cache, "OFTEN", 1)
+    old, new, used = (shelf.folder.parent / name for name in ("old", "new", "used"))
+    for folder in (old, new, used / "tokens-1"):
+        folder.mkdir(parents=True)
+    for folder in (old, used):
+        os.utime(folder, (1000, 1000))
+    ids(codec, rows(tmp_path / "a.jsonl", "some text"), shelf)
+    assert {*shelf.folder.parent.iterdir()} == {new, used, shelf.folder}
+
+
 def test_small_files_do_not_each_look_at_all_others(codec, shelf, tmp_path, monkeypatch):
     looks, used = [], cache._used
     monkeypatch.setattr(cache, "_used", lambda place: looks.append(place) or used(place))

@@ -5,7 +5,7 @@ import re
 from dataclasses import replace
 
 import pytest
-from engines import LLAMA
+from engines import LLAMA, write_plan
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from mutations import LAUGHS
@@ -97,7 +97,7 @@ def test_gradients_that_do_not_wait_take_few_slots():
 
 def test_a_plan_survives_its_file(tmp_path):
     plan = plan_for(64 * MIB, 40 * MIB)
-    plan.save(tmp_path / "plan.json")
+    write_plan(plan, tmp_path / "plan.json")
     assert Plan.load(tmp_path / "plan.json") == plan
 
 

@@ -165,8 +165,9 @@ def test_what_is_lacking_is_said(tmp_path):
     reference, _ = of_four("llama")
     reference.save_pretrained(tmp_path)
     opened = open_folder(str(tmp_path), "", lambda _: None)
-    with pytest.raises(DoesNotFit, match="even layer by layer this takes .* Raise --ram"):
-        Layers(opened, CPU, "F32", Limits(1 << 14, 0), 0)
+    for free, way_out in ((False, "Raise --ram"), (True, "Free some memory")):
+        with pytest.raises(DoesNotFit, match=f"even layer by layer this takes .* {way_out}, or ask for less"):
+            Layers(opened, CPU, "F32", Limits(1 << 14, 0, free_ram=free), 0)
 
 
 def test_a_folder_that_is_none(tmp_path, monkeypatch):

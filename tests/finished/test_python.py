@@ -97,6 +97,7 @@ def test_every_option_is_a_keyword():
         (dict(val=0.02), ["--val=0.02"]),
         (dict(betas=(0.9, 0.95), learning_rate=1e-5), ["--betas=0.9,0.95", "--learning-rate=1e-05"]),
         (dict(chat_template_kwargs={"a": False}), ['--chat-template-kwargs={"a": false}']),
+        (dict(map={"prompt": "question", "completion": "my answer"}), ["--map=prompt=question,completion=my answer"]),
     ],
 )
 def test_options_are_those_of_the_command_line(given, argv):
@@ -141,6 +142,20 @@ def test_several_files_are_evaluated_together(here):
     assert both["trained_tokens"] == one["trained_tokens"] + other["trained_tokens"]
     total = sum(each["loss"] * each["trained_tokens"] for each in (one, other))
     assert both["loss"] == pytest.approx(total / both["trained_tokens"], rel=1e-12)
+
+
+def test_rows_of_token_ids_are_evaluated_without_a_tokenizer(here):
+    rows = [{"input_ids": [5, 6, 7, 8], "labels": [-100, 6, 7, 8]}] * 3
+    Path("rows.jsonl").write_text("\n".join(map(json.dumps, rows)))
+    with_one = trireme.evaluate("model", "rows.jsonl")
+    Path("model/tokenizer.json").unlink()
+    assert trireme.evaluate("model", "rows.jsonl") == with_one
+    with pytest.raises(trireme.InputError, match="the checkpoint has no tokenizer.json, which this data needs"):
+        trireme.evaluate("model", "stories.txt")
+    with pytest.raises(trireme.InputError, match="data has no tokenizer.json"):
+        trireme.evaluate("model", "rows.jsonl", tokenizer="data")
+    with pytest.raises(trireme.InputError, match="model has no tokenizer.json. Name a folder that has one"):
+        trireme.sample("model", "Once")
 
 
 @pytest.mark.parametrize("data", [5, b"a.txt", {"text": "a"}, [{"text": "a"}], ["a.txt", None]])

@@ -12,6 +12,7 @@ from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
+from engines import write_plan
 from mutations import Target, as_json, as_lines, as_text
 from targets_data import DATA
 from targets_hosts import HOSTS
@@ -343,7 +344,7 @@ def plan(folder: Path) -> Target:
     cfg = ModelConfig("llama", 61, 16, 1, 4, 2, 4, 24, 64, 1e-5, False, rope=Rope(1e4))
     block = UnitPlan("host", "ssd", x="ssd", saved=(("qkv", "host"),))
     path = folder / "plan.json"
-    Plan((UnitPlan(), block, UnitPlan("host", "host", "gpu")), 24, 2, "F32").save(path)
+    write_plan(Plan((UnitPlan(), block, UnitPlan("host", "host", "gpu")), 24, 2, "F32"), path)
     options = Options(plan=str(path), batch_size=2)
 
     def read(content: bytes) -> None:

@@ -3,14 +3,16 @@
 from __future__ import annotations
 
 import gc
+import json
 import os
 import signal
 import time
 from collections import deque
 from collections.abc import Collection, Sequence
 from concurrent.futures import Future
-from dataclasses import replace
+from dataclasses import asdict, replace
 from math import prod
+from pathlib import Path
 from types import SimpleNamespace
 
 import numpy as np
@@ -492,3 +494,8 @@ def fork() -> int:
         signal.alarm(600)
         torch.set_num_threads(torch.get_num_threads())
     return pid
+
+
+def write_plan(plan: Plan, path: Path) -> None:
+    """A file for --plan."""
+    path.write_text(json.dumps(asdict(plan)))

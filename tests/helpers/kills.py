@@ -28,7 +28,7 @@ from typing import Any, NamedTuple
 from unittest import mock
 
 from command import finetune
-from engines import fork
+from engines import fork, write_plan
 
 from trireme.engine.plan import UnitPlan
 from trireme.engine.planner.forecast import Forecast
@@ -276,7 +276,7 @@ def make_bench(folder: Path) -> Bench:
     for name, place in EVERYWHERE.items():
         end = replace(place.unit, saved=())
         units = (end, *(place.unit,) * (len(first.units) - 2), end)
-        replace(first, units=units, record=1 << 12, piece=1 << 12, **place.plan).save(folder / f"{name}.json")
+        write_plan(replace(first, units=units, record=1 << 12, piece=1 << 12, **place.plan), folder / f"{name}.json")
         out, begun = folder / f"whole {name}", time.monotonic()
         ended = run(bench.command(name, out), folder, place)
         assert ended.code == 0, ended.said

@@ -10,6 +10,7 @@ import tempfile
 import threading
 import time
 import warnings
+from pathlib import Path
 
 import pytest
 import torch
@@ -550,6 +551,15 @@ def test_a_compiler_that_fails_is_named_in_one_line(fresh, monkeypatch, tmp_path
     monkeypatch.setenv("CXX", str(path))
     assert host_adamw.library() is None
     assert host_adamw.why_slow() == f"{path} {said} Repair it, or set CXX to another C++ compiler"
+
+
+def test_what_a_compiler_that_does_not_end_has_started_ends_with_it(fresh, monkeypatch, tmp_path):
+    monkeypatch.setattr(host_adamw, "PATIENCE", 1)
+    monkeypatch.setenv("CXX", str(compiler(tmp_path, f"sleep 60 & echo $! > {tmp_path}/pid; wait")))
+    assert host_adamw.library() is None
+    assert "has not ended in 1 s" in host_adamw.why_slow()
+    status = Path(f"/proc/{(tmp_path / 'pid').read_text().strip()}/stat")
+    assert not status.exists() or status.read_text().rpartition(") ")[2][0] == "Z"
 
 
 def test_a_library_that_cannot_be_mapped_says_where_to_put_it(fresh, monkeypatch):

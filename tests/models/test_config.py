@@ -214,6 +214,10 @@ def test_attention_scale_by_layer():
         (LLAMA | dict(quantization_config=NF4 | dict(bnb_4bit_quant_type="fp4")), ["bnb_4bit_quant_type", "nf4"]),
         (LLAMA | dict(quantization_config=NF4 | dict(bnb_4bit_quant_storage="bfloat16")), ["bnb_4bit_quant_storage"]),
         (LLAMA | dict(quantization_config=[4]), ["quantization_config", "does not name"]),
+        (
+            LLAMA | dict(quantization_config=BY_ROW, compression_config=INT4),
+            ['"quantization_config" and "compression_config" are two names of one key, but differ. Remove one.'],
+        ),
         (dict(), ["model_type"]),
         (GPT2 | dict(activation_function="gelu"), ["activation_function", "gelu_new"]),
         (GPT2 | dict(activation_function="relu"), ["activation_function"]),

@@ -15,7 +15,7 @@ from trireme.engine.planner import host
 from trireme.engine.planner.choose import first_plan
 from trireme.engine.planner.forecast import Files, Forecast, Work, check_drive
 from trireme.engine.planner.lines import cell, disk_line, gpu_lines, memory_lines, time_line, wear_line, wear_warning
-from trireme.engine.planner.rates import assume
+from trireme.engine.planner.rates import RAM_SHARE, assume
 from trireme.engine.planner.rule import Wanted, simple_plan
 from trireme.engine.planner.whole import written
 from trireme.engine.run import demo, train
@@ -351,6 +351,15 @@ def test_the_way_out_leads_out(checkpoint, capsys, tier, given, says):
     option = ("--ram",) if tier == "ram" else given[:1]
     argv = (assumed("1536MiB"), *option, enough) if option else (assumed(enough),)
     assert dry_run(checkpoint, "--assume", *argv) == 0
+
+
+def test_a_limit_that_no_option_gave_is_not_to_be_raised():
+    """Without --ram and --gpu-memory all free memory is used."""
+    for free, says in ((False, r"Raise --ram by [\d.]+ GiB"), (True, r"Free ([\d.]+) GiB of RAM")):
+        with pytest.raises(DoesNotFit, match=rf"{says}(, or|\.)") as refusal:
+            simple_plan(SEVEN_B, Limits(22 << 30, 1 << 29, free_ram=free), Wanted(((2048, 1),)))
+    more = float(re.search(says, str(refusal.value))[1])
+    simple_plan(SEVEN_B, Limits(22 << 30, int((0.5 + more * RAM_SHARE) * 2**30)), Wanted(((2048, 1),)))
 
 
 def test_a_mixture_is_refused_with_its_experts():

@@ -7,6 +7,7 @@ from types import SimpleNamespace
 
 import pytest
 import torch
+from engines import write_plan
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from plans import RATES, SMALL, plan
@@ -137,7 +138,7 @@ def test_a_move_to_another_plan_changes_no_bit(checkpoint, where, monkeypatch, c
 def test_a_move_on_a_gpu_changes_no_bit(checkpoint, monkeypatch, capsys):
     n_units = read_config(checkpoint / "checkpoint").n_units
     plan = Plan((UnitPlan("host", "host"),) * n_units, 256, 1, record=1 << 16)
-    plan.save(checkpoint / "plan.json")
+    write_plan(plan, checkpoint / "plan.json")
     monkeypatch.setattr(cache, "remember", lambda *_: None)  # beside other tests
     room = dict(device="cuda", gpu_memory=4 << 30, ram=4 << 30, plan=str(checkpoint / "plan.json"))
     moved(replace(options(checkpoint, checkpoint / "on-gpu", "host"), **room), monkeypatch, capsys)

@@ -22,7 +22,7 @@ from types import SimpleNamespace
 from unittest import mock
 
 import pytest
-from engines import fork
+from engines import fork, write_plan
 from runs import child as resumed
 from runs import ended, finished, losses, make_small, options
 
@@ -162,7 +162,7 @@ def whole(narrow):
     units = (UnitPlan("host", "host"), *(inner[u % 3] for u in range(n - 2)), UnitPlan("ssd", "ssd"))
     more = dict(gradients="ssd", late_moments=("host", "ssd"), window=2, state_slots=3, record=1 << 13)
     plan = replace(first, units=units, **more)
-    plan.save(narrow / "everything.json")
+    write_plan(plan, narrow / "everything.json")
     after = replace(plan, units=tuple(UnitPlan("ssd" if u % 2 else "host", "ssd") for u in range(n)), window=3)
 
     def given(out: Path, **how) -> Options:

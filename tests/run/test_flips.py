@@ -12,6 +12,7 @@ from pathlib import Path
 
 import pytest
 from command import finetune as command
+from engines import write_plan
 from runs import losses, options, stopped
 
 from trireme.engine.hosts.group import Alone
@@ -60,9 +61,8 @@ def spread(checkpoint):
     first = prepare(options(checkpoint, checkpoint / "planned", "gpu", dtype="bf16")).plan
     placement = [UnitPlan("ssd", "ssd"), UnitPlan("host", "ssd"), UnitPlan("host", "host"), UnitPlan("gpu", "gpu")]
     units = tuple(placement[u % 4] for u in range(len(first.units)))
-    replace(first, units=units, record=1 << 17, mode="forward", late_moments=("host", "ssd")).save(
-        checkpoint / "spread.json"
-    )
+    plan = replace(first, units=units, record=1 << 17, mode="forward", late_moments=("host", "ssd"))
+    write_plan(plan, checkpoint / "spread.json")
     return checkpoint
 
 

@@ -4,6 +4,7 @@ from dataclasses import replace
 
 import pytest
 import torch
+from engines import write_plan
 from runs import losses, options, stopped
 from safetensors.torch import load_file
 
@@ -40,7 +41,7 @@ def test_a_base_in_fp8_lies_anywhere_and_a_stopped_run_goes_on(checkpoint, monke
     plan = prepare(replace(run, out=str(checkpoint / "fp8-planned"))).plan
     finetune(run)
     units = (UnitPlan("host", "host", x="host", base="ssd"),) * len(plan.units)
-    replace(plan, units=units, window=1).save(checkpoint / "fp8-far.json")
+    write_plan(replace(plan, units=units, window=1), checkpoint / "fp8-far.json")
     there = replace(run, out=str(far), plan=str(checkpoint / "fp8-far.json"))
     made = prepare(replace(there, out=str(checkpoint / "fp8-planned-too")))
     assert made.files.copied == "copied: they are kept in fp8"

@@ -13,6 +13,7 @@ from pathlib import Path
 from types import SimpleNamespace
 
 import pytest
+from engines import write_plan
 from runs import STEPS, child, ended, hold, losses, make_small, options, records, stopped
 
 from trireme.engine import exchange
@@ -438,7 +439,7 @@ def test_what_a_run_keeps_may_be_said_again(begun, monkeypatch):
 
 def test_a_given_plan_has_to_be_of_the_run(checkpoint, begun):
     given, kept = begun
-    prepare(given).plan.save(checkpoint / "same.json")
+    write_plan(prepare(given).plan, checkpoint / "same.json")
     given = replace(given, plan=str(checkpoint / "same.json"))
     plan = Plan.load(checkpoint / "same.json")
     assert prepare(given, kept).plan.tokens == kept["tokens"]
@@ -446,10 +447,10 @@ def test_a_given_plan_has_to_be_of_the_run(checkpoint, begun):
         prepare(given, kept | {"plan": kept["plan"] | {"record": 4096}})
     with pytest.raises(InputError, match="same.json: the plan computes in F32. Leave --dtype out"):
         prepare(replace(given, dtype="bf16"))
-    replace(plan, n_micro=1 << 40).save(checkpoint / "same.json")
+    write_plan(replace(plan, n_micro=1 << 40), checkpoint / "same.json")
     with pytest.raises(DoesNotFit, match=r"same.json: the plan needs .* of GPU memory, the limit is 1.00 GiB"):
         prepare(given)
-    replace(plan, units=(UnitPlan(saved=(("foo", "gpu"),)),) * len(plan.units)).save(checkpoint / "same.json")
+    write_plan(replace(plan, units=(UnitPlan(saved=(("foo", "gpu"),)),) * len(plan.units)), checkpoint / "same.json")
     with pytest.raises(InputError, match="same.json: unit 0 saves 'foo'"):
         prepare(given)
 
@@ -465,7 +466,7 @@ def test_a_given_plan_with_narrow_moments_keeps_its_updates_off_the_gpu(checkpoi
     units = (UnitPlan("host", "host"),) * len(prepare(replace(given, plan=None)).plan.units)
     for change in (units, (*units[:-1], unit)):
         plan = replace(prepare(replace(given, plan=None)).plan, adam_bits=bits, units=change)
-        plan.save(checkpoint / "narrow.json")
+        write_plan(plan, checkpoint / "narrow.json")
         assert prepare(given).plan == plan, "a CPU updates moments of any width"
         if change is units:
             assert prepare(replace(given, **ASSUMED)).plan == plan
@@ -482,7 +483,7 @@ def test_a_run_with_narrow_moments_begun_on_a_cpu_goes_on_with_a_gpu(begun):
 
 def test_a_plan_with_room_for_fewer_micro_batches_is_refused(checkpoint):
     given = options(checkpoint, checkpoint / "planned", "gpu", micro_batch=2)
-    prepare(given).plan.save(checkpoint / "two.json")
+    write_plan(prepare(given).plan, checkpoint / "two.json")
     with pytest.raises(InputError, match="two.json: a step of 6 sequences is 3 micro-batches of 2, .*room for 2"):
         prepare(replace(given, plan=str(checkpoint / "two.json"), batch_size=6))
 
@@ -507,7 +508,7 @@ def test_no_option_is_silently_overruled_by_a_given_plan(checkpoint, begun, plan
     options, _ = begun
     options = replace(options, plan=str(checkpoint / "other.json"))
     made = replace(prepare(replace(options, plan=None)).plan, **plan)
-    made.save(checkpoint / "other.json")
+    write_plan(made, checkpoint / "other.json")
     kept = prepare(replace(options, max_grad_norm=0.0)).pinned.json()
     for pinned in (None, kept):
         if says:
@@ -524,7 +525,7 @@ def test_a_given_plan_copies_between_gpus_only_where_they_can(checkpoint, begun)
     in_ram = replace(direct, between="host")
     lends = in_ram.changed({1}, saved=(("qkv", "peer"),), peer=1 - direct.units[1].gpu)
     for plan, says in ((direct, "host, or"), (in_ram, ""), (lends, "host, saved of unit 1 to gpu, host or ssd, or")):
-        plan.save(checkpoint / "two.json")
+        write_plan(plan, checkpoint / "two.json")
         assert on(",peer=20") == plan
         if says:
             with pytest.raises(InputError, match=f"two.json: the plan copies .* to {says} leave --plan out"):

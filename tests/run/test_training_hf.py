@@ -220,3 +220,8 @@ def test_cosine_ends_at_a_tenth_and_constant_stays():
     assert [rates["cosine"][i] / LR for i in (0, 2, 52, 102)] == pytest.approx([1 / 3, 1.0, 0.55, 0.1])
     assert rates["cosine"][2:] == sorted(rates["cosine"][2:], reverse=True)
     assert rates["constant"] == [LR / 3, LR / 3 * 2, *[LR] * 101]
+
+
+@pytest.mark.parametrize("schedule", ["cosine", "linear", "polynomial", "constant", "wsd"])
+def test_a_run_of_one_step_has_the_given_learning_rate(schedule):
+    assert learning_rate(1, 1, LR, schedule, 0) == learning_rate(1, 1, LR, schedule, 1) == LR

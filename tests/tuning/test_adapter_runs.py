@@ -8,6 +8,7 @@ from pathlib import Path
 
 import pytest
 import torch
+from engines import write_plan
 from runs import losses, options, stopped
 from safetensors.torch import load_file, save_file
 from tiny import CASES
@@ -52,7 +53,7 @@ def far(checkpoint):
     """A plan file: the base on the SSD, what is trained in RAM."""
     plan = prepare(adapters(checkpoint, "planned")).plan
     path = checkpoint / "far.json"
-    replace(plan, units=(UnitPlan("host", "host", x="ssd", base="ssd"),) * len(plan.units), window=1).save(path)
+    write_plan(replace(plan, units=(UnitPlan("host", "host", x="ssd", base="ssd"),) * len(plan.units), window=1), path)
     return str(path)
 
 
@@ -91,7 +92,7 @@ def test_a_run_moves_its_base_when_resumed(checkpoint, whole, far, monkeypatch):
     run = adapters(checkpoint, "moved")
     stopped(run, 5, monkeypatch)
     there = replace(Plan.load(Path(far)), record=prepare(run).plan.record)
-    there.save(checkpoint / "there.json")
+    write_plan(there, checkpoint / "there.json")
     finetune(replace(run, resume=run.out, plan=str(checkpoint / "there.json")))
     same(checkpoint / "moved", whole)
 

@@ -1,6 +1,7 @@
 """fp8 as it is published, in blocks, by row or tensor: read as transformers reads it, and trained on as it is."""
 
 import json
+import os
 from dataclasses import replace
 
 import numpy as np
@@ -18,7 +19,7 @@ from trireme.engine.geometry import Geometry
 from trireme.engine.run.output.folder import reopen
 from trireme.engine.tuning.chosen import adapted, chosen
 from trireme.engine.tuning.merge import merge_adapter
-from trireme.engine.tuning.packed import as_said, check_packing
+from trireme.engine.tuning.packed import as_said, check_packing, unpacked
 from trireme.engine.tuning.parts import open_checkpoint
 from trireme.kernels.reference import split_master
 from trireme.models.config import InputError, Lora, read_config
@@ -350,3 +351,15 @@ def test_scales_of_activations_are_named_and_not_used(made, tmp_path):
     source = open_checkpoint(tmp_path, read_config(folder).packing, said.append)
     assert "2 scales of activations, as model.layers.0.mlp.down_proj.activation_scale, are not used" in said[0]
     assert not any(name.endswith(("activation_scale", "kv_scale")) for name in source.tensors)
+
+
+def test_the_key_of_early_releases_is_read(made, tmp_path):
+    folder, _ = made("by row, compressed-tensors")
+    raw = json.loads((folder / "config.json").read_text())
+    raw["compression_config"] = raw.pop("quantization_config")
+    (tmp_path / "config.json").write_text(json.dumps(raw))
+    os.link(folder / "model.safetensors", tmp_path / "model.safetensors")
+    cfg = read_config(tmp_path)
+    assert cfg == read_config(folder)
+    written = unpacked(cfg, open_checkpoint(tmp_path, cfg.packing)).others["config.json"]
+    assert json.loads(written).keys() == raw.keys() - {"compression_config"}

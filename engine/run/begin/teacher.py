@@ -126,7 +126,8 @@ def _passed(job: Job, teacher: str, begun: str, screen: Screen) -> Iterator[Name
         folder=teacher, model=None, tokenizer=None, chat_template=None, device=o.device, dtype=dtype,
         gpu_memory=o.gpu_memory, ram=o.ram,
     )  # fmt: skip
-    opened, codec = open_model(asked, screen)
+    opened = open_model(asked, screen)
+    codec = opened.codec()
     opened.refuse_head("it has no log-probabilities of tokens. Name another --teacher")
     _check_same(teacher, codec.vocabulary(), job)
     below = min(job.cfg.vocab, opened.cfg.vocab)
@@ -179,13 +180,15 @@ def _locked(folder: Path) -> int | None:
 
 
 def _folder(job: Job, key: str) -> Path:
-    """Where scores are or will be. Raises DoesNotFit if no drive has room."""
+    """Where scores are or will be: in the cache, if possible, else in OUT. Raises DoesNotFit if no drive has room."""
     own, cache, nbytes = job.out / TEACHER, cache_folder(), _nbytes(job)
     if cache is not None:
         shared = cache / TEACHER / key
         disk = shutil.disk_usage(existing(cache))
         if shared.is_dir() or nbytes <= min(disk.total // KEPT, disk.free // 2):
-            return shared
+            with suppress(OSError):  # such as a file in the place of a folder
+                shared.mkdir(parents=True, exist_ok=True)
+                return shared
     if nbytes > (free := shutil.disk_usage(existing(job.out)).free):
         raise DoesNotFit(
             f"{own}: the teacher's scores take {gib(nbytes)}, {gib(free)} are free. Lower --top-k, or free some space."

@@ -103,7 +103,9 @@ def open_and_read(
 
     Raises as `evaluate`.
     """
-    opened, codec = open_model(given, screen)
+    opened = open_model(given, screen)
+    codec_of = opened.codec_if_any if scores else opened.codec  # scores name their tokenizer
+    codec = codec_of(given.tokenizer, given.chat_template)
     if not scores:
         opened.refuse_head("it has no log-probabilities of tokens; `eval` says how good it is")
     say_left_out(opened.run, given, "data is read", screen.warn)
@@ -137,7 +139,7 @@ def rows_of(device: torch.device, seq_len: int) -> int:
 
 
 def _read(
-    name: str, codec: Codec, opened: Opened, given: argparse.Namespace, seq_len: int, kind: Kind, screen: Screen
+    name: str, codec: Codec | None, opened: Opened, given: argparse.Namespace, seq_len: int, kind: Kind, screen: Screen
 ) -> Dataset:
     """A source of data, and its lines of the report. Raises InputError."""
     began = time.monotonic()
@@ -147,7 +149,7 @@ def _read(
         variables=json.loads(given.chat_template_kwargs or "{}"),
     )  # fmt: skip
     if opened.cfg.scores:
-        pad = pad_in(read_raw(opened.base), codec.facts.pad)
+        pad = pad_in(read_raw(opened.base), codec.facts.pad if codec else None)
         options = replace(options, labels=opened.labels, pad=pad)
     far = lambda file, position, size: screen.far(f"reading {file}", position, size, began)
     data = load_dataset([name], codec, options, far)

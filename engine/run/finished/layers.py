@@ -93,10 +93,13 @@ class Layers:
         self.streamed = [u for u in range(last + 1) if u not in self.resident and u not in self.in_ram]
         if not {0, last} <= self.resident:
             lacking = sizes[0] + sizes[last] + largest * (2 if self._on_cpu else 1) + made + needs
-            there, flag = (limits.both, "--ram") if self._on_cpu else (limits.gpu, "--gpu-memory")
+            there, flag, free = limits.gpu, "--gpu-memory", limits.all_free
+            if self._on_cpu:
+                there, flag, free = limits.both, "--ram", limits.free_ram
+            way_out = "Free some memory" if free else f"Raise {flag}"
             raise DoesNotFit(
                 f"even layer by layer this takes {gib(lacking)}, there are {gib(there)}. "
-                f"Raise {flag}, free some memory, or ask for less at once."
+                f"{way_out}, or ask for less at once."
             )
 
     # ------------------------------------------------ filled

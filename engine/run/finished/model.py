@@ -53,12 +53,21 @@ class Opened:
         if self.cfg.scores:
             raise InputError(f"{self.base}: the model has a score head, no output matrix: {why}.")
 
+    def codec_if_any(self, tokenizer: str | None = None, template: str | None = None) -> Codec | None:
+        """Tokenizer and chat template: those given, else those of the run or the checkpoint, which may have none.
+
+        Raises InputError.
+        """
+        found = load_codec(tokenizer or self.tokenizer, template or self.template, date.today().isoformat())
+        if tokenizer and found is None:
+            raise InputError(f"{tokenizer} has no tokenizer.json. Name a folder that has one: --tokenizer DIR.")
+        return found
+
     def codec(self, tokenizer: str | None = None, template: str | None = None) -> Codec:
-        """Tokenizer and chat template: those given, else those of the run or the checkpoint. Raises InputError."""
-        folder = Path(tokenizer) if tokenizer else self.tokenizer
-        found = load_codec(folder, template or self.template, date.today().isoformat())
+        """As codec_if_any, where there has to be one. Raises InputError."""
+        found = self.codec_if_any(tokenizer, template)
         if found is None:
-            raise InputError(f"{folder} has no tokenizer.json. Name a folder that has one: --tokenizer DIR.")
+            raise InputError(f"{self.tokenizer} has no tokenizer.json. Name a folder that has one: --tokenizer DIR.")
         return found
 
     def generation(self) -> dict[str, Any]:
@@ -72,14 +81,13 @@ class Opened:
         return found
 
 
-def open_model(given: argparse.Namespace, screen: Screen) -> tuple[Opened, Codec]:
+def open_model(given: argparse.Namespace, screen: Screen) -> Opened:
     """Opens the model that a command is given, of a folder or of the hub. Raises InputError, CheckpointError."""
     folder, model = folder_of(given.folder, screen), given.model or ""
     if (Path(folder) / CONFIG).is_file():
         model = base_for(Path(folder), model, screen)
     found = open_folder(folder, model, screen.warn)
-    found = found if found.adapter else replace(found, run=of_run(Path(folder), lambda _: None))
-    return found, found.codec(given.tokenizer, given.chat_template)
+    return found if found.adapter else replace(found, run=of_run(Path(folder), lambda _: None))
 
 
 def open_folder(folder: str, model: str, say: Callable[[str], None], factor: float | None = None) -> Opened:

@@ -37,7 +37,7 @@ class Given(TypedDict, total=False):
     model: str | Path
     data: Names
     val: str | Path | float
-    map: str
+    map: str | dict[str, str]
     seq_len: int
     long: str
     rope_factor: float
@@ -174,7 +174,8 @@ def words_of(options: Record) -> list[str]:
         elif isinstance(value, (list, tuple)):
             found.append(f"{flag}={','.join(str(each) for each in value)}")
         elif isinstance(value, dict):
-            found.append(f"{flag}={json.dumps(value)}")
+            text = ",".join(f"{ours}={theirs}" for ours, theirs in value.items())
+            found.append(f"{flag}={text if name == 'map' else json.dumps(value)}")
         else:
             found.append(f"{flag}={value}")
     return found

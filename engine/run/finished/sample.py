@@ -161,7 +161,8 @@ def answer(given: argparse.Namespace, prompt: str | list[Fields], screen: Screen
 
 
 def _opened(given: argparse.Namespace, screen: Screen) -> tuple[Opened, Codec, Sampling]:
-    opened, codec = open_model(given, screen)
+    opened = open_model(given, screen)
+    codec = opened.codec(given.tokenizer, given.chat_template)
     opened.refuse_head("it writes no text; `eval` says how good it is")
     return opened, codec, _sampling(given, opened, screen)
 

@@ -280,6 +280,15 @@ def test_killed_while_the_teacher_is_asked_it_goes_on_there(folder, cache, monke
 
 
 @pytest.mark.full
+def test_a_cache_that_cannot_be_used_is_passed_over(folder, cache):
+    cache.write_bytes(b"")  # a file in the place of a folder
+    opts = run(folder, "passed-over", max_steps=1)
+    finetune(opts)
+    assert (folder / "passed-over" / "model.safetensors").exists()
+    assert not (folder / "passed-over" / "teacher").exists()
+
+
+@pytest.mark.full
 def test_interrupted_without_a_cache_the_same_command_goes_on(folder, monkeypatch):
     monkeypatch.setattr(teacher, "cache_folder", lambda: None)
     monkeypatch.setattr(teacher, "PART", 1)

@@ -23,7 +23,7 @@ from trireme.engine.run import demo
 from trireme.engine.run import job as jobs
 from trireme.engine.run.begin.resume import new_store, open_run, open_store, remove_given_up
 from trireme.engine.run.config.config_file import config_yaml
-from trireme.engine.run.options import Options, store_folders
+from trireme.engine.run.options import Options, every, store_folders
 from trireme.engine.run.output import folder as output_folder
 from trireme.engine.run.output.folder import check_free, common_id, new_run, reopen, run_of, signed, tidy
 from trireme.engine.run.screen import Screen
@@ -500,6 +500,24 @@ def test_a_drive_without_room_is_refused_before_the_start(tmp_path, monkeypatch,
     monkeypatch.setattr(jobs.shutil, "disk_usage", lambda path: SimpleNamespace(free=free, total=20 * free))
     refused = pytest.raises(DoesNotFit, match=f"name another drive with .*{option}") if option else nullcontext()
     with refused:
+        jobs.check_room(job)
+
+
+@pytest.mark.parametrize(("save_every", "refused"), [("1", True), ("0.5", True), ("30min", False), ("never", False)])
+def test_a_drive_without_room_for_the_first_snapshot_is_refused(tmp_path, monkeypatch, save_every, refused):
+    demo.make_text(tmp_path / "text.txt", 20, seed=1)
+    demo.make_checkpoint(tmp_path / "checkpoint", tmp_path / "text.txt", seed=1)
+    job = jobs.prepare(Options(
+        model=str(tmp_path / "checkpoint"), data=(str(tmp_path / "text.txt"),), out=str(tmp_path / "out"), seq_len=64,
+        batch_size=4, device="cpu", max_steps=2, save_every=every(save_every),
+    ))  # fmt: skip
+    part = job.forecast.disk_parts()
+    free = part["export"] + part["store"]
+    monkeypatch.setattr(jobs.shutil, "disk_usage", lambda path: SimpleNamespace(free=free, total=20 * free))
+    jobs.check_room(job)
+    monkeypatch.setattr(jobs.shutil, "disk_usage", lambda path: SimpleNamespace(free=free - 1, total=20 * free))
+    ways = "name another drive with --out or --store, or set --save-every never"
+    with pytest.raises(DoesNotFit, match=ways) if refused else nullcontext():
         jobs.check_room(job)
 
 
