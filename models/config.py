@@ -29,7 +29,7 @@ from trireme.models.families.packing import PACKINGS as PACKINGS
 from trireme.models.families.packing import UNUSED as UNUSED
 from trireme.models.families.packing import WHOLE as WHOLE
 from trireme.models.families.packing import Packing
-from trireme.models.families.quantization import packing_of, said_of
+from trireme.models.families.quantization import SAID, packing_of, said_of
 from trireme.models.families.rope import Rope
 from trireme.models.families.scans import BLOCK_TYPES, KINDS_OF_MLP, block_types, parse_scan
 from trireme.models.families.scans import Scan as Scan
@@ -506,6 +506,11 @@ def _wrapped(raw: dict[str, Any], where: str, model_type: str) -> ModelConfig:
         inner["quantization_config"] = said
     media = tuple((keys.count(key, default), key) for key, default in wrapper.media.items())
     return replace(_parsed(inner, where, inner["model_type"]), wrapper=model_type, media=media)
+
+
+def without_packing(raw: dict[str, Any]) -> dict[str, Any]:
+    """The config.json of a checkpoint after its packed matrices are decoded."""
+    return {key: value for key, value in raw.items() if key not in SAID}
 
 
 def _tied(keys: Keys, inner: Keys, wrapper: Wrapper) -> dict[str, bool]:

@@ -15,8 +15,7 @@ from pathlib import Path
 import numpy as np
 
 from trireme.models import hf
-from trireme.models.config import InputError, ModelConfig, Packing
-from trireme.models.families.quantization import SAID
+from trireme.models.config import InputError, ModelConfig, Packing, without_packing
 from trireme.models.sizes import shapes
 from trireme.storage.auxiliary import CONTENT, content_of
 from trireme.storage.checkpoint import (
@@ -162,8 +161,7 @@ class Unpacked(Packed):
     def others(self) -> dict[str, CONTENT]:
         """The files but weights: config.json without the packing, and an index of the new files."""
         found = super().others
-        config = json.loads(content_of(found["config.json"]))
-        config = {key: value for key, value in config.items() if key not in SAID}
+        config = without_packing(json.loads(content_of(found["config.json"])))
         found["config.json"] = json.dumps(config, indent=2).encode()
         if INDEX in found:
             files = {name: t.file for name, t in self.tensors.items()}
