@@ -113,7 +113,7 @@ class _Programs:
                 raise made
             return self._tokenizer.wrap(made[0], end=False)[0]
         if self._template is None:
-            raise BadRow("messages need a chat template, and there is none. Give --chat-template chatml, or a text")
+            raise BadRow("messages need a chat template, and there is none. Give --chat-template plain, or a text")
         self._begin(TEMPLATE, size(given))
         text = self._template.asked(given.messages, given.tools, given.variables)
         check(text)

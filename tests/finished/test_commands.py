@@ -352,7 +352,7 @@ def test_an_adapter_has_the_template_of_its_run(runs, capsys, monkeypatch):
     monkeypatch.setattr(sys, "stdin", io.StringIO("Hi\n"))
     assert said(capsys, "sample", str(runs / "adapter"), "--chat", "--max-new-tokens", "4")[0].endswith("\n")
     _, err = said(capsys, "sample", str(runs / "out"), "--chat", code=2)
-    assert "has no chat template. Add --chat-template chatml, or use --prompt." in err
+    assert "has no chat template. Add --chat-template plain, or use --prompt." in err
 
 
 def test_a_prompt_without_tokens_is_one_line(tmp_path, capsys):

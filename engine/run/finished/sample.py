@@ -120,7 +120,7 @@ def sample(given: argparse.Namespace) -> int:
     opened, codec, sampling = _opened(given, screen)
     by_template = bool(codec.facts.template) and not given.as_text
     if given.chat and not by_template:
-        raise InputError(f"--chat: {opened.base} has no chat template. Add --chat-template chatml, or use --prompt.")
+        raise InputError(f"--chat: {opened.base} has no chat template. Add --chat-template plain, or use --prompt.")
     if by_template:
         say_left_out(opened.run, given, "the prompt is formatted", screen.warn)
     begun = [{"role": "system", "content": given.system}] if given.system else []
@@ -280,7 +280,7 @@ def _asked(row: Fields, where: str, by_template: bool, given: argparse.Namespace
         keys = ", ".join(f"'{shown(name, 60)}'" for name in list(row)[:8]) or "none"
         raise InputError(f"{where}: expected 'prompt', a string, or 'messages', not empty; its keys are {keys}.")
     if not by_template:
-        raise InputError(f"{where}: messages need a chat template. Give --chat-template chatml, or a text.")
+        raise InputError(f"{where}: messages need a chat template. Give --chat-template plain, or a text.")
     messages = [{"role": "user", "content": value}] if isinstance(value, str) else value
     try:
         found = read_messages({name: row[name] for name in SAYS_MORE if name in row} | {"messages": messages}, False)
