@@ -36,7 +36,7 @@ from trireme.storage.devices import open_device
 from trireme.storage.store import Store
 from trireme.storage.temporary import HIDDEN, Temporary
 
-OFF = 0.25  # of a step's estimate, from which it is told
+OFF = 0.25  # of a step's estimate: a larger difference is reported
 WARM, TIMED = 3, 3  # steps; the first compile and fill
 MODEL = {True: ("llama-0.4b", 16384, 4), False: ("llama-tiny", 128, 2)}  # on a GPU: tokens of a micro-batch, of a step
 PLACES: dict[bool, dict[str, Where]] = {

@@ -44,14 +44,14 @@ def splits_of(folder: Path, names: Sequence[Path], use: Callable[[Path], str]) -
     return found[usual[0]] if usual else None
 
 
-def fits(names: Sequence[str], parts: Sequence[str]) -> bool:
+def fits_pattern(names: Sequence[str], parts: Sequence[str]) -> bool:
     """Whether the parts of a path are those of a pattern, as in glob: hidden names only where the pattern says so."""
     if not parts or not names:
         return not names and all(part == "**" for part in parts)
     if parts[0] == "**":
-        return fits(names, parts[1:]) or (names[0][0] != "." and fits(names[1:], parts))
+        return fits_pattern(names, parts[1:]) or (names[0][0] != "." and fits_pattern(names[1:], parts))
     seen = names[0][0] != "." or parts[0][0] == "."
-    return seen and fnmatchcase(names[0], parts[0]) and fits(names[1:], parts[1:])
+    return seen and fnmatchcase(names[0], parts[0]) and fits_pattern(names[1:], parts[1:])
 
 
 def _configurations(folder: Path) -> list[tuple[str, dict[str, Any]]]:
@@ -92,6 +92,6 @@ def _splits(config: dict[str, Any], names: Sequence[Path], use: Callable[[Path],
             found.setdefault(use(name) or _OTHER, []).append(name)
         return found
     for split, pattern in _patterns(config):
-        files = [n for n in names if fits(n.parts, pattern.parts) or fits(n.parts[:-1], pattern.parts)]
+        files = [n for n in names if fits_pattern(n.parts, pattern.parts) or fits_pattern(n.parts[:-1], pattern.parts)]
         found.setdefault(split, []).extend(files)
     return {split: sorted(set(files)) for split, files in found.items() if files}

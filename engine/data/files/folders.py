@@ -10,8 +10,7 @@ from itertools import groupby
 from pathlib import Path
 from typing import Any, NamedTuple
 
-from trireme.engine.data.files.cards import CARD, Splits, splits_of
-from trireme.engine.data.files.cards import fits as fits_pattern
+from trireme.engine.data.files.cards import CARD, Splits, fits_pattern, splits_of
 from trireme.engine.data.files.sources import KINDS, TEXTS, DataFile, check_file, weighed
 from trireme.engine.data.files.unpack import PACKINGS
 from trireme.models.config import InputError
@@ -253,9 +252,9 @@ def _check_splits(files: Sequence[Path]) -> None:
     place = lambda path: path.parent
     for folder, group in groupby(sorted(parts, key=place), key=place):
         if len(splits := sorted({set_of(path) for path in group})) > 1:
-            shown = ", ".join(Path(split).name for split in splits[:_NAMED])
+            said = ", ".join(shown(Path(split).name, 60) for split in splits[:_NAMED])
             one = quoted(Path(f"{splits[0]}-*"))
-            raise InputError(f"{folder} holds {len(splits)} splits to train on: {shown}. Name one: --data {one}.")
+            raise InputError(f"{folder} holds {len(splits)} splits to train on: {said}. Name one: --data {one}.")
 
 
 def _list(files: Sequence[Path], folder: Path | None = None) -> str:
