@@ -13,70 +13,12 @@ from typing import Literal, NamedTuple
 
 from torch import Tensor
 
-from trireme.engine.memory import Buffer, Pool, Prefetch, copied, flat, memory_of, views
-from trireme.engine.placement import Placement, Space
+from trireme.engine.home import DriveHome, Home
+from trireme.engine.memory import Buffer, Pool, Prefetch, copied, flat, views
+from trireme.engine.placement import Placement, Scratched
 from trireme.engine.plan import SAVED, SavedTier, Tier
 from trireme.engine.queues.names import HOPS, numbered
 from trireme.engine.queues.task import Queues, Task
-
-# ---------------------------------------------------------------- outside the GPU
-
-
-class InMemory:
-    """A place in RAM or in the memory of another GPU."""
-
-    def __init__(self, queues: Queues, place: Buffer):
-        self.queues, self.place = queues, place
-
-    def store(self, queue: str, label: str, here: Buffer, nbytes: int) -> Task:
-        """Copies the first `nbytes` of `here` to this place. Returns the task that reads `here` last."""
-        return self._copy(queue, label, here, self.place, nbytes)
-
-    def load(self, queue: str, label: str, here: Buffer, nbytes: int) -> Task:
-        """Copies the bytes back to `here`. Returns the task that writes `here` last."""
-        return self._copy(queue, label, self.place, here, nbytes)
-
-    def _copy(self, queue: str, label: str, source: Buffer, target: Buffer, nbytes: int) -> Task:
-        task = copied(self.queues, queue, "activations", label, source, target, nbytes)
-        self.place.ready = (task,)  # orders its next writer after this reader
-        return task
-
-
-class OnSsd:
-    """A place in the scratch space on the SSD; copies pass through a staging buffer in RAM."""
-
-    def __init__(self, queues: Queues, staging: Pool, space: Space, offset: int):
-        self.queues, self.staging, self.space, self.offset = queues, staging, space, offset
-        self.last: tuple[Task, ...] = ()
-
-    def store(self, queue: str, label: str, here: Buffer, nbytes: int) -> Task:
-        buffer, offset, space = self.staging.acquire(label), self.offset, self.space
-        task = copied(self.queues, queue, "activations", label, here, buffer, nbytes)
-
-        def write() -> None:
-            space.write(offset, memory_of(buffer.tensor, nbytes))
-
-        ready = (task, *self.last)
-        self.last = (self.queues.run("ssd_write", "activations", label, write, ready, nbytes=nbytes),)
-        buffer.free(self.last)
-        return task
-
-    def load(self, queue: str, label: str, here: Buffer, nbytes: int) -> Task:
-        buffer, offset, space = self.staging.acquire(label), self.offset, self.space
-
-        def read() -> None:
-            space.read(offset, memory_of(buffer.tensor, nbytes))
-
-        ready = (*buffer.ready, *self.last)
-        buffer.ready = (self.queues.run("ssd_read", "activations", label, read, ready, nbytes=nbytes),)
-        task = copied(self.queues, queue, "activations", label, buffer, here, nbytes)
-        self.last = (task,)
-        buffer.free(self.last)
-        return task
-
-
-Outside = InMemory | OnSsd  # a place for one activation outside its GPU
-
 
 # ---------------------------------------------------------------- one activation
 
@@ -88,7 +30,7 @@ class Way(NamedTuple):
     out: Buffer | Pool  # to write it to
     back: Buffer | Pool  # to read it from
     leaves: str = ""  # the queue that copies it outside
-    outside: Outside | None = None  # its place between
+    outside: Home | None = None  # its place between
     comes: str = ""  # the queue that copies it back, unless the pass says
     stays: bool = False  # it leaves the GPU for another pass alone
     peer: str = ""  # the queue that copies it from `out` to `back`; none where they are one
@@ -141,8 +83,8 @@ class Activation:
             self._free(here.ready)
         self.swap.go_on()
 
-    def _store(self, here: Buffer, outside: Outside) -> None:
-        here.used(outside.store(self.way.leaves, self.label, here, self.nbytes))
+    def _store(self, here: Buffer, outside: Home) -> None:
+        here.used(outside.store(self.way.leaves, here, self.nbytes))
         self.stored = True
 
     def _cross(self, here: Buffer) -> Buffer:
@@ -165,7 +107,7 @@ class Activation:
             return
         assert self.way.outside is not None
         here = self._buffer(self.way.back)
-        here.ready = self.made = (self.way.outside.load(self.queue, self.label, here, self.nbytes),)
+        here.ready = self.made = (self.way.outside.load(self.queue, here, self.nbytes),)
         self.here = here
 
     def read(self, last: bool = True) -> InUse:
@@ -185,12 +127,6 @@ class Activation:
         if not self.again or (self.stored and isinstance(self.way.back, Pool)):
             self._free(here.ready)
         self.again = False
-
-    def discard(self, after: Task) -> None:
-        """Frees its buffer after `after`: no task reads it any more."""
-        self.again = self.stored = False
-        if self.here is not None:
-            self._free((*self.here.ready, after))
 
     def _buffer(self, of: Buffer | Pool) -> Buffer:
         return of.acquire(self.label) if isinstance(of, Pool) else of
@@ -297,35 +233,33 @@ class ActivationSwap:
         )
         return out, back
 
-    def _gpu(self, u: int, b: int = 0) -> int:
-        """The GPU that computes with layer u; for the head the one that computes micro-batch b's loss."""
-        return self.plan.loss_gpu(b) if u == self.geo.head else self.plan.units[u].gpu
+    def _gpu(self, u: int) -> int:
+        """The GPU that computes with layer u."""
+        return self.plan.units[u].gpu
 
     def _x(self, u: int, b: int, pools: Pools, on_gpu: Iterator[Tensor], in_ram: Iterator[Tensor]) -> Activation:
         """Layer u's input. The head's is read at once, so it stays on the GPU unless `between` is "host"."""
-        tier, writer, reader = self.plan.units[u].x, self._gpu(u - 1), self._gpu(u, b)
-        divided = u == self.geo.head and bool(self.plan.losses)
+        tier, writer, reader, label = self.plan.units[u].x, self._gpu(u - 1), self._gpu(u), f"{self.geo.names[u]} x {b}"
         out, back, peer = self._pools_of(pools, writer, reader)
         stays, leaves = self.plan.between == "gpu", numbered(self.hop_out, reader if peer else writer)
-        if tier == "gpu" and not divided:
-            own = Buffer(next(on_gpu))
-            through_ram = InMemory(self.queues, self.places[b]) if writer != reader and not stays else None
-            way = Way(reader, own if writer == reader else out, own, leaves, through_ram, peer=peer)
-        elif u == self.geo.head and stays:
+        if stays and (u == self.geo.head or not self.geo.cfg.trains) and not (tier == "gpu" and self.geo.cfg.trains):
             way = Way(reader, out, back, peer=peer)
+        elif not self.geo.cfg.trains:
+            way = Way(reader, out, back, leaves, self._home(label, self.places[b]))
         elif tier == "gpu":
-            way = Way(reader, out, back, leaves, InMemory(self.queues, self.places[b]))
+            own = Buffer(next(on_gpu))
+            through_ram = self._home(label, self.places[b]) if writer != reader and not stays else None
+            way = Way(reader, own if writer == reader else out, own, leaves, through_ram, peer=peer)
         else:
-            outside = self._outside(tier, in_ram, self.geo.x_bytes(self.plan.tokens))
-            way = Way(reader, out, back, leaves, outside, stays=stays, peer=peer)
-        return Activation(self, u, f"{self.geo.names[u]} x {b}", way)
+            home = self._outside(label, tier, in_ram, self.geo.x_bytes(self.plan.tokens))
+            way = Way(reader, out, back, leaves, home, stays=stays, peer=peer)
+        return Activation(self, u, label, way)
 
     def _dx(self, u: int, b: int, pools: Pools) -> Activation:
-        writer, reader = self._gpu(u, b), self._gpu(u - 1)
-        outside = InMemory(self.queues, self.places[b]) if self.plan.between == "host" else None
+        writer, reader, label = self._gpu(u), self._gpu(u - 1), f"{self.geo.names[u]} dx {b}"
+        home = self._home(label, self.places[b]) if self.plan.between == "host" else None
         out, back, peer = self._pools_of(pools, writer, reader)
-        way = Way(reader, out, back, numbered(self.hop_out, writer), outside, peer=peer)
-        return Activation(self, u, f"{self.geo.names[u]} dx {b}", way)
+        return Activation(self, u, label, Way(reader, out, back, numbered(self.hop_out, writer), home, peer=peer))
 
     def _pools_of(self, pools: Pools, writer: int, reader: int) -> tuple[Pool, Pool, str]:
         """The pools to write to and to read from, and the queue of peer copies between them ("" if there is no
@@ -343,24 +277,28 @@ class ActivationSwap:
         lent = iter(self.placement.many("gpu", "lent", name, unit.peer))
         in_ram = iter(self.placement.many("host", "saved", name))
 
-        def way(tier: SavedTier) -> Way:
+        def way(tier: SavedTier, label: str) -> Way:
             if tier == "gpu":
                 own = Buffer(next(on_gpu))
                 return Way(gpu, own, own)
             pool = self.pools[tier][gpu]
             if tier == "peer":
-                of_peer = InMemory(self.queues, Buffer(next(lent)))
-                return Way(gpu, pool, pool, numbered("peer_out", gpu), of_peer, numbered("peer_in", gpu))
+                at_peer = self._home(label, Buffer(next(lent)))
+                return Way(gpu, pool, pool, numbered("peer_out", gpu), at_peer, numbered("peer_in", gpu))
             nbytes = self.geo.saved_layout(u, unit.names(tier), self.plan.tokens).span
-            return Way(gpu, pool, pool, numbered("d2h", gpu), self._outside(tier, in_ram, nbytes))
+            return Way(gpu, pool, pool, numbered("d2h", gpu), self._outside(label, tier, in_ram, nbytes))
 
         for b in range(self.plan.n_micro):
-            yield [Activation(self, u, f"{name} {t} {b}", way(t), unit.names(t)) for t in tiers]
+            labels = {tier: f"{name} {tier} {b}" for tier in tiers}
+            yield [Activation(self, u, label, way(t, label), unit.names(t)) for t, label in labels.items()]
 
-    def _outside(self, tier: Tier, in_ram: Iterator[Tensor], nbytes: int) -> Outside:
+    def _home(self, label: str, place: Buffer) -> Home:
+        return Home(self.queues, "activations", label, place)
+
+    def _outside(self, label: str, tier: Tier, in_ram: Iterator[Tensor], nbytes: int) -> Home:
         if tier == "host":
-            return InMemory(self.queues, Buffer(next(in_ram)))
-        return OnSsd(self.queues, self.staging, self.placement.space, self.placement.space.reserve(nbytes))
+            return self._home(label, Buffer(next(in_ram)))
+        return DriveHome(self.queues, "activations", label, self.staging, Scratched(self.placement.space, nbytes))
 
     # ------------------------------------------------ slices of experts
 
@@ -380,11 +318,6 @@ class ActivationSwap:
         """Starts a forward pass: with `between` "host", each layer's input is brought back before the layer."""
         if self.plan.between == "host":
             self._expect(self.to_next, self.hop_in, [x for of in self.x for x in of[:n_micro]])
-
-    def expect_head(self, n_micro: int) -> None:
-        """To be called before the head reads its inputs a second time, for losses that compare micro-batches."""
-        if self.plan.between == "host":
-            self._expect(self.to_next, self.hop_in, self.x[self.geo.head][:n_micro])
 
     def expect_backward(self, n_micro: int) -> None:
         """Starts a backward pass: what forward stored outside is brought back before its layer, and, with `between`

@@ -10,7 +10,6 @@ from typing import Literal, get_args
 
 from trireme.engine.geometry import Geometry, extent
 from trireme.engine.plan import SAVED, Limits, Plan, Tier
-from trireme.models.sizes.workspace import LOSS_CHUNK
 from trireme.storage.layout import ITEMSIZE, Layout, round_up
 
 KEPT = 4096  # answers to whether a plan fits: a search asks again
@@ -28,14 +27,14 @@ Group = Literal["weights", "gradients", "optimizer state", "activations", "works
 
 # What buffers hold, by group. Those of a pool pass from owner to owner.
 OfWeights = Literal[
-    "weights", "weights pool", "weights copy", "base", "base pool", "base copy", "decoded", "decoded copy",
+    "weights", "weights pool", "base", "base pool", "decoded",
 ]  # fmt: skip
 OfGradients = Literal[
     "sum", "sum of embedding", "sums", "rounded", "rounded pool", "gradient", "whole gradient", "gradient pool",
 ]  # fmt: skip
 OfState = Literal["state", "state pool"]
 OfActivations = Literal["x", "x pool", "dx", "dx pool", "saved", "lent", "saved pool", "passed pool", "staging pool"]
-OfWorkspace = Literal["dlogits", "staging"]
+OfWorkspace = Literal["staging", "-"]
 What = OfWeights | OfGradients | OfState | OfActivations | OfWorkspace
 GROUPS: dict[Group, tuple[What, ...]] = dict(zip(get_args(Group), map(get_args, get_args(What)), strict=True))
 GROUP = {what: group for group, all_of in GROUPS.items() for what in all_of}
@@ -72,9 +71,7 @@ def _buffers(geo: Geometry, plan: Plan, units: Alike) -> list[Buffers]:
     made = [b for b in made if b.tier != "gpu"]
     for gpu in range(plan.gpus):
         own = [(u, n) for u, n in units if plan.units[u].gpu == gpu]
-        guests = [(v, 1) for v in moving_sums(geo, plan)] if gpu in plan.losses else []
-        made += [replace(b, gpu=gpu) for b in _made(geo, plan, own, guests) if b.tier == "gpu"]
-        made += [b for b in _for_losses(geo, plan, gpu) if b.nbytes]
+        made += [replace(b, gpu=gpu) for b in _made(geo, plan, own) if b.tier == "gpu"]
         made += _lent(
             geo, plan, [(u, n) for u, n in units if u and plan.units[u].lent and plan.units[u].peer == gpu], gpu
         )
@@ -93,40 +90,12 @@ def read_by_loss(geo: Geometry) -> tuple[int, ...]:
     return (geo.head, 0) if geo.cfg.tied else (geo.head,)
 
 
-def moving_sums(geo: Geometry, plan: Plan) -> tuple[int, ...]:
-    """The units whose gradient sums are copied to the GPU of each micro-batch's loss; empty if one GPU computes all
-    losses.
-    """
-    return tuple(v for v in read_by_loss(geo) if geo.numel[v]) if plan.losses else ()
-
-
-def _for_losses(geo: Geometry, plan: Plan, gpu: int) -> Iterable[Buffers]:
-    """Buffers on a GPU that computes losses: copies of the head's weights, and gradients of logits until the sum
-    arrives.
-    """
-    if gpu not in plan.losses:
-        return
-    for v in read_by_loss(geo) if gpu != plan.units[geo.head].gpu else ():
-        yield Buffers("gpu", "weights copy", geo.weights[v].span, 1, geo.names[v], gpu)
-        yield Buffers("gpu", "base copy", geo.base[v].span, 1, geo.names[v], gpu)
-        yield Buffers("gpu", "decoded copy", geo.decoded[v].span, 1, geo.names[v], gpu)
-    if moving_sums(geo, plan):
-        yield Buffers("gpu", "dlogits", round_up(_logits(geo, plan, plan.tokens)), 1, gpu=gpu)
-
-
-def _logits(geo: Geometry, plan: Plan, rows: int) -> int:
-    """Bytes of the logits of `rows` tokens."""
-    return rows * geo.cfg.vocab * ITEMSIZE[plan.dtype]
-
-
-def _made(geo: Geometry, plan: Plan, units: Alike, guests: Alike = ()) -> list[Buffers]:
-    """The buffers that these units need. `guests`: units of another GPU whose gradient sums are also accumulated
-    here.
-    """
+def _made(geo: Geometry, plan: Plan, units: Alike) -> list[Buffers]:
+    """The buffers that these units need."""
     made = [
         *_weight_buffers(geo, plan, units),
         *_base_buffers(geo, plan, units),
-        *_sum_buffers(geo, plan, [*units, *guests]),
+        *_sum_buffers(geo, plan, units),
         *_optimizer_buffers(geo, plan, units),
         *_activation_buffers(geo, plan, units),
     ]
@@ -135,7 +104,7 @@ def _made(geo: Geometry, plan: Plan, units: Alike, guests: Alike = ()) -> list[B
 
 def _alike(geo: Geometry, plan: Plan) -> Alike:
     """One unit of each set of units with equal sizes and equal plans, with their number."""
-    keys = list(zip(geo.sizes, map(id, plan.units), strict=True))
+    keys = list(zip(geo.sizes, plan.units, strict=True))
     one = dict(zip(keys, range(geo.n_units), strict=True))
     return [(one[key], count) for key, count in Counter(keys).items()]
 
@@ -167,11 +136,11 @@ def _weight_buffers(geo: Geometry, plan: Plan, units: Alike) -> Iterable[Buffers
     spans = _spans(geo.weights)
     for u, alike in units:
         unit = plan.units[u]
-        if unit.weights == "gpu" or unit.resident:
+        if unit.weights == "gpu":
             yield Buffers("gpu", "weights", spans[u], alike, geo.names[u])
         if unit.weights == "host":
             yield Buffers("host", "weights", spans[u], alike, geo.names[u])
-    streamed = [(u, n) for u, n in units if plan.units[u].weights != "gpu" and not plan.units[u].resident]
+    streamed = [(u, n) for u, n in units if plan.units[u].weights != "gpu"]
     yield from _pools(geo, "gpu", "weights pool", streamed, spans, plan.window)
     from_ssd = [(u, n) for u, n in units if plan.units[u].weights == "ssd"]
     yield Buffers("host", "staging", _staging(geo, plan, units))
@@ -268,15 +237,15 @@ def _activation_buffers(geo: Geometry, plan: Plan, units: Alike) -> Iterable[Buf
     away = plan.between == "host"
     inner = [(u, alike) for u, alike in units if u]  # the embedding's input is token ids
     placement: Counter[Tier] = Counter()  # of inputs
-    for u, alike in inner:
-        if not (plan.losses and u == geo.head and plan.units[u].x == "gpu"):  # that passes through pools
-            placement[plan.units[u].x] += alike * n
+    for u, alike in inner if geo.cfg.trains else ():
+        placement[plan.units[u].x] += alike * n
     leaving = plan.swap_slots * (plan.gpus > 1 and not away)  # for another GPU, by peer copies
     yield Buffers("gpu", "x", x, placement["gpu"])
-    if placement["host"] or placement["ssd"] or plan.gpus > 1:
+    if placement["host"] or placement["ssd"] or plan.gpus > 1 or not geo.cfg.trains:
         yield Buffers("gpu", "x pool", x, leaving + plan.swap_slots + (plan.swap_slots if away else n))
         yield Buffers("host", "x", x, placement["host"])
-    yield Buffers("gpu", "dx pool", x, leaving + (2 * plan.swap_slots if away else n + 1))
+    if geo.cfg.trains:
+        yield Buffers("gpu", "dx pool", x, leaving + (2 * plan.swap_slots if away else n + 1))
     yield Buffers("host", "dx", x, n if away else 0)
     yield Buffers("gpu", "passed pool", round_up(geo.passed_layout(plan.tokens).nbytes), n * bool(geo.slices))
     spans = {
@@ -298,9 +267,8 @@ def workspace(geo: Geometry, plan: Plan, gpu: int = 0) -> int:
     wide = 4 if plan.sums_wide else ITEMSIZE[plan.dtype]
     each = {geo.kinds[u]: u for u in range(geo.head) if plan.units[u].gpu == gpu}.values()  # by kind
     needs = [geo.workspace_bytes(u, plan.tokens, wide) for u in each]
-    if gpu in (plan.losses or (plan.units[geo.head].gpu,)):
-        within = _logits(geo, plan, min(plan.tokens, LOSS_CHUNK)) if moving_sums(geo, plan) else 0  # in a buffer
-        needs.append(geo.workspace_bytes(geo.head, plan.tokens, wide) - within)
+    if gpu == plan.units[geo.head].gpu:
+        needs.append(geo.workspace_bytes(geo.head, plan.tokens, wide))
     temporaries = max(needs, default=0)
     taught = geo.cfg.teaching.nbytes if geo.cfg.teaching else 0
     inputs = plan.tokens * plan.n_micro * (48 + taught)
@@ -335,3 +303,11 @@ def each_usage(geo: Geometry, plan: Plan) -> tuple[list[int], int]:
 def fits(geo: Geometry, plan: Plan, limits: Limits) -> bool:
     """Whether the plan's buffers and workspace are within the limits."""
     return not limits.lacking(usage(geo, plan, limits.less))
+
+
+def scratch(geo: Geometry, plan: Plan) -> tuple[int, int]:
+    """Bytes of (activations, gradients) on the SSD, as Engine.claim_scratch allocates them."""
+    saved = sum(geo.saved_layout(u, unit.names("ssd"), plan.tokens).span for u, unit in enumerate(plan.units))
+    leave = range(1, geo.n_units if plan.between == "host" else geo.head)  # the head's input is read at once
+    x = geo.x_bytes(plan.tokens) * sum(plan.units[u].x == "ssd" for u in leave)
+    return plan.n_micro * (saved + x), sum(w.span for u, w in enumerate(geo.weights) if plan.spilled(u))

@@ -77,16 +77,14 @@ class Engine:
         uses: Sequence[Use],
         flops: float = 0,
         name: str = "",
-        gpu: int | None = None,
-        after: Sequence[Task] = (),
     ) -> Task:
-        """Queues `fn` on the GPU of unit u, or on `gpu`, after all uses are ready and after `after`; returns its task.
+        """Queues `fn` on the GPU of unit u, after all uses are ready; returns its task.
 
         Calls `done` of each use with the task, in their order: that is the order in which copies from the GPU are
         queued.
         """
-        ready, name = [*after, *(task for use in uses for task in use.ready)], name or self.geo.names[u]
-        queue = numbered("compute", self.gpu(u) if gpu is None else gpu)
+        ready, name = [task for use in uses for task in use.ready], name or self.geo.names[u]
+        queue = numbered("compute", self.gpu(u))
         done = self.queues.run(queue, kind, name, fn, ready, flops=flops)
         for use in uses:
             use.done(done)
@@ -118,8 +116,6 @@ def build(
     """
     if cfg.tied and plan.units[0].gpu != plan.units[-1].gpu:
         raise InputError("plan: the embedding and the head share a matrix, and are on two GPUs")
-    if cfg.scores and plan.losses:
-        raise InputError("plan: losses of a score head are computed on the head's GPU: losses is empty")
     assert plan.slices == 1 or narrow.may_be_sliced(cfg), "slices are of frozen experts"
     assert len(queues.devices) == plan.gpus, "queues for other GPUs than the plan's"
     geo, memory = Geometry.of(cfg, plan), Memory(queues.devices, limits, queues.simulated, pinned=pinned)

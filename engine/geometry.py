@@ -4,6 +4,7 @@ plan.
 
 from __future__ import annotations
 
+import os
 from collections import Counter
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import replace
@@ -18,6 +19,9 @@ from trireme.models.sizes import narrow, shapes
 from trireme.models.sizes.workspace import workspace_bytes
 from trireme.storage.layout import ALIGN, ITEMSIZE, Layout, pack, rank, round_up, sequential
 
+MEASURED = bool(os.environ.get("MEASURED"))  # prototype: sizes by measure.py
+if MEASURED:
+    from trireme.models.sizes.measure import temporaries
 Part = Literal["all", "weights", "moments"]  # of an update
 ADAM_BYTES = 28  # RAM traffic of an fp32 AdamW a parameter: gradient, master, moments, weights
 # RAM traffic by part, scaled to times on a Xeon: 9.9 and 9.1 G parameters/s, all 7.1.
@@ -343,7 +347,11 @@ class Geometry:
         """Bytes of unit u's temporaries (workspace.workspace_bytes), in the compute dtype."""
         key = self.alike[u], tokens, grad_itemsize
         if key not in self._workspace:
-            self._workspace[key] = workspace_bytes(self.cfg, u, tokens, ITEMSIZE[self.dtype], grad_itemsize)
+            if MEASURED and 0 < u < self.head:
+                found = temporaries(self.cfg, self.alike[u], tokens, ITEMSIZE[self.dtype], grad_itemsize)
+            else:
+                found = workspace_bytes(self.cfg, u, tokens, ITEMSIZE[self.dtype], grad_itemsize)
+            self._workspace[key] = found
         return self._workspace[key]
 
     def record_sizes(self, u: int, record: int) -> list[int]:

@@ -14,8 +14,9 @@ import torch
 from torch import Tensor
 
 from trireme.engine.geometry import Stretch, extent
-from trireme.engine.memory import NOTHING, Buffer, Pool, copied, flat, memory_of, views
-from trireme.engine.placement import Placement
+from trireme.engine.home import DriveHome
+from trireme.engine.memory import NOTHING, Buffer, Pool, flat, views
+from trireme.engine.placement import Placement, Scratched
 from trireme.engine.queues.names import numbered
 from trireme.engine.queues.task import Task
 from trireme.kernels import ops
@@ -52,31 +53,15 @@ class Spilled:
 
     def __init__(self, placement: Placement, u: int, pool: Pool):
         geo = placement.geo
-        self.name, self.nbytes, self.itemsize = geo.names[u], geo.weights[u].span, ITEMSIZE[geo.dtype]
-        self.space, self.queues, self.pool = placement.space, placement.queues, pool
-        self.offset = self.space.reserve(self.nbytes)
-        self.ready: tuple[Task, ...] = ()  # last task on it
-
-    def write(self, source: Buffer, landed: Task) -> None:
-        """Writes the gradient from `source`, after `landed`; then frees `source`."""
-
-        def write() -> None:
-            self.space.write(self.offset, memory_of(source.tensor, self.nbytes), later=True)
-
-        ready = (landed, *self.ready)
-        self.ready = (self.queues.run("state_write", "gradient", self.name, write, ready, nbytes=self.nbytes),)
-        source.free(self.ready)
+        nbytes, self.itemsize = geo.weights[u].span, ITEMSIZE[geo.dtype]
+        on = Scratched(placement.space, nbytes, later=True)
+        self.home = DriveHome(placement.queues, "gradient", geo.names[u], pool, on, "state")
+        self.ready: tuple[Task, ...] = ()  # parts have their own
 
     def part(self, a: int, b: int) -> Elements:
         """Elements [a, b); reads whole blocks of the drive."""
-        buffer = self.pool.acquire(f"{self.name} gradient {a}")
         first, end = a * self.itemsize // 4096 * 4096, round_up(b * self.itemsize)
-
-        def read() -> None:
-            self.space.read(self.offset + first, memory_of(buffer.tensor, end - first), later=True)
-
-        ready = (*buffer.ready, *self.ready)
-        self.ready = (self.queues.run("state_read", "gradient", self.name, read, ready, nbytes=end - first),)
+        buffer = self.home.bring(part=(first, end))
         return Elements(buffer.tensor[a * self.itemsize - first : b * self.itemsize - first], buffer)
 
     def free(self, after: Sequence[Task]) -> None:
@@ -93,8 +78,6 @@ class Gradients:
         self.out = placement.gpu_pools("rounded pool")  # rounded
         self.landings, back = placement.pools("host", "gradient"), placement.pool("host", "gradient pool")
         self.holding: dict[int, Buffer] = {}  # accumulators in use, by unit
-        self.at: dict[int, int] = {}  # their GPUs
-        self.dlogits = placement.gpu_pools("dlogits")
         self.landed: dict[int, Landed | Spilled] = {}
         self.itemsize = ITEMSIZE[geo.dtype]
         units = range(geo.n_units)
@@ -104,43 +87,31 @@ class Gradients:
             sums = (torch.zeros(geo.first_stretch[-1], device=device) for device in queues.devices)
             self.sums = list(sums)  # of squares by stretch, by GPU: each its units'
 
-    def get(self, u: int, gpu: int | None = None) -> Buffer:
-        """The buffer of unit u's sum, zero before the first addition. `gpu`: moves the sum to another GPU than the
-        unit's.
-        """
+    def get(self, u: int) -> Buffer:
+        """The buffer of unit u's sum, zero before the first addition."""
         if not self.geo.numel[u]:
             return Buffer(NOTHING)
-        gpu = self.plan.units[u].gpu if gpu is None else gpu
         if u not in self.holding:
-            self._begin(u, gpu)
-        if gpu != self.at[u]:
-            self._move(u, gpu)
+            self._begin(u)
         return self.holding[u]
 
     def tensors(self, u: int, gradient: Buffer) -> dict[str, Tensor]:
         """Views of a sum, by name."""
         return views(self.wide[u], gradient.tensor) if self.geo.numel[u] else {}
 
-    def _begin(self, u: int, gpu: int) -> None:
-        """Takes a buffer for unit u's sum on a GPU, and sets it to zero."""
-        buffer, nbytes = self._accumulator(u, gpu), self.wide[u].span
+    def _begin(self, u: int) -> None:
+        """Takes a buffer for unit u's sum, and sets it to zero."""
+        buffer, nbytes = self._accumulator(u), self.wide[u].span
 
         def zero() -> None:
             buffer.tensor[:nbytes].zero_()
 
-        queue = numbered("compute", gpu)
+        queue = numbered("compute", self.plan.units[u].gpu)
         buffer.ready = (self.queues.run(queue, "zero", self.geo.names[u], zero, buffer.ready, nbytes=nbytes),)
 
-    def _move(self, u: int, gpu: int) -> None:
-        """Copies unit u's sum to another GPU, where the next additions are."""
-        here, queue = self.holding[u], numbered("peer", self.at[u])
-        there = self._accumulator(u, gpu)
-        there.ready = (copied(self.queues, queue, "gradient", self.geo.names[u], here, there, self.wide[u].span),)
-        here.free(there.ready)
-
-    def _accumulator(self, u: int, gpu: int) -> Buffer:
+    def _accumulator(self, u: int) -> Buffer:
         pools = self.tied if u == 0 and self.geo.cfg.tied else self.accumulators
-        self.holding[u], self.at[u] = pools[gpu].acquire(self.geo.names[u]), gpu
+        self.holding[u] = pools[self.plan.units[u].gpu].acquire(self.geo.names[u])
         return self.holding[u]
 
     def finish(self, u: int) -> None:
@@ -158,14 +129,8 @@ class Gradients:
             self.landed[u] = Landed(host, (landed,), self.itemsize)
             if u in self.on_ssd:
                 self.landed[u] = self.on_ssd[u]
-                self.on_ssd[u].write(host, landed)
+                self.on_ssd[u].home.keep(host, (landed,))
         accumulator.free((task,))
-
-    def drop(self, u: int) -> None:
-        """Frees unit u's sum without using it."""
-        if u in self.holding:
-            accumulator = self.holding.pop(u)
-            accumulator.free(accumulator.ready)
 
     def set_aside(self, u: int) -> None:
         """Unit u's sum has the head's part, and is continued later in backward. With one host there is nothing to

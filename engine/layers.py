@@ -6,18 +6,19 @@ its uses: the task comes after their `ready`, and their `done` is called with it
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping
 from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
 
 from trireme.engine.activations import saved_tensors
-from trireme.engine.build import Engine, Inputs
-from trireme.engine.memory import NOTHING, Buffer, Use, flat
+from trireme.engine.build import Engine, Inputs, Packed
+from trireme.engine.memory import Buffer
 from trireme.engine.queues.task import Task
 from trireme.engine.weights import LayerPart, LayerWeights
 from trireme.models import head, model
+from trireme.models.config import ModelConfig
 from trireme.models.losses.comparison import Comparison
 from trireme.models.sizes import costs
 
@@ -36,12 +37,11 @@ def forward_embedding(e: Engine, b: int, w: LayerPart, mb: Inputs, train: bool) 
     return e.compute("forward", 0, forward, (w, out))
 
 
-def forward_block(e: Engine, u: int, b: int, w: LayerPart, mb: Inputs, train: bool, twice: bool = False) -> Task:
-    """Forward of a block, or of a slice of its experts: the last slice writes the layer's output and saves tensors.
-
-    `twice`: the head reads its input two times.
+def forward_block(e: Engine, u: int, b: int, w: LayerPart, mb: Inputs, train: bool) -> Task:
+    """Forward of a block, or of a slice of its experts: the last slice writes the layer's output and saves
+    tensors.
     """
-    again = train and (u + 1 < e.geo.head or twice)
+    again = train and u + 1 < e.geo.head
     x = e.activations.x[u][b].read(last=w.ends)
     out = [e.activations.x[u + 1][b].fill(mb.tokens, again)] if w.ends else []
     saved = [each.fill(mb.tokens) for each in e.activations.saved[u][b]] if train and w.ends else []
@@ -59,112 +59,72 @@ def forward_block(e: Engine, u: int, b: int, w: LayerPart, mb: Inputs, train: bo
 
 # ---------------------------------------------------------------- the head
 
-# Where several GPUs compute the losses, all micro-batches still add to one sum of the head's gradients. It is copied
-# from GPU to GPU in the order of micro-batches, so that the additions are those of one GPU. A loss does not wait for
-# the sum; only the GEMM that adds to it does (`add_gradients`).
-GRADIENT = "gradient"  # in the name of that GEMM's task
-
-
-class Left(NamedTuple):
-    """What `loss` computes for `add_gradients`, where the sum of the head's gradient is on another GPU at first."""
-
-    dlogits: Buffer  # (M, V)
-    norm: list[head.HeadWeights]  # the final norm's gradient: `loss` appends it, `add_gradients` takes it
-
-    def logits(self, e: Engine, mb: Inputs) -> Tensor:
-        vocab = e.cfg.vocab
-        return flat(self.dlogits.tensor, e.geo.dtype, mb.trained * vocab).view(mb.trained, vocab)
+Take = Callable[[int, Packed, head.HeadWeights, Tensor], object]  # (micro-batch, its tensors, head, its input (N, D))
 
 
 class Into(NamedTuple):
-    """Where the gradients of `scale` times the sum of losses go: they are added to `g` or, of the head, left for
-    `add_gradients`.
-    """
+    """Where the gradients of `scale` times the sum of losses go: they are added to `g`."""
 
     scale: float
     g: Mapping[int, Buffer]  # sums, by unit
-    left: Left | None = None
-    comparison: Comparison | None = None  # has the losses' factors
-    compared: Sequence[Task] = ()  # makes them
+    comparison: Comparison | None = None  # gives the losses' factors
+
+
+def take_head(e: Engine, b: int, w: Mapping[int, LayerWeights], mb: Inputs, take: Take) -> Task:
+    """Gives the head's input of micro-batch b to `take`."""
+    u, x = e.geo.head, e.activations.x[e.geo.head][b].read()
+
+    def run() -> None:
+        take(b, mb.on(e.gpu(u)), head.with_output(e.cfg, weights[u], weights.get(0)), x.rows())
+
+    weights = {v: weights_of(e, layer) for v, layer in w.items()}
+    return e.compute("loss", u, run, (*w.values(), x), costs.forward_flops(e.cfg, u, mb.trained, mb.pairs))
 
 
 def loss(
-    e: Engine,
-    b: int,
-    w: Mapping[int, LayerWeights],
-    mb: Inputs,
-    losses: list[Tensor],
-    parts: list[Tensor] | None = None,
-    into: Into | None = None,
+    e: Engine, b: int, w: Mapping[int, LayerWeights], mb: Inputs, losses: list[Tensor], parts: list[Tensor], into: Into
 ) -> Task:
-    """Sets `losses[b]` to the losses of micro-batch b's tokens, times their factors; with `into` computes gradients,
-    too.
+    """Sets `losses[b]` to the losses of micro-batch b's tokens, times their factors, and adds gradients.
 
-    `parts`: as of `evaluate`. The task's result, where several GPUs compute losses, is the number of labels that were
-    the most likely token, (1,); else None.
+    With a comparison the losses are computed first, without gradients: they give the factors.
     """
-    u, gpu = e.geo.head, e.plan.loss_gpu(b)
-    scale, g, left, comparison, compared = into or Into(1.0, {})
-    x = e.activations.x[u][b].read(last=left is None)
-    dx = e.activations.dx[u][b].fill(mb.tokens) if into else None
-    place = _place(e, mb, parts)
-
-    def add() -> Tensor | None:
-        at, out = mb.on(gpu), dx.rows() if dx else None
-        top = head.with_output(e.cfg, weights[u], weights.get(0))
-        own = head.with_output(e.cfg, grads[u], grads.get(0)) if g else None
-        factors = comparison.factors[b] if comparison else at.factors
-        correct = None if comparison else at.correct
-        more = None if correct is None or not e.plan.losses else torch.zeros_like(correct, device=at.labels.device)
-        dlogits = left.logits(e, mb) if left else None
-        if left:
-            own = head.norm_sums(top, torch.float32 if e.plan.sums_wide else x.rows().dtype)
-            left.norm.append(own)
-        counts = correct if more is None else more
-        given = top, x.rows(), at.labels, at.loss_rows, scale
-        found = head.head_loss(e.cfg, *given, own, out, factors, at.shares, counts, dlogits)
-        found = found if factors is None else found * factors
-        if at.shares is not None and e.cfg.teaching:
-            if parts is not None:
-                parts[place] = found.sum(1, dtype=torch.float64)
-            found = torch.lerp(found[0], found[1], e.cfg.teaching.weight)
-        losses[b] = found
-        return more
-
-    weights = {v: weights_of(e, layer) for v, layer in w.items()}
-    grads = {v: gradients_of(e, v, gradient) for v, gradient in g.items()}
-    once, back = (count(e.cfg, u, mb.trained, mb.pairs) for count in (costs.forward_flops, costs.backward_flops))
-    flops = once + (once if left else back if g else 0)
-    uses: list[Use] = [*w.values(), x, *g.values(), *([dx] if dx else []), *([left.dlogits] if left else [])]
-    return e.compute("loss", u, add, uses, flops, gpu=gpu, after=compared)
-
-
-def add_gradients(
-    e: Engine, b: int, w: Mapping[int, LayerWeights], g: Mapping[int, Buffer], mb: Inputs, left: Left
-) -> Task:
-    """Adds the head's gradients of micro-batch b, from what its `loss` left, to `g`."""
-    u, gpu = e.geo.head, e.plan.loss_gpu(b)
-    x = e.activations.x[u][b].read()
+    u, x, dx = e.geo.head, e.activations.x[e.geo.head][b].read(), e.activations.dx[e.geo.head][b].fill(mb.tokens)
 
     def add() -> None:
-        total = head.with_output(e.cfg, grads[u], grads.get(0))
-        given = weights[u], x.rows(), mb.on(gpu).loss_rows, left.logits(e, mb), left.norm.pop()
-        head.head_gradients(e.cfg, *given, total)
+        at, top = mb.on(e.gpu(u)), head.with_output(e.cfg, weights[u], weights.get(0))
+        own = head.with_output(e.cfg, grads[u], grads.get(0))
+        if into.comparison:
+            plain = head_losses(e.cfg, at._replace(factors=None), top, x.rows())
+            at = at._replace(factors=into.comparison.factors(b, plain), correct=None)
+        losses[b] = head_losses(e.cfg, at, top, x.rows(), into.scale, own, dx.rows(), parts)
 
     weights = {v: weights_of(e, layer) for v, layer in w.items()}
-    grads = {v: gradients_of(e, v, gradient) for v, gradient in g.items()}
-    once, back = (count(e.cfg, u, mb.trained, mb.pairs) for count in (costs.forward_flops, costs.backward_flops))
-    uses: tuple[Use, ...] = (*w.values(), x, *g.values(), left.dlogits)
-    done = e.compute("loss", u, add, uses, back - once, f"{e.geo.names[u]} {GRADIENT}", gpu)
-    left.dlogits.free((done,))
-    return done
+    grads = {v: gradients_of(e, v, gradient) for v, gradient in into.g.items()}
+    flops = sum(count(e.cfg, u, mb.trained, mb.pairs) for count in (costs.forward_flops, costs.backward_flops))
+    return e.compute("loss", u, add, (*w.values(), x, *into.g.values(), dx), flops)
 
 
-def _place(e: Engine, mb: Inputs, parts: list[Tensor] | None) -> int:
-    """The index in `parts` for a micro-batch with a teacher: they are in the order of micro-batches."""
-    if parts is not None and e.cfg.teaching and mb.packed and mb.packed[0].shares is not None:
-        parts.append(NOTHING)
-    return len(parts or ()) - 1
+def head_losses(
+    cfg: ModelConfig,
+    at: Packed,
+    top: head.HeadWeights,
+    x: Tensor,
+    scale: float = 1.0,
+    own: head.HeadWeights | None = None,
+    dx: Tensor | None = None,
+    parts: list[Tensor] | None = None,
+) -> Tensor:
+    """The losses (N,) of a micro-batch's tokens, times their factors; with `own` and `dx` adds gradients there.
+
+    `parts`: with a teacher, the sums of the two parts of the losses are appended, (2,) fp64.
+    """
+    found = head.head_loss(cfg, top, x, at.labels, at.loss_rows, scale, own, dx, at.factors, at.shares, at.correct)
+    found = found if at.factors is None else found * at.factors
+    if at.shares is not None and cfg.teaching:
+        if parts is not None:
+            parts.append(found.sum(1, dtype=torch.float64))
+        found = torch.lerp(found[0], found[1], cfg.teaching.weight)
+    return found
 
 
 # ---------------------------------------------------------------- backward

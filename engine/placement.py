@@ -14,7 +14,8 @@ from torch import Tensor
 
 from trireme.engine.buffers import ENDS, What, buffers
 from trireme.engine.geometry import SLICE, Geometry
-from trireme.engine.memory import NOTHING, Memory, Pool, memory_of
+from trireme.engine.home import DriveHome, Home, OnDrive
+from trireme.engine.memory import NOTHING, Buffer, Memory, Pool, memory_of
 from trireme.engine.plan import Plan, Tier
 from trireme.engine.queues.names import numbered
 from trireme.engine.queues.task import Kind, Queues, Task
@@ -88,6 +89,27 @@ class Space:
     def close(self) -> None:
         if self.scratch is not None:
             self.scratch.close()
+
+
+class Scratched:
+    """Bytes in the scratch space. A part is (first byte, end)."""
+
+    def __init__(self, space: Space, nbytes: int, later: bool = False):
+        """`later`: no task waits for them yet."""
+        self.space, self.size, self.later, self.offset = space, nbytes, later, space.reserve(nbytes)
+
+    def nbytes(self, part: tuple[int, int] | None) -> int:
+        return self.size if part is None else part[1] - part[0]
+
+    def read(self, buffer: Tensor, part: tuple[int, int] | None) -> None:
+        self.space.read(*self._place(buffer, part), self.later)
+
+    def write(self, buffer: Tensor, part: tuple[int, int] | None) -> None:
+        self.space.write(*self._place(buffer, part), self.later)
+
+    def _place(self, buffer: Tensor, part: tuple[int, int] | None) -> tuple[int, memoryview]:
+        first, nbytes = part[0] if part else 0, min(len(buffer), self.nbytes(part))
+        return self.offset + first, memory_of(buffer, nbytes)
 
 
 class Piece(NamedTuple):
@@ -283,6 +305,18 @@ class Placement:
 
     # ------------------------------------------------ traffic in a step
 
+    def home(self, entry: Entry, pool: Pool | None = None) -> Home:
+        """Where the plan stores an entry. `pool`: of buffers in RAM to reach the SSD by."""
+        label, kind, queue = self.label(entry), _kind(entry), "state" if entry.kind == "state" else "ssd"
+        if pool is None:
+            stored = self.stored(entry)
+            assert stored is not None, f"{label} is on the SSD"
+            return Home(self.queues, kind, label, Buffer(stored))
+        on: OnDrive = Shards(self, entry)
+        if self.files is not None and self.in_place(entry):
+            on = InCheckpoint(self.files, entry.u, self.layout(entry), self.geo.base_room[entry.u])
+        return DriveHome(self.queues, kind, label, pool, on, queue)
+
     def label(self, entry: Entry, *parts: str) -> str:
         """The name of an entry, or of these parts of a record, in the names of its tasks."""
         if entry.kind == "base":
@@ -348,6 +382,35 @@ class Placement:
         if way == "verify":
             return self.store.verify(shard.name, memory)
         return (self.store.write if way == "write" else self.store.read)(shard.name, memory, later)
+
+
+class Shards:
+    """An entry's shards in the store; of a record, a part is the names of its parts (Geometry.state_parts)."""
+
+    def __init__(self, placement: Placement, entry: Entry):
+        self.placement, self.entry, self.later = placement, entry, entry.kind == "state"
+
+    def nbytes(self, part: tuple[str, ...] | None) -> int:
+        return sum(shard.layout.span for shard in self.placement.shards_of(self.entry, *part or ()))
+
+    def read(self, buffer: Tensor, part: tuple[str, ...] | None) -> None:
+        self.placement.move("read", self.placement.shards_of(self.entry, *part or ()), buffer, self.later)
+
+    def write(self, buffer: Tensor, part: tuple[str, ...] | None) -> None:
+        self.placement.move("write", self.placement.shards_of(self.entry, *part or ()), buffer, self.later)
+
+
+class InCheckpoint:
+    """Frozen weights in the user's files."""
+
+    def __init__(self, files: BaseFiles, u: int, layout: Layout, room: int):
+        self.files, self.u, self.span, self.room = files, u, layout.span, room
+
+    def nbytes(self, part: object) -> int:  # noqa: ARG002
+        return self.span
+
+    def read(self, buffer: Tensor, part: object) -> None:  # noqa: ARG002
+        self.files.read(self.u, memory_of(buffer, self.room)).result()
 
 
 def _kind(entry: Entry) -> Kind:

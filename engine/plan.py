@@ -82,12 +82,19 @@ class UnitPlan:
     weights: Tier = "gpu"  # where trained weights in the compute dtype are stored
     state: Tier = "gpu"  # where optimizer state is stored: moments, and low halves of fp32 masters
     update: Literal["cpu", "gpu"] = "cpu"  # where state in RAM is updated; "gpu" streams it through the GPU
-    resident: bool = False  # weights in host or ssd have a copy on the GPU, refreshed once a step
     x: Tier = "gpu"  # where the unit's input is stored until backward
     saved: tuple[tuple[str, SavedTier], ...] = ()  # (name, tier) of saved tensors; others are recomputed
     base: Tier = "gpu"  # where frozen weights are stored
     gpu: int = 0  # the GPU that computes with it
     peer: int = 0  # the GPU that holds tensors saved in tier "peer"
+
+    @cached_property
+    def _hash(self) -> int:
+        return hash(tuple(getattr(self, f.name) for f in fields(self)))
+
+    def __hash__(self) -> int:
+        """Computed once: a search compares the units of hundreds of plans."""
+        return self._hash
 
     @property
     def lent(self) -> bool:
@@ -122,15 +129,12 @@ class Plan:
     halves: bool = False  # units are sub-layers: attention, MLP
     at_once: int = 0  # packed experts that a matmul decodes at a time; 0: all of a layer, once in a pass
     slices: int = 1  # number of slices in which a layer's frozen experts are copied to the GPU
-    losses: tuple[int, ...] = ()  # GPUs that compute the losses of micro-batches in turn; empty: the head's GPU
     hosts: int = 1  # hosts, each with some of a step's micro-batches; n_micro is then of each host
     host: int = 0  # this host
 
     @cached_property
     def _hash(self) -> int:
-        units = {id(unit): hash(unit) for unit in self.distinct.values()}
-        rest = (getattr(self, f.name) for f in fields(self) if f.name != "units")
-        return hash((*(units[id(unit)] for unit in self.units), *rest))
+        return hash(tuple(getattr(self, f.name) for f in fields(self)))
 
     def __hash__(self) -> int:
         """Computed once: a search looks its plans up by hash."""
@@ -162,7 +166,7 @@ class Plan:
                 raise InputError(
                     f"plan: unit {u} has weights on {unit.weights} and state on {unit.state}; gpu is for both"
                 )
-            if unit.update == "gpu" and (unit.weights, unit.state, unit.resident) != ("host", "host", False):
+            if unit.update == "gpu" and (unit.weights, unit.state) != ("host", "host"):
                 raise InputError(f"plan: unit {u} is to be updated on the gpu, so weights and state must be in host")
         if self.mode == "backward" and any(u.update == "gpu" for u in self.units):
             raise InputError("plan: updates streamed through the gpu need mode forward")
@@ -179,8 +183,6 @@ class Plan:
         lent = [(u, unit) for u, unit in self.distinct.items() if unit.lent]
         if found := [u for u, unit in lent if unit.peer == unit.gpu or not 0 <= unit.peer < MOST_GPUS]:
             raise InputError(f"plan: unit {found[0]} saves in a peer, which is another GPU than its own")
-        if self.losses and (self.gpus == 1 or any(type(g) is not int or not 0 <= g < self.gpus for g in self.losses)):
-            raise InputError(f"plan: losses lists GPUs, where units are on several; there are {self.gpus}")
         inner = self.units[1:-1]
         if self.halves and any(a.gpu != b.gpu for a, b in zip(inner[::2], inner[1::2], strict=True)):
             raise InputError("plan: both halves of a block are on one GPU")
@@ -192,8 +194,6 @@ class Plan:
             return
         if self.slices > 1:  # hosts compare checksums of units
             raise InputError("plan: with several hosts experts come with their layer: slices is 1")
-        if self.losses:
-            raise InputError("plan: with several hosts losses are computed on the head's GPU: losses is empty")
         if self.mode != "forward" or self.gradients != "host":
             raise InputError("plan: with several hosts the mode is forward, and gradients wait in host")
         for unit in self.distinct.values():
@@ -220,17 +220,13 @@ class Plan:
         """The number of GPUs, those that only hold saved tensors of others included."""
         return 1 + max((max(unit.gpu, unit.peer * unit.lent) for unit in self.distinct.values()), default=0)
 
-    def loss_gpu(self, b: int) -> int:
-        """The GPU that computes micro-batch b's loss."""
-        return self.losses[b % len(self.losses)] if self.losses else self.units[-1].gpu
-
     def dealt(self, gpus: int, tied: bool, peers: bool = False, shares: Shares | None = None) -> Plan:
         """This plan on `gpus` GPUs: blocks are assigned round robin, the head follows, and a tied embedding is on its
         GPU.
 
         `shares`: each GPU's number of blocks is in proportion, evenly spread. `peers`: GPUs have access to each other's
         memory, so outputs of layers are copied between them; else they go through RAM. A plan that is on as many GPUs
-        already is returned as it is. Equal units of a GPU stay one object.
+        already is returned as it is.
         """
         in_ram = self.between == "host" and not any(unit.lent for unit in self.distinct.values())
         if gpus == self.gpus and (gpus == 1 or peers or in_ram):
@@ -239,16 +235,13 @@ class Plan:
         blocks = (head - 1) // halves
         turns = spread_evenly(blocks, shares.blocks) if shares else [block % gpus for block in range(blocks)]
         last = shares.head if shares else blocks % gpus
-        made: dict[tuple[int, int], UnitPlan] = {}
 
         def dealt(u: int, unit: UnitPlan) -> UnitPlan:
             gpu = last if u == head or (u == 0 and tied) else turns[(u - 1) // halves] if u else 0
-            saved: Saved = tuple((n, "host" if t == "peer" else t) for n, t in unit.saved)
-            return made.setdefault((id(unit), gpu), replace(unit, gpu=gpu, peer=0, saved=saved))
+            return replace(unit, gpu=gpu, peer=0, saved=tuple((n, "host" if t == "peer" else t) for n, t in unit.saved))
 
         units = tuple(dealt(u, unit) for u, unit in enumerate(self.units))
-        between = "host" if gpus > 1 and not peers else self.between
-        return replace(self, units=units, between=between, losses=())
+        return replace(self, units=units, between="host" if gpus > 1 and not peers else self.between)
 
     def cut(self, cfg: ModelConfig) -> ModelConfig:
         """`cfg` with the units of this plan: blocks or sub-layers, slices of experts."""
@@ -260,26 +253,20 @@ class Plan:
         return self.window * (2 if self.halves else 1)
 
     def changed(self, chosen: Container[int], **change: Any) -> Plan:
-        """This plan with the fields `change` in the units `chosen`. Equal units stay one object (`distinct`)."""
-        made = {id(unit): replace(unit, **change) for unit in self.distinct.values()}
-        units = (made[id(unit)] if u in chosen else unit for u, unit in enumerate(self.units))
-        return replace(self, units=tuple(units))
+        """This plan with the fields `change` in the units `chosen`."""
+        made = {unit: replace(unit, **change) for unit in self.distinct.values()}
+        return replace(self, units=tuple(made[unit] if u in chosen else unit for u, unit in enumerate(self.units)))
 
     def saving(self, saved: Mapping[int, Saved]) -> Plan:
-        """This plan with other saved tensors in some units, by index. Equal units stay one object (`distinct`)."""
-        units, made = list(self.units), dict[tuple[int, Saved], UnitPlan]()
-        for u, tensors in saved.items():
-            key = id(self.units[u]), tensors
-            if key not in made:
-                made[key] = replace(self.units[u], saved=tensors)
-            units[u] = made[key]
+        """This plan with other saved tensors in some units, by index."""
+        units = (replace(unit, saved=saved[u]) if u in saved else unit for u, unit in enumerate(self.units))
         return replace(self, units=tuple(units))
 
     @cached_property
     def distinct(self) -> dict[int, UnitPlan]:
-        """The different objects in `units`, each by the last index where it stands: equal units are one object."""
-        last = dict(zip(map(id, self.units), range(len(self.units)), strict=True))
-        return {u: self.units[u] for u in last.values()}
+        """The different plans of units, each by the last index where it stands."""
+        last = {unit: u for u, unit in enumerate(self.units)}
+        return {u: unit for unit, u in last.items()}
 
     def uses(self, tier: Tier) -> bool:
         """Whether the plan stores anything in a tier."""
@@ -306,7 +293,6 @@ class Plan:
         try:
             units = [UnitPlan(**{**u, "saved": tuple(tuple(s) for s in u.get("saved", ()))}) for u in data["units"]]
             plan = {**data, "units": tuple(units), "late_moments": tuple(data.get("late_moments", ()))}
-            plan["losses"] = tuple(data.get("losses", ()))
             for what, cls in ((plan, Plan), *((vars(unit), UnitPlan) for unit in units)):
                 _check_types(what, cls)
             return Plan(**plan)

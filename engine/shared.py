@@ -64,20 +64,21 @@ class SharedGradients(Gradients):
         assert self._wire is not None, "a simulation has no wire"
         return self._wire
 
-    def get(self, u: int, gpu: int | None = None) -> Buffer:
+    def get(self, u: int) -> Buffer:
         """As of Gradients. Also begins the sum of the next unit, which is received during this unit's additions."""
-        gradient, following = super().get(u, gpu), self.following.get(u)
+        gradient, following = super().get(u), self.following.get(u)
         if following is not None and following not in self.holding and u not in self.aside:
-            self._begin(following, self.plan.units[following].gpu)
+            self._begin(following)
         return gradient
 
-    def _begin(self, u: int, gpu: int) -> None:
+    def _begin(self, u: int) -> None:
         """Receives unit u's sum from the host before; on the first host the sum begins with zeros."""
         if self.plan.host == 0 and u not in self.aside:
-            super()._begin(u, gpu)
+            super()._begin(u)
             return
         before = (self.plan.host - 1) % self.plan.hosts
-        buffer, name, come = self._accumulator(u, gpu), self.geo.names[u], []
+        gpu, name, come = self.plan.units[u].gpu, self.geo.names[u], list[Task]()
+        buffer = self._accumulator(u)
         for first, n in map(extent, self.geo.pieces(u, self.plan.sum_piece)):
             piece = self.into.acquire(name)
 

@@ -7,32 +7,35 @@ their buffers are freed after the last use.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import replace
+from functools import partial
 from typing import Any
 
 import torch
 from torch import Tensor
 
-from trireme.engine.buffers import moving_sums, read_by_loss
-from trireme.engine.build import Engine, Inputs
+from trireme.engine.buffers import read_by_loss
+from trireme.engine.build import Engine, Inputs, Packed
 from trireme.engine.layers import (
     Into,
-    Left,
-    add_gradients,
+    Take,
     backward_block,
     backward_embedding,
     forward_block,
     forward_embedding,
+    head_losses,
     loss,
+    take_head,
     weights_of,
 )
 from trireme.engine.memory import NOTHING
 from trireme.engine.optimizer import StepStats
 from trireme.engine.queues.names import numbered
 from trireme.engine.queues.task import Task
-from trireme.engine.weights import LayerPart, LayerWeights, SliceWeights
+from trireme.engine.weights import LayerPart, SliceWeights
 from trireme.models.config import InputError
+from trireme.models.head import HeadWeights
 from trireme.models.losses.comparison import Comparison
 from trireme.models.losses.preferences import Documents, Preference
 from trireme.models.rows import Load
@@ -62,15 +65,18 @@ def train_step(
     comparison = Comparison(preference, docs or [here], e.plan.host) if preference else None
     if not trained:
         raise InputError(f"step {step}: none of its tokens has a label. Leave rows without labels out of the data.")
-    _forward(e, batch, train=True, twice=comparison is not None)
+    if comparison and comparison.of.method == "kto":
+        measure = partial(comparison.measure, evaluate(e, batch), e.gradients.gather)
+        e.queues.run(numbered("compute", e.gpu(e.geo.head)), "other", "divergence", measure)
+    _forward(e, batch, train=True)
     e.optimizer.begin(step, lr)
     parts: list[Tensor] = []
-    losses, done = _losses_and_gradients(e, batch, 1 / trained, comparison, parts)
+    losses = _losses_and_gradients(e, batch, 1 / trained, comparison, parts)
     _pool_load(e, batch)
     _backward(e, batch)
+    if comparison:
+        _conclude(e, comparison, losses)
     stats = e.optimizer.conclude(losses, trained)
-    if e.plan.losses:
-        _add_counts(e, batch, done)
     e.optimizer.read_ahead()
     if parts:
         return replace(stats, metrics=metrics_of(parts, trained))
@@ -83,27 +89,28 @@ def metrics_of(parts: Sequence[Tensor], trained: float) -> dict[str, float]:
     return {"ce": ce / trained, "kl": kl / trained}
 
 
+def forward(e: Engine, batch: Sequence[Inputs], take: Take) -> list[Task]:
+    """A pass without gradients: what it is for is what `take` does with the head's input. Runs updates that are due."""
+    _forward(e, batch, train=False)
+    with e.weights.of_losses() as w:
+        return [take_head(e, b, w, mb, take) for b, mb in enumerate(batch)]
+
+
 def evaluate(e: Engine, batch: Sequence[Inputs], parts: list[Tensor] | None = None) -> list[Tensor]:
     """The losses (N,) of each micro-batch, zero for tokens without a label. Runs updates that are due.
 
     `parts`: with a teacher, the sums of the two parts of each micro-batch's losses are appended, (2,) fp64.
     """
-    _forward(e, batch, train=False)
-    with e.weights.of_losses(_loss_gpus(e, batch)) as w:
-        losses, done = _losses(e, batch, w, parts)
-    if e.plan.gpus > 1:
-        _add_counts(e, batch, done)  # waits: threads of their own make the losses
+    losses = [NOTHING] * len(batch)
+
+    def take(b: int, at: Packed, top: HeadWeights, x: Tensor) -> None:
+        losses[b] = head_losses(e.cfg, at, top, x, parts=parts)
+
+    done = forward(e, batch, take)
+    if e.plan.gpus > 1 and not e.queues.simulated:
+        for task in done:
+            task.wait()  # threads of their own make the losses
     return losses
-
-
-def _add_counts(e: Engine, batch: Sequence[Inputs], done: Sequence[Task]) -> None:
-    """Waits for the losses' tasks; adds the counts of several GPUs to the counter on the head's GPU."""
-    if e.queues.simulated:
-        return
-    for mb, task in zip(batch, done, strict=True):
-        more, correct = task.wait(), mb.on(e.gpu(e.geo.head)).correct
-        if correct is not None and more is not None:
-            correct.add_(more.to(correct.device))
 
 
 def stream_layers(e: Engine) -> Iterator[tuple[int, Any]]:
@@ -116,8 +123,8 @@ def stream_layers(e: Engine) -> Iterator[tuple[int, Any]]:
     for u in range(e.geo.head):
         for part in e.weights.parts(u):
             yield from _streamed(e, [part])
-    with e.weights.of_losses([e.gpu(e.geo.head)]) as w:
-        yield from _streamed(e, list(w[e.gpu(e.geo.head)].values()))
+    with e.weights.of_losses() as w:
+        yield from _streamed(e, list(w.values()))
 
 
 def _streamed(e: Engine, given: Sequence[LayerPart]) -> Iterator[tuple[int, Any]]:
@@ -137,10 +144,8 @@ def _streamed(e: Engine, given: Sequence[LayerPart]) -> Iterator[tuple[int, Any]
 # ---------------------------------------------------------------- forward
 
 
-def _forward(e: Engine, batch: Sequence[Inputs], train: bool, twice: bool = False) -> None:
-    """Forward of all layers but the head; the head's weights are prefetched. `twice`: the head reads its input two
-    times.
-    """
+def _forward(e: Engine, batch: Sequence[Inputs], train: bool) -> None:
+    """Forward of all layers but the head; the head's weights are prefetched."""
     _expect(e)
     e.activations.expect_forward(len(batch))
     for u in range(e.geo.head):
@@ -149,7 +154,7 @@ def _forward(e: Engine, batch: Sequence[Inputs], train: bool, twice: bool = Fals
                 if u == 0:
                     forward_embedding(e, b, part, mb, train)
                 else:
-                    forward_block(e, u, b, part, mb, train, twice)
+                    forward_block(e, u, b, part, mb, train)
 
 
 def _expect(e: Engine) -> None:
@@ -160,59 +165,33 @@ def _expect(e: Engine) -> None:
 # ---------------------------------------------------------------- the head
 
 
-def _loss_gpus(e: Engine, batch: Sequence[Inputs]) -> Iterable[int]:
-    """The GPUs that compute the losses of these micro-batches."""
-    return dict.fromkeys(map(e.plan.loss_gpu, range(len(batch))))
-
-
-def _losses(
-    e: Engine, batch: Sequence[Inputs], w: Mapping[int, Mapping[int, LayerWeights]], parts: list[Tensor] | None = None
-) -> tuple[list[Tensor], list[Task]]:
-    """The losses of each micro-batch, and their tasks. `w`: what they read, by GPU and unit."""
-    losses = [NOTHING] * len(batch)
-    return losses, [loss(e, b, w[e.plan.loss_gpu(b)], mb, losses, parts) for b, mb in enumerate(batch)]
-
-
 def _losses_and_gradients(
     e: Engine, batch: Sequence[Inputs], scale: float, comparison: Comparison | None, parts: list[Tensor]
-) -> tuple[list[Tensor], list[Task]]:
-    """As `_losses`, and adds the head's gradients of `scale` times the sum of the losses.
+) -> list[Tensor]:
+    """The losses of each micro-batch; adds the head's gradients of `scale` times their sum.
 
-    With `comparison` all losses are computed first: they give the factors of the gradients, and the losses that are
-    returned.
+    With `comparison` they are of tokens, and `_conclude` replaces them.
     """
-    read, waits = read_by_loss(e.geo), bool(moving_sums(e.geo, e.plan))
-    losses, done, compared = [NOTHING] * len(batch), list[Task](), list[Task]()
-    with e.weights.of_losses(_loss_gpus(e, batch)) as w:
-        if comparison:
-            compared = [_compare(e, comparison, *_losses(e, batch, w))]
-            e.activations.expect_head(len(batch))
+    read, losses = read_by_loss(e.geo), [NOTHING] * len(batch)
+    with e.weights.of_losses() as w:
         for b, mb in enumerate(batch):
-            gpu = e.plan.loss_gpu(b)
-            g = {v: e.gradients.get(v, gpu) for v in read}
-            left = Left(e.gradients.dlogits[gpu].acquire(f"dlogits {b}"), []) if waits else None
-            into = Into(scale, {} if left else g, left, comparison, compared)
-            done.append(loss(e, b, w[gpu], mb, losses, parts, into))
-            if left:
-                add_gradients(e, b, w[gpu], g, mb, left)
-    for v in read if waits else ():
-        e.gradients.get(v)  # back to its GPU
+            g = {v: e.gradients.get(v) for v in read}
+            loss(e, b, w, mb, losses, parts, Into(scale, g, comparison))
     e.optimizer.finish(e.geo.head)
     for v in read[1:]:
         e.gradients.set_aside(v)
-    return comparison.losses if comparison else losses, done
+    return losses
 
 
-def _compare(e: Engine, comparison: Comparison, losses: list[Tensor], made: Sequence[Task]) -> Task:
-    """Queues the comparison of pairs, after their losses."""
+def _conclude(e: Engine, comparison: Comparison, losses: list[Tensor]) -> None:
+    """Queues what replaces the losses of tokens by those of pairs. It waits for all hosts, and so comes after all that
+    another host waits for.
+    """
 
-    def compare() -> None:
-        if e.plan.losses:
-            for task in made:
-                task.wait()
-        comparison.run(losses, e.gradients.gather)
+    def conclude() -> None:
+        losses[:] = [each.to(losses[0].device) for each in comparison.conclude(e.gradients.gather)]
 
-    return e.queues.run(numbered("compute", e.gpu(e.geo.head)), "other", "comparison", compare, made)
+    e.queues.run(numbered("compute", e.gpu(e.geo.head)), "other", "comparison", conclude)
 
 
 def _pool_load(e: Engine, batch: Sequence[Inputs]) -> None:

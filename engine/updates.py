@@ -9,7 +9,7 @@ from __future__ import annotations
 from collections import deque
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
-from typing import NamedTuple
+from itertools import cycle
 
 import torch
 from torch import Tensor
@@ -17,6 +17,7 @@ from torch import Tensor
 from trireme.engine.geometry import GPU_BYTES, PART_BYTES, Part
 from trireme.engine.gradients import Gradients, Landed, Spilled
 from trireme.engine.memory import NOTHING, Buffer, flat, views
+from trireme.engine.home import Home
 from trireme.engine.placement import Entry, Placement
 from trireme.engine.queues.cgroups import update_threads
 from trireme.engine.queues.names import numbered
@@ -162,7 +163,7 @@ class CpuWork:
                     self._update(r, states[r], grad.tensor)
 
         nbytes = PART_BYTES[self.part] * sum(b - a for a, b in (self.ranges[r] for r in states))
-        ready = (*after, *self.gradient.ready)
+        ready = (*after, *self.gradient.ready, *(t for g in grads.values() if g.buffer for t in g.buffer.ready))
         task = self.kernels.queues.run("cpu", KIND[self.part], of, update, ready, nbytes=nbytes)
         for grad in grads.values():
             if grad.buffer is not None:
@@ -176,57 +177,35 @@ class CpuWork:
         self.updates[r](hi, views(self.geo.state_layout(b - a), state), grad)
 
 
-class Read(NamedTuple):
-    """A record that is being read from the SSD."""
-
-    entry: Entry
-    buffer: Buffer
-    task: Task
-
-
 class Records:
     """Records stored on the SSD, read ahead while the pool has free buffers."""
 
     def __init__(self, placement: Placement):
-        self.placement, self.pool = placement, placement.pool("host", "state pool")
-        geo, plan = placement.geo, placement.plan
+        self.pool, geo, plan = placement.pool("host", "state pool"), placement.geo, placement.plan
         units = range(geo.n_units) if plan.mode == "forward" else reversed(range(geo.n_units))
-        on_ssd = (u for u in units if plan.units[u].state == "ssd")
-        self.order = [Entry("state", u, r) for u in on_ssd for r in range(len(geo.records(u, plan.record)))]
-        self.next = 0  # index in `order` of the next read
-        self.readable = len(self.order)  # records to read; late moments must be written first
-        self.ahead: deque[Read] = deque()
-        self.written: dict[Entry, tuple[Task, ...]] = {}
+        of = [(u, r) for u in units if plan.units[u].state == "ssd" for r in range(len(geo.records(u, plan.record)))]
+        self.homes = {(u, r): placement.home(Entry("state", u, r), self.pool) for u, r in of}  # in the order of updates
+        self.next = cycle(self.homes)
+        self.readable = len(of)  # records to read; late moments must be written first
+        self.ahead: deque[tuple[Home, Buffer]] = deque()
 
     def read_ahead(self) -> None:
         """Starts reads in the order of the updates, as far as there are buffers."""
-        while self.readable and self.pool.is_free and len(self.ahead) < len(self.order):
+        while self.readable and self.pool.is_free and len(self.ahead) < len(self.homes):
             self._read_next()
 
     def _read_next(self) -> None:
-        self.ahead.append(self.read(self.order[self.next]))
-        self.next = (self.next + 1) % len(self.order)
+        home = self.homes[next(self.next)]
+        self.ahead.append((home, home.bring()))
         self.readable -= 1
 
-    def read(self, entry: Entry, *parts: str) -> Read:
-        """Starts to read a record, or `parts` of it."""
-        buffer = self.pool.acquire(self.placement.label(entry))
-        ready = (*buffer.ready, *self.written.get(entry, ()))
-        return Read(entry, buffer, self.placement.transfer("read", entry, buffer.tensor, ready, *parts))
-
-    def take(self, entry: Entry) -> Read:
-        """A record, which has to be the next in order."""
+    def take(self, u: int, r: int) -> tuple[Home, Buffer]:
+        """A record, which has to be the next in order, and the buffer that it is read to."""
         if not self.ahead:
             self._read_next()
-        read = self.ahead.popleft()
-        assert read.entry == entry, "optimizer records are read in the order of their updates"
-        return read
-
-    def put_back(self, read: Read, done: Task, *parts: str) -> None:
-        """Writes the record, or `parts` of it, after `done`, and frees its buffer."""
-        write = self.placement.transfer("write", read.entry, read.buffer.tensor, (done,), *parts)
-        self.written[read.entry] = (write,)
-        read.buffer.free((write,))
+        home, here = self.ahead.popleft()
+        assert home is self.homes[u, r], "optimizer records are read in the order of their updates"
+        return home, here
 
 
 class CpuUpdates:
@@ -265,15 +244,15 @@ class CpuUpdates:
 
     def _record(self, work: CpuWork, r: int, after: Sequence[Task], late: bool) -> Task:
         """Queues the update of a record on the SSD; with late moments only its low halves are written."""
-        read = self.records.take(Entry("state", work.u, r))
-        done = work.record(r, read.buffer.tensor, (*after, read.task))
+        home, here = self.records.take(work.u, r)
+        done = work.record(r, here.tensor, (*after, *here.ready))
         if not late:
-            self.records.put_back(read, done)
+            home.keep(here, (done,))
             self.records.readable += 1
         elif self.geo.dtype == "BF16":
-            self.records.put_back(read, done, "low")
+            home.keep(here, (done,), part=("low",))
         else:  # F32: the weights are the master, the record is unchanged
-            read.buffer.free((done,))
+            here.free((done,))
         self.records.read_ahead()
         return done
 
@@ -283,9 +262,10 @@ class CpuUpdates:
             work, after = self.late.pop(u)
             if self.plan.units[work.u].state == "ssd" and work.ranges:
                 for r in range(len(work.ranges)):
-                    read = self.records.read(Entry("state", work.u, r), "moments")
-                    done = work.record(r, read.buffer.tensor, (*after, read.task))
-                    self.records.put_back(read, done, "moments")
+                    home = self.records.homes[work.u, r]
+                    here = home.bring(part=("moments",))
+                    done = work.record(r, here.tensor, (*after, *here.ready))
+                    home.keep(here, (done,), part=("moments",))
                 self.records.readable += len(work.ranges)
             else:
                 done = work.whole(self.placement.state[work.u], after)
@@ -313,7 +293,7 @@ class StreamedUpdates:
         """Queues unit u's update."""
         weights, read = self.weights.in_ram(u), []
         held = weights.get()
-        come = (*weights.ready, *weights.updated)  # the copy of the last update reads them, too
+        come = (*weights.ready, *weights.home.last)  # the copy of the last update reads them, too
         for r, (a, b) in enumerate(self.geo.records(u, self.plan.record)):
             up, done = self._record(u, r, flat(held.tensor, self.geo.dtype, b)[a:], come, gradient)
             read.append(up)

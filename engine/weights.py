@@ -1,7 +1,6 @@
 """Weights on the GPU: a pass says in which order it uses layers, then takes one after the other.
 
-Weights are stored on the GPU, or copied from RAM or the SSD to a buffer of a pool ahead of their use; a resident copy
-has a pool of one buffer. After the last use in a pass the buffer is free, and keeps its content until it is needed for
+Weights are stored on the GPU, or copied from RAM or the SSD to a buffer of a pool ahead of their use. After the last use in a pass the buffer is free, and keeps its content until it is needed for
 other weights, so that backward begins with the layers that forward used last. This is the window of STRONGHOLD and,
 since the order is known, Belady's optimal replacement.
 """
@@ -11,7 +10,6 @@ from __future__ import annotations
 from collections import deque
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
-from functools import partial
 from typing import Literal
 
 from torch import Tensor
@@ -19,7 +17,8 @@ from torch import Tensor
 from trireme.engine.buffers import What, read_by_loss
 from trireme.engine.geometry import Geometry
 from trireme.engine.memory import Buffer, Fetched, Pool, Prefetch, views
-from trireme.engine.placement import Entry, Placement
+from trireme.engine.home import Home
+from trireme.engine.placement import Entry, Piece, Placement
 from trireme.engine.queues.names import numbered
 from trireme.engine.queues.task import Task
 from trireme.models import model
@@ -56,16 +55,15 @@ class OnGpu:
         """Nothing to do: new weights are where they are stored."""
 
 
-class InRam(OnGpu):
-    """Weights stored in RAM, valid there after `updated`."""
+class Streamed(OnGpu):
+    """Weights stored elsewhere, and copied to a buffer of a pool."""
 
-    def __init__(self, placement: Placement, entry: Entry, pool: Pool):
-        self.placement, self.entry, self.pool = placement, entry, pool
-        self.name, self.nbytes = placement.label(entry), placement.layout(entry).span
-        self.gpu = placement.plan.units[placement.geo.unit_of(entry.u)].gpu
+    def __init__(self, home: Home, pool: Pool, gpu: int, pieces: Sequence[Piece]):
+        self.home, self.pool, self.gpu, self.pieces = home, pool, gpu, pieces
+        self.nbytes = sum(piece.nbytes for piece in pieces)
         self.here = None  # while in use
         self.ready = ()
-        self.updated: tuple[Task, ...] = ()
+        self.fresh: Buffer | None = None  # new weights of the SSD that are still in RAM
 
     @property
     def may_come(self) -> bool:  # type: ignore[override]
@@ -74,100 +72,58 @@ class InRam(OnGpu):
     def fetch(self) -> None:
         if self.here is not None:
             return
-        self.here = self.pool.acquire(self.name, self)
+        self.here = self.pool.acquire(self.home.label, self)
         if self.here.content is not self:
-            self.here.content, self.ready = self, (self._copy_up(self.here),)
+            self.here.content, self.ready = self, (self._load(self.here),)
+
+    def _load(self, here: Buffer) -> Task:
+        written = self.home.last if self.fresh else ()
+        source, self.fresh = self.fresh or self.home.bring(), None
+
+        def up() -> None:
+            for first, offset, n in self.pieces:
+                here.tensor[offset : offset + n].copy_(source.tensor[first : first + n], non_blocking=True)
+
+        ready, queue = (*here.ready, *source.ready), numbered("h2d", self.gpu)
+        task = self.home.queues.run(queue, "weights", self.home.label, up, ready, nbytes=self.nbytes)
+        source.free((task, *written))
+        return task
 
     def release(self, after: Sequence[Task]) -> None:
         """Frees the buffer on the GPU. `after`: the tasks that read it last."""
         here, self.here = self.get(), None
-        here.free((*self.ready, *after, *self.updated))
-
-    def publish(self, done: Task) -> None:
-        assert self.here is None, "a layer in use was updated"
-        self.updated = (done,)
-        self.pool.forget(self)
-
-    def _copy_up(self, here: Buffer) -> Task:
-        return self._copy(self._stored(), self.updated, here)
-
-    def _copy(self, source: Tensor, come: Sequence[Task], here: Buffer) -> Task:
-        pieces = self.placement.pieces(self.entry)
-
-        def up() -> None:
-            for first, offset, n in pieces:
-                here.tensor[offset : offset + n].copy_(source[first : first + n], non_blocking=True)
-
-        queue, ready = numbered("h2d", self.gpu), (*here.ready, *come)
-        return self.placement.queues.run(queue, "weights", self.name, up, ready, nbytes=self.nbytes)
-
-    def _stored(self) -> Tensor:
-        stored = self.placement.stored(self.entry)
-        assert stored is not None
-        return stored
+        here.free((*self.ready, *after, *self.home.last))
 
     # ------------------------------------------------ updates
 
     def take(self) -> Buffer:
         """The weights in RAM, to be updated after `ready`."""
-        taken = Buffer(self._stored())
-        taken.ready = self.updated
-        return taken
-
-    def put(self, taken: Buffer, done: Task) -> None:  # noqa: ARG002 (of the SSD)
-        """To be called with what `take` returned and the task that updates it."""
-        self.publish(done)
-
-    def write_back(self, done: Task) -> None:
-        """Copies weights that `done` updates on the GPU to RAM."""
-        here, stored = self.get(), self._stored()
-
-        def down() -> None:
-            stored[: self.nbytes].copy_(here.tensor[: self.nbytes], non_blocking=True)
-
-        queue = numbered("update_out", self.gpu)
-        self.ready = (done,)
-        self.updated = (self.placement.queues.run(queue, "weights", self.name, down, (done,), nbytes=self.nbytes),)
-
-
-class OnSsd(InRam):
-    """Weights stored on the SSD. They are read and written through staging buffers in RAM."""
-
-    def __init__(self, placement: Placement, entry: Entry, pool: Pool, staging: Pool):
-        super().__init__(placement, entry, pool)
-        self.staging = staging
-        self.fresh: Buffer | None = None  # new weights that are still in RAM
-
-    def _copy_up(self, here: Buffer) -> Task:
-        source, self.fresh = self.fresh or self._read(self.name), None
-        done = self._copy(source.tensor, source.ready, here)
-        source.free((done, *self.updated))
-        return done
-
-    def _read(self, owner: str) -> Buffer:
-        buffer = self.staging.acquire(owner)
-        ready = (*buffer.ready, *self.updated)
-        buffer.ready = (self.placement.transfer("read", self.entry, buffer.tensor, ready),)
-        return buffer
-
-    def take(self) -> Buffer:
-        return self._read(f"{self.name} update")
+        return self.home.bring()
 
     def put(self, taken: Buffer, done: Task) -> None:
-        self.publish(done)
-        self.updated = (self.placement.transfer("write", self.entry, taken.tensor, (done,)),)
-        taken.ready, self.fresh = (done,), taken
+        """To be called with what `take` returned and the task that updates it."""
+        assert self.here is None, "a layer in use was updated"
+        self.pool.forget(self)
+        self.home.write(taken, (done,))
+        self.fresh = taken if taken.pool else None
 
     def settle(self) -> None:
         """Frees the staging buffer that holds new weights; the next use reads them from the SSD."""
         if self.fresh is not None:
-            self.fresh.free(self.updated)
+            self.fresh.free(self.home.last)
             self.fresh = None
+
+    def write_back(self, done: Task) -> None:
+        """Copies weights that `done` updates on the GPU to RAM."""
+        here = self.get()
+        here.ready = (done,)
+        self.ready = (done,)
+        self.home.store(numbered("update_out", self.gpu), here, self.nbytes)
 
 
 def pooled(part: OnGpu) -> bool:
     """Whether the weights have a buffer of a pool now."""
-    return isinstance(part, InRam) and part.here is not None
+    return isinstance(part, Streamed) and part.here is not None
 
 
 # ---------------------------------------------------------------- all of a layer's
@@ -184,7 +140,6 @@ class LayerWeights:
         self.decoded: Buffer | None = None
         self.before: Callable[[int], None] | None = None  # called before they come
         self.last: tuple[Task, ...] = ()  # reader
-        self.copied: tuple[Task, ...] = ()  # to other GPUs
 
     @property
     def may_come(self) -> bool:
@@ -267,27 +222,22 @@ class WeightStream:
         self.coming = Prefetch()
         self.uses: deque[int] = deque()  # of layers to come in this pass
         self.in_use: set[int] = set()  # layers
-        self.copies = dict[tuple[int, int], LayerWeights]()  # of what the loss reads, by unit and GPU
 
     def _stored(self, kind: Literal["weights", "base"], pool: What) -> Iterable[OnGpu]:
         """The weights of each unit, by where the plan stores them."""
         placement, geo = self.placement, self.geo
         pools = [placement.pools("gpu", pool, gpu) for gpu in range(self.plan.gpus)]
         staging = placement.pools("host", pool)
-        layouts, names = (geo.weights, geo.names) if kind == "weights" else (geo.base, geo.base_names)
-        for u, name in enumerate(names):
+        layouts = geo.weights if kind == "weights" else geo.base
+        for u in range(len(layouts)):
             unit = self.plan.units[geo.unit_of(u)]
             entry, size, gpu = Entry(kind, u), geo.size_class(u), unit.gpu
             tier = placement.tier(entry)
             if tier == "gpu" or not layouts[u].tensors:
                 yield OnGpu((placement.weights if kind == "weights" else placement.base)[u])
                 continue
-            resident = kind == "weights" and unit.resident
-            to = placement.pool("gpu", "weights", name, gpu) if resident else pools[gpu][size]
-            if tier == "host":
-                yield InRam(placement, entry, to)
-            else:
-                yield OnSsd(placement, entry, to, staging[size])
+            home = placement.home(entry, staging[size] if tier == "ssd" else None)
+            yield Streamed(home, pools[gpu][size], gpu, placement.pieces(entry))
 
     # ------------------------------------------------ a pass
 
@@ -322,12 +272,10 @@ class WeightStream:
         self._end(u)
 
     @contextmanager
-    def of_losses(self, gpus: Iterable[int]) -> Iterator[dict[int, dict[int, LayerWeights]]]:
-        """A context with what a loss reads: {GPU: {unit: weights}}. GPUs other than the head's get copies."""
+    def of_losses(self) -> Iterator[dict[int, LayerWeights]]:
+        """A context with what a loss reads, by unit."""
         read = read_by_loss(self.geo)
-        for v in read:
-            self._begin(v)
-        yield {gpu: {v: self._on(gpu, v) for v in read} for gpu in gpus}
+        yield {v: self._begin(v) for v in read}
         for v in read:
             self._end(v)
 
@@ -348,40 +296,9 @@ class WeightStream:
         if u not in self.uses:
             self._release(u)
 
-    def _on(self, gpu: int, u: int) -> LayerWeights:
-        """The weights of layer u, which is in use, on a GPU: a copy if it is not the layer's."""
-        layer, own = self.layers[u], self.plan.units[u].gpu
-        if gpu == own:
-            return layer
-        if (u, gpu) not in self.copies:
-            self.copies[u, gpu] = self._copy(u, gpu)
-        copy, queue = self.copies[u, gpu], numbered("peer", own)
-        pairs = [(layer.trained.get(), copy.trained.get()), (layer.frozen.get(), copy.frozen.get())]
-        if layer.decoded is not None and copy.decoded is not None:
-            pairs.append((layer.decoded, copy.decoded))
-        sizes = [layout[u].span for layout in (self.geo.weights, self.geo.base, self.geo.decoded)]
-
-        def over() -> None:
-            for (here, there), nbytes in zip(pairs, sizes, strict=False):
-                there.tensor[:nbytes].copy_(here.tensor[:nbytes], non_blocking=True)
-
-        ready, nbytes = (*layer.ready, *copy.last), sum(sizes[: len(pairs)])
-        done = self.queues.run(queue, "weights", self.geo.names[u], over, ready, nbytes=nbytes)
-        copy.trained.ready = copy.last = (done,)
-        layer.copied = (*layer.copied, done)
-        return copy
-
-    def _copy(self, u: int, gpu: int) -> LayerWeights:
-        """The buffers for a copy of layer u on another GPU."""
-        of = partial(self.placement.of, u, "gpu", gpu=gpu)
-        copy = LayerWeights(u, self.geo.names[u], OnGpu(of("weights copy")), OnGpu(of("base copy")))
-        copy.decoded = Buffer(of("decoded copy")) if self.geo.decoded[u].tensors else None
-        return copy
-
     def _release(self, u: int) -> None:
         layer = self.layers[u]
         self.in_use.discard(u)
-        layer.last, layer.copied = (*layer.last, *layer.copied), ()
         for each in layer.slices:
             if pooled(each.frozen):  # of a pass that was broken off
                 each.last = layer.last
@@ -427,8 +344,8 @@ class WeightStream:
 
     # ------------------------------------------------ updates
 
-    def in_ram(self, u: int) -> InRam:
+    def in_ram(self, u: int) -> Streamed:
         """The trained weights of layer u, which are stored in RAM or on the SSD."""
         trained = self.layers[u].trained
-        assert isinstance(trained, InRam)
+        assert isinstance(trained, Streamed)
         return trained

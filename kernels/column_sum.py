@@ -11,7 +11,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from trireme.kernels.launch import cdiv
+from trireme.kernels.launch import cdiv, column_splits
 from trireme.kernels.launcher import await_previous, launcher
 
 BLOCK_P, BLOCK_D = 64, 16
@@ -51,3 +51,38 @@ def add_rows(out_: Tensor, parts: Tensor, out2_: Tensor | None = None, parts2: T
     assert out2_.dtype == out_.dtype
     assert parts2.shape == parts.shape
     _add_rows[(cdiv(D, BLOCK_D), pairs)](out_, parts, out2_, parts2, P, D, BLOCK_P, BLOCK_D, num_warps=8)
+
+
+ROWS, COLUMNS = 32, 128  # tile of a bias's gradient
+
+
+@launcher
+@triton.jit(do_not_specialize=["N"])
+def _bias_bwd(p_dy, p_parts, N, F: tl.constexpr, ROWS: tl.constexpr, COLUMNS: tl.constexpr):
+    await_previous()
+    o_f = tl.program_id(0) * COLUMNS + tl.arange(0, COLUMNS)
+    i_part = tl.program_id(1)
+    b_sum = tl.zeros((ROWS, COLUMNS), tl.float32)
+    for i_tile in range(i_part, tl.cdiv(N, ROWS), tl.num_programs(1)):
+        i_row = tl.cast(i_tile, tl.int64) * ROWS + tl.arange(0, ROWS)
+        mask = (i_row < N)[:, None] & (o_f < F)[None, :]
+        b_sum += tl.load(p_dy + i_row[:, None] * F + o_f[None, :], mask, 0.0).to(tl.float32)
+    tl.store(p_parts + i_part * F + o_f, tl.sum(b_sum, 0), o_f < F)
+
+
+def bias_bwd_(dbias_: Tensor, dy: Tensor) -> None:
+    """As reference.bias_bwd_, contiguous."""
+    N, F = dy.shape
+    assert dy.is_contiguous()
+    assert dbias_.shape == (F,)
+    grid = _column_grid(dy, ROWS)
+    parts = torch.empty((grid[1], F), dtype=torch.float32, device=dy.device)
+    _bias_bwd[grid](dy, parts, N, F, ROWS, COLUMNS, num_warps=8)
+    add_rows(dbias_, parts)
+
+
+def _column_grid(h: Tensor, rows: int) -> tuple[int, int]:
+    """(column blocks, programs by block)."""
+    N, F = h.shape
+    blocks = cdiv(F, COLUMNS)
+    return blocks, column_splits(h.device, blocks, cdiv(N, rows))

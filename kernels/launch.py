@@ -1,8 +1,7 @@
 """Block sizes, warps and stages of every kernel, as plain functions of shape and chip.
 
 Settings do not depend on the number of tokens. Those of Hopper were measured (scripts/bench/ops.py --tune on an H200),
-and B200 has the same; for other chips, which have less shared memory, a model of the chip chooses among known tiles
-(chips/tiles.py). Settings that `trireme check --tune` found to be faster on the GPU at hand take the place of both: a
+and B200 has the same; other chips have less shared memory (tiles.py). Settings that `trireme check --tune` found to be faster on the GPU at hand take the place of both: a
 run passes them to `use`, by name. In Triton's interpreter `arch` is 0.
 """
 
@@ -15,7 +14,8 @@ from typing import Any, Literal, NamedTuple, ParamSpec, TypeVar
 import torch
 
 from trireme.kernels.chips.chip import KIB, Chip, chip
-from trireme.kernels.chips.tiles import KNOWN, Grouped, Tile, best
+from trireme.kernels.tiles import Grouped, Tile
+from trireme.kernels.tiles import settings as settings_of
 
 P = ParamSpec("P")
 R = TypeVar("R")
@@ -26,7 +26,7 @@ _forget: list[Callable[[], None]] = []
 
 
 def use(settings: Mapping[str, Sequence[int]]) -> None:
-    """Sets the settings of launches in bf16, by their names in chips/tried.py; others have the usual ones."""
+    """Sets the settings of launches in bf16, by their names in tiles.py; others have the usual ones."""
     _settings.clear()
     _settings.update({name: tuple(setting) for name, setting in settings.items()})
     for forget in _forget:
@@ -40,10 +40,10 @@ def planned(fn: Callable[P, R]) -> Any:
     return found
 
 
-def _set(name: str, usual: S) -> S:
-    """The setting in use under this name, in the type of `usual`, a NamedTuple; `usual` where there is none."""
-    found: Any = _settings.get(name)
-    return usual if found is None else type(usual)(*found)
+def _set(here: Chip, name: str, of: type[S]) -> S:
+    """The setting of a launch: the one in use under this name, or the usual one (tiles.py)."""
+    found: Any = _settings.get(name) or settings_of(here, name)[0]
+    return of(*found)
 
 
 def cdiv(a: int, b: int) -> int:
@@ -89,8 +89,8 @@ def rows_bwd(device: torch.device, N: int, D: int, itemsize: int) -> Rows:
     Rows of more than WIDEST values are divided into parts of WIDEST columns; `programs` is the number for each part.
     """
     columns, here = min(power2(D), WIDEST), chip(device)
-    how = Persistent(16, 1) if here.large else Persistent(8, 2)
-    how = how if here.arch == 0 or itemsize > 2 else _set("rows_bwd", how)
+    how = Persistent(8, 2) if here.arch == 0 else Persistent(16, 1) if here.large else Persistent(8, 2)
+    how = how if here.arch == 0 or itemsize > 2 else _set(here, "rows_bwd", Persistent)
     aim = how.kib << 10
     rows = max(1, aim // (columns * itemsize))
     tile = rows * columns * itemsize
@@ -146,11 +146,6 @@ FP32 = {  # by head width, on every chip
     128: Tiles(Tile(32, 16, 8, 1), Tile(32, 32, 8, 2), Tile(16, 32, 8, 1)),
     256: Tiles(Tile(32, 16, 8, 2), Tile(32, 16, 8, 2), Tile(16, 32, 16, 1)),
 }
-LARGE = {  # bf16 in 227 KiB
-    64: Tiles(Tile(128, 64, 8, 3), Tile(64, 64, 4, 3), Tile(64, 64, 4, 2)),
-    128: Tiles(Tile(128, 64, 8, 3), Tile(128, 64, 8, 3), Tile(32, 64, 4, 3)),
-    256: Tiles(Tile(128, 64, 8, 2), Tile(128, 32, 8, 2), Tile(32, 64, 8, 2)),
-}
 WIDEST_HEAD = 256
 
 
@@ -161,8 +156,7 @@ def attention(device: torch.device, dtype: torch.dtype, D: int) -> Tiles:
         return INTERPRETED
     if dtype == torch.float32:
         return FP32[width]
-    usual = LARGE[width] if here.large else Tiles(*(_modelled(here, f"attention_{k} {width}") for k in Tiles._fields))
-    return Tiles(*(_set(f"attention_{kind} {width}", tile) for kind, tile in usual._asdict().items()))
+    return Tiles(*(_set(here, f"attention_{kind} {width}", Tile) for kind in Tiles._fields))
 
 
 def hopper_fwd(block_d: int, window: int) -> Tile:
@@ -196,12 +190,14 @@ WIDE = 65536  # of a vocabulary: values of a row
 
 def cross_entropy(device: torch.device, V: int) -> Logits:
     """Wide programs for wide rows, if rows in flight stay in L2, from which they are read a second time."""
-    here, wide, narrow = chip(device), Logits(8192, 32, 2), Logits(4096, 8, 8)
-    if here.arch == 0 or here.large:
-        usual = wide if V > WIDE else narrow
-    else:
-        usual = wide if V > WIDE and wide.each * here.sms * 2 * V <= here.l2 else narrow
-    return _set("cross_entropy wide" if V > WIDE else "cross_entropy", usual) if here.arch else usual
+    here = chip(device)
+    if here.arch == 0:
+        return Logits(8192, 32, 2) if V > WIDE else Logits(4096, 8, 8)
+    name = "cross_entropy wide" if V > WIDE else "cross_entropy"
+    found = _set(here, name, Logits)
+    at_once = min(found.each, here.warps // found.warps)  # of a multiprocessor
+    stays = here.large or V <= WIDE or name in _settings or at_once * here.sms * 2 * V <= here.l2
+    return found if stays else Logits(4096, 8, 8)
 
 
 # ---------------------------------------------------------------- experts
@@ -220,7 +216,7 @@ def grouped_mm(device: torch.device, dtype: torch.dtype, B: int) -> Grouped:
     if here.arch == 90:
         tile = Grouped(128, 64, 256 if dtype.itemsize == 2 and 2560 * cdiv(B, 256) <= 11 * B else 128, 8, 3)
     else:
-        tile = _set("grouped_mm", Grouped(128, 64, 128, 8, 3) if here.large else _modelled(here, "grouped_mm"))
+        tile = _set(here, "grouped_mm", Grouped)
     return tile if dtype.itemsize > 1 else tile._replace(a=2 * tile.a)
 
 
@@ -229,7 +225,7 @@ def grouped_add(device: torch.device, dtype: torch.dtype) -> Grouped:
     here = chip(device)
     if here.arch == 0 or dtype == torch.float32:
         return Grouped(32, 32, 32, 4, 1)
-    return _set("grouped_add", Grouped(64, 128, 128, 8, 3) if here.large else _modelled(here, "grouped_add"))
+    return _set(here, "grouped_add", Grouped)
 
 
 # ---------------------------------------------------------------- fp8
@@ -248,13 +244,13 @@ def quantize(device: torch.device, both: bool) -> Codes:
     here = chip(device)
     if here.arch == 0:
         return Codes(32, 32, 4)
-    return _set("quantize both" if both else "quantize", Codes(128 if both and here.large else 64, 128, 8))
+    return _set(here, "quantize both" if both else "quantize", Codes)
 
 
 @planned
 def gated_codes(device: torch.device) -> Codes:
     """Tile of a gated unit's backward, which writes three matrices in fp8."""
-    return Codes(32, 32, 4) if chip(device).arch == 0 else _set("gated_codes", Codes(64, 64, 8))
+    return Codes(32, 32, 4) if chip(device).arch == 0 else _set(chip(device), "gated_codes", Codes)
 
 
 class BlockScaled(NamedTuple):
@@ -272,7 +268,7 @@ def block_scaled(device: torch.device) -> BlockScaled:
     """Chosen by the 99 KiB of shared memory that a program can have; never measured."""
     if chip(device).arch == 0:
         return BlockScaled(32, 32, 64, 2, 4, 2)
-    return _set("block_scaled", BlockScaled(128, 128, 128, 8, 8, 3))
+    return _set(chip(device), "block_scaled", BlockScaled)
 
 
 def maxima(device: torch.device, blocks: int) -> int:
@@ -312,12 +308,3 @@ def scan(device: torch.device, D: int, E: int, itemsize: int) -> Scan:
     wide, warps = columns if whole else min(32, columns), 4 if width == columns == 128 else 8
     made = min(64 if whole else 32, columns)
     return Scan(ROWS_OF_SCANS, width, min(most, columns), wide, made, 4, warps, stages, "tf32")
-
-
-# ---------------------------------------------------------------- by the model of a chip
-
-
-@cache
-def _modelled(here: Chip, name: str) -> Any:
-    """The tile that chips/tiles.best chooses for a chip that was not measured."""
-    return best(here, KNOWN[name]).tile

@@ -10,9 +10,13 @@ whose names end in `_` are written or added to; others are only read.
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
+from typing import TYPE_CHECKING, NamedTuple
 
 import torch
 from torch import Tensor
+
+if TYPE_CHECKING:
+    from trireme.kernels.experts.reference import Order
 
 
 def upcast(x: Tensor) -> Tensor:
@@ -139,8 +143,16 @@ def rope_(x_: Tensor, cos: Tensor, sin: Tensor, positions: Tensor, inverse: bool
 
 # ---------------------------------------------------------------- activations
 
-Activation = Callable[[Tensor], tuple[Tensor, Tensor]]  # x -> (value, derivative)
+class Act(NamedTuple):
+    """An activation: "silu", "gelu" (by tanh), "exact gelu" or "relu2", of a gate that multiplies `up` if gated."""
+
+    of: str = "silu"
+    gated: bool = True
+    limit: float = 0.0  # clamped as in gpt-oss, of interleaved gate and up; 0: not
+
+
 _GELU_K, _GELU_C = 0.7978845608028654, 0.044715  # sqrt(2 / pi); GPT-2
+ALPHA = 1.702  # of the clamped SwiGLU
 
 
 def _silu(x: Tensor) -> tuple[Tensor, Tensor]:
@@ -159,61 +171,65 @@ def _gelu_erf(x: Tensor) -> tuple[Tensor, Tensor]:
     return x * s, s + x * torch.exp(-0.5 * x * x) * (_GELU_K / 2)
 
 
-def _glu_fwd(act: Activation, gate_up: Tensor) -> Tensor:
-    gate, up = upcast(gate_up).chunk(2, -1)
-    return (act(gate)[0] * up).to(gate_up.dtype)
+def _relu2(x: Tensor) -> tuple[Tensor, Tensor]:
+    return x.relu() ** 2, 2 * x.relu()
 
 
-def _glu_bwd(act: Activation, dy: Tensor, gate_up: Tensor) -> tuple[Tensor, Tensor]:
-    gate, up = upcast(gate_up).chunk(2, -1)
-    dyf = upcast(dy)
-    value, slope = act(gate)
-    d_gate_up = torch.cat((dyf * up * slope, dyf * value), -1)
-    return d_gate_up.to(gate_up.dtype), (value * up).to(gate_up.dtype)
+_ACTS = {"silu": _silu, "gelu": _gelu_tanh, "exact gelu": _gelu_erf, "relu2": _relu2}
 
 
-def swiglu_fwd(gate_up: Tensor) -> Tensor:
-    """silu(gate) * up (N, F), for gate_up (N, 2F), gate first."""
-    return _glu_fwd(_silu, gate_up)
+def _parts(h: Tensor, act: Act) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+    """(activation, its derivative, derivative by up of what multiplies it, that factor) of a gated unit."""
+    if not act.limit:
+        gate, up = upcast(h).chunk(2, -1)
+        return *_ACTS[act.of](gate), torch.ones_like(up), up
+    gate, up = upcast(h)[..., ::2], upcast(h)[..., 1::2]
+    low = gate.clamp(max=act.limit)
+    s = torch.sigmoid(ALPHA * low)
+    slope = torch.where(gate <= act.limit, s * (1 + ALPHA * low * (1 - s)), 0.0)
+    return low * s, slope, (up.abs() <= act.limit).to(up.dtype), up.clamp(-act.limit, act.limit) + 1
 
 
-def swiglu_bwd(dy: Tensor, gate_up: Tensor) -> tuple[Tensor, Tensor]:
-    """(gradient of gate_up (N, 2F), forward's result (N, F), which therefore need not be saved), given dy (N, F)."""
-    return _glu_bwd(_silu, dy, gate_up)
+def act_fwd(h: Tensor, act: Act, bias: Tensor | None = None) -> Tensor:
+    """f(h + bias), h (N, F), or of gated units f(gate) * up (N, F), h (N, 2F), gate first unless clamped."""
+    if not act.gated:
+        return _ACTS[act.of](upcast(h) if bias is None else upcast(h) + upcast(bias))[0].to(h.dtype)
+    value, _, _, up = _parts(h, act)
+    return (value * up).to(h.dtype)
 
 
-def geglu_fwd(gate_up: Tensor) -> Tensor:
-    """gelu_tanh(gate) * up, as swiglu_fwd."""
-    return _glu_fwd(_gelu_tanh, gate_up)
+def act_bwd_(
+    dy_: Tensor, h_: Tensor, act: Act, bias: Tensor | None = None, dbias_: Tensor | None = None,
+    weights: Tensor | None = None, order: Order | None = None,
+) -> Tensor | None:  # fmt: skip
+    """Backward of act_fwd in place: h_ becomes its gradient, dy_ (N, F) becomes forward's result.
 
-
-def geglu_bwd(dy: Tensor, gate_up: Tensor) -> tuple[Tensor, Tensor]:
-    """As swiglu_bwd, of geglu_fwd."""
-    return _glu_bwd(_gelu_tanh, dy, gate_up)
-
-
-def gelu_bias_fwd(h: Tensor, bias: Tensor, exact: bool = False) -> Tensor:
-    """gelu(h + bias), by tanh unless `exact`, for h (N, F), bias (F,)."""
-    return (_gelu_erf if exact else _gelu_tanh)(upcast(h) + upcast(bias))[0].to(h.dtype)
-
-
-def gelu_bias_bwd(dy: Tensor, h: Tensor, bias: Tensor, dbias_: Tensor, exact: bool = False) -> tuple[Tensor, Tensor]:
-    """(gradient of h (N, F), forward's result (N, F)); adds the sum of dh over rows, in fp32, to dbias_ (F,)."""
-    value, slope = (_gelu_erf if exact else _gelu_tanh)(upcast(h) + upcast(bias))
-    dh = upcast(dy) * slope
-    add_(dbias_, dh.sum(0))
-    return dh.to(h.dtype), value.to(h.dtype)
-
-
-def relu2_fwd(h: Tensor) -> Tensor:
-    """relu(h) squared, for h (N, F)."""
-    return (upcast(h).relu() ** 2).to(h.dtype)
-
-
-def relu2_bwd(dy: Tensor, h: Tensor) -> tuple[Tensor, Tensor]:
-    """(gradient of h (N, F), forward's result (N, F), which therefore need not be saved), given dy (N, F)."""
-    x = upcast(h).relu()
-    return (2 * upcast(dy) * x).to(h.dtype), (x**2).to(h.dtype)
+    Adds the bias's gradient, summed in fp32, to dbias_. With weights (tokens, k) fp32 of rows in `order` the results
+    are those of weight * y, given the gradient of that; returns the gradient of weights: with dy_ = dy[token] @ down.T
+    it is <dy, y @ down> (Guo et al., SonicMoE, arXiv:2512.14080), and the rows that weights multiply are not needed.
+    """
+    d, x = upcast(dy_), upcast(h_) if bias is None else upcast(h_) + upcast(bias)
+    if act.gated:
+        value, slope, passes, up = _parts(h_, act)
+        y = value * up
+    else:
+        y, slope = _ACTS[act.of](x)
+    dweights = None
+    if weights is not None and order is not None:
+        pair = order.pair.long()
+        w, dweights = weights.flatten()[pair][:, None], torch.empty_like(weights)
+        dweights.view(-1)[pair] = (d * value * up if act.gated else d * y).sum(-1)
+        d, y = w * d, w * value * up if act.gated else w * y
+    if act.gated:
+        both = d * up * slope, d * value * passes
+        dh = torch.stack(both, -1).flatten(1) if act.limit else torch.cat(both, -1)
+    else:
+        dh = d * slope
+    if dbias_ is not None:
+        add_(dbias_, dh.sum(0))
+    h_.copy_(dh)
+    dy_.copy_(y)
+    return dweights
 
 
 def bias_bwd_(dbias_: Tensor, dy: Tensor) -> None:

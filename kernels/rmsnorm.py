@@ -134,7 +134,8 @@ def rmsnorm_fwd(h: Tensor, weight: Tensor, eps: float, out: Tensor | None = None
 
 def reads_others(out: Tensor, dy: Tensor) -> bool:
     """Whether a program of a norm's backward would read what another one has written to `out`."""
-    return out.shape[1] > launch.WIDEST and out.data_ptr() == dy.data_ptr()
+    same = out is dy if out.is_meta else out.data_ptr() == dy.data_ptr()
+    return out.shape[1] > launch.WIDEST and same
 
 
 def some_rows(N: int) -> Iterator[slice]:

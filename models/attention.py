@@ -18,7 +18,7 @@ from torch import Tensor
 from trireme.kernels import ops
 from trireme.models import latent
 from trireme.models.branch import add_branch, add_matmul, branch_backward, copies
-from trireme.models.config import ModelConfig
+from trireme.models.layers import Attention, Layer
 from trireme.models.linear import (
     Gradient,
     Linear,
@@ -57,6 +57,7 @@ class _Heads(NamedTuple):
     q_rstd: Tensor | None = None  # (N, H) or (N, 1) fp32
     k_rstd: Tensor | None = None
     gate: Tensor | None = None  # (N, H, d), of the result
+    v_rstd: Tensor | None = None
 
 
 class Result(NamedTuple):
@@ -79,10 +80,10 @@ def forward(p: Pass, w: Weights, x: Tensor, out: Tensor, attend: Attend | None =
     attn_out, lse = _attend(p, w, _heads(p, w, qkv), p.saved.get("attn_out"), attend)
     if "lse" in p.saved:
         p.saved["lse"].copy_(lse)
-    if p.cfg.attention_gate:
-        attn_out = _gated(attn_out, _gate(p.cfg, qkv))
+    if p.attention.gate:
+        attn_out = _gated(attn_out, _gate(p.attention, qkv))
     del qkv, lse  # workspace._block_workspace
-    add_branch(p.cfg, x, attn_out, w.o, w.norm, w.post, out, p.saved.get("attn_branch"))
+    add_branch(p.attention.factor, p.layer.eps, x, attn_out, w.o, w.norm, w.post, out, p.saved.get("attn_branch"))
 
 
 def backward(
@@ -105,7 +106,9 @@ def backward(
     del result  # workspace._block_workspace
     d_qkv = _upstream(p, w, g, dqkv)
     del dqkv  # workspace._around_mixer
-    normed_linear_backward((w.norm, w.qkv), (g.norm, g.qkv), p.cfg.eps, x, d_qkv, dy if dresid is None else dresid, dx)
+    normed_linear_backward(
+        (w.norm, w.qkv), (g.norm, g.qkv), p.layer.eps, x, d_qkv, dy if dresid is None else dresid, dx
+    )
 
 
 def recall(p: Pass, w: Weights, x: Tensor) -> Result:
@@ -124,48 +127,55 @@ def residual(p: Pass, w: Weights, x: Tensor) -> tuple[Tensor, Result]:
     attn_out = _gated(result.out, result.heads.gate)
     out = x.clone() if copies(w.norm, w.post, w.o) else torch.empty_like(x)
     if w.post is None:
-        add_branch(p.cfg, x, attn_out, w.o, w.norm, w.post, out)
+        add_branch(p.attention.factor, p.layer.eps, x, attn_out, w.o, w.norm, w.post, out)
         return out, result
     branch = linear(attn_out, w.o) if result.branch is None else result.branch
-    add_matmul(p.cfg, x, branch, w.post, out)
+    add_matmul(p.attention.factor, p.layer.eps, x, branch, w.post, out)
     return out, result._replace(branch=branch)
 
 
 def _backward_to_qkv(p: Pass, w: Weights, g: Weights, result: Result, dy: Tensor) -> Tensor:
     """Gradient of qkv (N, cfg.qkv_width)."""
-    cfg, docs = p.cfg, p.rows.docs
+    own, docs = p.attention, p.rows.docs
     inner = _gated(result.out, result.heads.gate)
-    d_o = upstream(branch_backward(cfg, dy, inner, w.o, w.post, g.post, result.branch), w.o, g.o)
+    d_branch = branch_backward(own.factor, p.layer.eps, dy, inner, w.o, w.post, g.post, result.branch)
+    d_o = upstream(d_branch, w.o, g.o)
+    del d_branch
     add_gradients_(g.o, w.o, inner, d_o)
     del inner  # workspace._around_mixer
-    q, k, v, q_rstd, k_rstd, gate = result.heads
-    dout, out = (t.unflatten(1, (cfg.n_heads, -1)) for t in (linear_backward(d_o, w.o), result.out))
+    q, k, v, q_rstd, k_rstd, gate, v_rstd = result.heads
+    dout, out = (t.unflatten(1, (own.heads, -1)) for t in (linear_backward(d_o, w.o), result.out))
     del d_o  # workspace._block_workspace
     if w.sinks is not None and g.sinks is not None and trained(g.sinks):
         ops.sinks_bwd_(g.sinks, dout, out, result.lse, w.sinks)
     dqkv = torch.empty_like(result.qkv)
-    scale, window = cfg.layer_scale(p.layer), cfg.layer_window(p.layer)
+    scale, window, cap = own.scale, own.window, own.cap
     if w.latent is not None and g.latent is not None:
-        d = latent.gradients(cfg, dqkv)
-        ops.attention_bwd(dout, q, k, v, out, result.lse, docs, scale, d.q, d.k, d.v, window, cfg.attention_cap)
+        d = latent.gradients(own, dqkv)
+        ops.attention_bwd(dout, q, k, v, out, result.lse, docs, scale, d.q, d.k, d.v, window, cap)
         del dout  # workspace._latent_moments
         latent.backward(p, w.latent, g.latent, result.qkv, d, dqkv)
         return dqkv
-    dq, dk, dv = _split(cfg, dqkv)
+    dq, dk, dv = _split(p.layer, dqkv)
+    dv = torch.empty_like(v) if own.values == "keys" else dv
     placed = dq
     if gate is not None:  # kernels take heads that are neighbours
-        dout = ops.sigmoid_gate_bwd(dout, out, gate, _gate(cfg, dqkv))
+        dout = ops.gate_bwd(dout, out, gate, _gate(own, dqkv), "sigmoid")
         dq = torch.empty_like(q)
-    ops.attention_bwd(dout, q, k, v, out, result.lse, docs, scale, dq, dk, dv, window, cfg.attention_cap)
-    if not cfg.rotated_first and gate is None:
+    ops.attention_bwd(dout, q, k, v, out, result.lse, docs, scale, dq, dk, dv, window, cap)
+    if not own.rotated_first and gate is None:
         _rotate_(p, dqkv, inverse=True)
-    elif not cfg.rotated_first:  # dq is not in dqkv
-        for gradient, table in zip((dq, dk), p.tables, strict=True):
-            rotate_(gradient, table, p.rows, inverse=True)
-    q, k, _ = _split(cfg, result.qkv)  # before the norms
+    elif not own.rotated_first and p.turn:  # dq is not in dqkv
+        rotate_(dq, p.turn.query, p.rows, inverse=True)
+        rotate_(dk, p.turn.key, p.rows, inverse=True)
+    q, k, v = _split(p.layer, result.qkv)  # before the norms
     _head_norm_backward_(dq, q, w.q_norm, q_rstd, g.q_norm, placed)
     _head_norm_backward_(dk, k, w.k_norm, k_rstd, g.k_norm)
-    if cfg.rotated_first and _rotates_codes(p, w) is None:
+    if v_rstd is not None:
+        ops.head_rmsnorm_bwd(dv, v, _ones(own, v), v_rstd, None, dv)
+    if own.values == "keys":
+        dk.add_(dv)
+    if own.rotated_first and _rotates_codes(p, w) is None:
         _rotate_(p, dqkv, inverse=True)
     return dqkv
 
@@ -175,54 +185,65 @@ def _upstream(p: Pass, w: Weights, g: Weights, dqkv: Tensor) -> Upstream:
     table = _rotates_codes(p, w)
     if table is None:
         return upstream(dqkv, w.qkv, g.qkv)
-    turned, columns = p.cfg.n_heads + p.cfg.n_kv_heads, trained(g.qkv.weight)
+    turned, columns = p.attention.heads + p.attention.kv_heads, trained(g.qkv.weight)
     codes = ops.rotated_codes(dqkv, table.cos, table.sin, p.rows.docs.positions, turned, columns)
     return Gradient(codes, dqkv.dtype)
 
 
 def _rotates_codes(p: Pass, w: Weights) -> Table | None:
     """The table by which qkv's gradient is rotated back while it is quantized; None where it is rotated before that."""
-    cfg, (of_q, of_k) = p.cfg, p.tables
-    if of_k is None or of_q is not of_k or of_k.pairs or 2 * of_k.cos.shape[1] != cfg.head_dim:
+    own, turn = p.attention, p.turn
+    if turn is None or turn.query is not turn.key or turn.key.pairs or 2 * turn.key.cos.shape[1] != own.dim:
         return None
     alone = w.qkv.takes_codes and w.qkv.bias is None and w.latent is None
-    plain = cfg.rotated_first and not cfg.names.by_head and not cfg.attention_gate
-    return of_k if alone and plain else None
+    plain = own.rotated_first and not p.layer.names.by_head and not own.gate
+    return turn.key if alone and plain else None
 
 
 def _project(p: Pass, w: Weights, x: Tensor, out: Tensor | None = None, copy: Tensor | None = None) -> Tensor:
-    y, _ = norm_for(w.qkv, x, w.norm, p.cfg.eps, copy)
+    y, _ = norm_for(w.qkv, x, w.norm, p.layer.eps, copy)
     qkv = linear(y, w.qkv, out, x.dtype)
-    if p.cfg.latent is not None:
+    if p.attention.latent is not None:
         latent.rotate_made_(p, qkv)
-    elif p.cfg.rotated_first:
+    elif p.attention.rotated_first:
         _rotate_(p, qkv)
     return qkv
 
 
 def _heads(p: Pass, w: Weights, qkv: Tensor) -> _Heads:
-    cfg = p.cfg
+    own, eps = p.attention, p.layer.eps
     if w.latent is not None:
         return _Heads(*latent.heads(p, w.latent, qkv))
-    q, k, v = _split(cfg, qkv)
+    q, k, v = _split(p.layer, qkv)
+    v_rstd = None
+    if own.values != "own":
+        v, v_rstd = ops.head_rmsnorm_fwd(v, _ones(own, v), eps)
     if w.q_norm is None or w.k_norm is None:
         return _Heads(q, k, v)
-    q, q_rstd = _head_norm(q, w.q_norm, cfg.eps)
-    k, k_rstd = _head_norm(k, w.k_norm, cfg.eps)
-    for heads, table in zip((q, k), p.tables, strict=True) if not cfg.rotated_first else ():
-        rotate_(heads, table, p.rows)
-    return _Heads(q, k, v, q_rstd, k_rstd, _gate(cfg, qkv) if cfg.attention_gate else None)
+    q, q_rstd = _head_norm(q, w.q_norm, eps)
+    k, k_rstd = _head_norm(k, w.k_norm, eps)
+    if not own.rotated_first and p.turn:
+        rotate_(q, p.turn.query, p.rows)
+        rotate_(k, p.turn.key, p.rows)
+    return _Heads(q, k, v, q_rstd, k_rstd, _gate(own, qkv) if own.gate else None, v_rstd)
 
 
-def _gate(cfg: ModelConfig, qkv: Tensor) -> Tensor:
+def _ones(own: Attention, like: Tensor) -> Tensor:
+    """The weights of a norm that has none."""
+    return torch.ones(
+        own.value_dim, dtype=torch.float32 if like.dtype != torch.float64 else like.dtype, device=like.device
+    )
+
+
+def _gate(own: Attention, qkv: Tensor) -> Tensor:
     """The gates in qkv, a view (N, H, d): each head has its gate behind its query."""
-    heads = qkv[:, : 2 * cfg.q_width].view(len(qkv), cfg.n_heads, 2 * cfg.head_dim)
-    return heads[..., cfg.head_dim :]
+    heads = qkv[:, : 2 * own.q_width].view(len(qkv), own.heads, 2 * own.dim)
+    return heads[..., own.dim :]
 
 
 def _gated(out: Tensor, gate: Tensor | None) -> Tensor:
     """The result of attention (N, H d), times sigmoid(gate) if there is one."""
-    return out if gate is None else ops.sigmoid_gate_fwd(out.view(gate.shape), gate).view(out.shape)
+    return out if gate is None else ops.gate_fwd(out.view(gate.shape), gate, "sigmoid").view(out.shape)
 
 
 def _head_norm(x: Tensor, w: Norm, eps: float) -> tuple[Tensor, Tensor]:
@@ -243,33 +264,40 @@ def _head_norm_backward_(
 def _attend(
     p: Pass, w: Weights, heads: _Heads, out: Tensor | None = None, attend: Attend | None = None
 ) -> tuple[Tensor, Tensor]:
-    cfg, attend = p.cfg, attend or ops.attention_fwd
+    own, attend = p.attention, attend or ops.attention_fwd
     q, k, v = heads[:3]
-    out = None if out is None else out.unflatten(1, (cfg.n_heads, -1))
-    out, lse = attend(q, k, v, p.rows.docs, cfg.layer_scale(p.layer), cfg.layer_window(p.layer), out, cfg.attention_cap)
+    out = None if out is None else out.unflatten(1, (own.heads, -1))
+    out, lse = attend(q, k, v, p.rows.docs, own.scale, own.window, out, own.cap)
     if w.sinks is not None:
         ops.sinks_fwd_(out, lse, w.sinks)
     return out.view(q.shape[0], -1), lse
 
 
-def _split(cfg: ModelConfig, qkv: Tensor) -> list[Tensor]:
+def _split(layer: Layer, qkv: Tensor) -> list[Tensor]:
     """Views: q (N, H, d), k and v (N, K, d)."""
-    if cfg.names.by_head:
-        return list(qkv.view(qkv.shape[0], cfg.n_heads, 3, cfg.head_dim).unbind(2))
-    heads = qkv.view(qkv.shape[0], -1, cfg.head_dim)
-    if cfg.attention_gate:
-        q, k, v = heads.split((2 * cfg.n_heads, cfg.n_kv_heads, cfg.n_kv_heads), 1)
-        return [q.unflatten(1, (cfg.n_heads, 2))[:, :, 0], k, v]
-    return list(heads.split((cfg.n_heads, cfg.n_kv_heads, cfg.n_kv_heads), 1))
+    own = layer.attention
+    assert own is not None
+    if layer.names.by_head:
+        return list(qkv.view(qkv.shape[0], own.heads, 3, own.dim).unbind(2))
+    heads = qkv.view(qkv.shape[0], -1, own.dim)
+    if own.gate:
+        q, k, v = heads.split((2 * own.heads, own.kv_heads, own.kv_heads), 1)
+        return [q.unflatten(1, (own.heads, 2))[:, :, 0], k, v]
+    if own.values == "keys":
+        q, k = heads.split((own.heads, own.kv_heads), 1)
+        return [q, k, k]
+    return list(heads.split((own.heads, own.kv_heads, own.kv_heads), 1))
 
 
 def _rotate_(p: Pass, qkv_: Tensor, inverse: bool = False) -> None:
     """Rotates q and k, in one pass if they are neighbours and share a table."""
-    cfg, (of_q, of_k) = p.cfg, p.tables
-    if of_q is of_k and not cfg.names.by_head:
-        heads = qkv_.view(qkv_.shape[0], -1, cfg.head_dim)[:, : cfg.n_heads + cfg.n_kv_heads]
-        rotate_(heads, of_k, p.rows, inverse)
+    own, turn = p.attention, p.turn
+    if turn is None:
+        return
+    if turn.query is turn.key and not p.layer.names.by_head:
+        heads = qkv_.view(qkv_.shape[0], -1, own.dim)[:, : own.heads + own.kv_heads]
+        rotate_(heads, turn.key, p.rows, inverse)
     else:
-        q, k, _ = _split(cfg, qkv_)
-        rotate_(q, of_q, p.rows, inverse)
-        rotate_(k, of_k, p.rows, inverse)
+        q, k, _ = _split(p.layer, qkv_)
+        rotate_(q, turn.query, p.rows, inverse)
+        rotate_(k, turn.key, p.rows, inverse)

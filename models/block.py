@@ -1,6 +1,9 @@
-"""A block: attention, a recurrence or both, then an MLP; with cfg.parallel both read the same input.
+"""A layer, or half of one: mixers of one input, then MLPs; with Layer.parallel both read the same input.
 
-Saved in addition to the tensors of the sub-layers: resid (N, D), the MLP's input, unless that is the block's input.
+    resid = x + sum over mixers of mixer(norm(x)),   out = resid + mlp(norm(resid))
+
+Several mixers share one norm, which each computes. Saved in addition to their tensors: resid (N, D), the MLP's input,
+unless that is the layer's input.
 """
 
 from __future__ import annotations
@@ -13,102 +16,131 @@ from torch import Tensor
 
 from trireme.models import attention, experts, mlp
 from trireme.models.attention import Attend
-from trireme.models.config import ModelConfig
+from trireme.models.branch import add_matmul
 from trireme.models.lora import dropping
-from trireme.models.mixers import both, scan
+from trireme.models.mixers import scan
+from trireme.models.norm import Norm, norm, norm_backward
 from trireme.models.rows import Pass
-from trireme.models.sizes.shapes import saved_shapes
+from trireme.models.sizes.shapes import saved_of
 
-Mixer = attention.Weights | scan.Weights | both.Weights
+Mixer = attention.Weights | scan.Weights
 Mlp = mlp.Weights | experts.Weights
-Mixing = Attend | scan.Recur | both.Mixing  # what a mixer calls: generation has a cache of its own
+Mixing = tuple[Attend | scan.Recur, ...]  # what mixers call: generation has caches of its own
+MODULES: dict[type, Any] = {
+    attention.Weights: attention,
+    scan.Weights: scan,
+    mlp.Weights: mlp,
+    experts.Weights: experts,
+}
 
 
 class Weights(NamedTuple):
-    """A block's weights, or their gradients."""
+    """The weights of a layer or of half of one, or their gradients."""
 
-    attention: Mixer
-    mlp: Mlp
-
-
-def mixer(w: Mixer) -> Any:
-    """The module of a mixer, by the type of its weights: attention.py, scan.py or both.py."""
-    return both if isinstance(w, both.Weights) else scan if isinstance(w, scan.Weights) else attention
+    mixers: tuple[Mixer, ...]
+    mlps: tuple[Mlp, ...]
+    post: Norm | None = None  # behind the sum of several MLPs
+    scalar: Tensor | None = None  # (1,) frozen: factor of the residual behind the layer
 
 
-def forward(p: Pass, w: Weights, x: Tensor, out: Tensor, mixing: Mixing | None = None) -> None:
-    """Fills out (N, D) and every tensor of p.saved, given x (N, D)."""
-    resid = p.saved.get("resid", out)
-    mixer(w.attention).forward(p, w.attention, x, resid, mixing)
-    mlp_forward(p, w.mlp, x if p.cfg.parallel else resid, out)
+def of(w: Mixer | Mlp) -> Any:
+    """The module of a mixer or MLP, by the type of its weights."""
+    return MODULES[type(w)]
 
 
-def backward(p: Pass, w: Weights, g: Weights, x: Tensor, dy: Tensor, dx: Tensor) -> None:
+def forward(
+    p: Pass, w: Weights, x: Tensor, out: Tensor, mixing: Mixing = (), passed: experts.Passed | None = None
+) -> None:
+    """Fills out (N, D) and every tensor of p.saved, given x (N, D). `passed`: of slices of experts (experts.py)."""
+    resid = p.saved.get("resid", out) if w.mixers else x
+    for i, mixer in enumerate(w.mixers):
+        of(mixer).forward(p, mixer, x, resid, mixing[i] if mixing else None)
+    for mlp_ in w.mlps if len(w.mlps) == 1 else ():
+        _mlp_forward(p, mlp_, x if p.layer.parallel else resid, out, passed)
+    if w.post is not None:
+        add_matmul(1.0, p.layer.eps, resid, _beside(p, w, resid), w.post, out)
+    if w.scalar is not None:
+        out.mul_(w.scalar)
+
+
+def _beside(p: Pass, w: Weights, x: Tensor) -> Tensor:
+    """The sum of MLPs that read the same x."""
+    total = torch.zeros_like(x)
+    for i, own in enumerate(w.mlps):
+        of(own).forward(p if i == 0 else p._replace(saved={}), own, x, total, onto=total)
+    return total
+
+
+def backward(
+    p: Pass, w: Weights, g: Weights, x: Tensor, dy: Tensor, dx: Tensor, passed: experts.Passed | None = None
+) -> None:
     """Fills dx (N, D) and adds to g, given dy (N, D); recomputes what is not in p.saved."""
-    recalled: list[Any] = []  # the mixer's Result, which its backward takes and frees
-    if p.cfg.parallel:
-        resid = x
-    elif "resid" in p.saved:
-        resid = p.saved["resid"]
-    else:
-        resid, *recalled = mixer(w.attention).residual(p, w.attention, x)
-    dresid = mlp_backward(p, w.mlp, g.mlp, resid, dy)
-    del resid  # workspace._block_workspace
-    passed = (dy, dx, recalled, dresid) if p.cfg.parallel else (dresid, dx, recalled)
-    mixer(w.attention).backward(p, w.attention, g.attention, x, *passed)
+    results: list[Any] = []  # of each mixer, which its backward takes and frees
+    resid = x
+    if w.mixers and w.mlps and not p.layer.parallel:
+        resid = p.saved["resid"] if "resid" in p.saved else _residual(p, w, x, results)
+    if w.scalar is not None:
+        dy = dy * w.scalar
+    dresid = dy
+    if len(w.mlps) > 1:
+        total = _beside(p, w, resid)
+        _, stats = norm(total, w.post, p.layer.eps)
+        d_total = norm_backward(dy, total, w.post, stats, g.post)
+        for i, (each, its) in enumerate(zip(w.mlps, g.mlps, strict=True)):
+            q = p if i == 0 else p._replace(saved={})
+            dresid = of(each).backward(q, each, its, resid, d_total, None, onto=dresid)
+        if not w.mixers:
+            dx.copy_(dresid)
+    for each, its in zip(w.mlps, g.mlps, strict=True) if len(w.mlps) == 1 else ():
+        dresid = _mlp_backward(p, each, its, resid, dy, None if w.mixers else dx, passed)
+    del resid
+    for i, (mixer, grad) in enumerate(zip(w.mixers, g.mixers, strict=True)):
+        given = (dy, dx, results[i : i + 1]) if p.layer.parallel else (dresid, dx, results[i : i + 1])
+        if results:
+            results[i] = None
+        of(mixer).backward(p, mixer, grad, x, *given, *([dresid] if p.layer.parallel else []))
 
 
-def mlp_forward(p: Pass, w: Mlp, x: Tensor, out: Tensor, passed: experts.Passed | None = None) -> None:
-    """mlp.forward or experts.forward, for long texts in tiles of cfg.mlp_rows tokens. `passed`: experts.py."""
-    p = p._replace(cfg=p.cfg.in_mlp)
-    if len(x) <= p.cfg.mlp_rows:
-        _tile_forward(p, w, x, out, passed)
-        return
-    for part in _tiles(p.cfg, x):
-        tile, onto, w = x[part], _passed_rows(passed, part), dropping(w, p.rows.dropout, part.start)
-        _tile_forward(_of_rows(p, part), w, tile, tile if out is x else out[part], onto)
+def _residual(p: Pass, w: Weights, x: Tensor, results: list[Any]) -> Tensor:
+    """The MLPs' input again; appends the Result of each mixer."""
+    behind = [(each, scan.recall(p, each, x)) for each in w.mixers[1:] if isinstance(each, scan.Weights)]
+    resid, first = of(w.mixers[0]).residual(p, w.mixers[0], x)
+    for each, result in behind:
+        scan.add_(p, each, result, resid)
+    results += [first, *(result for _, result in behind)]
+    return resid
 
 
-def mlp_backward(
-    p: Pass, w: Mlp, g: Mlp, x: Tensor, dy: Tensor, dx: Tensor | None = None, passed: experts.Passed | None = None
+def _mlp_forward(p: Pass, w: Mlp, x: Tensor, out: Tensor, passed: experts.Passed | None) -> None:
+    """An MLP, for long texts in tiles of cfg.mlp_rows tokens."""
+    for part, q, own, onto in _tiles(p, w, x, passed):
+        tile = x[part] if len(x) > p.cfg.mlp_rows else x
+        of(w).forward(q, own, tile, tile if out is x else out[part], *onto)
+
+
+def _mlp_backward(
+    p: Pass, w: Mlp, g: Mlp, x: Tensor, dy: Tensor, dx: Tensor | None, passed: experts.Passed | None
 ) -> Tensor:
-    """mlp.backward or experts.backward, in the tiles of forward."""
-    p = p._replace(cfg=p.cfg.in_mlp)
+    """Its backward, in the tiles of forward."""
     if len(x) <= p.cfg.mlp_rows:
-        return _tile_backward(p, w, g, x, dy, dx, passed)
+        return of(w).backward(p, w, g, x, dy, dx, *((passed,) if isinstance(w, experts.Weights) else ()))
     dx = torch.empty_like(x) if dx is None else dx
-    for part in _tiles(p.cfg, x):
-        onto, w = _passed_rows(passed, part), dropping(w, p.rows.dropout, part.start)
-        _tile_backward(_of_rows(p, part), w, g, x[part], dy[part], dx[part], onto)
+    for part, q, own, onto in _tiles(p, w, x, passed):
+        of(w).backward(q, own, g, x[part], dy[part], dx[part], *onto)
     return dx
 
 
-def _passed_rows(passed: experts.Passed | None, rows: slice) -> experts.Passed | None:
-    return passed and {name: t[rows] for name, t in passed.items()}
-
-
-def _tiles(cfg: ModelConfig, x: Tensor) -> Iterator[slice]:
-    return (slice(a, min(a + cfg.mlp_rows, len(x))) for a in range(0, len(x), cfg.mlp_rows))
-
-
-def _of_rows(p: Pass, rows: slice) -> Pass:
-    """p with the MLP's saved tensors of these tokens alone."""
-    each = {name: shape[0] for name, (shape, _) in saved_shapes(p.cfg, 1, "mlp").items() if name in p.saved}
-    return p._replace(saved={name: p.saved[name][k * rows.start : k * rows.stop] for name, k in each.items()})
-
-
-def _tile_forward(p: Pass, w: Mlp, x: Tensor, out: Tensor, passed: experts.Passed | None) -> None:
-    if isinstance(w, experts.Weights):
-        experts.forward(p, w, x, out, passed)
-    else:
-        mlp.forward(p, w, x, out)
-
-
-def _tile_backward(
-    p: Pass, w: Mlp, g: Mlp, x: Tensor, dy: Tensor, dx: Tensor | None, passed: experts.Passed | None
-) -> Tensor:
-    if isinstance(w, experts.Weights) and isinstance(g, experts.Weights):
-        return experts.backward(p, w, g, x, dy, dx, passed)
-    assert isinstance(w, mlp.Weights)
-    assert isinstance(g, mlp.Weights)
-    return mlp.backward(p, w, g, x, dy, dx)
+def _tiles(p: Pass, w: Mlp, x: Tensor, passed: experts.Passed | None) -> Iterator[tuple[slice, Pass, Mlp, Any]]:
+    """(tokens, pass, weights, and of experts what passes between slices) of each tile."""
+    rows = p.cfg.mlp_rows
+    slicing = isinstance(w, experts.Weights)
+    if len(x) <= rows:
+        yield slice(None), p, w, (passed,) if slicing else ()
+        return
+    each = {name: shape[0] for name, (shape, _) in saved_of(p.cfg, p.layer.feeding, 1).items() if name in p.saved}
+    for a in range(0, len(x), rows):
+        part = slice(a, min(a + rows, len(x)))
+        saved = {name: p.saved[name][k * part.start : k * part.stop] for name, k in each.items()}
+        onto = passed and {name: t[part] for name, t in passed.items()}
+        w = dropping(w, p.rows.dropout, a)
+        yield part, p._replace(saved=saved), w, (onto,) if slicing else ()

@@ -10,7 +10,6 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from trireme.models.config import ModelConfig
 from trireme.models.linear import Linear, Operand, add_linear_, linear
 from trireme.models.norm import Norm, norm, norm_backward
 
@@ -21,7 +20,8 @@ def copies(before: Norm | None, after: Norm | None, w: Linear) -> bool:
 
 
 def add_branch(
-    cfg: ModelConfig,
+    factor: float,
+    eps: float,
     x: Tensor,
     inner: Operand,
     w: Linear,
@@ -35,21 +35,22 @@ def add_branch(
     If `copies`, out must already hold x.
     """
     if after is not None:
-        add_matmul(cfg, x, linear(inner, w, matmul, x.dtype), after, out)
+        add_matmul(factor, eps, x, linear(inner, w, matmul, x.dtype), after, out)
     elif copies(before, after, w):
-        add_linear_(out, inner, w, cfg.branch_scale)
+        add_linear_(out, inner, w, factor)
     else:
-        torch.add(x, linear(inner, w, dtype=x.dtype), alpha=cfg.branch_scale, out=out)
+        torch.add(x, linear(inner, w, dtype=x.dtype), alpha=factor, out=out)
 
 
-def add_matmul(cfg: ModelConfig, x: Tensor, matmul: Tensor, after: Norm, out: Tensor) -> None:
+def add_matmul(factor: float, eps: float, x: Tensor, matmul: Tensor, after: Norm, out: Tensor) -> None:
     """Fills out as add_branch with a norm `after`, given the norm's input `matmul` (N, D)."""
-    y, _ = norm(matmul, after, cfg.eps)
-    torch.add(x, y, alpha=cfg.branch_scale, out=out)
+    y, _ = norm(matmul, after, eps)
+    torch.add(x, y, alpha=factor, out=out)
 
 
 def branch_backward(
-    cfg: ModelConfig,
+    factor: float,
+    eps: float,
     dy: Tensor,
     inner: Operand,
     w: Linear,
@@ -58,10 +59,10 @@ def branch_backward(
     matmul: Tensor | None,
 ) -> Tensor:
     """Gradient (N, D) of the linear layer's result, given dy (N, D). Recomputes `matmul` if it is needed and None."""
-    if cfg.branch_scale != 1.0:
-        dy = dy * cfg.branch_scale
+    if factor != 1.0:
+        dy = dy * factor
     if after is None or g_after is None:
         return dy
     matmul = linear(inner, w, dtype=dy.dtype) if matmul is None else matmul
-    _, stats = norm(matmul, after, cfg.eps)
+    _, stats = norm(matmul, after, eps)
     return norm_backward(dy, matmul, after, stats, g_after)

@@ -6,19 +6,21 @@ No other code decides anything by the name of a model type: it reads the fields 
 from __future__ import annotations
 
 import json
+from collections.abc import Callable
 from dataclasses import MISSING, asdict, dataclass, fields, replace
 from functools import cached_property
 from pathlib import Path
 from typing import Any
 
-from trireme.models.families.experts import Experts, parse_experts
+from trireme.models.families.experts import Experts
 from trireme.models.families.extend import extended
-from trireme.models.families.family import EXACT_GELU, GELU, OF_LOGITS, RELU2, SILU, Family, Wrapper
-from trireme.models.families.fields import heads_of, positions_of, scales_of
+from trireme.models.families.family import OF_LOGITS, Family, Wrapper
+from trireme.models.families.fields import ACTS, layers_of, scales_of
 from trireme.models.families.keys import InputError, Keys
 from trireme.models.families.known import why_not
-from trireme.models.families.latent import Latent, parse_latent
-from trireme.models.families.names import Names, apart, direct, turned, within
+from trireme.models.families.latent import Latent
+from trireme.models.families.names import SPLIT as NO_NAMES
+from trireme.models.families.names import Names, within
 from trireme.models.families.packing import BY_ROW as BY_ROW
 from trireme.models.families.packing import COLUMN_GROUPS as COLUMN_GROUPS
 from trireme.models.families.packing import FP8 as FP8
@@ -31,13 +33,14 @@ from trireme.models.families.packing import WHOLE as WHOLE
 from trireme.models.families.packing import Packing
 from trireme.models.families.quantization import SAID, packing_of, said_of
 from trireme.models.families.rope import Rope
-from trireme.models.families.scans import BLOCK_TYPES, KINDS_OF_MLP, block_types, parse_scan
+from trireme.models.families.scans import block_types
 from trireme.models.families.scans import Scan as Scan
 from trireme.models.families.scores import CLASS as CLASS
 from trireme.models.families.scores import OUTPUT, STD, std_of, why_none
 from trireme.models.families.scores import class_of as class_of
 from trireme.models.families.scores import labels_of as labels_of
 from trireme.models.families.table import FAMILIES, OTHER_NAMES, WRAPPERS, text_of
+from trireme.models.layers import Attention, Layer, Mlp
 from trireme.storage.untrusted import parse_json, read_small, shown, unreadable
 
 LARGEST = 1 << 20  # of config.json
@@ -112,57 +115,31 @@ class ModelConfig:
     model_type: str
     vocab: int
     width: int
-    n_layers: int
-    n_heads: int
-    n_kv_heads: int
-    head_dim: int
-    ffn: int
     max_positions: int  # of a document
     eps: float
     tied: bool
-    qkv_bias: bool = False
-    o_bias: bool = False
-    mlp_bias: bool = False
-    qk_norm: bool = False
-    rope: Rope | None = None  # None: learned positions
-    window: int = 0  # tokens attended to, itself included; 0: all
-    window_from: int = 0  # first layer with the window
-    scale_attn: bool = True  # by head_dim ** -0.5
-    scale_attn_by_layer: bool = False  # scores also divided by layer + 1
-    frozen: tuple[str, ...] = ()  # globs over names of tensors, with "!" of trained ones; the last match counts
-    lora: Lora | None = None  # from the run's options
-    smoothing: float = 0.0  # of labels in training; from the run's options
-    fp8: bool = False  # linear layers of blocks multiply in fp8; from the run's options
-    teaching: Teaching | None = None  # of the loss; from the run's options
-    scores: int = 0  # rows of a score head in place of the output matrix (families/scores.py); 0: a language model
-    score_std: float = STD  # of the weights of a new score head
-    halves: bool = False  # units are sub-layers; from the plan
-    at_once: int = 0  # packed experts that a matmul decodes at a time; 0: a pass decodes all; from the plan
-    slices: int = 1  # units of weights with a layer's frozen experts; from the plan
-    packing: Packing | None = None  # of matrices in files; frozen ones stay packed until the GPU decodes them
-    packed: tuple[str, ...] = ()  # globs over their names, as `frozen`
-    local_rope: Rope | None = None  # of layers with the window, if different
-    full_layers: tuple[int, ...] = ()  # from window_from on, without the window
-    unrotated: tuple[int, ...] = ()  # layers without rope
-    attention_scale: float = 0.0  # of scores; 0: by scale_attn
+    layers: tuple[Layer, ...]
+    learned: bool = False  # positions are learned: rows of a table
     embed_scale: float = 1.0
-    branch_scale: float = 1.0  # factor of the outputs of attention and MLP
-    mlp_scale: float = 0.0  # factor of the MLP's output; 0: branch_scale
-    gate_scale: float = 1.0  # factor of the MLP's gate, before its activation
     logit_scale: float = 1.0
-    attention_cap: float = 0.0  # scores s are cap * tanh(s / cap); 0: s
-    logit_cap: float = 0.0  # of logits, likewise
+    logit_cap: float = 0.0  # of logits l: cap * tanh(l / cap); 0: l
     indexed: bool = False  # in longer documents an indexer selects keys, which is not supported
-    experts: Experts | None = None
-    latent: Latent | None = None  # q, k and v are computed from latents; head_dim is that of q and k
-    scan: Scan | None = None
-    scanning: bool = False  # this is the config of layers whose mixer is a recurrence
     mtp_layers: int = 0  # layers after the last, for further tokens: copied, not used
     wrapper: str = ""  # model_type of the multimodal model that contains it
     media: tuple[tuple[int, str], ...] = ()  # tokens that stand for images, audio or video, and their keys
-    parallel: bool = False  # attention and MLP read one input: no sub-layers
-    mlp_layers: tuple[int, ...] = ()  # layers that are an MLP, where each is a mixer or an MLP; (): each has both
-    tanh_gelu: bool = False  # GELU by tanh, in a family whose GELU is exact
+    scores: int = 0  # rows of a score head in place of the output matrix (families/scores.py); 0: a language model
+    score_std: float = STD  # of the weights of a new score head
+    packing: Packing | None = None  # of matrices in files; frozen ones stay packed until the GPU decodes them
+    packed: tuple[str, ...] = ()  # globs over their names, as `frozen`
+    frozen: tuple[str, ...] = ()  # globs over names of tensors, with "!" of trained ones; the last match counts
+    lora: Lora | None = None  # from the run's options, as those below
+    smoothing: float = 0.0  # of labels in training
+    fp8: bool = False  # linear layers of blocks multiply in fp8
+    teaching: Teaching | None = None  # of the loss
+    halves: bool = False  # units are sub-layers; from the plan, as those below
+    at_once: int = 0  # packed experts that a matmul decodes at a time; 0: a pass decodes all
+    slices: int = 1  # units of weights with a layer's frozen experts
+    trains: bool = True  # False: nothing is trained, adapters too are frozen
     mlp_rows: int = 1 << 14  # tokens of a tile of an MLP: its gradients are summed tile by tile
 
     @cached_property
@@ -179,11 +156,9 @@ class ModelConfig:
 
     @cached_property
     def names(self) -> Names:
-        own = self.family.dense_names if self.family.experts and self.experts is None else self.family.names
-        own = self.family.scan_names if self.scanning and self.family.scan_names else own
-        own = apart(own) if self.experts is not None and self.experts.apart else own
-        own = turned(own) if self.experts is not None and self.experts.turned else own
-        own = direct(own) if self.latent is not None and not self.latent.q_rank else own
+        """The names of its ends and blocks, and those within a block of the layer with most."""
+        most = sorted(self.layers, key=lambda layer: (layer.experts is None, layer.attention is None))
+        own = most[0].names
         own = replace(own, output=OUTPUT) if self.scores else own
         return within(own) if self.wrapper else own
 
@@ -215,157 +190,121 @@ class ModelConfig:
         return self.scores or self.vocab
 
     @property
-    def attention_gate(self) -> bool:
-        return self.family.attention_gate
+    def n_layers(self) -> int:
+        return len(self.layers)
 
-    @property
-    def gated(self) -> bool:
-        return self.family.gated
+    @cached_property
+    def whole(self) -> bool:
+        """Whether blocks cannot be divided into two sub-layers."""
+        return any(layer.whole for layer in self.layers)
 
-    @property
-    def silu(self) -> bool:
-        """Whether the gate's activation is SiLU; otherwise it is GELU by tanh."""
-        return self.family.acts is SILU
-
-    @property
-    def relu2(self) -> bool:
-        """Whether the MLP is relu squared between two matmuls, without a gate."""
-        return self.family.acts is RELU2
-
-    @property
-    def rotated_first(self) -> bool:
-        """Whether q and k are rotated right after their projection: they have no norms, or norms after the rotation."""
-        return not self.qk_norm or self.family.rope_first
-
-    @property
-    def exact_gelu(self) -> bool:
-        """Whether GELU is exact, by erf; otherwise it is by tanh."""
-        return self.family.acts[0] == EXACT_GELU and not self.tanh_gelu
+    @cached_property
+    def units(self) -> tuple[tuple[int, Layer], ...]:
+        """(number of the layer, what it computes) of each inner unit: layers, or halves of them."""
+        halves = lambda layer: (layer.mixing, layer.feeding) if self.halves else (layer,)
+        return tuple((i, unit) for i, layer in enumerate(self.layers) for unit in halves(layer))
 
     @property
     def n_units(self) -> int:
-        return self.n_layers * (2 if self.halves else 1) + 2
-
-    @property
-    def q_width(self) -> int:
-        return self.n_heads * self.head_dim
-
-    @property
-    def kv_width(self) -> int:
-        return self.n_kv_heads * self.head_dim
-
-    @property
-    def value_dim(self) -> int:
-        return self.latent.value if self.latent else self.head_dim
-
-    @property
-    def attn_width(self) -> int:
-        """Features of attention's result, before the output projection."""
-        return self.n_heads * self.value_dim
-
-    @property
-    def qkv_width(self) -> int:
-        """Features of the result of attention's first matmul."""
-        if self.latent:
-            return (self.latent.q_rank or self.q_width) + self.latent.kv_rank + self.latent.rope
-        return self.q_width * (1 + self.attention_gate) + 2 * self.kv_width
+        return len(self.layers) * (2 if self.halves else 1) + 2
 
     @cached_property
-    def dense(self) -> ModelConfig:
-        """The config that layers without experts use, where others have them."""
-        return replace(self, experts=None)
+    def kinds(self) -> dict[Layer, str]:
+        """The distinct forms of units, with names: "block", "attention" or "mlp", with what sets them apart."""
+        found, mixed = dict[Layer, str](), any(layer.experts for layer in self.layers)
+        for _, unit in self.units:
+            if unit.form in found:
+                continue
+            scans = "scan " * (unit.attention is None and unit.scan is not None)
+            name = scans + "dense " * (mixed and unit.mlp is not None and unit.experts is None) + unit.what
+            number = sum(other.rstrip(" 0123456789") == name for other in found.values())
+            found[unit.form] = f"{name} {number + 1}" if number else name
+        return found
+
+    def kind(self, name: str) -> Layer:
+        """The form of that name."""
+        return next(form for form, own in self.kinds.items() if own == name)
+
+    @property
+    def widest_head(self) -> int:
+        return max((own.attention.dim for own in self.layers if own.attention), default=0)
+
+    # Of the first layer that has them: what asks for these must become a question to a layer.
 
     @cached_property
-    def scanned(self) -> ModelConfig:
-        """The config that layers whose mixer is a recurrence use."""
-        scale = self.branch_scale if self.scan is None else self.scan.scale or self.branch_scale
-        return replace(self, scanning=True, branch_scale=scale)
+    def experts(self) -> Experts | None:
+        return next((layer.experts for layer in self.layers if layer.experts), None)
 
     @cached_property
-    def in_mlp(self) -> ModelConfig:
-        """The config that MLPs use."""
-        return replace(self, branch_scale=self.mlp_scale) if self.mlp_scale else self
+    def scan(self) -> Scan | None:
+        return next((layer.scan for layer in self.layers if layer.scan), None)
 
-    def at(self, layer: int) -> ModelConfig:
-        """The config that a layer uses."""
-        found = self.dense if self.is_dense(layer) else self
-        return found.scanned if self.scans(layer) else found
-
-    def is_dense(self, layer: int) -> bool:
-        """Whether a layer has no experts where others have."""
-        return self.experts is not None and layer in self.experts.dense
-
-    def scans(self, layer: int) -> bool:
-        """Whether a layer's mixer is a recurrence alone."""
-        return self.scan is not None and layer in self.scan.layers and not self.scan.with_attention
+    @cached_property
+    def attention(self) -> Attention:
+        return next(layer.attention for layer in self.layers if layer.attention)
 
     @property
-    def both(self) -> bool:
-        """Whether each mixer is attention and a recurrence of the same input (mixers/both.py)."""
-        return self.scan is not None and self.scan.with_attention and not self.scanning
+    def latent(self) -> Latent | None:
+        return self.attention.latent
 
     @property
-    def attending(self) -> int:
-        """The number of layers with attention."""
-        alone = len(self.scan.layers) if self.scan and not self.scan.with_attention else 0
-        return self.n_layers - alone - len(self.mlp_layers)
-
-    @property
-    def recurring(self) -> int:
-        """The number of layers with a recurrence."""
-        return len(self.scan.layers) if self.scan else 0
-
-    @property
-    def whole(self) -> bool:
-        """Whether blocks cannot be divided into two sub-layers."""
-        return self.parallel or bool(self.mlp_layers)
-
-    def layer_window(self, layer: int) -> int:
-        """The attention window of a layer; 0: none."""
-        return self.window if layer >= self.window_from and layer not in self.full_layers else 0
-
-    def layer_scale(self, layer: int) -> float:
-        """The factor of a layer's attention scores."""
-        scale = self.attention_scale or (self.head_dim**-0.5 if self.scale_attn else 1.0)
-        return scale / (layer + 1) if self.scale_attn_by_layer else scale
+    def rope(self) -> Rope | None:
+        return next((layer.attention.rope for layer in self.layers if layer.attention), None)
 
 
-NESTED = {"rope": Rope, "local_rope": Rope, "experts": Experts, "latent": Latent, "scan": Scan}  # of ModelConfig
+def with_experts(cfg: ModelConfig, **changes: Any) -> ModelConfig:
+    """`cfg` with other fields of experts in all layers that have them."""
+    changed = lambda mlps: tuple(replace(m, **changes) if isinstance(m, Experts) else m for m in mlps)
+    return replace(cfg, layers=tuple(replace(layer, mlps=changed(layer.mlps)) for layer in cfg.layers))
+
+
+def renamed(cfg: ModelConfig, spelled: Callable[[Names], Names]) -> ModelConfig:
+    """`cfg` with other names within the layers that have experts."""
+    found = (replace(own, names=spelled(own.names)) if own.experts else own for own in cfg.layers)
+    return replace(cfg, layers=tuple(found))
+
+
+def uniform(
+    model_type: str, vocab: int, width: int, n_layers: int, n_heads: int, n_kv_heads: int, head_dim: int, ffn: int,
+    max_positions: int, eps: float, tied: bool, *, qkv_bias: bool = False, o_bias: bool = False,
+    mlp_bias: bool = False, rope: Rope | None = None,
+) -> ModelConfig:  # fmt: skip
+    """A model of `n_layers` alike."""
+    family = FAMILIES[model_type]
+    rope = rope and replace(rope, width=rope.width or head_dim)
+    attention = Attention(n_heads, n_kv_heads, head_dim, head_dim**-0.5, rope, bias=qkv_bias, o_bias=o_bias)
+    mlp = Mlp(ffn, ACTS[family.acts[0]], family.gated, mlp_bias)
+    layer = Layer(width, eps, family.names, (attention,), (mlp,), "layer" if family.layer_norm else "rms")
+    return ModelConfig(model_type, vocab, width, max_positions, eps, tied, (layer,) * n_layers, learned=rope is None)
+
+
+LATER = ("halves", "at_once", "slices", "media", "packing", "packed", "teaching", "smoothing", "score_std")
 
 
 def numbers(cfg: ModelConfig) -> dict[str, Any]:
-    """A config as flat JSON, by which a run compares its model: without what a plan adds and how files spell it."""
-    found = json.loads(json.dumps(asdict(cfg)))
-    for name in (
-        "halves",
-        "scanning",
-        "at_once",
-        "slices",
-        "media",
-        "packing",
-        "packed",
-        "teaching",
-        "smoothing",
-        "score_std",
-    ):
+    """A config as flat JSON, by which a run compares its model: without what a plan adds and how files spell it.
+
+    Layers are their distinct records, and the record of each layer.
+    """
+    found: dict[str, Any] = json.loads(json.dumps(asdict(replace(cfg, layers=()))))
+    for name in (*LATER, "layers"):
         del found[name]
     if found["lora"] and not found["lora"]["scales"]:
         del found["lora"]["scales"]  # as in older records
     if found["lora"] and not found["lora"]["dropout"]:
         del found["lora"]["dropout"]
-    for name in NESTED:
-        found |= {f"{name}.{key}": value for key, value in (found.pop(name) or {}).items()}
-    for name in ("experts.turned", "experts.apart", "scan.parts"):
-        found.pop(name, None)
-    return found
+    distinct = list(dict.fromkeys(cfg.layers))
+    for i, layer in enumerate(distinct):
+        said = json.loads(json.dumps(asdict(replace(layer, names=NO_NAMES))))
+        del said["names"]
+        found |= {f"layers.{i}.{key}": value for key, value in said.items()}
+    return found | {"layers": [distinct.index(layer) for layer in cfg.layers]}
 
 
 def default_number(name: str) -> Any:
     """The value that records older than this name of `numbers` stand for."""
-    holder, _, key = name.rpartition(".")
-    described = fields(NESTED[holder] if holder else ModelConfig)
-    defaults = {f.name: f.default for f in described if f.default is not MISSING}
-    return json.loads(json.dumps(defaults.get(key)))
+    defaults = {f.name: f.default for f in fields(ModelConfig) if f.default is not MISSING}
+    return json.loads(json.dumps(defaults.get(name)))
 
 
 def read_config(folder: str | Path, rope_factor: float | None = None) -> ModelConfig:
@@ -435,41 +374,30 @@ def _parsed(raw: dict[str, Any], where: str, model_type: str) -> ModelConfig:
     keys.refuse_unless(spelled["act"], family.acts, family.acts[0])
     width, layers = keys.count(spelled["width"]), keys.count(spelled["n_layers"], most=MOST_LAYERS)
     heads = keys.count(spelled["n_heads"], family.n_heads)
-    latent = parse_latent(keys, family.latent, heads)
-    kv_heads, head_dim = (heads, latent.head_dim) if latent else heads_of(keys, family, width, heads)
     positions = keys.count(spelled["max_positions"], family.max_positions)
-    usual_ffn = family.ffn if family.rotary else 4 * width
     if family.mlp_bias is True:
         keys.refuse_unless("use_bias", (None, True))  # gelu.py always adds one
-    flag = lambda bias: bias if isinstance(bias, bool) else keys.flag(*bias)
+    if family.layers:
+        made = family.layers(keys, family, width, layers, heads)
+    else:
+        made = layers_of(keys, family, width, layers, heads, positions)
+    scales = scales_of(keys, family, width, made[0].attention.dim if made[0].attention else 1)
     return ModelConfig(
         model_type=model_type,
         vocab=keys.count(spelled["vocab"], family.vocab),
         width=width,
-        n_layers=layers,
-        n_heads=heads,
-        n_kv_heads=kv_heads,
-        head_dim=head_dim,
-        ffn=keys.count(spelled["ffn"], usual_ffn, null=usual_ffn),
         max_positions=min(positions, keys.count("index_topk", 2048)) if family.indexed else positions,
         eps=keys.number(spelled["eps"], family.eps),
         tied=keys.flag("tie_word_embeddings", family.tied),
-        qkv_bias=flag(family.qkv_bias),
-        o_bias=flag(family.o_bias),
-        mlp_bias=flag(family.mlp_bias),
-        qk_norm=bool(family.qk_norm) and (not family.qk_norm_key or keys.flag(family.qk_norm_key, False)),
-        parallel=family.parallel and keys.flag("use_parallel_residual", True),
-        tanh_gelu=EXACT_GELU in family.acts and keys.raw.get(spelled["act"]) in GELU,
-        experts=parse_experts(keys, family.experts, layers),
-        latent=latent,
-        scan=parse_scan(keys, family.scan, layers, width, heads),
+        layers=made,
+        learned=not family.rotary,
+        embed_scale=scales.embed,
+        logit_scale=scales.logits,
+        logit_cap=scales.logits_cap,
+        indexed=family.indexed,
+        mtp_layers=_mtp_layers(keys) if family.mtp else 0,
         packing=packing,
         packed=packed,
-        indexed=family.indexed,
-        mlp_layers=tuple(i for i, t in enumerate(keys.raw[BLOCK_TYPES]) if t in KINDS_OF_MLP) if family.single else (),
-        mtp_layers=_mtp_layers(keys) if family.mtp else 0,
-        **positions_of(keys, family, head_dim, positions, layers, latent),
-        **scales_of(keys, family, width, head_dim),
     )
 
 

@@ -27,7 +27,7 @@ from torch import Tensor
 
 from trireme.kernels import ops
 from trireme.models import shared
-from trireme.models.config import ModelConfig
+from trireme.models.families.experts import Experts
 from trireme.models.linear import (
     Linear,
     add_gradients_,
@@ -39,7 +39,8 @@ from trireme.models.linear import (
     upstream,
 )
 from trireme.models.lora import Stacked
-from trireme.models.norm import Norm, norm, norm_backward
+from trireme.models.branch import add_matmul, branch_backward
+from trireme.models.norm import Norm, Stats, norm, norm_backward
 from trireme.models.packed import Stack, grouped_mm
 from trireme.models.rows import Pass
 from trireme.models.sizes.narrow import experts_in_fp8
@@ -69,6 +70,9 @@ class Weights(NamedTuple):
     down_adapters: Stacked | None = None
     latent_in: Linear | None = None  # (D, L)
     latent_out: Linear | None = None  # (L, D)
+    post: Norm | None = None  # behind the sum
+    router_norm: Norm | None = None  # then the router reads the residual
+    expert_scale: Tensor | None = None  # (E,)
     fp8: bool = False  # whether GEMMs with `up` and `down` are in fp8, but for their gradients; set by `own`
     part: Slice | None = None  # None: all experts
 
@@ -100,38 +104,48 @@ class Routes(NamedTuple):
     weights: Tensor  # (N, k) fp32
     experts: Tensor  # (N, k) int32
     order: ops.Order
+    plain: Tensor | None = None  # weights without expert_scale
 
 
-def rule(cfg: ModelConfig) -> ops.Rule:
+def rule(own: Experts) -> ops.Rule:
     """How the router's logits become weights."""
-    assert cfg.experts is not None
-    own = cfg.experts
     return ops.Rule(own.chosen, own.renormalise, own.sigmoid, own.scale, own.groups, own.kept, own.two)
 
 
-def forward(p: Pass, w: Weights, x: Tensor, out: Tensor, passed: Passed | None = None) -> None:
+def forward(
+    p: Pass, w: Weights, x: Tensor, out: Tensor, passed: Passed | None = None, onto: Tensor | None = None
+) -> None:
     """Fills out (N, D), which may be x, and every tensor of p.saved; a slice before the last `passed`, not out."""
-    cfg, rows, saved = p.cfg, p.rows, p.saved
-    y, _ = norm(x, w.norm, cfg.eps)
-    residual = x
+    cfg, rows, saved = p.experts, p.rows, p.saved
+    y, _ = norm(x, w.norm, p.layer.eps)
+    residual = x if onto is None else onto
     if w.shared is not None and w.ends:
         shared.forward(p, w.shared, x, y, out)
         residual = out
-    found = _routes(cfg, w, y, passed)
+    found = _routes(cfg, w, _read(p, w, x, y)[0], passed)
     if rows.load is not None and w.begins:
-        rows.load.add(p.layer, found.order, found.logits)
-    own, order, k = w.own(experts_in_fp8(cfg, len(x))), _within(found.order, w.part), rule(cfg).k
+        rows.load.add(p.number, found.order, found.logits)
+    own, order, k = w.own(experts_in_fp8(p.cfg, p.layer, len(x))), _within(found.order, w.part), rule(cfg).k
     z = y if w.latent_in is None else linear(y, w.latent_in)
     gate_up = _up(own, z, order, k, saved.get(up_name(cfg)))
     del y, z  # workspace._block_workspace
     act = _activation(cfg, gate_up)
     del gate_up  # workspace._block_workspace
+    if w.post is not None:
+        total = _sum(own, act, found.weights, order, k, None)
+        add_matmul(cfg.factor, p.layer.eps, residual, total, w.post, out)
+        return
     if w.latent_out is None:
         _sum(own, act, found.weights, order, k, residual if w.ends else None, *_sums(w, order, passed, out))
         return
     total = _sum(own, act, found.weights, order, k, None, saved.get("latent_sum"))
     del act  # workspace._block_workspace
     torch.add(residual, linear(total, w.latent_out), out=out)
+
+
+def _read(p: Pass, w: Weights, x: Tensor, y: Tensor) -> tuple[Tensor, Stats | None]:
+    """What the router reads: y, or x by its own norm."""
+    return (y, None) if w.router_norm is None else norm(x, w.router_norm, p.layer.eps)
 
 
 def _sum(own: Weights, act: Tensor, weights: Tensor, order: ops.Order, k: int, *into: Tensor | None) -> Tensor:
@@ -142,23 +156,19 @@ def _sum(own: Weights, act: Tensor, weights: Tensor, order: ops.Order, k: int, *
     return ops.combine(ranked, order, k, weights, *into)
 
 
-def _activation(cfg: ModelConfig, gate_up: Tensor) -> Tensor:
-    if cfg.relu2:
-        return ops.relu2_fwd(gate_up)
-    limit = _limit(cfg)
-    return ops.clamped_swiglu_fwd(gate_up, limit) if limit else ops.swiglu_fwd(gate_up)
+def _activation(cfg: Experts, gate_up: Tensor) -> Tensor:
+    return ops.act_fwd(gate_up, ops.Act(cfg.act, cfg.gated, cfg.limit))
 
 
-def _activation_backward(
-    cfg: ModelConfig, d_act: Tensor, gate_up: Tensor, found: Routes
-) -> tuple[Tensor, Tensor, Tensor]:
+def _activation_backward(cfg: Experts, d_act: Tensor, gate_up: Tensor, found: Routes) -> tuple[Tensor, Tensor, Tensor]:
     """(gradient of gate_up (P, 2I), weighted activation (P, I), gradient of the weights (N, k) fp32)."""
-    if cfg.relu2:
-        return ops.routed_relu2_bwd(d_act, gate_up, found.weights, found.order)
-    return ops.routed_swiglu_bwd(d_act, gate_up, found.weights, found.order, _limit(cfg))
+    act = ops.Act(cfg.act, cfg.gated, cfg.limit)
+    d_weights = ops.act_bwd_(d_act, gate_up, act, weights=found.weights, order=found.order)
+    assert d_weights is not None
+    return gate_up, d_act, d_weights
 
 
-def _routes(cfg: ModelConfig, w: Weights, y: Tensor, passed: Passed | None) -> Routes:
+def _routes(cfg: Experts, w: Weights, y: Tensor, passed: Passed | None) -> Routes:
     """The routes of y (N, D): found by the first slice, read from `passed` by others, which have no logits."""
     if passed is None or w.begins:
         found = route(cfg, w, y)
@@ -166,9 +176,8 @@ def _routes(cfg: ModelConfig, w: Weights, y: Tensor, passed: Passed | None) -> R
             passed["weights"].copy_(found.weights)
             passed["experts"].copy_(found.experts)
         return found
-    assert cfg.experts is not None
     experts = passed["experts"]
-    return Routes(y[:0], passed["weights"], experts, ops.sort_pairs(experts, cfg.experts.count))
+    return Routes(y[:0], passed["weights"], experts, ops.sort_pairs(experts, cfg.count))
 
 
 def _within(order: ops.Order, own: Slice | None) -> ops.Order:
@@ -192,35 +201,43 @@ def _up(w: Weights, y: Tensor, order: ops.Order, k: int, out: Tensor | None = No
     return gate_up
 
 
-def route(cfg: ModelConfig, w: Weights, y: Tensor) -> Routes:
+def route(cfg: Experts, w: Weights, y: Tensor) -> Routes:
     """The routes of normalised tokens y (N, D). They are never saved: backward computes them again."""
-    assert cfg.experts is not None
-    fp32 = cfg.experts.fp32 or w.correction is not None
+    fp32 = cfg.fp32 or w.correction is not None
     logits = product_in_fp32(y, w.router.weight) if fp32 else linear(y, w.router)
-    weights, experts = ops.route_fwd(logits, rule(cfg), w.correction)
-    return Routes(logits, weights, experts, ops.sort_pairs(experts, logits.shape[1]))
-
-
-def _limit(cfg: ModelConfig) -> float:
-    return cfg.experts.limit if cfg.experts else 0.0
+    logits = logits if cfg.score_scale == 1.0 else logits * cfg.score_scale
+    plain, experts = ops.route_fwd(logits, rule(cfg), w.correction)
+    weights = plain if w.expert_scale is None else plain * w.expert_scale.float()[experts.long()]
+    return Routes(logits, weights, experts, ops.sort_pairs(experts, logits.shape[1]), plain)
 
 
 def backward(
-    p: Pass, w: Weights, g: Weights, x: Tensor, dy: Tensor, dx: Tensor | None = None, passed: Passed | None = None
+    p: Pass,
+    w: Weights,
+    g: Weights,
+    x: Tensor,
+    dy: Tensor,
+    dx: Tensor | None = None,
+    passed: Passed | None = None,
+    onto: Tensor | None = None,
 ) -> Tensor:
     """The gradient of x (N, D), in `dx` if given; adds to g, given dy (N, D). Recomputes what is not in p.saved.
 
     Of a slice before the last, `passed` is filled, and the result is the sum of gradients so far.
     """
-    cfg, rows, saved = p.cfg, p.rows, p.saved
-    y, stats = norm(x, w.norm, cfg.eps)
-    found = route(cfg, w, y) if w.ends else _routes(cfg, w, y, passed)
+    cfg, rows, saved = p.experts, p.rows, p.saved
+    y, stats = norm(x, w.norm, p.layer.eps)
+    read, read_stats = _read(p, w, x, y)
+    found = route(cfg, w, read) if w.ends else _routes(cfg, w, read, passed)
     whole, whole_g = w, g
-    w, g = w.own(experts_in_fp8(cfg, len(x))), g._replace(part=w.part).own()
+    w, g = w.own(experts_in_fp8(p.cfg, p.layer, len(x))), g._replace(part=w.part).own()
     order, k = _within(found.order, w.part), rule(cfg).k
     z = y if w.latent_in is None else linear(y, w.latent_in)
     gate_up = saved[up_name(cfg)] if up_name(cfg) in saved else _up(w, z, order, k)
     d_sum = _latent_out_backward(p, w, g, found, gate_up, dy)
+    if w.post is not None:
+        total = _sum(w, _activation(p.experts, gate_up), found.weights, order, k, None)
+        d_sum = branch_backward(cfg.factor, p.layer.eps, dy, total, w.router, w.post, g.post, total)
     d_act, d_down = _down_backward(w, order, k, d_sum)
     d_gate_up, act, d_weights = _activation_backward(cfg, d_act, gate_up, found._replace(order=order))
     del gate_up, d_act  # workspace._block_workspace
@@ -246,14 +263,27 @@ def backward(
         add_gradients_(g.latent_in, w.latent_in, y, d_in)
         d_norm = linear_backward(d_in, w.latent_in)
         del d_in  # workspace._block_workspace
+    if w.expert_scale is not None and g.expert_scale is not None and found.plain is not None:
+        chosen = found.experts.long()
+        if trained(g.expert_scale):
+            by_expert = torch.zeros_like(found.logits, dtype=d_weights.dtype).scatter_(
+                1, chosen, d_weights * found.plain
+            )
+            g.expert_scale.add_(by_expert.sum(0))
+        d_weights = d_weights * w.expert_scale.float()[chosen]
     balance = None if rows.load is None else rows.load.balance()
     d_logits = ops.route_bwd(d_weights, found.logits, found.experts, rule(cfg), balance).to(y.dtype)
-    add_gradients_(g.router, w.router, y, d_logits)
-    d_norm.addmm_(d_logits, w.router.weight.T)
+    d_logits = d_logits if cfg.score_scale == 1.0 else d_logits * cfg.score_scale
+    add_gradients_(g.router, w.router, read, d_logits)
+    if w.router_norm is None:
+        d_norm.addmm_(d_logits, w.router.weight.T)
     if w.shared is not None and g.shared is not None:
         shared.backward(p, w.shared, g.shared, y, dy, d_norm)
     del y  # workspace._block_workspace
-    return norm_backward(d_norm, x, w.norm, stats, g.norm, dy, dx)
+    dx = norm_backward(d_norm, x, w.norm, stats, g.norm, dy if onto is None else onto, dx)
+    if w.router_norm is not None:
+        dx = norm_backward(torch.mm(d_logits, w.router.weight.T), x, w.router_norm, read_stats, g.router_norm, dx, dx)
+    return dx
 
 
 def _latent_out_backward(p: Pass, w: Weights, g: Weights, found: Routes, gate_up: Tensor, dy: Tensor) -> Tensor:
@@ -263,7 +293,7 @@ def _latent_out_backward(p: Pass, w: Weights, g: Weights, found: Routes, gate_up
     d_out = upstream(dy, w.latent_out, g.latent_out)
     total = p.saved.get("latent_sum")
     if total is None:
-        total = _sum(w, _activation(p.cfg, gate_up), found.weights, found.order, rule(p.cfg).k)
+        total = _sum(w, _activation(p.experts, gate_up), found.weights, found.order, rule(p.experts).k)
     add_gradients_(g.latent_out, w.latent_out, total, d_out)
     return linear_backward(d_out, w.latent_out)
 

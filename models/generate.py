@@ -20,9 +20,11 @@ from trireme.models import experts, head, model
 from trireme.models.attention import Attend
 from trireme.models.block import Mixing
 from trireme.models.config import InputError, ModelConfig
-from trireme.models.mixers import both, scan
+from trireme.models.families.scans import Scan
+from trireme.models.layers import Layer
+from trireme.models.mixers import scan
 from trireme.models.packed import DTYPE
-from trireme.models.rows import Rows, Table, Tables, make_rows, rope_tables
+from trireme.models.rows import Rows, Table, Tables, Turn, make_rows, rope_tables
 from trireme.models.sizes import shapes, workspace
 
 Units = Callable[[], Iterator[tuple[int, Any]]]
@@ -104,11 +106,10 @@ def _tables(cfg: ModelConfig, longest: int, place: torch.device) -> Tables:
     found = rope_tables(cfg, longest, place)
     if not (switch := _switch(cfg, longest)):
         return found
-    short, long = rope_tables(cfg, switch, place).rope, found.rope
-    assert short is not None
-    assert long is not None
-    both = Table(torch.cat([short.cos, long.cos]), torch.cat([short.sin, long.sin]), long.pairs)
-    return found._replace(rope=both)
+    joined = lambda a, b: Table(torch.cat([a.cos, b.cos]), torch.cat([a.sin, b.sin]), b.pairs)
+    short = {rope: turn.key for rope, turn in rope_tables(cfg, switch, place).items()}
+    both = {rope: joined(short[rope], turn.key) for rope, turn in found.items()}
+    return {rope: Turn(table, table) for rope, table in both.items()}
 
 
 def _turned(cfg: ModelConfig, rows: Rows, lengths: Sequence[int], longest: int) -> Rows:
@@ -128,22 +129,28 @@ def needs(cfg: ModelConfig, n_prompts: int, length: int, max_new: int, itemsize:
     """
     positions = n_prompts * (length + max_new)
     tokens = positions if _switch(cfg, length + max_new) else n_prompts * length
-    cache = cfg.attending * positions * cfg.n_kv_heads * (cfg.head_dim + cfg.value_dim) * itemsize
-    if own := cfg.scan:
-        state = 4 * own.heads * own.key_dim * own.value_dim + itemsize * (own.taps - 1) * own.channels
-        cache += n_prompts * (len(own.layers) * state + 2 * 4 * own.heads * own.key_dim * own.value_dim)
+    attending = [own.attention for own in cfg.layers if own.attention]
+    cache = positions * sum(a.kv_heads * (a.dim + a.value_dim) for a in attending) * itemsize
+    for own in [layer.scan for layer in cfg.layers if layer.scan]:
+        cache += n_prompts * (4 * own.heads * own.key_dim * own.value_dim + itemsize * (own.taps - 1) * own.channels)
+    if cfg.scan:
+        own = cfg.scan
+        cache += n_prompts * 2 * 4 * own.heads * own.key_dim * own.value_dim
     kinds = {shapes.kind(cfg, u): u for u in range(1, cfg.n_units - 1)}
     blocks = [workspace.workspace_bytes(cfg, u, tokens, itemsize) for u in kinds.values()]
     whole = 2 * tokens * cfg.width * itemsize + max(blocks)  # a block's input and output
     whole += sum(4 * prod(shape) for shape, _ in shapes.passed_shapes(cfg, tokens).values()) * (cfg.slices > 1)
-    single = positions * (cfg.q_width + cfg.attn_width) * (itemsize + 4)  # a layer's cache by head, and in fp32
-    ends = 16 * (length + max_new) * cfg.head_dim + 12 * n_prompts * cfg.vocab  # rotary tables; logits, copied
+    heads = max((a.q_width + a.out_width for a in attending), default=0)
+    single = positions * heads * (itemsize + 4)  # a layer's cache by head, and in fp32
+    ends = (
+        16 * (length + max_new) * max((a.dim for a in attending), default=0) + 12 * n_prompts * cfg.vocab
+    )  # rotary tables; logits, copied
     return cache + max(whole, single) + ends
 
 
 def _room(cfg: ModelConfig, length: int, max_new: int) -> int:
     """How many tokens may follow a prompt. Raises InputError if there is no learned position for one."""
-    if cfg.rope is not None:
+    if not cfg.learned:
         return max_new
     if length >= cfg.max_positions:
         raise InputError(f"a prompt of {length} tokens leaves no room: the model has {cfg.max_positions} positions.")
@@ -165,11 +172,12 @@ def _logits(cfg: ModelConfig, units: Units, ids: Tensor, rows: Mapping[torch.dev
                 head.embed_forward(w, ids, rows[at], x)
             elif u < cfg.n_units - 1:
                 attend = cache.mixer(shapes.layer(cfg, u), into[at])
-                if isinstance(w, experts.Weights) and w.part is not None and passed is None:
+                part = next((own.part for own in w.mlps if isinstance(own, experts.Weights)), None)
+                if part is not None and passed is None:
                     found = shapes.passed_shapes(cfg, len(x))
                     passed = {name: torch.empty(s, dtype=DTYPE[d], device=at) for name, (s, d) in found.items()}
                 model.forward(cfg, u, w, x, rows[at], {}, out, attend, passed)
-                x, out = (out, x) if not isinstance(w, experts.Weights) or w.ends else (x, out)
+                x, out = (out, x) if part is None or part.last == part.of else (x, out)
             else:
                 last = x[rows[at].docs.cu_seqlens[1:].long() - 1]
                 y = head.final_norm(cfg, w, last)[0]
@@ -183,32 +191,28 @@ class _Cache:
     def __init__(
         self, cfg: ModelConfig, n_prompts: int, positions: int, places: Sequence[torch.device], dtype: torch.dtype
     ):
-        shape = (n_prompts, positions, cfg.n_kv_heads)
-        self.dtype, self.places, self.positions = dtype, places, positions
+        self.cfg, self.dtype, self.places, self.positions = cfg, dtype, places, positions
         self.sinks = bool(cfg.names.sinks)
         at = {shapes.layer(cfg, u): places[u] for u in range(cfg.n_units - 2, 0, -1)}  # a layer's first unit
-        self.k, self.v = dict[int, Tensor](), dict[int, Tensor]()
-        for place in dict.fromkeys(at.values()):
-            layers = [layer for layer in at if at[layer] == place and not (cfg.scans(layer) or layer in cfg.mlp_layers)]
-            for all_layers, d in (self.k, cfg.head_dim), (self.v, cfg.value_dim):
-                made = torch.zeros((len(layers), *shape, d), dtype=dtype, device=place)  # no NaN: masked are times 0
-                all_layers.update(zip(layers, made, strict=True))
-
-        scanning = cfg.scan.layers if cfg.scan else ()
-        self.states = {layer: _States(cfg, n_prompts, at[layer], dtype) for layer in scanning}
+        self.k, self.v, self.states = dict[int, Tensor](), dict[int, Tensor](), dict[int, _States]()
+        for i, layer in enumerate(cfg.layers):
+            if own := layer.attention:  # no NaN: masked are times 0
+                made = lambda d, own=own, place=at[i]: torch.zeros(
+                    (n_prompts, positions, own.kv_heads, d), dtype=dtype, device=place
+                )
+                self.k[i], self.v[i] = made(own.dim), made(own.value_dim)
+            if layer.scan:
+                self.states[i] = _States(layer.scan, n_prompts, at[i], dtype)
 
     def into(self, docs: ops.Docs) -> Tensor:
         """(N,): rows of the tokens of a pass in a layer's cache, seen as (B * T, K, d); each prompt is a document."""
         prompt = torch.repeat_interleave(torch.tensor(docs.lengths)).to(docs.positions.device)
         return prompt * self.positions + docs.positions
 
-    def mixer(self, layer: int, place: Tensor) -> Mixing | None:
-        """The function, or functions, that a layer's mixer calls in place of those of training."""
-        if layer in self.states and layer in self.k:
-            return both.Mixing(self.attention(layer, place), self.states[layer].recur)
-        if layer in self.states:
-            return self.states[layer].recur
-        return self.attention(layer, place) if layer in self.k else None  # a layer without a mixer
+    def mixer(self, layer: int, place: Tensor) -> Mixing:
+        """The functions that a layer's mixers call in place of those of training."""
+        scans = (isinstance(own, Scan) for own in self.cfg.layers[layer].mixers)
+        return tuple(self.states[layer].recur if each else self.attention(layer, place) for each in scans)
 
     def attention(self, layer: int, place: Tensor) -> Attend:
         """A function in place of ops.attention_fwd: first for packed prompts, then for one token each over the cache.
@@ -239,19 +243,17 @@ class _Cache:
 class _States:
     """A layer's recurrence: states (B, H, d, e) fp32, and the last inputs of its convolution, (B, taps - 1, C)."""
 
-    def __init__(self, cfg: ModelConfig, n_prompts: int, device: torch.device, dtype: torch.dtype):
-        own = cfg.scan
-        assert own is not None
+    def __init__(self, own: Scan, n_prompts: int, device: torch.device, dtype: torch.dtype):
         self.memory = torch.zeros((n_prompts, own.heads, own.key_dim, own.value_dim), device=device)
         self.before = torch.zeros((n_prompts, own.taps - 1, own.channels), dtype=dtype, device=device)
 
-    def recur(self, cfg: ModelConfig, w: scan.Weights, parts: scan.Parts, rows: Rows) -> Tensor:
+    def recur(self, layer: Layer, w: scan.Weights, parts: scan.Parts, rows: Rows) -> Tensor:
         """In place of the recurrence of training (scan.Recur): first for packed prompts, then for one token each."""
         if len(parts.a) == len(self.memory):
-            return self._next(cfg, w, parts)
-        assert cfg.scan is not None
-        a = scan.inputs(cfg, w, parts, ops.conv_fwd(parts.channels, w.conv, w.conv_bias, rows.docs))
-        out = ops.scan_fwd(a.q, a.k, a.v, a.g, a.beta, rows.docs, cfg.scan.delta, w.skip, None, self.memory)
+            return self._next(layer, w, parts)
+        assert layer.scan is not None
+        a = scan.inputs(layer, w, parts, ops.conv_fwd(parts.channels, w.conv, w.conv_bias, rows.docs))
+        out = ops.scan_fwd(a.q, a.k, a.v, a.g, a.beta, rows.docs, layer.scan.delta, w.skip, None, self.memory)
         seen, end = self.before.shape[1], 0
         for i, length in enumerate(rows.docs.lengths):
             end += length
@@ -259,19 +261,19 @@ class _States:
             self.before[i, seen - n :] = parts.channels[end - n : end]
         return out.flatten(1)
 
-    def _next(self, cfg: ModelConfig, w: scan.Weights, parts: scan.Parts) -> Tensor:
+    def _next(self, layer: Layer, w: scan.Weights, parts: scan.Parts) -> Tensor:
         """The outputs for one token of each prompt, (B, H e)."""
         seen = torch.cat([self.before, parts.channels[:, None]], 1)
         self.before.copy_(seen[:, 1:])
         summed = (seen.float() * w.conv.T.float()).sum(1)
         raw = silu(summed if w.conv_bias is None else summed + w.conv_bias.float()).to(seen.dtype)
-        a = scan.inputs(cfg, w, parts, raw)
+        a = scan.inputs(layer, w, parts, raw)
         heads = self.memory.shape[1]
         q, k = (t.float().repeat_interleave(heads // t.shape[1], 1) for t in (a.q, a.k))
         self.memory.mul_(a.g.exp()[..., None, None])
         v = a.v.float()
-        assert cfg.scan is not None
-        new = v - torch.einsum("bhde,bhd->bhe", self.memory, k) if cfg.scan.delta else v
+        assert layer.scan is not None
+        new = v - torch.einsum("bhde,bhd->bhe", self.memory, k) if layer.scan.delta else v
         self.memory.add_(k[..., None] * (a.beta[..., None] * new)[:, :, None])
         y = torch.einsum("bhde,bhd->bhe", self.memory, q)
         return (y if w.skip is None else y + w.skip.float()[:, None] * v).to(seen.dtype).flatten(1)

@@ -16,7 +16,7 @@ from trireme.models.linear import trained
 from trireme.models.norm import Norm, Stats, norm, norm_backward
 from trireme.models.rows import Rows
 from trireme.models.sizes.shapes import embedding_name, output_name
-from trireme.models.sizes.workspace import SCORE_ROWS
+from trireme.models.sizes.workspace import SCORE_ROWS, rows_of_loss
 
 TOP_CHUNK = 512  # rows of fp32 logits
 
@@ -138,7 +138,8 @@ def head_loss(
         assert dlogits_ is None
         return _score_loss(cfg, w, x, labels, loss_rows, scale, g, dx, factors, correct_)
     y, stats = final_norm(cfg, w, x)
-    given, more = (y, w.matrix, labels, loss_rows, scale), (_trained_output(g), dx)
+    given, more = (y, w.matrix, labels, loss_rows, scale), (out := _trained_output(g), dx)
+    chunk = rows_of_loss(cfg, len(x), 4 if out is None else out.itemsize)
     if shares is None:
         smoothing = 0.0 if dx is None else cfg.smoothing
         hits = None if correct_ is None else torch.zeros_like(labels, dtype=torch.uint8)
@@ -149,6 +150,7 @@ def head_loss(
             factors=factors,
             smoothing=smoothing,
             hits_=hits,
+            chunk=chunk,
             dlogits_=dlogits_,
         )
         if correct_ is not None and hits is not None:
@@ -157,7 +159,9 @@ def head_loss(
         assert cfg.teaching is not None
         assert correct_ is None
         taught = ops.Taught(*shares, cfg.teaching.weight, cfg.teaching.temperature)
-        losses = ops.linear_distillation(*given, taught, *more, cap=cfg.logit_cap, factors=factors, dlogits_=dlogits_)
+        losses = ops.linear_distillation(
+            *given, taught, *more, cap=cfg.logit_cap, factors=factors, chunk=chunk, dlogits_=dlogits_
+        )
     if dx is not None:
         assert g is not None
         if cfg.logit_scale != 1.0:
@@ -191,7 +195,9 @@ def head_gradients(
     It was given dlogits_ and, in place of g, `own` (norm_sums). x (N, D), loss_rows (M,), dlogits (M, V).
     """
     if (g_out := _trained_output(g)) is not None:
-        ops.linear_cross_entropy_dweight(final_norm(cfg, w, x)[0], loss_rows, dlogits, g_out)
+        ops.linear_cross_entropy_dweight(
+            final_norm(cfg, w, x)[0], loss_rows, dlogits, g_out, rows_of_loss(cfg, len(x), g_out.itemsize)
+        )
     for total, added in ((g.norm.weight, own.norm.weight), (g.norm.bias, own.norm.bias)):
         if total is not None and added is not None and trained(total):
             total.add_(added)

@@ -5,7 +5,8 @@ from __future__ import annotations
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import replace
 
-from trireme.models.config import InputError, ModelConfig
+from trireme.models.config import InputError, ModelConfig, renamed
+from trireme.models.families.names import apart, turned
 from trireme.models.families.scans import Scan
 from trireme.models.sizes.narrow import packed_parts
 from trireme.models.sizes.shapes import output_name, stored_tensors
@@ -22,37 +23,42 @@ WRAPPERS = ("_fsdp_wrapped_module.", "_checkpoint_wrapped_module.", "_orig_mod."
 
 def as_found(cfg: ModelConfig, found: Mapping[str, Shape]) -> ModelConfig:
     """`cfg` with experts and convolutions stored as in `found` (name -> shape): files have them in several ways."""
-    if cfg.scan and cfg.names.convs:
-        cfg = replace(cfg, scan=replace(cfg.scan, parts=_convs(cfg, cfg.scan, found)))
+    if cfg.scan and any(layer.names.convs for layer in cfg.layers):
+        parts = _convs(cfg, found)
+        split = lambda m: replace(m, parts=parts) if isinstance(m, Scan) else m
+        cfg = replace(cfg, layers=tuple(replace(own, mixers=tuple(map(split, own.mixers))) for own in cfg.layers))
     own = cfg.experts
     if own is None:
         return cfg
-    apart = any(f".{cfg.names.experts}.0." in name for name in found)  # also where an MTP layer has them in one
-    if apart and cfg.names.stacked:
-        return replace(cfg, experts=replace(own, apart=True))
+    each = any(f".{cfg.names.experts}.0." in name for name in found)  # also where an MTP layer has them in one
+    if each and cfg.names.stacked:
+        return renamed(cfg, apart)
     in_one = (cfg.names.each or cfg.names.stacked) and any(name.endswith(_IN_ONE) for name in found)
-    if in_one and not apart:
-        return replace(cfg, experts=replace(own, turned=True))
+    if in_one and not each:
+        return renamed(cfg, turned)
     if not cfg.names.either:
         return cfg
     out_in = {"gate_up_proj": (own.count, 2 * own.width, cfg.width), "down_proj": (own.count, cfg.width, own.width)}
     seen = {name.rpartition(".")[2]: tuple(shape) for name, shape in found.items() if f".{cfg.names.experts}." in name}
     square = {name for name, (_, rows, columns) in out_in.items() if rows == columns}
-    turned = all(seen.get(name) == shape for name, shape in out_in.items() if name not in square)
-    return replace(cfg, experts=replace(own, turned=turned))
+    if all(seen.get(name) == shape for name, shape in out_in.items() if name not in square):
+        return renamed(cfg, turned)
+    return cfg
 
 
-def _convs(cfg: ModelConfig, own: Scan, found: Mapping[str, Shape]) -> tuple[int, ...]:
+def _convs(cfg: ModelConfig, found: Mapping[str, Shape]) -> tuple[int, ...]:
     """Channels of the parts of a convolution that is stored in parts; () if it is stored as one.
 
     transformers writes parts of about equal size, whatever channels they hold.
     """
-    prefix = cfg.names.prefix(own.layers[0])
+    i, layer = next((i, layer) for i, layer in enumerate(cfg.layers) if layer.scan)
+    own, names, prefix = layer.scan, layer.names, cfg.names.prefix(i)
+    assert own is not None
     short = prefix.removeprefix(cfg.names.base)
     shape = lambda name: found.get(f"{prefix}{name}.weight") or found.get(f"{short}{name}.weight")
-    if shape(cfg.names.conv):
+    if shape(names.conv):
         return ()
-    stored = [shape(part) for part in cfg.names.convs]
+    stored = [shape(part) for part in names.convs]
     rows = tuple(shape[0] for shape in stored if shape)
     return rows if len(rows) == len(own.parts) and sum(rows) == own.channels else own.parts
 
@@ -67,8 +73,8 @@ def canonical_names(
     or the checkpoint. Raises InputError if a tensor is missing, unknown, or of another shape than config.json says.
     """
     experts = cfg.experts.count if cfg.experts and cfg.names.each else 1
-    dense = len(cfg.experts.dense) if cfg.experts else 0
-    if (cfg.n_layers - dense) * experts + dense > len(found):  # before work that grows with layers
+    mixed = sum(layer.experts is not None for layer in cfg.layers)
+    if mixed * experts + cfg.n_layers - mixed > len(found):  # before work that grows with layers
         each = f" of {experts:,} experts" if cfg.experts else ""
         raise InputError(
             f"{named('the checkpoint')} has {len(found)} tensors, config.json calls for {cfg.n_layers:,} layers{each}. "

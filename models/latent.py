@@ -16,8 +16,8 @@ import torch
 from torch import Tensor
 
 from trireme.kernels import ops
-from trireme.models.config import ModelConfig
 from trireme.models.families.latent import Latent
+from trireme.models.layers import Attention
 from trireme.models.linear import Linear, Upstream, add_gradients_, if_trained, linear, linear_backward, upstream
 from trireme.models.norm import Norm
 from trireme.models.rows import Pass, rotate_
@@ -45,43 +45,44 @@ class Gradients(NamedTuple):
 
 def rotate_made_(p: Pass, qkv_: Tensor, inverse: bool = False) -> None:
     """Rotates the parts of qkv (N, Q + R + d - n) that are saved rotated: s, and queries that have no latent."""
-    first, _, shared = _split(p.cfg, qkv_)
-    rotate_(shared[:, None], p.tables[1], p.rows, inverse)
-    if not _own(p.cfg).q_rank:
-        _rotate_queries_(p, first.unflatten(1, (p.cfg.n_heads, -1)), inverse)
+    own = p.attention
+    first, _, shared = _split(own, qkv_)
+    rotate_(shared[:, None], p.turn and p.turn.key, p.rows, inverse)
+    if not _own(own).q_rank:
+        _rotate_queries_(p, first.unflatten(1, (own.heads, -1)), inverse)
 
 
 def heads(p: Pass, w: Weights, qkv: Tensor) -> tuple[Tensor, Tensor, Tensor]:
     """(q (N, H, d), k (N, H, d), v (N, H, e)), rotated, from a qkv that rotate_made_ has rotated."""
-    cfg = p.cfg
-    first, latent, shared = _split(cfg, qkv)
-    n = _own(cfg).nope
+    own = p.attention
+    first, latent, shared = _split(own, qkv)
+    n = _own(own).nope
     q = first
     if w.q_b is not None:
         q = linear(_normed(first, w.q_norm)[0], w.q_b)
-    q = q.unflatten(1, (cfg.n_heads, -1))
+    q = q.unflatten(1, (own.heads, -1))
     if w.q_b is not None:
         _rotate_queries_(p, q)
-    kv = linear(_normed(latent, w.kv_norm)[0], w.kv_b).unflatten(1, (cfg.n_heads, -1))
+    kv = linear(_normed(latent, w.kv_norm)[0], w.kv_b).unflatten(1, (own.heads, -1))
     k = q.new_empty(q.shape)
     k[..., :n] = kv[..., :n]
     k[..., n:] = shared[:, None]
     return q, k, kv[..., n:]
 
 
-def gradients(cfg: ModelConfig, dqkv: Tensor) -> Gradients:
+def gradients(of: Attention, dqkv: Tensor) -> Gradients:
     """Allocates Gradients. Where queries have no latent, theirs is a view of dqkv."""
-    N, H, d, own = len(dqkv), cfg.n_heads, cfg.head_dim, _own(cfg)
-    q = dqkv.new_empty((N, H, d)) if own.q_rank else _split(cfg, dqkv)[0].unflatten(1, (H, d))
+    N, H, d, own = len(dqkv), of.heads, of.dim, _own(of)
+    q = dqkv.new_empty((N, H, d)) if own.q_rank else _split(of, dqkv)[0].unflatten(1, (H, d))
     kv = dqkv.new_empty((N, H, own.nope + own.value))
     return Gradients(q, dqkv.new_empty((N, H, d)), kv[..., own.nope :], kv)
 
 
 def backward(p: Pass, w: Weights, g: Weights, qkv: Tensor, d: Gradients, dqkv: Tensor) -> None:
     """Fills dqkv, the gradient of qkv before rotate_made_, given those of heads, d; adds to g."""
-    first, latent, _ = _split(p.cfg, qkv)
-    d_first, d_latent, d_shared = _split(p.cfg, dqkv)
-    n = _own(p.cfg).nope
+    first, latent, _ = _split(p.attention, qkv)
+    d_first, d_latent, d_shared = _split(p.attention, dqkv)
+    n = _own(p.attention).nope
     d_q, d_k, _, d_kv = d
     d_kv[..., :n] = d_k[..., :n]
     torch.sum(d_k[..., n:], 1, out=d_shared)
@@ -93,22 +94,22 @@ def backward(p: Pass, w: Weights, g: Weights, qkv: Tensor, d: Gradients, dqkv: T
     rotate_made_(p, dqkv, inverse=True)
 
 
-def _own(cfg: ModelConfig) -> Latent:
-    assert cfg.latent is not None
-    return cfg.latent
+def _own(of: Attention) -> Latent:
+    assert of.latent is not None
+    return of.latent
 
 
-def _split(cfg: ModelConfig, qkv: Tensor) -> list[Tensor]:
+def _split(of: Attention, qkv: Tensor) -> list[Tensor]:
     """Views of qkv: queries or their latent (N, Q), the latent of keys and values (N, R), s (N, d - n)."""
-    own = _own(cfg)
-    return list(qkv.split((own.q_rank or cfg.q_width, own.kv_rank, own.rope), 1))
+    own = _own(of)
+    return list(qkv.split((own.q_rank or of.q_width, own.kv_rank, own.rope), 1))
 
 
 def _rotate_queries_(p: Pass, q_: Tensor, inverse: bool = False) -> None:
     """Rotates q_ (N, H, d) behind its first n features, which are scaled where queries are scaled by position."""
-    n = _own(p.cfg).nope
-    rotate_(q_[..., n:], p.tables[0], p.rows, inverse)
-    rotate_(q_[..., :n], p.rows.tables.rest, p.rows, inverse)
+    n, turn = _own(p.attention).nope, p.turn
+    rotate_(q_[..., n:], turn and turn.query, p.rows, inverse)
+    rotate_(q_[..., :n], turn and turn.rest, p.rows, inverse)
 
 
 def _normed(x: Tensor, w: Norm | None) -> tuple[Tensor, Tensor]:

@@ -69,7 +69,7 @@ def fuse(*parts: Tensor) -> Tensor:
     for p in parts:
         assert p.is_contiguous()
         assert p.shape[1:] == first.shape[1:]
-        assert p.data_ptr() == end
+        assert p.data_ptr() == end or p.is_meta  # which have no addresses
         end += p.numel() * p.element_size()
     return first.as_strided((rows, *first.shape[1:]), first.stride())
 
@@ -208,7 +208,7 @@ def or_scratch(gradient: Tensor, weight: Tensor) -> Tensor:
 
 def product_in_fp32(a: Tensor, b: Tensor) -> Tensor:
     """a (m, k) @ b (k, n), fp32."""
-    if a.is_cuda and a.dtype != torch.float32:
+    if (a.is_cuda or a.is_meta) and a.dtype != torch.float32:
         return torch.mm(a, b, out_dtype=torch.float32)
     return torch.mm(a.float(), b.float())  # the CPU has no mixed matmul
 
@@ -217,7 +217,7 @@ def add_matmul_(grad_: Tensor, a: Tensor, b: Tensor) -> None:
     """grad_ (m, n) += a.T @ b; grad_ may be fp32."""
     if grad_.dtype == a.dtype:
         grad_.addmm_(a.T, b)
-    elif grad_.is_cuda:
+    elif grad_.is_cuda or grad_.is_meta:
         torch.addmm(grad_, a.T, b, out_dtype=grad_.dtype, out=grad_)
     else:  # the CPU has no mixed matmul
         grad_.addmm_(a.T.to(grad_.dtype), b.to(grad_.dtype))

@@ -54,11 +54,12 @@ def dropping(w: Any, dropout: Dropout | None, later: int = 0) -> Any:
 
     `later` is added to its `first`: the row at which a tile of tokens begins.
     """
-    if dropout is None or not hasattr(w, "_fields"):
+    if dropout is None or not isinstance(w, tuple):
         return w
     if isinstance(w, Adapters):
         return w._replace(dropout=dropout._replace(first=dropout.first + later))
-    return type(w)(*(dropping(part, dropout, later) for part in w))
+    made = (dropping(part, dropout, later) for part in w)
+    return type(w)(*made) if hasattr(w, "_fields") else tuple(made)
 
 
 def dropped(x: Tensor, w: Adapters, part: int, out: Tensor | None = None) -> Tensor:

@@ -14,7 +14,11 @@ from torch import Tensor
 
 from trireme.kernels import ops
 from trireme.models.config import ModelConfig
+from trireme.models.families.experts import Experts
+from trireme.models.families.latent import Latent
 from trireme.models.families.rope import Rope
+from trireme.models.families.scans import Scan
+from trireme.models.layers import Attention, Layer, Mlp
 from trireme.models.lora import Dropout, part_key
 
 
@@ -26,11 +30,15 @@ class Table(NamedTuple):
     pairs: bool = False  # of neighbours, not halves
 
 
-class Tables(NamedTuple):
-    rope: Table | None  # None: learned positions
-    local: Table | None = None  # of layers with a window, if different
-    query: Table | None = None  # of queries, if different: scaled by position
+class Turn(NamedTuple):
+    """The tables of a rope."""
+
+    query: Table
+    key: Table  # the same, unless queries are scaled by position
     rest: Table | None = None  # of latent attention's queries: scales those features that are not rotated
+
+
+Tables = dict[Rope, Turn]  # of each rope that a layer has
 
 
 class Load(NamedTuple):
@@ -80,9 +88,9 @@ def make_load(cfg: ModelConfig, tokens: int, weight: float, device: torch.device
     """An empty Load for a step of so many tokens; None without experts."""
     if cfg.experts is None:
         return None
-    shape = (cfg.n_layers, cfg.experts.count)
+    shape, having = (cfg.n_layers, cfg.experts.count), sum(layer.experts is not None for layer in cfg.layers)
     counts, scores = (torch.zeros(shape, dtype=dtype, device=device) for dtype in (torch.int64, torch.float64))
-    return Load(counts, scores, (cfg.n_layers - len(cfg.experts.dense)) * tokens, weight)
+    return Load(counts, scores, having * tokens, weight)
 
 
 class Noise(NamedTuple):
@@ -120,19 +128,37 @@ class Rows(NamedTuple):
 class Pass(NamedTuple):
     """The arguments that all parts of a layer's forward or backward share."""
 
-    cfg: ModelConfig  # as the layer sees it
-    layer: int
+    cfg: ModelConfig
+    layer: Layer  # this one, or half of it
+    number: int
     rows: Rows
     saved: dict[str, Tensor]  # forward fills them, backward recomputes what is not there
 
     @property
-    def tables(self) -> tuple[Table | None, Table | None]:
-        """The tables of queries and of keys; None in a layer without rope."""
-        rope, local, query, _ = self.rows.tables
-        if self.layer in self.cfg.unrotated:
-            return None, None
-        table = local if local is not None and self.cfg.layer_window(self.layer) else rope
-        return query or table, table
+    def attention(self) -> Attention:
+        assert self.layer.attention is not None
+        return self.layer.attention
+
+    @property
+    def mlp(self) -> Mlp:
+        assert self.layer.mlp is not None
+        return self.layer.mlp
+
+    @property
+    def experts(self) -> Experts:
+        assert self.layer.experts is not None
+        return self.layer.experts
+
+    @property
+    def scan(self) -> Scan:
+        assert self.layer.scan is not None
+        return self.layer.scan
+
+    @property
+    def turn(self) -> Turn | None:
+        """The tables of queries and keys; None in a layer without rope."""
+        rope = self.attention.rope
+        return None if rope is None else self.rows.tables[rope]
 
 
 def rotate_(heads_: Tensor, table: Table | None, rows: Rows, inverse: bool = False) -> None:
@@ -150,22 +176,24 @@ def make_rows(lengths: Sequence[int], tables: Tables, device: torch.device | str
 
 def rope_tables(cfg: ModelConfig, length: int, device: torch.device | str) -> Tables:
     """Tables for positions below `length`, made once for a run, since longrope chooses frequencies by length."""
+    found = (layer.attention for layer in cfg.layers if layer.attention)
+    return {own.rope: _turn(own.rope, own.latent, length, device) for own in dict.fromkeys(found) if own.rope}
 
-    def table(rope: Rope | None, by: Tensor | float = 1.0) -> Table | None:
-        if rope is None:
-            return None
-        found = ops.rope_table(_inv_freq(rope, rope.width or cfg.head_dim, length), length, rope.attention_factor)
+
+def _turn(rope: Rope, latent: Latent | None, length: int, device: torch.device | str) -> Turn:
+    def table(by: Tensor | float = 1.0) -> Table:
+        found = ops.rope_table(_inv_freq(rope, rope.width, length), length, rope.attention_factor)
         cos, sin = ((t * by).to(device) for t in found)
         return Table(cos, sin, rope.pairs)
 
-    scaled = cfg.rope is not None and cfg.rope.query_beta and length > cfg.rope.original_positions
-    if cfg.rope is None or not scaled:
-        return Tables(table(cfg.rope), table(cfg.local_rope))
-    by, rest = _query_scale(cfg.rope, length), None
-    if cfg.latent is not None:
-        cos = by.expand(-1, cfg.latent.nope // 2).contiguous().to(device)
+    key = table()
+    if not rope.query_beta or length <= rope.original_positions:
+        return Turn(key, key)
+    by, rest = _query_scale(rope, length), None
+    if latent is not None:
+        cos = by.expand(-1, latent.nope // 2).contiguous().to(device)
         rest = Table(cos, torch.zeros_like(cos))
-    return Tables(table(cfg.rope), table(cfg.local_rope), table(cfg.rope, by), rest)
+    return Turn(table(by), key, rest)
 
 
 def _query_scale(rope: Rope, length: int) -> Tensor:
@@ -177,6 +205,9 @@ def _query_scale(rope: Rope, length: int) -> Tensor:
 def _inv_freq(rope: Rope, width: int, length: int) -> Tensor:
     """The angle per position of each pair of features, (width/2,) fp32, by the kind of rope."""
     freq = rope.theta ** (torch.arange(0, width, 2, dtype=torch.float32) / width)
+    if rope.kind == "proportional":  # a part of the pairs turn, with the exponents of the whole width
+        turning = torch.arange(width // 2) < int(rope.factor * width // 2)
+        return torch.where(turning, 1.0 / freq, 0.0)
     if rope.kind == "linear":
         return 1.0 / freq / rope.factor
     if rope.kind == "llama3":

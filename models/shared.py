@@ -14,7 +14,7 @@ import torch
 from torch import Tensor
 
 from trireme.kernels import ops
-from trireme.models.config import ModelConfig
+from trireme.models.families.experts import Experts
 from trireme.models.linear import (
     Linear,
     Operand,
@@ -40,9 +40,9 @@ class Weights(NamedTuple):
 def forward(p: Pass, w: Weights, x: Tensor, y: Tensor, out: Tensor) -> None:
     """Fills out (N, D), which may be x, given x (N, D) and y = norm(x) (N, D)."""
     up = linear(y, w.up, p.saved.get("shared_up"))
-    act = ops.relu2_fwd(up) if p.cfg.relu2 else ops.swiglu_fwd(up)
+    act = ops.act_fwd(up, _act(p.experts))
     del up  # workspace._block_workspace
-    ops.combine(linear(act, w.down), _each(x), 1, _weights(p.cfg, w, y), x, out)
+    ops.combine(linear(act, w.down), _each(x), 1, _weights(p.experts, w, y), x, out)
 
 
 def backward(p: Pass, w: Weights, g: Weights, y: Tensor, dy: Tensor, d_norm_: Tensor) -> None:
@@ -51,11 +51,12 @@ def backward(p: Pass, w: Weights, g: Weights, y: Tensor, dy: Tensor, d_norm_: Te
     read: Operand = ops.quantize(y, columns=trained(g.up.weight)) if again and w.up.takes_codes else y
     up = linear(read, w.up, dtype=y.dtype) if again else p.saved["shared_up"]
     read = turned_alone(read)
-    s = _weights(p.cfg, w, y)
+    s = _weights(p.experts, w, y)
     d_down = upstream(dy, w.down, g.down)
-    activation = ops.routed_relu2_bwd if p.cfg.relu2 else ops.routed_swiglu_bwd
-    dup, act, ds = activation(linear_backward(d_down, w.down), up, s, _each(y))
-    del up  # workspace._block_workspace
+    act, dup = linear_backward(d_down, w.down), up
+    ds = ops.act_bwd_(act, dup, _act(p.experts), weights=s, order=_each(y))
+    assert ds is not None
+    del up
     add_gradients_(g.down, w.down, act, d_down)
     del act, d_down  # workspace._block_workspace
     d_up = upstream(dup, w.up, g.up)
@@ -70,10 +71,14 @@ def backward(p: Pass, w: Weights, g: Weights, y: Tensor, dy: Tensor, d_norm_: Te
     d_norm_.add_(linear_backward(d_up, w.up))
 
 
-def _weights(cfg: ModelConfig, w: Weights, y: Tensor) -> Tensor:
+def _act(own: Experts) -> ops.Act:
+    return ops.Act(own.act, own.gated)
+
+
+def _weights(own: Experts, w: Weights, y: Tensor) -> Tensor:
     """The weight s of each token, (N, 1) fp32."""
     if w.gate is None:
-        return torch.full((len(y), 1), cfg.branch_scale, dtype=torch.float32, device=y.device)
+        return torch.full((len(y), 1), own.factor, dtype=torch.float32, device=y.device)
     return torch.sigmoid(torch.mm(y, w.gate.T).float())
 
 

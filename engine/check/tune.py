@@ -18,7 +18,7 @@ from trireme.engine.check.cases import Case, Shapes
 from trireme.engine.check.row import Row
 from trireme.kernels import launch, ops
 from trireme.kernels.chips.chip import Chip
-from trireme.kernels.chips.tried import tried
+from trireme.kernels.tiles import tried
 
 MORE = 1.03  # times as fast, from which another setting is taken
 CALLS, ROUNDS = 10, 5  # that are timed: of each setting, and in turn with the usual one

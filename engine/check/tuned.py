@@ -16,7 +16,7 @@ from trireme.engine.planner.host import model_of
 from trireme.engine.planner.probe.cache import chips
 from trireme.kernels import launch
 from trireme.kernels.chips.chip import chip
-from trireme.kernels.chips.tried import misfit
+from trireme.kernels.tiles import misfit
 from trireme.kernels.private import cache_folder
 from trireme.storage.files import replace_synced
 from trireme.storage.untrusted import complaint, parse_json

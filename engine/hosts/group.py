@@ -13,7 +13,6 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from typing import TYPE_CHECKING, Any, NamedTuple, NoReturn
 
-from trireme.engine.hosts.watch import LostHost, Watch
 from trireme.engine.plan import MOST_HOSTS
 from trireme.models.config import InputError
 from trireme.storage.untrusted import Shape, complaint, parse_json, shown
@@ -85,6 +84,10 @@ def refuse_text(host: int, wrong: str) -> NoReturn:
     raise InputError(f"host {host} sent what this version does not expect{wrong}. Start the same version on all hosts.")
 
 
+class LostHost(Exception):
+    """Another host has ended, or does not answer. The message is the run's reason to end, the same on all hosts."""
+
+
 class Alone:
     """A run on one host: the methods of Group without other hosts."""
 
@@ -93,7 +96,7 @@ class Alone:
 
     @property
     def waits(self) -> bool:
-        """Whether the run's own thread waits for another host now. Heartbeats watch that wait, not the watchdog."""
+        """Whether the run's own thread waits for another host now. Heartbeats watch it, not the watchdog."""
         return self.wire is not None and self.wire.waits
 
     def texts(self, text: str) -> list[str]:
@@ -134,31 +137,19 @@ class Alone:
         """Ends all other hosts, because this one is about to end and its cleanup may wait for them."""
 
     def failed(self, error: BaseException) -> None:
-        """As `tell`, for an error, unless another host caused it."""
-        if not (isinstance(error, LostHost) and self.judgement()):
+        """As `tell`, for an error, unless all know already."""
+        if not isinstance(error, LostHost):
             self.tell(_reason(error))
-
-    def judgement(self) -> str:
-        """Why the run ends, after a connection has broken."""
-        return ""
 
 
 class Group(Alone):
     """Several hosts. All methods raise LostHost."""
 
-    def __init__(self, at: Place, late: Callable[[str], object], say: Callable[[str], object]):
-        """Returns once all are here. `late(why)`: called where the run must end and main does not; `say`: as meet's."""
-        # late: torch takes seconds
-        from trireme.engine.hosts.meeting import first_address, meet
-        from trireme.engine.hosts.secret import shared_secret
-        from trireme.engine.hosts.wire import Wire
+    def __init__(self, at: Place, late: Callable[[str], object]):
+        """Returns once all are here. `late`: as of Wire."""
+        from trireme.engine.hosts.wire import Wire  # late: torch takes seconds
 
-        self.host, self.hosts, self.local_hosts = at.host, at.hosts, at.local_hosts
-        lines = meet(at.host, at.hosts, shared_secret(at.host), first_address(), say)
-        self.wire = Wire(at.host, lines)
-        names = self.texts(socket.gethostname())
-        titles = [f"host {h}" + f" ({name})" * (len(set(names)) > 1) for h, name in enumerate(names)]
-        self.watch = Watch(at.host, titles, lines["watch"], late, self.wire.cut)
+        self.host, self.hosts, self.local_hosts, self.wire = *at[:2], at.local_hosts, Wire(late)
 
     def texts(self, text: str) -> list[str]:
         import torch
@@ -217,34 +208,26 @@ class Group(Alone):
         return FEW / max(1e-9, *self.each(seconds[1]))
 
     def tell(self, why: str) -> None:
-        self.watch.tell(why)
-
-    def judgement(self) -> str:
-        return self.watch.judgement()
-
-    def close(self) -> None:
-        """Ends this host's heartbeats: it is done."""
         assert self.wire is not None
-        self.watch.close()
-        self.wire.close()
+        self.wire.tell(f"host {self.host}: {why}")
+        self.wire.cut()
 
 
 @contextmanager
-def joined(at: Place, late: Callable[[str], object], say: Callable[[str], object] = lambda _: None) -> Iterator[Alone]:
+def joined(at: Place, late: Callable[[str], object]) -> Iterator[Alone]:
     """The hosts, while this one takes part; an exception within ends all."""
     if at.hosts == 1:
         yield Alone()
         return
-    group = Group(at, late, say)
+    group = Group(at, late)
+    assert group.wire is not None
     try:
         yield group
-    except LostHost as error:
-        raise LostHost(group.judgement() or str(error)) from error
     except BaseException as error:
-        group.tell(_reason(error))
+        group.failed(error)
         raise
     finally:
-        group.close()
+        group.wire.close()
 
 
 def _reason(error: BaseException) -> str:

@@ -1,127 +1,137 @@
-"""Tensors between hosts: one connection for each queue, so that queues do not wait for each other."""
+"""Tensors between hosts by torch.distributed: a gloo group for each line, so that queues do not wait for each other.
+
+How a run ends is told through the store that the hosts met by: the first line that is written there is the reason, and
+all hosts end with it. Each host also counts up a number there; a host whose number stands still hangs.
+"""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from concurrent.futures import Future, ThreadPoolExecutor
+import threading
+import time
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager, suppress
-from typing import Any
+from datetime import timedelta
 
-import torch
+import torch.distributed as dist
 from torch import Tensor
 
-from trireme.engine.hosts.channel import Channel, Forged
-from trireme.engine.hosts.watch import LostHost
+from trireme.engine.hosts.group import LostHost
 from trireme.engine.shared import BETWEEN
 
-SENDERS = 4  # threads of a line that send while its own receives
-
-
-def data(what: Tensor) -> memoryview:
-    """The bytes of a contiguous tensor in RAM."""
-    assert what.is_contiguous()
-    assert what.device.type == "cpu"
-    array: Any = what.detach().reshape(-1).view(torch.uint8).numpy()
-    return memoryview(array)
-
-
-@contextmanager
-def answered(host: int) -> Iterator[None]:
-    """A context in which errors of a connection become LostHost."""
-    try:
-        yield
-    except Forged as error:
-        raise LostHost(f"what came from host {host} was changed in transit: {error}") from error
-    except OSError as error:
-        raise LostHost(f"host {host} does not answer: {error.strerror or error}") from error
+LINES = ("net", "sum", "statistics", "control")
+MEETING = timedelta(seconds=300)
+NEVER = timedelta(days=30)  # heartbeats end waits
+BEAT, SILENT = 5.0, 45.0  # seconds between beats; until a host hangs
+TOLD, GRACE = 2.0, 10.0  # seconds for a reason to arrive; for this process to end once there is one
+END = "end"  # key of the reason
 
 
 class Wire:
     """Implements the Wire of engine/shared.py. Methods raise LostHost."""
 
-    def __init__(self, host: int, lines: Mapping[str, Mapping[int, Channel]]):
-        """`lines`: connections by line and host. `sum_in` and `sum_out` are the two ends of one connection."""
-        self.host, self._lines = host, lines
+    def __init__(self, late: Callable[[str], object]):
+        """Returns when all hosts are here; finds them by the environment of torchrun. `late(why)`: called by a thread
+        where the run must end, and main does not: gloo's waits for a host that hangs cannot be ended.
+        """
+        try:
+            store, self.host, self.hosts = next(iter(dist.rendezvous("env://", timeout=MEETING)))
+            self.store = dist.PrefixStore("trireme", store)
+            groups = dist.PrefixStore("groups", self.store)
+            dist.init_process_group("gloo", store=groups, rank=self.host, world_size=self.hosts, timeout=MEETING)
+            self._groups = {line: dist.new_group(timeout=NEVER) for line in LINES}
+            dist.barrier()
+        except (RuntimeError, ValueError) as error:
+            raise LostHost(f"not all hosts are here: {str(error).splitlines()[0]}") from error
         self.waits = False  # the run's own thread does, for another host
-        self._senders = {line: ThreadPoolExecutor(SENDERS, f"to hosts, {line}") for line in lines}
+        self._over, self._late = threading.Event(), late
+        self._beats = threading.Thread(target=self._watch, name="beats", daemon=True)
+        self._beats.start()
+
+    # ------------------------------------------------ tensors
 
     @contextmanager
     def waiting(self) -> Iterator[None]:
-        """A context around what the run's own thread calls."""
         self.waits = True
         try:
             yield
         finally:
             self.waits = False
 
+    def _move(self, queue: str, sent: Sequence[tuple[int, Tensor]], came: Sequence[tuple[int, Tensor]]) -> None:
+        """Sends and receives (host, tensor) at once; returns when all have arrived."""
+        if queue == BETWEEN and not self.waits:
+            with self.waiting():
+                return self._move(queue, sent, came)
+        group, at, moving = self._groups[queue.partition("_")[0]], 0, []
+        try:
+            for move, pairs in ((dist.irecv, came), (dist.isend, sent)):
+                for at, what in pairs:
+                    moving += [(at, move(what, at, group=group))] if what.numel() else []
+            for at, each in moving:
+                each.wait()
+        except (RuntimeError, ValueError) as error:
+            raise LostHost(self.reason(at)) from error
+
     def send(self, queue: str, host: int, what: Tensor) -> None:
-        self._alone(queue, lambda: self._send(queue, host, what))
+        self._move(queue, [(host, what)], [])
 
     def receive(self, queue: str, host: int, what: Tensor) -> None:
-        self._alone(queue, lambda: self._receive(queue, host, what))
-
-    def _alone(self, queue: str, act: Callable[[], None]) -> None:
-        if queue == BETWEEN:
-            with self.waiting():
-                act()
-        else:
-            act()
-
-    def _channel(self, queue: str, host: int) -> Channel:
-        return self._lines[queue.partition("_")[0]][host]
-
-    def _send(self, queue: str, host: int, what: Tensor) -> None:
-        with answered(host):
-            self._channel(queue, host).send(data(what))
-
-    def _receive(self, queue: str, host: int, what: Tensor) -> None:
-        with answered(host):
-            self._channel(queue, host).receive(data(what))
-
-    def _sending(self, queue: str, host: int, what: Tensor) -> Future[None]:
-        return self._senders[queue.partition("_")[0]].submit(self._send, queue, host, what)
+        self._move(queue, [], [(host, what)])
 
     def exchange(self, queue: str, to: int, source: int, block: Tensor) -> None:
-        """Sends `block` to one host while receiving as many bytes from another."""
-        came, going = torch.empty_like(block), self._sending(queue, to, block)
-        self._receive(queue, source, came)
-        going.result()
+        self._move(queue, [(to, block)], [(source, block.clone())])
 
     def deal(self, queue: str, root: int, parts: Sequence[Tensor]) -> None:
-        if self.host == root:
-            going = [self._sending(queue, host, part) for host, part in self._others(parts) if part.numel()]
-            for sent in going:
-                sent.result()
-        elif parts[self.host].numel():
-            self._receive(queue, root, parts[self.host])
+        others = [(host, part) for host, part in enumerate(parts) if host != self.host]
+        self._move(queue, *((others, []) if self.host == root else ([], [(root, parts[self.host])])))
 
     def gather(self, queue: str, parts: Sequence[Tensor]) -> None:
-        """All hosts receive in the order of hosts. So there is always a host that all others receive from, and none
-        waits in a circle.
-        """
-        own, others = parts[self.host], self._others(parts)
-        going = [self._sending(queue, host, own) for host, _ in others if own.numel()]
-        for host, part in others:
-            if part.numel():
-                self._receive(queue, host, part)
-        for sent in going:
-            sent.result()
+        others = [(host, part) for host, part in enumerate(parts) if host != self.host]
+        self._move(queue, [(host, parts[self.host]) for host, _ in others], others)
 
-    def _others(self, parts: Sequence[Tensor]) -> list[tuple[int, Tensor]]:
-        return [(host, part) for host, part in enumerate(parts) if host != self.host]
+    # ------------------------------------------------ how a run ends
+
+    def tell(self, why: str) -> str:
+        """Ends all hosts; returns the reason, which is the first one told. Their calls end with LostHost."""
+        with suppress(RuntimeError):  # host 0 is gone, and the store with it
+            why = self.store.compare_set(END, "", why).decode(errors="replace") or why
+        return why
+
+    def reason(self, suspect: int) -> str:
+        """Why the run ends, after a call has failed with host `suspect`."""
+        with suppress(RuntimeError):
+            self.store.wait([END], timedelta(seconds=TOLD))
+        return self.tell(f"host {suspect} is lost or hangs")
+
+    def _watch(self) -> None:
+        """Counts up this host's number until the run ends, and then ends the process unless main does."""
+        others = [host for host in range(self.hosts) if host != self.host]
+        seen, why = dict.fromkeys(others, (-1, time.monotonic())), ""
+        while not why and not self._over.wait(BEAT):
+            try:
+                self.store.add(f"beat {self.host}", 1)
+                why = self.tell("") if self.store.check([END]) else ""
+                for host in others:
+                    beats, now = self.store.add(f"beat {host}", 0), time.monotonic()
+                    seen[host] = (beats, now) if beats != seen[host][0] else seen[host]
+                    if now - seen[host][1] > SILENT and not self.store.check([f"done {host}"]):
+                        why = self.tell(f"host {host} is lost or hangs: no sign of it for {SILENT:.0f} s")
+            except RuntimeError:
+                why = "host 0 is lost or hangs"
+        if why and not self._over.wait(GRACE):
+            self._late(why)
 
     def cut(self) -> None:
-        """Ends all calls that wait for a host."""
-        for line, channels in self._lines.items():
-            for channel in channels.values() if line != "watch" else ():
-                with suppress(OSError):
-                    channel.close()
+        """Breaks the connections, so that other hosts' calls end."""
+        with suppress(RuntimeError, ValueError, AssertionError):
+            dist.destroy_process_group()
 
     def close(self) -> None:
-        """Closes all connections."""
+        """This host is done. Host 0, which may hold the store, waits for the others."""
+        self._over.set()
+        self._beats.join()
+        with suppress(RuntimeError):
+            self.store.set(f"done {self.host}", "")
+            if self.host == 0 and not self.store.check([END]):
+                self.store.wait([f"done {host}" for host in range(self.hosts)], timedelta(seconds=GRACE))
         self.cut()
-        for senders in self._senders.values():
-            senders.shutdown()
-        for channels in self._lines.values():
-            for channel in channels.values():
-                channel.socket.close()

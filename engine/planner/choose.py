@@ -1,53 +1,51 @@
-"""Searches for the fastest plan, starting from the plan of a rule (rule.py), and gives the reasons for the choice.
+"""Searches for the fastest plan: takes one decision after another, each by simulating the step with every alternative.
 
-1. Variants of the rule's plan (variants.py) are ranked by a lower bound of their time (`lower_bounds`).
-2. They are simulated (predict.py) in this order, as long as a bound is below the best simulated time.
-3. Single decisions of the best plans are varied: windows, buffers, swapped tensors, updates.
-
-The rule's plan is among the candidates, so the estimate of the chosen plan is never slower than that of the rule's.
-Plans differ in roundings only if they differ in the processor of updates or in the size of a micro-batch.
+The search starts from the rule's plan (rule.py), so what it returns is never estimated to be slower. Plans differ in
+roundings only if they differ in the processor of updates or in the size of a micro-batch.
 """
 
 from __future__ import annotations
 
-from collections import Counter
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, field, replace
-from functools import partial
 from itertools import product
 
 from trireme.engine.amounts import gib
-from trireme.engine.buffers import fits, read_by_loss
-from trireme.engine.geometry import PART_BYTES, Geometry
-from trireme.engine.plan import DoesNotFit, Limits, Plan, Shares
-from trireme.engine.planner import variants
-from trireme.engine.planner.predict import (
-    MIN_GROUPS,
-    Batch,
-    Prediction,
-    merge_factor,
-    no_collection,
-    predict,
-    unit_seconds,
-)
+from trireme.engine.buffers import each_usage, fits, fullest, scratch
+from trireme.engine.geometry import Geometry
+from trireme.engine.plan import DoesNotFit, Limits, Plan, Shares, Tier
+from trireme.engine.planner.predict import Batch, Prediction, no_collection, predict
 from trireme.engine.planner.rates import Rates
 from trireme.engine.planner.reasons import reasons
-from trireme.engine.planner.rule import Cut, Strategy, Wanted, cuts, longer_pieces, simple_plan, sliced
-from trireme.engine.planner.simulate import drive_seconds, queue_seconds
-from trireme.engine.planner.variants import STRATEGIES, Move, moves, updated_alike
-from trireme.engine.queues.names import QUEUES, numbered
+from trireme.engine.planner.rule import (
+    GPU_UPDATES,
+    Cut,
+    Strategy,
+    Wanted,
+    cuts,
+    fill_ram,
+    largest,
+    longer_pieces,
+    of_first,
+    share_updates,
+    simple_plan,
+    sliced,
+    some,
+)
+from trireme.engine.planner.swaps import Move, count, most_in_ram, moves, with_most_on_gpu, with_moves
 from trireme.models.config import ModelConfig
-from trireme.models.sizes import costs, narrow
+from trireme.models.sizes import narrow
 
 WEAR = 0.5  # a plan's cost includes this share of the seconds of writing activations to the SSD, for the drive's wear
-WORTH_SIMULATING = 0.995  # a plan is simulated if its lower bound is below this share of the best time
 SLICES = 4  # number of slices of a layer's frozen experts that is tried for a better overlap
-REFINED = 4  # number of best plans whose decisions are varied
+PARTS = (1.0, 0.6, 0.3, 0.1)  # of the moves that fit in RAM
+FINER = (0.8, 0.9, 1.1, 1.2)  # of the moves of the best plan
+BASE_RAM = (1.0, 0.6, 0.0)  # shares of the frozen units in RAM that stay there; activations get the rest
+DRIVE_RAM = 0.85  # share of the RAM that state may take in plans that swap activations through RAM to the SSD
+UPDATES = (0.0, 0.15, 0.3, 0.45, 0.6)  # shares of RAM-stored units updated on the GPU
+LATE: tuple[tuple[Tier, ...], ...] = ((), ("host",), ("host", "ssd"), ("gpu", "host"), ("gpu", "host", "ssd"))
 WITHOUT_A_DRIVE = Strategy(states=1.0), Strategy("host", states=1.0), Strategy("host", states=1.0, updates=0.0)
-# WORK: units x simulated micro-batches in all simulations of the variants, twice as many for several GPUs; LEAST:
-# simulations at least. Varying the best plans takes as many simulations again.
-WORK, LEAST = 8000, 3
 
 
 @dataclass(frozen=True)
@@ -64,138 +62,40 @@ class Choice:
         return self.found.step_s / (self.plan.tokens * self.plan.n_micro)
 
 
-@dataclass(frozen=True)
-class Search:
-    """The arguments of `choose`."""
-
-    cfg: ModelConfig
-    limits: Limits
-    rates: Rates
-    wanted: Wanted
-    begun: Plan | None
-    strategies: Sequence[Strategy]
-    refined: int
-
-
 @no_collection()
-def choose(
-    cfg: ModelConfig,
-    limits: Limits,
-    rates: Rates,
-    wanted: Wanted,
-    begun: Plan | None = None,
-    strategies: Sequence[Strategy] = STRATEGIES,
-    refined: int = REFINED,
-) -> Choice:
+def choose(cfg: ModelConfig, limits: Limits, rates: Rates, wanted: Wanted, begun: Plan | None = None) -> Choice:
     """Returns the plan with the lowest estimated cost. Deterministic. Raises DoesNotFit.
 
     `begun`: the plan of the run that is continued; updates stay on the processors of that plan if that fits.
-    `strategies`, `refined`: fewer make the search shorter.
-
-    Layers are divided among unequal GPUs by speed or by memory, and among equal GPUs with unequal free memory in turn
-    or by memory; the faster of the two is returned.
     """
-    search = Search(cfg, limits, rates, wanted, begun, strategies, refined)
-    if not rates.others and not limits.less:
-        return _choose(search)
-    found, refused = list[Choice](), list[DoesNotFit]()
-    for shares in ways_to_share(cfg, limits, rates, wanted):
-        try:
-            found.append(_choose(replace(search, wanted=replace(wanted, shares=shares))))
-        except DoesNotFit as error:
-            refused.append(error)
-    if not found:
-        raise refused[0]
-    best = min(found, key=lambda choice: choice.per_token)
-    return replace(best, because=(*best.because, _divided(best.plan, rates)))
-
-
-def _divided(plan: Plan, rates: Rates) -> str:
-    units = Counter(unit.gpu for unit in plan.units)
-    listed = ", ".join(f"{units[gpu]} of GPU {gpu}" for gpu in range(plan.gpus))
-    of = f"({listed}, of {len(plan.units)} layers)"
-    if not rates.others:
-        return f"one GPU has less free memory than another {of}"
-    return f"GPUs are unequal {of}: roundings depend on which computes what"
-
-
-def ways_to_share(cfg: ModelConfig, limits: Limits, rates: Rates, wanted: Wanted) -> list[Shares | None]:
-    """Ways to divide the blocks among GPUs; None is in turn.
-
-    Unequal GPUs: in proportion to FLOP/s, with the head's work on the fastest GPU, or in proportion to memory.
-    Equal GPUs: in turn, or in proportion to memory, with the head on the GPU with the most memory.
-    """
-    speeds, rooms = ([of(gpu) for gpu in range(wanted.gpus)] for of in (lambda g: rates.of(g).matmul, limits.of))
-    fastest = max(range(wanted.gpus), key=lambda gpu: (speeds[gpu], rooms[gpu]))
-    by_memory = Shares(tuple(map(float, rooms)), fastest)
-    if not rates.others:
-        return [None, by_memory]
-    tokens = wanted.document
-    work = [costs.forward_flops(cfg, u, tokens, tokens * tokens // 2) for u in range(1, cfg.n_units)]
-    total, rest = cfg.n_layers * sum(work) / sum(work[:-1]), cfg.n_layers * work[-1] / sum(work[:-1])
-    by_speed = [max(1.0, total * speed / sum(speeds) - rest * (gpu == fastest)) for gpu, speed in enumerate(speeds)]
-    return [Shares(tuple(by_speed), fastest), by_memory]
-
-
-def _choose(s: Search) -> Choice:
-    wanted, drive = replace(s.wanted, peers=s.wanted.gpus > 1 and s.rates.peer > 0), s.rates.has_drive
-    first = first_plan(s.cfg, s.limits, wanted, drive)
-    s = replace(s, wanted=wanted, begun=s.begun and s.begun.dealt(wanted.gpus, s.cfg.tied, wanted.peers, wanted.shares))
-    if first.uses("ssd") and not drive:
+    wanted = replace(wanted, peers=wanted.gpus > 1 and rates.peer > 0)
+    first = first_plan(cfg, limits, wanted, rates.has_drive)
+    if first.uses("ssd") and not rates.has_drive:
         raise DoesNotFit(
-            f"RAM of {gib(s.limits.host, 1)} and GPU memory of {gib(s.limits.gpu, 1)} do not hold everything, and "
+            f"RAM of {gib(limits.host, 1)} and GPU memory of {gib(limits.gpu, 1)} do not hold everything, and "
             "there is no drive for the rest."
         )
-    sliced = None if s.begun else _sliced(s, first, drive)
-    if sliced is None:
-        return _search(s, first)
-    other = _search(s, sliced)
-    if first.window == 1:  # slow: the experts of a layer leave no memory to prefetch the next layer
-        simulated = Trials(Geometry.of(s.cfg, first), s.rates, wanted).simulate(first)
-        if other.per_token < Choice(first, simulated, ()).per_token:
-            return other
-    found = _search(s, first)
-    return other if other.per_token < WORTH_SIMULATING * found.per_token else found
+    found = []
+    for other in _ways(cfg, limits, wanted, first, begun is not None):
+        with suppress(DoesNotFit):
+            plan = first_plan(cfg, limits, other, rates.has_drive)
+            if rates.has_drive or not plan.uses("ssd"):
+                found.append(_descend(Search(Geometry.of(cfg, plan), limits, rates, other, plan, begun)))
+    return min(found, key=lambda choice: choice.per_token)
 
 
-def _sliced(s: Search, first: Plan, drive: bool) -> Plan | None:
-    """The rule's plan with frozen experts in slices, if `first` has none and they may overlap better, else None: frozen
-    experts are streamed to one GPU, on which whole blocks do not fit.
+def _ways(cfg: ModelConfig, limits: Limits, wanted: Wanted, first: Plan, begun: bool) -> Iterator[Wanted]:
+    """What is decided before all else, each way with a search of its own: a layer's frozen experts whole or in slices,
+    layers dealt to GPUs in turn or in proportion to their free memory.
     """
-    streamed = any(unit.base != "gpu" for unit in first.units)
-    alone = first.gpus == first.hosts == 1
-    if not (first.halves and first.slices == 1 and alone and streamed and narrow.may_be_sliced(s.cfg)):
-        return None
-    if (cut := sliced(s.cfg, SLICES)) not in cuts(s.cfg, s.wanted):
-        return None
-    with suppress(DoesNotFit):
-        plan = first_plan(s.cfg, s.limits, replace(s.wanted, cuts=(cut,)), drive)
-        return plan if drive or not plan.uses("ssd") else None
-    return None
-
-
-def _search(s: Search, first: Plan) -> Choice:
-    """`choose` among plans that divide layers into units as `first` does."""
-    wanted, limits, begun = replace(s.wanted, cuts=(Cut.of(first),)), s.limits, s.begun
-    trials = Trials(Geometry.of(s.cfg, first), s.rates, wanted)
-    before, steps = trials.simulate(first), moves(trials.geo, trials.batch(first), s.rates)
-    plans = _candidates(trials, s, first, steps)
-    if begun:  # and plans with updates on the processors of `begun`
-        alike = (begun, *(updated_alike(plan, begun) for plan in plans))
-        if fitting := [plan for plan in alike if plan is not None and fits(trials.geo, plan, limits)]:
-            plans = fitting
-            trials.found.clear()  # `first` may update units elsewhere
-            trials.simulate(plans[0])
-    groups = max(MIN_GROUPS, first.n_micro // merge_factor(first.n_micro, wanted.gpus))
-    most = max(LEAST, min(2, wanted.gpus) * WORK // (trials.geo.n_units * groups))
-    _by_lower_bounds(trials, limits, plans, most)
-    most *= 2 if wanted.gpus == 1 else 3  # several GPUs have more decisions
-    _around_the_best(trials, _decisions(trials, limits, first.piece, steps, begun is None), most, s.refined)
-    best = trials.best()
-    because = reasons(trials.geo, first, before, best, trials.found[best], wanted.peers)
-    if begun and updated_alike(best, begun) != best:
-        because += ("updates cannot run where they ran when the run began; roundings may differ from there on",)
-    return Choice(best, trials.found[best], because)
+    same, tried = Cut.of(first), cuts(cfg, wanted)
+    streamed = any(unit.base != "gpu" for unit in first.units) and first.gpus == first.hosts == 1
+    may = first.halves and first.slices == 1 and streamed and narrow.may_be_sliced(cfg) and not begun
+    of = [same, *([sliced(cfg, SLICES)] if may and sliced(cfg, SLICES) in tried else [])]
+    rooms = [limits.of(gpu) for gpu in range(wanted.gpus)]
+    shares = [None, Shares(tuple(map(float, rooms)), rooms.index(max(rooms)))]
+    for cut, share in product(of, shares if limits.less else shares[:1]):
+        yield replace(wanted, cuts=(cut,), shares=share)
 
 
 def first_plan(cfg: ModelConfig, limits: Limits, wanted: Wanted, drive: bool) -> Plan:
@@ -213,206 +113,217 @@ def first_plan(cfg: ModelConfig, limits: Limits, wanted: Wanted, drive: bool) ->
 
 
 @dataclass
-class Trials:
+class Search:
     """The plans that were simulated, with their estimates."""
 
     geo: Geometry
+    limits: Limits
     rates: Rates
     wanted: Wanted
+    first: Plan  # the rule's
+    begun: Plan | None
     found: dict[Plan, Prediction] = field(default_factory=dict)
 
-    def simulate(self, plan: Plan) -> Prediction:
-        self.found[plan] = predict(self.geo.cfg, plan, self.rates, self.batch(plan), roughly=True)
-        return self.found[plan]
+    def simulate(self, plan: Plan) -> None:
+        if plan not in self.found:
+            self.found[plan] = predict(self.geo.cfg, plan, self.rates, self.batch(plan), roughly=True)
 
     def cost(self, plan: Plan) -> float:
         """Estimated seconds per token, plus WEAR."""
-        return self._per_token(plan, self.found[plan].step_s)
-
-    def lower_bound(self, plan: Plan) -> float:
-        """A lower bound of `cost`."""
-        return self._per_token(plan, max(lower_bounds(self.geo, plan, self.rates, self.batch(plan)).values()))
-
-    def best(self) -> Plan:
-        return min(self.found, key=self.cost)
+        written = scratch(self.geo, plan)[0]
+        wear = WEAR * written / self.rates.ssd_write if written else 0.0
+        return (self.found[plan].step_s + wear) / (plan.tokens * plan.n_micro)
 
     def batch(self, plan: Plan) -> Batch:
         return Batch(plan.tokens, self.wanted.document, plan.n_micro, self.wanted.trained, self.wanted.compared)
 
-    def _per_token(self, plan: Plan, seconds: float) -> float:
-        moved = Traffic()
-        for u, unit in enumerate(plan.units):
-            if unit.x == "ssd" or unit.names("ssd"):  # most plans write no activations: skip the computation
-                _activations(self.geo, plan, u, moved)
-        wear = WEAR * moved.written / self.rates.ssd_write if moved.written else 0.0
-        return (seconds + wear) / (plan.tokens * plan.n_micro)
+    @property
+    def best(self) -> Plan:
+        return min(self.found, key=self.cost)
+
+    def fits(self, plan: Plan) -> bool:
+        return fits(self.geo, plan, self.limits) and (self.rates.has_drive or not plan.uses("ssd"))
+
+    def decide(self, decision: Decision) -> None:
+        """Simulates the alternatives to the best plan that fit. Their gradient pieces are as long as memory allows."""
+        best = self.best
+        for plan in decision(self, replace(best, piece=min(best.piece, self.first.piece))):
+            alike = plan if self.begun is None else updated_alike(plan, self.begun)
+            if alike is not None and self.fits(alike):
+                self.simulate(longer_pieces(self.geo, alike, self.limits))
+
+    def steps(self, plan: Plan) -> Sequence[Move]:
+        return moves(self.geo, self.batch(plan), self.rates)
+
+    def rule(self, strategy: Strategy, size: tuple[int, int], limits: Limits | None = None) -> Iterator[Plan]:
+        """The rule's plan with a strategy and a size of micro-batches, if it fits."""
+        with suppress(DoesNotFit):
+            yield simple_plan(self.geo.cfg, limits or self.limits, replace(self.wanted, sizes=(size,)), strategy)
+
+    def sizes(self, tokens: int) -> Sequence[tuple[int, int]]:
+        """(tokens, number) of micro-batches: this one, and the next smaller and larger ones."""
+        at = next(i for i, (most, _) in enumerate(self.wanted.sizes) if most <= tokens)
+        return self.wanted.sizes[max(0, at - 1) : at + 2]
 
 
-def _candidates(trials: Trials, s: Search, first: Plan, steps: Sequence[Move]) -> list[Plan]:
-    """The variants of `first` that fit. They use the SSD only if there is a drive."""
-    geo, wanted, limits, drive = trials.geo, trials.wanted, s.limits, s.rates.has_drive
-    plans = dict.fromkeys(variants.variants(geo, limits, first, wanted, steps, s.strategies))
-    if first.uses("ssd") and not s.begun and not geo.cfg.lora:  # a running run has allocated its scratch files
-        plans |= dict.fromkeys(variants.through_the_drive(geo, limits, first, wanted, steps))
-    return [plan for plan in plans if drive or not plan.uses("ssd")]
+Decision = Callable[[Search, Plan], Iterable[Plan]]  # alternatives to a plan
 
 
-def _by_lower_bounds(trials: Trials, limits: Limits, plans: Sequence[Plan], most: int) -> None:
-    """Simulates at most `most` of `plans` in the order of their lower bounds, as long as one may be the best."""
-    for bound, i in sorted((trials.lower_bound(plan), i) for i, plan in enumerate(plans))[: most + 1]:
-        if bound >= WORTH_SIMULATING * trials.cost(trials.best()):
-            break
-        plan = longer_pieces(trials.geo, plans[i], limits)
-        if plan not in trials.found and len(trials.found) <= most:
-            trials.simulate(plan)
+def _descend(s: Search) -> Choice:
+    begun = s.begun = s.begun and s.begun.dealt(s.wanted.gpus, s.geo.cfg.tied, s.wanted.peers, s.wanted.shares)
+    starts = [s.first] if begun is None else [updated_alike(s.first, begun), begun, s.first]
+    start = next(plan for plan in starts if plan is not None and s.fits(plan))
+    s.simulate(start)
+    for decision in DECISIONS:
+        s.decide(decision)
+    best = s.best
+    because = reasons(s.geo, start, s.found[start], best, s.found[best], s.wanted.peers)
+    if begun and updated_alike(best, begun) != best:
+        because += ("updates cannot run where they ran when the run began; roundings may differ from there on",)
+    return Choice(best, s.found[best], because)
 
 
-def _decisions(
-    trials: Trials, limits: Limits, piece: int, steps: Sequence[Move], updates: bool
-) -> list[Callable[[Plan], Iterable[Plan]]]:
-    """Functions that vary one decision of a plan, in the order in which they are tried.
+# ---------------------------------------------------------------- decisions
 
-    `piece`: the rule's length of gradient pieces; `updates`: updates may move between CPU and GPU.
+
+def sizes(s: Search, plan: Plan) -> Iterable[Plan]:
+    """Micro-batches of other sizes; blocks' inputs on the GPU or in RAM; state of units on the GPU before activations or
+    not; updates on the GPU or not.
     """
-    geo, wanted = trials.geo, trials.wanted
-    short = lambda change: partial(variants.with_short_pieces, geo, limits, piece, change)
-    decisions: list[Callable[[Plan], Iterable[Plan]]] = [
-        lambda plan: variants.other_swaps(geo, plan, limits, steps),
-        short(variants.windows),
-        short(lambda plan: variants.swap_slots(geo, plan, limits)),
-        variants.late_moments,
-        lambda plan: variants.fewer_writes(geo, plan, limits) if wanted.free else (),
-    ]
-    if wanted.peers:
-        decisions.insert(0, short(lambda plan: variants.between(geo, plan)))
-    lending = [short(lambda plan: variants.in_peers(geo, plan, limits, steps))] * wanted.lends
-    decisions += lending
-    sums = any(geo.numel[v] for v in read_by_loss(geo))
-    if wanted.gpus > 1 and not trials.rates.others and (wanted.peers or not sums):  # unequal GPUs round differently
-        decisions.append(short(lambda plan: variants.divided_losses(geo, plan, limits)))
-        decisions += lending  # in the memory that divided losses leave
-    if wanted.gpus > 1 and wanted.free:
-        states = wanted.gpu_updates and updates
-        decisions.append(short(lambda plan: variants.fuller(geo, plan, limits, states)))
-    if updates and wanted.on_cuda and wanted.gpu_updates and wanted.mode == "forward":
-        decisions.append(short(lambda plan: variants.updates(geo, plan, limits)))
-    return decisions
+    states, shares = ((None,), (0.0,)) if s.geo.cfg.lora else ((None, 1.0, 0.0), (GPU_UPDATES, 0.0))
+    for size, x, state, updates in product(s.sizes(plan.tokens), ("gpu", "host"), states, shares):
+        yield from s.rule(Strategy(x, state, updates=updates), size)
 
 
-def _around_the_best(
-    trials: Trials, decisions: Sequence[Callable[[Plan], Iterable[Plan]]], most: int, refined: int
-) -> None:
-    """Varies one decision after another of the `refined` best plans, and simulates the results, those of the best plan
-    always, those of the others until there are `most` simulations.
+def placed(s: Search, plan: Plan) -> Iterable[Plan]:
+    """Inputs and state as in `sizes`, each with as many saved tensors in RAM as fit, or with half of them."""
+    streams = any(unit.update == "gpu" for unit in plan.units)
+    for x, state in product(("gpu", "host"), (None, 1.0, 0.0)) if s.geo.cfg.lora is None else ():
+        for other in s.rule(Strategy(x, state, updates=GPU_UPDATES * streams), (plan.tokens, plan.n_micro)):
+            yield from swapped(s, replace(other, late_moments=plan.late_moments, piece=plan.piece), (1.0, 0.5))
+
+
+def late(s: Search, plan: Plan) -> Iterable[Plan]:
+    """Other tiers whose moments are written during backward, apart from the weights."""
+    tiers: set[Tier] = {unit.state for unit in plan.units if unit.update == "cpu"} - {"gpu"}
+    tiers |= {"gpu"} if any(unit.update == "gpu" for unit in plan.units) else set()
+    tried = {frozenset(tiers.intersection(plan.late_moments))}
+    for other in LATE if plan.mode == "forward" and plan.adam_bits == 32 and s.wanted.on_cuda else ():
+        if (used := frozenset(tiers.intersection(other))) not in tried:
+            tried.add(used)
+            yield replace(plan, late_moments=other)
+
+
+def swapped(s: Search, plan: Plan, parts: Sequence[float] = PARTS) -> Iterable[Plan]:
+    """Saved tensors in RAM instead of recomputed, as many as fit and fewer."""
+    plain, steps = plan.changed(range(s.geo.n_units), saved=()), s.steps(plan)
+    room = most_in_ram(s.geo, plain, s.limits, steps)
+    for n in dict.fromkeys(round(part * room) for part in parts):
+        yield with_most_on_gpu(s.geo, plain, s.limits, steps, n)
+
+
+def finer(s: Search, plan: Plan) -> Iterable[Plan]:
+    """A few more or fewer of them."""
+    n = sum(bool(unit.names("host")) for unit in plan.units)
+    if n and not any(unit.names("ssd") for unit in plan.units):
+        plain, steps = plan.changed(range(s.geo.n_units), saved=()), s.steps(plan)
+        room = most_in_ram(s.geo, plain, s.limits, steps)
+        now = sum(len([m for m in steps if m.kind == kind and set(m.names) <= set(unit.names("host"))])
+                  for unit, kind in zip(plan.units, s.geo.kinds, strict=True))  # fmt: skip
+        for n in dict.fromkeys(min(room, round(part * now)) for part in FINER):
+            yield with_most_on_gpu(s.geo, plain, s.limits, steps, n)
+
+
+def driven(s: Search, plan: Plan) -> Iterable[Plan]:
+    """More saved tensors than RAM holds, the rest on the SSD, with less state in RAM (Fuyou, section 4.4)."""
+    if not plan.uses("ssd") or s.begun or s.geo.cfg.lora:  # a running run has allocated its scratch files
+        return
+    less = replace(s.limits, host=int(DRIVE_RAM * s.limits.host))
+    for size, strategy in product(s.sizes(plan.tokens), (Strategy("host", 0.0, updates=0.0), Strategy("host"))):
+        for low in s.rule(strategy, size, less):
+            plain, steps = low.changed(range(s.geo.n_units), saved=()), s.steps(low)
+            room, n = most_in_ram(s.geo, plain, less, steps), 0
+            for move in steps:
+                n += s.geo.kinds.count(move.kind)
+                if n > room:
+                    for in_ram in {room, 0}:
+                        full = with_most_on_gpu(s.geo, plain, less, steps, n, in_ram)
+                        yield fill_ram(s.geo, full, s.limits) if s.wanted.free else full
+
+
+def base(s: Search, plan: Plan) -> Iterable[Plan]:
+    """RAM divided between the frozen weights of adapters and activations."""
+    for x in ("gpu", "host") if s.geo.cfg.lora else ():
+        for other in s.rule(Strategy(x), (plan.tokens, plan.n_micro)):
+            in_ram = [u for u, unit in enumerate(other.units) if unit.base == "host" and s.geo.base_bytes[u]]
+            for kept in BASE_RAM if s.wanted.free and s.rates.has_drive and in_ram else (1.0,):
+                low = other.changed(set(in_ram) - some(in_ram, int(kept * len(in_ram))), base="ssd")
+                for full in (low, *swapped(s, low)):
+                    yield fill_ram(s.geo, full, s.limits) if s.wanted.free else full
+
+
+def share(s: Search, plan: Plan) -> Iterable[Plan]:
+    """Other shares of units that are updated on the GPU. If it has no room to stream their state through, swapped
+    tensors are recomputed, or one unit's state is moved to RAM.
     """
-    for rank, base in enumerate(sorted(trials.found, key=trials.cost)[:refined]):
-        best = base
-        for decide in decisions:
-            for plan in decide(best):
-                if plan not in trials.found and (rank == 0 or len(trials.found) < most):
-                    trials.simulate(plan)
-                if plan in trials.found:
-                    best = min(best, plan, key=trials.cost)
+    if s.begun or not (s.wanted.on_cuda and s.wanted.gpu_updates and plan.mode == "forward"):
+        return
+    swapping = [u for u, unit in enumerate(plan.units) if unit.names("host")]
+    on_gpu = [u for u, unit in enumerate(plan.units) if unit.state == "gpu"]
+    rooms = plan, plan.changed(swapping, saved=()), plan.changed(on_gpu[-1:], weights="host", state="host")
+    for part in UPDATES:
+        tried = ((room, share_updates(s.geo, room, s.limits, part)) for room in rooms)
+        yield next((shared for room, shared in tried if shared != room), plan)
 
 
-# ---------------------------------------------------------------- a lower bound in closed form
+def between(s: Search, plan: Plan) -> Iterable[Plan]:
+    """Outputs of layers through RAM instead of peer copies, or the reverse."""
+    if s.wanted.peers:
+        through = "host" if plan.between == "gpu" else "gpu"
+        x = plan.units[s.geo.head].x
+        yield replace(plan, between=through).changed({s.geo.head}, x="gpu" if through == "gpu" else max(x, "host"))
 
 
-@dataclass
-class Traffic:
-    """Bytes that each queue moves in forward and in backward, and bytes of the drives in a step."""
+def lent(s: Search, plan: Plan) -> Iterable[Plan]:
+    """Saved tensors of the other GPUs' units in the memory of the GPU with the most of it free (MPress, section 3)."""
+    if not s.wanted.lends:
+        return
+    used = each_usage(s.geo, plan)[0]
+    peer = max(range(plan.gpus), key=lambda gpu: s.limits.of(gpu) - used[gpu])
+    units = [u for u, unit in enumerate(plan.units) if unit.gpu != peer and 0 < u < s.geo.head]
+    plain, steps = plan.changed(units, saved=(), peer=peer), s.steps(plan)
+    moved = lambda n: with_moves(s.geo, plain, steps, n, in_ram=0, beyond="peer", only=units)
+    yield moved(largest(count(s.geo, steps), lambda n: fits(s.geo, moved(n), s.limits)))
 
-    forward: dict[str, float] = field(default_factory=lambda: dict.fromkeys(QUEUES, 0.0))
-    backward: dict[str, float] = field(default_factory=lambda: dict.fromkeys(QUEUES, 0.0))
-    read: int = 0
-    written: int = 0
 
-
-def lower_bounds(geo: Geometry, plan: Plan, rates: Rates, batch: Batch) -> dict[str, float]:
-    """Lower bounds of a step's time in seconds: for each resource, the time that it needs without waiting.
-
-    "passes" is the sum of forward and backward, each as long as its slowest queue. Activations are swapped out in
-    forward and read back in backward; updates that need the gradient norm run in forward. Computation and PCIe
-    transfers are assumed to be divided evenly among several GPUs.
+def fuller(s: Search, plan: Plan) -> Iterable[Plan]:
+    """Each of several GPUs filled with frozen weights, or with state, of its units: the rule stops at the first full
+    one.
     """
-    rates = rates.with_moments(plan.adam_bits)
-    each = [unit_seconds(geo.cfg, plan, rates.of(gpu), batch) for gpu in range(plan.gpus if rates.others else 1)]
-    # By all GPUs, times their number.
-    seconds = {key: len(each) / sum(1 / found[key] for found in each) for key in each[0]}
-    forward = plan.n_micro * sum(s for (kind, _), s in seconds.items() if kind == "forward") / plan.gpus
-    decode = [sum(way) / rates.copy for way in zip(*geo.decode_bytes, strict=True)]  # in forward and in backward
-    forward += decode[0]
-    compute = plan.n_micro * sum(seconds.values()) / plan.gpus + sum(decode)
-    moved = Traffic()
-    for u in range(geo.n_units):
-        _activations(geo, plan, u, moved)
-        _weights_and_state(geo, plan, u, moved)
-        _base(geo, plan, u, moved)
-    for way, half in product(("h2d", "d2h"), (moved.forward, moved.backward)):
-        half.update(dict.fromkeys((numbered(way, gpu) for gpu in range(plan.gpus)), half[way] / plan.gpus))
-    up, down = queue_seconds(moved.forward, rates), queue_seconds(moved.backward, rates)
-    passes = max(forward, *up.values()) + max(compute - forward, down["h2d"], down["d2h"])
-    queues = {queue: up[queue] + down[queue] for queue in up}
-    ssd = drive_seconds(moved.read, moved.written, rates)
-    copied = plan.gpus * sum(half[way] for half in (moved.forward, moved.backward) for way in ("h2d", "d2h"))
-    return {"compute": compute, "ssd": ssd, "dram": copied / rates.dram, "passes": passes, **queues}
+    if plan.gpus == 1 or not s.wanted.free:
+        return
+    for what, to in (("base", {"base": "gpu"}), ("state", {"weights": "gpu", "state": "gpu", "update": "cpu"})):
+        full = plan
+        for gpu in range(plan.gpus) if what == "base" or (s.wanted.gpu_updates and not s.begun) else ():
+            left = [u for u, unit in enumerate(plan.units) if unit.gpu == gpu and vars(unit)[what] != "gpu"]
+            full = of_first(s.geo, full, s.limits, left, **to)
+        yield full
 
 
-def _activations(geo: Geometry, plan: Plan, u: int, moved: Traffic) -> None:
-    """Adds the bytes of unit u's saved tensors and input to `moved`."""
-    unit, n = plan.units[u], plan.n_micro
-    saved = n * geo.saved_layout(u, unit.names("host") + unit.names("ssd"), plan.tokens).span
-    x, away = n * geo.x_bytes(plan.tokens) * (u > 0), unit.x != "gpu"
-    moved.forward["d2h"] += saved + x * away
-    moved.backward["h2d"] += saved + x * away
-    hops = away or unit.gpu != plan.units[u - 1].gpu
-    if plan.between == "host":  # inputs return in forward too; gradients leave and return
-        moved.forward["d2h"] += x * (hops and not away)
-        moved.forward["h2d"] += x * hops
-        moved.backward["d2h"] += x
-        moved.backward["h2d"] += x
-    swapped = n * geo.saved_layout(u, unit.names("ssd"), plan.tokens).span + x * (unit.x == "ssd")
-    moved.read += swapped + x * (unit.x == "ssd" and plan.between == "host")
-    moved.written += swapped
+DECISIONS: tuple[Decision, ...] = (
+    sizes, placed, late, swapped, driven, base, between, lent, fuller, share, late, finer,
+)  # fmt: skip
 
 
-def _base(geo: Geometry, plan: Plan, u: int, moved: Traffic) -> None:
-    """Adds the bytes of unit u's frozen weights; those that the previous pass left on the GPU are not copied."""
-    tier, nbytes = plan.units[u].base, geo.base_bytes[u]
-    first, again = not _stays(geo, plan, u), 0 < u < geo.head - _window(plan)
-    moved.forward["h2d"] += nbytes * (tier != "gpu") * first
-    moved.backward["h2d"] += nbytes * (tier != "gpu") * again
-    moved.read += nbytes * (tier == "ssd") * (first + again)
-
-
-def _window(plan: Plan) -> int:
-    """Number of units whose weights are on the GPUs at once."""
-    return plan.buffers * plan.gpus
-
-
-def _stays(geo: Geometry, plan: Plan, u: int) -> bool:
-    """Whether the weights of unit u may still be on the GPU, unchanged, when forward begins."""
-    return u <= _window(plan) or u == geo.head
-
-
-def _weights_and_state(geo: Geometry, plan: Plan, u: int, moved: Traffic) -> None:
-    """Adds the bytes of unit u's weights, gradient and optimizer state."""
-    unit, numel = plan.units[u], geo.numel[u]
-    weights, state = geo.weights[u].span, geo.state_span(u, plan.record)
-    spilled = weights * plan.spilled(u)
-    late = ("gpu" if unit.update == "gpu" else unit.state) in plan.late_moments and unit.state != "gpu"
-    changed_outside = unit.weights != "gpu" and not (unit.update == "gpu" and _stays(geo, plan, u))
-    moved.forward["h2d"] += weights * changed_outside
-    moved.backward["d2h"] += weights * (unit.state != "gpu")
-    if unit.update == "gpu":
-        moved.forward["h2d"] += state + weights
-        moved.forward["d2h"] += (2 * numel * (geo.dtype == "BF16") if late else state) + weights
-        moved.backward["cpu"] += numel * PART_BYTES["moments"] * late
-    elif unit.state != "gpu":
-        updates = moved.backward if plan.mode == "backward" else moved.forward
-        updates["cpu"] += numel * PART_BYTES["weights" if late else "all"]
-        moved.backward["cpu"] += numel * PART_BYTES["moments"] * late
-    on_ssd = state * (unit.state == "ssd") + weights * (unit.weights == "ssd") + spilled
-    again = 8 * numel + spilled if unit.state == "ssd" and late else 0  # moments under backward
-    moved.read += on_ssd + again
-    moved.written += on_ssd
+def updated_alike(plan: Plan, begun: Plan) -> Plan | None:
+    """`plan` with each unit's update on the processor of `begun`; None if the placement of `plan` does not allow it."""
+    units = []
+    for unit, other in zip(plan.units, begun.units, strict=True):
+        on_gpu = other.state == "gpu" or other.update == "gpu"
+        streamed = on_gpu and unit.state != "gpu"
+        if unit.state == "gpu" and not on_gpu:
+            return None
+        if streamed and ((unit.weights, unit.state) != ("host", "host") or plan.mode == "backward"):
+            return None
+        units.append(replace(unit, gpu=other.gpu, update="gpu" if streamed else "cpu"))
+    return replace(plan, units=tuple(units))

@@ -10,21 +10,19 @@ from functools import cached_property
 from typing import NamedTuple
 
 from trireme.engine.amounts import gb, percent, whole_gib
-from trireme.engine.buffers import GROUP, GROUPS, buffers, each_usage, fullest, usage, workspace
+from trireme.engine.buffers import GROUP, GROUPS, buffers, each_usage, fullest, scratch, usage, workspace
 from trireme.engine.geometry import Geometry
 from trireme.engine.plan import TIERS, DoesNotFit, Limits, Plan, Tier
 from trireme.engine.planner.choose import choose, first_plan
 from trireme.engine.planner.predict import Batch, Prediction, lengths_of, predict
 from trireme.engine.planner.rates import DRIVE_SHARE, RAM_SHARE, TB, Machine
 from trireme.engine.planner.rule import Wanted
-from trireme.engine.planner.variants import STRATEGIES
 from trireme.models.config import ModelConfig
 from trireme.models.sizes import costs, narrow, shapes
 from trireme.storage.layout import ITEMSIZE
 from trireme.storage.shards import IN_FLIGHT
 
 BEST = "best so far"  # row of the memory table: the copy of the best weights
-SHORT = 4  # strategies in a search for faster settings, which refines only the best plan
 WORTH_SAYING = 1.1  # a change with at least this gain in tokens/s is printed
 ENDLESS = 1 << 40  # sequences
 
@@ -235,11 +233,11 @@ class Forecast:
         return self.again(adam_bits=8)
 
     def again(self, limits: Limits | None = None, adam_bits: int = 0, n_micro: int = 0) -> Forecast:
-        """The estimates with other limits, moments or micro-batches, planned by a short search. Raises DoesNotFit."""
+        """The estimates with other limits, moments or micro-batches, planned anew. Raises DoesNotFit."""
         p, limits = self.plan, limits or self.limits
         wanted = Wanted.like(replace(p, n_micro=n_micro or p.n_micro), self.work.batch(p))
         wanted = replace(wanted, adam_bits=adam_bits or p.adam_bits)
-        choice = choose(self.cfg, limits, self.machine.rates, wanted, strategies=STRATEGIES[:SHORT], refined=1)
+        choice = choose(self.cfg, limits, self.machine.rates, wanted)
         return replace(self, plan=choice.plan, limits=limits)
 
 
@@ -264,14 +262,6 @@ def check_drive(f: Forecast) -> None:
             f"the store and the export need {gb(need)}, {gb(need - room)} more than the drives take: "
             f"{percent(1 - DRIVE_SHARE)} of them stays free. Raise ssd to {math.ceil(need / DRIVE_SHARE / TB)}TB."
         )
-
-
-def scratch(geo: Geometry, plan: Plan) -> tuple[int, int]:
-    """Bytes of (activations, gradients) on the SSD, as Engine.claim_scratch allocates them."""
-    saved = sum(geo.saved_layout(u, unit.names("ssd"), plan.tokens).span for u, unit in enumerate(plan.units))
-    leave = range(1, geo.n_units if plan.between == "host" else geo.head)  # the head's input is read at once
-    x = geo.x_bytes(plan.tokens) * sum(plan.units[u].x == "ssd" for u in leave)
-    return plan.n_micro * (saved + x), sum(w.span for u, w in enumerate(geo.weights) if plan.spilled(u))
 
 
 def spares(geo: Geometry, plan: Plan) -> int:

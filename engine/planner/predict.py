@@ -12,10 +12,8 @@ from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from functools import cache, lru_cache, partial
 
-from trireme.engine.buffers import moving_sums
 from trireme.engine.build import Engine, Inputs, build
 from trireme.engine.geometry import ADAM_BYTES, Geometry
-from trireme.engine.layers import GRADIENT
 from trireme.engine.plan import Limits, Plan
 from trireme.engine.planner.rates import Rates
 from trireme.engine.planner.simulate import DRIVE, SimulatedQueues, SimulatedTask, drive_seconds, is_copy
@@ -24,6 +22,9 @@ from trireme.engine.queues.task import Kind, Task
 from trireme.engine.queues.trace import Span
 from trireme.engine.step import train_step
 from trireme.models.config import ModelConfig
+from trireme.models.families.experts import Experts
+from trireme.models.families.scans import Scan
+from trireme.models.layers import Layer
 from trireme.models.sizes import costs, narrow, shapes, workspace
 from trireme.storage.layout import ITEMSIZE
 
@@ -130,10 +131,8 @@ def predict_between(
     `predict`.
     """
     with _engine(cfg, plan, rates, batch) as (e, queues, inputs):
-        known, name, train = unit_seconds(cfg, plan, rates, batch), e.geo.names[-1], queues.duration
-        apart = known.get(("loss", f"{name} {GRADIENT}"), 0.0)  # of a task that evaluations do not have
-        forward = LOSS_FORWARD * (1 + apart / known["loss", name])
-        queues.duration = lambda task: train(task) * (forward if task.kind == "loss" else 1)
+        train = queues.duration
+        queues.duration = lambda task: train(task) * (LOSS_FORWARD if task.kind == "loss" else 1)
         for _ in range(2):
             queues.begin()
             issue(e, inputs)
@@ -297,7 +296,7 @@ def kernels_of(cfg: ModelConfig, kind: Kind, of: str, learned: int) -> float:
         return LOSS_KERNELS[0] + LOSS_KERNELS[1] * -(-learned // workspace.LOSS_CHUNK)
     if of == "embed" and kind in MICRO:
         return EMBED_KERNELS[kind]
-    recurs = shapes.bare(of) in ("block", "attention") and (cfg.both or of.startswith(shapes.SCANS))
+    recurs = of in cfg.kinds.values() and cfg.kind(of).scan is not None
     thin = (2 if cfg.lora else 1) * (1.6 if cfg.fp8 else 1)  # adapters double the kernels; others make codes
     if kind == "decode" and cfg.fp8:
         return 2 * FP8_LAYERS / len(shapes.inner_kinds(cfg))
@@ -328,8 +327,6 @@ def unit_seconds(cfg: ModelConfig, plan: Plan, rates: Rates, batch: Batch) -> di
         ("backward", names[0]): launched("backward", 7 * row * cfg.width / rates.copy, "embed"),
         ("loss", names[-1]): sum(lost) / rates.loss,
     }
-    if moving_sums(geo, plan):
-        known["loss", names[-1]], known["loss", f"{names[-1]} {GRADIENT}"] = (each / rates.loss for each in lost)
     if batch.compared:
         known["loss", names[-1]] *= 1 + LOSS_FORWARD
     alike = dict[tuple[int, frozenset[str]], int]()  # the first unit of those with equal times
@@ -353,14 +350,14 @@ def _inner_seconds(
 
     Backward recomputes the tensors that are not in `saved`.
     """
-    kind, N, itemsize = geo.kinds[u], batch.tokens, ITEMSIZE[plan.dtype]
+    kind, N, itemsize, layer = geo.kinds[u], batch.tokens, ITEMSIZE[plan.dtype], shapes.unit(cfg, u)
     pairs, row = batch.pairs(cfg), batch.tokens * itemsize  # row: bytes of a feature
-    multiplied, slower, mixer = partial(_multiplied, rates), partial(_slower, rates), partial(_mixer_seconds, cfg, kind)
-    once = costs.forward_flops(cfg, u, N, pairs) - costs.mixer_flops(cfg, kind, N, pairs)
-    back = costs.backward_flops(cfg, u, N, pairs) - costs.mixer_backward_flops(cfg, kind, N, pairs)
+    multiplied, slower, mixer = partial(_multiplied, rates), partial(_slower, rates), partial(_mixer_seconds, cfg, shapes.unit(cfg, u))
+    once = costs.forward_flops(cfg, u, N, pairs) - costs.mixer_flops(layer, N, pairs)
+    back = costs.backward_flops(cfg, u, N, pairs) - costs.mixer_backward_flops(layer, N, pairs)
     up, down = (row * n / rates.copy for n in _adapter_features(cfg, u))
     quick, own = costs.in_fp8_work(cfg, u, saved, N), costs.grouped_work(cfg, u, saved, N)
-    small = row * _features(cfg, kind) / rates.copy
+    small = row * _features(layer) / rates.copy
     sliced = narrow.sliced_bytes(cfg, u, N, itemsize)
     # Gradients are read and written in each micro-batch, in fp32 if there are several.
     summed = (8 if batch.n_micro > 1 or plan.hosts > 1 else 2 * itemsize) * geo.numel[u] / rates.copy
@@ -390,15 +387,15 @@ def rebuilt_seconds(
     """Seconds of recomputation in backward: of the GEMMs and attention for the tensors of a micro-batch of unit u that
     are not in `kept`.
     """
-    kind, N, pairs = shapes.kind(cfg, u), batch.tokens, batch.pairs(cfg)
+    kind, layer, N, pairs = shapes.kind(cfg, u), shapes.unit(cfg, u), batch.tokens, batch.pairs(cfg)
     missing = shapes.saved_shapes(cfg, 1, kind).keys() - kept
-    rebuilt = costs.recompute_flops(cfg, kept, N, pairs, kind) - costs.mixer_flops(cfg, kind, N, pairs, missing)
-    once = costs.forward_flops(cfg, u, N, pairs) - costs.mixer_flops(cfg, kind, N, pairs)
+    rebuilt = costs.recompute_flops(cfg, kept, N, pairs, kind) - costs.mixer_flops(layer, N, pairs, missing)
+    once = costs.forward_flops(cfg, u, N, pairs) - costs.mixer_flops(layer, N, pairs)
     quick, own = costs.in_fp8_work(cfg, u, kept, N), costs.grouped_work(cfg, u, kept, N)
     row = N * itemsize / rates.copy
     return (
         _multiplied(rates, rebuilt, quick.rebuilt, quick.rebuilt_bytes)
-        + _mixer_seconds(cfg, kind, rates, batch, made=missing)
+        + _mixer_seconds(cfg, layer, rates, batch, made=missing)
         + row * _adapter_features(cfg, u)[0] * rebuilt / once
         + _slower(rates, own, own.rebuilt)
         + ("gate_up" not in kept) * narrow.sliced_bytes(cfg, u, N, itemsize).rebuilt / rates.copy
@@ -411,19 +408,16 @@ def _long(batch: Batch) -> float:
 
 
 def _mixer_seconds(
-    cfg: ModelConfig, kind: str, rates: Rates, batch: Batch, backward: bool = False, made: Set[str] = costs.MIXED
+    cfg: ModelConfig, layer: Layer, rates: Rates, batch: Batch, backward: bool = False, made: Set[str] = costs.MIXED
 ) -> float:
     """Seconds of a unit's attention and recurrence without GEMMs, of those whose results include any of `made`."""
-    pairs, (cfg, kind) = batch.pairs(cfg), shapes.seen(cfg, kind)
-    if kind not in ("block", "attention"):
-        return 0.0
-    seconds = 0.0
-    if not cfg.scanning and made & costs.ATTENDED:
-        flops = (costs.attention_backward_flops if backward else costs.attention_flops)(cfg, pairs)
+    pairs, seconds = batch.pairs(cfg), 0.0
+    if layer.attention and made & costs.ATTENDED:
+        flops = (costs.attention_backward_flops if backward else costs.attention_flops)(layer.attention, pairs)
         share = rates.attention_backward if backward else rates.attention
         seconds += flops / (rates.matmul * share * _long(batch))
-    if (cfg.scanning or cfg.both) and made & costs.SCANNED:
-        flops = (costs.scan_backward_flops if backward else costs.scan_flops)(cfg, batch.tokens)
+    if layer.scan and made & costs.SCANNED:
+        flops = (costs.scan_backward_flops if backward else costs.scan_flops)(layer.scan, batch.tokens)
         seconds += flops / (rates.matmul * (rates.scan_backward if backward else rates.scan))
     return seconds
 
@@ -444,20 +438,22 @@ def _slower(rates: Rates, own: costs.Grouped, rows: float, gradients: float = 0.
     return more + gradients * (1 / rates.grouped_add - 1 / rates.gemm) / rates.matmul
 
 
-def _features(cfg: ModelConfig, kind: str) -> float:
+def _features(layer: Layer) -> float:
     """Features per token that norms, residuals, rotation and activation read and write: in forward once, in backward
     twice.
     """
-    cfg, kind = shapes.seen(cfg, kind)
-    attention = 4.5 * cfg.width + 2 * (cfg.q_width + cfg.kv_width) + 1.5 * cfg.q_width * cfg.attention_gate
-    attention += (cfg.qkv_width + 3 * cfg.q_width) * bool(cfg.latent)  # norms of latents, keys put together
-    if cfg.scan and (cfg.scanning or cfg.both):
-        recurrence = 4.5 * cfg.width + 2 * cfg.scan.channels + 1.5 * cfg.scan.value_width
-        recurrence += cfg.scan.mixed_width * bool(cfg.scan.factors)
-        attention = recurrence + attention * cfg.both
-    mlp = 4.5 * cfg.width + (3 if cfg.gated else 2) * shapes.hidden_width(cfg)
-    mlp += 2 * shapes.chosen(cfg) * shapes.expert_input(cfg) if cfg.experts else 0  # rows by expert, and their sum
-    return {"attention": attention, "mlp": mlp, "block": attention + mlp}[kind]
+    found = 4.5 * layer.width * (len(layer.mixers) + len(layer.mlps))
+    for own in layer.mixers:
+        if isinstance(own, Scan):
+            found += 2 * own.channels + 1.5 * own.value_width + own.mixed_width * bool(own.factors)
+        else:
+            found += 2 * (own.q_width + own.kv_width) + 1.5 * own.q_width * own.gate
+            found += (own.qkv_width + 3 * own.q_width) * bool(own.latent)  # norms of latents, keys put together
+    for mlp in layer.mlps:
+        found += (3 if mlp.gated else 2) * shapes.hidden_width(mlp)
+        if isinstance(mlp, Experts):
+            found += 2 * mlp.chosen * shapes.expert_input(layer)  # rows by expert, and their sum
+    return found
 
 
 def _adapter_features(cfg: ModelConfig, u: int) -> tuple[int, int]:
@@ -465,7 +461,8 @@ def _adapter_features(cfg: ModelConfig, u: int) -> tuple[int, int]:
     limited by FLOPs.
     """
     tensors = [group for part in shapes.trained_parts(cfg, u) for group in part if ".lora_" in group[0][0]]
-    rows = lambda name: shapes.chosen(cfg) if shapes.adapts_experts(name) else 1
+    own = shapes.unit(cfg, u).experts
+    rows = lambda name: own.chosen if own and shapes.adapts_experts(name) else 1
     out = lambda name, shape: shape[1] if shapes.adapts_experts(name) else shape[0]
     ins = sum(rows(group[0][0]) * group[0][1][1] for group in tensors if group[0][0].endswith("lora_A.weight"))
     outs = sum(rows(n) * out(n, s) for group in tensors for n, s in group if n.endswith("lora_B.weight"))
@@ -476,7 +473,7 @@ def _loss_seconds(cfg: ModelConfig, rates: Rates, tokens: int, itemsize: int, ge
     """Seconds of (the loss and the input's gradient: two GEMMs, five passes over the logits; the weight's gradient, if
     it is trained: a GEMM, and two passes over the fp32 gradient for each chunk).
     """
-    chunks, head = -(-tokens // workspace.LOSS_CHUNK), cfg.n_units - 1
+    chunks, head = -(-tokens // workspace.rows_of_loss(cfg, tokens, itemsize)), cfg.n_units - 1
     once, back = (count(cfg, head, tokens, 0) for count in (costs.forward_flops, costs.backward_flops))
     summed = 8 * chunks * cfg.outputs * cfg.width * (back > once)
     seconds = 2 * once / gemm + 5 * tokens * itemsize * cfg.outputs / rates.copy

@@ -10,7 +10,7 @@ from trireme.engine.geometry import Geometry
 from trireme.engine.plan import TIERS, Plan, SavedTier
 from trireme.engine.planner.predict import Batch, Prediction
 from trireme.engine.planner.rates import Rates
-from trireme.engine.planner.variants import moves
+from trireme.engine.planner.swaps import moves
 
 NOTICED = 1.005  # times as long
 PLACES: dict[SavedTier, str] = {"peer": "memory of other GPUs", "host": "RAM", "ssd": "the SSD"}
@@ -82,9 +82,6 @@ def _outputs(plan: Plan, peers: bool) -> Iterable[str]:
     """Where the outputs of layers are stored until the next layer, and where losses are computed."""
     if plan.gpus > 1 and plan.between == "gpu":
         yield "outputs of layers go to the next GPU by peer copies, not through RAM"
-    if plan.losses:
-        which = ", ".join(map(str, plan.losses))
-        yield f"GPUs {which} compute the losses of micro-batches in turn, each with a copy of the head's weights"
     if plan.between == "host" and plan.gpus > 1 and not peers:
         yield "outputs of layers go to the next GPU through RAM: the GPUs have no access to each other's memory"
     elif plan.between == "host":

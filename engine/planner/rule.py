@@ -111,7 +111,6 @@ class Strategy:
 
     x: Tier = "gpu"  # first tier tried for blocks' inputs
     states: float | None = None  # share of units with state on the GPU before activations; None: by tokens a step
-    resident: bool = False  # fill the GPU with copies of weights that are stored in RAM before activations
     updates: float = GPU_UPDATES  # share of the units in RAM that the GPU updates
 
 
@@ -211,7 +210,7 @@ def _lowest_plans(geo: Geometry, wanted: Wanted, strategy: Strategy) -> Iterable
                 dtype=geo.dtype,
                 mode=wanted.mode,
                 adam_bits=geo.adam_bits,
-                late_moments=("gpu", "host") if apart else (),
+                late_moments=TIERS if apart else (),
                 window=rings[0],
                 piece=rings[1],
                 host_window=rings[2],
@@ -241,9 +240,6 @@ def _fill(geo: Geometry, plan: Plan, limits: Limits, wanted: Wanted, strategy: S
         plan = _base_to_ram(geo, _to_ram(geo, plan, limits), limits)
     if wanted.on_cuda and wanted.gpu_updates and plan.mode == "forward":
         plan = share_updates(geo, plan, limits, strategy.updates)
-    if strategy.resident:
-        units = [u for u, unit in enumerate(plan.units) if unit.update == "cpu" and unit.weights == "host"]
-        plan = of_first(geo, plan, limits, units, resident=True)
     if to_gpu:
         plan = _states_to_gpu(
             geo, plan, limits, _useful_states(geo, plan) if strategy.states is None else round(strategy.states * n)
@@ -297,7 +293,7 @@ def _inputs_to_ram(geo: Geometry, plan: Plan, limits: Limits) -> Plan:
 
 
 def _states_to_gpu(geo: Geometry, plan: Plan, limits: Limits, most: int) -> Plan:
-    return of_first(geo, plan, limits, range(most), weights="gpu", state="gpu", update="cpu", resident=False)
+    return of_first(geo, plan, limits, range(most), weights="gpu", state="gpu", update="cpu")
 
 
 def _more_state_buffers(geo: Geometry, plan: Plan, limits: Limits) -> Plan:
@@ -345,7 +341,7 @@ def share_updates(geo: Geometry, plan: Plan, limits: Limits, share: float) -> Pl
     """`plan` in which the GPU updates `share` of the units in RAM, if that fits; otherwise `plan`. Forward is too short
     for all updates on one of the two processors.
     """
-    in_ram = [u for u, unit in enumerate(plan.units) if unit.state == unit.weights == "host" and not unit.resident]
+    in_ram = [u for u, unit in enumerate(plan.units) if unit.state == unit.weights == "host"]
     chosen = some(in_ram, round(share * len(in_ram)))
     shared = plan.changed(set(in_ram) - chosen, update="cpu").changed(chosen, update="gpu")
     shared = replace(shared, window=max(plan.window, 3))
@@ -393,7 +389,7 @@ def _experts_at_once(geo: Geometry, lacks: Mapping[str, int]) -> str:
     if geo.cfg.at_once and packing:
         nbytes = max(geo.base_bytes[1:-1])
         return f"; the {own.count} experts of one layer take {rounded_up(nbytes)} of it in {packing.word}"
-    nbytes = own.count * shapes.of_an_expert(geo.cfg) * ITEMSIZE[geo.dtype]
+    nbytes = own.count * shapes.of_an_expert(next(o for o in geo.cfg.layers if o.experts)) * ITEMSIZE[geo.dtype]
     return f"; the {own.count} experts of one layer take {rounded_up(nbytes)} of it and are computed together"
 
 

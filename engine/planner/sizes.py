@@ -6,18 +6,18 @@ import re
 from difflib import get_close_matches
 from typing import Any
 
-from trireme.models.config import InputError, ModelConfig, Rope, parse_config
+from trireme.models.config import InputError, ModelConfig, Rope, parse_config, uniform
 
 
 def llama(
     width: int, layers: int, heads: int, ffn: int, vocab: int = 32000, kv: int | None = None, tied: bool = False
 ) -> ModelConfig:
-    return ModelConfig("llama", vocab, width, layers, heads, kv or heads, width // heads, ffn, 1 << 17, 1e-5, tied,
+    return uniform("llama", vocab, width, layers, heads, kv or heads, width // heads, ffn, 1 << 17, 1e-5, tied,
                        rope=Rope(1e4))  # fmt: skip
 
 
 def gpt3(width: int, layers: int, heads: int) -> ModelConfig:
-    return ModelConfig("gpt2", 50257, width, layers, heads, heads, width // heads, 4 * width, 8192, 1e-5, True,
+    return uniform("gpt2", 50257, width, layers, heads, heads, width // heads, 4 * width, 8192, 1e-5, True,
                        qkv_bias=True, o_bias=True, mlp_bias=True)  # fmt: skip
 
 

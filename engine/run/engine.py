@@ -12,7 +12,6 @@ from queue import SimpleQueue
 
 import torch
 
-from trireme.engine.activations import Activation
 from trireme.engine.amounts import count, gb, gib
 from trireme.engine.between import load_from_store
 from trireme.engine.build import Engine, Inputs, build, in_ram, placed
@@ -20,7 +19,6 @@ from trireme.engine.exchange import Exchange
 from trireme.engine.hosts import reshare
 from trireme.engine.hosts.group import Alone
 from trireme.engine.hosts.held import Whole
-from trireme.engine.layers import Into, backward_block, backward_embedding, forward_block, forward_embedding, loss
 from trireme.engine.memory import NOTHING
 from trireme.engine.planner.clock import Clock
 from trireme.engine.planner.host import hold_to
@@ -34,7 +32,6 @@ from trireme.engine.updates import AdamW
 from trireme.models.losses.comparison import Comparison
 from trireme.models.losses.preferences import Preference
 from trireme.models.rows import make_load, rope_tables
-from trireme.models.sizes.shapes import layer
 from trireme.storage.files import StoreError
 from trireme.storage.shards import DAMAGED, Damaged
 from trireme.storage.snapshots import NO_WAY_BACK, NONE_OLDER
@@ -100,7 +97,7 @@ class Loader:
         job, placement, adapter = self.job, self.e.placement, self.job.adapter
         exchange = Exchange(job.cfg, job.source, placement, adapter.values if adapter else None)
         with self._loading("loading", placement.nbytes() + placement.frozen_bytes) as more:
-            _load_and_warm_up(self.e, job, exchange, more, clock)
+            exchange.load(more)
         sums = exchange.base | {"those that are trained": exchange.trained}
         self.group.agree("weights", sums, "Copy host 0's checkpoint")
         return exchange
@@ -154,34 +151,6 @@ class Loader:
         return _loading(self.screen, what, nbytes, self.asked)
 
 
-def _load_and_warm_up(e: Engine, job: Job, exchange: Exchange, more: Callable[[int], None], clock: Clock) -> None:
-    """On a GPU, loads in another thread while this one compiles kernels."""
-    if job.device.type != "cuda" or job.plan.gpus * job.plan.hosts > 1:
-        exchange.load(more)
-        return
-    loaded, ended = SimpleQueue[int | None](), list[float]()
-
-    def load() -> None:
-        try:
-            exchange.load(more, loaded.put)
-        finally:
-            ended.append(clock.now())
-            loaded.put(None)
-
-    with ThreadPoolExecutor(1, "load") as thread:
-        loading = thread.submit(load)
-        warm_up(e, _first(job), iter(loaded.get, None))
-        loading.result()
-    clock.move(clock.now() - ended[0], "load", "compile")
-
-
-def _first(job: Job) -> Inputs:
-    """The first micro-batch of the first step."""
-    mb, o = in_ram(job.cfg, next(iter(job.data.step(0, job.options.batch_size, job.micro_rows)))), job.options
-    load = make_load(job.cfg, mb.tokens, o.router_aux, job.device)
-    return placed(mb, [(rope_tables(job.cfg, job.seq_len, job.device), job.device)], [load])
-
-
 def claim_space(e: Engine, job: Job, store: Store, anew: bool) -> None:
     """Takes scratch space and, if `anew`, space for shards, which no snapshot has then. Raises StoreError if it is
     short.
@@ -206,69 +175,3 @@ def _loading(screen: Screen, what: str, nbytes: int, asked: Sequence[int]) -> It
                 raise KeyboardInterrupt
 
         yield more_or_leave
-
-
-# ---------------------------------------------------------------- kernel warm-up
-
-
-def warm_up(e: Engine, mb: Inputs, loaded: Iterable[int]) -> None:
-    """Runs forward and backward of units in the order in which they are `loaded`, to compile kernels. For one GPU.
-
-    Raises what a step of the micro-batch would raise.
-    """
-    seen = set[tuple[str, bool]]()
-    for u in loaded:
-        form = e.geo.kinds[u], 0 < u < e.geo.head and e.cfg.layer_window(layer(e.cfg, u)) > 0
-        if form not in seen:
-            seen.add(form)
-            {0: _embedding, e.geo.head: _head}.get(u, _block)(e, u, mb)
-    e.queues.drain()
-
-
-def _arrives(e: Engine, activation: Activation, tokens: int, again: bool = False) -> None:
-    """An activation of zeros, copied out and back as in a step."""
-    here = activation.fill(tokens, again)
-    e.compute("zero", activation.u, here.buffer.tensor.zero_, (here,))
-    activation.queue = e.activations.hop_in
-    activation.fetch()
-
-
-def _embedding(e: Engine, u: int, mb: Inputs) -> None:
-    for part in e.weights.parts(u):
-        done = forward_embedding(e, 0, part, mb, train=False)
-    e.activations.x[1][0].discard(done)
-    _arrives(e, e.activations.dx[1][0], mb.tokens)
-    backward_embedding(e, 0, mb)
-    e.gradients.drop(u)
-
-
-def _block(e: Engine, u: int, mb: Inputs) -> None:
-    x, dx, saved = e.activations.x, e.activations.dx, e.activations.saved
-    _arrives(e, x[u][0], mb.tokens, again=True)
-    for part in e.weights.parts(u):
-        done = forward_block(e, u, 0, part, mb, train=True)
-    x[u + 1][0].discard(done)
-    _arrives(e, dx[u + 1][0], mb.tokens)
-    for left in (x[u][0], *saved[u][0]):
-        left.queue = "h2d"
-        left.fetch()
-    for part in e.weights.parts(u, backward=True):
-        done = backward_block(e, u, 0, part, mb)
-    dx[u][0].discard(done)
-    e.gradients.drop(u)
-
-
-def _head(e: Engine, u: int, mb: Inputs) -> None:
-    x, comparison = e.activations.x[u][0], None
-    _arrives(e, x, mb.tokens, again=bool(mb.docs))
-    with e.weights.of_losses([e.gpu(u)]) as w:
-        g = {v: e.gradients.get(v) for v in w[e.gpu(u)]}
-        if mb.docs:
-            loss(e, 0, w[e.gpu(u)], mb, [NOTHING])
-            x.fetch()
-            factors = torch.zeros(mb.tokens, device=mb.on(e.gpu(u)).labels.device)
-            comparison = Comparison(Preference("dpo"), [], factors=[factors])
-        done = loss(e, 0, w[e.gpu(u)], mb, [NOTHING], into=Into(1.0, g, comparison=comparison))
-    e.activations.dx[u][0].discard(done)
-    for v in g:
-        e.gradients.drop(v)

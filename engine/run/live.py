@@ -214,17 +214,13 @@ class Live:
             how = f"no progress for {duration(limit)}; {what_hangs}"
             said = f"error: {what}: {how}. Is the GPU or a drive failing? {self.last_snapshot()}"
             self.group.tell(how)
-            leave(lambda: self._last_words(f"{said}. To continue: --resume {quoted(self.job.out)}"))
+            leave(lambda: self.screen.urgent(f"{said}. To continue: --resume {quoted(self.job.out)}"))
 
         return watched(self.queues, limit, late, self._progress)
 
     def _progress(self) -> tuple[int, object]:
         """Progress outside the queues. It always changes while a terminal or another host is waited for."""
         return self.screen.counted, object() if self.screen.waits or self.group.waits else None
-
-    def _last_words(self, said: str) -> None:
-        self.screen.urgent(said)
-        self.group.judgement()  # until all hosts know
 
     def dealt(self, batch: Sequence[InRam]) -> Sequence[InRam]:
         """The micro-batches of this host."""

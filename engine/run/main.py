@@ -17,7 +17,7 @@ from contextlib import ExitStack, contextmanager, nullcontext
 from pathlib import Path
 
 from trireme.engine.hosts.group import Alone, Place, joined, place
-from trireme.engine.hosts.watch import LostHost
+from trireme.engine.hosts.group import LostHost
 from trireme.engine.plan import DoesNotFit
 from trireme.engine.planner.clock import Clock, process_began
 from trireme.engine.run.command import parse, program
@@ -83,9 +83,6 @@ def _main(argv: Sequence[str], began: float | None) -> int:
         screen.urgent(f"error: {whose}{shown(words, LONGEST)}")
         return code
 
-    def strange(line: str) -> None:
-        screen.urgent(f"warning: host {at.host}: {line}")
-
     def timed_out(why: str) -> None:
         from trireme.engine.queues.watchdog import leave  # late: torch takes seconds
 
@@ -103,7 +100,7 @@ def _main(argv: Sequence[str], began: float | None) -> int:
             screen = Screen(nowhere())
         with ExitStack() as stack:
             with said_later(screen, at):
-                group = stack.enter_context(joined(at, timed_out, strange))
+                group = stack.enter_context(joined(at, timed_out))
             options = parse(argv, group.host, group.hosts, lambda text: group.texts(text)[0], screen.say)
             take_gpus(options, at)
             return run(options, screen, clock, group)
@@ -144,10 +141,7 @@ def said_later(screen: Screen, at: Place) -> Iterator[None]:
     if at.hosts == 1:
         yield
         return
-    from trireme.engine.hosts.meeting import MEETING, first_address  # late: one host needs none of it
-
-    name, port = first_address()
-    line = f"host {at.host} waits for the others, {MEETING:.0f} s at most: host 0 is {shown(name)}, port {port}"
+    line = f"host {at.host} waits for the others"
     timer = threading.Timer(WAIT, screen.urgent, [line])
     timer.daemon = True
     timer.start()

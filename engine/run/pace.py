@@ -8,7 +8,7 @@ from dataclasses import replace
 from trireme.engine.amounts import count, duration
 from trireme.engine.build import Inputs
 from trireme.engine.plan import Plan
-from trireme.engine.planner.choose import Choice, choose
+from trireme.engine.planner.choose import Choice, choose, updated_alike
 from trireme.engine.planner.clock import DIFFERENT, Watch
 from trireme.engine.planner.correct import batch_of, corrected
 from trireme.engine.planner.forecast import Forecast
@@ -16,7 +16,6 @@ from trireme.engine.planner.lines import ready_line
 from trireme.engine.planner.machine import doubt, note_drives
 from trireme.engine.planner.predict import Batch, Prediction, predict
 from trireme.engine.planner.rule import Cut, Wanted
-from trireme.engine.planner.variants import updated_alike
 from trireme.engine.planner.whole import note_compilation
 from trireme.engine.queues.trace import Span
 from trireme.engine.run.job import Job

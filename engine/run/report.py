@@ -124,7 +124,8 @@ def _expert_lines(job: Job) -> list[str]:
     own, cfg = job.cfg.experts, job.cfg
     if own is None:
         return []
-    idle = (cfg.n_layers - len(own.dense)) * (own.count - own.chosen) * shapes.of_an_expert(cfg)
+    having = [layer for layer in cfg.layers if layer.experts]
+    idle = len(having) * (own.count - own.chosen) * shapes.of_an_expert(having[0])
     frozen = shapes.is_frozen(cfg, [(f"{cfg.names.prefix(cfg.n_layers - 1)}{cfg.names.router}.weight", ())])
     how, given = "frozen" if frozen else "trained", f"{job.options.router_aux:g}" if job.options.router_aux else "off"
     return [
@@ -191,7 +192,7 @@ def _experts(job: Job) -> str:
     """What --dtype fp8 does with experts."""
     if job.cfg.experts is None:
         return ""
-    return " and experts" if narrow.experts_in_fp8(job.cfg, job.plan.tokens) else ", not experts,"
+    return " and experts" if narrow.experts_in_fp8(job.cfg, next(o for o in job.cfg.layers if o.experts), job.plan.tokens) else ", not experts,"
 
 
 def method_line(job: Job) -> str:

@@ -97,7 +97,8 @@ def adaptable(cfg: ModelConfig) -> tuple[str, ...]:
 
 def linear_layers(cfg: ModelConfig) -> tuple[str, ...]:
     """Names of the linear layers within a block."""
-    mlps = [own.names for own in _layers_seen(cfg) if own.experts is None or own.experts.shared]
+    having = [own for own in cfg.layers if own.mlp or own.experts and own.experts.shared]
+    mlps = dict.fromkeys(own.names for own in having)
     latents = (cfg.names.latent_in, cfg.names.latent_out) if cfg.experts and cfg.experts.latent else ()
     return (*_mixers(cfg), *(name for names in mlps for name in (*names.up, names.down)), *latents)
 
@@ -106,11 +107,6 @@ def _mixers(cfg: ModelConfig) -> tuple[str, ...]:
     """Names of the linear layers of attention and recurrences."""
     found = (*cfg.names.attention, *((*cfg.names.mixed, cfg.names.mixed_o) if cfg.scan else ()))
     return tuple(name for name in found if name not in cfg.family.unadapted)
-
-
-def _layers_seen(cfg: ModelConfig) -> tuple[ModelConfig, ...]:
-    """The configs of the model's kinds of layers: with experts, without, or both."""
-    return (cfg, cfg.dense) if cfg.experts and cfg.experts.dense else (cfg,)
 
 
 def targets(cfg: ModelConfig, given: Sequence[str]) -> tuple[str, ...]:

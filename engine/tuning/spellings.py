@@ -7,7 +7,8 @@ from collections.abc import Iterable
 from dataclasses import replace
 from typing import NamedTuple
 
-from trireme.models.config import InputError, ModelConfig
+from trireme.models.families.names import apart
+from trireme.models.config import renamed, InputError, ModelConfig
 
 PREFIX = "base_model.model."  # peft's
 SINGLE = re.compile(r"\.experts\.\d+\.")  # one of a layer's experts, as transformers 4 has them
@@ -74,5 +75,6 @@ def by_expert(cfg: ModelConfig) -> ModelConfig:
     """`cfg` with the experts one by one in files, as transformers 4 has modules of them; `cfg` if it never had."""
     if cfg.experts is None or cfg.names.experts_in_out:
         return cfg
-    found = replace(cfg, experts=replace(cfg.experts, turned=False))
-    return found if found.names.each else replace(found, experts=replace(cfg.experts, turned=False, apart=True))
+    own = cfg.family.names
+    found = renamed(cfg, lambda names: replace(names, each=own.each, stacked=own.stacked))
+    return found if found.names.each else renamed(found, apart)

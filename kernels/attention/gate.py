@@ -12,7 +12,7 @@ from torch import Tensor
 
 from trireme.kernels.launch import cdiv, power2
 from trireme.kernels.launcher import await_previous, launcher
-from trireme.kernels.swiglu import silu
+from trireme.kernels.activations import silu
 
 BLOCK = 2048  # values of a program
 
@@ -22,6 +22,9 @@ def sigmoid(x):
     """(sigmoid(x), sigmoid'(x)), fp32."""
     s = tl.sigmoid(x)
     return s, s * (1.0 - s)
+
+
+FUNCTIONS = {"sigmoid": sigmoid, "silu": silu}
 
 
 @launcher
@@ -60,41 +63,23 @@ def _gate_bwd(
     tl.store(p_g, b_dgate.to(p_dgate.dtype.element_ty), mask)
 
 
-def sigmoid_gate_fwd(x: Tensor, gate: Tensor) -> Tensor:
-    """As reference.sigmoid_gate_fwd."""
-    return _fwd(sigmoid, x, gate)
-
-
-def sigmoid_gate_bwd(dy: Tensor, x: Tensor, gate: Tensor, dgate: Tensor) -> Tensor:
-    """As reference.sigmoid_gate_bwd; dy is contiguous."""
-    return _bwd(sigmoid, dy, x, gate, dgate)
-
-
-def silu_gate_fwd(x: Tensor, gate: Tensor) -> Tensor:
-    """As reference.silu_gate_fwd."""
-    return _fwd(silu, x, gate)
-
-
-def silu_gate_bwd(dy: Tensor, x: Tensor, gate: Tensor, dgate: Tensor) -> Tensor:
-    """As reference.silu_gate_bwd; dy is contiguous."""
-    return _bwd(silu, dy, x, gate, dgate)
-
-
-def _fwd(act, x: Tensor, gate: Tensor) -> Tensor:
+def gate_fwd(x: Tensor, gate: Tensor, act: str) -> Tensor:
+    """As reference.gate_fwd."""
     N, H, D = x.shape
     _check(x, gate)
     y, rows = torch.empty_like(x), max(1, BLOCK // power2(D))
-    _gate_fwd[(cdiv(N * H, rows),)](x, gate, y, N, *gate.stride()[:2], act, H, D, rows, power2(D), num_warps=4)
+    _gate_fwd[(cdiv(N * H, rows),)](x, gate, y, N, *gate.stride()[:2], FUNCTIONS[act], H, D, rows, power2(D), num_warps=4)
     return y
 
 
-def _bwd(act, dy: Tensor, x: Tensor, gate: Tensor, dgate: Tensor) -> Tensor:
+def gate_bwd(dy: Tensor, x: Tensor, gate: Tensor, dgate: Tensor, act: str) -> Tensor:
+    """As reference.gate_bwd; dy is contiguous."""
     N, H, D = x.shape
     _check(x, gate)
     _check(dy, dgate)
     dx, rows = torch.empty_like(x), max(1, BLOCK // power2(D))
     strides = (*gate.stride()[:2], *dgate.stride()[:2])
-    _gate_bwd[(cdiv(N * H, rows),)](dy, x, gate, dx, dgate, N, *strides, act, H, D, rows, power2(D), num_warps=4)
+    _gate_bwd[(cdiv(N * H, rows),)](dy, x, gate, dx, dgate, N, *strides, FUNCTIONS[act], H, D, rows, power2(D), num_warps=4)
     return dx
 
 

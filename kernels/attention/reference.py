@@ -99,27 +99,16 @@ def sinks_bwd_(dsinks_: Tensor, dout: Tensor, out: Tensor, lse: Tensor, sinks: T
     add_(dsinks_, -(share * (upcast(dout) * upcast(out)).sum(-1).T).sum(1))
 
 
-def sigmoid_gate_fwd(x: Tensor, gate: Tensor) -> Tensor:
-    """x * sigmoid(gate), (N, H, d) contiguous; rows and heads of the gate may be strided."""
-    return (upcast(x) * torch.sigmoid(upcast(gate))).to(x.dtype)
-
-
-def sigmoid_gate_bwd(dy: Tensor, x: Tensor, gate: Tensor, dgate: Tensor) -> Tensor:
-    """Gradient of x (N, H, d); fills dgate, which may be strided as the gate."""
-    s, d = torch.sigmoid(upcast(gate)), upcast(dy)
-    dgate.copy_(d * upcast(x) * s * (1 - s))
-    return (d * s).to(x.dtype)
-
-
-def silu_gate_fwd(x: Tensor, gate: Tensor) -> Tensor:
-    """x * silu(gate), as sigmoid_gate_fwd."""
+def gate_fwd(x: Tensor, gate: Tensor, act: str) -> Tensor:
+    """x * f(gate), f "sigmoid" or "silu"; x (N, H, d) contiguous, rows and heads of the gate may be strided."""
     z = upcast(gate)
-    return (upcast(x) * (z * torch.sigmoid(z))).to(x.dtype)
+    s = torch.sigmoid(z)
+    return (upcast(x) * (s if act == "sigmoid" else z * s)).to(x.dtype)
 
 
-def silu_gate_bwd(dy: Tensor, x: Tensor, gate: Tensor, dgate: Tensor) -> Tensor:
-    """As sigmoid_gate_bwd."""
+def gate_bwd(dy: Tensor, x: Tensor, gate: Tensor, dgate: Tensor, act: str) -> Tensor:
+    """Gradient of x (N, H, d); fills dgate, which may be strided as the gate."""
     z, d = upcast(gate), upcast(dy)
     s = torch.sigmoid(z)
-    dgate.copy_(d * upcast(x) * (s * (1 + z * (1 - s))))
-    return (d * (z * s)).to(x.dtype)
+    dgate.copy_(d * upcast(x) * s * (1 - s) if act == "sigmoid" else d * upcast(x) * (s * (1 + z * (1 - s))))
+    return (d * (s if act == "sigmoid" else z * s)).to(x.dtype)

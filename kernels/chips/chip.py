@@ -13,8 +13,6 @@ import torch
 KIB = 1 << 10
 SHARED = {80: 163, 87: 163, 90: 227, 100: 227, 103: 227}  # KiB of a program, by compute capability
 USUAL = 99  # of every other chip since Ampere, RTX 30 to 50 among them
-OWN = KIB  # bytes of shared memory that the driver takes for each program
-REGISTERS, ROUNDED = 1 << 16, 8  # of a multiprocessor; a thread has a multiple of ROUNDED
 WARPS = {80: 64, 87: 48, 90: 64, 100: 64, 103: 64}  # of a multiprocessor; else 48
 L2 = 50 << 20  # of an H100
 
@@ -34,15 +32,19 @@ class Chip(NamedTuple):
         """Whether it is Hopper or B200: launches were measured on Hopper, and B200 has as much shared memory."""
         return self.shared > 200 * KIB
 
-    def programs(self, warps: int, registers: int, shared: int) -> int:
-        """Programs that a multiprocessor runs at once, given warps, registers of a thread, bytes of shared memory."""
-        each = 32 * warps * -(-registers // ROUNDED) * ROUNDED
-        room = self.shared + OWN
-        return min(REGISTERS // each, room // (shared + OWN), WARPS.get(self.arch, 48) // warps)
+    @property
+    def warps(self) -> int:
+        """Warps of a multiprocessor."""
+        return WARPS.get(self.arch, 48)
+
+
+described = Chip(89, 128, 72 << 20)  # of tensors without memory: the GPU that is planned for
 
 
 @cache
 def chip(device: torch.device) -> Chip:
+    if device.type == "meta":
+        return described
     if device.type != "cuda":
         return Chip(0, 2)
     p = torch.cuda.get_device_properties(device)

@@ -14,10 +14,10 @@ from torch import Tensor
 from trireme.kernels import launch
 from trireme.kernels.fp8.quantize import codes_of, power_of
 from trireme.kernels.fp8.reference import E4M3, LEAST, PAD, Quantized
-from trireme.kernels.gelu import gelu_tanh
+from trireme.kernels.activations import FUNCTIONS
 from trireme.kernels.launch import cdiv
 from trireme.kernels.launcher import await_previous, launcher
-from trireme.kernels.swiglu import silu
+from trireme.kernels.reference import Act
 
 BLOCK, STAGES = 1024, 3  # values at a time of a partial maximum
 FINITE = {torch.bfloat16: 2.0**128 - 2.0**119, torch.float32: float("inf")}  # the least that is rounded to infinity
@@ -178,27 +178,9 @@ def _glu_codes_bwd(
         tl.store(p_columns + o_t, tl.trans(_codes(b_y, power, dtype)), turned)
 
 
-def swiglu_codes_fwd(gate_up: Tensor) -> Quantized:
-    """As reference.swiglu_codes_fwd, contiguous."""
-    return _fwd(silu, gate_up)
-
-
-def swiglu_codes_bwd(dy: Tensor, gate_up: Tensor, columns: bool = True) -> tuple[Quantized, Quantized]:
-    """As reference.swiglu_codes_bwd, contiguous."""
-    return _bwd(silu, dy, gate_up, columns)
-
-
-def geglu_codes_fwd(gate_up: Tensor) -> Quantized:
-    """As reference.geglu_codes_fwd, contiguous."""
-    return _fwd(gelu_tanh, gate_up)
-
-
-def geglu_codes_bwd(dy: Tensor, gate_up: Tensor, columns: bool = True) -> tuple[Quantized, Quantized]:
-    """As reference.geglu_codes_bwd, contiguous."""
-    return _bwd(gelu_tanh, dy, gate_up, columns)
-
-
-def _fwd(act, gate_up: Tensor) -> Quantized:
+def act_codes_fwd(gate_up: Tensor, of: Act) -> Quantized:
+    """As reference.act_codes_fwd, contiguous."""
+    act = FUNCTIONS[of.of]
     N, F = gate_up.shape[0], gate_up.shape[1] // 2
     assert gate_up.is_contiguous()
     assert F % PAD == 0
@@ -213,7 +195,9 @@ def _fwd(act, gate_up: Tensor) -> Quantized:
     return Quantized(scale, rows, None)
 
 
-def _bwd(act, dy: Tensor, gate_up: Tensor, columns: bool) -> tuple[Quantized, Quantized]:
+def act_codes_bwd(dy: Tensor, gate_up: Tensor, of: Act, columns: bool = True) -> tuple[Quantized, Quantized]:
+    """As reference.act_codes_bwd, contiguous."""
+    act = FUNCTIONS[of.of]
     N, F = dy.shape
     assert gate_up.shape == (N, 2 * F)
     assert gate_up.is_contiguous()

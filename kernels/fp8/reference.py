@@ -13,7 +13,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from trireme.kernels.reference import geglu_bwd, geglu_fwd, rmsnorm_fwd, rope_, swiglu_bwd, swiglu_fwd
+from trireme.kernels.reference import Act, act_bwd_, act_fwd, rmsnorm_fwd, rope_
 
 E4M3 = torch.float8_e4m3fn
 PAD = 16  # the inner dimension of a GEMM is a multiple of it
@@ -129,28 +129,16 @@ def rotated_codes(
     return quantize(heads.view(x.shape), True, columns)
 
 
-def swiglu_codes_fwd(gate_up: Tensor) -> Quantized:
-    """swiglu_fwd(gate_up), (N, F), quantized in rows; gate_up (N, 2F)."""
-    return quantize(swiglu_fwd(gate_up))
+def act_codes_fwd(h: Tensor, act: Act) -> Quantized:
+    """act_fwd of gated units, (N, F), quantized in rows; h (N, 2F)."""
+    return quantize(act_fwd(h, act))
 
 
-def swiglu_codes_bwd(dy: Tensor, gate_up: Tensor, columns: bool = True) -> tuple[Quantized, Quantized]:
-    """The results of swiglu_bwd, quantized: (d_gate_up (N, 2F), forward's result (N, F)).
+def act_codes_bwd(dy: Tensor, h: Tensor, act: Act, columns: bool = True) -> tuple[Quantized, Quantized]:
+    """The results of act_bwd_, quantized: (gradient of h (N, 2F), forward's result (N, F)).
 
     With `columns` the first in both orders, the second in columns; otherwise the first in rows, the second not at all.
     """
-    return _codes_bwd(*swiglu_bwd(dy, gate_up), columns)
-
-
-def geglu_codes_fwd(gate_up: Tensor) -> Quantized:
-    """As swiglu_codes_fwd, of geglu_fwd."""
-    return quantize(geglu_fwd(gate_up))
-
-
-def geglu_codes_bwd(dy: Tensor, gate_up: Tensor, columns: bool = True) -> tuple[Quantized, Quantized]:
-    """As swiglu_codes_bwd, of geglu_bwd."""
-    return _codes_bwd(*geglu_bwd(dy, gate_up), columns)
-
-
-def _codes_bwd(d_gate_up: Tensor, act: Tensor, columns: bool) -> tuple[Quantized, Quantized]:
-    return quantize(d_gate_up, True, columns), quantize(act, False, columns)
+    y, dh = dy.clone(), h.clone()
+    act_bwd_(y, dh, act)
+    return quantize(dh, True, columns), quantize(y, False, columns)

@@ -16,7 +16,7 @@ from trireme.kernels.attention.docs import Docs
 from trireme.kernels.column_sum import add_rows
 from trireme.kernels.launch import cdiv, column_splits, power2, rows_bwd, rows_fwd
 from trireme.kernels.launcher import await_previous, launcher
-from trireme.kernels.swiglu import silu
+from trireme.kernels.activations import silu
 
 ROWS, COLUMNS = 32, 64  # of a tile of the convolution
 

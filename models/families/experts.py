@@ -10,7 +10,7 @@ from trireme.models.families.scans import BLOCK_TYPES, EXPERTS
 
 @dataclass(frozen=True)
 class Experts:
-    """A mixture of experts, in place of the MLP of each layer that is not in `dense`."""
+    """A mixture of experts, in place of an MLP."""
 
     count: int
     chosen: int  # experts of a token
@@ -23,7 +23,6 @@ class Experts:
     aux: float = 0.0  # router_aux_loss_coef, used only if a run asks for it
     sigmoid: bool = False  # scores are sigmoids in fp32; experts are selected by score plus a frozen correction
     scale: float = 1.0  # factor of the weights
-    dense: tuple[int, ...] = ()  # layers with a plain MLP instead of experts
     fp32: bool = False  # the router's matrix multiplication is in fp32, as always with a correction
     groups: int = 1  # number of groups of experts
     kept: int = 1  # number of groups, the best of a token, from which its experts are selected
@@ -31,6 +30,10 @@ class Experts:
     apart: bool = False  # files have a tensor for each expert, where the release has one tensor for all
     turned: bool = False  # files have (E, out, in), where the release has (E, in, out) or a tensor for each expert
     latent: int = 0  # width of the experts' input and output; 0: the model's
+    score_scale: float = 1.0  # of the router's logits
+    act: str = "silu"  # layers.Act
+    gated: bool = True  # act(gate) * up
+    factor: float = 1.0  # of what is added to the residual
 
 
 @dataclass(frozen=True)
@@ -77,12 +80,13 @@ UNGROUPED = {"n_group": (None, False, 1), "topk_group": (None, False, 1)}
 MOST = 1 << 18  # experts of all layers
 
 
-def parse_experts(keys: Keys, family: ExpertKeys | None, layers: int) -> Experts | None:
-    """The Experts that config.json describes; None without experts. Raises InputError."""
+def parse_experts(keys: Keys, family: ExpertKeys | None, layers: int) -> list[Experts | None]:
+    """The Experts of each layer; None for one with a plain MLP. Raises InputError."""
+    none: list[Experts | None] = [None] * layers
     if family is None or family.optional and keys.raw.get(family.count_key) == 0:
-        return None
+        return none
     if family.typed and EXPERTS not in keys.raw[BLOCK_TYPES]:
-        return None
+        return none
     if not family.latent_key:
         keys.refuse_unless("moe_latent_size", (None,))
     for name, accepted in (REFUSED if family.groups else REFUSED | UNGROUPED).items():
@@ -114,10 +118,11 @@ def parse_experts(keys: Keys, family: ExpertKeys | None, layers: int) -> Experts
     scale = keys.number(family.scale_key, family.scale) if family.scale_key else 1.0
     dense = _dense_layers(keys, family, layers)
     latent = keys.count(family.latent_key) if keys.raw.get(family.latent_key) is not None else 0
-    return Experts(
-        count, chosen, width, renormalise, shared, bool(gated), limit, family.bias, aux, family.sigmoid, scale, dense,
+    found = Experts(
+        count, chosen, width, renormalise, shared, bool(gated), limit, family.bias, aux, family.sigmoid, scale,
         family.fp32, *_groups(keys, family, count, chosen), latent=latent,
     )  # fmt: skip
+    return [None if i in dense else found for i in range(layers)]
 
 
 def _one(keys: Keys, name: str, layers: int) -> Keys:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import Any, Literal
 
@@ -116,6 +117,7 @@ class Family:
     rope_said: bool = False  # config.json must describe rope: the default of transformers is not plain rope
     parallel: bool = False  # reads use_parallel_residual
     by_layer: bool = False  # reads scale_attn_weights, scale_attn_by_inverse_layer_idx
+    layers: Callable[..., Any] | None = None  # makes the layers, where keys of several rows do not say them
     only: dict[str, tuple[Any, ...]] = field(default_factory=dict)  # keys -> values that are accepted
     inner: bool = False  # only within a Wrapper
 
@@ -127,6 +129,8 @@ class Family:
             found |= {"partial_rotary_factor"}
         if self.scaled:
             found |= {"embedding_multiplier", "attention_multiplier", "residual_multiplier", "logits_scaling"}
+        if self.layers:
+            found |= {"per_layer_config"}
         if self.multiplied:
             found |= {"embedding_multiplier"}
         return found | ({"no_rope_layers"} if self.unrotated == "listed" else set())

@@ -3,13 +3,17 @@
 from __future__ import annotations
 
 from dataclasses import replace
-from typing import Any
+from typing import Literal, NamedTuple
 
-from trireme.models.families.family import OF_LOGITS, OF_SCORES, Family
+from trireme.models.families.experts import parse_experts
+from trireme.models.families.family import EXACT_GELU, GELU, OF_LOGITS, OF_SCORES, RELU2, SILU, Family
 from trireme.models.families.keys import InputError, Keys, is_number
-from trireme.models.families.latent import Latent
+from trireme.models.families.latent import Latent, parse_latent
+from trireme.models.families.names import direct
 from trireme.models.families.rope import Rope, parse_ropes
-from trireme.models.families.windows import sliding_window, unrotated_layers
+from trireme.models.families.scans import BLOCK_TYPES, KINDS_OF_MLP, parse_scan
+from trireme.models.families.windows import unrotated_layers, windows
+from trireme.models.layers import Act, Attention, Layer, Mlp
 
 
 def heads_of(keys: Keys, family: Family, width: int, heads: int) -> tuple[int, int]:
@@ -28,13 +32,13 @@ def heads_of(keys: Keys, family: Family, width: int, heads: int) -> tuple[int, i
     return kv_heads, head_dim
 
 
-def positions_of(
-    keys: Keys, family: Family, head_dim: int, positions: int, layers: int, latent: Latent | None
-) -> dict[str, Any]:
-    """The fields of ModelConfig for rope, windows and layers without rope. Raises InputError."""
-    window, first, full = sliding_window(keys, family, layers)
+def ropes_of(
+    keys: Keys, family: Family, head_dim: int, positions: int, found: list[int], latent: Latent | None
+) -> list[Rope | None]:
+    """The rope of each layer, given their windows; None for one without. Raises InputError."""
+    layers = len(found)
     if not family.rotary:
-        return {}
+        return [None] * layers
     if family.rope_said and not (keys.raw.get("rope_scaling") or keys.raw.get("rope_parameters")):
         raise keys.error("rope_parameters", "an object")
     rope, local = parse_ropes(keys, family, latent.rope if latent and not family.partial else head_dim, positions)
@@ -44,22 +48,22 @@ def positions_of(
         if (rope.width or head_dim) != latent.rope and family.partial:
             raise keys.error("partial_rotary_factor", f"{latent.rope} of {head_dim} features, by qk_rope_head_dim")
         pairs = keys.flag("rope_interleave", True) if family.pairs_key else family.pairs
-        rope = replace(rope, width=latent.rope, pairs=pairs)
-        return dict(rope=rope, attention_scale=head_dim**-0.5 * rope.sharpness)
-    found: dict[str, Any] = dict(rope=rope, window=window, window_from=first, full_layers=full)
-    if local != rope and window:
-        found["local_rope"] = local
+        return [replace(rope, width=latent.rope, pairs=pairs)] * layers
+    rope, local = (replace(each, width=each.width or head_dim) for each in (rope, local))
     if family.thetas and keys.raw.get("layer_rope_theta") is not None:
-        return found | _by_theta(keys, rope, [bool(window) and i not in full for i in range(layers)])
-    return found | dict(unrotated=_unrotated(keys, family, layers, full if window else tuple(range(layers))))
+        return _by_theta(keys, rope, [bool(window) for window in found])
+    bare = _unrotated(keys, family, found)
+    return [None if i in bare else local if window else rope for i, window in enumerate(found)]
 
 
-def _unrotated(keys: Keys, family: Family, layers: int, full: tuple[int, ...]) -> tuple[int, ...]:
-    """The layers without rope, by Family.unrotated. `full`: those without a window."""
+def _unrotated(keys: Keys, family: Family, found: list[int]) -> tuple[int, ...]:
+    """The layers without rope, by Family.unrotated."""
+    layers = len(found)
     if family.unrotated == "listed":
         return unrotated_layers(keys, layers)
     if family.unrotated == "full":
-        return full if keys.raw.get("sliding_window", family.window) is not None else ()
+        windowed = keys.raw.get("sliding_window", family.window) is not None
+        return tuple(i for i, window in enumerate(found) if not window) if windowed else ()
     none = family.unrotated == "all" or (family.unrotated == "null" and _without_theta(keys))
     if family.unrotated == "typed":
         keys.refuse_unless("position_embedding_type", (None, "rope", "nope"))
@@ -74,54 +78,114 @@ def _without_theta(keys: Keys) -> bool:
     return holder.get("rope_theta", 0) is None
 
 
-def _by_theta(keys: Keys, rope: Rope, windowed: list[bool]) -> dict[str, Any]:
-    """Fields of ModelConfig by layer_rope_theta: a theta of layers with a window, one of the others, 0 for no rope."""
+def _by_theta(keys: Keys, rope: Rope, windowed: list[bool]) -> list[Rope | None]:
+    """Ropes by layer_rope_theta, a number for each layer; 0 for no rope."""
     name, layers = "layer_rope_theta", len(windowed)
     thetas = keys.raw[name]
     if not isinstance(thetas, list) or len(thetas) != layers or not all(is_number(t) or t == 0 for t in thetas):
         raise keys.error(name, f"a list of {layers} numbers, none of them negative")
-    rotated = [{float(t) for t, own in zip(thetas, windowed, strict=True) if t and own == local} for local in (0, 1)]
-    if max(map(len, rotated)) > 1:
-        raise keys.error(name, "one theta of the layers with a window, and one of the others")
-    whole, local = (replace(rope, theta=theta) for own in rotated for theta in own or [rope.theta])
-    found: dict[str, Any] = dict(rope=whole, unrotated=tuple(i for i, theta in enumerate(thetas) if not theta))
-    return found | (dict(local_rope=local) if local != whole and any(windowed) else {})
+    return [replace(rope, theta=float(theta)) if theta else None for theta in thetas]
 
 
-def scales_of(keys: Keys, family: Family, width: int, head_dim: int) -> dict[str, Any]:
-    """The fields of ModelConfig for factors of embedding, scores, branches and logits. Raises InputError."""
+class Scales(NamedTuple):
+    """Factors of embedding, scores, branches and logits, and caps."""
+
+    embed: float = 1.0
+    scores: float = 0.0  # 0: by the width of heads
+    attention: float = 1.0  # of what attention adds
+    mlp: float = 1.0
+    gate: float = 1.0
+    logits: float = 1.0
+    scores_cap: float = 0.0
+    logits_cap: float = 0.0
+
+
+def scales_of(keys: Keys, family: Family, width: int, head_dim: int) -> Scales:
+    """Raises InputError."""
     if family.multiplied:
         return _multiplied(keys, head_dim)
     if family.by_layer:
-        return dict(
-            scale_attn=keys.flag("scale_attn_weights", True),
-            scale_attn_by_layer=keys.flag("scale_attn_by_inverse_layer_idx", False),
-        )
+        return Scales(scores=0.0 if keys.flag("scale_attn_weights", True) else 1.0)
     if family.scaled:
-        return dict(
-            attention_scale=keys.number("attention_multiplier", 1.0),
-            embed_scale=keys.number("embedding_multiplier", 1.0),
-            branch_scale=keys.number("residual_multiplier", 1.0),
-            logit_scale=1.0 / keys.number("logits_scaling", 1.0),
+        branch = keys.number("residual_multiplier", 1.0)
+        return Scales(
+            scores=keys.number("attention_multiplier", 1.0),
+            embed=keys.number("embedding_multiplier", 1.0),
+            attention=branch,
+            mlp=branch,
+            logits=1.0 / keys.number("logits_scaling", 1.0),
         )
-    found = dict(embed_scale=width**0.5) if family.embed_root else {}
-    for field, name in (("attention_cap", OF_SCORES), ("logit_cap", OF_LOGITS)):
-        if name in family.caps:
-            default = family.caps[name]
-            found[field] = 0.0 if keys.raw.get(name, default) is None else keys.number(name, default)  # null: none
-    if family.query_scale:
-        found["attention_scale"] = keys.number("query_pre_attn_scalar", 256.0) ** -0.5
-    return found
+    cap = lambda name: (
+        0.0
+        if name not in family.caps or keys.raw.get(name, family.caps[name]) is None  # null: none
+        else keys.number(name, family.caps[name])
+    )
+    return Scales(
+        embed=width**0.5 if family.embed_root else 1.0,
+        scores=keys.number("query_pre_attn_scalar", 256.0) ** -0.5 if family.query_scale else 0.0,
+        scores_cap=cap(OF_SCORES),
+        logits_cap=cap(OF_LOGITS),
+    )
 
 
-def _multiplied(keys: Keys, head_dim: int) -> dict[str, Any]:
+def _multiplied(keys: Keys, head_dim: int) -> Scales:
     """Falcon-H1's factors: as there are no biases, those of queries and keys become factors of scores, and so on."""
     into, (gate, down) = keys.number("attention_in_multiplier", 1.0), keys.factors("mlp_multipliers", 2)
-    return dict(
-        embed_scale=keys.number("embedding_multiplier", 1.0),
-        attention_scale=head_dim**-0.5 * into**2 * keys.number("key_multiplier", 1.0),
-        branch_scale=into * keys.number("attention_out_multiplier", 1.0),
-        gate_scale=gate,
-        mlp_scale=down,
-        logit_scale=keys.number("lm_head_multiplier", 1.0),
+    return Scales(
+        embed=keys.number("embedding_multiplier", 1.0),
+        scores=head_dim**-0.5 * into**2 * keys.number("key_multiplier", 1.0),
+        attention=into * keys.number("attention_out_multiplier", 1.0),
+        gate=gate,
+        mlp=down,
+        logits=keys.number("lm_head_multiplier", 1.0),
     )
+
+
+def layers_of(keys: Keys, family: Family, width: int, layers: int, heads: int, positions: int) -> tuple[Layer, ...]:
+    """What each layer computes. Raises InputError."""
+    flag = lambda bias: bias if isinstance(bias, bool) else keys.flag(*bias)
+    latent = parse_latent(keys, family.latent, heads)
+    kv_heads, head_dim = (heads, latent.head_dim) if latent else heads_of(keys, family, width, heads)
+    found, scales = windows(keys, family, layers), scales_of(keys, family, width, head_dim)
+    ropes = ropes_of(keys, family, head_dim, positions, found, latent)
+    score = scales.scores or head_dim**-0.5
+    if latent and ropes[0]:
+        score = head_dim**-0.5 * ropes[0].sharpness
+    by_layer = family.by_layer and keys.flag("scale_attn_by_inverse_layer_idx", False)
+    normed = not family.qk_norm_key or keys.flag(family.qk_norm_key, False)
+    first = Attention(
+        heads, kv_heads, head_dim, score, cap=scales.scores_cap, norm=family.qk_norm if normed else "",
+        rope_first=family.rope_first, bias=flag(family.qkv_bias), o_bias=flag(family.o_bias),
+        gate=family.attention_gate, latent=latent, factor=scales.attention,
+    )  # fmt: skip
+    usual = family.ffn if family.rotary else 4 * width
+    act: Act = ACTS[keys.raw.get(family.spelled["act"]) or family.acts[0]]
+    plain = Mlp(
+        keys.count(family.spelled["ffn"], usual, null=usual), act, family.gated, flag(family.mlp_bias), scales.gate,
+        scales.mlp,
+    )  # fmt: skip
+    experts = parse_experts(keys, family.experts, layers)
+    scans = parse_scan(keys, family.scan, layers, width, heads)
+    kinds = keys.raw[BLOCK_TYPES] if family.single else [""] * layers
+    norm: Literal["rms", "rms + 1", "layer"] = "layer" if family.layer_norm else "rms + 1" if family.add_one else "rms"
+    made = []
+    for i, (window, rope, own, scan, kind) in enumerate(zip(found, ropes, experts, scans, kinds, strict=True)):
+        attention = replace(first, window=window, rope=rope, scale=score / (i + 1) if by_layer else score)
+        both = family.multiplied
+        if scan is not None and not both:
+            scan = replace(scan, factor=scales.attention)
+        mixers = (attention, scan) if both and scan else (scan or attention,)
+        mlp = replace(own, act=act, gated=family.gated, factor=scales.mlp) if own else plain
+        names = family.names if own or not family.experts else family.dense_names
+        names = family.scan_names if scan and family.scan_names else names
+        names = direct(names) if latent and not latent.q_rank else names
+        made.append(Layer(
+            width, keys.number(family.spelled["eps"], family.eps), names, () if kind in KINDS_OF_MLP else mixers,
+            (mlp,) if kind in ("", *KINDS_OF_MLP) else (), norm,
+            family.parallel and keys.flag("use_parallel_residual", True),
+        ))  # fmt: skip
+    return tuple(made)
+
+
+_ACTS: dict[Act, tuple[str, ...]] = {"silu": SILU, "gelu": GELU, "exact gelu": (EXACT_GELU,), "relu2": RELU2}
+ACTS = {name: act for act, names in _ACTS.items() for name in names}

@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass, replace
-from functools import lru_cache
+from dataclasses import dataclass, fields, replace
+from functools import cached_property, lru_cache
 from typing import Any
 
 
@@ -50,12 +50,30 @@ class Names:
     latent_out: str = ""
     correction: str = ""  # (E,) fp32, frozen
     correction_row: bool = False  # (1, E) on disk
+    post_mlp: str = ""  # of an MLP beside experts: norm behind it; post2 is that of their sum
+    norm_experts: str = ""  # before the experts, and behind them
+    post_experts: str = ""
+    router_scale: str = ""  # (D,): the router reads the residual, by a norm of its own
+    expert_scale: str = ""  # (E,) factors of experts' weights
+    scalar: str = ""  # (1,) factor of the residual behind the layer, frozen
     by_head: bool = False  # in the packed matrix q, k and v of a head stand together
     in_out: bool = False  # stored (in, out), not (out, in)
     in_modules: tuple[tuple[str, str], ...] = ()  # parts of names within a block -> those of transformers' modules
 
     def prefix(self, layer: int) -> str:
         return self.block.format(layer)
+
+    @cached_property
+    def of_mixers(self) -> Names:
+        """These without names of MLPs."""
+        plain: dict[str, Any] = {f.name: f.default for f in fields(self) if f.name in _OF_MLPS}
+        return replace(self, **plain, **_NO_MLP)
+
+    @cached_property
+    def of_mlps(self) -> Names:
+        """These without names of mixers."""
+        plain: dict[str, Any] = {f.name: f.default for f in fields(self) if f.name in _OF_MIXERS}
+        return replace(self, **plain, **_NO_MIXER)
 
     @property
     def experts_in_out(self) -> bool:
@@ -78,6 +96,15 @@ class Names:
         for here, there in self.in_modules:
             name = name.replace(there, here)
         return name
+
+
+_NO_MLP: dict[str, Any] = dict(norm2="", up=(), down="")
+_NO_MIXER: dict[str, Any] = dict(norm1="", qkv=(), o="")
+_OF_MLPS = {"post2", "router", "experts", "shared_gate", "each", "stacked", "either", "latent_in", "latent_out"}
+_OF_MLPS |= {"correction", "correction_row", "in_modules", "also", "post_mlp", "norm_experts", "post_experts"}
+_OF_MLPS |= {"router_scale", "expert_scale", "scalar"}
+_OF_MIXERS = {"post1", "q_norm", "k_norm", "sinks", "q_b", "kv_b", "mixed", "mixed_o", "conv", "decay", "step"}
+_OF_MIXERS |= {"mixed_norm", "skip", "convs", "mixed_by_head", "by_head"}
 
 
 @lru_cache
@@ -284,6 +311,19 @@ POST_DELTA = replace(
 )
 DELTA_AMONG_POST = replace(POST_DELTA, norm1="input_layernorm", norm2="post_attention_layernorm", post1="", post2="")
 BOTH = replace(POST, norm1="input_layernorm", norm2="pre_feedforward_layernorm")
+GEMMA4 = replace(BOTH, q_norm="self_attn.q_norm", k_norm="self_attn.k_norm", scalar="layer_scalar")
+GEMMA4_EXPERTS = replace(
+    GEMMA4,
+    router="router.proj",
+    experts="experts",
+    each=(),
+    stacked=("experts.gate_up_proj", "experts.down_proj"),
+    post_mlp="post_feedforward_layernorm_1",
+    norm_experts="pre_feedforward_layernorm_2",
+    post_experts="post_feedforward_layernorm_2",
+    router_scale="router.scale",
+    expert_scale="router.per_expert_scale",
+)
 IN_OUT = Names(
     base="transformer.",
     embed="transformer.wte",

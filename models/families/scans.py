@@ -22,7 +22,6 @@ class Scan:
     Head j has the queries and keys of key head j // (heads / key_heads).
     """
 
-    layers: tuple[int, ...]
     key_heads: int
     heads: int
     key_dim: int
@@ -35,9 +34,8 @@ class Scan:
     low: float = 0.0  # of Mamba2's steps
     high: float = 0.0  # 0: none
     parts: tuple[int, ...] = ()  # channels of each convolution in files; (): they are one
-    with_attention: bool = False  # its layers have attention, too: both read one input, and are added
     normed: bool = True  # there is a norm with the gate; otherwise the gate alone
-    scale: float = 0.0  # of what it adds to its layer; 0: the model's branch_scale
+    factor: float = 1.0  # of what is added to the residual
     factors: tuple[float, ...] = ()  # of what is projected: gate, values, keys, queries, steps; (): 1
 
     @property
@@ -104,13 +102,15 @@ MEANT = {  # keys that change the mathematics -> accepted values
 }
 
 
-def parse_scan(keys: Keys, family: DeltaKeys | MambaKeys | None, layers: int, width: int, heads: int) -> Scan | None:
-    """The Scan that config.json describes; None where no layer has a recurrence. Raises InputError.
+def parse_scan(
+    keys: Keys, family: DeltaKeys | MambaKeys | None, layers: int, width: int, heads: int
+) -> list[Scan | None]:
+    """The Scan of each layer; None for one without a recurrence. Raises InputError.
 
     `width` is the model's, `heads` are attention's.
     """
     if family is None:
-        return None
+        return [None] * layers
     for name, accepted in MEANT.items():
         keys.refuse_unless(name, accepted)
     if isinstance(family, MambaKeys):
@@ -118,7 +118,7 @@ def parse_scan(keys: Keys, family: DeltaKeys | MambaKeys | None, layers: int, wi
     return _delta(keys, family, layers, width, heads)
 
 
-def _delta(keys: Keys, family: DeltaKeys, layers: int, width: int, heads: int) -> Scan:
+def _delta(keys: Keys, family: DeltaKeys, layers: int, width: int, heads: int) -> list[Scan | None]:
     by_width = family.by_width
     count = lambda name, default: keys.count(name, default, null=default if by_width else None)
     key_heads = count("linear_num_key_heads", heads if by_width else 16)
@@ -135,20 +135,22 @@ def _delta(keys: Keys, family: DeltaKeys, layers: int, width: int, heads: int) -
     if family.interval_key:
         step = keys.count(family.interval_key, family.interval, null=family.interval)
     usual = [LINEAR if (i + 1) % step else FULL for i in range(layers)]
-    return Scan(
-        _layers(keys, "layer_types", layers, usual), key_heads, heads, key_dim, value_dim, taps,
-        most=2.0 if negative else 1.0, eps=family.eps,
+    found = Scan(
+        key_heads, heads, key_dim, value_dim, taps, most=2.0 if negative else 1.0, eps=family.eps,
         parts=(key_heads * key_dim, key_heads * key_dim, heads * value_dim) if family.apart else (),
     )  # fmt: skip
+    return [found if scans else None for scans in _layers(keys, "layer_types", layers, usual)]
 
 
-def _mamba(keys: Keys, family: MambaKeys, layers: int, width: int) -> Scan | None:
+def _mamba(keys: Keys, family: MambaKeys, layers: int, width: int) -> list[Scan | None]:
     usual = [LINEAR] * layers
     for i in _attending(keys, family, layers):
         usual[i] = FULL
-    found = tuple(range(layers))
-    if not family.with_attention and not (found := _layers(keys, family.layers, layers, usual, family.attending)):
-        return None
+    found = [True] * layers
+    if not family.with_attention:
+        found = _layers(keys, family.layers, layers, usual, family.attending)
+    if not any(found):
+        return [None] * layers
     heads, state, groups, taps = (keys.count(*key) for key in (family.heads, family.state, family.groups, family.taps))
     name, default = family.head_dim
     wide = keys.count(family.expand, 2) * width if family.expand else 0
@@ -167,8 +169,9 @@ def _mamba(keys: Keys, family: MambaKeys, layers: int, width: int) -> Scan | Non
         keys.refuse_unless(name, (None, False))
     low, high = (keys.number(family.least, 0.001), 0.0) if family.least else _limits(keys)
     bias = keys.flag(family.conv_bias, True)
-    made = Scan(found, groups, heads, state, head_dim, taps, delta=False, conv_bias=bias, low=low, high=high)
-    return _with_attention(keys, made) if family.with_attention else made
+    made = Scan(groups, heads, state, head_dim, taps, delta=False, conv_bias=bias, low=low, high=high)
+    made = _with_attention(keys, made) if family.with_attention else made
+    return [made if scans else None for scans in found]
 
 
 def _with_attention(keys: Keys, own: Scan) -> Scan:
@@ -179,7 +182,7 @@ def _with_attention(keys: Keys, own: Scan) -> Scan:
     into, each = keys.number("ssm_in_multiplier", 1.0), keys.factors("ssm_multipliers", 5)
     factors = tuple(into * factor for factor in each)
     return replace(
-        own, with_attention=True, normed=normed, scale=keys.number("ssm_out_multiplier", 1.0),
+        own, normed=normed, factor=keys.number("ssm_out_multiplier", 1.0),
         factors=factors if set(factors) != {1.0} else (),
     )  # fmt: skip
 
@@ -211,8 +214,8 @@ def _limits(keys: Keys) -> tuple[float, float]:
     return low, float(high)
 
 
-def _layers(keys: Keys, name: str, layers: int, usual: list[str], said: str = "") -> tuple[int, ...]:
-    """The layers with a recurrence, by the key `name`; by `usual` where it is null, absent, or `said` is their key."""
+def _layers(keys: Keys, name: str, layers: int, usual: list[str], said: str = "") -> list[bool]:
+    """Whether each layer has a recurrence, by the key `name`; by `usual` where it is null, absent, or `said` is their key."""
     types: Any = None if said else keys.raw.get(name)
     kinds = tuple(LETTERS.values()) if name == BLOCK_TYPES else (FULL, LINEAR)
     if types is None:
@@ -223,7 +226,7 @@ def _layers(keys: Keys, name: str, layers: int, usual: list[str], said: str = ""
         raise keys.error(name, f"a list of {layers} names, each {' or '.join(kinds)}")
     if FULL not in types:
         raise InputError(f'{keys.where}: "{said or name}" has no layer of {FULL}: there must be one.')
-    return tuple(i for i, kind in enumerate(types) if kind == LINEAR)
+    return [kind == LINEAR for kind in types]
 
 
 def block_types(raw: dict[str, Any], where: str) -> dict[str, Any]:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import Any
 
-from trireme.models.families import names
+from trireme.models.families import gemma4, names
 from trireme.models.families.experts import ExpertKeys
 from trireme.models.families.family import (
     BIAS,
@@ -192,6 +192,12 @@ FAMILIES = {
         theta=1e6, local_theta=1e4, local_theta_key="rope_local_base_freq", vocab=262208, n_heads=8, kv_heads=4,
         head_dim=256, max_positions=131072, tied=True, qkv_bias=BIAS, o_bias=BIAS, windows="pattern", period=6,
         period_key=True, query_scale=True, embed_root=True, caps={OF_LOGITS: None},
+    ),
+    "gemma4_text": Family(
+        "Gemma 4 (12B, 26B-A4B, 31B)",
+        names=names.GEMMA4, layers=gemma4.layers, spelled=SPELLED | dict(act="hidden_activation"), acts=GELU,
+        vocab=262144, n_heads=8, head_dim=256, max_positions=131072, tied=True, embed_root=True,
+        caps={OF_LOGITS: None}, only={"use_bidirectional_attention": (None, False)},
     ),
     "gemma": Family(
         "Gemma 1 (2B, 7B), CodeGemma",

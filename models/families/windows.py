@@ -9,11 +9,11 @@ from trireme.models.families.rope import GLOBAL, LOCAL
 INDEXED = "indexed_attention"  # in layer_types: an indexer chooses keys
 
 
-def sliding_window(keys: Keys, family: Family, layers: int) -> tuple[int, int, tuple[int, ...]]:
-    """(window in tokens, first layer with it, later layers without it); (0, 0, ()) for none. Raises InputError."""
+def windows(keys: Keys, family: Family, layers: int) -> list[int]:
+    """The window of each layer, in tokens; 0 for none. Raises InputError."""
     if family.scan is not None:
         keys.refuse_unless("sliding_window", (None,))
-        return 0, 0, ()
+        return [0] * layers
     given = "sliding_window" in keys.raw
     absent = keys.raw["sliding_window"] is None if given else family.window is None
     absent = absent or family.windows == "none"
@@ -34,7 +34,7 @@ def sliding_window(keys: Keys, family: Family, layers: int) -> tuple[int, int, t
             f'{keys.where}: "layer_types" must be {some or every}, as the other keys say; other patterns are not '
             f"supported for {keys.raw['model_type']}."
         )
-    return (window, first, ()) if first < layers else (0, 0, ())
+    return [0] * first + [window] * (layers - first)
 
 
 def _first_window(keys: Keys, family: Family, layers: int) -> int:
@@ -45,8 +45,8 @@ def _first_window(keys: Keys, family: Family, layers: int) -> int:
     return min(first, layers)
 
 
-def _pattern(keys: Keys, family: Family, layers: int, window: int) -> tuple[int, int, tuple[int, ...]]:
-    """As sliding_window, by `layer_types` or the family's default."""
+def _pattern(keys: Keys, family: Family, layers: int, window: int) -> list[int]:
+    """As windows, by `layer_types` or the family's default."""
     types = keys.raw.get("layer_types")
     if types is None:
         types = _usual_types(keys, family, layers, window)
@@ -54,11 +54,9 @@ def _pattern(keys: Keys, family: Family, layers: int, window: int) -> tuple[int,
             raise keys.error("layer_types", f'a list of {layers} names, as "sliding_window" is null')
     if not isinstance(types, list) or len(types) != layers or not all(t in (GLOBAL, LOCAL) for t in types):
         raise keys.error("layer_types", f"a list of {layers} names, each {GLOBAL} or {LOCAL}")
-    if LOCAL not in types:
-        return 0, 0, ()
-    if not window:
+    if LOCAL in types and not window:
         raise keys.error("sliding_window", f"a positive integer, as layer_types names {LOCAL}")
-    return window, 0, tuple(i for i, kind in enumerate(types) if kind == GLOBAL)
+    return [window if kind == LOCAL else 0 for kind in types]
 
 
 def _usual_types(keys: Keys, family: Family, layers: int, window: int) -> list[str]:

@@ -1,7 +1,8 @@
 """Comparison of a step's documents for preference losses, between the head's losses and their gradients.
 
 The head's losses give log-probabilities of documents; `compare` makes losses of pairs from them, whose derivatives are
-the factors of the tokens' losses in backward.
+the factors of the tokens' losses in backward. A pair is in one micro-batch, so its factors need no other; of kto they
+need the KL divergence of the step, which a pass without gradients measures before.
 """
 
 from __future__ import annotations
@@ -13,41 +14,45 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from trireme.models.losses.preferences import Compared, Documents, Preference, compare, joined
+from trireme.models.losses.preferences import Documents, Preference, compare, joined
+
+Gather = Callable[[Sequence[Tensor]], object]  # given a list of tensors by host, fills those of the other hosts
 
 
 @dataclass
 class Comparison:
-    """A step's comparison, computed by `run` on the CPU in fp64: its sums are equal on every host and placement."""
+    """A step's comparison, on the CPU in fp64: its sums are equal on every host and placement."""
 
     of: Preference
     docs: Sequence[Sequence[Documents]]  # of each host's micro-batches
     host: int = 0  # this one
-    factors: list[Tensor] = field(default_factory=list)  # of each micro-batch, (N,) fp32 of the tokens' losses
-    losses: list[Tensor] = field(default_factory=list)  # on host 0 one: (P,) float64, times the pairs' weights
-    compared: Compared | None = None
+    kl: float | None = None  # of kto
+    logps: dict[int, np.ndarray] = field(default_factory=dict)  # by micro-batch of this host
+    metrics: dict[str, float] = field(default_factory=dict)
 
-    def run(self, losses: Sequence[Tensor], gather: Callable[[Sequence[Tensor]], object]) -> None:
-        """Fills `factors`, `losses` and `compared`.
+    def factors(self, b: int, losses: Tensor) -> Tensor:
+        """(N,) fp32 of micro-batch b's losses by token, which are (N,) fp32; zero on a host without documents."""
+        if not (own := self.docs[self.host]):
+            return torch.zeros_like(losses)
+        self.logps[b] = own[b].sums(losses.cpu().numpy())
+        slopes = compare(self.of, own[b], self.logps[b], self.kl).slopes
+        return torch.from_numpy(np.repeat(-slopes, own[b].lengths).astype(np.float32)).to(losses.device)
 
-        `losses`: (N,) fp32 by token of each of this host's micro-batches, or of one without documents if it has none.
-        `gather` is given a list of tensors by host, and fills those of the other hosts.
-        """
-        device, own, every = losses[0].device, self.docs[self.host], [each for of in self.docs for each in of]
+    def measure(self, losses: Sequence[Tensor], gather: Gather) -> None:
+        """Sets `kl`, from losses of all micro-batches before the step."""
+        own = self.docs[self.host]
+        self.logps = {b: docs.sums(of.cpu().numpy()) for b, (docs, of) in enumerate(zip(own, losses, strict=False))}
+        self.kl = compare(self.of, *self._all(gather)).kl
+
+    def conclude(self, gather: Gather) -> list[Tensor]:
+        """Fills `metrics`. Returns on host 0 the pairs' losses times their weights, (P,) float64."""
+        found = compare(self.of, *self._all(gather), self.kl)
+        self.metrics = found.metrics()
+        return [] if self.host else [torch.from_numpy(found.weights * found.losses)]
+
+    def _all(self, gather: Gather) -> tuple[Documents, np.ndarray]:
         logps = [torch.empty(sum(len(each.lengths) for each in of), dtype=torch.float64) for of in self.docs]
-        if own:
-            each = [docs.sums(of.cpu().numpy()) for docs, of in zip(own, losses, strict=True)]
-            logps[self.host] = torch.from_numpy(np.concatenate(each))
+        if self.logps:
+            logps[self.host] = torch.from_numpy(np.concatenate([self.logps[b] for b in sorted(self.logps)]))
         gather(logps)
-        found = self.compared = compare(self.of, joined(every), torch.cat(logps).numpy())
-        self.losses[:] = [torch.from_numpy(found.weights * found.losses).to(device)] if not self.host else []
-        first = sum(len(each) for each in logps[: self.host])
-        self.factors[:] = [torch.zeros_like(each) for each in losses] if not own else []
-        for docs, of in zip(own, losses[: len(own)], strict=True):  # a host without documents has losses
-            slopes = found.slopes[first : first + len(docs.lengths)]
-            self.factors.append(torch.from_numpy(np.repeat(-slopes, docs.lengths).astype(np.float32)).to(of.device))
-            first += len(docs.lengths)
-
-    @property
-    def metrics(self) -> dict[str, float]:
-        return self.compared.metrics() if self.compared else {}
+        return joined([each for of in self.docs for each in of]), torch.cat(logps).numpy()

@@ -95,8 +95,8 @@ class Compared(NamedTuple):
         return found
 
 
-def compare(of: Preference, docs: Documents, logps: np.ndarray) -> Compared:
-    """Losses and derivatives of all pairs of a step. logps (2P,) float64.
+def compare(of: Preference, docs: Documents, logps: np.ndarray, kl: float | None = None) -> Compared:
+    """Losses and derivatives of pairs. logps (2P,) float64. `kl`: of kto's whole step; None: of these pairs.
 
     Formulas and defaults as in TRL; sources: DPO (Rafailov et al. 2023, arXiv:2305.18290) with label smoothing
     (Mitchell 2023), IPO (Azar et al. 2023, arXiv:2310.12036) of means, ORPO (Hong et al. 2024, arXiv:2403.07691), whose
@@ -105,7 +105,7 @@ def compare(of: Preference, docs: Documents, logps: np.ndarray) -> Compared:
     (Touvron et al. 2023, arXiv:2307.09288) and centered (Eisenstein et al. 2023, arXiv:2312.09244).
     """
     if of.method == "kto":
-        return _kto(of, docs, logps)
+        return _kto(of, docs, logps, kl)
     if of.method == "reward":
         return _rewards(of, docs, logps)
     lengths = docs.trained if of.method != "dpo" else np.ones(len(logps))
@@ -136,9 +136,10 @@ def _orpo(of: Preference, good: np.ndarray, bad: np.ndarray) -> tuple[np.ndarray
     return -good - of.beta * _log_sigma(odds), -1 + slope / np.expm1(good), -slope / np.expm1(bad)
 
 
-def _kto(of: Preference, docs: Documents, logps: np.ndarray) -> Compared:
+def _kto(of: Preference, docs: Documents, logps: np.ndarray, kl: float | None) -> Compared:
     ratios = logps - docs.reference
-    kl, answers, signs = max(0.0, float(ratios[1::2].mean())), ratios[::2], np.sign(docs.weights[::2])
+    kl = max(0.0, float(ratios[1::2].mean())) if kl is None else kl
+    answers, signs = ratios[::2], np.sign(docs.weights[::2])
     each = docs.pairs * np.where(signs > 0, of.desirable_weight, of.undesirable_weight)
     value = _sigma(signs * of.beta * (answers - kl))
     losses = np.where(signs > 0, of.desirable_weight, of.undesirable_weight) * (1 - value)

@@ -8,8 +8,8 @@ That is a gated delta rule (Yang et al. 2024, arXiv:2412.06464). Mamba2 (Dao and
     z, v, k, q, a = norm(x) @ mixed;  v, k, q = silu(convolution of (v, k, q));  t = softplus(a + step), within limits
     out = x + rmsnorm((scan(q, k, v, -exp(decay) t, t) + skip v) * silu(z)) @ o,  by group of heads with one q and k
 
-z, v, k, q and a are multiplied by Scan.factors; Scan.normed says whether there is a norm. With Scan.with_attention the
-result is added to `out`, and backward adds to dx (both.py). kernels/scan/reference.py has the formulas of the scan.
+z, v, k, q and a are multiplied by Scan.factors; Scan.normed says whether there is a norm. Behind another mixer of
+the same input the result is added to `out`, and backward adds to dx (block.py). kernels/scan/reference.py has the formulas of the scan.
 
 Saved are x (by the caller), mixed (N, C + H e + n H) and scan_out (N, H e).
 Legend: N tokens, D width, K heads of q and k, H of v, d and e their widths, C = 2 K d + H e channels of the
@@ -27,8 +27,8 @@ from torch import Tensor
 
 from trireme.kernels import ops
 from trireme.models.branch import add_branch, branch_backward, copies
-from trireme.models.config import ModelConfig
 from trireme.models.families.scans import Scan
+from trireme.models.layers import Layer
 from trireme.models.linear import (
     Linear,
     Upstream,
@@ -89,25 +89,24 @@ class Result(NamedTuple):
 
 
 # Convolution and recurrence of a pass: generation replaces those of training by its own, which have states.
-Recur = Callable[[ModelConfig, Weights, Parts, Rows], Tensor]
+Recur = Callable[[Layer, Weights, Parts, Rows], Tensor]
 
 
 def forward(p: Pass, w: Weights, x: Tensor, out: Tensor, recur: Recur | None = None) -> None:
     """Fills out (N, D), which may be x, and every tensor of p.saved; the others are temporaries."""
-    cfg = p.cfg
-    both = _own(cfg).with_attention
-    copy = out if copies(w.norm, None, w.o) and not both else None
-    mixed = _project(cfg, w, x, p.saved.get("mixed"), copy)
+    layer, own = p.layer, p.scan
+    copy = out if copies(w.norm, None, w.o) and not _second(layer) else None
+    mixed = _project(layer, w, x, p.saved.get("mixed"), copy)
     scanned = _scan(p, w, mixed, p.saved.get("scan_out"), recur)
-    inner = _gated(cfg, w, mixed, scanned)
+    inner = _gated(layer, w, mixed, scanned)
     del mixed, scanned  # workspace._around_mixer
-    add_branch(cfg, out if both else x, inner, w.o, w.norm, None, out)
+    add_branch(own.factor, layer.eps, out if _second(layer) else x, inner, w.o, w.norm, None, out)
 
 
 def recall(p: Pass, w: Weights, x: Tensor) -> Result:
     """The tensors of forward that backward needs, saved or recomputed."""
     saved = p.saved
-    mixed = saved["mixed"] if "mixed" in saved else _project(p.cfg, w, x)
+    mixed = saved["mixed"] if "mixed" in saved else _project(p.layer, w, x)
     return Result(mixed, saved["scan_out"] if "scan_out" in saved else _scan(p, w, mixed))
 
 
@@ -115,13 +114,13 @@ def residual(p: Pass, w: Weights, x: Tensor) -> tuple[Tensor, Result]:
     """Recomputes forward: (its `out` (N, D), the Result that backward needs)."""
     result = recall(p, w, x)
     out = x.clone() if copies(w.norm, None, w.o) else torch.empty_like(x)
-    add_branch(p.cfg, x, _gated(p.cfg, w, *result), w.o, w.norm, None, out)
+    add_branch(p.scan.factor, p.layer.eps, x, _gated(p.layer, w, *result), w.o, w.norm, None, out)
     return out, result
 
 
-def add_(cfg: ModelConfig, w: Weights, result: Result, out_: Tensor) -> None:
-    """Adds to out_ (N, D) what forward with Scan.with_attention adds."""
-    add_branch(cfg, out_, _gated(cfg, w, *result), w.o, w.norm, None, out_)
+def add_(p: Pass, w: Weights, result: Result, out_: Tensor) -> None:
+    """Adds to out_ (N, D) what forward adds behind another mixer."""
+    add_branch(p.scan.factor, p.layer.eps, out_, _gated(p.layer, w, *result), w.o, w.norm, None, out_)
 
 
 def backward(
@@ -136,24 +135,24 @@ def backward(
     del result  # workspace._block_workspace
     d_mixed = upstream(d_mixed, w.mixed, g.mixed)
     normed_linear_backward(
-        (w.norm, w.mixed), (g.norm, g.mixed), p.cfg.eps, x, d_mixed, dx if _own(p.cfg).with_attention else dy, dx
+        (w.norm, w.mixed), (g.norm, g.mixed), p.layer.eps, x, d_mixed, dx if _second(p.layer) else dy, dx
     )
 
 
 def _backward_to_mixed(p: Pass, w: Weights, g: Weights, result: Result, dy: Tensor) -> Tensor:
     """The gradient of `mixed` (N, C + H e + n H), in the order in which files have its columns."""
-    cfg, docs = p.cfg, p.rows.docs
-    own = _own(cfg)
-    d_o = upstream(branch_backward(cfg, dy, dy, w.o, None, None, None), w.o, g.o)
-    inner = _gated(cfg, w, *result)
+    layer, docs = p.layer, p.rows.docs
+    own = _own(layer)
+    d_o = upstream(branch_backward(own.factor, layer.eps, dy, dy, w.o, None, None, None), w.o, g.o)
+    inner = _gated(layer, w, *result)
     add_gradients_(g.o, w.o, inner, d_o)
     del inner  # workspace._around_mixer
     d_inner = linear_backward(d_o, w.o)
     del d_o  # workspace._scan_moments
     d_mixed = torch.empty_like(result.mixed)
-    parts, found = split(cfg, result.mixed), split(cfg, d_mixed)
+    parts, found = split(layer, result.mixed), split(layer, d_mixed)
     d_inner = d_inner.view(parts.z.shape)
-    d_out = _gate_backward(cfg, w, g, d_inner, result.out.view(parts.z.shape), parts.z, found.z)
+    d_out = _gate_backward(layer, w, g, d_inner, result.out.view(parts.z.shape), parts.z, found.z)
     del d_inner  # workspace._scan_moments
     a = _inputs(p, w, parts)
     d_raw = torch.empty_like(a.raw)
@@ -171,19 +170,19 @@ def _backward_to_mixed(p: Pass, w: Weights, g: Weights, result: Result, dy: Tens
     ops.conv_bwd(d_raw, parts.channels, w.conv, w.conv_bias, docs, d_conv, d_bias, found.channels)
     del a, dq, dk, dv, d_raw  # workspace._scan_moments
     _scale_(own, d_mixed)
-    return _in_file_order(cfg, d_mixed)
+    return _in_file_order(layer, d_mixed)
 
 
 def _gate_backward(
-    cfg: ModelConfig, w: Weights, g: Weights, d_inner: Tensor, scanned: Tensor, z: Tensor, dz: Tensor
+    layer: Layer, w: Weights, g: Weights, d_inner: Tensor, scanned: Tensor, z: Tensor, dz: Tensor
 ) -> Tensor:
     """Gradient of the recurrence's result; fills dz."""
-    own = _own(cfg)
+    own = _own(layer)
     if w.gated is None or g.gated is None:
-        by_head = (t.view(-1, own.heads, own.value_dim) for t in (d_inner, scanned, z, dz))
-        return ops.silu_gate_bwd(*by_head)
+        d_inner, scanned, z, dz = (t.view(-1, own.heads, own.value_dim) for t in (d_inner, scanned, z, dz))
+        return ops.gate_bwd(d_inner, scanned, z, dz, "silu")
     weight, d_weight = (_by_group(own, t) for t in (w.gated, or_scratch(g.gated, w.gated)))
-    return ops.gated_norm_bwd(d_inner, scanned, z, weight, own.eps or cfg.eps, not own.delta, d_weight, dz)
+    return ops.gated_norm_bwd(d_inner, scanned, z, weight, own.eps or layer.eps, not own.delta, d_weight, dz)
 
 
 def _numbers_backward(
@@ -205,9 +204,9 @@ def _lengths_backward_(own: Scan, a: Inputs, dq_: Tensor, dk_: Tensor) -> None:
         ops.head_rmsnorm_bwd(d_, t, factor, rstd, None, d_)
 
 
-def split(cfg: ModelConfig, mixed: Tensor) -> Parts:
+def split(layer: Layer, mixed: Tensor) -> Parts:
     """The Parts of `mixed`, or of its gradient."""
-    own = _own(cfg)
+    own = _own(layer)
     if not own.delta:
         z, channels, a = mixed.split([own.value_width, own.channels, own.heads], 1)
         return Parts(channels, z.unflatten(1, (own.key_heads, -1)), None, a)
@@ -222,21 +221,26 @@ def _scale_(own: Scan, mixed_: Tensor) -> None:
         part.mul_(factor)
 
 
-def _own(cfg: ModelConfig) -> Scan:
-    assert cfg.scan is not None
-    return cfg.scan
+def _second(layer: Layer) -> bool:
+    """Whether its result is added to that of another mixer of the same input."""
+    return layer.mixers[0] is not layer.scan
 
 
-def _project(cfg: ModelConfig, w: Weights, x: Tensor, out: Tensor | None = None, copy: Tensor | None = None) -> Tensor:
+def _own(layer: Layer) -> Scan:
+    assert layer.scan is not None
+    return layer.scan
+
+
+def _project(layer: Layer, w: Weights, x: Tensor, out: Tensor | None = None, copy: Tensor | None = None) -> Tensor:
     """Computes `mixed` with columns in the order of `split`, which files may not have; copies x to `copy`, if given."""
-    y, _ = norm_for(w.mixed, x, w.norm, cfg.eps, copy)
-    if not cfg.names.mixed_by_head:
+    y, _ = norm_for(w.mixed, x, w.norm, layer.eps, copy)
+    if not layer.names.mixed_by_head:
         mixed = linear(y, w.mixed, out, x.dtype)
-        _scale_(_own(cfg), mixed)
+        _scale_(_own(layer), mixed)
         return mixed
     found = linear(y, w.mixed, dtype=x.dtype)
     del y  # workspace._around_mixer
-    order = file_order(_own(cfg), x.device)
+    order = file_order(_own(layer), x.device)
     return torch.index_select(found, 1, order, out=out) if out is not None else found.index_select(1, order)
 
 
@@ -251,10 +255,10 @@ def file_order(own: Scan, device: torch.device) -> Tensor:
     return torch.cat([part.flatten() for part in (*parts, *numbers)]).to(device)
 
 
-def _in_file_order(cfg: ModelConfig, d_mixed: Tensor) -> Tensor:
-    if not cfg.names.mixed_by_head:
+def _in_file_order(layer: Layer, d_mixed: Tensor) -> Tensor:
+    if not layer.names.mixed_by_head:
         return d_mixed
-    return d_mixed.index_select(1, torch.argsort(file_order(_own(cfg), d_mixed.device)))
+    return d_mixed.index_select(1, torch.argsort(file_order(_own(layer), d_mixed.device)))
 
 
 def _heads(own: Scan, raw: Tensor) -> tuple[Tensor, Tensor, Tensor]:
@@ -274,9 +278,9 @@ def _lengths(own: Scan, like: Tensor) -> tuple[Tensor, Tensor]:
     return ones / own.key_dim, ones * own.key_dim**-0.5
 
 
-def inputs(cfg: ModelConfig, w: Weights, parts: Parts, raw: Tensor) -> Inputs:
+def inputs(layer: Layer, w: Weights, parts: Parts, raw: Tensor) -> Inputs:
     """The recurrence's inputs, given the convolution's result `raw` (N, C)."""
-    own = _own(cfg)
+    own = _own(layer)
     q, k, v = _heads(own, raw)
     g, steps = ops.decay_fwd(parts.a, w.decay, w.step, *_limits(own))
     if parts.b is None:
@@ -298,23 +302,23 @@ def _by_group(own: Scan, weight: Tensor) -> Tensor:
 
 
 def _inputs(p: Pass, w: Weights, parts: Parts) -> Inputs:
-    return inputs(p.cfg, w, parts, ops.conv_fwd(parts.channels, w.conv, w.conv_bias, p.rows.docs))
+    return inputs(p.layer, w, parts, ops.conv_fwd(parts.channels, w.conv, w.conv_bias, p.rows.docs))
 
 
 def _scan(p: Pass, w: Weights, mixed: Tensor, out: Tensor | None = None, recur: Recur | None = None) -> Tensor:
-    own, parts = _own(p.cfg), split(p.cfg, mixed)
+    own, parts = p.scan, split(p.layer, mixed)
     if recur is not None:
-        return recur(p.cfg, w, parts, p.rows)
+        return recur(p.layer, w, parts, p.rows)
     a = _inputs(p, w, parts)
     out = None if out is None else out.view(a.v.shape)
     return ops.scan_fwd(a.q, a.k, a.v, a.g, a.beta, p.rows.docs, own.delta, w.skip, out).view(-1, own.value_width)
 
 
-def _gated(cfg: ModelConfig, w: Weights, mixed: Tensor, scanned: Tensor) -> Tensor:
+def _gated(layer: Layer, w: Weights, mixed: Tensor, scanned: Tensor) -> Tensor:
     """What the output projection reads, (N, H e)."""
-    own, z = _own(cfg), split(cfg, mixed).z
+    own, z = _own(layer), split(layer, mixed).z
     if w.gated is None:
-        by_head = (t.view(-1, own.heads, own.value_dim) for t in (scanned, z))
-        return ops.silu_gate_fwd(*by_head).view(scanned.shape)
-    weight, eps = _by_group(own, w.gated), own.eps or cfg.eps
+        x, z = (t.view(-1, own.heads, own.value_dim) for t in (scanned, z))
+        return ops.gate_fwd(x, z, "silu").view(scanned.shape)
+    weight, eps = _by_group(own, w.gated), own.eps or layer.eps
     return ops.gated_norm_fwd(scanned.view(z.shape), z, weight, eps, not own.delta).view(scanned.shape)

@@ -11,6 +11,7 @@ from typing import NamedTuple
 
 from trireme.models.config import ModelConfig
 from trireme.models.families.packing import Part
+from trireme.models.layers import Layer
 from trireme.models.sizes.shapes import (
     GATE_UP,
     Group,
@@ -19,8 +20,8 @@ from trireme.models.sizes.shapes import (
     is_frozen,
     is_packed,
     is_sliced,
-    kind,
     on_disk,
+    unit,
     up_width,
     weight_groups,
 )
@@ -81,7 +82,7 @@ def at_once(cfg: ModelConfig) -> int:
 
 def slices(cfg: ModelConfig, u: int) -> tuple[range, ...]:
     """The experts of each slice of unit u's experts, which are transferred in turn; () where all come with the unit."""
-    if cfg.slices == 1 or u in (0, cfg.n_units - 1) or not is_sliced(cfg) or kind(cfg, u) != "mlp":
+    if cfg.slices == 1 or u in (0, cfg.n_units - 1) or not is_sliced(cfg, unit(cfg, u)) or unit(cfg, u).mixers:
         return ()
     assert cfg.experts is not None
     E, n = cfg.experts.count, min(cfg.slices, cfg.experts.count)
@@ -93,7 +94,8 @@ def may_be_sliced(cfg: ModelConfig) -> bool:
     if cfg.experts is None or cfg.whole:
         return False
     cut = replace(cfg, halves=True)
-    found = (g for u in range(1, cut.n_units - 1) if kind(cut, u) == "mlp" for g in weight_groups(cut, u))
+    fed = (u for u in range(1, cut.n_units - 1) if unit(cut, u).what == "mlp" and unit(cut, u).experts)
+    found = (g for u in fed for g in weight_groups(cut, u))
     return all(is_frozen(cut, group) for group in found if len(group[0][1]) == 3)
 
 
@@ -198,12 +200,12 @@ def in_fp8(cfg: ModelConfig, rows: int, columns: int) -> bool:
     return cfg.fp8 and rows % 16 == 0 and columns % 16 == 0
 
 
-def experts_in_fp8(cfg: ModelConfig, tokens: int) -> bool:
+def experts_in_fp8(cfg: ModelConfig, layer: Layer, tokens: int) -> bool:
     """Whether grouped GEMMs of rows and experts' matrices are in fp8, in a micro-batch of so many tokens."""
-    own, rows = cfg.experts, min(tokens, cfg.mlp_rows)
+    own, rows, inner = layer.experts, min(tokens, cfg.mlp_rows), expert_input(layer)
     if own is None or rows * own.chosen < LEAST_ROWS * own.count:
         return False
-    return in_fp8(cfg, expert_input(cfg), up_width(cfg)) and in_fp8(cfg, own.width, expert_input(cfg))
+    return in_fp8(cfg, inner, up_width(own)) and in_fp8(cfg, own.width, inner)
 
 
 def norms_make_codes(cfg: ModelConfig) -> bool:

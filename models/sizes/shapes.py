@@ -11,55 +11,44 @@ from fnmatch import fnmatchcase
 from math import prod
 
 from trireme.models.config import InputError, Lora, ModelConfig
+from trireme.models.families.experts import Experts
 from trireme.models.families.names import adapter_names
+from trireme.models.families.scans import Scan
+from trireme.models.layers import Attention, Layer, Mlp
 
 Group = list[tuple[str, tuple[int, ...]]]  # neighbours in memory: a fused operand
 HALVES = ("attention", "mlp")
-DENSE = "dense "  # before the kind of a unit without experts among others
-SCANS = "scan "  # before that, of a unit whose mixer is a recurrence
 GATE_UP, DOWN = "gate_up_proj", "down_proj"  # of all experts of a layer
 
 
 def unit_names(cfg: ModelConfig) -> list[str]:
     """The units' names in file names and log lines."""
     short = {"block": "block", "attention": "attn", "mlp": "mlp"}
-    inner = (f"{short[bare(kind(cfg, u))]}{layer(cfg, u):03d}" for u in range(1, cfg.n_units - 1))
-    return ["embed", *inner, "head"]
+    return ["embed", *(f"{short[unit.what]}{i:03d}" for i, unit in cfg.units), "head"]
 
 
 def kind(cfg: ModelConfig, u: int) -> str:
-    """The kind of unit u: "embed", "block", "attention" (any mixer), "mlp" or "head".
+    """The kind of unit u: "embed", "head", or that of its form (ModelConfig.kinds)."""
+    return cfg.kinds[unit(cfg, u).form] if 0 < u < cfg.n_units - 1 else "head" if u else "embed"
 
-    With DENSE before it, the MLP is plain where other layers have experts; with SCANS before that, the mixer is a
-    recurrence. An "mlp" has SCANS if MLPs next to a recurrence have other names.
-    """
-    if u in (0, cfg.n_units - 1):
-        return "head" if u else "embed"
-    found = HALVES[(u - 1) % 2] if cfg.halves else "block"
-    found = HALVES[layer(cfg, u) in cfg.mlp_layers] if cfg.mlp_layers else found
-    found = DENSE + found if found != "attention" and cfg.is_dense(layer(cfg, u)) else found
-    alike = found.endswith("mlp") and cfg.family.scan_names is None
-    return SCANS + found if cfg.scans(layer(cfg, u)) and not alike else found
+
+def unit(cfg: ModelConfig, u: int) -> Layer:
+    """What an inner unit computes."""
+    return cfg.units[u - 1][1]
 
 
 def bare(kind: str) -> str:
-    """A kind without its prefixes SCANS and DENSE."""
-    return kind.removeprefix(SCANS).removeprefix(DENSE)
-
-
-def seen(cfg: ModelConfig, kind: str) -> tuple[ModelConfig, str]:
-    """(the config that units of a kind use, the kind without its prefixes)."""
-    found = cfg.dense if DENSE in kind else cfg
-    return (found.scanned if kind.startswith(SCANS) else found), bare(kind)
+    """A kind without what sets it apart from others: "block", "attention" or "mlp"."""
+    return next((what for what in ("block", *HALVES) if what in kind), kind)
 
 
 def inner_kinds(cfg: ModelConfig) -> tuple[str, ...]:
     """The bare kinds of the inner units: those that make a block, in order, or those that layers are."""
-    return HALVES if cfg.halves or cfg.mlp_layers else ("block",)
+    return HALVES if cfg.halves or any(not (own.mixers and own.mlps) for own in cfg.layers) else ("block",)
 
 
 def layer(cfg: ModelConfig, u: int) -> int:
-    return (u - 1) // (2 if cfg.halves else 1)
+    return cfg.units[u - 1][0] if 0 < u < cfg.n_units - 1 else -1 if u == 0 else cfg.n_layers
 
 
 # ---------------------------------------------------------------- weights
@@ -86,19 +75,17 @@ def all_groups(cfg: ModelConfig) -> Iterator[Group]:
 
 
 def weight_parts(cfg: ModelConfig, u: int) -> list[list[Group]]:
-    """weight_groups by part: a block's are its attention and MLP."""
-    cfg, what = seen(cfg, kind(cfg, u))
-    if what == "embed":
+    """weight_groups by part: a block's are its mixers and MLPs."""
+    if u == 0:
         return [_embed_groups(cfg)]
-    if what == "head":
+    if u == cfg.n_units - 1:
         return [_head_groups(cfg)]
-    prefix = cfg.names.prefix(layer(cfg, u))
-    mixer = _scan_groups(cfg) if cfg.scanning else _attention_groups(cfg)
-    if cfg.both:
-        mixer += _scan_groups(cfg.scanned, norm=False)
-    parts = {"attention": mixer, "mlp": _expert_groups(cfg) if cfg.experts else _mlp_groups(cfg)}
-    mine = parts.values() if what == "block" else [parts[what]]
-    return [[[(prefix + name, shape) for name, shape in group] for group in groups] for groups in mine]
+    i, own = cfg.units[u - 1]
+    mixers = [_scan_groups(own, m) if isinstance(m, Scan) else _attention_groups(own, m) for m in own.mixers]
+    mlps = [_expert_groups(own, m) if isinstance(m, Experts) else _mlp_groups(own, m) for m in own.mlps]
+    parts = [[group for groups in half for group in groups] for half in (mixers, mlps) if half]
+    prefix = cfg.names.prefix(i)
+    return [[[(prefix + name, shape) for name, shape in group] for group in groups] for groups in parts]
 
 
 def on_disk(cfg: ModelConfig, name: str, shape: tuple[int, ...]) -> Group:
@@ -151,13 +138,16 @@ def trained_parts(cfg: ModelConfig, u: int) -> list[list[Group]]:
     """weight_parts of a unit without frozen groups, with adapters."""
     lora = cfg.lora if 0 < u < cfg.n_units - 1 else None
     return [
-        [group for group in part if not is_frozen(cfg, group)] + (_adapter_groups(cfg, lora, part) if lora else [])
+        [group for group in part if not is_frozen(cfg, group)] + (_adapter_groups(cfg, lora, part) if lora and cfg.trains else [])
         for part in weight_parts(cfg, u)
     ]
 
 
 def frozen_groups(cfg: ModelConfig, u: int) -> list[Group]:
-    return [group for group in weight_groups(cfg, u) if is_frozen(cfg, group)]
+    found = [group for group in weight_groups(cfg, u) if is_frozen(cfg, group)]
+    if cfg.lora and not cfg.trains:
+        found += [each for part in weight_parts(cfg, u) for each in _adapter_groups(cfg, cfg.lora, part)]
+    return found
 
 
 def is_packed(cfg: ModelConfig, group: Group) -> bool:
@@ -170,10 +160,14 @@ def is_frozen(cfg: ModelConfig, group: Group) -> bool:
 
     Raises InputError where only some tensors of the one matmul are.
     """
+    if len(group) == 1 and cfg.names.scalar and group[0][0].endswith(f".{cfg.names.scalar}"):
+        return True
     if len(group) == 1 and cfg.names.correction and group[0][0].endswith(cfg.names.correction):
         return True
     if cfg.scores and cfg.lora and group[0][0] == output_name(cfg):
         return False
+    if not cfg.trains:
+        return True
     found = [_matches(name, cfg.frozen) for name, _ in group]
     if any(found) and not all(found):
         raise InputError(
@@ -214,54 +208,56 @@ def adapts_experts(name: str) -> bool:
     return f".experts.{GATE_UP}.lora_" in name or f".experts.{DOWN}.lora_" in name
 
 
-def features(cfg: ModelConfig, names: tuple[str, ...]) -> tuple[int, ...]:
+def features(layer: Layer, names: tuple[str, ...]) -> tuple[int, ...]:
     """Output features of each matrix of a matmul, given their names within a block."""
-    own = cfg.names
-    if cfg.latent and names == own.qkv:
-        return cfg.latent.q_rank or cfg.q_width, cfg.latent.kv_rank + cfg.latent.rope
-    if cfg.latent and names in ((own.q_b,), (own.kv_b,)):
-        return (cfg.q_width if names == (own.q_b,) else cfg.n_heads * (cfg.latent.nope + cfg.latent.value),)
-    if names == own.qkv:
-        gated = cfg.q_width * (1 + cfg.attention_gate)
-        return (cfg.qkv_width,) if len(names) == 1 else (gated, cfg.kv_width, cfg.kv_width)
-    if cfg.scan and names == own.mixed:
-        heads, wide = cfg.scan.heads, cfg.scan.value_width
-        grouped = (cfg.scan.channels + wide, 2 * heads)
+    own, attention, scan, experts = layer.names, layer.attention, layer.scan, layer.experts
+    if attention and attention.latent and names == own.qkv:
+        return attention.latent.q_rank or attention.q_width, attention.latent.kv_rank + attention.latent.rope
+    if attention and attention.latent and names in ((own.q_b,), (own.kv_b,)):
+        of_kv = attention.heads * (attention.latent.nope + attention.latent.value)
+        return (attention.q_width if names == (own.q_b,) else of_kv,)
+    if attention and names == own.qkv:
+        each = (attention.q_width * (1 + attention.gate), attention.kv_width, attention.kv_width)
+        return (attention.qkv_width,) if len(names) == 1 else each[: len(names)]
+    if scan and names == own.mixed:
+        heads, wide = scan.heads, scan.value_width
         if len(names) == 1:
-            return (cfg.scan.mixed_width,)
+            return (scan.mixed_width,)
         if own.convs:
-            return cfg.scan.key_width, cfg.scan.key_width, wide, wide, heads, heads
-        return grouped if own.mixed_by_head else (cfg.scan.channels, wide, heads, heads)
-    if cfg.experts and cfg.experts.latent and names == (own.latent_in,):
-        return (cfg.experts.latent,)
+            return scan.key_width, scan.key_width, wide, wide, heads, heads
+        return (scan.channels + wide, 2 * heads) if own.mixed_by_head else (scan.channels, wide, heads, heads)
+    if experts and experts.latent and names == (own.latent_in,):
+        return (experts.latent,)
     if names == own.up:
-        ffn = cfg.experts.shared if cfg.experts else cfg.ffn
-        matrices = 1 + cfg.gated
+        of = layer.mlp or experts
+        assert of is not None
+        ffn = of.width if isinstance(of, Mlp) else of.shared
+        matrices = 1 + of.gated
         return (matrices * ffn,) if len(names) == 1 else (ffn,) * matrices
-    return (cfg.width,)
+    return (layer.width,)
 
 
 def _embed_groups(cfg: ModelConfig) -> list[Group]:
     tokens: Group = [(embedding_name(cfg), (cfg.vocab, cfg.width))]
     positions: Group = [(f"{cfg.names.positions}.weight", (cfg.max_positions, cfg.width))]
-    return [tokens, positions] if cfg.rope is None else [tokens]
+    return [tokens, positions] if cfg.learned else [tokens]
 
 
 def _head_groups(cfg: ModelConfig) -> list[Group]:
     output: list[Group] = [] if cfg.tied else [[(output_name(cfg), (cfg.outputs, cfg.width))]]
-    return output + _norm(cfg, cfg.names.final_norm)
+    return output + _norm(cfg.layers[0], cfg.names.final_norm)
 
 
-def _norm(cfg: ModelConfig, *names: str) -> list[Group]:
+def _norm(layer: Layer, *names: str) -> list[Group]:
     """Groups of norms over the width; the name "" stands for none."""
-    parts = ("weight", "bias") if cfg.family.layer_norm else ("weight",)
-    return [[(f"{name}.{part}", (cfg.width,))] for name in names if name for part in parts]
+    parts = ("weight", "bias") if layer.norm == "layer" else ("weight",)
+    return [[(f"{name}.{part}", (layer.width,))] for name in names if name for part in parts]
 
 
-def _matrix(cfg: ModelConfig, names: tuple[str, ...], rows: tuple[int, ...], columns: int) -> Group:
+def _matrix(layer: Layer, names: tuple[str, ...], rows: tuple[int, ...], columns: int) -> Group:
     """Neighbouring matrices of `rows` features each."""
     return [
-        (f"{name}.weight", (columns, n) if cfg.names.in_out else (n, columns))
+        (f"{name}.weight", (columns, n) if layer.names.in_out else (n, columns))
         for name, n in zip(names, rows, strict=True)
     ]
 
@@ -270,40 +266,38 @@ def _bias(names: tuple[str, ...], rows: tuple[int, ...]) -> Group:
     return [(f"{name}.bias", (n,)) for name, n in zip(names, rows, strict=True)]
 
 
-def _attention_groups(cfg: ModelConfig) -> list[Group]:
-    names, D = cfg.names, cfg.width
-    rows = features(cfg, names.qkv)
+def _attention_groups(layer: Layer, own: Attention) -> list[Group]:
+    names, D = layer.names, layer.width
+    rows = features(layer, names.qkv)
     groups = [
-        _matrix(cfg, names.qkv, rows, D),
-        _matrix(cfg, (names.o,), (D,), cfg.attn_width),
-        *_norm(cfg, names.norm1, names.post1),
+        _matrix(layer, names.qkv, rows, D),
+        _matrix(layer, (names.o,), (D,), own.out_width),
+        *_norm(layer, names.norm1, names.post1),
     ]
-    if cfg.latent:
-        ranks = [(names.q_b, names.q_norm, cfg.latent.q_rank), (names.kv_b, names.k_norm, cfg.latent.kv_rank)]
+    if own.latent:
+        ranks = [(names.q_b, names.q_norm, own.latent.q_rank), (names.kv_b, names.k_norm, own.latent.kv_rank)]
         for matrix, norm, rank in ranks[not names.q_b :]:
-            groups += [_matrix(cfg, (matrix,), features(cfg, (matrix,)), rank), [(f"{norm}.weight", (rank,))]]
-    if cfg.qk_norm:
-        wide = cfg.family.qk_norm == "width"
-        widths = (cfg.q_width, cfg.kv_width) if wide else (cfg.head_dim, cfg.head_dim)
+            groups += [_matrix(layer, (matrix,), features(layer, (matrix,)), rank), [(f"{norm}.weight", (rank,))]]
+    if own.norm:
+        widths = (own.q_width, own.kv_width) if own.norm == "width" else (own.dim, own.dim)
         groups += [[(f"{n}.weight", (d,))] for n, d in zip((names.q_norm, names.k_norm), widths, strict=True)]
     if names.sinks:
-        groups.append([(names.sinks, (cfg.n_heads,))])
-    if cfg.qkv_bias:
+        groups.append([(names.sinks, (own.heads,))])
+    if own.bias:
         groups.append(_bias(names.qkv, rows))
-    if cfg.o_bias:
+    if own.o_bias:
         groups.append(_bias((names.o,), (D,)))
     return groups
 
 
-def _scan_groups(cfg: ModelConfig, norm: bool = True) -> list[Group]:
-    """Groups of a recurrence; `norm`: with the norm before it."""
-    names, own = cfg.names, cfg.scan
-    assert own is not None
+def _scan_groups(layer: Layer, own: Scan) -> list[Group]:
+    """Groups of a recurrence, without the norm before it where another mixer has it."""
+    names, first = layer.names, layer.mixers[0] is own
     groups: list[Group] = [
-        _matrix(cfg, names.mixed, features(cfg, names.mixed), cfg.width),
-        _matrix(cfg, (names.mixed_o,), (cfg.width,), own.value_width),
+        _matrix(layer, names.mixed, features(layer, names.mixed), layer.width),
+        _matrix(layer, (names.mixed_o,), (layer.width,), own.value_width),
         [(f"{names.conv}.weight", (own.channels, own.taps))],
-        *_norm(cfg, names.norm1 if norm else ""),
+        *_norm(layer, names.norm1 if first else ""),
         [(names.decay, (own.heads,))],
         [(names.step, (own.heads,))],
     ]
@@ -316,45 +310,49 @@ def _scan_groups(cfg: ModelConfig, norm: bool = True) -> list[Group]:
     return groups
 
 
-def _mlp_groups(cfg: ModelConfig) -> list[Group]:
-    names, D = cfg.names, cfg.width
-    rows = features(cfg, names.up)
+def _mlp_groups(layer: Layer, own: Mlp) -> list[Group]:
+    names, D = layer.names, layer.width
+    rows = features(layer, names.up)
     groups = [
-        _matrix(cfg, names.up, rows, D),
-        _matrix(cfg, (names.down,), (D,), cfg.ffn),
-        *_norm(cfg, names.norm2, names.post2),
+        _matrix(layer, names.up, rows, D),
+        _matrix(layer, (names.down,), (D,), own.width),
+        *_norm(layer, names.norm2, names.post_mlp, names.post2),
     ]
-    if cfg.mlp_bias:
+    if names.scalar:
+        groups.append([(names.scalar, (1,))])
+    if own.bias:
         groups += [_bias(names.up, rows), _bias((names.down,), (D,))]
     return groups
 
 
-def expert_shape(cfg: ModelConfig, matrix: str) -> tuple[int, int]:
+def expert_shape(layer: Layer, matrix: str) -> tuple[int, int]:
     """The shape of one expert's GATE_UP or DOWN in memory."""
-    assert cfg.experts is not None
-    inner = expert_input(cfg)
-    rows, columns = (up_width(cfg), inner) if matrix == GATE_UP else (inner, cfg.experts.width)
-    return (columns, rows) if cfg.names.experts_in_out else (rows, columns)
+    assert layer.experts is not None
+    inner = expert_input(layer)
+    rows, columns = (up_width(layer.experts), inner) if matrix == GATE_UP else (inner, layer.experts.width)
+    return (columns, rows) if layer.names.experts_in_out else (rows, columns)
 
 
-def expert_input(cfg: ModelConfig) -> int:
+def expert_input(layer: Layer) -> int:
     """Features of the inputs and outputs of experts: the model's width, or that of latents."""
-    return cfg.experts.latent or cfg.width if cfg.experts else cfg.width
+    return layer.experts.latent or layer.width if layer.experts else layer.width
 
 
-def of_an_expert(cfg: ModelConfig) -> int:
+def of_an_expert(layer: Layer) -> int:
     """Elements of one expert's matrices."""
-    return sum(prod(expert_shape(cfg, matrix)) for matrix in (GATE_UP, DOWN))
+    return sum(prod(expert_shape(layer, matrix)) for matrix in (GATE_UP, DOWN))
 
 
-def _expert_groups(cfg: ModelConfig) -> list[Group]:
-    names, own, D = cfg.names, cfg.experts, cfg.width
-    assert own is not None
+def _expert_groups(layer: Layer, own: Experts) -> list[Group]:
+    names, D = layer.names, layer.width
     groups: list[Group] = [
-        [(f"{names.experts}.{GATE_UP}", (own.count, *expert_shape(cfg, GATE_UP)))],
-        [(f"{names.experts}.{DOWN}", (own.count, *expert_shape(cfg, DOWN)))],
+        *_norm(layer, names.post_experts),
+        [(f"{names.experts}.{GATE_UP}", (own.count, *expert_shape(layer, GATE_UP)))],
+        [(f"{names.experts}.{DOWN}", (own.count, *expert_shape(layer, DOWN)))],
         [(f"{names.router}.weight", (own.count, D))],
     ]
+    if names.router_scale:
+        groups += [[(names.router_scale, (D,))], [(names.expert_scale, (own.count,))]]
     if own.bias:  # flat: vectors have no weight decay
         groups.append([(f"{names.experts}.{GATE_UP}_bias", (own.count * 2 * own.width,))])
         groups.append([(f"{names.experts}.{DOWN}_bias", (own.count * D,))])
@@ -362,13 +360,14 @@ def _expert_groups(cfg: ModelConfig) -> list[Group]:
     if names.correction:
         groups.append([(names.correction, (own.count,))])
     if own.shared:
-        groups += [_matrix(cfg, names.up, features(cfg, names.up), D), _matrix(cfg, (names.down,), (D,), own.shared)]
+        groups += [_matrix(layer, names.up, features(layer, names.up), D)]
+        groups += [_matrix(layer, (names.down,), (D,), own.shared)]
     if own.shared_gate:
         groups.append([(f"{names.shared_gate}.weight", (1, D))])
     if own.latent:
-        groups.append(_matrix(cfg, (names.latent_in,), (own.latent,), D))
-        groups.append(_matrix(cfg, (names.latent_out,), (D,), own.latent))
-    return groups + _norm(cfg, names.norm2)
+        groups.append(_matrix(layer, (names.latent_in,), (own.latent,), D))
+        groups.append(_matrix(layer, (names.latent_out,), (D,), own.latent))
+    return groups + _norm(layer, names.norm_experts or names.norm2)
 
 
 def parameters(cfg: ModelConfig, u: int | None = None) -> int:
@@ -380,69 +379,75 @@ def parameters(cfg: ModelConfig, u: int | None = None) -> int:
 # ---------------------------------------------------------------- saved tensors
 
 
-def up_name(cfg: ModelConfig) -> str:
-    """The name of the result of the MLP's first matmul."""
-    return "gate_up" if cfg.gated else "fc"
+def up_name(own: Mlp | Experts) -> str:
+    """The name of the result of an MLP's first matmul."""
+    return "gate_up" if own.gated else "fc"
 
 
-def up_width(cfg: ModelConfig) -> int:
-    """Features of the MLP's first matmul."""
-    ffn = cfg.experts.width if cfg.experts else cfg.ffn
-    return 2 * ffn if cfg.gated else ffn
+def up_width(own: Mlp | Experts) -> int:
+    """Features of an MLP's first matmul, or of an expert's."""
+    return 2 * own.width if own.gated else own.width
 
 
-def hidden_width(cfg: ModelConfig) -> int:
-    """Features of a token's activation in the MLP."""
-    return cfg.experts.chosen * cfg.experts.width if cfg.experts else cfg.ffn
+def hidden_width(own: Mlp | Experts) -> int:
+    """Features of a token's activation."""
+    return chosen(own) * own.width
 
 
-def chosen(cfg: ModelConfig) -> int:
-    """Rows of the MLP's matmuls for each token."""
-    return cfg.experts.chosen if cfg.experts else 1
+def chosen(own: Mlp | Experts) -> int:
+    """Rows of an MLP's matmuls for each token."""
+    return own.chosen if isinstance(own, Experts) else 1
 
 
-def saved_shapes(cfg: ModelConfig, tokens: int, kind: str = "block") -> dict[str, tuple[tuple[int, ...], str]]:
+Saved = dict[str, tuple[tuple[int, ...], str]]
+
+
+def saved_shapes(cfg: ModelConfig, tokens: int, kind: str = "block") -> Saved:
+    """saved_of a unit of this kind."""
+    return {} if kind in ("embed", "head") else saved_of(cfg, cfg.kind(kind), tokens)
+
+
+def saved_of(cfg: ModelConfig, layer: Layer, tokens: int) -> Saved:
     """name -> (shape, "compute" or "F32") of the tensors that forward can save besides its input.
 
     Results are bitwise identical for any subset of them. attn_out without lse is of no use.
     """
-    N, (cfg, kind) = tokens, seen(cfg, kind)
-    found: dict[str, tuple[tuple[int, ...], str]] = {}
-    if kind != "mlp" and not cfg.scanning:
-        found["qkv"] = (N, cfg.qkv_width), "compute"
-        found["attn_out"] = (N, cfg.attn_width), "compute"
-        found["lse"] = (cfg.n_heads, N), "F32"
-        if cfg.names.post1:
-            found["attn_branch"] = (N, cfg.width), "compute"
-    if kind != "mlp" and (cfg.scanning or cfg.both):
-        assert cfg.scan is not None
-        found["mixed"] = (N, cfg.scan.mixed_width), "compute"
-        found["scan_out"] = (N, cfg.scan.value_width), "compute"
-    if kind == "block" and not cfg.parallel:
-        found["resid"] = (N, cfg.width), "compute"
-    if kind != "attention":
-        if not is_sliced(cfg):  # then of several units
-            found[up_name(cfg)] = (N * chosen(cfg), up_width(cfg)), "compute"
-        if cfg.experts and cfg.experts.shared:
-            found["shared_up"] = (N, (1 + cfg.gated) * cfg.experts.shared), "compute"
-        if cfg.experts and cfg.experts.latent:
-            found["latent_sum"] = (N, cfg.experts.latent), "compute"
-        if cfg.names.post2:
-            found["mlp_branch"] = (N, cfg.width), "compute"
+    N, found, D = tokens, Saved(), layer.width
+    for own in layer.mixers:
+        if isinstance(own, Scan):
+            found["mixed"] = (N, own.mixed_width), "compute"
+            found["scan_out"] = (N, own.value_width), "compute"
+            continue
+        found["qkv"] = (N, own.qkv_width), "compute"
+        found["attn_out"] = (N, own.out_width), "compute"
+        found["lse"] = (own.heads, N), "F32"
+        if layer.names.post1:
+            found["attn_branch"] = (N, D), "compute"
+    if layer.mixers and layer.mlps and not layer.parallel:
+        found["resid"] = (N, D), "compute"
+    for mlp in layer.mlps:
+        if not is_sliced(cfg, layer) and mlp is layer.mlps[0]:  # then of several units
+            found[up_name(mlp)] = (N * chosen(mlp), up_width(mlp)), "compute"
+        if isinstance(mlp, Experts) and mlp.shared:
+            found["shared_up"] = (N, (1 + mlp.gated) * mlp.shared), "compute"
+        if isinstance(mlp, Experts) and mlp.latent:
+            found["latent_sum"] = (N, mlp.latent), "compute"
+        if layer.names.post2:
+            found["mlp_branch"] = (N, D), "compute"
     return found
 
 
-def is_sliced(cfg: ModelConfig) -> bool:
-    """Whether a layer's experts come in slices. `cfg` is the layer's (ModelConfig.at)."""
-    return cfg.slices > 1 and cfg.halves and cfg.experts is not None
+def is_sliced(cfg: ModelConfig, layer: Layer) -> bool:
+    """Whether a layer's experts come in slices."""
+    return cfg.slices > 1 and cfg.halves and layer.experts is not None
 
 
-def passed_shapes(cfg: ModelConfig, tokens: int) -> dict[str, tuple[tuple[int, ...], str]]:
+def passed_shapes(cfg: ModelConfig, tokens: int) -> Saved:
     """name -> (shape, dtype) of the tensors that pass from slice to slice of a layer's experts, besides their input.
 
     sum (of the experts so far), weights and experts (the routing), and in backward d_weights (the weights' gradient).
     """
-    N, k = tokens, chosen(cfg)
+    N, k = tokens, cfg.experts.chosen if cfg.experts else 1
     sums = {"sum": ((N, cfg.width), "F32"), "weights": ((N, k), "F32"), "d_weights": ((N, k), "F32")}
     return {**sums, "experts": ((N, k), "I32")}
 

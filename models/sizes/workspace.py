@@ -6,20 +6,16 @@ Each `del` in the code described on which a sum depends has a comment that names
 
 from __future__ import annotations
 
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 from trireme.models.config import ModelConfig
+from trireme.models.layers import Layer
+from trireme.models.sizes import shapes
 from trireme.models.sizes.narrow import at_once, experts_in_fp8, in_fp8, norms_make_codes, quantized_each, slice_bytes
 from trireme.models.sizes.shapes import (
-    chosen,
-    expert_input,
-    hidden_width,
     is_frozen,
-    is_sliced,
-    kind,
     output_name,
-    seen,
-    up_width,
+    unit,
 )
 
 LOSS_CHUNK = 2048  # rows of logits; default of linear_cross_entropy
@@ -37,14 +33,66 @@ def workspace_bytes(cfg: ModelConfig, u: int, tokens: int, itemsize: int, grad_i
     gradients, saved) and cuBLAS's workspace.
     """
     if u == 0:
-        extra = tokens * cfg.width * itemsize * (cfg.rope is None or cfg.embed_scale != 1.0)
+        extra = tokens * cfg.width * itemsize * (cfg.learned or cfg.embed_scale != 1.0)
         sums = (tokens // 8 + 8) * cfg.width  # sorted ids; fp32 sums of frequent ones
         return extra + sums + 80 * tokens + SLACK
     partials = 2 * 4 * cfg.width * min(PROGRAMS, tokens) + SLACK
     if u == cfg.n_units - 1:
         return _head_workspace(cfg, tokens, itemsize, grad_itemsize or itemsize) + partials
     sizes = _Sizes(tokens, itemsize, grad_itemsize or itemsize, quantized_each(cfg, u))
-    return _block_workspace(cfg, kind(cfg, u), sizes) + slice_bytes(cfg, u, itemsize) + partials
+    return (
+        _block_workspace(_View(cfg, unit(cfg, u)), unit(cfg, u).what, sizes) + slice_bytes(cfg, u, itemsize) + partials
+    )
+
+
+def rows_of_loss(cfg: ModelConfig, tokens: int, grad_itemsize: int) -> int:
+    """Rows of logits at a time: all where they take less memory than an fp32 sum of the matrix's gradient would."""
+    summed = grad_itemsize < 4 and not is_frozen(cfg, [(output_name(cfg), (cfg.vocab, cfg.width))])
+    return tokens if summed and tokens <= LOSS_CHUNK + 2 * cfg.width else min(tokens, LOSS_CHUNK)
+
+
+class _View:
+    """A layer by the names that the sums below were written with."""
+
+    def __init__(self, cfg: ModelConfig, layer: Layer):
+        own, mlp = layer.attention, layer.mlp or layer.experts
+        self.cfg, self.layer, self.names, self.width, self.parallel = (
+            cfg,
+            layer,
+            layer.names,
+            layer.width,
+            layer.parallel,
+        )
+        self.experts, self.scan, self.latent = layer.experts, layer.scan, own.latent if own else None
+        self.scanning, self.both = own is None and layer.scan is not None, own is not None and layer.scan is not None
+        if own:
+            self.n_heads, self.q_width, self.kv_width, self.attn_width = (
+                own.heads,
+                own.q_width,
+                own.kv_width,
+                own.out_width,
+            )
+            self.qkv_width, self.qk_norm, self.attention_gate, self.qkv_bias = (
+                own.qkv_width,
+                own.norm,
+                own.gate,
+                own.bias,
+            )
+        self.q_width = own.q_width if own else 0
+        self.ffn = layer.mlp.width if layer.mlp else 0
+        self.mlp_bias, self.gate_scale = (layer.mlp.bias, layer.mlp.gate_scale) if layer.mlp else (False, 1.0)
+        self.gated, self.relu2 = (mlp.gated, mlp.act == "relu2") if mlp else (True, False)
+        self.factors = [part.factor for part in (*layer.mixers, *layer.mlps)]
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self.cfg, name)
+
+
+chosen = lambda v: shapes.chosen(v.layer.mlp or v.layer.experts)
+up_width = lambda v: shapes.up_width(v.layer.mlp or v.layer.experts)
+hidden_width = lambda v: shapes.hidden_width(v.layer.mlp or v.layer.experts)
+expert_input = lambda v: shapes.expert_input(v.layer)
+is_sliced = lambda v: shapes.is_sliced(v.cfg, v.layer)
 
 
 class _Sizes(NamedTuple):
@@ -65,7 +113,7 @@ class _Codes(NamedTuple):
     columns: int = 0  # codes of x that the gradient reads
 
 
-def _codes(cfg: ModelConfig, sizes: _Sizes, inside: int, outside: int, keeps: bool = False) -> _Codes:
+def _codes(cfg: Any, sizes: _Sizes, inside: int, outside: int, keeps: bool = False) -> _Codes:
     """Those of a layer from `inside` to `outside` features. `keeps`: biases or adapters read dy itself, too."""
     N, dy = sizes.tokens, sizes.tokens * outside * sizes.item
     if not in_fp8(cfg, inside, outside):
@@ -78,7 +126,7 @@ def _codes(cfg: ModelConfig, sizes: _Sizes, inside: int, outside: int, keeps: bo
     return _Codes(N * inside + matrix, matrix, codes, (padded > 0) * (columns + part), held, columns)
 
 
-def _normed(cfg: ModelConfig, before: str, first: _Codes, last: _Codes, y: int) -> tuple[int, int]:
+def _normed(cfg: Any, before: str, first: _Codes, last: _Codes, y: int) -> tuple[int, int]:
     """Bytes of the result, y bytes in bf16, of the norm `before` a sub-layer of these linear layers (norm.norm_for).
 
     (those while the first layer is computed, those while its codes are made): in fp8 codes are all that remains, and
@@ -89,17 +137,17 @@ def _normed(cfg: ModelConfig, before: str, first: _Codes, last: _Codes, y: int) 
     return 0, 0 if before == "" or (last.x > 0 and norms_make_codes(cfg)) else y
 
 
-def _block_workspace(cfg: ModelConfig, kind: str, sizes: _Sizes) -> int:
+def _block_workspace(cfg: Any, kind: str, sizes: _Sizes) -> int:
     """The largest sum of live tensors in a block or sub-layer."""
-    cfg, kind = seen(cfg, kind)
     tokens, itemsize, *_ = sizes
     x, tile = tokens * cfg.width * itemsize, min(tokens, cfg.mlp_rows)  # block.mlp_forward
     y, row = tile * cfg.width * itemsize, tokens * 4  # one fp32 a token
     # branch.branch_backward: scaled dy; matmul, norm, gradient; the other sub-layer's matmul
-    scaled = any(part.branch_scale != 1.0 for part in (cfg, cfg.scanned, cfg.in_mlp))
-    behind = (y if kind == "mlp" else x) * (scaled + 4 * bool(cfg.names.post1))
-    mlp_forward, mlp_backward = _mlp_moments(cfg, sizes._replace(tokens=tile))
-    result, attention = (_scan_moments if cfg.scanning else _attention_moments)(cfg, sizes)
+    scaled = any(factor != 1.0 for layer in cfg.layers for factor in _View(cfg.cfg, layer).factors)
+    behind = (y if kind == "mlp" else x) * (scaled + 4 * bool(cfg.names.post1 or cfg.names.post2))
+    mlp_forward, mlp_backward = _mlp_moments(cfg, sizes._replace(tokens=tile)) if cfg.layer.mlps else ([0], [0])
+    mixes = _scan_moments if cfg.scanning else _attention_moments
+    result, attention = mixes(cfg, sizes) if cfg.layer.mixers else (0, [0])
     within = attention  # of a block
     if cfg.both:
         second, scan = _scan_moments(cfg, sizes)
@@ -130,7 +178,7 @@ def _block_workspace(cfg: ModelConfig, kind: str, sizes: _Sizes) -> int:
 
 
 def _around_mixer(
-    cfg: ModelConfig, sizes: _Sizes, first: _Codes, last: _Codes, widths: tuple[int, int], result: int, gated: int
+    cfg: Any, sizes: _Sizes, first: _Codes, last: _Codes, widths: tuple[int, int], result: int, gated: int
 ) -> list[int]:
     """Moments of the two linear layers of attention or a recurrence: its projection, and the one behind it.
 
@@ -154,7 +202,7 @@ def _around_mixer(
     ]
 
 
-def _attention_moments(cfg: ModelConfig, sizes: _Sizes) -> tuple[int, list[int]]:
+def _attention_moments(cfg: Any, sizes: _Sizes) -> tuple[int, list[int]]:
     """(bytes of attention.Result, moments of attention)."""
     if cfg.latent:
         return _latent_moments(cfg, sizes)
@@ -173,7 +221,7 @@ def _attention_moments(cfg: ModelConfig, sizes: _Sizes) -> tuple[int, list[int]]
     ]
 
 
-def _latent_moments(cfg: ModelConfig, sizes: _Sizes) -> tuple[int, list[int]]:
+def _latent_moments(cfg: Any, sizes: _Sizes) -> tuple[int, list[int]]:
     """_attention_moments of latent attention (latent.py)."""
     own, (tokens, itemsize, *_) = cfg.latent, sizes
     assert own is not None
@@ -204,7 +252,7 @@ def _latent_moments(cfg: ModelConfig, sizes: _Sizes) -> tuple[int, list[int]]:
     return result, moments
 
 
-def _scan_moments(cfg: ModelConfig, sizes: _Sizes) -> tuple[int, list[int]]:
+def _scan_moments(cfg: Any, sizes: _Sizes) -> tuple[int, list[int]]:
     """(bytes of scan.Result, moments of a recurrence)."""
     own, (N, item, *_) = cfg.scan, sizes
     assert own is not None
@@ -228,7 +276,7 @@ def _scan_moments(cfg: ModelConfig, sizes: _Sizes) -> tuple[int, list[int]]:
     ]
 
 
-def _mlp_moments(cfg: ModelConfig, sizes: _Sizes) -> tuple[list[int], list[int]]:
+def _mlp_moments(cfg: Any, sizes: _Sizes) -> tuple[list[int], list[int]]:
     """(moments of forward, of backward)."""
     tile, itemsize, *_ = sizes
     y, act = (tile * width * itemsize for width in (cfg.width, hidden_width(cfg)))
@@ -258,7 +306,7 @@ def _mlp_moments(cfg: ModelConfig, sizes: _Sizes) -> tuple[list[int], list[int]]
     ]
 
 
-def _expert_moments(cfg: ModelConfig, sizes: _Sizes) -> tuple[list[int], list[int]]:
+def _expert_moments(cfg: Any, sizes: _Sizes) -> tuple[list[int], list[int]]:
     """_mlp_moments of experts. z is what they read, y or a latent; their outputs have the same width."""
     own, (tile, itemsize, *_) = cfg.experts, sizes
     assert own is not None
@@ -302,8 +350,8 @@ class _ExpertCodes(NamedTuple):
     d_down: int = 0
 
 
-def _expert_codes(cfg: ModelConfig, tokens: int) -> _ExpertCodes:
-    if cfg.experts is None or not experts_in_fp8(cfg, tokens):
+def _expert_codes(cfg: Any, tokens: int) -> _ExpertCodes:
+    if cfg.experts is None or not experts_in_fp8(cfg.cfg, cfg.layer, tokens):
         return _ExpertCodes()
     inner, up, I, k = expert_input(cfg), up_width(cfg), cfg.experts.width, cfg.experts.chosen
     rows = lambda n, width: n * (width + 4)
@@ -316,7 +364,7 @@ def _expert_codes(cfg: ModelConfig, tokens: int) -> _ExpertCodes:
     )
 
 
-def _routes_bytes(cfg: ModelConfig, tokens: int, itemsize: int) -> int:
+def _routes_bytes(cfg: Any, tokens: int, itemsize: int) -> int:
     """Bytes of experts.Routes with the gradients of logits and weights, and of sorting."""
     assert cfg.experts is not None
     own = cfg.experts
@@ -326,7 +374,7 @@ def _routes_bytes(cfg: ModelConfig, tokens: int, itemsize: int) -> int:
     return tokens * (logits + sorting) + 8 * own.count
 
 
-def _head_workspace(cfg: ModelConfig, tokens: int, itemsize: int, grad_itemsize: int) -> int:
+def _head_workspace(cfg: Any, tokens: int, itemsize: int, grad_itemsize: int) -> int:
     """The norm's result, a chunk's logits and rows, and fp32 sums for narrower gradients of a trained matrix.
 
     With a score head: rows, their norm and the gradients of both; in fp32 norm, its gradient, scores, matrix and sum.
@@ -334,7 +382,7 @@ def _head_workspace(cfg: ModelConfig, tokens: int, itemsize: int, grad_itemsize:
     if cfg.scores:
         rows, matrix = min(tokens, SCORE_ROWS), 4 * cfg.scores * cfg.width
         return rows * (cfg.width * (4 * itemsize + 8) + 32 * cfg.scores) + 3 * matrix + 45 * tokens
-    chunk, output = min(tokens, LOSS_CHUNK), (output_name(cfg), (cfg.vocab, cfg.width))
+    chunk, output = rows_of_loss(cfg, tokens, grad_itemsize), (output_name(cfg), (cfg.vocab, cfg.width))
     summed = grad_itemsize < 4 and tokens > chunk and not is_frozen(cfg, [output])
     sums = 4 * cfg.vocab * cfg.width * summed
     k = cfg.teaching.k if cfg.teaching else 0  # of a teacher: ids, logits and gradients of its tokens; parts of losses

@@ -16,7 +16,7 @@ from trireme.engine.planner.rates import DRIVES, GPUS, machine
 from trireme.engine.planner.rule import Wanted
 from trireme.engine.queues.real import RealQueues
 from trireme.engine.step import train_step
-from trireme.models.config import Lora, ModelConfig, Rope
+from trireme.models.config import Lora, ModelConfig, uniform, Rope
 from trireme.models.families.experts import Experts
 from trireme.models.rows import rope_tables
 from trireme.storage.devices import open_device
@@ -35,7 +35,7 @@ def draw(seed: int):
     d = r.choice((64, 80, 128))
     heads = r.choice((4, 8, 12))
     kv = r.choice([k for k in (1, 2, 4, heads) if heads % k == 0])
-    cfg = ModelConfig("llama", r.randrange(500, 60_000), d * heads, r.randrange(2, 14), heads, kv, d,
+    cfg = uniform("llama", r.randrange(500, 60_000), d * heads, r.randrange(2, 14), heads, kv, d,
                       8 * r.randrange(40, 500), 4096, 1e-5, r.random() < 0.3, rope=Rope(1e4))  # fmt: skip
     limits = Limits(int(MIB * 2 ** r.uniform(7.5, 12)), int(MIB * 2 ** r.uniform(6, 12)))
     if 24 <= seed < 32:

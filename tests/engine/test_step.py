@@ -47,6 +47,7 @@ from hypothesis import HealthCheck, example, given, settings
 from hypothesis import strategies as st
 from stores import OneDrive
 
+from trireme.models.config import with_experts
 from trireme.engine import geometry
 from trireme.engine.between import Reader
 from trireme.engine.buffers import usage
@@ -55,10 +56,8 @@ from trireme.engine.placement import Entry
 from trireme.engine.plan import TIERS, UnitPlan
 from trireme.engine.planner.rates import Rates
 from trireme.engine.planner.simulate import SimulatedQueues
-from trireme.engine.planner.variants import divided_losses
 from trireme.engine.queues.names import READS, WRITES, queues_of
 from trireme.engine.queues.real import InlineQueues, RealQueues
-from trireme.engine.run.engine import warm_up
 from trireme.engine.run.evaluation import sample
 from trireme.engine.step import evaluate, train_step
 from trireme.engine.updates import AdamW
@@ -71,7 +70,12 @@ from trireme.models.sizes import narrow, shapes
 pytestmark = [pytest.mark.grid, pytest.mark.usefixtures("few_rows_in_fp8")]
 
 NAMES = tuple(shapes.saved_shapes(LLAMA, 1))
-WIDE = replace(MIXTURE, experts=replace(MIXTURE.experts, width=16))  # whose experts' products may be in fp8
+def wide(cfg):
+    of = lambda layer: replace(layer, mlps=tuple(replace(m, width=32) for m in layer.mlps))
+    return replace(cfg, layers=tuple(map(of, cfg.layers)))
+
+
+WIDE = with_experts(MIXTURE, width=16)  # whose experts' products may be in fp8
 MODELS = {"untied": LLAMA, "tied": replace(LLAMA, tied=True), "gpt": GPT}
 MODELS |= {
     "lora": LORA,
@@ -94,12 +98,12 @@ MODELS |= {
 }
 IN_FP8 = {
     "fp8": FP8,
-    "gpt in fp8": replace(GPT, fp8=True, ffn=32),
-    "some frozen, in fp8": replace(FROZEN, fp8=True, ffn=32),
+    "gpt in fp8": replace(wide(GPT), fp8=True),
+    "some frozen, in fp8": replace(wide(FROZEN), fp8=True),
     "packed in fp8": replace(PACKED, fp8=True),
     "mixture in fp8": replace(WIDE, fp8=True),
     "fp8 lora": replace(LORA, fp8=True),
-    "gpt lora in fp8": replace(GPT_LORA, fp8=True, ffn=32),
+    "gpt lora in fp8": replace(wide(GPT_LORA), fp8=True),
 }
 MODELS |= IN_FP8
 ELSEWHERE = ("mamba", "olmo hybrid", "nemotron", "falcon h1")  # in test_families.py: half blocks, or layers without any
@@ -115,7 +119,6 @@ BETWEEN = {
     "sample": lambda e, micro: None if e.cfg.scores else sample(e, Words(), [[1, 2, 3], [4]], max_new=2),
     "flush": lambda e, micro: e.optimizer.flush(),
     "drain": lambda e, micro: e.queues.drain(),
-    "warm_up": lambda e, micro: warm_up(e, micro[0], range(e.geo.n_units)) if e.plan.gpus == 1 else None,
 }
 ALWAYS = ("evaluate", "sample")
 
@@ -152,8 +155,7 @@ def cfg_of(model, method):
 
 
 def suited(plan, method):
-    """Losses of a score head are computed on its GPU."""
-    return replace(plan, losses=()) if method in LABELS else plan
+    return plan
 
 
 @cache
@@ -220,7 +222,7 @@ def test_what_units_leave_for_each_other_may_wait_outside_the_gpu(tier):
 def test_a_teacher_is_heard_wherever_layers_are(gpus):
     plan = gpu_plan(LLAMA, units=(UnitPlan("host", "host", x="host"),) * 5, n_micro=3)
     plan = relayed(plan, range(gpus)) if gpus > 1 else plan
-    before = (ALWAYS, ("warm_up",), ("evaluate",), ("sample",))
+    before = (ALWAYS, ("evaluate",), ("evaluate",), ("sample",))
     check(
         plan, RealQueues("cpu", extra=("poison",), gpus=gpus), "tied" if gpus == 1 else "untied", 1.0, before, "teacher"
     )
@@ -231,18 +233,10 @@ def test_a_teacher_is_heard_wherever_layers_are(gpus):
 def test_the_head_reads_its_input_twice_where_documents_are_compared(method, between):
     units = tuple(UnitPlan("host", "host", x=tier) for tier in ("gpu", "host", "ssd", "host", "ssd"))
     plan = gpu_plan(LLAMA, units=units, dtype="BF16", n_micro=4, between=between, swap_slots=2)
-    before = (("warm_up", "evaluate"), ("warm_up",), (), ())
+    before = (("evaluate",), ("evaluate",), (), ())
     check(plan, RealQueues("cpu", extra=("poison",)), "tied", between=before, method=method)
     for late in LAGS if method in ("dpo", "kto") else ():  # methods differ when all losses are there
         check(plan, LateQueues(late), method=method)
-
-
-def test_losses_of_a_score_head_stay_on_its_gpu():
-    cfg, plan = cfg_of("untied", "classify"), relayed(gpu_plan(LLAMA, n_micro=2), (0, 1))
-    with pytest.raises(InputError, match="losses of a score head are computed on the head's GPU"):
-        make(cfg, replace(plan, losses=(0, 1)), RealQueues("cpu", gpus=2))
-    geo = geometry.Geometry.of(cfg, plan)
-    assert not list(divided_losses(geo, plan, LIMITS))
 
 
 @pytest.mark.parametrize("dtype", ["F32", "BF16"])
@@ -327,10 +321,10 @@ def test_experts_come_in_slices(model, slices, at_once, base):
         cfg, units=(UnitPlan(), *units, UnitPlan()), dtype="BF16", n_micro=3, halves=True, window=1,
         slices=slices, at_once=at_once,
     )  # fmt: skip
-    check(plan, RealQueues("cpu", extra=("poison",)), model, between=(ALWAYS, ("warm_up",), (), ()))
+    check(plan, RealQueues("cpu", extra=("poison",)), model, between=(ALWAYS, ("evaluate",), (), ()))
     check(plan, LateQueues(LAGS[0]), model)
     geo = geometry.Geometry.of(MODELS[model], plan)
-    assert len(geo.slices) == (3 - len(geo.cfg.experts.dense)) * min(slices, geo.cfg.experts.count)
+    assert len(geo.slices) == sum(o.experts is not None for o in geo.cfg.layers) * min(slices, geo.cfg.experts.count)
     memory = build(MODELS[model], plan, LIMITS, InlineQueues(), store=MemoryStore(), scratch=MemoryScratch()).memory
     assert usage(geo, plan) == {tier: memory.used(tier) for tier in ("gpu", "host")}
     whole = geometry.Geometry.of(MODELS[model], replace(plan, slices=1))
@@ -360,11 +354,10 @@ def plans(draw):
         kind = shapes.kind(cfg, u)
         names = shapes.saved_shapes(cfg, 1, kind) if kind not in ("embed", "head") else ()
         saved = tuple((n, draw(st.sampled_from(TIERS))) for n in names if draw(st.booleans()))
-        resident = weights != "gpu" and not streamed_all and draw(st.booleans())
-        streamed = weights == state == "host" and not resident and mode != "backward" and draw(st.booleans())
+        streamed = weights == state == "host" and mode != "backward" and draw(st.booleans())
         update = "gpu" if streamed else "cpu"
         x, base = draw(st.sampled_from(TIERS)), draw(st.sampled_from(TIERS))
-        return UnitPlan(weights, state, update, resident, x, saved, base)
+        return UnitPlan(weights, state, update, x, saved, base)
 
     mode = draw(st.sampled_from(("forward", "backward")))
     bits = draw(st.sampled_from((32, 16, 8)))
@@ -393,9 +386,6 @@ def plans(draw):
     plan = relayed(plan, dealt, cfg.tied, plan.between)
     if plan.gpus > 1 and draw(st.booleans()):
         plan = lent(plan, draw(st.sampled_from(TIERS)))
-    if plan.gpus > 1 and draw(st.booleans()):
-        losses = draw(st.lists(st.integers(0, plan.gpus - 1), min_size=1, max_size=4))
-        plan = replace(plan, losses=tuple(losses))
     return model, plan
 
 
@@ -467,7 +457,7 @@ def _without_tensors(mb: Inputs) -> Inputs:
 
 def handed_over(plan) -> list[tuple[str, str, str]]:
     """(queue, kind, of) of a step's tasks in the order of the program."""
-    cfg, drive = replace(LLAMA, n_layers=len(plan.units) - 2), Rates(1.0, 1.0, 1.0, 1.0, 1.0, 1.0, 1.0, 1.0)
+    cfg, drive = replace(LLAMA, layers=LLAMA.layers[:1] * (len(plan.units) - 2)), Rates(1.0, 1.0, 1.0, 1.0, 1.0, 1.0, 1.0, 1.0)
     queues = SimulatedQueues(lambda task: 1.0, drive, plan.gpus)
     e, batch = build(cfg, plan, LIMITS, queues), [Inputs(24, 20, 100)] * plan.n_micro
     for step in (1, 2):

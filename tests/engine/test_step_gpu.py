@@ -44,7 +44,6 @@ UNITS = {
     "host": (UnitPlan("host", "host"),) * 6,
     "ssd": (UnitPlan("ssd", "ssd"),) * 6,
     "streamed": (UnitPlan("host", "host", update="gpu"),) * 6,
-    "resident": (UnitPlan("host", "host", resident=True),) * 6,
     "swap to host": (ALL_HOST,) * 6,
     "swap to ssd": (ALL_SSD,) * 6,
     "mixed": (UnitPlan(), ALL_HOST, UnitPlan("host", "ssd"), ALL_SSD, UnitPlan(), UnitPlan("ssd", "host")),
@@ -252,7 +251,6 @@ def test_units_on_several_gpus_leave_the_bits_of_one(name, tier, deal, between):
     plan = gpu_plan(cfg, units=(unit,) * 6, dtype="BF16", n_micro=3, tokens=48, record=5000)
     plan = relayed(plan, deal, between=between)
     plan = lent(plan, "host") if between == "gpu" else plan
-    plan = replace(plan, losses=tuple(dict.fromkeys(deal))) if tier == "host" else plan
     e = make(cfg, plan, cards(plan.gpus))
     check_same(e, batches(cfg, 4, 3, 48), *on_the_gpu(3, 1.0, cfg))
 
@@ -261,12 +259,11 @@ def random_plan(cfg, n_micro: int, dice: Random):
     def unit(u):
         weights = dice.choice(TIERS)
         state = "gpu" if weights == "gpu" else dice.choice(("host", "ssd"))
-        resident = weights != "gpu" and dice.random() < 0.3
-        update = "gpu" if weights == state == "host" and not resident and dice.random() < 0.5 else "cpu"
+        update = "gpu" if weights == state == "host" and dice.random() < 0.5 else "cpu"
         kind = shapes.kind(shaped, u)
         names = shapes.saved_shapes(shaped, 1, kind) if kind not in ("embed", "head") else ()
         saved = tuple((n, dice.choice(TIERS)) for n in names if dice.random() < 0.6)
-        return UnitPlan(weights, state, update, resident, dice.choice(TIERS), saved, dice.choice(TIERS))
+        return UnitPlan(weights, state, update, dice.choice(TIERS), saved, dice.choice(TIERS))
 
     halves = dice.random() < 0.5
     shaped = replace(cfg, halves=halves)
@@ -278,7 +275,7 @@ def random_plan(cfg, n_micro: int, dice: Random):
     )  # fmt: skip
     plan = relayed(plan, dice.sample(range(4), dice.randint(1, 4)), between=dice.choice(("gpu", "host")))
     if plan.gpus > 1 and dice.random() < 0.5:
-        plan = replace(plan, losses=tuple(dice.choices(range(plan.gpus), k=dice.randint(1, 4))))
+        pass
     return lent(plan, dice.choice(TIERS)) if plan.gpus > 1 and dice.random() < 0.5 else plan
 
 

@@ -35,7 +35,7 @@ from trireme.engine.tuning.adapters import adapter_shapes, peft_names
 from trireme.engine.tuning.chosen import adapted
 from trireme.engine.tuning.opened import read_adapter
 from trireme.models import hf
-from trireme.models.config import InputError, Lora, ModelConfig, Rope, parse_config, read_config
+from trireme.models.config import InputError, Lora, ModelConfig, uniform, Rope, parse_config, read_config
 from trireme.models.families.experts import REFUSED
 from trireme.models.families.table import FAMILIES, WRAPPERS, Family
 from trireme.models.rows import rope_tables
@@ -164,7 +164,7 @@ ADAPTER = {"peft_type": "LORA", "task_type": "CAUSAL_LM", "r": 2, "lora_alpha": 
 
 def adapter(folder: Path) -> Target:
     """Its config and the header of its weights, parted by a character that JSON has no use for."""
-    cfg = ModelConfig("llama", 61, 16, 1, 4, 2, 4, 24, 64, 1e-5, False, rope=Rope(1e4))
+    cfg = uniform("llama", 61, 16, 1, 4, 2, 4, 24, 64, 1e-5, False, rope=Rope(1e4))
     shapes = adapter_shapes(adapted(cfg, Lora(2, 4.0, ("q_proj", "v_proj"))))
     names = peft_names(adapted(cfg, Lora(2, 4.0, ("q_proj", "v_proj"))))
     layout = sequential([(names[name], "F32", shape) for name, shape in shapes.items()])
@@ -236,7 +236,7 @@ def store_id(folder: Path) -> Target:
 
 def snapshot(folder: Path) -> Target:
     """What a snapshot says beside its files."""
-    options, cfg = Options(resume="r", batch_size=2), ModelConfig("llama", 61, 16, 1, 4, 2, 4, 24, 64, 1e-5, False)
+    options, cfg = Options(resume="r", batch_size=2), uniform("llama", 61, 16, 1, 4, 2, 4, 24, 64, 1e-5, False)
     plan = Plan((UnitPlan(), UnitPlan("host", "ssd", saved=(("qkv", "host"),)), UnitPlan()), 24, 2, "F32")
     source = SimpleNamespace(tensors={"a": SimpleNamespace(dtype="F32", shape=(4, 2))})
     said = {"step": 3, "options": saved_options(options) | {"lr": 1.0}, "data": "00000000", "best": [2.5, 3],
@@ -341,7 +341,7 @@ def config_yaml(folder: Path) -> Target:
 
 
 def plan(folder: Path) -> Target:
-    cfg = ModelConfig("llama", 61, 16, 1, 4, 2, 4, 24, 64, 1e-5, False, rope=Rope(1e4))
+    cfg = uniform("llama", 61, 16, 1, 4, 2, 4, 24, 64, 1e-5, False, rope=Rope(1e4))
     block = UnitPlan("host", "ssd", x="ssd", saved=(("qkv", "host"),))
     path = folder / "plan.json"
     write_plan(Plan((UnitPlan(), block, UnitPlan("host", "host", "gpu")), 24, 2, "F32"), path)

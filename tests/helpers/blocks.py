@@ -30,7 +30,7 @@ def block_gradients(tiny: Tiny, keep):
     model.backward(cfg, u, tiny.w[u], tiny.g[u], x, saved, dy, rows, dx)
     assert torch.equal(x, before[0])
     assert torch.equal(dy, before[1])
-    assert all(torch.equal(t, kept[name]) for name, t in saved.items())
+    assert all(torch.equal(t, kept[name]) for name, t in saved.items() if not name.endswith(("up", "fc")))  # consumed
     return out, dx, {name: t.clone() for name, t in tiny.grad_views[u].items()}
 
 

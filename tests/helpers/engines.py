@@ -34,7 +34,7 @@ from trireme.engine.tuning.packed import as_stored, as_trained
 from trireme.engine.tuning.parts import open_checkpoint
 from trireme.engine.updates import AdamW
 from trireme.models import hf
-from trireme.models.config import Lora, ModelConfig, Rope, read_config
+from trireme.models.config import parse_config, with_experts, Lora, ModelConfig, uniform, Rope, read_config
 from trireme.models.families.experts import Experts
 from trireme.models.families.latent import Latent
 from trireme.models.families.packing import FP8 as FP8_BLOCKS
@@ -44,60 +44,71 @@ from trireme.models.rows import make_load, rope_tables
 from trireme.models.sizes.shapes import stored_tensors
 
 LIMITS = Limits(1 << 30, 1 << 30)
-LLAMA = ModelConfig("llama", vocab=61, width=16, n_layers=3, n_heads=4, n_kv_heads=2, head_dim=4, ffn=24,
-                    max_positions=64, eps=1e-5, tied=False, rope=Rope(1e4))  # fmt: skip
-
-
-GPT = ModelConfig("gpt2", vocab=61, width=16, n_layers=3, n_heads=4, n_kv_heads=4, head_dim=4, ffn=24,
-                  max_positions=64, eps=1e-5, tied=True, qkv_bias=True, o_bias=True, mlp_bias=True)  # fmt: skip
-
-
-MIXTURE = replace(LLAMA, model_type="qwen3_moe", qk_norm=True, experts=Experts(5, 2, 8, renormalise=True))
-HYBRID = replace(
-    LLAMA, model_type="qwen3_5_text", qk_norm=True, scan=Scan((0, 2), 2, 4, 6, 4, 4), rope=Rope(1e4, width=2)
-)
-MAMBA = replace(  # with experts beside a shared one; the last layer has attention
-    LLAMA, model_type="granitemoehybrid", branch_scale=0.5, unrotated=(0, 1, 2),
-    scan=Scan((0, 1), 2, 4, 6, 4, 4, delta=False, conv_bias=True, low=0.1),
-    experts=Experts(5, 2, 8, renormalise=True, shared=12, scale=0.5),
+TINY = dict(
+    vocab_size=61, hidden_size=16, num_hidden_layers=3, num_attention_heads=4, num_key_value_heads=2, head_dim=4,
+    intermediate_size=24, max_position_embeddings=64, rms_norm_eps=1e-5, rope_theta=1e4, tie_word_embeddings=False,
 )  # fmt: skip
-OLMO_HYBRID = replace(  # layers of two kinds have norms of their own
-    LLAMA,
-    model_type="olmo_hybrid",
-    qk_norm=True,
-    scan=Scan((1,), 2, 4, 6, 4, 4, most=2.0, eps=1e-5, parts=(12, 12, 16)),
-)
-FALCON_H1 = replace(  # layers with two mixers, and factors
-    LLAMA, model_type="falcon_h1", embed_scale=2.5, branch_scale=0.9, mlp_scale=0.7, gate_scale=0.8, logit_scale=0.4,
-    scan=Scan(
-        (0, 1, 2), 2, 4, 6, 4, 4, delta=False, conv_bias=True, with_attention=True, normed=False, scale=0.7,
-        factors=(0.5, 0.8, 1.2, 0.9, 0.7),
-    ),
+EXPERTS = dict(num_experts=5, num_experts_per_tok=2, moe_intermediate_size=8, norm_topk_prob=True)
+MAMBA2 = dict(mamba_n_heads=4, mamba_d_head=4, mamba_d_state=6, mamba_n_groups=2, mamba_d_conv=4, mamba_expand=1)
+DELTA = dict(
+    linear_num_key_heads=2, linear_num_value_heads=4, linear_key_head_dim=6, linear_value_head_dim=4,
+    linear_conv_kernel_dim=4,
 )  # fmt: skip
-NEMOTRON = replace(  # a layer is a mixer or an MLP; experts read latents
-    LLAMA, model_type="nemotron_h", unrotated=(0, 1, 2), mlp_layers=(2,),
-    scan=Scan((0,), 2, 4, 6, 4, 4, delta=False, conv_bias=True, low=0.001),
-    experts=Experts(5, 2, 8, renormalise=True, shared=12, sigmoid=True, scale=1.5, dense=(0, 1), latent=6),
+SCAN, FULL = "linear_attention", "full_attention"
+
+
+def of(model_type: str, **keys) -> ModelConfig:
+    return parse_config(TINY | dict(model_type=model_type) | keys)
+
+
+LLAMA = of("llama")
+GPT = parse_config(dict(
+    model_type="gpt2", vocab_size=61, n_embd=16, n_layer=3, n_head=4, n_inner=24, n_positions=64
+))  # fmt: skip
+MIXTURE = of("qwen3_moe", **EXPERTS)
+HYBRID = of(
+    "qwen3_5_text", **DELTA, layer_types=[SCAN, FULL, SCAN],
+    rope_parameters=dict(rope_type="default", rope_theta=1e4, partial_rotary_factor=0.5),
 )  # fmt: skip
-FP8 = replace(LLAMA, fp8=True, ffn=32)
+MAMBA = of(  # with experts beside a shared one; the last layer has attention
+    "granitemoehybrid", **MAMBA2, layer_types=[SCAN, SCAN, FULL], residual_multiplier=0.5,
+    num_local_experts=5, num_experts_per_tok=2, shared_intermediate_size=12, time_step_limit=[0.1, float("inf")],
+    **{"intermediate_size": 8},
+)  # fmt: skip
+OLMO_HYBRID = of("olmo_hybrid", **DELTA, layer_types=[FULL, SCAN, FULL])  # layers of two kinds have norms of their own
+FALCON_H1 = of(  # layers with two mixers, and factors
+    "falcon_h1", **MAMBA2 | dict(mamba_d_ssm=16), embedding_multiplier=2.5, attention_out_multiplier=0.9,
+    mlp_multipliers=[0.8, 0.7], lm_head_multiplier=0.4, ssm_out_multiplier=0.7,
+    ssm_multipliers=[0.5, 0.8, 1.2, 0.9, 0.7],
+)  # fmt: skip
+NEMOTRON = of(  # a layer is a mixer or an MLP; experts read latents
+    "nemotron_h", layers_block_type=["linear_attention", "full_attention", "moe"], mamba_num_heads=4,
+    mamba_head_dim=4, ssm_state_size=6, n_groups=2, conv_kernel=4, n_routed_experts=5, num_experts_per_tok=2,
+    moe_intermediate_size=8, moe_shared_expert_intermediate_size=12, routed_scaling_factor=1.5, moe_latent_size=6,
+    norm_topk_prob=True, layer_norm_epsilon=1e-5,
+)  # fmt: skip
+FP8 = replace(of("llama", intermediate_size=32), fp8=True)
 LORA = replace(LLAMA, lora=Lora(2, 4.0, ("q_proj", "v_proj", "o_proj", "up_proj", "down_proj")), frozen=("*",))
 PACKED = replace(  # adapters of experts in MXFP4, and beside them
-    LORA, lora=Lora(2, 4.0, ("q_proj", "experts")), model_type="gpt_oss", width=32, ffn=32, tied=True,
-    experts=Experts(3, 2, 32, renormalise=True, limit=1.5, bias=True), packing=MXFP4, packed=MXFP4.globs,
+    of("gpt_oss", hidden_size=32, intermediate_size=32, num_local_experts=3, num_experts_per_tok=2, swiglu_limit=1.5,
+       sliding_window=None, attention_bias=False, tie_word_embeddings=True, layer_types=[FULL] * 3,
+       rope_parameters=dict(rope_type="default", rope_theta=1e4)),
+    lora=Lora(2, 4.0, ("q_proj", "experts")), frozen=("*",), packing=MXFP4, packed=MXFP4.globs,
 )  # fmt: skip
 BLOCKS = replace(  # adapters of matrices and experts in fp8 blocks, the last ones short, but one layer's k
     MIXTURE, lora=Lora(2, 4.0, ("q_proj", "experts")), frozen=("*",), packing=replace(FP8_BLOCKS, block=(6, 10)),
     packed=("*layers.*", "!*.mlp.gate.weight", "!*.1.self_attn.k_proj.weight"),
 )  # fmt: skip
 LATENT = replace(  # latent attention in fp8 blocks, groups of experts beside a shared one, a dense layer
-    LORA, model_type="deepseek_v3", n_kv_heads=4, head_dim=12, rope=Rope(1e4, width=4, pairs=True),
-    latent=Latent(q_rank=10, kv_rank=6, nope=8, rope=4, value=6),
-    lora=Lora(2, 4.0, ("q_a_proj", "kv_b_proj", "o_proj")),
-    experts=Experts(6, 2, 8, renormalise=True, shared=8, sigmoid=True, scale=1.5, dense=(0,), groups=3, kept=2),
+    of("deepseek_v3", num_key_value_heads=4, q_lora_rank=10, kv_lora_rank=6, qk_nope_head_dim=8, qk_rope_head_dim=4,
+       v_head_dim=6, head_dim=12, n_routed_experts=6, num_experts_per_tok=2, moe_intermediate_size=8,
+       n_shared_experts=1, routed_scaling_factor=1.5, first_k_dense_replace=1, n_group=3, topk_group=2,
+       norm_topk_prob=True),
+    lora=Lora(2, 4.0, ("q_a_proj", "kv_b_proj", "o_proj")), frozen=("*",),
     packing=replace(FP8_BLOCKS, block=(6, 10)), packed=("*layers.*", "!*.mlp.gate.weight"),
 )  # fmt: skip
 NVFP4 = replace(  # of three parts
-    BLOCKS, experts=replace(MIXTURE.experts, width=16), packing=MODELOPT.with_dtypes(("U8", "F8_E4M3", "F32")),
+    with_experts(BLOCKS, width=16), packing=MODELOPT.with_dtypes(("U8", "F8_E4M3", "F32")),
 )  # fmt: skip
 GPT_LORA = replace(GPT, lora=Lora(3, 3.0, ("c_attn", "c_proj")), frozen=("*",))
 # Wholly trained and wholly frozen units, and a mixture: tensors of blocks, the embedding, a layer, the last norm.

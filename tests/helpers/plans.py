@@ -9,7 +9,7 @@ from trireme.engine.geometry import Geometry
 from trireme.engine.plan import Limits, Plan, UnitPlan
 from trireme.engine.planner.rates import Rates
 from trireme.engine.planner.variants import with_short_pieces
-from trireme.models.config import Lora, ModelConfig, Rope
+from trireme.models.config import Lora, ModelConfig, uniform, Rope
 from trireme.models.sizes import shapes
 
 RATES = Rates(matmul=1e14, copy=1e12, h2d=2e10, d2h=2e10, adam=2e9, dram=6e10, ssd_read=6e9, ssd_write=4e9)
@@ -21,7 +21,7 @@ PARTLY = replace(SMALL, frozen=("*embed*", "*layers.[0-3].*"))
 
 
 def llama(width: int, layers: int, heads: int, ffn: int) -> ModelConfig:
-    return ModelConfig("llama", 32000, width, layers, heads, heads, width // heads, ffn, 1 << 17, 1e-5, False,
+    return uniform("llama", 32000, width, layers, heads, heads, width // heads, ffn, 1 << 17, 1e-5, False,
                        rope=Rope(1e4))  # fmt: skip
 
 

@@ -24,7 +24,7 @@ import torch
 from engines import fork
 from safetensors.numpy import load_file
 
-from trireme.engine.hosts import group, watch
+from trireme.engine.hosts import group, wire
 from trireme.engine.run import demo, loop, main
 from trireme.engine.run.loop import Interrupted
 from trireme.engine.run.options import Options, every
@@ -272,8 +272,7 @@ class HostRun:
         argvs = argv if callable(argv) else lambda host: argv
 
         def body(host: int) -> int:
-            watch.BEAT, watch.SUSPECTED = 0.05, 2.0
-            group.FEW = 1 << 16
+            group.FEW, wire.BEAT = 1 << 16, 0.05
             fd = os.open(self.said[host], os.O_CREAT | os.O_TRUNC | os.O_WRONLY)
             for at in (1, 2):
                 os.dup2(fd, at)

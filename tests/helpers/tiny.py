@@ -376,7 +376,7 @@ class Tiny:
         xs, saves = [torch.empty(n, cfg.width, dtype=self.dtype, device=self.device)], []
         head.embed_forward(self.w[0], ids, rows, xs[0])
         for layer in range(cfg.n_layers):
-            saves.append(empty_saved(cfg.at(layer), n, self.dtype, keep, self.device))
+            saves.append(empty_saved(cfg, n, self.dtype, keep, self.device, shapes.kind(cfg, layer + 1)))
             xs.append(torch.empty_like(xs[0]))
             model.forward(cfg, layer + 1, self.w[layer + 1], xs[layer], rows, saves[-1], xs[-1])
         return xs, saves

@@ -58,11 +58,11 @@ LLAMA3 = dict(
 def test_gpt2_defaults():
     cfg = parse_config(GPT2)
     assert cfg.family.layer_norm
-    assert not cfg.gated
+    assert not cfg.layers[0].mlp.gated
     assert cfg.tied
     assert cfg.rope is None
     assert cfg.n_units == 14
-    assert (cfg.ffn, cfg.head_dim, cfg.max_positions, cfg.eps) == (3072, 64, 1024, 1e-5)
+    assert (cfg.layers[0].mlp.width, cfg.attention.dim, cfg.max_positions, cfg.eps) == (3072, 64, 1024, 1e-5)
 
 
 def test_llama_defaults():
@@ -72,14 +72,14 @@ def test_llama_defaults():
     assert not cfg.tied
     assert cfg.rope == Rope(10000.0)
     assert not cfg.qkv_bias
-    assert (cfg.n_kv_heads, cfg.head_dim, cfg.max_positions, cfg.eps, cfg.window) == (32, 128, 2048, 1e-6, 0)
+    assert (cfg.attention.kv_heads, cfg.attention.dim, cfg.max_positions, cfg.eps, cfg.attention.window) == (32, 128, 2048, 1e-6, 0)
     assert cfg.qkv_width == 3 * 4096
 
 
 def test_head_dim_is_independent_of_the_width():
     cfg = parse_config(LLAMA | dict(head_dim=80, num_key_value_heads=8))
     assert (cfg.q_width, cfg.kv_width, cfg.qkv_width) == (2560, 640, 3840)
-    assert parse_config(LLAMA | dict(model_type="qwen3", num_key_value_heads=8)).head_dim == 128
+    assert parse_config(LLAMA | dict(model_type="qwen3", num_key_value_heads=8)).attention.dim == 128
 
 
 def test_biases_by_architecture():
@@ -104,9 +104,7 @@ def test_biases_by_architecture():
 )
 def test_sliding_window(keys, window, window_from):
     cfg = parse_config(LLAMA | dict(num_key_value_heads=8) | keys)
-    assert (cfg.window, cfg.window_from) == (window, window_from)
-    assert cfg.layer_window(31) == window
-    assert cfg.layer_window(0) == (window if window_from == 0 else 0)
+    assert [own.attention.window for own in cfg.layers] == [0] * window_from + [window] * (32 - window_from)
 
 
 @pytest.mark.parametrize(
@@ -126,8 +124,8 @@ def test_rope_in_both_forms(keys, rope):
 
 def test_attention_scale_by_layer():
     cfg = parse_config(GPT2 | dict(scale_attn_by_inverse_layer_idx=True))
-    assert cfg.layer_scale(0) == 0.125
-    assert cfg.layer_scale(3) == 0.125 / 4
+    assert cfg.layers[0].attention.scale == 0.125
+    assert cfg.layers[3].attention.scale == 0.125 / 4
     assert parse_config(GPT2 | dict(scale_attn_weights=False)).layer_scale(3) == 1.0
 
 
@@ -371,16 +369,16 @@ def test_weights_whose_activations_are_not_quantized_are_packed_alike():
 def test_patterns_of_layers():
     of = lambda **keys: parse_config(LLAMA | dict(num_hidden_layers=8, num_key_value_heads=8) | keys)
     olmo = of(model_type="olmo3")
-    assert [olmo.layer_window(i) for i in range(8)] == [4096, 4096, 4096, 0] * 2
+    assert [own.attention.window for own in olmo.layers] == [4096, 4096, 4096, 0] * 2
     gemma = of(model_type="gemma3_text", hidden_activation="gelu_pytorch_tanh", sliding_window=512,
                rope_scaling=dict(rope_type="linear", factor=8.0))  # fmt: skip
-    assert [i for i in range(8) if not gemma.layer_window(i)] == [5]
-    assert (gemma.rope, gemma.local_rope) == (Rope(1e6, "linear", 8.0), Rope(1e4))
+    assert [i for i in range(8) if not gemma.layers[i].attention.window] == [5]
+    assert gemma.layers[5].attention.rope == Rope(1e6, "linear", 8.0, width=128)
+    assert gemma.layers[0].attention.rope == Rope(1e4, width=128)
     assert gemma.layer_scale(0) == 256**-0.5
-    assert of(model_type="smollm3").unrotated == (3, 7)
-    assert of(model_type="smollm3").window == 0
+    assert [i for i, own in enumerate(of(model_type="smollm3").layers) if own.attention.rope is None] == [3, 7]
     phi = of(model_type="phi3", partial_rotary_factor=0.75, sliding_window=2047)
-    assert (phi.rope.width, phi.layer_window(7)) == (96, 2047)
+    assert (phi.rope.width, phi.attention.window) == (96, 2047)
 
 
 def test_what_was_written_before_is_the_same_model():
@@ -461,7 +459,7 @@ def test_what_is_no_small_regular_file_is_not_read(tmp_path, make):
 
 def test_real(real):
     cfg = read_config(real / "stories260k")
-    assert (cfg.model_type, cfg.n_layers, cfg.n_kv_heads, cfg.head_dim, cfg.tied) == ("llama", 5, 4, 8, True)
+    assert (cfg.model_type, cfg.n_layers, cfg.attention.kv_heads, cfg.attention.dim, cfg.tied) == ("llama", 5, 4, 8, True)
     assert read_config(real / "capp-gpt2").ffn == 256
     assert json.loads((real / "capp-gpt2" / "config.json").read_text())["attn_pdrop"] > 0  # dropout is ignored
 

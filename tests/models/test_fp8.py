@@ -76,10 +76,10 @@ def test_products_that_the_hardware_has_not_stay_in_bf16():
         assert torch.equal(a, b)
     reference, cfg = oracle(*FAMILIES["qwen2 moe"])
     block = Tiny(replace(cfg, fp8=True), reference.state_dict()).w[1]
-    assert block.attention.qkv.fp8
-    assert block.attention.o.fp8
-    assert block.mlp.shared.up.fp8
-    assert not block.mlp.router.fp8
+    assert block.mixers[0].qkv.fp8
+    assert block.mixers[0].o.fp8
+    assert block.mlps[0].shared.up.fp8
+    assert not block.mlps[0].router.fp8
 
 
 @pytest.mark.parametrize(("name", "twice"), [("gpt2", 2), ("olmo2", 2), ("qwen2 moe", 1)])

@@ -87,4 +87,4 @@ def test_the_names_and_parameters_of_gpt_oss():
         names = shapes.stored_tensors(cfg)
         assert hf.sources(cfg, names) == {name: name for name in names}
         assert shapes.parameters(cfg) == expected
-        assert (cfg.layer_window(0), cfg.layer_window(1)) == (128, 0)
+        assert [own.attention.window for own in cfg.layers[:2]] == [128, 0]

@@ -140,7 +140,7 @@ def test_attended_pairs(window):
 def test_pairs_of_a_layer_are_the_mean_over_windows():
     cfg = parse_config(SMALL | dict(model_type="olmo3", num_hidden_layers=4, sliding_window=3))
     lengths = [1, 7, 4]
-    by_layer = [costs.attended_pairs(lengths, cfg.layer_window(i)) for i in range(4)]
+    by_layer = [costs.attended_pairs(lengths, cfg.layers[i].attention.window) for i in range(4)]
     assert by_layer == [by_layer[0]] * 3 + [costs.attended_pairs(lengths)]
     assert costs.layer_pairs(cfg, lengths) == sum(by_layer) // 4
     assert costs.layer_pairs(GPT2, lengths) == costs.attended_pairs(lengths)

@@ -97,19 +97,20 @@ def config(**sizes) -> ModelConfig:
     """Two layers of DeepSeek-V3 in fp8 blocks, the first dense, in sub-layers."""
     cfg = find_model("deepseek-v3")
     assert cfg.experts is not None
-    experts = replace(cfg.experts, dense=(0,))
-    return replace(cfg, n_layers=2, experts=experts, lora=LORA, frozen=("*",), halves=True, packing=FP8,
+    layers = (cfg.layers[0], cfg.layers[-1])
+    return replace(cfg, layers=layers, lora=LORA, frozen=("*",), halves=True, packing=FP8,
                    packed=("*layers.*", "!*.mlp.gate.weight"), **sizes)  # fmt: skip
 
 
 def small() -> ModelConfig:
-    cfg = config(width=32, n_heads=4, n_kv_heads=4, head_dim=24, ffn=48, vocab=97)
+    cfg = config(width=32, vocab=97)
     latent = replace(cfg.latent, q_rank=12, kv_rank=16, nope=16, rope=8, value=16)
-    rope, experts = (
-        replace(cfg.rope, width=8),
-        replace(cfg.experts, count=16, chosen=4, width=16, shared=16, groups=4, kept=2),
-    )
-    return replace(cfg, latent=latent, rope=rope, experts=experts)
+    rope = replace(cfg.rope, width=8)
+    own = replace(cfg.attention, heads=4, kv_heads=4, dim=24, latent=latent, rope=rope)
+    experts = replace(cfg.experts, count=16, chosen=4, width=16, shared=16, groups=4, kept=2)
+    mlps = (replace(cfg.layers[0].mlp, width=48),), (experts,)
+    layers = (replace(at, width=32, mixers=(own,), mlps=mlp) for at, mlp in zip(cfg.layers, mlps, strict=True))
+    return replace(cfg, layers=tuple(layers))
 
 
 def filled(cfg: ModelConfig, u: int, device: str):

@@ -24,13 +24,13 @@ from trireme.engine.planner.variants import moves, swap_slots, swaps, updated_al
 from trireme.engine.run.begin.snapshot import misfit
 from trireme.engine.run.plan import record_size
 from trireme.engine.tuning.chosen import adapted, targets
-from trireme.models.config import Lora, ModelConfig, Rope
+from trireme.models.config import Lora, ModelConfig, uniform, Rope
 from trireme.models.sizes import shapes
 
 SMALL = replace(LLAMA, width=512, n_layers=8, n_heads=4, n_kv_heads=4, head_dim=128, ffn=1408, vocab=2048)
-GPT3_13B = ModelConfig("gpt2", 50257, 5120, 40, 40, 40, 128, 20480, 8192, 1e-5, True, qkv_bias=True, o_bias=True,
+GPT3_13B = uniform("gpt2", 50257, 5120, 40, 40, 40, 128, 20480, 8192, 1e-5, True, qkv_bias=True, o_bias=True,
                        mlp_bias=True)  # fmt: skip
-LLAMA_405B = ModelConfig("llama", 128256, 16384, 126, 128, 8, 128, 53248, 1 << 17, 1e-5, False, rope=Rope(1e4))
+LLAMA_405B = uniform("llama", 128256, 16384, 126, 128, 8, 128, 53248, 1 << 17, 1e-5, False, rope=Rope(1e4))
 RATES = Rates(matmul=1e14, copy=1e12, h2d=2e10, d2h=2e10, adam=2e9, dram=6e10, ssd_read=6e9, ssd_write=4e9)
 WANTED = Wanted(((1024, 2), (512, 4), (256, 8)), record=1 << 20, document=256)
 MIB = 1 << 20
@@ -421,7 +421,7 @@ def need(cfg, halves):
 
 def test_a_text_of_131072_tokens_fits_beside_24_gib():
     """LLaMA-3-8B: its MLP is computed in tiles."""
-    cfg = ModelConfig("llama", 128256, 4096, 32, 32, 8, 128, 14336, 1 << 17, 1e-5, False, rope=Rope(5e5))
+    cfg = uniform("llama", 128256, 4096, 32, 32, 8, 128, 14336, 1 << 17, 1e-5, False, rope=Rope(5e5))
     limits, wanted = Limits(22 << 30, 160 << 30), Wanted(((1 << 17, 1),), document=1 << 17)
     plan = simple_plan(cfg, limits, wanted)
     assert plan.tokens == 1 << 17

@@ -24,11 +24,11 @@ from trireme.engine.run.job import prepare
 from trireme.engine.run.options import Options, every
 from trireme.engine.run.plan import record_size
 from trireme.engine.run.report import events, report
-from trireme.models.config import ModelConfig, Rope
+from trireme.models.config import ModelConfig, uniform, Rope
 from trireme.models.sizes import shapes
 from trireme.storage.store import Store
 
-SEVEN_B = ModelConfig("llama", 32000, 4096, 32, 32, 32, 128, 11008, 4096, 1e-5, False, rope=Rope(1e4))
+SEVEN_B = uniform("llama", 32000, 4096, 32, 32, 32, 128, 11008, 4096, 1e-5, False, rope=Rope(1e4))
 
 
 ALL = {"steps": 10**13}

@@ -87,8 +87,8 @@ def check_compiler() -> None:
 
 def check_heads(cfg: ModelConfig, device: torch.device) -> None:
     """Raises InputError if no kernel has heads this wide."""
-    if device.type == "cuda" and cfg.head_dim > WIDEST_HEAD:
-        wide = f"the model has heads of {cfg.head_dim}"
+    if device.type == "cuda" and cfg.widest_head > WIDEST_HEAD:
+        wide = f"the model has heads of {cfg.widest_head}"
         raise InputError(f"{wide}, and a GPU computes heads of {WIDEST_HEAD} at most. Add --device cpu.")
 
 

@@ -163,7 +163,7 @@ def needs(cfg: ModelConfig, tokens: int, itemsize: int) -> int:
     """Upper bound of the bytes that a pass of one micro-batch needs besides weights."""
     kinds = {shapes.kind(cfg, u): u for u in range(cfg.n_units)}
     temporaries = max(workspace.workspace_bytes(cfg, u, tokens, itemsize) for u in kinds.values())
-    return temporaries + 3 * tokens * (cfg.width * itemsize + 64) + 16 * tokens * cfg.head_dim
+    return temporaries + 3 * tokens * (cfg.width * itemsize + 64) + 16 * tokens * cfg.widest_head
 
 
 def loss_on(ready: Ready, data: Dataset, screen: Screen) -> Found:

@@ -1,0 +1,113 @@
+"""Bytes with a home: in RAM, in a GPU's memory or on the drives. They are loaded to a buffer, and stored from one.
+
+A home on the drives is reached through a buffer in RAM of a pool. What a home does is queued; `last` are the tasks that
+its next one comes after.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Protocol
+
+from torch import Tensor
+
+from trireme.engine.memory import Buffer, Pool, copied
+from trireme.engine.queues.task import Kind, Queues, Task
+
+
+class OnDrive(Protocol):
+    """Bytes on the drives: shards of the store (placement.Shards) or scratch space (placement.Scratched)."""
+
+    def nbytes(self, part: object) -> int: ...
+
+    def read(self, buffer: Tensor, part: object) -> None:
+        """Fills a buffer in RAM with as much as it holds; returns when it is filled. `part` None: all; it lies where it
+        lies in the whole.
+        """
+        ...
+
+    def write(self, buffer: Tensor, part: object) -> None: ...
+
+
+class Home:
+    """Bytes in memory: the home is their buffer."""
+
+    def __init__(self, queues: Queues, kind: Kind, label: str, place: Buffer):
+        self.queues, self.kind, self.label, self.place = queues, kind, label, place
+
+    @property
+    def last(self) -> tuple[Task, ...]:
+        """The tasks that read or wrote it last: the next writer comes after them."""
+        return self.place.ready
+
+    def load(self, queue: str, into: Buffer, nbytes: int) -> Task:
+        """Copies the first `nbytes` to a buffer; returns the task that writes it last."""
+        source = self.bring(nbytes)
+        task = copied(self.queues, queue, self.kind, self.label, source, into, nbytes)
+        source.free((task,))
+        return task
+
+    def store(self, queue: str, source: Buffer, nbytes: int) -> Task:
+        """Copies the first `nbytes` of a buffer here; returns the task that reads it last."""
+        here = self.room()
+        task = copied(self.queues, queue, self.kind, self.label, source, here, nbytes)
+        self.keep(here, (task,), nbytes)
+        return task
+
+    # ------------------------------------------------ by way of RAM
+
+    def room(self) -> Buffer:
+        """A buffer to put the bytes in, for `keep`."""
+        return self.place
+
+    def bring(self, nbytes: int | None = None, part: object = None) -> Buffer:  # noqa: ARG002 (of a drive)
+        """A buffer with the bytes, valid after its `ready`; to be freed after their last reader. Of a drive, with a
+        `part` only that, where `OnDrive.read` puts it.
+        """
+        return self.place
+
+    def keep(self, here: Buffer, after: Sequence[Task], nbytes: int | None = None, part: object = None) -> None:
+        """The bytes in a buffer of `bring` or `room` are new after these tasks; frees the buffer."""
+        self.write(here, after, nbytes, part)
+        here.free(self.last)
+
+    def write(self, here: Buffer, after: Sequence[Task], nbytes: int | None = None, part: object = None) -> None:  # noqa: ARG002
+        """As `keep`, but the buffer stays the caller's."""
+        here.ready = tuple(after)
+
+
+class DriveHome(Home):
+    """Bytes on the drives, by way of a pool in RAM."""
+
+    def __init__(self, queues: Queues, kind: Kind, label: str, pool: Pool, on: OnDrive, queue: str = "ssd"):
+        """`queue`: "ssd", or "state" for what no task waits for yet."""
+        self.queues, self.kind, self.label, self.pool, self.on, self.queue = queues, kind, label, pool, on, queue
+        self._last: tuple[Task, ...] = ()
+
+    @property
+    def last(self) -> tuple[Task, ...]:
+        return self._last
+
+    def room(self) -> Buffer:
+        return self.pool.acquire(self.label)
+
+    def bring(self, nbytes: int | None = None, part: object = None) -> Buffer:
+        here, on, n = self.room(), self.on, nbytes
+        nbytes = on.nbytes(part) if nbytes is None else nbytes
+        read = lambda: on.read(here.tensor[:n], part)
+        here.ready = self._last = (self._run("read", read, (*here.ready, *self.last), nbytes),)
+        return here
+
+    def load(self, queue: str, into: Buffer, nbytes: int) -> Task:
+        task = super().load(queue, into, nbytes)
+        self._last = (task,)
+        return task
+
+    def write(self, here: Buffer, after: Sequence[Task], nbytes: int | None = None, part: object = None) -> None:
+        on, n, nbytes = self.on, nbytes, self.on.nbytes(part) if nbytes is None else nbytes
+        write = lambda: on.write(here.tensor[:n], part)
+        self._last = (self._run("write", write, (*after, *self.last), nbytes),)
+        here.ready = tuple(after)
+
+    def _run(self, way: str, io: object, after: Sequence[Task], nbytes: int) -> Task:
+        return self.queues.run(f"{self.queue}_{way}", self.kind, self.label, io, after, nbytes=nbytes)

@@ -1,0 +1,114 @@
+"""One table of launches in bf16: the settings of each, on chips with 227 KiB of shared memory and on those with 99.
+
+The first is used unless `trireme check --tune` found another to be faster on the GPU at hand; it tries all. Those of
+Hopper were measured on an H200; those of 99 KiB were compiled for sm_86, sm_89 and sm_120 without spills, and never
+measured. Settings with the same depth of a step have the same order of sums: in attention the depth is the keys of fwd
+and dq, the queries of dkv.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from typing import NamedTuple
+
+from trireme.kernels.chips.chip import Chip
+
+Setting = tuple[int, ...]
+
+
+class Tile(NamedTuple):
+    """A launch of attention: rows of queries, of keys, warps, pipeline stages."""
+
+    q: int
+    k: int
+    warps: int
+    stages: int
+
+
+class Grouped(NamedTuple):
+    """A grouped GEMM's launch, with warps and stages of the software pipeline.
+
+    Of a product: a tile of the result has `rows` by `b`, and `a` is the depth of a step. Of a matrix's gradient: a tile
+    has `a` by `b`, and `rows` is the depth of a step.
+    """
+
+    rows: int
+    a: int
+    b: int
+    warps: int
+    stages: int
+
+
+# launch, of attention with the head width -> (settings in 227 KiB, settings in 99 KiB); fmt: off
+TABLE: dict[str, tuple[tuple[Setting, ...], tuple[Setting, ...]]] = {
+    "attention_fwd 64": (
+        ((128, 64, 8, 3), (128, 64, 8, 2), (128, 64, 4, 3), (64, 64, 4, 3), (128, 128, 8, 2)),
+        ((128, 32, 4, 3), (128, 64, 8, 2), (64, 64, 4, 2), (64, 64, 4, 3))),
+    "attention_fwd 128": (
+        ((128, 64, 8, 3), (128, 64, 8, 2), (128, 128, 8, 2), (64, 64, 4, 3)),
+        ((64, 32, 4, 2), (128, 32, 8, 2), (64, 64, 4, 2), (64, 32, 4, 3))),
+    "attention_fwd 256": (
+        ((128, 64, 8, 2), (128, 32, 8, 3), (128, 32, 8, 2), (64, 64, 4, 2)),
+        ((64, 32, 8, 2), (64, 16, 4, 2), (64, 64, 8, 1))),
+    "attention_dq 64": (
+        ((64, 64, 4, 3), (128, 64, 8, 3), (128, 64, 8, 2), (64, 64, 4, 2)),
+        ((64, 32, 4, 3), (128, 32, 8, 2), (64, 32, 4, 2), (128, 64, 8, 2))),
+    "attention_dq 128": (
+        ((128, 64, 8, 3), (128, 64, 8, 2), (64, 64, 4, 2), (128, 32, 8, 3)),
+        ((128, 32, 8, 2), (64, 32, 4, 2), (64, 64, 8, 2), (64, 32, 4, 3))),
+    "attention_dq 256": (
+        ((128, 32, 8, 2), (64, 64, 8, 2), (64, 32, 4, 2)),
+        ((64, 32, 8, 1), (64, 16, 4, 2), (32, 32, 4, 1))),
+    "attention_dkv 64": (
+        ((64, 64, 4, 2), (64, 64, 4, 3), (64, 128, 8, 2), (32, 128, 8, 3)),
+        ((32, 64, 4, 2), (32, 128, 8, 2), (64, 64, 4, 2), (32, 128, 8, 3))),
+    "attention_dkv 128": (
+        ((32, 64, 4, 3), (64, 64, 4, 2), (32, 128, 8, 3), (64, 128, 8, 2)),
+        ((64, 64, 8, 2), (32, 64, 8, 2), (32, 128, 8, 2), (16, 64, 4, 2))),
+    "attention_dkv 256": (
+        ((32, 64, 8, 2), (32, 64, 8, 1), (32, 128, 8, 1)),
+        ((32, 32, 8, 1), (16, 64, 8, 1), (16, 32, 8, 2), (16, 64, 8, 2))),
+    "grouped_mm": (
+        ((128, 64, 128, 8, 3), (128, 64, 128, 8, 4), (128, 32, 128, 8, 4), (64, 64, 128, 4, 4)),
+        ((64, 32, 128, 4, 4), (128, 32, 128, 8, 3), (128, 64, 128, 8, 3), (128, 32, 128, 8, 4), (64, 64, 128, 4, 3))),
+    "grouped_add": (
+        ((64, 128, 128, 8, 3), (32, 128, 128, 8, 3), (64, 128, 64, 4, 3)),
+        ((32, 64, 128, 4, 3), (64, 128, 128, 8, 3), (32, 128, 128, 8, 3), (64, 128, 64, 4, 2))),
+    "rows_bwd": (((16, 1), (8, 2), (16, 2), (8, 4)), ((8, 2), (16, 1), (16, 2), (8, 4))),
+    "cross_entropy": (((4096, 8, 8), (4096, 16, 4), (8192, 32, 2)),) * 2,
+    "cross_entropy wide": (((8192, 32, 2), (8192, 32, 1), (4096, 8, 8), (4096, 16, 4)),) * 2,
+    "quantize": (((64, 128, 8), (128, 128, 8), (64, 64, 4)),) * 2,
+    "quantize both": (((128, 128, 8), (64, 128, 8), (64, 64, 4)), ((64, 128, 8), (128, 128, 8), (64, 64, 4))),
+    "gated_codes": (((64, 64, 8), (64, 64, 4), (64, 128, 8)),) * 2,
+    "block_scaled": ((), ((128, 128, 128, 8, 8, 3), (128, 128, 128, 8, 8, 2), (128, 64, 128, 8, 4, 3))),
+}
+# fmt: on
+OTHERWISE = {  # chip -> launches whose first setting is another there
+    12: {"attention_fwd 64": (128, 64, 8, 2)},  # 255 registers and 64 bytes of spills with the usual one
+}
+
+
+def settings(here: Chip, name: str) -> tuple[Setting, ...]:
+    """The settings of a launch on a chip, the usual one first."""
+    found = TABLE[name][not here.large]
+    first = OTHERWISE.get(here.arch // 10, {}).get(name)
+    return found if first is None else (first, *(other for other in found if other != first))
+
+
+def tried(here: Chip) -> dict[str, tuple[Setting, ...]]:
+    """The settings that check --tune tries on a chip, by name of the launch; without launches that it does not use."""
+    missing = {"grouped_mm", "grouped_add"} if here.arch == 90 else set()  # of its own: launch.py, hopper.py
+    missing |= {"quantize", "quantize both", "gated_codes"} if here.arch < 89 else set()
+    missing |= {"block_scaled"} if here.arch // 10 != 12 else set()
+    return {name: settings(here, name) for name in TABLE if name not in missing}
+
+
+def misfit(here: Chip, given: Mapping[str, Sequence[int]]) -> str:
+    """Why these are no settings for a chip, or ""."""
+    known = tried(here)
+    for name, setting in given.items():
+        if name not in known:
+            return f"{name!r} is not a launch of this GPU"
+        if tuple(setting) not in known[name]:
+            return f"{name!r} is not launched with {list(setting)}"
+    return ""

@@ -1,0 +1,144 @@
+"""What each layer computes, as records made once by its family (families/fields.py). No torch.
+
+A layer is some mixers of one input, whose results are added, then some MLPs, whose results are added. A unit of the
+engine is a layer, or one half of it: a Layer without MLPs, or without mixers. No other code asks which layer is what.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, replace
+from functools import cached_property
+from typing import Literal
+
+from trireme.models.families.experts import Experts
+from trireme.models.families.latent import Latent
+from trireme.models.families.names import Names
+from trireme.models.families.rope import Rope
+from trireme.models.families.scans import Scan
+
+Act = Literal["silu", "gelu", "exact gelu", "relu2"]  # gelu: by tanh
+
+
+@dataclass(frozen=True)
+class Attention:
+    """A mixer: causal attention of query heads over key/value heads."""
+
+    heads: int
+    kv_heads: int
+    dim: int  # of a head's query and key
+    scale: float  # of scores
+    rope: Rope | None = None  # None: queries and keys are not rotated
+    window: int = 0  # tokens attended to, itself included; 0: all
+    cap: float = 0.0  # scores s are cap * tanh(s / cap); 0: s
+    norm: Literal["", "head", "width"] = ""  # of queries and keys: per head, or over all
+    rope_first: bool = False  # they are rotated before their norms
+    bias: bool = False
+    o_bias: bool = False
+    gate: bool = False  # the result times the sigmoid of a gate, stored after each query
+    latent: Latent | None = None  # heads are computed from latents
+    factor: float = 1.0  # of what is added to the residual
+    values: Literal["own", "normed", "keys"] = "own"  # normed: by a norm without weights; keys: raw keys, so normed
+
+    @property
+    def value_dim(self) -> int:
+        return self.latent.value if self.latent else self.dim
+
+    @property
+    def q_width(self) -> int:
+        return self.heads * self.dim
+
+    @property
+    def kv_width(self) -> int:
+        return self.kv_heads * self.dim
+
+    @property
+    def out_width(self) -> int:
+        """Features of the result, before the output projection."""
+        return self.heads * self.value_dim
+
+    @property
+    def qkv_width(self) -> int:
+        """Features of the result of the first matmul."""
+        if self.latent:
+            return (self.latent.q_rank or self.q_width) + self.latent.kv_rank + self.latent.rope
+        return self.q_width * (1 + self.gate) + (1 + (self.values != "keys")) * self.kv_width
+
+    @property
+    def rotated_first(self) -> bool:
+        """Whether q and k are rotated right after their projection: they have no norms, or norms after the rotation."""
+        return not self.norm or self.rope_first
+
+
+@dataclass(frozen=True)
+class Mlp:
+    """Two linear layers with an activation between."""
+
+    width: int
+    act: Act = "silu"
+    gated: bool = True  # act(gate) * up
+    bias: bool = False
+    gate_scale: float = 1.0  # of the gate, before its activation
+    factor: float = 1.0  # of what is added to the residual
+
+
+@dataclass(frozen=True)
+class Layer:
+    """One layer, or half of one."""
+
+    width: int
+    eps: float
+    names: Names
+    mixers: tuple[Attention | Scan, ...] = ()
+    mlps: tuple[Mlp | Experts, ...] = ()
+    norm: Literal["rms", "rms + 1", "layer"] = "rms"
+    parallel: bool = False  # mixers and MLPs read one input
+    scaled: bool = False  # the residual behind it times a stored number
+
+    @cached_property
+    def _hash(self) -> int:
+        return hash((self.width, self.eps, self.names, self.mixers, self.mlps, self.norm, self.parallel, self.scaled))
+
+    def __hash__(self) -> int:
+        return self._hash
+
+    @cached_property
+    def attention(self) -> Attention | None:
+        return next((m for m in self.mixers if isinstance(m, Attention)), None)
+
+    @cached_property
+    def scan(self) -> Scan | None:
+        return next((m for m in self.mixers if isinstance(m, Scan)), None)
+
+    @cached_property
+    def mlp(self) -> Mlp | None:
+        return next((m for m in self.mlps if isinstance(m, Mlp)), None)
+
+    @cached_property
+    def experts(self) -> Experts | None:
+        return next((m for m in self.mlps if isinstance(m, Experts)), None)
+
+    @property
+    def whole(self) -> bool:
+        """Whether it cannot be divided into two sub-layers."""
+        return self.parallel or not (self.mixers and self.mlps)
+
+    @property
+    def what(self) -> str:
+        """ "block", "attention" (any mixer) or "mlp"."""
+        return "block" if self.mixers and self.mlps else "attention" if self.mixers else "mlp"
+
+    @cached_property
+    def mixing(self) -> Layer:
+        """Its first half."""
+        return replace(self, mlps=(), names=self.names.of_mixers, scaled=False)
+
+    @cached_property
+    def feeding(self) -> Layer:
+        """Its second half."""
+        return replace(self, mixers=(), names=self.names.of_mlps)
+
+    @cached_property
+    def form(self) -> Layer:
+        """It without what changes no shape: layers of one form have one layout, one workspace, one choice of tensors."""
+        plain = lambda m: replace(m, rope=None, window=0, scale=1.0) if isinstance(m, Attention) else m
+        return replace(self, mixers=tuple(map(plain, self.mixers)))
