@@ -1,6 +1,5 @@
 """What README and docs say of the program, held against what it says and does."""
 
-import ast
 import json
 import os
 import re
@@ -14,22 +13,6 @@ from trireme.engine.run.command import parse
 from trireme.engine.run.job import prepare
 
 ROOT = Path(__file__).parents[1]
-FOLDERS = ("engine", "models", "storage", "kernels")
-OTHER = r"…|[\d,.]*\d|[\w.]*_[\w.]*|[\w.-]*\.json\w*|[][:;/()\"']"  # numbers, names and what stands between phrases
-
-
-def test_troubleshooting_has_the_words_of_the_program():
-    found = [node for folder in FOLDERS for file in (ROOT / folder).rglob("*.py") for node in parsed(file)]
-    words = [" ".join(node.value.split()) for node in found if isinstance(getattr(node, "value", None), str)]
-    words += [os.strerror(number) for number in range(40)]
-    phrases = re.findall(r"\*\*`(.+?)`\*\*", (ROOT / "docs" / "troubleshooting.md").read_text(), re.DOTALL)
-    assert len(phrases) > 50
-    parts = {part.strip(" .,") for phrase in phrases for part in re.split(OTHER, " ".join(phrase.split()))}
-    assert [part for part in parts if not any(part in said for said in words)] == []
-
-
-def parsed(file: Path) -> list[ast.AST]:
-    return list(ast.walk(ast.parse(file.read_text())))
 
 
 def commands_of(page: str) -> list[list[str]]:
