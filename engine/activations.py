@@ -18,7 +18,7 @@ from trireme.engine.memory import Buffer, Pool, Prefetch, copied, flat, views
 from trireme.engine.placement import Placement, Scratched
 from trireme.engine.plan import SAVED, SavedTier, Tier
 from trireme.engine.queues.names import HOPS, numbered
-from trireme.engine.queues.task import Queues, Task
+from trireme.engine.queues.task import Task
 
 # ---------------------------------------------------------------- one activation
 

@@ -6,8 +6,8 @@ its next one comes after.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from typing import Protocol
+from collections.abc import Callable, Sequence
+from typing import Any, Protocol
 
 from torch import Tensor
 
@@ -18,15 +18,15 @@ from trireme.engine.queues.task import Kind, Queues, Task
 class OnDrive(Protocol):
     """Bytes on the drives: shards of the store (placement.Shards) or scratch space (placement.Scratched)."""
 
-    def nbytes(self, part: object) -> int: ...
+    def nbytes(self, part: Any) -> int: ...
 
-    def read(self, buffer: Tensor, part: object) -> None:
+    def read(self, buffer: Tensor, part: Any) -> None:
         """Fills a buffer in RAM with as much as it holds; returns when it is filled. `part` None: all; it lies where it
         lies in the whole.
         """
         ...
 
-    def write(self, buffer: Tensor, part: object) -> None: ...
+    def write(self, buffer: Tensor, part: Any) -> None: ...
 
 
 class Home:
@@ -109,5 +109,5 @@ class DriveHome(Home):
         self._last = (self._run("write", write, (*after, *self.last), nbytes),)
         here.ready = tuple(after)
 
-    def _run(self, way: str, io: object, after: Sequence[Task], nbytes: int) -> Task:
+    def _run(self, way: str, io: Callable[[], None], after: Sequence[Task], nbytes: int) -> Task:
         return self.queues.run(f"{self.queue}_{way}", self.kind, self.label, io, after, nbytes=nbytes)

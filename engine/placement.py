@@ -412,6 +412,9 @@ class InCheckpoint:
     def read(self, buffer: Tensor, part: object) -> None:  # noqa: ARG002
         self.files.read(self.u, memory_of(buffer, self.room)).result()
 
+    def write(self, buffer: Tensor, part: object) -> None:  # noqa: ARG002
+        raise AssertionError("the user's checkpoint is never written")
+
 
 def _kind(entry: Entry) -> Kind:
     return "state" if entry.kind == "state" else "weights"

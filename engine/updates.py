@@ -16,8 +16,8 @@ from torch import Tensor
 
 from trireme.engine.geometry import GPU_BYTES, PART_BYTES, Part
 from trireme.engine.gradients import Gradients, Landed, Spilled
-from trireme.engine.memory import NOTHING, Buffer, flat, views
 from trireme.engine.home import Home
+from trireme.engine.memory import NOTHING, Buffer, flat, views
 from trireme.engine.placement import Entry, Placement
 from trireme.engine.queues.cgroups import update_threads
 from trireme.engine.queues.names import numbered

@@ -1,8 +1,9 @@
 """Weights on the GPU: a pass says in which order it uses layers, then takes one after the other.
 
-Weights are stored on the GPU, or copied from RAM or the SSD to a buffer of a pool ahead of their use. After the last use in a pass the buffer is free, and keeps its content until it is needed for
-other weights, so that backward begins with the layers that forward used last. This is the window of STRONGHOLD and,
-since the order is known, Belady's optimal replacement.
+Weights are stored on the GPU, or copied from RAM or the SSD to a buffer of a pool ahead of their use. After the last
+use in a pass the buffer is free, and keeps its content until it is needed for other weights, so that backward begins
+with the layers that forward used last. This is the window of STRONGHOLD and, since the order is known, Belady's optimal
+replacement.
 """
 
 from __future__ import annotations
@@ -16,8 +17,8 @@ from torch import Tensor
 
 from trireme.engine.buffers import What, read_by_loss
 from trireme.engine.geometry import Geometry
-from trireme.engine.memory import Buffer, Fetched, Pool, Prefetch, views
 from trireme.engine.home import Home
+from trireme.engine.memory import Buffer, Fetched, Pool, Prefetch, views
 from trireme.engine.placement import Entry, Piece, Placement
 from trireme.engine.queues.names import numbered
 from trireme.engine.queues.task import Task

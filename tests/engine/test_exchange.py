@@ -5,7 +5,7 @@ from dataclasses import replace
 import numpy as np
 import pytest
 import torch
-from engines import LIMITS, LLAMA, MemoryScratch, MemoryStore, gpu_plan
+from engines import FP8, LIMITS, LLAMA, MemoryScratch, MemoryStore, gpu_plan
 from safetensors.numpy import load_file, save_file
 
 from trireme.engine import exchange as module
@@ -167,7 +167,7 @@ def test_a_value_that_is_not_finite_is_refused_by_name(tmp_path):
 def test_frozen_matrices_are_loaded_as_codes(tmp_path, tier, stored, compute, monkeypatch):
     """Of what bf16 keeps of them, a matmul's as one matrix, read in pieces: half the bytes, and a scale."""
     monkeypatch.setattr(module, "PIECE", 100)
-    cfg = replace(LLAMA, ffn=32, fp8=True, frozen=("*",))
+    cfg = replace(FP8, frozen=("*",))
     source = checkpoint(tmp_path / "in", cfg, stored)
     plan = gpu_plan(cfg, units=(UnitPlan(base=tier),) * cfg.n_units, dtype=compute)
     x = Exchange(cfg, source, build(cfg, plan, LIMITS, InlineQueues(), scratch=MemoryScratch()).placement)
@@ -188,8 +188,8 @@ def test_frozen_matrices_are_loaded_as_codes(tmp_path, tier, stored, compute, mo
 
 
 def test_a_frozen_value_that_is_not_finite_is_refused_by_name(tmp_path):
-    cfg = replace(LLAMA, ffn=32, fp8=True, frozen=("*",))
-    bad = np.ones((cfg.ffn, cfg.width), np.float32)
+    cfg = replace(FP8, frozen=("*",))
+    bad = np.ones((32, cfg.width), np.float32)
     bad[3, 4] = np.inf
     source = checkpoint(tmp_path / "in", cfg, **{"model.layers.1.mlp.up_proj.weight": bad})
     with pytest.raises(InputError, match=r"in/model.safetensors: model.layers.1.mlp.up_proj.weight holds NaN or inf"):

@@ -20,7 +20,7 @@ from trireme.engine.run.job import prepare
 from trireme.engine.run.train import finetune
 from trireme.engine.tuning.chosen import adapted, chosen, targets
 from trireme.models import hf
-from trireme.models.config import InputError, Lora, read_config
+from trireme.models.config import InputError, Lora, read_config, with_experts
 from trireme.storage.checkpoint import open_source
 
 pytestmark = pytest.mark.grid
@@ -108,4 +108,4 @@ def test_a_missing_expert_is_named(folder):
     with pytest.raises(InputError, match=r"mlp.gate.weight has shape \[5, 40\], config.json says \[6, 40\]"):
         hf.canonical_names(cfg, found | {"model.layers.0.mlp.gate.weight": (5, 40)})
     with pytest.raises(InputError, match="calls for 2 layers of 2,000,000,000 experts"):
-        hf.canonical_names(replace(cfg, experts=replace(cfg.experts, count=2_000_000_000)), found)
+        hf.canonical_names(with_experts(cfg, count=2_000_000_000), found)

@@ -5,13 +5,12 @@ import os
 import re
 import traceback
 from collections.abc import Iterator
-from dataclasses import replace
 from pathlib import Path
 
 import numpy as np
 import pytest
 import torch
-from engines import LLAMA, batches, fork
+from engines import LLAMA, batches, fork, of
 
 from trireme.engine import memory
 from trireme.engine.build import build, inputs_on
@@ -24,14 +23,17 @@ from trireme.engine.run import engine as run_engine
 from trireme.engine.run.options import Options
 from trireme.engine.run.train import finetune
 from trireme.engine.step import train_step
-from trireme.models.config import ModelConfig, Rope
+from trireme.models.config import ModelConfig
 from trireme.models.rows import rope_tables
 from trireme.models.sizes import shapes
 from trireme.storage.devices import open_device
 from trireme.storage.store import Store
 
 MIB = 1 << 20
-BIG = replace(LLAMA, width=512, n_layers=6, n_heads=8, n_kv_heads=8, head_dim=64, ffn=1376, vocab=4096, rope=Rope(1e4))
+BIG = of(
+    "llama", hidden_size=512, num_hidden_layers=6, num_attention_heads=8, num_key_value_heads=8, head_dim=64,
+    intermediate_size=1376, vocab_size=4096,
+)  # fmt: skip
 LIMITS = Limits(112 * MIB, 176 * MIB)
 SLACK = 48 * MIB  # stacks of the queues' threads, allocator arenas, code touched for the first time: 27 to 35 were seen
 

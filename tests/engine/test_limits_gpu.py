@@ -16,8 +16,9 @@ from trireme.engine.planner.rates import DRIVES, GPUS, machine
 from trireme.engine.planner.rule import Wanted
 from trireme.engine.queues.real import RealQueues
 from trireme.engine.step import train_step
-from trireme.models.config import Lora, ModelConfig, uniform, Rope
+from trireme.models.config import Lora, Rope, uniform
 from trireme.models.families.experts import Experts
+from trireme.models.families.table import FAMILIES
 from trireme.models.rows import rope_tables
 from trireme.storage.devices import open_device
 from trireme.storage.store import Store
@@ -41,7 +42,9 @@ def draw(seed: int):
     if 24 <= seed < 32:
         shared = r.choice((0, 8 * r.randrange(8, 200)))
         own = Experts(r.choice((5, 16, 60)), r.choice((1, 2, 5)), 8 * r.randrange(4, 40), True, shared, shared > 0)
-        cfg = replace(cfg, model_type="qwen2_moe" if shared else "qwen3_moe", n_layers=r.randrange(1, 5), experts=own)
+        family = "qwen2_moe" if shared else "qwen3_moe"
+        layer = replace(cfg.layers[0], names=FAMILIES[family].names, mlps=(own,))
+        cfg = replace(cfg, model_type=family, layers=(layer,) * r.randrange(1, 5))
     elif seed >= 32:
         targets = ("q_proj", "v_proj", "o_proj", "gate_proj", "up_proj", "down_proj")
         cfg = replace(cfg, lora=Lora(r.choice((4, 16, 128)), 16.0, targets), frozen=("*",))

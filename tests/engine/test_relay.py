@@ -10,17 +10,18 @@ from dataclasses import replace
 import pytest
 from engines import (
     LIMITS,
-    LLAMA,
     MIXTURE,
     PACKED,
     LateQueues,
     batches,
     check_same,
+    deep,
     final_weights,
     fork,
     gpu_plan,
     lent,
     make,
+    of,
     relayed,
     small_stretches,  # noqa: F401 (every test's)
     train,
@@ -41,7 +42,7 @@ from trireme.models.config import InputError
 
 pytestmark = pytest.mark.grid
 
-DEEP = replace(LLAMA, n_layers=6)
+DEEP = of("llama", num_hidden_layers=6)
 DEALS = {"two": (0, 1), "three": (2, 0, 1), "runs": (0, 0, 1, 1), "one of two": (1,), "ends": (1, 0, 0, 0, 0, 0, 0, 1)}
 
 
@@ -87,7 +88,7 @@ def test_any_queue_of_any_gpu_may_be_late(in_one_memory, late, between):
     check(lent(plan, "gpu") if between == "gpu" else plan, LateQueues({late}, 2), in_one_memory)
 
 
-OF_EXPERTS = {"mixture": replace(MIXTURE, n_layers=4), "packed": replace(PACKED, n_layers=4)}
+OF_EXPERTS = {"mixture": deep(MIXTURE, 4), "packed": deep(PACKED, 4)}
 BASES = (UnitPlan("host", "host", "gpu"), UnitPlan(x="host", base="ssd"), UnitPlan("ssd", "ssd", base="host"))
 
 
@@ -182,7 +183,9 @@ class Guarded(InlineQueues):
 
 
 def guarded_run(monkeypatch, swapped, between="host") -> int:
-    """Exit code of a child that trains with each GPU's memory guarded; `swapped`: two units' weights on wrong GPUs."""
+    """Exit code of a child that trains with each GPU's memory guarded. `swapped`: a unit of GPU 1 has weights on
+    GPU 0.
+    """
     queues, alloc = Guarded(2), Memory.alloc
 
     def noted(memory, tier, name, nbytes, count=1, gpu=0):
@@ -206,7 +209,7 @@ def guarded_run(monkeypatch, swapped, between="host") -> int:
         plan = relayed(gpu_plan(DEEP, units=units * 2, dtype="BF16", record=700), (0, 1), between=between)
         e = make(DEEP, lent(plan, "gpu") if between == "gpu" else plan, queues, poison=False)
         if swapped:
-            e.placement.weights[1], e.placement.weights[4] = e.placement.weights[4], e.placement.weights[1]
+            e.weights.layers[1].trained.here.tensor = e.weights.layers[4].trained.pool.buffers[0].tensor
         train(e, batches(DEEP, 2, plan.n_micro, 24), between=lambda i, micro: evaluate(e, micro))
         os._exit(0)
     finally:

@@ -4,6 +4,7 @@ from dataclasses import replace
 
 import pytest
 import torch
+from engines import deep
 
 from trireme.engine.build import inputs_on
 from trireme.engine.check.steps import make_batch, random_engine
@@ -55,7 +56,7 @@ def test_a_small_step_repeats():
     ],
 )
 def test_a_step_of_real_layers_repeats(name, rank, fp8, seq, large):
-    cfg = replace(find_model(name), n_layers=1 if "qwen" in name else 2, vocab=4096, fp8=fp8)
+    cfg = replace(deep(find_model(name), 1 if "qwen" in name else 2), vocab=4096, fp8=fp8)
     cfg = adapted(cfg, Lora(rank, 2.0 * rank, targets(cfg, ()))) if rank else cfg
     found = list(steps(cfg, "cuda", "BF16", 8192, seq))
     assert len(set(found)) == 1, found

@@ -33,6 +33,7 @@ from engines import (
     batches,
     check_same,
     check_weights,
+    deep,
     final_weights,
     gpu_plan,
     lent,
@@ -47,7 +48,6 @@ from hypothesis import HealthCheck, example, given, settings
 from hypothesis import strategies as st
 from stores import OneDrive
 
-from trireme.models.config import with_experts
 from trireme.engine import geometry
 from trireme.engine.between import Reader
 from trireme.engine.buffers import usage
@@ -62,7 +62,7 @@ from trireme.engine.run.evaluation import sample
 from trireme.engine.step import evaluate, train_step
 from trireme.engine.updates import AdamW
 from trireme.models import model
-from trireme.models.config import InputError, Teaching
+from trireme.models.config import InputError, Teaching, with_experts
 from trireme.models.losses.preferences import Preference
 from trireme.models.rows import rope_tables
 from trireme.models.sizes import narrow, shapes
@@ -70,6 +70,8 @@ from trireme.models.sizes import narrow, shapes
 pytestmark = [pytest.mark.grid, pytest.mark.usefixtures("few_rows_in_fp8")]
 
 NAMES = tuple(shapes.saved_shapes(LLAMA, 1))
+
+
 def wide(cfg):
     of = lambda layer: replace(layer, mlps=tuple(replace(m, width=32) for m in layer.mlps))
     return replace(cfg, layers=tuple(map(of, cfg.layers)))
@@ -457,7 +459,7 @@ def _without_tensors(mb: Inputs) -> Inputs:
 
 def handed_over(plan) -> list[tuple[str, str, str]]:
     """(queue, kind, of) of a step's tasks in the order of the program."""
-    cfg, drive = replace(LLAMA, layers=LLAMA.layers[:1] * (len(plan.units) - 2)), Rates(1.0, 1.0, 1.0, 1.0, 1.0, 1.0, 1.0, 1.0)
+    cfg, drive = deep(LLAMA, len(plan.units) - 2), Rates(*[1.0] * 8)
     queues = SimulatedQueues(lambda task: 1.0, drive, plan.gpus)
     e, batch = build(cfg, plan, LIMITS, queues), [Inputs(24, 20, 100)] * plan.n_micro
     for step in (1, 2):

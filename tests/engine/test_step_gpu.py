@@ -7,7 +7,7 @@ from random import Random
 import pytest
 import torch
 from engines import (
-    LLAMA,
+    FULL,
     RealQueues,
     batches,
     cards,
@@ -16,6 +16,7 @@ from engines import (
     gpu_plan,
     lent,
     make,
+    of,
     pairs,
     relayed,
     scored,
@@ -26,17 +27,16 @@ from engines import (
 from trireme.engine import geometry
 from trireme.engine.exchange import Kept
 from trireme.engine.plan import TIERS, UnitPlan
-from trireme.engine.run.engine import warm_up
 from trireme.engine.updates import AdamW
 from trireme.models.config import Lora, Teaching
-from trireme.models.families.experts import Experts
 from trireme.models.families.packing import FP8 as FP8_BLOCKS
 from trireme.models.families.packing import MODELOPT, MXFP4
 from trireme.models.losses.preferences import Preference
 from trireme.models.sizes import narrow, shapes
 
 pytestmark = [pytest.mark.gpu, pytest.mark.usefixtures("few_rows_in_fp8")]
-CFG = replace(LLAMA, width=64, n_layers=4, n_heads=4, n_kv_heads=2, head_dim=16, ffn=96, vocab=128)
+SMALL = dict(hidden_size=64, num_hidden_layers=4, head_dim=16, intermediate_size=96, vocab_size=128)
+CFG = of("llama", **SMALL)
 NAMES = tuple(shapes.saved_shapes(CFG, 1))
 ALL_HOST = UnitPlan("host", "host", saved=tuple((n, "host") for n in NAMES), x="host")
 ALL_SSD = UnitPlan("ssd", "ssd", saved=tuple((n, "ssd") for n in NAMES), x="ssd")
@@ -51,19 +51,25 @@ UNITS = {
 
 
 ADAPTED = ("q_proj", "v_proj", "o_proj", "up_proj", "down_proj")
-MIXTURE = replace(CFG, model_type="qwen3_moe", qk_norm=True, experts=Experts(8, 3, 32, True))
+EXPERTS = dict(num_experts=8, num_experts_per_tok=3, moe_intermediate_size=32, norm_topk_prob=True)
+MIXTURE = of("qwen3_moe", **SMALL, **EXPERTS)
 OF_EXPERTS = dict(lora=Lora(8, 16.0, ("q_proj", "experts")), frozen=("*",))
 PACKED = ("*layers.*", "!*.mlp.gate.weight", "!*.1.self_attn.k_proj.weight")
 OTHERS = {
     "mixture": MIXTURE,
     "frozen mixture": replace(MIXTURE, frozen=("*.experts.*", "*embed*")),
-    "shared expert": replace(
-        CFG, model_type="qwen2_moe", qkv_bias=True, experts=Experts(8, 2, 32, False, shared=48, shared_gate=True)
-    ),
+    "shared expert": of("qwen2_moe", **SMALL, **EXPERTS, shared_expert_intermediate_size=48),
     "adapters of experts in MXFP4": replace(
-        CFG,
-        model_type="gpt_oss",
-        experts=Experts(8, 2, 32, True, limit=7.0, bias=True),
+        of(
+            "gpt_oss",
+            **SMALL | dict(intermediate_size=32),
+            num_local_experts=8,
+            num_experts_per_tok=2,
+            attention_bias=False,
+            sliding_window=None,
+            layer_types=[FULL] * 4,
+            rope_parameters=dict(rope_type="default", rope_theta=1e4),
+        ),
         packing=MXFP4,
         packed=MXFP4.globs,
         **OF_EXPERTS,
@@ -74,23 +80,25 @@ OTHERS = {
     "adapters of nvfp4": replace(
         MIXTURE, packing=MODELOPT.with_dtypes(("U8", "F8_E4M3", "F32")), packed=PACKED, **OF_EXPERTS
     ),
-    "a dense layer among experts": replace(
-        CFG, model_type="glm4_moe", experts=Experts(8, 2, 32, True, shared=48, sigmoid=True, scale=1.5, dense=(0,))
+    "a dense layer among experts": of(
+        "glm4_moe",
+        **SMALL,
+        n_routed_experts=8,
+        num_experts_per_tok=2,
+        moe_intermediate_size=32,
+        n_shared_experts=1,
+        routed_scaling_factor=1.5,
+        first_k_dense_replace=1,
+        norm_topk_prob=True,
+        partial_rotary_factor=1.0,
     ),
     "adapters": replace(CFG, lora=Lora(8, 16.0, ADAPTED), frozen=("*",)),
     "fp8": replace(CFG, fp8=True),
-    "fp8 mixture": replace(
-        CFG, fp8=True, model_type="qwen3_moe", qk_norm=True, experts=Experts(8, 3, 32, True, shared=48)
-    ),
+    "fp8 mixture": replace(MIXTURE, fp8=True),
     "fp8 adapters": replace(CFG, fp8=True, lora=Lora(8, 16.0, ADAPTED), frozen=("*",)),
     "fp8, some tensors frozen": replace(CFG, fp8=True, frozen=("*layers.1.*", "*norm*", "*layers.2.mlp*")),
     "frozen tensors": replace(CFG, tied=True, frozen=("*embed*", "*layers.1.*", "*norm*", "*layers.2.mlp*")),
 }
-
-
-def warmed_up(e):
-    """For `train`: before the first step all units have computed on zeros."""
-    return lambda i, micro: i or warm_up(e, micro[0], range(e.geo.n_units))
 
 
 @cache
@@ -124,7 +132,7 @@ def test_placement_never_changes_the_numbers(units, n_micro, mode, between):
     plan = replace(plan, between=between, late_moments=TIERS if mode == "forward" and n_micro == 3 else ())
     plan = replace(plan, gradients="ssd" if between == "host" else "host")
     e = make(CFG, plan, RealQueues("cuda", extra=("poison",)), AdamW(max_grad_norm=clip))
-    check_same(e, batches(CFG, 4, n_micro, 48), *on_the_gpu(n_micro, clip), between=warmed_up(e))
+    check_same(e, batches(CFG, 4, n_micro, 48), *on_the_gpu(n_micro, clip))
 
 
 @pytest.mark.parametrize("between", ["gpu", "host"])
@@ -148,8 +156,8 @@ def check_placed(cfg, data, units, between, preference=None):
         make(cfg, each, RealQueues("cuda", extra=("poison",)))
         for each in (plan, replace(plan, units=units, between=between, swap_slots=2))
     )
-    losses = train(alone, data, between=warmed_up(alone), preference=preference)
-    check_same(e, data, losses, final_weights(alone), between=warmed_up(e), preference=preference)
+    losses = train(alone, data, preference=preference)
+    check_same(e, data, losses, final_weights(alone), preference=preference)
     alone.queues.close()
     alone.close()
 
@@ -201,7 +209,7 @@ def test_every_kind_of_unit_is_placed_without_changing_a_bit(name, tier, halves)
         saved = tuple((n, tier) for i, n in enumerate(names) if (u + i) % 3)
         units.append(UnitPlan(tier, tier, x=tier, saved=saved, base=tier))
     e = make(cfg, replace(plan, units=tuple(units)), RealQueues("cuda", extra=("poison",)))
-    check_same(e, batches(cfg, 4, 2, 48), *on_the_gpu(2, 1.0, cfg), between=warmed_up(e))
+    check_same(e, batches(cfg, 4, 2, 48), *on_the_gpu(2, 1.0, cfg))
 
 
 SLICED = [name for name, cfg in OTHERS.items() if narrow.may_be_sliced(cfg)]
@@ -215,7 +223,7 @@ def test_experts_come_in_slices_without_changing_a_bit(name, tier, slices):
     plan = gpu_plan(cfg, dtype="BF16", n_micro=2, tokens=48, halves=True, window=1, slices=slices, at_once=slices % 2)
     units = (UnitPlan("host", "host", x="host", base=tier),) * 10
     e = make(cfg, replace(plan, units=units), RealQueues("cuda", extra=("poison",)))
-    check_same(e, batches(cfg, 4, 2, 48), *on_the_gpu(2, 1.0, cfg), between=warmed_up(e))
+    check_same(e, batches(cfg, 4, 2, 48), *on_the_gpu(2, 1.0, cfg))
 
 
 @pytest.mark.parametrize("name", [name for name in OTHERS if name.startswith("fp8")])

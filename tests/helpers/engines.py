@@ -34,12 +34,9 @@ from trireme.engine.tuning.packed import as_stored, as_trained
 from trireme.engine.tuning.parts import open_checkpoint
 from trireme.engine.updates import AdamW
 from trireme.models import hf
-from trireme.models.config import parse_config, with_experts, Lora, ModelConfig, uniform, Rope, read_config
-from trireme.models.families.experts import Experts
-from trireme.models.families.latent import Latent
+from trireme.models.config import Lora, ModelConfig, parse_config, read_config, with_experts
 from trireme.models.families.packing import FP8 as FP8_BLOCKS
 from trireme.models.families.packing import MODELOPT, MXFP4
-from trireme.models.families.scans import Scan
 from trireme.models.rows import make_load, rope_tables
 from trireme.models.sizes.shapes import stored_tensors
 
@@ -61,6 +58,11 @@ def of(model_type: str, **keys) -> ModelConfig:
     return parse_config(TINY | dict(model_type=model_type) | keys)
 
 
+def deep(cfg: ModelConfig, n: int) -> ModelConfig:
+    """`cfg` with its first layer n times."""
+    return replace(cfg, layers=cfg.layers[:1] * n)
+
+
 LLAMA = of("llama")
 GPT = parse_config(dict(
     model_type="gpt2", vocab_size=61, n_embd=16, n_layer=3, n_head=4, n_inner=24, n_positions=64
@@ -73,7 +75,7 @@ HYBRID = of(
 MAMBA = of(  # with experts beside a shared one; the last layer has attention
     "granitemoehybrid", **MAMBA2, layer_types=[SCAN, SCAN, FULL], residual_multiplier=0.5,
     num_local_experts=5, num_experts_per_tok=2, shared_intermediate_size=12, time_step_limit=[0.1, float("inf")],
-    **{"intermediate_size": 8},
+    intermediate_size=8,
 )  # fmt: skip
 OLMO_HYBRID = of("olmo_hybrid", **DELTA, layer_types=[FULL, SCAN, FULL])  # layers of two kinds have norms of their own
 FALCON_H1 = of(  # layers with two mixers, and factors
