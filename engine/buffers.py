@@ -95,8 +95,8 @@ def _made(geo: Geometry, plan: Plan, units: Alike) -> list[Buffers]:
     made = [
         *_weight_buffers(geo, plan, units),
         *_base_buffers(geo, plan, units),
-        *_sum_buffers(geo, plan, units),
-        *_optimizer_buffers(geo, plan, units),
+        *(_sum_buffers(geo, plan, units) if geo.cfg.trains else ()),
+        *(_optimizer_buffers(geo, plan, units) if geo.cfg.trains else ()),
         *_activation_buffers(geo, plan, units),
     ]
     return [b for b in made if b.count and b.nbytes]

@@ -193,14 +193,16 @@ def fill(
 
 
 def fill_base(placement: Placement, read: Read, progress: Progress = silent, filled: Loaded = silent) -> dict[str, str]:
-    """Stores frozen weights; those read from the user's checkpoint in each step are only checked. Raises as `fill`.
+    """Stores frozen weights; in training, those read from the user's checkpoint in each step are checked. Raises as
+    `fill`.
 
     Returns checksums of the values read, by unit.
     """
-    sums = dict[str, str]()
+    sums, trains = dict[str, str](), placement.geo.cfg.trains
+    to_read = lambda v: placement.geo.base[v].tensors and (trains or not placement.in_place(Entry("base", v)))
     with ThreadPoolExecutor(LOADERS) as pool:
         for u, slices in enumerate(placement.geo.slices_of):
-            found = [v for v in (u, *slices) if placement.geo.base[v].tensors]
+            found = [v for v in (u, *slices) if to_read(v)]
             for v in found:
                 sums[placement.geo.base_names[v]] = _fill_weights(placement, Entry("base", v), read, pool, progress)
             if found:

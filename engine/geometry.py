@@ -232,7 +232,8 @@ class Geometry:
     def sizes(self) -> tuple[int, ...]:
         """For each unit the first unit of the same kind with as many trained and frozen bytes."""
         first = dict[tuple[str, int, int, int], int]()
-        each = zip(self.kinds, self.numel, self.base_room[: self.n_units], self.base_bytes, strict=True)
+        trained = (layout.nbytes for layout in self.weights)
+        each = zip(self.kinds, trained, self.base_room[: self.n_units], self.base_bytes, strict=True)
         return tuple(first.setdefault(size, u) for u, size in enumerate(each))
 
     @cached_property
@@ -242,8 +243,8 @@ class Geometry:
 
     @cached_property
     def numel(self) -> tuple[int, ...]:
-        """Trained elements of each unit."""
-        return tuple(sum(t.numel for t in layout.tensors) for layout in self.weights)
+        """Elements of each unit that have a gradient: those of its trained weights, if the model trains."""
+        return tuple(self.cfg.trains * sum(t.numel for t in layout.tensors) for layout in self.weights)
 
     @cached_property
     def n_decay(self) -> tuple[int, ...]:
@@ -298,7 +299,7 @@ class Geometry:
         """
         blocks = range(1, self.head) if any(self.numel[1 : self.head]) else (0, self.head)
         u = max(blocks, key=self.numel.__getitem__)
-        return min(max(stretch.stop, self.numel[u] - stretch.stop) for stretch in self._stretches(u))
+        return min((max(stretch.stop, self.numel[u] - stretch.stop) for stretch in self._stretches(u)), default=1)
 
     def size_class(self, u: int) -> str:
         """Name of the units that share pools of buffers. The ends of an untied model are a class of their own."""

@@ -167,7 +167,7 @@ def stored(geo: Geometry, record: int, entry: Entry, *parts: str) -> list[Stored
 def entries(geo: Geometry, record: int) -> Iterator[Entry]:
     """The entries of a snapshot: trained weights and state, unit by unit."""
     for u in range(geo.n_units):
-        if geo.numel[u]:
+        if geo.weights[u].tensors:
             yield Entry("weights", u)
         yield from (Entry("state", u, r) for r in range(len(geo.records(u, record))))
 

@@ -65,7 +65,8 @@ class Kernels:
         self.geo, self.plan, self.queues = placement.geo, placement.plan, placement.queues
         self.on_cuda = self.queues.device.type == "cuda"
         self.step, self.lr = 0, 0.0
-        self.workers = None if self.queues.simulated else Workers(update_threads(self.plan.gpus))
+        idle = self.queues.simulated or not self.geo.cfg.trains
+        self.workers = None if idle else Workers(update_threads(self.plan.gpus))
 
     def bind(self, u: int, a: int, b: int, on_gpu: bool = False, part: Part = "all") -> Kernel:
         """A function that updates elements [a, b) of unit u, or a `part` of their state, with this step's

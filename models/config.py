@@ -139,7 +139,7 @@ class ModelConfig:
     halves: bool = False  # units are sub-layers; from the plan, as those below
     at_once: int = 0  # packed experts that a matmul decodes at a time; 0: a pass decodes all
     slices: int = 1  # units of weights with a layer's frozen experts
-    trains: bool = True  # False: nothing is trained, adapters too are frozen
+    trains: bool = True  # False: no gradients and no optimizer state; evaluation, sampling, a teacher
     mlp_rows: int = 1 << 14  # tokens of a tile of an MLP: its gradients are summed tile by tile
 
     @cached_property
@@ -278,7 +278,7 @@ def uniform(
     return ModelConfig(model_type, vocab, width, max_positions, eps, tied, (layer,) * n_layers, learned=rope is None)
 
 
-LATER = ("halves", "at_once", "slices", "media", "packing", "packed", "teaching", "smoothing", "score_std")
+LATER = ("trains", "halves", "at_once", "slices", "media", "packing", "packed", "teaching", "smoothing", "score_std")
 
 
 def numbers(cfg: ModelConfig) -> dict[str, Any]:

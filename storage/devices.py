@@ -128,6 +128,18 @@ def open_device(path: AnyPath, nbytes: int = 256 * MIB, say: Say = to_stderr) ->
     return opened[0]
 
 
+def open_reader(path: AnyPath) -> Device:
+    """The drive of a file that is only read: nothing is measured or written there. Raises StoreError."""
+    path, direct = Path(path), True
+    try:
+        File(path, direct, write=False).close()
+    except StoreError as e:
+        if e.errno != errno.EINVAL:
+            raise
+        direct = False
+    return next(_candidates(path.parent, direct, lambda _: None))
+
+
 def _candidates(path: Path, direct: bool, say: Say) -> Iterator[Device]:
     """Yields the back ends that work here."""
     for backend, block, depth, mixed in SETTINGS:

@@ -175,9 +175,7 @@ def simple_plan(cfg: ModelConfig, limits: Limits, wanted: Wanted, strategy: Stra
             if fits(geo, plan, limits):
                 return _fill(geo, plan, limits, wanted, strategy)
             refused.append((geo, plan))
-    lack = lambda tried: sum(limits.lacking(usage(tried[0], tried[1], limits.less)).values())
-    geo, plan = min(refused, key=lack)
-    raise DoesNotFit(_why_not(geo, plan, limits), usage(geo, plan, limits.less))
+    raise refusal(refused, limits)
 
 
 # ---------------------------------------------------------------- the smallest plan
@@ -356,6 +354,14 @@ def _keep_activations(geo: Geometry, plan: Plan, limits: Limits) -> Plan:
 
 
 # ---------------------------------------------------------------- a refusal
+
+
+def refusal(tried: Sequence[tuple[Geometry, Plan]], limits: Limits) -> DoesNotFit:
+    """The error for the plan that lacks the fewest bytes."""
+    need = lambda each: usage(each[0], each[1], limits.less)
+    best = min(tried, key=lambda each: sum(limits.lacking(need(each)).values()))
+    return DoesNotFit(_why_not(*best, limits), need(best))
+
 
 FLAGS = {"gpu": "--gpu-memory", "host": "--ram"}
 

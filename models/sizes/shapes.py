@@ -138,16 +138,13 @@ def trained_parts(cfg: ModelConfig, u: int) -> list[list[Group]]:
     """weight_parts of a unit without frozen groups, with adapters."""
     lora = cfg.lora if 0 < u < cfg.n_units - 1 else None
     return [
-        [group for group in part if not is_frozen(cfg, group)] + (_adapter_groups(cfg, lora, part) if lora and cfg.trains else [])
+        [group for group in part if not is_frozen(cfg, group)] + (_adapter_groups(cfg, lora, part) if lora else [])
         for part in weight_parts(cfg, u)
     ]
 
 
 def frozen_groups(cfg: ModelConfig, u: int) -> list[Group]:
-    found = [group for group in weight_groups(cfg, u) if is_frozen(cfg, group)]
-    if cfg.lora and not cfg.trains:
-        found += [each for part in weight_parts(cfg, u) for each in _adapter_groups(cfg, cfg.lora, part)]
-    return found
+    return [group for group in weight_groups(cfg, u) if is_frozen(cfg, group)]
 
 
 def is_packed(cfg: ModelConfig, group: Group) -> bool:
@@ -166,8 +163,6 @@ def is_frozen(cfg: ModelConfig, group: Group) -> bool:
         return True
     if cfg.scores and cfg.lora and group[0][0] == output_name(cfg):
         return False
-    if not cfg.trains:
-        return True
     found = [_matches(name, cfg.frozen) for name, _ in group]
     if any(found) and not all(found):
         raise InputError(

@@ -1,0 +1,62 @@
+"""The plan of passes without gradients: evaluation, sampling, a teacher. Imports no torch."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Sequence
+from dataclasses import replace
+from itertools import product
+
+from trireme.engine.buffers import fits
+from trireme.engine.geometry import Geometry, geometry
+from trireme.engine.plan import Limits, Plan, UnitPlan
+from trireme.engine.planner.rule import Between, all_cuts, fill_ram, largest_fitting, of_first, refusal
+from trireme.models.config import ModelConfig
+
+
+def forward_plan(
+    cfg: ModelConfig,
+    limits: Limits,
+    sizes: Sequence[tuple[int, int]],
+    dtype: str = "BF16",
+    gpus: int = 1,
+    peers: bool = False,
+) -> Plan:
+    """The plan with as many weights on the GPU as fit, then in RAM; the others are read from the SSD in each pass.
+
+    `cfg`: with `trains` False. `sizes`: (tokens of a micro-batch, micro-batches of a pass), the largest first. If all
+    weights fit on the GPU with the last of them, that is taken: more micro-batches would only share copies. `peers`:
+    GPUs have access to each other's memory. Raises DoesNotFit.
+    """
+    assert not cfg.trains, "the plan has no gradients"
+    refused = list[tuple[Geometry, Plan]]()
+    for cut in all_cuts(cfg, gpus == 1):
+        geo = geometry(replace(cfg, **cut._asdict()), dtype, 32)
+        for plan in _lowest(geo, sizes, gpus, peers):
+            everything = replace(plan.changed(range(geo.n_units), base="gpu"), n_micro=sizes[-1][1])
+            if fits(geo, everything, limits):
+                return everything
+            if fits(geo, plan, limits):
+                return _filled(geo, plan, limits)
+            refused.append((geo, plan))
+    raise refusal(refused, limits)
+
+
+def _lowest(geo: Geometry, sizes: Sequence[tuple[int, int]], gpus: int, peers: bool) -> Iterable[Plan]:
+    """Plans with all frozen weights on the SSD, those with the largest buffers first. Adapters stay on their GPU."""
+    unit = UnitPlan(base="ssd" if any(layout.tensors for layout in geo.base) else "gpu")
+    betweens: tuple[Between, ...] = ("gpu", "host") if gpus == 1 or peers else ("host",)
+    betweens = ("gpu",) if geo.slices else betweens
+    for between, (window, host_window), (tokens, n_micro) in product(betweens, ((2, 2), (1, 2), (1, 1)), sizes):
+        plan = Plan(
+            (unit,) * geo.n_units, tokens, n_micro, geo.dtype, window=window, host_window=host_window, between=between,
+            halves=geo.cfg.halves, at_once=geo.cfg.at_once, slices=geo.cfg.slices,
+        )  # fmt: skip
+        yield plan.dealt(gpus, geo.cfg.tied, peers)
+
+
+def _filled(geo: Geometry, plan: Plan, limits: Limits) -> Plan:
+    """Moves frozen weights to RAM and to the GPU as far as they fit, then makes the window larger."""
+    plan = fill_ram(geo, plan, limits)
+    away = [u for u, unit in enumerate(plan.units) if unit.base != "gpu"]
+    plan = fill_ram(geo, of_first(geo, plan, limits, away, base="gpu"), limits)
+    return largest_fitting(geo, limits, 2, lambda k: replace(plan, window=plan.window + k))
