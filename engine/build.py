@@ -17,7 +17,7 @@ from trireme.engine.activations import ActivationSwap
 from trireme.engine.buffers import workspace
 from trireme.engine.geometry import Geometry
 from trireme.engine.gradients import Gradients
-from trireme.engine.memory import Buffer, Memory, Use
+from trireme.engine.memory import Memory, Pool, Use
 from trireme.engine.optimizer import Optimizer
 from trireme.engine.placement import BaseFiles, Placement, Scratch, Space, Store
 from trireme.engine.plan import Limits, Plan
@@ -106,21 +106,18 @@ def build(
     scratch: Scratch | None = None,
     files: BaseFiles | None = None,
     wire: Wire | None = None,
-    poison: bool = False,
+    make_pool: Callable[[str, Sequence[Tensor]], Pool] = Pool,
     pinned: bool = True,
 ) -> Engine:
     """Allocates all buffers of the plan. Exchange.load or between.load_from_store fills them. Raises DoesNotFit.
 
-    `poison`: fill freed buffers with NaN (tests). `pinned`: register RAM with CUDA, which makes copies several times
-    faster.
+    `make_pool`: as of Memory. `pinned`: register RAM with CUDA, which makes copies several times faster.
     """
     if cfg.tied and plan.units[0].gpu != plan.units[-1].gpu:
         raise InputError("plan: the embedding and the head share a matrix, and are on two GPUs")
     assert plan.slices == 1 or narrow.may_be_sliced(cfg), "slices are of frozen experts"
     assert len(queues.devices) == plan.gpus, "queues for other GPUs than the plan's"
-    geo, memory = Geometry.of(cfg, plan), Memory(queues.devices, limits, queues.simulated, pinned=pinned)
-    if poison:
-        memory.poison = lambda buffer: _poison(queues, buffer)
+    geo, memory = Geometry.of(cfg, plan), Memory(queues.devices, limits, queues.simulated, make_pool, pinned)
     for gpu in range(plan.gpus):
         memory.reserve("gpu", "workspace", workspace(geo, plan, gpu), gpu=gpu)
     placement = Placement(geo, plan, memory, queues, store, Space(scratch), files)
@@ -128,18 +125,6 @@ def build(
     gradients = Gradients(placement) if plan.hosts == 1 else SharedGradients(placement, wire)
     optimizer = Optimizer(placement, weights, gradients, adamw or AdamW())
     return Engine(geo.cfg, geo, plan, queues, memory, placement, weights, swap, gradients, optimizer)
-
-
-def _poison(queues: Queues, buffer: Buffer) -> Task:
-    """Fills a freed buffer with NaN."""
-    assert buffer.pool is not None
-
-    def fill() -> None:
-        buffer.tensor.fill_(0xFF)  # NaN in every float format
-        if buffer.tensor.is_cuda:  # no stream orders the next user
-            torch.cuda.current_stream(buffer.tensor.device).synchronize()
-
-    return queues.run("poison", "other", f"poison {buffer.pool.name}", fill, buffer.ready)
 
 
 # ---------------------------------------------------------------- inputs of a step

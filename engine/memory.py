@@ -97,9 +97,6 @@ def copied(queues: Queues, queue: str, kind: Kind, of: str, source: Buffer, targ
     return queues.run(queue, kind, of, copy, (*source.ready, *target.ready), nbytes=nbytes)
 
 
-Poison = Callable[[Buffer], Task]  # fills a buffer with NaN (tests)
-
-
 class Pool:
     """Equal buffers, acquired in the order in which they were freed, by one thread in program order.
 
@@ -108,8 +105,8 @@ class Pool:
     other content, or the content is forgotten.
     """
 
-    def __init__(self, name: str, tensors: Sequence[Tensor], poison: Poison | None = None):
-        self.name, self.poison = name, poison
+    def __init__(self, name: str, tensors: Sequence[Tensor]):
+        self.name = name
         self.buffers = [Buffer(tensor, self) for tensor in tensors]
         self._free = list(self.buffers)
 
@@ -134,7 +131,7 @@ class Pool:
         found = (i for i, b in enumerate(self._free) if b.content is content)
         buffer = self._free.pop(0 if content is None else next(found, 0))
         if buffer.content is not content:
-            self._empty(buffer)
+            self.empty(buffer)
         buffer.owner = owner
         return buffer
 
@@ -142,20 +139,18 @@ class Pool:
         assert buffer.owner is not None, f"pool {self.name}: a buffer freed twice"
         buffer.owner, buffer.ready = None, tuple(after)
         if buffer.content is None:
-            self._empty(buffer)
+            self.empty(buffer)
         self._free.append(buffer)
 
     def forget(self, content: object) -> None:
         """To be called when `content` has changed: no buffer holds it any more."""
         for buffer in self._free:
             if buffer.content is content:
-                self._empty(buffer)
+                self.empty(buffer)
 
-    def _empty(self, buffer: Buffer) -> None:
-        """The buffer holds nothing; in tests it is filled with NaN."""
+    def empty(self, buffer: Buffer) -> None:
+        """The buffer holds nothing any more. Tests fill it with NaN here."""
         buffer.content = None
-        if self.poison is not None:
-            buffer.ready = (self.poison(buffer),)
 
 
 class Use(Protocol):
@@ -209,13 +204,13 @@ class Prefetch:
 class Memory:
     """Allocates named buffers under limits. On the CPU the tier "gpu" is in RAM, too.
 
-    `simulated`: only counts them. `poison`: called with buffers when they are freed.
+    `simulated`: only counts them. `make_pool`: makes pools, of a name and buffers.
     """
 
     devices: Sequence[torch.device]  # GPUs
     limits: Limits
     simulated: bool = False
-    poison: Poison | None = None
+    make_pool: Callable[[str, Sequence[Tensor]], Pool] = Pool
     pinned: bool = True  # register host memory; False after a refusal
     refused: int = 0  # bytes not registered
     table: list[tuple[str, str, int, int, int]] = field(default_factory=list)  # tier, name, bytes each, count, GPU

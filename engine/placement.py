@@ -221,9 +221,7 @@ class Placement:
     def pool(self, tier: Tier, what: What, of: str = "", gpu: int = 0, part: slice | None = None) -> Pool:
         """A new pool of equal buffers. `part`: of only some of them."""
         tensors = self.many(tier, what, of, gpu)
-        pool = Pool(
-            f"{numbered(tier, gpu)} {what} {of}".rstrip(), tensors[part] if part else tensors, self.memory.poison
-        )
+        pool = self.memory.make_pool(f"{numbered(tier, gpu)} {what} {of}".rstrip(), tensors[part] if part else tensors)
         self.memory.pools.append(pool)
         return pool
 

@@ -3,6 +3,7 @@
 from collections import Counter
 from dataclasses import replace
 from functools import cache
+from random import Random
 
 import pytest
 import torch
@@ -36,10 +37,9 @@ from engines import (
     deep,
     final_weights,
     gpu_plan,
-    lent,
     make,
     pairs,
-    relayed,
+    random_plan,
     scored,
     taught,
     train,
@@ -73,6 +73,7 @@ NAMES = tuple(shapes.saved_shapes(LLAMA, 1))
 
 
 def wide(cfg):
+    """`cfg` with MLPs whose products may be in fp8."""
     of = lambda layer: replace(layer, mlps=tuple(replace(m, width=32) for m in layer.mlps))
     return replace(cfg, layers=tuple(map(of, cfg.layers)))
 
@@ -156,10 +157,6 @@ def cfg_of(model, method):
     return replace(MODELS[model], teaching=TEACHING) if method == "teacher" else MODELS[model]
 
 
-def suited(plan, method):
-    return plan
-
-
 @cache
 def in_one_memory(model: str, dtype: str, n_micro: int, clip: float, adam_bits: int, halves: bool = False, method=None):
     cfg = cfg_of(model, method)
@@ -169,7 +166,7 @@ def in_one_memory(model: str, dtype: str, n_micro: int, clip: float, adam_bits: 
 
 
 def check(plan, queues, model="untied", clip=1.0, between=((),) * 4, method=None, **more):
-    cfg, plan = cfg_of(model, method), suited(plan, method)
+    cfg = cfg_of(model, method)
     e = make(cfg, plan, queues, AdamW(max_grad_norm=clip), **more)
     halves = plan.halves and plan.adam_bits < 32  # narrow moments are rounded at random, by places in a unit
     given = plan.dtype, plan.n_micro, clip, plan.adam_bits, halves, method
@@ -185,12 +182,49 @@ def check(plan, queues, model="untied", clip=1.0, between=((),) * 4, method=None
     check_weights(e, weights)
 
 
-@pytest.mark.parametrize("model", LLAMAS)
-@pytest.mark.parametrize("dtype", ["F32", "BF16"])
-@pytest.mark.parametrize("tier", ["host", "ssd"])
-def test_everything_in_one_tier(model, dtype, tier):
-    unit = UnitPlan(weights=tier, state=tier, x="host", saved=tuple((n, tier) for n in NAMES))
-    check(gpu_plan(LLAMA, units=(unit,) * 5, dtype=dtype, record=700), InlineQueues(), model)
+HOST, SSD = UnitPlan("host", "host"), UnitPlan("ssd", "ssd")
+STREAMED, SPLIT = replace(HOST, update="gpu"), UnitPlan("host", "ssd")
+ALL_X = tuple(replace(HOST, x=tier) for tier in ("gpu", "host", "ssd", "host", "ssd"))
+
+
+def swapped(tier):
+    """All of a unit in one tier."""
+    return (UnitPlan(tier, tier, x="host", saved=tuple((name, tier) for name in NAMES), base=tier),) * 5
+
+
+PLANS = {  # name -> model, method, its units and other decisions
+    **{f"all in {tier}": (LLAMAS[i], None, swapped(tier), {}) for i, tier in enumerate(TIERS[1:])},
+    **{f"all in {tier}, fp32": (LLAMAS[1 - i], None, swapped(tier), dict(dtype="F32")) for i, tier in enumerate(TIERS)},
+    **{f"adapters, base on {tier}": (("lora", "gpt lora", "frozen")[i], None, swapped(tier), dict(window=1))
+       for i, tier in enumerate(TIERS)},
+    **{f"{n} micro-batches, x on {tier} between layers": (
+        "untied", None, (replace(HOST, x=tier),) * 4 + (replace(HOST, x="host"),), dict(n_micro=n, between="host"))
+       for tier, n in zip(TIERS, (7, 5, 7), strict=True)},
+    "a teacher": ("tied", "teacher", (replace(HOST, x="host"),) * 5, dict(dtype="F32", n_micro=3)),
+    **{f"{method}, between {between}": (LLAMAS[i % 2], method, ALL_X, dict(n_micro=4, between=between))
+       for i, method in enumerate(("dpo", "ipo", "orpo", "simpo", "kto", "reward")) for between in ("gpu", "host")},
+    **{f"late moments, {dtype}": (
+        "untied", None, (SPLIT, HOST, SSD, STREAMED, UnitPlan("ssd", "host")), dict(dtype=dtype, late_moments=TIERS))
+       for dtype in ("F32", "BF16")},
+    **{f"streamed updates, {slots} buffers, late in {late}": (
+        "untied", None, (HOST, STREAMED, STREAMED, HOST, STREAMED),
+        dict(dtype=dtype, window=1, stream_slots=slots, late_moments=late))
+       for slots, dtype, late in ((1, "F32", ()), (1, "BF16", TIERS[:2]), (3, "BF16", ()), (3, "F32", TIERS[1:2]))},
+    **{f"gradients on the SSD, late in {late}": (
+        "tied", None, (replace(SSD, x="ssd"), replace(SPLIT, x="ssd"), HOST, UnitPlan(), replace(SSD, x="ssd")),
+        dict(dtype=dtype, late_moments=late, gradients="ssd", piece=1000))
+       for dtype, late in (("F32", ()), ("BF16", TIERS[1:]))},
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("name", PLANS)
+def test_placement_never_changes_the_numbers(name):
+    model, method, units, more = PLANS[name]
+    plan = gpu_plan(LLAMA, units=units, **dict(dtype="BF16", record=700) | more)
+    before = (ALWAYS, ("evaluate",), ("evaluate",), ("sample",)) if method == "teacher" else (("evaluate",),) * 4
+    check(plan, RealQueues("cpu", extra=("poison",)), model, between=before, method=method)
+    for late in LAGS:
+        check(plan, LateQueues(late), model, method=method)
 
 
 HALVED = [name for name in MODELS if name not in ELSEWHERE]
@@ -207,77 +241,6 @@ def test_half_blocks_are_the_same_to_the_bit(model, dtype, n_micro, clip):
         plan = gpu_plan(MODELS[model], halves=True, dtype=dtype, n_micro=n_micro)
         plan = replace(plan, units=(UnitPlan(tier, tier, x=tier),) * 8, window=1, piece=1)
         check(plan, RealQueues("cpu", extra=("poison",)), model, clip)
-
-
-@pytest.mark.full
-@pytest.mark.parametrize("tier", ["gpu", "host", "ssd"])
-def test_what_units_leave_for_each_other_may_wait_outside_the_gpu(tier):
-    """More micro-batches than slots; a memory table that no longer grows with them."""
-    units = tuple(UnitPlan("host", "host", x=tier if u < 4 else "host") for u in range(5))
-    plan = gpu_plan(LLAMA, units=units, dtype="BF16", n_micro=7, between="host")
-    check(plan, RealQueues("cpu", extra=("poison",)))
-    for late in LAGS:
-        check(plan, LateQueues(late))
-
-
-@pytest.mark.parametrize("gpus", [1, 2])
-def test_a_teacher_is_heard_wherever_layers_are(gpus):
-    plan = gpu_plan(LLAMA, units=(UnitPlan("host", "host", x="host"),) * 5, n_micro=3)
-    plan = relayed(plan, range(gpus)) if gpus > 1 else plan
-    before = (ALWAYS, ("evaluate",), ("evaluate",), ("sample",))
-    check(
-        plan, RealQueues("cpu", extra=("poison",), gpus=gpus), "tied" if gpus == 1 else "untied", 1.0, before, "teacher"
-    )
-
-
-@pytest.mark.parametrize("method", ["dpo", "ipo", "orpo", "simpo", "kto", "reward"])
-@pytest.mark.parametrize("between", ["gpu", "host"])
-def test_the_head_reads_its_input_twice_where_documents_are_compared(method, between):
-    units = tuple(UnitPlan("host", "host", x=tier) for tier in ("gpu", "host", "ssd", "host", "ssd"))
-    plan = gpu_plan(LLAMA, units=units, dtype="BF16", n_micro=4, between=between, swap_slots=2)
-    before = (("evaluate",), ("evaluate",), (), ())
-    check(plan, RealQueues("cpu", extra=("poison",)), "tied", between=before, method=method)
-    for late in LAGS if method in ("dpo", "kto") else ():  # methods differ when all losses are there
-        check(plan, LateQueues(late), method=method)
-
-
-@pytest.mark.parametrize("dtype", ["F32", "BF16"])
-def test_moments_after_the_weights(dtype):
-    host = UnitPlan("host", "host")
-    units = (
-        UnitPlan("host", "ssd"),
-        host,
-        UnitPlan("ssd", "ssd"),
-        replace(host, update="gpu"),
-        UnitPlan("ssd", "host"),
-    )
-    plan = gpu_plan(LLAMA, units=units, dtype=dtype, late_moments=TIERS, record=700)
-    check(plan, RealQueues("cpu", extra=("poison",)))
-    for late in LAGS:
-        check(plan, LateQueues(late))
-
-
-@pytest.mark.parametrize("dtype", ["F32", "BF16"])
-@pytest.mark.parametrize("moments", [(), ("host",), ("gpu", "host")])
-@pytest.mark.parametrize("slots", [1, 3])
-def test_updates_streamed_through_the_gpu(dtype, moments, slots):
-    """Of some layers, beside those of the CPU; records pass one by one, or several at once."""
-    streamed, other = UnitPlan("host", "host", "gpu"), UnitPlan("host", "host")
-    units = (other, streamed, streamed, other, streamed)
-    plan = gpu_plan(LLAMA, units=units, dtype=dtype, window=1, record=700, stream_slots=slots, late_moments=moments)
-    for late in LAGS:
-        check(plan, LateQueues(late))
-
-
-@pytest.mark.parametrize("dtype", ["F32", "BF16"])
-@pytest.mark.parametrize("late", [(), ("host", "ssd")])
-def test_gradients_may_wait_on_the_ssd(dtype, late):
-    far = UnitPlan("ssd", "ssd", x="ssd")
-    units = (far, replace(far, weights="host"), UnitPlan("host", "host"), UnitPlan(), far)
-    plan = gpu_plan(LLAMA, units=units, dtype=dtype, record=700, late_moments=late, gradients="ssd", piece=1000)
-    check(plan, RealQueues("cpu", extra=("poison",)))
-    for late in LAGS:
-        check(plan, LateQueues(late), "tied")
 
 
 @pytest.mark.parametrize(
@@ -336,63 +299,19 @@ def test_experts_come_in_slices(model, slices, at_once, base):
 
 
 LOSSES = st.sampled_from((None, None, "dpo", "kto", "teacher", "reward", "classify"))
-LATE = st.lists(st.sampled_from(TIERS), unique=True).map(tuple)
 PLACES = st.tuples(*[st.lists(st.sampled_from(tuple(BETWEEN)), max_size=3)] * 4)
 
 
-@st.composite
-def plans(draw):
-    """(a model's name, a plan for it)"""
-    model, halves, streamed_all = draw(st.sampled_from(tuple(MODELS))), draw(st.booleans()), draw(st.booleans())
-    halves = halves and not MODELS[model].whole
-    gpus = draw(st.sampled_from((1, 1, 2, 3, 4)))
-    dealt = draw(st.lists(st.integers(0, gpus - 1), min_size=1, max_size=5))
-    slices = draw(st.sampled_from((1, 2, 3, 5))) if halves and model in SLICED and not any(dealt) else 1
-    cfg = replace(MODELS[model], halves=halves, slices=slices)
+def model_and_plan(seed):
+    model = Random(seed).choice(tuple(MODELS))
+    return model, random_plan(MODELS[model], Random(f"{model} {seed}"))
 
-    def unit(u):
-        weights = draw(st.sampled_from(TIERS[1:] if streamed_all else TIERS))
-        state = "gpu" if weights == "gpu" else draw(st.sampled_from(("host", "ssd")))
-        kind = shapes.kind(cfg, u)
-        names = shapes.saved_shapes(cfg, 1, kind) if kind not in ("embed", "head") else ()
-        saved = tuple((n, draw(st.sampled_from(TIERS))) for n in names if draw(st.booleans()))
-        streamed = weights == state == "host" and mode != "backward" and draw(st.booleans())
-        update = "gpu" if streamed else "cpu"
-        x, base = draw(st.sampled_from(TIERS)), draw(st.sampled_from(TIERS))
-        return UnitPlan(weights, state, update, x, saved, base)
 
-    mode = draw(st.sampled_from(("forward", "backward")))
-    bits = draw(st.sampled_from((32, 16, 8)))
-    n_micro = draw(st.integers(1, 4))
-    plan = gpu_plan(
-        cfg,
-        halves=halves,
-        units=tuple(unit(u) for u in range(cfg.n_units)),
-        dtype=draw(st.sampled_from(("F32", "BF16"))),
-        n_micro=n_micro,
-        mode=mode,
-        window=draw(st.sampled_from((1, 2, 3, 7))),
-        host_window=draw(st.integers(1, 3)),
-        state_slots=draw(st.integers(1, 6)),
-        record=draw(st.sampled_from((256, 768, 1 << 20))),
-        stream_slots=draw(st.integers(1, 3)),
-        piece=draw(st.sampled_from((1, 1000, 1 << 20))),
-        adam_bits=bits,
-        late_moments=draw(LATE) if mode == "forward" and bits == 32 else (),
-        swap_slots=draw(st.integers(2, 4)),
-        between="gpu" if slices > 1 else draw(st.sampled_from(("gpu", "host"))),
-        slices=slices,
-        gradients="host" if mode == "backward" else draw(st.sampled_from(("host", "ssd"))),
-        at_once=draw(st.sampled_from((0, 1, 2, 4))),
-    )
-    plan = relayed(plan, dealt, cfg.tied, plan.between)
-    if plan.gpus > 1 and draw(st.booleans()):
-        plan = lent(plan, draw(st.sampled_from(TIERS)))
-    return model, plan
+SEEDS = st.integers(0, 1 << 32).map(model_and_plan)
 
 
 @settings(max_examples=15, deadline=None, suppress_health_check=[HealthCheck.too_slow])
-@given(plans(), st.integers(0, 99), st.booleans(), PLACES, LOSSES)
+@given(SEEDS, st.integers(0, 99), st.booleans(), PLACES, LOSSES)
 def test_any_plan_with_any_delays(drawn, seed, jitter, between, method):
     model, plan = drawn
     gpus = plan.gpus
@@ -402,7 +321,7 @@ def test_any_plan_with_any_delays(drawn, seed, jitter, between, method):
 
 @pytest.mark.full
 @settings(max_examples=8, deadline=None, suppress_health_check=[HealthCheck.too_slow])
-@given(plans(), PLACES)
+@given(SEEDS, PLACES)
 def test_any_plan_with_requests_of_classes(drawn, between):
     """Requests wait for one slow drive, and those of lower classes are passed."""
     model, plan = drawn
@@ -412,7 +331,7 @@ def test_any_plan_with_requests_of_classes(drawn, between):
 
 @pytest.mark.full
 @settings(max_examples=30, deadline=None, suppress_health_check=[HealthCheck.too_slow])
-@given(plans(), st.sets(st.sampled_from((*queues_of(4), "poison"))), PLACES, LOSSES)
+@given(SEEDS, st.sets(st.sampled_from((*queues_of(4), "poison"))), PLACES, LOSSES)
 def test_any_plan_with_any_queues_late(drawn, late, between, method):
     model, plan = drawn
     if "compute" in late and plan.gpus == 1:  # generate works beside the queues, and reads its weights at once
@@ -422,11 +341,11 @@ def test_any_plan_with_any_queues_late(drawn, late, between, method):
 
 @pytest.mark.full
 @settings(max_examples=20, deadline=None, suppress_health_check=[HealthCheck.too_slow])
-@given(plans(), st.tuples(*[st.integers(0, 2)] * 3), LOSSES)
+@given(SEEDS, st.tuples(*[st.integers(0, 2)] * 3), LOSSES)
 @example(("untied", gpu_plan(LLAMA, units=(UnitPlan("host", "host"),) * 5, window=1)), (0, 1, 2), None)
 def test_what_is_simulated_is_what_runs(drawn, evaluations, method):
     """Three steps of any plan, evaluations between: the same tasks in the same order, of the same bytes and FLOPs."""
-    model, plan = drawn[0], suited(drawn[1], method)
+    model, plan = drawn[0], drawn[1]
     cfg, real = cfg_of(model, method), RealQueues("cpu", gpus=plan.gpus)
     drive = Rates(1.0, 1.0, 1.0, 1.0, 1.0, 1.0, ssd_read=1.0, ssd_write=1.0)
     simulated = SimulatedQueues(lambda task: 1.0, drive, plan.gpus)
@@ -491,39 +410,7 @@ def test_what_is_needed_next_is_on_its_way_before(between, slots):
                 assert tasks.index(("h2d", "activations", f"block{u:03d} {what} {b}")) < at[max(0, i - slots + 1)]
 
 
-def test_copies_of_a_gpu_do_not_queue_behind_those_of_another():
-    """On each of two GPUs an input is stored when its reader is queued, before what that saves; the next layer's
-    activations come before weights whose buffer is in use until then."""
-    unit = UnitPlan("host", "host", x="host", saved=(("qkv", "host"),))
-    plan = gpu_plan(LLAMA, units=(unit,) * 8, window=2, swap_slots=2, n_micro=4)
-    done = handed_over(relayed(plan, (0, 1), between="gpu"))
-    turn = next(i for i, (_, kind, _) in enumerate(done) if kind == "loss")
-    for gpu, name, first in (("", "block003", "block001"), ("1", "block002", "block000")):
-        stored = [of for queue, kind, of in done[:turn] if (queue, kind) == (f"d2h{gpu}", "activations")]
-        at = stored.index(f"{name} x 0")
-        assert stored[at : at + 4] == [f"{name} {what}" for what in ("x 0", "host 0", "x 1", "host 1")]
-        brought = [(kind, of) for queue, kind, of in done[turn:] if queue == f"h2d{gpu}"]
-        weights = brought.index(("weights", first))
-        assert all(brought.index(("activations", f"{name} host {b}")) < weights for b in (0, 1))
-
-
-@pytest.mark.parametrize(
-    ("model", "tier", "base"),
-    [
-        (model, tier, TIERS[(i + j) % 3])
-        for i, model in enumerate(("lora", "gpt lora", "frozen"))
-        for j, tier in enumerate(TIERS)
-    ],
-)
-def test_frozen_weights_in_any_tier(model, base, tier):
-    cfg = MODELS[model]
-    units = (UnitPlan(tier, tier, base=base, x="host"),) * 5
-    check(gpu_plan(cfg, units=units, dtype="BF16", record=700, window=1), RealQueues("cpu", extra=("poison",)), model)
-    for late in LAGS:
-        check(gpu_plan(cfg, units=units, dtype="BF16", record=700), LateQueues(late), model)
-
-
-@pytest.mark.parametrize("base", TIERS, ids="base on {}".format)
+@pytest.mark.parametrize("base", TIERS)
 def test_what_is_frozen_is_read_alone(base):
     """It is as it was, and no byte of it is written to the SSD in a step."""
     queues = InlineQueues()

@@ -11,8 +11,10 @@ from collections import deque
 from collections.abc import Collection, Sequence
 from concurrent.futures import Future
 from dataclasses import asdict, replace
+from functools import partial
 from math import prod
 from pathlib import Path
+from random import Random
 from types import SimpleNamespace
 
 import numpy as np
@@ -23,7 +25,8 @@ from trireme.engine import geometry
 from trireme.engine.between import Reader
 from trireme.engine.build import Engine, InRam, build, in_ram, placed, with_dropout
 from trireme.engine.exchange import Exchange, fetch, fill, fill_base
-from trireme.engine.plan import Limits, Plan, UnitPlan
+from trireme.engine.memory import Buffer, Pool
+from trireme.engine.plan import TIERS, Limits, Plan, UnitPlan
 from trireme.engine.queues.names import QUEUES, queues_of
 from trireme.engine.queues.real import InlineQueues, RealQueues, RealTask, execute
 from trireme.engine.run.evaluation import load_record
@@ -38,6 +41,7 @@ from trireme.models.config import Lora, ModelConfig, parse_config, read_config, 
 from trireme.models.families.packing import FP8 as FP8_BLOCKS
 from trireme.models.families.packing import MODELOPT, MXFP4
 from trireme.models.rows import make_load, rope_tables
+from trireme.models.sizes import narrow, shapes
 from trireme.models.sizes.shapes import stored_tensors
 
 LIMITS = Limits(1 << 30, 1 << 30)
@@ -265,6 +269,28 @@ class LateQueues(InlineQueues):
                 self.reach(tasks[0][0])
 
 
+class PoisonedPool(Pool):
+    """Fills buffers with NaN where they hold nothing any more."""
+
+    def __init__(self, queues, name: str, tensors):
+        super().__init__(name, tensors)
+        self.queues = queues
+
+    def empty(self, buffer: Buffer) -> None:
+        def fill() -> None:
+            buffer.tensor.fill_(0xFF)  # NaN in every float format
+            if buffer.tensor.is_cuda:  # no stream orders the next user
+                torch.cuda.current_stream(buffer.tensor.device).synchronize()
+
+        super().empty(buffer)
+        buffer.ready = (self.queues.run("poison", "other", f"poison {self.name}", fill, buffer.ready),)
+
+
+def poisoned(queues):
+    """For build."""
+    return {"make_pool": partial(PoisonedPool, queues)}
+
+
 class Batch:
     """A data.MicroBatch of random tokens."""
 
@@ -336,6 +362,37 @@ def gpu_plan(cfg: ModelConfig, tokens: int = 24, n_micro: int = 2, halves: bool 
     return replace(Plan(units, tokens, n_micro, dtype="F32", halves=halves), **change)
 
 
+def random_plan(cfg: ModelConfig, dice: Random, tokens: int = 24, gpus: int = 4, **change) -> Plan:
+    """Any plan for a model, on up to `gpus` GPUs."""
+    flip = lambda share=0.5: dice.random() < share
+    mode, halves, near = dice.choice(("forward", "forward", "backward")), flip() and not cfg.whole, flip(0.3)
+    dealt = dice.choices(range(dice.choice((1, 1, *range(1, gpus + 1)))), k=dice.randint(1, 5))
+    alone = not any(dealt)
+    slices = dice.choice((1, 2, 3, 5)) if halves and alone and narrow.may_be_sliced(cfg) else 1
+    cut = replace(cfg, halves=halves, slices=slices)
+
+    def unit(u: int) -> UnitPlan:
+        weights = dice.choice(TIERS[near:])
+        state = "gpu" if weights == "gpu" else dice.choice(TIERS[1:])
+        names = shapes.saved_shapes(cut, 1, shapes.kind(cut, u)) if 0 < u < cut.n_units - 1 else ()
+        saved = tuple((name, dice.choice(TIERS)) for name in names if flip())
+        streamed = weights == state == TIERS[1] and mode == "forward" and flip()
+        return UnitPlan(weights, state, "gpu" if streamed else "cpu", dice.choice(TIERS), saved, dice.choice(TIERS))
+
+    bits = dice.choice((32, 32, 16, 8))
+    plan = Plan(
+        tuple(map(unit, range(cut.n_units))), tokens, dice.randint(1, 4), dice.choice(("F32", "BF16")), mode, bits,
+        late_moments=tuple(tier for tier in TIERS if flip()) if mode == "forward" and bits == 32 else (),
+        window=dice.choice((1, 2, 3, 7)), host_window=dice.randint(1, 3), state_slots=dice.randint(1, 6),
+        record=dice.choice((256, 768, 1 << 20)), stream_slots=dice.randint(1, 3),
+        piece=dice.choice((1, 1000, 1 << 20)), swap_slots=dice.randint(2, 4),
+        between="gpu" if slices > 1 else dice.choice(("gpu", TIERS[1])), halves=halves, slices=slices,
+        gradients=dice.choice(TIERS[1:]) if mode == "forward" else TIERS[1], at_once=dice.choice((0, 1, 2, 4)),
+    )  # fmt: skip
+    plan = relayed(replace(plan, **change), dealt, cfg.tied, plan.between)
+    return lent(plan, dice.choice(TIERS)) if plan.gpus > 1 and flip() else plan
+
+
 def random_weights():
     """(name, numel) -> values that depend on the name alone."""
 
@@ -376,8 +433,8 @@ def cards(gpus: int) -> RealQueues:
 def make(cfg: ModelConfig, plan: Plan, queues=None, adamw: AdamW | None = None, poison: bool = True, **more) -> Engine:
     """A loaded engine on the device of its queues, the CPU by default."""
     queues = queues or InlineQueues()
-    more = {"store": MemoryStore(), "scratch": MemoryScratch()} | more
-    e = build(cfg, plan, LIMITS, queues, adamw=adamw, poison=poison, **more)
+    more = {"store": MemoryStore(), "scratch": MemoryScratch()} | (poisoned(queues) if poison else {}) | more
+    e = build(cfg, plan, LIMITS, queues, adamw=adamw, **more)
     sizes = {name: prod(shape) for name, shape in stored_tensors(e.cfg).items()}
     whole = geometry.geometry(replace(e.cfg, slices=1), plan.dtype, plan.adam_bits)
     sizes |= {t.name: t.numel for layout in (*whole.stored, *whole.stored_base) for t in layout.tensors}
@@ -464,7 +521,8 @@ def exchange(cfg, source, tier="host", dtype="BF16", files=None, queues=None, **
     units = (UnitPlan(tier, tier, base=tier),) * replace(cfg, halves=change.get("halves", False)).n_units
     plan = gpu_plan(cfg, units=units, dtype=dtype, record=700, **change)
     places = dict(store=MemoryStore(), scratch=MemoryScratch(), files=files)
-    e = build(cfg, plan, LIMITS, queues or InlineQueues(), **places, poison=True)
+    queues = queues or InlineQueues()
+    e = build(cfg, plan, LIMITS, queues, **places, **poisoned(queues))
     return e, Exchange(cfg, source, e.placement)
 
 

@@ -6,7 +6,7 @@ from pathlib import Path
 
 import numpy as np
 import pytest
-from engines import LIMITS, MemoryScratch, MemoryStore, batches, final_weights, gpu_plan, train
+from engines import LIMITS, MemoryScratch, MemoryStore, batches, final_weights, gpu_plan, poisoned, train
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 from tiny import CASES, oracle
@@ -91,7 +91,7 @@ def test_a_base_read_in_place_trains_the_same(case, device, tmp_path):
         files = CheckpointBase(layouts, source, stored, device) if in_place else None
         queues = RealQueues("cpu", extra=("poison",))
         places = dict(store=MemoryStore(), scratch=MemoryScratch(), files=files)
-        e = build(cfg, plan, LIMITS, queues, **places, poison=True, pinned=False)
+        e = build(cfg, plan, LIMITS, queues, **places, **poisoned(queues), pinned=False)
         assert bool(e.placement.base_offset) == (tier == "ssd" and not in_place)
         exchange = Exchange(cfg, source, e.placement)
         exchange.load()
