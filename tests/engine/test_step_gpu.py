@@ -18,6 +18,7 @@ from engines import (
     make,
     of,
     pairs,
+    random_plan,
     relayed,
     scored,
     taught,
@@ -263,35 +264,10 @@ def test_units_on_several_gpus_leave_the_bits_of_one(name, tier, deal, between):
     check_same(e, batches(cfg, 4, 3, 48), *on_the_gpu(3, 1.0, cfg))
 
 
-def random_plan(cfg, n_micro: int, dice: Random):
-    def unit(u):
-        weights = dice.choice(TIERS)
-        state = "gpu" if weights == "gpu" else dice.choice(("host", "ssd"))
-        update = "gpu" if weights == state == "host" and dice.random() < 0.5 else "cpu"
-        kind = shapes.kind(shaped, u)
-        names = shapes.saved_shapes(shaped, 1, kind) if kind not in ("embed", "head") else ()
-        saved = tuple((n, dice.choice(TIERS)) for n in names if dice.random() < 0.6)
-        return UnitPlan(weights, state, update, dice.choice(TIERS), saved, dice.choice(TIERS))
-
-    halves = dice.random() < 0.5
-    shaped = replace(cfg, halves=halves)
-    plan = gpu_plan(
-        shaped, halves=halves, units=tuple(unit(u) for u in range(shaped.n_units)), dtype="BF16", n_micro=n_micro,
-        tokens=48, window=dice.randint(1, 4), host_window=dice.randint(1, 3), state_slots=dice.randint(1, 4),
-        record=5000, stream_slots=dice.randint(1, 3), piece=dice.choice((1000, 1 << 20)), swap_slots=dice.randint(2, 4),
-        gradients=dice.choice(("host", "ssd")), at_once=dice.choice((0, 1, 2)),
-    )  # fmt: skip
-    plan = relayed(plan, dice.sample(range(4), dice.randint(1, 4)), between=dice.choice(("gpu", "host")))
-    if plan.gpus > 1 and dice.random() < 0.5:
-        pass
-    return lent(plan, dice.choice(TIERS)) if plan.gpus > 1 and dice.random() < 0.5 else plan
-
-
 @pytest.mark.parametrize("name", ["dense", "mixture"])
 @pytest.mark.parametrize("seed", range(24))
 def test_any_plan_on_up_to_four_gpus(name, seed):
-    dice, cfg = Random(seed), OTHERS.get(name, CFG)
-    n_micro = dice.randint(1, 4)
-    plan = random_plan(cfg, n_micro, dice)
+    cfg, on_gpus = OTHERS.get(name, CFG), dict(dtype="BF16", mode="forward", adam_bits=32, record=5000)
+    plan = random_plan(cfg, Random(seed), tokens=48, **on_gpus)
     e = make(cfg, plan, cards(plan.gpus))
-    check_same(e, batches(cfg, 4, n_micro, 48), *on_the_gpu(n_micro, 1.0, cfg))
+    check_same(e, batches(cfg, 4, plan.n_micro, 48), *on_the_gpu(plan.n_micro, 1.0, cfg))

@@ -1,6 +1,7 @@
 """The order of a step's tasks: a checksum of the trace of each of forty plans, so that a change of order is seen.
 
-`PYTHONPATH=.:tests/helpers python tests/engine/test_traces.py` writes them again; the commit that does so says why the order changed.
+`PYTHONPATH=.:tests/helpers python tests/engine/test_traces.py` writes them again; the commit that does so says why the
+order changed.
 """
 
 import json
