@@ -33,7 +33,7 @@ from trireme.engine.memory import NOTHING
 from trireme.engine.optimizer import StepStats
 from trireme.engine.queues.names import numbered
 from trireme.engine.queues.task import Task
-from trireme.engine.weights import LayerPart, SliceWeights
+from trireme.engine.weights import Part
 from trireme.models.config import InputError
 from trireme.models.head import HeadWeights
 from trireme.models.losses.comparison import Comparison
@@ -127,7 +127,7 @@ def stream_layers(e: Engine) -> Iterator[tuple[int, Any]]:
         yield from _streamed(e, list(w.values()))
 
 
-def _streamed(e: Engine, given: Sequence[LayerPart]) -> Iterator[tuple[int, Any]]:
+def _streamed(e: Engine, given: Sequence[Part]) -> Iterator[tuple[int, Any]]:
     """Yields the first of `given`, which are used together, and frees all of them after it."""
     part = given[0]
     queue, whole = numbered("compute", e.gpu(part.u)), e.geo.weights[part.u].span + e.geo.base[part.u].span
@@ -135,7 +135,7 @@ def _streamed(e: Engine, given: Sequence[LayerPart]) -> Iterator[tuple[int, Any]
     if e.plan.gpus > 1 and not e.queues.simulated:
         arrived.wait()  # another thread's queue
     yield part.u, weights_of(e, part)
-    nbytes = e.geo.base[part.v].span if isinstance(part, SliceWeights) else whole
+    nbytes = e.geo.base[part.v].span if part.own else whole
     done = e.queues.run(queue, "token", part.name, lambda: None, nbytes=nbytes)  # what the caller read
     for each in given:
         each.done(done)

@@ -131,13 +131,11 @@ def pooled(part: OnGpu) -> bool:
 
 
 class LayerWeights:
-    """A layer's trained and frozen weights, and `decoded`, what a pass makes of them."""
-
-    own, share, begins, ends = None, 1, True, True  # as SliceWeights
+    """A layer's trained and frozen weights, and `decoded`, what a pass makes of them. `parts` compute with them."""
 
     def __init__(self, u: int, name: str, trained: OnGpu, frozen: OnGpu):
         self.u, self.name, self.trained, self.frozen = u, name, trained, frozen
-        self.slices: list[SliceWeights] = []
+        self.parts: list[Part] = []
         self.decoded: Buffer | None = None
         self.before: Callable[[int], None] | None = None  # called before they come
         self.last: tuple[Task, ...] = ()  # reader
@@ -153,61 +151,56 @@ class LayerWeights:
         self.frozen.fetch()
 
     @property
-    def stored(self) -> tuple[OnGpu, ...]:
-        return self.trained, self.frozen
-
-    @property
     def ready(self) -> tuple[Task, ...]:
         return (*self.trained.ready, *self.frozen.ready, *(self.decoded.ready if self.decoded else ()))
 
-    def done(self, task: Task) -> None:
-        self.last = (task,)
-
     def tensors(self, geo: Geometry) -> dict[str, Tensor]:
         """The weights by name, while in use."""
-        u, found = self.u, views(geo.weights[self.u], self.trained.get().tensor)
-        found |= views(geo.base[u], self.frozen.get().tensor)
-        return found | (views(geo.decoded[u], self.decoded.tensor) if self.decoded is not None else {})
+        named = views(geo.weights[self.u], self.trained.get().tensor) | views(
+            geo.base[self.u], self.frozen.get().tensor
+        )
+        return named | (views(geo.decoded[self.u], self.decoded.tensor) if self.decoded is not None else {})
 
 
-class SliceWeights:
-    """A slice of a layer's frozen experts, in use together with the layer's other weights."""
+class Part:
+    """What a task computes with: a layer's weights, and of experts that come in slices one slice, from `own`."""
 
-    def __init__(self, layer: LayerWeights, v: int, geo: Geometry, frozen: OnGpu):
-        """`v`: its number as a unit of frozen weights."""
-        self.layer, self.u, self.v, self.name, self.frozen = layer, layer.u, v, geo.base_names[v], frozen
-        self.own, self.share, numbers = geo.slice_at(v).own, geo.share_of_slice(v), geo.slices_of[layer.u]
-        self.begins, self.ends = v == numbers[0], v == numbers[-1]
+    def __init__(self, layer: LayerWeights, geo: Geometry, v: int | None = None, own: OnGpu | None = None):
+        """`v`: the slice's number as a unit of frozen weights; None: the layer has no slices."""
+        self.layer, self.u, self.v, self.own = layer, layer.u, layer.u if v is None else v, own
+        self.name = layer.name if v is None else geo.base_names[v]
+        self.experts = None if v is None else geo.slice_at(v).own
+        self.share = 1.0 if v is None else geo.share_of_slice(v)  # of the layer's work
+        numbers = geo.slices_of[layer.u]
+        self.begins, self.ends = v in (None, *numbers[:1]), v in (None, *numbers[-1:])
         self.last: tuple[Task, ...] = ()  # reader
 
     @property
     def may_come(self) -> bool:
-        return self.frozen.may_come
+        return self.own is None or self.own.may_come
 
     def fetch(self) -> None:
-        self.frozen.fetch()
+        if self.own is not None:
+            self.own.fetch()
 
     @property
     def stored(self) -> tuple[OnGpu, ...]:
-        return *self.layer.stored, self.frozen
+        return (self.layer.trained, self.layer.frozen, *((self.own,) if self.own else ()))
 
     @property
     def ready(self) -> tuple[Task, ...]:
-        return (*self.layer.ready, *self.frozen.ready)
+        return (*self.layer.ready, *(self.own.ready if self.own else ()))
 
     def done(self, task: Task) -> None:
-        self.layer.done(task)
-        self.last = (task,)
+        self.last = self.layer.last = (task,)
 
     def tensors(self, geo: Geometry) -> dict[str, Tensor]:
-        return self.layer.tensors(geo) | views(geo.base[self.v], self.frozen.get().tensor)
+        """The weights by name, while in use."""
+        return self.layer.tensors(geo) | (views(geo.base[self.v], self.own.get().tensor) if self.own else {})
 
-    def release(self) -> None:
-        self.frozen.release(self.last)
-        self.last = ()
-
-
-LayerPart = LayerWeights | SliceWeights  # what a task computes with
+    def release(self, after: Sequence[Task]) -> None:
+        if self.own is not None:
+            self.own.release(after)
 
 
 class WeightStream:
@@ -219,7 +212,7 @@ class WeightStream:
         trained, frozen = list(self._stored("weights", "weights pool")), list(self._stored("base", "base pool"))
         self.layers = [LayerWeights(u, name, trained[u], frozen[u]) for u, name in enumerate(self.geo.names)]
         for layer, numbers in zip(self.layers, self.geo.slices_of, strict=True):
-            layer.slices = [SliceWeights(layer, v, self.geo, frozen[v]) for v in numbers]
+            layer.parts = [Part(layer, self.geo, v, frozen[v]) for v in numbers] or [Part(layer, self.geo)]
         self.coming = Prefetch()
         self.uses: deque[int] = deque()  # of layers to come in this pass
         self.in_use: set[int] = set()  # layers
@@ -254,29 +247,24 @@ class WeightStream:
         in_order = before is not None and any(unit.state == "ssd" for unit in self.plan.distinct.values())
         coming = list[tuple[int, Fetched]]()
         for layer in layers:
-            items: list[Fetched] = [layer, *layer.slices]
+            items: list[Fetched] = [layer, *layer.parts]
             coming += [(0 if in_order else self.plan.units[layer.u].gpu, item) for item in items]
         self.coming.expect(coming)
 
-    def parts(self, u: int, backward: bool = False) -> Iterator[LayerPart]:
-        """Yields what layer u is computed with: the layer, or the slices of its experts one after the other; frees them
-        after use.
-        """
-        layer = self._begin(u, backward)
-        if not layer.slices:
-            yield layer
-        for each in layer.slices:
-            each.frozen.get()
-            yield each
-            each.release()
+    def parts(self, u: int, backward: bool = False) -> Iterator[Part]:
+        """Yields what layer u is computed with, one part after the other; frees each after use."""
+        for part in self._begin(u, backward).parts:
+            part.fetch()
+            yield part
+            part.release(part.last)
             self.coming.go_on()
         self._end(u)
 
     @contextmanager
-    def of_losses(self) -> Iterator[dict[int, LayerWeights]]:
+    def of_losses(self) -> Iterator[dict[int, Part]]:
         """A context with what a loss reads, by unit."""
         read = read_by_loss(self.geo)
-        yield {v: self._begin(v) for v in read}
+        yield {v: self._begin(v).parts[0] for v in read}
         for v in read:
             self._end(v)
 
@@ -300,10 +288,9 @@ class WeightStream:
     def _release(self, u: int) -> None:
         layer = self.layers[u]
         self.in_use.discard(u)
-        for each in layer.slices:
-            if pooled(each.frozen):  # of a pass that was broken off
-                each.last = layer.last
-                each.release()
+        for part in layer.parts:
+            if part.own is not None and pooled(part.own):  # of a pass that was broken off
+                part.release(layer.last)
         if layer.decoded is not None:
             layer.decoded.free((*layer.decoded.ready, *layer.last))
             layer.decoded = None
@@ -317,13 +304,13 @@ class WeightStream:
         self.coming.break_off()
         self.uses.clear()
         for layer in self.held:
-            layer.done(after)
+            layer.last = (after,)
             self._release(layer.u)
 
     @property
     def held(self) -> list[LayerWeights]:
         """The layers that are in use or have buffers of pools."""
-        of = lambda layer: (layer.trained, layer.frozen, *(each.frozen for each in layer.slices))
+        of = lambda layer: (weights for part in layer.parts for weights in part.stored)
         return [layer for layer in self.layers if layer.u in self.in_use or any(map(pooled, of(layer)))]
 
     def _decode(self, layer: LayerWeights, backward: bool) -> Buffer:
