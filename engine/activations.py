@@ -23,7 +23,7 @@ from trireme.engine.queues.task import Task
 # ---------------------------------------------------------------- one activation
 
 
-class Way(NamedTuple):
+class Route(NamedTuple):
     """The buffers and queues through which an activation gets from the task that writes it to those that read it."""
 
     gpu: int  # of the tasks that read it
@@ -42,9 +42,9 @@ class Activation:
     It takes its buffers from pools, and frees them after its last reader.
     """
 
-    def __init__(self, swap: ActivationSwap, u: int, label: str, way: Way, names: tuple[str, ...] = ()):
+    def __init__(self, swap: ActivationSwap, u: int, label: str, route: Route, names: tuple[str, ...] = ()):
         """`names`: of the saved tensors; empty for an input or its gradient."""
-        self.swap, self.u, self.label, self.names, self.way = swap, u, label, names, way
+        self.swap, self.u, self.label, self.names, self.route = swap, u, label, names, route
         self.here: Buffer | None = None  # on the GPU
         self.made: tuple[Task, ...] = ()  # what readers come after; they do not wait for each other
         self.tokens = 0
@@ -62,7 +62,7 @@ class Activation:
     def fill(self, tokens: int, again: bool = False) -> InUse:
         """Takes a buffer on the GPU of the task that writes it. `again`: a later pass reads it, too."""
         self.tokens, self.again, self.stored = tokens, again, False
-        self.here = self._buffer(self.way.out)
+        self.here = self._buffer(self.route.out)
         return InUse(self, self.here, tokens, self.here.ready, self.written)
 
     def written(self, task: Task) -> None:
@@ -71,26 +71,26 @@ class Activation:
         From another GPU it is sent when its reader is queued: else what readers save would queue behind all that the
         other GPU has not written yet.
         """
-        here, way = self._here(), self.way
+        here, route = self._here(), self.route
         here.ready = (task,)
-        if way.peer:
+        if route.peer:
             here = self._cross(here)
         self.made = here.ready
-        if way.outside is None or (way.stays and (way.peer or not self.again)):
+        if route.outside is None or (route.stays and (route.peer or not self.again)):
             return
-        self._store(here, way.outside)
-        if not way.stays:
+        self._store(here, route.outside)
+        if not route.stays:
             self._free(here.ready)
         self.swap.go_on()
 
     def _store(self, here: Buffer, outside: Home) -> None:
-        here.used(outside.store(self.way.leaves, here, self.nbytes))
+        here.used(outside.store(self.route.leaves, here, self.nbytes))
         self.stored = True
 
     def _cross(self, here: Buffer) -> Buffer:
         """Copies it to the GPU of the tasks that read it."""
-        there = self._buffer(self.way.back)
-        there.ready = (copied(self.swap.queues, self.way.peer, "activations", self.label, here, there, self.nbytes),)
+        there = self._buffer(self.route.back)
+        there.ready = (copied(self.swap.queues, self.route.peer, "activations", self.label, here, there, self.nbytes),)
         here.free(there.ready)
         self.here = there
         return there
@@ -99,20 +99,20 @@ class Activation:
 
     @property
     def may_come(self) -> bool:
-        back = self.way.back
+        back = self.route.back
         return self.stored and (not isinstance(back, Pool) or back.is_free)
 
     def fetch(self) -> None:
         if self.here is not None:
             return
-        assert self.way.outside is not None
-        here = self._buffer(self.way.back)
-        here.ready = self.made = (self.way.outside.load(self.queue, here, self.nbytes),)
+        assert self.route.outside is not None
+        here = self._buffer(self.route.back)
+        here.ready = self.made = (self.route.outside.load(self.queue, here, self.nbytes),)
         self.here = here
 
     def read(self, last: bool = True) -> InUse:
         """`last`: no other task of this pass reads it."""
-        here, outside = self._here(), self.way.outside
+        here, outside = self._here(), self.route.outside
         if self.again and outside is not None and not self.stored:
             self._store(here, outside)
         return InUse(self, here, self.tokens, self.made, self.was_read if last else here.used)
@@ -124,7 +124,7 @@ class Activation:
         here = self._here()
         here.used(task)
         self.stored = self.stored and self.again
-        if not self.again or (self.stored and isinstance(self.way.back, Pool)):
+        if not self.again or (self.stored and isinstance(self.route.back, Pool)):
             self._free(here.ready)
         self.again = False
 
@@ -239,27 +239,27 @@ class ActivationSwap:
 
     def _x(self, u: int, b: int, pools: Pools, on_gpu: Iterator[Tensor], in_ram: Iterator[Tensor]) -> Activation:
         """Layer u's input. The head's is read at once, so it stays on the GPU unless `between` is "host"."""
-        tier, writer, reader, label = self.plan.units[u].x, self._gpu(u - 1), self._gpu(u), f"{self.geo.names[u]} x {b}"
+        tier: Tier | None = self.plan.units[u].x if self.geo.cfg.trains else None  # None: no later pass reads it
+        writer, reader, label = self._gpu(u - 1), self._gpu(u), f"{self.geo.names[u]} x {b}"
         out, back, peer = self._pools_of(pools, writer, reader)
         stays, leaves = self.plan.between == "gpu", numbered(self.hop_out, reader if peer else writer)
-        if stays and (u == self.geo.head or not self.geo.cfg.trains) and not (tier == "gpu" and self.geo.cfg.trains):
-            way = Way(reader, out, back, peer=peer)
-        elif not self.geo.cfg.trains:
-            way = Way(reader, out, back, leaves, self._home(label, self.places[b]))
-        elif tier == "gpu":
+        if tier == "gpu":
             own = Buffer(next(on_gpu))
             through_ram = self._home(label, self.places[b]) if writer != reader and not stays else None
-            way = Way(reader, own if writer == reader else out, own, leaves, through_ram, peer=peer)
+            route = Route(reader, own if writer == reader else out, own, leaves, through_ram, peer=peer)
+        elif stays and (u == self.geo.head or tier is None):
+            route = Route(reader, out, back, peer=peer)
         else:
-            home = self._outside(label, tier, in_ram, self.geo.x_bytes(self.plan.tokens))
-            way = Way(reader, out, back, leaves, home, stays=stays, peer=peer)
-        return Activation(self, u, label, way)
+            nbytes = self.geo.x_bytes(self.plan.tokens)
+            home = self._outside(label, tier, in_ram, nbytes) if tier else self._home(label, self.places[b])
+            route = Route(reader, out, back, leaves, home, stays=stays, peer=peer)
+        return Activation(self, u, label, route)
 
     def _dx(self, u: int, b: int, pools: Pools) -> Activation:
         writer, reader, label = self._gpu(u), self._gpu(u - 1), f"{self.geo.names[u]} dx {b}"
         home = self._home(label, self.places[b]) if self.plan.between == "host" else None
         out, back, peer = self._pools_of(pools, writer, reader)
-        return Activation(self, u, label, Way(reader, out, back, numbered(self.hop_out, writer), home, peer=peer))
+        return Activation(self, u, label, Route(reader, out, back, numbered(self.hop_out, writer), home, peer=peer))
 
     def _pools_of(self, pools: Pools, writer: int, reader: int) -> tuple[Pool, Pool, str]:
         """The pools to write to and to read from, and the queue of peer copies between them ("" if there is no
@@ -277,20 +277,20 @@ class ActivationSwap:
         lent = iter(self.placement.many("gpu", "lent", name, unit.peer))
         in_ram = iter(self.placement.many("host", "saved", name))
 
-        def way(tier: SavedTier, label: str) -> Way:
+        def route(tier: SavedTier, label: str) -> Route:
             if tier == "gpu":
                 own = Buffer(next(on_gpu))
-                return Way(gpu, own, own)
+                return Route(gpu, own, own)
             pool = self.pools[tier][gpu]
             if tier == "peer":
                 at_peer = self._home(label, Buffer(next(lent)))
-                return Way(gpu, pool, pool, numbered("peer_out", gpu), at_peer, numbered("peer_in", gpu))
+                return Route(gpu, pool, pool, numbered("peer_out", gpu), at_peer, numbered("peer_in", gpu))
             nbytes = self.geo.saved_layout(u, unit.names(tier), self.plan.tokens).span
-            return Way(gpu, pool, pool, numbered("d2h", gpu), self._outside(label, tier, in_ram, nbytes))
+            return Route(gpu, pool, pool, numbered("d2h", gpu), self._outside(label, tier, in_ram, nbytes))
 
         for b in range(self.plan.n_micro):
             labels = {tier: f"{name} {tier} {b}" for tier in tiers}
-            yield [Activation(self, u, label, way(t, label), unit.names(t)) for t, label in labels.items()]
+            yield [Activation(self, u, label, route(t, label), unit.names(t)) for t, label in labels.items()]
 
     def _home(self, label: str, place: Buffer) -> Home:
         return Home(self.queues, "activations", label, place)
@@ -324,7 +324,7 @@ class ActivationSwap:
         "host", the gradients of inputs.
         """
         left = [each for u in range(self.geo.head - 1, 0, -1) for each in self._left(u, n_micro)]
-        self._expect(self.again, "h2d", [each for each in left if isinstance(each.way.back, Pool)])
+        self._expect(self.again, "h2d", [each for each in left if isinstance(each.route.back, Pool)])
         self._expect(self.to_next, self.hop_in, [dx for of in self.dx[:0:-1] for dx in of[:n_micro]])
 
     def _left(self, u: int, n_micro: int) -> list[Activation]:
@@ -338,10 +338,10 @@ class ActivationSwap:
 
     def _expect(self, prefetch: Prefetch, queue: str, read: Sequence[Activation]) -> None:
         """`read`: in the order in which layers read them."""
-        coming = [each for each in read if each.way.outside is not None]
+        coming = [each for each in read if each.route.outside is not None]
         for each in coming:
-            each.queue = each.way.comes or numbered(queue, each.way.gpu)
-        prefetch.expect([(each.way.gpu, each) for each in coming])
+            each.queue = each.route.comes or numbered(queue, each.route.gpu)
+        prefetch.expect([(each.route.gpu, each) for each in coming])
 
     def go_on(self) -> None:
         """To be called when a buffer was freed or an activation stored: starts the transfers that can start now."""

@@ -5,17 +5,19 @@ snapshots.
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from concurrent.futures import Future, wait
 from contextlib import contextmanager
 from dataclasses import dataclass
+from functools import partial
 from itertools import cycle
 
 from torch import Tensor
 
 from trireme.engine.buffers import What
 from trireme.engine.memory import NOTHING
-from trireme.engine.placement import Entry, Placement, Progress, finish, silent
+from trireme.engine.placement import Entry, Placement, Progress, Stored, finish, silent
+from trireme.engine.queues.names import numbered
 from trireme.engine.queues.task import Task
 
 READ_AHEAD = 4  # entries read at once
@@ -65,7 +67,7 @@ class Reader:
         if (there := self._staged.pop(name, None)) is None:
             over = [name for name, staged in self._staged.items() if staged.first < last and first < staged.last]
             after = [task for name in over for task in self._staged.pop(name).tasks]
-            there = Staged(first, last, (placement.fetch(entry, buffer, after, *parts),))
+            there = Staged(first, last, (_fetch(placement, entry, shards, buffer, after),))
         self._staged[name] = there
         return buffer, there.tasks
 
@@ -79,6 +81,21 @@ class Reader:
         entry = Entry("state", u, self.placement.geo.records(u, self.placement.plan.record).index((a, b)))
         lo = self.placement.layout(entry)["lo"]
         return self.read(entry, "low")[lo.offset : lo.offset + lo.nbytes]
+
+
+def _fetch(placement: Placement, entry: Entry, shards: Sequence[Stored], buffer: Tensor, after: Sequence[Task]) -> Task:
+    """Queues a copy of an entry's shards to RAM: from a GPU, or from the SSD with a check of their checksums."""
+    if (stored := placement.stored(entry)) is None:
+        queue, copy = f"{entry.queue}_read", partial(placement.move, "verify", shards, buffer, entry.kind == "state")
+    else:
+        queue, copy = numbered("d2h", placement.plan.units[entry.u].gpu), partial(_down, stored, shards, buffer)
+    nbytes = sum(shard.layout.span for shard in shards)
+    return placement.queues.run(queue, entry.content, placement.label(entry), copy, after, nbytes)
+
+
+def _down(stored: Tensor, shards: Sequence[Stored], buffer: Tensor) -> None:
+    for part in (slice(shard.first, shard.first + shard.layout.span) for shard in shards):
+        buffer[part].copy_(stored[part], non_blocking=True)
 
 
 @contextmanager
@@ -110,8 +127,13 @@ def save_to_store(placement: Placement, progress: Progress = silent) -> None:
     """Writes what is stored on GPUs or in RAM to its shards in the store. Raises StoreError."""
     reader, written = Reader(placement), list[tuple[Entry, Task]]()
     for entry in placement.entries(everything=False):
-        written.append((entry, placement.transfer("write", entry, *reader.bring(entry))))
-        reader.used(written[-1][1])
+        buffer, ready = reader.bring(entry)
+        shards = placement.shards_of(entry)
+        write = partial(placement.move, "write", shards, buffer, later=entry.kind == "state")
+        nbytes = sum(shard.layout.span for shard in shards)
+        task = placement.queues.run(f"{entry.queue}_write", entry.content, placement.label(entry), write, ready, nbytes)
+        written.append((entry, task))
+        reader.used(task)
     for entry, task in () if placement.queues.simulated else written:
         task.wait()
         progress(placement.layout(entry).span)

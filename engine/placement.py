@@ -18,14 +18,14 @@ from trireme.engine.home import DriveHome, Home, OnDrive
 from trireme.engine.memory import NOTHING, Buffer, Memory, Pool, memory_of
 from trireme.engine.plan import Plan, Tier
 from trireme.engine.queues.names import numbered
-from trireme.engine.queues.task import Kind, Queues, Task
+from trireme.engine.queues.task import Kind, Queues
 from trireme.models.sizes.shapes import HALVES
 from trireme.storage.devices import Device
 from trireme.storage.layout import Layout
 from trireme.storage.scratch import Scratch as OnDrives
 
 Progress = Callable[[int], None]  # (bytes just moved)
-Way = Literal["read", "verify", "write"]
+Access = Literal["read", "verify", "write"]
 
 
 def silent(nbytes: int) -> None:
@@ -141,6 +141,16 @@ class Entry(NamedTuple):
     kind: Literal["weights", "base", "state"]
     u: int
     r: int = 0
+
+    @property
+    def content(self) -> Kind:
+        """The kind of tasks that move it."""
+        return "state" if self.kind == "state" else "weights"
+
+    @property
+    def queue(self) -> str:
+        """The queue of its reads and writes, without their direction."""
+        return "state" if self.kind == "state" else "ssd"
 
 
 @dataclass(frozen=True)
@@ -305,7 +315,7 @@ class Placement:
 
     def home(self, entry: Entry, pool: Pool | None = None) -> Home:
         """Where the plan stores an entry. `pool`: of buffers in RAM to reach the SSD by."""
-        label, kind, queue = self.label(entry), _kind(entry), "state" if entry.kind == "state" else "ssd"
+        label, kind, queue = self.label(entry), entry.content, entry.queue
         if pool is None:
             stored = self.stored(entry)
             assert stored is not None, f"{label} is on the SSD"
@@ -315,71 +325,39 @@ class Placement:
             on = InCheckpoint(self.files, entry.u, self.layout(entry), self.geo.base_room[entry.u])
         return DriveHome(self.queues, kind, label, pool, on, queue)
 
-    def label(self, entry: Entry, *parts: str) -> str:
-        """The name of an entry, or of these parts of a record, in the names of its tasks."""
+    def label(self, entry: Entry) -> str:
+        """The name of an entry in the names of its tasks."""
         if entry.kind == "base":
             return f"{self.geo.base_names[entry.u]} base"
-        return " ".join((self.geo.names[entry.u], *([str(entry.r)] if entry.kind == "state" else []), *parts))
+        return self.geo.names[entry.u] + (f" {entry.r}" if entry.kind == "state" else "")
 
-    def transfer(self, way: Way, entry: Entry, buffer: Tensor, after: Sequence[Task], *parts: str) -> Task:
-        """Queues a read from the SSD to a buffer in RAM, with a check of its checksums for "verify", or a write, of an
-        entry; of a record's `parts` alone at their offsets. Frozen weights are read from the checkpoint's files or from
-        the scratch space.
-        """
-        files, state = self.files if self.in_place(entry) else None, entry.kind == "state"
-        shards = self.shards_of(entry, *parts)
-        nbytes = sum(shard.layout.span for shard in shards)
-
-        def io() -> None:
-            if files is not None:
-                files.read(entry.u, memory_of(buffer, self.geo.base_room[entry.u])).result()
-            else:
-                self.move(way, shards, buffer, later=state)
-
-        queue = f"{'state' if state else 'ssd'}_{'write' if way == 'write' else 'read'}"
-        return self.queues.run(queue, _kind(entry), self.label(entry, *parts), io, after, nbytes=nbytes)
-
-    def fetch(self, entry: Entry, buffer: Tensor, after: Sequence[Task], *parts: str) -> Task:
-        """Queues a copy of an entry, or of these parts, to RAM, between steps: from a GPU, or from the SSD with a check
-        of its checksums.
-        """
-        stored, shards = self.stored(entry), self.shards_of(entry, *parts)
-        if stored is None:
-            return self.transfer("verify", entry, buffer, after, *parts)
-
-        def down() -> None:
-            for part in (slice(shard.first, shard.first + shard.layout.span) for shard in shards):
-                buffer[part].copy_(stored[part], non_blocking=True)
-
-        queue = numbered("d2h", self.plan.units[self.geo.unit_of(entry.u)].gpu)
-        nbytes = sum(shard.layout.span for shard in shards)
-        return self.queues.run(queue, _kind(entry), self.label(entry, *parts), down, after, nbytes=nbytes)
-
-    def move(self, way: Way, shards: Sequence[Stored], buffer: Tensor, later: bool = False) -> None:
+    def move(self, access: Access, shards: Sequence[Stored], buffer: Tensor, later: bool = False) -> None:
         """As `start`, and waits. Also after an error nothing is in flight."""
-        finish(self.start(way, shards, buffer, later))
+        finish(self.start(access, shards, buffer, later))
 
-    def start(self, way: Way, shards: Sequence[Stored], buffer: Tensor, later: bool = False) -> list[Future[None]]:
+    def start(
+        self, access: Access, shards: Sequence[Stored], buffer: Tensor, later: bool = False
+    ) -> list[Future[None]]:
         """Starts to move shards from or to their offsets in `buffer`; those of frozen weights are in the scratch space.
         `later`: as of Store. After an error nothing is in flight.
         """
         moving: list[Future[None]] = []
         try:
             for s in shards:
-                moving.append(self._start(way, s, memory_of(buffer[s.first :], s.layout.span), later))
+                moving.append(self._start(access, s, memory_of(buffer[s.first :], s.layout.span), later))
         except BaseException:
             wait(moving)
             raise
         return moving
 
-    def _start(self, way: Way, shard: Stored, memory: memoryview, later: bool) -> Future[None]:
+    def _start(self, access: Access, shard: Stored, memory: memoryview, later: bool) -> Future[None]:
         if shard.entry.kind == "base":
             scratch, offset = self.space.claimed(), self.base_offset[shard.entry.u]
-            return (scratch.write if way == "write" else scratch.read)(offset, memory)
+            return (scratch.write if access == "write" else scratch.read)(offset, memory)
         assert self.store is not None, "the plan uses the SSD, and the engine was built without a store"
-        if way == "verify":
+        if access == "verify":
             return self.store.verify(shard.name, memory)
-        return (self.store.write if way == "write" else self.store.read)(shard.name, memory, later)
+        return (self.store.write if access == "write" else self.store.read)(shard.name, memory, later)
 
 
 class Shards:
@@ -412,10 +390,6 @@ class InCheckpoint:
 
     def write(self, buffer: Tensor, part: object) -> None:  # noqa: ARG002
         raise AssertionError("the user's checkpoint is never written")
-
-
-def _kind(entry: Entry) -> Kind:
-    return "state" if entry.kind == "state" else "weights"
 
 
 def finish(moving: Iterable[Future[None]]) -> None:

@@ -17,7 +17,7 @@ from trireme.models.rows import rope_tables
 
 RATES = assume("gpu=rtx4090,ram=128GiB,ssd=2TB@7/5").rates
 TIERS = UnitPlan(x="host"), UnitPlan("host", "host", base="host"), UnitPlan("ssd", "ssd", base="ssd", x="ssd")
-MIXED = UnitPlan("host", "ssd", base="ssd"), UnitPlan("ssd", "host", x="ssd"), UnitPlan("host", "host", resident=True)
+MIXED = UnitPlan("host", "ssd", base="ssd"), UnitPlan("ssd", "host", x="ssd"), UnitPlan("host", "host")
 
 
 def export(e, exact=True):
