@@ -6,12 +6,12 @@ from __future__ import annotations
 
 import os
 from collections import Counter
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import replace
-from functools import cached_property, lru_cache
+from functools import cached_property, lru_cache, wraps
 from itertools import accumulate, pairwise
 from math import prod
-from typing import Any, Literal, NamedTuple
+from typing import Any, Literal, NamedTuple, TypeVar
 
 from trireme.engine.plan import Plan
 from trireme.models.config import ModelConfig
@@ -31,7 +31,7 @@ SLICE = "slice"  # size class of slices of experts
 STRETCH = 1 << 25  # most elements rounded and squared at once
 
 
-Alike = tuple[str, tuple[tuple[int, ...], ...]]  # kind, trained shapes
+Value = TypeVar("Value")
 
 
 class Stretch(NamedTuple):
@@ -54,6 +54,20 @@ def extent(piece: Sequence[Stretch]) -> tuple[int, int]:
     return piece[0].start, piece[-1].stop - piece[0].start
 
 
+def cached_method(method: Callable[..., Value]) -> Callable[..., Value]:
+    """Caches the results of a method, by its arguments, in each object."""
+    name = method.__name__
+
+    @wraps(method)
+    def call(self: Geometry, *key: Any) -> Value:
+        if (name, *key) not in self.cache:
+            self.cache[name, *key] = method(self, *key)
+        found: Value = self.cache[name, *key]
+        return found
+
+    return call
+
+
 class Geometry:
     """Sizes by unit: 0 the embedding, then blocks or sub-layers, last the head.
 
@@ -72,16 +86,7 @@ class Geometry:
         self.kinds = [shapes.kind(cfg, u) for u in range(self.n_units)]
         self.head = self.n_units - 1
         self.inner_kinds = tuple(dict.fromkeys(self.kinds[1:-1]))
-        self._saved: dict[tuple[str, frozenset[str], int], Layout] = {}
-        self._passed: dict[int, Layout] = {}
-        self._state: dict[int, Layout] = {}
-        self._parts: dict[int, dict[str, tuple[int, Layout]]] = {}
-        self._names: dict[str, tuple[str, ...]] = {}
-        self._cut: dict[Alike, tuple[Stretch, ...]] = {}
-        self._pieces: dict[tuple[Alike, int], tuple[tuple[Stretch, ...], ...]] = {}
-        self._records: dict[tuple[int, int], list[tuple[int, int]]] = {}
-        self._shares: dict[int, tuple[int, ...]] = {}
-        self._workspace: dict[tuple[int, int, int], int] = {}
+        self.cache: dict[tuple[Any, ...], Any] = {}
 
     @cached_property
     def alike(self) -> tuple[int, ...]:
@@ -251,47 +256,43 @@ class Geometry:
         """Elements of each unit that have weight decay: those of matrices, which come first."""
         return tuple(sum(t.numel for t in layout.tensors if len(t.shape) > 1) for layout in self.weights)
 
-    def _alike(self, u: int) -> Alike:
-        return self.kinds[u], tuple(t.shape for t in self.weights[u].tensors)
-
+    @cached_method
     def _stretches(self, u: int) -> tuple[Stretch, ...]:
-        """Unit u's stretches, in the order of its weights.
+        """The stretches of a unit and of those like it, in the order of its weights.
 
         Matrices and vectors of each sub-layer have stretches of their own, so the gradient norm is bitwise the same in
         every plan.
         """
-        kind = self._alike(u)
-        if kind not in self._cut:
-            size: Counter[tuple[int, int]] = Counter()
-            for half, groups in enumerate(shapes.trained_parts(self.cfg, u)):
-                for group in groups:
-                    size[half, rank(group, self.dtype)] += sum(prod(shape) for _, shape in group)
-            in_memory = sorted(size, key=lambda key: key[::-1])
-            ends = dict(zip(in_memory, accumulate(size[key] for key in in_memory), strict=True))
-            stretches: list[Stretch] = []
-            for key in sorted(size):
-                for start in range(ends[key] - size[key], ends[key], STRETCH):
-                    stretches.append(Stretch(start, min(start + STRETCH, ends[key]), len(stretches)))
-            self._cut[kind] = tuple(sorted(stretches))
-        return self._cut[kind]
+        size: Counter[tuple[int, int]] = Counter()
+        for half, groups in enumerate(shapes.trained_parts(self.cfg, u)):
+            for group in groups:
+                size[half, rank(group, self.dtype)] += sum(prod(shape) for _, shape in group)
+        in_memory = sorted(size, key=lambda key: key[::-1])
+        ends = dict(zip(in_memory, accumulate(size[key] for key in in_memory), strict=True))
+        stretches: list[Stretch] = []
+        for key in sorted(size):
+            for start in range(ends[key] - size[key], ends[key], STRETCH):
+                stretches.append(Stretch(start, min(start + STRETCH, ends[key]), len(stretches)))
+        return tuple(sorted(stretches))
 
     @cached_property
     def first_stretch(self) -> tuple[int, ...]:
         """For each unit the number of stretches before it; last, the number of all."""
-        return tuple(accumulate((len(self._stretches(u)) for u in range(self.n_units)), initial=0))
+        return tuple(accumulate((len(self._stretches(u)) for u in self.alike), initial=0))
 
     def pieces(self, u: int, most: int) -> tuple[tuple[Stretch, ...], ...]:
         """A unit's stretches in groups of up to `most` elements; a longer stretch is a group."""
-        kind = self._alike(u)
-        if (kind, most) not in self._pieces:
-            pieces: list[list[Stretch]] = []
-            for stretch in self._stretches(u):
-                if pieces and stretch.stop - pieces[-1][0].start <= most:
-                    pieces[-1].append(stretch)
-                else:
-                    pieces.append([stretch])
-            self._pieces[kind, most] = tuple(map(tuple, pieces))
-        return self._pieces[kind, most]
+        return self._pieces(self.alike[u], most)
+
+    @cached_method
+    def _pieces(self, u: int, most: int) -> tuple[tuple[Stretch, ...], ...]:
+        pieces: list[list[Stretch]] = []
+        for stretch in self._stretches(u):
+            if pieces and stretch.stop - pieces[-1][0].start <= most:
+                pieces[-1].append(stretch)
+            else:
+                pieces.append([stretch])
+        return tuple(map(tuple, pieces))
 
     def half_piece(self) -> int:
         """The piece size that divides the largest block's gradient in two; if no block is trained, that of the largest
@@ -299,7 +300,9 @@ class Geometry:
         """
         blocks = range(1, self.head) if any(self.numel[1 : self.head]) else (0, self.head)
         u = max(blocks, key=self.numel.__getitem__)
-        return min((max(stretch.stop, self.numel[u] - stretch.stop) for stretch in self._stretches(u)), default=1)
+        return min(
+            (max(stretch.stop, self.numel[u] - stretch.stop) for stretch in self._stretches(self.alike[u])), default=1
+        )
 
     def size_class(self, u: int) -> str:
         """Name of the units that share pools of buffers. The ends of an untied model are a class of their own."""
@@ -309,13 +312,11 @@ class Geometry:
             return shapes.bare(self.kinds[u])
         return "ends"
 
+    @cached_method
     def records(self, u: int, record: int) -> list[tuple[int, int]]:
         """Ranges [start, stop) of the elements in each of unit u's records; with several hosts, those of this host."""
-        n = self.numel[u]
-        if (n, record) not in self._records:
-            own = self.share(u, record)
-            self._records[n, record] = [(a, b) for a, b in self.all_records(u, record) if own.start <= a < own.stop]
-        return self._records[n, record]
+        own = self.share(u, record)
+        return [(a, b) for a, b in self.all_records(u, record) if own.start <= a < own.stop]
 
     def all_records(self, u: int, record: int) -> list[tuple[int, int]]:
         """The same of all hosts."""
@@ -336,53 +337,48 @@ class Geometry:
         """The host that updates an element."""
         return next(h for h, share in enumerate(self.shares(u, record)) if share.start <= element < share.stop)
 
+    @cached_method
     def share_spans(self, record: int) -> tuple[int, ...]:
         """Bytes of this host's share of each unit's gradient; of one host, of the whole unit."""
-        if record not in self._shares:
-            own = (self.share(u, record) for u in range(self.n_units))
-            parts = (round_up((s.stop - s.start) * ITEMSIZE[self.dtype]) for s in own)
-            self._shares[record] = tuple(parts if self.hosts > 1 else (layout.span for layout in self.weights))
-        return self._shares[record]
+        own = (self.share(u, record) for u in range(self.n_units))
+        parts = (round_up((s.stop - s.start) * ITEMSIZE[self.dtype]) for s in own)
+        return tuple(parts if self.hosts > 1 else (layout.span for layout in self.weights))
 
     def workspace_bytes(self, u: int, tokens: int, grad_itemsize: int) -> int:
         """Bytes of unit u's temporaries (workspace.workspace_bytes), in the compute dtype."""
-        key = self.alike[u], tokens, grad_itemsize
-        if key not in self._workspace:
-            if MEASURED and 0 < u < self.head:
-                found = temporaries(self.cfg, self.alike[u], tokens, ITEMSIZE[self.dtype], grad_itemsize)
-            else:
-                found = workspace_bytes(self.cfg, u, tokens, ITEMSIZE[self.dtype], grad_itemsize)
-            self._workspace[key] = found
-        return self._workspace[key]
+        return self._workspace_bytes(self.alike[u], tokens, grad_itemsize)
+
+    @cached_method
+    def _workspace_bytes(self, u: int, tokens: int, grad_itemsize: int) -> int:
+        if MEASURED and 0 < u < self.head:
+            return temporaries(self.cfg, u, tokens, ITEMSIZE[self.dtype], grad_itemsize)
+        return workspace_bytes(self.cfg, u, tokens, ITEMSIZE[self.dtype], grad_itemsize)
 
     def record_sizes(self, u: int, record: int) -> list[int]:
         """Elements of each of unit u's records."""
         return [b - a for a, b in self.records(u, record)]
 
+    @cached_method
     def state_layout(self, n: int) -> Layout:
         """Layout of a record of n parameters: its parts, one after the other."""
-        if n not in self._state:
-            parts = self.state_parts(n).values()
-            tensors = (replace(t, offset=first + t.offset) for first, layout in parts for t in layout.tensors)
-            self._state[n] = Layout(tuple(tensors))
-        return self._state[n]
+        parts = self.state_parts(n).values()
+        return Layout(tuple(replace(t, offset=first + t.offset) for first, layout in parts for t in layout.tensors))
 
+    @cached_method
     def state_parts(self, n: int) -> dict[str, tuple[int, Layout]]:
         """Parts of a record of n parameters, each a shard in the store: name -> (first byte, layout).
 
         "moments": m and v; with 8 bits also a floor for each 256 of them (kernels/moments.py). "low": the low halves of
         the fp32 masters, unless the weights are fp32.
         """
-        if n not in self._parts:
-            if self.adam_bits == 8:
-                floors = [(name, "I16", (-(-n // 256),)) for name in ("m_floor", "v_floor")]
-                moments = sequential([*floors, ("m", "U8", (n,)), ("v", "U8", (n,))])
-            else:
-                dtype = {32: "F32", 16: "BF16"}[self.adam_bits]
-                moments = sequential([("m", dtype, (n,)), ("v", dtype, (n,))])
-            low = {"low": (moments.span, sequential([("lo", "I16", (n,))]))} if self.dtype == "BF16" else {}
-            self._parts[n] = {"moments": (0, moments)} | low
-        return self._parts[n]
+        if self.adam_bits == 8:
+            floors = [(name, "I16", (-(-n // 256),)) for name in ("m_floor", "v_floor")]
+            moments = sequential([*floors, ("m", "U8", (n,)), ("v", "U8", (n,))])
+        else:
+            dtype = {32: "F32", 16: "BF16"}[self.adam_bits]
+            moments = sequential([("m", dtype, (n,)), ("v", dtype, (n,))])
+        low = {"low": (moments.span, sequential([("lo", "I16", (n,))]))} if self.dtype == "BF16" else {}
+        return {"moments": (0, moments)} | low
 
     def low_span(self, n: int) -> int:
         """Bytes of the low halves of a record of n parameters."""
@@ -393,27 +389,26 @@ class Geometry:
         """Bytes of unit u's records, each rounded up to 4,096."""
         return sum(self.state_layout(n).span for n in self.record_sizes(u, record))
 
+    @cached_method
     def saved_names(self, kind: str) -> tuple[str, ...]:
         """Names of the tensors that a unit of this kind can save for backward."""
-        if kind not in self._names:
-            self._names[kind] = tuple(shapes.saved_shapes(self.cfg, 1, kind))
-        return self._names[kind]
+        return tuple(shapes.saved_shapes(self.cfg, 1, kind))
 
     def saved_layout(self, u: int, names: Iterable[str], tokens: int) -> Layout:
         """Layout of the tensors `names` that unit u saves for backward."""
-        key = self.kinds[u], frozenset(names), tokens
-        if key not in self._saved:
-            found = shapes.saved_shapes(self.cfg, tokens, self.kinds[u])
-            specs = [(n, self.dtype if d == "compute" else d, s) for n, (s, d) in found.items() if n in key[1]]
-            self._saved[key] = sequential(specs, align=256)  # as torch's: cuBLAS chooses by alignment
-        return self._saved[key]
+        return self._saved_layout(self.kinds[u], frozenset(names), tokens)
 
+    @cached_method
+    def _saved_layout(self, kind: str, names: frozenset[str], tokens: int) -> Layout:
+        found = shapes.saved_shapes(self.cfg, tokens, kind)
+        specs = [(n, self.dtype if d == "compute" else d, s) for n, (s, d) in found.items() if n in names]
+        return sequential(specs, align=256)  # as torch's: cuBLAS chooses by alignment
+
+    @cached_method
     def passed_layout(self, tokens: int) -> Layout:
         """Layout of the sums that a slice of experts passes to the next."""
-        if tokens not in self._passed:
-            found = shapes.passed_shapes(self.cfg, tokens)
-            self._passed[tokens] = sequential([(n, d, s) for n, (s, d) in found.items()], align=256)
-        return self._passed[tokens]
+        found = shapes.passed_shapes(self.cfg, tokens)
+        return sequential([(n, d, s) for n, (s, d) in found.items()], align=256)
 
     def x_bytes(self, tokens: int) -> int:
         """Bytes of the input of a unit, (tokens, D) in the compute dtype."""

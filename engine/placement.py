@@ -22,7 +22,8 @@ from trireme.engine.queues.task import Kind, Queues
 from trireme.models.sizes.shapes import HALVES
 from trireme.storage.devices import Device
 from trireme.storage.layout import Layout
-from trireme.storage.scratch import Scratch as OnDrives
+from trireme.storage.scratch import Scratch
+from trireme.storage.store import Store
 
 Progress = Callable[[int], None]  # (bytes just moved)
 Access = Literal["read", "verify", "write"]
@@ -30,32 +31,6 @@ Access = Literal["read", "verify", "write"]
 
 def silent(nbytes: int) -> None:
     """A Progress that shows nothing."""
-
-
-class Store(Protocol):
-    """Shards on the SSD, by name (storage/store.py)."""
-
-    def read(self, name: str, buffer: memoryview, later: bool = False) -> Future[None]:
-        """`later`: no task waits for the bytes yet, so requests of others go first."""
-        ...
-
-    def verify(self, name: str, buffer: memoryview) -> Future[None]:
-        """Reads a shard and compares it with its checksum."""
-        ...
-
-    def write(self, name: str, buffer: memoryview, later: bool = False) -> Future[None]: ...
-
-
-class Scratch(Protocol):
-    """Space on the SSD by offset, which one run uses (storage/scratch.py)."""
-
-    def read(self, offset: int, buffer: memoryview, later: bool = False) -> Future[None]:
-        """`later`: as of Store."""
-        ...
-
-    def write(self, offset: int, buffer: memoryview, later: bool = False) -> Future[None]: ...
-
-    def close(self) -> None: ...
 
 
 class Space:
@@ -74,17 +49,11 @@ class Space:
     def claim(self, devices: Sequence[Device]) -> None:
         """Takes the reserved space from the drives. Raises StoreError."""
         if self.nbytes:
-            self.scratch = OnDrives(devices, self.nbytes)
+            self.scratch = Scratch(devices, self.nbytes)
 
     def claimed(self) -> Scratch:
         assert self.scratch is not None, "the plan uses scratch space on the SSD, and none was claimed"
         return self.scratch
-
-    def read(self, offset: int, buffer: memoryview, later: bool = False) -> None:
-        self.claimed().read(offset, buffer, later).result()
-
-    def write(self, offset: int, buffer: memoryview, later: bool = False) -> None:
-        self.claimed().write(offset, buffer, later).result()
 
     def close(self) -> None:
         if self.scratch is not None:
@@ -102,10 +71,10 @@ class Scratched:
         return self.size if part is None else part[1] - part[0]
 
     def read(self, buffer: Tensor, part: tuple[int, int] | None) -> None:
-        self.space.read(*self._place(buffer, part), self.later)
+        self.space.claimed().read(*self._place(buffer, part), self.later).result()
 
     def write(self, buffer: Tensor, part: tuple[int, int] | None) -> None:
-        self.space.write(*self._place(buffer, part), self.later)
+        self.space.claimed().write(*self._place(buffer, part), self.later).result()
 
     def _place(self, buffer: Tensor, part: tuple[int, int] | None) -> tuple[int, memoryview]:
         first, nbytes = part[0] if part else 0, min(len(buffer), self.nbytes(part))
