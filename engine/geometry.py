@@ -56,13 +56,13 @@ def extent(piece: Sequence[Stretch]) -> tuple[int, int]:
 
 def cached_method(method: Callable[..., Value]) -> Callable[..., Value]:
     """Caches the results of a method, by its arguments, in each object."""
-    name = method.__name__
 
     @wraps(method)
-    def call(self: Geometry, *key: Any) -> Value:
-        if (name, *key) not in self.cache:
-            self.cache[name, *key] = method(self, *key)
-        found: Value = self.cache[name, *key]
+    def call(self: Geometry, *args: Any) -> Value:
+        key = method.__name__, args
+        if key not in self.cache:
+            self.cache[key] = method(self, *args)
+        found: Value = self.cache[key]
         return found
 
     return call
@@ -86,7 +86,7 @@ class Geometry:
         self.kinds = [shapes.kind(cfg, u) for u in range(self.n_units)]
         self.head = self.n_units - 1
         self.inner_kinds = tuple(dict.fromkeys(self.kinds[1:-1]))
-        self.cache: dict[tuple[Any, ...], Any] = {}
+        self.cache: dict[tuple[str, tuple[Any, ...]], Any] = {}
 
     @cached_property
     def alike(self) -> tuple[int, ...]:
@@ -300,9 +300,8 @@ class Geometry:
         """
         blocks = range(1, self.head) if any(self.numel[1 : self.head]) else (0, self.head)
         u = max(blocks, key=self.numel.__getitem__)
-        return min(
-            (max(stretch.stop, self.numel[u] - stretch.stop) for stretch in self._stretches(self.alike[u])), default=1
-        )
+        stops = (stretch.stop for stretch in self._stretches(self.alike[u]))
+        return min((max(stop, self.numel[u] - stop) for stop in stops), default=1)
 
     def size_class(self, u: int) -> str:
         """Name of the units that share pools of buffers. The ends of an untied model are a class of their own."""
