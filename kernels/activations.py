@@ -17,6 +17,7 @@ from torch import Tensor
 
 from trireme.kernels.column_sum import add_rows
 from trireme.kernels.experts.reference import Order
+from trireme.kernels.fp8.quantize import raise_maximum
 from trireme.kernels.launch import cdiv, column_splits, power2
 from trireme.kernels.launcher import await_previous, launcher
 from trireme.kernels.reference import Act
@@ -69,7 +70,7 @@ def _clamped(b_gate_up, limit, BLOCK: tl.constexpr):
 @launcher
 @triton.jit
 def _act_fwd(
-    p_h, p_bias, p_y, limit, f: tl.constexpr, F: tl.constexpr, GATED: tl.constexpr, CLAMPED: tl.constexpr,
+    p_h, p_bias, p_y, p_most, limit, f: tl.constexpr, F: tl.constexpr, GATED: tl.constexpr, CLAMPED: tl.constexpr,
     BLOCK: tl.constexpr,
 ):  # fmt: skip
     await_previous()
@@ -90,7 +91,10 @@ def _act_fwd(
         if p_bias is not None:
             b_x += tl.load(p_bias + o_f, o_f < F, 0.0).to(tl.float32)
         b_y = f(b_x)[0]
-    tl.store(p_y + i_n * F + o_f, b_y.to(p_y.dtype.element_ty), o_f < F)
+    b_y = b_y.to(p_y.dtype.element_ty)
+    tl.store(p_y + i_n * F + o_f, b_y, o_f < F)
+    if p_most is not None:
+        raise_maximum(p_most, tl.where(o_f < F, b_y.to(tl.float32), 0.0))
 
 
 @triton.jit
@@ -174,7 +178,7 @@ def _biased_bwd(
     tl.store(p_parts + i_part * F + o_f, tl.sum(b_sum, 0), o_f < F)
 
 
-def act_fwd(h: Tensor, act: Act, bias: Tensor | None = None) -> Tensor:
+def act_fwd(h: Tensor, act: Act, bias: Tensor | None = None, most_: Tensor | None = None) -> Tensor:
     """As reference.act_fwd, contiguous."""
     N, F = h.shape[0], h.shape[1] // (2 if act.gated else 1)
     assert h.is_contiguous()
@@ -182,7 +186,7 @@ def act_fwd(h: Tensor, act: Act, bias: Tensor | None = None) -> Tensor:
     block = min(ROUTED, power2(F)) if act.limit else BLOCK
     f = FUNCTIONS[act.of]
     grid = (N * cdiv(F, block),)
-    _act_fwd[grid](h, bias, y, float(act.limit), f, F, act.gated, act.limit > 0, block, num_warps=4)
+    _act_fwd[grid](h, bias, y, most_, float(act.limit), f, F, act.gated, act.limit > 0, block, num_warps=4)
     return y
 
 

@@ -1,8 +1,7 @@
-"""Block sizes, warps and stages of every kernel, as plain functions of shape and chip.
+"""Block sizes, warps and stages of every kernel, as plain functions of shape and chip, over the table in tiles.py.
 
-Settings do not depend on the number of tokens. Those of Hopper were measured (scripts/bench/ops.py --tune on an H200),
-and B200 has the same; other chips have less shared memory (tiles.py). Settings that `trireme check --tune` found to be faster on the GPU at hand take the place of both: a
-run passes them to `use`, by name. In Triton's interpreter `arch` is 0.
+Settings do not depend on the number of tokens. Those that `trireme check --tune` found to be faster on the GPU at hand
+take the place of the table's: a run passes them to `use`, by name. In Triton's interpreter `arch` is 0.
 """
 
 from __future__ import annotations
@@ -13,8 +12,7 @@ from typing import Any, Literal, NamedTuple, ParamSpec, TypeVar
 
 import torch
 
-from trireme.kernels.chips.chip import KIB, Chip, chip
-from trireme.kernels.tiles import Grouped, Tile
+from trireme.kernels.tiles import KIB, Chip, Grouped, Tile, chip
 from trireme.kernels.tiles import settings as settings_of
 
 P = ParamSpec("P")
@@ -103,14 +101,6 @@ def rows_bwd(device: torch.device, N: int, D: int, itemsize: int) -> Rows:
         ahead = min(ahead, (here.shared - KIB) // (3 * parts * tile)) if itemsize == 2 else 0
         return Rows(rows, columns, 16, ahead + 1, max(1, programs // parts))
     return Rows(rows, columns, min(16, max(4, rows * columns // 1024)), ahead + 1, programs)
-
-
-@cache
-def rows_maxima(D: int) -> Rows:
-    """Persistent programs over tiles of rows of D values that are only read (`programs` unused)."""
-    columns = power2(D)
-    rows = max(1, 2048 // columns)
-    return Rows(rows, columns, min(16, max(4, rows * columns // 1024)), 3, 0)
 
 
 def column_splits(device: torch.device, n_columns: int, n_tiles: int) -> int:

@@ -15,17 +15,17 @@ import torch
 
 from trireme.kernels import reference
 from trireme.kernels.attention import reference as attention
-from trireme.kernels.attention.docs import Docs, Laid, lay_docs, make_docs, place_docs
+from trireme.kernels.attention.docs import Docs, Laid, lay_docs, make_docs, place_docs  # noqa: F401
 from trireme.kernels.experts import reference as experts
-from trireme.kernels.experts.reference import Order, Rule
+from trireme.kernels.experts.reference import Order, Rule  # noqa: F401
 from trireme.kernels.fp8 import reference as fp8
-from trireme.kernels.fp8.reference import Quantized
+from trireme.kernels.fp8.reference import Quantized, new_maxima  # noqa: F401
 from trireme.kernels.packed import reference as packed
-from trireme.kernels.reference import Act, join_master, rope_table, soft_cap, split_master
+from trireme.kernels.reference import RMS, Act, NormKind, NormStats, join_master, rope_table, soft_cap, split_master  # noqa: F401  # noqa: F401
 from trireme.kernels.scan import reference as scan
-from trireme.kernels.scan.reference import decay_bwd, decay_fwd
+from trireme.kernels.scan.reference import decay_bwd, decay_fwd  # noqa: F401
 from trireme.kernels.teacher import reference as teacher
-from trireme.kernels.teacher.reference import Taught
+from trireme.kernels.teacher.reference import Taught  # noqa: F401
 
 P = ParamSpec("P")
 R = TypeVar("R")
@@ -41,15 +41,12 @@ def _op(plain: Callable[P, R], module: str) -> Callable[P, R]:
         on_gpu = first.device.type in ("cuda", "meta") and first.dtype != torch.float64
         return (launcher() if on_gpu else plain)(*args, **kwargs)
 
+    op.launcher = launcher  # type: ignore[attr-defined]
     return op
 
 
-rmsnorm_fwd = _op(reference.rmsnorm_fwd, "rmsnorm")
-rmsnorm_bwd = _op(reference.rmsnorm_bwd, "rmsnorm")
-head_rmsnorm_fwd = _op(reference.head_rmsnorm_fwd, "rmsnorm")
-head_rmsnorm_bwd = _op(reference.head_rmsnorm_bwd, "rmsnorm")
-layernorm_fwd = _op(reference.layernorm_fwd, "layernorm")
-layernorm_bwd = _op(reference.layernorm_bwd, "layernorm")
+norm_fwd = _op(reference.norm_fwd, "norms")
+norm_bwd = _op(reference.norm_bwd, "norms")
 rope_ = _op(reference.rope_, "rope")
 act_fwd = _op(reference.act_fwd, "activations")
 act_bwd_ = _op(reference.act_bwd_, "activations")
@@ -78,23 +75,16 @@ fp4_decode = _op(packed.fp4_decode, "packed.fp4")
 int4_decode = _op(packed.int4_decode, "packed.int4")
 scan_fwd = _op(scan.scan_fwd, "scan.scan")
 scan_bwd = _op(scan.scan_bwd, "scan.scan")
-conv_fwd = _op(scan.conv_fwd, "scan.around")
-conv_bwd = _op(scan.conv_bwd, "scan.around")
-gated_norm_fwd = _op(scan.gated_norm_fwd, "scan.around")
-gated_norm_bwd = _op(scan.gated_norm_bwd, "scan.around")
+conv_fwd = _op(scan.conv_fwd, "scan.convolution")
+conv_bwd = _op(scan.conv_bwd, "scan.convolution")
 gate_fwd = _op(attention.gate_fwd, "attention.gate")
 gate_bwd = _op(attention.gate_bwd, "attention.gate")
 quantize = _op(fp8.quantize, "fp8.quantize")
 quantize_experts = _op(fp8.quantize_experts, "fp8.quantize")
 quantize_rows = _op(fp8.quantize_rows, "fp8.quantize")
 turn = _op(fp8.turn, "fp8.quantize")
-rmsnorm_codes = _op(fp8.rmsnorm_codes, "fp8.norms")
-rotated_codes = _op(fp8.rotated_codes, "fp8.rotated")
-act_codes_fwd = _op(fp8.act_codes_fwd, "fp8.gated")
 act_codes_bwd = _op(fp8.act_codes_bwd, "fp8.gated")
 fp8_matmul = _op(fp8.fp8_matmul, "fp8.matmuls")
 fp8_add_ = _op(fp8.fp8_add_, "fp8.matmuls")
 grad_finish = _op(reference.grad_finish, "adamw")
 adamw_ = _op(reference.adamw_, "adamw")
-
-__all__ = [name for name in dir() if not name.startswith("__")]

@@ -9,7 +9,7 @@ whose names end in `_` are written or added to; others are only read.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from typing import TYPE_CHECKING, NamedTuple
 
 import torch
@@ -32,87 +32,102 @@ def add_(out: Tensor, value: Tensor) -> None:
 # ---------------------------------------------------------------- norms
 
 
-def rmsnorm_fwd(h: Tensor, weight: Tensor, eps: float, out: Tensor | None = None) -> tuple[Tensor, Tensor]:
-    """(y = h / rms(h) * weight (N, D), rstd (N,) fp32) of h (N, D); weight (D,). Copies h to `out`, if given."""
-    if out is not None:
-        out.copy_(h)
-    hf = upcast(h)
-    rstd = torch.rsqrt(hf.square().mean(-1) + eps)
-    return (hf * rstd[:, None] * upcast(weight)).to(h.dtype), rstd
+class NormKind(NamedTuple):
+    """What a norm does besides dividing by the root mean square."""
+
+    add_one: bool = False  # multiplies by 1 + weight
+    centred: bool = False  # LayerNorm
+    gate_first: bool = False  # a gate multiplies x, not the result
 
 
-def rmsnorm_bwd(
-    dy: Tensor,
-    h: Tensor,
+RMS = NormKind()
+
+
+class NormStats(NamedTuple):
+    """Statistics of rows, for backward."""
+
+    rstd: Tensor  # (N, H) fp32
+    mean: Tensor | None  # likewise, of a LayerNorm
+
+
+def norm_fwd(
+    x: Tensor,
     weight: Tensor,
-    rstd: Tensor,
-    dweight_: Tensor | None,
-    dresidual: Tensor | None = None,
-    out: Tensor | None = None,
-) -> Tensor:
-    """The gradient dh (N, D) of h through y = h * rstd * weight, plus dresidual (N, D), given dy (N, D).
+    eps: float,
+    kind: NormKind = RMS,
+    bias: Tensor | None = None,
+    gate: Tensor | None = None,
+    copy: Tensor | None = None,
+    most_: Tensor | None = None,
+) -> tuple[Tensor, NormStats]:
+    """(the norm of x over its features (N, H, D) contiguous, its statistics); x (N, H, D), rows may be strided.
 
-    Adds the weight's gradient to dweight_ (D,), which is None for a frozen weight. `out` receives dh and may be dy.
+    weight (D,), or (H, D) by head; bias (D,) of a LayerNorm. The result, or with kind.gate_first x, is multiplied by
+    silu(gate), gate (N, H, D). Copies x to `copy`, if given. most_: fp8/reference.py, new_maxima.
     """
-    dyf, hf = upcast(dy), upcast(h)
-    xhat = hf * rstd[:, None]
-    if dweight_ is not None:
-        add_(dweight_, (dyf * xhat).sum(0))
-    g = dyf * upcast(weight)
-    dh = rstd[:, None] * (g - xhat * (g * xhat).mean(-1, keepdim=True))
-    dh = (dh if dresidual is None else dh + upcast(dresidual)).to(h.dtype)
-    return dh if out is None else out.copy_(dh)
+    if copy is not None:
+        copy.copy_(x)
+    u = upcast(x)
+    s = None if gate is None else torch.nn.functional.silu(upcast(gate))
+    u = u * s if s is not None and kind.gate_first else u
+    mean = u.mean(-1) if kind.centred else None
+    u = u if mean is None else u - mean[..., None]
+    rstd = torch.rsqrt(u.square().mean(-1) + eps)
+    y = u * rstd[..., None] * _norm_weight(weight, kind)
+    y = y if bias is None else y + upcast(bias)
+    y = (y if s is None or kind.gate_first else y * s).to(x.dtype)
+    if most_ is not None:
+        raise_maximum_(most_, y)
+    return y, NormStats(rstd, mean)
 
 
-def layernorm_fwd(h: Tensor, weight: Tensor, bias: Tensor, eps: float) -> tuple[Tensor, Tensor, Tensor]:
-    """(y = (h - mean) * rstd * weight + bias (N, D), mean (N,) fp32, rstd (N,) fp32) of h (N, D)."""
-    hf = upcast(h)
-    mean = hf.mean(-1)
-    centred = hf - mean[:, None]
-    rstd = torch.rsqrt(centred.square().mean(-1) + eps)
-    return (centred * rstd[:, None] * upcast(weight) + upcast(bias)).to(h.dtype), mean, rstd
-
-
-def layernorm_bwd(
+def norm_bwd(
     dy: Tensor,
-    h: Tensor,
+    x: Tensor,
     weight: Tensor,
-    mean: Tensor,
-    rstd: Tensor,
-    dweight_: Tensor,
-    dbias_: Tensor,
+    stats: NormStats,
+    kind: NormKind,
+    dx_: Tensor,
+    dweight_: Tensor | None = None,
+    dbias_: Tensor | None = None,
+    gate: Tensor | None = None,
+    dgate_: Tensor | None = None,
     dresidual: Tensor | None = None,
-    out: Tensor | None = None,
-) -> Tensor:
-    """The gradient (N, D) of h, as rmsnorm_bwd; adds those of weight and bias to dweight_ and dbias_ (D,)."""
-    dyf = upcast(dy)
-    xhat = (upcast(h) - mean[:, None]) * rstd[:, None]
-    add_(dweight_, (dyf * xhat).sum(0))
-    add_(dbias_, dyf.sum(0))
-    g = dyf * upcast(weight)
-    dh = rstd[:, None] * (g - g.mean(-1, keepdim=True) - xhat * (g * xhat).mean(-1, keepdim=True))
-    dh = (dh if dresidual is None else dh + upcast(dresidual)).to(h.dtype)
-    return dh if out is None else out.copy_(dh)
+) -> None:
+    """Fills dx_ (N, H, D), which may be dy, with the gradient of x plus dresidual, and dgate_ with that of the gate.
 
-
-def head_rmsnorm_fwd(x: Tensor, weight: Tensor, eps: float) -> tuple[Tensor, Tensor]:
-    """RMSNorm over each head. x (N, H, d), rows may be strided; weight (d,).
-
-    Returns (y (N, H, d) contiguous, rstd (N, H) fp32).
+    Adds to dweight_ and dbias_, which are None where frozen.
     """
-    xf = upcast(x)
-    rstd = torch.rsqrt(xf.square().mean(-1) + eps)
-    return (xf * rstd[..., None] * upcast(weight)).to(x.dtype), rstd
-
-
-def head_rmsnorm_bwd(dy: Tensor, x: Tensor, weight: Tensor, rstd: Tensor, dweight_: Tensor | None, dx_: Tensor) -> None:
-    """Fills dx_ (N, H, d), which may be strided, or dy; adds to dweight_ (d,), which is None for a frozen weight."""
-    dyf = upcast(dy)
-    xhat = upcast(x) * rstd[..., None]
+    dyf, xf, rstd = upcast(dy), upcast(x), stats.rstd[..., None]
+    s, slope = (None, None) if gate is None else _silu(upcast(gate))
+    u = xf * s if s is not None and kind.gate_first else xf
+    dn = dyf * s if s is not None and not kind.gate_first else dyf
+    n = (u if stats.mean is None else u - stats.mean[..., None]) * rstd
+    w = _norm_weight(weight, kind)
     if dweight_ is not None:
-        add_(dweight_, (dyf * xhat).sum((0, 1)))
-    g = dyf * upcast(weight)
-    dx_.copy_(rstd[..., None] * (g - xhat * (g * xhat).mean(-1, keepdim=True)))
+        add_(dweight_, (dn * n).sum(0 if weight.dim() == 2 else (0, 1)))
+    if dbias_ is not None:
+        add_(dbias_, dn.sum((0, 1)))
+    g = dn * w
+    centred = g if stats.mean is None else g - g.mean(-1, keepdim=True)
+    du = rstd * (centred - n * (g * n).mean(-1, keepdim=True))
+    if s is not None and slope is not None and dgate_ is not None:
+        dgate_.copy_((du * xf if kind.gate_first else dyf * n * w) * slope)
+        du = du * s if kind.gate_first else du
+    dx_.copy_(du if dresidual is None else du + upcast(dresidual))
+
+
+def _norm_weight(weight: Tensor, kind: NormKind) -> Tensor:
+    return 1 + upcast(weight) if kind.add_one else upcast(weight)
+
+
+MAXIMA = 64  # slots of a tensor's largest magnitude
+
+
+def raise_maximum_(most_: Tensor, y: Tensor) -> None:
+    """Raises one of most_ (MAXIMA,) int32, bits of fp32, to the largest finite magnitude of y."""
+    largest = torch.where(y.isfinite(), y.float().abs(), 0.0).amax().view(1)
+    most_[:1] = torch.maximum(most_[:1], largest.view(torch.int32))
 
 
 # ---------------------------------------------------------------- positions
@@ -142,6 +157,7 @@ def rope_(x_: Tensor, cos: Tensor, sin: Tensor, positions: Tensor, inverse: bool
 
 
 # ---------------------------------------------------------------- activations
+
 
 class Act(NamedTuple):
     """An activation: "silu", "gelu" (by tanh), "exact gelu" or "relu2", of a gate that multiplies `up` if gated."""
@@ -190,12 +206,19 @@ def _parts(h: Tensor, act: Act) -> tuple[Tensor, Tensor, Tensor, Tensor]:
     return low * s, slope, (up.abs() <= act.limit).to(up.dtype), up.clamp(-act.limit, act.limit) + 1
 
 
-def act_fwd(h: Tensor, act: Act, bias: Tensor | None = None) -> Tensor:
-    """f(h + bias), h (N, F), or of gated units f(gate) * up (N, F), h (N, 2F), gate first unless clamped."""
-    if not act.gated:
-        return _ACTS[act.of](upcast(h) if bias is None else upcast(h) + upcast(bias))[0].to(h.dtype)
-    value, _, _, up = _parts(h, act)
-    return (value * up).to(h.dtype)
+def act_fwd(h: Tensor, act: Act, bias: Tensor | None = None, most_: Tensor | None = None) -> Tensor:
+    """f(h + bias), h (N, F), or of gated units f(gate) * up (N, F), h (N, 2F), gate first unless clamped.
+
+    most_: fp8/reference.py, new_maxima.
+    """
+    if act.gated:
+        value, _, _, up = _parts(h, act)
+        y = (value * up).to(h.dtype)
+    else:
+        y = _ACTS[act.of](upcast(h) if bias is None else upcast(h) + upcast(bias))[0].to(h.dtype)
+    if most_ is not None:
+        raise_maximum_(most_, y)
+    return y
 
 
 def act_bwd_(

@@ -1,4 +1,4 @@
-"""One table of launches in bf16: the settings of each, on chips with 227 KiB of shared memory and on those with 99.
+"""A GPU's chip, and one table of launches in bf16: the settings of each in 227 KiB of shared memory, and in 99 KiB.
 
 The first is used unless `trireme check --tune` found another to be faster on the GPU at hand; it tries all. Those of
 Hopper were measured on an H200; those of 99 KiB were compiled for sm_86, sm_89 and sm_120 without spills, and never
@@ -9,9 +9,55 @@ and dq, the queries of dkv.
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
+from functools import cache
 from typing import NamedTuple
 
-from trireme.kernels.chips.chip import Chip
+import torch
+
+# from the CUDA C programming guide, "Compute capabilities"
+KIB = 1 << 10
+SHARED = {80: 163, 87: 163, 90: 227, 100: 227, 103: 227}  # KiB of a program, by compute capability
+USUAL = 99  # of every other chip since Ampere, RTX 30 to 50 among them
+WARPS = {80: 64, 87: 48, 90: 64, 100: 64, 103: 64}  # of a multiprocessor; else 48
+L2 = 50 << 20  # of an H100
+
+
+class Chip(NamedTuple):
+    arch: int  # compute capability: 90 for sm_90; 0 in the interpreter
+    sms: int  # multiprocessors
+    l2: int = L2  # bytes
+
+    @property
+    def shared(self) -> int:
+        """Bytes of shared memory that a program can have."""
+        return SHARED.get(self.arch, USUAL) * KIB
+
+    @property
+    def large(self) -> bool:
+        """Whether it is Hopper or B200: launches were measured on Hopper, and B200 has as much shared memory."""
+        return self.shared > 200 * KIB
+
+    @property
+    def warps(self) -> int:
+        """Warps of a multiprocessor."""
+        return WARPS.get(self.arch, 48)
+
+
+# of tensors without memory: the GPU that is planned for
+described = Chip(89, 128, 72 << 20)
+
+
+@cache
+def chip(device: torch.device) -> Chip:
+    if device.type == "meta":
+        return described
+    if device.type != "cuda":
+        return Chip(0, 2)
+    p = torch.cuda.get_device_properties(device)
+    return Chip(10 * p.major + p.minor, p.multi_processor_count, p.L2_cache_size)
+
+
+# ---------------------------------------------------------------- settings
 
 Setting = tuple[int, ...]
 
@@ -43,37 +89,48 @@ class Grouped(NamedTuple):
 TABLE: dict[str, tuple[tuple[Setting, ...], tuple[Setting, ...]]] = {
     "attention_fwd 64": (
         ((128, 64, 8, 3), (128, 64, 8, 2), (128, 64, 4, 3), (64, 64, 4, 3), (128, 128, 8, 2)),
-        ((128, 32, 4, 3), (128, 64, 8, 2), (64, 64, 4, 2), (64, 64, 4, 3))),
+        ((128, 32, 4, 3), (128, 64, 8, 2), (64, 64, 4, 2), (64, 64, 4, 3)),
+    ),
     "attention_fwd 128": (
         ((128, 64, 8, 3), (128, 64, 8, 2), (128, 128, 8, 2), (64, 64, 4, 3)),
-        ((64, 32, 4, 2), (128, 32, 8, 2), (64, 64, 4, 2), (64, 32, 4, 3))),
+        ((64, 32, 4, 2), (128, 32, 8, 2), (64, 64, 4, 2), (64, 32, 4, 3)),
+    ),
     "attention_fwd 256": (
         ((128, 64, 8, 2), (128, 32, 8, 3), (128, 32, 8, 2), (64, 64, 4, 2)),
-        ((64, 32, 8, 2), (64, 16, 4, 2), (64, 64, 8, 1))),
+        ((64, 32, 8, 2), (64, 16, 4, 2), (64, 64, 8, 1)),
+    ),
     "attention_dq 64": (
         ((64, 64, 4, 3), (128, 64, 8, 3), (128, 64, 8, 2), (64, 64, 4, 2)),
-        ((64, 32, 4, 3), (128, 32, 8, 2), (64, 32, 4, 2), (128, 64, 8, 2))),
+        ((64, 32, 4, 3), (128, 32, 8, 2), (64, 32, 4, 2), (128, 64, 8, 2)),
+    ),
     "attention_dq 128": (
         ((128, 64, 8, 3), (128, 64, 8, 2), (64, 64, 4, 2), (128, 32, 8, 3)),
-        ((128, 32, 8, 2), (64, 32, 4, 2), (64, 64, 8, 2), (64, 32, 4, 3))),
+        ((128, 32, 8, 2), (64, 32, 4, 2), (64, 64, 8, 2), (64, 32, 4, 3)),
+    ),
     "attention_dq 256": (
         ((128, 32, 8, 2), (64, 64, 8, 2), (64, 32, 4, 2)),
-        ((64, 32, 8, 1), (64, 16, 4, 2), (32, 32, 4, 1))),
+        ((64, 32, 8, 1), (64, 16, 4, 2), (32, 32, 4, 1)),
+    ),
     "attention_dkv 64": (
         ((64, 64, 4, 2), (64, 64, 4, 3), (64, 128, 8, 2), (32, 128, 8, 3)),
-        ((32, 64, 4, 2), (32, 128, 8, 2), (64, 64, 4, 2), (32, 128, 8, 3))),
+        ((32, 64, 4, 2), (32, 128, 8, 2), (64, 64, 4, 2), (32, 128, 8, 3)),
+    ),
     "attention_dkv 128": (
         ((32, 64, 4, 3), (64, 64, 4, 2), (32, 128, 8, 3), (64, 128, 8, 2)),
-        ((64, 64, 8, 2), (32, 64, 8, 2), (32, 128, 8, 2), (16, 64, 4, 2))),
+        ((64, 64, 8, 2), (32, 64, 8, 2), (32, 128, 8, 2), (16, 64, 4, 2)),
+    ),
     "attention_dkv 256": (
         ((32, 64, 8, 2), (32, 64, 8, 1), (32, 128, 8, 1)),
-        ((32, 32, 8, 1), (16, 64, 8, 1), (16, 32, 8, 2), (16, 64, 8, 2))),
+        ((32, 32, 8, 1), (16, 64, 8, 1), (16, 32, 8, 2), (16, 64, 8, 2)),
+    ),
     "grouped_mm": (
         ((128, 64, 128, 8, 3), (128, 64, 128, 8, 4), (128, 32, 128, 8, 4), (64, 64, 128, 4, 4)),
-        ((64, 32, 128, 4, 4), (128, 32, 128, 8, 3), (128, 64, 128, 8, 3), (128, 32, 128, 8, 4), (64, 64, 128, 4, 3))),
+        ((64, 32, 128, 4, 4), (128, 32, 128, 8, 3), (128, 64, 128, 8, 3), (128, 32, 128, 8, 4), (64, 64, 128, 4, 3)),
+    ),
     "grouped_add": (
         ((64, 128, 128, 8, 3), (32, 128, 128, 8, 3), (64, 128, 64, 4, 3)),
-        ((32, 64, 128, 4, 3), (64, 128, 128, 8, 3), (32, 128, 128, 8, 3), (64, 128, 64, 4, 2))),
+        ((32, 64, 128, 4, 3), (64, 128, 128, 8, 3), (32, 128, 128, 8, 3), (64, 128, 64, 4, 2)),
+    ),
     "rows_bwd": (((16, 1), (8, 2), (16, 2), (8, 4)), ((8, 2), (16, 1), (16, 2), (8, 4))),
     "cross_entropy": (((4096, 8, 8), (4096, 16, 4), (8192, 32, 2)),) * 2,
     "cross_entropy wide": (((8192, 32, 2), (8192, 32, 1), (4096, 8, 8), (4096, 16, 4)),) * 2,

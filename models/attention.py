@@ -20,9 +20,7 @@ from trireme.models import latent
 from trireme.models.branch import add_branch, add_matmul, branch_backward, copies
 from trireme.models.layers import Attention, Layer
 from trireme.models.linear import (
-    Gradient,
     Linear,
-    Upstream,
     add_gradients_,
     if_trained,
     linear,
@@ -30,8 +28,8 @@ from trireme.models.linear import (
     trained,
     upstream,
 )
-from trireme.models.norm import Norm, norm_for, normed_linear_backward
-from trireme.models.rows import Pass, Table, rotate_
+from trireme.models.norm import Norm, Stats, norm_for, normed_linear_backward
+from trireme.models.rows import Pass, rotate_
 
 # signature of ops.attention_fwd
 Attend = Callable[[Tensor, Tensor, Tensor, ops.Docs, float, int, "Tensor | None", float], tuple[Tensor, Tensor]]
@@ -54,10 +52,10 @@ class _Heads(NamedTuple):
     q: Tensor  # (N, H, d)
     k: Tensor  # (N, K, d)
     v: Tensor  # (N, K, e)
-    q_rstd: Tensor | None = None  # (N, H) or (N, 1) fp32
-    k_rstd: Tensor | None = None
+    q_stats: Stats | None = None
+    k_stats: Stats | None = None
     gate: Tensor | None = None  # (N, H, d), of the result
-    v_rstd: Tensor | None = None
+    v_stats: Stats | None = None
 
 
 class Result(NamedTuple):
@@ -104,7 +102,7 @@ def backward(
     result = recalled.pop() if recalled else recall(p, w, x)
     dqkv = _backward_to_qkv(p, w, g, result, dy)
     del result  # workspace._block_workspace
-    d_qkv = _upstream(p, w, g, dqkv)
+    d_qkv = upstream(dqkv, w.qkv, g.qkv)
     del dqkv  # workspace._around_mixer
     normed_linear_backward(
         (w.norm, w.qkv), (g.norm, g.qkv), p.layer.eps, x, d_qkv, dy if dresid is None else dresid, dx
@@ -143,7 +141,7 @@ def _backward_to_qkv(p: Pass, w: Weights, g: Weights, result: Result, dy: Tensor
     del d_branch
     add_gradients_(g.o, w.o, inner, d_o)
     del inner  # workspace._around_mixer
-    q, k, v, q_rstd, k_rstd, gate, v_rstd = result.heads
+    q, k, v, q_stats, k_stats, gate, v_stats = result.heads
     dout, out = (t.unflatten(1, (own.heads, -1)) for t in (linear_backward(d_o, w.o), result.out))
     del d_o  # workspace._block_workspace
     if w.sinks is not None and g.sinks is not None and trained(g.sinks):
@@ -169,35 +167,15 @@ def _backward_to_qkv(p: Pass, w: Weights, g: Weights, result: Result, dy: Tensor
         rotate_(dq, p.turn.query, p.rows, inverse=True)
         rotate_(dk, p.turn.key, p.rows, inverse=True)
     q, k, v = _split(p.layer, result.qkv)  # before the norms
-    _head_norm_backward_(dq, q, w.q_norm, q_rstd, g.q_norm, placed)
-    _head_norm_backward_(dk, k, w.k_norm, k_rstd, g.k_norm)
-    if v_rstd is not None:
-        ops.head_rmsnorm_bwd(dv, v, _ones(own, v), v_rstd, None, dv)
+    _head_norm_backward_(dq, q, w.q_norm, q_stats, g.q_norm, placed)
+    _head_norm_backward_(dk, k, w.k_norm, k_stats, g.k_norm)
+    if v_stats is not None:
+        ops.norm_bwd(dv, v, _ones(own, v), v_stats, ops.RMS, dv)
     if own.values == "keys":
         dk.add_(dv)
-    if own.rotated_first and _rotates_codes(p, w) is None:
+    if own.rotated_first:
         _rotate_(p, dqkv, inverse=True)
     return dqkv
-
-
-def _upstream(p: Pass, w: Weights, g: Weights, dqkv: Tensor) -> Upstream:
-    """`upstream` (linear.py) of the gradient of qkv: in fp8 rotated back and quantized in one pass where possible."""
-    table = _rotates_codes(p, w)
-    if table is None:
-        return upstream(dqkv, w.qkv, g.qkv)
-    turned, columns = p.attention.heads + p.attention.kv_heads, trained(g.qkv.weight)
-    codes = ops.rotated_codes(dqkv, table.cos, table.sin, p.rows.docs.positions, turned, columns)
-    return Gradient(codes, dqkv.dtype)
-
-
-def _rotates_codes(p: Pass, w: Weights) -> Table | None:
-    """The table by which qkv's gradient is rotated back while it is quantized; None where it is rotated before that."""
-    own, turn = p.attention, p.turn
-    if turn is None or turn.query is not turn.key or turn.key.pairs or 2 * turn.key.cos.shape[1] != own.dim:
-        return None
-    alone = w.qkv.takes_codes and w.qkv.bias is None and w.latent is None
-    plain = own.rotated_first and not p.layer.names.by_head and not own.gate
-    return turn.key if alone and plain else None
 
 
 def _project(p: Pass, w: Weights, x: Tensor, out: Tensor | None = None, copy: Tensor | None = None) -> Tensor:
@@ -215,17 +193,17 @@ def _heads(p: Pass, w: Weights, qkv: Tensor) -> _Heads:
     if w.latent is not None:
         return _Heads(*latent.heads(p, w.latent, qkv))
     q, k, v = _split(p.layer, qkv)
-    v_rstd = None
+    v_stats = None
     if own.values != "own":
-        v, v_rstd = ops.head_rmsnorm_fwd(v, _ones(own, v), eps)
+        v, v_stats = ops.norm_fwd(v, _ones(own, v), eps)
     if w.q_norm is None or w.k_norm is None:
         return _Heads(q, k, v)
-    q, q_rstd = _head_norm(q, w.q_norm, eps)
-    k, k_rstd = _head_norm(k, w.k_norm, eps)
+    q, q_stats = _head_norm(q, w.q_norm, eps)
+    k, k_stats = _head_norm(k, w.k_norm, eps)
     if not own.rotated_first and p.turn:
         rotate_(q, p.turn.query, p.rows)
         rotate_(k, p.turn.key, p.rows)
-    return _Heads(q, k, v, q_rstd, k_rstd, _gate(own, qkv) if own.gate else None, v_rstd)
+    return _Heads(q, k, v, q_stats, k_stats, _gate(own, qkv) if own.gate else None, v_stats)
 
 
 def _ones(own: Attention, like: Tensor) -> Tensor:
@@ -246,19 +224,19 @@ def _gated(out: Tensor, gate: Tensor | None) -> Tensor:
     return out if gate is None else ops.gate_fwd(out.view(gate.shape), gate, "sigmoid").view(out.shape)
 
 
-def _head_norm(x: Tensor, w: Norm, eps: float) -> tuple[Tensor, Tensor]:
-    """(normed x (N, heads, d), rstd fp32), each head by itself, or all together if the weight is (heads d,)."""
-    y, rstd = ops.head_rmsnorm_fwd(x.view(len(x), -1, len(w.weight)), w.factor, eps)
-    return y.view(x.shape), rstd
+def _head_norm(x: Tensor, w: Norm, eps: float) -> tuple[Tensor, Stats]:
+    """(normed x (N, heads, d), statistics), each head by itself, or all together if the weight is (heads d,)."""
+    y, stats = ops.norm_fwd(x.view(len(x), -1, len(w.weight)), w.weight, eps, w.kind)
+    return y.view(x.shape), stats
 
 
 def _head_norm_backward_(
-    d_: Tensor, x: Tensor, w: Norm | None, rstd: Tensor | None, g: Norm | None, into: Tensor | None = None
+    d_: Tensor, x: Tensor, w: Norm | None, stats: Stats | None, g: Norm | None, into: Tensor | None = None
 ) -> None:
     """Replaces d_ (N, heads, d), the gradient of the norm's result, by that of x, or stores it in `into` if given."""
-    if w is not None and rstd is not None and g is not None:
+    if w is not None and stats is not None and g is not None:
         d_, x, into = (t.view(len(x), -1, len(w.weight)) for t in (d_, x, d_ if into is None else into))
-        ops.head_rmsnorm_bwd(d_, x, w.factor, rstd, if_trained(g.weight), into)
+        ops.norm_bwd(d_, x, w.weight, stats, w.kind, into, if_trained(g.weight))
 
 
 def _attend(

@@ -15,11 +15,10 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from trireme.kernels import ops
 from trireme.models.families.latent import Latent
 from trireme.models.layers import Attention
-from trireme.models.linear import Linear, Upstream, add_gradients_, if_trained, linear, linear_backward, upstream
-from trireme.models.norm import Norm
+from trireme.models.linear import Linear, Upstream, add_gradients_, linear, linear_backward, upstream
+from trireme.models.norm import Norm, norm, norm_backward
 from trireme.models.rows import Pass, rotate_
 
 EPS = 1e-6  # of the latents' norms, whatever config.json says of the others
@@ -59,11 +58,11 @@ def heads(p: Pass, w: Weights, qkv: Tensor) -> tuple[Tensor, Tensor, Tensor]:
     n = _own(own).nope
     q = first
     if w.q_b is not None:
-        q = linear(_normed(first, w.q_norm)[0], w.q_b)
+        q = linear(norm(first, w.q_norm, EPS)[0], w.q_b)
     q = q.unflatten(1, (own.heads, -1))
     if w.q_b is not None:
         _rotate_queries_(p, q)
-    kv = linear(_normed(latent, w.kv_norm)[0], w.kv_b).unflatten(1, (own.heads, -1))
+    kv = linear(norm(latent, w.kv_norm, EPS)[0], w.kv_b).unflatten(1, (own.heads, -1))
     k = q.new_empty(q.shape)
     k[..., :n] = kv[..., :n]
     k[..., n:] = shared[:, None]
@@ -112,22 +111,12 @@ def _rotate_queries_(p: Pass, q_: Tensor, inverse: bool = False) -> None:
     rotate_(q_[..., :n], turn and turn.rest, p.rows, inverse)
 
 
-def _normed(x: Tensor, w: Norm | None) -> tuple[Tensor, Tensor]:
-    """(normed x (N, R), rstd (N, 1) fp32)."""
-    assert w is not None
-    y, rstd = ops.head_rmsnorm_fwd(x[:, None], w.factor, EPS)
-    return y[:, 0], rstd
-
-
 def _latent_backward(
-    x: Tensor, norm: Norm | None, g_norm: Norm | None, w: Linear, g: Linear, dy: Tensor, dx: Tensor
+    x: Tensor, before: Norm | None, g_before: Norm | None, w: Linear, g: Linear, dy: Tensor, dx: Tensor
 ) -> None:
-    """Fills dx (N, R), adds to g_norm and g, given dy of norm(x) @ w."""
-    assert norm is not None
-    assert g_norm is not None
-    y, rstd = _normed(x, norm)
+    """Fills dx (N, R), adds to g_before and g, given dy of norm(x) @ w."""
+    y, stats = norm(x, before, EPS)
     d: Upstream = upstream(dy, w, g)
     add_gradients_(g, w, y, d)
     del y  # workspace._latent_moments
-    d_y = linear_backward(d, w)[:, None]
-    ops.head_rmsnorm_bwd(d_y, x[:, None], norm.factor, rstd, if_trained(g_norm.weight), dx[:, None])
+    norm_backward(linear_backward(d, w), x, before, stats, g_before, out=dx)

@@ -110,7 +110,8 @@ def _branch_backward(p: Pass, w: Weights, g: Weights, dy: Tensor, up: Tensor) ->
 
 def _activation(own: Mlp, up: Tensor, w: Weights) -> Operand:
     if own.gated and w.down.takes_codes:
-        return ops.act_codes_fwd(up, act_of(own))
+        act = ops.act_fwd(up, act_of(own), most_=(most := ops.new_maxima(up)))
+        return ops.quantize(act, most=most)
     return ops.act_fwd(up, act_of(own), w.gelu_bias)
 
 

@@ -15,7 +15,6 @@ from trireme.models.linear import (
     add_gradients_,
     if_trained,
     linear_backward,
-    or_scratch,
     trained,
 )
 
@@ -29,31 +28,29 @@ class Norm(NamedTuple):
 
     @property
     def copies(self) -> bool:
-        """Whether `norm` can copy its input, which only the kernel of RMSNorm does."""
+        """Whether a sub-layer's output starts as the copy of its input that this norm makes."""
         return self.bias is None
 
     @property
-    def factor(self) -> Tensor:
-        """What features are multiplied by: (D,), fp32 where 1 is added."""
-        return 1 + self.weight.float() if self.add_one else self.weight
+    def kind(self) -> ops.NormKind:
+        return ops.NormKind(add_one=self.add_one, centred=self.bias is not None)
 
 
-class Stats(NamedTuple):
-    """Statistics of each token, for backward."""
-
-    rstd: Tensor  # (N,) fp32
-    mean: Tensor | None = None  # LayerNorm: (N,) fp32
+Stats = ops.NormStats
 
 
-def norm(x: Tensor, w: Norm | None, eps: float, copy: Tensor | None = None) -> tuple[Tensor, Stats | None]:
-    """(normed x (N, D), statistics), or (x, None) without a norm. RMSNorm copies x to `copy`, if given."""
+def norm(
+    x: Tensor, w: Norm | None, eps: float, copy: Tensor | None = None, most_: Tensor | None = None
+) -> tuple[Tensor, Stats | None]:
+    """(normed x (N, D), statistics), or (x, None) without a norm. Copies x to `copy`, if given.
+
+    most_: ops.new_maxima, for quantizing the result.
+    """
     if w is None:
         return x, None
-    if w.bias is None:
-        y, rstd = ops.rmsnorm_fwd(x, w.factor, eps, None if copy is x else copy)
-        return y, Stats(rstd)
-    y, mean, rstd = ops.layernorm_fwd(x, w.weight, w.bias, eps)
-    return y, Stats(rstd, mean)
+    copy = None if copy is None or copy is x else copy[:, None]
+    y, stats = ops.norm_fwd(x[:, None], w.weight, eps, w.kind, w.bias, None, copy, most_)
+    return y[:, 0], stats
 
 
 def norm_for(
@@ -68,13 +65,13 @@ def norm_for(
     """As norm, with the result in the form in which `layer` reads it: as codes if it takes_codes.
 
     Codes are in rows for `forward`, in columns for `backward` (the gradient of the layer's weight), both made at once;
-    for neither the result is not read. An RMSNorm that copies nothing writes codes alone; of others y is quantized.
+    for neither the result is not read.
     """
-    if layer.takes_codes and w is not None and w.bias is None and copy is None:
-        codes, rstd = ops.rmsnorm_codes(x, w.factor, eps, forward, backward)
-        return codes, Stats(rstd)
-    y, stats = norm(x, w, eps, copy)
-    return ops.quantize(y, forward, backward) if layer.takes_codes and (forward or backward) else y, stats
+    if not layer.takes_codes or not (forward or backward):
+        return norm(x, w, eps, copy)
+    most = None if w is None else ops.new_maxima(x)
+    y, stats = norm(x, w, eps, copy, most)
+    return ops.quantize(y, forward, backward, most=most), stats
 
 
 def norm_backward(
@@ -89,10 +86,12 @@ def norm_backward(
     """The gradient of x (N, D), plus dresidual (N, D), in `out` if given; adds those of the weights to g."""
     if w is None or g is None or stats is None:
         return dy if dresidual is None else torch.add(dy, dresidual, out=out)
-    if g.bias is None or w.bias is None or stats.mean is None:
-        return ops.rmsnorm_bwd(dy, x, w.factor, stats.rstd, if_trained(g.weight), dresidual, out)
-    dweight, dbias = or_scratch(g.weight, w.weight), or_scratch(g.bias, w.bias)
-    return ops.layernorm_bwd(dy, x, w.weight, stats.mean, stats.rstd, dweight, dbias, dresidual, out)
+    dx = torch.empty_like(x) if out is None else out
+    dweight, dbias = if_trained(g.weight), None if g.bias is None else if_trained(g.bias)
+    rows = None if dresidual is None else dresidual[:, None]
+    given = dweight, dbias, None, None, rows
+    ops.norm_bwd(dy[:, None], x[:, None], w.weight, stats, w.kind, dx[:, None], *given)
+    return dx
 
 
 def normed_linear_backward(

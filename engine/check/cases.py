@@ -83,40 +83,44 @@ class Shapes:
 
 def norms(s: Shapes) -> Iterator[Case]:
     N, randn = s.N, s.randn
+    layer = ops.NormKind(centred=True)
     for D in s.widths:
-        x, dy, dr = (randn(N, D) for _ in range(3))
+        x, dy, dr, copy, dx = (randn(N, 1, D) for _ in range(5))
         w, b, shape, size = randn(D), randn(D), f"{N}x{D}", 2 * N * D
         dw, db = s.zeros(2, D)
-        _, rstd = ops.rmsnorm_fwd(x, w, 1e-5)
-        yield Case(shape, "rmsnorm_fwd", (x, w, 1e-5), 2 * size)
-        yield Case(f"{shape} + copy", "rmsnorm_fwd", (x, w, 1e-5, torch.empty_like(x)), 3 * size)
-        yield Case(shape, "rmsnorm_bwd", (dy, x, w, rstd, dw), 3 * size)
-        yield Case(f"{shape} + residual", "rmsnorm_bwd", (dy, x, w, rstd, dw, dr), 4 * size)
-        _, mean, rstd = ops.layernorm_fwd(x, w, b, 1e-5)
-        yield Case(shape, "layernorm_fwd", (x, w, b, 1e-5), 2 * size)
-        yield Case(shape, "layernorm_bwd", (dy, x, w, mean, rstd, dw, db), 3 * size)
-        yield Case(f"{shape} + residual", "layernorm_bwd", (dy, x, w, mean, rstd, dw, db, dr), 4 * size)
+        _, stats = ops.norm_fwd(x, w, 1e-5)
+        yield Case(shape, "norm_fwd", (x, w, 1e-5), 2 * size)
+        yield Case(f"{shape} + copy", "norm_fwd", (x, w, 1e-5, ops.RMS, None, None, copy), 3 * size)
+        given = dy, x, w, stats, ops.RMS, dx, dw
+        yield Case(shape, "norm_bwd", given, 3 * size)
+        yield Case(f"{shape} + residual", "norm_bwd", given, 4 * size, dict(dresidual=dr))
+        _, stats = ops.norm_fwd(x, w, 1e-5, layer, b)
+        yield Case(f"{shape} LayerNorm", "norm_fwd", (x, w, 1e-5, layer, b), 2 * size)
+        centred = dy, x, w, stats, layer, dx, dw, db
+        yield Case(f"{shape} LayerNorm", "norm_bwd", centred, 3 * size)
+        yield Case(f"{shape} LayerNorm + residual", "norm_bwd", centred, 4 * size, dict(dresidual=dr))
     H, of, d = s.heads
     x, w, dw, dy = randn(N, of * d).view(N, of, d)[:, :H], randn(d), s.zeros(d), randn(N, H, d)
-    _, rstd = ops.head_rmsnorm_fwd(x, w, 1e-6)
-    yield Case(f"{N}x{H}x{d}", "head_rmsnorm_fwd", (x, w, 1e-6), 4 * N * H * d)
-    yield Case(f"{N}x{H}x{d}", "head_rmsnorm_bwd", (dy, x, w, rstd, dw, torch.empty_like(dy)), 6 * N * H * d)
+    _, stats = ops.norm_fwd(x, w, 1e-6)
+    yield Case(f"{N}x{H}x{d}", "norm_fwd", (x, w, 1e-6), 4 * N * H * d)
+    yield Case(f"{N}x{H}x{d}", "norm_bwd", (dy, x, w, stats, ops.RMS, torch.empty_like(dy), dw), 6 * N * H * d)
 
 
 def activations(s: Shapes) -> Iterator[Case]:
     N, F, randn = s.N, s.F, s.randn
-    gate_up, dy, shape, size = randn(N, 2 * F), randn(N, F), f"{N}x{F}", 2 * N * F
-    for name in ("swiglu", "geglu"):
-        yield Case(shape, f"{name}_fwd", (gate_up,), 3 * size)
-        yield Case(shape, f"{name}_bwd", (dy, gate_up), 6 * size)
-    yield Case(shape, "clamped_swiglu_fwd", (gate_up, 7.0), 3 * size)
+    h, dy, shape, size = randn(N, 2 * F), randn(N, F), f"{N}x{F}", 2 * N * F
+    for name in ("silu", "gelu"):
+        yield Case(f"{shape} {name}", "act_fwd", (h, ops.Act(name)), 3 * size)
+        yield Case(f"{shape} {name}", "act_bwd_", (dy, h, ops.Act(name)), 6 * size)
+    yield Case(f"{shape} clamped", "act_fwd", (h, ops.Act(limit=7.0)), 3 * size)
     F = s.plain
     h, dy, b, db, shape, size = randn(N, F), randn(N, F), randn(F), s.zeros(F), f"{N}x{F}", 2 * N * F
-    yield Case(shape, "gelu_bias_fwd", (h, b), 2 * size)
-    yield Case(shape, "gelu_bias_bwd", (dy, h, b, db), 4 * size)
+    gelu, relu2 = ops.Act("gelu", False), ops.Act("relu2", False)
+    yield Case(f"{shape} gelu + bias", "act_fwd", (h, gelu, b), 2 * size)
+    yield Case(f"{shape} gelu + bias", "act_bwd_", (dy, h, gelu, b, db), 4 * size)
     yield Case(shape, "bias_bwd_", (db, dy), size)
-    yield Case(shape, "relu2_fwd", (h,), 2 * size)
-    yield Case(shape, "relu2_bwd", (dy, h), 4 * size)
+    yield Case(f"{shape} relu2", "act_fwd", (h, relu2), 2 * size)
+    yield Case(f"{shape} relu2", "act_bwd_", (dy, h, relu2), 4 * size)
     H, of, d = s.heads
     x, docs = randn(N, of * d).view(N, of, d)[:, :H], ops.make_docs([N], s.device)
     cos, sin = ops.rope_table(1e4 ** (-torch.arange(0, d, 2, device=s.device) / d), N)
@@ -166,7 +170,7 @@ def loss(s: Shapes) -> Iterator[Case]:
 
 
 def fp8(s: Shapes) -> Iterator[Case]:
-    """Quantization of a block's tensors and of the outputs of norms, and GEMMs."""
+    """Quantization of a block's tensors, and GEMMs."""
     N, F, randn = s.N, s.F, s.randn
     for D in s.quantized:
         x = randn(N, D)
@@ -174,18 +178,12 @@ def fp8(s: Shapes) -> Iterator[Case]:
             written = (rows + columns) * N * D
             label = f"{N}x{D} {'rows' * rows} {'columns' * columns}"
             yield Case(label, "quantize", (x, rows, columns), 4 * N * D + written)
-            yield Case(label, "rmsnorm_codes", (x, randn(D), 1e-5, rows, columns), 4 * N * D + written)
-    H, of, d = s.heads
-    cos, sin = s.randn(2, N, d // 2, dtype=torch.float32)
-    given = (randn(N, of * d), cos, sin, torch.arange(N, device=s.device), H)
-    yield Case(f"{N}x{H} of {of}x{d}", "rotated_codes", given, 6 * N * of * d)
     codes = ops.quantize(randn(N, F)).rows
     assert codes is not None
     yield Case(f"{N}x{F}", "turn", (codes, torch.empty(F, N, dtype=codes.dtype, device=s.device)), 2 * N * F)
     gate_up, dy = randn(N, 2 * F), randn(N, F)
-    for name in ("swiglu", "geglu"):
-        yield Case(f"{N}x{F}", f"{name}_codes_fwd", (gate_up,), 9 * N * F)
-        yield Case(f"{N}x{F}", f"{name}_codes_bwd", (dy, gate_up), 17 * N * F)
+    for name in ("silu", "gelu"):
+        yield Case(f"{N}x{F} {name}", "act_codes_bwd", (dy, gate_up, ops.Act(name)), 17 * N * F)
     for M, K, O in s.matmuls:
         a, b = ops.quantize(randn(M, K)), ops.quantize(randn(O, K))
         for dtype in (BF16, torch.float32):
@@ -296,8 +294,9 @@ def sorted_rows(name: str, order: ops.Order, weights: Tensor, D: int, I: int, s:
     rows, d_act, gate_up = s.randn(P, D), s.randn(P, I), s.randn(P, 2 * I)
     yield Case(f"{name} forward", "combine", (rows, order, k, weights, s.randn(N, D)), 2 * D * (P + 2 * N))
     yield Case(f"{name} backward", "combine", (rows, order, k), 2 * D * (P + N))
-    yield Case(name, "routed_swiglu_bwd", (d_act, gate_up, weights, order), 12 * P * I)
-    yield Case(name, "routed_relu2_bwd", (d_act, s.randn(P, I), weights, order), 8 * P * I)
+    yield Case(f"{name} silu", "act_bwd_", (d_act, gate_up, ops.Act(), None, None, weights, order), 12 * P * I)
+    relu2 = ops.Act("relu2", False)
+    yield Case(f"{name} relu2", "act_bwd_", (d_act, s.randn(P, I), relu2, None, None, weights, order), 8 * P * I)
 
 
 def packed(s: Shapes) -> Iterator[Case]:
@@ -347,12 +346,10 @@ def scans(s: Shapes) -> Iterator[Case]:
     yield Case(f"{N}x{C}", "conv_bwd", (dx, x, w, None, docs, s.zeros(C, 4), None, torch.zeros_like(x)), 6 * x.numel())
     yield from mamba(s)
     w, dw, out = s.randn(d), s.zeros(d), torch.zeros_like(v)
-    yield Case(what, "gated_norm_fwd", (v, gate, w, 1e-6, False), 3 * values)
-    yield Case(what, "gated_norm_bwd", (dy, v, gate, w, 1e-6, False, dw, out), 5 * values)
-    yield Case(what, "sigmoid_gate_fwd", (v, gate), 3 * values)
-    yield Case(what, "sigmoid_gate_bwd", (dy, v, gate, out), 5 * values)
-    yield Case(what, "silu_gate_fwd", (v, gate), 3 * values)
-    yield Case(what, "silu_gate_bwd", (dy, v, gate, out), 5 * values)
+    yield from gated_norm(what, dy, v, gate, w, dw, False)
+    for act in ("sigmoid", "silu"):
+        yield Case(f"{what} {act}", "gate_fwd", (v, gate, act), 3 * values)
+        yield Case(f"{what} {act}", "gate_bwd", (dy, v, gate, out, act), 5 * values)
 
 
 def mamba(s: Shapes) -> Iterator[Case]:
@@ -365,10 +362,17 @@ def mamba(s: Shapes) -> Iterator[Case]:
     yield Case(what, "scan_fwd", (q, k, v, g, beta, docs, False, skip), 2 * keys + 2 * values, bound=1e-2)
     into = [torch.zeros_like(t) for t in (q, k, v)]
     yield Case(what, "scan_bwd", (dy, q, k, v, g, beta, docs, False, skip, *into), 4 * (keys + values), bound=1e-2)
-    x, dx, gate, out = (s.randn(N, K, H * e // K) for _ in range(4))
-    w, dw, what = s.randn(*x.shape[1:]), s.zeros(*x.shape[1:]), f"{N}x{K}x{x.shape[2]}, gate first"
-    yield Case(what, "gated_norm_fwd", (x, gate, w, 1e-6, True), 3 * values)
-    yield Case(what, "gated_norm_bwd", (dx, x, gate, w, 1e-6, True, dw, out), 5 * values)
+    x, dy, gate = (s.randn(N, K, H * e // K) for _ in range(3))
+    w, dw = s.randn(*x.shape[1:]), s.zeros(*x.shape[1:])
+    yield from gated_norm(f"{N}x{K}x{x.shape[2]}, gate first", dy, x, gate, w, dw, True)
+
+
+def gated_norm(label: str, dy: Tensor, x: Tensor, gate: Tensor, w: Tensor, dw: Tensor, first: bool) -> Iterator[Case]:
+    kind, size = ops.NormKind(gate_first=first), 2 * x.numel()
+    _, stats = ops.norm_fwd(x, w, 1e-6, kind, gate=gate)
+    yield Case(label, "norm_fwd", (x, w, 1e-6, kind, None, gate), 3 * size)
+    dx, dgate = torch.empty_like(x), torch.empty_like(gate)
+    yield Case(label, "norm_bwd", (dy, x, w, stats, kind, dx, dw, None, gate, dgate), 5 * size)
 
 
 GROUPS: dict[str, Callable[[Shapes], Iterator[Case]]] = {

@@ -1,4 +1,4 @@
-"""`trireme check --tune`: tries the few settings of each launch (kernels/chips/tried.py) on this GPU.
+"""`trireme check --tune`: tries the few settings of each launch (kernels/tiles.py) on this GPU.
 
 A setting counts if the kernel's results are within the bound of its reference and repeat. It is taken if it is faster
 than the usual one by MORE, twice. Results may round differently with it: each line says whether they do.
@@ -17,8 +17,7 @@ from trireme.engine.check import cases, tuned
 from trireme.engine.check.cases import Case, Shapes
 from trireme.engine.check.row import Row
 from trireme.kernels import launch, ops
-from trireme.kernels.chips.chip import Chip
-from trireme.kernels.tiles import tried
+from trireme.kernels.tiles import Chip, tried
 
 MORE = 1.03  # times as fast, from which another setting is taken
 CALLS, ROUNDS = 10, 5  # that are timed: of each setting, and in turn with the usual one
@@ -104,12 +103,12 @@ def case_of(name: str, chip: Chip, s: Shapes) -> Case:
         narrow = replace(s, heads_of=((min(NARROW, s.widths[0]), vocabulary),), chunks=s.chunks[:1])
         return next(cases.loss(narrow))
     group, op, label = {
-        "rows_bwd": ("norms", "rmsnorm_bwd", ""),
+        "rows_bwd": ("norms", "norm_bwd", ""),
         "grouped_mm": ("experts", "grouped_mm", "up"),
         "grouped_add": ("experts", "grouped_add_", "up"),
         "quantize": ("fp8", "quantize", "rows "),
         "quantize both": ("fp8", "quantize", "rows columns"),
-        "gated_codes": ("fp8", "swiglu_codes_bwd", ""),
+        "gated_codes": ("fp8", "act_codes_bwd", ""),
         "block_scaled": ("fp8", "fp8_matmul", ""),
     }[name]
     found = cases.GROUPS[group](s)

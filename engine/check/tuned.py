@@ -15,9 +15,8 @@ import torch
 from trireme.engine.planner.host import model_of
 from trireme.engine.planner.probe.cache import chips
 from trireme.kernels import launch
-from trireme.kernels.chips.chip import chip
-from trireme.kernels.tiles import misfit
 from trireme.kernels.private import cache_folder
+from trireme.kernels.tiles import chip, misfit
 from trireme.storage.files import replace_synced
 from trireme.storage.untrusted import complaint, parse_json
 

@@ -10,9 +10,9 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
+from trireme.kernels.activations import silu
 from trireme.kernels.launch import cdiv, power2
 from trireme.kernels.launcher import await_previous, launcher
-from trireme.kernels.activations import silu
 
 BLOCK = 2048  # values of a program
 
@@ -68,7 +68,9 @@ def gate_fwd(x: Tensor, gate: Tensor, act: str) -> Tensor:
     N, H, D = x.shape
     _check(x, gate)
     y, rows = torch.empty_like(x), max(1, BLOCK // power2(D))
-    _gate_fwd[(cdiv(N * H, rows),)](x, gate, y, N, *gate.stride()[:2], FUNCTIONS[act], H, D, rows, power2(D), num_warps=4)
+    _gate_fwd[(cdiv(N * H, rows),)](
+        x, gate, y, N, *gate.stride()[:2], FUNCTIONS[act], H, D, rows, power2(D), num_warps=4
+    )
     return y
 
 
@@ -79,7 +81,9 @@ def gate_bwd(dy: Tensor, x: Tensor, gate: Tensor, dgate: Tensor, act: str) -> Te
     _check(dy, dgate)
     dx, rows = torch.empty_like(x), max(1, BLOCK // power2(D))
     strides = (*gate.stride()[:2], *dgate.stride()[:2])
-    _gate_bwd[(cdiv(N * H, rows),)](dy, x, gate, dx, dgate, N, *strides, FUNCTIONS[act], H, D, rows, power2(D), num_warps=4)
+    _gate_bwd[(cdiv(N * H, rows),)](
+        dy, x, gate, dx, dgate, N, *strides, FUNCTIONS[act], H, D, rows, power2(D), num_warps=4
+    )
     return dx
 
 

@@ -1,7 +1,7 @@
-"""Gated units (swiglu.py) with quantized results: nothing is written to memory in bf16.
+"""Backward of gated units (activations.py) with quantized results: nothing is written to memory in bf16.
 
 Two passes over the inputs: first the largest values, of results rounded to bf16; then the codes, bitwise identical to
-those of `quantize` after the plain kernels. Legend: N tokens, F hidden width.
+those of `quantize` after the plain kernel. Legend: N tokens, F hidden width.
 """
 
 from __future__ import annotations
@@ -12,23 +12,15 @@ import triton.language as tl
 from torch import Tensor
 
 from trireme.kernels import launch
+from trireme.kernels.activations import FUNCTIONS
 from trireme.kernels.fp8.quantize import codes_of, power_of
 from trireme.kernels.fp8.reference import E4M3, LEAST, PAD, Quantized
-from trireme.kernels.activations import FUNCTIONS
 from trireme.kernels.launch import cdiv
 from trireme.kernels.launcher import await_previous, launcher
 from trireme.kernels.reference import Act
 
 BLOCK, STAGES = 1024, 3  # values at a time of a partial maximum
 FINITE = {torch.bfloat16: 2.0**128 - 2.0**119, torch.float32: float("inf")}  # the least that is rounded to infinity
-
-
-@triton.jit
-def _forward(p_gate_up, o, mask, act: tl.constexpr, F: tl.constexpr):
-    """The activation, fp32."""
-    b_gate = tl.load(p_gate_up + o, mask, 0.0).to(tl.float32)
-    b_up = tl.load(p_gate_up + o + F, mask, 0.0).to(tl.float32)
-    return act(b_gate)[0] * b_up
 
 
 @triton.jit
@@ -58,27 +50,17 @@ def _larger(b_most, b_x, FINITE: tl.constexpr):
 
 @triton.jit
 def _largest(
-    p_dy,
-    p_gate_up,
-    N,
-    act: tl.constexpr,
-    F: tl.constexpr,
-    BACKWARD: tl.constexpr,
-    FINITE: tl.constexpr,
-    BLOCK: tl.constexpr,
+    p_dy, p_gate_up, N, act: tl.constexpr, F: tl.constexpr, FINITE: tl.constexpr, BLOCK: tl.constexpr,
     STAGES: tl.constexpr,
-):
+):  # fmt: skip
     """Largest magnitudes of (gradients of gate and up, activation) in this program's blocks, not rounded."""
     BLOCKS: tl.constexpr = (F + BLOCK - 1) // BLOCK
     b_most = tl.zeros((BLOCK,), tl.float32)
     b_most_up = tl.zeros((BLOCK,), tl.float32)
     for i in tl.range(tl.program_id(0), N * BLOCKS, tl.num_programs(0), num_stages=STAGES):
         i_n, o_f = tl.cast(i // BLOCKS, tl.int64), (i % BLOCKS) * BLOCK + tl.arange(0, BLOCK)
-        if BACKWARD:
-            b_dgate, b_dup, b_y = _backward(p_dy, p_gate_up, i_n * F + o_f, i_n * 2 * F + o_f, o_f < F, act, F)
-            b_most_up = _larger(_larger(b_most_up, b_dgate, FINITE), b_dup, FINITE)
-        else:
-            b_y = _forward(p_gate_up, i_n * 2 * F + o_f, o_f < F, act, F)
+        b_dgate, b_dup, b_y = _backward(p_dy, p_gate_up, i_n * F + o_f, i_n * 2 * F + o_f, o_f < F, act, F)
+        b_most_up = _larger(_larger(b_most_up, b_dgate, FINITE), b_dup, FINITE)
         b_most = _larger(b_most, b_y, FINITE)
     return tl.max(b_most_up, 0), tl.max(b_most, 0)
 
@@ -86,75 +68,25 @@ def _largest(
 @launcher
 @triton.jit(do_not_specialize=["N"])
 def _glu_maxima(
-    p_dy,
-    p_gate_up,
-    p_most_up,
-    p_most,
-    N,
-    act: tl.constexpr,
-    F: tl.constexpr,
-    BACKWARD: tl.constexpr,
-    FINITE: tl.constexpr,
-    BLOCK: tl.constexpr,
-    STAGES: tl.constexpr,
-):
+    p_dy, p_gate_up, p_most_up, p_most, N, act: tl.constexpr, F: tl.constexpr, FINITE: tl.constexpr,
+    BLOCK: tl.constexpr, STAGES: tl.constexpr,
+):  # fmt: skip
     await_previous()
     dtype: tl.constexpr = p_gate_up.dtype.element_ty
-    most_up, most = _largest(p_dy, p_gate_up, N, act, F, BACKWARD, None, BLOCK, STAGES)
+    most_up, most = _largest(p_dy, p_gate_up, N, act, F, None, BLOCK, STAGES)
     if not (tl.maximum(most_up, most) < FINITE):  # rare: a look at each value takes longer
-        most_up, most = _largest(p_dy, p_gate_up, N, act, F, BACKWARD, FINITE, BLOCK, STAGES)
+        most_up, most = _largest(p_dy, p_gate_up, N, act, F, FINITE, BLOCK, STAGES)
     tl.store(p_most + tl.program_id(0), most.to(dtype).to(tl.float32).to(tl.int32, bitcast=True))
-    if BACKWARD:
-        tl.store(p_most_up + tl.program_id(0), most_up.to(dtype).to(tl.float32).to(tl.int32, bitcast=True))
-
-
-@launcher
-@triton.jit(do_not_specialize=["P"])
-def _glu_codes_fwd(
-    p_gate_up,
-    p_most,
-    p_scale,
-    p_rows,
-    P,
-    act: tl.constexpr,
-    F: tl.constexpr,
-    LEAST: tl.constexpr,
-    BLOCK: tl.constexpr,
-    BLOCK_P: tl.constexpr,
-):
-    await_previous()
-    BLOCKS: tl.constexpr = (F + BLOCK - 1) // BLOCK
-    i = tl.num_programs(0) - 1 - tl.program_id(0)
-    i_n, o_f = (i // BLOCKS).to(tl.int64), (i % BLOCKS) * BLOCK + tl.arange(0, BLOCK)
-    b_y = _forward(p_gate_up, i_n * 2 * F + o_f, o_f < F, act, F)
-    power = power_of(p_most, p_scale, P, i == 0, LEAST, BLOCK_P)
-    tl.store(p_rows + i_n * F + o_f, _codes(b_y, power, p_gate_up.dtype.element_ty), o_f < F)
+    tl.store(p_most_up + tl.program_id(0), most_up.to(dtype).to(tl.float32).to(tl.int32, bitcast=True))
 
 
 @launcher
 @triton.jit(do_not_specialize=["N", "CHUNKS", "P"])
 def _glu_codes_bwd(
-    p_dy,
-    p_gate_up,
-    p_most_up,
-    p_most,
-    p_scale_up,
-    p_scale,
-    p_rows,
-    p_up_columns,
-    p_columns,
-    N,
-    CHUNKS,
-    P,
-    act: tl.constexpr,
-    F: tl.constexpr,
-    PAD: tl.constexpr,
-    LEAST: tl.constexpr,
-    COLUMNS: tl.constexpr,
-    BLOCK_N: tl.constexpr,
-    BLOCK_F: tl.constexpr,
-    BLOCK_P: tl.constexpr,
-):
+    p_dy, p_gate_up, p_most_up, p_most, p_scale_up, p_scale, p_rows, p_up_columns, p_columns, N, CHUNKS, P,
+    act: tl.constexpr, F: tl.constexpr, PAD: tl.constexpr, LEAST: tl.constexpr, COLUMNS: tl.constexpr,
+    BLOCK_N: tl.constexpr, BLOCK_F: tl.constexpr, BLOCK_P: tl.constexpr,
+):  # fmt: skip
     await_previous()
     BLOCKS: tl.constexpr = (F + BLOCK_F - 1) // BLOCK_F
     i = tl.num_programs(0) - 1 - tl.program_id(0)
@@ -178,44 +110,27 @@ def _glu_codes_bwd(
         tl.store(p_columns + o_t, tl.trans(_codes(b_y, power, dtype)), turned)
 
 
-def act_codes_fwd(gate_up: Tensor, of: Act) -> Quantized:
-    """As reference.act_codes_fwd, contiguous."""
-    act = FUNCTIONS[of.of]
-    N, F = gate_up.shape[0], gate_up.shape[1] // 2
-    assert gate_up.is_contiguous()
-    assert F % PAD == 0
-    device, block = gate_up.device, 2048
-    programs = launch.maxima(device, N * cdiv(F, BLOCK))
-    most, scale = torch.empty(programs, dtype=torch.int32, device=device), torch.empty(1, device=device)
-    sizes = (N, act, F, False, FINITE[gate_up.dtype], BLOCK, STAGES)
-    _glu_maxima[(programs,)](gate_up, gate_up, most, most, *sizes, num_warps=4)
-    rows, grid = torch.empty((N, F), dtype=E4M3, device=device), (N * cdiv(F, block),)
-    blocks = block, launch.power2(programs)
-    _glu_codes_fwd[grid](gate_up, most, scale, rows, programs, act, F, LEAST, *blocks, num_warps=4)
-    return Quantized(scale, rows, None)
-
-
-def act_codes_bwd(dy: Tensor, gate_up: Tensor, of: Act, columns: bool = True) -> tuple[Quantized, Quantized]:
+def act_codes_bwd(dy: Tensor, h: Tensor, act: Act, columns: bool = True) -> tuple[Quantized, Quantized]:
     """As reference.act_codes_bwd, contiguous."""
-    act = FUNCTIONS[of.of]
+    f = FUNCTIONS[act.of]
     N, F = dy.shape
-    assert gate_up.shape == (N, 2 * F)
-    assert gate_up.is_contiguous()
+    assert h.shape == (N, 2 * F)
+    assert h.is_contiguous()
     assert dy.is_contiguous()
     assert F % PAD == 0
     device, chunks, tile = dy.device, cdiv(N, PAD), launch.gated_codes(dy.device)
     programs = launch.maxima(device, N * cdiv(F, BLOCK))
     most_up, most = torch.empty((2, programs), dtype=torch.int32, device=device).unbind()
     scale_up, scale = torch.empty(1, device=device), torch.empty(1, device=device)
-    sizes = (N, act, F, True, FINITE[gate_up.dtype], BLOCK, STAGES)
-    _glu_maxima[(programs,)](dy, gate_up, most_up, most, *sizes, num_warps=4)
+    sizes = (N, f, F, FINITE[h.dtype], BLOCK, STAGES)
+    _glu_maxima[(programs,)](dy, h, most_up, most, *sizes, num_warps=4)
     new = lambda *shape: torch.empty(shape if columns else 0, dtype=E4M3, device=device)
     rows = torch.empty((N, 2 * F), dtype=E4M3, device=device)
     up_columns, act_columns = new(2 * F, chunks * PAD), new(F, chunks * PAD)
     grid = (cdiv(chunks * PAD, tile.rows) * cdiv(F, tile.columns),)
-    tensors = (dy, gate_up, most_up, most, scale_up, scale, rows, up_columns, act_columns)
+    tensors = (dy, h, most_up, most, scale_up, scale, rows, up_columns, act_columns)
     blocks = tile.rows, tile.columns, launch.power2(programs)
-    _glu_codes_bwd[grid](*tensors, N, chunks, programs, act, F, PAD, LEAST, columns, *blocks, num_warps=tile.warps)
+    _glu_codes_bwd[grid](*tensors, N, chunks, programs, f, F, PAD, LEAST, columns, *blocks, num_warps=tile.warps)
     if not columns:
         return Quantized(scale_up, rows, None), Quantized(scale, None, None)
     return Quantized(scale_up, rows, up_columns), Quantized(scale, None, act_columns)

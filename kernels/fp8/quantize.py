@@ -19,7 +19,9 @@ from trireme.kernels import launch
 from trireme.kernels.fp8.reference import E4M3, LEAST, PAD, Quantized
 from trireme.kernels.launch import cdiv
 from trireme.kernels.launcher import await_previous, launcher
+from trireme.kernels.reference import MAXIMA
 
+SLOTS = tl.constexpr(MAXIMA)
 BLOCK = 4096  # values at a time of a partial maximum
 ROW = 2048  # values at a time of a row that is quantized by itself
 
@@ -47,6 +49,12 @@ def bits_of(b_x):
 
 
 @triton.jit
+def raise_maximum(p_most, b_x):
+    """Raises a slot of p_most (MAXIMA,) to the largest finite magnitude of b_x, fp32: in any order the same."""
+    tl.atomic_max(p_most + tl.program_id(0) % SLOTS, tl.max(bits_of(b_x)), sem="relaxed")
+
+
+@triton.jit
 def codes_of(b_x, power):
     """fp32 times 2^power to E4M3. The conversion saturates, so 0 * x is added: inf becomes NaN, no other x changes."""
     b_x = b_x * ((power + 127) << 23).to(tl.float32, bitcast=True)
@@ -71,25 +79,9 @@ def _maxima(p_x, p_most, CHUNKS, PAD: tl.constexpr, PROGRAMS: tl.constexpr, BLOC
 @launcher
 @triton.jit(do_not_specialize=["N", "CHUNKS", "P"])
 def _quantize(
-    p_x,
-    p_rstd,
-    p_w,
-    p_most,
-    p_scale,
-    p_rows,
-    p_columns,
-    N,
-    CHUNKS,
-    P,
-    D: tl.constexpr,
-    PAD: tl.constexpr,
-    LEAST: tl.constexpr,
-    ROWS: tl.constexpr,
-    COLUMNS: tl.constexpr,
-    BLOCK_N: tl.constexpr,
-    BLOCK_D: tl.constexpr,
-    BLOCK_P: tl.constexpr,
-):
+    p_x, p_most, p_scale, p_rows, p_columns, N, CHUNKS, P, D: tl.constexpr, PAD: tl.constexpr, LEAST: tl.constexpr,
+    ROWS: tl.constexpr, COLUMNS: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_D: tl.constexpr, BLOCK_P: tl.constexpr,
+):  # fmt: skip
     await_previous()
     BLOCKS: tl.constexpr = (D + BLOCK_D - 1) // BLOCK_D
     i_e = tl.program_id(1).to(tl.int64)
@@ -104,10 +96,6 @@ def _quantize(
     m_d = o_d < D
     mask = (o_n < N)[:, None] & m_d[None, :]
     b_x = tl.load(p_x + o_n[:, None] * D + o_d[None, :], mask, 0.0).to(tl.float32)
-    if p_rstd is not None:  # an RMSNorm's result, rounded as it would be stored
-        b_w = tl.load(p_w + o_d, m_d, 0.0).to(tl.float32)
-        b_y = b_x * tl.load(p_rstd + o_n, o_n < N, 0.0)[:, None] * b_w[None, :]
-        b_x = tl.where(mask, b_y.to(p_x.dtype.element_ty).to(tl.float32), 0.0)  # not -0
     b_codes = codes_of(b_x, power_of(p_most, p_scale, P, i == 0, LEAST, BLOCK_P))
     if ROWS:
         tl.store(p_rows + o_n[:, None] * D + o_d[None, :], b_codes, mask)
@@ -117,43 +105,30 @@ def _quantize(
                  m_d[:, None] & m_n[None, :])  # fmt: skip
 
 
-def quantize(x: Tensor, rows: bool = True, columns: bool = False, out: Quantized | None = None) -> Quantized:
-    """As reference.quantize; x and `out` are contiguous, D is a multiple of PAD."""
-    assert x.is_contiguous()
-    assert x.shape[1] % PAD == 0
-    programs = launch.maxima(x.device, cdiv(x.numel(), BLOCK))
-    most = torch.empty(programs, dtype=torch.int32, device=x.device)
-    _maxima[(programs,)](x, most, x.numel() // PAD, PAD, programs, BLOCK, num_warps=8)
-    return store_codes(x, most, rows, columns, out)
-
-
-def store_codes(
-    x: Tensor,
-    most: Tensor,
-    rows: bool,
-    columns: bool,
-    out: Quantized | None = None,
-    norm: tuple[Tensor, Tensor] | None = None,
+def quantize(
+    x: Tensor, rows: bool = True, columns: bool = False, out: Quantized | None = None, most: Tensor | None = None
 ) -> Quantized:
-    """Quantizes x (N, D) by partial maxima `most` (P,) int32, bits of fp32 magnitudes; orders and `out` as in quantize.
-
-    With `norm` = (rstd (N,) fp32, weight (D,)) x * rstd * weight, rounded to the dtype of x, is quantized.
-    """
+    """As reference.quantize; x and `out` are contiguous, D is a multiple of PAD."""
     N, D = x.shape
+    assert x.is_contiguous()
+    assert D % PAD == 0
+    if most is None:
+        programs = launch.maxima(x.device, cdiv(x.numel(), BLOCK))
+        most = torch.empty(programs, dtype=torch.int32, device=x.device)
+        _maxima[(programs,)](x, most, x.numel() // PAD, PAD, programs, BLOCK, num_warps=8)
     out = out or _empty(x, rows, columns)
     codes = out.rows if rows else out.columns  # a missing one is replaced by the other and not written
-    turned = out.columns if columns else out.rows
+    transposed = out.columns if columns else out.rows
     assert codes is not None
-    assert turned is not None
+    assert transposed is not None
     assert not rows or codes.shape == (N, D)
-    assert not columns or turned.shape == (D, cdiv(N, PAD) * PAD)
+    assert not columns or transposed.shape == (D, cdiv(N, PAD) * PAD)
     assert codes.is_contiguous()
-    assert turned.is_contiguous()
-    chunks, block, programs = cdiv(N, PAD), launch.quantize(x.device, rows and columns), len(most)
+    assert transposed.is_contiguous()
+    chunks, block = cdiv(N, PAD), launch.quantize(x.device, rows and columns)
     grid = (cdiv(chunks * PAD if columns else N, block.rows) * cdiv(D, block.columns),)
-    sizes = (N, chunks, programs, D, PAD, LEAST, rows, columns, block.rows, block.columns, launch.power2(programs))
-    rstd, weight = norm or (None, None)
-    _quantize[grid](x, rstd, weight, most, out.scale, codes, turned, *sizes, num_warps=block.warps)
+    sizes = (N, chunks, len(most), D, PAD, LEAST, rows, columns, block.rows, block.columns, launch.power2(len(most)))
+    _quantize[grid](x, most, out.scale, codes, transposed, *sizes, num_warps=block.warps)
     return out
 
 
@@ -172,7 +147,7 @@ def quantize_experts(w: Tensor) -> tuple[Tensor, Tensor]:
     block = launch.quantize(w.device, False)
     grid = (cdiv(N, block.rows) * cdiv(D, block.columns), E)
     sizes = (N, N // PAD, programs, D, PAD, LEAST, not turned, turned, block.rows, block.columns)
-    _quantize[grid](raw, None, None, most, scale, codes, codes, *sizes, launch.power2(programs), num_warps=block.warps)
+    _quantize[grid](raw, most, scale, codes, codes, *sizes, launch.power2(programs), num_warps=block.warps)
     return codes, scale
 
 

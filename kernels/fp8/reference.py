@@ -13,7 +13,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from trireme.kernels.reference import Act, act_bwd_, act_fwd, rmsnorm_fwd, rope_
+from trireme.kernels.reference import MAXIMA, Act, act_bwd_, raise_maximum_
 
 E4M3 = torch.float8_e4m3fn
 PAD = 16  # the inner dimension of a GEMM is a multiple of it
@@ -28,13 +28,23 @@ class Quantized(NamedTuple):
     columns: Tensor | None  # (D, N rounded up to a multiple of PAD) E4M3: transposed, padded with zeros
 
 
-def quantize(x: Tensor, rows: bool = True, columns: bool = False, out: Quantized | None = None) -> Quantized:
+def new_maxima(like: Tensor) -> Tensor:
+    """(MAXIMA,) int32 zeros, in which norm_fwd and act_fwd leave what `quantize` needs to know of their result."""
+    return torch.zeros(MAXIMA, dtype=torch.int32, device=like.device)
+
+
+def quantize(
+    x: Tensor, rows: bool = True, columns: bool = False, out: Quantized | None = None, most: Tensor | None = None
+) -> Quantized:
     """Quantizes x (N, D) to E4M3, rounded to nearest even: in rows, in columns (transposed), or both.
 
-    With `out` its scale and its tensors of these orders are filled.
+    With `out` its scale and its tensors of these orders are filled. `most`: maxima that were left by the op that
+    computed x; without them they are computed here.
     """
     values = x.float()
-    power = power_of(torch.where(values.isfinite(), values.abs(), 0.0).amax().view(1))
+    if most is None:
+        raise_maximum_(most := new_maxima(x), x)
+    power = power_of(most.amax().view(1).view(torch.float32))
     codes = codes_of(values, power)
     found = Quantized(power2(-power), codes if rows else None, _turned(codes) if columns else None)
     if out is None:
@@ -106,32 +116,6 @@ def fp8_add_(out_: Tensor, a: Tensor, scale_a: Tensor, b: Tensor, scale_b: Tenso
     The sum is rounded to the dtype of out_. An implementation may round the product to it before, as this one does.
     """
     out_.add_(fp8_matmul(a, scale_a, b, scale_b, torch.empty_like(out_)))
-
-
-def rmsnorm_codes(
-    x: Tensor, weight: Tensor, eps: float, rows: bool = True, columns: bool = False
-) -> tuple[Quantized, Tensor]:
-    """(result of rmsnorm_fwd(x, weight, eps), quantized in rows, columns or both; rstd (N,) fp32)."""
-    y, rstd = rmsnorm_fwd(x, weight, eps)
-    return quantize(y, rows, columns), rstd
-
-
-def rotated_codes(
-    x: Tensor, cos: Tensor, sin: Tensor, positions: Tensor, turned: int, columns: bool = True
-) -> Quantized:
-    """Rotates the first `turned` heads of x (N, D) back (rope_ with inverse, by halves) and quantizes the result.
-
-    In rows, and with `columns` in columns too. A head has 2 half features; cos and sin (P, half) fp32, positions (N,)
-    int32.
-    """
-    heads = x.clone().view(len(x), -1, 2 * cos.shape[1])
-    rope_(heads[:, :turned], cos, sin, positions, inverse=True)
-    return quantize(heads.view(x.shape), True, columns)
-
-
-def act_codes_fwd(h: Tensor, act: Act) -> Quantized:
-    """act_fwd of gated units, (N, F), quantized in rows; h (N, 2F)."""
-    return quantize(act_fwd(h, act))
 
 
 def act_codes_bwd(dy: Tensor, h: Tensor, act: Act, columns: bool = True) -> tuple[Quantized, Quantized]:

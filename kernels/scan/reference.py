@@ -265,33 +265,3 @@ def _shifted(x: Tensor, by: int) -> Tensor:
     else:
         found[:by] = x[-by:]
     return found
-
-
-def gated_norm_fwd(x: Tensor, gate: Tensor, weight: Tensor, eps: float, gate_first: bool) -> Tensor:
-    """(N, H, d): weight * rmsnorm(x) * silu(gate), or with `gate_first` weight * rmsnorm(x * silu(gate)).
-
-    x, gate (N, H, d), the gate's rows may be strided; norms over d; weight (d,) or (H, d).
-    """
-    xf, s = upcast(x), silu(upcast(gate))
-    u = xf * s if gate_first else xf
-    y = u * torch.rsqrt(u.square().mean(-1, keepdim=True) + eps) * upcast(weight)
-    return (y if gate_first else y * s).to(x.dtype)
-
-
-def gated_norm_bwd(
-    dy: Tensor, x: Tensor, gate: Tensor, weight: Tensor, eps: float, gate_first: bool, dweight_: Tensor, dgate: Tensor
-) -> Tensor:
-    """Gradient of x (N, H, d); fills dgate, whose rows may be strided; adds to dweight_ of weight's shape."""
-    xf, z, w, d = upcast(x), upcast(gate), upcast(weight), upcast(dy)
-    sigma = torch.sigmoid(z)
-    s, slope = z * sigma, sigma * (1 + z * (1 - sigma))
-    u = xf * s if gate_first else xf
-    rstd = torch.rsqrt(u.square().mean(-1, keepdim=True) + eps)
-    hat = u * rstd
-    dn = d if gate_first else d * s
-    summed = (dn * hat).sum(0) if weight.dim() == 2 else (dn * hat).sum((0, 1))
-    add_(dweight_, summed)
-    dhat = dn * w
-    du = rstd * (dhat - hat * (dhat * hat).mean(-1, keepdim=True))
-    dgate.copy_((du * xf if gate_first else d * hat * w) * slope)
-    return (du * s if gate_first else du).to(x.dtype)

@@ -39,7 +39,7 @@ from trireme.models.linear import (
     trained,
     upstream,
 )
-from trireme.models.norm import Norm, norm_for, normed_linear_backward
+from trireme.models.norm import Norm, Stats, norm_for, normed_linear_backward
 from trireme.models.rows import Pass, Rows
 
 EPS = 1e-6  # of the lengths of q and k
@@ -77,8 +77,8 @@ class Inputs(NamedTuple):
     v: Tensor  # (N, H, e)
     g: Tensor  # (N, H) fp32
     beta: Tensor  # (N, H) fp32
-    q_rstd: Tensor | None = None  # (N, K) fp32
-    k_rstd: Tensor | None = None
+    q_stats: Stats | None = None
+    k_stats: Stats | None = None
 
 
 class Result(NamedTuple):
@@ -98,7 +98,7 @@ def forward(p: Pass, w: Weights, x: Tensor, out: Tensor, recur: Recur | None = N
     copy = out if copies(w.norm, None, w.o) and not _second(layer) else None
     mixed = _project(layer, w, x, p.saved.get("mixed"), copy)
     scanned = _scan(p, w, mixed, p.saved.get("scan_out"), recur)
-    inner = _gated(layer, w, mixed, scanned)
+    inner, _ = _gated(layer, w, mixed, scanned)
     del mixed, scanned  # workspace._around_mixer
     add_branch(own.factor, layer.eps, out if _second(layer) else x, inner, w.o, w.norm, None, out)
 
@@ -114,13 +114,13 @@ def residual(p: Pass, w: Weights, x: Tensor) -> tuple[Tensor, Result]:
     """Recomputes forward: (its `out` (N, D), the Result that backward needs)."""
     result = recall(p, w, x)
     out = x.clone() if copies(w.norm, None, w.o) else torch.empty_like(x)
-    add_branch(p.scan.factor, p.layer.eps, x, _gated(p.layer, w, *result), w.o, w.norm, None, out)
+    add_branch(p.scan.factor, p.layer.eps, x, _gated(p.layer, w, *result)[0], w.o, w.norm, None, out)
     return out, result
 
 
 def add_(p: Pass, w: Weights, result: Result, out_: Tensor) -> None:
     """Adds to out_ (N, D) what forward adds behind another mixer."""
-    add_branch(p.scan.factor, p.layer.eps, out_, _gated(p.layer, w, *result), w.o, w.norm, None, out_)
+    add_branch(p.scan.factor, p.layer.eps, out_, _gated(p.layer, w, *result)[0], w.o, w.norm, None, out_)
 
 
 def backward(
@@ -144,7 +144,7 @@ def _backward_to_mixed(p: Pass, w: Weights, g: Weights, result: Result, dy: Tens
     layer, docs = p.layer, p.rows.docs
     own = _own(layer)
     d_o = upstream(branch_backward(own.factor, layer.eps, dy, dy, w.o, None, None, None), w.o, g.o)
-    inner = _gated(layer, w, *result)
+    inner, stats = _gated(layer, w, *result)
     add_gradients_(g.o, w.o, inner, d_o)
     del inner  # workspace._around_mixer
     d_inner = linear_backward(d_o, w.o)
@@ -152,7 +152,7 @@ def _backward_to_mixed(p: Pass, w: Weights, g: Weights, result: Result, dy: Tens
     d_mixed = torch.empty_like(result.mixed)
     parts, found = split(layer, result.mixed), split(layer, d_mixed)
     d_inner = d_inner.view(parts.z.shape)
-    d_out = _gate_backward(layer, w, g, d_inner, result.out.view(parts.z.shape), parts.z, found.z)
+    d_out = _gate_backward(own, w, g, d_inner, result.out.view(parts.z.shape), stats, parts.z, found.z)
     del d_inner  # workspace._scan_moments
     a = _inputs(p, w, parts)
     d_raw = torch.empty_like(a.raw)
@@ -174,15 +174,23 @@ def _backward_to_mixed(p: Pass, w: Weights, g: Weights, result: Result, dy: Tens
 
 
 def _gate_backward(
-    layer: Layer, w: Weights, g: Weights, d_inner: Tensor, scanned: Tensor, z: Tensor, dz: Tensor
+    own: Scan,
+    w: Weights,
+    g: Weights,
+    d_inner: Tensor,
+    scanned: Tensor,
+    stats: Stats | None,
+    z: Tensor,
+    dz: Tensor,
 ) -> Tensor:
     """Gradient of the recurrence's result; fills dz."""
-    own = _own(layer)
-    if w.gated is None or g.gated is None:
+    if w.gated is None or g.gated is None or stats is None:
         d_inner, scanned, z, dz = (t.view(-1, own.heads, own.value_dim) for t in (d_inner, scanned, z, dz))
         return ops.gate_bwd(d_inner, scanned, z, dz, "silu")
-    weight, d_weight = (_by_group(own, t) for t in (w.gated, or_scratch(g.gated, w.gated)))
-    return ops.gated_norm_bwd(d_inner, scanned, z, weight, own.eps or layer.eps, not own.delta, d_weight, dz)
+    d_weight = _by_group(own, g.gated) if trained(g.gated) else None
+    d_out, weight = torch.empty_like(scanned), _by_group(own, w.gated)
+    ops.norm_bwd(d_inner, scanned, weight, stats, _gated_kind(own), d_out, d_weight, None, z, dz)
+    return d_out
 
 
 def _numbers_backward(
@@ -199,9 +207,9 @@ def _numbers_backward(
 def _lengths_backward_(own: Scan, a: Inputs, dq_: Tensor, dk_: Tensor) -> None:
     """Replaces the gradients of q and k divided by their lengths by those of q and k."""
     q, k, _ = _heads(own, a.raw)
-    for d_, t, factor, rstd in zip((dq_, dk_), (q, k), _lengths(own, q), (a.q_rstd, a.k_rstd), strict=True):
-        assert rstd is not None
-        ops.head_rmsnorm_bwd(d_, t, factor, rstd, None, d_)
+    for d_, t, factor, stats in zip((dq_, dk_), (q, k), _lengths(own, q), (a.q_stats, a.k_stats), strict=True):
+        assert stats is not None
+        ops.norm_bwd(d_, t, factor, stats, ops.RMS, d_)
 
 
 def split(layer: Layer, mixed: Tensor) -> Parts:
@@ -286,9 +294,9 @@ def inputs(layer: Layer, w: Weights, parts: Parts, raw: Tensor) -> Inputs:
     if parts.b is None:
         return Inputs(raw, q, k, v, g, steps)
     eps = EPS / own.key_dim
-    (q, q_rstd), (k, k_rstd) = (ops.head_rmsnorm_fwd(t, f, eps) for t, f in zip((q, k), _lengths(own, q), strict=True))
+    (q, q_stats), (k, k_stats) = (ops.norm_fwd(t, f, eps) for t, f in zip((q, k), _lengths(own, q), strict=True))
     beta = torch.sigmoid(parts.b).to(g.dtype)
-    return Inputs(raw, q, k, v, g, beta if own.most == 1.0 else own.most * beta, q_rstd, k_rstd)
+    return Inputs(raw, q, k, v, g, beta if own.most == 1.0 else own.most * beta, q_stats, k_stats)
 
 
 def _limits(own: Scan) -> tuple[float, float]:
@@ -314,11 +322,16 @@ def _scan(p: Pass, w: Weights, mixed: Tensor, out: Tensor | None = None, recur: 
     return ops.scan_fwd(a.q, a.k, a.v, a.g, a.beta, p.rows.docs, own.delta, w.skip, out).view(-1, own.value_width)
 
 
-def _gated(layer: Layer, w: Weights, mixed: Tensor, scanned: Tensor) -> Tensor:
-    """What the output projection reads, (N, H e)."""
+def _gated(layer: Layer, w: Weights, mixed: Tensor, scanned: Tensor) -> tuple[Tensor, Stats | None]:
+    """(what the output projection reads, (N, H e), statistics of its norm)."""
     own, z = _own(layer), split(layer, mixed).z
     if w.gated is None:
         x, z = (t.view(-1, own.heads, own.value_dim) for t in (scanned, z))
-        return ops.gate_fwd(x, z, "silu").view(scanned.shape)
+        return ops.gate_fwd(x, z, "silu").view(scanned.shape), None
     weight, eps = _by_group(own, w.gated), own.eps or layer.eps
-    return ops.gated_norm_fwd(scanned.view(z.shape), z, weight, eps, not own.delta).view(scanned.shape)
+    y, stats = ops.norm_fwd(scanned.view(z.shape), weight, eps, _gated_kind(own), gate=z)
+    return y.view(scanned.shape), stats
+
+
+def _gated_kind(own: Scan) -> ops.NormKind:
+    return ops.NormKind(gate_first=not own.delta)

@@ -12,8 +12,8 @@ from trireme.engine.planner.probe import drive
 from trireme.engine.run import job
 from trireme.engine.run.main import main
 from trireme.kernels import launch, ops
-from trireme.kernels.chips.chip import Chip
-from trireme.kernels.chips.tried import tried
+from trireme.kernels.tiles import Chip
+from trireme.kernels.tiles import tried
 
 RTX_4090, GPU, CPU = Chip(89, 128, 72 << 20), torch.device("cuda", 0), torch.device("cpu")
 TINY = cases.Shapes(

@@ -4,7 +4,6 @@
     python tests/helpers/compile_kernels.py --memory                memory alone: one launch of each kind of tile
     python tests/helpers/compile_kernels.py 86 120 --all --memory --dtype fp32      every launch, a second each
     python tests/helpers/compile_kernels.py 120 --all                               every launch compiled: minutes
-    python tests/helpers/compile_kernels.py 89 --tiles                              those of kernels/chips/tiles.py
 
 One JSON line per kernel: chip, name, constants, shared memory in bytes. Without `--memory` also registers, stack bytes
 (spills), widest global access in bytes, whether it uses Hopper's matrix instruction, whether the copy engine adds, and
@@ -28,19 +27,27 @@ from triton.experimental.gluon._runtime import GluonASTSource
 from triton.language import target_info
 from triton.runtime import jit
 
-from trireme.kernels import adamw, cross_entropy, embedding, gelu, launch, layernorm, rmsnorm, rope, swiglu
+from trireme.kernels import activations, adamw, column_sum, cross_entropy, embedding, launch, norms, rope
 from trireme.kernels.attention import attention, gate, sinks
 from trireme.kernels.attention.docs import make_docs
 from trireme.kernels.experts import gradients, matmuls, order, routing, rows
 from trireme.kernels.experts.reference import Order, Rule
-from trireme.kernels.fp8 import block_scaled, gated, norms, rotated
+from trireme.kernels.fp8 import block_scaled, gated
 from trireme.kernels.fp8.quantize import quantize, quantize_experts, quantize_rows, turn
+from trireme.kernels.fp8.reference import new_maxima
 from trireme.kernels.packed import e4m3, fp4, int4, mxfp4, nf4
-from trireme.kernels.scan import around, scan
+from trireme.kernels.reference import RMS, Act, NormKind
+from trireme.kernels.scan import convolution, scan
 from trireme.kernels.teacher import distillation
 from trireme.kernels.teacher.reference import Taught
+from trireme.kernels.tiles import Chip
 
 BF16, FP32 = torch.bfloat16, torch.float32
+CHIPS = {  # RTX 3090, RTX 4090, H100, B200, RTX 5090, GB10: multiprocessors, MiB of L2
+    arch: Chip(arch, sms, l2 << 20)
+    for arch, sms, l2 in ((86, 82, 6), (89, 128, 72), (90, 132, 50), (100, 148, 126), (120, 170, 96), (121, 48, 24))
+}
+VOCABULARIES = 32000, 128256, 151936, 262208
 TOOLS = Path(triton.__file__).parent / "backends/nvidia/bin"  # its ptxas-blackwell is the newer assembler
 
 
@@ -133,7 +140,7 @@ def compiled(arch: int, calls):
         source, options = _source(fn, args, kwargs)
         seen.setdefault(f"{source.hash()} {options}", (fn, source, options))
 
-    jit.JITFunction.run, launch.chip = run, lambda device: launch.Chip(arch, 128)
+    jit.JITFunction.run, launch.chip = run, lambda device: CHIPS[arch]
     target_info.current_target = _target(arch)
     for known in (attention._forward, attention._backward, launch.quantize, launch.gated_codes):
         known.cache_clear()  # of another chip
@@ -156,18 +163,25 @@ def attention_call(H, K, d, window=0, dtype=BF16, cap=0.0, values=0):
 
 
 def norm_calls(D, dtype=BF16):
-    x, w = torch.zeros(4, D, dtype=dtype), torch.zeros(D, dtype=dtype)
-    for r in (None, x):
-        _, rstd = rmsnorm.rmsnorm_fwd(x, w, 1e-5, r)
-        rmsnorm.rmsnorm_bwd(x, x, w, rstd, w, r)
-        layernorm.layernorm_bwd(x, x, w, rstd, rstd, w, w, r)
-    layernorm.layernorm_fwd(x, w, w, 1e-5)
+    x, w = torch.zeros(4, 1, D, dtype=dtype), torch.zeros(D, dtype=dtype)
+    for kind, bias in ((RMS, None), (NormKind(centred=True), w)):
+        _, stats = norms.norm_fwd(x, w, 1e-5, kind, bias, None, x)
+        for residual in (None, x):
+            norms.norm_bwd(x, x, w, stats, kind, x.clone(), w, bias, dresidual=residual)
+
+
+def gated_norm_call(H, D, first, by_head, dtype=BF16):
+    x, kind = torch.zeros(4, H, D, dtype=dtype), NormKind(gate_first=first)
+    w = torch.zeros(H, D, dtype=dtype) if by_head else torch.zeros(D, dtype=dtype)
+    _, stats = norms.norm_fwd(x, w, 1e-5, kind, gate=x)
+    norms.norm_bwd(x, x, w, stats, kind, x.clone(), w, None, x, x.clone())
 
 
 def wide_norm_call(D, dtype):
     """The norm that takes most memory, and most registers."""
-    x, w, stats = torch.zeros(4, D, dtype=dtype), torch.zeros(D, dtype=dtype), torch.zeros(4)
-    layernorm.layernorm_bwd(x, x, w, stats, stats, w, w, x)
+    x, w, kind = torch.zeros(4, 1, D, dtype=dtype), torch.zeros(D, dtype=dtype), NormKind(centred=True)
+    _, stats = norms.norm_fwd(x, w, 1e-5, kind, w)
+    norms.norm_bwd(x, x, w, stats, kind, x.clone(), w, w, dresidual=x)
 
 
 def other_calls(dtype=BF16):
@@ -175,23 +189,18 @@ def other_calls(dtype=BF16):
     x = torch.zeros(N, H, d, dtype=dtype)
     docs = make_docs([N], "cpu")
     rope.rope_(x, torch.zeros(8, d // 2), torch.zeros(8, d // 2), docs.positions)
-    w = torch.zeros(d, dtype=dtype)
-    _, rstd = rmsnorm.head_rmsnorm_fwd(x, w, 1e-5)
-    rmsnorm.head_rmsnorm_bwd(x, x, w, rstd, w, x)
-    whole, wide = x.view(N, 1, H * d), torch.zeros(H * d)  # over the whole width, by 1 + w in fp32
-    _, rstd = rmsnorm.head_rmsnorm_fwd(whole, wide, 1e-5)
-    rmsnorm.head_rmsnorm_bwd(whole, whole, wide, rstd, wide, whole)
-    rmsnorm.rmsnorm_bwd(whole[:, 0], whole[:, 0], wide, rmsnorm.rmsnorm_fwd(whole[:, 0], wide, 1e-5)[1], wide)
+    w, one = torch.zeros(d, dtype=dtype), NormKind(add_one=True)
+    _, stats = norms.norm_fwd(x, w, 1e-5, one)
+    norms.norm_bwd(x, x, w, stats, one, x, w)
     for pairs in (False, True):
         rope.rope_(x[..., :96], torch.zeros(8, 48), torch.zeros(8, 48), docs.positions, pairs=pairs)
     for F in (14336, 20480):
-        h, bias = torch.zeros(N, F, dtype=dtype), torch.zeros(F, dtype=dtype)
-        swiglu.swiglu_bwd(swiglu.swiglu_fwd(torch.zeros(N, 2 * F, dtype=dtype)), torch.zeros(N, 2 * F, dtype=dtype))
-        swiglu.geglu_bwd(swiglu.geglu_fwd(torch.zeros(N, 2 * F, dtype=dtype)), torch.zeros(N, 2 * F, dtype=dtype))
-        for exact in (False, True):
-            gelu.gelu_bias_bwd(gelu.gelu_bias_fwd(h, bias, exact), h, bias, bias, exact)
-        gelu.bias_bwd_(bias, h)
-        gelu.relu2_bwd(gelu.relu2_fwd(h), h)
+        h, dy, bias = torch.zeros(N, 2 * F, dtype=dtype), torch.zeros(N, F, dtype=dtype), torch.zeros(F, dtype=dtype)
+        for act in (Act(), Act("gelu"), Act("gelu", False), Act("exact gelu", False), Act("relu2", False)):
+            x_, b = (h, None) if act.gated else (dy, bias if "gelu" in act.of else None)
+            activations.act_fwd(x_, act, b)
+            activations.act_bwd_(dy, x_.clone(), act, b, b)
+        column_sum.bias_bwd_(bias, dy)
     ids, table = torch.zeros(N, dtype=torch.int64), torch.zeros(32000, 128, dtype=dtype)
     y = embedding.embedding_fwd(ids, table)
     embedding.embedding_bwd_(table, y, ids)
@@ -231,10 +240,10 @@ def experts_call(E, k, D, I, in_out=False, dtype=BF16):
         gradients.grouped_add_(grad, torch.zeros(P, 16, dtype=dtype), x, found, 0, k)
     if in_out:
         gradients.grouped_add_(torch.zeros(E, 1, 2 * I), torch.zeros(P, 1, dtype=dtype), d_gate_up, found)
-        rows.clamped_swiglu_fwd(d_gate_up, 7.0)
+        activations.act_fwd(d_gate_up, Act(limit=7.0))
         blocks = torch.zeros(E, I, D // 32, 16, dtype=torch.uint8)
         mxfp4.mxfp4_decode(blocks, blocks[..., 0].contiguous(), torch.zeros(E, D, I, dtype=dtype))
-        rows.routed_swiglu_bwd(act, d_gate_up, torch.zeros(N, k), found, 7.0)
+        activations.act_bwd_(act, d_gate_up, Act(limit=7.0), weights=torch.zeros(N, k), order=found)
         out, lse, scores = torch.zeros(N, 64, 64, dtype=dtype), torch.zeros(64, N), torch.zeros(64, dtype=dtype)
         sinks.sinks_fwd_(out, lse, scores)
         sinks.sinks_bwd_(torch.zeros(64), out, out, lse, scores)
@@ -260,8 +269,8 @@ def routing_calls(dtype=BF16):
     rows.combine(y, found, k, weights, x)
     rows.combine(y, found, k)
     rows.combine(y, found, k, weights, None, x.float(), x.float(), found.starts[:9])
-    rows.routed_swiglu_bwd(act, gate_up, weights, found)
-    rows.routed_relu2_bwd(act, act, weights, found)
+    activations.act_bwd_(act, gate_up, Act(), weights=weights, order=found)
+    activations.act_bwd_(act, act.clone(), Act("relu2", False), weights=weights, order=found)
 
 
 def scan_call(K, H, D, E, delta, dtype=BF16):
@@ -270,19 +279,16 @@ def scan_call(K, H, D, E, delta, dtype=BF16):
     packed, C = torch.zeros(N, 2 * K * D + 2 * H * E, dtype=dtype), 2 * K * D + H * E
     x, z = packed.split([C, H * E], 1)
     taps, bias = torch.zeros(C, 4, dtype=dtype), None if delta else torch.zeros(C, dtype=dtype)
-    y = around.conv_fwd(x, taps, bias, docs)
-    around.conv_bwd(y, x, taps, bias, docs, torch.zeros(C, 4), None if delta else torch.zeros(C), x)
+    y = convolution.conv_fwd(x, taps, bias, docs)
+    convolution.conv_bwd(y, x, taps, bias, docs, torch.zeros(C, 4), None if delta else torch.zeros(C), x)
     q, k, v = (t.view(N, -1, n) for t, n in zip(y.split([K * D, K * D, H * E], 1), (D, D, E), strict=True))
     g, skip = torch.zeros(N, H), None if delta else torch.zeros(H, dtype=dtype)
     o = scan.scan_fwd(q, k, v, g, g, docs, delta, skip)
     scan.scan_fwd(q, k, v, g, g, docs, delta, skip, final=torch.zeros(2, H, D, E))
     scan.scan_bwd(o, q, k, v, g, g, docs, delta, skip, q, k, v)
     o, z = (t.reshape(N, H, E) for t in (o, z)) if delta else (o.view(N, K, -1), z.unflatten(1, (K, -1)))
-    w = torch.zeros(E if delta else (K, H * E // K), dtype=dtype)
-    around.gated_norm_fwd(o, z, w, 1e-5, not delta)
-    around.gated_norm_bwd(o, o, z, w, 1e-5, not delta, w.float(), z)
-    gate.silu_gate_fwd(o, z)
-    gate.silu_gate_bwd(o, o, z, z)
+    gated_norm_call(*o.shape[1:], not delta, not delta, dtype)
+    gate.gate_bwd(gate.gate_fwd(o, z, "silu"), o, z, z, "silu")
 
 
 def packed_calls():
@@ -321,18 +327,14 @@ def fp8_calls():
         x = torch.zeros(256, D, dtype=BF16)
         for orders in ((True, True), (True, False), (False, True)):
             quantize(x, *orders)
-            norms.rmsnorm_codes(x, x[0], 1e-5, *orders)
         turn(quantize(x).rows, torch.zeros(D, 256, dtype=torch.float8_e4m3fn))
-    tables, positions = (torch.zeros(8, 64), torch.zeros(8, 64)), torch.zeros(256, dtype=torch.int32)
-    for columns in (True, False):
-        rotated.rotated_codes(torch.zeros(256, 6144, dtype=BF16), *tables, positions, 40, columns)
-    gated.swiglu_codes_fwd(torch.zeros(64, 28672, dtype=BF16))
-    for act, columns in (
-        (gated.swiglu_codes_bwd, True),
-        (gated.swiglu_codes_bwd, False),
-        (gated.geglu_codes_bwd, True),
-    ):
-        act(torch.zeros(64, 14336, dtype=BF16), torch.zeros(64, 28672, dtype=BF16), columns)
+    x = torch.zeros(256, 1, 4096, dtype=BF16)
+    quantize(x[:, 0], most=(most := new_maxima(x)))
+    norms.norm_fwd(x, x[0, 0], 1e-5, most_=most)
+    for name, columns in (("silu", True), ("silu", False), ("gelu", True)):
+        h = torch.zeros(64, 28672, dtype=BF16)
+        activations.act_fwd(h, Act(name), most_=most)
+        gated.act_codes_bwd(torch.zeros(64, 14336, dtype=BF16), h, Act(name), columns)
 
 
 def block_scaled_calls():
@@ -372,16 +374,6 @@ def listed(arch: int) -> list:
         calls += [routing_calls, lambda: experts_call(32, 4, 2880, 2880, in_out=True), packed_calls, small_packed_calls]
     calls += [lambda: wide_norm_call(16384, BF16)] * (arch == 90)
     return [*calls, lambda: experts_call(128, 8, 2048, 768), fp8_calls, fp8_experts_calls]
-
-
-def tiles(arch: int):
-    """The kernels whose tiles a model of the chip chooses, with the launch's name."""
-    for d in (64, 128, 256):
-        for entry in compiled(arch, [lambda d=d: attention_call(8, 2, d)]):
-            kind = entry["name"].rpartition("_")[2]
-            yield entry | dict(launch=f"attention_{kind} {d}")
-    for entry in compiled(arch, [lambda: experts_call(128, 8, 2048, 768)]):
-        yield entry | dict(launch=entry["name"].removeprefix("_"))
 
 
 def every(arch: int, dtype) -> list:
@@ -424,7 +416,6 @@ def main() -> None:
     parser.add_argument("chips", nargs="*", type=int, default=(86, 90, 100, 120, 121))
     parser.add_argument("--all", action="store_true")
     parser.add_argument("--memory", action="store_true")
-    parser.add_argument("--tiles", action="store_true")
     parser.add_argument("--dtype", choices=("bf16", "fp32"), default="bf16")
     given = parser.parse_args()
     if given.memory:
@@ -433,7 +424,7 @@ def main() -> None:
         calls = kinds(arch) if given.memory else listed(arch)
         if given.all:
             calls = every(arch, FP32 if given.dtype == "fp32" else BF16)
-        for entry in tiles(arch) if given.tiles else compiled(arch, calls):
+        for entry in compiled(arch, calls):
             print(json.dumps(entry), flush=True)
 
 

@@ -1,15 +1,18 @@
-"""RoPE, gated units, GELU and bias gradients against the reference in fp64."""
+"""RoPE, activations and bias gradients against the reference in fp64, and the reference against autograd."""
+
+from functools import partial
 
 import pytest
 import torch
 from kernel_checks import DEVICES, DTYPES, FP32_SUM, ONE_ROUNDING, check, randn, up
+from torch.nn import functional
 
-from trireme.kernels import gelu, reference, rope, swiglu
+from trireme.kernels import activations, column_sum, reference, rope
 from trireme.kernels.attention.docs import make_docs
+from trireme.kernels.experts.reference import sort_pairs
+from trireme.kernels.reference import Act
 
 pytestmark = pytest.mark.grid
-
-SHAPES = [(1, 500), (70, 60), (5, 1500)]
 
 
 @pytest.mark.parametrize("device", DEVICES)
@@ -38,64 +41,102 @@ def test_rope(device, dtype, H, d, r, pairs):
     check(x, back, ONE_ROUNDING[dtype])
 
 
-@pytest.mark.parametrize("device", DEVICES)
-@pytest.mark.parametrize("dtype", DTYPES)
-@pytest.mark.parametrize("shape", SHAPES)
-@pytest.mark.parametrize("name", ["swiglu", "geglu"])
-def test_gated_units(device, dtype, shape, name):
+# activation, with a bias, with weights of rows
+FORMS = {
+    "silu": (Act(), False, False),
+    "gelu": (Act("gelu"), False, False),
+    "clamped": (Act(limit=0.75), False, False),
+    "relu2": (Act("relu2", gated=False), False, False),
+    "gelu + bias": (Act("gelu", gated=False), True, False),
+    "exact gelu + bias": (Act("exact gelu", gated=False), True, False),
+    "weighted silu": (Act(), False, True),
+    "weighted clamped": (Act(limit=0.75), False, True),
+    "weighted relu2": (Act("relu2", gated=False), False, True),
+}
+
+
+def activation(form: str, N: int, F: int, device: str, dtype: torch.dtype):
+    """(activation, h, dy, keyword arguments of the backward: bias, dbias_, weights, order)."""
     torch.manual_seed(0)
-    N, F = shape
-    gate_up = randn(N, 2 * F, device=device, dtype=dtype, outliers=True)
-    dy = randn(N, F, device=device, dtype=dtype)
-    y = getattr(swiglu, f"{name}_fwd")(gate_up)
-    check(y, getattr(reference, f"{name}_fwd")(*up(gate_up)), ONE_ROUNDING[dtype])
-    d_gate_up, again = getattr(swiglu, f"{name}_bwd")(dy, gate_up)
-    d64, _ = getattr(reference, f"{name}_bwd")(*up(dy, gate_up))
-    check(d_gate_up, d64, ONE_ROUNDING[dtype])
-    assert torch.equal(again, y)  # recomputation gives the forward's bits
+    act, biased, weighted = FORMS[form]
+    h = randn(N, F * (2 if act.gated else 1), device=device, dtype=dtype, outliers=True)
+    more = {}
+    if biased:
+        more = dict(bias=randn(F, device=device, dtype=dtype), dbias_=torch.ones(F, device=device))
+    if weighted:
+        order = sort_pairs(torch.randint(3, (N, 1), device=device, dtype=torch.int32), 3)
+        more = dict(weights=randn(N, 1, device=device, dtype=torch.float32), order=order)
+    return act, h, randn(N, F, device=device, dtype=dtype), more
 
 
 @pytest.mark.parametrize("device", DEVICES)
 @pytest.mark.parametrize("dtype", DTYPES)
-@pytest.mark.parametrize("shape", [*SHAPES, (100, 130)])
-@pytest.mark.parametrize("exact", [False, True])
-def test_gelu_bias(device, dtype, shape, exact):
+@pytest.mark.parametrize("shape", [(1, 500), (70, 60), (5, 2500)], ids=str)
+@pytest.mark.parametrize("form", FORMS)
+def test_activation(device, dtype, shape, form):
+    act, h, dy, more = activation(form, *shape, device, dtype)
+    y = activations.act_fwd(h, act, more.get("bias"))
+    check(y, reference.act_fwd(h.double(), act, *up(more.get("bias"))), ONE_ROUNDING[dtype])
+    dy64, h64 = up(dy, h)
+    more64 = {name: t.double() if isinstance(t, torch.Tensor) else t for name, t in more.items()}
+    dweights64 = reference.act_bwd_(dy64, h64, act, **more64)
+    dweights = activations.act_bwd_(dy, h, act, **more)
+    check(h, h64, ONE_ROUNDING[dtype])
+    check(dy, dy64, ONE_ROUNDING[dtype])
+    if "order" in more:
+        check(dweights, dweights64, FP32_SUM)
+    else:
+        assert torch.equal(dy, y)  # recomputation gives the forward's bits
+    if "bias" in more:
+        check(more["dbias_"], more64["dbias_"], FP32_SUM)
+
+
+@pytest.mark.parametrize("form", FORMS)
+def test_reference_activations_are_autograd(form):
+    act, h, dy, more = activation(form, 9, 6, "cpu", torch.float64)
+    leaves = [t if t is None else t.double().requires_grad_() for t in (h, more.get("bias"), more.get("weights"))]
+    x, bias, weights = leaves
+    f = dict(
+        silu=functional.silu, relu2=lambda x: functional.relu(x) ** 2, gelu=partial(functional.gelu, approximate="tanh")
+    )
+    f = f | {"exact gelu": functional.gelu}
+    if act.limit:
+        gate, up_ = x[:, ::2].clamp(max=act.limit), x[:, 1::2].clamp(-act.limit, act.limit)
+        y = (up_ + 1) * gate * torch.sigmoid(1.702 * gate)
+    elif act.gated:
+        y = f[act.of](x[:, :6]) * x[:, 6:]
+    else:
+        y = f[act.of](x if bias is None else x + bias)
+    check(reference.act_fwd(h, act, bias), y.detach(), 1e-14)
+    y = y if weights is None else y * weights[more["order"].pair.long()]
+    y.backward(dy)
+    if "dbias_" in more:
+        more["dbias_"] = torch.zeros(6, dtype=torch.float64)
+    if "weights" in more:
+        more["weights"] = more["weights"].double()
+    with torch.no_grad():
+        dweights = reference.act_bwd_(dy, h, act, **more)
+    check(dy, y.detach(), 1e-14)
+    for own, leaf in zip((h, more.get("dbias_"), dweights), leaves, strict=True):
+        assert own is None or check(own, leaf.grad, 1e-13) is None
+
+
+@pytest.mark.parametrize("device", DEVICES)
+def test_relu_squared_keeps_nan(device):
+    nan, act = torch.full((1, 1), float("nan"), device=device), Act("relu2", gated=False)
+    assert activations.act_fwd(nan, act).isnan().all()
+    assert reference.act_fwd(nan, act).isnan().all()
+
+
+@pytest.mark.parametrize("device", DEVICES)
+@pytest.mark.parametrize("dtype", DTYPES)
+def test_bias_gradient(device, dtype):
     torch.manual_seed(0)
-    h, dy = (randn(*shape, device=device, dtype=dtype, outliers=True) for _ in range(2))
-    bias = randn(shape[1], device=device, dtype=dtype)
-    y = gelu.gelu_bias_fwd(h, bias, exact)
-    check(y, reference.gelu_bias_fwd(*up(h, bias), exact), ONE_ROUNDING[dtype])
-    dbias = torch.ones(shape[1], device=device)
+    dy, dbias = randn(100, 130, device=device, dtype=dtype, outliers=True), torch.ones(130, device=device)
     dbias64 = dbias.double()
-    dh, again = gelu.gelu_bias_bwd(dy, h, bias, dbias, exact)
-    dh64, _ = reference.gelu_bias_bwd(*up(dy, h, bias), dbias64, exact)
-    check(dh, dh64, ONE_ROUNDING[dtype])
-    check(dbias, dbias64, FP32_SUM)
-    assert torch.equal(again, y)
-
-    dbias, dbias64 = torch.ones(shape[1], device=device), torch.ones(shape[1], device=device).double()
-    gelu.bias_bwd_(dbias, dy)
+    column_sum.bias_bwd_(dbias, dy)
     reference.bias_bwd_(dbias64, dy.double())
     check(dbias, dbias64, FP32_SUM)
-
-
-@pytest.mark.parametrize("device", DEVICES)
-@pytest.mark.parametrize("dtype", DTYPES)
-@pytest.mark.parametrize("shape", SHAPES)
-def test_relu_squared(device, dtype, shape):
-    """Each value to half a unit of its last place, and fp32's roundings."""
-    half, roundings = {torch.float32: 2.0**-24, torch.bfloat16: 2.0**-8}[dtype], 3 * 2.0**-24
-    near = lambda out, exact: bool(((out.double() - exact).abs() <= (half + roundings) * exact.abs()).all())
-    torch.manual_seed(0)
-    h, dy = (randn(*shape, device=device, dtype=dtype, outliers=True) for _ in range(2))
-    y = gelu.relu2_fwd(h)
-    assert near(y, reference.relu2_fwd(*up(h)))
-    dh, again = gelu.relu2_bwd(dy, h)
-    assert near(dh, reference.relu2_bwd(*up(dy, h))[0])
-    assert torch.equal(again, y)
-    nan = torch.full((1, 1), float("nan"), device=device)
-    assert gelu.relu2_fwd(nan).isnan().all()
-    assert reference.relu2_fwd(nan).isnan().all()
 
 
 @pytest.mark.gpu
@@ -105,9 +146,10 @@ def test_column_sums_of_many_rows_repeat_bit_by_bit():
     bias = randn(2051, device="cuda", dtype=torch.bfloat16)
 
     def run():
-        db, db2 = torch.zeros(2, 2051, device="cuda")
-        gelu.bias_bwd_(db2, dy)
-        return *gelu.gelu_bias_bwd(dy, h, bias, db), db, db2
+        (db, db2), d, y = torch.zeros(2, 2051, device="cuda"), h.clone(), dy.clone()
+        column_sum.bias_bwd_(db2, dy)
+        activations.act_bwd_(y, d, Act("gelu", gated=False), bias, db)
+        return d, y, db, db2
 
     first = run()
     assert all(torch.equal(a, b) for a, b in zip(first, run(), strict=True))
@@ -117,7 +159,13 @@ def test_column_sums_of_many_rows_repeat_bit_by_bit():
 @pytest.mark.gpu
 def test_offsets_beyond_two_to_the_31():
     N, F = 70000, 16384
-    gate_up = torch.empty(N, 2 * F, device="cuda", dtype=torch.bfloat16)
-    gate_up[-1] = torch.randn(2 * F, device="cuda")
-    y = swiglu.swiglu_fwd(gate_up)
-    check(y[-1:], reference.swiglu_fwd(gate_up[-1:].double()), ONE_ROUNDING[torch.bfloat16])
+    h, dy = (
+        torch.empty(N, 2 * F, device="cuda", dtype=torch.bfloat16),
+        torch.empty(N, F, device="cuda", dtype=torch.bfloat16),
+    )
+    h[-1], dy[-1] = torch.randn(2 * F, device="cuda"), torch.randn(F, device="cuda")
+    (h64, dy64), y = up(h[-1:], dy[-1:]), activations.act_fwd(h, Act())
+    check(y[-1:], reference.act_fwd(h64, Act()), ONE_ROUNDING[torch.bfloat16])
+    reference.act_bwd_(dy64, h64, Act())
+    activations.act_bwd_(dy, h, Act())
+    check(h[-1:], h64, ONE_ROUNDING[torch.bfloat16])

@@ -7,6 +7,7 @@ from kernel_checks import DEVICES, DTYPES, FP32_SUM, LOADS, ONE_ROUNDING, check,
 from trireme.kernels.experts import gradients, matmuls, reference, routing, rows
 from trireme.kernels.experts import order as order_
 from trireme.kernels.experts.reference import Rule
+from trireme.kernels.reference import Act, act_bwd_
 
 pytestmark = pytest.mark.grid
 
@@ -201,36 +202,6 @@ def test_rows(device, dtype, load, N, E, k, D):
         out = rows.combine(sorted_rows, order, k, w, r)
         check(out, reference.combine(sorted_rows.double(), order, k, *up(w, r)), ONE_ROUNDING[dtype])
         check_in_parts(out, sorted_rows, order, k, w, r)
-    d_act = randn(N * k, D, device=device, dtype=dtype)
-    gate_up = randn(N * k, 2 * D, device=device, dtype=dtype)
-    ours = rows.routed_swiglu_bwd(d_act, gate_up, weights, order)
-    theirs = reference.routed_swiglu_bwd(*up(d_act, gate_up, weights), order)
-    for mine, exact in zip(ours, theirs, strict=True):
-        check(mine, exact, FP32_SUM if mine is ours[2] else ONE_ROUNDING[dtype])
-    h = randn(N * k, D, device=device, dtype=dtype)
-    ours = rows.routed_relu2_bwd(d_act, h, weights, order)
-    theirs = reference.routed_relu2_bwd(*up(d_act, h, weights), order)
-    for mine, exact in zip(ours, theirs, strict=True):
-        check(mine, exact, FP32_SUM if mine is ours[2] else ONE_ROUNDING[dtype])
-    act = rows.clamped_swiglu_fwd(gate_up, 0.75)
-    check(act, reference.clamped_swiglu_fwd(gate_up.double(), 0.75), ONE_ROUNDING[dtype])
-    ours = rows.routed_swiglu_bwd(d_act, gate_up, weights, order, 0.75)
-    theirs = reference.routed_swiglu_bwd(*up(d_act, gate_up, weights), order, 0.75)
-    for mine, exact in zip(ours, theirs, strict=True):
-        check(mine, exact, FP32_SUM if mine is ours[2] else ONE_ROUNDING[dtype])
-
-
-def test_clamped_swiglu_is_autograds():
-    gate_up = (torch.randn(9, 12, dtype=torch.float64) * 3).requires_grad_()
-    gate, value = gate_up[:, ::2].clamp(max=2.0), gate_up[:, 1::2].clamp(-2.0, 2.0)
-    y = (value + 1) * gate * torch.sigmoid(1.702 * gate)
-    torch.testing.assert_close(reference.clamped_swiglu_fwd(gate_up.detach(), 2.0), y.detach())
-    dy, order = torch.randn_like(y), reference.sort_pairs(torch.zeros(9, 1, dtype=torch.int32), 1)
-    (3 * y * dy).sum().backward()
-    ours = reference.routed_swiglu_bwd(dy, gate_up.detach(), torch.full((9, 1), 3.0, dtype=torch.float64), order, 2.0)[
-        0
-    ]
-    torch.testing.assert_close(ours, gate_up.grad)
 
 
 @pytest.mark.parametrize("load", LOADS)
@@ -255,7 +226,7 @@ def test_reference_backward_is_autograds(load):
         result = reference.grouped_mm(torch.nn.functional.silu(gate) * value, down, order)
         torch.testing.assert_close(reference.combine(result, order, k, w), out)
         d_act = reference.grouped_mm(dy, down.mT, order, k)
-        d_gate_up, act, dweights = reference.routed_swiglu_bwd(d_act, gate_up, w, order)
+        dweights = act_bwd_(act := d_act, d_gate_up := gate_up, Act(), weights=w, order=order)
         torch.testing.assert_close(dweights, w.grad)
         torch.testing.assert_close(reference.combine(reference.grouped_mm(d_gate_up, up_, order), order, k), x.grad)
         d_up, d_down = torch.zeros_like(up_), torch.zeros_like(down)

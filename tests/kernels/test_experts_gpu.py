@@ -4,7 +4,7 @@ import pytest
 import torch
 from kernel_checks import FP32_SUM, LOADS, ONE_ROUNDING, check, choices, randn, up
 
-from trireme.kernels import launch, ops, swiglu
+from trireme.kernels import activations, launch, ops
 from trireme.kernels.experts import gradients, hopper, matmuls, reference, routing, rows
 from trireme.kernels.experts import order as order_
 from trireme.kernels.experts.reference import Rule
@@ -234,23 +234,24 @@ def test_rows_beyond_32_bits(large):
     gate_up = matmuls.grouped_mm(x, up_, order, k)
     expected = x[last].double() @ up_[-1].double()
     check(gate_up[-100:], expected, ONE_ROUNDING[BF16])
-    act = swiglu.swiglu_fwd(gate_up)
-    check(act[-100:], ops.swiglu_fwd(gate_up[-100:].double()), ONE_ROUNDING[BF16])
+    act = activations.act_fwd(gate_up, ops.Act())
+    check(act[-100:], ops.act_fwd(gate_up[-100:].double(), ops.Act()), ONE_ROUNDING[BF16])
     out = rows.combine(gate_up, order, k, weights)
     picked = gate_up.view(E, N, -1)[:, last].double()
     check(out[last], (picked * weights[last].T[..., None].double()).sum(0), ONE_ROUNDING[BF16])
-    d_gate_up, again, d_weights = rows.routed_swiglu_bwd(act, gate_up, weights, order)
     alone = reference.Order(*(torch.arange(100, device="cuda"),) * 2, order.starts)
-    theirs = reference.routed_swiglu_bwd(*up(act[-100:], gate_up[-100:], weights[last, -1:].contiguous()), alone)
-    for mine, exact in ((d_gate_up[-100:], theirs[0]), (again[-100:], theirs[1])):
-        check(mine, exact, ONE_ROUNDING[BF16])
-    check(d_weights[last, -1], theirs[2][:, 0], FP32_SUM)
+    d64, h64, w64 = up(act[-100:], gate_up[-100:], weights[last, -1:].contiguous())
+    d_weights64 = ops.act_bwd_(d64, h64, ops.Act(), weights=w64, order=alone)
+    d_weights = activations.act_bwd_(act, gate_up, ops.Act(), weights=weights, order=order)
+    check(gate_up[-100:], h64, ONE_ROUNDING[BF16])
+    check(act[-100:], d64, ONE_ROUNDING[BF16])
+    check(d_weights[last, -1], d_weights64[:, 0], FP32_SUM)
 
 
 def test_nothing_waits_for_the_gpu_and_no_number_of_tokens_compiles_anew():
     E, k, D, I = 24, 3, 512, 256  # widths that the library and the copy engine take
     launchers = (order_._count, order_._scan, order_._place, matmuls._grouped_mm, gradients._grouped_add)
-    launchers += (hopper.add_kernel, routing._route_fwd, routing._route_bwd, rows._combine, rows._routed_bwd)
+    launchers += (hopper.add_kernel, routing._route_fwd, routing._route_bwd, rows._combine, activations._act_bwd)
     w_up, w_down = (torch.zeros(E, *shape, device="cuda", dtype=BF16) for shape in ((2 * I, D), (D, I)))
     g_up, g_down = (torch.zeros_like(w, dtype=torch.float32) for w in (w_up, w_down))
 
@@ -258,12 +259,12 @@ def test_nothing_waits_for_the_gpu_and_no_number_of_tokens_compiles_anew():
         weights, experts = ops.route_fwd(logits, Rule(k))
         order = ops.sort_pairs(experts, E)
         gate_up = ops.grouped_mm(x, w_up.mT, order, k)
-        out = ops.combine(ops.grouped_mm(ops.swiglu_fwd(gate_up), w_down.mT, order), order, k, weights, x)
-        d_act = ops.grouped_mm(out, w_down, order, k)
-        d_gate_up, act, d_weights = ops.routed_swiglu_bwd(d_act, gate_up, weights, order)
+        out = ops.combine(ops.grouped_mm(ops.act_fwd(gate_up, ops.Act()), w_down.mT, order), order, k, weights, x)
+        act = ops.grouped_mm(out, w_down, order, k)
+        d_weights = ops.act_bwd_(act, gate_up, ops.Act(), weights=weights, order=order)
         ops.grouped_add_(g_down.mT, act, out, order, 0, k)
-        ops.grouped_add_(g_up.mT, x, d_gate_up, order, k)
-        ops.combine(ops.grouped_mm(d_gate_up, w_up, order), order, k)
+        ops.grouped_add_(g_up.mT, x, gate_up, order, k)
+        ops.combine(ops.grouped_mm(gate_up, w_up, order), order, k)
         ops.route_bwd(d_weights, logits, experts, Rule(k))
 
     inputs = [[randn(n, width, device="cuda", dtype=BF16) for width in (D, E)] for n in (1, 7, 64, 1000)]

@@ -6,6 +6,7 @@ from kernel_checks import DEVICES, LOADS, check, choices, framed
 
 from trireme.kernels import ops
 from trireme.kernels.fp8 import reference
+from trireme.kernels.reference import Act
 
 pytestmark = pytest.mark.grid
 
@@ -281,81 +282,53 @@ def test_grouped_products_are_those_of_the_codes(N, E, k, A, B, load, device):
         assert torch.equal(out.isnan().any(1), reads)
 
 
+GATED = [Act("silu"), Act("gelu")]
+
+
 @DEVICE
-@pytest.mark.parametrize("name", ["swiglu", "geglu"])
+@pytest.mark.parametrize("act", GATED)
 @pytest.mark.parametrize("shape", [(1, 16), (37, 80)], ids=str)
 @pytest.mark.parametrize("kind", ["normal", "one outlier", "inf", "inf when rounded", "nan"])
-def test_codes_of_gated_units_are_those_of_their_results(name, shape, kind, device):
-    """To the bit, of the same kernels' results."""
-    from trireme.kernels import swiglu
+def test_codes_of_gated_gradients_are_those_of_the_plain_kernel(act, shape, kind, device):
+    """To the bit."""
+    from trireme.kernels import activations
     from trireme.kernels.fp8 import gated
     from trireme.kernels.fp8.quantize import quantize
 
     N, F = shape
-    gate_up, dy = framed(inputs(kind, N, 2 * F).to(device)), framed(inputs("normal", N, F).to(device))
-    found = getattr(gated, f"{name}_codes_fwd")(gate_up)
-    expected = quantize(getattr(swiglu, f"{name}_fwd")(gate_up))
-    assert same_codes(found, expected)
-    d_gate_up, act = getattr(swiglu, f"{name}_bwd")(dy, gate_up)
+    h, dy = framed(inputs(kind, N, 2 * F).to(device)), framed(inputs("normal", N, F).to(device))
+    dh, y = h.clone(), dy.clone()
+    activations.act_bwd_(y, dh, act)
     for columns in (True, False):
-        d_up, found = getattr(gated, f"{name}_codes_bwd")(dy, gate_up, columns)
-        assert same_codes(d_up, quantize(d_gate_up, True, columns))
+        d_up, found = gated.act_codes_bwd(dy, h, act, columns)
+        assert same_codes(d_up, quantize(dh, True, columns))
         if columns:
-            assert same_codes(found, quantize(act, False, True))
+            assert same_codes(found, quantize(y, False, True))
 
 
 @DEVICE
-@pytest.mark.parametrize("kind", ["normal", "one outlier", "inf", "nan"])
-@pytest.mark.parametrize(("N", "heads", "turned", "half"), [(37, 3, 2, 8), (1, 5, 5, 24), (70, 1, 1, 64)])
-def test_codes_of_rotated_heads_are_those_of_the_rotation(N, heads, turned, half, kind, device):
-    """To the bit, of the kernel's result; on a CPU of the reference's, too."""
-    from trireme.kernels import rope
-    from trireme.kernels.fp8.quantize import quantize
-    from trireme.kernels.fp8.rotated import rotated_codes
-
-    x = framed(inputs(kind, N, heads * 2 * half).to(device))
-    angles = torch.rand(N + 5, half, device=device) * 6
-    tables, positions = (angles.cos(), angles.sin()), torch.arange(N, device=device, dtype=torch.int32) // 2 + 3
-    turns = x.clone()
-    rope.rope_(turns.view(N, heads, 2 * half)[:, :turned], *tables, positions, inverse=True)
-    for columns in (True, False):
-        found = rotated_codes(x, *tables, positions, turned, columns)
-        assert same_codes(found, quantize(turns, True, columns))
-        assert same_codes(reference.rotated_codes(x.cpu(), *(t.cpu() for t in (*tables, positions)), turned, columns),
-                          reference.quantize(turns.cpu(), True, columns)) or device == "cuda"  # fmt: skip
-
-
-@DEVICE
-@pytest.mark.parametrize(
-    ("kind", "shape", "add_one"),
-    [
-        ("normal", (37, 80), True),
-        ("normal", (3, 1040), False),
-        ("one outlier", (37, 80), False),
-        ("zeros", (1, 16), False),
-        ("inf", (37, 80), False),
-        ("nan", (1, 16), False),
-        pytest.param("normal", (4099, 4096), False, marks=pytest.mark.gpu),
-        pytest.param("normal", (70, 14336), True, marks=pytest.mark.gpu),
-    ],
-)
-def test_codes_of_a_norm_are_those_of_its_result(kind, shape, add_one, device):
-    """To the bit, by the same statistics; those within fp32's sums of fp64's. And repeatable."""
-    from trireme.kernels.fp8.norms import rmsnorm_codes
+@pytest.mark.parametrize("kind", ["normal", "one outlier", "zeros", "inf", "inf when rounded", "nan"])
+@pytest.mark.parametrize("shape", [(1, 16), (37, 80), (200, 2064)], ids=str)
+def test_maxima_that_ops_leave_are_those_of_their_results(kind, shape, device):
+    """Of norms and activations, of the launchers and of the reference."""
+    from trireme.kernels import activations, norms
+    from trireme.kernels import reference as plain
     from trireme.kernels.fp8.quantize import quantize
 
-    x, weight = framed(inputs(kind, *shape).to(device)), inputs("normal", 3, shape[1])[1].to(device)
-    weight = 1 + weight.float() if add_one else weight
-    for rows, columns in ((True, True), (True, False), (False, True)):
-        found, rstd = rmsnorm_codes(x, weight, 1e-5, rows, columns)
-        y = (x.float() * rstd[:, None] * weight.float()).to(x.dtype)
-        assert same_codes(found, quantize(y, rows, columns))
-        again, rstd_again = rmsnorm_codes(x, weight, 1e-5, rows, columns)
-        assert same_codes(found, again)
-        assert torch.equal(rstd.nan_to_num(), rstd_again.nan_to_num())
-    expected = torch.rsqrt(x.double().square().mean(1) + 1e-5)
-    assert torch.equal(rstd.isnan(), expected.isnan())
-    assert ((rstd - expected).abs() <= 1e-5 * expected)[expected.isfinite()].all()
+    x, (N, D) = framed(inputs(kind, *shape).to(device)), shape
+    h, weight = framed(inputs(kind, N, 2 * D).to(device)), inputs("normal", 3, D)[1].to(device)
+    for norm_fwd, act_fwd in ((norms.norm_fwd, activations.act_fwd), (plain.norm_fwd, plain.act_fwd)):
+        most = [ops.new_maxima(x) for _ in range(3)]
+        results = (
+            norm_fwd(x[:, None], weight, 1e-5, most_=most[0])[0][:, 0],
+            act_fwd(h, Act(), most_=most[1]),
+            act_fwd(x, Act("relu2", gated=False), most_=most[2]),
+        )
+        for y, largest in zip(results, most, strict=True):
+            finite = torch.where(y.isfinite(), y.float().abs(), 0.0)
+            assert largest.max() == finite.max().view(torch.int32)
+            for orders in ((True, True), (True, False), (False, True)):
+                assert same_codes(quantize(y, *orders, most=largest), quantize(y, *orders))
 
 
 def same_codes(a, b) -> bool:

@@ -171,24 +171,6 @@ def test_convolution_sees_nothing_before_its_document(lengths, biased):
         check(own, exact.grad, 1e-13)
 
 
-@pytest.mark.parametrize("gate_first", [False, True])
-@pytest.mark.parametrize("each", [False, True])
-def test_gated_norms(gate_first, each):
-    torch.manual_seed(0)
-    x, gate, dy = (torch.randn(7, 3, 10, dtype=torch.float64, requires_grad=True) for _ in range(3))
-    weight = torch.randn((3, 10) if each else (10,), dtype=torch.float64, requires_grad=True)
-    u = x * silu(gate) if gate_first else x
-    y = u * torch.rsqrt(u.square().mean(-1, keepdim=True) + 1e-3) * weight
-    y = y if gate_first else y * silu(gate)
-    y.backward(dy)
-    with torch.no_grad():
-        check(reference.gated_norm_fwd(x, gate, weight, 1e-3, gate_first), y, 1e-14)
-        dw, dgate = torch.zeros_like(weight), torch.empty_like(gate)
-        dx = reference.gated_norm_bwd(dy, x, gate, weight, 1e-3, gate_first, dw, dgate)
-    for own, exact in ((dx, x.grad), (dgate, gate.grad), (dw, weight.grad)):
-        check(own, exact, 1e-13)
-
-
 # ---------------------------------------------------------------- kernels
 
 
@@ -271,41 +253,18 @@ def test_scan_repeats(form):
 @pytest.mark.parametrize("dtype", DTYPES)
 @pytest.mark.parametrize(("lengths", "C", "biased"), [([1, 63, 2, 5], 70, True), ([40], 8, False)])
 def test_convolution(device, dtype, lengths, C, biased):
-    from trireme.kernels.scan import around
+    from trireme.kernels.scan import convolution
 
     docs = make_docs(lengths, device)
     x, dy, weight, bias = conv_inputs(lengths, C, biased, device, dtype)
-    check(around.conv_fwd(x, weight, bias, docs), reference.conv_fwd(*up(x, weight, bias), docs), ONE_ROUNDING[dtype])
+    check(
+        convolution.conv_fwd(x, weight, bias, docs), reference.conv_fwd(*up(x, weight, bias), docs), ONE_ROUNDING[dtype]
+    )
     dx = randn(len(x), C + 16, device=device, dtype=dtype)[:, :C]
     sums = [None if t is None else torch.ones(t.shape, device=device) for t in (weight, bias)]
     dx64, sums64 = dx.double(), up(*sums)
-    around.conv_bwd(dy, x, weight, bias, docs, *sums, dx)
+    convolution.conv_bwd(dy, x, weight, bias, docs, *sums, dx)
     reference.conv_bwd(*up(dy, x, weight, bias), docs, *sums64, dx64)
     check(dx, dx64, ONE_ROUNDING[dtype])
     for own, exact in zip(sums, sums64, strict=True):
         assert own is None or check(own, exact, FP32_SUM) is None
-
-
-@pytest.mark.grid
-@pytest.mark.parametrize("device", DEVICES)
-@pytest.mark.parametrize("dtype", DTYPES)
-@pytest.mark.parametrize("gate_first", [False, True])
-@pytest.mark.parametrize(
-    ("N", "H", "D", "each"),
-    [(70, 3, 40, False), (9, 2, 128, True), (5, 1, 600, True), pytest.param(300, 1, 8192, True, marks=pytest.mark.gpu)],
-)
-def test_gated_norm(device, dtype, gate_first, N, H, D, each):
-    from trireme.kernels.scan import around
-
-    torch.manual_seed(0)
-    x, dy = (randn(N, H, D, device=device, dtype=dtype) for _ in range(2))
-    gate, dgate = (randn(N, H * D + 16, device=device, dtype=dtype)[:, : H * D].view(N, H, D) for _ in range(2))
-    weight = randn(*((H, D) if each else (D,)), device=device, dtype=dtype)
-    y = around.gated_norm_fwd(x, gate, weight, 1e-5, gate_first)
-    check(y, reference.gated_norm_fwd(*up(x, gate, weight), 1e-5, gate_first), ONE_ROUNDING[dtype])
-    dw = torch.ones(weight.shape, device=device)
-    dw64, dgate64 = dw.double(), dgate.double()
-    dx = around.gated_norm_bwd(dy, x, gate, weight, 1e-5, gate_first, dw, dgate)
-    check(dx, reference.gated_norm_bwd(*up(dy, x, gate, weight), 1e-5, gate_first, dw64, dgate64), ONE_ROUNDING[dtype])
-    check(dgate, dgate64, ONE_ROUNDING[dtype])
-    check(dw, dw64, FP32_SUM)

@@ -118,10 +118,9 @@ def test_backward_makes_nothing_twice_and_no_sums_of_frozen_norms(monkeypatch):
     for groups in (g for u in range(cfg.n_units) for g in shapes.trained_parts(cfg, u)):
         state |= {name: torch.randn(shape) for group in groups for name, shape in group}
     made, sums = [], []
-    down_gradient, norm, heads = lora.down_gradient, ops.rmsnorm_bwd, ops.head_rmsnorm_bwd
+    down_gradient, norm = lora.down_gradient, ops.norm_bwd
     monkeypatch.setattr(lora, "down_gradient", lambda dy, w: made.append(w) or down_gradient(dy, w))
-    monkeypatch.setattr(ops, "rmsnorm_bwd", lambda *given: sums.append(given[4]) or norm(*given))
-    monkeypatch.setattr(ops, "head_rmsnorm_bwd", lambda *given: sums.append(given[4]) or heads(*given))
+    monkeypatch.setattr(ops, "norm_bwd", lambda *given: sums.append(given[6]) or norm(*given))
     block_gradients(Tiny(cfg, state), ())
     assert len(made) == 4  # qkv, o, gate and up, down
     assert sums == [None] * 4  # before attention, before the MLP, q and k

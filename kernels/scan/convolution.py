@@ -1,8 +1,7 @@
-"""The operations around a scan: a causal depthwise convolution with silu before it, a gated norm behind it.
+"""The convolution before a scan: causal, of each channel by itself, with silu. reference.py has the formulas.
 
-reference.py has the formulas. For gradients of weights each program sums one row in fp32, and the rows are added in
-order (column_sum.py).
-Legend: N tokens, C channels, H heads or groups, D their width.
+For gradients of weights each program sums one row in fp32, and the rows are added in order (column_sum.py).
+Legend: N tokens, C channels.
 """
 
 from __future__ import annotations
@@ -12,11 +11,11 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
+from trireme.kernels.activations import silu
 from trireme.kernels.attention.docs import Docs
 from trireme.kernels.column_sum import add_rows
-from trireme.kernels.launch import cdiv, column_splits, power2, rows_bwd, rows_fwd
+from trireme.kernels.launch import cdiv, column_splits, power2
 from trireme.kernels.launcher import await_previous, launcher
-from trireme.kernels.activations import silu
 
 ROWS, COLUMNS = 32, 64  # of a tile of the convolution
 
@@ -135,106 +134,3 @@ def _check_conv(x: Tensor, weight: Tensor, bias: Tensor | None) -> None:
     assert power2(taps) == taps
     assert weight.is_contiguous()
     assert bias is None or bias.shape == (C,)
-
-
-# ---------------------------------------------------------------- gated norms
-
-
-@launcher
-@triton.jit(do_not_specialize=["N"])
-def _gated_norm_fwd(
-    p_x, p_gate, p_w, p_y, N, eps, gate_stride, H: tl.constexpr, D: tl.constexpr, ROWS: tl.constexpr,
-    BLOCK_D: tl.constexpr, FIRST: tl.constexpr, EACH: tl.constexpr,
-):  # fmt: skip
-    await_previous()
-    i_row, o_d = tl.program_id(0).to(tl.int64) * ROWS + tl.arange(0, ROWS), tl.arange(0, BLOCK_D)
-    i_h = i_row % H
-    mask = (i_row < N * H)[:, None] & (o_d < D)[None, :]
-    o = i_row[:, None] * D + o_d[None, :]
-    o_gate = (i_row // H * gate_stride + i_h * D)[:, None] + o_d[None, :]
-    o_w = (i_h[:, None] * D if EACH else 0) + o_d[None, :]
-    b_w = tl.load(p_w + o_w, mask if EACH else (o_d < D)[None, :], 0.0).to(tl.float32)
-    b_x = tl.load(p_x + o, mask, 0.0).to(tl.float32)
-    b_s = silu(tl.load(p_gate + o_gate, mask, 0.0).to(tl.float32))[0]
-    b_u = b_x * b_s if FIRST else b_x
-    b_y = b_u * tl.rsqrt(tl.sum(b_u * b_u, 1) / D + eps)[:, None] * b_w
-    b_y = b_y if FIRST else b_y * b_s
-    tl.store(p_y + o, b_y.to(p_y.dtype.element_ty), mask)
-
-
-@launcher
-@triton.jit(do_not_specialize=["N"])
-def _gated_norm_bwd(
-    p_dy, p_x, p_gate, p_w, p_dx, p_dgate, p_dw, N, eps, gate_stride, dgate_stride, H: tl.constexpr,
-    D: tl.constexpr, ROWS: tl.constexpr, BLOCK_D: tl.constexpr, STAGES: tl.constexpr, FIRST: tl.constexpr,
-    EACH: tl.constexpr,
-):  # fmt: skip
-    await_previous()
-    i_prog, o_d = tl.program_id(0), tl.arange(0, BLOCK_D)
-    OWN: tl.constexpr = 1 if EACH else H  # heads of a program's rows
-    i_first = tl.program_id(1)  # the head of all of them, of EACH
-    m_d = o_d < D
-    b_w = tl.load(p_w + (i_first * D if EACH else 0) + o_d, m_d, 0.0).to(tl.float32)[None, :]
-    b_dw = tl.zeros((ROWS, BLOCK_D), tl.float32)
-    for i_tile in tl.range(i_prog, tl.cdiv(N * OWN, ROWS), tl.num_programs(0), num_stages=STAGES):
-        i_row = tl.cast(i_tile, tl.int64) * ROWS + tl.arange(0, ROWS)
-        i_n, i_h = i_row // OWN, i_row % OWN + i_first
-        mask = (i_row < N * OWN)[:, None] & m_d[None, :]
-        o = ((i_n * H + i_h) * D)[:, None] + o_d[None, :]
-        b_dy = tl.load(p_dy + o, mask, 0.0).to(tl.float32)
-        b_x = tl.load(p_x + o, mask, 0.0).to(tl.float32)
-        b_z = tl.load(p_gate + (i_n * gate_stride + i_h * D)[:, None] + o_d[None, :], mask, 0.0).to(tl.float32)
-        b_s, b_slope = silu(b_z)
-        b_u = b_x * b_s if FIRST else b_x
-        b_rstd = tl.rsqrt(tl.sum(b_u * b_u, 1) / D + eps)[:, None]
-        b_hat = b_u * b_rstd
-        b_dn = b_dy if FIRST else b_dy * b_s
-        b_dw += b_dn * b_hat
-        b_dhat = b_dn * b_w
-        b_du = b_rstd * (b_dhat - b_hat * (tl.sum(b_dhat * b_hat, 1) / D)[:, None])
-        b_dz = (b_du * b_x if FIRST else b_dy * b_hat * b_w) * b_slope
-        b_dx = b_du * b_s if FIRST else b_du
-        tl.store(p_dx + o, b_dx.to(p_dx.dtype.element_ty), mask)
-        p_z = p_dgate + (i_n * dgate_stride + i_h * D)[:, None] + o_d[None, :]
-        tl.store(p_z, b_dz.to(p_dgate.dtype.element_ty), mask)
-    tl.store(p_dw + (i_prog * tl.num_programs(1) + i_first) * D + o_d, tl.sum(b_dw, 0), m_d)
-
-
-def gated_norm_fwd(x: Tensor, gate: Tensor, weight: Tensor, eps: float, gate_first: bool) -> Tensor:
-    """As reference.gated_norm_fwd; x is contiguous."""
-    N, H, D = x.shape
-    _check_gate(x, gate, weight)
-    y, tile = torch.empty_like(x), rows_fwd(D)
-    _gated_norm_fwd[(cdiv(N * H, tile.rows),)](
-        x, gate, weight, y, N, eps, gate.stride(0), H, D, tile.rows, tile.columns, gate_first, weight.dim() == 2,
-        num_warps=tile.warps,
-    )  # fmt: skip
-    return y
-
-
-def gated_norm_bwd(
-    dy: Tensor, x: Tensor, gate: Tensor, weight: Tensor, eps: float, gate_first: bool, dweight_: Tensor, dgate: Tensor
-) -> Tensor:
-    """As reference.gated_norm_bwd; dy and x are contiguous."""
-    N, H, D = x.shape
-    _check_gate(x, gate, weight)
-    _check_gate(x, dgate, dweight_)
-    assert dy.is_contiguous()
-    each = weight.dim() == 2
-    dx, tile = torch.empty_like(x), rows_bwd(x.device, N if each else N * H, D, x.element_size())
-    sums = torch.empty((tile.programs, dweight_.numel()), dtype=torch.float32, device=x.device)
-    _gated_norm_bwd[(tile.programs, H if each else 1)](
-        dy, x, gate, weight, dx, dgate, sums, N, eps, gate.stride(0), dgate.stride(0), H, D, tile.rows, tile.columns,
-        tile.stages, gate_first, each, num_warps=tile.warps,
-    )  # fmt: skip
-    add_rows(dweight_.view(-1), sums)
-    return dx
-
-
-def _check_gate(x: Tensor, gate: Tensor, weight: Tensor) -> None:
-    _, H, D = x.shape
-    assert gate.shape == x.shape
-    assert gate.stride()[1:] == (D, 1)
-    assert x.is_contiguous()
-    assert weight.shape in ((D,), (H, D))
-    assert weight.is_contiguous()
