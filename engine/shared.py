@@ -22,8 +22,6 @@ from trireme.engine.placement import Placement
 from trireme.engine.queues.names import numbered
 from trireme.engine.queues.task import Task
 
-BETWEEN = "net_between"  # of the queue net, which is idle, by the run's own thread
-
 
 class Wire(Protocol):
     """Moves tensors in RAM between hosts, for each queue in the order of the calls. A call returns when they have

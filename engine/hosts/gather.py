@@ -12,10 +12,10 @@ import torch
 from torch import Tensor
 
 from trireme.engine.between import Reader
-from trireme.engine.hosts.group import refuse_text
 from trireme.engine.placement import Entry
-from trireme.engine.shared import BETWEEN, Wire
+from trireme.engine.shared import Wire
 
+CONTROL = "control"  # the queue of the run's own thread
 EXPORTS = 0
 END = -1
 
@@ -27,7 +27,7 @@ class Gatherer(Reader):
         """`own`: reads this host's records."""
         super().__init__(own.placement)
         self.own, self.wire = own, wire
-        self.came = torch.empty(0, dtype=torch.uint8)
+        self._received = torch.empty(0, dtype=torch.uint8)
 
     def read(self, entry: Entry, *parts: str) -> Tensor:
         return self.own.read(entry, *parts)
@@ -36,11 +36,11 @@ class Gatherer(Reader):
         host = self.placement.geo.owner(u, a, self.placement.plan.record)
         if host == self.placement.plan.host:
             return self.own.low(u, a, b)
-        if len(self.came) < 2 * (b - a):
-            self.came = torch.empty(2 * (b - a), dtype=torch.uint8)
-        self.wire.send(BETWEEN, host, torch.tensor([u, a]))
-        self.wire.receive(BETWEEN, host, self.came[: 2 * (b - a)])
-        return self.came[: 2 * (b - a)]
+        if len(self._received) < 2 * (b - a):
+            self._received = torch.empty(2 * (b - a), dtype=torch.uint8)
+        self.wire.send(CONTROL, host, torch.tensor([u, a]))
+        self.wire.receive(CONTROL, host, self._received[: 2 * (b - a)])
+        return self._received[: 2 * (b - a)]
 
 
 @contextmanager
@@ -48,7 +48,7 @@ def masters(own: Reader, wire: Wire | None) -> Iterator[Reader | None]:
     """Called on all hosts at once, with idle queues: yields a reader on the host that exports, None on others, which
     answer.
 
-    `own`: reads this host's share. Raises LostHost, InputError.
+    `own`: reads this host's share. Raises LostHost.
     """
     plan = own.placement.plan
     if wire is None:
@@ -57,7 +57,7 @@ def masters(own: Reader, wire: Wire | None) -> Iterator[Reader | None]:
         yield Gatherer(own, wire)
         for host in range(plan.hosts):
             if host != EXPORTS:
-                wire.send(BETWEEN, host, torch.tensor([END, END]))
+                wire.send(CONTROL, host, torch.tensor([END, END]))
     else:
         _answer(own, wire)
         yield None
@@ -65,14 +65,11 @@ def masters(own: Reader, wire: Wire | None) -> Iterator[Reader | None]:
 
 def _answer(own: Reader, wire: Wire) -> None:
     """Answers requests until the host that exports has no more."""
-    asked = torch.zeros(2, dtype=torch.int64)
+    request = torch.zeros(2, dtype=torch.int64)
     while True:
-        wire.receive(BETWEEN, EXPORTS, asked)
-        u, a = asked.tolist()
+        wire.receive(CONTROL, EXPORTS, request)
+        u, a = request.tolist()
         if u == END:
             return
         geo, record = own.placement.geo, own.placement.plan.record
-        bounds = dict(geo.records(u, record) if 0 <= u < geo.n_units else ())
-        if a not in bounds:
-            refuse_text(EXPORTS, f": a record of unit {u} that begins at {a}")
-        wire.send(BETWEEN, EXPORTS, own.low(u, a, bounds[a]))
+        wire.send(CONTROL, EXPORTS, own.low(u, a, dict(geo.records(u, record))[a]))

@@ -1,87 +1,94 @@
-"""The hosts of a run, one process each, started with the environment of torchrun; and how they agree on values."""
+"""The hosts of a run, one process each, started by torchrun or SLURM; and how they agree on values."""
 
 from __future__ import annotations
 
 import hashlib
 import json
-import math
 import os
 import re
-import socket
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from typing import TYPE_CHECKING, Any, NamedTuple, NoReturn
+from typing import TYPE_CHECKING, NamedTuple, NoReturn
 
 from trireme.engine.plan import MOST_HOSTS
 from trireme.models.config import InputError
-from trireme.storage.untrusted import Shape, complaint, parse_json, shown
 
 if TYPE_CHECKING:
     from torch import Tensor
 
     from trireme.engine.hosts.wire import Wire
 
-FEW = 64 << 20  # bytes that time the network
-LONGEST = 256 << 20  # bytes of a text
-MOST_PORT = (1 << 16) - 1  # of MASTER_PORT: the next may be needed, too
-ADDRESS = re.compile(r"[A-Za-z0-9_.:%-]{1,255}")
-
-
-NAMES = ("RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE")  # in the environment, as in Place
+TRIAL = 64 << 20  # bytes that time the network
+BOUNDS = {"RANK": "WORLD_SIZE", "LOCAL_RANK": "LOCAL_WORLD_SIZE"}  # a number in the environment, and what it is below
+NAMES = (*BOUNDS, *BOUNDS.values(), "MASTER_ADDR", "MASTER_PORT")
+PORTS = 10_000, 20_000  # the first of those for SLURM's jobs, and their number
 
 
 class Place(NamedTuple):
-    """Which of a run's processes this one is."""
+    """Which of a run's processes this one is, and where host 0 listens."""
 
     host: int = 0
     hosts: int = 1
     local: int = 0  # among those of this machine
     local_hosts: int = 1  # on this machine
+    address: str = ""
+    port: int = 0
 
 
 def place() -> Place:
-    """Reads the environment of torchrun; without it this process is alone. Raises InputError."""
-    said = {name: os.environ.get(name, str(usual)) for name, usual in zip(NAMES, Place(), strict=True)}
-    if said["WORLD_SIZE"] in ("0", "1"):
+    """Reads the environment of torchrun, or of a task of SLURM's; without it this process is alone. Raises
+    InputError.
+    """
+    names = {"LOCAL_RANK": "0", "LOCAL_WORLD_SIZE": "1"} | _of_slurm()
+    names |= {name: os.environ[name] for name in NAMES if name in os.environ}
+    if names.get("WORLD_SIZE", "1") in ("0", "1"):
         return Place()
-    for name, text in said.items():
-        if not re.fullmatch("[0-9]{1,18}", text):
-            _refuse(name, text, "a whole number")
-    found = Place(*map(int, said.values()))
-    if found.hosts > MOST_HOSTS:
-        _refuse("WORLD_SIZE", said["WORLD_SIZE"], f"at most {MOST_HOSTS}")
-    for name, of in (("RANK", "WORLD_SIZE"), ("LOCAL_RANK", "LOCAL_WORLD_SIZE"), ("LOCAL_WORLD_SIZE", "WORLD_SIZE")):
-        if int(said[name]) >= int(said[of]) + (name == "LOCAL_WORLD_SIZE"):
-            _refuse(name, said[name], f"a number for {of} {said[of]}")
-    address, port = os.environ.get("MASTER_ADDR", ""), os.environ.get("MASTER_PORT", "")
-    if not ADDRESS.fullmatch(address):
-        _refuse("MASTER_ADDR", address, "the name or the address of host 0")
-    if not (re.fullmatch("[0-9]{1,5}", port) and 0 < int(port) < MOST_PORT):
-        _refuse("MASTER_PORT", port, f"a port, 1 to {MOST_PORT - 1}")
-    return found
+    rank, local, hosts, local_hosts, port = (
+        _number(name, names.get(name, "")) for name in NAMES if name != "MASTER_ADDR"
+    )
+    if not 1 < hosts <= MOST_HOSTS:
+        _refuse("WORLD_SIZE", names["WORLD_SIZE"], f"at most {MOST_HOSTS}")
+    for name, bound in BOUNDS.items():
+        if int(names[name]) >= int(names[bound]):
+            _refuse(name, names[name], f"a number below {bound}, {names[bound]}")
+    if local_hosts > hosts:
+        _refuse("LOCAL_WORLD_SIZE", names["LOCAL_WORLD_SIZE"], f"at most WORLD_SIZE, {hosts}")
+    if not names.get("MASTER_ADDR"):
+        _refuse("MASTER_ADDR", "", "the name or the address of host 0")
+    if not 0 < port < 1 << 16:
+        _refuse("MASTER_PORT", names["MASTER_PORT"], "a port, 1 to 65535")
+    return Place(rank, hosts, local, local_hosts, names["MASTER_ADDR"], port)
+
+
+def _of_slurm() -> dict[str, str]:
+    """torchrun's variables for a task of `srun`. Nothing if this is no such task, or if torchrun has started it."""
+    env = os.environ
+    if "WORLD_SIZE" in env or env.get("SLURM_STEP_NUM_TASKS", "1") == "1":
+        return {}
+    first = re.sub(r"\[(\d+)[^]]*\]", r"\1", env.get("SLURM_STEP_NODELIST", "")).split(",")[0]  # of "node[01-04],b7"
+    runs = re.findall(r"(\d+)(?:\(x(\d+)\))?", env.get("SLURM_STEP_TASKS_PER_NODE", ""))  # of "2(x3),1"
+    tasks = [n for n, times in runs for _ in range(int(times or 1))]
+    begin, ports = PORTS
+    return {
+        "RANK": env.get("SLURM_PROCID", ""),
+        "WORLD_SIZE": env["SLURM_STEP_NUM_TASKS"],
+        "LOCAL_RANK": env.get("SLURM_LOCALID", "0"),
+        "LOCAL_WORLD_SIZE": dict(enumerate(tasks)).get(int(env.get("SLURM_NODEID", "0")), "1"),
+        "MASTER_ADDR": first,
+        "MASTER_PORT": str(begin + int(env.get("SLURM_JOB_ID", "0")) % ports),
+    }
+
+
+def _number(name: str, text: str) -> int:
+    if not re.fullmatch("[0-9]{1,18}", text):
+        _refuse(name, text, "a whole number")
+    return int(text)
 
 
 def _refuse(name: str, text: str, expected: str) -> NoReturn:
-    is_what = f"is {shown(repr(text))}" if text else "is not set"
-    raise InputError(f"{name} of the environment {is_what}; expected {expected}. Set it as torchrun does, or unset it.")
-
-
-def told(text: str, shape: Shape, host: int) -> Any:
-    """Parses a JSON object of this shape that a host has sent. Raises InputError."""
-    try:
-        found = parse_json(text.encode(errors="surrogatepass"), "text")
-        wrong = complaint(found, shape)
-    except ValueError as error:
-        wrong = f": {error}"
-    if wrong:
-        refuse_text(host, wrong)
-    return found
-
-
-def refuse_text(host: int, wrong: str) -> NoReturn:
-    """Raises InputError about what a host has sent."""
-    raise InputError(f"host {host} sent what this version does not expect{wrong}. Start the same version on all hosts.")
+    state = f"is {text!r}" if text else "is not set"
+    raise InputError(f"{name} of the environment {state}; expected {expected}. Set it as torchrun does, or unset it.")
 
 
 class LostHost(Exception):
@@ -96,42 +103,36 @@ class Alone:
 
     @property
     def waits(self) -> bool:
-        """Whether the run's own thread waits for another host now. Heartbeats watch it, not the watchdog."""
+        """Whether the run's own thread waits for another host now. The watch of the wire limits that time."""
         return self.wire is not None and self.wire.waits
 
     def texts(self, text: str) -> list[str]:
-        """The text that each host gives."""
+        """The text of each host."""
         return [text]
 
-    def numbers(self, own: Sequence[float], most: int, least: int = 0) -> list[float]:
-        """The numbers of all hosts, in order. Each host gives `least` to `most` of them."""
-        assert least <= len(own) <= most
-        return list(own)
+    def numbers(self, numbers: Sequence[float], most: int) -> list[float]:
+        """The numbers of all hosts, in order. A host gives `most` of them at most."""
+        assert len(numbers) <= most
+        return list(numbers)
 
-    def each(self, own: float) -> list[float]:
-        """One finite number of each host."""
-        found = self.numbers([own], 1, 1)
-        for host, n in enumerate(found):
-            if not math.isfinite(n):
-                refuse_text(host, f": {n:g}")
-        return found
+    def values(self, value: float) -> list[float]:
+        """The number of each host."""
+        return self.numbers([value], 1)
 
-    def any(self, asked: bool) -> bool:
+    def any(self, answer: bool) -> bool:
         """Whether the answer of any host is yes."""
-        return any(self.each(asked))
+        return any(self.values(answer))
 
     def first(self, answer: bool) -> bool:
         """The answer of host 0. It decides about time, since clocks differ."""
-        return bool(self.each(answer)[0])
+        return bool(self.values(answer)[0])
 
     def meet(self) -> None:
         """Returns when all hosts have called it."""
         self.numbers([], 1)
 
-    def agree(self, what: str, said: Mapping[str, object], way: str) -> None:
-        """Raises InputError if a host's `said` (values as JSON) differs from that of host 0. `way`: what the user can
-        do.
-        """
+    def agree(self, what: str, values: Mapping[str, object], way: str) -> None:
+        """Raises InputError if a host's `values` (as JSON) differ from those of host 0. `way`: what the user can do."""
 
     def tell(self, why: str) -> None:
         """Ends all other hosts, because this one is about to end and its cleanup may wait for them."""
@@ -145,67 +146,58 @@ class Alone:
 class Group(Alone):
     """Several hosts. All methods raise LostHost."""
 
-    def __init__(self, at: Place, late: Callable[[str], object]):
-        """Returns once all are here. `late`: as of Wire."""
-        from trireme.engine.hosts.wire import Wire  # late: torch takes seconds
+    def __init__(self, at: Place, late: Callable[[str], object], silent: float | None = None):
+        """Returns once all are here. `late`, `silent`: as of Wire."""
+        os.environ.setdefault("TORCH_CPP_LOG_LEVEL", "FATAL")  # else its store prints stacks while hosts connect
+        from trireme.engine.hosts.wire import SILENT, Wire  # late: torch takes seconds
 
-        self.host, self.hosts, self.local_hosts, self.wire = *at[:2], at.local_hosts, Wire(late)
+        self.host, self.hosts, self.local_hosts = at.host, at.hosts, at.local_hosts
+        self.wire = Wire(at, late, silent or SILENT)
 
     def texts(self, text: str) -> list[str]:
         import torch
 
-        own = torch.frombuffer(bytearray(text.encode() + b" "), dtype=torch.uint8)
-        sizes = self.each(len(own))
-        for host, n in enumerate(sizes):
-            if not 1 <= n <= LONGEST:
-                refuse_text(host, f": a text of {n:g} bytes")
-        found = self._gathered(torch.cat([own, own.new_zeros(int(max(sizes)) - len(own))]))
-        return [
-            bytes(each[: int(n) - 1].numpy()).decode(errors="replace") for each, n in zip(found, sizes, strict=True)
-        ]
+        content = text.encode()
+        sizes = [int(n) for n in self.values(len(content))]
+        padded = torch.frombuffer(bytearray(content.ljust(max(sizes, default=0) + 1)), dtype=torch.uint8)
+        return [bytes(part[:n].numpy()).decode() for part, n in zip(self._gathered(padded), sizes, strict=True)]
 
-    def numbers(self, own: Sequence[float], most: int, least: int = 0) -> list[float]:
+    def numbers(self, numbers: Sequence[float], most: int) -> list[float]:
         import torch
 
-        assert least <= len(own) <= most
+        assert len(numbers) <= most
         padded = torch.zeros(1 + most, dtype=torch.float64)
-        padded[: 1 + len(own)] = torch.tensor([float(len(own)), *own], dtype=torch.float64)
-        found = [each.tolist() for each in self._gathered(padded)]
-        for host, (n, *_) in enumerate(found):
-            if n not in range(least, 1 + most):
-                refuse_text(host, f": {n:g} numbers, expected {least} to {most}")
-        return [x for n, *numbers in found for x in numbers[: int(n)]]
+        padded[: 1 + len(numbers)] = torch.tensor([float(len(numbers)), *numbers], dtype=torch.float64)
+        return [x for n, *numbers in (part.tolist() for part in self._gathered(padded)) for x in numbers[: int(n)]]
 
-    def agree(self, what: str, said: Mapping[str, object], way: str) -> None:
-        hashes = {key: hashlib.sha256(json.dumps(value).encode()).hexdigest() for key, value in said.items()}
-        each = [told(text, {str: str}, host) for host, text in enumerate(self.texts(json.dumps(hashes)))]
-        for host, theirs in enumerate(each):
-            if theirs != each[0]:
-                keys = [key for key in {**each[0], **theirs} if each[0].get(key) != theirs.get(key)]
+    def agree(self, what: str, values: Mapping[str, object], way: str) -> None:
+        hashes = {key: hashlib.sha256(json.dumps(value).encode()).hexdigest() for key, value in values.items()}
+        first, *others = (json.loads(text) for text in self.texts(json.dumps(hashes)))
+        for host, theirs in enumerate(others, 1):
+            if theirs != first:
+                keys = [key for key in {**first, **theirs} if first.get(key) != theirs.get(key)]
                 raise InputError(f"host {host} was started with other {what} than host 0: {', '.join(keys)}. {way}.")
 
-    def _gathered(self, own: Tensor) -> list[Tensor]:
+    def _gathered(self, part: Tensor) -> list[Tensor]:
         import torch
 
         assert self.wire is not None
-        found = [own if host == self.host else torch.empty_like(own) for host in range(self.hosts)]
-        with self.wire.waiting():
-            self.wire.gather("control", found)
-        return found
+        parts = [part if host == self.host else torch.empty_like(part) for host in range(self.hosts)]
+        self.wire.gather("control", parts)
+        return parts
 
     def speed(self) -> float:
         """Bytes/s from each host to the next, all at once; those of the slowest."""
         import torch
 
         assert self.wire is not None
-        block = torch.zeros(FEW, dtype=torch.uint8)
-        seconds = []
-        for _ in range(2):  # the first opens connections
+        block, seconds = torch.zeros(TRIAL, dtype=torch.uint8), 0.0
+        for _ in range(2):  # the first is slower: TCP begins with small windows
             self.meet()
             begun = time.monotonic()
             self.wire.exchange("net", (self.host + 1) % self.hosts, (self.host - 1) % self.hosts, block)
-            seconds.append(time.monotonic() - begun)
-        return FEW / max(1e-9, *self.each(seconds[1]))
+            seconds = time.monotonic() - begun
+        return TRIAL / max(1e-9, *self.values(seconds))
 
     def tell(self, why: str) -> None:
         assert self.wire is not None
@@ -214,12 +206,12 @@ class Group(Alone):
 
 
 @contextmanager
-def joined(at: Place, late: Callable[[str], object]) -> Iterator[Alone]:
-    """The hosts, while this one takes part; an exception within ends all."""
+def joined(at: Place, late: Callable[[str], object], silent: float | None = None) -> Iterator[Alone]:
+    """The hosts, while this one takes part; an exception within ends all. `late`, `silent`: as of Wire."""
     if at.hosts == 1:
         yield Alone()
         return
-    group = Group(at, late)
+    group = Group(at, late, silent)
     assert group.wire is not None
     try:
         yield group

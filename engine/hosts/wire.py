@@ -1,84 +1,120 @@
-"""Tensors between hosts by torch.distributed: a gloo group for each line, so that queues do not wait for each other.
+"""Tensors between hosts by torch.distributed: a gloo group for each channel, so that queues do not wait for each other.
 
-How a run ends is told through the store that the hosts met by: the first line that is written there is the reason, and
-all hosts end with it. Each host also counts up a number there; a host whose number stands still hangs.
+The hosts meet at a store on host 0 (torchrun's, if it has one). How a run ends is written there: the first reason is
+the run's, and all hosts end with it. Each host also counts up a number there; a host whose number stands still hangs.
 """
 
 from __future__ import annotations
 
+import os
+import socket
 import threading
 import time
-from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager, suppress
+from collections.abc import Callable, Sequence
+from contextlib import suppress
 from datetime import timedelta
+from ipaddress import ip_address
+from typing import Any
 
-import torch.distributed as dist
 from torch import Tensor
+from torch.distributed import PrefixStore, ProcessGroupGloo, Store, TCPStore
 
-from trireme.engine.hosts.group import LostHost
-from trireme.engine.shared import BETWEEN
+from trireme.engine.hosts.group import LostHost, Place
+from trireme.models.config import InputError
 
-LINES = ("net", "sum", "statistics", "control")
+CONTROL = "control"  # of the run's own thread alone
+CHANNELS = ("net", "sum", "statistics", CONTROL)
 MEETING = timedelta(seconds=300)
-NEVER = timedelta(days=30)  # heartbeats end waits
-BEAT, SILENT = 5.0, 45.0  # seconds between beats; until a host hangs
-TOLD, GRACE = 2.0, 10.0  # seconds for a reason to arrive; for this process to end once there is one
+NEVER = timedelta(days=30)  # of gloo: the watch limits waits, as a step of a large model may take hours
+BEAT, SILENT = 1.0, 40.0  # seconds between beats; until a host hangs
+REASON, PARTING, GRACE = 2.0, 5.0, 10.0  # seconds for a reason to arrive; for others to read it; for main to end
 END = "end"  # key of the reason
 
 
 class Wire:
     """Implements the Wire of engine/shared.py. Methods raise LostHost."""
 
-    def __init__(self, late: Callable[[str], object]):
-        """Returns when all hosts are here; finds them by the environment of torchrun. `late(why)`: called by a thread
-        where the run must end, and main does not: gloo's waits for a host that hangs cannot be ended.
+    def __init__(self, at: Place, late: Callable[[str], object], silent: float = SILENT):
+        """Returns when all hosts are connected. `late(why)`: called by a thread when the run must end and main does
+        not: waits for a host that hangs cannot be ended. `silent`: seconds after which a host without a sign hangs.
         """
-        try:
-            store, self.host, self.hosts = next(iter(dist.rendezvous("env://", timeout=MEETING)))
-            self.store = dist.PrefixStore("trireme", store)
-            groups = dist.PrefixStore("groups", self.store)
-            dist.init_process_group("gloo", store=groups, rank=self.host, world_size=self.hosts, timeout=MEETING)
-            self._groups = {line: dist.new_group(timeout=NEVER) for line in LINES}
-            dist.barrier()
-        except (RuntimeError, ValueError) as error:
-            raise LostHost(f"not all hosts are here: {str(error).splitlines()[0]}") from error
+        self.host, self.hosts, self._late, self._silent = at.host, at.hosts, late, silent
         self.waits = False  # the run's own thread does, for another host
-        self._over, self._late = threading.Event(), late
-        self._beats = threading.Thread(target=self._watch, name="beats", daemon=True)
-        self._beats.start()
+        why = f"not all hosts are connected after {MEETING.seconds} s. Are MASTER_ADDR and MASTER_PORT those of host 0?"
+        timer = threading.Timer(MEETING.seconds + GRACE, late, [why])  # another program at that port may not answer
+        timer.daemon = True
+        timer.start()
+        try:
+            self.store = _open_store(at)
+            self.address = self._meet(at)
+            self._groups = {name: self._connect(name) for name in CHANNELS}
+        except (RuntimeError, OSError, ValueError) as error:
+            text = str(error).splitlines()[0]
+            if "EADDRINUSE" in text:
+                raise InputError(f"MASTER_PORT {at.port} is in use on this host. Give another one to all.") from error
+            raise LostHost(f"host 0 at {at.address}, port {at.port}: {text}") from error
+        finally:
+            timer.cancel()
+        self._over, self._why = threading.Event(), ""
+        self._heard = [time.monotonic()] * self.hosts
+        for thread in (self._beat, self._watch):
+            threading.Thread(target=thread, name="hosts", daemon=True).start()
+
+    def _meet(self, at: Place) -> str:
+        """Waits for all hosts; returns the address at which this one listens, that of its route to host 0.
+
+        On host 0 its own name may be a loopback address (127.0.1.1 on Ubuntu): then it is the one that other machines
+        have for it. Raises LostHost.
+        """
+        route, master = _route(at)
+        local = ip_address(route).is_loopback
+        self.store.add(f"beat {self.host}", 0)
+        self.store.set(f"master {self.host}", "" if local else master)
+        keys = [f"master {host}" for host in range(self.hosts)]
+        try:
+            self.store.wait(keys, MEETING)
+        except RuntimeError:
+            missing = [f"host {host}" for host, key in enumerate(keys) if not self.store.check([key])]
+            raise LostHost(f"{', '.join(missing)} did not connect within {MEETING.seconds} s") from None
+        masters = [text.decode() for text in self.store.multi_get(keys)]
+        return next(filter(None, masters), route) if local else route
+
+    def _connect(self, name: str) -> Any:
+        """A group of all hosts. Made directly, since init_process_group takes no address."""
+        by_user = os.environ.get("GLOO_SOCKET_IFNAME")
+        device = ProcessGroupGloo.create_device(**({"interface": by_user} if by_user else {"hostname": self.address}))
+        options = ProcessGroupGloo._Options()  # type: ignore[attr-defined]
+        options._devices, options._timeout = [device], MEETING
+        return ProcessGroupGloo(PrefixStore(name, self.store), self.host, self.hosts, options)
 
     # ------------------------------------------------ tensors
 
-    @contextmanager
-    def waiting(self) -> Iterator[None]:
-        self.waits = True
-        try:
-            yield
-        finally:
-            self.waits = False
-
-    def _move(self, queue: str, sent: Sequence[tuple[int, Tensor]], came: Sequence[tuple[int, Tensor]]) -> None:
+    def _move(self, queue: str, sent: Sequence[tuple[int, Tensor]], received: Sequence[tuple[int, Tensor]]) -> None:
         """Sends and receives (host, tensor) at once; returns when all have arrived."""
-        if queue == BETWEEN and not self.waits:
-            with self.waiting():
-                return self._move(queue, sent, came)
-        group, at, moving = self._groups[queue.partition("_")[0]], 0, []
+        channel, other, moving = queue.partition("_")[0], 0, []
+        if channel == CONTROL:
+            self.waits = True
         try:
-            for move, pairs in ((dist.irecv, came), (dist.isend, sent)):
-                for at, what in pairs:
-                    moving += [(at, move(what, at, group=group))] if what.numel() else []
-            for at, each in moving:
-                each.wait()
-        except (RuntimeError, ValueError) as error:
-            raise LostHost(self.reason(at)) from error
+            group = self._groups[channel]
+            for move, pairs in ((group.recv, received), (group.send, sent)):
+                for other, tensor in pairs:
+                    moving += [(other, move([tensor], other, 0))] if tensor.numel() else []
+            for other, work in moving:  # noqa: B007 (the error names it)
+                work.wait(NEVER)
+        except (RuntimeError, KeyError) as error:
+            raise LostHost(self.reason(other)) from error
+        finally:
+            if channel == CONTROL:
+                self.waits = False
 
-    def send(self, queue: str, host: int, what: Tensor) -> None:
-        self._move(queue, [(host, what)], [])
+    def send(self, queue: str, host: int, tensor: Tensor) -> None:
+        self._move(queue, [(host, tensor)], [])
 
-    def receive(self, queue: str, host: int, what: Tensor) -> None:
-        self._move(queue, [], [(host, what)])
+    def receive(self, queue: str, host: int, tensor: Tensor) -> None:
+        self._move(queue, [], [(host, tensor)])
 
     def exchange(self, queue: str, to: int, source: int, block: Tensor) -> None:
+        """Sends `block` to one host while another's is received."""
         self._move(queue, [(to, block)], [(source, block.clone())])
 
     def deal(self, queue: str, root: int, parts: Sequence[Tensor]) -> None:
@@ -93,45 +129,74 @@ class Wire:
 
     def tell(self, why: str) -> str:
         """Ends all hosts; returns the reason, which is the first one told. Their calls end with LostHost."""
-        with suppress(RuntimeError):  # host 0 is gone, and the store with it
-            why = self.store.compare_set(END, "", why).decode(errors="replace") or why
-        return why
+        try:
+            return self.store.compare_set(END, "", why).decode(errors="replace") or why
+        except RuntimeError:
+            return self._why or _lost(0)  # the store has ended with host 0
 
     def reason(self, suspect: int) -> str:
         """Why the run ends, after a call has failed with host `suspect`."""
         with suppress(RuntimeError):
-            self.store.wait([END], timedelta(seconds=TOLD))
-        return self.tell(f"host {suspect} is lost or hangs")
+            self.store.wait([END], timedelta(seconds=REASON))
+        return self.tell(_lost(suspect))
+
+    def _beat(self) -> None:
+        """Counts up this host's number, and notes when each host's has changed, until the run ends."""
+        keys, counts = [f"beat {host}" for host in range(self.hosts)], [b""] * self.hosts
+        try:
+            while not self._why and not self._over.wait(BEAT):
+                self.store.add(keys[self.host], 1)
+                before, counts = counts, self.store.multi_get(keys)
+                for host, pair in enumerate(zip(before, counts, strict=True)):
+                    if pair[0] != pair[1]:
+                        self._heard[host] = time.monotonic()
+                self._why = self.tell("") if self.store.check([END]) else self._why
+        except RuntimeError:
+            self._why = _lost(0)
 
     def _watch(self) -> None:
-        """Counts up this host's number until the run ends, and then ends the process unless main does."""
-        others = [host for host in range(self.hosts) if host != self.host]
-        seen, why = dict.fromkeys(others, (-1, time.monotonic())), ""
-        while not why and not self._over.wait(BEAT):
-            try:
-                self.store.add(f"beat {self.host}", 1)
-                why = self.tell("") if self.store.check([END]) else ""
-                for host in others:
-                    beats, now = self.store.add(f"beat {host}", 0), time.monotonic()
-                    seen[host] = (beats, now) if beats != seen[host][0] else seen[host]
-                    if now - seen[host][1] > SILENT and not self.store.check([f"done {host}"]):
-                        why = self.tell(f"host {host} is lost or hangs: no sign of it for {SILENT:.0f} s")
-            except RuntimeError:
-                why = "host 0 is lost or hangs"
-        if why and not self._over.wait(GRACE):
-            self._late(why)
+        """Finds hosts that hang; ends the process when the run is over, unless main does."""
+        while not self._why and not self._over.wait(BEAT):
+            silent = [host for host, heard in enumerate(self._heard) if time.monotonic() - heard > self._silent]
+            if self.host in silent:  # the store does not answer
+                self._why = f"{_lost(0)}: no sign of it for {self._silent:.0f} s"
+                break
+            for host in silent:
+                with suppress(RuntimeError):
+                    if not self.store.check([f"done {host}"]):
+                        self._why = self.tell(f"{_lost(host)}: no sign of it for {self._silent:.0f} s")
+        if not self._over.wait(GRACE):
+            self._late(self._why)
 
     def cut(self) -> None:
         """Breaks the connections, so that other hosts' calls end."""
-        with suppress(RuntimeError, ValueError, AssertionError):
-            dist.destroy_process_group()
+        self._groups.clear()
 
     def close(self) -> None:
-        """This host is done. Host 0, which may hold the store, waits for the others."""
-        self._over.set()
-        self._beats.join()
+        """This host is done. Host 0, whose store has the reason, waits for the others."""
         with suppress(RuntimeError):
             self.store.set(f"done {self.host}", "")
-            if self.host == 0 and not self.store.check([END]):
-                self.store.wait([f"done {host}" for host in range(self.hosts)], timedelta(seconds=GRACE))
+            if self.host == 0:
+                self.store.wait([f"done {host}" for host in range(self.hosts)], timedelta(seconds=PARTING))
+        self._over.set()
         self.cut()
+
+
+def _open_store(at: Place) -> Store:
+    """The store of the host's torchrun, or one that host 0 opens."""
+    by_torchrun = os.environ.get("TORCHELASTIC_USE_AGENT_STORE") == "True"
+    is_master = at.host == 0 and not by_torchrun
+    store = TCPStore(at.address, at.port, is_master=is_master, timeout=MEETING, wait_for_workers=False)
+    return PrefixStore(f"trireme {os.environ.get('TORCHELASTIC_RESTART_COUNT', '0')}", store)
+
+
+def _route(at: Place) -> tuple[str, str]:
+    """(this host's address on its route to host 0, host 0's address)."""
+    family, kind, _, _, master = socket.getaddrinfo(at.address, at.port, type=socket.SOCK_DGRAM)[0]
+    with socket.socket(family, kind) as probe:
+        probe.connect(master)  # sends nothing
+        return probe.getsockname()[0], str(master[0])
+
+
+def _lost(host: int) -> str:
+    return f"host {host} is lost or hangs"

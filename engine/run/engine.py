@@ -3,23 +3,18 @@
 from __future__ import annotations
 
 import errno
-from collections.abc import Callable, Iterable, Iterator, Sequence
-from concurrent.futures import ThreadPoolExecutor
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager
 from dataclasses import dataclass
 from pathlib import Path
-from queue import SimpleQueue
-
-import torch
 
 from trireme.engine.amounts import count, gb, gib
 from trireme.engine.between import load_from_store
-from trireme.engine.build import Engine, Inputs, build, in_ram, placed
+from trireme.engine.build import Engine, build
 from trireme.engine.exchange import Exchange
-from trireme.engine.hosts import reshare
 from trireme.engine.hosts.group import Alone
-from trireme.engine.hosts.held import Whole
-from trireme.engine.memory import NOTHING
+from trireme.engine.hosts.host_snapshots import RunSnapshot
+from trireme.engine.hosts.reshard import load_share
 from trireme.engine.planner.clock import Clock
 from trireme.engine.planner.host import hold_to
 from trireme.engine.planner.machine import note_pinned
@@ -29,9 +24,6 @@ from trireme.engine.run.screen import Screen
 from trireme.engine.tuning.base import CheckpointBase
 from trireme.engine.tuning.cached import Cached
 from trireme.engine.updates import AdamW
-from trireme.models.losses.comparison import Comparison
-from trireme.models.losses.preferences import Preference
-from trireme.models.rows import make_load, rope_tables
 from trireme.storage.files import StoreError
 from trireme.storage.shards import DAMAGED, Damaged
 from trireme.storage.snapshots import NO_WAY_BACK, NONE_OLDER
@@ -102,17 +94,16 @@ class Loader:
         self.group.agree("weights", sums, "Copy host 0's checkpoint")
         return exchange
 
-    def go_on(self, whole: Whole | None = None, everything: bool = True) -> Exchange:
-        """Loads the snapshot, or this host's share of `whole`, and frozen weights from the checkpoint. Without
+    def go_on(self, common: RunSnapshot | None = None, everything: bool = True) -> Exchange:
+        """Loads the snapshot, or this host's share of `common`, and frozen weights from the checkpoint. Without
         `everything`, what stays on the SSD is not read.
         """
         job, placement = self.job, self.e.placement
-        if whole is None:
+        if common is None:
             self._snapshot(everything)
         else:
-            what = f"redistributing the state of {count(whole.key.hosts, 'host')}"
-            with self._loading(what, placement.nbytes()) as more:
-                reshare.fill(placement, whole, self.group.wire, more)
+            with self._loading(f"loading the state of {count(common.key.hosts, 'host')}", placement.nbytes()) as more:
+                load_share(placement, common, more)
         exchange = Exchange(job.cfg, job.source, placement)
         if placement.frozen_bytes:
             with self._loading("loading what is frozen", placement.frozen_bytes) as more:

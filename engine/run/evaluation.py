@@ -196,7 +196,7 @@ class Evaluation:
             return found.loss, found.metrics() | ({"rows": rows_read} if job.cfg.scores else {})
         metrics = metrics_of(parts, count) if parts and count else {}
         if correct is not None:
-            metrics["accuracy"] = sum(live.group.each(float(correct))) / (count or 1)
+            metrics["accuracy"] = sum(live.group.values(float(correct))) / (count or 1)
         if job.cfg.scores:
             metrics["rows"] = rows_read
         return total / (count or 1), metrics

@@ -15,15 +15,15 @@ from typing import Any
 import torch
 
 from trireme.engine.amounts import gib
-from trireme.engine.check.tuned import SHAPE, usable
 from trireme.engine.check.tuned import kept as settings_kept
+from trireme.engine.check.tuned import usable
 from trireme.engine.data.cache import Shelf
 from trireme.engine.data.codec import Codec
 from trireme.engine.data.dataset import Dataset, load_dataset
 from trireme.engine.data.files.scores import PLACE
 from trireme.engine.data.prepare import DataOptions, Progress
 from trireme.engine.geometry import Geometry
-from trireme.engine.hosts.group import Alone, Group, told
+from trireme.engine.hosts.group import Alone, Group
 from trireme.engine.plan import DoesNotFit, Limits, Plan
 from trireme.engine.planner.clock import Clock
 from trireme.engine.planner.forecast import Files, Forecast, Work
@@ -234,8 +234,7 @@ def common_plan(group: Alone, plan: Plan) -> Plan:
     """The plan of host 0, which all hosts use."""
     if group.hosts == 1:
         return plan
-    first = told(group.texts(json.dumps(asdict(plan)))[0], dict, 0)
-    return replace(Plan.of(first), host=group.host)
+    return replace(Plan.of(json.loads(group.texts(json.dumps(asdict(plan)))[0])), host=group.host)
 
 
 def common_launches(
@@ -246,7 +245,7 @@ def common_launches(
     """
     own = settings_kept(device) if begun is None else dict(begun)
     if group.hosts > 1:
-        own = told(group.texts(json.dumps(own))[0], SHAPE, 0)
+        own = json.loads(group.texts(json.dumps(own))[0])
     used, wrong = usable(own, device)
     if wrong:
         say(f"the run began with launch settings that do not suit this device ({wrong}): it may round differently")

@@ -19,7 +19,7 @@ from trireme.engine.build import Engine, InRam, dealt, shares
 from trireme.engine.exchange import LARGEST_F16, Exchange, Kept
 from trireme.engine.hosts.gather import masters
 from trireme.engine.hosts.group import Alone
-from trireme.engine.hosts.held import Whole
+from trireme.engine.hosts.host_snapshots import RunSnapshot
 from trireme.engine.planner.clock import Clock, Part
 from trireme.engine.planner.host import computed_by
 from trireme.engine.planner.whole import note_export
@@ -99,7 +99,7 @@ class Live:
         """`start`: what it goes on with, and its store. Raises InputError, StoreError."""
         assert start.store is not None
         self.job, self.store, self.screen, self.group = job, start.store, screen, group
-        snapshot, self.whole = start.snapshot, start.whole
+        snapshot, self.common = start.snapshot, start.common
         self.resumed = snapshot is not None
         self.progress = Progress.of(snapshot) if snapshot else Progress()
         if job.options.eval_tokens or not snapshot:  # else evaluations stay comparable
@@ -140,15 +140,15 @@ class Live:
             self._engine = make_engine(self.job, self.queues, self.store, self.screen, self.group)
             if reason := host_adamw.why_slow():
                 self.screen.warn(f"AdamW runs in torch on the CPU, several times slower: {reason}")
-            claim_space(self._engine, self.job, self.store, anew=not self.resumed or self.whole is not None)
+            claim_space(self._engine, self.job, self.store, anew=not self.resumed or self.common is not None)
             with self.watched("loading"):
                 loader = Loader(self._engine, self.job, self.store, self.screen, self.group, asked)
-                read = loader.go_on(self.whole) if self.resumed else loader.begin(self.clock)
+                read = loader.go_on(self.common) if self.resumed else loader.begin(self.clock)
                 self.loaded = read.trained
                 self._check_frozen(read.base)
         self._compute_reference(asked)
-        if self.whole is not None and not asked:
-            self._save_reshared(self.whole)
+        if self.common is not None and not asked:
+            self._save_resharded(self.common)
 
     def _compute_reference(self, asked: Sequence[int]) -> None:
         """Computes the reference's log-probabilities of the data, if --method compares with them. Raises as `load`."""
@@ -159,17 +159,16 @@ class Live:
             stopped = lambda: bool(asked)
             self.job = with_reference(self.job, self.engine, self.screen, sums, self.resumed, stopped, self.group)
 
-    def _save_reshared(self, whole: Whole) -> None:
-        """Saves the redistributed state; then the state of hosts that no longer exist can be removed."""
+    def _save_resharded(self, common: RunSnapshot) -> None:
+        """Saves this host's share; then the state of hosts that no longer exist can be removed."""
         self._save(keep=1)
-        before = count(whole.key.hosts, "host")
-        self.screen.say(f"hosts    {self.group.hosts}, where the run had {before}: its state was redistributed")
+        self.screen.say(f"hosts    {self.group.hosts}, where the run had {count(common.key.hosts, 'host')}")
         places = sorted(hosts_in(run_folder(self.job.out, self.group.host)).items())
         with self.watched("removing what other hosts left"), self.screen.working("removing it", 0) as more:
             for host, place in places:
-                if host in whole.mine and host >= self.group.hosts and whole.seer(host) == self.group.host:
+                if host in common.by_host and host >= self.group.hosts and self.group.host == 0:
                     remove_host(place, run_of(self.job.out), more)
-        self.whole = None
+        self.common = None
 
     def _check_frozen(self, base: dict[str, str]) -> None:
         """Stores the checksums of frozen weights. Raises InputError if they are not those that the run began with."""

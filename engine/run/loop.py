@@ -110,7 +110,7 @@ class Run:
         live.queues.tracing = False  # what happens between steps is of none
         record = self._record(stats, rate, batch, seconds) | self._load_record(loads[0])
         if correct is not None:
-            record["accuracy"] = round(sum(group.each(float(correct))) / weight, 6)
+            record["accuracy"] = round(sum(group.values(float(correct))) / weight, 6)
         with live.watched("log"):
             live.log.step(record)
         if self.pace.compare(spans, micro, seconds):
@@ -129,7 +129,7 @@ class Run:
         if load is None:
             return {}
         if group.hosts > 1 and not load.weight:  # else the step has asked the others
-            counts = group.numbers(load.counts.flatten().tolist(), load.counts.numel(), load.counts.numel())
+            counts = group.numbers(load.counts.flatten().tolist(), load.counts.numel())
             load.counts.copy_(torch.tensor(counts).view(group.hosts, *load.counts.shape).sum(0))
         return load_record(load)
 

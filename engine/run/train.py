@@ -13,14 +13,13 @@ from datetime import date
 from pathlib import Path
 
 from trireme.engine.check.tuned import in_use
-from trireme.engine.hosts.group import Alone, refuse_text
+from trireme.engine.hosts.group import Alone
 from trireme.engine.plan import DoesNotFit
 from trireme.engine.planner.clock import Clock
 from trireme.engine.planner.host import computed_by
 from trireme.engine.planner.whole import AGAIN
 from trireme.engine.run.begin.alternatives import alternatives
 from trireme.engine.run.begin.resume import Snapshot, Start, check_continues, new_store, open_run
-from trireme.engine.run.begin.snapshot import is_date
 from trireme.engine.run.begin.teacher import about_teacher, with_teacher
 from trireme.engine.run.command import checked, program
 from trireme.engine.run.config.config_file import changes, config_yaml, to_agree
@@ -182,8 +181,6 @@ def _job(options: Options, screen: Screen, clock: Clock, group: Alone, snapshot:
     try:
         today = date.today().isoformat()
         day = snapshot["date"] if snapshot else group.texts(today)[0]
-        if day and not is_date(day):
-            refuse_text(0, f": today is {shown(day)!r}")
         launches = snapshot["launches"] if snapshot else None
         job = prepare(options, snapshot and snapshot["cut"], far, screen.warn, clock, group, day, launches)
     finally:

@@ -86,7 +86,7 @@ class ThreadWire:
 def on_hosts(cfg, plan, hosts, queues, steps, clip=1.0):
     """(losses and norms, engine, contents, where exports are made the masters) of each host, run side by side."""
     ways = [
-        (kind, a, b) for kind in ("net", "net_between", "sum", "statistics") for a in range(hosts) for b in range(hosts)
+        (kind, a, b) for kind in ("net", "control", "sum", "statistics") for a in range(hosts) for b in range(hosts)
     ]
     mail, found = {way: queue.Queue() for way in ways}, [None] * hosts
     steps = [[in_ram(cfg, mb) for mb in step] for step in steps]

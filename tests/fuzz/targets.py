@@ -15,7 +15,6 @@ from typing import Any
 from engines import write_plan
 from mutations import Target, as_json, as_lines, as_text
 from targets_data import DATA
-from targets_hosts import HOSTS
 from targets_rows import ROW_TARGETS
 
 from trireme.engine.data import dataset as data
@@ -356,7 +355,7 @@ def plan(folder: Path) -> Target:
     return Target([json.loads(path.read_text())], as_json, read, (InputError, DoesNotFit))
 
 
-TARGETS = DATA | ROW_TARGETS | HOSTS | {
+TARGETS = DATA | ROW_TARGETS | {
     made.__name__: made
     for made in (header, index, config, adapter, manifest, store_id, snapshot, best, tokens_meta, log,
                  config_yaml, plan)

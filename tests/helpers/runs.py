@@ -1,20 +1,17 @@
 """Runs of a small checkpoint in processes of their own, to be stopped and resumed."""
 
-import atexit
 import json
 import os
 import re
 import signal
 import socket
 import sys
-import tempfile
 import threading
 import time
 import traceback
 from collections.abc import Callable, Iterable
-from contextlib import redirect_stderr, redirect_stdout, suppress
+from contextlib import redirect_stderr, redirect_stdout
 from dataclasses import replace
-from functools import cache
 from pathlib import Path
 from typing import NoReturn
 
@@ -24,7 +21,6 @@ import torch
 from engines import fork
 from safetensors.numpy import load_file
 
-from trireme.engine.hosts import group, wire
 from trireme.engine.run import demo, loop, main
 from trireme.engine.run.loop import Interrupted
 from trireme.engine.run.options import Options, every
@@ -215,27 +211,17 @@ def hold(step: int, change: Callable[[object, str, object], None] = setattr) -> 
 
 
 def free_port() -> int:
-    """Of this machine, free a moment ago, and the next as well."""
-    while True:
-        with socket.socket() as first, socket.socket() as second, suppress(OSError):
-            first.bind(("127.0.0.1", 0))
-            second.bind(("127.0.0.1", first.getsockname()[1] + 1))
-            return first.getsockname()[1]
-
-
-@cache
-def config_home() -> str:
-    """A folder for the secret of hosts, as ~/.config, of this process."""
-    made = tempfile.TemporaryDirectory(prefix="trireme-config-")
-    atexit.register(made.cleanup)
-    return made.name
+    """Of this machine, free a moment ago."""
+    with socket.socket() as first:
+        first.bind(("127.0.0.1", 0))
+        return first.getsockname()[1]
 
 
 class Hosts:
     """`hosts` children with the environment of hosts: `body(host)` is the exit code."""
 
     def __init__(self, hosts: int, body: Callable[[int], int]):
-        self.port, self.home = free_port(), os.environ.get("XDG_CONFIG_HOME") or config_home()
+        self.port = free_port()
         self.pids = [self._start(host, hosts, body) for host in range(hosts)]
 
     def _start(self, host: int, hosts: int, body: Callable[[int], int]) -> int:
@@ -251,7 +237,6 @@ class Hosts:
                 "LOCAL_WORLD_SIZE": str(hosts),
                 "MASTER_ADDR": "127.0.0.1",
                 "MASTER_PORT": str(self.port),
-                "XDG_CONFIG_HOME": self.home,
             }
             code = body(host)
         except BaseException:
@@ -272,7 +257,6 @@ class HostRun:
         argvs = argv if callable(argv) else lambda host: argv
 
         def body(host: int) -> int:
-            group.FEW, wire.BEAT = 1 << 16, 0.05
             fd = os.open(self.said[host], os.O_CREAT | os.O_TRUNC | os.O_WRONLY)
             for at in (1, 2):
                 os.dup2(fd, at)

@@ -4,25 +4,21 @@ import os
 import re
 import shutil
 import signal
-import socket
 import subprocess
 import sys
 import threading
 import time
-from contextlib import suppress
 from pathlib import Path
 from types import SimpleNamespace
 
 import pytest
 from runs import HostRun as Run
-from runs import config_home, free_port, hold, losses, make_small
+from runs import free_port, hold, losses, make_small
 from script_files import ROOT
 from tiny import CASES, oracle
 
-from trireme.engine.hosts import wire
 from trireme.engine.queues import watchdog
 from trireme.engine.run import demo, evaluation, job, live, loop, main
-from trireme.engine.run.begin import resume
 from trireme.engine.shared import SharedGradients
 from trireme.storage.files import StoreError
 from trireme.storage.store import Store
@@ -68,23 +64,24 @@ def test_hosts_write_the_checkpoint_of_one(folder, whole, hosts):
     assert run.ended() == [0] * hosts, run.errors()
     assert same(out, whole)
     assert not drive.exists() or not any(drive.iterdir())  # one host made it, and may end before another
-    said = run.said[0].read_text()
-    assert f"hosts    {hosts}, each with a share of micro-batches and optimizer state, and all weights; " in said
     said = [path.read_text() for path in run.said[1:]]
     assert not any(said), said  # one speaks for all
 
 
 @pytest.mark.full
-def test_torchrun_begins_hosts(folder, whole):
-    """The program itself: two processes of this machine."""
-    out = folder / "by-torchrun"
-    port = str(free_port())
-    begin = [sys.executable, "-m", "torch.distributed.run", "--nproc-per-node", "2", "--rdzv-backend", "static"]
-    begin += ["--master-addr", "127.0.0.1", "--master-port", port, str(ROOT / "scripts" / "finetune.py")]
-    env = os.environ | {"XDG_CONFIG_HOME": config_home(), "OMP_NUM_THREADS": "1"}
+@pytest.mark.parametrize(("hosts", "backend"), [(2, "static"), (4, "c10d")])
+def test_torchrun_begins_hosts(folder, whole, hosts, backend):
+    """The program itself: processes of this machine."""
+    out, port = folder / f"by-torchrun-{hosts}", str(free_port())
+    rendezvous = ["--rdzv-backend", backend, "--rdzv-endpoint", f"127.0.0.1:{port}"]
+    if backend == "static":
+        rendezvous = ["--master-addr", "127.0.0.1", "--master-port", port]
+    begin = [sys.executable, "-m", "torch.distributed.run", "--nproc-per-node", str(hosts), *rendezvous]
+    begin += [str(ROOT / "scripts" / "finetune.py")]
+    env = os.environ | {"PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1"}
     done = subprocess.run([*begin, *command(folder, out)], capture_output=True, text=True, env=env, timeout=300)
     assert done.returncode == 0, done.stderr[-2000:]
-    assert "hosts    2, each with a share of micro-batches" in done.stdout
+    assert f"hosts    {hosts}, " in done.stdout
     assert same(out, whole)
 
 
@@ -125,31 +122,24 @@ def test_a_mixture_of_experts_and_what_is_told_of_its_load(folder):
     assert said[0] == said[1]
 
 
-def watched(host: int) -> None:
-    """Host 1 waits for its end, the other not long for host 1."""
-    if host == 1:
-        hold(4)
-    wire.SILENT, wire.GRACE = 5.0, 0.5
-
-
 @pytest.mark.full
 @pytest.mark.parametrize("how", [signal.SIGKILL, signal.SIGSTOP])
-def test_a_host_that_is_lost_or_hangs_ends_all_and_nothing_is_lost(folder, whole, how):
+def test_a_host_that_is_lost_or_hangs_ends_all_within_a_minute_and_nothing_is_lost(folder, whole, how):
     out = folder / f"lost-{how}"
-    run = Run(out, 2, command(folder, out), watched)
+    run = Run(out, 2, command(folder, out), lambda host: host < 1 or hold(4))
     run.reach(3)
+    begun = time.monotonic()
     run.kill(1, how)
     code = os.waitstatus_to_exitcode(os.waitpid(run.processes.pids[0], 0)[1])
+    assert code == 4
+    assert time.monotonic() - begun < 60
     run.kill(1, signal.SIGKILL)
     os.waitpid(run.processes.pids[1], 0)
-    assert code == 4
-    line = run.errors()[0]
-    assert "host 1 is lost or hangs" in line
-    assert line.endswith(f"To continue, on all hosts: --resume {out}")
-    if how == signal.SIGKILL:
-        again = Run(out, 2, ["--resume", str(out)])
-        assert again.ended() == [0, 0], again.errors()
-        assert same(out, whole)
+    assert "host 1 is lost or hangs" in run.errors()[0]
+    assert run.errors()[0].endswith(f"--resume {out}")
+    again = Run(out, 2, ["--resume", str(out)])
+    assert again.ended() == [0, 0], again.errors()
+    assert same(out, whole)
 
 
 def full_disk(host: int) -> None:
@@ -193,56 +183,41 @@ def hanging_drive(host: int) -> None:
             threading.Event().wait()
         return real(store, step, *args)
 
-    wire.GRACE = 0.5
     Store.commit = commit
     watchdog.threading = SimpleNamespace(Event=Left, Thread=threading.Thread)
     live.patience = lambda step_s: 0.5
 
 
-@pytest.mark.full
-def test_a_drive_that_hangs_in_a_snapshot_ends_all_hosts(folder):
-    out = folder / "hanging"
-    run = Run(out, 2, command(folder, out), hanging_drive)
-    assert run.ended() == [4, 4]
-    first, second = run.errors()
-    assert second.startswith("error: snapshot: no progress for 0s; no queue has a task. Is the GPU or a drive failing?")
-    assert "host 1: no progress for 0s; no queue has a task" in first
-    shutil.rmtree(out)
-
-
-def ailing(error: Exception):
+def failing_queue(host: int) -> None:
     """Host 0 fails where its last sum leaves, when it waits already for the norm, which host 1 has by all sums."""
+    real = SharedGradients.finish
 
-    def changed(host: int) -> None:
-        wire.GRACE = 0.5
-        real = SharedGradients.finish
+    def fail() -> None:
+        time.sleep(1)
+        raise StoreError(5, "Input/output error", "/there")
 
-        def fail() -> None:
-            time.sleep(1)
-            raise error
+    def finish(self, u):
+        if host == 0 and u == 0:
+            self.queues.run("sum_out", "other", "sum", fail)
+        real(self, u)
 
-        def finish(self, u):
-            if host == 0 and u == 0:
-                self.queues.run("sum_out", "other", "sum", fail)
-            real(self, u)
-
-        SharedGradients.finish = finish
-
-    return changed
+    SharedGradients.finish = finish
 
 
 @pytest.mark.full
 @pytest.mark.parametrize(
-    ("error", "says"),
+    ("fault", "reason"),
     [
-        (StoreError(5, "Input/output error", "/there"), "host 0: /there: Input/output error"),
+        (hanging_drive, "host 1: no progress for"),
+        (failing_queue, "host 0: /there: Input/output error"),
     ],
 )
-def test_what_fails_beside_a_host_that_waits_for_another_ends_all(folder, error, says):
-    out = folder / "ailing"
-    run = Run(out, 2, command(folder, out), ailing(error))
+def test_what_fails_while_a_host_waits_for_another_ends_all(folder, fault, reason):
+    out = folder / fault.__name__
+    run = Run(out, 2, command(folder, out), fault)
     assert run.ended() == [4, 4]
-    assert all(says in line for line in run.errors())
+    assert any(reason in line for line in run.errors())
+    assert all(reason.partition(": ")[2] in line for line in run.errors())
     shutil.rmtree(out)
 
 
@@ -270,7 +245,7 @@ def test_asked_to_stop_all_save_the_same_step_and_as_many_go_on(stopped, whole):
     resume = ["--resume", str(out)]
     (out / "host-1").rename(out / "aside")
     for hosts in (1, 2, 3):
-        assert f"that of host 1 cannot be reached. Bring {out}/host-1 and" in refused(out, hosts, resume)
+        assert f"Copy the folder {out}/host-1 and" in refused(out, hosts, resume)
     shutil.copytree(out, out / "host-1", ignore=shutil.ignore_patterns("aside", "host-1"))
     assert "that state is host 0's, and this is host 1" in refused(out, 2, resume)
     shutil.rmtree(out / "host-1")
@@ -284,21 +259,15 @@ def snapshots(at: Path) -> list[str]:
     return sorted(path.name for path in at.glob("store/snapshot-*"))
 
 
-def apart(host: int) -> None:
-    """Disks of their own: no host sees another's."""
-    resume._others = lambda *_: []
-
-
 @pytest.mark.full
-@pytest.mark.parametrize(("before", "hosts", "sight"), [(1, 2, None), (2, 1, None), (2, 3, apart)])
-def test_another_number_of_hosts_goes_on_to_the_same_bytes(stopped, whole, before, hosts, sight):
-    """Those with disks of their own have no RAM for placement either."""
+@pytest.mark.parametrize(("before", "hosts", "little"), [(1, 2, False), (2, 1, False), (2, 3, True)])
+def test_another_number_of_hosts_goes_on_to_the_same_bytes(stopped, whole, before, hosts, little):
+    """Also without RAM for placement."""
     out = stopped(before, f"{before}-then-{hosts}")
-    little = ["--gpu-memory", "14MiB", "--ram", "9MiB"] if sight else []
-    run = Run(out, hosts, ["--resume", str(out), *little], sight or (lambda host: None))
+    limits = ["--gpu-memory", "14MiB", "--ram", "9MiB"] if little else []
+    run = Run(out, hosts, ["--resume", str(out), *limits])
     assert run.ended() == [0] * hosts, run.errors()
-    assert ("6 SSD" in run.said[0].read_text()) == bool(sight)
-    assert f"hosts    {hosts}, where the run had {before} host" in run.said[0].read_text()
+    assert ("6 SSD" in run.said[0].read_text()) == little
     assert same(out, whole)
 
 
@@ -327,7 +296,7 @@ def killed(host: int, when: str):
 
 @pytest.mark.full
 @pytest.mark.parametrize(("when", "host", "then"), [("with", 0, 3), ("after", 0, 2)])
-def test_killed_while_state_is_dealt_anew_either_number_goes_on(stopped, whole, when, host, then):
+def test_killed_while_another_number_saves_either_number_goes_on(stopped, whole, when, host, then):
     out = stopped(2, f"killed-{when}-{host}-{then}")
     run = Run(out, 3, ["--resume", str(out)], killed(host, when))
     assert run.ended()[host] == -signal.SIGKILL

@@ -40,7 +40,7 @@ def common_limits(group: Alone, options: Options, limits: Limits, device: torch.
         limits = replace(limits, host=limits.host // group.local_hosts)
     several = group.hosts > 1
     room = limits.gpu - max(limits.less, default=0) * several  # a plan is of one host, and the same on all
-    gpu, host, gpus = map(group.each, (room, limits.host, limits.gpus))
+    gpu, host, gpus = map(group.values, (room, limits.host, limits.gpus))
     if len(set(gpus)) > 1:
         raise InputError(f"--gpus: hosts have {', '.join(f'{n:.0f}' for n in gpus)}. Give each as many.")
     if several and limits.less and (options.assume or not are_equal(device, limits.gpus)):

@@ -27,7 +27,7 @@ from torch import Tensor
 from trireme.engine.amounts import count, seconds
 from trireme.engine.build import Engine, dealt, in_ram, placed, shares
 from trireme.engine.data.dataset import Dataset
-from trireme.engine.hosts.group import Alone, refuse_text
+from trireme.engine.hosts.group import Alone
 from trireme.engine.planner.host import computed_by
 from trireme.engine.run.begin.resume import run_folder
 from trireme.engine.run.job import Job
@@ -143,12 +143,11 @@ def in_order(docs: Sequence[Sequence[Documents]], losses: Sequence[Tensor], grou
     """The log-probabilities of `many` documents, from those of all hosts. docs: of each host's micro-batches; losses:
     of this host's, (N,).
 
-    Raises LostHost, InputError.
+    Raises LostHost.
     """
     own = [logps for each, of in zip(docs[group.host], losses, strict=False) for logps in each.sums(of.cpu().numpy())]
     found = group.numbers(own, many)
-    if len(found) != many:
-        refuse_text(group.hosts - 1, f": the losses of {len(found)} documents, expected {many}")
+    assert len(found) == many, "hosts disagree on the documents of a step"
     return found
 
 
@@ -157,13 +156,7 @@ def _of_host_0(own: Known | None, total: int, group: Alone) -> Known | None:
     if group.hosts == 1:
         return own
     said = group.texts(own.encoded(0).hex() if own else "")[0]
-    try:
-        found = _parsed(bytes.fromhex(said), total) if said else None
-    except ValueError:
-        found = None
-    if said and found is None:
-        refuse_text(0, ": the reference's log-probabilities")
-    return found
+    return _parsed(bytes.fromhex(said), total) if said else None
 
 
 def _many(job: Job, documents: int) -> str:

@@ -10,8 +10,8 @@ from contextlib import suppress
 from pathlib import Path
 from typing import Any, NamedTuple
 
-from trireme.engine.hosts.group import Alone, told
-from trireme.engine.hosts.held import Held, Whole, held_in, last_whole
+from trireme.engine.hosts.group import Alone
+from trireme.engine.hosts.host_snapshots import HostSnapshot, RunSnapshot, last_common, readable
 from trireme.engine.placement import Progress, silent
 from trireme.engine.run.begin.snapshot import check_snapshot
 from trireme.engine.run.command import program
@@ -113,7 +113,7 @@ class Start(NamedTuple):
 
     store: Store | None = None
     snapshot: Snapshot | None = None
-    whole: Whole | None = None  # of another number of hosts, to be redistributed
+    common: RunSnapshot | None = None  # of another number of hosts
 
 
 def open_run(options: Options, screen: Screen, group: Alone, run: str) -> Start:
@@ -133,19 +133,20 @@ def open_run(options: Options, screen: Screen, group: Alone, run: str) -> Start:
         )
     store = open_store(options, screen, run)
     try:
-        whole = last_whole(group, [*_own(folder, store, group.host), *_others(folder, group.host, run)], begun, folder)
-        own = whole.mine.get(group.host) if whole else None
+        here = [*_own(folder, store, group.host), *_others(folder, group.host, run)]
+        common = last_common(group, here, begun, folder)
+        own = common.by_host.get(group.host) if common else None
         if store is not None and own is None:  # of a moment that not all had
             store.remove()
             store = None
-        if whole is None:
+        if common is None:
             return Start()
         snapshot = None
         if store is not None and own is not None:
             snapshot = check_snapshot(options, store.go_back(own.snapshot.sequence))
-        if whole.key.hosts == group.hosts:
+        if common.key.hosts == group.hosts:
             return Start(store, snapshot)
-        return Start(store, _common(options, group, snapshot, whole.key.step), whole)
+        return Start(store, _common(options, group, snapshot, common.key.step), common)
     except BaseException:
         if store is not None:
             store.close()
@@ -154,8 +155,7 @@ def open_run(options: Options, screen: Screen, group: Alone, run: str) -> Start:
 
 def _common(options: Options, group: Alone, snapshot: Snapshot | None, step: int) -> Snapshot:
     """This host's snapshot; if it has none, another host's, with a new log. Raises InputError."""
-    said = [told(text, {"snapshot": {dict, type(None)}}, host)["snapshot"]
-            for host, text in enumerate(group.texts(json.dumps({"snapshot": snapshot})))]  # fmt: skip
+    said = [json.loads(text) for text in group.texts(json.dumps(snapshot))]
     if snapshot is not None:
         return snapshot
     first = check_snapshot(options, next(filter(None, said)))
@@ -167,20 +167,20 @@ def run_folder(out: Path, host: int) -> Path:
     return out.parent if host else out
 
 
-def _own(run: Path, store: Store | None, host: int) -> list[Held]:
+def _own(run: Path, store: Store | None, host: int) -> list[HostSnapshot]:
     """The snapshots in this host's store. Raises InputError if it is another host's."""
-    found = [Held(host, store.paths, snapshot) for snapshot in store.snapshots] if store is not None else []
+    found = [HostSnapshot(host, store.paths, snapshot) for snapshot in store.snapshots] if store is not None else []
     for each in found:
-        if each.of != host:
-            raise InputError(f"--resume {run}: that state is host {each.of}'s, and this is host {host}.")
+        if each.number != host:
+            raise InputError(f"--resume {run}: that state is host {each.number}'s, and this is host {host}.")
     return found
 
 
-def _others(folder: Path, host: int, run: str) -> list[Held]:
+def _others(folder: Path, host: int, run: str) -> list[HostSnapshot]:
     """Snapshots of other hosts whose folders can be reached."""
     there = {0: folder} | hosts_in(folder)
     places = {k: place for k, place in there.items() if k != host and run_of(place) == run}
-    return [each for k, place in places.items() for each in held_in(k, stores_of(place), run)]
+    return [each for k, place in places.items() for each in readable(k, stores_of(place), run)]
 
 
 def hosts_in(folder: Path) -> dict[int, Path]:

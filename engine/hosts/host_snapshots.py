@@ -1,0 +1,112 @@
+"""Snapshots of a run's hosts: those that can be read here, and the last one that the run can continue.
+
+A store is read by its owner and, on shared disks, also by other hosts, without its lock: the files of a snapshot do not
+change until all hosts have a newer one.
+"""
+
+from __future__ import annotations
+
+import json
+from collections import defaultdict
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from functools import cached_property
+from pathlib import Path
+from typing import NamedTuple
+
+from trireme.engine.amounts import count
+from trireme.engine.hosts.group import Alone
+from trireme.models.config import InputError
+from trireme.storage import folders, snapshots
+from trireme.storage.files import StoreError
+from trireme.storage.untrusted import checksum
+
+
+class Key(NamedTuple):
+    """What the snapshots of a run's hosts have in common if they belong together."""
+
+    step: int
+    hosts: int
+    content: str  # checksum: the cut, the data
+
+
+@dataclass(frozen=True)
+class HostSnapshot:
+    """A host's snapshot. `dirs`: the folders of its store, by device."""
+
+    host: int
+    dirs: Sequence[Path]
+    snapshot: snapshots.Snapshot
+
+    @cached_property
+    def key(self) -> Key:
+        step, extra = self.snapshot.step, self.snapshot.extra
+        try:
+            plan = extra["cut"]["plan"]
+            content = [{**extra["cut"], "plan": {**plan, "host": 0}}, extra["data"]]
+            return Key(step, plan.get("hosts", 1), checksum([json.dumps(content, sort_keys=True).encode()]))
+        except (KeyError, TypeError):
+            return Key(step, 1, "")  # another version's; whoever resumes it says so
+
+    @property
+    def number(self) -> int:
+        """The host whose state the snapshot says it is."""
+        try:
+            return int(self.snapshot.extra["cut"]["plan"]["host"])
+        except (KeyError, TypeError):
+            return 0
+
+
+@dataclass(frozen=True)
+class RunSnapshot:
+    """A snapshot of all hosts of a run. `by_host`: those that this host can read."""
+
+    key: Key
+    by_host: Mapping[int, HostSnapshot]
+
+
+def readable(host: int, dirs: Sequence[Path], run: str) -> list[HostSnapshot]:
+    """The snapshots in a host's store, oldest first; empty if it cannot be reached or belongs to another run."""
+    try:
+        dirs = [dirs[i] for i in folders.in_order(dirs, run)]
+        every = [HostSnapshot(host, dirs, snapshot) for snapshot in snapshots.load(dirs[0])]
+    except (StoreError, OSError):
+        return []
+    return [snapshot for snapshot in every if snapshot.number == host]
+
+
+def last_common(group: Alone, here: Sequence[HostSnapshot], begun: bool, run: Path) -> RunSnapshot | None:
+    """The last snapshot that the hosts can continue; None if there is none yet.
+
+    As many hosts as before need their own. Another number needs those of all hosts, on each host. `here`: snapshots
+    that this host can read. `begun`: whether the run has begun here. `run`: its folder. Raises InputError if some
+    cannot be read.
+    """
+    texts = group.texts(json.dumps([begun, [[snapshot.host, *snapshot.key] for snapshot in here]]))
+    said = [json.loads(text) for text in texts]
+    read: dict[Key, list[set[int]]] = defaultdict(lambda: [set() for _ in said])  # by each host: whose it can read
+    for reader, (_, there) in enumerate(said):
+        for host, *key in there:
+            read[Key(*key)][reader].add(host)
+    lacks = {key: list(_lacking(key, of_readers)) for key, of_readers in read.items()}
+    common = [key for key in read if not lacks[key]]
+    if common:
+        key = max(common, key=lambda key: (key.step, key.hosts == group.hosts, key))
+        return RunSnapshot(key, {snapshot.host: snapshot for snapshot in here if snapshot.key == key})
+    begins = [key for key, of_readers in read.items() if any(0 in hosts for hosts in of_readers)]
+    if not begins or (all(key.hosts == group.hosts for key in read) and all(begun for begun, _ in said)):
+        return None  # killed before all had their first
+    last = max(begins)
+    reader, host = lacks[last][0]
+    raise InputError(
+        f"--resume {run}: its last snapshot, of step {last.step}, is of {count(last.hosts, 'host')}, and host {reader} "
+        f"cannot read that of host {host}. Copy the folder {run / f'host-{host}' if host else run} and its --store "
+        f"there, or start {count(last.hosts, 'host')} where theirs are."
+    )
+
+
+def _lacking(key: Key, read: Sequence[set[int]]) -> list[tuple[int, int]]:
+    """(host, the host whose snapshot it needs and cannot read)."""
+    several = range(key.hosts)
+    needs = [[reader] if key.hosts == len(read) else several for reader in range(len(read))]
+    return [(reader, host) for reader, hosts in enumerate(needs) for host in hosts if host not in read[reader]]
