@@ -22,7 +22,6 @@ from trireme.models.families.latent import Latent
 from trireme.models.families.names import SPLIT as NO_NAMES
 from trireme.models.families.names import Names, within
 from trireme.models.families.packing import BY_ROW as BY_ROW
-from trireme.models.families.packing import COLUMN_GROUPS as COLUMN_GROUPS
 from trireme.models.families.packing import FP8 as FP8
 from trireme.models.families.packing import MX as MX
 from trireme.models.families.packing import MXFP4 as MXFP4

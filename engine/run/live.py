@@ -42,7 +42,7 @@ from trireme.engine.run.screen import Screen
 from trireme.engine.tuning.adapters import WEIGHTS, save_adapter
 from trireme.engine.tuning.base import check_unchanged, stamps
 from trireme.engine.tuning.merge import merge_adapter
-from trireme.engine.tuning.opened import read_adapter
+from trireme.engine.tuning.peft import read_adapter
 from trireme.engine.tuning.peft_config import CONFIG
 from trireme.kernels import host_adamw
 from trireme.models.config import InputError, ModelConfig

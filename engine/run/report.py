@@ -28,7 +28,7 @@ from trireme.engine.run.job import Job, shelf
 from trireme.engine.run.options import Every, Options
 from trireme.engine.tuning.cached import Cached
 from trireme.engine.tuning.chosen import trained_lines
-from trireme.engine.tuning.packed import Packed, Unpacked
+from trireme.engine.tuning.packed import Packed
 from trireme.models import hf
 from trireme.models.sizes import narrow, shapes
 from trireme.storage.checkpoint import Source
@@ -153,7 +153,7 @@ def _packing_notes(job: Job) -> list[str]:
     notes = []
     if kept:
         notes.append(f"frozen matrices stay in {packing.word}, {gib(kept)}, until the GPU decodes them, layer by layer")
-    if isinstance(job.source, Unpacked) or not isinstance(job.source, Packed):
+    if not isinstance(job.source, Packed):
         notes.append(f"{packing.word} is decoded while it is read; the output is in bf16, also in its config.json")
     if job.options.base:
         notes.append(f"--base: they are {_quantized(job.source)}; merges and exports use the checkpoint's own values")

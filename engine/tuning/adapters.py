@@ -38,6 +38,7 @@ Halves = tuple[str | None, ...]  # names of an expert's gate and up, or of its d
 class Adapter:
     """An opened adapter: what is adapted, and its tensors by canonical names."""
 
+    cfg: ModelConfig  # the model with it: it may have another vocabulary, or two matrices where there was one
     lora: Lora  # of the largest rank
     source: Source
     base: str  # the model that it was made for: a folder, or a name on the hub
@@ -68,19 +69,19 @@ class Adapter:
         """
         if name in self.singles:
             return self._stacked(self.singles[name], name.endswith(".lora_B.weight"))
-        found = self._read(self.names[name])
+        tensor = self._read(self.names[name])
         if not turned(name):
-            return found
+            return tensor
         rank = self.ranks[name.partition(".lora_")[0]]
-        return found.view(len(found), rank, -1).permute(2, 1, 0).reshape(-1, len(found))
+        return tensor.view(len(tensor), rank, -1).permute(2, 1, 0).reshape(-1, len(tensor))
 
-    def _padded(self, name: str, more: int) -> torch.Tensor:
-        """A tensor with zeros for `more` ranks. They get no gradient."""
-        found = self.tensor(name)
+    def _padded(self, name: str, ranks: int) -> torch.Tensor:
+        """A tensor with `ranks` of zeros behind. They get no gradient."""
+        tensor = self.tensor(name)
         if name.endswith(".lora_B.weight") and not turned(name):
-            return pad(found, (0, more))
-        experts = len(found) // self.ranks[name.partition(".lora_")[0]]
-        return pad(found.unflatten(0, (experts, -1)), (0, 0, 0, more)).flatten(0, 1)
+            return pad(tensor, (0, ranks))
+        experts = len(tensor) // self.ranks[name.partition(".lora_")[0]]
+        return pad(tensor.unflatten(0, (experts, -1)), (0, 0, 0, ranks)).flatten(0, 1)
 
     def _stacked(self, experts: list[Halves], b: bool) -> torch.Tensor:
         """Adapters of single experts as peft has them in one tensor: of gate and up, A below each other and B side by
@@ -88,15 +89,15 @@ class Adapter:
         """
         shape = next(self.source.tensors[name].shape for halves in experts for name in halves if name)
         zero = torch.zeros(shape)
-        found = ([self._read(name) if name else zero for name in halves] for halves in experts)
-        return torch.cat([torch.block_diag(*halves).T if b else torch.cat(halves) for halves in found])
+        read = ([self._read(name) if name else zero for name in halves] for halves in experts)
+        return torch.cat([torch.block_diag(*halves).T if b else torch.cat(halves) for halves in read])
 
     def _read(self, stored: str) -> torch.Tensor:
         pieces = [convert(piece, dtype_of(piece), "F32") for piece in self.source.values(stored)]
-        found = torch.from_numpy(np.concatenate(pieces)).view(self.source.tensors[stored].shape)
-        if not found.isfinite().all():
+        tensor = torch.from_numpy(np.concatenate(pieces)).view(self.source.tensors[stored].shape)
+        if not tensor.isfinite().all():
             raise InputError(f"{self.source.named(stored)} holds NaN or infinite values; the adapter is damaged.")
-        return found
+        return tensor
 
 
 def turned(name: str) -> bool:
@@ -104,7 +105,7 @@ def turned(name: str) -> bool:
     return shapes.adapts_experts(name) and name.endswith(".lora_B.weight")
 
 
-def parameters(cfg: ModelConfig) -> list[str]:
+def expert_parameters(cfg: ModelConfig) -> list[str]:
     """Names of the parameters of a layer's experts in transformers."""
     return [cfg.names.module(f"{cfg.names.experts}.{matrix}") for matrix in (shapes.GATE_UP, shapes.DOWN)]
 
@@ -154,10 +155,10 @@ def save_adapter(folder: Path, cfg: ModelConfig, reader: Reader, base: str, revi
                 yield piece.tobytes()
 
     folder.mkdir(parents=True, exist_ok=True)
-    found = _config(cfg, cfg.lora, base) | ({"revision": revision} if revision else {})
-    config = json.dumps(found, indent=2, sort_keys=True).encode()
+    config = _config(cfg, cfg.lora, base) | ({"revision": revision} if revision else {})
+    content_of_config = json.dumps(config, indent=2, sort_keys=True).encode()
     try:
-        write_synced(partial_of(folder / CONFIG), [config])
+        write_synced(partial_of(folder / CONFIG), [content_of_config])
         write_synced(partial_of(folder / WEIGHTS), content())
         for name in (WEIGHTS, CONFIG):
             partial_of(folder / name).replace(folder / name)
@@ -180,18 +181,15 @@ def _config(cfg: ModelConfig, lora: Lora, base: str) -> dict[str, Any]:
     modules = [_in_modules(cfg, t) for t in others]
     each = cfg.names.each or cfg.family.names.each  # however files have experts
     like_experts = [t for t in modules if cfg.experts and t.rpartition(".")[2] in each]
-    named = [*(parameters(cfg) if experts else ()), *(f"{t}.weight" for t in like_experts)]
-    more: dict[str, Any] = {"exclude_modules": excluded(cfg)} if excluded(cfg) else {}
+    parameters = [*(expert_parameters(cfg) if experts else ()), *(f"{t}.weight" for t in like_experts)]
+    optional: dict[str, Any] = {"exclude_modules": excluded(cfg)} if excluded(cfg) else {}
     if lora.scales:
-        theirs = {name: cfg.names.module(name) for name, _ in lora.scales}
         ends = tuple(f".{t}" for t in like_experts)
-        more["alpha_pattern"] = {
-            theirs[name] + ".weight" * f".{theirs[name]}".endswith(ends): scale * lora.rank
-            for name, scale in lora.scales
-        }
-    if named:
-        more["target_parameters"] = named
-    return more | {
+        alphas = ((cfg.names.module(name), scale * lora.rank) for name, scale in lora.scales)
+        optional["alpha_pattern"] = {f"{m}.weight" if f".{m}".endswith(ends) else m: alpha for m, alpha in alphas}
+    if parameters:
+        optional["target_parameters"] = parameters
+    return optional | {
         "base_model_name_or_path": base,
         "bias": "none",
         "fan_in_fan_out": cfg.names.in_out,

@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
+import json
 import os
-from collections.abc import Callable, Iterable, Iterator, Sequence
+import shutil
+from collections.abc import Callable, Iterable, Iterator
 from contextlib import AbstractContextManager, contextmanager
 from dataclasses import replace
-from functools import lru_cache
+from functools import lru_cache, partial
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 from torch import Tensor
@@ -16,14 +19,15 @@ from trireme.engine.placement import Progress, silent
 from trireme.engine.tuning.adapters import Adapter
 from trireme.engine.tuning.base import check_unchanged, stamps
 from trireme.engine.tuning.headed import headed
-from trireme.engine.tuning.opened import read_adapter
 from trireme.engine.tuning.packed import Packed, unpacked
+from trireme.engine.tuning.peft import read_adapter
+from trireme.engine.tuning.rewritten import Values, entries_of, rewritten
 from trireme.models import hf
 from trireme.models.config import InputError, ModelConfig
 from trireme.models.sizes import shapes
+from trireme.storage.auxiliary import auxiliary_files, content_of
 from trireme.storage.checkpoint import Source, convert, dtype_of, export, is_finite
-from trireme.storage.files import Say, lock, make_folder, partial_of, remove_folders, sync_folder, write_synced
-from trireme.storage.untrusted import read_small
+from trireme.storage.files import Say, lock, make_folder, partial_of, remove_folders, sync_folder, to_stderr
 
 Factors = list[tuple[Tensor, Tensor]]  # (left (rows, R), right (R, columns)) of each matrix
 Working = Callable[[str, int], AbstractContextManager[Progress]]  # (what is done, its bytes) -> what hears of them
@@ -36,41 +40,36 @@ def merge_folder(folder: Path, cfg: ModelConfig, source: Source, out: Path, say:
     """
     if isinstance(source, Packed):
         say(f"note: {source.folder}: matrices in {source.packing.word} that the adapter changes make all be in bf16")
-    with _claimed(out, [*source.others, *source.files]), working("merging the adapter", 2 * source.nbytes) as more:
-        merge_adapter(folder, cfg, source, out, more)
+    with new_folder(out) as place, working("merging the adapter", 2 * source.nbytes) as progress:
+        merge_adapter(folder, cfg, source, place, progress, say)
 
 
 @contextmanager
-def _claimed(out: Path, files: Sequence[str]) -> Iterator[None]:
-    """A context that locks a folder for these files: a new or empty one, or one that a killed merge of the same files
-    has left.
+def new_folder(out: Path) -> Iterator[Path]:
+    """A folder that gets the name `out` when the context ends, and is removed if it fails.
 
-    A mark is in it until all files are there. Raises InputError if it is not free, StoreError.
+    `out` may be an empty folder. What a killed process left under the folder's first name is removed. Raises InputError
+    if `out` is not free.
     """
-    mark, text = partial_of(out / "merge"), "\n".join(files).encode()
-    if out.is_symlink() and not out.exists():
-        raise InputError(f"--out {out} is a link to {out.readlink()}, which is not there. Name another folder.")
-    if out.exists() and not out.is_dir():
-        raise InputError(f"--out {out} is a file. Name a folder.")
-    made = make_folder(out)
-    fd = os.open(out, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
+    out = out.resolve()
+    if out.exists() and not (out.is_dir() and not any(out.iterdir())):
+        raise InputError(f"--out {out} is there already. Name another folder.")
+    place, made = partial_of(out), make_folder(out.parent)
+    place.mkdir(exist_ok=True)
+    fd = os.open(place, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC | os.O_NOFOLLOW)
     try:
         if not lock(fd):
-            raise InputError(f"--out {out}: another process is merging there. Name another folder.")
-        if set(out.iterdir()) <= {mark}:
-            write_synced(mark, [text])
-            sync_folder(out)
-        elif not mark.is_file() or read_small(mark) != text:
-            raise InputError(f"--out {out} is there already. Name another folder.")
+            raise InputError(f"--out {out}: another process is writing it. Name another folder.")
+        _empty(place)
         try:
-            yield
+            yield place
+            sync_folder(place)
+            place.rename(out)
         except BaseException:
-            remove_folders({(out / file).parent for file in files} - {out})
-            if list(out.iterdir()) == [mark]:
-                mark.unlink()
+            _empty(place)
+            place.rmdir()
             raise
-        mark.unlink()
-        sync_folder(out)
+        sync_folder(out.parent)
     except BaseException:
         remove_folders(made)
         raise
@@ -78,7 +77,14 @@ def _claimed(out: Path, files: Sequence[str]) -> Iterator[None]:
         os.close(fd)
 
 
-def merge_adapter(folder: Path, cfg: ModelConfig, source: Source, out: Path, progress: Progress = silent) -> None:
+def _empty(folder: Path) -> None:
+    for path in folder.iterdir():
+        shutil.rmtree(path) if path.is_dir() and not path.is_symlink() else path.unlink()
+
+
+def merge_adapter(
+    folder: Path, cfg: ModelConfig, source: Source, out: Path, progress: Progress = silent, say: Say = to_stderr
+) -> None:
     """Writes `source` plus the adapter to `out`. Raises StoreError; InputError, also if a value is not finite."""
     base = hf.as_found(replace(cfg, lora=None, frozen=()), source.shapes)
     adapter, before = read_adapter(folder, base, merging=True), stamps(source)
@@ -87,7 +93,8 @@ def merge_adapter(folder: Path, cfg: ModelConfig, source: Source, out: Path, pro
     if isinstance(source, Packed):
         packed = {stored: name for stored, name in names.items() if name and source.packs(stored)}
         changed = frozenset(stored for stored, name in packed.items() if _is_adapted(base, adapter, name))
-        source = unpacked(base, source, changed) if changed else source
+        source = unpacked(source, changed) if changed else source
+    source, base = with_ends(base, adapter, source, say), adapter.cfg
     source = headed(base, source)
     names = hf.canonical_names(base, source.shapes)
 
@@ -111,6 +118,49 @@ def merge_adapter(folder: Path, cfg: ModelConfig, source: Source, out: Path, pro
         return _finite((convert(piece, dtype_of(piece), dtype) for piece in added), beyond)
 
     export(source, out, values, progress, lambda: check_unchanged(before, "was changed while it was merged"))
+
+
+def with_ends(cfg: ModelConfig, adapter: Adapter, source: Source, say: Say) -> Source:
+    """`source` with the vocabulary of the adapter's model, and with an output matrix of its own where the adapter
+    changes only one of embedding and output.
+    """
+    new = adapter.cfg
+    if (new.vocab, new.tied) == (cfg.vocab, cfg.tied):
+        return source
+    embed, output, entries = shapes.embedding_name(cfg), shapes.output_name(new), entries_of(source)
+    names = hf.canonical_names(cfg, source.shapes)
+    ends = {stored: name for stored, name in names.items() if name in (embed, output)}
+    stored = min(ends, key=lambda name: (ends[name] != embed, name.endswith(hf.OUTPUTS)))
+    fields, made = dict[str, Any](), dict[str, Values]()
+    if cfg.tied and not new.tied:
+        say("note: the adapter changes one of embedding and output: they are two matrices in the merged model")
+        fields["tie_word_embeddings"] = False
+        if not any(name.endswith(hf.OUTPUTS) for name in ends):
+            t = source.tensors[stored]
+            entries[t.file].append((output, t.dtype, t.shape))
+            ends[output], made[output] = output, lambda a, b: source.values(stored, a, b)
+    if new.vocab != cfg.vocab:
+        say(f"note: the merged model has the adapter's vocabulary of {new.vocab:,} tokens, not {cfg.vocab:,}")
+        fields["vocab_size"] = new.vocab
+        for file, tensors in entries.items():
+            entries[file] = [(n, dtype, (new.vocab, *s[1:]) if n in ends else s) for n, dtype, s in tensors]
+        whole = {embed: adapter.whole[embed], output: adapter.whole[output]}
+        made = {n: partial(adapter.source.values, whole[embed if ends[n] == embed else output]) for n in ends}
+    auxiliary = source.auxiliary
+    if new.vocab != cfg.vocab and (adapter.source.folder / "tokenizer.json").is_file():
+        auxiliary = auxiliary_files(source.folder, adapter.source.folder)
+    config = _with_fields(json.loads(content_of(source.auxiliary["config.json"])), fields)
+    auxiliary = auxiliary | {"config.json": json.dumps(config, indent=2).encode()}
+    return replace(rewritten(source, entries, made), auxiliary=auxiliary)
+
+
+def _with_fields(raw: dict[str, Any], fields: dict[str, Any]) -> dict[str, Any]:
+    """A config.json with other values of keys, also where the language model's part has them."""
+    inner = raw.get("text_config")
+    if isinstance(inner, dict):
+        raw = raw | {"text_config": inner | {key: value for key, value in fields.items() if key in inner}}
+        fields = {key: value for key, value in fields.items() if key in raw or key not in inner}
+    return raw | fields
 
 
 def _finite(pieces: Iterable[np.ndarray], otherwise: str) -> Iterator[np.ndarray]:

@@ -7,34 +7,29 @@ are decoded as they are read, and the result is written in bf16.
 from __future__ import annotations
 
 import json
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, field, replace
 from math import prod
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 
+from trireme.engine.tuning.rewritten import Entries, Rewritten, rewritten
 from trireme.models import hf
 from trireme.models.config import InputError, ModelConfig, Packing, without_packing
 from trireme.models.sizes import shapes
-from trireme.storage.auxiliary import CONTENT, content_of
-from trireme.storage.checkpoint import (
-    CHUNK,
-    INDEX,
-    NUMPY,
-    Source,
-    SourceTensor,
-    convert,
-    dtype_of,
-    stored_values,
-    unread,
-)
+from trireme.storage.auxiliary import content_of
+from trireme.storage.checkpoint import CHUNK, NUMPY, Source, SourceTensor, unread
 from trireme.storage.files import Say
-from trireme.storage.headers import CheckpointError, encode_header
-from trireme.storage.layout import ITEMSIZE, sequential
+from trireme.storage.headers import CheckpointError, read_header
+from trireme.storage.layout import ITEMSIZE
 
 Made = Callable[[int, int], np.ndarray]  # elements [first, last) of a part
 STRIP = 1 << 22  # elements of a matrix decoded at a time
+DTYPES = ("dtype", "torch_dtype")  # keys of config.json
+# Files that say how weights are packed, for other programs: they are not copied beside decoded weights.
+OF_PACKINGS = ("hf_quant_config.json", "quant_config.json", "quantization_config.json", "quantize_config.json")
 OF_PARTS = NUMPY | {"I32": np.int32}  # others are bytes
 
 
@@ -93,14 +88,6 @@ class Packed(Source):
             OF_PARTS.get(t.dtype, np.uint8)
         )
 
-    def _columns_of_part(self, name: str, first: int, shape: tuple[int, ...]) -> np.ndarray:
-        """Columns of a part as files have it: `shape` of them, flat."""
-        if len(shape) == 1:  # one for all rows
-            return self._of_part(name, 0, shape[0])
-        width = self.parts[name].shape[-1]
-        rows = range(first, first + shape[0] * width, width)
-        return np.concatenate([self._of_part(name, a, a + shape[1]) for a in rows])
-
     def _decoded(self, name: str, first: int, last: int | None, dtype: str) -> Iterator[np.ndarray]:
         """Yields decoded values, by whole experts or by some rows of a matrix."""
         shape = self.tensors[name].shape
@@ -123,60 +110,18 @@ class Packed(Source):
         parts = list[tuple[np.ndarray, str, tuple[int, ...]]]()
         for part, start, own in zip(packing.parts, starts, packing.shapes(shape), strict=True):
             row, named = prod(own[1:]), name + part.suffix
-            if packing.across:
-                values = self._columns_of_part(named, start, own)
-            else:
-                values = self._of_part(named, start * row, (start + own[0]) * row)
+            values = self._of_part(named, start * row, (start + own[0]) * row)
             if why := damage(packing, part, values):
                 raise CheckpointError(f"{self.named(named)} {why}; the checkpoint is damaged. Download it again.")
             parts.append((values.view(np.uint8), self.parts[named].dtype, own))
         return decoded(packing, parts, shape, dtype)
 
 
-@dataclass(frozen=True)
-class Unpacked(Packed):
-    """A packed checkpoint as it is written in bf16, if packed matrices are trained."""
-
-    places: dict[str, SourceTensor]  # of tensors that are not packed
-    headers: dict[str, bytes]  # of the files
-
-    def place(self, name: str) -> SourceTensor:
-        found = self.parts.get(name) or self.places[name]
-        return found._replace(dtype="F32") if name in self.wide else found
-
-    @property
-    def nbytes(self) -> int:
-        return sum(map(self.size_of, self.files))
-
-    def size_of(self, file: str) -> int:
-        return len(self.headers[file]) + sum(self.tensors[name].nbytes for name in self.names_in[file])
-
-    def rewritten(self, file: str, fetch: Callable[[str], Iterable[np.ndarray] | None]) -> Iterator[np.ndarray]:
-        yield np.frombuffer(self.headers[file], np.uint8)
-        for name in self.names_in[file]:
-            new = fetch(name)
-            yield from stored_values(name, self.tensors[name], self.values(name) if new is None else new)
-
-    @property
-    def others(self) -> dict[str, CONTENT]:
-        """The files but weights: config.json without the packing, and an index of the new files."""
-        found = super().others
-        config = without_packing(json.loads(content_of(found["config.json"])))
-        found["config.json"] = json.dumps(config, indent=2).encode()
-        if INDEX in found:
-            files = {name: t.file for name, t in self.tensors.items()}
-            total = sum(t.nbytes for t in self.tensors.values())
-            found[INDEX] = json.dumps({"metadata": {"total_size": total}, "weight_map": files}, indent=2).encode()
-        return found
-
-
 # ---------------------------------------------------------------- which are packed
 
 
 def check_packing(cfg: ModelConfig, source: Source, say: Say) -> None:
-    """Checks that config.json and the tensors agree. Raises InputError for what transformers would not read, and for
-    packed matrices with biases other than zero, which the model has not.
-    """
+    """Checks that config.json and the tensors agree. Raises InputError for what transformers would not read."""
     if isinstance(source, Packed) and cfg.packing is None:
         raise InputError(unsaid(source.folder, source.packing))
     if cfg.packing is not None and not isinstance(source, Packed):
@@ -185,13 +130,6 @@ def check_packing(cfg: ModelConfig, source: Source, say: Say) -> None:
             f'note: {source.folder}: config.json has a "quantization_config" of {word}, but no tensor is in {word}: '
             "all are read as they are"
         )
-    cfg = hf.as_found(cfg, {name: t.shape for name, t in source.tensors.items()})
-    for name in hf.spare(cfg, source.tensors):
-        if any(convert(piece, dtype_of(piece), "F32").any() for piece in source.values(name)):
-            raise InputError(
-                f"{source.folder}: {name} is not zero, and a {cfg.model_type} as config.json describes it has no such "
-                "bias. The weights and config.json are not of the same model."
-            )
 
 
 def unsaid(folder: Path, packing: Packing) -> str:
@@ -263,17 +201,17 @@ def as_trained(cfg: ModelConfig, source: Source, stored: Mapping[str, str]) -> S
     """`source`, or the same in bf16 if packed matrices are trained. `stored`: canonical name -> name in `source`."""
     if not isinstance(source, Packed):
         return source
-    trained = (matrix for group in shapes.all_groups(cfg) if not shapes.is_frozen(cfg, group) for matrix in group)
-    files = (there for name, shape in trained for there, _ in shapes.on_disk(cfg, name, shape))
+    matrices = (matrix for group in shapes.all_groups(cfg) if not shapes.is_frozen(cfg, group) for matrix in group)
+    files = (there for name, shape in matrices for there, _ in shapes.on_disk(cfg, name, shape))
     names = (stored.get(there, there) for there in files)  # a new score head is in no file
-    found = frozenset(name for name in names if source.packs(name))
-    if found and not source.files:
+    trained = frozenset(name for name in names if source.packs(name))
+    if trained and not source.files:
         return Source(source.folder, (), source.tensors, source.auxiliary)
-    return unpacked(cfg, source, found) if found else source
+    return unpacked(source, trained) if trained else source
 
 
-def unpacked(cfg: ModelConfig, source: Packed, changed: frozenset[str] = frozenset()) -> Unpacked:
-    """A checkpoint to be written in bf16: the same files and tensors in the same order, without `hf.spare` ones.
+def unpacked(source: Packed, changed: frozenset[str] = frozenset()) -> Rewritten:
+    """A checkpoint to be written in bf16: the same files and tensors in the same order.
 
     `changed`: packed matrices that are not written as they are, so that they are read without a rounding to bf16.
     Raises CheckpointError if there are tensors that are packed in another way.
@@ -282,15 +220,24 @@ def unpacked(cfg: ModelConfig, source: Packed, changed: frozenset[str] = frozens
         if name.startswith(source.packing.left):
             wrong = "is packed in another way than the layers, so the result cannot be in bf16"
             raise CheckpointError(f"{source.named(name)} {wrong}. Take the BF16 original.")
-    codes, spare = source.packing.parts[0].suffix, set(hf.spare(cfg, source.tensors))
-    places = {n: t for n, t in source.tensors.items() if n not in spare}
-    places |= {n.removesuffix(codes): t for n, t in source.parts.items() if n.endswith(codes)}
-    tensors, headers = {}, {}
+    codes, entries = source.packing.parts[0].suffix, dict[str, Entries]()
+    matrices = {(t.file, t.offset): n.removesuffix(codes) for n, t in source.parts.items() if n.endswith(codes)}
     for file in source.files:
-        names = sorted((t.offset, name) for name, t in places.items() if t.file == file)
-        layout = sequential([(name, source.tensors[name].dtype, source.tensors[name].shape) for _, name in names])
-        headers[file] = encode_header(layout, {"format": "pt"})
-        for t in layout.tensors:
-            tensors[t.name] = SourceTensor(t.dtype, t.shape, file, len(headers[file]) + t.offset)
-    given = source.folder, source.files, tensors, source.auxiliary, source.packing, source.parts, source.made
-    return Unpacked(*given, source.tensors, headers, wide=frozenset() if source.packing.exact else changed)
+        header, entries[file] = read_header(source.folder / file), []
+        for t in header.layout.tensors:
+            name = matrices.get((file, header.data + t.offset), t.name)
+            own = source.tensors.get(name)
+            if own and (own.file or (file, header.data + t.offset) in matrices):
+                entries[file].append((name, own.dtype, own.shape))
+    inner = replace(source, wide=frozenset() if source.packing.exact else changed)
+    auxiliary = {name: content for name, content in source.auxiliary.items() if name not in OF_PACKINGS}
+    config = in_bf16(json.loads(content_of(auxiliary["config.json"])))
+    auxiliary["config.json"] = json.dumps(config, indent=2).encode()
+    return replace(rewritten(inner, entries, {}), auxiliary=auxiliary)
+
+
+def in_bf16(raw: dict[str, Any]) -> dict[str, Any]:
+    """The config.json of a checkpoint after its packed matrices are decoded, with the dtype of these."""
+    wide = lambda config: config | {key: "bfloat16" for key in DTYPES if config.get(key) == "float16"}
+    inner = {key: wide(value) for key, value in raw.items() if isinstance(value, dict)}
+    return wide(without_packing(raw | inner))

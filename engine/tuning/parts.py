@@ -8,7 +8,7 @@ from pathlib import Path
 
 from trireme.engine.tuning import int4, nf4
 from trireme.engine.tuning.packed import Made, Packed, unsaid
-from trireme.models.config import BY_ROW, COLUMN_GROUPS, MXFP4, NF4, PACKINGS, UNUSED, WHOLE, Packing
+from trireme.models.config import BY_ROW, MXFP4, NF4, PACKINGS, UNUSED, WHOLE, Packing
 from trireme.storage.checkpoint import Source, SourceTensor, open_source
 from trireme.storage.files import Say, to_stderr
 from trireme.storage.headers import CheckpointError
@@ -118,8 +118,6 @@ def _packed(source: Source, packing: Packing, found: Mapping[str, tuple[str, ...
         own = [tensors.pop(part) for part in stored]
         parts |= {name + part.suffix: t for part, t in zip(packing.of(name).parts, own, strict=True)}
         tensors[name] = _looks(source, packing.of(name), stored, own)
-        if packing.parts[-1] == COLUMN_GROUPS:
-            int4.check_groups(source, packing, stored[-1], tensors[name].shape)
         for end in packing.checked:
             if packing.named(name, end) in tensors:
                 int4.check(source, packing, packing.named(name, end), tensors[name].shape)

@@ -7,8 +7,8 @@ from collections.abc import Iterable
 from dataclasses import replace
 from typing import NamedTuple
 
+from trireme.models.config import InputError, ModelConfig, renamed
 from trireme.models.families.names import apart
-from trireme.models.config import renamed, InputError, ModelConfig
 
 PREFIX = "base_model.model."  # peft's
 SINGLE = re.compile(r"\.experts\.\d+\.")  # one of a layer's experts, as transformers 4 has them
@@ -41,16 +41,16 @@ def spelled(cfg: ModelConfig, stored: Iterable[str], where: str) -> tuple[list[t
     An adapter may have been made with the class of the language model alone, that of the multimodal model around it, or
     an older one. All of them compute the same. Raises InputError about the file `where` if it mixes them.
     """
-    found = [(_in_modules(cfg, short(name)), name) for name in stored]
+    names = [(_in_modules(cfg, short(name)), name) for name in stored]
     here = cfg.names.module(cfg.names.block).partition("layers.")[0]
     if here not in _BASES:
-        return found, Spelling()
-    bases = {base for name, _ in found for base in [_base(name)] if base is not None}
+        return names, Spelling()
+    bases = {base for name, _ in names for base in [_base(name)] if base is not None}
     if len(bases) > 1:
         first, second = (f"{base}layers" for base in sorted(bases)[:2])
         raise InputError(f"{where} names modules in two ways, {first} and {second}. Save it again with peft.")
     there = next(iter(bases), here)
-    return [(_moved(name, here), stored) for name, stored in found], Spelling(here, there)
+    return [(_moved(name, here), inside) for name, inside in names], Spelling(here, there)
 
 
 def _base(name: str) -> str | None:
@@ -76,5 +76,5 @@ def by_expert(cfg: ModelConfig) -> ModelConfig:
     if cfg.experts is None or cfg.names.experts_in_out:
         return cfg
     own = cfg.family.names
-    found = renamed(cfg, lambda names: replace(names, each=own.each, stacked=own.stacked))
-    return found if found.names.each else renamed(found, apart)
+    released = renamed(cfg, lambda names: replace(names, each=own.each, stacked=own.stacked))
+    return released if released.names.each else renamed(released, apart)

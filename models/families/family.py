@@ -110,7 +110,7 @@ class Family:
     unadapted: tuple[str, ...] = ()  # linear layers for which peft has no adapters
     attention_gate: bool = False  # attention's result times the sigmoid of a gate, stored after each query
     packings: tuple[str, ...] = (  # accepted values of quant_method
-        "fp8", "fbgemm_fp8", "compressed-tensors", "modelopt", "gptq", "auto-round", "awq", "bitsandbytes",
+        "fp8", "fbgemm_fp8", "compressed-tensors", "modelopt", "bitsandbytes",
     )  # fmt: skip
     mtp: bool = False  # files have num_nextn_predict_layers more layers, for further tokens
     carried: tuple[str, ...] = ()  # prefixes of the names of tensors that are copied and not used

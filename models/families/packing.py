@@ -155,10 +155,6 @@ class Packing:
             return shape if self.holds(shape) else None
         return codes if len(codes) in (2, 3) else None
 
-    def with_groups(self) -> Packing:
-        """GPTQ with activation order, where a further part has the number of each column's group."""
-        return replace(self, parts=(*self.parts, COLUMN_GROUPS), shaped=self.shaped + ", and I32 [in]", checked=())
-
     def with_dtypes(self, dtypes: tuple[str, ...]) -> Packing:
         """This packing with the dtypes that the parts have in a checkpoint."""
         return replace(self, parts=tuple(replace(p, dtypes=(d,)) for p, d in zip(self.parts, dtypes, strict=True)))
@@ -231,29 +227,6 @@ INT4_ZEROS = replace(
     parts=(*INT4.parts, Part("_zeros", "_zero_point", WORDS, "zero points")),
     shaped="I32 [out, in / 8], {dtypes} [out, {groups}] and I32 [out / 8, {groups}]",
 )
-GPTQ = replace(  # stored zero points are less by one
-    INT4,
-    word="GPTQ",
-    parts=(
-        Part("_codes", ".qweight", WORDS),
-        Part("_scales", ".scales", OF_GROUPS),
-        Part("_zeros", ".qzeros", WORDS, "zero points"),
-    ),
-    shaped="I32 [in / 8, out], {dtypes} [{groups}, out] and I32 [{groups}, out / 8]",
-    of_module=True,
-    order="gptq",
-    offset=1,
-    checked=(".g_idx",),
-)
-GPTQ_2 = replace(GPTQ, offset=0)
-COLUMN_GROUPS = Part("_groups", ".g_idx", WORDS, "groups of columns")
-AWQ = replace(
-    GPTQ_2,
-    word="AWQ",
-    shaped="I32 [in, out / 8], {dtypes} [{groups}, out] and I32 [{groups}, out / 8]",
-    order="awq",
-    checked=(),
-)
 FP4 = replace(  # as DeepSeek-V4 has experts, among matrices in fp8 blocks
     MX,
     word="fp4",
@@ -261,7 +234,7 @@ FP4 = replace(  # as DeepSeek-V4 has experts, among matrices in fp8 blocks
     shaped="I8 [out, in / 2] and {dtypes} [out, in / 32]",
 )
 # In the order in which they are looked for where config.json says nothing: those with more parts first.
-PACKINGS = (MXFP4, FP8, BY_ROW, NF4, NVFP4, MODELOPT, MX, INT4_ZEROS, INT4, GPTQ, AWQ)
+PACKINGS = (MXFP4, FP8, BY_ROW, NF4, NVFP4, MODELOPT, MX, INT4_ZEROS, INT4)
 # Ends of names: of activations and of a cache, which are not quantized here.
 UNUSED = (
     ".activation_scale", ".input_scale", ".input_scale_ub", ".input_global_scale", ".output_scale",

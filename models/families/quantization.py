@@ -11,13 +11,10 @@ from typing import Any
 from trireme.models.families.keys import InputError, Keys
 from trireme.models.families.names import Names
 from trireme.models.families.packing import (
-    AWQ,
     BY_ROW,
     BYTES,
     FP4,
     FP8,
-    GPTQ,
-    GPTQ_2,
     INT4,
     INT4_ZEROS,
     MODELOPT,
@@ -126,44 +123,6 @@ def _nf4(keys: Keys, names: Names) -> tuple[Packing, tuple[str, ...]]:
     return NF4, _blocks(names, _left_out(keys, "llm_int8_skip_modules"))
 
 
-def _gptq(keys: Keys, names: Names) -> tuple[Packing, tuple[str, ...]]:
-    keys.refuse_unless("bits", (4,))
-    form = _spelled(keys, "checkpoint_format", "format")
-    keys.refuse_unless(form, (None, "gptq", "gptq_v2"))
-    packing = GPTQ_2 if keys.raw.get(form) == "gptq_v2" else GPTQ
-    others = keys.raw.get("dynamic") or {}
-    if not isinstance(others, dict) or not all(name.startswith("-:") for name in others):
-        raise keys.error("dynamic", "none, or modules that are left out (-:): others have settings of their own")
-    left = [_glob("re:" + name.removeprefix("-:")) for name in others]
-    packing = replace(packing, block=(1, _group(keys, "group_size")))
-    ordered = keys.flag("desc_act", False) and packing.block[1] != WHOLE
-    return packing.with_groups() if ordered else packing, _blocks(names, left)
-
-
-def _awq(keys: Keys, names: Names) -> tuple[Packing, tuple[str, ...]]:
-    keys.refuse_unless(_spelled(keys, "bits", "w_bit"), (4,), 4)
-    for name in ("version", "format", "checkpoint_format"):
-        keys.refuse_unless(name, (None, "gemm", "GEMM"))
-    keys.refuse_unless("zero_point", (True,), True)
-    packing = replace(AWQ, block=(1, _group(keys, _spelled(keys, "group_size", "q_group_size"))))
-    return packing, _blocks(names, _left_out(keys))
-
-
-def _autoround(keys: Keys, names: Names) -> tuple[Packing, tuple[str, ...]]:
-    """In the layout of GPTQ or AWQ, by auto_round's export_to_autoround."""
-    keys.refuse_unless("bits", (4,))
-    for name, accepted in (("data_type", (None, "int")), ("act_bits", (None, 16)), ("super_bits", (None,))):
-        keys.refuse_unless(name, accepted)
-    keys.refuse_unless("packing_format", (None, *AUTOROUND))
-    packing = AUTOROUND[keys.raw.get("packing_format") or "auto_round:auto_gptq"]
-    others = keys.raw.get("extra_config") or {}
-    plain = lambda own: isinstance(own, dict) and own.get("bits") in (16, 32)
-    if not isinstance(others, dict) or not all(map(plain, others.values())):
-        raise keys.error("extra_config", "none, or modules of 16 bits: others have settings of their own")
-    left = [_glob(f"re:{name}") for name in others]
-    return replace(packing, block=(1, _group(keys, "group_size"))), _blocks(names, left)
-
-
 def _modelopt(keys: Keys, names: Names) -> tuple[Packing, tuple[str, ...]]:
     keys.refuse_unless("quant_algo", ("NVFP4", "W4A16_NVFP4", "FP8"))
     packing = BY_ROW.scaled(WHOLE, WHOLE) if keys.raw["quant_algo"] == "FP8" else MODELOPT
@@ -261,14 +220,6 @@ def _pair(keys: Keys, name: str) -> tuple[int, int]:
     return found[0], found[1]
 
 
-def _spelled(keys: Keys, *names: str) -> str:
-    """Which of several names of a key has a value. Raises InputError where two have different ones."""
-    said = [name for name in names if keys.raw.get(name) is not None] or [*names[:1]]
-    if any(keys.raw[name] != keys.raw[said[0]] for name in said[1:]):
-        raise keys.error(said[1], f"{keys.shown(said[0])}, as {json.dumps(said[0])} has it")
-    return said[0]
-
-
 def _glob(module: str) -> str:
     """A glob for a module name, or roughly for a regular expression (re:...)."""
     return module.removeprefix("re:").strip("^$").replace("\\", "") if module.startswith("re:") else module
@@ -305,23 +256,11 @@ FORMATS: dict[str, Callable[[Keys], Packing]] = {
     "nvfp4-pack-quantized": partial(_fp4, NVFP4, "tensor_group"),
     "mxfp4-pack-quantized": partial(_fp4, MX, "group"),
 }
-AUTOROUND = {  # packing_format -> where zero points are, and whether they are less by one
-    "auto_round:auto_gptq": GPTQ,
-    "auto_round:gptq": GPTQ,
-    "auto": GPTQ,
-    "auto_round": GPTQ_2,
-    "auto_round:gptqmodel": GPTQ_2,
-    "auto_round:auto_awq": AWQ,
-    "auto_round:awq": AWQ,
-}
 READ: dict[str, Callable[[Keys, Names], tuple[Packing, tuple[str, ...]]]] = {
     "mxfp4": lambda *_: (MXFP4, MXFP4.globs),
     "fp8": _fp8,
     "fbgemm_fp8": lambda keys, names: (BY_ROW, _blocks(names, _left_out(keys))),
     "compressed-tensors": _compressed,
     "modelopt": _modelopt,
-    "gptq": _gptq,
-    "auto-round": _autoround,
-    "awq": _awq,
     "bitsandbytes": _nf4,
 }

@@ -32,7 +32,7 @@ from trireme.engine.run.plan import Planner, check_step
 from trireme.engine.run.screen import Screen
 from trireme.engine.tuning.adapters import adapter_shapes, peft_names
 from trireme.engine.tuning.chosen import adapted
-from trireme.engine.tuning.opened import read_adapter
+from trireme.engine.tuning.peft import read_adapter
 from trireme.models import hf
 from trireme.models.config import InputError, Lora, ModelConfig, uniform, Rope, parse_config, read_config
 from trireme.models.families.experts import REFUSED

@@ -1,4 +1,4 @@
-"""Matrices in four bits as their formats have them in files, by loops: compressed-tensors, GPTQ, AWQ, NVFP4, MXFP4."""
+"""Matrices in four bits as their formats have them in files, by loops: int4, NVFP4, MXFP4."""
 
 import torch
 
@@ -15,46 +15,20 @@ def in_words(numbers, order, dim):
 
 
 def in_int4(w, form, group):
-    """(ends of names behind the module's -> parts, decoded in fp32) of w (out, in).
-
-    Scales are bf16, GPTQ's and AWQ's fp16; zero points are any, but those that GPTQ's first form cannot hold.
-    """
-    (R, C), rows = w.shape, form.startswith("int4")
-    group = group if group > 0 else C
-    if form == "gptq by activation":
-        return _by_activation(w, group)
+    """(ends of names behind the module's -> parts, decoded in fp32) of w (out, in), "int4" or "int4 zeros"."""
+    (R, C), group = w.shape, group if group > 0 else w.shape[1]
     low, high = w.float().unflatten(1, (-1, group)).aminmax(dim=2)
-    scales = ((high - low).clamp(min=1e-4) / 15).to(torch.bfloat16 if rows else torch.float16)
-    zeros = (-low / scales.float()).round().clamp(0 if rows else 1, 15).int()
+    scales = ((high - low).clamp(min=1e-4) / 15).bfloat16()
+    zeros = (-low / scales.float()).round().clamp(0, 15).int()
     if form == "int4":
         zeros = torch.full_like(zeros, 8)
     wide = lambda t: t.repeat_interleave(group, 1)
     codes = (w.float() / wide(scales.float()) + wide(zeros)).round().clamp(0, 15).int()
-    decoded = (codes - wide(zeros)).float() * wide(scales.float())
-    stored = zeros - 1 if form == "gptq" else zeros
-    if rows:
-        parts = {".weight_packed": in_words(codes, "rows", 1), ".weight_scale": scales,
-                 ".weight_shape": torch.tensor([R, C])}  # fmt: skip
-        if form == "int4 zeros":
-            parts[".weight_zero_point"] = in_words(zeros, "rows", 0)
-        return parts, decoded
-    words = in_words(codes.mT, "awq", 1) if form == "awq" else in_words(codes.mT, "gptq", 0)
-    order = "awq" if form == "awq" else "gptq"
-    parts = {".qweight": words, ".scales": scales.mT.contiguous(), ".qzeros": in_words(stored.mT, order, 1)}
-    if form != "awq":
-        parts[".g_idx"] = torch.arange(C, dtype=torch.int32) // group
-    return parts, decoded
-
-
-def _by_activation(w, group):
-    """As GPTQ has it whose columns were sorted, here at random, and are stored in their own order."""
-    order = torch.randperm(w.shape[1], generator=torch.Generator().manual_seed(0))
-    back = order.argsort()
-    parts, decoded = in_int4(w[:, order], "gptq", group)
-    codes = parts[".qweight"].unsqueeze(1) >> 4 * torch.arange(8, dtype=torch.int32)[:, None] & 15  # (C / 8, 8, R)
-    parts[".qweight"] = in_words(codes.flatten(0, 1)[back], "gptq", 0)
-    parts[".g_idx"] = parts[".g_idx"][back].contiguous()
-    return parts, decoded[:, back]
+    parts = {".weight_packed": in_words(codes, "rows", 1), ".weight_scale": scales}
+    parts[".weight_shape"] = torch.tensor([R, C])
+    if form == "int4 zeros":
+        parts[".weight_zero_point"] = in_words(zeros, "rows", 0)
+    return parts, (codes - wide(zeros)).float() * wide(scales.float())
 
 
 NUMBERS = torch.tensor([0, 0.5, 1, 1.5, 2, 3, 4, 6])

@@ -1,101 +1,224 @@
-"""Checkpoints with packed matrices: written next to the same in bf16; malformed ones, refused in one line."""
+"""Checkpoints in each packed format, next to the same in bf16: packed as the formats' definitions say, by loops."""
 
 import json
+from dataclasses import dataclass
+from math import inf
 
-import numpy as np
-import pytest
 import torch
-from engines import adapters, batches, exchange, final_weights, opened, train
+from four_bits import in_fp4, in_int4
 from safetensors.torch import load_file, save_file
-from tiny import oracle
+from tiny import CASES, LATENT, LLAMA, MIXTURE, oracle
+from transformers.integrations.finegrained_fp8 import Fp8Dequantize
+from transformers.integrations.mxfp4 import convert_moe_packed_tensors
 
-from trireme.engine.run.output.folder import reopen
-from trireme.engine.tuning.chosen import adapted
-from trireme.kernels.reference import split_master
-from trireme.models.config import InputError, Lora
-from trireme.storage.headers import CheckpointError
+from trireme.kernels.packed.reference import NF4
 
-LEFT = ("embed", "norm", "lm_head", "mlp.gate.")  # parts of names of matrices that are not packed
+LEFT = ("embed", "norm", "lm_head", "mlp.gate.", "block_sparse_moe.gate.")  # parts of names of what is not packed
+STATE = ".quant_state.bitsandbytes__nf4"
+E4M3, E8M0 = torch.float8_e4m3fn, torch.float8_e8m0fnu
+EVEN = dict(hidden_size=64, intermediate_size=96, head_dim=16)
+MANY = MIXTURE | EVEN | dict(moe_intermediate_size=32)
 
 
-def write_packed(folders, model_type, keys, said, pack):
-    """Fills two folders, with packed matrices and with the same in bf16; decoded matrices in fp32 by name.
+def in_fp8(w, block, dtype, single=(1,)):
+    """(codes, scales, decoded in fp32), each block by its largest value."""
+    whole = block == (inf, inf)
+    block = min(block[0], w.shape[0]), min(block[1], w.shape[1])
+    w, scales = w.float(), torch.empty(-(-w.shape[0] // block[0]), -(-w.shape[1] // block[1]))
+    codes, decoded = torch.empty(w.shape, dtype=E4M3), torch.empty(w.shape)
+    for i in range(scales.shape[0]):
+        for j in range(scales.shape[1]):
+            part = slice(i * block[0], (i + 1) * block[0]), slice(j * block[1], (j + 1) * block[1])
+            scale = w[part].abs().max() / 448
+            scale = (scale.log2().ceil().exp2() if dtype == E8M0 else scale).to(dtype).float()
+            codes[part] = (w[part] / scale).to(E4M3)
+            decoded[part] = codes[part].float() * scale
+            scales[i, j] = scale
+    return codes, scales.to(dtype).view(single) if whole else scales.to(dtype), decoded
 
-    `said`: quantization_config; `pack(name, w)`: (tensors that replace it by name, the decoded matrix).
-    """
+
+def in_nf4(w, double):
+    """(parts by what they have behind the matrix's name, decoded in fp32): the arithmetic of bitsandbytes."""
+    flat = w.float().flatten()
+    groups = [flat[a : a + 64] for a in range(0, len(flat), 64)]
+    absmax = torch.stack([group.abs().max() for group in groups])
+    nearest = lambda group, most: (group[:, None] / most - NF4).abs().argmin(1)
+    codes = torch.cat([nearest(group, most) for group, most in zip(groups, absmax, strict=True)])
+    state = dict(quant_type="nf4", blocksize=64, dtype="bfloat16", shape=list(w.shape))
+    parts = {
+        "": (codes[0::2] << 4 | codes[1::2]).to(torch.uint8)[:, None],
+        ".quant_map": NF4.clone(),
+        ".absmax": absmax,
+    }
+    if double:
+        offset, table = absmax.mean(), (torch.arange(256) / 255 * 2 - 1) ** 3
+        rest = absmax - offset
+        nested = torch.stack([part.abs().max() for part in rest.split(256)])
+        scaled = torch.cat([part / most for part, most in zip(rest.split(256), nested, strict=True)])
+        bytes_ = (scaled[:, None] - table).abs().argmin(1)
+        absmax = table[bytes_] * nested.repeat_interleave(256)[: len(rest)] + offset
+        parts |= {".absmax": bytes_.to(torch.uint8), ".nested_absmax": nested, ".nested_quant_map": table}
+        state |= dict(nested_blocksize=256, nested_dtype="float32", nested_offset=offset.item())
+    parts[STATE] = torch.tensor(list(json.dumps(state).encode()), dtype=torch.uint8)
+    return parts, (NF4[codes] * absmax.repeat_interleave(64)[: len(flat)]).view(w.shape)
+
+
+def in_gpt_oss(w, name):
+    """As in_nf4: experts with all 16 numbers, drawn at random, and what transformers makes of them."""
+    experts, columns, rows = w.shape
+    dice = torch.Generator().manual_seed(len(name))
+    blocks = torch.randint(256, (experts, rows, columns // 32, 16), dtype=torch.uint8, generator=dice)
+    scales = torch.randint(118, 126, blocks.shape[:3], dtype=torch.uint8, generator=dice)
+    decoded = convert_moe_packed_tensors(blocks.clone(), scales.clone()).contiguous().float()
+    return {"_blocks": blocks, "_scales": scales}, decoded
+
+
+def fp4_as_transformers(w):
+    """As in_nf4: experts of DeepSeek-V4."""
+    parts, decoded = in_fp4(w, "mxfp4")
+    codes, scales = parts[".weight_packed"].view(torch.int8), parts[".weight_scale"].view(E8M0)
+    theirs = Fp8Dequantize(None)._dequantize_one(codes, scales, torch.bfloat16)
+    assert torch.equal(theirs.float(), decoded)
+    return {"": codes, "_scale_inv": scales}, decoded
+
+
+def weights(**settings):
+    """quantization_config of compressed-tensors."""
+    form = settings.pop("format")
+    groups = dict(group_0=dict(targets=["Linear"], weights=dict(dynamic=False) | settings, input_activations=None))
+    ignore = ["lm_head", r"re:.*mlp\.gate$"]
+    return dict(quant_method="compressed-tensors", format=form, config_groups=groups, ignore=ignore)
+
+
+@dataclass(frozen=True)
+class Format:
+    model_type: str
+    keys: dict
+    said: dict  # quantization_config
+    pack: object  # (name, w) -> (parts by what they have behind the matrix's name, decoded in fp32)
+    targets: tuple[str, ...] = ("q_proj", "down_proj")  # of adapters
+    left: tuple[str, ...] = ()  # further names, or their beginnings, of what is not packed
+    exact: bool = False  # bf16 holds every value
+
+
+def fp8(model_type, keys, block, dtype, said=None, end="_scale_inv", single=(1,), left=(), **others):
+    """A Format in fp8; said: but of the quant_method "fp8"."""
+
+    def pack(_, w):
+        codes, scales, decoded = in_fp8(w, block, dtype, single)
+        return {"": codes, end: scales}, decoded
+
+    size = None if block == (inf, inf) else list(block)
+    own = dict(
+        quant_method="fp8", fmt="e4m3", activation_scheme="dynamic", weight_block_size=size,
+        modules_to_not_convert=["lm_head", *left], scale_fmt="ue8m0" if dtype == E8M0 else "float",
+    )  # fmt: skip
+    return Format(model_type, keys, said or own, pack, left=left, **others)
+
+
+def by_module(pack):
+    """Parts that are named behind the module."""
+    return lambda name, w: _renamed(pack(w))
+
+
+def _renamed(packed):
+    return {end.removeprefix(".weight"): part for end, part in packed[0].items()}, packed[1]
+
+
+def nf4(model_type, keys, double, **others):
+    said = dict(
+        quant_method="bitsandbytes", load_in_4bit=True, bnb_4bit_quant_type="nf4", bnb_4bit_use_double_quant=double,
+        bnb_4bit_compute_dtype="bfloat16", llm_int8_skip_modules=["lm_head"],
+    )  # fmt: skip
+    return Format(model_type, keys, said, lambda _, w: in_nf4(w, double), **others)
+
+
+def int4(model_type, keys, form, group, **others):
+    said = weights(format="pack-quantized", num_bits=4, type="int", symmetric=form == "int4", actorder="static",
+                   strategy="group" if group > 0 else "channel", group_size=group if group > 0 else None)  # fmt: skip
+    return Format(model_type, keys, said, by_module(lambda w: in_int4(w, form, group)), **others)
+
+
+def fp4(model_type, keys, form, said, **others):
+    return Format(model_type, keys, said, by_module(lambda w: in_fp4(w, form)), **others)
+
+
+F8 = dict(num_bits=8, type="float", symmetric=True, block_structure=None)
+F4 = dict(num_bits=4, type="float", symmetric=True)
+MODELOPT = dict(quant_method="modelopt", quant_algo="NVFP4", ignore=["lm_head", "model.layers.*.mlp.gate"])
+DEEPSEEK = dict(quant_method="fp8", weight_block_size=[32, 32], scale_fmt="ue8m0", expert_dtype="fp4")
+EXPERTS = ("q_proj", "experts")
+_BLOCKS = fp8("qwen3_moe", MANY, (32, 32), E8M0)
+FORMATS = {
+    "fp8": fp8("qwen3", LLAMA, (16, 24), torch.float32),  # short last blocks
+    "fp8, whole blocks": fp8(
+        "qwen3", LLAMA | dict(hidden_size=32, intermediate_size=48, head_dim=8), (16, 16), torch.bfloat16),
+    "fp8, powers of two": fp8("llama", LLAMA, (128, 128), E8M0, left=("model.layers.1.mlp",)),
+    "fp8, experts": fp8("qwen3_moe", MIXTURE, (16, 24), torch.bfloat16, targets=EXPERTS),
+    "fp8, one in bf16": fp8(
+        "minimax_m2", MIXTURE | dict(num_local_experts=4, intermediate_size=24, head_dim=12, rotary_dim=6), (16, 16),
+        torch.float32, left=("model.layers.0.self_attn.k_proj",), targets=("q_proj", "o_proj")),
+    "fp8, latent": fp8("deepseek_v3", LATENT | dict(first_k_dense_replace=1, n_group=3, topk_group=2), (16, 16),
+                       torch.float32, targets=("q_a_proj", "kv_b_proj", "o_proj")),
+    "fp8 by row": fp8("qwen3", LLAMA, (1, inf), torch.bfloat16,
+                      weights(format="float-quantized", strategy="channel", **F8), "_scale"),
+    "fp8 by tensor, experts": fp8(
+        "qwen3_moe", MIXTURE, (inf, inf), torch.float32,
+        weights(format="naive-quantized", strategy="tensor", **F8), "_scale", targets=("experts",)),
+    "mxfp8": fp8(
+        "llama", LLAMA | dict(hidden_size=32, intermediate_size=64, head_dim=8), (1, 32), E8M0,
+        weights(format="mxfp8-quantized", strategy="group", group_size=32, scale_dtype="torch.uint8", **F8), "_scale"),
+    "fbgemm": fp8("llama", LLAMA, (1, inf), torch.float32, dict(
+        quant_method="fbgemm_fp8", activation_scale_ub=1200.0, modules_to_not_convert=["lm_head"]), "_scale"),
+    "fp8 by tensor": fp8("llama", LLAMA, (inf, inf), torch.float32, single=()),
+    "nf4": nf4("qwen3", LLAMA, False),
+    "nf4, double": nf4("llama", LLAMA, True),
+    "nf4, experts": nf4("qwen3_moe", MIXTURE, True, targets=EXPERTS),
+    "int4": int4("qwen3", LLAMA, "int4", 8),
+    "int4, zeros": int4("llama", LLAMA | EVEN, "int4 zeros", 32),
+    "int4 by row": int4("qwen3", LLAMA, "int4 zeros", -1),
+    "int4, experts": int4("qwen3_moe", MIXTURE, "int4", 8, targets=EXPERTS),
+    "nvfp4": fp4("qwen3", LLAMA | EVEN, "nvfp4",
+                 weights(format="nvfp4-pack-quantized", strategy="tensor_group", group_size=16, **F4)),
+    "modelopt": fp4("llama", LLAMA | EVEN, "modelopt", MODELOPT),
+    "modelopt, experts": fp4("qwen3_moe", MANY, "modelopt", MODELOPT, targets=EXPERTS),
+    "mxfp4": fp4("qwen3", LLAMA | EVEN, "mxfp4",
+                 weights(format="mxfp4-pack-quantized", strategy="group", group_size=32, **F4), exact=True),
+    "deepseek": Format("qwen3_moe", MANY, DEEPSEEK, targets=EXPERTS,
+                       pack=lambda name, w: fp4_as_transformers(w) if ".experts." in name else _BLOCKS.pack(name, w)),
+    "gpt-oss": Format("gpt_oss", CASES["gpt oss"][1] | dict(hidden_size=64, intermediate_size=32), dict(
+        quant_method="mxfp4", modules_to_not_convert=["model.layers.*.self_attn"]),
+        lambda name, w: in_gpt_oss(w, name), EXPERTS, exact=True),
+}  # fmt: skip
+
+
+def write_packed(folders, form):
+    """Fills two folders, in a Format and with the same in bf16; returns decoded matrices in fp32 by name."""
     packed, plain = folders
-    oracle(model_type, keys)[0].bfloat16().save_pretrained(plain)
+    oracle(form.model_type, form.keys)[0].bfloat16().save_pretrained(plain)
     state = load_file(plain / "model.safetensors")
-    files, wide = dict(state), {}
+    state = {name: t.float() if name.endswith("correction_bias") else t for name, t in state.items()}
+    files, decoded, dims = dict(state), {}, 3 if form.model_type == "gpt_oss" else 2
     for name, w in state.items():
-        if w.dim() == 2 and not any(part in name for part in LEFT):
-            parts, wide[name] = pack(name, w)
+        if w.dim() == dims and not (any(part in name for part in LEFT) or name.startswith(form.left or "\0")):
+            parts, decoded[name] = form.pack(name, w)
             del files[name]
-            files |= parts
-            state[name] = wide[name].bfloat16()
+            module = name.removesuffix(".weight") if any(end.startswith(".weight") for end in parts) else name
+            files |= {module + end: part for end, part in parts.items()}
+            state[name] = decoded[name].bfloat16()
     save_file(files, packed / "model.safetensors", {"format": "pt"})
     save_file(state, plain / "model.safetensors", {"format": "pt"})
     config = json.loads((plain / "config.json").read_text())
-    (packed / "config.json").write_text(json.dumps(config | dict(quantization_config=said)))
-    return wide
+    (packed / "config.json").write_text(json.dumps(config | dict(quantization_config=form.said)))
+    return decoded
 
 
-def check_pieces(source, name, *ranges):
-    """Parts of a tensor are those of the whole, which is returned."""
-    whole = np.concatenate(list(source.values(name)))
-    for first, last in (*ranges, (len(whole) - 3, len(whole))):
-        assert np.array_equal(np.concatenate(list(source.values(name, first, last))), whole[first:last])
-    return whole
-
-
-def check_adapters(folder, plain, targets, device, ways, most):
-    """Adapters learn as on decoded weights, bit by bit, placed in any of `ways`: (tier, in place, change of the plan).
-
-    The base takes less than `most` of the bytes.
-    """
-    losses, weights, wide = adapters(plain, targets, device, "gpu")
-    for tier, in_place, change in ways:
-        found, after, packed = adapters(folder, targets, device, tier, in_place, **change)
-        assert found == losses, (tier, change)
-        assert all(torch.equal(t, weights[name]) for name, t in after.items())
-        assert packed < most * wide
-
-
-def check_all_trained(folder, plain, wide, out, rounded=False):
-    """Training begins with masters of the decoded values, fp32 by name, and writes them in bf16; the new config.json.
-
-    `rounded`: they are decoded in bf16.
-    """
-    cfg, source, _ = opened(folder)
-    for name, values in wide.items():
-        whole = check_pieces(source, name, (0, 5), (500, 700), (64, 1024))
-        exact = values.bfloat16().view(torch.uint16) if rounded else values
-        assert np.array_equal(whole, exact.flatten().numpy())
-    e, x = exchange(cfg, source)
-    x.load()
-    masters = final_weights(e)
-    assert all(torch.equal(masters[name], values.flatten()) for name, values in wide.items() if name in masters)
-    train(e, batches(cfg, 1, 2, 24))
-    e, x = exchange(cfg, source)
-    x.load()
-    x.save(out)
-    reopen(source, out)
-    written = load_file(out / "model.safetensors")
-    assert all(torch.equal(written[name], split_master(values)[0]) for name, values in wide.items())
-    assert written.keys() == load_file(plain / "model.safetensors").keys()
-    config = json.loads((out / "config.json").read_text())
-    assert "quantization_config" not in config
-    return config
-
-
-def check_malformed(folder, change, words, malformed):
-    """A copy in the folder `malformed`, its tensors changed, is refused for adapters and for full fine-tuning."""
+def rewrite(folder, to, change=lambda state: None, **said):
+    """A copy of a checkpoint with changed tensors, and other keys of its quantization_config."""
     state = {name: t.clone() for name, t in load_file(folder / "model.safetensors").items()}
     change(state)
-    save_file(state, malformed / "model.safetensors", {"format": "pt"})
-    (malformed / "config.json").write_bytes((folder / "config.json").read_bytes())
-    for change_of in (lambda cfg: adapted(cfg, Lora(2, 4.0, ("q_proj",))), lambda cfg: cfg):
-        with pytest.raises((CheckpointError, InputError), match=words) as told:
-            cfg, source, _ = opened(malformed, change_of)
-            exchange(cfg, source)[1].load()
-        assert "\n" not in str(told.value)
+    save_file(state, to / "model.safetensors", {"format": "pt"})
+    config = json.loads((folder / "config.json").read_text())
+    config["quantization_config"] |= said
+    (to / "config.json").write_text(json.dumps(config))
+    return to

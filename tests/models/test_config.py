@@ -29,7 +29,6 @@ OF_FP4 = dict(num_bits=4, strategy="tensor_group", group_size=16)
 INT4, NVFP4 = (
     dict(quant_method="compressed-tensors", format=form) for form in ("pack-quantized", "nvfp4-pack-quantized")
 )
-GPTQ, AWQ, AUTOROUND = (dict(quant_method=method, bits=4, group_size=128) for method in ("gptq", "awq", "auto-round"))
 GPT2 = dict(model_type="gpt2", vocab_size=50257, n_embd=768, n_layer=12, n_head=12)
 LLAMA = dict(
     model_type="llama",
@@ -167,30 +166,10 @@ def test_attention_scale_by_layer():
             ["strategy", "tensor_"],
         ),
         (LLAMA | dict(quantization_config=dict(quant_method="modelopt", quant_algo="W4A8")), ["quant_algo", "NVFP4"]),
-        (LLAMA | dict(quantization_config=GPTQ | dict(bits=3)), ["bits", "3", "4"]),
-        (LLAMA | dict(quantization_config=GPTQ | dict(group_size=-2)), ["group_size", "-2"]),
-        (LLAMA | dict(quantization_config=GPTQ | dict(checkpoint_format="marlin")), ["checkpoint_format", "marlin"]),
-        (
-            LLAMA | dict(quantization_config=GPTQ | dict(checkpoint_format="gptq", format="gptq_v2")),
-            ['"format" is "gptq_v2"', 'expected "gptq", as "checkpoint_format" has it'],
+        *(
+            (LLAMA | dict(quantization_config=dict(quant_method=method, bits=4)), [method, "Take the BF16 original"])
+            for method in ("gptq", "awq", "auto-round")
         ),
-        (LLAMA | dict(quantization_config=AWQ | dict(version=None, format="gemv")), ['"format"', "gemv"]),
-        (LLAMA | dict(quantization_config=AWQ | dict(q_group_size=64)), ["q_group_size", "64", "128"]),
-        (LLAMA | dict(quantization_config=GPTQ | dict(dynamic={"+:.*": {"bits": 8}})), ["dynamic", "left out"]),
-        (LLAMA | dict(quantization_config=AUTOROUND | dict(bits=2)), ["bits", "2", "4"]),
-        (LLAMA | dict(quantization_config=AUTOROUND | dict(data_type="mx_fp")), ["data_type", "mx_fp", "int"]),
-        (
-            LLAMA | dict(quantization_config=AUTOROUND | dict(packing_format="x")),
-            ["packing_format", "auto_round:auto_g"],
-        ),
-        (
-            LLAMA | dict(quantization_config=AUTOROUND | dict(extra_config={"a": {"bits": 8}})),
-            ["extra_config", "16 bi"],
-        ),
-        (LLAMA | dict(quantization_config=AWQ | dict(version="gemv")), ["version", "gemv"]),
-        (LLAMA | dict(quantization_config=AWQ | dict(zero_point=False)), ["zero_point", "false"]),
-        (LLAMA | dict(quantization_config=AWQ | dict(bits=8)), ["bits", "8"]),
-        (LLAMA | dict(quantization_config=AWQ | dict(bits=float("nan"))), ["bits", "NaN", "4"]),
         (LLAMA | dict(quantization_config=BY_ROW | dict(transform_config={"r": 1})), ["transform_config"]),
         (
             LLAMA | dict(quantization_config=BY_ROW | dict(sparsity_config=dict(format="2:4"))),
@@ -348,17 +327,10 @@ def test_refused_by_name(raw, words):
     assert all(word in str(e.value) for word in words), str(e.value)
 
 
-def test_a_null_key_leaves_its_other_name():
-    said = GPTQ | dict(checkpoint_format=None, format="gptq_v2")
-    found = parse_config(LLAMA | dict(quantization_config=said)).packing
-    assert found == parse_config(LLAMA | dict(quantization_config=GPTQ | dict(checkpoint_format="gptq_v2"))).packing
-
-
-@pytest.mark.parametrize("said", [INT4 | of_group(**OF_INT4), AWQ, GPTQ])
-def test_a_last_group_of_columns_is_short_in_gptq_alone(said):
-    packing = parse_config(LLAMA | dict(quantization_config=said)).packing
+def test_every_group_of_columns_is_whole():
+    packing = parse_config(LLAMA | dict(quantization_config=INT4 | of_group(**OF_INT4))).packing
     assert packing.holds((64, 2 * packing.block[1]))
-    assert packing.holds((64, 2 * packing.block[1] - 8)) == (said is GPTQ)
+    assert not packing.holds((64, 2 * packing.block[1] - 8))
 
 
 def test_weights_whose_activations_are_not_quantized_are_packed_alike():

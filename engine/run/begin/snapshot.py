@@ -15,7 +15,7 @@ from typing import Any
 from trireme.engine.geometry import Geometry
 from trireme.engine.plan import Plan
 from trireme.engine.run.options import Options
-from trireme.engine.tuning.headed import Headed
+from trireme.engine.tuning.rewritten import Rewritten
 from trireme.models.config import InputError, ModelConfig, default_number, numbers
 from trireme.models.sizes import narrow
 from trireme.storage.checkpoint import Source
@@ -174,7 +174,7 @@ def pinned_of(options: Options, data: Mapping[str, Any], host: int = 0, hosts: i
 
 def identity(cfg: ModelConfig, source: Source) -> dict[str, dict[str, Any]]:
     """The numbers of the config, and dtype and shape of every tensor."""
-    source = source.inner if isinstance(source, Headed) else source
+    source = source.inner if isinstance(source, Rewritten) else source
     return {"config": numbers(cfg), "tensors": {name: [t.dtype, *t.shape] for name, t in source.tensors.items()}}
 
 

@@ -12,7 +12,7 @@ from trireme.engine.run.finished.model import base_of_adapter, run_of_adapter
 from trireme.engine.run.options import Options
 from trireme.engine.run.screen import Screen
 from trireme.engine.tuning.merge import merge_folder
-from trireme.engine.tuning.opened import scored_by
+from trireme.engine.tuning.peft import scored_by
 from trireme.engine.tuning.packed import check_packing
 from trireme.engine.tuning.parts import open_checkpoint
 from trireme.models.config import read_config
