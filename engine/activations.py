@@ -13,44 +13,51 @@ from typing import Literal, NamedTuple
 
 from torch import Tensor
 
+from trireme.engine.buffers import What
 from trireme.engine.home import DriveHome, Home
 from trireme.engine.memory import Buffer, Pool, Prefetch, copied, flat, views
 from trireme.engine.placement import Placement, Scratched
 from trireme.engine.plan import SAVED, SavedTier, Tier
-from trireme.engine.queues.names import HOPS, numbered
+from trireme.engine.queues.names import HOPS, gpu_of, numbered
 from trireme.engine.queues.task import Task
 
 # ---------------------------------------------------------------- one activation
 
 
-class Route(NamedTuple):
-    """The buffers and queues through which an activation gets from the task that writes it to those that read it."""
+class Hop(NamedTuple):
+    """A copy of an activation: its queue, and a home, or a buffer on the GPU that it is copied to."""
 
-    gpu: int  # of the tasks that read it
-    out: Buffer | Pool  # to write it to
-    back: Buffer | Pool  # to read it from
-    leaves: str = ""  # the queue that copies it outside
-    outside: Home | None = None  # its place between
-    comes: str = ""  # the queue that copies it back, unless the pass says
-    stays: bool = False  # it leaves the GPU for another pass alone
-    peer: str = ""  # the queue that copies it from `out` to `back`; none where they are one
+    queue: str
+    to: Home | Buffer | Pool
 
 
 class Activation:
-    """One activation of one micro-batch: layer u's input, its gradient, or tensors saved for backward.
+    """One activation of one micro-batch: layer u's input, its gradient, or the tensors `names` saved for backward.
 
-    It takes its buffers from pools, and frees them after its last reader.
+    It is written to `out`, goes by `hops` to the tasks of the same pass that read it, and by `later` to those of the
+    next pass. After a home it waits until it is fetched. Its buffers are free after the last reader.
     """
 
-    def __init__(self, swap: ActivationSwap, u: int, label: str, route: Route, names: tuple[str, ...] = ()):
-        """`names`: of the saved tensors; empty for an input or its gradient."""
-        self.swap, self.u, self.label, self.names, self.route = swap, u, label, names, route
+    def __init__(
+        self,
+        swap: ActivationSwap,
+        u: int,
+        label: str,
+        out: Buffer | Pool,
+        hops: Sequence[Hop] = (),
+        later: Sequence[Hop] = (),
+        names: tuple[str, ...] = (),
+    ):
+        self.swap, self.u, self.label, self.names = swap, u, label, names
+        self.out, self.hops, self.later = out, hops, later
+        self.homes = [hop.to for hop in (*hops, *later) if isinstance(hop.to, Home)]  # one at most
+        self.waits = any(isinstance(hop.to, Home) for hop in hops)  # for its readers, at its home
         self.here: Buffer | None = None  # on the GPU
         self.made: tuple[Task, ...] = ()  # what readers come after; they do not wait for each other
         self.tokens = 0
-        self.again = False  # a later pass reads it, too
-        self.stored = False  # outside
-        self.queue = ""  # that brings it back
+        self.again = False  # the next pass reads it, too
+        self.stored = False  # at its home
+        self.coming: Hop | None = None  # from there
 
     @property
     def nbytes(self) -> int:
@@ -60,61 +67,62 @@ class Activation:
     # ------------------------------------------------ written
 
     def fill(self, tokens: int, again: bool = False) -> InUse:
-        """Takes a buffer on the GPU of the task that writes it. `again`: a later pass reads it, too."""
+        """Takes a buffer on the GPU of the task that writes it. `again`: the next pass reads it, too."""
         self.tokens, self.again, self.stored = tokens, again, False
-        self.here = self._buffer(self.route.out)
+        self.here = self._buffer(self.out)
         return InUse(self, self.here, tokens, self.here.ready, self.written)
 
     def written(self, task: Task) -> None:
-        """Sends it outside, unless it stays until its only reader.
-
-        From another GPU it is sent when its reader is queued: else what readers save would queue behind all that the
-        other GPU has not written yet.
+        """Sends it to its readers. For the next pass it is stored at once, unless it comes from another GPU: then when
+        its reader is queued, or what readers save would queue behind all that the other GPU has not written yet.
         """
-        here, route = self._here(), self.route
-        here.ready = (task,)
-        if route.peer:
-            here = self._cross(here)
-        self.made = here.ready
-        if route.outside is None or (route.stays and (route.peer or not self.again)):
-            return
-        self._store(here, route.outside)
-        if not route.stays:
-            self._free(here.ready)
-        self.swap.go_on()
+        self._here().ready = (task,)
+        for hop in self.hops:
+            if isinstance(hop.to, Home):
+                self._store(hop)
+                self._free(self._here().ready)
+                return
+            self._cross(hop.queue, hop.to)
+        self.made = self._here().ready
+        if self.later and (self.names or (self.again and not self.hops)):
+            self._store(self.later[0])
+            if self.names:
+                self._free(self._here().ready)
+            else:
+                self.swap.go_on()
 
-    def _store(self, here: Buffer, outside: Home) -> None:
-        here.used(outside.store(self.route.leaves, here, self.nbytes))
+    def _store(self, hop: Hop) -> None:
+        assert isinstance(hop.to, Home)
+        here = self._here()
+        here.used(hop.to.store(hop.queue, here, self.nbytes))
         self.stored = True
 
-    def _cross(self, here: Buffer) -> Buffer:
+    def _cross(self, queue: str, to: Buffer | Pool) -> None:
         """Copies it to the GPU of the tasks that read it."""
-        there = self._buffer(self.route.back)
-        there.ready = (copied(self.swap.queues, self.route.peer, "activations", self.label, here, there, self.nbytes),)
+        here, there = self._here(), self._buffer(to)
+        there.ready = (copied(self.swap.queues, queue, "activations", self.label, here, there, self.nbytes),)
         here.free(there.ready)
         self.here = there
-        return there
 
     # ------------------------------------------------ read
 
     @property
     def may_come(self) -> bool:
-        back = self.route.back
-        return self.stored and (not isinstance(back, Pool) or back.is_free)
+        assert self.coming is not None
+        return self.stored and (not isinstance(self.coming.to, Pool) or self.coming.to.is_free)
 
     def fetch(self) -> None:
-        if self.here is not None:
-            return
-        assert self.route.outside is not None
-        here = self._buffer(self.route.back)
-        here.ready = self.made = (self.route.outside.load(self.queue, here, self.nbytes),)
-        self.here = here
+        if self.here is None:
+            assert self.coming is not None
+            assert not isinstance(self.coming.to, Home)
+            self.here = self._buffer(self.coming.to)
+            self.here.ready = self.made = (self.homes[0].load(self.coming.queue, self.here, self.nbytes),)
 
     def read(self, last: bool = True) -> InUse:
         """`last`: no other task of this pass reads it."""
-        here, outside = self._here(), self.route.outside
-        if self.again and outside is not None and not self.stored:
-            self._store(here, outside)
+        if self.again and self.later and not self.stored:
+            self._store(self.later[0])
+        here = self._here()
         return InUse(self, here, self.tokens, self.made, self.was_read if last else here.used)
 
     def was_read(self, task: Task) -> None:
@@ -124,7 +132,7 @@ class Activation:
         here = self._here()
         here.used(task)
         self.stored = self.stored and self.again
-        if not self.again or (self.stored and isinstance(self.route.back, Pool)):
+        if self.later or not self.again:
             self._free(here.ready)
         self.again = False
 
@@ -193,7 +201,7 @@ def saved_tensors(saved: Iterable[InUse]) -> dict[str, Tensor]:
 # ---------------------------------------------------------------- all of them
 
 
-Pools = tuple[list[Pool], list[Pool]]  # of each GPU: to fill, and to bring back to
+Between = Literal["x", "dx"]  # what layers leave for each other
 
 
 class ActivationSwap:
@@ -211,94 +219,94 @@ class ActivationSwap:
         self.pools = {tier: placement.gpu_pools("saved pool", tier) for tier in ("peer", "host", "ssd")}
         self.places = [Buffer(tensor) for tensor in placement.many("host", "dx")]  # by micro-batch
         micro_batches, layers = range(plan.n_micro), range(1, geo.n_units)
-        x, dx = self._between("x pool"), self._between("dx pool")
+        self.between: dict[Between, tuple[list[Pool], list[Pool]]] = {"x": self._pools("x"), "dx": self._pools("dx")}
         on_gpu = [iter(placement.many("gpu", "x", gpu=gpu)) for gpu in range(plan.gpus)]
         in_ram = iter(placement.many("host", "x"))
-        self.x = [[], *([self._x(u, b, x, on_gpu[self._gpu(u)], in_ram) for b in micro_batches] for u in layers)]
-        self.dx = [[], *([self._dx(u, b, dx) for b in micro_batches] for u in layers)]
+        self.x = [[], *([self._x(u, b, on_gpu[self._gpu(u)], in_ram) for b in micro_batches] for u in layers)]
+        self.dx = [[], *([self._dx(u, b) for b in micro_batches] for u in layers)]
         self.saved = [list(self._saved(u)) for u in range(geo.n_units)]  # of each micro-batch one for each tier
         self.for_passed = placement.gpu_pools("passed pool")
         self.passed = dict[int, Buffer]()  # by micro-batch, of the layer whose slices are in use
 
-    def _between(self, what: Literal["x pool", "dx pool"]) -> Pools:
-        """Pools of each GPU for the outputs of layers, or their gradients."""
-        gpus = range(self.plan.gpus)
+    def _pools(self, what: Between) -> tuple[list[Pool], list[Pool]]:
+        """Pools of each GPU for the outputs of layers, or their gradients: to write to, and to read from."""
+        pool: What = "x pool" if what == "x" else "dx pool"
         if self.plan.between == "gpu" and self.plan.gpus == 1:
-            pools = self.placement.gpu_pools(what)
+            pools = self.placement.gpu_pools(pool)
             return pools, pools
-        slots = self.plan.swap_slots
-        out, back = (
-            [self.placement.pool("gpu", what, gpu=gpu, part=part) for gpu in gpus]
-            for part in (slice(slots), slice(slots, None))
-        )
-        return out, back
+        gpus, slots = range(self.plan.gpus), self.plan.swap_slots
+        of = lambda part: [self.placement.pool("gpu", pool, gpu=gpu, part=part) for gpu in gpus]
+        return of(slice(slots)), of(slice(slots, None))
 
     def _gpu(self, u: int) -> int:
         """The GPU that computes with layer u."""
         return self.plan.units[u].gpu
 
-    def _x(self, u: int, b: int, pools: Pools, on_gpu: Iterator[Tensor], in_ram: Iterator[Tensor]) -> Activation:
-        """Layer u's input. The head's is read at once, so it stays on the GPU unless `between` is "host"."""
-        tier: Tier | None = self.plan.units[u].x if self.geo.cfg.trains else None  # None: no later pass reads it
-        writer, reader, label = self._gpu(u - 1), self._gpu(u), f"{self.geo.names[u]} x {b}"
-        out, back, peer = self._pools_of(pools, writer, reader)
-        stays, leaves = self.plan.between == "gpu", numbered(self.hop_out, reader if peer else writer)
+    def _x(self, u: int, b: int, on_gpu: Iterator[Tensor], in_ram: Iterator[Tensor]) -> Activation:
+        """Layer u's input. With `between` "gpu" the head's is read at once."""
+        tier: Tier | None = self.plan.units[u].x if self.geo.cfg.trains else None  # until backward
+        writer, reader, stays = self._gpu(u - 1), self._gpu(u), self.plan.between == "gpu"
+        label, back = f"{self.geo.names[u]} x {b}", self.between["x"][1][reader]
         if tier == "gpu":
             own = Buffer(next(on_gpu))
-            through_ram = self._home(label, self.places[b]) if writer != reader and not stays else None
-            route = Route(reader, own if writer == reader else out, own, leaves, through_ram, peer=peer)
-        elif stays and (u == self.geo.head or tier is None):
-            route = Route(reader, out, back, peer=peer)
-        else:
-            nbytes = self.geo.x_bytes(self.plan.tokens)
-            home = self._outside(label, tier, in_ram, nbytes) if tier else self._home(label, self.places[b])
-            route = Route(reader, out, back, leaves, home, stays=stays, peer=peer)
-        return Activation(self, u, label, route)
+            return Activation(self, u, label, own) if writer == reader else self._sent("x", u, b, reader, own)
+        if tier is None or (stays and u == self.geo.head):
+            return self._sent("x", u, b, reader, back)
+        home = self._home(label, tier, in_ram, self.geo.x_bytes(self.plan.tokens))
+        later = Hop(numbered("d2h", reader), home), Hop(numbered("h2d", reader), back)
+        return self._sent("x", u, b, reader, back, home, later if stays else later[1:])
 
-    def _dx(self, u: int, b: int, pools: Pools) -> Activation:
-        writer, reader, label = self._gpu(u), self._gpu(u - 1), f"{self.geo.names[u]} dx {b}"
-        home = self._home(label, self.places[b]) if self.plan.between == "host" else None
-        out, back, peer = self._pools_of(pools, writer, reader)
-        return Activation(self, u, label, Route(reader, out, back, numbered(self.hop_out, writer), home, peer=peer))
+    def _dx(self, u: int, b: int) -> Activation:
+        reader = self._gpu(u - 1)
+        return self._sent("dx", u, b, reader, self.between["dx"][1][reader])
 
-    def _pools_of(self, pools: Pools, writer: int, reader: int) -> tuple[Pool, Pool, str]:
-        """The pools to write to and to read from, and the queue of peer copies between them ("" if there is no
-        copy).
+    def _sent(
+        self,
+        what: Between,
+        u: int,
+        b: int,
+        reader: int,
+        back: Buffer | Pool,
+        home: Home | None = None,
+        later: Sequence[Hop] = (),
+    ) -> Activation:
+        """What a GPU writes, and the GPU `reader` reads in the buffer `back`: where it stays, by a peer copy, or
+        through `home`, or the micro-batch's place in RAM.
         """
-        stays = self.plan.between == "gpu"
-        peer = numbered("peer", writer) if stays and writer != reader else ""
-        out = pools[0][writer] if peer or not stays else pools[1][writer]
-        return out, pools[1][reader], peer
+        writer, label = self._gpu(u - 1 if what == "x" else u), f"{self.geo.names[u]} {what} {b}"
+        out, stay = (pools[writer] for pools in self.between[what])
+        if self.plan.between == "host":
+            home = home or Home(self.queues, "activations", label, self.places[b])
+            hops = Hop(numbered(self.hop_out, writer), home), Hop(numbered(self.hop_in, reader), back)
+            return Activation(self, u, label, out, hops, later)
+        if writer != reader:
+            return Activation(self, u, label, out, [Hop(numbered("peer", writer), back)], later)
+        return Activation(self, u, label, stay, (), later)
 
     def _saved(self, u: int) -> Iterator[list[Activation]]:
         unit, name, inner = self.plan.units[u], self.geo.names[u], 0 < u < self.geo.head
         gpu, tiers = unit.gpu, [tier for tier in SAVED if inner and unit.names(tier)]
         on_gpu = iter(self.placement.many("gpu", "saved", name, gpu))
-        lent = iter(self.placement.many("gpu", "lent", name, unit.peer))
-        in_ram = iter(self.placement.many("host", "saved", name))
+        elsewhere = {"peer": iter(self.placement.many("gpu", "lent", name, unit.peer))}
+        elsewhere["host"] = iter(self.placement.many("host", "saved", name))
 
-        def route(tier: SavedTier, label: str) -> Route:
+        def made(tier: SavedTier, label: str) -> Activation:
+            names = unit.names(tier)
             if tier == "gpu":
-                own = Buffer(next(on_gpu))
-                return Route(gpu, own, own)
-            pool = self.pools[tier][gpu]
-            if tier == "peer":
-                at_peer = self._home(label, Buffer(next(lent)))
-                return Route(gpu, pool, pool, numbered("peer_out", gpu), at_peer, numbered("peer_in", gpu))
-            nbytes = self.geo.saved_layout(u, unit.names(tier), self.plan.tokens).span
-            return Route(gpu, pool, pool, numbered("d2h", gpu), self._outside(label, tier, in_ram, nbytes))
+                return Activation(self, u, label, Buffer(next(on_gpu)), names=names)
+            there, back = ("peer_out", "peer_in") if tier == "peer" else ("d2h", "h2d")
+            nbytes, pool = self.geo.saved_layout(u, names, self.plan.tokens).span, self.pools[tier][gpu]
+            home = self._home(label, tier, elsewhere.get(tier), nbytes)
+            later = Hop(numbered(there, gpu), home), Hop(numbered(back, gpu), pool)
+            return Activation(self, u, label, pool, later=later, names=names)
 
         for b in range(self.plan.n_micro):
-            labels = {tier: f"{name} {tier} {b}" for tier in tiers}
-            yield [Activation(self, u, label, route(t, label), unit.names(t)) for t, label in labels.items()]
+            yield [made(tier, f"{name} {tier} {b}") for tier in tiers]
 
-    def _home(self, label: str, place: Buffer) -> Home:
-        return Home(self.queues, "activations", label, place)
-
-    def _outside(self, label: str, tier: Tier, in_ram: Iterator[Tensor], nbytes: int) -> Home:
-        if tier == "host":
-            return self._home(label, Buffer(next(in_ram)))
-        return DriveHome(self.queues, "activations", label, self.staging, Scratched(self.placement.space, nbytes))
+    def _home(self, label: str, tier: SavedTier, in_memory: Iterator[Tensor] | None, nbytes: int) -> Home:
+        if tier == "ssd" or in_memory is None:
+            return DriveHome(self.queues, "activations", label, self.staging, Scratched(self.placement.space, nbytes))
+        return Home(self.queues, "activations", label, Buffer(next(in_memory)))
 
     # ------------------------------------------------ slices of experts
 
@@ -315,17 +323,16 @@ class ActivationSwap:
     # ------------------------------------------------ a pass
 
     def expect_forward(self, n_micro: int) -> None:
-        """Starts a forward pass: with `between` "host", each layer's input is brought back before the layer."""
-        if self.plan.between == "host":
-            self._expect(self.to_next, self.hop_in, [x for of in self.x for x in of[:n_micro]])
+        """Starts a forward pass: each layer's input that went to a home is brought back before the layer."""
+        self._expect(self.to_next, [(x, x.hops[-1]) for of in self.x for x in of[:n_micro] if x.waits])
 
     def expect_backward(self, n_micro: int) -> None:
-        """Starts a backward pass: what forward stored outside is brought back before its layer, and, with `between`
-        "host", the gradients of inputs.
+        """Starts a backward pass: what forward left at a home is brought back before its layer, and so are gradients of
+        inputs.
         """
         left = [each for u in range(self.geo.head - 1, 0, -1) for each in self._left(u, n_micro)]
-        self._expect(self.again, "h2d", [each for each in left if isinstance(each.route.back, Pool)])
-        self._expect(self.to_next, self.hop_in, [dx for of in self.dx[:0:-1] for dx in of[:n_micro]])
+        self._expect(self.again, [(each, each.later[-1]) for each in left if each.later])
+        self._expect(self.to_next, [(dx, dx.hops[-1]) for of in self.dx[:0:-1] for dx in of[:n_micro] if dx.waits])
 
     def _left(self, u: int, n_micro: int) -> list[Activation]:
         """Layer u's activations in the order in which backward reads them; of slices, the last one reads what is
@@ -336,12 +343,11 @@ class ActivationSwap:
             return [*x, *(each for of in saved for each in of)]
         return [each for b in range(n_micro) for each in (x[b], *saved[b])]
 
-    def _expect(self, prefetch: Prefetch, queue: str, read: Sequence[Activation]) -> None:
-        """`read`: in the order in which layers read them."""
-        coming = [each for each in read if each.route.outside is not None]
-        for each in coming:
-            each.queue = each.route.comes or numbered(queue, each.route.gpu)
-        prefetch.expect([(each.route.gpu, each) for each in coming])
+    def _expect(self, prefetch: Prefetch, coming: Sequence[tuple[Activation, Hop]]) -> None:
+        """`coming`: in the order in which layers read them, with the hop from the home."""
+        for each, hop in coming:
+            each.coming = hop
+        prefetch.expect([(gpu_of(hop.queue), each) for each, hop in coming])
 
     def go_on(self) -> None:
         """To be called when a buffer was freed or an activation stored: starts the transfers that can start now."""
