@@ -1,72 +1,50 @@
-"""Searches for the fastest plan: takes one decision after another, each by simulating the step with every alternative.
+"""Searches for the fastest plan: one decision after another, each by simulating the step with its alternatives.
 
-The search starts from the rule's plan (rule.py), so what it returns is never estimated to be slower. Plans differ in
-roundings only if they differ in the processor of updates or in the size of a micro-batch.
+The search starts from the rule's plan (rule.py), so what it returns is never estimated to be slower. Everything that it
+simulates fits. Plans differ in roundings only if they differ in the processor of updates or in the size of a
+micro-batch.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Iterator
 from contextlib import suppress
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, replace
 from itertools import product
 
 from trireme.engine.amounts import gib
-from trireme.engine.buffers import each_usage, fits, fullest, scratch
 from trireme.engine.geometry import Geometry
-from trireme.engine.plan import DoesNotFit, Limits, Plan, Shares, Tier
-from trireme.engine.planner.predict import Batch, Prediction, no_collection, predict
+from trireme.engine.plan import DoesNotFit, Limits, Plan, Shares
+from trireme.engine.planner.decisions import DECISIONS, finer, swapped
+from trireme.engine.planner.predict import Prediction, no_collection
 from trireme.engine.planner.rates import Rates
-from trireme.engine.planner.reasons import reasons
-from trireme.engine.planner.rule import (
-    GPU_UPDATES,
-    Cut,
-    Strategy,
-    Wanted,
-    cuts,
-    fill_ram,
-    largest,
-    longer_pieces,
-    of_first,
-    share_updates,
-    simple_plan,
-    sliced,
-    some,
-)
-from trireme.engine.planner.swaps import Move, count, most_in_ram, moves, with_most_on_gpu, with_moves
+from trireme.engine.planner.rule import Cut, Strategy, Wanted, cuts, simple_plan, sliced
+from trireme.engine.planner.search import Search, updated_as
 from trireme.models.config import ModelConfig
 from trireme.models.sizes import narrow
 
-WEAR = 0.5  # a plan's cost includes this share of the seconds of writing activations to the SSD, for the drive's wear
 SLICES = 4  # number of slices of a layer's frozen experts that is tried for a better overlap
-PARTS = (1.0, 0.6, 0.3, 0.1)  # of the moves that fit in RAM
-FINER = (0.8, 0.9, 1.1, 1.2)  # of the moves of the best plan
-BASE_RAM = (1.0, 0.6, 0.0)  # shares of the frozen units in RAM that stay there; activations get the rest
-DRIVE_RAM = 0.85  # share of the RAM that state may take in plans that swap activations through RAM to the SSD
-UPDATES = (0.0, 0.15, 0.3, 0.45, 0.6)  # shares of RAM-stored units updated on the GPU
-LATE: tuple[tuple[Tier, ...], ...] = ((), ("host",), ("host", "ssd"), ("gpu", "host"), ("gpu", "host", "ssd"))
 WITHOUT_A_DRIVE = Strategy(states=1.0), Strategy("host", states=1.0), Strategy("host", states=1.0, updates=0.0)
 
 
 @dataclass(frozen=True)
 class Choice:
-    """A plan, its estimated step (`predict` with `roughly`), and one sentence for each decision."""
+    """A plan and its estimated step (`predict` with `roughly`)."""
 
     plan: Plan
-    found: Prediction
-    because: tuple[str, ...]
+    step: Prediction
 
     @property
     def per_token(self) -> float:
         """Seconds."""
-        return self.found.step_s / (self.plan.tokens * self.plan.n_micro)
+        return self.step.step_s / (self.plan.tokens * self.plan.n_micro)
 
 
 @no_collection()
 def choose(cfg: ModelConfig, limits: Limits, rates: Rates, wanted: Wanted, begun: Plan | None = None) -> Choice:
     """Returns the plan with the lowest estimated cost. Deterministic. Raises DoesNotFit.
 
-    `begun`: the plan of the run that is continued; updates stay on the processors of that plan if that fits.
+    `begun`: the plan of the run that is resumed; updates stay on the processors of that plan if that fits.
     """
     wanted = replace(wanted, peers=wanted.gpus > 1 and rates.peer > 0)
     first = first_plan(cfg, limits, wanted, rates.has_drive)
@@ -75,13 +53,27 @@ def choose(cfg: ModelConfig, limits: Limits, rates: Rates, wanted: Wanted, begun
             f"RAM of {gib(limits.host, 1)} and GPU memory of {gib(limits.gpu, 1)} do not hold everything, and "
             "there is no drive for the rest."
         )
-    found = []
-    for other in _ways(cfg, limits, wanted, first, begun is not None):
+    choices = []
+    for way in _ways(cfg, limits, wanted, first, begun is not None):
         with suppress(DoesNotFit):
-            plan = first_plan(cfg, limits, other, rates.has_drive)
+            plan = first_plan(cfg, limits, way, rates.has_drive)
             if rates.has_drive or not plan.uses("ssd"):
-                found.append(_descend(Search(Geometry.of(cfg, plan), limits, rates, other, plan, begun)))
-    return min(found, key=lambda choice: choice.per_token)
+                choices.append(_descend(Search(Geometry.of(cfg, plan), limits, rates, way, plan, begun)))
+    return min(choices, key=lambda choice: choice.per_token)
+
+
+@no_collection()
+def rebalance(cfg: ModelConfig, limits: Limits, rates: Rates, wanted: Wanted, plan: Plan) -> Choice:
+    """Returns `plan`, of a run under way, with those saved tensors that are fastest at these rates (Fuyou, section
+    4.5). Weights, state, inputs and the sizes of all else stay as they are.
+    """
+    s = Search(Geometry.of(cfg, plan), limits, rates, wanted, plan)
+    s.simulate(plan)
+    for decision in (swapped, finer):
+        for other in decision(s, s.best):
+            if s.fits(other):
+                s.simulate(other)
+    return Choice(s.best, s.steps[s.best])
 
 
 def _ways(cfg: ModelConfig, limits: Limits, wanted: Wanted, first: Plan, begun: bool) -> Iterator[Wanted]:
@@ -109,221 +101,14 @@ def first_plan(cfg: ModelConfig, limits: Limits, wanted: Wanted, drive: bool) ->
     return next((plan for plan in others if not plan.uses("ssd")), first)
 
 
-# ---------------------------------------------------------------- the search
-
-
-@dataclass
-class Search:
-    """The plans that were simulated, with their estimates."""
-
-    geo: Geometry
-    limits: Limits
-    rates: Rates
-    wanted: Wanted
-    first: Plan  # the rule's
-    begun: Plan | None
-    found: dict[Plan, Prediction] = field(default_factory=dict)
-
-    def simulate(self, plan: Plan) -> None:
-        if plan not in self.found:
-            self.found[plan] = predict(self.geo.cfg, plan, self.rates, self.batch(plan), roughly=True)
-
-    def cost(self, plan: Plan) -> float:
-        """Estimated seconds per token, plus WEAR."""
-        written = scratch(self.geo, plan)[0]
-        wear = WEAR * written / self.rates.ssd_write if written else 0.0
-        return (self.found[plan].step_s + wear) / (plan.tokens * plan.n_micro)
-
-    def batch(self, plan: Plan) -> Batch:
-        return Batch(plan.tokens, self.wanted.document, plan.n_micro, self.wanted.trained, self.wanted.compared)
-
-    @property
-    def best(self) -> Plan:
-        return min(self.found, key=self.cost)
-
-    def fits(self, plan: Plan) -> bool:
-        return fits(self.geo, plan, self.limits) and (self.rates.has_drive or not plan.uses("ssd"))
-
-    def decide(self, decision: Decision) -> None:
-        """Simulates the alternatives to the best plan that fit. Their gradient pieces are as long as memory allows."""
-        best = self.best
-        for plan in decision(self, replace(best, piece=min(best.piece, self.first.piece))):
-            alike = plan if self.begun is None else updated_alike(plan, self.begun)
-            if alike is not None and self.fits(alike):
-                self.simulate(longer_pieces(self.geo, alike, self.limits))
-
-    def steps(self, plan: Plan) -> Sequence[Move]:
-        return moves(self.geo, self.batch(plan), self.rates)
-
-    def rule(self, strategy: Strategy, size: tuple[int, int], limits: Limits | None = None) -> Iterator[Plan]:
-        """The rule's plan with a strategy and a size of micro-batches, if it fits."""
-        with suppress(DoesNotFit):
-            yield simple_plan(self.geo.cfg, limits or self.limits, replace(self.wanted, sizes=(size,)), strategy)
-
-    def sizes(self, tokens: int) -> Sequence[tuple[int, int]]:
-        """(tokens, number) of micro-batches: this one, and the next smaller and larger ones."""
-        at = next(i for i, (most, _) in enumerate(self.wanted.sizes) if most <= tokens)
-        return self.wanted.sizes[max(0, at - 1) : at + 2]
-
-
-Decision = Callable[[Search, Plan], Iterable[Plan]]  # alternatives to a plan
-
-
 def _descend(s: Search) -> Choice:
-    begun = s.begun = s.begun and s.begun.dealt(s.wanted.gpus, s.geo.cfg.tied, s.wanted.peers, s.wanted.shares)
-    starts = [s.first] if begun is None else [updated_alike(s.first, begun), begun, s.first]
+    starts: list[Plan | None] = [s.first]
+    if s.begun is not None:
+        s.begun = s.begun.dealt(s.wanted.gpus, s.geo.cfg.tied, s.wanted.peers, s.wanted.shares)
+        starts = [updated_as(s.first, s.begun), s.begun, s.first]
     start = next(plan for plan in starts if plan is not None and s.fits(plan))
     s.simulate(start)
     for decision in DECISIONS:
         s.decide(decision)
-    best = s.best
-    because = reasons(s.geo, start, s.found[start], best, s.found[best], s.wanted.peers)
-    if begun and updated_alike(best, begun) != best:
-        because += ("updates cannot run where they ran when the run began; roundings may differ from there on",)
-    return Choice(best, s.found[best], because)
-
-
-# ---------------------------------------------------------------- decisions
-
-
-def sizes(s: Search, plan: Plan) -> Iterable[Plan]:
-    """Micro-batches of other sizes; blocks' inputs on the GPU or in RAM; state of units on the GPU before activations or
-    not; updates on the GPU or not.
-    """
-    states, shares = ((None,), (0.0,)) if s.geo.cfg.lora else ((None, 1.0, 0.0), (GPU_UPDATES, 0.0))
-    for size, x, state, updates in product(s.sizes(plan.tokens), ("gpu", "host"), states, shares):
-        yield from s.rule(Strategy(x, state, updates=updates), size)
-
-
-def placed(s: Search, plan: Plan) -> Iterable[Plan]:
-    """Inputs and state as in `sizes`, each with as many saved tensors in RAM as fit, or with half of them."""
-    streams = any(unit.update == "gpu" for unit in plan.units)
-    for x, state in product(("gpu", "host"), (None, 1.0, 0.0)) if s.geo.cfg.lora is None else ():
-        for other in s.rule(Strategy(x, state, updates=GPU_UPDATES * streams), (plan.tokens, plan.n_micro)):
-            yield from swapped(s, replace(other, late_moments=plan.late_moments, piece=plan.piece), (1.0, 0.5))
-
-
-def late(s: Search, plan: Plan) -> Iterable[Plan]:
-    """Other tiers whose moments are written during backward, apart from the weights."""
-    tiers: set[Tier] = {unit.state for unit in plan.units if unit.update == "cpu"} - {"gpu"}
-    tiers |= {"gpu"} if any(unit.update == "gpu" for unit in plan.units) else set()
-    tried = {frozenset(tiers.intersection(plan.late_moments))}
-    for other in LATE if plan.mode == "forward" and plan.adam_bits == 32 and s.wanted.on_cuda else ():
-        if (used := frozenset(tiers.intersection(other))) not in tried:
-            tried.add(used)
-            yield replace(plan, late_moments=other)
-
-
-def swapped(s: Search, plan: Plan, parts: Sequence[float] = PARTS) -> Iterable[Plan]:
-    """Saved tensors in RAM instead of recomputed, as many as fit and fewer."""
-    plain, steps = plan.changed(range(s.geo.n_units), saved=()), s.steps(plan)
-    room = most_in_ram(s.geo, plain, s.limits, steps)
-    for n in dict.fromkeys(round(part * room) for part in parts):
-        yield with_most_on_gpu(s.geo, plain, s.limits, steps, n)
-
-
-def finer(s: Search, plan: Plan) -> Iterable[Plan]:
-    """A few more or fewer of them."""
-    n = sum(bool(unit.names("host")) for unit in plan.units)
-    if n and not any(unit.names("ssd") for unit in plan.units):
-        plain, steps = plan.changed(range(s.geo.n_units), saved=()), s.steps(plan)
-        room = most_in_ram(s.geo, plain, s.limits, steps)
-        now = sum(len([m for m in steps if m.kind == kind and set(m.names) <= set(unit.names("host"))])
-                  for unit, kind in zip(plan.units, s.geo.kinds, strict=True))  # fmt: skip
-        for n in dict.fromkeys(min(room, round(part * now)) for part in FINER):
-            yield with_most_on_gpu(s.geo, plain, s.limits, steps, n)
-
-
-def driven(s: Search, plan: Plan) -> Iterable[Plan]:
-    """More saved tensors than RAM holds, the rest on the SSD, with less state in RAM (Fuyou, section 4.4)."""
-    if not plan.uses("ssd") or s.begun or s.geo.cfg.lora:  # a running run has allocated its scratch files
-        return
-    less = replace(s.limits, host=int(DRIVE_RAM * s.limits.host))
-    for size, strategy in product(s.sizes(plan.tokens), (Strategy("host", 0.0, updates=0.0), Strategy("host"))):
-        for low in s.rule(strategy, size, less):
-            plain, steps = low.changed(range(s.geo.n_units), saved=()), s.steps(low)
-            room, n = most_in_ram(s.geo, plain, less, steps), 0
-            for move in steps:
-                n += s.geo.kinds.count(move.kind)
-                if n > room:
-                    for in_ram in {room, 0}:
-                        full = with_most_on_gpu(s.geo, plain, less, steps, n, in_ram)
-                        yield fill_ram(s.geo, full, s.limits) if s.wanted.free else full
-
-
-def base(s: Search, plan: Plan) -> Iterable[Plan]:
-    """RAM divided between the frozen weights of adapters and activations."""
-    for x in ("gpu", "host") if s.geo.cfg.lora else ():
-        for other in s.rule(Strategy(x), (plan.tokens, plan.n_micro)):
-            in_ram = [u for u, unit in enumerate(other.units) if unit.base == "host" and s.geo.base_bytes[u]]
-            for kept in BASE_RAM if s.wanted.free and s.rates.has_drive and in_ram else (1.0,):
-                low = other.changed(set(in_ram) - some(in_ram, int(kept * len(in_ram))), base="ssd")
-                for full in (low, *swapped(s, low)):
-                    yield fill_ram(s.geo, full, s.limits) if s.wanted.free else full
-
-
-def share(s: Search, plan: Plan) -> Iterable[Plan]:
-    """Other shares of units that are updated on the GPU. If it has no room to stream their state through, swapped
-    tensors are recomputed, or one unit's state is moved to RAM.
-    """
-    if s.begun or not (s.wanted.on_cuda and s.wanted.gpu_updates and plan.mode == "forward"):
-        return
-    swapping = [u for u, unit in enumerate(plan.units) if unit.names("host")]
-    on_gpu = [u for u, unit in enumerate(plan.units) if unit.state == "gpu"]
-    rooms = plan, plan.changed(swapping, saved=()), plan.changed(on_gpu[-1:], weights="host", state="host")
-    for part in UPDATES:
-        tried = ((room, share_updates(s.geo, room, s.limits, part)) for room in rooms)
-        yield next((shared for room, shared in tried if shared != room), plan)
-
-
-def between(s: Search, plan: Plan) -> Iterable[Plan]:
-    """Outputs of layers through RAM instead of peer copies, or the reverse."""
-    if s.wanted.peers:
-        through = "host" if plan.between == "gpu" else "gpu"
-        x = plan.units[s.geo.head].x
-        yield replace(plan, between=through).changed({s.geo.head}, x="gpu" if through == "gpu" else max(x, "host"))
-
-
-def lent(s: Search, plan: Plan) -> Iterable[Plan]:
-    """Saved tensors of the other GPUs' units in the memory of the GPU with the most of it free (MPress, section 3)."""
-    if not s.wanted.lends:
-        return
-    used = each_usage(s.geo, plan)[0]
-    peer = max(range(plan.gpus), key=lambda gpu: s.limits.of(gpu) - used[gpu])
-    units = [u for u, unit in enumerate(plan.units) if unit.gpu != peer and 0 < u < s.geo.head]
-    plain, steps = plan.changed(units, saved=(), peer=peer), s.steps(plan)
-    moved = lambda n: with_moves(s.geo, plain, steps, n, in_ram=0, beyond="peer", only=units)
-    yield moved(largest(count(s.geo, steps), lambda n: fits(s.geo, moved(n), s.limits)))
-
-
-def fuller(s: Search, plan: Plan) -> Iterable[Plan]:
-    """Each of several GPUs filled with frozen weights, or with state, of its units: the rule stops at the first full
-    one.
-    """
-    if plan.gpus == 1 or not s.wanted.free:
-        return
-    for what, to in (("base", {"base": "gpu"}), ("state", {"weights": "gpu", "state": "gpu", "update": "cpu"})):
-        full = plan
-        for gpu in range(plan.gpus) if what == "base" or (s.wanted.gpu_updates and not s.begun) else ():
-            left = [u for u, unit in enumerate(plan.units) if unit.gpu == gpu and vars(unit)[what] != "gpu"]
-            full = of_first(s.geo, full, s.limits, left, **to)
-        yield full
-
-
-DECISIONS: tuple[Decision, ...] = (
-    sizes, placed, late, swapped, driven, base, between, lent, fuller, share, late, finer,
-)  # fmt: skip
-
-
-def updated_alike(plan: Plan, begun: Plan) -> Plan | None:
-    """`plan` with each unit's update on the processor of `begun`; None if the placement of `plan` does not allow it."""
-    units = []
-    for unit, other in zip(plan.units, begun.units, strict=True):
-        on_gpu = other.state == "gpu" or other.update == "gpu"
-        streamed = on_gpu and unit.state != "gpu"
-        if unit.state == "gpu" and not on_gpu:
-            return None
-        if streamed and ((unit.weights, unit.state) != ("host", "host") or plan.mode == "backward"):
-            return None
-        units.append(replace(unit, gpu=other.gpu, update="gpu" if streamed else "cpu"))
-    return replace(plan, units=tuple(units))
+    assert s.costs[s.best] <= s.costs[start]
+    return Choice(s.best, s.steps[s.best])

@@ -1,21 +1,18 @@
-"""Estimates of a run: memory by tier, disk space, time, and changes that would make it faster."""
+"""Estimates of a run with a plan: its step, what each memory holds, and what is on the drives."""
 
 from __future__ import annotations
 
 import math
-from bisect import bisect_left
-from collections.abc import Callable, Iterable
+from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
 from functools import cached_property
-from typing import NamedTuple
 
-from trireme.engine.amounts import gb, percent, whole_gib
-from trireme.engine.buffers import GROUP, GROUPS, buffers, each_usage, fullest, scratch, usage, workspace
+from trireme.engine.buffers import GROUP, GROUPS, buffers, each_usage, fullest, usage, workspace
 from trireme.engine.geometry import Geometry
-from trireme.engine.plan import TIERS, DoesNotFit, Limits, Plan, Tier
-from trireme.engine.planner.choose import choose, first_plan
-from trireme.engine.planner.predict import Batch, Prediction, lengths_of, predict
-from trireme.engine.planner.rates import DRIVE_SHARE, RAM_SHARE, TB, Machine
+from trireme.engine.plan import TIERS, Limits, Plan, Tier
+from trireme.engine.planner.choose import choose
+from trireme.engine.planner.predict import Batch, Prediction, lengths_of, predict, scratch_bytes
+from trireme.engine.planner.rates import Machine
 from trireme.engine.planner.rule import Wanted
 from trireme.models.config import ModelConfig
 from trireme.models.sizes import costs, narrow, shapes
@@ -23,8 +20,6 @@ from trireme.storage.layout import ITEMSIZE
 from trireme.storage.shards import IN_FLIGHT
 
 BEST = "best so far"  # row of the memory table: the copy of the best weights
-WORTH_SAYING = 1.1  # a change with at least this gain in tokens/s is printed
-ENDLESS = 1 << 40  # sequences
 
 
 @dataclass(frozen=True)
@@ -67,14 +62,6 @@ class Files:
     read: int = 0  # to quantize a base, or to check and load one
 
 
-class Change(NamedTuple):
-    """A change of options that makes a run faster, and its step."""
-
-    what: str
-    gain: float  # in tokens a second
-    step_s: float
-
-
 @dataclass(frozen=True)
 class Forecast:
     """The estimates of a run with a plan."""
@@ -103,6 +90,11 @@ class Forecast:
         return predict(self.cfg, self.plan, self.machine.rates, self.work.batch(self.plan), roughly)
 
     @property
+    def speed(self) -> float:
+        """Tokens per second, as searches predict it."""
+        return self.work.tokens / self.roughly.step_s
+
+    @property
     def tflops(self) -> float:
         """Model TFLOP/s of a step: three times the FLOPs of forward, without recomputation, per second."""
         work = self.work
@@ -112,6 +104,18 @@ class Forecast:
     def pinning_s(self) -> float:
         """Seconds to pin RAM before the first step."""
         return usage(self.geo, self.plan)["host"] / self.machine.rates.pin
+
+    @cached_property
+    def in_8_bits(self) -> Forecast:
+        """With moments of 8 bits. Raises DoesNotFit."""
+        return self.again(adam_bits=8)
+
+    def again(self, limits: Limits | None = None, adam_bits: int = 0, n_micro: int = 0) -> Forecast:
+        """The estimates with other limits, moments or micro-batches, planned anew. Raises DoesNotFit."""
+        p, limits = self.plan, limits or self.limits
+        wanted = Wanted.like(replace(p, n_micro=n_micro or p.n_micro), self.work.batch(p))
+        wanted = replace(wanted, adam_bits=adam_bits or p.adam_bits)
+        return replace(self, plan=choose(self.cfg, limits, self.machine.rates, wanted).plan, limits=limits)
 
     # ------------------------------------------------ memory and disk
 
@@ -123,17 +127,18 @@ class Forecast:
     def memory(self, all_gpus: bool = False) -> dict[str, dict[Tier, int]]:
         """Bytes by row of the table and by tier: of the fullest GPU, or with `all_gpus` of all."""
         geo, plan = self.geo, self.plan
-        made, counted = buffers(geo, plan), range(plan.gpus) if all_gpus else [self.fullest]
-        held: dict[str, dict[Tier, int]] = {row: dict.fromkeys(TIERS, 0) for row in GROUPS}
-        held["workspace"]["gpu"] = sum(workspace(geo, plan, gpu) for gpu in counted)
-        for b in made:
-            held[GROUP[b.what]][b.tier] += b.nbytes * b.count * (b.tier != "gpu" or b.gpu in counted)
+        counted: Sequence[int] = range(plan.gpus) if all_gpus else [self.fullest]
+        rows: dict[str, dict[Tier, int]] = {row: dict.fromkeys(TIERS, 0) for row in GROUPS}
+        rows["workspace"]["gpu"] = sum(workspace(geo, plan, gpu) for gpu in counted)
+        for b in buffers(geo, plan):
+            rows[GROUP[b.what]][b.tier] += b.nbytes * b.count * (b.tier != "gpu" or b.gpu in counted)
         for u, unit in enumerate(plan.units):
-            held["weights"]["ssd"] += geo.weights[u].span * (unit.weights == "ssd")
-            held["weights"]["ssd"] += geo.base_bytes[u] * (unit.base == "ssd")
-            held["optimizer state"]["ssd"] += geo.state_span(u, plan.record) * (unit.state == "ssd")
-        held["activations"]["ssd"], held["gradients"]["ssd"] = scratch(geo, plan)
-        return held | ({BEST: {"gpu": 0, "host": self.kept, "ssd": 0}} if self.kept else {})
+            rows["weights"]["ssd"] += geo.weights[u].span * (unit.weights == "ssd")
+            rows["optimizer state"]["ssd"] += geo.state_span(u, plan.record) * (unit.state == "ssd")
+            rows["gradients"]["ssd"] += geo.weights[u].span * plan.spilled(u)
+        rows["activations"]["ssd"] = self.scratch - rows["gradients"]["ssd"]
+        rows["weights"]["ssd"] += self.frozen_on_ssd
+        return rows | ({BEST: {"gpu": 0, "host": self.kept, "ssd": 0}} if self.kept else {})
 
     @property
     def kept(self) -> int:
@@ -159,10 +164,25 @@ class Forecast:
     def frozen_on_ssd(self) -> int:
         return sum(self.geo.base_bytes[u] for u, unit in enumerate(self.plan.units) if unit.base == "ssd")
 
+    @cached_property
+    def scratch(self) -> int:
+        """Bytes of activations and gradients on the SSD."""
+        return scratch_bytes(self.cfg, self.plan)
+
+    @property
+    def stored_weights(self) -> int:
+        """Bytes of all weights in the compute dtype."""
+        return sum(layout.span for layout in self.geo.weights) + sum(self.geo.base_bytes)
+
     def stored(self) -> int:
         """Bytes of a snapshot: weights and optimizer state."""
         geo = self.geo
         return sum(geo.weights[u].span + geo.state_span(u, self.plan.record) for u in range(geo.n_units))
+
+    def unsaved(self) -> int:
+        """Bytes of a snapshot that are not on the drives before it."""
+        rows = self.memory()
+        return self.stored() - rows["optimizer state"]["ssd"] - rows["weights"]["ssd"] + self.frozen_on_ssd
 
     def disk_parts(self) -> dict[str, int]:
         """Bytes on the drives at their maximum, by what takes them."""
@@ -171,17 +191,26 @@ class Forecast:
         return {
             "store": stored,
             "snapshots": files.keep * stored,
-            "spares": spares(self.geo, self.plan),
+            "spares": self._spares(),
             "export": export + files.merged,
             "best": 2 * export * files.best,  # and the one that the last snapshot names
             "apart": export * files.apart,
             "tokens": files.tokens,
             "frozen": self.frozen_on_ssd * bool(files.copied),
-            "scratch": sum(scratch(self.geo, self.plan)),
+            "scratch": self.scratch,
         }
 
     def disk(self) -> int:
         return sum(self.disk_parts().values())
+
+    def _spares(self) -> int:
+        """Bytes of the store's spare files, as Store.reserve allocates them."""
+        geo, plan = self.geo, self.plan
+        if not plan.stored_on_ssd:
+            return 0
+        sizes = {layout.span for layout in geo.weights}
+        sizes |= {geo.state_layout(n).span for u in range(geo.n_units) for n in geo.record_sizes(u, plan.record)}
+        return IN_FLIGHT * sum(sizes)
 
     @property
     def room(self) -> int:
@@ -190,84 +219,3 @@ class Forecast:
         """
         reserve = self.machine.reserve if self.plan.uses("ssd") else 0
         return max(0, self.machine.ssd - reserve) + self.files.held
-
-    # ------------------------------------------------ changes
-
-    def faster(self, sequences: int = ENDLESS, bits_open: bool = True) -> list[Change]:
-        """Up to three changes that give more tokens per second, the best first. Each is planned and simulated.
-
-        `sequences`: those of the data. `bits_open`: --adam-bits can still be chosen.
-        """
-        now, better = self.work.tokens / self.roughly.step_s, []
-        for what, change in self._changes(sequences, bits_open):
-            try:
-                changed = change()
-                check_drive(changed)
-            except DoesNotFit:
-                continue
-            gain = changed.work.tokens / changed.roughly.step_s / now
-            if gain >= WORTH_SAYING:
-                better.append(Change(what, gain, changed.work.tokens / self.work.tokens * self.step.step_s / gain))
-        return sorted(better, key=lambda change: -change.gain)[:3]
-
-    def _changes(self, sequences: int, bits_open: bool) -> Iterable[tuple[str, Callable[[], Forecast]]]:
-        m, r, p, limits = self.machine, self.machine.rates, self.plan, self.limits
-        if p.adam_bits == 32 and bits_open:
-            yield "--adam-bits 8", lambda: self.in_8_bits
-        doubled = 2 * self.work.sequences
-        if doubled <= sequences:
-            more = replace(self.work, sequences=doubled)
-            yield f"--batch-size {doubled}", lambda: replace(self.again(n_micro=2 * p.n_micro), work=more)
-        yield "twice the RAM", lambda: self.again(replace(limits, host=2 * limits.host))
-        if any(u.state == "ssd" for u in p.units):
-            rates = r.times(2, ("ssd_read", "ssd_write"))
-            drives = replace(m, ssd=2 * m.ssd, reserve=2 * m.reserve, rates=rates)
-            yield "twice the drives", lambda: replace(self, machine=drives).again()
-        yield "a GPU with twice the memory", lambda: self.again(replace(limits, gpu=2 * limits.gpu))
-        quick = replace(m, rates=r.times(2, ("matmul", "fp8", "copy")))
-        yield "a GPU twice as fast", lambda: replace(self, machine=quick).again()
-
-    @cached_property
-    def in_8_bits(self) -> Forecast:
-        """With moments of 8 bits. Raises DoesNotFit."""
-        return self.again(adam_bits=8)
-
-    def again(self, limits: Limits | None = None, adam_bits: int = 0, n_micro: int = 0) -> Forecast:
-        """The estimates with other limits, moments or micro-batches, planned anew. Raises DoesNotFit."""
-        p, limits = self.plan, limits or self.limits
-        wanted = Wanted.like(replace(p, n_micro=n_micro or p.n_micro), self.work.batch(p))
-        wanted = replace(wanted, adam_bits=adam_bits or p.adam_bits)
-        choice = choose(self.cfg, limits, self.machine.rates, wanted)
-        return replace(self, plan=choice.plan, limits=limits)
-
-
-def check_drive(f: Forecast) -> None:
-    """Raises DoesNotFit if the plan needs a drive and there is none, or more than the drives hold."""
-    plan, room, need, drive = f.plan, f.room, f.disk(), f.machine.ssd + f.files.held > 0
-    if plan.uses("ssd") and not drive:
-        wanted = Wanted.like(plan, f.work.batch(plan))
-
-        def enough(ram: int) -> bool:
-            return not first_plan(f.cfg, replace(f.limits, host=ram), wanted, drive=False).uses("ssd")
-
-        steps = range(f.limits.host, 1 << 60, 1 << 30)
-        ram = steps[bisect_left(steps, True, key=enough)]
-        raise DoesNotFit(
-            f"weights and optimizer state need {whole_gib(ram)} of RAM, the limit is {whole_gib(f.limits.host)} and "
-            f"there is no SSD. Add ssd={math.ceil(need / DRIVE_SHARE / TB)}TB, or raise ram to "
-            f"{whole_gib(math.ceil(ram / RAM_SHARE))} (--ram {whole_gib(ram)} of it)."
-        )
-    if drive and need > room:
-        raise DoesNotFit(
-            f"the store and the export need {gb(need)}, {gb(need - room)} more than the drives take: "
-            f"{percent(1 - DRIVE_SHARE)} of them stays free. Raise ssd to {math.ceil(need / DRIVE_SHARE / TB)}TB."
-        )
-
-
-def spares(geo: Geometry, plan: Plan) -> int:
-    """Bytes of the store's spare files, as Store.reserve allocates them."""
-    if not plan.stored_on_ssd:
-        return 0
-    sizes = {layout.span for layout in geo.weights}
-    sizes |= {geo.state_layout(n).span for u in range(geo.n_units) for n in geo.record_sizes(u, plan.record)}
-    return IN_FLIGHT * sum(sizes)

@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Mapping, Sequence
 from contextlib import suppress
 
 from trireme.engine.amounts import compact, count, duration, gb, percent, seconds
 from trireme.engine.buffers import usage
 from trireme.engine.plan import DoesNotFit, Tier
+from trireme.engine.planner.advice import Row
 from trireme.engine.planner.clock import PARTS, Clock, Times
 from trireme.engine.planner.forecast import BEST, Forecast
 from trireme.engine.planner.rates import ENDURANCE, TB
@@ -162,6 +163,21 @@ def took_line(clock: Clock, estimated: Times) -> str:
     parts += [f"other {duration(clock.other)}"] if clock.other >= 0.5 else []
     whole = duration(clock.whole) + (f" (estimated {duration(sum(estimated.values()))})" if estimated else "")
     return f"{whole}{': ' * bool(parts)}{', '.join(parts)}"
+
+
+def machine_lines(rows: Sequence[Row]) -> list[str]:
+    """A table of a run on several machines."""
+    width = max(len(row.name) for row in rows) + 2
+    lines = [f"machine  {'':{width}}{'tok/s':>8}{'a step':>10}{'written':>11}   limited by"]
+    for row in rows:
+        if row.forecast is None:
+            lines.append(f"         {row.name:{width}}does not fit: {row.why}")
+            continue
+        step, speed = row.forecast.roughly, compact(row.forecast.speed)
+        wrote = gb(step.ssd_written) if step.ssd_written else "–"
+        columns = f"{speed:>8}{seconds(step.step_s):>10}{wrote:>11}"
+        lines.append(f"         {row.name:{width}}{columns}   {BINDS[step.bound]}")
+    return lines
 
 
 def _rated(f: Forecast) -> float:

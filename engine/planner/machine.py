@@ -21,7 +21,6 @@ from trireme.engine.planner.probe import cache, compute, copies, drive, processo
 from trireme.engine.planner.rates import DRIVES, ENDURANCE, GB, Machine, Rates, rates_of, reserved
 from trireme.models.config import Scan
 
-OWN = "matmul", "copy", "h2d", "d2h", "duplex"  # rates of a GPU, not of the machine
 NOTICED = 0.9  # a sustained rate of a drive below this share of its measured rate is printed
 
 
@@ -48,20 +47,20 @@ def this_machine(
     if cuda and limits.gpus > 1:
         several = {"gpus": limits.gpus, **cache.chips_now(device, "copies of several GPUs")}
         found |= cache.kept(several, lambda: copies.several_rates(gpus_from(device, limits.gpus), limits.host))[0]
-    unlike = [] if not cuda or are_equal(device, limits.gpus) else gpus_from(device, limits.gpus)[1:]
-    places, usual = places_of(folders), DRIVES["gen4"]
+    mixed = cuda and not are_equal(device, limits.gpus)
     name = torch.cuda.get_device_name(device) if cuda else f"CPU, {len(os.sched_getaffinity(0))} cores"
+    if mixed:  # all are taken to be as fast as the slowest
+        gpus = gpus_from(device, limits.gpus)
+        each = [cache.kept(cache.chips_now(gpu, dtype), partial(_alone, gpu, dtype, limits))[0] for gpu in gpus]
+        found |= min(each, key=lambda rates: rates["matmul"])
+        name = " + ".join(map(torch.cuda.get_device_name, gpus))
+    places, usual = places_of(folders), DRIVES["gen4"]
     disks, count = [shutil.disk_usage(place) for place in places], len(places)
     room, worn = sum(disk.free for disk in disks), ENDURANCE * sum(disk.total for disk in disks)
     rates = rates_of(found | {"ssd_read": count * usual.read, "ssd_write": count * usual.write})
-    if unlike:
-        each = [cache.kept(cache.chips_now(gpu, dtype), partial(_alone, gpu, dtype, limits))[0] for gpu in unlike]
-        others: list[dict[str, Any]] = [{name: own[name] for name in OWN} for own in each]
-        rates = replace(rates, others=tuple(replace(rates, **own) for own in others))
-        name = " + ".join(map(torch.cuda.get_device_name, gpus_from(device, limits.gpus)))
     drives = f"{room / GB:,.0f} GB of disk free (speed of {count} {usual.name}{'s' * (count > 1)} assumed)"
     kept = sum(reserved(disk.total) for disk in disks)
-    return Machine(name, limits.gpu, limits.host, rates, room, kept, worn, drives, how, limits.gpus, limits.less)
+    return Machine(name, limits.gpu, limits.host, rates, room, kept, worn, drives, how, limits.gpus, limits.less, mixed)
 
 
 def _alone(device: torch.device, dtype: str, limits: Limits) -> dict[str, float]:

@@ -17,10 +17,10 @@ from trireme.engine.geometry import ADAM_BYTES, Geometry
 from trireme.engine.plan import Limits, Plan
 from trireme.engine.planner.rates import Rates
 from trireme.engine.planner.simulate import DRIVE, SimulatedQueues, SimulatedTask, drive_seconds, is_copy
-from trireme.engine.queues.names import NET, PEERS, gpu_of, plain
+from trireme.engine.queues.names import NET, PEERS, WRITES, gpu_of, plain
 from trireme.engine.queues.task import Kind, Task
 from trireme.engine.queues.trace import Span
-from trireme.engine.step import train_step
+from trireme.engine.step import evaluate, train_step
 from trireme.models.config import ModelConfig
 from trireme.models.families.experts import Experts
 from trireme.models.families.scans import Scan
@@ -29,8 +29,7 @@ from trireme.models.sizes import costs, narrow, shapes, workspace
 from trireme.storage.layout import ITEMSIZE
 
 PASSES: dict[Kind, float] = {"finish": 1.9, "zero": 1.3, "decode": 1.3}  # bytes copied for each byte of a task
-TOKEN = 40  # kernels of a block for a sampled token, which take 0.65 ms
-KERNELS: dict[Kind, int] = {"forward": 12, "backward": 40, "finish": 8, "statistics": 10, "token": TOKEN}  # others: 1
+KERNELS: dict[Kind, int] = {"forward": 12, "backward": 40, "finish": 8, "statistics": 10}  # others: 1
 RECURRENCE: dict[Kind, int] = {"forward": 18, "backward": 75}  # additional kernels of a mixer with a recurrence
 LOSS_FORWARD = 1 / 3  # share of forward in the loss's three matrix multiplications
 LOSS_KERNELS = 12, 6  # kernels of the loss, and additional ones for each chunk of logits
@@ -45,7 +44,6 @@ WITHIN: dict[Kind, int] = {"forward": 4, "backward": 9}
 MICRO: tuple[Kind, ...] = ("forward", "backward", "loss")  # tasks of each micro-batch
 MIN_GROUPS = 8  # groups of micro-batches that are simulated, at least
 MIN_PER_GPU = 4  # the same for each of several GPUs
-OPS = 4  # operations of torch on a CPU in the time of one task (Rates.task)
 PIECES = 16  # pieces of the largest gradient in a rough simulation, at most
 HALF = 450  # tokens of a document with half of attention's best rate: shares are 0.54, 0.70, 0.73 at 1k, 4k, 8k
 CACHED = 1024  # predictions
@@ -65,6 +63,7 @@ class Prediction:
     bound: str
     ssd_read: int  # bytes
     ssd_written: int
+    swapped: int = 0  # of ssd_written, bytes of activations
     spans: tuple[Span, ...] = ()  # of the last step; none if `roughly`
 
 
@@ -123,19 +122,14 @@ def _predict(cfg: ModelConfig, plan: Plan, rates: Rates, batch: Batch, roughly: 
 _known = lru_cache(CACHED)(_predict)
 
 
-def predict_between(
-    cfg: ModelConfig, plan: Plan, rates: Rates, batch: Batch, issue: Callable[[Engine, Sequence[Inputs]], object]
-) -> Prediction:
-    """The estimate of work between steps, when no update is pending: an evaluation of `batch`, a sampled token, a
-    snapshot, an export. `issue` adds its tasks to the engine's queues; the second of two calls counts. Raises as
-    `predict`.
-    """
+def predict_evaluation(cfg: ModelConfig, plan: Plan, rates: Rates, batch: Batch) -> Prediction:
+    """The estimate of an evaluation of `batch` between steps, when no update is pending. Raises as `predict`."""
     with _engine(cfg, plan, rates, batch) as (e, queues, inputs):
         train = queues.duration
         queues.duration = lambda task: train(task) * (LOSS_FORWARD if task.kind == "loss" else 1)
-        for _ in range(2):
+        for _ in range(2):  # the second counts
             queues.begin()
-            issue(e, inputs)
+            evaluate(e, inputs)
             seconds = queues.time_alone()
         return _prediction(seconds, queues, tuple(queues.trace()))
 
@@ -152,7 +146,7 @@ def _engine(
     k = merge_factor(batch.n_micro, plan.gpus) if merged else 1
     if plan.gpus > 1:  # one interpreter launches for all
         turns = CONTENTION * (plan.gpus - 1) * rates.host
-        rates = rates.change(host=plan.gpus * rates.host, launch=rates.launch + turns)
+        rates = replace(rates, host=plan.gpus * rates.host, launch=rates.launch + turns)
     issue = issues(cfg, plan, rates, batch, k)
     queues = SimulatedQueues(durations(cfg, plan, rates, batch, k), rates, plan.gpus, issue, plan.hosts)
     if k > 1:
@@ -163,6 +157,15 @@ def _engine(
     with no_collection():
         yield build(cfg, plan, Limits(1 << 60, 1 << 60), queues), queues, batch.inputs(cfg)
         queues.close()
+
+
+@lru_cache(CACHED)
+def scratch_bytes(cfg: ModelConfig, plan: Plan) -> int:
+    """Bytes of scratch space on the drives that a step takes for activations and gradients."""
+    rates = Rates(1, 1, 1, 1, 1, 1, ssd_read=1, ssd_write=1)
+    queues = SimulatedQueues(lambda _: 0.0, rates, plan.gpus, hosts=plan.hosts)
+    placement = build(cfg, plan, Limits(1 << 60, 1 << 60), queues).placement
+    return placement.space.nbytes - sum(placement.geo.base[v].span for v in placement.base_offset)
 
 
 def _steady(e: Engine, queues: SimulatedQueues, inputs: Sequence[Inputs]) -> float:
@@ -226,7 +229,8 @@ def _prediction(seconds: float, queues: SimulatedQueues, spans: tuple[Span, ...]
     busy["ssd"] = drive_seconds(moved["ssd_read"], moved["ssd_write"], queues.rates)
     busy["dram"] = sum(t.nbytes for t in queues.tasks if is_copy(t.queue)) / queues.rates.dram
     bound = max(busy, key=busy.__getitem__)
-    return Prediction(seconds, busy, bound, moved["ssd_read"], moved["ssd_write"], spans)
+    swapped = int(sum(t.nbytes for t in queues.tasks if t.queue in WRITES and t.kind == "activations"))
+    return Prediction(seconds, busy, bound, moved["ssd_read"], moved["ssd_write"], swapped, spans)
 
 
 def _covered(tasks: Sequence[Task]) -> float:
@@ -246,9 +250,6 @@ def _covered(tasks: Sequence[Task]) -> float:
 def durations(cfg: ModelConfig, plan: Plan, rates: Rates, batch: Batch, k: int = 1) -> Callable[[Task], float]:
     """Returns a function that gives the seconds of a task without others; k micro-batches are simulated as one."""
     cfg = plan.cut(cfg)
-    if rates.others:
-        each = [durations(cfg, plan, replace(rates.of(gpu), others=()), batch, k) for gpu in range(plan.gpus)]
-        return lambda task: each[gpu_of(task.queue)](task)
     latency, known = rates.latency, unit_seconds(cfg, plan, rates, batch)
     passes: dict[Kind, float] = PASSES | {"finish": PASSES["finish"] / rates.finish}
     speed = {queue: getattr(rates, DRIVE.get(queue, queue)) for queue in ("h2d", "d2h", *DRIVE)}
@@ -262,8 +263,6 @@ def durations(cfg: ModelConfig, plan: Plan, rates: Rates, batch: Batch, k: int =
         if (task.kind, task.of) in known:
             return k * known[task.kind, task.of]
         kernels, passed = kernels_in(task.kind), passes.get(task.kind, 1.0)
-        if task.kind == "token" and not rates.host:  # on a CPU
-            return task.nbytes / rates.copy + kernels * rates.task / OPS
         return _launched(kernels, task.nbytes * passed / rates.copy, rates)
 
     return duration
@@ -300,7 +299,7 @@ def kernels_of(cfg: ModelConfig, kind: Kind, of: str, learned: int) -> float:
     thin = (2 if cfg.lora else 1) * (1.6 if cfg.fp8 else 1)  # adapters double the kernels; others make codes
     if kind == "decode" and cfg.fp8:
         return 2 * FP8_LAYERS / len(shapes.inner_kinds(cfg))
-    if kind in MICRO or kind in ("finish", "token"):
+    if kind in MICRO or kind == "finish":
         each = (thin if kind in MICRO else 1) * KERNELS[kind] / len(shapes.inner_kinds(cfg))
         return each + recurs * RECURRENCE.get(kind, 0)
     return KERNELS.get(kind, 1)
@@ -352,7 +351,8 @@ def _inner_seconds(
     """
     kind, N, itemsize, layer = geo.kinds[u], batch.tokens, ITEMSIZE[plan.dtype], shapes.unit(cfg, u)
     pairs, row = batch.pairs(cfg), batch.tokens * itemsize  # row: bytes of a feature
-    multiplied, slower, mixer = partial(_multiplied, rates), partial(_slower, rates), partial(_mixer_seconds, cfg, shapes.unit(cfg, u))
+    multiplied, slower = partial(_multiplied, rates), partial(_slower, rates)
+    mixer = partial(_mixer_seconds, cfg, layer)
     once = costs.forward_flops(cfg, u, N, pairs) - costs.mixer_flops(layer, N, pairs)
     back = costs.backward_flops(cfg, u, N, pairs) - costs.mixer_backward_flops(layer, N, pairs)
     up, down = (row * n / rates.copy for n in _adapter_features(cfg, u))

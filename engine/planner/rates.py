@@ -69,19 +69,10 @@ class Rates:
     backward: float = 1.0
     loss: float = 1.0
     finish: float = 1.0  # a gradient's norm and rounding
-    others: tuple[Rates, ...] = ()  # those of GPUs 1, 2, ... if they differ from GPU 0's
 
     @property
     def has_drive(self) -> bool:
         return bool(self.ssd_read and self.ssd_write)
-
-    def of(self, gpu: int) -> Rates:
-        """The rates of a GPU."""
-        return self.others[gpu - 1] if gpu and self.others else self
-
-    def change(self, **change: Any) -> Rates:
-        """These rates with changes, also in those of other GPUs."""
-        return replace(self, **change, others=tuple(replace(other, **change) for other in self.others))
 
     def with_moments(self, bits: int) -> Rates:
         """These rates with `adam` and `spare` for moments of this many bits.
@@ -95,8 +86,7 @@ class Rates:
 
     def times(self, share: float, names: tuple[str, ...]) -> Rates:
         """These rates with those of `names` multiplied by `share`."""
-        changed = {name: getattr(self, name) * share for name in names}
-        return replace(self, **changed, others=tuple(other.times(share, names) for other in self.others))
+        return replace(self, **{name: getattr(self, name) * share for name in names})
 
 
 COMPUTATION = ("forward", "backward", "loss", "finish")
@@ -159,13 +149,13 @@ class Machine:
     how: str = ""  # the rates are known
     gpus: int = 1
     less: tuple[int, ...] = ()  # bytes by which each GPU has less than `gpu`, if they are unequal
+    mixed: bool = False  # GPUs of several kinds: all are taken to be as fast as the slowest
 
     def first(self, gpus: int, gpu_memory: int | None = None) -> Machine:
         """The machine with `gpus` GPUs, its first ones or more of the same kind, of at most `gpu_memory` bytes each."""
         given = gpu_memory or self.gpu
         less = tuple(max(0, given - self.gpu + less) for less in self.less[:gpus])
-        rates = replace(self.rates, others=self.rates.others[: gpus - 1])
-        return replace(self, gpu=given, gpus=gpus, less=less, rates=rates)
+        return replace(self, gpu=given, gpus=gpus, less=less)
 
     @property
     def limits(self) -> Limits:
@@ -180,7 +170,7 @@ class Machine:
         memory = f", {each} | RAM {gib(self.ram, 0)}" if on_gpu else whole
         peer = f", GPU to GPU {r.peer / GB:.0f}" * (r.peer > 0)
         bus = f"PCIe {r.h2d / GB:.0f} GB/s{peer} | " if on_gpu else ""
-        alike = self.gpus > 1 and not self.rates.others
+        alike = self.gpus > 1 and not self.mixed
         several = f"{self.gpus} x " if on_gpu else f"{self.gpus} emulated GPUs on "
         return (
             f"{several * alike}{self.name}{memory}, {r.dram / GB:.0f} GB/s | {self.drives} | {bus}"
@@ -237,6 +227,29 @@ def assume(text: str) -> Machine:
         raise InputError(f"--assume {text}: {error}.") from None
 
 
+def assume_each(text: str) -> dict[str, Machine]:
+    """The machines of a text in which one part lists several, by that part: ram=32,64,128GiB or gpu=rtx4090,rtx5090.
+    Sizes without a unit have that of the last one. Raises InputError.
+    """
+    lists: dict[str, list[str]] = {}
+    for part in text.replace(" ", "").split(","):
+        name, given, value = part.partition("=")
+        if given:
+            lists[name] = [value]
+        elif lists:
+            lists[next(reversed(lists))].append(part)
+    several = [name for name, values in lists.items() if len(values) > 1]
+    if not several:
+        return {text: assume(text)}
+    if len(several) > 1:
+        raise InputError(f"--assume {text}: only one part lists several values, here are {' and '.join(several)}.")
+    (name,) = several
+    unit = re.sub(r"^[\d.]+", "", lists[name][-1]) if name in ("ram", "ssd") else ""
+    values = [value + unit if re.fullmatch(r"[\d.]+", value) else value for value in lists[name]]
+    other = {key: found[0] for key, found in lists.items()}
+    return {f"{name}={v}": assume(",".join(f"{key}={x}" for key, x in {**other, name: v}.items())) for v in values}
+
+
 def _assumed(given: Mapping[str, str]) -> Machine:
     """Raises ValueError."""
     names = given["gpu"].split("+")
@@ -249,7 +262,7 @@ def _assumed(given: Mapping[str, str]) -> Machine:
         return made
     if made.gpus == 1:
         raise ValueError("peer= is for copies between GPUs, and there is one GPU")
-    return replace(made, rates=made.rates.change(peer=_read(given, "peer", positive) * GB))
+    return replace(made, rates=replace(made.rates, peer=_read(given, "peer", positive) * GB))
 
 
 def unequal(parts: Sequence[Machine]) -> Machine:
@@ -259,10 +272,9 @@ def unequal(parts: Sequence[Machine]) -> Machine:
         return parts[0]
     if len({part.ram for part in parts}) > 1 or len({part.rates.dram for part in parts}) > 1:
         raise ValueError("a GPU that shares the CPU's memory cannot be one of several")
-    most = max(part.gpu for part in each)
-    rates = replace(each[0].rates, others=tuple(part.rates for part in each[1:]))
+    most, slowest = max(part.gpu for part in each), min(each, key=lambda part: part.rates.matmul)
     less, name = tuple(most - part.gpu for part in each), " + ".join(part.name for part in each)
-    return replace(each[0], name=name, gpu=most, rates=rates, gpus=len(each), less=less)
+    return replace(slowest, name=name, gpu=most, gpus=len(each), less=less, mixed=True)
 
 
 def _alike(given: Mapping[str, str]) -> Machine:

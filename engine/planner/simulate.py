@@ -89,8 +89,7 @@ class SimulatedQueues:
         self.of_all = {queue: way for queue, way in known if way[0]}  # bytes/s of all GPUs' way, its busy times
         ways = {numbered(BUS[queue], gpu) for queue in (STREAMED[0], STREAMED[-1]) for gpu in range(gpus)}
         self.buses = {way: SharedDevice(2, 1) for way in ways}
-        buses = [rate for gpu in range(gpus) for rate in (rates.of(gpu).h2d, rates.of(gpu).d2h)]
-        self.crowded = sum(buses) + max(rates.ssd_read, rates.ssd_write) > rates.dram
+        self.crowded = gpus * (rates.h2d + rates.d2h) + max(rates.ssd_read, rates.ssd_write) > rates.dram
         self.waited = 0.0  # seconds at the end of the last statistics
         self.handed = 0.0  # seconds when the interpreter has issued the last task
 
@@ -314,15 +313,8 @@ def _sharing(moved: dict[str, float], rates: Rates) -> dict[str, float]:
         turns = {way: amount((way, *(queue for queue in queues if queue in STREAMED))) for way, queues in ways.items()}
         total = {way: turns[way] + first[way] for way in ways}
         lost = dict.fromkeys(ways, (1 / rates.duplex - 1) * min(total.values()))
-        lost["h2d"] += (1 / rates.reading - 1) * min(total["h2d"], alone * rates.of(gpu).h2d)
+        lost["h2d"] += (1 / rates.reading - 1) * min(total["h2d"], alone * rates.h2d)
         for way, queues in ways.items():
             slower = 1 + (lost[way] + first[way]) / turns[way] if turns[way] else 1.0
             slow |= {numbered(queue, gpu): slower for queue in (way, *queues) if queue == way or queue in STREAMED}
     return slow
-
-
-def queue_seconds(moved: dict[str, float], rates: Rates) -> dict[str, float]:
-    """Seconds of PCIe and of the CPU for the bytes of a pass."""
-    slow = _sharing(moved, rates)
-    alone = {"h2d": rates.h2d, "d2h": rates.d2h, "cpu": ADAM_BYTES * rates.adam * rates.concurrent}
-    return {queue: moved[queue] / rate * slow[queue] for queue, rate in alone.items()}

@@ -46,8 +46,8 @@ def moves(geo: Geometry, batch: Batch, rates: Rates) -> list[Move]:
                 break
             best = [names for names in steep if steep[names] >= (1 - 1e-6) * max(steep.values())]
             keep = [names for names in best if set(names) >= set(here)]
-            by_size = lambda names: left[names][0]
-            here = min(keep, key=by_size) if keep else max(best, key=by_size)
+            sizes = {names: left[names][0] for names in best}
+            here = min(keep, key=sizes.__getitem__) if keep else max(best, key=sizes.__getitem__)
             found.append(Move(kind, here, left[here][0] - size, again - left[here][1]))
     # Rounded: rounding errors would change the order.
     return sorted(found, key=lambda move: -float(f"{move.seconds / move.nbytes:.6g}"))

@@ -1,39 +1,31 @@
-"""Estimated seconds of each part of a whole run."""
+"""Estimated seconds of each part of a whole run: from the simulated step, one simulated evaluation, and bytes."""
 
 from __future__ import annotations
 
 import math
-from collections import deque
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
 import torch
-from torch import Tensor
 
-from trireme.engine.between import Reader, save_to_store
-from trireme.engine.build import Engine, Inputs
-from trireme.engine.exchange import Kept, fetch
-from trireme.engine.memory import NOTHING
 from trireme.engine.plan import Plan
 from trireme.engine.planner.clock import Part, Times
 from trireme.engine.planner.forecast import Forecast
-from trireme.engine.planner.predict import Batch, Prediction, predict_between
+from trireme.engine.planner.predict import Prediction, predict_evaluation
 from trireme.engine.planner.probe import cache, drive
 from trireme.engine.planner.rates import DRIVES
-from trireme.engine.step import evaluate, stream_layers
 from trireme.models.config import ModelConfig, numbers
 from trireme.storage.files import existing
 
 # Seconds that do not follow from rates; medians of runs on an H200 (LLaMA of 0.15 to 6.7 B).
-# Compilation, if Triton's cache has no model's kernels, those of another model, all kernels:
-NEW, SOME, KNOWN = 9.5, 4.0, 1.0
-ENTRIES = 20  # entries of Triton's cache from which it has a model's kernels: a probe leaves 3, a model about 40
+NEW, KNOWN = 9.5, 1.0  # the first step with kernels to compile, and where a run has compiled them before
 FIRST: Times = {"evaluations": 0.2, "samples": 0.3}  # additional, the first time on a GPU
 FIXED, CLOSING = 0.1, 0.25  # to write files durably; to end threads, free pinned memory, close the store
 LOADING, OPENED = 1.7e9, 0.2  # bytes/s of values from a checkpoint to their placement, at most; seconds in addition
 COPIED = 4e9  # bytes/s of a copy from RAM or a GPU to RAM that is not pinned
+TOKEN = 40  # kernels of a block for a sampled token, which take 0.65 ms
 AGAIN = 0.5  # share of the planning time for the second search, after the traced step
 LARGE = 1 << 28  # bytes of a checkpoint from which the rate of its export is stored
 
@@ -53,9 +45,9 @@ class Events:
 
 
 def estimated_parts(f: Forecast, steps: int, events: Events, known: Times | None = None) -> dict[Part, float]:
-    """Seconds of each part except compilation. Steps, and the work between them, are simulated with their own code.
+    """Seconds of each part except compilation.
 
-    `known`: measured seconds of one event of a part, which replace the simulation.
+    `known`: measured seconds of one event of a part, which replace the estimate.
     """
     known = known or {}
     first = {part: s for part, s in FIRST.items() if f.machine.rates.host and part not in known}  # of a GPU
@@ -65,15 +57,17 @@ def estimated_parts(f: Forecast, steps: int, events: Events, known: Times | None
             return 0.0
         return times * (known[part] if part in known else each()) + first.get(part, 0.0)
 
-    free = f.machine.rates.ssd_free
+    read, write, free = _read(f), _write(f), f.machine.rates.ssd_free
+    files_s = lambda nbytes: nbytes * (1 / write + 1 / read + 1 / COPIED)  # made from RAM, written, read back
     return {
-        "load": OPENED + max(f.files.export, f.frozen_read) / min(LOADING, _read(f)) + f.pinning_s(),
+        "load": OPENED + max(f.files.export, f.frozen_read) / min(LOADING, read) + f.pinning_s(),
         "reference": evaluation_s(f, events.reference),
         "steps": steps * f.step.step_s,
         "evaluations": all_of("evaluations", events.evaluations, lambda: evaluation_s(f, events.held_out) + _kept_s(f)),
         "samples": all_of("samples", events.samples, lambda: min(events.longest, events.tokens * token_s(f))),
-        "snapshots": all_of("snapshots", events.snapshots, lambda: FIXED + snapshot(f).step_s),
-        "export": all_of("export", events.exports, lambda: FIXED + _export_s(f)) + _files_s(f, f.files.merged),
+        "snapshots": all_of("snapshots", events.snapshots, lambda: FIXED + f.unsaved() / write),
+        "export": all_of("export", events.exports, lambda: FIXED + _gathered_s(f) + files_s(f.files.export))
+        + files_s(f.files.merged),
         "close": CLOSING + (removed(f, events.snapshots) / free if free else 0.0),
     }
 
@@ -90,8 +84,8 @@ def _write(f: Forecast) -> float:
 
 def export_s(f: Forecast, folder: Path) -> Times:
     """Seconds of an export at the rate of the last one to the drive of `folder`; empty if there was none."""
-    found = cache.remembered(_exported(f, folder))
-    return {"export": FIXED + f.files.export / found["rate"]} if found else {}
+    known = cache.remembered(_exported(f, folder))
+    return {"export": FIXED + f.files.export / known["rate"]} if known else {}
 
 
 def note_export(f: Forecast, folder: Path, seconds: float) -> None:
@@ -104,136 +98,93 @@ def _exported(f: Forecast, folder: Path) -> dict[str, Any]:
     return drive.identity(existing(folder)) | {"what": "exports", "from the SSD": f.plan.stored_on_ssd}
 
 
-def snapshot(f: Forecast) -> Prediction:
-    """The prediction of a snapshot: what is not on the drives is written, the rest is linked."""
-    return _between(f, lambda e, _: save_to_store(e.placement))
-
-
-def _between(
-    f: Forecast, issue: Callable[[Engine, Sequence[Inputs]], object], batch: Batch | None = None
-) -> Prediction:
-    """Simulates work between steps on the machine; without a drive, on one with a usual drive."""
-    rates = f.machine.rates.change(ssd_read=_read(f), ssd_write=_write(f))
-    return predict_between(f.cfg, f.plan, rates, batch or f.work.batch(f.plan), issue)
+def _gathered_s(f: Forecast) -> float:
+    """Seconds to bring the trained weights to RAM, with low halves if the export is exact."""
+    rates, plan = f.machine.rates, f.plan
+    speed = {"gpu": rates.d2h, "host": math.inf, "ssd": _read(f)}
+    exact, seconds = f.files.exact and plan.dtype == "BF16", 0.0
+    for unit, layout, numel in zip(plan.units, f.geo.weights, f.geo.numel, strict=True):
+        seconds += layout.span / speed[unit.weights] + exact * 2 * numel / speed[unit.state]
+        seconds += exact * 2 * numel * (1 - 1 / plan.hosts) / rates.net
+    return seconds
 
 
 def _kept_s(f: Forecast) -> float:
     """Seconds to copy the best weights."""
-    if not f.kept:
-        return 0.0
-    return f.kept / COPIED + _between(f, lambda e, _: Kept(e.placement, f.files.exact).take()).step_s
-
-
-def _export_s(f: Forecast) -> float:
-    """Seconds of a checkpoint: weights are brought to RAM, then written to files."""
-
-    def read(e: Engine, _: Sequence[Inputs]) -> None:
-        reader = Weights(e.placement)
-        for u, layout in enumerate(e.geo.stored):
-            for t in layout.tensors:
-                deque(fetch(reader, u, t.name, f.files.exact), 0)  # without values
-
-    return _between(f, read).step_s + _files_s(f, f.files.export)
-
-
-def _files_s(f: Forecast, nbytes: int) -> float:
-    """Seconds of files: made from RAM that is not pinned, written, and read back."""
-    return nbytes * (1 / _write(f) + 1 / _read(f) + 1 / COPIED)
-
-
-class Weights(Reader):
-    """Reads the weights on a host that exports: low halves of other hosts' records come through the network."""
-
-    def low(self, u: int, a: int, b: int) -> Tensor:
-        e = self.placement
-        if e.geo.owner(u, a, e.plan.record) == e.plan.host:
-            return super().low(u, a, b)
-        e.queues.run("net", "state", e.geo.names[u], lambda: None, nbytes=2 * (b - a))
-        return NOTHING
+    return f.kept / COPIED + _gathered_s(f) if f.kept else 0.0
 
 
 def written(f: Forecast, steps: int, events: Events) -> dict[str, int]:
     """Bytes that the run writes to drives, by what writes them."""
-    part, evaluated, saved = f.disk_parts(), 0.0, snapshot(f).ssd_written
+    part, evaluated = f.disk_parts(), 0.0
     if events.evaluations and events.held_out and f.plan.uses("ssd"):
-        groups, found = _evaluation(f, events.held_out)
-        evaluated = events.evaluations * groups * found.ssd_written
+        groups, step = _evaluation(f, events.held_out)
+        evaluated = events.evaluations * groups * step.ssd_written
     return {
         "steps": steps * f.step.ssd_written,
         "evaluations": math.ceil(evaluated),
-        "snapshots": events.snapshots * saved,
+        "snapshots": events.snapshots * f.unsaved(),
         "checkpoints": events.exports * (part["export"] - f.files.merged) + f.files.merged,
-        "start": f.stored() - saved + part["frozen"],
+        "start": f.stored() - f.unsaved() + part["frozen"],
     }
 
 
 def removed(f: Forecast, snapshots: int) -> int:
     """Bytes of the store at the end: what the plan stores on the SSD, and what the last snapshots keep."""
-    return f.stored() - snapshot(f).ssd_written + min(snapshots, f.files.keep) * f.stored()
+    return f.stored() - f.unsaved() + min(snapshots, f.files.keep) * f.stored()
 
 
 def evaluation_s(f: Forecast, sequences: int) -> float:
     """Seconds of an evaluation, in groups of a step's sequences."""
     if not sequences:
         return 0.0
-    groups, found = _evaluation(f, sequences)
-    return groups * found.step_s
+    groups, step = _evaluation(f, sequences)
+    return groups * step.step_s
 
 
 def _evaluation(f: Forecast, sequences: int) -> tuple[float, Prediction]:
     """(number of groups of sequences, the prediction of one)."""
     work = replace(f.work, sequences=min(sequences, f.work.sequences))
-    return sequences / work.sequences, _between(f, evaluate, replace(work.batch(f.plan), compared=False))
+    rates = replace(f.machine.rates, ssd_read=_read(f), ssd_write=_write(f))
+    batch = replace(work.batch(f.plan), compared=False)
+    return sequences / work.sequences, predict_evaluation(f.cfg, f.plan, rates, batch)
 
 
 def token_s(f: Forecast) -> float:
-    """Seconds of a sampled token: a pass over all weights."""
-    return _between(f, lambda e, _: deque(stream_layers(e), 0)).step_s
+    """Seconds of a sampled token: all weights are streamed as in an evaluation, and read by the GPU."""
+    rates, (_, step) = f.machine.rates, _evaluation(f, 1)
+    kernels = TOKEN * f.cfg.n_layers
+    passed = f.stored_weights / rates.copy + kernels * rates.launch
+    return max(passed, kernels * rates.host, step.busy["h2d"], step.busy["ssd"])
 
 
 # ---------------------------------------------------------------- the first step
 
 
-def compile_s(cfg: ModelConfig, plan: Plan, device: torch.device | None, loading: float = 0.0) -> float:
-    """Seconds that the first step takes longer than the second; 0 on a CPU. `loading`: seconds during which kernels are
-    compiled already.
-
-    It is KNOWN, or as measured, if this machine has run the model with Triton's present cache; with `device` None it
-    has not.
+def compile_s(cfg: ModelConfig, plan: Plan, device: torch.device | None) -> float:
+    """Seconds that the first step takes longer than the second; 0 on a CPU. As measured, if this machine has run the
+    model with Triton's present cache; with `device` None it has not.
     """
     if device is not None and device.type != "cuda":
         return 0.0
-    found = cache.remembered(_forms(cfg, plan, device)) if device else None
-    return found["seconds"] if found else max(KNOWN, (SOME if device and _cached() else NEW) - loading)
+    known = cache.remembered(_forms(cfg, plan, device)) if device else None
+    return known["seconds"] if known else NEW
 
 
 def note_compilation(cfg: ModelConfig, plan: Plan, device: torch.device, seconds: float) -> None:
     """Stores what the next run's first step will take, after one that took `seconds` more than its second."""
-    known = _forms(cfg, plan, device)
-    cache.remember(known, {"seconds": seconds if cache.remembered(known) else min(seconds, KNOWN)})
+    forms = _forms(cfg, plan, device)
+    cache.remember(forms, {"seconds": seconds if cache.remembered(forms) else min(seconds, KNOWN)})
 
 
 def _forms(cfg: ModelConfig, plan: Plan, device: torch.device) -> dict[str, Any]:
-    """Everything that the kernels depend on, and Triton's cache folder."""
-    return cache.chips(device, plan.dtype) | {
-        "model": {name: value for name, value in numbers(cfg).items() if name != "n_layers"},
-        "micro-batch": plan.tokens,
-        "kernels": _cache_folder(),
-    }
-
-
-def _cached() -> bool:
-    """Whether Triton's cache has kernels of a model."""
-    from triton import knobs
-
-    folder = Path(knobs.cache.dir)
-    return folder.exists() and len(list(folder.iterdir())) >= ENTRIES
-
-
-def _cache_folder() -> list[Any]:
-    """Triton's version and cache folder; its inode changes when it is removed."""
+    """Everything that the kernels depend on, and Triton's cache folder, whose inode changes when it is removed."""
     import triton
     from triton import knobs
 
     folder = Path(knobs.cache.dir)
-    return [triton.__version__, str(folder), folder.stat().st_ino if folder.exists() else 0]
+    return cache.chips(device, plan.dtype) | {
+        "model": {name: value for name, value in numbers(cfg).items() if name != "n_layers"},
+        "micro-batch": plan.tokens,
+        "kernels": [triton.__version__, str(folder), folder.stat().st_ino if folder.exists() else 0],
+    }

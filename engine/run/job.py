@@ -65,7 +65,6 @@ class Job:
     read: Dataset | None  # None of a dry run that names no data
     device: torch.device
     plan: Plan
-    because: tuple[str, ...]  # reasons for the plan
     limits: Limits
     machine: Machine
     work: Work
@@ -191,14 +190,14 @@ def prepare(
         if isinstance(group, Group):
             machine = replace(machine, rates=replace(machine.rates, net=group.speed()))
     with clock.at("plan"):
-        plan, because, machine = planner.find(work, files, limits, machine, stores)
+        plan, machine = planner.find(work, files, limits, machine, stores)
         plan = common_plan(group, plan)
     if not (assumed or is_absent(options)):
         why = why_copied(cfg, plan.dtype, source, stored, stores)
         files = replace(files, copied=f"copied: {why}" if why else "")
     options = _in_force(options, cfg, data, seq_len, plan)
     return Job(
-        options, out, cfg, source, stored, codec, data, device, plan, because, limits, machine, work, files, settings
+        options, out, cfg, source, stored, codec, data, device, plan, limits, machine, work, files, settings
     )
 
 

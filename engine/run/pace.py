@@ -1,4 +1,4 @@
-"""How fast steps are: corrects the estimate by measured steps, and changes to a faster plan."""
+"""How fast steps are: corrects the estimate by measured steps."""
 
 from __future__ import annotations
 
@@ -7,48 +7,19 @@ from dataclasses import replace
 
 from trireme.engine.amounts import count, duration
 from trireme.engine.build import Inputs
-from trireme.engine.plan import Plan
-from trireme.engine.planner.choose import Choice, choose, updated_alike
+from trireme.engine.planner.advice import elsewhere
 from trireme.engine.planner.clock import DIFFERENT, Watch
 from trireme.engine.planner.correct import batch_of, corrected
-from trireme.engine.planner.forecast import Forecast
 from trireme.engine.planner.lines import ready_line
 from trireme.engine.planner.machine import doubt, note_drives
-from trireme.engine.planner.predict import Batch, Prediction, predict
-from trireme.engine.planner.rule import Cut, Wanted
+from trireme.engine.planner.predict import Prediction, predict
 from trireme.engine.planner.whole import note_compilation
 from trireme.engine.queues.trace import Span
-from trireme.engine.run.job import Job
 from trireme.engine.run.live import Live
 from trireme.engine.run.report import estimate
 
-WORTH_A_MOVE = 0.9  # of a step's time, at most
 BUSY = 0.5  # share of a step from which a drive's rate is known
 SHORT, SETTLED = 0.5, 5  # seconds of a step on a GPU; that step of a run whose first ones load kernels for as long
-
-
-def better(job: Job, steps: int) -> Choice | None:
-    """A plan that is worth moving the state through the drive and back for `steps` steps; None if there is none.
-
-    Updates stay on the CPU or GPU where they are.
-    """
-    if job.device.type != "cuda" or job.options.plan or job.plan.hosts > 1:
-        return None
-    p, rates, document, trained = job.plan, job.machine.rates, job.data.document, job.data.trained
-    batch = Batch(p.tokens, document, p.n_micro, trained, job.work.compared)
-    choice = choose(job.cfg, job.limits, rates, replace(Wanted.like(p, batch), cuts=(Cut.of(p),)), begun=p)
-    now = predict(job.cfg, p, rates, batch, roughly=True).step_s
-    move = 14 * job.trained_parameters * (1 / rates.ssd_read + 1 / rates.ssd_write)
-    move += job.forecast.frozen_read / rates.ssd_read
-    worth = choice.found.step_s < WORTH_A_MOVE * now and steps * (now - choice.found.step_s) > 2 * move
-    alike = updated_alike(choice.plan, p) == choice.plan
-    return choice if worth and alike and has_room(job.forecast, choice.plan) else None
-
-
-def has_room(now: Forecast, plan: Plan) -> bool:
-    """Whether the drives have space for what `plan` puts there. False if the present plan does not use them."""
-    used = now.plan.uses("ssd") or not plan.uses("ssd")
-    return used and replace(now, plan=plan).disk() <= max(now.room, now.disk())
 
 
 class Pace:
@@ -148,18 +119,19 @@ class Pace:
         return found
 
     def _tell(self, left: int, step_s: float | None = None) -> bool:
-        """Prints the estimate for `left` steps. Changes to a faster plan if that pays; returns whether it did."""
-        live = self.live
+        """Prints the estimate for `left` steps, and whether a resumed run would be faster with another placement."""
+        live, job = self.live, self.live.job
         with live.clock.at("plan"):
             after = estimate(live.job, live.progress.step, live.clock, step_s)
-            choice = better(live.job, left) if left else None
+            movable = job.device.type == "cuda" and not job.options.plan and job.plan.hosts == 1
+            choice = elsewhere(job.forecast, left) if left and movable else None
         if not live.estimated:  # on a CPU
             live.estimated = live.clock.with_spent(after)
         if left:
             live.screen.say(f"ready    {ready_line(after)}")
         if choice:
-            live.screen.say(f"plan     changed: {choice.found.step_s:.3g} s a step; " + "; ".join(choice.because))
-            live.move(replace(live.job, plan=choice.plan))
-            if self.watch:
-                self.watch.begin(choice.found.step_s)
-        return choice is not None
+            live.screen.say(
+                f"plan     another placement would take {choice.step.step_s:.3g} s a step: interrupt the run, then "
+                f"trireme --resume {job.out}"
+            )
+        return False

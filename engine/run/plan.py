@@ -13,9 +13,10 @@ from trireme.engine.amounts import count, gib, rounded_up
 from trireme.engine.buffers import usage
 from trireme.engine.geometry import Geometry
 from trireme.engine.plan import MODES, DoesNotFit, Limits, Mode, Plan
+from trireme.engine.planner.advice import check_drive
 from trireme.engine.planner.choose import choose, first_plan
 from trireme.engine.planner.clock import Clock
-from trireme.engine.planner.forecast import Files, Forecast, Work, check_drive
+from trireme.engine.planner.forecast import Files, Forecast, Work
 from trireme.engine.planner.host import TEMPORARIES, available_ram
 from trireme.engine.planner.machine import with_drives
 from trireme.engine.planner.rates import RAM_SHARE, Machine
@@ -80,10 +81,9 @@ def check_peers(options: Options, plan: Plan, machine: Machine) -> None:
 
 
 class PlanFound(NamedTuple):
-    """A plan with its reasons, and the machine; its drives were measured if the plan may use them."""
+    """A plan, and the machine; its drives were measured if the plan may use them."""
 
     plan: Plan
-    because: tuple[str, ...]
     machine: Machine
 
 
@@ -213,12 +213,12 @@ class Planner:
             check_step(o, self.given, work.sequences, self.seq_len)
             if self.on_cuda:
                 check_peers(o, self.given, machine)
-            return PlanFound(self.given, (f"read from {o.plan}",), machine)
+            return PlanFound(self.given, machine)
         first = first_plan(self.cfg, limits, wanted, drive=not o.assume or bool(machine.ssd))
         if o.assume:
             check_drive(Forecast(self.cfg, first, machine, limits, work, files))
         if not self.on_cuda:
-            return PlanFound(first, (), machine)
+            return PlanFound(first, machine)
         if first.uses("ssd") and not o.assume:
             with self.clock.at("probe"):  # anew for a resumed run: drives change
                 machine = with_drives(machine, stores, anew=self.pinned is not None)
@@ -226,7 +226,7 @@ class Planner:
         if begun and (begun.mode != first.mode or not begun.runs_on_cuda):
             begun = None
         choice = choose(self.cfg, limits, machine.rates, wanted, begun)
-        return PlanFound(choice.plan, choice.because, machine)
+        return PlanFound(choice.plan, machine)
 
     def wanted(self, sequences: int) -> Wanted:
         """What a plan is wanted for, with steps of `sequences`. Raises InputError."""

@@ -7,8 +7,8 @@ from typing import Any
 
 from trireme.engine.amounts import compact, count, duration, gb, gib, seconds
 from trireme.engine.optimizer import learning_rate
+from trireme.engine.planner.advice import ENDLESS, faster
 from trireme.engine.planner.clock import Clock, Part, Times
-from trireme.engine.planner.forecast import ENDLESS
 from trireme.engine.planner.host import available_ram
 from trireme.engine.planner.lines import (
     disk_line,
@@ -19,7 +19,6 @@ from trireme.engine.planner.lines import (
     wear_line,
     wear_warning,
 )
-from trireme.engine.planner.reasons import benefits
 from trireme.engine.planner.whole import Events, compile_s, estimated_parts, evaluation_s, export_s, written
 from trireme.engine.queues.names import NET
 from trireme.engine.run.begin.method import described, of_head, preference_of
@@ -67,12 +66,9 @@ def report(job: Job) -> Iterator[str]:
         lines.append(f"ready    {ready_line(estimate(job))}")
     yield from lines
     if on_gpu and job.options.dry_run:  # planning each takes seconds
-        changes = forecast.faster(job.data.n_sequences if job.read else ENDLESS, bits_open=job.options.resume is None)
-        for c in changes:
+        sequences = job.data.n_sequences if job.read else ENDLESS
+        for c in faster(forecast, sequences=sequences, bits_open=job.options.resume is None):
             yield f"faster   {c.what}: {c.gain:.1f} times the tokens/s ({seconds(c.step_s)} a step)"
-    yield from _labelled("because", list(job.because))
-    if on_gpu and job.options.dry_run:
-        yield from _labelled("benefit", benefits(forecast.geo, forecast.work.batch(job.plan), job.machine.rates))
 
 
 def planned(job: Job) -> dict[str, Any]:
@@ -301,8 +297,7 @@ def estimate(job: Job, done: int = 0, clock: Clock | None = None, step_s: float 
     found["steps"] = steps_s
     if clock is not None:
         return found | {"load": 0.0}
-    loading = 0.0 if done or job.plan.gpus * job.plan.hosts > 1 else found["load"] - job.forecast.pinning_s()
-    return found | {"compile": compile_s(job.cfg, job.plan, None if job.options.assume else job.device, loading)}
+    return found | {"compile": compile_s(job.cfg, job.plan, None if job.options.assume else job.device)}
 
 
 def events(job: Job, done: int, steps_s: float | None) -> Events:

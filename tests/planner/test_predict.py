@@ -7,37 +7,20 @@ import pytest
 from engines import FALCON_H1, HYBRID, LLAMA
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from plans import ADAPTED, H200, ONE_B, RATES, SEVEN_B, SMALL, plan
+from plans import ADAPTED, H200, ONE_B, RATES, SEVEN_B, SMALL, llama, plan
 
 from trireme.engine.buffers import usage
 from trireme.engine.geometry import ADAM_BYTES, Geometry
 from trireme.engine.plan import Limits, Plan, UnitPlan
-from trireme.engine.planner.predict import KERNELS, RECURRENCE, WITHIN, Batch, merge_factor, predict, unit_seconds
-from trireme.engine.planner.rates import GPUS, Rates, assume, rates_of
+from trireme.engine.planner.gpus import GPUS
+from trireme.engine.planner.predict import KERNELS, RECURRENCE, WITHIN, Batch, predict, unit_seconds
+from trireme.engine.planner.rates import Rates, assume, rates_of
 from trireme.engine.planner.rule import Wanted, simple_plan
 from trireme.engine.planner.simulate import is_copy
-from trireme.engine.planner.sizes import MODELS
+from trireme.engine.planner.sizes import find_model
 from trireme.engine.tuning.chosen import adapted, targets
 from trireme.models.config import InputError, Lora
-from trireme.models.sizes import costs, shapes
-
-
-@pytest.mark.parametrize("cfg", [HYBRID, FALCON_H1], ids=["alone", "beside attention"])
-def test_recurrences_have_rates_of_their_own(cfg):
-    p, rates, batch = (
-        plan(cfg, UnitPlan("gpu", "gpu"), tokens=48),
-        replace(RATES, host=0.0, launch=0.0),
-        Batch(48, 48, 1),
-    )
-    seconds = lambda **slower: unit_seconds(cfg, p, replace(rates, **slower), batch)
-    name, own = shapes.unit_names(cfg)[1], cfg if cfg.both else cfg.scanned
-    alone = costs.scan_flops(own, 48) / rates.matmul
-    usual, forward, backward = seconds(), seconds(scan=rates.scan / 2), seconds(scan_backward=rates.scan_backward / 4)
-    more = lambda found, kind: found[kind, name] - usual[kind, name]
-    assert more(forward, "forward") == pytest.approx(alone / rates.scan)
-    assert more(forward, "backward") == pytest.approx(alone / rates.scan), "it is computed again"
-    assert more(backward, "forward") == 0.0
-    assert more(backward, "backward") == pytest.approx(3 * 2.5 * alone / rates.scan_backward)
+from trireme.models.sizes import shapes
 
 
 def test_a_drive_that_binds_is_never_idle():
@@ -167,7 +150,7 @@ def test_measured_steps_are_met(cfg, plan, rates, seconds):
 
 def test_a_measured_step_of_a_mixture_is_met():
     """gpt-oss-120b with adapters in 24 GiB of an H200, its base in MXFP4 in RAM: 3.03 s."""
-    cfg = MODELS["gpt-oss-120b"]
+    cfg = find_model("gpt-oss-120b")
     cfg = adapted(cfg, Lora(16, 32.0, targets(cfg, ())))
     rates = Rates(
         7.77e14, 3.93e12, 5.53e10, 5.53e10, adam=6.3e9, dram=1.94e11, duplex=0.9, concurrent=1.0, host=1.87e-5
@@ -177,7 +160,7 @@ def test_a_measured_step_of_a_mixture_is_met():
 
 
 def test_experts_products_are_slower_than_dense_ones_and_small_groups_slower_still():
-    cfg = replace(MODELS["qwen3-30b"], n_layers=1)
+    cfg = replace(find_model("qwen3-30b"), layers=find_model("qwen3-30b").layers[:1])
     rates = replace(RATES, copy=1e15, launch=0.0)
     batches = [Batch(n, 256, 2) for n in (32768, 512)]
     seconds = lambda batch, **shares: unit_seconds(cfg, plan(cfg, UnitPlan()), replace(rates, **shares), batch)
@@ -187,30 +170,9 @@ def test_experts_products_are_slower_than_dense_ones_and_small_groups_slower_sti
         assert short > 1.5 * long  # 32 rows an expert, and half a tile of nothing
 
 
-def test_experts_in_fp8_gain_where_they_have_many_rows():
-    """At the rates of their products and quantized matrices; with few rows they stay in bf16."""
-    rates = replace(RATES, copy=4e12, fp8=2 * RATES.matmul, launch=0.0)
-    times = []
-    for fp8 in (False, True):
-        cfg = replace(MODELS["gpt-oss-20b"], n_layers=1, fp8=fp8)
-        times.append([unit_seconds(cfg, plan(cfg, UnitPlan()), rates, Batch(n, 256, 2)) for n in (16384, 4096)])
-        work = costs.in_fp8_work(cfg, 1, frozenset(), 16384)
-        up, down = 2880 * 5760, 2880 * 2880
-        assert costs.grouped_work(cfg, 1, frozenset(), 16384).fp8 == fp8
-        if fp8:
-            dense = costs.in_fp8_work(cfg, 1, frozenset(), 4096)
-            assert work.forward - 4 * dense.forward == 2 * 16384 * 4 * (up + down)
-            moved = 3 * 16384 * (2880 + 4 * 2880) + 5 * 32 * (up + down)
-            assert work.forward_bytes - 4 * dense.forward_bytes == moved
-            assert work.rebuilt - 4 * dense.rebuilt == 2 * 16384 * 4 * up
-    many, few = ([each[i]["forward", "block000"] for each in times] for i in (0, 1))
-    assert many[1] < 0.75 * many[0]
-    assert few[1] > 0.9 * few[0]
-
-
 def test_labels_that_do_not_count_cost_nothing():
     """Of a head that is most of the model."""
-    cfg = replace(SMALL, n_layers=1, vocab=65536)
+    cfg = replace(SMALL, layers=SMALL.layers[:1], vocab=65536)
     p = plan(cfg, UnitPlan(), tokens=4096)
     few, all_ = (unit_seconds(cfg, p, RATES, Batch(4096, 256, 2, share)) for share in (0.25, 1.0))
     assert few["loss", "head"] == pytest.approx(all_["loss", "head"] / 4, rel=0.2)
@@ -265,7 +227,8 @@ def test_on_a_cpu_computation_waits_for_the_interpreter():
 
 
 def test_half_blocks_take_as_long_as_whole_ones():
-    saved = {kind: tuple((n, "gpu") for n in shapes.saved_shapes(SMALL, 1, kind)) for kind in ("block", *shapes.HALVES)}
+    of = lambda kind: shapes.saved_shapes(replace(SMALL, halves=kind != "block"), 1, kind)
+    saved = {kind: tuple((name, "gpu") for name in of(kind)) for kind in ("block", *shapes.HALVES)}
     found = {}
     for halves, kinds in ((False, ("block",)), (True, shapes.HALVES)):
         inner = tuple(UnitPlan(saved=saved[kind]) for kind in kinds) * SMALL.n_layers
@@ -341,23 +304,9 @@ def test_what_is_no_machine_is_refused(text):
         assume(text)
 
 
-@pytest.mark.parametrize(("placement", "off"), [("host", 0.01), ("ssd", 0.02)])
-def test_very_many_micro_batches_pass_some_as_one(placement, off, monkeypatch):
-    m = assume("gpu=rtx4090,ram=512GiB,ssd=2x2TB@7/5")
-    by_rule = simple_plan(SEVEN_B, m.limits, Wanted(((2048, 48),), placement=placement))
-    batch = Batch(by_rule.tokens, 2048, by_rule.n_micro)
-    assert (merge_factor(48), merge_factor(15), merge_factor(17)) == (6, 1, 1)
-    found = predict(SEVEN_B, by_rule, m.rates, batch)
-    monkeypatch.setattr("trireme.engine.planner.predict.merge_factor", lambda n, gpus: 1)
-    exact = predict(SEVEN_B, by_rule, m.rates, batch)
-    assert found.step_s == pytest.approx(exact.step_s, rel=off)
-    assert found.busy["compute"] == pytest.approx(exact.busy["compute"], rel=0.01)
-    assert (found.ssd_read, found.ssd_written) == (exact.ssd_read, exact.ssd_written)
-
-
 def test_a_rough_prediction_tells_few_pieces_of_a_gradient_apart():
     """Of a block of 2.4 B parameters that leaves the GPU in 72 pieces."""
-    wide = replace(LLAMA, width=16384, n_layers=2, n_heads=128, n_kv_heads=8, head_dim=128, ffn=32768)
+    wide = llama(16384, 2, 128, 32768, vocab=61)
     p, batch = plan(wide, UnitPlan("host", "host"), tokens=2048, piece=1), Batch(2048, 2048, 2)
     rough, exact = (predict(wide, p, RATES, batch, roughly) for roughly in (True, False))
     assert rough.step_s == pytest.approx(exact.step_s, rel=0.01)
@@ -365,12 +314,10 @@ def test_a_rough_prediction_tells_few_pieces_of_a_gradient_apart():
     assert sum((s.kind, s.of) == ("finish", "block000") for s in exact.spans) > 60
 
 
-@pytest.mark.parametrize("halves", [False, True])
-def test_products_in_fp8_take_its_time_and_that_of_codes(halves):
+def test_products_in_fp8_take_its_time_and_that_of_codes():
     """Where multiplying costs little, codes are all that is added; where it is all, each rate has its FLOPs."""
-    cfg = replace(SEVEN_B, halves=halves)
-    p, batch = plan(cfg, UnitPlan("host", "host"), keep=3, halves=halves), Batch(16384, 4096, 2)
-    unit = lambda on, **rates: unit_seconds(replace(cfg, fp8=on), p, replace(RATES, launch=0.0, **rates), batch)
+    p, batch = plan(SEVEN_B, UnitPlan("host", "host"), keep=3), Batch(16384, 4096, 2)
+    unit = lambda on, **rates: unit_seconds(replace(SEVEN_B, fp8=on), p, replace(RATES, launch=0.0, **rates), batch)
     slow, fast = unit(False, copy=1e30), unit(True, copy=1e30, fp8=2 * RATES.matmul)
     last = [name for _, name in slow if name.startswith(("block", "attn", "mlp"))][-1]
     for kind in ("forward", "backward"):

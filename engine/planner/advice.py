@@ -1,0 +1,171 @@
+"""What to change: options and hardware that make a run faster, what fits where a run does not, machines side by side.
+
+Options that cost nothing come before hardware.
+"""
+
+from __future__ import annotations
+
+import math
+from bisect import bisect_left
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import suppress
+from dataclasses import replace
+from typing import NamedTuple
+
+from trireme.engine.amounts import gb, percent, whole_gib
+from trireme.engine.plan import DoesNotFit, Limits
+from trireme.engine.planner.choose import Choice, choose, first_plan
+from trireme.engine.planner.forecast import Forecast, Work
+from trireme.engine.planner.rates import DRIVE_SHARE, RAM_SHARE, TB, Machine
+from trireme.engine.planner.rule import Cut, Wanted
+from trireme.models.config import ModelConfig
+
+WORTH_SAYING = 1.1  # a change with at least this gain in tokens/s is printed
+WORTH_A_MOVE = 0.9  # of a step's time at most, for another placement
+MOST = 3  # changes that are printed
+ENDLESS = 1 << 40  # sequences
+
+Models = Mapping[str, ModelConfig]  # an option, such as "--base nf4", and the model that the run has with it
+
+
+class Change(NamedTuple):
+    """A change that makes a run faster, and its step. `free`: an option, not hardware."""
+
+    what: str
+    gain: float  # in tokens a second
+    step_s: float
+    free: bool = False
+
+
+class Row(NamedTuple):
+    """A run on one of several machines; without `forecast` it does not fit, and `why` says what it lacks."""
+
+    name: str
+    forecast: Forecast | None
+    why: str = ""
+
+
+def faster(f: Forecast, models: Models | None = None, sequences: int = ENDLESS, bits_open: bool = True) -> list[Change]:
+    """Up to MOST changes that give more tokens per second: options first, of each kind the best first. Each is planned
+    and simulated.
+
+    `sequences`: those of the data. `bits_open`: --adam-bits can still be chosen.
+    """
+    changes = []
+    ways = [(True, *way) for way in _options(f, models or {}, sequences, bits_open)]
+    for free, what, make in [*ways, *((False, *way) for way in _hardware(f))]:
+        with suppress(DoesNotFit):
+            changed = make()
+            check_drive(changed)
+            gain = changed.speed / f.speed
+            if gain >= WORTH_SAYING:
+                step_s = changed.work.tokens / f.work.tokens * f.step.step_s / gain
+                changes.append(Change(what, gain, step_s, free))
+    return sorted(changes, key=lambda change: (not change.free, -change.gain))[:MOST]
+
+
+Way = tuple[str, Callable[[], Forecast]]
+
+
+def _options(f: Forecast, models: Models, sequences: int, bits_open: bool) -> Iterator[Way]:
+    for option, cfg in models.items():
+        yield option, replace(f, cfg=cfg).again
+    if f.plan.adam_bits == 32 and bits_open:
+        yield "--adam-bits 8", lambda: f.in_8_bits
+    doubled = 2 * f.work.sequences
+    if doubled <= sequences:
+        more = replace(f, work=replace(f.work, sequences=doubled))
+        yield f"--batch-size {doubled}", lambda: more.again(n_micro=2 * f.plan.n_micro)
+
+
+def _hardware(f: Forecast) -> Iterator[Way]:
+    m, r, limits = f.machine, f.machine.rates, f.limits
+    yield "twice the RAM", lambda: f.again(replace(limits, host=2 * limits.host))
+    if any(unit.state == "ssd" for unit in f.plan.units):
+        drives = replace(m, ssd=2 * m.ssd, reserve=2 * m.reserve, rates=r.times(2, ("ssd_read", "ssd_write")))
+        yield "twice the drives", lambda: replace(f, machine=drives).again()
+    yield "a GPU with twice the memory", lambda: f.again(replace(limits, gpu=2 * limits.gpu))
+    quick = replace(m, rates=r.times(2, ("matmul", "fp8", "copy")))
+    yield "a GPU twice as fast", lambda: replace(f, machine=quick).again()
+
+
+def elsewhere(f: Forecast, steps: int) -> Choice | None:
+    """A plan with another placement whose faster steps pay for moving the state through the drives, within `steps`;
+    None if there is none.
+
+    A run does not move its state; it can be resumed with that plan. Updates stay on their processors.
+    """
+    p, r, batch = f.plan, f.machine.rates, f.work.batch(f.plan)
+    wanted = replace(Wanted.like(p, batch), cuts=(Cut.of(p),))
+    choice = choose(f.cfg, f.limits, r, wanted, begun=p)
+    gain = f.roughly.step_s - choice.step.step_s
+    if choice.plan == p or not r.has_drive or choice.step.step_s >= WORTH_A_MOVE * f.roughly.step_s:
+        return None
+    move = f.stored() * (1 / r.ssd_read + 1 / r.ssd_write) + f.frozen_read / r.ssd_read
+    other = replace(f, plan=choice.plan)
+    room = max(f.room, f.disk()) if p.uses("ssd") else f.room
+    return choice if steps * gain > 2 * move and other.disk() <= room else None
+
+
+# ---------------------------------------------------------------- what fits
+
+
+def fitting(models: Models, machine: Machine, limits: Limits, wanted: Wanted, work: Work) -> dict[str, Forecast]:
+    """Those of `models` that fit on the machine, each with the rule's plan: a run is at least as fast."""
+    fit = {}
+    for option, cfg in models.items():
+        with suppress(DoesNotFit):
+            fit[option] = _by_rule(cfg, machine, limits, wanted, work)
+    return fit
+
+
+def _by_rule(cfg: ModelConfig, machine: Machine, limits: Limits, wanted: Wanted, work: Work) -> Forecast:
+    """Raises DoesNotFit."""
+    plan = first_plan(cfg, limits, wanted, machine.rates.has_drive)
+    f = Forecast(cfg, plan, machine, limits, work)
+    check_drive(f)
+    return f
+
+
+def check_drive(f: Forecast) -> None:
+    """Raises DoesNotFit if the plan needs a drive and there is none, or more than the drives hold."""
+    plan, room, need, drive = f.plan, f.room, f.disk(), f.machine.ssd + f.files.held > 0
+    if plan.uses("ssd") and not drive:
+        ram = _enough_ram(f)
+        raise DoesNotFit(
+            f"weights and optimizer state need {whole_gib(ram)} of RAM, the limit is {whole_gib(f.limits.host)} and "
+            f"there is no SSD. Add ssd={math.ceil(need / DRIVE_SHARE / TB)}TB, or raise ram to "
+            f"{whole_gib(math.ceil(ram / RAM_SHARE))} (--ram {whole_gib(ram)} of it)."
+        )
+    if drive and need > room:
+        raise DoesNotFit(
+            f"the store and the export need {gb(need)}, {gb(need - room)} more than the drives take: "
+            f"{percent(1 - DRIVE_SHARE)} of them stays free. Raise ssd to {math.ceil(need / DRIVE_SHARE / TB)}TB."
+        )
+
+
+def _enough_ram(f: Forecast) -> int:
+    """Bytes of RAM, in whole GiB above the limit, with which no drive is needed."""
+    wanted = Wanted.like(f.plan, f.work.batch(f.plan))
+
+    def enough(ram: int) -> bool:
+        return not first_plan(f.cfg, replace(f.limits, host=ram), wanted, drive=False).uses("ssd")
+
+    sizes = range(f.limits.host, 1 << 60, 1 << 30)
+    return sizes[bisect_left(sizes, True, key=enough)]
+
+
+# ---------------------------------------------------------------- machines side by side
+
+
+def plan_each(cfg: ModelConfig, machines: Mapping[str, Machine], wanted: Wanted, work: Work) -> list[Row]:
+    """The run planned for each of the machines."""
+    rows = []
+    for name, machine in machines.items():
+        try:
+            f = _by_rule(cfg, machine, machine.limits, replace(wanted, gpus=machine.gpus), work)
+            choice = choose(cfg, f.limits, machine.rates, replace(wanted, gpus=machine.gpus))
+            rows.append(Row(name, replace(f, plan=choice.plan)))
+        except DoesNotFit as error:
+            rows.append(Row(name, None, str(error)))
+    return rows

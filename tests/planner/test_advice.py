@@ -1,0 +1,137 @@
+"""Advice is planned: what it promises, a plan for it reaches; options come before hardware; what it names fits."""
+
+import re
+from dataclasses import replace
+
+import pytest
+from plans import SEVEN_B
+
+from trireme.engine.plan import DoesNotFit, Limits, Plan
+from trireme.engine.planner.advice import check_drive, elsewhere, faster, fitting, plan_each
+from trireme.engine.planner.choose import choose, first_plan
+from trireme.engine.planner.forecast import Files, Forecast, Work
+from trireme.engine.planner.lines import machine_lines
+from trireme.engine.planner.rates import assume, assume_each
+from trireme.engine.planner.rule import Wanted, simple_plan
+from trireme.engine.planner.sizes import find_model
+from trireme.engine.tuning.chosen import adapted, targets
+from trireme.models.config import NF4, Lora, ModelConfig, parse_config
+from trireme.models.sizes import shapes
+
+
+def forecast(machine: str, cfg: ModelConfig = SEVEN_B, sequences: int = 16, **more) -> Forecast:
+    m = assume(machine)
+    sizes = tuple((rows * 2048, -(-sequences // rows)) for rows in (4, 2, 1) if rows <= sequences)
+    made = first_plan(cfg, m.limits, Wanted(sizes, record=1 << 25), drive=bool(m.ssd))
+    return Forecast(cfg, made, m, m.limits, Work(2048, sequences, 1000), **more)
+
+
+def adapters(name: str) -> tuple[ModelConfig, ModelConfig]:
+    """(a model with adapters, the same with its base in NF4)."""
+    cfg = find_model(name)
+    cfg = adapted(cfg, Lora(16, 32.0, targets(cfg, ())))
+    return cfg, replace(cfg, packing=NF4, packed=("*layers.*proj.weight",))
+
+
+@pytest.mark.full
+def test_a_quantized_base_is_advised_before_hardware():
+    cfg, packed = adapters("llama-3.3-70b")
+    f = forecast("gpu=rtx4090,ram=64GiB,ssd=2TB", cfg, 1)
+    f = f.again()
+    changes = faster(f, {"--base nf4": packed})
+    assert changes[0].free
+    assert changes[0].what == "--base nf4"
+    assert changes[0].gain > 3
+    assert [change.free for change in changes] == sorted((change.free for change in changes), reverse=True)
+    other = replace(f, cfg=packed).again()
+    assert changes[0].step_s == pytest.approx(other.step.step_s, rel=0.02)
+
+
+def test_what_fits_with_a_quantized_base_is_named():
+    cfg, packed = adapters("llama-3.3-70b")
+    m, work, wanted = assume("gpu=rtx4090,ram=64GiB"), Work(2048, 1, 1000), Wanted(((2048, 1),), record=1 << 25)
+    f = Forecast(cfg, first_plan(cfg, m.limits, wanted, drive=False), m, m.limits, work)
+    with pytest.raises(DoesNotFit):
+        check_drive(f)
+    fit = fitting({"--base nf4": packed, "--base none": cfg}, m, m.limits, wanted, work)
+    assert list(fit) == ["--base nf4"]
+    assert fit["--base nf4"].speed > 100
+
+
+@pytest.mark.full
+def test_what_a_change_promises_is_what_a_plan_for_it_reaches():
+    f = forecast("gpu=rtx4090,ram=48GiB,ssd=2TB@7/5")
+    changes = {change.what: change.step_s for change in faster(f)}
+    assert {"--adam-bits 8", "--batch-size 32"} & changes.keys()
+    assert "--batch-size 32" not in {change.what for change in faster(f, sequences=31)}
+    assert "--adam-bits 8" not in {change.what for change in faster(f, bits_open=False)}
+    assert f.in_8_bits.step.ssd_written < 0.6 * f.step.ssd_written
+    if "twice the drives" in changes:
+        twice = replace(f, machine=assume("gpu=rtx4090,ram=48GiB,ssd=2x2TB@7/5")).again()
+        assert changes["twice the drives"] == pytest.approx(twice.step.step_s, rel=0.02)
+
+
+def test_a_change_for_which_the_drives_have_no_room_is_not_advised():
+    f = forecast("gpu=rtx4090,ram=48GiB,ssd=2TB@7/5", files=Files(tokens=10**12))
+    full = replace(f, machine=replace(f.machine, ssd=f.disk() + f.machine.reserve - 1))
+    with pytest.raises(DoesNotFit, match="Raise ssd to"):
+        check_drive(full)
+    check_drive(replace(full, machine=replace(full.machine, ssd=full.machine.ssd + 1)))
+    check_drive(replace(full, files=replace(full.files, held=10**9)))
+
+
+@pytest.mark.full
+@pytest.mark.parametrize("gpu", ["24GiB", "64GiB"])
+def test_the_ram_that_is_named_is_enough_and_not_more(gpu):
+    f = forecast(f"gpu={gpu},ram=24GiB,ssd=2TB@7/5")
+    with pytest.raises(DoesNotFit, match="Add ssd=") as refusal:
+        check_drive(replace(f, machine=replace(f.machine, ssd=0)))
+    ram = int(re.search(r"raise ram to (\d+)GiB", str(refusal.value))[1])
+    check_drive(forecast(f"gpu={gpu},ram={ram}GiB"))
+    with pytest.raises(DoesNotFit):
+        check_drive(forecast(f"gpu={gpu},ram={ram - 4}GiB"))
+
+
+def test_as_much_more_ram_is_enough_for_the_larger_records_that_it_brings():
+    big = find_model("llama-405b")
+    size = lambda ram: max(min(1 << 24, ram // 1024), min(shapes.parameters(big) // 256, ram // 256)) // 4096 * 4096
+
+    def planned(ram: int) -> Plan:
+        return simple_plan(big, Limits(22 << 30, ram), Wanted(((2048, 1),), record=size(ram)))
+
+    with pytest.raises(DoesNotFit, match="Raise --ram by") as refusal:
+        planned(4 << 30)
+    more = float(re.search(r"--ram by ([\d.]+) GiB", str(refusal.value))[1])
+    assert planned(int((4 + more) * 2**30)).record > size(4 << 30)
+
+
+@pytest.mark.full
+def test_another_placement_is_told_where_it_pays():
+    """A drive that became slow: with enough steps left, and not with few."""
+    f = forecast("gpu=rtx4090,ram=64GiB,ssd=2x2TB@7/5")
+    usual = f.again()
+    assert elsewhere(usual, 10**6) is None, "it is the best"
+    by_rule = replace(
+        f, plan=f.plan.changed(range(SEVEN_B.n_units), weights="ssd", state="ssd", saved=(), update="cpu")
+    )
+    choice = elsewhere(by_rule, 10**6)
+    assert choice
+    assert choice.step.step_s < 0.9 * by_rule.step.step_s
+    assert elsewhere(by_rule, 1) is None
+
+
+def test_machines_are_planned_side_by_side():
+    machines = assume_each("gpu=rtx4090,ram=24,96,256GiB,ssd=2TB")
+    assert list(machines) == ["ram=24GiB", "ram=96GiB", "ram=256GiB"]
+    small = parse_config(dict(model_type="llama", hidden_size=2048, num_hidden_layers=4, num_attention_heads=16,
+                              num_key_value_heads=16, vocab_size=32000, intermediate_size=5504))  # fmt: skip
+    wanted, work = Wanted(((4096, 2), (2048, 4)), record=1 << 22), Work(2048, 4, 100)
+    rows = plan_each(small, machines, wanted, work)
+    speeds = [row.forecast.speed for row in rows]
+    assert speeds == sorted(speeds)
+    m = machines["ram=96GiB"]
+    assert rows[1].forecast.plan == choose(small, m.limits, m.rates, wanted).plan
+    (lost,) = plan_each(find_model("llama-8b"), {"little": assume("gpu=rtx3050,ram=8GiB")}, wanted, work)
+    assert lost.forecast is None
+    assert lost.why
+    assert len(machine_lines([*rows, lost])) == 5
