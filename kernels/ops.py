@@ -20,12 +20,12 @@ from trireme.kernels.experts import reference as experts
 from trireme.kernels.experts.reference import Order, Rule  # noqa: F401
 from trireme.kernels.fp8 import reference as fp8
 from trireme.kernels.fp8.reference import Quantized, new_maxima  # noqa: F401
+from trireme.kernels.loss import reference as loss
+from trireme.kernels.loss.reference import Taught  # noqa: F401
 from trireme.kernels.packed import reference as packed
 from trireme.kernels.reference import RMS, Act, NormKind, NormStats, join_master, rope_table, soft_cap, split_master  # noqa: F401  # noqa: F401
 from trireme.kernels.scan import reference as scan
 from trireme.kernels.scan.reference import decay_bwd, decay_fwd  # noqa: F401
-from trireme.kernels.teacher import reference as teacher
-from trireme.kernels.teacher.reference import Taught  # noqa: F401
 
 P = ParamSpec("P")
 R = TypeVar("R")
@@ -59,9 +59,8 @@ embedding_fwd = _op(reference.embedding_fwd, "embedding")
 embedding_bwd_ = _op(reference.embedding_bwd_, "embedding")
 add_noise_ = _op(reference.add_noise_, "embedding")
 dropout = _op(reference.dropout, "embedding")
-linear_cross_entropy = _op(reference.linear_cross_entropy, "cross_entropy")
-linear_cross_entropy_dweight = _op(reference.linear_cross_entropy_dweight, "cross_entropy")
-linear_distillation = _op(teacher.linear_distillation, "teacher.distillation")
+linear_cross_entropy = _op(loss.linear_cross_entropy, "loss.loss")
+linear_cross_entropy_dweight = _op(loss.linear_cross_entropy_dweight, "loss.loss")
 route_fwd = _op(experts.route_fwd, "experts.routing")
 route_bwd = _op(experts.route_bwd, "experts.routing")
 sort_pairs = _op(experts.sort_pairs, "experts.order")

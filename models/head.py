@@ -138,30 +138,30 @@ def head_loss(
         assert dlogits_ is None
         return _score_loss(cfg, w, x, labels, loss_rows, scale, g, dx, factors, correct_)
     y, stats = final_norm(cfg, w, x)
-    given, more = (y, w.matrix, labels, loss_rows, scale), (out := _trained_output(g), dx)
-    chunk = rows_of_loss(cfg, len(x), 4 if out is None else out.itemsize)
-    if shares is None:
-        smoothing = 0.0 if dx is None else cfg.smoothing
-        hits = None if correct_ is None else torch.zeros_like(labels, dtype=torch.uint8)
-        losses = ops.linear_cross_entropy(
-            *given,
-            *more,
-            cap=cfg.logit_cap,
-            factors=factors,
-            smoothing=smoothing,
-            hits_=hits,
-            chunk=chunk,
-            dlogits_=dlogits_,
-        )
-        if correct_ is not None and hits is not None:
-            correct_.add_((hits if factors is None else hits * factors).sum(dtype=torch.float64))
-    else:
+    out, taught = _trained_output(g), None
+    if shares is not None:
         assert cfg.teaching is not None
         assert correct_ is None
         taught = ops.Taught(*shares, cfg.teaching.weight, cfg.teaching.temperature)
-        losses = ops.linear_distillation(
-            *given, taught, *more, cap=cfg.logit_cap, factors=factors, chunk=chunk, dlogits_=dlogits_
-        )
+    hits = None if correct_ is None else torch.zeros_like(labels, dtype=torch.uint8)
+    losses = ops.linear_cross_entropy(
+        y,
+        w.matrix,
+        labels,
+        loss_rows,
+        scale,
+        out,
+        dx,
+        chunk=rows_of_loss(cfg, len(x), 4 if out is None else out.itemsize),
+        cap=cfg.logit_cap,
+        factors=factors,
+        smoothing=cfg.smoothing if dx is not None and taught is None else 0.0,
+        hits_=hits,
+        dlogits_=dlogits_,
+        taught=taught,
+    )
+    if correct_ is not None and hits is not None:
+        correct_.add_((hits if factors is None else hits * factors).sum(dtype=torch.float64))
     if dx is not None:
         assert g is not None
         if cfg.logit_scale != 1.0:

@@ -10,7 +10,6 @@ import torch
 from torch import Tensor
 
 from trireme.kernels import ops
-from trireme.kernels.teacher.reference import Taught
 
 BF16 = torch.bfloat16
 PACKED = (1890, 57, 423, 1201, 88, 640, 312, 1024, 17, 733, 205, 999, 131, 350, 122)  # 15 documents, 8,192 tokens
@@ -164,9 +163,10 @@ def loss(s: Shapes) -> Iterator[Case]:
         K = min(32, V // 2)
         ids = (labels[:, None] + torch.arange(K, device=s.device) * (V // K)) % V
         logps = torch.log_softmax(s.randn(N, K + 1, dtype=torch.float32), 1)
-        taught = Taught(ids.int(), logps[:, :K].contiguous(), logps[:, K].contiguous(), 0.5, 2.0)
-        given = (x, w, labels, rows, 1 / N, taught, s.zeros(V, D), torch.empty_like(x), s.chunks[0])
-        yield Case(f"{N}x{D}x{V}, {K} of each", "linear_distillation", given, 6 * N * D * V, flops=True)
+        taught = ops.Taught(ids.int(), logps[:, :K].contiguous(), logps[:, K].contiguous(), 0.5, 2.0)
+        given = (x, w, labels, rows, 1 / N, s.zeros(V, D), torch.empty_like(x), s.chunks[0])
+        label = f"{N}x{D}x{V}, {K} of a teacher"
+        yield Case(label, "linear_cross_entropy", given, 6 * N * D * V, dict(taught=taught), True)
 
 
 def fp8(s: Shapes) -> Iterator[Case]:

@@ -27,7 +27,7 @@ from triton.experimental.gluon._runtime import GluonASTSource
 from triton.language import target_info
 from triton.runtime import jit
 
-from trireme.kernels import activations, adamw, column_sum, cross_entropy, embedding, launch, norms, rope
+from trireme.kernels import activations, adamw, column_sum, embedding, launch, norms, rope
 from trireme.kernels.attention import attention, gate, sinks
 from trireme.kernels.attention.docs import make_docs
 from trireme.kernels.experts import gradients, matmuls, order, routing, rows
@@ -35,11 +35,11 @@ from trireme.kernels.experts.reference import Order, Rule
 from trireme.kernels.fp8 import block_scaled, gated
 from trireme.kernels.fp8.quantize import quantize, quantize_experts, quantize_rows, turn
 from trireme.kernels.fp8.reference import new_maxima
+from trireme.kernels.loss.loss import linear_cross_entropy
+from trireme.kernels.loss.reference import Taught
 from trireme.kernels.packed import e4m3, fp4, int4, mxfp4, nf4
 from trireme.kernels.reference import RMS, Act, NormKind
 from trireme.kernels.scan import convolution, scan
-from trireme.kernels.teacher import distillation
-from trireme.kernels.teacher.reference import Taught
 from trireme.kernels.tiles import Chip
 
 BF16, FP32 = torch.bfloat16, torch.float32
@@ -206,19 +206,24 @@ def other_calls(dtype=BF16):
     embedding.embedding_bwd_(table, y, ids)
     embedding.add_noise_(y, torch.zeros(N), 1, 1)
     embedding.dropout(y, 0.1, 1, 1)
-    for cap in (0.0, 30.0):
-        for factors in (None, torch.ones(N)):
-            cross_entropy.linear_cross_entropy(y, table, ids, ids, 1.0, table, y, cap=cap, factors=factors)
-            shares = torch.zeros(N, 64, dtype=torch.int32), torch.zeros(N, 64, dtype=torch.float16), torch.zeros(N)
-            taught = Taught(*shares, 0.5, 2.0)
-            distillation.linear_distillation(y, table, ids, ids, 1.0, taught, table, y, cap=cap, factors=factors)
-    hits = torch.zeros(N, dtype=torch.uint8)
-    cross_entropy.linear_cross_entropy(y, table, ids, ids, 1.0, table, y, smoothing=0.1, hits_=hits)
+    loss_calls(32000, dtype)
     state = [torch.zeros(4096, dtype=t) for t in (BF16, torch.int16, torch.float32, torch.float32, BF16)]
     clip = torch.ones(1)
     adamw.adamw_(*state, clip, lr=0.1, beta1=0.9, beta2=0.99, eps=1e-8, weight_decay=0.1, n_decay=100, step=1)
     adamw.grad_finish(state[2], state[0])
     adamw.grad_finish(state[0])
+
+
+def loss_calls(V, dtype=BF16):
+    """With a cap and factors, a teacher, smoothing with hits."""
+    x, w = torch.zeros(4, 128, dtype=dtype), torch.zeros(V, 128, dtype=dtype)
+    ids = torch.zeros(4, dtype=torch.int64)
+    shares = torch.zeros(4, 64, dtype=torch.int32), torch.zeros(4, 64, dtype=torch.float16), torch.zeros(4)
+    for taught in (None, Taught(*shares, 0.5, 2.0)):
+        for cap, factors in ((0.0, None), (30.0, torch.ones(4))):
+            linear_cross_entropy(x, w, ids, ids, 1.0, w, x, cap=cap, factors=factors, taught=taught)
+    hits = torch.zeros(4, dtype=torch.uint8)
+    linear_cross_entropy(x, w, ids, ids, 1.0, w, x, smoothing=0.1, hits_=hits)
 
 
 def experts_call(E, k, D, I, in_out=False, dtype=BF16):

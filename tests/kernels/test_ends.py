@@ -4,7 +4,9 @@ import pytest
 import torch
 from kernel_checks import DEVICES, DTYPES, ONE_ROUNDING, check, randn, up
 
-from trireme.kernels import cross_entropy, embedding, reference
+from trireme.kernels import embedding, reference
+from trireme.kernels.loss import loss
+from trireme.kernels.loss import reference as plain_loss
 
 pytestmark = pytest.mark.grid
 
@@ -189,7 +191,7 @@ def test_the_reference_smooths_labels_as_torch(cap):
     loss.backward()
     dx, dw = torch.empty_like(x), torch.zeros_like(w)
     with torch.no_grad():
-        losses = reference.linear_cross_entropy(x, w, labels, rows, 1.0, dw, dx, cap=cap, smoothing=0.1)
+        losses = plain_loss.linear_cross_entropy(x, w, labels, rows, 1.0, dw, dx, cap=cap, smoothing=0.1)
     torch.testing.assert_close((losses.sum(), dx, dw), (loss.detach(), x.grad, w.grad), rtol=1e-12, atol=1e-12)
 
 
@@ -205,14 +207,14 @@ def test_labels_that_are_the_likeliest(device, dtype, cap, gradient):
     labels[rows[::2]] = likeliest[rows[::2]]
     hits, other = (torch.full((12,), 7, dtype=torch.uint8, device=device) for _ in range(2))
     given = (dw.clone(), torch.empty_like(x)) if gradient else (None, None)
-    losses = cross_entropy.linear_cross_entropy(x, w, labels, rows, 1.0, *given, 7, cap, hits_=hits)
-    reference.linear_cross_entropy(*up(x, w), labels, rows, 1.0, chunk=7, cap=cap, hits_=other)
+    losses = loss.linear_cross_entropy(x, w, labels, rows, 1.0, *given, 7, cap, hits_=hits)
+    plain_loss.linear_cross_entropy(*up(x, w), labels, rows, 1.0, chunk=7, cap=cap, hits_=other)
     assert len(clear) > 6
     assert torch.equal(hits[clear], (labels == likeliest)[clear].to(torch.uint8))
     assert torch.equal(hits[clear], other[clear])
     assert (hits[labels < 0] == 7).all()
     given = (dw.clone(), torch.empty_like(x)) if gradient else (None, None)
-    assert torch.equal(losses, cross_entropy.linear_cross_entropy(x, w, labels, rows, 1.0, *given, 7, cap))
+    assert torch.equal(losses, loss.linear_cross_entropy(x, w, labels, rows, 1.0, *given, 7, cap))
 
 
 def _compare_loss(x, w, labels, rows, dw, chunk, bounds, cap=0.0, factors=None, smoothing=0.0):
@@ -220,8 +222,8 @@ def _compare_loss(x, w, labels, rows, dw, chunk, bounds, cap=0.0, factors=None, 
     dx = torch.full_like(x, float("nan"))
     dw.mul_(scale)
     dx64, dw64 = torch.empty_like(x, dtype=torch.float64), dw.double()
-    losses = cross_entropy.linear_cross_entropy(x, w, labels, rows, scale, dw, dx, chunk, cap, factors, smoothing)
-    losses64 = reference.linear_cross_entropy(
+    losses = loss.linear_cross_entropy(x, w, labels, rows, scale, dw, dx, chunk, cap, factors, smoothing)
+    losses64 = plain_loss.linear_cross_entropy(
         *up(x, w), labels, rows, scale, dw64, dx64, chunk, cap, factors, smoothing
     )
     check(losses, losses64, bounds[0])
@@ -230,7 +232,7 @@ def _compare_loss(x, w, labels, rows, dw, chunk, bounds, cap=0.0, factors=None, 
     ignored = labels < 0
     assert not losses[ignored].any()
     assert not dx[ignored].any()
-    again = cross_entropy.linear_cross_entropy(x, w, labels, rows, scale, chunk=chunk, cap=cap, smoothing=smoothing)
+    again = loss.linear_cross_entropy(x, w, labels, rows, scale, chunk=chunk, cap=cap, smoothing=smoothing)
     assert torch.equal(losses, again)
 
 
@@ -238,7 +240,7 @@ def _compare_loss(x, w, labels, rows, dw, chunk, bounds, cap=0.0, factors=None, 
 def test_no_row_counts(device):
     x, w, labels, rows, dw = _loss_case(5, 8, 12, 0, torch.float32, device, torch.float32)
     before, dx = dw.clone(), torch.full_like(x, float("nan"))
-    losses = cross_entropy.linear_cross_entropy(x, w, labels, rows, 1.0, dw, dx)
+    losses = loss.linear_cross_entropy(x, w, labels, rows, 1.0, dw, dx)
     assert not losses.any()
     assert not dx.any()
     assert torch.equal(dw, before)
@@ -273,7 +275,7 @@ def test_embedding_gradient_repeats_bit_by_bit(N):
 
 @pytest.mark.parametrize("device", DEVICES)
 @pytest.mark.parametrize("wide", [True, False])
-@pytest.mark.parametrize("given", [cross_entropy, reference])
+@pytest.mark.parametrize("given", [loss, plain_loss])
 @pytest.mark.parametrize("M", [0, 5, 40])
 def test_the_weights_gradient_may_be_added_later(device, wide, given, M):
     """To the bit as if the loss had added it, a chunk of rows after another."""
@@ -300,9 +302,9 @@ def test_the_weights_gradient_may_be_added_later_at_full_size(N, M, V):
     labels, rows = torch.randint(V, (N,), device="cuda"), torch.arange(M, device="cuda")
     direct = randn(V, 1024, device="cuda", dtype=torch.float32)
     later, dx, dx_later = direct.clone(), torch.empty_like(x), torch.empty_like(x)
-    cross_entropy.linear_cross_entropy(x, w, labels, rows, 0.1, direct, dx)
+    loss.linear_cross_entropy(x, w, labels, rows, 0.1, direct, dx)
     dlogits = torch.empty((M, V), device="cuda", dtype=x.dtype)
-    cross_entropy.linear_cross_entropy(x, w, labels, rows, 0.1, dx_=dx_later, dlogits_=dlogits)
-    cross_entropy.linear_cross_entropy_dweight(x, rows, dlogits, later)
+    loss.linear_cross_entropy(x, w, labels, rows, 0.1, dx_=dx_later, dlogits_=dlogits)
+    loss.linear_cross_entropy_dweight(x, rows, dlogits, later)
     assert torch.equal(dx_later, dx)
     assert torch.equal(later, direct)

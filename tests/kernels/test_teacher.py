@@ -4,8 +4,8 @@ import pytest
 import torch
 from kernel_checks import DEVICES, DTYPES, check, framed, randn, up
 
-from trireme.kernels.teacher import distillation, reference
-from trireme.kernels.teacher.reference import Taught
+from trireme.kernels.loss import loss, reference
+from trireme.kernels.loss.reference import Taught
 
 pytestmark = pytest.mark.grid
 
@@ -54,7 +54,7 @@ def by_autograd(x, w, labels, rows, scale, taught, cap, factors):
 def test_the_reference_is_the_definition(weight, cap, temperature):
     x, w, labels, rows, dw, taught = case(12, 6, 31, 9, 4, torch.float64, "cpu", None, weight, temperature)
     factors, dx, before = torch.rand(12).double() - 0.3, torch.full_like(x, float("nan")), dw.clone()
-    found = reference.linear_distillation(x, w, labels, rows, 0.7, taught, dw, dx, 4, cap, factors)
+    found = reference.linear_cross_entropy(x, w, labels, rows, 0.7, dw, dx, 4, cap, factors, taught=taught)
     expected, dx64, dw64 = by_autograd(x, w, labels, rows, 0.7, taught, cap, factors)
     torch.testing.assert_close(found, expected, rtol=1e-9, atol=1e-12)
     torch.testing.assert_close(dx, dx64, rtol=1e-9, atol=1e-12)
@@ -65,15 +65,18 @@ def compare(given, chunk, bounds, cap=0.0, factors=None):
     x, w, labels, rows, dw, taught = given
     scale, dx = 1 / 37, torch.full_like(x, float("nan"))
     dx64, dw64 = torch.empty_like(x, dtype=torch.float64), dw.double()
-    found = distillation.linear_distillation(x, w, labels, rows, scale, taught, dw, dx, chunk, cap, factors)
-    theirs = reference.linear_distillation(*up(x, w), labels, rows, scale, taught, dw64, dx64, chunk, cap, factors)
+    found = loss.linear_cross_entropy(x, w, labels, rows, scale, dw, dx, chunk, cap, factors, taught=taught)
+    theirs = reference.linear_cross_entropy(
+        *up(x, w), labels, rows, scale, dw64, dx64, chunk, cap, factors, taught=taught
+    )
     for mine, expected in ((found[0], theirs[0]), (found[1], theirs[1])):
         check(mine, expected, bounds[0])
     check(dx, dx64, bounds[1])
     check(dw, dw64, bounds[2])
     assert not found[:, labels < 0].any()
     assert not dx[labels < 0].any()
-    assert torch.equal(found, distillation.linear_distillation(x, w, labels, rows, scale, taught, chunk=chunk, cap=cap))
+    again = loss.linear_cross_entropy(x, w, labels, rows, scale, chunk=chunk, cap=cap, taught=taught)
+    assert torch.equal(found, again)
 
 
 @pytest.mark.parametrize("device", DEVICES)
@@ -113,11 +116,11 @@ def test_a_teacher_that_is_the_student_moves_nothing(device):
     rest = torch.logsumexp(logps.scatter(1, ids, float("-inf")), -1)
     dx, dw = torch.empty_like(x), torch.zeros_like(dw)
     given = x, w, labels, rows, 1.0
-    found = distillation.linear_distillation(*given, Taught(ids.int(), top, rest, 1.0, 1.0), dw, dx)
+    found = loss.linear_cross_entropy(*given, dw, dx, taught=Taught(ids.int(), top, rest, 1.0, 1.0))
     assert found[1].abs().max() < 1e-6
     assert dx.abs().max() < 1e-6
     certain = Taught(ids.int(), torch.full_like(top, -65504.0), torch.zeros_like(rest), 0.5, 1.0)
-    found = distillation.linear_distillation(40 * x, *given[1:], certain, dw, dx)
+    found = loss.linear_cross_entropy(40 * x, *given[1:], dw, dx, taught=certain)
     assert torch.isfinite(found).all()
     assert torch.isfinite(dx).all()
 
@@ -126,7 +129,7 @@ def test_a_teacher_that_is_the_student_moves_nothing(device):
 def test_no_row_counts(device):
     x, w, labels, rows, dw, taught = case(5, 8, 12, 0, 3, torch.float32, device)
     before, dx = dw.clone(), torch.full_like(x, float("nan"))
-    assert not distillation.linear_distillation(x, w, labels, rows, 1.0, taught, dw, dx).any()
+    assert not loss.linear_cross_entropy(x, w, labels, rows, 1.0, dw, dx, taught=taught).any()
     assert not dx.any()
     assert torch.equal(dw, before)
 
