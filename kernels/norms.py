@@ -220,7 +220,10 @@ def norm_bwd(
     dgate_: Tensor | None = None,
     dresidual: Tensor | None = None,
 ) -> None:
-    """As reference.norm_bwd; strides as in norm_fwd. With dresidual it and dx_ are contiguous."""
+    """As reference.norm_bwd; strides as in norm_fwd. With dresidual it and dx_ are contiguous.
+
+    If dx_ is dy, rows wider than WIDEST are computed CHUNK at a time, and weights' gradients rounded between.
+    """
     N, H, D = x.shape
     assert dy.shape == dx_.shape == x.shape
     assert dy.stride(2) == x.stride(2) == dx_.stride(2) == 1

@@ -137,7 +137,7 @@ TABLE: dict[str, tuple[tuple[Setting, ...], tuple[Setting, ...]]] = {
     "quantize": (((64, 128, 8), (128, 128, 8), (64, 64, 4)),) * 2,
     "quantize both": (((128, 128, 8), (64, 128, 8), (64, 64, 4)), ((64, 128, 8), (128, 128, 8), (64, 64, 4))),
     "gated_codes": (((64, 64, 8), (64, 64, 4), (64, 128, 8)),) * 2,
-    "block_scaled": ((), ((128, 128, 128, 8, 8, 3), (128, 128, 128, 8, 8, 2), (128, 64, 128, 8, 4, 3))),
+    "block_scaled": (((128, 128, 128, 8, 8, 3), (128, 128, 128, 8, 8, 2), (128, 64, 128, 8, 4, 3)),) * 2,
 }
 # fmt: on
 OTHERWISE = {  # chip -> launches whose first setting is another there

@@ -41,6 +41,7 @@ def test_rope(device, dtype, H, d, r, pairs):
     check(x, back, ONE_ROUNDING[dtype])
 
 
+ROUNDED = {torch.float32: 1e-6, torch.bfloat16: 4e-3}  # half a unit of the last place: outliers carry the error
 # activation, with a bias, with weights of rows
 FORMS = {
     "silu": (Act(), False, False),
@@ -76,13 +77,13 @@ def activation(form: str, N: int, F: int, device: str, dtype: torch.dtype):
 def test_activation(device, dtype, shape, form):
     act, h, dy, more = activation(form, *shape, device, dtype)
     y = activations.act_fwd(h, act, more.get("bias"))
-    check(y, reference.act_fwd(h.double(), act, *up(more.get("bias"))), ONE_ROUNDING[dtype])
+    check(y, reference.act_fwd(h.double(), act, *up(more.get("bias"))), ROUNDED[dtype])
     dy64, h64 = up(dy, h)
     more64 = {name: t.double() if isinstance(t, torch.Tensor) else t for name, t in more.items()}
     dweights64 = reference.act_bwd_(dy64, h64, act, **more64)
     dweights = activations.act_bwd_(dy, h, act, **more)
-    check(h, h64, ONE_ROUNDING[dtype])
-    check(dy, dy64, ONE_ROUNDING[dtype])
+    check(h, h64, ROUNDED[dtype])
+    check(dy, dy64, ROUNDED[dtype])
     if "order" in more:
         check(dweights, dweights64, FP32_SUM)
     else:

@@ -2,7 +2,7 @@
 
 import pytest
 import torch
-from kernel_checks import DEVICES, DTYPES, FP32_SUM, ONE_ROUNDING, check, randn, up
+from kernel_checks import DEVICES, DTYPES, FP32_SUM, check, randn, up
 from torch.nn.functional import layer_norm, rms_norm, silu
 
 from trireme.kernels import launch, norms, reference
@@ -10,7 +10,7 @@ from trireme.kernels.reference import NormKind
 
 pytestmark = pytest.mark.grid
 
-GRADIENT = {torch.float32: 3e-6, torch.bfloat16: 2.5e-3}  # one more rounding: the residual gradient is itself bf16
+ROUNDED = {torch.float32: 3e-6, torch.bfloat16: 4e-3}  # half a unit of the last place: outliers carry the error
 # kind, with a bias, with a gate, weights by head, with a residual gradient
 FORMS = {
     "rms": (NormKind(), False, False, False, False),
@@ -70,7 +70,7 @@ def test_norm(device, dtype, form, shape):
     y, stats = norms.norm_fwd(a.x, a.weight, 1e-5, a.kind, a.bias, a.gate, copy)
     x, w, b, z = up(a.x, a.weight, a.bias, a.gate)
     y64, stats64 = reference.norm_fwd(x, w, 1e-5, a.kind, b, z)
-    check(y, y64, ONE_ROUNDING[dtype])
+    check(y, y64, ROUNDED[dtype])
     assert torch.equal(copy, a.x)
     for found, exact in zip(stats, stats64, strict=True):
         assert found is None or check(found, exact, FP32_SUM) is None
@@ -79,7 +79,7 @@ def test_norm(device, dtype, form, shape):
     found[2:] = (None if t is None else t.float() for t in found[2:])
     a.backward(reference, up, stats64, *exact)
     a.backward(norms, same, stats, *found)
-    for own, right, bound in zip(found, exact, (GRADIENT[dtype], ONE_ROUNDING[dtype], FP32_SUM, FP32_SUM), strict=True):
+    for own, right, bound in zip(found, exact, (ROUNDED[dtype], ROUNDED[dtype], FP32_SUM, FP32_SUM), strict=True):
         assert own is None or check(own, right, bound) is None
 
     frozen = a.copies()
@@ -88,7 +88,9 @@ def test_norm(device, dtype, form, shape):
     again = [None if t is None else t.float() for t in a.copies()[2:]]
     a.backward(norms, same, stats, a.dy, frozen[1], *again)  # in place
     assert torch.equal(a.dy, found[0])
-    assert all(own is None or torch.equal(own, other) for own, other in zip(again, found[2:], strict=True))
+    at_once = shape[0] <= norms.CHUNK or shape[2] <= launch.WIDEST  # else sums are rounded between chunks of rows
+    for own, other in zip(again, found[2:], strict=True):
+        assert own is None or (torch.equal(own, other) if at_once else check(own, other, FP32_SUM) is None)
 
 
 @pytest.mark.parametrize("form", FORMS)

@@ -13,11 +13,11 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from trireme.engine.memory import views
 from trireme.engine.planner.sizes import find_model
-from trireme.kernels import cross_entropy, ops
+from trireme.kernels import ops
 from trireme.kernels.fp8.matmuls import fp8_matmul
 from trireme.kernels.fp8.reference import E4M3, PAD
-from trireme.kernels.teacher import distillation
-from trireme.kernels.teacher.reference import Taught
+from trireme.kernels.loss import loss as cross_entropy
+from trireme.kernels.loss.reference import Taught
 from trireme.models import attention, experts, head, latent, linear, lora, mlp, model, norm, packed, shared
 from trireme.models.config import Lora, Teaching, parse_config
 from trireme.models.families.packing import FP8
@@ -441,7 +441,7 @@ def test_the_head_has_fp32_sums_where_it_is_trained_alone(tied, frozen, monkeypa
     cfg = replace(cfg, frozen=frozen)
     groups = [group for u in range(cfg.n_units) for group in shapes.weight_groups(cfg, u)]
     tiny = Tiny(cfg, {name: torch.zeros(shape) for group in groups for name, shape in group}, "BF16")
-    monkeypatch.setattr(cross_entropy, "_cross_entropy", defaultdict(lambda: lambda *_, **__: None))
+    monkeypatch.setattr(cross_entropy, "_loss", defaultdict(lambda: lambda *_, **__: None))
     monkeypatch.setattr(head.ops, "linear_cross_entropy", cross_entropy.linear_cross_entropy)
     top, g = (head.with_output(cfg, side[cfg.n_units - 1], side[0]) for side in (tiny.w, tiny.g))
     x, labels, rows = torch.zeros(tokens, cfg.width).bfloat16(), torch.zeros(tokens).long(), torch.arange(tokens)
@@ -469,10 +469,9 @@ class Every(Watch):
 def _peak_of_the_loss(V, D, tokens, taught, monkeypatch):
     """With kernels that compute nothing."""
     none = defaultdict(lambda: lambda *_, **__: None)
-    monkeypatch.setattr(cross_entropy, "_cross_entropy", none)
     monkeypatch.setattr(cross_entropy, "_add_product_", lambda *_: None)  # in fp32 on a CPU
-    for name in ("_distillation", "_teachers_logits"):
-        monkeypatch.setattr(distillation, name, none)
+    for name in ("_loss", "_teachers_logits"):
+        monkeypatch.setattr(cross_entropy, name, none)
     x, w, rows = torch.zeros(tokens, D).bfloat16(), torch.zeros(V, D).bfloat16(), torch.arange(tokens)
     given, more, watch = (x, w, rows % V, rows, 1.0), (w.float(), torch.empty_like(x)), Every()
     factors = torch.ones(tokens)
@@ -480,7 +479,7 @@ def _peak_of_the_loss(V, D, tokens, taught, monkeypatch):
         if taught is None:
             _ = cross_entropy.linear_cross_entropy(*given, *more, factors=factors) * factors
         else:
-            found = distillation.linear_distillation(*given, taught, *more, factors=factors) * factors
+            found = cross_entropy.linear_cross_entropy(*given, *more, factors=factors, taught=taught) * factors
             torch.lerp(found[0], found[1], 0.5)
     return watch.peak
 
