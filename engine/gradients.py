@@ -14,8 +14,8 @@ import torch
 from torch import Tensor
 
 from trireme.engine.geometry import Stretch, extent
-from trireme.engine.home import DriveHome
-from trireme.engine.memory import NOTHING, Buffer, Pool, flat, views
+from trireme.engine.home import DriveHome, Home
+from trireme.engine.memory import NOTHING, Buffer, flat, views
 from trireme.engine.placement import Placement, Scratched
 from trireme.engine.queues.names import numbered
 from trireme.engine.queues.task import Task
@@ -33,39 +33,27 @@ class Elements(NamedTuple):
 
 
 class Landed:
-    """A gradient in the memory of its GPU or in RAM, which waits for its update. Valid after `ready`."""
+    """A gradient that waits for its update: on its GPU, in RAM or in the scratch space on the SSD. Valid after
+    `ready`.
+    """
 
-    def __init__(self, buffer: Buffer, ready: tuple[Task, ...], itemsize: int, first: int = 0):
+    def __init__(self, home: Home, ready: tuple[Task, ...], itemsize: int, first: int = 0):
         """`first`: its first element. Elements before it are updated by other hosts."""
-        self.buffer, self.ready, self.itemsize, self.first = buffer, ready, itemsize, first
+        self.home, self.ready, self.itemsize, self.first = home, ready, itemsize, first
 
     def part(self, a: int, b: int) -> Elements:
-        """Elements [a, b)."""
+        """Elements [a, b); from the SSD whole blocks of the drive are read."""
         start, stop = ((i - self.first) * self.itemsize for i in (a, b))
-        return Elements(self.buffer.tensor[start:stop])
+        if not isinstance(self.home, DriveHome):
+            return Elements(self.home.place.tensor[start:stop])
+        begin, end = start // 4096 * 4096, round_up(stop)
+        here = self.home.bring(part=(begin, end))
+        return Elements(here.tensor[start - begin : stop - begin], here)
 
     def free(self, after: Sequence[Task]) -> None:
-        self.buffer.free(after)
-
-
-class Spilled:
-    """A gradient in the scratch space on the SSD, which waits for its update. Parts are read to buffers in RAM."""
-
-    def __init__(self, placement: Placement, u: int, pool: Pool):
-        geo = placement.geo
-        nbytes, self.itemsize = geo.weights[u].span, ITEMSIZE[geo.dtype]
-        on = Scratched(placement.space, nbytes, later=True)
-        self.home = DriveHome(placement.queues, "gradient", geo.names[u], pool, on, "state")
-        self.ready: tuple[Task, ...] = ()  # parts have their own
-
-    def part(self, a: int, b: int) -> Elements:
-        """Elements [a, b); reads whole blocks of the drive."""
-        first, end = a * self.itemsize // 4096 * 4096, round_up(b * self.itemsize)
-        buffer = self.home.bring(part=(first, end))
-        return Elements(buffer.tensor[a * self.itemsize - first : b * self.itemsize - first], buffer)
-
-    def free(self, after: Sequence[Task]) -> None:
-        """Does nothing: its space on the SSD is its own."""
+        """Gives its buffer back; its space on the SSD is its own."""
+        if not isinstance(self.home, DriveHome):
+            self.home.place.free(after)
 
 
 class Gradients:
@@ -78,11 +66,13 @@ class Gradients:
         self.out = placement.gpu_pools("rounded pool")  # rounded
         self.landings, back = placement.pools("host", "gradient"), placement.pool("host", "gradient pool")
         self.holding: dict[int, Buffer] = {}  # accumulators in use, by unit
-        self.landed: dict[int, Landed | Spilled] = {}
+        self.landed: dict[int, Landed] = {}
         self.itemsize = ITEMSIZE[geo.dtype]
         units = range(geo.n_units)
         self.on_gpu = [Buffer(placement.of(u, "gpu", "rounded")) for u in units]  # of layers that are updated there
-        self.on_ssd = {u: Spilled(placement, u, back) for u in units if plan.spilled(u)}
+        on_drive = lambda u: Scratched(placement.space, geo.weights[u].span, later=True)
+        made = lambda u: DriveHome(queues, "gradient", geo.names[u], back, on_drive(u), "state")
+        self.on_ssd = {u: made(u) for u in units if plan.spilled(u)}
         if not queues.simulated:
             sums = (torch.zeros(geo.first_stretch[-1], device=device) for device in queues.devices)
             self.sums = list(sums)  # of squares by stretch, by GPU: each its units'
@@ -122,15 +112,21 @@ class Gradients:
         if self.plan.units[u].state == "gpu":
             (whole,) = self.geo.pieces(u, self.geo.numel[u])
             task = self._round(u, whole, accumulator, self.on_gpu[u].tensor, accumulator.ready)
-            self.landed[u] = Landed(self.on_gpu[u], (task,), self.itemsize)
+            self._land_in(u, self.on_gpu[u], task)
         else:
             host = self.landings[self.geo.size_class(u)].acquire(name)
             task, landed = self._leave(u, accumulator, host)
-            self.landed[u] = Landed(host, (landed,), self.itemsize)
             if u in self.on_ssd:
-                self.landed[u] = self.on_ssd[u]
-                self.on_ssd[u].home.keep(host, (landed,))
+                self.on_ssd[u].keep(host, (landed,))
+                self.landed[u] = Landed(self.on_ssd[u], (), self.itemsize)
+            else:
+                self._land_in(u, host, landed)
         accumulator.free((task,))
+
+    def _land_in(self, u: int, buffer: Buffer, ready: Task, first: int = 0) -> None:
+        self.landed[u] = Landed(
+            Home(self.queues, "gradient", self.geo.names[u], buffer), (ready,), self.itemsize, first
+        )
 
     def set_aside(self, u: int) -> None:
         """Unit u's sum has the head's part, and is continued later in backward. With one host there is nothing to

@@ -19,7 +19,7 @@ from functools import partial
 import torch
 from torch import Tensor
 
-from trireme.engine.gradients import Gradients, Landed
+from trireme.engine.gradients import Gradients
 from trireme.engine.placement import Placement
 from trireme.engine.queues.names import numbered
 from trireme.engine.queues.task import Task
@@ -115,13 +115,9 @@ class Optimizer:
         """Queues unit u's update, if there is a gradient."""
         if u not in self.gradients.landed:
             return
-        gradient = self.gradients.landed.pop(u)
-        unit = self.plan.units[u]
-        if "gpu" not in (unit.state, unit.update):
-            self.on_cpu.hand_over(u, gradient)
-            return
-        assert isinstance(gradient, Landed), "a gradient for the GPU is there or in RAM"
-        (self.on_gpu if unit.state == "gpu" else self.streamed).hand_over(u, gradient)
+        unit, gradient = self.plan.units[u], self.gradients.landed.pop(u)
+        by = self.on_gpu if unit.state == "gpu" else self.streamed if unit.update == "gpu" else self.on_cpu
+        by.hand_over(u, gradient)
 
     def update_before_forward(self, u: int) -> None:
         """Queues unit u's update, if there is a gradient, and updates that can run early."""

@@ -18,6 +18,9 @@ Mode = Literal["forward", "backward"]
 TIERS: tuple[Tier, ...] = get_args(Tier)
 SAVED: tuple[SavedTier, ...] = get_args(SavedTier)
 MODES: tuple[Mode, ...] = get_args(Mode)
+CHOICES = {"dtype": ("BF16", "F32"), "adam_bits": (32, 16, 8), "between": ("gpu", "host"), "mode": MODES}
+CHOICES |= {"gradients": ("host", "ssd")}
+UNIT_CHOICES = {"update": ("cpu", "gpu")} | dict.fromkeys(("weights", "state", "base", "x"), TIERS)
 MOST = 1 << 48
 MOST_GPUS = 64
 MOST_HOSTS = 1024
@@ -141,35 +144,24 @@ class Plan:
         return self._hash
 
     def __post_init__(self) -> None:
-        for name in COUNTS:
-            value = getattr(self, name)
-            if type(value) is not int or not 0 < value <= MOST:
-                raise InputError(f"plan: {name} is {value!r}, expected a whole number from 1 to {MOST:,}")
-        if type(self.at_once) is not int or not 0 <= self.at_once <= MOST:
-            raise InputError(f"plan: at_once is {self.at_once!r}, expected a whole number from 0 to {MOST:,}")
-        _one_of("dtype", self.dtype, ("BF16", "F32"))
-        _one_of("adam_bits", self.adam_bits, (32, 16, 8))
-        _one_of("between", self.between, ("gpu", "host"))
-        _one_of("mode", self.mode, MODES)
-        _one_of("gradients", self.gradients, ("host", "ssd") if self.mode == "forward" else ("host",))
-        for tier in self.late_moments:
-            _one_of("late_moments", tier, TIERS)
+        for name in (*COUNTS, "at_once"):
+            value, least = getattr(self, name), name != "at_once"
+            if type(value) is not int or not least <= value <= MOST:
+                raise InputError(f"plan: {name} is {value!r}, expected a whole number from {least:d} to {MOST:,}")
+        allowed = CHOICES if self.mode == "forward" else CHOICES | {"gradients": ("host",)}
+        _check_words("plan", self, allowed, [(tier, TIERS) for tier in self.late_moments])
         for u, unit in self.distinct.items():
+            _check_words(f"plan: unit {u}", unit, UNIT_CHOICES, [(tier, SAVED) for _, tier in unit.saved])
             if len({name for name, _ in unit.saved}) < len(unit.saved):
                 raise InputError(f"plan: unit {u} saves a tensor twice: {', '.join(name for name, _ in unit.saved)}")
-            _one_of(f"update of unit {u}", unit.update, ("cpu", "gpu"))
-            for tier in (unit.weights, unit.state, unit.base, unit.x):
-                _one_of(f"a tier of unit {u}", tier, TIERS)
-            for _, saved in unit.saved:
-                _one_of(f"a tier of saved tensors of unit {u}", saved, SAVED)
             if (unit.weights == "gpu") != (unit.state == "gpu"):
                 raise InputError(
                     f"plan: unit {u} has weights on {unit.weights} and state on {unit.state}; gpu is for both"
                 )
-            if unit.update == "gpu" and (unit.weights, unit.state) != ("host", "host"):
-                raise InputError(f"plan: unit {u} is to be updated on the gpu, so weights and state must be in host")
-        if self.mode == "backward" and any(u.update == "gpu" for u in self.units):
-            raise InputError("plan: updates streamed through the gpu need mode forward")
+            if unit.update == "gpu" and (unit.weights, unit.state, self.mode) != ("host", "host", "forward"):
+                raise InputError(
+                    f"plan: unit {u} is updated on the gpu, which needs mode forward, weights, state in host"
+                )
         if self.late_moments and (self.mode, self.adam_bits) != ("forward", 32):
             raise InputError("plan: late_moments needs mode forward and adam_bits 32")
         if self.slices > 1 and not (self.halves and self.between == "gpu" and self.gpus == 1):
@@ -327,9 +319,19 @@ def spread_evenly(n: int, shares: Sequence[float]) -> list[int]:
     return found
 
 
-def _one_of(name: str, value: object, allowed: Sequence[object]) -> None:
-    if value not in allowed:
-        raise InputError(f"plan: {name} is {value!r}, expected {' or '.join(map(str, allowed))}")
+def _check_words(
+    where: str,
+    plan: Plan | UnitPlan,
+    allowed: Mapping[str, Sequence[object]],
+    others: Sequence[tuple[str, Sequence[str]]],
+) -> None:
+    """Raises InputError for a field, or another word, that is none of those allowed."""
+    for name, words in allowed.items():
+        if getattr(plan, name) not in words:
+            raise InputError(f"{where}: {name} is {getattr(plan, name)!r}, expected {' or '.join(map(str, words))}")
+    for tier, known in tiers:
+        if tier not in known:
+            raise InputError(f"{where}: {tier!r} is no tier, expected {' or '.join(known)}")
 
 
 _TYPES = {"int": int, "bool": bool}

@@ -16,7 +16,7 @@ import torch
 from torch import Tensor
 
 from trireme.engine.geometry import extent
-from trireme.engine.gradients import Gradients, Landed
+from trireme.engine.gradients import Gradients
 from trireme.engine.memory import NOTHING, Buffer, flat
 from trireme.engine.placement import Placement
 from trireme.engine.queues.names import numbered
@@ -126,7 +126,7 @@ class SharedGradients(Gradients):
         dealt = self.queues.run("net", "gradient", name, deal, ready, nbytes=nbytes)
         if whole is not None:
             whole.free((dealt,))
-        self.landed[u] = Landed(mine or Buffer(NOTHING), (dealt,), size, own.start)
+        self._land_in(u, mine or Buffer(NOTHING), dealt, own.start)
 
     def set_aside(self, u: int) -> None:
         """Sends the sum to the next host. It comes back to the first host, which continues it."""

@@ -15,7 +15,7 @@ import torch
 from torch import Tensor
 
 from trireme.engine.geometry import GPU_BYTES, PART_BYTES, Part
-from trireme.engine.gradients import Gradients, Landed, Spilled
+from trireme.engine.gradients import Gradients, Landed
 from trireme.engine.home import Home
 from trireme.engine.memory import NOTHING, Buffer, flat, views
 from trireme.engine.placement import Entry, Placement
@@ -113,7 +113,7 @@ class OnGpuUpdates:
 
     def hand_over(self, u: int, gradient: Landed) -> None:
         """Queues unit u's update."""
-        ranges, landed = self.geo.records(u, self.plan.record), gradient.buffer.tensor
+        ranges, landed = self.geo.records(u, self.plan.record), gradient.home.place.tensor
         updates = [self.kernels.bind(u, a, b, on_gpu=True) for a, b in ranges]
 
         def update() -> None:
@@ -140,7 +140,7 @@ class OnGpuUpdates:
 class CpuWork:
     """The update of one unit on the CPU, or one of its two parts."""
 
-    def __init__(self, kernels: Kernels, u: int, gradient: Landed | Spilled, part: Part, hi: Tensor = NOTHING):
+    def __init__(self, kernels: Kernels, u: int, gradient: Landed, part: Part, hi: Tensor = NOTHING):
         """`hi`: the weights in RAM. The part "moments" does not need them."""
         self.kernels, self.geo, self.u, self.gradient, self.part, self.hi = kernels, kernels.geo, u, gradient, part, hi
         self.ranges = self.geo.records(u, kernels.plan.record)
@@ -221,7 +221,7 @@ class CpuUpdates:
         self.late: dict[int, tuple[CpuWork, Sequence[Task]]] = {}  # moments that are due, and what they come after
         self.written: dict[int, tuple[Task, ...]] = {}  # the last late moments of a layer with state in RAM
 
-    def hand_over(self, u: int, gradient: Landed | Spilled) -> None:
+    def hand_over(self, u: int, gradient: Landed) -> None:
         """Queues unit u's update."""
         unit, weights = self.plan.units[u], self.weights.in_ram(u)
         taken, late = weights.take(), unit.state in self.plan.late_moments
@@ -239,7 +239,7 @@ class CpuUpdates:
             gradient.free((done,))
         weights.put(taken, current)
 
-    def moments_later(self, u: int, gradient: Landed | Spilled, after: Sequence[Task]) -> None:
+    def moments_later(self, u: int, gradient: Landed, after: Sequence[Task]) -> None:
         """Keeps the update of unit u's moments for `moments`. It comes after `after`, the update of its weights."""
         self.late[u] = CpuWork(self.kernels, u, gradient, "moments"), after
 
