@@ -20,7 +20,6 @@ from torch import Tensor
 
 from trireme.engine.amounts import gib
 from trireme.engine.plan import DoesNotFit, Limits
-from trireme.engine.queues.names import numbered
 from trireme.engine.queues.task import Kind, Queues, Task
 from trireme.storage.layout import Layout, round_up
 
@@ -272,15 +271,6 @@ class Memory:
                 self.refused += nbytes
         self._maps.append(room)
         return torch.frombuffer(room, dtype=torch.uint8, count=nbytes, offset=skip)
-
-    def describe(self) -> list[str]:
-        """The buffers and limits as a table."""
-        lines = [f"{'tier':5} {'buffer':32} {'count':>6} {'each':>11} {'total':>11}"]
-        for tier, name, each, count, gpu in self.table:
-            lines.append(f"{numbered(tier, gpu):5} {name:32} {count:6} {gib(each):>11} {gib(each * count):>11}")
-        for tier, limit in (("gpu", self.limits.gpu), ("host", self.limits.host)):
-            lines.append(f"{tier:5} {'total (limit)':32} {'':6} {gib(self.used(tier)):>11} {gib(limit):>11}")
-        return lines
 
     def owned(self) -> int:
         """The number of pools' buffers in use; zero between steps."""

@@ -323,9 +323,9 @@ def _check_words(
     where: str,
     plan: Plan | UnitPlan,
     allowed: Mapping[str, Sequence[object]],
-    others: Sequence[tuple[str, Sequence[str]]],
+    tiers: Sequence[tuple[str, Sequence[str]]],
 ) -> None:
-    """Raises InputError for a field, or another word, that is none of those allowed."""
+    """Raises InputError for a field that is none of the words allowed, or a tier that is none of those beside it."""
     for name, words in allowed.items():
         if getattr(plan, name) not in words:
             raise InputError(f"{where}: {name} is {getattr(plan, name)!r}, expected {' or '.join(map(str, words))}")

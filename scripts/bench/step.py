@@ -26,7 +26,7 @@ import torch
 from ceilings import against, blended, forget_peaks, lower_bounds, measure_rates, sustained_rates
 from model_inputs import shaped
 
-from trireme.engine.amounts import size
+from trireme.engine.amounts import gib, size
 from trireme.engine.buffers import usage
 from trireme.engine.build import Engine, inputs_on
 from trireme.engine.check.steps import make_batch, random_engine
@@ -40,6 +40,7 @@ from trireme.engine.planner.predict import Batch, predict
 from trireme.engine.planner.rates import CODE, Rates
 from trireme.engine.planner.rule import Wanted, simple_plan, sizes_of, sliced
 from trireme.engine.planner.sizes import MODELS
+from trireme.engine.queues.names import numbered
 from trireme.engine.queues.real import InlineQueues, RealQueues
 from trireme.engine.queues.trace import Span, busy, perfetto
 from trireme.engine.run.plan import record_size
@@ -163,8 +164,8 @@ def engine_of(a: Arguments, cfg: ModelConfig, plan: Plan, limits: Limits, device
     hold_to(limits, device)
     folder = Path(a.store) if a.store else None
     with random_engine(cfg, plan, limits, queues, folder, a.clip, "pinning" not in a.off) as e:
-        for line in e.memory.describe():
-            print(line)
+        for tier, name, each, count, gpu in e.memory.table:
+            print(f"{numbered(tier, gpu):5} {name:32} {count:6} {gib(each):>11} {gib(each * count):>11}")
         print(f"set-up {time.perf_counter() - start:.1f} s; {plan.n_micro} micro-batches of {plan.tokens} tokens")
         print(f"window {plan.window}, state slots {plan.state_slots}, mode {plan.mode}", flush=True)
         yield e
