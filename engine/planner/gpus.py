@@ -2,9 +2,12 @@
 
 from __future__ import annotations
 
+import csv
 import re
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from difflib import get_close_matches
+from pathlib import Path
 
 from trireme.engine.amounts import positive, size
 
@@ -23,105 +26,11 @@ class Gpu:
     unified: bool = False  # its memory is the CPU's too
 
 
-# NVIDIA's data sheets: GiB, dense tensor-core TFLOP/s with fp32 accumulation (on GeForce boards half of the fp16 rate),
-# GB/s of memory (an H200 reaches 0.86). A laptop's power sets a clock between two: 4 FLOPs a core at the middle.
-# Then the share of the peak in a large multiplication: 0.79 measured on an H200, for data-centre and workstation
-# boards; GeForce boards clock above their sheet and reach 1 (a block at 164 TFLOP/s on an RTX 4090), an A100 on PCIe
-# 0.72 (at 200): Fuyou, section 1, footnote 3. Then the bus: PCIe generation x lanes, or GB/s of another link.
-_SHEETS = """
-RTX 3050 8 18.2 224 1 4x8
-RTX 3050-6G 6 13.5 168 1 4x8
-RTX 3060 12 25.5 360 1 4x16
-RTX 3060-8G 8 25.5 240 1 4x16
-RTX 3060 Ti 8 32.4 448 1 4x16
-RTX 3070 8 40.6 448 1 4x16
-RTX 3070 Ti 8 43.5 608 1 4x16
-RTX 3080 10 59.5 760 1 4x16
-RTX 3080-12G 12 61.3 912 1 4x16
-RTX 3080 Ti 12 68.2 912 1 4x16
-RTX 3090 24 71 936 1 4x16
-RTX 3090 Ti 24 80 1008 1 4x16
-RTX 4060 8 30.2 272 1 4x8
-RTX 4060 Ti 8 44.1 288 1 4x8
-RTX 4060 Ti-16G 16 44.1 288 1 4x8
-RTX 4070 12 58.3 504 1 4x16
-RTX 4070 Super 12 71 504 1 4x16
-RTX 4070 Ti 12 80.2 504 1 4x16
-RTX 4070 Ti Super 16 88.2 672 1 4x16
-RTX 4080 16 97.5 717 1 4x16
-RTX 4080 Super 16 104.4 736 1 4x16
-RTX 4090 24 165.2 1008 1 4x16
-RTX 4090 D 24 147.1 1008 1 4x16
-RTX 5050 8 26.3 320 1 5x8
-RTX 5060 8 38.4 448 1 5x8
-RTX 5060 Ti 8 47.4 448 1 5x8
-RTX 5060 Ti-16G 16 47.4 448 1 5x8
-RTX 5070 12 61.7 672 1 5x16
-RTX 5070 Ti 16 87.9 896 1 5x16
-RTX 5080 16 112.6 960 1 5x16
-RTX 5090 32 209.5 1792 1 5x16
-RTX 3050 Laptop 4 11.5 192 1 4x8
-RTX 3050 Ti Laptop 4 14 192 1 4x8
-RTX 3060 Laptop 6 22.9 336 1 4x16
-RTX 3070 Laptop 8 29.8 448 1 4x16
-RTX 3070 Ti Laptop 8 29.7 448 1 4x16
-RTX 3080 Laptop 8 36.3 448 1 4x16
-RTX 3080 Laptop-16G 16 36.3 448 1 4x16
-RTX 3080 Ti Laptop 16 40.3 512 1 4x16
-RTX 4050 Laptop 6 20.4 192 1 4x8
-RTX 4060 Laptop 8 23.6 256 1 4x8
-RTX 4070 Laptop 8 31.4 256 1 4x8
-RTX 4080 Laptop 12 53.9 432 1 4x16
-RTX 4090 Laptop 16 68 576 1 4x16
-RTX 5050 Laptop 8 21.3 384 1 5x8
-RTX 5060 Laptop 8 23 384 1 5x8
-RTX 5070 Laptop 8 30 384 1 5x8
-RTX 5070 Ti Laptop 12 36.1 672 1 5x16
-RTX 5080 Laptop 16 50.1 896 1 5x16
-RTX 5090 Laptop 24 66.1 896 1 5x16
-RTX A2000 12 31.9 288 0.79 4x16
-RTX A4000 16 76.7 448 0.79 4x16
-RTX A4500 20 94.6 640 0.79 4x16
-RTX A5000 24 111.1 768 0.79 4x16
-RTX A5500 24 136.4 768 0.79 4x16
-RTX A6000 48 154.8 768 0.79 4x16
-RTX 2000 Ada 16 48 224 0.79 4x8
-RTX 4000 Ada 20 106.9 360 0.79 4x16
-RTX 4500 Ada 24 158.5 432 0.79 4x16
-RTX 5000 Ada 32 261.1 576 0.79 4x16
-RTX 5880 Ada 48 277.2 960 0.79 4x16
-RTX 6000 Ada 48 364.2 960 0.79 4x16
-RTX Pro 2000 16 67.9 288 0.79 5x8
-RTX Pro 4000 24 187.6 672 0.79 5x16
-RTX Pro 4500 32 219.8 896 0.79 5x16
-RTX Pro 5000 48 267.8 1344 0.79 5x16
-RTX Pro 5000-72G 72 267.8 1344 0.79 5x16
-RTX Pro 6000 96 503.8 1792 0.79 5x16
-RTX Pro 6000 Max-Q 96 438.9 1792 0.79 5x16
-A2 16 18 200 0.79 4x8
-A10 24 125 600 0.79 4x16
-A10G 24 70 600 0.79 4x16
-A30 24 165 933 0.79 4x16
-A40 48 149.7 696 0.79 4x16
-L4 24 121 300 0.79 4x16
-L40 48 181 864 0.79 4x16
-L40S 48 362 864 0.79 4x16
-V100-32G 32 125 900 0.79 3x16
-A100-40G 40 312 1555 0.79 4x16
-A100-80G 80 312 1935 0.72 4x16
-A800 80 312 1935 0.72 4x16
-H20 96 148 4000 0.79 5x16
-H800 80 989 3350 0.79 5x16
-H100 80 989 3350 0.79 5x16
-H100 PCIe 80 756 2000 0.79 5x16
-H100 NVL 94 835 3900 0.79 5x16
-H200 141 989 4800 0.79 5x16
-GH200 96 989 4000 0.79 300
-GH200-144G 144 989 4900 0.79 300
-B200 180 2250 8000 0.79 5x16
-B300 270 2250 8000 0.79 5x16
-GB10 119 125 273 0.79 100
-"""
+# gpus.csv has NVIDIA's data sheets: GiB, dense tensor-core TFLOP/s with fp32 accumulation (on GeForce boards half of
+# the fp16 rate), GB/s of memory (an H200 reaches 0.86). A laptop's power sets a clock between two: 4 FLOPs a core at
+# the middle. The share of TFLOP/s is that of a large multiplication: 0.79 measured on an H200, for data-centre and
+# workstation boards; GeForce boards clock above their sheet and reach 1 (a block at 164 TFLOP/s on an RTX 4090), an
+# A100 on PCIe 0.72 (at 200): Fuyou, section 1, footnote 3. The bus: PCIe generation x lanes, or GB/s of another link.
 _LANE = {"3": 12.5e9 / 16, "4": 25e9 / 16, "5": 55e9 / 16}  # bytes/s of a lane; x16 measured
 _UNIFIED = ("GB10",)
 # fp8 at twice bf16's rate by the sheets (RTX 4090: 330 TFLOP/s, H200: 1979). Of its own an H200 reaches 0.73 (1437
@@ -149,8 +58,8 @@ def _key(name: str) -> str:
     return re.sub(r"(\d)gi?b$", r"\1g", plain)
 
 
-def _read(line: str) -> Gpu:
-    name, gib, peak, bandwidth, share, bus = line.rsplit(" ", 5)
+def _read(row: Sequence[str]) -> Gpu:
+    name, gib, peak, bandwidth, share, bus = row
     matmul, copy = float(f"{peak}e12") * float(share), float(f"{bandwidth}e9") * 0.86
     fp8 = 0.0 if _WITHOUT_FP8.match(name) else 2 * matmul * (1 if share == "1" else 0.92)
     generation, _, lanes = bus.rpartition("x")
@@ -158,7 +67,8 @@ def _read(line: str) -> Gpu:
     return Gpu(name, int(gib) << 30, matmul, copy, rate, fp8, int(lanes) if generation else 0, name in _UNIFIED)
 
 
-_BY_KEY = {_key(gpu.name): gpu for gpu in map(_read, _SHEETS.strip().splitlines())}
+with Path(__file__).with_name("gpus.csv").open(newline="") as file:
+    _BY_KEY = {_key(gpu.name): gpu for gpu in map(_read, list(csv.reader(file))[1:])}
 GPUS = {gpu.name.lower().replace(" ", ""): gpu for gpu in _BY_KEY.values()}
 
 

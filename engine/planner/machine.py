@@ -20,7 +20,9 @@ from trireme.engine.planner.host import are_equal, gpus_from, places_of
 from trireme.engine.planner.probe import cache, compute, copies, drive, processor
 from trireme.engine.planner.rates import DRIVES, ENDURANCE, GB, Machine, Rates, rates_of, reserved
 from trireme.models.config import Scan
+from trireme.storage.files import existing
 
+EQUAL = 0.8  # drives that differ by less in speed are taken for equal
 NOTICED = 0.9  # a sustained rate of a drive below this share of its measured rate is printed
 
 
@@ -100,6 +102,17 @@ def with_drives(machine: Machine, folders: Sequence[str | Path], anew: bool = Fa
     each = f"read {rates.ssd_read / GB:.1f}, write {rates.ssd_write / GB:.1f} GB/s, together {mixed:.2f} of that"
     how = tried[0][1] + f"; a run kept up {percent(held)} of that" * (held < NOTICED)
     return replace(machine, rates=rates, drives=f"{machine.ssd / GB:,.0f} GB of disk free, {each} ({how})")
+
+
+def drive_speeds(folders: Sequence[str | Path]) -> list[float]:
+    """Bytes/s that the drive of each folder reads and writes back, as measured for plans; files are striped by them.
+    All are 1 if one was not measured, or if the slowest has EQUAL of the fastest one's speed.
+    """
+    places = [existing(folder) for folder in folders]
+    rates = [cache.remembered(drive.identity(place)) for place in places]
+    speeds = [2 / (1 / r["ssd_read"] + 1 / r["ssd_write"]) * _held(p) for p, r in zip(places, rates, strict=True) if r]
+    measured = len(speeds) == len(places) > 0
+    return speeds if measured and min(speeds) < EQUAL * max(speeds) else [1.0] * len(places)
 
 
 def note_pinned(device: torch.device, nbytes: int) -> None:

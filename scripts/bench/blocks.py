@@ -31,16 +31,22 @@ from torch.nn.attention import SDPBackend, sdpa_kernel
 
 from trireme.engine.check.cases import BF16, attention_inputs
 from trireme.engine.memory import views
-from trireme.engine.planner.sizes import MODELS
-from trireme.engine.planner.sizes import llama as llama_shape
+from trireme.engine.planner.sizes import find_model
 from trireme.kernels import ops
 from trireme.models import model
-from trireme.models.config import ModelConfig
+from trireme.models.config import ModelConfig, Rope, uniform
 from trireme.models.rows import Rows, make_rows, rope_tables
 from trireme.models.sizes import narrow, shapes
 from trireme.storage.layout import pack
 
-LARGE = {"LLaMA-3-8B": MODELS["llama-8b"], "LLaMA-2-13B": MODELS["llama-13b"]}
+
+
+def llama_shape(width: int, layers: int, heads: int, ffn: int) -> ModelConfig:
+    return uniform("llama", 32000, width, layers, heads, heads, width // heads, ffn, 1 << 17, 1e-5, False,
+                   rope=Rope(1e4))  # fmt: skip
+
+
+LARGE = {"LLaMA-3-8B": find_model("llama-8b"), "LLaMA-2-13B": find_model("llama-13b")}
 
 
 class Layers(NamedTuple):
@@ -53,21 +59,23 @@ class Layers(NamedTuple):
     cases: tuple[tuple[str, int, int], ...]  # (what, unit, documents)
 
 
-OSS = replace(MODELS["gpt-oss-20b"], packing=None, packed=())  # in bf16
+OSS = replace(find_model("gpt-oss-20b"), packing=None, packed=())  # in bf16
 LAYERS = {
     **{name: Layers(cfg, "llama", {}, 8192, (("", 1, 1),)) for name, cfg in LARGE.items()},
-    "Qwen3-30B": Layers(MODELS["qwen3-30b"], "qwen3_moe", dict(norm_topk_prob=True), 32768, (("", 1, 1), ("", 1, 8))),
-    "MiniMax-M2": Layers(MODELS["minimax-m2"], "minimax_m2", {}, 32768, (("", 1, 1), ("", 1, 8))),
-    "Hy3": Layers(MODELS["hy3-295b"], "hy_v3", {}, 32768, (("", 2, 1), ("", 2, 8))),
+    "Qwen3-30B": Layers(find_model("qwen3-30b"), "qwen3_moe", dict(norm_topk_prob=True), 32768,
+                        (("", 1, 1), ("", 1, 8))),
+    "MiniMax-M2": Layers(find_model("minimax-m2"), "minimax_m2", {}, 32768, (("", 1, 1), ("", 1, 8))),
+    "Hy3": Layers(find_model("hy3-295b"), "hy_v3", {}, 32768, (("", 2, 1), ("", 2, 8))),
     "gpt-oss-20b": Layers(OSS, "gpt_oss", dict(num_local_experts=32), 32768,
                           ((" with a window of 128", 1, 8), ("", 2, 8))),
     # within documents of 1,024 tokens a window of as many cuts nothing off: transformers needs no mask
-    "Gemma-3-27B": Layers(MODELS["gemma-3-27b"], "gemma3_text", {}, 8192,
+    "Gemma-3-27B": Layers(find_model("gemma-3-27b"), "gemma3_text", {}, 8192,
                           ((" with a window of 1,024", 1, 8), ("", 6, 1), ("", 6, 8))),
-    "Qwen3.5-9B": Layers(MODELS["qwen3.5-9b"], "qwen3_5_text", {}, 32768,
+    "Qwen3.5-9B": Layers(find_model("qwen3.5-9b"), "qwen3_5_text", {}, 32768,
                          ((" with linear attention", 1, 1), (" with linear attention", 1, 8), ("", 4, 1), ("", 4, 8))),
 }  # fmt: skip
-SMALL = {"125M": llama_shape(768, 1, 12, 2048), "350M": llama_shape(1024, 1, 16, 2816), "1.3B": MODELS["llama-1.3b"]}
+SMALL = {"125M": llama_shape(768, 1, 12, 2048), "350M": llama_shape(1024, 1, 16, 2816), 
+         "1.3B": find_model("llama-1.3b")}  # fmt: skip
 
 
 class Block(NamedTuple):

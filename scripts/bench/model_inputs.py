@@ -12,7 +12,7 @@ from pathlib import Path
 
 import numpy as np
 
-from trireme.engine.planner.sizes import MODELS
+from trireme.engine.planner.sizes import find_model
 from trireme.engine.run import demo
 from trireme.engine.tuning.chosen import adapted, targets
 from trireme.engine.tuning.packed import outlined
@@ -30,7 +30,7 @@ def with_adapters(cfg: ModelConfig, rank: int) -> ModelConfig:
 
 def shaped(name: str, layers: int, rank: int, base: str) -> ModelConfig:
     """A shape's first `layers` (0: all) with adapters, frozen matrices in `base` (quantized.BASES; "": as they are)."""
-    cfg = MODELS[name]
+    cfg = find_model(name)
     if layers:
         dense = tuple(i for i in cfg.experts.dense if i < layers) if cfg.experts else ()
         cfg = replace(cfg, n_layers=layers, experts=cfg.experts and replace(cfg.experts, dense=dense))
@@ -45,7 +45,7 @@ def shaped(name: str, layers: int, rank: int, base: str) -> ModelConfig:
 
 def make_model(folder: Path, name: str, text: Path) -> Path:
     """A random LLaMA checkpoint in bf16."""
-    cfg, made = MODELS[name], folder / name
+    cfg, made = find_model(name), folder / name
     if made.exists():
         return made
     part = folder / f"{name}.part"

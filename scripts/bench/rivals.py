@@ -35,7 +35,7 @@ from torch.nn.attention import SDPBackend, sdpa_kernel
 from trireme.engine.amounts import size
 from trireme.engine.check.steps import make_batch
 from trireme.engine.planner.host import choose_device, memory_in_use
-from trireme.engine.planner.sizes import MODELS
+from trireme.engine.planner.sizes import names
 from trireme.models.sizes import costs
 
 ATTENTION = [SDPBackend.CUDNN_ATTENTION, SDPBackend.FLASH_ATTENTION, SDPBackend.MATH]
@@ -313,7 +313,7 @@ def main(argv: list[str]) -> int:
 def arguments(argv: list[str]) -> argparse.Namespace:
     p = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     p.add_argument("rival", choices=("table", "small", *RIVALS))
-    p.add_argument("model", nargs="?", choices=[name for name in MODELS if "llama" in name], default="llama-1.3b")
+    p.add_argument("model", nargs="?", choices=[name for name in names() if "llama" in name], default="llama-1.3b")
     p.add_argument("--tokens", type=int, default=32768, help="tokens of a step")
     p.add_argument("--layers", type=int, default=0, help="the first so many of the model; 0: all")
     p.add_argument("--lora", type=int, default=0, help="rank of peft's adapters; 0: all is trained")

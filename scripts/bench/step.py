@@ -39,7 +39,7 @@ from trireme.engine.planner.host import choose_device, choose_gpus, hold_to, mem
 from trireme.engine.planner.predict import Batch, predict
 from trireme.engine.planner.rates import CODE, Rates
 from trireme.engine.planner.rule import Wanted, simple_plan, sizes_of, sliced
-from trireme.engine.planner.sizes import MODELS
+from trireme.engine.planner.sizes import names
 from trireme.engine.queues.names import numbered
 from trireme.engine.queues.real import InlineQueues, RealQueues
 from trireme.engine.queues.trace import Span, busy, perfetto
@@ -89,12 +89,7 @@ def make_plan(a: Arguments, cfg: ModelConfig, dtype: str, limits: Limits, rates:
     elif a.rule or a.placement != "auto":
         plan = simple_plan(cfg, limits, wanted)
     else:
-        choice = choose(cfg, limits, rates, wanted)
-        for line in choice.because:
-            print(f"because {line}")
-        plan = choice.plan
-    if a.losses is not None:
-        plan = replace(plan, losses=tuple(map(int, a.losses.split(","))) if a.losses else ())
+        plan = choose(cfg, limits, rates, wanted).plan
     return replace(plan, window=1) if "prefetch" in a.off else plan
 
 
@@ -292,7 +287,7 @@ def main(argv: list[str]) -> int:
 
 def arguments(argv: list[str]) -> Arguments:
     p = argparse.ArgumentParser(description=__doc__.splitlines()[0])
-    p.add_argument("model", choices=MODELS)
+    p.add_argument("model", choices=names())
     p.add_argument("--tokens", type=int, default=32768, help="tokens of a step")
     p.add_argument("--seq", type=int, default=1024)
     p.add_argument("--lora", type=int, default=0, help="rank of adapters on all linear layers; 0: all is trained")
@@ -301,9 +296,6 @@ def arguments(argv: list[str]) -> Arguments:
     p.add_argument("--slices", type=int, default=0, help="that frozen experts of a layer come in; 0: as planned")
     p.add_argument("--micro", type=int, default=0, help="rows of a micro-batch; default: what fits, up to 16k tokens")
     p.add_argument("--gpus", type=int, default=1)
-    p.add_argument(
-        "--losses", help="GPUs that compute the losses of micro-batches in turn, as 1,0; '': the head's alone"
-    )
     p.add_argument("--gpu-memory", type=size, help="of each GPU")
     p.add_argument("--ram", type=size)
     p.add_argument("--store", help="a folder on the SSD; without it the SSD is not used")

@@ -12,20 +12,27 @@ from trireme.engine.buffers import fits
 from trireme.engine.geometry import Geometry
 from trireme.engine.plan import DoesNotFit
 from trireme.engine.planner.choose import choose
-from trireme.engine.planner.forecast import Forecast, Work, check_drive
+from trireme.engine.planner.advice import check_drive
+from trireme.engine.planner.forecast import Forecast, Work
 from trireme.engine.planner.gpus import GPUS
 from trireme.engine.planner.predict import Batch, predict
 from trireme.engine.planner.rates import DRIVES, GB, Machine, machine
 from trireme.engine.planner.rule import Wanted, simple_plan, sizes_of
-from trireme.engine.planner.sizes import MODELS, gpt3
+from trireme.engine.planner.sizes import find_model
 from trireme.engine.run.plan import record_size
 from trireme.engine.tuning.chosen import adapted, targets
-from trireme.models.config import Lora, ModelConfig
+from trireme.models.config import Lora, ModelConfig, uniform
 from trireme.models.sizes import costs, shapes
 
 SEQ = 1024
 GIB = 1 << 30
 Row = list[object]  # cells of a table
+
+
+def gpt3(width: int, layers: int, heads: int) -> ModelConfig:
+    return uniform("gpt2", 50257, width, layers, heads, heads, width // heads, 4 * width, 8192, 1e-5, True,
+                   qkv_bias=True, o_bias=True, mlp_bias=True)  # fmt: skip
+
 
 # Fuyou, table 4.
 GPT = {
@@ -234,8 +241,9 @@ def windows() -> list[Row]:
 
 
 BUYERS = {
-    "7B": MODELS["llama-7b"], "13B": MODELS["llama-13b"], "33B": MODELS["llama-33b"], "70B": MODELS["llama-70b"],
-    "175B": MODELS["gpt3-175b"], "405B": MODELS["llama-405b"],
+    "7B": find_model("llama-7b"), "13B": find_model("llama-13b"), "33B": find_model("llama-33b"),
+    "70B": find_model("llama-70b"),
+    "175B": find_model("gpt3-175b"), "405B": find_model("llama-405b"),
 }  # fmt: skip
 DRIVE = replace(DRIVES["gen4"], capacity=4 * 10**12, endurance=2400e12)
 
@@ -264,7 +272,7 @@ def adapters() -> list[Row]:
     """What LoRA trains on an RTX 4090: rank 16 on all linear layers, by sequences per step, RAM and drives."""
     rows = []
     for model, sequences, ram, drives in product(("8B", "33B", "70B"), (8, 32), (64, 128), (1, 2)):
-        cfg = with_adapters(MODELS[f"llama-{model.lower()}"], 16)
+        cfg = with_adapters(find_model(f"llama-{model.lower()}"), 16)
         m = machine(GPUS["rtx4090"], ram * GIB, DRIVE, drives)
         wanted = Wanted(sizes_of([k for k in (16, 8, 4, 2, 1) if k <= sequences], sequences, SEQ), document=SEQ)
         f = Forecast(cfg, choose(cfg, m.limits, m.rates, wanted).plan, m, m.limits, Work(SEQ, sequences, 1))
@@ -284,7 +292,7 @@ def mixtures() -> list[Row]:
     """Mixtures of experts by (RTX 4090s, RAM) with two drives: in full with 8-bit moments, and LoRA of attention."""
     rows: list[Row] = []
     for model, rank, (gpus, ram) in product(MIXTURES, (0, 16), ((1, 64), (1, 128), (2, 128))):
-        cfg, sequences = with_adapters(MODELS[model], rank), 32 if rank else 128
+        cfg, sequences = with_adapters(find_model(model), rank), 32 if rank else 128
         m = replace(machine(GPUS["rtx4090"], ram * GIB, DRIVE, 2), gpus=gpus)
         sizes, record = sizes_of((16, 8, 4, 2, 1), sequences, SEQ), record_size(shapes.parameters(cfg), m.limits.host)
         wanted = Wanted(sizes, record=record, adam_bits=32 if rank else 8, document=SEQ, gpus=gpus)

@@ -14,7 +14,7 @@ from engines import HYBRID
 from trireme.engine.geometry import ADAM_BYTES
 from trireme.engine.plan import Limits
 from trireme.engine.planner import host
-from trireme.engine.planner.machine import doubt, note_drives, note_pinned, this_machine, with_drives
+from trireme.engine.planner.machine import doubt, drive_speeds, note_drives, note_pinned, this_machine, with_drives
 from trireme.engine.planner.predict import KERNELS, WITHIN
 from trireme.engine.planner.probe import cache, compute, copies, drive, processor, starts
 from trireme.engine.planner.rates import ENDURANCE, Machine, Rates, rates_of
@@ -244,6 +244,19 @@ def test_a_drive_that_is_full_leaves_no_back_end_open(tmp_path, monkeypatch):
     with pytest.raises(OSError, match="no space"):
         drive.drive_rates(tmp_path)
     assert closed
+
+
+@pytest.mark.parametrize(("second", "speeds"), [(0.9, (1, 1)), (0.5, (1, 0.5)), (None, (1, 1))])
+def test_drives_are_striped_by_what_was_measured_for_plans(tmp_path, monkeypatch, second, speeds):
+    """Equally, where they hardly differ or one was not measured."""
+    monkeypatch.setattr(drive, "identity", lambda place: {"device": place.name})
+    folders = [tmp_path / "a", tmp_path / "b"]
+    for folder, share in zip(folders, (1.0, second), strict=True):
+        folder.mkdir()
+        if share:
+            cache.remember({"device": folder.name}, {"ssd_read": 3e9 * share, "ssd_write": 2e9 * share})
+    one, two = drive_speeds(folders)
+    assert two / one == pytest.approx(speeds[1] / speeds[0])
 
 
 def test_this_machine_and_its_drives(tmp_path, monkeypatch):

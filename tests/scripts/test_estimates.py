@@ -6,7 +6,7 @@ import pytest
 from script_files import script
 
 from trireme.engine.plan import DoesNotFit, Limits
-from trireme.engine.planner.sizes import MODELS
+from trireme.engine.planner.sizes import find_model, names
 from trireme.engine.run.command import parse
 
 estimates, choice = script("bench/estimates"), script("bench/choice")
@@ -16,7 +16,7 @@ bench_step = choice.bench_step
 @pytest.mark.parametrize("line", [*estimates.STEPS, *estimates.STEPS_ON_A_CPU, *choice.LINES])
 def test_every_line_of_steps_is_one_that_step_takes(line):
     given = bench_step.arguments(line.removesuffix("--store").split())
-    wanted = bench_step.wanted_of(given, MODELS[given.model], "BF16", Limits(15 << 30, 60 << 30))
+    wanted = bench_step.wanted_of(given, find_model(given.model), "BF16", Limits(15 << 30, 60 << 30))
     assert wanted.sizes
 
 
@@ -24,7 +24,7 @@ def test_every_line_of_steps_is_one_that_step_takes(line):
 def test_slices_are_refused_where_no_experts_can_have_them(model):
     given = bench_step.arguments([model, "--slices", "2"])
     with pytest.raises(DoesNotFit, match="no frozen experts"):
-        bench_step.wanted_of(given, MODELS[model], "BF16", Limits(15 << 30, 60 << 30))
+        bench_step.wanted_of(given, find_model(model), "BF16", Limits(15 << 30, 60 << 30))
 
 
 @pytest.mark.parametrize("warmup", [0, 1, 2, 3])
@@ -46,7 +46,7 @@ def test_every_line_of_runs_is_a_command(line, tmp_path, monkeypatch):
     options = parse(estimates.run_words(line, tmp_path))
     assert options.max_steps
     assert options.seq_len
-    assert line.split()[0] in MODELS
+    assert line.split()[0] in names()
     assert line.split()[1] in estimates.DATA
 
 

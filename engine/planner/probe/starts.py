@@ -10,11 +10,11 @@ import torch
 from trireme.engine.memory import views
 from trireme.engine.planner.predict import KERNELS, WITHIN
 from trireme.engine.planner.probe.compute import TURNS, timed
-from trireme.engine.planner.sizes import llama
 from trireme.engine.queues.real import RealQueues
 from trireme.engine.queues.task import Task
 from trireme.kernels import ops
 from trireme.models import model
+from trireme.models.config import Rope, uniform
 from trireme.models.rows import make_rows, rope_tables
 from trireme.models.sizes import shapes
 from trireme.storage.layout import pack
@@ -33,7 +33,7 @@ def start_seconds(device: torch.device) -> float:
 
 def block_seconds(device: torch.device) -> float:
     """Seconds of forward and backward of a block so small that its GPU waits for the host's launches."""
-    cfg = llama(128, 1, 2, 256)
+    cfg = uniform("llama", 32000, 128, 1, 2, 2, 64, 256, 1 << 17, 1e-5, False, rope=Rope(1e4))
     dtype = torch.bfloat16 if device.type == "cuda" else torch.float32
     layout = pack(shapes.weight_groups(cfg, 1), "BF16" if dtype == torch.bfloat16 else "F32")
     made = (views(layout, torch.zeros(layout.span, dtype=torch.uint8, device=device)) for _ in range(2))
