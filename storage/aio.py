@@ -3,8 +3,11 @@
 A request is cut into pieces of `block` bytes, and belongs to a class (reads and writes that a task waits for, or not
 yet). Pieces of the highest class start first, but after BOUND pieces of higher classes a waiting class has its turn, so
 none starves. Requests of one class take turns. At most `depth` pieces are in flight, of each direction at most `mixed`
-while there are more of the other (devices.py measures both). A future ends, also with an error, when none of its pieces
-is in flight: its buffer can be used again.
+while there are more of the other. A future ends, also with an error, when none of its pieces is in flight: its buffer
+can be used again.
+
+Each piece is moved by a thread, without the GIL. Pieces are large, since a thread needs the GIL after each, and a busy
+interpreter has it for 5 ms at a time.
 """
 
 from __future__ import annotations
@@ -81,7 +84,9 @@ class File:
                 raise
 
     def allocate(self, size: int) -> None:
-        """Allocates blocks for `size` bytes. Raises StoreError."""
+        """Allocates blocks for `size` bytes, which may be 0. Raises StoreError."""
+        if not size:
+            return
         try:
             os.posix_fallocate(self.fd, 0, size)
         except OSError as e:
@@ -115,7 +120,7 @@ class _Request:
         self.left = len(starts)  # not over
         self.error: StoreError | None = None
         self.future: Future[None] = Future()
-        self.future.set_running_or_notify_cancel()  # the kernel cannot cancel
+        self.future.set_running_or_notify_cancel()  # a read or write cannot be cancelled
 
     @property
     def write(self) -> bool:
@@ -140,11 +145,9 @@ class Piece:
 
 
 class IO:
-    """Requests, and the limits of pieces in flight. A back end implements `_start` and calls `_finish`."""
+    """Requests, and the threads that move their pieces."""
 
-    name = "?"
-
-    def __init__(self, block: int = 16 << 20, depth: int = 4, mixed: int = 2):
+    def __init__(self, block: int = 64 << 20, depth: int = 4, mixed: int = 2):
         assert block % ALIGN == 0
         assert depth >= mixed >= 1
         self.block, self.depth, self.mixed = block, depth, mixed
@@ -155,9 +158,13 @@ class IO:
         self._flying = [0, 0]  # reads, writes
         self._closed = False
         self.written = 0  # bytes asked to be
+        self._queue: queue.SimpleQueue[Piece | None] = queue.SimpleQueue()
+        self._threads = [threading.Thread(target=self._work, daemon=True) for _ in range(max(depth + 1, 2 * mixed))]
+        for thread in self._threads:
+            thread.start()
 
     def __str__(self) -> str:
-        return f"{self.name}, {self.block >> 10} KiB x {self.depth} ({self.mixed} + {self.mixed} mixed)"
+        return f"{self.block >> 10} KiB x {self.depth} ({self.mixed} + {self.mixed} mixed)"
 
     def read(
         self, file: File, offset: int, buffer: Buffer, need: int | None = None, later: bool = False
@@ -181,10 +188,10 @@ class IO:
         with self._lock:
             self._idle.wait_for(lambda: not any(self._flying))
         if not already:
-            self._stop()
-
-    def _stop(self) -> None:
-        """Called once, when nothing is in flight, to end the back end."""
+            for _ in self._threads:
+                self._queue.put(None)
+            for thread in self._threads:
+                thread.join()
 
     def _request(self, file: File, rank: int, offset: int, buffer: Buffer, need: int | None) -> Future[None]:
         view = memoryview(buffer).cast("B")
@@ -237,16 +244,33 @@ class IO:
             self._passed[lower] = self._passed[lower] + 1 if self._waiting[lower] else 0
 
     def _start(self, pieces: list[Piece]) -> None:
-        """Starts pieces. For each of them `_finish` has to be called, from any thread."""
-        raise NotImplementedError
+        for piece in pieces:
+            self._queue.put(piece)
+
+    def _work(self) -> None:
+        while piece := self._queue.get():
+            try:
+                result = self._move(piece)
+            except OSError as e:
+                result = -(e.errno or errno.EIO)
+            self._finish(piece, result)
+            self._pump()
+
+    def _move(self, piece: Piece) -> int:
+        """Reads or writes a piece; returns bytes moved. Raises OSError."""
+        fd = piece.file.fd
+        moved = (os.pwritev if piece.write else os.preadv)(fd, [piece.view], piece.offset)
+        if not piece.file.direct:  # free the page cache
+            if piece.write:
+                os.fdatasync(fd)
+            os.posix_fadvise(fd, piece.offset, moved, os.POSIX_FADV_DONTNEED)
+        return moved
 
     def _finish(self, piece: Piece, result: int) -> None:
-        """Ends a piece. `result`: bytes moved, or -errno. The caller calls `_pump` afterwards."""
+        """Ends a piece. `result`: bytes moved, or -errno."""
         request, path, error, again = piece.request, piece.file.path, None, False
         reached, verb = piece.offset + result, "writing" if piece.write else "reading"
-        if result == -errno.EINTR:
-            again = True
-        elif result < 0:
+        if result < 0:
             text = f"{os.strerror(-result)}, {verb} {len(piece.view)} bytes at {piece.offset}"
             error = StoreError(-result, text, path)
         elif result < len(piece.view) and reached < request.end:
@@ -348,45 +372,3 @@ def then(first: Future[None], work: Callable[[], None], pool: Executor) -> Futur
 
     first.add_done_callback(ended)
     return joint
-
-
-class ThreadIO(IO):
-    """A back end with threads, one for each piece in flight. Transfers release the GIL."""
-
-    name = "threads"
-
-    def __init__(self, block: int = 16 << 20, depth: int = 4, mixed: int = 2):
-        super().__init__(block, depth, mixed)
-        self._queue: queue.SimpleQueue[Piece | None] = queue.SimpleQueue()
-        self._threads = [threading.Thread(target=self._work, daemon=True) for _ in range(max(depth + 1, 2 * mixed))]
-        for thread in self._threads:
-            thread.start()
-
-    def _start(self, pieces: list[Piece]) -> None:
-        for piece in pieces:
-            self._queue.put(piece)
-
-    def _work(self) -> None:
-        while piece := self._queue.get():
-            try:
-                result = self._move(piece)
-            except OSError as e:
-                result = -(e.errno or errno.EIO)
-            self._finish(piece, result)
-            self._pump()
-
-    def _move(self, piece: Piece) -> int:
-        """Reads or writes a piece; returns bytes moved. Raises OSError."""
-        fd = piece.file.fd
-        moved = (os.pwritev if piece.write else os.preadv)(fd, [piece.view], piece.offset)
-        if not piece.file.direct:  # free the page cache
-            if piece.write:
-                os.fdatasync(fd)
-            os.posix_fadvise(fd, piece.offset, moved, os.POSIX_FADV_DONTNEED)
-        return moved
-
-    def _stop(self) -> None:
-        for _ in self._threads:
-            self._queue.put(None)
-        for thread in self._threads:
-            thread.join()

@@ -7,7 +7,7 @@ import re
 from pathlib import Path
 
 from trireme.storage.headers import CheckpointError
-from trireme.storage.untrusted import SMALL, is_plain, parse_json, read_small, shown
+from trireme.storage.untrusted import SMALL, is_plain, parse_json, read_small
 
 SUFFIXES = {".json", ".jinja", ".model", ".tiktoken", ".txt"}
 TEMPLATES = "additional_chat_templates"
@@ -82,7 +82,7 @@ def left_behind(folder: Path) -> str:
     for name, why in left:
         if name == "config.json":
             raise CheckpointError(f"{folder / name} {why}. Put the file itself there.")
-    names = ", ".join(f"{shown(name)} {why}" for name, why in left[:NAMED])
+    names = ", ".join(f"{name} {why}" for name, why in left[:NAMED])
     more = f", and {len(left) - NAMED} more" if len(left) > NAMED else ""
     return f"{folder}: not copied with the weights: {names}{more}" if left else ""
 

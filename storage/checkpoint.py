@@ -6,7 +6,6 @@ Only safetensors files are read. Memory holds one chunk at a time; pages read ar
 from __future__ import annotations
 
 import errno
-import os
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import suppress
 from dataclasses import dataclass
@@ -24,21 +23,20 @@ from trireme.storage.files import (
     StoreError,
     as_store_error,
     check_space,
-    make_place,
     partial_of,
-    read_back,
+    stream,
     sync_folder,
     to_stderr,
     write_synced,
 )
 from trireme.storage.headers import AGAIN, MAX_HEADER, CheckpointError, read_header
 from trireme.storage.layout import ITEMSIZE
-from trireme.storage.untrusted import checksum, is_plain, parse_json, read_small, shown, summed, unreadable
+from trireme.storage.untrusted import checksum, is_plain, parse_json, read_small, summed, unreadable
 
 INDEX = "model.safetensors.index.json"
 SINGLE = "model.safetensors"
-CHUNK = 16 << 20
 PIECE = 1 << 20  # fits in a core's cache
+CHUNK = 16 << 20
 NUMPY = {"F64": np.float64, "F32": np.float32, "F16": np.float16, "BF16": np.uint16}  # bf16 as bits
 
 
@@ -106,8 +104,7 @@ class Source:
 
     def bytes_of(self, file: str, offset: int, nbytes: int) -> np.ndarray:
         """Bytes of a file, (nbytes,) uint8. Raises StoreError."""
-        out = np.empty(nbytes, np.uint8)
-        filled = 0
+        out, filled = np.empty(nbytes, np.uint8), 0
         for chunk in _chunks(self.folder / file, offset, nbytes):
             out[filled : filled + len(chunk)] = chunk
             filled += len(chunk)
@@ -122,7 +119,7 @@ class Source:
         if t.dtype not in NUMPY:
             raise CheckpointError(unread(self.folder / t.file, name, t.dtype))
         size, last = ITEMSIZE[t.dtype], t.numel if last is None else last
-        for chunk in _chunks(self.folder / t.file, t.offset + first * size, (last - first) * size, 4 * PIECE):
+        for chunk in _chunks(self.folder / t.file, t.offset + first * size, (last - first) * size):
             for a in range(0, len(chunk), PIECE):
                 yield chunk[a : a + PIECE].view(NUMPY[t.dtype])
 
@@ -152,7 +149,7 @@ class Source:
 
 def unread(path: Path, name: str, dtype: str) -> str:
     """The message that a weight has a dtype that is not read."""
-    return f"{path}: {shown(name)} is {dtype}; a weight must be {', '.join(NUMPY)}. Take the BF16 original."
+    return f"{path}: {name} is {dtype}; a weight must be {', '.join(NUMPY)}. Take the BF16 original."
 
 
 def stored_values(name: str, t: SourceTensor, values: Iterable[np.ndarray]) -> Iterator[np.ndarray]:
@@ -207,16 +204,16 @@ def _read_index(folder: Path) -> dict[str, str]:
     for file in set(weight_map.values()):
         if not is_plain(file):
             raise CheckpointError(
-                f"{path} points outside its folder ({shown(file)!r}). Take the checkpoint from a source that you trust."
+                f"{path} points outside its folder ({file!r}). Take the checkpoint from a source that you trust."
             )
         if not file.endswith(".safetensors"):
-            raise CheckpointError(f"{path} names {shown(file)!r}; only safetensors is read. Take that version.")
+            raise CheckpointError(f"{path} names {file!r}; only safetensors is read. Take that version.")
         try:
             missing = not (folder / file).exists()
         except OSError:  # name too long
             missing = True
         if missing:
-            raise CheckpointError(f"{path} names {shown(file)}, which is missing. Download it again.")
+            raise CheckpointError(f"{path} names {file}, which is missing. Download it again.")
     return weight_map
 
 
@@ -232,42 +229,21 @@ def _collect(folder: Path, files: tuple[str, ...], weight_map: dict[str, str] | 
                 tensors[t.name] = SourceTensor(t.dtype, t.shape, file, header.data + t.offset)
             elif t.name in tensors:
                 raise CheckpointError(
-                    f"{folder / file}: {shown(t.name)} is there, too, but {INDEX} says that it is in "
-                    f"{shown(tensors[t.name].file)}: programs differ in which they read. Remove one of the two."
+                    f"{folder / file}: {t.name} is there, too, but {INDEX} says that it is in "
+                    f"{tensors[t.name].file}: programs differ in which they read. Remove one of the two."
                 )
     for name, file in (weight_map or {}).items():
         if name not in tensors:
-            where = f"{shown(name)!r} is in {shown(file)}"
+            where = f"{name!r} is in {file}"
             raise CheckpointError(f"{folder / INDEX} says that {where}; it is not there. Download both again.")
     if not tensors:
         raise CheckpointError(f"{folder} holds no tensors. Download it again.")
     return Source(folder, files, tensors, auxiliary_files(folder))
 
 
-def _chunks(path: Path, offset: int, nbytes: int, most: int | None = None) -> Iterator[np.ndarray]:
-    """Yields bytes [offset, offset + nbytes) of a file, at most `most` at a time; each array is valid until the
-    next.
-    """
-    buffer = np.empty(min(most or CHUNK, nbytes), np.uint8)
-    fd, end = -1, offset + nbytes
-    try:
-        fd = os.open(path, os.O_RDONLY | os.O_CLOEXEC)
-        while offset < end:
-            chunk = buffer[: end - offset]
-            filled = 0
-            while filled < len(chunk):
-                got = os.preadv(fd, [chunk.data[filled:]], offset + filled)
-                if got == 0:
-                    raise StoreError(errno.EIO, f"ends at byte {offset + filled}; it was longer before", str(path))
-                filled += got
-            yield chunk
-            os.posix_fadvise(fd, offset, filled, os.POSIX_FADV_DONTNEED)
-            offset += filled
-    except OSError as e:
-        raise as_store_error(e, path, f", at byte {offset}") from e
-    finally:
-        if fd >= 0:
-            os.close(fd)
+def _chunks(path: Path, offset: int, nbytes: int) -> Iterator[np.ndarray]:
+    """Yields bytes of a file, a few pieces at a time; each array is valid until the next."""
+    return (np.frombuffer(chunk, np.uint8) for chunk in stream(path, offset, nbytes, 4 * PIECE))
 
 
 def dtype_of(values: np.ndarray) -> str:
@@ -330,12 +306,12 @@ def export(
         nbytes = sum(map(_size, others.values())) + sum(map(source.size_of, source.files))
         check_space(out, nbytes, "the exported checkpoint")
         for file in files:
-            make_place(out / file, out)
+            (out / file).parent.mkdir(exist_ok=True)
             done[file] = ""
             content = _copied(others[file]) if file in others else source.rewritten(file, fetch)
             write_synced(partial_of(out / file), summed(counted(content, progress), partial(done.__setitem__, file)))
         for file, written in done.items():
-            if checksum(counted(read_back(partial_of(out / file)), progress)) != written:
+            if checksum(counted(stream(partial_of(out / file)), progress)) != written:
                 raise StoreError(errno.EIO, "read back, it is not what was written", str(out / file))
         check()
         for file in files:

@@ -7,7 +7,6 @@ import fcntl
 import mmap
 import os
 import shutil
-import stat
 import sys
 from collections import deque
 from collections.abc import Callable, Iterable, Iterator
@@ -16,7 +15,7 @@ from contextlib import ExitStack, suppress
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from trireme.storage.layout import ALIGN
+from trireme.storage.layout import ALIGN, round_up
 
 if TYPE_CHECKING:
     from typing_extensions import Buffer
@@ -144,26 +143,35 @@ def _write(fd: int, block: memoryview, offset: int) -> None:
         os.posix_fadvise(fd, start, offset - start, os.POSIX_FADV_DONTNEED)
 
 
-def read_back(path: Path) -> Iterator[memoryview]:
-    """Yields the whole file, bypassing the page cache if possible. DEPTH blocks are read while the one before is
-    used.
+def stream(path: AnyPath, offset: int = 0, nbytes: int | None = None, block: int = BLOCK) -> Iterator[memoryview]:
+    """Yields bytes [offset, offset + nbytes) of a file in blocks; each is valid until the next. A whole file (nbytes
+    None) bypasses the page cache if the filesystem can, others leave nothing there. DEPTH blocks are read ahead.
+
+    Raises StoreError.
     """
-    fd = os.open(path, os.O_RDONLY | os.O_CLOEXEC)
-    coming: deque[Future[memoryview]] = deque()
-    with ThreadPoolExecutor(DEPTH) as reading:
-        try:
-            go_direct(fd, True)
-            starts = range(0, os.fstat(fd).st_size, BLOCK)
-            buffers = [memoryview(mmap.mmap(-1, BLOCK)) for _ in starts[: DEPTH + 1]]
-            read = lambda k: reading.submit(_read, fd, buffers[k % len(buffers)], starts[k])
-            coming.extend(map(read, range(len(buffers))))
-            for k in range(len(starts)):
-                yield coming.popleft().result()
-                if k + len(buffers) < len(starts):
-                    coming.append(read(k + len(buffers)))
-        finally:
-            reading.shutdown()
-            os.posix_fadvise(fd, 0, 0, os.POSIX_FADV_DONTNEED)
+    fd, coming = -1, deque[Future[memoryview]]()
+    reading = ThreadPoolExecutor(DEPTH)  # threads start at the first block
+    try:
+        fd = os.open(path, os.O_RDONLY | os.O_CLOEXEC)
+        end = os.fstat(fd).st_size if nbytes is None else offset + nbytes
+        go_direct(fd, nbytes is None)
+        starts = range(offset, end, block)
+        buffers = [memoryview(mmap.mmap(-1, round_up(min(block, end - offset)))) for _ in starts[: DEPTH + 1]]
+        read = lambda k: reading.submit(_read, fd, buffers[k % len(buffers)], starts[k])
+        coming.extend(map(read, range(len(buffers))))
+        for k, start in enumerate(starts):
+            content = coming.popleft().result()[: min(block, end - start)]
+            if len(content) < min(block, end - start):
+                raise StoreError(errno.EIO, f"ends at byte {start + len(content)}; it was longer before", str(path))
+            yield content
+            if k + len(buffers) < len(starts):
+                coming.append(read(k + len(buffers)))
+    except OSError as e:
+        raise as_store_error(e, path) from e
+    finally:
+        reading.shutdown()
+        if fd >= 0:
+            os.posix_fadvise(fd, offset, nbytes or 0, os.POSIX_FADV_DONTNEED)
             os.close(fd)
 
 
@@ -244,23 +252,6 @@ def remove_folders(folders: Iterable[Path]) -> None:
             folder.rmdir()
 
 
-def check_folder(path: Path) -> None:
-    """Raises StoreError unless `path` is a folder. A link is refused: it may lead elsewhere."""
-    try:
-        if not stat.S_ISDIR(os.lstat(path).st_mode):
-            raise StoreError(errno.ENOTDIR, "has to be a folder, and no link", str(path))
-    except OSError as e:
-        raise as_store_error(e, path) from e
-
-
-def make_place(path: Path, folder: Path) -> None:
-    """Makes the subfolders of `folder` that `path` is in. Raises StoreError if one is a link, OSError."""
-    inside = path.relative_to(folder).parents
-    for place in (folder / part for part in reversed(inside[:-1])):  # the user may name a link as `folder`
-        place.mkdir(exist_ok=True)
-        check_folder(place)
-
-
 def lock(fd: int) -> bool:
     """Locks an open file or folder until it is closed. False if another process has the lock; True on filesystems
     without locks.
@@ -282,7 +273,7 @@ def lock_folder(path: Path, stack: ExitStack) -> list[Path]:
     made: list[Path] = []
     try:
         made = make_folder(path)
-        fd = os.open(path / LOCK, os.O_RDWR | os.O_CREAT | os.O_NOFOLLOW | os.O_CLOEXEC, 0o666)
+        fd = os.open(path / LOCK, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o666)
     except OSError as e:
         remove_folders(made)
         raise as_store_error(e, path) from e

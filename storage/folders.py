@@ -1,4 +1,4 @@
-"""The folders of a store: which store they belong to, which process has locked them, what is removed from them.
+"""The folders of a store: which store and run they belong to, which process has locked them, what is removed.
 
 `store.id` is written first. It is removed last, after it was renamed `store.finished`: so after a kill a store's files
 can be told from other files. Only the process that holds `store.lock` makes or removes files.
@@ -8,13 +8,11 @@ from __future__ import annotations
 
 import errno
 import os
-import shutil
 import uuid
 from collections.abc import Callable, Sequence
 from contextlib import ExitStack, suppress
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
-from typing import NamedTuple
 
 from trireme.storage import scratch, snapshots
 from trireme.storage.auxiliary import TEMPLATES
@@ -29,26 +27,17 @@ from trireme.storage.files import (
     replace_synced,
     sync_folder,
 )
-from trireme.storage.untrusted import complaint, read_small, seal, shown, unseal
+from trireme.storage.untrusted import read_small, seal, unseal
 from trireme.storage.versions import FOLDER, version_files
 
 IDENTITY, FINISHED = "store.id", "store.finished"
-FORMAT = 3
-LARGEST = 1 << 20
-SHAPE = {"store": str, "device": int, "devices": int, "auxiliary": [str], "run": str, "folder": str, "made": [str]}
-
-
-class Owner(NamedTuple):
-    """The run that a store belongs to: its id, and its folder."""
-
-    run: str = ""
-    folder: str = ""
+FORMAT = 4
 
 
 @dataclass(frozen=True)
 class Identity:
-    """The content of `store.id`: number of this folder, auxiliary files in the first folder, owner, folders made for
-    the store.
+    """The content of `store.id`: number of this folder, auxiliary files in the first folder, id of the run, folders
+    made for the store.
     """
 
     store: str
@@ -56,7 +45,6 @@ class Identity:
     devices: int
     auxiliary: tuple[str, ...] = ()
     run: str = ""
-    folder: str = ""
     made: tuple[str, ...] = ()  # absolute, innermost first: they are removed with the store, if empty
 
 
@@ -68,15 +56,7 @@ def read_identity(folder: Path, name: str = IDENTITY) -> Identity:
     """Reads `store.id`. Raises NoSnapshot if there is no store, StoreError if it cannot be read."""
     path = folder / name
     try:
-        text = read_small(path, LARGEST)
-        if text.startswith(b'{"store"'):
-            raise StoreError(errno.EINVAL, "is of format 1. Use the version that wrote it")
-        fields = {"made": []} | snapshots.renamed(unseal(text, FORMAT, "identity"))  # older ones do not say it
-        if wrong := complaint(fields, SHAPE):
-            raise ValueError(f"it{wrong}")
-        for name in fields["auxiliary"]:
-            if not snapshots.may_be_auxiliary(name):
-                raise ValueError(f"{shown(name)!r} is not the name of an auxiliary file")
+        fields = unseal(read_small(path), FORMAT, "identity")
         return Identity(**fields | {name: tuple(fields[name]) for name in ("auxiliary", "made")})
     except FileNotFoundError as e:
         raise NoSnapshot(errno.ENOENT, "holds no store", str(folder)) from e
@@ -100,10 +80,10 @@ def is_taken(folder: Path, first: Path) -> bool:
     return ours.device == 0 or ours.store != read_identity(first).store
 
 
-def owner_of(folder: Path) -> Owner | None:
-    """The owner of the store in a folder; None if it cannot be read."""
+def run_of(folder: Path) -> str:
+    """The id of the run of the store in a folder; "" if it cannot be read."""
     known = _read(folder, IDENTITY)
-    return Owner(known.run, known.folder) if known else None
+    return known.run if known else ""
 
 
 def in_order(folders: Sequence[Path], run: str = "") -> list[int]:
@@ -111,7 +91,7 @@ def in_order(folders: Sequence[Path], run: str = "") -> list[int]:
 
     Raises StoreError if one is missing or belongs to another store, NoSnapshot if none has a snapshot.
     """
-    found = [replace(read_identity(folder), folder="", made=()) for folder in folders]
+    found = [replace(read_identity(folder), made=()) for folder in folders]
     if any(known.run != run for known in found):
         raise StoreError(errno.EINVAL, "is the store of another run", str(folders[0]))
     order = sorted(range(len(folders)), key=lambda i: found[i].device)
@@ -150,7 +130,7 @@ def take(paths: Sequence[Path], auxiliary: Sequence[str], stack: ExitStack, undo
 
 
 def sign(
-    paths: Sequence[Path], auxiliary: Sequence[str], owner: Owner, made: Sequence[tuple[str, ...]], undo: ExitStack
+    paths: Sequence[Path], auxiliary: Sequence[str], run: str, made: Sequence[tuple[str, ...]], undo: ExitStack
 ) -> None:
     """Writes the identities of a new store. `made`: from `take`. `undo` removes the store again."""
     name = uuid.uuid4().hex
@@ -158,15 +138,7 @@ def sign(
         undo.callback(remove_folders, [path / FOLDER])
         undo.callback(finish, path)
         (path / FOLDER).mkdir(exist_ok=True)
-        write_identity(path, Identity(name, k, len(paths), tuple(auxiliary), *owner, made[k]))
-
-
-def adopt(paths: Sequence[Path], owner: Owner) -> None:
-    """Notes the folder of the store's run, which may have been moved."""
-    for path in paths:
-        known = read_identity(path)
-        if known.folder != owner.folder:
-            write_identity(path, replace(known, folder=owner.folder))
+        write_identity(path, Identity(name, k, len(paths), tuple(auxiliary), run, made[k]))
 
 
 def remove(paths: Sequence[Path], progress: Callable[[int], object] = lambda _: None) -> None:
@@ -244,13 +216,12 @@ def _erase(path: Path, progress: Callable[[int], object] = lambda _: None) -> tu
 
 def _empty(path: Path, identity: Identity | None, progress: Callable[[int], object] = lambda _: None) -> None:
     """Removes all but identity and lock. Auxiliary files are removed only if the identity tells which they are."""
-    others = (*identity.auxiliary, INDEX) if identity and identity.device == 0 else ()
+    for snapshot in (*snapshots.folders(path), *(left.name for left in snapshots.leftovers(path))):
+        snapshots.erase(path / snapshot)
+    named = (*identity.auxiliary, INDEX) if identity and identity.device == 0 else ()
+    others = (name for name in named if name == INDEX or snapshots.may_be_auxiliary(name))
     for name in (*others, scratch.NAME, PROBE, LINKED):
-        if not (path / name).parent.is_symlink() or (path / name).parent == path:
-            (path / name).unlink(missing_ok=True)
-    for snapshot in snapshots.folders(path):
-        shutil.rmtree(path / snapshot)
-    snapshots.clean([path], set())
+        (path / name).unlink(missing_ok=True)
     for version in version_files(path):
         version.unlink()
         progress(0)

@@ -12,7 +12,7 @@ from pathlib import Path
 from typing import Any
 
 from trireme.storage.layout import ITEMSIZE, Layout, TensorSpec, round_up
-from trireme.storage.untrusted import parse_json, shown, unreadable
+from trireme.storage.untrusted import parse_json, unreadable
 
 AGAIN = "Download or copy it again"
 MAX_HEADER = 32 << 20
@@ -91,7 +91,7 @@ def parse_tensors(fields: dict[str, Any]) -> Layout:
     for t in tensors:
         if t.offset != end:
             place = f"begins at byte {_short(t.offset)} of the data, expected {end}"
-            raise ValueError(f"{shown(t.name)!r} {place}: a gap or an overlap")
+            raise ValueError(f"{t.name!r} {place}: a gap or an overlap")
         end += t.nbytes
     return Layout(tuple(tensors))
 
@@ -99,15 +99,15 @@ def parse_tensors(fields: dict[str, Any]) -> Layout:
 def _entry(name: str, entry: object) -> tuple[str, list[int], list[int]]:
     """(dtype, shape, data_offsets) of a tensor, with the right types. Raises ValueError."""
     if type(entry) is not dict or entry.keys() != {"dtype", "shape", "data_offsets"}:
-        raise ValueError(f"{shown(name)!r} lacks dtype, shape and data_offsets")
+        raise ValueError(f"{name!r} lacks dtype, shape and data_offsets")
     dtype, shape, offsets = entry["dtype"], entry["shape"], entry["data_offsets"]
     if type(dtype) is not str or dtype not in ITEMSIZE:
-        raise ValueError(f"{shown(name)!r} has dtype {str(dtype)[:20]!r}; known are {', '.join(ITEMSIZE)}")
+        raise ValueError(f"{name!r} has dtype {str(dtype)[:20]!r}; known are {', '.join(ITEMSIZE)}")
     for numbers in (shape, offsets):
         if type(numbers) is not list or any(type(n) is not int or n < 0 for n in numbers):
-            raise ValueError(f"{shown(name)!r}: shape and data_offsets must be lists of whole numbers")
+            raise ValueError(f"{name!r}: shape and data_offsets must be lists of whole numbers")
     if len(offsets) != 2 or offsets[0] > offsets[1]:
-        raise ValueError(f"{shown(name)!r}: data_offsets must be [begin, end]")
+        raise ValueError(f"{name!r}: data_offsets must be [begin, end]")
     return dtype, shape, offsets
 
 
@@ -120,7 +120,7 @@ def _tensor(name: str, dtype: str, shape: list[int], offsets: list[int]) -> Tens
             break
     if nbytes != offsets[1] - offsets[0]:
         taken = _short(offsets[1] - offsets[0])
-        raise ValueError(f"{shown(name)!r} takes {taken} bytes, its shape and dtype say otherwise")
+        raise ValueError(f"{name!r} takes {taken} bytes, its shape and dtype say otherwise")
     return TensorSpec(name, dtype, tuple(shape), offsets[0])
 
 

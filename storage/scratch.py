@@ -14,13 +14,13 @@ from typing import TYPE_CHECKING
 from trireme.storage.aio import File, together
 from trireme.storage.devices import Device
 from trireme.storage.files import check_space
+from trireme.storage.stripes import turns
 
 if TYPE_CHECKING:
     from typing_extensions import Buffer
 
 NAME = "scratch"  # until unlinked
 STRIPE = 4 << 20  # bytes on a device in turn
-MOST_TURNS = 8  # of the fastest device to one of the slowest
 Move = Callable[[File, int, memoryview], Future[None]]
 
 
@@ -28,7 +28,7 @@ class Scratch:
     """Space of `nbytes` on devices, allocated at once. Raises StoreError if it is short."""
 
     def __init__(self, devices: Sequence[Device], nbytes: int):
-        self.devices, self.turns = tuple(devices), _turns([device.speed for device in devices])
+        self.devices, self.turns = tuple(devices), turns([device.speed for device in devices])
         self.files: list[File] = []
         try:
             for d, device in enumerate(self.devices):
@@ -91,9 +91,3 @@ def _claim(device: Device, nbytes: int) -> File:
         file.close()
         raise
     return file
-
-
-def _turns(speeds: Sequence[float]) -> tuple[int, ...]:
-    """The device of each stripe in a round: faster ones have more of them, spread evenly."""
-    counts = [min(MOST_TURNS, round(speed / min(speeds))) for speed in speeds]
-    return tuple(d for _, d in sorted(((i + 0.5) / n, d) for d, n in enumerate(counts) for i in range(n)))

@@ -22,7 +22,7 @@ from trireme.storage.aio import then, together
 from trireme.storage.devices import Device
 from trireme.storage.files import StoreError
 from trireme.storage.layout import Layout, round_up
-from trireme.storage.stripes import Stripe, stripe_bytes, stripe_tensors
+from trireme.storage.stripes import Stripe, stripe_tensors, stripe_turns
 from trireme.storage.untrusted import checksum
 from trireme.storage.versions import Version, Versions
 
@@ -76,7 +76,7 @@ class Shards:
         assert snapshots.SHARD.fullmatch(name), name
         assert name not in self.shards, name
         speeds = [device.speed for device in self.devices]
-        stripes = stripe_tensors(layout, speeds, self._load) if weights else stripe_bytes(layout, speeds)
+        stripes = stripe_tensors(layout, speeds, self._load) if weights else stripe_turns(layout, speeds)
         self.shards[name] = Shard(layout, weights, stripes)
 
     def reserve(self) -> None:

@@ -17,41 +17,31 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from trireme.storage.auxiliary import is_auxiliary
+from trireme.storage.auxiliary import TEMPLATES, is_auxiliary
 from trireme.storage.checkpoint import INDEX
 from trireme.storage.files import (
     StoreError,
     as_store_error,
-    check_folder,
-    make_place,
+    remove_folders,
     replace_synced,
     sync_folder,
     write_synced,
 )
 from trireme.storage.headers import list_tensors, parse_tensors
 from trireme.storage.layout import Layout
-from trireme.storage.stripes import Stripe, check_stripes
-from trireme.storage.untrusted import SUM, checksum, complaint, read_small, seal, shown, unseal
+from trireme.storage.stripes import Stripe
+from trireme.storage.untrusted import checksum, read_small, seal, unseal
 from trireme.storage.versions import FOLDER
 
 MANIFEST = "manifest.json"
-FORMAT = 2
+FORMAT = 3
 LARGEST = 256 << 20  # 405 billion parameters take 20 million
 NAME = re.compile(r"snapshot-(\d{6,})-step-(\d+)")
 LEFTOVER = re.compile(NAME.pattern + r"\.(partial|dropped)")
+LEFT = ".left"  # suffix of a removed snapshot's folder, if others' files are in it
 NONE_OLDER = "There is no older snapshot (--keep 1 keeps one)"
 NO_WAY_BACK = "restore the file from a copy of the run, or start again"
 SHARD = re.compile(r"[A-Za-z0-9_][A-Za-z0-9_.-]*")
-
-_TENSORS = {str: {"dtype": str, "shape": [int], "data_offsets": (int, int)}}
-_STRIPE = {"device": int, "tensors": _TENSORS, "segments": [(int, int, int)], "file": int, "sum": str}
-SHAPE = {
-    "sequence": int,
-    "step": int,
-    "extra": dict,
-    "auxiliary": {str: str},
-    "shards": {str: {"tensors": _TENSORS, "weights": bool, "stripes": [_STRIPE]}},
-}
 
 
 @dataclass(frozen=True)
@@ -152,20 +142,43 @@ def remove(snapshot: Snapshot, devices: Sequence[Path]) -> None:
         (devices[0] / snapshot.folder).rename(dropped)
         sync_folder(devices[0])
         for place in (dropped, *(device / snapshot.folder for device in devices[1:])):
-            shutil.rmtree(place)
+            erase(place, snapshot)
     except OSError as e:
         raise StoreError(e.errno, f"{e.strerror}, removing a snapshot", str(e.filename or dropped)) from e
 
 
+def erase(folder: Path, snapshot: Snapshot | None = None) -> None:
+    """Removes a snapshot's files from its folder, and the folder; if it has other files, it gets another name. None: a
+    snapshot that was only partly made, whose files are known by their kind.
+    """
+    if snapshot is None:
+        known = [path for pattern in ("*.safetensors", "*.partial") for path in folder.glob(pattern)]
+        known += [folder / name for name in _auxiliary(folder)]
+    else:
+        known = [folder / name for _, name, _ in snapshot.links()] + [folder / name for name in snapshot.auxiliary]
+    for path in (*known, folder / INDEX, folder / MANIFEST):
+        path.unlink(missing_ok=True)
+    remove_folders([folder / TEMPLATES, folder])
+    if folder.exists():
+        folder.rename(folder.with_name(folder.name.split(".")[0] + LEFT))
+
+
+def _auxiliary(folder: Path) -> list[str]:
+    """Names of the auxiliary files that a snapshot's folder shares with its store."""
+    every = [str(path.relative_to(folder)) for path in (*folder.glob("*"), *folder.glob(f"{TEMPLATES}/*"))]
+    store = folder.parent
+    return [name for name in every if (store / name).is_file() and (store / name).samefile(folder / name)]
+
+
 def folders(device: Path) -> list[str]:
     """Names of the snapshots on a device, oldest first."""
-    found = [p.name for p in device.iterdir() if NAME.fullmatch(p.name) and p.is_dir() and not p.is_symlink()]
+    found = [p.name for p in device.iterdir() if NAME.fullmatch(p.name) and p.is_dir()]
     return sorted(found, key=lambda name: int(name.split("-")[1]))
 
 
 def leftovers(device: Path) -> list[Path]:
     """Folders of snapshots that are only partly made or partly removed."""
-    return [p for p in device.iterdir() if LEFTOVER.fullmatch(p.name) and p.is_dir() and not p.is_symlink()]
+    return [p for p in device.iterdir() if LEFTOVER.fullmatch(p.name) and p.is_dir()]
 
 
 def load(first: Path) -> list[Snapshot]:
@@ -201,7 +214,6 @@ def check(snapshot: Snapshot, devices: Sequence[Path]) -> None:
     """Raises StoreError unless every file has its size and header, and every auxiliary file its checksum.
 
     Data of shards is checked when it is read. If a copy of the run split a hard link, the snapshot's file counts.
-    Symbolic links are refused.
     """
     first, back = devices[0] / snapshot.folder, way_back(devices[0] / snapshot.folder)
     stripes = [stripe for record in snapshot.shards.values() for stripe in record.stripes]
@@ -212,16 +224,13 @@ def check(snapshot: Snapshot, devices: Sequence[Path]) -> None:
     try:
         for path in (device / FOLDER for device in devices):
             path.mkdir(exist_ok=True)  # its files are the snapshot's, by other names
-        for path in (device / name for device in devices for name in (FOLDER, snapshot.folder)):
-            check_folder(path)
         for (device, name, id), stripe in zip(snapshot.links(), stripes, strict=True):
             path = devices[device] / snapshot.folder / name
             check_header(path, stripe, back)
             _link(path, devices[device] / FOLDER / f"{id:06d}.safetensors")
         for name, known in snapshot.auxiliary.items():
             path = first / name
-            check_folder(path.parent)
-            make_place(devices[0] / name, devices[0])
+            (devices[0] / name).parent.mkdir(exist_ok=True)
             if checksum([read_small(path)]) != known:
                 message = "is not what was written. Copy it from the checkpoint again"
                 raise StoreError(errno.EIO, message, str(path))
@@ -232,7 +241,7 @@ def check(snapshot: Snapshot, devices: Sequence[Path]) -> None:
 
 def check_header(path: Path, stripe: Stripe, back: str) -> None:
     """Raises StoreError unless a stripe's file has its size and header; OSError if it cannot be read."""
-    with os.fdopen(os.open(path, os.O_RDONLY | os.O_CLOEXEC | os.O_NOFOLLOW | os.O_NONBLOCK), "rb") as f:
+    with os.fdopen(os.open(path, os.O_RDONLY | os.O_CLOEXEC | os.O_NONBLOCK), "rb") as f:
         size, header = os.fstat(f.fileno()).st_size, f.read(len(stripe.header))
     if size != stripe.nbytes:
         raise StoreError(errno.EIO, f"was changed: {size} bytes of {stripe.nbytes}. {back}", str(path))
@@ -252,7 +261,7 @@ def clean(devices: Sequence[Path], valid: set[str]) -> None:
     for k, device in enumerate(devices):
         orphans = [device / name for name in folders(device) if k > 0 and name not in valid]
         for path in (*orphans, *leftovers(device)):
-            shutil.rmtree(path)
+            erase(path)
 
 
 def _to_json(snapshot: Snapshot) -> dict[str, Any]:
@@ -267,27 +276,15 @@ def _to_json(snapshot: Snapshot) -> dict[str, Any]:
     return head | {"auxiliary": snapshot.auxiliary, "shards": shards}
 
 
-def renamed(fields: Any) -> Any:
-    """`fields` with the present name of a key that older stores have under another name."""
-    if isinstance(fields, dict) and "companions" in fields and "auxiliary" not in fields:
-        fields["auxiliary"] = fields.pop("companions")
-    return fields
-
-
 def parse(manifest: bytes) -> Snapshot:
-    """The snapshot of a manifest. Raises ValueError for what `write` cannot have written, StoreError for another
-    format.
+    """The snapshot of a manifest. Raises ValueError if it is not as it was written or names files elsewhere, StoreError
+    for another format.
     """
-    fields = renamed(unseal(manifest, FORMAT, "manifest"))
-    if wrong := complaint(fields, SHAPE):
-        raise ValueError(f"its manifest{wrong}")
+    fields = unseal(manifest, FORMAT, "manifest")
     for name in fields["auxiliary"]:
         if not may_be_auxiliary(name):
-            raise ValueError(f"{shown(name)!r} is not the name of an auxiliary file")
+            raise ValueError(f"{name!r} is not the name of an auxiliary file")
     shards = {name: _record(name, r) for name, r in fields["shards"].items()}
-    keys = [key for record in shards.values() for key in record.keys]
-    if len(set(keys)) < len(keys):
-        raise ValueError("two shards are in one file")
     return Snapshot(fields["sequence"], fields["step"], fields["extra"], fields["auxiliary"], shards)
 
 
@@ -298,14 +295,10 @@ def may_be_auxiliary(name: str) -> bool:
 
 def _record(name: str, r: dict[str, Any]) -> Record:
     if not SHARD.fullmatch(name):
-        raise ValueError(f"{shown(name)!r} is not the name of a shard")
-    layout = parse_tensors(r["tensors"])
+        raise ValueError(f"{name!r} is not the name of a shard")
     stripes = tuple(
         Stripe(s["device"], parse_tensors(s["tensors"]), tuple(tuple(segment) for segment in s["segments"]))
         for s in r["stripes"]
     )
-    check_stripes(layout, stripes)
     files, sums = (tuple(s[key] for s in r["stripes"]) for key in ("file", "sum"))
-    if not all(map(SUM.fullmatch, sums)):
-        raise ValueError(f"a checksum of {name} is not one")
-    return Record(layout, r["weights"], stripes, files, sums)
+    return Record(parse_tensors(r["tensors"]), r["weights"], stripes, files, sums)

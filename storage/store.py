@@ -35,12 +35,10 @@ from trireme.storage.files import (
     Say,
     StoreError,
     lock_folder,
-    make_place,
     sync_folder,
     to_stderr,
     write_synced,
 )
-from trireme.storage.folders import Owner
 from trireme.storage.shards import Shard, Shards
 from trireme.storage.untrusted import checksum
 from trireme.storage.versions import FOLDER, Version
@@ -60,24 +58,25 @@ class Store(Shards):
         dirs: Sequence[AnyPath | Device],
         keep: int = 1,
         auxiliary: AnyPath | Mapping[str, CONTENT] | None = None,
-        trial: int = 256 << 20,
+        speeds: Sequence[float] = (),
         say: Say = to_stderr,
-        owner: Owner = Owner(),  # noqa: B008, immutable
+        run: str = "",
     ) -> Store:
         """Makes a new store that keeps `keep` snapshots; clears remains of stores without a snapshot in these folders.
 
-        `auxiliary`: a checkpoint's folder, or its files besides weights. `trial`: bytes to measure each drive with.
-        `say` is called with what slows a drive down. Raises StoreError, leaving nothing, if a folder is in use, has a
-        snapshot, or holds another's file with a name that stores use.
+        `auxiliary`: a checkpoint's folder, or its files besides weights. `speeds`: of the drives, new files are divided
+        by them (none: equally). `say` is called with what slows a drive down. `run`: the id of the store's run. Raises
+        StoreError, leaving nothing, if a folder is in use, has a snapshot, or holds another's file with a name that
+        stores use.
         """
         paths = [_path(d) for d in dirs]
         content = _auxiliary(auxiliary)
         names = list(content)
         with ExitStack() as stack, ExitStack() as undo:
             made = folders.take(paths, names, stack, undo)
-            store = cls([_device(d, stack, trial, say) for d in dirs], keep)
+            store = cls(_devices(dirs, stack, speeds, say), keep)
             stack.callback(store._end)
-            folders.sign(paths, names, owner, made, undo)
+            folders.sign(paths, names, run, made, undo)
             store._copy_auxiliary(content)
             store._resources = stack.pop_all()
             undo.pop_all()
@@ -88,22 +87,22 @@ class Store(Shards):
         cls,
         dirs: Sequence[AnyPath | Device],
         keep: int = 1,
-        trial: int = 256 << 20,
+        speeds: Sequence[float] = (),
         say: Say = to_stderr,
-        owner: Owner = Owner(),  # noqa: B008, immutable
+        run: str = "",
     ) -> Store:
-        """Opens the owner's store at its last snapshot; arguments as of `create`. Removes what a crash left. Raises
+        """Opens the store of a run at its last snapshot; arguments as of `create`. Removes what a crash left. Raises
         StoreError.
         """
         with ExitStack() as stack:
-            dirs = [dirs[i] for i in folders.in_order([_path(d) for d in dirs], owner.run)]
+            order = folders.in_order([_path(d) for d in dirs], run)
+            dirs, speeds = [dirs[i] for i in order], [speeds[i] for i in order if speeds]
             for d in dirs:
                 lock_folder(_path(d), stack)
-            folders.adopt([_path(d) for d in dirs], owner)
             loaded = snapshots.load(_path(dirs[0]))
             if not loaded:
                 raise NoSnapshot(errno.ENOENT, "holds no complete snapshot; start again", str(_path(dirs[0])))
-            store = cls([_device(d, stack, trial, say) for d in dirs], keep)
+            store = cls(_devices(dirs, stack, speeds, say), keep)
             stack.callback(store._end)
             store._adopt(loaded)
             store.restore()
@@ -114,7 +113,7 @@ class Store(Shards):
     def _copy_auxiliary(self, auxiliary: Mapping[str, CONTENT]) -> None:
         for name, given in auxiliary.items():
             target = self.paths[0] / name
-            make_place(target, self.paths[0])
+            target.parent.mkdir(exist_ok=True)
             content = content_of(given)
             write_synced(target, [content])
             self._auxiliary[name] = checksum([content])
@@ -245,14 +244,15 @@ def _path(d: AnyPath | Device) -> Path:
     return d.path if isinstance(d, Device) else Path(d)
 
 
-def _device(d: AnyPath | Device, stack: ExitStack, trial: int, say: Say) -> Device:
-    if isinstance(d, Device):
-        device = d
-    else:
-        check_links(Path(d))
-        device = open_device(d, trial, say)
-    stack.callback(device.io.close)
-    return device
+def _devices(dirs: Sequence[AnyPath | Device], stack: ExitStack, speeds: Sequence[float], say: Say) -> list[Device]:
+    """Opened drives; `stack` closes them. Raises StoreError."""
+    opened: list[Device] = []
+    for d, speed in zip(dirs, speeds or [1.0] * len(dirs), strict=True):
+        if not isinstance(d, Device):
+            check_links(Path(d))
+        opened.append(d if isinstance(d, Device) else open_device(d, speed, say))
+        stack.callback(opened[-1].io.close)
+    return opened
 
 
 def _auxiliary(given: AnyPath | Mapping[str, CONTENT] | None) -> dict[str, CONTENT]:

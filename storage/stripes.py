@@ -1,14 +1,15 @@
-"""Layouts striped over drives: one safetensors file on each drive, with a size by the drive's speed."""
+"""Layouts striped over drives, a safetensors file on each: by whole tensors, which any reader can read, or by turns."""
 
 from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import cached_property
-from itertools import accumulate, pairwise
 
 from trireme.storage.headers import encode_header
-from trireme.storage.layout import ALIGN, Layout, TensorSpec
+from trireme.storage.layout import ALIGN, Layout, TensorSpec, round_up
+
+MOST_TURNS = 8  # of the fastest device to one of the slowest
 
 
 @dataclass(frozen=True)
@@ -43,52 +44,40 @@ class Stripe:
         return [span[at : at + n] for at, _, n in self.segments]
 
 
-def check_stripes(layout: Layout, stripes: Sequence[Stripe]) -> None:
-    """Raises ValueError unless the stripes hold each byte once, in whole blocks, with one stripe on a device."""
-    if any(a.device >= b.device for a, b in pairwise(stripes)):
-        raise ValueError("two stripes are on one device")
-    for stripe in stripes:
-        ends = accumulate((n for _, _, n in stripe.segments), initial=0)
-        if [*(offset for _, offset, _ in stripe.segments), stripe.layout.nbytes] != list(ends):
-            raise ValueError("the segments of a stripe are not its data")
-    end = 0
-    for at, offset, n in sorted(segment for stripe in stripes for segment in stripe.segments):
-        if at != end or n == 0 or at % ALIGN or offset % ALIGN:
-            raise ValueError("the stripes are not the whole of a shard")
-        end += n
-    if end != layout.nbytes:
-        raise ValueError("the stripes are not the whole of a shard")
+def turns(speeds: Sequence[float]) -> tuple[int, ...]:
+    """The device of each part in a round: faster ones have more of them, spread evenly."""
+    counts = [min(MOST_TURNS, round(speed / min(speeds))) for speed in speeds]
+    return tuple(d for _, d in sorted(((i + 0.5) / n, d) for d, n in enumerate(counts) for i in range(n)))
 
 
-def stripe_bytes(layout: Layout, speeds: Sequence[float]) -> tuple[Stripe, ...]:
-    """Cuts a layout by speed alone, so that devices end together. A part of a tensor is U8, named `name[begin:end]` by
-    its bytes.
-    """
-    stripes, begin, total = [], 0, sum(speeds)
+def stripe_turns(layout: Layout, speeds: Sequence[float]) -> tuple[Stripe, ...]:
+    """Cuts a layout into the parts of one round. A part of a tensor is U8, named `name[begin:end]` by its bytes."""
+    order, stripes = turns(speeds), []
+    size = round_up(-(-layout.nbytes // len(order)))
     for device in range(len(speeds)):
-        share = sum(speeds[: device + 1]) / total
-        end = (
-            layout.nbytes
-            if device == len(speeds) - 1
-            else min(layout.nbytes, round(layout.span * share) // ALIGN * ALIGN)
-        )
-        if end > begin:
-            stripes.append(Stripe(device, _window(layout, begin, end), ((begin, 0, end - begin),)))
-            begin = end
+        tensors: list[TensorSpec] = []
+        segments: list[tuple[int, int, int]] = []
+        for begin in range(0, layout.nbytes, size or 1):
+            if order[begin // size] == device:
+                offset, end = sum(n for _, _, n in segments), min(begin + size, layout.nbytes)
+                tensors += _window(layout, begin, end, offset)
+                segments.append((begin, offset, end - begin))
+        if segments:
+            stripes.append(Stripe(device, Layout(tuple(tensors)), tuple(segments)))
     return tuple(stripes)
 
 
-def _window(layout: Layout, begin: int, end: int) -> Layout:
-    """The tensors, and parts of tensors, within bytes [begin, end)."""
+def _window(layout: Layout, begin: int, end: int, offset: int) -> list[TensorSpec]:
+    """The tensors, and parts of tensors, within bytes [begin, end), which are moved to `offset`."""
     tensors = []
     for t in layout.tensors:
         lo, hi = max(begin, t.offset), min(end, t.offset + t.nbytes)
         if (lo, hi) == (t.offset, t.offset + t.nbytes):
-            tensors.append(TensorSpec(t.name, t.dtype, t.shape, lo - begin))
+            tensors.append(TensorSpec(t.name, t.dtype, t.shape, offset + lo - begin))
         elif lo < hi:
             name = f"{t.name}[{lo - t.offset}:{hi - t.offset}]"
-            tensors.append(TensorSpec(name, "U8", (hi - lo,), lo - begin))
-    return Layout(tuple(tensors))
+            tensors.append(TensorSpec(name, "U8", (hi - lo,), offset + lo - begin))
+    return tensors
 
 
 def stripe_tensors(layout: Layout, speeds: Sequence[float], load: list[float]) -> tuple[Stripe, ...]:

@@ -104,7 +104,7 @@ def parse_json(text: bytes, what: str) -> dict[str, Any]:
     except ValueError as e:  # also UnicodeDecodeError and JSONDecodeError
         raise ValueError(f"the {what} is not valid JSON ({str(e)[:100]})") from None
     if repeated:
-        raise ValueError(f"the {what} names {shown(repeated[0])!r} twice")
+        raise ValueError(f"the {what} names {repeated[0]!r} twice")
     if type(fields) is not dict:
         raise ValueError(f"the {what} is not a JSON object")
     return fields
@@ -125,11 +125,11 @@ def complaint(value: object, shape: Shape) -> str:
         if not isinstance(value, dict):
             return _is_not(value, KINDS[dict])
         if str in shape:
-            parts = ((f".{shown(key)}", item, shape[str]) for key, item in value.items())
+            parts = ((f".{key}", item, shape[str]) for key, item in value.items())
         else:
             for odd in value.keys() ^ shape.keys():
-                return f"{' has' if odd in value else ' lacks'} {shown(odd)!r}"
-            parts = ((f".{shown(key)}", value[key], inner) for key, inner in shape.items())
+                return f"{' has' if odd in value else ' lacks'} {odd!r}"
+            parts = ((f".{key}", value[key], inner) for key, inner in shape.items())
     elif not isinstance(value, list):
         return _is_not(value, KINDS[list])
     elif isinstance(shape, tuple) and len(value) != len(shape):
@@ -144,7 +144,7 @@ def complaint(value: object, shape: Shape) -> str:
 
 
 def _is_not(value: object, expected: str) -> str:
-    return f" is {KINDS.get(type(value)) or shown(repr(value))}, expected {expected}"
+    return f" is {KINDS.get(type(value)) or repr(value)[:NAME]}, expected {expected}"
 
 
 def shown(text: str, most: int = NAME) -> str:

@@ -12,7 +12,7 @@ from pathlib import Path
 
 from trireme.storage.aio import File
 from trireme.storage.devices import Device
-from trireme.storage.files import StoreError, check_folder, check_space
+from trireme.storage.files import StoreError, check_space
 
 FOLDER = "files"
 
@@ -124,8 +124,6 @@ class Versions:
 
 
 def version_files(folder: Path) -> list[Path]:
-    """The files of a store in a device's folder. Raises StoreError if FOLDER is a link."""
-    if (folder / FOLDER).is_symlink():
-        check_folder(folder / FOLDER)
+    """The files of a store in a device's folder."""
     found = (folder / FOLDER).glob("*.safetensors")
-    return sorted(p for p in found if re.fullmatch(r"\d{6,}", p.stem) and p.is_file() and not p.is_symlink())
+    return sorted(p for p in found if re.fullmatch(r"\d{6,}", p.stem) and p.is_file())

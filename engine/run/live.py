@@ -47,7 +47,7 @@ from trireme.engine.tuning.peft_config import CONFIG
 from trireme.kernels import host_adamw
 from trireme.models.config import InputError, ModelConfig
 from trireme.models.losses.preferences import Documents
-from trireme.storage.files import StoreError, read_back, remove_folders
+from trireme.storage.files import StoreError, remove_folders, stream
 from trireme.storage.untrusted import checksum, quoted
 
 
@@ -335,7 +335,7 @@ class Live:
         if job.cfg.lora is not None:
             save_adapter(folder, job.cfg, reader, *base_of(job.options.model))
             self.exported += sum((folder / name).stat().st_size for name in (CONFIG, WEIGHTS))
-            return {name: checksum(read_back(folder / name)) for name in (CONFIG, WEIGHTS)}
+            return {name: checksum(stream(folder / name)) for name in (CONFIG, WEIGHTS)}
         exchange = Exchange(job.cfg, job.source, self.engine.placement, reader=reader)
         with self._writing("writing the checkpoint", job.source.nbytes, 2) as more:  # and reading it back
             sums = exchange.save(folder, more)

@@ -111,11 +111,9 @@ def why_copied(cfg: ModelConfig, dtype: str, source: Source, stored: Mapping[str
     other = {place.dtype for name, place in places.items() if place.dtype != frozen[name]}
     if other:
         return f"they are {', '.join(sorted(other))}, and computed with in {dtype}"
-    if len(stores) > 1:
-        return f"{len(stores)} drives read faster than one"
     drives = {existing(source.folder / place.file).stat().st_dev for place in places.values()}
-    if drives - {existing(stores[0]).stat().st_dev}:
-        return f"{source.folder} is on another drive than {stores[0]}"
+    if drives - {existing(folder).stat().st_dev for folder in stores}:
+        return f"{source.folder} is on another drive than {' and '.join(map(str, stores))}"
     return ""
 
 

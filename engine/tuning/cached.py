@@ -23,10 +23,9 @@ from trireme.storage.checkpoint import CHUNK, Source, SourceTensor, counted
 from trireme.storage.files import (
     Say,
     check_space,
-    make_place,
     partial_of,
-    read_back,
     replace_synced,
+    stream,
     sync_folder,
     to_stderr,
     write_synced,
@@ -75,7 +74,7 @@ class Cached(Quantized):
             record["sum"] = known["sum"]
         else:
             folder = self.file.parent
-            make_place(self.file, folder.parent)
+            self.file.parent.mkdir(parents=True, exist_ok=True)
             check_space(folder, self.file_bytes, "the quantized base")
             self.record.unlink(missing_ok=True)
             try:
@@ -98,7 +97,7 @@ class Cached(Quantized):
     def _damage(self, sum: str, progress: Progress) -> str:
         """Why the file is not that of the checksum `sum`; "" if it is."""
         try:
-            found = checksum(counted(read_back(self.file), progress))
+            found = checksum(counted(stream(self.file), progress))
         except OSError as error:
             return why(error)
         return "" if found == sum else "its bytes are not those that were written"

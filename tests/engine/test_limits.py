@@ -60,7 +60,7 @@ def a_few_steps(folder: Path) -> dict:
 def a_run(cfg: ModelConfig, limits: Limits, folder: Path) -> list[str]:
     """Trains a few steps within the limits, with a store; returns the placement of states."""
     plan = simple_plan(cfg, limits, Wanted(((64, 2),), "F32", record=1 << 18, on_cuda=False))
-    with Store.create([open_device(folder, 0)]) as store:
+    with Store.create([open_device(folder)]) as store:
         e = build(cfg, plan, limits, RealQueues(), store=store)
         for shard in e.placement.shards():
             store.add(shard.name, shard.layout)

@@ -58,7 +58,7 @@ def test_refused_or_within_the_limits(seed, tmp_path):
     sizes = tuple((k * seq, -(-rows // k)) for k in (8, 4, 2, 1) if k <= rows)
     mode = "forward" if clip else "backward"
     wanted = Wanted(sizes, mode=mode, record=1 << 18, adam_bits=bits, document=seq)
-    with Store.create([open_device(tmp_path, 0)]) as store:
+    with Store.create([open_device(tmp_path)]) as store:
         try:
             plan = choose(cfg, limits, rates, wanted).plan
         except DoesNotFit as error:

@@ -38,7 +38,7 @@ from trireme.models.config import InputError, Lora, ModelConfig, uniform, Rope, 
 from trireme.models.families.experts import REFUSED
 from trireme.models.families.table import FAMILIES, WRAPPERS, Family
 from trireme.models.rows import rope_tables
-from trireme.storage.aio import IO, ThreadIO, arena
+from trireme.storage.aio import IO, arena
 from trireme.storage.checkpoint import open_source
 from trireme.storage.devices import Device
 from trireme.storage.files import StoreError
@@ -203,7 +203,7 @@ def _store(folder: Path, name: str) -> Target:
     auxiliary.mkdir()
     (auxiliary / "config.json").write_text("{}")
     uuid.uuid4 = lambda: uuid.UUID(int=1)  # the same files every time
-    with Store.create([Device(good, ThreadIO(), False)], auxiliary=auxiliary) as store:
+    with Store.create([Device(good, IO(), False)], auxiliary=auxiliary) as store:
         for shard in ("weights-00000", "moments-00000-0000"):
             store.add(shard, span, weights=shard.startswith("w"))
             store.write(shard, arena(span.span)).result()

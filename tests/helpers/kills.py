@@ -36,9 +36,7 @@ from trireme.engine.run import demo, evaluation, loop
 from trireme.engine.run.begin import reference
 from trireme.engine.run.command import parse
 from trireme.engine.run.job import prepare
-from trireme.storage.aio import IO
 from trireme.storage.folders import FINISHED
-from trireme.storage.kernel_aio import KernelIO
 
 FAR = UnitPlan("ssd", "ssd", x="ssd", saved=(("resid", "ssd"),))
 
@@ -207,15 +205,6 @@ def watch_files(inside: str, fatal: int, late: int, note: mmap.mmap) -> None:
     sys.addaudithook(audited)  # the kernel's calls that no hook hears of:
     for name in ("fsync", "fdatasync", "posix_fallocate", "pwrite", "pwritev", "write"):
         setattr(os, name, told(name, getattr(os, name)))
-    start = KernelIO._start
-
-    def started(io: IO, pieces) -> None:
-        for piece in pieces:
-            if piece.write:
-                event("aio", piece.file.path)
-        start(io, pieces)
-
-    KernelIO._start = started
 
 
 # ---------------------------------------------------------------- the runs

@@ -7,7 +7,7 @@ from types import SimpleNamespace
 
 import numpy as np
 
-from trireme.storage.aio import ThreadIO, arena
+from trireme.storage.aio import IO, arena
 from trireme.storage.devices import Device, is_direct
 from trireme.storage.layout import Layout, pack, sequential
 from trireme.storage.store import Store
@@ -18,10 +18,8 @@ STATE = sequential([("lo", "I16", (20_001,)), ("m", "F32", (20_001,)), ("v", "F3
 LAYOUTS = {"block-0": WEIGHTS, "block-1": pack([[("z", (64, 64))], [("y", (9,))]], "BF16"), "block-0.adam": STATE}
 
 
-class MemoryIO(ThreadIO):
+class MemoryIO(IO):
     """Files as bytearrays in memory, for tests. `fault(piece)` may wait, raise OSError, or return how much to move."""
-
-    name = "memory"
 
     def __init__(self, fault=lambda piece: None, **limits):
         self.fault, self.contents = fault, {}  # contents by path
@@ -62,7 +60,7 @@ class OneDrive:
         self.io.close()
 
 
-class FaultyIO(ThreadIO):
+class FaultyIO(IO):
     """Real files; `fault(piece)` may raise or wait before each piece is moved."""
 
     def __init__(self, fault=lambda piece: None, **limits):
@@ -79,7 +77,7 @@ def devices(folder: Path, count: int = 1, **kwargs) -> list[Device]:
     for k in range(count):
         path = folder / f"d{k}"
         path.mkdir(exist_ok=True)
-        made.append(Device(path, FaultyIO(**kwargs), is_direct(path), read=1.0 + k, write=1.0 + k))
+        made.append(Device(path, FaultyIO(**kwargs), is_direct(path), 1.0 + k))
     return made
 
 

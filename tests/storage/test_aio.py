@@ -1,4 +1,4 @@
-"""Every back end moves the same bytes, checks every result, and ends every future exactly once."""
+"""Requests move their bytes, check every result, end every future exactly once, and take turns by class."""
 
 import errno
 import mmap
@@ -14,7 +14,6 @@ import numpy as np
 import pytest
 from stores import MemoryIO
 
-from trireme.storage import kernel_aio
 from trireme.storage.aio import (
     BOUND,
     CLASSES,
@@ -26,17 +25,14 @@ from trireme.storage.aio import (
     WRITE_BACK,
     File,
     Piece,
-    ThreadIO,
     address_of,
     arena,
 )
 from trireme.storage.devices import is_direct, open_device
 from trireme.storage.files import StoreError
-from trireme.storage.kernel_aio import KernelIO
 
 K = 1024
 LIMITS = {"block": 16 * K, "depth": 3, "mixed": 2}
-BACKENDS = [KernelIO, ThreadIO, MemoryIO]
 
 
 def noise(nbytes: int, seed: int = 0) -> memoryview:
@@ -45,7 +41,7 @@ def noise(nbytes: int, seed: int = 0) -> memoryview:
     return buffer
 
 
-@pytest.fixture(params=BACKENDS, ids=lambda b: b.name)
+@pytest.fixture(params=[IO, MemoryIO])
 def io(request):
     made = request.param(**LIMITS)
     yield made
@@ -175,12 +171,10 @@ def test_a_fault_ends_the_request_and_nothing_else(file: File, number):
     io.close()
 
 
-def test_short_transfers_and_interruptions_are_completed(file: File):
+def test_short_transfers_are_completed(file: File):
     random = np.random.default_rng(0)
 
     def fault(piece: Piece):
-        if random.random() < 0.3:
-            raise OSError(errno.EINTR, "interrupted")
         return min(len(piece.view), 4 * K * int(random.integers(1, 5)))
 
     io = MemoryIO(fault, **LIMITS)
@@ -365,20 +359,9 @@ def test_no_locked_memory_is_needed():
 from trireme.storage.devices import open_device
 resource.setrlimit(resource.RLIMIT_MEMLOCK, (0, 0))
 with tempfile.TemporaryDirectory() as folder:
-    device = open_device(folder, 1 << 20)
+    device = open_device(folder)
     device.io.close()
 """)
-
-
-def test_without_aio_slots_threads_take_over(tmp_path, monkeypatch):
-    monkeypatch.setattr(kernel_aio, "_call", lambda *args: -errno.EAGAIN)
-    with pytest.raises(StoreError, match="aio-max-nr"):
-        KernelIO()
-    said = []
-    device = open_device(tmp_path, 1 << 20, said.append)
-    assert isinstance(device.io, ThreadIO)
-    assert not is_direct(tmp_path) or "aio-max-nr" in said[0]
-    device.io.close()
 
 
 def test_no_o_direct_falls_back_to_buffered_files():
@@ -387,10 +370,9 @@ def test_no_o_direct_falls_back_to_buffered_files():
         pytest.skip("no writable tmpfs at /dev/shm")
     folder = shm / f"trireme-{os.getpid()}"
     said = []
-    device = open_device(folder, 1 << 20, said.append)
+    device = open_device(folder, say=said.append)
     try:
         assert not device.direct
-        assert isinstance(device.io, ThreadIO)
         assert "no O_DIRECT" in said[0]
         file = File(folder / "f", device.direct, 64 * K)
         data, out = noise(64 * K), arena(64 * K)
@@ -405,12 +387,9 @@ def test_no_o_direct_falls_back_to_buffered_files():
         folder.rmdir()
 
 
-def test_open_device_measures_and_leaves_nothing(tmp_path):
-    device = open_device(tmp_path / "new", 4 << 20)
-    assert device.read > 0
-    assert device.write > 0
-    assert min(device.read, device.write) <= device.speed
-    assert "GB/s" in str(device)
+def test_open_device_leaves_nothing(tmp_path):
+    device = open_device(tmp_path / "new", 3.0)
+    assert device.speed == 3.0
     assert not list((tmp_path / "new").iterdir())
     device.io.close()
 
@@ -418,43 +397,6 @@ def test_open_device_measures_and_leaves_nothing(tmp_path):
 def test_a_folder_that_cannot_be_written_is_named():
     with pytest.raises(StoreError, match="/proc"):
         open_device("/proc/trireme")
-
-
-def test_partial_submission(tmp_path):
-    """One bad descriptor in a batch fails alone; what stands before and behind it in the queue is moved."""
-    io = KernelIO(block=4 * K, depth=8, mixed=2)
-    good, bad = File(tmp_path / "good", is_direct(tmp_path), 64 * K), File(tmp_path / "bad", False, 64 * K)
-    bad.close()
-    bad.fd = 1 << 20
-    buffer = noise(16 * K)
-    requests = [io.write(f, 0, buffer) for f in (good, bad, good)]
-    assert [r.exception(10) is None for r in requests] == [True, False, True]
-    io.close()
-    good.close()
-
-
-@pytest.mark.parametrize("number", [errno.EINVAL, errno.EFAULT])
-def test_events_that_cannot_be_had_are_an_error(file: File, monkeypatch, number):
-    """What is in flight ends with it, and so does what comes later: nobody waits for events that never come."""
-    real, io = kernel_aio._call, KernelIO(block=16 * K, depth=2, mixed=1)
-    sick = lambda call, *args: -number if call == io._getevents else real(call, *args)
-    monkeypatch.setattr(kernel_aio, "_call", sick)
-    data = noise(64 * K)  # more than is in flight at once
-    for request in (io.write, io.read):
-        error = request(file, 0, data).exception(60)
-        assert (error.errno, error.filename) == (number, file.path)
-    io.close()
-
-
-@pytest.mark.parametrize("result", [0, -errno.EAGAIN])
-def test_a_submission_that_is_never_taken_is_an_error(file: File, monkeypatch, result):
-    real, io = kernel_aio._call, KernelIO(**LIMITS)
-    monkeypatch.setattr(kernel_aio, "_call", lambda call, *args: result if call == io._submit else real(call, *args))
-    monkeypatch.setattr(time, "sleep", lambda _: None)
-    assert io.write(file, 0, noise(64 * K)).exception(60).errno == errno.EAGAIN
-    monkeypatch.setattr(kernel_aio, "_call", real)
-    io.write(file, 0, noise(64 * K)).result(60)
-    io.close()
 
 
 def test_huge_page_advice_is_optional(monkeypatch):

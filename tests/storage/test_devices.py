@@ -1,17 +1,13 @@
 """What streaming to a real drive leaves in memory."""
 
 import ctypes
-import errno
 import mmap
 from pathlib import Path
 
 import pytest
 
-from trireme.storage import devices
-from trireme.storage.aio import ThreadIO, address_of, arena
+from trireme.storage.aio import IO, address_of, arena
 from trireme.storage.devices import Device, is_direct
-from trireme.storage.files import StoreError
-from trireme.storage.kernel_aio import KernelIO
 from trireme.storage.layout import sequential
 from trireme.storage.store import Store
 
@@ -30,7 +26,7 @@ def test_streaming_leaves_nothing_in_memory(tmp_path):
     if not is_direct(tmp_path):
         pytest.skip("no O_DIRECT here")
     layout = sequential([("m", "F32", (1 << 20,))])
-    with Store.create([Device(tmp_path, KernelIO(1 << 20, 4, 2), True)]) as store:
+    with Store.create([Device(tmp_path, IO(1 << 20, 4, 2), True)]) as store:
         buffers = [arena(layout.span) for _ in range(2)]
 
         def stream():
@@ -48,34 +44,3 @@ def test_streaming_leaves_nothing_in_memory(tmp_path):
         store.commit(1, {})
         assert (int(statm.read_text().split()[1]) - before) * mmap.PAGESIZE < 4 << 20
         assert sum(map(resident, (tmp_path / "files").iterdir())) == 0
-
-
-def test_a_measurement_that_fails_leaves_no_back_end_open(tmp_path, monkeypatch):
-    opened, measured = [], []
-
-    class Counted(ThreadIO):
-        def __init__(self, *args):
-            super().__init__(*args)
-            opened.append(self)
-
-        def close(self):
-            super().close()
-            opened.remove(self)
-
-    def measure(device, file, halves):
-        measured.append(device)
-        if len(measured) == 3:
-            raise StoreError(errno.EIO, "broken")
-        return 1.0 / len(measured)  # each is faster
-
-    monkeypatch.setattr(devices, "SETTINGS", [(Counted, 1 << 20, 1, 1)] * 4)
-    monkeypatch.setattr(devices, "_measure", measure)
-    monkeypatch.setattr(devices, "ThreadIO", Counted)
-    with pytest.raises(StoreError, match="broken"):
-        devices.open_device(tmp_path, 1 << 20, lambda line: None)
-    assert opened == []
-    measured[:] = [None] * 3
-    best = devices.open_device(tmp_path, 1 << 20, lambda line: None)
-    assert opened == [best.io]
-    assert best is measured[-1]
-    best.io.close()

@@ -10,7 +10,7 @@ import numpy as np
 import pytest
 
 from trireme.storage import files
-from trireme.storage.files import StoreError, read_back, replace_synced, write_synced
+from trireme.storage.files import StoreError, replace_synced, stream, write_synced
 from trireme.storage.untrusted import PART, read_small, read_text
 
 BLOCK = 8192
@@ -35,8 +35,19 @@ def test_a_file_is_its_pieces(tmp_path, monkeypatch, nbytes, each, direct):
     given = pieces(nbytes, each)
     write_synced(tmp_path / "file", given)
     assert (tmp_path / "file").read_bytes() == b"".join(piece.tobytes() for piece in given)
-    read = b"".join(chunk.tobytes() for chunk in read_back(tmp_path / "file"))
+    read = b"".join(chunk.tobytes() for chunk in stream(tmp_path / "file", block=BLOCK))
     assert read == (tmp_path / "file").read_bytes()
+
+
+@pytest.mark.parametrize(
+    ("offset", "nbytes"), [(0, 0), (1, 1), (5, BLOCK), (BLOCK - 1, 2 * BLOCK + 2), (4096, 3 * BLOCK)]
+)
+def test_a_part_of_a_file_is_its_bytes(tmp_path, offset, nbytes):
+    (data,) = pieces(5 * BLOCK, 5 * BLOCK)
+    data.tofile(tmp_path / "file")
+    assert b"".join(map(bytes, stream(tmp_path / "file", offset, nbytes, BLOCK))) == data[offset:][:nbytes].tobytes()
+    with pytest.raises(StoreError, match="it was longer before"):
+        list(stream(tmp_path / "file", 4 * BLOCK, BLOCK + 1))
 
 
 def test_a_small_file_takes_little_memory(tmp_path):
@@ -102,7 +113,10 @@ def test_writes_that_the_filesystem_takes_otherwise(tmp_path, monkeypatch, how):
     given = pieces(3 * BLOCK + 17, 4000)
     write_synced(tmp_path / "file", given)
     assert (tmp_path / "file").read_bytes() == b"".join(piece.tobytes() for piece in given)
-    assert b"".join(block.tobytes() for block in read_back(tmp_path / "file")) == (tmp_path / "file").read_bytes()
+    assert (
+        b"".join(block.tobytes() for block in stream(tmp_path / "file", block=BLOCK))
+        == (tmp_path / "file").read_bytes()
+    )
 
 
 @pytest.mark.parametrize("how", ["written", "read"])
@@ -122,7 +136,7 @@ def test_blocks_are_under_way_together(tmp_path, monkeypatch, how):
     given, name = pieces(6 * BLOCK, 5000), "pwrite" if how == "written" else "preadv"
     monkeypatch.setattr(os, name, wait_for_others(getattr(os, name)))
     write_synced(tmp_path / "file", given)
-    assert b"".join(map(bytes, read_back(tmp_path / "file"))) == b"".join(piece.tobytes() for piece in given)
+    assert b"".join(map(bytes, stream(tmp_path / "file", block=BLOCK))) == b"".join(piece.tobytes() for piece in given)
 
 
 def test_an_error_while_the_next_block_is_made_is_told(tmp_path, monkeypatch):

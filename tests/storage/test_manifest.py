@@ -1,4 +1,4 @@
-"""Manifest and store.id in the hands of a stranger, who can seal what he writes: refused in a line, or harmless."""
+"""Manifest and store.id: what was changed is refused; names lead nowhere else; nothing of others is removed."""
 
 import json
 import os
@@ -10,12 +10,12 @@ from pathlib import Path
 import pytest
 from stores import STATE, WEIGHTS, create, devices, holds, write_all
 
-from trireme.storage import folders, snapshots
+from trireme.storage import snapshots
 from trireme.storage.auxiliary import TEMPLATES
 from trireme.storage.files import StoreError
 from trireme.storage.snapshots import FORMAT, MANIFEST
 from trireme.storage.store import Store
-from trireme.storage.untrusted import checksum, quoted, seal, unseal
+from trireme.storage.untrusted import quoted, seal, unseal
 
 SNAPSHOT = "snapshot-000001-step-1"
 
@@ -55,8 +55,6 @@ def refused(folder: Path, says: str | None = None) -> StoreError:
     with pytest.raises(StoreError, match=says) as e:
         Store.open(devices(folder, 2)).close()
     assert "\n" not in e.value.strerror
-    assert len(e.value.strerror) < 400
-    assert e.value.strerror.isprintable()
     return e.value
 
 
@@ -64,61 +62,24 @@ def first(content: dict) -> dict:
     return content["shards"]["block-0"]
 
 
+NAMES = [
+    "../../victim.json",
+    "/etc/victim.json",
+    "x/y.json",
+    "store.id",
+    MANIFEST,
+    "",
+    f"{TEMPLATES}/../../victim.jinja",
+]
 BAD = {
     "not the name of an auxiliary file": [
-        lambda m, name=name: m["auxiliary"].update({name: "0" * 16})
-        for name in [
-            "../../victim.json",
-            "/etc/victim.json",
-            "x/y.json",
-            "store.id",
-            MANIFEST,
-            "a\nb.json",
-            "",
-            "\\x.json",
-        ]
-        + [f"{TEMPLATES}/../../victim.jinja", "\ud800.json", "x" * 99999 + "\0.json"]
+        lambda m, name=name: m["auxiliary"].update({name: "0" * 16}) for name in NAMES
     ],
     "not the name of a shard": [
         lambda m, name=name: m["shards"].update({name: m["shards"].pop("block-0")})
-        for name in ["../block", "/block", ".block", "", "a/b", "a b", "a\0", "\x1b[2J" * 100]
-    ],
-    "expected": [
-        *(lambda m, x=x: first(m)["stripes"][0].update(device=x) for x in [-1, 1.0, "0", True, None, [], 10**400]),
-        *(lambda m, x=x: first(m)["stripes"][0].update(file=x) for x in [-1, "../x", 1 << 63, {}]),
-        *(lambda m, x=x: first(m)["stripes"][0].update(segments=x) for x in [0, [[0, 0]], [[0, 0, -1]], [5], {"a": 1}]),
-        *(lambda m, x=x: first(m).update(tensors=x) for x in [[], None, {"q": []}, {"q": 3}]),
-        *(lambda m, x=x: m.update(sequence=x) for x in [-1, "1", 1.0, None, 1 << 63]),
-        *(lambda m, x=x: m.update(auxiliary=x) for x in [[], ["config.json"], {"config.json": 1}]),
-        *(lambda m, x=x: m.update(extra=x) for x in [[], None, "x"]),
-        lambda m: first(m).update(weights=1),
-    ],
-    "lacks|has": [
-        *(lambda m, key=key: m.pop(key) for key in ("sequence", "step", "extra", "auxiliary", "shards")),
-        *(lambda m, key=key: first(m).pop(key) for key in ("tensors", "weights", "stripes")),
-        lambda m: m.update(more=1),
-        lambda m: m.update({"\x1b]0;x\x07": 1}),
-    ],
-    "dtype": [lambda m: first(m)["tensors"]["q"].update(dtype="F22")],
-    "says otherwise|say otherwise": [
-        lambda m, x=x: first(m)["tensors"]["q"].update(shape=x) for x in [[1], [1 << 62] * 1000, [0], []]
-    ],
-    "gap or an overlap": [lambda m: first(m)["tensors"].pop("q")],
-    "not the whole of a shard": [
-        lambda m: first(m)["stripes"].pop(),
-        lambda m: first(m).update(tensors={}),
-    ],
-    "segments of a stripe": [
-        lambda m: first(m)["stripes"][0].update(segments=[]),
-        lambda m: first(m)["stripes"][0]["segments"][0].__setitem__(2, 4096),
-        lambda m: first(m)["stripes"][0]["tensors"].clear(),
-    ],
-    "two stripes are on one device": [lambda m: first(m)["stripes"][1].update(device=0)],
-    "two shards are in one file": [
-        lambda m: first(m)["stripes"][0].update(file=m["shards"]["block-0.adam"]["stripes"][0]["file"])
+        for name in ["../block", "/block", ".block", "", "a/b", "a b", "a\0"]
     ],
     "names more than 2 folders": [lambda m: first(m)["stripes"][1].update(device=2)],
-    "a checksum of": [lambda m, x=x: first(m)["stripes"][0].update(sum=x) for x in ("", "0" * 15, "G" * 16, "0" * 17)],
     "it is the one of": [lambda m: m.update(step=2), lambda m: m.update(sequence=7)],
 }
 
@@ -136,83 +97,15 @@ def test_a_manifest_is_refused_in_words(ours, says, change):
 @pytest.mark.parametrize(
     "text", [b"", b"{", b"[]", b"null", b"[" * 100_000, b'{"a":' * 100_000, b"\xff\xfe", b"1" * 9999]
 )
-@pytest.mark.parametrize("sealed", [False, True])
-def test_text_that_is_no_manifest_is_refused_in_words(ours, text, sealed):
-    for path, version in ((ours / "d0" / SNAPSHOT / MANIFEST, FORMAT), (ours / "d1" / "store.id", folders.FORMAT)):
-        rest = b'"x": ' + text
-        seal = b'{"format": %d, "xxh3_64": "%s", ' % (version, checksum([rest]).encode())
-        put(path, seal + rest if sealed else text)
-        assert refused(ours, "is damaged|has more than 4096 bytes").filename == str(path)
+def test_text_that_is_no_manifest_is_refused_in_words(ours, text):
+    for path in (ours / "d0" / SNAPSHOT / MANIFEST, ours / "d1" / "store.id"):
+        put(path, text)
+        assert refused(ours, "is damaged").filename == str(path)
 
 
-@pytest.mark.parametrize(
-    "change", [{"device": 10**18}, {"devices": 10**18}, {"device": -1}, {"store": 1}, {"device": "x"}]
-)
-def test_an_identity_is_refused_in_words(ours, change):
-    path = ours / "d1" / "store.id"
-    put(path, seal(folders.FORMAT, unseal(path.read_bytes(), folders.FORMAT, "identity") | change))
-    refused(ours, "is damaged|give all of them and no others")
-
-
-def test_what_an_older_version_wrote_is_said_to_be_so(ours):
+def test_what_another_version_wrote_is_said_to_be_so(ours):
     put(ours / "d0" / SNAPSHOT / MANIFEST, b'{"format": 1, "sequence": 1}')
-    refused(ours, "is of format 1, this version reads 2. Use the version that wrote it")
-    put(ours / "d0" / "store.id", b'{"store": "0123", "device": 0, "devices": 2}')
-    refused(ours, "is of format 1. Use the version that wrote it")
-
-
-# ---------------------------------------------------------------- nothing outside the store
-
-
-def outside(folder: Path) -> dict[Path, tuple]:
-    return {p: (p.read_bytes(), p.stat().st_nlink, p.stat().st_ino) for p in folder.rglob("*") if p.is_file()}
-
-
-def link_shard(ours: Path, victim: Path) -> None:
-    """A span's file is a link to one that has all its bytes."""
-    path = ours / "d1" / SNAPSHOT / "block-0.adam.1.safetensors"
-    shutil.copy(path, victim / "x.safetensors")
-    path.unlink()
-    path.symlink_to(victim / "x.safetensors")
-
-
-def link_folder(name: str):
-    def link(ours: Path, victim: Path) -> None:
-        shutil.copytree(ours / name, victim / "folder")
-        for number in ("900000", "900001"):
-            (victim / "folder" / f"{number}.safetensors").write_text("theirs")
-        shutil.rmtree(ours / name)
-        (ours / name).symlink_to(victim / "folder")
-
-    return link
-
-
-def link_file(name: str):
-    def link(ours: Path, victim: Path) -> None:
-        (victim / "file").write_bytes((ours / name).read_bytes() if (ours / name).exists() else b"theirs")
-        (ours / name).unlink(missing_ok=True)
-        (ours / name).symlink_to(victim / "file")
-
-    return link
-
-
-LINKS = {
-    "span": link_shard,
-    **{name: link_folder(name) for name in ("d0/files", "d1/files", f"d1/{SNAPSHOT}", f"d0/{TEMPLATES}")},
-    f"d0/{SNAPSHOT}/{TEMPLATES}": link_folder(f"d0/{SNAPSHOT}/{TEMPLATES}"),
-    **{name: link_file(name) for name in ("d0/store.lock", "d1/store.id", f"d0/{SNAPSHOT}/config.json")},
-    f"d0/{SNAPSHOT}/{MANIFEST}": link_file(f"d0/{SNAPSHOT}/{MANIFEST}"),
-}
-
-
-@pytest.mark.parametrize("what", LINKS)
-def test_a_link_out_of_the_store_is_refused_and_what_it_leads_to_is_untouched(ours, tmp_path, what):
-    victim = tmp_path / "victim"
-    victim.mkdir()
-    LINKS[what](ours, victim)
-    before = outside(victim)
-    refused(ours)
-    assert outside(victim) == before
+    refused(ours, f"is of format 1, this version reads {FORMAT}. Use the version that wrote it")
 
 
 def test_the_folders_of_a_store_may_be_links_themselves(tmp_path):
@@ -231,18 +124,27 @@ def test_the_folders_of_a_store_may_be_links_themselves(tmp_path):
     assert all((tmp_path / f"d{k}").is_symlink() and not any((tmp_path / f"drive{k}").iterdir()) for k in range(2))
 
 
-@pytest.mark.parametrize("name", ["d0/files", "d1/files", f"d0/{TEMPLATES}"])
-def test_a_new_store_in_place_of_one_without_a_snapshot_leaves_what_links_lead_to(ours, made, tmp_path, name):
-    """As a run makes that is resumed before its first snapshot."""
-    victim = tmp_path / "victim"
-    victim.mkdir()
-    link_folder(name)(ours, victim)
-    for k in range(2):
-        shutil.rmtree(ours / f"d{k}" / SNAPSHOT)
-    before = outside(victim)
-    with pytest.raises(StoreError, match="has to be a folder, and no link|which is not a file of a store"):
-        Store.create(devices(ours, 2), auxiliary=made / "source")
-    assert outside(victim) == before
+@pytest.mark.parametrize("end", ["commit", "remove", "clean"])
+def test_what_others_put_into_a_snapshot_is_renamed_and_not_removed(tmp_path, end):
+    """A snapshot that is removed, a store that is, what a kill has left."""
+    with create(tmp_path, 2) as store:
+        write_all(store, 1)
+        store.commit(1, {})
+        folder = tmp_path / "d0" / SNAPSHOT
+        (folder / "notes").mkdir()
+        (folder / "notes" / "mine.txt").write_text("mine")
+        if end == "remove":
+            store.remove()
+        elif end == "commit":
+            store.commit(2, {})
+    if end == "clean":
+        folder.rename(folder.with_name(f"{SNAPSHOT}.dropped"))
+        with pytest.raises(StoreError, match="no complete snapshot"):
+            Store.open(devices(tmp_path, 2))
+        Store.create(devices(tmp_path, 2)).remove()
+    left = [path for path in (tmp_path / "d0").rglob("*") if path.is_file()]
+    assert [path.read_text() for path in left if path.parent.name == "notes"] == ["mine"]
+    assert not list((tmp_path / "d0").glob("*.left/*.safetensors"))
 
 
 def test_links_that_a_copy_has_split_are_made_again_without_other_names(ours, tmp_path, monkeypatch):
@@ -255,34 +157,6 @@ def test_links_that_a_copy_has_split_are_made_again_without_other_names(ours, tm
         assert holds(store, 1)
     assert made
     assert set(made) <= before
-
-
-def test_a_link_with_the_name_of_a_file_that_is_being_written_is_replaced(ours, tmp_path):
-    victim = tmp_path / "victim"
-    victim.mkdir()
-    link_file("d0/.model.safetensors.index.json.partial")(ours, victim)
-    before = outside(victim)
-    with Store.open(devices(ours, 2)) as store:
-        assert holds(store, 1)
-    assert outside(victim) == before
-    assert not list((ours / "d0").glob(".*"))
-
-
-@pytest.mark.parametrize("to", ["victim", f"d0/{SNAPSHOT}/block-0.safetensors"])
-def test_a_name_in_files_that_is_a_link_is_replaced(ours, tmp_path, to):
-    """What is in use is called so in the snapshot's folder; another file by its name is not ours."""
-    victim = tmp_path / "victim"
-    victim.write_text("theirs")
-    name = ours / "d0" / "files" / f"{first(fields(ours))['stripes'][0]['file']:06d}.safetensors"
-    name.unlink()
-    name.symlink_to(ours / to)
-    with Store.open(devices(ours, 2)) as store:
-        assert holds(store, 1)
-        write_all(store, 2)
-        store.commit(2, {})
-        assert holds(store, 2)
-    assert victim.read_text() == "theirs"
-    assert not name.is_symlink()
 
 
 def test_a_checkpoint_with_a_manifest_of_its_own_keeps_out_of_ours(tmp_path):
@@ -330,17 +204,6 @@ def test_a_manifest_says_what_was_written(ours):
     assert snapshot.extra == {"step": 1, "rng": [1, 2.5, None]}
     assert json.loads(text)["format"] == FORMAT
     assert seal(FORMAT, snapshots._to_json(snapshot)) == text
-
-
-def test_a_store_of_the_first_version_opens(ours):
-    """Its auxiliary files were under another key."""
-    identities = [ours / f"d{k}" / folders.IDENTITY for k in range(2)]
-    for path, version in [(ours / "d0" / SNAPSHOT / MANIFEST, FORMAT), *((p, folders.FORMAT) for p in identities)]:
-        found = unseal(path.read_bytes(), version, "file")
-        put(path, seal(version, found | {"companions": found.pop("auxiliary")}))
-    with Store.open(devices(ours, 2)) as store:
-        assert store.snapshots[-1].step == 1
-        assert store.snapshots[-1].auxiliary
 
 
 @pytest.mark.parametrize("path", ["runs/a", "two words", "it's", "$HOME/`x`", "-dash", "*", "ü;#"])

@@ -6,7 +6,7 @@ import numpy as np
 import pytest
 
 from trireme.storage import scratch
-from trireme.storage.aio import ThreadIO, arena
+from trireme.storage.aio import IO, arena
 from trireme.storage.devices import Device
 from trireme.storage.files import StoreError
 from trireme.storage.scratch import Scratch
@@ -19,7 +19,7 @@ def devices(tmp_path):
     made = []
     for name, speed in (("a", 1e9), ("b", 3e9), ("c", 1e9)):
         (tmp_path / name).mkdir()
-        made.append(Device(tmp_path / name, ThreadIO(block=16 * K), False, speed, speed))
+        made.append(Device(tmp_path / name, IO(block=16 * K), False, speed))
     yield made
     for device in made:
         device.io.close()
@@ -58,6 +58,15 @@ def test_faster_devices_hold_more_and_take_turns(devices):
     assert s.turns == (1, 0, 1, 2, 1)
     sizes = [os.fstat(file.fd).st_size // scratch.STRIPE for file in s.files]
     assert sizes == [20, 60, 20]
+    s.close()
+
+
+def test_a_device_without_a_share_holds_nothing(devices):
+    """Of less than a stripe."""
+    s, buffer = Scratch(devices, 64 * K), arena(64 * K)
+    s.write(0, buffer).result(60)
+    s.read(0, arena(64 * K)).result(60)
+    assert sorted(os.fstat(file.fd).st_size for file in s.files) == [0, 0, 64 * K]
     s.close()
 
 

@@ -28,7 +28,7 @@ from trireme.storage.files import StoreError
 from trireme.storage.layout import ALIGN, pack, sequential
 from trireme.storage.shards import Damaged
 from trireme.storage.store import Store
-from trireme.storage.stripes import stripe_bytes, stripe_tensors
+from trireme.storage.stripes import stripe_tensors, stripe_turns
 from trireme.storage.untrusted import seal
 
 
@@ -305,10 +305,10 @@ def test_a_store_that_cannot_be_made_leaves_nothing(tmp_path, monkeypatch, call)
 
     monkeypatch.setattr(of, name, fail)
     with pytest.raises(OSError, match="No space|in use"):
-        Store.create([tmp_path / "d0", tmp_path / "deep" / "d1"], auxiliary=source, trial=0)
+        Store.create([tmp_path / "d0", tmp_path / "deep" / "d1"], auxiliary=source)
     assert sorted(tmp_path.rglob("*")) == before
     monkeypatch.undo()
-    Store.create([tmp_path / "d0", tmp_path / "deep" / "d1"], auxiliary=source, trial=0).remove()
+    Store.create([tmp_path / "d0", tmp_path / "deep" / "d1"], auxiliary=source).remove()
     assert sorted(tmp_path.rglob("*")) == before
 
 
@@ -321,7 +321,7 @@ def test_a_drive_without_hard_links_is_refused_before_the_first_step(tmp_path, m
 
     monkeypatch.setattr(os, "link", link)
     with pytest.raises(StoreError, match="cannot hold snapshots: it has no hard links. Name a folder on ext4") as error:
-        Store.create([tmp_path / "drive"], trial=0)
+        Store.create([tmp_path / "drive"])
     assert error.value.filename == str(tmp_path / "drive")
     assert not list(tmp_path.iterdir())
 
@@ -346,7 +346,7 @@ def test_a_store_that_is_not_taken_stays_as_it_is(tmp_path, theirs):
         before = {p: p.read_bytes() for p in (tmp_path / "d0").rglob("*") if p.is_file() and p.name != "store.lock"}
         for dirs in (["new", "d0"], ["d0", "new"]):
             with pytest.raises(StoreError, match="in use by process|holds a run already"):
-                Store.create([tmp_path / name for name in dirs], trial=0)
+                Store.create([tmp_path / name for name in dirs])
             assert [p.name for p in tmp_path.iterdir()] == ["d0"]
         assert before == {p: p.read_bytes() for p in before}
         assert (tmp_path / "d0" / "store.lock").exists()
@@ -357,16 +357,14 @@ def test_leftovers_are_removed_and_nothing_else(tmp_path):
         write_all(store, 0)
         store.commit(0, {})
     foreign = ["notes.txt", "snapshot-mine/x", "files/other.safetensors", "files/000001.txt", "x.partial"]
-    leftovers = ["snapshot-000002-step-1.partial/a", "snapshot-000001-step-1.dropped/a", "files/900000.safetensors"]
+    leftovers = ["snapshot-000002-step-1.partial/a.safetensors", "snapshot-000001-step-1.dropped/manifest.json"]
+    leftovers += ["files/900000.safetensors"]
     for name in [*foreign, *leftovers]:
         path = tmp_path / "d0" / name
         path.parent.mkdir(exist_ok=True)
         path.write_text("x")
     orphan = tmp_path / "d1" / "snapshot-000009-step-9"  # made on the second device only
     orphan.mkdir()
-    links = [tmp_path / f"d{k}" / f"snapshot-00000{4 + k}-step-3{end}" for k, end in ((0, ".partial"), (1, ""))]
-    for link in links:
-        link.symlink_to(tmp_path / "d0" / "snapshot-mine")
     with Store.open(devices(tmp_path, 2)) as store:
         assert holds(store, 0)
         write_all(store, 1)
@@ -375,7 +373,6 @@ def test_leftovers_are_removed_and_nothing_else(tmp_path):
         assert (tmp_path / "d0" / name).read_text() == "x"
     assert not any((tmp_path / "d0" / name).exists() for name in leftovers)
     assert not orphan.exists()
-    assert all(link.is_symlink() for link in links)
 
 
 def test_a_store_that_is_finished_leaves_only_what_is_not_its_own(tmp_path, monkeypatch):
@@ -441,7 +438,7 @@ def test_killed_at_any_moment_of_its_removal_the_folders_can_be_used_again(tmp_p
             Store.open(devices(folder, 2)).remove()  # not yet begun: it is a store like any other
         paths = [folder / "d0", folder / "d1"]
         if then == "a new store":
-            with Store.create(paths, trial=0) as new:
+            with Store.create(paths) as new:
                 assert not (folder / "d0" / "merges.txt").exists()
                 new.remove()
         folders.remove_finished(paths)
@@ -451,16 +448,13 @@ def test_killed_at_any_moment_of_its_removal_the_folders_can_be_used_again(tmp_p
     assert fatal > 20
 
 
-@pytest.mark.parametrize("names", [["../victim.json"], ["/victim.json"], ["a/b.json"], ["x.so"], ["store.id"], [3], 3])
-def test_what_a_finished_store_removes_are_companions(tmp_path, names):
-    """Its file may be anybody's."""
-    for name in ("victim.json", "d0/x.so", "d0/a/b.json", "elsewhere/x.jinja"):
+def test_what_a_finished_store_removes_are_auxiliary_files(tmp_path):
+    for name in ("victim.json", "d0/x.so", "d0/a/b.json"):
         (tmp_path / name).parent.mkdir(parents=True, exist_ok=True)
         (tmp_path / name).write_text("mine")
-    (tmp_path / "d0" / "additional_chat_templates").symlink_to(tmp_path / "elsewhere")
     before = sorted(tmp_path.rglob("*"))
-    for beside in (names, ["additional_chat_templates/x.jinja"]):
-        facts = {"store": "x", "device": 0, "devices": 1, "auxiliary": beside, "run": "", "folder": ""}
+    for name in ("../victim.json", str(tmp_path / "victim.json"), "a/b.json", "x.so"):
+        facts = {"store": "x", "device": 0, "devices": 1, "auxiliary": [name], "run": "", "made": []}
         (tmp_path / "d0" / "store.finished").write_bytes(seal(folders.FORMAT, facts))
         folders.remove_finished([tmp_path / "d0"])
         assert sorted(tmp_path.rglob("*")) == before
@@ -592,12 +586,12 @@ def test_a_damaged_snapshot_is_named_and_the_one_before_still_opens(tmp_path):
             write_all(store, seed)
             store.commit(seed, {})
     newest = tmp_path / "d0" / "snapshot-000002-step-1"
-    for text in ("", "[]", "{}", '{"format": 2}'):
+    for text in ("", "[]", "{}", '{"format": 3}'):
         (newest / "manifest.json").write_text(text)
         with pytest.raises(StoreError, match="is damaged.* step 0, remove snapshot-000002-step-1.*manifest.json"):
             Store.open(devices(tmp_path))
     (newest / "manifest.json").write_text('{"format": 99}')
-    with pytest.raises(StoreError, match="is of format 99, this version reads 2. Use the version.*manifest.json"):
+    with pytest.raises(StoreError, match="is of format 99, this version reads 3. Use the version.*manifest.json"):
         Store.open(devices(tmp_path))
     shutil.rmtree(newest)
     with Store.open(devices(tmp_path)) as store:
@@ -754,7 +748,7 @@ def test_a_store_that_a_drive_has_no_room_for_is_refused_before_it_is_written(tm
 def test_stripes_cover_the_span_once(speeds, deal):
     load = [0.0] * len(speeds)
     for layout in (WEIGHTS, STATE, sequential([("a", "U8", (5,))]), sequential([])):
-        stripes = stripe_bytes(layout, speeds) if deal == "cut" else stripe_tensors(layout, speeds, load)
+        stripes = stripe_turns(layout, speeds) if deal == "cut" else stripe_tensors(layout, speeds, load)
         covered = []
         for stripe in stripes:
             assert len(stripe.header) % ALIGN == 0
@@ -788,7 +782,7 @@ def test_whole_tensors_even_out_over_the_units():
 @pytest.mark.parametrize("speeds", [(60e6, 60e6), (90e6, 30e6), (60e6, 30e6, 15e6, 45e6)])
 def test_state_is_cut_by_the_speeds_of_the_drives(speeds):
     layout = sequential([("m", "F32", (1 << 20,)), ("v", "F32", (1 << 20,))])
-    seconds = [stripe.layout.nbytes / speeds[stripe.device] for stripe in stripe_bytes(layout, speeds)]
+    seconds = [stripe.layout.nbytes / speeds[stripe.device] for stripe in stripe_turns(layout, speeds)]
     assert len(seconds) == len(speeds)
     assert max(seconds) < layout.nbytes / sum(speeds) / 0.99
 

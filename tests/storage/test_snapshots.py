@@ -3,7 +3,6 @@
 import os
 import pathlib
 import random
-import shutil
 import stat
 import zlib
 from collections import defaultdict
@@ -13,7 +12,7 @@ from pathlib import Path
 import pytest
 
 from trireme.storage import auxiliary, snapshots
-from trireme.storage.aio import ThreadIO, arena
+from trireme.storage.aio import IO, arena
 from trireme.storage.devices import Device, is_direct
 from trireme.storage.folders import FINISHED, IDENTITY
 from trireme.storage.layout import pack, sequential
@@ -59,7 +58,6 @@ class Drive:
             if hasattr(getattr(pathlib, "_normal_accessor", None), name) and name != "open":  # Python 3.10's pathlib
                 monkeypatch.setattr(pathlib._normal_accessor, name, getattr(self, name))
         monkeypatch.setattr(os, "fdatasync", self.fsync)
-        monkeypatch.setattr(shutil, "rmtree", self.rmtree)
 
     def ours(self, path) -> bool:
         return Path(path).is_relative_to(self.root)
@@ -147,12 +145,8 @@ class Drive:
         self.real["unlink"](path, **kwargs)
         self.name(path, None)
 
-    rmdir = unlink
-
-    def rmtree(self, path, ignore_errors=False):
-        for child in list(Path(path).iterdir()):
-            self.rmtree(child) if child.is_dir() else os.unlink(child)
-        self.real["rmdir"](path)
+    def rmdir(self, path, **kwargs):
+        self.real["rmdir"](path, **kwargs)
         self.name(path, None)
 
     def after_power_failure(self, keep) -> dict:
@@ -230,7 +224,7 @@ def test_after_a_power_failure_at_any_moment_what_a_manifest_names_is_there(tmp_
     root = tmp_path / "root"
     root.mkdir()
     direct = is_direct(root)
-    made = [Device(root / f"d{k}", ThreadIO(8192, 1, 1), direct, 1.0 + k, 1.0) for k in range(2)]
+    made = [Device(root / f"d{k}", IO(8192, 1, 1), direct, 1.0 + k) for k in range(2)]
     drive = Drive(monkeypatch, root, judge)
     with Store.create(made, auxiliary=source) as store:
         for name, layout in LAYOUTS.items():

@@ -29,7 +29,7 @@ from trireme.storage.layout import ALIGN, pack
 
 @pytest.fixture(scope="module")
 def device(tmp_path_factory):
-    found = open_device(tmp_path_factory.mktemp("drive"), nbytes=0)
+    found = open_device(tmp_path_factory.mktemp("drive"))
     yield found
     found.io.close()
 
@@ -117,7 +117,7 @@ def test_where_it_has_to_be_copied(tmp_path):
     why = lambda cfg=some, dtype="F32", stores=(tmp_path / "store",): why_copied(cfg, dtype, source, stored, stores)
     assert why() == ""
     assert why(dtype="BF16") == "they are F32, and computed with in BF16"
-    assert why(stores=(tmp_path / "a", tmp_path / "b")) == "2 drives read faster than one"
+    assert why(stores=(tmp_path / "a", tmp_path / "b")) == ""
     assert why(cfg=replace(cfg, frozen=())) == ""
     if os.stat("/dev/shm").st_dev != tmp_path.stat().st_dev:
         assert why(stores=(Path("/dev/shm"),)) == f"{tmp_path} is on another drive than /dev/shm"

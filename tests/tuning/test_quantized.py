@@ -209,7 +209,7 @@ def test_a_kept_base_is_that_of_the_checkpoint(tmp_path, monkeypatch):
         "a torn record": (lambda: truncate(kept.record, 9), True),
         "a flipped bit": (lambda: flip(kept.file, -1), True),
         "no checksum": (lambda: kept.record.write_text(kept.record.read_text().replace('"sum"', '"older"')), True),
-        "a bad block": (lambda: monkeypatch.setattr("trireme.engine.tuning.cached.read_back", unreadable), True),
+        "a bad block": (lambda: monkeypatch.setattr("trireme.engine.tuning.cached.stream", unreadable), True),
     }
     damage = {"a flipped bit": "its bytes are not those that were written", "a bad block": "Input/output error"}
     for case, (change, anew) in changes.items():

@@ -22,11 +22,9 @@ from trireme.engine.run.options import Options, store_folders
 from trireme.engine.run.output.folder import (
     ADAPTER,
     OURS,
-    check_not_taken,
     check_own,
     has_started,
     own_stores,
-    owner,
     run_of,
     tidy,
 )
@@ -40,8 +38,6 @@ from trireme.storage.headers import CheckpointError
 from trireme.storage.store import Store
 from trireme.storage.untrusted import quoted
 
-TRIAL = 256 << 20  # bytes written to measure a drive, at most
-
 Snapshot = dict[str, Any]  # of the form snapshot.SNAPSHOT
 OF_DATA = (  # options that decide what the rows are; --data may be elsewhere now
     *("val", "map", "long", "no_pack", "skip_bad", "max_samples", "seed", "system", "chat_template"),
@@ -50,11 +46,9 @@ OF_DATA = (  # options that decide what the rows are; --data may be elsewhere no
 
 
 def new_store(job: Job, screen: Screen, run: str) -> Store:
-    """A new store. Its drives are measured if steps use them. `run`: the id. Raises StoreError, InputError."""
-    trial, dirs = min(TRIAL, 4 * job.parameters) * job.plan.uses("ssd"), job.store_dirs
-    check_not_taken(dirs, run, job.out)
+    """A new store. `run`: the id. Raises StoreError, InputError."""
     try:
-        return Store.create(dirs, job.options.keep, job.source.auxiliary, trial, screen.warn, owner(job.out, run))
+        return Store.create(job.store_dirs, job.options.keep, job.source.auxiliary, say=screen.warn, run=run)
     except StoreError as error:
         if error.errno != errno.EEXIST:
             raise
@@ -68,7 +62,7 @@ def is_finished(options: Options, run: str) -> bool:
     exported = any(out.glob("*.safetensors"))
     if any(folders.is_finished(d, run) for d in dirs):
         return exported or has_started(out)
-    lost = [d for d in dirs if not (d / IDENTITY).exists() or ((of := folders.owner_of(d)) and of.run != run)]
+    lost = [d for d in dirs if not (d / IDENTITY).exists() or (folders.run_of(d) not in ("", run))]
     there = not options.store or all(d.is_dir() for d in dirs)  # else removed with the store, or not mounted
     return bool(lost and exported and (there or _has_result(out)))
 
@@ -102,7 +96,7 @@ def open_store(options: Options, screen: Screen, run: str) -> Store | None:
     if lost and has_started(out):
         raise InputError(f"--resume {out}: the run's store is not in {lost[0]}. Is its drive mounted?")
     try:
-        return Store.open(dirs, options.keep, trial=0, say=screen.warn, owner=owner(out, run))
+        return Store.open(dirs, options.keep, say=screen.warn, run=run)
     except NoSnapshot:
         screen.say("no snapshot yet: starts from the beginning")
         return None
@@ -208,7 +202,7 @@ def remove_host(place: Path, run: str, progress: Progress) -> None:
     """Removes all that a host of this run has stored."""
     with suppress(InputError, StoreError):
         named = stores_of(place)
-        folders.discard(own_stores(named, run, place), progress)
+        folders.discard(own_stores(named, run), progress)
         folders.remove_finished(named, run)  # what a kill has left of it
         remove_folders(named)
     shutil.rmtree(place, ignore_errors=True)

@@ -14,7 +14,7 @@ from pathlib import Path
 from typing import NamedTuple
 
 from trireme.storage.checkpoint import counted
-from trireme.storage.files import make_place, partial_of, read_back, sync_folder, write_synced
+from trireme.storage.files import partial_of, stream, sync_folder, write_synced
 from trireme.storage.untrusted import checksum, complaint, parse_json, read_small
 
 BEST, NOTE = "best", "best.json"
@@ -66,7 +66,7 @@ def take_over(folder: Path, out: Path, progress: Callable[[int], object] = lambd
     """Gives `out` the files of `folder`, one by one: by hard links if the drive has them."""
     for path in _files(folder):
         target = out / path.relative_to(folder)
-        make_place(target, out)
+        target.parent.mkdir(exist_ok=True)
         part = partial_of(target)
         part.unlink(missing_ok=True)
         if target.exists() and target.samefile(path):
@@ -74,7 +74,7 @@ def take_over(folder: Path, out: Path, progress: Callable[[int], object] = lambd
         try:
             part.hardlink_to(path)
         except OSError:
-            write_synced(part, counted(read_back(path), progress))
+            write_synced(part, counted(stream(path), progress))
         part.replace(target)
         sync_folder(target.parent)
 
@@ -137,7 +137,7 @@ def _holds(best: Best, folder: Path, progress: Callable[[int], object]) -> bool:
             return False
         there = {str(path.relative_to(folder)): path for path in _files(folder)}
         return there.keys() == said["files"].keys() and all(
-            checksum(counted(read_back(there[name]), progress)) == sum for name, sum in said["files"].items()
+            checksum(counted(stream(there[name]), progress)) == sum for name, sum in said["files"].items()
         )
     except (OSError, ValueError):
         return False

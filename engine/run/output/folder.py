@@ -20,7 +20,7 @@ from typing import NoReturn
 
 from trireme.engine.hosts.group import Alone, place
 from trireme.engine.run.command import program
-from trireme.engine.run.config.config_file import SIGNED, config_yaml, full, repeats, stores_of
+from trireme.engine.run.config.config_file import SIGNED, config_yaml, repeats
 from trireme.engine.run.options import Options, store_folders
 from trireme.engine.run.output.exports import BEST, half_made, remove
 from trireme.engine.tuning.packed import Packed
@@ -30,9 +30,8 @@ from trireme.storage import folders, snapshots, temporary
 from trireme.storage.auxiliary import content_of
 from trireme.storage.checkpoint import Source
 from trireme.storage.files import StoreError, existing, lock, make_folder, partial_of, remove_folders, replace_synced
-from trireme.storage.folders import Owner
 from trireme.storage.store import Store
-from trireme.storage.untrusted import quoted, read_small, shown
+from trireme.storage.untrusted import quoted, read_small
 
 ADAPTER = "adapter_model.safetensors"
 REFERENCE = "reference"  # begin/reference.py
@@ -298,58 +297,19 @@ def common_id(out: Path, resumed: bool, group: Alone) -> str:
     return group.texts(own)[0]
 
 
-def owner(out: Path, run: str) -> Owner:
-    """The owner of the store of a run in `out`, as the store names it."""
-    return Owner(run, full(out))
-
-
 def check_own(dirs: Sequence[Path], run: str, out: Path) -> None:
-    """Raises InputError if a folder has the store of another run, or one that still belongs to the original of a copied
-    folder.
-    """
+    """Raises InputError if a folder has the store of another run."""
     for path in dirs:
-        of = folders.owner_of(path)
-        if of is None:
-            continue
-        if of.run != run:
+        of = folders.run_of(path)
+        if of and of != run:
             lost = "" if run else f" {out / 'config.yaml'} has lost its first line, '# run ...': restore it."
-            raise InputError(
-                f"--resume {out}: the store in {path} is another run's, that of {shown(of.folder, 500)}.{lost} Name "
-                "this run's with --store."
-            )
-        if original := _claimant(of, path, out):
-            raise InputError(
-                f"--resume {out}: the store in {path} is that of the run in {original}, of which this folder is a "
-                f"copy. Continue with --resume {quoted(original)}, or copy the store too, and name the copy with "
-                "--store."
-            )
+            others = f"the store in {path} is another run's"
+            raise InputError(f"--resume {out}: {others}.{lost} Name this run's with --store.")
 
 
-def check_not_taken(dirs: Sequence[Path], run: str, out: Path) -> None:
-    """Raises InputError if a new store would replace that of another run, which has no snapshot yet."""
-    for path in dirs:
-        of = folders.owner_of(path)
-        if of and of.run != run and not snapshots.folders(path) and (other := _claimant(of, path, out)):
-            raise InputError(
-                f"--store {path} is in use by the run in {other}. Name another folder, or finish that run first."
-            )
-
-
-def own_stores(dirs: Sequence[Path], run: str, out: Path) -> list[Path]:
-    """The folders that have the store of this run, whose folder is `out`."""
-    found = [(path, folders.owner_of(path)) for path in dirs]
-    return [path for path, of in found if of and of.run == run and not _claimant(of, path, out)]
-
-
-def _claimant(of: Owner, store: Path, out: Path) -> Path | None:
-    """The folder that a store names as its owner, if it is another than `out` and names the store, too."""
-    folder = Path(of.folder)
-    try:
-        if folder.samefile(out) or run_of(folder) != of.run:
-            return None
-        return folder if any(path.exists() and path.samefile(store) for path in stores_of(folder)) else None
-    except (OSError, ValueError, InputError):
-        return None
+def own_stores(dirs: Sequence[Path], run: str) -> list[Path]:
+    """The folders that have the store of this run."""
+    return [path for path in dirs if run and folders.run_of(path) == run]
 
 
 def refuse_links(out: Path) -> None:
