@@ -16,14 +16,13 @@ from torch import Tensor
 from trireme.engine.activations import ActivationSwap
 from trireme.engine.buffers import workspace
 from trireme.engine.geometry import Geometry
-from trireme.engine.gradients import Gradients
+from trireme.engine.gradients import Gradients, SharedGradients, Wire
 from trireme.engine.memory import Memory, Pool, Use
 from trireme.engine.optimizer import Optimizer
 from trireme.engine.placement import BaseFiles, Placement, Scratch, Space, Store
 from trireme.engine.plan import Limits, Plan
 from trireme.engine.queues.names import numbered
 from trireme.engine.queues.task import Kind, Queues, Task
-from trireme.engine.shared import SharedGradients, Wire
 from trireme.engine.updates import AdamW
 from trireme.engine.weights import WeightStream
 from trireme.kernels import ops

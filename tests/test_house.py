@@ -38,6 +38,23 @@ BUDGETS = {
 MOST_LINES_OF_PROSE = 3200  # README, docs and the other pages
 MOST_LINES_OF_README = 140
 
+# What one reads to know how a model larger than the memory is trained: files, and of some only these functions.
+READING_PATH = {
+    "engine/step.py": "",
+    "engine/layers.py": "",
+    "engine/weights.py": "",
+    "engine/activations.py": "",
+    "engine/updates.py": "AdamW Clip Kernels OnGpuUpdates CpuWork Records CpuUpdates",
+    "engine/home.py": "",
+    "models/block.py": "",
+    "models/attention.py": "Weights forward backward residual _backward_to_qkv _project _heads _attend _rotate_",
+    "models/mlp.py": "Weights forward backward _project _branch_backward _activation _activation_backward",
+    "kernels/norms.py": "_norm_fwd norm_fwd",
+    "storage/shards.py": "Shards.write Shards._take",
+    "storage/store.py": "Store.commit",
+}
+MOST_LINES_TO_READ = 2000
+
 BELOW = "kernels models storage"
 PARTS = "engine engine/queues engine/data engine/hosts engine/tuning engine/planner engine/check"
 MAY_IMPORT = {  # a folder with its sub-folders -> the folders, with theirs, that it may import besides itself
@@ -95,6 +112,25 @@ def test_a_folder_keeps_its_budget(patterns):
     files = {path for pattern in patterns.split() for path in ROOT.glob(f"{pattern}/*" if "**" in pattern else pattern)}
     lines = sum(len(path.read_text().splitlines()) for path in files if path.suffix in (".py", ".cpp"))
     assert 0 < lines <= BUDGETS[patterns], f"{patterns} has {lines} lines"
+
+
+def definitions(tree: ast.AST, prefix: str = "") -> dict[str, ast.AST]:
+    """Functions and classes by name, methods by Class.name."""
+    found = dict[str, ast.AST]()
+    for node in ast.iter_child_nodes(tree):
+        if isinstance(node, (ast.FunctionDef, ast.ClassDef)):
+            found |= {prefix + node.name: node} | definitions(node, f"{node.name}.")
+    return found
+
+
+def test_the_reading_path_is_short():
+    lines = 0
+    for path, names in READING_PATH.items():
+        text = (ROOT / path).read_text()
+        known = definitions(ast.parse(text))
+        chosen = [known[name] for name in names.split()]
+        lines += sum(node.end_lineno - node.lineno + 1 for node in chosen) if names else len(text.splitlines())
+    assert lines <= MOST_LINES_TO_READ, f"{lines} lines"
 
 
 def test_the_pages_keep_their_budget():

@@ -12,8 +12,8 @@ import torch
 from torch import Tensor
 
 from trireme.engine.between import Reader
+from trireme.engine.gradients import Wire
 from trireme.engine.placement import Entry
-from trireme.engine.shared import Wire
 
 CONTROL = "control"  # the queue of the run's own thread
 EXPORTS = 0

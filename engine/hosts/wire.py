@@ -32,7 +32,7 @@ END = "end"  # key of the reason
 
 
 class Wire:
-    """Implements the Wire of engine/shared.py. Methods raise LostHost."""
+    """Implements the Wire of engine/gradients.py. Methods raise LostHost."""
 
     def __init__(self, at: Place, late: Callable[[str], object], silent: float = SILENT):
         """Returns when all hosts are connected. `late(why)`: called by a thread when the run must end and main does

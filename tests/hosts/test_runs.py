@@ -17,9 +17,9 @@ from runs import free_port, hold, losses, make_small
 from script_files import ROOT
 from tiny import CASES, oracle
 
+from trireme.engine.gradients import SharedGradients
 from trireme.engine.queues import watchdog
 from trireme.engine.run import demo, evaluation, job, live, loop, main
-from trireme.engine.shared import SharedGradients
 from trireme.storage.files import StoreError
 from trireme.storage.store import Store
 
