@@ -1,7 +1,8 @@
 """Conversations to text by the checkpoint's chat template, and the characters to train on.
 
 These are the characters in {% generation %} blocks. If the template has none, they are the turns of the assistant,
-without the opening that the prompt gives ("<|im_start|>assistant\\n") and white space at the end.
+without the opening that the prompt gives ("<|im_start|>assistant\\n") and white space at the end. An opening depends on
+the role of the message before alone, so that time is linear in the number of turns.
 """
 
 from __future__ import annotations
@@ -16,27 +17,48 @@ from functools import cached_property
 from os.path import commonprefix
 from typing import Any, NamedTuple
 
-from trireme.engine.data.files.rows import BadRow, Fields, unread_keys
-from trireme.engine.data.habits import PROBE_TOOLS, Habits, habits, prompts, whole_marks
+from trireme.engine.data.read import BadRow, Fields, unread_keys
+from trireme.engine.data.rows import Chat
 from trireme.engine.data.template import PROBE, THOUGHTS, Rendering, Span, Template, thoughts_of
+from trireme.engine.data.tools import number_calls
 from trireme.storage.untrusted import NAME
 
 _LINES = re.compile(r"</?think>|\n")
-_LINKS = ("role", "content", "tool_calls", "tool_call_id")  # checked elsewhere, or order says the same
+_NO_THOUGHT = re.compile(r"\s*<think>\s*</think>")
+_LINKS = ("role", "content", "tool_calls", "tool_call_id", "train")  # checked elsewhere, or order says the same
 _TAKEN = ("messages", "tools", "documents", "add_generation_prompt")
 _SETS = 64  # of variables
-_NAMED = 3  # tokens
 _TELLING = 64  # characters that are not in a text by chance
+_FOLLOWS = 64  # characters
+_ID = "abc123XYZ"  # Mistral's templates insist on nine characters
+_TAGS = "give a template with {% generation %} tags: --chat-template FILE"
+_FUNCTION = {"name": PROBE, "description": PROBE, "parameters": {"type": "object", "properties": {}}}
+_PROBE_TOOLS: list[Fields] = [{"type": "function", "function": _FUNCTION}]
+_ASKED: Fields = {"role": "user", "content": "?"}
+_SAID: Fields = {"role": "assistant", "content": "!"}
 
 
 class Marked(NamedTuple):
     """The text of a conversation, and the spans of characters to train on."""
 
     text: str
-    spans: list[Span]  # to train on
-    said: int  # characters of messages to learn
-    unwritten: int  # of these, not in `text`: earlier thoughts, for instance
+    spans: list[Span]
+    said: int = 0  # characters of messages to learn
+    unwritten: int = 0  # of these, not in `text`: earlier thoughts, for instance
+    beside: int = 0  # of the unwritten, those of messages with calls
+    thoughtless: int = 0  # turns that learn to begin with an empty thought
     unread: tuple[str, ...] = ()  # keys that say something which the template does not read
+
+
+class Habits(NamedTuple):
+    """How a template writes the assistant's turns."""
+
+    end: str  # after the words of the last turn
+    inner: str  # after those of an earlier one
+    follows: str  # behind a turn that is not the last
+    arguments: type | None  # that a tool call writes as JSON: dict, str; None: either
+    answers: bool  # of tools stand in the assistant's turns
+    parts: bool  # content may be a list of parts
 
 
 class ChatTemplate:
@@ -55,6 +77,7 @@ class ChatTemplate:
         """
         self._templates = {name: Template(source, variables, date) for name, source in sources.items()}
         self._habits: dict[bool, Habits] = {}
+        self._openings: dict[tuple[bool, str], list[str]] = {}
         self._given: dict[str, ChatTemplate] = {}
         self._stops, self._eos = tuple(stops), eos or ""
         self.date = date if any("strftime_now" in source for source in sources.values()) else None  # that is written
@@ -63,31 +86,19 @@ class ChatTemplate:
     @cached_property
     def fingerprint(self) -> str:
         """A hash of all that decides its texts."""
-        stops = [[*self._stops, self._eos]] if self._stopped_by_next(None) or self._left_off(None) else []
+        stops = [[*self._stops, self._eos]] if self._last_end(None) else []
         return hashlib.sha256(json.dumps([*self._parts, *stops], sort_keys=True).encode()).hexdigest()
 
     def text(self, messages: Sequence[Fields], tools: list[Fields] | None = None, prompt: bool = False) -> str:
         """As Template.text."""
         return self._template(tools).text(messages, tools, prompt)
 
-    def asked(
-        self, messages: list[Fields], tools: list[Fields] | None, variables: Mapping[str, Any] | None = None
-    ) -> str:
+    def prompt(self, chat: Chat) -> str:
         """Messages to answer as `mark` writes them, with the opening of the answer. Raises BadRow."""
-        if variables:
-            return self.given(variables).asked(messages, tools)
-        usual = [{k: v for k, v in m.items() if k != "train"} for m in messages]
-        if all(isinstance(m.get("content"), str) and "tool_calls" not in m for m in usual):
-            joined = parts = usual
-        else:
-            written = [_with_calls(m, self._of(tools).arguments) for m in usual]
-            joined, parts = ([_with_parts(m, how) for m in written] for how in (False, self._of(tools).parts))
-        text = ""
-        if parts != joined:
-            with suppress(BadRow):
-                text = self.text(parts, tools, prompt=True)
-        text = text or self.text(joined, tools, prompt=True)
-        _check_tools(tools, text)
+        if chat.variables:
+            return self.given(chat.variables).prompt(chat._replace(variables=None))
+        text, _ = self._written(chat, lambda messages: self.text(messages, chat.tools, prompt=True))
+        _check_tools(chat.tools, text)
         return text
 
     def unread(self, variables: Mapping[str, Any], tools: list[Fields] | None) -> list[str]:
@@ -109,85 +120,118 @@ class ChatTemplate:
                 self._given.clear()
             other = copy(self)
             other._templates = {name: template.given(variables) for name, template in self._templates.items()}
-            other._habits = {}
+            other._habits, other._openings = {}, {}
             self._given[key] = other
         return self._given[key]
 
-    def mark(
-        self, messages: list[Fields], tools: list[Fields] | None, variables: Mapping[str, Any] | None = None
-    ) -> Marked:
-        """The text with the characters to train on; messages with "train": False have none. Raises BadRow if they are
-        unclear.
-        """
-        if variables:
-            marked = self.given(variables).mark(messages, tools)
-            return marked._replace(unread=(*marked.unread, *self.unread(variables, tools)))
-        wanted = [m["role"] == "assistant" and m.get("train", True) for m in messages]
-        usual, template = self._of(tools), self._template(tools)
-        written = [_with_calls({k: v for k, v in m.items() if k != "train"}, usual.arguments) for m in messages]
-        messages = [_with_parts(m, False) for m in written]
-        rendering = _rendered(template, [_with_parts(m, usual.parts) for m in written], messages, tools)
+    # ------------------------------------------------ spans
+
+    def mark(self, chat: Chat) -> Marked:
+        """The text with the characters to train on. Raises BadRow if they are unclear."""
+        if chat.variables:
+            marked = self.given(chat.variables).mark(chat._replace(variables=None))
+            return marked._replace(unread=(*marked.unread, *self.unread(chat.variables, chat.tools)))
+        tools, template, habits = chat.tools, self._template(chat.tools), self._of(chat.tools)
+        wanted = [m["role"] == "assistant" and m.get("train", True) for m in chat.messages]
+        rendering, messages = self._written(chat, lambda messages: template.render(messages, tools))
         _check_tools(tools, rendering.text)
-        _check_written(template, messages, tools, rendering)
-        if template.tags:
-            others = [span for i, span in rendering.turns if not wanted[i]]
-            spans = [(a, b) for a, b in rendering.generated if not any(x <= a and b <= y for x, y in others)]
-        else:
-            self._check_answers(messages, tools)
-            spans = [self._turn(i, messages, tools, rendering) for i, yes in enumerate(wanted) if yes]
-        _check_calls(messages, wanted, rendering, template.tags)
+        turns = dict[int, list[Span]]()
+        for turn, span in rendering.turns:
+            turns.setdefault(turn, []).append(span)
+        _check_written(template, messages, tools, rendering, turns)
         text = rendering.text
-        ending = self._eos if self._stopped_by_next(tools) else self._left_off(tools)
+        if template.tags:
+            context = [span for i, spans in turns.items() if not wanted[i] for span in spans]
+            spans = [span for span in rendering.generated if not any(_within(span, other) for other in context)]
+        else:
+            if habits.answers and any(message["role"] == "tool" for message in messages):
+                raise BadRow(
+                    "the chat template writes answers of tools into the assistant's turns, so the assistant's text "
+                    f"cannot be located; {_TAGS}"
+                )
+            found = [self._turn(i, messages, turns, text, tools) for i, yes in enumerate(wanted) if yes]
+            spans = [span for span in found if span]
+            if len(spans) < len(found):
+                spans = self._places(messages, wanted, text, tools)
+        _check_calls(messages, wanted, rendering, turns, template.tags)
+        ending = self._last_end(tools)
         if ending and wanted[-1:] == [True] and spans[-1][1] == len(text) and not text.endswith(ending):
             text += ending  # no next turn: the model stops there, too
             spans[-1] = (spans[-1][0], len(text))
-        counts = [_unwritten(i, message, rendering) for i, message in enumerate(messages) if wanted[i]]
-        said, lost = sum(said for said, _ in counts), sum(lost for _, lost in counts)
-        return Marked(text, spans, said, lost, _unread(messages, rendering))
+        counts = [_unwritten(messages[i], _cut(text, turns.get(i)) or text) for i, yes in enumerate(wanted) if yes]
+        said, unwritten, beside = (sum(column) for column in zip(*counts, strict=True)) if counts else (0, 0, 0)
+        thoughtless = sum(bool(_NO_THOUGHT.match(text, start, stop)) for start, stop in spans)
+        return Marked(text, spans, said, unwritten, beside, thoughtless, _unread(messages, rendering))
 
-    def notes(self) -> list[str]:
-        """Notes for the user."""
-        found, template = [], self._template(None)
-        if self.date:
-            found.append(f"the chat template writes the date into conversations: {self.date} in the whole run")
-        end, left = self._end()
-        if not end and template.tags:
-            what = f"leave out the end of the turn{f' ({left})' if left else ''}"
-            found.append(f"the chat template's {{% generation %}} tags {what}, so stopping is not learned")
-        elif not end and not self._stopped_by_next(None) and not self._left_off(None):
-            found.append("the chat template ends the assistant's last message with no mark, so stopping is not learned")
-        elif end and self._stops and not end.startswith(self._stops):
-            stops = ", ".join(self._stops[:_NAMED])
-            found.append(f"answers end in {end}, at which the model's generation does not stop ({stops}): stop there")
-        talk = [("system", PROBE), ("user", "?"), ("assistant", "!")]
-        with suppress(BadRow):  # system messages refused: not silent
-            if PROBE not in template.text([{"role": role, "content": said} for role, said in talk], None):
-                found.append("the chat template leaves system messages out of conversations that are answered")
-        return found
+    def _written(self, chat: Chat, render: Any) -> tuple[Any, list[Fields]]:
+        """(what `render` makes of the messages, these): with lists of parts if the template takes them in all roles, with
+        arguments of calls in its form, and with other ids of calls if it refuses those that are there.
+        """
+        habits = self._of(chat.tools)
+        bare = [{k: v for k, v in m.items() if k != "train"} for m in chat.messages]
+        written = [_with_calls(message, habits.arguments) for message in bare]
+        messages = [_with_parts(message, False) for message in written]
+        if habits.parts and any(isinstance(message.get("content"), list) for message in written):
+            with suppress(BadRow):
+                return render([_with_parts(message, True) for message in written]), messages
+        try:
+            return render(messages), messages
+        except BadRow:
+            renumbered = number_calls(messages, anew=True)
+            if renumbered == messages:
+                raise
+        return render(renumbered), renumbered
 
-    def _end(self) -> tuple[str, str]:
-        """(what is trained after the words of a turn, what follows in the same line)."""
-        if not self._template(None).tags:
-            return self._of(None).end.strip().partition("\n")[0][:NAME], ""
+    def _turn(
+        self, i: int, messages: list[Fields], turns: dict[int, list[Span]], text: str, tools: list[Fields] | None
+    ) -> Span | None:
+        """The characters of message i to train on; None if they are not found."""
+        found = turns.get(i, [])
+        if len(found) > 1:  # what is written within another message's turn, a call's name for instance, is that one's
+            near = [span for j in (i - 1, i + 1) for span in turns.get(j, [])]
+            found = [span for span in found if not any(_within(span, other) for other in near)] or found
+        if len(found) != 1:
+            return None
+        (start, stop), habits = found[0], self._of(tools)
+        written = text[start:stop]
+        before = messages[i - 1]["role"] if i else "user"
+        begun = next((opening for opening in self._opening(before, tools) if written.startswith(opening)), None)
+        if begun is None and i == 0:
+            words = written.find((messages[0].get("content") or "").strip() or "\0")
+            ends = [written.find(o) + len(o) for o in self._opening(before, tools) if o and o in written]
+            begun = written[: max((end for end in ends if end <= words), default=0)] or None
+        if begun is None and not (before == "tool" and messages[i].get("tool_calls")):
+            return None
+        end = start + len(written.rstrip() if habits.end.strip() else written)
+        if self._stopped_by_next(tools):
+            end += next((len(stop) for stop in self._stops if text.startswith(stop, end)), 0)
+        return start + len(begun or ""), end
+
+    def _places(self, messages: list[Fields], wanted: list[bool], text: str, tools: list[Fields] | None) -> list[Span]:
+        """The spans of all messages to train on, found by other words in their place. Raises BadRow."""
+        i = next(i for i, yes in enumerate(wanted) if yes)
+        unclear = BadRow(
+            f"the chat template writes message {i} (assistant) so that its text cannot be located; {_TAGS}"
+        )
+        words = {i: (messages[i].get("content") or "").strip() for i, yes in enumerate(wanted) if yes}
+        marks = {i: f"{PROBE}{i}{PROBE}" for i in words}
+        if any(not said or messages[i].get("tool_calls") or thoughts_of(messages[i]) for i, said in words.items()):
+            raise unclear
         with suppress(BadRow):
-            talk = [{"role": "user", "content": "?"}, {"role": "assistant", "content": PROBE}]
-            found = self._template(None).render(talk, None)
-            for start, stop in found.generated:
-                end = found.text[start:stop].rpartition(PROBE)[2].strip()
-                return end[:NAME], found.text[stop:].strip().partition("\n")[0][:NAME]
-        return "?", ""
+            other = self.text([{**m, "content": marks[i]} if i in marks else m for i, m in enumerate(messages)], tools)
+            spans, end = list[Span](), self._of(tools).end.rstrip() or self._of(tools).inner.rstrip()
+            for i, mark in marks.items():
+                before, found, after = other.partition(mark)
+                if not found:
+                    raise unclear
+                stop = len(before) + len(words[i]) + (len(end) if after.startswith(end) else 0)
+                spans.append((len(before), stop))
+                other = before + words[i] + after
+            if other == text:
+                return spans
+        raise unclear
 
-    def _stopped_by_next(self, tools: list[Fields] | None) -> bool:
-        """Whether the assistant's turns end with the opening of the next turn, as in GLM."""
-        if not self._stops or self._template(tools).tags or self._of(tools).end.strip():
-            return False
-        return self._of(tools).follows.startswith(self._stops)
-
-    def _left_off(self, tools: list[Fields] | None) -> str:
-        """The token that ends the assistant's earlier turns, if the template does not write it after the last one."""
-        if self._template(tools).tags or self._of(tools).end.strip():
-            return ""
-        return next((stop for stop in self._stops if self._of(tools).inner.strip() == stop), "")
+    # ------------------------------------------------ what a template does
 
     def _template(self, tools: list[Fields] | None) -> Template:
         return self._templates["tool_use" if tools is not None and "tool_use" in self._templates else "default"]
@@ -195,146 +239,195 @@ class ChatTemplate:
     def _of(self, tools: list[Fields] | None) -> Habits:
         given = tools is not None
         if given not in self._habits:
-            self._habits[given] = habits(self._template(tools), PROBE_TOOLS if given else None)
+            self._habits[given] = _habits(self._template(tools), _PROBE_TOOLS if given else None)
         return self._habits[given]
 
-    def _check_answers(self, messages: list[Fields], tools: list[Fields] | None) -> None:
-        """Raises BadRow if answers of tools would be trained."""
-        if any(message["role"] == "tool" for message in messages) and self._of(tools).answers:
-            raise BadRow(
-                "the chat template writes answers of tools into the assistant's turns, so the assistant's text "
-                "cannot be located; give a template with {% generation %} tags: --chat-template FILE"
-            )
+    def _opening(self, role: str, tools: list[Fields] | None) -> list[str]:
+        """Possible openings of an answer behind a message of that role, the likeliest first."""
+        key = tools is not None, role
+        if key not in self._openings:
+            found = _openings(self._template(tools), role, _PROBE_TOOLS if key[0] else None)
+            self._openings[key] = found if found or role == "user" else self._opening("user", tools)
+        return self._openings[key]
 
-    def _turn(self, i: int, messages: list[Fields], tools: list[Fields] | None, rendering: Rendering) -> Span:
-        """The characters of message i to train on."""
-        found = [span for turn, span in rendering.turns if turn == i]
-        if len(found) > 1:  # what is written within another message's turn, a call's name for instance, is that one's
-            others = [span for turn, span in rendering.turns if turn != i]
-            found = [own for own in found if not any(a <= own[0] and own[1] <= b for a, b in others)] or found
-        if not found and i == len(messages) - 1 and (span := self._last(messages, tools, rendering.text)):
-            return span
-        if len(found) != 1:
-            what = "nothing" if not found else "several parts"
-            raise BadRow(
-                f"the chat template writes {what} for message {i} (assistant), so the assistant's text "
-                "cannot be located; give a template with {% generation %} tags: --chat-template FILE"
-            )
-        start, stop = found[0]
-        written = rendering.text[start:stop]
-        end = start + len(written.rstrip() if self._of(tools).end.strip() else written)
+    def _stopped_by_next(self, tools: list[Fields] | None) -> bool:
+        """Whether the assistant's turns end with the opening of the next turn, as in GLM."""
+        if not self._stops or self._template(tools).tags or self._of(tools).end.strip():
+            return False
+        return self._of(tools).follows.startswith(self._stops)
+
+    def _last_end(self, tools: list[Fields] | None) -> str:
+        """The token that the last turn lacks: the end token if others end with the next opening, or the end of the
+        earlier turns; else "".
+        """
+        if self._template(tools).tags or self._of(tools).end.strip():
+            return ""
         if self._stopped_by_next(tools):
-            end += next((len(stop) for stop in self._stops if rendering.text.startswith(stop, end)), 0)
-        return start + self._opening(i, messages, tools, written), end
+            return self._eos
+        return next((stop for stop in self._stops if self._of(tools).inner.strip() == stop), "")
 
-    def _last(self, messages: list[Fields], tools: list[Fields] | None, text: str) -> Span | None:
-        """The characters of the last message to train on, if it is written after the loop by what asks for an
-        answer.
-        """
-        end = self._of(tools).end.strip()
-        words = (messages[-1].get("content") or "").strip()
-        with suppress(BadRow):
-            before = self._template(tools).text(messages[:-1], tools)
-            asking = self._template(tools).text(messages[:-1], tools, prompt=True)
-            start = len(whole_marks(commonprefix([asking, text]), asking))
-            stop = len(text.rstrip()) if end else len(text)
-            learned = text[start:stop]
-            if len(before) < start and text.startswith(before) and words in learned and end not in learned[: -len(end)]:
-                return start, stop
-        return None
-
-    def _opening(self, i: int, messages: list[Fields], tools: list[Fields] | None, written: str) -> int:
-        """Length of the opening of turn `written`."""
-        usual = self._of(tools)
-        if usual.prompt and written.startswith(usual.prompt):
-            return len(usual.prompt)
-        # It may depend on the message before, a tool's answer for instance.
-        here = prompts(self._template(tools), messages[:i], tools) if i and usual.prompt != "" else []
-        for prompt in here:
-            if prompt and written.startswith(prompt):
-                return len(prompt)
-        heads = [prompt.removesuffix(usual.prompt or "") for prompt in here]  # before the usual opening
-        for head in ("", *heads):
-            if usual.lead and written.startswith(head + usual.lead):
-                return len(head + usual.lead)
-        if not i and (found := self._after_preface(usual.prompt or usual.lead or "", tools, written)):
-            return found
-        if "" in here or (usual.prompt == "" and usual.lead is not None and not usual.lead.strip()):
-            return 0
-        what = f"does not begin with {usual.lead!r}" if usual.lead else "does not begin with a recognizable header"
-        raise BadRow(
-            f"message {i} (assistant) {what} in the chat template's rendering; give a template with "
-            "{% generation %} tags: --chat-template FILE"
-        )
-
-    def _after_preface(self, opening: str, tools: list[Fields] | None, written: str) -> int:
-        """The end of the opening in the first turn, which may begin with what any first turn has: BOS, a system
-        message. 0 if it is not there.
-        """
-        before = written[: written.find(opening)] if opening and opening in written else ""
-        if before:
-            with suppress(BadRow):
-                other = self._template(tools).render([{"role": "user", "content": PROBE}], tools)
-                start = next((a for turn, (a, _) in other.turns if turn == 0), len(other.text))
-                return len(before + opening) if other.text[start:].startswith(before) else 0
-        return 0
-
-
-def _check_calls(messages: list[Fields], wanted: list[bool], rendering: Rendering, tags: bool) -> None:
-    """Raises BadRow if a call is not written, or is to be trained and not in {% generation %}."""
-    for i, message in enumerate(messages):
-        turns = [span for turn, span in rendering.turns if turn == i] or [(0, len(rendering.text))]
-        if wanted[i] and tags:
-            turns = [g for g in rendering.generated if any(a <= g[0] and g[1] <= b for a, b in turns)]
-        written = "".join(rendering.text[a:b] for a, b in turns)
-        if any(_function(call)["name"] not in written for call in message.get("tool_calls", [])):
-            raise BadRow(
-                f"the chat template does not write the tool calls of message {i}; "
-                "give one that does: --chat-template FILE"
+    def notes(self, tools: bool) -> list[str]:
+        """Notes for the user on conversations, all of which have `tools` or none."""
+        given = _PROBE_TOOLS if tools else None
+        found, template = [], self._template(given)
+        if self.date:
+            found.append(f"the chat template writes the date into conversations: {self.date} in the whole run")
+        end, left = self._end(given)
+        if not end and template.tags:
+            what = f"leave out the end of the turn{f' ({left})' if left else ''}"
+            found.append(f"the chat template's {{% generation %}} tags {what}, so stopping is not learned")
+        elif not end and not self._last_end(given):
+            found.append("the chat template ends the assistant's last message with no mark, so stopping is not learned")
+        elif end and self._stops and not end.startswith(self._stops):
+            stops = ", ".join(self._stops[:3])
+            found.append(
+                f"the chat template ends answers with {end}, but generation stops at {stops}: add it to eos_token_id"
             )
+        talk = [{"role": "system", "content": PROBE}, _ASKED, _SAID]
+        with suppress(BadRow):  # system messages refused: not silent
+            if PROBE not in template.text(talk, given).replace(str(given), ""):
+                found.append("the chat template leaves system messages out of conversations that are answered")
+        return found
+
+    def _end(self, tools: list[Fields] | None) -> tuple[str, str]:
+        """(what is trained after the words of a turn, what follows in the same line)."""
+        if not self._template(tools).tags:
+            return self._of(tools).end.strip().partition("\n")[0][:NAME], ""
+        with suppress(BadRow):
+            found = self._template(tools).render([_ASKED, {"role": "assistant", "content": PROBE}], tools)
+            for start, stop in found.generated:
+                end = found.text[start:stop].rpartition(PROBE)[2].strip()
+                return end[:NAME], found.text[stop:].strip().partition("\n")[0][:NAME]
+        return "?", ""
 
 
-def _unread(messages: list[Fields], rendering: Rendering) -> tuple[str, ...]:
-    """Keys of messages that the template does not read, as messages[].KEY."""
-    found: dict[str, None] = {}
-    for message, read in zip(messages, rendering.read, strict=True):
-        thought = any(name in read for name in THOUGHTS)
-        found |= dict.fromkeys(
-            key for key in unread_keys(message, read) if key not in _LINKS and not (thought and key in THOUGHTS)
-        )
-    return tuple(f"messages[].{key}" for key in found)
+# ---------------------------------------------------------------- probes
 
 
-def _unwritten(i: int, message: Fields, rendering: Rendering) -> tuple[int, int]:
-    """(characters of message i, characters that its turn lacks), compared by line."""
-    turn = "".join(rendering.text[a:b] for j, (a, b) in rendering.turns if j == i) or rendering.text
-    texts = [message.get("content"), thoughts_of(message)]
-    lines = [line.strip() for text in texts if isinstance(text, str) for line in _LINES.split(text)]
-    return sum(map(len, lines)), sum(len(line) for line in lines if line not in turn)
+def _call(arguments: Any) -> Fields:
+    call = {"id": _ID, "type": "function", "function": {"name": PROBE, "arguments": arguments}}
+    return {"role": "assistant", "content": "", "tool_calls": [call]}
+
+
+def _spoken() -> list[Fields]:
+    """Turns of the assistant: plain, with thoughts inside and apart, a call."""
+    inside = f"<think>\n{PROBE}\n</think>\n\n{PROBE}"
+    plain = {"role": "assistant", "content": PROBE}
+    return [plain, {**plain, "content": inside}, {**plain, THOUGHTS[0]: PROBE}]
+
+
+def _openings(template: Template, role: str, tools: list[Fields] | None) -> list[str]:
+    """Openings behind a message of that role: what the prompt adds, and what all turns begin with. Empty if the template
+    takes no message of the role there.
+    """
+    answer = {"role": "tool", "name": PROBE, "tool_call_id": _ID, "content": "?"}
+    befores = {
+        "tool": [[_ASKED, _call(arguments), answer] for arguments in ({PROBE: 1}, json.dumps({PROBE: 1}))],
+        "assistant": [[_ASKED, _SAID]],
+    }.get(role, [[{**_ASKED, "role": role}]])
+    for before in befores:
+        written = list[str]()
+        for said in _spoken():
+            for after in ([], [_ASKED, _SAID]):
+                with suppress(BadRow):
+                    rendering = template.render([*before, said, *after], tools)
+                    turns = [rendering.text[a:b] for turn, (a, b) in rendering.turns if turn == len(before)]
+                    written += [turn[: turn.index(PROBE)] for turn in turns if PROBE in turn]
+        prompts = _prompts(template, before, tools)
+        if written or prompts:
+            lead = commonprefix([*written, *(prompts[:1] if any(prompts) else [])]) if written else ""
+            usual = [p for p in (*prompts, *(prompt.lstrip() for prompt in prompts)) if p]
+            sure = [prompt for prompt in usual if all(turn.startswith(prompt) for turn in written)]
+            lead = re.sub(r"</?[^<>]*$", "", lead) if lead not in prompts else lead  # <think> and <tool> share a <
+            none = [""] if "" in prompts or (written and not commonprefix(written)) else []
+            return [*dict.fromkeys([*sure, *usual, *([lead] if lead else []), *none])]
+    return []
+
+
+def _prompts(template: Template, messages: Sequence[Fields], tools: list[Fields] | None) -> list[str]:
+    """Possible openings of the next message: what the prompt adds, or all after the last turn, since some templates
+    always write something there. Empty if the template refuses.
+    """
+    try:
+        asking = template.render(messages, tools, prompt=True)
+        without = template.text(messages, tools)
+    except BadRow:
+        return []
+    last = max((stop for _, (_, stop) in asking.turns), default=len(asking.text))
+    found = [asking.text[last:]]
+    if asking.text.startswith(without) and last < len(without) < len(asking.text):
+        found.insert(0, asking.text[len(without) :])
+    return found
+
+
+def _habits(template: Template, tools: list[Fields] | None) -> Habits:
+    """How a template writes turns, without tools or with them."""
+    end, inner, follows = "", "", ""
+    for said in _spoken()[:2]:
+        with suppress(BadRow):  # twice: many templates write the last turn, with its thoughts, differently
+            rendering = template.render([_ASKED, said, _ASKED, said], tools)
+            for turn, (start, stop) in rendering.turns:
+                written = rendering.text[start:stop]
+                if turn % 2 and PROBE in written:
+                    end = written[written.rindex(PROBE) + len(PROBE) :]
+                    inner = inner or end
+                    follows = follows or rendering.text[stop : stop + _FOLLOWS]
+    return Habits(
+        end, inner, follows, _arguments(template, tools), _has_answers(template, tools), _takes_parts(template, tools)
+    )
+
+
+def _arguments(template: Template, tools: list[Fields] | None) -> type | None:
+    """The form of arguments, dict or str, that a tool call writes as plain JSON; None if both give the same text, or
+    neither does.
+    """
+    texts, name = {}, "Qz8"
+    for arguments in ({name: 1}, json.dumps({name: 1})):
+        with suppress(BadRow):
+            text = template.text([_ASKED, _call(arguments)], tools)
+            if name in text and f"'{name}'" not in text and f'\\"{name}' not in text:
+                texts[type(arguments)] = text
+    if len(set(texts.values())) == 1 and len(texts) == 2:
+        return None
+    return next((form for form in (dict, str) if form in texts), None)
+
+
+def _has_answers(template: Template, tools: list[Fields] | None) -> bool:
+    """Whether a turn of the assistant contains the answer of the tool that it called."""
+    answer = {"role": "tool", "name": PROBE, "tool_call_id": _ID, "content": "Qz9"}
+    for arguments in ({PROBE: 1}, json.dumps({PROBE: 1})):
+        with suppress(BadRow):
+            found = template.render([_ASKED, _call(arguments), answer, _SAID], tools)
+            return any("Qz9" in found.text[a:b] for turn, (a, b) in found.turns if turn in (1, 3))
+    return False
+
+
+def _takes_parts(template: Template, tools: list[Fields] | None) -> bool:
+    """Whether the template writes the texts of a list of parts, and not the list itself."""
+    texts = [f"{PROBE}{i}" for i in (1, 2)]
+    with suppress(BadRow):
+        found = template.text([_with_parts({**_ASKED, "content": texts}, True)], tools)
+        joined = (between.join(texts) for between in ("", "\n", " ", "\n\n"))
+        return any(found == template.text([{**_ASKED, "content": text}], tools) for text in joined)
+    return False
+
+
+# ---------------------------------------------------------------- messages as templates take them
 
 
 def _with_calls(message: Fields, form: type | None) -> Fields:
-    """A message whose tool calls have arguments as `form`, dict or str; None: as they are. They are JSON (calls.py)."""
+    """A message whose calls have arguments as `form`, dict or str; None: as they are."""
     if not message.get("tool_calls"):
         return message
     calls = []
     for call in message["tool_calls"]:
-        function = dict(_function(call))
-        arguments = function["arguments"]
+        arguments = call["function"]["arguments"]
         if isinstance(arguments, str) and form is dict:
-            function["arguments"] = json.loads(arguments)
+            arguments = json.loads(arguments)
         elif not isinstance(arguments, str) and form is str:
-            function["arguments"] = json.dumps(arguments, ensure_ascii=False)
-        calls.append({**call, "function": function} if "function" in call else function)
+            arguments = json.dumps(arguments, ensure_ascii=False)
+        calls.append({**call, "function": {**call["function"], "arguments": arguments}})
     return {**message, "tool_calls": calls}
-
-
-def _rendered(template: Template, parts: list[Fields], joined: list[Fields], tools: list[Fields] | None) -> Rendering:
-    """The rendering of messages with lists of parts if the template takes them in all roles, else of joined ones."""
-    if parts != joined:
-        with suppress(BadRow):
-            return template.render(parts, tools)
-    return template.render(joined, tools)
 
 
 def _with_parts(message: Fields, parts: bool) -> Fields:
@@ -343,6 +436,35 @@ def _with_parts(message: Fields, parts: bool) -> Fields:
     if not isinstance(texts, list):
         return message
     return {**message, "content": [{"type": "text", "text": t} for t in texts] if parts else "\n".join(texts)}
+
+
+# ---------------------------------------------------------------- checks
+
+
+def _within(span: Span, other: Span) -> bool:
+    return other[0] <= span[0] and span[1] <= other[1]
+
+
+def _cut(text: str, spans: Sequence[Span] | None) -> str:
+    return "".join(text[start:stop] for start, stop in spans or ())
+
+
+def _check_calls(
+    messages: list[Fields], wanted: list[bool], rendering: Rendering, turns: dict[int, list[Span]], tags: bool
+) -> None:
+    """Raises BadRow if a call is not written, or is to be trained and not in {% generation %}."""
+    for i, message in enumerate(messages):
+        if not message.get("tool_calls"):
+            continue
+        spans = turns.get(i) or [(0, len(rendering.text))]
+        if wanted[i] and tags:
+            spans = [block for block in rendering.generated if any(_within(block, span) for span in spans)]
+        written = _cut(rendering.text, spans)
+        if any(call["function"]["name"] not in written for call in message["tool_calls"]):
+            raise BadRow(
+                f"the chat template does not write the tool calls of message {i}; "
+                "give one that does: --chat-template FILE"
+            )
 
 
 def _check_tools(tools: list[Fields] | None, text: str) -> None:
@@ -355,44 +477,51 @@ def _check_tools(tools: list[Fields] | None, text: str) -> None:
             )
 
 
-def _by_turn(rendering: Rendering) -> dict[int, str]:
-    """What is written in the turn of each message that has one."""
-    found = dict[int, str]()
-    for turn, (start, stop) in rendering.turns:
-        found[turn] = found.get(turn, "") + rendering.text[start:stop]
-    return found
-
-
 def _check_written(
-    template: Template, messages: list[Fields], tools: list[Fields] | None, rendering: Rendering
+    template: Template,
+    messages: list[Fields],
+    tools: list[Fields] | None,
+    rendering: Rendering,
+    turns: dict[int, list[Span]],
 ) -> None:
-    """Raises BadRow if a message is missing in the text; a leading system message that is missing gives a note."""
-    written = _by_turn(rendering)
+    """Raises BadRow if a message is missing in the text. A message whose words are not in its turn, or that has none, is
+    looked for once more, with words in its place that are nowhere else. Of a leading system message a note says so.
+    """
     said = [(message.get("content") or "").strip() for message in messages]
-    apart = [
-        i
-        for i, message in enumerate(messages)
-        if i not in written and said[i] and message["role"] != "assistant" and (i or message["role"] != "system")
-    ]
-    lost = [i for i in apart if said[i] not in rendering.text]
-    doubtful = [i for i in apart if len(said[i]) < _TELLING or sum(said[i] in text for text in said) > 1]
-    others = [i for i in written if messages[i]["role"] != "assistant" and (i or messages[i]["role"] != "system")]
-    doubtful += [i for i in others if said[i] not in written[i]]  # changed, elsewhere, or not there
+    others = [i for i, m in enumerate(messages) if m["role"] != "assistant" and (i or m["role"] != "system")]
+    absent = {i for i in others if i not in turns and said[i] and said[i] not in rendering.text}
+    short = [i for i in others if i not in turns and said[i] and (len(said[i]) < _TELLING or said.count(said[i]) > 1)]
+    doubtful = [*absent, *short, *(i for i in others if i in turns and said[i] not in _cut(rendering.text, turns[i]))]
     if doubtful:
-        marks = {i: f"{PROBE}{i}{PROBE}" for i in doubtful}  # words that are nowhere else
-        marked = [{**m, "content": marks[i]} if i in marks else m for i, m in enumerate(messages)]
+        marks = {i: f"{PROBE}{i}{PROBE}" for i in doubtful}
         with suppress(BadRow):
-            other = template.render(marked, tools)
-            turns = _by_turn(other)  # a turn may also have the words in another form, in capitals for instance
-            unsaid = [i for i in doubtful if marks[i] not in other.text and turns.get(i) == written.get(i)]
-            lost = sorted({*lost, *unsaid})
-    if lost:
-        role = messages[lost[0]]["role"]
-        ways = "give one that does: --chat-template FILE"
+            other = template.render(
+                [{**m, "content": marks[i]} if i in marks else m for i, m in enumerate(messages)], tools
+            )
+            again = dict[int, str]()  # a turn may also have the words in another form, in capitals for instance
+            for turn, (start, stop) in other.turns:
+                again[turn] = again.get(turn, "") + other.text[start:stop]
+            unsaid = (i for i in doubtful if marks[i] not in other.text)
+            absent |= {i for i in unsaid if again.get(i, "") == _cut(rendering.text, turns.get(i))}
+    for i in sorted(absent):
+        role, ways = messages[i]["role"], "give one that does: --chat-template FILE"
         ways = f"call it 'system' in the data, or {ways}" if role == "developer" else ways
-        raise BadRow(f"the chat template writes nothing for message {lost[0]} (role {role!r}); {ways}")
+        raise BadRow(f"the chat template writes nothing for message {i} (role {role!r}); {ways}")
 
 
-def _function(call: Fields) -> Fields:
-    """Name and arguments of a tool call."""
-    return call.get("function", call)
+def _unread(messages: list[Fields], rendering: Rendering) -> tuple[str, ...]:
+    """Keys of messages that the template does not read, as messages[].KEY."""
+    found: dict[str, None] = {}
+    for message, read in zip(messages, rendering.read, strict=True):
+        thought = any(name in read for name in THOUGHTS)
+        unread = (key for key in unread_keys(message, read) if key not in _LINKS)
+        found |= dict.fromkeys(f"messages[].{key}" for key in unread if not (thought and key in THOUGHTS))
+    return tuple(found)
+
+
+def _unwritten(message: Fields, turn: str) -> tuple[int, int, int]:
+    """(characters of a message, those that its turn lacks, of these the ones beside calls), compared by line."""
+    texts = [message.get("content"), thoughts_of(message)]
+    lines = [line.strip() for text in texts if isinstance(text, str) for line in _LINES.split(text)]
+    lost = sum(len(line) for line in lines if line not in turn)
+    return sum(map(len, lines)), lost, lost if message.get("tool_calls") else 0

@@ -1,4 +1,4 @@
-"""The data of a run: files to tokens, tokens to packed rows, rows to micro-batches.
+"""The data of a run: files to tokens, tokens to packed sequences, sequences to micro-batches.
 
     dataset = load_dataset(["chats.jsonl"], load_codec(checkpoint), DataOptions(seq_len=4096, val="0.02"))
     for micro_batch in dataset.step(i, batch_size=16, micro_batch=2): ...
@@ -20,16 +20,16 @@ import numpy as np
 from numpy.lib.recfunctions import repack_fields
 
 from trireme.engine.amounts import compact, count
-from trireme.engine.data import documents, pack, pairs
-from trireme.engine.data.cache import Shelf, TokenFile, decode
+from trireme.engine.data import layout
+from trireme.engine.data.answers import labels_in, parse_map
 from trireme.engine.data.codec import Codec
-from trireme.engine.data.files.folders import Found, find_data
-from trireme.engine.data.files.scores import Taught, Teacher
-from trireme.engine.data.files.sources import DataFile, Reader, spool
-from trireme.engine.data.formats.classes import labels_in
-from trireme.engine.data.formats.formats import parse_map
-from trireme.engine.data.prepare import DataOptions, Progress, Reading, tokenize
+from trireme.engine.data.find import DataFile, Found, Rows, find, spool
+from trireme.engine.data.layout import is_text
+from trireme.engine.data.prepare import DataOptions, Preparation, Progress
 from trireme.engine.data.report import Counts, FileReport, Report, example_text, notes_on
+from trireme.engine.data.scores import Taught, Teacher
+from trireme.engine.data.store import TokenFile, decode
+from trireme.engine.data.tables import class_names
 from trireme.models.config import InputError
 from trireme.storage.temporary import Temporary
 
@@ -56,48 +56,57 @@ class MicroBatch:
         """Number of labels."""
         return int((self.labels >= 0).sum())
 
+    def halves(self) -> tuple[MicroBatch, MicroBatch]:
+        """Of labelled answers: the answers, and their counterparts, whose KL is only read forward."""
+        ends = np.cumsum(self.lengths)
+        return self._chosen(ends, 0), self._chosen(ends, 1)
+
+    def _chosen(self, ends: np.ndarray, first: int) -> MicroBatch:
+        mine = range(first, len(self.lengths), 2)
+        at = np.concatenate([np.arange(ends[i] - self.lengths[i], ends[i]) for i in mine])
+        weights, reference = (None if t is None else t[first::2] for t in (self.weights, self.reference))
+        return MicroBatch(self.ids[at], self.labels[at], self.lengths[first::2], weights, reference)
+
 
 @dataclass(frozen=True)
 class Dataset:
     """The data of a run, tokenized and packed."""
 
     files: tuple[TokenFile, ...]
-    pieces: np.ndarray  # (pieces,) PIECE, grouped by row
-    rows: np.ndarray  # (rows + 1,) int64: row r is pieces[rows[r]:rows[r + 1]]
+    pieces: np.ndarray  # (pieces,) PIECE, grouped by sequence
+    rows: np.ndarray  # (sequences + 1,) int64: sequence r is pieces[rows[r]:rows[r + 1]]
     options: DataOptions
     codec: Codec | None
     report: Report
     held_out: Dataset | None = None
-    left_out: int = 0  # rows without a label
+    left_out: int = 0  # sequences without a label
     scratch: Temporary | None = field(default=None, repr=False)  # removed with this object
     reference: np.ndarray | None = field(default=None, repr=False)  # (pieces,) float64, as a MicroBatch's
     teacher: Teacher | None = field(default=None, repr=False)  # what it says of each piece
 
     @property
     def n_sequences(self) -> int:
-        """The number of packed rows."""
         return len(self.rows) - 1
 
     @property
     def is_text(self) -> bool:
-        return all(file.meta["format"] == "text" for file in self.files)
+        return all(map(is_text, self.files))
 
     @property
     def tokens(self) -> int:
         """Tokens of an epoch."""
         return int(self.pieces["length"].sum())
 
-    def nbytes(self, shelf: Shelf | None = None) -> int:
-        """Bytes on disk, each file counted once, without those on the shelf."""
+    def nbytes(self, shared: Path | None = None) -> int:
+        """Bytes on disk, each file counted once, without those in the shared folder."""
         files = (*self.files, *(self.held_out.files if self.held_out else ()))
-        ours = [file for file in files if not (shelf and file.path.is_relative_to(shelf.folder))]
-        return sum({file.meta["key"]: file.meta["bytes"] for file in ours}.values())
+        return sum({file.path: file.nbytes for file in files if file.path.parent != shared}.values())
 
     @property
     def memory(self) -> int:
-        """Bytes of RAM of the tables, and of the order of rows in two epochs."""
+        """Bytes of RAM of the tables, and of the order of sequences in two epochs."""
         both = (self, *([self.held_out] if self.held_out else []))
-        files = {id(file): file.offsets.nbytes + file.trained.nbytes for data in both for file in data.files}
+        files = {id(file): 4 * file.offsets.nbytes for data in both for file in data.files}
         return sum(files.values()) + sum(data.pieces.nbytes + 3 * data.rows.nbytes for data in both)
 
     @property
@@ -105,6 +114,30 @@ class Dataset:
         """The length of a document that has this data's mean number of attended tokens."""
         lengths = self.pieces["length"].astype(float)
         return round((lengths**2).sum() / lengths.sum())
+
+    @property
+    def longest(self) -> int:
+        """Tokens of the longest document."""
+        return int(self.pieces["length"].max())
+
+    @property
+    def max_id(self) -> int:
+        """The largest token id of all files."""
+        return max(file.meta["max_id"] for file in self.files)
+
+    def check_model(self, vocab: int, positions: int, name: str) -> None:
+        """Raises InputError if another model, such as a teacher, has too few tokens or positions for this data."""
+        for data in (self, *([self.held_out] if self.held_out else [])):
+            if data.max_id >= vocab:
+                raise InputError(
+                    f"{name} has {vocab:,} tokens, the data uses ids up to {data.max_id:,}: resize its embeddings as "
+                    "those of the model that is trained, or name another."
+                )
+            if data.longest > positions:
+                raise InputError(
+                    f"{name} has {positions:,} positions, the data has documents of {data.longest:,} tokens: lower "
+                    f"--seq-len to {positions}, or name another."
+                )
 
     @cached_property
     def trained(self) -> float:
@@ -122,21 +155,25 @@ class Dataset:
         """Equal fingerprints mean equal micro-batches."""
         keys = "".join(file.meta["key"] for file in self.files)
         pieces = repack_fields(self.pieces[["file", "start", "length", "goes_on"]])  # weights go with the key
-        layout = [zlib.crc32(array.tobytes()) for array in (pieces, self.rows)]
-        return f"{zlib.crc32(f'{keys} {layout} {self.options.seed}'.encode()):08x}"
+        sums = [zlib.crc32(array.tobytes()) for array in (pieces, self.rows)]
+        return f"{zlib.crc32(f'{keys} {sums} {self.options.seed}'.encode()):08x}"
+
+    @property
+    def weighted(self) -> bool:
+        return self.options.paired or any((file.weights != 1).any() for file in self.files)
 
     def steps_per_epoch(self, batch_size: int) -> int:
         """Steps of an epoch. The last one may be smaller."""
         return math.ceil(self.n_sequences / batch_size)
 
     def step(self, i: int, batch_size: int, micro_batch: int) -> list[MicroBatch]:
-        """The micro-batches of step i, counted from 0 over all epochs; each of at most `micro_batch` rows."""
+        """The micro-batches of step i, counted from 0 over all epochs; each of at most `micro_batch` sequences."""
         epoch, at = divmod(i, self.steps_per_epoch(batch_size))
         order = self._order(epoch)[at * batch_size : (at + 1) * batch_size]
         return [self._gather(order[k : k + micro_batch]) for k in range(0, len(order), micro_batch)]
 
     def batches(self, micro_batch: int, most: int | None = None) -> Iterator[MicroBatch]:
-        """Yields every row once, or `most` rows drawn by the seed, in a fixed order."""
+        """Yields every sequence once, or `most` of them drawn by the seed, in a fixed order."""
         rows = np.arange(self.n_sequences)
         if most is not None and most < len(rows):
             rows = np.sort(self._order(0)[:most])
@@ -162,7 +199,8 @@ class Dataset:
             return f"{self._shown(piece)} -> {self.options.labels[int(self._values(self.pieces[[piece]])[0])]}"
         if not self.options.paired:
             return self._shown(in_order[k % len(in_order)])
-        first = in_order[2 * k % len(in_order)]  # a pair's pieces are side by side
+        firsts = in_order[in_order % 2 == 0]  # a pair's pieces are side by side
+        first = firsts[k % len(firsts)]
         good = "bad" if self.pieces["weight"][first] < 0 else "good"
         second = "" if self.options.kind == "labels" else f"\n         bad:  {self._shown(first + 1)}"
         return f"{good}: {self._shown(first)}{second}"
@@ -170,15 +208,10 @@ class Dataset:
     def _shown(self, piece: int) -> str:
         ids, labels = self._read(self.pieces[[piece]])
         shifted = np.concatenate([[False], labels[:-1] >= 0])  # labels are those of the next tokens
-        learned = labels >= 0 if self.options.scored else shifted
-        return example_text(ids, learned, self.codec)
+        return example_text(ids, labels >= 0 if self.options.scored else shifted, self.codec)
 
     def _order(self, epoch: int) -> np.ndarray:
-        return pack.shuffled(self.n_sequences, self.options.seed, epoch)
-
-    @property
-    def weighted(self) -> bool:
-        return self.options.paired or any(file.own_weights is not None for file in self.files)
+        return layout.shuffled(self.n_sequences, self.options.seed, epoch)
 
     def _gather(self, rows: np.ndarray) -> MicroBatch:
         at = np.concatenate([np.arange(self.rows[r], self.rows[r + 1]) for r in rows])
@@ -205,7 +238,7 @@ class Dataset:
         if self.options.scored:
             classes = self._values(pieces) if self.options.kind == "classes" else 0
             labels[:] = IGNORED
-            labels[pairs.scored(ids, lengths, self.options.pad)] = classes
+            labels[scored(ids, lengths, self.options.pad)] = classes
         mine = np.ones(len(ids), bool)
         mine[last[goes_on]] = False  # the token after a piece is a label alone
         return ids[mine], labels[mine]
@@ -219,6 +252,20 @@ class Dataset:
         return found
 
 
+def scored(ids: np.ndarray, lengths: np.ndarray, pad: int | None) -> np.ndarray:
+    """The token of each document that a score head reads: the last one that is not `pad`, else the first.
+
+    This is how transformers finds it, whose batches end with padding. ids: of documents with these lengths, one after
+    another.
+    """
+    starts = np.cumsum(lengths) - lengths
+    places = np.arange(len(ids))
+    return np.maximum(np.maximum.reduceat(np.where(ids == (-1 if pad is None else pad), -1, places), starts), starts)
+
+
+# ---------------------------------------------------------------- loading
+
+
 def load_dataset(
     sources: Sequence[str], codec: Codec | None, options: DataOptions, progress: Progress | None = None
 ) -> Dataset:
@@ -229,81 +276,63 @@ def load_dataset(
     """
     scratch = Temporary("trireme-tokens-") if options.cache is None else None
     folder = scratch.path if scratch else Path(options.cache or "")
-    reading = Reading(options, codec, parse_map(options.map), folder)
-    found = [_named(text, folder) for text in sources]
+    how = Preparation(options, codec, parse_map(options.map), folder, progress)
+    found = [Found([spool(sys.stdin.buffer, folder)], [], []) if text == "-" else find(text) for text in sources]
     given = [file for each in found for file in each.files]
     notes = [note for each in found for note in each.notes]
     share, val_given = parse_val(options.val)
-    if own := [file for each in found for file in each.held]:
-        names = ", ".join(dict.fromkeys(map(str, own)))
+    if held := [file for each in found for file in each.held]:
+        names = ", ".join(dict.fromkeys(map(str, held)))
         notes.append(f"{names}: not read, as --val is given" if options.val else f"held out, by its name: {names}")
-        val_given = val_given if options.val else own
-    files = tuple(tokenize(source, reading, progress) for source in given)
+        val_given = val_given if options.val else held
+    files = tuple(how.tokens(source) for source in given)
     if nowhere := set.intersection(*(set(file.meta["absent"]) for file in files)):
         raise InputError(f"--map names {', '.join(map(repr, sorted(nowhere)))}, a column that no row has. Correct it.")
-    each = 2 if options.paired else 1  # documents of a row
-    rows = documents.first_of_each(documents.all_documents(files)[::each], options.max_samples)
-    used, all_rows = len(rows), sum(file.n_documents for file in files) // each
-    held_out, apart = None, ""
+    rows, held_out, apart = layout.documents_of(files, options.kind), None, ""
     if val_given:
-        val_files = tuple(tokenize(source, reading, progress) for source in val_given)
-        held_out = _lay_out(val_given, val_files, documents.all_documents(val_files)[::each], codec, options)
-        if both := {file.meta["key"] for file in files} & {file.meta["key"] for file in val_files}:
-            same = next(
-                str(source) for source, file in zip(val_given, val_files, strict=True) if file.meta["key"] in both
-            )
-            notes.append(f"{same} is trained on and held out: eval_loss does not measure the loss on unseen data")
+        val_files = tuple(how.tokens(source) for source in val_given)
+        held_out = _lay_out(val_given, val_files, layout.documents_of(val_files, options.kind), codec, options)
+        both = {file.meta["key"] for file in files}
+        for source, file in zip(val_given, val_files, strict=True):
+            if file.meta["key"] in both:
+                what = "eval_loss does not measure the loss on unseen data"
+                notes.append(f"{source} is trained on and held out: {what}")
     elif share:
-        is_text = all(file.meta["format"] == "text" for file in files)
-        rows, kept = documents.hold_out(rows, share, options.seed, is_text)
+        before, text = len(rows), all(map(is_text, files))
+        rows, kept = layout.hold_out(rows, share, options.seed, options.seq_len * text)
         held_out = _lay_out([replace(source, weight=1.0) for source in given], files, kept, codec, options)
-        parted = len(rows) == used  # the end of the longest
-        apart = f"its last {compact(int(kept['length'].sum()))} tokens" if parted else count(len(kept), "row")
+        parts = len(rows) + len(kept) != before
+        apart = (
+            f"{compact(int(kept['length'].sum()))} tokens, drawn from all texts," if parts else count(len(kept), "row")
+        )
     train = _lay_out(given, files, rows, codec, options)
-    notes += _notes_on_options(files, options)
-    if used < all_rows:
-        notes.append(f"--max-samples {options.max_samples:,}: {used:,} of {all_rows:,} rows")
     if held_out and apart:
         notes += [f"of the rows held out: {line}" for line in held_out.report.losses()]
-    notes += notes_on(files, codec, reading.renames, options.scored)
+    notes += notes_on(files, codec, how.renames, options)
     report = replace(train.report, held_out=apart, notes=tuple(notes))
     return replace(train, report=report, held_out=held_out, scratch=scratch)
 
 
-def _notes_on_options(files: Sequence[TokenFile], options: DataOptions) -> list[str]:
-    """Notes on options that some rows have no use for, and on weights of rows."""
-    asked = {"--system": options.system, "--chat-template-kwargs": options.variables}
-    others = not all(file.meta["chats"] for file in files)
-    notes = [f"{flag} is for conversations, and not used in other rows" for flag, v in asked.items() if v and others]
-    if weights := [file.own_weights for file in files if file.own_weights is not None]:
-        sizes = np.abs(np.concatenate(weights))
-        if (sizes != 1).any():
-            notes.append(f"rows count by their column 'weight', {sizes.min():g} to {sizes.max():g}")
-    return notes
-
-
 def find_labels(sources: Sequence[str], map: str | None) -> tuple[str, ...]:
-    """The classes that rows name, as classes.labels_in finds them. Raises InputError."""
+    """The classes of rows, as answers.labels_in finds them. Raises InputError."""
     if "-" in sources:
         raise InputError("--data -: rows that are read once cannot tell which classes there are. Give --labels A,B.")
-    files = [file for text in sources for file in find_data(text).files]
-    return labels_in((row.value for file in files for row in Reader(file, None).rows()), parse_map(map))
-
-
-def _named(text: str, folder: Path) -> Found:
-    return Found([spool(sys.stdin.buffer, folder)], [], []) if text == "-" else find_data(text)
+    files, renames = [file for text in sources for file in find(text).files], parse_map(map)
+    column = next((theirs for theirs, ours in renames.items() if ours == "label"), "label")
+    named = next(filter(None, (class_names(path, column) for file in files for path in file.files)), ())
+    return labels_in((row.value for file in files for row in Rows(file.files)), renames, named)
 
 
 def parse_val(val: str | None) -> tuple[float, list[DataFile]]:
     """--val as (share, files), of which one is empty. Of a folder, the files that are named as validation data, if
-    any.
+    any. Raises InputError.
     """
     if not val:
         return 0.0, []
     try:
         share = float(val)
     except ValueError:
-        found = find_data(val)
+        found = find(val)
         return 0.0, found.held or found.files
     if not 0 <= share < 1:
         raise InputError(f"--val {val}: expected a share of the rows below 1, such as 0.02, or a file.")
@@ -317,46 +346,30 @@ def _lay_out(
     codec: Codec | None,
     options: DataOptions,
 ) -> Dataset:
-    """Cuts and packs `rows`, which are DOCUMENT."""
+    """Cuts and packs `rows`, which are (n, documents of a row) DOCUMENT. Raises InputError."""
     if not rows["trained"].any():
-        start, length = int(rows["start"][0]), int(rows["length"][0])
-        ids, trained = decode(files[rows["file"][0]].read(start, start + min(length, 60)))
+        first = rows[0, 0]
+        start, length = int(first["start"]), int(first["length"])
+        ids, trained = decode(files[first["file"]].read(start, start + min(length, 60)))
         raise InputError(
             f"no row of {len(rows):,} has a trained token after masking: no text is marked as the assistant's. "
             f"The first row begins: {example_text(ids, trained, codec)}"
         )
-    weighed = documents.weigh(rows, [source.weight for source in given], options.seed)
-    if unused := set(rows["file"]) - set(weighed["file"]):
+    weighed = layout.weigh(rows, [source.weight for source in given], options.seed)
+    if unused := {*rows["file"].flat} - {*weighed["file"].flat}:
         source = given[min(unused)]
         raise InputError(f"{source}:{source.weight:g}: the weight leaves none of its rows. Raise it.")
-    if options.paired:
-        fitted = pairs.fit(pairs.both(weighed, files), files, options.seq_len, options.long)
-    else:
-        if options.scored and options.long == "split":
-            raise InputError("--long split: a row has one class, and is read as a whole. Take cut, drop or error.")
-        fitted = documents.fit(weighed, files, options.seq_len, options.long)
-    pieces = fitted.pieces
-    if not len(pieces):
-        texts = all(file.meta["format"] == "text" for file in files)
-        why = "" if texts else ", or answer only after it"
-        raise InputError(f"no row is left: all are longer than --seq-len {options.seq_len}{why}.")
-    if options.paired:
-        order, packed = pairs.packed(pieces, options.seq_len, options.pack)
-    else:
-        lengths = pieces["length"]
-        order, packed = pack.best_fit(lengths, options.seq_len) if options.pack else pack.one_per_row(len(pieces))
-    pieces, bounds = (pieces[order], packed) if options.scored else documents.with_labels(pieces[order], packed)
+    if options.scored and options.long == "split":
+        raise InputError("--long split: a row has one class, and is read as a whole. Take cut, drop or error.")
+    fitted = layout.fit(weighed, files, options.seq_len, options.long)
+    if not len(fitted.pieces):
+        why = "" if all(map(is_text, files)) else ", or answer only after it"
+        raise InputError(
+            f"no row is left: all are longer than --seq-len {options.seq_len}{why}. Raise it: {fitted.longest} keeps all."
+        )
+    pieces, bounds, left_out = layout.packed(fitted.pieces, options.room, options.pack, options.scored)
     n = len(bounds) - 1
-    used = float(pieces["length"].sum()) / (n * options.seq_len)
-    fitted = replace(fitted, pieces=pieces[:0])
-    counts = Counts.of(pairs.both(rows, files))._replace(rows=len(rows)) if options.paired else Counts.of(rows)
-    report = Report(_file_reports(given, files), counts, fitted, options, n, used)
-    return Dataset(files, pieces, bounds, options, codec, report, left_out=len(packed) - len(bounds))
-
-
-def _file_reports(given: Sequence[DataFile], files: Sequence[TokenFile]) -> tuple[FileReport, ...]:
-    meta = [file.meta for file in files]
-    return tuple(
-        FileReport(str(source), m["rows"], m["bad"], m["first_bad"], m["format"], source.weight, tuple(m["unused"]))
-        for source, m in zip(given, meta, strict=True)
-    )
+    used = float(pieces["length"].sum()) / (n * options.room)
+    reports = tuple(FileReport.of(str(source), source.weight, file) for source, file in zip(given, files, strict=True))
+    report = Report(reports, Counts.of(rows), replace(fitted, pieces=fitted.pieces[:0]), options, n, used)
+    return Dataset(files, pieces, bounds, options, codec, report, left_out=left_out)

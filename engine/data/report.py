@@ -9,21 +9,20 @@ from typing import NamedTuple
 import numpy as np
 
 from trireme.engine.amounts import compact, count, percent
-from trireme.engine.data.cache import TokenFile
 from trireme.engine.data.codec import Codec
-from trireme.engine.data.documents import Fitted
+from trireme.engine.data.layout import Fitted
 from trireme.engine.data.prepare import DataOptions
+from trireme.engine.data.store import TokenFile
 
 SHOWN = 2000  # characters, and tokens, of an example
 LISTED = 12  # files
 WARNING = "warning: "  # begins notes of what is likely wrong
-KEEP = "to train it too, --chat-template FILE that writes it (as message.reasoning_content)"
-AS_CHAT = {  # formats of joined texts: columns by which they are read as question and answer
-    "prompt,completion": (("instruction", "prompt"), ("output", "completion")),
-    "prompt,completion,label": (("instruction", "prompt"), ("output", "completion")),
-    "prompt,chosen,rejected": (("instruction", "prompt"),),
-}
 DROPPED = 20  # characters a token; beyond, a tokenizer drops text
+AS_CHAT = {  # forms of joined texts: columns by which they are read as question and answer
+    "prompt,completion": ("instruction=prompt", "output=completion"),
+    "prompt,completion,label": ("instruction=prompt", "output=completion"),
+    "prompt,chosen,rejected": ("instruction=prompt",),
+}
 
 
 @dataclass(frozen=True)
@@ -32,23 +31,27 @@ class FileReport:
     rows: int  # good and bad
     bad: int
     first_bad: str
-    format: str
+    forms: Mapping[str, int]  # rows of each
     weight: float
     unused: tuple[str, ...] = ()  # keys
+
+    @classmethod
+    def of(cls, name: str, weight: float, file: TokenFile) -> FileReport:
+        m = file.meta
+        return cls(name, m["rows"], m["bad"], m["first_bad"], m["forms"], weight, tuple(m["unused"]))
 
     def __str__(self) -> str:
         same = " (the same rows in every epoch)" if self.weight % 1 else ""
         weight = "" if self.weight == 1 else f", weight {self.weight:g}{same}"
         bad = f", {self.bad:,} bad dropped (first: {self.first_bad})" if self.bad else ""
         unused = f"; not used: {', '.join(self.unused)}" if self.unused else ""
-        return f"{self.name}: {count(self.rows, 'row')}, {self._format()}{weight}{bad}{unused}"
-
-    def _format(self) -> str:
-        return f"in several formats ({self.format})" if self.mixed else f'format "{self.format}"'
+        several = "; ".join(f"{name}: {count(rows, 'row')}" for name, rows in self.forms.items())
+        form = f"in several formats ({several})" if self.mixed else f'format "{next(iter(self.forms))}"'
+        return f"{self.name}: {count(self.rows, 'row')}, {form}{weight}{bad}{unused}"
 
     @property
     def mixed(self) -> bool:
-        return ": " in self.format
+        return len(self.forms) > 1
 
 
 class Counts(NamedTuple):
@@ -57,16 +60,19 @@ class Counts(NamedTuple):
     rows: int
     tokens: int
     trained: int
-    p50: float  # of tokens a row
+    p50: float  # of tokens of a document
     p99: float
     longest: int
+    bad: int = 0  # labelled answers
 
     @classmethod
     def of(cls, rows: np.ndarray) -> Counts:
-        """Counts rows, (n,) DOCUMENT, n > 0."""
+        """Counts rows, (n, documents of a row) DOCUMENT, n > 0."""
         p50, p99 = np.percentile(rows["length"], [50, 99]).tolist()
         tokens, trained = int(rows["length"].sum()), int(rows["trained"].sum())
-        return cls(len(rows), tokens, trained, p50, p99, int(rows["length"].max()))
+        return cls(
+            len(rows), tokens, trained, p50, p99, int(rows["length"].max()), int((rows["weight"][:, 0] < 0).sum())
+        )
 
 
 @dataclass(frozen=True)
@@ -84,88 +90,130 @@ class Report:
 
     def lines(self) -> list[str]:
         """The lines to print."""
-        c = self.counts
+        c, o = self.counts, self.options
+        alike = [file for file in self.files if not (file.bad or file.unused)][LISTED:]
+        lines = [str(file) for file in self.files if file not in alike]
+        lines += [f"{len(alike):,} more files: {count(sum(file.rows for file in alike), 'row')}"] if alike else []
         held = f"{self.held_out} held out; " if self.held_out else ""
-        lines = self._files()
         trained = f", {compact(c.trained)} trained ({percent(c.trained / max(c.tokens, 1))})"
         lines.append(
-            f"{held}{compact(c.tokens)} tokens{'' if self.options.scored else trained}; "
+            f"{held}{compact(c.tokens)} tokens{'' if o.scored else trained}; "
             f"length p50 {c.p50:,.0f}, p99 {c.p99:,.0f}, max {c.longest:,}"
         )
-        if not self.fitted.longer:
-            lines.append(f"at --seq-len {self.options.seq_len}: no row is longer")
-        lines += self.losses()
-        packed, single = ("packed into ", "") if self.options.pack else ("", ", one row each")
+        if o.kind == "labels":
+            lines.append(f"{c.rows - c.bad:,} good and {c.bad:,} bad answers{self._balance()}")
+        lines += self.losses() or [f"at --seq-len {o.seq_len}: no row is longer"]
+        packed, single = ("packed into ", "") if o.pack else ("", ", one row each")
         lines.append(
-            f"{packed}{count(self.sequences, 'sequence')} of up to {self.options.seq_len:,} tokens{single}; "
+            f"{packed}{count(self.sequences, 'sequence')} of up to {o.room:,} tokens{single}; "
             f"{percent(1 - self.used)} of the positions are empty and are not computed"
         )
         return [*lines, *(note if note.startswith(WARNING) else f"note: {note}" for note in self.notes)]
 
-    def _files(self) -> list[str]:
-        """One line for each file; of many similar ones, lines for the first."""
-        alike = [file for file in self.files if not (file.bad or file.unused)][LISTED:]
-        lines = [str(file) for file in self.files if file not in alike]
-        more = f"{len(alike):,} more files: {count(sum(file.rows for file in alike), 'row')}"
-        return [*lines, more] if alike else lines
+    def _balance(self) -> str:
+        """Advice where one kind outweighs the other, as TRL gives it."""
+        good, bad = self.counts.rows - self.counts.bad, self.counts.bad
+        if not (good and bad):
+            return (
+                ": kto needs both, or learns to say anything"
+                if bad
+                else ": kto needs both, or learns to say it anywhere"
+            )
+        flag, ratio = ("--undesirable-weight", good / bad) if good > bad else ("--desirable-weight", bad / good)
+        return f"; {flag} {ratio:.2g} balances them" if ratio > 4 / 3 else ""
 
     def losses(self) -> list[str]:
         """Lines on rows that were cut, split or dropped."""
-        lines = [self._long_rows()] if self.fitted.longer else []
-        if self.fitted.unlearnable:
-            lines.append(f"{count(self.fitted.unlearnable, 'row')} dropped: nothing to learn in what is kept")
-        if self.fitted.alike and self.options.kind in ("pairs", "rewards"):
-            have = "has" if self.fitted.alike == 1 else "have"
-            lines.append(f"{count(self.fitted.alike, 'pair')} {have} two equal answers, so neither is preferred")
+        f, o, lines = self.fitted, self.options, list[str]()
+        if f.longer:
+            lost = (
+                ", as it has nothing to learn before it" if f.lost == 1 else ", as they have nothing to learn before it"
+            )
+            counts = ((f.cut, "cut"), (f.split, "split"), (f.dropped, "dropped"), (f.lost, f"dropped{lost}"))
+            done = ", ".join(f"{n:,} {word}" for n, word in counts if n)
+            verb, ways = (
+                "row is" if f.longer == 1 else "rows are",
+                "cut|drop|error" if o.paired else "cut|drop|split|error",
+            )
+            share = percent(min(1.0, f.longer / self.counts.rows))
+            lines.append(
+                f"at --seq-len {o.seq_len}: {f.longer:,} {verb} longer ({share}): {done}; --seq-len {f.longest} keeps all"
+                f"   (--long {ways})"
+            )
+        if f.unlearnable:
+            lines.append(f"{count(f.unlearnable, 'row')} dropped: nothing in them is trained")
+        if f.alike and o.kind in ("pairs", "rewards"):
+            have = "has" if f.alike == 1 else "have"
+            lines.append(f"{count(f.alike, 'pair')} {have} two equal answers, so neither is preferred")
         return lines
 
-    def _long_rows(self) -> str:
-        f = self.fitted
-        verb = "row is" if f.longer == 1 else "rows are"
-        done = [f"{n:,} {word}" for n, word in ((f.cut, "cut"), (f.split, "split"), (f.dropped, "dropped")) if n]
-        share = percent(f.longer / self.counts.rows)
-        return (
-            f"at --seq-len {self.options.seq_len}: {f.longer:,} {verb} longer ({share}): {', '.join(done)}   "
-            "(--long cut|drop|split|error)"
-        )
 
-
-def notes_on(files: Sequence[TokenFile], codec: Codec | None, renames: Mapping[str, str], scored: bool) -> list[str]:
-    """Notes about the files, the tokenizer and the template. `renames`: those of --map.
-
-    `scored`: the model has a score head and says nothing, so what teaches it to stop does not matter.
-    """
+def notes_on(
+    files: Sequence[TokenFile], codec: Codec | None, renames: Mapping[str, str], options: DataOptions
+) -> list[str]:
+    """Notes about the files, the tokenizer and the template. `renames`: those of --map."""
+    total = lambda name: sum(file.meta["counts"][name] for file in files)
+    forms = {form: None for file in files for form in file.meta["forms"]}
+    chats, tokens, notes = total("chats"), sum(int(file.offsets[-1]) for file in files), list[str]()
+    asked = {"--system": options.system, "--chat-template-kwargs": options.variables}
+    if not all(file.meta["counts"]["chats"] for file in files):
+        notes += [f"{flag} is for conversations, and not used in other rows" for flag, value in asked.items() if value]
+    sizes = np.abs(np.concatenate([file.weights for file in files]))
+    if (sizes != 1).any():
+        notes.append(f"rows count by their column 'weight', {sizes.min():g} to {sizes.max():g}")
+    if any(file.meta["rows"] == options.max_samples for file in files):
+        notes.append(f"--max-samples {options.max_samples:,}: no more rows of a file are read")
     if codec is None:
-        return []
-    facts, total = codec.facts, lambda name: sum(file.meta[name] for file in files)
-    talks = facts.template and total("chats")
-    notes = [*facts.notes, *(facts.template_notes if talks and not scored else ())]
-    if (lost := total("unwritten")) and not scored:
-        share = percent(lost / total("said"))
-        notes.append(f"the chat template leaves out {share} of what the assistant says, which is not trained: {KEEP}")
-    if (early := total("early")) and not scored:
-        ends = "an end token inside the trained text: the model learns to stop there"
-        notes.append(f"{count(early, 'row')} with {ends}")
+        return notes
+    facts, talks = codec.facts, codec.facts.template and chats
+    notes += facts.notes
+    if not options.scored:  # a score head says nothing, so what teaches a model to stop does not matter
+        notes += (facts.tool_notes if total("tools") == chats else facts.template_notes) if talks else ()
+        notes += _notes_on_masks(total, chats)
     if unknown := total("unknown"):
-        share = percent(unknown / sum(int(file.offsets[-1]) for file in files))
+        share = percent(unknown / tokens)
         notes.append(f"{share} of the tokens are {facts.unknown}: the tokenizer has none for this text")
-    characters, tokens = total("characters"), sum(int(file.offsets[-1]) for file in files)
-    if characters > DROPPED * tokens:
-        made = f"{compact(characters)} characters become {count(tokens, 'token')}"
+    if total("characters") > DROPPED * tokens:
+        made = f"{compact(total('characters'))} characters become {count(tokens, 'token')}"
         notes.append(f"{made}: the tokenizer drops what it does not know. Is it the one for this text?")
-    parts = [part for file in files if not file.meta["chats"] for part in file.meta["format"].split("; ")]
-    joined = [form for part in parts if (form := part.partition(": ")[0]) in AS_CHAT]
+    joined = [form for form in forms if form in AS_CHAT] if total("spaced") or not chats else []
     if facts.template and joined:
         theirs = {ours: name for name, ours in renames.items()}
-        as_chat = [f"{o}={theirs.get(t, t)}" for o, t in AS_CHAT[joined[0]]]
+        pairs = (pair.partition("=") for pair in AS_CHAT[joined[0]])
+        names = ",".join(f"{ours}={theirs.get(name, name)}" for ours, _, name in pairs)
         answer = "answers" if "chosen" in joined[0] else "completion"
         notes.append(
             f"{WARNING}prompt and {answer} are joined as they are, without the chat template; "
-            f"as question and answer, with it: --map {','.join(as_chat)}"
+            f"as question and answer, with it: --map {names}"
         )
-    texts = [file for file in files if not (facts.template and file.meta["chats"])]
-    if facts.eos is None and not scored and any(file.meta["format"] != "input_ids" for file in texts):
+    if facts.eos is None and not options.scored and not (talks and facts.template) and {*forms} - {"input_ids"}:
         notes.append("the tokenizer has no end token, so where a text ends is not learned")
+    return notes
+
+
+def _notes_on_masks(total: Mapping[str, int] | object, chats: int) -> list[str]:
+    """Notes on what is trained and may not be meant, or is not trained."""
+    of, notes = total, list[str]()
+    assert callable(of)
+    if lost := of("unwritten"):
+        share, beside = percent(lost / of("said")), of("beside") == lost
+        what = "what the assistant says beside tool calls" if beside else "what the assistant says"
+        keep = "--chat-template FILE that writes it" + ("" if beside else " (as message.reasoning_content)")
+        notes.append(f"the chat template leaves out {share} of {what}, which is not trained: to train it too, {keep}")
+    if early := of("early"):
+        ends = "an end token inside the trained text: the model learns to stop there"
+        notes.append(f"{count(early, 'row')} with {ends}")
+    if thoughtless := of("thoughtless"):
+        kwargs = "--chat-template-kwargs '{\"enable_thinking\": false}'"
+        notes.append(
+            f"{count(thoughtless, 'answer')} begin with an empty thought (<think></think>), which is trained; if the "
+            f"template reads it, {kwargs} makes it context"
+        )
+    if spaced := of("spaced"):
+        notes.append(
+            f"{count(spaced, 'prompt')} end in a space that becomes part of the answer's first token, which servers do "
+            "not see so: move it to the answer"
+        )
     return notes
 
 

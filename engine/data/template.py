@@ -23,7 +23,7 @@ import jinja2.parser
 import jinja2.sandbox
 from jinja2 import nodes
 
-from trireme.engine.data.files.rows import BadRow, Fields
+from trireme.engine.data.read import BadRow, Fields
 from trireme.storage.untrusted import shown
 
 Span = tuple[int, int]  # characters [start, stop)
@@ -338,3 +338,37 @@ def _read_marks(marked: str) -> Rendering:
 def _one_line(error: Exception) -> str:
     """An error as one line. The template may have written it, at any length."""
     return shown(" ".join(str(error)[:10_000].split()), 500) or type(error).__name__
+
+
+# ---------------------------------------------------------------- built in
+
+_BUILT_IN = """\
+{{- bos_token }}
+{%- if tools %}{{ BEGIN('tools') + tools | tojson + END + '\\n' }}{% endif %}
+{%- for message in messages %}
+    {{- BEGIN(message.role) }}
+    {%- if message.role == 'assistant' %}
+        {%- generation %}
+            {{- message.content or '' }}
+            {%- for call in message.tool_calls or [] %}
+                {{- '<tool_call>' + (call.function or call) | tojson + '</tool_call>' }}
+            {%- endfor %}
+            {{- END }}
+        {%- endgeneration %}
+    {%- else %}
+        {{- message.content + END }}
+    {%- endif %}
+    {{- '\\n' }}
+{%- endfor %}
+{%- if add_generation_prompt %}{{ BEGIN('assistant') }}{% endif %}
+"""
+
+
+def _built_in(begin: tuple[str, str], end: str) -> str:
+    return re.sub(r"BEGIN\(([^)]*)\)", rf"'{begin[0]}' + \1 + '{begin[1]}'", _BUILT_IN).replace("END", end)
+
+
+BUILT_IN = {  # plain: the tokenizer's end token follows every message
+    "plain": _built_in(("<|", r"|>\\n"), "eos_token"),
+    "chatml": _built_in(("<|im_start|>", r"\\n"), "'<|im_end|>'"),
+}

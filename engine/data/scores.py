@@ -1,20 +1,22 @@
 """A teacher's output for data: the files of `trireme score --top-k K`, and the teacher's rows for the pieces of a run.
 
-engine/run/finished/score.py describes the files. They are mapped; rows are read with their micro-batch.
+The command that scores describes the files. They are mapped; rows are read with their micro-batch.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+import json
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, Protocol
 
 import numpy as np
 
+from trireme.engine.data.store import TokenFile
 from trireme.models.config import InputError
 from trireme.storage.headers import CheckpointError, Header, read_header
-from trireme.storage.untrusted import complaint, parse_json, read_small, why
+from trireme.storage.untrusted import checksum, complaint, parse_json, read_small, why
 
 FORMAT = "trireme scores 2"
 NAMES = "scores.json"
@@ -101,6 +103,12 @@ class Part:
     def key(self) -> str:
         return self.header.metadata.get("key", "")
 
+    def check(self) -> None:
+        """Raises InputError if the content is not what was written."""
+        tables = {t.name: self.table(t.name) for t in self.header.layout.tensors}
+        if part_sum(self.header.metadata, tables) != self.header.metadata.get("sum"):
+            raise InputError(f"{self.path} is damaged: it does not have its checksum. Score the data again.")
+
     def table(self, name: str) -> np.ndarray:
         t = next(t for t in self.header.layout.tensors if t.name == name)
         if not t.nbytes:
@@ -108,11 +116,19 @@ class Part:
         return np.memmap(self.path, DTYPES[t.dtype], "r", self.header.data + t.offset, t.shape)
 
 
+def part_sum(metadata: Mapping[str, str], tables: Mapping[str, np.ndarray]) -> str:
+    """The checksum of a file of scores."""
+    form = {name: (str(table.dtype), table.shape) for name, table in sorted(tables.items())}
+    named = [*(metadata.get(name) for name in ("format", "key", "first", "batches")), form]
+    return checksum([json.dumps(named).encode(), *(tables[name].reshape(-1).view(np.uint8).data for name in form)])
+
+
 def parts_of(folder: Path, k: int) -> list[Part]:
     """The files of a source. Raises InputError."""
     found = list[Part]()
     while (path := folder / f"part-{len(found):05}.safetensors").is_file():
         found.append(Part.open(path, k))
+        found[-1].check()
     if len({part.key for part in found}) > 1:
         raise InputError(f"{folder} holds parts of several models or data sets. Score the data again.")
     return found
@@ -151,15 +167,17 @@ class Teacher:
         return list(zip(*(table[pieces].tolist() for table in (self.part, self.first, self.count)), strict=True))
 
 
-class Pieces(NamedTuple):
-    """What scores are looked up by."""
+class Scored(Protocol):
+    """A Dataset, which scores are looked up for."""
 
-    files: Sequence[Any]  # TokenFile
-    table: np.ndarray  # (pieces,) PIECE
-    labels: Iterable[np.ndarray]  # of each, int32
+    @property
+    def files(self) -> Sequence[TokenFile]: ...
+    @property
+    def pieces(self) -> np.ndarray: ...  # (pieces,) PIECE
+    def labels(self) -> Iterable[np.ndarray]: ...  # of each piece, int32
 
 
-def places_of(files: Sequence[Any], pieces: np.ndarray) -> np.ndarray:
+def places_of(files: Sequence[TokenFile], pieces: np.ndarray) -> np.ndarray:
     """(pieces, 2) int64: the number of a piece's document among those of all files, and its first token in it."""
     first = np.cumsum([0, *(len(file.offsets) - 1 for file in files)])
     found = np.zeros((len(pieces), 2), np.int64)
@@ -170,7 +188,7 @@ def places_of(files: Sequence[Any], pieces: np.ndarray) -> np.ndarray:
     return found
 
 
-def taught_by(names: Names, data: Pieces, vocab: int) -> Teacher:
+def taught_by(names: Names, data: Scored, vocab: int) -> Teacher:
     """The teacher's rows for each piece: those of the scored piece that begins at the same token. Raises InputError."""
     known = {file.meta["key"]: i for i, file in reversed(list(enumerate(data.files)))}
     parts, places, rows = list[Part](), [np.zeros(0, np.int64)], [np.zeros((0, 3), np.int64)]
@@ -204,7 +222,7 @@ def taught_by(names: Names, data: Pieces, vocab: int) -> Teacher:
 
 def _matched(
     names: Names,
-    data: Pieces,
+    data: Scored,
     vocab: int,
     known: dict[str, int],
     parts: list[Part],
@@ -214,7 +232,7 @@ def _matched(
     """Raises InputError if a piece has no scores, or its labels differ."""
     order = np.argsort(places, kind="stable")
     same = np.array([known[file.meta["key"]] for file in data.files], np.int64)
-    wanted = (same[data.table["file"]] << BITS) + data.table["start"]
+    wanted = (same[data.pieces["file"]] << BITS) + data.pieces["start"]
     at = np.searchsorted(places[order], wanted).clip(max=max(0, len(order) - 1))
     there = places[order][at] == wanted if len(order) else np.zeros(len(wanted), bool)
     if not there.all():
@@ -224,7 +242,7 @@ def _matched(
         )
     found = rows[order][at]
     counts, tables = np.zeros(len(found), np.int32), [part.table("label") for part in parts]
-    for i, ((part, first, n), labels) in enumerate(zip(found.tolist(), data.labels, strict=True)):
+    for i, ((part, first, n), labels) in enumerate(zip(found.tolist(), data.labels(), strict=True)):
         counts[i] = len(labels)
         if len(labels) > n or not np.array_equal(tables[part][first : first + len(labels)], labels):
             raise InputError(

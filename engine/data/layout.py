@@ -1,0 +1,263 @@
+"""Documents as tables of numbers: held out, weighted, cut or split, packed into sequences of a fixed length.
+
+Rows are (n, documents of a row), so that pairs need no functions of their own.
+"""
+
+from __future__ import annotations
+
+from array import array
+from collections import defaultdict
+from collections.abc import Sequence
+from dataclasses import dataclass
+from functools import lru_cache
+
+import numpy as np
+
+from trireme.engine.data.store import TokenFile, decode
+from trireme.models.config import InputError
+
+# Tokens [start, start + length) of a file, `trained` of them learned.
+DOCUMENT = np.dtype([("file", "<u2"), ("start", "<i8"), ("length", "<i8"), ("trained", "<i8"), ("weight", "<f8")])
+
+# Part of a document. `goes_on`: the token after it is its last label.
+PIECE = np.dtype([("file", "<u2"), ("start", "<i8"), ("length", "<i4"), ("goes_on", "?"), ("weight", "<f8")])
+
+_HOLD_OUT, _WEIGH = 1 << 32, 1 << 33  # random keys, other than epoch numbers
+_FEW = 8  # documents; fewer are no sample, and parts of all are held out
+_TRIES = 8  # counterparts that are asked for other words
+
+
+def documents_of(files: Sequence[TokenFile], kind: str) -> np.ndarray:
+    """All rows in order, (n, documents of a row) DOCUMENT. Counterparts of labelled answers are behind all answers."""
+    tables = []
+    for i, file in enumerate(files):
+        table = np.zeros(file.n_documents, DOCUMENT)
+        table["file"], table["start"] = i, file.offsets[:-1]
+        table["length"], table["trained"], table["weight"] = file.lengths, file.trained, file.weights
+        paired = kind in ("pairs", "rewards")
+        tables.append(table.reshape(2, -1).T if kind == "labels" else table.reshape(-1, 2 if paired else 1))
+    return np.concatenate(tables)
+
+
+def counterparts(prompts: np.ndarray, words: np.ndarray) -> np.ndarray:
+    """For each labelled answer the number of one of another prompt, and of other words if a few tries find some.
+    `prompts`, `words` (n,): hashes. Raises InputError if all prompts are equal.
+    """
+    n, order = len(prompts), np.argsort(prompts, kind="stable")
+    asked, said = prompts[order], words[order]
+    _, sizes = np.unique(asked, return_counts=True)
+    if len(sizes) < 2:
+        raise InputError(
+            "--method kto compares each answer with that of another prompt, and there is one prompt alone."
+        )
+    chosen = np.full(n, -1)
+    for shift in range(sizes.max(), min(n, int(sizes.max()) + _TRIES)):  # answers of a prompt are side by side
+        other = (np.arange(n) + shift) % n
+        fits = asked[other] != asked
+        better = fits & ((chosen < 0) | ((said[chosen] == said) & (said[other] != said)))
+        chosen[better] = other[better]
+    left = np.flatnonzero(chosen < 0)  # where most answers are of one prompt
+    others = np.flatnonzero(asked != asked[left[0]]) if len(left) else left
+    chosen[left] = others[np.arange(len(left)) % max(1, len(others))]
+    found = np.empty(n, np.int64)
+    found[order] = order[chosen]
+    return found
+
+
+def hold_out(rows: np.ndarray, share: float, seed: int, text_len: int) -> tuple[np.ndarray, np.ndarray]:
+    """(train, held out). `text_len`: of running text --seq-len, else 0; of a few long texts, parts of that length are
+    held out, which are drawn from all of them.
+    """
+    n = round(share * len(rows))
+    if text_len and n < _FEW:
+        return _hold_out_parts(rows[:, 0], share, seed, text_len)
+    n = max(n, 1)
+    if n >= len(rows):
+        raise InputError(
+            f"--val {share:g} of {len(rows):,} rows leaves nothing to train on. Give a smaller share, or a file."
+        )
+    chosen = np.zeros(len(rows), bool)
+    chosen[shuffled(len(rows), seed, _HOLD_OUT)[:n]] = True
+    return rows[~chosen], rows[chosen]
+
+
+def _hold_out_parts(documents: np.ndarray, share: float, seed: int, text_len: int) -> tuple[np.ndarray, np.ndarray]:
+    most = share * documents["length"].sum()
+    size = min(text_len, int(most / 4) or 1)  # a few parts, also of a short text
+    if most < 2 or size < 2:
+        raise InputError(f"--val {share:g}: the text is too short to hold out a part of it. Give a file.")
+    document, start, length = cut_points(documents["length"], size)
+    chosen = np.zeros(len(document), bool)
+    chosen[shuffled(len(document), seed, _HOLD_OUT)[: max(1, round(most / size))]] = True
+    begins = np.diff(document * 2 + chosen, prepend=-1) != 0  # parts that are side by side stay together
+    begins |= chosen
+    first = np.flatnonzero(begins)
+    parts = documents[document[first]].copy()
+    parts["start"] += start[first]
+    parts["length"] = np.add.reduceat(length, first)
+    parts["trained"] = np.minimum(parts["length"] - 1, documents["trained"][document[first]])  # not the first token
+    return parts[~chosen[first]][:, None], parts[chosen[first]][:, None]
+
+
+def weigh(rows: np.ndarray, weights: Sequence[float], seed: int) -> np.ndarray:
+    """The rows, each of file f repeated weights[f] times; for the fractional part the seed selects rows."""
+    if all(weight == 1 for weight in weights):
+        return rows
+    parts = []
+    for i, weight in enumerate(weights):
+        mine = rows[rows["file"][:, 0] == i]
+        extra = np.sort(shuffled(len(mine), seed, _WEIGH + i)[: round((weight % 1) * len(mine))])
+        parts += [mine] * int(weight) + [mine[extra]]
+    return np.concatenate(parts)
+
+
+@dataclass(frozen=True)
+class Fitted:
+    """Pieces, and numbers of rows that did not fit."""
+
+    pieces: np.ndarray  # (n, documents of a row) PIECE
+    longer: int = 0
+    cut: int = 0
+    split: int = 0
+    dropped: int = 0
+    lost: int = 0  # that have nothing to learn within the limit
+    unlearnable: int = 0  # that have nothing to learn at all
+    alike: int = 0  # pairs that nothing tells apart
+    longest: int = 0  # tokens of a document
+
+
+def fit(rows: np.ndarray, files: Sequence[TokenFile], seq_len: int, long: str | None) -> Fitted:
+    """Fits documents into seq_len tokens each. `long`: as of DataOptions. Raises InputError."""
+    each = rows.shape[1]
+    if long == "split" and each > 1:
+        raise InputError("--long split: a pair's documents are compared as wholes. Take cut, drop or error.")
+    learnable = (rows["trained"] > 0).all(1)
+    rows = rows[learnable]
+    longer = (rows["length"] > seq_len).any(1)
+    n_longer, longest = int(longer.sum()), int(rows["length"].max(initial=0))
+    if long == "error" and n_longer:
+        ways = "cut, drop or split" if each == 1 else "cut or drop"
+        raise InputError(
+            f"{n_longer:,} rows have more than --seq-len {seq_len} tokens, the longest {longest:,}. Give a larger "
+            f"--seq-len, or --long {ways}."
+        )
+    if long == "drop":
+        rows, longer = rows[~longer], longer[~longer]
+    text = np.array([is_text(file) for file in files])[rows["file"][:, 0]]
+    split = longer & ((long == "split") | (text & (long is None) & (each == 1)))
+    documents, splits = rows.reshape(-1), np.repeat(split, each)
+    document, start, length = cut_points(
+        np.where(splits, documents["length"], documents["length"].clip(max=seq_len)), seq_len
+    )
+    pieces = np.zeros(len(document), PIECE)
+    pieces["file"], pieces["weight"] = documents["file"][document], documents["weight"][document]
+    pieces["start"], pieces["length"] = documents["start"][document] + start, length
+    pieces["goes_on"] = splits[document] & (start + length < documents["length"][document])
+    keep = np.ones(len(pieces), bool)
+    for i in np.flatnonzero(np.repeat(longer & ~text, each)[document]):
+        keep[i] = _learns(pieces[i], files)
+    keep = keep.reshape(-1, each).all(1)
+    pieces = pieces.reshape(-1, each)
+    lost, n_split = int((~keep & ~split[document[::each] // each]).sum()), int(split.sum())
+    dropped = n_longer if long == "drop" else 0
+    pieces, cut, bad = pieces[keep], n_longer - dropped - n_split - lost, int((~learnable).sum())
+    alike = 0
+    if each > 1:
+        tokens = lambda piece: files[piece["file"]].read(int(piece["start"]), int(piece["start"] + piece["length"]))
+        same = pieces[pieces["length"][:, 0] == pieces["length"][:, 1]]
+        alike = sum(np.array_equal(tokens(good), tokens(other)) for good, other in same)
+    return Fitted(pieces, n_longer, cut, n_split, dropped, lost, bad, alike, longest)
+
+
+def is_text(file: TokenFile) -> bool:
+    """Whether all its rows are running text."""
+    return [*file.meta["forms"]] == ["text"]
+
+
+def _learns(piece: np.void, files: Sequence[TokenFile]) -> bool:
+    """Whether any token of a piece is trained."""
+    start = int(piece["start"])
+    stop = start + int(piece["length"]) + bool(piece["goes_on"])
+    _, trained = decode(files[piece["file"]].read(start + 1, stop))
+    return bool(trained.any())
+
+
+def packed(pieces: np.ndarray, room: int, together: bool, scored: bool) -> tuple[np.ndarray, np.ndarray, int]:
+    """(pieces (m,) in the order of sequences, bounds (sequences + 1,), sequences without a label, which are left out).
+
+    pieces (n, documents of a row). `together`: several rows in a sequence of `room` tokens. A text may end in a piece of
+    one token, which has no label; it is left out after packing, so that other sequences do not depend on it.
+    """
+    each, lengths = pieces.shape[1], pieces["length"].sum(1, dtype=np.int64)
+    order, bounds = best_fit(lengths, room) if together else (np.arange(len(lengths)), np.arange(len(lengths) + 1))
+    flat, bounds = pieces[order].reshape(-1), each * bounds
+    has_label = np.ones(len(flat), bool) if scored else flat["length"] + flat["goes_on"] > 1
+    keep = np.add.reduceat(has_label, bounds[:-1], dtype=np.int64) > 0
+    counts = np.diff(bounds)
+    starts = np.concatenate([[0], np.cumsum(counts[keep])]).astype(np.int64)
+    return flat[np.repeat(keep, counts)], starts, int((~keep).sum())
+
+
+def best_fit(lengths: np.ndarray, capacity: int) -> tuple[np.ndarray, np.ndarray]:
+    """Best-fit decreasing: the longest documents first, each into the fullest row that has room. Deterministic.
+
+    lengths (n,), from 1 to capacity. Returns (order (n,) int64, starts (rows + 1,) int64): row r has
+    order[starts[r]:starts[r + 1]].
+    """
+    assert len(lengths)
+    assert lengths.min() >= 1
+    assert lengths.max() <= capacity
+    by_length = np.argsort(-lengths.astype(np.int64), kind="stable")
+    filled = np.empty(len(lengths), np.int64)  # rows, in that order
+    open_rows: dict[int, array[int]] = defaultdict(lambda: array("q"))  # by room left, the last is taken first
+    rooms = 0  # bit r: open_rows[r] is filled
+    n_rows = at = 0
+    for length, many in zip(*(part[::-1].tolist() for part in np.unique(lengths, return_counts=True)), strict=True):
+        end = at + many
+        while at < end:  # rows of one room, each as full as these documents make it
+            fitting = rooms >> length
+            room = length + (fitting & -fitting).bit_length() - 1 if fitting else capacity
+            each = room // length  # documents a row
+            wanted = -(-(end - at) // each)
+            if fitting:
+                there = open_rows[room]
+                taken = np.frombuffer(there[-wanted:], np.int64)[::-1]
+                del there[-wanted:]
+                rooms ^= (not there) << room
+            else:
+                taken = np.arange(n_rows, n_rows + wanted)
+                n_rows += wanted
+            n = min(end - at, each * len(taken))
+            filled[at : at + n] = np.repeat(taken, each)[:n]
+            at += n
+            last = n - each * (len(taken) - 1)  # documents of the last row
+            for rows, left in ((taken[:-1], room - each * length), (taken[-1:], room - last * length)):
+                if left and len(rows):
+                    open_rows[left].frombytes(rows.tobytes())
+                    rooms |= 1 << left
+    row_of = np.empty(len(lengths), np.int64)
+    row_of[by_length] = filled
+    order = np.argsort(row_of, kind="stable")
+    starts = np.concatenate([[0], np.cumsum(np.bincount(row_of, minlength=n_rows))])
+    return order.astype(np.int64), starts.astype(np.int64)
+
+
+def cut_points(lengths: np.ndarray, seq_len: int) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
+    """Cuts documents into windows of seq_len tokens, the last one shorter; an empty document has none.
+
+    lengths (n,). Returns (document (m,), start (m,) within it, length (m,)).
+    """
+    windows = -(-lengths // seq_len)
+    document = np.repeat(np.arange(len(lengths)), windows)
+    first = np.repeat(np.cumsum(windows) - windows, windows)
+    start = (np.arange(len(document)) - first) * seq_len
+    return document, start, np.minimum(lengths[document] - start, seq_len)
+
+
+@lru_cache(maxsize=2)  # one for an epoch's steps
+def shuffled(n: int, *key: int) -> np.ndarray:
+    """A permutation of range(n), int64, read-only, the same on every machine and with every numpy."""
+    raw = np.random.Philox(np.random.SeedSequence(key)).random_raw(n)
+    order = np.argsort(raw, kind="stable")
+    order.flags.writeable = False
+    return order

@@ -1,0 +1,246 @@
+"""Tokenized documents on disk: written once, and used only if complete.
+
+A key is a hash of all that decides the content. KEY.tokens holds ids, the top bit: trained. KEY.npz, which is written last
+and so marks completeness, holds tables of the documents, what is to be reported, and the checksum of the tokens.
+
+Files are read, not mapped: if a mapped file is truncated, the process is killed.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import errno
+import hashlib
+import json
+import os
+import re
+import shutil
+import weakref
+import zipfile
+import zlib
+from array import array
+from collections.abc import Callable
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import jinja2
+import numpy as np
+import tokenizers
+
+from trireme.storage.files import StoreError, replace_synced
+from trireme.storage.temporary import Temporary
+
+VERSION = 2  # of what rows become: raise it when equal rows get other tokens or masks
+SHARE = 20  # a shared folder takes at most a twentieth of its drive
+_BLOCK = 1 << 22
+_NAME = re.compile(r"[0-9a-f]{24}\.(npz|tokens)")
+_TABLES = {"offsets": np.int64, "trained": np.int64, "weights": np.float64, "values": np.float64}
+
+
+def digest(path: Path, tell: Callable[[int], object] = lambda _: None) -> str:
+    """SHA-256 of a file. `tell` is called with the number of bytes read so far."""
+    value = hashlib.sha256()
+    with path.open("rb") as file:
+        while block := file.read(_BLOCK):
+            value.update(block)
+            tell(file.tell())
+    return value.hexdigest()
+
+
+def key_of(*parts: Any) -> str:
+    """A hash of values of JSON, and of the versions of what makes tokens."""
+    versions = [VERSION, tokenizers.__version__, jinja2.__version__]
+    return hashlib.sha256(json.dumps([*versions, *parts], sort_keys=True).encode()).hexdigest()[:24]
+
+
+@dataclass(frozen=True)
+class TokenFile:
+    """Tokens of a data file. `fd` is closed with this object."""
+
+    path: Path
+    fd: int
+    dtype: np.dtype  # uint16 or uint32
+    meta: dict[str, Any]
+    offsets: np.ndarray  # (documents + 1,) int64
+    trained: np.ndarray  # (documents,) int64: trained tokens
+    weights: np.ndarray  # (documents,) float64
+    values: np.ndarray  # (documents,) float64: classes, margins
+
+    @property
+    def n_documents(self) -> int:
+        return len(self.trained)
+
+    @property
+    def lengths(self) -> np.ndarray:
+        return np.diff(self.offsets)
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes on the drive."""
+        return int(self.offsets[-1]) * self.dtype.itemsize
+
+    def values_at(self, starts: np.ndarray) -> np.ndarray:
+        """Values of the documents in which these tokens are, float64."""
+        return self.values[np.searchsorted(self.offsets, starts, side="right") - 1]
+
+    def read(self, start: int, stop: int) -> np.ndarray:
+        """Tokens [start, stop) as stored, for `decode`. Raises StoreError."""
+        size = self.dtype.itemsize
+        try:
+            block = os.pread(self.fd, (stop - start) * size, start * size)
+        except OSError as error:
+            raise StoreError(error.errno, error.strerror, str(self.path)) from error
+        if len(block) < (stop - start) * size:
+            raise StoreError(errno.EIO, "was cut while the run was reading it", str(self.path))
+        return np.frombuffer(block, self.dtype)
+
+
+def decode(stored: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
+    """(ids int32, trained bool) of tokens as stored."""
+    top = _top_bit(stored.dtype)
+    return (stored & (top - 1)).astype(np.int32), stored >= top
+
+
+def _top_bit(dtype: np.dtype) -> int:
+    return 1 << (8 * dtype.itemsize - 1)
+
+
+class Writer:
+    """Writes a file of tokens: `add` documents, then `finish` or `close`."""
+
+    def __init__(self, folder: Path, key: str, vocabulary: int):
+        """`vocabulary`: larger than all ids, at most 1 << 31."""
+        folder.mkdir(parents=True, exist_ok=True)
+        self._folder, self._key = folder, key
+        self._scratch = Temporary(".making-", folder)  # of this process: two may make one key
+        self._dtype = np.dtype("<u2" if vocabulary <= 1 << 15 else "<u4")
+        self._file = (self._scratch.path / "tokens").open("w+b")
+        self._lengths, self._trained = array("q"), array("q")  # there may be many millions
+        self._weights, self._values = array("d"), array("d")
+        self._crc, self.max_id = 0, -1
+        self._before = (0, 0, -1)  # bytes, checksum and largest id before the last document
+
+    @property
+    def n_documents(self) -> int:
+        return len(self._lengths)
+
+    def add(
+        self, ids: np.ndarray, trained: np.ndarray, starts: bool = True, weight: float = 1.0, value: float = 0.0
+    ) -> None:
+        """Adds a document: ids (n,) int32, trained (n,) bool. Without `starts` they continue the last document."""
+        if starts:
+            self._before = (self._file.tell(), self._crc, self.max_id)
+            for table, first in zip(self._tables(), (0, 0, weight, value), strict=True):
+                table.append(first)
+        if len(ids):
+            self.max_id = max(self.max_id, int(ids.max()))
+        top = _top_bit(self._dtype)
+        assert self.max_id < top
+        block = (ids.astype(self._dtype) | trained.astype(self._dtype) * self._dtype.type(top)).tobytes()
+        self._crc = zlib.crc32(block, self._crc)
+        self._file.write(block)
+        self._lengths[-1] += len(ids)
+        self._trained[-1] += int(trained.sum())
+
+    def _tables(self) -> tuple[Any, ...]:
+        return self._lengths, self._trained, self._weights, self._values
+
+    def drop(self) -> None:
+        """Removes the last document, which was not complete."""
+        end, self._crc, self.max_id = self._before
+        self._file.seek(end)
+        self._file.truncate()
+        for table in self._tables():
+            table.pop()
+
+    def read(self) -> Callable[[int], tuple[np.ndarray, np.ndarray, float]]:
+        """A function from the number of a document that was added to (ids, trained, weight)."""
+        self._file.flush()
+        ends, fd, size = np.cumsum(np.array(self._lengths, np.int64)), self._file.fileno(), self._dtype.itemsize
+
+        def document(i: int) -> tuple[np.ndarray, np.ndarray, float]:
+            n = self._lengths[i]
+            stored = np.frombuffer(os.pread(fd, n * size, (int(ends[i]) - n) * size), self._dtype)
+            return (*decode(stored), self._weights[i])
+
+        return document
+
+    def finish(self, meta: dict[str, Any]) -> TokenFile:
+        """Gives the file its name and opens it. Raises OSError."""
+        self._file.flush()
+        os.fsync(self._file.fileno())
+        offsets = np.concatenate([[0], np.cumsum(np.array(self._lengths, np.int64))])
+        columns = zip(_TABLES, (offsets, self._trained, self._weights, self._values), strict=True)
+        tables = {name: np.array(column, _TABLES[name]) for name, column in columns}
+        meta = meta | {"key": self._key, "dtype": self._dtype.str, "max_id": self.max_id, "crc32": self._crc}
+        with (self._scratch.path / "npz").open("w+b") as file:
+            np.savez(file, **{**tables, "meta": np.frombuffer(json.dumps(meta).encode(), np.uint8)})  # type: ignore[arg-type]
+            file.seek(0)
+            named = file.read()
+        (self._scratch.path / "tokens").rename(self._folder / f"{self._key}.tokens")
+        replace_synced(self._folder / f"{self._key}.npz", named)
+        made = opened(self._folder, self._key)
+        if made is None:
+            raise OSError(errno.EIO, "what was written cannot be read back", str(self._folder / f"{self._key}.tokens"))
+        return made
+
+    def close(self) -> None:
+        """Removes what is not finished."""
+        with contextlib.suppress(OSError):  # the buffer may not fit on the disk either
+            self._file.close()
+        self._scratch.close()
+
+
+def opened(folder: Path, key: str) -> TokenFile | None:
+    """Opens a file of tokens; None if it is not there or not intact. Raises MemoryError: it may be intact."""
+    try:
+        with np.load(folder / f"{key}.npz", allow_pickle=False) as file:  # it compares a checksum of each table
+            meta = json.loads(file["meta"].tobytes())
+            tables = {name: file[name] for name in _TABLES}
+        fd = os.open(folder / f"{key}.tokens", os.O_RDONLY | os.O_CLOEXEC)
+    except (OSError, ValueError, KeyError, EOFError, zipfile.BadZipFile, zlib.error, RecursionError):
+        return None
+    try:
+        made = TokenFile(folder / f"{key}.tokens", fd, np.dtype(meta["dtype"]), meta, **tables)
+        if meta["key"] != key or os.fstat(fd).st_size != made.nbytes or _crc_of(fd) != meta["crc32"]:
+            raise ValueError
+        with contextlib.suppress(OSError):
+            os.utime(folder / f"{key}.npz")  # when it was used last
+    except (OSError, ValueError, KeyError, TypeError, IndexError, AttributeError):
+        os.close(fd)
+        return None
+    weakref.finalize(made, os.close, fd)
+    return made
+
+
+def _crc_of(fd: int) -> int:
+    crc = at = 0
+    while block := os.pread(fd, _BLOCK, at):
+        crc, at = zlib.crc32(block, crc), at + len(block)
+    return crc
+
+
+def has_room(folder: Path, nbytes: int) -> bool:
+    """Whether a shared folder, made if it is missing, may take another file."""
+    try:
+        folder.mkdir(parents=True, exist_ok=True)
+        disk = shutil.disk_usage(folder)
+    except OSError:
+        return False
+    return nbytes <= min(disk.total // SHARE, disk.free // 2)
+
+
+def evict(folder: Path, key: str) -> None:
+    """Removes the files that were not used for longest where a shared folder exceeds its share, but for `key`."""
+    with contextlib.suppress(OSError):  # other runs remove some, too
+        room, used = shutil.disk_usage(folder).total // SHARE, dict[str, tuple[float, int]]()
+        for path in folder.iterdir():
+            if _NAME.fullmatch(path.name):
+                status, (last, nbytes) = path.stat(), used.get(path.stem, (0.0, 0))
+                used[path.stem] = max(last, status.st_mtime), nbytes + status.st_size
+        for name, (_, nbytes) in sorted(used.items(), key=lambda item: item[1], reverse=True):
+            room -= nbytes
+            if room < 0 and name != key:
+                for kind in ("npz", "tokens"):
+                    (folder / f"{name}.{kind}").unlink(missing_ok=True)
