@@ -16,9 +16,7 @@ os.environ["HF_ENDPOINT"] = "http://127.0.0.1:9"  # no test leaves this machine
 
 import pytest
 from hypothesis import settings
-from sandboxed import forked
 
-from trireme.engine.data.sandbox import Sandbox
 from trireme.engine.planner.probe import compute, processor
 from trireme.engine.queues import real as real_queues
 from trireme.engine.run import evaluation, job
@@ -101,7 +99,7 @@ def few_to_collect():
 def short_runs():
     """Tokens of one test are not for the next, nor for the user of this machine; a sample is one token."""
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(job, "shelf", lambda: None)
+        patch.setattr(job, "shared_tokens", lambda: None)
         patch.setattr(evaluation, "LONGEST", 0.0)
         yield
 
@@ -119,12 +117,4 @@ def usual_rates():
             "processor_rates",
             lambda device, *more: RATES if device.type == "cpu" else measured(device, *more),
         )
-        yield
-
-
-@pytest.fixture(autouse=True, scope="module")
-def quick_sandboxes():
-    """Sandboxes are forked, not started, except in modules with a fixture of this name."""
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(Sandbox, "_start", forked)
         yield

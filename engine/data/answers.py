@@ -9,8 +9,7 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 from decimal import Decimal
 from typing import Any, Literal, NamedTuple
 
-from trireme.engine.data.read import EMPTY, BadRow, Fields, kind_of, unread_keys
-from trireme.engine.data.rows import (
+from trireme.engine.data.forms import (
     FORMS,
     HISTORY,
     LISTS,
@@ -35,7 +34,8 @@ from trireme.engine.data.rows import (
     unknown,
     unused_of,
 )
-from trireme.engine.data.rows import parse_map as _parse_map
+from trireme.engine.data.forms import parse_map as _parse_map
+from trireme.engine.data.read import EMPTY, BadRow, Fields, kind_of, unread_keys
 from trireme.models.config import InputError
 from trireme.storage.untrusted import shown
 
@@ -87,15 +87,15 @@ def read(
     try:
         return _read(given, renames, kind, classes or {}, table)
     except _NoForm as error:
-        works = lambda pairs: tried(given, pairs, lambda row, names: _read(row, names, kind, classes or {}, table), renames)
+        works = lambda pairs: tried(
+            given, pairs, lambda row, names: _read(row, names, kind, classes or {}, table), renames
+        )
         labelled = kind in ("pairs", "rewards") and any(key in given for key in LABELS)
         near = " Labelled answers are for --method kto." if labelled else ""
         raise BadRow(unknown(error.row, error.forms, works) + near) from None
 
 
-def _read(
-    given: Fields, renames: Mapping[str, str], kind: Kind, classes: Mapping[str, int], table: bool
-) -> Read:
+def _read(given: Fields, renames: Mapping[str, str], kind: Kind, classes: Mapping[str, int], table: bool) -> Read:
     row = normal(given, renames, table)
     check_row(row)
     if row.get("label") is None and row.get(LABELS[1]) is not None:

@@ -17,8 +17,8 @@ from functools import cached_property
 from os.path import commonprefix
 from typing import Any, NamedTuple
 
+from trireme.engine.data.forms import Chat
 from trireme.engine.data.read import BadRow, Fields, unread_keys
-from trireme.engine.data.rows import Chat
 from trireme.engine.data.template import PROBE, THOUGHTS, Rendering, Span, Template, thoughts_of
 from trireme.engine.data.tools import number_calls
 from trireme.storage.untrusted import NAME
@@ -164,8 +164,8 @@ class ChatTemplate:
         return Marked(text, spans, said, unwritten, beside, thoughtless, _unread(messages, rendering))
 
     def _written(self, chat: Chat, render: Any) -> tuple[Any, list[Fields]]:
-        """(what `render` makes of the messages, these): with lists of parts if the template takes them in all roles, with
-        arguments of calls in its form, and with other ids of calls if it refuses those that are there.
+        """(what `render` makes of the messages, these): with lists of parts if the template takes them in all roles,
+        with arguments of calls in its form, and with other ids of calls if it refuses those that are there.
         """
         habits = self._of(chat.tools)
         bare = [{k: v for k, v in m.items() if k != "train"} for m in chat.messages]
@@ -317,8 +317,8 @@ def _spoken() -> list[Fields]:
 
 
 def _openings(template: Template, role: str, tools: list[Fields] | None) -> list[str]:
-    """Openings behind a message of that role: what the prompt adds, and what all turns begin with. Empty if the template
-    takes no message of the role there.
+    """Openings behind a message of that role: what the prompt adds, and what all turns begin with. Empty if the
+    template takes no message of the role there.
     """
     answer = {"role": "tool", "name": PROBE, "tool_call_id": _ID, "content": "?"}
     befores = {
@@ -484,8 +484,8 @@ def _check_written(
     rendering: Rendering,
     turns: dict[int, list[Span]],
 ) -> None:
-    """Raises BadRow if a message is missing in the text. A message whose words are not in its turn, or that has none, is
-    looked for once more, with words in its place that are nowhere else. Of a leading system message a note says so.
+    """Raises BadRow if a message is missing in the text. A message whose words are not in its turn, or that has none,
+    is looked for once more, with words in its place that are nowhere else. Of a leading system message a note says so.
     """
     said = [(message.get("content") or "").strip() for message in messages]
     others = [i for i, m in enumerate(messages) if m["role"] != "assistant" and (i or m["role"] != "system")]

@@ -1,7 +1,7 @@
 """A checkpoint's tokenizer and chat template in processes of their own: they are programs that are not trusted.
 
-The processes have limits of memory and of processor time for each text. They protect the machine, not secrets: a process
-has its user's rights.
+The processes have limits of memory and of processor time for each text. They protect the machine, not secrets: a
+process has its user's rights.
 """
 
 from __future__ import annotations
@@ -29,8 +29,8 @@ import numpy as np
 
 from trireme.engine.data.chat import ChatTemplate
 from trireme.engine.data.encode import Encoded, check, encode, size
+from trireme.engine.data.forms import Chat, Example
 from trireme.engine.data.read import BadRow
-from trireme.engine.data.rows import Chat, Example
 from trireme.engine.data.template import BUILT_IN
 from trireme.engine.data.tokenizer import load_template, load_tokenizer, read_choice, standalone
 from trireme.models.config import InputError
@@ -75,10 +75,11 @@ class Codec:
     def submit(self, work: Callable[..., Any], *args: Any) -> Future[Any]:
         """Calls a method of _Programs in a process. The result raises BrokenProcessPool if the process ends."""
         if self._pool is None:
-            spawn = multiprocessing.get_context("spawn")
-            alive, held = spawn.Pipe(duplex=False)  # closed by `close`, and if this process is killed
+            server = multiprocessing.get_context("forkserver")
+            server.set_forkserver_preload([__name__])  # processes share what is imported
+            alive, held = server.Pipe(duplex=False)  # closed by `close`, and if this process is killed
             cpus = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
-            self._pool = ProcessPoolExecutor(min(cpus, WORKERS), spawn, _start, (alive, *self._made_of))
+            self._pool = ProcessPoolExecutor(min(cpus, WORKERS), server, _start, (alive, *self._made_of))
             self._end = weakref.finalize(self, _close, self._pool, held, alive)
         with _without_main():
             return self._pool.submit(_run, work, *args)
@@ -162,8 +163,8 @@ class RowDied(Exception):
 
 
 def encoded(codec: Codec | None, batches: Iterable[Numbered], nbytes: int) -> Iterator[tuple[Numbered, Encoded]]:
-    """Yields each batch with its tokens, in order. A file of `nbytes` is worth some processes, since rendering holds the
-    GIL. Without a codec (token ids) they are made here. Raises RowDied.
+    """Yields each batch with its tokens, in order. A file of `nbytes` is worth some processes, since rendering
+    holds the GIL. Without a codec (token ids) they are made here. Raises RowDied.
     """
     if codec is None:
         yield from ((batch, encode([example for _, example in batch], None, None)) for batch in batches)
@@ -235,9 +236,9 @@ class _Programs:
             t.pad,
             None if t.unknown is None else t.core.id_to_token(t.unknown),
             t.fingerprint,
-            template and template.fingerprint,
+            template.fingerprint if template else None,
             standalone(t, choice) if choice else None,
-            template and template.date,
+            template.date if template else None,
             t.notes,
             (*template.notes(False), *cuts) if template else (),
             (*template.notes(True), *cuts) if template else (),
@@ -299,12 +300,11 @@ class _Programs:
         return parts
 
 
-_programs: _Programs | Exception  # of this process
+_of_this_process: list[_Programs | Exception] = []
 
 
 def _start(alive: Connection, folder: Path, choice: tuple[str, str] | None, date: str | None) -> None:
     """Begins a process. It must not raise, since the pool would only say that it is broken."""
-    global _programs
     for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP, signal.SIGUSR1, signal.SIGUSR2):
         signal.signal(number, signal.SIG_IGN)  # the parent acts on them
     threading.Thread(target=_watch, args=(alive,), daemon=True).start()
@@ -324,9 +324,10 @@ def _start(alive: Connection, folder: Path, choice: tuple[str, str] | None, date
         Path("/proc/self/oom_score_adj").write_text("1000")  # the first to be killed if memory runs out
     signal.setitimer(signal.ITIMER_PROF, LOADING)
     try:
-        _programs = _Programs(folder, choice, date)
+        _of_this_process.append(_Programs(folder, choice, date))
     except Exception as error:
-        _programs = error if isinstance(error, (InputError, MemoryError)) else RuntimeError(repr(error))
+        known = isinstance(error, (InputError, MemoryError))
+        _of_this_process.append(error if known else RuntimeError(repr(error)))
     signal.setitimer(signal.ITIMER_PROF, 0)
 
 
@@ -342,10 +343,11 @@ def _begin(characters: int) -> None:
 
 
 def _run(work: Callable[..., Any], *args: Any) -> Any:
-    if isinstance(_programs, Exception):
-        raise _programs
+    (programs,) = _of_this_process
+    if isinstance(programs, Exception):
+        raise programs
     _begin(SHOWN)
     try:
-        return work(_programs, *args)
+        return work(programs, *args)
     finally:
         signal.setitimer(signal.ITIMER_PROF, 0)

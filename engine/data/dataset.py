@@ -20,16 +20,16 @@ import numpy as np
 from numpy.lib.recfunctions import repack_fields
 
 from trireme.engine.amounts import compact, count
-from trireme.engine.data import layout
+from trireme.engine.data import documents
 from trireme.engine.data.answers import labels_in, parse_map
 from trireme.engine.data.codec import Codec
+from trireme.engine.data.documents import is_text
 from trireme.engine.data.find import DataFile, Found, Rows, find, spool
-from trireme.engine.data.layout import is_text
 from trireme.engine.data.prepare import DataOptions, Preparation, Progress
-from trireme.engine.data.report import Counts, FileReport, Report, example_text, notes_on
-from trireme.engine.data.scores import Taught, Teacher
-from trireme.engine.data.store import TokenFile, decode
+from trireme.engine.data.summary import Counts, FileReport, Report, example_text, notes_on
 from trireme.engine.data.tables import class_names
+from trireme.engine.data.taught import Taught, Teacher
+from trireme.engine.data.tokens import TokenFile, decode
 from trireme.models.config import InputError
 from trireme.storage.temporary import Temporary
 
@@ -211,7 +211,7 @@ class Dataset:
         return example_text(ids, labels >= 0 if self.options.scored else shifted, self.codec)
 
     def _order(self, epoch: int) -> np.ndarray:
-        return layout.shuffled(self.n_sequences, self.options.seed, epoch)
+        return documents.shuffled(self.n_sequences, self.options.seed, epoch)
 
     def _gather(self, rows: np.ndarray) -> MicroBatch:
         at = np.concatenate([np.arange(self.rows[r], self.rows[r + 1]) for r in rows])
@@ -288,10 +288,10 @@ def load_dataset(
     files = tuple(how.tokens(source) for source in given)
     if nowhere := set.intersection(*(set(file.meta["absent"]) for file in files)):
         raise InputError(f"--map names {', '.join(map(repr, sorted(nowhere)))}, a column that no row has. Correct it.")
-    rows, held_out, apart = layout.documents_of(files, options.kind), None, ""
+    rows, held_out, apart = documents.documents_of(files, options.kind), None, ""
     if val_given:
         val_files = tuple(how.tokens(source) for source in val_given)
-        held_out = _lay_out(val_given, val_files, layout.documents_of(val_files, options.kind), codec, options)
+        held_out = _lay_out(val_given, val_files, documents.documents_of(val_files, options.kind), codec, options)
         both = {file.meta["key"] for file in files}
         for source, file in zip(val_given, val_files, strict=True):
             if file.meta["key"] in both:
@@ -299,7 +299,7 @@ def load_dataset(
                 notes.append(f"{source} is trained on and held out: {what}")
     elif share:
         before, text = len(rows), all(map(is_text, files))
-        rows, kept = layout.hold_out(rows, share, options.seed, options.seq_len * text)
+        rows, kept = documents.hold_out(rows, share, options.seed, options.seq_len * text)
         held_out = _lay_out([replace(source, weight=1.0) for source in given], files, kept, codec, options)
         parts = len(rows) + len(kept) != before
         apart = (
@@ -355,19 +355,18 @@ def _lay_out(
             f"no row of {len(rows):,} has a trained token after masking: no text is marked as the assistant's. "
             f"The first row begins: {example_text(ids, trained, codec)}"
         )
-    weighed = layout.weigh(rows, [source.weight for source in given], options.seed)
+    weighed = documents.weigh(rows, [source.weight for source in given], options.seed)
     if unused := {*rows["file"].flat} - {*weighed["file"].flat}:
         source = given[min(unused)]
         raise InputError(f"{source}:{source.weight:g}: the weight leaves none of its rows. Raise it.")
     if options.scored and options.long == "split":
         raise InputError("--long split: a row has one class, and is read as a whole. Take cut, drop or error.")
-    fitted = layout.fit(weighed, files, options.seq_len, options.long)
+    fitted = documents.fit(weighed, files, options.seq_len, options.long)
     if not len(fitted.pieces):
         why = "" if all(map(is_text, files)) else ", or answer only after it"
-        raise InputError(
-            f"no row is left: all are longer than --seq-len {options.seq_len}{why}. Raise it: {fitted.longest} keeps all."
-        )
-    pieces, bounds, left_out = layout.packed(fitted.pieces, options.room, options.pack, options.scored)
+        limit = f"--seq-len {options.seq_len}{why}. Raise it: {fitted.longest} keeps all."
+        raise InputError(f"no row is left: all are longer than {limit}")
+    pieces, bounds, left_out = documents.packed(fitted.pieces, options.room, options.pack, options.scored)
     n = len(bounds) - 1
     used = float(pieces["length"].sum()) / (n * options.room)
     reports = tuple(FileReport.of(str(source), source.weight, file) for source, file in zip(given, files, strict=True))

@@ -9,8 +9,8 @@ from typing import Any, NamedTuple
 import numpy as np
 
 from trireme.engine.data.chat import ChatTemplate, Marked
+from trireme.engine.data.forms import Example, Ids, Text
 from trireme.engine.data.read import CONTEXT, ROW, BadRow
-from trireme.engine.data.rows import Chat, Example, Ids, Text
 from trireme.engine.data.template import Span
 from trireme.engine.data.tokenizer import Tokenizer
 
@@ -140,8 +140,8 @@ def _plain(texts: dict[int, Text], tokenizer: Tokenizer, begin: Callable[[int], 
             ids, _ = tokenizer.wrap(ids, text.ends)
             made[i] = _first(ids, np.ones(len(ids), bool))
         else:
-            ends = text.ends and tokenizer.eos is not None and ids[-1:].tolist() != [tokenizer.eos]
-            ids = np.append(ids, np.int32(tokenizer.eos)) if ends else ids
+            if text.ends and tokenizer.eos is not None and ids[-1:].tolist() != [tokenizer.eos]:
+                ids = np.append(ids, np.int32(tokenizer.eos))
             made[i] = ids, np.ones(len(ids), bool)
     return made
 

@@ -17,20 +17,25 @@ from typing import Any, BinaryIO, NamedTuple
 import yaml
 
 from trireme.engine.amounts import count
-from trireme.engine.data.read import SEPARATOR, Row, documents, holds_lines, json_lines, json_values
-from trireme.engine.data.tables import column_rows, csv_rows
-from trireme.engine.data.unpack import (
+from trireme.engine.data.read import (
     COLUMNS,
     DAMAGES,
     KINDS,
     LINES,
     PACKINGS,
+    SEPARATOR,
     STDIN,
     TEXTS,
+    Row,
     check_file,
+    documents,
     file_kind,
+    holds_lines,
+    json_lines,
+    json_values,
     unpacked,
 )
+from trireme.engine.data.tables import column_rows, csv_rows
 from trireme.models.config import InputError
 from trireme.storage.untrusted import parse_json, quoted, read_small, shown, why
 
@@ -48,7 +53,7 @@ _CARD, _LARGEST = "README.md", 1 << 19  # bytes
 
 @dataclass(frozen=True)
 class DataFile:
-    """Files that are read one after another, with a weight: with 2 an epoch has each row twice, with 0.5 half of them."""
+    """Files that are read as one. With a weight of 2 an epoch has each row twice, with 0.5 half of the rows."""
 
     path: Path  # a file, or what names `parts`
     weight: float = 1.0
@@ -221,7 +226,7 @@ def _folder(folder: Path, weight: float) -> Found:
     if not train:
         what = f"no training data, only {skipped}" if skipped else "no data"
         raise InputError(f"{folder} holds {what}. Expected files of {', '.join(KINDS)}: name one with --data.")
-    _check_once(folder, train, by_use["train"] if not splits else [])
+    _check_once(train, by_use["train"] if not splits else [])
     if parts := missing_parts([*train, *by_use["valid"]]):
         raise InputError(f"{folder} lacks {_list(parts, folder)}. Download it again, or name the files that are there.")
     held = _sources(by_use["valid"], str(folder), 1.0) if by_use["valid"] else []
@@ -229,8 +234,8 @@ def _folder(folder: Path, weight: float) -> Found:
 
 
 def _walked(folder: Path) -> tuple[list[Path], Counter[str]]:
-    """(files of data below a folder, how many others there are of each kind). Links to folders may lead anywhere and are
-    not followed, hidden folders are not entered. Raises InputError where there are too many names.
+    """(files of data below a folder, how many others there are of each kind). Links to folders may lead anywhere and
+    are not followed, hidden folders are not entered. Raises InputError where there are too many names.
     """
     data, others, waiting, names = list[Path](), Counter[str](), [str(folder)], 0
     while waiting:
@@ -303,7 +308,7 @@ def missing_parts(files: Sequence[Path]) -> list[Path]:
     return missing
 
 
-def _check_once(folder: Path, files: Sequence[Path], train: Sequence[Path]) -> None:
+def _check_once(files: Sequence[Path], train: Sequence[Path]) -> None:
     """Raises InputError where the same rows may be there twice: in two formats, or in several splits for training,
     which the hub calls train_sft-00000-of-00001.parquet and train_gen-00000-of-00001.parquet.
     """
@@ -318,11 +323,11 @@ def _check_once(folder: Path, files: Sequence[Path], train: Sequence[Path]) -> N
         if len(found) > 1:
             names = ", ".join(f"{stem.name}{kind}" for kind in sorted(found))
             raise InputError(f"{stem.parent} holds {names}: the same rows twice? Name files, each with --data.")
-    for place, names in splits.items():
-        if len(names) > 1:
-            said = ", ".join(shown(Path(name).name) for name in sorted(names)[:_NAMED])
-            one = quoted(Path(f"{min(names)}-*"))
-            raise InputError(f"{place} holds {len(names)} splits to train on: {said}. Name one: --data {one}.")
+    for place, sets in splits.items():
+        if len(sets) > 1:
+            said = ", ".join(shown(Path(name).name) for name in sorted(sets)[:_NAMED])
+            one = quoted(Path(f"{min(sets)}-*"))
+            raise InputError(f"{place} holds {len(sets)} splits to train on: {said}. Name one: --data {one}.")
 
 
 def _list(files: Sequence[Path], folder: Path | None = None) -> str:
@@ -351,7 +356,7 @@ def _splits(folder: Path, names: Sequence[Path]) -> dict[str, list[Path]]:
         one = next(iter(next(iter(found.values())).values()))[0]
         raise InputError(
             f"{folder / _CARD} describes {len(found)} configurations of the data: "
-            f"{', '.join(shown(name) for name in [*found][:_NAMED])}. Name the files of one: --data {quoted(folder / one)}."
+            f"{', '.join(map(shown, [*found][:_NAMED]))}. Name the files of one: --data {quoted(folder / one)}."
         )
     return found.get("default") or next(iter(found.values()), {})
 

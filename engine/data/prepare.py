@@ -11,15 +11,14 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
-from trireme.engine.amounts import count
 from trireme.engine.data.answers import PAIRED, SCORED, Kind, classes_of, read
 from trireme.engine.data.codec import Codec, Numbered, RowDied, encoded
+from trireme.engine.data.documents import counterparts
 from trireme.engine.data.encode import COUNTED, Encoded, pieces, size
 from trireme.engine.data.find import DataFile, Rows
-from trireme.engine.data.layout import counterparts
+from trireme.engine.data.forms import Chat, Example, Ids, Text, with_system
 from trireme.engine.data.read import BadRow, Row
-from trireme.engine.data.rows import Chat, Example, Ids, Text, with_system
-from trireme.engine.data.store import TokenFile, Writer, digest, evict, has_room, key_of, opened
+from trireme.engine.data.tokens import TokenFile, Writer, digest, evict, has_room, key_of, opened
 from trireme.models.config import InputError
 from trireme.storage.untrusted import shown
 
@@ -77,8 +76,8 @@ class Preparation:
     progress: Progress | None = None
 
     def tokens(self, source: DataFile) -> TokenFile:
-        """The tokens of a file, from the cache or made now. Raises InputError for bad rows, and for token ids beyond the
-        model's vocabulary.
+        """The tokens of a file, from the cache or made now. Raises InputError for bad rows, and for token ids beyond
+        the model's vocabulary.
         """
         o, key = self.options, self._key(source)
         made = (o.shared and opened(o.shared, key)) or opened(self.folder, key)
@@ -120,8 +119,9 @@ class Preparation:
         tokens = self.codec.facts.vocab_size if self.codec else 0
         if vocabulary < tokens <= vocabulary + _ADDED:
             return (
-                f"{said}the tokenizer has {tokens - vocabulary} tokens that the model was not given. Give it embeddings "
-                f"for them with transformers, model.resize_token_embeddings({tokens}), or name another: --tokenizer FOLDER."
+                f"{said}the tokenizer has {tokens - vocabulary} tokens that the model was not given. Give it "
+                f"embeddings for them with transformers, model.resize_token_embeddings({tokens}), or name another: "
+                "--tokenizer FOLDER."
             )
         return f"{said}the tokenizer does not belong to this model. Name the right one: --tokenizer FOLDER."
 
@@ -239,8 +239,8 @@ class _File:
             return example
         if codec is None:
             raise InputError(
-                "the checkpoint has no tokenizer.json, which this data needs. Give --tokenizer FOLDER. transformers makes "
-                "one of tokenizer.model, or of vocab.json and merges.txt: AutoTokenizer.from_pretrained(DIR)"
+                "the checkpoint has no tokenizer.json, which this data needs. Give --tokenizer FOLDER. transformers "
+                "makes one of tokenizer.model, or of vocab.json and merges.txt: AutoTokenizer.from_pretrained(DIR)"
                 ".save_pretrained(FOLDER); of tekken.json take the same model in Hugging Face's form. Or train on rows "
                 "of input_ids and labels."
             )
@@ -289,7 +289,7 @@ class _File:
             ids, trained = made.ids[at : at + length], made.trained[at : at + length]
             at += length
             if i not in faults and (suspect or self.options.kind):
-                faults |= {i: fault for fault in [self._fault(ids, trained)] if fault}
+                faults[i] = self._fault(ids, trained)
             self._put(number, ids, trained, faults.get(i, ""))
 
     def _fault(self, ids: np.ndarray, trained: np.ndarray) -> str:

@@ -14,8 +14,7 @@ from itertools import chain
 from pathlib import Path
 from typing import Any, BinaryIO, cast
 
-from trireme.engine.data.read import ROW, TOO_LARGE, BadRow, Fields, Row, json_of
-from trireme.engine.data.unpack import COLUMNS, PACKINGS, file_kind
+from trireme.engine.data.read import COLUMNS, PACKINGS, ROW, TOO_LARGE, BadRow, Fields, Row, file_kind, json_of
 from trireme.models.config import InputError
 
 _BATCH = 256  # rows that are made at once

@@ -38,6 +38,10 @@ _MISTRAL = (  # words, where "fix_mistral_regex" of tokenizer_config.json asks t
     r"|\p{N}| ?[^\s\p{L}\p{N}]+[\r\n/]*|\s*[\r\n]+|\s+(?!\S)|\s+"
 )
 _LARGE = 100_000  # tokens; smaller vocabularies of Mistral's are of SentencePiece, and not corrected
+_MISTRALS = ("mistral", "mistral3", "voxtral", "ministral", "pixtral", None)  # types of models that are
+_OLDER = re.compile(
+    r"v?([0-4]\b|5(\.0)*[.-]?(dev|a|b|rc))"
+)  # than version 5.0.0 of transformers, which wrote them right
 
 Tokens = tuple[np.ndarray, np.ndarray | None]  # ids (n,) int32; offsets (n, 2) int32, in characters, or None
 
@@ -118,8 +122,8 @@ class Tokenizer:
         return np.concatenate([np.array(lead, np.int32), ids, np.array(tail, np.int32)]), len(lead)
 
     def cuts(self, ids: Sequence[int] | np.ndarray, looks: bool = True) -> list[tuple[str, int, int]]:
-        """(special token, first, stop) of special tokens that are written with several tokens: the tokenizer's and, with
-        `looks`, all that look like one. Raises BadRow.
+        """(special token, first, stop) of special tokens that are written with several tokens: the tokenizer's and,
+        with `looks`, all that look like one. Raises BadRow.
         """
         pieces = [self.decode([i]) for i in ids]
         starts = [0, *accumulate(map(len, pieces))]
@@ -178,7 +182,7 @@ def load_tokenizer(folder: str | Path) -> Tokenizer | None:
     fixed = spec
     try:
         core = _made(spec, added)
-        if config.get("fix_mistral_regex") and spec.get("pre_tokenizer") and core.get_vocab_size() > _LARGE:
+        if _is_wrong(spec, folder) and config.get("fix_mistral_regex") and core.get_vocab_size() > _LARGE:
             fixed = spec | {"pre_tokenizer": _corrected(spec.get("pre_tokenizer"))}
             core = _made(fixed, added)
         probe = next((text for text in _PROBES if core.encode(text, add_special_tokens=False).ids), "")
@@ -211,6 +215,16 @@ def _made(spec: dict[str, Any], added: Sequence[tokenizers.AddedToken]) -> token
     core = tokenizers.Tokenizer.from_str(json.dumps(spec))
     core.add_tokens(list(added))
     return core
+
+
+def _is_wrong(spec: dict[str, Any], folder: Path) -> bool:
+    """Whether transformers corrects Mistral's pattern of words in a tokenizer, if it is asked to."""
+    model = _optional(folder / "config.json")
+    version = model.get("transformers_version")
+    older = not version or (isinstance(version, str) and bool(_OLDER.match(version)))
+    return (
+        bool(model) and older and model.get("model_type") in _MISTRALS and isinstance(spec.get("pre_tokenizer"), dict)
+    )
 
 
 def _corrected(words: Any) -> dict[str, Any]:

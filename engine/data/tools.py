@@ -123,14 +123,14 @@ def number_calls(messages: list[Fields], anew: bool = False) -> list[Fields]:
             known = given and not (anew and not _SHORT_ID.fullmatch(str(given)))
             waiting[given or new] = given if known else new
             calls.append({**call, "id": waiting[given or new]})
-        message = {**message, "tool_calls": calls} if calls else message
+        changed: Fields = {"tool_calls": calls} if calls else {}
         answered = message.get("tool_call_id")
         if not isinstance(answered, (str, int, type(None))):
             raise BadRow(f"the 'tool_call_id' of message {i} is {kind_of(answered)}, expected a string")
         if message["role"] == "tool" and (answered in waiting or (answered is None and waiting)):
             first = answered if answered in waiting else next(iter(waiting))
-            message = {**message, "tool_call_id": waiting.pop(first)}
-        numbered.append(message)
+            changed["tool_call_id"] = waiting.pop(first)
+        numbered.append({**message, **changed})
     return numbered
 
 

@@ -17,11 +17,10 @@ import torch
 from trireme.engine.amounts import gib
 from trireme.engine.check.tuned import kept as settings_kept
 from trireme.engine.check.tuned import usable
-from trireme.engine.data.cache import Shelf
 from trireme.engine.data.codec import Codec
 from trireme.engine.data.dataset import Dataset, load_dataset
-from trireme.engine.data.files.scores import PLACE
 from trireme.engine.data.prepare import DataOptions, Progress
+from trireme.engine.data.taught import PLACE
 from trireme.engine.geometry import Geometry
 from trireme.engine.hosts.group import Alone, Group
 from trireme.engine.plan import DoesNotFit, Limits, Plan
@@ -175,14 +174,14 @@ def prepare(
     check_fp8(cfg, device, assumed)
     if saved is not None and device.type == "cuda":
         check_updates(options, saved, group.hosts)
-    planner = Planner(options, cfg, seq_len, device.type == "cuda", limits, pinned, clock, group.hosts)
+    read = _data_options(options, cfg, seq_len, pad_of(options, codec) if cfg.scores else None)
+    planner = Planner(options, cfg, read.room, device.type == "cuda", limits, pinned, clock, group.hosts)
     with clock.at("plan"):
         planner.refuse_early()
     with clock.at("tokens"):
-        read = _data_options(options, cfg, seq_len, pad_of(options, codec) if cfg.scores else None)
         data = load_dataset(options.data, codec, read, progress) if options.data else None
     planner = replace(planner, limits=_with_tables(limits, data, _of_a_teacher(options, cfg, data, seq_len)))
-    work = _work(options, data, seq_len)
+    work = _work(options, data, read.room)
     files = _files(options, cfg, out, source, stored, data, work)
     limits, stores = planner.limits_for(work.sequences), [Path(d) for d in options.store] or [out]
     with clock.at("probe"):
@@ -264,7 +263,7 @@ def _data_options(options: Options, cfg: ModelConfig, seq_len: int, pad: int | N
         vocab_size=cfg.vocab,
         media=cfg.media,
         cache=None if options.dry_run or not options.out else Path(options.out) / "tokens",
-        shelf=shelf(),
+        shared=shared_tokens(),
         system=options.system,
         variables=json.loads(options.chat_template_kwargs or "{}"),
         kind=kind_of_data(options),
@@ -273,13 +272,10 @@ def _data_options(options: Options, cfg: ModelConfig, seq_len: int, pad: int | N
     )
 
 
-def shelf() -> Shelf | None:
-    """The cache of tokens that all runs of this user share."""
+def shared_tokens() -> Path | None:
+    """The folder of tokens that all runs of this user share."""
     folder = cache_folder()
-    try:
-        return Shelf.under(folder / "tokens") if folder else None
-    except OSError:
-        return None
+    return folder / "tokens" if folder else None
 
 
 def _work(options: Options, data: Dataset | None, seq_len: int) -> Work:
@@ -338,7 +334,7 @@ def _files(
     work: Work,
 ) -> Files:
     """What the run has on drives, and will have, besides training state."""
-    tokens = data.nbytes(shelf()) if data else 0
+    tokens = data.nbytes(shared_tokens()) if data else 0
     held = [*(file for d in store_folders(options.store, out) for file in version_files(d))]
     held += [file for kind in ("best*", "step-*") for file in out.glob(f"{kind}/*.safetensors")]
     taken = sum(file.stat().st_blocks * 512 for file in held) + (0 if options.dry_run else tokens)

@@ -16,8 +16,7 @@ from collections.abc import Iterator, Sequence
 from contextlib import ExitStack, contextmanager, nullcontext
 from pathlib import Path
 
-from trireme.engine.hosts.group import Alone, Place, joined, place
-from trireme.engine.hosts.group import LostHost
+from trireme.engine.hosts.group import Alone, LostHost, Place, joined, place
 from trireme.engine.plan import DoesNotFit
 from trireme.engine.planner.clock import Clock, process_began
 from trireme.engine.run.command import parse, program
@@ -293,7 +292,7 @@ def run(options: Options, screen: Screen, clock: Clock, group: Alone) -> int:
 def check_paths(options: Options) -> None:
     """Checks the paths that a new run is given, before torch is imported. Raises InputError."""
     from trireme.engine.data.dataset import parse_val  # late: --help needs none of it
-    from trireme.engine.data.files.folders import find_data
+    from trireme.engine.data.find import find
     from trireme.engine.run.output.folder import check_checkpoint, check_free
     from trireme.models.config import read_config
 
@@ -304,7 +303,7 @@ def check_paths(options: Options) -> None:
         read_config(options.model, options.rope_factor)
     for text in options.data:
         if text != "-":
-            find_data(text)
+            find(text)
     parse_val(options.val)
 
 

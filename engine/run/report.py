@@ -23,7 +23,7 @@ from trireme.engine.planner.whole import Events, compile_s, estimated_parts, eva
 from trireme.engine.queues.names import NET
 from trireme.engine.run.begin.method import described, of_head, preference_of
 from trireme.engine.run.evaluation import LONGEST, MAX_NEW
-from trireme.engine.run.job import Job, shelf
+from trireme.engine.run.job import Job, shared_tokens
 from trireme.engine.run.options import Every, Options
 from trireme.engine.tuning.cached import Cached
 from trireme.engine.tuning.chosen import trained_lines
@@ -272,7 +272,7 @@ def _length_notes(job: Job) -> list[str]:
     evaluating += [f"--eval-tokens {o.eval_tokens:,}"] if o.eval_tokens else []
     if evaluating and job.read and not job.data.held_out:
         notes.append(f"note: {' and '.join(evaluating)}: nothing is evaluated, there is no held-out data. Give --val")
-    if o.chat_template and job.read and not any(file.meta["chats"] for file in job.data.files):
+    if o.chat_template and job.read and not any(file.meta["counts"]["chats"] for file in job.data.files):
         notes.append("note: --chat-template is for conversations, and no row is one")
     warmup = o.warmup_steps(job.total_steps)
     if warmup >= job.total_steps and o.warmup >= 1:
@@ -355,7 +355,7 @@ def eval_line(job: Job) -> str:
 
 def dry_line(job: Job) -> str:
     """What a dry run leaves behind."""
-    kept = shelf() if job.read else None
+    kept = shared_tokens() if job.read else None
     if kept and job.data.nbytes(kept) < job.data.nbytes():
-        return f"Dry run: nothing written but tokens, kept for later runs in {kept.folder.parent}."
+        return f"Dry run: nothing written but tokens, kept for later runs in {kept}."
     return "Dry run: nothing written."

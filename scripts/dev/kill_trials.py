@@ -27,7 +27,7 @@ def main() -> int:
 
     from trireme.engine.run import job
 
-    job.shelf = lambda: None  # tokens in each run's own folder, to be flipped
+    job.shared_tokens = lambda: None  # tokens in each run's own folder, to be flipped
     torch.set_num_threads(1)  # a forked child has no others
     work = Path(given.work or tempfile.mkdtemp(prefix="trireme-kills-"))
     work.mkdir(parents=True, exist_ok=True)

@@ -34,7 +34,7 @@ from trireme.engine.tuning.adapters import adapter_shapes, peft_names
 from trireme.engine.tuning.chosen import adapted
 from trireme.engine.tuning.peft import read_adapter
 from trireme.models import hf
-from trireme.models.config import InputError, Lora, ModelConfig, uniform, Rope, parse_config, read_config
+from trireme.models.config import InputError, Lora, Rope, parse_config, read_config, uniform
 from trireme.models.families.experts import REFUSED
 from trireme.models.families.table import FAMILIES, WRAPPERS, Family
 from trireme.models.rows import rope_tables

@@ -16,9 +16,9 @@ from mutations import Target, as_json, as_lines, as_text
 
 from trireme.engine.data import dataset as data
 from trireme.engine.data.codec import load_codec
-from trireme.engine.data.files.rows import BadRow
-from trireme.engine.data.templates import load_template
-from trireme.engine.data.tokens import load_tokenizer
+from trireme.engine.data.forms import Chat
+from trireme.engine.data.read import BadRow
+from trireme.engine.data.tokenizer import load_template, load_tokenizer
 from trireme.engine.run import demo
 from trireme.models.config import InputError
 
@@ -59,11 +59,11 @@ def chat_template(folder: Path) -> Target:
     def read(content: bytes) -> None:
         path.write_bytes(content)
         template = load_template(tokenizer)
-        template.notes()
+        template.notes(False)
         talk = [m | {"content": "Two."} if isinstance(m["content"], list) else m for m in TALK]
         for tools in (None, TOOLS):
             with suppress(BadRow):
-                template.mark(talk, tools)
+                template.mark(Chat(talk, tools))
 
     pieces = [re.split(r"(\{[{%#].*?[}%#]\})", text, flags=re.DOTALL) for text in texts]
     return Target(pieces, as_text, read, (InputError,), junk)
@@ -87,7 +87,7 @@ def tokenizer_config(folder: Path) -> Target:
         tokenizer = load_tokenizer(folder)
         tokenizer.decode(tokenizer.wrap(tokenizer.encode(["Hello"])[0][0])[0])
         if template := load_template(tokenizer):
-            template.notes()
+            template.notes(True)
 
     write = lambda files: b"\x1e".join(map(as_json, files)) if isinstance(files, list) else as_json(files)
     return Target([[own, {}, {}], [named, {"eos_token": added}, {}], [{}, {}, ids]], write, read, (InputError,))

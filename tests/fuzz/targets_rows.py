@@ -16,11 +16,11 @@ from typing import Any
 from chats import make_tokenizer
 from mutations import Target, as_json
 
+from trireme.engine.data import answers
 from trireme.engine.data.chat import ChatTemplate
 from trireme.engine.data.encode import encode
-from trireme.engine.data.files.rows import BadRow
-from trireme.engine.data.formats.formats import read_row
-from trireme.engine.data.templates import CHATML
+from trireme.engine.data.read import BadRow
+from trireme.engine.data.template import BUILT_IN
 
 CALL = {"id": "call00000", "type": "function", "function": {"name": "f", "arguments": {"x": "w1w"}}}
 TALK = [
@@ -117,8 +117,9 @@ def _learned(row: dict[str, Any]) -> set[str]:
 
 def _made(folder: Path, format: str) -> Target:
     tokenizer = make_tokenizer(folder, bos="")
-    tagless = CHATML.replace("{%- generation %}", "").replace("{%- endgeneration %}", "")
-    templates = [ChatTemplate({"default": text}, {"bos_token": ""}) for text in (CHATML, tagless)]
+    tagged = BUILT_IN["chatml"]
+    tagless = tagged.replace("{%- generation %}", "").replace("{%- endgeneration %}", "")
+    templates = [ChatTemplate({"default": text}, {"bos_token": ""}) for text in (tagged, tagless)]
 
     def read(content: bytes) -> None:
         try:
@@ -127,15 +128,15 @@ def _made(folder: Path, format: str) -> Target:
             return
         if not isinstance(row, dict):
             return
-        form, example, unused = read_row(row)
-        (made,) = encode([example], tokenizer, templates[len(content) % 2])
-        if isinstance(made, BadRow):
-            raise made
-        if form.name == "input_ids":
+        said = answers.read(row, {}, "")
+        made = encode(said.examples, tokenizer, templates[len(content) % 2])
+        if made.faults:
+            raise BadRow(made.faults[0])
+        if said.form == "input_ids":
             _check_ids(row, made)
         else:
             texts = [tokenizer.decode(ids) for ids in (made.ids, made.ids[made.trained])]
-            _check_words(row, form.name, {*unused, *made.unread}, *texts)
+            _check_words(row, said.form, {*said.unused, *made.unread}, *texts)
 
     return Target(ROWS[format], as_json, read, (BadRow,), JUNK)
 

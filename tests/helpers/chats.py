@@ -4,11 +4,11 @@ import json
 
 import tokenizers
 
+from trireme.engine.data.answers import read
 from trireme.engine.data.encode import encode
-from trireme.engine.data.files.rows import BadRow
-from trireme.engine.data.formats.examples import Chat
-from trireme.engine.data.formats.formats import read_row
-from trireme.engine.data.tokens import load_tokenizer
+from trireme.engine.data.forms import Chat
+from trireme.engine.data.read import BadRow
+from trireme.engine.data.tokenizer import load_tokenizer
 
 user = lambda text, **more: {"role": "user", "content": text, **more}
 said = lambda text, **more: {"role": "assistant", "content": text, **more}
@@ -41,19 +41,14 @@ def make_tokenizer(folder, bos="<s>", eos="</s>", **config):
     return load_tokenizer(folder)
 
 
-def example_of(row):
-    """What a row says, as read from a file."""
-    return read_row(row)[1]
-
-
 def encoded(row, tokenizer, template=None):
     """A row's tokens. Raises BadRow."""
-    example = example_of(row)
+    (example,) = read(row, {}, "").examples
     if isinstance(example, Chat) and template is None:
         example = example.plain
-    (made,) = encode([example], tokenizer, template)
-    if isinstance(made, BadRow):
-        raise made
+    made = encode([example], tokenizer, template)
+    if made.faults:
+        raise BadRow(made.faults[0])
     return made
 
 
@@ -66,8 +61,3 @@ def bracketed(row, tokenizer, template=None):
             text += tokenizer.decode(made.ids[shown:at]) + ("[" if now else "]")
             shown, inside = at, now
     return text + tokenizer.decode(made.ids[shown:])
-
-
-def unused_of(row, tokenizer, template=None):
-    """What of a row is named as not used."""
-    return [*read_row(row)[2], *encoded(row, tokenizer, template).unread]

@@ -12,7 +12,6 @@ import torch
 from command import TRAIN, fails
 
 from trireme.engine.data import prepare
-from trireme.engine.data.cache import Shelf
 from trireme.engine.planner.rates import RAM_SHARE
 from trireme.engine.run import main as finetune
 from trireme.engine.run.begin.limits import check_compiler, check_heads, device_and_limits
@@ -182,10 +181,10 @@ def test_a_folder_in_which_the_run_would_be_refused_is_named(here, capsys):
 @pytest.mark.full
 def test_a_dry_run_leaves_its_tokens_to_the_run(here, capsys, monkeypatch, tmp_path_factory):
     folder, made = tmp_path_factory.mktemp("cache"), []
-    build = prepare._build
-    monkeypatch.setattr(prepare, "_build", lambda *args: made.append(args[0]) or build(*args))
+    write = prepare._File.write
+    monkeypatch.setattr(prepare._File, "write", lambda *args: made.append(args[0]) or write(*args))
     for name in ("job", "report"):
-        monkeypatch.setattr(f"trireme.engine.run.{name}.shelf", lambda: Shelf.under(folder))
+        monkeypatch.setattr(f"trireme.engine.run.{name}.shared_tokens", lambda: folder)
     assert f"Dry run: nothing written but tokens, kept for later runs in {folder}." in said(capsys, *TRAIN, "--dry-run")
     assert not Path("out").exists()
     assert ", tokens" not in re.search("^disk .*", said(capsys, *TRAIN), re.MULTILINE)[0]

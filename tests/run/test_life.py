@@ -18,7 +18,7 @@ from engines import fork
 from runs import ended, go, losses, options, stopped
 from safetensors.numpy import load_file, save_file
 
-from trireme.engine.data.cache import TokenWriter
+from trireme.engine.data.tokens import Writer
 from trireme.engine.data.dataset import Dataset
 from trireme.engine.run import demo, job, live, loop, train
 from trireme.engine.run.command import parse
@@ -86,7 +86,7 @@ def leaves_nothing_else(run: Options, drives: bool = False) -> bool:
 BEFORE_A_STEP = {
     "its folder": (folder, "replace_synced", True),
     "config.yaml": (folder, "replace_synced", False),
-    "half of its tokens": (TokenWriter, "finish", True),
+    "half of its tokens": (Writer, "finish", True),
     "its tokens": (job, "load_dataset", False),
     "half of its store": (store.Store, "_copy_auxiliary", True),
     "its store": (train, "new_store", False),
@@ -107,7 +107,7 @@ def test_killed_before_its_first_step_it_is_begun_again(checkpoint, short, where
     of, name, before = BEFORE_A_STEP[where]
     killed(run, of, name, before=before)
     if where not in list(BEFORE_A_STEP)[:3]:
-        monkeypatch.setattr(TokenWriter, "add", lambda *args: pytest.fail("made tokens again"))
+        monkeypatch.setattr(Writer, "add", lambda *args: pytest.fail("made tokens again"))
     if how == "the same command":
         finetune(run)
     elif where == "its folder":

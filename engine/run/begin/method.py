@@ -7,8 +7,8 @@ from dataclasses import replace
 from typing import Any
 
 from trireme.engine.data.dataset import find_labels
-from trireme.engine.data.files.scores import is_scores, read_names
-from trireme.engine.data.formats.pairs import Kind
+from trireme.engine.data.prepare import Kind
+from trireme.engine.data.taught import is_scores, read_names
 from trireme.engine.run.config.option_names import flag_of
 from trireme.engine.run.options import Options
 from trireme.engine.tuning.headed import check_problem, names_in

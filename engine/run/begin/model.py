@@ -10,7 +10,7 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 from trireme.engine.data.codec import Codec, load_codec
-from trireme.engine.data.files.scores import is_scores
+from trireme.engine.data.taught import is_scores
 from trireme.engine.planner.sizes import find_model
 from trireme.engine.run.begin.method import teaching_of, with_head, with_labels
 from trireme.engine.run.begin.snapshot import Pinned, check_model

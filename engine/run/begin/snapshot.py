@@ -156,7 +156,8 @@ def pinned_of(options: Options, data: Mapping[str, Any], host: int = 0, hosts: i
     pinned = pinned.on(host, hosts)
     asked: dict[str, tuple[object, object]] = {"--batch-size": (options.batch_size, pinned.batch_size)}
     if options.seq_len is not None:
-        asked["--seq-len"] = options.seq_len, pinned.seq_len
+        documents = 1 if options.method in ("sft", "classify") else 2  # of a sequence, each of --seq-len
+        asked["--seq-len"] = options.seq_len, pinned.seq_len // documents
     fp8 = bool(pinned.model["config"].get("fp8"))
     if options.dtype != "auto" or fp8:
         begun = "fp8" if fp8 else next(name for name, dtype in DTYPES.items() if dtype == pinned.plan.dtype)

@@ -21,10 +21,10 @@ from pathlib import Path
 import torch
 
 from trireme.engine.amounts import compact, gib, seconds
-from trireme.engine.data.cache import KEPT
 from trireme.engine.data.codec import Codec, load_codec
 from trireme.engine.data.dataset import Dataset
-from trireme.engine.data.files.scores import NAMES, Names, Pieces, is_scores, read_names, taught_by
+from trireme.engine.data.taught import NAMES, Names, is_scores, read_names, taught_by
+from trireme.engine.data.tokens import SHARE
 from trireme.engine.memory import DTYPE
 from trireme.engine.plan import DoesNotFit
 from trireme.engine.run.begin.resume import Snapshot
@@ -69,7 +69,7 @@ def with_teacher(job: Job, snapshot: Snapshot | None, screen: Screen) -> Job:
     begun = snapshot["teacher"] if snapshot else ""
 
     def taught(data: Dataset) -> Dataset:
-        return replace(data, teacher=taught_by(names, Pieces(data.files, data.pieces, data.labels()), job.cfg.vocab))
+        return replace(data, teacher=taught_by(names, data, job.cfg.vocab))
 
     with nullcontext(read_names(teacher)) if is_scores(teacher) else _passed(job, teacher, begun, screen) as names:
         data = taught(job.data)
@@ -130,6 +130,7 @@ def _passed(job: Job, teacher: str, begun: str, screen: Screen) -> Iterator[Name
     codec = opened.codec()
     opened.refuse_head("it has no log-probabilities of tokens. Name another --teacher")
     _check_same(teacher, codec.vocabulary(), job)
+    job.data.check_model(opened.cfg.vocab, opened.cfg.max_positions, f"--teacher {teacher}")
     below = min(job.cfg.vocab, opened.cfg.vocab)
     if teaching.k > below:
         raise InputError(f"--top-k {teaching.k}: {teacher} has a vocabulary of {below}. Lower it.")
@@ -185,7 +186,7 @@ def _folder(job: Job, key: str) -> Path:
     if cache is not None:
         shared = cache / TEACHER / key
         disk = shutil.disk_usage(existing(cache))
-        if shared.is_dir() or nbytes <= min(disk.total // KEPT, disk.free // 2):
+        if shared.is_dir() or nbytes <= min(disk.total // SHARE, disk.free // 2):
             with suppress(OSError):  # such as a file in the place of a folder
                 shared.mkdir(parents=True, exist_ok=True)
                 return shared
@@ -224,7 +225,7 @@ def _make_room(folder: Path) -> None:
     drive.
     """
     with suppress(OSError):  # other runs remove some, too
-        room = shutil.disk_usage(folder).total // KEPT
+        room = shutil.disk_usage(folder).total // SHARE
         found = list[tuple[float, int, Path]]()
         for old in folder.parent.iterdir():
             files = [path.stat() for path in old.rglob("*") if path.is_file()]

@@ -18,8 +18,7 @@ import torch
 from trireme.engine.build import documents_of, in_ram, placed
 from trireme.engine.data.codec import Codec, load_codec
 from trireme.engine.data.dataset import Dataset, MicroBatch, load_dataset
-from trireme.engine.data.formats.pairs import Kind
-from trireme.engine.data.prepare import DataOptions
+from trireme.engine.data.prepare import DataOptions, Kind
 from trireme.engine.memory import DTYPE
 from trireme.engine.run.begin.method import described, kind_of_data, preference_of
 from trireme.engine.run.finished.found import Found, Judged
@@ -27,7 +26,7 @@ from trireme.engine.run.finished.layers import Layers, device_and_dtype, load_la
 from trireme.engine.run.finished.model import Opened, open_folder, open_model, say_left_out
 from trireme.engine.run.finished.options import OF_METHODS
 from trireme.engine.run.hub.fetch import folder_of
-from trireme.engine.run.job import shelf
+from trireme.engine.run.job import shared_tokens
 from trireme.engine.run.options import Options
 from trireme.engine.run.screen import Screen
 from trireme.engine.tuning.headed import pad_in
@@ -82,7 +81,7 @@ def losses(given: argparse.Namespace, screen: Screen) -> Iterator[Found | Judged
         of = Preference("reward")
     if of and of.compares:
         sources = _with_reference(given, reference, opened, sources, seq_len, screen)
-    ready = load_for_data(given, opened, seq_len, 0, opened.cfg.vocab, screen)
+    ready = load_for_data(given, opened, sources[0].options.room, 0, opened.cfg.vocab, screen)
     if of and not opened.kind:
         screen.say(f"method   {described(of)}")
     try:
@@ -145,7 +144,7 @@ def _read(
     began = time.monotonic()
     options = DataOptions(
         seq_len=seq_len, map=given.map, long=given.long, skip_bad=given.skip_bad, vocab_size=opened.cfg.vocab,
-        media=opened.cfg.media, shelf=shelf(), kind=kind, system=given.system,
+        media=opened.cfg.media, shared=shared_tokens(), kind=kind, system=given.system,
         variables=json.loads(given.chat_template_kwargs or "{}"),
     )  # fmt: skip
     if opened.cfg.scores:
@@ -223,7 +222,7 @@ def _with_reference(
     if reference and (codec := load_codec(before.tokenizer, "plain")):
         _refuse_other_tokens(reference, codec, sources)
     screen.say(f"compared with {began}:")
-    ready = load_for_data(given, before, seq_len, 0, before.cfg.vocab, screen)
+    ready = load_for_data(given, before, sources[0].options.room, 0, before.cfg.vocab, screen)
     try:
         return [replace(data, reference=_logps(ready, data, "the reference", screen)[1]) for data in sources]
     finally:

@@ -6,7 +6,7 @@ from __future__ import annotations
 
 from pathlib import Path
 
-from trireme.engine.data.templates import BUILT_IN
+from trireme.engine.data.template import BUILT_IN
 from trireme.engine.run.begin.model import named_codec, with_auxiliary
 from trireme.engine.run.finished.model import base_of_adapter, run_of_adapter
 from trireme.engine.run.options import Options

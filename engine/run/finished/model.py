@@ -10,7 +10,7 @@ from pathlib import Path
 from typing import Any
 
 from trireme.engine.data.codec import Codec, load_codec
-from trireme.engine.data.formats.pairs import Kind
+from trireme.engine.data.prepare import Kind
 from trireme.engine.run.config.config_file import options_of
 from trireme.engine.run.config.option_names import flag_of
 from trireme.engine.run.hub.fetch import base_for, folder_of

@@ -14,12 +14,9 @@ import torch
 
 from trireme.engine.amounts import count
 from trireme.engine.data.codec import Codec
-from trireme.engine.data.files.json_rows import LINES
-from trireme.engine.data.files.rows import BadRow, Fields
-from trireme.engine.data.files.sources import KINDS, TEXTS, DataFile
-from trireme.engine.data.files.unpack import PACKINGS
-from trireme.engine.data.formats.conversations import SAYS_MORE, read_messages, with_system
-from trireme.engine.data.formats.examples import Chat
+from trireme.engine.data.find import DataFile
+from trireme.engine.data.forms import TALK, Chat, chat_of, with_system
+from trireme.engine.data.read import KINDS, LINES, PACKINGS, TEXTS, BadRow, Fields
 from trireme.engine.memory import DTYPE
 from trireme.engine.run.finished.layers import Layers, device_and_dtype, load_layers
 from trireme.engine.run.finished.model import GENERATION, Opened, open_model, say_left_out
@@ -231,7 +228,7 @@ def read_prompts(given: argparse.Namespace, by_template: bool, screen: Screen) -
             where = f"{given.prompts} line {i}"
             row = _row(line, where) if kind in LINES else {"prompt": line}
             found[where] = asked = _asked(row, where, by_template, given)
-            unused |= dict.fromkeys(key for key in row if key not in ("prompt", "messages", *SAYS_MORE))
+            unused |= dict.fromkeys(key for key in row if key not in ("prompt", "messages", *TALK))
             unused |= dict.fromkeys(asked.unused if isinstance(asked, Chat) else ())
     if not found:
         raise InputError(f"--prompts {given.prompts} holds no prompts.")
@@ -273,7 +270,7 @@ def _asked(row: Fields, where: str, by_template: bool, given: argparse.Namespace
         raise InputError(f"{where}: 'prompt' and 'messages' are both there. Leave one out.")
     ((key, value),) = asked.items() or [("", None)]
     if key == "prompt" and isinstance(value, str) and not by_template:
-        if more := [name for name in SAYS_MORE if row.get(name)]:
+        if more := [name for name in TALK if row.get(name)]:
             raise InputError(f"{where}: {more[0]!r} is for a chat template, and texts are continued as they are.")
         return value
     if not key or not isinstance(value, (list, str) if key == "prompt" else list):
@@ -283,7 +280,7 @@ def _asked(row: Fields, where: str, by_template: bool, given: argparse.Namespace
         raise InputError(f"{where}: messages need a chat template. Give --chat-template plain, or a text.")
     messages = [{"role": "user", "content": value}] if isinstance(value, str) else value
     try:
-        found = read_messages({name: row[name] for name in SAYS_MORE if name in row} | {"messages": messages}, False)
+        found = chat_of({name: row[name] for name in TALK if name in row} | {"messages": messages}, answered=False)
     except BadRow as error:
         raise InputError(f"{where}: {error}.") from None
     found = with_system(found, given.system) if given.system else found

@@ -26,7 +26,7 @@ import argparse
 import hashlib
 import json
 import sys
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass, field
 from itertools import islice
@@ -41,7 +41,7 @@ from safetensors.numpy import save
 from trireme.engine.amounts import count
 from trireme.engine.data.codec import Codec
 from trireme.engine.data.dataset import Dataset, MicroBatch
-from trireme.engine.data.files.scores import FORMAT, NAMES, places_of
+from trireme.engine.data.taught import FORMAT, NAMES, part_sum, places_of
 from trireme.engine.run.finished import evaluate
 from trireme.engine.run.finished.evaluate import Ready
 from trireme.engine.run.finished.found import Found
@@ -52,7 +52,7 @@ from trireme.engine.tuning.base import stamps
 from trireme.models import head
 from trireme.models.config import InputError
 from trireme.storage.files import partial_of, replace_synced
-from trireme.storage.untrusted import checksum, parse_json, read_small
+from trireme.storage.untrusted import parse_json, read_small
 
 PART = 1 << 26  # bytes of a part, about
 
@@ -125,15 +125,8 @@ class Part:
     def write(self, path: Path, key: str) -> None:
         tensors = {name: np.concatenate([each[name] for each in self.pieces]) for name in self.pieces[0]}
         said = {"format": FORMAT, "key": key, "first": str(self.first), "batches": str(len(self.pieces))}
-        replace_synced(path, save(tensors, said | {"sum": _sum(said, tensors)}))
+        replace_synced(path, save(tensors, said | {"sum": part_sum(said, tensors)}))
         self.first, self.pieces, self.nbytes = self.first + len(self.pieces), [], 0
-
-
-def _sum(said: Mapping[str, str], tensors: Mapping[str, np.ndarray]) -> str:
-    """The checksum of a part."""
-    form = {name: (str(t.dtype), t.shape) for name, t in sorted(tensors.items())}
-    named = [*(said.get(name) for name in ("format", "key", "first", "batches")), form]
-    return checksum([json.dumps(named).encode(), *(tensors[name].reshape(-1).view(np.uint8).data for name in form)])
 
 
 def score_source(ready: Ready, data: Dataset, folder: Path, k: int, screen: Screen, most: int = PART) -> Found:
@@ -181,7 +174,7 @@ def _written_parts(folder: Path, key: str, sequences: int) -> tuple[int, int, Fo
             raise InputError(f"{path} is of another model, of other data or options. Name another --out.")
         if "sum" not in said:
             raise InputError(f"{path} is of an older version, without a checksum. Remove it and those behind it.")
-        if said.get("first") != str(done) or said.get("sum") != _sum(said, scores):
+        if said.get("first") != str(done) or said.get("sum") != part_sum(said, scores):
             raise InputError(f"{path} is damaged, or has another's name. Remove it and those behind it.")
         parts, done, found = parts + 1, done + int(said["batches"]), _with(found, scores)
     return parts, done, found

@@ -16,7 +16,7 @@ from pathlib import Path
 from typing import Any
 
 from trireme.engine.amounts import count, gib
-from trireme.engine.data.files.folders import MOST_FILES, by_uses, set_of
+from trireme.engine.data.find import MOST_FILES, by_uses, set_of
 from trireme.engine.run.hub.client import asking, client, endpoint
 from trireme.engine.run.hub.names import COMMIT, Files, Named, cache, data_name, model_name, parted
 from trireme.engine.run.options import Options

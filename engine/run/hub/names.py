@@ -14,7 +14,8 @@ from contextlib import suppress
 from dataclasses import dataclass, replace
 from pathlib import Path
 
-from trireme.engine.data.files.sources import KINDS, DataFile, weighed
+from trireme.engine.data.find import DataFile, weighed
+from trireme.engine.data.read import KINDS
 from trireme.models.config import InputError
 from trireme.storage.files import replace_synced
 from trireme.storage.untrusted import parse_json, read_small

@@ -11,7 +11,7 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any, NamedTuple
 
 from trireme.engine.data.read import EMPTY, BadRow, Fields, json_of, kind_of, unread_keys
-from trireme.engine.data.tools import number_calls, parsed, read_calls, read_tools, turns_of
+from trireme.engine.data.tools import number_calls, read_calls, read_tools, turns_of
 from trireme.models.config import InputError
 from trireme.storage.untrusted import shown
 
@@ -252,9 +252,9 @@ def talk(row: Fields, asked: Any, answer: Any, column: str) -> Chat:
 def messages_of(row: Mapping[str, Any], column: str) -> list[Any]:
     """The messages of a column: a list, one alone, or an object of lists, as datasets keeps them. Raises BadRow."""
     value = row.get(column)
-    if isinstance(value, dict) and value and all(isinstance(held, list) for held in value.values()):
-        if len({len(held) for held in value.values()}) == 1:
-            return [dict(zip(value, cells, strict=True)) for cells in zip(*value.values(), strict=True)]
+    columns = list(value.values()) if isinstance(value, dict) else []
+    if columns and all(isinstance(held, list) for held in columns) and len({*map(len, columns)}) == 1:
+        return [dict(zip(value, cells, strict=True)) for cells in zip(*columns, strict=True)]
     if _is_message(value):
         return [value]
     if not isinstance(value, list):
@@ -332,8 +332,8 @@ def role_of(turn: Any) -> str:
 
 
 def read_message(turn: Any, where: str, unused: dict[str, None]) -> tuple[Fields, bool]:
-    """(a message under our names, whether it is a call that is a turn of its own). Null values count as absent; "train":
-    False marks what is not trained; keys that are not ours are left to the template. Raises BadRow.
+    """(a message under our names, whether it is a call that is a turn of its own). Null values count as absent;
+    "train": False marks what is not trained; keys that are not ours are left to the template. Raises BadRow.
     """
     if not isinstance(turn, dict):
         raise BadRow(f"{where} is {kind_of(turn)}, expected {{role, content}}")

@@ -1,7 +1,7 @@
 """Tokenized documents on disk: written once, and used only if complete.
 
-A key is a hash of all that decides the content. KEY.tokens holds ids, the top bit: trained. KEY.npz, which is written last
-and so marks completeness, holds tables of the documents, what is to be reported, and the checksum of the tokens.
+A key is a hash of all that decides the content. KEY.tokens holds ids, the top bit: trained. KEY.npz, which is written
+last and so marks completeness, holds tables of the documents, what is to be reported, and the checksum of the tokens.
 
 Files are read, not mapped: if a mapped file is truncated, the process is killed.
 """

@@ -13,7 +13,7 @@ from functools import lru_cache
 
 import numpy as np
 
-from trireme.engine.data.store import TokenFile, decode
+from trireme.engine.data.tokens import TokenFile, decode
 from trireme.models.config import InputError
 
 # Tokens [start, start + length) of a file, `trained` of them learned.
@@ -183,10 +183,10 @@ def _learns(piece: np.void, files: Sequence[TokenFile]) -> bool:
 
 
 def packed(pieces: np.ndarray, room: int, together: bool, scored: bool) -> tuple[np.ndarray, np.ndarray, int]:
-    """(pieces (m,) in the order of sequences, bounds (sequences + 1,), sequences without a label, which are left out).
+    """(pieces (m,) in order, bounds of sequences (n + 1,), how many sequences without a label are left out).
 
-    pieces (n, documents of a row). `together`: several rows in a sequence of `room` tokens. A text may end in a piece of
-    one token, which has no label; it is left out after packing, so that other sequences do not depend on it.
+    pieces (n, documents of a row). `together`: several rows in a sequence of `room` tokens. A text may end in a piece
+    of one token, which has no label; it is left out after packing, so that other sequences do not depend on it.
     """
     each, lengths = pieces.shape[1], pieces["length"].sum(1, dtype=np.int64)
     order, bounds = best_fit(lengths, room) if together else (np.arange(len(lengths)), np.arange(len(lengths) + 1))

@@ -13,7 +13,7 @@ from typing import Any, NamedTuple, Protocol
 
 import numpy as np
 
-from trireme.engine.data.store import TokenFile
+from trireme.engine.data.tokens import TokenFile
 from trireme.models.config import InputError
 from trireme.storage.headers import CheckpointError, Header, read_header
 from trireme.storage.untrusted import checksum, complaint, parse_json, read_small, why

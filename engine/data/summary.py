@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import NamedTuple
 
@@ -10,9 +10,9 @@ import numpy as np
 
 from trireme.engine.amounts import compact, count, percent
 from trireme.engine.data.codec import Codec
-from trireme.engine.data.layout import Fitted
+from trireme.engine.data.documents import Fitted
 from trireme.engine.data.prepare import DataOptions
-from trireme.engine.data.store import TokenFile
+from trireme.engine.data.tokens import TokenFile
 
 SHOWN = 2000  # characters, and tokens, of an example
 LISTED = 12  # files
@@ -137,8 +137,8 @@ class Report:
             )
             share = percent(min(1.0, f.longer / self.counts.rows))
             lines.append(
-                f"at --seq-len {o.seq_len}: {f.longer:,} {verb} longer ({share}): {done}; --seq-len {f.longest} keeps all"
-                f"   (--long {ways})"
+                f"at --seq-len {o.seq_len}: {f.longer:,} {verb} longer ({share}): {done}; "
+                f"--seq-len {f.longest} keeps all   (--long {ways})"
             )
         if f.unlearnable:
             lines.append(f"{count(f.unlearnable, 'row')} dropped: nothing in them is trained")
@@ -169,7 +169,7 @@ def notes_on(
     notes += facts.notes
     if not options.scored:  # a score head says nothing, so what teaches a model to stop does not matter
         notes += (facts.tool_notes if total("tools") == chats else facts.template_notes) if talks else ()
-        notes += _notes_on_masks(total, chats)
+        notes += _notes_on_masks(total)
     if unknown := total("unknown"):
         share = percent(unknown / tokens)
         notes.append(f"{share} of the tokens are {facts.unknown}: the tokenizer has none for this text")
@@ -191,10 +191,9 @@ def notes_on(
     return notes
 
 
-def _notes_on_masks(total: Mapping[str, int] | object, chats: int) -> list[str]:
+def _notes_on_masks(of: Callable[[str], int]) -> list[str]:
     """Notes on what is trained and may not be meant, or is not trained."""
-    of, notes = total, list[str]()
-    assert callable(of)
+    notes = list[str]()
     if lost := of("unwritten"):
         share, beside = percent(lost / of("said")), of("beside") == lost
         what = "what the assistant says beside tool calls" if beside else "what the assistant says"

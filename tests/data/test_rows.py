@@ -1,0 +1,78 @@
+"""Rows and what they say, by the table in rows.yaml: [..] is trained, f({..}) a call, (..) a thought."""
+
+import copy
+import json
+from pathlib import Path
+
+import pytest
+import yaml
+
+from trireme.engine.data import answers, forms
+from trireme.engine.data.read import BadRow
+
+TABLE = yaml.load(Path(__file__).with_name("rows.yaml").read_text(), yaml.CSafeLoader)
+
+
+def said(example):
+    if isinstance(example, forms.Text):
+        return f"{example.text[: example.begins]}[{example.text[example.begins :]}]"
+    if isinstance(example, forms.Ids):
+        trained = example.trained or [True] * len(example.ids)
+        return " ".join(f"[{i}]" if yes else str(i) for i, yes in zip(example.ids, trained, strict=True)).replace(
+            "] [", " "
+        )
+    return " | ".join(map(turn, example.messages))
+
+
+def turn(message):
+    content, calls = message.get("content") or "", message.get("tool_calls", [])
+    written = lambda arguments: arguments if isinstance(arguments, str) else json.dumps(arguments)
+    called = [f"{call['function']['name']}({written(call['function']['arguments'])})" for call in calls]
+    thought = f"({message['reasoning_content']})" if "reasoning_content" in message else ""
+    words = thought + ("+".join(content) if isinstance(content, list) else content) + "".join(called)
+    trained = message["role"] == "assistant" and message.get("train", True)
+    return f"{message['role']}: " + (f"[{words}]" if trained else words) if words else f"{message['role']}:"
+
+
+def read(case, names=""):
+    pairs = ",".join(filter(None, [case.get("map", ""), names]))
+    classes = answers.classes_of(case.get("labels", ()))
+    row = copy.deepcopy(case["row"])
+    return answers.read(row, answers.parse_map(pairs), case.get("kind", ""), classes, case.get("table", False))
+
+
+@pytest.mark.parametrize("case", TABLE, ids=lambda case: json.dumps(case["row"])[:60])
+def test_what_a_row_says(case):
+    if "bad" in case:
+        with pytest.raises(BadRow) as error:
+            read(case)
+        assert case["bad"] in str(error.value)
+        if "advice" in case:
+            assert f"--map {case['advice']}" in str(error.value)
+            read(case, case["advice"])
+        return
+    found = read(case)
+    assert [said(example) for example in found.examples] == (
+        case["says"] if isinstance(case["says"], list) else [case["says"]]
+    )
+    assert sorted(found.unused) == sorted(case.get("unused", []))
+    assert (found.weight, found.value) == (case.get("weight", 1), case.get("value", 0))
+
+
+@pytest.mark.parametrize(
+    ("labels", "named", "names"),
+    [
+        ([1, 2, 3, 4, 5], (), ("1", "2", "3", "4", "5")),
+        ([-1, 0, 1], (), ("-1", "0", "1")),
+        (["b", "a", "b"], (), ("a", "b")),
+        ([True, False], (), ("false", "true")),
+        ([2.0, 0, 1], (), ("LABEL_0", "LABEL_1", "LABEL_2")),
+        ([0, 2], ("neg", "neutral", "pos"), ("neg", "neutral", "pos")),
+        (["-1", "0", "1"], (), ("-1", "0", "1")),
+    ],
+)
+def test_names_of_classes(labels, named, names):
+    rows = [{"text": "a", "label": label} for label in labels]
+    assert answers.labels_in(rows, {}, named) == names
+    classes = answers.classes_of(names)
+    assert {answers.read(row, {}, "classes", classes).value for row in rows} <= {*range(len(names))}

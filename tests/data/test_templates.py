@@ -1,0 +1,221 @@
+"""Chat templates: the text of transformers, the masks of TRL's tags, and where answers are found without tags."""
+
+import json
+import time
+from importlib import resources
+from pathlib import Path
+
+import pytest
+from chats import CHATML, said, user
+
+from trireme.engine.data.chat import ChatTemplate
+from trireme.engine.data.forms import chat_of
+from trireme.engine.data.read import BadRow
+from trireme.engine.data.template import BUILT_IN
+
+FILES = Path(__file__).parent / "templates"
+SPECIALS = {
+    "bos_token": "<s>",
+    "eos_token": "</s>",
+    "pad_token": "<pad>",
+    "unk_token": "<unk>",
+    "image_token": "<image>",
+}
+CALL = lambda arguments, id="abc123XYZ": {
+    "id": id, "type": "function", "function": {"name": "tide_at", "arguments": arguments}
+}  # fmt: skip
+TOOL = lambda content, id="abc123XYZ": {"role": "tool", "tool_call_id": id, "name": "tide_at", "content": content}
+TOOLS = [{"type": "function", "function": {"name": "tide_at", "description": "Tide", "parameters": {"type": "object",
+          "properties": {"port": {"type": "string", "description": "where"}}, "required": ["port"]}}}]  # fmt: skip
+SYSTEM = {"role": "system", "content": "Be brief."}
+TALKS = {
+    "one turn": [user("Hi there"), said("Hello.")],
+    "system": [SYSTEM, user("Hi there"), said("Hello."), user("Bye"), said("Bye.")],
+    "short words": [user("2 + 2 is?"), said("4"), user("4 + 4 is?"), said("8")],
+    "context": [user("Hi"), said("Hello.", train=False), user("Name a fern"), said("Bracken.")],
+    "thoughts": [user("Q"), said("First.", reasoning_content="One."), user("R"), said("Second.", reasoning_content="Two.")],
+    "thoughts inside": [user("Q"), said("<think>\nhm\n</think>\n\nDone."), user("R"), said("Again.")],
+    "call": [user("Q"), said("", tool_calls=[CALL({"port": "Ayr"})]), TOOL("2.1 m"), said("2.1 m.")],
+    "words and call": [user("Q"), said("Look.", tool_calls=[CALL('{"port": "Ayr"}')]), TOOL("2.1 m"), said("2.1 m.")],
+    "two calls": [user("Q"), said("", tool_calls=[CALL({"port": "Ayr"}), CALL({"port": "Oban"}, "abc123XYW")]),
+                  TOOL("2.1 m"), TOOL("1 m", "abc123XYW"), said("2.1 m and 1 m.")],
+    "call after call": [user("Q"), said("", tool_calls=[CALL({"port": "Ayr"})]), TOOL("2.1 m"),
+                        said("And", tool_calls=[CALL({"port": "Oban"}, "abc123XYW")]), TOOL("1 m", "abc123XYW"), said("Both.")],
+    "last call": [user("Q"), said("", tool_calls=[CALL({"port": "Ayr"})])],
+    "first turn": [said("Welcome!"), user("Hi"), said("Hello.")],
+    "two answers": [user("Hi"), said("One."), said("Two.")],
+    "equal words": [user("same"), said("same"), user("same"), said("same")],
+    "spaces": [user(" pad "), said("  spaces  ")],
+}  # fmt: skip
+
+
+def row_of(talk):
+    return {"messages": json.loads(json.dumps(talk))} | (
+        {"tools": TOOLS} if any("tool_calls" in m for m in talk) else {}
+    )
+
+
+def marked(source, talk, stops=("</s>",), variables=SPECIALS):
+    template = ChatTemplate({"default": source}, variables, "2026-03-31", stops, "</s>")
+    found = template.mark(chat_of(row_of(talk)))
+    return found, "".join(found.text[a:b] for a, b in found.spans)
+
+
+def bracketed(found):
+    text = found.text
+    for start, stop in reversed(found.spans):
+        text = f"{text[:start]}[{text[start:stop]}]{text[stop:]}"
+    return text
+
+
+TRL = "trl.chat_templates"
+
+
+def of_trl():
+    pytest.importorskip("trl")
+    folder = resources.files(TRL)
+    return {path.name[:-15]: path.read_text() for path in folder.iterdir() if path.name.endswith("_training.jinja")}
+
+
+@pytest.mark.parametrize("talk", TALKS)
+def test_masks_of_trls_tags(talk):
+    """Without the tags no more is found than they mark, and less only by what asks for the answer, or white space."""
+    compared = 0
+    for name, source in of_trl().items():
+        tagged = source.replace("{%- generation", "{% generation").replace("endgeneration -%}", "endgeneration %}")
+        plain = source
+        for tag in ("generation", "endgeneration"):
+            for left in ("{%-", "{%"):
+                for right in ("-%}", "%}"):
+                    word = "if true" if tag == "generation" else "endif"
+                    plain = plain.replace(f"{left} {tag} {right}", f"{left} {word} {right}")
+        try:
+            with_tags, _ = marked(source, TALKS[talk])
+            without, _ = marked(plain, TALKS[talk])
+        except BadRow:
+            continue
+        if with_tags.text.rstrip("</s>") != without.text.rstrip("</s>"):
+            continue
+        compared += tagged != ""
+        chars = lambda found: {i for a, b in found.spans for i in range(a, b) if not found.text[i].isspace()}
+        over = "".join(without.text[i] for i in sorted(chars(without) - chars(with_tags)))
+        assert over.replace("<|tool_response>", "").replace("</s>", "") == "", name
+        said_ = {message["content"].strip() for message in TALKS[talk] if message["role"] == "assistant"}
+        lost = "".join(with_tags.text[i] for i in sorted(chars(with_tags) - chars(without)))
+        assert not any(words and words in lost for words in said_ if len(words) > 1), (name, lost)
+    assert compared >= 5
+
+
+@pytest.mark.parametrize("name", sorted(path.stem for path in FILES.glob("*.jinja")))
+def test_texts_of_transformers(name, tmp_path):
+    transformers = pytest.importorskip("transformers")
+    from chats import make_tokenizer
+
+    make_tokenizer(tmp_path)
+    peer, source, n = (
+        transformers.PreTrainedTokenizerFast.from_pretrained(tmp_path),
+        (FILES / f"{name}.jinja").read_text(),
+        0,
+    )
+    specials = {k: v for k, v in SPECIALS.items() if k in ("bos_token", "eos_token")}
+    for talk in TALKS.values():
+        row = row_of([{k: v for k, v in message.items() if k != "train"} for message in talk])
+        try:
+            found, _ = marked(source, talk, (), specials)
+            theirs = peer.apply_chat_template(
+                row["messages"], tools=row.get("tools"), chat_template=source, tokenize=False
+            )
+        except Exception:  # the template refuses it, there or here
+            continue
+        n += 1
+        ours = found.text
+        if theirs != ours:  # arguments of calls in the other form
+            for message in row["messages"]:
+                for call in message.get("tool_calls", []):
+                    given = call["function"]["arguments"]
+                    call["function"]["arguments"] = json.loads(given) if isinstance(given, str) else json.dumps(given)
+            theirs = peer.apply_chat_template(
+                row["messages"], tools=row.get("tools"), chat_template=source, tokenize=False
+            )
+        assert ours == theirs, name
+    assert n >= 3
+
+
+FOUND = [  # template, talk, what is trained, joined by |
+    (CHATML, "one turn", "Hello.<|im_end|>"),
+    (BUILT_IN["plain"], "one turn", "Hello.</s>"),
+    (BUILT_IN["chatml"], "context", "Bracken.<|im_end|>"),
+    ("{% for m in messages %}{{ '<' + m.role + '>' + m.content }}{% endfor %}{% if add_generation_prompt %}<assistant>{% endif %}", "short words", "4|8"),
+    ("{% for m in messages %}{{ m.content if m.role == 'user' else ' A: ' + m.content + eos_token }}{% endfor %}", "short words", "4</s>|8</s>"),
+    ("{% for i in range(messages|length) %}{{ '[' + messages[i].role + ']' + messages[i].content + '\n' }}{% endfor %}{% if add_generation_prompt %}[assistant]{% endif %}", "equal words", "same|same"),
+]  # fmt: skip
+
+
+@pytest.mark.parametrize(("source", "talk", "trained"), FOUND)
+def test_answers_are_found_without_tags(source, talk, trained):
+    found, _ = marked(source, TALKS[talk], ())
+    assert "|".join(found.text[a:b].strip() for a, b in found.spans) == trained, bracketed(found)
+
+
+REFUSED = [  # template, talk, a word of the fault
+    ("{% for m in messages %}{{ m.content }}{% endfor %}{{ raise_exception('no') }}", "one turn", "no"),
+    ("{{ messages[0].content }}", "one turn", "message 1"),
+    ("{% for m in messages %}{% if m.role != 'user' %}{{ m.content }}{% endif %}{% endfor %}", "one turn", "message 0"),
+    (CHATML, "call", "tide_at"),
+    ("{{ messages | tojson }}", "one turn", "located"),
+]
+
+
+@pytest.mark.parametrize(("source", "talk", "word"), REFUSED)
+def test_what_cannot_be_found_is_refused(source, talk, word):
+    with pytest.raises(BadRow) as error:
+        marked(source, TALKS[talk], ())
+    assert word in str(error.value)
+
+
+def test_the_end_of_turns_that_the_next_turn_begins():
+    glm = "{% for m in messages %}{{ '<|' + m.role + '|>' + m.content }}{% endfor %}{% if add_generation_prompt %}<|assistant|>{% endif %}"
+    found, _ = marked(glm, TALKS["short words"], ("</s>", "<|user|>"))
+    assert bracketed(found) == "<|user|>2 + 2 is?<|assistant|>[4<|user|>]4 + 4 is?<|assistant|>[8</s>]"
+
+
+def test_ids_of_calls_that_a_template_refuses_are_given_anew():
+    source = (
+        "{% for m in messages %}{% for c in m.tool_calls or [] %}{% if c.id|length != 9 %}{{ raise_exception('nine') }}{% endif %}"
+        "{{ '[' + c.id + ' ' + c.function.name + ']' }}{% endfor %}{{ '<' + m.role + '>' + (m.content or '') + (m.tool_call_id or '') }}"
+        "{% endfor %}{{ (tools or []) | tojson }}{% if add_generation_prompt %}<assistant>{% endif %}"
+    )
+    talk = [
+        user("Q"),
+        said("", tool_calls=[CALL({}, "call_8fKq2LmZ0aTn")]),
+        TOOL("2 m", "call_8fKq2LmZ0aTn"),
+        said("2 m."),
+    ]
+    found, _ = marked(source, talk, ())
+    assert found.text.count("call00100") == 2
+
+
+def test_thoughts_that_are_left_out_or_empty_are_counted():
+    qwen3 = (FILES / "qwen3.jinja").read_text()
+    found, trained = marked(qwen3, TALKS["thoughts"])
+    assert found.unwritten == len("One.")
+    assert trained.count("Two.") == 1
+    found, _ = marked(qwen3, TALKS["one turn"])
+    assert found.thoughtless == 1
+    variables = {"enable_thinking": False}
+    template = ChatTemplate({"default": qwen3}, SPECIALS, None, (), "</s>")
+    assert template.mark(chat_of(row_of(TALKS["one turn"]))._replace(variables=variables)).thoughtless == 0
+
+
+def test_time_is_linear_in_turns():
+    source = of_trl()["qwen3_5_think"]
+    template = ChatTemplate({"default": source}, SPECIALS, None, (), "</s>")
+    spent = {}
+    for n in (10, 160):
+        talk = chat_of(row_of([message for i in range(n) for message in (user(f"q{i}"), said(f"a{i}"))]))
+        template.mark(talk)
+        began = time.process_time()
+        for _ in range(320 // n):
+            template.mark(talk)
+        spent[n] = time.process_time() - began
+    assert spent[160] < 2 * spent[10]
