@@ -251,13 +251,20 @@ class Plan:
 
     def saving(self, saved: Mapping[int, Saved]) -> Plan:
         """This plan with other saved tensors in some units, by index."""
-        units = (replace(unit, saved=saved[u]) if u in saved else unit for u, unit in enumerate(self.units))
+        made = dict[tuple[UnitPlan, Saved], UnitPlan]()
+        units = list(self.units)
+        for u, names in saved.items():
+            key = units[u], names
+            units[u] = made.get(key) or made.setdefault(key, replace(units[u], saved=names))
         return replace(self, units=tuple(units))
 
     @cached_property
     def distinct(self) -> dict[int, UnitPlan]:
         """The different plans of units, each by the last index where it stands."""
-        last = {unit: u for u, unit in enumerate(self.units)}
+        objects = {id(unit): u for u, unit in enumerate(self.units)}  # first, since most equal units are one object
+        last = dict[UnitPlan, int]()
+        for u in objects.values():
+            last[self.units[u]] = max(u, last.get(self.units[u], 0))
         return {u: unit for unit, u in last.items()}
 
     def uses(self, tier: Tier) -> bool:

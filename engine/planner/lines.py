@@ -12,7 +12,7 @@ from trireme.engine.plan import DoesNotFit, Tier
 from trireme.engine.planner.advice import Row
 from trireme.engine.planner.clock import PARTS, Clock, Times
 from trireme.engine.planner.forecast import BEST, Forecast
-from trireme.engine.planner.rates import ENDURANCE, TB
+from trireme.engine.planner.rates import ENDURANCE, SHEETS, TB
 
 BINDS = {
     "compute": "computation",
@@ -140,7 +140,8 @@ def time_line(f: Forecast) -> str:
     """The time of a step and of all steps, and what limits them."""
     found, step, work = f.step, f.step.step_s, f.work
     return (
-        f"{seconds(step)} a step ({count(work.sequences, 'sequence')}, {compact(work.tokens)} tokens: "
+        f"{seconds(step)} a step{f' {SHEETS}' * (f.machine.how == SHEETS)} "
+        f"({count(work.sequences, 'sequence')}, {compact(work.tokens)} tokens: "
         f"{compact(work.tokens / step)} tok/s, {f.tflops:.3g} TFLOP/s); "
         f"{count(work.steps, 'step')} = {duration(work.steps * step)}; "
         f"limited by {BINDS[found.bound]} ({seconds(found.busy[found.bound])} of {seconds(step)})"

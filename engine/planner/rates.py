@@ -134,6 +134,9 @@ def rates_of(measured: Mapping[str, float]) -> Rates:
     return Rates(**made | found)
 
 
+SHEETS = "by data sheets"
+
+
 @dataclass(frozen=True)
 class Machine:
     """Memory, drives and rates that a plan is made for."""
@@ -146,7 +149,7 @@ class Machine:
     reserve: int = 0  # of these, to be left free
     endurance: float = 0.0  # bytes of warranted writes
     drives: str = "no SSD"
-    how: str = ""  # the rates are known
+    how: str = SHEETS  # where the rates are from
     gpus: int = 1
     less: tuple[int, ...] = ()  # bytes by which each GPU has less than `gpu`, if they are unequal
     mixed: bool = False  # GPUs of several kinds: all are taken to be as fast as the slowest
@@ -174,7 +177,7 @@ class Machine:
         several = f"{self.gpus} x " if on_gpu else f"{self.gpus} emulated GPUs on "
         return (
             f"{several * alike}{self.name}{memory}, {r.dram / GB:.0f} GB/s | {self.drives} | {bus}"
-            f"CPU AdamW {r.adam / GB:.1f} G parameters/s{f' ({self.how})' * bool(self.how)}"
+            f"CPU AdamW {r.adam / GB:.1f} G parameters/s ({self.how})"
         )
 
 

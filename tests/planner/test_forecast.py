@@ -27,7 +27,7 @@ from trireme.engine.planner.lines import (
     wear_warning,
 )
 from trireme.engine.planner.predict import Batch, predict_evaluation
-from trireme.engine.planner.rates import assume
+from trireme.engine.planner.rates import SHEETS, assume
 from trireme.engine.planner.rule import Wanted, simple_plan
 from trireme.engine.planner.whole import (
     CLOSING,
@@ -149,6 +149,14 @@ def test_what_takes_less_time():
 
 def test_a_drive_that_binds_is_named():
     assert "limited by the SSD" in time_line(forecast("gpu=rtx4090,ram=48GiB,ssd=2TB@7/5"))
+
+
+def test_a_figure_from_data_sheets_is_marked():
+    f = forecast("gpu=rtx4090,ram=128GiB")
+    measured = replace(f, machine=replace(f.machine, how="measured"))
+    for line in (time_line(f), f.machine.describe()):
+        assert SHEETS in line
+    assert SHEETS not in time_line(measured) + measured.machine.describe()
 
 
 def test_a_long_start_is_said():
