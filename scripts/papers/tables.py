@@ -1,6 +1,6 @@
 """python scripts/papers/tables.py: published figures of the papers next to the estimate for the same machine and model.
 
-An estimate is the code of the step on simulated queues, with the rates of engine/planner/rates.py. Nothing is fitted, and
+An estimate is the code of the step on simulated queues, with assumed rates. Nothing is fitted, and
 nothing was run on these machines. Without clipping, as in the papers; sequences of 1,024 tokens.
 """
 
