@@ -17,11 +17,17 @@ from trireme.engine.planner.forecast import Forecast, Work
 from trireme.engine.planner.gpus import GPUS
 from trireme.engine.planner.rates import DRIVES, GB, Machine, machine
 from trireme.engine.planner.rule import Wanted, simple_plan, sizes_of
-from trireme.engine.planner.sizes import gpt3
-from trireme.models.config import ModelConfig
+from trireme.models.config import ModelConfig, uniform
 
 SEQ = 1024
 SERVER_DRAM = 150 * GB  # eight channels of DDR4-2933, 188 GB/s on paper, at 0.8
+
+
+def gpt3(width: int, layers: int, heads: int) -> ModelConfig:
+    """A model of GPT-3's form, as the papers have it."""
+    biases = dict(qkv_bias=True, o_bias=True, mlp_bias=True)
+    return uniform("gpt2", 50257, width, layers, heads, heads, width // heads, 4 * width, 8192, 1e-5, True, **biases)
+
 
 # Fuyou, table 4; then PatrickStar, table 2, and STRONGHOLD's size: hidden width, layers, heads.
 GPT = {
