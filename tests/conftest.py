@@ -19,7 +19,7 @@ from hypothesis import settings
 
 from trireme.engine.planner.probe import compute, processor
 from trireme.engine.queues import real as real_queues
-from trireme.engine.run import evaluation, job
+from trireme.engine.run import evaluate, job
 from trireme.models.sizes import narrow
 
 torch.set_num_threads(1)
@@ -100,7 +100,7 @@ def short_runs():
     """Tokens of one test are not for the next, nor for the user of this machine; a sample is one token."""
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(job, "shared_tokens", lambda: None)
-        patch.setattr(evaluation, "LONGEST", 0.0)
+        patch.setattr(evaluate, "LONGEST", 0.0)
         yield
 
 

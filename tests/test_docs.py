@@ -9,8 +9,8 @@ from pathlib import Path
 
 import pytest
 
-from trireme.engine.run.command import parse
-from trireme.engine.run.job import prepare
+from trireme.engine.run.cli import parse
+from trireme.engine.run.job import make
 
 ROOT = Path(__file__).parents[1]
 
@@ -42,7 +42,7 @@ def test_commands_of_the_page_on_schedulers_are_understood(monkeypatch):
     started = [words for words in found if "--resume" not in words and not {"…", "."} & set(words)]
     assert len(started) >= 3
     for words in started:
-        assert parse([word.strip('"') for word in words])
+        assert parse([word.strip('"') for word in words])[1]
 
 
 @pytest.mark.parametrize(("code", "queued"), [(0, False), (130, True), (2, False)])
@@ -73,4 +73,4 @@ def test_the_figures_that_readme_has_from_simulations():
     adapters = line.replace("--batch-size 128", "--batch-size 32").replace("2x4TB", "4TB") + " --lora 16"
     for how, command in (("", line), (", `--lora 16`", adapters)):
         (said,) = re.findall(rf"^\| 70B{how} \| RTX 4090 \| 64 GiB \| \d \| ([\d.]+) s \|", text, re.MULTILINE)
-        assert f"{prepare(parse(command.split())).forecast.step.step_s:.3g}" == said
+        assert f"{make(parse(command.split())[1]).forecast.step.step_s:.3g}" == said

@@ -205,13 +205,22 @@ class Group(Alone):
         self.wire.cut()
 
 
+_here = Alone()
+
+
+def here() -> Alone:
+    """The hosts of this process's run."""
+    return _here
+
+
 @contextmanager
 def joined(at: Place, late: Callable[[str], object], silent: float | None = None) -> Iterator[Alone]:
     """The hosts, while this one takes part; an exception within ends all. `late`, `silent`: as of Wire."""
+    global _here  # noqa: PLW0603
     if at.hosts == 1:
-        yield Alone()
+        yield _here
         return
-    group = Group(at, late, silent)
+    _here = group = Group(at, late, silent)
     assert group.wire is not None
     try:
         yield group
@@ -219,6 +228,7 @@ def joined(at: Place, late: Callable[[str], object], silent: float | None = None
         group.failed(error)
         raise
     finally:
+        _here = Alone()
         group.wire.close()
 
 

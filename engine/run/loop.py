@@ -1,46 +1,60 @@
-"""The loop around the step: batches, evaluations, snapshots, the finished checkpoint."""
+"""A run from its options to its end: the steps, and when to evaluate, save, export and stop."""
 
 from __future__ import annotations
 
+import difflib
 import math
-import shutil
 import time
 import zlib
-from collections.abc import Sequence
-from contextlib import closing
+from collections.abc import Mapping, Sequence
+from contextlib import ExitStack, closing
+from dataclasses import replace
+from pathlib import Path
 
 import numpy as np
 import torch
 
-from trireme.engine.amounts import count
-from trireme.engine.build import Ahead, InRam, in_ram, with_dropout
-from trireme.engine.data.dataset import MicroBatch
+from trireme.engine.amounts import compact, count, duration
+from trireme.engine.build import Ahead, Inputs, InRam, dealt, in_ram, with_dropout
+from trireme.engine.check.tuned import in_use
+from trireme.engine.data.dataset import Dataset, MicroBatch, parse_val
+from trireme.engine.data.find import find
+from trireme.engine.data.taught import is_scores, read_names, taught_by
+from trireme.engine.hosts.group import here
 from trireme.engine.optimizer import StepStats, learning_rate
-from trireme.engine.planner.correct import at_work, until_its_end
-from trireme.engine.planner.host import memory_in_use
-from trireme.engine.planner.lines import took_line
+from trireme.engine.plan import DoesNotFit
+from trireme.engine.planner.advice import Row, elsewhere
+from trireme.engine.planner.clock import Part, Watch
+from trireme.engine.planner.correct import at_work, batch_of, corrected, until_its_end
+from trireme.engine.planner.host import computed_by, memory_in_use
+from trireme.engine.planner.lines import machine_lines, ready_line, took_line
+from trireme.engine.planner.machine import note_drives
+from trireme.engine.planner.predict import predict
+from trireme.engine.planner.whole import note_compilation
 from trireme.engine.queues.names import READS
 from trireme.engine.queues.trace import Span, perfetto
-from trireme.engine.run.begin.resume import remove_given_up
-from trireme.engine.run.command import program
-from trireme.engine.run.evaluation import Evaluation, epoch, load_record
-from trireme.engine.run.hub.names import opens
-from trireme.engine.run.job import Job
-from trireme.engine.run.live import Live, reopen_adapter
-from trireme.engine.run.output.exports import BEST, set_aside
-from trireme.engine.run.output.folder import reopen, tidy
-from trireme.engine.run.output.log import perplexity
-from trireme.engine.run.output.records import Record
-from trireme.engine.run.pace import Pace
-from trireme.engine.run.signals import Stop, stop_signals
+from trireme.engine.run import config_file, folder, page, report, screen
+from trireme.engine.run.after import hub, push
+from trireme.engine.run.evaluate import Evaluator, with_reference
+from trireme.engine.run.folder import Folder
+from trireme.engine.run.job import Job, alternatives, check_named, check_room, make
+from trireme.engine.run.log import Log, Record, Tracker, eval_line, trackers
+from trireme.engine.run.options import Options
+from trireme.engine.run.record import Snapshot
+from trireme.engine.run.signals import Stop, if_again, stop_signals
+from trireme.engine.run.state import Training, snapshot_of
 from trireme.engine.step import train_step
 from trireme.models.config import InputError
 from trireme.models.rows import Load, Noise, make_load, neftune
 from trireme.models.sizes import costs
-from trireme.storage.files import remove_folders, replace_synced
+from trireme.storage.files import replace_synced
 from trireme.storage.untrusted import quoted
 
 BOUND_EVERY = 50  # steps between timings of queues
+SHORT, SETTLED, WARM = 0.5, 5, 2  # seconds of a short step on a GPU; the step that is traced, of short ones and others
+BUSY = 0.5  # share of a step from which a drive's rate is known
+EXAMPLES = 8  # in report.html
+SOURCES = ("train", "val")  # of a teacher's pass
 
 
 class Interrupted(Exception):
@@ -51,245 +65,574 @@ class Diverged(InputError):
     """The loss or the gradient norm is not finite."""
 
 
+def run(options: Options) -> int:
+    """The command. Returns the exit code."""
+    try:
+        if not options.demo:
+            train(options)
+            return 0
+        from trireme.engine.run.after import demo  # late: most runs need none of it
+
+        with demo.prepared(options) as made:
+            train(made)
+            if not options.dry_run:
+                demo.say_after(made)
+    except Interrupted:
+        return 130
+    return 0
+
+
+def train(options: Options, more: Sequence[Tracker] = ()) -> Path:
+    """Trains, or plans if it is a dry run; returns the output folder. `more`: trackers besides those of --log.
+
+    Raises InputError, CheckpointError, DoesNotFit, StoreError, LostHost, Interrupted.
+    """
+    check_paths(options)
+    options = hub.fetched(folder.named(options))
+    out = Path(options.out)
+    if not here().host:
+        push.check(options)
+    here().agree("options", config_file.saved(replace(options, store=())), "Start all with the same command")
+    if options.dry_run and not options.resume:
+        dry_run(options)
+        return out
+    with folder.reopened(options) if options.resume else folder.new(options) as place:
+        with screen.clock().at("headers"):
+            begun = snapshot_of(place, options.keep) if options.resume else None
+        if options.dry_run:
+            prepared(options, begun)
+            return out
+        with trackers(options, place.state.id) as own:
+            job, lines = prepared(options, begun)
+            if place.state.kept and begun and job.total_steps <= begun.progress.step:
+                done = f"the run is finished at step {begun.progress.step:,}"
+                raise InputError(f"--resume {out}: {done}. To go on, give more: --epochs N or --max-steps N.")
+            place.write_config(job.options)
+            job = with_teacher(job, place, begun)
+            screen.forgive()
+            Run(job, place, begun, [*more, *own], lines).go()
+    if options.push and not here().host:
+        upload(out, options.push)
+    return out
+
+
+def check_paths(o: Options) -> None:
+    """Looks at the paths that a run is given, before anything is downloaded or read for long. Raises InputError."""
+    check_named(o)
+    local = {"--tokenizer": o.tokenizer, "--adapter": o.adapter, "--plan": o.plan}
+    for name, path in local.items():
+        if path and not Path(path).exists():
+            raise InputError(f"{name} {path}: there is no such file or folder.")
+    for text in o.data:
+        if text != "-" and not hub.data_name(text):
+            find(text)
+    if o.val and not hub.data_name(o.val):
+        parse_val(o.val)
+    if o.out and not (o.resume or o.dry_run or here().host):
+        folder.check_free(Path(o.out), o.model)
+    if o.model and not hub.model_name(o.model):
+        check_checkpoint(Path(o.model))
+
+
+def check_checkpoint(path: Path) -> None:
+    """Raises InputError for what is likely meant otherwise than as a checkpoint."""
+    if path.is_file():
+        raise InputError(f"{path} is a file. Give the folder of a checkpoint: config.json, .safetensors.")
+    if not path.is_dir():
+        there = [each.name for each in path.absolute().parent.glob("*") if each.is_dir()]
+        near = difflib.get_close_matches(path.name, there, 1)
+        way = f"Did you mean {path.with_name(near[0])}?" if near else "Give the folder of a Hugging Face checkpoint."
+        raise InputError(f"there is no folder {path}. {way}")
+    if snapshots := sorted(path.glob("snapshots/*")) if path.name.startswith("models--") else []:
+        raise InputError(f"{path} is a cache of the hub. Give the snapshot in it: {quoted(snapshots[-1])}.")
+    weights = {each.suffix for each in path.iterdir()}
+    if ".gguf" in weights and ".safetensors" not in weights:
+        raise InputError(f"{path} holds GGUF, which cannot be trained. Take the safetensors of the same model.")
+
+
+def dry_run(o: Options) -> None:
+    """Prints what a run would do; of several machines a table. Raises InputError, DoesNotFit."""
+    machines = assumed_each(o.assume or "")
+    if len(machines) < 2:
+        job, _ = prepared(o, None)
+        try:
+            folder.check_free(job.out, o.model)
+        except InputError as error:
+            screen.warn(f"the run itself would be refused: {error}")
+        screen.say(report.dry_line(job))
+        return
+    rows = list[Row]()
+    for name, machine in machines.items():
+        try:
+            rows.append(Row(name, make(replace(o, assume=machine)).forecast))
+        except DoesNotFit as error:
+            rows.append(Row(name, None, str(error)))
+    for line in machine_lines(rows):
+        screen.say(line)
+
+
+def assumed_each(text: str) -> dict[str, str]:
+    """The machines of --assume by the part that differs: of `gpu=x,ram=32,64GiB` two."""
+    parts = dict[str, list[str]]()
+    for word in text.split(",") if text else []:
+        name, equals, value = word.partition("=")
+        parts.setdefault(name if equals else next(reversed(parts), "gpu"), []).append(value if equals else word)
+    several = next((name for name, values in parts.items() if len(values) > 1), "")
+    if not several:
+        return {"": text}
+    unit = "".join(c for c in parts[several][-1] if c.isalpha()) or "GiB"
+    sizes = [
+        value + unit * (value.replace(".", "").isdigit() and several in ("ram", "ssd")) for value in parts[several]
+    ]
+    fixed = ",".join(f"{name}={','.join(values)}" for name, values in parts.items() if name != several)
+    return {f"{several}={size}": ",".join(filter(None, [fixed, f"{several}={size}"])) for size in sizes}
+
+
+def prepared(o: Options, begun: Snapshot | None) -> tuple[Job, list[str]]:
+    """The job, and the lines of its report, which it prints. If it does not fit, the error offers what would."""
+    try:
+        job, lines = make(o, begun), list[str]()
+        if begun:
+            for line in config_file.changes(job.options, begun.options):
+                screen.say(f"changed  {line} at step {begun.progress.step:,}")
+            if begun.computed_by != (now := computed_by(job.device)):
+                screen.say(f"changed  {now}, was {begun.computed_by}: it may round differently")
+        with screen.clock().at("plan"):
+            for line in report.lines(job):
+                screen.say(line)
+                lines.append(line)
+        if not (begun or o.assume or o.dry_run):
+            check_room(job)
+        return job, lines
+    except DoesNotFit as error:
+        raise DoesNotFit(f"{error}{alternatives(o)}", error.need) from None
+
+
+def with_teacher(job: Job, place: Folder, begun: Snapshot | None) -> Job:
+    """The job with the teacher's rows in its data; a checkpoint scores the data first, into .run/teacher. A pass that
+    was killed goes on. Raises InputError, CheckpointError, DoesNotFit, StoreError.
+    """
+    teacher, teaching, key = job.options.teacher, job.cfg.teaching, begun.fixed.teacher if begun else ""
+    if not teacher or teaching is None:
+        return job
+    scores, held = Path(teacher), job.data.held_out
+    sources = dict(zip(SOURCES, [job.data, *([held] if held else [])], strict=False))
+    with screen.clock().at("reference"):
+        if not is_scores(scores):
+            from trireme.engine.run.after import score  # late: it imports this folder's modules
+
+            scores = place.run / "teacher"
+            score.write(scores, Path(teacher), sources, teaching.k, job.cfg.vocab, job.options)
+        names = read_names(scores)
+        score_of = lambda data: taught_by(names, data, job.cfg.vocab)
+        taught: Mapping[str, Dataset] = {name: replace(data, teacher=score_of(data)) for name, data in sources.items()}
+    data = taught["train"]
+    assert data.teacher is not None
+    if key and data.teacher.key != key:
+        changed = f"the teacher {teacher} is not what the run began with"
+        raise InputError(f"--resume {job.out}: {changed}. Restore it, or start again.")
+    return replace(job, read=replace(data, held_out=taught.get("val")))
+
+
+def upload(out: Path, name: str) -> None:
+    again = f"The run is done; to upload it: trireme push {quoted(out)} {name}"
+    try:
+        push.upload(out, name)
+    except (InputError, OSError) as error:
+        raise InputError(f"{str(error).rstrip('.')}. {again}") from None
+    except KeyboardInterrupt:
+        screen.urgent(f"interrupted. {again}")
+        raise Interrupted from None
+
+
 class Run:
     """The loop over the steps of a run."""
 
-    def __init__(self, live: Live):
-        self.live = live
-        self.stop = Stop(live.job.total_steps, live.screen, live.last_snapshot, live.group.hosts == 1)
-        self.evaluation = Evaluation(live, self.stop)
-        self.batches = Ahead(self._batch)
-        self.stop.begins(live.progress.step)
-        self.saved = self.exported = time.monotonic()
-        gpus = live.job.plan.gpus if live.job.device.type == "cuda" else 1
-        rates, hosts = live.job.machine.rates, live.group.hosts
-        self.peak = hosts * gpus * (rates.fp8 if live.job.cfg.fp8 else rates.matmul)  # FLOPs a second, for mfu
-        self.bound: str | None = None  # busiest queue of the last traced step
-        self.moved = live.queues.moved.copy()  # bytes by queue at the step's beginning
-        self.pace = Pace(live)
-        predicted = live.job.forecast.step.step_s if live.job.device.type == "cuda" else None
-        self.step_s: float | None = predicted  # of the last step
+    def __init__(self, job: Job, place: Folder, begun: Snapshot | None, more: Sequence[Tracker], lines: Sequence[str]):
+        """`more`: trackers. `lines`: the report, for report.html."""
+        self.training, self.place, self.lines = Training(job, place, begun), place, lines
+        self.done = self.training.progress
+        self.log = Log(job.out, job.total_steps, job.work.evaluations, self.done.log, more)
+        self.stop = Stop(job.total_steps, lambda: self.training.last_snapshot, here().hosts == 1)
+        self.saved = self.exported = self.evaluated = time.monotonic()
+        self.bound = ""  # busiest queue of the last traced step
+        short = job.on_gpu and job.forecast.step.step_s < SHORT
+        self.warm = self.done.step + (SETTLED if short else WARM)
+        self.step_s = job.forecast.step.step_s if job.on_gpu else None  # of the last step
+        self.first_s = 0.0  # of the first step
+        self.watch: Watch | None = None  # once warm
+        self.estimated = dict[Part, float]()
+
+    @property
+    def job(self) -> Job:
+        return self.training.job
 
     def go(self) -> None:
-        """Raises Interrupted, Diverged, StoreError."""
-        live, done = self.live, self.live.progress
-        with stop_signals(self.stop.ask, self.stop.insist), closing(self.batches):
-            self.evaluation.run_if_due()
-            self.stop.begins(done.step + 1)
-            while done.step < self.stop.last and not self.evaluation.is_enough:
-                self._step()
-                self.stop.begins(done.step + 1)
-            if self.stop.leaving:
-                live.save()
-                out = live.job.out
-                saved = f"{self.stop.how} saved {out} at step {done.step:,}"
-                live.screen.say(f"{saved}. Resume: {program()} --resume {quoted(out)}")
-                raise Interrupted
-            self._finish()
+        """Raises Interrupted, Diverged, StoreError, LostHost."""
+        if self.job.on_gpu:
+            spent = screen.clock().with_spent(report.estimate(self.job, self.done.step))
+            self.estimated = spent
+        with ExitStack() as stack:
+            stack.enter_context(in_use(self.job.launches))
+            stack.callback(self.log.close)
+            stack.enter_context(closing(self.training))
+            try:
+                self.load()
+                job = self.job
+                self.evaluator = Evaluator(self.training.engine, job.rows, job.seq_len, job.n_micro)
+                with stop_signals(self.stop.ask, self.stop.insist), closing(Ahead(self.batch)) as ahead:
+                    self.steps(ahead)
+                    self.end()
+            except Interrupted:
+                raise
+            except BaseException as error:
+                here().failed(error)  # before cleanup that waits for other hosts
+                raise
 
-    def _step(self) -> None:
-        live, job, o, group = self.live, self.live.job, self.live.job.options, self.live.group
-        done, total = live.progress, job.total_steps
-        began, self.moved = time.perf_counter(), live.queues.moved.copy()
-        live.queues.tracing = o.trace or self.pace.needs_trace or done.step % BOUND_EVERY == 0
-        rate = learning_rate(done.step + 1, total, job.lr, o.schedule, o.warmup_steps(total))
-        passing = live.screen.passing(f"step {done.step + 1:,}/{total:,}", self.step_s)
-        with live.clock.at("steps"), live.watched(f"step {done.step + 1:,}"), passing:
-            batch = self.batches.take(*self._due())
-            tokens, places = sum(mb.tokens for mb in batch), live.queues.devices
-            loads = [make_load(job.cfg, tokens, o.router_aux, device) for device in places]
-            weight, docs, correct = sum(mb.weight for mb in batch), live.documents(batch), self.evaluation.counter()
-            micro = [self.evaluation.inputs(mb, loads, correct) for mb in live.dealt(batch)]
-            stats = train_step(live.engine, micro, done.step + 1, rate, weight, live.preference, docs)
+    def load(self) -> None:
+        """Loads the engine. A signal takes effect between two pieces, when no request to a drive is in flight."""
+        asked, training, done = list[int](), self.training, self.done
+
+        def ask(number: int) -> None:
+            asked.append(number)
+            screen.urgent(f"\n  leaving{if_again(number)}")
+
+        stopped = lambda: bool(asked)
+        lost = training.begun is not None and not self.place.holds_best(done, training.again)
+        with stop_signals(ask, lambda: screen.urgent("\nexited immediately")):
+            training.build(stopped)
+            if not training.begun:
+                training.load_checkpoint(stopped)
+            with_reference(training, stopped)
+            if training.begun:
+                training.load_snapshot(stopped)
+        if asked:
+            raise KeyboardInterrupt
+        if self.job.data.teacher:
+            training.fixed = replace(training.fixed, teacher=self.job.data.teacher.key)
+        if training.begun:
+            screen.say(f"resumed at step {done.step:,}")
+        if lost and done.best_step == done.step and here().hosts == 1:
+            screen.warn(
+                f"the best weights, of step {done.step:,}, are lost or changed: written again from the snapshot"
+            )
+            training.keep_best()
+        elif lost:
+            screen.warn(
+                f"the best weights, of step {done.best_step:,}, are lost or changed: the output will be the last"
+            )
+            done.best = done.best_step = None
+        if done.step and done.step < self.job.total_steps:
+            self.warn_of_rate()
+
+    def warn_of_rate(self) -> None:
+        """Warns if the learning rate rises where a longer run goes on."""
+        before = [record["learning_rate"] for record in self.log.records if "learning_rate" in record]
+        now = self.rate(self.done.step + 1)
+        if before and now > 1.001 * before[-1] and self.done.step > self.job.options.warmup_steps(self.job.total_steps):
+            screen.warn(
+                f"the learning rate rises from {before[-1]:.1e} to {now:.1e}: the schedule is of the longer run"
+            )
+
+    def rate(self, step: int) -> float:
+        o, total = self.job.options, self.job.total_steps
+        return learning_rate(step, total, o.lr or 0.0, o.schedule, o.warmup_steps(total))
+
+    def steps(self, ahead: Ahead[int, list[InRam]]) -> None:
+        done, o, total, training = self.done, self.job.options, self.job.total_steps, self.training
+        due = lambda every, moment: here().first(every.due(done.step, total, time.monotonic() - moment))
+        if done.step == 0 or due(o.eval_every, self.evaluated):  # also one that a signal broke off
+            self.evaluate()
+        self.stop.begins(done.step + 1)
+        while done.step < self.stop.last and not (o.patience and done.worse >= o.patience):
+            self.step(ahead)
+            if due(o.eval_every, self.evaluated):
+                self.evaluate()  # before a snapshot, which records the best so far
+            if due(o.export_every, self.exported):
+                training.apply_updates()
+                training.export(done.step)
+                self.exported = time.monotonic()
+            if due(o.save_every, self.saved):
+                training.save(self.log.sync)
+                self.saved = time.monotonic()
+            self.stop.begins(done.step + 1)
+        if self.stop.leaving:
+            training.save(self.log.sync)
+            way = f"Resume: trireme --resume {quoted(o.out)}"
+            screen.say(f"{self.stop.how} saved {o.out} at step {done.step:,}. {way}")
+            raise Interrupted
+
+    # ------------------------------------------------------------ a step
+
+    def step(self, ahead: Ahead[int, list[InRam]]) -> None:
+        job, done, training, group = self.job, self.done, self.training, here()
+        queues, number, began = training.queues, done.step + 1, time.perf_counter()
+        moved = queues.moved.copy()
+        queues.tracing = job.options.trace or number == self.warm or done.step % BOUND_EVERY == 0
+        rate, waiting = self.rate(number), screen.passing(f"step {number:,}/{job.total_steps:,}", self.step_s)
+        with screen.clock().at("steps"), training.watched(f"step {number:,}"), waiting:
+            batch = ahead.take(done.step, number if number < job.total_steps else None)
+            tokens = sum(mb.tokens for mb in batch)
+            loads = [make_load(job.cfg, tokens, job.options.router_aux, device) for device in queues.devices]
+            weight, correct = sum(mb.weight for mb in batch), self.evaluator.counter(job.preference)
+            own = dealt(batch, group.host, group.hosts)
+            micro = [self.evaluator.inputs(mb, loads, correct) for mb in own]
+            docs = training.documents(batch)
+            stats = train_step(training.engine, micro, number, rate, weight, job.preference, docs)
         if not np.isfinite([stats.loss, stats.grad_norm]).all():
-            self._diverged(stats)
-        done.step += 1
+            self.diverged(number, stats)
+        done.step = number
         self.stop.hear(group.any(self.stop.asked and not self.stop.alone))
         seconds = self.step_s = time.perf_counter() - began
-        spans = self._trace() if live.queues.tracing else []
-        live.queues.tracing = False  # what happens between steps is of none
-        record = self._record(stats, rate, batch, seconds) | self._load_record(loads[0])
+        spans = self.trace() if queues.tracing else []
+        queues.tracing = False  # what happens between steps is of none
+        read = sum(queues.moved[queue] - moved[queue] for queue in READS) / seconds / 1e9
+        record = self.record(stats, rate, batch, seconds, read) | load_record(loads[0])
         if correct is not None:
             record["accuracy"] = round(sum(group.values(float(correct))) / weight, 6)
-        with live.watched("log"):
-            live.log.step(record)
-        if self.pace.compare(spans, micro, seconds):
-            self.saved = time.monotonic()
-        self.evaluation.run_if_due()  # before a snapshot, which records the best so far
-        if group.first(o.export_every.due(done.step, total, time.monotonic() - self.exported)):
-            live.apply_updates()
-            live.export(job.out / f"step-{done.step}")
-            self.exported = time.monotonic()
-        if group.first(o.save_every.due(done.step, total, time.monotonic() - self.saved)):
-            live.save()
-            self.saved = time.monotonic()
+        with training.watched("log"):
+            self.log.step(record)
+        self.pace(spans, micro, seconds * job.work.tokens / max(1, tokens))
 
-    def _load_record(self, load: Load | None) -> Record:
-        group = self.live.group
-        if load is None:
-            return {}
-        if group.hosts > 1 and not load.weight:  # else the step has asked the others
-            counts = group.numbers(load.counts.flatten().tolist(), load.counts.numel())
-            load.counts.copy_(torch.tensor(counts).view(group.hosts, *load.counts.shape).sum(0))
-        return load_record(load)
+    def diverged(self, step: int, stats: StepStats) -> None:
+        """Drops the gradients. Updates made during backward stay; only a snapshot undoes them. Raises Diverged."""
+        training = self.training
+        training.engine.gradients.discard()
+        training.write_best()
+        figures = f"loss {stats.loss:g}, gradient norm {stats.grad_norm:g}"
+        way = "Lower --lr, or look at the data of this step."
+        raise Diverged(f"step {step:,}: {figures}. Nothing of this step was saved. {training.last_snapshot}. {way}")
 
-    def _due(self) -> tuple[tuple[int, int], tuple[int, int] | None]:
-        """(step from 0, rows of a micro-batch) of the next step and of the one after it, None if there is none."""
-        now, rows, job = self.live.progress.step, self.live.job.micro_rows, self.live.job
-        return (now, rows), ((now + 1, rows) if now + 1 < job.total_steps else None)
+    def batch(self, step: int) -> list[InRam]:
+        """The micro-batches of a step, from 0. Runs in another thread."""
+        job, first, made = self.job, 0, list[InRam]()
+        for mb in job.data.step(step, job.options.batch_size, job.rows):
+            made.append(in_ram(job.cfg, mb, job.on_gpu, noise_of(job, step, mb, first)))
+            first += sum(mb.lengths)
+        return with_dropout(job.cfg, made, job.options.seed, step)
 
-    def _batch(self, due: tuple[int, int]) -> list[InRam]:
-        """The micro-batches of a step. Runs in another thread."""
-        job, (step, rows) = self.live.job, due
-        on_gpu = job.device.type == "cuda"
-        batch = job.data.step(step, job.options.batch_size, rows)
-        found = [in_ram(job.cfg, mb, on_gpu, noise) for mb, noise in zip(batch, _noise(job, step, batch), strict=True)]
-        return with_dropout(job.cfg, found, job.options.seed, step)
-
-    def _record(self, stats: StepStats, rate: float, batch: Sequence[InRam], seconds: float) -> Record:
-        live, job = self.live, self.live.job
-        tokens, trained = sum(mb.tokens for mb in batch), sum(mb.trained for mb in batch)
-        flops = sum(costs.model_flops(job.cfg, mb.tokens, mb.pairs) for mb in batch)
+    def record(self, stats: StepStats, rate: float, batch: Sequence[InRam], seconds: float, read: float) -> Record:
+        job, tokens, trained = self.job, sum(mb.tokens for mb in batch), sum(mb.trained for mb in batch)
         gpu, ram = memory_in_use(job.device, job.limits.gpus)
-        read = sum(live.queues.moved[queue] - self.moved[queue] for queue in READS)
-        record = {
-            "step": live.progress.step,
-            "epoch": epoch(live),
+        record: Record = {
+            "step": self.done.step,
+            "epoch": self.epoch,
             "loss": stats.loss,
             "learning_rate": rate,
             "grad_norm": stats.grad_norm,
             "tokens": tokens,
+            ("rows" if job.cfg.scores else "trained_tokens"): trained,
             "tokens_per_second": round(tokens / seconds, 1),
-            ("rows_per_second" if job.cfg.scores else "trained_tokens_per_second"): round(trained / seconds, 1),
             "step_time_s": round(seconds, 4),
             "wall_time": round(time.time(), 3),
             "ram_gib": round(ram, 3),
-            "ssd_read_gbs": round(read / seconds / 1e9, 3),
-            "ssd_written_tb": round(live.written / 1e12, 6),
+            "ssd_read_gbs": round(read, 3),
+            "ssd_written_tb": round(self.training.written / 1e12, 6),
             "bound": self.bound,
-        } | {name: round(value, 6) for name, value in stats.metrics.items()}
-        record |= {} if job.cfg.scores else {"trained_tokens": trained}
-        if job.device.type == "cuda":  # the peak of a CPU is known by no data sheet, and varies with its other load
-            record |= {"mfu": round(flops / seconds / self.peak, 4), "gpu_mem_gib": round(gpu, 3)}
-        return record
+        }
+        if job.on_gpu:  # the peak of a CPU is known by no data sheet
+            rates, flops = job.machine.rates, sum(costs.model_flops(job.cfg, mb.tokens, mb.pairs) for mb in batch)
+            peak = job.plan.hosts * job.plan.gpus * (rates.fp8 if job.cfg.fp8 else rates.matmul)
+            record |= {"mfu": round(flops / seconds / peak, 4), "gpu_mem_gib": round(gpu, 3)}
+        return record | {name: round(value, 6) for name, value in stats.metrics.items()}
 
-    def _diverged(self, stats: StepStats) -> None:
-        """Drops the gradients and raises Diverged. Updates made during backward stay; only a snapshot undoes them."""
-        self.live.engine.gradients.discard()
-        self.live.write_best()
-        raise Diverged(
-            f"step {self.live.progress.step + 1:,}: loss {stats.loss:g}, gradient norm {stats.grad_norm:g}. Nothing of "
-            f"this step was saved. {self.live.last_snapshot()}. Lower --lr, or look at the data of this step."
-        )
+    @property
+    def epoch(self) -> float:
+        return round(self.done.step / self.job.data.steps_per_epoch(self.job.options.batch_size), 4)
 
-    def _trace(self) -> list[Span]:
+    def trace(self) -> list[Span]:
         """The tasks of the last step. Also notes the busiest queue."""
-        live = self.live
-        with live.clock.at("steps"), live.watched(f"step {live.progress.step:,}"):
-            live.queues.drain()
-        spans = live.queues.trace()
-        found = at_work(until_its_end(spans))
-        self.bound = max(found, key=lambda queue: found[queue])
-        if live.job.options.trace:
-            replace_synced(live.job.out / "trace.json", perfetto(spans).encode())
-            live.screen.say("queues    " + ", ".join(f"{queue} {seconds:.3f} s" for queue, seconds in found.items()))
+        training, job = self.training, self.job
+        with screen.clock().at("steps"), training.watched(f"step {self.done.step:,}"):
+            training.queues.drain()
+        spans = training.queues.trace()
+        busy = at_work(until_its_end(spans))
+        self.bound = max(busy, key=lambda queue: busy[queue])
+        if job.options.trace:
+            replace_synced(job.out / "trace.json", perfetto(spans).encode())
+            screen.say("queues   " + ", ".join(f"{queue} {s:.3f} s" for queue, s in busy.items()))
         return spans
 
-    def _finish(self) -> None:
-        live, job, done = self.live, self.live.job, self.live.progress
+    # ------------------------------------------------------------ how fast steps are
+
+    def pace(self, spans: Sequence[Span], micro: Sequence[Inputs], seconds: float) -> None:
+        """Corrects the estimate by the warm step, and says how long the rest takes. `seconds`: of a usual step."""
+        job, done = self.job, self.done
+        self.first_s = self.first_s or seconds
+        if done.step == self.warm:
+            self.warmed_up(spans, micro, seconds)
+        elif self.watch and self.watch.differs(seconds):
+            left = (job.total_steps - done.step) * self.watch.step_s
+            before, now = self.watch.before, self.watch.step_s
+            screen.say(f"speed    {now:.3g} s a step for minutes, {before:.3g} s before; about {duration(left)} to go")
+        if self.watch and self.watch.held and job.forecast.step.busy["ssd"] > BUSY * job.forecast.step.step_s:
+            note_drives(job.machine.rates, folder.stores(job.options))
+
+    def warmed_up(self, spans: Sequence[Span], micro: Sequence[Inputs], seconds: float) -> None:
+        job, left, clock = self.job, self.job.total_steps - self.done.step, screen.clock()
+        with clock.at("plan"):
+            predicted = predict(job.cfg, job.plan, job.machine.rates, batch_of(micro))
+            rates = corrected(job.machine.rates, predicted, spans, seconds)
+            job = self.training.job = replace(job, machine=replace(job.machine, rates=rates))
+            after = report.estimate(job, self.done.step, measured=True)
+            movable = job.on_gpu and left and not job.options.plan and job.plan.hosts == 1
+            choice = elsewhere(job.forecast, left) if movable else None
+        usual = job.forecast.step.step_s
+        self.watch = Watch(usual)
+        if job.on_gpu:
+            beyond = max(0.0, self.first_s - usual) + max(0.0, seconds - usual)  # the second has the first updates
+            clock.move(beyond, "steps", "compile")
+            note_compilation(job.cfg, job.plan, job.device, clock.spent["compile"])
+        self.estimated = self.estimated or clock.with_spent(after)
+        if left:
+            told = f"predicted {predicted.step_s:.3g} s a step, measured {seconds:.3g} s; " if job.on_gpu else ""
+            screen.say(f"ready    {told}{count(left, 'more step')} in {duration(after['steps'])}; {ready_line(after)}")
+        if choice:
+            way = f"interrupt the run, then: trireme --resume {quoted(job.out)}"
+            screen.say(f"plan     another placement would take {choice.step.step_s:.3g} s a step: {way}")
+
+    # ------------------------------------------------------------ evaluations
+
+    def evaluate(self) -> None:
+        """Evaluates. If the run is asked to stop meanwhile, the result is dropped: the resumed run evaluates again."""
+        job, done, held, began = self.job, self.done, self.job.data.held_out, time.monotonic()
+        if held is None or done.evaluated == done.step or self.stop.leaving:
+            return
+        stopped = lambda: self.stop.leaving
+        with screen.clock().at("evaluations"), self.training.watched("evaluation"):
+            loss, metrics = self.evaluator.loss(held, job.preference, done.eval_rows, stopped)
+            samples = self.evaluator.samples(held, job.opened.codec, 1, stopped)
+        if self.stop.leaving:
+            return
+        record: Record = {"step": done.step, "epoch": self.epoch, "eval_loss": loss}
+        record |= {f"eval_{name}": round(value, 6) for name, value in metrics.items()}
+        record |= {"eval_time_s": round(time.monotonic() - began, 3), "wall_time": round(time.time(), 3)}
+        record |= {"sample": samples[0].text} if samples else {}
+        with self.training.watched("log"):
+            self.log.eval(record)
+        lowest = min((x for x in (done.start, done.best) if x is not None), default=math.inf)
+        done.worse = 0 if loss < lowest else done.worse + 1
+        if not done.step:
+            done.start = loss
+        elif loss < (math.inf if done.best is None else done.best):
+            done.best, done.best_step = loss, done.step
+            self.training.keep_best()
+        self.evaluated, done.evaluated = time.monotonic(), done.step
+        above = done.start is not None and not loss < done.start
+        note = (
+            " (best)"
+            if done.best_step == done.step and not above
+            else f" (before training {done.start:.4f})"
+            if above
+            else ""
+        )
+        note = "" if not done.step else note or f" (best {done.best:.4f})"
+        shown = record if done.step or not job.preference else {"eval_loss": loss}  # pairs are ties before training
+        text = f"  {record['sample']!r}" if samples else ""
+        screen.say(f"step {done.step:>{len(f'{job.total_steps:,}')},}  {eval_line(shown, note)}{text}")
+        self.draw()
+
+    def draw(self, timing: str = "") -> None:
+        """Writes report.html."""
+        job, o = self.job, self.job.options
+        if here().host:
+            return
+        name = f"{Path(o.out).resolve().name}: a run of {hub.title(o.model)}, {compact(job.parameters)} parameters"
+        examples = [job.data.example(k) for k in range(min(EXAMPLES, len(job.data.pieces)))]
+        axis = f"loss of {o.method}" if o.method != "sft" else "loss (nats per token)"
+        settings = {key: value for key, value in config_file.saved(o).items() if value not in (None, [])}
+        self.log.draw(page.Facts(name, axis, self.lines, examples, settings, timing))
+
+    # ------------------------------------------------------------ the end
+
+    def end(self) -> None:
+        job, o, done, training = self.job, self.job.options, self.done, self.training
         if done.step < job.total_steps:
             worse = count(done.worse, "evaluation")
-            live.screen.say(f"stopped  at step {done.step:,} of {job.total_steps:,}: {worse} without a lower eval_loss")
-        live.apply_updates()
-        self.evaluation.run_if_due(final=True)
-        last_is_best = done.best_step == done.step
-        there = live.group.first(live.best_kept or (job.out / BEST).is_dir())  # else lost
-        best = there and job.options.export == "best" and done.best_step not in (None, done.step)
-        if best or (there and last_is_best and not live.best_kept):  # just written
-            live.export_best()
+            screen.say(f"stopped  at step {done.step:,} of {job.total_steps:,}: {worse} without a lower eval_loss")
+        training.apply_updates()
+        self.evaluate()
+        is_last = done.best_step == done.step
+        best = o.export == "best" and done.best_step is not None and not is_last
+        if o.keep_state:
+            training.save(self.log.sync)
+        if best or (is_last and not training.best_kept):
+            training.export_best()
         else:
-            live.export()
-            if not last_is_best:
-                live.write_best()
-        if live.group.host:
-            self._leave()
-            return
-        adapter = job.cfg.lora is not None
-        with live.clock.at("check"), live.watched("check"):
-            summary = live.log.summary()
-            written = (
-                reopen_adapter(job.cfg, opens(job.options.model), job.out)
-                if adapter
-                else reopen(job.source, job.out, job.cfg.opener, job.cfg.scores > 0)
+            training.export()
+            if not is_last:
+                training.write_best()
+        self.warn_of_worse(best)
+        screen.say(self.log.line())
+        stopped = lambda: self.stop.leaving
+        with training.watched("samples"):
+            samples = self.evaluator.samples(job.data.held_out or job.data, job.opened.codec, 0 if best else 3, stopped)
+        for prompt, text, ended in samples:
+            screen.say(f"sample   {shortened(prompt)!r} -> {text!r}{'' if ended else ' ...'}")
+        aside = None if best or is_last else done.best_step
+        with screen.clock().at("close"), training.watched("close"):
+            training.close()
+            self.log.sync()
+            here().meet()  # hosts besides the first have nothing that is output
+            self.place.finish(o.keep_state, aside, training.again)
+        took = took_line(screen.clock(), self.estimated)
+        self.draw(took)
+        for line in self.about_output(aside) if not here().host else ():
+            screen.say(line)
+        screen.say(f"took     {took}")
+
+    def warn_of_worse(self, best: bool) -> None:
+        """Warns if the run has diverged, or its output is not better than the model before training."""
+        first, last = self.log.smoothed
+        if self.log.diverges and not last < first:
+            screen.warn(f"the run has diverged, loss {first:.4g} -> {last:.4g}: the output is of no use. Lower --lr")
+        losses = [record["eval_loss"] for record in self.log.records if "eval_loss" in record]
+        loss = self.done.best if best else losses[-1] if losses else None
+        if self.done.start is not None and loss is not None and not loss < self.done.start:
+            figures = f"eval_loss {loss:.4f}, before training {self.done.start:.4f}"
+            screen.warn(f"on --val the output is not better than the model before training: {figures}. Lower --lr")
+
+    def about_output(self, aside: int | None) -> list[str]:
+        """What the run has made, and what to do with it."""
+        o, out, job, done = self.job.options, quoted(self.job.out), self.job, self.done
+        names = sorted(path.name + "/" * path.is_dir() for path in job.out.iterdir() if not path.name.startswith("."))
+        told = [f"output   {out}: {', '.join(names)}; written, read back, compared"]
+        if aside is not None:
+            which = f"eval_loss {done.best:.4f} at step {aside:,}"
+            told.append(f"best     {out}/best: {which}; to be the output: --export best")
+        chats = job.opened.codec is not None and job.opened.codec.facts.template is not None
+        how = f"sample {out} --chat" if chats else f"sample {out} --prompt TEXT"
+        told.append(f"try it   trireme {f'score {out} --data FILE --out DIR' if job.cfg.scores else how}")
+        whole = out if not job.cfg.lora else f"{out}/merged" if o.merge else ""
+        if whole:
+            told.append(
+                f'use it   {job.cfg.opener}.from_pretrained("{whole}"); llama.cpp: convert_hf_to_gguf.py {whole}'
             )
-        self._warn_of_worse(best)
-        for line in (summary, *written):
-            live.screen.say(line)
-        for prompt, text, ended in self.evaluation.samples(0 if best else 3):  # the engine has the last weights
-            live.screen.say(f"sample   {prompt!r} -> {text!r}{'' if ended else ' ...'}")
-        for line in self._about_best(best, there):
-            live.screen.say(line)
-        with live.clock.at("close"), live.watched("close"), live.screen.working("removing the store", 0) as more:
-            live.close()
-            live.log.sync(done.step, done.evaluated)
-            if best or last_is_best:
-                set_aside(job.out)  # equals the output; `tidy` removes it once the store is
-            live.store.remove(more)
-            tidy(job.out)
-        live.group.meet()
-        with live.watched("close"), live.screen.working("removing what other hosts left", 0) as more:
-            remove_given_up(job.out, live.group.hosts, more)
-        live.screen.say(f"took     {took_line(live.clock, live.estimated)}")
-
-    def _leave(self) -> None:
-        """On hosts other than the first: removes all files when the checkpoint is written."""
-        live = self.live
-        live.close()
-        live.group.meet()
-        with live.watched("close"), live.screen.working("removing the store", 0) as more:
-            live.store.remove(more)
-            shutil.rmtree(live.job.out, ignore_errors=True)
-            remove_folders([*live.job.store_dirs, live.job.out.parent])
-
-    def _about_best(self, exported: bool, there: bool) -> list[str]:
-        """A line on where the best weights are, and the loss of what was exported."""
-        done, evals = self.live.progress, self.live.log.totals.evals
-        if done.best is None or evals is None:
-            return []
-        which, last = "the output", ""
-        if not exported and done.best_step != done.step:
-            which = f"{self.live.job.out / BEST}, to be the output by --export best" if there else "lost"
-            last = f"; the output: {self._evaluated(evals[1], done.step)}"
-        return [f"best     {which}: {self._evaluated(done.best, done.best_step)}{last}"]
-
-    def _warn_of_worse(self, exported: bool) -> None:
-        """Warns if the output is no better than the model before training."""
-        done, evals = self.live.progress, self.live.log.totals.evals
-        if done.start is None or evals is None:
-            return
-        loss, step = (done.best, done.best_step) if exported else (evals[1], done.step)
-        if loss is None or not loss < done.start:
-            self.live.screen.warn(
-                f"on --val the output, {self._evaluated(loss, step)}, is not better than the model before training, "
-                f"{self._evaluated(done.start, 0)}. Lower --lr, or train on other data"
-            )
-
-    def _evaluated(self, loss: float | None, step: int | None) -> str:
-        loss = math.nan if loss is None else loss
-        cfg = self.live.job.cfg
-        other = self.live.preference or cfg.teaching or cfg.scores
-        more = "" if other else f", perplexity {perplexity(loss)}"
-        return f"eval_loss {loss:.4f}{more}, at step {step or 0:,}"
+        else:
+            told.append(f"use it   trireme merge {out} --out DIR; or as an adapter of peft for {hub.opens(o.model)}")
+        return [*told, f"again    trireme --config {out}/config.yaml"]
 
 
-def _noise(job: Job, step: int, batch: Sequence[MicroBatch]) -> list[Noise | None]:
-    """The noise of --neftune for each micro-batch of a step, from 0.
+def shortened(text: str, most: int = 80) -> str:
+    """The end of a prompt."""
+    return text if len(text) <= most else f"...{text[-most:]}"
 
-    It is a function of the seed, the step and the place in the step.
-    """
-    alpha, first, found = job.options.neftune, 0, list[Noise | None]()
+
+def load_record(load: Load | None) -> Record:
+    """The largest share of a layer's tokens that one expert has, experts without a token, the balance loss."""
+    if load is None:
+        return {}
+    group = here()
+    if group.hosts > 1 and not load.weight:  # else the step has asked the others
+        counts = group.numbers(load.counts.flatten().tolist(), load.counts.numel())
+        load.counts.copy_(torch.tensor(counts).view(group.hosts, *load.counts.shape).sum(0))
+    counted = load.counts[load.counts.any(1)]  # dense layers count nothing
+    shares = counted / counted.sum(1, keepdim=True)
+    record: Record = {"expert_share": round(float(shares.max()), 4), "experts_idle": int((counted == 0).sum())}
+    return record | ({"router_aux": round(load.loss(), 6)} if load.weight else {})
+
+
+def noise_of(job: Job, step: int, mb: MicroBatch, first: int) -> Noise | None:
+    """The noise of --neftune: a function of the seed, the step and the place in the step."""
     key = zlib.crc32(f"neftune {job.options.seed} {step}".encode()) >> 1
-    for mb in batch:
-        found.append(neftune(job.cfg, mb.lengths, alpha, key, first) if alpha else None)
-        first += sum(mb.lengths)
-    return found
+    return neftune(job.cfg, mb.lengths, job.options.neftune, key, first) if job.options.neftune else None

@@ -1,4 +1,4 @@
-"""The report before the first step: model, data, method, machine, plan, memory, disk, time."""
+"""A job as lines, before the first step, and as figures for Python."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from typing import Any
 from trireme.engine.amounts import compact, count, duration, gb, gib, seconds
 from trireme.engine.optimizer import learning_rate
 from trireme.engine.planner.advice import ENDLESS, faster
-from trireme.engine.planner.clock import Clock, Part, Times
+from trireme.engine.planner.clock import Part
 from trireme.engine.planner.host import available_ram
 from trireme.engine.planner.lines import (
     disk_line,
@@ -21,341 +21,307 @@ from trireme.engine.planner.lines import (
 )
 from trireme.engine.planner.whole import Events, compile_s, estimated_parts, evaluation_s, export_s, written
 from trireme.engine.queues.names import NET
-from trireme.engine.run.begin.method import described, of_head, preference_of
-from trireme.engine.run.evaluation import LONGEST, MAX_NEW
-from trireme.engine.run.job import Job, shared_tokens
+from trireme.engine.run import screen
+from trireme.engine.run.evaluate import LONGEST, MAX_NEW
+from trireme.engine.run.job import BYTES, Job, bytes_of, nbytes_of
+from trireme.engine.run.opening import of_head, parameters
 from trireme.engine.run.options import Every, Options
+from trireme.engine.run.screen import labelled
 from trireme.engine.tuning.cached import Cached
 from trireme.engine.tuning.chosen import trained_lines
 from trireme.engine.tuning.packed import Packed
+from trireme.engine.tuning.quantized import quantized
 from trireme.models import hf
+from trireme.models.config import ModelConfig
 from trireme.models.sizes import narrow, shapes
-from trireme.storage.checkpoint import Source
 
-ON_A_CPU = "known after the second step: on a CPU it is measured, not predicted"
+COMPLETE: tuple[Part, ...] = (
+    "evaluations",
+    "samples",
+    "snapshots",
+    "export",
+)  # parts whose last time predicts the next
+UNUSUAL = 30  # times the default learning rate
 
 
-def report(job: Job) -> Iterator[str]:
-    """The lines to print. What a dry run searches for comes when the plan is printed already."""
-    forecast, on_gpu = job.forecast, job.device.type == "cuda"
-    lines = [
-        model_line(job),
-        *_expert_lines(job),
-        *_labelled("", [*_packing_notes(job), *_carried_notes(job)]),
-        *data_lines(job),
-        method_line(job),
-        *_labelled("trained", _trained_lines(job)),
-        f"machine  {job.machine.describe(on_gpu)}",
-        *_labelled("", [*_memory_notes(job), *_unmeasured(job), *_tuned(job)]),
-        steps_line(job),
-        *hosts_lines(job, on_gpu),
-        *_labelled("", _length_notes(job)),
-        *memory_lines(forecast, on_gpu),
-    ]
-    lines += gpu_lines(forecast) if on_gpu else [f"time     {ON_A_CPU}"]
-    if forecast.work.evaluations:
-        lines.append(f"eval     {eval_line(job)}")
-    seconds_of_steps = job.total_steps * forecast.step.step_s if on_gpu else None
-    writes = written(forecast, job.total_steps, events(job, 0, seconds_of_steps))
-    if wear := wear_line(forecast, writes):
-        lines.append(f"ssd      {wear}")
-    if warning := wear_warning(forecast, writes, seconds_of_steps):
-        lines.insert(0, warning)
-    lines.append(f"disk     {disk_line(forecast)}")
-    if on_gpu:
-        lines.append(f"ready    {ready_line(estimate(job))}")
-    yield from lines
-    if on_gpu and job.options.dry_run:  # planning each takes seconds
+def lines(job: Job) -> Iterator[str]:
+    """The report, in full with --verbose and of a dry run. What a dry run searches for comes when the rest is printed."""
+    f, o, full = job.forecast, job.options, job.options.verbose or job.options.dry_run
+    steps_s = job.total_steps * f.step.step_s if job.on_gpu else None
+    writes = written(f, job.total_steps, events(job, 0, steps_s))
+    warning = wear_warning(f, writes, steps_s)
+    yield from [warning] if warning else []
+    wear = wear_line(f, writes)
+    for label, told in {
+        "model": [_model(job), *_carried(job)],
+        "experts": _experts(job),
+        "base": _base(job),
+        "data": job.data.report.lines() if job.read else [_no_data(job)],
+        "val": job.data.describe_held_out() if job.read else [],
+        "example": _examples(job),
+        "method": [_method(job)],
+        "trained": trained_lines(job.cfg, {"--train": o.train, "--freeze": o.freeze}) if o.train or o.freeze else [],
+        "machine": [job.machine.describe(job.on_gpu), *_about_machine(job)] if full or job.on_gpu else [],
+        "steps": [_steps(job)],
+        "hosts": _hosts(job),
+        "eval": [_evaluations(job)] if f.work.evaluations else [],
+        "ssd": [wear] if wear and (full or job.plan.uses("ssd")) else [],
+        "disk": [disk_line(f) if full else _disk(job)],
+    }.items():
+        yield from labelled(label, told)
+    yield from memory_lines(f, job.on_gpu) if full else [f"memory   {_memory(job)}"]
+    yield from gpu_lines(f) if job.on_gpu else ["time     known after the second step: on a CPU it is measured"]
+    if job.on_gpu:
+        yield f"ready    {ready_line(estimate(job))}"
+    yield from _notes(job)
+    if o.dry_run and job.on_gpu:  # planning each takes seconds
         sequences = job.data.n_sequences if job.read else ENDLESS
-        for c in faster(forecast, sequences=sequences, bits_open=job.options.resume is None):
-            yield f"faster   {c.what}: {c.gain:.1f} times the tokens/s ({seconds(c.step_s)} a step)"
+        for change in faster(f, lighter(job), sequences, bits_open=o.resume is None):
+            yield f"faster   {change.what}: {change.gain:.1f} times the tokens/s ({seconds(change.step_s)} a step)"
 
 
-def planned(job: Job) -> dict[str, Any]:
-    """The figures of the report, for `plan` in Python."""
-    f, on_gpu = job.forecast, job.device.type == "cuda"
-    held = f.memory(all_gpus=not on_gpu)
-    tier = lambda name: sum(row[name] for row in held.values())
-    step_s = f.step.step_s if on_gpu else None
-    gpu, ram = tier("gpu"), tier("host")
-    happening = events(job, 0, job.total_steps * step_s if step_s else None)
-    return {
-        "steps": job.total_steps,
-        "tokens_per_step": f.work.tokens,
-        "step_s": step_s,
-        "tokens_per_second": f.work.tokens / step_s if step_s else None,
-        "run_s": sum(estimate(job).values()) if on_gpu else None,
-        "limited_by": f.step.bound if on_gpu else None,
-        "gpu_bytes": gpu if on_gpu else 0,
-        "ram_bytes": ram if on_gpu else gpu + ram,
-        "ssd_bytes": tier("ssd"),
-        "disk_bytes": f.disk(),
-        "written_bytes": sum(written(f, job.total_steps, happening).values()) if step_s else None,
-    }
+# ---------------------------------------------------------------- one line each
 
 
-def _labelled(label: str, lines: list[str]) -> list[str]:
-    return [f"{label if i == 0 else '':8} {line}" for i, line in enumerate(lines)]
-
-
-# ---------------------------------------------------------------- model, method, length
-
-
-def model_line(job: Job) -> str:
-    cfg = job.cfg
-    dtypes = "/".join(dict.fromkeys(t.dtype for n in job.stored.values() if (t := job.source.tensors.get(n))))
+def _model(job: Job) -> str:
+    cfg, source = job.cfg, job.source
+    dtypes = "/".join(dict.fromkeys(t.dtype for n in job.opened.stored.values() if (t := source.tensors.get(n))))
     dtypes += f" and {cfg.packing.word}" if cfg.packing else ""
-    head = f"score head, {of_head(cfg)}" if cfg.scores else "tied head" if cfg.tied else "untied head"
-    vocabulary = f"tokenizer {job.codec.facts.vocab_size:,}" if job.codec else "no tokenizer"
-    files, given = count(len(job.source.files), "shard"), f"; {vocabulary}"
-    if not job.source.files:
-        files = f"of the shape {job.options.shape}" if job.options.shape else "by config.json alone"
-    return (
-        f"model    {cfg.model_type}, {compact(job.parameters)} parameters, {dtypes}, "
-        f"{files}, {gib(job.source.nbytes)}; {cfg.n_layers} layers; {head}{given if job.read else ''}"
-    )
+    head = f", score head ({of_head(cfg)})" if cfg.scores else ", tied head" if cfg.tied else ""
+    where = count(len(source.files), "file")
+    if not source.files:
+        where = f"of the shape {job.options.shape}" if job.options.shape else "by config.json alone"
+    size = f"{compact(job.parameters)} parameters, {dtypes.lower()}, {where}, {gib(source.nbytes)}"
+    return f"{cfg.model_type}, {size}; {cfg.n_layers} layers{head}"
 
 
-def _expert_lines(job: Job) -> list[str]:
+def _carried(job: Job) -> list[str]:
+    """What the language model does not use."""
+    names = hf.carried(job.cfg, job.source.tensors)
+    nbytes = sum(job.source.tensors[name].nbytes for name in names)
+    what = "the vision part" if job.cfg.wrapper else "what is not of the language model"
+    return [f"{what} is copied unchanged: {len(names):,} tensors, {gib(nbytes)}"] if names and not job.cfg.lora else []
+
+
+def _experts(job: Job) -> list[str]:
     own, cfg = job.cfg.experts, job.cfg
     if own is None:
         return []
     having = [layer for layer in cfg.layers if layer.experts]
     idle = len(having) * (own.count - own.chosen) * shapes.of_an_expert(having[0])
-    frozen = shapes.is_frozen(cfg, [(f"{cfg.names.prefix(cfg.n_layers - 1)}{cfg.names.router}.weight", ())])
-    how, given = "frozen" if frozen else "trained", f"{job.options.router_aux:g}" if job.options.router_aux else "off"
-    return [
-        f"experts  {own.count} in a layer, {own.chosen} for each token: {compact(job.parameters - idle)} parameters a "
-        f"token; router {how}, load-balancing loss {given} (config.json has {own.aux:g}; set it with --router-aux)"
-    ]
+    aux = job.options.router_aux
+    balance = f"{aux:g}" if aux else f"off (config.json has {own.aux:g}: --router-aux)"
+    each = f"{own.count} in a layer, {own.chosen} for each token: {compact(job.parameters - idle)} parameters a token"
+    return [f"{each}; load-balancing loss {balance}"]
 
 
-def _carried_notes(job: Job) -> list[str]:
-    """Notes on tensors that the language model does not use."""
-    names = hf.carried(job.cfg, job.source.tensors)
-    nbytes = sum(job.source.tensors[name].nbytes for name in names)
-    copied = "" if not names or job.cfg.lora else f"{len(names):,} tensors, {gib(nbytes)}"
-    if job.cfg.wrapper:
-        return [f"text only; the vision part is copied unchanged{copied and ': '}{copied}"]
-    return [f"copied unchanged, as not of the language model: {copied}"] if copied else []
-
-
-def _packing_notes(job: Job) -> list[str]:
-    """Notes on what happens to packed matrices."""
-    packing, geo = job.cfg.packing, job.forecast.geo
+def _base(job: Job) -> list[str]:
+    """What happens to packed matrices."""
+    packing, source, told = job.cfg.packing, job.source, list[str]()
     if packing is None:
+        return told
+    if kept := sum(t.nbytes for layout in job.forecast.geo.base for t in layout.tensors if packing.part_of(t.name)):
+        told.append(f"frozen matrices stay in {packing.word}, {gib(kept)}, until the GPU decodes them, layer by layer")
+    if isinstance(source, Cached):
+        how = "read from" if source.is_made() else "quantized into"
+        told.append(f"{how} {source.file}, {gib(source.file_bytes)}; merges use the checkpoint's own values")
+    elif not isinstance(source, Packed):
+        told.append(f"{packing.word} is decoded while it is read; the output is in bf16, also in its config.json")
+    return told
+
+
+def _no_data(job: Job) -> str:
+    work, o = job.work, job.options
+    if o.data:
+        nbytes = bytes_of(o)
+        return f"{gb(nbytes)}, about {compact(nbytes / BYTES)} tokens ({BYTES} bytes each: there is no tokenizer)"
+    full = f"{work.sequences:,} x {work.seq_len:,} = {compact(work.tokens)} tokens (--batch-size, --seq-len)"
+    return f"none given; a step is {full}" + (
+        "" if o.max_steps else f"; {work.steps:,} steps are assumed (--max-steps)"
+    )
+
+
+def _examples(job: Job) -> list[str]:
+    data = job.read
+    if data is None or not job.options.show_example:
         return []
-    kept = sum(t.nbytes for layout in geo.base for t in layout.tensors if packing.part_of(t.name))
-    notes = []
-    if kept:
-        notes.append(f"frozen matrices stay in {packing.word}, {gib(kept)}, until the GPU decodes them, layer by layer")
-    if not isinstance(job.source, Packed):
-        notes.append(f"{packing.word} is decoded while it is read; the output is in bf16, also in its config.json")
-    if job.options.base:
-        notes.append(f"--base: they are {_quantized(job.source)}; merges and exports use the checkpoint's own values")
-    elif job.options.merge:
-        notes.append("--merge: the merged model is in bf16 if the adapters change a packed matrix")
-    if job.cfg.fp8:
-        notes.append("--dtype fp8: matrices of linear layers are quantized again, with one scale each")
-    return notes
+    shown = [data.example(k).split("\n") for k in range(min(job.options.show_example, len(data.pieces)))]
+    return [line.strip() for lines in shown for line in lines]
 
 
-def _quantized(source: Source) -> str:
-    """When the matrices of --base are quantized."""
-    if not isinstance(source, Cached):
-        return "quantized while they are loaded"
-    if source.is_made():
-        return f"read from {source.file}, where an earlier run has quantized them"
-    return f"quantized into {source.file}, {gib(source.file_bytes)}, which later runs read"
-
-
-def data_lines(job: Job) -> list[str]:
-    """The lines on the data: what was read, and examples."""
-    data, work = job.read, job.work
-    if data is None:
-        steps = "" if job.options.max_steps else f"; {work.steps:,} steps are assumed (--max-steps)"
-        full = f"{work.sequences:,} x {work.seq_len:,} = {compact(work.tokens)} tokens (--batch-size, --seq-len)"
-        return [f"data     none given; a step is {full}{steps}"]
-    examples = [f"example  {data.example(k)}" for k in range(min(job.options.show_example, len(data.pieces)))]
-    return [
-        *_labelled("data", data.report.lines()),
-        *_labelled("val", data.describe_held_out()),
-        *(line for example in examples for line in example.split("\n")),  # of a pair two
-    ]
-
-
-def _experts(job: Job) -> str:
-    """What --dtype fp8 does with experts."""
-    if job.cfg.experts is None:
-        return ""
-    return " and experts" if narrow.experts_in_fp8(job.cfg, next(o for o in job.cfg.layers if o.experts), job.plan.tokens) else ", not experts,"
-
-
-def method_line(job: Job) -> str:
-    o, master = job.options, "split fp32 master" if job.plan.dtype == "BF16" else "fp32"
-    lora = job.cfg.lora
-    what = "fine-tuning of some tensors" if job.cfg.frozen else "full fine-tuning"
-    of, teaching = preference_of(o), job.cfg.teaching
+def _method(job: Job) -> str:
+    o, cfg, lora, teaching = job.options, job.cfg, job.cfg.lora, job.cfg.teaching
+    what = "some tensors" if cfg.frozen else "all weights"
     what = f"LoRA, rank {lora.rank}, alpha {lora.alpha:g}, on {', '.join(lora.targets)}" if lora else what
-    what += f"; {compact(job.trained_parameters)} parameters trained" if job.cfg.frozen else ""
-    fp8 = f", linear layers{_experts(job)} of blocks in fp8 (mfu is relative to its rate)" if job.cfg.fp8 else ""
-    what = f"{described(of)}, {what}" if of else f"classify ({', '.join(o.labels)[:80]}), {what}" if o.labels else what
+    what += f"; {compact(job.trained_parameters)} parameters trained" if cfg.frozen else ""
+    if job.preference:
+        said = ", ".join(f"{name} {getattr(o, name):g}" for name in parameters(o.method))
+        what = f"{o.method} ({said}), {what}"
+    what = f"classify ({', '.join(o.labels)[:80]}), {what}" if o.labels else what
     if teaching:
-        parts = f"cross-entropy x {1 - teaching.weight:g} + divergence from the teacher x {teaching.weight:g}"
-        what = f"{parts} (top {teaching.k}, temperature {teaching.temperature:g}), {what}"
-    return (
-        f"method   {what}, AdamW ({master}, {job.plan.adam_bits}-bit moments), peak lr {job.lr:g}, "
-        f"{o.schedule}, clip {o.max_grad_norm or 'off'}; compute in {job.plan.dtype.lower()}{fp8}"
-    )
+        mix = f"cross-entropy x {1 - teaching.weight:g} + divergence from {o.teacher} x {teaching.weight:g}"
+        what = f"{mix} (top {teaching.k}, temperature {teaching.temperature:g}), {what}"
+    fp8 = f", linear layers{_experts_in_fp8(job)} in fp8" if cfg.fp8 else ""
+    bits = f" ({job.plan.adam_bits}-bit moments)" if job.plan.adam_bits != 32 else ""
+    rate = f"peak lr {o.lr:g}, {o.schedule}, clip {o.max_grad_norm or 'off'}"
+    return f"{what}, AdamW{bits}, {rate}; compute in {job.plan.dtype.lower()}{fp8}"
 
 
-def _trained_lines(job: Job) -> list[str]:
-    o = job.options
-    return trained_lines(job.cfg, {"--train": o.train, "--freeze": o.freeze}) if o.train or o.freeze else []
+def _experts_in_fp8(job: Job) -> str:
+    layer = next((layer for layer in job.cfg.layers if layer.experts), None)
+    if layer is None:
+        return ""
+    return " and experts" if narrow.experts_in_fp8(job.cfg, layer, job.plan.tokens) else ", not experts,"
 
 
-def _memory_notes(job: Job) -> list[str]:
-    o, one_memory = job.options, job.device.type == "cpu"  # on a CPU both tiers are RAM
-    given, notes = job.limits.both if one_memory else job.limits.host, []
-    if o.assume:
-        return []
-    if o.ram and not (one_memory and o.gpu_memory):
-        notes.append(f"of --ram {gib(o.ram)}, {gib(o.ram - given)} are for Python, its libraries and the data")
-    if given > (free := available_ram()):
-        notes.append(f"warning: the limit of {gib(given)} is more than the {gib(free)} of RAM that are free")
-    return notes
+def _about_machine(job: Job) -> list[str]:
+    o, given, told = job.options, job.limits.host if job.on_gpu else job.limits.both, list[str]()
+    if not o.assume and given > (free := available_ram()):
+        told.append(f"warning: the limit of {gib(given)} is more than the {gib(free)} of RAM that are free")
+    if job.on_gpu and (line := unmeasured_line(job.forecast, bool(o.assume))):
+        told.append(line)
+    return told + ([f"{count(len(job.launches), 'kernel')} as tuned by check --tune"] if job.launches else [])
 
 
-def _tuned(job: Job) -> list[str]:
-    """A note if kernels have other settings than the usual ones."""
-    return [f"{count(len(job.launches), 'kernel')} as tuned by check --tune"] if job.launches else []
+def _steps(job: Job) -> str:
+    work, n, o = job.work, job.plan.n_micro, job.options
+    fewer = f" (all there are, fewer than --batch-size {o.batch_size:,})" if work.sequences < o.batch_size else ""
+    epochs = "" if o.max_steps or not o.epochs else f", {o.epochs:g} epoch{'s' * (o.epochs != 1)}"
+    each = f"{count(work.sequences, 'sequence')}{fewer} of up to {work.seq_len:,} tokens"
+    micro = f"{n} micro-batch{'es' * (n > 1)} of {job.rows}{' on each host' * (job.plan.hosts > 1)}"
+    return f"{work.steps:,} of {each}{epochs}; {micro}"
 
 
-def _unmeasured(job: Job) -> list[str]:
-    said = unmeasured_line(job.forecast, bool(job.options.assume)) if job.device.type == "cuda" else ""
-    return [said] if said else []
-
-
-def steps_line(job: Job) -> str:
-    work, n_micro, asked = job.work, job.plan.n_micro, job.options.batch_size
-    fewer = f" (all there are, fewer than --batch-size {asked:,})" if work.sequences < asked else ""
-    return (
-        f"steps    {work.steps:,} of {count(work.sequences, 'sequence')}{fewer} of up to {work.seq_len:,} tokens, "
-        f"{n_micro} micro-batch{'es' * (n_micro > 1)} of {job.micro_rows}{' on each host' * (job.plan.hosts > 1)}"
-    )
-
-
-def hosts_lines(job: Job, on_gpu: bool) -> list[str]:
+def _hosts(job: Job) -> list[str]:
     """What several hosts share, and how much of a step the network takes: on the last host, which sends most."""
     hosts, step, rate = job.plan.hosts, job.forecast.step, job.machine.rates.net
     if hosts == 1:
         return []
-    moved = sum(span.nbytes for span in step.spans if span.queue in NET)
-    share = f": {seconds(step.busy['net'])} of a step of {seconds(step.step_s)}" if on_gpu else ""
-    return [
-        f"hosts    {hosts}, each with a share of micro-batches and optimizer state, and all weights; "
-        f"{gb(int(moved))} a step through the network at {rate / 1e9:.2g} GB/s{share}"
-    ]
+    moved = gb(int(sum(span.nbytes for span in step.spans if span.queue in NET)))
+    share = f": {seconds(step.busy['net'])} of a step of {seconds(step.step_s)}" if job.on_gpu else ""
+    shares = f"{hosts}, each with a share of micro-batches and optimizer state, and all weights"
+    return [f"{shares}; {moved} a step through the network at {rate / 1e9:.2g} GB/s{share}"]
 
 
-def _length_notes(job: Job) -> list[str]:
-    """Notes on options of length that have no effect, or an unexpected one."""
-    o, notes, rope = job.options, [], job.cfg.rope
+def _evaluations(job: Job) -> str:
+    f, held = job.forecast, job.data.held_out
+    assert held is not None
+    n, tokens, each = f.work.evaluations, f.work.held_out, f"{compact(f.work.held_out)} tokens"
+    if job.on_gpu:
+        s = evaluation_s(f, job.eval_rows or held.n_sequences)
+        each = f"{seconds(s)} = {duration(n * s)}"
+    of = f"all {compact(tokens)}" if tokens == held.tokens else f"{compact(tokens)} of {compact(held.tokens)}"
+    return f"{n:,} x {each}, on {of} held-out tokens (--eval-every, --eval-tokens)"
+
+
+def _memory(job: Job) -> str:
+    rows = job.forecast.memory(all_gpus=not job.on_gpu).values()
+    gpu, ram, ssd = (sum(row[tier] for row in rows) for tier in ("gpu", "host", "ssd"))
+    if not job.on_gpu:
+        return f"{gib(gpu + ram)} of {gib(job.limits.both)} RAM (--verbose shows the parts)"
+    on_ssd = f", {gb(ssd)} on the SSD" if ssd else ""
+    return f"{gib(gpu)} of {gib(job.limits.gpu)} GPU, {gib(ram)} of {gib(job.limits.host)} RAM{on_ssd} (--verbose shows the parts)"
+
+
+def _disk(job: Job) -> str:
+    need, room = job.forecast.disk(), job.forecast.room
+    verdict = (
+        f", {gb(room)} free" if need <= room or not room else f": short by {gb(need - room)} of {gb(room)}; free some"
+    )
+    return f"up to {gb(need)} in {', '.join(dict.fromkeys([str(job.out), *job.options.store]))}{verdict}"
+
+
+def _notes(job: Job) -> Iterator[str]:
+    """What is likely wrong, and options that have no effect or an unexpected one."""
+    o, rope, total = job.options, job.cfg.rope, job.total_steps
+    rate, warmup = o.lr or 0.0, o.warmup_steps(total)
+    usual = 1e-3 if job.cfg.lora else 1e-4
+    if rate > UNUSUAL * usual:
+        yield f"warning: --lr {rate:g} is far above what is usual for {'adapters' if job.cfg.lora else 'all weights'}"
+    if warmup >= total > 1:
+        last = learning_rate(total, total, rate, o.schedule, warmup)
+        yield f"warning: the run ends within its warm-up of {warmup:,} steps, at lr {last:.1e} of {rate:.1e}. Lower --warmup"
     if rope and rope.kind == "longrope" and job.seq_len > rope.original_positions:
-        notes.append(
-            f"note: --seq-len {job.seq_len:,} is beyond the {rope.original_positions:,} positions of the short factors "
-            "of longrope: all rows take the long ones, where transformers takes the short ones for short rows"
-        )
+        yield "note: all rows take the long factors of longrope, where transformers takes the short ones for short rows"
     if o.max_steps and o.epochs:
-        notes.append(f"note: --max-steps {o.max_steps:,} decides, not --epochs {o.epochs:g}")
-    evaluating = [f"--eval-every {o.eval_every}"] if o.eval_every not in (Options.eval_every, Every()) else []
-    evaluating += [f"--eval-tokens {o.eval_tokens:,}"] if o.eval_tokens else []
-    if evaluating and job.read and not job.data.held_out:
-        notes.append(f"note: {' and '.join(evaluating)}: nothing is evaluated, there is no held-out data. Give --val")
+        yield f"note: --max-steps {o.max_steps:,} decides, not --epochs {o.epochs:g}"
+    if (o.eval_every not in (Options.eval_every, Every()) or o.eval_tokens) and job.read and not job.data.held_out:
+        yield "note: nothing is evaluated, there is no held-out data. Give --val"
     if o.chat_template and job.read and not any(file.meta["counts"]["chats"] for file in job.data.files):
-        notes.append("note: --chat-template is for conversations, and no row is one")
-    warmup = o.warmup_steps(job.total_steps)
-    if warmup >= job.total_steps and o.warmup >= 1:
-        rate = learning_rate(job.total_steps, job.total_steps, job.lr, o.schedule, warmup)
-        notes.append(f"note: --warmup {warmup:,} takes the whole run; its last step has lr {rate:.1e}")
-    return notes
+        yield "note: --chat-template is for conversations, and no row is one"
+    yield from (f"note: {note}" for note in job.opened.notes)
+
+
+def lighter(job: Job) -> dict[str, ModelConfig]:
+    """The model with a quantized base, by the option, if what is frozen can be."""
+    cfg, o = job.cfg, job.options
+    if not cfg.frozen or cfg.packing or cfg.fp8 or o.resume:
+        return {}
+    return {"--base nf4": quantized(cfg, job.source, "nf4", job.opened.stored)[0]}
+
+
+def dry_line(job: Job) -> str:
+    """What a dry run leaves behind."""
+    kept = job.read is not None and nbytes_of(job.read) < job.read.nbytes()
+    return f"Dry run: nothing written{' but tokens, in the cache for later runs' * kept}."
 
 
 # ---------------------------------------------------------------- the whole run
 
 
-def estimate(job: Job, done: int = 0, clock: Clock | None = None, step_s: float | None = None) -> dict[Part, float]:
-    """Seconds of each part of the run after `done` steps. Without a clock, those of the whole run.
-
-    `clock`: parts that have happened take their measured time. `step_s`: measured seconds of a step.
+def estimate(job: Job, done: int = 0, measured: bool = False, step_s: float | None = None) -> dict[Part, float]:
+    """Seconds of each part of the run after `done` steps. `measured`: parts that have happened take their measured time,
+    a step `step_s`.
     """
-    total = job.total_steps
+    clock, total = screen.clock(), job.total_steps
     steps_s = (total - done) * (step_s or job.forecast.step.step_s)
-    before = {} if job.options.assume else export_s(job.forecast, job.out)
-    times = {**before, **known(clock, job.device.type == "cuda")}
-    found = estimated_parts(job.forecast, total - done, events(job, done, steps_s), times)
-    found["steps"] = steps_s
-    if clock is not None:
-        return found | {"load": 0.0}
-    return found | {"compile": compile_s(job.cfg, job.plan, None if job.options.assume else job.device)}
+    known = {} if job.options.assume else dict(export_s(job.forecast, job.out))
+    if measured:  # a first event is left out if kernels were compiled in it
+        known |= {part: clock.last[part] for part in COMPLETE if clock.times[part] > job.on_gpu}
+    parts = estimated_parts(job.forecast, total - done, events(job, done, steps_s), known) | {"steps": steps_s}
+    if measured:
+        return parts | {"load": 0.0}
+    return parts | {"compile": compile_s(job.cfg, job.plan, None if job.options.assume else job.device)}
 
 
 def events(job: Job, done: int, steps_s: float | None) -> Events:
-    """The parts of a run besides steps, after `done` steps. `steps_s`: seconds of those steps; None if not known."""
-    o, total = job.options, job.total_steps
-    evaluations, held_out = 0, job.read and job.read.held_out
-    if held_out:
-        evaluations = often(o.eval_every, done, total, steps_s) + (done == 0)
+    """The parts of a run besides steps, after `done` steps, which take `steps_s`."""
+    o, total, held, evaluations = job.options, job.total_steps, job.read and job.read.held_out, 0
+    if held:
+        evaluations = o.eval_every.times(done, total, steps_s) + (done == 0)
         evaluations += total > done and not o.eval_every.due(total, total, 0)  # the last
-    of = preference_of(o)
-    compared = (
-        job.data.n_sequences + (held_out.n_sequences if held_out else 0) if job.read and of and of.compares else 0
-    )
-    snapshots, bests = often(o.save_every, done, total, steps_s), max(0, evaluations - (done == 0) - 1)
+    compares = job.read and job.preference and job.preference.compares and not done
+    snapshots, bests = o.save_every.times(done, total, steps_s), max(0, evaluations - (done == 0) - 1)
     return Events(
         evaluations=evaluations,
-        held_out=job.eval_rows or (held_out.n_sequences if held_out else 0),
-        reference=compared if done == 0 else 0,
-        exports=1  # the result, which is the last best where each is better
+        held_out=job.eval_rows or (held.n_sequences if held else 0),
+        reference=job.data.n_sequences + (held.n_sequences if held else 0) if compares else 0,
+        exports=1
         + (min(bests, snapshots) if job.forecast.kept else bests)
-        + often(o.export_every, done, total, steps_s),
+        + o.export_every.times(done, total, steps_s),
         snapshots=snapshots,
-        samples=evaluations + 1 if job.codec and not job.cfg.scores else 0,
+        samples=evaluations + 1 if job.opened.codec and not job.cfg.scores else 0,
         tokens=MAX_NEW,
         longest=LONGEST,
     )
 
 
-def known(clock: Clock | None, compiles: bool) -> Times:
-    """Seconds of each part's last event. A first event is left out if kernels were compiled in it."""
-    parts: tuple[Part, ...] = ("evaluations", "samples", "snapshots", "export")
-    return {part: clock.last[part] for part in parts if clock.times[part] > compiles} if clock else {}
-
-
-def often(every: Every, done: int, total: int, seconds: float | None) -> int:
-    """How often something is due in the rest of the run, which takes `seconds`; None: as Every.count."""
-    if every.seconds:
-        return every.count(total - done) if seconds is None else int(seconds / every.seconds)
-    return sum(every.due(step, total, 0.0) for step in range(done + 1, total + 1))
-
-
-def eval_line(job: Job) -> str:
-    """Number, size and time of evaluations."""
-    f, held_out = job.forecast, job.data.held_out
-    assert held_out is not None
-    n, tokens, each = f.work.evaluations, f.work.held_out, f"{compact(f.work.held_out)} tokens"
-    if job.device.type == "cuda":
-        s = evaluation_s(f, job.eval_rows or held_out.n_sequences)
-        each = f"{seconds(s)} = {duration(n * s)}"
-    if tokens == held_out.tokens:
-        return f"{n:,} x {each}, on all {compact(tokens)} held-out tokens"
-    why = "" if job.options.eval_tokens else ": about a tenth of the run in all; --eval-tokens for more or fewer"
-    return f"{n:,} x {each}, on {compact(tokens)} of {compact(held_out.tokens)} held-out tokens{why}"
-
-
-def dry_line(job: Job) -> str:
-    """What a dry run leaves behind."""
-    kept = shared_tokens() if job.read else None
-    if kept and job.data.nbytes(kept) < job.data.nbytes():
-        return f"Dry run: nothing written but tokens, kept for later runs in {kept}."
-    return "Dry run: nothing written."
+def figures(job: Job) -> dict[str, Any]:
+    """The figures of the report, for `plan` in Python."""
+    f, step_s = job.forecast, job.forecast.step.step_s if job.on_gpu else None
+    rows = f.memory(all_gpus=not job.on_gpu).values()
+    gpu, ram, ssd = (sum(row[tier] for row in rows) for tier in ("gpu", "host", "ssd"))
+    writes = written(f, job.total_steps, events(job, 0, job.total_steps * step_s if step_s else None))
+    return {
+        "steps": job.total_steps,
+        "tokens_per_step": f.work.tokens,
+        "step_s": step_s,
+        "tokens_per_second": f.work.tokens / step_s if step_s else None,
+        "run_s": sum(estimate(job).values()) if step_s else None,
+        "limited_by": f.step.bound if step_s else None,
+        "gpu_bytes": gpu if job.on_gpu else 0,
+        "ram_bytes": ram if job.on_gpu else gpu + ram,
+        "ssd_bytes": ssd,
+        "disk_bytes": f.disk(),
+        "written_bytes": sum(writes.values()) if step_s else None,
+    }

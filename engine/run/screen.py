@@ -1,224 +1,239 @@
-"""The output of a run: lines that stay, a live line on a terminal (plain lines in a pipe), errors."""
+"""What a run prints, and the seconds of its parts: functions that any part may call; nobody passes them on.
+
+Lines stay; the live line is redrawn on a terminal, and printed every ten seconds in a pipe. Strange characters are
+escaped here, where lines are printed, and nowhere else.
+"""
 
 from __future__ import annotations
 
-import math
 import re
 import shutil
 import sys
 import textwrap
 import threading
 import time
-from collections.abc import Callable, Iterator, Mapping
+import unicodedata
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager, suppress
-from typing import Any, TextIO
+from typing import TextIO
 
-from trireme.engine.amounts import compact, duration, percent
+from trireme.engine.amounts import compact, duration, gb
+from trireme.engine.planner.clock import Clock
 from trireme.storage.files import StoreError
 from trireme.storage.untrusted import LINE, displayed, shown
 
 OUTPUT = "standard output"
-PLAIN_SECONDS = 10.0  # between lines in a pipe
-LIVE_SECONDS = 0.1
-PATIENCE = 3.0  # seconds before progress shows
-TICK = 1.0  # seconds between looks at a step
-PLAIN_STEP = 60.0  # seconds between lines of one step in a pipe
-COMMAND = re.compile(r"\b(?:trireme|python scripts/finetune\.py) [^;,()]*")
-INDENT = 9  # of a line's continuation: the width of its label
+PIPE, TERMINAL = 10.0, 0.1  # seconds between two states of the live line
+PIPE_STEP = 60.0  # seconds between lines of one long step in a pipe
+PATIENCE = 3.0  # seconds before progress of a part shows
+INDENT = 9  # width of a label
+COMMAND = re.compile(r"\b(?:python -m )?trireme [^;,()]*")  # users copy it: it is not divided
+LABEL = re.compile(r"(warning|error|note)(?=:)|[a-z]+( [a-z]+)?(?= {2,}\S)")
+BOLD, RED, YELLOW, PLAIN = "\x1b[1m", "\x1b[1;31m", "\x1b[1;33m", "\x1b[0m"
 
 
-def progress(record: Mapping[str, Any], total_steps: int, eta: float | None) -> dict[str, str]:
-    """The parts of a step's line, in order."""
-    r = {key: value for key, value in record.items() if value is not None}
-    parts = {"step": f"step {r['step']:>{len(f'{total_steps:,}')},}/{total_steps:,}", "loss": f"loss {r['loss']:.4f}"}
-    if "ce" in r and "kl" in r:
-        parts["parts"] = f"ce {r['ce']:.4f} kl {r['kl']:.4f}"
-    scored = "rows_per_second" in r
-    accuracy, margin = ("accuracy", "margin") if scored else ("rewards/accuracies", "rewards/margins")
-    if accuracy in r:
-        parts["accuracy"] = f"accuracy {r[accuracy]:.2f}"
-    if margin in r:
-        parts["margin"] = f"margin {r[margin]:.3g}"
-    if "learning_rate" in r:
-        parts["lr"] = f"lr {r['learning_rate']:.1e}"
-    if "grad_norm" in r:
-        parts["norm"] = f"grad_norm {r['grad_norm']:.2g}"
-    if "tokens_per_second" in r:
-        trained = r.get("trained_tokens_per_second", r["tokens_per_second"])
-        rows = f" ({compact(r['rows_per_second'])} rows)" if scored else ""
-        some = rows or f" ({compact(trained)} trained)" if scored or trained < 0.95 * r["tokens_per_second"] else ""
-        parts["speed"] = f"{compact(r['tokens_per_second'])} tok/s{some}"
-    if "step_time_s" in r:
-        parts["time"] = f"{r['step_time_s']:.3g} s"
-    if "mfu" in r:
-        parts["mfu"] = f"mfu {percent(r['mfu'])}"
-    memory = [f"{name} {r[key]:.3g} GiB" for name, key in (("gpu", "gpu_mem_gib"), ("ram", "ram_gib")) if key in r]
-    if memory:
-        parts["memory"] = " ".join(memory)
-    if "expert_share" in r:
-        parts["experts"] = f"busiest expert {percent(r['expert_share'])}, {r['experts_idle']} idle"
-    if "bound" in r:
-        parts["bound"] = f"bound: {r['bound']}"
-    if eta is not None:
-        parts["eta"] = f"eta {duration(eta)}"
-    return parts
+def cells(text: str) -> int:
+    """Columns of a terminal that a text takes."""
+    wide = sum(unicodedata.east_asian_width(c) in "WF" for c in text) if not text.isascii() else 0
+    return len(text) + wide - sum(unicodedata.combining(c) > 0 for c in text)
 
 
-def one_line(parts: Mapping[str, str], width: float = math.inf) -> str:
-    """A line shorter than `width`: parts that say least are left out, then its end is cut."""
-    parts = {name: shown(part, LINE) for name, part in parts.items()}
-    for name in ("memory", "mfu", "experts", "time", "norm", "lr", "bound", "speed"):
-        if len("  ".join(parts.values())) < width:
-            break
-        parts.pop(name, None)
-    line = "  ".join(parts.values())
-    return line if len(line) < width else line[: int(width) - 1]
+def cut(text: str, width: int) -> str:
+    """The beginning of a text, at most `width` columns of it."""
+    while cells(text) > width:
+        text = text[: len(text) - max(1, (cells(text) - width) // 2)]
+    return text
 
 
 def wrapped(line: str, width: int) -> str:
-    """A line divided between words for a terminal of this width; all but the first part are indented.
-
-    A command, which users copy, is not divided.
-    """
-    if len(line) < width:
+    """A line divided between words for a terminal of this width; all but its first part are indented."""
+    if cells(line) < width:
         return line
-    whole = COMMAND.sub(lambda found: found[0].replace(" ", "\0"), line)
-    parts = textwrap.wrap(
-        whole, max(20, width - 1), subsequent_indent=" " * INDENT, break_long_words=False, break_on_hyphens=False
-    )
-    return "\n".join(parts).replace("\0", " ")
+    whole = COMMAND.sub(lambda match: match[0].replace(" ", "\0"), line)
+    space = max(20, width - 1)
+    if cells(whole) == len(whole):
+        wrap = textwrap.TextWrapper(space, subsequent_indent=" " * INDENT, break_long_words=False)
+        wrap.break_on_hyphens = False
+        return "\n".join(wrap.wrap(whole)).replace("\0", " ")
+    lines = [""]
+    for word in re.findall(r"\s*\S+", whole):  # wide characters may be divided anywhere
+        while cells(lines[-1] + word) > space:
+            part = cut(word, space - cells(lines[-1])) if cells(word) > len(word) else ""
+            lines[-1], word = lines[-1] + part, word[len(part) :].lstrip()
+            if not part and not lines[-1].strip():
+                break
+            lines.append(" " * INDENT)
+        lines[-1] += word
+    return "\n".join(lines).replace("\0", " ")
+
+
+def coloured(line: str) -> str:
+    """A line with its label in bold, or in the colour of what it warns of."""
+    colours = {"warning": YELLOW, "error": RED}
+    return LABEL.sub(lambda match: f"{colours.get(match[0], BOLD)}{match[0]}{PLAIN}", line, count=1)
 
 
 class Screen:
-    """Standard output and standard error. Used by one thread at a time, except `urgent`."""
+    """One stream of output; None: standard output. Used by one thread at a time."""
 
     def __init__(self, stream: TextIO | None = None):
-        self._stream: TextIO | None = stream or sys.stdout
-        self._live = self._stream.isatty()
-        self._parts: Mapping[str, str] = {}  # of the live line
-        self._last = -math.inf
-        self._may_fail = True
-        self.counted = 0  # sizes told while `working`, in all
+        self.stream, self.is_lost = stream, False
+        self.line, self.drawn = "", -1e9
+        self.counted, self.must_write = 0, True  # parts told while working, watched for a hang; see forgive
         self.waits = False  # for a terminal that is held
 
-    def forgive(self) -> None:
-        """From now on, output that cannot be written is dropped."""
-        self._may_fail = False
+    @property
+    def is_live(self) -> bool:
+        return (self.stream or sys.stdout).isatty()
 
-    def _write(self, text: str) -> None:
+    def write(self, text: str) -> None:
         self.waits = True
         try:
-            if self._stream:
-                self._stream.write(text)
-                self._stream.flush()
+            if not self.is_lost:
+                stream = self.stream or sys.stdout
+                stream.write(text)
+                stream.flush()
         except OSError as error:
-            if self._may_fail and isinstance(error, BrokenPipeError):
+            if self.must_write and isinstance(error, BrokenPipeError):
                 raise
-            if self._may_fail:
+            if self.must_write:
                 raise StoreError(error.errno, error.strerror, OUTPUT) from error
-            self._stream = None
+            self.is_lost = True
         finally:
             self.waits = False
 
     def say(self, line: str) -> None:
-        """Prints a line above the live line. Raises StoreError and BrokenPipeError, until `forgive` is called."""
         line = shown(line, LINE)
-        if self._live:
-            line = wrapped(line, shutil.get_terminal_size().columns)
-        self._write(f"\r\x1b[K{line}\n{self._drawn()}" if self._parts else line + "\n")
+        if self.is_live:
+            line = coloured(wrapped(line, shutil.get_terminal_size().columns))
+        self.write(f"\r\x1b[K{line}\n{self.line}" if self.line else line + "\n")
 
-    def text(self, piece: str) -> None:
-        """Prints text as it is, without a line end: what the command was called for. Raises as `say`.
-
-        On a terminal control characters are escaped, since a model may have learned any text.
-        """
-        self._write(displayed(piece) if self._live else piece)
-
-    def warn(self, line: str) -> None:
-        self.say(f"warning: {line}")
-
-    def urgent(self, line: str) -> None:
-        """Prints to standard error. May be called in a signal handler."""
-        with suppress(OSError, RuntimeError):  # a closed terminal; within another line
-            if sys.stderr.isatty():
-                width = shutil.get_terminal_size().columns
-                line = "\n".join(wrapped(part, width) for part in line.split("\n"))
-            print(line, file=sys.stderr, flush=True)
-
-    def show(self, parts: Mapping[str, str], final: bool) -> None:
-        """Redraws the live line; in a pipe, prints a line every PLAIN_SECONDS and the final one."""
+    def show(self, line: str, final: bool = False) -> None:
+        """Redraws the live line. A final one stays."""
         now = time.monotonic()
-        if not final and now - self._last < (LIVE_SECONDS if self._live else PLAIN_SECONDS):
-            return
-        self._last = now
-        if not self._live:
-            self._write(one_line(parts) + "\n")
-            return
-        self._parts = parts
-        self._write("\r\x1b[K" + self._drawn())
-        if final:
-            self._write("\n")
-            self._parts = {}
-
-    def _drawn(self) -> str:
-        """The live line in the terminal's width: a line that wraps cannot be redrawn."""
-        return one_line(self._parts, shutil.get_terminal_size().columns)
-
-    @contextmanager
-    def passing(self, step: str, expected: float | None) -> Iterator[None]:
-        """A context that shows the seconds of a long step, in a pipe every minute. Within, only `urgent` may print."""
-        began, ended, before = time.monotonic(), threading.Event(), dict(self._parts)
-
-        def tell() -> None:
-            due = PATIENCE if self._live else PLAIN_STEP
-            while not ended.wait(TICK):
-                passed = time.monotonic() - began
-                if passed > due:
-                    due += 0 if self._live else PLAIN_STEP
-                    of = f" of about {duration(expected)}" if expected and passed < expected else ""
-                    self.show(before | {"step": f"{step}  {duration(passed)}{of}"}, False)
-
-        thread = threading.Thread(target=tell, daemon=True)
-        thread.start()
-        try:
-            yield
-        finally:
-            ended.set()
-            thread.join()
-            if self._live:
-                self._last = -math.inf
+        if final or now - self.drawn >= (TERMINAL if self.is_live else PIPE):
+            self.drawn, line = now, shown(line, LINE)
+            if self.is_live:
+                line = cut(line, shutil.get_terminal_size().columns - 1)
+            self.line = line if self.is_live and not final else ""
+            self.write((f"\r\x1b[K{line}" if self.is_live else line) + "\n" * (final or not self.is_live))
 
     def clear(self) -> None:
-        if self._parts:
-            self._write("\r\x1b[K")
-            self._parts = {}
+        if self.line:
+            self.line = ""
+            self.write("\r\x1b[K")
 
-    def far(self, what: str, done: int, total: int, begun: float, unit: str = "B") -> None:
-        """Shows how much of some work is done. `begun`: by time.monotonic."""
-        seconds = time.monotonic() - begun
-        if seconds > PATIENCE and 0 < done < total:
-            size, prefix = next((s, u) for s, u in ((1e9, "G"), (1e6, "M"), (1e3, "k"), (1, "")) if total >= s)
-            unit = f"{prefix}{unit}" if len(unit) == 1 else f"{prefix} {unit}".lstrip()
-            parts = {"what": f"{what}  {done / size:.3g} of {total / size:.3g} {unit}"}
-            parts["speed"] = f"{done / seconds / size:.2g} {unit}/s"
-            if 1000 * done >= total:  # before, it may be small files alone, which are slower
-                parts["eta"] = f"eta {duration(seconds * (total - done) / done)}"
-            self.show(parts, False)
 
-    @contextmanager
-    def working(self, what: str, total: int, unit: str = "B") -> Iterator[Callable[[int], None]]:
-        """Gives a function to call with the size of each finished part; restores the live line afterwards."""
-        begun, done, before = time.monotonic(), 0, self._parts
+_screen, _clock = Screen(), Clock()
 
-        def more(size: int) -> None:
-            nonlocal done
-            done += size
-            self.counted += size + 1  # a part without bytes counts too
-            self.far(what, done, total, begun, unit)
 
-        try:
-            yield more
-        finally:
-            if self._parts is not before:
-                self._parts = before
-                self._write("\r\x1b[K" + self._drawn())
+def say(line: str) -> None:
+    """Prints a line that stays. Raises StoreError and BrokenPipeError, until `forgive` is called."""
+    _screen.say(line)
+
+
+def warn(line: str) -> None:
+    _screen.say(f"warning: {line}")
+
+
+def text(piece: str) -> None:
+    """Prints text as it is, without a line end; on a terminal control characters are escaped."""
+    _screen.write(displayed(piece) if _screen.is_live else piece)
+
+
+def urgent(line: str) -> None:
+    """Prints to standard error; also in a signal handler."""
+    line = "\n".join(shown(part, LINE) for part in line.split("\n"))
+    with suppress(OSError, RuntimeError, ValueError):  # a closed terminal; within another line
+        if sys.stderr.isatty():
+            width = shutil.get_terminal_size().columns
+            line = "\n".join(coloured(wrapped(part, width)) for part in line.split("\n"))
+        print(line, file=sys.stderr, flush=True)
+
+
+def show(line: str, final: bool = False) -> None:
+    """Redraws the live line."""
+    _screen.show(line, final)
+
+
+def clear() -> None:
+    _screen.clear()
+
+
+def forgive() -> None:
+    """From now on output that cannot be written is dropped: the run is worth more than its lines."""
+    _screen.must_write = False
+
+
+def counted() -> tuple[int, object]:
+    """Changes with every part of some work that is told, and always while a terminal is waited for."""
+    return _screen.counted, object() if _screen.waits else None
+
+
+def clock() -> Clock:
+    """Seconds of this run's parts."""
+    return _clock
+
+
+def labelled(label: str, lines: Sequence[str]) -> list[str]:
+    """Lines under one label."""
+    return [f"{label if i == 0 else '':8} {line}" for i, line in enumerate(lines)]
+
+
+@contextmanager
+def to(stream: TextIO | None = None, began: float | None = None) -> Iterator[None]:
+    """A context of one run: its stream, and a clock from 0 or from `began`."""
+    global _screen, _clock
+    before, _screen, _clock = (_screen, _clock), Screen(stream), Clock(began=began)
+    try:
+        yield
+    finally:
+        _screen, _clock = before
+
+
+def far(what: str, done: int, total: int, began: float, unit: str = "B") -> None:
+    """Shows how much of some work is done, once it takes long. `began`: by time.monotonic."""
+    seconds = time.monotonic() - began
+    if seconds > PATIENCE and 0 < done < total:
+        of = f"{gb(done)} of {gb(total)}" if unit == "B" else f"{compact(done)} of {compact(total)} {unit}"
+        rest = f"  eta {duration(seconds * (total - done) / done)}" if 1000 * done >= total else ""
+        _screen.show(f"{what}  {of}{rest}")
+
+
+@contextmanager
+def working(what: str, total: int, unit: str = "B") -> Iterator[Callable[[int], None]]:
+    """Gives a function to call with the size of each finished part; its progress shows after PATIENCE."""
+    began, done, screen, line = time.monotonic(), 0, _screen, _screen.line
+
+    def more(size: int) -> None:
+        nonlocal done
+        done, screen.counted = done + size, screen.counted + 1
+        far(what, done, total, began, unit)
+
+    try:
+        yield more
+    finally:
+        if screen.line != line:
+            screen.clear()
+
+
+@contextmanager
+def passing(what: str, expected: float | None) -> Iterator[None]:
+    """Shows the seconds of something long that tells no parts. Within, only `urgent` may print."""
+    ended, began, screen = threading.Event(), time.monotonic(), _screen
+
+    def tell() -> None:
+        due = PATIENCE if screen.is_live else PIPE_STEP
+        while not ended.wait(1.0):
+            if (passed := time.monotonic() - began) > due:
+                due += 0 if screen.is_live else PIPE_STEP
+                of = f" of about {duration(expected)}" if expected and passed < expected else ""
+                screen.show(f"{what}  {duration(passed)}{of}")
+
+    thread = threading.Thread(target=tell, daemon=True)
+    thread.start()
+    try:
+        yield
+    finally:
+        ended.set()
+        thread.join()

@@ -14,7 +14,7 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from types import FrameType
 
-from trireme.engine.run.screen import Screen
+from trireme.engine.run import screen
 
 LEFT = 130  # exit code
 NOTICES = (signal.SIGHUP, signal.SIGUSR1, signal.SIGUSR2)
@@ -29,9 +29,9 @@ def if_again(number: int) -> str:
 class Stop:
     """A request to stop after the current step."""
 
-    def __init__(self, total: int, screen: Screen, last_snapshot: Callable[[], str], alone: bool = True):
+    def __init__(self, total: int, last_snapshot: Callable[[], str], alone: bool = True):
         """`alone`: there is one host. With several, the hosts agree first, and then `hear` is called."""
-        self.total, self.screen, self.last_snapshot, self.alone = total, screen, last_snapshot, alone
+        self.total, self.last_snapshot, self.alone = total, last_snapshot, alone
         self.asked = False
         self.last = total  # last step to do
         self.begun = 0
@@ -52,7 +52,7 @@ class Stop:
         self.asked = True
         if self.alone:
             self.hear(True)
-        self.screen.urgent(f"\n  finishing step {self.begun:,} and saving{if_again(number)}")
+        screen.urgent(f"\n  finishing step {self.begun:,} and saving{if_again(number)}")
 
     def hear(self, asked: bool) -> None:
         """To be called with whether any host was asked to stop."""
@@ -61,7 +61,7 @@ class Stop:
 
     def insist(self) -> None:
         """Handles the second signal."""
-        self.screen.urgent(f"\nexited immediately. {self.last_snapshot()}")
+        screen.urgent(f"\nexited immediately. {self.last_snapshot()}")
 
 
 class _Asked:
@@ -78,7 +78,7 @@ class _Asked:
         if len(self.signals) == 1:
             self.first(number)
         elif number not in NOTICES:
-            Screen().urgent("\n  already stopping; again: exit immediately")
+            screen.urgent("\n  already stopping; again: exit immediately")
 
 
 @contextmanager

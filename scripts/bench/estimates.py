@@ -29,10 +29,9 @@ from trireme.engine.planner.clock import Clock, process_began
 from trireme.engine.planner.host import memory_in_use, resident
 from trireme.engine.planner.rates import CODE
 from trireme.engine.run import demo
-from trireme.engine.run.command import parse
-from trireme.engine.run.main import ENVIRONMENT
-from trireme.engine.run.output.records import read_log
-from trireme.engine.run.train import finetune
+from trireme.engine.run.cli import ENVIRONMENT, parse
+from trireme.engine.run.log import read_log
+from trireme.engine.run.loop import train
 
 GIB = 1 << 30
 STEPS = (  # arguments of step.py; --store is given a folder
@@ -119,9 +118,9 @@ def run_words(line: str, work: Path) -> list[str]:
 
 def one_run(words: list[str], path: Path) -> None:
     """Trains in this process; writes estimated and measured figures to `path`."""
-    options, at_start, clock = parse(words), resident(), Clock(began=process_began())
+    options, at_start, clock = parse(words)[1], resident(), Clock(began=process_began())
     clock.spent["imports"] += clock.whole
-    live = finetune(options, clock=clock)
+    live = train(options, clock=clock)
     assert live is not None
     estimated, took = live.estimated, live.clock.spent
     need = usage(live.job.forecast.geo, live.job.plan)

@@ -43,7 +43,7 @@ from trireme.engine.planner.sizes import names
 from trireme.engine.queues.names import numbered
 from trireme.engine.queues.real import InlineQueues, RealQueues
 from trireme.engine.queues.trace import Span, busy, perfetto
-from trireme.engine.run.plan import record_size
+from trireme.engine.run.planning import record_size
 from trireme.engine.step import train_step
 from trireme.engine.tuning.quantized import BASES
 from trireme.models.config import ModelConfig

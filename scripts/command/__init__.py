@@ -22,7 +22,7 @@ __all__ = [
 ]
 
 if TYPE_CHECKING:
-    from trireme.engine.run.finished.python import (
+    from trireme.engine.run.after.python import (
         DeviceError,
         DoesNotFit,
         Error,
@@ -40,7 +40,7 @@ else:
     def __getattr__(name: str) -> Any:
         if name not in __all__:
             raise AttributeError(f"module 'trireme' has no attribute {name!r}")
-        from trireme.engine.run.finished import python
+        from trireme.engine.run.after import python
 
         return getattr(python, name)
 

@@ -9,7 +9,7 @@ def loaded() -> Callable[[], int]:
     """The command, which has its own handlers of signals."""
     if signal.getsignal(signal.SIGINT) is signal.default_int_handler:  # else ignored, as under nohup
         signal.signal(signal.SIGINT, signal.SIG_DFL)
-    from trireme.engine.run.main import command  # late: it takes a moment
+    from trireme.engine.run.cli import command  # late: it takes a moment
 
     return command
 

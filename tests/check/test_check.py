@@ -21,7 +21,7 @@ from trireme.engine.plan import Limits
 from trireme.engine.planner.gpus import find_gpu
 from trireme.engine.planner.probe import drive
 from trireme.engine.planner.rates import rates_of
-from trireme.engine.run.main import main
+from trireme.engine.run.cli import main
 from trireme.kernels import ops
 from trireme.storage import devices
 

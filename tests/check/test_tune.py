@@ -10,10 +10,9 @@ from trireme.engine.check import cases, check, gpu, tune, tuned
 from trireme.engine.hosts.group import Alone
 from trireme.engine.planner.probe import drive
 from trireme.engine.run import job
-from trireme.engine.run.main import main
+from trireme.engine.run.cli import main
 from trireme.kernels import launch, ops
-from trireme.kernels.tiles import Chip
-from trireme.kernels.tiles import tried
+from trireme.kernels.tiles import Chip, tried
 
 RTX_4090, GPU, CPU = Chip(89, 128, 72 << 20), torch.device("cuda", 0), torch.device("cpu")
 TINY = cases.Shapes(

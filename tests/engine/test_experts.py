@@ -5,6 +5,7 @@ import shutil
 from dataclasses import replace
 
 import pytest
+import stories
 import torch
 from engines import LIMITS, MemoryStore, gpu_plan
 from runs import make_small, options, stopped
@@ -15,9 +16,8 @@ from trireme.engine.build import build
 from trireme.engine.exchange import Exchange
 from trireme.engine.plan import UnitPlan
 from trireme.engine.queues.real import InlineQueues
-from trireme.engine.run import demo
-from trireme.engine.run.job import prepare
-from trireme.engine.run.train import finetune
+from trireme.engine.run.job import make
+from trireme.engine.run.loop import train as finetune
 from trireme.engine.tuning.chosen import adapted, chosen, targets
 from trireme.models import hf
 from trireme.models.config import InputError, Lora, read_config, with_experts
@@ -82,14 +82,14 @@ def test_a_run_on_two_gpus_is_that_of_one_to_the_byte(tmp_path, monkeypatch):
     """With a loss of balance, stopped with 2 and resumed with 1: weights, losses and what is told of the load."""
     make_small(tmp_path, "demo")
     model_type, keys = CASES[CASE]
-    oracle(model_type, keys | dict(vocab_size=demo.VOCAB))[0].save_pretrained(tmp_path / "checkpoint")
+    oracle(model_type, keys | dict(vocab_size=stories.VOCAB))[0].save_pretrained(tmp_path / "checkpoint")
     for name in ("tokenizer.json", "tokenizer_config.json"):
         shutil.copy(tmp_path / "demo" / name, tmp_path / "checkpoint" / name)
     one, two = (tmp_path / name for name in ("one", "two"))
     run = replace(options(tmp_path, one, "gpu", router_aux=0.1, micro_batch=1), max_steps=3, lr=1e-2)
     finetune(run)
     on_two = replace(run, out=str(two), gpus=2)
-    assert prepare(replace(on_two, out=str(tmp_path / "planned"))).plan.gpus == 2
+    assert make(replace(on_two, out=str(tmp_path / "planned"))).plan.gpus == 2
     stopped(on_two, 2, monkeypatch)
     finetune(replace(run, out=str(two), resume=str(two)))
     assert (one / "model.safetensors").read_bytes() == (two / "model.safetensors").read_bytes()

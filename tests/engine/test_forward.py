@@ -32,7 +32,7 @@ from trireme.engine.planner.forward import forward_plan
 from trireme.engine.planner.rates import Rates
 from trireme.engine.planner.simulate import SimulatedQueues
 from trireme.engine.queues.real import InlineQueues, RealQueues
-from trireme.engine.run.evaluation import sample
+from trireme.engine.run.evaluate import sample
 from trireme.engine.step import evaluate
 from trireme.models.rows import rope_tables
 

@@ -9,6 +9,7 @@ from pathlib import Path
 
 import numpy as np
 import pytest
+import stories
 import torch
 from engines import LLAMA, batches, fork, of
 
@@ -18,10 +19,9 @@ from trireme.engine.exchange import fill
 from trireme.engine.plan import DoesNotFit, Limits
 from trireme.engine.planner.rule import Wanted, simple_plan
 from trireme.engine.queues.real import RealQueues
-from trireme.engine.run import demo
-from trireme.engine.run import engine as run_engine
+from trireme.engine.run import state as run_engine
+from trireme.engine.run.loop import train as finetune
 from trireme.engine.run.options import Options
-from trireme.engine.run.train import finetune
 from trireme.engine.step import train_step
 from trireme.models.config import ModelConfig
 from trireme.models.rows import rope_tables
@@ -127,8 +127,8 @@ def test_a_run_says_what_is_not_pinned(tmp_path, monkeypatch, capsys):
         e.memory.refused = e.memory.used("host") // 2
         return e
 
-    demo.make_text(tmp_path / "stories.txt", 40, seed=1)
-    demo.make_checkpoint(tmp_path / "model", tmp_path / "stories.txt", seed=1)
+    stories.make_text(tmp_path / "stories.txt", 40, seed=1)
+    stories.make_checkpoint(tmp_path / "model", tmp_path / "stories.txt", seed=1)
     real = run_engine.build
     monkeypatch.setattr(run_engine, "build", build)
     monkeypatch.setattr(run_engine, "note_pinned", lambda _, nbytes: noted.append(nbytes))

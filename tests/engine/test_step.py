@@ -58,7 +58,7 @@ from trireme.engine.planner.rates import Rates
 from trireme.engine.planner.simulate import SimulatedQueues
 from trireme.engine.queues.names import READS, WRITES, queues_of
 from trireme.engine.queues.real import InlineQueues, RealQueues
-from trireme.engine.run.evaluation import sample
+from trireme.engine.run.evaluate import sample
 from trireme.engine.step import evaluate, train_step
 from trireme.engine.updates import AdamW
 from trireme.models import model

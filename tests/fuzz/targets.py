@@ -21,7 +21,7 @@ from trireme.engine.data import dataset as data
 from trireme.engine.plan import DoesNotFit, Limits, Plan, UnitPlan
 from trireme.engine.planner.clock import Clock
 from trireme.engine.run.begin.snapshot import Pinned, check_model, check_snapshot, identity, pinned_of
-from trireme.engine.run.command import parse
+from trireme.engine.run.cli import parse
 from trireme.engine.run.config.config_file import changes, saved_options
 from trireme.engine.run.options import Options
 from trireme.engine.run.output import exports
@@ -325,7 +325,7 @@ def config_yaml(folder: Path) -> Target:
 
     def read(content: bytes) -> None:
         (folder / "config.yaml").write_bytes(content)
-        parse(["--config", str(folder / "config.yaml")])
+        parse(["--config", str(folder / "config.yaml")])[1]
 
     value = {"model": "m", "data": ["a.jsonl", "b:0.5"], "val": "0.02", "seq_len": 64, "batch-size": 4, "lr": 1e-4,
              "save_every": "30min", "gpu_memory": "24GiB", "betas": [0.9, 0.95], "log": "trace", "no_pack": True,

@@ -4,7 +4,7 @@ import json
 import re
 from pathlib import Path
 
-from trireme.engine.run import main as finetune
+from trireme.engine.run import cli
 
 
 def tree(folder: Path) -> dict:
@@ -16,7 +16,7 @@ def tree(folder: Path) -> dict:
 def fails(capsys, here: Path, *argv: str, code: int = 2) -> str:
     """The one line that the command ends with, having left nothing behind."""
     before = tree(here)
-    assert finetune.main(list(argv)) == code
+    assert cli.main(list(argv)) == code
     err = capsys.readouterr().err
     assert err.startswith("error: ")
     assert err.count("\n") == 1, err

@@ -27,15 +27,12 @@ from pathlib import Path
 from typing import Any, NamedTuple
 from unittest import mock
 
-from command import finetune
+import stories
 from engines import fork, write_plan
 
 from trireme.engine.plan import UnitPlan
 from trireme.engine.planner.forecast import Forecast
-from trireme.engine.run import demo, evaluation, loop
-from trireme.engine.run.begin import reference
-from trireme.engine.run.command import parse
-from trireme.engine.run.job import prepare
+from trireme.engine.run import cli, evaluate, job, loop
 from trireme.storage.folders import FINISHED
 
 FAR = UnitPlan("ssd", "ssd", x="ssd", saved=(("resid", "ssd"),))
@@ -78,7 +75,7 @@ PARTS = {
     "classes": Place(FAR, dict(gradients="ssd"), ("--method", "classify"), data="classes.jsonl"),
 }
 EVERYWHERE = PLACES | PARTS
-TIMED = ("config.yaml", "log.jsonl", "log.csv", "loss.svg")  # files that hold times or paths
+TIMED = ("config.yaml", "log.jsonl", "report.html")  # files that hold times or paths
 STOP = 5  # the step that a stopped run ends with: after a snapshot and the best checkpoint
 GOLDEN = 0.6180339887498949  # its multiples, modulo 1, are spread evenly however many there are
 COMMANDS = 12  # more than any trial takes
@@ -132,21 +129,22 @@ def _command(argv: list[str], place: Place, stop: int, said: int, watch: Callabl
         for fd in (1, 2):
             os.dup2(said, fd)
         sys.stdout, sys.stderr = (os.fdopen(fd, "w", buffering=1, closefd=False) for fd in (1, 2))
-        evaluation.LONGEST = 0.0  # a sample is one token
-        reference.cache_folder = lambda: None  # each run computes it
-        real = evaluation.Evaluation._loss
+        evaluate.LONGEST = 0.0  # a sample is one token
+        evaluate.cache_folder = lambda: None  # each run computes the reference
+        real, evaluates, steps = evaluate.Evaluator.loss, loop.Run.evaluate, [0]
 
-        def worse(e, data):
-            loss, metrics = real(e, data)
-            return loss + abs(e.live.progress.step - place.best), metrics
+        def worse(*given):
+            loss, metrics = real(*given)
+            return loss + abs(steps[-1] - place.best), metrics
 
-        evaluation.Evaluation._loss = worse
+        loop.Run.evaluate = lambda run: (steps.append(run.done.step), evaluates(run))[1]
+        evaluate.Evaluator.loss = worse
         if not place.room:
             Forecast.kept = 0
         watch()
         if stop:
             _stop_in_step(stop)
-        code = finetune.main(argv)
+        code = cli.main(argv)
     except BaseException:
         traceback.print_exc()
     finally:
@@ -166,7 +164,7 @@ def _stop_in_step(stop: int) -> None:
 
 def watch_files(inside: str, fatal: int, late: int, note: mmap.mmap) -> None:
     """Counts what this process does to files under `inside`, and kills it before event `fatal`, or `late`."""
-    numbers, ends, finish = itertools.count(1), [0, 0], loop.Run._finish
+    numbers, ends, finish = itertools.count(1), [0, 0], loop.Run.end
 
     def event(name: str, path, folder: int = -1) -> None:
         fd, path = (path, "") if isinstance(path, int) else (folder, os.fsdecode(path))
@@ -201,7 +199,7 @@ def watch_files(inside: str, fatal: int, late: int, note: mmap.mmap) -> None:
 
         return called
 
-    loop.Run._finish = ending
+    loop.Run.end = ending
     sys.addaudithook(audited)  # the kernel's calls that no hook hears of:
     for name in ("fsync", "fdatasync", "posix_fallocate", "pwrite", "pwritev", "write"):
         setattr(os, name, told(name, getattr(os, name)))
@@ -254,14 +252,14 @@ class Bench:
 def make_bench(folder: Path) -> Bench:
     """Makes model, data and plans, and does the undisturbed runs."""
     bench = Bench(folder, {})
-    demo.make_text(folder / "text.txt", 40, seed=1)
+    stories.make_text(folder / "text.txt", 40, seed=1)
     pair = lambda i: dict(prompt=f"{i} is", chosen=f" {i}", rejected=f" {i + 1}")
     (folder / "pairs.jsonl").write_text("".join(f"{json.dumps(pair(i))}\n" for i in range(60)))
     row = lambda i: dict(text=f"{i} is {i + i % 3}", label="abc"[i % 3])
     (folder / "classes.jsonl").write_text("".join(f"{json.dumps(row(i))}\n" for i in range(60)))
-    with mock.patch.multiple(demo, WIDTH=32, FFN=48, LAYERS=2, HEADS=2, KV_HEADS=1, VOCAB=300):
-        demo.make_checkpoint(folder / "model", folder / "text.txt", seed=1)
-    first = prepare(parse(bench.command(None, folder / "planned"))).plan
+    with mock.patch.multiple(stories, WIDTH=32, FFN=48, LAYERS=2, HEADS=2, KV_HEADS=1, VOCAB=300):
+        stories.make_checkpoint(folder / "model", folder / "text.txt", seed=1)
+    first = job.make(cli.parse(bench.command(None, folder / "planned"))[1]).plan
     for name, place in EVERYWHERE.items():
         end = replace(place.unit, saved=())
         units = (end, *(place.unit,) * (len(first.units) - 2), end)
@@ -373,60 +371,19 @@ def merge_trial(bench: Bench, seed: int) -> Trial:
     return made
 
 
-# ---------------------------------------------------------------- flipped bits
-
-# Kinds of files of a stopped run: name -> pattern below its folder.
-KINDS = {
-    "weights": "store/snapshot-*/weights-*.safetensors",
-    "state": "store/snapshot-*/*-?????-????.safetensors",
-    "manifest": "store/snapshot-*/manifest.json",
-    "index": "store/**/model.safetensors.index.json",
-    "auxiliary": "store/**/*config.json",
-    "store.id": "store/store.id",
-    "tokens": "tokens/*/tokens",
-    "tables": "tokens/*/*.npy",
-    "meta.json": "tokens/*/meta.json",
-    "config.yaml": "config.yaml",
-    "log.jsonl": "log.jsonl",
-    "log.csv": "log.csv",
-    "best": "best/*",
-}
-# What ends no run, but is told.
-TOLD = {"config.yaml": "changed  --", "log.jsonl": "log.jsonl is not as it was", "best": "is not as the best of the"}
-
-
 def stopped(bench: Bench, place: str) -> Path:
     """The folder of a run that was asked to stop in step STOP."""
     out = bench.folder / f"stopped {place}" / "out"
     if not out.exists():
         out.parent.mkdir()
-        ended = run(bench.command(place, out), out.parent, PLACES[place], stop=STOP)
+        ended = run(bench.command(place, out), out.parent, EVERYWHERE[place], stop=STOP)
         assert ended.code == 130, ended.said
     return out
 
 
-def flip(bench: Bench, kind: str, seed: int) -> tuple[str, str]:
-    """Flips one bit in a file of a stopped run and resumes it: (noticed, harmless, silent or traceback; more of it)."""
-    dice = random.Random(f"{kind} {seed}")
-    place = dice.choice(list(PLACES))
-    folder = bench.folder / f"flip-{kind}-{seed}"
+def copied(bench: Bench, place: str, name: str) -> Path:
+    """A copy of that folder; hard links stay links."""
+    folder = bench.folder / name
     folder.mkdir()
-    command = ["cp", "-a", str(stopped(bench, place)), str(folder / "out")]  # hard links stay links
-    subprocess.run(command, check=True, timeout=300)
-    path = dice.choice(sorted((folder / "out").glob(KINDS[kind])))
-    bit = dice.randrange(8 * path.stat().st_size)
-    with open(path, "r+b") as file:
-        file.seek(bit // 8)
-        byte = file.read(1)[0] ^ 1 << bit % 8
-        file.seek(bit // 8)
-        file.write(bytes([byte]))
-    ended = run(["--resume", str(folder / "out")], folder, PLACES[place])
-    last = ended.said.strip().splitlines()[-1]
-    if ended.code == 0:
-        wrong = bench.differs(place, folder / "out")
-        told = wrong and kind in TOLD and TOLD[kind] in ended.said
-        found = ("noticed" if told else "silent" if wrong else "harmless"), wrong
-    else:
-        found = ("traceback" if "Traceback" in ended.said or ended.code < 0 else "noticed"), last
-    shutil.rmtree(folder)
-    return found[0], f"bit {bit} of {path.relative_to(folder / 'out')} ({place}): {found[1]}"
+    subprocess.run(["cp", "-a", str(stopped(bench, place)), str(folder / "out")], check=True, timeout=300)
+    return folder / "out"

@@ -17,15 +17,15 @@ from typing import NoReturn
 
 import numpy as np
 import pytest
+import stories
 import torch
 from engines import fork
 from safetensors.numpy import load_file
 
-from trireme.engine.run import demo, loop, main
-from trireme.engine.run.loop import Interrupted
+from trireme.engine.run import cli, loop
+from trireme.engine.run.loop import Interrupted, train
 from trireme.engine.run.options import Options, every
 from trireme.engine.run.signals import Stop
-from trireme.engine.run.train import finetune
 
 LIMITS = {"ssd": (14 << 20, 7 << 20), "host": (14 << 20, 1 << 30), "gpu": (1 << 30, 1 << 30)}
 LIMITS["halves"] = 5 << 20, 7 << 20  # on the GPU no room for whole blocks
@@ -45,8 +45,8 @@ def write_rows(path: Path, rows: Iterable[dict]) -> Path:
 
 def make_small(folder: Path, name: str = "checkpoint") -> Path:
     """The folder, with a checkpoint `name` and its text, stories.txt."""
-    demo.make_text(folder / "stories.txt", 40, seed=1)
-    demo.make_checkpoint(folder / name, folder / "stories.txt", seed=1)
+    stories.make_text(folder / "stories.txt", 40, seed=1)
+    stories.make_checkpoint(folder / name, folder / "stories.txt", seed=1)
     return folder
 
 
@@ -80,7 +80,7 @@ def go(opts: Options) -> NoReturn:
     code = 1
     try:
         with open(os.devnull, "w") as nowhere, redirect_stdout(nowhere), redirect_stderr(nowhere):
-            finetune(opts)
+            train(opts)
         code = 0
     except Interrupted:
         code = 130
@@ -88,11 +88,6 @@ def go(opts: Options) -> NoReturn:
         os.write(2, f"child: {error!r}\n".encode())
     finally:
         os._exit(code)
-
-
-def finished(out: Path) -> bool:
-    """Whether the run was killed when all that was left to do was to remove its store."""
-    return (out / "model.safetensors").exists() and not (out / "store" / "store.id").exists()
 
 
 def ended(pid: int) -> int:
@@ -124,7 +119,7 @@ def stopped(run: Options, step: int, monkeypatch) -> None:
 
     with monkeypatch.context() as m, pytest.raises(Interrupted):
         m.setattr(loop, "train_step", asked)
-        finetune(run)
+        train(run)
 
 
 def check_same(one: Options, other: Options) -> None:
@@ -135,9 +130,9 @@ def check_same(one: Options, other: Options) -> None:
 
 def check_stopped(whole: Options, parts: Options, monkeypatch) -> None:
     """A run that is stopped in a step and resumed ends as the whole one."""
-    finetune(whole)
+    train(whole)
     stopped(parts, 2, monkeypatch)
-    finetune(replace(parts, resume=parts.out))
+    train(replace(parts, resume=parts.out))
     check_same(whole, parts)
 
 
@@ -153,7 +148,7 @@ def theirs(path: Path | str) -> torch.nn.Module:
 def trained_by_peft(opts: Options, begun: Path) -> tuple[torch.nn.Module, torch.optim.AdamW]:
     """peft's model with the run's adapters as they are before training, written to `begun`, and torch's AdamW."""
     peft = pytest.importorskip("peft")
-    finetune(replace(opts, out=str(begun), max_steps=1, lr=1e-30))
+    train(replace(opts, out=str(begun), max_steps=1, lr=1e-30))
     model = peft.PeftModel.from_pretrained(theirs(opts.model), begun, is_trainable=True)
     trained = [(n, p) for n, p in model.named_parameters() if p.requires_grad]
     return model, adamw_of(trained, opts.lr, decay=0.0)
@@ -262,7 +257,7 @@ class HostRun:
                 os.dup2(fd, at)
             sys.stdout, sys.stderr = (os.fdopen(at, "w", buffering=1, closefd=False) for at in (1, 2))
             changed(host)
-            return main.main(argvs(host))
+            return cli.main(argvs(host))
 
         self.processes = Hosts(hosts, body)
 

@@ -15,7 +15,7 @@ from trireme.engine import weights
 from trireme.engine.buffers import workspace
 from trireme.engine.data.dataset import MicroBatch
 from trireme.engine.plan import Limits, UnitPlan
-from trireme.engine.run import evaluation
+from trireme.engine.run import evaluate
 from trireme.models.config import InputError, read_config
 from trireme.models.generate import _Cache, generate, needs
 
@@ -135,17 +135,17 @@ def streamed(cfg, **more):
 @pytest.mark.parametrize("cfg", [LLAMA, GPT])
 def test_prompts_are_cut_to_what_memory_holds(cfg):
     e = streamed(cfg)
-    assert evaluation.fitted(e, LONG) == LONG
+    assert evaluate.fitted(e, LONG) == LONG
     held = e.memory.used("gpu") - workspace(e.geo, e.plan)
     for length in (17, 1):
         e.memory.limits = Limits(held + needs(e.cfg, 3, length, 48, 4), 1 << 30)
-        assert evaluation.fitted(e, LONG) == [prompt[-length:] for prompt in LONG]
-        cut = evaluation.sample(e, Words(), LONG)
+        assert evaluate.fitted(e, LONG) == [prompt[-length:] for prompt in LONG]
+        cut = evaluate.sample(e, Words(), LONG)
         e.memory.limits = LIMITS
-        assert cut == evaluation.sample(e, Words(), [prompt[-length:] for prompt in LONG])
+        assert cut == evaluate.sample(e, Words(), [prompt[-length:] for prompt in LONG])
     e.memory.limits = Limits(held, 1 << 30)
-    assert evaluation.sample(e, Words(), LONG) == [("", evaluation.NO_ROOM, True)] * 3
-    assert evaluation.sample(e, Words(), []) == []
+    assert evaluate.sample(e, Words(), LONG) == [("", evaluate.NO_ROOM, True)] * 3
+    assert evaluate.sample(e, Words(), []) == []
 
 
 def test_prompts_differ():
@@ -155,13 +155,13 @@ def test_prompts_differ():
     pairs = [MicroBatch(np.concatenate(ids[k : k + 2]), np.concatenate(labels[k : k + 2]), (12, 12)) for k in (0, 2)]
     data = SimpleNamespace(batches=lambda rows: iter(pairs))
     first, second, third = ([*row * 4][:8] for row in (rows[0], rows[1], rows[3]))
-    assert evaluation.prompts(data, 3) == [first, second, third]
-    assert evaluation.prompts(data, 9) == [first, second, third]
-    assert evaluation.prompts(data, 1) == [first]
+    assert evaluate.prompts(data, 3) == [first, second, third]
+    assert evaluate.prompts(data, 9) == [first, second, third]
+    assert evaluate.prompts(data, 1) == [first]
 
 
 def test_learned_positions_leave_room_for_a_token():
-    assert [len(p) for p in evaluation.fitted(streamed(GPT), [[1] * 64, [1] * 5])] == [63, 5]
+    assert [len(p) for p in evaluate.fitted(streamed(GPT), [[1] * 64, [1] * 5])] == [63, 5]
 
 
 def test_a_cache_takes_what_is_said():
@@ -186,7 +186,7 @@ def test_out_of_memory_costs_the_sample_alone(after, monkeypatch):
         return real(*given)
 
     monkeypatch.setattr(weights, "views", views)
-    assert evaluation.sample(e, Words(), LONG) == [(Words().decode(ids), evaluation.NO_ROOM, True) for ids in LONG]
+    assert evaluate.sample(e, Words(), LONG) == [(Words().decode(ids), evaluate.NO_ROOM, True) for ids in LONG]
     assert e.memory.owned() == 0
     assert not e.weights.held
     assert train(e, steps) == expected

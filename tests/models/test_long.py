@@ -4,16 +4,16 @@ import json
 from dataclasses import replace
 
 import pytest
+import stories
 import torch
 from blocks import check_subsets
 from safetensors.torch import load_file
 from tiny import CASES, LLAMA, YARN, Tiny, oracle, relative, shifted_labels
 from transformers import AutoConfig, AutoModelForCausalLM
 
-from trireme.engine.run import demo
-from trireme.engine.run.job import prepare
+from trireme.engine.run.job import make
+from trireme.engine.run.loop import train as finetune
 from trireme.engine.run.options import Options
-from trireme.engine.run.train import finetune
 from trireme.models.config import InputError, parse_config, read_config
 from trireme.models.families.extend import extended
 from trireme.models.rows import rope_tables
@@ -110,8 +110,8 @@ def test_what_cannot_be_read_is_refused_later(kind):
 @pytest.mark.full
 def test_a_run_beyond_the_context(tmp_path):
     """config.json of the output says the new one, and transformers opens it with our logits at that length."""
-    demo.make_text(tmp_path / "stories.txt", 20, seed=1)
-    demo.make_checkpoint(tmp_path / "model", tmp_path / "stories.txt", seed=1)
+    stories.make_text(tmp_path / "stories.txt", 20, seed=1)
+    stories.make_checkpoint(tmp_path / "model", tmp_path / "stories.txt", seed=1)
     config = json.loads((tmp_path / "model/config.json").read_text()) | dict(max_position_embeddings=64)
     (tmp_path / "model/config.json").write_text(json.dumps(config))
     options = Options(
@@ -119,9 +119,9 @@ def test_a_run_beyond_the_context(tmp_path):
         batch_size=2, max_steps=2, lr=1e-2, device="cpu", rope_factor=2.0,
     )  # fmt: skip
     with pytest.raises(InputError, match="64 positions.*--rope-factor 2"):
-        prepare(replace(options, rope_factor=None))
+        make(replace(options, rope_factor=None))
     with pytest.raises(InputError, match="--merge"):
-        prepare(replace(options, lora=2))
+        make(replace(options, lora=2))
     finetune(options)
     cfg = read_config(tmp_path / "out")
     assert cfg == read_config(tmp_path / "model", 2.0)

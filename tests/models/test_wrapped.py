@@ -7,6 +7,7 @@ from contextlib import redirect_stdout
 
 import numpy as np
 import pytest
+import stories
 import torch
 from safetensors.torch import load_file, save_file
 from tiny import CASES as TEXT_CASES
@@ -15,9 +16,8 @@ from tiny import oracle as text_oracle
 from transformers import AutoConfig, AutoModelForCausalLM, AutoModelForImageTextToText
 from wrapped import CASES, oracle, spelled, turned
 
-from trireme.engine.run import demo
+from trireme.engine.run.loop import train as finetune
 from trireme.engine.run.options import Options
-from trireme.engine.run.train import finetune
 from trireme.models.config import InputError, parse_config, read_config
 from trireme.models.hf import as_found, canonical_names, carried
 from trireme.storage.checkpoint import open_source
@@ -86,13 +86,13 @@ def mtp_layer(reference):
 def trained(request, tmp_path_factory):
     """(folder of a small model with tensors beside it, that of a run that trained it, what the run printed)."""
     here = tmp_path_factory.mktemp("wrapped")
-    demo.make_text(here / "stories.txt", 20, seed=1)
-    demo.make_checkpoint(here / "demo", here / "stories.txt", seed=1)
+    stories.make_text(here / "stories.txt", 20, seed=1)
+    stories.make_checkpoint(here / "demo", here / "stories.txt", seed=1)
     if request.param in CASES:
-        reference, _ = oracle(request.param, vocab_size=demo.VOCAB)
+        reference, _ = oracle(request.param, vocab_size=stories.VOCAB)
     else:
         model_type, keys = TEXT_CASES[request.param]
-        reference, _ = text_oracle(model_type, keys | dict(vocab_size=demo.VOCAB))
+        reference, _ = text_oracle(model_type, keys | dict(vocab_size=stories.VOCAB))
     reference.save_pretrained(here / "model")
     cfg, whole = read_config(here / "model"), load_file(here / "model/model.safetensors")
     whole |= mtp_layer(reference) if cfg.mtp_layers else {}

@@ -7,7 +7,7 @@ from script_files import script
 
 from trireme.engine.plan import DoesNotFit, Limits
 from trireme.engine.planner.sizes import find_model, names
-from trireme.engine.run.command import parse
+from trireme.engine.run.cli import parse
 
 estimates, choice = script("bench/estimates"), script("bench/choice")
 bench_step = choice.bench_step
@@ -43,7 +43,7 @@ def test_every_line_of_runs_is_a_command(line, tmp_path, monkeypatch):
     monkeypatch.setattr(estimates, "make_model", lambda folder, name, text: folder / name)
     monkeypatch.setattr(estimates.demo, "make_text", lambda *given, seed: None)
     monkeypatch.setattr(estimates, "make_data", lambda folder, kind: folder / f"{kind}.jsonl")
-    options = parse(estimates.run_words(line, tmp_path))
+    options = parse(estimates.run_words(line, tmp_path))[1]
     assert options.max_steps
     assert options.seq_len
     assert line.split()[0] in names()

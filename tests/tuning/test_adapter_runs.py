@@ -19,9 +19,9 @@ from trireme.engine.planner.lines import disk_line
 from trireme.engine.queues.names import WRITES
 from trireme.engine.run import job, loop
 from trireme.engine.run.begin.model import lora_with_dropout
-from trireme.engine.run.job import prepare
-from trireme.engine.run.main import main
-from trireme.engine.run.train import finetune
+from trireme.engine.run.cli import main
+from trireme.engine.run.job import make
+from trireme.engine.run.loop import train as finetune
 from trireme.models.config import InputError, Lora, parse_config
 from trireme.storage.files import StoreError
 
@@ -51,7 +51,7 @@ def same(out, whole) -> None:
 @pytest.fixture(scope="module")
 def far(checkpoint):
     """A plan file: the base on the SSD, what is trained in RAM."""
-    plan = prepare(adapters(checkpoint, "planned")).plan
+    plan = make(adapters(checkpoint, "planned")).plan
     path = checkpoint / "far.json"
     write_plan(replace(plan, units=(UnitPlan("host", "host", x="ssd", base="ssd"),) * len(plan.units), window=1), path)
     return str(path)
@@ -91,7 +91,7 @@ def test_a_stopped_run_goes_on(checkpoint, whole, far, place, monkeypatch):
 def test_a_run_moves_its_base_when_resumed(checkpoint, whole, far, monkeypatch):
     run = adapters(checkpoint, "moved")
     stopped(run, 5, monkeypatch)
-    there = replace(Plan.load(Path(far)), record=prepare(run).plan.record)
+    there = replace(Plan.load(Path(far)), record=make(run).plan.record)
     write_plan(there, checkpoint / "there.json")
     finetune(replace(run, resume=run.out, plan=str(checkpoint / "there.json")))
     same(checkpoint / "moved", whole)
@@ -237,7 +237,7 @@ def test_a_refusal_offers_adapters_that_fit(checkpoint, capsys):
     ("dtype", "said"), [("fp32", ""), ("bf16", "(copied: they are F32, and computed with in BF16)")]
 )
 def test_a_copy_of_the_base_is_said_with_its_size(checkpoint, dtype, said):
-    made = prepare(adapters(checkpoint, "copied", dtype=dtype))
+    made = make(adapters(checkpoint, "copied", dtype=dtype))
     there = replace(made.forecast, plan=made.plan.changed(range(len(made.plan.units)), base="ssd"))
     assert there.frozen_on_ssd > 1 << 20
     line = f"frozen weights {gb(there.frozen_on_ssd)} {said}"
@@ -306,7 +306,7 @@ def test_merging_without_room_is_refused_before_the_first_step(checkpoint, monke
 def test_an_adapter_of_another_model_is_said(checkpoint, whole, capsys):
     shutil.copytree(checkpoint / "checkpoint", checkpoint / "sibling", dirs_exist_ok=True)
     more = options(checkpoint, checkpoint / "sibling-out", "gpu", adapter=str(checkpoint / "whole"))
-    prepare(replace(more, model=str(checkpoint / "sibling")))
+    make(replace(more, model=str(checkpoint / "sibling")))
     assert re.search("--adapter .* was made for .*checkpoint, not for .*sibling", capsys.readouterr().err)
 
 
@@ -331,14 +331,14 @@ BAD = {
 def test_what_fits_nothing_is_said_in_one_line(checkpoint, case):
     change, words = BAD[case]
     with pytest.raises(InputError, match=words) as refused:
-        prepare(options(checkpoint, checkpoint / "bad", "gpu", **change))
+        make(options(checkpoint, checkpoint / "bad", "gpu", **change))
     assert "\n" not in str(refused.value)
 
 
 def test_the_plain_rule_puts_the_base_where_there_is_room(checkpoint):
     run = adapters(checkpoint, "ruled")
     limits = ((14, 7), (8, 7), (6, 3))  # MiB of GPU and RAM
-    plans = [prepare(replace(run, gpu_memory=gpu << 20, ram=ram << 20)).plan for gpu, ram in limits]
+    plans = [make(replace(run, gpu_memory=gpu << 20, ram=ram << 20)).plan for gpu, ram in limits]
     assert [{unit.base for unit in plan.units} for plan in plans] == [{"gpu"}, {"gpu", "host"}, {"gpu", "ssd"}]
     assert not any("ssd" in (unit.weights, unit.state) for plan in plans for unit in plan.units)
 

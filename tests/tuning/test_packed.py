@@ -17,7 +17,7 @@ from transformers import AutoModelForCausalLM
 from transformers.integrations.finegrained_fp8 import Fp8Dequantize
 
 from trireme.engine.geometry import Geometry
-from trireme.engine.run.train import finetune
+from trireme.engine.run.loop import train as finetune
 from trireme.engine.tuning.base import why_copied
 from trireme.engine.tuning.chosen import adapted, chosen
 from trireme.engine.tuning.merge import merge_adapter

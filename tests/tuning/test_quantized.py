@@ -19,8 +19,8 @@ from transformers.integrations.finegrained_fp8 import Fp8Quantize
 from trireme.engine.exchange import LOADERS
 from trireme.engine.geometry import geometry
 from trireme.engine.planner.host import TEMPORARIES
-from trireme.engine.run.job import prepare, read_for_base
-from trireme.engine.run.train import finetune
+from trireme.engine.run.job import make, read_for_base
+from trireme.engine.run.loop import train as finetune
 from trireme.engine.tuning.base import CheckpointBase, why_copied
 from trireme.engine.tuning.cached import cached
 from trireme.engine.tuning.chosen import adapted, chosen
@@ -276,7 +276,7 @@ def test_a_run_with_a_quantized_base(checkpoint, capsys, monkeypatch):
     finetune(replace(run, out=str(cut), resume=str(cut)))
     assert losses(cut) == found
     planned = replace(run, out=str(checkpoint / "planned"))
-    nf4, plain = (sum(prepare(replace(planned, base=base)).forecast.geo.base_bytes) for base in ("nf4", None))
+    nf4, plain = (sum(make(replace(planned, base=base)).forecast.geo.base_bytes) for base in ("nf4", None))
     assert nf4 < 0.5 * plain
 
 

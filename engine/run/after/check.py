@@ -1,0 +1,14 @@
+"""`trireme check`: measures this machine and compares kernels with their references."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+from trireme.engine.check import check as checks
+from trireme.engine.run import screen
+from trireme.engine.run.options import Check
+
+
+def run(o: Check) -> None:
+    """Raises InputError, StoreError, OSError."""
+    checks.check(checks.folders_of(list(o.store) or ["."]), Path(o.report), screen.say, o.tune)

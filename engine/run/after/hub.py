@@ -1,0 +1,265 @@
+"""Models and data sets of the Hugging Face hub by huggingface_hub: names, and downloads into its cache.
+
+A model is OWNER/NAME or OWNER/NAME@REVISION, a data set also hf://datasets/OWNER/NAME@REVISION/FILE. Only files that
+are read, or that the output needs, are downloaded; no code is run and no pickle is opened.
+"""
+
+from __future__ import annotations
+
+import errno
+import os
+import re
+import sys
+from collections.abc import Iterator
+from contextlib import contextmanager, suppress
+from dataclasses import dataclass, replace
+from pathlib import Path
+
+from trireme.engine.data.find import MOST_FILES, DataFile, by_uses, set_of, weighed
+from trireme.engine.data.read import KINDS
+from trireme.engine.run import screen
+from trireme.engine.run.options import Options
+from trireme.engine.tuning import peft_config
+from trireme.models.config import InputError
+from trireme.storage.auxiliary import SUFFIXES
+from trireme.storage.untrusted import parse_json, read_small, shown
+
+_REPO = r"(?P<repo>[\w.-]*\w[\w.-]*/[\w.-]+)(?:@(?P<revision>[\w./-]+?))?"
+_MODEL = re.compile(_REPO)
+_DATA = re.compile(rf"(?P<scheme>hf://datasets/)?{_REPO.replace('./-]+?', '.-]+')}(?(scheme)(?:/(?P<file>.+))?)")
+_STORED = re.compile(r"(model|dataset)s--([^/]+?)--([^/]+)/snapshots/([0-9a-f]{40})(?:/(.+))?")
+COMMIT = re.compile(r"[0-9a-f]{40}")
+LOGIN = "log in (hf auth login), or set HF_TOKEN"
+OURS = (errno.ENOSPC, errno.EDQUOT, errno.EACCES, errno.EROFS, errno.EIO)  # of this machine's drives
+NAMES = 4  # named in a line
+
+
+@dataclass(frozen=True)
+class Name:
+    """What a name on the hub means."""
+
+    repo: str  # OWNER/NAME
+    revision: str = ""  # a branch, tag or commit; "": the newest
+    file: str | None = None  # of a data set: a path or a pattern in it, "" for all; None: a model
+
+    def __str__(self) -> str:
+        plain = f"{self.repo}@{self.revision}" if self.revision else self.repo
+        return f"hf://datasets/{plain}/{self.file}" if self.file else plain
+
+    @property
+    def kind(self) -> str:
+        return "model" if self.file is None else "dataset"
+
+    @property
+    def folder(self) -> Path:
+        """The folder of a commit in the cache."""
+        return cache() / f"{self.kind}s--{self.repo.replace('/', '--')}" / "snapshots" / self.revision
+
+    @property
+    def is_complete(self) -> bool:
+        """Whether a commit of a model is in the cache with all its weights."""
+        index = self.folder / "model.safetensors.index.json"
+        with suppress(OSError, ValueError, AttributeError):
+            files = parse_json(read_small(index, links=True), "index")["weight_map"].values() if index.exists() else ()
+            weights = {*files} or {path.name for path in self.folder.glob("*.safetensors")}
+            return bool(weights) and all((self.folder / name).exists() for name in ("config.json", *weights))
+        return False
+
+
+def cache() -> Path:
+    """Where the client stores downloads, by its own environment variables."""
+    home = os.environ.get("HF_HOME") or Path(os.environ.get("XDG_CACHE_HOME") or "~/.cache") / "huggingface"
+    return Path(os.path.expandvars(Path(os.environ.get("HF_HUB_CACHE") or Path(home) / "hub").expanduser()))
+
+
+def endpoint() -> str:
+    return (os.environ.get("HF_ENDPOINT") or "https://huggingface.co").rstrip("/")
+
+
+# ---------------------------------------------------------------- names
+
+
+def model_name(text: str) -> Name | None:
+    """The name of a model; None for a folder, and for what looks like one because the first part of the path exists."""
+    match = _MODEL.fullmatch(text)
+    if not match or Path(text).exists() or Path(text.partition("/")[0]).exists():
+        return None
+    return Name(match["repo"], match["revision"] or "")
+
+
+def data_name(text: str) -> Name | None:
+    """As model_name, for data, with or without its weight."""
+    plain, _ = weighed(text)
+    match = _DATA.fullmatch(plain)
+    if not match:
+        return None
+    local = Path(plain).exists() or Path(plain.partition("/")[0]).exists() or DataFile(Path(plain)).kind in KINDS
+    if local and not match["scheme"]:
+        return None
+    if ".." in (match["file"] or "").split("/"):
+        raise InputError(f"{text}: '..' is not part of a name on the hub. Leave it out.")
+    return Name(match["repo"], match["revision"] or "", match["file"] or "")
+
+
+def stored_name(path: str | Path) -> Name | None:
+    """The name of a downloaded model's folder, or of a file of data; None for any other path."""
+    with suppress(ValueError):
+        match = _STORED.fullmatch(Path(path).relative_to(cache().absolute()).as_posix())
+        if match and (match[1] == "dataset") == bool(match[5]):
+            name = Name(f"{match[2]}/{match[3]}", match[4], match[5])
+            return name if name.file or name.is_complete else None
+    return None
+
+
+def written(path: str) -> str:
+    """A path as config.yaml has it: by its name on the hub if it has one; a data file with its weight."""
+    plain, _ = weighed(path)
+    name = stored_name(plain)
+    return f"{name}{path[len(plain) :]}" if name else path
+
+
+def title(model: str) -> str:
+    """A model's name for people."""
+    name = stored_name(Path(model).absolute()) or model_name(model)
+    return name.repo.partition("/")[2] if name else Path(model).resolve().name
+
+
+def base_of(model: str) -> tuple[str, str]:
+    """The base of adapters: (name on the hub, commit), or (absolute path, "")."""
+    name = stored_name(Path(model).absolute())
+    return (name.repo, name.revision) if name else (str(Path(model).resolve()), "")
+
+
+def opens(model: str) -> str:
+    """The name by which transformers opens a model."""
+    name = stored_name(Path(model).absolute())
+    return name.repo if name else model
+
+
+# ---------------------------------------------------------------- downloads
+
+
+def fetched(options: Options) -> Options:
+    """The options with paths in place of names on the hub. Raises InputError, OSError."""
+    model = folder_of(options.model, options.dry_run)
+    teacher = options.teacher and folder_of(options.teacher, options.dry_run)
+    data, val = [path for text in options.data for path in _data(text)], options.val
+    if val and data_name(val):
+        files = _data(val)
+        if len(files) > 1:
+            raise InputError(f"--val {val}: {len(files)} files, and it takes one. Name it: --val {written(files[0])}.")
+        val = files[0]
+    return replace(options, model=model, teacher=teacher, data=tuple(data), val=val)
+
+
+def folder_of(model: str, outline: bool = False) -> str:
+    """The folder of a model; `model` itself if it is one. `outline`: without weights. Raises InputError, OSError."""
+    name = model_name(model)
+    if name is None:
+        return model
+    if COMMIT.fullmatch(name.revision) and name.is_complete:
+        return str(name.folder)
+    folder = _download(name, [f"*{suffix}" for suffix in sorted(SUFFIXES)])
+    if (folder / peft_config.CONFIG).exists():
+        raise InputError(f"{name} is an adapter. Download it (hf download {name.repo}), and name it with --adapter.")
+    if (folder / "config.json").exists() and not outline:
+        folder = _download(replace(name, revision=folder.name), ["*.safetensors"], ["*/*", "consolidated*"])
+    if not (folder / "config.json").exists() or not (outline or any(folder.glob("*.safetensors"))):
+        raise InputError(
+            f"{name} has no config.json with safetensors. Name a model of that form, not GGUF or PyTorch's."
+        )
+    return str(folder)
+
+
+def base_for(folder: Path, model: str | None) -> str:
+    """The base of the adapter in `folder`: `model` if given, else the one that it names; "" if there is none here.
+
+    Raises InputError, OSError.
+    """
+    if model:
+        return folder_of(model)
+    config = peft_config.read_adapter_config(folder)
+    base, commit = peft_config.base_of(config), str(config.get("revision"))
+    pinned = COMMIT.fullmatch(commit) and model_name(f"{base}@{commit}")
+    path = folder_of(f"{base}@{commit}" if pinned else base)
+    return path if Path(path).is_dir() else ""
+
+
+def _data(text: str) -> list[str]:
+    """Paths of data, with weights. Raises InputError, OSError."""
+    name, weight = data_name(text), text[len(weighed(text)[0]) :]
+    if name is None:
+        return [text]
+    if COMMIT.fullmatch(name.revision) and name.file and (name.folder / name.file).is_file():
+        return [f"{name.folder / name.file}{weight}"]
+    from huggingface_hub import HfApi  # late: most runs need none of it
+
+    with asking(name, "not found"):
+        info = HfApi(endpoint=endpoint()).dataset_info(name.repo, revision=name.revision or None)
+    files = chosen(name, sorted(file.rfilename for file in info.siblings or ()))
+    folder = _download(replace(name, revision=str(info.sha)), [re.sub(r"([*?\[])", r"[\1]", file) for file in files])
+    return [f"{folder / file}{weight}" for file in files]
+
+
+def chosen(name: Name, files: list[str]) -> list[str]:
+    """The files of a data set to read. Raises InputError if it is not clear which."""
+    some = lambda names: ", ".join(names[:NAMES]) + (f" and {len(names) - NAMES:,} more" if len(names) > NAMES else "")
+    inside = (name.file or "").rstrip("/") + "/"
+    asked = [Path(f) for f in files if not name.file or Path(f).match(name.file) or f.startswith(inside)]
+    by_use, data = by_uses(asked)
+    if not data:
+        raise InputError(f"{name} has no data in a form that is read. {name.repo} has {some(files)}.")
+    train = data if name.file else by_use["train"] or by_use[""]
+    sets = sorted({set_of(path) for path in train})
+    if not train or (len(sets) > 1 and not name.file) or len(train) > MOST_FILES:
+        ways = sets or [str(path) for path in data]
+        raise InputError(
+            f"{name}: which of {some(ways)}? Name files: hf://datasets/{replace(name, file='')}/{ways[0]}*."
+        )
+    return [path.as_posix() for path in train]
+
+
+def _download(name: Name, patterns: list[str], without: list[str] | None = None) -> Path:
+    """The folder with the files of these patterns. Raises InputError, OSError."""
+    from huggingface_hub import snapshot_download, utils
+
+    utils.logging.set_verbosity_error()
+    if not (sys.stderr and sys.stderr.isatty()):
+        utils.disable_progress_bars()
+    screen.say(f"download {name}, into {cache()}")
+    with asking(name, "not downloaded"):
+        return Path(snapshot_download(
+            name.repo, repo_type=name.kind, revision=name.revision or None, cache_dir=cache(), endpoint=endpoint(),
+            allow_patterns=patterns, ignore_patterns=without,
+        ))  # fmt: skip
+
+
+@contextmanager
+def asking(name: Name, what: str) -> Iterator[None]:
+    """A context in which the client's failures become InputErrors; failures of this machine's drives stay."""
+    from huggingface_hub import errors
+
+    page = f"{endpoint()}/{'datasets/' * (name.kind == 'dataset')}{name.repo}"
+    try:
+        yield
+    except errors.GatedRepoError:
+        raise InputError(f"{name}: access is restricted. Accept the terms at {page}, then {LOGIN}.") from None
+    except errors.LocalTokenNotFoundError:
+        raise InputError(f"{name}: {what}: no token: {LOGIN}.") from None
+    except errors.RepositoryNotFoundError:
+        there = f"there is no {page}. Correct the name; if it is private, {LOGIN}"
+        raise InputError(f"{name} is not a folder or file here, and {there}.") from None
+    except errors.RevisionNotFoundError:
+        raise InputError(f"{name}: {name.repo} has no revision {name.revision!r}. See {page}/commits.") from None
+    except Exception as error:  # of its transport, another package in each version
+        if isinstance(error, OSError) and error.errno in OURS:
+            raise
+        answer = getattr(error, "response", None)
+        code = getattr(answer, "status_code", None)
+        if code:
+            said = shown(str(getattr(error, "server_message", None) or "no reason given"), 200)
+            way = f"If it is the token: {LOGIN}" if code in (401, 403) else "Try again later"
+            raise InputError(f"{name}: {what}: the hub answered {code}, {said}. {way}.") from None
+        cause = error.__cause__ if isinstance(error, errors.LocalEntryNotFoundError) and error.__cause__ else error
+        said = shown(" ".join(str(cause).split()) or type(cause).__name__, 160)
+        raise InputError(f"{name} is not a folder or file here, and {endpoint()} cannot be reached ({said}).") from None

@@ -1,0 +1,208 @@
+"""A finished model: a checkpoint, a run's output, its best or step-N, or an adapter with its base.
+
+An engine without gradients computes it; weights that do not fit in RAM are read from the model's own files.
+"""
+
+from __future__ import annotations
+
+import json
+import time
+from collections.abc import Iterator
+from contextlib import ExitStack, contextmanager
+from dataclasses import dataclass, replace
+from datetime import date
+from pathlib import Path
+from typing import Any, TypeVar
+
+import torch
+
+from trireme.engine.amounts import compact, count
+from trireme.engine.build import build
+from trireme.engine.data.codec import Codec, load_codec
+from trireme.engine.data.dataset import Dataset, load_dataset
+from trireme.engine.data.prepare import DataOptions, Kind
+from trireme.engine.exchange import Exchange
+from trireme.engine.geometry import Geometry
+from trireme.engine.plan import Plan
+from trireme.engine.planner.forward import forward_plan
+from trireme.engine.planner.host import hold_to
+from trireme.engine.queues.real import RealQueues
+from trireme.engine.run import config_file, folder, screen
+from trireme.engine.run.after import hub
+from trireme.engine.run.evaluate import Evaluator
+from trireme.engine.run.job import computer
+from trireme.engine.run.options import Eval, Machine, Options, Reading, Sample, flag, table
+from trireme.engine.tuning.adapters import Adapter
+from trireme.engine.tuning.base import CheckpointBase, why_copied
+from trireme.engine.tuning.chosen import adapted
+from trireme.engine.tuning.headed import names_in, pad_in
+from trireme.engine.tuning.packed import as_stored, check_packing
+from trireme.engine.tuning.parts import open_checkpoint
+from trireme.engine.tuning.peft import read_adapter, scored_by
+from trireme.engine.tuning.peft_config import CONFIG
+from trireme.models import hf
+from trireme.models.config import InputError, ModelConfig, read_config, read_raw
+from trireme.models.sizes import shapes
+from trireme.storage.checkpoint import Source
+from trireme.storage.devices import Device, open_device, open_reader
+from trireme.storage.temporary import Temporary
+
+AT_ONCE = 8192  # tokens of a micro-batch on a GPU
+PASSES = (16, 4, 1)  # micro-batches that share a pass over weights that are streamed
+O = TypeVar("O", bound=Reading)
+
+
+@dataclass(frozen=True)
+class Finished:
+    """A finished model. Nothing of it is trained."""
+
+    name: str
+    base: Path  # the checkpoint
+    cfg: ModelConfig
+    source: Source
+    adapter: Adapter | None
+    run: Options  # of the run that wrote it, else defaults
+    labels: tuple[str, ...]  # names of a score head's
+
+    @property
+    def kind(self) -> Kind:
+        """The kind of data that it can be evaluated on."""
+        return ("rewards" if self.cfg.scores == 1 else "classes") if self.cfg.scores else ""
+
+    def codec(self, o: Reading | Sample) -> Codec:
+        """Tokenizer and chat template: those given, else those of the model's folder, its run or its base."""
+        own = self.name if (Path(self.name) / "tokenizer.json").is_file() else None
+        where = o.tokenizer or own or self.run.tokenizer or self.base
+        template = o.chat_template or (None if own and own == where else self.run.chat_template)
+        codec = load_codec(where, template, date.today().isoformat())
+        if codec is None:
+            raise InputError(f"{where} has no tokenizer.json. Name a folder that has one: --tokenizer DIR.")
+        return codec
+
+    def refuse_scores(self, use: str) -> None:
+        """Raises InputError if the model has a score head, which gives no text."""
+        if self.cfg.scores:
+            raise InputError(f"{self.name} has a score head and writes no text: {use}.")
+
+
+def open_finished(name: str, model: str | None = None) -> Finished:
+    """Opens a folder, or a model of the hub. `model`: the base of an adapter, if it has moved.
+
+    Raises InputError, CheckpointError, OSError.
+    """
+    if not name:
+        raise InputError("no model is named. Give the folder of a run, a checkpoint or an adapter.")
+    path = Path(hub.folder_of(name))
+    if not path.is_dir():
+        raise InputError(f"{name}: no such folder. Name a checkpoint, an adapter, or a run's output.")
+    is_adapter, run = (path / CONFIG).is_file(), config_file.of_run(path) or Options()
+    if model and not is_adapter:
+        raise InputError(f"--model {model}: {name} is not an adapter. Leave --model out.")
+    base = Path(hub.base_for(path, model)) if is_adapter else path
+    if not is_adapter and (path / folder.RUN).is_dir() and not (path / "config.json").is_file():
+        others = [str(p) for p in (path / "best", *sorted(path.glob("step-*"))) if p.is_dir()]
+        instead = f" There is {', '.join(others)}." if others else ""
+        raise InputError(f"{name}: that run is not finished.{instead} --resume {name} continues it.")
+    if is_adapter and run.base:
+        note = f"the run quantized the checkpoint (--base {run.base}); here it is read as it is, so numbers differ"
+        screen.warn(note)
+    cfg = read_config(base, run.rope_factor if is_adapter else None)
+    cfg = scored_by(path, cfg) if is_adapter else cfg
+    source = open_checkpoint(base, cfg.packing, lambda _: None)
+    check_packing(cfg, source, screen.warn)
+    cfg = as_stored(cfg, source)
+    adapter, head = read_adapter(path, cfg) if is_adapter else None, f"{cfg.names.output}.weight"
+    if cfg.scores and head not in source.tensors and not (adapter and head in adapter.whole):
+        raise InputError(f"{name}: config.json calls for a score head, and no file has {head}. Download it again.")
+    cfg = replace(adapted(cfg, adapter.lora) if adapter else replace(cfg, frozen=("*",)), trains=False)
+    labels = (run.labels if is_adapter else ()) or names_in(read_raw(base), cfg.scores)
+    return Finished(str(path), base, cfg, source, adapter, run, tuple(labels))
+
+
+def with_defaults(f: Finished, o: O) -> O:
+    """The command's options; those of Reading that are not given are the run's, and the lines say which."""
+    left = o.given | {"tokenizer", "chat_template"}  # which Finished.codec takes from the run
+    own = {name: getattr(f.run, name) for name in table(Reading) if name not in left}
+    used = [f"{flag(name)} {value}" for name, value in own.items() if value not in (None, False, "")]
+    if used:
+        screen.say(f"as in the run: {', '.join(used)}")
+    return replace(o, **own)
+
+
+def read_rows(f: Finished, o: Eval, codec: Codec, name: str, kind: Kind) -> Dataset:
+    """A source of data, read as by the run that wrote the model. Raises InputError."""
+    seq_len, began, scored = o.seq_len or min(2048, f.cfg.max_positions), time.monotonic(), dict[str, Any]()
+    if seq_len > f.cfg.max_positions:
+        raise InputError(f"--seq-len {seq_len}: the model has {f.cfg.max_positions} positions. Lower it.")
+    if f.cfg.scores:
+        scored = {"labels": f.labels, "pad": pad_in(read_raw(f.base), codec.facts.pad)}
+    options = DataOptions(
+        seq_len=seq_len, map=o.map, long=o.long, skip_bad=o.skip_bad, vocab_size=f.cfg.vocab, media=f.cfg.media,
+        kind=kind, system=o.system, variables=json.loads(o.chat_template_kwargs or "{}"), **scored,
+    )  # fmt: skip
+    far = lambda file, position, size: screen.far(f"reading {file}", position, size, began)
+    data = load_dataset([name], codec, options, far)
+    screen.clear()
+    for line in screen.labelled("data", data.report.lines()):
+        screen.say(line)
+    return data
+
+
+def rows_of(o: Machine, seq_len: int) -> int:
+    """Sequences of a micro-batch."""
+    on_gpu = o.device != "cpu" and torch.cuda.is_available()
+    return max(1, AT_ONCE // seq_len) if on_gpu else 1
+
+
+@contextmanager
+def computing(f: Finished, o: Machine, rows: int, seq_len: int, other: int = 0) -> Iterator[Evaluator]:
+    """A context with an engine that computes micro-batches of `rows` sequences. `other`: bytes on the device that the
+    plan leaves free. Raises DoesNotFit, InputError, StoreError.
+    """
+    device, limits, _ = computer(Options(**{name: getattr(o, name) for name in table(Machine)}), f.cfg)
+    limits = replace(limits, gpu=limits.gpu - other)
+    formats = {"auto": "BF16" if device.type == "cuda" else "F32", "bf16": "BF16", "fp32": "F32"}
+    if o.dtype not in formats:
+        raise InputError(f"--dtype {o.dtype} is for training. Give bf16 or fp32, or leave it out.")
+    dtype = formats[o.dtype]
+    plan = forward_plan(f.cfg, limits, [(rows * seq_len, n) for n in PASSES], dtype, limits.gpus)
+    queues = RealQueues(device, gpus=plan.gpus)
+    with ExitStack() as stack:
+        stack.callback(queues.close)
+        hold_to(limits, device)
+        files, drives = _streamed(f, plan, dtype, stack)
+        e = build(f.cfg, plan, limits, queues, files=files)
+        stack.callback(e.close)
+        if drives:
+            e.claim_scratch(drives)
+        exchange = Exchange(f.cfg, f.source, e.placement, f.adapter.values if f.adapter else None)
+        with screen.working("loading", e.placement.nbytes() + e.placement.frozen_bytes) as loaded:
+            exchange.load(loaded)
+        where = "CPU" if device.type == "cpu" else torch.cuda.get_device_name(device)
+        adapter = f" with its adapter of rank {f.cfg.lora.rank}" if f.cfg.lora else ""
+        size = f"{compact(shapes.parameters(f.cfg))} parameters in {dtype.lower()}"
+        screen.say(f"model    {f.base}{adapter}, {size} on the {where}")
+        if streamed := sum(unit.base == "ssd" for unit in plan.units):
+            screen.say(f"speed    {count(streamed, 'layer')} of {f.cfg.n_layers} are read from the drive in each pass")
+        yield Evaluator(e, rows, seq_len)
+        e.queues.drain()
+
+
+def _streamed(f: Finished, plan: Plan, dtype: str, stack: ExitStack) -> tuple[CheckpointBase | None, list[Device]]:
+    """(what reads weights from the model's own files, drives for a copy of them), of which one is there if weights are
+    on the SSD. Raises StoreError.
+    """
+    geo = Geometry.of(f.cfg, plan)
+    if not any(unit.base == "ssd" for unit in plan.units):
+        return None, []
+    stored = hf.sources(f.cfg, f.source.shapes, f.source.named)
+    if why := why_copied(f.cfg, dtype, f.source, stored, [f.source.folder]):
+        place = stack.enter_context(Temporary("trireme-weights-", Path.cwd()))
+        screen.say(f"note: weights that do not fit in RAM are copied to {place}, since {why}")
+        drive = open_device(place, 0)
+        stack.callback(drive.io.close)
+        return None, [drive]
+    layouts = {v: layout for v, layout in enumerate(geo.stored_base) if plan.units[geo.unit_of(v)].base == "ssd"}
+    drive = open_reader(f.source.folder / f.source.files[0])
+    stack.callback(drive.io.close)
+    return CheckpointBase(layouts, f.source, stored, drive), []

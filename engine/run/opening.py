@@ -1,0 +1,293 @@
+"""The model of a run: the checkpoint, what of it is trained and with which loss, its tokenizer."""
+
+from __future__ import annotations
+
+import json
+import math
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Any
+
+from trireme.engine.data.codec import Codec, load_codec
+from trireme.engine.data.dataset import find_labels
+from trireme.engine.data.prepare import Kind
+from trireme.engine.data.taught import is_scores, read_names
+from trireme.engine.planner.sizes import find_model
+from trireme.engine.run import screen
+from trireme.engine.run.after import hub
+from trireme.engine.run.options import Method, Options, flag
+from trireme.engine.tuning.adapters import Adapter
+from trireme.engine.tuning.cached import cached
+from trireme.engine.tuning.chosen import adapted, chosen, folded, targets
+from trireme.engine.tuning.headed import check_problem, headed, names_in, pad_in, with_config
+from trireme.engine.tuning.packed import as_said, as_stored, as_trained, check_packing, outlined
+from trireme.engine.tuning.parts import open_checkpoint
+from trireme.engine.tuning.peft import read_adapter
+from trireme.engine.tuning.quantized import quantized
+from trireme.models import hf
+from trireme.models.config import (
+    CLASS,
+    InputError,
+    Lora,
+    ModelConfig,
+    Teaching,
+    labels_of,
+    read_config,
+    read_raw,
+    scored,
+)
+from trireme.models.losses.preferences import METHODS, Preference
+from trireme.storage.auxiliary import CONTENT, auxiliary_files, content_of
+from trireme.storage.checkpoint import Source
+
+# Options that belong to some methods, need one of other options, or exclude some.
+OF_METHODS: Mapping[str, tuple[str, ...]] = {
+    "beta": tuple(method for method in METHODS if method != "reward"),
+    "label_smoothing": ("sft", "dpo", "simpo"),
+    "simpo_gamma": ("simpo",),
+    "desirable_weight": ("kto",),
+    "undesirable_weight": ("kto",),
+    "center_rewards_coefficient": ("reward",),
+    "labels": ("classify",),
+    "teacher": ("sft",),
+}
+NEED = {
+    **dict.fromkeys(("distill_weight", "temperature", "top_k"), "teacher"),
+    **dict.fromkeys(("lora_alpha", "lora_targets", "rslora", "loraplus"), "lora"),
+    **dict.fromkeys(("lora_dropout", "merge"), "lora adapter"),
+}
+WITHOUT = {"adapter": "lora freeze train", "lora": "freeze train", "teacher": "label_smoothing", "shape": "rope_factor"}
+KINDS: Mapping[str, Kind] = {"sft": "", "kto": "labels", "reward": "rewards", "classify": "classes"}
+WEIGHTS = {".safetensors", ".bin", ".pt", ".pth", ".ckpt"}
+ENDS = ("ForCausalLM", "LMHeadModel", "ForConditionalGeneration", CLASS)  # of names of transformers' classes
+TOP_K, NAMED = 64, 4  # of a teacher; modules named in a line
+
+
+@dataclass(frozen=True)
+class Opened:
+    """The model, before it is known where its parts are placed."""
+
+    cfg: ModelConfig
+    source: Source
+    stored: dict[str, str]  # tensor name -> name in the source
+    codec: Codec | None  # None where no data is named
+    labels: tuple[str, ...]  # of a classifier
+    adapter: Adapter | None  # of --adapter
+    notes: tuple[str, ...]
+
+
+def open_model(o: Options, date: str | None) -> Opened:
+    """Opens what the options name. `date`: what chat templates take for today. Raises InputError, CheckpointError."""
+    check_method(o)
+    raw = {} if o.shape else read_raw(o.model)
+    cfg = find_model(o.shape) if o.shape else read_config(o.model, o.rope_factor)
+    names = class_names(o, raw)
+    smoothing = (o.label_smoothing or 0.0) if o.method == "sft" else 0.0
+    cfg = replace(cfg, fp8=o.dtype == "fp8", teaching=teaching_of(o, cfg.vocab), smoothing=smoothing)
+    cfg = with_head(o, cfg, len(names))
+    if o.router_aux and (cfg.experts is None or cfg.names.correction):
+        why = "the model's experts are balanced by a bias" if cfg.experts else "the model has no experts"
+        raise InputError(f"--router-aux: {why}. Leave it out.")
+    adapter = read_adapter(Path(o.adapter), cfg) if o.adapter else None
+    cfg = adapted(cfg, lora_of(o, cfg, adapter)) if adapter or o.lora else chosen(cfg, o.freeze, o.train)
+    source, cfg = _source(o, cfg)
+    shapes = source.shapes
+    stored = hf.sources(cfg, shapes, source.named)
+    if o.base:
+        cfg, source = quantized(cfg, source, o.base, stored)
+        source = cached(source, Path(o.store[0])) if o.store and source.files else source
+        stored = hf.sources(cfg, shapes)
+    source = as_trained(cfg, source, stored)
+    codec = _codec(o, date) if o.data else None
+    source = as_written(o, cfg, source, codec, names)
+    source = source if cfg.lora else headed(cfg, source)
+    notes = (*_about_config(raw, cfg), *_about_adapter(o, cfg, adapter))
+    return Opened(cfg, source, stored, codec, names, adapter, notes)
+
+
+def as_written(
+    o: Options, cfg: ModelConfig, source: Source, codec: Codec | None = None, names: Sequence[str] = ()
+) -> Source:
+    """`source` with the other files of the output: tokenizer, template, config.json. Raises InputError."""
+    if codec is None and source.files and (o.tokenizer or o.chat_template or cfg.scores):
+        codec = load_codec(o.tokenizer or o.model, o.chat_template, None)
+    source = replace(source, auxiliary=source.auxiliary | dict(_auxiliary(o, cfg, codec)))
+    if cfg.scores and source.files:
+        config = json.loads(content_of(source.auxiliary["config.json"]))
+        names = names or (o.labels if len(o.labels) == cfg.scores else ()) or names_in(config, cfg.scores)
+        source = with_config(cfg, source, config, names, pad_of(o, codec))
+    return source
+
+
+def check_method(o: Method) -> None:
+    """Raises InputError for options that do not belong together."""
+    asked = lambda name: getattr(o, name, None) not in (None, (), False, "", 0.0)
+    for name, methods in OF_METHODS.items():
+        if asked(name) and o.method not in methods:
+            raise InputError(f"{flag(name)} is for --method {' or '.join(methods)}. Leave it out.")
+    for name, others in NEED.items():
+        if asked(name) and not any(map(asked, others.split())):
+            first = flag(others.split()[0]) + " 16" * others.startswith("lora")
+            raise InputError(
+                f"{flag(name)} is for {' or '.join(map(flag, others.split()))}. Add {first}, or leave it out."
+            )
+    for name, others in WITHOUT.items():
+        for other in others.split():
+            if asked(name) and asked(other):
+                raise InputError(f"{flag(other)} does not go with {flag(name)}. Leave one of them out.")
+
+
+def _source(o: Options, cfg: ModelConfig) -> tuple[Source, ModelConfig]:
+    if is_absent(o):
+        cfg = as_said(cfg)
+        return outlined(cfg, Path(o.model)), cfg
+    source = open_checkpoint(Path(o.model), cfg.packing, screen.warn)
+    check_packing(cfg, source, screen.warn)
+    return source, as_stored(cfg, source)
+
+
+def is_absent(o: Options) -> bool:
+    """Whether to plan for a checkpoint without its weights."""
+    return bool(o.shape) or (o.dry_run and all(path.suffix not in WEIGHTS for path in Path(o.model).iterdir()))
+
+
+def _codec(o: Options, date: str | None) -> Codec | None:
+    codec = load_codec(o.tokenizer or o.model, o.chat_template, date) if o.tokenizer or o.model else None
+    if o.tokenizer and codec is None:
+        is_file = Path(o.tokenizer).is_file()
+        wrong = "is a file; name its folder" if is_file else "has no tokenizer.json; name a folder with one"
+        raise InputError(f"--tokenizer {o.tokenizer} {wrong}.")
+    return codec
+
+
+# ---------------------------------------------------------------- what is trained
+
+
+def alpha_of(o: Options) -> float:
+    """peft's lora_alpha; with --rslora, that of adapters scaled by alpha / sqrt(R)."""
+    return o.lora_alpha or (8.0 if o.rslora else 2.0 * (o.lora or 0))
+
+
+def lora_of(o: Options, cfg: ModelConfig, adapter: Adapter | None) -> Lora:
+    """The adapters. LoRA+ is an alpha larger by its ratio: AdamW's steps do not depend on the size of gradients, so B
+    is smaller and learns faster by the ratio. Raises InputError.
+    """
+    if adapter:
+        lora, dropout = adapter.lora, adapter.dropout if o.lora_dropout is None else o.lora_dropout
+        if cfg.scores and not adapter.whole:
+            raise InputError(f"--adapter {o.adapter} has no score head: it is of another method. Leave it out.")
+    else:
+        scale = math.sqrt(o.lora or 1) if o.rslora else 1.0
+        lora = Lora(o.lora or 0, alpha_of(o) * scale * (o.loraplus or 1.0), targets(cfg, o.lora_targets))
+        dropout = o.lora_dropout or 0.0
+    if cfg.experts is not None and lora.adapts(cfg.names.experts):
+        if o.lora_dropout:
+            way = "Leave it out, or name other matrices: --lora-targets."
+            raise InputError(f"--lora-dropout: adapters of experts have none, as in peft. {way}")
+        dropout = 0.0
+    return replace(lora, dropout=dropout)
+
+
+def preference_of(o: Method) -> Preference | None:
+    """The method of preferences; None for supervised fine-tuning."""
+    method = next((method for method in METHODS if method == o.method), None)
+    if method is None:
+        return None
+    return Preference(method, **{name: value for name in parameters(method) if (value := getattr(o, name)) is not None})
+
+
+def parameters(method: str) -> list[str]:
+    """Names of a method's parameters."""
+    return [name for name, methods in OF_METHODS.items() if method in methods and method in METHODS]
+
+
+def teaching_of(o: Options, vocab: int) -> Teaching | None:
+    """The loss with a teacher; None without one. Raises InputError."""
+    if not o.teacher:
+        return None
+    k = read_names(o.teacher).k if is_scores(o.teacher) else min(o.top_k or TOP_K, vocab)
+    if is_scores(o.teacher) and o.top_k not in (None, k):
+        raise InputError(f"--top-k {o.top_k}: {o.teacher} has {k} tokens of each. Leave it out.")
+    return Teaching(k, 0.5 if o.distill_weight is None else o.distill_weight, o.temperature or 1.0)
+
+
+def class_names(o: Options, raw: dict[str, Any]) -> tuple[str, ...]:
+    """The names of a classifier's labels: those of config.json, those given, or those of the data. Raises
+    InputError.
+    """
+    if o.method != "classify":
+        return ()
+    there = labels_of(raw, o.model)
+    if known := names_in(raw, there) if there > 1 else ():
+        check_problem(raw, o.model)
+        if o.labels and known != o.labels:
+            raise InputError(f"--labels: the checkpoint is a classifier of {','.join(known)[:200]}. Leave it out.")
+        return known
+    names = o.labels or (find_labels(o.data, o.map) if o.data else ())
+    if not names:
+        raise InputError("--method classify: how many classes? No --data names them. Give --labels N, or their names.")
+    return names
+
+
+def with_head(o: Options, cfg: ModelConfig, classes: int) -> ModelConfig:
+    """The config with the head that the method trains. Raises InputError if the checkpoint has another."""
+    scores, where = {"reward": 1, "classify": classes}.get(o.method, 0), o.model or o.shape or ""
+    if cfg.scores and cfg.scores != scores:
+        way = f"Train it with --method {'reward' if cfg.scores == 1 else 'classify'}."
+        raise InputError(f"{where} has a score head ({of_head(cfg)}), and no output matrix. {way}")
+    return scored(cfg, scores, where) if scores and not cfg.scores else cfg
+
+
+def of_head(cfg: ModelConfig) -> str:
+    return "a reward" if cfg.scores == 1 else f"{cfg.scores} labels"
+
+
+def pad_of(o: Options, codec: Codec | None) -> int | None:
+    """The padding token, which a score head does not read."""
+    return pad_in({} if o.shape else read_raw(o.model), codec.facts.pad if codec else None)
+
+
+def _auxiliary(o: Options, cfg: ModelConfig, codec: Codec | None) -> Iterator[tuple[str, CONTENT]]:
+    """Files of the output besides weights that differ from the checkpoint's. Raises InputError."""
+    if codec and (o.tokenizer or o.chat_template):
+        other = Path(o.tokenizer) if o.tokenizer and not Path(o.tokenizer).samefile(o.model) else None
+        facts = codec.facts
+        known = facts.eos is not None and facts.eos < cfg.vocab  # a tokenizer may have tokens that the model has not
+        yield from auxiliary_files(Path(o.model), other, facts.chosen, facts.eos if known else None).items()
+    if o.rope_factor:
+        if cfg.lora and not o.merge:
+            raise InputError("--rope-factor: an adapter has no config.json for it. Add --merge, and use OUT/merged.")
+        yield "config.json", json.dumps(read_raw(o.model, o.rope_factor), indent=2).encode()
+
+
+# ---------------------------------------------------------------- notes
+
+
+def _about_config(raw: Mapping[str, Any], cfg: ModelConfig) -> Iterator[str]:
+    """What config.json names and is not used: code of its own, a class that is not a language model."""
+    code, named = raw.get("auto_map"), raw.get("architectures")
+    if isinstance(code, dict) and any(name.startswith("AutoModel") for name in code):
+        yield f"config.json refers to custom code, which is never run: it is read as transformers' {cfg.model_type}"
+    if isinstance(named, list) and named and not str(named[0]).endswith(ENDS):
+        yield f"config.json names {str(named[0])[:80]}: it is read as transformers' language model {cfg.model_type}"
+
+
+def _about_adapter(o: Options, cfg: ModelConfig, adapter: Adapter | None) -> Iterator[str]:
+    """What one may not expect of --adapter."""
+    if adapter is None or cfg.lora is None:
+        return
+    name = f"--adapter {o.adapter}"
+    if Path(adapter.base).name != hub.title(o.model):
+        yield f"{name} was made for {adapter.base or 'a model without a name'}, not for {o.model}"
+    if adapter.dropout and cfg.lora.dropout != adapter.dropout:
+        yield f"{name} was trained with lora_dropout {adapter.dropout:g}; here it is trained with {cfg.lora.dropout:g}"
+    if (least := min(adapter.ranks.values())) < adapter.lora.rank:
+        most = adapter.lora.rank
+        yield f"{name} has adapters of ranks from {least} to {most}: they are written in rank {most}, with zeros behind"
+    if adapter.singles:
+        yield f"{name} has an adapter for each expert: gate and up are trained as one of twice the rank, as peft does"
+    if adapter.absent:
+        names = folded(cfg, adapter.absent)
+        rest = f" and {len(names) - NAMED} more" if len(names) > NAMED else ""
+        yield f"{name} has nothing for {', '.join(names[:NAMED])}{rest}: these stay without an adapter"

@@ -1,0 +1,271 @@
+"""The plan of a job: read from --plan, or chosen for model, data and machine, also of a resumed run."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+from functools import cached_property
+from pathlib import Path
+
+from trireme.engine.amounts import count, gib, rounded_up
+from trireme.engine.buffers import usage
+from trireme.engine.geometry import Geometry
+from trireme.engine.plan import MODES, DoesNotFit, Limits, Mode, Plan
+from trireme.engine.planner.advice import check_drive
+from trireme.engine.planner.choose import choose, first_plan
+from trireme.engine.planner.forecast import Files, Forecast, Work
+from trireme.engine.planner.host import TEMPORARIES, available_ram
+from trireme.engine.planner.machine import with_drives
+from trireme.engine.planner.rates import RAM_SHARE, Machine
+from trireme.engine.planner.rule import Wanted, all_cuts, cuts, shortage, simple_plan, sizes_of
+from trireme.engine.run import screen
+from trireme.engine.run.options import Options
+from trireme.engine.run.record import Fixed
+from trireme.models.config import InputError, ModelConfig
+from trireme.models.sizes import narrow, shapes
+
+DTYPES = {"bf16": "BF16", "fp32": "F32", "fp8": "BF16"}  # of all but the matmuls
+RECORDS = 1.03  # margin of RAM to ask for: more RAM brings larger records
+MICRO_TOKENS = {True: 16384, False: 4096}  # by on_cuda: larger micro-batches are no faster
+
+
+def misfit(plan: Plan, cfg: ModelConfig) -> str:
+    """Why a plan does not suit the model; "" if it does."""
+    if len(plan.units) != plan.cut(cfg).n_units or plan.halves and cfg.whole:
+        return "the plan is for another model"
+    if plan.slices > 1 and not narrow.may_be_sliced(cfg):
+        return "the plan has slices of frozen experts, and the model trains its experts or has none"
+    geo = Geometry.of(cfg, plan)
+    for u, unit in enumerate(plan.units):
+        unknown = {name for name, _ in unit.saved} - set(geo.saved_names(geo.kinds[u]) if 0 < u < geo.head else ())
+        if unknown:
+            return f"unit {u} saves {unknown.pop()!r}, which it does not have"
+    return ""
+
+
+def check_options(options: Options, plan: Plan, rows: int) -> None:
+    """Raises InputError if options contradict the plan. `rows`: of a micro-batch."""
+    fewer = min(options.micro_batch, options.batch_size) if isinstance(options.micro_batch, int) else rows
+    said: dict[str, tuple[object, object]] = {
+        "--adam-bits": (options.adam_bits or plan.adam_bits, plan.adam_bits),
+        "--optimizer-mode": (plan.mode if options.optimizer_mode == "auto" else options.optimizer_mode, plan.mode),
+        "--micro-batch": (fewer, rows),
+    }
+    for flag, (asked, planned) in said.items():
+        if asked != planned:
+            raise InputError(
+                f"{options.plan}: {flag} is {asked}, the plan has {planned}. Give {flag} {planned}, or change the plan."
+            )
+    if plan.mode == "backward" and options.max_grad_norm:
+        raise InputError(
+            f"{options.plan}: its mode backward updates before the norm is known. Add --max-grad-norm 0, or change it "
+            "to forward."
+        )
+
+
+def check_memory(options: Options, cfg: ModelConfig, plan: Plan, limits: Limits) -> None:
+    """Raises DoesNotFit if the plan needs more than the limits."""
+    geo = Geometry.of(cfg, plan)
+    if limits.lacking(usage(geo, plan, limits.less)):
+        raise DoesNotFit(f"{options.plan}: the plan needs {shortage(geo, plan, limits)}. Change it, or leave it out.")
+
+
+def check_step(options: Options, plan: Plan, sequences: int, room: int) -> None:
+    """Raises InputError if a step has more micro-batches than the given plan."""
+    rows = plan.tokens // room
+    needed = math.ceil(sequences / rows / plan.hosts)
+    if needed > plan.n_micro:
+        raise InputError(
+            f"{options.plan}: a step of {sequences} sequences is {needed} micro-batches of {rows}, the plan has room "
+            f"for {plan.n_micro}. Raise its n_micro, or lower --batch-size."
+        )
+
+
+def check_peers(options: Options, plan: Plan, machine: Machine) -> None:
+    """Raises InputError if the plan copies between GPUs that have no access to each other's memory."""
+    if plan.gpus == 1 or machine.rates.peer:
+        return
+    lent = next((f", saved of unit {u} to gpu, host or ssd" for u, unit in plan.distinct.items() if unit.lent), "")
+    if plan.between == "gpu" or lent:
+        raise InputError(
+            f"{options.plan}: the plan copies between GPUs, and these have no access to each other's memory. Set "
+            f"between to host{lent}, or leave --plan out."
+        )
+
+
+@dataclass(frozen=True)
+class Planner:
+    """What decides a plan before the data is read."""
+
+    options: Options
+    cfg: ModelConfig
+    room: int  # tokens of a sequence of a micro-batch: of pairs two documents
+    on_cuda: bool
+    limits: Limits
+    fixed: Fixed | None
+    hosts: int
+
+    @cached_property
+    def given(self) -> Plan | None:
+        """The plan of --plan. Raises InputError if it does not suit the model, the run or the device."""
+        o = self.options
+        if not o.plan:
+            return None
+        plan = replace(Plan.load(Path(o.plan)), hosts=self.hosts, host=self.hosts - 1)
+        if wrong := misfit(plan, self.cfg):
+            raise InputError(f"{o.plan}: {wrong}")
+        if plan.tokens % self.room:
+            raise InputError(f"{o.plan}: the plan is for another --seq-len")
+        if o.dtype != "auto" and DTYPES[o.dtype] != plan.dtype:
+            raise InputError(f"{o.plan}: the plan computes in {plan.dtype}. Leave --dtype out, or change the plan.")
+        if plan.gpus != self.limits.gpus:
+            raise InputError(f"{o.plan}: the plan is for {count(plan.gpus, 'GPU')}. Give --gpus {plan.gpus}.")
+        check_options(o, plan, plan.tokens // self.room)
+        if self.on_cuda and not plan.runs_on_cuda:
+            raise InputError(
+                f"{o.plan}: no CUDA kernel updates {plan.adam_bits}-bit moments. Give every unit a state in host or "
+                "ssd and the update cpu, or set adam_bits to 32."
+            )
+        for key, before in self.fixed.kept.items() if self.fixed else ():
+            if getattr(plan, key) != before:
+                raise InputError(f"{o.plan}: the run began with {key} {before}, the plan has {getattr(plan, key)}.")
+        return plan
+
+    @property
+    def dtype(self) -> str:
+        """The dtype of weights, BF16 or F32."""
+        if self.fixed:
+            return self.fixed.plan.dtype
+        return self.given.dtype if self.given else DTYPES.get(self.options.dtype, "BF16" if self.on_cuda else "F32")
+
+    @property
+    def _one_memory(self) -> bool:
+        """Whether both tiers are in RAM, so that they may be divided in any proportion."""
+        return not (self.on_cuda or self.options.gpu_memory or self.given)
+
+    def refuse_early(self) -> None:
+        """Raises DoesNotFit if not even steps of one sequence fit: then no data can help."""
+        if self.given:
+            check_memory(self.options, self.cfg, self.given, self.limits)
+            return
+        try:
+            self._smallest_plan(1)
+        except DoesNotFit:
+            self._smallest_plan(self.options.batch_size)  # its error says what a usual step needs
+            raise
+
+    def _smallest_plan(self, sequences: int) -> None:
+        if self._one_memory:
+            self.limits_for(sequences)
+        else:
+            simple_plan(self.cfg, self.limits, self.wanted(sequences))
+
+    def limits_for(self, sequences: int) -> Limits:
+        """The limits. On a CPU RAM is divided otherwise if half of it is too small for a tier. Raises DoesNotFit."""
+        if not self._one_memory:
+            return self.limits
+        wanted, room, refused = self.wanted(sequences), self.limits.both, []
+        for cut in cuts(self.cfg, wanted):
+            need = self._lacking(replace(wanted, cuts=[cut]))
+            if need is None:
+                return self.limits
+            spare = room - need.both
+            if spare >= 0:
+                return replace(need, gpu=need.gpu + spare // 2 // need.gpus, host=need.host + spare - spare // 2)
+            refused.append(need)
+        raise DoesNotFit(self._refusal(min(refused, key=lambda need: need.both), wanted))
+
+    def _refusal(self, need: Limits, wanted: Wanted) -> str:
+        room = self.limits.both
+        smaller = {
+            "--seq-len": tuple((1, n) for _, n in wanted.sizes),
+            "--batch-size": tuple((tokens, 1) for tokens, _ in wanted.sizes),
+        }
+        lacking = {option: self._lacking(replace(wanted, sizes=sizes)) for option, sizes in smaller.items()}
+        lower = [option for option, lack in lacking.items() if lack is None or lack.both <= room]
+        out = f", or lower {' or '.join(lower)}" if lower else ""
+        return (
+            f"even the smallest plan needs {rounded_up(need.both)} of RAM, {rounded_up(need.gpu)} of it to "
+            f"compute in; the limit is {rounded_up(room)}. {self._more_ram(need)}{out}."
+        )
+
+    def _more_ram(self, need: Limits) -> str:
+        """How to get enough RAM: without --ram the limit is what is free."""
+        if self.options.ram or self.options.assume:
+            return f"Raise --ram by {rounded_up((need.both - self.limits.both) * RECORDS)}"
+        enough, free = int((need.both * RECORDS + TEMPORARIES) / RAM_SHARE), available_ram()
+        return (
+            f"This process may take {gib(free)} more, {rounded_up(enough)} are enough: free some RAM, or raise the "
+            "limit of its control group or `ulimit -v`"
+        )
+
+    def _lacking(self, wanted: Wanted) -> Limits | None:
+        """What the smallest plan needs; None if a plan fits."""
+        try:
+            simple_plan(self.cfg, self.limits, wanted)
+        except DoesNotFit as error:
+            return replace(self.limits, gpu=error.need["gpu"], host=error.need["host"])
+        return None
+
+    def search(
+        self, work: Work, files: Files, limits: Limits, machine: Machine, stores: Sequence[Path]
+    ) -> tuple[Plan, Machine]:
+        """Chooses the plan; also returns the machine, whose drives were measured if the plan may use them.
+
+        `limits`: of limits_for. `stores`: folders on drives. Raises InputError, DoesNotFit.
+        """
+        o, wanted = self.options, self.wanted(work.sequences)
+        wanted = replace(wanted, document=work.document, trained=work.trained, compared=work.compared)
+        if self.given:
+            check_memory(o, self.cfg, self.given, limits)  # the data has taken its part
+            check_step(o, self.given, work.sequences, self.room)
+            if self.on_cuda:
+                check_peers(o, self.given, machine)
+            return self.given, machine
+        first = first_plan(self.cfg, limits, wanted, drive=not o.assume or bool(machine.ssd))
+        if o.assume:
+            check_drive(Forecast(self.cfg, first, machine, limits, work, files))
+        if not self.on_cuda:
+            return first, machine
+        if first.uses("ssd") and not o.assume:
+            with screen.clock().at("probe"):  # anew for a resumed run: drives change
+                machine = with_drives(machine, stores, anew=self.fixed is not None)
+        begun = self.fixed.plan if self.fixed else None
+        if begun and (begun.mode != first.mode or not begun.runs_on_cuda):
+            begun = None
+        choice = choose(self.cfg, limits, machine.rates, wanted, begun)
+        return choice.plan, machine
+
+    def wanted(self, sequences: int) -> Wanted:
+        """What a plan is wanted for, with steps of `sequences`. Raises InputError."""
+        o, fixed, gpus, hosts = self.options, self.fixed, self.limits.gpus, self.hosts
+        sequences = math.ceil(sequences / hosts)  # of each
+        begun: Mode = fixed.plan.mode if fixed else "backward"
+        auto: Mode = "forward" if o.max_grad_norm or hosts > 1 else begun
+        mode = next((mode for mode in MODES if mode == o.optimizer_mode), auto)
+        if mode == "backward" and o.max_grad_norm:
+            raise InputError("--optimizer-mode backward updates before the norm is known. Add --max-grad-norm 0.")
+        if fixed:
+            size = fixed.plan.tokens, fixed.plan.n_micro
+            same = self.dtype, mode, fixed.plan.record, fixed.plan.adam_bits
+            cuts = all_cuts(self.cfg, gpus == hosts == 1, (fixed.plan.halves,))
+            return Wanted((size,), *same, cuts=cuts, on_cuda=self.on_cuda, gpus=gpus, hosts=hosts)
+        most = max(1, MICRO_TOKENS[self.on_cuda] // self.room)
+        if gpus > 1:
+            most = max(1, min(most, sequences // gpus))  # fewer micro-batches would leave GPUs idle
+        if isinstance(o.micro_batch, int):
+            rows = [min(sequences, o.micro_batch)]
+        else:
+            rows = sorted({min(sequences, most >> k) for k in range(20) if most >> k}, reverse=True)
+        sizes = sizes_of(rows, sequences, self.room)
+        record = record_size(shapes.parameters(self.cfg), self.limits.host)
+        if hosts > 1:  # shares are whole records
+            quarter = shapes.parameters(self.cfg) // self.cfg.n_units // (4 * hosts) // 4096 * 4096
+            record = min(record, max(1 << 12, quarter))
+        return Wanted(sizes, self.dtype, mode, record, o.adam_bits or 32, on_cuda=self.on_cuda, gpus=gpus, hosts=hosts)
+
+
+def record_size(parameters: int, ram: int) -> int:
+    """Parameters of a record: many, so that drives are fast, but few compared with RAM."""
+    return max(min(1 << 24, ram // 1024), min(parameters // 256, ram // 256), 1 << 12) // 4096 * 4096

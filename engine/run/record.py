@@ -1,0 +1,145 @@
+"""Records on disk: a dataclass as JSON, written atomically, read with its types checked; and the records of a run."""
+
+from __future__ import annotations
+
+import json
+import types
+from dataclasses import asdict, dataclass, field, is_dataclass
+from pathlib import Path
+from typing import Any, TypeVar, Union, get_args, get_origin, get_type_hints
+
+from trireme.engine.plan import Plan
+from trireme.models.config import InputError
+from trireme.storage.files import replace_synced
+from trireme.storage.untrusted import checksum
+
+T = TypeVar("T")
+
+
+def write(path: Path, record: Any) -> None:
+    """Writes a record durably, with its checksum."""
+    content = json.dumps(asdict(record))
+    replace_synced(path, f'{{"xxh3": "{checksum([content.encode()])}", "record": {content}}}\n'.encode())
+
+
+def read(path: Path, cls: type[T]) -> T | None:
+    """The record in a file; None if there is none, it is damaged, or not one of this version."""
+    try:
+        content = json.loads(path.read_bytes())
+        sound = checksum([json.dumps(content["record"]).encode()]) == content["xxh3"]
+        return of(cls, content["record"], path.name) if sound else None
+    except (OSError, ValueError, KeyError, TypeError, RecursionError, InputError):
+        return None
+
+
+def of(cls: type[T], value: Any, where: str) -> T:
+    """A value of JSON as a dataclass. Unknown keys are dropped, absent ones have their defaults. Raises InputError."""
+    return _as(cls, value, where)
+
+
+def _as(cls: Any, value: Any, where: str) -> Any:
+    origin, args = get_origin(cls), get_args(cls)
+    if cls is Any:
+        return value
+    if cls is Plan:
+        return Plan.of(value)
+    if is_dataclass(cls) and isinstance(value, dict):
+        hints = get_type_hints(cls)
+        known = {name: _as(hints[name], v, f"{where}.{name}") for name, v in value.items() if name in hints}
+        try:
+            return cls(**known)  # type: ignore[operator]
+        except TypeError as error:
+            raise InputError(f"{where}: {error}") from None
+    if origin in (Union, types.UnionType):
+        fitting = [arg for arg in args if _fits(arg, value)]
+        return _as(fitting[0], value, where) if fitting else _refuse(where, value)
+    if origin is dict and isinstance(value, dict):
+        return {key: _as(args[1], v, f"{where}.{key}") for key, v in value.items()}
+    if origin is list and isinstance(value, list):
+        return [_as(args[0], v, where) for v in value]
+    if cls is float and type(value) is int:
+        return float(value)
+    return value if origin is None and type(value) is cls else _refuse(where, value)
+
+
+def _fits(cls: Any, value: Any) -> bool:
+    try:
+        _as(cls, value, "")
+    except InputError:
+        return False
+    return True
+
+
+def _refuse(where: str, value: Any) -> Any:
+    raise InputError(f"{where} is {json.dumps(value)[:60]}, which this version does not read.")
+
+
+# ---------------------------------------------------------------- of a run
+
+
+@dataclass
+class Progress:
+    """How far a run has come. The loop changes it; a snapshot has a copy."""
+
+    step: int = 0
+    start: float | None = None  # eval_loss before training
+    best: float | None = None  # lowest eval_loss of what was trained, and its step
+    best_step: int | None = None
+    evaluated: int | None = None  # last evaluated step
+    worse: int = 0  # evaluations since the lowest
+    eval_rows: int | None = None  # rows that an evaluation reads; None: all
+    written: int = 0  # bytes to drives
+    log: int = 0  # bytes of log.jsonl
+
+
+@dataclass(frozen=True)
+class Fixed:
+    """What a resumed run keeps, so that its results are bitwise those of an uninterrupted one."""
+
+    plan: Plan  # placement may change; not what `kept` names, nor where updates run
+    batch_size: int
+    rows: int  # sequences of a micro-batch
+    seq_len: int
+    config: dict[str, Any]  # numbers of the model's config, and what is trained
+    tensors: dict[str, list[Any]]  # dtype and shape of every tensor of the source
+    data: str  # fingerprints of the data and of what is held out
+    date: str | None  # that chat templates take for today
+    launches: dict[str, list[int]] = field(default_factory=dict)  # settings of kernels
+    base: dict[str, str] = field(default_factory=dict)  # checksums of frozen weights, by unit
+    reference: str = ""  # key of the reference's numbers
+    teacher: str = ""  # key of the teacher's scores
+
+    @property
+    def kept(self) -> dict[str, Any]:
+        """What no plan of a resumed run may change."""
+        names = ("tokens", "n_micro", "dtype", "record", "adam_bits", "halves")
+        return {name: getattr(self.plan, name) for name in names}
+
+
+@dataclass(frozen=True)
+class Snapshot:
+    """What a snapshot of the store says of its run."""
+
+    progress: Progress
+    fixed: Fixed
+    options: dict[str, Any]  # config_file.saved
+    computed_by: str  # GPU and libraries
+
+
+@dataclass(frozen=True)
+class Best:
+    """best.json: which weights are there, and their files' checksums."""
+
+    step: int
+    eval_loss: float
+    files: dict[str, str]
+
+
+@dataclass(frozen=True)
+class State:
+    """.run/state.json: the run's id, and how far it has come."""
+
+    id: str
+    started: bool = False  # there was a snapshot
+    ended: bool = False  # the output is complete: only .run and the store are left to be removed
+    kept: bool = False  # ended, and these stay, so that the run can be extended

@@ -1,0 +1,412 @@
+"""The training state of a run: built, loaded, saved as a snapshot, exported, freed. The loop decides when."""
+
+from __future__ import annotations
+
+import errno
+import gc
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from dataclasses import asdict, replace
+from functools import partial
+from pathlib import Path
+
+import torch
+
+from trireme.engine.amounts import count, duration, gb, gib
+from trireme.engine.between import Reader, load_from_store, save_to_store
+from trireme.engine.build import Engine, InRam, build, shares
+from trireme.engine.exchange import LARGEST_F16, Exchange, Kept
+from trireme.engine.hosts.gather import masters
+from trireme.engine.hosts.group import here
+from trireme.engine.planner.host import computed_by, hold_to
+from trireme.engine.planner.machine import drive_speeds, note_pinned
+from trireme.engine.planner.whole import note_export
+from trireme.engine.queues.real import RealQueues
+from trireme.engine.queues.watchdog import leave, patience, watched
+from trireme.engine.run import config_file, record, screen
+from trireme.engine.run.after import hub
+from trireme.engine.run.folder import Folder
+from trireme.engine.run.job import Job
+from trireme.engine.run.record import Fixed, Progress, Snapshot, State
+from trireme.engine.tuning.adapters import WEIGHTS, save_adapter
+from trireme.engine.tuning.base import CheckpointBase, check_unchanged, stamps
+from trireme.engine.tuning.cached import Cached
+from trireme.engine.tuning.merge import merge_adapter
+from trireme.engine.tuning.peft_config import CONFIG
+from trireme.engine.updates import AdamW
+from trireme.kernels import host_adamw
+from trireme.models.config import InputError
+from trireme.models.losses.preferences import Documents
+from trireme.storage import folders
+from trireme.storage.auxiliary import CONTENT
+from trireme.storage.files import NoSnapshot, StoreError, remove_folders, stream
+from trireme.storage.shards import DAMAGED, Damaged
+from trireme.storage.snapshots import NO_WAY_BACK
+from trireme.storage.store import Store
+from trireme.storage.untrusted import checksum, quoted
+
+Stopped = Callable[[], bool]
+
+
+def snapshot_of(folder: Folder, keep: int) -> Snapshot | None:
+    """Opens the store of a resumed run; the last snapshot, None before the first. Raises StoreError, InputError."""
+    lost = next((path for path in folder.stores if not (path / folders.IDENTITY).exists()), None)
+    if lost is not None:
+        if folder.state.started:
+            raise InputError(
+                f"--resume {folder.out}: its store is not in {lost}. Is its drive mounted? If it has moved: --store DIR; "
+                f"if it is lost, the run cannot go on: remove {quoted(folder.out)} and start again."
+            )
+        screen.say("no snapshot yet: starts from the beginning")
+        return None
+    try:
+        folder.store = Store.open(folder.stores, keep, say=screen.warn, run=folder.state.id)
+    except NoSnapshot:
+        screen.say("no snapshot yet: starts from the beginning")
+        return None
+    return record.of(Snapshot, folder.store.snapshots[-1].extra, f"--resume {folder.out}: its snapshot")
+
+
+class Training:
+    """A job with its engine."""
+
+    def __init__(self, job: Job, folder: Folder, begun: Snapshot | None):
+        self.job, self.folder, self.begun = job, folder, begun
+        self.progress = replace(begun.progress) if begun else Progress()
+        if job.options.eval_tokens or not begun:  # else evaluations stay comparable
+            self.progress.eval_rows = job.eval_rows
+        if folder.store is None:
+            folder.store = self._new_store()
+        self.store = folder.store
+        self.fixed: Fixed = job.fixed(begun)
+        self.queues = RealQueues(job.device, gpus=job.plan.gpus, hosts=job.plan.hosts)
+        self.queues.failed = here().failed  # where this thread waits for a host that waits for a queue
+        self._stamps = stamps(job.source)
+        self._best: Kept | None = None  # in RAM, where there is room
+        self.best_kept = False  # in RAM alone
+        self.sums = dict[str, str]()  # checksums of all weights, as they were loaded from the checkpoint
+        self.exported = 0  # bytes of checkpoints, by this process
+        self._engine: Engine | None = None
+
+    def _new_store(self) -> Store:
+        job, folder = self.job, self.folder
+        auxiliary = job.source.auxiliary
+        try:
+            return Store.create(
+                folder.stores, job.options.keep, auxiliary, drive_speeds(folder.stores), screen.warn, folder.state.id
+            )
+        except StoreError as error:
+            if error.errno != errno.EEXIST:
+                raise
+            raise InputError(f"--store {error.filename}: {error.strerror}.") from None
+
+    @property
+    def engine(self) -> Engine:
+        assert self._engine is not None, "the engine is loaded"
+        return self._engine
+
+    @property
+    def again(self) -> Mapping[str, CONTENT]:
+        """Files of the output besides weights, which can be made again."""
+        return {} if self.job.cfg.lora else self.job.source.auxiliary
+
+    @property
+    def written(self) -> int:
+        """Bytes that the whole run has written to drives."""
+        return self.progress.written + sum(device.io.written for device in self.store.devices) + self.exported
+
+    @property
+    def last_snapshot(self) -> str:
+        made = self.store.snapshots
+        return f"Last snapshot: step {made[-1].step:,}" if made else "There is no snapshot yet"
+
+    def documents(self, batch: Sequence[InRam]) -> list[list[Documents]]:
+        """The documents of each host's micro-batches."""
+        return [[mb.of_docs for mb in share if mb.of_docs] for share in shares(batch, here().hosts)]
+
+    @contextmanager
+    def watched(self, what: str) -> Iterator[None]:
+        """A context in which a task, a read or a write that hangs ends the process with exit code 4."""
+        limit = patience(self.job.forecast.step.step_s)
+
+        def late(what_hangs: str) -> None:
+            how = f"no progress for {duration(limit)}; {what_hangs}"
+            here().tell(how)
+            way = f"{self.last_snapshot}. To continue: --resume {quoted(self.job.out)}"
+            leave(lambda: screen.urgent(f"error: {what}: {how}. Is the GPU or a drive failing? {way}"))
+
+        other = lambda: (screen.counted(), object() if here().waits else None)
+        with watched(self.queues, limit, late, other):
+            yield
+
+    # ------------------------------------------------------------ built and loaded
+
+    def build(self, stopped: Stopped = lambda: False) -> None:
+        """Builds the engine, whose buffers are not filled, and takes its space on drives. Raises DoesNotFit, InputError,
+        StoreError; as all that load, KeyboardInterrupt between two pieces if `stopped()`.
+        """
+        job = self.job
+        with screen.clock().at("load"), self.watched("loading"):
+            if isinstance(job.source, Cached):
+                made, nbytes = job.source.is_made(), job.source.file_bytes
+                what = "checking the base" if made else f"quantizing the base to {job.source.base}"
+                with _loading(what, nbytes + (0 if made else job.source.original.nbytes), stopped) as more:
+                    job.source.make(more, screen.warn)
+            e = self._engine = self._built()
+            e.claim_scratch(self.store.devices)
+            if self.begun is None:
+                self._claim(e)
+
+    def load_checkpoint(self, stopped: Stopped = lambda: False) -> None:
+        """Fills the engine with the model before training."""
+        job, placement, adapter = self.job, self.engine.placement, self.job.opened.adapter
+        with screen.clock().at("load"), self.watched("loading"):
+            exchange = Exchange(job.cfg, job.source, placement, adapter.values if adapter else None)
+            with _loading("loading", placement.nbytes() + placement.frozen_bytes, stopped) as more:
+                exchange.load(more)
+            self.sums = exchange.base | {"trained": exchange.trained}
+            here().agree("weights", self.sums, "Copy host 0's checkpoint")
+            self._check_frozen(exchange.base)
+
+    def load_snapshot(self, stopped: Stopped = lambda: False) -> None:
+        """Fills the engine with the last snapshot, and what is frozen from the checkpoint."""
+        placement = self.engine.placement
+        with screen.clock().at("load"), self.watched("loading"):
+            if self.sums:  # the model before training is there, which was needed once more
+                self.store.restore()
+            with _loading("loading", placement.nbytes(), stopped) as more:
+                self._load_snapshot(self.engine, more)
+            if placement.frozen_bytes:
+                exchange = Exchange(self.job.cfg, self.job.source, placement)
+                with _loading("loading what is frozen", placement.frozen_bytes, stopped) as more:
+                    exchange.load_base(more)
+                self._check_frozen(exchange.base)
+
+    def _built(self) -> Engine:
+        """The engine; its buffers are not filled."""
+        job, o = self.job, self.job.options
+        hold_to(job.limits, job.device)
+        adamw = AdamW(o.betas[0], o.betas[1], weight_decay=o.weight_decay or 0.0, max_grad_norm=o.max_grad_norm)
+        files, wire = self._base_files(), here().wire
+        e = build(job.cfg, job.plan, job.limits, self.queues, adamw=adamw, store=self.store, files=files, wire=wire)
+        if e.memory.refused:
+            pinned = e.memory.used("host") - e.memory.refused
+            note_pinned(job.device, pinned)
+            screen.warn(
+                f"CUDA pins {gib(pinned)} of RAM, the plan uses {gib(e.memory.used('host'))}: copies of the rest are "
+                f"several times slower than predicted. The next run plans with {gib(pinned)}, unless --ram is given"
+            )
+        if reason := host_adamw.why_slow():
+            screen.warn(f"AdamW runs in torch on the CPU, several times slower: {reason}")
+        return e
+
+    def _base_files(self) -> CheckpointBase | None:
+        """Reads frozen weights on the SSD from the user's checkpoint; None if they are copied to scratch space."""
+        job = self.job
+        if job.files.copied or not job.forecast.frozen_on_ssd:
+            return None
+        geo, units = job.forecast.geo, job.plan.units
+        layouts = {v: layout for v, layout in enumerate(geo.stored_base) if units[geo.unit_of(v)].base == "ssd"}
+        try:
+            return CheckpointBase(layouts, job.source, job.opened.stored, self.store.devices[0])
+        except StoreError as error:
+            screen.warn(f"{error}; so frozen weights are copied, {gb(job.forecast.frozen_on_ssd)}")
+            return None
+
+    def _claim(self, e: Engine) -> None:
+        """Takes space for shards in a new store."""
+        self.store.clear()
+        for shard in e.placement.shards():
+            self.store.add(shard.name, shard.layout, weights=shard.entry.kind == "weights")
+        if self.job.plan.stored_on_ssd:
+            self.store.reserve()
+
+    def _load_snapshot(self, e: Engine, more: Callable[[int], None]) -> None:
+        expected = {shard.name: shard.layout for shard in e.placement.shards()}
+        if {name: shard.layout for name, shard in self.store.shards.items()} != expected:
+            other = "is the state of another model, or in other shards"
+            raise StoreError(errno.EINVAL, other, str(self.store.paths[0]))
+        try:
+            load_from_store(e.placement, more)
+        except Damaged as damage:
+            raise StoreError(damage.errno, f"{DAMAGED}. {self._way_back(e)}", damage.filename) from damage
+
+    def _way_back(self, e: Engine) -> str:
+        """What the user can do about a damaged snapshot. Reads older ones until one is whole."""
+        *older, last = self.store.snapshots
+        newer = [last.folder]
+        for snapshot in reversed(older):
+            self.store.restore(snapshot.step)
+            try:
+                with screen.working(f"checking step {snapshot.step:,}", e.placement.nbytes()) as more:
+                    load_from_store(e.placement, more)
+            except Damaged:
+                newer.append(snapshot.folder)
+            else:
+                return f"Step {snapshot.step:,} is the last whole one: to go back to it, remove {', '.join(newer)}"
+        return NO_WAY_BACK
+
+    def _check_frozen(self, base: dict[str, str]) -> None:
+        """Keeps the checksums of frozen weights. Raises InputError if they are not those that the run began with."""
+        for unit, sum in base.items():
+            if self.fixed.base.setdefault(unit, sum) != sum:
+                raise InputError(
+                    f"--resume {self.job.out}: the frozen weights of {unit} in {self.job.options.model} are not those "
+                    "that the run began with. Restore the checkpoint."
+                )
+
+    def check_base(self, copied: bool) -> None:
+        """Raises StoreError if frozen weights that steps read, or that are to be `copied`, have changed."""
+        if self.engine.placement.files is not None or (copied and self.fixed.base):
+            check_unchanged(self._stamps)
+
+    # ------------------------------------------------------------ saved
+
+    def apply_updates(self) -> None:
+        """Runs all updates that are due, and waits for them."""
+        with screen.clock().at("steps"), self.watched("updates"):
+            self.engine.optimizer.flush()
+            self.queues.drain()
+
+    @property
+    def is_saved(self) -> bool:
+        return bool(self.store.snapshots) and self.store.snapshots[-1].step == self.progress.step
+
+    def save(self, log: Callable[[], int]) -> None:
+        """Makes a snapshot, and writes its best weights. `log`: makes the log durable, returns its bytes.
+
+        If the best cannot be written, as on a full drive, and the snapshot itself has those weights, the error is
+        raised after the snapshot was made. Raises StoreError.
+        """
+        self.apply_updates()
+        self.check_base(copied=False)
+        failed: StoreError | None = None
+        try:
+            if self.best_kept:
+                self._write_best(self._best)
+        except StoreError as error:
+            if here().hosts > 1 or self.progress.best_step != self.progress.step:
+                raise
+            failed = error
+        if not self.is_saved:
+            self._commit(log)
+        if failed:
+            raise failed
+
+    def _commit(self, log: Callable[[], int]) -> None:
+        with screen.clock().at("snapshots"), self.watched("snapshot"):
+            with screen.working("saving", self.engine.placement.nbytes(everything=False)) as more:
+                save_to_store(self.engine.placement, more)
+                self.progress.log, done = log(), self.progress
+                now = replace(done, written=self.written)
+                said = Snapshot(now, self.fixed, config_file.saved(self.job.options), computed_by(self.job.device))
+                self.store.commit(done.step, asdict(said), here().meet, progress=more)
+            self.folder.note(State(self.folder.state.id, started=True))
+            self.folder.drop_best(done.best_step)
+
+    def keep_best(self) -> None:
+        """Keeps the present weights as the best: copied within RAM if it has room, else written at once."""
+        self.apply_updates()
+        if here().any(not self.job.forecast.kept):
+            self._write_best()
+            return
+        self._best = self._best or Kept(self.engine.placement, self.job.files.exact)
+        with self.watched("the best"):
+            self._best.take()
+        self.best_kept = True
+
+    def write_best(self) -> None:
+        """Writes the best weights so far, if they are in RAM alone."""
+        if self.best_kept:
+            self._write_best(self._best)
+
+    def _write_best(self, kept: Kept | None = None) -> None:
+        last = self.store.snapshots[-1].extra["progress"]["best_step"] if self.store.snapshots else None
+        self._export(lambda save: self.folder.write_best(self.progress, last, save), kept)
+        self.best_kept = False
+
+    # ------------------------------------------------------------ exported
+
+    def export(self, step: int | None = None) -> None:
+        """Writes the weights to OUT, or to OUT/step-N; reads them back."""
+
+        def whole(save: Callable[[Path], Mapping[str, str]]) -> None:
+            save(self.job.out)
+            self._merge()
+
+        self._export(whole if step is None else lambda save: self.folder.replace(f"step-{step}", save))
+
+    def export_best(self) -> None:
+        """Makes the best weights the output."""
+        self.write_best()
+        if not here().host:
+            with screen.clock().at("export"), self.watched("export"):
+                self.folder.take_over(self.progress.best_step, self.job.out, self.again)
+                self._merge()
+
+    def _export(self, write: Callable[[Callable[[Path], Mapping[str, str]]], None], kept: Kept | None = None) -> None:
+        """Calls `write` with what saves the weights to a folder. Host 0 writes, and asks the others for what it lacks."""
+        job, began, own = self.job, screen.clock().now(), kept or Reader(self.engine.placement)
+        with screen.clock().at("export"), self.watched("export"), masters(own, here().wire) as reader:
+            if reader is None:
+                return
+            self.check_base(copied=job.cfg.lora is None)
+            write(partial(self._save_weights, reader))
+        if job.cfg.lora is None:
+            note_export(job.forecast, job.out, screen.clock().now() - began)
+
+    def _save_weights(self, reader: Reader, folder: Path) -> dict[str, str]:
+        """Writes a checkpoint or adapters; returns the checksums of its files."""
+        job = self.job
+        if job.cfg.lora is not None:
+            save_adapter(folder, job.cfg, reader, *hub.base_of(job.options.model))
+            self.exported += sum((folder / name).stat().st_size for name in (CONFIG, WEIGHTS))
+            return {name: checksum(stream(folder / name)) for name in (CONFIG, WEIGHTS)}
+        exchange = Exchange(job.cfg, job.source, self.engine.placement, reader=reader)
+        with screen.working("writing the checkpoint", 2 * job.source.nbytes) as more:  # and reading it back
+            sums = exchange.save(folder, more)
+        self.exported += job.source.nbytes
+        if beyond := exchange.beyond:
+            values = f"{count(sum(beyond.values()), 'value')} of {count(len(beyond), 'tensor')}, as {max(beyond)}"
+            screen.warn(
+                f"{folder}: {values}, beyond {LARGEST_F16:,.0f}, the largest of F16, and written as that. Lower --lr, "
+                "or train a copy of the checkpoint in BF16"
+            )
+        return sums
+
+    def _merge(self) -> None:
+        job = self.job
+        if job.options.merge and job.cfg.lora is not None:
+            self.check_base(copied=True)
+            try:
+                with screen.working("merging the adapters", 2 * job.source.nbytes) as more:
+                    merge_adapter(job.out, job.cfg, job.source, job.out / "merged", more)
+            except InputError as error:  # the adapter is whole
+                remove_folders([job.out / "merged"])
+                screen.warn(f"not merged: {error}")
+
+    # ------------------------------------------------------------ the end
+
+    def close(self) -> None:
+        """Ends the queues and frees the memory. Calling it again does nothing."""
+        with self.watched("close"):
+            self.queues.close()
+            if self._engine is not None:
+                self._engine.close()
+                self._engine = self._best = None
+                gc.collect()
+                if self.job.on_gpu:
+                    torch.cuda.empty_cache()
+
+
+@contextmanager
+def _loading(what: str, nbytes: int, stopped: Stopped) -> Iterator[Callable[[int], None]]:
+    """Gives a function to call with the size of each part, which raises KeyboardInterrupt if `stopped()`."""
+    with screen.working(what, nbytes) as more:
+
+        def or_leave(size: int) -> None:
+            more(size)
+            if stopped():
+                raise KeyboardInterrupt
+
+        yield or_leave
