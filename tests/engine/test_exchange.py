@@ -7,6 +7,8 @@ import pytest
 import torch
 from engines import FP8, LIMITS, LLAMA, MemoryScratch, MemoryStore, gpu_plan
 from safetensors.numpy import load_file, save_file
+from tiny import CASES, oracle, relative
+from transformers import AutoModelForCausalLM
 
 from trireme.engine import exchange as module
 from trireme.engine.between import Reader, writing
@@ -18,7 +20,8 @@ from trireme.engine.plan import UnitPlan
 from trireme.engine.queues.real import InlineQueues
 from trireme.kernels.fp8.reference import quantize
 from trireme.kernels.reference import split_master
-from trireme.models.config import InputError
+from trireme.models import hf
+from trireme.models.config import InputError, read_config, with_experts
 from trireme.models.sizes import narrow, shapes
 from trireme.storage.checkpoint import NUMPY, convert, dtype_of, open_source
 from trireme.storage.layout import ITEMSIZE
@@ -26,6 +29,7 @@ from trireme.storage.layout import ITEMSIZE
 pytestmark = pytest.mark.grid
 
 TIED = replace(LLAMA, tied=True)
+CASE = "qwen3 moe"
 
 
 def checkpoint(folder, cfg, dtype="F32", seed=0, **extra):
@@ -127,24 +131,6 @@ def test_moments_are_zero_however_often_homes_are_filled(tmp_path, tier):
         assert not found[m.offset : m.offset + m.nbytes].any(), entry
 
 
-@pytest.mark.parametrize("stored", ["F32", "BF16"])
-def test_zeros_are_not_brought_to_a_gpu(tmp_path, monkeypatch, stored):
-    """Pretended: a place that the CPU cannot address. A checkpoint in bf16 has no low halves."""
-    x, brought = exchange(LLAMA, checkpoint(tmp_path / "in", LLAMA, stored)), []
-    x.load()
-    first = [record.clone() for unit in x.placement.state for record in unit]
-    for record in (record for unit in x.placement.state for record in unit):
-        record.fill_(7)
-    in_ram = x.placement.in_ram
-    monkeypatch.setattr(x.placement, "in_ram", lambda entry: None if entry.kind == "state" else in_ram(entry))
-    monkeypatch.setattr(
-        module, "writing", lambda placement, entry: brought.append(entry.kind) or writing(placement, entry)
-    )
-    x.load()
-    assert all(map(torch.equal, first, (record for unit in x.placement.state for record in unit)))
-    assert ("state" in brought) == (stored == "F32")
-
-
 def test_a_tied_matrix_stored_twice_must_be_the_same(tmp_path):
     embedding = np.ones((LLAMA.vocab, LLAMA.width), np.float32)
     same = {"model.embed_tokens.weight": embedding, "lm_head.weight": embedding}
@@ -210,3 +196,49 @@ def test_a_master_is_split_as_the_kernels_split_it(tmp_path):
         views(x.placement.layout(Entry("state", head, r)), b)["lo"] for r, b in enumerate(x.placement.state[head])
     ]
     assert torch.equal(torch.cat(records)[: layout.numel], lo)
+
+
+# ---------------------------------------------------------------- a mixture of experts
+
+
+@pytest.fixture(scope="module")
+def mixture(tmp_path_factory):
+    """A checkpoint as transformers writes it."""
+    path = tmp_path_factory.mktemp("mixture")
+    oracle(*CASES[CASE])[0].save_pretrained(path)
+    return path
+
+
+@pytest.mark.parametrize(("tier", "dtype"), [("gpu", "F32"), ("ssd", "BF16")])
+def test_a_mixture_comes_out_as_transformers_wrote_it(mixture, tmp_path, tier, dtype):
+    x = exchange(read_config(mixture), open_source(mixture), tier, dtype)
+    x.load()
+    x.save(tmp_path / "out")
+    name = "model.safetensors"
+    assert (tmp_path / "out" / name).read_bytes() == (mixture / name).read_bytes()
+    reopened = AutoModelForCausalLM.from_pretrained(tmp_path / "out", dtype=torch.float32)
+    ids = torch.arange(20)[None]
+    assert relative(reopened(ids).logits, oracle(*CASES[CASE])[0](ids).logits) < 1e-5
+
+
+def test_files_name_each_expert_and_the_engine_all(mixture):
+    x = exchange(read_config(mixture), open_source(mixture))
+    shard = next(s for s in x.placement.shards() if s.entry.kind == "weights" and s.entry.u == 1)
+    stored = {t.name: t for t in shard.layout.tensors}
+    fused = x.placement.geo.weights[1]["model.layers.0.mlp.experts.gate_up_proj"]
+    up = stored["model.layers.0.mlp.experts.1.up_proj.weight"]
+    assert fused.shape == (6, 48, 40)
+    assert up.shape == (24, 40)
+    assert up.offset == fused.offset + 3 * up.nbytes  # behind both of expert 0, and this one's gate
+    assert stored.keys() == {name for name in open_source(mixture).tensors if ".layers.0." in name}
+
+
+def test_a_missing_expert_is_named(mixture):
+    cfg, found = read_config(mixture), open_source(mixture).shapes
+    name = "model.layers.1.mlp.experts.4.down_proj.weight"
+    with pytest.raises(InputError, match=f"lacks {name}, which"):
+        hf.canonical_names(cfg, {n: s for n, s in found.items() if n != name})
+    with pytest.raises(InputError, match=r"mlp.gate.weight has shape \[5, 40\], config.json says \[6, 40\]"):
+        hf.canonical_names(cfg, found | {"model.layers.0.mlp.gate.weight": (5, 40)})
+    with pytest.raises(InputError, match="calls for 2 layers of 2,000,000,000 experts"):
+        hf.canonical_names(with_experts(cfg, count=2_000_000_000), found)

@@ -101,59 +101,32 @@ def test_a_plan_survives_its_file(tmp_path):
     assert Plan.load(tmp_path / "plan.json") == plan
 
 
-@pytest.mark.parametrize(
-    "change",
-    [
-        {"units": [{"weights": "gpu", "state": "host"}]},
-        {"units": [{"weights": "tape", "state": "host"}]},
-        {"units": [{"weights": "ssd", "state": "ssd", "update": "gpu"}]},
-        {"units": [{"weights": "host", "state": "host", "update": "tpu"}]},
-        {"units": [{"weights": "host", "state": "host", "update": "gpu"}], "mode": "backward"},
-        {"mode": "backward", "gradients": "ssd"},
-        {"mode": "serial"},
-        {"mode": "sideways"},
-        {"color": "blue"},
-        {"units": 3},
-        {"units": [{"weights": "host", "state": "host", "saved": [["qkv"]]}]},
-        {"n_micro": "x"},
-        {"n_micro": True},
-        {"tokens": 0},
-        {"tokens": 64.0},
-        {"record": -4096},
-        {"swap_slots": None},
-        {"dtype": "F16"},
-        {"adam_bits": "8"},
-        {"late_moments": 3},
-        {"late_moments": [["host"]]},
-        {"halves": []},
-        {"adam_bits": 32.0},
-        {"adam_bits": [32]},
-        {"dtype": ["BF16"]},
-        {"mode": {}},
-        {"tokens": 10**400},
-        {"record": 1 << 60},
-        {"units": [{"weights": "host", "state": "host", "resident": []}]},
-        {"units": [{"weights": ["host"], "state": "host"}]},
-        {"units": [{"weights": "host", "state": "host", "saved": [[["qkv"], "gpu"]]}]},
-        {"units": [{"weights": "host", "state": "host", "saved": [["qkv", 3]]}]},
-        {"units": [{"weights": "host", "state": "host", "saved": [["qkv", "gpu"], ["qkv", "host"]]}]},
-        {"units": [{"weights": "host", "state": "host", "gpu": -1}]},
-        {"units": [{"weights": "host", "state": "host", "gpu": 1 << 40}]},
-        {"units": [{"weights": "host", "state": "host", "gpu": "1"}]},
-        {"units": [{"weights": "host", "state": "host", "saved": [["qkv", "peer"]]}]},
-        {"units": [{"weights": "host", "state": "host", "peer": 64, "saved": [["qkv", "peer"]]}]},
-        {"units": [{"weights": "host", "state": "host", "x": "peer"}]},
-        {"slices": 0},
-        {"slices": 2},
-        {"slices": 2, "halves": True, "between": "host"},
-        {"slices": 2, "halves": True, "hosts": 2},
-        {"slices": 2, "halves": True, "units": [{"x": "host", "gpu": u // 3} for u in range(4)]},
-        {"units": [{"gpu": u % 2, "x": "host"} for u in range(4)], "between": "host", "halves": True},
-        {"units": [{"gpu": u // 2, "x": "host"} for u in range(5)], "between": "host", "halves": True},
-    ],
-)
+STORED = {"weights": "host", "state": "host"}
+NO_UNITS = [  # of which a plan has one
+    {"weights": "gpu", "state": "host"}, {"weights": "tape", "state": "host"}, {"weights": ["host"], "state": "host"},
+    {"weights": "ssd", "state": "ssd", "update": "gpu"}, STORED | {"update": "tpu"}, STORED | {"saved": [["qkv"]]},
+    STORED | {"resident": []}, STORED | {"saved": [[["qkv"], "gpu"]]}, STORED | {"saved": [["qkv", 3]]},
+    STORED | {"saved": [["qkv", "gpu"], ["qkv", "host"]]}, STORED | {"gpu": -1}, STORED | {"gpu": 1 << 40},
+    STORED | {"gpu": "1"}, STORED | {"saved": [["qkv", "peer"]]}, STORED | {"x": "peer"},
+    STORED | {"peer": 64, "saved": [["qkv", "peer"]]},
+]  # fmt: skip
+NO_PLANS = [
+    *({"units": [unit]} for unit in NO_UNITS), {"units": 3}, {"color": "blue"}, {"tokens": 0}, {"tokens": 64.0},
+    {"units": [STORED | {"update": "gpu"}], "mode": "backward"}, {"mode": "backward", "gradients": "ssd"},
+    {"mode": "serial"}, {"mode": {}}, {"n_micro": "x"}, {"n_micro": True}, {"record": -4096}, {"swap_slots": None},
+    {"dtype": "F16"}, {"adam_bits": "8"}, {"late_moments": 3}, {"late_moments": [["host"]]}, {"halves": []},
+    {"adam_bits": 32.0}, {"adam_bits": [32]}, {"dtype": ["BF16"]}, {"tokens": 10**400}, {"record": 1 << 60},
+    {"slices": 0}, {"slices": 2}, {"slices": 2, "halves": True, "between": "host"},
+    {"slices": 2, "halves": True, "hosts": 2},
+    {"slices": 2, "halves": True, "units": [{"x": "host", "gpu": u // 3} for u in range(4)]},
+    {"units": [{"gpu": u % 2, "x": "host"} for u in range(4)], "between": "host", "halves": True},
+    {"units": [{"gpu": u // 2, "x": "host"} for u in range(5)], "between": "host", "halves": True},
+]  # fmt: skip
+
+
+@pytest.mark.parametrize("change", NO_PLANS)
 def test_a_plan_file_that_makes_no_sense_is_refused(tmp_path, change):
-    good = {"units": [{"weights": "host", "state": "host"}], "tokens": 64, "n_micro": 1}
+    good = {"units": [STORED], "tokens": 64, "n_micro": 1}
     (tmp_path / "plan.yaml").write_text(json.dumps(good | change))
     with pytest.raises(InputError, match="plan"):
         Plan.load(tmp_path / "plan.yaml")

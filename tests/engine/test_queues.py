@@ -1,30 +1,25 @@
-"""Queues: order, errors, the trace, and the same step on simulated queues."""
+"""Queues: order, errors, the trace; inputs made ahead; the watchdog names what hangs."""
 
 import gc
 import json
-import queue
+import os
 import sys
 import threading
-from contextlib import nullcontext
-from functools import partial
 
 import pytest
 import torch
-from engines import LIMITS, LLAMA, batches, gpu_plan, lent, make, relayed, train
+from engines import LLAMA, batches, fork, gpu_plan, lent, make, relayed, train
 
-from trireme.engine.build import Inputs, build, inputs_on
+from trireme.engine.build import Ahead, in_ram, inputs_on, placed
 from trireme.engine.plan import UnitPlan
-from trireme.engine.planner.rates import Rates
-from trireme.engine.planner.simulate import SimulatedQueues
-from trireme.engine.queues import real
 from trireme.engine.queues.names import PEERS, QUEUES, STREAMED, TITLES, kind_of, queues_of
 from trireme.engine.queues.real import InlineQueues, RealQueues
-from trireme.engine.queues.trace import busy, perfetto
+from trireme.engine.queues.trace import perfetto
+from trireme.engine.queues.watchdog import HALVES, HUNG, leave, watch
 from trireme.engine.step import train_step
 from trireme.models.rows import rope_tables
 from trireme.models.sizes import shapes
 
-ALONE = Rates(1.0, 1.0, 1.0, 1.0, 1.0, 1e30, ssd_read=1.0, ssd_write=1.0, mixed=1.0, duplex=1.0, reading=1.0)
 ALL_SSD = UnitPlan("ssd", "ssd", x="ssd", saved=tuple((n, "ssd") for n in shapes.saved_shapes(LLAMA, 1)))
 
 
@@ -83,45 +78,15 @@ def test_an_error_reaches_whoever_waits_and_stops_the_queues(queues):
     assert (queues.moved["cpu"], queues.tasks) == (0, [])  # what was not handed over is not counted
 
 
-def test_a_queue_whose_stream_is_refused_fails_its_tasks(queues, monkeypatch):
-    """CUDA may fail as a queue's thread starts: who waits for a task of that queue is told."""
-
-    def refuse(device):
-        raise RuntimeError("no such device")
-
-    monkeypatch.setattr("torch.cuda.set_device", refuse)
-    queues.streams["late"], queues.queues["late"] = object(), queue.SimpleQueue()
-    task = queues.run("late", "other", "copy", lambda: None)
-    queues.queues["late"].put(None)
-    queues._serve("late")
-    with pytest.raises(RuntimeError, match="no such device"):
-        task.wait()
-
-
-def test_the_interpreter_is_as_before_once_all_queues_are_closed(monkeypatch):
-    monkeypatch.setattr(real, "USUAL", [])
-    said, collected, before, thresholds = [], [], sys.getswitchinterval(), gc.get_threshold()
-    monkeypatch.setattr(sys, "setswitchinterval", said.append)
-    for name in ("freeze", "unfreeze"):
-        monkeypatch.setattr(real.gc, name, partial(collected.append, name))
+def test_the_interpreter_is_as_before_once_all_queues_are_closed():
+    before = sys.getswitchinterval(), gc.get_threshold()
     first, second = RealQueues(), RealQueues(gpus=2)
+    assert sys.getswitchinterval() < before[0]
     first.close()
     first.close()
-    assert said == [real.SWITCH, real.SWITCH / 2]
-    assert gc.get_threshold() == (*thresholds[:2], real.OLD)
-    assert collected == ["freeze", "freeze"]
+    assert sys.getswitchinterval() < before[0]
     second.close()
-    assert said[2:] == [before]
-    assert gc.get_threshold() == thresholds
-    assert collected == ["freeze", "freeze", "unfreeze"]
-
-
-def test_queues_that_cannot_be_opened_leave_the_interpreter_as_it_was(monkeypatch):
-    monkeypatch.setattr(real, "USUAL", [])
-    before = sys.getswitchinterval()
-    with pytest.raises((RuntimeError, AssertionError)):  # of torch: there is no such GPU
-        RealQueues("cuda:99")
-    assert sys.getswitchinterval() == before
+    assert (sys.getswitchinterval(), gc.get_threshold()) == before
 
 
 @pytest.mark.parametrize("queue", [queue for queue in queues_of(2) if kind_of(queue) not in STREAMED])
@@ -150,21 +115,6 @@ def test_an_error_in_any_queue_ends_the_step_with_that_error(queue):
         e.optimizer.flush()
         failing.drain()
     failing.close()
-
-
-def simulate(plan, rates):
-    """Seconds of the second of two simulated steps, and its spans."""
-    queues = SimulatedQueues(lambda task: task.nbytes / rates.get(task.queue, 1e12), ALONE)
-    e = build(LLAMA, plan, LIMITS, queues)
-    batch = [Inputs(24, 20, 300) for _ in range(plan.n_micro)]
-    for step in (1, 2):
-        queues.begin()
-        train_step(e, batch, step, 0.0)
-        seconds = queues.time()
-    spans = queues.trace()
-    e.optimizer.flush()
-    assert e.memory.owned() == len(e.optimizer.on_cpu.records.ahead)
-    return seconds, spans
 
 
 class Noting(InlineQueues):
@@ -202,23 +152,6 @@ def test_a_second_flush_copies_nothing():
     assert queues.moved == before
 
 
-def test_a_profiler_sees_each_task_by_its_name(monkeypatch):
-    seen = []
-    monkeypatch.setattr(real, "PROFILED", True)
-    monkeypatch.setattr(torch.cuda.nvtx, "range", lambda name: seen.append(name) or nullcontext())
-    queues = InlineQueues()
-    assert queues.run("compute", "forward", "block 3", lambda: 7).wait() == 7
-    assert seen == ["forward block 3"]
-
-
-def test_a_simulated_step_is_as_long_as_its_slowest_queue():
-    plan = gpu_plan(LLAMA, units=(ALL_SSD,) * 5, record=768, state_slots=20)
-    seconds, spans = simulate(plan, {"state_read": 1e3, "ssd_read": 1e9, "state_write": 1e9, "ssd_write": 1e9})
-    assert seconds == pytest.approx(busy(spans)["state_read"], rel=0.3)
-    faster, _ = simulate(plan, {"state_read": 2e3, "ssd_read": 1e9, "state_write": 1e9, "ssd_write": 1e9})
-    assert faster < 0.6 * seconds
-
-
 def test_the_trace_opens_as_json(queues):
     queues.tracing = True
     queues.run("cpu", "other", "work", lambda: None, nbytes=1e6)
@@ -231,3 +164,127 @@ def test_the_trace_opens_as_json(queues):
 
 def test_every_queue_has_a_title():
     assert {kind_of(queue) for queue in queues_of(gpus=2, hosts=2)} == TITLES.keys()
+
+
+# ---------------------------------------------------------------- inputs of the next step
+
+
+def test_the_following_value_is_made_once_by_another_thread():
+    made = []
+
+    def make(key):
+        made.append((key, threading.current_thread()))
+        return 10 // key
+
+    ahead = Ahead(make)
+    assert [ahead.take(1, 2), ahead.take(2, 5), ahead.take(5, 3), ahead.take(10, 0)] == [10, 5, 2, 1]
+    assert [key for key, _ in made][:5] == [1, 2, 5, 3, 10]
+    assert threading.current_thread() not in {thread for _, thread in made}
+    with pytest.raises(ZeroDivisionError):
+        ahead.take(0, None)
+    ahead.close()
+
+
+def test_inputs_by_way_of_ram_are_the_micro_batch():
+    ((micro_batch, *_), *_) = batches(LLAMA, 1, 2, 24)
+    found = placed(in_ram(LLAMA, micro_batch), [(rope_tables(LLAMA, 24, "cpu"), "cpu")])
+    packed, labels = found.on(0), torch.from_numpy(micro_batch.labels)
+    assert packed.ids.tolist() == list(micro_batch.ids)
+    assert packed.labels.tolist() == list(micro_batch.labels)
+    assert packed.loss_rows.tolist() == torch.nonzero(labels >= 0)[:, 0].tolist()
+    assert {t.dtype for t in packed[:3]} == {torch.int64}
+    assert (found.tokens, found.trained) == (24, len(packed.loss_rows))
+    assert packed.rows.docs.lengths == tuple(micro_batch.lengths)
+
+
+# ---------------------------------------------------------------- the watchdog
+
+
+class Script:
+    """An event as `watch` waits for it; before each time-out one action is done."""
+
+    def __init__(self, *actions):
+        self.actions = list(actions)
+
+    def wait(self, seconds):
+        if not self.actions:
+            return True
+        self.actions.pop(0)()
+        return False
+
+
+def test_tasks_that_end_are_progress_and_silence_is_told_once(queues):
+    def go_on():
+        queues.run("cpu", "other", "work", lambda: None)
+        queues.drain()
+
+    nothing, told = lambda: None, []
+    watch(Script(nothing, *(go_on, nothing) * 5, go_on), queues, 8.0, told.append)
+    assert told == []
+    watch(Script(go_on, *(nothing,) * 5), queues, 8.0, told.append)
+    assert told == ["no queue has a task"]
+
+
+def test_progress_outside_the_queues_counts(queues):
+    """Bytes told of, or any value that is another each time."""
+    told, counts, nothing = [], iter([0, 1, 1, 2, 2, 3, 3, 3, 3, 3]), (lambda: None,)
+    watch(Script(*nothing * 6), queues, 8.0, told.append, lambda: next(counts))
+    watch(Script(*nothing * 6), queues, 8.0, told.append, object)
+    assert told == []
+    watch(Script(*nothing * 2), queues, 8.0, told.append, lambda: next(counts))
+    assert told == ["no queue has a task"]
+
+
+class Late(RealQueues):
+    """The third task of the queue `late` ends once the watchdog has spoken."""
+
+    def __init__(self, late):
+        super().__init__(extra=("poison",))
+        self.late, self.count, self.name = late, 0, ""
+        self.begun, self.spoken = threading.Event(), threading.Event()
+
+    def run(self, queue, kind, of, fn, after=(), nbytes=0, flops=0):
+        self.count += queue == self.late
+        if queue == self.late and self.count == 3:
+            self.name, late = f"{kind} {of}".rstrip(), lambda: self.begun.set() or self.spoken.wait() and fn()
+        return super().run(queue, kind, of, late if (queue, self.count) == (self.late, 3) else fn, after, nbytes, flops)
+
+    def wait(self, seconds):
+        """As the watchdog's event: time begins with the late task."""
+        return not self.begun.wait(60) or self.spoken.wait(seconds)
+
+
+@pytest.mark.parametrize("late", ["cpu", "ssd_read", "state_write", "h2d", "compute"])
+def test_the_queue_that_others_wait_for_is_named(late):
+    queues, told = Late(late), []
+
+    def tell(how):
+        told.append(how)
+        queues.spoken.set()
+
+    far = UnitPlan("ssd", "ssd", x="host")
+    e = make(LLAMA, gpu_plan(LLAMA, units=(far,) * 5, record=768), queues)
+    watchdog = threading.Thread(target=watch, args=(queues, queues, HALVES * 0.3, tell))
+    watchdog.start()
+    seen = train(e, batches(LLAMA, 2, 2, 24))
+    watchdog.join()
+    assert told == [f"queue {late} hangs in {queues.name}"]
+    assert len(seen) == 2  # and goes on, where `late` does not end the process
+    queues.close()
+    e.close()
+
+
+@pytest.mark.parametrize("terminal", ["reads", "hangs"])
+def test_the_process_ends_whatever_hangs(terminal):
+    read, write = os.pipe()
+    pid = fork()
+    if not pid:
+        try:
+            say = threading.Event().wait if terminal == "hangs" else lambda: os.write(write, b"late")
+            leave(say, 0.2)
+        finally:
+            os._exit(1)
+    os.close(write)
+    assert os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1]) == HUNG == 4
+    assert os.read(read, 9) == (b"late" if terminal == "reads" else b"")
+    os.close(read)

@@ -27,7 +27,6 @@ from engines import (
     train,
 )
 
-from trireme.engine import step
 from trireme.engine.buffers import buffers, usage
 from trireme.engine.build import Inputs, build
 from trireme.engine.geometry import Geometry
@@ -114,31 +113,6 @@ def test_the_load_of_experts_is_that_of_all_gpus(experts_in_one_memory, deal):
 @pytest.mark.parametrize("late", ["compute", "compute1", "hop_in"])
 def test_the_load_of_experts_waits_for_any_queue(experts_in_one_memory, late):
     check_experts(experts_in_one_memory, lambda gpus: LateQueues({late}, gpus), (0, 1))
-
-
-def test_without_the_load_of_all_gpus_a_mixture_learns_something_else(experts_in_one_memory, monkeypatch):
-    monkeypatch.setattr(step, "_pool_load", lambda e, batch: None)
-    with pytest.raises(AssertionError):
-        check_experts(experts_in_one_memory, lambda gpus: InlineQueues(gpus=gpus), (0, 1))
-
-
-def test_an_input_at_home_on_its_gpu_hops_there_once():
-    """Backward brings none, RAM has one place for each micro-batch, and the next pass waits for the last reader."""
-    plan = relayed(gpu_plan(DEEP, dtype="BF16", n_micro=2), (0, 1))
-    queues = SimulatedQueues(lambda task: 1.0, Rates(1.0, 1.0, 1.0, 1.0, 1.0, 1.0), 2)
-    e, batch = build(DEEP, plan, LIMITS, queues), [Inputs(24, 20, 300)] * 2
-    train_step(e, batch, 1, 1e-3)
-    turn = next(i for i, task in enumerate(queues.tasks) if task.kind == "loss")
-    hops = [task for task in queues.tasks if kind_of(task.queue) == "hop_in" and " x " in task.of]
-    assert len(hops) == 2 * sum(a.gpu != b.gpu for a, b in zip(plan.units, plan.units[1:], strict=False))
-    assert all(task in queues.tasks[: turn + 1] for task in hops)
-    assert {b.what: b.count for b in buffers(e.geo, plan) if b.tier == "host" and b.what in ("x", "dx")} == {"dx": 2}
-    readers = {f"{task.of} x": task for task in queues.tasks if task.kind == "backward"}  # of the last micro-batch
-    begun = len(queues.tasks)
-    evaluate(e, batch)
-    again = {task.of: task for task in queues.tasks[begun:] if kind_of(task.queue) == "hop_in"}
-    for name in e.geo.names[2 : e.geo.head]:
-        assert readers[f"{name} x"] in again[f"{name} x 1"].after
 
 
 @pytest.mark.parametrize("tier", ["gpu", "host"])
@@ -232,27 +206,6 @@ def test_what_the_engine_cannot_deal_is_refused():
             replace(DEEP, tied=True),
             replace(plan, units=(replace(plan.units[0], gpu=1), *plan.units[1:-1], replace(plan.units[-1], gpu=0))),
         )
-
-
-def test_what_a_peer_holds_is_on_that_peer_and_never_in_ram():
-    """A GPU may hold what others save without a unit of its own."""
-    kept = UnitPlan(x="gpu", saved=(("qkv", "host"),))
-    one = relayed(gpu_plan(DEEP, units=(UnitPlan(), *(kept,) * 6, UnitPlan()), dtype="BF16"), (1,), between="gpu")
-    plan = lent(one, "host", peer=lambda unit, gpus: 0)
-    e = make(DEEP, plan, InlineQueues(gpus=2))
-    span, lenders = (
-        e.geo.saved_layout(1, ("qkv",), plan.tokens).span,
-        [b for b in buffers(e.geo, plan) if b.what == "lent"],
-    )
-    assert {(b.tier, b.gpu, b.nbytes, b.count) for b in lenders} == {("gpu", 0, span, plan.n_micro)}
-    assert len(lenders) == DEEP.n_layers
-    assert not [b for b in buffers(e.geo, plan) if b.tier == "host" and b.what == "saved"]
-    assert e.memory.used("gpu", 0) >= sum(b.nbytes * b.count for b in lenders)
-    losses = train(e, batches(DEEP, 2, 2, 24))
-    e.close()
-    alone = make(DEEP, gpu_plan(DEEP, dtype="BF16"))
-    assert train(alone, batches(DEEP, 2, 2, 24)) == losses
-    alone.close()
 
 
 def test_each_gpu_has_the_memory_of_its_units_and_the_fullest_counts():
