@@ -46,30 +46,22 @@ class Gatherer(Reader):
 @contextmanager
 def masters(own: Reader, wire: Wire | None) -> Iterator[Reader | None]:
     """Called on all hosts at once, with idle queues: yields a reader on the host that exports, None on others, which
-    answer.
+    answer requests until it has no more.
 
     `own`: reads this host's share. Raises LostHost.
     """
-    plan = own.placement.plan
+    plan, geo, request = own.placement.plan, own.placement.geo, torch.tensor([END, END])
     if wire is None:
         yield own
     elif plan.host == EXPORTS:
         yield Gatherer(own, wire)
         for host in range(plan.hosts):
             if host != EXPORTS:
-                wire.send(CONTROL, host, torch.tensor([END, END]))
+                wire.send(CONTROL, host, request)
     else:
-        _answer(own, wire)
-        yield None
-
-
-def _answer(own: Reader, wire: Wire) -> None:
-    """Answers requests until the host that exports has no more."""
-    request = torch.zeros(2, dtype=torch.int64)
-    while True:
         wire.receive(CONTROL, EXPORTS, request)
-        u, a = request.tolist()
-        if u == END:
-            return
-        geo, record = own.placement.geo, own.placement.plan.record
-        wire.send(CONTROL, EXPORTS, own.low(u, a, dict(geo.records(u, record))[a]))
+        while (unit := request.tolist())[0] != END:
+            u, a = unit
+            wire.send(CONTROL, EXPORTS, own.low(u, a, dict(geo.records(u, plan.record))[a]))
+            wire.receive(CONTROL, EXPORTS, request)
+        yield None

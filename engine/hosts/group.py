@@ -9,7 +9,7 @@ import re
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from typing import TYPE_CHECKING, NamedTuple, NoReturn
+from typing import TYPE_CHECKING, NamedTuple
 
 from trireme.engine.plan import MOST_HOSTS
 from trireme.models.config import InputError
@@ -20,9 +20,6 @@ if TYPE_CHECKING:
     from trireme.engine.hosts.wire import Wire
 
 TRIAL = 64 << 20  # bytes that time the network
-BOUNDS = {"RANK": "WORLD_SIZE", "LOCAL_RANK": "LOCAL_WORLD_SIZE"}  # a number in the environment, and what it is below
-NAMES = (*BOUNDS, *BOUNDS.values(), "MASTER_ADDR", "MASTER_PORT")
-PORTS = 10_000, 20_000  # the first of those for SLURM's jobs, and their number
 
 
 class Place(NamedTuple):
@@ -40,25 +37,24 @@ def place() -> Place:
     """Reads the environment of torchrun, or of a task of SLURM's; without it this process is alone. Raises
     InputError.
     """
-    names = {"LOCAL_RANK": "0", "LOCAL_WORLD_SIZE": "1"} | _of_slurm()
-    names |= {name: os.environ[name] for name in NAMES if name in os.environ}
+    names = {"LOCAL_RANK": "0", "LOCAL_WORLD_SIZE": "1"} | _of_slurm() | os.environ
     if names.get("WORLD_SIZE", "1") in ("0", "1"):
         return Place()
-    rank, local, hosts, local_hosts, port = (
-        _number(name, names.get(name, "")) for name in NAMES if name != "MASTER_ADDR"
-    )
-    if not 1 < hosts <= MOST_HOSTS:
-        _refuse("WORLD_SIZE", names["WORLD_SIZE"], f"at most {MOST_HOSTS}")
-    for name, bound in BOUNDS.items():
-        if int(names[name]) >= int(names[bound]):
-            _refuse(name, names[name], f"a number below {bound}, {names[bound]}")
-    if local_hosts > hosts:
-        _refuse("LOCAL_WORLD_SIZE", names["LOCAL_WORLD_SIZE"], f"at most WORLD_SIZE, {hosts}")
+    hosts = _number(names, "WORLD_SIZE", 2, MOST_HOSTS)
+    local_hosts = _number(names, "LOCAL_WORLD_SIZE", 1, hosts)
+    rank, local = _number(names, "RANK", 0, hosts - 1), _number(names, "LOCAL_RANK", 0, local_hosts - 1)
     if not names.get("MASTER_ADDR"):
-        _refuse("MASTER_ADDR", "", "the name or the address of host 0")
-    if not 0 < port < 1 << 16:
-        _refuse("MASTER_PORT", names["MASTER_PORT"], "a port, 1 to 65535")
-    return Place(rank, hosts, local, local_hosts, names["MASTER_ADDR"], port)
+        raise InputError("MASTER_ADDR of the environment is not set. Set it to host 0's name or address.")
+    return Place(rank, hosts, local, local_hosts, names["MASTER_ADDR"], _number(names, "MASTER_PORT", 1, 65535))
+
+
+def _number(names: Mapping[str, str], name: str, least: int, most: int) -> int:
+    text = names.get(name, "")
+    if not (re.fullmatch("[0-9]{1,18}", text) and least <= int(text) <= most):
+        state = f"is {text!r}" if text else "is not set"
+        expected = f"a number from {least} to {most}. Set it as torchrun does, or unset it"
+        raise InputError(f"{name} of the environment {state}; expected {expected}.")
+    return int(text)
 
 
 def _of_slurm() -> dict[str, str]:
@@ -69,26 +65,14 @@ def _of_slurm() -> dict[str, str]:
     first = re.sub(r"\[(\d+)[^]]*\]", r"\1", env.get("SLURM_STEP_NODELIST", "")).split(",")[0]  # of "node[01-04],b7"
     runs = re.findall(r"(\d+)(?:\(x(\d+)\))?", env.get("SLURM_STEP_TASKS_PER_NODE", ""))  # of "2(x3),1"
     tasks = [n for n, times in runs for _ in range(int(times or 1))]
-    begin, ports = PORTS
     return {
         "RANK": env.get("SLURM_PROCID", ""),
         "WORLD_SIZE": env["SLURM_STEP_NUM_TASKS"],
         "LOCAL_RANK": env.get("SLURM_LOCALID", "0"),
         "LOCAL_WORLD_SIZE": dict(enumerate(tasks)).get(int(env.get("SLURM_NODEID", "0")), "1"),
         "MASTER_ADDR": first,
-        "MASTER_PORT": str(begin + int(env.get("SLURM_JOB_ID", "0")) % ports),
+        "MASTER_PORT": str(10_000 + int(env.get("SLURM_JOB_ID", "0")) % 20_000),  # jobs may share a node
     }
-
-
-def _number(name: str, text: str) -> int:
-    if not re.fullmatch("[0-9]{1,18}", text):
-        _refuse(name, text, "a whole number")
-    return int(text)
-
-
-def _refuse(name: str, text: str, expected: str) -> NoReturn:
-    state = f"is {text!r}" if text else "is not set"
-    raise InputError(f"{name} of the environment {state}; expected {expected}. Set it as torchrun does, or unset it.")
 
 
 class LostHost(Exception):
@@ -139,8 +123,9 @@ class Alone:
 
     def failed(self, error: BaseException) -> None:
         """As `tell`, for an error, unless all know already."""
+        where = f"{error.filename}: {error.strerror}" if isinstance(error, OSError) and error.strerror else ""
         if not isinstance(error, LostHost):
-            self.tell(_reason(error))
+            self.tell(where or str(error) or type(error).__name__)
 
 
 class Group(Alone):
@@ -230,9 +215,3 @@ def joined(at: Place, late: Callable[[str], object], silent: float | None = None
     finally:
         _here = Alone()
         group.wire.close()
-
-
-def _reason(error: BaseException) -> str:
-    """An error as other hosts report it."""
-    where = f"{error.filename}: {error.strerror}" if isinstance(error, OSError) and error.strerror else ""
-    return where or str(error) or type(error).__name__

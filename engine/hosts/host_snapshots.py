@@ -1,4 +1,4 @@
-"""Snapshots of a run's hosts: those that can be read here, and the last one that the run can continue.
+"""Snapshots of a run's hosts: those that can be read here, the last that a run can continue, a host's share of it.
 
 A store is read by its owner and, on shared disks, also by other hosts, without its lock: the files of a snapshot do not
 change until all hosts have a newer one.
@@ -14,11 +14,17 @@ from functools import cached_property
 from pathlib import Path
 from typing import NamedTuple
 
+import torch
+
 from trireme.engine.amounts import count
+from trireme.engine.between import writing
+from trireme.engine.geometry import Geometry
 from trireme.engine.hosts.group import Alone
+from trireme.engine.placement import Placement, Progress, entries, silent, stored
 from trireme.models.config import InputError
 from trireme.storage import folders, snapshots
 from trireme.storage.files import StoreError
+from trireme.storage.shards import stream_shard
 from trireme.storage.untrusted import checksum
 
 
@@ -88,12 +94,16 @@ def last_common(group: Alone, here: Sequence[HostSnapshot], begun: bool, run: Pa
     for reader, (_, there) in enumerate(said):
         for host, *key in there:
             read[Key(*key)][reader].add(host)
-    lacks = {key: list(_lacking(key, of_readers)) for key, of_readers in read.items()}
+    needs = lambda key, reader: [reader] if key.hosts == len(said) else range(key.hosts)
+    lacks = {
+        key: [(reader, host) for reader, hosts in enumerate(there) for host in needs(key, reader) if host not in hosts]
+        for key, there in read.items()
+    }
     common = [key for key in read if not lacks[key]]
     if common:
         key = max(common, key=lambda key: (key.step, key.hosts == group.hosts, key))
         return RunSnapshot(key, {snapshot.host: snapshot for snapshot in here if snapshot.key == key})
-    begins = [key for key, of_readers in read.items() if any(0 in hosts for hosts in of_readers)]
+    begins = [key for key, there in read.items() if any(0 in hosts for hosts in there)]
     if not begins or (all(key.hosts == group.hosts for key in read) and all(begun for begun, _ in said)):
         return None  # killed before all had their first
     last = max(begins)
@@ -105,8 +115,21 @@ def last_common(group: Alone, here: Sequence[HostSnapshot], begun: bool, run: Pa
     )
 
 
-def _lacking(key: Key, read: Sequence[set[int]]) -> list[tuple[int, int]]:
-    """(host, the host whose snapshot it needs and cannot read)."""
-    several = range(key.hosts)
-    needs = [[reader] if key.hosts == len(read) else several for reader in range(len(read))]
-    return [(reader, host) for reader, hosts in enumerate(needs) for host in hosts if host not in read[reader]]
+def load_share(placement: Placement, snapshot: RunSnapshot, progress: Progress = silent) -> None:
+    """Sets this host's weights and state to those of a snapshot of another number of hosts. Raises StoreError.
+
+    Records are the same for any number of hosts: each is read whole from the store of the host that updated it.
+    """
+    placement.blank = False
+    geo, record = placement.geo, placement.plan.record
+    before = Geometry(geo.cfg, geo.dtype, geo.adam_bits, 0, snapshot.key.hosts)
+    for entry in entries(geo, record):
+        state = entry.kind == "state"
+        owner = before.owner(entry.u, geo.records(entry.u, record)[entry.r][0], record) if state else 0
+        source = snapshot.by_host[owner]
+        with writing(placement, entry) as buffer:
+            for shard in stored(geo, record, entry):
+                for at, block in stream_shard(source.dirs, source.snapshot, shard.name, shard.layout):
+                    first = shard.first + at
+                    buffer[first : first + len(block)].copy_(torch.frombuffer(block, dtype=torch.uint8))
+        progress(placement.layout(entry).span)
