@@ -13,6 +13,7 @@ from concurrent.futures import Future
 from dataclasses import asdict, replace
 from functools import partial
 from math import prod
+from multiprocessing import forkserver
 from pathlib import Path
 from random import Random
 from types import SimpleNamespace
@@ -563,6 +564,7 @@ def fork() -> int:
     pid = os.fork()
     if not pid:
         signal.alarm(600)
+        forkserver._forkserver.__init__()  # a server of this process, not its parent's
         torch.set_num_threads(torch.get_num_threads())
     return pid
 
