@@ -273,16 +273,15 @@ ROWS_OF_SCANS = 32  # of a chunk
 
 
 class Scan(NamedTuple):
-    """A scan's launches. gradients._gradients is the kernel that computes all gradients of a chunk."""
+    """A scan's launches. backward._gradients is the kernel that computes all gradients of a chunk."""
 
     rows: int  # of a chunk
     width: int  # of keys, padded to a power of two
     columns: int  # of values that a program owns
-    wide_columns: int  # of values that _gradients takes at a time
-    outputs: int  # columns of values that a program of forward owns
+    keys: int  # columns of keys, and of values, that _gradients takes at a time
+    values: int
     warps: int
     wide_warps: int  # of _gradients
-    stages: int  # of all kernels but _gradients and those of forward, which have one
     precision: Literal["ieee", "tf32"]  # of fp32 products; those of bf16 are exact
 
 
@@ -291,10 +290,7 @@ def scan(device: torch.device, D: int, E: int, itemsize: int) -> Scan:
     """Launches for states (D, E). In bf16, chunks of 64 rows with 4 warps or more are wrong on an H100 (Triton 3.6)."""
     width, columns, here = max(16, power2(D)), max(16, power2(E)), chip(device).arch
     if itemsize == 4 or here == 0:
-        few = min(32, columns)
-        return Scan(ROWS_OF_SCANS, width, few, few, min(16, columns), 4, 4, 1, "ieee")
-    whole = max(width, columns) <= 128  # all columns at once spill less than a loop over them
-    most, stages = (64, 2) if here == 90 and whole else (32, 1)  # where they were compared
-    wide, warps = columns if whole else min(32, columns), 4 if width == columns == 128 else 8
-    made = min(64 if whole else 32, columns)
-    return Scan(ROWS_OF_SCANS, width, min(most, columns), wide, made, 4, warps, stages, "tf32")
+        few = min(16, columns)
+        return Scan(ROWS_OF_SCANS, width, few, min(32, width), few, 4, 4, "ieee")
+    own = min(64 if max(width, columns) <= 128 else 32, columns)
+    return Scan(ROWS_OF_SCANS, width, own, min(64, width), min(64, columns), 4, 8, "tf32")

@@ -261,7 +261,7 @@ def _scan_moments(cfg: Any, sizes: _Sizes) -> tuple[int, list[int]]:
     turned = mixed * cfg.names.mixed_by_head  # in its file's order
     keys = 2 * N * own.key_heads * (own.key_dim * item + 4) * own.delta  # q and k by length
     read = channels + keys + 8 * 4 * N * own.heads  # scan.Inputs, and what makes the numbers a head
-    local = N * own.heads * (ROWS_OF_SCANS + own.value_dim + own.key_dim) * item * own.delta
+    deltas = N * own.heads * own.value_dim * item * own.delta
     states = -(-N // ROWS_OF_SCANS) * own.heads * own.key_dim * own.value_dim * item
     each = 2 * N * own.heads * own.key_dim * item * (own.heads > own.key_heads)
     inside = N * own.heads * ROWS_OF_SCANS * item * (1 + own.delta)  # P and T of chunks
@@ -271,7 +271,7 @@ def _scan_moments(cfg: Any, sizes: _Sizes) -> tuple[int, list[int]]:
         result + read + inside,  # scan_fwd
         result + value,  # scan._gated
         result + mixed + 2 * value,  # gated_norm_bwd
-        result + mixed + value + read + channels + local + value + 2 * states + each,  # scan_bwd
+        result + mixed + value + read + channels + deltas + value + 2 * states + max(inside, each),  # scan_bwd
         result + mixed + turned,
     ]
 

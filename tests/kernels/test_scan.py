@@ -180,7 +180,7 @@ def test_the_rows_that_workspace_counts():
 
 BF16_ERROR = 5e-3  # operands and results of products are rounded, one behind the other
 SUMS = {"final": 4e-6, "dg": 4e-6}  # of exponents that are sums of decays; of gradients that cancel
-SETTINGS = [(32, 32, 1), (32, 16, 1), (32, 64, 2)]  # rows of a chunk, columns of a program, stages
+SETTINGS = [(32, 32, 32), (32, 16, 64), (32, 64, 64)]  # rows of a chunk, columns of a program, of keys in gradients
 
 
 def compare(a: Inputs, delta: bool, lengths, device: str, dtype: torch.dtype) -> Found:
@@ -204,7 +204,7 @@ def test_scan_interpreted(dtype, form, rows, monkeypatch):
     """Documents of one and of several chunks, and of one token."""
     lengths, (_, _, *rest) = [1, 65, 9], SHAPES[form]
     monkeypatch.setitem(SHAPES, form, (1, 2, *rest))
-    monkeypatch.setattr(launch, "scan", lambda *_: launch.Scan(rows, 32, 16, 32, 16, 4, 4, 1, "ieee"))
+    monkeypatch.setattr(launch, "scan", lambda *_: launch.Scan(rows, 32, 16, 16, 16, 4, 4, "ieee"))
     a, delta = inputs(form, sum(lengths), "cpu", dtype)
     compare(a, delta, lengths, "cpu", dtype)
 
@@ -220,13 +220,12 @@ def test_scan(dtype, form, lengths):
 
 @pytest.mark.gpu
 @pytest.mark.parametrize("form", [*FORMS, *REAL])
-@pytest.mark.parametrize(("rows", "columns", "stages"), SETTINGS)
+@pytest.mark.parametrize(("rows", "columns", "keys"), SETTINGS)
 @pytest.mark.parametrize("warps", [(2, 4), (4, 8), (8, 8)])
-def test_scan_at_every_setting(form, rows, columns, stages, warps, monkeypatch):
+def test_scan_at_every_setting(form, rows, columns, keys, warps, monkeypatch):
     """Triton has miscompiled such kernels at some tiles and warps."""
     width = max(16, launch.power2(SHAPES[form][2]))
-    wide = 128 if columns >= 32 else columns
-    setting = launch.Scan(rows, width, columns, wide, columns, *warps, stages, "tf32")
+    setting = launch.Scan(rows, width, columns, min(keys, width), columns, *warps, "tf32")
     monkeypatch.setattr(launch, "scan", lambda *_: setting)
     lengths = [200, 1, 65, 64]
     a, delta = inputs(form, sum(lengths), "cuda", torch.bfloat16)

@@ -325,8 +325,10 @@ def _bare_scans():
 
     def scan_bwd(dout, q, k, v, g, beta, docs, delta, *_):
         (N, H, e), (_, K, d) = v.shape, k.shape
-        made = [torch.empty(N, H, n) for n in (32, e, d) * delta]
-        made += [*(torch.empty(-(-N // 32), H, d, e) for _ in range(2)), torch.empty(v.shape)]
+        local = [torch.empty(N, H, 32) for _ in range(1 + delta)]
+        made = [torch.empty(v.shape) for _ in range(1 + delta)]
+        made += [torch.empty(-(-N // 32), H, d, e) for _ in range(2)]
+        del local
         made += [torch.empty(N, H, d) for _ in range(2 * (H != K))]
         dg, dbeta = torch.empty_like(g), torch.empty_like(beta)
         del made
@@ -535,14 +537,15 @@ UNITS = pytest.mark.parametrize(("halves", "u"), [(False, 1), (True, 1), (True, 
 @pytest.mark.parametrize("K", [1, 3])
 def test_launchers_of_scans_allocate_what_blocks_are_watched_with(K, delta, monkeypatch):
     from trireme.kernels import launch
-    from trireme.kernels.scan import chunks, gradients, outputs
+    from trireme.kernels.scan import backward as behind
+    from trireme.kernels.scan import forward as ahead
     from trireme.kernels.scan import scan as launchers
 
-    kernels = {chunks: ("_prepare", "_walk"), gradients: ("_walk_back", "_gradients"), outputs: ("_local", "_forward")}
+    kernels = {ahead: ("_local", "_forward"), behind: ("_walk_back", "_gradients")}
     for module, names in kernels.items():
         for name in names:
             monkeypatch.setattr(module, name, defaultdict(lambda: lambda *_, **__: None))
-    monkeypatch.setattr(launch, "scan", lambda *_: launch.Scan(32, 16, 16, 16, 16, 4, 4, 1, "ieee"))
+    monkeypatch.setattr(launch, "scan", lambda *_: launch.Scan(32, 16, 16, 16, 16, 4, 4, "ieee"))
     docs, peaks = ops.make_docs([40, 24], "cpu"), defaultdict(list)
     for own in (vars(launchers), _bare_scans()):
         q, k, v = (torch.empty(64, heads, 8) for heads in (K, K, 3))
