@@ -2,7 +2,7 @@
 
 The tensors that a layer saves for backward are one buffer for each tier they are saved in. A layer's output (`x` of the
 next layer; in backward `dx`) is stored by `plan.between`. "gpu": it stays on the GPU until it is used, and a peer copy
-brings it to the next layer's GPU. "host": `x` is copied to the tier that the plan has for it, `dx` to RAM; where the
+brings it to the next layer's GPU. "ram": `x` is copied to the tier that the plan has for it, `dx` to RAM; where the
 next layer is on another GPU, `x` goes through the same buffer in RAM as the micro-batch's `dx`.
 """
 
@@ -213,15 +213,15 @@ class ActivationSwap:
     def __init__(self, placement: Placement):
         self.placement, self.queues = placement, placement.queues
         self.geo, self.plan = geo, plan = placement.geo, placement.plan
-        self.hop_in, self.hop_out = HOPS if plan.gpus > 1 and plan.between == "host" else ("h2d", "d2h")
+        self.hop_in, self.hop_out = HOPS if plan.gpus > 1 and plan.between == "ram" else ("h2d", "d2h")
         self.to_next, self.again = Prefetch(), Prefetch()  # to the next layer; in backward what forward left
-        self.staging = placement.pool("host", "staging pool")
-        self.pools = {tier: placement.gpu_pools("saved pool", tier) for tier in ("peer", "host", "ssd")}
-        self.places = [Buffer(tensor) for tensor in placement.many("host", "dx")]  # by micro-batch
+        self.staging = placement.pool("ram", "staging pool")
+        self.pools = {tier: placement.gpu_pools("saved pool", tier) for tier in ("peer", "ram", "ssd")}
+        self.places = [Buffer(tensor) for tensor in placement.many("ram", "dx")]  # by micro-batch
         micro_batches, layers = range(plan.n_micro), range(1, geo.n_units)
         self.between: dict[Between, tuple[list[Pool], list[Pool]]] = {"x": self._pools("x"), "dx": self._pools("dx")}
         on_gpu = [iter(placement.many("gpu", "x", gpu=gpu)) for gpu in range(plan.gpus)]
-        in_ram = iter(placement.many("host", "x"))
+        in_ram = iter(placement.many("ram", "x"))
         self.x = [[], *([self._x(u, b, on_gpu[self._gpu(u)], in_ram) for b in micro_batches] for u in layers)]
         self.dx = [[], *([self._dx(u, b) for b in micro_batches] for u in layers)]
         self.saved = [list(self._saved(u)) for u in range(geo.n_units)]  # of each micro-batch one for each tier
@@ -275,7 +275,7 @@ class ActivationSwap:
         """
         writer, label = self._gpu(u - 1 if what == "x" else u), f"{self.geo.names[u]} {what} {b}"
         out, stay = (pools[writer] for pools in self.between[what])
-        if self.plan.between == "host":
+        if self.plan.between == "ram":
             home = home or Home(self.queues, "activations", label, self.places[b])
             hops = Hop(numbered(self.hop_out, writer), home), Hop(numbered(self.hop_in, reader), back)
             return Activation(self, u, label, out, hops, later)
@@ -288,7 +288,7 @@ class ActivationSwap:
         gpu, tiers = unit.gpu, [tier for tier in SAVED if inner and unit.names(tier)]
         on_gpu = iter(self.placement.many("gpu", "saved", name, gpu))
         elsewhere = {"peer": iter(self.placement.many("gpu", "lent", name, unit.peer))}
-        elsewhere["host"] = iter(self.placement.many("host", "saved", name))
+        elsewhere["ram"] = iter(self.placement.many("ram", "saved", name))
 
         def made(tier: SavedTier, label: str) -> Activation:
             names = unit.names(tier)

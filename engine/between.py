@@ -118,7 +118,7 @@ def _place(placement: Placement, entry: Entry) -> tuple[int, Tensor]:
     """(first byte, buffer) within the staging buffer in RAM for an entry that is not stored in RAM: records lie at its
     end, weights at its beginning.
     """
-    whole, span = next(iter(placement.many("host", "staging")), NOTHING), placement.layout(entry).span
+    whole, span = next(iter(placement.many("ram", "staging")), NOTHING), placement.layout(entry).span
     begin = placement.staging - span if entry.kind == "state" else 0
     return begin, whole[begin : begin + span]
 
@@ -178,4 +178,4 @@ def _places(placement: Placement, everything: bool) -> Iterator[tuple[Entry, Ten
         key: tuple[What, str] = ("staging", "")
         if placement.tier(entry) == "ssd":
             key = ("state pool", "") if entry.kind == "state" else ("weights pool", placement.geo.size_class(entry.u))
-        yield entry, next(turns.setdefault(key, cycle(placement.many("host", *key))))
+        yield entry, next(turns.setdefault(key, cycle(placement.many("ram", *key))))

@@ -138,13 +138,13 @@ def _weight_buffers(geo: Geometry, plan: Plan, units: Alike) -> Iterable[Buffers
         unit = plan.units[u]
         if unit.weights == "gpu":
             yield Buffers("gpu", "weights", spans[u], alike, geo.names[u])
-        if unit.weights == "host":
-            yield Buffers("host", "weights", spans[u], alike, geo.names[u])
+        if unit.weights == "ram":
+            yield Buffers("ram", "weights", spans[u], alike, geo.names[u])
     streamed = [(u, n) for u, n in units if plan.units[u].weights != "gpu"]
     yield from _pools(geo, "gpu", "weights pool", streamed, spans, plan.window)
     from_ssd = [(u, n) for u, n in units if plan.units[u].weights == "ssd"]
-    yield Buffers("host", "staging", _staging(geo, plan, units))
-    yield from _pools(geo, "host", "weights pool", from_ssd, spans, plan.host_window)
+    yield Buffers("ram", "staging", _staging(geo, plan, units))
+    yield from _pools(geo, "ram", "weights pool", from_ssd, spans, plan.ram_window)
 
 
 def _base_buffers(geo: Geometry, plan: Plan, units: Alike) -> Iterable[Buffers]:
@@ -160,7 +160,7 @@ def _base_buffers(geo: Geometry, plan: Plan, units: Alike) -> Iterable[Buffers]:
     streamed = [(v, n) for v, n in units if tier(v) != "gpu"]
     yield from _pools(geo, "gpu", "base pool", streamed, spans, plan.window)
     from_ssd = [(v, n) for v, n in units if tier(v) == "ssd"]
-    yield from _pools(geo, "host", "base pool", from_ssd, geo.base_room, plan.host_window)
+    yield from _pools(geo, "ram", "base pool", from_ssd, geo.base_room, plan.ram_window)
     yield Buffers("gpu", "decoded", decoded)
 
 
@@ -168,10 +168,10 @@ def _staging(geo: Geometry, plan: Plan, units: Alike) -> int:
     """Bytes of the buffer to load and save what is not stored in RAM: a layer's weights and a record's low halves at
     once.
     """
-    low = lambda u: geo.low_span(min(geo.numel[u], plan.record)) if plan.units[u].state != "host" else 0
-    weights = (geo.weights[u].span + low(u) for u, _ in units if plan.units[u].weights != "host")
-    n, _ = _records(geo, plan, [(u, n) for u, n in units if plan.units[u].state != "host"])
-    away = (u for u, _ in units if plan.units[u].base != "host")
+    low = lambda u: geo.low_span(min(geo.numel[u], plan.record)) if plan.units[u].state != "ram" else 0
+    weights = (geo.weights[u].span + low(u) for u, _ in units if plan.units[u].weights != "ram")
+    n, _ = _records(geo, plan, [(u, n) for u, n in units if plan.units[u].state != "ram"])
+    away = (u for u, _ in units if plan.units[u].base != "ram")
     base = (geo.base[v].span for u in away for v in (u, *geo.slices_of[u]))
     return max(0, geo.state_layout(n).span, *weights, *base)
 
@@ -200,17 +200,17 @@ def _optimizer_buffers(geo: Geometry, plan: Plan, units: Alike) -> Iterable[Buff
     for kind, (size, count) in _by_class(geo, on_cpu, geo.share_spans(plan.record)).items():
         spilled = sum(n for u, n in on_cpu if plan.spilled(u) and geo.size_class(u) == kind)
         passing = count if plan.mode == "backward" else spilled
-        yield Buffers("host", "gradient", size, count - passing + min(plan.host_window, passing), kind)
+        yield Buffers("ram", "gradient", size, count - passing + min(plan.ram_window, passing), kind)
     if plan.hosts > 1:
         yield from _shared_buffers(geo, plan, on_cpu)
     n, count = _records(geo, plan, [(u, n) for u, n in units if plan.spilled(u)])
     size = round_up(n * ITEMSIZE[plan.dtype]) + 4096  # a record begins and ends within a drive's block
-    yield Buffers("host", "gradient pool", size, min(GRADIENT_SLOTS, count))
+    yield Buffers("ram", "gradient pool", size, min(GRADIENT_SLOTS, count))
     n, count = _records(geo, plan, [(u, n) for u, n in units if plan.units[u].update == "gpu"])
     size = geo.state_layout(n).span + round_up(n * ITEMSIZE[plan.dtype])
     yield Buffers("gpu", "state pool", size, min(plan.stream_slots, count))
     n, count = _records(geo, plan, [(u, n) for u, n in units if plan.units[u].state == "ssd"])
-    yield Buffers("host", "state pool", geo.state_layout(n).span, min(plan.state_slots, count))
+    yield Buffers("ram", "state pool", geo.state_layout(n).span, min(plan.state_slots, count))
 
 
 def _shared_buffers(geo: Geometry, plan: Plan, units: Alike) -> Iterable[Buffers]:
@@ -221,9 +221,9 @@ def _shared_buffers(geo: Geometry, plan: Plan, units: Alike) -> Iterable[Buffers
     largest = max((extent(piece)[1] for piece in pieces), default=0)
     tied = geo.cfg.tied  # then the last host hands a sum to the first
     for way, used in (("in", plan.host > 0 or tied), ("out", not plan.last_host or tied)):
-        yield Buffers("host", "sums", round_up(4 * largest), SUM_SLOTS * used, way)
+        yield Buffers("ram", "sums", round_up(4 * largest), SUM_SLOTS * used, way)
     for kind, (size, count) in _by_class(geo, units, _spans(geo.weights)).items():
-        yield Buffers("host", "whole gradient", size, min(WHOLE_SLOTS, count) * plan.last_host, kind)
+        yield Buffers("ram", "whole gradient", size, min(WHOLE_SLOTS, count) * plan.last_host, kind)
 
 
 def _records(geo: Geometry, plan: Plan, units: Alike) -> tuple[int, int]:
@@ -234,30 +234,30 @@ def _records(geo: Geometry, plan: Plan, units: Alike) -> tuple[int, int]:
 
 def _activation_buffers(geo: Geometry, plan: Plan, units: Alike) -> Iterable[Buffers]:
     x, n = geo.x_bytes(plan.tokens), plan.n_micro
-    away = plan.between == "host"
+    away = plan.between == "ram"
     inner = [(u, alike) for u, alike in units if u]  # the embedding's input is token ids
     placement: Counter[Tier] = Counter()  # of inputs
     for u, alike in inner if geo.cfg.trains else ():
         placement[plan.units[u].x] += alike * n
     leaving = plan.swap_slots * (plan.gpus > 1 and not away)  # for another GPU, by peer copies
     yield Buffers("gpu", "x", x, placement["gpu"])
-    if placement["host"] or placement["ssd"] or plan.gpus > 1 or not geo.cfg.trains:
+    if placement["ram"] or placement["ssd"] or plan.gpus > 1 or not geo.cfg.trains:
         yield Buffers("gpu", "x pool", x, leaving + plan.swap_slots + (plan.swap_slots if away else n))
-        yield Buffers("host", "x", x, placement["host"])
+        yield Buffers("ram", "x", x, placement["ram"])
     if geo.cfg.trains:
         yield Buffers("gpu", "dx pool", x, leaving + (2 * plan.swap_slots if away else n + 1))
-    yield Buffers("host", "dx", x, n if away else 0)
+    yield Buffers("ram", "dx", x, n if away else 0)
     yield Buffers("gpu", "passed pool", round_up(geo.passed_layout(plan.tokens).nbytes), n * bool(geo.slices))
     spans = {
         tier: [geo.saved_layout(u, plan.units[u].names(tier), plan.tokens).span for u, _ in inner] for tier in SAVED
     }
-    for (u, alike), here, host in zip(inner, spans["gpu"], spans["host"], strict=True):
-        yield Buffers("gpu", "saved", here, n * alike, geo.names[u])
-        yield Buffers("host", "saved", host, n * alike, geo.names[u])
-    for tier in ("peer", "host", "ssd"):
+    for (u, alike), on_gpu, in_ram in zip(inner, spans["gpu"], spans["ram"], strict=True):
+        yield Buffers("gpu", "saved", on_gpu, n * alike, geo.names[u])
+        yield Buffers("ram", "saved", in_ram, n * alike, geo.names[u])
+    for tier in ("peer", "ram", "ssd"):
         yield Buffers("gpu", "saved pool", max(spans[tier], default=0), plan.swap_slots, tier)
     if placement["ssd"] or any(spans["ssd"]):
-        yield Buffers("host", "staging pool", max(x, *spans["ssd"]), 2 * plan.swap_slots)
+        yield Buffers("ram", "staging pool", max(x, *spans["ssd"]), 2 * plan.swap_slots)
 
 
 def workspace(geo: Geometry, plan: Plan, gpu: int = 0) -> int:
@@ -281,22 +281,22 @@ def fullest(on_gpu: Sequence[int], limits: Limits) -> int:
 
 
 def usage(geo: Geometry, plan: Plan, less: Sequence[int] = ()) -> dict[str, int]:
-    """Bytes of buffers and workspace: "gpu" of the fullest GPU, "host" of RAM. `less`: as of Limits, is added to a
+    """Bytes of buffers and workspace: "gpu" of the fullest GPU, "ram" of RAM. `less`: as of Limits, is added to a
     GPU's bytes.
     """
-    on_gpu, host = each_usage(geo, plan)
-    return {"gpu": max(map(sum, zip(on_gpu, less or [0] * len(on_gpu), strict=False))), "host": host}
+    on_gpu, ram = each_usage(geo, plan)
+    return {"gpu": max(map(sum, zip(on_gpu, less or [0] * len(on_gpu), strict=False))), "ram": ram}
 
 
 def each_usage(geo: Geometry, plan: Plan) -> tuple[list[int], int]:
     """Bytes of each GPU, and of RAM."""
-    on_gpu, host = [workspace(geo, plan, gpu) for gpu in range(plan.gpus)], 0
+    on_gpu, ram = [workspace(geo, plan, gpu) for gpu in range(plan.gpus)], 0
     for b in _buffers(geo, plan, _alike(geo, plan)):
         if b.tier == "gpu":
             on_gpu[b.gpu] += b.nbytes * b.count
         else:
-            host += b.nbytes * b.count
-    return on_gpu, host
+            ram += b.nbytes * b.count
+    return on_gpu, ram
 
 
 @lru_cache(KEPT)
@@ -308,6 +308,6 @@ def fits(geo: Geometry, plan: Plan, limits: Limits) -> bool:
 def scratch(geo: Geometry, plan: Plan) -> tuple[int, int]:
     """Bytes of (activations, gradients) on the SSD, as Engine.claim_scratch allocates them."""
     saved = sum(geo.saved_layout(u, unit.names("ssd"), plan.tokens).span for u, unit in enumerate(plan.units))
-    leave = range(1, geo.n_units if plan.between == "host" else geo.head)  # the head's input is read at once
+    leave = range(1, geo.n_units if plan.between == "ram" else geo.head)  # the head's input is read at once
     x = geo.x_bytes(plan.tokens) * sum(plan.units[u].x == "ssd" for u in leave)
     return plan.n_micro * (saved + x), sum(w.span for u, w in enumerate(geo.weights) if plan.spilled(u))

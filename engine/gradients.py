@@ -71,7 +71,7 @@ class Gradients:
         self.wide = geo.gradients if plan.sums_wide else geo.weights  # of the accumulators
         self.accumulators, self.tied = placement.gpu_pools("sum"), placement.gpu_pools("sum of embedding")
         self.out = placement.gpu_pools("rounded pool")  # rounded
-        self.landings, back = placement.pools("host", "gradient"), placement.pool("host", "gradient pool")
+        self.landings, back = placement.pools("ram", "gradient"), placement.pool("ram", "gradient pool")
         self.holding: dict[int, Buffer] = {}  # accumulators in use, by unit
         self.landed: dict[int, Landed] = {}
         self.itemsize = ITEMSIZE[geo.dtype]
@@ -121,13 +121,13 @@ class Gradients:
             task = self._round(u, whole, accumulator, self.on_gpu[u].tensor, accumulator.ready)
             self._land_in(u, self.on_gpu[u], task)
         else:
-            host = self.landings[self.geo.size_class(u)].acquire(name)
-            task, landed = self._leave(u, accumulator, host)
+            landing = self.landings[self.geo.size_class(u)].acquire(name)
+            task, landed = self._leave(u, accumulator, landing)
             if u in self.on_ssd:
-                self.on_ssd[u].keep(host, (landed,))
+                self.on_ssd[u].keep(landing, (landed,))
                 self.landed[u] = Landed(self.on_ssd[u], (), self.itemsize)
             else:
-                self._land_in(u, host, landed)
+                self._land_in(u, landing, landed)
         accumulator.free((task,))
 
     def _land_in(self, u: int, buffer: Buffer, ready: Task, first: int = 0) -> None:
@@ -140,12 +140,12 @@ class Gradients:
         do.
         """
 
-    def _leave(self, u: int, accumulator: Buffer, host: Buffer) -> tuple[Task, Task]:
-        """Rounds unit u's gradient and copies it to `host`, piece by piece; (last read of the sum, last copy)."""
+    def _leave(self, u: int, accumulator: Buffer, landing: Buffer) -> tuple[Task, Task]:
+        """Rounds unit u's gradient and copies it to `landing`, piece by piece; (last read of the sum, last copy)."""
         for piece in self.geo.pieces(u, self.plan.piece):
             out = self.out[self.plan.units[u].gpu].acquire(self.geo.names[u])
             task = self._round(u, piece, accumulator, out.tensor, (*accumulator.ready, *out.ready))
-            landed = self._land(u, piece, out, host, task)
+            landed = self._land(u, piece, out, landing, task)
             out.free((landed,))
         return task, landed  # first in, first out: the last piece lands last
 
@@ -183,15 +183,15 @@ class Gradients:
         nbytes = 3 * n * self.itemsize
         return self.queues.run(numbered("compute", gpu), "finish", self.geo.names[u], finish, after, nbytes=nbytes)
 
-    def _land(self, u: int, piece: Sequence[Stretch], out: Buffer, host: Buffer, rounded: Task) -> Task:
+    def _land(self, u: int, piece: Sequence[Stretch], out: Buffer, landing: Buffer, rounded: Task) -> Task:
         """Copies a rounded piece to RAM."""
         first, nbytes = (self.itemsize * n for n in extent(piece))
 
         def land() -> None:
-            host.tensor[first : first + nbytes].copy_(out.tensor[:nbytes], non_blocking=True)
+            landing.tensor[first : first + nbytes].copy_(out.tensor[:nbytes], non_blocking=True)
 
         queue = numbered("d2h", self.plan.units[u].gpu)
-        return self.queues.run(queue, "gradient", self.geo.names[u], land, (rounded, *host.ready), nbytes=nbytes)
+        return self.queues.run(queue, "gradient", self.geo.names[u], land, (rounded, *landing.ready), nbytes=nbytes)
 
     def norm(self, gpu: int, others: Sequence[Tensor]) -> Tensor:
         """The gradient norm of the step, fp64 on a GPU. `others`: sums of squares on the other GPUs, in RAM."""
@@ -238,8 +238,8 @@ class SharedGradients(Gradients):
         super().__init__(placement)
         geo = self.geo
         self._wire = wire
-        self.into, self.onward = placement.pool("host", "sums", "in"), placement.pool("host", "sums", "out")
-        self.whole = placement.pools("host", "whole gradient")
+        self.into, self.onward = placement.pool("ram", "sums", "in"), placement.pool("ram", "sums", "out")
+        self.whole = placement.pools("ram", "whole gradient")
         order = [geo.head, *[0] * geo.cfg.tied, *range(geo.head - 1, -1, -1)]  # of backward
         self.following = dict(pairwise(u for u in order if geo.numel[u]))
         self.aside: set[int] = set()  # units with sums at the next host, to come back

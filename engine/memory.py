@@ -210,7 +210,7 @@ class Memory:
     limits: Limits
     simulated: bool = False
     make_pool: Callable[[str, Sequence[Tensor]], Pool] = Pool
-    pinned: bool = True  # register host memory; False after a refusal
+    pinned: bool = True  # register RAM; False after a refusal
     refused: int = 0  # bytes not registered
     table: list[tuple[str, str, int, int, int]] = field(default_factory=list)  # tier, name, bytes each, count, GPU
     taken: Counter[tuple[str, int]] = field(default_factory=Counter)  # bytes by tier and GPU
@@ -219,7 +219,7 @@ class Memory:
     _pins: list[weakref.finalize[..., Memory]] = field(default_factory=list)
 
     def used(self, tier: str, gpu: int | None = None) -> int:
-        """Bytes taken in "host", or in "gpu": of one GPU, or of the one that has taken most."""
+        """Bytes taken in "ram", or in "gpu": of one GPU, or of the one that has taken most."""
         gpus = range(len(self.devices)) if gpu is None else (gpu,)
         return max(self.taken[tier, gpu] for gpu in gpus)
 
@@ -227,7 +227,7 @@ class Memory:
         """Counts buffers against a tier's limit without allocating them. Raises DoesNotFit."""
         if nbytes * count == 0:
             return
-        limit = self.limits.of(gpu) if tier == "gpu" else self.limits.host
+        limit = self.limits.of(gpu) if tier == "gpu" else self.limits.ram
         total = self.used(tier, gpu) + nbytes * count
         if total > limit:
             option, where = ("--gpu-memory", "GPU memory") if tier == "gpu" else ("--ram", "RAM")
@@ -247,14 +247,14 @@ class Memory:
         cuda = self.devices[0].type == "cuda"
         if cuda and tier == "gpu":
             return list(self._gpu_slab(nbytes * count, gpu).split(nbytes))
-        return list(self._host_slab(nbytes * count, pin=cuda).split(nbytes))
+        return list(self._ram_slab(nbytes * count, pin=cuda).split(nbytes))
 
     def _gpu_slab(self, nbytes: int, gpu: int) -> Tensor:
         slab = torch.empty(nbytes + 4096, dtype=torch.uint8, device=self.devices[gpu])
         skip = -slab.data_ptr() % 4096
         return slab[skip : skip + nbytes]
 
-    def _host_slab(self, nbytes: int, pin: bool) -> Tensor:
+    def _ram_slab(self, nbytes: int, pin: bool) -> Tensor:
         room = mmap.mmap(-1, nbytes + HUGE_PAGE, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)  # shared: no huge pages
         base = ctypes.addressof(ctypes.c_char.from_buffer(room))
         skip = -base % HUGE_PAGE

@@ -11,22 +11,22 @@ from typing import Any, Literal, NamedTuple, get_args
 from trireme.models.config import InputError, ModelConfig
 from trireme.storage.untrusted import read_text
 
-Tier = Literal["gpu", "host", "ssd"]
-SavedTier = Literal["gpu", "peer", "host", "ssd"]  # peer: another GPU's memory
+Tier = Literal["gpu", "ram", "ssd"]
+SavedTier = Literal["gpu", "peer", "ram", "ssd"]  # peer: another GPU's memory
 Saved = tuple[tuple[str, SavedTier], ...]  # as UnitPlan.saved
 Mode = Literal["forward", "backward"]
 TIERS: tuple[Tier, ...] = get_args(Tier)
 SAVED: tuple[SavedTier, ...] = get_args(SavedTier)
 MODES: tuple[Mode, ...] = get_args(Mode)
-CHOICES = {"dtype": ("BF16", "F32"), "adam_bits": (32, 16, 8), "between": ("gpu", "host"), "mode": MODES}
-CHOICES |= {"gradients": ("host", "ssd")}
+CHOICES = {"dtype": ("BF16", "F32"), "adam_bits": (32, 16, 8), "between": ("gpu", "ram"), "mode": MODES}
+CHOICES |= {"gradients": ("ram", "ssd")}
 UNIT_CHOICES = {"update": ("cpu", "gpu")} | dict.fromkeys(("weights", "state", "base", "x"), TIERS)
 MOST = 1 << 48
 MOST_GPUS = 64
 MOST_HOSTS = 1024
 SUM_PIECE = 1 << 24
 COUNTS = (
-    *("tokens", "n_micro", "window", "host_window", "state_slots", "record", "stream_slots", "piece", "swap_slots"),
+    *("tokens", "n_micro", "window", "ram_window", "state_slots", "record", "stream_slots", "piece", "swap_slots"),
     "slices",
 )
 
@@ -34,7 +34,7 @@ COUNTS = (
 class DoesNotFit(Exception):
     """A plan needs more than the limits. The message has the numbers and says what to change. Exit code 3.
 
-    `need`: bytes of the smallest plan, "gpu" and "host", if known.
+    `need`: bytes of the smallest plan, "gpu" and "ram", if known.
     """
 
     def __init__(self, message: str, need: dict[str, int] | None = None):
@@ -47,16 +47,16 @@ class Limits:
     """Bytes that a plan may use, of each GPU and of RAM. On the CPU both are in RAM."""
 
     gpu: int
-    host: int
+    ram: int
     gpus: int = 1
     all_free: bool = False  # `gpu` is all that a GPU has free: no option raises it
-    free_ram: bool = False  # `host` is what RAM has free: no option raises it
+    free_ram: bool = False  # `ram` is what RAM has free: no option raises it
     less: tuple[int, ...] = ()  # bytes that each GPU has less than `gpu`, where their memory is unequal
 
     @property
     def both(self) -> int:
         """Bytes of all GPUs and of RAM."""
-        return self.gpus * self.gpu - sum(self.less) + self.host
+        return self.gpus * self.gpu - sum(self.less) + self.ram
 
     def of(self, gpu: int) -> int:
         """Bytes of one GPU."""
@@ -64,7 +64,7 @@ class Limits:
 
     def lacking(self, need: Mapping[str, int]) -> dict[str, int]:
         """Bytes missing for `need`, by tier, without tiers that have enough."""
-        lacks = {"gpu": need["gpu"] - self.gpu, "host": need["host"] - self.host}
+        lacks = {"gpu": need["gpu"] - self.gpu, "ram": need["ram"] - self.ram}
         return {tier: nbytes for tier, nbytes in lacks.items() if nbytes > 0}
 
 
@@ -121,14 +121,14 @@ class Plan:
     adam_bits: int = 32  # of each moment: 32, 16 or 8
     late_moments: tuple[Tier, ...] = ()  # tiers whose moments are updated in backward; gpu: of streamed updates
     window: int = 2  # GPU buffers for weights: one in use, the others prefetched
-    host_window: int = 2  # RAM buffers for weights on the SSD, and for gradients that pass through RAM
+    ram_window: int = 2  # RAM buffers for weights on the SSD, and for gradients that pass through RAM
     state_slots: int = 4  # RAM buffers for records on the SSD
     record: int = 1 << 24  # parameters of an optimizer record
     stream_slots: int = 3  # GPU buffers for streamed records
     piece: int = 1 << 40  # most elements of a gradient that are copied from the GPU at once
     swap_slots: int = 2  # buffers of each pool of swapped activations
-    between: Literal["gpu", "host"] = "gpu"  # tier of x and dx until the next unit; gpu: peer copies to another GPU
-    gradients: Literal["host", "ssd"] = "host"  # where gradients of units with state on the SSD wait for their update
+    between: Literal["gpu", "ram"] = "gpu"  # tier of x and dx until the next unit; gpu: peer copies to another GPU
+    gradients: Literal["ram", "ssd"] = "ram"  # where gradients of units with state on the SSD wait for their update
     halves: bool = False  # units are sub-layers: attention, MLP
     at_once: int = 0  # packed experts that a matmul decodes at a time; 0: all of a layer, once in a pass
     slices: int = 1  # number of slices in which a layer's frozen experts are copied to the GPU
@@ -148,7 +148,7 @@ class Plan:
             value, least = getattr(self, name), name != "at_once"
             if type(value) is not int or not least <= value <= MOST:
                 raise InputError(f"plan: {name} is {value!r}, expected a whole number from {least:d} to {MOST:,}")
-        allowed = CHOICES if self.mode == "forward" else CHOICES | {"gradients": ("host",)}
+        allowed = CHOICES if self.mode == "forward" else CHOICES | {"gradients": ("ram",)}
         _check_words("plan", self, allowed, [(tier, TIERS) for tier in self.late_moments])
         for u, unit in self.distinct.items():
             _check_words(f"plan: unit {u}", unit, UNIT_CHOICES, [(tier, SAVED) for _, tier in unit.saved])
@@ -158,9 +158,9 @@ class Plan:
                 raise InputError(
                     f"plan: unit {u} has weights on {unit.weights} and state on {unit.state}; gpu is for both"
                 )
-            if unit.update == "gpu" and (unit.weights, unit.state, self.mode) != ("host", "host", "forward"):
+            if unit.update == "gpu" and (unit.weights, unit.state, self.mode) != ("ram", "ram", "forward"):
                 raise InputError(
-                    f"plan: unit {u} is updated on the gpu, which needs mode forward, weights, state in host"
+                    f"plan: unit {u} is updated on the gpu, which needs mode forward, weights, state in ram"
                 )
         if self.late_moments and (self.mode, self.adam_bits) != ("forward", 32):
             raise InputError("plan: late_moments needs mode forward and adam_bits 32")
@@ -186,11 +186,11 @@ class Plan:
             return
         if self.slices > 1:  # hosts compare checksums of units
             raise InputError("plan: with several hosts experts come with their layer: slices is 1")
-        if self.mode != "forward" or self.gradients != "host":
-            raise InputError("plan: with several hosts the mode is forward, and gradients wait in host")
+        if self.mode != "forward" or self.gradients != "ram":
+            raise InputError("plan: with several hosts the mode is forward, and gradients wait in ram")
         for unit in self.distinct.values():
             if unit.state == "gpu" or unit.update == "gpu":
-                raise InputError("plan: with several hosts state is in host or ssd, and the cpu updates it")
+                raise InputError("plan: with several hosts state is in ram or ssd, and the cpu updates it")
 
     @property
     def last_host(self) -> bool:
@@ -220,7 +220,7 @@ class Plan:
         memory, so outputs of layers are copied between them; else they go through RAM. A plan that is on as many GPUs
         already is returned as it is.
         """
-        in_ram = self.between == "host" and not any(unit.lent for unit in self.distinct.values())
+        in_ram = self.between == "ram" and not any(unit.lent for unit in self.distinct.values())
         if gpus == self.gpus and (gpus == 1 or peers or in_ram):
             return self
         head, halves = len(self.units) - 1, 2 if self.halves else 1
@@ -230,10 +230,10 @@ class Plan:
 
         def dealt(u: int, unit: UnitPlan) -> UnitPlan:
             gpu = last if u == head or (u == 0 and tied) else turns[(u - 1) // halves] if u else 0
-            return replace(unit, gpu=gpu, peer=0, saved=tuple((n, "host" if t == "peer" else t) for n, t in unit.saved))
+            return replace(unit, gpu=gpu, peer=0, saved=tuple((n, "ram" if t == "peer" else t) for n, t in unit.saved))
 
         units = tuple(dealt(u, unit) for u, unit in enumerate(self.units))
-        return replace(self, units=units, between="host" if gpus > 1 and not peers else self.between)
+        return replace(self, units=units, between="ram" if gpus > 1 and not peers else self.between)
 
     def cut(self, cfg: ModelConfig) -> ModelConfig:
         """`cfg` with the units of this plan: blocks or sub-layers, slices of experts."""

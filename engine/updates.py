@@ -182,7 +182,7 @@ class Records:
     """Records stored on the SSD, read ahead while the pool has free buffers."""
 
     def __init__(self, placement: Placement):
-        self.pool, geo, plan = placement.pool("host", "state pool"), placement.geo, placement.plan
+        self.pool, geo, plan = placement.pool("ram", "state pool"), placement.geo, placement.plan
         units = range(geo.n_units) if plan.mode == "forward" else reversed(range(geo.n_units))
         of = [(u, r) for u in units if plan.units[u].state == "ssd" for r in range(len(geo.records(u, plan.record)))]
         self.homes = {(u, r): placement.home(Entry("state", u, r), self.pool) for u, r in of}  # in the order of updates

@@ -221,7 +221,7 @@ class WeightStream:
         """The weights of each unit, by where the plan stores them."""
         placement, geo = self.placement, self.geo
         pools = [placement.pools("gpu", pool, gpu) for gpu in range(self.plan.gpus)]
-        staging = placement.pools("host", pool)
+        staging = placement.pools("ram", pool)
         layouts = geo.weights if kind == "weights" else geo.base
         for u in range(len(layouts)):
             unit = self.plan.units[geo.unit_of(u)]

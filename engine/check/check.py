@@ -60,7 +60,7 @@ def _rows(folders: Mapping[str, Path], end: float) -> Iterator[Row]:
     dtype = "BF16" if device else "F32"
     where = device or torch.device("cpu")
     found = {"matmul": compute.matmul_rate(where, torch.bfloat16 if device else torch.float32)}
-    found |= processor.processor_rates(where, dtype, memory_limits(where, None, None).host)
+    found |= processor.processor_rates(where, dtype, memory_limits(where, None, None).ram)
     yield from host.host(found)
     if device is None:
         yield gpu.no_gpu()

@@ -117,7 +117,7 @@ def pinned(device: torch.device) -> Row:
     memory, start, tried = Memory([device], Limits(1 << 60, 1 << 60)), time.monotonic(), 0
     try:
         while tried + PIECE <= limit and not memory.refused and time.monotonic() - start < PINNING_S:
-            memory.alloc("host", "check", PIECE, 1)
+            memory.alloc("ram", "check", PIECE, 1)
             tried += PIECE
         held = tried - memory.refused
     finally:

@@ -80,7 +80,7 @@ def _options(f: Forecast, models: Models, sequences: int, bits_open: bool) -> It
 
 def _hardware(f: Forecast) -> Iterator[Way]:
     m, r, limits = f.machine, f.machine.rates, f.limits
-    yield "twice the RAM", lambda: f.again(replace(limits, host=2 * limits.host))
+    yield "twice the RAM", lambda: f.again(replace(limits, ram=2 * limits.ram))
     if any(unit.state == "ssd" for unit in f.plan.units):
         drives = replace(m, ssd=2 * m.ssd, reserve=2 * m.reserve, rates=r.times(2, ("ssd_read", "ssd_write")))
         yield "twice the drives", lambda: replace(f, machine=drives).again()
@@ -133,7 +133,7 @@ def check_drive(f: Forecast) -> None:
     if plan.uses("ssd") and not drive:
         ram = _enough_ram(f)
         raise DoesNotFit(
-            f"weights and optimizer state need {whole_gib(ram)} of RAM, the limit is {whole_gib(f.limits.host)} and "
+            f"weights and optimizer state need {whole_gib(ram)} of RAM, the limit is {whole_gib(f.limits.ram)} and "
             f"there is no SSD. Add ssd={math.ceil(need / DRIVE_SHARE / TB)}TB, or raise ram to "
             f"{whole_gib(math.ceil(ram / RAM_SHARE))} (--ram {whole_gib(ram)} of it)."
         )
@@ -149,9 +149,9 @@ def _enough_ram(f: Forecast) -> int:
     wanted = Wanted.like(f.plan, f.work.batch(f.plan))
 
     def enough(ram: int) -> bool:
-        return not first_plan(f.cfg, replace(f.limits, host=ram), wanted, drive=False).uses("ssd")
+        return not first_plan(f.cfg, replace(f.limits, ram=ram), wanted, drive=False).uses("ssd")
 
-    sizes = range(f.limits.host, 1 << 60, 1 << 30)
+    sizes = range(f.limits.ram, 1 << 60, 1 << 30)
     return sizes[bisect_left(sizes, True, key=enough)]
 
 

@@ -24,7 +24,7 @@ from trireme.models.config import ModelConfig
 from trireme.models.sizes import narrow
 
 SLICES = 4  # number of slices of a layer's frozen experts that is tried for a better overlap
-WITHOUT_A_DRIVE = Strategy(states=1.0), Strategy("host", states=1.0), Strategy("host", states=1.0, updates=0.0)
+WITHOUT_A_DRIVE = Strategy(states=1.0), Strategy("ram", states=1.0), Strategy("ram", states=1.0, updates=0.0)
 
 
 @dataclass(frozen=True)
@@ -50,7 +50,7 @@ def choose(cfg: ModelConfig, limits: Limits, rates: Rates, wanted: Wanted, begun
     first = first_plan(cfg, limits, wanted, rates.has_drive)
     if first.uses("ssd") and not rates.has_drive:
         raise DoesNotFit(
-            f"RAM of {gib(limits.host, 1)} and GPU memory of {gib(limits.gpu, 1)} do not hold everything, and "
+            f"RAM of {gib(limits.ram, 1)} and GPU memory of {gib(limits.gpu, 1)} do not hold everything, and "
             "there is no drive for the rest."
         )
     choices = []

@@ -16,13 +16,13 @@ from trireme.engine.planner.rule import GPU_UPDATES, Between, Strategy, fill_ram
 from trireme.engine.planner.search import Decision, Search
 from trireme.engine.planner.swaps import Move, count, most_in_ram, with_most_on_gpu, with_moves
 
-INPUTS: tuple[Tier, ...] = "gpu", "host"  # tiers of inputs of blocks
+INPUTS: tuple[Tier, ...] = "gpu", "ram"  # tiers of inputs of blocks
 PARTS = (1.0, 0.6, 0.3, 0.1)  # of the moves that fit in RAM
 FINER = (0.8, 0.9, 1.1, 1.2)  # of the moves of the best plan
 BASE_RAM = (1.0, 0.6, 0.0)  # shares of the frozen units in RAM that stay there; activations get the rest
 DRIVE_RAM = 0.85  # share of the RAM that state may take in plans that swap activations through RAM to the SSD
 UPDATES = (0.0, 0.15, 0.3, 0.45, 0.6)  # shares of RAM-stored units updated on the GPU
-LATE: tuple[tuple[Tier, ...], ...] = ((), ("host",), ("host", "ssd"), ("gpu", "host"), ("gpu", "host", "ssd"))
+LATE: tuple[tuple[Tier, ...], ...] = ((), ("ram",), ("ram", "ssd"), ("gpu", "ram"), ("gpu", "ram", "ssd"))
 
 
 def sizes(s: Search, plan: Plan) -> Iterable[Plan]:
@@ -68,11 +68,11 @@ def swapped(s: Search, plan: Plan, parts: Sequence[float] = PARTS) -> Iterable[P
 
 def finer(s: Search, plan: Plan) -> Iterable[Plan]:
     """A few more or fewer of them."""
-    if not any(unit.names("host") for unit in plan.units) or any(unit.names("ssd") for unit in plan.units):
+    if not any(unit.names("ram") for unit in plan.units) or any(unit.names("ssd") for unit in plan.units):
         return
     plain, steps, room = _swappable(s, plan)
     moved = [move for unit, kind in zip(plan.units, s.geo.kinds, strict=True)
-             for move in steps if move.kind == kind and set(move.names) <= set(unit.names("host"))]  # fmt: skip
+             for move in steps if move.kind == kind and set(move.names) <= set(unit.names("ram"))]  # fmt: skip
     for n in dict.fromkeys(min(room, round(part * len(moved))) for part in FINER):
         yield with_most_on_gpu(s.geo, plain, s.limits, steps, n)
 
@@ -81,8 +81,8 @@ def driven(s: Search, plan: Plan) -> Iterable[Plan]:
     """More saved tensors than RAM holds, the rest on the SSD, with less state in RAM (Fuyou, section 4.4)."""
     if not plan.uses("ssd") or s.begun or s.geo.cfg.lora:  # a running run has allocated its scratch files
         return
-    less = replace(s.limits, host=int(DRIVE_RAM * s.limits.host))
-    for size, strategy in product(s.sizes(plan.tokens), (Strategy("host", 0.0, updates=0.0), Strategy("host"))):
+    less = replace(s.limits, ram=int(DRIVE_RAM * s.limits.ram))
+    for size, strategy in product(s.sizes(plan.tokens), (Strategy("ram", 0.0, updates=0.0), Strategy("ram"))):
         for low in s.rule(strategy, size, less):
             plain, steps, room = _swappable(s, low, less)
             n = 0
@@ -97,7 +97,7 @@ def base(s: Search, plan: Plan) -> Iterable[Plan]:
     """RAM divided between the frozen weights of adapters and activations."""
     for x in INPUTS if s.geo.cfg.lora else ():
         for other in s.rule(Strategy(x), (plan.tokens, plan.n_micro)):
-            in_ram = [u for u, unit in enumerate(other.units) if unit.base == "host" and s.geo.base_bytes[u]]
+            in_ram = [u for u, unit in enumerate(other.units) if unit.base == "ram" and s.geo.base_bytes[u]]
             for kept in BASE_RAM if s.wanted.free and s.rates.has_drive and in_ram else (1.0,):
                 low = other.changed(set(in_ram) - some(in_ram, int(kept * len(in_ram))), base="ssd")
                 for full in (low, *swapped(s, low)):
@@ -110,9 +110,9 @@ def share(s: Search, plan: Plan) -> Iterable[Plan]:
     """
     if s.begun or not (s.wanted.on_cuda and s.wanted.gpu_updates and plan.mode == "forward"):
         return
-    swapping = [u for u, unit in enumerate(plan.units) if unit.names("host")]
+    swapping = [u for u, unit in enumerate(plan.units) if unit.names("ram")]
     on_gpu = [u for u, unit in enumerate(plan.units) if unit.state == "gpu"]
-    rooms = plan, plan.changed(swapping, saved=()), plan.changed(on_gpu[-1:], weights="host", state="host")
+    rooms = plan, plan.changed(swapping, saved=()), plan.changed(on_gpu[-1:], weights="ram", state="ram")
     for part in UPDATES:
         tried = ((room, share_updates(s.geo, room, s.limits, part)) for room in rooms)
         yield next((shared for room, shared in tried if shared != room), plan)
@@ -121,9 +121,9 @@ def share(s: Search, plan: Plan) -> Iterable[Plan]:
 def between(s: Search, plan: Plan) -> Iterable[Plan]:
     """Outputs of layers through RAM instead of peer copies, or the reverse."""
     if s.wanted.peers:
-        through: Between = "host" if plan.between == "gpu" else "gpu"
+        through: Between = "ram" if plan.between == "gpu" else "gpu"
         x = plan.units[s.geo.head].x
-        yield replace(plan, between=through).changed({s.geo.head}, x="gpu" if through == "gpu" else max(x, "host"))
+        yield replace(plan, between=through).changed({s.geo.head}, x="gpu" if through == "gpu" else max(x, "ram"))
 
 
 def lent(s: Search, plan: Plan) -> Iterable[Plan]:

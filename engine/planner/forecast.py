@@ -103,7 +103,7 @@ class Forecast:
 
     def pinning_s(self) -> float:
         """Seconds to pin RAM before the first step."""
-        return usage(self.geo, self.plan)["host"] / self.machine.rates.pin
+        return usage(self.geo, self.plan)["ram"] / self.machine.rates.pin
 
     @cached_property
     def in_8_bits(self) -> Forecast:
@@ -138,7 +138,7 @@ class Forecast:
             rows["gradients"]["ssd"] += geo.weights[u].span * plan.spilled(u)
         rows["activations"]["ssd"] = self.scratch - rows["gradients"]["ssd"]
         rows["weights"]["ssd"] += self.frozen_on_ssd
-        return rows | ({BEST: {"gpu": 0, "host": self.kept, "ssd": 0}} if self.kept else {})
+        return rows | ({BEST: {"gpu": 0, "ram": self.kept, "ssd": 0}} if self.kept else {})
 
     @property
     def kept(self) -> int:
@@ -147,7 +147,7 @@ class Forecast:
             return 0
         geo, need, low = self.geo, usage(self.geo, self.plan), 2 * (self.files.exact and self.plan.dtype == "BF16")
         nbytes = sum(w.span * bool(n) + low * n for w, n in zip(geo.weights, geo.numel, strict=True))
-        room = self.limits.host - need["host"]
+        room = self.limits.ram - need["ram"]
         if not self.machine.rates.host:  # a CPU: both tiers are RAM
             room += self.plan.gpus * (self.limits.gpu - need["gpu"])
         return nbytes if nbytes <= room else 0

@@ -44,11 +44,11 @@ def forward_plan(
 def _lowest(geo: Geometry, sizes: Sequence[tuple[int, int]], gpus: int, peers: bool) -> Iterable[Plan]:
     """Plans with all frozen weights on the SSD, those with the largest buffers first. Adapters stay on their GPU."""
     unit = UnitPlan(base="ssd" if any(layout.tensors for layout in geo.base) else "gpu")
-    betweens: tuple[Between, ...] = ("gpu", "host") if gpus == 1 or peers else ("host",)
+    betweens: tuple[Between, ...] = ("gpu", "ram") if gpus == 1 or peers else ("ram",)
     betweens = ("gpu",) if geo.slices else betweens
-    for between, (window, host_window), (tokens, n_micro) in product(betweens, ((2, 2), (1, 2), (1, 1)), sizes):
+    for between, (window, ram_window), (tokens, n_micro) in product(betweens, ((2, 2), (1, 2), (1, 1)), sizes):
         plan = Plan(
-            (unit,) * geo.n_units, tokens, n_micro, geo.dtype, window=window, host_window=host_window, between=between,
+            (unit,) * geo.n_units, tokens, n_micro, geo.dtype, window=window, ram_window=ram_window, between=between,
             halves=geo.cfg.halves, at_once=geo.cfg.at_once, slices=geo.cfg.slices,
         )  # fmt: skip
         yield plan.dealt(gpus, geo.cfg.tied, peers)

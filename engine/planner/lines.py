@@ -25,7 +25,7 @@ BINDS = {
     "net": "the network",
     "dram": "the bandwidth of RAM",
 }
-MEMORIES: dict[Tier, str] = {"gpu": "GPU", "host": "RAM", "ssd": "SSD"}
+MEMORIES: dict[Tier, str] = {"gpu": "GPU", "ram": "RAM", "ssd": "SSD"}
 MEASURED = ("H100", "H200")  # GPUs on which constants of the estimate were fitted
 LONG = 5  # seconds of a start worth a line
 WORN = 0.2  # share of what drives are rated for that is worth a warning
@@ -50,7 +50,7 @@ def memory_lines(f: Forecast, on_gpu: bool = True) -> list[str]:
     lines += [row(name, tiers) + _decisions(f, name, MEMORIES if on_gpu else names) for name, tiers in held.items()]
     lines.append(row("total", {tier: sum(tiers[tier] for tiers in held.values()) for tier in MEMORIES}))
     limit = f.limits.of(f.fullest) if on_gpu else gpus * f.limits.gpu - sum(f.limits.less)
-    return [*lines, row("limit", {"gpu": limit, "host": f.limits.host})]
+    return [*lines, row("limit", {"gpu": limit, "ram": f.limits.ram})]
 
 
 def cell(nbytes: int) -> str:
@@ -130,7 +130,7 @@ def disk_line(f: Forecast) -> str:
 
 def gpu_lines(f: Forecast) -> list[str]:
     """Lines of time, which are predicted with a GPU only."""
-    found, pinning, held = [f"time     {time_line(f)}"], f.pinning_s(), usage(f.geo, f.plan)["host"] / 2**30
+    found, pinning, held = [f"time     {time_line(f)}"], f.pinning_s(), usage(f.geo, f.plan)["ram"] / 2**30
     if pinning >= LONG:
         found.append(f"start    {duration(pinning)} before the first step, to pin {held:.1f} GiB of RAM for transfers")
     return found

@@ -48,7 +48,7 @@ def this_machine(
         found |= cache.kept(_recurring(device, dtype, scan), shares)[0]
     if cuda and limits.gpus > 1:
         several = {"gpus": limits.gpus, **cache.chips_now(device, "copies of several GPUs")}
-        found |= cache.kept(several, lambda: copies.several_rates(gpus_from(device, limits.gpus), limits.host))[0]
+        found |= cache.kept(several, lambda: copies.several_rates(gpus_from(device, limits.gpus), limits.ram))[0]
     mixed = cuda and not are_equal(device, limits.gpus)
     name = torch.cuda.get_device_name(device) if cuda else f"CPU, {len(os.sched_getaffinity(0))} cores"
     if mixed:  # all are taken to be as fast as the slowest
@@ -62,12 +62,12 @@ def this_machine(
     rates = rates_of(found | {"ssd_read": count * usual.read, "ssd_write": count * usual.write})
     drives = f"{room / GB:,.0f} GB of disk free (speed of {count} {usual.name}{'s' * (count > 1)} assumed)"
     kept = sum(reserved(disk.total) for disk in disks)
-    return Machine(name, limits.gpu, limits.host, rates, room, kept, worn, drives, how, limits.gpus, limits.less, mixed)
+    return Machine(name, limits.gpu, limits.ram, rates, room, kept, worn, drives, how, limits.gpus, limits.less, mixed)
 
 
 def _alone(device: torch.device, dtype: str, limits: Limits) -> dict[str, float]:
     """The rates of one GPU and of the processor."""
-    return {"matmul": compute.matmul_rate(device, DTYPE[dtype])} | processor.processor_rates(device, dtype, limits.host)
+    return {"matmul": compute.matmul_rate(device, DTYPE[dtype])} | processor.processor_rates(device, dtype, limits.ram)
 
 
 def _recurring(device: torch.device, dtype: str, own: Scan) -> dict[str, Any]:

@@ -23,20 +23,20 @@ if TYPE_CHECKING:
 
 UPDATE_TOKENS = 50_000  # tokens of a step whose forward takes as long as the updates on the CPU
 GPU_UPDATES = 0.3  # share of units in RAM that the GPU updates: 14 bytes/parameter over PCIe, 19 of RAM on the CPU
-MARGIN = {"gpu": 1.0, "host": 1.25}  # a message advises this multiple of the missing bytes: more RAM, larger records
+MARGIN = {"gpu": 1.0, "ram": 1.25}  # a message advises this multiple of the missing bytes: more RAM, larger records
 LATE_TOKENS = 12_000  # tokens of a step from which moments are written apart from weights
 
 SLICES = 2, 4, 8, 16, 32  # numbers of slices of a layer's frozen experts that are tried
 
-Between = Literal["gpu", "host"]  # of x and dx
-Waiting = Literal["host", "ssd"]  # of gradients, for the norm
+Between = Literal["gpu", "ram"]  # of x and dx
+Waiting = Literal["ram", "ssd"]  # of gradients, for the norm
 Placement = Literal["auto", "gpu", "host", "ssd", "state-ssd"]
 LOWEST: dict[Placement, tuple[Tier, Tier]] = {  # of weights, of state
     "auto": ("ssd", "ssd"),
     "gpu": ("gpu", "gpu"),
-    "host": ("host", "host"),
+    "host": ("ram", "ram"),
     "ssd": ("ssd", "ssd"),
-    "state-ssd": ("host", "ssd"),
+    "state-ssd": ("ram", "ssd"),
 }
 
 
@@ -191,16 +191,16 @@ def _lowest_plans(geo: Geometry, wanted: Wanted, strategy: Strategy) -> Iterable
     half = geo.half_piece()
     slots = ((2, half, 2), (2, half // 8, 2), (1, half // 8, 2), (1, 1, 1))
     may_spill = state == "ssd" and wanted.mode != "backward" and wanted.hosts == 1
-    gradients: tuple[Waiting, ...] = ("host", "ssd") if may_spill else ("host",)
-    betweens: tuple[Between, ...] = ("gpu", "host") if wanted.gpus == 1 or wanted.peers else ("host",)
+    gradients: tuple[Waiting, ...] = ("ram", "ssd") if may_spill else ("ram",)
+    betweens: tuple[Between, ...] = ("gpu", "ram") if wanted.gpus == 1 or wanted.peers else ("ram",)
     betweens = ("gpu",) if geo.slices else betweens
     for waiting, between, rings, (tokens, n_micro) in product(gradients, betweens, slots, wanted.sizes):
         apart = wanted.on_cuda and wanted.mode == "forward" and geo.adam_bits == 32 and tokens * n_micro >= LATE_TOKENS
-        for x in inputs if between == "gpu" or wanted.gpus > 1 else inputs[inputs.index("host") :]:
+        for x in inputs if between == "gpu" or wanted.gpus > 1 else inputs[inputs.index("ram") :]:
             base = weights if frozen else "gpu"
             # Adapters and their state are small, so they are in RAM; their base is not.
-            low = UnitPlan("host", "host", x=x, base=base) if small else UnitPlan(weights, state, x=x, base=base)
-            needed_at_once: Tier = "gpu" if between == "gpu" else "host" if x == "gpu" else x
+            low = UnitPlan("ram", "ram", x=x, base=base) if small else UnitPlan(weights, state, x=x, base=base)
+            needed_at_once: Tier = "gpu" if between == "gpu" else "ram" if x == "gpu" else x
             plan = Plan(
                 units=(low,) * (geo.n_units - 1) + (replace(low, x=needed_at_once),),
                 tokens=tokens,
@@ -211,7 +211,7 @@ def _lowest_plans(geo: Geometry, wanted: Wanted, strategy: Strategy) -> Iterable
                 late_moments=TIERS if apart else (),
                 window=rings[0],
                 piece=rings[1],
-                host_window=rings[2],
+                ram_window=rings[2],
                 record=wanted.record,
                 between=between,
                 gradients=waiting,
@@ -279,15 +279,15 @@ def _base_to_gpu(geo: Geometry, plan: Plan, limits: Limits) -> Plan:
 
 
 def _to_ram(geo: Geometry, plan: Plan, limits: Limits) -> Plan:
-    plan = of_spread(geo, plan, limits, range(geo.n_units), weights="host")
-    if any(unit.weights != "host" for unit in plan.units):
+    plan = of_spread(geo, plan, limits, range(geo.n_units), weights="ram")
+    if any(unit.weights != "ram" for unit in plan.units):
         return plan
-    return of_spread(geo, _inputs_to_ram(geo, plan, limits), limits, range(geo.n_units), state="host")
+    return of_spread(geo, _inputs_to_ram(geo, plan, limits), limits, range(geo.n_units), state="ram")
 
 
 def _inputs_to_ram(geo: Geometry, plan: Plan, limits: Limits) -> Plan:
     """Moves inputs of blocks from the SSD to RAM, since they are written and read in every step."""
-    return of_spread(geo, plan, limits, [u for u, unit in enumerate(plan.units) if unit.x == "ssd"], x="host")
+    return of_spread(geo, plan, limits, [u for u, unit in enumerate(plan.units) if unit.x == "ssd"], x="ram")
 
 
 def _states_to_gpu(geo: Geometry, plan: Plan, limits: Limits, most: int) -> Plan:
@@ -304,12 +304,12 @@ def _more_state_buffers(geo: Geometry, plan: Plan, limits: Limits) -> Plan:
 def fill_ram(geo: Geometry, plan: Plan, limits: Limits) -> Plan:
     """Moves state from the SSD to RAM, then frozen weights, as far as they fit."""
     left = [u for u, unit in enumerate(plan.units) if unit.state == "ssd"]
-    return _base_to_ram(geo, of_spread(geo, plan, limits, left, weights="host", state="host"), limits)
+    return _base_to_ram(geo, of_spread(geo, plan, limits, left, weights="ram", state="ram"), limits)
 
 
 def _base_to_ram(geo: Geometry, plan: Plan, limits: Limits) -> Plan:
     """Moves frozen weights from the SSD to RAM, as far as they fit."""
-    return of_spread(geo, plan, limits, [u for u, unit in enumerate(plan.units) if unit.base == "ssd"], base="host")
+    return of_spread(geo, plan, limits, [u for u, unit in enumerate(plan.units) if unit.base == "ssd"], base="ram")
 
 
 def longer_pieces(geo: Geometry, plan: Plan, limits: Limits) -> Plan:
@@ -339,7 +339,7 @@ def share_updates(geo: Geometry, plan: Plan, limits: Limits, share: float) -> Pl
     """`plan` in which the GPU updates `share` of the units in RAM, if that fits; otherwise `plan`. Forward is too short
     for all updates on one of the two processors.
     """
-    in_ram = [u for u, unit in enumerate(plan.units) if unit.state == unit.weights == "host"]
+    in_ram = [u for u, unit in enumerate(plan.units) if unit.state == unit.weights == "ram"]
     chosen = some(in_ram, round(share * len(in_ram)))
     shared = plan.changed(set(in_ram) - chosen, update="cpu").changed(chosen, update="gpu")
     shared = replace(shared, window=max(plan.window, 3))
@@ -363,7 +363,7 @@ def refusal(tried: Sequence[tuple[Geometry, Plan]], limits: Limits) -> DoesNotFi
     return DoesNotFit(_why_not(*best, limits), need(best))
 
 
-FLAGS = {"gpu": "--gpu-memory", "host": "--ram"}
+FLAGS = {"gpu": "--gpu-memory", "ram": "--ram"}
 
 
 def _why_not(geo: Geometry, plan: Plan, limits: Limits) -> str:
@@ -372,7 +372,7 @@ def _why_not(geo: Geometry, plan: Plan, limits: Limits) -> str:
     assert lacks, "a plan that fits was refused"
     more = {tier: rounded_up(MARGIN[tier] * lacks[tier]) for tier in lacks}  # not the sum: options include a reserve
     other = f"use a GPU with {more.pop('gpu')} more free memory" if "gpu" in more and limits.all_free else ""
-    frees = f"free {more.pop('host')} of RAM" if "host" in more and limits.free_ram else ""
+    frees = f"free {more.pop('ram')} of RAM" if "ram" in more and limits.free_ram else ""
     raises = " and ".join(f"{flag} by {more[tier]}" for tier, flag in FLAGS.items() if tier in more)
     first = " and ".join(way for way in (other, f"raise {raises}" * bool(raises), frees) if way)
     out = [first[0].upper() + first[1:]]
@@ -381,7 +381,7 @@ def _why_not(geo: Geometry, plan: Plan, limits: Limits) -> str:
         out.append(f"lower --seq-len (of {plan.tokens:,} tokens a micro-batch {tokens:,} fit)")
     if n_micro := _most(plan.n_micro, lambda k: fits(geo, replace(plan, n_micro=k), limits)):
         out.append(f"lower --batch-size (of {plan.n_micro:,} micro-batches a step {n_micro:,} fit)")
-    if list(lacks) == ["host"] and plan.mode != "backward" and plan.gradients == "host":
+    if list(lacks) == ["ram"] and plan.mode != "backward" and plan.gradients == "ram":
         out.append("--max-grad-norm 0, which does not store all gradients")
     needs = shortage(geo, plan, limits) + _experts_at_once(geo, lacks)
     return f"even the smallest plan needs {needs}. {', or '.join(out)}."
@@ -401,12 +401,12 @@ def _experts_at_once(geo: Geometry, lacks: Mapping[str, int]) -> str:
 
 def shortage(geo: Geometry, plan: Plan, limits: Limits) -> str:
     """The need and the limit of each tier that is too small; of several GPUs the one with the least free memory."""
-    on_gpu, host = each_usage(geo, plan)
+    on_gpu, ram = each_usage(geo, plan)
     gpu = fullest(on_gpu, limits)
     memory = f"memory of GPU {gpu}" if limits.less else "GPU memory"
     return " and ".join(
         f"{rounded_up(need)} of {name}, the limit is {rounded_up(limit)}"
-        for need, name, limit in ((on_gpu[gpu], memory, limits.of(gpu)), (host, "RAM", limits.host))
+        for need, name, limit in ((on_gpu[gpu], memory, limits.of(gpu)), (ram, "RAM", limits.ram))
         if need > limit
     )
 

@@ -88,7 +88,7 @@ def updated_as(plan: Plan, begun: Plan) -> Plan | None:
         streamed = on_gpu and unit.state != "gpu"
         if unit.state == "gpu" and not on_gpu:
             return None
-        if streamed and ((unit.weights, unit.state) != ("host", "host") or plan.mode == "backward"):
+        if streamed and ((unit.weights, unit.state) != ("ram", "ram") or plan.mode == "backward"):
             return None
         units.append(replace(unit, gpu=other.gpu, update="gpu" if streamed else "cpu"))
     return replace(plan, units=tuple(units))

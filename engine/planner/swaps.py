@@ -98,6 +98,6 @@ def with_moves(
         for i, place in enumerate(sorted(spread(len(units), done))):
             u = units[place]
             if shapes.layer(geo.cfg, u) < last:
-                tier: SavedTier = "host" if i in near else beyond
+                tier: SavedTier = "ram" if i in near else beyond
                 saved[u] = {name: saved[u].get(name, tier) for name in move.names}
     return plan.saving({u: tuple(names.items()) for u, names in saved.items()})

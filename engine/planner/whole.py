@@ -101,7 +101,7 @@ def _exported(f: Forecast, folder: Path) -> dict[str, Any]:
 def _gathered_s(f: Forecast) -> float:
     """Seconds to bring the trained weights to RAM, with low halves if the export is exact."""
     rates, plan = f.machine.rates, f.plan
-    speed = {"gpu": rates.d2h, "host": math.inf, "ssd": _read(f)}
+    speed = {"gpu": rates.d2h, "ram": math.inf, "ssd": _read(f)}
     exact, seconds = f.files.exact and plan.dtype == "BF16", 0.0
     for unit, layout, numel in zip(plan.units, f.geo.weights, f.geo.numel, strict=True):
         seconds += layout.span / speed[unit.weights] + exact * 2 * numel / speed[unit.state]

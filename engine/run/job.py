@@ -343,7 +343,7 @@ def computer(o: Options, cfg: ModelConfig) -> tuple[torch.device, Limits, Machin
         device, assumed = choose_device(o.device), None
         limits = memory_limits(device, o.gpu_memory, o.ram, choose_gpus(o.gpus, device))
         if device.type == "cuda" and o.ram is None:
-            limits = replace(limits, host=int(min(limits.host, pinnable(device))))
+            limits = replace(limits, ram=int(min(limits.ram, pinnable(device))))
         here().agree("GPUs", {"--device": model_of(device)}, "Unequal ones round differently: use equal ones")
     limits = common_limits(o, limits, device)
     if limits.gpus > cfg.n_layers:
@@ -362,7 +362,7 @@ def _assumed(o: Options, parts: str) -> tuple[Machine, Limits]:
     if asked > assumed.gpus > 1:
         raise InputError(f"--gpus {asked}: the assumed machine has {assumed.gpus}.")
     assumed = assumed.first(asked, o.gpu_memory)
-    limits = replace(assumed.limits, host=o.ram or assumed.limits.host, all_free=o.gpu_memory is None)
+    limits = replace(assumed.limits, ram=o.ram or assumed.limits.ram, all_free=o.gpu_memory is None)
     if limits.gpu <= 0:
         taken = gib(assumed.gpu - limits.gpu)
         raise DoesNotFit(f"--assume: the driver's context and late kernels alone take {taken} of the GPU. Assume more.")
@@ -391,12 +391,12 @@ def common_limits(o: Options, limits: Limits, device: torch.device) -> Limits:
         return limits
     if limits.less and not are_equal(device, limits.gpus):
         raise InputError("--gpus: unequal GPUs round differently, and hosts sum what they computed. Use equal ones.")
-    ram = limits.host if o.ram else limits.host // group.local_hosts
+    ram = limits.ram if o.ram else limits.ram // group.local_hosts
     room = limits.gpu - max(limits.less, default=0)  # a plan is of one host, and the same on all
     gpu, host, gpus = map(group.values, (room, ram, limits.gpus))
     if len(set(gpus)) > 1:
         raise InputError(f"--gpus: hosts have {', '.join(f'{n:.0f}' for n in gpus)}. Give each as many.")
-    return replace(limits, gpu=int(min(gpu)), host=int(min(host)), less=())
+    return replace(limits, gpu=int(min(gpu)), ram=int(min(host)), less=())
 
 
 def common_launches(device: torch.device, fixed: Fixed | None) -> dict[str, list[int]]:
@@ -428,7 +428,7 @@ def less_tables(limits: Limits, data: Dataset | None, o: Options, cfg: ModelConf
         pieces = len(data.pieces) + (len(data.held_out.pieces) if data.held_out else 0)
         rows = 3 * min(o.batch_size, data.n_sequences) * tokens_of_a_sequence(o)
         held += PLACE * pieces + rows * cfg.teaching.nbytes
-    return replace(limits, host=max(0, limits.host - held // TABLES * TABLES))
+    return replace(limits, ram=max(0, limits.ram - held // TABLES * TABLES))
 
 
 def steps_of(o: Options, data: Dataset | None) -> int:

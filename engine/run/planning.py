@@ -172,7 +172,7 @@ class Planner:
                 return self.limits
             spare = room - need.both
             if spare >= 0:
-                return replace(need, gpu=need.gpu + spare // 2 // need.gpus, host=need.host + spare - spare // 2)
+                return replace(need, gpu=need.gpu + spare // 2 // need.gpus, ram=need.ram + spare - spare // 2)
             refused.append(need)
         raise DoesNotFit(self._refusal(min(refused, key=lambda need: need.both), wanted))
 
@@ -205,7 +205,7 @@ class Planner:
         try:
             simple_plan(self.cfg, self.limits, wanted)
         except DoesNotFit as error:
-            return replace(self.limits, gpu=error.need["gpu"], host=error.need["host"])
+            return replace(self.limits, gpu=error.need["gpu"], ram=error.need["ram"])
         return None
 
     def search(
@@ -259,7 +259,7 @@ class Planner:
         else:
             rows = sorted({min(sequences, most >> k) for k in range(20) if most >> k}, reverse=True)
         sizes = sizes_of(rows, sequences, self.room)
-        record = record_size(shapes.parameters(self.cfg), self.limits.host)
+        record = record_size(shapes.parameters(self.cfg), self.limits.ram)
         if hosts > 1:  # shares are whole records
             quarter = shapes.parameters(self.cfg) // self.cfg.n_units // (4 * hosts) // 4096 * 4096
             record = min(record, max(1 << 12, quarter))

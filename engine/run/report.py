@@ -175,7 +175,7 @@ def _experts_in_fp8(job: Job) -> str:
 
 
 def _about_machine(job: Job) -> list[str]:
-    o, given, told = job.options, job.limits.host if job.on_gpu else job.limits.both, list[str]()
+    o, given, told = job.options, job.limits.ram if job.on_gpu else job.limits.both, list[str]()
     if not o.assume and given > (free := available_ram()):
         told.append(f"warning: the limit of {gib(given)} is more than the {gib(free)} of RAM that are free")
     if job.on_gpu and (line := unmeasured_line(job.forecast, bool(o.assume))):
@@ -216,11 +216,11 @@ def _evaluations(job: Job) -> str:
 
 def _memory(job: Job) -> str:
     rows = job.forecast.memory(all_gpus=not job.on_gpu).values()
-    gpu, ram, ssd = (sum(row[tier] for row in rows) for tier in ("gpu", "host", "ssd"))
+    gpu, ram, ssd = (sum(row[tier] for row in rows) for tier in ("gpu", "ram", "ssd"))
     if not job.on_gpu:
         return f"{gib(gpu + ram)} of {gib(job.limits.both)} RAM (--verbose shows the parts)"
     on_ssd = f", {gb(ssd)} on the SSD" if ssd else ""
-    return f"{gib(gpu)} of {gib(job.limits.gpu)} GPU, {gib(ram)} of {gib(job.limits.host)} RAM{on_ssd} (--verbose shows the parts)"
+    return f"{gib(gpu)} of {gib(job.limits.gpu)} GPU, {gib(ram)} of {gib(job.limits.ram)} RAM{on_ssd} (--verbose shows the parts)"
 
 
 def _disk(job: Job) -> str:
@@ -310,7 +310,7 @@ def figures(job: Job) -> dict[str, Any]:
     """The figures of the report, for `plan` in Python."""
     f, step_s = job.forecast, job.forecast.step.step_s if job.on_gpu else None
     rows = f.memory(all_gpus=not job.on_gpu).values()
-    gpu, ram, ssd = (sum(row[tier] for row in rows) for tier in ("gpu", "host", "ssd"))
+    gpu, ram, ssd = (sum(row[tier] for row in rows) for tier in ("gpu", "ram", "ssd"))
     writes = written(f, job.total_steps, events(job, 0, job.total_steps * step_s if step_s else None))
     return {
         "steps": job.total_steps,

@@ -190,10 +190,10 @@ class Training:
         files, wire = self._base_files(), here().wire
         e = build(job.cfg, job.plan, job.limits, self.queues, adamw=adamw, store=self.store, files=files, wire=wire)
         if e.memory.refused:
-            pinned = e.memory.used("host") - e.memory.refused
+            pinned = e.memory.used("ram") - e.memory.refused
             note_pinned(job.device, pinned)
             screen.warn(
-                f"CUDA pins {gib(pinned)} of RAM, the plan uses {gib(e.memory.used('host'))}: copies of the rest are "
+                f"CUDA pins {gib(pinned)} of RAM, the plan uses {gib(e.memory.used('ram'))}: copies of the rest are "
                 f"several times slower than predicted. The next run plans with {gib(pinned)}, unless --ram is given"
             )
         if reason := host_adamw.why_slow():

@@ -101,7 +101,7 @@ def step_pairs(result: dict) -> Pairs:
         "step s": (result["predicted_s"], took),
         "step s, corrected": (result["corrected_s"], took),
         "GPU GiB": (estimated["gpu"], peaks["gpu_gib"]),
-        "RAM GiB": (estimated["host"], peaks["ram_gib"] - peaks["rss_start_gib"]),
+        "RAM GiB": (estimated["ram"], peaks["ram_gib"] - peaks["rss_start_gib"]),
     }
 
 
@@ -131,7 +131,7 @@ def one_run(words: list[str], path: Path) -> None:
         "step s": (estimated["steps"] / live.job.total_steps, statistics.median(steps[2:])),
         "whole s": (sum(estimated.values()), live.clock.whole),
         "GPU GiB": (need["gpu"] / GIB, gpu),
-        "RAM GiB": ((at_start + need["host"] + live.job.forecast.kept + code) / GIB, ram),
+        "RAM GiB": ((at_start + need["ram"] + live.job.forecast.kept + code) / GIB, ram),
     }
     path.write_text(
         json.dumps({"pairs": pairs, "parts": {part: (estimated.get(part, 0.0), took[part]) for part in took}})

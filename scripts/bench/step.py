@@ -69,7 +69,7 @@ def wanted_of(a: Arguments, cfg: ModelConfig, dtype: str, limits: Limits) -> Wan
         sizes_of(rows, math.ceil(a.tokens / a.seq), a.seq),
         dtype=dtype,
         mode="forward" if a.clip else "backward",
-        record=a.record or record_size(shapes.parameters(cfg), limits.host),
+        record=a.record or record_size(shapes.parameters(cfg), limits.ram),
         adam_bits=a.adam_bits,
         placement=a.placement,
         on_cuda=dtype == "BF16",
@@ -234,7 +234,7 @@ def against_prediction(a: Arguments, e: Engine, rates: Rates, run: Run, at_start
     step_s, device = statistics.median(run.times), e.queues.device
     gpu, ram = memory_in_use(device, a.gpus)
     estimated = {tier: nbytes / GIB for tier, nbytes in usage(e.geo, e.plan).items()}
-    estimated["host"] += CODE / GIB if device.type == "cuda" else 0.0
+    estimated["ram"] += CODE / GIB if device.type == "cuda" else 0.0
     batch = Batch(e.plan.tokens, a.seq, e.plan.n_micro, compared=bool(a.method))
     found = predict(e.cfg, e.plan, rates, batch)
     known = corrected(rates, found, run.warm, run.warm_s) if run.warm else rates
@@ -243,7 +243,7 @@ def against_prediction(a: Arguments, e: Engine, rates: Rates, run: Run, at_start
     print(
         f"predicted {found.step_s:.3f} s ({found.step_s / step_s - 1:+.1%}){by_tasks}; "
         f"peaks GPU {gpu:.2f} GiB (predicted {estimated['gpu']:.2f}), RAM {ram - at_start:.2f} GiB "
-        f"(predicted {estimated['host']:.2f}) plus {at_start:.2f} of interpreter and libraries"
+        f"(predicted {estimated['ram']:.2f}) plus {at_start:.2f} of interpreter and libraries"
     )
     return {
         "peaks": {"gpu_gib": gpu, "ram_gib": ram, "rss_start_gib": at_start},

@@ -58,7 +58,7 @@ def exchange(cfg, source, tier="gpu", dtype="BF16"):
     return Exchange(cfg, source, build(cfg, plan, LIMITS, InlineQueues(), store=MemoryStore()).placement)
 
 
-@pytest.mark.parametrize("tier", ["gpu", "host", "ssd"])
+@pytest.mark.parametrize("tier", ["gpu", "ram", "ssd"])
 @pytest.mark.parametrize("stored", ["F32", "F16", "BF16"])
 @pytest.mark.parametrize("compute", ["F32", "BF16"])
 def test_in_and_out_again_is_the_same_bytes(tmp_path, tier, stored, compute):
@@ -94,7 +94,7 @@ def test_what_f16_cannot_hold_is_limited_and_counted(tmp_path, compute):
     exchange(LLAMA, written).load()
 
 
-@pytest.mark.parametrize("tier", ["gpu", "host", "ssd"])
+@pytest.mark.parametrize("tier", ["gpu", "ram", "ssd"])
 @pytest.mark.parametrize("stored", ["F32", "BF16"])
 @pytest.mark.parametrize("compute", ["F32", "BF16"])
 def test_what_is_kept_is_of_its_moment(tmp_path, tier, stored, compute):
@@ -112,7 +112,7 @@ def test_what_is_kept_is_of_its_moment(tmp_path, tier, stored, compute):
     assert sum(map(len, kept._copies.values())) == sum(layout.span for layout in x.placement.geo.weights) + low
 
 
-@pytest.mark.parametrize("tier", ["gpu", "host", "ssd"])
+@pytest.mark.parametrize("tier", ["gpu", "ram", "ssd"])
 def test_moments_are_zero_however_often_homes_are_filled(tmp_path, tier):
     """The first time, placement in RAM are zero already; a later time they are not."""
     x = exchange(LLAMA, checkpoint(tmp_path / "in", LLAMA), tier)
@@ -148,7 +148,7 @@ def test_a_value_that_is_not_finite_is_refused_by_name(tmp_path):
         exchange(LLAMA, source).load()
 
 
-@pytest.mark.parametrize("tier", ["gpu", "host", "ssd"])
+@pytest.mark.parametrize("tier", ["gpu", "ram", "ssd"])
 @pytest.mark.parametrize(("stored", "compute"), [("F32", "BF16"), ("BF16", "BF16"), ("F16", "F32")])
 def test_frozen_matrices_are_loaded_as_codes(tmp_path, tier, stored, compute, monkeypatch):
     """Of what bf16 keeps of them, a matmul's as one matrix, read in pieces: half the bytes, and a scale."""
@@ -186,7 +186,7 @@ def test_a_master_is_split_as_the_kernels_split_it(tmp_path):
     tie = np.array([0x3F808000, 0xBF808000, 0x3F807FFF, 0x3F808001, 0x00008000, 0x80000001], np.uint32).view(np.float32)
     values = np.ones((LLAMA.vocab, LLAMA.width), np.float32)
     values.reshape(-1)[: len(tie)] = tie
-    x = exchange(LLAMA, checkpoint(tmp_path / "in", LLAMA, **{"lm_head.weight": values}), "host")
+    x = exchange(LLAMA, checkpoint(tmp_path / "in", LLAMA, **{"lm_head.weight": values}), "ram")
     x.load()
     head, layout = LLAMA.n_units - 1, x.placement.geo.weights[-1]["lm_head.weight"]
     hi, lo = split_master(torch.from_numpy(values).flatten())

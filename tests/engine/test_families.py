@@ -83,10 +83,10 @@ def check_placement(cfg, halves):
     plan = gpu_plan(cfg, halves=halves, dtype="BF16", window=1)
     cut = plan.cut(cfg)
     for u in range(cut.n_units):
-        tier = ("host", "ssd")[u % 2]
+        tier = ("ram", "ssd")[u % 2]
         inner = 0 < u < cut.n_units - 1
         names = list(shapes.saved_shapes(cut, 1, shapes.kind(cut, u))) if inner else []
-        saved = tuple((name, ("gpu", "host", "ssd")[(u + i) % 3]) for i, name in enumerate(names) if (u + i) % 4)
-        units.append(UnitPlan(tier, tier, x="host", saved=saved, base=tier))
+        saved = tuple((name, ("gpu", "ram", "ssd")[(u + i) % 3]) for i, name in enumerate(names) if (u + i) % 4)
+        units.append(UnitPlan(tier, tier, x="ram", saved=saved, base=tier))
     e = make(cfg, replace(plan, units=tuple(units)), RealQueues("cpu", extra=("poison",)))
     check_same(e, batches(cfg, 2, plan.n_micro, 24), *in_one_memory(cfg))

@@ -69,8 +69,8 @@ def passes(e, name):
 def test_losses_and_texts_are_those_in_training(name, base):
     cfg = MODELS[name]
     trains = make(cfg, gpu_plan(cfg, dtype="BF16", n_micro=3))
-    at = ("gpu", "host")[name in ("lora", "latent")]
-    for between, gpus in (("gpu", (0,)), ("host", (0,)), ("gpu", (0, 1)), ("host", (1, 0))):
+    at = ("gpu", "ram")[name in ("lora", "latent")]
+    for between, gpus in (("gpu", (0,)), ("ram", (0,)), ("gpu", (0, 1)), ("ram", (1, 0))):
         units = (UnitPlan(at, at, base=base),) * cfg.n_units
         plan = relayed(gpu_plan(cfg, units=units, dtype="BF16", n_micro=3, window=1), gpus, cfg.tied, between)
         e = make(untrained(cfg), replace(plan, between=between), RealQueues("cpu", extra=("poison",), gpus=plan.gpus))
@@ -105,7 +105,7 @@ def test_a_plan_fits_or_is_refused(gpu, ram, name, gpus):
     geo = Geometry.of(cfg, plan)
     assert fits(geo, plan, limits)
     memory = build(cfg, plan, limits, SimulatedQueues(lambda task: 1.0, Rates(*[1.0] * 6), gpus)).memory
-    assert usage(geo, plan) == {tier: memory.used(tier) for tier in ("gpu", "host")}
+    assert usage(geo, plan) == {tier: memory.used(tier) for tier in ("gpu", "ram")}
 
 
 def test_weights_go_as_near_to_the_gpu_as_they_fit():
@@ -115,7 +115,7 @@ def test_weights_go_as_near_to_the_gpu_as_they_fit():
     assert {unit.base for unit in whole.units} == {"gpu"}
     assert whole.n_micro == 1
     need = usage(Geometry.of(large, whole), whole)["gpu"]
-    for ram, tiers in ((64 * MIB, {"gpu", "host"}), (5 * MIB, set(TIERS))):
+    for ram, tiers in ((64 * MIB, {"gpu", "ram"}), (5 * MIB, set(TIERS))):
         plan = at(need - 5 * MIB, ram)
         assert {unit.base for unit in plan.units} == tiers
         assert plan.n_micro == 8

@@ -175,7 +175,7 @@ def real(host):
 )
 def test_hosts_leave_the_bits_of_one(hosts, dtype, n_micro, model):
     """Where there are fewer micro-batches than hosts too."""
-    units = (UnitPlan("host", "host"), UnitPlan("ssd", "ssd"), UnitPlan("host", "ssd"), *(UnitPlan("ssd", "host"),) * 2)
+    units = (UnitPlan("ram", "ram"), UnitPlan("ssd", "ssd"), UnitPlan("ram", "ssd"), *(UnitPlan("ssd", "ram"),) * 2)
     check(model, gpu_plan(LLAMA, units=units, n_micro=n_micro, record=700, dtype=dtype, piece=1000), hosts, real)
 
 
@@ -184,9 +184,9 @@ def model_and_plan(seed):
     dice = Random(seed)
     model = dice.choice(tuple(MODELS))
     plan = random_plan(
-        MODELS[model], dice, gpus=2, mode="forward", gradients="host", slices=1, n_micro=dice.randint(2, 6)
+        MODELS[model], dice, gpus=2, mode="forward", gradients="ram", slices=1, n_micro=dice.randint(2, 6)
     )
-    near = {"gpu": "host"}  # the CPU updates all
+    near = {"gpu": "ram"}  # the CPU updates all
     unit = lambda u: replace(u, weights=near.get(u.weights, u.weights), state=near.get(u.state, u.state), update="cpu")
     return model, replace(plan, units=tuple(map(unit, plan.units)))
 

@@ -167,7 +167,7 @@ def test_refused_or_within_the_limits(seed, tmp_path):
         e.optimizer.flush()
         e.queues.close()
         e.optimizer.close()
-        peak, in_ram = torch.cuda.max_memory_reserved() - before, e.memory.used("host")
+        peak, in_ram = torch.cuda.max_memory_reserved() - before, e.memory.used("ram")
         e.memory.close()
     assert peak <= limits.gpu + GPU_RESERVE
-    assert in_ram <= limits.host
+    assert in_ram <= limits.ram

@@ -92,7 +92,7 @@ def _to_fetch(names):
 def test_what_is_frozen_stays_in_the_window_from_pass_to_pass(window):
     """Blocks cross the bus 2 n - 2 window times a step."""
     queues = SimulatedQueues(lambda task: 1.0, Rates(1.0, 1.0, 1.0, 1.0, 1.0, 1.0))
-    n, frozen = LORA.n_layers, UnitPlan("gpu", "gpu", base="host")
+    n, frozen = LORA.n_layers, UnitPlan("gpu", "gpu", base="ram")
     e = build(LORA, gpu_plan(LORA, units=(frozen,) * LORA.n_units, window=window), LIMITS, queues)
     for step in (1, 2):
         queues.begin()
@@ -108,7 +108,7 @@ def engine(units, **more):
 
 
 def test_weights_are_free_after_the_last_use_that_a_pass_expects():
-    e = engine((UnitPlan("host", "host"),) * LLAMA.n_units, window=2)
+    e = engine((UnitPlan("ram", "ram"),) * LLAMA.n_units, window=2)
     e.weights.expect([0, 1, 2, 0])
     for u, left in ((0, {0, 1, 2}), (1, {0, 2}), (2, {0}), (0, set())):
         for part in e.weights.parts(u):
@@ -119,12 +119,12 @@ def test_weights_are_free_after_the_last_use_that_a_pass_expects():
 
 @pytest.mark.parametrize(
     ("tier", "again", "after"),
-    [("gpu", False, (True, False)), ("gpu", True, (True, True)), ("host", False, (True, False)),
-     ("host", True, (True, False))],
+    [("gpu", False, (True, False)), ("gpu", True, (True, True)), ("ram", False, (True, False)),
+     ("ram", True, (True, False))],
 )  # fmt: skip
 def test_an_activation_is_free_after_its_last_reader(tier, again, after):
     """On the GPU after a pass's first reader and after its last; in RAM it waits for another pass."""
-    e = engine((UnitPlan("host", "host", x=tier),) * LLAMA.n_units)
+    e = engine((UnitPlan("ram", "ram", x=tier),) * LLAMA.n_units)
     x, here = e.activations.x[2][0], []
     task = e.queues.run("compute", "other", "", lambda: None)
     x.fill(24, again).done(task)
@@ -132,7 +132,7 @@ def test_an_activation_is_free_after_its_last_reader(tier, again, after):
         x.read(last).done(task)
         here.append(x.here is not None)
     assert tuple(here) == after
-    assert x.stored == (tier == "host" and again)
+    assert x.stored == (tier == "ram" and again)
     if again:
         x.coming = x.later[-1] if x.later else None
         x.fetch()

@@ -44,7 +44,7 @@ class SickStore:
 @pytest.mark.parametrize("way", ["read", "write"])
 def test_after_an_error_nothing_of_the_buffer_is_in_flight(way, how):
     """The parts of a record, moments and low halves, travel as two shards."""
-    plan = gpu_plan(LLAMA, units=(UnitPlan("host", "host"),) * 5, dtype="BF16")
+    plan = gpu_plan(LLAMA, units=(UnitPlan("ram", "ram"),) * 5, dtype="BF16")
     store = SickStore(*how)
     placement = build(LLAMA, plan, LIMITS, InlineQueues(), store=store).placement
     with pytest.raises(StoreError, match="Input/output error"):
@@ -71,7 +71,7 @@ class SlowStore(SickStore):
 @pytest.mark.parametrize("everything", [False, True])
 def test_who_leaves_while_all_is_read_leaves_nothing_in_flight(last, everything):
     """Of weights and states on the SSD and in RAM several are under way at once."""
-    placement = [UnitPlan("ssd", "ssd"), UnitPlan("host", "ssd"), UnitPlan("host", "host")]
+    placement = [UnitPlan("ssd", "ssd"), UnitPlan("ram", "ssd"), UnitPlan("ram", "ram")]
     plan = gpu_plan(LLAMA, units=tuple(placement[u % 3] for u in range(5)), dtype="BF16", record=512, state_slots=2)
     store, told = SlowStore(), []
     placement = build(LLAMA, plan, LIMITS, InlineQueues(), store=store).placement
@@ -100,7 +100,7 @@ import gc, torch
 from trireme.engine.memory import Memory, memory_of
 from trireme.engine.plan import Limits
 memory = Memory([torch.device("cpu")], Limits(1 << 30, 1 << 30))
-view = memory_of(memory.alloc("host", "buffer", 8 << 20)[0], 4096)
+view = memory_of(memory.alloc("ram", "buffer", 8 << 20)[0], 4096)
 memory.close()
 gc.collect()
 view[:] = bytes(4096)

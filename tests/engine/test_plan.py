@@ -41,14 +41,14 @@ def test_equal_plans_and_models_have_one_hash():
 @settings(max_examples=60, deadline=None)
 @given(st.integers(1, 300), st.integers(1, 300), st.sampled_from(("forward", "backward")), st.sampled_from((32, 8)))
 def test_a_plan_fits_or_is_refused_with_the_way_out(gpu, host, mode, bits):
-    limits = {"gpu": gpu * MIB, "host": host * MIB}
+    limits = {"gpu": gpu * MIB, "ram": host * MIB}
     try:
         plan = plan_for(**limits, mode=mode, adam_bits=bits)
     except DoesNotFit as refusal:
         way_out = re.findall(r"(--gpu-memory|--ram) by ([\d.]+) MiB", str(refusal))
         assert way_out
         for option, amount in way_out:  # which is enough, and no more than that and a margin
-            tier = {"--gpu-memory": "gpu", "--ram": "host"}[option]
+            tier = {"--gpu-memory": "gpu", "--ram": "ram"}[option]
             lack = refusal.need[tier] - limits[tier]
             assert 0 <= float(amount) * MIB - MARGIN[tier] * lack < 0.02 * MIB
             limits[tier] += int(float(amount) * MIB)
@@ -92,7 +92,7 @@ def test_gradients_that_do_not_wait_take_few_slots():
     block = geo.weights[1].span
     for how in less.values():
         plan = replace(all_wait, late_moments=(), **how)
-        assert usage(geo, all_wait)["host"] - usage(geo, plan)["host"] > (SMALL.n_layers - plan.host_window - 1) * block
+        assert usage(geo, all_wait)["ram"] - usage(geo, plan)["ram"] > (SMALL.n_layers - plan.ram_window - 1) * block
 
 
 def test_a_plan_survives_its_file(tmp_path):
@@ -101,12 +101,12 @@ def test_a_plan_survives_its_file(tmp_path):
     assert Plan.load(tmp_path / "plan.json") == plan
 
 
-STORED = {"weights": "host", "state": "host"}
+STORED = {"weights": "ram", "state": "ram"}
 NO_UNITS = [  # of which a plan has one
-    {"weights": "gpu", "state": "host"}, {"weights": "tape", "state": "host"}, {"weights": ["host"], "state": "host"},
+    {"weights": "gpu", "state": "ram"}, {"weights": "tape", "state": "ram"}, {"weights": ["ram"], "state": "ram"},
     {"weights": "ssd", "state": "ssd", "update": "gpu"}, STORED | {"update": "tpu"}, STORED | {"saved": [["qkv"]]},
     STORED | {"resident": []}, STORED | {"saved": [[["qkv"], "gpu"]]}, STORED | {"saved": [["qkv", 3]]},
-    STORED | {"saved": [["qkv", "gpu"], ["qkv", "host"]]}, STORED | {"gpu": -1}, STORED | {"gpu": 1 << 40},
+    STORED | {"saved": [["qkv", "gpu"], ["qkv", "ram"]]}, STORED | {"gpu": -1}, STORED | {"gpu": 1 << 40},
     STORED | {"gpu": "1"}, STORED | {"saved": [["qkv", "peer"]]}, STORED | {"x": "peer"},
     STORED | {"peer": 64, "saved": [["qkv", "peer"]]},
 ]  # fmt: skip
@@ -114,13 +114,13 @@ NO_PLANS = [
     *({"units": [unit]} for unit in NO_UNITS), {"units": 3}, {"color": "blue"}, {"tokens": 0}, {"tokens": 64.0},
     {"units": [STORED | {"update": "gpu"}], "mode": "backward"}, {"mode": "backward", "gradients": "ssd"},
     {"mode": "serial"}, {"mode": {}}, {"n_micro": "x"}, {"n_micro": True}, {"record": -4096}, {"swap_slots": None},
-    {"dtype": "F16"}, {"adam_bits": "8"}, {"late_moments": 3}, {"late_moments": [["host"]]}, {"halves": []},
+    {"dtype": "F16"}, {"adam_bits": "8"}, {"late_moments": 3}, {"late_moments": [["ram"]]}, {"halves": []},
     {"adam_bits": 32.0}, {"adam_bits": [32]}, {"dtype": ["BF16"]}, {"tokens": 10**400}, {"record": 1 << 60},
-    {"slices": 0}, {"slices": 2}, {"slices": 2, "halves": True, "between": "host"},
+    {"slices": 0}, {"slices": 2}, {"slices": 2, "halves": True, "between": "ram"},
     {"slices": 2, "halves": True, "hosts": 2},
-    {"slices": 2, "halves": True, "units": [{"x": "host", "gpu": u // 3} for u in range(4)]},
-    {"units": [{"gpu": u % 2, "x": "host"} for u in range(4)], "between": "host", "halves": True},
-    {"units": [{"gpu": u // 2, "x": "host"} for u in range(5)], "between": "host", "halves": True},
+    {"slices": 2, "halves": True, "units": [{"x": "ram", "gpu": u // 3} for u in range(4)]},
+    {"units": [{"gpu": u % 2, "x": "ram"} for u in range(4)], "between": "ram", "halves": True},
+    {"units": [{"gpu": u // 2, "x": "ram"} for u in range(5)], "between": "ram", "halves": True},
 ]  # fmt: skip
 
 
@@ -158,7 +158,7 @@ def test_what_a_plan_lacks_is_named(tmp_path):
 def test_a_step_may_have_any_number_of_micro_batches():
     """Room on the GPU for what all of them leave from unit to unit is not asked for where there is none."""
     plans = [plan_for(24 * MIB, 300 * MIB, sizes=((256, n),), mode="backward") for n in (2, 40, 200)]
-    assert [plan.between for plan in plans] == ["gpu", "host", "host"]
+    assert [plan.between for plan in plans] == ["gpu", "ram", "ram"]
     geo = Geometry(SMALL, "BF16")
     with pytest.raises(DoesNotFit, match="GPU memory|RAM"):
         plan_for(24 * MIB, 12 * MIB, sizes=((256, 200),), placement="host")

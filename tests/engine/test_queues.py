@@ -104,7 +104,7 @@ def test_an_error_in_any_queue_ends_the_step_with_that_error(queue):
 
     plan = gpu_plan(LLAMA, units=(ALL_SSD,) * 5, record=768)
     if queue not in QUEUES:
-        plan = relayed(plan, (0, 1), between="gpu" if kind_of(queue) in PEERS else "host")
+        plan = relayed(plan, (0, 1), between="gpu" if kind_of(queue) in PEERS else "ram")
     plan = lent(plan, "ssd") if kind_of(queue) in PEERS[1:] else plan
     failing = Failing(extra=("poison",), gpus=plan.gpus)
     e = make(LLAMA, plan, failing)
@@ -133,7 +133,7 @@ class Noting(InlineQueues):
 
 def test_a_streamed_update_comes_after_the_copy_of_the_last_ones_weights():
     """The head's buffer on the GPU keeps its weights from step to step: the update writes what the copy reads."""
-    units = (UnitPlan(), *(UnitPlan("host", "host"),) * 3, UnitPlan("host", "host", "gpu"))
+    units = (UnitPlan(), *(UnitPlan("ram", "ram"),) * 3, UnitPlan("ram", "ram", "gpu"))
     queues = Noting()
     train(make(LLAMA, gpu_plan(LLAMA, units=units), queues, poison=False), batches(LLAMA, 2, 1, 24))
     updates = [task for task in queues.before if task.queue == "update"]
@@ -145,7 +145,7 @@ def test_a_streamed_update_comes_after_the_copy_of_the_last_ones_weights():
 
 def test_a_second_flush_copies_nothing():
     queues = InlineQueues()
-    e = make(LLAMA, gpu_plan(LLAMA, units=(UnitPlan("host", "host", "gpu"),) * 5), queues)
+    e = make(LLAMA, gpu_plan(LLAMA, units=(UnitPlan("ram", "ram", "gpu"),) * 5), queues)
     train(e, batches(LLAMA, 1, 1, 24))
     before = queues.moved.copy()
     e.optimizer.flush()
@@ -262,7 +262,7 @@ def test_the_queue_that_others_wait_for_is_named(late):
         told.append(how)
         queues.spoken.set()
 
-    far = UnitPlan("ssd", "ssd", x="host")
+    far = UnitPlan("ssd", "ssd", x="ram")
     e = make(LLAMA, gpu_plan(LLAMA, units=(far,) * 5, record=768), queues)
     watchdog = threading.Thread(target=watch, args=(queues, queues, HALVES * 0.3, tell))
     watchdog.start()

@@ -62,7 +62,7 @@ def check(plan, queues, expected, tied=False):
     ("deal", "tier", "tied"),
     [(deal, tier, bool((i + j) % 2)) for i, deal in enumerate(DEALS) for j, tier in enumerate(TIERS)],
 )
-@pytest.mark.parametrize("between", ["host", "gpu"])
+@pytest.mark.parametrize("between", ["ram", "gpu"])
 def test_units_on_several_gpus_leave_the_bits_of_one(in_one_memory, deal, tied, tier, between):
     unit = UnitPlan(tier, tier, x=tier, saved=(("qkv", tier),))
     plan = gpu_plan(DEEP, units=(unit,) * 8, dtype="BF16", n_micro=3, record=700)
@@ -74,21 +74,21 @@ def test_units_on_several_gpus_leave_the_bits_of_one(in_one_memory, deal, tied, 
 
 @pytest.mark.parametrize(
     ("late", "between"),
-    [*((queue, "host") for queue in queues_of(2)), *((q, "gpu") for q in queues_of(2) if q.startswith(("peer", "c")))],
+    [*((queue, "ram") for queue in queues_of(2)), *((q, "gpu") for q in queues_of(2) if q.startswith(("peer", "c")))],
 )
 def test_any_queue_of_any_gpu_may_be_late(in_one_memory, late, between):
     units = (
-        UnitPlan("host", "host", "gpu"),
-        UnitPlan(x="host", saved=(("qkv", "gpu"),)),
+        UnitPlan("ram", "ram", "gpu"),
+        UnitPlan(x="ram", saved=(("qkv", "gpu"),)),
         UnitPlan("ssd", "ssd", x="ssd"),
-        UnitPlan("host", "host"),
+        UnitPlan("ram", "ram"),
     ) * 2
     plan = relayed(gpu_plan(DEEP, units=units, dtype="BF16", n_micro=3, record=700), (0, 1), between=between)
     check(lent(plan, "gpu") if between == "gpu" else plan, LateQueues({late}, 2), in_one_memory)
 
 
 OF_EXPERTS = {"mixture": deep(MIXTURE, 4), "packed": deep(PACKED, 4)}
-BASES = (UnitPlan("host", "host", "gpu"), UnitPlan(x="host", base="ssd"), UnitPlan("ssd", "ssd", base="host"))
+BASES = (UnitPlan("ram", "ram", "gpu"), UnitPlan(x="ram", base="ssd"), UnitPlan("ssd", "ssd", base="ram"))
 
 
 @pytest.fixture(scope="module", params=OF_EXPERTS)
@@ -115,7 +115,7 @@ def test_the_load_of_experts_waits_for_any_queue(experts_in_one_memory, late):
     check_experts(experts_in_one_memory, lambda gpus: LateQueues({late}, gpus), (0, 1))
 
 
-@pytest.mark.parametrize("tier", ["gpu", "host"])
+@pytest.mark.parametrize("tier", ["gpu", "ram"])
 def test_by_peer_copies_nothing_between_layers_goes_through_ram(tier):
     """Each output for another GPU is copied once, and the copy waits for the last reader of the one before."""
     plan = relayed(gpu_plan(DEEP, units=(UnitPlan(x=tier),) * 8, dtype="BF16", n_micro=2), (0, 1), between="gpu")
@@ -128,8 +128,8 @@ def test_by_peer_copies_nothing_between_layers_goes_through_ram(tier):
     assert {task.nbytes for task in copies} == {e.geo.x_bytes(24)}
     assert not [task for task in queues.tasks if kind_of(task.queue).startswith("hop")]
     through_ram = [task for task in queues.tasks if kind_of(task.queue) == "d2h" and task.kind == "activations"]
-    assert len(through_ram) == (2 * (e.geo.head - 1) if tier == "host" else 0)  # the head's is needed at once
-    assert not [b for b in buffers(e.geo, plan) if (b.tier, b.what) == ("host", "dx")]
+    assert len(through_ram) == (2 * (e.geo.head - 1) if tier == "ram" else 0)  # the head's is needed at once
+    assert not [b for b in buffers(e.geo, plan) if (b.tier, b.what) == ("ram", "dx")]
 
 
 class Guarded(InlineQueues):
@@ -156,7 +156,7 @@ class Guarded(InlineQueues):
         return super().run(queue, kind, of, guarded, after, nbytes, flops)
 
 
-def guarded_run(monkeypatch, swapped, between="host") -> int:
+def guarded_run(monkeypatch, swapped, between="ram") -> int:
     """Exit code of a child that trains with each GPU's memory guarded. `swapped`: a unit of GPU 1 has weights on
     GPU 0.
     """
@@ -175,10 +175,10 @@ def guarded_run(monkeypatch, swapped, between="host") -> int:
     try:
         faulthandler.disable()  # silent where it is to be caught
         units = (
-            UnitPlan("host", "host", "gpu", x="host"),
-            UnitPlan(x="host", saved=(("qkv", "gpu"),)),
+            UnitPlan("ram", "ram", "gpu", x="ram"),
+            UnitPlan(x="ram", saved=(("qkv", "gpu"),)),
             UnitPlan("ssd", "ssd"),
-            UnitPlan("host", "host"),
+            UnitPlan("ram", "ram"),
         )
         plan = relayed(gpu_plan(DEEP, units=units * 2, dtype="BF16", record=700), (0, 1), between=between)
         e = make(DEEP, lent(plan, "gpu") if between == "gpu" else plan, queues, poison=False)
@@ -190,7 +190,7 @@ def guarded_run(monkeypatch, swapped, between="host") -> int:
         os._exit(1)
 
 
-@pytest.mark.parametrize("between", ["host", "gpu"])
+@pytest.mark.parametrize("between", ["ram", "gpu"])
 def test_no_task_touches_another_gpus_memory(monkeypatch, between):
     assert guarded_run(monkeypatch, False, between) == 0
 
@@ -209,8 +209,8 @@ def test_what_the_engine_cannot_deal_is_refused():
 
 
 def test_each_gpu_has_the_memory_of_its_units_and_the_fullest_counts():
-    kept = UnitPlan(x="host", saved=(("qkv", "gpu"),))
-    plan = gpu_plan(DEEP, units=(kept,) * 8, between="host", dtype="BF16")
+    kept = UnitPlan(x="ram", saved=(("qkv", "gpu"),))
+    plan = gpu_plan(DEEP, units=(kept,) * 8, between="ram", dtype="BF16")
     two, one = relayed(plan, (0, 1)), usage(Geometry.of(DEEP, plan), plan)
     e = make(DEEP, two, InlineQueues(gpus=2))
     each = [e.memory.used("gpu", gpu) for gpu in range(2)]

@@ -182,14 +182,14 @@ def check(plan, queues, model="untied", clip=1.0, between=((),) * 4, method=None
     check_weights(e, weights)
 
 
-HOST, SSD = UnitPlan("host", "host"), UnitPlan("ssd", "ssd")
-STREAMED, SPLIT = replace(HOST, update="gpu"), UnitPlan("host", "ssd")
-ALL_X = tuple(replace(HOST, x=tier) for tier in ("gpu", "host", "ssd", "host", "ssd"))
+HOST, SSD = UnitPlan("ram", "ram"), UnitPlan("ssd", "ssd")
+STREAMED, SPLIT = replace(HOST, update="gpu"), UnitPlan("ram", "ssd")
+ALL_X = tuple(replace(HOST, x=tier) for tier in ("gpu", "ram", "ssd", "ram", "ssd"))
 
 
 def swapped(tier):
     """All of a unit in one tier."""
-    return (UnitPlan(tier, tier, x="host", saved=tuple((name, tier) for name in NAMES), base=tier),) * 5
+    return (UnitPlan(tier, tier, x="ram", saved=tuple((name, tier) for name in NAMES), base=tier),) * 5
 
 
 PLANS = {  # name -> model, method, its units and other decisions
@@ -198,13 +198,13 @@ PLANS = {  # name -> model, method, its units and other decisions
     **{f"adapters, base on {tier}": (("lora", "gpt lora", "frozen")[i], None, swapped(tier), dict(window=1))
        for i, tier in enumerate(TIERS)},
     **{f"{n} micro-batches, x on {tier} between layers": (
-        "untied", None, (replace(HOST, x=tier),) * 4 + (replace(HOST, x="host"),), dict(n_micro=n, between="host"))
+        "untied", None, (replace(HOST, x=tier),) * 4 + (replace(HOST, x="ram"),), dict(n_micro=n, between="ram"))
        for tier, n in zip(TIERS, (7, 5, 7), strict=True)},
-    "a teacher": ("tied", "teacher", (replace(HOST, x="host"),) * 5, dict(dtype="F32", n_micro=3)),
+    "a teacher": ("tied", "teacher", (replace(HOST, x="ram"),) * 5, dict(dtype="F32", n_micro=3)),
     **{f"{method}, between {between}": (LLAMAS[i % 2], method, ALL_X, dict(n_micro=4, between=between))
-       for i, method in enumerate(("dpo", "ipo", "orpo", "simpo", "kto", "reward")) for between in ("gpu", "host")},
+       for i, method in enumerate(("dpo", "ipo", "orpo", "simpo", "kto", "reward")) for between in ("gpu", "ram")},
     **{f"late moments, {dtype}": (
-        "untied", None, (SPLIT, HOST, SSD, STREAMED, UnitPlan("ssd", "host")), dict(dtype=dtype, late_moments=TIERS))
+        "untied", None, (SPLIT, HOST, SSD, STREAMED, UnitPlan("ssd", "ram")), dict(dtype=dtype, late_moments=TIERS))
        for dtype in ("F32", "BF16")},
     **{f"streamed updates, {slots} buffers, late in {late}": (
         "untied", None, (HOST, STREAMED, STREAMED, HOST, STREAMED),
@@ -237,7 +237,7 @@ MICRO = ("BF16", 1, 0.0), ("F32", 2, 1.0), ("BF16", 3, 1e-2)  # dtype, micro-bat
 )
 def test_half_blocks_are_the_same_to_the_bit(model, dtype, n_micro, clip):
     """The global norm too: what is summed at once does not depend on how blocks are cut."""
-    for tier in ("gpu", "host"):
+    for tier in ("gpu", "ram"):
         plan = gpu_plan(MODELS[model], halves=True, dtype=dtype, n_micro=n_micro)
         plan = replace(plan, units=(UnitPlan(tier, tier, x=tier),) * 8, window=1, piece=1)
         check(plan, RealQueues("cpu", extra=("poison",)), model, clip)
@@ -247,12 +247,12 @@ def test_half_blocks_are_the_same_to_the_bit(model, dtype, n_micro, clip):
     ("late", "window", "model"),
     [
         (late, window, LLAMAS[(i + window) % 2])
-        for i, late in enumerate([(), ("host",), ("host", "ssd")])
+        for i, late in enumerate([(), ("ram",), ("ram", "ssd")])
         for window in (1, 2)
     ],
 )
 def test_evaluations_samples_and_flushes_between_steps_change_nothing(model, window, late):
-    units = (UnitPlan("host", "ssd"), UnitPlan("host", "host"), UnitPlan("ssd", "ssd"), *(UnitPlan("host", "ssd"),) * 2)
+    units = (UnitPlan("ram", "ssd"), UnitPlan("ram", "ram"), UnitPlan("ssd", "ssd"), *(UnitPlan("ram", "ssd"),) * 2)
     plan = gpu_plan(LLAMA, units=units, dtype="BF16", late_moments=late, record=700, state_slots=2, window=window)
     for twice in (("evaluate", "evaluate"), ("sample", "sample"), ("evaluate", "sample")):
         between = (twice, twice[:1], (*twice, "flush", "drain"), twice)
@@ -263,7 +263,7 @@ def test_evaluations_samples_and_flushes_between_steps_change_nothing(model, win
 @pytest.mark.parametrize("at_once", [1, 2, 100])
 def test_where_packed_experts_are_cut_changes_no_bit(model, at_once):
     """Nor what else a plan does; they are never decoded all, but where a slice holds all."""
-    unit = UnitPlan("host", "host", base="ssd", x="host")
+    unit = UnitPlan("ram", "ram", base="ssd", x="ram")
     plan = gpu_plan(MODELS[model], units=(unit,) * 8, dtype="BF16", n_micro=2, halves=True, window=1, at_once=at_once)
     check(plan, RealQueues("cpu", extra=("poison",)), model)
     made = geometry.Geometry.of(MODELS[model], plan).decoded
@@ -280,8 +280,8 @@ SLICED = [name for name, cfg in MODELS.items() if narrow.may_be_sliced(cfg)]
 def test_experts_come_in_slices(model, slices, at_once, base):
     """One unit of weights after another, of all micro-batches; the cut changes no bit."""
     cfg = replace(MODELS[model], halves=True)
-    saved = lambda u: tuple((n, "host") for n in shapes.saved_shapes(replace(cfg, slices=2), 1, shapes.kind(cfg, u)))
-    units = [UnitPlan("host", "host", base=base, x=("host", "gpu")[u % 2], saved=saved(u)) for u in range(1, 7)]
+    saved = lambda u: tuple((n, "ram") for n in shapes.saved_shapes(replace(cfg, slices=2), 1, shapes.kind(cfg, u)))
+    units = [UnitPlan("ram", "ram", base=base, x=("ram", "gpu")[u % 2], saved=saved(u)) for u in range(1, 7)]
     plan = gpu_plan(
         cfg, units=(UnitPlan(), *units, UnitPlan()), dtype="BF16", n_micro=3, halves=True, window=1,
         slices=slices, at_once=at_once,
@@ -291,7 +291,7 @@ def test_experts_come_in_slices(model, slices, at_once, base):
     geo = geometry.Geometry.of(MODELS[model], plan)
     assert len(geo.slices) == sum(o.experts is not None for o in geo.cfg.layers) * min(slices, geo.cfg.experts.count)
     memory = build(MODELS[model], plan, LIMITS, InlineQueues(), store=MemoryStore(), scratch=MemoryScratch()).memory
-    assert usage(geo, plan) == {tier: memory.used(tier) for tier in ("gpu", "host")}
+    assert usage(geo, plan) == {tier: memory.used(tier) for tier in ("gpu", "ram")}
     whole = geometry.Geometry.of(MODELS[model], replace(plan, slices=1))
     assert [sum(t.nbytes for v in (u, *of) for t in geo.base[v].tensors) for u, of in enumerate(geo.slices_of)] == [
         layout.nbytes for layout in whole.base
@@ -342,7 +342,7 @@ def test_any_plan_with_any_queues_late(drawn, late, between, method):
 @pytest.mark.full
 @settings(max_examples=20, deadline=None, suppress_health_check=[HealthCheck.too_slow])
 @given(SEEDS, st.tuples(*[st.integers(0, 2)] * 3), LOSSES)
-@example(("untied", gpu_plan(LLAMA, units=(UnitPlan("host", "host"),) * 5, window=1)), (0, 1, 2), None)
+@example(("untied", gpu_plan(LLAMA, units=(UnitPlan("ram", "ram"),) * 5, window=1)), (0, 1, 2), None)
 def test_what_is_simulated_is_what_runs(drawn, evaluations, method):
     """Three steps of any plan, evaluations between: the same tasks in the same order, of the same bytes and FLOPs."""
     model, plan = drawn[0], drawn[1]
@@ -387,15 +387,15 @@ def handed_over(plan) -> list[tuple[str, str, str]]:
     return [(task.queue, task.kind, task.of) for task in queues.tasks]
 
 
-@pytest.mark.parametrize("between", ["gpu", "host"])
+@pytest.mark.parametrize("between", ["gpu", "ram"])
 @pytest.mark.parametrize("slots", [2, 3])
 def test_what_is_needed_next_is_on_its_way_before(between, slots):
     """As early as there are slots for it. Of the weights, those that forward used last are not brought again."""
-    unit = UnitPlan("host", "host", x="host", saved=(("qkv", "host"),))
+    unit = UnitPlan("ram", "ram", x="ram", saved=(("qkv", "ram"),))
     done = handed_over(gpu_plan(LLAMA, units=(unit,) * 8, between=between, window=slots, swap_slots=slots, n_micro=4))
     turn, fetched = (
         done.index(("compute", "loss", "head")),
-        {"forward": ("x",) * (between == "host"), "backward": ("x", "host")},
+        {"forward": ("x",) * (between == "ram"), "backward": ("x", "ram")},
     )
     weights = lambda u: ("h2d", "weights", f"block{u:03d}")
     for way, tasks, order in (("forward", done[:turn], range(6)), ("backward", done[turn:], range(5, -1, -1))):
@@ -414,7 +414,7 @@ def test_what_is_needed_next_is_on_its_way_before(between, slots):
 def test_what_is_frozen_is_read_alone(base):
     """It is as it was, and no byte of it is written to the SSD in a step."""
     queues = InlineQueues()
-    e = make(LORA, gpu_plan(LORA, units=(UnitPlan("host", "host", base=base),) * 5, dtype="BF16"), queues)
+    e = make(LORA, gpu_plan(LORA, units=(UnitPlan("ram", "ram", base=base),) * 5, dtype="BF16"), queues)
     before, moved = frozen_bytes(e), queues.moved.copy()
     run(e, 2)
     assert sum(queues.moved[queue] - moved[queue] for queue in WRITES) == 0
@@ -480,7 +480,7 @@ def test_where_nothing_is_trained_a_step_is_an_evaluation():
     assert all(map(torch.equal, evaluate(e, micro), losses))
 
 
-@pytest.mark.parametrize("tier", ["gpu", "host", "ssd"])
+@pytest.mark.parametrize("tier", ["gpu", "ram", "ssd"])
 def test_an_evaluation_sends_no_input_to_its_tier(tier):
     """No backward will read it there."""
     plan = gpu_plan(LLAMA)

@@ -47,15 +47,15 @@ pytestmark = [pytest.mark.gpu, pytest.mark.usefixtures("few_rows_in_fp8")]
 SMALL = dict(hidden_size=64, num_hidden_layers=4, head_dim=16, intermediate_size=96, vocab_size=128)
 CFG = of("llama", **SMALL)
 NAMES = tuple(shapes.saved_shapes(CFG, 1))
-ALL_HOST = UnitPlan("host", "host", saved=tuple((n, "host") for n in NAMES), x="host")
+ALL_HOST = UnitPlan("ram", "ram", saved=tuple((n, "ram") for n in NAMES), x="ram")
 ALL_SSD = UnitPlan("ssd", "ssd", saved=tuple((n, "ssd") for n in NAMES), x="ssd")
 UNITS = {
-    "host": (UnitPlan("host", "host"),) * 6,
+    "ram": (UnitPlan("ram", "ram"),) * 6,
     "ssd": (UnitPlan("ssd", "ssd"),) * 6,
-    "streamed": (UnitPlan("host", "host", update="gpu"),) * 6,
+    "streamed": (UnitPlan("ram", "ram", update="gpu"),) * 6,
     "swap to host": (ALL_HOST,) * 6,
     "swap to ssd": (ALL_SSD,) * 6,
-    "mixed": (UnitPlan(), ALL_HOST, UnitPlan("host", "ssd"), ALL_SSD, UnitPlan(), UnitPlan("ssd", "host")),
+    "mixed": (UnitPlan(), ALL_HOST, UnitPlan("ram", "ssd"), ALL_SSD, UnitPlan(), UnitPlan("ssd", "ram")),
 }
 
 
@@ -127,7 +127,7 @@ def on_the_gpu(n_micro: int, clip: float, cfg=CFG):
     [
         (1, "forward", "gpu"),
         (3, "forward", "gpu"),
-        (3, "forward", "host"),
+        (3, "forward", "ram"),
         (2, "backward", "gpu"),
     ],
 )
@@ -139,13 +139,13 @@ def test_placement_never_changes_the_numbers(units, n_micro, mode, between):
         CFG, dtype="BF16", n_micro=n_micro, tokens=48, units=UNITS[units], mode=mode, record=5000, piece=1000
     )
     plan = replace(plan, between=between, late_moments=TIERS if mode == "forward" and n_micro == 3 else ())
-    plan = replace(plan, gradients="ssd" if between == "host" else "host")
+    plan = replace(plan, gradients="ssd" if between == "ram" else "ram")
     e = make(CFG, plan, RealQueues("cuda", extra=("poison",)), AdamW(max_grad_norm=clip))
     check_same(e, batches(CFG, 4, n_micro, 48), *on_the_gpu(n_micro, clip))
 
 
-@pytest.mark.parametrize("between", ["gpu", "host"])
-@pytest.mark.parametrize("units", ["host", "ssd", "swap to ssd", "mixed"])
+@pytest.mark.parametrize("between", ["gpu", "ram"])
+@pytest.mark.parametrize("units", ["ram", "ssd", "swap to ssd", "mixed"])
 @pytest.mark.parametrize(("cfg", "method"), [
     (CFG, "dpo"), (CFG, "kto"), (OTHERS["adapters"], "orpo"), (CFG, "reward"), (OTHERS["adapters"], "reward"),
     (CFG, "classify"),
@@ -171,14 +171,14 @@ def check_placed(cfg, data, units, between, preference=None):
     alone.close()
 
 
-@pytest.mark.parametrize("units", ["host", "mixed"])
+@pytest.mark.parametrize("units", ["ram", "mixed"])
 @pytest.mark.parametrize("cfg", [CFG, OTHERS["adapters"]])
 def test_a_teacher_is_heard_wherever_layers_are(units, cfg):
     cfg = replace(cfg, teaching=Teaching(8, 0.4, 1.5))
-    check_placed(cfg, taught(cfg, 3, 3, 48), UNITS[units], "host")
+    check_placed(cfg, taught(cfg, 3, 3, 48), UNITS[units], "ram")
 
 
-@pytest.mark.parametrize("units", ["all on the GPU", "host", "ssd", "mixed"])
+@pytest.mark.parametrize("units", ["all on the GPU", "ram", "ssd", "mixed"])
 def test_what_is_kept_is_of_its_moment(units):
     """As a checkpoint of those steps, after more of them."""
     plan = gpu_plan(CFG, dtype="BF16", tokens=48, units=UNITS.get(units, (UnitPlan(),) * CFG.n_units), record=5000)
@@ -198,7 +198,7 @@ def test_what_is_kept_is_of_its_moment(units):
 
 
 @pytest.mark.parametrize("n_micro", [1, 3])
-@pytest.mark.parametrize("tier", ["gpu", "host", "ssd"])
+@pytest.mark.parametrize("tier", ["gpu", "ram", "ssd"])
 def test_half_blocks_are_the_same_to_the_bit(tier, n_micro):
     plan = gpu_plan(CFG, dtype="BF16", n_micro=n_micro, tokens=48, halves=True, window=1, piece=1)
     e = make(CFG, replace(plan, units=(UnitPlan(tier, tier, x=tier),) * 10), RealQueues("cuda", extra=("poison",)))
@@ -206,7 +206,7 @@ def test_half_blocks_are_the_same_to_the_bit(tier, n_micro):
 
 
 @pytest.mark.parametrize("halves", [False, True])
-@pytest.mark.parametrize("tier", ["host", "ssd"])
+@pytest.mark.parametrize("tier", ["ram", "ssd"])
 @pytest.mark.parametrize("name", OTHERS)
 def test_every_kind_of_unit_is_placed_without_changing_a_bit(name, tier, halves):
     cfg = OTHERS[name]
@@ -230,7 +230,7 @@ SLICED = [name for name, cfg in OTHERS.items() if narrow.may_be_sliced(cfg)]
 def test_experts_come_in_slices_without_changing_a_bit(name, tier, slices):
     cfg = OTHERS[name]
     plan = gpu_plan(cfg, dtype="BF16", n_micro=2, tokens=48, halves=True, window=1, slices=slices, at_once=slices % 2)
-    units = (UnitPlan("host", "host", x="host", base=tier),) * 10
+    units = (UnitPlan("ram", "ram", x="ram", base=tier),) * 10
     e = make(cfg, replace(plan, units=units), RealQueues("cuda", extra=("poison",)))
     check_same(e, batches(cfg, 4, 2, 48), *on_the_gpu(2, 1.0, cfg))
 
@@ -259,15 +259,15 @@ SEVERAL_GPUS = [
 
 
 @pytest.mark.parametrize("name", SEVERAL_GPUS)
-@pytest.mark.parametrize("tier", ["gpu", "host", "ssd"])
+@pytest.mark.parametrize("tier", ["gpu", "ram", "ssd"])
 @pytest.mark.parametrize("deal", [(0, 1), (1, 0, 0), (3, 1, 0, 2)])
-@pytest.mark.parametrize("between", ["host", "gpu"])
+@pytest.mark.parametrize("between", ["ram", "gpu"])
 def test_units_on_several_gpus_leave_the_bits_of_one(name, tier, deal, between):
     cfg = OTHERS.get(name, CFG)
-    unit = UnitPlan(tier, tier, x="ssd" if tier == "ssd" else "host", saved=(("qkv", tier),), base=tier)
+    unit = UnitPlan(tier, tier, x="ssd" if tier == "ssd" else "ram", saved=(("qkv", tier),), base=tier)
     plan = gpu_plan(cfg, units=(unit,) * 6, dtype="BF16", n_micro=3, tokens=48, record=5000)
     plan = relayed(plan, deal, between=between)
-    plan = lent(plan, "host") if between == "gpu" else plan
+    plan = lent(plan, "ram") if between == "gpu" else plan
     e = make(cfg, plan, cards(plan.gpus))
     check_same(e, batches(cfg, 4, 3, 48), *on_the_gpu(3, 1.0, cfg))
 

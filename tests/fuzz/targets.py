@@ -236,7 +236,7 @@ def store_id(folder: Path) -> Target:
 def snapshot(folder: Path) -> Target:
     """What a snapshot says beside its files."""
     options, cfg = Options(resume="r", batch_size=2), uniform("llama", 61, 16, 1, 4, 2, 4, 24, 64, 1e-5, False)
-    plan = Plan((UnitPlan(), UnitPlan("host", "ssd", saved=(("qkv", "host"),)), UnitPlan()), 24, 2, "F32")
+    plan = Plan((UnitPlan(), UnitPlan("ram", "ssd", saved=(("qkv", "ram"),)), UnitPlan()), 24, 2, "F32")
     source = SimpleNamespace(tensors={"a": SimpleNamespace(dtype="F32", shape=(4, 2))})
     said = {"step": 3, "options": saved_options(options) | {"lr": 1.0}, "data": "00000000", "best": [2.5, 3],
             "computed_by": "torch 2, the CPU", "launches": {"grouped_mm": [64, 64, 128, 4, 3]}, "written": 9,
@@ -341,9 +341,9 @@ def config_yaml(folder: Path) -> Target:
 
 def plan(folder: Path) -> Target:
     cfg = uniform("llama", 61, 16, 1, 4, 2, 4, 24, 64, 1e-5, False, rope=Rope(1e4))
-    block = UnitPlan("host", "ssd", x="ssd", saved=(("qkv", "host"),))
+    block = UnitPlan("ram", "ssd", x="ssd", saved=(("qkv", "ram"),))
     path = folder / "plan.json"
-    write_plan(Plan((UnitPlan(), block, UnitPlan("host", "host", "gpu")), 24, 2, "F32"), path)
+    write_plan(Plan((UnitPlan(), block, UnitPlan("ram", "ram", "gpu")), 24, 2, "F32"), path)
     options = Options(plan=str(path), batch_size=2)
 
     def read(content: bytes) -> None:

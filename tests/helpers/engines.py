@@ -170,7 +170,7 @@ BESIDE = (*QUEUES[1:], "poison")  # all queues but compute
 BALANCE = 0.3  # weight of the loss of balance
 
 
-def relayed(plan: Plan, gpus: Sequence[int], tied: bool = False, between: str = "host") -> Plan:
+def relayed(plan: Plan, gpus: Sequence[int], tied: bool = False, between: str = "ram") -> Plan:
     """The plan with its units dealt: `gpus`, in turn, of the embedding, each block and the head."""
     step = 2 if plan.halves else 1  # units of a block
     n = len(plan.units)
@@ -384,7 +384,7 @@ def random_plan(cfg: ModelConfig, dice: Random, tokens: int = 24, gpus: int = 4,
     plan = Plan(
         tuple(map(unit, range(cut.n_units))), tokens, dice.randint(1, 4), dice.choice(("F32", "BF16")), mode, bits,
         late_moments=tuple(tier for tier in TIERS if flip()) if mode == "forward" and bits == 32 else (),
-        window=dice.choice((1, 2, 3, 7)), host_window=dice.randint(1, 3), state_slots=dice.randint(1, 6),
+        window=dice.choice((1, 2, 3, 7)), ram_window=dice.randint(1, 3), state_slots=dice.randint(1, 6),
         record=dice.choice((256, 768, 1 << 20)), stream_slots=dice.randint(1, 3),
         piece=dice.choice((1, 1000, 1 << 20)), swap_slots=dice.randint(2, 4),
         between="gpu" if slices > 1 else dice.choice(("gpu", TIERS[1])), halves=halves, slices=slices,
@@ -517,7 +517,7 @@ def opened(folder, change=lambda cfg: cfg):
     return cfg, as_trained(cfg, source, stored), stored
 
 
-def exchange(cfg, source, tier="host", dtype="BF16", files=None, queues=None, **change):
+def exchange(cfg, source, tier="ram", dtype="BF16", files=None, queues=None, **change):
     """An engine with all in one tier, and its Exchange."""
     units = (UnitPlan(tier, tier, base=tier),) * replace(cfg, halves=change.get("halves", False)).n_units
     plan = gpu_plan(cfg, units=units, dtype=dtype, record=700, **change)

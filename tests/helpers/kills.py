@@ -51,26 +51,26 @@ class Place(NamedTuple):
 
 # Evaluations are of steps 0, 3, 6 and 8, the last one after the snapshot of step 8; otherwise where options say so.
 PLACES = {
-    "ssd 32": Place(FAR, dict(adam_bits=32, dtype="BF16", late_moments=("host", "ssd"), gradients="ssd")),
+    "ssd 32": Place(FAR, dict(adam_bits=32, dtype="BF16", late_moments=("ram", "ssd"), gradients="ssd")),
     "ssd 8": Place(FAR, dict(adam_bits=8, gradients="ssd"), ("--export", "best", "--keep", "2"), best=6, room=False),
-    "host 32": Place(UnitPlan("host", "host"), dict(adam_bits=32), ("--export", "best", "--eval-every", "2")),
-    "host 8": Place(UnitPlan("host", "host"), dict(adam_bits=8), ("--export-every", "3"), best=3),
+    "host 32": Place(UnitPlan("ram", "ram"), dict(adam_bits=32), ("--export", "best", "--eval-every", "2")),
+    "host 8": Place(UnitPlan("ram", "ram"), dict(adam_bits=8), ("--export-every", "3"), best=3),
     "gpu 16": Place(UnitPlan(), dict(adam_bits=16), ("--export", "best"), best=3, room=False),
 }
 # Runs that train a part of the model, its frozen rest on the SSD, or compare with what it was.
 PARTS = {
     "adapters": Place(
-        UnitPlan("host", "host", x="ssd", base="ssd"), {}, ("--lora", "4", "--merge", "--export", "best"), best=6
+        UnitPlan("ram", "ram", x="ssd", base="ssd"), {}, ("--lora", "4", "--merge", "--export", "best"), best=6
     ),
     "frozen": Place(
         replace(FAR, base="ssd"), dict(gradients="ssd"), ("--freeze", "*embed*,*layers.0.*"), best=6, room=False
     ),
     "compared": Place(
-        UnitPlan("host", "host"), {}, ("--method", "dpo", "--export", "best"), best=6, data="pairs.jsonl"
+        UnitPlan("ram", "ram"), {}, ("--method", "dpo", "--export", "best"), best=6, data="pairs.jsonl"
     ),
-    "packed": Place(UnitPlan("host", "host", base="ssd"), {}, ("--lora", "4", "--base", "nf4")),
+    "packed": Place(UnitPlan("ram", "ram", base="ssd"), {}, ("--lora", "4", "--base", "nf4")),
     "rewards": Place(
-        UnitPlan("host", "host"), {}, ("--method", "reward", "--export", "best"), best=6, data="pairs.jsonl"
+        UnitPlan("ram", "ram"), {}, ("--method", "reward", "--export", "best"), best=6, data="pairs.jsonl"
     ),
     "classes": Place(FAR, dict(gradients="ssd"), ("--method", "classify"), data="classes.jsonl"),
 }

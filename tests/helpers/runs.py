@@ -27,7 +27,7 @@ from trireme.engine.run.loop import Interrupted, train
 from trireme.engine.run.options import Options, every
 from trireme.engine.run.signals import Stop
 
-LIMITS = {"ssd": (14 << 20, 7 << 20), "host": (14 << 20, 1 << 30), "gpu": (1 << 30, 1 << 30)}
+LIMITS = {"ssd": (14 << 20, 7 << 20), "ram": (14 << 20, 1 << 30), "gpu": (1 << 30, 1 << 30)}
 LIMITS["halves"] = 5 << 20, 7 << 20  # on the GPU no room for whole blocks
 STEPS = 6
 WORDS = ["the", "cat", "sat", "on", "mat", "and", "dog", "ran", "to", "old", "red", "house", "by", "sea"]

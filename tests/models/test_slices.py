@@ -201,7 +201,7 @@ def values(cfg: ModelConfig):
 
 def trained(cfg: ModelConfig, tokens: int, device: str, slices: int, limits: Limits):
     """(losses and norms of two steps, adapters, GPU bytes planned) of the layers, frozen weights from RAM."""
-    units = (UnitPlan("host", "host", base="host", x="host"),) * cfg.n_units
+    units = (UnitPlan("ram", "ram", base="ram", x="ram"),) * cfg.n_units
     cut = dict(halves=True, at_once=16, slices=slices, window=1 if slices == 1 else 2, dtype="BF16")
     plan = gpu_plan(cfg, units=units, tokens=tokens, n_micro=2, **cut)
     if device == "cuda":

@@ -64,7 +64,7 @@ def on(unit: UnitPlan, keep: int = 0, **files) -> Forecast:
     return Forecast(ONE_B, plan(ONE_B, unit, keep), m, m.limits, Work(1024, 32, 1000), Files(export=EXPORT, **files))
 
 
-GPU, RAM, SSD = on(UnitPlan(), 12), on(UnitPlan("host", "host")), on(UnitPlan("ssd", "ssd"))
+GPU, RAM, SSD = on(UnitPlan(), 12), on(UnitPlan("ram", "ram")), on(UnitPlan("ssd", "ssd"))
 WEIGHTS, PARAMETERS = sum(layout.span for layout in RAM.geo.weights), sum(RAM.geo.numel)
 
 
@@ -79,7 +79,7 @@ def test_the_memory_table_adds_up(machine):
     rows = [line for line in memory_lines(f) if re.match(r" {11}\w", line)]
     cells = [[float(x) * 1024 ** (unit == "GiB") for x, unit in re.findall(r"([\d.]+) (GiB|MiB)", r)] for r in rows]
     total = usage(f.geo, f.plan)
-    assert cells[-2][:2] == pytest.approx([total["gpu"] / 2**20, total["host"] / 2**20], rel=0.01)
+    assert cells[-2][:2] == pytest.approx([total["gpu"] / 2**20, total["ram"] / 2**20], rel=0.01)
 
 
 @pytest.mark.parametrize("nbytes", [1, 999 << 20, 1001 << 20, 1023 << 20, 1 << 30, 999 << 30, 1001 << 30, 9999 << 30])
@@ -110,8 +110,8 @@ def test_the_best_weights_are_kept_in_ram_where_there_is_room():
         WEIGHTS,
         WEIGHTS + 2 * PARAMETERS,
     )
-    assert f.memory()[BEST] == {"gpu": 0, "host": WEIGHTS, "ssd": 0}
-    tight = replace(f, limits=replace(f.limits, host=need["host"] + WEIGHTS - 1))
+    assert f.memory()[BEST] == {"gpu": 0, "ram": WEIGHTS, "ssd": 0}
+    tight = replace(f, limits=replace(f.limits, ram=need["ram"] + WEIGHTS - 1))
     cpu = replace(tight, machine=replace(tight.machine, rates=replace(tight.machine.rates, host=0.0)))
     assert (tight.kept, cpu.kept) == (0, WEIGHTS), "of one memory, the other tier's room is room too"
     assert replace(cpu, limits=replace(cpu.limits, gpu=need["gpu"])).kept == 0
@@ -161,7 +161,7 @@ def test_a_figure_from_data_sheets_is_marked():
 
 def test_a_long_start_is_said():
     f = forecast("gpu=rtx4090,ram=128GiB")
-    assert f.pinning_s() == usage(f.geo, f.plan)["host"] / f.machine.rates.pin > 10
+    assert f.pinning_s() == usage(f.geo, f.plan)["ram"] / f.machine.rates.pin > 10
     assert [len(gpu_lines(each)) for each in (f, forecast("gpu=h200,ram=64GiB"))] == [2, 1]
 
 
@@ -175,7 +175,7 @@ def test_parts_have_the_time_of_their_bytes():
     evaluated = Events(evaluations=3, held_out=32)
     for f, events, part, seconds in [
         (RAM, Events(snapshots=1), "snapshots", FIXED + RAM.stored() / 5e9),
-        (on(UnitPlan("host", "ssd")), Events(snapshots=2), "snapshots", 2 * (FIXED + WEIGHTS / 5e9)),
+        (on(UnitPlan("ram", "ssd")), Events(snapshots=2), "snapshots", 2 * (FIXED + WEIGHTS / 5e9)),
         (SSD, Events(snapshots=1), "snapshots", FIXED),
         (none, Events(snapshots=1), "snapshots", FIXED + RAM.stored() / 1.4e9),
         (RAM, Events(), "export", FIXED + files),
@@ -222,7 +222,7 @@ def test_evaluations_and_samples_read_every_weight_once_a_pass():
 def test_bytes_are_counted_by_what_writes_them():
     units = SSD.plan.units
     units = (units[0], *(replace(unit, x="ssd") for unit in units[1:-1]), units[-1])
-    away = replace(SSD, plan=replace(SSD.plan, units=units, between="host"))
+    away = replace(SSD, plan=replace(SSD.plan, units=units, between="ram"))
     events = Events(evaluations=2, held_out=64, snapshots=3, exports=2)
     counts, stored = written(away, 10, events), away.stored()
     inputs = 2 * 2 * 32 * 1024 * 2048 * 2 * ONE_B.n_layers  # twice two groups, of 32 rows
@@ -238,15 +238,15 @@ def test_the_wait_names_its_parts():
 
 # ---------------------------------------------------------------- against the engine
 
-TIERS = UnitPlan(x="host"), UnitPlan("host", "host", base="host"), UnitPlan("ssd", "ssd", base="ssd", x="ssd")
-MIXED = UnitPlan("host", "ssd", base="ssd"), UnitPlan("ssd", "host", x="ssd"), UnitPlan("host", "host")
+TIERS = UnitPlan(x="ram"), UnitPlan("ram", "ram", base="ram"), UnitPlan("ssd", "ssd", base="ssd", x="ssd")
+MIXED = UnitPlan("ram", "ssd", base="ssd"), UnitPlan("ssd", "ram", x="ssd"), UnitPlan("ram", "ram")
 
 
 @pytest.mark.parametrize("cfg", [LLAMA, replace(GPT, halves=True), MIXTURE, HYBRID, LORA, FROZEN])
 def test_an_evaluation_moves_and_a_snapshot_writes_what_is_estimated(cfg):
     """From RAM and drives: on a CPU what a GPU has is in RAM. The second time, as what is there already stays."""
     units = tuple((*TIERS, *MIXED)[u % 6] for u in range(cfg.n_units))
-    made = gpu_plan(cfg, halves=cfg.halves, units=units, dtype="BF16", record=700, between="host")
+    made = gpu_plan(cfg, halves=cfg.halves, units=units, dtype="BF16", record=700, between="ram")
     e, f = make(cfg, made, poison=False), Forecast(cfg, made, RAM.machine, RAM.limits, Work(24, 2, 1))
     tables = rope_tables(e.cfg, 64, "cpu")
     inputs = [placed(in_ram(e.cfg, mb), [(tables, "cpu")]) for mb in batches(cfg, 1, 2, 24)[0]]

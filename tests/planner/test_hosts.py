@@ -28,11 +28,11 @@ def test_a_host_has_its_share_of_the_state_in_ram():
     alone, last = usage(Geometry.of(SEVEN_B, planned(1)), planned(1)), planned(4)
     assert last.hosts == 4
     assert last.last_host
-    assert {unit.state for unit in last.units} == {"host"}
+    assert {unit.state for unit in last.units} == {"ram"}
     state = sum(Geometry.of(SEVEN_B, last).state_span(u, last.record) for u in range(34))
     whole = sum(Geometry.of(SEVEN_B, planned(1)).state_span(u, 1 << 24) for u in range(34))
     assert state == pytest.approx(whole / 4, rel=0.15)  # whole records
-    assert usage(Geometry.of(SEVEN_B, last), last)["host"] < alone["host"]
+    assert usage(Geometry.of(SEVEN_B, last), last)["ram"] < alone["ram"]
 
 
 def test_shares_are_all_of_a_unit_once():
@@ -68,24 +68,24 @@ def test_a_slow_network_takes_its_time():
 @pytest.mark.parametrize(
     ("change", "why"),
     [
-        (dict(units=(UnitPlan(),) * 3), "state is in host or ssd"),
-        (dict(units=(UnitPlan("host", "host", "gpu"),) * 3), "state is in host or ssd"),
+        (dict(units=(UnitPlan(),) * 3), "state is in ram or ssd"),
+        (dict(units=(UnitPlan("ram", "ram", "gpu"),) * 3), "state is in ram or ssd"),
         (dict(mode="backward"), "the mode is forward"),
-        (dict(gradients="ssd"), "gradients wait in host"),
+        (dict(gradients="ssd"), "gradients wait in ram"),
         (dict(host=2), "host 2 of 2"),
     ],
 )
 def test_what_hosts_cannot_do_is_refused(change, why):
     with pytest.raises(InputError, match=why):
-        replace(Plan((UnitPlan("host", "host"),) * 3, 64, 1), hosts=2, **change)
+        replace(Plan((UnitPlan("ram", "ram"),) * 3, 64, 1), hosts=2, **change)
 
 
 def test_what_a_resumed_run_keeps_on_another_number_of_hosts():
-    units = (UnitPlan(), UnitPlan("host", "host", update="gpu"), *(UnitPlan("ssd", "ssd"),) * (SMALL.n_units - 2))
+    units = (UnitPlan(), UnitPlan("ram", "ram", update="gpu"), *(UnitPlan("ssd", "ssd"),) * (SMALL.n_units - 2))
     begun = Pinned(Plan(units, 128, 5), 9, 2, {})
     three = begun.on(1, 3)
     assert (three.plan.n_micro, three.plan.host, three.plan.hosts) == (2, 1, 3)
-    assert {(unit.state, unit.update) for unit in three.plan.units} == {("host", "cpu"), ("ssd", "cpu")}
+    assert {(unit.state, unit.update) for unit in three.plan.units} == {("ram", "cpu"), ("ssd", "cpu")}
     assert three.on(0, 1).plan.n_micro == 5
     assert three.on(1, 3) is three
 
@@ -95,7 +95,7 @@ def test_state_that_a_gpu_has_updated_stays_with_one_host():
     options = Options(resume="runs/a")
     for unit, refused in (
         (UnitPlan(), True),
-        (UnitPlan("host", "host", update="gpu"), True),
+        (UnitPlan("ram", "ram", update="gpu"), True),
         (UnitPlan("ssd", "ssd"), False),
     ):
         kept = Pinned(Plan((unit,) * 4, 128, 5), 9, 2, {}).json()

@@ -26,7 +26,7 @@ from trireme.models.sizes import shapes
 def test_a_drive_that_binds_is_never_idle():
     """Reading and writing share it: a step takes the sum of both, and no longer."""
     slow = replace(RATES, ssd_read=1e9, ssd_write=5e8)
-    p = plan(SMALL, UnitPlan("host", "ssd"), tokens=256, record=1 << 22, state_slots=12)
+    p = plan(SMALL, UnitPlan("ram", "ssd"), tokens=256, record=1 << 22, state_slots=12)
     found = predict(SMALL, p, slow, Batch(256, 256, 2))
     state = sum(Geometry(SMALL, "BF16").state_span(u, p.record) for u in range(SMALL.n_units))
     assert (found.ssd_read, found.ssd_written) == (state, state)
@@ -47,7 +47,7 @@ def test_updates_delay_copies_to_the_gpu():
     """As long as both run, by the measured share: not those back, and none where the GPU updates."""
     rates = replace(RATES, reading=0.7)
     h2d = lambda update, adam, way="h2d": predict(
-        SMALL, plan(SMALL, UnitPlan("host", "host", update), tokens=512), replace(rates, adam=adam), Batch(512, 256, 2)
+        SMALL, plan(SMALL, UnitPlan("ram", "ram", update), tokens=512), replace(rates, adam=adam), Batch(512, 256, 2)
     ).busy[way]
     alone, beside, slower = h2d("cpu", 1e14), h2d("cpu", 2e9), h2d("cpu", 1e8)
     assert 1.05 * alone < beside < slower * 1.001 < alone / 0.7 * 1.01
@@ -60,7 +60,7 @@ def test_updates_with_8_bit_moments_have_a_rate_of_their_own():
     rates = replace(RATES, adam=2e8, latency=0.0, dram=1e15)
     cpu = lambda bits, **other: predict(
         SMALL,
-        plan(SMALL, UnitPlan("host", "host"), tokens=512, adam_bits=bits),
+        plan(SMALL, UnitPlan("ram", "ram"), tokens=512, adam_bits=bits),
         replace(rates, **other),
         Batch(512, 256, 2),
     ).busy["cpu"]
@@ -74,7 +74,7 @@ def test_updates_with_8_bit_moments_have_a_rate_of_their_own():
 def test_copies_delay_updates():
     """Each byte by 1 / dram seconds: on the way up weights, on the way down weights and gradients."""
     rates = replace(RATES, concurrent=1.0, latency=0.0)
-    p = plan(SMALL, UnitPlan("host", "host"), tokens=512)
+    p = plan(SMALL, UnitPlan("ram", "ram"), tokens=512)
     cpu = lambda dram: predict(SMALL, p, replace(rates, dram=dram), Batch(512, 256, 2)).busy["cpu"]
     geo = Geometry(SMALL, "BF16")
     weights, alone = sum(layout.span for layout in geo.weights), sum(geo.numel) / rates.adam
@@ -87,7 +87,7 @@ def test_copies_delay_updates_with_8_bit_moments_by_what_exceeds_the_bandwidth_o
     rates = replace(RATES, adam=1e9, concurrent=1.0, latency=0.0, dram=4e10)
     geo, batch = Geometry(SMALL, "BF16", 8), Batch(512, 256, 2)
     n, weights = sum(geo.numel), sum(layout.span for layout in geo.weights)
-    p = plan(SMALL, UnitPlan("host", "host"), tokens=512, adam_bits=8)
+    p = plan(SMALL, UnitPlan("ram", "ram"), tokens=512, adam_bits=8)
     for adam8 in (5e8, 1.5e9, 1.7e9, 2e9):
         alone, spare = n / adam8, max(0.0, 28e9 - 16 * adam8)
         delay = max(0.0, weights - spare * alone) / 4e10
@@ -119,7 +119,7 @@ def test_a_frozen_matrix_has_one_product_in_backward():
         ("matmul", "copy", "h2d", "d2h", "adam", "dram", "ssd_read", "ssd_write", "duplex", "reading", "concurrent")
     ),
     st.floats(1.01, 8),
-    st.sampled_from((("gpu", "gpu"), ("host", "host"), ("host", "ssd"), ("ssd", "ssd"))),
+    st.sampled_from((("gpu", "gpu"), ("ram", "ram"), ("ram", "ssd"), ("ssd", "ssd"))),
     st.sampled_from(("forward", "backward")),
 )
 def test_faster_is_never_slower(resource, times, placement, mode):
@@ -134,11 +134,11 @@ def test_faster_is_never_slower(resource, times, placement, mode):
 
 MEASURED = [  # seconds of a step on an H200 limited to 24 GiB, 32,768 tokens in sequences of 1,024
     ("on the GPU", ONE_B, plan(ONE_B, UnitPlan()), H200, 0.602),
-    ("drive", ONE_B, plan(ONE_B, UnitPlan("host", "ssd"), 12, window=5, state_slots=69),
+    ("drive", ONE_B, plan(ONE_B, UnitPlan("ram", "ssd"), 12, window=5, state_slots=69),
      replace(H200, adam=6.04e9, ssd_read=4.24e9, ssd_write=3.75e9), 7.05),
-    ("drive, 8 bits", ONE_B, plan(ONE_B, UnitPlan("host", "ssd"), 13, state_slots=104, adam_bits=8),
+    ("drive, 8 bits", ONE_B, plan(ONE_B, UnitPlan("ram", "ssd"), 13, state_slots=104, adam_bits=8),
      replace(H200, ssd_read=4.36e9, ssd_write=4.0e9), 2.71),
-    ("RAM", SEVEN_B, plan(SEVEN_B, UnitPlan("host", "host"), 3, mode="backward", record=26320896),
+    ("RAM", SEVEN_B, plan(SEVEN_B, UnitPlan("ram", "ram"), 3, mode="backward", record=26320896),
      replace(H200, adam=5.58e9), 2.81),
 ]  # fmt: skip
 
@@ -257,7 +257,7 @@ def test_rates_from_what_was_measured():
 
 def test_copies_take_no_less_time_than_their_bytes_of_ram():
     """Of all GPUs and both ways; where RAM is faster than what copies, nothing changes."""
-    p = plan(SMALL, UnitPlan("host", "host", update="gpu"), tokens=512)
+    p = plan(SMALL, UnitPlan("ram", "ram", update="gpu"), tokens=512)
     slow, usual, fast = (predict(SMALL, p, replace(RATES, dram=dram), Batch(512, 256, 2)) for dram in (5e9, 6e10, 6e11))
     copied = sum(span.nbytes for span in slow.spans if is_copy(span.queue))
     assert slow.busy["dram"] == copied / 5e9
@@ -276,7 +276,7 @@ def test_a_machine_by_its_parts():
     assert (made.rates.ssd_read, made.rates.ssd_write, made.rates.dram) == (14e9, 10e9, 60e9)
     assert made.endurance == pytest.approx(2400e12)
     assert made.limits.gpu < made.gpu
-    assert made.limits.host < made.ram
+    assert made.limits.ram < made.ram
 
 
 def test_a_drive_without_rates_is_past_its_cache():
@@ -307,7 +307,7 @@ def test_what_is_no_machine_is_refused(text):
 def test_a_rough_prediction_tells_few_pieces_of_a_gradient_apart():
     """Of a block of 2.4 B parameters that leaves the GPU in 72 pieces."""
     wide = llama(16384, 2, 128, 32768, vocab=61)
-    p, batch = plan(wide, UnitPlan("host", "host"), tokens=2048, piece=1), Batch(2048, 2048, 2)
+    p, batch = plan(wide, UnitPlan("ram", "ram"), tokens=2048, piece=1), Batch(2048, 2048, 2)
     rough, exact = (predict(wide, p, RATES, batch, roughly) for roughly in (True, False))
     assert rough.step_s == pytest.approx(exact.step_s, rel=0.01)
     assert not rough.spans
@@ -316,7 +316,7 @@ def test_a_rough_prediction_tells_few_pieces_of_a_gradient_apart():
 
 def test_products_in_fp8_take_its_time_and_that_of_codes():
     """Where multiplying costs little, codes are all that is added; where it is all, each rate has its FLOPs."""
-    p, batch = plan(SEVEN_B, UnitPlan("host", "host"), keep=3), Batch(16384, 4096, 2)
+    p, batch = plan(SEVEN_B, UnitPlan("ram", "ram"), keep=3), Batch(16384, 4096, 2)
     unit = lambda on, **rates: unit_seconds(replace(SEVEN_B, fp8=on), p, replace(RATES, launch=0.0, **rates), batch)
     slow, fast = unit(False, copy=1e30), unit(True, copy=1e30, fp8=2 * RATES.matmul)
     last = [name for _, name in slow if name.startswith(("block", "attn", "mlp"))][-1]
@@ -332,13 +332,13 @@ def test_products_in_fp8_take_its_time_and_that_of_codes():
 def test_a_base_in_fp8_takes_half_the_bus_and_half_the_ram():
     """But for embedding and head; and what a pass makes of matrices is a task of it, not of each micro-batch."""
     cfg = adapted(SEVEN_B, Lora(8, 16.0, ("q_proj",)))
-    p, batch = plan(cfg, UnitPlan(base="host"), n_micro=2, tokens=4096), Batch(4096, 1024, 2)
+    p, batch = plan(cfg, UnitPlan(base="ram"), n_micro=2, tokens=4096), Batch(4096, 1024, 2)
     rates = replace(RATES, fp8=2 * RATES.matmul)
     plain, quick = (predict(replace(cfg, fp8=on), p, rates, batch) for on in (False, True))
     assert 0.5 < quick.busy["h2d"] / plain.busy["h2d"] < 0.54
-    host = [usage(Geometry.of(replace(cfg, fp8=on), p), p)["host"] for on in (False, True)]
+    host = [usage(Geometry.of(replace(cfg, fp8=on), p), p)["ram"] for on in (False, True)]
     assert 0.5 < host[1] / host[0] < 0.54
     made = [(span.of, span.kind) for span in quick.spans if span.kind == "decode"]
     assert len(made) == len(set(made)) == cfg.n_layers  # in backward: forward reads codes as they lie
-    whole = predict(replace(SEVEN_B, fp8=True), plan(SEVEN_B, UnitPlan("host", "host"), n_micro=2), rates, batch)
+    whole = predict(replace(SEVEN_B, fp8=True), plan(SEVEN_B, UnitPlan("ram", "ram"), n_micro=2), rates, batch)
     assert sum(span.kind == "decode" for span in whole.spans) == 2 * cfg.n_layers

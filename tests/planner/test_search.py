@@ -100,7 +100,7 @@ def planned(name: str, less: tuple[float, float] = (1.0, 1.0)) -> tuple[ModelCon
     model, text, sequences = LARGE[name]
     cfg, machine = find_model(model) if isinstance(model, str) else model, machines.assume(text)
     limits = machine.limits
-    limits = replace(limits, gpu=int(less[0] * limits.gpu), host=int(less[1] * limits.host))
+    limits = replace(limits, gpu=int(less[0] * limits.gpu), ram=int(less[1] * limits.ram))
     rows = [r for r in (8, 4, 2, 1) if r <= max(1, sequences // machine.gpus)]
     wanted = Wanted(sizes_of(rows, sequences, 2048), record=1 << 26, document=2048, gpus=machine.gpus)
     return cfg, choose(cfg, limits, machine.rates, wanted), limits, machine.rates, wanted
@@ -140,7 +140,7 @@ def test_a_plan_that_does_not_fit_is_never_simulated():
 @pytest.mark.full
 @settings(max_examples=8, deadline=None, derandomize=True)
 @given(
-    st.integers(80, 600), st.integers(80, 2000), st.sampled_from(("matmul", "h2d", "d2h", "ssd_read", "gpu", "host"))
+    st.integers(80, 600), st.integers(80, 2000), st.sampled_from(("matmul", "h2d", "d2h", "ssd_read", "gpu", "ram"))
 )
 def test_more_is_hardly_ever_slower(gpu, host, more):
     """A descent does not find every optimum, and what fills memory comes in whole units."""
@@ -149,7 +149,7 @@ def test_more_is_hardly_ever_slower(gpu, host, more):
         less = choose(SMALL, limits, rates, WANTED).per_token
     except DoesNotFit:
         return
-    if more in ("gpu", "host"):
+    if more in ("gpu", "ram"):
         limits = replace(limits, **{more: 2 * getattr(limits, more)})
     else:
         rates = replace(rates, **{more: 2 * getattr(rates, more)})
@@ -160,9 +160,9 @@ def test_more_is_hardly_ever_slower(gpu, host, more):
 @pytest.mark.parametrize(
     ("cfg", "machine", "wanted", "where"),
     [  # what is found where: (tier, what of a unit, least share of the blocks)
-        (find_model("llama-8b"), "gpu=rtx4090,ram=192GiB", Wanted(((131072, 1),), document=131072), ("host", "saved")),
+        (find_model("llama-8b"), "gpu=rtx4090,ram=192GiB", Wanted(((131072, 1),), document=131072), ("ram", "saved")),
         (find_model("gpt3-13b"), "gpu=rtx4090,ram=715GiB,dram=150,ssd=12x4TB@6.5/3.4", Wanted(((16384, 4),)),
-         ("host", "saved")),
+         ("ram", "saved")),
         (SMALL, Limits(120 * MIB, 140 * MIB), Wanted(((1024, 8), (512, 16)), mode="backward", record=1 << 20),
          ("ssd", "saved")),
         (find_model("llama-13b"), Limits(79 * GIB, 108 * GIB), Wanted(((16384, 2),), mode="backward"),
@@ -200,7 +200,7 @@ def test_placements_that_are_asked_for_stay():
 
 
 def test_the_rule_writes_moments_of_all_tiers_late_in_steps_of_many_tokens():
-    for n_micro, late in ((16, ("gpu", "host", "ssd")), (2, ())):
+    for n_micro, late in ((16, ("gpu", "ram", "ssd")), (2, ())):
         plan = simple_plan(SMALL, Limits(200 * MIB, 200 * MIB), replace(WANTED, sizes=((1024, n_micro),)))
         assert any(unit.state == "ssd" for unit in plan.units)
         assert plan.late_moments == late
@@ -301,7 +301,7 @@ def test_experts_come_in_slices_where_that_overlaps_better():
 def test_two_gpus_have_layers_in_turn_and_resumed_runs_their_updates():
     limits, wanted = Limits(160 * MIB, 2000 * MIB, 2), Wanted(((512, 4), (256, 8)), document=256, gpus=2)
     choice = choose(SMALL, limits, H200, wanted)
-    assert (choice.plan.gpus, choice.plan.between) == (2, "host")
+    assert (choice.plan.gpus, choice.plan.between) == (2, "ram")
     check(SMALL, choice, limits, H200)
     one = choose(SMALL, replace(limits, gpus=1), H200, replace(wanted, gpus=1), begun=choice.plan).plan
     on_gpu = lambda plan: [unit.state == "gpu" or unit.update == "gpu" for unit in plan.units]
@@ -312,8 +312,8 @@ def test_two_gpus_have_layers_in_turn_and_resumed_runs_their_updates():
 def test_outputs_go_by_peer_copies_where_gpus_have_access():
     limits, wanted, linked = Limits(200 * MIB, 2000 * MIB, 2), Wanted(((512, 4),), document=256, gpus=2), {}
     for peer in (0.0, 3e11):
-        linked[peer] = choose(SMALL, limits, replace(H200, host=1.3e-5, peer=peer), wanted)
-    assert [choice.plan.between for choice in linked.values()] == ["host", "gpu"]
+        linked[peer] = choose(SMALL, limits, replace(H200, ram=1.3e-5, peer=peer), wanted)
+    assert [choice.plan.between for choice in linked.values()] == ["ram", "gpu"]
     assert linked[3e11].step.step_s < linked[0.0].step.step_s
     assert linked[3e11].step.busy["peer"] > 0
 
@@ -382,7 +382,7 @@ def gap(dice: Random) -> float:
     nbytes, seconds = (np.array(of)[choices(len(front), layers)].sum(1) for of in zip(*front, strict=True))
     room = dice.uniform(0.05, 1) * layers * sum(size.values())
     empty, steps = plan(cfg, UnitPlan(), tokens=tokens, n_micro=1), moves(geo, batch, rates)
-    saved = lambda n: [unit.names("host") for unit in with_moves(geo, empty, steps, n, n).units[1:-1]]
+    saved = lambda n: [unit.names("ram") for unit in with_moves(geo, empty, steps, n, n).units[1:-1]]
     taken = lambda n: sum(size[name] for names in saved(n) for name in names)
     chosen = saved(largest(layers * len(steps), lambda n: taken(n) <= room))
     step = sum(unit_seconds(cfg, empty, rates, batch).values())  # all of it recomputed

@@ -67,18 +67,18 @@ def test_copies_of_several_gpus_share_what_ram_gives_all_of_them():
 def plans(draw) -> Plan:
     """Plans of all kinds, with few slots and with many."""
     pick = lambda *of: draw(st.sampled_from(of))
-    mode, between, halves = pick("forward", "forward", "backward"), pick("gpu", "host"), pick(False, True)
+    mode, between, halves = pick("forward", "forward", "backward"), pick("gpu", "ram"), pick(False, True)
     cfg, units = replace(SMALL, halves=halves), []
     for u in range(cfg.n_units):
-        weights, state = pick(("gpu", "gpu"), ("host", "host"), ("host", "ssd"), ("ssd", "ssd"))
-        update = pick("cpu", "gpu") if (mode, weights, state) == ("forward", "host", "host") else "cpu"
+        weights, state = pick(("gpu", "gpu"), ("ram", "ram"), ("ram", "ssd"), ("ssd", "ssd"))
+        update = pick("cpu", "gpu") if (mode, weights, state) == ("forward", "ram", "ram") else "cpu"
         name = "gate_up" if not halves or u % 2 == 0 else "qkv"
-        saved = ((name, pick("gpu", "host", "ssd")),) if 0 < u < cfg.n_units - 1 and pick(True, False) else ()
-        x = pick("host", "ssd") if between == "host" and u < cfg.n_units - 1 else pick("gpu", "host")
+        saved = ((name, pick("gpu", "ram", "ssd")),) if 0 < u < cfg.n_units - 1 and pick(True, False) else ()
+        x = pick("ram", "ssd") if between == "ram" and u < cfg.n_units - 1 else pick("gpu", "ram")
         units.append(UnitPlan(weights, state, update, "gpu" if between == "gpu" and u == 0 else x, saved))
-    late = pick((), ("host",), ("host", "ssd")) if mode == "forward" else ()
-    more = dict(window=pick(2, 3), host_window=pick(2, 3), state_slots=pick(3, 4, 50), record=pick(1 << 18, 1 << 22))
-    gradients = pick("host", "ssd") if mode != "backward" else "host"
+    late = pick((), ("ram",), ("ram", "ssd")) if mode == "forward" else ()
+    more = dict(window=pick(2, 3), ram_window=pick(2, 3), state_slots=pick(3, 4, 50), record=pick(1 << 18, 1 << 22))
+    gradients = pick("ram", "ssd") if mode != "backward" else "ram"
     return Plan(tuple(units), 256, pick(1, 2, 6), mode=mode, late_moments=late, between=between, gradients=gradients,
                 halves=halves, piece=pick(1 << 40, 1 << 20), **more)  # fmt: skip
 
@@ -115,7 +115,7 @@ def test_steps_that_a_drive_falls_behind_are_not_the_steady_state():
     """Two steps take equally long while activations wait for the drive in slots that are still free; later ones not."""
     here = UnitPlan("gpu", "gpu")
     qkv, mlp = (replace(here, saved=((name, "ssd"),)) for name in ("qkv", "gate_up"))
-    updated = replace(qkv, weights="host", state="ssd")
+    updated = replace(qkv, weights="ram", state="ssd")
     inner = [qkv, mlp, here, mlp, replace(here, saved=(("qkv", "gpu"),)), mlp, updated, mlp, here, mlp, qkv, mlp]
     made = Plan((here, *inner, here), 256, 6, mode="backward", state_slots=50, record=1 << 22, halves=True,
                 swap_slots=12)  # fmt: skip

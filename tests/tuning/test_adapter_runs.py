@@ -53,7 +53,7 @@ def far(checkpoint):
     """A plan file: the base on the SSD, what is trained in RAM."""
     plan = make(adapters(checkpoint, "planned")).plan
     path = checkpoint / "far.json"
-    write_plan(replace(plan, units=(UnitPlan("host", "host", x="ssd", base="ssd"),) * len(plan.units), window=1), path)
+    write_plan(replace(plan, units=(UnitPlan("ram", "ram", x="ssd", base="ssd"),) * len(plan.units), window=1), path)
     return str(path)
 
 
@@ -339,7 +339,7 @@ def test_the_plain_rule_puts_the_base_where_there_is_room(checkpoint):
     run = adapters(checkpoint, "ruled")
     limits = ((14, 7), (8, 7), (6, 3))  # MiB of GPU and RAM
     plans = [make(replace(run, gpu_memory=gpu << 20, ram=ram << 20)).plan for gpu, ram in limits]
-    assert [{unit.base for unit in plan.units} for plan in plans] == [{"gpu"}, {"gpu", "host"}, {"gpu", "ssd"}]
+    assert [{unit.base for unit in plan.units} for plan in plans] == [{"gpu"}, {"gpu", "ram"}, {"gpu", "ssd"}]
     assert not any("ssd" in (unit.weights, unit.state) for plan in plans for unit in plan.units)
 
 

@@ -86,7 +86,7 @@ def test_a_base_read_in_place_trains_the_same(case, device, tmp_path):
     stored = hf.sources(cfg, source.shapes)
     found = []
     for tier, in_place in (("gpu", False), ("ssd", False), ("ssd", True)):
-        plan = gpu_plan(cfg, units=(UnitPlan("host", "host", base=tier),) * cfg.n_units, record=700, window=1)
+        plan = gpu_plan(cfg, units=(UnitPlan("ram", "ram", base=tier),) * cfg.n_units, record=700, window=1)
         layouts = dict(enumerate(Geometry.of(cfg, plan).stored_base))
         files = CheckpointBase(layouts, source, stored, device) if in_place else None
         queues = RealQueues("cpu", extra=("poison",))

@@ -66,12 +66,12 @@ def test_adapters_are_trained_as_on_its_copy_in_bf16(made, form, tmp_path):
     """Packed in every tier, in place too, blocks and sub-layers: bitwise the run on decoded weights."""
     (folder, plain, _), targets, late = made(form), FORMATS[form].targets, lambda: JitterQueues(1)
     last = ("ssd", True, dict(halves=True, window=1, queues=late()))
-    ways = [("gpu", False, {}), ("host", False, {}), ("ssd", False, dict(queues=late())), ("ssd", True, {}),
-            ("host", False, dict(halves=True)), last]  # fmt: skip
+    ways = [("gpu", False, {}), ("ram", False, {}), ("ssd", False, dict(queues=late())), ("ssd", True, {}),
+            ("ram", False, dict(halves=True)), last]  # fmt: skip
     if form in ("fp8, experts", "gpt-oss"):
-        ways += [("ssd", True, dict(halves=True, slices=2)), ("host", False, dict(halves=True, slices=3))]
+        ways += [("ssd", True, dict(halves=True, slices=2)), ("ram", False, dict(halves=True, slices=3))]
     elif form in ("fp8, one in bf16", "nf4, double", "nf4, experts"):  # some is decoded as it is read: not in place
-        ways = [("host", False, {}), ("ssd", False, dict(halves=True))]
+        ways = [("ram", False, {}), ("ssd", False, dict(halves=True))]
         cfg, source, stored = opened(folder, lambda cfg: adapted(cfg, Lora(2, 4.0, targets)))
         assert why_copied(cfg, "BF16", source, stored, [folder])
     elif form not in ("fp8", "nvfp4"):

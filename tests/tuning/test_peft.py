@@ -172,7 +172,7 @@ OURS = {"gpt2": ("c_attn", "c_fc"), "llama": ("q_proj", "v_proj", "down_proj"), 
 
 
 def engine(cfg, source, adapters=None, tier="ssd"):
-    plan = gpu_plan(cfg, units=(UnitPlan("host", "host", base=tier),) * cfg.n_units, record=700)
+    plan = gpu_plan(cfg, units=(UnitPlan("ram", "ram", base=tier),) * cfg.n_units, record=700)
     e = build(cfg, plan, LIMITS, InlineQueues(), store=MemoryStore(), scratch=MemoryScratch())
     Exchange(cfg, source, e.placement, adapters).load()
     return e

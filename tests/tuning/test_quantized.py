@@ -105,7 +105,7 @@ def test_adapters_are_trained_as_on_the_quantized_checkpoint(tmp_path, base, mod
     save_file(state, plain / "model.safetensors", {"format": "pt"})
     targets = ("q_proj", "experts" if model_type == "qwen3_moe" else "down_proj")
     seen, weights, wide = adapters(plain, targets, None, "gpu")
-    for tier in ("host", "ssd"):
+    for tier in ("ram", "ssd"):
         cfg, source, stored = opened(folder, lambda cfg: adapted(cfg, Lora(2, 4.0, targets)))
         cfg, source = quantized(cfg, source, base, stored)
         e, x = exchange(cfg, source, tier)
@@ -178,7 +178,7 @@ def test_with_a_store_a_base_is_quantized_once(tmp_path, monkeypatch):
         for name in kept.parts:
             assert np.array_equal(np.concatenate(list(kept.values(name))), np.concatenate(list(anew.values(name))))
         seen = []
-        for of, tier, in_place in ((anew, "host", False), (kept, "host", False), (kept, "ssd", True)):
+        for of, tier, in_place in ((anew, "ram", False), (kept, "ram", False), (kept, "ssd", True)):
             named = hf.sources(cfg, of.shapes)
             files = None
             if in_place:

@@ -29,7 +29,7 @@ class _Bus:
         self.nbytes = nbytes
         self.memory = Memory([device], Limits(1 << 40, 1 << 40))  # torch never gives its pinned memory back
         self.gpu, start = self.memory.alloc("gpu", "probe", nbytes, 2), time.perf_counter()
-        self.host = self.memory.alloc("host", "probe", nbytes, 2)
+        self.host = self.memory.alloc("ram", "probe", nbytes, 2)
         self.pin = 2 * nbytes / (time.perf_counter() - start)
         self.streams = [torch.cuda.Stream(device) for _ in range(2)]
 
