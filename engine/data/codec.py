@@ -190,6 +190,7 @@ def _result(codec: Codec, batch: Numbered, result: Future[Encoded]) -> tuple[Num
         try:
             found.append(codec.submit(_Programs.encode, codec.facts, [example]).result())
         except (BrokenProcessPool, MemoryError):
+            codec.close()
             raise RowDied(number) from None
     ids, trained = (np.concatenate(parts) for parts in zip(*(each[:2] for each in found), strict=True))
     faults = {i: each.faults[0] for i, each in enumerate(found) if each.faults}

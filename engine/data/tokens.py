@@ -15,6 +15,7 @@ import json
 import os
 import re
 import shutil
+import struct
 import weakref
 import zipfile
 import zlib
@@ -199,7 +200,9 @@ def opened(folder: Path, key: str) -> TokenFile | None:
             meta = json.loads(file["meta"].tobytes())
             tables = {name: file[name] for name in _TABLES}
         fd = os.open(folder / f"{key}.tokens", os.O_RDONLY | os.O_CLOEXEC)
-    except (OSError, ValueError, KeyError, EOFError, zipfile.BadZipFile, zlib.error, RecursionError):
+    except (OSError, ValueError, LookupError, EOFError, NotImplementedError, RecursionError, RuntimeError):
+        return None
+    except (zipfile.BadZipFile, zlib.error, struct.error):
         return None
     try:
         made = TokenFile(folder / f"{key}.tokens", fd, np.dtype(meta["dtype"]), meta, **tables)

@@ -1,0 +1,139 @@
+"""Tokenizers and templates of strangers: no run hangs, dies or fills memory by them, and the row is named."""
+
+import json
+import os
+import signal
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import pytest
+from chats import CHATML, TALK, make_tokenizer
+
+from trireme.engine.data import codec as processes
+from trireme.engine.data.codec import RowDied, encoded, load_codec
+from trireme.engine.data.dataset import DataOptions, load_dataset
+from trireme.engine.data.forms import Chat, Text
+from trireme.models.config import InputError
+
+ROOT = Path(__file__).parents[2]
+LOOP = "{% for a in range(99999) %}{% for b in range(99999) %}{% endfor %}{% endfor %}"
+ON = "{% if messages[0].content == 'bad' %}HERE{% endif %}" + CHATML
+
+
+def made(folder, template=CHATML):
+    make_tokenizer(folder, chat_template=template)
+    return load_codec(folder)
+
+
+def chats(*words):
+    return [(i, Chat([{**TALK[0], "content": word}, TALK[1]])) for i, word in enumerate(words, 1)]
+
+
+@pytest.mark.parametrize(
+    "hostile", ["{% set x = 'a' * 10 ** 11 %}", "{% set x = [0] * 10 ** 10 %}", "{{ messages[9].x }}"]
+)
+def test_a_row_that_fails_is_a_bad_row(tmp_path, hostile):
+    codec = made(tmp_path, ON.replace("HERE", hostile))
+    ((_, found),) = encoded(codec, [chats("good", "bad", "good")], 1)
+    assert [*found.faults] == [1]
+    assert found.lengths[0] == found.lengths[2] > found.lengths[1] == 0
+    codec.close()
+
+
+def test_a_process_that_dies_names_the_row_and_the_next_call_has_another(tmp_path):
+    codec = made(tmp_path)
+    assert codec.decode([68]) == "a"
+    pid = codec.submit(_pid).result()
+    os.kill(pid, signal.SIGKILL)
+    ((_, found),) = encoded(codec, [chats("good", "good")], 1)
+    assert not found.faults
+    with pytest.raises(RowDied) as error:
+        list(encoded(codec, [[(7, Text("a")), (8, _Abort())]], 1))
+    assert error.value.row == 8
+    assert codec.decode([68]) == "a"
+    codec.close()
+
+
+def _pid(programs):
+    return os.getpid()
+
+
+class _Abort(Text):
+    """Ends the process that looks at it."""
+
+    def __new__(cls):
+        return super().__new__(cls, "a")
+
+    def __reduce__(self):
+        return os.abort, ()
+
+
+@pytest.mark.full
+def test_a_template_without_end_names_the_row(tmp_path):
+    path = tmp_path / "rows.jsonl"
+    path.write_text("".join(json.dumps({"messages": chat.messages}) + "\n" for _, chat in chats("good", "bad")))
+    codec = made(tmp_path, ON.replace("HERE", LOOP))
+    with pytest.raises(InputError, match="line 2"):
+        load_dataset([str(path)], codec, DataOptions())
+
+
+def test_a_tokenizer_that_cannot_be_read_is_one_line(tmp_path):
+    make_tokenizer(tmp_path)
+    for content in ("{", "{}", "[1]", '{"model": {"type": "BPE"}}', '{"model": ' + "[" * 10_000):
+        (tmp_path / "tokenizer.json").write_text(content)
+        with pytest.raises(InputError, match="tokenizer.json"):
+            load_codec(tmp_path)
+
+
+def test_a_tokenizer_that_changes_while_data_is_read(tmp_path):
+    codec = made(tmp_path)
+    codec.close()
+    make_tokenizer(tmp_path, bos="", chat_template=CHATML)
+    with pytest.raises(InputError, match="changed"):
+        list(encoded(codec, [chats("good")], 1))
+    codec.close()
+
+
+SCRIPT = """
+from trireme.engine.data.codec import load_codec
+print("begun", flush=True)
+codec = load_codec({folder!r})
+print(codec.decode([68]), codec.submit(__import__("tests_pid").pid).result(), flush=True)
+{rest}
+"""
+
+
+def test_a_script_without_a_guard_is_run_once_and_its_processes_end_with_it(tmp_path):
+    make_tokenizer(tmp_path)
+    (tmp_path / "tests_pid.py").write_text("import os\ndef pid(_): return os.getpid()\n")
+    path, env = tmp_path / "script.py", os.environ | {"PYTHONPATH": f"{ROOT}:{tmp_path}"}
+    path.write_text(SCRIPT.format(folder=str(tmp_path), rest="import time; time.sleep(60)"))
+    with subprocess.Popen([sys.executable, str(path)], stdout=subprocess.PIPE, text=True, env=env) as process:
+        assert process.stdout.readline() == "begun\n"
+        word, child = process.stdout.readline().split()
+        assert word == "a"
+        process.kill()
+    for _ in range(100):
+        if not Path(f"/proc/{child}").exists() or "Z" in Path(f"/proc/{child}/stat").read_text().split()[2]:
+            break
+        time.sleep(0.1)
+    else:
+        pytest.fail("the process is still there")
+
+
+def test_limits_of_a_process(tmp_path):
+    codec = made(tmp_path)
+    soft, core, left = codec.submit(_limits).result()
+    assert soft < 4 * processes.MEMORY
+    assert core == 0
+    assert 0 < left <= processes.PATIENCE + processes.PER_CHARACTER * processes.SHOWN + 1
+    codec.close()
+
+
+def _limits(programs):
+    import resource
+
+    limit = lambda which: resource.getrlimit(which)[0]
+    return limit(resource.RLIMIT_AS), limit(resource.RLIMIT_CORE), signal.getitimer(signal.ITIMER_PROF)[0]
