@@ -2,6 +2,7 @@
 
 import json
 import time
+from functools import cache
 from importlib import resources
 from pathlib import Path
 
@@ -55,9 +56,13 @@ def row_of(talk):
     )
 
 
-def marked(source, talk, stops=("</s>",), variables=SPECIALS):
-    template = ChatTemplate({"default": source}, variables, "2026-03-31", stops, "</s>")
-    found = template.mark(chat_of(row_of(talk)))
+@cache
+def template_of(source, stops, names):
+    return ChatTemplate({"default": source}, {name: SPECIALS[name] for name in names}, "2026-03-31", stops, "</s>")
+
+
+def marked(source, talk, stops=("</s>",), names=tuple(SPECIALS)):
+    found = template_of(source, stops, names).mark(chat_of(row_of(talk)))
     return found, "".join(found.text[a:b] for a, b in found.spans)
 
 
@@ -117,11 +122,10 @@ def test_texts_of_transformers(name, tmp_path):
         (FILES / f"{name}.jinja").read_text(),
         0,
     )
-    specials = {k: v for k, v in SPECIALS.items() if k in ("bos_token", "eos_token")}
     for talk in TALKS.values():
         row = row_of([{k: v for k, v in message.items() if k != "train"} for message in talk])
         try:
-            found, _ = marked(source, talk, (), specials)
+            found, _ = marked(source, talk, (), ("bos_token", "eos_token"))
             theirs = peer.apply_chat_template(
                 row["messages"], tools=row.get("tools"), chat_template=source, tokenize=False
             )
