@@ -24,9 +24,9 @@ RATES = Rates(matmul=1e14, copy=1e12, h2d=2e10, d2h=2e10, adam=2e9, dram=6e10)
 MIB = 1 << 20
 
 
-def plan_for(gpu: int, host: int, **more) -> Plan:
+def plan_for(gpu: int, ram: int, **more) -> Plan:
     wanted = Wanted(((512, 2), (256, 4), (64, 16)), record=1 << 16)
-    return simple_plan(SMALL, Limits(gpu, host), replace(wanted, **more))
+    return simple_plan(SMALL, Limits(gpu, ram), replace(wanted, **more))
 
 
 def test_equal_plans_and_models_have_one_hash():
@@ -40,8 +40,8 @@ def test_equal_plans_and_models_have_one_hash():
 
 @settings(max_examples=60, deadline=None)
 @given(st.integers(1, 300), st.integers(1, 300), st.sampled_from(("forward", "backward")), st.sampled_from((32, 8)))
-def test_a_plan_fits_or_is_refused_with_the_way_out(gpu, host, mode, bits):
-    limits = {"gpu": gpu * MIB, "ram": host * MIB}
+def test_a_plan_fits_or_is_refused_with_the_way_out(gpu, ram, mode, bits):
+    limits = {"gpu": gpu * MIB, "ram": ram * MIB}
     try:
         plan = plan_for(**limits, mode=mode, adam_bits=bits)
     except DoesNotFit as refusal:
