@@ -312,7 +312,7 @@ def test_two_gpus_have_layers_in_turn_and_resumed_runs_their_updates():
 def test_outputs_go_by_peer_copies_where_gpus_have_access():
     limits, wanted, linked = Limits(200 * MIB, 2000 * MIB, 2), Wanted(((512, 4),), document=256, gpus=2), {}
     for peer in (0.0, 3e11):
-        linked[peer] = choose(SMALL, limits, replace(H200, ram=1.3e-5, peer=peer), wanted)
+        linked[peer] = choose(SMALL, limits, replace(H200, host=1.3e-5, peer=peer), wanted)
     assert [choice.plan.between for choice in linked.values()] == ["ram", "gpu"]
     assert linked[3e11].step.step_s < linked[0.0].step.step_s
     assert linked[3e11].step.busy["peer"] > 0
