@@ -13,8 +13,7 @@ from itertools import product
 from trireme.engine.buffers import each_usage, fits
 from trireme.engine.plan import Limits, Plan, Tier
 from trireme.engine.planner.rule import GPU_UPDATES, Between, Strategy, fill_ram, largest, of_first, share_updates, some
-from trireme.engine.planner.search import Decision, Search
-from trireme.engine.planner.swaps import Move, count, most_in_ram, with_most_on_gpu, with_moves
+from trireme.engine.planner.search import Decision, Move, Search, count, most_in_ram, with_most_on_gpu, with_moves
 
 INPUTS: tuple[Tier, ...] = "gpu", "ram"  # tiers of inputs of blocks
 PARTS = (1.0, 0.6, 0.3, 0.1)  # of the moves that fit in RAM
@@ -29,7 +28,7 @@ def sizes(s: Search, plan: Plan) -> Iterable[Plan]:
     """Micro-batches of other sizes; inputs of blocks on the GPU or in RAM; state on the GPU before activations or not;
     updates on the GPU or not.
     """
-    states, shares = ((None,), (0.0,)) if s.geo.cfg.lora else ((None, 1.0, 0.0), (GPU_UPDATES, 0.0))
+    states, shares = ((0.0,), (0.0,)) if s.geo.cfg.lora else ((0.0, 1.0), (GPU_UPDATES, 0.0))
     for size, x, state, updates in product(s.sizes(plan.tokens), INPUTS, states, shares):
         yield from s.rule(Strategy(x, state, updates=updates), size)
 
@@ -37,7 +36,7 @@ def sizes(s: Search, plan: Plan) -> Iterable[Plan]:
 def placed(s: Search, plan: Plan) -> Iterable[Plan]:
     """Inputs and state as in `sizes`, each with as many saved tensors in RAM as fit, or with half of them."""
     streams = any(unit.update == "gpu" for unit in plan.units)
-    for x, state in product(INPUTS, (None, 1.0, 0.0)) if s.geo.cfg.lora is None else ():
+    for x, state in product(INPUTS, (0.0, 1.0)) if s.geo.cfg.lora is None else ():
         for other in s.rule(Strategy(x, state, updates=GPU_UPDATES * streams), (plan.tokens, plan.n_micro)):
             yield from swapped(s, replace(other, late_moments=plan.late_moments, piece=plan.piece), (1.0, 0.5))
 

@@ -21,7 +21,6 @@ from trireme.storage.layout import ITEMSIZE
 if TYPE_CHECKING:
     from trireme.engine.planner.predict import Batch  # imports torch
 
-UPDATE_TOKENS = 50_000  # tokens of a step whose forward takes as long as the updates on the CPU
 GPU_UPDATES = 0.3  # share of units in RAM that the GPU updates: 14 bytes/parameter over PCIe, 19 of RAM on the CPU
 MARGIN = {"gpu": 1.0, "ram": 1.25}  # a message advises this multiple of the missing bytes: more RAM, larger records
 LATE_TOKENS = 12_000  # tokens of a step from which moments are written apart from weights
@@ -110,7 +109,7 @@ class Strategy:
     """Decisions of the rule of which only a simulation tells which is faster. The default is the plain rule."""
 
     x: Tier = "gpu"  # first tier tried for blocks' inputs
-    states: float | None = None  # share of units with state on the GPU before activations; None: by tokens a step
+    states: float = 0.0  # share of units with state on the GPU before activations
     updates: float = GPU_UPDATES  # share of the units in RAM that the GPU updates
 
 
@@ -239,9 +238,7 @@ def _fill(geo: Geometry, plan: Plan, limits: Limits, wanted: Wanted, strategy: S
     if wanted.on_cuda and wanted.gpu_updates and plan.mode == "forward":
         plan = share_updates(geo, plan, limits, strategy.updates)
     if to_gpu:
-        plan = _states_to_gpu(
-            geo, plan, limits, _useful_states(geo, plan) if strategy.states is None else round(strategy.states * n)
-        )
+        plan = _states_to_gpu(geo, plan, limits, round(strategy.states * n))
     plan = _more_state_buffers(geo, plan, limits)
     plan = _keep_activations(geo, plan, limits)
     if to_gpu:
@@ -318,21 +315,6 @@ def longer_pieces(geo: Geometry, plan: Plan, limits: Limits) -> Plan:
     return largest_fitting(
         geo, limits, -(-most // STRETCH), lambda k: replace(plan, piece=max(plan.piece, k * STRETCH))
     )
-
-
-def _useful_states(geo: Geometry, plan: Plan) -> int:
-    """How many of the first units should have their state on the GPU, so that forward hides the updates of the others.
-
-    Forward needs the first units at once, so their updates on the CPU cannot overlap it. With few tokens in a step, GPU
-    memory gains more for state than for activations.
-    """
-    if plan.mode == "backward":
-        return 0
-    excess, units = sum(geo.numel) * (1 - plan.tokens * plan.n_micro / UPDATE_TOKENS), 0
-    while excess > 0:
-        excess -= geo.numel[units]
-        units += 1
-    return units
 
 
 def share_updates(geo: Geometry, plan: Plan, limits: Limits, share: float) -> Plan:

@@ -1,18 +1,24 @@
-"""The plans that a search has simulated, and what its decisions (decisions.py) ask for."""
+"""What a search tries: plans of the rule, and moves, which save tensors instead of recomputing them; what it has found.
+
+Which tensors are swapped rather than recomputed: the most seconds of recomputation per byte first.
+"""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Container, Iterable, Iterator, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, field, replace
+from itertools import chain, combinations
+from typing import NamedTuple
 
 from trireme.engine.buffers import fits
 from trireme.engine.geometry import Geometry
-from trireme.engine.plan import DoesNotFit, Limits, Plan
-from trireme.engine.planner.predict import Batch, Prediction, predict
+from trireme.engine.plan import DoesNotFit, Limits, Plan, SavedTier
+from trireme.engine.planner.predict import Batch, Prediction, predict, rebuilt_seconds
 from trireme.engine.planner.rates import Rates
-from trireme.engine.planner.rule import Strategy, Wanted, longer_pieces, simple_plan
-from trireme.engine.planner.swaps import Move, moves
+from trireme.engine.planner.rule import Strategy, Wanted, largest, largest_fitting, longer_pieces, simple_plan, spread
+from trireme.models.sizes import shapes
+from trireme.storage.layout import ITEMSIZE
 
 WEAR = 0.5  # a plan's cost includes this share of the seconds of writing activations to the SSD, for the drive's wear
 
@@ -92,3 +98,93 @@ def updated_as(plan: Plan, begun: Plan) -> Plan | None:
             return None
         units.append(replace(unit, gpu=other.gpu, update="gpu" if streamed else "cpu"))
     return replace(plan, units=tuple(units))
+
+
+# ---------------------------------------------------------------- moves
+
+
+class Move(NamedTuple):
+    """A step towards saving everything of a kind of unit: more tensors are saved, and fewer are recomputed."""
+
+    kind: str  # of unit: block, attention, mlp
+    names: tuple[str, ...]  # all tensors that are saved after this move
+    nbytes: int  # additional bytes, for the tokens of a micro-batch
+    seconds: float  # of recomputation that it avoids, for a micro-batch
+
+
+def moves(geo: Geometry, batch: Batch, rates: Rates) -> list[Move]:
+    """The moves from saving nothing to saving everything, sorted by seconds per byte, highest first.
+
+    For each kind of unit the sets of saved tensors are those on the lower convex hull of (bytes, seconds of
+    recomputation): the next one is always the steepest (Fuyou, equation 12; MPress, table III). Of equally steep ones
+    it is the smallest that keeps what is saved already, else the largest.
+    """
+    found = []
+    for kind in geo.inner_kinds:
+        u, nbytes = geo.kinds.index(kind), shapes.saved_bytes(geo.cfg, batch.tokens, ITEMSIZE[geo.dtype], kind)
+        sets = chain.from_iterable(combinations(nbytes, count) for count in range(len(nbytes) + 1))
+        left = {names: (sum(nbytes[n] for n in names), rebuilt_seconds(geo.cfg, u, frozenset(names), rates, batch))
+                for names in sets}  # fmt: skip
+        here: tuple[str, ...] = ()
+        while True:
+            size, again = left[here]
+            steep = {n: (again - s) / (b - size) for n, (b, s) in left.items() if b > size and s < again}
+            if not steep:
+                break
+            best = [names for names in steep if steep[names] >= (1 - 1e-6) * max(steep.values())]
+            keep = [names for names in best if set(names) >= set(here)]
+            sizes = {names: left[names][0] for names in best}
+            here = min(keep, key=sizes.__getitem__) if keep else max(best, key=sizes.__getitem__)
+            found.append(Move(kind, here, left[here][0] - size, again - left[here][1]))
+    # Rounded: rounding errors would change the order.
+    return sorted(found, key=lambda move: -float(f"{move.seconds / move.nbytes:.6g}"))
+
+
+def count(geo: Geometry, steps: Sequence[Move]) -> int:
+    """Moves of all units."""
+    return sum(geo.kinds.count(move.kind) for move in steps)
+
+
+def most_in_ram(geo: Geometry, plan: Plan, limits: Limits, steps: Sequence[Move]) -> int:
+    """The largest number of moves whose tensors fit in RAM."""
+    return largest(count(geo, steps), lambda n: fits(geo, with_moves(geo, plan, steps, n), limits))
+
+
+def with_most_on_gpu(
+    geo: Geometry, plan: Plan, limits: Limits, steps: Sequence[Move], n: int, in_ram: int | None = None
+) -> Plan:
+    """`with_moves` with the largest `keep` that fits."""
+    moved = lambda keep: with_moves(geo, plan, steps, n, in_ram, keep)
+    return largest_fitting(geo, limits, geo.cfg.n_layers, moved)
+
+
+def with_moves(
+    geo: Geometry,
+    plan: Plan,
+    steps: Sequence[Move],
+    n: int,
+    in_ram: int | None = None,
+    keep: int = 0,
+    beyond: SavedTier = "ssd",
+    only: Container[int] | None = None,
+) -> Plan:
+    """`plan` in which the last `keep` blocks save all tensors on the GPU, and the others those of the first n moves.
+
+    Each move counts once for each unit of its kind. The last move is applied to units at even distances. The first
+    `in_ram` moves (None: all) save in RAM, the others in tier `beyond`. `only`: other units stay as they are.
+    """
+    last, in_ram = geo.cfg.n_layers - keep, n if in_ram is None else in_ram
+    saved: dict[int, dict[str, SavedTier]] = {}
+    for u in (u for u in range(1, geo.head) if only is None or u in only):
+        on_gpu = shapes.layer(geo.cfg, u) >= last
+        saved[u] = dict.fromkeys(geo.saved_names(geo.kinds[u]) if on_gpu else (), "gpu")
+    for move in steps:
+        units = [u for u in saved if geo.kinds[u] == move.kind]
+        done, ram = min(n, len(units)), min(in_ram, n, len(units))
+        n, in_ram, near = n - done, in_ram - ram, spread(done, ram)
+        for i, place in enumerate(sorted(spread(len(units), done))):
+            u = units[place]
+            if shapes.layer(geo.cfg, u) < last:
+                tier: SavedTier = "ram" if i in near else beyond
+                saved[u] = {name: saved[u].get(name, tier) for name in move.names}
+    return plan.saving({u: tuple(names.items()) for u, names in saved.items()})

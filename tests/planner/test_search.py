@@ -20,10 +20,9 @@ from trireme.engine.planner.choose import Choice, choose, rebalance
 from trireme.engine.planner.predict import Batch, predict, rebuilt_seconds, unit_seconds
 from trireme.engine.planner.rates import Rates
 from trireme.engine.planner.rule import Wanted, all_cuts, cuts, largest, simple_plan, sizes_of, sliced
-from trireme.engine.planner.search import Search, updated_as
+from trireme.engine.planner.search import Search, moves, updated_as, with_moves
 from trireme.engine.planner.simulate import SimulatedQueues
 from trireme.engine.planner.sizes import find_model
-from trireme.engine.planner.swaps import moves, with_moves
 from trireme.engine.tuning.chosen import adapted, targets
 from trireme.models.config import Lora, ModelConfig
 from trireme.models.sizes import shapes
